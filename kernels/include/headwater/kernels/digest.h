@@ -1,0 +1,46 @@
+// The 128-bit digest of micro-batches: one function, the same on every path, engine and language.
+//
+// It tells an honest repeat from a different payload; it is not a cryptographic hash. Rows are hashed independently of chunking
+// and order of arrival, so that they can be hashed where and when they arrive (and on a GPU in parallel). Specification with test
+// vectors: docs/math.md, "Digest".
+//
+//   Key schedule  k[i] = splitmix64(0x9E3779B97F4A7C15 * (i + 1)), i in [0, 512), computed mod 2^64.
+//   Block         up to 4096 bytes of one row, read as little-endian 64-bit words (w0, w1), (w2, w3), ...; the last partial pair
+//                 is filled with zero bytes.
+//   NH(block)     sum over pairs p of (w[2p] + k[2p] mod 2^64) * (w[2p+1] + k[2p+1] mod 2^64), mod 2^128: the NH universal hash of
+//                 UMAC (Black et al., CRYPTO '99) with 64-bit words.
+//   Finish(h, a, b)  mixes the 128-bit h with two 64-bit numbers by murmur3's fmix64, see digest.cc.
+//   Rows          sum mod 2^128 over rows r and blocks j of Finish(NH(block j of row r), stream << 40 | j, r).
+//   Digest        Finish(rows + Finish(NH chain of the header bytes), header length, 0), little-endian.
+#ifndef HEADWATER_KERNELS_DIGEST_H_
+#define HEADWATER_KERNELS_DIGEST_H_
+
+#include <cstdint>
+#include <string>
+
+#include "headwater/kernels/engine.h"
+
+namespace headwater {
+
+// Adds up a micro-batch's digest. Not thread-safe; independent builders over disjoint rows can be merged.
+class DigestBuilder {
+ public:
+  // Hashes `row_count` rows of `row_bytes` bytes each that begin at row `row_start` of stream `stream` (0: hidden states,
+  // 1 + term: a term's teacher rows). Every row must be added exactly once, in any order.
+  void AddRows(int32_t stream, int64_t row_start, int64_t row_count, int64_t row_bytes, const void* data);
+  // Adds another builder's rows.
+  void Merge(const DigestBuilder& other);
+  // The digest of the rows added and of `canonical_header`.
+  Digest Finish(const std::string& canonical_header) const;
+
+ private:
+  uint64_t low_ = 0;
+  uint64_t high_ = 0;
+};
+
+// Lower-case hexadecimal, 32 characters.
+std::string DigestToHex(const Digest& digest);
+
+}  // namespace headwater
+
+#endif  // HEADWATER_KERNELS_DIGEST_H_

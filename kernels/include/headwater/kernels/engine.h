@@ -1,0 +1,212 @@
+// LossEngine: where the mathematics runs.
+//
+// One interface, several engines (CpuEngine here, CudaEngine in a module library that is loaded when it is there), one set of
+// tests. The engine owns device memory, the split of a head over shards, the gradient accumulator, staging slots, optimizer state
+// and digests. It knows nothing of steps, epochs or who calls: those are server/heads. Formulas: docs/math.md.
+//
+// Threads. LossEngine's and EngineHead's const methods may be called from any thread. Methods that compute or change a head
+// (Compute, Commit, WriteTensor, ApplyOptimizer, ...) block until done; calls that touch one head must not overlap, which
+// server/heads ensures by a lock for each head; calls on different heads may overlap and are then serialized by the engine where
+// the hardware needs it.
+//
+// Determinism. Same inputs, same plan, same machine: bitwise the same outputs.
+#ifndef HEADWATER_KERNELS_ENGINE_H_
+#define HEADWATER_KERNELS_ENGINE_H_
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "headwater/kernels/types.h"
+
+namespace headwater {
+
+// 128 bits that identify a micro-batch's header and rows; see digest.h.
+using Digest = std::array<uint8_t, 16>;
+
+// Rows of a two-dimensional tensor in host memory; row-major and contiguous. The memory stays the caller's.
+struct RowsView {
+  const void* data = nullptr;  // [row_count, column_count]; may be null if row_count == 0
+  int64_t row_count = 0;
+  int64_t column_count = 0;
+  DataType data_type = DataType::kFloat32;
+};
+
+// Writable rows.
+struct MutableRowsView {
+  void* data = nullptr;
+  int64_t row_count = 0;
+  int64_t column_count = 0;
+  DataType data_type = DataType::kFloat32;
+};
+
+class EngineHead;
+
+// One loss over rows [row_start, row_start + row_count) of a micro-batch.
+struct LossTerm {
+  EngineHead* head = nullptr;
+  int64_t row_start = 0;
+  int64_t row_count = 0;
+  absl::Span<const int32_t> targets;      // [row_count]; may be empty for JSD without hard loss: then no row is ignored
+  int32_t ignore_index = kDefaultIgnoreIndex;
+  absl::Span<const float> token_weights;  // [row_count], or empty: all 1
+  double loss_scale = 1.0;
+  std::variant<CrossEntropySpec, JsdSpec> loss;
+  EngineHead* teacher_head = nullptr;     // JSD only
+  RowsView teacher_hidden;                // JSD only: [row_count, teacher_head's hidden_size]
+
+  // Per-token outputs, [row_count] each, or null if not asked for. Ignored rows get 0, argmax -1.
+  float* token_loss = nullptr;
+  float* lse = nullptr;
+  float* target_log_probability = nullptr;
+  float* entropy = nullptr;
+  int32_t* argmax = nullptr;
+};
+
+// Where the weight's gradient goes.
+enum class GradWeightMode {
+  kNone,        // not computed: forward only, frozen heads, replays
+  kAccumulate,  // DIRECT: added to the accumulator in place
+  kStage,       // STAGED: kept in a staging slot until StagedContribution::Commit() or its destruction
+};
+
+// What to compute.
+struct MicroBatch {
+  RowsView hidden;
+  absl::Span<const LossTerm> terms;  // at least one
+  bool backward = false;             // false: loss and per-token outputs only; grad_hidden must be null, grad_weight kNone
+  MutableRowsView grad_hidden;       // data null: not computed. Rows no term covers, and ignored rows, get 0
+  double grad_hidden_scale = 1.0;
+  GradWeightMode grad_weight = GradWeightMode::kNone;  // for the terms whose head is trainable
+  // Refuse NaN and infinities: with kStage, kNonFiniteValues instead of a contribution if any row's loss or gradient is not finite.
+  bool refuse_non_finite = false;
+};
+
+// Sums over a term's valid rows; nats, without loss_scale.
+struct LossSums {
+  double loss_sum = 0;  // = soft + hard + z
+  double soft_loss_sum = 0;
+  double hard_loss_sum = 0;
+  double z_loss_sum = 0;
+  double token_weight_sum = 0;
+  double target_weight_sum = 0;  // sum of token_weight * class_weight[target]
+  int64_t valid_token_count = 0;
+  int64_t non_finite_row_count = 0;
+};
+
+// A contribution beside the accumulators, in staging slots. Destroying it uncommitted frees the slots and changes nothing else.
+// Must not outlive the heads it belongs to.
+class StagedContribution {
+ public:
+  virtual ~StagedContribution() = default;
+  // Adds factor x contribution to the accumulators of all its heads, and frees the slots. At most once. Fails only if the engine
+  // failed (kEngineFailed): the heads are lost then.
+  virtual absl::Status Commit(double factor) = 0;
+};
+
+// What a micro-batch yields.
+struct MicroBatchResult {
+  std::vector<LossSums> terms;                 // one for each term
+  std::unique_ptr<StagedContribution> staged;  // with kStage and at least one trainable head
+};
+
+// Squared norm and number of non-finite elements of an accumulator (weight and bias together).
+struct GradientStats {
+  double norm_squared = 0;  // fp64 sum over all shards; without any factor
+  int64_t non_finite_count = 0;
+};
+
+// One optimizer update.
+struct OptimizerStep {
+  double learning_rate = 0;
+  double gradient_multiplier = 1;  // gradient_factor x clip factor
+  OptimizerSpec settings;          // the head's optimizer with this step's overrides; same alternative as the head's
+  int64_t update_count = 1;        // 1 for the first update: AdamW's bias correction
+};
+
+// A head on an engine: weights, accumulator, staging slots, optimizer state, split over shards.
+class EngineHead {
+ public:
+  virtual ~EngineHead() = default;
+  virtual const HeadSpec& spec() const = 0;
+  virtual const MemoryPlan& plan() const = 0;
+  virtual absl::Span<const VocabShard> shards() const = 0;
+
+  // Elements of a tensor, 0 if this head does not have it.
+  virtual int64_t ElementCount(HeadTensor tensor) const = 0;
+  // Type in which ReadTensor and WriteTensor move it: the storage type for weight and bias, else fp32.
+  virtual DataType TensorDataType(HeadTensor tensor) const = 0;
+
+  // Copies elements [element_start, element_start + element_count) out, across shards. `out` has room for them.
+  virtual absl::Status ReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const = 0;
+  // The same, in. Writing kWeight or kBias sets a separate master to the same values; writing kMasterWeight or kMasterBias sets
+  // the stored tensor to its rounding (nearest even).
+  virtual absl::Status WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) = 0;
+
+  // Sets the accumulator to 0 (an exact 0 everywhere, whatever it held).
+  virtual absl::Status ZeroGradient() = 0;
+  // Sets optimizer state to 0.
+  virtual absl::Status ResetOptimizerState() = 0;
+  virtual absl::StatusOr<GradientStats> ComputeGradientStats() const = 0;
+  // Updates the weights from the accumulator, then sets the accumulator to 0. Requires an optimizer.
+  virtual absl::Status ApplyOptimizer(const OptimizerStep& step) = 0;
+
+  // Staging slots that are not taken now.
+  virtual int32_t FreeStagingSlots() const = 0;
+};
+
+// How an engine is set up; from flags.
+struct EngineOptions {
+  int32_t shard_count = 1;               // >= 1; a head with fewer rows gets as many shards as it has rows
+  std::vector<int64_t> shard_weights;    // relative sizes of the shards, for uneven splits; empty: even
+  int64_t memory_budget_bytes = 0;       // for all heads; 0: 80 % of the device's memory (of the cgroup's limit on the CPU)
+  int64_t workspace_bytes = 0;           // for each shard group; 0: the engine's default. The largest token chunk follows from it
+  int64_t token_chunk_rows = 0;          // 0: from the workspace; else exactly this many rows at once (tests)
+  int32_t thread_count = 0;              // CPU threads over all shards; 0: the cores this process may use
+};
+
+// Where heads live.
+struct EngineDevice {
+  std::string name;   // "cpu", "cuda:0"
+  std::string model;  // as the vendor calls it
+  int64_t memory_budget_bytes = 0;
+};
+
+// An engine. Heads must be destroyed before it.
+class LossEngine {
+ public:
+  virtual ~LossEngine() = default;
+  virtual std::string name() const = 0;  // "cpu", "cuda"
+  virtual std::vector<EngineDevice> devices() const = 0;
+  virtual const EngineOptions& options() const = 0;  // with defaults filled in
+
+  // What a head would take. Allocates nothing. InvalidArgument for a spec that ValidateHeadSpec() refuses.
+  virtual absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const = 0;
+  // Allocates a head: weights are unset (reads give 0), accumulator and optimizer state 0. kMemoryBudgetExceeded, with the plan in
+  // the message, if the plan exceeds `memory_budget_bytes` less what living heads have planned.
+  virtual absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) = 0;
+  // Sum of the living heads' plans.
+  virtual int64_t planned_bytes() const = 0;
+
+  // Computes one micro-batch. Checks everything that could make it read or write out of bounds (sizes, types, targets) and fails
+  // with the reasons of error.h before anything is changed; kStagingFull if kStage finds no slot.
+  virtual absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) = 0;
+};
+
+// Checks ranges and combinations (docs/math.md). MakeError(kInvalidField / kInvalidCombination) with `field` in the metadata.
+absl::Status ValidateHeadSpec(const HeadSpec& spec);
+
+// Runs a small CE and JSD with known results on the engine; for health and start-up. Creates and destroys tiny heads.
+absl::Status SelfTest(LossEngine& engine);
+
+// The engine that needs no accelerator.
+absl::StatusOr<std::unique_ptr<LossEngine>> CreateCpuEngine(const EngineOptions& options);
+
+}  // namespace headwater
+
+#endif  // HEADWATER_KERNELS_ENGINE_H_

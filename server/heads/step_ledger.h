@@ -1,0 +1,122 @@
+// StepLedger: the state machine of one head's steps and micro-batches. Pure bookkeeping: no tensors, no locks, no clock.
+//
+//   step:          OPEN --Seal--> SEALED --Close(APPLIED | DISCARDED | REPLACED)--> step + 1 is OPEN
+//   micro-batch:   Begin --> IN_PROGRESS --FinishCommitted--> COMMITTED
+//                                        --FinishStaged-----> STAGED --Commit--> COMMITTED
+//                                        --Abort-----------> forgotten          --Discard--> DISCARDED (tombstone)
+//
+// Every method either changes the state as its name says and returns OK, or returns an error and changes nothing.
+// Not thread-safe: Head holds its lock around every call.
+#ifndef HEADWATER_SERVER_HEADS_STEP_LEDGER_H_
+#define HEADWATER_SERVER_HEADS_STEP_LEDGER_H_
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <variant>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "headwater/kernels/engine.h"
+
+namespace headwater::heads {
+
+// The values are those of headwater.v1.StepState.
+enum class StepState : int32_t { kOpen = 1, kSealed = 2, kApplied = 3, kDiscarded = 4, kReplaced = 5 };
+
+// The values are those of headwater.v1.ContributionState.
+enum class ContributionState : int32_t { kNone = 0, kInProgress = 1, kStaged = 2, kCommitted = 3, kDiscarded = 4 };
+
+// The values are those of headwater.v1.ContributionForm.
+enum class ContributionForm : int32_t { kNone = 0, kDirect = 1, kStaged = 2, kHeld = 3 };
+
+// What a committed micro-batch adds to its step's totals.
+struct ContributionCounts {
+  int64_t valid_token_count = 0;
+  double loss_sum = 0;
+  double token_weight_sum = 0;
+  int64_t non_finite_row_count = 0;
+  bool operator==(const ContributionCounts&) const = default;
+};
+
+// What is known of one micro-batch.
+struct MicroBatchRecord {
+  int64_t attempt = 0;
+  ContributionState state = ContributionState::kInProgress;
+  std::optional<Digest> digest;  // absent for a tombstone of one that was never seen, and while in progress
+  ContributionCounts counts;
+  double factor = 1;
+};
+
+// Sums over a step's committed micro-batches.
+struct StepTotals {
+  int64_t micro_batch_count = 0;
+  int64_t valid_token_count = 0;
+  double loss_sum = 0;
+  double token_weight_sum = 0;
+  int64_t non_finite_row_count = 0;
+  bool operator==(const StepTotals&) const = default;
+};
+
+// A step as it is now.
+struct StepRecord {
+  int64_t step = 0;
+  StepState state = StepState::kOpen;
+  std::map<int64_t, MicroBatchRecord> micro_batches;
+  StepTotals Totals() const;  // in ascending id, so the sums do not depend on order of arrival
+};
+
+// Exactly 0 ... n-1, or exactly these ids (distinct, >= 0).
+using ExpectedMicroBatches = std::variant<int64_t, std::vector<int64_t>>;
+
+// What Begin() decided.
+enum class BeginDecision {
+  kCompute,         // new: it is IN_PROGRESS now; call one of Finish...() or Abort()
+  kReplay,          // known with this digest: compute and answer, add nothing
+  kPayloadDiffers,  // known with another digest, and FIRST_WINS: compute and answer, add nothing
+};
+
+class StepLedger {
+ public:
+  explicit StepLedger(int64_t initial_step) { open_.step = initial_step; }
+
+  const StepRecord& open() const { return open_; }
+  const std::optional<StepRecord>& last_closed() const { return last_closed_; }
+
+  // Would Begin() with some digest be refused whatever the digest is? For refusing before the upload.
+  // kStepMismatch, kStepSealed, kMicroBatchDiscarded, kMicroBatchInProgress, kLimitExceeded (max_micro_batches).
+  absl::Status CheckBegin(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches) const;
+  // As CheckBegin(), and kMicroBatchConflict. A known micro-batch may be replayed while the step is sealed.
+  absl::StatusOr<BeginDecision> Begin(int64_t step, int64_t micro_batch, int64_t attempt, const Digest& digest,
+                                      bool first_wins, int64_t max_micro_batches);
+  absl::Status FinishCommitted(int64_t micro_batch, const ContributionCounts& counts);
+  absl::Status FinishStaged(int64_t micro_batch, const ContributionCounts& counts);
+  // The micro-batch failed before it added anything: it is forgotten.
+  absl::Status Abort(int64_t micro_batch);
+
+  // True if the commit is to be carried out now, false if an equal one was before. The caller adds the contribution and then
+  // calls FinishCommit(); nothing can come in between, because it holds the head's lock.
+  absl::StatusOr<bool> CheckCommit(int64_t step, int64_t micro_batch, int64_t attempt, double factor) const;
+  absl::Status FinishCommit(int64_t micro_batch, double factor);
+
+  // True if an uncommitted contribution was dropped. Leaves a tombstone in any case.
+  absl::StatusOr<bool> Discard(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches);
+
+  // kMicroBatchMissing, kMicroBatchUncommitted, kMicroBatchUnexpected; the ids in message and metadata (at most 16 of them).
+  // True if the step was sealed by this call, false if it had been before (with an expectation that still holds).
+  absl::StatusOr<bool> Seal(int64_t step, const ExpectedMicroBatches& expected);
+  // Closes the step and opens the next one. Sealed steps for kApplied and kReplaced; open ones too for kDiscarded.
+  absl::Status Close(int64_t step, StepState how);
+
+  // Starts again at `step` with nothing known: restore, uploaded weights, a new run.
+  void Reset(int64_t step);
+
+ private:
+  StepRecord open_;
+  std::optional<StepRecord> last_closed_;
+};
+
+}  // namespace headwater::heads
+
+#endif  // HEADWATER_SERVER_HEADS_STEP_LEDGER_H_
