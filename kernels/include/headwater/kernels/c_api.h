@@ -1,7 +1,12 @@
 /* The C ABI of the engines: what `headwater.local` and `headwaterctl bench` use without a server.
  *
  * Every function returns NULL for success, or an error that the caller frees with hw_error_free(). Structs are plain data whose
- * first member is their size in bytes, so that later versions can append members; zero means "default" for appended ones.
+ * first member is their size in bytes, so that later versions can append members; zero means "default" for appended ones. A size
+ * smaller than this version's, or a member beyond it that is not zero, is refused (INVALID_FIELD). Structs inside structs
+ * (optimizer, settings, hard_loss) never grow: their struct_bytes is their sizeof, or 0. Elements of `terms` are
+ * terms[0].struct_bytes apart. No C++ exception leaves a function; one thrown inside is an error of code 13 (INTERNAL), or 8
+ * (RESOURCE_EXHAUSTED, MEMORY_BUDGET_EXCEEDED) if memory ran out. A null handle is refused (MISSING_FIELD), except by the
+ * functions that free.
  * Memory that is passed in stays the caller's and must live until the call returns. The threading rules are those of engine.h:
  * calls on one head must not overlap. Shapes, ranges and errors: types.h and engine.h.
  */
@@ -29,6 +34,10 @@ HW_API int32_t hw_abi_version(void);
 HW_API int32_t hw_error_code(const hw_error* error);
 HW_API const char* hw_error_reason(const hw_error* error);
 HW_API const char* hw_error_message(const hw_error* error);
+/* The values that the message mentions, in the order of their keys ("expected", "field"); NULL for an index out of range. */
+HW_API int32_t hw_error_metadata_count(const hw_error* error);
+HW_API const char* hw_error_metadata_key(const hw_error* error, int32_t index);
+HW_API const char* hw_error_metadata_value(const hw_error* error, int32_t index);
 HW_API void hw_error_free(hw_error* error);
 
 /* EngineOptions; 0 is the engine's default everywhere. */
@@ -77,9 +86,13 @@ typedef struct hw_head_spec {
 } hw_head_spec;
 
 HW_API hw_error* hw_head_create(hw_engine* engine, const hw_head_spec* spec, hw_head** out);
+/* Its staged contributions must have been committed or discarded. */
 HW_API void hw_head_destroy(hw_head* head);
+/* What the head takes, MemoryPlan::total_bytes, and the rows that are computed at once. Either pointer may be NULL. */
+HW_API hw_error* hw_head_plan(const hw_head* head, int64_t* total_bytes, int64_t* token_chunk_rows);
 
 /* `tensor` is a HeadTensor value (1 weight, 2 bias, 3 master_weight, ..., 10 moment2_bias). */
+/* 0 for a tensor that the head does not have; its type is then 0 as well. */
 HW_API int64_t hw_head_element_count(const hw_head* head, int32_t tensor);
 HW_API int32_t hw_head_tensor_data_type(const hw_head* head, int32_t tensor);
 HW_API hw_error* hw_head_read(const hw_head* head, int32_t tensor, int64_t element_start, int64_t element_count, void* out);
@@ -106,7 +119,7 @@ typedef struct hw_cross_entropy {
   double label_smoothing;
   double z_loss;
   const float* class_weights;  /* [class_weight_count], or NULL */
-  int64_t class_weight_count;  /* valid_vocab_size or vocab_size */
+  int64_t class_weight_count;  /* valid_vocab_size, or vocab_size (the rest is not looked at); 0 with NULL */
 } hw_cross_entropy;
 
 /* JsdSpec. */
@@ -172,7 +185,8 @@ typedef struct hw_loss_sums {
   int64_t valid_token_count, non_finite_row_count;
 } hw_loss_sums;
 
-/* `sums` has room for term_count entries. `staged` gets the contribution with HW_GRAD_WEIGHT_STAGE, else NULL. */
+/* `sums` has room for term_count entries. `staged` gets the contribution with HW_GRAD_WEIGHT_STAGE, if at least one term's head
+ * is trainable, else NULL; the pointer itself may be NULL in the other modes. */
 HW_API hw_error* hw_compute(hw_engine* engine, const hw_micro_batch* micro_batch, hw_loss_sums* sums, hw_staged** staged);
 /* Adds factor x contribution, and frees it. */
 HW_API hw_error* hw_staged_commit(hw_staged* staged, double factor);
