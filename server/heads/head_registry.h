@@ -21,7 +21,8 @@ class HeadRegistry {
   // `engine` must outlive the registry.
   HeadRegistry(LossEngine& engine, int64_t max_heads, const HeadLimits& limits);
 
-  // kHeadAlreadyExists, kQuotaExceeded, and what the engine says.
+  // kHeadAlreadyExists, kQuotaExceeded, and what the engine says. The name is taken at once; until the head is allocated, which
+  // does not hold up other calls, it is not found.
   absl::StatusOr<std::shared_ptr<Head>> Create(const HeadName& name, const HeadSpec& spec);
   // kHeadNotFound.
   absl::StatusOr<std::shared_ptr<Head>> Find(const HeadName& name) const;
@@ -29,7 +30,7 @@ class HeadRegistry {
   std::vector<std::shared_ptr<Head>> List(const std::string& tenant, const std::string& after, int64_t count) const;
   // kHeadNotFound, kHeadInUse unless `force`, kEpochFenced.
   absl::Status Delete(const HeadName& name, const std::optional<Epoch>& epoch, bool force);
-  int64_t size() const;
+  int64_t size() const;  // heads being created included
   LossEngine& engine() const { return engine_; }
 
  private:
@@ -37,7 +38,8 @@ class HeadRegistry {
   const int64_t max_heads_;
   const HeadLimits limits_;
   mutable absl::Mutex mutex_;
-  std::map<std::string, std::shared_ptr<Head>> heads_ ABSL_GUARDED_BY(mutex_);  // by full name
+  // By full name; null while the head is being created.
+  std::map<std::string, std::shared_ptr<Head>> heads_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace headwater::heads

@@ -44,9 +44,12 @@ struct ContributionCounts {
 struct MicroBatchRecord {
   int64_t attempt = 0;
   ContributionState state = ContributionState::kInProgress;
-  std::optional<Digest> digest;  // absent for a tombstone of one that was never seen, and while in progress
+  std::optional<Digest> digest;                     // absent for a tombstone of one that was never seen, and while in progress
+  ContributionForm form = ContributionForm::kNone;  // how it is, or was, held
   ContributionCounts counts;
   double factor = 1;
+  int64_t tombstone_attempt = -1;  // highest attempt that was discarded or superseded; -1: none
+  bool operator==(const MicroBatchRecord&) const = default;
 };
 
 // Sums over a step's committed micro-batches.
@@ -65,6 +68,7 @@ struct StepRecord {
   StepState state = StepState::kOpen;
   std::map<int64_t, MicroBatchRecord> micro_batches;
   StepTotals Totals() const;  // in ascending id, so the sums do not depend on order of arrival
+  bool HasUndecided() const;  // in progress or staged
 };
 
 // Exactly 0 ... n-1, or exactly these ids (distinct, >= 0).
@@ -87,12 +91,14 @@ class StepLedger {
   // Would Begin() with some digest be refused whatever the digest is? For refusing before the upload.
   // kStepMismatch, kStepSealed, kMicroBatchDiscarded, kMicroBatchInProgress, kLimitExceeded (max_micro_batches).
   absl::Status CheckBegin(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches) const;
-  // As CheckBegin(), and kMicroBatchConflict. A known micro-batch may be replayed while the step is sealed.
-  absl::StatusOr<BeginDecision> Begin(int64_t step, int64_t micro_batch, int64_t attempt, const Digest& digest,
-                                      bool first_wins, int64_t max_micro_batches);
+  // As CheckBegin(), and kMicroBatchConflict. A known micro-batch may be replayed while the step is sealed; one of a closed step
+  // is answered kStepMismatch like any other (GetStep tells what became of it). A higher attempt of a staged micro-batch is new: it
+  // supersedes the staged contribution, which the caller drops.
+  absl::StatusOr<BeginDecision> Begin(int64_t step, int64_t micro_batch, int64_t attempt, const Digest& digest, bool first_wins,
+                                      int64_t max_micro_batches);
   absl::Status FinishCommitted(int64_t micro_batch, const ContributionCounts& counts);
   absl::Status FinishStaged(int64_t micro_batch, const ContributionCounts& counts);
-  // The micro-batch failed before it added anything: it is forgotten.
+  // The micro-batch failed before it added anything: it is forgotten, but for the tombstone that it may have had.
   absl::Status Abort(int64_t micro_batch);
 
   // True if the commit is to be carried out now, false if an equal one was before. The caller adds the contribution and then
@@ -100,19 +106,28 @@ class StepLedger {
   absl::StatusOr<bool> CheckCommit(int64_t step, int64_t micro_batch, int64_t attempt, double factor) const;
   absl::Status FinishCommit(int64_t micro_batch, double factor);
 
-  // True if an uncommitted contribution was dropped. Leaves a tombstone in any case.
+  // True if an uncommitted contribution was dropped. Leaves a tombstone in any case. kMicroBatchConflict for a committed one.
   absl::StatusOr<bool> Discard(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches);
 
-  // kMicroBatchMissing, kMicroBatchUncommitted, kMicroBatchUnexpected; the ids in message and metadata (at most 16 of them).
+  // kMicroBatchMissing (a discarded one is missing too), kMicroBatchUncommitted (any undecided one, expected or not),
+  // kMicroBatchUnexpected, in this order; the ids in message and metadata (at most 16 of them). kInvalidField for an expectation
+  // with negative or repeated ids.
   // True if the step was sealed by this call, false if it had been before (with an expectation that still holds).
   absl::StatusOr<bool> Seal(int64_t step, const ExpectedMicroBatches& expected);
-  // Closes the step and opens the next one. Sealed steps for kApplied and kReplaced; open ones too for kDiscarded.
+  // Closes the step and opens the next one. Sealed steps for kApplied and kReplaced; open ones too for kDiscarded: its staged
+  // micro-batches are recorded as discarded then. kMicroBatchInProgress while one is being computed.
   absl::Status Close(int64_t step, StepState how);
 
   // Starts again at `step` with nothing known: restore, uploaded weights, a new run.
   void Reset(int64_t step);
 
  private:
+  absl::Status CheckStep(int64_t step) const;
+  // The record of an IN_PROGRESS micro-batch; kInternal otherwise.
+  absl::StatusOr<MicroBatchRecord*> InProgress(int64_t micro_batch);
+  absl::Status CheckExpectation(const ExpectedMicroBatches& expected) const;
+
+  std::map<int64_t, Digest> pending_digests_;  // of the micro-batches in progress
   StepRecord open_;
   std::optional<StepRecord> last_closed_;
 };

@@ -34,7 +34,33 @@ class WorkQueue {
 
   // Refuses new jobs from now on and waits until the accepted ones have run.
   void Drain();
+  // Jobs that wait; the running one is not counted.
   int64_t depth() const;
+
+ private:
+  struct Job {
+    enum class State { kWaiting, kRunning, kDone };
+    const std::function<void()>* work;
+    State state = State::kWaiting;  // guarded by mutex_
+    absl::CondVar changed;
+  };
+
+  void RunWorker();
+  // Takes a waiting job out of its client's line.
+  void Remove(const std::string& client, const Job* job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Duration RetryAfter() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const int64_t max_depth_;
+  mutable absl::Mutex mutex_;
+  // Each client's waiting jobs, in order of arrival; no empty lines. Jobs live on their submitters' stacks.
+  std::map<std::string, std::deque<Job*>> lines_ ABSL_GUARDED_BY(mutex_);
+  std::deque<std::string> turns_ ABSL_GUARDED_BY(mutex_);  // the clients in `lines_`, the next one first
+  int64_t waiting_count_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool running_ ABSL_GUARDED_BY(mutex_) = false;
+  bool draining_ ABSL_GUARDED_BY(mutex_) = false;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Duration typical_job_time_ ABSL_GUARDED_BY(mutex_) = absl::Milliseconds(100);  // moving average, for RetryAfter()
+  std::thread worker_;                                                                 // last: it uses the members above
 };
 
 }  // namespace headwater::scheduler
