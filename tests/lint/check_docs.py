@@ -1,0 +1,84 @@
+"""Checks the Markdown pages: links and anchors resolve, files that the text names exist, the README keeps its length.
+
+A file name is a code span that begins with a top-level folder of the project (`docs/math.md`, `deploy/quickstart`). Only the
+first word of a span is looked at, and none that holds a wildcard or an ellipsis.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+TOP_LEVEL = ("client", "deploy", "docs", "kernels", "proto", "server", "tests", ".ci")
+README_LINES = 150
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
+CODE = re.compile(r"`([^`\n]+)`")
+FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*$", re.MULTILINE)
+
+
+def blank(match: re.Match) -> str:
+    """As many line ends as the match had, so that line numbers stay right."""
+    return "\n" * match.group().count("\n")
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that the headings of a page get: lower case, punctuation dropped, spaces to hyphens, repeats numbered."""
+    found: dict[str, int] = {}
+    result = set()
+    for heading in HEADING.findall(FENCE.sub(blank, text)):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+        repeat = found.get(slug, 0)
+        found[slug] = repeat + 1
+        result.add(f"{slug}-{repeat}" if repeat else slug)
+    return result
+
+
+def named_path(span: str) -> str | None:
+    """The path that a code span names, or None."""
+    word = span.split()[0].rstrip(".,:;") if span.split() else ""
+    word = re.sub(r":\d+$", "", word).removeprefix("./")
+    if not word.startswith(tuple(top + "/" for top in TOP_LEVEL)) or re.search(r"[*{}<>…$|]|\.\.\.", word):
+        return None
+    return word.split("#")[0]
+
+
+def check_page(root: Path, page: Path) -> list[str]:
+    """The errors of one page."""
+    text = page.read_text(encoding="utf-8")
+    name = page.relative_to(root).as_posix()
+    prose = FENCE.sub(blank, text)
+    errors = []
+    for match in LINK.finditer(re.sub(r"`[^`\n]+`", lambda span: " " * len(span.group()), prose)):
+        target = match.group(1)
+        line = prose.count("\n", 0, match.start()) + 1
+        if re.match(r"[a-z][a-z0-9+.-]*:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists():
+            errors.append(f"{name}:{line}: links to {target}, which does not exist")
+        elif anchor and file.suffix == ".md" and anchor not in anchors(file.read_text(encoding="utf-8")):
+            errors.append(f"{name}:{line}: links to {target}, a page without that heading")
+    for match in CODE.finditer(prose):
+        path = named_path(match.group(1))
+        if path and not (root / path).exists() and not (root / "proto" / path).exists():
+            line = prose.count("\n", 0, match.start()) + 1
+            errors.append(f"{name}:{line}: names {path}, which does not exist")
+    if name == "README.md" and text.count("\n") > README_LINES:
+        errors.append(f"{name}: {text.count(chr(10))} lines, at most {README_LINES} are wanted")
+    return errors
+
+
+def main() -> int:
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[2]
+    pages = [page for page in sorted(root.rglob("*.md")) if not {"build", ".git", ".venv"} & set(page.relative_to(root).parts)]
+    errors = [error for page in pages for error in check_page(root, page)]
+    for error in errors:
+        print(error, file=sys.stderr)
+    print(f"docs: {len(pages)} pages, {len(errors)} errors")
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Checks what no formatter does: the length of files, marks of unfinished work, header guards."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+MAX_LINES = 850
+# Spelled apart, so that this file does not find itself.
+UNFINISHED = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK"]) + r")\b")
+TEXT_SUFFIXES = {".h", ".cc", ".c", ".cu", ".cuh", ".py", ".proto", ".cmake", ".txt", ".toml", ".md", ".json", ".yaml", ""}
+CODE_SUFFIXES = {".h", ".cc", ".c", ".cu", ".cuh", ".py", ".proto", ""}
+
+
+def guard_pattern(path: str) -> re.Pattern:
+    """A header guard begins with the project's name and ends with the file's; between them stand its folders."""
+    stem = re.sub(r"\W", "_", Path(path).name.upper())
+    return re.compile(rf"^#ifndef (HEADWATER_(\w+_)?{stem}_)\n#define \1\n", re.MULTILINE)
+
+
+def check_file(path: str, text: str) -> list[str]:
+    """The errors of one file; `path` is relative to the root."""
+    errors = []
+    lines = text.splitlines()
+    if Path(path).suffix in CODE_SUFFIXES and Path(path).name != "LICENSE" and len(lines) > MAX_LINES:
+        errors.append(f"{path}: {len(lines)} lines, at most {MAX_LINES}; give each part its own file")
+    if text and not text.endswith("\n"):
+        errors.append(f"{path}: the last line has no end")
+    for number, line in enumerate(lines, start=1):
+        if UNFINISHED.search(line):
+            errors.append(f"{path}:{number}: a mark of unfinished work")
+        if line != line.rstrip():
+            errors.append(f"{path}:{number}: white space at the end of the line")
+    if path.endswith(".h") and not guard_pattern(path).search(text):
+        errors.append(f"{path}: no header guard of the form HEADWATER_FOLDERS_FILE_H_")
+    return errors
+
+
+def main() -> int:
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[2]
+    # safe.directory: the checkout may belong to another user, as in a container.
+    git = ["git", "-c", f"safe.directory={root}", "-C", str(root)]
+    listing = [*git, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    paths = [path for path in subprocess.run(listing, check=True, capture_output=True, text=True).stdout.split("\0") if path]
+    errors, count = [], 0
+    for path in sorted(paths):
+        file = root / path
+        if file.suffix in TEXT_SUFFIXES and file.is_file() and not file.is_symlink():
+            count += 1
+            errors += check_file(path, file.read_text(encoding="utf-8"))
+    for error in errors:
+        print(error, file=sys.stderr)
+    print(f"files: {count} checked, {len(errors)} errors")
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

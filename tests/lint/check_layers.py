@@ -1,0 +1,135 @@
+"""Checks that every #include obeys the layers of the design; takes a second and needs nothing but Python.
+
+Each file belongs to the layer of the longest matching folder in LAYERS, and each include to one of the kinds below. A layer names
+the kinds that it may include; everything else is an error. The argument is the root of the checkout; this one without it.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+# The kind of an include is that of the first pattern that matches its path; one that matches none is an error anywhere.
+KINDS = [
+    ("cuda", r"cuda\w*\.(h|hpp)|cu(blas|sparse|rand|dnn|solver)\w*\.h|curand_kernel\.h|nv\w*\.h|driver_types\.h|vector_types\.h"),
+    ("cuda", r"(cuda|cub|thrust|cute|cutlass|nvtx3|cooperative_groups)(/.*|\.h)|(kernels/cuda/|server/cuda/).*|.*\.cuh"),
+    ("nccl", r"nccl\w*\.h"),
+    ("grpc", r"(grpc|grpcpp)/.*"),
+    ("protobuf", r"google/(protobuf|rpc)/.*"),
+    ("generated", r"headwater/v1/.*|.*\.pb\.h"),
+    ("absl_types", r"absl/(status|types)/.*"),
+    ("absl", r"absl/.*"),
+    ("c_abi", r"headwater/kernels/c_api\.h"),
+    ("kernels_api", r"headwater/kernels/.*"),
+    ("client_api", r"headwater/client/.*"),
+    ("kernels_reference", r"kernels/reference/.*"),
+    ("kernels_lab", r"kernels/lab/.*"),
+    ("kernels_inner", r"kernels/.*"),
+    ("server_observability", r"server/observability/.*"),
+    ("server_heads", r"server/(heads|scheduler|checkpoint)/.*"),
+    ("server_transport", r"server/transport/.*"),
+    ("server_service", r"server/.*"),
+    ("client_inner", r"client/.*"),
+    ("tests", r"tests/.*"),
+    ("test_library", r"(gtest|gmock|benchmark)/.*"),
+    ("blas", r"cblas\.h|openblas_config\.h"),
+    ("formats", r"nlohmann/.*|xxhash\.h|zlib\.h"),
+    ("logs_and_metrics", r"(spdlog|prometheus)/.*"),
+    ("tls", r"openssl/.*"),
+    ("std", r"\w+|(std\w+|string|limits|float|math|errno|ctype|assert|signal|time|locale|setjmp|wchar|inttypes|fenv)\.h"),
+    ("std", r"\w+intrin\.h"),
+    (
+        "posix",
+        r"(sys|linux|netinet|arpa|net)/\w+\.h|(unistd|fcntl|dirent|dlfcn|malloc|pthread|sched|poll|netdb|pwd|getopt|syscall|"
+        r"semaphore|execinfo|libgen|glob|ifaddrs|spawn|ftw)\.h",
+    ),
+]
+
+PLAIN = {"std", "absl_types"}
+PRODUCT = PLAIN | {"absl", "posix", "kernels_api", "c_abi", "formats"}
+KERNELS = PRODUCT | {"kernels_inner", "blas"}
+SERVER_STATE = PRODUCT | {"server_heads", "server_observability"}
+SERVER = SERVER_STATE | {"server_transport", "server_service", "logs_and_metrics", "grpc", "protobuf", "generated", "tls"}
+CLIENT = PLAIN | {"absl", "posix", "c_abi", "formats", "client_api", "client_inner"}
+TESTS = SERVER | KERNELS | CLIENT | {"tests", "test_library", "kernels_reference"}
+
+# Folder: the kinds that files in it may include.
+LAYERS = {
+    "kernels/include": PLAIN | {"kernels_api", "c_abi"},
+    "kernels": KERNELS,
+    "kernels/reference": KERNELS | {"kernels_reference"},
+    "kernels/comm": KERNELS | {"cuda", "nccl"},
+    "kernels/cuda": KERNELS | {"cuda"},
+    "kernels/lab": KERNELS | {"cuda", "kernels_lab", "kernels_reference"},
+    "server": SERVER,
+    "server/heads": SERVER_STATE,
+    "server/scheduler": SERVER_STATE,
+    "server/checkpoint": SERVER_STATE,
+    "server/transport": PRODUCT | {"server_transport", "server_observability"},
+    "server/observability": PRODUCT | {"server_observability", "logs_and_metrics"},
+    "client": CLIENT | {"grpc", "protobuf", "generated", "tls"},
+    "client/cpp/include": PLAIN | {"absl", "client_api"},
+    "tests": TESTS,
+    "tests/kernels": KERNELS | {"tests", "test_library", "kernels_reference"},
+}
+
+SOURCE_SUFFIXES = {".h", ".hpp", ".cc", ".cpp", ".c", ".cu", ".cuh"}
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:<([^>]+)>|"([^"]+)")', re.MULTILINE)
+# The Python client is under the same rule: it knows the wire API and the C ABI, nothing of the server.
+PYTHON_SERVER_PATH = re.compile(r"^\s*(?:from|import)\s+server\b", re.MULTILINE)
+
+
+def kind_of(include: str) -> str | None:
+    """The kind of an include path, or None if no pattern knows it."""
+    return next((kind for kind, pattern in KINDS if re.fullmatch(pattern, include)), None)
+
+
+def layer_of(path: str) -> str | None:
+    """The longest folder of LAYERS that holds the file, or None."""
+    return max((folder for folder in LAYERS if path.startswith(folder + "/")), key=len, default=None)
+
+
+def check_file(path: str, text: str) -> list[str]:
+    """The errors of one file; `path` is relative to the root, with forward slashes."""
+    if path.endswith(".py"):
+        return [f"{path}: the client must not import the server"] if PYTHON_SERVER_PATH.search(text) else []
+    layer = layer_of(path)
+    if layer is None:
+        return [f"{path}: no layer is defined for this folder; add it to tests/lint/check_layers.py"]
+    errors = []
+    for match in INCLUDE.finditer(text):
+        include = match.group(1) or match.group(2)
+        line = text.count("\n", 0, match.start()) + 1
+        kind = kind_of(include)
+        if kind is None:
+            errors.append(f"{path}:{line}: includes {include}, which is neither a full path of this project nor a known library's")
+        elif kind not in LAYERS[layer]:
+            errors.append(f"{path}:{line}: {layer} includes {include} ({kind}); it may include {', '.join(sorted(LAYERS[layer]))}")
+    return errors
+
+
+def check_tree(root: Path) -> tuple[int, list[str]]:
+    """The number of files checked under `root`, and all errors."""
+    count, errors = 0, []
+    for top in sorted({folder.split("/")[0] for folder in LAYERS}):
+        for file in sorted((root / top).rglob("*")):
+            path = file.relative_to(root).as_posix()
+            is_client_python = file.suffix == ".py" and path.startswith("client/python/")
+            if file.is_file() and (file.suffix in SOURCE_SUFFIXES or is_client_python):
+                count += 1
+                errors += check_file(path, file.read_text(encoding="utf-8"))
+    return count, errors
+
+
+def main() -> int:
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[2]
+    count, errors = check_tree(root)
+    if count == 0:
+        errors.append(f"{root}: no source file found")
+    for error in errors:
+        print(error, file=sys.stderr)
+    print(f"layers: {count} files, {len(errors)} errors")
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
