@@ -1,0 +1,142 @@
+#include "kernels/reference/row_losses.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace headwater::reference {
+namespace {
+
+Real ClassWeight(const CrossEntropyOptions& options, size_t column) {
+  return options.class_weights.empty() ? 1 : static_cast<Real>(options.class_weights[column]);
+}
+
+// ln p_v of softmax(z / temperature) over the first `columns` columns.
+std::vector<Real> LogProbabilities(absl::Span<const Real> z, size_t columns, double temperature) {
+  std::vector<Real> scaled(columns);
+  for (size_t v = 0; v < columns; ++v) scaled[v] = z[v] / temperature;
+  const Real lse = LogSumExp(scaled);
+  for (Real& value : scaled) value -= lse;
+  return scaled;
+}
+
+// ln(beta e^log_p + (1 - beta) e^log_q) for 0 < beta < 1.
+Real LogMixture(Real log_p, Real log_q, Real beta) { return std::log(beta * std::exp(log_p) + (1 - beta) * std::exp(log_q)); }
+
+// sum_v e^log_a_v (log_a_v - log_b_v).
+Real KlDivergence(absl::Span<const Real> log_a, absl::Span<const Real> log_b) {
+  Real sum = 0;
+  for (size_t v = 0; v < log_a.size(); ++v) sum += std::exp(log_a[v]) * (log_a[v] - log_b[v]);
+  return sum;
+}
+
+}  // namespace
+
+RowLogits TransformLogits(absl::Span<const double> products, const LogitTransform& transform) {
+  RowLogits logits;
+  const size_t columns = static_cast<size_t>(transform.valid_vocab_size);
+  for (size_t v = 0; v < columns; ++v) {
+    const Real scaled = static_cast<Real>(transform.logit_scale) * products[v];
+    if (!transform.softcap.has_value()) {
+      logits.z.push_back(scaled);
+      logits.derivative.push_back(transform.logit_scale);
+      continue;
+    }
+    const Real softcap = *transform.softcap;
+    // d tanh(u) / du = 1 / cosh(u)^2: keeps its digits where tanh is 1.
+    const Real cosine = std::cosh(scaled / softcap);
+    logits.z.push_back(softcap * std::tanh(scaled / softcap));
+    logits.derivative.push_back(transform.logit_scale / (cosine * cosine));
+  }
+  return logits;
+}
+
+Real LogSumExp(absl::Span<const Real> z) {
+  Real sum = 0;
+  for (const Real value : z) sum += std::exp(value);
+  return std::log(sum);
+}
+
+Real Entropy(absl::Span<const Real> z) {
+  // z - lse of a confident row's largest column is exact to 1e-19 here, and is multiplied by its probability.
+  const Real lse = LogSumExp(z);
+  Real sum = 0;
+  for (const Real value : z) sum += std::exp(value - lse) * (lse - value);
+  return sum;
+}
+
+Real TargetLogProbability(absl::Span<const Real> z, int64_t target) {
+  const size_t y = static_cast<size_t>(target);
+  Real rest = 0;
+  for (size_t v = 0; v < z.size(); ++v) {
+    if (v != y) rest += std::exp(z[v] - z[y]);
+  }
+  return -std::log1p(rest);
+}
+
+RowLoss CrossEntropyRow(absl::Span<const Real> z, int64_t target, const CrossEntropyOptions& options) {
+  const size_t y = static_cast<size_t>(target);
+  const Real columns = static_cast<Real>(z.size());
+  const Real lse = LogSumExp(z);
+  const Real hard_mass = (1 - static_cast<Real>(options.label_smoothing)) * ClassWeight(options, y);
+  const Real smooth_mass = static_cast<Real>(options.label_smoothing) / columns;
+
+  RowLoss row;
+  row.hard = -hard_mass * TargetLogProbability(z, target);
+  Real class_weight_sum = 0;
+  for (size_t v = 0; v < z.size(); ++v) {
+    if (smooth_mass != 0) row.hard += smooth_mass * ClassWeight(options, v) * (lse - z[v]);
+    class_weight_sum += ClassWeight(options, v);
+  }
+  row.z_loss = options.z_loss * lse * lse;
+
+  Real probability_of_others = 0;
+  row.gradient.resize(z.size());
+  for (size_t v = 0; v < z.size(); ++v) {
+    const Real probability = std::exp(z[v] - lse);
+    if (v != y) probability_of_others += probability;
+    // The target's own share of the hard part follows when the others' sum is known.
+    row.gradient[v] = (v == y ? 0 : hard_mass * probability);
+    row.gradient[v] += smooth_mass * (class_weight_sum * probability - ClassWeight(options, v));
+    row.gradient[v] += 2 * options.z_loss * lse * probability;
+  }
+  row.gradient[y] -= hard_mass * probability_of_others;
+  return row;
+}
+
+RowLoss JsdRow(absl::Span<const Real> student_z, absl::Span<const Real> teacher_z, int64_t target, const JsdOptions& options) {
+  const size_t columns = std::min(student_z.size(), teacher_z.size());
+  const std::vector<Real> log_q = LogProbabilities(student_z, columns, options.student_temperature);
+  const std::vector<Real> log_p = LogProbabilities(teacher_z, columns, options.teacher_temperature);
+  const Real beta = options.beta;
+  const Real hard_weight = options.hard_loss_weight;
+
+  Real divergence = 0;
+  std::vector<Real> gradient(columns);  // with respect to student_z / student_temperature
+  if (beta == 0) {
+    divergence = KlDivergence(log_p, log_q);
+    for (size_t v = 0; v < columns; ++v) gradient[v] = std::exp(log_q[v]) - std::exp(log_p[v]);
+  } else if (beta == 1) {
+    divergence = KlDivergence(log_q, log_p);
+    for (size_t v = 0; v < columns; ++v) gradient[v] = std::exp(log_q[v]) * (log_q[v] - log_p[v] - divergence);
+  } else {
+    std::vector<Real> log_m(columns);
+    for (size_t v = 0; v < columns; ++v) log_m[v] = LogMixture(log_p[v], log_q[v], beta);
+    const Real student_part = KlDivergence(log_q, log_m);
+    divergence = beta * KlDivergence(log_p, log_m) + (1 - beta) * student_part;
+    for (size_t v = 0; v < columns; ++v) gradient[v] = (1 - beta) * std::exp(log_q[v]) * (log_q[v] - log_m[v] - student_part);
+  }
+
+  RowLoss row;
+  row.gradient.assign(student_z.size(), 0);
+  if (hard_weight > 0) {
+    row = CrossEntropyRow(student_z, target, options.hard_loss);
+    row.hard *= hard_weight;
+    row.z_loss *= hard_weight;
+    for (Real& value : row.gradient) value *= hard_weight;
+  }
+  row.soft = (1 - hard_weight) * divergence;
+  for (size_t v = 0; v < columns; ++v) row.gradient[v] += (1 - hard_weight) * gradient[v] / options.student_temperature;
+  return row;
+}
+
+}  // namespace headwater::reference

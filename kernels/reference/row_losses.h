@@ -1,0 +1,72 @@
+// The losses of one row and their derivatives, from the definitions, in 80-bit arithmetic.
+//
+// Everything is a plain loop over the vocabulary. long double's range (up to e^11356) makes the textbook formulas safe for logits
+// up to +-5000 without any shift by a maximum, and its 64-bit mantissa leaves more digits than fp64 has after every cancellation
+// that these formulas contain.
+#ifndef HEADWATER_KERNELS_REFERENCE_ROW_LOSSES_H_
+#define HEADWATER_KERNELS_REFERENCE_ROW_LOSSES_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "headwater/kernels/types.h"
+
+namespace headwater::reference {
+
+using Real = long double;
+
+// Logits of a row over the valid vocabulary, with what the chain rule needs to get back to x . weight^T + bias.
+struct RowLogits {
+  std::vector<Real> z;           // [valid_vocab_size]
+  std::vector<Real> derivative;  // [valid_vocab_size]: dz / d(x . weight^T + bias)
+};
+
+// Applies logit_scale and softcap to x . weight^T + bias.
+RowLogits TransformLogits(absl::Span<const double> products, const LogitTransform& transform);
+
+// ln sum_v exp(z_v).
+Real LogSumExp(absl::Span<const Real> z);
+
+// -sum_v p_v ln p_v.
+Real Entropy(absl::Span<const Real> z);
+
+// ln p_target, exact even where p_target is 1 - 1e-18: the target is kept out of the sum.
+Real TargetLogProbability(absl::Span<const Real> z, int64_t target);
+
+// Options of the cross entropy; class_weights empty: all 1.
+struct CrossEntropyOptions {
+  double label_smoothing = 0;
+  double z_loss = 0;
+  std::vector<double> class_weights;  // [valid_vocab_size]
+};
+
+// Options of the Jensen-Shannon divergence. With hard_loss_weight > 0 the hard part is the cross entropy over the student's whole
+// valid vocabulary, also where truncate_to_common restricts the divergence to the columns that both sides have.
+struct JsdOptions {
+  double beta = 0.5;
+  double student_temperature = 1;
+  double teacher_temperature = 1;
+  double hard_loss_weight = 0;
+  CrossEntropyOptions hard_loss;
+  bool truncate_to_common = false;
+};
+
+// A row's loss in nats and its derivative with respect to z.
+struct RowLoss {
+  Real soft = 0;               // (1 - a) * JSD
+  Real hard = 0;               // cross entropy without z-loss, times a for JSD
+  Real z_loss = 0;             // z-loss, times a for JSD
+  std::vector<Real> gradient;  // [valid_vocab_size]: d(soft + hard + z_loss) / dz
+};
+
+// (1 - e) c_y (lse - z_y) + e / V sum_v c_v (lse - z_v) + z_loss lse^2, as torch.nn.functional.cross_entropy(reduction="sum").
+RowLoss CrossEntropyRow(absl::Span<const Real> z, int64_t target, const CrossEntropyOptions& options);
+
+// (1 - a) JSD(teacher, student) + a CE. `target` is looked at only if a > 0. The divergence is over the first
+// min(student_z.size(), teacher_z.size()) columns.
+RowLoss JsdRow(absl::Span<const Real> student_z, absl::Span<const Real> teacher_z, int64_t target, const JsdOptions& options);
+
+}  // namespace headwater::reference
+
+#endif  // HEADWATER_KERNELS_REFERENCE_ROW_LOSSES_H_
