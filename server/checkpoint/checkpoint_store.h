@@ -34,6 +34,8 @@ struct CheckpointInfo {
   int64_t total_bytes = 0;
 };
 
+struct Manifest;  // manifest.h
+
 class CheckpointStore {
  public:
   // `root` is made if it is not there. Removes temporary directories of earlier crashes.
@@ -66,6 +68,9 @@ class CheckpointStore {
   // Gives the complete directory `temporary` its name; replaces an older one if `overwrite`.
   absl::Status Publish(const std::string& head_directory, const std::string& temporary, const std::string& checkpoint,
                        bool overwrite);
+
+  std::string Directory(const std::string& tenant, const std::string& head_id, const std::string& checkpoint) const;
+  absl::StatusOr<Manifest> OpenManifest(const std::string& tenant, const std::string& head_id, const std::string& checkpoint) const;
 
   const std::string root_;
   FileSystem& files_;

@@ -191,7 +191,7 @@ class Head {
   // theirs). kEpochFenced for a stale epoch; kDataTypeMismatch, kDataLengthMismatch, kInvalidField.
   absl::Status SetTensor(const Epoch& epoch, HeadTensor tensor, DataType data_type, const void* data, int64_t byte_count);
   // The same for one or two tensors in one change, read from sources in pieces of at most kTensorPieceBytes. If a source fails, its
-  // error comes back, and the head is LOADING if it was, else LOST: part of its weights has been overwritten.
+  // error comes back; the head is as before if that was the first piece, else LOADING if it was, else LOST.
   absl::Status SetTensors(const Epoch& epoch, const std::vector<TensorUpdate>& updates);
   // Copies elements of kWeight or kBias (storage type), kMasterWeight or kMasterBias (fp32). kWeightVersionMismatch if `version` is
   // given and not the current one.
@@ -236,6 +236,10 @@ class Head {
   absl::Status Check(const Epoch* epoch, Need need, bool for_step) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   // The same with the lock taken for a moment.
   absl::Status LockAndCheck(const Epoch* epoch, Need need, bool for_step) const ABSL_LOCKS_EXCLUDED(state_mutex_);
+  // The same for a call on the open or sealed step.
+  absl::Status CheckOpenStep(const StepKey& key) const ABSL_LOCKS_EXCLUDED(state_mutex_);
+  // kChunkOutOfRange; kInvalidField if the head does not have the tensor.
+  absl::Status CheckElements(HeadTensor tensor, int64_t element_start, int64_t element_count) const;
   absl::Status EpochError(const Epoch& epoch) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   bool InUseLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
 
@@ -257,7 +261,8 @@ class Head {
   void MarkLost(const absl::Status& cause) ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
   absl::Status CheckApply(const ApplyArguments& arguments) const;
   absl::Status CheckUpdates(const std::vector<TensorUpdate>& updates) const;
-  absl::Status WriteTensors(const std::vector<TensorUpdate>& updates) ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
+  // `changed` becomes true just before the first change.
+  absl::Status WriteTensors(const std::vector<TensorUpdate>& updates, bool& changed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
   absl::StatusOr<std::string> ChecksumWeight() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
   bool HasAllTensors() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_) { return has_weight_ && (has_bias_ || !spec_.has_bias); }
 

@@ -88,6 +88,10 @@ class StepLedger {
   const StepRecord& open() const { return open_; }
   const std::optional<StepRecord>& last_closed() const { return last_closed_; }
 
+  // kStepMismatch unless `step` is the open (or sealed) one.
+  absl::Status CheckStep(int64_t step) const;
+  // As CheckStep(), and kMicroBatchInProgress.
+  absl::Status CheckNotInProgress(int64_t step, int64_t micro_batch) const;
   // Would Begin() with some digest be refused whatever the digest is? For refusing before the upload.
   // kStepMismatch, kStepSealed, kMicroBatchDiscarded, kMicroBatchInProgress, kLimitExceeded (max_micro_batches).
   absl::Status CheckBegin(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches) const;
@@ -106,7 +110,8 @@ class StepLedger {
   absl::StatusOr<bool> CheckCommit(int64_t step, int64_t micro_batch, int64_t attempt, double factor) const;
   absl::Status FinishCommit(int64_t micro_batch, double factor);
 
-  // True if an uncommitted contribution was dropped. Leaves a tombstone in any case. kMicroBatchConflict for a committed one.
+  // True if an uncommitted contribution was dropped. Leaves a tombstone, but for an unknown one in a sealed step, which
+  // takes nothing new anyway. kMicroBatchConflict for a committed one.
   absl::StatusOr<bool> Discard(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches);
 
   // kMicroBatchMissing (a discarded one is missing too), kMicroBatchUncommitted (any undecided one, expected or not),
@@ -117,12 +122,13 @@ class StepLedger {
   // Closes the step and opens the next one. Sealed steps for kApplied and kReplaced; open ones too for kDiscarded: its staged
   // micro-batches are recorded as discarded then. kMicroBatchInProgress while one is being computed.
   absl::Status Close(int64_t step, StepState how);
+  // Whether Close() would be refused.
+  absl::Status CheckClose(int64_t step, StepState how) const;
 
   // Starts again at `step` with nothing known: restore, uploaded weights, a new run.
   void Reset(int64_t step);
 
  private:
-  absl::Status CheckStep(int64_t step) const;
   // The record of an IN_PROGRESS micro-batch; kInternal otherwise.
   absl::StatusOr<MicroBatchRecord*> InProgress(int64_t micro_batch);
   absl::Status CheckExpectation(const ExpectedMicroBatches& expected) const;

@@ -1,0 +1,448 @@
+#include "server/checkpoint/checkpoint_store.h"
+
+#include <algorithm>
+#include <random>
+#include <utility>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "headwater/kernels/error.h"
+#include "server/checkpoint/manifest.h"
+#include "server/checkpoint/safetensors.h"
+#include "server/checkpoint/strict_json.h"
+#include "server/checkpoint/xxh3.h"
+
+namespace headwater::checkpoint {
+namespace {
+
+// Hidden names, which IsValidCheckpointName() refuses.
+constexpr char kTemporaryPrefix[] = ".tmp-";
+constexpr char kReplacedPrefix[] = ".old-";
+constexpr size_t kMaxNameLength = 128;
+constexpr int64_t kPieceBytes = int64_t{8} << 20;
+
+// What is saved, in the order in which it is written back: writing the weight sets the master, writing the master the weight.
+constexpr HeadTensor kSavedTensors[] = {HeadTensor::kWeight,        HeadTensor::kBias,          HeadTensor::kMasterWeight,
+                                        HeadTensor::kMasterBias,    HeadTensor::kMoment1Weight, HeadTensor::kMoment1Bias,
+                                        HeadTensor::kMoment2Weight, HeadTensor::kMoment2Bias};
+
+bool IsAlphanumeric(char c) { return (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9'); }
+
+std::string Join(const std::string& directory, const std::string& name) { return absl::StrCat(directory, "/", name); }
+
+// Tells apart the temporary directories of calls that run at once.
+std::string RandomSuffix() {
+  std::random_device device;
+  return absl::StrFormat("%08x%08x", device(), device());
+}
+
+absl::Status CheckName(const std::string& name, const char* field) {
+  if (IsValidCheckpointName(name)) return absl::OkStatus();
+  return MakeError(
+      ErrorReason::kInvalidName,
+      absl::StrCat(field, " must have 1 to 128 characters of A-Z a-z 0-9 . _ - and begin and end with a letter or digit; it is '",
+                   absl::CHexEscape(name.substr(0, kMaxNameLength)), "'"),
+      {{"field", field}, {"actual", absl::CHexEscape(name.substr(0, kMaxNameLength))}});
+}
+
+absl::Status CheckNames(const std::string& tenant, const std::string& head_id, const std::string& checkpoint) {
+  if (absl::Status status = CheckName(tenant, "tenant"); !status.ok()) return status;
+  if (absl::Status status = CheckName(head_id, "head"); !status.ok()) return status;
+  return CheckName(checkpoint, "checkpoint");
+}
+
+absl::Status AlreadyExists(const std::string& checkpoint) {
+  return MakeError(ErrorReason::kCheckpointAlreadyExists, absl::StrCat("checkpoint ", checkpoint, " exists; overwrite replaces it"),
+                   {{"checkpoint", checkpoint}});
+}
+
+const char* SafetensorsType(DataType type) {
+  switch (type) {
+    case DataType::kFloat32:
+      return "F32";
+    case DataType::kBFloat16:
+      return "BF16";
+    case DataType::kFloat16:
+      return "F16";
+  }
+  return "";
+}
+
+// A tensor as it stands in a shard's file.
+struct SavedTensor {
+  HeadTensor tensor;
+  DataType data_type;
+  int64_t width;  // elements of one vocabulary row
+};
+
+// fp32 master weights are apart from the stored ones for 16-bit heads with an optimizer; elsewhere they are the same numbers.
+bool HasSeparateMaster(const HeadSpec& spec) {
+  return spec.data_type != DataType::kFloat32 && !std::holds_alternative<std::monostate>(spec.optimizer);
+}
+
+std::vector<SavedTensor> TensorsOf(const EngineHead& head) {
+  const HeadSpec& spec = head.spec();
+  std::vector<SavedTensor> tensors;
+  for (const HeadTensor tensor : kSavedTensors) {
+    const bool is_master = tensor == HeadTensor::kMasterWeight || tensor == HeadTensor::kMasterBias;
+    const int64_t count = head.ElementCount(tensor);
+    if (count == 0 || (is_master && !HasSeparateMaster(spec))) continue;
+    tensors.push_back({tensor, head.TensorDataType(tensor), count / spec.vocab_size});
+  }
+  return tensors;
+}
+
+std::vector<SafetensorsOutput> FileLayout(const std::vector<SavedTensor>& tensors, const VocabShard& rows) {
+  const int64_t row_count = rows.vocab_end - rows.vocab_start;
+  std::vector<SafetensorsOutput> layout;
+  for (const SavedTensor& saved : tensors) {
+    SafetensorsOutput output;
+    output.name = HeadTensorName(saved.tensor);
+    output.data_type = SafetensorsType(saved.data_type);
+    const bool is_bias = saved.tensor == HeadTensor::kBias || saved.tensor == HeadTensor::kMasterBias ||
+                         saved.tensor == HeadTensor::kMoment1Bias || saved.tensor == HeadTensor::kMoment2Bias;
+    output.shape = is_bias ? std::vector<int64_t>{row_count} : std::vector<int64_t>{row_count, saved.width};
+    output.byte_count = row_count * saved.width * ElementBytes(saved.data_type);
+    layout.push_back(std::move(output));
+  }
+  return layout;
+}
+
+// Calls `work(element_start, element_count)` for pieces of at most kPieceBytes of a tensor's rows.
+template <typename Work>
+absl::Status ForEachPiece(const SavedTensor& saved, const VocabShard& rows, const Work& work) {
+  const int64_t piece = kPieceBytes / ElementBytes(saved.data_type);
+  const int64_t end = rows.vocab_end * saved.width;
+  for (int64_t start = rows.vocab_start * saved.width; start < end; start += piece) {
+    if (absl::Status status = work(start, std::min(piece, end - start)); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+// Appends to a file and adds up its checksum.
+class HashedFile {
+ public:
+  explicit HashedFile(std::unique_ptr<WritableFile> file) : file_(std::move(file)) {}
+  absl::Status Append(const void* data, int64_t byte_count) {
+    hasher_.Update(data, byte_count);
+    bytes_ += byte_count;
+    return file_->Append(data, byte_count);
+  }
+  absl::Status SyncAndClose() { return file_->SyncAndClose(); }
+  int64_t bytes() const { return bytes_; }
+  std::string HexDigest() const { return hasher_.HexDigest(); }
+
+ private:
+  std::unique_ptr<WritableFile> file_;
+  Xxh3Hasher hasher_;
+  int64_t bytes_ = 0;
+};
+
+absl::StatusOr<std::string> HashFile(const ReadableFile& file) {
+  Xxh3Hasher hasher;
+  std::string buffer(static_cast<size_t>(std::min(file.size(), kPieceBytes)), '\0');
+  for (int64_t offset = 0; offset < file.size(); offset += kPieceBytes) {
+    const int64_t count = std::min(kPieceBytes, file.size() - offset);
+    if (absl::Status status = file.ReadAt(offset, count, buffer.data()); !status.ok()) return status;
+    hasher.Update(buffer.data(), count);
+  }
+  return hasher.HexDigest();
+}
+
+// A file that has passed verification.
+struct VerifiedFile {
+  std::unique_ptr<ReadableFile> file;
+  SafetensorsHeader header;
+};
+
+absl::StatusOr<VerifiedFile> VerifyFile(const FileSystem& files, const std::string& directory, const ManifestFile& expected,
+                                        const std::vector<SafetensorsOutput>& layout) {
+  absl::StatusOr<std::unique_ptr<ReadableFile>> opened = files.OpenFile(Join(directory, expected.name));
+  if (absl::IsNotFound(opened.status())) return CorruptError(absl::StrCat(expected.name, " of the checkpoint is not there"));
+  if (!opened.ok()) return opened.status();
+  VerifiedFile verified;
+  verified.file = *std::move(opened);
+  if (verified.file->size() != expected.bytes) {
+    return CorruptError(absl::StrCat(expected.name, " has ", verified.file->size(), " bytes, the manifest says ", expected.bytes));
+  }
+  absl::StatusOr<std::string> checksum = HashFile(*verified.file);
+  if (!checksum.ok()) return checksum.status();
+  if (*checksum != expected.checksum) {
+    return MakeError(ErrorReason::kChecksumMismatch,
+                     absl::StrCat("the checksum of ", expected.name, " is ", *checksum, ", the manifest says ", expected.checksum),
+                     {{"file", expected.name}, {"expected", expected.checksum}, {"actual", *checksum}});
+  }
+  absl::StatusOr<SafetensorsHeader> header = ReadSafetensorsHeader(*verified.file);
+  if (!header.ok()) return header.status();
+  for (const SafetensorsOutput& output : layout) {
+    const auto found = header->tensors.find(output.name);
+    if (found == header->tensors.end() || found->second.shape != output.shape || found->second.data_type != output.data_type) {
+      return CorruptError(
+          absl::StrCat(expected.name, " does not have ", output.name, " of the type and shape that its manifest implies"));
+    }
+  }
+  verified.header = *std::move(header);
+  return verified;
+}
+
+// Part of the head may have been overwritten: whatever the reason was, the head is lost.
+absl::Status AfterVerification(const absl::Status& status) {
+  if (status.ok() || HasReason(status, ErrorReason::kEngineFailed) || HasReason(status, ErrorReason::kInternal)) return status;
+  return MakeError(
+      ErrorReason::kInternal,
+      absl::StrCat("the checkpoint changed or the head refused it after it had been verified: ", std::string(status.message())));
+}
+
+// Writes a file's tensors into the head.
+absl::Status WriteInto(EngineHead& head, const VerifiedFile& verified, const std::vector<SavedTensor>& tensors,
+                       const VocabShard& rows) {
+  const bool has_master = HasSeparateMaster(head.spec());
+  std::vector<char> buffer(static_cast<size_t>(kPieceBytes));
+  for (const SavedTensor& saved : tensors) {
+    // The stored weight follows from the master.
+    if (has_master && (saved.tensor == HeadTensor::kWeight || saved.tensor == HeadTensor::kBias)) continue;
+    const int64_t element_bytes = ElementBytes(saved.data_type);
+    const int64_t begin = verified.header.tensors.at(HeadTensorName(saved.tensor)).begin;
+    const int64_t first = rows.vocab_start * saved.width;
+    const auto write = [&](int64_t start, int64_t count) {
+      absl::Status status = verified.file->ReadAt(begin + (start - first) * element_bytes, count * element_bytes, buffer.data());
+      return status.ok() ? head.WriteTensor(saved.tensor, start, count, buffer.data()) : status;
+    };
+    if (absl::Status status = ForEachPiece(saved, rows, write); !status.ok()) return AfterVerification(status);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+bool IsValidCheckpointName(const std::string& name) {
+  if (name.empty() || name.size() > kMaxNameLength || !IsAlphanumeric(name.front()) || !IsAlphanumeric(name.back())) return false;
+  return std::all_of(name.begin(), name.end(), [](char c) { return IsAlphanumeric(c) || c == '.' || c == '_' || c == '-'; });
+}
+
+// ---- opening, and what crashes left ----------------------------------------------------------------------------------
+
+absl::StatusOr<std::unique_ptr<CheckpointStore>> CheckpointStore::Open(const std::string& root, FileSystem& files) {
+  for (size_t end = root.find('/', 1);; end = root.find('/', end + 1)) {
+    const std::string directory = root.substr(0, end);
+    if (!files.IsDirectory(directory)) {
+      absl::Status status = files.CreateDirectory(directory);
+      // A link to a directory exists too.
+      if (!status.ok() && !absl::IsAlreadyExists(status)) return status;
+    }
+    if (end == std::string::npos) break;
+  }
+  std::unique_ptr<CheckpointStore> store(new CheckpointStore(root, files));
+  absl::StatusOr<std::vector<std::string>> tenants = files.ListDirectory(root);
+  if (!tenants.ok()) return tenants.status();
+  for (const std::string& tenant : *tenants) {
+    const std::string tenant_directory = Join(root, tenant);
+    if (!IsValidCheckpointName(tenant) || !files.IsDirectory(tenant_directory)) continue;
+    absl::StatusOr<std::vector<std::string>> heads = files.ListDirectory(tenant_directory);
+    if (!heads.ok()) return heads.status();
+    for (const std::string& head : *heads) {
+      const std::string head_directory = Join(tenant_directory, head);
+      if (!IsValidCheckpointName(head) || !files.IsDirectory(head_directory)) continue;
+      if (absl::Status status = store->CleanHeadDirectory(head_directory); !status.ok()) return status;
+    }
+  }
+  return store;
+}
+
+absl::Status CheckpointStore::CleanHeadDirectory(const std::string& directory) {
+  absl::StatusOr<std::vector<std::string>> names = files_.ListDirectory(directory);
+  if (!names.ok()) return names.status();
+  for (const std::string& name : *names) {
+    const std::string path = Join(directory, name);
+    absl::Status status;
+    if (absl::StartsWith(name, kTemporaryPrefix)) {
+      status = files_.RemoveTree(path);
+    } else if (absl::StartsWith(name, kReplacedPrefix)) {
+      // A crash between the two renames of a replacement: the old version is the complete one.
+      const std::string place = Join(directory, name.substr(sizeof(kReplacedPrefix) - 1));
+      status = files_.IsDirectory(place) ? files_.RemoveTree(path) : files_.Rename(path, place);
+    }
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckpointStore::MakeHeadDirectory(const std::string& tenant, const std::string& head_id) {
+  std::string parent = root_;
+  for (const std::string& name : {tenant, head_id}) {
+    const std::string directory = Join(parent, name);
+    if (!files_.IsDirectory(directory)) {
+      if (absl::Status status = files_.CreateDirectory(directory); !status.ok() && !absl::IsAlreadyExists(status)) return status;
+      if (absl::Status status = files_.SyncDirectory(parent); !status.ok()) return status;
+    }
+    parent = directory;
+  }
+  return absl::OkStatus();
+}
+
+// ---- saving ----------------------------------------------------------------------------------------------------------
+
+absl::StatusOr<int64_t> CheckpointStore::WriteFiles(const std::string& directory, const CheckpointInfo& info,
+                                                    const EngineHead& head) {
+  const std::vector<SavedTensor> tensors = TensorsOf(head);
+  Manifest manifest;
+  manifest.info = info;
+  int64_t total_bytes = 0;
+  std::vector<char> buffer(static_cast<size_t>(kPieceBytes));
+  for (const VocabShard& rows : head.shards()) {
+    ManifestFile& entry = manifest.files.emplace_back();
+    entry.name = ShardFileName(manifest.files.size() - 1, head.shards().size());
+    entry.rows = rows;
+    absl::StatusOr<std::unique_ptr<WritableFile>> created = files_.CreateFile(Join(directory, entry.name));
+    if (!created.ok()) return created.status();
+    HashedFile file(*std::move(created));
+    const std::string header = MakeSafetensorsHeader(FileLayout(tensors, rows));
+    if (absl::Status status = file.Append(header.data(), static_cast<int64_t>(header.size())); !status.ok()) return status;
+    for (const SavedTensor& saved : tensors) {
+      const auto append = [&](int64_t start, int64_t count) {
+        absl::Status status = head.ReadTensor(saved.tensor, start, count, buffer.data());
+        return status.ok() ? file.Append(buffer.data(), count * ElementBytes(saved.data_type)) : status;
+      };
+      if (absl::Status status = ForEachPiece(saved, rows, append); !status.ok()) return status;
+    }
+    if (absl::Status status = file.SyncAndClose(); !status.ok()) return status;
+    entry.bytes = file.bytes();
+    entry.checksum = file.HexDigest();
+    total_bytes += entry.bytes;
+  }
+  const std::string text = FormatManifest(manifest);
+  absl::StatusOr<std::unique_ptr<WritableFile>> created = files_.CreateFile(Join(directory, kManifestName));
+  if (!created.ok()) return created.status();
+  if (absl::Status status = (*created)->Append(text.data(), static_cast<int64_t>(text.size())); !status.ok()) return status;
+  if (absl::Status status = (*created)->SyncAndClose(); !status.ok()) return status;
+  if (absl::Status status = files_.SyncDirectory(directory); !status.ok()) return status;
+  return total_bytes + static_cast<int64_t>(text.size());
+}
+
+absl::Status CheckpointStore::Publish(const std::string& head_directory, const std::string& temporary,
+                                      const std::string& checkpoint, bool overwrite) {
+  const std::string place = Join(head_directory, checkpoint);
+  absl::MutexLock lock(&publish_mutex_);
+  if (!files_.IsDirectory(place)) {
+    absl::Status status = files_.Rename(temporary, place);
+    if (absl::IsAlreadyExists(status)) return AlreadyExists(checkpoint);
+    if (!status.ok()) return status;
+    status = files_.SyncDirectory(head_directory);
+    // What is not known to be on the disk is not a checkpoint: back, where the caller removes it.
+    if (!status.ok()) files_.Rename(place, temporary).IgnoreError();
+    return status;
+  }
+  if (!overwrite) return AlreadyExists(checkpoint);
+
+  absl::Status status = files_.Exchange(temporary, place);
+  if (status.ok()) {
+    status = files_.SyncDirectory(head_directory);
+    if (!status.ok()) files_.Exchange(temporary, place).IgnoreError();
+    return status;  // the caller removes what is at `temporary`: the old version
+  }
+  if (!absl::IsUnimplemented(status)) return status;
+  // Two renames. After a crash between them CleanHeadDirectory() brings the old version back.
+  const std::string replaced = Join(head_directory, absl::StrCat(kReplacedPrefix, checkpoint));
+  if (status = files_.RemoveTree(replaced); !status.ok()) return status;
+  if (status = files_.Rename(place, replaced); !status.ok()) return status;
+  status = files_.Rename(temporary, place);
+  if (!status.ok()) {
+    files_.Rename(replaced, place).IgnoreError();
+    return status;
+  }
+  if (status = files_.SyncDirectory(head_directory); !status.ok()) return status;
+  files_.RemoveTree(replaced).IgnoreError();  // else it is removed at the next start
+  return absl::OkStatus();
+}
+
+absl::StatusOr<int64_t> CheckpointStore::Save(const std::string& tenant, const std::string& head_id, const CheckpointInfo& info,
+                                              const EngineHead& head, bool overwrite) {
+  if (absl::Status status = CheckNames(tenant, head_id, info.name); !status.ok()) return status;
+  if (absl::Status status = MakeHeadDirectory(tenant, head_id); !status.ok()) return status;
+  const std::string head_directory = Join(Join(root_, tenant), head_id);
+  if (!overwrite && files_.IsDirectory(Join(head_directory, info.name))) return AlreadyExists(info.name);
+
+  const std::string temporary = Join(head_directory, absl::StrCat(kTemporaryPrefix, RandomSuffix()));
+  if (absl::Status status = files_.CreateDirectory(temporary); !status.ok()) return status;
+  absl::StatusOr<int64_t> total_bytes = WriteFiles(temporary, info, head);
+  if (total_bytes.ok()) {
+    if (absl::Status status = Publish(head_directory, temporary, info.name, overwrite); !status.ok()) total_bytes = status;
+  }
+  files_.RemoveTree(temporary).IgnoreError();  // what failed, or was replaced; else it is removed at the next start
+  return total_bytes;
+}
+
+// ---- reading ---------------------------------------------------------------------------------------------------------
+
+absl::StatusOr<CheckpointInfo> CheckpointStore::Read(const std::string& tenant, const std::string& head_id,
+                                                     const std::string& checkpoint) const {
+  absl::StatusOr<Manifest> manifest = OpenManifest(tenant, head_id, checkpoint);
+  return manifest.ok() ? absl::StatusOr<CheckpointInfo>(manifest->info) : manifest.status();
+}
+
+absl::StatusOr<Manifest> CheckpointStore::OpenManifest(const std::string& tenant, const std::string& head_id,
+                                                       const std::string& checkpoint) const {
+  if (absl::Status status = CheckNames(tenant, head_id, checkpoint); !status.ok()) return status;
+  absl::StatusOr<std::unique_ptr<ReadableFile>> file = files_.OpenFile(Join(Directory(tenant, head_id, checkpoint), kManifestName));
+  if (absl::IsNotFound(file.status())) {
+    return MakeError(ErrorReason::kCheckpointNotFound, absl::StrCat("head ", head_id, " has no checkpoint ", checkpoint),
+                     {{"checkpoint", checkpoint}, {"head", head_id}});
+  }
+  if (!file.ok()) return file.status();
+  absl::StatusOr<Manifest> manifest = ReadManifest(**file);
+  if (!manifest.ok()) return manifest;
+  manifest->info.name = checkpoint;
+  manifest->info.total_bytes = (*file)->size();
+  for (const ManifestFile& entry : manifest->files) {
+    if (__builtin_add_overflow(manifest->info.total_bytes, entry.bytes, &manifest->info.total_bytes)) {
+      return CorruptError("the checkpoint's manifest claims more bytes than can be counted");
+    }
+  }
+  return manifest;
+}
+
+std::string CheckpointStore::Directory(const std::string& tenant, const std::string& head_id, const std::string& checkpoint) const {
+  return Join(Join(Join(root_, tenant), head_id), checkpoint);
+}
+
+absl::StatusOr<CheckpointInfo> CheckpointStore::Load(const std::string& tenant, const std::string& head_id,
+                                                     const std::string& checkpoint, EngineHead& head) const {
+  absl::StatusOr<Manifest> manifest = OpenManifest(tenant, head_id, checkpoint);
+  if (!manifest.ok()) return manifest.status();
+  const std::string difference = DescribeSpecDifference(manifest->info.spec, head.spec());
+  if (!difference.empty()) {
+    return MakeError(ErrorReason::kCheckpointSpecMismatch,
+                     absl::StrCat("checkpoint ", checkpoint, " and head ", head_id, " differ: ", difference),
+                     {{"checkpoint", checkpoint}, {"difference", difference}});
+  }
+  const std::vector<SavedTensor> tensors = TensorsOf(head);
+  std::vector<VerifiedFile> verified;  // kept open, so that what is read is what was verified
+  for (const ManifestFile& entry : manifest->files) {
+    absl::StatusOr<VerifiedFile> file =
+        VerifyFile(files_, Directory(tenant, head_id, checkpoint), entry, FileLayout(tensors, entry.rows));
+    if (!file.ok()) return file.status();
+    verified.push_back(*std::move(file));
+  }
+  for (size_t index = 0; index < verified.size(); ++index) {
+    if (absl::Status status = WriteInto(head, verified[index], tensors, manifest->files[index].rows); !status.ok()) return status;
+  }
+  return manifest->info;
+}
+
+absl::StatusOr<std::vector<CheckpointInfo>> CheckpointStore::List(const std::string& tenant, const std::string& head_id) const {
+  if (absl::Status status = CheckNames(tenant, head_id, "any"); !status.ok()) return status;
+  std::vector<CheckpointInfo> checkpoints;
+  absl::StatusOr<std::vector<std::string>> names = files_.ListDirectory(Join(Join(root_, tenant), head_id));
+  if (absl::IsNotFound(names.status())) return checkpoints;
+  if (!names.ok()) return names.status();
+  for (const std::string& name : *names) {
+    if (!IsValidCheckpointName(name)) continue;
+    absl::StatusOr<CheckpointInfo> info = Read(tenant, head_id, name);
+    if (info.ok()) checkpoints.push_back(*std::move(info));
+  }
+  return checkpoints;
+}
+
+}  // namespace headwater::checkpoint

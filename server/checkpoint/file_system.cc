@@ -1,0 +1,188 @@
+#include "server/checkpoint/file_system.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <filesystem>
+#include <system_error>
+
+#include "absl/strings/str_cat.h"
+#include "headwater/kernels/error.h"
+
+namespace headwater::checkpoint {
+namespace {
+
+constexpr int64_t kMaxIoBytes = int64_t{1} << 30;  // Linux moves at most 2 GiB at once
+
+std::string ErrnoText(int error) { return std::error_code(error, std::generic_category()).message(); }
+
+absl::Status WriteError(const char* operation, int error) {
+  const std::string message = absl::StrCat(operation, " failed: ", ErrnoText(error));
+  switch (error) {
+    case ENOSPC:
+    case EDQUOT:
+      return MakeError(ErrorReason::kDiskFull, message);
+    case EEXIST:
+    case ENOTEMPTY:
+      return absl::AlreadyExistsError(message);
+    case ENOENT:
+      return absl::NotFoundError(message);
+    default:
+      return MakeError(ErrorReason::kInternal, message);
+  }
+}
+
+absl::Status ReadError(const char* operation, int error) {
+  const std::string message = absl::StrCat(operation, " failed: ", ErrnoText(error));
+  if (error == ENOENT || error == ENOTDIR) return absl::NotFoundError(message);
+  return MakeError(ErrorReason::kFileCorrupt, message);
+}
+
+class PosixWritableFile : public WritableFile {
+ public:
+  explicit PosixWritableFile(int descriptor) : descriptor_(descriptor) {}
+  ~PosixWritableFile() override {
+    if (descriptor_ >= 0) close(descriptor_);
+  }
+
+  absl::Status Append(const void* data, int64_t byte_count) override {
+    const char* next = static_cast<const char*>(data);
+    while (byte_count > 0) {
+      const ssize_t written = write(descriptor_, next, static_cast<size_t>(std::min(byte_count, kMaxIoBytes)));
+      if (written < 0 && errno == EINTR) continue;
+      if (written < 0) return WriteError("writing a file", errno);
+      next += written;
+      byte_count -= written;
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status SyncAndClose() override {
+    if (fsync(descriptor_) != 0) return WriteError("syncing a file", errno);
+    const int descriptor = descriptor_;
+    descriptor_ = -1;
+    if (close(descriptor) != 0) return WriteError("closing a file", errno);
+    return absl::OkStatus();
+  }
+
+ private:
+  int descriptor_;
+};
+
+class PosixReadableFile : public ReadableFile {
+ public:
+  PosixReadableFile(int descriptor, int64_t size) : descriptor_(descriptor), size_(size) {}
+  ~PosixReadableFile() override { close(descriptor_); }
+  int64_t size() const override { return size_; }
+
+  absl::Status ReadAt(int64_t offset, int64_t byte_count, void* out) const override {
+    char* next = static_cast<char*>(out);
+    while (byte_count > 0) {
+      const ssize_t got = pread(descriptor_, next, static_cast<size_t>(std::min(byte_count, kMaxIoBytes)), offset);
+      if (got < 0 && errno == EINTR) continue;
+      if (got < 0) return ReadError("reading a file", errno);
+      if (got == 0) {
+        return MakeError(ErrorReason::kFileCorrupt,
+                         absl::StrCat("the file ends at byte ", offset, ", ", byte_count, " more were expected"),
+                         {{"offsetBytes", absl::StrCat(offset)}, {"missingBytes", absl::StrCat(byte_count)}});
+      }
+      next += got;
+      offset += got;
+      byte_count -= got;
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  const int descriptor_;
+  const int64_t size_;
+};
+
+class PosixFiles : public FileSystem {
+ public:
+  absl::Status CreateDirectory(const std::string& path) override {
+    return mkdir(path.c_str(), 0755) == 0 ? absl::OkStatus() : WriteError("making a directory", errno);
+  }
+
+  absl::Status SyncDirectory(const std::string& path) override {
+    const int descriptor = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (descriptor < 0) return WriteError("opening a directory", errno);
+    const int error = fsync(descriptor) == 0 ? 0 : errno;
+    close(descriptor);
+    // Some file systems cannot sync a directory and say so; then there is nothing more to be done.
+    return error == 0 || error == EINVAL ? absl::OkStatus() : WriteError("syncing a directory", error);
+  }
+
+  absl::StatusOr<std::vector<std::string>> ListDirectory(const std::string& path) const override {
+    std::error_code error;
+    std::vector<std::string> names;
+    std::filesystem::directory_iterator entry(path, error);
+    for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
+      names.push_back(entry->path().filename().string());
+    }
+    if (error) return ReadError("listing a directory", error.value());
+    std::sort(names.begin(), names.end());
+    return names;
+  }
+
+  bool IsDirectory(const std::string& path) const override {
+    struct stat status;
+    return lstat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
+  }
+
+  absl::StatusOr<std::unique_ptr<WritableFile>> CreateFile(const std::string& path) override {
+    const int descriptor = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0644);
+    if (descriptor < 0) return WriteError("creating a file", errno);
+    return std::make_unique<PosixWritableFile>(descriptor);
+  }
+
+  absl::StatusOr<std::unique_ptr<ReadableFile>> OpenFile(const std::string& path) const override {
+    // O_NONBLOCK: a FIFO in the place of a file must not hang us.
+    const int descriptor = open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+    if (descriptor < 0) return ReadError("opening a file", errno);
+    return ReadableFromDescriptor(descriptor);
+  }
+
+  absl::Status Rename(const std::string& from, const std::string& to) override {
+    if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE) == 0) return absl::OkStatus();
+    if (errno != EINVAL && errno != ENOSYS) return WriteError("renaming", errno);
+    // A file system without the flag. Nobody else renames here, so looking first is as good.
+    struct stat status;
+    if (lstat(to.c_str(), &status) == 0) return WriteError("renaming", EEXIST);
+    return rename(from.c_str(), to.c_str()) == 0 ? absl::OkStatus() : WriteError("renaming", errno);
+  }
+
+  absl::Status Exchange(const std::string& a, const std::string& b) override {
+    if (renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0) return absl::OkStatus();
+    if (errno == EINVAL || errno == ENOSYS) return absl::UnimplementedError("the file system cannot exchange two entries");
+    return WriteError("exchanging", errno);
+  }
+
+  absl::Status RemoveTree(const std::string& path) override {
+    std::error_code error;
+    std::filesystem::remove_all(path, error);
+    return error ? WriteError("removing", error.value()) : absl::OkStatus();
+  }
+};
+
+}  // namespace
+
+FileSystem& PosixFileSystem() {
+  static PosixFiles* const files = new PosixFiles();
+  return *files;
+}
+
+absl::StatusOr<std::unique_ptr<ReadableFile>> ReadableFromDescriptor(int descriptor) {
+  struct stat status;
+  if (fstat(descriptor, &status) != 0 || !S_ISREG(status.st_mode)) {
+    close(descriptor);
+    return MakeError(ErrorReason::kFileCorrupt, "a regular file was expected");
+  }
+  return std::make_unique<PosixReadableFile>(descriptor, static_cast<int64_t>(status.st_size));
+}
+
+}  // namespace headwater::checkpoint

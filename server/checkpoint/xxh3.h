@@ -1,0 +1,32 @@
+// XXH3-128 of a stream of bytes, in its canonical (big-endian) form: the checksum of weights and checkpoint files.
+#ifndef HEADWATER_SERVER_CHECKPOINT_XXH3_H_
+#define HEADWATER_SERVER_CHECKPOINT_XXH3_H_
+
+#include <cstdint>
+#include <string>
+
+struct XXH3_state_s;
+
+namespace headwater::checkpoint {
+
+// Not thread-safe.
+class Xxh3Hasher {
+ public:
+  Xxh3Hasher();
+  ~Xxh3Hasher();
+  Xxh3Hasher(const Xxh3Hasher&) = delete;
+  Xxh3Hasher& operator=(const Xxh3Hasher&) = delete;
+
+  void Update(const void* data, int64_t byte_count);
+  // Of all bytes so far: 16 bytes.
+  std::string Digest() const;
+  // The same in lower-case hexadecimal: 32 characters.
+  std::string HexDigest() const;
+
+ private:
+  XXH3_state_s* state_;
+};
+
+}  // namespace headwater::checkpoint
+
+#endif  // HEADWATER_SERVER_CHECKPOINT_XXH3_H_
