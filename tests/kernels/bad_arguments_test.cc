@@ -1,0 +1,223 @@
+// Arguments that could make an engine read or write out of bounds, or that mean nothing: refused with the right reason, nothing
+// changed.
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "headwater/kernels/error.h"
+#include "tests/kernels/comparison.h"
+
+namespace headwater::testing {
+namespace {
+
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+
+class BadArguments : public ::testing::TestWithParam<bool> {
+ protected:
+  BadArguments() : problem_(MakeBase(GetParam())), heads_(problem_.heads, {}) {
+    heads_.Compute(problem_);
+    before_ = heads_.ReadGradient(0);
+  }
+
+  static Problem MakeBase(bool jsd) {
+    ProblemOptions options;
+    options.jsd = jsd;
+    options.hard_loss_weight = jsd ? 0.5 : 0;
+    options.valid_vocab_size = 90;
+    options.staging_slots = 1;
+    options.class_weights = true;
+    options.token_weights = true;
+    return MakeProblem(options);
+  }
+
+  // Changes a good micro-batch by `change`, and expects the refusal in every mode that the change leaves alone.
+  void ExpectRefused(const std::string& what, ErrorReason reason, const std::function<void(PreparedMicroBatch&)>& change) {
+    SCOPED_TRACE(what);
+    for (const GradWeightMode mode : {GradWeightMode::kAccumulate, GradWeightMode::kStage}) {
+      ComputeOptions options;
+      options.grad_weight = mode;
+      PreparedMicroBatch prepared(problem_, heads_.pointers(), options);
+      change(prepared);
+      const absl::StatusOr<MicroBatchResult> result = heads_.engine().Compute(prepared.micro_batch);
+      ASSERT_FALSE(result.ok());
+      EXPECT_TRUE(HasReason(result.status(), reason))
+          << "expected " << ErrorReasonName(reason) << ", got " << ErrorReasonName(GetErrorReason(result.status())) << ": "
+          << result.status();
+      EXPECT_GT(result.status().message().size(), 10u);
+      prepared.ExpectOutputsUntouched();
+      EXPECT_TRUE(heads_.ReadGradient(0) == before_) << "the accumulator changed";
+      EXPECT_EQ(heads_.head(0).FreeStagingSlots(), 1);
+    }
+  }
+
+  void ExpectTargetRefused(int32_t target) {
+    std::vector<int32_t> targets = problem_.terms[0].targets;
+    targets[4] = target;
+    ExpectRefused("target " + std::to_string(target), ErrorReason::kTargetOutOfVocab,
+                  [&](PreparedMicroBatch& m) { m.terms[0].targets = targets; });
+  }
+
+  CrossEntropySpec& CrossEntropy(PreparedMicroBatch& m) {
+    if (auto* jsd = std::get_if<JsdSpec>(&m.terms[0].loss)) return jsd->hard_loss;
+    return std::get<CrossEntropySpec>(m.terms[0].loss);
+  }
+
+  const Problem problem_;
+  LoadedHeads heads_;
+  Gradient before_;
+};
+
+TEST_P(BadArguments, Targets) {
+  for (const int32_t target :
+       {90, 100, 101, 50000, -1, -99, -101, std::numeric_limits<int32_t>::max(), std::numeric_limits<int32_t>::min()}) {
+    ExpectTargetRefused(target);
+  }
+}
+
+TEST_P(BadArguments, Sizes) {
+  const std::vector<int32_t> many_targets(100, 1);
+  const std::vector<float> many_weights(200, 1.0f);
+  ExpectRefused("a target too few", ErrorReason::kShapeMismatch,
+                [](PreparedMicroBatch& m) { m.terms[0].targets.remove_suffix(1); });
+  ExpectRefused("targets too many", ErrorReason::kShapeMismatch, [&](PreparedMicroBatch& m) { m.terms[0].targets = many_targets; });
+  ExpectRefused("a token weight too few", ErrorReason::kShapeMismatch,
+                [](PreparedMicroBatch& m) { m.terms[0].token_weights.remove_suffix(1); });
+  ExpectRefused("token weights too many", ErrorReason::kShapeMismatch,
+                [&](PreparedMicroBatch& m) { m.terms[0].token_weights = many_weights; });
+  ExpectRefused("a class weight too few", ErrorReason::kShapeMismatch,
+                [this](PreparedMicroBatch& m) { CrossEntropy(m).class_weights.remove_suffix(1); });
+  ExpectRefused("class weights too many", ErrorReason::kShapeMismatch,
+                [&](PreparedMicroBatch& m) { CrossEntropy(m).class_weights = many_weights; });
+  ExpectRefused("hidden too narrow", ErrorReason::kShapeMismatch,
+                [](PreparedMicroBatch& m) { m.micro_batch.hidden.column_count -= 1; });
+  ExpectRefused("grad_hidden too narrow", ErrorReason::kShapeMismatch,
+                [](PreparedMicroBatch& m) { m.micro_batch.grad_hidden.column_count -= 1; });
+  ExpectRefused("grad_hidden too short", ErrorReason::kShapeMismatch,
+                [](PreparedMicroBatch& m) { m.micro_batch.grad_hidden.row_count -= 1; });
+  if (GetParam()) {
+    ExpectRefused("teacher too narrow", ErrorReason::kShapeMismatch,
+                  [](PreparedMicroBatch& m) { m.terms[0].teacher_hidden.column_count -= 1; });
+    ExpectRefused("teacher too short", ErrorReason::kShapeMismatch,
+                  [](PreparedMicroBatch& m) { m.terms[0].teacher_hidden.row_count -= 1; });
+  }
+}
+
+TEST_P(BadArguments, RowRanges) {
+  for (const auto& [start, count] :
+       {std::pair<int64_t, int64_t>{-1, 13}, {1, 13}, {0, 14}, {14, 0}, {0, -1}, {kMost, 13}, {5, kMost}}) {
+    ExpectRefused("rows " + std::to_string(start) + " + " + std::to_string(count), ErrorReason::kInvalidField,
+                  [start = start, count = count](PreparedMicroBatch& m) {
+                    m.terms[0].row_start = start;
+                    m.terms[0].row_count = count;
+                  });
+  }
+  ExpectRefused("negative rows", ErrorReason::kInvalidField, [](PreparedMicroBatch& m) { m.micro_batch.hidden.row_count = -1; });
+}
+
+TEST_P(BadArguments, MissingParts) {
+  ExpectRefused("no terms", ErrorReason::kMissingField, [](PreparedMicroBatch& m) { m.micro_batch.terms = {}; });
+  ExpectRefused("no head", ErrorReason::kMissingField, [](PreparedMicroBatch& m) { m.terms[0].head = nullptr; });
+  ExpectRefused("no hidden", ErrorReason::kMissingField, [](PreparedMicroBatch& m) { m.micro_batch.hidden.data = nullptr; });
+  ExpectRefused("no targets", ErrorReason::kMissingField, [](PreparedMicroBatch& m) { m.terms[0].targets = {}; });
+  if (GetParam()) {
+    ExpectRefused("no teacher head", ErrorReason::kMissingField, [](PreparedMicroBatch& m) { m.terms[0].teacher_head = nullptr; });
+    ExpectRefused("no teacher rows", ErrorReason::kMissingField,
+                  [](PreparedMicroBatch& m) { m.terms[0].teacher_hidden.data = nullptr; });
+  } else {
+    ExpectRefused("a teacher for cross entropy", ErrorReason::kInvalidCombination,
+                  [](PreparedMicroBatch& m) { m.terms[0].teacher_head = m.terms[0].head; });
+  }
+}
+
+TEST_P(BadArguments, Types) {
+  const DataType unknown = static_cast<DataType>(9);
+  ExpectRefused("hidden", ErrorReason::kInvalidField, [&](PreparedMicroBatch& m) { m.micro_batch.hidden.data_type = unknown; });
+  ExpectRefused("grad_hidden", ErrorReason::kInvalidField,
+                [&](PreparedMicroBatch& m) { m.micro_batch.grad_hidden.data_type = unknown; });
+  if (GetParam()) {
+    ExpectRefused("teacher", ErrorReason::kInvalidField,
+                  [&](PreparedMicroBatch& m) { m.terms[0].teacher_hidden.data_type = unknown; });
+  }
+}
+
+TEST_P(BadArguments, GradientsWithoutBackward) {
+  ExpectRefused("grad_hidden", ErrorReason::kInvalidCombination, [](PreparedMicroBatch& m) {
+    m.micro_batch.backward = false;
+    m.micro_batch.grad_weight = GradWeightMode::kNone;
+  });
+  ExpectRefused("grad_weight", ErrorReason::kInvalidCombination, [](PreparedMicroBatch& m) {
+    m.micro_batch.backward = false;
+    m.micro_batch.grad_hidden = {};
+  });
+}
+
+TEST_P(BadArguments, Values) {
+  constexpr ErrorReason kField = ErrorReason::kInvalidField;
+  for (const double value : {kNan, kInfinity, -kInfinity}) {
+    ExpectRefused("loss_scale", kField, [&](PreparedMicroBatch& m) { m.terms[0].loss_scale = value; });
+    ExpectRefused("grad_hidden_scale", kField, [&](PreparedMicroBatch& m) { m.micro_batch.grad_hidden_scale = value; });
+    std::vector<float> token_weights = problem_.terms[0].token_weights;
+    token_weights[7] = static_cast<float>(value);
+    ExpectRefused("token weight", kField, [&](PreparedMicroBatch& m) { m.terms[0].token_weights = token_weights; });
+  }
+  for (const double value : {-0.1, 1.0, kNan}) {
+    ExpectRefused("label_smoothing", kField, [&](PreparedMicroBatch& m) { CrossEntropy(m).label_smoothing = value; });
+  }
+  for (const double value : {-0.1, kNan, kInfinity}) {
+    ExpectRefused("z_loss", kField, [&](PreparedMicroBatch& m) { CrossEntropy(m).z_loss = value; });
+    std::vector<float> class_weights(90, 1.0f);
+    class_weights[89] = static_cast<float>(value);
+    ExpectRefused("class weight", kField, [&](PreparedMicroBatch& m) { CrossEntropy(m).class_weights = class_weights; });
+  }
+  if (!GetParam()) return;
+  const auto jsd = [](PreparedMicroBatch& m) -> JsdSpec& { return std::get<JsdSpec>(m.terms[0].loss); };
+  for (const double value : {-0.1, 1.1, kNan}) {
+    ExpectRefused("beta", kField, [&](PreparedMicroBatch& m) { jsd(m).beta = value; });
+    ExpectRefused("hard_loss_weight", kField, [&](PreparedMicroBatch& m) { jsd(m).hard_loss_weight = value; });
+  }
+  for (const double value : {0.0, -1.0, kNan, kInfinity}) {
+    ExpectRefused("student_temperature", kField, [&](PreparedMicroBatch& m) { jsd(m).student_temperature = value; });
+    ExpectRefused("teacher_temperature", kField, [&](PreparedMicroBatch& m) { jsd(m).teacher_temperature = value; });
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, BadArguments, ::testing::Bool(),
+                         [](const auto& test) { return test.param ? "Jsd" : "CrossEntropy"; });
+
+// Unequal vocabularies are refused with both sizes in the message, unless truncation is asked for.
+TEST(UnequalVocabularies, AreRefusedWithBothSizes) {
+  ProblemOptions options;
+  options.jsd = true;
+  options.teacher_vocab_size = 88;
+  Problem problem = MakeProblem(options);
+  std::get<reference::JsdOptions>(problem.terms[0].loss).truncate_to_common = false;
+  LoadedHeads heads(problem.heads, {});
+  const auto result = heads.TryCompute(problem, {});
+  ASSERT_FALSE(result.ok());
+  EXPECT_TRUE(HasReason(result.status(), ErrorReason::kVocabSizeMismatch)) << result.status();
+  const std::string message(result.status().message());
+  EXPECT_NE(message.find("88"), std::string::npos) << message;
+  EXPECT_NE(message.find("101"), std::string::npos) << message;
+  ExpectGradientZero(heads.ReadGradient(0));
+}
+
+// A bad term behind a good one: the good one must not have run.
+TEST(SeveralBadTerms, AllTermsAreCheckedFirst) {
+  Problem problem = MakeProblem(ProblemOptions());
+  problem.terms.push_back(problem.terms[0]);
+  problem.terms[1].targets.back() = 101;
+  LoadedHeads heads(problem.heads, {});
+  PreparedMicroBatch prepared(problem, heads.pointers(), {});
+  const auto result = heads.engine().Compute(prepared.micro_batch);
+  ASSERT_FALSE(result.ok());
+  EXPECT_TRUE(HasReason(result.status(), ErrorReason::kTargetOutOfVocab)) << result.status();
+  prepared.ExpectOutputsUntouched();
+  ExpectGradientZero(heads.ReadGradient(0));
+}
+
+}  // namespace
+}  // namespace headwater::testing

@@ -1,0 +1,348 @@
+// Heads: plans, admission, specifications, reading and writing tensors.
+#include <chrono>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "headwater/kernels/error.h"
+#include "tests/kernels/comparison.h"
+#include "tests/kernels/kernel_suite.h"
+
+namespace headwater::testing {
+namespace {
+
+HeadSpec Spec(int64_t vocab_size, int64_t hidden_size, DataType type = DataType::kFloat32) {
+  HeadSpec spec;
+  spec.vocab_size = vocab_size;
+  spec.hidden_size = hidden_size;
+  spec.data_type = type;
+  spec.transform.valid_vocab_size = vocab_size;
+  return spec;
+}
+
+std::unique_ptr<LossEngine> MakeEngine(const EngineOptions& options = {}) {
+  absl::StatusOr<std::unique_ptr<LossEngine>> engine = SuiteEngineFactory()(options);
+  if (!engine.ok()) throw std::runtime_error(engine.status().ToString());
+  return *std::move(engine);
+}
+
+int64_t PlannedBytes(const MemoryPlan& plan, const std::string& purpose) {
+  int64_t bytes = 0;
+  for (const MemoryPlan::Item& item : plan.items) bytes += item.purpose == purpose ? item.bytes : 0;
+  return bytes;
+}
+
+// At least what is needed, at most that and some padding.
+void ExpectPlanned(const MemoryPlan& plan, const std::string& purpose, int64_t needed_bytes) {
+  EXPECT_GE(PlannedBytes(plan, purpose), needed_bytes) << purpose;
+  EXPECT_LE(PlannedBytes(plan, purpose), needed_bytes == 0 ? 0 : needed_bytes + needed_bytes / 8 + 65536) << purpose;
+}
+
+TEST(MemoryPlan, AddsUp) {
+  const std::unique_ptr<LossEngine> engine = MakeEngine();
+  constexpr int64_t kElements = 3001 * 257;
+  for (const DataType type : {DataType::kFloat32, DataType::kBFloat16}) {
+    for (const int optimizer : {0, 1, 2, 3}) {
+      HeadSpec spec = Spec(3001, 257, type);
+      spec.has_bias = true;
+      spec.trainable = true;
+      spec.staging_slots = 2;
+      int64_t state_tensors = 0;
+      if (optimizer == 1) {
+        spec.optimizer = AdamWSpec{};
+        state_tensors = 2;
+      } else if (optimizer == 2) {
+        spec.optimizer = SgdSpec{0.9, 0, false, 0};
+        state_tensors = 1;
+      } else if (optimizer == 3) {
+        spec.optimizer = SgdSpec{};
+      }
+      const absl::StatusOr<MemoryPlan> plan = engine->PlanHead(spec);
+      ASSERT_TRUE(plan.ok()) << plan.status();
+      SCOPED_TRACE(plan->ToString());
+      ExpectPlanned(*plan, "weight", kElements * ElementBytes(type));
+      ExpectPlanned(*plan, "bias", 3001 * ElementBytes(type));
+      ExpectPlanned(*plan, "grad_weight", kElements * 4);
+      ExpectPlanned(*plan, "grad_bias", 3001 * 4);
+      ExpectPlanned(*plan, "optimizer_state", state_tensors * (kElements + 3001) * 4);
+      ExpectPlanned(*plan, "staging", 2 * (kElements + 3001) * 4);
+      if (optimizer != 0) ExpectPlanned(*plan, "master_weight", type == DataType::kFloat32 ? 0 : (kElements + 3001) * 4);
+      EXPECT_GT(PlannedBytes(*plan, "workspace"), 0);
+      EXPECT_GE(plan->token_chunk_rows, 1);
+      int64_t total = 0;
+      for (const MemoryPlan::Item& item : plan->items) total += item.bytes;
+      EXPECT_EQ(plan->total_bytes, total);
+
+      const absl::StatusOr<std::unique_ptr<EngineHead>> head = engine->CreateHead(spec);
+      ASSERT_TRUE(head.ok()) << head.status();
+      EXPECT_EQ((*head)->plan().total_bytes, total);
+      EXPECT_TRUE((*head)->spec() == spec);
+      EXPECT_EQ(engine->planned_bytes(), total);
+    }
+    EXPECT_EQ(engine->planned_bytes(), 0);
+  }
+}
+
+TEST(MemoryPlan, FrozenHeadsPlanNoGradient) {
+  const std::unique_ptr<LossEngine> engine = MakeEngine();
+  const absl::StatusOr<MemoryPlan> plan = engine->PlanHead(Spec(3001, 257));
+  ASSERT_TRUE(plan.ok());
+  for (const char* purpose : {"bias", "grad_weight", "grad_bias", "master_weight", "optimizer_state", "staging"}) {
+    EXPECT_EQ(PlannedBytes(*plan, purpose), 0) << purpose;
+  }
+}
+
+TEST(MemoryPlan, ChunkRowsFollowTheOptions) {
+  EngineOptions options;
+  options.token_chunk_rows = 17;
+  const absl::StatusOr<MemoryPlan> plan = MakeEngine(options)->PlanHead(Spec(3001, 257));
+  ASSERT_TRUE(plan.ok());
+  EXPECT_EQ(plan->token_chunk_rows, 17);
+  options.token_chunk_rows = 0;
+  options.workspace_bytes = 1 << 20;
+  const absl::StatusOr<MemoryPlan> small = MakeEngine(options)->PlanHead(Spec(3001, 257));
+  ASSERT_TRUE(small.ok());
+  options.workspace_bytes = 64 << 20;
+  const absl::StatusOr<MemoryPlan> large = MakeEngine(options)->PlanHead(Spec(3001, 257));
+  ASSERT_TRUE(large.ok());
+  EXPECT_LT(small->token_chunk_rows, large->token_chunk_rows);
+}
+
+TEST(Admission, BudgetIsKept) {
+  const HeadSpec spec = Spec(1000, 500);
+  const int64_t head_bytes = MakeEngine()->PlanHead(spec)->total_bytes;
+  EngineOptions options;
+  options.memory_budget_bytes = 2 * head_bytes + head_bytes / 2;
+  const std::unique_ptr<LossEngine> engine = MakeEngine(options);
+  auto first = engine->CreateHead(spec);
+  auto second = engine->CreateHead(spec);
+  ASSERT_TRUE(first.ok() && second.ok());
+  const auto refused = engine->CreateHead(spec);
+  ASSERT_FALSE(refused.ok());
+  EXPECT_TRUE(HasReason(refused.status(), ErrorReason::kMemoryBudgetExceeded)) << refused.status();
+  // The message holds the plan.
+  EXPECT_NE(std::string(refused.status().message()).find("weight"), std::string::npos) << refused.status();
+  EXPECT_EQ(engine->planned_bytes(), 2 * head_bytes);
+  first->reset();
+  EXPECT_EQ(engine->planned_bytes(), head_bytes);
+  EXPECT_TRUE(engine->CreateHead(spec).ok());
+}
+
+// 10 TB, and sizes whose product wraps: refused before anything is allocated.
+TEST(Admission, GiantHeadsAreRefusedAtOnce) {
+  const std::unique_ptr<LossEngine> engine = MakeEngine();
+  const auto start = std::chrono::steady_clock::now();
+  for (const auto& [vocab_size, hidden_size] : {std::pair<int64_t, int64_t>{int64_t{1} << 28, 10240},
+                                                {int64_t{1} << 30, int64_t{1} << 30},
+                                                {(int64_t{1} << 31) - 1, (int64_t{1} << 31) - 1}}) {
+    HeadSpec spec = Spec(vocab_size, hidden_size);
+    spec.trainable = true;
+    spec.optimizer = AdamWSpec{};
+    spec.staging_slots = 2;
+    const auto head = engine->CreateHead(spec);
+    ASSERT_FALSE(head.ok());
+    EXPECT_TRUE(HasReason(head.status(), ErrorReason::kMemoryBudgetExceeded)) << head.status();
+    const auto plan = engine->PlanHead(spec);
+    if (plan.ok()) {
+      EXPECT_GT(plan->total_bytes, int64_t{10} << 40);
+    }
+  }
+  EXPECT_LE(std::chrono::steady_clock::now() - start, std::chrono::seconds(1));
+  EXPECT_EQ(engine->planned_bytes(), 0);
+}
+
+TEST(HeadSpec, BadOnesAreRefused) {
+  const std::unique_ptr<LossEngine> engine = MakeEngine();
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const double infinity = std::numeric_limits<double>::infinity();
+  const auto expect_refused = [&](const char* what, ErrorReason reason, auto change) {
+    HeadSpec spec = Spec(100, 10);
+    spec.trainable = true;
+    spec.optimizer = AdamWSpec{};
+    change(spec);
+    const absl::Status status = ValidateHeadSpec(spec);
+    EXPECT_TRUE(!status.ok() && HasReason(status, reason)) << what << ": " << status;
+    EXPECT_FALSE(engine->PlanHead(spec).ok()) << what;
+    EXPECT_FALSE(engine->CreateHead(spec).ok()) << what;
+  };
+  constexpr ErrorReason kField = ErrorReason::kInvalidField;
+  constexpr ErrorReason kCombination = ErrorReason::kInvalidCombination;
+  EXPECT_TRUE(ValidateHeadSpec(Spec(1, 1)).ok());
+  expect_refused("vocab_size 0", kField, [](HeadSpec& s) { s.vocab_size = 0; });
+  expect_refused("vocab_size -1", kField, [](HeadSpec& s) { s.vocab_size = -1; });
+  expect_refused("vocab_size over int32", kField,
+                 [](HeadSpec& s) { s.vocab_size = s.transform.valid_vocab_size = int64_t{1} << 40; });
+  expect_refused("hidden_size 0", kField, [](HeadSpec& s) { s.hidden_size = 0; });
+  expect_refused("hidden_size -5", kField, [](HeadSpec& s) { s.hidden_size = -5; });
+  expect_refused("valid_vocab_size 0", kField, [](HeadSpec& s) { s.transform.valid_vocab_size = 0; });
+  expect_refused("valid_vocab_size 101", kField, [](HeadSpec& s) { s.transform.valid_vocab_size = 101; });
+  expect_refused("data type 9", kField, [](HeadSpec& s) { s.data_type = static_cast<DataType>(9); });
+  expect_refused("staging_slots -1", kField, [](HeadSpec& s) { s.staging_slots = -1; });
+  for (const double value : {0.0, nan, infinity}) {
+    expect_refused("logit_scale", kField, [&](HeadSpec& s) { s.transform.logit_scale = value; });
+    expect_refused("softcap", kField, [&](HeadSpec& s) { s.transform.softcap = value; });
+  }
+  expect_refused("softcap -1", kField, [](HeadSpec& s) { s.transform.softcap = -1; });
+  for (const double value : {-0.1, 1.0, nan}) {
+    expect_refused("beta1", kField, [&](HeadSpec& s) { s.optimizer = AdamWSpec{value, 0.9, 1e-8, 0}; });
+    expect_refused("beta2", kField, [&](HeadSpec& s) { s.optimizer = AdamWSpec{0.9, value, 1e-8, 0}; });
+    expect_refused("momentum", kField, [&](HeadSpec& s) { s.optimizer = SgdSpec{value, 0, false, 0}; });
+  }
+  for (const double value : {-0.1, nan, infinity}) {
+    expect_refused("epsilon", kField, [&](HeadSpec& s) { s.optimizer = AdamWSpec{0.9, 0.9, value, 0}; });
+    expect_refused("weight_decay", kField, [&](HeadSpec& s) { s.optimizer = AdamWSpec{0.9, 0.9, 1e-8, value}; });
+    expect_refused("weight_decay", kField, [&](HeadSpec& s) { s.optimizer = SgdSpec{0, 0, false, value}; });
+    expect_refused("dampening", kField, [&](HeadSpec& s) { s.optimizer = SgdSpec{0.9, value, false, 0}; });
+  }
+  expect_refused("nesterov without momentum", kCombination, [](HeadSpec& s) { s.optimizer = SgdSpec{0, 0, true, 0}; });
+  expect_refused("nesterov with dampening", kCombination, [](HeadSpec& s) { s.optimizer = SgdSpec{0.9, 0.1, true, 0}; });
+  expect_refused("optimizer of a frozen head", kCombination, [](HeadSpec& s) { s.trainable = false; });
+  expect_refused("staging of a frozen head", kCombination, [](HeadSpec& s) {
+    s.trainable = false;
+    s.optimizer = {};
+    s.staging_slots = 1;
+  });
+}
+
+TEST(EngineOptionsCheck, BadOnesAreRefused) {
+  const auto expect_refused = [&](const char* what, auto change) {
+    EngineOptions options;
+    change(options);
+    const auto engine = SuiteEngineFactory()(options);
+    EXPECT_TRUE(!engine.ok() && HasReason(engine.status(), ErrorReason::kInvalidField)) << what << ": " << engine.status();
+  };
+  expect_refused("shard_count 0", [](EngineOptions& o) { o.shard_count = 0; });
+  expect_refused("shard_count -1", [](EngineOptions& o) { o.shard_count = -1; });
+  expect_refused("one weight for two shards", [](EngineOptions& o) {
+    o.shard_count = 2;
+    o.shard_weights = {1};
+  });
+  expect_refused("weight 0", [](EngineOptions& o) {
+    o.shard_count = 2;
+    o.shard_weights = {1, 0};
+  });
+  expect_refused("memory_budget_bytes -1", [](EngineOptions& o) { o.memory_budget_bytes = -1; });
+  expect_refused("workspace_bytes -1", [](EngineOptions& o) { o.workspace_bytes = -1; });
+  expect_refused("token_chunk_rows -1", [](EngineOptions& o) { o.token_chunk_rows = -1; });
+  expect_refused("thread_count -1", [](EngineOptions& o) { o.thread_count = -1; });
+}
+
+TEST(HeadTensors, StartAtZeroAndHaveTheirTypes) {
+  const std::unique_ptr<LossEngine> engine = MakeEngine();
+  HeadSpec spec = Spec(31, 7, DataType::kBFloat16);
+  spec.has_bias = true;
+  spec.trainable = true;
+  spec.optimizer = AdamWSpec{};
+  const auto head = engine->CreateHead(spec);
+  ASSERT_TRUE(head.ok());
+  for (int32_t value = 1; value <= 10; ++value) {
+    const HeadTensor tensor = static_cast<HeadTensor>(value);
+    const bool is_bias = value % 2 == 0;
+    EXPECT_EQ((*head)->ElementCount(tensor), is_bias ? 31 : 31 * 7) << HeadTensorName(tensor);
+    EXPECT_EQ((*head)->TensorDataType(tensor), value <= 2 ? DataType::kBFloat16 : DataType::kFloat32) << HeadTensorName(tensor);
+    for (const double element : ReadTensorValues(**head, tensor)) EXPECT_EQ(element, 0.0) << HeadTensorName(tensor);
+  }
+}
+
+// Any range of elements, across shards and in the middle of rows.
+TEST(HeadTensors, RangesReadAndWriteAcrossShards) {
+  EngineOptions options;
+  options.shard_count = 4;
+  const std::unique_ptr<LossEngine> engine = MakeEngine(options);
+  HeadSpec spec = Spec(29, 5);
+  spec.has_bias = true;
+  spec.trainable = true;
+  const auto head = engine->CreateHead(spec);
+  ASSERT_TRUE(head.ok());
+  std::mt19937_64 random(4);
+  for (const HeadTensor tensor : {HeadTensor::kWeight, HeadTensor::kBias, HeadTensor::kGradWeight, HeadTensor::kGradBias}) {
+    const int64_t count = (*head)->ElementCount(tensor);
+    std::vector<float> mirror(static_cast<size_t>(count), 0.0f);
+    for (int round = 0; round < 60; ++round) {
+      const int64_t start = std::uniform_int_distribution<int64_t>(0, count)(random);
+      const int64_t length = std::uniform_int_distribution<int64_t>(0, count - start)(random);
+      const std::vector<double> values = RandomValues(random, length, 1, DataType::kFloat32);
+      std::vector<float> piece(values.begin(), values.end());
+      ASSERT_TRUE((*head)->WriteTensor(tensor, start, length, piece.data()).ok());
+      std::copy(piece.begin(), piece.end(), mirror.begin() + start);
+      const int64_t read_start = std::uniform_int_distribution<int64_t>(0, count)(random);
+      std::vector<float> back(static_cast<size_t>(count - read_start) + 1, 7.0f);
+      ASSERT_TRUE((*head)->ReadTensor(tensor, read_start, count - read_start, back.data()).ok());
+      EXPECT_TRUE(std::equal(mirror.begin() + read_start, mirror.end(), back.begin()));
+      EXPECT_EQ(back.back(), 7.0f) << "read past the range";
+    }
+  }
+}
+
+TEST(HeadTensors, RangesOutsideAreRefused) {
+  const std::unique_ptr<LossEngine> engine = MakeEngine();
+  HeadSpec spec = Spec(11, 3);
+  spec.trainable = true;
+  const auto head = engine->CreateHead(spec);
+  ASSERT_TRUE(head.ok());
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  float element = 5;
+  for (const auto& [start, count] :
+       {std::pair<int64_t, int64_t>{-1, 1}, {33, 1}, {0, 34}, {0, -1}, {32, 2}, {kMost, kMost}, {1, kMost}}) {
+    for (const absl::Status& status : {(*head)->ReadTensor(HeadTensor::kWeight, start, count, &element),
+                                       (*head)->WriteTensor(HeadTensor::kGradWeight, start, count, &element)}) {
+      EXPECT_TRUE(!status.ok() && HasReason(status, ErrorReason::kChunkOutOfRange)) << start << ", " << count << ": " << status;
+    }
+  }
+  EXPECT_FALSE((*head)->ReadTensor(HeadTensor::kBias, 0, 1, &element).ok()) << "the head has no bias";
+  EXPECT_EQ(element, 5);
+}
+
+// Masters and stored tensors follow each other, whichever is written.
+TEST(HeadTensors, MastersFollow) {
+  const std::unique_ptr<LossEngine> engine = MakeEngine();
+  HeadSpec spec = Spec(11, 3, DataType::kBFloat16);
+  spec.trainable = true;
+  spec.optimizer = SgdSpec{};
+  const auto head = engine->CreateHead(spec);
+  ASSERT_TRUE(head.ok());
+  std::mt19937_64 random(4);
+  const std::vector<double> weight = RandomValues(random, 33, 1, DataType::kBFloat16);
+  WriteTensorValues(**head, HeadTensor::kWeight, weight);
+  EXPECT_EQ(ReadTensorValues(**head, HeadTensor::kMasterWeight), weight);
+  std::vector<double> master = weight;
+  master[4] = 1 + 3 * 0x1p-8;  // halfway: to even
+  master[5] = 1 + 0x1p-8;
+  master[6] = 1 + 0x1.2p-8;
+  WriteTensorValues(**head, HeadTensor::kMasterWeight, master);
+  EXPECT_EQ(ReadTensorValues(**head, HeadTensor::kMasterWeight), master);
+  std::vector<double> rounded = master;
+  rounded[4] = 1 + 0x1p-6;
+  rounded[5] = 1;
+  rounded[6] = 1 + 0x1p-7;
+  EXPECT_EQ(ReadTensorValues(**head, HeadTensor::kWeight), rounded);
+}
+
+TEST(Engine, SelfTestPasses) {
+  for (const int32_t shard_count : {1, 2, 3, 7}) {
+    EngineOptions options;
+    options.shard_count = shard_count;
+    const std::unique_ptr<LossEngine> engine = MakeEngine(options);
+    const absl::Status status = SelfTest(*engine);
+    EXPECT_TRUE(status.ok()) << status;
+    EXPECT_EQ(engine->planned_bytes(), 0);
+  }
+}
+
+TEST(Engine, SaysWhatItIs) {
+  EngineOptions options;
+  options.shard_count = 2;
+  const std::unique_ptr<LossEngine> engine = MakeEngine(options);
+  EXPECT_FALSE(engine->name().empty());
+  ASSERT_FALSE(engine->devices().empty());
+  EXPECT_GT(engine->devices()[0].memory_budget_bytes, 0);
+  EXPECT_EQ(engine->options().shard_count, 2);
+  EXPECT_GT(engine->options().memory_budget_bytes, 0);
+  EXPECT_GT(engine->options().thread_count, 0);
+}
+
+}  // namespace
+}  // namespace headwater::testing

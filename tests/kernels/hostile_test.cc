@@ -1,0 +1,232 @@
+// Data that breaks naive implementations: extreme logits, confident rows, poisoned padding, NaN and infinities.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "headwater/kernels/error.h"
+#include "tests/kernels/comparison.h"
+
+namespace headwater::testing {
+namespace {
+
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// Rows whose target has a margin of `margins[i]` over logits that are small otherwise.
+Problem MakeConfidentProblem(const std::vector<double>& margins, DataType type) {
+  ProblemOptions options = WithType(ProblemOptions(), type);
+  options.rows = static_cast<int64_t>(margins.size());
+  options.hidden_size = 128;
+  options.logit_spread = 0.5;
+  options.ignored_share = 0;
+  Problem problem = MakeProblem(options);
+  for (int64_t i = 0; i < options.rows; ++i) {
+    const int64_t target = 3 + 7 * i;
+    problem.terms[0].targets[static_cast<size_t>(i)] = static_cast<int32_t>(target);
+    const double* x = &problem.hidden[static_cast<size_t>(i * options.hidden_size)];
+    double norm_squared = 0;
+    for (int64_t h = 0; h < options.hidden_size; ++h) norm_squared += x[h] * x[h];
+    for (int64_t h = 0; h < options.hidden_size; ++h) {
+      problem.heads[0].weight[static_cast<size_t>(target * options.hidden_size + h)] =
+          margins[static_cast<size_t>(i)] * x[h] / norm_squared;
+    }
+  }
+  RoundToStorage(&problem);
+  return problem;
+}
+
+TEST(Hostile, ConfidentRowsKeepTheirDigits) {
+  for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {
+    SCOPED_TRACE(DataTypeName(type));
+    const Problem problem = MakeConfidentProblem({2, 5, 8, 11, 14, 17, 20, 23, 25.5, 26}, type);
+    const Expected expected = ComputeExpected(problem);
+    const std::vector<double>& log_probability = expected.result.terms[0].target_log_probability;
+    EXPECT_GE(*std::max_element(log_probability.begin(), log_probability.end()), -1.5e-9);
+    ExpectOutcomeMatches(problem, expected, RunOnce(problem));
+  }
+}
+
+// All rows confident: the loss and the gradient are nothing but the small remainders.
+TEST(Hostile, AllRowsConfident) {
+  for (const int32_t shard_count : {1, 3}) {
+    const Problem problem = MakeConfidentProblem({17, 18, 19, 20, 21, 22, 23, 24, 25, 26}, DataType::kFloat32);
+    EngineOptions engine_options;
+    engine_options.shard_count = shard_count;
+    const Outcome outcome = ExpectEngineMatches(problem, engine_options);
+    EXPECT_GT(outcome.terms[0].sums.loss_sum, 0);
+    for (const float loss : outcome.terms[0].token_loss) EXPECT_GT(loss, 0.0f);
+  }
+}
+
+TEST(Hostile, LogitsUpTo600) {
+  for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {
+    SCOPED_TRACE(DataTypeName(type));
+    ProblemOptions options = WithType(ProblemOptions(), type);
+    options.logit_spread = 190;
+    options.rows = 29;
+    const Problem problem = MakeProblem(options);
+    const Expected expected = ComputeExpected(problem);
+    const std::vector<double>& largest = expected.result.terms[0].max_abs_logit;
+    EXPECT_GE(*std::max_element(largest.begin(), largest.end()), 550);
+    ExpectOutcomeMatches(problem, expected, RunOnce(problem));
+  }
+}
+
+// tanh is 1 to the last bit for most logits: the derivative must not be 1 - tanh^2.
+TEST(Hostile, SaturatedSoftcap) {
+  ProblemOptions options;
+  options.softcap = 3;
+  options.logit_spread = 20;
+  ExpectEngineMatches(MakeProblem(options));
+}
+
+TEST(Hostile, LargeCommonOffset) {
+  ProblemOptions options;
+  options.bias = true;
+  Problem problem = MakeProblem(options);
+  for (double& value : problem.heads[0].bias) value -= 256;
+  RoundToStorage(&problem);
+  ExpectEngineMatches(problem);
+}
+
+TEST(Hostile, EqualLogits) {
+  ProblemOptions options;
+  Problem problem = MakeProblem(options);
+  std::fill(problem.heads[0].weight.begin(), problem.heads[0].weight.end(), 0.0);
+  const Outcome outcome = ExpectEngineMatches(problem);
+  for (const int32_t column : outcome.terms[0].argmax) EXPECT_LE(column, 0);  // the smallest id among equals, or -1
+}
+
+// A single shard holds every row's target, or none of them.
+TEST(Hostile, TargetsOnOneShard) {
+  for (const int32_t column : {0, 49, 50, 51, 100}) {
+    SCOPED_TRACE("target " + std::to_string(column));
+    Problem problem = MakeProblem(ProblemOptions());
+    std::fill(problem.terms[0].targets.begin(), problem.terms[0].targets.end(), column);
+    EngineOptions engine_options;
+    engine_options.shard_count = 2;
+    ExpectEngineMatches(problem, engine_options);
+  }
+}
+
+// Whole shards of padding, poisoned with NaN: no probability, no gradient, no NaN.
+TEST(Hostile, ShardsOfPaddingOnly) {
+  for (const bool jsd : {false, true}) {
+    ProblemOptions options;
+    options.valid_vocab_size = 30;
+    options.jsd = jsd;
+    options.bias = true;
+    options.softcap = 10;
+    EngineOptions engine_options;
+    engine_options.shard_count = 5;
+    const Outcome outcome = ExpectEngineMatches(MakeProblem(options), engine_options);
+    for (int64_t i = options.valid_vocab_size * options.hidden_size; i < options.vocab_size * options.hidden_size; ++i) {
+      ASSERT_EQ(outcome.gradients[0].weight[static_cast<size_t>(i)], 0.0f) << "gradient of padding";
+    }
+    for (size_t v = 30; v < 101; ++v) EXPECT_EQ(outcome.gradients[0].bias[v], 0.0f);
+  }
+}
+
+// A bias of -infinity rules a class out, on either side; 0 * ln 0 is 0.
+TEST(Hostile, ClassesRuledOutByTheirBias) {
+  for (const bool jsd : {false, true}) {
+    for (const double beta : {0.0, 0.5, 1.0}) {
+      ProblemOptions options;
+      options.bias = true;
+      options.jsd = jsd;
+      options.beta = beta;
+      Problem problem = MakeProblem(options);
+      for (const size_t v : {5u, 6u, 77u}) {
+        for (TestHead& head : problem.heads) head.bias[v] = -1e4;  // exp underflows everywhere, and the reference stays finite
+      }
+      for (int32_t& target : problem.terms[0].targets) {
+        if (target == 5 || target == 6 || target == 77) target = 8;
+      }
+      const Outcome outcome = RunOnce(problem);
+      // Their size would loosen the tokens' tolerance: compare with that of the other logits.
+      Expected strict = ComputeExpected(problem);
+      for (double& largest : strict.result.terms[0].max_abs_logit) largest = std::min(largest, 20.0);
+      SCOPED_TRACE(std::string(jsd ? "JSD " : "cross entropy ") + std::to_string(beta));
+      ExpectOutcomeMatches(problem, strict, outcome);
+      // And with an infinity the very same comes out.
+      for (const size_t v : {5u, 6u, 77u}) {
+        for (TestHead& head : problem.heads) head.bias[v] = -kInfinity;
+      }
+      ExpectOutcomeMatches(problem, strict, RunOnce(problem));
+    }
+  }
+}
+
+TEST(Hostile, NonFiniteRowsAreCountedAndStayAlone) {
+  for (const bool jsd : {false, true}) {
+    for (const double value : {kNan, kInfinity, -kInfinity}) {
+      for (const int32_t shard_count : {1, 3}) {
+        SCOPED_TRACE(std::string(jsd ? "JSD " : "cross entropy ") + std::to_string(value));
+        ProblemOptions options;
+        options.jsd = jsd;
+        options.ignored_share = 0;
+        Problem problem = MakeProblem(options);
+        EngineOptions engine_options;
+        engine_options.shard_count = shard_count;
+        ComputeOptions compute_options;
+        compute_options.grad_weight = GradWeightMode::kNone;
+        const Outcome clean = RunOnce(problem, engine_options, compute_options);
+        problem.hidden[static_cast<size_t>(2 * options.hidden_size + 5)] = value;
+        problem.hidden[static_cast<size_t>(9 * options.hidden_size)] = value;
+        if (jsd) problem.terms[0].teacher_hidden[static_cast<size_t>(4 * options.hidden_size)] = value;
+        const Outcome outcome = RunOnce(problem, engine_options, compute_options);
+        EXPECT_EQ(outcome.terms[0].sums.non_finite_row_count, jsd ? 3 : 2);
+        EXPECT_EQ(outcome.terms[0].sums.valid_token_count, options.rows);
+        EXPECT_FALSE(std::isfinite(outcome.terms[0].sums.loss_sum));
+        for (int64_t i = 0; i < options.rows; ++i) {
+          const size_t row = static_cast<size_t>(i);
+          if (i == 2 || i == 9 || (jsd && i == 4)) {
+            EXPECT_FALSE(std::isfinite(outcome.terms[0].token_loss[row])) << i;
+            continue;
+          }
+          EXPECT_LE(std::abs(outcome.terms[0].token_loss[row] - clean.terms[0].token_loss[row]), 1e-5) << i;
+          for (int64_t h = 0; h < options.hidden_size; ++h) {
+            const size_t element = static_cast<size_t>(i * options.hidden_size + h);
+            EXPECT_LE(std::abs(outcome.grad_hidden[element] - clean.grad_hidden[element]), 1e-4) << i;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Hostile, NonFiniteWeightsReachTheCount) {
+  Problem problem = MakeProblem(ProblemOptions());
+  problem.heads[0].weight[static_cast<size_t>(17 * problem.hidden_size)] = kNan;
+  const Outcome outcome = RunOnce(problem);
+  EXPECT_EQ(outcome.terms[0].sums.non_finite_row_count, outcome.terms[0].sums.valid_token_count);
+}
+
+TEST(Hostile, RefusingNonFiniteKeepsTheAccumulatorBitwise) {
+  ProblemOptions options;
+  options.staging_slots = 1;
+  const Problem clean = MakeProblem(options);
+  for (const double value : {kNan, kInfinity}) {
+    Problem problem = clean;
+    problem.hidden[static_cast<size_t>(1 * options.hidden_size + 3)] = value;
+    LoadedHeads heads(clean.heads, {});
+    heads.Compute(clean);
+    const Gradient before = heads.ReadGradient(0);
+    ComputeOptions compute_options;
+    compute_options.grad_weight = GradWeightMode::kStage;
+    compute_options.refuse_non_finite = true;
+    const auto result = heads.TryCompute(problem, compute_options);
+    ASSERT_FALSE(result.ok());
+    EXPECT_TRUE(HasReason(result.status(), ErrorReason::kNonFiniteValues)) << result.status();
+    EXPECT_TRUE(heads.ReadGradient(0) == before);
+    EXPECT_EQ(heads.head(0).FreeStagingSlots(), 1);
+    // Clean rows pass under the same policy.
+    EXPECT_NE(heads.Stage(clean, compute_options), nullptr);
+  }
+}
+
+}  // namespace
+}  // namespace headwater::testing

@@ -1,0 +1,158 @@
+// The generalized Jensen-Shannon divergence: betas x temperatures x hard loss x hidden sizes x vocabularies, against fp64.
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "tests/kernels/comparison.h"
+
+namespace headwater::testing {
+namespace {
+
+constexpr double kBetas[] = {0.0, 0.1, 0.5, 0.9, 1.0};
+
+ProblemOptions Small(double beta) {
+  ProblemOptions options;
+  options.jsd = true;
+  options.beta = beta;
+  options.rows = 9;
+  options.vocab_size = 67;
+  options.hidden_size = 16;
+  return options;
+}
+
+class JsdBeta : public ::testing::TestWithParam<double> {};
+
+TEST_P(JsdBeta, MatchesFp64WithEveryOption) {
+  for (const auto& [student_temperature, teacher_temperature] : {std::pair{1.0, 1.0}, {2.0, 0.5}, {0.7, 3.0}}) {
+    for (const double hard_loss_weight : {0.0, 0.3, 1.0}) {
+      for (const int64_t teacher_hidden_size : {16, 29}) {
+        for (const int64_t teacher_vocab_size : {0, 61, 80}) {  // the same, shorter and longer than the student's
+          ProblemOptions options = Small(GetParam());
+          options.student_temperature = student_temperature;
+          options.teacher_temperature = teacher_temperature;
+          options.hard_loss_weight = hard_loss_weight;
+          options.teacher_hidden_size = teacher_hidden_size;
+          options.teacher_vocab_size = teacher_vocab_size;
+          options.label_smoothing = hard_loss_weight > 0 ? 0.1 : 0;
+          options.z_loss = hard_loss_weight > 0 ? 1e-3 : 0;
+          options.class_weights = hard_loss_weight > 0;
+          options.token_weights = teacher_hidden_size == 29;
+          std::ostringstream trace;
+          trace << "temperatures " << student_temperature << ", " << teacher_temperature << "; hard " << hard_loss_weight
+                << "; teacher hidden " << teacher_hidden_size << ", vocab " << teacher_vocab_size;
+          SCOPED_TRACE(trace.str());
+          ExpectEngineMatches(MakeProblem(options));
+        }
+      }
+    }
+  }
+}
+
+TEST_P(JsdBeta, MatchesFp64In16Bits) {
+  for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
+    for (const double hard_loss_weight : {0.0, 0.3}) {
+      SCOPED_TRACE(std::string(DataTypeName(type)) + ", hard " + std::to_string(hard_loss_weight));
+      ProblemOptions options = WithType(Small(GetParam()), type);
+      options.hard_loss_weight = hard_loss_weight;
+      options.bias = true;
+      options.student_temperature = 1.5;
+      ExpectEngineMatches(MakeProblem(options));
+    }
+  }
+}
+
+TEST_P(JsdBeta, MatchesFp64WithTransformsOnShardsInChunks) {
+  ProblemOptions options = Small(GetParam());
+  options.bias = true;
+  options.softcap = 8;
+  options.logit_scale = -0.8;
+  options.valid_vocab_size = 59;
+  options.hard_loss_weight = 0.25;
+  options.loss_scale = 0.5;
+  options.grad_hidden_scale = 2;
+  options.teacher_vocab_size = 64;  // of another size and split than the student's
+  EngineOptions engine_options;
+  for (const int32_t shard_count : {1, 2, 5}) {
+    SCOPED_TRACE("shards " + std::to_string(shard_count));
+    engine_options.shard_count = shard_count;
+    engine_options.token_chunk_rows = shard_count == 1 ? 0 : 4;
+    ExpectEngineMatches(MakeProblem(options), engine_options);
+  }
+}
+
+// Without targets no row is ignored, and there is no target to give a probability of.
+TEST_P(JsdBeta, NeedsNoTargets) {
+  ProblemOptions options = Small(GetParam());
+  options.with_targets = false;
+  options.token_weights = true;
+  const Outcome outcome = ExpectEngineMatches(MakeProblem(options));
+  EXPECT_EQ(outcome.terms[0].sums.valid_token_count, options.rows);
+}
+
+// Logits up to 600 on either side: log-probabilities far below -120 on both, where the mixture underflows in fp32.
+TEST_P(JsdBeta, SurvivesLogProbabilitiesBelowMinus120) {
+  for (const double logit_spread : {60.0, 170.0}) {
+    ProblemOptions options = Small(GetParam());
+    options.logit_spread = logit_spread;
+    Problem problem = MakeProblem(options);
+    // Rows 0 to 2: both sides agree on one column, so that all others are below -120 on both.
+    const int64_t teacher_size = problem.heads[1].spec.hidden_size;
+    for (int64_t i = 0; i < 3 * teacher_size; ++i)
+      problem.terms[0].teacher_hidden[static_cast<size_t>(i)] = problem.hidden[static_cast<size_t>(i)];
+    problem.heads[1].weight = problem.heads[0].weight;
+    const Expected expected = ComputeExpected(problem);
+    const reference::TermResult& term = expected.result.terms[0];
+    EXPECT_GE(*std::max_element(term.max_abs_logit.begin(), term.max_abs_logit.end()), logit_spread == 170.0 ? 400 : 120);
+    SCOPED_TRACE("logit spread " + std::to_string(logit_spread));
+    ExpectOutcomeMatches(problem, expected, RunOnce(problem));
+  }
+}
+
+// A student that differs from its teacher by noise of 0.03 in the logits: losses and gradients are made of small differences.
+TEST_P(JsdBeta, KeepsItsDigitsForANearlyDistilledStudent) {
+  for (const DataType type : {DataType::kFloat32, DataType::kBFloat16}) {
+    ProblemOptions options = WithType(Small(GetParam()), type);
+    options.rows = 17;
+    options.hidden_size = 64;
+    options.logit_spread = 4;
+    Problem problem = MakeProblem(options);
+    std::mt19937_64 random(11);
+    const std::vector<double> noise = RandomValues(random, options.vocab_size * options.hidden_size,
+                                                   0.03 / std::sqrt(static_cast<double>(options.hidden_size)), DataType::kFloat32);
+    problem.heads[1].weight = problem.heads[0].weight;
+    for (size_t i = 0; i < noise.size(); ++i) problem.heads[0].weight[i] += noise[i];
+    problem.terms[0].teacher_hidden = problem.hidden;
+    RoundToStorage(&problem);
+    SCOPED_TRACE(DataTypeName(type));
+    const Outcome outcome = ExpectEngineMatches(problem);
+    EXPECT_LE(outcome.terms[0].sums.loss_sum / static_cast<double>(outcome.terms[0].sums.valid_token_count), 2e-3);
+  }
+}
+
+// The student is its own teacher: no loss, no gradient beyond rounding, never negative or NaN.
+TEST_P(JsdBeta, IsZeroForEqualSides) {
+  ProblemOptions options = Small(GetParam());
+  Problem problem = MakeProblem(options);
+  problem.heads[1].weight = problem.heads[0].weight;
+  problem.terms[0].teacher_hidden = problem.hidden;
+  const Outcome outcome = RunOnce(problem);
+  EXPECT_LE(std::abs(outcome.terms[0].sums.loss_sum), 1e-9);
+  for (const float loss : outcome.terms[0].token_loss) EXPECT_LE(std::abs(loss), 1e-9);
+  for (const double value : outcome.grad_hidden) ASSERT_LE(std::abs(value), 1e-6);
+  for (const float value : outcome.gradients[0].weight) ASSERT_LE(std::abs(value), 1e-6);
+}
+
+// The teacher's head may be the student's own: it is read as teacher and gets a gradient as student only.
+TEST_P(JsdBeta, AcceptsTheStudentsHeadAsTeacher) {
+  Problem problem = MakeProblem(Small(GetParam()));
+  problem.heads.resize(1);
+  problem.terms[0].teacher = 0;
+  ExpectEngineMatches(problem);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, JsdBeta, ::testing::ValuesIn(kBetas),
+                         [](const auto& test) { return "Beta" + std::to_string(static_cast<int>(100 * test.param)); });
+
+}  // namespace
+}  // namespace headwater::testing

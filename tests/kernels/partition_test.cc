@@ -1,0 +1,231 @@
+// Shapes, shards, chunks and micro-batches: however the work is cut, the results are the same.
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "tests/kernels/comparison.h"
+
+namespace headwater::testing {
+namespace {
+
+ProblemOptions CrossEntropyCase() {
+  ProblemOptions options;
+  options.name = "CrossEntropy";
+  options.rows = 41;
+  options.vocab_size = 211;  // prime: never even shards
+  options.hidden_size = 37;
+  options.bias = true;
+  options.token_weights = true;
+  options.label_smoothing = 0.1;
+  options.z_loss = 1e-3;
+  options.class_weights = true;
+  return options;
+}
+
+ProblemOptions JsdCase() {
+  ProblemOptions options = CrossEntropyCase();
+  options.name = "Jsd";
+  options.jsd = true;
+  options.beta = 0.4;
+  options.hard_loss_weight = 0.2;
+  options.teacher_hidden_size = 23;
+  return options;
+}
+
+class Partition : public ::testing::TestWithParam<ProblemOptions> {};
+
+TEST_P(Partition, AnyNumberOfShardsAgrees) {
+  const Problem problem = MakeProblem(GetParam());
+  const Expected expected = ComputeExpected(problem);
+  for (const auto& weights : std::vector<std::vector<int64_t>>{{1}, {1, 1}, {1, 1, 1}, {1, 1, 1, 1, 1, 1, 1}, {9, 1, 4}}) {
+    SCOPED_TRACE("shards " + std::to_string(weights.size()));
+    EngineOptions engine_options;
+    engine_options.shard_count = static_cast<int32_t>(weights.size());
+    if (weights.front() != 1) engine_options.shard_weights = weights;
+    ExpectOutcomeMatches(problem, expected, RunOnce(problem, engine_options));
+  }
+}
+
+TEST_P(Partition, ShardsCoverTheVocabularyInOrder) {
+  const Problem problem = MakeProblem(GetParam());
+  EngineOptions engine_options;
+  engine_options.shard_count = 3;
+  engine_options.shard_weights = {9, 1, 4};
+  LoadedHeads heads(problem.heads, engine_options);
+  const absl::Span<const VocabShard> shards = heads.head(0).shards();
+  ASSERT_EQ(shards.size(), 3u);
+  int64_t end = 0;
+  for (const VocabShard& shard : shards) {
+    EXPECT_EQ(shard.vocab_start, end);
+    EXPECT_GT(shard.vocab_end, shard.vocab_start);
+    EXPECT_FALSE(shard.device.empty());
+    end = shard.vocab_end;
+  }
+  EXPECT_EQ(end, GetParam().vocab_size);
+  EXPECT_GT(shards[0].vocab_end - shards[0].vocab_start, 5 * (shards[1].vocab_end - shards[1].vocab_start));
+}
+
+TEST_P(Partition, AnyChunkAgrees) {
+  const Problem problem = MakeProblem(GetParam());
+  const Expected expected = ComputeExpected(problem);
+  for (const int64_t token_chunk_rows : {1, 17, 41, 1000}) {
+    for (const int32_t shard_count : {1, 2}) {
+      SCOPED_TRACE("chunk " + std::to_string(token_chunk_rows) + ", shards " + std::to_string(shard_count));
+      EngineOptions engine_options;
+      engine_options.token_chunk_rows = token_chunk_rows;
+      engine_options.shard_count = shard_count;
+      ExpectOutcomeMatches(problem, expected, RunOnce(problem, engine_options));
+    }
+  }
+}
+
+TEST_P(Partition, ASmallWorkspaceAgrees) {
+  const Problem problem = MakeProblem(GetParam());
+  EngineOptions engine_options;
+  engine_options.workspace_bytes = 1 << 20;
+  ExpectEngineMatches(problem, engine_options);
+}
+
+TEST_P(Partition, MicroBatchesEqualOneBatch) {
+  const Problem problem = MakeProblem(GetParam());
+  const Expected expected = ComputeExpected(problem);
+  LoadedHeads heads(problem.heads, {});
+  double loss_sum = 0;
+  std::vector<double> grad_hidden;
+  for (const auto& [row_start, row_count] : {std::pair<int64_t, int64_t>{0, 1}, {1, 20}, {21, 7}, {28, 13}}) {
+    const Outcome outcome = heads.Compute(SliceRows(problem, row_start, row_count));
+    loss_sum += outcome.terms[0].sums.loss_sum;
+    grad_hidden.insert(grad_hidden.end(), outcome.grad_hidden.begin(), outcome.grad_hidden.end());
+  }
+  ExpectGradientNear(heads.ReadGradient(0), expected.gradient(0));
+  ExpectTensorNear("grad_hidden", grad_hidden, expected.result.grad_hidden, nullptr);
+  const double expected_sum = expected.result.terms[0].sums.loss_sum;
+  EXPECT_LE(std::abs(loss_sum - expected_sum), kLossSumBound * std::abs(expected_sum));
+}
+
+TEST_P(Partition, EveryConfigurationRepeatsBitwise) {
+  for (const DataType type : {DataType::kFloat32, DataType::kBFloat16}) {
+    const Problem problem = MakeProblem(WithType(GetParam(), type));
+    for (const int32_t shard_count : {1, 2, 3, 7}) {
+      for (const int64_t token_chunk_rows : {0, 1, 17}) {
+        SCOPED_TRACE(std::string(DataTypeName(type)) + ", shards " + std::to_string(shard_count) + ", chunk " +
+                     std::to_string(token_chunk_rows));
+        EngineOptions engine_options;
+        engine_options.shard_count = shard_count;
+        engine_options.token_chunk_rows = token_chunk_rows;
+        LoadedHeads heads(problem.heads, engine_options);
+        const Outcome first = heads.Compute(problem);
+        heads.ZeroGradients();
+        EXPECT_TRUE(first.BitwiseEquals(heads.Compute(problem))) << "on the same engine";
+        EXPECT_TRUE(first.BitwiseEquals(RunOnce(problem, engine_options))) << "on a new engine";
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Partition, ::testing::Values(CrossEntropyCase(), JsdCase()),
+                         [](const auto& test) { return test.param.name; });
+
+struct ShapeCase {
+  const char* why;
+  int64_t rows, vocab_size, hidden_size;
+  int32_t shard_count;
+};
+
+// Every shape, for both losses.
+void ExpectShapeMatches(const ShapeCase& shape) {
+  for (const bool jsd : {false, true}) {
+    SCOPED_TRACE(std::string(shape.why) + (jsd ? ", JSD" : ", cross entropy"));
+    ProblemOptions options;
+    options.rows = shape.rows;
+    options.vocab_size = shape.vocab_size;
+    options.hidden_size = shape.hidden_size;
+    options.jsd = jsd;
+    options.bias = true;
+    options.ignored_share = shape.rows > 1 ? 0.2 : 0;
+    EngineOptions engine_options;
+    engine_options.shard_count = shape.shard_count;
+    ExpectEngineMatches(MakeProblem(options), engine_options);
+  }
+}
+
+TEST(Shape, SmallOddAndPrimeSizes) {
+  for (const ShapeCase& shape : std::vector<ShapeCase>{
+           {"one token", 1, 101, 24, 1},
+           {"one token on shards", 1, 101, 24, 3},
+           {"one class", 5, 1, 8, 1},
+           {"two classes", 5, 2, 8, 2},
+           {"hidden size 1", 7, 33, 1, 1},
+           {"all sizes 1", 1, 1, 1, 1},
+           {"primes", 13, 97, 31, 2},
+           {"odd", 15, 255, 63, 1},
+           {"powers of two", 16, 256, 64, 4},
+           {"one beyond powers of two", 17, 257, 65, 4},
+           {"fewer classes than shards", 6, 3, 10, 7},
+           {"more rows than classes", 301, 19, 11, 2},
+       }) {
+    ExpectShapeMatches(shape);
+  }
+}
+
+// GPT-2's vocabulary: not divisible by anything that kernels like.
+TEST(Shape, Gpt2Vocabulary) { ExpectShapeMatches({"V = 50257", 5, 50257, 7, 3}); }
+
+TEST(Shape, WideHidden) { ExpectShapeMatches({"H = 1025", 19, 127, 1025, 2}); }
+
+// No rows at all: sums are 0, the accumulator stays as it is.
+TEST(Shape, NoRows) {
+  ProblemOptions options;
+  options.rows = 3;
+  const Problem problem = MakeProblem(options);
+  LoadedHeads heads(problem.heads, {});
+  heads.Compute(problem);
+  const Gradient before = heads.ReadGradient(0);
+  const Outcome outcome = heads.Compute(SliceRows(problem, 1, 0));
+  EXPECT_EQ(outcome.terms[0].sums.loss_sum, 0);
+  EXPECT_EQ(outcome.terms[0].sums.valid_token_count, 0);
+  EXPECT_EQ(outcome.terms[0].sums.token_weight_sum, 0);
+  EXPECT_TRUE(heads.ReadGradient(0) == before);
+}
+
+// Rows, but none that counts: everything is written, as 0.
+TEST(Shape, NoValidTokens) {
+  for (const bool jsd : {false, true}) {
+    for (const int32_t shard_count : {1, 3}) {
+      ProblemOptions options;
+      options.jsd = jsd;
+      Problem problem = MakeProblem(options);
+      for (int32_t& target : problem.terms[0].targets) target = kDefaultIgnoreIndex;
+      EngineOptions engine_options;
+      engine_options.shard_count = shard_count;
+      const Outcome outcome = ExpectEngineMatches(problem, engine_options);
+      EXPECT_EQ(outcome.terms[0].sums.loss_sum, 0);
+      EXPECT_EQ(outcome.terms[0].sums.valid_token_count, 0);
+      ExpectGradientZero(outcome.gradients[0]);
+    }
+  }
+}
+
+// A term over some of the rows leaves grad_hidden of the others at 0.
+TEST(Shape, TermOverAPartOfTheRows) {
+  Problem problem = MakeProblem(ProblemOptions());
+  TestTerm& term = problem.terms[0];
+  term.row_start = 4;
+  term.row_count = 5;
+  term.targets.resize(5);
+  ExpectEngineMatches(problem);
+}
+
+// Weight 0 in every row: outputs of the rows are still those of their logits.
+TEST(Shape, RowsOfWeightZero) {
+  Problem problem = MakeProblem(ProblemOptions());
+  problem.terms[0].token_weights.assign(static_cast<size_t>(problem.rows), 0.0f);
+  const Outcome outcome = ExpectEngineMatches(problem);
+  EXPECT_EQ(outcome.terms[0].sums.loss_sum, 0);
+  ComputeOptions without_outputs;
+  without_outputs.token_outputs = false;
+  ExpectEngineMatches(problem, {}, without_outputs);
+}
+
+}  // namespace
+}  // namespace headwater::testing
