@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-import check_layers
 import pytest
+
+import check_layers
 
 ROOT = Path(__file__).resolve().parents[2]
 

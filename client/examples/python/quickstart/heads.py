@@ -1,0 +1,78 @@
+"""The two heads that the quickstart compares. To the training loop they look the same."""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+# One rule for both: AdamW as PyTorch defines it, clipped by the norm of body and head together.
+BETAS = (0.9, 0.999)
+EPSILON = 1e-8
+WEIGHT_DECAY = 0.01
+MAX_GRAD_NORM = 1.0
+
+
+class StepReply(NamedTuple):
+    """What the body needs to know of the head's optimizer step."""
+
+    clip_factor: float  # the body's gradients are multiplied by it
+
+
+class TrainingHead(Protocol):
+    """A head that belongs to a training loop."""
+
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Mean cross entropy, differentiable if gradients are on."""
+
+    def optimizer_step(self, learning_rate: float, micro_batches: int, body_norm_squared: float) -> StepReply:
+        """Closes a step of so many micro-batches."""
+
+
+def initial_weight(vocab_size: int, hidden_size: int, seed: int) -> np.ndarray:
+    """float32 [vocab_size, hidden_size]."""
+    return (0.02 * np.random.default_rng(seed).standard_normal((vocab_size, hidden_size))).astype(np.float32)
+
+
+class OwnHead:
+    """PyTorch's head, in this process: weights, logits, gradient and optimizer state are the trainer's."""
+
+    def __init__(self, weight: np.ndarray) -> None:
+        self.weight = torch.nn.Parameter(torch.from_numpy(weight))
+        self._optimizer = torch.optim.AdamW([self.weight], lr=0.0, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY)
+
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(F.linear(hidden, self.weight), targets)
+
+    def optimizer_step(self, learning_rate: float, micro_batches: int, body_norm_squared: float) -> StepReply:
+        norm = (body_norm_squared + self.weight.grad.double().square().sum().item()) ** 0.5
+        clip_factor = min(1.0, MAX_GRAD_NORM / (norm + 1e-6))
+        self.weight.grad.mul_(clip_factor)
+        self._optimizer.param_groups[0]["lr"] = learning_rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return StepReply(clip_factor)
+
+
+class RemoteHead:
+    """The same head on a Headwater server: hidden states go there, their gradient comes back, nothing else is here."""
+
+    def __init__(self, server: str, name: str) -> None:
+        # Imported here, so that the process that does without Headwater does not hold it.
+        import headwater
+        import headwater.torch
+
+        self.head = headwater.connect(server).head(name)
+        self._loss = headwater.torch.CrossEntropyLoss(self.head)
+
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self._loss(hidden, targets)
+
+    def optimizer_step(self, learning_rate: float, micro_batches: int, body_norm_squared: float) -> StepReply:
+        reply = self.head.apply_optimizer_step(
+            learning_rate=learning_rate,
+            expected_micro_batches=micro_batches,
+            max_grad_norm=MAX_GRAD_NORM,
+            other_grad_norm_squared=body_norm_squared,
+        )
+        return StepReply(reply.clip_factor)

@@ -1,0 +1,146 @@
+"""The quickstart's table and plot, and whether every bound was kept."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+
+import training
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+# One file of results each: PyTorch's own head with one and with two threads, the remote head, the distillation.
+RUNS = ("own-1", "own-2", "remote", "distillation")
+
+LOSS_BOUND = 1e-6
+GRADIENT_BOUND = 1e-5
+CURVE_FACTOR = 3.0
+DIVERGENCE_BOUND = 0.8  # after / before
+
+
+class Check(NamedTuple):
+    """A measured value that must not be above its bound."""
+
+    name: str
+    value: float
+    bound: float
+
+    @property
+    def kept(self) -> bool:
+        # NaN is in no relation to anything, so it does not pass.
+        return self.value <= self.bound
+
+
+def curve_distance(first: dict[str, Any], second: dict[str, Any]) -> float:
+    """How far two loss curves lie apart: the largest difference at any step, in nats a token."""
+    return float(np.max(np.abs(np.array(first["losses"], dtype=float) - np.array(second["losses"], dtype=float))))
+
+
+def largest(verdicts: list[dict[str, float]], key: str) -> float:
+    """The largest of one kind of difference; NaN if there is none or one is NaN."""
+    return float(np.max([np.nan if verdict[key] is None else verdict[key] for verdict in verdicts])) if verdicts else np.nan
+
+
+def checks(results: dict[str, dict[str, Any]]) -> list[Check]:
+    """Everything that must hold."""
+    found = []
+    for name, run in (("cross entropy", "remote"), ("divergence", "distillation")):
+        parity = results[run]["parity"]
+        found += [
+            Check(f"{name}: loss", largest(parity, "loss"), LOSS_BOUND),
+            Check(f"{name}: gradient of the hidden states", largest(parity, "grad_hidden"), GRADIENT_BOUND),
+            Check(f"{name}: gradient of the head's weight", largest(parity, "grad_weight"), GRADIENT_BOUND),
+        ]
+    before, after = results["distillation"]["held_out_divergence"]
+    return [
+        *found,
+        Check(
+            "free running: remote head from own head",
+            curve_distance(results["remote"], results["own-1"]),
+            CURVE_FACTOR * curve_distance(results["own-1"], results["own-2"]),
+        ),
+        Check("held-out divergence, after / before", after / before, DIVERGENCE_BOUND),
+    ]
+
+
+def table(results: dict[str, dict[str, Any]]) -> list[str]:
+    """The lines of the table."""
+    lines = [f"{'':34}{'own head':>14}{'own, 2 threads':>16}{'remote head':>14}"]
+
+    def row(name: str, values: list[float], form: str) -> None:
+        lines.append(f"{name:34}{values[0]:>14{form}}{values[1]:>16{form}}{values[2]:>14{form}}")
+
+    runs = [results[name] for name in ("own-1", "own-2", "remote")]
+    row("training loss, first step", [run["losses"][0] for run in runs], ".6f")
+    row("training loss, last step", [run["losses"][-1] for run in runs], ".6f")
+    row("held-out loss, before", [run["held_out"][0][1] for run in runs], ".6f")
+    row("held-out loss, after", [run["held_out"][-1][1] for run in runs], ".6f")
+    row("trainer's peak memory, MiB", [run["peak_bytes"] / 2**20 for run in runs], ".1f")
+    row("  of it beyond libraries and body", [(run["peak_bytes"] - run["baseline_bytes"]) / 2**20 for run in runs], ".1f")
+    row("seconds", [run["seconds"] for run in runs], ".1f")
+    distillation = results["distillation"]
+    lines += ["", f"{'distillation':34}{'before':>14}{'after':>16}"]
+    for name, key in (("student's held-out divergence", "held_out_divergence"), ("student's held-out loss", "held_out_loss")):
+        before, after = distillation[key]
+        lines.append(f"{name:34}{before:>14.6f}{after:>16.6f}")
+    return lines
+
+
+def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
+    """Curves, their differences, held-out figures and memory, in one picture."""
+    own, own_other, remote, distillation = (results[name] for name in RUNS)
+    figure, ((curves, differences), (divergence, memory)) = plt.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
+
+    curves.plot(own["losses"], color="tab:blue", linewidth=3, alpha=0.4, label="own head")
+    curves.plot(remote["losses"], color="tab:orange", linewidth=1, label="remote head")
+    curves.plot(*zip(*own["held_out"], strict=True), "o", color="tab:blue", markersize=9, alpha=0.4, label="own head, held out")
+    curves.plot(*zip(*remote["held_out"], strict=True), ".", color="tab:orange", label="remote head, held out")
+    curves.set(title="Language model", xlabel="step", ylabel="loss, nats a token")
+    curves.legend()
+
+    for label, other, color in (("remote head", remote, "tab:orange"), ("own head, other thread count", own_other, "tab:blue")):
+        distance = np.abs(np.array(other["losses"]) - np.array(own["losses"]))
+        differences.semilogy(np.maximum(distance, 1e-9), color=color, linewidth=1, label=label)
+    differences.set(title="Distance from the curve of the own head", xlabel="step", ylabel="nats a token")
+    differences.legend()
+
+    divergence.plot(distillation["divergences"], color="tab:green", label="training")
+    last = len(distillation["divergences"])
+    divergence.plot([0, last], distillation["held_out_divergence"], "o--", color="tab:red", label="held out, before and after")
+    divergence.set(
+        title="Distillation: student from teacher", xlabel="step", ylabel="Jensen-Shannon divergence, nats", ylim=(0, None)
+    )
+    divergence.legend()
+
+    names = ("own head", "remote head")
+    baselines = [run["baseline_bytes"] / 2**20 for run in (own, remote)]
+    peaks = [run["peak_bytes"] / 2**20 for run in (own, remote)]
+    memory.bar(names, baselines, color="lightgray", label="libraries, data, body")
+    above = memory.bar(
+        names, [peak - baseline for peak, baseline in zip(peaks, baselines, strict=True)], bottom=baselines, color="tab:purple",
+        label="training",
+    )  # fmt: skip
+    memory.bar_label(above, labels=[f"{peak:.0f} MiB" for peak in peaks], padding=3)
+    memory.set(title="Trainer's peak memory", ylabel="MiB", ylim=(0, 1.15 * max(peaks)))
+    memory.legend(loc="lower right")
+
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def write(folder: Path, results: dict[str, dict[str, Any]]) -> int:
+    """Prints the table and the bounds, writes results.json and curves.png; the exit status."""
+    found = checks(results)
+    print("", *table(results), "", sep="\n")
+    for check in found:
+        kind = (
+            "ratio" if check.name.startswith("held-out") else "distance" if check.name.startswith("free") else "relative difference"
+        )
+        verdict = "kept" if check.kept else "MISSED"
+        print(f"largest {kind}: {check.name:46} {check.value:.2e}, at most {check.bound:.2e}: {verdict}")
+    training.write_results(folder / "results.json", {"runs": results, "checks": [check._asdict() for check in found]})
+    plot(results, folder / "curves.png")
+    print(f"\nwritten: {folder}/results.json, {folder}/curves.png", flush=True)
+    return 0 if all(check.kept for check in found) else 1

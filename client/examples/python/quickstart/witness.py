@@ -1,0 +1,86 @@
+"""Compares both heads on the same weights and the same batch, in a process beside the trainer.
+
+The trainer holds neither head weights nor logits, and its memory is measured; so the comparison needs a process of its own.
+The trainer shows it what went to the server and what came back, and waits for the verdict before the step is applied. Meanwhile
+the witness takes the weights and the accumulated gradient from the server itself and computes the same step with PyTorch's own
+head.
+"""
+
+import multiprocessing
+from multiprocessing.connection import Connection
+from types import TracebackType
+
+import numpy as np
+
+
+def relative_difference(value: np.ndarray, reference: np.ndarray) -> float:
+    """The norm of the difference over the norm of the reference, over the whole tensor, in fp64; NaN stays NaN."""
+    difference = np.linalg.norm(value.astype(np.float64) - reference.astype(np.float64))
+    return float(difference / np.linalg.norm(reference.astype(np.float64)))
+
+
+class Witness:
+    """The trainer's side. A context manager; `verdicts` has one entry for each step judged."""
+
+    def __init__(self, server: str, head_name: str) -> None:
+        # Not forked: PyTorch's and gRPC's threads do not survive that.
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_watch, args=(theirs, server, head_name), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.verdicts: list[dict[str, float]] = []
+
+    def __enter__(self) -> "Witness":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._connection.close()
+        self._process.join()
+
+    def show(self, hidden: np.ndarray, targets: np.ndarray, loss: float, grad_hidden: np.ndarray, scale: float) -> None:
+        """One micro-batch: what went to the server, `scale` times its mean loss, and the gradient of that that came back."""
+        self._connection.send((hidden, targets, loss, grad_hidden, scale))
+
+    def judge(self, step: int) -> None:
+        """Waits until the step, which is sealed and not applied, has been compared."""
+        self._connection.send(step)
+        self.verdicts.append(self._connection.recv())
+
+
+def _watch(connection: Connection, server: str, head_name: str) -> None:
+    import headwater
+
+    head = headwater.connect(server).head(head_name)
+    shown: list[tuple] = []
+    while True:
+        try:
+            message = connection.recv()
+        except EOFError:
+            return
+        if isinstance(message, tuple):
+            shown.append(message)
+        else:
+            connection.send({"step": message, **_compare(head.weight(), head.gradient(step=message), shown)})
+            shown.clear()
+
+
+def _compare(weight: np.ndarray, grad_weight: np.ndarray, shown: list[tuple]) -> dict[str, float]:
+    """The largest relative differences of the step's losses, gradients of hidden states, and gradient of the weight."""
+    import torch
+    import torch.nn.functional as F
+
+    own_weight = torch.from_numpy(np.array(weight)).requires_grad_()
+    losses, grads_hidden = [], []
+    for hidden, targets, loss, grad_hidden, scale in shown:
+        own_hidden = torch.from_numpy(hidden).requires_grad_()
+        own_loss = F.cross_entropy(F.linear(own_hidden, own_weight), torch.from_numpy(targets)) * scale
+        own_loss.backward()
+        losses.append(abs(loss - own_loss.item()) / abs(own_loss.item()))
+        grads_hidden.append(relative_difference(grad_hidden, own_hidden.grad.numpy()))
+    # np.max, unlike max, hands NaN on.
+    return {
+        "loss": float(np.max(losses)),
+        "grad_hidden": float(np.max(grads_hidden)),
+        "grad_weight": relative_difference(grad_weight, own_weight.grad.numpy()),
+    }
