@@ -1,0 +1,225 @@
+// headwaterd: flags, signals, wiring.
+#include <malloc.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <iostream>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "absl/flags/usage.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/time.h"
+#include "headwater/kernels/engine.h"
+#include "server/observability/logging.h"
+#include "server/observability/metrics.h"
+#include "server/service/engine_choice.h"
+#include "server/service/flags_document.h"
+#include "server/service/server.h"
+
+// ---- where ----------------------------------------------------------------------------------------------------------------
+ABSL_FLAG(std::vector<std::string>, listen_addresses, {"127.0.0.1:50051"},
+          "comma-separated addresses to serve on: host:port (port 0 picks one) or unix:PATH");
+ABSL_FLAG(
+    std::string, port_file, "",
+    "file that gets the addresses served on, one a line, once the server is ready; empty: none. They are also printed on stdout");
+ABSL_FLAG(std::string, metrics_address, "127.0.0.1:9464",
+          "host:port of the Prometheus endpoint /metrics (port 0 picks one); empty: none");
+ABSL_FLAG(bool, reflection, false, "serve gRPC server reflection");
+// ---- engine ---------------------------------------------------------------------------------------------------------------
+ABSL_FLAG(std::string, engine, "auto", "auto, cpu or cuda; auto is cuda where it can be had, else cpu");
+ABSL_FLAG(int32_t, shards, 1, "vocabulary shards of each head, at least 1");
+ABSL_FLAG(std::vector<std::string>, shard_weights, {}, "relative sizes of the shards, as many as --shards; empty: even");
+ABSL_FLAG(int32_t, threads, 0, "CPU threads of the engine over all shards; 0: the cores that the process may use");
+ABSL_FLAG(int64_t, memory_budget_bytes, 0,
+          "memory of all heads, in bytes; 0: 80 % of the device's (of the cgroup's limit on the CPU)");
+ABSL_FLAG(int64_t, workspace_bytes, 0, "working memory of the engine for each shard group, in bytes; 0: the engine's default");
+// ---- storage --------------------------------------------------------------------------------------------------------------
+ABSL_FLAG(std::string, checkpoint_directory, "", "where checkpoints are kept; made if it is not there; empty: no checkpoints");
+ABSL_FLAG(std::string, load_root, "", "folder that LoadWeights may read from; empty: LoadWeights is refused");
+// ---- limits ---------------------------------------------------------------------------------------------------------------
+#define HEADWATER_LIMIT_FLAG(name, help) ABSL_FLAG(int64_t, name, headwater::service::Limits{}.name, help)
+HEADWATER_LIMIT_FLAG(max_message_bytes, "bytes of one gRPC message");
+HEADWATER_LIMIT_FLAG(max_chunk_bytes, "bytes of data in one chunk");
+HEADWATER_LIMIT_FLAG(max_micro_batch_rows, "rows of a micro-batch");
+HEADWATER_LIMIT_FLAG(max_micro_batch_bytes, "bytes of all rows of one micro-batch");
+HEADWATER_LIMIT_FLAG(max_vocab_size, "rows of a head");
+HEADWATER_LIMIT_FLAG(max_hidden_size, "columns of a head");
+HEADWATER_LIMIT_FLAG(max_heads, "heads of the server");
+HEADWATER_LIMIT_FLAG(max_step_micro_batches, "micro-batches of a step");
+HEADWATER_LIMIT_FLAG(max_staging_slots, "staging slots of a head");
+HEADWATER_LIMIT_FLAG(max_queue_depth, "micro-batches that wait for the engine");
+HEADWATER_LIMIT_FLAG(max_in_flight_bytes, "tensor bytes of all ComputeLoss calls in progress");
+HEADWATER_LIMIT_FLAG(max_upload_bytes, "host memory of all weight uploads that are not complete, in bytes");
+ABSL_FLAG(int32_t, max_threads, headwater::service::ServerOptions{}.max_threads,
+          "threads of gRPC, at least 8: each call in progress holds one; a call beyond them is answered RESOURCE_EXHAUSTED by gRPC "
+          "itself, without a reason");
+ABSL_FLAG(int32_t, max_pollers, headwater::service::ServerOptions{}.max_pollers, "threads that wait for new calls, at least 1");
+ABSL_FLAG(absl::Duration, stream_idle_timeout, headwater::service::ServerOptions{}.stream_idle_timeout,
+          "a stream whose client sends nothing for so long is cancelled");
+// ---- operation ------------------------------------------------------------------------------------------------------------
+ABSL_FLAG(absl::Duration, drain_timeout, absl::Seconds(30), "how long accepted calls may go on after SIGTERM or SIGINT");
+ABSL_FLAG(std::string, log_level, "info", "debug, info, warning, error or off");
+ABSL_FLAG(std::string, log_format, "text", "text (key=value) or json; one line for each event, on stderr");
+ABSL_FLAG(bool, print_metrics_doc, false, "print docs/metrics.md and exit");
+ABSL_FLAG(bool, print_flags_doc, false, "print the table of flags in docs/operations.md and exit");
+
+namespace headwater {
+namespace {
+
+constexpr char kUsage[] =
+    "Serves LM heads: fused linear losses for trainers.\n"
+    "\n"
+    "A file with one flag a line is read by --flagfile=PATH; later flags win. Durations are written 500ms, 30s, 2m.\n"
+    "SIGTERM and SIGINT drain: new calls are refused, accepted ones finish, the exit status is 0.";
+
+int Fail(const std::string& message) {
+  std::cerr << "headwaterd: " << message << "\n";
+  return 1;
+}
+
+absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
+  EngineOptions options;
+  options.shard_count = absl::GetFlag(FLAGS_shards);
+  options.thread_count = absl::GetFlag(FLAGS_threads);
+  options.memory_budget_bytes = absl::GetFlag(FLAGS_memory_budget_bytes);
+  options.workspace_bytes = absl::GetFlag(FLAGS_workspace_bytes);
+  for (const std::string& text : absl::GetFlag(FLAGS_shard_weights)) {
+    int64_t weight = 0;
+    if (!absl::SimpleAtoi(text, &weight) || weight < 1) {
+      return absl::InvalidArgumentError("--shard_weights: expected numbers >= 1, got \"" + text + "\"");
+    }
+    options.shard_weights.push_back(weight);
+  }
+  if (options.shard_count < 1)
+    return absl::InvalidArgumentError(absl::StrCat("--shards: expected >= 1, got ", options.shard_count));
+  if (!options.shard_weights.empty() && options.shard_weights.size() != static_cast<size_t>(options.shard_count)) {
+    return absl::InvalidArgumentError(absl::StrCat("--shard_weights: expected ", options.shard_count,
+                                                   " numbers, as --shards says, got ", options.shard_weights.size()));
+  }
+  if (options.thread_count < 0 || options.memory_budget_bytes < 0 || options.workspace_bytes < 0) {
+    return absl::InvalidArgumentError("--threads, --memory_budget_bytes and --workspace_bytes: expected >= 0");
+  }
+  return options;
+}
+
+absl::StatusOr<service::ServerOptions> ServerOptionsFromFlags() {
+  service::ServerOptions options;
+  options.listen_addresses = absl::GetFlag(FLAGS_listen_addresses);
+  options.metrics_address = absl::GetFlag(FLAGS_metrics_address);
+  options.reflection = absl::GetFlag(FLAGS_reflection);
+  options.checkpoint_directory = absl::GetFlag(FLAGS_checkpoint_directory);
+  options.load_root = absl::GetFlag(FLAGS_load_root);
+  service::Limits& limits = options.limits;
+  limits.max_message_bytes = absl::GetFlag(FLAGS_max_message_bytes);
+  limits.max_chunk_bytes = absl::GetFlag(FLAGS_max_chunk_bytes);
+  limits.max_micro_batch_rows = absl::GetFlag(FLAGS_max_micro_batch_rows);
+  limits.max_micro_batch_bytes = absl::GetFlag(FLAGS_max_micro_batch_bytes);
+  limits.max_vocab_size = absl::GetFlag(FLAGS_max_vocab_size);
+  limits.max_hidden_size = absl::GetFlag(FLAGS_max_hidden_size);
+  limits.max_heads = absl::GetFlag(FLAGS_max_heads);
+  limits.max_step_micro_batches = absl::GetFlag(FLAGS_max_step_micro_batches);
+  limits.max_staging_slots = absl::GetFlag(FLAGS_max_staging_slots);
+  limits.max_queue_depth = absl::GetFlag(FLAGS_max_queue_depth);
+  limits.max_in_flight_bytes = absl::GetFlag(FLAGS_max_in_flight_bytes);
+  limits.max_upload_bytes = absl::GetFlag(FLAGS_max_upload_bytes);
+  options.max_threads = absl::GetFlag(FLAGS_max_threads);
+  options.max_pollers = absl::GetFlag(FLAGS_max_pollers);
+  options.stream_idle_timeout = absl::GetFlag(FLAGS_stream_idle_timeout);
+  if (options.max_threads < 8 || options.max_pollers < 1) {
+    return absl::InvalidArgumentError("--max_threads: expected >= 8; --max_pollers: expected >= 1");
+  }
+  if (options.stream_idle_timeout <= absl::ZeroDuration()) {
+    return absl::InvalidArgumentError("--stream_idle_timeout: expected a duration > 0");
+  }
+  return options;
+}
+
+// Tells where the server is: on stdout, and in --port_file, which is renamed in so that a reader never sees half of it.
+absl::Status Announce(const service::Server& server) {
+  const std::string addresses = absl::StrJoin(server.addresses(), "\n");
+  for (const std::string& address : server.addresses()) std::cout << "listening on " << address << "\n";
+  if (server.metrics_port() != 0) std::cout << "metrics on port " << server.metrics_port() << "\n";
+  std::cout << std::flush;
+  const std::string path = absl::GetFlag(FLAGS_port_file);
+  if (path.empty()) return absl::OkStatus();
+  const std::string temporary = path + ".tmp";
+  std::ofstream file(temporary);
+  file << addresses << "\n";
+  file.close();
+  if (!file || std::rename(temporary.c_str(), path.c_str()) != 0) {
+    return absl::UnavailableError("--port_file: cannot write " + path + ": " + std::strerror(errno));
+  }
+  return absl::OkStatus();
+}
+
+int Serve() {
+  // Block the signals in every thread; this one takes them when it is ready to.
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+
+  absl::Status logging = observability::ConfigureLogging(absl::GetFlag(FLAGS_log_level), absl::GetFlag(FLAGS_log_format));
+  if (!logging.ok()) return Fail(std::string(logging.message()));
+  auto engine_options = EngineOptionsFromFlags();
+  if (!engine_options.ok()) return Fail(std::string(engine_options.status().message()));
+  auto options = ServerOptionsFromFlags();
+  if (!options.ok()) return Fail(std::string(options.status().message()));
+  auto chosen = service::ChooseEngine(absl::GetFlag(FLAGS_engine), *engine_options);
+  if (!chosen.ok()) return Fail(std::string(chosen.status().message()));
+  options->engine_note = chosen->note;
+  observability::Log(observability::LogLevel::kInfo, "starting",
+                     {{"engine", chosen->engine->name()},
+                      {"shards", int64_t{engine_options->shard_count}},
+                      {"threads", int64_t{chosen->engine->options().thread_count}},
+                      {"memory_budget_bytes", chosen->engine->options().memory_budget_bytes},
+                      {"note", chosen->note}});
+  auto server = service::Server::Start(*options, std::move(chosen->engine));
+  if (!server.ok()) return Fail(std::string(server.status().message()));
+  if (absl::Status ready = (*server)->BecomeReady(); !ready.ok()) return Fail("self-test: " + std::string(ready.message()));
+  if (absl::Status announced = Announce(**server); !announced.ok()) return Fail(std::string(announced.message()));
+
+  int signal_number = 0;
+  while (sigwait(&signals, &signal_number) != 0) {
+  }
+  observability::Log(
+      observability::LogLevel::kInfo, "draining",
+      {{"signal", int64_t{signal_number}}, {"timeout_s", absl::ToDoubleSeconds(absl::GetFlag(FLAGS_drain_timeout))}});
+  const bool clean = (*server)->Drain(absl::GetFlag(FLAGS_drain_timeout));
+  server->reset();
+  return clean ? 0 : Fail("the drain timeout passed; calls were cancelled");
+}
+
+}  // namespace
+}  // namespace headwater
+
+int main(int argc, char** argv) {
+  // Large buffers stay in the heap instead of going back to the kernel and being faulted in again at every message.
+  mallopt(M_MMAP_THRESHOLD, 512 << 20);
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
+  mallopt(M_TOP_PAD, 64 << 20);
+  absl::SetProgramUsageMessage(headwater::kUsage);
+  const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
+  if (rest.size() > 1) return headwater::Fail(std::string("unexpected argument \"") + rest[1] + "\"; see --help");
+  if (absl::GetFlag(FLAGS_print_metrics_doc)) {
+    std::cout << headwater::observability::MetricsDocument();
+    return 0;
+  }
+  if (absl::GetFlag(FLAGS_print_flags_doc)) {
+    std::cout << headwater::service::FlagsDocument(__FILE__);
+    return 0;
+  }
+  return headwater::Serve();
+}

@@ -1,0 +1,45 @@
+// Structured logs: one line for each event on stderr, as key=value pairs or as JSON.
+//
+//   Log(LogLevel::kInfo, "head_created", {{"request_id", id}, {"head", name}, {"planned_bytes", bytes}});
+//
+// Thread-safe. Tensor contents, session ids and tokens are never logged; values that clients chose are escaped.
+#ifndef HEADWATER_SERVER_OBSERVABILITY_LOGGING_H_
+#define HEADWATER_SERVER_OBSERVABILITY_LOGGING_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+
+namespace headwater::observability {
+
+enum class LogLevel { kDebug, kInfo, kWarning, kError };
+enum class LogFormat { kText, kJson };
+
+// One key with its value. Numbers stay numbers in JSON.
+struct LogField {
+  LogField(const char* field_key, const std::string& field_value) : key(field_key), value(field_value) {}
+  LogField(const char* field_key, const char* field_value) : key(field_key), value(field_value) {}
+  LogField(const char* field_key, int64_t number) : key(field_key), value(std::to_string(number)), numeric(true) {}
+  LogField(const char* field_key, double number);  // three decimals
+
+  const char* key;  // lower_snake_case, static
+  std::string value;
+  bool numeric = false;
+};
+
+// Sets the process's level (`debug`, `info`, `warning`, `error`, `off`) and format (`text`, `json`). InvalidArgument for other
+// words. Before the first call: info, text.
+absl::Status ConfigureLogging(const std::string& level, const std::string& format);
+
+// Writes one line, if `level` is enabled. `event` is a static lower_snake_case word.
+void Log(LogLevel level, const char* event, const std::vector<LogField>& fields);
+
+// The line that Log() writes, without its end. `time` is the timestamp to print. Exposed for tests.
+std::string FormatLogLine(LogFormat format, const std::string& time, LogLevel level, const char* event,
+                          const std::vector<LogField>& fields);
+
+}  // namespace headwater::observability
+
+#endif  // HEADWATER_SERVER_OBSERVABILITY_LOGGING_H_

@@ -1,0 +1,365 @@
+#include "server/observability/metrics.h"
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <exception>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "prometheus/counter.h"
+#include "prometheus/exposer.h"
+#include "prometheus/gauge.h"
+#include "prometheus/histogram.h"
+#include "prometheus/registry.h"
+#include "prometheus/text_serializer.h"
+
+namespace headwater::observability {
+namespace {
+
+constexpr const char* kMethodNames[] = {
+#define HEADWATER_RPC_NAME(name) #name,
+    HEADWATER_RPC_METHODS(HEADWATER_RPC_NAME)
+#undef HEADWATER_RPC_NAME
+};
+constexpr size_t kMethodCount = static_cast<size_t>(RpcMethod::kCount);
+
+constexpr const char* kCodeNames[] = {
+    "OK",        "CANCELLED",      "UNKNOWN",           "INVALID_ARGUMENT",   "DEADLINE_EXCEEDED",
+    "NOT_FOUND", "ALREADY_EXISTS", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION",
+    "ABORTED",   "OUT_OF_RANGE",   "UNIMPLEMENTED",     "INTERNAL",           "UNAVAILABLE",
+    "DATA_LOSS", "UNAUTHENTICATED"};
+constexpr size_t kCodeCount = std::size(kCodeNames);
+
+constexpr const char* kReasonNames[] = {
+#define HEADWATER_REASON_NAME(enumerator, name, code) #name,
+    HEADWATER_ERROR_REASONS(HEADWATER_REASON_NAME)
+#undef HEADWATER_REASON_NAME
+};
+constexpr size_t kReasonCount = std::size(kReasonNames);
+
+constexpr const char* kDirectionNames[] = {"in", "out"};
+constexpr const char* kLossNames[] = {"cross_entropy", "jensen_shannon"};
+constexpr const char* kOutcomeNames[] = {"committed", "staged",   "evaluated", "replayed",
+                                         "discarded", "conflict", "refused",   "cancelled"};
+constexpr const char* kStepNames[] = {"applied", "discarded"};
+constexpr const char* kPurposeNames[] = {"weight",          "bias",    "grad_weight", "grad_bias", "master_weight",
+                                         "optimizer_state", "staging", "workspace",   "other"};
+constexpr size_t kPurposeCount = std::size(kPurposeNames);
+
+// Seconds; a micro-batch takes from a millisecond to minutes.
+const std::vector<double> kSecondsBuckets = {0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60};
+
+// One family: what the registry and the document say about it.
+struct Description {
+  const char* name;
+  const char* type;
+  const char* labels;  // for the document: "`method`, `code`", or "none"
+  const char* help;
+};
+
+enum FamilyIndex {
+  kRequests,
+  kRequestSeconds,
+  kRefusals,
+  kQueueSeconds,
+  kUploadSeconds,
+  kEngineSeconds,
+  kDownloadSeconds,
+  kBytes,
+  kTokens,
+  kNonFiniteRows,
+  kMicroBatches,
+  kCommits,
+  kDiscards,
+  kSteps,
+  kHeads,
+  kQueueDepth,
+  kInFlightBytes,
+  kUploadBytes,
+  kMemoryPlanned,
+  kMemoryBudget,
+  kServing,
+  kBuildInfo,
+  kFamilyCount,
+};
+
+constexpr Description kDescriptions[kFamilyCount] = {
+    {"headwater_requests_total", "counter", "`method`, `code`", "Finished RPCs."},
+    {"headwater_request_seconds", "histogram", "`method`", "Time from an RPC's start to its end."},
+    {"headwater_refusals_total", "counter", "`reason`", "Failed RPCs by the reason that was sent (docs/errors.md)."},
+    {"headwater_queue_seconds", "histogram", "none", "Time from a micro-batch's last row to the engine's start."},
+    {"headwater_upload_seconds", "histogram", "none", "Time from a micro-batch's header to its last row."},
+    {"headwater_engine_seconds", "histogram", "none", "Time that a micro-batch was in the engine."},
+    {"headwater_download_seconds", "histogram", "none", "Time from the engine's end to the last chunk of grad_hidden."},
+    {"headwater_bytes_total", "counter", "`direction` (in, out), `transport` (grpc)", "Tensor bytes moved."},
+    {"headwater_tokens_total", "counter", "`loss` (cross_entropy, jensen_shannon)", "Rows computed that were not ignored."},
+    {"headwater_non_finite_rows_total", "counter", "none", "Rows with a NaN or an infinity in their loss or gradient."},
+    {"headwater_micro_batches_total", "counter",
+     "`outcome` (committed, staged, evaluated, replayed, discarded, conflict, refused, cancelled)",
+     "Micro-batches by what became of the call; `evaluated` ones belong to no step."},
+    {"headwater_commits_total", "counter", "none", "Contributions added to an accumulator, by EAGER calls and CommitMicroBatch."},
+    {"headwater_discards_total", "counter", "none", "Uncommitted contributions dropped by DiscardMicroBatch."},
+    {"headwater_steps_total", "counter", "`how` (applied, discarded)", "Steps closed."},
+    {"headwater_heads", "gauge", "none", "Heads that exist."},
+    {"headwater_queue_depth", "gauge", "none", "Micro-batches that wait for the engine."},
+    {"headwater_in_flight_bytes", "gauge", "none", "Tensor bytes reserved by ComputeLoss calls in progress."},
+    {"headwater_upload_bytes", "gauge", "none", "Host memory reserved by unfinished weight uploads."},
+    {"headwater_memory_planned_bytes", "gauge",
+     "`purpose` (weight, bias, grad_weight, grad_bias, master_weight, optimizer_state, staging, workspace, other)",
+     "Memory that the heads' plans take."},
+    {"headwater_memory_budget_bytes", "gauge", "none", "Memory that all heads together may take."},
+    {"headwater_serving", "gauge", "none", "1 while health is SERVING, else 0."},
+    {"headwater_build_info", "gauge", "`version`, `engine`", "Always 1."},
+};
+
+// Children of a family by up to two enumerated labels, made at first use.
+template <typename T, size_t kRows, size_t kColumns = 1>
+class Grid {
+ public:
+  template <typename Make>
+  T& Get(size_t row, size_t column, Make&& make) {
+    std::atomic<T*>& slot = children_[row * kColumns + column];
+    T* child = slot.load(std::memory_order_acquire);
+    if (child == nullptr) {
+      child = &make();  // Family::Add() returns the existing child for labels that it knows, so a race is harmless
+      slot.store(child, std::memory_order_release);
+    }
+    return *child;
+  }
+
+ private:
+  std::array<std::atomic<T*>, kRows * kColumns> children_{};
+};
+
+size_t PurposeIndex(const std::string& purpose) {
+  for (size_t i = 0; i + 1 < kPurposeCount; ++i) {
+    if (purpose == kPurposeNames[i]) return i;
+  }
+  return kPurposeCount - 1;
+}
+
+}  // namespace
+
+const char* RpcMethodName(RpcMethod method) { return kMethodNames[static_cast<size_t>(method)]; }
+
+const char* CanonicalCodeName(absl::StatusCode code) {
+  const size_t index = static_cast<size_t>(code);
+  return index < kCodeCount ? kCodeNames[index] : "UNKNOWN";
+}
+
+struct Metrics::Families : public prometheus::Collectable {
+  prometheus::Registry registry;
+
+  prometheus::Family<prometheus::Counter>& Counters(FamilyIndex index) {
+    return prometheus::BuildCounter().Name(kDescriptions[index].name).Help(kDescriptions[index].help).Register(registry);
+  }
+  prometheus::Family<prometheus::Gauge>& Gauges(FamilyIndex index) {
+    return prometheus::BuildGauge().Name(kDescriptions[index].name).Help(kDescriptions[index].help).Register(registry);
+  }
+  prometheus::Family<prometheus::Histogram>& Histograms(FamilyIndex index) {
+    return prometheus::BuildHistogram().Name(kDescriptions[index].name).Help(kDescriptions[index].help).Register(registry);
+  }
+  prometheus::Histogram& SecondsHistogram(FamilyIndex index) { return Histograms(index).Add({}, kSecondsBuckets); }
+
+  prometheus::Family<prometheus::Counter>& requests = Counters(kRequests);
+  Grid<prometheus::Counter, kMethodCount, kCodeCount> requests_children;
+  prometheus::Family<prometheus::Histogram>& request_seconds = Histograms(kRequestSeconds);
+  Grid<prometheus::Histogram, kMethodCount> request_seconds_children;
+  prometheus::Family<prometheus::Counter>& refusals = Counters(kRefusals);
+  Grid<prometheus::Counter, kReasonCount> refusals_children;
+
+  prometheus::Histogram& queue_seconds = SecondsHistogram(kQueueSeconds);
+  prometheus::Histogram& upload_seconds = SecondsHistogram(kUploadSeconds);
+  prometheus::Histogram& engine_seconds = SecondsHistogram(kEngineSeconds);
+  prometheus::Histogram& download_seconds = SecondsHistogram(kDownloadSeconds);
+
+  prometheus::Family<prometheus::Counter>& bytes = Counters(kBytes);
+  Grid<prometheus::Counter, static_cast<size_t>(Direction::kCount)> bytes_children;
+  prometheus::Family<prometheus::Counter>& tokens = Counters(kTokens);
+  Grid<prometheus::Counter, static_cast<size_t>(LossKind::kCount)> tokens_children;
+  prometheus::Counter& non_finite_rows = Counters(kNonFiniteRows).Add({});
+  prometheus::Family<prometheus::Counter>& micro_batches = Counters(kMicroBatches);
+  Grid<prometheus::Counter, static_cast<size_t>(MicroBatchOutcome::kCount)> micro_batches_children;
+  prometheus::Counter& commits = Counters(kCommits).Add({});
+  prometheus::Counter& discards = Counters(kDiscards).Add({});
+  prometheus::Family<prometheus::Counter>& steps = Counters(kSteps);
+  Grid<prometheus::Counter, static_cast<size_t>(StepOutcome::kCount)> steps_children;
+
+  prometheus::Gauge& heads = Gauges(kHeads).Add({});
+  prometheus::Gauge& queue_depth = Gauges(kQueueDepth).Add({});
+  prometheus::Gauge& in_flight_bytes = Gauges(kInFlightBytes).Add({});
+  prometheus::Gauge& upload_bytes = Gauges(kUploadBytes).Add({});
+  prometheus::Family<prometheus::Gauge>& memory_planned = Gauges(kMemoryPlanned);
+  std::array<prometheus::Gauge*, kPurposeCount> memory_planned_children{};
+  prometheus::Gauge& memory_budget = Gauges(kMemoryBudget).Add({});
+  prometheus::Gauge& serving = Gauges(kServing).Add({});
+  prometheus::Family<prometheus::Gauge>& build_info = Gauges(kBuildInfo);
+
+  mutable absl::Mutex source_mutex;
+  std::function<GaugeReadings()> source ABSL_GUARDED_BY(source_mutex);
+
+  // Declared last: it is stopped before anything that a scrape reads goes away.
+  std::unique_ptr<prometheus::Exposer> exposer;
+
+  std::vector<prometheus::MetricFamily> Collect() const override {
+    {
+      absl::MutexLock lock(&source_mutex);
+      if (source) Refresh(source());
+    }
+    return registry.Collect();
+  }
+
+  void Refresh(const GaugeReadings& readings) const {
+    heads.Set(static_cast<double>(readings.head_count));
+    queue_depth.Set(static_cast<double>(readings.queue_depth));
+    in_flight_bytes.Set(static_cast<double>(readings.in_flight_bytes));
+    upload_bytes.Set(static_cast<double>(readings.upload_bytes));
+    memory_budget.Set(static_cast<double>(readings.memory_budget_bytes));
+    serving.Set(readings.serving ? 1 : 0);
+    std::array<double, kPurposeCount> planned{};
+    for (const auto& [purpose, planned_bytes] : readings.planned_bytes) {
+      planned[PurposeIndex(purpose)] += static_cast<double>(planned_bytes);
+    }
+    for (size_t i = 0; i < kPurposeCount; ++i) memory_planned_children[i]->Set(planned[i]);
+  }
+};
+
+Metrics::Metrics(const std::string& version, const std::string& engine) : families_(std::make_shared<Families>()) {
+  for (size_t i = 0; i < kPurposeCount; ++i) {
+    families_->memory_planned_children[i] = &families_->memory_planned.Add({{"purpose", kPurposeNames[i]}});
+  }
+  families_->build_info.Add({{"version", version}, {"engine", engine}}).Set(1);
+}
+
+Metrics::~Metrics() = default;
+
+void Metrics::CountRequest(RpcMethod method, const absl::Status& status, absl::Duration duration) {
+  const size_t row = static_cast<size_t>(method);
+  const size_t code = static_cast<size_t>(status.code()) < kCodeCount ? static_cast<size_t>(status.code())
+                                                                      : static_cast<size_t>(absl::StatusCode::kUnknown);
+  Families& f = *families_;
+  f.requests_children
+      .Get(row, code,
+           [&]() -> prometheus::Counter& {
+             return f.requests.Add({{"method", kMethodNames[row]}, {"code", kCodeNames[code]}});
+           })
+      .Increment();
+  f.request_seconds_children
+      .Get(row, 0,
+           [&]() -> prometheus::Histogram& {
+             return f.request_seconds.Add({{"method", kMethodNames[row]}}, kSecondsBuckets);
+           })
+      .Observe(absl::ToDoubleSeconds(duration));
+  if (status.ok()) return;
+  const size_t reason = static_cast<size_t>(GetErrorReason(status));
+  f.refusals_children.Get(reason, 0,
+                          [&]() -> prometheus::Counter& {
+                            return f.refusals.Add({{"reason", kReasonNames[reason]}});
+                          })
+      .Increment();
+}
+
+void Metrics::CountBytes(Direction direction, int64_t bytes) {
+  const size_t index = static_cast<size_t>(direction);
+  Families& f = *families_;
+  f.bytes_children
+      .Get(index, 0,
+           [&]() -> prometheus::Counter& {
+             return f.bytes.Add({{"direction", kDirectionNames[index]}, {"transport", "grpc"}});
+           })
+      .Increment(static_cast<double>(bytes));
+}
+
+void Metrics::CountTokens(LossKind loss, int64_t valid_tokens) {
+  const size_t index = static_cast<size_t>(loss);
+  Families& f = *families_;
+  f.tokens_children.Get(index, 0,
+                        [&]() -> prometheus::Counter& {
+                          return f.tokens.Add({{"loss", kLossNames[index]}});
+                        })
+      .Increment(static_cast<double>(valid_tokens));
+}
+
+void Metrics::CountNonFiniteRows(int64_t rows) { families_->non_finite_rows.Increment(static_cast<double>(rows)); }
+
+void Metrics::CountMicroBatch(MicroBatchOutcome outcome) {
+  const size_t index = static_cast<size_t>(outcome);
+  Families& f = *families_;
+  f.micro_batches_children
+      .Get(index, 0,
+           [&]() -> prometheus::Counter& {
+             return f.micro_batches.Add({{"outcome", kOutcomeNames[index]}});
+           })
+      .Increment();
+  if (outcome == MicroBatchOutcome::kDiscarded) f.discards.Increment();
+}
+
+void Metrics::CountCommit() { families_->commits.Increment(); }
+
+void Metrics::CountStep(StepOutcome outcome) {
+  const size_t index = static_cast<size_t>(outcome);
+  Families& f = *families_;
+  f.steps_children.Get(index, 0, [&]() -> prometheus::Counter& { return f.steps.Add({{"how", kStepNames[index]}}); }).Increment();
+}
+
+void Metrics::ObservePhase(Phase phase, absl::Duration duration) {
+  const double seconds = absl::ToDoubleSeconds(duration);
+  switch (phase) {
+    case Phase::kQueue:
+      return families_->queue_seconds.Observe(seconds);
+    case Phase::kUpload:
+      return families_->upload_seconds.Observe(seconds);
+    case Phase::kEngine:
+      return families_->engine_seconds.Observe(seconds);
+    case Phase::kDownload:
+      return families_->download_seconds.Observe(seconds);
+  }
+}
+
+void Metrics::SetGaugeSource(std::function<GaugeReadings()> read) {
+  absl::MutexLock lock(&families_->source_mutex);
+  families_->source = std::move(read);
+}
+
+std::string Metrics::Serialize() const { return prometheus::TextSerializer().Serialize(families_->Collect()); }
+
+absl::StatusOr<int> Metrics::Listen(const std::string& address) {
+  try {
+    families_->exposer = std::make_unique<prometheus::Exposer>(address, /*num_threads=*/1);
+  } catch (const std::exception& error) {
+    return absl::UnavailableError("metrics: cannot listen on " + address + ": " + error.what());
+  }
+  families_->exposer->RegisterCollectable(families_);
+  const std::vector<int> ports = families_->exposer->GetListeningPorts();
+  return ports.empty() ? 0 : ports.front();
+}
+
+std::string MetricsDocument() {
+  std::string text =
+      "# Metrics\n"
+      "\n"
+      "Served in Prometheus' text format under `/metrics` at `--metrics_address`. This page is printed by\n"
+      "`headwaterd --print_metrics_doc`; a test compares the two. Labels are bounded enumerations: no name, id or address of a "
+      "client\n"
+      "ever becomes one. `method` is the RPC's name, `code` the canonical gRPC code, `reason` one of [errors.md](errors.md).\n"
+      "\n"
+      "| Family | Type | Labels | Meaning |\n"
+      "|---|---|---|---|\n";
+  for (const Description& family : kDescriptions) {
+    text += "| `" + std::string(family.name) + "` | " + family.type + " | " + family.labels + " | " + family.help + " |\n";
+  }
+  text += "\nHistogram buckets, in seconds:";
+  for (const double bound : kSecondsBuckets) {
+    std::string number = std::to_string(bound);
+    number.erase(number.find_last_not_of('0') + 1);
+    if (number.back() == '.') number.pop_back();
+    text += (bound == kSecondsBuckets.front() ? " " : ", ") + number;
+  }
+  return text + ".\n";
+}
+
+}  // namespace headwater::observability

@@ -1,0 +1,119 @@
+// Every metric family of the server, in this one file and its .cc; docs/metrics.md is printed from the same table.
+//
+// Labels are bounded enumerations that are declared here; clients cannot choose one. Families are made once, children when they
+// are first needed and then kept: recording costs one atomic addition. Thread-safe.
+#ifndef HEADWATER_SERVER_OBSERVABILITY_METRICS_H_
+#define HEADWATER_SERVER_OBSERVABILITY_METRICS_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "headwater/kernels/error.h"
+
+namespace headwater::observability {
+
+// X(name): every RPC, as label `method`.
+#define HEADWATER_RPC_METHODS(X) \
+  X(ComputeLoss)                 \
+  X(TransferRows)                \
+  X(StreamTeacher)               \
+  X(CommitMicroBatch)            \
+  X(DiscardMicroBatch)           \
+  X(CreateHead)                  \
+  X(GetHead)                     \
+  X(ListHeads)                   \
+  X(DeleteHead)                  \
+  X(TakeHead)                    \
+  X(UploadWeights)               \
+  X(LoadWeights)                 \
+  X(DownloadWeights)             \
+  X(GetStep)                     \
+  X(SealStep)                    \
+  X(ApplyOptimizerStep)          \
+  X(DiscardGradient)             \
+  X(DownloadGradient)            \
+  X(GetGradientNorm)             \
+  X(AddGradient)                 \
+  X(SaveCheckpoint)              \
+  X(RestoreCheckpoint)           \
+  X(GetServerInfo)               \
+  X(OpenSession)                 \
+  X(KeepAlive)                   \
+  X(CloseSession)                \
+  X(RegisterSharedMemory)        \
+  X(UnregisterSharedMemory)
+
+enum class RpcMethod {
+#define HEADWATER_RPC_ENUMERATOR(name) k##name,
+  HEADWATER_RPC_METHODS(HEADWATER_RPC_ENUMERATOR)
+#undef HEADWATER_RPC_ENUMERATOR
+      kCount,
+};
+
+// `ComputeLoss` and the like. The pointer is static.
+const char* RpcMethodName(RpcMethod method);
+
+// `OK`, `INVALID_ARGUMENT`, ... The pointer is static.
+const char* CanonicalCodeName(absl::StatusCode code);
+
+enum class Direction { kIn, kOut, kCount };
+enum class LossKind { kCrossEntropy, kJensenShannon, kCount };
+enum class MicroBatchOutcome { kCommitted, kStaged, kEvaluated, kReplayed, kDiscarded, kConflict, kRefused, kCancelled, kCount };
+enum class StepOutcome { kApplied, kDiscarded, kCount };
+enum class Phase { kQueue, kUpload, kEngine, kDownload };
+
+// What is read from the server when somebody scrapes.
+struct GaugeReadings {
+  int64_t head_count = 0;
+  int64_t queue_depth = 0;
+  int64_t in_flight_bytes = 0;
+  int64_t upload_bytes = 0;
+  int64_t memory_budget_bytes = 0;
+  bool serving = false;
+  std::map<std::string, int64_t> planned_bytes;  // by purpose of MemoryPlan; unknown purposes are counted as `other`
+};
+
+class Metrics {
+ public:
+  // `version` and `engine` label the build information.
+  Metrics(const std::string& version, const std::string& engine);
+  ~Metrics();
+  Metrics(const Metrics&) = delete;
+  Metrics& operator=(const Metrics&) = delete;
+
+  // One finished RPC. A failed one is also counted by its reason.
+  void CountRequest(RpcMethod method, const absl::Status& status, absl::Duration duration);
+  void CountBytes(Direction direction, int64_t bytes);  // tensor bytes over gRPC
+  void CountTokens(LossKind loss, int64_t valid_tokens);
+  void CountNonFiniteRows(int64_t rows);
+  void CountMicroBatch(MicroBatchOutcome outcome);
+  void CountCommit();  // a contribution went into an accumulator: EAGER, or by CommitMicroBatch
+  void CountStep(StepOutcome outcome);
+  void ObservePhase(Phase phase, absl::Duration duration);
+
+  // `read` is called at every scrape, on the scraping thread, until it is replaced. Empty: no readings.
+  void SetGaugeSource(std::function<GaugeReadings()> read);
+
+  // What a scrape returns, in Prometheus' text format.
+  std::string Serialize() const;
+
+  // Serves /metrics on `address` (host:port; port 0 picks one). At most once. Returns the port; an error says why it cannot listen.
+  absl::StatusOr<int> Listen(const std::string& address);
+
+ private:
+  struct Families;
+  std::shared_ptr<Families> families_;  // shared only because the exposer wants a weak pointer
+};
+
+// The contents of docs/metrics.md.
+std::string MetricsDocument();
+
+}  // namespace headwater::observability
+
+#endif  // HEADWATER_SERVER_OBSERVABILITY_METRICS_H_

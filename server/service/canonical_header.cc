@@ -1,0 +1,100 @@
+#include "server/service/canonical_header.h"
+
+#include <bit>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+namespace headwater::service {
+namespace {
+
+class Writer {
+ public:
+  void Integer(int64_t value) {
+    const uint64_t bits = static_cast<uint64_t>(value);
+    for (int shift = 0; shift < 64; shift += 8) bytes_ += static_cast<char>((bits >> shift) & 0xff);
+  }
+  void Real(double value) { Integer(static_cast<int64_t>(std::bit_cast<uint64_t>(value))); }
+  void Bytes(const void* data, size_t byte_count) {
+    Integer(static_cast<int64_t>(byte_count));
+    bytes_.append(static_cast<const char*>(data), byte_count);
+  }
+  void Text(const std::string& text) { Bytes(text.data(), text.size()); }
+  void OptionalInteger(const std::optional<int64_t>& value) {
+    Integer(value.has_value());
+    if (value.has_value()) Integer(*value);
+  }
+  void OptionalEpoch(const std::optional<heads::Epoch>& epoch) {
+    Integer(epoch.has_value());
+    if (epoch.has_value()) Bytes(epoch->data(), epoch->size());
+  }
+  template <typename T>
+  void OptionalTensor(const std::optional<std::vector<T>>& tensor) {
+    Integer(tensor.has_value());
+    if (tensor.has_value()) Bytes(tensor->data(), tensor->size() * sizeof(T));
+  }
+  std::string& bytes() { return bytes_; }
+
+ private:
+  std::string bytes_ = "headwater.header.1";
+};
+
+void WriteCrossEntropy(const CrossEntropyRequest& loss, Writer* out) {
+  out->Real(loss.label_smoothing);
+  out->Real(loss.z_loss);
+  out->OptionalTensor(loss.class_weights);
+}
+
+void WriteTerm(const LossTermRequest& term, Writer* out) {
+  out->Text(term.head.head.ToString());
+  out->OptionalEpoch(term.head.epoch);
+  out->OptionalInteger(term.head.step);
+  out->Integer(term.row_start);
+  out->Integer(term.row_count);
+  out->OptionalTensor(term.targets);
+  out->Integer(term.ignore_index);
+  out->OptionalTensor(term.token_weights);
+  out->Real(term.loss_scale);
+  out->OptionalInteger(term.expected_weight_version);
+  if (const auto* cross_entropy = std::get_if<CrossEntropyRequest>(&term.loss)) {
+    out->Integer(0);
+    WriteCrossEntropy(*cross_entropy, out);
+    return;
+  }
+  const JensenShannonRequest& jsd = std::get<JensenShannonRequest>(term.loss);
+  out->Integer(1);
+  out->Real(jsd.options.beta);
+  out->Real(jsd.options.student_temperature);
+  out->Real(jsd.options.teacher_temperature);
+  out->Real(jsd.options.hard_loss_weight);
+  out->Integer(jsd.options.truncate_to_common);
+  WriteCrossEntropy(jsd.hard_loss, out);
+  out->Text(term.teacher->head.ToString());
+  out->OptionalEpoch(term.teacher->epoch);
+  out->Integer(static_cast<int64_t>(term.teacher->data_type));
+  out->OptionalInteger(term.teacher->expected_weight_version);
+}
+
+}  // namespace
+
+std::string CanonicalHeader(const MicroBatchRequest& request) {
+  Writer out;
+  out.OptionalInteger(request.micro_batch);
+  out.Integer(request.backward);
+  out.Integer(request.row_count);
+  out.Integer(request.hidden_size);
+  out.Integer(static_cast<int64_t>(request.data_type));
+  out.Integer(request.explicit_commit);
+  out.Integer(request.refuse_non_finite);
+  out.Integer(request.outputs);
+  out.Integer(request.return_grad_hidden);
+  out.Integer(static_cast<int64_t>(request.grad_hidden_data_type));
+  out.Real(request.grad_hidden_scale);
+  out.Integer(static_cast<int64_t>(request.terms.size()));
+  for (const LossTermRequest& term : request.terms) WriteTerm(term, &out);
+  return std::move(out.bytes());
+}
+
+}  // namespace headwater::service

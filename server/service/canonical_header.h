@@ -1,0 +1,30 @@
+// The canonical bytes of a micro-batch's header: what the digest covers beside the rows (headwater/kernels/digest.h).
+//
+// Two calls that mean the same give the same bytes, whatever they left to defaults: defaults are filled in, `outputs` is a set, and
+// a row range is always explicit. Left out is what does not change the meaning: session, attempt, on_mismatch, and how the bytes
+// travel. Layout, all integers 64-bit little-endian:
+//
+//   "headwater.header.1"
+//   micro_batch?, backward, row_count, hidden_size, data_type, explicit_commit, refuse_non_finite, outputs, return_grad_hidden,
+//   grad_hidden_data_type, grad_hidden_scale, number of terms, then for each term:
+//     head name, epoch?, step?, row_start, row_count, targets?, ignore_index, token_weights?, loss_scale, expected_weight_version?,
+//     0 and the cross entropy, or 1 and beta, student_temperature, teacher_temperature, hard_loss_weight, truncate_to_common, the
+//     cross entropy, teacher head name, epoch?, data_type, expected_weight_version?
+//   cross entropy: label_smoothing, z_loss, class_weights?
+//
+// `x?` is 0, or 1 and x. Numbers and booleans are integers; real numbers are the bits of a binary64; names, epochs and tensors are
+// their length in bytes and the bytes. `outputs` has bit 1 << value for each value of headwater.v1.TokenOutput.
+#ifndef HEADWATER_SERVER_SERVICE_CANONICAL_HEADER_H_
+#define HEADWATER_SERVER_SERVICE_CANONICAL_HEADER_H_
+
+#include <string>
+
+#include "server/service/loss_request.h"
+
+namespace headwater::service {
+
+std::string CanonicalHeader(const MicroBatchRequest& request);
+
+}  // namespace headwater::service
+
+#endif  // HEADWATER_SERVER_SERVICE_CANONICAL_HEADER_H_

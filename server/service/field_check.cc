@@ -1,0 +1,58 @@
+#include "server/service/field_check.h"
+
+#include <cmath>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+
+namespace headwater::service {
+
+absl::Status FieldError(ErrorReason reason, const std::string& field, const std::string& expected, const std::string& actual) {
+  return MakeError(reason, absl::StrCat(field, ": expected ", expected, ", got ", actual),
+                   {{"field", field}, {"expected", expected}, {"actual", actual}});
+}
+
+absl::Status MissingField(const std::string& field, const std::string& expected) {
+  return FieldError(ErrorReason::kMissingField, field, expected, "nothing");
+}
+
+absl::Status FeatureNotBuilt(const std::string& field, const std::string& feature) {
+  return MakeError(ErrorReason::kFeatureNotBuilt, absl::StrCat(field, ": this build does not have the feature ", feature),
+                   {{"field", field}, {"feature", feature}});
+}
+
+absl::Status CheckRange(const std::string& field, int64_t value, int64_t minimum, int64_t maximum) {
+  if (value >= minimum && value <= maximum) return absl::OkStatus();
+  return FieldError(ErrorReason::kInvalidField, field, absl::StrCat("a number in [", minimum, ", ", maximum, "]"),
+                    absl::StrCat(value));
+}
+
+absl::Status CheckAtLeast(const std::string& field, int64_t value, int64_t minimum) {
+  if (value >= minimum) return absl::OkStatus();
+  return FieldError(ErrorReason::kInvalidField, field, absl::StrCat("at least ", minimum), absl::StrCat(value));
+}
+
+absl::Status CheckLimit(const std::string& field, int64_t value, const char* limit, int64_t maximum) {
+  if (value <= maximum) return absl::OkStatus();
+  const std::string expected = absl::StrCat("at most ", maximum, " (", limit, ")");
+  return MakeError(ErrorReason::kLimitExceeded, absl::StrCat(field, ": expected ", expected, ", got ", value),
+                   {{"field", field},
+                    {"limit", limit},
+                    {"maximum", absl::StrCat(maximum)},
+                    {"expected", expected},
+                    {"actual", absl::StrCat(value)}});
+}
+
+absl::Status CheckNumber(const std::string& field, double value, bool holds, const std::string& expected) {
+  if (holds && std::isfinite(value)) return absl::OkStatus();
+  return FieldError(ErrorReason::kInvalidField, field, expected, absl::StrCat(value));
+}
+
+std::string Quoted(const std::string& text) {
+  constexpr size_t kMostBytes = 64;
+  std::string quoted = "\"";
+  for (const char c : text.substr(0, kMostBytes)) quoted += (c >= 0x20 && c < 0x7f) ? c : '?';
+  return quoted + (text.size() > kMostBytes ? "...\"" : "\"");
+}
+
+}  // namespace headwater::service

@@ -1,0 +1,46 @@
+// Field checks: how a request's field is refused. Every error names the field's path in the request message (`field`), what was
+// expected and what came (`expected`, `actual`), in the message and in the metadata.
+#ifndef HEADWATER_SERVER_SERVICE_FIELD_CHECK_H_
+#define HEADWATER_SERVER_SERVICE_FIELD_CHECK_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "headwater/kernels/error.h"
+
+namespace headwater::service {
+
+// Returns from the enclosing function if `expression` is an error.
+#define HEADWATER_RETURN_IF_ERROR(expression)                 \
+  do {                                                        \
+    if (absl::Status status_ = (expression); !status_.ok()) { \
+      return status_;                                         \
+    }                                                         \
+  } while (false)
+
+absl::Status FieldError(ErrorReason reason, const std::string& field, const std::string& expected, const std::string& actual);
+
+// kMissingField.
+absl::Status MissingField(const std::string& field, const std::string& expected);
+
+// kFeatureNotBuilt for a field or RPC of the API that this build does not have. `feature` is a stable lower_snake_case name.
+absl::Status FeatureNotBuilt(const std::string& field, const std::string& feature);
+
+// kInvalidField unless minimum <= value <= maximum.
+absl::Status CheckRange(const std::string& field, int64_t value, int64_t minimum, int64_t maximum);
+// kInvalidField unless value >= minimum.
+absl::Status CheckAtLeast(const std::string& field, int64_t value, int64_t minimum);
+
+// kLimitExceeded if value is above the limit of that name.
+absl::Status CheckLimit(const std::string& field, int64_t value, const char* limit, int64_t maximum);
+
+// kInvalidField, with `expected` as the text, unless `holds` and `value` is finite.
+absl::Status CheckNumber(const std::string& field, double value, bool holds, const std::string& expected);
+
+// A value from a client as it may stand in a message: quoted, printable, at most 64 bytes of it.
+std::string Quoted(const std::string& text);
+
+}  // namespace headwater::service
+
+#endif  // HEADWATER_SERVER_SERVICE_FIELD_CHECK_H_

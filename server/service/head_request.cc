@@ -1,0 +1,469 @@
+#include "server/service/head_request.h"
+
+#include <limits>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "headwater/kernels/engine.h"
+#include "headwater/kernels/error.h"
+#include "server/checkpoint/checkpoint_store.h"
+#include "server/service/field_check.h"
+
+namespace headwater::service {
+namespace {
+
+absl::Status DecodeTransform(const v1::LogitTransform& transform, const std::string& field, HeadSpec* spec) {
+  LogitTransform& decoded = spec->transform;
+  if (transform.has_logit_scale()) decoded.logit_scale = transform.logit_scale();
+  HEADWATER_RETURN_IF_ERROR(
+      CheckNumber(field + ".logit_scale", decoded.logit_scale, decoded.logit_scale != 0, "a finite number other than 0"));
+  if (transform.has_softcap()) {
+    HEADWATER_RETURN_IF_ERROR(CheckNumber(field + ".softcap", transform.softcap(), transform.softcap() > 0, "a finite number > 0"));
+    decoded.softcap = transform.softcap();
+  }
+  decoded.valid_vocab_size = transform.has_valid_vocab_size() ? transform.valid_vocab_size() : spec->vocab_size;
+  return CheckRange(field + ".valid_vocab_size", decoded.valid_vocab_size, 1, spec->vocab_size);
+}
+
+absl::Status CheckFraction(const std::string& field, double value, bool one_allowed) {
+  return CheckNumber(field, value, value >= 0 && (one_allowed ? value <= 1 : value < 1),
+                     one_allowed ? "a number in [0, 1]" : "a number in [0, 1)");
+}
+
+absl::Status CheckNotNegative(const std::string& field, double value) {
+  return CheckNumber(field, value, value >= 0, "a finite number >= 0");
+}
+
+absl::StatusOr<OptimizerSpec> DecodeOptimizer(const v1::OptimizerSpec& optimizer, const std::string& field) {
+  switch (optimizer.optimizer_case()) {
+    case v1::OptimizerSpec::kAdamw: {
+      const v1::AdamW& adamw = optimizer.adamw();
+      AdamWSpec spec;
+      if (adamw.has_beta1()) spec.beta1 = adamw.beta1();
+      if (adamw.has_beta2()) spec.beta2 = adamw.beta2();
+      if (adamw.has_epsilon()) spec.epsilon = adamw.epsilon();
+      if (adamw.has_weight_decay()) spec.weight_decay = adamw.weight_decay();
+      HEADWATER_RETURN_IF_ERROR(CheckFraction(field + ".adamw.beta1", spec.beta1, false));
+      HEADWATER_RETURN_IF_ERROR(CheckFraction(field + ".adamw.beta2", spec.beta2, false));
+      HEADWATER_RETURN_IF_ERROR(CheckNotNegative(field + ".adamw.epsilon", spec.epsilon));
+      HEADWATER_RETURN_IF_ERROR(CheckNotNegative(field + ".adamw.weight_decay", spec.weight_decay));
+      return OptimizerSpec(spec);
+    }
+    case v1::OptimizerSpec::kSgd: {
+      const v1::Sgd& sgd = optimizer.sgd();
+      const SgdSpec spec{sgd.momentum(), sgd.dampening(), sgd.nesterov(), sgd.weight_decay()};
+      HEADWATER_RETURN_IF_ERROR(CheckFraction(field + ".sgd.momentum", spec.momentum, false));
+      HEADWATER_RETURN_IF_ERROR(CheckFraction(field + ".sgd.dampening", spec.dampening, true));
+      HEADWATER_RETURN_IF_ERROR(CheckNotNegative(field + ".sgd.weight_decay", spec.weight_decay));
+      if (spec.nesterov && (spec.momentum == 0 || spec.dampening != 0)) {
+        return FieldError(ErrorReason::kInvalidCombination, field + ".sgd.nesterov",
+                          "false, because it needs momentum > 0 and dampening = 0", "true");
+      }
+      return OptimizerSpec(spec);
+    }
+    case v1::OptimizerSpec::OPTIMIZER_NOT_SET:
+      break;
+  }
+  return MissingField(field + ".optimizer", "adamw or sgd");
+}
+
+absl::StatusOr<HeadSpec> DecodeSpec(const v1::HeadSpec& spec, const std::string& field, const Limits& limits) {
+  HeadSpec decoded;
+  decoded.vocab_size = spec.vocab_size();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".vocab_size", decoded.vocab_size, 1));
+  HEADWATER_RETURN_IF_ERROR(CheckLimit(field + ".vocab_size", decoded.vocab_size, "max_vocab_size", limits.max_vocab_size));
+  decoded.hidden_size = spec.hidden_size();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".hidden_size", decoded.hidden_size, 1));
+  HEADWATER_RETURN_IF_ERROR(CheckLimit(field + ".hidden_size", decoded.hidden_size, "max_hidden_size", limits.max_hidden_size));
+  auto data_type = DecodeFloatType(spec.data_type(), field + ".data_type");
+  if (!data_type.ok()) return data_type.status();
+  decoded.data_type = *data_type;
+  decoded.has_bias = spec.has_bias();
+  HEADWATER_RETURN_IF_ERROR(DecodeTransform(spec.transform(), field + ".transform", &decoded));
+  decoded.trainable = spec.trainable();
+  if (spec.has_optimizer()) {
+    auto optimizer = DecodeOptimizer(spec.optimizer(), field + ".optimizer");
+    if (!optimizer.ok()) return optimizer.status();
+    if (!decoded.trainable) {
+      return FieldError(ErrorReason::kInvalidCombination, field + ".optimizer", "nothing, because the head is frozen",
+                        "an optimizer");
+    }
+    decoded.optimizer = *optimizer;
+  }
+  decoded.staging_slots = spec.has_staging_slots() ? spec.staging_slots() : (decoded.trainable ? 1 : 0);
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".staging_slots", decoded.staging_slots, 0));
+  HEADWATER_RETURN_IF_ERROR(
+      CheckLimit(field + ".staging_slots", decoded.staging_slots, "max_staging_slots", limits.max_staging_slots));
+  if (!decoded.trainable && decoded.staging_slots > 0) {
+    return FieldError(ErrorReason::kInvalidCombination, field + ".staging_slots", "0, because the head is frozen",
+                      absl::StrCat(decoded.staging_slots));
+  }
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".low_rank", spec.low_rank(), 0));
+  if (spec.low_rank() != 0) return FeatureNotBuilt(field + ".low_rank", "low_rank");
+  decoded.initial_step = spec.initial_step();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".initial_step", decoded.initial_step, 0));
+  return decoded;
+}
+
+absl::StatusOr<HeadTensor> DecodeTensorKind(v1::HeadTensor tensor, const std::string& field) {
+  switch (tensor) {
+    case v1::HEAD_TENSOR_WEIGHT:
+      return HeadTensor::kWeight;
+    case v1::HEAD_TENSOR_BIAS:
+      return HeadTensor::kBias;
+    case v1::HEAD_TENSOR_UNSPECIFIED:
+      return MissingField(field, "WEIGHT or BIAS");
+    default:
+      return FieldError(ErrorReason::kInvalidField, field, "WEIGHT or BIAS", absl::StrCat(static_cast<int>(tensor)));
+  }
+}
+
+absl::StatusOr<heads::ExpectedMicroBatches> DecodeExpected(const v1::ExpectedMicroBatches& expected, const std::string& field,
+                                                           const Limits& limits) {
+  switch (expected.expectation_case()) {
+    case v1::ExpectedMicroBatches::kCount:
+      HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".count", expected.count(), 0));
+      HEADWATER_RETURN_IF_ERROR(
+          CheckLimit(field + ".count", expected.count(), "max_step_micro_batches", limits.max_step_micro_batches));
+      return heads::ExpectedMicroBatches(expected.count());
+    case v1::ExpectedMicroBatches::kIds: {
+      const auto& ids = expected.ids().ids();
+      HEADWATER_RETURN_IF_ERROR(
+          CheckLimit(field + ".ids.ids", ids.size(), "max_step_micro_batches", limits.max_step_micro_batches));
+      std::set<int64_t> distinct;
+      for (int i = 0; i < ids.size(); ++i) {
+        const std::string id_field = absl::StrCat(field, ".ids.ids[", i, "]");
+        HEADWATER_RETURN_IF_ERROR(CheckAtLeast(id_field, ids[i], 0));
+        if (!distinct.insert(ids[i]).second) {
+          return FieldError(ErrorReason::kInvalidField, id_field, "distinct ids", absl::StrCat(ids[i], " twice"));
+        }
+      }
+      return heads::ExpectedMicroBatches(std::vector<int64_t>(ids.begin(), ids.end()));
+    }
+    case v1::ExpectedMicroBatches::EXPECTATION_NOT_SET:
+      break;
+  }
+  return MissingField(field, "a count or ids");
+}
+
+template <typename Request>
+absl::StatusOr<StepRequest> DecodeStepRequest(const Request& request) {
+  auto head = DecodeHeadStep(request.has_head(), request.head(), "head", /*step_required=*/true);
+  if (!head.ok()) return head.status();
+  return StepRequest{head->head, {*head->epoch, *head->step}, 1};
+}
+
+absl::StatusOr<HeadAtEpoch> DecodeHeadAtRequiredEpoch(const std::string& name, const std::string& epoch) {
+  auto head = DecodeHeadName(name, "name");
+  if (!head.ok()) return head.status();
+  auto decoded = DecodeEpoch(epoch, "epoch");
+  if (!decoded.ok()) return decoded.status();
+  return HeadAtEpoch{*std::move(head), *decoded};
+}
+
+absl::Status CheckCheckpointName(const std::string& checkpoint) {
+  if (checkpoint.empty()) return MissingField("checkpoint", "a name");
+  if (checkpoint::IsValidCheckpointName(checkpoint)) return absl::OkStatus();
+  return FieldError(ErrorReason::kInvalidName, "checkpoint", "a name that matches [A-Za-z0-9]([A-Za-z0-9._-]{0,126}[A-Za-z0-9])?",
+                    Quoted(checkpoint));
+}
+
+absl::Status CheckSessionPresent(const std::string& session_id) {
+  return session_id.empty() ? MissingField("session_id", "the id that OpenSession answered") : absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<CreateRequest> DecodeCreate(const v1::CreateHeadRequest& request, const Limits& limits) {
+  auto name = DecodeHeadName(request.name(), "name");
+  if (!name.ok()) return name.status();
+  if (!request.has_spec()) return MissingField("spec", "what the head is");
+  auto spec = DecodeSpec(request.spec(), "spec", limits);
+  if (!spec.ok()) return spec.status();
+  switch (request.if_exists()) {
+    case v1::IF_EXISTS_UNSPECIFIED:
+    case v1::IF_EXISTS_FAIL:
+      break;
+    case v1::IF_EXISTS_ATTACH_IF_SAME_SPEC:
+      return FeatureNotBuilt("if_exists", "attach_if_same_spec");
+    default:
+      return FieldError(ErrorReason::kInvalidField, "if_exists", "FAIL or ATTACH_IF_SAME_SPEC",
+                        absl::StrCat(static_cast<int>(request.if_exists())));
+  }
+  return CreateRequest{*std::move(name), *std::move(spec), request.validate_only()};
+}
+
+absl::StatusOr<ListRequest> DecodeList(const v1::ListHeadsRequest& request) {
+  constexpr int64_t kDefaultPageSize = 100;
+  constexpr int64_t kMaxPageSize = 1000;
+  auto tenant = heads::ParseTenantName(request.parent(), "parent");
+  if (!tenant.ok()) return tenant.status();
+  if (*tenant != heads::kDefaultTenant) return FeatureNotBuilt("parent", "tenants");
+  HEADWATER_RETURN_IF_ERROR(CheckRange("page_size", request.page_size(), 0, kMaxPageSize));
+  if (!request.page_token().empty() && !heads::ParseHeadName(request.page_token(), "page_token").ok()) {
+    return FieldError(ErrorReason::kInvalidField, "page_token", "the next_page_token of an earlier page",
+                      Quoted(request.page_token()));
+  }
+  return ListRequest{*tenant, request.page_token(), request.page_size() == 0 ? kDefaultPageSize : request.page_size()};
+}
+
+absl::StatusOr<HeadAtEpoch> DecodeDelete(const v1::DeleteHeadRequest& request) {
+  auto name = DecodeHeadName(request.name(), "name");
+  if (!name.ok()) return name.status();
+  auto epoch = DecodeOptionalEpoch(request.epoch(), "epoch");
+  if (!epoch.ok()) return epoch.status();
+  return HeadAtEpoch{*std::move(name), *epoch};
+}
+
+absl::StatusOr<UploadRequest> DecodeUploadHeader(const v1::UploadWeightsHeader& header) {
+  constexpr size_t kMaxUploadIdBytes = 64;
+  UploadRequest decoded;
+  auto name = DecodeHeadName(header.name(), "header.name");
+  if (!name.ok()) return name.status();
+  decoded.name = *std::move(name);
+  auto epoch = DecodeEpoch(header.epoch(), "header.epoch");
+  if (!epoch.ok()) return epoch.status();
+  decoded.epoch = *epoch;
+  decoded.upload_id = header.upload_id();
+  if (decoded.upload_id.empty()) return MissingField("header.upload_id", "1 to 64 bytes");
+  if (decoded.upload_id.size() > kMaxUploadIdBytes) {
+    return FieldError(ErrorReason::kInvalidField, "header.upload_id", "1 to 64 bytes",
+                      absl::StrCat(decoded.upload_id.size(), " bytes"));
+  }
+  auto tensor = DecodeTensorKind(header.tensor(), "header.tensor");
+  if (!tensor.ok()) return tensor.status();
+  decoded.tensor = *tensor;
+  auto data_type = DecodeFloatType(header.data_type(), "header.data_type");
+  if (!data_type.ok()) return data_type.status();
+  decoded.data_type = *data_type;
+  decoded.total_bytes = header.total_bytes();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.total_bytes", decoded.total_bytes, 1));
+  decoded.checksum = header.checksum();
+  if (!decoded.checksum.empty() && decoded.checksum.size() != 16) {
+    return FieldError(ErrorReason::kInvalidField, "header.checksum", "16 bytes, or nothing",
+                      absl::StrCat(decoded.checksum.size(), " bytes"));
+  }
+  if (header.has_closes_step()) {
+    HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.closes_step", header.closes_step(), 0));
+    return FeatureNotBuilt("header.closes_step", "closes_step");
+  }
+  return decoded;
+}
+
+absl::StatusOr<LoadRequest> DecodeLoad(const v1::LoadWeightsRequest& request) {
+  constexpr size_t kMaxTextBytes = 1024;
+  auto head = DecodeHeadAtRequiredEpoch(request.name(), request.epoch());
+  if (!head.ok()) return head.status();
+  if (request.path().empty()) return MissingField("path", "a file or folder under the server's load root");
+  const std::pair<const char*, const std::string*> texts[] = {
+      {"path", &request.path()}, {"weight_tensor", &request.weight_tensor()}, {"bias_tensor", &request.bias_tensor()}};
+  for (const auto& [field, text] : texts) {
+    if (text->size() > kMaxTextBytes) {
+      return FieldError(ErrorReason::kInvalidField, field, absl::StrCat("at most ", kMaxTextBytes, " bytes"),
+                        absl::StrCat(text->size(), " bytes"));
+    }
+    if (text->find('\0') != std::string::npos) {
+      return FieldError(ErrorReason::kInvalidField, field, "text without a zero byte", Quoted(*text));
+    }
+  }
+  bool leaves_root = request.path().front() == '/';
+  for (size_t begin = 0; begin <= request.path().size();) {
+    const size_t end = std::min(request.path().find('/', begin), request.path().size());
+    leaves_root = leaves_root || request.path().compare(begin, end - begin, "..") == 0;
+    begin = end + 1;
+  }
+  if (leaves_root) {
+    return FieldError(ErrorReason::kInvalidField, "path", "a relative path without `..`", Quoted(request.path()));
+  }
+  return LoadRequest{std::move(head->name), *head->epoch, request.path(), request.weight_tensor(), request.bias_tensor()};
+}
+
+absl::StatusOr<DownloadWeightsRequest> DecodeDownloadWeights(const v1::DownloadWeightsRequest& request) {
+  DownloadWeightsRequest decoded;
+  auto name = DecodeHeadName(request.name(), "name");
+  if (!name.ok()) return name.status();
+  decoded.name = *std::move(name);
+  auto tensor = DecodeTensorKind(request.tensor(), "tensor");
+  if (!tensor.ok()) return tensor.status();
+  decoded.tensor = *tensor;
+  if (request.data_type() != v1::DATA_TYPE_UNSPECIFIED) {
+    auto data_type = DecodeFloatType(request.data_type(), "data_type");
+    if (!data_type.ok()) return data_type.status();
+    decoded.data_type = *data_type;
+  }
+  decoded.offset_bytes = request.offset_bytes();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("offset_bytes", decoded.offset_bytes, 0));
+  if (request.has_expected_weight_version()) {
+    HEADWATER_RETURN_IF_ERROR(CheckAtLeast("expected_weight_version", request.expected_weight_version(), 0));
+    decoded.expected_weight_version = request.expected_weight_version();
+  }
+  return decoded;
+}
+
+absl::StatusOr<DownloadGradientRequest> DecodeDownloadGradient(const v1::DownloadGradientRequest& request) {
+  auto step = DecodeStepRequest(request);
+  if (!step.ok()) return step.status();
+  auto tensor = DecodeTensorKind(request.tensor(), "tensor");
+  if (!tensor.ok()) return tensor.status();
+  const double factor = request.has_gradient_factor() ? request.gradient_factor() : 1;
+  HEADWATER_RETURN_IF_ERROR(CheckNumber("gradient_factor", factor, true, "a finite number"));
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("offset_bytes", request.offset_bytes(), 0));
+  return DownloadGradientRequest{std::move(step->name), step->key,
+                                 *tensor == HeadTensor::kWeight ? HeadTensor::kGradWeight : HeadTensor::kGradBias, factor,
+                                 request.offset_bytes()};
+}
+
+absl::StatusOr<HeadAtEpoch> DecodeGetStep(const v1::GetStepRequest& request) {
+  auto head = DecodeHeadStep(request.has_head(), request.head(), "head", /*step_required=*/false);
+  if (!head.ok()) return head.status();
+  if (!head->epoch.has_value()) return MissingField("head.head_epoch", "the head's epoch, 16 bytes");
+  return HeadAtEpoch{head->head, head->epoch};
+}
+
+absl::StatusOr<SealRequest> DecodeSeal(const v1::SealStepRequest& request, const Limits& limits) {
+  auto step = DecodeStepRequest(request);
+  if (!step.ok()) return step.status();
+  if (!request.has_expected()) return MissingField("expected", "a count or ids");
+  auto expected = DecodeExpected(request.expected(), "expected", limits);
+  if (!expected.ok()) return expected.status();
+  if (request.wait()) return FeatureNotBuilt("wait", "seal_wait");
+  return SealRequest{std::move(step->name), step->key, *std::move(expected)};
+}
+
+absl::StatusOr<ApplyRequest> DecodeApply(const v1::ApplyOptimizerStepRequest& request, const Limits& limits) {
+  auto step = DecodeStepRequest(request);
+  if (!step.ok()) return step.status();
+  ApplyRequest decoded{std::move(step->name), step->key, std::nullopt, {}};
+  if (request.has_expected()) {
+    auto expected = DecodeExpected(request.expected(), "expected", limits);
+    if (!expected.ok()) return expected.status();
+    decoded.expected = *std::move(expected);
+  }
+  heads::ApplyArguments& arguments = decoded.arguments;
+  if (!request.has_learning_rate()) return MissingField("learning_rate", "a finite number >= 0");
+  arguments.learning_rate = request.learning_rate();
+  HEADWATER_RETURN_IF_ERROR(CheckNotNegative("learning_rate", arguments.learning_rate));
+  arguments.gradient_factor = request.has_gradient_factor() ? request.gradient_factor() : 1;
+  HEADWATER_RETURN_IF_ERROR(CheckNumber("gradient_factor", arguments.gradient_factor, true, "a finite number"));
+  if (request.has_max_grad_norm()) {
+    HEADWATER_RETURN_IF_ERROR(
+        CheckNumber("max_grad_norm", request.max_grad_norm(), request.max_grad_norm() > 0, "a finite number > 0"));
+    arguments.max_grad_norm = request.max_grad_norm();
+  }
+  arguments.other_grad_norm_squared = request.other_grad_norm_squared();
+  HEADWATER_RETURN_IF_ERROR(CheckNotNegative("other_grad_norm_squared", arguments.other_grad_norm_squared));
+  if (request.has_weight_decay()) {
+    HEADWATER_RETURN_IF_ERROR(CheckNotNegative("weight_decay", request.weight_decay()));
+    arguments.weight_decay = request.weight_decay();
+  }
+  if (request.has_beta1()) {
+    HEADWATER_RETURN_IF_ERROR(CheckFraction("beta1", request.beta1(), false));
+    arguments.beta1 = request.beta1();
+  }
+  if (request.has_beta2()) {
+    HEADWATER_RETURN_IF_ERROR(CheckFraction("beta2", request.beta2(), false));
+    arguments.beta2 = request.beta2();
+  }
+  if (request.has_epsilon()) {
+    HEADWATER_RETURN_IF_ERROR(CheckNotNegative("epsilon", request.epsilon()));
+    arguments.epsilon = request.epsilon();
+  }
+  if (request.has_momentum()) {
+    HEADWATER_RETURN_IF_ERROR(CheckFraction("momentum", request.momentum(), false));
+    arguments.momentum = request.momentum();
+  }
+  return decoded;
+}
+
+absl::StatusOr<StepRequest> DecodeDiscardGradient(const v1::DiscardGradientRequest& request) { return DecodeStepRequest(request); }
+
+absl::StatusOr<StepRequest> DecodeGradientNorm(const v1::GetGradientNormRequest& request) {
+  auto step = DecodeStepRequest(request);
+  if (!step.ok()) return step;
+  step->factor = request.has_gradient_factor() ? request.gradient_factor() : 1;
+  HEADWATER_RETURN_IF_ERROR(CheckNumber("gradient_factor", step->factor, true, "a finite number"));
+  return step;
+}
+
+absl::StatusOr<CheckpointRequest> DecodeSave(const v1::SaveCheckpointRequest& request) {
+  auto name = DecodeHeadName(request.name(), "name");
+  if (!name.ok()) return name.status();
+  auto epoch = DecodeOptionalEpoch(request.epoch(), "epoch");
+  if (!epoch.ok()) return epoch.status();
+  HEADWATER_RETURN_IF_ERROR(CheckCheckpointName(request.checkpoint()));
+  return CheckpointRequest{*std::move(name), *epoch, request.checkpoint(), request.overwrite()};
+}
+
+absl::StatusOr<CheckpointRequest> DecodeRestore(const v1::RestoreCheckpointRequest& request) {
+  auto head = DecodeHeadAtRequiredEpoch(request.name(), request.epoch());
+  if (!head.ok()) return head.status();
+  HEADWATER_RETURN_IF_ERROR(CheckCheckpointName(request.checkpoint()));
+  return CheckpointRequest{std::move(head->name), head->epoch, request.checkpoint(), false};
+}
+
+absl::Status ValidateAddGradientHeader(const v1::AddGradientHeader& header) {
+  if (auto head = DecodeHeadStep(header.has_head(), header.head(), "header.head", /*step_required=*/true); !head.ok()) {
+    return head.status();
+  }
+  if (!header.has_micro_batch()) return MissingField("header.micro_batch", "a number >= 0");
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.micro_batch", header.micro_batch(), 0));
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.attempt", header.attempt(), 0));
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.row_start", header.row_start(), 0));
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.row_count", header.row_count(), 1));
+  HEADWATER_RETURN_IF_ERROR(CheckNumber("header.factor", header.has_factor() ? header.factor() : 1, true, "a finite number"));
+  return CheckNoSession(header.session_id(), "header.session_id");
+}
+
+absl::Status ValidateOpenSession(const v1::OpenSessionRequest& request) {
+  constexpr size_t kMaxClientNameBytes = 128;
+  if (request.client_name().size() > kMaxClientNameBytes) {
+    return FieldError(ErrorReason::kInvalidField, "client_name", "at most 128 bytes",
+                      absl::StrCat(request.client_name().size(), " bytes"));
+  }
+  constexpr int64_t kMaxDurationSeconds = 315576000000;  // as google.protobuf.Duration allows
+  HEADWATER_RETURN_IF_ERROR(CheckRange("lease.seconds", request.lease().seconds(), 0, kMaxDurationSeconds));
+  return CheckRange("lease.nanos", request.lease().nanos(), 0, 999999999);
+}
+
+absl::Status ValidateKeepAlive(const v1::KeepAliveRequest& request) { return CheckSessionPresent(request.session_id()); }
+
+absl::Status ValidateCloseSession(const v1::CloseSessionRequest& request) { return CheckSessionPresent(request.session_id()); }
+
+absl::Status ValidateRegisterSharedMemory(const v1::RegisterSharedMemoryRequest& request) {
+  constexpr size_t kCudaIpcHandleBytes = 64;
+  constexpr size_t kMaxNameBytes = 255;
+  HEADWATER_RETURN_IF_ERROR(CheckSessionPresent(request.session_id()));
+  switch (request.source_case()) {
+    case v1::RegisterSharedMemoryRequest::kDescriptorToken:
+      if (request.descriptor_token().empty()) return MissingField("descriptor_token", "the token that the socket answered");
+      break;
+    case v1::RegisterSharedMemoryRequest::kSharedMemoryName: {
+      const std::string& name = request.shared_memory_name();
+      if (name.empty() || name.size() > kMaxNameBytes || name.find('/') != std::string::npos || name.front() == '.') {
+        return FieldError(ErrorReason::kInvalidName, "shared_memory_name", "1 to 255 bytes without `/`, not beginning with `.`",
+                          Quoted(name));
+      }
+      break;
+    }
+    case v1::RegisterSharedMemoryRequest::kCudaIpcHandle:
+      if (request.cuda_ipc_handle().size() != kCudaIpcHandleBytes) {
+        return FieldError(ErrorReason::kInvalidField, "cuda_ipc_handle", "64 bytes",
+                          absl::StrCat(request.cuda_ipc_handle().size(), " bytes"));
+      }
+      break;
+    case v1::RegisterSharedMemoryRequest::SOURCE_NOT_SET:
+      return MissingField("source", "descriptor_token, shared_memory_name or cuda_ipc_handle");
+  }
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("size_bytes", request.size_bytes(), 1));
+  return CheckRange("offset_bytes", request.offset_bytes(), 0, std::numeric_limits<int64_t>::max() - request.size_bytes());
+}
+
+absl::Status ValidateUnregisterSharedMemory(const v1::UnregisterSharedMemoryRequest& request) {
+  HEADWATER_RETURN_IF_ERROR(CheckSessionPresent(request.session_id()));
+  return request.region_id().empty() ? MissingField("region_id", "the id that RegisterSharedMemory answered") : absl::OkStatus();
+}
+
+}  // namespace headwater::service

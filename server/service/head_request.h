@@ -1,0 +1,124 @@
+// HeadService's and SessionService's requests as plain structs; see loss_request.h for the rules.
+#ifndef HEADWATER_SERVER_SERVICE_HEAD_REQUEST_H_
+#define HEADWATER_SERVER_SERVICE_HEAD_REQUEST_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "headwater/kernels/types.h"
+#include "headwater/v1/head_service.pb.h"
+#include "headwater/v1/session_service.pb.h"
+#include "server/heads/head.h"
+#include "server/service/limits.h"
+#include "server/service/loss_request.h"
+
+namespace headwater::service {
+
+struct CreateRequest {
+  heads::HeadName name;
+  HeadSpec spec;  // validated, defaults filled in
+  bool validate_only = false;
+};
+
+struct ListRequest {
+  std::string tenant;
+  std::string after;  // full name of the last head of the previous page, or empty
+  int64_t page_size = 0;
+};
+
+// A head, and the epoch that it must have.
+struct HeadAtEpoch {
+  heads::HeadName name;
+  std::optional<heads::Epoch> epoch;
+};
+
+struct UploadRequest {
+  heads::HeadName name;
+  heads::Epoch epoch{};
+  std::string upload_id;
+  HeadTensor tensor = HeadTensor::kWeight;
+  DataType data_type = DataType::kFloat32;
+  int64_t total_bytes = 0;
+  std::string checksum;  // 16 bytes, or empty
+};
+
+struct LoadRequest {
+  heads::HeadName name;
+  heads::Epoch epoch{};
+  std::string path;
+  std::string weight_tensor;
+  std::string bias_tensor;
+};
+
+struct DownloadWeightsRequest {
+  heads::HeadName name;
+  HeadTensor tensor = HeadTensor::kWeight;
+  std::optional<DataType> data_type;  // absent: the storage type
+  int64_t offset_bytes = 0;
+  std::optional<int64_t> expected_weight_version;
+};
+
+struct DownloadGradientRequest {
+  heads::HeadName name;
+  heads::StepKey key;
+  HeadTensor tensor = HeadTensor::kGradWeight;
+  double factor = 1;
+  int64_t offset_bytes = 0;
+};
+
+struct SealRequest {
+  heads::HeadName name;
+  heads::StepKey key;
+  heads::ExpectedMicroBatches expected;
+};
+
+struct ApplyRequest {
+  heads::HeadName name;
+  heads::StepKey key;
+  std::optional<heads::ExpectedMicroBatches> expected;
+  heads::ApplyArguments arguments;
+};
+
+struct CheckpointRequest {
+  heads::HeadName name;
+  std::optional<heads::Epoch> epoch;
+  std::string checkpoint;
+  bool overwrite = false;
+};
+
+// A step of a head, and a factor.
+struct StepRequest {
+  heads::HeadName name;
+  heads::StepKey key;
+  double factor = 1;
+};
+
+absl::StatusOr<CreateRequest> DecodeCreate(const v1::CreateHeadRequest& request, const Limits& limits);
+absl::StatusOr<ListRequest> DecodeList(const v1::ListHeadsRequest& request);
+absl::StatusOr<HeadAtEpoch> DecodeDelete(const v1::DeleteHeadRequest& request);
+absl::StatusOr<UploadRequest> DecodeUploadHeader(const v1::UploadWeightsHeader& header);
+absl::StatusOr<LoadRequest> DecodeLoad(const v1::LoadWeightsRequest& request);
+absl::StatusOr<DownloadWeightsRequest> DecodeDownloadWeights(const v1::DownloadWeightsRequest& request);
+absl::StatusOr<DownloadGradientRequest> DecodeDownloadGradient(const v1::DownloadGradientRequest& request);
+absl::StatusOr<HeadAtEpoch> DecodeGetStep(const v1::GetStepRequest& request);
+absl::StatusOr<SealRequest> DecodeSeal(const v1::SealStepRequest& request, const Limits& limits);
+absl::StatusOr<ApplyRequest> DecodeApply(const v1::ApplyOptimizerStepRequest& request, const Limits& limits);
+absl::StatusOr<StepRequest> DecodeDiscardGradient(const v1::DiscardGradientRequest& request);
+absl::StatusOr<StepRequest> DecodeGradientNorm(const v1::GetGradientNormRequest& request);
+absl::StatusOr<CheckpointRequest> DecodeSave(const v1::SaveCheckpointRequest& request);
+absl::StatusOr<CheckpointRequest> DecodeRestore(const v1::RestoreCheckpointRequest& request);
+
+// What can be checked of the requests whose RPCs are not built.
+absl::Status ValidateAddGradientHeader(const v1::AddGradientHeader& header);
+absl::Status ValidateOpenSession(const v1::OpenSessionRequest& request);
+absl::Status ValidateKeepAlive(const v1::KeepAliveRequest& request);
+absl::Status ValidateCloseSession(const v1::CloseSessionRequest& request);
+absl::Status ValidateRegisterSharedMemory(const v1::RegisterSharedMemoryRequest& request);
+absl::Status ValidateUnregisterSharedMemory(const v1::UnregisterSharedMemoryRequest& request);
+
+}  // namespace headwater::service
+
+#endif  // HEADWATER_SERVER_SERVICE_HEAD_REQUEST_H_

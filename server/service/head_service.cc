@@ -1,0 +1,304 @@
+#include "server/service/head_service.h"
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "server/checkpoint/weights_reader.h"
+#include "server/service/field_check.h"
+#include "server/service/head_request.h"
+#include "server/service/proto_encoding.h"
+#include "server/service/rpc_scope.h"
+#include "server/service/stream_reader.h"
+#include "server/service/tensor_stream.h"
+#include "server/service/upload_call.h"
+
+namespace headwater::service {
+namespace {
+
+using observability::RpcMethod;
+
+// Finds the head that a decoded request names, and names it in the log.
+absl::StatusOr<std::shared_ptr<heads::Head>> FindHead(ServerCore& core, RpcScope& scope, const heads::HeadName& name) {
+  scope.set_head(name.ToString());
+  return core.registry.Find(name);
+}
+
+absl::Status SendDownload(ServerCore& core, const absl::StatusOr<TensorStream>& stream,
+                          grpc::ServerWriter<v1::DownloadTensorResponse>& writer) {
+  if (!stream.ok()) return stream.status();
+  return SendTensor(*stream, core.options.limits.max_chunk_bytes, [&](const v1::DownloadTensorResponse& response) {
+    core.metrics.CountBytes(observability::Direction::kOut, static_cast<int64_t>(response.chunk().data().size()));
+    return writer.Write(response);
+  });
+}
+
+absl::Status StorageNotConfigured(const char* flag) {
+  return MakeError(ErrorReason::kStorageNotConfigured,
+                   std::string("expected a server that was started with --") + flag + ", got one without",
+                   {{"expected", std::string("--") + flag}, {"actual", "not set"}});
+}
+
+}  // namespace
+
+grpc::Status HeadServiceImpl::CreateHead(grpc::ServerContext* context, const v1::CreateHeadRequest* request,
+                                         v1::CreateHeadResponse* response) {
+  return RunRpc(core_, *context, RpcMethod::kCreateHead, [&](RpcScope& scope) -> absl::Status {
+    auto create = DecodeCreate(*request, core_.options.limits);
+    if (!create.ok()) return create.status();
+    scope.set_head(create->name.ToString());
+    if (create->validate_only) {
+      auto plan = core_.engine->PlanHead(create->spec);
+      if (!plan.ok()) return plan.status();
+      response->mutable_head()->set_name(create->name.ToString());
+      EncodeSpec(create->spec, response->mutable_head()->mutable_spec());
+      EncodePlan(*plan, core_.AvailableBytes(), response->mutable_head()->mutable_memory_plan());
+      return absl::OkStatus();
+    }
+    auto head = core_.registry.Create(create->name, create->spec);
+    if (!head.ok()) return head.status();
+    EncodeHead((*head)->Describe(), core_.AvailableBytes(), response->mutable_head());
+    response->set_created(true);
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status HeadServiceImpl::GetHead(grpc::ServerContext* context, const v1::GetHeadRequest* request, v1::Head* response) {
+  return RunRpc(core_, *context, RpcMethod::kGetHead, [&](RpcScope& scope) -> absl::Status {
+    auto name = DecodeHeadName(request->name(), "name");
+    if (!name.ok()) return name.status();
+    auto head = FindHead(core_, scope, *name);
+    if (!head.ok()) return head.status();
+    EncodeHead((*head)->Describe(), core_.AvailableBytes(), response);
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status HeadServiceImpl::ListHeads(grpc::ServerContext* context, const v1::ListHeadsRequest* request,
+                                        v1::ListHeadsResponse* response) {
+  return RunRpc(core_, *context, RpcMethod::kListHeads, [&](RpcScope&) -> absl::Status {
+    auto list = DecodeList(*request);
+    if (!list.ok()) return list.status();
+    // One more than a page, to know whether there is a next one.
+    const auto heads = core_.registry.List(list->tenant, list->after, list->page_size + 1);
+    const size_t count = std::min(heads.size(), static_cast<size_t>(list->page_size));
+    for (size_t i = 0; i < count; ++i) EncodeHead(heads[i]->Describe(), core_.AvailableBytes(), response->add_heads());
+    if (heads.size() > count) response->set_next_page_token(heads[count - 1]->name().ToString());
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status HeadServiceImpl::DeleteHead(grpc::ServerContext* context, const v1::DeleteHeadRequest* request,
+                                         v1::DeleteHeadResponse*) {
+  return RunRpc(core_, *context, RpcMethod::kDeleteHead, [&](RpcScope& scope) -> absl::Status {
+    auto head = DecodeDelete(*request);
+    if (!head.ok()) return head.status();
+    scope.set_head(head->name.ToString());
+    return core_.registry.Delete(head->name, head->epoch, request->force());
+  });
+}
+
+grpc::Status HeadServiceImpl::TakeHead(grpc::ServerContext* context, const v1::TakeHeadRequest* request, v1::Head*) {
+  return RunRpc(core_, *context, RpcMethod::kTakeHead, [&](RpcScope& scope) -> absl::Status {
+    auto name = DecodeHeadName(request->name(), "name");
+    if (!name.ok()) return name.status();
+    if (auto head = FindHead(core_, scope, *name); !head.ok()) return head.status();
+    return FeatureNotBuilt("TakeHead", "take_head");
+  });
+}
+
+grpc::Status HeadServiceImpl::UploadWeights(grpc::ServerContext* context,
+                                            grpc::ServerReaderWriter<v1::UploadWeightsResponse, v1::UploadWeightsRequest>* stream) {
+  return RunRpc(core_, *context, RpcMethod::kUploadWeights, [&](RpcScope& scope) -> absl::Status {
+    UploadCall call(core_);
+    HEADWATER_RETURN_IF_ERROR(
+        (ReadAll<v1::UploadWeightsRequest>(core_, *context, scope, *stream, [&](v1::UploadWeightsRequest* message) {
+          v1::UploadWeightsResponse response;
+          const absl::Status status = call.OnMessage(*message, &response);
+          scope.set_head(call.head_name());
+          const bool answer = response.message_case() != v1::UploadWeightsResponse::MESSAGE_NOT_SET;
+          return !status.ok() || !answer || stream->Write(response) ? status : scope.CancelledError();
+        })));
+    v1::UploadWeightsResponse response;
+    HEADWATER_RETURN_IF_ERROR(call.Finish(&response));
+    return stream->Write(response) ? absl::OkStatus() : scope.CancelledError();
+  });
+}
+
+grpc::Status HeadServiceImpl::LoadWeights(grpc::ServerContext* context, const v1::LoadWeightsRequest* request, v1::Head* response) {
+  return RunRpc(core_, *context, RpcMethod::kLoadWeights, [&](RpcScope& scope) -> absl::Status {
+    auto load = DecodeLoad(*request);
+    if (!load.ok()) return load.status();
+    auto head = FindHead(core_, scope, load->name);
+    if (!head.ok()) return head.status();
+    HEADWATER_RETURN_IF_ERROR((*head)->CheckEpoch(load->epoch));
+    if (core_.options.load_root.empty()) return StorageNotConfigured("load_root");
+    auto reader = checkpoint::WeightsReader::Open(core_.options.load_root, load->path, load->weight_tensor, load->bias_tensor,
+                                                  (*head)->spec());
+    if (!reader.ok()) return reader.status();
+    std::vector<heads::TensorUpdate> updates;
+    for (const HeadTensor tensor : {HeadTensor::kWeight, HeadTensor::kBias}) {
+      if (tensor == HeadTensor::kBias && !(*reader)->has_bias()) continue;
+      updates.push_back(
+          {tensor, (*reader)->data_type(tensor), [&reader, tensor](int64_t element_start, int64_t element_count, void* out) {
+             return (*reader)->Read(tensor, element_start, element_count, out);
+           }});
+    }
+    HEADWATER_RETURN_IF_ERROR((*head)->SetTensors(load->epoch, updates));
+    EncodeHead((*head)->Describe(), core_.AvailableBytes(), response);
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status HeadServiceImpl::DownloadWeights(grpc::ServerContext* context, const v1::DownloadWeightsRequest* request,
+                                              grpc::ServerWriter<v1::DownloadTensorResponse>* writer) {
+  return RunRpc(core_, *context, RpcMethod::kDownloadWeights, [&](RpcScope& scope) -> absl::Status {
+    auto download = DecodeDownloadWeights(*request);
+    if (!download.ok()) return download.status();
+    auto head = FindHead(core_, scope, download->name);
+    if (!head.ok()) return head.status();
+    return SendDownload(core_, OpenWeights(*std::move(head), *download), *writer);
+  });
+}
+
+grpc::Status HeadServiceImpl::GetStep(grpc::ServerContext* context, const v1::GetStepRequest* request,
+                                      v1::GetStepResponse* response) {
+  return RunRpc(core_, *context, RpcMethod::kGetStep, [&](RpcScope& scope) -> absl::Status {
+    auto decoded = DecodeGetStep(*request);
+    if (!decoded.ok()) return decoded.status();
+    auto head = FindHead(core_, scope, decoded->name);
+    if (!head.ok()) return head.status();
+    auto steps = (*head)->GetSteps(*decoded->epoch);
+    if (!steps.ok()) return steps.status();
+    EncodeStep(steps->first, response->mutable_open());
+    if (steps->second.has_value()) EncodeStep(*steps->second, response->mutable_last_closed());
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status HeadServiceImpl::SealStep(grpc::ServerContext* context, const v1::SealStepRequest* request,
+                                       v1::SealStepResponse* response) {
+  return RunRpc(core_, *context, RpcMethod::kSealStep, [&](RpcScope& scope) -> absl::Status {
+    auto seal = DecodeSeal(*request, core_.options.limits);
+    if (!seal.ok()) return seal.status();
+    auto head = FindHead(core_, scope, seal->name);
+    if (!head.ok()) return head.status();
+    auto reply = (*head)->Seal(seal->key, seal->expected);
+    if (!reply.ok()) return reply.status();
+    EncodeTotals(reply->totals, response->mutable_totals());
+    response->set_gradient_norm_squared(reply->stats.norm_squared);
+    response->set_non_finite_count(reply->stats.non_finite_count);
+    response->set_replayed(reply->replayed);
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status HeadServiceImpl::ApplyOptimizerStep(grpc::ServerContext* context, const v1::ApplyOptimizerStepRequest* request,
+                                                 v1::ApplyOptimizerStepResponse* response) {
+  return RunRpc(core_, *context, RpcMethod::kApplyOptimizerStep, [&](RpcScope& scope) -> absl::Status {
+    auto apply = DecodeApply(*request, core_.options.limits);
+    if (!apply.ok()) return apply.status();
+    auto head = FindHead(core_, scope, apply->name);
+    if (!head.ok()) return head.status();
+    auto reply = (*head)->Apply(apply->key, apply->expected, apply->arguments);
+    if (!reply.ok()) return reply.status();
+    if (!reply->replayed) core_.metrics.CountStep(observability::StepOutcome::kApplied);
+    response->set_open_step(reply->open_step);
+    response->set_weight_version(reply->weight_version);
+    response->set_global_grad_norm(reply->global_grad_norm);
+    response->set_gradient_norm_squared(reply->gradient_norm_squared);
+    response->set_clip_factor(reply->clip_factor);
+    EncodeTotals(reply->totals, response->mutable_totals());
+    response->set_replayed(reply->replayed);
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status HeadServiceImpl::DiscardGradient(grpc::ServerContext* context, const v1::DiscardGradientRequest* request,
+                                              v1::DiscardGradientResponse* response) {
+  return RunRpc(core_, *context, RpcMethod::kDiscardGradient, [&](RpcScope& scope) -> absl::Status {
+    auto step = DecodeDiscardGradient(*request);
+    if (!step.ok()) return step.status();
+    auto head = FindHead(core_, scope, step->name);
+    if (!head.ok()) return head.status();
+    auto reply = (*head)->DiscardGradient(step->key);
+    if (!reply.ok()) return reply.status();
+    if (!reply->second) core_.metrics.CountStep(observability::StepOutcome::kDiscarded);
+    response->set_open_step(reply->first);
+    response->set_replayed(reply->second);
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status HeadServiceImpl::DownloadGradient(grpc::ServerContext* context, const v1::DownloadGradientRequest* request,
+                                               grpc::ServerWriter<v1::DownloadTensorResponse>* writer) {
+  return RunRpc(core_, *context, RpcMethod::kDownloadGradient, [&](RpcScope& scope) -> absl::Status {
+    auto download = DecodeDownloadGradient(*request);
+    if (!download.ok()) return download.status();
+    auto head = FindHead(core_, scope, download->name);
+    if (!head.ok()) return head.status();
+    return SendDownload(core_, OpenGradient(*std::move(head), *download), *writer);
+  });
+}
+
+grpc::Status HeadServiceImpl::GetGradientNorm(grpc::ServerContext* context, const v1::GetGradientNormRequest* request,
+                                              v1::GetGradientNormResponse* response) {
+  return RunRpc(core_, *context, RpcMethod::kGetGradientNorm, [&](RpcScope& scope) -> absl::Status {
+    auto step = DecodeGradientNorm(*request);
+    if (!step.ok()) return step.status();
+    auto head = FindHead(core_, scope, step->name);
+    if (!head.ok()) return head.status();
+    auto stats = (*head)->GradientNorm(step->key);
+    if (!stats.ok()) return stats.status();
+    response->set_gradient_norm_squared(stats->norm_squared * step->factor * step->factor);
+    response->set_non_finite_count(stats->non_finite_count);
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status HeadServiceImpl::AddGradient(grpc::ServerContext* context, grpc::ServerReader<v1::AddGradientRequest>* reader,
+                                          v1::AddGradientResponse*) {
+  return RunRpc(core_, *context, RpcMethod::kAddGradient, [&](RpcScope& scope) -> absl::Status {
+    v1::AddGradientRequest message;
+    HEADWATER_RETURN_IF_ERROR(ReadHeader(core_, *context, scope, *reader, &message));
+    HEADWATER_RETURN_IF_ERROR(ValidateAddGradientHeader(message.header()));
+    return FeatureNotBuilt("header", "add_gradient");
+  });
+}
+
+grpc::Status HeadServiceImpl::SaveCheckpoint(grpc::ServerContext* context, const v1::SaveCheckpointRequest* request,
+                                             v1::SaveCheckpointResponse* response) {
+  return RunRpc(core_, *context, RpcMethod::kSaveCheckpoint, [&](RpcScope& scope) -> absl::Status {
+    auto save = DecodeSave(*request);
+    if (!save.ok()) return save.status();
+    auto head = FindHead(core_, scope, save->name);
+    if (!head.ok()) return head.status();
+    if ((*head)->spec().trainable && !save->epoch.has_value())
+      return MissingField("epoch", "the head's epoch, because it is trainable");
+    if (core_.checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
+    auto saved = (*head)->Save(save->epoch, *core_.checkpoints, save->checkpoint, save->overwrite);
+    if (!saved.ok()) return saved.status();
+    response->set_checkpoint(save->checkpoint);
+    response->set_step(saved->step);
+    response->set_total_bytes(saved->total_bytes);
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status HeadServiceImpl::RestoreCheckpoint(grpc::ServerContext* context, const v1::RestoreCheckpointRequest* request,
+                                                v1::Head* response) {
+  return RunRpc(core_, *context, RpcMethod::kRestoreCheckpoint, [&](RpcScope& scope) -> absl::Status {
+    auto restore = DecodeRestore(*request);
+    if (!restore.ok()) return restore.status();
+    auto head = FindHead(core_, scope, restore->name);
+    if (!head.ok()) return head.status();
+    HEADWATER_RETURN_IF_ERROR((*head)->CheckEpoch(*restore->epoch));
+    if (core_.checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
+    HEADWATER_RETURN_IF_ERROR((*head)->Restore(*restore->epoch, *core_.checkpoints, restore->checkpoint));
+    EncodeHead((*head)->Describe(), core_.AvailableBytes(), response);
+    return absl::OkStatus();
+  });
+}
+
+}  // namespace headwater::service

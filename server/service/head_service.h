@@ -1,0 +1,51 @@
+// gRPC handlers of headwater.v1.HeadService.
+#ifndef HEADWATER_SERVER_SERVICE_HEAD_SERVICE_H_
+#define HEADWATER_SERVER_SERVICE_HEAD_SERVICE_H_
+
+#include "headwater/v1/head_service.grpc.pb.h"
+#include "server/service/server_core.h"
+
+namespace headwater::service {
+
+class HeadServiceImpl final : public v1::HeadService::Service {
+ public:
+  // `core` must outlive the service.
+  explicit HeadServiceImpl(ServerCore& core) : core_(core) {}
+
+  grpc::Status CreateHead(grpc::ServerContext* context, const v1::CreateHeadRequest* request,
+                          v1::CreateHeadResponse* response) override;
+  grpc::Status GetHead(grpc::ServerContext* context, const v1::GetHeadRequest* request, v1::Head* response) override;
+  grpc::Status ListHeads(grpc::ServerContext* context, const v1::ListHeadsRequest* request,
+                         v1::ListHeadsResponse* response) override;
+  grpc::Status DeleteHead(grpc::ServerContext* context, const v1::DeleteHeadRequest* request,
+                          v1::DeleteHeadResponse* response) override;
+  grpc::Status TakeHead(grpc::ServerContext* context, const v1::TakeHeadRequest* request, v1::Head* response) override;
+  grpc::Status UploadWeights(grpc::ServerContext* context,
+                             grpc::ServerReaderWriter<v1::UploadWeightsResponse, v1::UploadWeightsRequest>* stream) override;
+  grpc::Status LoadWeights(grpc::ServerContext* context, const v1::LoadWeightsRequest* request, v1::Head* response) override;
+  grpc::Status DownloadWeights(grpc::ServerContext* context, const v1::DownloadWeightsRequest* request,
+                               grpc::ServerWriter<v1::DownloadTensorResponse>* writer) override;
+  grpc::Status GetStep(grpc::ServerContext* context, const v1::GetStepRequest* request, v1::GetStepResponse* response) override;
+  grpc::Status SealStep(grpc::ServerContext* context, const v1::SealStepRequest* request, v1::SealStepResponse* response) override;
+  grpc::Status ApplyOptimizerStep(grpc::ServerContext* context, const v1::ApplyOptimizerStepRequest* request,
+                                  v1::ApplyOptimizerStepResponse* response) override;
+  grpc::Status DiscardGradient(grpc::ServerContext* context, const v1::DiscardGradientRequest* request,
+                               v1::DiscardGradientResponse* response) override;
+  grpc::Status DownloadGradient(grpc::ServerContext* context, const v1::DownloadGradientRequest* request,
+                                grpc::ServerWriter<v1::DownloadTensorResponse>* writer) override;
+  grpc::Status GetGradientNorm(grpc::ServerContext* context, const v1::GetGradientNormRequest* request,
+                               v1::GetGradientNormResponse* response) override;
+  grpc::Status AddGradient(grpc::ServerContext* context, grpc::ServerReader<v1::AddGradientRequest>* reader,
+                           v1::AddGradientResponse* response) override;
+  grpc::Status SaveCheckpoint(grpc::ServerContext* context, const v1::SaveCheckpointRequest* request,
+                              v1::SaveCheckpointResponse* response) override;
+  grpc::Status RestoreCheckpoint(grpc::ServerContext* context, const v1::RestoreCheckpointRequest* request,
+                                 v1::Head* response) override;
+
+ private:
+  ServerCore& core_;
+};
+
+}  // namespace headwater::service
+
+#endif  // HEADWATER_SERVER_SERVICE_HEAD_SERVICE_H_

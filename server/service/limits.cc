@@ -1,0 +1,64 @@
+#include "server/service/limits.h"
+
+#include <climits>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace headwater::service {
+namespace {
+
+// Room in a message for everything that is not a chunk's data or a per-token output.
+constexpr int64_t kMessageOverheadBytes = 64 << 10;
+// Five per-token outputs of four bytes.
+constexpr int64_t kTokenOutputBytes = 5 * 4;
+
+}  // namespace
+
+absl::Status ValidateLimits(const Limits& limits) {
+  const std::pair<const char*, int64_t> positive[] = {
+      {"max_message_bytes", limits.max_message_bytes},
+      {"max_chunk_bytes", limits.max_chunk_bytes},
+      {"max_micro_batch_rows", limits.max_micro_batch_rows},
+      {"max_micro_batch_bytes", limits.max_micro_batch_bytes},
+      {"max_vocab_size", limits.max_vocab_size},
+      {"max_hidden_size", limits.max_hidden_size},
+      {"max_heads", limits.max_heads},
+      {"max_step_micro_batches", limits.max_step_micro_batches},
+      {"max_queue_depth", limits.max_queue_depth},
+      {"max_in_flight_bytes", limits.max_in_flight_bytes},
+      {"max_upload_bytes", limits.max_upload_bytes},
+  };
+  for (const auto& [name, value] : positive) {
+    if (value < 1) return absl::InvalidArgumentError(absl::StrCat(name, ": expected at least 1, got ", value));
+  }
+  if (limits.max_staging_slots < 0 || limits.max_staging_slots > INT32_MAX) {
+    return absl::InvalidArgumentError(absl::StrCat("max_staging_slots: expected 0 to 2^31 - 1, got ", limits.max_staging_slots));
+  }
+  if (limits.max_message_bytes > INT_MAX) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("max_message_bytes: expected at most 2^31 - 1, which protobuf can carry, got ", limits.max_message_bytes));
+  }
+  if (limits.max_vocab_size > INT32_MAX) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("max_vocab_size: expected at most 2^31 - 1, because targets are int32, got ", limits.max_vocab_size));
+  }
+  if (limits.max_hidden_size > (limits.max_chunk_bytes / 4)) {
+    return absl::InvalidArgumentError(absl::StrCat("max_chunk_bytes: expected room for one fp32 row of max_hidden_size ",
+                                                   limits.max_hidden_size, ", got ", limits.max_chunk_bytes));
+  }
+  if (limits.max_chunk_bytes > limits.max_message_bytes - kMessageOverheadBytes) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "max_message_bytes: expected at least max_chunk_bytes + 64 KiB = ", limits.max_chunk_bytes + kMessageOverheadBytes,
+        ", got ", limits.max_message_bytes));
+  }
+  if (limits.max_micro_batch_rows > (limits.max_message_bytes - kMessageOverheadBytes) / kTokenOutputBytes) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("max_message_bytes: expected room for five per-token outputs of max_micro_batch_rows ",
+                     limits.max_micro_batch_rows, ", got ", limits.max_message_bytes));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace headwater::service

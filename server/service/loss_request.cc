@@ -1,0 +1,485 @@
+#include "server/service/loss_request.h"
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "headwater/kernels/error.h"
+#include "server/service/field_check.h"
+
+namespace headwater::service {
+namespace {
+
+// What a tensor field must be.
+struct TensorRule {
+  v1::DataType data_type;
+  const char* data_type_name;
+  int64_t size;  // of the only dimension; -1: any size >= 0 up to size_max
+  int64_t size_max = std::numeric_limits<int64_t>::max();
+};
+
+// Checks type, shape and length of a one-dimensional tensor of 4-byte elements.
+absl::Status CheckVector(const v1::Tensor& tensor, const std::string& field, const TensorRule& rule) {
+  const std::string type_field = field + ".data_type";
+  if (tensor.data_type() == v1::DATA_TYPE_UNSPECIFIED) return MissingField(type_field, rule.data_type_name);
+  if (tensor.data_type() != rule.data_type) {
+    return FieldError(ErrorReason::kDataTypeMismatch, type_field, rule.data_type_name,
+                      v1::DataType_IsValid(tensor.data_type()) ? v1::DataType_Name(tensor.data_type())
+                                                               : absl::StrCat(static_cast<int>(tensor.data_type())));
+  }
+  const bool one_dimension = tensor.shape_size() == 1;
+  if (!one_dimension || tensor.shape(0) < 0 || (rule.size >= 0 && tensor.shape(0) != rule.size) ||
+      tensor.shape(0) > rule.size_max) {
+    std::string shape = "[";
+    for (int i = 0; i < tensor.shape_size() && i < 8; ++i) absl::StrAppend(&shape, i == 0 ? "" : ", ", tensor.shape(i));
+    return FieldError(ErrorReason::kShapeMismatch, field + ".shape",
+                      rule.size >= 0 ? absl::StrCat("[", rule.size, "]") : absl::StrCat("one dimension of at most ", rule.size_max),
+                      shape + (tensor.shape_size() > 8 ? ", ...]" : "]"));
+  }
+  if (tensor.data().size() / 4 != static_cast<uint64_t>(tensor.shape(0)) || tensor.data().size() % 4 != 0) {
+    return FieldError(ErrorReason::kDataLengthMismatch, field + ".data", absl::StrCat(tensor.shape(0), " elements of 4 bytes"),
+                      absl::StrCat(tensor.data().size(), " bytes"));
+  }
+  return absl::OkStatus();
+}
+
+template <typename T>
+std::vector<T> CopyElements(const v1::Tensor& tensor) {
+  std::vector<T> elements(tensor.data().size() / sizeof(T));
+  if (!elements.empty()) std::memcpy(elements.data(), tensor.data().data(), tensor.data().size());
+  return elements;
+}
+
+// Finite fp32 elements, optionally none below 0.
+absl::StatusOr<std::vector<float>> DecodeFloats(const v1::Tensor& tensor, const std::string& field, const TensorRule& rule,
+                                                bool negative_allowed) {
+  HEADWATER_RETURN_IF_ERROR(CheckVector(tensor, field, rule));
+  std::vector<float> values = CopyElements<float>(tensor);
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (!std::isfinite(values[i]) || (values[i] < 0 && !negative_allowed)) {
+      return FieldError(ErrorReason::kInvalidField, field + ".data",
+                        negative_allowed ? "finite elements" : "finite elements that are not negative",
+                        absl::StrCat(values[i], " at index ", i));
+    }
+  }
+  return values;
+}
+
+absl::Status UnknownEnum(const std::string& field, const std::string& expected, int value) {
+  return FieldError(ErrorReason::kInvalidField, field, expected, absl::StrCat(value));
+}
+
+absl::StatusOr<CrossEntropyRequest> DecodeCrossEntropy(const v1::CrossEntropyLoss& loss, const std::string& field,
+                                                       const Limits& limits) {
+  CrossEntropyRequest decoded;
+  decoded.label_smoothing = loss.label_smoothing();
+  decoded.z_loss = loss.z_loss();
+  HEADWATER_RETURN_IF_ERROR(CheckNumber(field + ".label_smoothing", decoded.label_smoothing,
+                                        decoded.label_smoothing >= 0 && decoded.label_smoothing < 1, "a number in [0, 1)"));
+  HEADWATER_RETURN_IF_ERROR(CheckNumber(field + ".z_loss", decoded.z_loss, decoded.z_loss >= 0, "a finite number >= 0"));
+  if (loss.has_class_weights()) {
+    auto weights = DecodeFloats(loss.class_weights(), field + ".class_weights",
+                                {v1::DATA_TYPE_FLOAT32, "FLOAT32", -1, limits.max_vocab_size}, /*negative_allowed=*/false);
+    if (!weights.ok()) return weights.status();
+    decoded.class_weights = *std::move(weights);
+  }
+  return decoded;
+}
+
+absl::StatusOr<JensenShannonRequest> DecodeJensenShannon(const v1::JensenShannonLoss& loss, const std::string& field,
+                                                         const Limits& limits) {
+  JensenShannonRequest decoded;
+  JsdSpec& options = decoded.options;
+  if (loss.has_beta()) options.beta = loss.beta();
+  if (loss.has_student_temperature()) options.student_temperature = loss.student_temperature();
+  if (loss.has_teacher_temperature()) options.teacher_temperature = loss.teacher_temperature();
+  options.hard_loss_weight = loss.hard_loss_weight();
+  HEADWATER_RETURN_IF_ERROR(
+      CheckNumber(field + ".beta", options.beta, options.beta >= 0 && options.beta <= 1, "a number in [0, 1]"));
+  HEADWATER_RETURN_IF_ERROR(CheckNumber(field + ".student_temperature", options.student_temperature,
+                                        options.student_temperature > 0, "a finite number > 0"));
+  HEADWATER_RETURN_IF_ERROR(CheckNumber(field + ".teacher_temperature", options.teacher_temperature,
+                                        options.teacher_temperature > 0, "a finite number > 0"));
+  HEADWATER_RETURN_IF_ERROR(CheckNumber(field + ".hard_loss_weight", options.hard_loss_weight,
+                                        options.hard_loss_weight >= 0 && options.hard_loss_weight <= 1, "a number in [0, 1]"));
+  if (loss.has_hard_loss()) {
+    if (options.hard_loss_weight == 0) {
+      return FieldError(ErrorReason::kInvalidCombination, field + ".hard_loss", "nothing, because hard_loss_weight is 0",
+                        "options of the hard loss");
+    }
+    auto hard_loss = DecodeCrossEntropy(loss.hard_loss(), field + ".hard_loss", limits);
+    if (!hard_loss.ok()) return hard_loss.status();
+    decoded.hard_loss = *std::move(hard_loss);
+  }
+  switch (loss.vocab_alignment()) {
+    case v1::VOCAB_ALIGNMENT_UNSPECIFIED:
+    case v1::VOCAB_ALIGNMENT_REFUSE:
+      break;
+    case v1::VOCAB_ALIGNMENT_TRUNCATE_TO_COMMON:
+      options.truncate_to_common = true;
+      break;
+    default:
+      return UnknownEnum(field + ".vocab_alignment", "REFUSE or TRUNCATE_TO_COMMON", loss.vocab_alignment());
+  }
+  return decoded;
+}
+
+absl::StatusOr<std::optional<int64_t>> DecodeWeightVersion(bool present, int64_t version, const std::string& field) {
+  if (!present) return std::optional<int64_t>();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field, version, 0));
+  return std::optional<int64_t>(version);
+}
+
+absl::Status ValidateJoinKey(const std::string& join_key, const std::string& field) {
+  if (join_key.empty()) return MissingField(field, "1 to 256 bytes");
+  if (join_key.size() <= 256) return absl::OkStatus();
+  return FieldError(ErrorReason::kInvalidField, field, "1 to 256 bytes", absl::StrCat(join_key.size(), " bytes"));
+}
+
+absl::Status ValidateRowIndices(bool present, const v1::Tensor& tensor, const std::string& field, const TensorRule& rule,
+                                int64_t total_row_count) {
+  if (!present) return MissingField(field, "INT32 indices of the rows");
+  HEADWATER_RETURN_IF_ERROR(CheckVector(tensor, field, rule));
+  for (const int32_t index : CopyElements<int32_t>(tensor)) {
+    if (index < 0 || index >= total_row_count) {
+      return FieldError(ErrorReason::kInvalidField, field + ".data", absl::StrCat("indices in [0, ", total_row_count, ")"),
+                        absl::StrCat(index));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// The teacher of a JSD term. Teachers that are not built are validated, then refused.
+absl::StatusOr<TeacherRequest> DecodeTeacher(const v1::LossTerm& term, const std::string& field, int64_t term_rows) {
+  switch (term.teacher_source_case()) {
+    case v1::LossTerm::kTeacherHidden:
+      break;
+    case v1::LossTerm::kJoinedTeacher: {
+      const v1::JoinedTeacher& joined = term.joined_teacher();
+      const std::string joined_field = field + ".joined_teacher";
+      if (auto name = DecodeHeadName(joined.head(), joined_field + ".head"); !name.ok()) return name.status();
+      HEADWATER_RETURN_IF_ERROR(ValidateJoinKey(joined.join_key(), joined_field + ".join_key"));
+      HEADWATER_RETURN_IF_ERROR(CheckAtLeast(joined_field + ".total_row_count", joined.total_row_count(), 1));
+      HEADWATER_RETURN_IF_ERROR(ValidateRowIndices(joined.has_row_indices(), joined.row_indices(), joined_field + ".row_indices",
+                                                   {v1::DATA_TYPE_INT32, "INT32", term_rows}, joined.total_row_count()));
+      return FeatureNotBuilt(joined_field, "joined_teacher");
+    }
+    case v1::LossTerm::kCachedTeacher:
+      if (term.cached_teacher().cache_key().empty()) return MissingField(field + ".cached_teacher.cache_key", "a name");
+      return FeatureNotBuilt(field + ".cached_teacher", "cached_teacher");
+    case v1::LossTerm::kTopKTeacher:
+      HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".top_k_teacher.k", term.top_k_teacher().k(), 1));
+      return FeatureNotBuilt(field + ".top_k_teacher", "top_k_teacher");
+    case v1::LossTerm::TEACHER_SOURCE_NOT_SET:
+      return MissingField(field + ".teacher_hidden", "a teacher, because the loss is jensen_shannon");
+  }
+  const v1::TeacherHidden& teacher = term.teacher_hidden();
+  const std::string teacher_field = field + ".teacher_hidden";
+  auto name = DecodeHeadName(teacher.head(), teacher_field + ".head");
+  if (!name.ok()) return name.status();
+  auto epoch = DecodeOptionalEpoch(teacher.head_epoch(), teacher_field + ".head_epoch");
+  if (!epoch.ok()) return epoch.status();
+  auto data_type = DecodeFloatType(teacher.data_type(), teacher_field + ".data_type");
+  if (!data_type.ok()) return data_type.status();
+  auto version = DecodeWeightVersion(teacher.has_expected_weight_version(), teacher.expected_weight_version(),
+                                     teacher_field + ".expected_weight_version");
+  if (!version.ok()) return version.status();
+  return TeacherRequest{*std::move(name), *epoch, *data_type, *version};
+}
+
+absl::StatusOr<LossTermRequest> DecodeTerm(const v1::LossTerm& term, const std::string& field, int64_t micro_batch_rows,
+                                           const Limits& limits) {
+  LossTermRequest decoded;
+  auto head = DecodeHeadStep(term.has_head(), term.head(), field + ".head", /*step_required=*/false);
+  if (!head.ok()) return head.status();
+  decoded.head = *std::move(head);
+
+  decoded.row_start = term.row_start();
+  HEADWATER_RETURN_IF_ERROR(CheckRange(field + ".row_start", decoded.row_start, 0, micro_batch_rows));
+  const int64_t rows_left = micro_batch_rows - decoded.row_start;
+  decoded.row_count = term.has_row_count() ? term.row_count() : rows_left;
+  if (term.has_row_count()) {
+    HEADWATER_RETURN_IF_ERROR(CheckRange(field + ".row_count", decoded.row_count, micro_batch_rows == 0 ? 0 : 1, rows_left));
+  }
+
+  decoded.ignore_index = term.has_ignore_index() ? term.ignore_index() : kDefaultIgnoreIndex;
+  decoded.loss_scale = term.has_loss_scale() ? term.loss_scale() : 1;
+  HEADWATER_RETURN_IF_ERROR(CheckNumber(field + ".loss_scale", decoded.loss_scale, true, "a finite number"));
+  auto version =
+      DecodeWeightVersion(term.has_expected_weight_version(), term.expected_weight_version(), field + ".expected_weight_version");
+  if (!version.ok()) return version.status();
+  decoded.expected_weight_version = *version;
+
+  bool targets_required = true;
+  switch (term.loss_case()) {
+    case v1::LossTerm::kCrossEntropy: {
+      auto loss = DecodeCrossEntropy(term.cross_entropy(), field + ".cross_entropy", limits);
+      if (!loss.ok()) return loss.status();
+      decoded.loss = *std::move(loss);
+      if (term.teacher_source_case() != v1::LossTerm::TEACHER_SOURCE_NOT_SET) {
+        return FieldError(ErrorReason::kInvalidCombination, field + ".teacher_source",
+                          "no teacher, because the loss is cross_entropy", "a teacher");
+      }
+      break;
+    }
+    case v1::LossTerm::kJensenShannon: {
+      auto loss = DecodeJensenShannon(term.jensen_shannon(), field + ".jensen_shannon", limits);
+      if (!loss.ok()) return loss.status();
+      targets_required = loss->options.hard_loss_weight > 0;
+      decoded.loss = *std::move(loss);
+      auto teacher = DecodeTeacher(term, field, decoded.row_count);
+      if (!teacher.ok()) return teacher.status();
+      decoded.teacher = *std::move(teacher);
+      break;
+    }
+    case v1::LossTerm::LOSS_NOT_SET:
+      return MissingField(field + ".loss", "cross_entropy or jensen_shannon");
+  }
+
+  if (term.has_targets()) {
+    HEADWATER_RETURN_IF_ERROR(CheckVector(term.targets(), field + ".targets", {v1::DATA_TYPE_INT32, "INT32", decoded.row_count}));
+    decoded.targets = CopyElements<int32_t>(term.targets());
+  } else if (targets_required) {
+    return MissingField(field + ".targets", absl::StrCat("INT32 [", decoded.row_count, "]"));
+  }
+  if (term.has_token_weights()) {
+    auto weights = DecodeFloats(term.token_weights(), field + ".token_weights",
+                                {v1::DATA_TYPE_FLOAT32, "FLOAT32", decoded.row_count}, /*negative_allowed=*/true);
+    if (!weights.ok()) return weights.status();
+    decoded.token_weights = *std::move(weights);
+  }
+  return decoded;
+}
+
+// Options that only make sense for a micro-batch that is added to a step.
+absl::Status CheckWithoutMicroBatch(const v1::MicroBatchHeader& header, const MicroBatchRequest& decoded, const char* why) {
+  if (header.has_micro_batch()) {
+    return FieldError(ErrorReason::kInvalidCombination, "header.micro_batch", absl::StrCat("nothing, ", why),
+                      absl::StrCat(header.micro_batch()));
+  }
+  if (decoded.explicit_commit) {
+    return FieldError(ErrorReason::kInvalidCombination, "header.commit_mode", absl::StrCat("EAGER, ", why), "EXPLICIT");
+  }
+  if (decoded.first_wins) {
+    return FieldError(ErrorReason::kInvalidCombination, "header.on_mismatch", absl::StrCat("CONFLICT, ", why), "FIRST_WINS");
+  }
+  return absl::OkStatus();
+}
+
+// Modes of the header.
+absl::Status DecodeModes(const v1::MicroBatchHeader& header, MicroBatchRequest* decoded) {
+  switch (header.compute_mode()) {
+    case v1::COMPUTE_MODE_FORWARD_BACKWARD:
+      decoded->backward = true;
+      break;
+    case v1::COMPUTE_MODE_FORWARD_ONLY:
+      break;
+    case v1::COMPUTE_MODE_UNSPECIFIED:
+      return MissingField("header.compute_mode", "FORWARD_BACKWARD or FORWARD_ONLY");
+    default:
+      return UnknownEnum("header.compute_mode", "FORWARD_BACKWARD or FORWARD_ONLY", header.compute_mode());
+  }
+  if (!v1::CommitMode_IsValid(header.commit_mode())) {
+    return UnknownEnum("header.commit_mode", "EAGER or EXPLICIT", header.commit_mode());
+  }
+  if (!v1::OnMismatch_IsValid(header.on_mismatch())) {
+    return UnknownEnum("header.on_mismatch", "CONFLICT or FIRST_WINS", header.on_mismatch());
+  }
+  if (!v1::NonFinitePolicy_IsValid(header.non_finite_policy())) {
+    return UnknownEnum("header.non_finite_policy", "REPORT or REFUSE", header.non_finite_policy());
+  }
+  decoded->explicit_commit = header.commit_mode() == v1::COMMIT_MODE_EXPLICIT;
+  decoded->first_wins = header.on_mismatch() == v1::ON_MISMATCH_FIRST_WINS;
+  decoded->refuse_non_finite = header.non_finite_policy() == v1::NON_FINITE_POLICY_REFUSE;
+  for (int i = 0; i < header.outputs_size(); ++i) {
+    const v1::TokenOutput output = header.outputs(i);
+    if (!v1::TokenOutput_IsValid(output) || output == v1::TOKEN_OUTPUT_UNSPECIFIED) {
+      return UnknownEnum(absl::StrCat("header.outputs[", i, "]"), "LOSS, LSE, TARGET_LOG_PROBABILITY, ENTROPY or ARGMAX", output);
+    }
+    decoded->outputs |= TokenOutputBit(output);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status DecodeGradHidden(const v1::MicroBatchHeader& header, MicroBatchRequest* decoded) {
+  decoded->return_grad_hidden = header.has_return_grad_hidden() ? header.return_grad_hidden() : decoded->backward;
+  if (decoded->return_grad_hidden && !decoded->backward) {
+    return FieldError(ErrorReason::kInvalidCombination, "header.return_grad_hidden", "false, because the call is FORWARD_ONLY",
+                      "true");
+  }
+  decoded->grad_hidden_data_type = decoded->data_type;
+  if (header.grad_hidden_data_type() != v1::DATA_TYPE_UNSPECIFIED) {
+    auto type = DecodeFloatType(header.grad_hidden_data_type(), "header.grad_hidden_data_type");
+    if (!type.ok()) return type.status();
+    decoded->grad_hidden_data_type = *type;
+  }
+  decoded->grad_hidden_scale = header.has_grad_hidden_scale() ? header.grad_hidden_scale() : 1;
+  return CheckNumber("header.grad_hidden_scale", decoded->grad_hidden_scale, true, "a finite number");
+}
+
+// The single head of a decision.
+template <typename Request>
+absl::StatusOr<DecisionRequest> DecodeDecision(const Request& request) {
+  if (request.heads_size() == 0) return MissingField("heads", "one entry for each trainable head of the micro-batch");
+  if (request.heads_size() > 1) return FeatureNotBuilt("heads", "several_terms");
+  auto head = DecodeHeadStep(true, request.heads(0), "heads[0]", /*step_required=*/true);
+  if (!head.ok()) return head.status();
+  if (!request.has_micro_batch()) return MissingField("micro_batch", "a number >= 0");
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("micro_batch", request.micro_batch(), 0));
+  HEADWATER_RETURN_IF_ERROR(CheckFirstAttempt(request.attempt(), "attempt"));
+  HEADWATER_RETURN_IF_ERROR(CheckNoSession(request.session_id(), "session_id"));
+  return DecisionRequest{head->head, {*head->epoch, *head->step}, request.micro_batch(), 1};
+}
+
+}  // namespace
+
+absl::StatusOr<heads::HeadName> DecodeHeadName(const std::string& name, const std::string& field) {
+  if (name.empty()) return MissingField(field, "tenants/{tenant}/heads/{head}");
+  auto parsed = heads::ParseHeadName(name, field);
+  if (!parsed.ok()) return parsed.status();
+  if (parsed->tenant != heads::kDefaultTenant) return FeatureNotBuilt(field, "tenants");
+  return parsed;
+}
+
+absl::StatusOr<heads::Epoch> DecodeEpoch(const std::string& bytes, const std::string& field) {
+  heads::Epoch epoch;
+  if (bytes.empty()) return MissingField(field, "the head's epoch, 16 bytes");
+  if (bytes.size() != epoch.size()) {
+    return FieldError(ErrorReason::kInvalidField, field, "16 bytes", absl::StrCat(bytes.size(), " bytes"));
+  }
+  std::memcpy(epoch.data(), bytes.data(), epoch.size());
+  return epoch;
+}
+
+absl::StatusOr<std::optional<heads::Epoch>> DecodeOptionalEpoch(const std::string& bytes, const std::string& field) {
+  if (bytes.empty()) return std::optional<heads::Epoch>();
+  auto epoch = DecodeEpoch(bytes, field);
+  if (!epoch.ok()) return epoch.status();
+  return std::optional<heads::Epoch>(*epoch);
+}
+
+absl::StatusOr<DataType> DecodeFloatType(v1::DataType type, const std::string& field) {
+  switch (type) {
+    case v1::DATA_TYPE_FLOAT32:
+    case v1::DATA_TYPE_BFLOAT16:
+    case v1::DATA_TYPE_FLOAT16:
+      return static_cast<DataType>(type);
+    case v1::DATA_TYPE_UNSPECIFIED:
+      return MissingField(field, "FLOAT32, BFLOAT16 or FLOAT16");
+    default:
+      return FieldError(ErrorReason::kDataTypeMismatch, field, "FLOAT32, BFLOAT16 or FLOAT16",
+                        v1::DataType_IsValid(type) ? v1::DataType_Name(type) : absl::StrCat(static_cast<int>(type)));
+  }
+}
+
+absl::StatusOr<HeadStepRequest> DecodeHeadStep(bool present, const v1::HeadStep& head_step, const std::string& field,
+                                               bool step_required) {
+  if (!present) return MissingField(field, "a head");
+  auto name = DecodeHeadName(head_step.head(), field + ".head");
+  if (!name.ok()) return name.status();
+  HeadStepRequest decoded{*std::move(name), std::nullopt, std::nullopt};
+  auto epoch = DecodeOptionalEpoch(head_step.head_epoch(), field + ".head_epoch");
+  if (!epoch.ok()) return epoch.status();
+  decoded.epoch = *epoch;
+  if (head_step.has_step()) {
+    HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".step", head_step.step(), 0));
+    decoded.step = head_step.step();
+  }
+  if (step_required && !decoded.epoch.has_value()) return MissingField(field + ".head_epoch", "the head's epoch, 16 bytes");
+  if (step_required && !decoded.step.has_value()) return MissingField(field + ".step", "a step number >= 0");
+  return decoded;
+}
+
+absl::Status CheckNoSession(const std::string& session_id, const std::string& field) {
+  return session_id.empty() ? absl::OkStatus() : FeatureNotBuilt(field, "sessions");
+}
+
+absl::Status CheckFirstAttempt(int64_t attempt, const std::string& field) {
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field, attempt, 0));
+  return attempt == 0 ? absl::OkStatus() : FeatureNotBuilt(field, "attempts");
+}
+
+absl::StatusOr<MicroBatchRequest> DecodeMicroBatchHeader(const v1::MicroBatchHeader& header, const Limits& limits) {
+  MicroBatchRequest decoded;
+  HEADWATER_RETURN_IF_ERROR(CheckNoSession(header.session_id(), "header.session_id"));
+  HEADWATER_RETURN_IF_ERROR(CheckFirstAttempt(header.attempt(), "header.attempt"));
+  if (header.allow_held()) return FeatureNotBuilt("header.allow_held", "held");
+  if (header.has_micro_batch()) {
+    HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.micro_batch", header.micro_batch(), 0));
+    decoded.micro_batch = header.micro_batch();
+  }
+  HEADWATER_RETURN_IF_ERROR(DecodeModes(header, &decoded));
+
+  decoded.row_count = header.row_count();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.row_count", decoded.row_count, 0));
+  HEADWATER_RETURN_IF_ERROR(CheckLimit("header.row_count", decoded.row_count, "max_micro_batch_rows", limits.max_micro_batch_rows));
+  decoded.hidden_size = header.hidden_size();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.hidden_size", decoded.hidden_size, 1));
+  HEADWATER_RETURN_IF_ERROR(CheckLimit("header.hidden_size", decoded.hidden_size, "max_hidden_size", limits.max_hidden_size));
+  auto data_type = DecodeFloatType(header.data_type(), "header.data_type");
+  if (!data_type.ok()) return data_type.status();
+  decoded.data_type = *data_type;
+  HEADWATER_RETURN_IF_ERROR(DecodeGradHidden(header, &decoded));
+
+  if (header.terms_size() == 0) return MissingField("header.terms", "at least one loss term");
+  if (header.terms_size() > 1) return FeatureNotBuilt("header.terms", "several_terms");
+  auto term = DecodeTerm(header.terms(0), "header.terms[0]", decoded.row_count, limits);
+  if (!term.ok()) return term.status();
+  decoded.terms.push_back(*std::move(term));
+
+  const LossTermRequest& only = decoded.terms.front();
+  if ((decoded.outputs & TokenOutputBit(v1::TOKEN_OUTPUT_TARGET_LOG_PROBABILITY)) != 0 && !only.targets.has_value()) {
+    return FieldError(ErrorReason::kInvalidCombination, "header.outputs",
+                      "no TARGET_LOG_PROBABILITY, because the term has no targets", "TARGET_LOG_PROBABILITY");
+  }
+  if (!decoded.backward) {
+    HEADWATER_RETURN_IF_ERROR(CheckWithoutMicroBatch(header, decoded, "because the call is FORWARD_ONLY"));
+    if (only.head.step.has_value()) {
+      return FieldError(ErrorReason::kInvalidCombination, "header.terms[0].head.step", "nothing, because the call is FORWARD_ONLY",
+                        absl::StrCat(*only.head.step));
+    }
+  } else if (!decoded.micro_batch.has_value()) {
+    HEADWATER_RETURN_IF_ERROR(CheckWithoutMicroBatch(header, decoded, "because the call carries no micro-batch"));
+  }
+  return decoded;
+}
+
+absl::StatusOr<DecisionRequest> DecodeCommit(const v1::CommitMicroBatchRequest& request) {
+  auto decision = DecodeDecision(request);
+  if (!decision.ok()) return decision;
+  decision->factor = request.has_factor() ? request.factor() : 1;
+  HEADWATER_RETURN_IF_ERROR(CheckNumber("factor", decision->factor, true, "a finite number"));
+  if (request.has_token_factors()) return FeatureNotBuilt("token_factors", "token_factors");
+  return decision;
+}
+
+absl::StatusOr<DecisionRequest> DecodeDiscard(const v1::DiscardMicroBatchRequest& request) { return DecodeDecision(request); }
+
+absl::Status ValidateTransferRowsHeader(const v1::TransferRowsHeader& header) {
+  if (auto head = DecodeHeadStep(header.has_head(), header.head(), "header.head", /*step_required=*/true); !head.ok()) {
+    return head.status();
+  }
+  if (!header.has_micro_batch()) return MissingField("header.micro_batch", "a number >= 0");
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.micro_batch", header.micro_batch(), 0));
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.attempt", header.attempt(), 0));
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.stripe_count", header.stripe_count(), 2));
+  return CheckRange("header.stripe_index", header.stripe_index(), 1, header.stripe_count() - 1);
+}
+
+absl::Status ValidateStreamTeacherHeader(const v1::StreamTeacherHeader& header, const Limits& limits) {
+  HEADWATER_RETURN_IF_ERROR(CheckNoSession(header.session_id(), "header.session_id"));
+  HEADWATER_RETURN_IF_ERROR(ValidateJoinKey(header.join_key(), "header.join_key"));
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.total_row_count", header.total_row_count(), 1));
+  HEADWATER_RETURN_IF_ERROR(ValidateRowIndices(header.has_row_indices(), header.row_indices(), "header.row_indices",
+                                               {v1::DATA_TYPE_INT32, "INT32", -1, limits.max_micro_batch_rows},
+                                               header.total_row_count()));
+  if (auto type = DecodeFloatType(header.data_type(), "header.data_type"); !type.ok()) return type.status();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.hidden_size", header.hidden_size(), 1));
+  return CheckLimit("header.hidden_size", header.hidden_size(), "max_hidden_size", limits.max_hidden_size);
+}
+
+}  // namespace headwater::service

@@ -1,0 +1,121 @@
+// LossService's requests as plain structs: decoded, every field validated as far as that needs no server state.
+//
+// Errors carry `field` (the path in the request message), `expected` and `actual`. No function here changes anything.
+#ifndef HEADWATER_SERVER_SERVICE_LOSS_REQUEST_H_
+#define HEADWATER_SERVER_SERVICE_LOSS_REQUEST_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "headwater/kernels/types.h"
+#include "headwater/v1/loss.pb.h"
+#include "headwater/v1/loss_service.pb.h"
+#include "server/heads/epoch.h"
+#include "server/heads/head.h"
+#include "server/heads/head_name.h"
+#include "server/service/limits.h"
+
+namespace headwater::service {
+
+// Bits of MicroBatchRequest::outputs, by value of headwater.v1.TokenOutput.
+constexpr uint32_t TokenOutputBit(v1::TokenOutput output) { return uint32_t{1} << output; }
+
+// A head, at an epoch if one came, and a step if one came.
+struct HeadStepRequest {
+  heads::HeadName head;
+  std::optional<heads::Epoch> epoch;
+  std::optional<int64_t> step;
+};
+
+// Options of cross entropy, with the class weights owned.
+struct CrossEntropyRequest {
+  double label_smoothing = 0;
+  double z_loss = 0;
+  std::optional<std::vector<float>> class_weights;
+};
+
+// Options of JSD; `options.hard_loss` is not used, `hard_loss` owns it.
+struct JensenShannonRequest {
+  JsdSpec options;
+  CrossEntropyRequest hard_loss;
+};
+
+struct TeacherRequest {
+  heads::HeadName head;
+  std::optional<heads::Epoch> epoch;
+  DataType data_type = DataType::kFloat32;
+  std::optional<int64_t> expected_weight_version;
+};
+
+struct LossTermRequest {
+  HeadStepRequest head;
+  int64_t row_start = 0;
+  int64_t row_count = 0;
+  std::optional<std::vector<int32_t>> targets;
+  int32_t ignore_index = kDefaultIgnoreIndex;
+  std::optional<std::vector<float>> token_weights;
+  double loss_scale = 1;
+  std::variant<CrossEntropyRequest, JensenShannonRequest> loss;
+  std::optional<TeacherRequest> teacher;  // there if and only if the loss is JSD
+  std::optional<int64_t> expected_weight_version;
+};
+
+// A micro-batch's header with every default filled in.
+struct MicroBatchRequest {
+  std::optional<int64_t> micro_batch;
+  bool backward = false;
+  int64_t row_count = 0;
+  int64_t hidden_size = 0;
+  DataType data_type = DataType::kFloat32;
+  std::vector<LossTermRequest> terms;  // exactly one, until several are built
+  bool explicit_commit = false;
+  bool first_wins = false;
+  bool refuse_non_finite = false;
+  uint32_t outputs = 0;  // TokenOutputBit()s
+  bool return_grad_hidden = false;
+  DataType grad_hidden_data_type = DataType::kFloat32;
+  double grad_hidden_scale = 1;
+};
+
+// The micro-batch that a commit or a discard decides.
+struct DecisionRequest {
+  heads::HeadName head;
+  heads::StepKey key;
+  int64_t micro_batch = 0;
+  double factor = 1;  // commit only
+};
+
+absl::StatusOr<MicroBatchRequest> DecodeMicroBatchHeader(const v1::MicroBatchHeader& header, const Limits& limits);
+absl::StatusOr<DecisionRequest> DecodeCommit(const v1::CommitMicroBatchRequest& request);
+absl::StatusOr<DecisionRequest> DecodeDiscard(const v1::DiscardMicroBatchRequest& request);
+
+// What can be checked of the requests whose RPCs are not built.
+absl::Status ValidateTransferRowsHeader(const v1::TransferRowsHeader& header);
+absl::Status ValidateStreamTeacherHeader(const v1::StreamTeacherHeader& header, const Limits& limits);
+
+// ---- pieces that other requests share -----------------------------------------------------------------------------------
+
+// A head's name whose tenant is the default one; others are refused with kFeatureNotBuilt.
+absl::StatusOr<heads::HeadName> DecodeHeadName(const std::string& name, const std::string& field);
+// 16 bytes; kMissingField if empty.
+absl::StatusOr<heads::Epoch> DecodeEpoch(const std::string& bytes, const std::string& field);
+// Empty: absent.
+absl::StatusOr<std::optional<heads::Epoch>> DecodeOptionalEpoch(const std::string& bytes, const std::string& field);
+// FLOAT32, BFLOAT16 or FLOAT16; kMissingField if unset, kDataTypeMismatch for other types.
+absl::StatusOr<DataType> DecodeFloatType(v1::DataType type, const std::string& field);
+// Head, epoch and step, all required.
+absl::StatusOr<HeadStepRequest> DecodeHeadStep(bool present, const v1::HeadStep& head_step, const std::string& field,
+                                               bool step_required);
+// kFeatureNotBuilt unless empty.
+absl::Status CheckNoSession(const std::string& session_id, const std::string& field);
+// kInvalidField below 0, kFeatureNotBuilt above.
+absl::Status CheckFirstAttempt(int64_t attempt, const std::string& field);
+
+}  // namespace headwater::service
+
+#endif  // HEADWATER_SERVER_SERVICE_LOSS_REQUEST_H_

@@ -1,0 +1,86 @@
+#include "server/service/loss_service.h"
+
+#include "server/service/compute_loss_call.h"
+#include "server/service/field_check.h"
+#include "server/service/loss_request.h"
+#include "server/service/rpc_scope.h"
+#include "server/service/stream_reader.h"
+
+namespace headwater::service {
+
+using observability::RpcMethod;
+
+grpc::Status LossServiceImpl::ComputeLoss(grpc::ServerContext* context,
+                                          grpc::ServerReaderWriter<v1::ComputeLossResponse, v1::ComputeLossRequest>* stream) {
+  return RunRpc(core_, *context, RpcMethod::kComputeLoss, [&](RpcScope& scope) -> absl::Status {
+    ComputeLossCall call(
+        core_, scope.client(), [&scope] { return scope.Cancelled(); }, scope.deadline());
+    HEADWATER_RETURN_IF_ERROR(
+        (ReadAll<v1::ComputeLossRequest>(core_, *context, scope, *stream, [&](v1::ComputeLossRequest* message) {
+          const absl::Status status = call.OnMessage(message);
+          scope.set_head(call.head_name());
+          return status;
+        })));
+    HEADWATER_RETURN_IF_ERROR(call.Finish());
+    v1::ComputeLossResponse response;
+    while (call.NextChunk(response.mutable_chunk())) {
+      if (!stream->Write(response)) return scope.CancelledError();
+    }
+    call.FillSummary(response.mutable_summary());
+    return stream->Write(response) ? absl::OkStatus() : scope.CancelledError();
+  });
+}
+
+grpc::Status LossServiceImpl::TransferRows(grpc::ServerContext* context,
+                                           grpc::ServerReaderWriter<v1::TransferRowsResponse, v1::TransferRowsRequest>* stream) {
+  return RunRpc(core_, *context, RpcMethod::kTransferRows, [&](RpcScope& scope) -> absl::Status {
+    v1::TransferRowsRequest message;
+    HEADWATER_RETURN_IF_ERROR(ReadHeader(core_, *context, scope, *stream, &message));
+    HEADWATER_RETURN_IF_ERROR(ValidateTransferRowsHeader(message.header()));
+    return FeatureNotBuilt("header", "transfer_rows");
+  });
+}
+
+grpc::Status LossServiceImpl::StreamTeacher(grpc::ServerContext* context, grpc::ServerReader<v1::StreamTeacherRequest>* reader,
+                                            v1::StreamTeacherResponse*) {
+  return RunRpc(core_, *context, RpcMethod::kStreamTeacher, [&](RpcScope& scope) -> absl::Status {
+    v1::StreamTeacherRequest message;
+    HEADWATER_RETURN_IF_ERROR(ReadHeader(core_, *context, scope, *reader, &message));
+    HEADWATER_RETURN_IF_ERROR(ValidateStreamTeacherHeader(message.header(), core_.options.limits));
+    return FeatureNotBuilt("header", "stream_teacher");
+  });
+}
+
+grpc::Status LossServiceImpl::CommitMicroBatch(grpc::ServerContext* context, const v1::CommitMicroBatchRequest* request,
+                                               v1::CommitMicroBatchResponse* response) {
+  return RunRpc(core_, *context, RpcMethod::kCommitMicroBatch, [&](RpcScope& scope) -> absl::Status {
+    auto decision = DecodeCommit(*request);
+    if (!decision.ok()) return decision.status();
+    scope.set_head(decision->head.ToString());
+    auto head = core_.registry.Find(decision->head);
+    if (!head.ok()) return head.status();
+    auto committed = (*head)->Commit(decision->key, decision->micro_batch, 0, decision->factor);
+    if (!committed.ok()) return committed.status();
+    if (*committed) core_.metrics.CountCommit();
+    response->set_replayed(!*committed);
+    return absl::OkStatus();
+  });
+}
+
+grpc::Status LossServiceImpl::DiscardMicroBatch(grpc::ServerContext* context, const v1::DiscardMicroBatchRequest* request,
+                                                v1::DiscardMicroBatchResponse* response) {
+  return RunRpc(core_, *context, RpcMethod::kDiscardMicroBatch, [&](RpcScope& scope) -> absl::Status {
+    auto decision = DecodeDiscard(*request);
+    if (!decision.ok()) return decision.status();
+    scope.set_head(decision->head.ToString());
+    auto head = core_.registry.Find(decision->head);
+    if (!head.ok()) return head.status();
+    auto dropped = (*head)->Discard(decision->key, decision->micro_batch, 0);
+    if (!dropped.ok()) return dropped.status();
+    if (*dropped) core_.metrics.CountMicroBatch(observability::MicroBatchOutcome::kDiscarded);
+    response->set_dropped(*dropped);
+    return absl::OkStatus();
+  });
+}
+
+}  // namespace headwater::service

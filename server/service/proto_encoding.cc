@@ -1,0 +1,128 @@
+#include "server/service/proto_encoding.h"
+
+#include <algorithm>
+#include <variant>
+#include <vector>
+
+namespace headwater::service {
+
+void EncodeDuration(absl::Duration duration, google::protobuf::Duration* out) {
+  // A clock that was set back must not give a negative duration.
+  absl::Duration rest = std::max(duration, absl::ZeroDuration());
+  out->set_seconds(absl::IDivDuration(rest, absl::Seconds(1), &rest));
+  out->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(rest)));
+}
+
+void EncodeTime(absl::Time time, google::protobuf::Timestamp* out) {
+  absl::Duration rest = time - absl::UnixEpoch();
+  out->set_seconds(absl::IDivDuration(rest, absl::Seconds(1), &rest));
+  out->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(rest)));
+}
+
+void EncodeLossSums(const LossSums& sums, v1::LossSums* out) {
+  out->set_loss_sum(sums.loss_sum);
+  out->set_soft_loss_sum(sums.soft_loss_sum);
+  out->set_hard_loss_sum(sums.hard_loss_sum);
+  out->set_z_loss_sum(sums.z_loss_sum);
+  out->set_token_weight_sum(sums.token_weight_sum);
+  out->set_valid_token_count(sums.valid_token_count);
+  out->set_target_weight_sum(sums.target_weight_sum);
+}
+
+void EncodeSpec(const HeadSpec& spec, v1::HeadSpec* out) {
+  out->set_vocab_size(spec.vocab_size);
+  out->set_hidden_size(spec.hidden_size);
+  out->set_data_type(static_cast<v1::DataType>(spec.data_type));
+  out->set_has_bias(spec.has_bias);
+  v1::LogitTransform* const transform = out->mutable_transform();
+  transform->set_logit_scale(spec.transform.logit_scale);
+  if (spec.transform.softcap.has_value()) transform->set_softcap(*spec.transform.softcap);
+  transform->set_valid_vocab_size(spec.transform.valid_vocab_size);
+  out->set_trainable(spec.trainable);
+  if (const auto* adamw = std::get_if<AdamWSpec>(&spec.optimizer)) {
+    v1::AdamW* const optimizer = out->mutable_optimizer()->mutable_adamw();
+    optimizer->set_beta1(adamw->beta1);
+    optimizer->set_beta2(adamw->beta2);
+    optimizer->set_epsilon(adamw->epsilon);
+    optimizer->set_weight_decay(adamw->weight_decay);
+  } else if (const auto* sgd = std::get_if<SgdSpec>(&spec.optimizer)) {
+    v1::Sgd* const optimizer = out->mutable_optimizer()->mutable_sgd();
+    optimizer->set_momentum(sgd->momentum);
+    optimizer->set_dampening(sgd->dampening);
+    optimizer->set_nesterov(sgd->nesterov);
+    optimizer->set_weight_decay(sgd->weight_decay);
+  }
+  out->set_staging_slots(spec.staging_slots);
+  out->set_initial_step(spec.initial_step);
+}
+
+void EncodePlan(const MemoryPlan& plan, int64_t available_bytes, v1::MemoryPlan* out) {
+  std::vector<MemoryPlan::Item> items = plan.items;
+  std::stable_sort(items.begin(), items.end(), [](const auto& a, const auto& b) { return a.bytes > b.bytes; });
+  for (const MemoryPlan::Item& item : items) {
+    v1::MemoryItem* const encoded = out->add_items();
+    encoded->set_purpose(item.purpose);
+    encoded->set_total_bytes(item.bytes);
+  }
+  out->set_total_bytes(plan.total_bytes);
+  out->set_available_bytes(available_bytes);
+  out->set_token_chunk_rows(plan.token_chunk_rows);
+}
+
+void EncodeHead(const heads::HeadInfo& info, int64_t available_bytes, v1::Head* out) {
+  out->set_name(info.name.ToString());
+  EncodeSpec(info.spec, out->mutable_spec());
+  out->set_epoch(info.epoch.data(), info.epoch.size());
+  out->set_state(static_cast<v1::HeadState>(info.state));
+  out->set_weight_version(info.weight_version);
+  if (info.open_step.has_value()) out->set_open_step(*info.open_step);
+  for (const VocabShard& shard : info.shards) {
+    v1::VocabShard* const encoded = out->add_shards();
+    encoded->set_vocab_start(shard.vocab_start);
+    encoded->set_vocab_end(shard.vocab_end);
+    encoded->set_device(shard.device);
+  }
+  EncodePlan(info.plan, available_bytes, out->mutable_memory_plan());
+  EncodeTime(info.create_time, out->mutable_create_time());
+  out->set_weight_checksum(info.weight_checksum);
+}
+
+void EncodeTotals(const heads::StepTotals& totals, v1::StepTotals* out) {
+  out->set_micro_batch_count(totals.micro_batch_count);
+  out->set_valid_token_count(totals.valid_token_count);
+  out->set_loss_sum(totals.loss_sum);
+  out->set_token_weight_sum(totals.token_weight_sum);
+  out->set_non_finite_row_count(totals.non_finite_row_count);
+}
+
+void EncodeStep(const heads::StepRecord& record, v1::Step* out) {
+  out->set_step(record.step);
+  out->set_state(static_cast<v1::StepState>(record.state));
+  for (const auto& [id, micro_batch] : record.micro_batches) {
+    v1::MicroBatchState* const encoded = out->add_micro_batches();
+    encoded->set_micro_batch(id);
+    encoded->set_attempt(micro_batch.attempt);
+    encoded->set_state(static_cast<v1::ContributionState>(micro_batch.state));
+    if (micro_batch.digest.has_value()) encoded->set_digest(micro_batch.digest->data(), micro_batch.digest->size());
+    encoded->set_valid_token_count(micro_batch.counts.valid_token_count);
+    encoded->set_factor(micro_batch.factor);
+  }
+  EncodeTotals(record.Totals(), out->mutable_totals());
+}
+
+void EncodeLimits(const Limits& limits, v1::Limits* out) {
+  out->set_max_message_bytes(limits.max_message_bytes);
+  out->set_max_chunk_bytes(limits.max_chunk_bytes);
+  out->set_max_micro_batch_rows(limits.max_micro_batch_rows);
+  out->set_max_micro_batch_bytes(limits.max_micro_batch_bytes);
+  out->set_max_vocab_size(limits.max_vocab_size);
+  out->set_max_hidden_size(limits.max_hidden_size);
+  out->set_max_heads(limits.max_heads);
+  out->set_max_step_micro_batches(limits.max_step_micro_batches);
+  out->set_max_staging_slots(limits.max_staging_slots);
+  out->set_max_queue_depth(limits.max_queue_depth);
+  out->set_max_in_flight_bytes(limits.max_in_flight_bytes);
+  out->set_max_upload_bytes(limits.max_upload_bytes);
+}
+
+}  // namespace headwater::service

@@ -1,0 +1,102 @@
+#include "server/service/rpc_scope.h"
+
+#include <algorithm>
+#include <cctype>
+#include <chrono>
+#include <cstring>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "server/observability/logging.h"
+#include "server/service/status_mapping.h"
+
+namespace headwater::service {
+namespace {
+
+using observability::LogField;
+using observability::LogLevel;
+using observability::RpcMethod;
+
+bool IsValidRequestId(const grpc::string_ref& id) {
+  constexpr size_t kMostBytes = 128;
+  return !id.empty() && id.size() <= kMostBytes && std::all_of(id.begin(), id.end(), [](char c) {
+    return std::isalnum(static_cast<unsigned char>(c)) != 0 || (c != '\0' && std::strchr("._:/-", c) != nullptr);
+  });
+}
+
+// RPCs that come at every micro-batch, or only read: their successes are logged at level debug.
+bool IsFrequent(RpcMethod method) {
+  switch (method) {
+    case RpcMethod::kComputeLoss:
+    case RpcMethod::kCommitMicroBatch:
+    case RpcMethod::kDiscardMicroBatch:
+    case RpcMethod::kGetHead:
+    case RpcMethod::kListHeads:
+    case RpcMethod::kGetStep:
+    case RpcMethod::kGetGradientNorm:
+    case RpcMethod::kGetServerInfo:
+    case RpcMethod::kKeepAlive:
+      return true;
+    default:
+      return false;
+  }
+}
+
+LogLevel LevelOf(RpcMethod method, const absl::Status& status) {
+  switch (status.code()) {
+    case absl::StatusCode::kOk:
+      return IsFrequent(method) ? LogLevel::kDebug : LogLevel::kInfo;
+    case absl::StatusCode::kInternal:
+    case absl::StatusCode::kUnknown:
+    case absl::StatusCode::kDataLoss:
+      return LogLevel::kError;
+    default:
+      return LogLevel::kWarning;
+  }
+}
+
+}  // namespace
+
+RpcScope::RpcScope(ServerCore& core, grpc::ServerContext& context, RpcMethod method)
+    : core_(core), context_(context), method_(method), start_time_(absl::Now()) {
+  const auto& metadata = context_.client_metadata();
+  const auto found = metadata.find(kRequestIdKey);
+  request_id_ = found != metadata.end() && IsValidRequestId(found->second) ? std::string(found->second.data(), found->second.size())
+                                                                           : heads::EpochToHex(heads::NewEpoch());
+  context_.AddInitialMetadata(kRequestIdKey, request_id_);
+}
+
+absl::Time RpcScope::deadline() const {
+  const std::chrono::system_clock::time_point deadline = context_.deadline();
+  return deadline == std::chrono::system_clock::time_point::max() ? absl::InfiniteFuture() : absl::FromChrono(deadline);
+}
+
+bool RpcScope::Cancelled() {
+  // gRPC's own check plucks from the call's completion queue; one thread at a time, and not again once it is known.
+  absl::MutexLock lock(&cancelled_mutex_);
+  cancelled_ = cancelled_ || context_.IsCancelled();
+  return cancelled_;
+}
+
+absl::Status RpcScope::CancelledError() const {
+  if (absl::Now() >= deadline()) return MakeError(ErrorReason::kDeadlineExceeded, "the call's deadline passed; nothing was added");
+  return MakeError(ErrorReason::kCancelled, "the client cancelled the call, or went away; nothing was added");
+}
+
+grpc::Status RpcScope::Finish(const absl::Status& status) {
+  const absl::Duration duration = absl::Now() - start_time_;
+  core_.metrics.CountRequest(method_, status, duration);
+  std::vector<LogField> fields = {{"request_id", request_id_}, {"method", observability::RpcMethodName(method_)}};
+  if (!head_.empty()) fields.emplace_back("head", head_);
+  fields.emplace_back("code", observability::CanonicalCodeName(status.code()));
+  if (!status.ok()) {
+    fields.emplace_back("reason", ErrorReasonName(GetErrorReason(status)));
+    fields.emplace_back("message", std::string(status.message()));
+  }
+  fields.emplace_back("duration_ms", absl::ToDoubleMilliseconds(duration));
+  fields.emplace_back("peer", context_.peer());
+  observability::Log(LevelOf(method_, status), "rpc", fields);
+  return ToGrpcStatus(status);
+}
+
+}  // namespace headwater::service

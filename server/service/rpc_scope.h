@@ -1,0 +1,69 @@
+// RpcScope: what every RPC has around its work: admission, request id, log line, metrics, mapping of the error.
+#ifndef HEADWATER_SERVER_SERVICE_RPC_SCOPE_H_
+#define HEADWATER_SERVER_SERVICE_RPC_SCOPE_H_
+
+#include <grpcpp/server_context.h>
+#include <grpcpp/support/status.h>
+
+#include <exception>
+#include <functional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "headwater/kernels/error.h"
+#include "server/observability/metrics.h"
+#include "server/service/server_core.h"
+
+namespace headwater::service {
+
+// Metadata key of the request id: taken from the client if it is 1 to 128 characters of [A-Za-z0-9._:/-], made here otherwise, and
+// echoed in the initial metadata.
+inline constexpr char kRequestIdKey[] = "x-request-id";
+
+class RpcScope {
+ public:
+  RpcScope(ServerCore& core, grpc::ServerContext& context, observability::RpcMethod method);
+
+  // Names the head in the log line.
+  void set_head(const std::string& name) { head_ = name; }
+  // Identity of the client for the fair queue.
+  std::string client() const { return context_.peer(); }
+  absl::Time deadline() const;
+  // True once the client has cancelled, gone away, or its deadline has passed. From any thread.
+  bool Cancelled();
+  // kDeadlineExceeded or kCancelled, for a call that ended because of Cancelled().
+  absl::Status CancelledError() const;
+
+  // Logs, counts and maps. Once, at the end.
+  grpc::Status Finish(const absl::Status& status);
+
+ private:
+  ServerCore& core_;
+  grpc::ServerContext& context_;
+  const observability::RpcMethod method_;
+  const absl::Time start_time_;
+  std::string request_id_;
+  std::string head_;
+  absl::Mutex cancelled_mutex_;
+  bool cancelled_ ABSL_GUARDED_BY(cancelled_mutex_) = false;
+};
+
+// Runs `body(scope)`, which returns absl::Status, as the RPC `method`. With `always`, even while starting or draining.
+template <typename Body>
+grpc::Status RunRpc(ServerCore& core, grpc::ServerContext& context, observability::RpcMethod method, Body&& body,
+                    bool always = false) {
+  RpcScope scope(core, context, method);
+  auto admission = core.Admit();
+  if (!admission.ok() && !always) return scope.Finish(admission.status());
+  try {
+    return scope.Finish(body(scope));
+  } catch (const std::exception& error) {  // std::bad_alloc, in the first place: one call fails, the server stays
+    return scope.Finish(MakeError(ErrorReason::kInternal, std::string("the call failed: ") + error.what()));
+  }
+}
+
+}  // namespace headwater::service
+
+#endif  // HEADWATER_SERVER_SERVICE_RPC_SCOPE_H_

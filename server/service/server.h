@@ -1,0 +1,51 @@
+// Server: a headwater server in this process. What headwaterd runs, and what tests start on port 0 or a Unix socket.
+#ifndef HEADWATER_SERVER_SERVICE_SERVER_H_
+#define HEADWATER_SERVER_SERVICE_SERVER_H_
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "headwater/kernels/engine.h"
+#include "server/service/server_options.h"
+
+namespace headwater::service {
+
+// Life: Start() listens, with health NOT_SERVING and every call answered STARTING; BecomeReady() runs the engine's self-test and
+// turns to SERVING; Drain() turns to NOT_SERVING, answers new calls with DRAINING and finishes accepted ones; the destructor stops.
+// Thread-safe.
+class Server {
+ public:
+  // InvalidArgument for contradicting options; Unavailable if an address cannot be listened on.
+  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options, std::unique_ptr<LossEngine> engine);
+  // Cancels what is still running.
+  ~Server();
+  Server(const Server&) = delete;
+  Server& operator=(const Server&) = delete;
+
+  // Runs SelfTest(engine). An error leaves the server NOT_SERVING.
+  absl::Status BecomeReady();
+  // True if all accepted calls had ended by `timeout`; those that had not are cancelled. Then the server listens no more.
+  // Idempotent.
+  bool Drain(absl::Duration timeout);
+
+  // Addresses that clients can connect to, in the order of the options, with the ports that were picked.
+  const std::vector<std::string>& addresses() const;
+  // Port of the metrics endpoint; 0 without one.
+  int metrics_port() const;
+  // What a scrape returns.
+  std::string SerializeMetrics() const;
+  LossEngine& engine();
+
+ private:
+  struct State;
+  explicit Server(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace headwater::service
+
+#endif  // HEADWATER_SERVER_SERVICE_SERVER_H_

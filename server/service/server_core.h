@@ -1,0 +1,85 @@
+// ServerCore: what all handlers work on. Knows no gRPC.
+#ifndef HEADWATER_SERVER_SERVICE_SERVER_CORE_H_
+#define HEADWATER_SERVER_SERVICE_SERVER_CORE_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "headwater/kernels/engine.h"
+#include "server/checkpoint/checkpoint_store.h"
+#include "server/heads/epoch.h"
+#include "server/heads/head_registry.h"
+#include "server/observability/metrics.h"
+#include "server/scheduler/work_queue.h"
+#include "server/service/server_options.h"
+#include "server/service/stream_watchdog.h"
+#include "server/service/upload_store.h"
+#include "server/transport/byte_budget.h"
+
+namespace headwater::service {
+
+// The version that GetServerInfo tells.
+const char* ServerVersion();
+
+class ServerCore {
+ public:
+  enum class Phase { kStarting, kServing, kDraining };
+
+  static absl::StatusOr<std::unique_ptr<ServerCore>> Create(const ServerOptions& options, std::unique_ptr<LossEngine> engine);
+  ~ServerCore();
+
+  // One call that has been accepted: Drain() waits for its end.
+  class Admission {
+   public:
+    Admission() = default;
+    Admission(Admission&& other) noexcept : core_(other.core_) { other.core_ = nullptr; }
+    Admission& operator=(Admission&&) = delete;
+    ~Admission();
+
+   private:
+    friend class ServerCore;
+    explicit Admission(ServerCore* core) : core_(core) {}
+    ServerCore* core_ = nullptr;
+  };
+  // kStarting before SetPhase(kServing), kDraining after SetPhase(kDraining).
+  absl::StatusOr<Admission> Admit();
+  void SetPhase(Phase phase);
+  // Waits until no accepted call is in progress; false when `deadline` comes first.
+  bool AwaitIdle(absl::Time deadline);
+
+  // What the memory budget has room for beside the heads that exist.
+  int64_t AvailableBytes() const;
+  // Current readings for the metrics.
+  observability::GaugeReadings ReadGauges() const;
+
+  // Constant after Create(), or thread-safe by themselves. The engine is first, so that it goes last.
+  const ServerOptions options;
+  const std::unique_ptr<LossEngine> engine;
+  observability::Metrics metrics;
+  heads::HeadRegistry registry;
+  std::unique_ptr<checkpoint::CheckpointStore> checkpoints;  // null: not configured
+  scheduler::WorkQueue queue;
+  transport::ByteBudget in_flight;
+  UploadStore uploads;
+  StreamWatchdog watchdog;
+  const heads::Epoch incarnation;
+  const absl::Time start_time;
+
+ private:
+  ServerCore(const ServerOptions& server_options, std::unique_ptr<LossEngine> loss_engine);
+
+  mutable absl::Mutex phase_mutex_;
+  Phase phase_ ABSL_GUARDED_BY(phase_mutex_) = Phase::kStarting;
+  int64_t calls_in_progress_ ABSL_GUARDED_BY(phase_mutex_) = 0;
+};
+
+}  // namespace headwater::service
+
+#endif  // HEADWATER_SERVER_SERVICE_SERVER_CORE_H_

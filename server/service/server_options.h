@@ -1,0 +1,28 @@
+// What a server is started with; from flags (server/main.cc) or from a test.
+#ifndef HEADWATER_SERVER_SERVICE_SERVER_OPTIONS_H_
+#define HEADWATER_SERVER_SERVICE_SERVER_OPTIONS_H_
+
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "server/service/limits.h"
+
+namespace headwater::service {
+
+struct ServerOptions {
+  std::vector<std::string> listen_addresses;  // host:port (port 0 picks one) or unix:PATH; at least one
+  Limits limits;
+  std::string checkpoint_directory;                         // empty: no checkpoints
+  std::string load_root;                                    // empty: no LoadWeights
+  std::string metrics_address;                              // host:port; empty: no endpoint
+  int max_threads = 256;                                    // gRPC threads: calls in progress at once
+  int max_pollers = 2;                                      // threads that wait for new calls, for each completion queue
+  absl::Duration stream_idle_timeout = absl::Seconds(120);  // a stream whose client sends nothing for so long is cancelled
+  bool reflection = false;
+  std::string engine_note;  // why the engine is not a faster one
+};
+
+}  // namespace headwater::service
+
+#endif  // HEADWATER_SERVER_SERVICE_SERVER_OPTIONS_H_

@@ -1,0 +1,55 @@
+// Reading a client's stream: cancelled when it is idle for too long, and told apart whether it ended or was cut.
+#ifndef HEADWATER_SERVER_SERVICE_STREAM_READER_H_
+#define HEADWATER_SERVER_SERVICE_STREAM_READER_H_
+
+#include <grpcpp/server_context.h>
+
+#include "absl/status/status.h"
+#include "server/service/field_check.h"
+#include "server/service/rpc_scope.h"
+#include "server/service/server_core.h"
+#include "server/service/stream_watchdog.h"
+
+namespace headwater::service {
+
+// Reads one message. False at the end of the stream.
+template <typename Stream, typename Message>
+bool ReadMessage(StreamWatchdog::Watch& watch, Stream& stream, Message* message) {
+  const bool read = stream.Read(message);
+  watch.Touch();
+  return read;
+}
+
+// Calls `take(&message)` for each message until the client half-closes. Returns the first error of `take`, or kCancelled /
+// kDeadlineExceeded if the stream was cut.
+template <typename Message, typename Stream, typename Take>
+absl::Status ReadAll(ServerCore& core, grpc::ServerContext& context, RpcScope& scope, Stream& stream, Take&& take) {
+  StreamWatchdog::Watch watch(&core.watchdog, [&context] { context.TryCancel(); });
+  Message message;
+  while (ReadMessage(watch, stream, &message)) {
+    if (absl::Status status = take(&message); !status.ok()) return status;
+  }
+  return watch.expired() || scope.Cancelled() ? scope.CancelledError() : absl::OkStatus();
+}
+
+// Reads the first message, which must be a header.
+template <typename Stream, typename Message>
+absl::Status ReadHeader(ServerCore& core, grpc::ServerContext& context, RpcScope& scope, Stream& stream, Message* message) {
+  StreamWatchdog::Watch watch(&core.watchdog, [&context] { context.TryCancel(); });
+  if (!ReadMessage(watch, stream, message)) {
+    if (watch.expired() || scope.Cancelled()) return scope.CancelledError();
+    return FieldError(ErrorReason::kProtocolViolation, "header", "a header first", "the stream's end");
+  }
+  switch (message->message_case()) {
+    case Message::kHeader:
+      return absl::OkStatus();
+    case Message::MESSAGE_NOT_SET:
+      return MissingField("message", "a header first");
+    default:
+      return FieldError(ErrorReason::kProtocolViolation, "header", "a header first", "a chunk");
+  }
+}
+
+}  // namespace headwater::service
+
+#endif  // HEADWATER_SERVER_SERVICE_STREAM_READER_H_

@@ -1,0 +1,43 @@
+// UploadCall: one UploadWeights stream, without its I/O; see ComputeLossCall for the pattern. Not thread-safe.
+#ifndef HEADWATER_SERVER_SERVICE_UPLOAD_CALL_H_
+#define HEADWATER_SERVER_SERVICE_UPLOAD_CALL_H_
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "headwater/v1/head_service.pb.h"
+#include "server/heads/head.h"
+#include "server/service/head_request.h"
+#include "server/service/server_core.h"
+#include "server/service/upload_store.h"
+
+namespace headwater::service {
+
+class UploadCall {
+ public:
+  explicit UploadCall(ServerCore& core) : core_(core) {}
+
+  // Takes the header, which fills `response` with the offset to go on from, or a chunk, which leaves it empty.
+  absl::Status OnMessage(const v1::UploadWeightsRequest& message, v1::UploadWeightsResponse* response);
+  // The client has half-closed: verifies the bytes and sets the tensor. An incomplete upload stays, for resuming.
+  absl::Status Finish(v1::UploadWeightsResponse* response);
+
+  // The head's name once the header was valid; for logs.
+  const std::string& head_name() const { return head_name_; }
+
+ private:
+  absl::Status OnHeader(const v1::UploadWeightsHeader& header, v1::UploadWeightsResponse* response);
+  absl::Status OnChunk(const v1::ByteChunk& chunk);
+
+  ServerCore& core_;
+  UploadRequest request_;
+  std::string head_name_;
+  std::shared_ptr<heads::Head> head_;
+  std::optional<UploadStore::Lease> upload_;
+};
+
+}  // namespace headwater::service
+
+#endif  // HEADWATER_SERVER_SERVICE_UPLOAD_CALL_H_

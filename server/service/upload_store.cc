@@ -1,0 +1,152 @@
+#include "server/service/upload_store.h"
+
+#include <algorithm>
+#include <iterator>
+#include <string>
+#include <utility>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "headwater/kernels/error.h"
+#include "server/checkpoint/xxh3.h"
+#include "server/service/field_check.h"
+
+namespace headwater::service {
+
+struct UploadStore::Upload {
+  Upload(const std::shared_ptr<heads::Head>& head_of_upload, const UploadRequest& first_request)
+      : head(head_of_upload), request(first_request), buffer(first_request.total_bytes) {}
+
+  const std::weak_ptr<heads::Head> head;
+  const UploadRequest request;
+  transport::ByteBudget::Reservation reservation;  // set before the upload is shared
+
+  mutable absl::Mutex mutex;
+  transport::GrowingBuffer buffer ABSL_GUARDED_BY(mutex);
+  int64_t generation ABSL_GUARDED_BY(mutex) = 0;  // of the stream that works on it
+  bool busy ABSL_GUARDED_BY(mutex) = false;
+};
+
+UploadStore::Lease::Lease(UploadStore* store, std::shared_ptr<Upload> upload, int64_t generation)
+    : store_(store), upload_(std::move(upload)), generation_(generation) {}
+
+UploadStore::Lease::~Lease() {
+  if (upload_ == nullptr) return;
+  absl::MutexLock lock(&upload_->mutex);
+  if (upload_->generation == generation_) upload_->busy = false;
+}
+
+int64_t UploadStore::Lease::received_bytes() const {
+  absl::MutexLock lock(&upload_->mutex);
+  return upload_->buffer.size();
+}
+
+absl::Status UploadStore::Lease::Append(int64_t offset, const std::string& data) {
+  absl::MutexLock lock(&upload_->mutex);
+  if (upload_->generation != generation_) {
+    return MakeError(ErrorReason::kCancelled, "another stream has taken this upload over");
+  }
+  const int64_t expected = upload_->buffer.size();
+  const int64_t left = upload_->request.total_bytes - expected;
+  if (offset != expected) {
+    return FieldError(ErrorReason::kChunkOutOfRange, "chunk.offset_bytes", absl::StrCat(expected, ", where the upload stands"),
+                      absl::StrCat(offset));
+  }
+  if (data.empty() || static_cast<int64_t>(data.size()) > left) {
+    return FieldError(ErrorReason::kChunkOutOfRange, "chunk.data",
+                      absl::StrCat("1 to ", left, " bytes, which are left of the upload"), absl::StrCat(data.size(), " bytes"));
+  }
+  if (!upload_->buffer.Append(data.data(), static_cast<int64_t>(data.size()))) {
+    return MakeError(ErrorReason::kInternal, absl::StrCat("no memory for ", data.size(), " more bytes of the upload"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<const uint8_t*> UploadStore::Lease::Complete() {
+  const uint8_t* bytes = nullptr;
+  {
+    absl::MutexLock lock(&upload_->mutex);
+    if (upload_->generation != generation_) {
+      return MakeError(ErrorReason::kCancelled, "another stream has taken this upload over");
+    }
+    if (upload_->buffer.size() != upload_->request.total_bytes) {
+      return FieldError(ErrorReason::kProtocolViolation, "chunk", absl::StrCat(upload_->request.total_bytes, " bytes in all"),
+                        absl::StrCat(upload_->buffer.size()));
+    }
+    bytes = upload_->buffer.data();
+  }
+  const std::string& expected = upload_->request.checksum;
+  if (expected.empty()) return bytes;
+  checkpoint::Xxh3Hasher hasher;
+  hasher.Update(bytes, upload_->request.total_bytes);
+  const std::string actual = hasher.Digest();
+  if (actual == expected) return bytes;
+  Drop();
+  return FieldError(ErrorReason::kChecksumMismatch, "header.checksum", absl::BytesToHexString(expected),
+                    absl::BytesToHexString(actual));
+}
+
+void UploadStore::Lease::Drop() {
+  absl::MutexLock lock(&store_->mutex_);
+  store_->uploads_.remove(upload_);
+}
+
+void UploadStore::DropDeadLocked() {
+  uploads_.remove_if([](const std::shared_ptr<Upload>& upload) { return upload->head.expired(); });
+}
+
+bool UploadStore::DropOldestLocked(const heads::Head* head) {
+  for (auto it = uploads_.begin(); it != uploads_.end(); ++it) {
+    const std::shared_ptr<heads::Head> owner = (*it)->head.lock();
+    absl::ReleasableMutexLock lock(&(*it)->mutex);
+    if ((*it)->busy || (head != nullptr && owner.get() != head)) continue;
+    lock.Release();
+    uploads_.erase(it);
+    return true;
+  }
+  return false;
+}
+
+absl::StatusOr<UploadStore::Lease> UploadStore::Open(const std::shared_ptr<heads::Head>& head, const UploadRequest& request) {
+  absl::MutexLock lock(&mutex_);
+  DropDeadLocked();
+  int uploads_of_head = 0;
+  for (const std::shared_ptr<Upload>& upload : uploads_) {
+    if (upload->head.lock() != head) continue;
+    ++uploads_of_head;
+    const UploadRequest& first = upload->request;
+    if (first.upload_id != request.upload_id) continue;
+    if (first.tensor != request.tensor || first.data_type != request.data_type || first.total_bytes != request.total_bytes ||
+        first.checksum != request.checksum) {
+      return FieldError(ErrorReason::kInvalidCombination, "header.upload_id",
+                        "tensor, data_type, total_bytes and checksum of the upload that this id began", "others");
+    }
+    absl::MutexLock upload_lock(&upload->mutex);
+    upload->busy = true;
+    return Lease(this, upload, ++upload->generation);
+  }
+  if (uploads_of_head >= kMaxUploadsPerHead && !DropOldestLocked(head.get())) {
+    return FieldError(ErrorReason::kQuotaExceeded, "header.upload_id",
+                      absl::StrCat("at most ", kMaxUploadsPerHead, " uploads of a head"), absl::StrCat(uploads_of_head + 1));
+  }
+  auto upload = std::make_shared<Upload>(head, request);
+  while (!budget_.TryReserve(request.total_bytes, &upload->reservation)) {
+    if (request.total_bytes <= budget_.capacity_bytes() && DropOldestLocked(nullptr)) continue;
+    return MakeError(
+        ErrorReason::kMemoryBudgetExceeded,
+        absl::StrCat("header.total_bytes: expected at most ", budget_.available_bytes(), " of ", budget_.capacity_bytes(),
+                     " bytes (max_upload_bytes) that are free for uploads, got ", request.total_bytes),
+        {{"field", "header.total_bytes"},
+         {"limit", "max_upload_bytes"},
+         {"requestedBytes", absl::StrCat(request.total_bytes)},
+         {"availableBytes", absl::StrCat(budget_.available_bytes())},
+         {"expected", absl::StrCat("at most ", budget_.available_bytes())},
+         {"actual", absl::StrCat(request.total_bytes)}});
+  }
+  absl::MutexLock upload_lock(&upload->mutex);
+  upload->busy = true;
+  uploads_.push_back(upload);
+  return Lease(this, std::move(upload), ++uploads_.back()->generation);
+}
+
+}  // namespace headwater::service

@@ -1,0 +1,74 @@
+// UploadStore: bytes of weight uploads that are not complete yet, so that a cut one can go on where it stopped.
+//
+// Thread-safe. An upload is known by head and upload id and is dropped when it completes, when its head goes away, or, oldest
+// first, when a new one needs its room in the budget or its head has kMaxUploadsPerHead of them; one that a stream is working on
+// stays.
+#ifndef HEADWATER_SERVER_SERVICE_UPLOAD_STORE_H_
+#define HEADWATER_SERVER_SERVICE_UPLOAD_STORE_H_
+
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "server/heads/head.h"
+#include "server/service/head_request.h"
+#include "server/transport/byte_budget.h"
+#include "server/transport/growing_buffer.h"
+
+namespace headwater::service {
+
+class UploadStore {
+  struct Upload;
+
+ public:
+  static constexpr int kMaxUploadsPerHead = 4;
+
+  // `capacity_bytes`: host memory of all unfinished uploads together (Limits.max_upload_bytes).
+  explicit UploadStore(int64_t capacity_bytes) : budget_(capacity_bytes) {}
+
+  // A stream's hold on an upload. A later stream for the same upload takes it over; this one's calls fail with kCancelled then.
+  class Lease {
+   public:
+    Lease(Lease&&) = default;
+    ~Lease();
+    int64_t received_bytes() const;
+    // Takes bytes that begin at `offset`, which must be received_bytes(): kChunkOutOfRange otherwise, or beyond the total.
+    absl::Status Append(int64_t offset, const std::string& data);
+    // All bytes, checked against the checksum if there is one: kProtocolViolation if some are missing, kChecksumMismatch (the
+    // upload is dropped: its bytes are wrong). Valid while the lease lives.
+    absl::StatusOr<const uint8_t*> Complete();
+    // Frees the upload's memory: its bytes have been used, or never will be.
+    void Drop();
+
+   private:
+    friend class UploadStore;
+    Lease(UploadStore* store, std::shared_ptr<Upload> upload, int64_t generation);
+    UploadStore* store_;
+    std::shared_ptr<Upload> upload_;
+    int64_t generation_;
+  };
+
+  // Begins an upload or takes it up again. kInvalidCombination if the same id was begun with another tensor, type, size or
+  // checksum; kMemoryBudgetExceeded if there is no room. `request.total_bytes` must be right for the head.
+  absl::StatusOr<Lease> Open(const std::shared_ptr<heads::Head>& head, const UploadRequest& request);
+
+  int64_t reserved_bytes() const { return budget_.reserved_bytes(); }
+
+ private:
+  void DropDeadLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Drops the oldest upload that no stream works on, of `head` or (null) of any; false if there is none.
+  bool DropOldestLocked(const heads::Head* head) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  transport::ByteBudget budget_;
+  absl::Mutex mutex_;
+  std::list<std::shared_ptr<Upload>> uploads_ ABSL_GUARDED_BY(mutex_);  // oldest first
+};
+
+}  // namespace headwater::service
+
+#endif  // HEADWATER_SERVER_SERVICE_UPLOAD_STORE_H_

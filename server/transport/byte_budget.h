@@ -1,0 +1,71 @@
+// ByteBudget: a bound on the bytes that many calls hold at once. Thread-safe; never waits.
+#ifndef HEADWATER_SERVER_TRANSPORT_BYTE_BUDGET_H_
+#define HEADWATER_SERVER_TRANSPORT_BYTE_BUDGET_H_
+
+#include <atomic>
+#include <cstdint>
+#include <utility>
+
+namespace headwater::transport {
+
+class ByteBudget {
+ public:
+  // At most `capacity_bytes` (>= 0) are reserved at any time.
+  explicit ByteBudget(int64_t capacity_bytes) : capacity_bytes_(capacity_bytes) {}
+  ByteBudget(const ByteBudget&) = delete;
+  ByteBudget& operator=(const ByteBudget&) = delete;
+
+  // Bytes that go back when this is destroyed. Must not outlive the budget.
+  class Reservation {
+   public:
+    Reservation() = default;
+    Reservation(Reservation&& other) noexcept
+        : budget_(std::exchange(other.budget_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+    Reservation& operator=(Reservation&& other) noexcept {
+      if (this != &other) {
+        Release();
+        budget_ = std::exchange(other.budget_, nullptr);
+        bytes_ = std::exchange(other.bytes_, 0);
+      }
+      return *this;
+    }
+    ~Reservation() { Release(); }
+
+    void Release() {
+      if (budget_ != nullptr) budget_->reserved_bytes_.fetch_sub(bytes_);
+      budget_ = nullptr;
+      bytes_ = 0;
+    }
+    int64_t bytes() const { return bytes_; }
+
+   private:
+    friend class ByteBudget;
+    ByteBudget* budget_ = nullptr;
+    int64_t bytes_ = 0;
+  };
+
+  // Reserves `bytes` (>= 0) and returns true, or changes nothing and returns false.
+  bool TryReserve(int64_t bytes, Reservation* reservation) {
+    int64_t reserved = reserved_bytes_.load();
+    do {
+      if (bytes > capacity_bytes_ - reserved) return false;
+    } while (!reserved_bytes_.compare_exchange_weak(reserved, reserved + bytes));
+    Reservation made;
+    made.budget_ = this;
+    made.bytes_ = bytes;
+    *reservation = std::move(made);
+    return true;
+  }
+
+  int64_t capacity_bytes() const { return capacity_bytes_; }
+  int64_t reserved_bytes() const { return reserved_bytes_.load(); }
+  int64_t available_bytes() const { return capacity_bytes_ - reserved_bytes_.load(); }
+
+ private:
+  const int64_t capacity_bytes_;
+  std::atomic<int64_t> reserved_bytes_{0};
+};
+
+}  // namespace headwater::transport
+
+#endif  // HEADWATER_SERVER_TRANSPORT_BYTE_BUDGET_H_

@@ -1,0 +1,41 @@
+// GrowingBuffer: uninitialised bytes that grow as data comes, so that no length field of a client ever sizes an allocation.
+#ifndef HEADWATER_SERVER_TRANSPORT_GROWING_BUFFER_H_
+#define HEADWATER_SERVER_TRANSPORT_GROWING_BUFFER_H_
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+
+namespace headwater::transport {
+
+class GrowingBuffer {
+ public:
+  // Never holds more than `limit_bytes` (>= 0). Allocates nothing yet.
+  explicit GrowingBuffer(int64_t limit_bytes) : limit_bytes_(limit_bytes) {}
+
+  // Copies `byte_count` bytes behind those that are there. False, and nothing changed, if that is above the limit or if there is no
+  // memory. Invalidates data().
+  bool Append(const void* bytes, int64_t byte_count);
+
+  // 16-byte aligned; null while empty.
+  const uint8_t* data() const { return data_.get(); }
+  int64_t size() const { return size_; }
+  // Bytes allocated: at most twice size(), or kFirstBytes.
+  int64_t capacity() const { return capacity_; }
+
+  // What the first chunk allocates at most, if the limit is not lower.
+  static constexpr int64_t kFirstBytes = 4 << 20;
+
+ private:
+  struct Free {
+    void operator()(uint8_t* pointer) const { std::free(pointer); }
+  };
+  int64_t limit_bytes_;
+  int64_t size_ = 0;
+  int64_t capacity_ = 0;
+  std::unique_ptr<uint8_t, Free> data_;
+};
+
+}  // namespace headwater::transport
+
+#endif  // HEADWATER_SERVER_TRANSPORT_GROWING_BUFFER_H_
