@@ -42,6 +42,7 @@ KINDS = [
         r"(sys|linux|netinet|arpa|net)/\w+\.h|(unistd|fcntl|dirent|dlfcn|malloc|pthread|sched|poll|netdb|pwd|getopt|syscall|"
         r"semaphore|execinfo|libgen|glob|ifaddrs|spawn|ftw)\.h",
     ),
+    ("beside", r"\w+\.h"),  # a file of the same folder; the product names its headers by their full path
 ]
 
 PLAIN = {"std", "absl_types"}
@@ -50,7 +51,7 @@ KERNELS = PRODUCT | {"kernels_inner", "blas"}
 SERVER_STATE = PRODUCT | {"server_heads", "server_observability"}
 SERVER = SERVER_STATE | {"server_transport", "server_service", "logs_and_metrics", "grpc", "protobuf", "generated", "tls"}
 CLIENT = PLAIN | {"absl", "posix", "c_abi", "formats", "client_api", "client_inner"}
-TESTS = SERVER | KERNELS | CLIENT | {"tests", "test_library", "kernels_reference"}
+TESTS = SERVER | KERNELS | CLIENT | {"tests", "test_library", "kernels_reference", "beside"}
 
 # Folder: the kinds that files in it may include.
 LAYERS = {
@@ -69,7 +70,7 @@ LAYERS = {
     "client": CLIENT | {"grpc", "protobuf", "generated", "tls"},
     "client/cpp/include": PLAIN | {"absl", "client_api"},
     "tests": TESTS,
-    "tests/kernels": KERNELS | {"tests", "test_library", "kernels_reference"},
+    "tests/kernels": KERNELS | {"tests", "test_library", "kernels_reference", "beside"},
 }
 
 SOURCE_SUFFIXES = {".h", ".hpp", ".cc", ".cpp", ".c", ".cu", ".cuh"}
