@@ -44,7 +44,6 @@ OptimizerSpec WithOverrides(OptimizerSpec optimizer, const ApplyArguments& argum
 
 absl::StatusOr<std::shared_ptr<Head>> Head::Create(const HeadName& name, const HeadSpec& spec, LossEngine& engine,
                                                    const HeadLimits& limits) {
-  if (absl::Status status = ValidateHeadSpec(spec); !status.ok()) return status;
   absl::StatusOr<std::unique_ptr<EngineHead>> engine_head = engine.CreateHead(spec);
   if (!engine_head.ok()) return engine_head.status();
   return std::shared_ptr<Head>(new Head(name, spec, limits, *std::move(engine_head)));

@@ -1,0 +1,322 @@
+#include "fake_engine.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <set>
+
+#include "absl/strings/str_cat.h"
+#include "headwater/kernels/error.h"
+
+namespace headwater::testing {
+
+void FakeControl::FailNext(const std::string& name, const absl::Status& status, int skip) {
+  absl::MutexLock lock(&mutex_);
+  failures_[name] = Failure{status, skip};
+}
+
+absl::Status FakeControl::Note(const std::string& name) {
+  absl::MutexLock lock(&mutex_);
+  calls_.push_back(name);
+  const auto found = failures_.find(name);
+  if (found == failures_.end() || found->second.skip-- > 0) return absl::OkStatus();
+  const absl::Status status = found->second.status;
+  failures_.erase(found);
+  return status;
+}
+
+std::vector<std::string> FakeControl::calls() const {
+  absl::MutexLock lock(&mutex_);
+  return calls_;
+}
+
+int FakeControl::CountOf(const std::string& name) const {
+  absl::MutexLock lock(&mutex_);
+  return static_cast<int>(std::count(calls_.begin(), calls_.end(), name));
+}
+
+// Fails the test if two calls use a head at once.
+class FakeHead::Use {
+ public:
+  explicit Use(const FakeHead& head) : head_(head) { EXPECT_EQ(head_.users_.fetch_add(1), 0) << "two calls overlap on one head"; }
+  ~Use() { head_.users_.fetch_sub(1); }
+
+ private:
+  const FakeHead& head_;
+};
+
+float RoundToBFloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  bits += 0x7fff + (bits >> 16 & 1);
+  bits &= 0xffff0000;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+HeadSpec SmallSpec(int64_t vocab_size, int64_t hidden_size) {
+  HeadSpec spec;
+  spec.vocab_size = vocab_size;
+  spec.hidden_size = hidden_size;
+  spec.transform.valid_vocab_size = vocab_size;
+  spec.trainable = true;
+  spec.staging_slots = 2;
+  spec.optimizer = SgdSpec();
+  return spec;
+}
+
+FakeHead::FakeHead(const HeadSpec& spec, int32_t shard_count, FakeControl& control) : spec_(spec), control_(control) {
+  // Uneven: the first shard is one row, the others share the rest.
+  const int64_t count = std::min<int64_t>(shard_count, spec.vocab_size);
+  int64_t start = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t end = i + 1 == count ? spec.vocab_size : i == 0 ? 1 : start + std::max<int64_t>(1, (spec.vocab_size - 1) / count);
+    shards_.push_back({start, end, "fake"});
+    start = end;
+  }
+  const auto add = [&](HeadTensor weight, HeadTensor bias) {
+    tensors_[weight].resize(static_cast<size_t>(spec.vocab_size * spec.hidden_size));
+    if (spec.has_bias) tensors_[bias].resize(static_cast<size_t>(spec.vocab_size));
+  };
+  add(HeadTensor::kWeight, HeadTensor::kBias);
+  if (spec.trainable) add(HeadTensor::kGradWeight, HeadTensor::kGradBias);
+  if (has_master()) add(HeadTensor::kMasterWeight, HeadTensor::kMasterBias);
+  const SgdSpec* sgd = std::get_if<SgdSpec>(&spec.optimizer);
+  const bool is_adamw = std::holds_alternative<AdamWSpec>(spec.optimizer);
+  if (is_adamw || (sgd != nullptr && sgd->momentum > 0)) add(HeadTensor::kMoment1Weight, HeadTensor::kMoment1Bias);
+  if (is_adamw) add(HeadTensor::kMoment2Weight, HeadTensor::kMoment2Bias);
+  plan_.total_bytes = spec.vocab_size * spec.hidden_size * 4;
+}
+
+bool FakeHead::has_master() const {
+  return spec_.data_type != DataType::kFloat32 && !std::holds_alternative<std::monostate>(spec_.optimizer);
+}
+
+int64_t FakeHead::ElementCount(HeadTensor tensor) const {
+  if (!has_master() && tensor == HeadTensor::kMasterWeight) tensor = HeadTensor::kWeight;
+  if (!has_master() && tensor == HeadTensor::kMasterBias) tensor = HeadTensor::kBias;
+  const auto found = tensors_.find(tensor);
+  return found == tensors_.end() ? 0 : static_cast<int64_t>(found->second.size());
+}
+
+DataType FakeHead::TensorDataType(HeadTensor tensor) const {
+  return tensor == HeadTensor::kWeight || tensor == HeadTensor::kBias ? spec_.data_type : DataType::kFloat32;
+}
+
+absl::Status FakeHead::ReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const {
+  const Use use(*this);
+  if (absl::Status status = control_.Note("ReadTensor"); !status.ok()) return status;
+  const bool as_bfloat16 = TensorDataType(tensor) == DataType::kBFloat16;
+  if (!has_master() && tensor == HeadTensor::kMasterWeight) tensor = HeadTensor::kWeight;
+  if (!has_master() && tensor == HeadTensor::kMasterBias) tensor = HeadTensor::kBias;
+  const float* from = tensors_.at(tensor).data() + element_start;
+  if (!as_bfloat16) {
+    std::memcpy(out, from, static_cast<size_t>(element_count) * sizeof(float));
+    return absl::OkStatus();
+  }
+  for (int64_t i = 0; i < element_count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, from + i, sizeof(bits));
+    static_cast<uint16_t*>(out)[i] = static_cast<uint16_t>(bits >> 16);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status FakeHead::WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) {
+  const Use use(*this);
+  const absl::Status failure = control_.Note("WriteTensor");
+  const bool as_bfloat16 = TensorDataType(tensor) == DataType::kBFloat16;
+  for (int64_t i = 0; i < element_count; ++i) {
+    float value;
+    if (as_bfloat16) {
+      const uint32_t bits = static_cast<uint32_t>(static_cast<const uint16_t*>(in)[i]) << 16;
+      std::memcpy(&value, &bits, sizeof(value));
+    } else {
+      value = static_cast<const float*>(in)[i];
+    }
+    const size_t index = static_cast<size_t>(element_start + i);
+    const float stored = spec_.data_type == DataType::kBFloat16 ? RoundToBFloat16(value) : value;
+    if (tensor == HeadTensor::kWeight || tensor == HeadTensor::kMasterWeight) {
+      tensors_[HeadTensor::kWeight][index] = stored;
+      if (has_master()) tensors_[HeadTensor::kMasterWeight][index] = value;
+    } else if (tensor == HeadTensor::kBias || tensor == HeadTensor::kMasterBias) {
+      tensors_[HeadTensor::kBias][index] = stored;
+      if (has_master()) tensors_[HeadTensor::kMasterBias][index] = value;
+    } else {
+      tensors_.at(tensor)[index] = value;
+    }
+  }
+  return failure;
+}
+
+absl::Status FakeHead::ZeroGradient() {
+  const Use use(*this);
+  const absl::Status failure = control_.Note("ZeroGradient");
+  for (const HeadTensor tensor : {HeadTensor::kGradWeight, HeadTensor::kGradBias}) {
+    if (tensors_.contains(tensor)) std::fill(tensors_[tensor].begin(), tensors_[tensor].end(), 0.0f);
+  }
+  return failure;
+}
+
+absl::Status FakeHead::ResetOptimizerState() {
+  const Use use(*this);
+  const absl::Status failure = control_.Note("ResetOptimizerState");
+  for (const HeadTensor tensor :
+       {HeadTensor::kMoment1Weight, HeadTensor::kMoment1Bias, HeadTensor::kMoment2Weight, HeadTensor::kMoment2Bias}) {
+    if (tensors_.contains(tensor)) std::fill(tensors_[tensor].begin(), tensors_[tensor].end(), 0.0f);
+  }
+  return failure;
+}
+
+absl::StatusOr<GradientStats> FakeHead::ComputeGradientStats() const {
+  const Use use(*this);
+  if (absl::Status status = control_.Note("ComputeGradientStats"); !status.ok()) return status;
+  GradientStats stats;
+  for (const HeadTensor tensor : {HeadTensor::kGradWeight, HeadTensor::kGradBias}) {
+    const auto found = tensors_.find(tensor);
+    if (found == tensors_.end()) continue;
+    for (const float value : found->second) {
+      if (!std::isfinite(value)) ++stats.non_finite_count;
+      stats.norm_squared += static_cast<double>(value) * value;
+    }
+  }
+  return stats;
+}
+
+absl::Status FakeHead::ApplyOptimizer(const OptimizerStep& step) {
+  const Use use(*this);
+  const absl::Status failure = control_.Note("ApplyOptimizer");
+  const auto update = [&](HeadTensor weight, HeadTensor master, HeadTensor gradient, HeadTensor moment1, HeadTensor moment2) {
+    if (!tensors_.contains(weight)) return;
+    for (size_t i = 0; i < tensors_[weight].size(); ++i) {
+      const float scaled = static_cast<float>(tensors_[gradient][i] * step.gradient_multiplier);
+      float& value = has_master() ? tensors_[master][i] : tensors_[weight][i];
+      value -= static_cast<float>(step.learning_rate) * scaled;
+      if (has_master()) tensors_[weight][i] = RoundToBFloat16(value);
+      if (tensors_.contains(moment1)) tensors_[moment1][i] += scaled;
+      if (tensors_.contains(moment2)) tensors_[moment2][i] += scaled * scaled;
+      tensors_[gradient][i] = 0;
+    }
+  };
+  update(HeadTensor::kWeight, HeadTensor::kMasterWeight, HeadTensor::kGradWeight, HeadTensor::kMoment1Weight,
+         HeadTensor::kMoment2Weight);
+  update(HeadTensor::kBias, HeadTensor::kMasterBias, HeadTensor::kGradBias, HeadTensor::kMoment1Bias, HeadTensor::kMoment2Bias);
+  return failure;
+}
+
+// A contribution: what Compute() would have added.
+class FakeStaged : public StagedContribution {
+ public:
+  FakeStaged(FakeHead* head, FakeControl& control) : head_(head), control_(control) { ++head_->slots_taken_; }
+  ~FakeStaged() override {
+    const FakeHead::Use use(*head_);
+    if (!done_) --head_->slots_taken_;
+  }
+
+  absl::Status Commit(double factor) override {
+    const FakeHead::Use use(*head_);
+    EXPECT_FALSE(done_) << "a contribution is committed twice";
+    const absl::Status failure = control_.Note("Commit");
+    for (const auto& [tensor, values] : gradients) {
+      std::vector<float>& accumulator = head_->tensors_[tensor];
+      for (size_t i = 0; i < values.size(); ++i) accumulator[i] += static_cast<float>(factor) * values[i];
+    }
+    done_ = true;
+    --head_->slots_taken_;
+    return failure;
+  }
+
+  std::map<HeadTensor, std::vector<float>> gradients;
+
+ private:
+  FakeHead* const head_;
+  FakeControl& control_;
+  bool done_ = false;
+};
+
+FakeEngine::FakeEngine(int32_t shard_count) { options_.shard_count = shard_count; }
+
+absl::StatusOr<MemoryPlan> FakeEngine::PlanHead(const HeadSpec& spec) const {
+  MemoryPlan plan;
+  plan.total_bytes = spec.vocab_size * spec.hidden_size * 4;
+  return plan;
+}
+
+absl::StatusOr<std::unique_ptr<EngineHead>> FakeEngine::CreateHead(const HeadSpec& spec) {
+  if (absl::Status status = control_.Note("CreateHead"); !status.ok()) return status;
+  return std::make_unique<FakeHead>(spec, options_.shard_count, control_);
+}
+
+absl::StatusOr<MicroBatchResult> FakeEngine::Compute(const MicroBatch& micro_batch) {
+  std::set<FakeHead*> heads;
+  for (const LossTerm& term : micro_batch.terms) {
+    heads.insert(static_cast<FakeHead*>(term.head));
+    if (term.teacher_head != nullptr) heads.insert(static_cast<FakeHead*>(term.teacher_head));
+  }
+  std::vector<std::unique_ptr<FakeHead::Use>> uses;
+  for (FakeHead* head : heads) uses.push_back(std::make_unique<FakeHead::Use>(*head));
+  const absl::Status failure = control_.Note("Compute");
+  if (control_.during_compute != nullptr) control_.during_compute();
+  const bool engine_failed = HasReason(failure, ErrorReason::kEngineFailed);
+  if (!failure.ok() && !engine_failed) return failure;
+
+  MicroBatchResult result;
+  FakeHead* target = nullptr;
+  std::map<HeadTensor, std::vector<float>> gradients;
+  bool finite = true;
+  for (const LossTerm& term : micro_batch.terms) {
+    FakeHead* head = static_cast<FakeHead*>(term.head);
+    const int64_t width = head->spec_.hidden_size;
+    LossSums& sums = result.terms.emplace_back();
+    if (micro_batch.hidden.data_type != DataType::kFloat32 || micro_batch.hidden.column_count != width) {
+      return MakeError(ErrorReason::kShapeMismatch, "the fake engine takes fp32 rows of the head's width");
+    }
+    const bool adds = micro_batch.grad_weight != GradWeightMode::kNone && head->spec_.trainable;
+    if (adds) target = head;
+    for (int64_t row = 0; row < term.row_count; ++row) {
+      const float* hidden = static_cast<const float*>(micro_batch.hidden.data) + (term.row_start + row) * width;
+      const int32_t token = term.targets.empty() ? 0 : term.targets[static_cast<size_t>(row)];
+      if (token == term.ignore_index) continue;
+      if (token < 0 || token >= head->spec_.vocab_size) return MakeError(ErrorReason::kTargetOutOfVocab, "target out of range");
+      ++sums.valid_token_count;
+      sums.loss_sum += hidden[0];
+      sums.token_weight_sum += 1;
+      const bool row_is_finite = std::all_of(hidden, hidden + width, [](float x) { return std::isfinite(x); });
+      if (!row_is_finite) ++sums.non_finite_row_count;
+      finite = finite && row_is_finite;
+      if (micro_batch.grad_hidden.data != nullptr) {
+        std::copy(hidden, hidden + width, static_cast<float*>(micro_batch.grad_hidden.data) + (term.row_start + row) * width);
+      }
+      if (!adds) continue;
+      std::vector<float>& weight = gradients[HeadTensor::kGradWeight];
+      weight.resize(head->tensors_[HeadTensor::kGradWeight].size());
+      for (int64_t i = 0; i < width; ++i) {
+        weight[static_cast<size_t>(token * width + i)] += static_cast<float>(term.loss_scale) * hidden[i];
+      }
+      if (!head->spec_.has_bias) continue;
+      std::vector<float>& bias = gradients[HeadTensor::kGradBias];
+      bias.resize(head->tensors_[HeadTensor::kGradBias].size());
+      bias[static_cast<size_t>(token)] += static_cast<float>(term.loss_scale);
+    }
+  }
+  if (micro_batch.grad_weight == GradWeightMode::kStage && target != nullptr) {
+    if (micro_batch.refuse_non_finite && !finite)
+      return MakeError(ErrorReason::kNonFiniteValues, "the micro-batch has non-finite rows");
+    if (target->FreeStagingSlots() <= 0) return MakeError(ErrorReason::kStagingFull, "no staging slot is free");
+    if (engine_failed) return failure;
+    auto staged = std::make_unique<FakeStaged>(target, control_);
+    staged->gradients = std::move(gradients);
+    result.staged = std::move(staged);
+  } else if (micro_batch.grad_weight == GradWeightMode::kAccumulate && target != nullptr) {
+    for (const auto& [tensor, values] : gradients) {
+      std::vector<float>& accumulator = target->tensors_[tensor];
+      for (size_t i = 0; i < values.size(); ++i) accumulator[i] += values[i];
+    }
+  }
+  if (engine_failed) return failure;
+  return result;
+}
+
+}  // namespace headwater::testing

@@ -1,0 +1,112 @@
+// FakeEngine: an engine whose numbers are whole, so that sums do not depend on order and every comparison can be bitwise.
+//
+// A row with target v adds loss_scale x hidden to row v of grad_weight and loss_scale to grad_bias[v]; its loss is the row's first
+// element; grad_hidden is the row itself. A row whose hidden has a NaN counts as non-finite. Optimizer: weight -= learning_rate x
+// multiplier x gradient; moments add up gradients (and squares).
+//
+// It records calls by name, can fail the next call of a name, and can stop inside Compute() until it is told to go on. It also
+// checks the engine's threading rule: two calls that touch one head at the same time fail the test.
+#ifndef HEADWATER_TESTS_UNIT_SERVER_FAKE_ENGINE_H_
+#define HEADWATER_TESTS_UNIT_SERVER_FAKE_ENGINE_H_
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "headwater/kernels/engine.h"
+
+namespace headwater::testing {
+
+// What the engine and its heads share: fault injection and records.
+class FakeControl {
+ public:
+  // The next call of `name` ("Compute", "Commit", "WriteTensor", "ReadTensor", "ZeroGradient", "ResetOptimizerState",
+  // "ComputeGradientStats", "ApplyOptimizer") after `skip` more fails with `status`, after it has changed something where it
+  // changes anything.
+  void FailNext(const std::string& name, const absl::Status& status, int skip = 0);
+  // Called by the engine; returns the failure that is due.
+  absl::Status Note(const std::string& name);
+  // Calls so far, in order.
+  std::vector<std::string> calls() const;
+  int CountOf(const std::string& name) const;
+  // Called inside Compute(), if set.
+  std::function<void()> during_compute;
+
+ private:
+  struct Failure {
+    absl::Status status;
+    int skip;
+  };
+  mutable absl::Mutex mutex_;
+  std::map<std::string, Failure> failures_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::string> calls_ ABSL_GUARDED_BY(mutex_);
+};
+
+class FakeHead : public EngineHead {
+ public:
+  FakeHead(const HeadSpec& spec, int32_t shard_count, FakeControl& control);
+
+  const HeadSpec& spec() const override { return spec_; }
+  const MemoryPlan& plan() const override { return plan_; }
+  absl::Span<const VocabShard> shards() const override { return shards_; }
+  int64_t ElementCount(HeadTensor tensor) const override;
+  DataType TensorDataType(HeadTensor tensor) const override;
+  absl::Status ReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const override;
+  absl::Status WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) override;
+  absl::Status ZeroGradient() override;
+  absl::Status ResetOptimizerState() override;
+  absl::StatusOr<GradientStats> ComputeGradientStats() const override;
+  absl::Status ApplyOptimizer(const OptimizerStep& step) override;
+  int32_t FreeStagingSlots() const override { return spec_.staging_slots - slots_taken_; }
+
+ private:
+  friend class FakeEngine;
+  friend class FakeStaged;
+  class Use;  // one call's time with the head
+
+  bool has_master() const;
+
+  const HeadSpec spec_;
+  MemoryPlan plan_;
+  std::vector<VocabShard> shards_;
+  FakeControl& control_;
+  mutable std::atomic<int> users_ = 0;
+  int32_t slots_taken_ = 0;
+  // fp32 of every tensor that the head has; kWeight and kBias hold the rounded values.
+  std::map<HeadTensor, std::vector<float>> tensors_;
+};
+
+class FakeEngine : public LossEngine {
+ public:
+  explicit FakeEngine(int32_t shard_count = 1);
+
+  std::string name() const override { return "fake"; }
+  std::vector<EngineDevice> devices() const override { return {}; }
+  const EngineOptions& options() const override { return options_; }
+  absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override;
+  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override;
+  int64_t planned_bytes() const override { return 0; }
+  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override;
+
+  FakeControl& control() { return control_; }
+
+ private:
+  EngineOptions options_;
+  FakeControl control_;
+};
+
+// Rounds to the nearest bfloat16, ties to even.
+float RoundToBFloat16(float value);
+
+// A small spec: fp32, trainable, two staging slots, SGD without momentum.
+HeadSpec SmallSpec(int64_t vocab_size = 5, int64_t hidden_size = 3);
+
+}  // namespace headwater::testing
+
+#endif  // HEADWATER_TESTS_UNIT_SERVER_FAKE_ENGINE_H_

@@ -1,0 +1,674 @@
+// Head's transactions: micro-batches and steps.
+#include "server/heads/head.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <thread>
+
+#include "absl/synchronization/notification.h"
+#include "head_test_util.h"
+
+namespace headwater::heads {
+namespace {
+
+using headwater::testing::FakeEngine;
+using headwater::testing::KeyOf;
+using headwater::testing::MakeReadyHead;
+using headwater::testing::MicroBatchCall;
+using headwater::testing::Payload;
+using headwater::testing::ReadGradWeight;
+using headwater::testing::ReadWeight;
+using headwater::testing::SetWeights;
+using headwater::testing::SmallSpec;
+
+const Payload kRowOfToken2 = {{1, 2, 3}, {2}};
+const Payload kRowOfToken4 = {{-5, 0, 7}, {4}};
+const absl::Status kEngineError = MakeError(ErrorReason::kEngineFailed, "the device is gone");
+
+// A gradient with one row.
+std::vector<float> Gradient(int64_t token, std::vector<float> row) {
+  std::vector<float> values(15);
+  std::copy(row.begin(), row.end(), values.begin() + token * 3);
+  return values;
+}
+
+class HeadTest : public ::testing::Test {
+ protected:
+  absl::StatusOr<SubmissionOutcome> Submit(int64_t micro_batch, const Payload& payload, int64_t step = 0) {
+    return MicroBatchCall(head_, step, micro_batch, payload).Run(engine_);
+  }
+  absl::StatusOr<SubmissionOutcome> Stage(int64_t micro_batch, const Payload& payload) {
+    return MicroBatchCall(head_, KeyOf(*head_).step, micro_batch, payload).Explicit().Run(engine_);
+  }
+  int64_t OpenStep() { return *head_->Describe().open_step; }
+  ApplyArguments Rate(double learning_rate) {
+    ApplyArguments arguments;
+    arguments.learning_rate = learning_rate;
+    return arguments;
+  }
+
+  FakeEngine engine_;
+  std::shared_ptr<Head> head_ = MakeReadyHead(engine_, SmallSpec());
+};
+
+// ---- micro-batches ---------------------------------------------------------------------------------------------------
+
+TEST_F(HeadTest, EagerIsDirectAndCommitted) {
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  const absl::StatusOr<SubmissionOutcome> outcome = call.Run(engine_);
+  ASSERT_OK(outcome);
+  EXPECT_EQ(outcome->state, ContributionState::kCommitted);
+  EXPECT_EQ(outcome->form, ContributionForm::kDirect);
+  EXPECT_FALSE(outcome->replayed);
+  EXPECT_EQ(outcome->step, 0);
+  EXPECT_EQ(outcome->weight_versions, std::vector<int64_t>{1});
+  EXPECT_EQ(outcome->terms[0].valid_token_count, 1);
+  EXPECT_EQ(call.grad_hidden(), kRowOfToken2.hidden);
+  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
+}
+
+TEST_F(HeadTest, AReplayIsComputedAndAddsNothing) {
+  ASSERT_OK(Submit(0, kRowOfToken2));
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  const absl::StatusOr<SubmissionOutcome> outcome = call.Run(engine_);
+  ASSERT_OK(outcome);
+  EXPECT_TRUE(outcome->replayed);
+  EXPECT_EQ(outcome->state, ContributionState::kCommitted);
+  EXPECT_EQ(outcome->form, ContributionForm::kDirect);
+  EXPECT_EQ(call.grad_hidden(), kRowOfToken2.hidden);
+  EXPECT_EQ(outcome->terms[0].loss_sum, 1);
+  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
+}
+
+TEST_F(HeadTest, AConflictAddsNothing) {
+  ASSERT_OK(Submit(0, kRowOfToken2));
+  EXPECT_REASON(Submit(0, kRowOfToken4), kMicroBatchConflict);
+  const absl::StatusOr<SubmissionOutcome> outcome = MicroBatchCall(head_, 0, 0, kRowOfToken4).FirstWins().Run(engine_);
+  ASSERT_OK(outcome);
+  EXPECT_TRUE(outcome->payload_differs);
+  EXPECT_FALSE(outcome->replayed);
+  EXPECT_EQ(outcome->terms[0].loss_sum, -5);
+  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
+}
+
+TEST_F(HeadTest, ExplicitIsStagedUntilItsCommit) {
+  const absl::StatusOr<SubmissionOutcome> outcome = Stage(0, kRowOfToken2);
+  ASSERT_OK(outcome);
+  EXPECT_EQ(outcome->state, ContributionState::kStaged);
+  EXPECT_EQ(outcome->form, ContributionForm::kStaged);
+  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
+  EXPECT_TRUE(*head_->Commit(KeyOf(*head_), 0, 0, 0.5));
+  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {0.5, 1, 1.5}));
+  EXPECT_FALSE(*head_->Commit(KeyOf(*head_), 0, 0, 0.5));
+  EXPECT_REASON(head_->Commit(KeyOf(*head_), 0, 0, 1), kMicroBatchConflict);
+  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {0.5, 1, 1.5}));
+  // The same rows again are a replay of a committed one.
+  const absl::StatusOr<SubmissionOutcome> replay = Stage(0, kRowOfToken2);
+  ASSERT_OK(replay);
+  EXPECT_TRUE(replay->replayed);
+  EXPECT_EQ(replay->state, ContributionState::kCommitted);
+}
+
+TEST_F(HeadTest, CommitErrors) {
+  EXPECT_REASON(head_->Commit(KeyOf(*head_), 0, 0, 1), kMicroBatchNotFound);
+  ASSERT_OK(Stage(0, kRowOfToken2));
+  EXPECT_REASON(head_->Commit(KeyOf(*head_), 0, 0, std::nan("")), kInvalidField);
+  EXPECT_REASON(head_->Commit({NewEpoch(), 0}, 0, 0, 1), kEpochFenced);
+  EXPECT_REASON(head_->Commit({KeyOf(*head_).epoch, 1}, 0, 0, 1), kStepMismatch);
+  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
+}
+
+TEST_F(HeadTest, DiscardDropsAndKeepsOut) {
+  ASSERT_OK(Stage(0, kRowOfToken2));
+  ASSERT_OK(Stage(1, kRowOfToken4));
+  EXPECT_REASON(Stage(2, kRowOfToken4), kStagingFull);
+  EXPECT_TRUE(*head_->Discard(KeyOf(*head_), 0, 0));
+  EXPECT_FALSE(*head_->Discard(KeyOf(*head_), 0, 0));
+  EXPECT_REASON(Submit(0, kRowOfToken2), kMicroBatchDiscarded);
+  EXPECT_REASON(head_->Commit(KeyOf(*head_), 0, 0, 1), kMicroBatchDiscarded);
+  EXPECT_FALSE(*head_->Discard(KeyOf(*head_), 9, 0));
+  EXPECT_REASON(Submit(9, kRowOfToken2), kMicroBatchDiscarded);
+  // Its slot is free again.
+  EXPECT_OK(Stage(2, kRowOfToken4));
+  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
+  ASSERT_OK(Submit(3, kRowOfToken2));
+  EXPECT_REASON(head_->Discard(KeyOf(*head_), 3, 0), kMicroBatchConflict);
+}
+
+TEST_F(HeadTest, StagingFullIsForgotten) {
+  ASSERT_OK(Stage(0, kRowOfToken2));
+  ASSERT_OK(Stage(1, kRowOfToken2));
+  EXPECT_REASON(Stage(2, kRowOfToken4), kStagingFull);
+  EXPECT_FALSE(head_->GetSteps(KeyOf(*head_).epoch)->first.micro_batches.contains(2));
+  EXPECT_OK(Submit(2, kRowOfToken4));  // DIRECT needs no slot
+}
+
+TEST_F(HeadTest, AHeadWithoutSlotsRefusesEarly) {
+  HeadSpec spec = SmallSpec();
+  spec.staging_slots = 0;
+  head_ = MakeReadyHead(engine_, spec);
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  EXPECT_REASON(Head::CheckSubmission(call.Explicit().submission()), kStagingFull);
+  EXPECT_REASON(MicroBatchCall(head_, 0, 0, kRowOfToken2).Refuse().Run(engine_), kStagingFull);
+  EXPECT_OK(Submit(0, kRowOfToken2));
+}
+
+TEST_F(HeadTest, RefuseStagesChecksAndCommits) {
+  const absl::StatusOr<SubmissionOutcome> outcome = MicroBatchCall(head_, 0, 0, kRowOfToken2).Refuse().Run(engine_);
+  ASSERT_OK(outcome);
+  EXPECT_EQ(outcome->state, ContributionState::kCommitted);
+  EXPECT_EQ(outcome->form, ContributionForm::kStaged);
+  const std::vector<float> before = ReadGradWeight(*head_);
+  EXPECT_EQ(before, Gradient(2, {1, 2, 3}));
+  const Payload bad = {{1, std::nanf(""), 3}, {1}};
+  EXPECT_REASON(MicroBatchCall(head_, 0, 1, bad).Refuse().Run(engine_), kNonFiniteValues);
+  EXPECT_REASON(MicroBatchCall(head_, 0, 1, bad).Refuse().Explicit().Run(engine_), kNonFiniteValues);
+  EXPECT_REASON(MicroBatchCall(head_, 0, 1, bad).ForwardOnly().Refuse().Run(engine_), kNonFiniteValues);
+  EXPECT_EQ(ReadGradWeight(*head_), before);
+  EXPECT_EQ(head_->GetSteps(KeyOf(*head_).epoch)->first.micro_batches.size(), 1u);
+  // REPORT passes it through and counts.
+  const absl::StatusOr<SubmissionOutcome> reported = Submit(1, bad);
+  ASSERT_OK(reported);
+  EXPECT_EQ(reported->terms[0].non_finite_row_count, 1);
+  EXPECT_EQ(head_->GetSteps(KeyOf(*head_).epoch)->first.Totals().non_finite_row_count, 1);
+}
+
+TEST_F(HeadTest, ARefusalOfTheEngineChangesNothing) {
+  ASSERT_OK(Submit(0, kRowOfToken2));
+  const std::vector<float> before = ReadGradWeight(*head_);
+  EXPECT_REASON(Submit(1, {{1, 2, 3}, {5}}), kTargetOutOfVocab);
+  EXPECT_EQ(ReadGradWeight(*head_), before);
+  EXPECT_EQ(head_->GetSteps(KeyOf(*head_).epoch)->first.micro_batches.size(), 1u);
+  EXPECT_EQ(head_->Describe().state, HeadState::kReady);
+  EXPECT_OK(Submit(1, kRowOfToken4));
+}
+
+TEST_F(HeadTest, CancellationBeforeTheDecisionChangesNothing) {
+  int asked = 0;
+  const auto at_once = [&] { return ++asked > 0; };
+  EXPECT_REASON(MicroBatchCall(head_, 0, 0, kRowOfToken2).Run(engine_, at_once), kCancelled);
+  EXPECT_EQ(asked, 1);
+  EXPECT_EQ(engine_.control().CountOf("Compute"), 0);
+  const auto after_computing = [this] { return engine_.control().CountOf("Compute") > 0; };
+  EXPECT_REASON(MicroBatchCall(head_, 0, 0, kRowOfToken2).Explicit().Run(engine_, after_computing), kCancelled);
+  EXPECT_TRUE(head_->GetSteps(KeyOf(*head_).epoch)->first.micro_batches.empty());
+  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
+  EXPECT_EQ(engine_.control().CountOf("Commit"), 0);
+  EXPECT_OK(Stage(0, kRowOfToken2));
+  EXPECT_OK(Stage(1, kRowOfToken2));  // both slots are free
+}
+
+TEST_F(HeadTest, StaleEpochsAndOtherStepsAreRefused) {
+  MicroBatchCall stale(head_, 0, 0, kRowOfToken2);
+  const Epoch old_epoch = head_->Describe().epoch;
+  ASSERT_OK(SetWeights(*head_, std::vector<float>(15, 2.0f)));
+  const absl::Status refused = stale.Run(engine_).status();
+  EXPECT_REASON(refused, kEpochFenced);
+  EXPECT_EQ(GetErrorMetadata(refused).at("actual"), EpochToHex(old_epoch));
+  EXPECT_EQ(GetErrorMetadata(refused).at("expected"), EpochToHex(head_->Describe().epoch));
+  EXPECT_EQ(GetErrorMetadata(refused).at("openStep"), "0");
+  EXPECT_REASON(Submit(0, kRowOfToken2, 1), kStepMismatch);
+  EXPECT_REASON(head_->CheckEpoch(old_epoch), kEpochFenced);
+  EXPECT_OK(head_->CheckEpoch(head_->Describe().epoch));
+  EXPECT_EQ(engine_.control().CountOf("Compute"), 0);
+}
+
+TEST_F(HeadTest, WeightVersionsAreCheckedAndReported) {
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  call.term().expected_weight_version = 2;
+  const absl::Status refused = call.Run(engine_).status();
+  EXPECT_REASON(refused, kWeightVersionMismatch);
+  EXPECT_EQ(GetErrorMetadata(refused).at("expected"), "2");
+  EXPECT_EQ(GetErrorMetadata(refused).at("actual"), "1");
+  call.term().expected_weight_version = 1;
+  EXPECT_OK(call.Run(engine_));
+}
+
+TEST_F(HeadTest, WhatASubmissionMustAndMustNotHave) {
+  const auto refused = [this](const std::function<void(Submission&)>& change) {
+    MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+    change(call.submission());
+    return headwater::testing::ReasonOf(Head::CheckSubmission(call.submission()));
+  };
+  EXPECT_EQ(refused([](Submission&) {}), "OK");
+  EXPECT_EQ(refused([](Submission& s) { s.terms.clear(); }), "MISSING_FIELD");
+  EXPECT_EQ(refused([](Submission& s) { s.terms[0].head = nullptr; }), "MISSING_FIELD");
+  EXPECT_EQ(refused([](Submission& s) { s.micro_batch.reset(); }), "MISSING_FIELD");
+  EXPECT_EQ(refused([](Submission& s) { s.terms[0].head_epoch.reset(); }), "MISSING_FIELD");
+  EXPECT_EQ(refused([](Submission& s) { s.terms[0].step.reset(); }), "MISSING_FIELD");
+  EXPECT_EQ(refused([](Submission& s) { s.terms[0].term.loss = JsdSpec(); }), "MISSING_FIELD");
+  EXPECT_EQ(refused([this](Submission& s) { s.terms[0].teacher_head = head_; }), "INVALID_COMBINATION");
+  EXPECT_EQ(refused([](Submission& s) { s.backward = false; }), "INVALID_COMBINATION");
+  EXPECT_EQ(refused([](Submission& s) {
+              s.backward = false;
+              s.micro_batch.reset();
+              s.grad_hidden.data = nullptr;
+            }),
+            "INVALID_COMBINATION");  // a step without a backward pass
+  EXPECT_EQ(refused([](Submission& s) {
+              s.backward = false;
+              s.micro_batch.reset();
+              s.terms[0].step.reset();
+            }),
+            "INVALID_COMBINATION");  // grad_hidden without a backward pass
+  const std::shared_ptr<Head> other = MakeReadyHead(engine_, SmallSpec(), "other");
+  EXPECT_EQ(refused([&](Submission& s) {
+              s.terms.push_back(s.terms[0]);
+              s.terms[1].head = other;
+            }),
+            "FEATURE_NOT_BUILT");
+}
+
+TEST_F(HeadTest, TwoTermsOverOneHeadAreOneContribution) {
+  MicroBatchCall call(head_, 0, 0, {{1, 2, 3, 4, 5, 6}, {2, 4}});
+  SubmittedTerm& first = call.term();
+  first.term.row_count = 1;
+  first.term.targets = first.term.targets.subspan(0, 1);
+  SubmittedTerm second = first;
+  second.term.row_start = 1;
+  const int32_t target = 4;
+  second.term.targets = absl::Span<const int32_t>(&target, 1);
+  call.submission().terms.push_back(second);
+  ASSERT_OK(call.Run(engine_));
+  std::vector<float> expected = Gradient(2, {1, 2, 3});
+  std::copy_n(std::vector<float>{4, 5, 6}.begin(), 3, expected.begin() + 12);
+  EXPECT_EQ(ReadGradWeight(*head_), expected);
+  EXPECT_EQ(head_->GetSteps(KeyOf(*head_).epoch)->first.Totals(), (StepTotals{1, 2, 5.0, 2.0, 0}));
+}
+
+TEST_F(HeadTest, ForwardOnlyWorksInASealedStepAndAddsNothing) {
+  ASSERT_OK(head_->Seal(KeyOf(*head_), int64_t{0}));
+  const absl::StatusOr<SubmissionOutcome> outcome = MicroBatchCall(head_, 0, 0, kRowOfToken2).ForwardOnly().Run(engine_);
+  ASSERT_OK(outcome);
+  EXPECT_EQ(outcome->state, ContributionState::kNone);
+  EXPECT_FALSE(outcome->step.has_value());
+  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
+}
+
+TEST_F(HeadTest, FrozenHeadsHaveNoSteps) {
+  HeadSpec spec = SmallSpec();
+  spec.trainable = false;
+  spec.optimizer = std::monostate();
+  spec.staging_slots = 0;
+  head_ = MakeReadyHead(engine_, spec, "frozen");
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  const absl::StatusOr<SubmissionOutcome> outcome = call.Run(engine_);
+  ASSERT_OK(outcome);
+  EXPECT_EQ(outcome->state, ContributionState::kNone);
+  EXPECT_EQ(call.grad_hidden(), kRowOfToken2.hidden);
+  EXPECT_FALSE(head_->Describe().open_step.has_value());
+  call.submission().micro_batch = 0;
+  EXPECT_REASON(call.Run(engine_), kHeadNotTrainable);
+  call.submission().micro_batch.reset();
+  call.term().step = 0;
+  EXPECT_REASON(call.Run(engine_), kHeadNotTrainable);
+  const StepKey key = KeyOf(*head_);
+  EXPECT_REASON(head_->GetSteps(key.epoch), kHeadNotTrainable);
+  EXPECT_REASON(head_->Seal(key, int64_t{0}), kHeadNotTrainable);
+  EXPECT_REASON(head_->Apply(key, int64_t{0}, ApplyArguments()), kHeadNotTrainable);
+  EXPECT_REASON(head_->DiscardGradient(key), kHeadNotTrainable);
+  EXPECT_REASON(head_->Commit(key, 0, 0, 1), kHeadNotTrainable);
+  EXPECT_REASON(head_->Discard(key, 0, 0), kHeadNotTrainable);
+  EXPECT_REASON(head_->GradientNorm(key), kHeadNotTrainable);
+}
+
+TEST_F(HeadTest, AHeadMayBeItsOwnTeacher) {
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  call.term().term.loss = JsdSpec();
+  call.term().teacher_head = head_;
+  call.term().expected_teacher_weight_version = 1;
+  const absl::StatusOr<SubmissionOutcome> outcome = call.Run(engine_);
+  ASSERT_OK(outcome);
+  EXPECT_EQ(outcome->teacher_weight_versions, std::vector<int64_t>{1});
+  call.term().expected_teacher_weight_version = 7;
+  EXPECT_REASON(call.Run(engine_), kWeightVersionMismatch);
+  call.term().expected_teacher_weight_version.reset();
+  call.term().teacher_head_epoch = NewEpoch();
+  EXPECT_REASON(call.Run(engine_), kEpochFenced);
+}
+
+// ---- while another call computes -------------------------------------------------------------------------------------
+
+TEST_F(HeadTest, WhileOneComputesADuplicateIsToldAndTheHeadIsDescribed) {
+  absl::Notification computing, go_on;
+  engine_.control().during_compute = [&] {
+    if (computing.HasBeenNotified()) return;
+    computing.Notify();
+    go_on.WaitForNotification();
+  };
+  std::thread first([&] { EXPECT_OK(Submit(0, kRowOfToken2)); });
+  computing.WaitForNotification();
+  EXPECT_REASON(Submit(0, kRowOfToken2), kMicroBatchInProgress);
+  EXPECT_REASON(head_->Commit(KeyOf(*head_), 0, 0, 1), kMicroBatchInProgress);
+  EXPECT_REASON(head_->Discard(KeyOf(*head_), 0, 0), kMicroBatchInProgress);
+  EXPECT_EQ(head_->Describe().state, HeadState::kReady);
+  EXPECT_EQ(head_->GetSteps(KeyOf(*head_).epoch)->first.micro_batches.at(0).state, ContributionState::kInProgress);
+  EXPECT_TRUE(head_->InUse());
+  go_on.Notify();
+  first.join();
+  EXPECT_TRUE(Submit(0, kRowOfToken2)->replayed);
+  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
+}
+
+TEST_F(HeadTest, ASubmissionThatWaitedSeesTheNewEpoch) {
+  absl::Notification computing, go_on;
+  engine_.control().during_compute = [&] {
+    if (computing.HasBeenNotified()) return;
+    computing.Notify();
+    go_on.WaitForNotification();
+  };
+  std::thread first([&] { EXPECT_OK(Submit(0, kRowOfToken2)); });
+  computing.WaitForNotification();
+  // Both wait for the first one, in either order; whichever comes second sees what the other did.
+  std::thread second([&] {
+    const std::string reason = headwater::testing::ReasonOf(Submit(1, kRowOfToken4));
+    EXPECT_TRUE(reason == "OK" || reason == "EPOCH_FENCED") << reason;
+  });
+  std::thread setter([&] { EXPECT_OK(SetWeights(*head_, std::vector<float>(15, 2.0f))); });
+  go_on.Notify();
+  first.join();
+  second.join();
+  setter.join();
+  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
+  EXPECT_TRUE(head_->GetSteps(KeyOf(*head_).epoch)->first.micro_batches.empty());
+}
+
+TEST_F(HeadTest, ManyThreadsAddEveryContributionOnce) {
+  HeadSpec spec = SmallSpec();
+  spec.staging_slots = 64;
+  head_ = MakeReadyHead(engine_, spec);
+  const std::shared_ptr<Head> teacher = MakeReadyHead(engine_, spec, "teacher");
+  constexpr int kThreads = 4;
+  constexpr int kPerThread = 50;
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back([&, thread] {
+      for (int i = 0; i < kPerThread; ++i) {
+        // Every id is sent by two threads: one computes it, the other replays it or finds it in progress.
+        const int64_t id = (thread / 2) * kPerThread + i;
+        MicroBatchCall call(head_, 0, id, {{1, 0, static_cast<float>(id)}, {static_cast<int32_t>(id % 5)}});
+        call.term().term.loss = JsdSpec();
+        call.term().teacher_head = thread % 2 == 0 ? teacher : head_;
+        if (id % 2 == 1) call.Explicit();
+        absl::StatusOr<SubmissionOutcome> outcome = call.Run(engine_);
+        while (HasReason(outcome.status(), ErrorReason::kMicroBatchInProgress)) outcome = call.Run(engine_);
+        EXPECT_OK(outcome);
+        if (id % 2 == 1) EXPECT_OK(head_->Commit(KeyOf(*head_), id, 0, 2));
+        EXPECT_OK(head_->GetSteps(KeyOf(*head_).epoch));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  std::vector<float> expected(15);
+  for (int64_t id = 0; id < kThreads / 2 * kPerThread; ++id) {
+    const float factor = id % 2 == 1 ? 2 : 1;
+    expected[static_cast<size_t>(id % 5 * 3)] += factor;
+    expected[static_cast<size_t>(id % 5 * 3 + 2)] += factor * static_cast<float>(id);
+  }
+  EXPECT_EQ(ReadGradWeight(*head_), expected);
+  EXPECT_OK(head_->Seal(KeyOf(*head_), int64_t{kThreads / 2 * kPerThread}));
+}
+
+// ---- engine failures -------------------------------------------------------------------------------------------------
+
+TEST_F(HeadTest, AFailureWhileAddingLosesTheHead) {
+  ASSERT_OK(Stage(0, kRowOfToken2));
+  engine_.control().FailNext("Compute", kEngineError);
+  EXPECT_REASON(Submit(1, kRowOfToken4), kEngineFailed);
+  EXPECT_EQ(head_->Describe().state, HeadState::kLost);
+  const StepKey key = KeyOf(*head_);
+  EXPECT_REASON(Submit(1, kRowOfToken4), kStepLost);
+  EXPECT_REASON(MicroBatchCall(head_, 0, 0, kRowOfToken2).ForwardOnly().Run(engine_), kStepLost);
+  EXPECT_REASON(head_->Commit(key, 0, 0, 1), kStepLost);
+  EXPECT_REASON(head_->Discard(key, 0, 0), kStepLost);
+  EXPECT_REASON(head_->GetSteps(key.epoch), kStepLost);
+  EXPECT_REASON(head_->Seal(key, int64_t{1}), kStepLost);
+  EXPECT_REASON(head_->Apply(key, int64_t{1}, Rate(1)), kStepLost);
+  EXPECT_REASON(head_->DiscardGradient(key), kStepLost);
+  EXPECT_REASON(head_->GradientNorm(key), kStepLost);
+  float value;
+  EXPECT_REASON(head_->ReadWeights(HeadTensor::kWeight, 0, 1, &value, std::nullopt), kStepLost);
+  EXPECT_FALSE(head_->InUse());
+  // New weights bring it back, with a new epoch and nothing of what was.
+  ASSERT_OK(SetWeights(*head_, std::vector<float>(15, 2.0f)));
+  EXPECT_EQ(head_->Describe().state, HeadState::kReady);
+  EXPECT_NE(head_->Describe().epoch, key.epoch);
+  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
+  EXPECT_OK(Stage(0, kRowOfToken2));
+  EXPECT_OK(Stage(1, kRowOfToken2));
+}
+
+TEST_F(HeadTest, AFailureBesideTheAccumulatorLosesNothing) {
+  ASSERT_OK(Submit(0, kRowOfToken2));
+  engine_.control().FailNext("Compute", kEngineError);
+  EXPECT_REASON(Stage(1, kRowOfToken4), kEngineFailed);
+  engine_.control().FailNext("Compute", kEngineError);
+  EXPECT_REASON(MicroBatchCall(head_, 0, 0, kRowOfToken2).ForwardOnly().Run(engine_), kEngineFailed);
+  engine_.control().FailNext("Compute", kEngineError);
+  EXPECT_REASON(Submit(0, kRowOfToken2), kEngineFailed);  // a replay
+  engine_.control().FailNext("ComputeGradientStats", kEngineError);
+  EXPECT_REASON(head_->GradientNorm(KeyOf(*head_)), kEngineFailed);
+  EXPECT_EQ(head_->Describe().state, HeadState::kReady);
+  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
+  EXPECT_OK(Stage(1, kRowOfToken4));
+}
+
+TEST_F(HeadTest, AFailedCommitLosesTheHead) {
+  ASSERT_OK(Stage(0, kRowOfToken2));
+  engine_.control().FailNext("Commit", kEngineError);
+  EXPECT_REASON(head_->Commit(KeyOf(*head_), 0, 0, 1), kEngineFailed);
+  EXPECT_REASON(head_->Commit(KeyOf(*head_), 0, 0, 1), kStepLost);
+  ASSERT_OK(SetWeights(*head_, std::vector<float>(15, 2.0f)));
+  engine_.control().FailNext("Commit", kEngineError);
+  EXPECT_REASON(MicroBatchCall(head_, 0, 0, kRowOfToken2).Refuse().Run(engine_), kEngineFailed);
+  EXPECT_EQ(head_->Describe().state, HeadState::kLost);
+}
+
+TEST_F(HeadTest, AFailedUpdateOrZeroingLosesTheHead) {
+  ASSERT_OK(Submit(0, kRowOfToken2));
+  engine_.control().FailNext("ApplyOptimizer", kEngineError);
+  EXPECT_REASON(head_->Apply(KeyOf(*head_), int64_t{1}, Rate(1)), kEngineFailed);
+  EXPECT_EQ(head_->Describe().state, HeadState::kLost);
+  ASSERT_OK(SetWeights(*head_, std::vector<float>(15, 2.0f)));
+  engine_.control().FailNext("ZeroGradient", kEngineError);
+  EXPECT_REASON(head_->DiscardGradient(KeyOf(*head_)), kEngineFailed);
+  EXPECT_EQ(head_->Describe().state, HeadState::kLost);
+}
+
+// ---- steps -----------------------------------------------------------------------------------------------------------
+
+TEST_F(HeadTest, SealTellsTotalsAndNorm) {
+  ASSERT_OK(Submit(0, kRowOfToken2));
+  EXPECT_REASON(head_->Seal(KeyOf(*head_), int64_t{2}), kMicroBatchMissing);
+  const absl::StatusOr<SealReply> reply = head_->Seal(KeyOf(*head_), int64_t{1});
+  ASSERT_OK(reply);
+  EXPECT_EQ(reply->totals, (StepTotals{1, 1, 1.0, 1.0, 0}));
+  EXPECT_EQ(reply->stats.norm_squared, 14);
+  EXPECT_FALSE(reply->replayed);
+  EXPECT_TRUE(head_->Seal(KeyOf(*head_), int64_t{1})->replayed);
+  EXPECT_REASON(Submit(1, kRowOfToken4), kStepSealed);
+  EXPECT_TRUE(Submit(0, kRowOfToken2)->replayed);
+  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
+}
+
+TEST_F(HeadTest, ASealWhoseStatisticsFailIsRepeated) {
+  engine_.control().FailNext("ComputeGradientStats", kEngineError);
+  EXPECT_REASON(head_->Seal(KeyOf(*head_), int64_t{0}), kEngineFailed);
+  EXPECT_TRUE(head_->Seal(KeyOf(*head_), int64_t{0})->replayed);
+}
+
+TEST_F(HeadTest, ApplySealsUpdatesAndOpensTheNextStep) {
+  const std::vector<float> before = ReadWeight(*head_);
+  ASSERT_OK(Submit(0, kRowOfToken2));
+  EXPECT_REASON(head_->Apply(KeyOf(*head_), std::nullopt, Rate(1)), kMissingField);
+  EXPECT_REASON(head_->Apply(KeyOf(*head_), int64_t{2}, Rate(1)), kMicroBatchMissing);
+  ApplyArguments arguments = Rate(2);
+  arguments.gradient_factor = 0.5;
+  const absl::StatusOr<ApplyReply> reply = head_->Apply(KeyOf(*head_), int64_t{1}, arguments);
+  ASSERT_OK(reply);
+  EXPECT_EQ(reply->open_step, 1);
+  EXPECT_EQ(reply->weight_version, 2);
+  EXPECT_EQ(reply->gradient_norm_squared, 14 * 0.25);
+  EXPECT_EQ(reply->global_grad_norm, std::sqrt(14 * 0.25));
+  EXPECT_EQ(reply->clip_factor, 1);
+  EXPECT_EQ(reply->totals.micro_batch_count, 1);
+  EXPECT_FALSE(reply->replayed);
+  std::vector<float> after = before;
+  for (int i = 0; i < 3; ++i) after[static_cast<size_t>(6 + i)] -= static_cast<float>(i + 1);
+  EXPECT_EQ(ReadWeight(*head_), after);
+  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
+  EXPECT_TRUE(head_->Describe().weight_checksum.empty());
+  const auto steps = head_->GetSteps(KeyOf(*head_).epoch);
+  EXPECT_EQ(steps->first.step, 1);
+  EXPECT_EQ(steps->second->state, StepState::kApplied);
+}
+
+TEST_F(HeadTest, ApplyIsIdempotentByItsArguments) {
+  ASSERT_OK(Submit(0, kRowOfToken2));
+  const StepKey key = KeyOf(*head_);
+  const absl::StatusOr<ApplyReply> first = head_->Apply(key, int64_t{1}, Rate(1));
+  ASSERT_OK(first);
+  const std::vector<float> weight = ReadWeight(*head_);
+  for (const std::optional<ExpectedMicroBatches>& expected :
+       {std::optional<ExpectedMicroBatches>(int64_t{1}), std::optional<ExpectedMicroBatches>()}) {
+    const absl::StatusOr<ApplyReply> again = head_->Apply(key, expected, Rate(1));
+    ASSERT_OK(again);
+    EXPECT_TRUE(again->replayed);
+    EXPECT_EQ(again->weight_version, first->weight_version);
+    EXPECT_EQ(again->global_grad_norm, first->global_grad_norm);
+    EXPECT_EQ(again->totals, first->totals);
+  }
+  EXPECT_REASON(head_->Apply(key, int64_t{1}, Rate(2)), kStepConflict);
+  EXPECT_REASON(head_->Apply(key, int64_t{2}, Rate(1)), kStepConflict);
+  EXPECT_REASON(head_->DiscardGradient(key), kStepConflict);
+  EXPECT_REASON(head_->Apply({key.epoch, 5}, int64_t{0}, Rate(1)), kStepMismatch);
+  EXPECT_REASON(head_->Apply({key.epoch, 5}, std::nullopt, Rate(1)), kStepMismatch);
+  EXPECT_EQ(ReadWeight(*head_), weight);
+}
+
+TEST_F(HeadTest, ClippingAsPyTorchDoes) {
+  ASSERT_OK(Submit(0, {{3, 0, 4}, {1}}));
+  ApplyArguments arguments = Rate(1);
+  arguments.other_grad_norm_squared = 144;
+  arguments.max_grad_norm = 6.5;
+  const absl::StatusOr<ApplyReply> reply = head_->Apply(KeyOf(*head_), int64_t{1}, arguments);
+  ASSERT_OK(reply);
+  EXPECT_EQ(reply->global_grad_norm, 13);
+  EXPECT_EQ(reply->gradient_norm_squared, 25);
+  EXPECT_EQ(reply->clip_factor, 6.5 / (13 + 1e-6));
+}
+
+TEST_F(HeadTest, ANonFiniteGradientStaysSealedAndUnchanged) {
+  const std::vector<float> weight = ReadWeight(*head_);
+  ASSERT_OK(Submit(0, {{1, std::numeric_limits<float>::infinity(), 3}, {2}}));
+  const absl::Status refused = head_->Apply(KeyOf(*head_), int64_t{1}, Rate(1)).status();
+  EXPECT_REASON(refused, kNonFiniteGradient);
+  EXPECT_EQ(GetErrorMetadata(refused).at("nonFiniteCount"), "1");
+  EXPECT_EQ(ReadWeight(*head_), weight);
+  EXPECT_EQ(head_->GetSteps(KeyOf(*head_).epoch)->first.state, StepState::kSealed);
+  const StepKey key = KeyOf(*head_);
+  const auto discarded = head_->DiscardGradient(key);
+  ASSERT_OK(discarded);
+  EXPECT_EQ(*discarded, std::make_pair(int64_t{1}, false));
+  EXPECT_EQ(*head_->DiscardGradient(key), std::make_pair(int64_t{1}, true));
+  EXPECT_REASON(head_->Apply(key, int64_t{1}, Rate(1)), kStepConflict);
+  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
+  EXPECT_EQ(head_->Describe().weight_version, 1);
+}
+
+TEST_F(HeadTest, ANormThatOverflowsIsNonFinite) {
+  ASSERT_OK(Submit(0, kRowOfToken2));
+  ApplyArguments arguments = Rate(1);
+  arguments.gradient_factor = 1e200;
+  arguments.max_grad_norm = 1;
+  EXPECT_REASON(head_->Apply(KeyOf(*head_), int64_t{1}, arguments), kNonFiniteGradient);
+  arguments.gradient_factor = 1;
+  EXPECT_OK(head_->Apply(KeyOf(*head_), std::nullopt, arguments));
+}
+
+TEST_F(HeadTest, DiscardGradientOfAnOpenStepDropsWhatIsStaged) {
+  ASSERT_OK(Stage(0, kRowOfToken2));
+  ASSERT_OK(Stage(1, kRowOfToken2));
+  ASSERT_OK(Submit(2, kRowOfToken4));
+  EXPECT_REASON(head_->DiscardGradient({KeyOf(*head_).epoch, 1}), kStepMismatch);
+  ASSERT_OK(head_->DiscardGradient(KeyOf(*head_)));
+  EXPECT_EQ(OpenStep(), 1);
+  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
+  EXPECT_OK(Stage(0, kRowOfToken2));
+  EXPECT_OK(Stage(1, kRowOfToken2));
+}
+
+TEST_F(HeadTest, ArgumentsOfApplyAreChecked) {
+  const auto refused = [this](const std::function<void(ApplyArguments&)>& change) {
+    ApplyArguments arguments = Rate(1);
+    change(arguments);
+    return headwater::testing::ReasonOf(head_->Apply(KeyOf(*head_), int64_t{9}, arguments));
+  };
+  const double nan = std::nan("");
+  EXPECT_EQ(refused([](ApplyArguments&) {}), "MICRO_BATCH_MISSING");
+  for (const double wrong : {-1.0, nan, std::numeric_limits<double>::infinity()}) {
+    EXPECT_EQ(refused([&](ApplyArguments& a) { a.learning_rate = wrong; }), "INVALID_FIELD");
+    EXPECT_EQ(refused([&](ApplyArguments& a) { a.other_grad_norm_squared = wrong; }), "INVALID_FIELD");
+    EXPECT_EQ(refused([&](ApplyArguments& a) { a.weight_decay = wrong; }), "INVALID_FIELD");
+  }
+  EXPECT_EQ(refused([&](ApplyArguments& a) { a.gradient_factor = nan; }), "INVALID_FIELD");
+  for (const double wrong : {0.0, -1.0, nan}) {
+    EXPECT_EQ(refused([&](ApplyArguments& a) { a.max_grad_norm = wrong; }), "INVALID_FIELD");
+  }
+  // The head's optimizer is SGD without momentum.
+  EXPECT_EQ(refused([](ApplyArguments& a) { a.beta1 = 0.5; }), "INVALID_COMBINATION");
+  EXPECT_EQ(refused([](ApplyArguments& a) { a.beta2 = 0.5; }), "INVALID_COMBINATION");
+  EXPECT_EQ(refused([](ApplyArguments& a) { a.epsilon = 0.5; }), "INVALID_COMBINATION");
+  EXPECT_EQ(refused([](ApplyArguments& a) { a.momentum = 0.5; }), "INVALID_COMBINATION");
+
+  HeadSpec spec = SmallSpec();
+  spec.optimizer = AdamWSpec();
+  head_ = MakeReadyHead(engine_, spec);
+  EXPECT_EQ(refused([](ApplyArguments& a) { a.momentum = 0.5; }), "INVALID_COMBINATION");
+  for (const double wrong : {-0.1, 1.0, nan}) {
+    EXPECT_EQ(refused([&](ApplyArguments& a) { a.beta1 = wrong; }), "INVALID_FIELD");
+    EXPECT_EQ(refused([&](ApplyArguments& a) { a.beta2 = wrong; }), "INVALID_FIELD");
+  }
+  EXPECT_EQ(refused([](ApplyArguments& a) { a.epsilon = -1; }), "INVALID_FIELD");
+  spec.optimizer = SgdSpec{.momentum = 0.9, .nesterov = true};
+  head_ = MakeReadyHead(engine_, spec);
+  EXPECT_EQ(refused([](ApplyArguments& a) { a.momentum = 1; }), "INVALID_FIELD");
+  EXPECT_EQ(refused([](ApplyArguments& a) { a.momentum = 0; }), "INVALID_COMBINATION");
+  EXPECT_EQ(refused([](ApplyArguments& a) { a.momentum = 0.5; }), "MICRO_BATCH_MISSING");
+  spec.optimizer = std::monostate();
+  head_ = MakeReadyHead(engine_, spec);
+  EXPECT_EQ(refused([](ApplyArguments&) {}), "OPTIMIZER_NOT_CONFIGURED");
+  EXPECT_EQ(head_->GetSteps(KeyOf(*head_).epoch)->first.state, StepState::kOpen);
+}
+
+TEST_F(HeadTest, ReadingTheGradient) {
+  ASSERT_OK(Submit(0, kRowOfToken2));
+  const StepKey key = KeyOf(*head_);
+  std::vector<float> values(3);
+  EXPECT_OK(head_->ReadGradient(key, HeadTensor::kWeight, 6, 3, values.data()));
+  EXPECT_EQ(values, kRowOfToken2.hidden);
+  EXPECT_REASON(head_->ReadGradient(key, HeadTensor::kGradWeight, 13, 3, values.data()), kChunkOutOfRange);
+  EXPECT_REASON(head_->ReadGradient(key, HeadTensor::kGradWeight, -1, 3, values.data()), kChunkOutOfRange);
+  EXPECT_REASON(head_->ReadGradient(key, HeadTensor::kGradBias, 0, 3, values.data()), kInvalidField);
+  EXPECT_REASON(head_->ReadGradient(key, HeadTensor::kMasterWeight, 0, 3, values.data()), kInvalidField);
+  EXPECT_EQ(head_->GradientNorm(key)->norm_squared, 14);
+  ASSERT_OK(head_->DiscardGradient(key));
+  EXPECT_REASON(head_->ReadGradient(key, HeadTensor::kWeight, 6, 3, values.data()), kStepMismatch);
+  EXPECT_REASON(head_->GradientNorm(key), kStepMismatch);
+}
+
+TEST_F(HeadTest, ARetiredHeadIsNotFound) {
+  ASSERT_OK(Stage(0, kRowOfToken2));
+  const StepKey key = KeyOf(*head_);
+  head_->Retire();
+  EXPECT_REASON(Stage(1, kRowOfToken2), kHeadNotFound);
+  EXPECT_REASON(head_->Commit(key, 0, 0, 1), kHeadNotFound);
+  EXPECT_REASON(head_->GetSteps(key.epoch), kHeadNotFound);
+  EXPECT_REASON(SetWeights(*head_, std::vector<float>(15)), kHeadNotFound);
+  EXPECT_REASON(head_->TryRetire(std::nullopt, true), kHeadNotFound);
+}
+
+}  // namespace
+}  // namespace headwater::heads

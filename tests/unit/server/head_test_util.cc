@@ -1,0 +1,104 @@
+#include "head_test_util.h"
+
+#include <cstring>
+#include <string_view>
+#include <utility>
+
+namespace headwater::testing {
+
+Digest DigestOf(const Payload& payload) {
+  const auto hash = [](const void* data, size_t bytes) {
+    return std::hash<std::string_view>()(std::string_view(static_cast<const char*>(data), bytes));
+  };
+  const size_t parts[2] = {hash(payload.hidden.data(), payload.hidden.size() * sizeof(float)),
+                           hash(payload.targets.data(), payload.targets.size() * sizeof(int32_t))};
+  Digest digest;
+  static_assert(sizeof(parts) == sizeof(digest));
+  std::memcpy(digest.data(), parts, sizeof(parts));
+  return digest;
+}
+
+MicroBatchCall::MicroBatchCall(const std::shared_ptr<heads::Head>& head, int64_t step, int64_t micro_batch, Payload payload)
+    : payload_(std::move(payload)), grad_hidden_(payload_.hidden.size()) {
+  const int64_t row_count = static_cast<int64_t>(payload_.targets.size());
+  const int64_t width = head->spec().hidden_size;
+  submission_.backward = true;
+  submission_.digest = DigestOf(payload_);
+  submission_.hidden = {payload_.hidden.data(), row_count, width, DataType::kFloat32};
+  submission_.grad_hidden = {grad_hidden_.data(), row_count, width, DataType::kFloat32};
+  heads::SubmittedTerm& term = submission_.terms.emplace_back();
+  term.head = head;
+  term.term.row_count = row_count;
+  term.term.targets = payload_.targets;
+  if (!head->spec().trainable) return;
+  submission_.micro_batch = micro_batch;
+  term.head_epoch = head->Describe().epoch;
+  term.step = step;
+}
+
+MicroBatchCall& MicroBatchCall::Explicit() {
+  submission_.explicit_commit = true;
+  return *this;
+}
+
+MicroBatchCall& MicroBatchCall::Refuse() {
+  submission_.refuse_non_finite = true;
+  return *this;
+}
+
+MicroBatchCall& MicroBatchCall::FirstWins() {
+  submission_.first_wins = true;
+  return *this;
+}
+
+MicroBatchCall& MicroBatchCall::ForwardOnly() {
+  submission_.backward = false;
+  submission_.micro_batch.reset();
+  submission_.grad_hidden.data = nullptr;
+  term().step.reset();
+  return *this;
+}
+
+absl::StatusOr<heads::SubmissionOutcome> MicroBatchCall::Run(LossEngine& engine, const std::function<bool()>& cancelled) {
+  return heads::Head::Submit(submission_, engine, cancelled);
+}
+
+std::shared_ptr<heads::Head> MakeReadyHead(LossEngine& engine, const HeadSpec& spec, const std::string& id,
+                                           const heads::HeadLimits& limits) {
+  absl::StatusOr<std::shared_ptr<heads::Head>> head = heads::Head::Create({heads::kDefaultTenant, id}, spec, engine, limits);
+  EXPECT_OK(head);
+  std::vector<float> weight(static_cast<size_t>(spec.vocab_size * spec.hidden_size));
+  for (size_t i = 0; i < weight.size(); ++i) weight[i] = static_cast<float>(i % 7);
+  const std::vector<float> bias(spec.has_bias ? static_cast<size_t>(spec.vocab_size) : 0, 1.0f);
+  EXPECT_OK(SetWeights(**head, weight, bias));
+  return *head;
+}
+
+absl::Status SetWeights(heads::Head& head, const std::vector<float>& weight, const std::vector<float>& bias) {
+  absl::Status status = head.SetTensor(head.Describe().epoch, HeadTensor::kWeight, DataType::kFloat32, weight.data(),
+                                       static_cast<int64_t>(weight.size() * sizeof(float)));
+  if (!status.ok() || bias.empty()) return status;
+  return head.SetTensor(head.Describe().epoch, HeadTensor::kBias, DataType::kFloat32, bias.data(),
+                        static_cast<int64_t>(bias.size() * sizeof(float)));
+}
+
+std::vector<float> ReadGradWeight(const heads::Head& head) {
+  const int64_t count = head.spec().vocab_size * head.spec().hidden_size;
+  std::vector<float> values(static_cast<size_t>(count));
+  EXPECT_OK(head.ReadGradient(KeyOf(head), HeadTensor::kGradWeight, 0, count, values.data()));
+  return values;
+}
+
+std::vector<float> ReadWeight(const heads::Head& head) {
+  const int64_t count = head.spec().vocab_size * head.spec().hidden_size;
+  std::vector<float> values(static_cast<size_t>(count));
+  EXPECT_OK(head.ReadWeights(HeadTensor::kMasterWeight, 0, count, values.data(), std::nullopt));
+  return values;
+}
+
+heads::StepKey KeyOf(const heads::Head& head) {
+  const heads::HeadInfo info = head.Describe();
+  return {info.epoch, info.open_step.value_or(0)};
+}
+
+}  // namespace headwater::testing

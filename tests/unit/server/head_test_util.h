@@ -1,0 +1,89 @@
+// Micro-batches and heads for the tests of server/heads.
+#ifndef HEADWATER_TESTS_UNIT_SERVER_HEAD_TEST_UTIL_H_
+#define HEADWATER_TESTS_UNIT_SERVER_HEAD_TEST_UTIL_H_
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fake_engine.h"
+#include "headwater/kernels/error.h"
+#include "server/heads/head.h"
+
+namespace headwater::testing {
+
+// Fails unless `status` is OK, or has `reason`. For absl::Status and StatusOr alike.
+#define EXPECT_OK(expression)                                                         \
+  do {                                                                                \
+    const absl::Status expect_ok_status = ::headwater::testing::ToStatus(expression); \
+    EXPECT_TRUE(expect_ok_status.ok()) << expect_ok_status;                           \
+  } while (false)
+#define ASSERT_OK(expression)                                                         \
+  do {                                                                                \
+    const absl::Status assert_ok_status = ::headwater::testing::ToStatus(expression); \
+    ASSERT_TRUE(assert_ok_status.ok()) << assert_ok_status;                           \
+  } while (false)
+#define EXPECT_REASON(expression, reason) \
+  EXPECT_EQ(::headwater::testing::ReasonOf(expression), ErrorReasonName(ErrorReason::reason))
+
+inline absl::Status ToStatus(const absl::Status& status) { return status; }
+template <typename T>
+absl::Status ToStatus(const absl::StatusOr<T>& result) {
+  return result.status();
+}
+// The reason's name, or "OK".
+template <typename T>
+std::string ReasonOf(const T& result) {
+  const absl::Status status = ToStatus(result);
+  return status.ok() ? "OK" : ErrorReasonName(GetErrorReason(status));
+}
+
+// The rows of a micro-batch: hidden states and targets.
+struct Payload {
+  std::vector<float> hidden;     // [row_count, hidden_size]
+  std::vector<int32_t> targets;  // [row_count]
+};
+
+// A submission with the memory that it points to.
+class MicroBatchCall {
+ public:
+  MicroBatchCall(const std::shared_ptr<heads::Head>& head, int64_t step, int64_t micro_batch, Payload payload);
+  MicroBatchCall(const MicroBatchCall&) = delete;
+  MicroBatchCall& operator=(const MicroBatchCall&) = delete;
+
+  heads::Submission& submission() { return submission_; }
+  heads::SubmittedTerm& term() { return submission_.terms[0]; }
+  MicroBatchCall& Explicit();
+  MicroBatchCall& Refuse();
+  MicroBatchCall& FirstWins();
+  MicroBatchCall& ForwardOnly();
+  absl::StatusOr<heads::SubmissionOutcome> Run(LossEngine& engine, const std::function<bool()>& cancelled = nullptr);
+  const std::vector<float>& grad_hidden() const { return grad_hidden_; }
+
+ private:
+  Payload payload_;
+  std::vector<float> grad_hidden_;
+  heads::Submission submission_;
+};
+
+// A digest of rows, for tests: equal payloads have equal ones.
+Digest DigestOf(const Payload& payload);
+
+// A head with weights 0, 1, 2, ... (mod 7) on `engine`.
+std::shared_ptr<heads::Head> MakeReadyHead(LossEngine& engine, const HeadSpec& spec, const std::string& id = "student",
+                                           const heads::HeadLimits& limits = {});
+absl::Status SetWeights(heads::Head& head, const std::vector<float>& weight, const std::vector<float>& bias = {});
+
+std::vector<float> ReadGradWeight(const heads::Head& head);
+std::vector<float> ReadWeight(const heads::Head& head);
+
+// The step that `head` has open, with its epoch.
+heads::StepKey KeyOf(const heads::Head& head);
+
+}  // namespace headwater::testing
+
+#endif  // HEADWATER_TESTS_UNIT_SERVER_HEAD_TEST_UTIL_H_

@@ -1,0 +1,306 @@
+#include "server/heads/step_ledger.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "head_test_util.h"
+
+namespace headwater::heads {
+namespace {
+
+constexpr int64_t kRoom = 100;
+constexpr Digest kFirst = {1};
+constexpr Digest kSecond = {2};
+const ContributionCounts kCounts = {10, 2.5, 9.0, 1};
+
+class StepLedgerTest : public ::testing::Test {
+ protected:
+  BeginDecision MustBegin(int64_t id, const Digest& digest = kFirst, int64_t attempt = 0) {
+    absl::StatusOr<BeginDecision> decision = ledger_.Begin(7, id, attempt, digest, false, kRoom);
+    EXPECT_TRUE(decision.ok()) << decision.status();
+    return decision.value_or(BeginDecision::kCompute);
+  }
+  void Commit(int64_t id, const Digest& digest = kFirst) {
+    EXPECT_EQ(MustBegin(id, digest), BeginDecision::kCompute);
+    EXPECT_OK(ledger_.FinishCommitted(id, kCounts));
+  }
+  void Stage(int64_t id, int64_t attempt = 0) {
+    EXPECT_EQ(MustBegin(id, kFirst, attempt), BeginDecision::kCompute);
+    EXPECT_OK(ledger_.FinishStaged(id, kCounts));
+  }
+  const MicroBatchRecord& Record(int64_t id) { return ledger_.open().micro_batches.at(id); }
+
+  StepLedger ledger_{7};
+};
+
+TEST_F(StepLedgerTest, BeginsOpenAtTheInitialStep) {
+  EXPECT_EQ(ledger_.open().step, 7);
+  EXPECT_EQ(ledger_.open().state, StepState::kOpen);
+  EXPECT_FALSE(ledger_.last_closed().has_value());
+}
+
+TEST_F(StepLedgerTest, EagerMicroBatchIsInProgressThenCommitted) {
+  EXPECT_EQ(MustBegin(3), BeginDecision::kCompute);
+  EXPECT_EQ(Record(3).state, ContributionState::kInProgress);
+  EXPECT_FALSE(Record(3).digest.has_value());
+  EXPECT_TRUE(ledger_.open().HasUndecided());
+  EXPECT_OK(ledger_.FinishCommitted(3, kCounts));
+  EXPECT_EQ(Record(3).state, ContributionState::kCommitted);
+  EXPECT_EQ(Record(3).form, ContributionForm::kDirect);
+  EXPECT_EQ(Record(3).digest, kFirst);
+  EXPECT_EQ(Record(3).factor, 1);
+  EXPECT_EQ(Record(3).counts, kCounts);
+}
+
+TEST_F(StepLedgerTest, TotalsAreOfCommittedOnes) {
+  Commit(5);
+  Commit(1);
+  Stage(2);
+  MustBegin(3);
+  const StepTotals totals = ledger_.open().Totals();
+  EXPECT_EQ(totals, (StepTotals{2, 20, 5.0, 18.0, 2}));
+}
+
+TEST_F(StepLedgerTest, OtherStepsAreRefusedWithTheOpenOne) {
+  for (const int64_t step : {6, 8}) {
+    const absl::StatusOr<BeginDecision> decision = ledger_.Begin(step, 0, 0, kFirst, false, kRoom);
+    EXPECT_REASON(decision, kStepMismatch);
+    EXPECT_EQ(GetErrorMetadata(decision.status()).at("openStep"), "7");
+    EXPECT_EQ(GetErrorMetadata(decision.status()).at("step"), std::to_string(step));
+    EXPECT_REASON(ledger_.CheckCommit(step, 0, 0, 1), kStepMismatch);
+    EXPECT_REASON(ledger_.Discard(step, 0, 0, kRoom), kStepMismatch);
+    EXPECT_REASON(ledger_.Seal(step, int64_t{0}), kStepMismatch);
+    EXPECT_REASON(ledger_.Close(step, StepState::kDiscarded), kStepMismatch);
+  }
+  EXPECT_TRUE(ledger_.open().micro_batches.empty());
+}
+
+TEST_F(StepLedgerTest, NegativeIdsAreRefused) {
+  EXPECT_REASON(ledger_.CheckBegin(7, -1, 0, kRoom), kInvalidField);
+  EXPECT_REASON(ledger_.CheckBegin(7, 0, -1, kRoom), kInvalidField);
+  EXPECT_REASON(ledger_.Discard(7, -1, 0, kRoom), kInvalidField);
+}
+
+TEST_F(StepLedgerTest, RepeatsReplayAndOthersConflict) {
+  Commit(0);
+  Stage(1);
+  for (const int64_t id : {0, 1}) {
+    EXPECT_EQ(MustBegin(id), BeginDecision::kReplay);
+    const absl::StatusOr<BeginDecision> conflict = ledger_.Begin(7, id, 0, kSecond, false, kRoom);
+    EXPECT_REASON(conflict, kMicroBatchConflict);
+    EXPECT_EQ(GetErrorMetadata(conflict.status()).at("expected").substr(0, 2), "01");
+    EXPECT_EQ(GetErrorMetadata(conflict.status()).at("actual").substr(0, 2), "02");
+    EXPECT_EQ(*ledger_.Begin(7, id, 0, kSecond, true, kRoom), BeginDecision::kPayloadDiffers);
+    EXPECT_EQ(Record(id).digest, kFirst);
+  }
+  EXPECT_EQ(Record(1).state, ContributionState::kStaged);
+}
+
+TEST_F(StepLedgerTest, ADuplicateOfOneInProgressIsTold) {
+  MustBegin(0);
+  EXPECT_REASON(ledger_.Begin(7, 0, 0, kFirst, false, kRoom), kMicroBatchInProgress);
+  EXPECT_REASON(ledger_.CheckBegin(7, 0, 0, kRoom), kMicroBatchInProgress);
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, 1), kMicroBatchInProgress);
+  EXPECT_REASON(ledger_.Discard(7, 0, 0, kRoom), kMicroBatchInProgress);
+  EXPECT_REASON(ledger_.Close(7, StepState::kDiscarded), kMicroBatchInProgress);
+  EXPECT_EQ(Record(0).state, ContributionState::kInProgress);
+}
+
+TEST_F(StepLedgerTest, AnAbortedOneIsForgotten) {
+  MustBegin(0);
+  EXPECT_OK(ledger_.Abort(0));
+  EXPECT_TRUE(ledger_.open().micro_batches.empty());
+  EXPECT_EQ(MustBegin(0, kSecond), BeginDecision::kCompute);
+}
+
+TEST_F(StepLedgerTest, FinishingWhatIsNotInProgressIsADefect) {
+  Commit(0);
+  EXPECT_REASON(ledger_.FinishCommitted(0, kCounts), kInternal);
+  EXPECT_REASON(ledger_.FinishStaged(1, kCounts), kInternal);
+  EXPECT_REASON(ledger_.Abort(0), kInternal);
+  EXPECT_REASON(ledger_.FinishCommit(0, 1), kInternal);
+  EXPECT_REASON(ledger_.Close(7, StepState::kOpen), kInternal);
+}
+
+TEST_F(StepLedgerTest, TheLimitOfRecordsHoldsForNewOnesOnly) {
+  EXPECT_EQ(*ledger_.Begin(7, 0, 0, kFirst, false, 2), BeginDecision::kCompute);
+  EXPECT_OK(ledger_.FinishCommitted(0, kCounts));
+  EXPECT_FALSE(*ledger_.Discard(7, 1, 0, 2));
+  const absl::StatusOr<BeginDecision> refused = ledger_.Begin(7, 2, 0, kFirst, false, 2);
+  EXPECT_REASON(refused, kLimitExceeded);
+  EXPECT_EQ(GetErrorMetadata(refused.status()).at("maximum"), "2");
+  EXPECT_EQ(GetErrorMetadata(refused.status()).at("actual"), "3");
+  EXPECT_REASON(ledger_.Discard(7, 2, 0, 2), kLimitExceeded);
+  EXPECT_EQ(*ledger_.Begin(7, 0, 0, kFirst, false, 2), BeginDecision::kReplay);
+}
+
+TEST_F(StepLedgerTest, CommitOfAStagedOne) {
+  Stage(4);
+  EXPECT_TRUE(*ledger_.CheckCommit(7, 4, 0, 0.5));
+  EXPECT_OK(ledger_.FinishCommit(4, 0.5));
+  EXPECT_EQ(Record(4).state, ContributionState::kCommitted);
+  EXPECT_EQ(Record(4).form, ContributionForm::kStaged);
+  EXPECT_EQ(Record(4).factor, 0.5);
+  EXPECT_FALSE(*ledger_.CheckCommit(7, 4, 0, 0.5));
+  const absl::StatusOr<bool> conflict = ledger_.CheckCommit(7, 4, 0, 0.25);
+  EXPECT_REASON(conflict, kMicroBatchConflict);
+  EXPECT_EQ(GetErrorMetadata(conflict.status()).at("expected"), "0.5");
+  EXPECT_EQ(GetErrorMetadata(conflict.status()).at("actual"), "0.25");
+}
+
+TEST_F(StepLedgerTest, CommitErrors) {
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, 1), kMicroBatchNotFound);
+  Stage(0);
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 1, 1), kMicroBatchNotFound);
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, std::nan("")), kInvalidField);
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, std::numeric_limits<double>::infinity()), kInvalidField);
+  EXPECT_TRUE(*ledger_.Discard(7, 0, 0, kRoom));
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, 1), kMicroBatchDiscarded);
+}
+
+TEST_F(StepLedgerTest, DiscardLeavesATombstone) {
+  Stage(0);
+  EXPECT_TRUE(*ledger_.Discard(7, 0, 0, kRoom));
+  EXPECT_FALSE(*ledger_.Discard(7, 0, 0, kRoom));
+  EXPECT_EQ(Record(0).state, ContributionState::kDiscarded);
+  EXPECT_EQ(Record(0).digest, kFirst);
+  EXPECT_REASON(ledger_.Begin(7, 0, 0, kFirst, true, kRoom), kMicroBatchDiscarded);
+  EXPECT_FALSE(*ledger_.Discard(7, 9, 0, kRoom));
+  EXPECT_FALSE(Record(9).digest.has_value());
+  EXPECT_REASON(ledger_.CheckBegin(7, 9, 0, kRoom), kMicroBatchDiscarded);
+}
+
+TEST_F(StepLedgerTest, ACommittedOneCannotBeDiscarded) {
+  Commit(0);
+  EXPECT_REASON(ledger_.Discard(7, 0, 0, kRoom), kMicroBatchConflict);
+  EXPECT_EQ(Record(0).state, ContributionState::kCommitted);
+}
+
+TEST_F(StepLedgerTest, AHigherAttemptPassesATombstone) {
+  EXPECT_FALSE(*ledger_.Discard(7, 0, 2, kRoom));
+  EXPECT_REASON(ledger_.CheckBegin(7, 0, 1, kRoom), kMicroBatchDiscarded);
+  EXPECT_REASON(ledger_.CheckBegin(7, 0, 2, kRoom), kMicroBatchDiscarded);
+  EXPECT_EQ(MustBegin(0, kFirst, 3), BeginDecision::kCompute);
+  EXPECT_OK(ledger_.Abort(0));
+  // The tombstone has survived the failed attempt.
+  EXPECT_EQ(Record(0).state, ContributionState::kDiscarded);
+  EXPECT_REASON(ledger_.CheckBegin(7, 0, 2, kRoom), kMicroBatchDiscarded);
+}
+
+TEST_F(StepLedgerTest, AHigherAttemptSupersedesAStagedOne) {
+  Stage(0);
+  EXPECT_EQ(MustBegin(0, kSecond, 1), BeginDecision::kCompute);
+  EXPECT_OK(ledger_.FinishStaged(0, kCounts));
+  EXPECT_EQ(Record(0).attempt, 1);
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, 1), kMicroBatchDiscarded);
+  EXPECT_REASON(ledger_.CheckBegin(7, 0, 0, kRoom), kMicroBatchDiscarded);
+  EXPECT_REASON(ledger_.Discard(7, 0, 0, kRoom), kAttemptSuperseded);
+  EXPECT_TRUE(*ledger_.CheckCommit(7, 0, 1, 1));
+}
+
+TEST_F(StepLedgerTest, ALowerAttemptIsSuperseded) {
+  EXPECT_EQ(MustBegin(0, kFirst, 4), BeginDecision::kCompute);
+  EXPECT_OK(ledger_.FinishCommitted(0, kCounts));
+  const absl::Status refused = ledger_.CheckBegin(7, 0, 3, kRoom);
+  EXPECT_REASON(refused, kAttemptSuperseded);
+  EXPECT_EQ(GetErrorMetadata(refused).at("knownAttempt"), "4");
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 3, 1), kAttemptSuperseded);
+  // A higher attempt of a committed one is the same micro-batch.
+  EXPECT_EQ(MustBegin(0, kFirst, 5), BeginDecision::kReplay);
+}
+
+TEST_F(StepLedgerTest, SealNeedsExactlyTheExpectedOnes) {
+  Commit(0);
+  Commit(2);
+  absl::StatusOr<bool> sealed = ledger_.Seal(7, int64_t{3});
+  EXPECT_REASON(sealed, kMicroBatchMissing);
+  EXPECT_EQ(GetErrorMetadata(sealed.status()).at("missing"), "1");
+  sealed = ledger_.Seal(7, int64_t{2});
+  EXPECT_REASON(sealed, kMicroBatchMissing);
+  EXPECT_EQ(GetErrorMetadata(sealed.status()).at("unexpected"), "2");
+  sealed = ledger_.Seal(7, std::vector<int64_t>{0});
+  EXPECT_REASON(sealed, kMicroBatchUnexpected);
+  EXPECT_EQ(GetErrorMetadata(sealed.status()).at("unexpected"), "2");
+  Stage(5);
+  sealed = ledger_.Seal(7, std::vector<int64_t>{2, 0});
+  EXPECT_REASON(sealed, kMicroBatchUncommitted);
+  EXPECT_EQ(GetErrorMetadata(sealed.status()).at("uncommitted"), "5");
+  EXPECT_REASON(ledger_.Seal(7, std::vector<int64_t>{0, 2, 5}), kMicroBatchUncommitted);
+  EXPECT_EQ(ledger_.open().state, StepState::kOpen);
+  EXPECT_TRUE(*ledger_.Discard(7, 5, 0, kRoom));
+  EXPECT_REASON(ledger_.Seal(7, std::vector<int64_t>{0, 2, 5}), kMicroBatchMissing);
+  EXPECT_TRUE(*ledger_.Seal(7, std::vector<int64_t>{2, 0}));
+  EXPECT_EQ(ledger_.open().state, StepState::kSealed);
+}
+
+TEST_F(StepLedgerTest, SealedStepReplaysAndRefusesNewOnes) {
+  Commit(0);
+  EXPECT_TRUE(*ledger_.Seal(7, int64_t{1}));
+  EXPECT_FALSE(*ledger_.Seal(7, int64_t{1}));
+  EXPECT_FALSE(*ledger_.Seal(7, std::vector<int64_t>{0}));
+  EXPECT_REASON(ledger_.Seal(7, int64_t{2}), kMicroBatchMissing);
+  EXPECT_EQ(MustBegin(0), BeginDecision::kReplay);
+  EXPECT_REASON(ledger_.Begin(7, 0, 0, kSecond, false, kRoom), kMicroBatchConflict);
+  EXPECT_REASON(ledger_.CheckBegin(7, 1, 0, kRoom), kStepSealed);
+  EXPECT_REASON(ledger_.CheckCommit(7, 1, 0, 1), kMicroBatchNotFound);
+  EXPECT_FALSE(*ledger_.CheckCommit(7, 0, 0, 1));
+  EXPECT_FALSE(*ledger_.Discard(7, 1, 0, kRoom));
+  EXPECT_EQ(ledger_.open().micro_batches.size(), 1u);
+}
+
+TEST_F(StepLedgerTest, HugeAndWrongExpectations) {
+  Commit(0);
+  const absl::StatusOr<bool> sealed = ledger_.Seal(7, std::numeric_limits<int64_t>::max());
+  EXPECT_REASON(sealed, kMicroBatchMissing);
+  EXPECT_EQ(GetErrorMetadata(sealed.status()).at("missing"), "1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,...");
+  EXPECT_EQ(GetErrorMetadata(sealed.status()).at("missingCount"), "9223372036854775806");
+  EXPECT_REASON(ledger_.Seal(7, int64_t{-1}), kInvalidField);
+  EXPECT_REASON(ledger_.Seal(7, std::vector<int64_t>{0, 0}), kInvalidField);
+  EXPECT_REASON(ledger_.Seal(7, std::vector<int64_t>{-5}), kInvalidField);
+  EXPECT_EQ(ledger_.open().state, StepState::kOpen);
+}
+
+TEST_F(StepLedgerTest, CloseOpensTheNextStep) {
+  Commit(0);
+  EXPECT_REASON(ledger_.Close(7, StepState::kApplied), kStepNotSealed);
+  EXPECT_REASON(ledger_.Close(7, StepState::kReplaced), kStepNotSealed);
+  EXPECT_TRUE(*ledger_.Seal(7, int64_t{1}));
+  EXPECT_OK(ledger_.Close(7, StepState::kApplied));
+  EXPECT_EQ(ledger_.open().step, 8);
+  EXPECT_EQ(ledger_.open().state, StepState::kOpen);
+  EXPECT_TRUE(ledger_.open().micro_batches.empty());
+  ASSERT_TRUE(ledger_.last_closed().has_value());
+  EXPECT_EQ(ledger_.last_closed()->state, StepState::kApplied);
+  EXPECT_EQ(ledger_.last_closed()->micro_batches.at(0).digest, kFirst);
+  EXPECT_REASON(ledger_.Begin(7, 0, 0, kFirst, false, kRoom), kStepMismatch);
+}
+
+TEST_F(StepLedgerTest, DiscardingAStepDropsWhatIsStaged) {
+  Commit(0);
+  Stage(1);
+  EXPECT_OK(ledger_.Close(7, StepState::kDiscarded));
+  EXPECT_EQ(ledger_.last_closed()->micro_batches.at(1).state, ContributionState::kDiscarded);
+  EXPECT_EQ(ledger_.last_closed()->micro_batches.at(0).state, ContributionState::kCommitted);
+}
+
+TEST_F(StepLedgerTest, ResetForgetsEverything) {
+  Commit(0);
+  EXPECT_TRUE(*ledger_.Seal(7, int64_t{1}));
+  EXPECT_OK(ledger_.Close(7, StepState::kApplied));
+  EXPECT_TRUE(ledger_.Begin(8, 0, 0, kFirst, false, kRoom).ok());
+  ledger_.Reset(3);
+  EXPECT_EQ(ledger_.open().step, 3);
+  EXPECT_TRUE(ledger_.open().micro_batches.empty());
+  EXPECT_FALSE(ledger_.last_closed().has_value());
+  EXPECT_OK(ledger_.Close(3, StepState::kDiscarded));
+}
+
+TEST(StepLedgerLimitTest, TheLastNumberIsNotPassed) {
+  StepLedger ledger(std::numeric_limits<int64_t>::max());
+  EXPECT_REASON(ledger.Close(std::numeric_limits<int64_t>::max(), StepState::kDiscarded), kLimitExceeded);
+}
+
+}  // namespace
+}  // namespace headwater::heads
