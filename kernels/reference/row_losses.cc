@@ -22,10 +22,16 @@ std::vector<Real> LogProbabilities(absl::Span<const Real> z, size_t columns, dou
 // ln(beta e^log_p + (1 - beta) e^log_q) for 0 < beta < 1.
 Real LogMixture(Real log_p, Real log_q, Real beta) { return std::log(beta * std::exp(log_p) + (1 - beta) * std::exp(log_q)); }
 
+// e^log_a (log_a - log_b), with 0 ln 0 = 0 for classes that a bias of -infinity rules out.
+Real KlSummand(Real log_a, Real log_b) {
+  const Real a = std::exp(log_a);
+  return a == 0 ? 0 : a * (log_a - log_b);
+}
+
 // sum_v e^log_a_v (log_a_v - log_b_v).
 Real KlDivergence(absl::Span<const Real> log_a, absl::Span<const Real> log_b) {
   Real sum = 0;
-  for (size_t v = 0; v < log_a.size(); ++v) sum += std::exp(log_a[v]) * (log_a[v] - log_b[v]);
+  for (size_t v = 0; v < log_a.size(); ++v) sum += KlSummand(log_a[v], log_b[v]);
   return sum;
 }
 
@@ -60,7 +66,7 @@ Real Entropy(absl::Span<const Real> z) {
   // z - lse of a confident row's largest column is exact to 1e-19 here, and is multiplied by its probability.
   const Real lse = LogSumExp(z);
   Real sum = 0;
-  for (const Real value : z) sum += std::exp(value - lse) * (lse - value);
+  for (const Real value : z) sum -= KlSummand(value - lse, 0);
   return sum;
 }
 
@@ -117,13 +123,15 @@ RowLoss JsdRow(absl::Span<const Real> student_z, absl::Span<const Real> teacher_
     for (size_t v = 0; v < columns; ++v) gradient[v] = std::exp(log_q[v]) - std::exp(log_p[v]);
   } else if (beta == 1) {
     divergence = KlDivergence(log_q, log_p);
-    for (size_t v = 0; v < columns; ++v) gradient[v] = std::exp(log_q[v]) * (log_q[v] - log_p[v] - divergence);
+    for (size_t v = 0; v < columns; ++v) gradient[v] = KlSummand(log_q[v], log_p[v]) - std::exp(log_q[v]) * divergence;
   } else {
     std::vector<Real> log_m(columns);
     for (size_t v = 0; v < columns; ++v) log_m[v] = LogMixture(log_p[v], log_q[v], beta);
     const Real student_part = KlDivergence(log_q, log_m);
     divergence = beta * KlDivergence(log_p, log_m) + (1 - beta) * student_part;
-    for (size_t v = 0; v < columns; ++v) gradient[v] = (1 - beta) * std::exp(log_q[v]) * (log_q[v] - log_m[v] - student_part);
+    for (size_t v = 0; v < columns; ++v) {
+      gradient[v] = (1 - beta) * (KlSummand(log_q[v], log_m[v]) - std::exp(log_q[v]) * student_part);
+    }
   }
 
   RowLoss row;

@@ -1,5 +1,6 @@
 // What is computed and what is not: forward only, frozen heads, single gradients, several terms in one micro-batch.
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -126,6 +127,45 @@ TEST(SeveralTerms, AreStagedAndCommittedTogether) {
 TEST(SeveralTerms, RepeatBitwise) {
   const Problem problem = SeveralTerms(0);
   EXPECT_TRUE(RunOnce(problem).BitwiseEquals(RunOnce(problem)));
+}
+
+// Calls on different heads may overlap: each gets what it gets alone, bit for bit.
+TEST(Concurrency, DifferentHeadsOverlap) {
+  constexpr int kThreads = 3;
+  constexpr int kRounds = 8;
+  std::vector<Problem> problems;
+  std::vector<TestHead> all_heads;
+  std::vector<Outcome> alone;
+  EngineOptions engine_options;
+  engine_options.shard_count = 2;
+  for (int i = 0; i < kThreads; ++i) {
+    ProblemOptions options;
+    options.seed = static_cast<uint64_t>(20 + i);
+    options.rows = 11 + 6 * i;
+    options.vocab_size = 90 + 17 * i;
+    problems.push_back(MakeProblem(options));
+    alone.push_back(RunOnce(problems.back(), engine_options));
+    all_heads.push_back(problems.back().heads[0]);
+  }
+  LoadedHeads heads(all_heads, engine_options);
+  std::vector<std::thread> threads;
+  std::vector<int> equal_count(kThreads, 0);
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&, i] {
+      for (int round = 0; round < kRounds; ++round) {
+        const PreparedMicroBatch prepared(problems[static_cast<size_t>(i)], {&heads.head(i)}, {});
+        const auto result = heads.engine().Compute(prepared.micro_batch);
+        if (!result.ok()) continue;
+        Outcome outcome;
+        prepared.Collect(*result, &outcome);
+        outcome.gradients = {heads.ReadGradient(i)};
+        if (!heads.head(i).ZeroGradient().ok()) continue;
+        equal_count[static_cast<size_t>(i)] += outcome.BitwiseEquals(alone[static_cast<size_t>(i)]) ? 1 : 0;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(equal_count, std::vector<int>(kThreads, kRounds));
 }
 
 }  // namespace
