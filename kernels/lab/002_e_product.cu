@@ -3,7 +3,6 @@
 // Run: 002_e_product [sweep | final]
 
 #include <cstring>
-#include <memory>
 
 #include "blas.cuh"
 #include "problem.cuh"
@@ -91,17 +90,14 @@ void CheckFull(const Problem& problem, const DeviceArray<float>& logits) {
   Check("full size against cuBLASLt's logits: S, worst row", worst, 2e-5);
 }
 
-template <int kCluster>
-using EProduct = headwater::sm90::Product<Major::kK, Major::kK, headwater::sm90::EProductEpilogue<false, false, false>, kCluster>;
-
 }  // namespace
 
 int main(int argc, char** argv) {
   const bool sweep = argc > 1 && std::strcmp(argv[1], "sweep") == 0;
   headwater::lab::PrintDevice("002_e_product");
-  CheckSmall<false, false, false>(200, 136, 1096, 1.0f, 1.0f, 0.0f, {2, -1});
-  CheckSmall<false, false, true>(328, 640, 2600, 3.0f, 0.7f, 0.0f, {8, 1});
-  CheckSmall<true, true, true>(200, 136, 1096, 20.0f, 1.0f, 30.0f, {1, -1});
+  CheckSmall<false, false, false>(200, 136, 1096, 1.0f, 1.0f, 0.0f, {2});
+  CheckSmall<false, false, true>(328, 640, 2600, 3.0f, 0.7f, 0.0f, {8});
+  CheckSmall<true, true, true>(200, 136, 1096, 20.0f, 1.0f, 30.0f, {1});
   headwater::lab::Bench bench;
   headwater::lab::BlasContext blas;
   const std::vector<int64_t> row_counts = sweep ? std::vector<int64_t>{4096} : std::vector<int64_t>{4096, 8192, 1024};
@@ -118,31 +114,24 @@ int main(int argc, char** argv) {
     floor_16.Search(bench, "logits, bf16 out");
     floor_32.Search(bench, "logits, fp32 out");
     std::vector<headwater::lab::Candidate> candidates = {floor_16.AsCandidate("cuBLASLt logits, bf16 out")};
-    std::vector<std::unique_ptr<EProduct<2>>> products;
-    std::vector<std::unique_ptr<EProduct<1>>> single;
-    const auto params = problem.EParams<false, false, false>();
-    const auto add = [&](const std::string& name, const ProductTuning& tuning) {
-      products.push_back(std::make_unique<EProduct<2>>(problem.hidden.get(), problem.weight.get(), problem.exponentials.get(), rows,
-                                                       vocab, width, params, tuning));
-      candidates.push_back(products.back()->AsCandidate(name));
-    };
-    using headwater::sm90::kEvictFirst;
-    using headwater::sm90::kEvictLast;
-    using headwater::sm90::kEvictNormal;
-    add("E, group 8, skew 1", {8, 1});
-    products.back()->Enqueue(bench.stream());
+    const auto narrow = [&](const ProductTuning& tuning) { return problem.MakeEProduct(tuning); };
+    const auto best = narrow({8});
+    candidates.push_back(best.AsCandidate("E, 128 x 256, group 8"));
+    best.Enqueue(bench.stream());
     floor_32.Enqueue(bench.stream());
     LAB_CUDA(cudaStreamSynchronize(bench.stream()));
     CheckFull(problem, logits);
     if (sweep) {
-      for (const int group : {2, 4, 16}) add("E, group " + std::to_string(group) + ", skew 1", {group, 1});
-      for (const int skew : {-1, 0, 2}) add("E, group 8, skew " + std::to_string(skew), {8, skew});
-      add("E, group 8, skew 1, E evicted first", {8, 1, kEvictNormal, kEvictNormal, kEvictFirst});
-      add("E, group 8, skew 1, hidden kept, E first", {8, 1, kEvictLast, kEvictNormal, kEvictFirst});
-      add("E, group 16, skew 1, hidden kept, W, E first", {16, 1, kEvictLast, kEvictFirst, kEvictFirst});
-      single.push_back(std::make_unique<EProduct<1>>(problem.hidden.get(), problem.weight.get(), problem.exponentials.get(), rows,
-                                                     vocab, width, params, ProductTuning{16, 1}));
-      candidates.push_back(single.back()->AsCandidate("E, no cluster, group 16, skew 1"));
+      using headwater::sm90::ProductConfig;
+      const auto fine = problem.MakeEProduct<ProductConfig<2, 32, 8, 2>>({8});
+      const auto alone = problem.MakeEProduct<ProductConfig<2, 64, 4, 1>>({16});
+      const auto first = narrow({8, headwater::sm90::kEvictNormal, headwater::sm90::kEvictNormal, headwater::sm90::kEvictFirst});
+      fine.Enqueue(bench.stream());
+      LAB_CUDA(cudaStreamSynchronize(bench.stream()));
+      CheckFull(problem, logits);
+      candidates.push_back(fine.AsCandidate("E, 128 x 256, stages of 32"));
+      candidates.push_back(alone.AsCandidate("E, 128 x 256, no cluster, group 16"));
+      candidates.push_back(first.AsCandidate("E, 128 x 256, group 8, E evicted first"));
       bench.Run("sweep, N" + std::to_string(rows) + " H4096 V128256", candidates, BenchOptions{1.5, 0.4, 2, false});
     } else {
       candidates.push_back(floor_32.AsCandidate("cuBLASLt logits, fp32 out"));

@@ -3,7 +3,6 @@
 // Run: 003_grad_weight [sweep | final]
 
 #include <cstring>
-#include <memory>
 
 #include "blas.cuh"
 #include "problem.cuh"
@@ -14,7 +13,6 @@ using headwater::lab::BenchOptions;
 using headwater::lab::BlasProduct;
 using headwater::lab::Check;
 using headwater::lab::DeviceArray;
-using headwater::lab::GradWeightProduct;
 using headwater::lab::Problem;
 using headwater::lab::RelativeDifference;
 using headwater::sm90::ProductTuning;
@@ -59,8 +57,8 @@ void CheckSmall(int64_t rows, int64_t width, int64_t vocab, const ProductTuning&
 int main(int argc, char** argv) {
   const bool sweep = argc > 1 && std::strcmp(argv[1], "sweep") == 0;
   headwater::lab::PrintDevice("003_grad_weight");
-  CheckSmall(200, 136, 1096, {2, -1});
-  CheckSmall(648, 320, 1000, {8, 1});
+  CheckSmall(200, 136, 1096, {2});
+  CheckSmall(648, 320, 1000, {8});
   headwater::lab::Bench bench;
   headwater::lab::BlasContext blas;
   const std::vector<int64_t> row_counts = sweep ? std::vector<int64_t>{4096} : std::vector<int64_t>{4096, 8192, 1024};
@@ -78,31 +76,34 @@ int main(int argc, char** argv) {
     expected.Zero();
     floor.Search(bench, "grad_weight, adding");
     std::vector<headwater::lab::Candidate> candidates = {floor.AsCandidate("cuBLASLt grad_weight, adding")};
-    std::vector<std::unique_ptr<GradWeightProduct>> products;
-    const auto add = [&](const std::string& name, const ProductTuning& tuning) {
-      products.push_back(std::make_unique<GradWeightProduct>(problem.MakeGradWeight(grad_weight.get(), tuning)));
-      candidates.push_back(products.back()->AsCandidate(name));
-    };
-    using headwater::sm90::kEvictFirst;
-    using headwater::sm90::kEvictLast;
-    using headwater::sm90::kEvictNormal;
-    add("own, group 4, skew 1", {4, 1});
-    grad_weight.Zero();
+    using headwater::sm90::Major;
+    using headwater::sm90::ProductConfig;
+    const auto wide = problem.MakeGradWeight(grad_weight.get(), {2});
+    const auto wide_fine = problem.MakeGradWeight<ProductConfig<2, 32, 8, 2>>(grad_weight.get(), {2});
+    using Direct = headwater::sm90::GradWeightDirectEpilogue;
+    const headwater::sm90::Product<Major::kMn, Major::kMn, Direct> direct(problem.exponentials.get(), problem.scaled_hidden.get(),
+                                                                          grad_weight.get(), vocab, width, rows,
+                                                                          Direct::Params{grad_weight.get(), 1.0f}, {2});
+    const auto group_1 = problem.MakeGradWeight(grad_weight.get(), {1});
+    const auto fine_4 = problem.MakeGradWeight<ProductConfig<2, 32, 8, 2>>(grad_weight.get(), {4});
+    candidates.push_back(wide.AsCandidate("own, 128 x 256, group 2"));
+    if (sweep) {
+      candidates.push_back(group_1.AsCandidate("own, 128 x 256, group 1"));
+      candidates.push_back(wide_fine.AsCandidate("own, 128 x 256, group 2, stages of 32"));
+      candidates.push_back(fine_4.AsCandidate("own, 128 x 256, group 4, stages of 32"));
+      candidates.push_back(direct.AsCandidate("own, 128 x 256, group 2, red from registers"));
+    }
     expected.Zero();
     LAB_CUDA(cudaDeviceSynchronize());
-    for (int repeat = 0; repeat < 2; ++repeat) {
-      products.back()->Enqueue(bench.stream());
-      floor.Enqueue(bench.stream());
+    for (int repeat = 0; repeat < 2; ++repeat) floor.Enqueue(bench.stream());
+    for (size_t i = 1; i < candidates.size(); ++i) {
+      LAB_CUDA(cudaMemsetAsync(grad_weight.get(), 0, grad_weight.bytes(), bench.stream()));
+      for (int repeat = 0; repeat < 2; ++repeat) candidates[i].enqueue(bench.stream());
+      LAB_CUDA(cudaStreamSynchronize(bench.stream()));
+      Check("full size against cuBLASLt, added twice: " + candidates[i].name,
+            RelativeDifference(grad_weight.get(), expected.get(), grad_weight.count()), 1e-5);
     }
-    LAB_CUDA(cudaStreamSynchronize(bench.stream()));
-    Check("full size against cuBLASLt, added twice", RelativeDifference(grad_weight.get(), expected.get(), grad_weight.count()),
-          1e-5);
     if (sweep) {
-      for (const int group : {1, 2, 8, 16}) add("own, group " + std::to_string(group) + ", skew 1", {group, 1});
-      for (const int skew : {-1, 0, 2}) add("own, group 4, skew " + std::to_string(skew), {4, skew});
-      add("own, group 4, skew 1, accumulator first", {4, 1, kEvictNormal, kEvictNormal, kEvictFirst});
-      add("own, group 4, skew 1, x' kept, rest first", {4, 1, kEvictFirst, kEvictLast, kEvictFirst});
-      add("own, group 8, skew 1, x' kept, acc first", {8, 1, kEvictNormal, kEvictLast, kEvictFirst});
       bench.Run("sweep, N" + std::to_string(rows) + " H4096 V128256", candidates, BenchOptions{1.5, 0.4, 2, false});
     } else {
       bench.Run("grad_weight, N" + std::to_string(rows) + " H4096 V128256", candidates, BenchOptions{2.0, 1.0, 2, true});

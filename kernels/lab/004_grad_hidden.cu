@@ -3,7 +3,6 @@
 // Run: 004_grad_hidden [sweep | final]
 
 #include <cstring>
-#include <memory>
 
 #include "blas.cuh"
 #include "problem.cuh"
@@ -14,7 +13,6 @@ using headwater::lab::BenchOptions;
 using headwater::lab::BlasProduct;
 using headwater::lab::Check;
 using headwater::lab::DeviceArray;
-using headwater::lab::GradHiddenProduct;
 using headwater::lab::Problem;
 using headwater::lab::RelativeDifference;
 using headwater::sm90::ProductTuning;
@@ -48,8 +46,8 @@ __global__ void FinishKernel(const float* product, const float* row_factor, cons
 int main(int argc, char** argv) {
   const bool sweep = argc > 1 && std::strcmp(argv[1], "sweep") == 0;
   headwater::lab::PrintDevice("004_grad_hidden");
-  CheckSmall(200, 136, 1096, {2, -1});
-  CheckSmall(328, 320, 2600, {8, 1});
+  CheckSmall(200, 136, 1096, {2});
+  CheckSmall(328, 320, 2600, {8});
   headwater::lab::Bench bench;
   headwater::lab::BlasContext blas;
   const std::vector<int64_t> row_counts = sweep ? std::vector<int64_t>{4096} : std::vector<int64_t>{4096, 8192, 1024};
@@ -70,17 +68,12 @@ int main(int argc, char** argv) {
     floor_32.Search(bench, "grad_hidden, fp32 out");
     floor_16.Search(bench, "grad_hidden, bf16 out");
     std::vector<headwater::lab::Candidate> candidates = {floor_16.AsCandidate("cuBLASLt grad_hidden, bf16 out")};
-    std::vector<std::unique_ptr<GradHiddenProduct>> products;
-    const auto add = [&](const std::string& name, const ProductTuning& tuning) {
-      products.push_back(std::make_unique<GradHiddenProduct>(problem.MakeGradHidden(tuning)));
-      candidates.push_back(products.back()->AsCandidate(name));
-    };
-    using headwater::sm90::kEvictFirst;
-    using headwater::sm90::kEvictNormal;
-    add("own, group 8, skew -1", {8, -1});
+    using headwater::sm90::ProductConfig;
+    const auto wide = problem.MakeGradHidden({8});
+    candidates.push_back(wide.AsCandidate("own, 128 x 256, group 8"));
     problem.grad_hidden.Poison();
     LAB_CUDA(cudaDeviceSynchronize());
-    products.back()->Enqueue(bench.stream());
+    wide.Enqueue(bench.stream());
     floor_32.Enqueue(bench.stream());
     FinishKernel<<<1056, 256, 0, bench.stream()>>>(product_32.get(), problem.row_factor.get(), problem.target_factor.get(),
                                                    problem.targets.get(), problem.weight.get(), rows, width, expected.get());
@@ -88,9 +81,10 @@ int main(int argc, char** argv) {
     Check("full size against cuBLASLt and a plain finish",
           RelativeDifference(problem.grad_hidden.get(), expected.get(), expected.count()), 1.9e-3);
     if (sweep) {
-      for (const int group : {2, 4, 16}) add("own, group " + std::to_string(group) + ", skew -1", {group, -1});
-      for (const int skew : {0, 1}) add("own, group 8, skew " + std::to_string(skew), {8, skew});
-      add("own, group 8, E first", {8, -1, kEvictFirst, kEvictNormal, kEvictNormal});
+      const auto fine = problem.MakeGradHidden<ProductConfig<2, 32, 8, 2>>({8});
+      const auto alone = problem.MakeGradHidden<ProductConfig<2, 64, 4, 1>>({16});
+      candidates.push_back(fine.AsCandidate("own, 128 x 256, stages of 32"));
+      candidates.push_back(alone.AsCandidate("own, 128 x 256, no cluster, group 16"));
       bench.Run("sweep, N" + std::to_string(rows) + " H4096 V128256", candidates, BenchOptions{1.5, 0.4, 2, false});
     } else {
       candidates.push_back(floor_32.AsCandidate("cuBLASLt grad_hidden, fp32 out"));

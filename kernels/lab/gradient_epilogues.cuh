@@ -26,15 +26,28 @@ struct GradWeightEpilogue {
       __syncwarp();
       const uint32_t box = position.staging + (block % 2) * (kStagingBytes / 2);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
+      for (int half = 0; half < 2; ++half) {
+        float2 value[4];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int j = 0; j < 4; ++j) {
+          const float* source = accumulators + 16 * block + 4 * j + 2 * half;
+          value[j] = make_float2(source[0] * params.scale, source[1] * params.scale);
+        }
+        // A half warp stores 8 bytes each of four rows. Were all to store the same columns, rows 2 i and 2 i + 1 would meet in the
+        // same banks (the swizzle exchanges 16-byte columns within such a pair): odd rows store columns j ^ 2 instead.
+        const bool odd = quad_row % 2 != 0;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float2 low = value[j], high = value[j + 2];
+          value[j] = odd ? high : low;
+          value[j + 2] = odd ? low : high;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
           // 16-byte column 2 j + (lane % 4) / 2 of the box, swizzled by the row; rows r and r + 8 swizzle alike.
-          const uint32_t address =
-              box + (quad_row + 8 * half) * 128 + (((2 * j + position.lane % 4 / 2) ^ quad_row) << 4) + position.lane % 2 * 8;
-          const float* value = accumulators + 16 * block + 4 * j + 2 * half;
-          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value[0] * params.scale), "f"(value[1] * params.scale)
-                       : "memory");
+          const int32_t column = 2 * (j ^ (odd ? 2 : 0)) + position.lane % 4 / 2;
+          const uint32_t address = box + (quad_row + 8 * half) * 128 + ((column ^ quad_row) << 4) + position.lane % 2 * 8;
+          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value[j].x), "f"(value[j].y) : "memory");
         }
       }
       FenceProxyAsync();
@@ -42,6 +55,34 @@ struct GradWeightEpilogue {
       if (position.lane == 0) {
         TensorReduceAdd(position.map_c, box, position.column + 32 * block, position.row, position.policy_c);
         StoreCommit();
+      }
+    }
+  }
+};
+
+// The same addition straight from registers, 8 bytes a thread and 32 contiguous bytes a quad, without shared memory.
+struct GradWeightDirectEpilogue {
+  struct Params {
+    float* grad_weight;  // [m, n]
+    float scale;
+  };
+  struct Rows {};
+
+  static __device__ __forceinline__ Rows LoadRows(const Params&, const EpiloguePosition&) { return {}; }
+
+  static __device__ __forceinline__ void Run(float (&accumulators)[kAccumulators], const Rows&, const Params& params,
+                                             const EpiloguePosition& position) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = position.row + position.lane / 4 + 8 * half;
+      float* out = params.grad_weight + static_cast<int64_t>(row) * position.n + position.column + 2 * (position.lane % 4);
+#pragma unroll
+      for (int j = 0; j < 32; ++j) {
+        if (row < position.m && position.column + 8 * j + 2 * (position.lane % 4) < position.n) {
+          asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(out + 8 * j),
+                       "f"(accumulators[4 * j + 2 * half] * params.scale), "f"(accumulators[4 * j + 2 * half + 1] * params.scale)
+                       : "memory");
+        }
       }
     }
   }

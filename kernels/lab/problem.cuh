@@ -13,9 +13,12 @@
 
 namespace headwater::lab {
 
-using PlainEProduct = sm90::Product<sm90::Major::kK, sm90::Major::kK, sm90::EProductEpilogue<false, false, false>>;
-using GradWeightProduct = sm90::Product<sm90::Major::kMn, sm90::Major::kMn, sm90::GradWeightEpilogue>;
-using GradHiddenProduct = sm90::Product<sm90::Major::kK, sm90::Major::kMn, sm90::GradHiddenEpilogue>;
+template <class Config = sm90::Wide>
+using PlainEProduct = sm90::Product<sm90::Major::kK, sm90::Major::kK, sm90::EProductEpilogue<false, false, false>, Config>;
+template <class Config = sm90::Wide>
+using GradWeightProduct = sm90::Product<sm90::Major::kMn, sm90::Major::kMn, sm90::GradWeightEpilogue, Config>;
+template <class Config = sm90::Wide>
+using GradHiddenProduct = sm90::Product<sm90::Major::kK, sm90::Major::kMn, sm90::GradHiddenEpilogue, Config>;
 
 // hidden ~ N(0, 1), weight ~ N(0, logit_std^2 / width): logits of the given standard deviation.
 struct Problem {
@@ -76,18 +79,21 @@ struct Problem {
                                                                                      float softcap = 0.0f) const {
     return {offset.get(), targets.get(), bias.get(), partial_sum.get(), partial_max.get(), logit_scale, softcap};
   }
-  PlainEProduct MakeEProduct(const sm90::ProductTuning& tuning) const {
-    return PlainEProduct(hidden.get(), weight.get(), exponentials.get(), rows, vocab, width, EParams<false, false, false>(),
-                         tuning);
+  template <class Config = sm90::Wide>
+  PlainEProduct<Config> MakeEProduct(const sm90::ProductTuning& tuning) const {
+    return PlainEProduct<Config>(hidden.get(), weight.get(), exponentials.get(), rows, vocab, width, EParams<false, false, false>(),
+                                 tuning);
   }
-  GradWeightProduct MakeGradWeight(float* grad_weight, const sm90::ProductTuning& tuning) const {
-    return GradWeightProduct(exponentials.get(), scaled_hidden.get(), grad_weight, vocab, width, rows,
-                             sm90::GradWeightEpilogue::Params{1.0f}, tuning);
+  template <class Config = sm90::Wide>
+  GradWeightProduct<Config> MakeGradWeight(float* grad_weight, const sm90::ProductTuning& tuning) const {
+    return GradWeightProduct<Config>(exponentials.get(), scaled_hidden.get(), grad_weight, vocab, width, rows,
+                                     sm90::GradWeightEpilogue::Params{1.0f}, tuning);
   }
-  GradHiddenProduct MakeGradHidden(const sm90::ProductTuning& tuning) const {
-    return GradHiddenProduct(exponentials.get(), weight.get(), grad_hidden.get(), rows, width, vocab,
-                             sm90::GradHiddenEpilogue::Params{row_factor.get(), target_factor.get(), targets.get(), weight.get()},
-                             tuning);
+  template <class Config = sm90::Wide>
+  GradHiddenProduct<Config> MakeGradHidden(const sm90::ProductTuning& tuning) const {
+    return GradHiddenProduct<Config>(
+        exponentials.get(), weight.get(), grad_hidden.get(), rows, width, vocab,
+        sm90::GradHiddenEpilogue::Params{row_factor.get(), target_factor.get(), targets.get(), weight.get()}, tuning);
   }
 };
 

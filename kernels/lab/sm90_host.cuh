@@ -10,10 +10,10 @@
 
 namespace headwater::sm90 {
 
-// Rank-2 tensor map with the 128-byte swizzle: `inner` contiguous elements a row, `outer` rows `stride_bytes` apart, boxes of
-// 128 bytes by `box_rows`. The driver's encoder is looked up at run time, so that nothing links libcuda.
+// Rank-2 tensor map: `inner` contiguous elements a row, `outer` rows `stride_bytes` apart, boxes of `box_bytes` (128 or 64, and the
+// swizzle of that width) by `box_rows`. The driver's encoder is looked up at run time, so that nothing links libcuda.
 inline CUtensorMap MakeTensorMap(const void* base, CUtensorMapDataType type, uint64_t inner, uint64_t outer, uint64_t stride_bytes,
-                                 uint32_t box_rows) {
+                                 uint32_t box_bytes, uint32_t box_rows) {
   using Encode =
       CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
                    const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
@@ -30,11 +30,12 @@ inline CUtensorMap MakeTensorMap(const void* base, CUtensorMapDataType type, uin
   const uint32_t element_bytes = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
   const cuuint64_t sizes[2] = {inner, outer};
   const cuuint64_t strides[1] = {stride_bytes};
-  const cuuint32_t box[2] = {128 / element_bytes, box_rows};
+  const cuuint32_t box[2] = {box_bytes / element_bytes, box_rows};
   const cuuint32_t steps[2] = {1, 1};
   CUtensorMap map{};
   const CUresult result = encode(&map, type, 2, const_cast<void*>(base), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                                 box_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     std::fprintf(stderr, "cuTensorMapEncodeTiled: %d (inner %llu, outer %llu, stride %llu)\n", static_cast<int>(result),
                  static_cast<unsigned long long>(inner), static_cast<unsigned long long>(outer),
@@ -44,53 +45,56 @@ inline CUtensorMap MakeTensorMap(const void* base, CUtensorMapDataType type, uin
   return map;
 }
 
-// Map of an operand. kK: memory is [size, k] row-major. kMn: memory is [k, size] row-major.
-template <Major kMajor>
+// Map of an operand. kK: memory is [size, k] row-major, boxes of kBoxRows rows. kMn: memory is [k, size] row-major.
+template <Major kMajor, int kDepth, int kBoxRows>
 CUtensorMap OperandMap(const __nv_bfloat16* base, int64_t size, int64_t k) {
   const uint64_t inner = static_cast<uint64_t>(kMajor == Major::kK ? k : size),
                  outer = static_cast<uint64_t>(kMajor == Major::kK ? size : k);
-  return MakeTensorMap(base, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, inner, outer, inner * 2, kMajor == Major::kK ? 128 : 64);
+  return MakeTensorMap(base, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, inner, outer, inner * 2, kMajor == Major::kK ? 2 * kDepth : 128,
+                       kMajor == Major::kK ? kBoxRows : kDepth);
 }
 // Maps of a row-major [m, n] result, stored by warps in boxes of 16 rows by 128 bytes.
 inline CUtensorMap ResultMap(__nv_bfloat16* base, int64_t m, int64_t n) {
   return MakeTensorMap(base, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, static_cast<uint64_t>(n), static_cast<uint64_t>(m),
-                       static_cast<uint64_t>(n) * 2, 16);
+                       static_cast<uint64_t>(n) * 2, 128, 16);
 }
 inline CUtensorMap ResultMap(float* base, int64_t m, int64_t n) {
   return MakeTensorMap(base, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, static_cast<uint64_t>(n), static_cast<uint64_t>(m),
-                       static_cast<uint64_t>(n) * 4, 16);
+                       static_cast<uint64_t>(n) * 4, 128, 16);
 }
 
 struct ProductTuning {
   int32_t group = 8;
-  int32_t skew = 1;
   uint64_t policy_a = kEvictNormal;
   uint64_t policy_b = kEvictNormal;
   uint64_t policy_c = kEvictNormal;
 };
 
 // A product ready to be enqueued any number of times on the same memory.
-template <Major kMajorA, Major kMajorB, class Epilogue, int kCluster = 2>
+template <Major kMajorA, Major kMajorB, class Epilogue, class Config = Wide>
 class Product {
  public:
   template <class Result>
   Product(const __nv_bfloat16* a, const __nv_bfloat16* b, Result* c, int64_t m, int64_t n, int64_t k,
           const typename Epilogue::Params& params, const ProductTuning& tuning)
-      : map_a_(OperandMap<kMajorA>(a, m, k)), map_b_(OperandMap<kMajorB>(b, n, k)), map_c_(ResultMap(c, m, n)), params_(params) {
-    const bool can_skew = k > kTileK * (kStages + 4);
-    shape_ = ProductShape{static_cast<int32_t>(m),     static_cast<int32_t>(n), static_cast<int32_t>(k), tuning.group,
-                          can_skew ? tuning.skew : -1, tuning.policy_a,         tuning.policy_b,         tuning.policy_c};
+      : map_a_(OperandMap<kMajorA, Config::kDepth, Config::kTileM>(a, m, k)),
+        map_b_(OperandMap<kMajorB, Config::kDepth, 128>(b, n, k)),
+        map_c_(ResultMap(c, m, n)),
+        params_(params) {
+    shape_ = ProductShape{static_cast<int32_t>(m), static_cast<int32_t>(n), static_cast<int32_t>(k), tuning.group,
+                          tuning.policy_a,         tuning.policy_b,         tuning.policy_c};
     int device = 0, multiprocessors = 0;
     LAB_CUDA(cudaGetDevice(&device));
     LAB_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-    const int64_t tiles = (m + kTileM * kCluster - 1) / (kTileM * kCluster) * ((n + kTileN - 1) / kTileN);
-    grid_ = static_cast<int>(std::min<int64_t>(multiprocessors / kCluster, tiles)) * kCluster;
-    LAB_CUDA(cudaFuncSetAttribute(ProductKernel<kMajorA, kMajorB, Epilogue, kCluster>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  kProductSharedBytes));
+    const int64_t tiles =
+        (m + Config::kTileM * Config::kCluster - 1) / (Config::kTileM * Config::kCluster) * ((n + kTileN - 1) / kTileN);
+    grid_ = static_cast<int>(std::min<int64_t>(multiprocessors / Config::kCluster, tiles)) * Config::kCluster;
+    LAB_CUDA(cudaFuncSetAttribute(ProductKernel<kMajorA, kMajorB, Epilogue, Config>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  Config::kSharedBytes));
   }
   void Enqueue(cudaStream_t stream) const {
-    ProductKernel<kMajorA, kMajorB, Epilogue, kCluster>
-        <<<grid_, kProductThreads, kProductSharedBytes, stream>>>(map_a_, map_b_, map_c_, shape_, params_);
+    ProductKernel<kMajorA, kMajorB, Epilogue, Config>
+        <<<grid_, Config::kThreads, Config::kSharedBytes, stream>>>(map_a_, map_b_, map_c_, shape_, params_);
     LAB_CUDA(cudaGetLastError());
   }
   double flops() const { return 2.0 * shape_.m * static_cast<double>(shape_.n) * shape_.k; }

@@ -1,20 +1,24 @@
 // One persistent matrix product for Hopper with a free epilogue: C [m, n] = A [m, k] * B [n, k]^T, bf16 operands, fp32
 // accumulators.
 //
-// Mapping   A cluster of kCluster CTAs owns kCluster neighbouring 128-row tiles of one 256-column tile; each CTA loads its own A
-//           and 1/kCluster of B, which the copy engine multicasts to the whole cluster. 384 threads a CTA: a producer warpgroup
-//           (one thread of which issues copies) and two consumer warpgroups, 64 x 256 accumulators each (128 registers a thread).
-// Pipeline  kStages stages of 64 k. full[s]: the bytes of a stage have landed in this CTA. empty[s]: every consumer warp of every
-// CTA
-//           of the cluster has read stage s, so that the multicasts of the next round may overwrite it in all of them.
-// Overlap   The two consumer warpgroups are never synchronised with each other. With `skew` >= 0 the second starts each tile only
-//           when the first has issued k-block `skew` of it, so their epilogues fall at different times and one warpgroup's products
-//           fill the tensor cores while the other one runs its epilogue. Skew costs stages of prefetch: 1 or 2 of 4.
+// Mapping   A tile is 64 * kGroups rows by 256 columns, one consumer warpgroup per 64 rows (128 accumulators a thread), and a
+// producer
+//           warpgroup, one thread of which issues the copies. A cluster of kCluster CTAs owns neighbouring row tiles of one column
+//           tile; each CTA loads its own A and 1/kCluster of B, which the copy engine multicasts to the whole cluster.
+// Pipeline  kStages stages of kDepth k. full[s]: the bytes of a stage have landed in this CTA. empty[s]: every consumer warp of
+// every CTA
+//           of the cluster has read stage s, so that the multicasts of the next round may overwrite it in all of them. Warpgroups
+//           are not synchronised with each other otherwise, so that one's products fill the tensor cores during the other's
+//           epilogue.
+// Limit     Shared memory. Per 16 k a warpgroup's wgmma reads 2 KiB of A and 8 KiB of B in 128 clocks, 80 of 128 bytes a clock, and
+// the
+//           copy engine writes another 48 (two groups) or 36.5 (three): 100 % or 91 % of what shared memory can do.
 // Raster    Tiles go in groups of `group` cluster rows, rows fastest: the CTAs at work together share few rows of A and of B, which
 //           is what keeps both in L2.
-// Majors    Either operand may be contiguous along k, or along its own dimension (A^T or B stored row-major): TMA boxes are 64
-//           contiguous elements (128 bytes, swizzled) by 64 or 128 rows, and the wgmma descriptors follow.
-// Order     One CTA computes each tile, in one fixed order of k: results are bitwise repeatable, whatever `group` and `skew` are.
+// Majors    Either operand may be contiguous along k, or along its own dimension (A^T or B stored row-major). TMA boxes are 64
+//           contiguous elements (128 bytes, swizzled) by kDepth rows, or kDepth elements (2 kDepth bytes, swizzled) by 64 or 128
+//           rows.
+// Order     One CTA computes each tile, in one fixed order of k: results are bitwise repeatable, whatever `group` is.
 // Requires  sm_90a, m, n, k >= 1; base addresses 16-byte aligned; row strides multiples of 16 bytes. Edges are filled with zeros on
 // the
 //           way in and clipped on the way out by the copy engine.
@@ -33,27 +37,37 @@
 
 namespace headwater::sm90 {
 
-constexpr int kTileM = 128;
 constexpr int kTileN = 256;
-constexpr int kTileK = 64;
-constexpr int kStages = 4;
-constexpr int kAccumulators = 128;  // a thread: rows r and r + 8 of its warp's 16, columns 8 j + 2 (lane % 4) + {0, 1}, j < 32
-constexpr int kConsumerWarps = 8;
-constexpr int kProductThreads = 384;
+constexpr int kAccumulators = 128;   // a thread: rows r and r + 8 of its warp's 16, columns 8 j + 2 (lane % 4) + {0, 1}, j < 32
 constexpr int kStagingBytes = 4096;  // a warp: two boxes of 16 rows by 128 bytes
 
-constexpr int kBytesA = kTileM * kTileK * 2;
-constexpr int kBytesB = kTileN * kTileK * 2;
-constexpr int kChunkBytes = 64 * kTileK * 2;  // 64 elements of an MN-major operand by one k-block
-constexpr int kProductSharedBytes = kStages * (kBytesA + kBytesB) + kConsumerWarps * kStagingBytes + 2 * kStages * 8 + 1024;
-static_assert(kProductSharedBytes <= 232448, "a CTA has 227 KiB of shared memory");
+// Tile, pipeline and cluster of a product.
+template <int kGroupsIn, int kDepthIn, int kStagesIn, int kClusterIn>
+struct ProductConfig {
+  static constexpr int kGroups = kGroupsIn;  // consumer warpgroups: 2 or 3
+  static constexpr int kDepth = kDepthIn;    // k of a stage: 32 or 64
+  static constexpr int kStages = kStagesIn;
+  static constexpr int kCluster = kClusterIn;  // 1 or 2
+  static constexpr int kTileM = 64 * kGroups;
+  static constexpr int kConsumerWarps = 4 * kGroups;
+  static constexpr int kThreads = 128 * (kGroups + 1);
+  static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32;  // with kConsumerRegisters: all of the 65536 the CTA was given
+  static constexpr int kConsumerRegisters = kGroups == 2 ? 232 : 160;
+  static constexpr int kBytesA = kTileM * kDepth * 2;
+  static constexpr int kBytesB = kTileN * kDepth * 2;
+  static constexpr int kChunkBytes =
+      64 * kDepth * 2;  // 64 rows of a K-major operand, or 64 elements of an MN-major one, of one stage
+  static constexpr int kSharedBytes = kStages * (kBytesA + kBytesB) + kConsumerWarps * kStagingBytes + 2 * kStages * 8 + 1024;
+  static_assert(kSharedBytes <= 232448, "a CTA has 227 KiB of shared memory");
+  static_assert(kGroups == 2 || kGroups == 3, "one group is starved by B, four exceed the register file");
+};
+using Wide = ProductConfig<2, 64, 4, 2>;  // 128 x 256
 
 struct ProductShape {
   int32_t m;
   int32_t n;
   int32_t k;
   int32_t group;  // cluster rows per raster group, >= 1
-  int32_t skew;   // k-blocks by which the second warpgroup starts later; -1: not synchronised. Needs k > 64 * (kStages + skew)
   uint64_t policy_a;
   uint64_t policy_b;
   uint64_t policy_c;
@@ -86,16 +100,18 @@ struct TileRaster {
   }
 };
 
-template <Major kMajorA, Major kMajorB, class Epilogue, int kCluster>
-__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kProductThreads, 1)
+template <Major kMajorA, Major kMajorB, class Epilogue, class Config>
+__global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Config::kThreads, 1)
     ProductKernel(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
                   const __grid_constant__ CUtensorMap map_c, const ProductShape shape, const typename Epilogue::Params params) {
+  constexpr int kStages = Config::kStages, kCluster = Config::kCluster, kDepth = Config::kDepth;
+  constexpr int kBytesA = Config::kBytesA, kBytesB = Config::kBytesB, kChunkBytes = Config::kChunkBytes;
   extern __shared__ uint8_t raw_shared[];
   const uint32_t shared = (SharedAddress(raw_shared) + 1023) & ~1023u;  // the swizzle pattern repeats every 1024 bytes of address
   const uint32_t shared_a = shared;
   const uint32_t shared_b = shared_a + kStages * kBytesA;
   const uint32_t shared_staging = shared_b + kStages * kBytesB;
-  const uint32_t full = shared_staging + kConsumerWarps * kStagingBytes;
+  const uint32_t full = shared_staging + Config::kConsumerWarps * kStagingBytes;
   const uint32_t empty = full + 8 * kStages;
 
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
@@ -105,7 +121,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kProductThrea
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       BarrierInit(full + 8 * stage, 1);
-      BarrierInit(empty + 8 * stage, kCluster * kConsumerWarps);
+      BarrierInit(empty + 8 * stage, kCluster * Config::kConsumerWarps);
     }
     FenceBarrierInit();
     PrefetchTensorMap(&map_a);
@@ -119,33 +135,35 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kProductThrea
     ClusterSync();
   }
 
-  const TileRaster raster{(shape.m + kTileM * kCluster - 1) / (kTileM * kCluster), (shape.n + kTileN - 1) / kTileN, shape.group};
+  const TileRaster raster{(shape.m + Config::kTileM * kCluster - 1) / (Config::kTileM * kCluster), (shape.n + kTileN - 1) / kTileN,
+                          shape.group};
   const int32_t clusters = static_cast<int32_t>(gridDim.x) / kCluster;
   const int32_t cluster_id = static_cast<int32_t>(blockIdx.x) / kCluster;
-  const int32_t k_blocks = (shape.k + kTileK - 1) / kTileK;
+  const int32_t k_blocks = (shape.k + kDepth - 1) / kDepth;
 
   if (warp < 4) {
-    RegistersDecrease<40>();
+    RegistersDecrease<Config::kProducerRegisters>();
     if (warp == 0 && lane == 0) {
-      uint32_t iteration = 0;
+      uint32_t stage = 0, phase = 0;
       for (int32_t tile = cluster_id; tile < raster.count(); tile += clusters) {
         int32_t cluster_row, column_tile;
         raster.Locate(tile, cluster_row, column_tile);
-        const int32_t row = (cluster_row * kCluster + static_cast<int32_t>(cta_rank)) * kTileM;
+        const int32_t row = (cluster_row * kCluster + static_cast<int32_t>(cta_rank)) * Config::kTileM;
         const int32_t column = column_tile * kTileN;
-        for (int32_t block = 0; block < k_blocks; ++block, ++iteration) {
-          const uint32_t stage = iteration % kStages;
+        for (int32_t block = 0; block < k_blocks; ++block) {
           const uint32_t barrier = full + 8 * stage;
-          BarrierWait(empty + 8 * stage, ((iteration / kStages) & 1) ^ 1);
+          BarrierWait(empty + 8 * stage, phase ^ 1);
           BarrierArriveExpect(barrier, kBytesA + kBytesB);
           const uint32_t a = shared_a + stage * kBytesA;
           const uint32_t b = shared_b + stage * kBytesB;
-          const int32_t depth = block * kTileK;
+          const int32_t depth = block * kDepth;
           if constexpr (kMajorA == Major::kK) {
             TensorLoad(a, &map_a, depth, row, barrier, shape.policy_a);
           } else {
-            TensorLoad(a, &map_a, row, depth, barrier, shape.policy_a);
-            TensorLoad(a + kChunkBytes, &map_a, row + 64, depth, barrier, shape.policy_a);
+#pragma unroll
+            for (int group = 0; group < Config::kGroups; ++group) {
+              TensorLoad(a + group * kChunkBytes, &map_a, row + 64 * group, depth, barrier, shape.policy_a);
+            }
           }
           // This CTA's share of B, to every CTA of the cluster.
           constexpr int kShare = kTileN / kCluster;
@@ -153,7 +171,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kProductThrea
 #pragma unroll
           for (int offset = 0; offset < kShare; offset += kBoxRows) {
             const int32_t first = static_cast<int32_t>(cta_rank) * kShare + offset;
-            const uint32_t destination = b + first * kTileK * 2;
+            const uint32_t destination = b + first * kDepth * 2;
             const int32_t inner = kMajorB == Major::kK ? depth : column + first;
             const int32_t outer = kMajorB == Major::kK ? column + first : depth;
             if constexpr (kCluster == 1) {
@@ -163,12 +181,17 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kProductThrea
                                   shape.policy_b);
             }
           }
+          if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+          }
         }
       }
     }
   } else {
-    RegistersIncrease<232>();
-    constexpr uint32_t kSkewBarrier = 1;
+    RegistersIncrease<Config::kConsumerRegisters>();
+    constexpr int kSwizzleA = kMajorA == Major::kK ? 2 * kDepth : 128;  // bytes
+    constexpr int kSwizzleB = kMajorB == Major::kK ? 2 * kDepth : 128;
     constexpr uint32_t kStepA = kMajorA == Major::kK ? 32 >> 4 : 16 * 128 >> 4;  // 16 k further, in descriptor units
     constexpr uint32_t kStepB = kMajorB == Major::kK ? 32 >> 4 : 16 * 128 >> 4;
     const int32_t consumer = warp - 4;
@@ -181,36 +204,38 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kProductThrea
       }
     };
     EpiloguePosition position{&map_c, shape.policy_c, shared_staging + consumer * kStagingBytes, lane, 0, 0, shape.m, shape.n};
-    uint32_t iteration = 0;
+    uint32_t stage = 0, phase = 0, previous = 0;
     for (int32_t tile = cluster_id; tile < raster.count(); tile += clusters) {
       int32_t cluster_row, column_tile;
       raster.Locate(tile, cluster_row, column_tile);
-      position.row = (cluster_row * kCluster + static_cast<int32_t>(cta_rank)) * kTileM + consumer * 16;
+      position.row = (cluster_row * kCluster + static_cast<int32_t>(cta_rank)) * Config::kTileM + consumer * 16;
       position.column = column_tile * kTileN;
       const typename Epilogue::Rows rows = Epilogue::LoadRows(params, position);
-      if (shape.skew >= 0 && group_index == 1) NamedBarrierSync(kSkewBarrier, 256);
       float accumulators[kAccumulators];
-      for (int32_t block = 0; block < k_blocks; ++block, ++iteration) {
-        const uint32_t stage = iteration % kStages;
-        BarrierWait(full + 8 * stage, (iteration / kStages) & 1);
-        const uint64_t a = WgmmaDescriptor(shared_a + stage * kBytesA + group_index * (kBytesA / 2), kChunkBytes);
-        const uint64_t b = WgmmaDescriptor(shared_b + stage * kBytesB, kChunkBytes);
+      for (int32_t block = 0; block < k_blocks; ++block) {
+        BarrierWait(full + 8 * stage, phase);
+        const uint64_t a = WgmmaDescriptor<kSwizzleA>(shared_a + stage * kBytesA + group_index * kChunkBytes, kChunkBytes);
+        const uint64_t b = WgmmaDescriptor<kSwizzleB>(shared_b + stage * kBytesB, kChunkBytes);
         AccumulatorFence(accumulators);
         WgmmaFence();
 #pragma unroll
-        for (int step = 0; step < kTileK / 16; ++step) {
+        for (int step = 0; step < kDepth / 16; ++step) {
           WgmmaM64N256K16<kMajorA, kMajorB>(accumulators, a + step * kStepA, b + step * kStepB, block > 0 || step > 0);
         }
         WgmmaCommit();
         AccumulatorFence(accumulators);
         // The products of the block before are done: its stage is free.
         WgmmaWait<1>();
-        if (block > 0) release((iteration - 1) % kStages);
-        if (group_index == 0 && block == shape.skew) NamedBarrierArrive(kSkewBarrier, 256);
+        if (block > 0) release(previous);
+        previous = stage;
+        if (++stage == kStages) {
+          stage = 0;
+          phase ^= 1;
+        }
       }
       WgmmaWait<0>();
       AccumulatorFence(accumulators);
-      release((iteration - 1) % kStages);
+      release(previous);
       Epilogue::Run(accumulators, rows, params, position);
     }
     if (lane == 0) StoreWaitAll();

@@ -178,12 +178,14 @@ __device__ __forceinline__ void AccumulatorFence(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Descriptor of an operand tile with the 128-byte swizzle, at a 1024-byte aligned base; `leading_bytes` is the stride between
-// 64-element chunks of an MN-major operand (a K-major one of 64 elements depth has none), groups of eight rows are 1024 bytes
-// apart.
+// Descriptor of an operand tile with the 128- or 64-byte swizzle, at a 1024-byte aligned base: groups of eight rows of that many
+// bytes follow each other; `leading_bytes` is the stride between 64-element chunks of an MN-major operand (a K-major one does not
+// use it).
+template <int kSwizzleBytes>
 __device__ __forceinline__ uint64_t WgmmaDescriptor(uint32_t shared_address, uint32_t leading_bytes) {
+  static_assert(kSwizzleBytes == 128 || kSwizzleBytes == 64, "other swizzles have other layouts");
   return static_cast<uint64_t>((shared_address & 0x3ffff) >> 4) | static_cast<uint64_t>(leading_bytes >> 4) << 16 |
-         static_cast<uint64_t>(1024 >> 4) << 32 | static_cast<uint64_t>(1) << 62;
+         static_cast<uint64_t>(8 * kSwizzleBytes >> 4) << 32 | static_cast<uint64_t>(kSwizzleBytes == 128 ? 1 : 2) << 62;
 }
 
 template <int kRegisters>
