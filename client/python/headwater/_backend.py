@@ -1,0 +1,81 @@
+"""What a backend does for `Client` and `Head`: plain data in, plain data out, already checked. Remote and local are two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from headwater._arrays import HostArray
+from headwater._requests import ComputeRequest
+from headwater._types import (
+    ApplyResult,
+    DiscardGradientResult,
+    HeadInfo,
+    HeadSpec,
+    LossResult,
+    SaveResult,
+    SealResult,
+    ServerInfo,
+    StepStatus,
+)
+
+# Exactly 0 ... n-1, or exactly these ids.
+Expected = int | Sequence[int]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class StepKey:
+    """A head, at an epoch, and a step of it."""
+
+    head: str
+    epoch: bytes
+    step: int
+
+
+@dataclass(frozen=True)
+class ApplyArguments:
+    """Arguments of an optimizer step; None leaves the head's own setting."""
+
+    learning_rate: float
+    gradient_factor: float = 1.0
+    max_grad_norm: float | None = None
+    other_grad_norm_squared: float = 0.0
+    weight_decay: float | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+    epsilon: float | None = None
+    momentum: float | None = None
+
+
+class Backend(Protocol):
+    """One method for each call. Tensors are "weight" or "bias"; `timeout_s` bounds each call."""
+
+    def server_info(self, timeout_s: float) -> ServerInfo: ...
+    def health(self, timeout_s: float) -> str: ...
+    def create_head(self, name: str, spec: HeadSpec, timeout_s: float) -> HeadInfo: ...
+    def get_head(self, name: str, timeout_s: float) -> HeadInfo: ...
+    def list_heads(self, timeout_s: float) -> list[HeadInfo]: ...
+    def delete_head(self, name: str, epoch: bytes, force: bool, timeout_s: float) -> None: ...
+    def upload(
+        self, name: str, epoch: bytes, tensor: str, array: HostArray, upload_id: str, on_progress: Progress | None, timeout_s: float
+    ) -> HeadInfo: ...
+    def load(
+        self, name: str, epoch: bytes, path: str, weight_tensor: str, bias_tensor: str, timeout_s: float
+    ) -> HeadInfo: ...
+    def download(self, name: str, tensor: str, data_type: str | None, timeout_s: float) -> tuple[np.ndarray, str]: ...
+    def compute(self, request: ComputeRequest, timeout_s: float) -> LossResult: ...
+    def commit(self, key: StepKey, micro_batch: int, factor: float, timeout_s: float) -> bool: ...
+    def discard(self, key: StepKey, micro_batch: int, timeout_s: float) -> bool: ...
+    def step_state(self, name: str, epoch: bytes, timeout_s: float) -> StepStatus: ...
+    def seal(self, key: StepKey, expected: Expected, timeout_s: float) -> SealResult: ...
+    def apply(self, key: StepKey, expected: Expected | None, arguments: ApplyArguments, timeout_s: float) -> ApplyResult: ...
+    def discard_gradient(self, key: StepKey, timeout_s: float) -> DiscardGradientResult: ...
+    def gradient(self, key: StepKey, tensor: str, factor: float, timeout_s: float) -> np.ndarray: ...
+    def gradient_norm_squared(self, key: StepKey, factor: float, timeout_s: float) -> float: ...
+    def save(self, name: str, epoch: bytes, checkpoint: str, overwrite: bool, timeout_s: float) -> SaveResult: ...
+    def restore(self, name: str, epoch: bytes, checkpoint: str, timeout_s: float) -> HeadInfo: ...
+    def close(self) -> None: ...

@@ -1,0 +1,204 @@
+"""`Client`: a connection to a server, or to the engine in this process. The same calls either way."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import uuid
+from typing import Any
+
+from headwater import _arrays
+from headwater._backend import Backend
+from headwater._errors import HeadwaterError, invalid_argument
+from headwater._futures import Executors, as_future
+from headwater._head import Head
+from headwater._types import SGD, AdamW, HeadInfo, HeadSpec, ServerInfo, check_number
+
+# Bounds every call that does not bring its own `timeout_s`, in seconds.
+DEFAULT_TIMEOUT_S = 120.0
+
+_ID = r"[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?"
+_FULL_NAME = re.compile(rf"tenants/{_ID}/heads/{_ID}")
+_SHORT_NAME = re.compile(_ID)
+
+
+def full_name(name: str) -> str:
+    """`tenants/default/heads/student` for `student`; a full name as it is.
+
+    Raises:
+        InvalidArgumentError: neither.
+    """
+    if isinstance(name, str) and _SHORT_NAME.fullmatch(name):
+        return f"tenants/default/heads/{name}"
+    if isinstance(name, str) and _FULL_NAME.fullmatch(name):
+        return name
+    raise invalid_argument(
+        "INVALID_NAME",
+        f"a head's name is lower-case letters, digits, '.', '_' and '-' (at most 64), or tenants/TENANT/heads/HEAD; got {name!r}",
+        field="name",
+        actual=name,
+    )
+
+
+class Client:
+    """Heads by name. Made by `headwater.connect` or `headwater.local.connect`. Thread-safe; use one for a process.
+
+    Every method `x(...)` has `x_future(...)`, which returns at once a future good for `.result()` and `await`.
+    Every method takes `timeout_s`, the bound on the whole call in seconds; None means the client's.
+
+    Raises (any method):
+        UnavailableError: the server is not there.
+        DeadlineExceededError: it took longer than `timeout_s`.
+    """
+
+    def __init__(self, backend: Backend, *, timeout_s: float = DEFAULT_TIMEOUT_S):
+        self._backend = backend
+        self._executors = Executors()
+        self.timeout_s = check_number(timeout_s, "timeout_s", low=0, low_open=True)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection. Heads stay on a server; in process they are freed. Idempotent."""
+        self._executors.shutdown()
+        self._backend.close()
+
+    def _timeout(self, timeout_s: float | None) -> float:
+        return self.timeout_s if timeout_s is None else check_number(timeout_s, "timeout_s", low=0, low_open=True)
+
+    def create_head(
+        self,
+        name: str,
+        weight: Any,
+        bias: Any = None,
+        *,
+        trainable: bool = True,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        valid_vocab_size: int | None = None,
+        optimizer: AdamW | SGD | None = None,
+        dtype: Any = None,
+        staging_slots: int | None = None,
+        initial_step: int = 0,
+        timeout_s: float | None = None,
+    ) -> Head:
+        """Creates a head and uploads its weights.
+
+        Logits are `softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap)`, or the argument without `softcap`.
+
+        Args:
+            name: `student`, short for `tenants/default/heads/student`.
+            weight: (vocab_size, hidden_size), float32, float16 or bfloat16 (numpy, ml_dtypes, torch, `headwater.BFloat16`; uint16 bits
+                with dtype="bfloat16"). A pair (vocab_size, hidden_size) makes a head without weights, to be filled by `Head.load` or
+                `Head.restore`; then `dtype` is required, and `bias=True` asks for a bias.
+            bias: (vocab_size,), or None.
+            trainable: whether gradients are accumulated; a frozen head serves as teacher.
+            softcap: > 0, or None.
+            logit_scale: finite, not 0.
+            valid_vocab_size: columns from here on never get probability (padded vocabularies). None: all are valid.
+            optimizer: `headwater.AdamW()`, `headwater.SGD()`, or None if only gradients are wanted.
+            dtype: storage type. None: that of `weight`. float32 weights for a 16-bit head are kept whole in the master weights.
+            staging_slots: explicit micro-batches that may wait for their decision at once, over all trainers. None: 1.
+            initial_step: number of the first open step.
+        Returns:
+            The head, ready for use.
+        Raises:
+            InvalidArgumentError: shape, dtype or range; checked before anything is sent.
+            AlreadyExistsError: there is a head of that name.
+            ResourceExhaustedError: it does not fit; the message has the memory plan.
+        """
+        timeout_s = self._timeout(timeout_s)
+        name = full_name(name)
+        weight_array = bias_array = None
+        if isinstance(weight, tuple):
+            if len(weight) != 2 or dtype is None or bias not in (None, False, True):
+                raise invalid_argument(
+                    "INVALID_FIELD", "weight=(vocab_size, hidden_size) needs dtype=, and bias=True or None", field="weight"
+                )
+            vocab_size, hidden_size = weight
+            data_type = _arrays.data_type_name(dtype)
+            has_bias = bias is True
+        else:
+            bits_of = None if dtype is None else _arrays.data_type_name(dtype)
+            weight_array = _arrays.from_any(weight, "weight", bits_of=bits_of)
+            if weight_array.data.ndim != 2:
+                raise invalid_argument(
+                    "SHAPE_MISMATCH",
+                    f"weight must have shape (vocab_size, hidden_size), got {weight_array.shape}",
+                    field="weight",
+                    actual=weight_array.shape,
+                )
+            vocab_size, hidden_size = weight_array.shape
+            data_type = bits_of or weight_array.data_type
+            has_bias = bias is not None
+            _check_upload_type(weight_array, data_type, "weight")
+            if bias is not None:
+                bias_array = _arrays.from_any(bias, "bias", bits_of=bits_of)
+                _arrays.check_shape(bias_array.shape, (vocab_size,), "bias")
+                _check_upload_type(bias_array, data_type, "bias")
+        spec = HeadSpec(
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            data_type=data_type,
+            has_bias=has_bias,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            valid_vocab_size=valid_vocab_size,
+            trainable=bool(trainable),
+            optimizer=optimizer,
+            staging_slots=staging_slots,
+            initial_step=initial_step,
+        )
+        head = Head(self, self._backend.create_head(name, spec, timeout_s))
+        if weight_array is not None:
+            try:
+                head._upload("weight", weight_array, uuid.uuid4().hex, None, timeout_s)
+                if bias_array is not None:
+                    head._upload("bias", bias_array, uuid.uuid4().hex, None, timeout_s)
+            except BaseException:
+                # A head without weights is of no use to the caller, who does not get a handle to it.
+                with contextlib.suppress(HeadwaterError):
+                    self._backend.delete_head(name, b"", True, timeout_s)
+                raise
+        return head
+
+    def head(self, name: str, *, timeout_s: float | None = None) -> Head:
+        """The head of that name, at its present epoch and step.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        return Head(self, self._backend.get_head(full_name(name), self._timeout(timeout_s)))
+
+    def heads(self, *, timeout_s: float | None = None) -> list[HeadInfo]:
+        """All heads of the tenant, by name."""
+        return self._backend.list_heads(self._timeout(timeout_s))
+
+    def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
+        """Version, devices, limits and features."""
+        return self._backend.server_info(self._timeout(timeout_s))
+
+    def health(self, *, timeout_s: float | None = None) -> str:
+        """`SERVING` or `NOT_SERVING`."""
+        return self._backend.health(self._timeout(timeout_s))
+
+    create_head_future = as_future(create_head)
+    head_future = as_future(head)
+    heads_future = as_future(heads)
+    server_info_future = as_future(server_info)
+    health_future = as_future(health)
+
+
+def _check_upload_type(array: _arrays.HostArray, data_type: str, field: str) -> None:
+    if array.data_type not in (data_type, _arrays.FLOAT32):
+        raise invalid_argument(
+            "DATA_TYPE_MISMATCH",
+            f"{field} for a head of {data_type} must be {data_type} or float32, got {array.data_type}",
+            field=field,
+            expected=data_type,
+            actual=array.data_type,
+        )

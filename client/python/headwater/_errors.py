@@ -1,0 +1,229 @@
+"""Errors: one root, a subclass for each canonical code, and a few for the reasons that callers handle apart.
+
+Callers switch on the class or on `HeadwaterError.reason` (catalogue: docs/errors.md), never on the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_ERROR_INFO_TYPE = "google.rpc.ErrorInfo"
+_RETRY_INFO_TYPE = "google.rpc.RetryInfo"
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+class HeadwaterError(Exception):
+    """Root of every error that this package raises on its own.
+
+    Attributes:
+        reason: machine-readable reason, `STEP_MISMATCH` and the like; empty if the transport made the error.
+        metadata: the values that the message mentions, by lowerCamel key (`field`, `expected`, `actual`, `openStep`, ...).
+        retry_after_s: how long to wait, in seconds, before the same call may succeed; None if waiting does not help.
+        code: canonical gRPC code by name, `INVALID_ARGUMENT` and the like.
+    """
+
+    code = "UNKNOWN"
+
+    def __init__(
+        self, message: str, *, reason: str = "", metadata: Mapping[str, str] | None = None, retry_after_s: float | None = None
+    ):
+        super().__init__(message)
+        self.message = message
+        self.reason = reason
+        self.metadata: dict[str, str] = dict(metadata or {})
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return f"{self.code}/{self.reason}: {self.message}" if self.reason else f"{self.code}: {self.message}"
+
+
+class InvalidArgumentError(HeadwaterError, ValueError):
+    """The arguments are wrong whatever the state. Most are found before anything is sent."""
+
+    code = "INVALID_ARGUMENT"
+
+
+class NotFoundError(HeadwaterError, LookupError):
+    """No such head, checkpoint, micro-batch or file."""
+
+    code = "NOT_FOUND"
+
+
+class AlreadyExistsError(HeadwaterError):
+    """A head or checkpoint of that name exists."""
+
+    code = "ALREADY_EXISTS"
+
+
+class FailedPreconditionError(HeadwaterError):
+    """The state must change first."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class AbortedError(HeadwaterError):
+    """What the caller believes about the head is out of date."""
+
+    code = "ABORTED"
+
+
+class ResourceExhaustedError(HeadwaterError):
+    """Memory, a staging slot, a queue or a quota is used up."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+
+class UnavailableError(HeadwaterError, ConnectionError):
+    """The server is not there, is starting or is draining. The call may or may not have been carried out: see `Head.step_state`."""
+
+    code = "UNAVAILABLE"
+
+
+class UnimplementedError(HeadwaterError, NotImplementedError):
+    """The server does not have this part of the API."""
+
+    code = "UNIMPLEMENTED"
+
+
+class DataLossError(HeadwaterError):
+    """A checksum does not match, or a file is damaged."""
+
+    code = "DATA_LOSS"
+
+
+class CancelledError(HeadwaterError):
+    """The call was cancelled."""
+
+    code = "CANCELLED"
+
+
+class DeadlineExceededError(HeadwaterError, TimeoutError):
+    """The call took longer than its `timeout_s`."""
+
+    code = "DEADLINE_EXCEEDED"
+
+
+class InternalError(HeadwaterError):
+    """The engine failed, or the server has a defect."""
+
+    code = "INTERNAL"
+
+
+class UnauthenticatedError(HeadwaterError):
+    """No token or certificate, or one that is not known."""
+
+    code = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(HeadwaterError, PermissionError):
+    """The token does not allow this call."""
+
+    code = "PERMISSION_DENIED"
+
+
+class EpochFencedError(AbortedError):
+    """The head was restored, re-created or taken over since this `Head` was made. Get a new one with `Client.head`."""
+
+
+class StepLostError(AbortedError):
+    """The open step's contributions are gone; `metadata` has `restoredStep` and `checkpoint`."""
+
+
+class StepConflictError(AbortedError):
+    """The step was already closed by a call with other arguments."""
+
+
+class MicroBatchConflictError(AbortedError):
+    """The micro-batch is known with other content, or was decided otherwise."""
+
+
+class StepMismatchError(FailedPreconditionError):
+    """The call names a step that is not the open one; `metadata["openStep"]` says which is."""
+
+
+class StagingFullError(ResourceExhaustedError):
+    """No staging slot is free for an explicit micro-batch: decide the earlier ones, or create the head with more `staging_slots`."""
+
+
+class FeatureNotBuiltError(UnimplementedError):
+    """Part of the API that this build does not have; `metadata["feature"]` says which."""
+
+
+_CODE_CLASSES: dict[str, type[HeadwaterError]] = {
+    cls.code: cls
+    for cls in (
+        InvalidArgumentError,
+        NotFoundError,
+        AlreadyExistsError,
+        FailedPreconditionError,
+        AbortedError,
+        ResourceExhaustedError,
+        UnavailableError,
+        UnimplementedError,
+        DataLossError,
+        CancelledError,
+        DeadlineExceededError,
+        InternalError,
+        UnauthenticatedError,
+        PermissionDeniedError,
+    )
+}
+
+_REASON_CLASSES: dict[str, type[HeadwaterError]] = {
+    "EPOCH_FENCED": EpochFencedError,
+    "STEP_LOST": StepLostError,
+    "STEP_CONFLICT": StepConflictError,
+    "MICRO_BATCH_CONFLICT": MicroBatchConflictError,
+    "STEP_MISMATCH": StepMismatchError,
+    "STAGING_FULL": StagingFullError,
+    "FEATURE_NOT_BUILT": FeatureNotBuiltError,
+}
+
+# Canonical codes by number, as google.rpc.Code counts them.
+_CODE_NAMES = (
+    "OK CANCELLED UNKNOWN INVALID_ARGUMENT DEADLINE_EXCEEDED NOT_FOUND ALREADY_EXISTS PERMISSION_DENIED RESOURCE_EXHAUSTED "
+    "FAILED_PRECONDITION ABORTED OUT_OF_RANGE UNIMPLEMENTED INTERNAL UNAVAILABLE DATA_LOSS UNAUTHENTICATED"
+).split()
+
+
+def code_name(number: int) -> str:
+    """Name of a canonical code; `UNKNOWN` for one that does not exist."""
+    return _CODE_NAMES[number] if 0 <= number < len(_CODE_NAMES) else "UNKNOWN"
+
+
+def make_error(
+    code: str, reason: str, message: str, metadata: Mapping[str, str] | None = None, retry_after_s: float | None = None
+) -> HeadwaterError:
+    """Makes the error whose class fits the reason, else the code."""
+    cls = _REASON_CLASSES.get(reason) or _CODE_CLASSES.get(code) or HeadwaterError
+    return cls(message, reason=reason, metadata=metadata, retry_after_s=retry_after_s)
+
+
+def invalid_argument(reason: str, message: str, **metadata: Any) -> InvalidArgumentError:
+    """Makes the error of a check that failed before anything was sent."""
+    return InvalidArgumentError(message, reason=reason, metadata={key: str(value) for key, value in metadata.items()})
+
+
+def from_rpc_error(error: Any) -> HeadwaterError:
+    """Translates a `grpc.RpcError`, with the details of its trailer where it has them."""
+    from headwater.v1 import error_pb2
+
+    code = error.code().name if error.code() is not None else "UNKNOWN"
+    message = error.details() or "the transport gave no message"
+    reason = ""
+    metadata: dict[str, str] = {}
+    retry_after_s = None
+    for key, value in error.trailing_metadata() or ():
+        if key != _DETAILS_KEY:
+            continue
+        for detail in error_pb2.RpcStatus.FromString(value).details:
+            if detail.type_url.endswith(_ERROR_INFO_TYPE):
+                info = error_pb2.ErrorInfo.FromString(detail.value)
+                reason, metadata = info.reason, dict(info.metadata)
+            elif detail.type_url.endswith(_RETRY_INFO_TYPE):
+                delay = error_pb2.RetryInfo.FromString(detail.value).retry_delay
+                retry_after_s = delay.seconds + delay.nanos * 1e-9
+    if not reason and code in ("CANCELLED", "DEADLINE_EXCEEDED"):
+        reason = code  # decided on this side, before the server could answer
+    return make_error(code, reason, message, metadata, retry_after_s)

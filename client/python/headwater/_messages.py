@@ -1,0 +1,304 @@
+"""Between the package's plain data and the wire's messages. No calls are made here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from headwater import _arrays
+from headwater._backend import ApplyArguments, Expected, StepKey
+from headwater._errors import invalid_argument
+from headwater._requests import TOKEN_OUTPUTS, ComputeRequest, CrossEntropyOptions, JsdOptions
+from headwater._types import (
+    SGD,
+    AdamW,
+    HeadInfo,
+    HeadSpec,
+    LossResult,
+    MemoryPlan,
+    MicroBatchState,
+    Step,
+    StepTotals,
+    Timing,
+    VocabShard,
+)
+from headwater.v1 import head_service_pb2, loss_pb2, loss_service_pb2, tensor_pb2
+
+_TENSORS = {"weight": head_service_pb2.HEAD_TENSOR_WEIGHT, "bias": head_service_pb2.HEAD_TENSOR_BIAS}
+_OUTPUTS = {
+    "token_loss": loss_pb2.TOKEN_OUTPUT_LOSS,
+    "lse": loss_pb2.TOKEN_OUTPUT_LSE,
+    "target_log_probability": loss_pb2.TOKEN_OUTPUT_TARGET_LOG_PROBABILITY,
+    "entropy": loss_pb2.TOKEN_OUTPUT_ENTROPY,
+    "argmax": loss_pb2.TOKEN_OUTPUT_ARGMAX,
+}
+
+
+def _enum_name(enum: Any, number: int, prefix: str) -> str:
+    """`STAGED` for CONTRIBUTION_STATE_STAGED; `UNKNOWN_7` for a value that this build does not know."""
+    try:
+        return enum.Name(number).removeprefix(prefix)
+    except ValueError:
+        return f"UNKNOWN_{number}"
+
+
+def seconds_of(message: Any) -> float:
+    """Seconds of a Duration or Timestamp."""
+    return message.seconds + message.nanos * 1e-9
+
+
+def tensor_number(tensor: str) -> int:
+    """The wire's number of "weight" or "bias"."""
+    return _TENSORS[tensor]
+
+
+def head_step(key: StepKey) -> Any:
+    """A HeadStep."""
+    return loss_pb2.HeadStep(head=key.head, head_epoch=key.epoch, step=key.step)
+
+
+def head_spec_message(spec: HeadSpec) -> Any:
+    """A HeadSpec; what is None stays unset."""
+    transform = head_service_pb2.LogitTransform(
+        logit_scale=spec.logit_scale, softcap=spec.softcap, valid_vocab_size=spec.valid_vocab_size
+    )
+    optimizer = None
+    if isinstance(spec.optimizer, AdamW):
+        settings = spec.optimizer
+        optimizer = head_service_pb2.OptimizerSpec(
+            adamw=head_service_pb2.AdamW(
+                beta1=settings.beta1, beta2=settings.beta2, epsilon=settings.epsilon, weight_decay=settings.weight_decay
+            )
+        )
+    elif isinstance(spec.optimizer, SGD):
+        sgd = spec.optimizer
+        optimizer = head_service_pb2.OptimizerSpec(
+            sgd=head_service_pb2.Sgd(
+                momentum=sgd.momentum, dampening=sgd.dampening, nesterov=sgd.nesterov, weight_decay=sgd.weight_decay
+            )
+        )
+    return head_service_pb2.HeadSpec(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        data_type=_arrays.DATA_TYPE_NUMBERS[spec.data_type],
+        has_bias=spec.has_bias,
+        transform=transform,
+        trainable=spec.trainable,
+        optimizer=optimizer,
+        staging_slots=spec.staging_slots,
+        initial_step=spec.initial_step,
+    )
+
+
+def head_spec(message: Any) -> HeadSpec:
+    """A spec as the server filled it in."""
+    optimizer: AdamW | SGD | None = None
+    which = message.optimizer.WhichOneof("optimizer")
+    if which == "adamw":
+        adamw = message.optimizer.adamw
+        optimizer = AdamW(adamw.beta1, adamw.beta2, adamw.epsilon, adamw.weight_decay)
+    elif which == "sgd":
+        sgd = message.optimizer.sgd
+        optimizer = SGD(sgd.momentum, sgd.dampening, sgd.nesterov, sgd.weight_decay)
+    transform = message.transform
+    return HeadSpec(
+        vocab_size=message.vocab_size,
+        hidden_size=message.hidden_size,
+        data_type=_arrays.DATA_TYPE_NAMES[message.data_type],
+        has_bias=message.has_bias,
+        logit_scale=transform.logit_scale if transform.HasField("logit_scale") else 1.0,
+        softcap=transform.softcap if transform.HasField("softcap") else None,
+        valid_vocab_size=transform.valid_vocab_size if transform.HasField("valid_vocab_size") else None,
+        trainable=message.trainable,
+        optimizer=optimizer,
+        staging_slots=message.staging_slots if message.HasField("staging_slots") else None,
+        initial_step=message.initial_step,
+    )
+
+
+def head_info(message: Any) -> HeadInfo:
+    """A Head."""
+    plan = message.memory_plan
+    return HeadInfo(
+        name=message.name,
+        spec=head_spec(message.spec),
+        epoch=message.epoch,
+        state=_enum_name(head_service_pb2.HeadState, message.state, "HEAD_STATE_"),
+        weight_version=message.weight_version,
+        open_step=message.open_step if message.HasField("open_step") else None,
+        shards=tuple(VocabShard(shard.vocab_start, shard.vocab_end, shard.device) for shard in message.shards),
+        memory_plan=MemoryPlan(
+            {item.purpose: item.total_bytes for item in plan.items}, plan.total_bytes, plan.available_bytes, plan.token_chunk_rows
+        ),
+        create_time_s=seconds_of(message.create_time),
+        weight_checksum=message.weight_checksum,
+    )
+
+
+def _float_tensor(values: np.ndarray | None) -> Any:
+    if values is None:
+        return None
+    return tensor_pb2.Tensor(data_type=tensor_pb2.DATA_TYPE_FLOAT32, shape=values.shape, data=values.astype("<f4").tobytes())
+
+
+def _cross_entropy(options: CrossEntropyOptions) -> Any:
+    return loss_pb2.CrossEntropyLoss(
+        label_smoothing=options.label_smoothing, z_loss=options.z_loss, class_weights=_float_tensor(options.class_weights)
+    )
+
+
+def _jensen_shannon(options: JsdOptions) -> Any:
+    return loss_pb2.JensenShannonLoss(
+        beta=options.beta,
+        student_temperature=options.student_temperature,
+        teacher_temperature=options.teacher_temperature,
+        hard_loss_weight=options.hard_loss_weight,
+        hard_loss=_cross_entropy(options.hard_loss) if options.hard_loss_weight > 0 else None,
+        vocab_alignment=(
+            loss_pb2.VOCAB_ALIGNMENT_TRUNCATE_TO_COMMON if options.truncate_to_common else loss_pb2.VOCAB_ALIGNMENT_REFUSE
+        ),
+    )
+
+
+def compute_header(request: ComputeRequest) -> Any:
+    """The header of a ComputeLoss call."""
+    adds = request.micro_batch is not None
+    targets = None
+    if request.targets is not None:
+        targets = tensor_pb2.Tensor(
+            data_type=tensor_pb2.DATA_TYPE_INT32, shape=request.targets.shape, data=request.targets.astype("<i4").tobytes()
+        )
+    teacher = None
+    if request.teacher is not None:
+        teacher = loss_pb2.TeacherHidden(
+            head=request.teacher.head,
+            head_epoch=request.teacher.epoch,
+            data_type=_arrays.DATA_TYPE_NUMBERS[request.teacher.hidden.data_type],
+        )
+    loss = request.loss
+    term = loss_pb2.LossTerm(
+        head=loss_pb2.HeadStep(head=request.head, head_epoch=request.epoch, step=request.step if adds else None),
+        targets=targets,
+        ignore_index=request.ignore_index,
+        token_weights=_float_tensor(request.token_weights),
+        loss_scale=request.loss_scale,
+        cross_entropy=_cross_entropy(loss) if isinstance(loss, CrossEntropyOptions) else None,
+        jensen_shannon=_jensen_shannon(loss) if isinstance(loss, JsdOptions) else None,
+        teacher_hidden=teacher,
+        expected_weight_version=request.expected_weight_version,
+    )
+    row_count, hidden_size = request.hidden.shape
+    return loss_service_pb2.MicroBatchHeader(
+        micro_batch=request.micro_batch,
+        compute_mode=(
+            loss_service_pb2.COMPUTE_MODE_FORWARD_BACKWARD if request.backward else loss_service_pb2.COMPUTE_MODE_FORWARD_ONLY
+        ),
+        row_count=row_count,
+        hidden_size=hidden_size,
+        data_type=_arrays.DATA_TYPE_NUMBERS[request.hidden.data_type],
+        terms=[term],
+        commit_mode=loss_service_pb2.COMMIT_MODE_EXPLICIT if request.explicit else loss_service_pb2.COMMIT_MODE_UNSPECIFIED,
+        on_mismatch=loss_service_pb2.ON_MISMATCH_FIRST_WINS if request.first_wins else loss_service_pb2.ON_MISMATCH_UNSPECIFIED,
+        non_finite_policy=(
+            loss_service_pb2.NON_FINITE_POLICY_REFUSE if request.refuse_non_finite else loss_service_pb2.NON_FINITE_POLICY_UNSPECIFIED
+        ),
+        outputs=[_OUTPUTS[name] for name in request.outputs],
+        return_grad_hidden=request.return_grad_hidden if request.backward else None,
+        grad_hidden_data_type=_arrays.DATA_TYPE_NUMBERS[request.grad_hidden_data_type] if request.return_grad_hidden else 0,
+        grad_hidden_scale=request.grad_hidden_scale if request.return_grad_hidden else None,
+    )
+
+
+def check_rows_message_size(header_bytes: int, limit: int) -> None:
+    """Raises InvalidArgumentError for a header (targets, weights) that does not fit one message."""
+    if header_bytes >= limit:
+        raise invalid_argument(
+            "LIMIT_EXCEEDED",
+            f"targets and weights take {header_bytes} bytes, a message has at most {limit}; use smaller micro-batches",
+            limit="max_message_bytes",
+            maximum=limit,
+            actual=header_bytes,
+        )
+
+
+def _token_output(message: Any, name: str) -> np.ndarray | None:
+    if not message.HasField(name):
+        return None
+    tensor = getattr(message, name)
+    dtype = "<i4" if tensor.data_type == tensor_pb2.DATA_TYPE_INT32 else "<f4"
+    return np.frombuffer(tensor.data, dtype).reshape(tuple(tensor.shape)).copy()
+
+
+def summary_result(summary: Any, grad_hidden: np.ndarray | None) -> LossResult:
+    """The outcome of a micro-batch with one term."""
+    term = summary.terms[0]
+    sums = {field.name: getattr(term.sums, field.name) for field in term.sums.DESCRIPTOR.fields}
+    timing = summary.timing
+    return LossResult(
+        **sums,
+        **{name: _token_output(term, name) for name in TOKEN_OUTPUTS},
+        grad_hidden=grad_hidden,
+        non_finite_row_count=term.non_finite_row_count,
+        weight_version=term.weight_version,
+        teacher_weight_version=term.teacher_weight_version,
+        state=_enum_name(loss_service_pb2.ContributionState, summary.state, "CONTRIBUTION_STATE_"),
+        form=_enum_name(loss_service_pb2.ContributionForm, summary.form, "CONTRIBUTION_FORM_"),
+        replayed=summary.replayed,
+        payload_differs=summary.payload_differs,
+        digest=summary.digest,
+        step=summary.step if summary.HasField("step") else None,
+        timing=Timing(
+            seconds_of(timing.queue), seconds_of(timing.upload), seconds_of(timing.engine), seconds_of(timing.download)
+        ),
+        transport=summary.transport,
+    )
+
+
+def totals_of(message: Any) -> StepTotals:
+    """A StepTotals."""
+    return StepTotals(**{field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields})
+
+
+def step_of(message: Any) -> Step:
+    """A Step."""
+    return Step(
+        step=message.step,
+        state=_enum_name(head_service_pb2.StepState, message.state, "STEP_STATE_"),
+        micro_batches={
+            entry.micro_batch: MicroBatchState(
+                micro_batch=entry.micro_batch,
+                attempt=entry.attempt,
+                state=_enum_name(loss_service_pb2.ContributionState, entry.state, "CONTRIBUTION_STATE_"),
+                digest=entry.digest,
+                valid_token_count=entry.valid_token_count,
+                factor=entry.factor,
+            )
+            for entry in message.micro_batches
+        },
+        totals=totals_of(message.totals),
+    )
+
+
+def expected_message(expected: Expected) -> Any:
+    """Ids, or their number."""
+    if isinstance(expected, int):
+        return head_service_pb2.ExpectedMicroBatches(count=expected)
+    return head_service_pb2.ExpectedMicroBatches(ids=head_service_pb2.MicroBatchIds(ids=list(expected)))
+
+
+def apply_request(key: StepKey, expected: Expected | None, arguments: ApplyArguments) -> Any:
+    """An ApplyOptimizerStepRequest; what is None stays unset."""
+    return head_service_pb2.ApplyOptimizerStepRequest(
+        head=head_step(key),
+        expected=None if expected is None else expected_message(expected),
+        learning_rate=arguments.learning_rate,
+        gradient_factor=arguments.gradient_factor,
+        max_grad_norm=arguments.max_grad_norm,
+        other_grad_norm_squared=arguments.other_grad_norm_squared,
+        weight_decay=arguments.weight_decay,
+        beta1=arguments.beta1,
+        beta2=arguments.beta2,
+        epsilon=arguments.epsilon,
+        momentum=arguments.momentum,
+    )

@@ -1,0 +1,96 @@
+"""Reading and writing safetensors files with numpy alone. Format: 8 bytes of header length, a JSON header, the tensors' bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from headwater import _arrays
+from headwater._arrays import HostArray
+from headwater._errors import make_error
+
+_NAMES = {_arrays.FLOAT32: "F32", _arrays.BFLOAT16: "BF16", _arrays.FLOAT16: "F16"}
+_DATA_TYPES = {name: data_type for data_type, name in _NAMES.items()}
+
+# Longer headers are refused before memory is taken for them.
+MAX_HEADER_BYTES = 100 << 20
+
+
+def write(path: Path, tensors: dict[str, HostArray]) -> None:
+    """Writes and syncs a file; it is not atomic by itself."""
+    header: dict[str, object] = {}
+    offset = 0
+    for name, array in tensors.items():
+        header[name] = {"dtype": _NAMES[array.data_type], "shape": list(array.shape), "data_offsets": [offset, offset + array.data.nbytes]}
+        offset += array.data.nbytes
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)))
+        file.write(encoded)
+        for array in tensors.values():
+            file.write(array.byte_view())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _corrupt(path: Path, why: str) -> Exception:
+    return make_error("DATA_LOSS", "FILE_CORRUPT", f"{path.name} is not a safetensors file: {why}", {"file": path.name})
+
+
+def _read_header(file: BinaryIO, path: Path, file_bytes: int) -> tuple[dict[str, dict], int]:
+    prefix = file.read(8)
+    if len(prefix) != 8:
+        raise _corrupt(path, "it is shorter than its length field")
+    (length,) = struct.unpack("<Q", prefix)
+    if length > min(MAX_HEADER_BYTES, file_bytes - 8):
+        raise _corrupt(path, f"its header would have {length} bytes")
+    try:
+        header = json.loads(file.read(length))
+    except ValueError:
+        raise _corrupt(path, "its header is not JSON") from None
+    if not isinstance(header, dict):
+        raise _corrupt(path, "its header is not an object")
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+def names(path: Path) -> list[str]:
+    """Names of the tensors in a file."""
+    with path.open("rb") as file:
+        return list(_read_header(file, path, path.stat().st_size)[0])
+
+
+def read(path: Path, name: str) -> HostArray:
+    """One tensor.
+
+    Raises:
+        DataLossError: the file is damaged.
+        InvalidArgumentError: the tensor has a type that heads do not have.
+    """
+    file_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        header, start = _read_header(file, path, file_bytes)
+        try:
+            entry = header[name]
+            dtype, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), map(int, entry["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise _corrupt(path, f"the entry of {name!r} is incomplete") from None
+        if dtype not in _DATA_TYPES:
+            raise make_error("INVALID_ARGUMENT", "DATA_TYPE_MISMATCH", f"{name} is {dtype}, expected F32, BF16 or F16", {"actual": str(dtype)})
+        numpy_dtype = _arrays.host_dtype(_DATA_TYPES[dtype])
+        count = 1
+        for size in shape:
+            count *= size
+        if min(shape, default=1) < 0 or not 0 <= begin <= end <= file_bytes - start or end - begin != count * numpy_dtype.itemsize:
+            raise _corrupt(path, f"the bytes of {name!r} do not fit its shape, or the file")
+        file.seek(start + begin)
+        data = np.fromfile(file, dtype=numpy_dtype, count=count)
+    if data.size != count:
+        raise _corrupt(path, "it ends early")
+    return HostArray(data.reshape(shape), _DATA_TYPES[dtype], _arrays.to_numpy)

@@ -1,0 +1,306 @@
+"""What goes in and comes out, as plain frozen data. Shapes in parentheses; nats are natural-log units."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from headwater._errors import invalid_argument
+
+
+def check_number(
+    value: Any,
+    name: str,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    low_open: bool = False,
+    high_open: bool = False,
+    nonzero: bool = False,
+) -> float:
+    """A finite float within a range.
+
+    Raises:
+        InvalidArgumentError: not a number, not finite, or outside of the range.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise invalid_argument("INVALID_FIELD", f"{name} must be a number, got {type(value).__name__}", field=name)
+    number = float(value)
+    inside = (number > low if low_open else number >= low) and (number < high if high_open else number <= high)
+    if not math.isfinite(number) or not inside or (nonzero and number == 0):
+        left, right = "(" if low_open or low == -math.inf else "[", ")" if high_open or high == math.inf else "]"
+        expected = f"in {left}{low:g}, {high:g}{right}" + (", not 0" if nonzero else "")
+        raise invalid_argument("INVALID_FIELD", f"{name} must be {expected}, got {number!r}", field=name, expected=expected, actual=number)
+    return number
+
+
+def check_integer(value: Any, name: str, *, low: int = 0, high: int = 2**63 - 1) -> int:
+    """An integer in [low, high].
+
+    Raises:
+        InvalidArgumentError: not an integer, or outside of the range.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise invalid_argument("INVALID_FIELD", f"{name} must be an integer, got {value!r}", field=name)
+    number = value.__index__()
+    if not low <= number <= high:
+        expected = f"in [{low}, {high}]"
+        raise invalid_argument("INVALID_FIELD", f"{name} must be {expected}, got {number}", field=name, expected=expected, actual=number)
+    return number
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW on the server, in PyTorch's order of operations ("Decoupled Weight Decay Regularization", arXiv:1711.05101).
+
+    Applies to weight and bias; fp32 master weights whatever the head's dtype. The learning rate comes with each step.
+    """
+
+    beta1: float = 0.9  # [0, 1)
+    beta2: float = 0.999  # [0, 1)
+    epsilon: float = 1e-8  # >= 0
+    weight_decay: float = 0.01  # >= 0
+
+    def __post_init__(self) -> None:
+        check_number(self.beta1, "beta1", low=0, high=1, high_open=True)
+        check_number(self.beta2, "beta2", low=0, high=1, high_open=True)
+        check_number(self.epsilon, "epsilon", low=0)
+        check_number(self.weight_decay, "weight_decay", low=0)
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Stochastic gradient descent on the server, as torch.optim.SGD defines it. The learning rate comes with each step."""
+
+    momentum: float = 0.0  # [0, 1); 0 takes no memory
+    dampening: float = 0.0  # [0, 1]
+    nesterov: bool = False  # needs momentum > 0 and dampening == 0
+    weight_decay: float = 0.0  # >= 0
+
+    def __post_init__(self) -> None:
+        check_number(self.momentum, "momentum", low=0, high=1, high_open=True)
+        check_number(self.dampening, "dampening", low=0, high=1)
+        check_number(self.weight_decay, "weight_decay", low=0)
+        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
+            raise invalid_argument("INVALID_COMBINATION", "nesterov needs momentum > 0 and dampening == 0", field="nesterov")
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """What a head is; fixed for its life."""
+
+    vocab_size: int  # rows of `weight`
+    hidden_size: int  # columns of `weight`
+    data_type: str = "float32"  # of weight and bias: "float32", "bfloat16" or "float16"
+    has_bias: bool = False
+    logit_scale: float = 1.0  # finite, not 0
+    softcap: float | None = None  # > 0
+    valid_vocab_size: int | None = None  # in [1, vocab_size]; columns from here on never get probability. None: vocab_size
+    trainable: bool = True
+    optimizer: AdamW | SGD | None = None
+    staging_slots: int | None = None  # explicit micro-batches that may wait for their decision. None: 1 if trainable
+    initial_step: int = 0
+
+    def __post_init__(self) -> None:
+        check_integer(self.vocab_size, "vocab_size", low=1)
+        check_integer(self.hidden_size, "hidden_size", low=1)
+        check_number(self.logit_scale, "logit_scale", nonzero=True)
+        if self.softcap is not None:
+            check_number(self.softcap, "softcap", low=0, low_open=True)
+        if self.valid_vocab_size is not None:
+            check_integer(self.valid_vocab_size, "valid_vocab_size", low=1, high=self.vocab_size)
+        if self.staging_slots is not None:
+            check_integer(self.staging_slots, "staging_slots")
+        check_integer(self.initial_step, "initial_step")
+        if self.optimizer is not None and not isinstance(self.optimizer, (AdamW, SGD)):
+            raise invalid_argument("INVALID_FIELD", "optimizer must be headwater.AdamW, headwater.SGD or None", field="optimizer")
+        if self.optimizer is not None and not self.trainable:
+            raise invalid_argument("INVALID_COMBINATION", "a frozen head takes no optimizer", field="optimizer")
+        if self.staging_slots and not self.trainable:
+            raise invalid_argument("INVALID_COMBINATION", "a frozen head takes no staging slots", field="staging_slots")
+
+    @property
+    def valid_size(self) -> int:
+        """`valid_vocab_size` with its default filled in."""
+        return self.vocab_size if self.valid_vocab_size is None else self.valid_vocab_size
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """Rows [vocab_start, vocab_end) of a head on one executor."""
+
+    vocab_start: int
+    vocab_end: int
+    device: str
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a head takes, by purpose, in bytes."""
+
+    items: dict[str, int]
+    total_bytes: int
+    available_bytes: int
+    token_chunk_rows: int
+
+
+@dataclass(frozen=True)
+class HeadInfo:
+    """A head as the server has it now."""
+
+    name: str  # tenants/{tenant}/heads/{head}
+    spec: HeadSpec
+    epoch: bytes  # 16 bytes
+    state: str  # "LOADING", "READY" or "LOST"
+    weight_version: int
+    open_step: int | None  # None for a frozen head
+    shards: tuple[VocabShard, ...] = ()
+    memory_plan: MemoryPlan | None = None  # None in process
+    create_time_s: float = 0.0  # seconds since 1970
+    weight_checksum: bytes = b""  # XXH3-128 of the weights last set from outside; empty after an optimizer step and in process
+
+
+@dataclass(frozen=True)
+class Device:
+    """A place where shards live."""
+
+    name: str
+    model: str
+    memory_budget_bytes: int
+    memory_planned_bytes: int
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What the server is and can do."""
+
+    version: str
+    incarnation: bytes  # new at every start
+    engine: str  # "cpu" or "cuda"
+    devices: tuple[Device, ...] = ()
+    limits: dict[str, int] = field(default_factory=dict)
+    features: tuple[str, ...] = ()
+    engine_note: str = ""  # why the engine is not a faster one
+    start_time_s: float = 0.0  # seconds since 1970
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Where a micro-batch's time went, in seconds on the server's clock. The parts may overlap."""
+
+    queue_s: float = 0.0
+    upload_s: float = 0.0
+    engine_s: float = 0.0
+    download_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class LossResult:
+    """What a micro-batch yields. Sums are over valid rows, in nats, with token weights and without `loss_scale`."""
+
+    loss_sum: float  # soft + hard + z-loss parts
+    soft_loss_sum: float  # the divergence's part; 0 for cross entropy
+    hard_loss_sum: float  # the cross entropy's part without z-loss
+    z_loss_sum: float
+    valid_token_count: int  # rows whose target is not ignored
+    token_weight_sum: float
+    target_weight_sum: float  # sum of token weight x class weight of the target: PyTorch's divisor of a mean
+    grad_hidden: Any = None  # (num_tokens, hidden_size), in the kind and dtype of `hidden`; None if not computed
+    token_loss: Any = None  # (num_tokens,) float32, before token weight and scale; 0 for ignored rows
+    lse: Any = None  # (num_tokens,) float32
+    target_log_probability: Any = None  # (num_tokens,) float32
+    entropy: Any = None  # (num_tokens,) float32, nats
+    argmax: Any = None  # (num_tokens,) int32; -1 for ignored rows
+    non_finite_row_count: int = 0
+    weight_version: int = 0
+    teacher_weight_version: int = 0
+    state: str = "UNSPECIFIED"  # "COMMITTED", "STAGED", or "UNSPECIFIED" where nothing is added at all
+    form: str = "UNSPECIFIED"  # "DIRECT", "STAGED" or "UNSPECIFIED"
+    replayed: bool = False  # nothing was added: the same micro-batch had been accepted before
+    payload_differs: bool = False  # nothing was added: the micro-batch had been accepted before with other content
+    digest: bytes = b""
+    step: int | None = None
+    timing: Timing = Timing()
+    transport: str = ""
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Sums over a step's committed micro-batches."""
+
+    micro_batch_count: int = 0
+    valid_token_count: int = 0
+    loss_sum: float = 0.0
+    token_weight_sum: float = 0.0
+    non_finite_row_count: int = 0
+
+
+@dataclass(frozen=True)
+class MicroBatchState:
+    """What a step knows of one micro-batch."""
+
+    micro_batch: int
+    attempt: int
+    state: str  # "IN_PROGRESS", "STAGED", "COMMITTED" or "DISCARDED"
+    digest: bytes
+    valid_token_count: int
+    factor: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step and its micro-batches."""
+
+    step: int
+    state: str  # "OPEN", "SEALED", "APPLIED", "DISCARDED" or "REPLACED"
+    micro_batches: dict[int, MicroBatchState]
+    totals: StepTotals
+
+
+@dataclass(frozen=True)
+class StepStatus:
+    """The step that takes contributions or is sealed, and the one before it."""
+
+    open: Step
+    last_closed: Step | None
+
+
+@dataclass(frozen=True)
+class SealResult:
+    """Totals of a sealed step; the norm is without `gradient_factor`."""
+
+    totals: StepTotals
+    gradient_norm_squared: float
+    non_finite_count: int
+    replayed: bool
+
+
+@dataclass(frozen=True)
+class ApplyResult:
+    """The outcome of an optimizer step."""
+
+    open_step: int
+    weight_version: int
+    global_grad_norm: float  # sqrt(gradient_norm_squared + other_grad_norm_squared)
+    gradient_norm_squared: float  # the head's part, with gradient_factor, before clipping
+    clip_factor: float  # in (0, 1]; multiply the trainer's own gradients by it
+    totals: StepTotals
+    replayed: bool
+
+
+@dataclass(frozen=True)
+class DiscardGradientResult:
+    """The step that is open now."""
+
+    open_step: int
+    replayed: bool
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """A checkpoint that was written."""
+
+    checkpoint: str
+    step: int  # the step that a restored head opens
+    total_bytes: int

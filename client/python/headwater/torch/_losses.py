@@ -1,0 +1,372 @@
+"""Loss modules with the argument names of PyTorch's and Liger's, and their functional forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from headwater import _arrays
+from headwater._errors import FeatureNotBuiltError, invalid_argument
+from headwater._head import Head
+from headwater._requests import DEFAULT_IGNORE_INDEX
+from headwater._types import LossResult, check_number
+from headwater.torch._autograd import Contribution, Outcome, RemoteLoss, in_checkpoint_recompute
+from headwater.torch._micro_batches import MicroBatchSource, source_of
+
+
+class _Loss(torch.nn.Module):
+    """What both losses share: reduction, scales, ids, and the way into autograd. Has no parameters."""
+
+    def __init__(
+        self,
+        head: Head,
+        *,
+        reduction: str,
+        ignore_index: int,
+        loss_scale: float | None,
+        grad_hidden_scale: float,
+        num_items_in_batch: float | None,
+        micro_batch_source: MicroBatchSource | None,
+        timeout_s: float | None,
+    ):
+        super().__init__()
+        if not isinstance(head, Head):
+            raise invalid_argument("INVALID_FIELD", f"head must be a headwater.Head, got {type(head).__name__}", field="head")
+        if reduction == "none":
+            raise FeatureNotBuiltError(
+                'reduction="none" needs a factor for each token at commit, which is not built; use "sum" with token_weights',
+                reason="FEATURE_NOT_BUILT",
+                metadata={"feature": "token_factors"},
+            )
+        if reduction not in ("mean", "sum"):
+            raise invalid_argument("INVALID_FIELD", f'reduction must be "mean" or "sum", got {reduction!r}', field="reduction")
+        self.head = head
+        self.reduction = reduction
+        self.ignore_index = ignore_index
+        self.loss_scale = None if loss_scale is None else check_number(loss_scale, "loss_scale")
+        self.grad_hidden_scale = check_number(grad_hidden_scale, "grad_hidden_scale")
+        self.num_items_in_batch = num_items_in_batch
+        self._source = micro_batch_source
+        self._timeout_s = timeout_s
+
+    @property
+    def micro_batch_source(self) -> MicroBatchSource:
+        """Where this loss draws its ids."""
+        return source_of(self.head) if self._source is None else self._source
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """Ids that this process has drawn in the head's open step: `expected_micro_batches` where it is the only trainer."""
+        return self.micro_batch_source.ids(self.head.step)
+
+    def extra_repr(self) -> str:
+        return f"{self.head!r}, reduction={self.reduction!r}, ignore_index={self.ignore_index}"
+
+    def _loss(
+        self,
+        hidden: torch.Tensor,
+        run: Callable[..., LossResult],
+        divisor_of: Callable[[], float],
+        num_items_in_batch: float | None,
+    ) -> torch.Tensor:
+        """Runs `run(hidden, **keywords of a loss call)` in the mode that autograd asks for."""
+        head = self.head
+        items = self.num_items_in_batch if num_items_in_batch is None else num_items_in_batch
+        if items is not None:
+            items = check_number(items, "num_items_in_batch", low=0, low_open=True)
+
+        def divisor(result: LossResult) -> float:
+            if self.reduction == "sum":
+                return 1.0
+            return result.target_weight_sum if items is None else items
+
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        contributes = torch.is_grad_enabled() and head.spec.trainable
+        wants_grad_hidden = torch.is_grad_enabled() and hidden.requires_grad
+        if not (contributes or wants_grad_hidden):
+            result = run(rows, backward=False)
+            total = divisor(result)
+            return torch.tensor(result.loss_sum / total if total else 0.0, dtype=torch.float32, device=hidden.device)
+
+        anchor = torch.zeros((), requires_grad=True) if contributes else None
+        if in_checkpoint_recompute():
+            result = run(rows, backward=False)
+            outcome = Outcome(
+                result, divisor(result), contribution=None, declared_scale=None, grad_hidden_scale=1.0, recomputed=True
+            )
+            return RemoteLoss.apply(hidden, anchor, outcome)
+
+        contribution = Contribution(head, self.micro_batch_source) if contributes else None
+        keywords: dict[str, Any] = {"return_grad_hidden": wants_grad_hidden}
+        if contribution is not None:
+            keywords.update(step=contribution.key.step, micro_batch=contribution.micro_batch)
+        if self.loss_scale is not None:
+            total = 1.0 if self.reduction == "sum" else divisor_of() if items is None else items
+            keywords.update(
+                loss_scale=self.loss_scale / total if total else 0.0, grad_hidden_scale=self.grad_hidden_scale, commit="eager"
+            )
+        elif contribution is not None:
+            keywords.update(commit="explicit")
+        try:
+            result = run(rows, **keywords)
+        except BaseException:
+            if contribution is not None:
+                contribution.failed()
+            raise
+        if contribution is not None and self.loss_scale is None:
+            contribution.staged()
+        outcome = Outcome(
+            result,
+            divisor(result),
+            contribution=contribution,
+            declared_scale=self.loss_scale,
+            grad_hidden_scale=self.grad_hidden_scale,
+            recomputed=False,
+        )
+        return RemoteLoss.apply(hidden, anchor, outcome)
+
+    def _divisor(
+        self, row_count: int, targets: torch.Tensor | None, token_weights: torch.Tensor | None, class_weights: torch.Tensor | None
+    ) -> float:
+        """The mean's divisor from the arguments alone, in fp64: what the server answers as `target_weight_sum`."""
+        weights = torch.ones(row_count, dtype=torch.float64)
+        if token_weights is not None:
+            weights = token_weights.detach().double().cpu()
+        if targets is not None:
+            ids = targets.detach().cpu().long()
+            valid = ids != self.ignore_index
+            weights = weights * valid
+            if class_weights is not None:
+                weights = weights * class_weights.detach().double().cpu()[ids.clamp(min=0)]
+        return float(weights.sum())
+
+
+def _flat(values: Any, hidden: torch.Tensor, name: str) -> torch.Tensor | None:
+    """(...) beside hidden (..., hidden_size), as (num_tokens,)."""
+    if values is None:
+        return None
+    values = torch.as_tensor(values)
+    _arrays.check_shape(tuple(values.shape), tuple(hidden.shape[:-1]), name)
+    return values.reshape(-1)
+
+
+def _check_hidden(hidden: Any, name: str) -> None:
+    if not isinstance(hidden, torch.Tensor) or hidden.dim() < 1:
+        raise invalid_argument("INVALID_FIELD", f"{name} must be a torch tensor of shape (..., hidden_size)", field=name)
+
+
+class CrossEntropyLoss(_Loss):
+    """Cross entropy of a remote head: `torch.nn.CrossEntropyLoss` applied to `hidden @ head.weight.T`, without the logits.
+
+    With gradients on, and a trainable head, forward takes a staging slot until backward (or the end of the graph). Backward may be run
+    once. Any upstream gradient is right: a scaled loss, a sum of losses, a GradScaler, a division by accumulation steps.
+
+    Args:
+        head: a `headwater.Head`. `head.step` is the step that contributions go to.
+        weight: (vocab_size,) class weights, >= 0, as torch.nn.CrossEntropyLoss has them.
+        reduction: "mean" divides by the sum of token weights x class weights of the targets of the valid tokens (their number, without
+            weights); 0 valid tokens give 0. "sum". "none" is refused for now.
+        ignore_index: target value of tokens that take no part.
+        label_smoothing: in [0, 1).
+        z_loss: >= 0, coefficient of lse^2.
+        loss_scale: declares the upstream gradient up front: the contribution is added at forward (no staging slot, no second call), and
+            backward with any other upstream gradient is an error. None: any upstream gradient.
+        grad_hidden_scale: multiplies grad_hidden alone; world_size where the framework averages gradients of the trunk and the loss is
+            divided by the tokens of all ranks. docs/concepts.md has the table.
+        num_items_in_batch: divisor of "mean" instead of this micro-batch's own; also an argument of each call.
+        micro_batch_source: where ids come from. None: one source for each head, with torch.distributed's rank and world size.
+        timeout_s: bound of each call, in seconds. None: the client's.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        *,
+        weight: Any = None,
+        reduction: str = "mean",
+        ignore_index: int = DEFAULT_IGNORE_INDEX,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        loss_scale: float | None = None,
+        grad_hidden_scale: float = 1.0,
+        num_items_in_batch: float | None = None,
+        micro_batch_source: MicroBatchSource | None = None,
+        timeout_s: float | None = None,
+    ):
+        super().__init__(
+            head,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            loss_scale=loss_scale,
+            grad_hidden_scale=grad_hidden_scale,
+            num_items_in_batch=num_items_in_batch,
+            micro_batch_source=micro_batch_source,
+            timeout_s=timeout_s,
+        )
+        self.weight = None if weight is None else torch.as_tensor(weight)
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+
+    def forward(
+        self, hidden: torch.Tensor, targets: Any, *, token_weights: Any = None, num_items_in_batch: float | None = None
+    ) -> torch.Tensor:
+        """The loss, a float32 scalar on `hidden`'s device.
+
+        Args:
+            hidden: (..., hidden_size), float32, float16 or bfloat16, after the model's final norm.
+            targets: (...) vocabulary ids or `ignore_index`, aligned with `hidden` (nothing is shifted).
+            token_weights: (...) finite, any sign.
+            num_items_in_batch: divisor of "mean" for this call.
+        """
+        _check_hidden(hidden, "hidden")
+        flat_targets = _flat(targets, hidden, "targets")
+        flat_weights = _flat(token_weights, hidden, "token_weights")
+
+        def run(rows: torch.Tensor, **keywords: Any) -> LossResult:
+            return self.head.cross_entropy(
+                rows,
+                flat_targets,
+                token_weights=flat_weights,
+                ignore_index=self.ignore_index,
+                label_smoothing=self.label_smoothing,
+                z_loss=self.z_loss,
+                class_weights=self.weight,
+                timeout_s=self._timeout_s,
+                **keywords,
+            )
+
+        def divisor() -> float:
+            return self._divisor(hidden[..., 0].numel(), flat_targets, flat_weights, self.weight)
+
+        return self._loss(hidden, run, divisor, num_items_in_batch)
+
+
+class JSDLoss(_Loss):
+    """Generalized Jensen-Shannon divergence to a teacher's remote head over the full vocabulary; see `Head.jsd` for the formula.
+
+    Gradients go to `hidden` and the student's head, never to the teacher. Everything else is as in `CrossEntropyLoss`.
+
+    Args:
+        head: the student's head.
+        teacher: the teacher's head, of the same client.
+        beta: in [0, 1]; 0 is KL(teacher || student), 1 is KL(student || teacher).
+        temperature: > 0, of the student, and of the teacher unless `teacher_temperature` is given. No factor of temperature squared.
+        hard_loss_weight: in [0, 1], share of the cross entropy with `targets`.
+        label_smoothing, z_loss, weight: options of that cross entropy.
+        truncate_to_common: allow vocabularies of different sizes.
+    "mean" divides by the sum of token weights of the valid tokens (times class weights of the targets, if there are any).
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        teacher: Head,
+        *,
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        teacher_temperature: float | None = None,
+        hard_loss_weight: float = 0.0,
+        weight: Any = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        truncate_to_common: bool = False,
+        reduction: str = "mean",
+        ignore_index: int = DEFAULT_IGNORE_INDEX,
+        loss_scale: float | None = None,
+        grad_hidden_scale: float = 1.0,
+        num_items_in_batch: float | None = None,
+        micro_batch_source: MicroBatchSource | None = None,
+        timeout_s: float | None = None,
+    ):
+        super().__init__(
+            head,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            loss_scale=loss_scale,
+            grad_hidden_scale=grad_hidden_scale,
+            num_items_in_batch=num_items_in_batch,
+            micro_batch_source=micro_batch_source,
+            timeout_s=timeout_s,
+        )
+        self.teacher = teacher
+        self.weight = None if weight is None else torch.as_tensor(weight)
+        self._options = {
+            "beta": beta,
+            "student_temperature": temperature,
+            "teacher_temperature": temperature if teacher_temperature is None else teacher_temperature,
+            "hard_loss_weight": hard_loss_weight,
+            "label_smoothing": label_smoothing,
+            "z_loss": z_loss,
+            "truncate_to_common": truncate_to_common,
+        }
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        teacher_hidden: torch.Tensor,
+        targets: Any = None,
+        *,
+        token_weights: Any = None,
+        num_items_in_batch: float | None = None,
+    ) -> torch.Tensor:
+        """The divergence, a float32 scalar on `hidden`'s device.
+
+        Args:
+            hidden: (..., hidden_size) of the student.
+            teacher_hidden: (..., hidden_size of the teacher), without gradient.
+            targets: (...) for the hard loss, and for `ignore_index`.
+            token_weights: (...) finite, any sign.
+            num_items_in_batch: divisor of "mean" for this call.
+        """
+        _check_hidden(hidden, "hidden")
+        _check_hidden(teacher_hidden, "teacher_hidden")
+        if teacher_hidden.requires_grad and torch.is_grad_enabled():
+            raise invalid_argument(
+                "INVALID_COMBINATION", "teacher_hidden requires a gradient, but the teacher gets none: detach it", field="teacher_hidden"
+            )
+        _arrays.check_shape(tuple(teacher_hidden.shape[:-1]), tuple(hidden.shape[:-1]), "teacher_hidden (without its last dimension)")
+        flat_targets = _flat(targets, hidden, "targets")
+        flat_weights = _flat(token_weights, hidden, "token_weights")
+        teacher_rows = teacher_hidden.reshape(-1, teacher_hidden.shape[-1])
+
+        def run(rows: torch.Tensor, **keywords: Any) -> LossResult:
+            return self.head.jsd(
+                rows,
+                self.teacher,
+                teacher_rows,
+                targets=flat_targets,
+                token_weights=flat_weights,
+                ignore_index=self.ignore_index,
+                class_weights=self.weight,
+                timeout_s=self._timeout_s,
+                **self._options,
+                **keywords,
+            )
+
+        def divisor() -> float:
+            return self._divisor(hidden[..., 0].numel(), flat_targets, flat_weights, self.weight)
+
+        return self._loss(hidden, run, divisor, num_items_in_batch)
+
+
+def cross_entropy(
+    head: Head, hidden: torch.Tensor, targets: Any, *, token_weights: Any = None, **options: Any
+) -> torch.Tensor:
+    """Functional form of `CrossEntropyLoss`: `options` are its arguments."""
+    return CrossEntropyLoss(head, **options)(hidden, targets, token_weights=token_weights)
+
+
+def jsd(
+    head: Head,
+    hidden: torch.Tensor,
+    teacher: Head,
+    teacher_hidden: torch.Tensor,
+    targets: Any = None,
+    *,
+    token_weights: Any = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Functional form of `JSDLoss`: `options` are its arguments."""
+    return JSDLoss(head, teacher, **options)(hidden, teacher_hidden, targets, token_weights=token_weights)
