@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 # One rule for both: AdamW as PyTorch defines it, clipped by the norm of body and head together.
-BETAS = (0.9, 0.999)
+BETAS = (0.9, 0.95)
 EPSILON = 1e-8
 WEIGHT_DECAY = 0.01
 MAX_GRAD_NORM = 1.0

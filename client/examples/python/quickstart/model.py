@@ -22,6 +22,16 @@ TEACHER = {"hidden_size": 96, "layers": 2, "attention_heads": 4}
 STUDENT = {"hidden_size": 48, "layers": 1, "attention_heads": 2}
 
 
+def as_bfloat16(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to bfloat16, the gradient on its way back too: what mixed-precision training does to the stream between blocks.
+
+    That matters here because the same run on another number of threads then differs as such runs do: sums that come out one bit of
+    fp32 apart now and then fall on two sides of a rounding boundary. All in fp32, two runs differ by little more than the last bit
+    of the loss, and there is nothing to compare a difference with.
+    """
+    return x.bfloat16().float()
+
+
 class Block(nn.Module):
     """Attention and a two-layer perceptron, each after a norm and added to its input."""
 
@@ -66,7 +76,7 @@ class Body(nn.Module):
                     parameter.zero_()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.token_embedding(ids) + self.position_embedding.weight[: ids.shape[1]]
+        x = as_bfloat16(self.token_embedding(ids) + self.position_embedding.weight[: ids.shape[1]])
         for block in self.blocks:
-            x = block(x)
-        return self.final_norm(x).view(-1, x.shape[-1])
+            x = as_bfloat16(block(x))
+        return as_bfloat16(self.final_norm(x)).view(-1, x.shape[-1])

@@ -102,7 +102,8 @@ def plot(results: dict[str, dict[str, Any]], path: Path) -> None:
 
     for label, other, color in (("remote head", remote, "tab:orange"), ("own head, other thread count", own_other, "tab:blue")):
         distance = np.abs(np.array(other["losses"]) - np.array(own["losses"]))
-        differences.semilogy(np.maximum(distance, 1e-9), color=color, linewidth=1, label=label)
+        distance[distance == 0] = np.nan  # a gap: the axis is logarithmic
+        differences.semilogy(distance, color=color, linewidth=1, label=label)
     differences.set(title="Distance from the curve of the own head", xlabel="step", ylabel="nats a token")
     differences.legend()
 

@@ -18,7 +18,7 @@ from witness import Witness
 
 SEQUENCES = 8  # of CONTEXT tokens each, in one micro-batch
 MICRO_BATCHES = 2  # accumulated in a step
-PEAK_LEARNING_RATE = 2e-3
+PEAK_LEARNING_RATE = 1.5e-3
 HELD_OUT_BATCHES = 4
 PARITY_EVERY = 10  # steps
 HEAD_NAME = "language-model"
