@@ -18,14 +18,14 @@ using headwater::lab::RelativeDifference;
 using headwater::sm90::Major;
 using headwater::sm90::ProductTuning;
 
-template <bool kWithBias, bool kWithSoftcap, bool kWithMax>
+template <bool kWithBias, bool kWithSoftcap, bool kWithMax, class Config = headwater::sm90::Tile256>
 void CheckSmall(int64_t rows, int64_t width, int64_t vocab, float logit_std, float logit_scale, float softcap,
                 const ProductTuning& tuning) {
   Problem problem(rows, width, vocab, logit_std);
   const headwater::lab::Reference reference(problem, kWithBias, logit_scale, kWithSoftcap ? softcap : 0.0);
   problem.EnqueueTargetLogits(nullptr, kWithBias ? problem.bias.get() : nullptr, logit_scale, kWithSoftcap ? softcap : 0.0f);
   const auto params = problem.EParams<kWithBias, kWithSoftcap, kWithMax>(logit_scale, softcap);
-  const headwater::sm90::Product<Major::kK, Major::kK, headwater::sm90::EProductEpilogue<kWithBias, kWithSoftcap, kWithMax>>
+  const headwater::sm90::Product<Major::kK, Major::kK, headwater::sm90::EProductEpilogue<kWithBias, kWithSoftcap, kWithMax>, Config>
       product(problem.hidden.get(), problem.weight.get(), problem.exponentials.get(), rows, vocab, width, params, tuning);
   product.Enqueue(nullptr);
   LAB_CUDA(cudaDeviceSynchronize());
@@ -33,10 +33,11 @@ void CheckSmall(int64_t rows, int64_t width, int64_t vocab, float logit_std, flo
                            (kWithBias ? " bias" : "") + (kWithSoftcap ? " softcap" : "") + (kWithMax ? " max" : "") + ": ";
   Check(name + "E", RelativeDifference(problem.exponentials.ToHost(), reference.exponentials), 1.9e-3);
   const std::vector<float> partial = problem.partial_sum.ToHost(), partial_max = problem.partial_max.ToHost();
+  const int64_t tiles = (vocab + Config::kTileN - 1) / Config::kTileN;
   double worst_sum = 0.0, worst_max = 0.0;
   for (int64_t i = 0; i < rows; ++i) {
     double sum = 0.0, largest = -INFINITY;
-    for (int64_t tile = 0; tile < problem.tiles; ++tile) {
+    for (int64_t tile = 0; tile < tiles; ++tile) {
       sum += static_cast<double>(partial[tile * rows + i]);
       largest = std::max(largest, static_cast<double>(partial_max[tile * rows + i]));
     }
@@ -71,7 +72,8 @@ __global__ void RowSumsKernel(const float* logits, const float* offset, const in
   if (threadIdx.x == 0) sums[row] = shared_sum;
 }
 
-void CheckFull(const Problem& problem, const DeviceArray<float>& logits) {
+void CheckFull(const Problem& problem, const DeviceArray<float>& logits, int tile_columns) {
+  const int64_t tiles = (problem.vocab + tile_columns - 1) / tile_columns;
   DeviceArray<double> sums(problem.rows), squares(2);
   squares.Zero();
   RowSumsKernel<<<static_cast<int>(problem.rows), 256>>>(logits.get(), problem.offset.get(), problem.targets.get(),
@@ -82,7 +84,7 @@ void CheckFull(const Problem& problem, const DeviceArray<float>& logits) {
   double worst = 0.0;
   for (int64_t i = 0; i < problem.rows; ++i) {
     double sum = 0.0;
-    for (int64_t tile = 0; tile < problem.tiles; ++tile) sum += static_cast<double>(partial[tile * problem.rows + i]);
+    for (int64_t tile = 0; tile < tiles; ++tile) sum += static_cast<double>(partial[tile * problem.rows + i]);
     const double error = std::abs(sum / expected[i] - 1.0);
     if (!(error <= worst)) worst = error;
   }
@@ -97,6 +99,7 @@ int main(int argc, char** argv) {
   headwater::lab::PrintDevice("002_e_product");
   CheckSmall<false, false, false>(200, 136, 1096, 1.0f, 1.0f, 0.0f, {2});
   CheckSmall<false, false, true>(328, 640, 2600, 3.0f, 0.7f, 0.0f, {8});
+  CheckSmall<false, false, false, headwater::sm90::Tile320>(328, 640, 2600, 3.0f, 0.7f, 0.0f, {2});
   CheckSmall<true, true, true>(200, 136, 1096, 20.0f, 1.0f, 30.0f, {1});
   headwater::lab::Bench bench;
   headwater::lab::BlasContext blas;
@@ -114,24 +117,38 @@ int main(int argc, char** argv) {
     floor_16.Search(bench, "logits, bf16 out");
     floor_32.Search(bench, "logits, fp32 out");
     std::vector<headwater::lab::Candidate> candidates = {floor_16.AsCandidate("cuBLASLt logits, bf16 out")};
-    const auto narrow = [&](const ProductTuning& tuning) { return problem.MakeEProduct(tuning); };
-    const auto best = narrow({8});
-    candidates.push_back(best.AsCandidate("E, 128 x 256, group 8"));
-    best.Enqueue(bench.stream());
+    using headwater::sm90::kEvictFirst;
+    using headwater::sm90::kEvictLast;
+    using headwater::sm90::kEvictNormal;
+    using headwater::sm90::Tile320;
+    const auto best = problem.MakeEProduct({8, 2});
+    const auto best_320 = problem.MakeEProduct<Tile320>({8, 2});
+    candidates.push_back(best.AsCandidate("E, 128 x 256, group 8, slack 2"));
+    candidates.push_back(best_320.AsCandidate("E, 128 x 320, group 8, slack 2"));
     floor_32.Enqueue(bench.stream());
+    best.Enqueue(bench.stream());
     LAB_CUDA(cudaStreamSynchronize(bench.stream()));
-    CheckFull(problem, logits);
+    CheckFull(problem, logits, 256);
+    best_320.Enqueue(bench.stream());
+    LAB_CUDA(cudaStreamSynchronize(bench.stream()));
+    CheckFull(problem, logits, 320);
     if (sweep) {
-      using headwater::sm90::ProductConfig;
-      const auto fine = problem.MakeEProduct<ProductConfig<2, 32, 8, 2>>({8});
-      const auto alone = problem.MakeEProduct<ProductConfig<2, 64, 4, 1>>({16});
-      const auto first = narrow({8, headwater::sm90::kEvictNormal, headwater::sm90::kEvictNormal, headwater::sm90::kEvictFirst});
-      fine.Enqueue(bench.stream());
-      LAB_CUDA(cudaStreamSynchronize(bench.stream()));
-      CheckFull(problem, logits);
-      candidates.push_back(fine.AsCandidate("E, 128 x 256, stages of 32"));
-      candidates.push_back(alone.AsCandidate("E, 128 x 256, no cluster, group 16"));
-      candidates.push_back(first.AsCandidate("E, 128 x 256, group 8, E evicted first"));
+      const auto unpaced = problem.MakeEProduct({8, 0});
+      const auto unpaced_320 = problem.MakeEProduct<Tile320>({8, 0});
+      const auto slack_1 = problem.MakeEProduct({8, 1});
+      const auto slack_4 = problem.MakeEProduct({8, 4});
+      const auto all_rows = problem.MakeEProduct({16, 2});
+      const auto kept = problem.MakeEProduct({8, 2, kEvictLast, kEvictNormal, kEvictFirst});
+      const auto kept_16 = problem.MakeEProduct({16, 2, kEvictLast, kEvictNormal, kEvictFirst});
+      const auto kept_320 = problem.MakeEProduct<Tile320>({8, 2, kEvictLast, kEvictNormal, kEvictFirst});
+      candidates.push_back(unpaced.AsCandidate("E, 128 x 256, group 8, not paced"));
+      candidates.push_back(unpaced_320.AsCandidate("E, 128 x 320, group 8, not paced"));
+      candidates.push_back(slack_1.AsCandidate("E, 128 x 256, group 8, slack 1"));
+      candidates.push_back(slack_4.AsCandidate("E, 128 x 256, group 8, slack 4"));
+      candidates.push_back(all_rows.AsCandidate("E, 128 x 256, group 16, slack 2"));
+      candidates.push_back(kept.AsCandidate("E, 128 x 256, group 8, slack 2, hidden kept"));
+      candidates.push_back(kept_16.AsCandidate("E, 128 x 256, group 16, slack 2, hidden kept"));
+      candidates.push_back(kept_320.AsCandidate("E, 128 x 320, group 8, slack 2, hidden kept"));
       bench.Run("sweep, N" + std::to_string(rows) + " H4096 V128256", candidates, BenchOptions{1.5, 0.4, 2, false});
     } else {
       candidates.push_back(floor_32.AsCandidate("cuBLASLt logits, fp32 out"));

@@ -52,6 +52,11 @@ class DeviceArray {
   }
   DeviceArray(const DeviceArray&) = delete;
   DeviceArray& operator=(const DeviceArray&) = delete;
+  DeviceArray& operator=(DeviceArray&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(count_, other.count_);
+    return *this;
+  }
   ~DeviceArray() { cudaFree(data_); }
 
   void Poison() { LAB_CUDA(cudaMemset(data_, 0xff, bytes())); }

@@ -63,20 +63,8 @@ class BlasProduct {
 
   // Times up to 32 heuristic algorithms on a warm card (60 ms each), then the best five again (250 ms each), and keeps the best.
   void Search(Bench& bench, const std::string& name) {
-    cublasLtMatmulPreference_t preference;
-    LAB_BLAS(cublasLtMatmulPreferenceCreate(&preference));
-    const size_t workspace_bytes = BlasContext::kWorkspaceBytes;
-    LAB_BLAS(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace_bytes,
-                                                  sizeof(workspace_bytes)));
-    std::vector<cublasLtMatmulHeuristicResult_t> found(32);
-    int count = 0;
-    LAB_BLAS(cublasLtMatmulAlgoGetHeuristic(context_.handle, operation_, layout_a_, layout_b_, layout_c_, layout_c_, preference, 32,
-                                            found.data(), &count));
-    LAB_BLAS(cublasLtMatmulPreferenceDestroy(preference));
-    if (count == 0) {
-      std::fprintf(stderr, "%s: no cuBLASLt algorithm\n", name.c_str());
-      std::exit(1);
-    }
+    const std::vector<cublasLtMatmulHeuristicResult_t> found = Heuristics(name);
+    const int count = static_cast<int>(found.size());
     algorithm_ = found[0].algo;
     bench.WarmUp(AsCandidate(name), 0.7);
     const double first_ms = bench.TimeCalls(AsCandidate(name), 4);
@@ -99,6 +87,9 @@ class BlasProduct {
     std::fflush(stdout);
   }
 
+  // Takes the heuristic's first algorithm, untimed.
+  void TakeFirst() { algorithm_ = Heuristics("product")[0].algo; }
+
   void Enqueue(cudaStream_t stream) const {
     const float alpha = 1.0f;
     LAB_BLAS(cublasLtMatmul(context_.handle, operation_, &alpha, a_, layout_a_, b_, layout_b_, &beta_, c_, layout_c_, c_, layout_c_,
@@ -111,6 +102,26 @@ class BlasProduct {
   double flops() const { return 2.0 * static_cast<double>(m_) * static_cast<double>(n_) * static_cast<double>(k_); }
 
  private:
+  // Up to 32 algorithms, the most promising first; at least one.
+  std::vector<cublasLtMatmulHeuristicResult_t> Heuristics(const std::string& name) const {
+    cublasLtMatmulPreference_t preference;
+    LAB_BLAS(cublasLtMatmulPreferenceCreate(&preference));
+    const size_t workspace_bytes = BlasContext::kWorkspaceBytes;
+    LAB_BLAS(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace_bytes,
+                                                  sizeof(workspace_bytes)));
+    std::vector<cublasLtMatmulHeuristicResult_t> found(32);
+    int count = 0;
+    LAB_BLAS(cublasLtMatmulAlgoGetHeuristic(context_.handle, operation_, layout_a_, layout_b_, layout_c_, layout_c_, preference, 32,
+                                            found.data(), &count));
+    LAB_BLAS(cublasLtMatmulPreferenceDestroy(preference));
+    if (count == 0) {
+      std::fprintf(stderr, "%s: no cuBLASLt algorithm\n", name.c_str());
+      std::exit(1);
+    }
+    found.resize(static_cast<size_t>(count));
+    return found;
+  }
+
   BlasContext& context_;
   int64_t m_, n_, k_;
   float beta_;

@@ -26,8 +26,8 @@ struct EProductEpilogue {
     const float* offset;     // [m] c_i, nats
     const int32_t* targets;  // [m] column of the target, or -1
     const float* bias;       // [n]; null without kWithBias
-    float* partial_sum;      // [ceil(n / 256), m] out
-    float* partial_max;      // [ceil(n / 256), m] out; null without kWithMax
+    float* partial_sum;      // [column tiles, m] out
+    float* partial_max;      // [column tiles, m] out; null without kWithMax
     float logit_scale;
     float softcap;  // nats, > 0; not read without kWithSoftcap
   };
@@ -96,6 +96,7 @@ struct EProductEpilogue {
     }
   }
 
+  template <int kAccumulators>
   static __device__ __forceinline__ void Run(float (&accumulators)[kAccumulators], const Rows& rows, const Params& params,
                                              const EpiloguePosition& position) {
     float sum[2] = {0.0f, 0.0f};
@@ -104,7 +105,7 @@ struct EProductEpilogue {
     const int32_t store_row = position.lane % 8 + 8 * (position.lane / 8 % 2);
     const int32_t store_column = position.lane / 16;
 #pragma unroll
-    for (int block = 0; block < 4; ++block) {
+    for (int block = 0; block < kAccumulators / 32; ++block) {
       const int first = 64 * block;
       const bool holds_target =
           static_cast<uint32_t>(rows.target[0] - first) < 64u || static_cast<uint32_t>(rows.target[1] - first) < 64u;
@@ -140,7 +141,7 @@ struct EProductEpilogue {
       }
       const int32_t row = position.row + position.lane / 4 + 8 * half;
       if (position.lane % 4 == 0 && row < position.m) {
-        const int64_t index = static_cast<int64_t>(position.column / kTileN) * position.m + row;
+        const int64_t index = static_cast<int64_t>(position.column_tile) * position.m + row;
         params.partial_sum[index] = sum[half];
         if constexpr (kWithMax) params.partial_max[index] = (largest[half] + rows.offset_log2[half]) / kLog2E;
       }

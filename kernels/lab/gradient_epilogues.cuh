@@ -17,11 +17,12 @@ struct GradWeightEpilogue {
 
   static __device__ __forceinline__ Rows LoadRows(const Params&, const EpiloguePosition&) { return {}; }
 
+  template <int kAccumulators>
   static __device__ __forceinline__ void Run(float (&accumulators)[kAccumulators], const Rows&, const Params& params,
                                              const EpiloguePosition& position) {
     const int32_t quad_row = position.lane / 4;
 #pragma unroll
-    for (int block = 0; block < 8; ++block) {  // 32 columns: one box of 128 bytes a row
+    for (int block = 0; block < kAccumulators / 16; ++block) {  // 32 columns: one box of 128 bytes a row
       if (position.lane == 0) StoreWaitRead<1>();
       __syncwarp();
       const uint32_t box = position.staging + (block % 2) * (kStagingBytes / 2);
@@ -70,6 +71,7 @@ struct GradWeightDirectEpilogue {
 
   static __device__ __forceinline__ Rows LoadRows(const Params&, const EpiloguePosition&) { return {}; }
 
+  template <int kAccumulators>
   static __device__ __forceinline__ void Run(float (&accumulators)[kAccumulators], const Rows&, const Params& params,
                                              const EpiloguePosition& position) {
 #pragma unroll
@@ -77,7 +79,7 @@ struct GradWeightDirectEpilogue {
       const int32_t row = position.row + position.lane / 4 + 8 * half;
       float* out = params.grad_weight + static_cast<int64_t>(row) * position.n + position.column + 2 * (position.lane % 4);
 #pragma unroll
-      for (int j = 0; j < 32; ++j) {
+      for (int j = 0; j < kAccumulators / 4; ++j) {
         if (row < position.m && position.column + 8 * j + 2 * (position.lane % 4) < position.n) {
           asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(out + 8 * j),
                        "f"(accumulators[4 * j + 2 * half] * params.scale), "f"(accumulators[4 * j + 2 * half + 1] * params.scale)
@@ -116,12 +118,13 @@ struct GradHiddenEpilogue {
     return rows;
   }
 
+  template <int kAccumulators>
   static __device__ __forceinline__ void Run(float (&accumulators)[kAccumulators], const Rows& rows, const Params& params,
                                              const EpiloguePosition& position) {
     const int32_t store_row = position.lane % 8 + 8 * (position.lane / 8 % 2);
     const int32_t store_column = position.lane / 16;
 #pragma unroll
-    for (int block = 0; block < 4; ++block) {
+    for (int block = 0; block < kAccumulators / 32; ++block) {
       uint32_t packed[16];
 #pragma unroll
       for (int j = 0; j < 8; ++j) {

@@ -13,11 +13,11 @@
 
 namespace headwater::lab {
 
-template <class Config = sm90::Wide>
+template <class Config = sm90::Tile256>
 using PlainEProduct = sm90::Product<sm90::Major::kK, sm90::Major::kK, sm90::EProductEpilogue<false, false, false>, Config>;
-template <class Config = sm90::Wide>
+template <class Config = sm90::Tile256>
 using GradWeightProduct = sm90::Product<sm90::Major::kMn, sm90::Major::kMn, sm90::GradWeightEpilogue, Config>;
-template <class Config = sm90::Wide>
+template <class Config = sm90::Tile256>
 using GradHiddenProduct = sm90::Product<sm90::Major::kK, sm90::Major::kMn, sm90::GradHiddenEpilogue, Config>;
 
 // hidden ~ N(0, 1), weight ~ N(0, logit_std^2 / width): logits of the given standard deviation.
@@ -31,7 +31,7 @@ struct Problem {
       : rows(rows_in),
         width(width_in),
         vocab(vocab_in),
-        tiles((vocab_in + sm90::kTileN - 1) / sm90::kTileN),
+        tiles((vocab_in + 255) / 256),
         hidden(rows * width),
         weight(vocab * width),
         exponentials(rows * vocab),
@@ -64,10 +64,11 @@ struct Problem {
         static_cast<int32_t>(width), offset.get());
     LAB_CUDA(cudaGetLastError());
   }
-  void EnqueueFinishRows(cudaStream_t stream) const {
+  // `tile_columns`: those of the product that wrote the partial sums, at least 256.
+  void EnqueueFinishRows(cudaStream_t stream, int tile_columns = 256) const {
     sm90::FinishRowsKernel<<<static_cast<int>((rows + 31) / 32), 512, 0, stream>>>(
-        partial_sum.get(), static_cast<int32_t>(tiles), static_cast<int32_t>(rows), grad_loss.get(), token_loss.get(),
-        row_factor.get(), target_factor.get());
+        partial_sum.get(), static_cast<int32_t>((vocab + tile_columns - 1) / tile_columns), static_cast<int32_t>(rows),
+        grad_loss.get(), token_loss.get(), row_factor.get(), target_factor.get());
     const int64_t vectors = rows * width / 8;
     sm90::ScaleRowsKernel<<<static_cast<int>((vectors + 255) / 256), 256, 0, stream>>>(
         hidden.get(), row_factor.get(), vectors, static_cast<int32_t>(width / 8), scaled_hidden.get());
@@ -79,17 +80,17 @@ struct Problem {
                                                                                      float softcap = 0.0f) const {
     return {offset.get(), targets.get(), bias.get(), partial_sum.get(), partial_max.get(), logit_scale, softcap};
   }
-  template <class Config = sm90::Wide>
+  template <class Config = sm90::Tile256>
   PlainEProduct<Config> MakeEProduct(const sm90::ProductTuning& tuning) const {
     return PlainEProduct<Config>(hidden.get(), weight.get(), exponentials.get(), rows, vocab, width, EParams<false, false, false>(),
                                  tuning);
   }
-  template <class Config = sm90::Wide>
+  template <class Config = sm90::Tile256>
   GradWeightProduct<Config> MakeGradWeight(float* grad_weight, const sm90::ProductTuning& tuning) const {
     return GradWeightProduct<Config>(exponentials.get(), scaled_hidden.get(), grad_weight, vocab, width, rows,
                                      sm90::GradWeightEpilogue::Params{1.0f}, tuning);
   }
-  template <class Config = sm90::Wide>
+  template <class Config = sm90::Tile256>
   GradHiddenProduct<Config> MakeGradHidden(const sm90::ProductTuning& tuning) const {
     return GradHiddenProduct<Config>(
         exponentials.get(), weight.get(), grad_hidden.get(), rows, width, vocab,

@@ -65,36 +65,44 @@ inline CUtensorMap ResultMap(float* base, int64_t m, int64_t n) {
 
 struct ProductTuning {
   int32_t group = 8;
+  int32_t pace_slack = 2;  // 0: not paced
   uint64_t policy_a = kEvictNormal;
   uint64_t policy_b = kEvictNormal;
   uint64_t policy_c = kEvictNormal;
 };
 
 // A product ready to be enqueued any number of times on the same memory.
-template <Major kMajorA, Major kMajorB, class Epilogue, class Config = Wide>
+template <Major kMajorA, Major kMajorB, class Epilogue, class Config = Tile256>
 class Product {
  public:
   template <class Result>
   Product(const __nv_bfloat16* a, const __nv_bfloat16* b, Result* c, int64_t m, int64_t n, int64_t k,
           const typename Epilogue::Params& params, const ProductTuning& tuning)
-      : map_a_(OperandMap<kMajorA, Config::kDepth, Config::kTileM>(a, m, k)),
-        map_b_(OperandMap<kMajorB, Config::kDepth, 128>(b, n, k)),
+      : map_a_(OperandMap<kMajorA, Config::kDepth, kTileM>(a, m, k)),
+        map_b_(OperandMap<kMajorB, Config::kDepth, Config::kTileN / 2>(b, n, k)),
         map_c_(ResultMap(c, m, n)),
         params_(params) {
     shape_ = ProductShape{static_cast<int32_t>(m), static_cast<int32_t>(n), static_cast<int32_t>(k), tuning.group,
-                          tuning.policy_a,         tuning.policy_b,         tuning.policy_c};
+                          tuning.policy_a,         tuning.policy_b,         tuning.policy_c,         nullptr,
+                          tuning.pace_slack};
     int device = 0, multiprocessors = 0;
     LAB_CUDA(cudaGetDevice(&device));
     LAB_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
     const int64_t tiles =
-        (m + Config::kTileM * Config::kCluster - 1) / (Config::kTileM * Config::kCluster) * ((n + kTileN - 1) / kTileN);
+        (m + kTileM * Config::kCluster - 1) / (kTileM * Config::kCluster) * ((n + Config::kTileN - 1) / Config::kTileN);
     grid_ = static_cast<int>(std::min<int64_t>(multiprocessors / Config::kCluster, tiles)) * Config::kCluster;
+    if (tuning.pace_slack > 0) {
+      const int64_t clusters = grid_ / Config::kCluster, blocks = (k + Config::kDepth - 1) / Config::kDepth;
+      pace_ = lab::DeviceArray<uint32_t>((tiles + clusters - 1) / clusters * ((blocks + kPaceBlocks - 1) / kPaceBlocks));
+      shape_.pace = pace_.get();
+    }
     LAB_CUDA(cudaFuncSetAttribute(ProductKernel<kMajorA, kMajorB, Epilogue, Config>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   Config::kSharedBytes));
   }
   void Enqueue(cudaStream_t stream) const {
+    if (pace_.count() > 0) LAB_CUDA(cudaMemsetAsync(pace_.get(), 0, pace_.bytes(), stream));
     ProductKernel<kMajorA, kMajorB, Epilogue, Config>
-        <<<grid_, Config::kThreads, Config::kSharedBytes, stream>>>(map_a_, map_b_, map_c_, shape_, params_);
+        <<<grid_, kProductThreads, Config::kSharedBytes, stream>>>(map_a_, map_b_, map_c_, shape_, params_);
     LAB_CUDA(cudaGetLastError());
   }
   double flops() const { return 2.0 * shape_.m * static_cast<double>(shape_.n) * shape_.k; }
@@ -106,6 +114,7 @@ class Product {
   CUtensorMap map_a_, map_b_, map_c_;
   typename Epilogue::Params params_;
   ProductShape shape_{};
+  lab::DeviceArray<uint32_t> pace_;
   int grid_ = 0;
 };
 

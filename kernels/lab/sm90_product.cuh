@@ -10,9 +10,13 @@
 //           of the cluster has read stage s, so that the multicasts of the next round may overwrite it in all of them. Warpgroups
 //           are not synchronised with each other otherwise, so that one's products fill the tensor cores during the other's
 //           epilogue.
-// Limit     Shared memory. Per 16 k a warpgroup's wgmma reads 2 KiB of A and 8 KiB of B in 128 clocks, 80 of 128 bytes a clock, and
-// the
-//           copy engine writes another 48 (two groups) or 36.5 (three): 100 % or 91 % of what shared memory can do.
+// Pace      What the card's power limit turns into time is energy, and much of that is DRAM traffic. Clusters that work on the same
+// rows
+//           or columns find each other's loads in L2 only while they are at about the same k; left alone they drift apart, and
+//           three to eight times the necessary bytes come from DRAM. So each cluster counts the steps (kPaceBlocks k-blocks) it
+//           begins, and begins a step only when all have begun the one `pace_slack` steps before. A pacer warp does the waiting
+//           ahead of the producer. The wait is bounded: if some cluster is not resident, the others go on unpaced. Results do not
+//           depend on it.
 // Raster    Tiles go in groups of `group` cluster rows, rows fastest: the CTAs at work together share few rows of A and of B, which
 //           is what keeps both in L2.
 // Majors    Either operand may be contiguous along k, or along its own dimension (A^T or B stored row-major). TMA boxes are 64
@@ -37,31 +41,32 @@
 
 namespace headwater::sm90 {
 
-constexpr int kTileN = 256;
-constexpr int kAccumulators = 128;   // a thread: rows r and r + 8 of its warp's 16, columns 8 j + 2 (lane % 4) + {0, 1}, j < 32
+constexpr int kTileM = 128;
+constexpr int kConsumerGroups = 2;
+constexpr int kConsumerWarps = 4 * kConsumerGroups;
+constexpr int kProductThreads = 128 * (kConsumerGroups + 1);
+constexpr int kPaceBlocks = 8;       // k-blocks a step of the pacer
 constexpr int kStagingBytes = 4096;  // a warp: two boxes of 16 rows by 128 bytes
 
-// Tile, pipeline and cluster of a product.
-template <int kGroupsIn, int kDepthIn, int kStagesIn, int kClusterIn>
+// Tile width, pipeline and cluster of a product. A thread's accumulators: rows r and r + 8 of its warp's 16, columns
+// 8 j + 2 (lane % 4) + {0, 1}; element 4 j + 2 h + i is row r + 8 h, column 8 j + 2 (lane % 4) + i.
+template <int kTileNIn, int kDepthIn, int kStagesIn, int kClusterIn>
 struct ProductConfig {
-  static constexpr int kGroups = kGroupsIn;  // consumer warpgroups: 2 or 3
-  static constexpr int kDepth = kDepthIn;    // k of a stage: 32 or 64
+  static constexpr int kTileN = kTileNIn;  // 256, or 320 = 192 + 128: fewer bytes from L2 a product, shallower pipeline
+  static constexpr int kDepth = kDepthIn;  // k of a stage: 32 or 64
   static constexpr int kStages = kStagesIn;
   static constexpr int kCluster = kClusterIn;  // 1 or 2
-  static constexpr int kTileM = 64 * kGroups;
-  static constexpr int kConsumerWarps = 4 * kGroups;
-  static constexpr int kThreads = 128 * (kGroups + 1);
-  static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32;  // with kConsumerRegisters: all of the 65536 the CTA was given
-  static constexpr int kConsumerRegisters = kGroups == 2 ? 232 : 160;
+  static constexpr int kAccumulators = kTileN / 2;
   static constexpr int kBytesA = kTileM * kDepth * 2;
   static constexpr int kBytesB = kTileN * kDepth * 2;
   static constexpr int kChunkBytes =
       64 * kDepth * 2;  // 64 rows of a K-major operand, or 64 elements of an MN-major one, of one stage
-  static constexpr int kSharedBytes = kStages * (kBytesA + kBytesB) + kConsumerWarps * kStagingBytes + 2 * kStages * 8 + 1024;
+  static constexpr int kSharedBytes = kStages * (kBytesA + kBytesB) + kConsumerWarps * kStagingBytes + 2 * kStages * 8 + 16 + 1024;
   static_assert(kSharedBytes <= 232448, "a CTA has 227 KiB of shared memory");
-  static_assert(kGroups == 2 || kGroups == 3, "one group is starved by B, four exceed the register file");
+  static_assert(kTileN == 256 || kTileN == 320, "the main loop issues 256, or 192 and 128, columns");
 };
-using Wide = ProductConfig<2, 64, 4, 2>;  // 128 x 256
+using Tile256 = ProductConfig<256, 64, 4, 2>;
+using Tile320 = ProductConfig<320, 64, 3, 2>;
 
 struct ProductShape {
   int32_t m;
@@ -71,6 +76,8 @@ struct ProductShape {
   uint64_t policy_a;
   uint64_t policy_b;
   uint64_t policy_c;
+  uint32_t* pace;      // [waves * steps a tile], zero at launch; null: not paced
+  int32_t pace_slack;  // steps, >= 1
 };
 
 struct EpiloguePosition {
@@ -79,7 +86,8 @@ struct EpiloguePosition {
   uint32_t staging;  // this warp's shared memory, 1024-byte aligned
   int32_t lane;
   int32_t row;     // first of this warp's 16 rows; may lie beyond m
-  int32_t column;  // first of the tile's 256 columns; the tile may reach beyond n
+  int32_t column;  // first of the tile's columns; the tile may reach beyond n
+  int32_t column_tile;
   int32_t m;
   int32_t n;
 };
@@ -101,18 +109,20 @@ struct TileRaster {
 };
 
 template <Major kMajorA, Major kMajorB, class Epilogue, class Config>
-__global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Config::kThreads, 1)
+__global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(kProductThreads, 1)
     ProductKernel(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
                   const __grid_constant__ CUtensorMap map_c, const ProductShape shape, const typename Epilogue::Params params) {
   constexpr int kStages = Config::kStages, kCluster = Config::kCluster, kDepth = Config::kDepth;
   constexpr int kBytesA = Config::kBytesA, kBytesB = Config::kBytesB, kChunkBytes = Config::kChunkBytes;
+  constexpr int kTileN = Config::kTileN;
   extern __shared__ uint8_t raw_shared[];
   const uint32_t shared = (SharedAddress(raw_shared) + 1023) & ~1023u;  // the swizzle pattern repeats every 1024 bytes of address
   const uint32_t shared_a = shared;
   const uint32_t shared_b = shared_a + kStages * kBytesA;
   const uint32_t shared_staging = shared_b + kStages * kBytesB;
-  const uint32_t full = shared_staging + Config::kConsumerWarps * kStagingBytes;
+  const uint32_t full = shared_staging + kConsumerWarps * kStagingBytes;
   const uint32_t empty = full + 8 * kStages;
+  const uint32_t allowed = empty + 8 * kStages;  // steps that the pacer has let pass
 
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
@@ -121,8 +131,9 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       BarrierInit(full + 8 * stage, 1);
-      BarrierInit(empty + 8 * stage, kCluster * Config::kConsumerWarps);
+      BarrierInit(empty + 8 * stage, kCluster * kConsumerWarps);
     }
+    asm volatile("st.shared.u32 [%0], 0;" ::"r"(allowed) : "memory");
     FenceBarrierInit();
     PrefetchTensorMap(&map_a);
     PrefetchTensorMap(&map_b);
@@ -135,22 +146,33 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
     ClusterSync();
   }
 
-  const TileRaster raster{(shape.m + Config::kTileM * kCluster - 1) / (Config::kTileM * kCluster), (shape.n + kTileN - 1) / kTileN,
-                          shape.group};
+  const TileRaster raster{(shape.m + kTileM * kCluster - 1) / (kTileM * kCluster), (shape.n + kTileN - 1) / kTileN, shape.group};
   const int32_t clusters = static_cast<int32_t>(gridDim.x) / kCluster;
   const int32_t cluster_id = static_cast<int32_t>(blockIdx.x) / kCluster;
   const int32_t k_blocks = (shape.k + kDepth - 1) / kDepth;
 
+  const int32_t steps_per_tile = (k_blocks + kPaceBlocks - 1) / kPaceBlocks;
+  // A cluster's CTAs wait for each other's loads anyway: its first one is paced.
+  const bool paced = shape.pace != nullptr && cta_rank == 0;
+
   if (warp < 4) {
-    RegistersDecrease<Config::kProducerRegisters>();
+    RegistersDecrease<40>();
     if (warp == 0 && lane == 0) {
-      uint32_t stage = 0, phase = 0;
+      uint32_t stage = 0, phase = 0, step = 0;
       for (int32_t tile = cluster_id; tile < raster.count(); tile += clusters) {
         int32_t cluster_row, column_tile;
         raster.Locate(tile, cluster_row, column_tile);
-        const int32_t row = (cluster_row * kCluster + static_cast<int32_t>(cta_rank)) * Config::kTileM;
+        const int32_t row = (cluster_row * kCluster + static_cast<int32_t>(cta_rank)) * kTileM;
         const int32_t column = column_tile * kTileN;
         for (int32_t block = 0; block < k_blocks; ++block) {
+          if (paced && block % kPaceBlocks == 0) {
+            uint32_t passed;
+            do {
+              asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(passed) : "r"(allowed) : "memory");
+            } while (passed <= step);
+            asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(shape.pace + step) : "memory");
+            ++step;
+          }
           const uint32_t barrier = full + 8 * stage;
           BarrierWait(empty + 8 * stage, phase ^ 1);
           BarrierArriveExpect(barrier, kBytesA + kBytesB);
@@ -161,16 +183,16 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
             TensorLoad(a, &map_a, depth, row, barrier, shape.policy_a);
           } else {
 #pragma unroll
-            for (int group = 0; group < Config::kGroups; ++group) {
+            for (int group = 0; group < kConsumerGroups; ++group) {
               TensorLoad(a + group * kChunkBytes, &map_a, row + 64 * group, depth, barrier, shape.policy_a);
             }
           }
           // This CTA's share of B, to every CTA of the cluster.
-          constexpr int kShare = kTileN / kCluster;
-          constexpr int kBoxRows = kMajorB == Major::kK ? 128 : 64;
+          constexpr int kBoxes = kMajorB == Major::kK ? 2 : kTileN / 64;
 #pragma unroll
-          for (int offset = 0; offset < kShare; offset += kBoxRows) {
-            const int32_t first = static_cast<int32_t>(cta_rank) * kShare + offset;
+          for (int box = 0; box < kBoxes; ++box) {
+            if (box % kCluster != static_cast<int>(cta_rank)) continue;
+            const int32_t first = box * (kTileN / kBoxes);
             const uint32_t destination = b + first * kDepth * 2;
             const int32_t inner = kMajorB == Major::kK ? depth : column + first;
             const int32_t outer = kMajorB == Major::kK ? column + first : depth;
@@ -187,9 +209,28 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
           }
         }
       }
+    } else if (warp == 1 && lane == 0 && paced) {
+      const int32_t waves = (raster.count() - cluster_id + clusters - 1) / clusters;
+      bool give_up = false;
+      for (int32_t step = 0; step < waves * steps_per_tile; ++step) {
+        const int32_t before = step - shape.pace_slack;
+        if (before >= 0 && !give_up) {
+          const auto at_work = static_cast<uint32_t>(min(clusters, raster.count() - before / steps_per_tile * clusters));
+          uint32_t begun;
+          int polls = 0;
+          while (true) {
+            asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(begun) : "l"(shape.pace + before) : "memory");
+            if (begun >= at_work) break;
+            __nanosleep(200);
+            give_up = ++polls == 2000;  // about a millisecond: some cluster is not running
+            if (give_up) break;
+          }
+        }
+        asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(allowed), "r"(step + 1) : "memory");
+      }
     }
   } else {
-    RegistersIncrease<Config::kConsumerRegisters>();
+    RegistersIncrease<232>();
     constexpr int kSwizzleA = kMajorA == Major::kK ? 2 * kDepth : 128;  // bytes
     constexpr int kSwizzleB = kMajorB == Major::kK ? 2 * kDepth : 128;
     constexpr uint32_t kStepA = kMajorA == Major::kK ? 32 >> 4 : 16 * 128 >> 4;  // 16 k further, in descriptor units
@@ -203,15 +244,16 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
         if (lane < kCluster) BarrierArriveCluster(empty + 8 * stage, static_cast<uint32_t>(lane));
       }
     };
-    EpiloguePosition position{&map_c, shape.policy_c, shared_staging + consumer * kStagingBytes, lane, 0, 0, shape.m, shape.n};
+    EpiloguePosition position{&map_c, shape.policy_c, shared_staging + consumer * kStagingBytes, lane, 0, 0, 0, shape.m, shape.n};
     uint32_t stage = 0, phase = 0, previous = 0;
     for (int32_t tile = cluster_id; tile < raster.count(); tile += clusters) {
       int32_t cluster_row, column_tile;
       raster.Locate(tile, cluster_row, column_tile);
-      position.row = (cluster_row * kCluster + static_cast<int32_t>(cta_rank)) * Config::kTileM + consumer * 16;
+      position.row = (cluster_row * kCluster + static_cast<int32_t>(cta_rank)) * kTileM + consumer * 16;
       position.column = column_tile * kTileN;
+      position.column_tile = column_tile;
       const typename Epilogue::Rows rows = Epilogue::LoadRows(params, position);
-      float accumulators[kAccumulators];
+      float accumulators[Config::kAccumulators];
       for (int32_t block = 0; block < k_blocks; ++block) {
         BarrierWait(full + 8 * stage, phase);
         const uint64_t a = WgmmaDescriptor<kSwizzleA>(shared_a + stage * kBytesA + group_index * kChunkBytes, kChunkBytes);
@@ -220,7 +262,14 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
         WgmmaFence();
 #pragma unroll
         for (int step = 0; step < kDepth / 16; ++step) {
-          WgmmaM64N256K16<kMajorA, kMajorB>(accumulators, a + step * kStepA, b + step * kStepB, block > 0 || step > 0);
+          const bool accumulate = block > 0 || step > 0;
+          if constexpr (kTileN == 256) {
+            WgmmaM64N256K16<kMajorA, kMajorB>(accumulators, a + step * kStepA, b + step * kStepB, accumulate);
+          } else {
+            WgmmaM64N192K16<kMajorA, kMajorB>(accumulators, a + step * kStepA, b + step * kStepB, accumulate);
+            WgmmaM64N128K16<kMajorA, kMajorB>(accumulators + 96, a + step * kStepA, b + step * kStepB + (3 * kChunkBytes >> 4),
+                                              accumulate);
+          }
         }
         WgmmaCommit();
         AccumulatorFence(accumulators);
@@ -236,7 +285,7 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
       WgmmaWait<0>();
       AccumulatorFence(accumulators);
       release(previous);
-      Epilogue::Run(accumulators, rows, params, position);
+      Epilogue::template Run<Config::kAccumulators>(accumulators, rows, params, position);
     }
     if (lane == 0) StoreWaitAll();
   }

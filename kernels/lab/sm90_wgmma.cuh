@@ -12,7 +12,7 @@ enum class Major { kK, kMn };
 
 // D [64, 256] fp32 (+)= A [64, 16] * B [256, 16]^T, bf16, both operands in shared memory. 128 accumulators a thread.
 template <Major kMajorA, Major kMajorB>
-__device__ __forceinline__ void WgmmaM64N256K16(float (&d)[128], uint64_t descriptor_a, uint64_t descriptor_b, bool accumulate) {
+__device__ __forceinline__ void WgmmaM64N256K16(float* d, uint64_t descriptor_a, uint64_t descriptor_b, bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
@@ -49,7 +49,7 @@ __device__ __forceinline__ void WgmmaM64N256K16(float (&d)[128], uint64_t descri
 
 // D [64, 192] fp32 (+)= A [64, 16] * B [192, 16]^T, bf16, both operands in shared memory. 96 accumulators a thread.
 template <Major kMajorA, Major kMajorB>
-__device__ __forceinline__ void WgmmaM64N192K16(float (&d)[96], uint64_t descriptor_a, uint64_t descriptor_b, bool accumulate) {
+__device__ __forceinline__ void WgmmaM64N192K16(float* d, uint64_t descriptor_a, uint64_t descriptor_b, bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
@@ -74,6 +74,31 @@ __device__ __forceinline__ void WgmmaM64N192K16(float (&d)[96], uint64_t descrip
         "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]),
         "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]),
         "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
+      : "l"(descriptor_a), "l"(descriptor_b), "r"(static_cast<int32_t>(accumulate)), "n"(kMajorA == Major::kMn ? 1 : 0),
+        "n"(kMajorB == Major::kMn ? 1 : 0));
+}
+
+// D [64, 128] fp32 (+)= A [64, 16] * B [128, 16]^T, bf16, both operands in shared memory. 64 accumulators a thread.
+template <Major kMajorA, Major kMajorB>
+__device__ __forceinline__ void WgmmaM64N128K16(float* d, uint64_t descriptor_a, uint64_t descriptor_b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, %64, %65, p, 1, 1, %67, %68;\n"
+      "}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
+        "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]),
+        "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]),
+        "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]),
+        "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]),
+        "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "l"(descriptor_a), "l"(descriptor_b), "r"(static_cast<int32_t>(accumulate)), "n"(kMajorA == Major::kMn ? 1 : 0),
         "n"(kMajorB == Major::kMn ? 1 : 0));
 }
