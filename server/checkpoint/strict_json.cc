@@ -1,7 +1,7 @@
 #include "server/checkpoint/strict_json.h"
 
 #include <limits>
-#include <set>
+#include <unordered_set>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -10,28 +10,60 @@
 namespace headwater::checkpoint {
 namespace {
 
-// The formats read here nest three deep.
-constexpr int kMaxDepth = 8;
+// The formats read here nest three deep, and have about a dozen values for each tensor.
+constexpr size_t kMaxDepth = 8;
+constexpr int64_t kMaxValues = 1 << 20;
+
+// Looks through a text without keeping it: depth, number of values, repeated keys. (The parser's own callbacks could do the same,
+// but take quadratic time in the members of an object.)
+class Checker : public nlohmann::json_sax<nlohmann::json> {
+ public:
+  const std::string& problem() const { return problem_; }
+
+  bool null() override { return Value(); }
+  bool boolean(bool) override { return Value(); }
+  bool number_integer(number_integer_t) override { return Value(); }
+  bool number_unsigned(number_unsigned_t) override { return Value(); }
+  bool number_float(number_float_t, const string_t&) override { return Value(); }
+  bool string(string_t&) override { return Value(); }
+  bool binary(binary_t&) override { return Value(); }
+  bool start_object(std::size_t) override {
+    keys_.emplace_back();
+    return Nested();
+  }
+  bool key(string_t& name) override { return keys_.back().insert(name).second || Refuse("has a repeated key"); }
+  bool end_object() override {
+    keys_.pop_back();
+    return true;
+  }
+  bool start_array(std::size_t) override {
+    keys_.emplace_back();
+    return Nested();
+  }
+  bool end_array() override { return end_object(); }
+  bool parse_error(std::size_t, const std::string&, const nlohmann::detail::exception&) override { return Refuse("is not JSON"); }
+
+ private:
+  bool Refuse(const char* problem) {
+    problem_ = problem;
+    return false;
+  }
+  bool Value() { return ++value_count_ <= kMaxValues || Refuse("has too many values"); }
+  bool Nested() { return Value() && (keys_.size() <= kMaxDepth || Refuse("nests too deep")); }
+
+  std::string problem_;
+  int64_t value_count_ = 0;
+  std::vector<std::unordered_set<std::string>> keys_;  // of the objects (and, empty, arrays) that are open
+};
 
 }  // namespace
 
 absl::Status CorruptError(const std::string& message) { return MakeError(ErrorReason::kFileCorrupt, message); }
 
 absl::StatusOr<nlohmann::json> ParseStrictJson(const std::string& text, const std::string& what) {
-  using Event = nlohmann::json::parse_event_t;
-  std::vector<std::set<std::string>> keys;  // of the objects that are open
-  bool too_deep = false;
-  bool repeated = false;
-  const auto watch = [&](int depth, Event event, nlohmann::json& parsed) {
-    if (depth > kMaxDepth) too_deep = true;
-    if (event == Event::object_start) keys.emplace_back();
-    if (event == Event::object_end) keys.pop_back();
-    if (event == Event::key && !keys.back().insert(parsed.get_ref<const std::string&>()).second) repeated = true;
-    return !too_deep;  // what lies deeper is not kept
-  };
-  nlohmann::json value = nlohmann::json::parse(text, watch, /*allow_exceptions=*/false);
-  if (too_deep) return CorruptError(absl::StrCat(what, " nests deeper than ", kMaxDepth));
-  if (repeated) return CorruptError(absl::StrCat(what, " has a repeated key"));
+  Checker checker;
+  if (!nlohmann::json::sax_parse(text, &checker)) return CorruptError(absl::StrCat(what, " ", checker.problem()));
+  nlohmann::json value = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!value.is_object()) return CorruptError(absl::StrCat(what, " is not a JSON object"));
   return value;
 }

@@ -1,4 +1,4 @@
-// JSON from outside: bounded depth, no repeated keys, errors as kFileCorrupt. Nothing here throws.
+// JSON from outside: bounded depth and number of values, no repeated keys, errors as kFileCorrupt. Nothing here throws.
 #ifndef HEADWATER_SERVER_CHECKPOINT_STRICT_JSON_H_
 #define HEADWATER_SERVER_CHECKPOINT_STRICT_JSON_H_
 
