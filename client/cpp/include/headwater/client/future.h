@@ -1,0 +1,125 @@
+// Future: the result of a call that is under way.
+//
+// Why not std::future: dropping one of these cancels the call and waits until the library has let go of the caller's memory, so
+// spans that were passed in may be freed as soon as the future is gone.
+#ifndef HEADWATER_CLIENT_FUTURE_H_
+#define HEADWATER_CLIENT_FUTURE_H_
+
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include "absl/status/statusor.h"
+
+namespace headwater::client {
+namespace internal {
+
+// What a call and its future share. Thread-safe. Not for users.
+template <typename T>
+class FutureState {
+ public:
+  // Called once, by the call, after its last access to the caller's memory.
+  void Set(absl::StatusOr<T> value) {
+    std::function<void()> cancel;  // destroyed after the lock: it may hold the last reference to the call
+    std::lock_guard<std::mutex> lock(mutex_);
+    value_.emplace(std::move(value));
+    cancel.swap(cancel_);
+    ready_.notify_all();
+  }
+
+  void SetCancel(std::function<void()> cancel) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!value_.has_value()) cancel_ = std::move(cancel);
+  }
+
+  void Cancel() {
+    std::function<void()> cancel;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      cancel = cancel_;
+    }
+    if (cancel) cancel();
+  }
+
+  bool WaitFor(std::chrono::nanoseconds timeout) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return ready_.wait_for(lock, timeout, [this] { return value_.has_value(); });
+  }
+
+  void Wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    ready_.wait(lock, [this] { return value_.has_value(); });
+  }
+
+  absl::StatusOr<T> Take() {
+    Wait();
+    std::lock_guard<std::mutex> lock(mutex_);
+    return *std::move(value_);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable ready_;
+  std::optional<absl::StatusOr<T>> value_;
+  std::function<void()> cancel_;
+};
+
+}  // namespace internal
+
+// The result of one call. Move-only. Different futures may be used from different threads, one future from one thread at a time.
+//
+// Memory that was passed to the call must stay valid and unchanged until Ready() is true, Get() has returned, or the future is
+// destroyed. A call always ends, at its deadline at the latest.
+template <typename T>
+class [[nodiscard]] Future {
+ public:
+  // Used by the library.
+  explicit Future(std::shared_ptr<internal::FutureState<T>> state) : state_(std::move(state)) {}
+
+  Future(Future&& other) noexcept = default;
+  Future& operator=(Future&& other) noexcept {
+    if (this != &other) {
+      Abandon();
+      state_ = std::move(other.state_);
+    }
+    return *this;
+  }
+  // Cancels a call that is still under way and waits until it has ended (milliseconds: nothing waits for the server).
+  // A micro-batch whose commit had begun on the server is committed all the same; Head::GetStep() tells.
+  ~Future() { Abandon(); }
+
+  // True once Get() would not block. REQUIRES: Get() has not been called.
+  bool Ready() const { return state_->WaitFor(std::chrono::nanoseconds(0)); }
+
+  // Waits at most `timeout`; true if the result is there. REQUIRES: Get() has not been called.
+  bool WaitFor(std::chrono::nanoseconds timeout) const { return state_->WaitFor(timeout); }
+
+  // Asks the call to end with CANCELLED. Returns at once; the result, whichever it is, comes by Get().
+  void Cancel() {
+    if (state_ != nullptr) state_->Cancel();
+  }
+
+  // Blocks until the call has ended and hands out its result. REQUIRES: called at most once.
+  absl::StatusOr<T> Get() {
+    const std::shared_ptr<internal::FutureState<T>> state = std::move(state_);
+    return state->Take();
+  }
+
+ private:
+  void Abandon() {
+    if (state_ == nullptr) return;
+    state_->Cancel();
+    state_->Wait();
+    state_.reset();
+  }
+
+  std::shared_ptr<internal::FutureState<T>> state_;  // null after Get() or a move
+};
+
+}  // namespace headwater::client
+
+#endif  // HEADWATER_CLIENT_FUTURE_H_

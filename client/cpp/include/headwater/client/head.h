@@ -1,0 +1,105 @@
+// Head: one LM head on the server, as this client knows it.
+//
+// Micro-batch calls return futures, so that several may be under way at once; all other calls block. Every call is bounded by its
+// deadline. A failed micro-batch left the head's gradient bitwise as it was, except where the answer was lost on the way
+// (UNAVAILABLE, CANCELLED, DEADLINE_EXCEEDED): then GetStep() tells, and sending the same rows under the same id again adds them
+// at most once.
+#ifndef HEADWATER_CLIENT_HEAD_H_
+#define HEADWATER_CLIENT_HEAD_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "headwater/client/future.h"
+#include "headwater/client/types.h"
+
+namespace headwater::client {
+namespace internal {
+class Connection;
+struct HeadHandle;
+}  // namespace internal
+
+// A handle: name, spec and the epoch that this client works at. Cheap to copy (copies share the epoch); thread-safe. Destroying
+// it does nothing to the head on the server.
+//
+// The epoch is the one of the last call of this handle that returned a head (create, open, upload, load, restore). When another
+// run takes the head over, calls fail with ABORTED / EPOCH_FENCED until Client::OpenHead() is called anew: on purpose, so that a
+// forgotten trainer cannot go on unnoticed.
+class Head {
+ public:
+  // `tenants/{tenant}/heads/{head}`.
+  const std::string& name() const;
+  // As created, with every default filled in.
+  const HeadSpec& spec() const;
+  // 16 bytes.
+  std::string epoch() const;
+
+  // ---- micro-batches ----------------------------------------------------------------------------------------------------
+  // `hidden` [row_count, hidden_size], after the model's final norm; it and `teacher_hidden` are read until the future is ready or
+  // destroyed. `targets` [row_count], global vocabulary ids in [0, valid_vocab_size) or ignore_index, aligned with the rows;
+  // copied.
+
+  // Cross entropy of this head's prediction.
+  Future<LossResult> CrossEntropy(RowsView hidden, absl::Span<const int32_t> targets, const CrossEntropyOptions& loss,
+                                  const MicroBatchOptions& micro_batch, const CallOptions& options = {});
+  // Divergence between `teacher`'s prediction and this head's. `teacher_hidden` [row_count, teacher's hidden_size] may be of
+  // another type. `targets` may be empty if hard_loss_weight is 0; given, they mark ignored rows.
+  Future<LossResult> Jsd(RowsView hidden, const Head& teacher, RowsView teacher_hidden, absl::Span<const int32_t> targets,
+                         const JsdOptions& loss, const MicroBatchOptions& micro_batch, const CallOptions& options = {});
+  // Adds a micro-batch that was computed with CommitMode::kExplicit, times `factor` (finite). Idempotent.
+  Future<CommitResult> Commit(int64_t step, int64_t micro_batch, double factor = 1.0, const CallOptions& options = {});
+  // Drops an undecided micro-batch, for good. Idempotent.
+  Future<DiscardResult> Discard(int64_t step, int64_t micro_batch, const CallOptions& options = {});
+
+  // ---- steps ------------------------------------------------------------------------------------------------------------
+  // Refuses further micro-batches and returns the totals. Fails, changing nothing, if one is missing, undecided or unexpected.
+  absl::StatusOr<SealResult> Seal(int64_t step, const ExpectedMicroBatches& expected, const CallOptions& options = {});
+  // Updates the weights and opens step + 1. A non-finite gradient changes nothing (NON_FINITE_GRADIENT).
+  absl::StatusOr<ApplyResult> Apply(int64_t step, const ApplyOptions& apply, const CallOptions& options = {});
+  // Closes the step without touching the weights, and opens step + 1.
+  absl::StatusOr<DiscardGradientResult> DiscardGradient(int64_t step, const CallOptions& options = {});
+  // The accumulated gradient, float32, in the tensor's shape, times `gradient_factor`. Seal first if others still submit.
+  absl::StatusOr<TensorBuffer> Gradient(int64_t step, HeadTensor tensor = HeadTensor::kWeight, double gradient_factor = 1.0,
+                                        const CallOptions& options = {});
+  absl::StatusOr<GradientNormResult> GradientNorm(int64_t step, double gradient_factor = 1.0, const CallOptions& options = {});
+  // The open and the last closed step: how a client that lost an answer finds out.
+  absl::StatusOr<StepStates> GetStep(const CallOptions& options = {});
+
+  // ---- weights ----------------------------------------------------------------------------------------------------------
+  // Sets a whole tensor, of the storage type or float32. Resumes after a cut connection, at most max_upload_retries times, within
+  // the deadline; the bytes are verified by checksum before anything changes. Setting weights of a head that has them gives it a
+  // new epoch (this handle takes it over) and drops the open step's contributions. If the connection breaks between the last byte
+  // and the answer, the result may be EPOCH_FENCED although the weights were taken: open the head again and compare.
+  absl::StatusOr<HeadInfo> UploadWeights(HeadTensor tensor, TensorView values, const CallOptions& options = {});
+  // Lets the server read a safetensors file or a model folder at `path`, relative to its load root. Empty tensor names: the usual
+  // ones (`lm_head.weight` or the tied embedding; `lm_head.bias`).
+  absl::StatusOr<HeadInfo> LoadWeights(const std::string& path, const std::string& weight_tensor = "",
+                                       const std::string& bias_tensor = "", const CallOptions& options = {});
+  // A whole tensor in the storage type, or float32 (with an optimizer: the master weight).
+  absl::StatusOr<TensorBuffer> DownloadWeights(HeadTensor tensor = HeadTensor::kWeight, CallOptions options = {});
+  absl::StatusOr<TensorBuffer> DownloadWeights(HeadTensor tensor, DataType data_type, CallOptions options = {});
+
+  // ---- checkpoints and life ---------------------------------------------------------------------------------------------
+  // Saves weights, optimizer state and step as they were when the open step began. ALREADY_EXISTS unless `overwrite`.
+  absl::StatusOr<SaveResult> Save(const std::string& checkpoint, bool overwrite = false, const CallOptions& options = {});
+  // Sets the head to a checkpoint: a new epoch, which this handle takes over, and an empty open step.
+  absl::StatusOr<HeadInfo> Restore(const std::string& checkpoint, const CallOptions& options = {});
+  // The head as it is now. Does not take over its epoch.
+  absl::StatusOr<HeadInfo> Info(const CallOptions& options = {}) const;
+  // Frees the head if it is still of this handle's epoch. `force`: even with undecided contributions or a non-empty open step.
+  absl::Status Delete(bool force = false, const CallOptions& options = {});
+
+ private:
+  friend class Client;
+  explicit Head(std::shared_ptr<internal::HeadHandle> handle);
+
+  std::shared_ptr<internal::HeadHandle> handle_;
+};
+
+}  // namespace headwater::client
+
+#endif  // HEADWATER_CLIENT_HEAD_H_

@@ -1,0 +1,365 @@
+// What goes into the calls of Client and Head, and what comes back. Plain values; ranges are checked by the server, whose answer
+// names the field.
+#ifndef HEADWATER_CLIENT_TYPES_H_
+#define HEADWATER_CLIENT_TYPES_H_
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "headwater/client/tensor.h"
+
+namespace headwater::client {
+
+// ---- heads ---------------------------------------------------------------------------------------------------------------
+
+// AdamW in PyTorch's order of operations. "Decoupled Weight Decay Regularization", arXiv:1711.05101.
+struct AdamW {
+  double beta1 = 0.9;          // [0, 1)
+  double beta2 = 0.999;        // [0, 1)
+  double epsilon = 1e-8;       // >= 0
+  double weight_decay = 0.01;  // >= 0
+};
+
+// Stochastic gradient descent as torch.optim.SGD defines it.
+struct Sgd {
+  double momentum = 0.0;      // [0, 1); 0 plans no momentum buffer
+  double dampening = 0.0;     // [0, 1]
+  bool nesterov = false;      // needs momentum > 0 and dampening == 0
+  double weight_decay = 0.0;  // >= 0
+};
+
+// std::monostate: no optimizer on the server.
+using Optimizer = std::variant<std::monostate, AdamW, Sgd>;
+
+// What a head is; fixed for its life. logits = softcap * tanh(logit_scale * (x . weight^T + bias) / softcap).
+struct HeadSpec {
+  int64_t vocab_size = 0;                   // >= 1; rows of `weight`
+  int64_t hidden_size = 0;                  // >= 1; columns of `weight`
+  DataType data_type = DataType::kFloat32;  // storage of weight and bias
+  bool has_bias = false;                    // whether there is a bias [vocab_size]
+  double logit_scale = 1.0;                 // finite, not 0
+  std::optional<double> softcap;            // > 0; absent: no softcap
+  std::optional<int64_t> valid_vocab_size;  // [1, vocab_size]; columns from here on get probability 0. Absent: vocab_size
+  bool trainable = false;                   // whether gradients are accumulated
+  Optimizer optimizer;                      // only with `trainable`
+  std::optional<int32_t> staging_slots;     // EXPLICIT micro-batches that may wait at once. Absent: 1 if trainable, else 0
+  int64_t initial_step = 0;                 // >= 0; number of the first open step
+};
+
+// A tensor of a head. The values are those of the wire API.
+enum class HeadTensor : int32_t {
+  kWeight = 1,  // [vocab_size, hidden_size]
+  kBias = 2,    // [vocab_size]
+};
+
+// Whether a head can be used. Values may be added.
+enum class HeadState : int32_t {
+  kUnknown = 0,
+  kLoading = 1,  // weights (or the bias) are missing
+  kReady = 2,
+  kLost = 3,  // the engine failed; restore it or set its weights again
+};
+
+// `loading`, `ready`, `lost`, `unknown`.
+const char* HeadStateName(HeadState state);
+
+// Rows [vocab_start, vocab_end) of a head on one device.
+struct VocabShard {
+  int64_t vocab_start = 0;
+  int64_t vocab_end = 0;
+  std::string device;
+};
+
+// What a head takes, by purpose.
+struct MemoryPlan {
+  struct Item {
+    std::string purpose;  // "weight", "grad_weight", "optimizer_state", "staging", "workspace", ...
+    int64_t bytes = 0;    // over all shards
+  };
+  std::vector<Item> items;
+  int64_t total_bytes = 0;
+  int64_t available_bytes = 0;   // what the server's memory budget still has room for, this head not counted
+  int64_t token_chunk_rows = 0;  // rows computed at once
+};
+
+// A head as the server describes it.
+struct HeadInfo {
+  std::string name;   // tenants/{tenant}/heads/{head}
+  HeadSpec spec;      // with every default filled in
+  std::string epoch;  // 16 bytes; empty for a plan
+  HeadState state = HeadState::kUnknown;
+  int64_t weight_version = 0;        // rises with every change of weights; 0 before the first
+  std::optional<int64_t> open_step;  // absent for a frozen head
+  std::vector<VocabShard> shards;
+  MemoryPlan memory_plan;
+  std::chrono::system_clock::time_point create_time;
+  std::string weight_checksum;  // XXH3-128 of the weight's stored bytes when they were last set from outside; may be empty
+};
+
+// ---- loss ----------------------------------------------------------------------------------------------------------------
+
+// How long a call may take.
+struct CallOptions {
+  std::chrono::milliseconds timeout{0};  // 0: ClientOptions::timeout
+};
+
+// When a micro-batch is added to its step.
+enum class CommitMode : int32_t {
+  kEager = 1,     // by the call itself
+  kExplicit = 2,  // by Head::Commit(), with a factor
+};
+
+// What a repeat of a micro-batch with other bytes gets.
+enum class OnMismatch : int32_t {
+  kConflict = 1,   // ABORTED / MICRO_BATCH_CONFLICT
+  kFirstWins = 2,  // computed and answered, nothing added: for a recomputed forward whose last bits differ
+};
+
+// What happens to NaN and infinities in losses and gradients.
+enum class NonFinitePolicy : int32_t {
+  kReport = 1,  // counted in the result and passed through
+  kRefuse = 2,  // FAILED_PRECONDITION / NON_FINITE_VALUES; nothing is added
+};
+
+// Cross entropy with PyTorch's joint definition of label smoothing and class weights, plus z_loss * lse^2.
+struct CrossEntropyOptions {
+  double label_smoothing = 0.0;           // [0, 1)
+  double z_loss = 0.0;                    // >= 0
+  absl::Span<const float> class_weights;  // [valid_vocab_size] or [vocab_size], finite, >= 0; empty: all 1. Copied by the call
+};
+
+// beta * KL(P||M) + (1 - beta) * KL(Q||M), M = beta P + (1 - beta) Q, P teacher, Q student; beta 0 is KL(P||Q), 1 is KL(Q||P).
+struct JsdOptions {
+  double beta = 0.5;                 // [0, 1]
+  double student_temperature = 1.0;  // > 0
+  double teacher_temperature = 1.0;  // > 0
+  double hard_loss_weight = 0.0;     // a in [0, 1]: a row's loss is (1 - a) * JSD + a * cross entropy
+  CrossEntropyOptions hard_loss;     // the cross entropy's options; only with hard_loss_weight > 0
+  bool truncate_to_common = false;   // renormalize over the columns that both heads have; without it unequal sizes are refused
+  std::optional<int64_t> expected_teacher_weight_version;
+};
+
+// Per-token outputs, each [row_count].
+struct TokenOutputs {
+  bool loss = false;                    // nats, before token weight and loss scale
+  bool lse = false;                     // log-sum-exp of the student's logits
+  bool target_log_probability = false;  // natural log
+  bool entropy = false;                 // nats
+  bool argmax = false;                  // vocabulary id; -1 for ignored rows
+};
+
+// Everything about a micro-batch but its loss and its rows.
+struct MicroBatchOptions {
+  // The open step and the id in it, unique among all trainers (k * world_size + rank). Both are required with a trainable head
+  // unless `forward_only`, and must be absent otherwise.
+  std::optional<int64_t> step;
+  std::optional<int64_t> micro_batch;
+  bool forward_only = false;  // loss and per-token outputs; no gradients, nothing is added
+  CommitMode commit = CommitMode::kEager;
+  OnMismatch on_mismatch = OnMismatch::kConflict;
+  NonFinitePolicy non_finite_policy = NonFinitePolicy::kReport;
+  int32_t ignore_index = -100;            // target of rows that take no part
+  absl::Span<const float> token_weights;  // [row_count], finite; empty: all 1. Copied by the call
+  double loss_scale = 1.0;                // multiplies both gradients, not the reported sums. For a mean: 1 / number of tokens
+  double grad_hidden_scale = 1.0;         // multiplies grad_hidden alone
+  // Whether the gradient of the rows comes back. Absent: yes, unless `forward_only`, which has none.
+  std::optional<bool> return_grad_hidden;
+  std::optional<DataType> grad_hidden_data_type;  // absent: the type of the rows
+  // Where grad_hidden is written, [row_count, hidden_size] of its type; must hold exactly that many bytes and stay valid as the
+  // rows do. Empty: the result owns it.
+  absl::Span<unsigned char> grad_hidden;
+  TokenOutputs outputs;
+  std::optional<int64_t> expected_weight_version;  // anything else is FAILED_PRECONDITION / WEIGHT_VERSION_MISMATCH
+};
+
+// What is known about a contribution. Values may be added.
+enum class ContributionState : int32_t {
+  kNone = 0,  // nothing to decide
+  kInProgress = 1,
+  kStaged = 2,     // computed, waits for Commit() or Discard()
+  kCommitted = 3,  // in the step's gradient, for good
+  kDiscarded = 4,
+};
+
+// How a contribution was held until it was decided. Values may be added.
+enum class ContributionForm : int32_t { kNone = 0, kDirect = 1, kStaged = 2, kHeld = 3 };
+
+// Where a micro-batch's time went, on the server's clock. The parts may overlap.
+struct Timing {
+  std::chrono::nanoseconds queue{0};     // from the last row's arrival to the engine's start
+  std::chrono::nanoseconds upload{0};    // from the header's arrival to the last row's
+  std::chrono::nanoseconds engine{0};    // in the engine
+  std::chrono::nanoseconds download{0};  // from the engine's end to the last chunk handed to the transport
+};
+
+// The outcome of a micro-batch. Sums are over the rows whose target is not ignore_index, in nats, without loss_scale.
+struct LossResult {
+  double loss_sum = 0;           // sum of token_weight * loss: equals the three parts together
+  double soft_loss_sum = 0;      // the divergence's share; 0 for cross entropy
+  double hard_loss_sum = 0;      // the cross entropy's share, without z-loss
+  double z_loss_sum = 0;         // the z-loss's share
+  double token_weight_sum = 0;   // sum of the token weights
+  double target_weight_sum = 0;  // sum of token_weight * class_weight[target]: PyTorch's divisor for a mean with class weights
+  int64_t valid_token_count = 0;
+  int64_t non_finite_row_count = 0;  // rows with a NaN or an infinity in loss or gradient
+  int64_t weight_version = 0;
+  int64_t teacher_weight_version = 0;  // 0 without a teacher
+
+  TensorBuffer grad_hidden;       // [row_count, hidden_size]; empty if it was not asked for or went to the caller's memory
+  std::vector<float> token_loss;  // these five: [row_count], or empty if not asked for
+  std::vector<float> lse;
+  std::vector<float> target_log_probability;
+  std::vector<float> entropy;
+  std::vector<int32_t> argmax;
+
+  ContributionState state = ContributionState::kNone;
+  ContributionForm form = ContributionForm::kNone;
+  bool replayed = false;         // nothing was added: the same key and bytes had been accepted before
+  bool payload_differs = false;  // nothing was added: the key had been accepted with other bytes (kFirstWins)
+  std::string digest;            // 16 bytes; empty for forward_only
+  std::optional<int64_t> step;
+  Timing timing;
+  std::string transport;  // path that the tensors took: "grpc", ...
+};
+
+// ---- steps ---------------------------------------------------------------------------------------------------------------
+
+struct CommitResult {
+  bool replayed = false;  // an equal call had committed it before
+};
+
+struct DiscardResult {
+  bool dropped = false;  // false: there was none, or it had been dropped before
+};
+
+// The micro-batches that a step must consist of: exactly 0 ... n - 1, or exactly these ids.
+using ExpectedMicroBatches = std::variant<int64_t, std::vector<int64_t>>;
+
+// Sums over a step's committed micro-batches.
+struct StepTotals {
+  int64_t micro_batch_count = 0;
+  int64_t valid_token_count = 0;
+  double loss_sum = 0;  // nats, without scales and factors
+  double token_weight_sum = 0;
+  int64_t non_finite_row_count = 0;
+};
+
+struct SealResult {
+  StepTotals totals;
+  double gradient_norm_squared = 0;  // over weight and bias, without gradient_factor
+  int64_t non_finite_count = 0;      // elements of the gradient
+  bool replayed = false;
+};
+
+// Arguments of ApplyOptimizerStep. The same ones again get the stored reply, others STEP_CONFLICT.
+struct ApplyOptions {
+  double learning_rate = 0;                      // finite, >= 0
+  std::optional<ExpectedMicroBatches> expected;  // needed if the step is still open: it is sealed first
+  double gradient_factor = 1.0;                  // multiplies the accumulated gradient once, before norm and clipping
+  std::optional<double> max_grad_norm;           // > 0: clips by min(1, max_grad_norm / (global norm + 1e-6))
+  double other_grad_norm_squared = 0;            // >= 0: the trainer's own part of the global norm, already unscaled
+  std::optional<double> weight_decay;            // these five override the optimizer's settings for this step
+  std::optional<double> beta1;                   // AdamW only, as the next two
+  std::optional<double> beta2;
+  std::optional<double> epsilon;
+  std::optional<double> momentum;  // SGD with momentum only
+};
+
+struct ApplyResult {
+  int64_t open_step = 0;  // the step that is open now
+  int64_t weight_version = 0;
+  double global_grad_norm = 0;
+  double gradient_norm_squared = 0;  // the head's part, times gradient_factor^2, before clipping
+  double clip_factor = 1;            // (0, 1]; the trainer multiplies its own gradients by it
+  StepTotals totals;
+  bool replayed = false;
+};
+
+struct DiscardGradientResult {
+  int64_t open_step = 0;
+  bool replayed = false;
+};
+
+struct GradientNormResult {
+  double gradient_norm_squared = 0;  // over weight and bias, times gradient_factor^2
+  int64_t non_finite_count = 0;
+};
+
+// Life of a step. Values may be added.
+enum class StepState : int32_t { kUnknown = 0, kOpen = 1, kSealed = 2, kApplied = 3, kDiscarded = 4, kReplaced = 5 };
+
+// What a step knows of one micro-batch.
+struct MicroBatchInfo {
+  int64_t micro_batch = 0;
+  int64_t attempt = 0;
+  ContributionState state = ContributionState::kNone;
+  std::string digest;  // 16 bytes, or empty
+  int64_t valid_token_count = 0;
+  double factor = 1;
+};
+
+struct StepInfo {
+  int64_t step = 0;
+  StepState state = StepState::kUnknown;
+  std::vector<MicroBatchInfo> micro_batches;  // by ascending id
+  StepTotals totals;
+};
+
+// The open (or sealed) step and the one before it.
+struct StepStates {
+  StepInfo open;
+  std::optional<StepInfo> last_closed;
+};
+
+struct SaveResult {
+  std::string checkpoint;
+  int64_t step = 0;  // the step that a restored head opens
+  int64_t total_bytes = 0;
+};
+
+// ---- server --------------------------------------------------------------------------------------------------------------
+
+struct DeviceInfo {
+  std::string name;   // "cpu", "cuda:0", ...
+  std::string model;  // as the vendor calls it
+  int64_t memory_budget_bytes = 0;
+  int64_t memory_planned_bytes = 0;
+};
+
+// What the server accepts at most; each is a flag of headwaterd of the same name.
+struct ServerLimits {
+  int64_t max_message_bytes = 0;
+  int64_t max_chunk_bytes = 0;
+  int64_t max_micro_batch_rows = 0;
+  int64_t max_micro_batch_bytes = 0;
+  int64_t max_vocab_size = 0;
+  int64_t max_hidden_size = 0;
+  int64_t max_heads = 0;
+  int64_t max_step_micro_batches = 0;
+  int64_t max_staging_slots = 0;
+  int64_t max_queue_depth = 0;
+  int64_t max_in_flight_bytes = 0;
+};
+
+struct ServerInfo {
+  std::string version;
+  std::string incarnation;  // 16 bytes, new at every start of the process
+  std::string engine;       // "cpu" or "cuda"
+  std::string engine_note;  // why the engine is not a faster one; may be empty
+  std::vector<DeviceInfo> devices;
+  ServerLimits limits;
+  std::vector<std::string> features;
+  std::chrono::system_clock::time_point start_time;
+};
+
+// Answer of grpc.health.v1. Values may be added.
+enum class HealthStatus : int32_t { kUnknown = 0, kServing = 1, kNotServing = 2, kServiceUnknown = 3 };
+
+}  // namespace headwater::client
+
+#endif  // HEADWATER_CLIENT_TYPES_H_

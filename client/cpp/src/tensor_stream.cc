@@ -1,0 +1,219 @@
+#include "client/cpp/src/tensor_stream.h"
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+
+namespace headwater::client::internal {
+namespace {
+
+constexpr std::chrono::milliseconds kFirstRetryDelay{50};
+constexpr std::chrono::milliseconds kLongestRetryDelay{2000};
+
+// XXH3-128, canonical (big-endian), 16 bytes.
+std::string Checksum(const TensorView& values) {
+  XXH128_canonical_t canonical;
+  XXH128_canonicalFromHash(&canonical, XXH3_128bits(values.data, static_cast<size_t>(values.bytes())));
+  return std::string(reinterpret_cast<const char*>(canonical.digest), sizeof(canonical.digest));
+}
+
+// 128 random bits in hex: two clients never take up each other's upload.
+std::string MakeUploadId() {
+  std::random_device device;
+  std::string id;
+  for (int word = 0; word < 4; ++word) absl::StrAppend(&id, absl::Hex(device(), absl::kZeroPad8));
+  return id;
+}
+
+// One stream of an upload: header up, offset down, bytes up, head down.
+class UploadCall : public grpc::ClientBidiReactor<v1::UploadWeightsRequest, v1::UploadWeightsResponse> {
+ public:
+  UploadCall(std::shared_ptr<Connection> connection, const v1::UploadWeightsHeader& header, TensorView values, Deadline deadline,
+             std::shared_ptr<FutureState<v1::Head>> state)
+      : connection_(std::move(connection)), values_(values), state_(std::move(state)) {
+    context_.set_deadline(deadline);
+    *request_.mutable_header() = header;
+  }
+
+  void Start(std::shared_ptr<UploadCall> self) {
+    self_ = std::move(self);
+    connection_->heads().async()->UploadWeights(&context_, this);
+    StartRead(&response_);
+    StartWrite(&request_);
+    StartCall();
+  }
+
+  void OnWriteDone(bool ok) override {
+    if (!ok) return;  // OnDone says why
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      header_written_ = true;
+      if (!offset_.has_value()) return;  // the answer to the header starts the chunks
+    }
+    WriteNext();
+  }
+
+  void OnReadDone(bool ok) override {
+    if (!ok) return;
+    bool start_chunks = false;
+    if (response_.has_resume_offset_bytes() && !offset_known_) {
+      const int64_t offset = response_.resume_offset_bytes();
+      if (offset < 0 || offset > values_.bytes()) {
+        Fail(absl::StrCat("resume offset ", offset, " of ", values_.bytes(), " bytes"));
+        return;
+      }
+      offset_known_ = true;
+      std::lock_guard<std::mutex> lock(mutex_);
+      offset_ = offset;
+      start_chunks = header_written_;  // else OnWriteDone goes on
+    } else if (response_.has_head() && offset_known_ && !head_.has_value()) {
+      head_.emplace(std::move(*response_.mutable_head()));
+    } else {
+      Fail("an upload is answered by its offset, then by the head");
+      return;
+    }
+    StartRead(&response_);
+    if (start_chunks) WriteNext();
+  }
+
+  void OnDone(const grpc::Status& status) override {
+    const std::shared_ptr<UploadCall> self = std::move(self_);
+    if (!answer_error_.ok()) {
+      state_->Set(answer_error_);
+    } else if (!status.ok()) {
+      state_->Set(FromGrpcStatus(status, connection_->target()));
+    } else if (!head_.has_value()) {
+      state_->Set(MakeAnswerError("the upload ended without the head"));
+    } else {
+      state_->Set(*std::move(head_));
+    }
+  }
+
+ private:
+  // Runs on one thread at a time: either the reaction that completed the pair (header written, offset known), or the reaction to
+  // the write before.
+  void WriteNext() {
+    const int64_t left = values_.bytes() - *offset_;
+    if (left == 0) {
+      if (!half_closed_) StartWritesDone();
+      half_closed_ = true;
+      return;
+    }
+    const int64_t bytes = std::min(left, connection_->options().chunk_bytes);
+    v1::ByteChunk* chunk = request_.mutable_chunk();
+    chunk->set_offset_bytes(*offset_);
+    chunk->set_data(static_cast<const unsigned char*>(values_.data) + *offset_, static_cast<size_t>(bytes));
+    *offset_ += bytes;
+    half_closed_ = bytes == left;
+    if (half_closed_) {
+      StartWriteLast(&request_, grpc::WriteOptions());
+    } else {
+      StartWrite(&request_);
+    }
+  }
+
+  void Fail(const std::string& message) {
+    answer_error_ = MakeAnswerError(message);
+    context_.TryCancel();
+  }
+
+  const std::shared_ptr<Connection> connection_;
+  const TensorView values_;
+  const std::shared_ptr<FutureState<v1::Head>> state_;
+  grpc::ClientContext context_;
+  std::shared_ptr<UploadCall> self_;
+
+  std::mutex mutex_;  // the meeting of OnWriteDone and OnReadDone
+  bool header_written_ = false;
+  std::optional<int64_t> offset_;  // next byte to send; once set, the writer's alone
+
+  v1::UploadWeightsRequest request_;
+  bool half_closed_ = false;
+
+  v1::UploadWeightsResponse response_;
+  bool offset_known_ = false;
+  std::optional<v1::Head> head_;
+  absl::Status answer_error_;
+};
+
+absl::Status CheckHeader(const v1::DownloadTensorHeader& header, const TensorBuffer& buffer) {
+  const std::vector<int64_t> shape(header.shape().begin(), header.shape().end());
+  if (shape != buffer.shape() || header.total_bytes() != buffer.bytes() ||
+      static_cast<int32_t>(header.data_type()) != static_cast<int32_t>(buffer.data_type())) {
+    return MakeAnswerError(absl::StrCat("a tensor [", absl::StrJoin(shape, ", "), "] of ", header.total_bytes(),
+                                        " bytes, expected [", absl::StrJoin(buffer.shape(), ", "), "] of ", buffer.bytes(),
+                                        " bytes"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<v1::Head> UploadTensor(const std::shared_ptr<Connection>& connection, v1::UploadWeightsHeader header,
+                                      TensorView values, const CallOptions& options) {
+  header.set_upload_id(MakeUploadId());
+  header.set_total_bytes(values.bytes());
+  header.set_checksum(Checksum(values));
+  const Deadline deadline = connection->DeadlineOf(options);
+  std::chrono::milliseconds delay = kFirstRetryDelay;
+  for (int retries_left = connection->options().max_upload_retries;; --retries_left) {
+    auto state = std::make_shared<FutureState<v1::Head>>();
+    auto call = std::make_shared<UploadCall>(connection, header, values, deadline, state);
+    call->Start(call);
+    absl::StatusOr<v1::Head> head = state->Take();
+    if (head.ok() || !absl::IsUnavailable(head.status()) || retries_left == 0) return head;
+    if (std::chrono::system_clock::now() + delay >= deadline) return head;
+    std::this_thread::sleep_for(delay);
+    delay = std::min(delay * 2, kLongestRetryDelay);
+  }
+}
+
+absl::StatusOr<TensorBuffer> DownloadTensor(Connection& connection, const StartDownload& start, DataType data_type,
+                                            const std::vector<int64_t>& shape, const CallOptions& options) {
+  grpc::ClientContext context;
+  context.set_deadline(connection.DeadlineOf(options));
+  TensorBuffer buffer(data_type, shape);
+  const std::unique_ptr<grpc::ClientReader<v1::DownloadTensorResponse>> reader = start(&context);
+  v1::DownloadTensorResponse response;
+  absl::Status answer_error;
+  bool header_seen = false;
+  int64_t bytes_received = 0;
+  while (answer_error.ok() && reader->Read(&response)) {
+    if (!header_seen) {
+      answer_error = response.has_header() ? CheckHeader(response.header(), buffer) : MakeAnswerError("no header comes first");
+      header_seen = true;
+      continue;
+    }
+    const v1::ByteChunk& chunk = response.chunk();
+    if (!response.has_chunk() || chunk.offset_bytes() != bytes_received ||
+        static_cast<int64_t>(chunk.data().size()) > buffer.bytes() - bytes_received) {
+      answer_error = MakeAnswerError(absl::StrCat("a chunk of ", chunk.data().size(), " bytes at ", chunk.offset_bytes(),
+                                                  ", expected it to go on at ", bytes_received, " of ", buffer.bytes()));
+      continue;
+    }
+    std::memcpy(static_cast<unsigned char*>(buffer.data()) + bytes_received, chunk.data().data(), chunk.data().size());
+    bytes_received += static_cast<int64_t>(chunk.data().size());
+  }
+  if (!answer_error.ok()) context.TryCancel();
+  const grpc::Status status = reader->Finish();
+  if (!answer_error.ok()) return answer_error;
+  if (!status.ok()) return FromGrpcStatus(status, connection.target());
+  if (bytes_received != buffer.bytes()) {
+    return MakeAnswerError(absl::StrCat("the tensor ended after ", bytes_received, " of ", buffer.bytes(), " bytes"));
+  }
+  return buffer;
+}
+
+}  // namespace headwater::client::internal
