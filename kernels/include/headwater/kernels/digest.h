@@ -4,14 +4,17 @@
 // and order of arrival, so that they can be hashed where and when they arrive (and on a GPU in parallel). Specification with test
 // vectors: docs/math.md, "Digest".
 //
-//   Key schedule  k[i] = splitmix64(0x9E3779B97F4A7C15 * (i + 1)), i in [0, 512), computed mod 2^64.
+//   Key schedule  k[i] = splitmix64(0x9E3779B97F4A7C15 * (i + 1)), i in [0, 512), mod 2^64; splitmix64(x) first adds
+//                 0x9E3779B97F4A7C15 to x, as Steele et al. define it.
 //   Block         up to 4096 bytes of one row, read as little-endian 64-bit words (w0, w1), (w2, w3), ...; the last partial pair
 //                 is filled with zero bytes.
 //   NH(block)     sum over pairs p of (w[2p] + k[2p] mod 2^64) * (w[2p+1] + k[2p+1] mod 2^64), mod 2^128: the NH universal hash of
 //                 UMAC (Black et al., CRYPTO '99) with 64-bit words.
-//   Finish(h, a, b)  mixes the 128-bit h with two 64-bit numbers by murmur3's fmix64, see digest.cc.
+//   Finish(h, a, b)  with F = murmur3's fmix64 and h = (high, low):
+//                 l = F(low ^ F(a + 0x9E3779B97F4A7C15)); u = F(high + l + F(b ^ 0xD1B54A32D192ED03)); the result is (u, F(l + u)).
 //   Rows          sum mod 2^128 over rows r and blocks j of Finish(NH(block j of row r), stream << 40 | j, r).
-//   Digest        Finish(rows + Finish(NH chain of the header bytes), header length, 0), little-endian.
+//   Header        c = 0; for each block of the header bytes at offset o: c = Finish(c + NH(block), o, 1).
+//   Digest        Finish(rows + Finish(c, header length, 2), header length, 0), little-endian.
 #ifndef HEADWATER_KERNELS_DIGEST_H_
 #define HEADWATER_KERNELS_DIGEST_H_
 

@@ -83,7 +83,8 @@ struct MicroBatch {
   MutableRowsView grad_hidden;       // data null: not computed. Rows no term covers, and ignored rows, get 0
   double grad_hidden_scale = 1.0;
   GradWeightMode grad_weight = GradWeightMode::kNone;  // for the terms whose head is trainable
-  // Refuse NaN and infinities: with kStage, kNonFiniteValues instead of a contribution if any row's loss or gradient is not finite.
+  // Refuse NaN and infinities: kNonFiniteValues instead of a result if any row's loss or gradient is not finite; no contribution
+  // is left (outputs may have been written). Not with kAccumulate (kInvalidCombination): its products may have begun.
   bool refuse_non_finite = false;
 };
 
@@ -163,7 +164,7 @@ class EngineHead {
 // How an engine is set up; from flags.
 struct EngineOptions {
   int32_t shard_count = 1;               // >= 1; a head with fewer rows gets as many shards as it has rows
-  std::vector<int64_t> shard_weights;    // relative sizes of the shards, for uneven splits; empty: even
+  std::vector<int64_t> shard_weights;    // relative sizes of the shards (> 0), for uneven splits; empty: even
   int64_t memory_budget_bytes = 0;       // for all heads; 0: 80 % of the device's memory (of the cgroup's limit on the CPU)
   int64_t workspace_bytes = 0;           // for each shard group; 0: the engine's default. The largest token chunk follows from it
   int64_t token_chunk_rows = 0;          // 0: from the workspace; else exactly this many rows at once (tests)
@@ -200,6 +201,8 @@ class LossEngine {
 
 // Checks ranges and combinations (docs/math.md). MakeError(kInvalidField / kInvalidCombination) with `field` in the metadata.
 absl::Status ValidateHeadSpec(const HeadSpec& spec);
+// The same for an optimizer's settings alone: a step's overrides.
+absl::Status ValidateOptimizerSpec(const OptimizerSpec& optimizer);
 
 // Runs a small CE and JSD with known results on the engine; for health and start-up. Creates and destroys tiny heads.
 absl::Status SelfTest(LossEngine& engine);

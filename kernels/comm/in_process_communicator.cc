@@ -1,0 +1,186 @@
+// Communicators for the threads of one process.
+//
+// Each collective publishes every rank's buffer, meets at a barrier, and then rank r works on the r-th part of the elements for
+// all ranks: parts are disjoint, so nothing else needs a lock. A second barrier tells that all parts are done and that the buffers
+// belong to their callers again. Waiting ranks sleep.
+#include <algorithm>
+#include <condition_variable>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "headwater/kernels/communicator.h"
+#include "headwater/kernels/error.h"
+#include "kernels/core/shard_layout.h"
+
+namespace headwater {
+namespace {
+
+class Meeting {
+ public:
+  explicit Meeting(int32_t world_size) : world_size_(world_size), posts_(static_cast<size_t>(world_size)) {}
+
+  // What a rank brings to a collective.
+  struct Post {
+    void* data = nullptr;
+    int64_t count = 0;
+    const char* operation = "";
+  };
+
+  int32_t world_size() const { return world_size_; }
+  const Post& post(int32_t rank) const { return posts_[static_cast<size_t>(rank)]; }
+
+  // Publishes `post` and waits for all ranks. Fails on all of them if they did not make the same call.
+  absl::Status Publish(int32_t rank, const Post& post) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    posts_[static_cast<size_t>(rank)] = post;
+    absl::Status status = Wait(lock);
+    if (!status.ok()) return status;
+    for (const Post& other : posts_) {
+      if (other.count == post.count && other.operation == post.operation) continue;
+      reason_ =
+          MakeError(ErrorReason::kInternal, std::string("ranks disagree: ") + post.operation + " of " + std::to_string(post.count) +
+                                                " elements meets " + other.operation + " of " + std::to_string(other.count));
+      changed_.notify_all();
+      return reason_;
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return Wait(lock);
+  }
+
+  void Abort(const absl::Status& reason) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (reason_.ok()) reason_ = reason;
+    changed_.notify_all();
+  }
+
+ private:
+  absl::Status Wait(std::unique_lock<std::mutex>& lock) {
+    if (!reason_.ok()) return reason_;
+    const uint64_t generation = generation_;
+    if (++arrived_ == world_size_) {
+      arrived_ = 0;
+      ++generation_;
+      changed_.notify_all();
+      return absl::OkStatus();
+    }
+    changed_.wait(lock, [&] { return generation_ != generation || !reason_.ok(); });
+    return generation_ != generation ? absl::OkStatus() : reason_;
+  }
+
+  const int32_t world_size_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int32_t arrived_ = 0;
+  uint64_t generation_ = 0;
+  absl::Status reason_;
+  std::vector<Post> posts_;
+};
+
+class InProcessCommunicator final : public Communicator {
+ public:
+  InProcessCommunicator(std::shared_ptr<Meeting> meeting, int32_t rank) : meeting_(std::move(meeting)), rank_(rank) {}
+
+  int32_t rank() const override { return rank_; }
+  int32_t world_size() const override { return meeting_->world_size(); }
+
+  absl::Status AllReduceSum(float* data, int64_t count) override { return Reduce(data, count, "sum of float", Add<float>); }
+  absl::Status AllReduceSum(double* data, int64_t count) override { return Reduce(data, count, "sum of double", Add<double>); }
+  absl::Status AllReduceMax(float* data, int64_t count) override { return Reduce(data, count, "max of float", Max<float>); }
+  absl::Status AllReduceMax(double* data, int64_t count) override { return Reduce(data, count, "max of double", Max<double>); }
+
+  absl::Status AllGather(const double* data, int64_t count, double* out) override {
+    absl::Status status = meeting_->Publish(rank_, {const_cast<double*>(data), count, kGather});
+    if (!status.ok()) return status;
+    for (int32_t rank = 0; rank < world_size(); ++rank) {
+      std::copy_n(static_cast<const double*>(meeting_->post(rank).data), count, out + rank * count);
+    }
+    return meeting_->Wait();
+  }
+
+  absl::Status Barrier() override { return meeting_->Wait(); }
+  void Abort(const absl::Status& reason) override { meeting_->Abort(reason); }
+
+ private:
+  static constexpr const char* kGather = "gather of double";
+  // Elements of a part: large enough that ranks do not share cache lines.
+  static constexpr int64_t kGrain = 64;
+
+  template <typename T>
+  static T Add(T a, T b) {
+    return a + b;
+  }
+  template <typename T>
+  static T Max(T a, T b) {
+    if (a != a) return a;
+    if (b != b) return b;
+    return a > b ? a : b;
+  }
+
+  template <typename T>
+  absl::Status Reduce(T* data, int64_t count, const char* operation, T (*combine)(T, T)) {
+    absl::Status status = meeting_->Publish(rank_, {data, count, operation});
+    if (!status.ok()) return status;
+    const RowRange part = SplitEvenly({0, count}, rank_, world_size(), kGrain);
+    for (int64_t i = part.start; i < part.end; ++i) {
+      T value = static_cast<const T*>(meeting_->post(0).data)[i];
+      for (int32_t rank = 1; rank < world_size(); ++rank)
+        value = combine(value, static_cast<const T*>(meeting_->post(rank).data)[i]);
+      for (int32_t rank = 0; rank < world_size(); ++rank) static_cast<T*>(meeting_->post(rank).data)[i] = value;
+    }
+    return meeting_->Wait();
+  }
+
+  const std::shared_ptr<Meeting> meeting_;
+  const int32_t rank_;
+};
+
+// One rank: every result is what it brought.
+class SingleCommunicator final : public Communicator {
+ public:
+  int32_t rank() const override { return 0; }
+  int32_t world_size() const override { return 1; }
+  absl::Status AllReduceSum(float*, int64_t) override { return reason(); }
+  absl::Status AllReduceSum(double*, int64_t) override { return reason(); }
+  absl::Status AllReduceMax(float*, int64_t) override { return reason(); }
+  absl::Status AllReduceMax(double*, int64_t) override { return reason(); }
+  absl::Status AllGather(const double* data, int64_t count, double* out) override {
+    std::copy_n(data, count, out);
+    return reason();
+  }
+  absl::Status Barrier() override { return reason(); }
+  void Abort(const absl::Status& reason) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (reason_.ok()) reason_ = reason;
+  }
+
+ private:
+  absl::Status reason() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return reason_;
+  }
+
+  std::mutex mutex_;
+  absl::Status reason_;
+};
+
+}  // namespace
+
+std::vector<std::unique_ptr<Communicator>> MakeInProcessCommunicators(int32_t world_size) {
+  std::vector<std::unique_ptr<Communicator>> communicators;
+  if (world_size == 1) {
+    communicators.push_back(std::make_unique<SingleCommunicator>());
+    return communicators;
+  }
+  const auto meeting = std::make_shared<Meeting>(world_size);
+  for (int32_t rank = 0; rank < world_size; ++rank) {
+    communicators.push_back(std::make_unique<InProcessCommunicator>(meeting, rank));
+  }
+  return communicators;
+}
+
+}  // namespace headwater

@@ -1,0 +1,193 @@
+#include "kernels/core/micro_batch_check.h"
+
+#include <cmath>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <variant>
+
+#include "headwater/kernels/error.h"
+
+namespace headwater {
+namespace {
+
+std::string NumberText(double value) {
+  std::ostringstream text;
+  text << value;
+  return text.str();
+}
+
+absl::Status BadField(const std::string& field, const std::string& expected, const std::string& actual) {
+  return MakeError(ErrorReason::kInvalidField, field + " must be " + expected + ", got " + actual,
+                   {{"field", field}, {"expected", expected}, {"actual", actual}});
+}
+
+absl::Status Missing(const std::string& field) {
+  return MakeError(ErrorReason::kMissingField, field + " is required and was not given", {{"field", field}});
+}
+
+absl::Status BadCombination(const std::string& field, const std::string& message) {
+  return MakeError(ErrorReason::kInvalidCombination, message, {{"field", field}});
+}
+
+absl::Status CheckCount(const std::string& field, const std::string& what, int64_t expected, int64_t actual) {
+  if (expected == actual) return absl::OkStatus();
+  return MakeError(ErrorReason::kShapeMismatch,
+                   field + " has " + std::to_string(actual) + " " + what + ", expected " + std::to_string(expected),
+                   {{"field", field}, {"expected", std::to_string(expected)}, {"actual", std::to_string(actual)}});
+}
+
+absl::Status CheckType(const std::string& field, DataType type) {
+  if (type == DataType::kFloat32 || type == DataType::kBFloat16 || type == DataType::kFloat16) return absl::OkStatus();
+  return BadField(field + ".data_type", "float32, bfloat16 or float16", std::to_string(static_cast<int32_t>(type)));
+}
+
+#define HEADWATER_RETURN_IF_ERROR(expression)          \
+  do {                                                 \
+    absl::Status status_of_check = (expression);       \
+    if (!status_of_check.ok()) return status_of_check; \
+  } while (false)
+
+absl::Status CheckWeights(const std::string& field, absl::Span<const float> weights, bool negative_allowed) {
+  for (size_t i = 0; i < weights.size(); ++i) {
+    if (std::isfinite(weights[i]) && (negative_allowed || weights[i] >= 0)) continue;
+    return BadField(field + "[" + std::to_string(i) + "]", negative_allowed ? "finite" : "finite and >= 0", NumberText(weights[i]));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckCrossEntropy(const std::string& field, const CrossEntropySpec& spec, const HeadSpec& head) {
+  if (!(spec.label_smoothing >= 0 && spec.label_smoothing < 1)) {
+    return BadField(field + ".label_smoothing", "in [0, 1)", NumberText(spec.label_smoothing));
+  }
+  if (!(std::isfinite(spec.z_loss) && spec.z_loss >= 0)) {
+    return BadField(field + ".z_loss", "finite and >= 0", NumberText(spec.z_loss));
+  }
+  if (spec.class_weights.empty()) return absl::OkStatus();
+  const int64_t count = static_cast<int64_t>(spec.class_weights.size());
+  if (count != head.vocab_size) {
+    HEADWATER_RETURN_IF_ERROR(CheckCount(field + ".class_weights", "entries", head.transform.valid_vocab_size, count));
+  }
+  return CheckWeights(field + ".class_weights", spec.class_weights, /*negative_allowed=*/false);
+}
+
+absl::Status CheckPositive(const std::string& field, double value) {
+  if (std::isfinite(value) && value > 0) return absl::OkStatus();
+  return BadField(field, "finite and > 0", NumberText(value));
+}
+
+absl::Status CheckJsd(const std::string& name, const LossTerm& term, const JsdSpec& spec) {
+  const auto in_unit = [](double value) { return value >= 0 && value <= 1; };
+  if (!in_unit(spec.beta)) return BadField(name + ".jsd.beta", "in [0, 1]", NumberText(spec.beta));
+  if (!in_unit(spec.hard_loss_weight)) {
+    return BadField(name + ".jsd.hard_loss_weight", "in [0, 1]", NumberText(spec.hard_loss_weight));
+  }
+  HEADWATER_RETURN_IF_ERROR(CheckPositive(name + ".jsd.student_temperature", spec.student_temperature));
+  HEADWATER_RETURN_IF_ERROR(CheckPositive(name + ".jsd.teacher_temperature", spec.teacher_temperature));
+  if (term.teacher_head == nullptr) return Missing(name + ".teacher_head");
+  HEADWATER_RETURN_IF_ERROR(CheckCrossEntropy(name + ".jsd.hard_loss", spec.hard_loss, term.head->spec()));
+  const HeadSpec& teacher = term.teacher_head->spec();
+  HEADWATER_RETURN_IF_ERROR(CheckType(name + ".teacher_hidden", term.teacher_hidden.data_type));
+  HEADWATER_RETURN_IF_ERROR(CheckCount(name + ".teacher_hidden", "rows", term.row_count, term.teacher_hidden.row_count));
+  HEADWATER_RETURN_IF_ERROR(CheckCount(name + ".teacher_hidden", "columns", teacher.hidden_size, term.teacher_hidden.column_count));
+  if (term.teacher_hidden.data == nullptr && term.row_count > 0) return Missing(name + ".teacher_hidden");
+  const int64_t student_size = term.head->spec().transform.valid_vocab_size;
+  const int64_t teacher_size = teacher.transform.valid_vocab_size;
+  if (student_size != teacher_size && !spec.truncate_to_common) {
+    return MakeError(ErrorReason::kVocabSizeMismatch,
+                     "the student's valid vocabulary has " + std::to_string(student_size) + " entries and the teacher's " +
+                         std::to_string(teacher_size) + "; ask for truncation to the common prefix if that is meant",
+                     {{"field", name + ".teacher_head"},
+                      {"studentValidVocabSize", std::to_string(student_size)},
+                      {"teacherValidVocabSize", std::to_string(teacher_size)}});
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckTargets(const std::string& name, const LossTerm& term) {
+  const int64_t valid_vocab_size = term.head->spec().transform.valid_vocab_size;
+  for (size_t i = 0; i < term.targets.size(); ++i) {
+    const int32_t target = term.targets[i];
+    if (target == term.ignore_index || (target >= 0 && target < valid_vocab_size)) continue;
+    return MakeError(ErrorReason::kTargetOutOfVocab,
+                     name + ".targets[" + std::to_string(i) + "] is " + std::to_string(target) + ", expected an id in [0, " +
+                         std::to_string(valid_vocab_size) + ") or ignore_index " + std::to_string(term.ignore_index),
+                     {{"field", name + ".targets"},
+                      {"index", std::to_string(i)},
+                      {"actual", std::to_string(target)},
+                      {"validVocabSize", std::to_string(valid_vocab_size)}});
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckTerm(const std::string& name, const MicroBatch& micro_batch, const LossTerm& term) {
+  if (term.head == nullptr) return Missing(name + ".head");
+  const int64_t rows = micro_batch.hidden.row_count;
+  if (term.row_start < 0 || term.row_start > rows) {
+    return BadField(name + ".row_start", "in [0, " + std::to_string(rows) + "]", std::to_string(term.row_start));
+  }
+  if (term.row_count < 0 || term.row_count > rows - term.row_start) {
+    return BadField(name + ".row_count", "in [0, " + std::to_string(rows - term.row_start) + "]", std::to_string(term.row_count));
+  }
+  HEADWATER_RETURN_IF_ERROR(CheckCount("hidden", "columns", term.head->spec().hidden_size, micro_batch.hidden.column_count));
+  if (!std::isfinite(term.loss_scale)) return BadField(name + ".loss_scale", "finite", NumberText(term.loss_scale));
+  if (!term.token_weights.empty()) {
+    HEADWATER_RETURN_IF_ERROR(
+        CheckCount(name + ".token_weights", "entries", term.row_count, static_cast<int64_t>(term.token_weights.size())));
+    HEADWATER_RETURN_IF_ERROR(CheckWeights(name + ".token_weights", term.token_weights, /*negative_allowed=*/true));
+  }
+  const auto* jsd = std::get_if<JsdSpec>(&term.loss);
+  if (jsd != nullptr) {
+    HEADWATER_RETURN_IF_ERROR(CheckJsd(name, term, *jsd));
+  } else {
+    HEADWATER_RETURN_IF_ERROR(CheckCrossEntropy(name + ".cross_entropy", std::get<CrossEntropySpec>(term.loss), term.head->spec()));
+    if (term.teacher_head != nullptr || term.teacher_hidden.data != nullptr) {
+      return BadCombination(name + ".teacher_head", name + " is a cross entropy and takes no teacher");
+    }
+  }
+  if (term.targets.empty()) {
+    const bool needed = jsd == nullptr || jsd->hard_loss_weight > 0 || term.target_log_probability != nullptr;
+    return needed && term.row_count > 0 ? Missing(name + ".targets") : absl::OkStatus();
+  }
+  HEADWATER_RETURN_IF_ERROR(CheckCount(name + ".targets", "entries", term.row_count, static_cast<int64_t>(term.targets.size())));
+  return CheckTargets(name, term);
+}
+
+absl::Status CheckModes(const MicroBatch& micro_batch) {
+  if (!micro_batch.backward && micro_batch.grad_hidden.data != nullptr) {
+    return BadCombination("grad_hidden", "grad_hidden is only computed with backward");
+  }
+  if (!micro_batch.backward && micro_batch.grad_weight != GradWeightMode::kNone) {
+    return BadCombination("grad_weight", "grad_weight is only computed with backward");
+  }
+  if (micro_batch.refuse_non_finite && micro_batch.grad_weight == GradWeightMode::kAccumulate) {
+    return BadCombination("refuse_non_finite", "refuse_non_finite needs a staged contribution: a direct one cannot be taken back");
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status CheckMicroBatch(const MicroBatch& micro_batch) {
+  const RowsView& hidden = micro_batch.hidden;
+  if (hidden.row_count < 0) return BadField("hidden.row_count", ">= 0", std::to_string(hidden.row_count));
+  if (hidden.data == nullptr && hidden.row_count > 0) return Missing("hidden");
+  HEADWATER_RETURN_IF_ERROR(CheckType("hidden", hidden.data_type));
+  HEADWATER_RETURN_IF_ERROR(CheckModes(micro_batch));
+  const MutableRowsView& grad_hidden = micro_batch.grad_hidden;
+  if (grad_hidden.data != nullptr) {
+    HEADWATER_RETURN_IF_ERROR(CheckType("grad_hidden", grad_hidden.data_type));
+    HEADWATER_RETURN_IF_ERROR(CheckCount("grad_hidden", "rows", hidden.row_count, grad_hidden.row_count));
+    HEADWATER_RETURN_IF_ERROR(CheckCount("grad_hidden", "columns", hidden.column_count, grad_hidden.column_count));
+    if (!std::isfinite(micro_batch.grad_hidden_scale)) {
+      return BadField("grad_hidden_scale", "finite", NumberText(micro_batch.grad_hidden_scale));
+    }
+  }
+  if (micro_batch.terms.empty()) return Missing("terms");
+  for (size_t i = 0; i < micro_batch.terms.size(); ++i) {
+    HEADWATER_RETURN_IF_ERROR(CheckTerm("terms[" + std::to_string(i) + "]", micro_batch, micro_batch.terms[i]));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace headwater

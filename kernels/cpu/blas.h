@@ -1,0 +1,40 @@
+// Matrix products by OpenBLAS, row-major, single-threaded.
+//
+// The engine splits products over its own threads by fixed ranges and calls BLAS once a range: results then do not depend on
+// BLAS's scheduling, shards can run at the same time (OpenBLAS takes one multi-threaded product at a time), and a thread goes
+// through its panels while they are in its cache. Results of one call do not depend on alignment or leading dimensions.
+#ifndef HEADWATER_KERNELS_CPU_BLAS_H_
+#define HEADWATER_KERNELS_CPU_BLAS_H_
+
+#include <cstdint>
+
+namespace headwater::cpu {
+
+// While one lives, OpenBLAS of this process runs each product on its caller's thread. The former setting comes back with the last.
+class SingleThreadedBlas {
+ public:
+  SingleThreadedBlas();
+  ~SingleThreadedBlas();
+  SingleThreadedBlas(const SingleThreadedBlas&) = delete;
+  SingleThreadedBlas& operator=(const SingleThreadedBlas&) = delete;
+};
+
+// A matrix: element (i, j) is data[i * stride + j].
+template <typename T>
+struct Matrix {
+  T* data;
+  int64_t stride;
+};
+
+// c [m, n] = a [m, k] . b [n, k]^T.
+void MultiplyTransposed(int64_t m, int64_t n, int64_t k, Matrix<const float> a, Matrix<const float> b, Matrix<float> c);
+void MultiplyTransposed(int64_t m, int64_t n, int64_t k, Matrix<const double> a, Matrix<const double> b, Matrix<double> c);
+// c [m, n] = a [m, k] . b [k, n] + beta c. With beta 0, c may hold anything.
+void Multiply(int64_t m, int64_t n, int64_t k, Matrix<const float> a, Matrix<const float> b, float beta, Matrix<float> c);
+// c [m, n] = alpha a [k, m]^T . b [k, n] + beta c.
+void MultiplyFirstTransposed(int64_t m, int64_t n, int64_t k, float alpha, Matrix<const float> a, Matrix<const float> b, float beta,
+                             Matrix<float> c);
+
+}  // namespace headwater::cpu
+
+#endif  // HEADWATER_KERNELS_CPU_BLAS_H_

@@ -1,0 +1,117 @@
+// A head in host memory, split into shards.
+#ifndef HEADWATER_KERNELS_CPU_CPU_HEAD_H_
+#define HEADWATER_KERNELS_CPU_CPU_HEAD_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "headwater/kernels/engine.h"
+#include "kernels/cpu/head_plan.h"
+#include "kernels/cpu/mapped_memory.h"
+#include "kernels/cpu/shard_executor.h"
+
+namespace headwater::cpu {
+
+// What the heads of an engine share: executors, the lock that gives them to one call at a time, and the sum of the plans.
+struct EngineCore {
+  EngineCore(EngineOptions filled_options)
+      : options(std::move(filled_options)), executors(options.shard_count, options.thread_count) {}
+
+  const EngineOptions options;  // with defaults filled in
+  std::mutex work_mutex;        // held while executors run
+  ShardExecutors executors;
+  mutable std::mutex plan_mutex;
+  int64_t planned_bytes = 0;  // guarded by plan_mutex
+};
+
+// The part of a head that one executor owns. fp32 tensors are null where the head has none.
+struct HeadShard {
+  RowRange rows;       // of the head
+  int64_t valid_rows;  // rows of the shard below valid_vocab_size: a prefix
+  int64_t hidden_size;
+  DataType data_type;
+  bool has_bias;
+  WorkspaceLayout layout;
+
+  MappedMemory weight;         // [rows, hidden_size], storage type
+  MappedMemory bias;           // [rows], storage type
+  MappedMemory master_weight;  // fp32; only if separate
+  MappedMemory master_bias;
+  MappedMemory grad_weight;  // [rows, hidden_size] fp32
+  MappedMemory grad_bias;    // [rows] fp32
+  MappedMemory moment1_weight;
+  MappedMemory moment1_bias;
+  MappedMemory moment2_weight;
+  MappedMemory moment2_bias;
+  std::vector<MappedMemory> staging;  // [rows, hidden_size] + [rows] fp32 each
+  MappedMemory workspace;
+
+  template <typename T>
+  T* Workspace(int64_t offset) const {
+    return reinterpret_cast<T*>(workspace.As<char>() + offset);
+  }
+};
+
+class CpuHead final : public EngineHead {
+ public:
+  // `plan` is the spec's, admitted already.
+  static absl::StatusOr<std::unique_ptr<CpuHead>> Create(std::shared_ptr<EngineCore> core, const HeadSpec& spec, HeadPlan plan);
+  ~CpuHead() override;
+
+  const HeadSpec& spec() const override { return spec_; }
+  const MemoryPlan& plan() const override { return plan_.memory; }
+  absl::Span<const VocabShard> shards() const override { return vocab_shards_; }
+  int64_t ElementCount(HeadTensor tensor) const override;
+  DataType TensorDataType(HeadTensor tensor) const override;
+  absl::Status ReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const override;
+  absl::Status WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) override;
+  absl::Status ZeroGradient() override;
+  absl::Status ResetOptimizerState() override;
+  absl::StatusOr<GradientStats> ComputeGradientStats() const override;
+  absl::Status ApplyOptimizer(const OptimizerStep& step) override;
+  int32_t FreeStagingSlots() const override;
+
+  const HeadPlan& cpu_plan() const { return plan_; }
+  const HeadShard& shard(int32_t rank) const { return shards_[static_cast<size_t>(rank)]; }
+  const EngineCore& core() const { return *core_; }
+
+  // Takes a free staging slot, or -1.
+  int32_t TakeStagingSlot();
+  void FreeStagingSlot(int32_t slot);
+
+ private:
+  // A tensor's memory in one shard.
+  struct Place {
+    const MappedMemory* memory = nullptr;
+    int64_t element_bytes = 4;
+    bool is_weight = false;  // [rows, hidden_size], else [rows]
+  };
+
+  CpuHead(std::shared_ptr<EngineCore> core, const HeadSpec& spec, HeadPlan plan);
+  absl::Status Allocate();
+  bool HasTensor(HeadTensor tensor) const;
+  // The shard's own memory for a tensor. For a master that is not separate: that of the storage tensor.
+  Place PlaceOf(const HeadShard& shard, HeadTensor tensor) const;
+  absl::Status CheckRange(HeadTensor tensor, int64_t element_start, int64_t element_count) const;
+  // Calls visit(shard, first element in the shard, count, first element in the caller's buffer) for the pieces of a range.
+  void ForEachPiece(HeadTensor tensor, int64_t element_start, int64_t element_count,
+                    const std::function<void(const HeadShard&, int64_t, int64_t, int64_t)>& visit) const;
+  // Runs work(shard, part, parts) on all threads of all shards.
+  absl::Status RunOnParts(const std::function<void(const HeadShard&, int32_t, int32_t, int32_t)>& work) const;
+  absl::Status CheckOptimizerStep(const OptimizerStep& step) const;
+
+  const std::shared_ptr<EngineCore> core_;
+  const HeadSpec spec_;
+  const HeadPlan plan_;
+  std::vector<HeadShard> shards_;  // one for each executor
+  std::vector<VocabShard> vocab_shards_;
+  mutable std::mutex slots_mutex_;
+  std::vector<bool> slot_taken_;  // guarded by slots_mutex_
+};
+
+}  // namespace headwater::cpu
+
+#endif  // HEADWATER_KERNELS_CPU_CPU_HEAD_H_

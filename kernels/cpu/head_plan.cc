@@ -1,0 +1,125 @@
+#include "kernels/cpu/head_plan.h"
+
+#include <algorithm>
+#include <string>
+
+#include "kernels/core/saturating.h"
+
+namespace headwater::cpu {
+namespace {
+
+// Bytes of a converted panel that stay in a core's cache beside the logits they make.
+constexpr int64_t kPanelCacheBytes = int64_t{2} << 20;
+constexpr int64_t kAlignment = 64;
+// Row state outside of the mapped workspace: for each row, statistics of each thread and of each shard, and the row's own entry.
+constexpr int64_t kStatisticsBytesPerRow = 160;
+
+int64_t Aligned(int64_t bytes) { return SaturatingAdd(bytes, kAlignment - 1) / kAlignment * kAlignment; }
+
+int64_t Product(int64_t a, int64_t b, int64_t c) { return SaturatingMultiply(SaturatingMultiply(a, b), c); }
+
+int64_t PanelRows(int64_t hidden_size, int64_t element_bytes) {
+  return std::clamp<int64_t>(kPanelCacheBytes / (hidden_size * element_bytes) / 16 * 16, 16, 512);
+}
+
+WorkspaceLayout LayOut(const HeadPlan& plan, const HeadSpec& spec, int64_t shard_rows, int32_t threads, int32_t shard_count) {
+  WorkspaceLayout layout;
+  int64_t next = 0;
+  const auto place = [&next](int64_t bytes) {
+    const int64_t offset = next;
+    next = Aligned(SaturatingAdd(next, bytes));
+    return offset;
+  };
+  const int64_t row_bytes = SaturatingMultiply(spec.hidden_size, 4);
+  layout.hidden = place(SaturatingMultiply(plan.narrow_rows, row_bytes));
+  layout.grad_hidden = place(SaturatingMultiply(plan.narrow_rows, row_bytes));
+  layout.grad_hidden_term = place(SaturatingMultiply(plan.narrow_rows, row_bytes));
+  layout.panels = place(SaturatingMultiply(threads, plan.panel_bytes));
+  layout.logits = place(Product(plan.narrow_rows, shard_rows, 4));
+  const int64_t narrow_end = next;
+  next = layout.logits;
+  layout.student_logits = place(Product(plan.wide_rows, shard_rows, 8));
+  layout.teacher_logits = place(Product(plan.wide_rows, shard_rows, 8));
+  layout.wide_gradient = place(Product(plan.wide_rows, shard_rows, 4));
+  layout.wide_hidden = place(Product(plan.wide_rows, spec.hidden_size, 8));
+  layout.teacher_hidden = place(Product(plan.wide_rows, spec.hidden_size, 8));
+  layout.exchange = place(shard_count > 1 ? SaturatingMultiply(spec.vocab_size, 8) : 0);
+  layout.mapped_bytes = std::max(next, narrow_end);
+  layout.total_bytes =
+      SaturatingAdd(layout.mapped_bytes, Product(plan.narrow_rows, threads + shard_count + 2, kStatisticsBytesPerRow));
+  return layout;
+}
+
+int64_t WorkspaceBytes(HeadPlan* plan, const HeadSpec& spec, int32_t threads) {
+  int64_t total = 0;
+  plan->layouts.clear();
+  const int32_t shard_count = static_cast<int32_t>(plan->shards.size());
+  for (const RowRange& shard : plan->shards) {
+    plan->layouts.push_back(LayOut(*plan, spec, shard.size(), threads, shard_count));
+    total = SaturatingAdd(total, plan->layouts.back().total_bytes);
+  }
+  return total;
+}
+
+// The largest value in [low, kMaxRows] of *rows for which the workspace stays within `budget`, or `low`.
+void LargestRows(int64_t low, int64_t budget, int64_t* rows, HeadPlan* plan, const HeadSpec& spec, int32_t threads) {
+  int64_t fits = low;
+  int64_t too_many = kMaxRows + 1;
+  while (too_many - fits > 1) {
+    *rows = fits + (too_many - fits) / 2;
+    (WorkspaceBytes(plan, spec, threads) <= budget ? fits : too_many) = *rows;
+  }
+  *rows = fits;
+}
+
+}  // namespace
+
+bool HasSeparateMaster(const HeadSpec& spec) {
+  return spec.data_type != DataType::kFloat32 && !std::holds_alternative<std::monostate>(spec.optimizer);
+}
+
+int64_t OptimizerStateTensors(const OptimizerSpec& optimizer) {
+  if (std::holds_alternative<AdamWSpec>(optimizer)) return 2;
+  const auto* sgd = std::get_if<SgdSpec>(&optimizer);
+  return sgd != nullptr && sgd->momentum > 0 ? 1 : 0;
+}
+
+HeadPlan PlanHeadOnCpu(const HeadSpec& spec, const EngineOptions& options, int32_t threads_per_shard) {
+  HeadPlan plan;
+  plan.shards = SplitVocab(spec.vocab_size, options.shard_count, options.shard_weights);
+  plan.panel_rows = PanelRows(spec.hidden_size, 4);
+  plan.wide_panel_rows = PanelRows(spec.hidden_size, 8);
+  plan.panel_bytes = std::max(Product(plan.panel_rows, spec.hidden_size, 4), Product(plan.wide_panel_rows, spec.hidden_size, 8));
+  if (options.token_chunk_rows > 0) {
+    plan.narrow_rows = plan.wide_rows = options.token_chunk_rows;
+  } else {
+    const int64_t budget = options.workspace_bytes > 0 ? options.workspace_bytes : kDefaultWorkspaceBytes;
+    plan.narrow_rows = kMinNarrowRows;
+    plan.wide_rows = kMinWideRows;
+    LargestRows(kMinNarrowRows, budget, &plan.narrow_rows, &plan, spec, threads_per_shard);
+    LargestRows(kMinWideRows, budget, &plan.wide_rows, &plan, spec, threads_per_shard);
+    plan.wide_rows = std::min(plan.wide_rows, plan.narrow_rows);
+  }
+
+  const int64_t weight_elements = SaturatingMultiply(spec.vocab_size, spec.hidden_size);
+  const int64_t bias_elements = spec.has_bias ? spec.vocab_size : 0;
+  const int64_t elements = SaturatingAdd(weight_elements, bias_elements);
+  const int64_t state_tensors = OptimizerStateTensors(spec.optimizer);
+  MemoryPlan& memory = plan.memory;
+  memory.token_chunk_rows = plan.narrow_rows;
+  const auto add = [&memory](const char* purpose, int64_t bytes) {
+    memory.items.push_back({purpose, bytes});
+    memory.total_bytes = SaturatingAdd(memory.total_bytes, bytes);
+  };
+  add("weight", SaturatingMultiply(weight_elements, ElementBytes(spec.data_type)));
+  add("bias", SaturatingMultiply(bias_elements, ElementBytes(spec.data_type)));
+  add("grad_weight", spec.trainable ? SaturatingMultiply(weight_elements, 4) : 0);
+  add("grad_bias", spec.trainable ? SaturatingMultiply(bias_elements, 4) : 0);
+  add("master_weight", HasSeparateMaster(spec) ? SaturatingMultiply(elements, 4) : 0);
+  add("optimizer_state", Product(state_tensors, elements, 4));
+  add("staging", Product(spec.staging_slots, elements, 4));
+  add("workspace", WorkspaceBytes(&plan, spec, threads_per_shard));
+  return plan;
+}
+
+}  // namespace headwater::cpu

@@ -1,0 +1,128 @@
+// Row kernels: what the CPU engine does to logits, gradients and parameters besides matrix products.
+//
+// One source (row_kernels_impl.h) is compiled for several instruction sets and picked at run time; see row_kernels.cc. Every
+// kernel works on a contiguous piece of a row (or of a tensor) and is single-threaded; callers split work over threads by fixed
+// ranges. Same input, same machine: same bits. Kernels allocate nothing.
+//
+// Logits arrive as `a`, the argument of the softcap (logit_scale * (x . w + bias)); z below is cap * tanh(a / cap), or a if cap
+// is 0.
+#ifndef HEADWATER_KERNELS_CPU_ROW_KERNELS_H_
+#define HEADWATER_KERNELS_CPU_ROW_KERNELS_H_
+
+#include <cstdint>
+
+namespace headwater::cpu {
+
+// Over a piece of a row: m = max z (NaN skipped, -inf if empty); sum = sum e^{z - m} (NaN if any z is);
+// weighted = sum e^{z - m} (z - m); linear = sum class_weight z. The last two only if asked for, else 0.
+struct PieceStats {
+  double max;
+  double sum;
+  double weighted;
+  double linear;
+};
+
+struct StatsOptions {
+  double cap = 0;                        // 0: none
+  double inverse_temperature = 1;        // z is multiplied by it (fp64 kernels only)
+  const float* class_weights = nullptr;  // of the piece's columns; null: all 1
+  bool want_weighted = false;
+  bool want_linear = false;
+};
+
+// Coefficients of a row's gradient: g_v = (probability_factor * e^{z_v - max} - class_factor * class_weight_v) * dz/da.
+struct GradientCoefficients {
+  double max;
+  double probability_factor;
+  double class_factor;
+};
+
+// What the divergence of two rows needs: log q = student z * student_inverse_temperature - student_lse, log p likewise.
+struct DivergenceOptions {
+  double beta = 0.5;
+  double student_cap = 0;
+  double teacher_cap = 0;
+  double student_inverse_temperature = 1;
+  double teacher_inverse_temperature = 1;
+  double student_lse = 0;
+  double teacher_lse = 0;
+};
+
+struct AdamWScalars {
+  float multiplier;
+  float decay;  // 1 - lr * weight_decay
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float step_size;        // lr / (1 - beta1^t)
+  float root_correction;  // sqrt(1 - beta2^t), a divisor
+  float epsilon;
+};
+
+struct SgdScalars {
+  float multiplier;
+  float learning_rate;
+  float weight_decay;
+  float momentum;
+  float one_minus_dampening;
+  bool first_step;
+  bool nesterov;
+};
+
+struct RowKernels {
+  const char* instruction_set;
+
+  // Conversions. Narrowing rounds to nearest even; NaN stays NaN (quiet); fp16 overflow gives infinity.
+  void (*bfloat16_to_float)(const uint16_t* in, int64_t count, float* out);
+  void (*float16_to_float)(const uint16_t* in, int64_t count, float* out);
+  void (*float_to_bfloat16)(const float* in, int64_t count, uint16_t* out);
+  void (*float_to_float16)(const float* in, int64_t count, uint16_t* out);
+  void (*float_to_double)(const float* in, int64_t count, double* out);
+  void (*bfloat16_to_double)(const uint16_t* in, int64_t count, double* out);
+  void (*float16_to_double)(const uint16_t* in, int64_t count, double* out);
+
+  // sum x[i] y[i] in fp64.
+  double (*dot)(const float* x, const float* y, int64_t count);
+  // a = (a + bias) * scale; bias may be null.
+  void (*affine_float)(float* a, const float* bias, float scale, int64_t count);
+  void (*affine_double)(double* a, const float* bias, double scale, int64_t count);
+
+  PieceStats (*stats_float)(const float* a, int64_t count, const StatsOptions& options);
+  PieceStats (*stats_double)(const double* a, int64_t count, const StatsOptions& options);
+  // First index whose z is at least `value`, or count.
+  int64_t (*first_at_least_float)(const float* a, int64_t count, double cap, double value);
+  int64_t (*first_at_least_double)(const double* a, int64_t count, double cap, double value);
+  // The gradient over the logits, in place.
+  void (*gradient_float)(float* a, int64_t count, double cap, const GradientCoefficients& coefficients, const float* class_weights);
+  void (*gradient_double)(const double* a, int64_t count, double cap, const GradientCoefficients& coefficients,
+                          const float* class_weights, float* gradient);
+
+  // Adds to loss the piece's divergence and to mean sum q r (beta in (0, 1)), KL(Q||P) (beta = 1), or nothing.
+  void (*divergence_sums)(const double* student, const double* teacher, int64_t count, const DivergenceOptions& options,
+                          double* loss, double* mean);
+  // gradient += factor * d(divergence)/d(student z * inverse temperature) * dz/da.
+  void (*divergence_gradient)(const double* student, const double* teacher, int64_t count, const DivergenceOptions& options,
+                              double mean, double factor, float* gradient);
+
+  // out[j] += alpha * sum_i in[i * stride + j], rows in order.
+  void (*add_column_sums)(const float* in, int64_t rows, int64_t stride, int64_t count, float alpha, float* out);
+  // out += alpha * in.
+  void (*add_scaled)(const float* in, int64_t count, float alpha, float* out);
+  // out = in * alpha.
+  void (*scale)(const float* in, int64_t count, float alpha, float* out);
+  int64_t (*count_non_finite)(const float* in, int64_t count);
+  double (*sum_of_squares)(const float* in, int64_t count);
+  // Updates parameters and state from the gradient and zeroes the gradient.
+  void (*adamw)(const AdamWScalars& scalars, int64_t count, float* parameter, float* gradient, float* moment1, float* moment2);
+  void (*sgd)(const SgdScalars& scalars, int64_t count, float* parameter, float* gradient, float* momentum_buffer);
+};
+
+// The kernels for this processor.
+const RowKernels& GetRowKernels();
+
+// All variants that this processor can run, the portable one first; for tests. Ends with null.
+const RowKernels* const* AllRowKernels();
+
+}  // namespace headwater::cpu
+
+#endif  // HEADWATER_KERNELS_CPU_ROW_KERNELS_H_

@@ -1,0 +1,273 @@
+#include "kernels/cpu/shard_run.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "kernels/cpu/convert.h"
+
+namespace headwater::cpu {
+namespace {
+
+// Fewer columns than this are not worth a thread.
+constexpr int64_t kMinColumnsPerThread = 64;
+constexpr int64_t kColumnGrain = 16;
+
+}  // namespace
+
+ShardParts::ShardParts(const HeadShard& shard, const ThreadPool& pool)
+    : columns_{0, shard.valid_rows},
+      count_(static_cast<int32_t>(std::clamp<int64_t>(shard.valid_rows / kMinColumnsPerThread, 1, pool.thread_count()))) {}
+
+RowRange ShardParts::part(int32_t index) const { return SplitEvenly(columns_, index, count_, kColumnGrain); }
+
+void AddGradWeightPanel(const HeadShard& shard, const KeptRows& rows, int64_t start, int64_t count, const GradientTarget& target) {
+  MultiplyFirstTransposed(count, shard.hidden_size, rows.row_count, target.alpha, {rows.gradient + start, shard.rows.size()},
+                          {rows.hidden, shard.hidden_size}, target.overwrite ? 0.0f : 1.0f,
+                          {target.grad_weight + start * shard.hidden_size, shard.hidden_size});
+  if (target.grad_bias == nullptr) return;
+  if (target.overwrite) std::memset(target.grad_bias + start, 0, static_cast<size_t>(count) * sizeof(float));
+  GetRowKernels().add_column_sums(rows.gradient + start, rows.row_count, shard.rows.size(), count, target.alpha,
+                                  target.grad_bias + start);
+}
+
+absl::Status ShardRun::Run() {
+  for (const Chunk& chunk : plan_.chunks) {
+    absl::Status status = RunChunk(chunk);
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ShardRun::RunChunk(const Chunk& chunk) {
+  const HeadShard& first = plan_.terms[chunk.terms.front().term].head->shard(rank());
+  grad_hidden_ = nullptr;
+  if (chunk.backward && plan_.micro_batch->grad_hidden.data != nullptr) {
+    grad_hidden_ = first.Workspace<float>(first.layout.grad_hidden);
+    std::memset(grad_hidden_, 0, chunk.batch_rows.size() * static_cast<size_t>(first.hidden_size) * sizeof(float));
+  }
+  for (const TermChunk& planned : chunk.terms) {
+    TermChunk part = planned;
+    bool wide = plan_.terms[part.term].jsd != nullptr;
+    if (!wide) {
+      Work work = MakeWork(part, 0, static_cast<int64_t>(part.rows.size()), chunk.backward);
+      absl::Status status = RunNarrow(&work, &wide);
+      if (!status.ok()) return status;
+    }
+    if (wide) {
+      absl::Status status = RunWide(part, chunk.backward);
+      if (!status.ok()) return status;
+    }
+  }
+  return grad_hidden_ != nullptr ? WriteGradHidden(chunk) : absl::OkStatus();
+}
+
+ShardRun::Work ShardRun::MakeWork(TermChunk& chunk, int64_t start, int64_t count, bool backward) {
+  TermPlan& term = plan_.terms[chunk.term];
+  const HeadShard& shard = term.head->shard(rank());
+  const HeadPlan& head_plan = term.head->cpu_plan();
+  states_.assign(static_cast<size_t>(count), RowState());
+  return Work{term,      chunk.rows.data() + start,        count,   backward, shard,
+              head_plan, ShardParts(shard, context_.pool), nullptr, nullptr,  shard.rows.size()};
+}
+
+void ShardRun::PlaceBuffers(Work* work, int64_t gradient_offset) {
+  const HeadShard& shard = work->shard;
+  work->hidden = shard.Workspace<float>(shard.layout.hidden);
+  work->gradient = shard.Workspace<float>(gradient_offset);
+  if (!work->backward || work->term.staged == nullptr || !work->term.staged->keeps_rows) return;
+  // Taken for good only in BeginGradWeight(): the narrow form may give up before.
+  const StagedHead& staged = *work->term.staged;
+  const size_t index = static_cast<size_t>(rank());
+  float* free_elements = shard.staging[static_cast<size_t>(staged.slot)].As<float>() + staged.used_elements[index];
+  work->hidden = free_elements;
+  work->gradient = free_elements + work->row_count * shard.hidden_size;
+}
+
+void ShardRun::GatherHidden(Work* work) {
+  const RowsView& hidden = plan_.micro_batch->hidden;
+  non_finite_hidden_.assign(static_cast<size_t>(work->row_count), 0);
+  const int64_t columns = hidden.column_count;
+  context_.pool.Run(context_.pool.thread_count(), [&](int32_t part) {
+    const RowRange range = SplitEvenly({0, work->row_count}, part, context_.pool.thread_count(), 1);
+    for (int64_t i = range.start; i < range.end; ++i) {
+      float* row = work->hidden + i * columns;
+      ToFloat(ElementAt(hidden.data, hidden.data_type, work->rows[i].batch_row * columns), hidden.data_type, columns, row);
+      non_finite_hidden_[static_cast<size_t>(i)] = GetRowKernels().count_non_finite(row, columns) > 0;
+    }
+  });
+}
+
+absl::Status ShardRun::MergeRowStats(const Work& work) {
+  const size_t rows = static_cast<size_t>(work.row_count);
+  merged_stats_.assign(rows, RowStats());
+  for (int32_t part = 0; part < work.parts.count(); ++part) {
+    for (size_t i = 0; i < rows; ++i) MergeStats(part_stats_[static_cast<size_t>(part) * rows + i], &merged_stats_[i]);
+  }
+  const int32_t world_size = context_.communicator.world_size();
+  if (world_size == 1) return absl::OkStatus();
+  gathered_stats_.resize(rows * static_cast<size_t>(world_size));
+  absl::Status status =
+      context_.communicator.AllGather(reinterpret_cast<const double*>(merged_stats_.data()), work.row_count * kRowStatsDoubles,
+                                      reinterpret_cast<double*>(gathered_stats_.data()));
+  if (!status.ok()) return status;
+  merged_stats_.assign(rows, RowStats());
+  for (int32_t shard = 0; shard < world_size; ++shard) {
+    for (size_t i = 0; i < rows; ++i) MergeStats(gathered_stats_[static_cast<size_t>(shard) * rows + i], &merged_stats_[i]);
+  }
+  return absl::OkStatus();
+}
+
+void ShardRun::FinishRows(Work* work) {
+  const TermPlan& term = work->term;
+  const double logit_scale = term.head->spec().transform.logit_scale;
+  for (int64_t i = 0; i < work->row_count; ++i) {
+    RowState& state = states_[static_cast<size_t>(i)];
+    const ChunkRow& row = work->rows[i];
+    if (term.wants_cross_entropy) state.loss = FinishRow(merged_stats_[static_cast<size_t>(i)], row.target, term.cross_entropy);
+    state.scale = term.term->loss_scale * row.token_weight * logit_scale;
+  }
+}
+
+void ShardRun::RecordRows(Work* work) {
+  if (rank() != 0) return;
+  TermPlan& term = work->term;
+  const LossTerm& out = *term.term;
+  const float limit = std::numeric_limits<float>::max();
+  for (int64_t i = 0; i < work->row_count; ++i) {
+    const ChunkRow& row = work->rows[i];
+    const size_t index = static_cast<size_t>(i);
+    const RowState& state = states_[index];
+    const double soft = term.soft_weight > 0 ? term.soft_weight * state.divergence : 0.0;
+    const double hard = term.hard_weight > 0 ? term.hard_weight * state.loss.hard : 0.0;
+    const double z_loss = term.hard_weight > 0 ? term.hard_weight * state.loss.z_loss : 0.0;
+    const double loss = soft + hard + z_loss;
+    if (out.token_loss != nullptr) out.token_loss[row.term_row] = static_cast<float>(loss);
+    if (out.lse != nullptr) out.lse[row.term_row] = static_cast<float>(state.loss.lse);
+    if (out.target_log_probability != nullptr) {
+      out.target_log_probability[row.term_row] = static_cast<float>(state.loss.target_log_probability);
+    }
+    if (out.entropy != nullptr) out.entropy[row.term_row] = static_cast<float>(state.loss.entropy);
+    if (out.argmax != nullptr) out.argmax[row.term_row] = static_cast<int32_t>(merged_stats_[index].best_column);
+    if (row.token_weight == 0) continue;  // only its outputs were asked for
+    term.sums.soft_loss_sum += row.token_weight * soft;
+    term.sums.hard_loss_sum += row.token_weight * hard;
+    term.sums.z_loss_sum += row.token_weight * z_loss;
+    term.sums.loss_sum += row.token_weight * loss;
+    const double largest =
+        term.hard_weight * std::max(std::abs(state.loss.probability_factor), std::abs(state.loss.target_gradient));
+    const double gradient_bound = std::abs(state.scale) * (largest + term.soft_weight);
+    const bool finite = std::isfinite(loss) && gradient_bound <= static_cast<double>(limit) && non_finite_hidden_[index] == 0;
+    if (!finite) term.non_finite[static_cast<size_t>(row.term_row)] = 1;
+  }
+}
+
+GradientTarget ShardRun::TargetOf(const Work& work) const {
+  const HeadShard& shard = work.shard;
+  const size_t index = static_cast<size_t>(rank());
+  if (work.term.grad_weight == GradWeightMode::kAccumulate) {
+    return {shard.grad_weight.As<float>(), shard.grad_bias.As<float>(), 1, false};
+  }
+  if (work.term.grad_weight == GradWeightMode::kStage && !work.term.staged->keeps_rows) {
+    const StagedHead& staged = *work.term.staged;
+    float* slot = shard.staging[static_cast<size_t>(staged.slot)].As<float>();
+    float* bias = shard.has_bias ? slot + shard.rows.size() * shard.hidden_size : nullptr;
+    return {slot, bias, 1, staged.has_product[index] == 0};
+  }
+  return {nullptr, nullptr, 0, false};
+}
+
+void ShardRun::BeginGradWeight(Work* work) {
+  if (work->term.staged == nullptr) return;
+  StagedHead& staged = *work->term.staged;
+  const size_t index = static_cast<size_t>(rank());
+  if (staged.keeps_rows) {
+    staged.kept[index].push_back({work->gradient, work->hidden, work->row_count});
+    staged.used_elements[index] += work->row_count * (work->shard.hidden_size + work->stride);
+  } else {
+    staged.has_product[index] = 1;
+  }
+}
+
+// Threads split grad_hidden by columns, and by rows where columns are few: each element has one writer and one order of adding.
+void ShardRun::AddGradHidden(Work* work) {
+  if (grad_hidden_ == nullptr) return;
+  const HeadShard& shard = work->shard;
+  const int64_t columns = shard.hidden_size;
+  const int64_t rows = work->row_count;
+  const int64_t threads = context_.pool.thread_count();
+  const int64_t column_parts = std::clamp<int64_t>(columns / 128, 1, threads);
+  const int64_t row_parts = std::clamp<int64_t>(rows / 16, 1, threads / column_parts);
+  const bool contiguous = work->rows[rows - 1].chunk_row - work->rows[0].chunk_row == rows - 1;
+  float* target =
+      contiguous ? grad_hidden_ + work->rows[0].chunk_row * columns : shard.Workspace<float>(shard.layout.grad_hidden_term);
+  context_.pool.Run(static_cast<int32_t>(column_parts * row_parts), [&](int32_t part) {
+    const RowRange column_range = SplitEvenly({0, columns}, part % column_parts, column_parts, kColumnGrain);
+    const RowRange row_range = SplitEvenly({0, rows}, part / column_parts, row_parts, 1);
+    if (!contiguous) {
+      for (int64_t i = row_range.start; i < row_range.end; ++i) {
+        std::memset(target + i * columns + column_range.start, 0, static_cast<size_t>(column_range.size()) * sizeof(float));
+      }
+    }
+    float* out = target + row_range.start * columns + column_range.start;
+    const float* gradient = work->gradient + row_range.start * work->stride;
+    if (shard.data_type == DataType::kFloat32) {
+      Multiply(row_range.size(), column_range.size(), shard.valid_rows, {gradient, work->stride},
+               {shard.weight.As<float>() + column_range.start, columns}, 1, {out, columns});
+    } else {
+      float* panel = shard.Workspace<float>(shard.layout.panels + part * work->head_plan.panel_bytes);
+      for (int64_t start = 0; start < shard.valid_rows; start += work->head_plan.panel_rows) {
+        const int64_t count = std::min(work->head_plan.panel_rows, shard.valid_rows - start);
+        for (int64_t v = 0; v < count; ++v) {
+          ToFloat(shard.weight.As<uint16_t>() + (start + v) * columns + column_range.start, shard.data_type, column_range.size(),
+                  panel + v * column_range.size());
+        }
+        Multiply(row_range.size(), column_range.size(), count, {gradient + start, work->stride}, {panel, column_range.size()}, 1,
+                 {out, columns});
+      }
+    }
+    if (!contiguous) {
+      for (int64_t i = row_range.start; i < row_range.end; ++i) {
+        GetRowKernels().add_scaled(target + i * columns + column_range.start, column_range.size(), 1,
+                                   grad_hidden_ + work->rows[i].chunk_row * columns + column_range.start);
+      }
+    }
+  });
+}
+
+absl::Status ShardRun::WriteGradHidden(const Chunk& chunk) {
+  const MutableRowsView& out = plan_.micro_batch->grad_hidden;
+  const int64_t rows = static_cast<int64_t>(chunk.batch_rows.size());
+  const int64_t columns = out.column_count;
+  absl::Status status = context_.communicator.AllReduceSum(grad_hidden_, rows * columns);
+  if (!status.ok() || rank() != 0) return status;
+  non_finite_grad_hidden_.assign(static_cast<size_t>(rows), 0);
+  const float scale = static_cast<float>(plan_.micro_batch->grad_hidden_scale);
+  // What rounds to infinity in the output's type.
+  const float limit = out.data_type == DataType::kFloat16 ? 65520.0f : std::numeric_limits<float>::infinity();
+  context_.pool.Run(context_.pool.thread_count(), [&](int32_t part) {
+    const RowRange range = SplitEvenly({0, rows}, part, context_.pool.thread_count(), 1);
+    for (int64_t i = range.start; i < range.end; ++i) {
+      float* row = grad_hidden_ + i * columns;
+      GetRowKernels().scale(row, columns, scale, row);
+      bool finite = GetRowKernels().count_non_finite(row, columns) == 0;
+      if (out.data_type == DataType::kFloat16) {
+        for (int64_t h = 0; h < columns; ++h) finite = finite && std::abs(row[h]) < limit;
+      }
+      non_finite_grad_hidden_[static_cast<size_t>(i)] = finite ? 0 : 1;
+      void* to = ElementAt(out.data, out.data_type, chunk.batch_rows[static_cast<size_t>(i)] * columns);
+      FromFloat(row, columns, out.data_type, to);
+    }
+  });
+  for (const TermChunk& part : chunk.terms) {
+    for (const ChunkRow& row : part.rows) {
+      if (non_finite_grad_hidden_[static_cast<size_t>(row.chunk_row)]) {
+        plan_.terms[part.term].non_finite[static_cast<size_t>(row.term_row)] = 1;
+      }
+    }
+  }
+  return status;
+}
+
+}  // namespace headwater::cpu

@@ -1,0 +1,138 @@
+// One shard's part of a micro-batch: the program that every executor runs, in step with the others.
+//
+// A chunk of n rows on one thread's columns of one shard, narrow form (cross_entropy_chunk.cc):
+//   logits [n, panel] = x . W_panel^T, row statistics while the panel is in the cache; statistics merged over threads and shards;
+//   gradient over the logits, panel by panel, and with it grad_weight_panel += gradient^T . x while it is in the cache;
+//   then grad_hidden = gradient . W, split over threads by columns of hidden, and summed over shards.
+// The wide form (wide_chunk.cc) does the same with fp64 logits, for JSD and where fp32 logits are not exact enough.
+//
+// Traffic, narrow, fp32: each chunk reads W twice and reads and writes grad_weight once: 4 * V * H * 4 bytes; the logits stay in
+// the shared cache or pass through it four times.
+#ifndef HEADWATER_KERNELS_CPU_SHARD_RUN_H_
+#define HEADWATER_KERNELS_CPU_SHARD_RUN_H_
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "kernels/cpu/blas.h"
+#include "kernels/cpu/micro_batch_plan.h"
+#include "kernels/cpu/shard_executor.h"
+
+namespace headwater::cpu {
+
+// Where a shard's grad_weight products go.
+struct GradientTarget {
+  float* grad_weight;  // [rows, hidden_size]
+  float* grad_bias;    // [rows], or null
+  float alpha;         // factor of what is added
+  bool overwrite;      // the target holds nothing yet
+};
+
+// Columns [0, valid_rows) of a shard in parts, one for each thread.
+class ShardParts {
+ public:
+  ShardParts(const HeadShard& shard, const ThreadPool& pool);
+  int32_t count() const { return count_; }
+  RowRange part(int32_t index) const;
+  // Calls visit(first column, column count) for the panels of a part, in order.
+  template <typename Visit>
+  void ForEachPanel(int32_t index, int64_t panel_rows, const Visit& visit) const {
+    const RowRange range = part(index);
+    for (int64_t start = range.start; start < range.end; start += panel_rows) {
+      visit(start, range.end - start < panel_rows ? range.end - start : panel_rows);
+    }
+  }
+
+ private:
+  RowRange columns_;
+  int32_t count_;
+};
+
+// Adds gradient^T . hidden to columns [start, start + count) of a target; the only place that does, so that a contribution that is
+// committed later has the bits of a direct one.
+void AddGradWeightPanel(const HeadShard& shard, const KeptRows& rows, int64_t start, int64_t count, const GradientTarget& target);
+
+class ShardRun {
+ public:
+  ShardRun(const ShardContext& context, MicroBatchPlan* plan) : context_(context), plan_(*plan) {}
+  absl::Status Run();
+
+ private:
+  // What a term's rows work with.
+  struct Work {
+    TermPlan& term;
+    const ChunkRow* rows;
+    int64_t row_count;
+    bool backward;
+    const HeadShard& shard;
+    const HeadPlan& head_plan;
+    ShardParts parts;
+    float* hidden;    // [row_count, hidden_size] fp32
+    float* gradient;  // [row_count, shard rows] fp32; narrow: first the logits
+    int64_t stride;   // shard rows
+  };
+  // Coefficients of a row after its statistics are known.
+  struct RowState {
+    RowLoss loss;
+    double scale = 0;            // loss_scale * token weight * logit_scale
+    double target_argument = 0;  // the target's argument of the softcap, on the shard that owns it
+    bool owns_target = false;
+    double student_lse = 0;  // JSD, with temperature, over the common columns
+    double teacher_lse = 0;
+    double divergence = 0;
+    double divergence_mean = 0;
+  };
+
+  int32_t rank() const { return context_.rank; }
+  Work MakeWork(TermChunk& chunk, int64_t start, int64_t count, bool backward);
+  // Memory for a gradient of the logits and for hidden rows: the slot of a contribution that keeps them, else the workspace.
+  void PlaceBuffers(Work* work, int64_t gradient_offset);
+  void GatherHidden(Work* work);
+
+  absl::Status RunChunk(const Chunk& chunk);
+  // Narrow form. *needs_wide is set, and nothing written, if its logits are not exact enough.
+  absl::Status RunNarrow(Work* work, bool* needs_wide);
+  absl::Status RunWide(TermChunk& chunk, bool backward);
+  absl::Status RunWideRows(Work* work);
+
+  // narrow
+  void ComputeNarrowLogits(Work* work);
+  void ComputeTargetLogits(Work* work);
+  void ComputeNarrowGradient(Work* work);
+  // wide
+  void ComputeWideLogits(const HeadShard& shard, const ShardParts& parts, const HeadPlan& plan, const LogitTransform& transform,
+                         const double* hidden, int64_t row_count, double* logits);
+  absl::Status ComputeTeacherLogits(Work* work, const double** logits, int64_t* stride);
+  void ComputeWideStats(Work* work, const double* student, const double* teacher, int64_t teacher_stride, int64_t common);
+  absl::Status ComputeDivergence(Work* work, const double* student, const double* teacher, int64_t teacher_stride, int64_t common);
+  void ComputeWideGradient(Work* work, const double* student, const double* teacher, int64_t teacher_stride, int64_t common);
+  DivergenceOptions MakeDivergenceOptions(const TermPlan& term, const RowState& state) const;
+
+  // both
+  absl::Status MergeRowStats(const Work& work);
+  absl::Status MergePieceStats(const Work& work, std::vector<PieceStats>* by_part, std::vector<PieceStats>* merged);
+  void FinishRows(Work* work);
+  void RecordRows(Work* work);
+  GradientTarget TargetOf(const Work& work) const;
+  void BeginGradWeight(Work* work);
+  void AddGradHidden(Work* work);
+  absl::Status WriteGradHidden(const Chunk& chunk);
+
+  const ShardContext context_;
+  MicroBatchPlan& plan_;
+  float* grad_hidden_ = nullptr;  // [chunk rows, hidden_size], in the first term's workspace
+
+  // By row of the work in progress.
+  std::vector<RowState> states_;
+  std::vector<RowStats> part_stats_;    // [parts][rows]
+  std::vector<RowStats> merged_stats_;  // [rows]
+  std::vector<RowStats> gathered_stats_;
+  std::vector<PieceStats> student_parts_, teacher_parts_, student_stats_, teacher_stats_;
+  std::vector<uint8_t> non_finite_hidden_;
+  std::vector<uint8_t> non_finite_grad_hidden_;
+};
+
+}  // namespace headwater::cpu
+
+#endif  // HEADWATER_KERNELS_CPU_SHARD_RUN_H_

@@ -1,0 +1,289 @@
+// The wide form: fp64 logits of a chunk, for JSD and for logits that fp32 products do not resolve.
+//
+// JSD. With p, q the teacher's and the student's probabilities over the common columns, d = log p - log q and
+// m = beta p + (1 - beta) q: r = log(q / m), D = sum q r, and d(JSD)/d(student logit / temperature) = (1 - beta) q (r - D);
+// beta = 0: q - p = -q expm1(d); beta = 1: q (-d - KL). All in log space and fp64, so that a nearly distilled student and rows
+// where both probabilities underflow fp32 keep their digits. A hard loss shares the student's logits.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "kernels/cpu/convert.h"
+#include "kernels/cpu/shard_run.h"
+
+namespace headwater::cpu {
+
+absl::Status ShardRun::RunWide(TermChunk& chunk, bool backward) {
+  const TermPlan& term = plan_.terms[chunk.term];
+  int64_t max_rows = term.head->cpu_plan().wide_rows;
+  if (term.teacher != nullptr) max_rows = std::min(max_rows, term.teacher->cpu_plan().wide_rows);
+  const int64_t rows = static_cast<int64_t>(chunk.rows.size());
+  const int64_t pieces = (rows + max_rows - 1) / max_rows;
+  const int64_t rows_per_piece = (rows + pieces - 1) / pieces;
+  for (int64_t start = 0; start < rows; start += rows_per_piece) {
+    Work work = MakeWork(chunk, start, std::min(rows_per_piece, rows - start), backward);
+    absl::Status status = RunWideRows(&work);
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ShardRun::RunWideRows(Work* work) {
+  const HeadShard& shard = work->shard;
+  const TermPlan& term = work->term;
+  PlaceBuffers(work, shard.layout.wide_gradient);
+  GatherHidden(work);
+  double* hidden = shard.Workspace<double>(shard.layout.wide_hidden);
+  GetRowKernels().float_to_double(work->hidden, work->row_count * shard.hidden_size, hidden);
+  double* student = shard.Workspace<double>(shard.layout.student_logits);
+  ComputeWideLogits(shard, work->parts, work->head_plan, term.head->spec().transform, hidden, work->row_count, student);
+  const double* teacher = nullptr;
+  int64_t teacher_stride = 0;
+  int64_t common = 0;  // columns of this shard that both vocabularies have
+  absl::Status status;
+  if (term.jsd != nullptr) {
+    const int64_t teacher_valid = term.teacher->spec().transform.valid_vocab_size;
+    common = std::clamp<int64_t>(teacher_valid - shard.rows.start, 0, shard.valid_rows);
+    status = ComputeTeacherLogits(work, &teacher, &teacher_stride);
+    if (!status.ok()) return status;
+  }
+  ComputeWideStats(work, student, teacher, teacher_stride, common);
+  if (term.wants_cross_entropy) status = MergeRowStats(*work);
+  if (!status.ok()) return status;
+  FinishRows(work);
+  if (term.jsd != nullptr) status = ComputeDivergence(work, student, teacher, teacher_stride, common);
+  if (!status.ok()) return status;
+  RecordRows(work);
+  if (!work->backward) return absl::OkStatus();
+  ComputeWideGradient(work, student, teacher, teacher_stride, common);
+  AddGradHidden(work);
+  return absl::OkStatus();
+}
+
+void ShardRun::ComputeWideLogits(const HeadShard& shard, const ShardParts& parts, const HeadPlan& plan,
+                                 const LogitTransform& transform, const double* hidden, int64_t row_count, double* logits) {
+  context_.pool.Run(parts.count(), [&](int32_t part) {
+    double* panel = shard.Workspace<double>(shard.layout.panels + part * plan.panel_bytes);
+    float bias_panel[512];
+    parts.ForEachPanel(part, plan.wide_panel_rows, [&](int64_t start, int64_t count) {
+      const int64_t stride = shard.rows.size();
+      ToDouble(ElementAt(shard.weight.As<char>(), shard.data_type, start * shard.hidden_size), shard.data_type,
+               count * shard.hidden_size, panel);
+      MultiplyTransposed(row_count, count, shard.hidden_size, {hidden, shard.hidden_size}, {panel, shard.hidden_size},
+                         {logits + start, stride});
+      if (shard.has_bias) ToFloat(ElementAt(shard.bias.As<char>(), shard.data_type, start), shard.data_type, count, bias_panel);
+      for (int64_t i = 0; i < row_count; ++i) {
+        GetRowKernels().affine_double(logits + i * stride + start, shard.has_bias ? bias_panel : nullptr, transform.logit_scale,
+                                      count);
+      }
+    });
+  });
+}
+
+absl::Status ShardRun::ComputeTeacherLogits(Work* work, const double** logits, int64_t* stride) {
+  const TermPlan& term = work->term;
+  const HeadShard& shard = term.teacher->shard(rank());
+  const RowsView& rows = term.term->teacher_hidden;
+  double* hidden = shard.Workspace<double>(shard.layout.teacher_hidden);
+  for (int64_t i = 0; i < work->row_count; ++i) {
+    ToDouble(ElementAt(rows.data, rows.data_type, work->rows[i].term_row * rows.column_count), rows.data_type, rows.column_count,
+             hidden + i * rows.column_count);
+  }
+  const HeadPlan& plan = term.teacher->cpu_plan();
+  const ShardParts parts(shard, context_.pool);
+  double* own = shard.Workspace<double>(shard.layout.teacher_logits);
+  ComputeWideLogits(shard, parts, plan, term.teacher->spec().transform, hidden, work->row_count, own);
+  *logits = own;
+  *stride = shard.rows.size();
+
+  const int64_t common = std::min(term.teacher->spec().transform.valid_vocab_size, term.head->spec().transform.valid_vocab_size);
+  const std::vector<RowRange>& student_shards = term.head->cpu_plan().shards;
+  bool aligned = true;
+  for (size_t i = 0; i < student_shards.size(); ++i) {
+    const RowRange a = student_shards[i];
+    const RowRange b = plan.shards[i];
+    aligned =
+        aligned && std::min(a.start, common) == std::min(b.start, common) && std::min(a.end, common) == std::min(b.end, common);
+  }
+  if (aligned) return absl::OkStatus();
+
+  // The two heads are cut at different columns: row by row, every shard brings its columns and takes those of the student's.
+  double* exchange = work->shard.Workspace<double>(work->shard.layout.exchange);
+  double* received = work->shard.Workspace<double>(work->shard.layout.teacher_logits);
+  const RowRange mine = {std::min(shard.rows.start, common), std::min(shard.rows.end, common)};
+  const RowRange wanted = {std::min(work->shard.rows.start, common), std::min(work->shard.rows.end, common)};
+  for (int64_t i = 0; i < work->row_count; ++i) {
+    std::fill_n(exchange, common, 0.0);
+    std::copy_n(own + i * shard.rows.size(), mine.size(), exchange + mine.start);
+    absl::Status status = context_.communicator.AllReduceSum(exchange, common);
+    if (!status.ok()) return status;
+    std::copy_n(exchange + wanted.start, wanted.size(), received + i * work->stride);
+  }
+  *logits = received;
+  *stride = work->stride;
+  return absl::OkStatus();
+}
+
+void ShardRun::ComputeWideStats(Work* work, const double* student, const double* teacher, int64_t teacher_stride, int64_t common) {
+  const HeadShard& shard = work->shard;
+  const TermPlan& term = work->term;
+  const double student_cap = term.head->spec().transform.softcap.value_or(0);
+  const int64_t rows = work->row_count;
+  const size_t entries = static_cast<size_t>(rows * work->parts.count());
+  const PieceStats nothing = RowStats().others;
+  part_stats_.assign(entries, RowStats());
+  student_parts_.assign(entries, nothing);
+  teacher_parts_.assign(entries, nothing);
+  context_.pool.Run(work->parts.count(), [&](int32_t part) {
+    const RowKernels& kernels = GetRowKernels();
+    const RowRange range = work->parts.part(part);
+    const int64_t global_start = shard.rows.start + range.start;
+    StatsOptions options;
+    options.cap = student_cap;
+    options.want_weighted = term.wants_weighted;
+    options.want_linear = term.cross_entropy.label_smoothing > 0;
+    const float* class_weights = term.cross_entropy.class_weights;
+    for (int64_t i = 0; i < rows; ++i) {
+      const size_t entry = static_cast<size_t>(part * rows + i);
+      const double* a = student + i * work->stride + range.start;
+      if (term.wants_cross_entropy) {
+        RowStats& stats = part_stats_[entry];
+        const int64_t target = work->rows[i].target - global_start;
+        const bool inside = work->rows[i].target >= 0 && target >= 0 && target < range.size();
+        const RowRange pieces[2] = {{0, inside ? target : range.size()}, {inside ? target + 1 : range.size(), range.size()}};
+        for (const RowRange& piece : pieces) {
+          if (piece.size() == 0) continue;
+          if (class_weights != nullptr) options.class_weights = class_weights + global_start + piece.start;
+          MergeStats(kernels.stats_double(a + piece.start, piece.size(), options), &stats.others);
+        }
+        stats.best = stats.others.max;
+        if (inside) {
+          RowState& state = states_[static_cast<size_t>(i)];
+          state.owns_target = true;
+          state.target_argument = a[target];
+          stats.target_logit = student_cap > 0 ? student_cap * std::tanh(a[target] / student_cap) : a[target];
+          stats.best = std::max(stats.best, stats.target_logit);
+        }
+        if (term.wants_argmax) {
+          stats.best_column =
+              static_cast<double>(global_start + kernels.first_at_least_double(a, range.size(), student_cap, stats.best));
+        }
+      }
+      if (term.jsd == nullptr) continue;
+      const int64_t count = std::min(range.end, common) - range.start;
+      if (count <= 0) continue;
+      StatsOptions soft;
+      soft.cap = student_cap;
+      soft.inverse_temperature = 1 / term.jsd->student_temperature;
+      student_parts_[entry] = kernels.stats_double(a, count, soft);
+      soft.cap = term.teacher->spec().transform.softcap.value_or(0);
+      soft.inverse_temperature = 1 / term.jsd->teacher_temperature;
+      teacher_parts_[entry] = kernels.stats_double(teacher + i * teacher_stride + range.start, count, soft);
+    }
+  });
+}
+
+DivergenceOptions ShardRun::MakeDivergenceOptions(const TermPlan& term, const RowState& state) const {
+  DivergenceOptions options;
+  options.beta = term.jsd->beta;
+  options.student_cap = term.head->spec().transform.softcap.value_or(0);
+  options.teacher_cap = term.teacher->spec().transform.softcap.value_or(0);
+  options.student_inverse_temperature = 1 / term.jsd->student_temperature;
+  options.teacher_inverse_temperature = 1 / term.jsd->teacher_temperature;
+  options.student_lse = state.student_lse;
+  options.teacher_lse = state.teacher_lse;
+  return options;
+}
+
+absl::Status ShardRun::MergePieceStats(const Work& work, std::vector<PieceStats>* by_part, std::vector<PieceStats>* merged) {
+  static_assert(sizeof(PieceStats) == 4 * sizeof(double), "PieceStats travels between shards as doubles");
+  const size_t rows = static_cast<size_t>(work.row_count);
+  const PieceStats nothing = RowStats().others;
+  merged->assign(rows, nothing);
+  for (size_t entry = 0; entry < by_part->size(); ++entry) MergeStats((*by_part)[entry], &(*merged)[entry % rows]);
+  const int32_t world_size = context_.communicator.world_size();
+  if (world_size == 1) return absl::OkStatus();
+  by_part->assign(rows * static_cast<size_t>(world_size), nothing);
+  absl::Status status = context_.communicator.AllGather(reinterpret_cast<const double*>(merged->data()), 4 * work.row_count,
+                                                        reinterpret_cast<double*>(by_part->data()));
+  merged->assign(rows, nothing);
+  for (size_t entry = 0; entry < by_part->size(); ++entry) MergeStats((*by_part)[entry], &(*merged)[entry % rows]);
+  return status;
+}
+
+absl::Status ShardRun::ComputeDivergence(Work* work, const double* student, const double* teacher, int64_t teacher_stride,
+                                         int64_t common) {
+  const size_t rows = static_cast<size_t>(work->row_count);
+  absl::Status status = MergePieceStats(*work, &student_parts_, &student_stats_);
+  if (status.ok()) status = MergePieceStats(*work, &teacher_parts_, &teacher_stats_);
+  if (!status.ok()) return status;
+  for (size_t i = 0; i < rows; ++i) {
+    states_[i].student_lse = LogSumExp(student_stats_[i]);
+    states_[i].teacher_lse = LogSumExp(teacher_stats_[i]);
+  }
+  // [parts][rows] pairs (divergence, mean), summed over parts in order.
+  std::vector<double> partial(2 * rows * static_cast<size_t>(work->parts.count()), 0.0);
+  context_.pool.Run(work->parts.count(), [&](int32_t part) {
+    const RowRange range = work->parts.part(part);
+    const int64_t count = std::min(range.end, common) - range.start;
+    if (count <= 0) return;
+    for (size_t i = 0; i < rows; ++i) {
+      double* sums = &partial[2 * (static_cast<size_t>(part) * rows + i)];
+      const int64_t row = static_cast<int64_t>(i);
+      GetRowKernels().divergence_sums(student + row * work->stride + range.start, teacher + row * teacher_stride + range.start,
+                                      count, MakeDivergenceOptions(work->term, states_[i]), &sums[0], &sums[1]);
+    }
+  });
+  std::vector<double> sums(2 * rows, 0.0);
+  for (size_t entry = 0; entry < partial.size(); ++entry) sums[entry % (2 * rows)] += partial[entry];
+  status = context_.communicator.AllReduceSum(sums.data(), static_cast<int64_t>(sums.size()));
+  for (size_t i = 0; i < rows; ++i) {
+    states_[i].divergence = sums[2 * i];
+    states_[i].divergence_mean = sums[2 * i + 1];
+  }
+  return status;
+}
+
+void ShardRun::ComputeWideGradient(Work* work, const double* student, const double* teacher, int64_t teacher_stride,
+                                   int64_t common) {
+  const HeadShard& shard = work->shard;
+  const TermPlan& term = work->term;
+  const double cap = term.head->spec().transform.softcap.value_or(0);
+  const double smooth_mass = term.cross_entropy.SmoothMass();
+  const GradientTarget target = TargetOf(*work);
+  BeginGradWeight(work);
+  context_.pool.Run(work->parts.count(), [&](int32_t part) {
+    const RowKernels& kernels = GetRowKernels();
+    work->parts.ForEachPanel(part, work->head_plan.panel_rows, [&](int64_t start, int64_t count) {
+      const int64_t global_start = shard.rows.start + start;
+      const float* class_weights = term.cross_entropy.class_weights;
+      for (int64_t i = 0; i < work->row_count; ++i) {
+        const RowState& state = states_[static_cast<size_t>(i)];
+        float* row = work->gradient + i * work->stride + start;
+        const double* a = student + i * work->stride + start;
+        if (term.hard_weight > 0) {
+          const double scale = state.scale * term.hard_weight;
+          const GradientCoefficients coefficients = {state.loss.max, scale * state.loss.probability_factor, scale * smooth_mass};
+          kernels.gradient_double(a, count, cap, coefficients, class_weights == nullptr ? nullptr : class_weights + global_start,
+                                  row);
+          const int64_t column = work->rows[i].target - global_start;
+          if (column >= 0 && column < count) {
+            row[column] = static_cast<float>(scale * state.loss.target_gradient * SoftcapDerivative(state.target_argument, cap));
+          }
+        } else {
+          std::memset(row, 0, static_cast<size_t>(count) * sizeof(float));
+        }
+        const int64_t soft_count = std::min(start + count, common) - start;
+        if (term.soft_weight > 0 && soft_count > 0) {
+          kernels.divergence_gradient(a, teacher + i * teacher_stride + start, soft_count, MakeDivergenceOptions(term, state),
+                                      state.divergence_mean, state.scale * term.soft_weight / term.jsd->student_temperature, row);
+        }
+      }
+      if (target.grad_weight != nullptr) {
+        AddGradWeightPanel(shard, {work->gradient, work->hidden, work->row_count}, start, count, target);
+      }
+    });
+  });
+}
+
+}  // namespace headwater::cpu
