@@ -29,7 +29,7 @@ using observability::LogLevel;
 
 constexpr const char* kServiceNames[] = {"headwater.v1.LossService", "headwater.v1.HeadService", "headwater.v1.SessionService"};
 
-// Linking the reflection library registers its plugin for every server; this takes it out again unless it was asked for.
+// The reflection library registers its plugin for every server; this takes it out again unless it was asked for.
 class ReflectionOption final : public grpc::ServerBuilderOption {
  public:
   explicit ReflectionOption(bool enabled) : enabled_(enabled) {}
@@ -84,6 +84,8 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   state->session_service = std::make_unique<SessionServiceImpl>(*state->core);
 
   grpc::EnableDefaultHealthCheckService(true);
+  // The reference keeps the linker from dropping the library; the option takes the plugin out again.
+  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
   builder.SetOption(std::make_unique<ReflectionOption>(options.reflection));
   builder.SetMaxReceiveMessageSize(static_cast<int>(options.limits.max_message_bytes));
