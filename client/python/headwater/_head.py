@@ -384,7 +384,8 @@ class Head:
         Raises:
             MicroBatchConflictError: it was committed, and stays.
         """
-        return self._backend.discard(self._key(step), check_integer(micro_batch, "micro_batch"), self._timeout(timeout_s))
+        micro_batch = check_integer(micro_batch, "micro_batch")
+        return self._backend.discard(self._key(step), micro_batch, self._timeout(timeout_s))
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -401,8 +402,9 @@ class Head:
         Raises:
             FailedPreconditionError: `MICRO_BATCH_MISSING`, `MICRO_BATCH_UNCOMMITTED` or `MICRO_BATCH_UNEXPECTED`; nothing changed.
         """
+        expected = _check_expected(expected_micro_batches)
         self._abandoned.settle()
-        return self._backend.seal(self._key(step), _check_expected(expected_micro_batches), self._timeout(timeout_s))
+        return self._backend.seal(self._key(step), expected, self._timeout(timeout_s))
 
     def apply_optimizer_step(
         self,

@@ -1,0 +1,182 @@
+"""Backends that the tests run on: headwaterd with 1 and 3 vocabulary shards behind a Unix socket, and the engine in this process.
+
+HEADWATERD names the server; without it, bin/headwaterd of the build that HEADWATER_BUILD_DIR names.
+"""
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import headwater
+import headwater.local
+
+START_TIMEOUT_S = 60
+BACKENDS = ("remote-1", "remote-3", "local-1", "local-3")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA GPU")
+
+
+def server_binary() -> str:
+    """Path of headwaterd; fails where there is none, because a suite without a server proves nothing."""
+    path = os.environ.get("HEADWATERD")
+    if not path and "HEADWATER_BUILD_DIR" in os.environ:
+        path = os.path.join(os.environ["HEADWATER_BUILD_DIR"], "bin", "headwaterd")
+    if not path or not os.access(path, os.X_OK):
+        pytest.fail(f"set HEADWATERD to headwaterd, or HEADWATER_BUILD_DIR to a build with bin/headwaterd (have {path!r})", pytrace=False)
+    return path
+
+
+class Server:
+    """A headwaterd of our own, in a temporary directory."""
+
+    def __init__(self, directory: Path, *flags: str):
+        self.directory = directory
+        self.address = f"unix:{directory}/hw.sock"
+        self.checkpoints = directory / "checkpoints"
+        self.load_root = directory / "load"
+        self.load_root.mkdir()
+        ready = directory / "ready"
+        self.log = (directory / "log").open("w+b")
+        self.process = subprocess.Popen(
+            [
+                server_binary(),
+                f"--listen_addresses={self.address}",
+                f"--port_file={ready}",
+                "--metrics_address=",
+                f"--checkpoint_directory={self.checkpoints}",
+                f"--load_root={self.load_root}",
+                "--log_level=warning",
+                *flags,
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=self.log,
+        )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not ready.exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.stop()
+                pytest.fail(f"headwaterd did not get ready: {self.log_text()}", pytrace=False)
+            time.sleep(0.02)
+
+    def log_text(self) -> str:
+        """What it has logged."""
+        self.log.flush()
+        return (self.directory / "log").read_text(errors="replace")
+
+    def kill(self) -> None:
+        """Ends it without warning."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        """Ends it in an orderly way; by force if that takes too long."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(START_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self.log.close()
+
+
+@contextlib.contextmanager
+def running_server(*flags: str):
+    """A server for a `with` statement. Its socket's path must be short, so it does not live under pytest's directories."""
+    with tempfile.TemporaryDirectory(prefix="hw-") as directory:
+        server = Server(Path(directory), *flags)
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+class Backend:
+    """A client, and where its checkpoints and loadable files lie."""
+
+    def __init__(self, kind: str, client: headwater.Client, load_root: Path, checkpoints: Path, address: str | None):
+        self.kind = kind
+        self.client = client
+        self.load_root = load_root
+        self.checkpoints = checkpoints
+        self.address = address
+
+    @property
+    def remote(self) -> bool:
+        return self.address is not None
+
+
+@pytest.fixture(scope="session")
+def backends():
+    """Backends by kind, each started when it is first asked for."""
+    with contextlib.ExitStack() as stack:
+        made: dict[str, Backend] = {}
+
+        def get(kind: str) -> Backend:
+            if kind not in made:
+                place, shards = kind.split("-")
+                if place == "remote":
+                    server = stack.enter_context(running_server(f"--shards={shards}"))
+                    client = stack.enter_context(headwater.connect(server.address))
+                    made[kind] = Backend(kind, client, server.load_root, server.checkpoints, server.address)
+                else:
+                    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hw-")))
+                    (directory / "load").mkdir()
+                    client = headwater.local.connect(
+                        shards=int(shards), checkpoint_dir=directory / "checkpoints", load_root=directory / "load"
+                    )
+                    stack.enter_context(client)
+                    made[kind] = Backend(kind, client, directory / "load", directory / "checkpoints", None)
+            return made[kind]
+
+        yield get
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, backends):
+    return backends(request.param)
+
+
+@pytest.fixture(params=("remote-1", "local-1"))
+def one_shard(request, backends):
+    """For tests in which the number of shards plays no part."""
+    return backends(request.param)
+
+
+@pytest.fixture
+def remote(backends):
+    return backends("remote-1")
+
+
+_names = itertools.count()
+
+
+@pytest.fixture
+def make_head():
+    """Creates heads with names of their own, and deletes them afterwards."""
+    made = []
+
+    def make(client, weight, bias=None, **options):
+        head = client.create_head(f"test-{next(_names)}", weight, bias, **options)
+        made.append(head)
+        return head
+
+    yield make
+    for head in made:
+        with contextlib.suppress(headwater.NotFoundError, headwater.UnavailableError):
+            head._client.head(head.name).delete(force=True)
+
+
+@pytest.fixture
+def rng(request):
+    """A generator whose seed is the test's name, so that no test depends on which others ran."""
+    return np.random.default_rng(list(request.node.name.encode()))

@@ -1,0 +1,205 @@
+"""Arguments that are wrong are found before anything is sent, with a message that says what was expected and what came."""
+
+import numpy as np
+import pytest
+from expectations import refused
+from test_steps import HIDDEN_SIZE, NUM_TOKENS, VOCAB_SIZE
+
+import headwater
+
+
+@pytest.fixture
+def rows(rng):
+    return rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32), rng.integers(0, VOCAB_SIZE, NUM_TOKENS)
+
+
+@pytest.fixture
+def head(backends, make_head, rng):
+    return make_head(backends("local-1").client, rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32), valid_vocab_size=30)
+
+
+@pytest.fixture
+def teacher(backends, make_head, rng):
+    weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+    return make_head(backends("local-1").client, weight, trainable=False, valid_vocab_size=30)
+
+
+class Unreachable:
+    """A backend that fails the test when anything is sent."""
+
+    def __getattr__(self, name):
+        pytest.fail(f"{name} was called")
+
+
+def rejects(head, reason, call):
+    """The call is refused with the reason, and nothing reaches the backend."""
+    real, head._backend = head._backend, Unreachable()
+    try:
+        with refused(reason, headwater.InvalidArgumentError):
+            call()
+    finally:
+        head._backend = real
+
+
+VECTOR = np.ones(NUM_TOKENS, np.float32)
+BAD_CROSS_ENTROPY = {
+    "float64": ("DATA_TYPE_MISMATCH", {"hidden": np.zeros((NUM_TOKENS, HIDDEN_SIZE))}),
+    "integers": ("DATA_TYPE_MISMATCH", {"hidden": np.zeros((NUM_TOKENS, HIDDEN_SIZE), int)}),
+    "one_dimension": ("SHAPE_MISMATCH", {"hidden": np.zeros(HIDDEN_SIZE, np.float32)}),
+    "other_width": ("SHAPE_MISMATCH", {"hidden": np.zeros((NUM_TOKENS, HIDDEN_SIZE + 1), np.float32)}),
+    "too_few_targets": ("SHAPE_MISMATCH", {"targets": [1, 2, 3]}),
+    "float_targets": ("DATA_TYPE_MISMATCH", {"targets": VECTOR}),
+    "target_of_the_padding": ("TARGET_OUT_OF_VOCAB", {"targets": [30] * NUM_TOKENS}),
+    "negative_target": ("TARGET_OUT_OF_VOCAB", {"targets": [-1] * NUM_TOKENS}),
+    "huge_target": ("INVALID_FIELD", {"targets": [2**40] * NUM_TOKENS}),
+    "no_micro_batch": ("MISSING_FIELD", {"micro_batch": None}),
+    "negative_micro_batch": ("INVALID_FIELD", {"micro_batch": -1}),
+    "fractional_micro_batch": ("INVALID_FIELD", {"micro_batch": 0.5}),
+    "negative_step": ("INVALID_FIELD", {"step": -1}),
+    "infinite_scale": ("INVALID_FIELD", {"loss_scale": np.inf}),
+    "scale_in_words": ("INVALID_FIELD", {"loss_scale": "1"}),
+    "nan_weights": ("INVALID_FIELD", {"token_weights": VECTOR * np.nan}),
+    "short_weights": ("SHAPE_MISMATCH", {"token_weights": VECTOR[:3]}),
+    "smoothing_of_1": ("INVALID_FIELD", {"label_smoothing": 1.0}),
+    "negative_z_loss": ("INVALID_FIELD", {"z_loss": -1e-3}),
+    "negative_class_weight": ("INVALID_FIELD", {"class_weights": np.full(30, -1.0)}),
+    "class_weights_of_other_size": ("SHAPE_MISMATCH", {"class_weights": np.ones(31)}),
+    "commit": ("INVALID_FIELD", {"commit": "later"}),
+    "outputs": ("INVALID_FIELD", {"outputs": ("logits",)}),
+    "on_mismatch": ("INVALID_FIELD", {"on_mismatch": "last_wins"}),
+    "non_finite": ("INVALID_FIELD", {"non_finite": "ignore"}),
+    "backward_in_words": ("INVALID_FIELD", {"backward": "no"}),
+    "grad_hidden_without_backward": ("INVALID_COMBINATION", {"backward": False, "micro_batch": None, "return_grad_hidden": True}),
+    "micro_batch_without_backward": ("INVALID_COMBINATION", {"backward": False}),
+    "explicit_without_backward": ("INVALID_COMBINATION", {"backward": False, "micro_batch": None, "commit": "explicit"}),
+    "grad_hidden_dtype": ("DATA_TYPE_MISMATCH", {"grad_hidden_dtype": "float64"}),
+    "grad_hidden_scale": ("INVALID_FIELD", {"grad_hidden_scale": np.nan}),
+    "ignore_index": ("INVALID_FIELD", {"ignore_index": 2**31}),
+    "timeout": ("INVALID_FIELD", {"timeout_s": 0}),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CROSS_ENTROPY)
+def test_cross_entropy_rejects(head, rows, case):
+    reason, change = BAD_CROSS_ENTROPY[case]
+    arguments = {"hidden": rows[0], "targets": rows[1] % 30, "micro_batch": 0, **change}
+    rejects(head, reason, lambda: head.cross_entropy(arguments.pop("hidden"), arguments.pop("targets"), **arguments))
+
+
+BAD_JSD = {
+    "beta": ("INVALID_FIELD", {"beta": 1.5}),
+    "student_temperature": ("INVALID_FIELD", {"student_temperature": 0}),
+    "teacher_temperature": ("INVALID_FIELD", {"teacher_temperature": -1}),
+    "hard_loss_weight": ("INVALID_FIELD", {"hard_loss_weight": 2}),
+    "hard_loss_without_targets": ("MISSING_FIELD", {"hard_loss_weight": 0.5, "targets": None}),
+    "smoothing_without_hard_loss": ("INVALID_COMBINATION", {"label_smoothing": 0.1}),
+    "fewer_teacher_rows": ("SHAPE_MISMATCH", {"teacher_hidden": np.zeros((3, HIDDEN_SIZE), np.float32)}),
+    "no_teacher": ("INVALID_FIELD", {"teacher": "teacher"}),
+    "truncate_in_words": ("INVALID_FIELD", {"truncate_to_common": "yes"}),
+}
+
+
+@pytest.mark.parametrize("case", BAD_JSD)
+def test_jsd_rejects(head, teacher, rows, case):
+    reason, change = BAD_JSD[case]
+    arguments = {"teacher": teacher, "teacher_hidden": rows[0], "targets": rows[1] % 30, "micro_batch": 0, **change}
+    if isinstance(arguments["teacher"], headwater.Head):
+        teacher._backend = head._backend
+        arguments["teacher"] = Alike(teacher, head)
+    rejects(head, reason, lambda: head.jsd(rows[0], arguments.pop("teacher"), arguments.pop("teacher_hidden"), **arguments))
+
+
+class Alike(headwater.Head):
+    """A teacher whose backend is always the student's, whatever a test puts there."""
+
+    def __init__(self, teacher, student):
+        self.__dict__.update({key: value for key, value in teacher.__dict__.items() if key != "_backend"})
+        self._student = student
+
+    @property
+    def _backend(self):
+        return self._student._backend
+
+
+def test_jsd_rejects_other_vocabularies_and_clients(head, teacher, backends, make_head, rows):
+    other = make_head(backends("local-1").client, np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32), trainable=False)
+    with refused("VOCAB_SIZE_MISMATCH", headwater.InvalidArgumentError) as info:
+        head.jsd(rows[0], other, rows[0], micro_batch=0)
+    assert "30" in str(info.value) and "40" in str(info.value)
+    stranger = make_head(backends("local-3").client, np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32), trainable=False)
+    with refused("INVALID_COMBINATION"):
+        head.jsd(rows[0], stranger, rows[0], micro_batch=0)
+
+
+BAD_STEPS = {
+    "factor": ("INVALID_FIELD", lambda head: head.commit(micro_batch=0, factor=np.nan)),
+    "learning_rate": ("INVALID_FIELD", lambda head: head.apply_optimizer_step(learning_rate=-1, expected_micro_batches=0)),
+    "beta1": ("INVALID_FIELD", lambda head: head.apply_optimizer_step(learning_rate=1, beta1=1.0)),
+    "max_grad_norm": ("INVALID_FIELD", lambda head: head.apply_optimizer_step(learning_rate=1, max_grad_norm=0)),
+    "other_norm": ("INVALID_FIELD", lambda head: head.apply_optimizer_step(learning_rate=1, other_grad_norm_squared=-1)),
+    "expected_twice": ("INVALID_FIELD", lambda head: head.seal(expected_micro_batches=[1, 1])),
+    "expected_negative": ("INVALID_FIELD", lambda head: head.seal(expected_micro_batches=-1)),
+    "bias_gradient": ("INVALID_COMBINATION", lambda head: head.gradient(bias=True)),
+    "bias": ("INVALID_COMBINATION", lambda head: head.bias()),
+    "weight_dtype": ("DATA_TYPE_MISMATCH", lambda head: head.weight(dtype="float16")),
+    "set_weight_shape": ("SHAPE_MISMATCH", lambda head: head.set_weight(np.zeros((3, 3), np.float32))),
+    "set_weight_nothing": ("MISSING_FIELD", lambda head: head.set_weight(None)),
+    "set_weight_type": ("DATA_TYPE_MISMATCH", lambda head: head.set_weight(np.zeros((VOCAB_SIZE, HIDDEN_SIZE), np.float16))),
+    "upload_id": ("INVALID_FIELD", lambda head: head.set_weight(np.zeros((VOCAB_SIZE, HIDDEN_SIZE), np.float32), upload_id="")),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STEPS)
+def test_step_and_weight_calls_reject(head, case):
+    reason, call = BAD_STEPS[case]
+    rejects(head, reason, lambda: call(head))
+
+
+BAD_HEADS = {
+    "name": ("INVALID_NAME", {"name": "Upper Case"}),
+    "weight_type": ("DATA_TYPE_MISMATCH", {"weight": np.zeros((4, 4))}),
+    "uint16": ("DATA_TYPE_MISMATCH", {"weight": np.zeros((4, 4), np.uint16)}),
+    "weight_shape": ("SHAPE_MISMATCH", {"weight": np.zeros(4, np.float32)}),
+    "bias_shape": ("SHAPE_MISMATCH", {"bias": np.zeros(3, np.float32)}),
+    "softcap": ("INVALID_FIELD", {"softcap": 0}),
+    "logit_scale": ("INVALID_FIELD", {"logit_scale": 0}),
+    "valid_vocab_size": ("INVALID_FIELD", {"valid_vocab_size": 5}),
+    "optimizer": ("INVALID_FIELD", {"optimizer": "adam"}),
+    "optimizer_of_a_frozen_head": ("INVALID_COMBINATION", {"optimizer": headwater.SGD(), "trainable": False}),
+    "dtype": ("DATA_TYPE_MISMATCH", {"dtype": "float64"}),
+    "sizes_without_dtype": ("INVALID_FIELD", {"weight": (4, 4)}),
+    "initial_step": ("INVALID_FIELD", {"initial_step": -1}),
+}
+
+
+@pytest.mark.parametrize("case", BAD_HEADS)
+def test_create_head_rejects(case):
+    reason, change = BAD_HEADS[case]
+    arguments = {"name": "head", "weight": np.zeros((4, 4), np.float32), **change}
+    with refused(reason, headwater.InvalidArgumentError):
+        headwater.Client(Unreachable()).create_head(arguments.pop("name"), arguments.pop("weight"), **arguments)
+
+
+def test_optimizer_settings_are_checked():
+    for bad in ({"beta1": 1}, {"beta2": -0.1}, {"epsilon": -1}, {"weight_decay": np.inf}):
+        with refused("INVALID_FIELD"):
+            headwater.AdamW(**bad)
+    with refused("INVALID_COMBINATION"):
+        headwater.SGD(nesterov=True)
+
+
+def test_frozen_heads_have_no_steps(teacher, rows):
+    with refused("INVALID_COMBINATION"):
+        teacher.cross_entropy(rows[0], rows[1] % 30, micro_batch=0)
+    with refused("INVALID_COMBINATION"):
+        teacher.seal(expected_micro_batches=0)
+
+
+def test_bfloat16_rounds_to_nearest_even():
+    values = np.array([1.0, 1 + 2**-9, 1 + 3 * 2**-9, 1 + 2**-8, -0.0, np.inf, -np.inf, np.nan, 3.4e38], np.float32)
+    back = headwater.BFloat16.from_float32(values).to_float32()
+    np.testing.assert_array_equal(back[:7], np.array([1.0, 1.0, 1 + 2**-7, 1.0, -0.0, np.inf, -np.inf], np.float32))
+    assert np.isnan(back[7]) and np.isinf(back[8])
+    assert np.signbit(back[4])
+    with refused("DATA_TYPE_MISMATCH"):
+        headwater.BFloat16(np.zeros(3, np.int16))

@@ -1,0 +1,164 @@
+"""What only a server can do: be missing, die, refuse early, answer two clients."""
+
+import concurrent.futures
+import threading
+import time
+
+import grpc
+import numpy as np
+import pytest
+from conftest import running_server
+from expectations import refused
+from google.protobuf import any_pb2, duration_pb2
+
+import headwater
+from headwater._errors import from_rpc_error
+from headwater.v1 import (
+    error_pb2,
+    head_service_pb2,
+    head_service_pb2_grpc,
+    loss_pb2,
+    loss_service_pb2,
+    loss_service_pb2_grpc,
+    tensor_pb2,
+)
+
+
+def test_no_server_is_said_at_once(tmp_path):
+    with pytest.raises(headwater.UnavailableError) as info:
+        headwater.connect(f"unix:{tmp_path}/nobody.sock", connect_timeout_s=0.2)
+    assert "nobody.sock" in str(info.value) and isinstance(info.value, ConnectionError)
+
+
+def test_a_killed_server_is_a_clean_error(rng):
+    weight = rng.standard_normal((20000, 256)).astype(np.float32)
+    hidden = rng.standard_normal((4000, 256)).astype(np.float32)
+    with running_server() as server, headwater.connect(server.address) as client:
+        head = client.create_head("victim", weight, optimizer=headwater.SGD())
+        future = head.cross_entropy_future(hidden, [1] * 4000, micro_batch=0)
+        time.sleep(0.05)
+        server.kill()
+        assert isinstance(future.exception(30), headwater.UnavailableError)
+        for call in (head.step_state, client.heads, lambda: head.cross_entropy(hidden, [1] * 4000, micro_batch=0)):
+            with pytest.raises(headwater.UnavailableError):
+                call()
+
+
+def test_a_closed_client_says_so(remote):
+    client = headwater.connect(remote.address)
+    client.close()
+    client.close()
+    with pytest.raises(headwater.UnavailableError):
+        client.heads()
+
+
+def test_an_early_refusal_does_not_wait_for_the_upload(remote, make_head, rng):
+    weight = rng.standard_normal((64, 4096)).astype(np.float32)
+    head = make_head(remote.client, weight)
+    hidden = rng.standard_normal((8000, 4096)).astype(np.float32)  # 131 MB
+    began = time.monotonic()
+    with refused("STEP_MISMATCH", headwater.StepMismatchError):
+        head.cross_entropy(hidden, [1] * len(hidden), step=4, micro_batch=0)
+    refusal_s = time.monotonic() - began
+    began = time.monotonic()
+    head.cross_entropy(hidden, [1] * len(hidden), micro_batch=0)
+    assert refusal_s < max(2.0, time.monotonic() - began)
+
+
+def test_errors_carry_reason_and_metadata(remote, make_head):
+    head = make_head(remote.client, np.ones((8, 4), np.float32))
+    with refused("STEP_MISMATCH") as info:
+        head.seal(step=3, expected_micro_batches=0)
+    error = info.value
+    assert error.code == "FAILED_PRECONDITION" and error.metadata["openStep"] == "0" and error.retry_after_s is None
+    assert str(error).startswith("FAILED_PRECONDITION/STEP_MISMATCH: ")
+
+
+def test_retry_after_is_decoded():
+    details = [
+        ("google.rpc.ErrorInfo", error_pb2.ErrorInfo(reason="QUEUE_FULL", domain="headwater", metadata={"limit": "max_queue_depth"})),
+        ("google.rpc.RetryInfo", error_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=1, nanos=500000000))),
+    ]
+    status = error_pb2.RpcStatus(code=8, message="full")
+    for name, message in details:
+        status.details.append(any_pb2.Any(type_url=f"type.googleapis.com/{name}", value=message.SerializeToString()))
+
+    class Refusal:
+        def code(self):
+            return grpc.StatusCode.RESOURCE_EXHAUSTED
+
+        def details(self):
+            return "full"
+
+        def trailing_metadata(self):
+            return (("other", "x"), ("grpc-status-details-bin", status.SerializeToString()))
+
+    error = from_rpc_error(Refusal())
+    assert isinstance(error, headwater.ResourceExhaustedError)
+    assert (error.reason, error.retry_after_s, error.metadata) == ("QUEUE_FULL", 1.5, {"limit": "max_queue_depth"})
+
+
+def test_features_that_are_not_built_are_refused(remote, make_head):
+    head = make_head(remote.client, np.ones((8, 4), np.float32))
+    with grpc.insecure_channel(remote.address) as channel:
+        stub = head_service_pb2_grpc.HeadServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as info:
+            stub.TakeHead(head_service_pb2.TakeHeadRequest(name=head.name), timeout=10)
+    error = from_rpc_error(info.value)
+    assert isinstance(error, headwater.FeatureNotBuiltError) and error.reason == "FEATURE_NOT_BUILT"
+
+
+def test_a_client_that_goes_away_in_its_upload_leaves_nothing(remote, make_head, rng):
+    head = make_head(remote.client, rng.standard_normal((64, 32)).astype(np.float32))
+    head.cross_entropy(np.ones((4, 32), np.float32), [1, 2, 3, 4], micro_batch=0)
+    before = head.gradient()
+
+    targets = tensor_pb2.Tensor(data_type=tensor_pb2.DATA_TYPE_INT32, shape=[100], data=np.ones(100, np.int32).tobytes())
+    term = loss_pb2.LossTerm(
+        head=loss_pb2.HeadStep(head=head.name, head_epoch=head.epoch, step=0), targets=targets, cross_entropy=loss_pb2.CrossEntropyLoss()
+    )
+    header = loss_service_pb2.MicroBatchHeader(
+        micro_batch=1,
+        compute_mode=loss_service_pb2.COMPUTE_MODE_FORWARD_BACKWARD,
+        row_count=100,
+        hidden_size=32,
+        data_type=tensor_pb2.DATA_TYPE_FLOAT32,
+        terms=[term],
+    )
+    rows = np.ones((50, 32), np.float32).tobytes()
+    chunk = loss_service_pb2.RowChunk(role=loss_service_pb2.CHUNK_ROLE_HIDDEN, row_count=50, data=rows)
+    went_away = threading.Event()
+
+    def half():
+        yield loss_service_pb2.ComputeLossRequest(header=header)
+        yield loss_service_pb2.ComputeLossRequest(chunk=chunk)
+        went_away.wait(30)
+
+    with grpc.insecure_channel(remote.address) as channel:
+        call = loss_service_pb2_grpc.LossServiceStub(channel).ComputeLoss(half())
+        time.sleep(0.1)
+        call.cancel()
+        went_away.set()
+        with pytest.raises(grpc.RpcError):
+            list(call)
+    np.testing.assert_array_equal(head.gradient(), before)
+    out = head.cross_entropy(np.ones((4, 32), np.float32), [1, 2, 3, 4], micro_batch=1)
+    assert not out.replayed
+    assert head.seal(expected_micro_batches=2).totals.micro_batch_count == 2
+
+
+def test_two_clients_share_a_head(remote, make_head, rng):
+    head = make_head(remote.client, rng.standard_normal((64, 32)).astype(np.float32), optimizer=headwater.SGD())
+    hidden = rng.standard_normal((8, 32)).astype(np.float32)
+    with headwater.connect(remote.address) as other_client:
+        other = other_client.head(head.name)
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            futures = [
+                threads.submit(handle.cross_entropy, hidden, [1] * 8, micro_batch=2 * k + rank)
+                for k in range(4)
+                for rank, handle in enumerate((head, other))
+            ]
+            assert len({future.result().loss_sum for future in futures}) == 1
+        head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=8)
+        other.step += 1  # one rank applies, the others go on
+        assert other.cross_entropy(hidden, [1] * 8, micro_batch=0).weight_version == 2

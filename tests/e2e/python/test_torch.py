@@ -1,0 +1,371 @@
+"""headwater.torch against PyTorch's own head in fp64: gradients of trunk, weight and bias."""
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from expectations import refused
+from torch.utils.checkpoint import checkpoint
+from torch_model import HIDDEN_SIZE, VOCAB_SIZE, Problem, check_gradients, numbers, relative
+
+import headwater
+import headwater.torch
+
+
+@pytest.fixture
+def problem(rng):
+    return Problem(rng)
+
+
+def with_ignored(targets, index=-100):
+    targets = targets.clone()
+    targets[::3] = index
+    return targets
+
+
+CASES = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "class_weights": {"weight": torch.linspace(0, 2, VOCAB_SIZE)},
+    "class_weights_and_smoothing": {"weight": torch.linspace(0.1, 2, VOCAB_SIZE), "label_smoothing": 0.2},
+    "ignore_index": {"ignore_index": 3},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cross_entropy_is_torchs(backend, make_head, problem, case):
+    options = CASES[case]
+    targets = with_ignored(problem.targets, options.get("ignore_index", -100))
+    theirs = {**options, "weight": options["weight"].double()} if "weight" in options else options
+    expected, value = problem.reference(lambda hidden, logits: F.cross_entropy(logits, targets, **theirs))
+    head, trunk = problem.head(backend.client, make_head), problem.parameter()
+    loss = headwater.torch.CrossEntropyLoss(head, **options)(problem.inputs @ trunk.T, targets)
+    assert loss.dtype == torch.float32 and loss.shape == () and abs(loss.item() / value - 1) <= 1e-6
+    assert head.gradient_norm() == 0  # nothing is added before backward
+    loss.backward()
+    check_gradients(trunk.grad, head, expected)
+
+
+def test_z_loss_token_weights_and_leading_dimensions(one_shard, make_head, problem, rng):
+    weights = torch.tensor(rng.integers(-1, 4, 16) * 0.5)
+    targets = with_ignored(problem.targets)
+    valid = targets != -100
+
+    def objective(hidden, logits):
+        rows = F.cross_entropy(logits, targets, reduction="none") + 1e-2 * logits.logsumexp(-1) ** 2 * valid
+        return (weights * rows).sum() / (weights * valid).sum()
+
+    expected, value = problem.reference(objective)
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    hidden = (problem.inputs @ trunk.T).reshape(2, 8, HIDDEN_SIZE)
+    loss_fn = headwater.torch.CrossEntropyLoss(head, z_loss=1e-2)
+    loss = loss_fn(hidden, targets.reshape(2, 8), token_weights=weights.float().reshape(2, 8))
+    assert abs(loss.item() / value - 1) <= 2e-6
+    loss.backward()
+    check_gradients(trunk.grad, head, expected)
+
+
+def distillation(problem, teacher_problem, beta, student_t, teacher_t, share):
+    teacher_logits = (teacher_problem.inputs.double() @ teacher_problem.trunk.double().T) @ teacher_problem.weight.double().T
+    teacher_logits = teacher_logits + teacher_problem.bias.double()
+
+    def objective(hidden, logits):
+        log_q, log_p = F.log_softmax(logits / student_t, -1), F.log_softmax(teacher_logits / teacher_t, -1)
+        p, q = log_p.exp(), log_q.exp()
+        if beta in (0, 1):
+            rows = (p * (log_p - log_q)).sum(-1) if beta == 0 else (q * (log_q - log_p)).sum(-1)
+        else:
+            log_m = (beta * p + (1 - beta) * q).log()
+            rows = (beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)).sum(-1)
+        return ((1 - share) * rows + share * F.cross_entropy(logits, problem.targets, reduction="none")).mean()
+
+    return objective
+
+
+@pytest.mark.parametrize(
+    ("beta", "student_t", "teacher_t", "share"), [(0.5, 1, 1, 0), (0, 2, 2, 0), (1, 1, 1, 0), (0.2, 1.5, 0.8, 0.4)]
+)
+def test_jsd_is_torchs(backend, make_head, problem, rng, beta, student_t, teacher_t, share):
+    teacher_problem = Problem(rng)
+    expected, value = problem.reference(distillation(problem, teacher_problem, beta, student_t, teacher_t, share))
+    head, trunk = problem.head(backend.client, make_head), problem.parameter()
+    teacher = teacher_problem.head(backend.client, make_head, trainable=False, optimizer=None)
+    loss_fn = headwater.torch.JSDLoss(
+        head, teacher, beta=beta, temperature=student_t, teacher_temperature=teacher_t, hard_loss_weight=share
+    )
+    teacher_hidden = teacher_problem.inputs @ teacher_problem.trunk.T
+    loss = loss_fn(problem.inputs @ trunk.T, teacher_hidden, problem.targets)
+    assert abs(loss.item() / value - 1) <= 1e-6
+    loss.backward()
+    check_gradients(trunk.grad, head, expected)
+    with refused("INVALID_COMBINATION"):
+        loss_fn(problem.inputs @ trunk.T, teacher_hidden.clone().requires_grad_())
+
+
+def test_directional_derivatives_match_fp64_differences(one_shard, make_head, problem, rng):
+    head = problem.head(one_shard.client, make_head)
+    hidden = (problem.inputs @ problem.trunk.T).requires_grad_()
+    headwater.torch.CrossEntropyLoss(head, label_smoothing=0.1)(hidden, problem.targets).backward()
+    weight_grad, bias_grad = head.gradient(bias=True)
+    gradients = [hidden.grad.double(), torch.tensor(weight_grad).double(), torch.tensor(bias_grad).double()]
+    point = [hidden.detach().double(), problem.weight.double(), problem.bias.double()]
+    for index in range(3):
+        direction = numbers(rng, *point[index].shape).double()
+
+        def value(distance, index=index, direction=direction):
+            moved = list(point)
+            moved[index] = moved[index] + distance * direction
+            return F.cross_entropy(moved[0] @ moved[1].T + moved[2], problem.targets, label_smoothing=0.1)
+
+        difference = (value(1e-5) - value(-1e-5)) / 2e-5
+        actual = (gradients[index] * direction).sum()
+        assert abs(actual - difference) <= 1e-5 * gradients[index].norm() * direction.norm()
+
+
+@pytest.mark.parametrize("count", (1, 2, 8))
+def test_accumulation_of_micro_batches(backend, make_head, problem, count):
+    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
+    head, trunk = problem.head(backend.client, make_head), problem.parameter()
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    for part in torch.arange(16).chunk(count):
+        (loss_fn(problem.inputs[part] @ trunk.T, problem.targets[part]) / count).backward()
+    assert loss_fn.micro_batches == list(range(count))
+    check_gradients(trunk.grad, head, expected)
+    result = head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=loss_fn.micro_batches)
+    assert result.totals.micro_batch_count == count and loss_fn.micro_batches == []
+    assert relative(head.weight(), problem.weight.double() - 0.1 * expected[1]) <= 1e-6
+    # The next step's ids begin again.
+    loss_fn(problem.inputs @ trunk.T, problem.targets).backward()
+    assert loss_fn.micro_batches == [0]
+
+
+def test_a_loss_scaled_after_the_fact(one_shard, make_head, problem):
+    head, trunk = problem.head(one_shard.client, make_head, staging_slots=2), problem.parameter()
+
+    def objective(hidden, logits):
+        return 0.3 * F.cross_entropy(logits, problem.targets) + 2 * (F.cross_entropy(logits, problem.targets, label_smoothing=0.5) ** 2)
+
+    expected, _ = problem.reference(objective)
+    hidden = problem.inputs @ trunk.T
+    plain = headwater.torch.CrossEntropyLoss(head)(hidden, problem.targets)
+    smooth = headwater.torch.CrossEntropyLoss(head, label_smoothing=0.5)(hidden, problem.targets)
+    (0.3 * plain + 2 * smooth**2).backward()
+    check_gradients(trunk.grad, head, expected)
+
+
+def test_no_grad_adds_nothing_and_takes_no_id(one_shard, make_head, problem):
+    head = problem.head(one_shard.client, make_head)
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    with torch.no_grad():
+        loss = loss_fn(problem.inputs @ problem.trunk.T, problem.targets)
+    _, value = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
+    assert not loss.requires_grad and abs(loss.item() / value - 1) <= 1e-6
+    assert not head.step_state().open.micro_batches and loss_fn.micro_batches == []
+
+
+def test_frozen_hidden_states_train_the_head(one_shard, make_head, problem):
+    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
+    head = problem.head(one_shard.client, make_head)
+    loss = headwater.torch.cross_entropy(head, problem.inputs @ problem.trunk.T, problem.targets)
+    assert loss.requires_grad
+    loss.backward()
+    assert relative(head.gradient(), expected[1]) <= 1e-5
+
+
+def test_frozen_head_passes_the_gradient_on(one_shard, make_head, problem):
+    expected, _ = problem.reference(lambda hidden, logits: 3 * F.cross_entropy(logits, problem.targets))
+    head, trunk = problem.head(one_shard.client, make_head, trainable=False, optimizer=None), problem.parameter()
+    loss = headwater.torch.CrossEntropyLoss(head)(problem.inputs @ trunk.T, problem.targets)
+    (3 * loss).backward(retain_graph=True)
+    assert relative(trunk.grad, expected[0]) <= 1e-5
+    (3 * loss).backward()  # nothing was added anywhere, so a second time is right
+    assert relative(trunk.grad, 2 * expected[0]) <= 1e-5
+
+
+def test_a_second_backward_is_a_clear_error(one_shard, make_head, problem):
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    loss = headwater.torch.CrossEntropyLoss(head)(problem.inputs @ trunk.T, problem.targets)
+    loss.backward(retain_graph=True)
+    before, trunk_before = head.gradient(), trunk.grad.clone()
+    with refused("MICRO_BATCH_CONFLICT", headwater.MicroBatchConflictError):
+        loss.backward()
+    np.testing.assert_array_equal(head.gradient(), before)
+    assert torch.equal(trunk.grad, trunk_before)
+
+
+def test_a_dropped_graph_discards(one_shard, make_head, problem):
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    for _ in range(3):  # one staging slot: each needs the one before to be gone
+        loss = loss_fn(problem.inputs @ trunk.T, problem.targets)
+        del loss
+        gc.collect()
+    states = [entry.state for entry in head.step_state().open.micro_batches.values()]
+    assert states == ["DISCARDED"] * 3 and loss_fn.micro_batches == []
+    assert head.gradient_norm() == 0
+    loss_fn(problem.inputs @ trunk.T, problem.targets).backward()
+    assert loss_fn.micro_batches == [3]
+    assert head.seal(expected_micro_batches=loss_fn.micro_batches).totals.micro_batch_count == 1
+
+
+def test_a_full_staging_area_is_a_clear_error(one_shard, make_head, problem):
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    first = loss_fn(problem.inputs @ trunk.T, problem.targets)
+    with refused("STAGING_FULL", headwater.StagingFullError):
+        loss_fn(problem.inputs @ trunk.T, problem.targets)
+    first.backward()
+    assert loss_fn.micro_batches == [0]
+
+
+def test_backward_after_the_step_has_closed_is_a_clear_error(one_shard, make_head, problem):
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    loss = headwater.torch.CrossEntropyLoss(head)(problem.inputs @ trunk.T, problem.targets)
+    head.discard_gradient()
+    with refused("STEP_MISMATCH", headwater.StepMismatchError):
+        loss.backward()
+
+
+def test_a_declared_scale_is_added_at_forward(one_shard, make_head, problem):
+    targets = with_ignored(problem.targets)
+    weight = torch.linspace(0.5, 2, VOCAB_SIZE)
+    expected, value = problem.reference(lambda hidden, logits: 0.25 * F.cross_entropy(logits, targets, weight=weight.double()))
+    head, trunk = problem.head(one_shard.client, make_head, staging_slots=0), problem.parameter()
+    loss_fn = headwater.torch.CrossEntropyLoss(head, weight=weight, loss_scale=0.25)
+    loss = loss_fn(problem.inputs @ trunk.T, targets)
+    assert abs(0.25 * loss.item() / value - 1) <= 1e-6
+    (loss * 0.25).backward(retain_graph=True)
+    check_gradients(trunk.grad, head, expected)
+    with refused("MICRO_BATCH_CONFLICT"):
+        (loss * 0.25).backward()
+    other = loss_fn(problem.inputs @ trunk.T, targets)
+    with refused("INVALID_COMBINATION", headwater.InvalidArgumentError) as info:
+        (other * 0.5).backward()
+    assert "0.25" in str(info.value) and "0.5" in str(info.value)
+
+
+def test_num_items_in_batch_is_the_divisor(one_shard, make_head, problem):
+    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets, reduction="sum") / 40)
+    for options in ({}, {"loss_scale": 1.0}):
+        head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+        loss_fn = headwater.torch.CrossEntropyLoss(head, **options)
+        loss_fn(problem.inputs @ trunk.T, problem.targets, num_items_in_batch=40).backward()
+        check_gradients(trunk.grad, head, expected)
+
+
+def test_no_valid_token_gives_zero(one_shard, make_head, problem):
+    for options in ({}, {"loss_scale": 1.0}):
+        head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+        loss = headwater.torch.CrossEntropyLoss(head, **options)(problem.inputs @ trunk.T, torch.full((16,), -100))
+        loss.backward()
+        assert loss.item() == 0 and not trunk.grad.any() and head.gradient_norm() == 0
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_16_bit_hidden_states(one_shard, make_head, problem, dtype):
+    # The gradient is within the storage type's rounding of fp64's on the same inputs.
+    hidden = (problem.inputs @ problem.trunk.T).to(dtype)
+    problem.inputs = hidden.float()
+    problem.trunk = torch.eye(HIDDEN_SIZE)
+    expected, value = problem.reference(lambda h, logits: 1024 * F.cross_entropy(logits, problem.targets))
+    head = problem.head(one_shard.client, make_head)
+    hidden.requires_grad_()
+    loss = headwater.torch.CrossEntropyLoss(head)(hidden, problem.targets)
+    (1024 * loss).backward()
+    assert hidden.grad.dtype == dtype and abs(1024 * loss.item() / value - 1) <= 1e-6
+    by_hidden = torch.autograd.grad(
+        F.cross_entropy((reference := hidden.detach().double().requires_grad_()) @ problem.weight.double().T + problem.bias.double(), problem.targets),
+        reference,
+    )[0]
+    assert relative(hidden.grad.float(), 1024 * by_hidden) <= 2 * torch.finfo(dtype).eps
+    assert relative(head.gradient(), expected[1]) <= 1e-5
+
+
+class Trunk(torch.nn.Module):
+    """A trunk that ends in the remote loss, for activation checkpointing."""
+
+    def __init__(self, problem, loss_fn):
+        super().__init__()
+        self.weight = problem.parameter()
+        self.loss_fn = loss_fn
+
+    def forward(self, inputs, targets):
+        return self.loss_fn(torch.tanh(torch.tanh(inputs @ self.weight.T)), targets) * 1.5
+
+
+@pytest.mark.parametrize("options", ({}, {"loss_scale": 3.0}), ids=("explicit", "declared"))
+@pytest.mark.parametrize("reentrant", (True, False))
+def test_activation_checkpointing_around_the_loss(one_shard, make_head, problem, reentrant, options):
+    gradients = []
+    for checkpointed in (False, True):
+        head = problem.head(one_shard.client, make_head)
+        model = Trunk(problem, headwater.torch.CrossEntropyLoss(head, **options))
+        inputs = problem.inputs.clone().requires_grad_()
+        for _ in range(2):
+            if checkpointed:
+                loss = checkpoint(model, inputs, problem.targets, use_reentrant=reentrant)
+            else:
+                loss = model(inputs, problem.targets)
+            (2 * loss).backward()
+        result = head.seal(expected_micro_batches=model.loss_fn.micro_batches)
+        assert result.totals.micro_batch_count == 2
+        gradients.append((model.weight.grad, inputs.grad, torch.tensor(head.gradient())))
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+def test_nested_activation_checkpointing(one_shard, make_head, problem):
+    gradients = []
+    for outer in (None, True, False):
+        for inner in (None,) if outer is None else (True, False):
+            head = problem.head(one_shard.client, make_head)
+            model = Trunk(problem, headwater.torch.CrossEntropyLoss(head))
+            inputs = problem.inputs.clone().requires_grad_()
+
+            def run(tensor, model=model, inner=inner):
+                return checkpoint(model, tensor * 0.5, problem.targets, use_reentrant=inner)
+
+            loss = model(inputs * 0.5, problem.targets) if outer is None else checkpoint(run, inputs, use_reentrant=outer)
+            loss.backward()
+            assert head.seal(expected_micro_batches=model.loss_fn.micro_batches).totals.micro_batch_count == 1
+            gradients.append((model.weight.grad, torch.tensor(head.gradient())))
+    for other in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
+
+
+def test_reduction_none_and_bad_arguments_are_refused(one_shard, make_head, problem):
+    head = problem.head(one_shard.client, make_head)
+    with refused("FEATURE_NOT_BUILT", headwater.FeatureNotBuiltError):
+        headwater.torch.CrossEntropyLoss(head, reduction="none")
+    with refused("INVALID_FIELD"):
+        headwater.torch.CrossEntropyLoss(head, reduction="average")
+    with refused("INVALID_FIELD"):
+        headwater.torch.CrossEntropyLoss("head")
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    with refused("SHAPE_MISMATCH"):
+        loss_fn(problem.inputs @ problem.trunk.T, problem.targets[:3])
+    with refused("INVALID_FIELD"):
+        loss_fn(np.zeros((16, HIDDEN_SIZE), np.float32), problem.targets)
+    assert loss_fn.micro_batches == []  # refused submissions leave no id behind
+
+
+def test_interpreter_exit_with_a_graph_alive_is_quiet(one_shard, make_head, problem, tmp_path):
+    import subprocess
+    import sys
+
+    connect = "headwater.local.connect()" if not one_shard.remote else f"headwater.connect({one_shard.address!r})"
+    script = tmp_path / "leave.py"
+    script.write_text(
+        "import headwater, headwater.local, headwater.torch, torch\n"
+        f"client = {connect}\n"
+        "head = client.create_head('exit', torch.ones(8, 4))\n"
+        "loss = headwater.torch.CrossEntropyLoss(head)(torch.ones(3, 4, requires_grad=True), torch.tensor([1, 2, 3]))\n"
+        "kept = [loss, client, head]\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    if one_shard.remote:
+        one_shard.client.head("exit").delete(force=True)

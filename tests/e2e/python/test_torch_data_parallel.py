@@ -1,0 +1,268 @@
+"""Two data-parallel ranks against one process: every row of the table of docs/concepts.md, and GradScaler's protocol.
+
+The row gives the divisor of the loss, what the framework multiplies the loss by before backward (it reaches us as the upstream
+gradient), what it does to the trunk's gradients of the ranks, and our `grad_hidden_scale` and `gradient_factor`.
+"""
+
+import threading
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.multiprocessing
+import torch.nn.functional as F
+from expectations import refused
+from torch_model import FEATURES, HIDDEN_SIZE, Problem, check_gradients, relative
+
+import headwater
+import headwater.torch
+
+WORLD_SIZE = 2
+# Accumulation: each rank runs two micro-batches, of unequal sizes, so that a mean of means is not the mean.
+MICRO_BATCHES = 2
+SPLITS = ((0, 2), (2, 7), (7, 9), (9, 16))  # rank 0: the first two, rank 1: the others
+NUM_TOKENS = 16
+LOSS_SCALE = 1024.0
+
+
+def average(gradients):
+    """DDP: all-reduce, divided by the number of ranks."""
+    return sum(gradients) / WORLD_SIZE
+
+
+def sharded_average(gradients):
+    """FSDP: reduce-scatter, divided before by one factor and afterwards by the other; their product is the number of ranks."""
+    before = 2.0**0.5
+    return sum(gradient / before for gradient in gradients) / (WORLD_SIZE / before)
+
+
+def predivided(gradients):
+    """DeepSpeed with prescale_gradients: divided by the number of ranks before the sum."""
+    return sum(gradient / WORLD_SIZE for gradient in gradients)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. `divisor` and `upstream` take the tokens of the micro-batch and of the rank."""
+
+    reduce: object
+    divisor: object
+    upstream: float
+    grad_hidden_scale: float
+    gradient_factor: float
+    mean_of_means: object = None  # what the framework computes if that is not the mean over all tokens
+
+
+def local_mean(tokens):
+    return tokens
+
+
+def all_tokens(tokens):
+    return NUM_TOKENS
+
+
+ROWS = {
+    "DDP, tokens of all ranks": Row(average, all_tokens, 1, WORLD_SIZE, 1),
+    "DDP, mean of each micro-batch": Row(average, local_mean, 1 / MICRO_BATCHES, 1, 1 / WORLD_SIZE, "micro_batch"),
+    "FSDP, tokens of all ranks": Row(sharded_average, all_tokens, 1, WORLD_SIZE, 1),
+    "FSDP, mean of each micro-batch": Row(sharded_average, local_mean, 1 / MICRO_BATCHES, 1, 1 / WORLD_SIZE, "micro_batch"),
+    "DeepSpeed, mean of each micro-batch": Row(predivided, local_mean, 1 / MICRO_BATCHES, 1, 1 / WORLD_SIZE, "micro_batch"),
+    "DeepSpeed, tokens of all ranks": Row(
+        predivided, lambda tokens: NUM_TOKENS / MICRO_BATCHES, 1 / MICRO_BATCHES, WORLD_SIZE, 1
+    ),
+    "DeepSpeed, fp16 loss scale": Row(
+        predivided, local_mean, LOSS_SCALE / MICRO_BATCHES, 1, 1 / (WORLD_SIZE * LOSS_SCALE), "micro_batch"
+    ),
+    "Trainer, num_items_in_batch over all ranks": Row(average, all_tokens, WORLD_SIZE, 1, 1 / WORLD_SIZE),
+    "Trainer, num_items_in_batch of each rank": Row(
+        average, lambda tokens: "rank", 1, 1, 1 / WORLD_SIZE, "rank"
+    ),
+    "GradScaler over DDP, tokens of all ranks": Row(average, all_tokens, LOSS_SCALE, WORLD_SIZE, 1 / LOSS_SCALE),
+}
+
+
+def objective(problem, row):
+    """What one process would compute for the same step."""
+    spans = [torch.arange(*span) for span in SPLITS]
+    ranks = [torch.cat(spans[:MICRO_BATCHES]), torch.cat(spans[MICRO_BATCHES:])]
+
+    def value(hidden, logits):
+        rows = F.cross_entropy(logits, problem.targets, reduction="none")
+        if row.mean_of_means == "micro_batch":
+            return sum(rows[span].mean() for span in spans) / len(spans)
+        if row.mean_of_means == "rank":
+            return sum(rows[span].mean() for span in ranks) / len(ranks)
+        return rows.mean()
+
+    return value
+
+
+def run_rank(problem, row, head, rank, trunk):
+    """The micro-batches of one rank; returns nothing, leaves gradients on trunk and server."""
+    source = headwater.torch.MicroBatchSource(rank, WORLD_SIZE)
+    loss_fn = headwater.torch.CrossEntropyLoss(head, grad_hidden_scale=row.grad_hidden_scale, micro_batch_source=source)
+    mine = SPLITS[rank * MICRO_BATCHES : (rank + 1) * MICRO_BATCHES]
+    rank_tokens = sum(end - start for start, end in mine)
+    for start, end in mine:
+        divisor = row.divisor(end - start)
+        divisor = rank_tokens if divisor == "rank" else divisor
+        loss = loss_fn(problem.inputs[start:end] @ trunk.T, problem.targets[start:end], num_items_in_batch=divisor)
+        (loss * row.upstream).backward()
+    assert loss_fn.micro_batches == [rank, WORLD_SIZE + rank]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_two_ranks_equal_one(one_shard, make_head, rng, name):
+    row, problem = ROWS[name], Problem(rng)
+    expected, _ = problem.reference(objective(problem, row))
+    head = problem.head(one_shard.client, make_head, staging_slots=WORLD_SIZE)
+    trunks = [problem.parameter() for _ in range(WORLD_SIZE)]
+    errors = []
+
+    def rank_thread(rank):
+        try:
+            run_rank(problem, row, one_shard.client.head(head.name), rank, trunks[rank])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=rank_thread, args=(rank,)) for rank in range(WORLD_SIZE)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    # What the framework's loss scale leaves on the trunk, its optimizer takes off again; ours is in gradient_factor.
+    scale = LOSS_SCALE if "scale" in name.lower() else 1
+    check_gradients(row.reduce([trunk.grad for trunk in trunks]) / scale, head, expected, factor=row.gradient_factor)
+    result = head.apply_optimizer_step(
+        learning_rate=0.5, expected_micro_batches=WORLD_SIZE * MICRO_BATCHES, gradient_factor=row.gradient_factor
+    )
+    assert result.totals.valid_token_count == NUM_TOKENS
+    assert relative(head.weight(), problem.weight.double() - 0.5 * expected[1]) <= 1e-6
+
+
+def _ddp_rank(rank, address, name, init_file, problem, results):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=WORLD_SIZE)
+    try:
+        trunk = torch.nn.Linear(FEATURES, HIDDEN_SIZE, bias=False)
+        trunk.weight.data.copy_(problem.trunk)
+        model = torch.nn.parallel.DistributedDataParallel(trunk)
+        with headwater.connect(address) as client:
+            head = client.head(name)
+            loss_fn = headwater.torch.CrossEntropyLoss(head, grad_hidden_scale=WORLD_SIZE, num_items_in_batch=NUM_TOKENS)
+            for start, end in SPLITS[rank * MICRO_BATCHES : (rank + 1) * MICRO_BATCHES]:
+                loss_fn(model(problem.inputs[start:end]), problem.targets[start:end]).backward()
+            torch.distributed.barrier()
+        torch.save(trunk.weight.grad, f"{results}/{rank}")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_real_ddp_in_two_processes(remote, make_head, rng, tmp_path):
+    problem = Problem(rng)
+    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
+    head = problem.head(remote.client, make_head, staging_slots=WORLD_SIZE)
+    arguments = (remote.address, head.name, str(tmp_path / "store"), problem, str(tmp_path))
+    torch.multiprocessing.spawn(_ddp_rank, arguments, nprocs=WORLD_SIZE)
+    for rank in range(WORLD_SIZE):
+        check_gradients(torch.load(tmp_path / str(rank)), head, expected)
+    # Rank and world size came from torch.distributed.
+    assert sorted(head.step_state().open.micro_batches) == [0, 1, 2, 3]
+
+
+class ScriptedScaler:
+    """torch.cuda.amp.GradScaler's protocol, for tests without a GPU."""
+
+    def __init__(self, scale):
+        self.scale_value = scale
+        self.found_inf = False
+
+    def scale(self, loss):
+        return loss * self.scale_value
+
+    def step(self, optimizer):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.found_inf = not all(torch.isfinite(p.grad).all() for p in parameters)
+        if not self.found_inf:
+            for parameter in parameters:
+                parameter.grad /= self.scale_value
+            optimizer.step()
+
+    def update(self):
+        self.scale_value *= 0.5 if self.found_inf else 1.0
+
+    def get_scale(self):
+        return self.scale_value
+
+
+def scaled_step(scaler, optimizer, loss_fn, hidden, targets):
+    """One step of docs/api.md's recipe; True if it was skipped."""
+    head, scale = loss_fn.head, scaler.get_scale()
+    optimizer.zero_grad()
+    scaler.scale(loss_fn(hidden(), targets)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    if scaler.get_scale() < scale:
+        head.discard_gradient()
+        return True
+    head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=loss_fn.micro_batches, gradient_factor=1 / scale)
+    return False
+
+
+def test_grad_scaler_scales_overflows_and_skips(one_shard, make_head, rng):
+    problem = Problem(rng)
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    optimizer = torch.optim.SGD([trunk], lr=0.1)
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+
+    def hidden():
+        # fp16 from here on: a gradient above 65504 becomes infinite on its way to the trunk.
+        return (problem.inputs @ trunk.T).half()
+
+    scaler = ScriptedScaler(2.0**26)
+    skipped = []
+    while not skipped or skipped[-1]:
+        before = trunk.detach().clone()
+        skipped.append(scaled_step(scaler, optimizer, loss_fn, hidden, problem.targets))
+        if skipped[-1]:
+            assert torch.equal(trunk.detach(), before)
+            assert relative(head.weight(), problem.weight.double()) == 0
+        assert head.step == len(skipped) and len(skipped) < 30
+    assert len(skipped) >= 3
+    status = head.step_state()
+    assert status.last_closed.state == "APPLIED"
+    expected, _ = problem.reference(lambda h, logits: F.cross_entropy(logits, problem.targets))
+    # fp16 hidden states: the step is right to their rounding.
+    assert relative(problem.weight - torch.tensor(head.weight()), 0.1 * expected[1]) <= 2e-3
+    assert relative(problem.trunk - trunk.detach(), 0.1 * expected[0]) <= 2e-3
+
+
+def test_a_head_gradient_that_overflows_is_refused_and_discarded(one_shard, make_head, rng):
+    problem = Problem(rng)
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    inputs = problem.inputs.clone()
+    inputs[3] = float("inf")
+    loss_fn(inputs @ trunk.T, problem.targets).backward()
+    with refused("NON_FINITE_GRADIENT"):
+        head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1)
+    head.discard_gradient()
+    assert head.step == 1 and relative(head.weight(), problem.weight.double()) == 0
+
+
+def test_clipping_by_the_global_norm(one_shard, make_head, rng):
+    problem = Problem(rng)
+    expected, _ = problem.reference(lambda hidden, logits: 50 * F.cross_entropy(logits, problem.targets))
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    (50 * headwater.torch.CrossEntropyLoss(head)(problem.inputs @ trunk.T, problem.targets)).backward()
+    result = head.apply_optimizer_step(
+        learning_rate=0.1, expected_micro_batches=1, max_grad_norm=1.0, other_grad_norm_squared=float(trunk.grad.norm()) ** 2
+    )
+    reference = [gradient.clone() for gradient in expected]
+    parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in reference]
+    for parameter, gradient in zip(parameters, reference, strict=True):
+        parameter.grad = gradient
+    norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    assert abs(result.global_grad_norm / float(norm) - 1) <= 1e-5
+    assert relative(trunk.grad * result.clip_factor, parameters[0].grad) <= 1e-5
+    assert relative(problem.weight - torch.tensor(head.weight()), 0.1 * parameters[1].grad) <= 1e-4

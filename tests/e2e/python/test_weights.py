@@ -1,0 +1,219 @@
+"""Weights in and out: element types, uploads that were cut, files, checkpoints."""
+
+import importlib.util
+import json
+import struct
+
+import numpy as np
+import pytest
+import torch
+from expectations import refused
+from loss_oracle import as_float64, round_to, stored
+
+import headwater
+
+VOCAB_SIZE, HIDDEN_SIZE = 40, 16
+
+
+@pytest.fixture
+def weight(rng):
+    return rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+
+
+@pytest.mark.parametrize("data_type", ("float32", "float16", "bfloat16"))
+def test_weights_come_back_as_they_went(backend, make_head, weight, data_type):
+    head = make_head(backend.client, stored(weight, data_type), stored(weight[:, 0], data_type))
+    assert head.spec.data_type == data_type
+    np.testing.assert_array_equal(as_float64(head.weight()), round_to(weight, data_type).astype(np.float64))
+    np.testing.assert_array_equal(as_float64(head.bias()), round_to(weight[:, 0], data_type).astype(np.float64))
+    np.testing.assert_array_equal(head.weight(dtype="float32"), round_to(weight, data_type))
+
+
+@pytest.mark.parametrize("data_type", ("float16", "bfloat16"))
+def test_float32_weights_are_kept_whole_in_the_master(one_shard, make_head, weight, data_type):
+    head = make_head(one_shard.client, weight, dtype=data_type, optimizer=headwater.SGD())
+    np.testing.assert_array_equal(head.weight(dtype="float32"), weight)
+    np.testing.assert_array_equal(as_float64(head.weight()), round_to(weight, data_type).astype(np.float64))
+    plain = make_head(one_shard.client, weight, dtype=data_type)
+    np.testing.assert_array_equal(plain.weight(dtype="float32"), round_to(weight, data_type))
+
+
+def test_uint16_bits_are_bfloat16(one_shard, make_head, weight):
+    bits = headwater.BFloat16.from_float32(weight).bits
+    head = make_head(one_shard.client, bits, dtype="bfloat16")
+    np.testing.assert_array_equal(as_float64(head.weight()), round_to(weight, "bfloat16").astype(np.float64))
+    out = head.cross_entropy(headwater.BFloat16(bits[:5]), [1, 2, 3, 4, 5], micro_batch=0)
+    assert isinstance(out.grad_hidden, headwater.BFloat16) and out.grad_hidden.shape == (5, HIDDEN_SIZE)
+
+
+# Where ml_dtypes is not installed there is nothing to test.
+if importlib.util.find_spec("ml_dtypes"):
+
+    def test_ml_dtypes_bfloat16(one_shard, make_head, weight):
+        import ml_dtypes
+
+        array = weight.astype(ml_dtypes.bfloat16)
+        head = make_head(one_shard.client, array)
+        assert head.weight().dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(head.weight(), array)
+        assert head.cross_entropy(array[:3], [0, 1, 2], micro_batch=0).grad_hidden.dtype == ml_dtypes.bfloat16
+
+
+def test_torch_tensors_come_back_as_torch_tensors(one_shard, make_head, weight):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        tensor = torch.tensor(weight).to(dtype)
+        head = make_head(one_shard.client, tensor)
+        out = head.cross_entropy(tensor[:4].t().contiguous().t(), torch.tensor([3, 2, 1, 0]), micro_batch=0)
+        assert isinstance(out.grad_hidden, torch.Tensor) and out.grad_hidden.dtype == dtype
+        np.testing.assert_array_equal(as_float64(head.weight()), tensor.double().numpy())
+
+
+def test_arrays_that_are_not_contiguous_are_copied(one_shard, make_head, weight):
+    head = make_head(one_shard.client, np.asfortranarray(weight))
+    np.testing.assert_array_equal(head.weight(), weight)
+    hidden = np.ascontiguousarray(weight[:, ::-1])[:6, ::-1]
+    plain = head.cross_entropy(weight[:6], [0] * 6, micro_batch=0)
+    np.testing.assert_array_equal(head.cross_entropy(hidden, [0] * 6, micro_batch=1).grad_hidden, plain.grad_hidden)
+
+
+def test_set_weight_starts_a_new_epoch(one_shard, make_head, weight):
+    head = make_head(one_shard.client, weight, weight[:, 0])
+    head.cross_entropy(weight[:3], [0, 1, 2], micro_batch=0)
+    epoch, version = head.epoch, head.info().weight_version
+    info = head.set_weight(weight * 2)
+    assert head.epoch == info.epoch != epoch and info.weight_version > version and info.open_step == 0
+    np.testing.assert_array_equal(head.weight(), weight * 2)
+    np.testing.assert_array_equal(head.bias(), weight[:, 0])
+    assert not head.gradient().any() and not head.step_state().open.micro_batches
+    with refused("WEIGHT_VERSION_MISMATCH"):
+        head.cross_entropy(weight[:3], [0, 1, 2], micro_batch=0, expected_weight_version=version)
+
+
+class Cut(Exception):
+    """Raised to end an upload."""
+
+
+def test_an_upload_that_was_cut_goes_on_where_it_stopped(remote, make_head, rng):
+    # 6 MiB: six chunks.
+    weight = rng.standard_normal((3 << 10, 512)).astype(np.float32)
+    head = make_head(remote.client, weight)
+    seen = []
+
+    def cut(sent, total):
+        seen.append(sent)
+        if sent >= total // 2:
+            raise Cut
+
+    epoch = head.epoch
+    with pytest.raises(Cut):
+        head.set_weight(weight + 1, upload_id="mine", on_progress=cut)
+    # Nothing is visible, nothing is fenced.
+    assert head.info().epoch == epoch
+    np.testing.assert_array_equal(head.weight(), weight)
+    resumed = []
+    head.set_weight(weight + 1, upload_id="mine", on_progress=lambda sent, total: resumed.append(sent))
+    np.testing.assert_array_equal(head.weight(), weight + 1)
+    assert seen[0] == 0 and resumed[-1] == weight.nbytes
+    assert 0 < resumed[0] <= seen[-1], f"cut after {seen}, resumed {resumed}"
+
+
+def test_checkpoints_bring_back_weights_optimizer_and_step(backend, make_head, rng, weight):
+    targets = rng.integers(0, VOCAB_SIZE, 8)
+    head = make_head(backend.client, weight, weight[:, 1], optimizer=headwater.AdamW())
+
+    def train():
+        head.cross_entropy(weight[:8], targets, micro_batch=0, loss_scale=1 / 8)
+        head.apply_optimizer_step(learning_rate=1e-2, expected_micro_batches=1)
+        return head.weight(), head.bias()
+
+    train()
+    name = f"step-{head.name.split('-')[-1]}"
+    head.cross_entropy(weight[:8], targets, micro_batch=5)  # no part of the checkpoint
+    saved = head.save(name)
+    assert saved.step == 1 and saved.total_bytes >= 3 * weight.nbytes
+    with refused("CHECKPOINT_ALREADY_EXISTS", headwater.AlreadyExistsError):
+        head.save(name)
+    head.save(name, overwrite=True)
+    head.discard_gradient()
+    after = train()
+    epoch = head.epoch
+    info = head.restore(name)
+    assert info.open_step == head.step == 1 and head.epoch != epoch
+    assert not head.gradient().any()
+    again = train()
+    for mine, theirs in zip(after, again, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_bad_checkpoints_are_refused_and_change_nothing(one_shard, make_head, weight):
+    head = make_head(one_shard.client, weight)
+    with refused("CHECKPOINT_NOT_FOUND", headwater.NotFoundError):
+        head.restore("never-saved")
+    for name in ("..", "a/b", ""):
+        with refused("INVALID_NAME", headwater.InvalidArgumentError):
+            head.save(name)
+    name = f"spoilt-{head.name.split('-')[-1]}"
+    head.save(name)
+    other = make_head(one_shard.client, weight[:, :8])
+    tenant, head_id = "default", head.name.split("/")[-1]
+    folder = one_shard.checkpoints / tenant / head_id / name
+    moved = one_shard.checkpoints / tenant / other.name.split("/")[-1]
+    moved.mkdir(parents=True, exist_ok=True)
+    (moved / name).symlink_to(folder)
+    with pytest.raises(headwater.HeadwaterError) as info:
+        other.restore(name)
+    assert info.value.reason in ("CHECKPOINT_SPEC_MISMATCH", "FILE_CORRUPT", "CHECKPOINT_NOT_FOUND")
+    (moved / name).unlink()
+    file = next(folder.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 0xFF
+    file.write_bytes(content)
+    epoch = head.epoch
+    with refused("CHECKSUM_MISMATCH", headwater.DataLossError):
+        head.restore(name)
+    assert head.epoch == epoch == head.info().epoch
+    np.testing.assert_array_equal(head.weight(), weight)
+
+
+def write_safetensors(path, tensors):
+    """As huggingface/safetensors' format says; written apart from the package's own writer."""
+    header, payload = {"__metadata__": {"format": "pt"}}, b""
+    for name, (dtype, array) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [len(payload), len(payload) + array.nbytes]}
+        payload += array.tobytes()
+    encoded = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + payload)
+
+
+def test_load_reads_files_and_model_folders(one_shard, make_head, weight):
+    root = one_shard.load_root
+    write_safetensors(root / "one.safetensors", {"weight": ("F32", weight), "bias": ("F32", weight[:, 0].copy())})
+    folder = root / "model"
+    folder.mkdir(exist_ok=True)
+    bits = headwater.BFloat16.from_float32(weight * 2).bits
+    write_safetensors(folder / "model-00001-of-00002.safetensors", {"model.norm.weight": ("F32", weight[0].copy())})
+    write_safetensors(folder / "model-00002-of-00002.safetensors", {"model.embed_tokens.weight": ("BF16", bits)})
+    index = {"model.norm.weight": "model-00001-of-00002.safetensors", "model.embed_tokens.weight": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+    head = make_head(one_shard.client, (VOCAB_SIZE, HIDDEN_SIZE), bias=True, dtype="float32")
+    assert head.load("one.safetensors").state == "READY"
+    np.testing.assert_array_equal(head.weight(), weight)
+    np.testing.assert_array_equal(head.bias(), weight[:, 0])
+    tied = make_head(one_shard.client, (VOCAB_SIZE, HIDDEN_SIZE), dtype="bfloat16", trainable=False)
+    tied.load("model")
+    np.testing.assert_array_equal(as_float64(tied.weight()), round_to(weight * 2, "bfloat16").astype(np.float64))
+
+    with refused("WEIGHTS_NOT_FOUND", headwater.NotFoundError):
+        head.load("nowhere.safetensors")
+    with refused("WEIGHTS_NOT_FOUND"):
+        tied.load("one.safetensors", weight_tensor="other")
+    for path in ("../one.safetensors", "/etc/passwd"):
+        with pytest.raises(headwater.InvalidArgumentError):
+            head.load(path)
+    write_safetensors(root / "small.safetensors", {"weight": ("F32", weight[:3])})
+    with refused("CHECKPOINT_SPEC_MISMATCH", headwater.FailedPreconditionError):
+        tied.load("small.safetensors")
+    (root / "broken.safetensors").write_bytes(struct.pack("<Q", 2**63) + b"{}")
+    with refused("FILE_CORRUPT", headwater.DataLossError):
+        head.load("broken.safetensors")

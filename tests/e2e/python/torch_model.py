@@ -1,0 +1,53 @@
+"""A small trunk, and the same training step with the head in process (fp64) and away."""
+
+import numpy as np
+import torch
+
+import headwater
+
+HIDDEN_SIZE, VOCAB_SIZE, FEATURES = 24, 61, 10
+
+
+def numbers(rng, *shape):
+    """fp32 values as a tensor."""
+    return torch.tensor(rng.standard_normal(shape).astype(np.float32))
+
+
+class Problem:
+    """A linear trunk, a head, and a batch."""
+
+    def __init__(self, rng, num_tokens=16):
+        self.weight = numbers(rng, VOCAB_SIZE, HIDDEN_SIZE) * 0.6
+        self.bias = numbers(rng, VOCAB_SIZE) * 0.3
+        self.trunk = numbers(rng, HIDDEN_SIZE, FEATURES) * 0.4
+        self.inputs = numbers(rng, num_tokens, FEATURES)
+        self.targets = torch.tensor(rng.integers(0, VOCAB_SIZE, num_tokens))
+
+    def head(self, client, make_head, **options):
+        """The head on a backend."""
+        return make_head(client, self.weight, self.bias, **{"optimizer": headwater.SGD(), **options})
+
+    def parameter(self):
+        """A fresh trunk."""
+        return torch.nn.Parameter(self.trunk.clone())
+
+    def reference(self, objective):
+        """fp64 gradients of `objective(hidden, logits)` by trunk, weight and bias; (trunk, weight, bias) and the value."""
+        parameters = [tensor.double().requires_grad_() for tensor in (self.trunk, self.weight, self.bias)]
+        hidden = self.inputs.double() @ parameters[0].T
+        value = objective(hidden, hidden @ parameters[1].T + parameters[2])
+        value.backward()
+        return [parameter.grad for parameter in parameters], float(value)
+
+
+def relative(actual, expected):
+    """Norm of the difference / norm of the reference; NaN stays NaN."""
+    actual = torch.as_tensor(np.asarray(actual)).double()
+    return float((actual - expected).norm() / expected.norm())
+
+
+def check_gradients(trunk_grad, head, expected, *, factor=1.0, tolerance=1e-5):
+    """Trunk on this side, weight and bias on the server's."""
+    weight, bias = head.gradient(bias=True, gradient_factor=factor)
+    for name, actual, reference in zip(("trunk", "weight", "bias"), (trunk_grad.detach().numpy(), weight, bias), expected, strict=True):
+        assert relative(actual, reference) <= tolerance, f"{name}: {relative(actual, reference):.3g}"
