@@ -84,7 +84,7 @@ void ShardRun::ComputeNarrowLogits(Work* work) {
           if (inside) panel_stats.best = std::max(panel_stats.best, kernels.stats_float(a + target, 1, options).max);
           if (panel_stats.best > stats[i].best) {
             panel_stats.best_column =
-                static_cast<double>(global_start + kernels.first_at_least_float(a, count, options.cap, panel_stats.best));
+                static_cast<double>(global_start + kernels.first_at_least_float(a, count, options.cap, 1, panel_stats.best));
           }
         }
         MergeStats(panel_stats, &stats[i]);

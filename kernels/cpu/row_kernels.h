@@ -46,6 +46,7 @@ struct DivergenceOptions {
   double teacher_inverse_temperature = 1;
   double student_lse = 0;
   double teacher_lse = 0;
+  double reference = 0;  // see divergence_sums
 };
 
 struct AdamWScalars {
@@ -89,18 +90,21 @@ struct RowKernels {
 
   PieceStats (*stats_float)(const float* a, int64_t count, const StatsOptions& options);
   PieceStats (*stats_double)(const double* a, int64_t count, const StatsOptions& options);
-  // First index whose z is at least `value`, or count.
-  int64_t (*first_at_least_float)(const float* a, int64_t count, double cap, double value);
-  int64_t (*first_at_least_double)(const double* a, int64_t count, double cap, double value);
+  // First index whose z * inverse_temperature is at least `value`, or count.
+  int64_t (*first_at_least_float)(const float* a, int64_t count, double cap, double inverse_temperature, double value);
+  int64_t (*first_at_least_double)(const double* a, int64_t count, double cap, double inverse_temperature, double value);
   // The gradient over the logits, in place.
   void (*gradient_float)(float* a, int64_t count, double cap, const GradientCoefficients& coefficients, const float* class_weights);
   void (*gradient_double)(const double* a, int64_t count, double cap, const GradientCoefficients& coefficients,
                           const float* class_weights, float* gradient);
 
-  // Adds to loss the piece's divergence and to mean sum q r (beta in (0, 1)), KL(Q||P) (beta = 1), or nothing.
+  // Sums for the divergence of a row, over a piece of it that leaves out the student's most probable column b, whose terms are
+  // subtracted from each other otherwise: with s_v = log(q_v / m_v) (beta = 1: log q_v - log p_v) and the reference s_b,
+  // adds sum q (s - s_b) to mean (beta = 0: sum q - p), and the piece's divergence to loss.
   void (*divergence_sums)(const double* student, const double* teacher, int64_t count, const DivergenceOptions& options,
                           double* loss, double* mean);
-  // gradient += factor * d(divergence)/d(student z * inverse temperature) * dz/da.
+  // gradient += factor * d(divergence)/d(student z * inverse temperature) * dz/da, for columns other than b:
+  // (1 - beta) q (s - s_b - mean), without the (1 - beta) for beta = 1; q - p for beta = 0.
   void (*divergence_gradient)(const double* student, const double* teacher, int64_t count, const DivergenceOptions& options,
                               double mean, double factor, float* gradient);
 

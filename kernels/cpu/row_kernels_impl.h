@@ -178,10 +178,10 @@ PieceStats Stats(const T* a, int64_t count, const StatsOptions& options) {
 }
 
 template <typename T>
-int64_t FirstAtLeast(const T* a, int64_t count, double cap, double value) {
+int64_t FirstAtLeast(const T* a, int64_t count, double cap, double inverse_temperature, double value) {
   for (int64_t i = 0; i < count; ++i) {
     const T z = cap > 0 ? Softcap(a[i], static_cast<T>(cap)).z : a[i];
-    if (static_cast<double>(z) >= value) return i;
+    if (static_cast<double>(z * static_cast<T>(inverse_temperature)) >= value) return i;
   }
   return count;
 }
@@ -268,6 +268,12 @@ HEADWATER_ROW_INLINE MixtureLogs LogsOverMixture(double d, double beta) {
   return above ? MixtureLogs{smaller, smaller - d} : MixtureLogs{d + smaller, smaller};
 }
 
+// q - p without cancellation, and without e^d where d = log p - log q > 0 could overflow.
+HEADWATER_ROW_INLINE double DifferenceOfProbabilities(const Pair& x, double d) {
+  const double towards = ExpBoth(d > 0 ? -d : d).expm1;
+  return d > 0 ? x.p * towards : (x.q == 0 ? 0 : -x.q * towards);
+}
+
 template <int kForm>  // 0: beta = 0; 1: beta = 1; 2: in between
 void DivergenceSumsLoop(const double* student, const double* teacher, int64_t count, const DivergenceOptions& options, double* loss,
                         double* mean) {
@@ -281,17 +287,18 @@ void DivergenceSumsLoop(const double* student, const double* teacher, int64_t co
     if constexpr (kForm == 0) {
       // p d - p + q >= 0: no cancellation between columns where P is near Q. The extra terms sum to 0.
       loss_sum += (x.p == 0 ? 0 : x.p * d) + (x.q - x.p);
+      mean_sum += DifferenceOfProbabilities(x, d);
     } else if constexpr (kForm == 1) {
       const double term = x.q == 0 ? 0 : x.q * -d;
       loss_sum += term + (x.p - x.q);
-      mean_sum += term;
+      mean_sum += x.q == 0 ? 0 : x.q * (-d - o.reference);
     } else {
       const MixtureLogs logs = LogsOverMixture(d, o.beta);
       const double q_part = x.q == 0 ? 0 : x.q * logs.log_q_over_m;
       const double p_part = x.p == 0 ? 0 : x.p * logs.log_p_over_m;
       // Each column's beta p log(p/m) + (1 - beta) q log(q/m) is >= 0, because t log t is convex.
       loss_sum += o.beta * p_part + (1 - o.beta) * q_part;
-      mean_sum += q_part;
+      mean_sum += x.q == 0 ? 0 : x.q * (logs.log_q_over_m - o.reference);
     }
   }
   *loss += loss_sum;
@@ -319,13 +326,11 @@ void DivergenceGradientLoop(const double* student, const double* teacher, int64_
     const double d = x.log_p - x.log_q;
     double g;
     if constexpr (kForm == 0) {
-      // q - p without cancellation, and without e^d where d > 0 could overflow.
-      const double towards = ExpBoth(d > 0 ? -d : d).expm1;
-      g = d > 0 ? x.p * towards : (x.q == 0 ? 0 : -x.q * towards);
+      g = DifferenceOfProbabilities(x, d);
     } else if constexpr (kForm == 1) {
-      g = x.q == 0 ? 0 : x.q * (-d - mean);
+      g = x.q == 0 ? 0 : x.q * (-d - o.reference - mean);
     } else {
-      g = x.q == 0 ? 0 : (1 - o.beta) * x.q * (LogsOverMixture(d, o.beta).log_q_over_m - mean);
+      g = x.q == 0 ? 0 : (1 - o.beta) * x.q * (LogsOverMixture(d, o.beta).log_q_over_m - o.reference - mean);
     }
     gradient[i] += static_cast<float>(factor * g * x.derivative);
   }

@@ -80,8 +80,11 @@ class ShardRun {
     bool owns_target = false;
     double student_lse = 0;  // JSD, with temperature, over the common columns
     double teacher_lse = 0;
+    int64_t top_column = -1;  // the student's most probable common column
+    double top_log_p = 0;     // of that column
+    double top_log_q = 0;
     double divergence = 0;
-    double divergence_mean = 0;
+    double divergence_mean = 0;  // see RowKernels::divergence_sums
   };
 
   int32_t rank() const { return context_.rank; }
@@ -105,6 +108,7 @@ class ShardRun {
                          const double* hidden, int64_t row_count, double* logits);
   absl::Status ComputeTeacherLogits(Work* work, const double** logits, int64_t* stride);
   void ComputeWideStats(Work* work, const double* student, const double* teacher, int64_t teacher_stride, int64_t common);
+  absl::Status FindTopColumns(Work* work, const double* student, const double* teacher, int64_t teacher_stride, int64_t common);
   absl::Status ComputeDivergence(Work* work, const double* student, const double* teacher, int64_t teacher_stride, int64_t common);
   void ComputeWideGradient(Work* work, const double* student, const double* teacher, int64_t teacher_stride, int64_t common);
   DivergenceOptions MakeDivergenceOptions(const TermPlan& term, const RowState& state) const;

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/shard_run.h"
@@ -166,7 +167,7 @@ void ShardRun::ComputeWideStats(Work* work, const double* student, const double*
         }
         if (term.wants_argmax) {
           stats.best_column =
-              static_cast<double>(global_start + kernels.first_at_least_double(a, range.size(), student_cap, stats.best));
+              static_cast<double>(global_start + kernels.first_at_least_double(a, range.size(), student_cap, 1, stats.best));
         }
       }
       if (term.jsd == nullptr) continue;
@@ -192,6 +193,13 @@ DivergenceOptions ShardRun::MakeDivergenceOptions(const TermPlan& term, const Ro
   options.teacher_inverse_temperature = 1 / term.jsd->teacher_temperature;
   options.student_lse = state.student_lse;
   options.teacher_lse = state.teacher_lse;
+  const double d = state.top_log_p - state.top_log_q;
+  const double beta = options.beta;
+  if (beta == 1) {
+    options.reference = -d;
+  } else if (beta > 0) {
+    options.reference = d > 0 ? -std::log1p((1 - beta) * std::expm1(-d)) - d : -std::log1p(beta * std::expm1(d));
+  }
   return options;
 }
 
@@ -211,6 +219,42 @@ absl::Status ShardRun::MergePieceStats(const Work& work, std::vector<PieceStats>
   return status;
 }
 
+absl::Status ShardRun::FindTopColumns(Work* work, const double* student, const double* teacher, int64_t teacher_stride,
+                                      int64_t common) {
+  const TermPlan& term = work->term;
+  const size_t rows = static_cast<size_t>(work->row_count);
+  const double student_cap = term.head->spec().transform.softcap.value_or(0);
+  const double teacher_cap = term.teacher->spec().transform.softcap.value_or(0);
+  const auto logit = [](double a, double cap) { return cap > 0 ? cap * std::tanh(a / cap) : a; };
+  // The smallest of the shards' columns: the largest of their negatives.
+  std::vector<double> columns(rows, -std::numeric_limits<double>::infinity());
+  for (size_t i = 0; i < rows && common > 0; ++i) {
+    const int64_t column =
+        GetRowKernels().first_at_least_double(student + static_cast<int64_t>(i) * work->stride, common, student_cap,
+                                              1 / term.jsd->student_temperature, student_stats_[i].max);
+    if (column < common) columns[i] = -static_cast<double>(work->shard.rows.start + column);
+  }
+  absl::Status status = context_.communicator.AllReduceMax(columns.data(), work->row_count);
+  if (!status.ok()) return status;
+  std::vector<double> logs(2 * rows, 0.0);
+  for (size_t i = 0; i < rows; ++i) {
+    RowState& state = states_[i];
+    // No column where nothing is comparable: a row of NaN.
+    if (std::isfinite(columns[i])) state.top_column = static_cast<int64_t>(-columns[i]);
+    const int64_t local = state.top_column - work->shard.rows.start;
+    if (local < 0 || local >= common) continue;
+    const int64_t row = static_cast<int64_t>(i);
+    logs[2 * i] = logit(teacher[row * teacher_stride + local], teacher_cap) / term.jsd->teacher_temperature - state.teacher_lse;
+    logs[2 * i + 1] = logit(student[row * work->stride + local], student_cap) / term.jsd->student_temperature - state.student_lse;
+  }
+  status = context_.communicator.AllReduceSum(logs.data(), static_cast<int64_t>(logs.size()));
+  for (size_t i = 0; i < rows; ++i) {
+    states_[i].top_log_p = logs[2 * i];
+    states_[i].top_log_q = logs[2 * i + 1];
+  }
+  return status;
+}
+
 absl::Status ShardRun::ComputeDivergence(Work* work, const double* student, const double* teacher, int64_t teacher_stride,
                                          int64_t common) {
   const size_t rows = static_cast<size_t>(work->row_count);
@@ -221,17 +265,32 @@ absl::Status ShardRun::ComputeDivergence(Work* work, const double* student, cons
     states_[i].student_lse = LogSumExp(student_stats_[i]);
     states_[i].teacher_lse = LogSumExp(teacher_stats_[i]);
   }
+  status = FindTopColumns(work, student, teacher, teacher_stride, common);
+  if (!status.ok()) return status;
   // [parts][rows] pairs (divergence, mean), summed over parts in order.
   std::vector<double> partial(2 * rows * static_cast<size_t>(work->parts.count()), 0.0);
   context_.pool.Run(work->parts.count(), [&](int32_t part) {
     const RowRange range = work->parts.part(part);
-    const int64_t count = std::min(range.end, common) - range.start;
-    if (count <= 0) return;
+    const int64_t end = std::min(range.end, common);
+    if (end <= range.start) return;
     for (size_t i = 0; i < rows; ++i) {
       double* sums = &partial[2 * (static_cast<size_t>(part) * rows + i)];
       const int64_t row = static_cast<int64_t>(i);
-      GetRowKernels().divergence_sums(student + row * work->stride + range.start, teacher + row * teacher_stride + range.start,
-                                      count, MakeDivergenceOptions(work->term, states_[i]), &sums[0], &sums[1]);
+      const DivergenceOptions options = MakeDivergenceOptions(work->term, states_[i]);
+      const auto add = [&](int64_t start, int64_t count, double* mean) {
+        if (count <= 0) return;
+        GetRowKernels().divergence_sums(student + row * work->stride + start, teacher + row * teacher_stride + start, count,
+                                        options, &sums[0], mean);
+      };
+      const int64_t top = states_[i].top_column - work->shard.rows.start;
+      if (top < range.start || top >= end) {
+        add(range.start, end - range.start, &sums[1]);
+        continue;
+      }
+      double ignored = 0;
+      add(range.start, top - range.start, &sums[1]);
+      add(top, 1, &ignored);
+      add(top + 1, end - top - 1, &sums[1]);
     }
   });
   std::vector<double> sums(2 * rows, 0.0);
@@ -274,10 +333,22 @@ void ShardRun::ComputeWideGradient(Work* work, const double* student, const doub
           std::memset(row, 0, static_cast<size_t>(count) * sizeof(float));
         }
         const int64_t soft_count = std::min(start + count, common) - start;
-        if (term.soft_weight > 0 && soft_count > 0) {
-          kernels.divergence_gradient(a, teacher + i * teacher_stride + start, soft_count, MakeDivergenceOptions(term, state),
-                                      state.divergence_mean, state.scale * term.soft_weight / term.jsd->student_temperature, row);
+        if (term.soft_weight == 0 || soft_count <= 0) continue;
+        const double factor = state.scale * term.soft_weight / term.jsd->student_temperature;
+        const DivergenceOptions options = MakeDivergenceOptions(term, state);
+        const int64_t top = state.top_column - global_start;
+        const bool inside = state.top_column >= 0 && top >= 0 && top < soft_count;
+        const RowRange pieces[2] = {{0, inside ? top : soft_count}, {inside ? top + 1 : soft_count, soft_count}};
+        for (const RowRange& piece : pieces) {
+          if (piece.size() == 0) continue;
+          kernels.divergence_gradient(a + piece.start, teacher + i * teacher_stride + start + piece.start, piece.size(), options,
+                                      state.divergence_mean, factor, row + piece.start);
         }
+        if (!inside) continue;
+        // The gradients over a row sum to 0: the top column's is what the others leave.
+        const double top_factor =
+            term.jsd->beta == 0 ? 1 : std::exp(state.top_log_q) * (term.jsd->beta == 1 ? 1 : 1 - term.jsd->beta);
+        row[top] += static_cast<float>(-factor * top_factor * state.divergence_mean * SoftcapDerivative(a[top], cap));
       }
       if (target.grad_weight != nullptr) {
         AddGradWeightPanel(shard, {work->gradient, work->hidden, work->row_count}, start, count, target);

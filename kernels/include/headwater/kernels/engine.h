@@ -60,7 +60,8 @@ struct LossTerm {
   EngineHead* teacher_head = nullptr;     // JSD only
   RowsView teacher_hidden;                // JSD only: [row_count, teacher_head's hidden_size]
 
-  // Per-token outputs, [row_count] each, or null if not asked for. Ignored rows get 0, argmax -1.
+  // Per-token outputs, [row_count] each, or null if not asked for. Ignored rows get 0, argmax -1;
+  // target_log_probability needs targets.
   float* token_loss = nullptr;
   float* lse = nullptr;
   float* target_log_probability = nullptr;
