@@ -146,7 +146,7 @@ absl::Status CheckTerm(const std::string& name, const MicroBatch& micro_batch, c
     }
   }
   if (term.targets.empty()) {
-    const bool needed = jsd == nullptr || jsd->hard_loss_weight > 0 || term.target_log_probability != nullptr;
+    const bool needed = jsd == nullptr || jsd->hard_loss_weight > 0;
     return needed && term.row_count > 0 ? Missing(name + ".targets") : absl::OkStatus();
   }
   HEADWATER_RETURN_IF_ERROR(CheckCount(name + ".targets", "entries", term.row_count, static_cast<int64_t>(term.targets.size())));

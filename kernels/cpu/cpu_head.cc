@@ -267,13 +267,14 @@ absl::Status CpuHead::CheckOptimizerStep(const OptimizerStep& step) const {
     return MakeError(ErrorReason::kOptimizerNotConfigured, "the head was created without an optimizer");
   }
   if (step.settings.index() != spec_.optimizer.index()) {
-    return MakeError(ErrorReason::kInvalidField, "settings must be of the head's own kind of optimizer", {{"field", "settings"}});
+    return MakeError(ErrorReason::kInvalidCombination, "settings must be of the head's own kind of optimizer",
+                     {{"field", "settings"}});
   }
   absl::Status status = ValidateOptimizerSpec(step.settings);
   if (!status.ok()) return status;
   const auto* sgd = std::get_if<SgdSpec>(&step.settings);
   if (sgd != nullptr && sgd->momentum > 0 && OptimizerStateTensors(spec_.optimizer) == 0) {
-    return MakeError(ErrorReason::kInvalidField,
+    return MakeError(ErrorReason::kInvalidCombination,
                      "settings.sgd.momentum must be 0: the head was created without momentum and has no buffer for it",
                      {{"field", "settings.sgd.momentum"}});
   }

@@ -61,7 +61,7 @@ struct LossTerm {
   RowsView teacher_hidden;                // JSD only: [row_count, teacher_head's hidden_size]
 
   // Per-token outputs, [row_count] each, or null if not asked for. Ignored rows get 0, argmax -1;
-  // target_log_probability needs targets.
+  // without targets, target_log_probability is 0.
   float* token_loss = nullptr;
   float* lse = nullptr;
   float* target_log_probability = nullptr;
@@ -155,7 +155,8 @@ class EngineHead {
   // Sets optimizer state to 0.
   virtual absl::Status ResetOptimizerState() = 0;
   virtual absl::StatusOr<GradientStats> ComputeGradientStats() const = 0;
-  // Updates the weights from the accumulator, then sets the accumulator to 0. Requires an optimizer.
+  // Updates the weights from the accumulator, then sets the accumulator to 0. kOptimizerNotConfigured without an optimizer;
+  // kInvalidCombination for another kind than the head's, or momentum for a head that was planned without; kInvalidField.
   virtual absl::Status ApplyOptimizer(const OptimizerStep& step) = 0;
 
   // Staging slots that are not taken now.
