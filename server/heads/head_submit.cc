@@ -179,6 +179,7 @@ absl::StatusOr<SubmissionOutcome> Head::SubmitLocked(const Submission& submissio
   micro_batch.backward = submission.backward;
   micro_batch.grad_hidden = submission.grad_hidden;
   micro_batch.grad_hidden_scale = submission.grad_hidden_scale;
+  micro_batch.refuse_non_finite = submission.refuse_non_finite;  // never together with kAccumulate, see NeedsStagingSlot()
 
   bool adds = false;
   if (target != nullptr) {
@@ -195,7 +196,6 @@ absl::StatusOr<SubmissionOutcome> Head::SubmitLocked(const Submission& submissio
   if (adds) {
     target->staged_.erase(*submission.micro_batch);  // of a lower attempt, which this one supersedes
     micro_batch.grad_weight = NeedsStagingSlot(submission) ? GradWeightMode::kStage : GradWeightMode::kAccumulate;
-    micro_batch.refuse_non_finite = submission.refuse_non_finite;
   }
   if (cancelled != nullptr && cancelled()) {
     if (adds) target->AbortMicroBatch(*submission.micro_batch);
@@ -210,15 +210,6 @@ absl::StatusOr<SubmissionOutcome> Head::SubmitLocked(const Submission& submissio
       target->AbortMicroBatch(*submission.micro_batch);
     }
     return result.status();
-  }
-  if (!adds && submission.refuse_non_finite) {
-    int64_t non_finite_row_count = 0;
-    for (const LossSums& sums : result->terms) non_finite_row_count += sums.non_finite_row_count;
-    if (non_finite_row_count > 0) {
-      return MakeError(ErrorReason::kNonFiniteValues,
-                       absl::StrCat(non_finite_row_count, " rows have a non-finite loss or gradient; nothing was added"),
-                       {{"nonFiniteRowCount", absl::StrCat(non_finite_row_count)}});
-    }
   }
   if (adds) {
     if (absl::Status status = target->Settle(submission, *result, cancelled); !status.ok()) return status;

@@ -301,9 +301,9 @@ absl::StatusOr<MicroBatchResult> FakeEngine::Compute(const MicroBatch& micro_bat
       bias[static_cast<size_t>(token)] += static_cast<float>(term.loss_scale);
     }
   }
+  EXPECT_FALSE(micro_batch.refuse_non_finite && micro_batch.grad_weight == GradWeightMode::kAccumulate);
+  if (micro_batch.refuse_non_finite && !finite) return MakeError(ErrorReason::kNonFiniteValues, "there are non-finite rows");
   if (micro_batch.grad_weight == GradWeightMode::kStage && target != nullptr) {
-    if (micro_batch.refuse_non_finite && !finite)
-      return MakeError(ErrorReason::kNonFiniteValues, "the micro-batch has non-finite rows");
     if (target->FreeStagingSlots() <= 0) return MakeError(ErrorReason::kStagingFull, "no staging slot is free");
     if (engine_failed) return failure;
     auto staged = std::make_unique<FakeStaged>(target, control_);
