@@ -129,7 +129,7 @@ class CpuEngine final : public LossEngine {
                              " bytes), and " + std::to_string(free_bytes) + " of " +
                              std::to_string(core_->options.memory_budget_bytes) + " bytes are free",
                          {{"requestedBytes", std::to_string(plan.memory.total_bytes)},
-                          {"freeBytes", std::to_string(free_bytes)},
+                          {"availableBytes", std::to_string(free_bytes)},
                           {"budgetBytes", std::to_string(core_->options.memory_budget_bytes)}});
       }
       core_->planned_bytes += plan.memory.total_bytes;  // given back by the head's destructor

@@ -20,7 +20,7 @@ absl::Status RangeError(const char* field, const char* expected, double actual) 
 absl::Status OverrideError(const char* field, const char* owner) {
   return MakeError(ErrorReason::kInvalidCombination,
                    absl::StrCat(field, " overrides a setting of ", owner, ", which the head has not"),
-                   {{"field", field}, {"expected", owner}});
+                   {{"field", field}, {"expected", absl::StrCat("nothing, or a head with ", owner)}, {"actual", "an override"}});
 }
 
 bool IsNonNegative(double value) { return std::isfinite(value) && value >= 0; }
@@ -318,7 +318,7 @@ absl::StatusOr<ApplyReply> Head::Apply(const StepKey& key, const std::optional<E
       return MakeError(
           ErrorReason::kMissingField,
           absl::StrCat("expected must say which micro-batches step ", key.step, " consists of, because it is still open"),
-          {{"field", "expected"}, {"step", absl::StrCat(key.step)}});
+          {{"field", "expected"}, {"expected", "a count or ids"}, {"actual", "nothing"}, {"step", absl::StrCat(key.step)}});
     }
     if (absl::Status status = ledger_.CheckClose(key.step, StepState::kApplied); !status.ok()) return status;
     reply.totals = ledger_.open().Totals();
