@@ -155,6 +155,16 @@ TEST_P(BadArguments, GradientsWithoutBackward) {
   });
 }
 
+// Products into the accumulator may have begun when the first NaN is seen: the policy needs a staged contribution.
+TEST_P(BadArguments, RefusingNonFiniteInPlace) {
+  ComputeOptions options;
+  options.refuse_non_finite = true;
+  const auto result = heads_.TryCompute(problem_, options);
+  ASSERT_FALSE(result.ok());
+  EXPECT_TRUE(HasReason(result.status(), ErrorReason::kInvalidCombination)) << result.status();
+  EXPECT_TRUE(heads_.ReadGradient(0) == before_);
+}
+
 TEST_P(BadArguments, Values) {
   constexpr ErrorReason kField = ErrorReason::kInvalidField;
   for (const double value : {kNan, kInfinity, -kInfinity}) {

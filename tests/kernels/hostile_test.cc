@@ -205,6 +205,22 @@ TEST(Hostile, NonFiniteWeightsReachTheCount) {
   EXPECT_EQ(outcome.terms[0].sums.non_finite_row_count, outcome.terms[0].sums.valid_token_count);
 }
 
+// Without a contribution there is nothing to refuse but the answer.
+TEST(Hostile, RefusingNonFiniteWorksWithoutGradients) {
+  Problem problem = MakeProblem(ProblemOptions());
+  ComputeOptions compute_options;
+  compute_options.backward = false;
+  compute_options.grad_hidden = false;
+  compute_options.grad_weight = GradWeightMode::kNone;
+  compute_options.refuse_non_finite = true;
+  ExpectEngineMatches(problem, {}, compute_options);
+  problem.hidden[static_cast<size_t>(1 * problem.hidden_size + 3)] = kNan;
+  LoadedHeads heads(problem.heads, {});
+  const auto result = heads.TryCompute(problem, compute_options);
+  ASSERT_FALSE(result.ok());
+  EXPECT_TRUE(HasReason(result.status(), ErrorReason::kNonFiniteValues)) << result.status();
+}
+
 TEST(Hostile, RefusingNonFiniteKeepsTheAccumulatorBitwise) {
   ProblemOptions options;
   options.staging_slots = 1;

@@ -1,4 +1,6 @@
 // The generalized Jensen-Shannon divergence: betas x temperatures x hard loss x hidden sizes x vocabularies, against fp64.
+#include <algorithm>
+#include <cmath>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -81,7 +83,7 @@ TEST_P(JsdBeta, MatchesFp64WithTransformsOnShardsInChunks) {
   }
 }
 
-// Without targets no row is ignored, and there is no target to give a probability of.
+// Without targets no row is ignored, and the target's log-probability is 0.
 TEST_P(JsdBeta, NeedsNoTargets) {
   ProblemOptions options = Small(GetParam());
   options.with_targets = false;
@@ -96,11 +98,18 @@ TEST_P(JsdBeta, SurvivesLogProbabilitiesBelowMinus120) {
     ProblemOptions options = Small(GetParam());
     options.logit_spread = logit_spread;
     Problem problem = MakeProblem(options);
-    // Rows 0 to 2: both sides agree on one column, so that all others are below -120 on both.
+    // Both sides share a weight. Rows 0 to 2 are equal, so that both sides agree on one column and all others are below -120 on
+    // both; rows 3 and 4 differ. The rest is scaled down to ordinary logits: where all rows are saturated the gradient itself is
+    // 1e-11, less than fp64 resolves.
     const int64_t teacher_size = problem.heads[1].spec.hidden_size;
-    for (int64_t i = 0; i < 3 * teacher_size; ++i)
-      problem.terms[0].teacher_hidden[static_cast<size_t>(i)] = problem.hidden[static_cast<size_t>(i)];
+    std::vector<double>& teacher_hidden = problem.terms[0].teacher_hidden;
+    std::copy_n(problem.hidden.begin(), 3 * teacher_size, teacher_hidden.begin());
     problem.heads[1].weight = problem.heads[0].weight;
+    for (size_t i = static_cast<size_t>(5 * teacher_size); i < teacher_hidden.size(); ++i) {
+      problem.hidden[i] *= 3 / logit_spread;
+      teacher_hidden[i] *= 3 / logit_spread;
+    }
+    RoundToStorage(&problem);
     const Expected expected = ComputeExpected(problem);
     const reference::TermResult& term = expected.result.terms[0];
     EXPECT_GE(*std::max_element(term.max_abs_logit.begin(), term.max_abs_logit.end()), logit_spread == 170.0 ? 400 : 120);

@@ -223,6 +223,16 @@ TEST(OptimizerErrors, LeaveTheHeadAsItIs) {
     EXPECT_EQ(ReadTensorValues(head, HeadTensor::kWeight), problem.heads[0].weight);
     EXPECT_EQ(heads.ReadGradient(index).weight.front(), 1.0f);
   }
+  // Momentum needs a buffer that this head was not planned with.
+  const absl::Status momentum = heads.head(1).ApplyOptimizer({0.1, 1, SgdSpec{0.9, 0, false, 0}, 1});
+  EXPECT_TRUE(!momentum.ok() && HasReason(momentum, ErrorReason::kInvalidCombination)) << momentum;
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  for (const OptimizerStep& step : {OptimizerStep{nan, 1, SgdSpec{}, 1}, OptimizerStep{0.1, nan, SgdSpec{}, 1},
+                                    OptimizerStep{0.1, 1, SgdSpec{0, 0, false, -1}, 1}, OptimizerStep{0.1, 1, SgdSpec{}, 0}}) {
+    const absl::Status status = heads.head(1).ApplyOptimizer(step);
+    EXPECT_TRUE(!status.ok() && HasReason(status, ErrorReason::kInvalidField)) << status;
+    EXPECT_EQ(ReadTensorValues(heads.head(1), HeadTensor::kWeight), problem.heads[0].weight);
+  }
 }
 
 TEST(GradientStats, NormAndNonFiniteCount) {
