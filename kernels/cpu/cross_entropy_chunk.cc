@@ -1,8 +1,7 @@
 // The narrow form: cross entropy of a chunk with fp32 logits.
 //
-// Numerics. The target's logit comes from a dot in fp64, and its column takes no part in any sum. What fp32 products leave is an
-// error of the other logits of about 4e-7 of their size, which is the relative error of their probabilities: enough for logits
-// of ordinary size. A chunk with larger ones takes the wide form.
+// Numerics. The target's logit comes from a dot in fp64, and its column takes no part in any sum; the columns that matter most
+// beside it are taken again in fp64 too (logit_refinement.cc). A chunk with too many of those takes the wide form.
 #include <algorithm>
 #include <cmath>
 
@@ -10,13 +9,6 @@
 #include "kernels/cpu/shard_run.h"
 
 namespace headwater::cpu {
-namespace {
-
-// Largest logit for which fp32 products resolve probabilities to 1e-5 with room to spare.
-constexpr double kMaxNarrowLogit = 8;
-
-}  // namespace
-
 absl::Status ShardRun::RunNarrow(Work* work, bool* needs_wide) {
   PlaceBuffers(work, work->shard.layout.logits);
   GatherHidden(work);
@@ -24,11 +16,8 @@ absl::Status ShardRun::RunNarrow(Work* work, bool* needs_wide) {
   ComputeTargetLogits(work);
   absl::Status status = MergeRowStats(*work);
   if (!status.ok()) return status;
-  for (const RowStats& stats : merged_stats_) {
-    // Also where a sum is NaN: the wide form then finds the same.
-    *needs_wide = *needs_wide || std::abs(stats.others.max) > kMaxNarrowLogit || std::abs(stats.target_logit) > kMaxNarrowLogit;
-  }
-  if (*needs_wide) return absl::OkStatus();
+  status = RefineLogits(work, needs_wide);
+  if (!status.ok() || *needs_wide) return status;
   FinishRows(work);
   RecordRows(work);
   if (!work->backward) return absl::OkStatus();
@@ -43,11 +32,14 @@ void ShardRun::ComputeNarrowLogits(Work* work) {
   const LogitTransform& transform = term.head->spec().transform;
   const int64_t rows = work->row_count;
   part_stats_.assign(static_cast<size_t>(rows * work->parts.count()), RowStats());
+  panels_per_part_ = work->parts.MaxPanels(work->head_plan.panel_rows);
+  panel_max_.assign(static_cast<size_t>(rows * work->parts.count() * panels_per_part_), 0.0f);
   context_.pool.Run(work->parts.count(), [&](int32_t part) {
     const RowKernels& kernels = GetRowKernels();
     float* panel = shard.Workspace<float>(shard.layout.panels + part * work->head_plan.panel_bytes);
     RowStats* stats = &part_stats_[static_cast<size_t>(part * rows)];
     float bias_panel[512];
+    float* panel_max = &panel_max_[static_cast<size_t>(part * panels_per_part_ * rows)];
     work->parts.ForEachPanel(part, work->head_plan.panel_rows, [&](int64_t start, int64_t count) {
       const float* weight = shard.weight.As<float>() + start * shard.hidden_size;
       if (shard.data_type != DataType::kFloat32) {
@@ -88,7 +80,9 @@ void ShardRun::ComputeNarrowLogits(Work* work) {
           }
         }
         MergeStats(panel_stats, &stats[i]);
+        panel_max[i] = static_cast<float>(panel_stats.others.max);
       }
+      panel_max += rows;
     });
   });
 }
@@ -103,16 +97,7 @@ void ShardRun::ComputeTargetLogits(Work* work) {
     for (int64_t i = range.start; i < range.end; ++i) {
       const int64_t target = work->rows[i].target;
       if (target < shard.rows.start || target >= shard.rows.end) continue;
-      const int64_t row = target - shard.rows.start;
-      const float* weight = shard.weight.As<float>() + row * shard.hidden_size;
-      if (shard.data_type != DataType::kFloat32) {
-        ToFloat(shard.weight.As<uint16_t>() + row * shard.hidden_size, shard.data_type, shard.hidden_size, converted);
-        weight = converted;
-      }
-      float bias = 0;
-      if (shard.has_bias) ToFloat(ElementAt(shard.bias.As<char>(), shard.data_type, row), shard.data_type, 1, &bias);
-      const double dot = GetRowKernels().dot(work->hidden + i * shard.hidden_size, weight, shard.hidden_size);
-      const double a = transform.logit_scale * (dot + static_cast<double>(bias));
+      const double a = LogitArgument(*work, i, target - shard.rows.start, converted);
       RowState& state = states_[static_cast<size_t>(i)];
       state.owns_target = true;
       state.target_argument = a;
@@ -131,6 +116,7 @@ void ShardRun::ComputeNarrowGradient(Work* work) {
   const GradientTarget target = TargetOf(*work);
   BeginGradWeight(work);
   context_.pool.Run(work->parts.count(), [&](int32_t part) {
+    int64_t panel_index = 0;
     work->parts.ForEachPanel(part, work->head_plan.panel_rows, [&](int64_t start, int64_t count) {
       const int64_t global_start = shard.rows.start + start;
       const float* class_weights = term.cross_entropy.class_weights;
@@ -147,6 +133,7 @@ void ShardRun::ComputeNarrowGradient(Work* work) {
               static_cast<float>(state.scale * state.loss.target_gradient * SoftcapDerivative(state.target_argument, cap));
         }
       }
+      ApplyRefinedGradient(*work, part, panel_index++);
       if (target.grad_weight != nullptr) {
         AddGradWeightPanel(shard, {work->gradient, work->hidden, work->row_count}, start, count, target);
       }

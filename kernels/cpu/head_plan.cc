@@ -13,6 +13,7 @@ constexpr int64_t kPanelCacheBytes = int64_t{2} << 20;
 constexpr int64_t kAlignment = 64;
 // Row state outside of the mapped workspace: for each row, statistics of each thread and of each shard, and the row's own entry.
 constexpr int64_t kStatisticsBytesPerRow = 160;
+constexpr int64_t kRefinedLogitBytes = 16;
 
 int64_t Aligned(int64_t bytes) { return SaturatingAdd(bytes, kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -45,8 +46,12 @@ WorkspaceLayout LayOut(const HeadPlan& plan, const HeadSpec& spec, int64_t shard
   layout.teacher_hidden = place(Product(plan.wide_rows, spec.hidden_size, 8));
   layout.exchange = place(shard_count > 1 ? SaturatingMultiply(spec.vocab_size, 8) : 0);
   layout.mapped_bytes = std::max(next, narrow_end);
-  layout.total_bytes =
-      SaturatingAdd(layout.mapped_bytes, Product(plan.narrow_rows, threads + shard_count + 2, kStatisticsBytesPerRow));
+  // For each row: its statistics by thread and shard, and each thread's panel maxima and refined logits.
+  const int64_t panel_maxima_bytes = SaturatingMultiply(shard_rows / plan.panel_rows + threads + 1, 4);
+  const int64_t refined_bytes = Product(threads, std::min(kRefinedLogitsPerRow, shard_rows), kRefinedLogitBytes);
+  const int64_t row_state = SaturatingAdd(SaturatingAdd(panel_maxima_bytes, refined_bytes),
+                                          SaturatingMultiply(threads + shard_count + 2, kStatisticsBytesPerRow));
+  layout.total_bytes = SaturatingAdd(layout.mapped_bytes, SaturatingMultiply(plan.narrow_rows, row_state));
   return layout;
 }
 

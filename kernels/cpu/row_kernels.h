@@ -93,6 +93,8 @@ struct RowKernels {
   // First index whose z * inverse_temperature is at least `value`, or count.
   int64_t (*first_at_least_float)(const float* a, int64_t count, double cap, double inverse_temperature, double value);
   int64_t (*first_at_least_double)(const double* a, int64_t count, double cap, double inverse_temperature, double value);
+  // Writes the indices i with a[i] >= value, in order, at most `capacity` of them; returns how many there are.
+  int64_t (*collect_at_least)(const float* a, int64_t count, float value, int64_t capacity, int32_t* indices);
   // The gradient over the logits, in place.
   void (*gradient_float)(float* a, int64_t count, double cap, const GradientCoefficients& coefficients, const float* class_weights);
   void (*gradient_double)(const double* a, int64_t count, double cap, const GradientCoefficients& coefficients,

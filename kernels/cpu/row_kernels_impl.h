@@ -186,6 +186,24 @@ int64_t FirstAtLeast(const T* a, int64_t count, double cap, double inverse_tempe
   return count;
 }
 
+int64_t CollectAtLeast(const float* a, int64_t count, float value, int64_t capacity, int32_t* indices) {
+  constexpr int64_t kProbe = 128;
+  int64_t found = 0;
+  for (int64_t start = 0; start < count; start += kProbe) {
+    const int64_t length = count - start < kProbe ? count - start : kProbe;
+    int32_t hits = 0;
+#pragma omp simd reduction(+ : hits)
+    for (int64_t i = 0; i < length; ++i) hits += a[start + i] >= value ? 1 : 0;
+    if (hits == 0) continue;
+    for (int64_t i = start; i < start + length; ++i) {
+      if (!(a[i] >= value)) continue;
+      if (found < capacity) indices[found] = static_cast<int32_t>(i);
+      ++found;
+    }
+  }
+  return found;
+}
+
 template <typename T, bool kCapped, bool kClasses, bool kWeights>
 void GradientLoop(const T* a, int64_t count, double cap, const GradientCoefficients& coefficients, const float* class_weights,
                   float* gradient) {
@@ -456,6 +474,7 @@ const RowKernels kRowKernels = {
     Stats<double>,
     FirstAtLeast<float>,
     FirstAtLeast<double>,
+    CollectAtLeast,
     GradientFloat,
     GradientOf<double>,
     DivergenceSums,

@@ -35,6 +35,8 @@ class ShardParts {
   ShardParts(const HeadShard& shard, const ThreadPool& pool);
   int32_t count() const { return count_; }
   RowRange part(int32_t index) const;
+  // Panels of the longest part.
+  int64_t MaxPanels(int64_t panel_rows) const { return (part(0).size() + panel_rows - 1) / panel_rows; }
   // Calls visit(first column, column count) for the panels of a part, in order.
   template <typename Visit>
   void ForEachPanel(int32_t index, int64_t panel_rows, const Visit& visit) const {
@@ -100,6 +102,12 @@ class ShardRun {
   absl::Status RunWideRows(Work* work);
 
   // narrow
+  // Replaces the logits that matter most by fp64 dots (logit_refinement.cc). *overflow is set if there are too many.
+  absl::Status RefineLogits(Work* work, bool* overflow);
+  double RefinementCutoff(const Work& work, const RowStats& stats) const;
+  double LogitArgument(const Work& work, int64_t row, int64_t column, float* converted) const;
+  void RefinePart(const Work& work, const std::vector<float>& cutoffs, int32_t part, double* partial);
+  void ApplyRefinedGradient(const Work& work, int32_t part, int64_t panel_index);
   void ComputeNarrowLogits(Work* work);
   void ComputeTargetLogits(Work* work);
   void ComputeNarrowGradient(Work* work);
@@ -127,11 +135,25 @@ class ShardRun {
   MicroBatchPlan& plan_;
   float* grad_hidden_ = nullptr;  // [chunk rows, hidden_size], in the first term's workspace
 
+  // A logit taken again in fp64.
+  struct RefinedLogit {
+    int32_t row;
+    int32_t column;   // of the shard
+    double argument;  // of the softcap
+  };
+  struct RefinedPart {
+    std::vector<RefinedLogit> logits;  // by panel, then row, then column
+    std::vector<size_t> panel_ends;    // entries up to the end of each panel
+  };
+  std::vector<RefinedPart> refined_;  // by part
+
   // By row of the work in progress.
   std::vector<RowState> states_;
   std::vector<RowStats> part_stats_;    // [parts][rows]
   std::vector<RowStats> merged_stats_;  // [rows]
   std::vector<RowStats> gathered_stats_;
+  std::vector<float> panel_max_;  // [parts][panels][rows]: largest logit of a panel's columns but the target's
+  int64_t panels_per_part_ = 0;
   std::vector<PieceStats> student_parts_, teacher_parts_, student_stats_, teacher_stats_;
   std::vector<uint8_t> non_finite_hidden_;
   std::vector<uint8_t> non_finite_grad_hidden_;
