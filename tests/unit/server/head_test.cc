@@ -137,6 +137,19 @@ TEST_F(HeadTest, DiscardDropsAndKeepsOut) {
   EXPECT_REASON(head_->Discard(KeyOf(*head_), 3, 0), kMicroBatchConflict);
 }
 
+TEST_F(HeadTest, AHigherAttemptTakesTheStagedOnesPlace) {
+  HeadSpec spec = SmallSpec();
+  spec.staging_slots = 1;
+  head_ = MakeReadyHead(engine_, spec);
+  ASSERT_OK(Stage(0, kRowOfToken2));
+  MicroBatchCall retry(head_, 0, 0, kRowOfToken4);
+  retry.submission().attempt = 1;
+  ASSERT_OK(retry.Explicit().Run(engine_));  // in the only slot
+  EXPECT_REASON(head_->Commit(KeyOf(*head_), 0, 0, 1), kMicroBatchDiscarded);
+  EXPECT_TRUE(*head_->Commit(KeyOf(*head_), 0, 1, 1));
+  EXPECT_EQ(ReadGradWeight(*head_), Gradient(4, {-5, 0, 7}));
+}
+
 TEST_F(HeadTest, StagingFullIsForgotten) {
   ASSERT_OK(Stage(0, kRowOfToken2));
   ASSERT_OK(Stage(1, kRowOfToken2));
