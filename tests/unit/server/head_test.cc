@@ -375,8 +375,9 @@ TEST_F(HeadTest, ASubmissionThatWaitedSeesTheNewEpoch) {
   std::thread first([&] { EXPECT_OK(Submit(0, kRowOfToken2)); });
   computing.WaitForNotification();
   // Both wait for the first one, in either order; whichever comes second sees what the other did.
+  MicroBatchCall call(head_, 0, 1, kRowOfToken4);  // with the epoch of now
   std::thread second([&] {
-    const std::string reason = headwater::testing::ReasonOf(Submit(1, kRowOfToken4));
+    const std::string reason = headwater::testing::ReasonOf(call.Run(engine_));
     EXPECT_TRUE(reason == "OK" || reason == "EPOCH_FENCED") << reason;
   });
   std::thread setter([&] { EXPECT_OK(SetWeights(*head_, std::vector<float>(15, 2.0f))); });
