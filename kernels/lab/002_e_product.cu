@@ -121,10 +121,12 @@ int main(int argc, char** argv) {
     using headwater::sm90::kEvictLast;
     using headwater::sm90::kEvictNormal;
     using headwater::sm90::Tile320;
-    const auto best = problem.MakeEProduct({8, 2});
-    const auto best_320 = problem.MakeEProduct<Tile320>({8, 2});
-    candidates.push_back(best.AsCandidate("E, 128 x 256, group 8, slack 2"));
-    candidates.push_back(best_320.AsCandidate("E, 128 x 320, group 8, slack 2"));
+    const auto best = problem.MakeEProduct({8});
+    const auto best_320 = problem.MakeEProduct<Tile320>({8});
+    const auto paced = problem.MakeEProduct({8, 2, 16});
+    candidates.push_back(best.AsCandidate("E, 128 x 256"));
+    candidates.push_back(best_320.AsCandidate("E, 128 x 320"));
+    candidates.push_back(paced.AsCandidate("E, 128 x 256, paced 2 x 16"));
     floor_32.Enqueue(bench.stream());
     best.Enqueue(bench.stream());
     LAB_CUDA(cudaStreamSynchronize(bench.stream()));
@@ -133,22 +135,14 @@ int main(int argc, char** argv) {
     LAB_CUDA(cudaStreamSynchronize(bench.stream()));
     CheckFull(problem, logits, 320);
     if (sweep) {
-      const auto unpaced = problem.MakeEProduct({8, 0});
-      const auto unpaced_320 = problem.MakeEProduct<Tile320>({8, 0});
-      const auto slack_1 = problem.MakeEProduct({8, 1});
-      const auto slack_4 = problem.MakeEProduct({8, 4});
-      const auto all_rows = problem.MakeEProduct({16, 2});
-      const auto kept = problem.MakeEProduct({8, 2, kEvictLast, kEvictNormal, kEvictFirst});
-      const auto kept_16 = problem.MakeEProduct({16, 2, kEvictLast, kEvictNormal, kEvictFirst});
-      const auto kept_320 = problem.MakeEProduct<Tile320>({8, 2, kEvictLast, kEvictNormal, kEvictFirst});
-      candidates.push_back(unpaced.AsCandidate("E, 128 x 256, group 8, not paced"));
-      candidates.push_back(unpaced_320.AsCandidate("E, 128 x 320, group 8, not paced"));
-      candidates.push_back(slack_1.AsCandidate("E, 128 x 256, group 8, slack 1"));
-      candidates.push_back(slack_4.AsCandidate("E, 128 x 256, group 8, slack 4"));
-      candidates.push_back(all_rows.AsCandidate("E, 128 x 256, group 16, slack 2"));
-      candidates.push_back(kept.AsCandidate("E, 128 x 256, group 8, slack 2, hidden kept"));
-      candidates.push_back(kept_16.AsCandidate("E, 128 x 256, group 16, slack 2, hidden kept"));
-      candidates.push_back(kept_320.AsCandidate("E, 128 x 320, group 8, slack 2, hidden kept"));
+      const auto alone = problem.MakeEProduct<headwater::sm90::ProductConfig<256, 64, 4, 1>>({16});
+      const auto fine = problem.MakeEProduct<headwater::sm90::ProductConfig<256, 32, 8, 2>>({8});
+      const auto all_rows = problem.MakeEProduct({16});
+      const auto kept = problem.MakeEProduct({8, 0, 8, kEvictLast, kEvictNormal, kEvictFirst});
+      candidates.push_back(alone.AsCandidate("E, 128 x 256, no cluster"));
+      candidates.push_back(fine.AsCandidate("E, 128 x 256, stages of 32"));
+      candidates.push_back(all_rows.AsCandidate("E, 128 x 256, group 16"));
+      candidates.push_back(kept.AsCandidate("E, 128 x 256, hidden kept, E evicted first"));
       bench.Run("sweep, N" + std::to_string(rows) + " H4096 V128256", candidates, BenchOptions{1.5, 0.4, 2, false});
     } else {
       candidates.push_back(floor_32.AsCandidate("cuBLASLt logits, fp32 out"));

@@ -76,29 +76,22 @@ int main(int argc, char** argv) {
     expected.Zero();
     floor.Search(bench, "grad_weight, adding");
     std::vector<headwater::lab::Candidate> candidates = {floor.AsCandidate("cuBLASLt grad_weight, adding")};
+    using headwater::sm90::Major;
     using headwater::sm90::Tile320;
-    const auto own = problem.MakeGradWeight(grad_weight.get(), {1, 2});
-    const auto own_320 = problem.MakeGradWeight<Tile320>(grad_weight.get(), {1, 2});
-    const auto unpaced = problem.MakeGradWeight(grad_weight.get(), {1, 0});
-    const auto unpaced_320 = problem.MakeGradWeight<Tile320>(grad_weight.get(), {1, 0});
-    const auto group_4 = problem.MakeGradWeight(grad_weight.get(), {4, 2});
-    const auto group_8 = problem.MakeGradWeight(grad_weight.get(), {8, 2});
-    const auto group_4_320 = problem.MakeGradWeight<Tile320>(grad_weight.get(), {4, 2});
-    const auto slack_4 = problem.MakeGradWeight(grad_weight.get(), {4, 4});
-    using headwater::sm90::kEvictFirst;
-    using headwater::sm90::kEvictLast;
-    using headwater::sm90::kEvictNormal;
-    const auto kept = problem.MakeGradWeight(grad_weight.get(), {4, 2, kEvictNormal, kEvictLast, kEvictFirst});
-    candidates.push_back(own.AsCandidate("own, 128 x 256, group 1, slack 2"));
-    candidates.push_back(own_320.AsCandidate("own, 128 x 320, group 1, slack 2"));
+    using Direct = headwater::sm90::GradWeightDirectEpilogue;
+    const auto own = problem.MakeGradWeight(grad_weight.get(), {1});
+    const auto paced = problem.MakeGradWeight(grad_weight.get(), {8, 2, 16});
+    const auto own_320 = problem.MakeGradWeight<Tile320>(grad_weight.get(), {1});
+    const auto group_4 = problem.MakeGradWeight(grad_weight.get(), {4});
+    const headwater::sm90::Product<Major::kMn, Major::kMn, Direct> direct(problem.exponentials.get(), problem.scaled_hidden.get(),
+                                                                          grad_weight.get(), vocab, width, rows,
+                                                                          Direct::Params{grad_weight.get(), 1.0f}, {1});
+    candidates.push_back(own.AsCandidate("own, 128 x 256, group 1"));
+    candidates.push_back(paced.AsCandidate("own, 128 x 256, group 8, paced 2 x 16"));
     if (sweep) {
-      candidates.push_back(unpaced.AsCandidate("own, 128 x 256, group 1, not paced"));
-      candidates.push_back(unpaced_320.AsCandidate("own, 128 x 320, group 1, not paced"));
-      candidates.push_back(group_4.AsCandidate("own, 128 x 256, group 4, slack 2"));
-      candidates.push_back(group_8.AsCandidate("own, 128 x 256, group 8, slack 2"));
-      candidates.push_back(group_4_320.AsCandidate("own, 128 x 320, group 4, slack 2"));
-      candidates.push_back(slack_4.AsCandidate("own, 128 x 256, group 4, slack 4"));
-      candidates.push_back(kept.AsCandidate("own, 128 x 256, group 4, slack 2, x' kept"));
+      candidates.push_back(own_320.AsCandidate("own, 128 x 320, group 1"));
+      candidates.push_back(group_4.AsCandidate("own, 128 x 256, group 4"));
+      candidates.push_back(direct.AsCandidate("own, 128 x 256, group 1, red from registers"));
     }
     expected.Zero();
     LAB_CUDA(cudaDeviceSynchronize());

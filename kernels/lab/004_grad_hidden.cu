@@ -68,12 +68,14 @@ int main(int argc, char** argv) {
     floor_32.Search(bench, "grad_hidden, fp32 out");
     floor_16.Search(bench, "grad_hidden, bf16 out");
     std::vector<headwater::lab::Candidate> candidates = {floor_16.AsCandidate("cuBLASLt grad_hidden, bf16 out")};
-    using headwater::sm90::Tile320;
-    const auto wide = problem.MakeGradHidden({8, 2});
-    candidates.push_back(wide.AsCandidate("own, 128 x 256, group 8, slack 2"));
+    using headwater::sm90::ProductConfig;
+    const auto own = problem.MakeGradHidden({8});
+    const auto paced = problem.MakeGradHidden({8, 2, 16});
+    candidates.push_back(own.AsCandidate("own, 128 x 256"));
+    candidates.push_back(paced.AsCandidate("own, 128 x 256, paced 2 x 16"));
     problem.grad_hidden.Poison();
     LAB_CUDA(cudaDeviceSynchronize());
-    wide.Enqueue(bench.stream());
+    own.Enqueue(bench.stream());
     floor_32.Enqueue(bench.stream());
     FinishKernel<<<1056, 256, 0, bench.stream()>>>(product_32.get(), problem.row_factor.get(), problem.target_factor.get(),
                                                    problem.targets.get(), problem.weight.get(), rows, width, expected.get());
@@ -81,18 +83,12 @@ int main(int argc, char** argv) {
     Check("full size against cuBLASLt and a plain finish",
           RelativeDifference(problem.grad_hidden.get(), expected.get(), expected.count()), 1.9e-3);
     if (sweep) {
-      const auto unpaced = problem.MakeGradHidden({8, 0});
-      const auto slack_1 = problem.MakeGradHidden({8, 1});
-      const auto slack_4 = problem.MakeGradHidden({8, 4});
-      const auto group_4 = problem.MakeGradHidden({4, 2});
-      const auto group_16 = problem.MakeGradHidden({16, 2});
-      const auto wide_320 = problem.MakeGradHidden<Tile320>({8, 2});
-      candidates.push_back(unpaced.AsCandidate("own, 128 x 256, group 8, not paced"));
-      candidates.push_back(slack_1.AsCandidate("own, 128 x 256, group 8, slack 1"));
-      candidates.push_back(slack_4.AsCandidate("own, 128 x 256, group 8, slack 4"));
-      candidates.push_back(group_4.AsCandidate("own, 128 x 256, group 4, slack 2"));
-      candidates.push_back(group_16.AsCandidate("own, 128 x 256, group 16, slack 2"));
-      candidates.push_back(wide_320.AsCandidate("own, 128 x 320, group 8, slack 2"));
+      const auto fine = problem.MakeGradHidden<ProductConfig<256, 32, 8, 2>>({8});
+      const auto alone = problem.MakeGradHidden<ProductConfig<256, 64, 4, 1>>({16});
+      const auto group_16 = problem.MakeGradHidden({16});
+      candidates.push_back(fine.AsCandidate("own, 128 x 256, stages of 32"));
+      candidates.push_back(alone.AsCandidate("own, 128 x 256, no cluster"));
+      candidates.push_back(group_16.AsCandidate("own, 128 x 256, group 16"));
       bench.Run("sweep, N" + std::to_string(rows) + " H4096 V128256", candidates, BenchOptions{1.5, 0.4, 2, false});
     } else {
       candidates.push_back(floor_32.AsCandidate("cuBLASLt grad_hidden, fp32 out"));

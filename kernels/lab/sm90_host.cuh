@@ -13,7 +13,8 @@ namespace headwater::sm90 {
 // Rank-2 tensor map: `inner` contiguous elements a row, `outer` rows `stride_bytes` apart, boxes of `box_bytes` (128 or 64, and the
 // swizzle of that width) by `box_rows`. The driver's encoder is looked up at run time, so that nothing links libcuda.
 inline CUtensorMap MakeTensorMap(const void* base, CUtensorMapDataType type, uint64_t inner, uint64_t outer, uint64_t stride_bytes,
-                                 uint32_t box_bytes, uint32_t box_rows) {
+                                 uint32_t box_bytes, uint32_t box_rows,
+                                 CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   using Encode =
       CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
                    const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
@@ -65,7 +66,8 @@ inline CUtensorMap ResultMap(float* base, int64_t m, int64_t n) {
 
 struct ProductTuning {
   int32_t group = 8;
-  int32_t pace_slack = 2;  // 0: not paced
+  int32_t pace_slack = 0;   // steps; 0: not paced
+  int32_t pace_blocks = 8;  // k-blocks a step
   uint64_t policy_a = kEvictNormal;
   uint64_t policy_b = kEvictNormal;
   uint64_t policy_c = kEvictNormal;
@@ -84,7 +86,7 @@ class Product {
         params_(params) {
     shape_ = ProductShape{static_cast<int32_t>(m), static_cast<int32_t>(n), static_cast<int32_t>(k), tuning.group,
                           tuning.policy_a,         tuning.policy_b,         tuning.policy_c,         nullptr,
-                          tuning.pace_slack};
+                          tuning.pace_blocks,      tuning.pace_slack};
     int device = 0, multiprocessors = 0;
     LAB_CUDA(cudaGetDevice(&device));
     LAB_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
@@ -93,7 +95,8 @@ class Product {
     grid_ = static_cast<int>(std::min<int64_t>(multiprocessors / Config::kCluster, tiles)) * Config::kCluster;
     if (tuning.pace_slack > 0) {
       const int64_t clusters = grid_ / Config::kCluster, blocks = (k + Config::kDepth - 1) / Config::kDepth;
-      pace_ = lab::DeviceArray<uint32_t>((tiles + clusters - 1) / clusters * ((blocks + kPaceBlocks - 1) / kPaceBlocks));
+      pace_ =
+          lab::DeviceArray<uint32_t>((tiles + clusters - 1) / clusters * ((blocks + tuning.pace_blocks - 1) / tuning.pace_blocks));
       shape_.pace = pace_.get();
     }
     LAB_CUDA(cudaFuncSetAttribute(ProductKernel<kMajorA, kMajorB, Epilogue, Config>, cudaFuncAttributeMaxDynamicSharedMemorySize,

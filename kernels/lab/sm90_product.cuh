@@ -13,7 +13,7 @@
 // Pace      What the card's power limit turns into time is energy, and much of that is DRAM traffic. Clusters that work on the same
 // rows
 //           or columns find each other's loads in L2 only while they are at about the same k; left alone they drift apart, and
-//           three to eight times the necessary bytes come from DRAM. So each cluster counts the steps (kPaceBlocks k-blocks) it
+//           three to eight times the necessary bytes come from DRAM. So each cluster counts the steps (pace_blocks k-blocks) it
 //           begins, and begins a step only when all have begun the one `pace_slack` steps before. A pacer warp does the waiting
 //           ahead of the producer. The wait is bounded: if some cluster is not resident, the others go on unpaced. Results do not
 //           depend on it.
@@ -45,17 +45,17 @@ constexpr int kTileM = 128;
 constexpr int kConsumerGroups = 2;
 constexpr int kConsumerWarps = 4 * kConsumerGroups;
 constexpr int kProductThreads = 128 * (kConsumerGroups + 1);
-constexpr int kPaceBlocks = 8;       // k-blocks a step of the pacer
 constexpr int kStagingBytes = 4096;  // a warp: two boxes of 16 rows by 128 bytes
 
 // Tile width, pipeline and cluster of a product. A thread's accumulators: rows r and r + 8 of its warp's 16, columns
 // 8 j + 2 (lane % 4) + {0, 1}; element 4 j + 2 h + i is row r + 8 h, column 8 j + 2 (lane % 4) + i.
-template <int kTileNIn, int kDepthIn, int kStagesIn, int kClusterIn>
+template <int kTileNIn, int kDepthIn, int kStagesIn, int kClusterIn, int kPiecesIn = 1>
 struct ProductConfig {
   static constexpr int kTileN = kTileNIn;  // 256, or 320 = 192 + 128: fewer bytes from L2 a product, shallower pipeline
   static constexpr int kDepth = kDepthIn;  // k of a stage: 32 or 64
   static constexpr int kStages = kStagesIn;
   static constexpr int kCluster = kClusterIn;  // 1 or 2
+  static constexpr int kPieces = kPiecesIn;    // column pieces a 256-column product is issued in: 1 or 2
   static constexpr int kAccumulators = kTileN / 2;
   static constexpr int kBytesA = kTileM * kDepth * 2;
   static constexpr int kBytesB = kTileN * kDepth * 2;
@@ -76,8 +76,9 @@ struct ProductShape {
   uint64_t policy_a;
   uint64_t policy_b;
   uint64_t policy_c;
-  uint32_t* pace;      // [waves * steps a tile], zero at launch; null: not paced
-  int32_t pace_slack;  // steps, >= 1
+  uint32_t* pace;       // [waves * steps a tile], zero at launch; null: not paced
+  int32_t pace_blocks;  // k-blocks a step, >= 1
+  int32_t pace_slack;   // steps, >= 1
 };
 
 struct EpiloguePosition {
@@ -151,7 +152,7 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(kProd
   const int32_t cluster_id = static_cast<int32_t>(blockIdx.x) / kCluster;
   const int32_t k_blocks = (shape.k + kDepth - 1) / kDepth;
 
-  const int32_t steps_per_tile = (k_blocks + kPaceBlocks - 1) / kPaceBlocks;
+  const int32_t steps_per_tile = (k_blocks + shape.pace_blocks - 1) / shape.pace_blocks;
   // A cluster's CTAs wait for each other's loads anyway: its first one is paced.
   const bool paced = shape.pace != nullptr && cta_rank == 0;
 
@@ -165,7 +166,7 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(kProd
         const int32_t row = (cluster_row * kCluster + static_cast<int32_t>(cta_rank)) * kTileM;
         const int32_t column = column_tile * kTileN;
         for (int32_t block = 0; block < k_blocks; ++block) {
-          if (paced && block % kPaceBlocks == 0) {
+          if (paced && block % shape.pace_blocks == 0) {
             uint32_t passed;
             do {
               asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(passed) : "r"(allowed) : "memory");
@@ -221,8 +222,8 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(kProd
           while (true) {
             asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(begun) : "l"(shape.pace + before) : "memory");
             if (begun >= at_work) break;
-            __nanosleep(200);
-            give_up = ++polls == 2000;  // about a millisecond: some cluster is not running
+            __nanosleep(50);
+            give_up = ++polls == 8000;  // about a millisecond: some cluster is not running
             if (give_up) break;
           }
         }
@@ -263,7 +264,11 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(kProd
 #pragma unroll
         for (int step = 0; step < kDepth / 16; ++step) {
           const bool accumulate = block > 0 || step > 0;
-          if constexpr (kTileN == 256) {
+          if constexpr (kTileN == 256 && Config::kPieces == 2) {
+            WgmmaM64N128K16<kMajorA, kMajorB>(accumulators, a + step * kStepA, b + step * kStepB, accumulate);
+            WgmmaM64N128K16<kMajorA, kMajorB>(accumulators + 64, a + step * kStepA, b + step * kStepB + (2 * kChunkBytes >> 4),
+                                              accumulate);
+          } else if constexpr (kTileN == 256) {
             WgmmaM64N256K16<kMajorA, kMajorB>(accumulators, a + step * kStepA, b + step * kStepB, accumulate);
           } else {
             WgmmaM64N192K16<kMajorA, kMajorB>(accumulators, a + step * kStepA, b + step * kStepB, accumulate);
