@@ -581,10 +581,12 @@ class Head:
 
     def save(self, checkpoint: str, *, overwrite: bool = False, timeout_s: float | None = None) -> SaveResult:
         """Writes weights, optimizer state and step, as they were when the open step began. Complete or not there at all."""
+        checkpoint = _requests.check_checkpoint_name(checkpoint)
         return self._backend.save(self._name, self._epoch, checkpoint, overwrite, self._timeout(timeout_s))
 
     def restore(self, checkpoint: str, *, timeout_s: float | None = None) -> HeadInfo:
         """Sets the head to a checkpoint: a new epoch, the checkpoint's step, nothing accumulated."""
+        checkpoint = _requests.check_checkpoint_name(checkpoint)
         return self._adopt(self._backend.restore(self._name, self._epoch, checkpoint, self._timeout(timeout_s)))
 
     def info(self, *, timeout_s: float | None = None) -> HeadInfo:

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from headwater._errors import make_error
 from headwater._types import SGD, AdamW, HeadSpec
 
 _FORMAT = "headwater.local/1"
-_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,126}[A-Za-z0-9])?")
 _STATE_TENSORS = ("moment1_weight", "moment1_bias", "moment2_weight", "moment2_bias")
 _INDEX = "model.safetensors.index.json"
 _WEIGHT_NAMES = ("lm_head.weight", "model.embed_tokens.weight", "transformer.wte.weight", "weight")
@@ -44,10 +42,6 @@ def _folder(root: Path | None, head: str, checkpoint: str) -> Path:
     if root is None:
         raise make_error(
             "FAILED_PRECONDITION", "STORAGE_NOT_CONFIGURED", "pass checkpoint_dir= to headwater.local.connect to use checkpoints"
-        )
-    if not isinstance(checkpoint, str) or not _NAME.fullmatch(checkpoint):
-        raise make_error(
-            "INVALID_ARGUMENT", "INVALID_NAME", f"a checkpoint's name matches {_NAME.pattern}; got {checkpoint!r}", {"field": "checkpoint"}
         )
     _, tenant, _, head_id = head.split("/")
     return root / tenant / head_id / checkpoint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +140,21 @@ def check_choice(value: Any, name: str, choices: tuple[str, ...]) -> str:
     if value not in choices:
         raise invalid_argument("INVALID_FIELD", f"{name} must be one of {', '.join(choices)}; got {value!r}", field=name, actual=value)
     return str(value)
+
+
+_CHECKPOINT_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,126}[A-Za-z0-9])?")
+
+
+def check_checkpoint_name(name: Any) -> str:
+    """The name of a checkpoint."""
+    if not isinstance(name, str) or not _CHECKPOINT_NAME.fullmatch(name):
+        raise invalid_argument(
+            "INVALID_NAME",
+            f"a checkpoint's name is letters, digits, '.', '_' and '-' (at most 128, none of the last three at its ends); got {name!r}",
+            field="checkpoint",
+            actual=name,
+        )
+    return name
 
 
 def check_bool(value: Any, name: str) -> bool:

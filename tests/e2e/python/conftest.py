@@ -73,6 +73,16 @@ class Server:
         self.log.flush()
         return (self.directory / "log").read_text(errors="replace")
 
+    @contextlib.contextmanager
+    def frozen(self):
+        """Stops it for a while: calls hang without depending on how fast the machine is."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """Ends it without warning."""
         self.process.send_signal(signal.SIGKILL)

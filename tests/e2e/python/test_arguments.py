@@ -145,6 +145,8 @@ BAD_STEPS = {
     "set_weight_shape": ("SHAPE_MISMATCH", lambda head: head.set_weight(np.zeros((3, 3), np.float32))),
     "set_weight_nothing": ("MISSING_FIELD", lambda head: head.set_weight(None)),
     "set_weight_type": ("DATA_TYPE_MISMATCH", lambda head: head.set_weight(np.zeros((VOCAB_SIZE, HIDDEN_SIZE), np.float16))),
+    "checkpoint_outside": ("INVALID_NAME", lambda head: head.save("../elsewhere")),
+    "checkpoint_empty": ("INVALID_NAME", lambda head: head.restore("")),
     "upload_id": ("INVALID_FIELD", lambda head: head.set_weight(np.zeros((VOCAB_SIZE, HIDDEN_SIZE), np.float32), upload_id="")),
 }
 

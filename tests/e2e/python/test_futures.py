@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from conftest import running_server
 from expectations import refused
 
 import headwater
@@ -97,41 +98,72 @@ def test_callbacks_get_the_future(head):
     assert done.wait(30) and seen == [future]
 
 
-def test_a_call_that_takes_too_long_ends_in_time(remote, make_head, rng):
-    weight = rng.standard_normal((20000, 256)).astype(np.float32)
-    head = make_head(remote.client, weight)
-    hidden = rng.standard_normal((4000, 256)).astype(np.float32)
-    began = time.monotonic()
-    with refused("DEADLINE_EXCEEDED", headwater.DeadlineExceededError) as info:
-        head.cross_entropy(hidden, [1] * 4000, micro_batch=0, timeout_s=0.02)
-    assert isinstance(info.value, TimeoutError) and time.monotonic() - began < 5
-    # Whatever became of it, the step knows, and once settled it is in it once or not at all.
+@pytest.fixture
+def slow(rng):
+    """A server that can be frozen, and a head on it."""
+    with running_server() as server, headwater.connect(server.address) as client:
+        yield server, client.create_head("slow", rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32))
+
+
+def in_it_once_or_not_at_all(head, rows, micro_batch):
+    """Whatever became of a call that was given up, repeating it leaves the contribution in the step exactly once."""
     deadline = time.monotonic() + 60
-    while (state := head.step_state().open.micro_batches.get(0)) is not None and state.state == "IN_PROGRESS":
+    while True:
+        state = head.step_state().open.micro_batches.get(micro_batch)
+        if state is None or state.state != "IN_PROGRESS":
+            break
         assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert (head.gradient_norm() > 0) == (state is not None)
+        time.sleep(0.02)
+    out = head.cross_entropy(*rows, micro_batch=micro_batch)
+    assert out.replayed == (state is not None)
+    gradient = head.gradient()
+    head.discard_gradient()
+    head.cross_entropy(*rows, micro_batch=0)
+    np.testing.assert_array_equal(gradient, head.gradient())
+    head.discard_gradient()
 
 
-def test_cancel_ends_a_call(remote, make_head, rng):
-    weight = rng.standard_normal((20000, 256)).astype(np.float32)
-    head = make_head(remote.client, weight)
-    hidden = rng.standard_normal((4000, 256)).astype(np.float32)
-    future = head.cross_entropy_future(hidden, [1] * 4000, micro_batch=0)
-    time.sleep(0.02)
-    future.cancel()
-    with refused("CANCELLED", headwater.CancelledError):
-        future.result(30)
+def test_a_call_that_takes_too_long_ends_in_time(slow, rows):
+    server, head = slow
+    with server.frozen():
+        began = time.monotonic()
+        with refused("DEADLINE_EXCEEDED", headwater.DeadlineExceededError) as info:
+            head.cross_entropy(*rows, micro_batch=3, timeout_s=0.2)
+        assert isinstance(info.value, TimeoutError) and 0.1 < time.monotonic() - began < 10
+    in_it_once_or_not_at_all(head, rows, 3)
 
-    async def cancelled():
-        task = asyncio.ensure_future(_wait(head.cross_entropy_future(hidden, [1] * 4000, micro_batch=1)))
-        await asyncio.sleep(0.02)
+
+def test_cancel_ends_a_call(slow, rows):
+    server, head = slow
+    with server.frozen():
+        future = head.cross_entropy_future(*rows, micro_batch=1)
+        control = head.info_future()
+        time.sleep(0.1)
+        future.cancel()
+        control.cancel()
+        for cancelled in (future, control):
+            with refused("CANCELLED", headwater.CancelledError):
+                cancelled.result(30)
+    in_it_once_or_not_at_all(head, rows, 1)
+
+
+def test_a_cancelled_task_cancels_the_call(slow, rows):
+    server, head = slow
+    future = None
+
+    async def call():
+        nonlocal future
+        future = head.cross_entropy_future(*rows, micro_batch=2)
+        return await future
+
+    async def run():
+        task = asyncio.create_task(call())
+        await asyncio.sleep(0.1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(cancelled())
-
-
-async def _wait(future):
-    return await future
+    with server.frozen():
+        asyncio.run(run())
+        assert future is not None and (future.done() or isinstance(future.exception(30), headwater.CancelledError))
+    in_it_once_or_not_at_all(head, rows, 2)
