@@ -1,0 +1,398 @@
+// Bad input for every field of every RPC. The fields come from the descriptors: one that has neither a row in the table of bad
+// values nor a reason why it cannot be bad fails the test. Each bad value is sent and must be refused with its canonical code and
+// reason, naming the field, what was expected and what came; and afterwards everything that a client can see is bitwise as before.
+#include <gmock/gmock.h>
+#include <google/protobuf/descriptor.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "headwater/kernels/error.h"
+#include "tests/integration/bad_values.h"
+#include "tests/integration/wire_server.h"
+
+namespace headwater::testing {
+namespace {
+
+using google::protobuf::Message;
+
+std::vector<const google::protobuf::MethodDescriptor*> Methods() {
+  std::vector<const google::protobuf::MethodDescriptor*> methods;
+  const auto* pool = google::protobuf::DescriptorPool::generated_pool();
+  for (const char* name : {"headwater.v1.LossService", "headwater.v1.HeadService", "headwater.v1.SessionService"}) {
+    const auto* service = pool->FindServiceByName(name);
+    for (int i = 0; i < service->method_count(); ++i) methods.push_back(service->method(i));
+  }
+  return methods;
+}
+
+std::vector<BadValue> AllRows() {
+  std::vector<BadValue> rows;
+  for (const auto& part : {LossServiceBadValues(), HeadServiceBadValues(), SessionServiceBadValues()}) {
+    rows.insert(rows.end(), part.begin(), part.end());
+  }
+  return rows;
+}
+
+TEST(BadInputTable, HasARowForEveryField) {
+  std::map<std::string, std::set<std::string>> covered;
+  for (const BadValue& row : AllRows()) covered[row.rpc].insert(row.path);
+  std::map<std::string, std::set<std::string>> known;
+  for (const auto* method : Methods()) {
+    for (const std::string& path : FieldPaths(*method->input_type())) {
+      known[method->name()].insert(path);
+      bool harmless = false;
+      for (const HarmlessField& field : HarmlessFields()) {
+        if (field.rpc != method->name()) continue;
+        const bool below = absl::EndsWith(field.path, ".*") && absl::StartsWith(path, field.path.substr(0, field.path.size() - 1));
+        harmless = harmless || below || field.path == path;
+      }
+      const bool has_row = covered[method->name()].count(path) > 0;
+      EXPECT_TRUE(has_row || harmless) << method->name() << ": " << path << " has no row";
+      EXPECT_FALSE(has_row && harmless) << method->name() << ": " << path << " has rows and a reason to have none";
+    }
+  }
+  for (const auto& [rpc, paths] : covered) {
+    for (const std::string& path : paths) EXPECT_TRUE(known[rpc].count(path) > 0) << rpc << ": there is no field " << path;
+  }
+}
+
+class BadInput : public ::testing::Test {
+ protected:
+  static ServerSetup MakeSetup() {
+    std::string pattern = (std::filesystem::temp_directory_path() / "headwater-bad-XXXXXX").string();
+    root_ = mkdtemp(pattern.data());
+    ServerSetup setup;
+    setup.options.load_root = root_;
+    setup.options.checkpoint_directory = absl::StrCat(root_, "/checkpoints");
+    return setup;
+  }
+  BadInput() {
+    v1::HeadSpec spec = SmallSpec();
+    spec.set_has_bias(true);
+    spec.set_staging_slots(2);
+    head_ = server_.MakeHead("student", spec);
+    v1::HeadSpec teacher = SmallSpec(13, 4);
+    teacher.set_trainable(false);
+    teacher.clear_optimizer();
+    teacher_ = server_.MakeHead("teacher", teacher);
+    // One committed micro-batch, one that waits for its decision, one checkpoint, one file to load.
+    v1::MicroBatchHeader header = CrossEntropyHeader(head_, 0, 0, {1, 2, 3});
+    Require(server_.Compute(header, rows_).status, "committed");
+    header.set_micro_batch(1);
+    header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
+    Require(server_.Compute(header, rows_).status, "staged");
+    v1::SaveCheckpointRequest save;
+    save.set_name(head_.name());
+    save.set_epoch(head_.head.epoch());
+    save.set_checkpoint("there");
+    v1::SaveCheckpointResponse saved;
+    grpc::ClientContext context;
+    Require(server_.heads().SaveCheckpoint(&context, save, &saved), "SaveCheckpoint");
+    const std::string json = R"({"lm_head.weight":{"dtype":"F32","shape":[13,5],"data_offsets":[0,260]},)"
+                             R"("lm_head.bias":{"dtype":"F32","shape":[13],"data_offsets":[260,312]}})";
+    const uint64_t length = json.size();
+    std::ofstream file(absl::StrCat(root_, "/w.safetensors"), std::ios::binary);
+    file.write(reinterpret_cast<const char*>(&length), sizeof(length));
+    file << json << std::string(312, '\1');
+  }
+  ~BadInput() override {
+    std::error_code ignored;
+    std::filesystem::remove_all(root_, ignored);
+  }
+
+  std::string Snapshot() { return absl::StrCat(server_.Snapshot(head_), "#", server_.Snapshot(teacher_), "#", HeadNames()); }
+  std::string HeadNames() {
+    grpc::ClientContext context;
+    v1::ListHeadsResponse response;
+    Require(server_.heads().ListHeads(&context, {}, &response), "ListHeads");
+    std::string names;
+    for (const v1::Head& head : response.heads()) absl::StrAppend(&names, head.name(), ",");
+    return names;
+  }
+
+  // A request that the server accepts, or would if the RPC were built.
+  std::unique_ptr<Message> ValidRequest(const std::string& rpc, bool chunk);
+  grpc::Status Send(const BadValue& row, const Message& request, bool chunk);
+
+  // Opens a stream, writes `first` and then `second` if there is one, and reads to the end.
+  template <typename Stream, typename Request, typename Response>
+  static grpc::Status Drive(Stream stream, const Request& first, const Request* second, Response* response) {
+    bool open = stream->Write(first);
+    if (second != nullptr) open = open && stream->Write(*second);
+    stream->WritesDone();
+    while (stream->Read(response)) {
+    }
+    return stream->Finish();
+  }
+  template <typename Stub, typename Request, typename Response>
+  static grpc::Status Unary(Stub& stub, grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Response*),
+                            const Message& request) {
+    grpc::ClientContext context;
+    Response response;
+    return (stub.*method)(&context, static_cast<const Request&>(request), &response);
+  }
+
+  static inline std::string root_;
+  WireServer server_{MakeSetup()};
+  const std::string rows_ = Bytes(Random(15, 5, 1));
+  TestHead head_;
+  TestHead teacher_;
+  int upload_count_ = 0;
+};
+
+std::unique_ptr<Message> BadInput::ValidRequest(const std::string& rpc, bool chunk) {
+  std::unique_ptr<Message> request;
+  for (const auto* method : Methods()) {
+    if (method->name() != rpc) continue;
+    request.reset(google::protobuf::MessageFactory::generated_factory()->GetPrototype(method->input_type())->New());
+  }
+  const auto set = [&](const std::string& path, const Edit& edit) { Apply(request.get(), path, edit); };
+  const auto set_step = [&](const std::string& path) {
+    set(path + ".head", Text(head_.name()));
+    set(path + ".head_epoch", Text(head_.head.epoch()));
+    set(path + ".step", Int(0));
+  };
+  if (rpc == "ComputeLoss" && !chunk) {
+    *static_cast<v1::ComputeLossRequest*>(request.get())->mutable_header() = CrossEntropyHeader(head_, 0, 5, {1, 2, 3});
+  } else if (rpc == "ComputeLoss") {
+    set("chunk.role", Int(v1::CHUNK_ROLE_HIDDEN));
+    set("chunk.row_count", Int(3));
+    set("chunk.data", Text(rows_));
+  } else if (rpc == "CommitMicroBatch" || rpc == "DiscardMicroBatch") {
+    set_step("heads");
+    set("micro_batch", Int(1));
+  } else if (rpc == "TransferRows") {
+    set_step("header.head");
+    set("header.micro_batch", Int(5));
+    set("header.stripe_index", Int(1));
+    set("header.stripe_count", Int(2));
+  } else if (rpc == "StreamTeacher") {
+    set("header.join_key", Text("key"));
+    set("header.total_row_count", Int(9));
+    set("header.data_type", Int(v1::DATA_TYPE_FLOAT32));
+    set("header.hidden_size", Int(4));
+    *static_cast<v1::StreamTeacherRequest*>(request.get())->mutable_header()->mutable_row_indices() = Int32Tensor({0, 8});
+  } else if (rpc == "AddGradient") {
+    set_step("header.head");
+    set("header.micro_batch", Int(5));
+    set("header.row_count", Int(1));
+  } else if (rpc == "CreateHead") {
+    set("name", Text("tenants/default/heads/new"));
+    *static_cast<v1::CreateHeadRequest*>(request.get())->mutable_spec() = SmallSpec();
+  } else if (rpc == "UploadWeights" && chunk) {
+    set("chunk.data", Text(std::string(260, '\1')));
+  } else if (rpc == "UploadWeights") {
+    set("header.name", Text(head_.name()));
+    set("header.epoch", Text(head_.head.epoch()));
+    set("header.upload_id", Text(absl::StrCat("upload-", ++upload_count_)));
+    set("header.tensor", Int(v1::HEAD_TENSOR_WEIGHT));
+    set("header.data_type", Int(v1::DATA_TYPE_FLOAT32));
+    set("header.total_bytes", Int(260));
+  } else if (rpc == "GetStep" || rpc == "SealStep" || rpc == "ApplyOptimizerStep" || rpc == "DiscardGradient" ||
+             rpc == "DownloadGradient" || rpc == "GetGradientNorm") {
+    set_step("head");
+    if (rpc == "SealStep" || rpc == "ApplyOptimizerStep") set("expected.count", Int(2));
+    if (rpc == "ApplyOptimizerStep") set("learning_rate", Real(0.1));
+    if (rpc == "DownloadGradient") set("tensor", Int(v1::HEAD_TENSOR_WEIGHT));
+  } else if (rpc == "OpenSession" || rpc == "ListHeads" || rpc == "GetServerInfo") {
+    // Valid when empty.
+  } else if (rpc == "KeepAlive" || rpc == "CloseSession" || rpc == "UnregisterSharedMemory" || rpc == "RegisterSharedMemory") {
+    set("session_id", Text("session"));
+    if (rpc == "UnregisterSharedMemory") set("region_id", Text("region"));
+    if (rpc == "RegisterSharedMemory") set("descriptor_token", Text("token"));
+    if (rpc == "RegisterSharedMemory") set("size_bytes", Int(4096));
+  } else {
+    set("name", Text(head_.name()));
+    if (rpc == "LoadWeights" || rpc == "SaveCheckpoint" || rpc == "RestoreCheckpoint") set("epoch", Text(head_.head.epoch()));
+    if (rpc == "LoadWeights") set("path", Text("w.safetensors"));
+    if (rpc == "SaveCheckpoint") set("checkpoint", Text("new"));
+    if (rpc == "RestoreCheckpoint") set("checkpoint", Text("there"));
+    if (rpc == "DownloadWeights") set("tensor", Int(v1::HEAD_TENSOR_WEIGHT));
+    if (rpc == "DeleteHead") set("force", Int(1));
+  }
+  return request;
+}
+
+grpc::Status BadInput::Send(const BadValue& row, const Message& request, bool chunk) {
+  const std::string& rpc = row.rpc;
+  grpc::ClientContext context;
+  if (rpc == "ComputeLoss") {
+    const auto& message = static_cast<const v1::ComputeLossRequest&>(request);
+    v1::ComputeLossResponse response;
+    if (row.path == "chunk")
+      return Drive(server_.loss().ComputeLoss(&context), message, static_cast<v1::ComputeLossRequest*>(nullptr), &response);
+    const auto other = ValidRequest(rpc, !chunk);
+    const auto& valid = static_cast<const v1::ComputeLossRequest&>(*other);
+    return Drive(server_.loss().ComputeLoss(&context), chunk ? valid : message, chunk ? &message : &valid, &response);
+  }
+  if (rpc == "UploadWeights") {
+    const auto& message = static_cast<const v1::UploadWeightsRequest&>(request);
+    v1::UploadWeightsResponse response;
+    if (row.path == "chunk")
+      return Drive(server_.heads().UploadWeights(&context), message, static_cast<v1::UploadWeightsRequest*>(nullptr), &response);
+    const auto other = ValidRequest(rpc, !chunk);
+    const auto& valid = static_cast<const v1::UploadWeightsRequest&>(*other);
+    return Drive(server_.heads().UploadWeights(&context), chunk ? valid : message, chunk ? &message : &valid, &response);
+  }
+  if (rpc == "TransferRows") {
+    v1::TransferRowsResponse response;
+    return Drive(server_.loss().TransferRows(&context), static_cast<const v1::TransferRowsRequest&>(request),
+                 static_cast<v1::TransferRowsRequest*>(nullptr), &response);
+  }
+  if (rpc == "StreamTeacher") {
+    v1::StreamTeacherResponse response;
+    const auto writer = server_.loss().StreamTeacher(&context, &response);
+    writer->Write(static_cast<const v1::StreamTeacherRequest&>(request));
+    writer->WritesDone();
+    return writer->Finish();
+  }
+  if (rpc == "AddGradient") {
+    v1::AddGradientResponse response;
+    const auto writer = server_.heads().AddGradient(&context, &response);
+    writer->Write(static_cast<const v1::AddGradientRequest&>(request));
+    writer->WritesDone();
+    return writer->Finish();
+  }
+  std::string bytes;
+  if (rpc == "DownloadWeights") {
+    return ReadDownload(*server_.heads().DownloadWeights(&context, static_cast<const v1::DownloadWeightsRequest&>(request)),
+                        &bytes);
+  }
+  if (rpc == "DownloadGradient") {
+    return ReadDownload(*server_.heads().DownloadGradient(&context, static_cast<const v1::DownloadGradientRequest&>(request)),
+                        &bytes);
+  }
+  using Loss = v1::LossService::Stub;
+  using Heads = v1::HeadService::Stub;
+  using Sessions = v1::SessionService::Stub;
+  const std::map<std::string, std::function<grpc::Status()>> unary = {
+      {"CommitMicroBatch", [&] { return Unary(server_.loss(), &Loss::CommitMicroBatch, request); }},
+      {"DiscardMicroBatch", [&] { return Unary(server_.loss(), &Loss::DiscardMicroBatch, request); }},
+      {"CreateHead", [&] { return Unary(server_.heads(), &Heads::CreateHead, request); }},
+      {"GetHead", [&] { return Unary(server_.heads(), &Heads::GetHead, request); }},
+      {"ListHeads", [&] { return Unary(server_.heads(), &Heads::ListHeads, request); }},
+      {"DeleteHead", [&] { return Unary(server_.heads(), &Heads::DeleteHead, request); }},
+      {"TakeHead", [&] { return Unary(server_.heads(), &Heads::TakeHead, request); }},
+      {"LoadWeights", [&] { return Unary(server_.heads(), &Heads::LoadWeights, request); }},
+      {"GetStep", [&] { return Unary(server_.heads(), &Heads::GetStep, request); }},
+      {"SealStep", [&] { return Unary(server_.heads(), &Heads::SealStep, request); }},
+      {"ApplyOptimizerStep", [&] { return Unary(server_.heads(), &Heads::ApplyOptimizerStep, request); }},
+      {"DiscardGradient", [&] { return Unary(server_.heads(), &Heads::DiscardGradient, request); }},
+      {"GetGradientNorm", [&] { return Unary(server_.heads(), &Heads::GetGradientNorm, request); }},
+      {"SaveCheckpoint", [&] { return Unary(server_.heads(), &Heads::SaveCheckpoint, request); }},
+      {"RestoreCheckpoint", [&] { return Unary(server_.heads(), &Heads::RestoreCheckpoint, request); }},
+      {"OpenSession", [&] { return Unary(server_.sessions(), &Sessions::OpenSession, request); }},
+      {"KeepAlive", [&] { return Unary(server_.sessions(), &Sessions::KeepAlive, request); }},
+      {"CloseSession", [&] { return Unary(server_.sessions(), &Sessions::CloseSession, request); }},
+      {"RegisterSharedMemory", [&] { return Unary(server_.sessions(), &Sessions::RegisterSharedMemory, request); }},
+      {"UnregisterSharedMemory", [&] { return Unary(server_.sessions(), &Sessions::UnregisterSharedMemory, request); }},
+  };
+  return unary.at(rpc)();
+}
+
+// The canonical code that belongs to a reason's name.
+absl::StatusCode CodeOf(const std::string& reason) {
+#define HEADWATER_CODE_OF(enumerator, name, code) \
+  if (reason == #name) return absl::StatusCode::code;
+  HEADWATER_ERROR_REASONS(HEADWATER_CODE_OF)
+#undef HEADWATER_CODE_OF
+  return absl::StatusCode::kUnknown;
+}
+
+TEST_F(BadInput, IsRefusedAndChangesNothing) {
+  const std::string before = Snapshot();
+  for (const BadValue& row : AllRows()) {
+    SCOPED_TRACE(absl::StrCat(row.rpc, ": ", row.path, ": ", row.value));
+    const bool chunk =
+        absl::StartsWith(row.path, "chunk") && row.rpc != "TransferRows" && row.rpc != "StreamTeacher" && row.rpc != "AddGradient";
+    const auto request = ValidRequest(row.rpc, chunk);
+    for (const auto& [path, edit] : row.prepare) Apply(request.get(), path, edit);
+    Apply(request.get(), row.path, row.edit);
+    const grpc::Status status = Send(row, *request, chunk);
+    const WireError error = DecodeError(status);
+    EXPECT_EQ(error.reason, row.reason) << "code " << status.error_code() << ": " << status.error_message();
+    EXPECT_EQ(static_cast<int>(error.code), static_cast<int>(CodeOf(row.reason)));
+    EXPECT_EQ(error.domain, "headwater");
+    EXPECT_FALSE(error.message.empty());
+    if (!row.field.empty()) {
+      std::string field = row.field == kThePath ? row.path : row.field;
+      if (row.field == kThePath) field = absl::StrReplaceAll(field, {{"terms.", "terms[0]."}, {"heads.", "heads[0]."}});
+      EXPECT_EQ(error.at("field"), field) << error.message;
+      if (error.code == grpc::StatusCode::INVALID_ARGUMENT) {
+        EXPECT_THAT(error.message, ::testing::HasSubstr(field));
+      }
+      if (row.reason == "FEATURE_NOT_BUILT") {
+        EXPECT_FALSE(error.at("feature").empty());
+      } else {
+        EXPECT_FALSE(error.at("expected").empty()) << error.message;
+        EXPECT_FALSE(error.at("actual").empty()) << error.message;
+      }
+    }
+    ASSERT_EQ(Snapshot(), before);
+  }
+}
+
+TEST_F(BadInput, TheValidRequestsAreAccepted) {
+  // Otherwise a row could be refused for another reason than the one it is about.
+  for (const char* rpc : {"ComputeLoss", "CommitMicroBatch", "CreateHead", "GetHead", "ListHeads", "GetStep", "GetGradientNorm",
+                          "DownloadGradient", "DownloadWeights", "SaveCheckpoint"}) {
+    const BadValue nothing = {rpc, "", "", {}, ""};
+    EXPECT_EQ(ReasonOf(Send(nothing, *ValidRequest(rpc, false), false)), "OK") << rpc;
+  }
+  for (const char* rpc : {"ApplyOptimizerStep", "UploadWeights"}) {
+    TestHead updated = head_;
+    if (std::string(rpc) == "ApplyOptimizerStep") Require(server_.Seal(head_, 0, {0, 1, 5}), "SealStep");
+    const BadValue nothing = {rpc, "", "", {}, ""};
+    auto request = ValidRequest(rpc, false);
+    if (std::string(rpc) == "ApplyOptimizerStep") Apply(request.get(), "expected", Clear());
+    EXPECT_EQ(ReasonOf(Send(nothing, *request, false)), "OK") << rpc;
+  }
+}
+
+TEST_F(BadInput, OfTheStreamsOrderIsRefused) {
+  const std::string before = Snapshot();
+  const auto send = [&](const std::vector<v1::ComputeLossRequest>& messages) {
+    grpc::ClientContext context;
+    const auto stream = server_.loss().ComputeLoss(&context);
+    for (const v1::ComputeLossRequest& message : messages) {
+      if (!stream->Write(message)) break;
+    }
+    stream->WritesDone();
+    v1::ComputeLossResponse response;
+    while (stream->Read(&response)) {
+    }
+    return DecodeError(stream->Finish());
+  };
+  const auto header = static_cast<const v1::ComputeLossRequest&>(*ValidRequest("ComputeLoss", false));
+  const auto rows = static_cast<const v1::ComputeLossRequest&>(*ValidRequest("ComputeLoss", true));
+  v1::ComputeLossRequest first_row = rows;
+  first_row.mutable_chunk()->set_row_count(1);
+  first_row.mutable_chunk()->set_data(rows_.substr(0, 20));
+  v1::ComputeLossRequest last_row = first_row;
+  last_row.mutable_chunk()->set_row_start(2);
+  EXPECT_EQ(send({}).reason, "PROTOCOL_VIOLATION");
+  EXPECT_EQ(send({header, header}).reason, "PROTOCOL_VIOLATION");
+  EXPECT_EQ(send({header, rows, rows}).reason, "CHUNK_OUT_OF_RANGE");
+  EXPECT_EQ(send({header, last_row, last_row}).reason, "CHUNK_OUT_OF_RANGE");
+  EXPECT_EQ(send({header, last_row, rows}).reason, "CHUNK_OUT_OF_RANGE");
+  const WireError missing = send({header, last_row, first_row});
+  EXPECT_EQ(missing.reason, "PROTOCOL_VIOLATION");
+  EXPECT_EQ(missing.at("expected"), "3");
+  EXPECT_EQ(missing.at("actual"), "2");
+  EXPECT_EQ(missing.at("firstMissingRow"), "1");
+  EXPECT_EQ(Snapshot(), before);
+}
+
+}  // namespace
+}  // namespace headwater::testing

@@ -1,0 +1,342 @@
+// Bad values of LossService's requests.
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "headwater/v1/loss.pb.h"
+#include "headwater/v1/loss_service.pb.h"
+#include "tests/integration/bad_values.h"
+
+namespace headwater::testing {
+namespace {
+
+using Prepare = std::vector<std::pair<std::string, Edit>>;
+
+const double kNan = std::numeric_limits<double>::quiet_NaN();
+const double kInfinity = std::numeric_limits<double>::infinity();
+
+std::string Elements(const std::vector<int32_t>& values) {
+  return std::string(reinterpret_cast<const char*>(values.data()), values.size() * 4);
+}
+std::string Elements(const std::vector<float>& values) {
+  return std::string(reinterpret_cast<const char*>(values.data()), values.size() * 4);
+}
+
+Prepare Tensor(const std::string& path, v1::DataType type, int64_t size, const std::string& data) {
+  return {{path + ".data_type", Int(type)}, {path + ".shape", Ints({size})}, {path + ".data", Text(data)}};
+}
+
+Prepare Join(Prepare first, const Prepare& second) {
+  first.insert(first.end(), second.begin(), second.end());
+  return first;
+}
+
+// JSD with an inline teacher.
+Prepare Jsd() {
+  return {{"header.terms.jensen_shannon", Make()},
+          {"header.terms.teacher_hidden.head", Text(kTeacherName)},
+          {"header.terms.teacher_hidden.data_type", Int(v1::DATA_TYPE_FLOAT32)}};
+}
+Prepare HardJsd() { return Join(Jsd(), {{"header.terms.jensen_shannon.hard_loss_weight", Real(0.5)}}); }
+Prepare ForwardOnly() {
+  return {{"header.compute_mode", Int(v1::COMPUTE_MODE_FORWARD_ONLY)},
+          {"header.micro_batch", Clear()},
+          {"header.terms.head.step", Clear()}};
+}
+Prepare JoinedTeacher() {
+  return Join({{"header.terms.jensen_shannon", Make()},
+               {"header.terms.joined_teacher.head", Text(kTeacherName)},
+               {"header.terms.joined_teacher.join_key", Text("key")},
+               {"header.terms.joined_teacher.total_row_count", Int(9)}},
+              Tensor("header.terms.joined_teacher.row_indices", v1::DATA_TYPE_INT32, 3, Elements(std::vector<int32_t>{0, 4, 8})));
+}
+
+// Type, shape and length of a one-dimensional tensor; the caller adds rows for its values.
+void AddTensorRows(const std::string& rpc, const std::string& path, v1::DataType wrong_type, int64_t wrong_size,
+                   const Prepare& prepare, std::vector<BadValue>* rows) {
+  rows->push_back({rpc, path + ".data_type", "unset", Clear(), "MISSING_FIELD", kThePath, prepare});
+  rows->push_back({rpc, path + ".data_type", "another", Int(wrong_type), "DATA_TYPE_MISMATCH", kThePath, prepare});
+  rows->push_back({rpc, path + ".data_type", "unknown", Int(77), "DATA_TYPE_MISMATCH", kThePath, prepare});
+  if (wrong_size >= 0)
+    rows->push_back({rpc, path + ".shape", "wrong size", Ints({wrong_size}), "SHAPE_MISMATCH", kThePath, prepare});
+  rows->push_back({rpc, path + ".shape", "negative", Ints({-1}), "SHAPE_MISMATCH", kThePath, prepare});
+  rows->push_back({rpc, path + ".shape", "no dimension", Clear(), "SHAPE_MISMATCH", kThePath, prepare});
+  rows->push_back(
+      {rpc, path + ".shape", "dimensions by the dozen", Ints(std::vector<int64_t>(12, 1)), "SHAPE_MISMATCH", kThePath, prepare});
+  rows->push_back(
+      {rpc, path + ".data", "not whole elements", Text(std::string(11, '\0')), "DATA_LENGTH_MISMATCH", kThePath, prepare});
+}
+
+void AddCrossEntropyRows(const std::string& path, const Prepare& prepare, std::vector<BadValue>* rows) {
+  const std::string rpc = "ComputeLoss";
+  AddNumberRows(rpc, path + ".label_smoothing", {-0.1, 1, 2}, prepare, rows);
+  AddNumberRows(rpc, path + ".z_loss", {-1e-9}, prepare, rows);
+  const std::string weights = path + ".class_weights";
+  const Prepare with_weights = Join(prepare, Tensor(weights, v1::DATA_TYPE_FLOAT32, 13, Elements(std::vector<float>(13, 1))));
+  AddTensorRows(rpc, weights, v1::DATA_TYPE_INT32, -1, with_weights, rows);
+  rows->push_back({rpc, weights + ".shape", "not the vocabulary's size", Ints({12}), "SHAPE_MISMATCH", kThePath,
+                   Join(with_weights, {{weights + ".data", Text(std::string(48, '\0'))}})});
+  for (const float value : {-1.0F, std::nanf(""), static_cast<float>(kInfinity)}) {
+    std::vector<float> values(13, 1);
+    values[7] = value;
+    rows->push_back({rpc, weights + ".data", "an element", Text(Elements(values)), "INVALID_FIELD", kThePath, with_weights});
+  }
+}
+
+std::vector<BadValue> HeaderRows() {
+  const std::string rpc = "ComputeLoss";
+  std::vector<BadValue> rows = {
+      {rpc, "header", "unset", Clear(), "MISSING_FIELD", "message"},
+      {rpc, "header.session_id", "given", Text("session"), "FEATURE_NOT_BUILT"},
+      {rpc, "header.micro_batch", "negative", Int(-1), "INVALID_FIELD"},
+      {rpc, "header.micro_batch", "unset", Clear(), "MISSING_FIELD"},
+      {rpc, "header.attempt", "negative", Int(-1), "INVALID_FIELD"},
+      {rpc, "header.attempt", "a retry", Int(1), "FEATURE_NOT_BUILT"},
+      {rpc, "header.compute_mode", "unset", Clear(), "MISSING_FIELD"},
+      {rpc, "header.compute_mode", "unknown", Int(9), "INVALID_FIELD"},
+      {rpc, "header.compute_mode", "FORWARD_ONLY of a micro-batch", Int(v1::COMPUTE_MODE_FORWARD_ONLY), "INVALID_COMBINATION",
+       "header.micro_batch"},
+      {rpc, "header.row_count", "negative", Int(-1), "INVALID_FIELD"},
+      {rpc, "header.row_count", "above the limit", Int((1 << 18) + 1), "LIMIT_EXCEEDED"},
+      {rpc, "header.row_count", "far above", Int(std::numeric_limits<int64_t>::max()), "LIMIT_EXCEEDED"},
+      {rpc, "header.row_count", "not the targets'", Int(4), "SHAPE_MISMATCH", "header.terms[0].targets.shape"},
+      {rpc, "header.hidden_size", "zero", Int(0), "INVALID_FIELD"},
+      {rpc, "header.hidden_size", "above the limit", Int((1 << 16) + 1), "LIMIT_EXCEEDED"},
+      {rpc, "header.hidden_size", "not the head's", Int(6), "SHAPE_MISMATCH"},
+      {rpc, "header.data_type", "unset", Clear(), "MISSING_FIELD"},
+      {rpc, "header.data_type", "INT32", Int(v1::DATA_TYPE_INT32), "DATA_TYPE_MISMATCH"},
+      {rpc, "header.data_type", "unknown", Int(77), "DATA_TYPE_MISMATCH"},
+      {rpc, "header.data_type", "not the rows'", Int(v1::DATA_TYPE_BFLOAT16), "DATA_LENGTH_MISMATCH", "chunk.data"},
+      {rpc, "header.terms", "none", Clear(), "MISSING_FIELD", "header.terms"},
+      {rpc, "header.terms", "two", Twice(), "FEATURE_NOT_BUILT", "header.terms"},
+      {rpc, "header.commit_mode", "unknown", Int(9), "INVALID_FIELD"},
+      {rpc, "header.commit_mode", "EXPLICIT without a micro-batch", Int(v1::COMMIT_MODE_EXPLICIT), "INVALID_COMBINATION", kThePath,
+       ForwardOnly()},
+      {rpc, "header.on_mismatch", "unknown", Int(9), "INVALID_FIELD"},
+      {rpc, "header.on_mismatch", "FIRST_WINS without a micro-batch", Int(v1::ON_MISMATCH_FIRST_WINS), "INVALID_COMBINATION",
+       kThePath, ForwardOnly()},
+      {rpc, "header.non_finite_policy", "unknown", Int(9), "INVALID_FIELD"},
+      {rpc, "header.outputs", "unset", Int(0), "INVALID_FIELD", "header.outputs[0]"},
+      {rpc, "header.outputs", "unknown", Int(99), "INVALID_FIELD", "header.outputs[0]"},
+      {rpc, "header.outputs", "of targets that are not there", Int(v1::TOKEN_OUTPUT_TARGET_LOG_PROBABILITY), "INVALID_COMBINATION",
+       kThePath, Join(Jsd(), {{"header.terms.targets", Clear()}})},
+      {rpc, "header.return_grad_hidden", "in FORWARD_ONLY", Int(1), "INVALID_COMBINATION", kThePath, ForwardOnly()},
+      {rpc, "header.grad_hidden_data_type", "INT32", Int(v1::DATA_TYPE_INT32), "DATA_TYPE_MISMATCH"},
+      {rpc, "header.allow_held", "true", Int(1), "FEATURE_NOT_BUILT"},
+  };
+  AddNumberRows(rpc, "header.grad_hidden_scale", {}, {}, &rows);
+  return rows;
+}
+
+std::vector<BadValue> TermRows() {
+  const std::string rpc = "ComputeLoss";
+  const std::string term = "header.terms.";
+  std::vector<BadValue> rows = {
+      {rpc, term + "head", "unset", Clear(), "MISSING_FIELD"},
+      {rpc, term + "head.head", "empty", Text(""), "MISSING_FIELD"},
+      {rpc, term + "head.head", "malformed", Text("student"), "INVALID_NAME"},
+      {rpc, term + "head.head", "unknown", Text("tenants/default/heads/nobody"), "HEAD_NOT_FOUND", ""},
+      {rpc, term + "head.head", "another tenant's", Text("tenants/other/heads/student"), "FEATURE_NOT_BUILT"},
+      {rpc, term + "head.head_epoch", "unset", Clear(), "MISSING_FIELD"},
+      {rpc, term + "head.head_epoch", "short", Text("abc"), "INVALID_FIELD"},
+      {rpc, term + "head.head_epoch", "stale", Text(std::string(16, 'x')), "EPOCH_FENCED", ""},
+      {rpc, term + "head.step", "unset", Clear(), "MISSING_FIELD"},
+      {rpc, term + "head.step", "negative", Int(-1), "INVALID_FIELD"},
+      {rpc, term + "head.step", "not the open one", Int(7), "STEP_MISMATCH", ""},
+      {rpc, term + "row_start", "negative", Int(-1), "INVALID_FIELD"},
+      {rpc, term + "row_start", "beyond the rows", Int(4), "INVALID_FIELD"},
+      {rpc, term + "row_start", "not the targets'", Int(1), "SHAPE_MISMATCH", "header.terms[0].targets.shape"},
+      {rpc, term + "row_count", "zero", Int(0), "INVALID_FIELD"},
+      {rpc, term + "row_count", "negative", Int(-3), "INVALID_FIELD"},
+      {rpc, term + "row_count", "beyond the rows", Int(4), "INVALID_FIELD"},
+      {rpc,
+       term + "row_count",
+       "far beyond",
+       Int(std::numeric_limits<int64_t>::max()),
+       "INVALID_FIELD",
+       kThePath,
+       {{"header.terms.row_start", Int(1)}}},
+      {rpc, term + "targets", "unset", Clear(), "MISSING_FIELD"},
+      {rpc, term + "targets.data", "beyond the vocabulary", Text(Elements(std::vector<int32_t>{1, 2, 13})), "TARGET_OUT_OF_VOCAB"},
+      {rpc, term + "targets.data", "negative", Text(Elements(std::vector<int32_t>{1, -1, 3})), "TARGET_OUT_OF_VOCAB"},
+      {rpc,
+       term + "ignore_index",
+       "not the ignored target's",
+       Int(5),
+       "TARGET_OUT_OF_VOCAB",
+       "header.terms[0].targets.data",
+       {{"header.terms.targets.data", Text(Elements(std::vector<int32_t>{1, -100, 3}))}}},
+      {rpc, term + "cross_entropy", "no loss", Clear(), "MISSING_FIELD", "header.terms[0].loss"},
+      {rpc, term + "jensen_shannon", "without a teacher", Make(), "MISSING_FIELD", "header.terms[0].teacher_hidden"},
+      {rpc, term + "teacher_hidden", "for cross entropy", Make(), "INVALID_COMBINATION", "header.terms[0].teacher_source"},
+      {rpc, term + "expected_weight_version", "negative", Int(-1), "INVALID_FIELD"},
+      {rpc, term + "expected_weight_version", "another", Int(99), "WEIGHT_VERSION_MISMATCH", "head.expected_weight_version"},
+  };
+  AddTensorRows(rpc, term + "targets", v1::DATA_TYPE_FLOAT32, 4, {}, &rows);
+  AddNumberRows(rpc, term + "loss_scale", {}, {}, &rows);
+  const Prepare weights = Tensor(term + "token_weights", v1::DATA_TYPE_FLOAT32, 3, Elements(std::vector<float>{1, 1, 1}));
+  AddTensorRows(rpc, term + "token_weights", v1::DATA_TYPE_INT32, 2, weights, &rows);
+  for (const float value : {std::nanf(""), static_cast<float>(-kInfinity)}) {
+    rows.push_back({rpc, term + "token_weights.data", "not finite", Text(Elements(std::vector<float>{1, value, 1})),
+                    "INVALID_FIELD", kThePath, weights});
+  }
+  AddCrossEntropyRows(term + "cross_entropy", {}, &rows);
+  return rows;
+}
+
+std::vector<BadValue> JsdRows() {
+  const std::string rpc = "ComputeLoss";
+  const std::string jsd = "header.terms.jensen_shannon.";
+  const std::string teacher = "header.terms.teacher_hidden.";
+  const std::string joined = "header.terms.joined_teacher.";
+  std::vector<BadValue> rows = {
+      {rpc, jsd + "hard_loss", "without a weight", Make(), "INVALID_COMBINATION", kThePath, Jsd()},
+      {rpc, jsd + "vocab_alignment", "unknown", Int(9), "INVALID_FIELD", kThePath, Jsd()},
+      {rpc, teacher + "head", "empty", Text(""), "MISSING_FIELD", kThePath, Jsd()},
+      {rpc, teacher + "head", "malformed", Text("tenants/default/heads/UPPER"), "INVALID_NAME", kThePath, Jsd()},
+      {rpc, teacher + "head", "unknown", Text("tenants/default/heads/nobody"), "HEAD_NOT_FOUND", "", Jsd()},
+      {rpc, teacher + "head_epoch", "long", Text(std::string(17, 'x')), "INVALID_FIELD", kThePath, Jsd()},
+      {rpc, teacher + "head_epoch", "stale", Text(std::string(16, 'x')), "EPOCH_FENCED", "", Jsd()},
+      {rpc, teacher + "data_type", "unset", Clear(), "MISSING_FIELD", kThePath, Jsd()},
+      {rpc, teacher + "data_type", "INT32", Int(v1::DATA_TYPE_INT32), "DATA_TYPE_MISMATCH", kThePath, Jsd()},
+      {rpc, teacher + "expected_weight_version", "negative", Int(-1), "INVALID_FIELD", kThePath, Jsd()},
+      {rpc, teacher + "expected_weight_version", "another", Int(99), "WEIGHT_VERSION_MISMATCH", "teacher.expected_weight_version",
+       Jsd()},
+      {rpc, "header.terms.joined_teacher", "given", Make(), "FEATURE_NOT_BUILT", kThePath, JoinedTeacher()},
+      {rpc, joined + "head", "empty", Text(""), "MISSING_FIELD", kThePath, JoinedTeacher()},
+      {rpc, joined + "head", "malformed", Text("x/y"), "INVALID_NAME", kThePath, JoinedTeacher()},
+      {rpc, joined + "join_key", "empty", Text(""), "MISSING_FIELD", kThePath, JoinedTeacher()},
+      {rpc, joined + "join_key", "long", Text(std::string(257, 'k')), "INVALID_FIELD", kThePath, JoinedTeacher()},
+      {rpc, joined + "row_indices", "unset", Clear(), "MISSING_FIELD", kThePath, JoinedTeacher()},
+      {rpc, joined + "row_indices.data", "beyond the set", Text(Elements(std::vector<int32_t>{0, 4, 9})), "INVALID_FIELD", kThePath,
+       JoinedTeacher()},
+      {rpc, joined + "total_row_count", "zero", Int(0), "INVALID_FIELD", kThePath, JoinedTeacher()},
+      {rpc,
+       "header.terms.cached_teacher",
+       "given",
+       Make(),
+       "FEATURE_NOT_BUILT",
+       kThePath,
+       {{"header.terms.jensen_shannon", Make()}, {"header.terms.cached_teacher.cache_key", Text("k")}}},
+      {rpc,
+       "header.terms.cached_teacher.cache_key",
+       "empty",
+       Text(""),
+       "MISSING_FIELD",
+       kThePath,
+       {{"header.terms.jensen_shannon", Make()}}},
+      {rpc,
+       "header.terms.top_k_teacher",
+       "given",
+       Make(),
+       "FEATURE_NOT_BUILT",
+       kThePath,
+       {{"header.terms.jensen_shannon", Make()}, {"header.terms.top_k_teacher.k", Int(4)}}},
+      {rpc, "header.terms.top_k_teacher.k", "zero", Int(0), "INVALID_FIELD", kThePath, {{"header.terms.jensen_shannon", Make()}}},
+  };
+  AddTensorRows(rpc, joined + "row_indices", v1::DATA_TYPE_FLOAT32, 2, JoinedTeacher(), &rows);
+  AddNumberRows(rpc, jsd + "beta", {-0.01, 1.01}, Jsd(), &rows);
+  AddNumberRows(rpc, jsd + "student_temperature", {0, -1}, Jsd(), &rows);
+  AddNumberRows(rpc, jsd + "teacher_temperature", {0, -1}, Jsd(), &rows);
+  AddNumberRows(rpc, jsd + "hard_loss_weight", {-0.01, 1.01}, Jsd(), &rows);
+  AddCrossEntropyRows(jsd + "hard_loss", HardJsd(), &rows);
+  return rows;
+}
+
+std::vector<BadValue> ChunkRows() {
+  const std::string rpc = "ComputeLoss";
+  return {
+      {rpc, "chunk", "before the header", Make(), "PROTOCOL_VIOLATION", "header"},
+      {rpc, "chunk.role", "unset", Clear(), "MISSING_FIELD"},
+      {rpc, "chunk.role", "the server's", Int(v1::CHUNK_ROLE_GRAD_HIDDEN), "INVALID_FIELD"},
+      {rpc, "chunk.role", "of a teacher that there is none", Int(v1::CHUNK_ROLE_TEACHER_HIDDEN), "PROTOCOL_VIOLATION"},
+      {rpc, "chunk.term_index", "beyond the terms", Int(1), "INVALID_FIELD"},
+      {rpc, "chunk.row_start", "negative", Int(-1), "CHUNK_OUT_OF_RANGE", "chunk"},
+      {rpc, "chunk.row_start", "beyond the rows", Int(1), "CHUNK_OUT_OF_RANGE", "chunk"},
+      {rpc, "chunk.row_start", "far beyond", Int(std::numeric_limits<int64_t>::max()), "CHUNK_OUT_OF_RANGE", "chunk"},
+      {rpc, "chunk.row_count", "zero", Int(0), "CHUNK_OUT_OF_RANGE", "chunk"},
+      {rpc, "chunk.row_count", "beyond the rows", Int(4), "CHUNK_OUT_OF_RANGE", "chunk"},
+      {rpc, "chunk.row_count", "not the data's", Int(2), "DATA_LENGTH_MISMATCH", "chunk.data"},
+      {rpc, "chunk.data", "empty", Text(""), "DATA_LENGTH_MISMATCH"},
+      {rpc, "chunk.data", "one byte more", Text(std::string(61, '\0')), "DATA_LENGTH_MISMATCH"},
+      {rpc, "chunk.data", "above the limit", Text(std::string((4 << 20) + 1, '\0')), "LIMIT_EXCEEDED"},
+  };
+}
+
+void AddMicroBatchRows(const std::string& rpc, const std::string& prefix, std::vector<BadValue>* rows) {
+  rows->push_back({rpc, prefix + "micro_batch", "unset", Clear(), "MISSING_FIELD"});
+  rows->push_back({rpc, prefix + "micro_batch", "negative", Int(-1), "INVALID_FIELD"});
+  rows->push_back({rpc, prefix + "attempt", "negative", Int(-1), "INVALID_FIELD"});
+}
+
+}  // namespace
+
+void AddNumberRows(const std::string& rpc, const std::string& path, const std::vector<double>& bad,
+                   const std::vector<std::pair<std::string, Edit>>& prepare, std::vector<BadValue>* rows) {
+  for (const double value : {kNan, kInfinity, -kInfinity}) {
+    rows->push_back({rpc, path, "not finite", Real(value), "INVALID_FIELD", kThePath, prepare});
+  }
+  for (const double value : bad)
+    rows->push_back({rpc, path, std::to_string(value), Real(value), "INVALID_FIELD", kThePath, prepare});
+}
+
+void AddHeadStepRows(const std::string& rpc, const std::string& path, bool looks_up, bool step, std::vector<BadValue>* rows) {
+  rows->push_back({rpc, path, "unset", Clear(), "MISSING_FIELD", path});
+  rows->push_back({rpc, path + ".head", "empty", Text(""), "MISSING_FIELD"});
+  rows->push_back({rpc, path + ".head", "malformed", Text("tenants/default/heads/"), "INVALID_NAME"});
+  rows->push_back({rpc, path + ".head", "another tenant's", Text("tenants/other/heads/student"), "FEATURE_NOT_BUILT"});
+  rows->push_back({rpc, path + ".head_epoch", "unset", Clear(), "MISSING_FIELD"});
+  rows->push_back({rpc, path + ".head_epoch", "short", Text("x"), "INVALID_FIELD"});
+  rows->push_back({rpc, path + ".step", "negative", Int(-1), "INVALID_FIELD"});
+  if (step) rows->push_back({rpc, path + ".step", "unset", Clear(), "MISSING_FIELD"});
+  if (looks_up) {
+    rows->push_back({rpc, path + ".head", "unknown", Text("tenants/default/heads/nobody"), "HEAD_NOT_FOUND", ""});
+    rows->push_back({rpc, path + ".head_epoch", "stale", Text(std::string(16, 'x')), "EPOCH_FENCED", ""});
+  }
+  if (looks_up && step) rows->push_back({rpc, path + ".step", "not the open one", Int(7), "STEP_MISMATCH", ""});
+}
+
+std::vector<BadValue> LossServiceBadValues() {
+  std::vector<BadValue> rows = HeaderRows();
+  for (const auto& more : {TermRows(), JsdRows(), ChunkRows()}) rows.insert(rows.end(), more.begin(), more.end());
+  for (const char* rpc : {"CommitMicroBatch", "DiscardMicroBatch"}) {
+    AddHeadStepRows(rpc, "heads", true, true, &rows);
+    AddMicroBatchRows(rpc, "", &rows);
+    rows.push_back({rpc, "heads", "two", Twice(), "FEATURE_NOT_BUILT", "heads"});
+    rows.push_back({rpc, "attempt", "a retry", Int(1), "FEATURE_NOT_BUILT"});
+    rows.push_back({rpc, "session_id", "given", Text("s"), "FEATURE_NOT_BUILT"});
+  }
+  rows.push_back({"CommitMicroBatch", "micro_batch", "unknown", Int(77), "MICRO_BATCH_NOT_FOUND", ""});
+  AddNumberRows("CommitMicroBatch", "factor", {}, {}, &rows);
+  rows.push_back({"CommitMicroBatch", "token_factors", "given", Make(), "FEATURE_NOT_BUILT"});
+
+  AddHeadStepRows("TransferRows", "header.head", false, true, &rows);
+  AddMicroBatchRows("TransferRows", "header.", &rows);
+  rows.push_back({"TransferRows", "header", "unset", Clear(), "MISSING_FIELD", "message"});
+  rows.push_back({"TransferRows", "header", "valid", Make(), "FEATURE_NOT_BUILT"});
+  rows.push_back({"TransferRows", "header.stripe_index", "the primary's", Int(0), "INVALID_FIELD"});
+  rows.push_back({"TransferRows", "header.stripe_index", "beyond the count", Int(2), "INVALID_FIELD"});
+  rows.push_back({"TransferRows", "header.stripe_count", "one", Int(1), "INVALID_FIELD"});
+  rows.push_back({"TransferRows", "chunk", "before the header", Make(), "PROTOCOL_VIOLATION", "header"});
+
+  const std::string teacher = "StreamTeacher";
+  rows.push_back({teacher, "header", "unset", Clear(), "MISSING_FIELD", "message"});
+  rows.push_back({teacher, "header", "valid", Make(), "FEATURE_NOT_BUILT"});
+  rows.push_back({teacher, "chunk", "before the header", Make(), "PROTOCOL_VIOLATION", "header"});
+  rows.push_back({teacher, "header.join_key", "empty", Text(""), "MISSING_FIELD"});
+  rows.push_back({teacher, "header.join_key", "long", Text(std::string(257, 'k')), "INVALID_FIELD"});
+  rows.push_back({teacher, "header.total_row_count", "zero", Int(0), "INVALID_FIELD"});
+  rows.push_back({teacher, "header.row_indices", "unset", Clear(), "MISSING_FIELD"});
+  rows.push_back(
+      {teacher, "header.row_indices.data", "beyond the set", Text(Elements(std::vector<int32_t>{0, 9})), "INVALID_FIELD"});
+  AddTensorRows(teacher, "header.row_indices", v1::DATA_TYPE_FLOAT32, -1, {}, &rows);
+  rows.push_back({teacher, "header.data_type", "unset", Clear(), "MISSING_FIELD"});
+  rows.push_back({teacher, "header.data_type", "INT32", Int(v1::DATA_TYPE_INT32), "DATA_TYPE_MISMATCH"});
+  rows.push_back({teacher, "header.hidden_size", "zero", Int(0), "INVALID_FIELD"});
+  rows.push_back({teacher, "header.hidden_size", "above the limit", Int((1 << 16) + 1), "LIMIT_EXCEEDED"});
+  rows.push_back({teacher, "header.session_id", "given", Text("s"), "FEATURE_NOT_BUILT"});
+  return rows;
+}
+
+}  // namespace headwater::testing

@@ -1,0 +1,297 @@
+// Clients that die, cancel, stall or come too many: each leaves the accumulator bitwise as it was, and the server serves on.
+#include <gmock/gmock.h>
+#include <grpcpp/generic/generic_stub.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/integration/wire_server.h"
+
+extern char** environ;
+
+namespace headwater::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr auto kPatience = std::chrono::seconds(20);
+
+// Waits until `holds`; false if it does not within kPatience.
+bool Await(const std::function<bool()>& holds) {
+  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  while (!holds()) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  return true;
+}
+
+std::string Rows(int64_t row_count, uint32_t seed = 5) { return Bytes(Random(static_cast<size_t>(row_count * 5), seed, 1)); }
+
+// A stream that has sent its header and the first `sent_rows` of 3 rows.
+struct OpenStream {
+  grpc::ClientContext context;
+  std::unique_ptr<grpc::ClientReaderWriter<v1::ComputeLossRequest, v1::ComputeLossResponse>> stream;
+
+  OpenStream(v1::LossService::Stub& stub, const v1::MicroBatchHeader& header, int64_t sent_rows) {
+    stream = stub.ComputeLoss(&context);
+    v1::ComputeLossRequest request;
+    *request.mutable_header() = header;
+    stream->Write(request);
+    if (sent_rows == 0) return;
+    request.mutable_chunk()->set_role(v1::CHUNK_ROLE_HIDDEN);
+    request.mutable_chunk()->set_row_count(sent_rows);
+    request.mutable_chunk()->set_data(Rows(3).substr(0, static_cast<size_t>(sent_rows * 20)));
+    stream->Write(request);
+  }
+  grpc::Status End() {
+    v1::ComputeLossResponse response;
+    while (stream->Read(&response)) {
+    }
+    return stream->Finish();
+  }
+};
+
+std::string MetricLine(const WireServer& server, const std::string& name) {
+  const std::string text = const_cast<WireServer&>(server).server().SerializeMetrics();
+  const size_t begin = text.find("\n" + name + " ");
+  return begin == std::string::npos ? "" : text.substr(begin + 1, text.find('\n', begin + 1) - begin - 1);
+}
+
+bool NothingInFlight(const WireServer& server) {
+  return MetricLine(server, "headwater_in_flight_bytes") == "headwater_in_flight_bytes 0";
+}
+
+TEST(Faults, CancelWhileUploading) {
+  WireServer server;
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  const std::string before = server.Snapshot(head);
+  OpenStream call(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), 2);
+  ASSERT_TRUE(Await([&] { return !NothingInFlight(server); }));
+  call.context.TryCancel();
+  EXPECT_EQ(call.End().error_code(), grpc::StatusCode::CANCELLED);
+  EXPECT_TRUE(Await([&] { return NothingInFlight(server); }));
+  EXPECT_EQ(server.Snapshot(head), before);
+  EXPECT_EQ(ReasonOf(server.Compute(CrossEntropyHeader(head, 0, 0, {1, 2, 3}), Rows(3)).status), "OK");
+}
+
+TEST(Faults, KilledClientInTheMiddleOfAnUpload) {
+  WireServer server;
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  Require(server.Compute(CrossEntropyHeader(head, 0, 7, {1, 2, 3}), Rows(3)).status, "ComputeLoss");
+  const std::string before = server.Snapshot(head);
+  const std::string epoch_file = server.directory() + "/epoch";
+  FILE* const file = fopen(epoch_file.c_str(), "wb");
+  ASSERT_EQ(fwrite(head.head.epoch().data(), 1, 16, file), 16U);
+  ASSERT_EQ(fclose(file), 0);
+  std::vector<std::string> words = {HEADWATER_STALLING_CLIENT, server.address(), head.name(), epoch_file};
+  std::vector<char*> arguments;
+  for (std::string& word : words) arguments.push_back(word.data());
+  arguments.push_back(nullptr);
+  pid_t pid = 0;
+  ASSERT_EQ(posix_spawn(&pid, arguments[0], nullptr, nullptr, arguments.data(), environ), 0);
+  EXPECT_TRUE(Await([&] { return !NothingInFlight(server); }));
+  ASSERT_EQ(kill(pid, SIGKILL), 0);
+  int exit_status = 0;
+  ASSERT_EQ(waitpid(pid, &exit_status, 0), pid);
+  EXPECT_TRUE(Await([&] { return NothingInFlight(server); }));
+  EXPECT_EQ(server.Snapshot(head), before);
+}
+
+TEST(Faults, CancelWhileQueued) {
+  WireServer server;
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  const TestHead other = server.MakeHead("other", SmallSpec());
+  const std::string before = server.Snapshot(head);
+  server.gate().Close();
+  std::thread first([&] { Require(server.Compute(CrossEntropyHeader(other, 0, 0, {1, 2, 3}), Rows(3)).status, "first"); });
+  server.gate().AwaitWaiting();
+  OpenStream queued(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), 3);
+  queued.stream->WritesDone();
+  EXPECT_TRUE(Await([&] { return MetricLine(server, "headwater_queue_depth") == "headwater_queue_depth 1"; }));
+  queued.context.TryCancel();
+  EXPECT_EQ(queued.End().error_code(), grpc::StatusCode::CANCELLED);
+  EXPECT_TRUE(Await([&] { return MetricLine(server, "headwater_queue_depth") == "headwater_queue_depth 0"; }));
+  server.gate().Open();
+  first.join();
+  EXPECT_EQ(server.Snapshot(head), before);
+}
+
+TEST(Faults, DeadlineWhileQueued) {
+  WireServer server;
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  const TestHead other = server.MakeHead("other", SmallSpec());
+  const std::string before = server.Snapshot(head);
+  server.gate().Close();
+  std::thread first([&] { Require(server.Compute(CrossEntropyHeader(other, 0, 0, {1, 2, 3}), Rows(3)).status, "first"); });
+  server.gate().AwaitWaiting();
+  const LossReply late = server.Compute(CrossEntropyHeader(head, 0, 0, {1, 2, 3}), Rows(3), "", {.deadline_ms = 150});
+  EXPECT_EQ(late.status.error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+  server.gate().Open();
+  first.join();
+  EXPECT_TRUE(Await([&] { return NothingInFlight(server); }));
+  EXPECT_EQ(server.Snapshot(head), before);
+}
+
+TEST(Faults, CancelWhileComputingAnExplicitOne) {
+  WireServer server;
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  const std::string before = server.Snapshot(head);
+  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, {1, 2, 3});
+  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
+  server.gate().Close();
+  OpenStream call(server.loss(), header, 3);
+  call.stream->WritesDone();
+  server.gate().AwaitWaiting();
+  call.context.TryCancel();
+  EXPECT_EQ(call.End().error_code(), grpc::StatusCode::CANCELLED);
+  server.gate().Open();
+  EXPECT_TRUE(Await([&] { return NothingInFlight(server); }));
+  EXPECT_EQ(server.Snapshot(head), before);  // the staging slot is free again, too: it is used by the next call
+  EXPECT_EQ(ReasonOf(server.Compute(header, Rows(3)).status), "OK");
+}
+
+TEST(Faults, AnEagerOneThatHasBegunIsCommittedThoughItsClientIsGone) {
+  WireServer server;
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  const TestHead witness = server.MakeHead("witness", SmallSpec());
+  Require(server.Compute(CrossEntropyHeader(witness, 0, 0, {1, 2, 3}), Rows(3)).status, "witness");
+  server.gate().Close();
+  OpenStream call(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), 3);
+  call.stream->WritesDone();
+  server.gate().AwaitWaiting();
+  call.context.TryCancel();
+  call.End();
+  server.gate().Open();
+  EXPECT_TRUE(Await([&] { return NothingInFlight(server); }));
+  EXPECT_EQ(server.Gradient(head), server.Gradient(witness));
+  EXPECT_EQ(server.Steps(head).open().micro_batches(0).state(), v1::CONTRIBUTION_STATE_COMMITTED);
+  // The client that comes back finds it there, exactly once.
+  EXPECT_TRUE(server.Compute(CrossEntropyHeader(head, 0, 0, {1, 2, 3}), Rows(3)).summary.replayed());
+  EXPECT_EQ(server.Gradient(head), server.Gradient(witness));
+}
+
+TEST(Faults, ADuplicateOfOneThatIsComputedIsRefused) {
+  WireServer server;
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  const v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, {1, 2, 3});
+  server.gate().Close();
+  std::thread first([&] { Require(server.Compute(header, Rows(3)).status, "first"); });
+  server.gate().AwaitWaiting();
+  EXPECT_EQ(ReasonOf(server.Compute(header, Rows(3)).status), "MICRO_BATCH_IN_PROGRESS");
+  server.gate().Open();
+  first.join();
+  EXPECT_TRUE(server.Compute(header, Rows(3)).summary.replayed());
+}
+
+TEST(Faults, TheStreamThatSendsNothingIsEnded) {
+  ServerSetup setup;
+  setup.options.stream_idle_timeout = absl::Milliseconds(200);
+  WireServer server(setup);
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  const std::string before = server.Snapshot(head);
+  OpenStream call(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), 1);
+  EXPECT_EQ(call.End().error_code(), grpc::StatusCode::CANCELLED);
+  EXPECT_TRUE(Await([&] { return NothingInFlight(server); }));
+  EXPECT_EQ(server.Snapshot(head), before);
+}
+
+TEST(Faults, TheQueueIsBounded) {
+  ServerSetup setup;
+  setup.options.limits.max_queue_depth = 2;
+  WireServer server(setup);
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  server.gate().Close();
+  std::vector<std::thread> calls;
+  const auto submit = [&](int64_t micro_batch) {
+    calls.emplace_back([&server, &head, micro_batch] {
+      Require(server.Compute(CrossEntropyHeader(head, 0, micro_batch, {1, 2, 3}), Rows(3)).status, "accepted");
+    });
+  };
+  submit(0);
+  server.gate().AwaitWaiting();
+  submit(1);
+  submit(2);  // at the limit
+  EXPECT_TRUE(Await([&] { return MetricLine(server, "headwater_queue_depth") == "headwater_queue_depth 2"; }));
+  const WireError error = DecodeError(server.Compute(CrossEntropyHeader(head, 0, 3, {1, 2, 3}), Rows(3)).status);
+  EXPECT_EQ(error.code, grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(error.reason, "QUEUE_FULL");
+  EXPECT_TRUE(error.retry_ms.has_value());
+  server.gate().Open();
+  for (std::thread& call : calls) call.join();
+  EXPECT_EQ(server.Steps(head).open().micro_batches_size(), 3);
+}
+
+TEST(Faults, BytesInFlightAreBounded) {
+  // One micro-batch of 3 rows takes 60 bytes in and 60 out.
+  ServerSetup setup;
+  setup.options.limits.max_micro_batch_bytes = 60;
+  setup.options.limits.max_in_flight_bytes = 120;
+  WireServer server(setup);
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  OpenStream holder(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), 1);  // at the limit
+  ASSERT_TRUE(Await([&] { return !NothingInFlight(server); }));
+  const std::string before = server.Snapshot(head);
+  const WireError error = DecodeError(server.Compute(CrossEntropyHeader(head, 0, 1, {1}), Rows(1)).status);
+  EXPECT_EQ(error.reason, "IN_FLIGHT_BYTES_EXCEEDED");
+  EXPECT_EQ(error.at("requestedBytes"), "40");
+  EXPECT_EQ(error.at("availableBytes"), "0");
+  EXPECT_TRUE(error.retry_ms.has_value());
+  EXPECT_EQ(server.Snapshot(head), before);
+  holder.context.TryCancel();
+  holder.End();
+  ASSERT_TRUE(Await([&] { return NothingInFlight(server); }));
+  EXPECT_EQ(ReasonOf(server.Compute(CrossEntropyHeader(head, 0, 1, {1, 2, 3}), Rows(3)).status), "OK");
+  // What could never fit is not worth waiting for.
+  const WireError never = DecodeError(server.Compute(CrossEntropyHeader(head, 0, 2, {1, 2, 3, 4}), Rows(4)).status);
+  EXPECT_EQ(never.reason, "LIMIT_EXCEEDED");
+  EXPECT_EQ(never.at("limit"), "max_micro_batch_bytes");
+}
+
+TEST(Faults, DrainFinishesAcceptedWorkAndRefusesNewOne) {
+  WireServer server;
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  server.gate().Close();
+  LossReply accepted;
+  std::thread call([&] { accepted = server.Compute(CrossEntropyHeader(head, 0, 0, {1, 2, 3}), Rows(3)); });
+  server.gate().AwaitWaiting();
+  bool clean = false;
+  std::thread drain([&] { clean = server.server().Drain(absl::Seconds(20)); });
+  WireError error;
+  EXPECT_TRUE(Await([&] {
+    grpc::ClientContext context;
+    v1::GetHeadRequest request;
+    request.set_name(head.name());
+    v1::Head response;
+    error = DecodeError(server.heads().GetHead(&context, request, &response));
+    return error.reason == "DRAINING";
+  }));
+  EXPECT_EQ(error.code, grpc::StatusCode::UNAVAILABLE);
+  EXPECT_TRUE(error.retry_ms.has_value());
+  server.gate().Open();
+  drain.join();
+  call.join();
+  EXPECT_TRUE(clean);
+  EXPECT_EQ(ReasonOf(accepted.status), "OK") << accepted.status.error_message();
+  EXPECT_EQ(accepted.grad_hidden.size(), 60U);
+}
+
+TEST(Faults, DrainThatRunsOutOfTimeCancels) {
+  WireServer server;
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  OpenStream stalled(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), 1);
+  ASSERT_TRUE(Await([&] { return !NothingInFlight(server); }));
+  EXPECT_FALSE(server.server().Drain(absl::Milliseconds(50)));
+  EXPECT_FALSE(stalled.End().ok());
+}
+
+}  // namespace
+}  // namespace headwater::testing

@@ -1,0 +1,70 @@
+// GatedEngine: a CpuEngine whose Compute() can be held up, so that tests can look at a call while it waits or computes.
+#ifndef HEADWATER_TESTS_INTEGRATION_GATED_ENGINE_H_
+#define HEADWATER_TESTS_INTEGRATION_GATED_ENGINE_H_
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "headwater/kernels/engine.h"
+
+namespace headwater::testing {
+
+// Shared by the test and the engine, which the server owns.
+class Gate {
+ public:
+  // From now on Compute() waits when it is entered.
+  void Close() {
+    absl::MutexLock lock(&mutex_);
+    open_ = false;
+  }
+  void Open() {
+    absl::MutexLock lock(&mutex_);
+    open_ = true;
+  }
+  // Waits until a call stands at the closed gate.
+  void AwaitWaiting() {
+    absl::MutexLock lock(&mutex_);
+    mutex_.Await(absl::Condition(
+        +[](int* waiting) { return *waiting > 0; }, &waiting_));
+  }
+  void Pass() {
+    absl::MutexLock lock(&mutex_);
+    ++waiting_;
+    mutex_.Await(absl::Condition(&open_));
+    --waiting_;
+  }
+
+ private:
+  absl::Mutex mutex_;
+  bool open_ ABSL_GUARDED_BY(mutex_) = true;
+  int waiting_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+class GatedEngine final : public LossEngine {
+ public:
+  GatedEngine(std::unique_ptr<LossEngine> engine, std::shared_ptr<Gate> gate)
+      : engine_(std::move(engine)), gate_(std::move(gate)) {}
+
+  std::string name() const override { return engine_->name(); }
+  std::vector<EngineDevice> devices() const override { return engine_->devices(); }
+  const EngineOptions& options() const override { return engine_->options(); }
+  absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override { return engine_->PlanHead(spec); }
+  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override { return engine_->CreateHead(spec); }
+  int64_t planned_bytes() const override { return engine_->planned_bytes(); }
+  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override {
+    gate_->Pass();
+    return engine_->Compute(micro_batch);
+  }
+
+ private:
+  const std::unique_ptr<LossEngine> engine_;
+  const std::shared_ptr<Gate> gate_;
+};
+
+}  // namespace headwater::testing
+
+#endif  // HEADWATER_TESTS_INTEGRATION_GATED_ENGINE_H_

@@ -1,0 +1,174 @@
+// The program itself: flags, documents printed from it, ports, signals.
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <grpcpp/grpcpp.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "headwater/v1/head_service.grpc.pb.h"
+#include "headwater/v1/session_service.grpc.pb.h"
+
+extern char** environ;
+
+namespace headwater::testing {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::MatchesRegex;
+
+std::string ReadFile(const std::string& path) {
+  std::ifstream file(path);
+  std::stringstream contents;
+  contents << file.rdbuf();
+  return contents.str();
+}
+
+class Headwaterd : public ::testing::Test {
+ protected:
+  Headwaterd() {
+    std::string pattern = (std::filesystem::temp_directory_path() / "headwaterd-test-XXXXXX").string();
+    directory_ = mkdtemp(pattern.data());
+  }
+  ~Headwaterd() override {
+    if (pid_ > 0) {
+      kill(pid_, SIGKILL);
+      waitpid(pid_, nullptr, 0);
+    }
+    std::error_code ignored;
+    std::filesystem::remove_all(directory_, ignored);
+  }
+  // Starts the program; stdout and stderr go into files.
+  void Start(std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), HEADWATERD_PROGRAM);
+    std::vector<char*> pointers;
+    for (std::string& argument : arguments) pointers.push_back(argument.data());
+    pointers.push_back(nullptr);
+    posix_spawn_file_actions_t actions;
+    posix_spawn_file_actions_init(&actions);
+    for (const auto& [descriptor, name] : {std::pair(1, "/out"), std::pair(2, "/err")}) {
+      posix_spawn_file_actions_addopen(&actions, descriptor, (directory_ + name).c_str(), O_CREAT | O_WRONLY | O_TRUNC, 0600);
+    }
+    ASSERT_EQ(posix_spawn(&pid_, pointers[0], &actions, nullptr, pointers.data(), environ), 0);
+    posix_spawn_file_actions_destroy(&actions);
+  }
+  // Exit status of the program, which must end by itself within 20 s; -1 if it does not.
+  int Wait() {
+    for (int i = 0; i < 2000; ++i) {
+      int status = 0;
+      if (waitpid(pid_, &status, WNOHANG) == pid_) {
+        pid_ = 0;
+        return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    return -1;
+  }
+  int Run(const std::vector<std::string>& arguments) {
+    Start(arguments);
+    return Wait();
+  }
+  // Addresses in the port file, once it is there.
+  std::vector<std::string> Addresses(const std::string& port_file) {
+    for (int i = 0; i < 2000 && !std::filesystem::exists(port_file); ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    std::vector<std::string> addresses;
+    std::ifstream file(port_file);
+    for (std::string line; std::getline(file, line);) addresses.push_back(line);
+    return addresses;
+  }
+  std::string Out() const { return ReadFile(directory_ + "/out"); }
+  std::string Err() const { return ReadFile(directory_ + "/err"); }
+
+  std::string directory_;
+  pid_t pid_ = 0;
+};
+
+TEST_F(Headwaterd, ServesUntilItIsToldToStop) {
+  for (const int signal_number : {SIGTERM, SIGINT}) {
+    const std::string port_file = directory_ + "/ports" + std::to_string(signal_number);
+    Start({"--listen_addresses=127.0.0.1:0,unix:" + directory_ + "/socket", "--metrics_address=127.0.0.1:0", "--shards=2",
+           "--shard_weights=1,2", "--threads=2", "--log_format=json", "--port_file=" + port_file});
+    const std::vector<std::string> addresses = Addresses(port_file);
+    ASSERT_THAT(addresses, ElementsAre(MatchesRegex("127.0.0.1:[1-9][0-9]*"), "unix:" + directory_ + "/socket")) << Err();
+    for (const std::string& address : addresses) {
+      const auto stub = v1::SessionService::NewStub(grpc::CreateChannel(address, grpc::InsecureChannelCredentials()));
+      grpc::ClientContext context;
+      v1::ServerInfo info;
+      ASSERT_TRUE(stub->GetServerInfo(&context, {}, &info).ok());
+      EXPECT_EQ(info.engine(), "cpu");
+      EXPECT_THAT(info.engine_note(), HasSubstr("CUDA"));
+      EXPECT_EQ(info.version(), HEADWATER_VERSION);
+    }
+    const auto heads = v1::HeadService::NewStub(grpc::CreateChannel(addresses[0], grpc::InsecureChannelCredentials()));
+    grpc::ClientContext context;
+    v1::CreateHeadRequest request;
+    request.set_name("tenants/default/heads/h");
+    request.mutable_spec()->set_vocab_size(9);
+    request.mutable_spec()->set_hidden_size(2);
+    request.mutable_spec()->set_data_type(v1::DATA_TYPE_FLOAT32);
+    v1::CreateHeadResponse response;
+    ASSERT_TRUE(heads->CreateHead(&context, request, &response).ok());
+    ASSERT_EQ(response.head().shards_size(), 2);
+    EXPECT_EQ(response.head().shards(0).vocab_end(), 3);
+    EXPECT_EQ(response.head().shards(1).vocab_end(), 9);
+    ASSERT_EQ(kill(pid_, signal_number), 0);
+    EXPECT_EQ(Wait(), 0) << Err();
+    EXPECT_THAT(Out(), HasSubstr("listening on " + addresses[0]));
+    EXPECT_THAT(Err(), HasSubstr("\"event\":\"drained\",\"clean\":\"true\"}"));
+  }
+}
+
+TEST_F(Headwaterd, ReadsItsFlagsFromAFile) {
+  std::ofstream(directory_ + "/flags") << "--listen_addresses=unix:" << directory_ << "/socket\n--metrics_address=\n--max_heads=7\n"
+                                       << "--port_file=" << directory_ << "/ports\n";
+  Start({"--flagfile=" + directory_ + "/flags"});
+  ASSERT_EQ(Addresses(directory_ + "/ports").size(), 1U) << Err();
+  const auto stub =
+      v1::SessionService::NewStub(grpc::CreateChannel("unix:" + directory_ + "/socket", grpc::InsecureChannelCredentials()));
+  grpc::ClientContext context;
+  v1::ServerInfo info;
+  ASSERT_TRUE(stub->GetServerInfo(&context, {}, &info).ok());
+  EXPECT_EQ(info.limits().max_heads(), 7);
+  ASSERT_EQ(kill(pid_, SIGTERM), 0);
+  EXPECT_EQ(Wait(), 0);
+}
+
+TEST_F(Headwaterd, RefusesWhatItCannotDoWithOneSentence) {
+  const auto refused = [&](const std::vector<std::string>& arguments) {
+    EXPECT_EQ(Run(arguments), 1);
+    return Err();
+  };
+  EXPECT_THAT(refused({"--engine=cuda"}), HasSubstr("--engine=cuda: the CUDA engine's module libheadwater_cuda.so"));
+  EXPECT_THAT(refused({"--engine=tpu"}), HasSubstr("expected auto, cpu or cuda, got \"tpu\""));
+  EXPECT_THAT(refused({"--shards=0"}), HasSubstr("--shards: expected >= 1, got 0"));
+  EXPECT_THAT(refused({"--shards=2", "--shard_weights=1"}), HasSubstr("--shard_weights: expected 2 numbers"));
+  EXPECT_THAT(refused({"--max_heads=0"}), HasSubstr("max_heads: expected at least 1, got 0"));
+  EXPECT_THAT(refused({"--max_threads=1"}), HasSubstr("--max_threads"));
+  EXPECT_THAT(refused({"--log_level=loud"}), HasSubstr("expected debug, info, warning, error or off"));
+  EXPECT_THAT(refused({"--listen_addresses=unix:/nonexistent-folder/s", "--metrics_address="}), HasSubstr("cannot listen"));
+  EXPECT_THAT(refused({"word"}), HasSubstr("unexpected argument \"word\""));
+}
+
+TEST_F(Headwaterd, PrintsTheDocumentsThatAreCheckedIn) {
+  ASSERT_EQ(Run({"--print_metrics_doc"}), 0);
+  EXPECT_EQ(Out(), ReadFile(HEADWATER_DOCS "/metrics.md")) << "run headwaterd --print_metrics_doc > docs/metrics.md";
+  ASSERT_EQ(Run({"--print_flags_doc"}), 0);
+  EXPECT_THAT(ReadFile(HEADWATER_DOCS "/operations.md"), HasSubstr("compares -->\n" + Out() + "<!-- end of flags -->"))
+      << "put what headwaterd --print_flags_doc prints into docs/operations.md";
+  EXPECT_THAT(Out(), HasSubstr("| `--max_queue_depth` | `64` |"));
+}
+
+}  // namespace
+}  // namespace headwater::testing

@@ -1,0 +1,387 @@
+// The server around the handlers: limits at and above, health, metrics, request ids, paging, start and options.
+#include <arpa/inet.h>
+#include <gmock/gmock.h>
+#include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/support/proto_buffer_writer.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/integration/wire_server.h"
+
+namespace headwater::testing {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::MatchesRegex;
+using ::testing::Not;
+
+// Calls a unary method by name with encoded bytes: for services whose stubs the distribution does not package.
+grpc::Status CallRaw(const std::shared_ptr<grpc::Channel>& channel, const std::string& method, const std::string& request,
+                     std::string* response) {
+  grpc::GenericStub stub(channel);
+  grpc::CompletionQueue queue;
+  grpc::ClientContext context;
+  context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));
+  const grpc::Slice slice(request);
+  const grpc::ByteBuffer request_buffer(&slice, 1);
+  const auto call = stub.PrepareUnaryCall(&context, method, request_buffer, &queue);
+  call->StartCall();
+  grpc::ByteBuffer buffer;
+  grpc::Status status;
+  call->Finish(&buffer, &status, nullptr);
+  void* tag = nullptr;
+  bool ok = false;
+  queue.Next(&tag, &ok);
+  std::vector<grpc::Slice> slices;
+  response->clear();
+  if (status.ok() && buffer.Dump(&slices).ok()) {
+    for (const grpc::Slice& part : slices) response->append(reinterpret_cast<const char*>(part.begin()), part.size());
+  }
+  return status;
+}
+
+// grpc.health.v1.HealthCheckResponse.ServingStatus: 1 SERVING, 2 NOT_SERVING; -1 if the call failed.
+int Health(WireServer& server, const std::string& service) {
+  std::string request;
+  if (!service.empty()) request = std::string("\x0a") + static_cast<char>(service.size()) + service;  // field 1, a string
+  std::string response;
+  if (!CallRaw(server.NewChannel(), "/grpc.health.v1.Health/Check", request, &response).ok()) return -1;
+  return response.size() == 2 && response[0] == 0x08 ? response[1] : 0;  // field 1, a varint
+}
+
+const std::vector<std::string> kHealthNames = {"", "headwater.v1.LossService", "headwater.v1.HeadService",
+                                               "headwater.v1.SessionService"};
+
+TEST(Health, IsServingOnlyAfterTheSelfTestAndUntilTheDrain) {
+  ServerSetup setup;
+  setup.ready = false;
+  WireServer server(setup);
+  for (const std::string& name : kHealthNames) EXPECT_EQ(Health(server, name), 2) << name;
+  v1::Head head;
+  const WireError starting = DecodeError(server.Create("tenants/default/heads/h", SmallSpec(), &head));
+  EXPECT_EQ(starting.reason, "STARTING");
+  EXPECT_EQ(starting.code, grpc::StatusCode::UNAVAILABLE);
+  EXPECT_THAT(server.server().SerializeMetrics(), HasSubstr("headwater_serving 0\n"));
+
+  server.gate().Close();
+  absl::Status ready = absl::UnknownError("has not run");
+  std::thread self_test([&] { ready = server.server().BecomeReady(); });
+  server.gate().AwaitWaiting();
+  for (const std::string& name : kHealthNames) EXPECT_EQ(Health(server, name), 2) << name;
+  server.gate().Open();
+  self_test.join();
+  EXPECT_TRUE(ready.ok()) << ready.message();
+  for (const std::string& name : kHealthNames) EXPECT_EQ(Health(server, name), 1) << name;
+  EXPECT_EQ(Health(server, "headwater.v1.NoSuchService"), -1);
+  EXPECT_THAT(server.server().SerializeMetrics(), HasSubstr("headwater_serving 1\n"));
+  EXPECT_EQ(ReasonOf(server.Create("tenants/default/heads/h", SmallSpec(), &head)), "OK");
+
+  server.gate().Close();
+  TestHead waiting = server.MakeHead("waiting", SmallSpec());
+  std::thread call(
+      [&] { EXPECT_EQ(ReasonOf(server.Compute(CrossEntropyHeader(waiting, 0, 0, {1}), Bytes(Random(5, 1, 1))).status), "OK"); });
+  server.gate().AwaitWaiting();
+  std::thread drain([&] { EXPECT_TRUE(server.server().Drain(absl::Seconds(20))); });
+  while (Health(server, "") == 1) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  for (const std::string& name : kHealthNames) EXPECT_EQ(Health(server, name), 2) << name;
+  server.gate().Open();
+  drain.join();
+  call.join();
+}
+
+TEST(Reflection, IsThereOnlyIfAskedFor) {
+  const std::string method = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo";
+  std::string ignored;
+  WireServer without;
+  EXPECT_EQ(CallRaw(without.NewChannel(), method, "", &ignored).error_code(), grpc::StatusCode::UNIMPLEMENTED);
+  ServerSetup setup;
+  setup.options.reflection = true;
+  WireServer with(setup);
+  std::string response;
+  EXPECT_EQ(CallRaw(with.NewChannel(), method, std::string("\x3a\x01*"), &response).error_code(), grpc::StatusCode::OK);
+  EXPECT_THAT(response, HasSubstr("headwater.v1.LossService"));
+}
+
+TEST(Limits, AreAcceptedAtTheLimitAndRefusedOneAbove) {
+  ServerSetup setup;
+  service::Limits& limits = setup.options.limits;
+  limits.max_hidden_size = 8;
+  limits.max_vocab_size = 16;
+  limits.max_chunk_bytes = 64;
+  limits.max_micro_batch_rows = 12;
+  limits.max_staging_slots = 3;
+  limits.max_step_micro_batches = 4;
+  limits.max_heads = 3;
+  WireServer server(setup);
+  const auto expect_limit = [](const grpc::Status& status, const std::string& limit, const std::string& maximum,
+                               const std::string& actual) {
+    const WireError error = DecodeError(status);
+    EXPECT_EQ(error.code, grpc::StatusCode::INVALID_ARGUMENT);
+    EXPECT_EQ(error.reason, "LIMIT_EXCEEDED");
+    EXPECT_EQ(error.at("limit"), limit);
+    EXPECT_EQ(error.at("maximum"), maximum);
+    EXPECT_EQ(error.at("actual"), actual);
+  };
+  v1::Head unused;
+  v1::HeadSpec largest = SmallSpec(16, 8);
+  largest.set_staging_slots(3);
+  const TestHead head = server.MakeHead("largest", largest);
+  expect_limit(server.Create("tenants/default/heads/x", SmallSpec(17, 8), &unused), "max_vocab_size", "16", "17");
+  expect_limit(server.Create("tenants/default/heads/x", SmallSpec(16, 9), &unused), "max_hidden_size", "8", "9");
+  v1::HeadSpec slots = largest;
+  slots.set_staging_slots(4);
+  expect_limit(server.Create("tenants/default/heads/x", slots, &unused), "max_staging_slots", "3", "4");
+
+  // Two rows of 32 bytes are a chunk at the limit.
+  const std::vector<int32_t> targets(12, 1);
+  const std::string rows = Bytes(Random(96, 1, 1));
+  ASSERT_EQ(ReasonOf(server.Compute(CrossEntropyHeader(head, 0, 0, targets), rows, "", {.chunk_rows = 2}).status), "OK");
+  expect_limit(server.Compute(CrossEntropyHeader(head, 0, 1, targets), rows, "", {.chunk_rows = 3}).status, "max_chunk_bytes", "64",
+               "96");
+  expect_limit(server.Compute(CrossEntropyHeader(head, 0, 1, std::vector<int32_t>(13, 1)), rows).status, "max_micro_batch_rows",
+               "12", "13");
+
+  for (int64_t id = 1; id < 4; ++id) {
+    ASSERT_EQ(ReasonOf(server.Compute(CrossEntropyHeader(head, 0, id, {1}), Bytes(Random(8, 1, 1))).status), "OK");
+  }
+  const WireError too_many = DecodeError(server.Compute(CrossEntropyHeader(head, 0, 4, {1}), Bytes(Random(8, 1, 1))).status);
+  EXPECT_EQ(too_many.reason, "LIMIT_EXCEEDED");
+  EXPECT_EQ(ReasonOf(server.Seal(head, 0, {0, 1, 2, 3, 4})), "LIMIT_EXCEEDED");
+  EXPECT_EQ(ReasonOf(server.Seal(head, 0, {0, 1, 2, 3})), "OK");
+
+  Require(server.Create("tenants/default/heads/second", SmallSpec(), &unused), "second head");
+  Require(server.Create("tenants/default/heads/third", SmallSpec(), &unused), "third head, at the limit");
+  EXPECT_EQ(ReasonOf(server.Create("tenants/default/heads/fourth", SmallSpec(), &unused)), "QUOTA_EXCEEDED");
+}
+
+TEST(Limits, OfAMessageAreGrpcs) {
+  ServerSetup setup;
+  service::Limits& limits = setup.options.limits;
+  limits.max_chunk_bytes = 1 << 16;
+  limits.max_message_bytes = 1 << 18;
+  limits.max_micro_batch_rows = 1024;
+  limits.max_hidden_size = 64;
+  WireServer server(setup);
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  const std::string before = server.Snapshot(head);
+  grpc::ClientContext context;
+  const auto stream = server.loss().ComputeLoss(&context);
+  v1::ComputeLossRequest request;
+  *request.mutable_header() = CrossEntropyHeader(head, 0, 0, {1});
+  stream->Write(request);
+  request.mutable_chunk()->set_role(v1::CHUNK_ROLE_HIDDEN);
+  request.mutable_chunk()->set_row_count(1);
+  request.mutable_chunk()->set_data(std::string(1 << 18, 'x'));
+  stream->Write(request);
+  stream->WritesDone();
+  v1::ComputeLossResponse response;
+  while (stream->Read(&response)) {
+  }
+  EXPECT_FALSE(stream->Finish().ok());
+  EXPECT_EQ(server.Snapshot(head), before);
+}
+
+TEST(Limits, ThatContradictEachOtherDoNotStart) {
+  const auto start = [](const service::Limits& limits) {
+    ServerSetup setup;
+    setup.options.limits = limits;
+    try {
+      WireServer server(setup);
+      return std::string("started");
+    } catch (const std::exception& error) {
+      return std::string(error.what());
+    }
+  };
+  service::Limits limits;
+  limits.max_heads = 0;
+  EXPECT_THAT(start(limits), HasSubstr("max_heads: expected at least 1, got 0"));
+  limits = {};
+  limits.max_chunk_bytes = limits.max_message_bytes;
+  EXPECT_THAT(start(limits), HasSubstr("max_message_bytes"));
+  limits = {};
+  limits.max_hidden_size = limits.max_chunk_bytes;
+  EXPECT_THAT(start(limits), HasSubstr("max_chunk_bytes"));
+  limits = {};
+  limits.max_message_bytes = int64_t{1} << 31;
+  EXPECT_THAT(start(limits), HasSubstr("max_message_bytes"));
+}
+
+TEST(Heads, OfTenTerabytesAreRefusedAtOnce) {
+  WireServer server;
+  v1::HeadSpec spec = SmallSpec(int64_t{1} << 24, 1 << 15);  // 2 TiB of fp32 weights, and as much for each of four more
+  v1::Head head;
+  const auto start = std::chrono::steady_clock::now();
+  const WireError error = DecodeError(server.Create("tenants/default/heads/huge", spec, &head));
+  EXPECT_LE(std::chrono::steady_clock::now() - start, std::chrono::seconds(1));
+  EXPECT_EQ(error.code, grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(error.reason, "MEMORY_BUDGET_EXCEEDED");
+  EXPECT_THAT(error.message, HasSubstr("grad_weight"));
+  EXPECT_GT(std::stoll(error.at("requestedBytes")), int64_t{10} << 40);
+  EXPECT_FALSE(error.at("availableBytes").empty());
+  grpc::ClientContext context;
+  v1::ListHeadsResponse list;
+  Require(server.heads().ListHeads(&context, {}, &list), "ListHeads");
+  EXPECT_EQ(list.heads_size(), 0);
+}
+
+TEST(Heads, PlanIsToldWithoutMakingAnything) {
+  WireServer server;
+  grpc::ClientContext context;
+  v1::CreateHeadRequest request;
+  request.set_name("tenants/default/heads/planned");
+  *request.mutable_spec() = SmallSpec();
+  request.set_validate_only(true);
+  v1::CreateHeadResponse response;
+  Require(server.heads().CreateHead(&context, request, &response), "CreateHead");
+  EXPECT_FALSE(response.created());
+  EXPECT_TRUE(response.head().epoch().empty());
+  EXPECT_GT(response.head().memory_plan().total_bytes(), 3 * 13 * 5 * 4);
+  EXPECT_GT(response.head().memory_plan().available_bytes(), 0);
+  EXPECT_EQ(response.head().spec().optimizer().adamw().beta2(), 0.999);
+  EXPECT_EQ(response.head().spec().staging_slots(), 1);
+  v1::Head created;
+  Require(server.Create("tenants/default/heads/planned", SmallSpec(), &created), "it was not made");
+  EXPECT_EQ(created.memory_plan().total_bytes(), response.head().memory_plan().total_bytes());
+  EXPECT_EQ(ReasonOf(server.Create("tenants/default/heads/planned", SmallSpec(), &created)), "HEAD_ALREADY_EXISTS");
+}
+
+TEST(Heads, AreListedInPagesByName) {
+  WireServer server;
+  v1::Head head;
+  for (const char* id : {"c", "a", "e", "b", "d"})
+    Require(server.Create(std::string("tenants/default/heads/") + id, SmallSpec(), &head), id);
+  std::string names;
+  std::string token;
+  int pages = 0;
+  do {
+    grpc::ClientContext context;
+    v1::ListHeadsRequest request;
+    request.set_parent("tenants/default");
+    request.set_page_size(2);
+    request.set_page_token(token);
+    v1::ListHeadsResponse response;
+    Require(server.heads().ListHeads(&context, request, &response), "ListHeads");
+    for (const v1::Head& listed : response.heads()) names += listed.name().back();
+    token = response.next_page_token();
+    ++pages;
+  } while (!token.empty());
+  EXPECT_EQ(names, "abcde");
+  EXPECT_EQ(pages, 3);
+}
+
+TEST(RequestIds, AreTakenOverOrMade) {
+  WireServer server;
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  const std::string rows = Bytes(Random(5, 1, 1));
+  const auto id_of = [&](const std::string& sent) {
+    const LossReply reply = server.Compute(CrossEntropyHeader(head, 0, 0, {1}), rows, "", {.request_id = sent});
+    const auto found = reply.initial_metadata.find("x-request-id");
+    return found == reply.initial_metadata.end() ? "" : found->second;
+  };
+  EXPECT_EQ(id_of("trainer-7/step:12.0_a"), "trainer-7/step:12.0_a");
+  EXPECT_THAT(id_of(""), MatchesRegex("[0-9a-f]{32}"));
+  EXPECT_NE(id_of(""), id_of(""));
+  EXPECT_THAT(id_of("with space\"quote"), MatchesRegex("[0-9a-f]{32}"));
+  EXPECT_THAT(id_of(std::string(129, 'a')), MatchesRegex("[0-9a-f]{32}"));
+  EXPECT_EQ(id_of(std::string(128, 'a')), std::string(128, 'a'));
+}
+
+// What a scrape over HTTP returns.
+std::string Scrape(int port) {
+  const int socket_fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  std::string response;
+  if (connect(socket_fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0) {
+    const std::string request = "GET /metrics HTTP/1.0\r\n\r\n";
+    if (write(socket_fd, request.data(), request.size()) == static_cast<ssize_t>(request.size())) {
+      char buffer[4096];
+      for (ssize_t count = 0; (count = read(socket_fd, buffer, sizeof(buffer))) > 0;)
+        response.append(buffer, static_cast<size_t>(count));
+    }
+  }
+  close(socket_fd);
+  return response;
+}
+
+TEST(Metrics, TellWhatHappened) {
+  ServerSetup setup;
+  setup.options.metrics_address = "127.0.0.1:0";
+  WireServer server(setup);
+  const TestHead head = server.MakeHead("secret-name", SmallSpec());
+  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, {1, -100, 3});
+  const std::string rows = Bytes(Random(15, 1, 1));
+  Require(server.Compute(header, rows).status, "committed");
+  Require(server.Compute(header, rows).status, "replayed");
+  EXPECT_FALSE(server.Compute(header, Bytes(Random(15, 2, 1))).status.ok());
+  header.set_micro_batch(1);
+  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
+  Require(server.Compute(header, rows).status, "staged");
+  Require(server.Discard(head, 0, 1), "discarded");
+  header.mutable_terms(0)->mutable_head()->set_step(9);
+  EXPECT_FALSE(server.Compute(header, rows).status.ok());
+  v1::ApplyOptimizerStepRequest apply;
+  *apply.mutable_head() = server.At(head, 0);
+  apply.mutable_expected()->set_count(1);
+  apply.set_learning_rate(0.1);
+  Require(server.Apply(apply), "applied");
+
+  ASSERT_NE(server.server().metrics_port(), 0);
+  const std::string text = Scrape(server.server().metrics_port());
+  for (const char* line : {
+           "headwater_requests_total{code=\"OK\",method=\"ComputeLoss\"} 3\n",
+           "headwater_requests_total{code=\"ABORTED\",method=\"ComputeLoss\"} 1\n",
+           "headwater_micro_batches_total{outcome=\"committed\"} 1\n",
+           "headwater_micro_batches_total{outcome=\"replayed\"} 1\n",
+           "headwater_micro_batches_total{outcome=\"conflict\"} 1\n",
+           "headwater_micro_batches_total{outcome=\"staged\"} 1\n",
+           "headwater_micro_batches_total{outcome=\"discarded\"} 1\n",
+           "headwater_micro_batches_total{outcome=\"refused\"} 1\n",
+           "headwater_refusals_total{reason=\"STEP_MISMATCH\"} 1\n",
+           "headwater_refusals_total{reason=\"MICRO_BATCH_CONFLICT\"} 1\n",
+           "headwater_commits_total 1\n",
+           "headwater_discards_total 1\n",
+           "headwater_steps_total{how=\"applied\"} 1\n",
+           "headwater_tokens_total{loss=\"cross_entropy\"} 6\n",
+           "headwater_heads 1\n",
+           "headwater_queue_depth 0\n",
+           "headwater_memory_planned_bytes{purpose=\"weight\"} 260\n",
+           "headwater_bytes_total{direction=\"out\",transport=\"grpc\"} 180\n",
+           "headwater_engine_seconds_count 3\n",
+           "headwater_serving 1\n",
+       }) {
+    EXPECT_THAT(text, HasSubstr(line));
+  }
+  EXPECT_THAT(text, Not(HasSubstr("secret-name")));
+}
+
+TEST(Server, ListensOnSeveralAddressesAndTellsThePort) {
+  ServerSetup setup;
+  setup.options.listen_addresses = {"127.0.0.1:0"};
+  WireServer server(setup);
+  ASSERT_EQ(server.server().addresses().size(), 2U);
+  EXPECT_THAT(server.server().addresses()[0], MatchesRegex("127.0.0.1:[1-9][0-9]*"));
+  const auto stub =
+      v1::SessionService::NewStub(grpc::CreateChannel(server.server().addresses()[0], grpc::InsecureChannelCredentials()));
+  grpc::ClientContext context;
+  v1::ServerInfo info;
+  EXPECT_EQ(ReasonOf(stub->GetServerInfo(&context, {}, &info)), "OK");
+}
+
+TEST(Server, ThatCannotListenSaysSo) {
+  ServerSetup setup;
+  setup.options.listen_addresses = {"unix:/nonexistent-folder/socket"};
+  EXPECT_THROW(WireServer server(setup), std::runtime_error);
+}
+
+}  // namespace
+}  // namespace headwater::testing

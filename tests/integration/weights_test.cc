@@ -1,0 +1,372 @@
+// Weights in and out: resumable uploads, checksums, downloads, files, checkpoints.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <xxhash.h>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/integration/wire_server.h"
+
+namespace headwater::testing {
+namespace {
+
+std::string Checksum(const std::string& bytes) {
+  XXH128_canonical_t canonical;
+  XXH128_canonicalFromHash(&canonical, XXH3_128bits(bytes.data(), bytes.size()));
+  return std::string(reinterpret_cast<const char*>(canonical.digest), sizeof(canonical.digest));
+}
+
+v1::UploadWeightsHeader UploadHeader(const v1::Head& head, const std::string& id, int64_t total_bytes) {
+  v1::UploadWeightsHeader header;
+  header.set_name(head.name());
+  header.set_epoch(head.epoch());
+  header.set_upload_id(id);
+  header.set_tensor(v1::HEAD_TENSOR_WEIGHT);
+  header.set_data_type(v1::DATA_TYPE_FLOAT32);
+  header.set_total_bytes(total_bytes);
+  return header;
+}
+
+// One upload stream, step by step.
+struct Upload {
+  grpc::ClientContext context;
+  std::unique_ptr<grpc::ClientReaderWriter<v1::UploadWeightsRequest, v1::UploadWeightsResponse>> stream;
+  int64_t resume_offset = -1;
+  v1::Head head;
+
+  Upload(WireServer& server, const v1::UploadWeightsHeader& header) : stream(server.heads().UploadWeights(&context)) {
+    v1::UploadWeightsRequest request;
+    *request.mutable_header() = header;
+    v1::UploadWeightsResponse response;
+    if (stream->Write(request) && stream->Read(&response)) resume_offset = response.resume_offset_bytes();
+  }
+  void Send(int64_t offset, const std::string& data) {
+    v1::UploadWeightsRequest request;
+    request.mutable_chunk()->set_offset_bytes(offset);
+    request.mutable_chunk()->set_data(data);
+    stream->Write(request);
+  }
+  grpc::Status End() {
+    stream->WritesDone();
+    v1::UploadWeightsResponse response;
+    while (stream->Read(&response)) head = response.head();
+    return stream->Finish();
+  }
+};
+
+class Weights : public ::testing::TestWithParam<int> {
+ protected:
+  ServerSetup MakeSetup() {
+    ServerSetup setup;
+    setup.engine.shard_count = GetParam();
+    setup.options.load_root = root_;
+    setup.options.checkpoint_directory = root_ + "/checkpoints";
+    return setup;
+  }
+  static std::string MakeRoot() {
+    std::string pattern = (std::filesystem::temp_directory_path() / "headwater-weights-XXXXXX").string();
+    return mkdtemp(pattern.data());
+  }
+  ~Weights() override {
+    std::error_code ignored;
+    std::filesystem::remove_all(root_, ignored);
+  }
+  LossReply Submit(const TestHead& head, int64_t step, int64_t micro_batch) {
+    return server_.Compute(CrossEntropyHeader(head, step, micro_batch, {1, 2, 3}), Bytes(Random(15, 5, 1)));
+  }
+  grpc::Status Save(const TestHead& head, const std::string& checkpoint, bool overwrite = false) {
+    grpc::ClientContext context;
+    v1::SaveCheckpointRequest request;
+    request.set_name(head.name());
+    request.set_epoch(head.head.epoch());
+    request.set_checkpoint(checkpoint);
+    request.set_overwrite(overwrite);
+    v1::SaveCheckpointResponse response;
+    return server_.heads().SaveCheckpoint(&context, request, &response);
+  }
+  grpc::Status Restore(TestHead* head, const std::string& checkpoint) {
+    grpc::ClientContext context;
+    v1::RestoreCheckpointRequest request;
+    request.set_name(head->name());
+    request.set_epoch(head->head.epoch());
+    request.set_checkpoint(checkpoint);
+    v1::Head restored;
+    const grpc::Status status = server_.heads().RestoreCheckpoint(&context, request, &restored);
+    if (status.ok()) head->head = restored;
+    return status;
+  }
+  void Apply(const TestHead& head, int64_t step) {
+    v1::ApplyOptimizerStepRequest request;
+    *request.mutable_head() = server_.At(head, step);
+    request.mutable_expected()->set_count(1);
+    request.set_learning_rate(0.05);
+    Require(server_.Apply(request), "ApplyOptimizerStep");
+  }
+
+  const std::string root_ = MakeRoot();
+  WireServer server_{MakeSetup()};
+};
+
+INSTANTIATE_TEST_SUITE_P(Shards, Weights, ::testing::Values(1, 3));
+
+TEST_P(Weights, ACutUploadGoesOnWhereItStopped) {
+  v1::Head created;
+  Require(server_.Create("tenants/default/heads/h", SmallSpec(), &created), "CreateHead");
+  EXPECT_EQ(created.state(), v1::HEAD_STATE_LOADING);
+  const std::string bytes = Bytes(Random(65, 3, 1));
+  v1::UploadWeightsHeader header = UploadHeader(created, "u1", 260);
+  header.set_checksum(Checksum(bytes));
+  {
+    Upload cut(server_, header);
+    EXPECT_EQ(cut.resume_offset, 0);
+    cut.Send(0, bytes.substr(0, 100));
+    EXPECT_EQ(ReasonOf(cut.End()), "PROTOCOL_VIOLATION");  // 160 bytes are missing
+  }
+  EXPECT_EQ(server_.Get(created.name()).state(), v1::HEAD_STATE_LOADING);
+  {
+    Upload cancelled(server_, header);
+    EXPECT_EQ(cancelled.resume_offset, 100);
+    cancelled.context.TryCancel();
+    cancelled.End();
+  }
+  Upload resumed(server_, header);
+  ASSERT_EQ(resumed.resume_offset, 100);
+  resumed.Send(100, bytes.substr(100));
+  ASSERT_EQ(ReasonOf(resumed.End()), "OK");
+  EXPECT_EQ(resumed.head.state(), v1::HEAD_STATE_READY);
+  EXPECT_EQ(resumed.head.weight_checksum(), Checksum(bytes));
+  TestHead head;
+  head.head = resumed.head;
+  EXPECT_EQ(server_.Weights(head), bytes);
+  EXPECT_THAT(server_.server().SerializeMetrics(), ::testing::HasSubstr("headwater_upload_bytes 0\n"));
+}
+
+TEST_P(Weights, BadUploadsChangeNothing) {
+  const TestHead head = server_.MakeHead("h", SmallSpec());
+  const std::string before = server_.Snapshot(head);
+  const std::string bytes = Bytes(Random(65, 4, 1));
+  {
+    v1::UploadWeightsHeader header = UploadHeader(head.head, "sum", 260);
+    header.set_checksum(std::string(16, '\1'));
+    Upload upload(server_, header);
+    upload.Send(0, bytes);
+    const WireError error = DecodeError(upload.End());
+    EXPECT_EQ(error.code, grpc::StatusCode::DATA_LOSS);
+    EXPECT_EQ(error.reason, "CHECKSUM_MISMATCH");
+    EXPECT_EQ(Upload(server_, header).resume_offset, 0);  // its bytes were wrong: they are gone
+  }
+  {
+    Upload upload(server_, UploadHeader(head.head, "gap", 260));
+    upload.Send(20, bytes.substr(20));
+    EXPECT_EQ(ReasonOf(upload.End()), "CHUNK_OUT_OF_RANGE");
+  }
+  {
+    Upload upload(server_, UploadHeader(head.head, "long", 260));
+    upload.Send(0, bytes + "x");
+    EXPECT_EQ(ReasonOf(upload.End()), "CHUNK_OUT_OF_RANGE");
+  }
+  {
+    Upload begun(server_, UploadHeader(head.head, "other", 260));
+    v1::UploadWeightsHeader header = UploadHeader(head.head, "other", 260);
+    header.set_checksum(Checksum(bytes));
+    EXPECT_EQ(ReasonOf(Upload(server_, header).End()), "INVALID_COMBINATION");
+    begun.context.TryCancel();
+  }
+  EXPECT_EQ(ReasonOf(Upload(server_, UploadHeader(head.head, "size", 256)).End()), "DATA_LENGTH_MISMATCH");
+  EXPECT_EQ(server_.Snapshot(head), before);
+}
+
+TEST_P(Weights, ALaterStreamTakesAnUploadOver) {
+  const TestHead head = server_.MakeHead("h", SmallSpec());
+  const std::string bytes = Bytes(Random(65, 4, 1));
+  Upload first(server_, UploadHeader(head.head, "u", 260));
+  first.Send(0, bytes.substr(0, 40));
+  // The 260 bytes of the head's first weights, and these 40.
+  const auto received = [&] {
+    return server_.server().SerializeMetrics().find("headwater_bytes_total{direction=\"in\",transport=\"grpc\"} 300\n") !=
+           std::string::npos;
+  };
+  for (int i = 0; i < 2000 && !received(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  Upload second(server_, UploadHeader(head.head, "u", 260));
+  EXPECT_EQ(second.resume_offset, 40);
+  first.Send(40, bytes.substr(40));
+  EXPECT_EQ(ReasonOf(first.End()), "CANCELLED");
+  Upload third(server_, UploadHeader(head.head, "u", 260));
+  third.Send(third.resume_offset, bytes.substr(static_cast<size_t>(third.resume_offset)));
+  EXPECT_EQ(ReasonOf(third.End()), "OK");
+}
+
+TEST_P(Weights, DownloadsResumeAnywhereOnAnElement) {
+  v1::HeadSpec spec = SmallSpec();
+  spec.set_data_type(v1::DATA_TYPE_BFLOAT16);
+  spec.set_has_bias(true);
+  const TestHead head = server_.MakeHead("h", spec);
+  const auto download = [&](v1::DataType type, int64_t offset, std::string* bytes, v1::DownloadTensorHeader* header) {
+    grpc::ClientContext context;
+    v1::DownloadWeightsRequest request;
+    request.set_name(head.name());
+    request.set_tensor(v1::HEAD_TENSOR_WEIGHT);
+    request.set_data_type(type);
+    request.set_offset_bytes(offset);
+    return ReadDownload(*server_.heads().DownloadWeights(&context, request), bytes, header);
+  };
+  std::string stored;
+  v1::DownloadTensorHeader header;
+  ASSERT_EQ(ReasonOf(download(v1::DATA_TYPE_UNSPECIFIED, 0, &stored, &header)), "OK");
+  EXPECT_EQ(stored.size(), 130U);
+  EXPECT_EQ(header.data_type(), v1::DATA_TYPE_BFLOAT16);
+  EXPECT_EQ(header.total_bytes(), 130);
+  EXPECT_THAT(header.shape(), ::testing::ElementsAre(13, 5));
+  std::string rest;
+  ASSERT_EQ(ReasonOf(download(v1::DATA_TYPE_BFLOAT16, 62, &rest, &header)), "OK");
+  EXPECT_EQ(rest, stored.substr(62));
+  EXPECT_EQ(header.total_bytes(), 130);
+  ASSERT_EQ(ReasonOf(download(v1::DATA_TYPE_BFLOAT16, 130, &rest, &header)), "OK");
+  EXPECT_TRUE(rest.empty());
+  EXPECT_EQ(ReasonOf(download(v1::DATA_TYPE_BFLOAT16, 131, &rest, &header)), "INVALID_FIELD");
+  EXPECT_EQ(ReasonOf(download(v1::DATA_TYPE_BFLOAT16, 61, &rest, &header)), "INVALID_FIELD");
+  EXPECT_EQ(ReasonOf(download(v1::DATA_TYPE_FLOAT16, 0, &rest, &header)), "DATA_TYPE_MISMATCH");
+  // The master weights kept what was uploaded, whole.
+  ASSERT_EQ(ReasonOf(download(v1::DATA_TYPE_FLOAT32, 0, &rest, &header)), "OK");
+  EXPECT_EQ(rest, Bytes(head.weight));
+}
+
+TEST_P(Weights, GradientDownloadMultipliesByTheFactor) {
+  const TestHead head = server_.MakeHead("h", SmallSpec());
+  Require(Submit(head, 0, 0).status, "ComputeLoss");
+  const std::vector<float> whole = Floats(server_.Gradient(head));
+  const std::vector<float> scaled = Floats(server_.Gradient(head, 0, -0.5));
+  for (size_t i = 0; i < whole.size(); ++i) EXPECT_EQ(scaled[i], -0.5F * whole[i]);
+  grpc::ClientContext context;
+  v1::GetGradientNormRequest request;
+  *request.mutable_head() = server_.At(head, 0);
+  request.set_gradient_factor(-0.5);
+  v1::GetGradientNormResponse response;
+  Require(server_.heads().GetGradientNorm(&context, request, &response), "GetGradientNorm");
+  double norm_squared = 0;
+  for (const float value : scaled) norm_squared += static_cast<double>(value) * value;
+  EXPECT_LE(std::abs(response.gradient_norm_squared() - norm_squared), 1e-9 * norm_squared);
+}
+
+TEST_P(Weights, ASafetensorsFileIsLoaded) {
+  TestHead head = server_.MakeHead("h", SmallSpec(2, 3));
+  const std::string json = R"({"lm_head.weight":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}})";
+  const std::vector<float> values = {1, 2, 3, -1, -2, -3};
+  std::ofstream file(root_ + "/w.safetensors", std::ios::binary);
+  const uint64_t length = json.size();
+  file.write(reinterpret_cast<const char*>(&length), 8);
+  file << json << Bytes(values);
+  file.close();
+  const auto load = [&](const std::string& path, v1::Head* loaded) {
+    grpc::ClientContext context;
+    v1::LoadWeightsRequest request;
+    request.set_name(head.name());
+    request.set_epoch(head.head.epoch());
+    request.set_path(path);
+    return server_.heads().LoadWeights(&context, request, loaded);
+  };
+  v1::Head loaded;
+  EXPECT_EQ(ReasonOf(load("missing.safetensors", &loaded)), "WEIGHTS_NOT_FOUND");
+  ASSERT_EQ(ReasonOf(load("w.safetensors", &loaded)), "OK");
+  EXPECT_NE(loaded.epoch(), head.head.epoch());
+  head.head = loaded;
+  EXPECT_EQ(server_.Weights(head), Bytes(values));
+}
+
+TEST_P(Weights, ARestoredHeadGoesOnFromTheCheckpointUnderANewEpoch) {
+  TestHead head = server_.MakeHead("h", SmallSpec());
+  Require(Submit(head, 0, 0).status, "step 0");
+  Apply(head, 0);
+  Require(Submit(head, 1, 0).status, "step 1");  // not part of the checkpoint
+  ASSERT_EQ(ReasonOf(Save(head, "step-1")), "OK");
+  EXPECT_EQ(ReasonOf(Save(head, "step-1")), "CHECKPOINT_ALREADY_EXISTS");
+  EXPECT_EQ(ReasonOf(Save(head, "step-1", /*overwrite=*/true)), "OK");
+  const std::string weights_at_save = server_.Weights(head);
+  const std::string gradient_of_step_1 = server_.Gradient(head, 1);
+  Apply(head, 1);
+  const std::string weights_after = server_.Weights(head);
+
+  const TestHead old_head = head;
+  EXPECT_EQ(ReasonOf(Restore(&head, "missing")), "CHECKPOINT_NOT_FOUND");
+  ASSERT_EQ(ReasonOf(Restore(&head, "step-1")), "OK");
+  EXPECT_NE(head.head.epoch(), old_head.head.epoch());
+  EXPECT_EQ(head.head.open_step(), 1);
+  EXPECT_EQ(server_.Weights(head), weights_at_save);
+  EXPECT_EQ(Floats(server_.Gradient(head, 1)), std::vector<float>(65, 0.0F));
+  const std::string before = server_.Snapshot(head, 1);
+  EXPECT_EQ(ReasonOf(Submit(old_head, 1, 0).status), "EPOCH_FENCED");
+  EXPECT_EQ(ReasonOf(Submit(old_head, 2, 0).status), "EPOCH_FENCED");
+  EXPECT_EQ(server_.Snapshot(head, 1), before);
+  // The same step again: bitwise the same weights.
+  Require(Submit(head, 1, 0).status, "step 1 again");
+  EXPECT_EQ(server_.Gradient(head, 1), gradient_of_step_1);
+  Apply(head, 1);
+  EXPECT_EQ(server_.Weights(head), weights_after);
+}
+
+TEST_P(Weights, ADamagedCheckpointLeavesTheHeadAsItWas) {
+  TestHead head = server_.MakeHead("h", SmallSpec());
+  ASSERT_EQ(ReasonOf(Save(head, "c")), "OK");
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(root_ + "/checkpoints")) {
+    if (entry.path().extension() != ".safetensors") continue;
+    std::fstream file(entry.path(), std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(-3, std::ios::end);
+    file.put('\x55');
+  }
+  const std::string before = server_.Snapshot(head);
+  const WireError error = DecodeError(Restore(&head, "c"));
+  EXPECT_EQ(error.code, grpc::StatusCode::DATA_LOSS);
+  EXPECT_EQ(error.reason, "CHECKSUM_MISMATCH");
+  EXPECT_EQ(server_.Snapshot(head), before);
+}
+
+TEST(WeightsWithoutStorage, SayWhichFlagIsMissing) {
+  WireServer server;
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  grpc::ClientContext save_context;
+  v1::SaveCheckpointRequest save;
+  save.set_name(head.name());
+  save.set_epoch(head.head.epoch());
+  save.set_checkpoint("c");
+  v1::SaveCheckpointResponse saved;
+  const WireError error = DecodeError(server.heads().SaveCheckpoint(&save_context, save, &saved));
+  EXPECT_EQ(error.reason, "STORAGE_NOT_CONFIGURED");
+  EXPECT_EQ(error.at("expected"), "--checkpoint_directory");
+  grpc::ClientContext load_context;
+  v1::LoadWeightsRequest load;
+  load.set_name(head.name());
+  load.set_epoch(head.head.epoch());
+  load.set_path("w.safetensors");
+  v1::Head loaded;
+  EXPECT_EQ(DecodeError(server.heads().LoadWeights(&load_context, load, &loaded)).at("expected"), "--load_root");
+}
+
+TEST(WeightsInUpload, AreBoundedByTheUploadBudget) {
+  ServerSetup setup;
+  setup.options.limits.max_upload_bytes = 520;
+  WireServer server(setup);
+  v1::Head head;
+  Require(server.Create("tenants/default/heads/h", SmallSpec(), &head), "CreateHead");
+  Upload first(server, UploadHeader(head, "a", 260));
+  Upload second(server, UploadHeader(head, "b", 260));  // at the limit
+  EXPECT_EQ(second.resume_offset, 0);
+  const WireError error = DecodeError(Upload(server, UploadHeader(head, "c", 260)).End());
+  EXPECT_EQ(error.code, grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(error.reason, "MEMORY_BUDGET_EXCEEDED");
+  EXPECT_EQ(error.at("requestedBytes"), "260");
+  EXPECT_EQ(error.at("availableBytes"), "0");
+  first.context.TryCancel();
+  first.End();
+  second.End();  // both are idle now: the oldest makes room
+  int64_t offset = -1;
+  for (int i = 0; i < 1000 && offset != 0; ++i) offset = Upload(server, UploadHeader(head, "c", 260)).resume_offset;
+  EXPECT_EQ(offset, 0);
+}
+
+}  // namespace
+}  // namespace headwater::testing

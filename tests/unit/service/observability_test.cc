@@ -1,0 +1,78 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "server/observability/logging.h"
+#include "server/observability/metrics.h"
+
+namespace headwater::observability {
+namespace {
+
+using ::testing::HasSubstr;
+
+TEST(Logging, WritesOneUnambiguousLine) {
+  const std::vector<LogField> fields = {
+      {"plain", "a/b-c.d"},   {"empty", ""}, {"spaces", "x y"}, {"hostile", "a\"b\\c\nevent=forged"},
+      {"count", int64_t{-7}}, {"ms", 1.5},   {"equals", "a=b"}};
+  EXPECT_EQ(FormatLogLine(LogFormat::kText, "T", LogLevel::kWarning, "rpc", fields),
+            "T level=warning event=rpc plain=a/b-c.d empty=\"\" spaces=\"x y\" hostile=\"a\\\"b\\\\c\\u000aevent=forged\" count=-7 "
+            "ms=1.500 equals=\"a=b\"");
+  EXPECT_EQ(FormatLogLine(LogFormat::kJson, "T", LogLevel::kInfo, "rpc", fields),
+            "{\"time\":\"T\",\"level\":\"info\",\"event\":\"rpc\",\"plain\":\"a/b-c.d\",\"empty\":\"\",\"spaces\":\"x y\","
+            "\"hostile\":\"a\\\"b\\\\c\\u000aevent=forged\",\"count\":-7,\"ms\":1.500,\"equals\":\"a=b\"}");
+}
+
+TEST(Logging, RefusesUnknownLevelsAndFormats) {
+  EXPECT_FALSE(ConfigureLogging("loud", "text").ok());
+  EXPECT_FALSE(ConfigureLogging("info", "xml").ok());
+  EXPECT_TRUE(ConfigureLogging("info", "text").ok());
+}
+
+TEST(Metrics, CountUnderBoundedLabels) {
+  Metrics metrics("1.2.3", "cpu");
+  metrics.CountRequest(RpcMethod::kSealStep, absl::OkStatus(), absl::Milliseconds(3));
+  metrics.CountRequest(RpcMethod::kSealStep, MakeError(ErrorReason::kStepMismatch, "m"), absl::Milliseconds(3));
+  metrics.CountRequest(RpcMethod::kSealStep, absl::Status(static_cast<absl::StatusCode>(99), "m"), absl::Milliseconds(3));
+  metrics.CountBytes(Direction::kIn, 5);
+  metrics.CountBytes(Direction::kIn, 6);
+  GaugeReadings readings;
+  readings.planned_bytes = {{"weight", 10}, {"something new", 3}, {"something else", 4}};
+  readings.head_count = 2;
+  metrics.SetGaugeSource([&] { return readings; });
+  const std::string text = metrics.Serialize();
+  for (const char* line :
+       {"headwater_requests_total{code=\"OK\",method=\"SealStep\"} 1\n",
+        "headwater_requests_total{code=\"FAILED_PRECONDITION\",method=\"SealStep\"} 1\n",
+        "headwater_requests_total{code=\"UNKNOWN\",method=\"SealStep\"} 1\n",
+        "headwater_request_seconds_count{method=\"SealStep\"} 3\n", "headwater_refusals_total{reason=\"STEP_MISMATCH\"} 1\n",
+        "headwater_bytes_total{direction=\"in\",transport=\"grpc\"} 11\n",
+        "headwater_memory_planned_bytes{purpose=\"weight\"} 10\n", "headwater_memory_planned_bytes{purpose=\"other\"} 7\n",
+        "headwater_heads 2\n", "headwater_build_info{engine=\"cpu\",version=\"1.2.3\"} 1\n"}) {
+    EXPECT_THAT(text, HasSubstr(line));
+  }
+}
+
+TEST(Metrics, DocumentNamesEveryFamily) {
+  Metrics metrics("1", "cpu");
+  const std::string document = MetricsDocument();
+  const std::string text = metrics.Serialize();
+  for (size_t begin = text.find("# TYPE "); begin != std::string::npos; begin = text.find("# TYPE ", begin + 1)) {
+    const std::string name = text.substr(begin + 7, text.find(' ', begin + 7) - begin - 7);
+    EXPECT_THAT(document, HasSubstr("| `" + name + "` |"));
+  }
+}
+
+TEST(Metrics, SayWhyTheyCannotBeServed) {
+  Metrics first("1", "cpu");
+  const auto port = first.Listen("127.0.0.1:0");
+  ASSERT_TRUE(port.ok()) << port.status();
+  ASSERT_NE(*port, 0);
+  Metrics second("1", "cpu");
+  const auto taken = second.Listen("127.0.0.1:" + std::to_string(*port));
+  ASSERT_FALSE(taken.ok());
+  EXPECT_THAT(std::string(taken.status().message()), HasSubstr("metrics: cannot listen on"));
+}
+
+}  // namespace
+}  // namespace headwater::observability
