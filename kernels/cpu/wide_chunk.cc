@@ -163,7 +163,10 @@ void ShardRun::ComputeWideStats(Work* work, const double* student, const double*
           state.owns_target = true;
           state.target_argument = a[target];
           stats.target_logit = student_cap > 0 ? student_cap * std::tanh(a[target] / student_cap) : a[target];
-          stats.best = std::max(stats.best, stats.target_logit);
+          // By the row kernel, as first_at_least_double() will see it: another tanh may differ in the last bit.
+          StatsOptions plain;
+          plain.cap = student_cap;
+          stats.best = std::max(stats.best, kernels.stats_double(a + target, 1, plain).max);
         }
         if (term.wants_argmax) {
           stats.best_column =
