@@ -165,7 +165,11 @@ def from_any(value: Any, field: str, *, bits_of: str | None = None) -> HostArray
     if is_torch_tensor(value):
         return _from_torch(value, field)
     if isinstance(value, BFloat16):
-        return HostArray(np.ascontiguousarray(value.bits), BFLOAT16, lambda array: BFloat16(array.data) if array.data_type == BFLOAT16 else array.data)
+        return HostArray(
+            np.ascontiguousarray(value.bits),
+            BFLOAT16,
+            lambda array: BFloat16(array.data) if array.data_type == BFLOAT16 else array.data,
+        )
     array = np.asarray(value)
     if array.dtype.name == "bfloat16":
         dtype = array.dtype
@@ -206,7 +210,11 @@ def int_vector(value: Any, field: str, row_count: int) -> np.ndarray:
         array = array.astype(np.int32)  # an empty list
     if array.dtype.kind not in "iu":
         raise invalid_argument(
-            "DATA_TYPE_MISMATCH", f"{field} must be integers, got {array.dtype}", field=field, expected="integers", actual=array.dtype
+            "DATA_TYPE_MISMATCH",
+            f"{field} must be integers, got {array.dtype}",
+            field=field,
+            expected="integers",
+            actual=array.dtype,
         )
     check_shape(array.shape, (row_count,), field)
     info = np.iinfo(np.int32)

@@ -92,9 +92,9 @@ class Client:
 
         Args:
             name: `student`, short for `tenants/default/heads/student`.
-            weight: (vocab_size, hidden_size), float32, float16 or bfloat16 (numpy, ml_dtypes, torch, `headwater.BFloat16`; uint16 bits
-                with dtype="bfloat16"). A pair (vocab_size, hidden_size) makes a head without weights, to be filled by `Head.load` or
-                `Head.restore`; then `dtype` is required, and `bias=True` asks for a bias.
+            weight: (vocab_size, hidden_size), float32, float16 or bfloat16 (numpy, ml_dtypes, torch, `headwater.BFloat16`; uint16
+                bits with dtype="bfloat16"). A pair (vocab_size, hidden_size) makes a head without weights, to be filled by
+                `Head.load` or `Head.restore`; then `dtype` is required, and `bias=True` asks for a bias.
             bias: (vocab_size,), or None.
             trainable: whether gradients are accumulated; a frozen head serves as teacher.
             softcap: > 0, or None.

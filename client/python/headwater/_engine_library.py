@@ -1,4 +1,4 @@
-"""ctypes over the C ABI of the engines (headwater/kernels/c_api.h). Translates; decides nothing. ctypes releases the GIL in calls."""
+"""ctypes over the C ABI of the engines (headwater/kernels/c_api.h). Translates; decides nothing. Calls release the GIL."""
 
 from __future__ import annotations
 
@@ -270,7 +270,14 @@ class Engine:
     """An engine in this process. Calls that touch one head must not overlap; heads go before their engine."""
 
     def __init__(
-        self, *, shards: int, threads: int, memory_budget_bytes: int, workspace_bytes: int, token_chunk_rows: int, shard_weights: Any
+        self,
+        *,
+        shards: int,
+        threads: int,
+        memory_budget_bytes: int,
+        workspace_bytes: int,
+        token_chunk_rows: int,
+        shard_weights: Any,
     ):
         weights = None if shard_weights is None else (c_int64 * shards)(*shard_weights)
         options = _EngineOptions(
@@ -312,9 +319,7 @@ class Engine:
     ) -> tuple[LossResult, Staged | None]:
         """Computes one micro-batch; `grad_weight` is "none", "accumulate" or "stage"."""
         row_count, hidden_size = request.hidden.shape
-        outputs = {
-            name: np.empty(row_count, dtype=np.int32 if name == "argmax" else np.float32) for name in request.outputs
-        }
+        outputs = {name: np.empty(row_count, dtype=np.int32 if name == "argmax" else np.float32) for name in request.outputs}
         term = _LossTerm(
             head=head.handle,
             row_count=row_count,

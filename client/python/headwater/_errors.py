@@ -143,7 +143,7 @@ class StepMismatchError(FailedPreconditionError):
 
 
 class StagingFullError(ResourceExhaustedError):
-    """No staging slot is free for an explicit micro-batch: decide the earlier ones, or create the head with more `staging_slots`."""
+    """No staging slot is free for an explicit micro-batch: decide earlier ones, or create the head with more `staging_slots`."""
 
 
 class FeatureNotBuiltError(UnimplementedError):

@@ -111,9 +111,7 @@ class Executors:
         self.control.shutdown(wait=False, cancel_futures=True)
 
 
-def as_future(
-    method: Callable[Concatenate[Any, P], R], *, threads: str = "control"
-) -> Callable[Concatenate[Any, P], Future[R]]:
+def as_future(method: Callable[Concatenate[Any, P], R], *, threads: str = "control") -> Callable[Concatenate[Any, P], Future[R]]:
     """The variant of a blocking method that returns a `Future` at once. The object must have `_executors`."""
 
     @functools.wraps(method)

@@ -46,8 +46,8 @@ class Head:
     follows on its own. What this object does itself (set_weight, load, restore) it knows.
 
     Attributes:
-        step: the step that calls work on unless they say otherwise. `apply_optimizer_step` and `discard_gradient` move it on; a
-            trainer that does not close steps itself adds 1 when it goes on (a call for the step after the open one waits).
+        step: the step that calls work on unless they say otherwise. `apply_optimizer_step` and `discard_gradient` move it on. Of
+            several trainers one closes the step; the others add 1 themselves, after a barrier with that one.
     """
 
     def __init__(self, client: Client, info: HeadInfo):
@@ -230,7 +230,9 @@ class Head:
         Other arguments, return value and errors are those of `cross_entropy`.
         """
         if not isinstance(teacher, Head):
-            raise invalid_argument("INVALID_FIELD", f"teacher must be a headwater.Head, got {type(teacher).__name__}", field="teacher")
+            raise invalid_argument(
+                "INVALID_FIELD", f"teacher must be a headwater.Head, got {type(teacher).__name__}", field="teacher"
+            )
         if teacher._backend is not self._backend:
             raise invalid_argument("INVALID_COMBINATION", "teacher and student must be heads of one client", field="teacher")
         ignore_index = check_integer(ignore_index, "ignore_index", low=-(2**31), high=2**31 - 1)
@@ -515,7 +517,9 @@ class Head:
     def _download(self, tensor: str, dtype: Any, timeout_s: float | None) -> Any:
         wanted = None if dtype is None else _arrays.data_type_name(dtype)
         if wanted not in (None, _arrays.FLOAT32, self._spec.data_type):
-            raise invalid_argument("DATA_TYPE_MISMATCH", f"dtype must be float32 or {self._spec.data_type}, got {wanted}", field="dtype")
+            raise invalid_argument(
+                "DATA_TYPE_MISMATCH", f"dtype must be float32 or {self._spec.data_type}, got {wanted}", field="dtype"
+            )
         data, data_type = self._backend.download(self._name, tensor, wanted, self._timeout(timeout_s))
         return _arrays.to_numpy(HostArray(data, data_type, _arrays.to_numpy))
 
@@ -530,8 +534,8 @@ class Head:
     ) -> HeadInfo:
         """Replaces weight and, if given, bias. The head gets a new epoch, and what the open step has accumulated is dropped.
 
-        An upload that was cut goes on where it stopped if it is called again with the same `upload_id` and the same arrays. Nothing is
-        visible before a tensor's last byte.
+        An upload that was cut goes on where it stopped if it is called again with the same `upload_id` and the same arrays. Nothing
+        is visible before a tensor's last byte.
 
         Args:
             weight: (vocab_size, hidden_size) in the head's dtype or float32, or None to leave it; uint16 are bits of bfloat16.
@@ -573,9 +577,7 @@ class Head:
             weight_tensor: empty: `lm_head.weight`, else the tied embedding, else a tensor named `weight`.
             bias_tensor: empty: `lm_head.bias`, else `bias`.
         """
-        return self._adopt(
-            self._backend.load(self._name, self._epoch, path, weight_tensor, bias_tensor, self._timeout(timeout_s))
-        )
+        return self._adopt(self._backend.load(self._name, self._epoch, path, weight_tensor, bias_tensor, self._timeout(timeout_s)))
 
     # ---- checkpoints and life ---------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ class Record:
     state: str  # "IN_PROGRESS", "STAGED", "COMMITTED" or "DISCARDED"
     form: str = "UNSPECIFIED"
     digest: bytes = b""
-    counts: StepTotals = StepTotals()
+    counts: StepTotals = field(default_factory=StepTotals)
     factor: float = 1.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -9,6 +10,7 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +114,10 @@ class LocalBackend:
         self._heads: dict[str, _LocalHead] = {}
         self._incarnation = os.urandom(16)
         self._start_time_s = time.time()
-        # Also tells those who wait for a step to open.
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
 
     def close(self) -> None:
-        with self._changed:
+        with self._lock:
             engine, self._engine = self._engine, None
             if engine is None:
                 return
@@ -124,7 +125,18 @@ class LocalBackend:
                 head.destroy()
             self._heads.clear()
             engine.destroy()
-            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def _turn(self, timeout_s: float) -> Iterator[None]:
+        """Holds the lock; waits for it at most `timeout_s`. What has begun is not interrupted."""
+        if not self._lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            raise make_error(
+                "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", f"another call of this client took longer than {timeout_s:g} s"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _running_engine(self) -> Engine:
         if self._engine is None:
@@ -140,7 +152,9 @@ class LocalBackend:
             metadata = {"head": name, "expected": head.epoch.hex(), "actual": epoch.hex()}
             if head.spec.trainable:
                 metadata["openStep"] = str(head.ledger.open.step)
-            raise make_error("ABORTED", "EPOCH_FENCED", f"{name} is at epoch {head.epoch.hex()}, the call has {epoch.hex()}", metadata)
+            raise make_error(
+                "ABORTED", "EPOCH_FENCED", f"{name} is at epoch {head.epoch.hex()}, the call has {epoch.hex()}", metadata
+            )
         if trainable and not head.spec.trainable:
             raise make_error("FAILED_PRECONDITION", "HEAD_NOT_TRAINABLE", f"{name} is frozen: it has no steps", {"head": name})
         if ready and head.lost:
@@ -177,7 +191,7 @@ class LocalBackend:
             valid_vocab_size=spec.valid_size,
             staging_slots=int(spec.trainable) if spec.staging_slots is None else spec.staging_slots,
         )
-        with self._changed:
+        with self._turn(timeout_s):
             engine = self._running_engine()
             if name in self._heads:
                 raise make_error("ALREADY_EXISTS", "HEAD_ALREADY_EXISTS", f"{name} exists", {"head": name})
@@ -185,16 +199,16 @@ class LocalBackend:
             return head.info()
 
     def get_head(self, name: str, timeout_s: float) -> HeadInfo:
-        with self._changed:
+        with self._turn(timeout_s):
             return self._find(name).info()
 
     def list_heads(self, timeout_s: float) -> list[HeadInfo]:
-        with self._changed:
+        with self._turn(timeout_s):
             self._running_engine()
             return [head.info() for _, head in sorted(self._heads.items())]
 
     def delete_head(self, name: str, epoch: bytes, force: bool, timeout_s: float) -> None:
-        with self._changed:
+        with self._turn(timeout_s):
             head = self._find(name, epoch=epoch)
             if head.ledger.open.records and not force:
                 raise make_error(
@@ -205,7 +219,6 @@ class LocalBackend:
                 )
             del self._heads[name]
             head.destroy()
-            self._changed.notify_all()
 
     # ---- weights ------------------------------------------------------------------------------------------------------
 
@@ -223,7 +236,7 @@ class LocalBackend:
     def upload(
         self, name: str, epoch: bytes, tensor: str, array: HostArray, upload_id: str, on_progress: Progress | None, timeout_s: float
     ) -> HeadInfo:
-        with self._changed:
+        with self._turn(timeout_s):
             head = self._find(name, epoch=epoch)
             if on_progress is not None:
                 on_progress(0, array.data.nbytes)
@@ -240,14 +253,11 @@ class LocalBackend:
             head.start_over(head.ledger.open.step)
         elif not head.missing:
             head.weight_version += 1
-        self._changed.notify_all()
 
     def load(self, name: str, epoch: bytes, path: str, weight_tensor: str, bias_tensor: str, timeout_s: float) -> HeadInfo:
-        with self._changed:
+        with self._turn(timeout_s):
             head = self._find(name, epoch=epoch)
-            arrays = _local_checkpoint.load_weights(
-                self._load_root, path, weight_tensor, bias_tensor, head.spec.has_bias
-            )
+            arrays = _local_checkpoint.load_weights(self._load_root, path, weight_tensor, bias_tensor, head.spec.has_bias)
             shapes = {"weight": (head.spec.vocab_size, head.spec.hidden_size), "bias": (head.spec.vocab_size,)}
             for tensor, array in arrays.items():
                 if array.shape != shapes[tensor]:
@@ -265,7 +275,7 @@ class LocalBackend:
             return head.info()
 
     def download(self, name: str, tensor: str, data_type: str | None, timeout_s: float) -> tuple[np.ndarray, str]:
-        with self._changed:
+        with self._turn(timeout_s):
             head = self._find(name, ready=True)
             shape = (head.spec.vocab_size, head.spec.hidden_size) if tensor == "weight" else (head.spec.vocab_size,)
             if data_type in (None, head.spec.data_type):
@@ -282,10 +292,8 @@ class LocalBackend:
     def compute(self, request: ComputeRequest, timeout_s: float) -> LossResult:
         began = time.monotonic()
         digest = b"" if request.micro_batch is None else _digest(request)
-        with self._changed:
-            if request.step is not None:
-                self._wait_for_step(StepKey(request.head, request.epoch, request.step), timeout_s)
-            # The epoch of a teacher, or of a head that only looks, is checked as well: its weights must be the ones that were meant.
+        with self._turn(timeout_s):
+            # The epoch of a teacher, or of a head that only looks, is checked as well: the weights must be those that were meant.
             head = self._find(request.head, epoch=request.epoch, ready=True)
             teacher = None
             if request.teacher is not None:
@@ -349,20 +357,8 @@ class LocalBackend:
             head.ledger.finish(request.micro_batch, staged=stages, committed=committed, result=result)
         return result
 
-    def _wait_for_step(self, key: StepKey, timeout_s: float) -> None:
-        """A call for the step after the open one waits for it."""
-
-        def is_ahead() -> bool:
-            return self._at_step(key).ledger.open.step + 1 == key.step
-
-        if not self._changed.wait_for(lambda: not is_ahead(), timeout_s):
-            raise make_error(
-                "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", f"step {key.step} did not open within {timeout_s:g} s", {"step": str(key.step)}
-            )
-        self._at_step(key).ledger.check_step(key.step)
-
     def commit(self, key: StepKey, micro_batch: int, factor: float, timeout_s: float) -> bool:
-        with self._changed:
+        with self._turn(timeout_s):
             head = self._at_step(key)
             if not head.ledger.check_commit(key.step, micro_batch, factor):
                 return True
@@ -372,7 +368,7 @@ class LocalBackend:
             return False
 
     def discard(self, key: StepKey, micro_batch: int, timeout_s: float) -> bool:
-        with self._changed:
+        with self._turn(timeout_s):
             head = self._at_step(key)
             dropped = head.ledger.discard(key.step, micro_batch)
             if dropped:
@@ -382,19 +378,19 @@ class LocalBackend:
     # ---- steps --------------------------------------------------------------------------------------------------------
 
     def step_state(self, name: str, epoch: bytes, timeout_s: float) -> StepStatus:
-        with self._changed:
+        with self._turn(timeout_s):
             ledger = self._find(name, epoch=epoch, trainable=True).ledger
             return StepStatus(ledger.open.describe(), None if ledger.last_closed is None else ledger.last_closed.describe())
 
     def seal(self, key: StepKey, expected: Expected, timeout_s: float) -> SealResult:
-        with self._changed:
+        with self._turn(timeout_s):
             head = self._at_step(key)
             sealed_now = head.ledger.seal(key.step, expected)
             norm_squared, non_finite_count = head.engine_head.gradient_stats()
             return SealResult(head.ledger.open.totals(), norm_squared, non_finite_count, not sealed_now)
 
     def apply(self, key: StepKey, expected: Expected | None, arguments: ApplyArguments, timeout_s: float) -> ApplyResult:
-        with self._changed:
+        with self._turn(timeout_s):
             head = self._at_step(key)
             settings = _settings(head, arguments)
             ledger = head.ledger
@@ -422,8 +418,8 @@ class LocalBackend:
                 raise make_error(
                     "FAILED_PRECONDITION",
                     "NON_FINITE_GRADIENT",
-                    f"the gradient of step {key.step} has {non_finite_count} non-finite elements and the global norm {global_norm}; "
-                    "nothing was changed, discard the gradient to go on",
+                    f"the gradient of step {key.step} has {non_finite_count} non-finite elements and the global norm "
+                    f"{global_norm}; nothing was changed, discard the gradient to go on",
                     {"step": str(key.step), "nonFiniteCount": str(non_finite_count)},
                 )
             clip_factor = 1.0
@@ -438,11 +434,10 @@ class LocalBackend:
             head.weight_version += 1
             result = ApplyResult(ledger.open.step, head.weight_version, global_norm, norm_squared, clip_factor, totals, False)
             head.last_apply = (arguments, expectation, result)
-            self._changed.notify_all()
             return result
 
     def discard_gradient(self, key: StepKey, timeout_s: float) -> DiscardGradientResult:
-        with self._changed:
+        with self._turn(timeout_s):
             head = self._at_step(key)
             ledger = head.ledger
             if ledger.last_closed is not None and ledger.last_closed.step == key.step:
@@ -454,11 +449,10 @@ class LocalBackend:
             head.engine_head.zero_gradient()
             ledger.close("DISCARDED")
             head.last_apply = None
-            self._changed.notify_all()
             return DiscardGradientResult(ledger.open.step, False)
 
     def gradient(self, key: StepKey, tensor: str, factor: float, timeout_s: float) -> np.ndarray:
-        with self._changed:
+        with self._turn(timeout_s):
             head = self._at_step(key)
             head.ledger.check_step(key.step)
             data, _ = head.engine_head.read(f"grad_{tensor}")
@@ -467,7 +461,7 @@ class LocalBackend:
         return data.reshape((head.spec.vocab_size, head.spec.hidden_size) if tensor == "weight" else (head.spec.vocab_size,))
 
     def gradient_norm_squared(self, key: StepKey, factor: float, timeout_s: float) -> float:
-        with self._changed:
+        with self._turn(timeout_s):
             head = self._at_step(key)
             head.ledger.check_step(key.step)
             return head.engine_head.gradient_stats()[0] * factor**2
@@ -475,20 +469,19 @@ class LocalBackend:
     # ---- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, name: str, epoch: bytes, checkpoint: str, overwrite: bool, timeout_s: float) -> SaveResult:
-        with self._changed:
+        with self._turn(timeout_s):
             head = self._find(name, epoch=epoch, ready=True)
             state = _local_checkpoint.State(head.spec, head.ledger.open.step, head.update_count)
             total_bytes = _local_checkpoint.save(self._checkpoint_dir, name, checkpoint, overwrite, state, head.engine_head)
             return SaveResult(checkpoint, state.step, total_bytes)
 
     def restore(self, name: str, epoch: bytes, checkpoint: str, timeout_s: float) -> HeadInfo:
-        with self._changed:
+        with self._turn(timeout_s):
             head = self._find(name, epoch=epoch)
             state = _local_checkpoint.restore(self._checkpoint_dir, name, checkpoint, head.spec, head.engine_head)
             head.missing.clear()
             head.update_count = state.update_count
             head.start_over(state.step)
-            self._changed.notify_all()
             return head.info()
 
 

@@ -1,7 +1,7 @@
 """Checkpoints and weights files of heads in this process.
 
-    ROOT/{tenant}/{head}/{checkpoint}/manifest.json        written last; the folder is renamed in when it is complete
-    ROOT/{tenant}/{head}/{checkpoint}/head.safetensors
+ROOT/{tenant}/{head}/{checkpoint}/manifest.json        written last; the folder is renamed in when it is complete
+ROOT/{tenant}/{head}/{checkpoint}/head.safetensors
 """
 
 from __future__ import annotations
@@ -105,16 +105,22 @@ def restore(root: Path | None, name: str, checkpoint: str, spec: HeadSpec, head:
         state = State(spec, int(manifest["step"]), int(manifest["update_count"]))
         saved_spec, checksum = manifest["spec"], manifest["sha256"]
     except FileNotFoundError:
-        raise make_error("NOT_FOUND", "CHECKPOINT_NOT_FOUND", f"there is no checkpoint {checkpoint}", {"checkpoint": checkpoint}) from None
+        raise make_error(
+            "NOT_FOUND", "CHECKPOINT_NOT_FOUND", f"there is no checkpoint {checkpoint}", {"checkpoint": checkpoint}
+        ) from None
     except (ValueError, KeyError, TypeError):
-        raise make_error("DATA_LOSS", "FILE_CORRUPT", f"the manifest of {checkpoint} is damaged", {"checkpoint": checkpoint}) from None
+        raise make_error(
+            "DATA_LOSS", "FILE_CORRUPT", f"the manifest of {checkpoint} is damaged", {"checkpoint": checkpoint}
+        ) from None
     if saved_spec != _spec_entry(spec):
         raise make_error(
             "FAILED_PRECONDITION", "CHECKPOINT_SPEC_MISMATCH", f"{checkpoint} was made for another head", {"checkpoint": checkpoint}
         )
     file = folder / "head.safetensors"
     if not file.is_file() or _file_digest(file) != checksum:
-        raise make_error("DATA_LOSS", "CHECKSUM_MISMATCH", f"{checkpoint} has changed since it was written", {"checkpoint": checkpoint})
+        raise make_error(
+            "DATA_LOSS", "CHECKSUM_MISMATCH", f"{checkpoint} has changed since it was written", {"checkpoint": checkpoint}
+        )
     tensors = {tensor: _safetensors.read(file, tensor) for tensor in _tensor_names(head)}
     for tensor, array in tensors.items():
         head.write(tensor, array.data)
@@ -124,9 +130,13 @@ def restore(root: Path | None, name: str, checkpoint: str, spec: HeadSpec, head:
 def load_weights(root: Path | None, path: str, weight_tensor: str, bias_tensor: str, has_bias: bool) -> dict[str, HostArray]:
     """Reads weight and bias from a safetensors file or a Hugging Face folder under `root`."""
     if root is None:
-        raise make_error("FAILED_PRECONDITION", "STORAGE_NOT_CONFIGURED", "pass load_root= to headwater.local.connect to load weights")
+        raise make_error(
+            "FAILED_PRECONDITION", "STORAGE_NOT_CONFIGURED", "pass load_root= to headwater.local.connect to load weights"
+        )
     if not path or os.path.isabs(path) or ".." in Path(path).parts:
-        raise make_error("INVALID_ARGUMENT", "INVALID_FIELD", f"path must be relative, without '..'; got {path!r}", {"field": "path"})
+        raise make_error(
+            "INVALID_ARGUMENT", "INVALID_FIELD", f"path must be relative, without '..'; got {path!r}", {"field": "path"}
+        )
     place = root / path
     arrays = {"weight": _find_tensor(place, path, (weight_tensor,) if weight_tensor else _WEIGHT_NAMES)}
     if has_bias:

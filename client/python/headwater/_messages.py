@@ -201,7 +201,9 @@ def compute_header(request: ComputeRequest) -> Any:
         commit_mode=loss_service_pb2.COMMIT_MODE_EXPLICIT if request.explicit else loss_service_pb2.COMMIT_MODE_UNSPECIFIED,
         on_mismatch=loss_service_pb2.ON_MISMATCH_FIRST_WINS if request.first_wins else loss_service_pb2.ON_MISMATCH_UNSPECIFIED,
         non_finite_policy=(
-            loss_service_pb2.NON_FINITE_POLICY_REFUSE if request.refuse_non_finite else loss_service_pb2.NON_FINITE_POLICY_UNSPECIFIED
+            loss_service_pb2.NON_FINITE_POLICY_REFUSE
+            if request.refuse_non_finite
+            else loss_service_pb2.NON_FINITE_POLICY_UNSPECIFIED
         ),
         outputs=[_OUTPUTS[name] for name in request.outputs],
         return_grad_hidden=request.return_grad_hidden if request.backward else None,
@@ -248,9 +250,7 @@ def summary_result(summary: Any, grad_hidden: np.ndarray | None) -> LossResult:
         payload_differs=summary.payload_differs,
         digest=summary.digest,
         step=summary.step if summary.HasField("step") else None,
-        timing=Timing(
-            seconds_of(timing.queue), seconds_of(timing.upload), seconds_of(timing.engine), seconds_of(timing.download)
-        ),
+        timing=Timing(seconds_of(timing.queue), seconds_of(timing.upload), seconds_of(timing.engine), seconds_of(timing.download)),
         transport=summary.transport,
     )
 

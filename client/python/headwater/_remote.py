@@ -165,9 +165,7 @@ class RemoteBackend:
                 return heads
 
     def delete_head(self, name: str, epoch: bytes, force: bool, timeout_s: float) -> None:
-        self._unary(
-            self._heads.DeleteHead, head_service_pb2.DeleteHeadRequest(name=name, epoch=epoch, force=force), timeout_s
-        )
+        self._unary(self._heads.DeleteHead, head_service_pb2.DeleteHeadRequest(name=name, epoch=epoch, force=force), timeout_s)
 
     # ---- weights ------------------------------------------------------------------------------------------------------
 
@@ -291,7 +289,9 @@ class RemoteBackend:
                 chunk = response.chunk
                 end = chunk.row_start + chunk.row_count
                 if grad_hidden is None or chunk.row_start < 0 or end > row_count:
-                    raise make_error("INTERNAL", "", f"the server sent rows [{chunk.row_start}, {end}) of grad_hidden, of {row_count}")
+                    raise make_error(
+                        "INTERNAL", "", f"the server sent rows [{chunk.row_start}, {end}) of grad_hidden, of {row_count}"
+                    )
                 grad_hidden[chunk.row_start : end] = np.frombuffer(chunk.data, grad_hidden.dtype).reshape(-1, grad_hidden.shape[1])
                 received += chunk.row_count
         if summary is None:

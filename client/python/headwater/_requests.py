@@ -138,7 +138,9 @@ def check_cross_entropy(spec: HeadSpec, label_smoothing: Any, z_loss: Any, class
 def check_choice(value: Any, name: str, choices: tuple[str, ...]) -> str:
     """One of a few words."""
     if value not in choices:
-        raise invalid_argument("INVALID_FIELD", f"{name} must be one of {', '.join(choices)}; got {value!r}", field=name, actual=value)
+        raise invalid_argument(
+            "INVALID_FIELD", f"{name} must be one of {', '.join(choices)}; got {value!r}", field=name, actual=value
+        )
     return str(value)
 
 
@@ -150,7 +152,7 @@ def check_checkpoint_name(name: Any) -> str:
     if not isinstance(name, str) or not _CHECKPOINT_NAME.fullmatch(name):
         raise invalid_argument(
             "INVALID_NAME",
-            f"a checkpoint's name is letters, digits, '.', '_' and '-' (at most 128, none of the last three at its ends); got {name!r}",
+            f"a checkpoint's name is at most 128 letters, digits, '.', '_' and '-', the ends letters or digits; got {name!r}",
             field="checkpoint",
             actual=name,
         )
@@ -207,7 +209,9 @@ def compact(request: ComputeRequest) -> Compaction:
 def finish(compaction: Compaction, request: ComputeRequest, result: LossResult) -> LossResult:
     """Brings a backend's answer (host memory, rows that were sent) into the caller's form."""
     changes: dict[str, Any] = {
-        name: compaction.expand(getattr(result, name), fill) for name, fill in TOKEN_OUTPUTS.items() if getattr(result, name) is not None
+        name: compaction.expand(getattr(result, name), fill)
+        for name, fill in TOKEN_OUTPUTS.items()
+        if getattr(result, name) is not None
     }
     if result.grad_hidden is not None:
         full = compaction.expand(result.grad_hidden, 0)

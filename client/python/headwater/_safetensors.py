@@ -26,7 +26,11 @@ def write(path: Path, tensors: dict[str, HostArray]) -> None:
     header: dict[str, object] = {}
     offset = 0
     for name, array in tensors.items():
-        header[name] = {"dtype": _NAMES[array.data_type], "shape": list(array.shape), "data_offsets": [offset, offset + array.data.nbytes]}
+        header[name] = {
+            "dtype": _NAMES[array.data_type],
+            "shape": list(array.shape),
+            "data_offsets": [offset, offset + array.data.nbytes],
+        }
         offset += array.data.nbytes
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -82,7 +86,9 @@ def read(path: Path, name: str) -> HostArray:
         except (KeyError, TypeError, ValueError):
             raise _corrupt(path, f"the entry of {name!r} is incomplete") from None
         if dtype not in _DATA_TYPES:
-            raise make_error("INVALID_ARGUMENT", "DATA_TYPE_MISMATCH", f"{name} is {dtype}, expected F32, BF16 or F16", {"actual": str(dtype)})
+            raise make_error(
+                "INVALID_ARGUMENT", "DATA_TYPE_MISMATCH", f"{name} is {dtype}, expected F32, BF16 or F16", {"actual": str(dtype)}
+            )
         numpy_dtype = _arrays.host_dtype(_DATA_TYPES[dtype])
         count = 1
         for size in shape:

@@ -31,7 +31,9 @@ def check_number(
     if not math.isfinite(number) or not inside or (nonzero and number == 0):
         left, right = "(" if low_open or low == -math.inf else "[", ")" if high_open or high == math.inf else "]"
         expected = f"in {left}{low:g}, {high:g}{right}" + (", not 0" if nonzero else "")
-        raise invalid_argument("INVALID_FIELD", f"{name} must be {expected}, got {number!r}", field=name, expected=expected, actual=number)
+        raise invalid_argument(
+            "INVALID_FIELD", f"{name} must be {expected}, got {number!r}", field=name, expected=expected, actual=number
+        )
     return number
 
 
@@ -46,7 +48,9 @@ def check_integer(value: Any, name: str, *, low: int = 0, high: int = 2**63 - 1)
     number = value.__index__()
     if not low <= number <= high:
         expected = f"in [{low}, {high}]"
-        raise invalid_argument("INVALID_FIELD", f"{name} must be {expected}, got {number}", field=name, expected=expected, actual=number)
+        raise invalid_argument(
+            "INVALID_FIELD", f"{name} must be {expected}, got {number}", field=name, expected=expected, actual=number
+        )
     return number
 
 

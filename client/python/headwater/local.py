@@ -1,7 +1,7 @@
 """The same API in this process: no server, the same engine. For parity checks, debugging, and going on without the service.
 
-    client = headwater.local.connect(shards=2)
-    head = client.create_head("student", weight, optimizer=headwater.AdamW())     # and so on, as with headwater.connect
+client = headwater.local.connect(shards=2)
+head = client.create_head("student", weight, optimizer=headwater.AdamW())     # and so on, as with headwater.connect
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def connect(
         shard_weights: relative sizes of the shards; None: even.
         checkpoint_dir: where `Head.save` writes; None: checkpoints are refused.
         load_root: where `Head.load` reads; None: loading is refused.
-        timeout_s: how long calls wait for the step before theirs to close, in seconds. Computing is not interrupted.
+        timeout_s: how long a call waits for others of this client to end, in seconds. Computing itself is not interrupted.
     Returns:
         A Client. Closing it frees its heads.
     Raises:
@@ -58,6 +58,8 @@ def connect(
         check_integer(value, name)
     check_integer(shards, "shards", low=1, high=2**31 - 1)
     if shard_weights is not None and len(shard_weights) != shards:
-        raise invalid_argument("SHAPE_MISMATCH", f"shard_weights has {len(shard_weights)} entries, expected {shards}", field="shard_weights")
+        raise invalid_argument(
+            "SHAPE_MISMATCH", f"shard_weights has {len(shard_weights)} entries, expected {shards}", field="shard_weights"
+        )
     engine = Engine(shards=shards, shard_weights=shard_weights, **numbers)
     return Client(LocalBackend(engine, checkpoint_dir=checkpoint_dir, load_root=load_root), timeout_s=timeout_s)

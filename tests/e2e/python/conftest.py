@@ -32,7 +32,9 @@ def server_binary() -> str:
     if not path and "HEADWATER_BUILD_DIR" in os.environ:
         path = os.path.join(os.environ["HEADWATER_BUILD_DIR"], "bin", "headwaterd")
     if not path or not os.access(path, os.X_OK):
-        pytest.fail(f"set HEADWATERD to headwaterd, or HEADWATER_BUILD_DIR to a build with bin/headwaterd (have {path!r})", pytrace=False)
+        pytest.fail(
+            f"set HEADWATERD to headwaterd, or HEADWATER_BUILD_DIR to a build with bin/headwaterd (have {path!r})", pytrace=False
+        )
     return path
 
 

@@ -98,11 +98,7 @@ def _cross_entropy(z, targets, dtype, label_smoothing, z_loss, class_weights):
     others = probability.copy()
     others[rows, targets] = 0
     rest = others.sum(-1)
-    gradient[rows, targets] = (
-        -hard * rest
-        + probability[rows, targets] * (smooth.sum() + 2 * dtype(z_loss) * lse)
-        - smooth[targets]
-    )
+    gradient[rows, targets] = -hard * rest + probability[rows, targets] * (smooth.sum() + 2 * dtype(z_loss) * lse) - smooth[targets]
     top = z[rows, targets]
     shifted = z - top[:, None]
     shifted[rows, targets] = -np.inf
@@ -167,7 +163,9 @@ def compute(
     else:
         teacher_z, _ = teacher.logits(teacher_hidden[valid], dtype)
         columns = min(z.shape[1], teacher_z.shape[1]) if truncate_to_common else z.shape[1]
-        divergence, part = _jsd(z[:, :columns] / dtype(student_temperature), teacher_z[:, :columns] / dtype(teacher_temperature), beta)
+        divergence, part = _jsd(
+            z[:, :columns] / dtype(student_temperature), teacher_z[:, :columns] / dtype(teacher_temperature), beta
+        )
         share = dtype(1 - hard_loss_weight)
         soft = share * divergence
         gradient[:, :columns] = share * part / dtype(student_temperature)

@@ -15,7 +15,9 @@ def rows(rng):
 
 @pytest.fixture
 def head(backends, make_head, rng):
-    return make_head(backends("local-1").client, rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32), valid_vocab_size=30)
+    return make_head(
+        backends("local-1").client, rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32), valid_vocab_size=30
+    )
 
 
 @pytest.fixture

@@ -133,6 +133,26 @@ def test_a_call_that_takes_too_long_ends_in_time(slow, rows):
     in_it_once_or_not_at_all(head, rows, 3)
 
 
+def test_calls_in_process_wait_for_their_turn_only_so_long(backends, make_head, rows):
+    client = backends("local-1").client
+    head = make_head(client, np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
+    taken, release = threading.Event(), threading.Event()
+
+    def hold():
+        with client._backend._turn(10):
+            taken.set()
+            release.wait(30)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    taken.wait(30)
+    with refused("DEADLINE_EXCEEDED", headwater.DeadlineExceededError):
+        head.cross_entropy(*rows, micro_batch=0, timeout_s=0.1)
+    release.set()
+    holder.join()
+    assert not head.cross_entropy(*rows, micro_batch=0).replayed
+
+
 def test_cancel_ends_a_call(slow, rows):
     server, head = slow
     with server.frozen():

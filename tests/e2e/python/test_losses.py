@@ -24,7 +24,9 @@ NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 37, 61, 509
 class Case:
     """A head, rows, and the same in a form that the API takes."""
 
-    def __init__(self, rng, *, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE, num_tokens=NUM_TOKENS, data_type="float32", spread=1.0):
+    def __init__(
+        self, rng, *, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE, num_tokens=NUM_TOKENS, data_type="float32", spread=1.0
+    ):
         self.data_type = data_type
 
         def values(*shape, scale=1.0):
@@ -191,7 +193,13 @@ def test_16_bit_is_as_good_as_the_plain_computation(backend, make_head, rng, dat
         teacher, teacher_oracle = make(teacher_case, rng, make_head, backend.client, trainable=False)
         options = {"teacher": teacher_oracle, "teacher_hidden": teacher_case.hidden, "beta": 0.3}
         out = head.jsd(
-            case.stored("hidden"), teacher, teacher_case.stored("hidden"), targets=case.targets, beta=0.3, micro_batch=0, outputs=OUTPUTS
+            case.stored("hidden"),
+            teacher,
+            teacher_case.stored("hidden"),
+            targets=case.targets,
+            beta=0.3,
+            micro_batch=0,
+            outputs=OUTPUTS,
         )
     expected = compute(oracle, case.hidden, case.targets, **options)
     plain = compute(oracle, case.hidden, case.targets, **options, dtype=np.float32, grad_logits_type=data_type)

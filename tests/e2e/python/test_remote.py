@@ -10,9 +10,6 @@ import pytest
 from conftest import running_server
 from expectations import refused
 from google.protobuf import any_pb2, duration_pb2
-
-import headwater
-from headwater._errors import from_rpc_error
 from headwater.v1 import (
     error_pb2,
     head_service_pb2,
@@ -22,6 +19,9 @@ from headwater.v1 import (
     loss_service_pb2_grpc,
     tensor_pb2,
 )
+
+import headwater
+from headwater._errors import from_rpc_error
 
 
 def test_no_server_is_said_at_once(tmp_path):
@@ -77,7 +77,10 @@ def test_errors_carry_reason_and_metadata(remote, make_head):
 
 def test_retry_after_is_decoded():
     details = [
-        ("google.rpc.ErrorInfo", error_pb2.ErrorInfo(reason="QUEUE_FULL", domain="headwater", metadata={"limit": "max_queue_depth"})),
+        (
+            "google.rpc.ErrorInfo",
+            error_pb2.ErrorInfo(reason="QUEUE_FULL", domain="headwater", metadata={"limit": "max_queue_depth"}),
+        ),
         ("google.rpc.RetryInfo", error_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=1, nanos=500000000))),
     ]
     status = error_pb2.RpcStatus(code=8, message="full")
@@ -116,7 +119,9 @@ def test_a_client_that_goes_away_in_its_upload_leaves_nothing(remote, make_head,
 
     targets = tensor_pb2.Tensor(data_type=tensor_pb2.DATA_TYPE_INT32, shape=[100], data=np.ones(100, np.int32).tobytes())
     term = loss_pb2.LossTerm(
-        head=loss_pb2.HeadStep(head=head.name, head_epoch=head.epoch, step=0), targets=targets, cross_entropy=loss_pb2.CrossEntropyLoss()
+        head=loss_pb2.HeadStep(head=head.name, head_epoch=head.epoch, step=0),
+        targets=targets,
+        cross_entropy=loss_pb2.CrossEntropyLoss(),
     )
     header = loss_service_pb2.MicroBatchHeader(
         micro_batch=1,

@@ -146,7 +146,9 @@ def test_a_loss_scaled_after_the_fact(one_shard, make_head, problem):
     head, trunk = problem.head(one_shard.client, make_head, staging_slots=2), problem.parameter()
 
     def objective(hidden, logits):
-        return 0.3 * F.cross_entropy(logits, problem.targets) + 2 * (F.cross_entropy(logits, problem.targets, label_smoothing=0.5) ** 2)
+        return 0.3 * F.cross_entropy(logits, problem.targets) + 2 * (
+            F.cross_entropy(logits, problem.targets, label_smoothing=0.5) ** 2
+        )
 
     expected, _ = problem.reference(objective)
     hidden = problem.inputs @ trunk.T
@@ -277,7 +279,10 @@ def test_16_bit_hidden_states(one_shard, make_head, problem, dtype):
     (1024 * loss).backward()
     assert hidden.grad.dtype == dtype and abs(1024 * loss.item() / value - 1) <= 1e-6
     by_hidden = torch.autograd.grad(
-        F.cross_entropy((reference := hidden.detach().double().requires_grad_()) @ problem.weight.double().T + problem.bias.double(), problem.targets),
+        F.cross_entropy(
+            (reference := hidden.detach().double().requires_grad_()) @ problem.weight.double().T + problem.bias.double(),
+            problem.targets,
+        ),
         reference,
     )[0]
     assert relative(hidden.grad.float(), 1024 * by_hidden) <= 2 * torch.finfo(dtype).eps

@@ -67,16 +67,12 @@ ROWS = {
     "FSDP, tokens of all ranks": Row(sharded_average, all_tokens, 1, WORLD_SIZE, 1),
     "FSDP, mean of each micro-batch": Row(sharded_average, local_mean, 1 / MICRO_BATCHES, 1, 1 / WORLD_SIZE, "micro_batch"),
     "DeepSpeed, mean of each micro-batch": Row(predivided, local_mean, 1 / MICRO_BATCHES, 1, 1 / WORLD_SIZE, "micro_batch"),
-    "DeepSpeed, tokens of all ranks": Row(
-        predivided, lambda tokens: NUM_TOKENS / MICRO_BATCHES, 1 / MICRO_BATCHES, WORLD_SIZE, 1
-    ),
+    "DeepSpeed, tokens of all ranks": Row(predivided, lambda tokens: NUM_TOKENS / MICRO_BATCHES, 1 / MICRO_BATCHES, WORLD_SIZE, 1),
     "DeepSpeed, fp16 loss scale": Row(
         predivided, local_mean, LOSS_SCALE / MICRO_BATCHES, 1, 1 / (WORLD_SIZE * LOSS_SCALE), "micro_batch"
     ),
     "Trainer, num_items_in_batch over all ranks": Row(average, all_tokens, WORLD_SIZE, 1, 1 / WORLD_SIZE),
-    "Trainer, num_items_in_batch of each rank": Row(
-        average, lambda tokens: "rank", 1, 1, 1 / WORLD_SIZE, "rank"
-    ),
+    "Trainer, num_items_in_batch of each rank": Row(average, lambda tokens: "rank", 1, 1, 1 / WORLD_SIZE, "rank"),
     "GradScaler over DDP, tokens of all ranks": Row(average, all_tokens, LOSS_SCALE, WORLD_SIZE, 1 / LOSS_SCALE),
 }
 

@@ -190,7 +190,10 @@ def test_load_reads_files_and_model_folders(one_shard, make_head, weight):
     bits = headwater.BFloat16.from_float32(weight * 2).bits
     write_safetensors(folder / "model-00001-of-00002.safetensors", {"model.norm.weight": ("F32", weight[0].copy())})
     write_safetensors(folder / "model-00002-of-00002.safetensors", {"model.embed_tokens.weight": ("BF16", bits)})
-    index = {"model.norm.weight": "model-00001-of-00002.safetensors", "model.embed_tokens.weight": "model-00002-of-00002.safetensors"}
+    index = {
+        "model.norm.weight": "model-00001-of-00002.safetensors",
+        "model.embed_tokens.weight": "model-00002-of-00002.safetensors",
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
     head = make_head(one_shard.client, (VOCAB_SIZE, HIDDEN_SIZE), bias=True, dtype="float32")

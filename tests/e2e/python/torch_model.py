@@ -49,5 +49,7 @@ def relative(actual, expected):
 def check_gradients(trunk_grad, head, expected, *, factor=1.0, tolerance=1e-5):
     """Trunk on this side, weight and bias on the server's."""
     weight, bias = head.gradient(bias=True, gradient_factor=factor)
-    for name, actual, reference in zip(("trunk", "weight", "bias"), (trunk_grad.detach().numpy(), weight, bias), expected, strict=True):
+    for name, actual, reference in zip(
+        ("trunk", "weight", "bias"), (trunk_grad.detach().numpy(), weight, bias), expected, strict=True
+    ):
         assert relative(actual, reference) <= tolerance, f"{name}: {relative(actual, reference):.3g}"

@@ -113,7 +113,7 @@ class Outcome:
         """Commits, and returns the gradient of the hidden states."""
         if self._recomputed:
             raise FailedPreconditionError(
-                "backward reached a headwater loss that activation checkpointing had recomputed; the original one takes the gradient",
+                "backward reached a headwater loss that activation checkpointing had recomputed; the original takes the gradient",
                 reason="INVALID_COMBINATION",
             )
         factor = upstream * self._factor
@@ -139,8 +139,9 @@ class Outcome:
         if not abs(upstream - declared) <= _SCALE_TOLERANCE * abs(declared):
             raise invalid_argument(
                 "INVALID_COMBINATION",
-                f"loss_scale={declared:g} was declared as the upstream gradient, but {upstream:g} came; the head's gradient of this step "
-                "was made for the declared one: discard it (Head.discard_gradient), and leave loss_scale= out if the scale varies",
+                f"loss_scale={declared:g} was declared as the upstream gradient, but {upstream:g} came; the head's gradient of "
+                "this step was made for the declared one: discard it (Head.discard_gradient), and leave loss_scale= out if the "
+                "scale varies",
                 field="loss_scale",
                 expected=declared,
                 actual=upstream,

@@ -160,21 +160,21 @@ def _check_hidden(hidden: Any, name: str) -> None:
 class CrossEntropyLoss(_Loss):
     """Cross entropy of a remote head: `torch.nn.CrossEntropyLoss` applied to `hidden @ head.weight.T`, without the logits.
 
-    With gradients on, and a trainable head, forward takes a staging slot until backward (or the end of the graph). Backward may be run
-    once. Any upstream gradient is right: a scaled loss, a sum of losses, a GradScaler, a division by accumulation steps.
+    With gradients on, and a trainable head, forward takes a staging slot until backward (or the end of the graph). Backward may be
+    run once. Any upstream gradient is right: a scaled loss, a sum of losses, a GradScaler, a division by accumulation steps.
 
     Args:
         head: a `headwater.Head`. `head.step` is the step that contributions go to.
         weight: (vocab_size,) class weights, >= 0, as torch.nn.CrossEntropyLoss has them.
-        reduction: "mean" divides by the sum of token weights x class weights of the targets of the valid tokens (their number, without
-            weights); 0 valid tokens give 0. "sum". "none" is refused for now.
+        reduction: "mean" divides by the sum of token weights x class weights of the targets of the valid tokens (their number,
+            without weights); 0 valid tokens give 0. "sum". "none" is refused for now.
         ignore_index: target value of tokens that take no part.
         label_smoothing: in [0, 1).
         z_loss: >= 0, coefficient of lse^2.
-        loss_scale: declares the upstream gradient up front: the contribution is added at forward (no staging slot, no second call), and
-            backward with any other upstream gradient is an error. None: any upstream gradient.
-        grad_hidden_scale: multiplies grad_hidden alone; world_size where the framework averages gradients of the trunk and the loss is
-            divided by the tokens of all ranks. docs/concepts.md has the table.
+        loss_scale: declares the upstream gradient up front: the contribution is added at forward (no staging slot, no second call),
+            and backward with any other upstream gradient is an error. None: any upstream gradient.
+        grad_hidden_scale: multiplies grad_hidden alone; world_size where the framework averages gradients of the trunk and the loss
+            is divided by the tokens of all ranks. docs/concepts.md has the table.
         num_items_in_batch: divisor of "mean" instead of this micro-batch's own; also an argument of each call.
         micro_batch_source: where ids come from. None: one source for each head, with torch.distributed's rank and world size.
         timeout_s: bound of each call, in seconds. None: the client's.
@@ -252,7 +252,7 @@ class JSDLoss(_Loss):
         head: the student's head.
         teacher: the teacher's head, of the same client.
         beta: in [0, 1]; 0 is KL(teacher || student), 1 is KL(student || teacher).
-        temperature: > 0, of the student, and of the teacher unless `teacher_temperature` is given. No factor of temperature squared.
+        temperature: > 0, of the student, and of the teacher unless `teacher_temperature` is given. No factor of its square.
         hard_loss_weight: in [0, 1], share of the cross entropy with `targets`.
         label_smoothing, z_loss, weight: options of that cross entropy.
         truncate_to_common: allow vocabularies of different sizes.
@@ -324,9 +324,13 @@ class JSDLoss(_Loss):
         _check_hidden(teacher_hidden, "teacher_hidden")
         if teacher_hidden.requires_grad and torch.is_grad_enabled():
             raise invalid_argument(
-                "INVALID_COMBINATION", "teacher_hidden requires a gradient, but the teacher gets none: detach it", field="teacher_hidden"
+                "INVALID_COMBINATION",
+                "teacher_hidden requires a gradient, but the teacher gets none: detach it",
+                field="teacher_hidden",
             )
-        _arrays.check_shape(tuple(teacher_hidden.shape[:-1]), tuple(hidden.shape[:-1]), "teacher_hidden (without its last dimension)")
+        _arrays.check_shape(
+            tuple(teacher_hidden.shape[:-1]), tuple(hidden.shape[:-1]), "teacher_hidden (without its last dimension)"
+        )
         flat_targets = _flat(targets, hidden, "targets")
         flat_weights = _flat(token_weights, hidden, "token_weights")
         teacher_rows = teacher_hidden.reshape(-1, teacher_hidden.shape[-1])
@@ -351,9 +355,7 @@ class JSDLoss(_Loss):
         return self._loss(hidden, run, divisor, num_items_in_batch)
 
 
-def cross_entropy(
-    head: Head, hidden: torch.Tensor, targets: Any, *, token_weights: Any = None, **options: Any
-) -> torch.Tensor:
+def cross_entropy(head: Head, hidden: torch.Tensor, targets: Any, *, token_weights: Any = None, **options: Any) -> torch.Tensor:
     """Functional form of `CrossEntropyLoss`: `options` are its arguments."""
     return CrossEntropyLoss(head, **options)(hidden, targets, token_weights=token_weights)
 

@@ -1,0 +1,18 @@
+"""The examples run, and do what they say."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "client" / "examples" / "python"
+
+
+def test_distill_lowers_the_divergence(one_shard):
+    arguments = [one_shard.address] if one_shard.remote else []
+    done = subprocess.run([sys.executable, EXAMPLES / "distill.py", *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    first, last = map(float, re.findall(r"divergence ([0-9.]+) nats", done.stdout))
+    assert last < 0.9 * first
+    if one_shard.remote:
+        assert not [info for info in one_shard.client.heads() if "example" in info.name]
