@@ -1,0 +1,126 @@
+// A row's loss out of its statistics, against the textbook formulas in long double.
+#include "kernels/cpu/row_loss.h"
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "gtest/gtest.h"
+
+namespace headwater::cpu {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// Statistics of columns [start, end) of a row.
+RowStats StatsOf(const std::vector<double>& z, int64_t target, size_t start, size_t end) {
+  RowStats stats;
+  for (size_t v = start; v < end; ++v) {
+    if (z[v] > stats.best) {
+      stats.best = z[v];
+      stats.best_column = static_cast<double>(v);
+    }
+    if (static_cast<int64_t>(v) == target) {
+      stats.target_logit = z[v];
+    } else {
+      MergeStats(PieceStats{z[v], z[v] == -kInfinity ? 0.0 : 1.0, 0, z[v]}, &stats.others);
+    }
+  }
+  return stats;
+}
+
+void ExpectClose(double actual, long double expected, double relative) {
+  EXPECT_LE(std::abs(static_cast<long double>(actual) - expected), relative * std::abs(expected));
+}
+
+TEST(RowLoss, MatchesTheTextbook) {
+  const std::vector<double> z = {0.3, -2, 7, 1.5, 6.5};
+  CrossEntropyTerm term = MakeCrossEntropyTerm(CrossEntropySpec(), 5);
+  term.z_loss = 0.01;
+  term.label_smoothing = 0.2;
+  long double sum = 0;
+  for (const double value : z) sum += std::exp(static_cast<long double>(value));
+  const long double lse = std::log(sum);
+  for (int64_t target = 0; target < 5; ++target) {
+    // The statistics of pieces, merged, are those of the row.
+    RowStats stats = StatsOf(z, target, 0, 2);
+    MergeStats(StatsOf(z, target, 2, 3), &stats);
+    MergeStats(StatsOf(z, target, 3, 5), &stats);
+    EXPECT_EQ(stats.best_column, 2);
+    const RowLoss row = FinishRow(stats, target, term);
+    long double hard = 0.8L * (lse - z[static_cast<size_t>(target)]);
+    long double entropy = 0;
+    for (const double value : z) {
+      hard += 0.04L * (lse - value);
+      entropy += std::exp(value - lse) * (lse - value);
+    }
+    ExpectClose(row.hard, hard, 1e-14);
+    ExpectClose(row.lse, lse, 1e-15);
+    ExpectClose(row.z_loss, 0.01L * lse * lse, 1e-14);
+    ExpectClose(row.target_log_probability, z[static_cast<size_t>(target)] - lse, 1e-13);
+    ExpectClose(row.entropy, entropy, 1e-13);
+    const long double p_y = std::exp(z[static_cast<size_t>(target)] - lse);
+    ExpectClose(row.target_gradient, (1 + 0.02L * lse) * p_y - 0.8L - 0.04L, 1e-13);
+    ExpectClose(row.probability_factor * std::exp(-row.max), (1 + 0.02L * lse) / sum, 1e-13);
+  }
+}
+
+TEST(RowLoss, ConfidentRowsKeepTheirDigits) {
+  const CrossEntropyTerm term = MakeCrossEntropyTerm(CrossEntropySpec(), 3);
+  for (const double margin : {1.0, 20.0, 40.0, 300.0, 700.0}) {
+    const RowLoss row = FinishRow(StatsOf({0, margin, 0.5}, 1, 0, 3), 1, term);
+    const long double rest = std::exp(-static_cast<long double>(margin)) * (1 + std::exp(0.5L));
+    ExpectClose(row.hard, std::log1p(rest), 1e-14);
+    ExpectClose(row.target_gradient, -rest / (1 + rest), 1e-14);
+  }
+}
+
+TEST(RowLoss, RowsOfOneColumnLoseNothing) {
+  const RowLoss row = FinishRow(StatsOf({4}, 0, 0, 1), 0, MakeCrossEntropyTerm(CrossEntropySpec(), 1));
+  EXPECT_EQ(row.hard, 0);
+  EXPECT_EQ(row.lse, 4);
+  EXPECT_EQ(row.entropy, 0);
+  EXPECT_EQ(row.target_gradient, 0);
+}
+
+TEST(RowLoss, ColumnsRuledOutTakeNoPart) {
+  const CrossEntropyTerm term = MakeCrossEntropyTerm(CrossEntropySpec(), 3);
+  const RowLoss row = FinishRow(StatsOf({1, -kInfinity, 2}, 0, 0, 3), 0, term);
+  ExpectClose(row.hard, std::log1p(std::exp(1.0L)), 1e-14);
+  // A target that is ruled out has an infinite loss, and the others' gradient stays finite.
+  const RowLoss impossible = FinishRow(StatsOf({1, -kInfinity, 2}, 1, 0, 3), 1, term);
+  EXPECT_EQ(impossible.hard, kInfinity);
+  EXPECT_EQ(impossible.target_gradient, -1);
+  EXPECT_TRUE(std::isfinite(impossible.probability_factor));
+}
+
+TEST(RowLoss, NanNeverDisappears) {
+  const CrossEntropyTerm term = MakeCrossEntropyTerm(CrossEntropySpec(), 3);
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  for (const double target_logit : {-1e300, -800.0, 0.0, 800.0, 1e300, nan, kInfinity}) {
+    RowStats stats = StatsOf({target_logit, 1, 2}, 0, 0, 3);
+    if (std::isfinite(target_logit)) stats.others.sum = nan;
+    EXPECT_TRUE(std::isnan(FinishRow(stats, 0, term).hard)) << target_logit;
+    EXPECT_TRUE(std::isnan(FinishRow(stats, 0, term).lse)) << target_logit;
+    EXPECT_TRUE(std::isnan(FinishRow(stats, 0, term).probability_factor)) << target_logit;
+  }
+  // Not by merging with larger or smaller pieces either.
+  for (const double max : {-800.0, 0.0, 800.0}) {
+    PieceStats stats = {0, 1, 0, 0};
+    MergeStats(PieceStats{max, nan, 0, 0}, &stats);
+    EXPECT_TRUE(std::isnan(stats.sum)) << max;
+  }
+}
+
+TEST(RowLoss, SoftcapDerivativeDoesNotCancel) {
+  EXPECT_EQ(SoftcapDerivative(5, 0), 1);
+  for (const double u : {0.0, 1e-9, 0.5, 3.0, 20.0, 300.0}) {
+    const long double cosine = std::cosh(static_cast<long double>(u));
+    ExpectClose(SoftcapDerivative(30 * u, 30), 1 / (cosine * cosine), 1e-13);
+    ExpectClose(SoftcapDerivative(-30 * u, 30), 1 / (cosine * cosine), 1e-13);
+  }
+}
+
+}  // namespace
+}  // namespace headwater::cpu
