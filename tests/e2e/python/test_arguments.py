@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 from expectations import refused
-from test_steps import HIDDEN_SIZE, NUM_TOKENS, VOCAB_SIZE
 
 import headwater
+
+NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 12, 16, 40
 
 
 @pytest.fixture
