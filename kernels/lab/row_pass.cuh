@@ -3,7 +3,7 @@
 // bytes an element.
 //
 // Mapping   A cluster of kCluster CTAs owns a row, each CTA a slice; clusters stride over rows. 512 consumer threads and a producer
-// warp. Pipeline  A ring of chunks of 3072 elements a CTA. The producer fills slots with bulk copies as they become free, running
+// warp. Pipeline  A ring of chunks of 4096 elements a CTA. The producer fills slots with bulk copies as they become free, running
 // ahead into
 //           the next row while this one is reduced. Phase 1 reads a slice's chunks as they land; the CTAs exchange partial results
 //           by asynchronous stores into each other's shared memory; phase 2 reads the chunks again, writes the gradient, frees the
@@ -29,9 +29,10 @@
 
 namespace headwater::sm90 {
 
-constexpr int kRowConsumers = 768;
+constexpr int kRowConsumers = 512;
 constexpr int kRowThreads = kRowConsumers + 32;
-constexpr int kRowChunk = 4 * kRowConsumers;  // elements: four a thread
+constexpr int kRowVectors = 2;                              // of four elements, a thread and chunk
+constexpr int kRowChunk = 4 * kRowConsumers * kRowVectors;  // elements
 // Slots of kRowChunk elements of each input, as many as shared memory holds.
 template <int kInputs>
 constexpr int kRowSlots = (232448 - 2048) / (kRowChunk * 4 * kInputs);
@@ -110,16 +111,19 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kRowThreads, 
     uint32_t slot = 0, read_slot = 0, read_phase = 0, parity = 0, exchange_phase = 0;
     const auto write_gradient = [&](const typename Policy::State& state, int32_t row) {
       for (int32_t chunk = 0; chunk < chunks; ++chunk) {
-        const int32_t local = 4 * static_cast<int32_t>(threadIdx.x);
-        if (chunk * kChunk + local < length) {
-          const uint32_t address = ring + slot * kSlotBytes + local * 4;
-          float4 values[kInputs];
 #pragma unroll
-          for (int input = 0; input < kInputs; ++input) values[input] = LoadShared4(address + input * kChunk * 4);
-          const int32_t first = begin + chunk * kChunk + local;
-          const float4 grad = Policy::Gradient(state, params, first, values);
-          uint2 packed = make_uint2(PackBf16(grad.x, grad.y), PackBf16(grad.z, grad.w));
-          *reinterpret_cast<uint2*>(params.grad + static_cast<int64_t>(row) * vocab + first) = packed;
+        for (int vector = 0; vector < kRowVectors; ++vector) {
+          const int32_t local = 4 * (static_cast<int32_t>(threadIdx.x) + vector * kRowConsumers);
+          if (chunk * kChunk + local < length) {
+            const uint32_t address = ring + slot * kSlotBytes + local * 4;
+            float4 values[kInputs];
+#pragma unroll
+            for (int input = 0; input < kInputs; ++input) values[input] = LoadShared4(address + input * kChunk * 4);
+            const int32_t first = begin + chunk * kChunk + local;
+            const float4 grad = Policy::Gradient(state, params, first, values);
+            uint2 packed = make_uint2(PackBf16(grad.x, grad.y), PackBf16(grad.z, grad.w));
+            *reinterpret_cast<uint2*>(params.grad + static_cast<int64_t>(row) * vocab + first) = packed;
+          }
         }
         // What was stored back must not be overtaken by the next bulk copy into the slot.
         if constexpr (Policy::kStoreBack) FenceProxyAsync();
@@ -136,16 +140,19 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kRowThreads, 
       typename Policy::State state = Policy::Begin(params, row);
       for (int32_t chunk = 0; chunk < chunks; ++chunk) {
         BarrierWait(full + 8 * read_slot, read_phase);
-        const int32_t local = 4 * static_cast<int32_t>(threadIdx.x);
-        if (chunk * kChunk + local < length) {
-          const uint32_t address = ring + read_slot * kSlotBytes + local * 4;
-          float4 values[kInputs];
 #pragma unroll
-          for (int input = 0; input < kInputs; ++input) values[input] = LoadShared4(address + input * kChunk * 4);
-          Policy::Consume(state, params, begin + chunk * kChunk + local, values);
-          if constexpr (Policy::kStoreBack) {
+        for (int vector = 0; vector < kRowVectors; ++vector) {
+          const int32_t local = 4 * (static_cast<int32_t>(threadIdx.x) + vector * kRowConsumers);
+          if (chunk * kChunk + local < length) {
+            const uint32_t address = ring + read_slot * kSlotBytes + local * 4;
+            float4 values[kInputs];
 #pragma unroll
-            for (int input = 0; input < kInputs; ++input) StoreShared4(address + input * kChunk * 4, values[input]);
+            for (int input = 0; input < kInputs; ++input) values[input] = LoadShared4(address + input * kChunk * 4);
+            Policy::Consume(state, params, begin + chunk * kChunk + local, values);
+            if constexpr (Policy::kStoreBack) {
+#pragma unroll
+              for (int input = 0; input < kInputs; ++input) StoreShared4(address + input * kChunk * 4, values[input]);
+            }
           }
         }
         if (++read_slot == kSlots) {
