@@ -66,7 +66,7 @@ ABSL_FLAG(int32_t, max_threads, headwater::service::ServerOptions{}.max_threads,
           "itself, without a reason");
 ABSL_FLAG(int32_t, max_pollers, headwater::service::ServerOptions{}.max_pollers, "threads that wait for new calls, at least 1");
 ABSL_FLAG(absl::Duration, stream_idle_timeout, headwater::service::ServerOptions{}.stream_idle_timeout,
-          "a stream whose client sends nothing for so long is cancelled");
+          "a stream whose client sends nothing, or takes no answer, for so long is cancelled");
 // ---- operation ------------------------------------------------------------------------------------------------------------
 ABSL_FLAG(absl::Duration, drain_timeout, absl::Seconds(30), "how long accepted calls may go on after SIGTERM or SIGINT");
 ABSL_FLAG(std::string, log_level, "info", "debug, info, warning, error or off");

@@ -10,7 +10,7 @@
 #include "server/service/head_request.h"
 #include "server/service/proto_encoding.h"
 #include "server/service/rpc_scope.h"
-#include "server/service/stream_reader.h"
+#include "server/service/stream_io.h"
 #include "server/service/tensor_stream.h"
 #include "server/service/upload_call.h"
 
@@ -25,9 +25,10 @@ absl::StatusOr<std::shared_ptr<heads::Head>> FindHead(ServerCore& core, RpcScope
   return core.registry.Find(name);
 }
 
-absl::Status SendDownload(ServerCore& core, const absl::StatusOr<TensorStream>& stream,
-                          grpc::ServerWriter<v1::DownloadTensorResponse>& writer) {
+absl::Status SendDownload(ServerCore& core, grpc::ServerContext& context, const absl::StatusOr<TensorStream>& stream,
+                          grpc::ServerWriter<v1::DownloadTensorResponse>& responses) {
   if (!stream.ok()) return stream.status();
+  WatchedWriter writer(core, context, responses);
   return SendTensor(*stream, core.options.limits.max_chunk_bytes, [&](const v1::DownloadTensorResponse& response) {
     core.metrics.CountBytes(observability::Direction::kOut, static_cast<int64_t>(response.chunk().data().size()));
     return writer.Write(response);
@@ -158,7 +159,7 @@ grpc::Status HeadServiceImpl::DownloadWeights(grpc::ServerContext* context, cons
     if (!download.ok()) return download.status();
     auto head = FindHead(core_, scope, download->name);
     if (!head.ok()) return head.status();
-    return SendDownload(core_, OpenWeights(*std::move(head), *download), *writer);
+    return SendDownload(core_, *context, OpenWeights(*std::move(head), *download), *writer);
   });
 }
 
@@ -238,7 +239,7 @@ grpc::Status HeadServiceImpl::DownloadGradient(grpc::ServerContext* context, con
     if (!download.ok()) return download.status();
     auto head = FindHead(core_, scope, download->name);
     if (!head.ok()) return head.status();
-    return SendDownload(core_, OpenGradient(*std::move(head), *download), *writer);
+    return SendDownload(core_, *context, OpenGradient(*std::move(head), *download), *writer);
   });
 }
 

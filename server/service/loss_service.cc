@@ -4,7 +4,7 @@
 #include "server/service/field_check.h"
 #include "server/service/loss_request.h"
 #include "server/service/rpc_scope.h"
-#include "server/service/stream_reader.h"
+#include "server/service/stream_io.h"
 
 namespace headwater::service {
 
@@ -22,12 +22,13 @@ grpc::Status LossServiceImpl::ComputeLoss(grpc::ServerContext* context,
           return status;
         })));
     HEADWATER_RETURN_IF_ERROR(call.Finish());
+    WatchedWriter writer(core_, *context, *stream);
     v1::ComputeLossResponse response;
     while (call.NextChunk(response.mutable_chunk())) {
-      if (!stream->Write(response)) return scope.CancelledError();
+      if (!writer.Write(response)) return scope.CancelledError();
     }
     call.FillSummary(response.mutable_summary());
-    return stream->Write(response) ? absl::OkStatus() : scope.CancelledError();
+    return writer.Write(response) ? absl::OkStatus() : scope.CancelledError();
   });
 }
 

@@ -90,6 +90,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   builder.SetOption(std::make_unique<ReflectionOption>(options.reflection));
   builder.SetMaxReceiveMessageSize(static_cast<int>(options.limits.max_message_bytes));
   builder.SetMaxSendMessageSize(static_cast<int>(options.limits.max_message_bytes));
+  // Tensors do not shrink, and a compressed message could unfold to many times its size.
+  builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_DEFLATE, false);
+  builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_GZIP, false);
   builder.SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::NUM_CQS, 1);
   builder.SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::MAX_POLLERS, options.max_pollers);
   builder.SetResourceQuota(grpc::ResourceQuota("headwater").SetMaxThreads(options.max_threads));
@@ -146,8 +149,10 @@ bool Server::Drain(absl::Duration timeout) {
   state_->SetHealth(false);
   // While accepted calls finish, new ones still get an answer that says why they are refused.
   state_->drained_cleanly = state_->core->AwaitIdle(deadline);
-  // Only health watches, and calls that ran into the timeout, are left: they are cancelled after a moment.
-  state_->grpc_server->Shutdown(std::chrono::system_clock::now() + std::chrono::milliseconds(100));
+  // After a clean drain only last answers on their way and health watches are left: they get a moment. Otherwise calls that ran
+  // into the timeout are, and they are cancelled now.
+  const auto moment = state_->drained_cleanly ? std::chrono::seconds(1) : std::chrono::seconds(0);
+  state_->grpc_server->Shutdown(std::chrono::system_clock::now() + moment);
   state_->grpc_server->Wait();
   state_->core->queue.Drain();
   Log(LogLevel::kInfo, "drained", {{"clean", state_->drained_cleanly ? "true" : "false"}});

@@ -18,7 +18,7 @@ struct ServerOptions {
   std::string metrics_address;                              // host:port; empty: no endpoint
   int max_threads = 256;                                    // gRPC threads: calls in progress at once
   int max_pollers = 2;                                      // threads that wait for new calls, for each completion queue
-  absl::Duration stream_idle_timeout = absl::Seconds(120);  // a stream whose client sends nothing for so long is cancelled
+  absl::Duration stream_idle_timeout = absl::Seconds(120);  // a stream whose client sends or takes nothing for so long is cancelled
   bool reflection = false;
   std::string engine_note;  // why the engine is not a faster one
 };

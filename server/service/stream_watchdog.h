@@ -1,4 +1,5 @@
-// StreamWatchdog: ends streams whose client is there but sends nothing, so that none holds a thread and its budget for ever.
+// StreamWatchdog: ends streams whose client is there but neither sends nor takes anything, so that none holds a thread and its
+// budget for ever.
 #ifndef HEADWATER_SERVER_SERVICE_STREAM_WATCHDOG_H_
 #define HEADWATER_SERVER_SERVICE_STREAM_WATCHDOG_H_
 
@@ -23,7 +24,7 @@ class StreamWatchdog {
   StreamWatchdog(const StreamWatchdog&) = delete;
   StreamWatchdog& operator=(const StreamWatchdog&) = delete;
 
-  // A stream that is being read. Touch() at every message; destroyed when reading is over.
+  // A stream that is being read or written. Touch() at every message; destroyed when that is over.
   class Watch {
    public:
     // `on_idle` is called at most once, on the watchdog's thread, and never after the destructor has returned.

@@ -204,6 +204,43 @@ TEST(Faults, TheStreamThatSendsNothingIsEnded) {
   EXPECT_EQ(server.Snapshot(head), before);
 }
 
+TEST(Faults, TheClientThatTakesNothingIsCutOff) {
+  ServerSetup setup;
+  setup.options.stream_idle_timeout = absl::Milliseconds(300);
+  WireServer server(setup);
+  const TestHead head = server.MakeHead("h", SmallSpec(13, 64));
+  constexpr int64_t kRows = 1 << 15;  // 8 MiB of grad_hidden: far more than flow control lets through unread
+  const v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, std::vector<int32_t>(kRows, 1));
+  grpc::ClientContext context;
+  const auto stream = server.loss().ComputeLoss(&context);
+  v1::ComputeLossRequest request;
+  *request.mutable_header() = header;
+  stream->Write(request);
+  for (int64_t row = 0; row < kRows; row += 1 << 13) {
+    request.mutable_chunk()->set_role(v1::CHUNK_ROLE_HIDDEN);
+    request.mutable_chunk()->set_row_start(row);
+    request.mutable_chunk()->set_row_count(1 << 13);
+    request.mutable_chunk()->set_data(std::string((1 << 13) * 256, '\0'));
+    ASSERT_TRUE(stream->Write(request));
+  }
+  stream->WritesDone();
+  ASSERT_TRUE(Await([&] { return server.Steps(head).open().micro_batches_size() == 1; }));
+  EXPECT_TRUE(Await([&] { return NothingInFlight(server); }));
+  // It was committed before the answer could be sent: the client finds it in the step.
+  EXPECT_EQ(server.Steps(head).open().micro_batches(0).state(), v1::CONTRIBUTION_STATE_COMMITTED);
+  context.TryCancel();
+}
+
+TEST(Faults, CompressedMessagesAreRefused) {
+  WireServer server;
+  grpc::ClientContext context;
+  context.set_compression_algorithm(GRPC_COMPRESS_GZIP);
+  v1::GetHeadRequest request;
+  request.set_name("tenants/default/heads/" + std::string(1 << 12, 'a'));
+  v1::Head response;
+  EXPECT_EQ(server.heads().GetHead(&context, request, &response).error_code(), grpc::StatusCode::UNIMPLEMENTED);
+}
+
 TEST(Faults, TheQueueIsBounded) {
   ServerSetup setup;
   setup.options.limits.max_queue_depth = 2;

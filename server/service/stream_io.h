@@ -1,6 +1,7 @@
-// Reading a client's stream: cancelled when it is idle for too long, and told apart whether it ended or was cut.
-#ifndef HEADWATER_SERVER_SERVICE_STREAM_READER_H_
-#define HEADWATER_SERVER_SERVICE_STREAM_READER_H_
+// Reading and writing a client's stream: cancelled when the client neither sends nor takes anything for too long, and told apart
+// whether it ended or was cut.
+#ifndef HEADWATER_SERVER_SERVICE_STREAM_IO_H_
+#define HEADWATER_SERVER_SERVICE_STREAM_IO_H_
 
 #include <grpcpp/server_context.h>
 
@@ -50,6 +51,25 @@ absl::Status ReadHeader(ServerCore& core, grpc::ServerContext& context, RpcScope
   }
 }
 
+// The answers of a stream. Write() returns false when the client is gone, or has taken nothing for too long.
+template <typename Stream>
+class WatchedWriter {
+ public:
+  WatchedWriter(ServerCore& core, grpc::ServerContext& context, Stream& stream)
+      : watch_(&core.watchdog, [&context] { context.TryCancel(); }), stream_(stream) {}
+
+  template <typename Message>
+  bool Write(const Message& message) {
+    const bool written = stream_.Write(message);
+    watch_.Touch();
+    return written;
+  }
+
+ private:
+  StreamWatchdog::Watch watch_;
+  Stream& stream_;
+};
+
 }  // namespace headwater::service
 
-#endif  // HEADWATER_SERVER_SERVICE_STREAM_READER_H_
+#endif  // HEADWATER_SERVER_SERVICE_STREAM_IO_H_
