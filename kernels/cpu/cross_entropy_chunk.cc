@@ -37,9 +37,9 @@ void ShardRun::ComputeNarrowLogits(Work* work) {
   context_.pool.Run(work->parts.count(), [&](int32_t part) {
     const RowKernels& kernels = GetRowKernels();
     float* panel = shard.Workspace<float>(shard.layout.panels + part * work->head_plan.panel_bytes);
-    RowStats* stats = &part_stats_[static_cast<size_t>(part * rows)];
+    RowStats* stats = part_stats_.data() + part * rows;
     float bias_panel[512];
-    float* panel_max = &panel_max_[static_cast<size_t>(part * panels_per_part_ * rows)];
+    float* panel_max = panel_max_.data() + part * panels_per_part_ * rows;  // a shard of padding has no panels
     work->parts.ForEachPanel(part, work->head_plan.panel_rows, [&](int64_t start, int64_t count) {
       const float* weight = shard.weight.As<float>() + start * shard.hidden_size;
       if (shard.data_type != DataType::kFloat32) {

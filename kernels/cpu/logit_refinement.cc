@@ -106,7 +106,7 @@ void ShardRun::RefinePart(const Work& work, const std::vector<float>& cutoffs, i
   RefinedPart& refined = refined_[static_cast<size_t>(part)];
   std::vector<int32_t> found(static_cast<size_t>(work.head_plan.panel_rows));
   float* converted = shard.Workspace<float>(shard.layout.panels + part * work.head_plan.panel_bytes);
-  const float* panel_max = &panel_max_[static_cast<size_t>(part * panels_per_part_) * rows];
+  const float* panel_max = panel_max_.data() + static_cast<size_t>(part * panels_per_part_) * rows;
   work.parts.ForEachPanel(part, work.head_plan.panel_rows, [&](int64_t start, int64_t count) {
     for (size_t i = 0; i < rows; ++i) {
       if (!(panel_max[i] >= cutoffs[i])) continue;

@@ -107,7 +107,7 @@ HEADWATER_ROW_INLINE double Log1p(double x) {
   const int64_t k_bits = (bits - offset) & static_cast<int64_t>(0xFFF0000000000000ULL);
   const double m = __builtin_bit_cast(double, bits - k_bits);
   // The exponent as a double by the magic number: a 64-bit shift and conversion do not vectorise below AVX-512.
-  const int64_t k_int = static_cast<int64_t>(static_cast<uint64_t>(k_bits + 0x4000000000000000LL) >> 52);  // k + 1024, positive
+  const int64_t k_int = static_cast<int64_t>((static_cast<uint64_t>(k_bits) + 0x4000000000000000ULL) >> 52);  // k + 1024; NaN wraps
   const double k = __builtin_bit_cast(double, k_int + 0x4330000000000000LL) - 4503599627370496.0 - 1024.0;
   const double f = m - 1.0;
   const double s = f / (2.0 + f);
