@@ -74,13 +74,11 @@ Future<Result> CallAsync(std::shared_ptr<Connection> connection, Request request
   call->connection = std::move(connection);
   call->context.set_deadline(call->connection->DeadlineOf(options));
   call->request = std::move(request);
-  state->SetCancel([call] { call->context.TryCancel(); });
-  start(*call->connection, &call->context, &call->request, &call->response, [state, call, convert](const grpc::Status& status) {
-    if (status.ok()) {
-      state->Set(convert(call->response));
-    } else {
-      state->Set(FromGrpcStatus(status, call->connection->target()));
-    }
+  Call* const raw = call.get();
+  state->Keep(std::move(call), [raw] { raw->context.TryCancel(); });
+  // gRPC's side holds no reference to the call: see FutureState.
+  start(*raw->connection, &raw->context, &raw->request, &raw->response, [state, raw, convert](const grpc::Status& status) {
+    state->Set(status.ok() ? absl::StatusOr<Result>(convert(raw->response)) : FromGrpcStatus(status, raw->connection->target()));
   });
   return Future<Result>(state);
 }

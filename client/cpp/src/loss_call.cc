@@ -54,16 +54,16 @@ class LossCall : public grpc::ClientBidiReactor<v1::ComputeLossRequest, v1::Comp
     }
   }
 
-  // `self` keeps the call alive until OnDone.
-  void Start(std::shared_ptr<LossCall> self) {
-    self_ = std::move(self);
-    state_->SetCancel([call = self_] { call->context_.TryCancel(); });
+  // The future's state keeps this object until the result is taken.
+  void Start() {
     *request_.mutable_header() = std::move(input_.header);
     connection_->loss().async()->ComputeLoss(&context_, this);
     StartRead(&response_);
     Write();
     StartCall();
   }
+
+  void Cancel() { context_.TryCancel(); }
 
   void OnWriteDone(bool ok) override {
     // Not ok: the server answered before it had read everything, or the connection broke. OnDone tells which.
@@ -83,8 +83,9 @@ class LossCall : public grpc::ClientBidiReactor<v1::ComputeLossRequest, v1::Comp
   }
 
   void OnDone(const grpc::Status& status) override {
-    const std::shared_ptr<LossCall> self = std::move(self_);
-    state_->Set(Result(status));
+    // Once the result is set this object may be gone.
+    const std::shared_ptr<FutureState<LossResult>> state = state_;
+    state->Set(Result(status));
   }
 
  private:
@@ -161,7 +162,6 @@ class LossCall : public grpc::ClientBidiReactor<v1::ComputeLossRequest, v1::Comp
   LossInput input_;
   const std::shared_ptr<FutureState<LossResult>> state_;
   grpc::ClientContext context_;
-  std::shared_ptr<LossCall> self_;
   int64_t row_count_ = 0;
 
   // Writing.
@@ -202,7 +202,8 @@ Future<LossResult> StartLossCall(std::shared_ptr<Connection> connection, LossInp
     state->Set(std::move(status));
   } else {
     auto call = std::make_shared<LossCall>(std::move(connection), std::move(input), options, state);
-    call->Start(call);
+    state->Keep(call, [raw = call.get()] { raw->Cancel(); });
+    call->Start();
   }
   return Future<LossResult>(state);
 }

@@ -47,8 +47,7 @@ class UploadCall : public grpc::ClientBidiReactor<v1::UploadWeightsRequest, v1::
     *request_.mutable_header() = header;
   }
 
-  void Start(std::shared_ptr<UploadCall> self) {
-    self_ = std::move(self);
+  void Start() {
     connection_->heads().async()->UploadWeights(&context_, this);
     StartRead(&response_);
     StartWrite(&request_);
@@ -89,15 +88,15 @@ class UploadCall : public grpc::ClientBidiReactor<v1::UploadWeightsRequest, v1::
   }
 
   void OnDone(const grpc::Status& status) override {
-    const std::shared_ptr<UploadCall> self = std::move(self_);
+    const std::shared_ptr<FutureState<v1::Head>> state = state_;  // once the result is set this object may be gone
     if (!answer_error_.ok()) {
-      state_->Set(answer_error_);
+      state->Set(answer_error_);
     } else if (!status.ok()) {
-      state_->Set(FromGrpcStatus(status, connection_->target()));
+      state->Set(FromGrpcStatus(status, connection_->target()));
     } else if (!head_.has_value()) {
-      state_->Set(MakeAnswerError("the upload ended without the head"));
+      state->Set(MakeAnswerError("the upload ended without the head"));
     } else {
-      state_->Set(*std::move(head_));
+      state->Set(*std::move(head_));
     }
   }
 
@@ -133,7 +132,6 @@ class UploadCall : public grpc::ClientBidiReactor<v1::UploadWeightsRequest, v1::
   const TensorView values_;
   const std::shared_ptr<FutureState<v1::Head>> state_;
   grpc::ClientContext context_;
-  std::shared_ptr<UploadCall> self_;
 
   std::mutex mutex_;  // the meeting of OnWriteDone and OnReadDone
   bool header_written_ = false;
@@ -170,8 +168,8 @@ absl::StatusOr<v1::Head> UploadTensor(const std::shared_ptr<Connection>& connect
   std::chrono::milliseconds delay = kFirstRetryDelay;
   for (int retries_left = connection->options().max_upload_retries;; --retries_left) {
     auto state = std::make_shared<FutureState<v1::Head>>();
-    auto call = std::make_shared<UploadCall>(connection, header, values, deadline, state);
-    call->Start(call);
+    UploadCall call(connection, header, values, deadline, state);
+    call.Start();
     absl::StatusOr<v1::Head> head = state->Take();
     if (head.ok() || !absl::IsUnavailable(head.status()) || retries_left == 0) return head;
     if (std::chrono::system_clock::now() + delay >= deadline) return head;

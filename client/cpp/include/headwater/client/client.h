@@ -52,7 +52,8 @@ class Client {
   // Makes a head, without weights: upload or load them next. ALREADY_EXISTS / HEAD_ALREADY_EXISTS; RESOURCE_EXHAUSTED /
   // MEMORY_BUDGET_EXCEEDED with the memory plan in the message.
   absl::StatusOr<Head> CreateHead(const std::string& name, const HeadSpec& spec, const CallOptions& options = {});
-  // What CreateHead() would take and whether it would be admitted (the same errors); makes nothing.
+  // What CreateHead() would take; makes nothing. The head fits if its plan's total_bytes are at most its available_bytes. Errors of
+  // the specification are those of CreateHead().
   absl::StatusOr<HeadInfo> PlanHead(const std::string& name, const HeadSpec& spec, const CallOptions& options = {});
   // Takes up a head that exists, at its current epoch. NOT_FOUND / HEAD_NOT_FOUND.
   absl::StatusOr<Head> OpenHead(const std::string& name, const CallOptions& options = {});

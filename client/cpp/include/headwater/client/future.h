@@ -19,30 +19,28 @@ namespace headwater::client {
 namespace internal {
 
 // What a call and its future share. Thread-safe. Not for users.
+//
+// It keeps the call, and so the connection, until the caller's side takes the result: gRPC's threads must never be the ones that
+// drop the last reference to a connection, because its end waits for them.
 template <typename T>
 class FutureState {
  public:
-  // Called once, by the call, after its last access to the caller's memory.
+  // Before the call starts: the call, and how to cancel it.
+  void Keep(std::shared_ptr<void> call, std::function<void()> cancel) {
+    call_ = std::move(call);
+    cancel_ = std::move(cancel);
+  }
+
+  // Called once, by the call, after its last access to the caller's memory and to itself.
   void Set(absl::StatusOr<T> value) {
-    std::function<void()> cancel;  // destroyed after the lock: it may hold the last reference to the call
     std::lock_guard<std::mutex> lock(mutex_);
     value_.emplace(std::move(value));
-    cancel.swap(cancel_);
     ready_.notify_all();
   }
 
-  void SetCancel(std::function<void()> cancel) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!value_.has_value()) cancel_ = std::move(cancel);
-  }
-
+  // By the caller's side, and not after Take().
   void Cancel() {
-    std::function<void()> cancel;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      cancel = cancel_;
-    }
-    if (cancel) cancel();
+    if (cancel_) cancel_();
   }
 
   bool WaitFor(std::chrono::nanoseconds timeout) {
@@ -50,22 +48,25 @@ class FutureState {
     return ready_.wait_for(lock, timeout, [this] { return value_.has_value(); });
   }
 
-  void Wait() {
+  // Waits for the result and lets go of the call. By the caller's side, exactly once.
+  absl::StatusOr<T> Take() {
     std::unique_lock<std::mutex> lock(mutex_);
     ready_.wait(lock, [this] { return value_.has_value(); });
-  }
-
-  absl::StatusOr<T> Take() {
-    Wait();
-    std::lock_guard<std::mutex> lock(mutex_);
-    return *std::move(value_);
+    absl::StatusOr<T> value = *std::move(value_);
+    lock.unlock();
+    cancel_ = nullptr;
+    call_.reset();
+    return value;
   }
 
  private:
+  // The caller's side alone, once the call has started.
+  std::shared_ptr<void> call_;
+  std::function<void()> cancel_;
+
   std::mutex mutex_;
   std::condition_variable ready_;
   std::optional<absl::StatusOr<T>> value_;
-  std::function<void()> cancel_;
 };
 
 }  // namespace internal
@@ -113,7 +114,7 @@ class [[nodiscard]] Future {
   void Abandon() {
     if (state_ == nullptr) return;
     state_->Cancel();
-    state_->Wait();
+    state_->Take().IgnoreError();
     state_.reset();
   }
 

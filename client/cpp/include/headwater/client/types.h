@@ -38,17 +38,17 @@ using Optimizer = std::variant<std::monostate, AdamW, Sgd>;
 
 // What a head is; fixed for its life. logits = softcap * tanh(logit_scale * (x . weight^T + bias) / softcap).
 struct HeadSpec {
-  int64_t vocab_size = 0;                   // >= 1; rows of `weight`
-  int64_t hidden_size = 0;                  // >= 1; columns of `weight`
-  DataType data_type = DataType::kFloat32;  // storage of weight and bias
-  bool has_bias = false;                    // whether there is a bias [vocab_size]
-  double logit_scale = 1.0;                 // finite, not 0
-  std::optional<double> softcap;            // > 0; absent: no softcap
-  std::optional<int64_t> valid_vocab_size;  // [1, vocab_size]; columns from here on get probability 0. Absent: vocab_size
-  bool trainable = false;                   // whether gradients are accumulated
-  Optimizer optimizer;                      // only with `trainable`
-  std::optional<int32_t> staging_slots;     // EXPLICIT micro-batches that may wait at once. Absent: 1 if trainable, else 0
-  int64_t initial_step = 0;                 // >= 0; number of the first open step
+  int64_t vocab_size = 0;                     // >= 1; rows of `weight`
+  int64_t hidden_size = 0;                    // >= 1; columns of `weight`
+  DataType data_type = DataType::kFloat32;    // storage of weight and bias
+  bool has_bias = false;                      // whether there is a bias [vocab_size]
+  double logit_scale = 1.0;                   // finite, not 0
+  std::optional<double> softcap{};            // > 0; absent: no softcap
+  std::optional<int64_t> valid_vocab_size{};  // [1, vocab_size]; columns from here on get probability 0. Absent: vocab_size
+  bool trainable = false;                     // whether gradients are accumulated
+  Optimizer optimizer{};                      // only with `trainable`
+  std::optional<int32_t> staging_slots{};     // EXPLICIT micro-batches that may wait at once. Absent: 1 if trainable, else 0
+  int64_t initial_step = 0;                   // >= 0; number of the first open step
 };
 
 // A tensor of a head. The values are those of the wire API.
@@ -128,9 +128,9 @@ enum class NonFinitePolicy : int32_t {
 
 // Cross entropy with PyTorch's joint definition of label smoothing and class weights, plus z_loss * lse^2.
 struct CrossEntropyOptions {
-  double label_smoothing = 0.0;           // [0, 1)
-  double z_loss = 0.0;                    // >= 0
-  absl::Span<const float> class_weights;  // [valid_vocab_size] or [vocab_size], finite, >= 0; empty: all 1. Copied by the call
+  double label_smoothing = 0.0;             // [0, 1)
+  double z_loss = 0.0;                      // >= 0
+  absl::Span<const float> class_weights{};  // [valid_vocab_size] or [vocab_size], finite, >= 0; empty: all 1. Copied by the call
 };
 
 // beta * KL(P||M) + (1 - beta) * KL(Q||M), M = beta P + (1 - beta) Q, P teacher, Q student; beta 0 is KL(P||Q), 1 is KL(Q||P).
@@ -139,9 +139,9 @@ struct JsdOptions {
   double student_temperature = 1.0;  // > 0
   double teacher_temperature = 1.0;  // > 0
   double hard_loss_weight = 0.0;     // a in [0, 1]: a row's loss is (1 - a) * JSD + a * cross entropy
-  CrossEntropyOptions hard_loss;     // the cross entropy's options; only with hard_loss_weight > 0
+  CrossEntropyOptions hard_loss{};   // the cross entropy's options; only with hard_loss_weight > 0
   bool truncate_to_common = false;   // renormalize over the columns that both heads have; without it unequal sizes are refused
-  std::optional<int64_t> expected_teacher_weight_version;
+  std::optional<int64_t> expected_teacher_weight_version{};
 };
 
 // Per-token outputs, each [row_count].
@@ -157,24 +157,24 @@ struct TokenOutputs {
 struct MicroBatchOptions {
   // The open step and the id in it, unique among all trainers (k * world_size + rank). Both are required with a trainable head
   // unless `forward_only`, and must be absent otherwise.
-  std::optional<int64_t> step;
-  std::optional<int64_t> micro_batch;
+  std::optional<int64_t> step{};
+  std::optional<int64_t> micro_batch{};
   bool forward_only = false;  // loss and per-token outputs; no gradients, nothing is added
   CommitMode commit = CommitMode::kEager;
   OnMismatch on_mismatch = OnMismatch::kConflict;
   NonFinitePolicy non_finite_policy = NonFinitePolicy::kReport;
-  int32_t ignore_index = -100;            // target of rows that take no part
-  absl::Span<const float> token_weights;  // [row_count], finite; empty: all 1. Copied by the call
-  double loss_scale = 1.0;                // multiplies both gradients, not the reported sums. For a mean: 1 / number of tokens
-  double grad_hidden_scale = 1.0;         // multiplies grad_hidden alone
+  int32_t ignore_index = -100;              // target of rows that take no part
+  absl::Span<const float> token_weights{};  // [row_count], finite; empty: all 1. Copied by the call
+  double loss_scale = 1.0;                  // multiplies both gradients, not the reported sums. For a mean: 1 / number of tokens
+  double grad_hidden_scale = 1.0;           // multiplies grad_hidden alone
   // Whether the gradient of the rows comes back. Absent: yes, unless `forward_only`, which has none.
-  std::optional<bool> return_grad_hidden;
-  std::optional<DataType> grad_hidden_data_type;  // absent: the type of the rows
+  std::optional<bool> return_grad_hidden{};
+  std::optional<DataType> grad_hidden_data_type{};  // absent: the type of the rows
   // Where grad_hidden is written, [row_count, hidden_size] of its type; must hold exactly that many bytes and stay valid as the
   // rows do. Empty: the result owns it.
-  absl::Span<unsigned char> grad_hidden;
-  TokenOutputs outputs;
-  std::optional<int64_t> expected_weight_version;  // anything else is FAILED_PRECONDITION / WEIGHT_VERSION_MISMATCH
+  absl::Span<unsigned char> grad_hidden{};
+  TokenOutputs outputs{};
+  std::optional<int64_t> expected_weight_version{};  // anything else is FAILED_PRECONDITION / WEIGHT_VERSION_MISMATCH
 };
 
 // What is known about a contribution. Values may be added.
@@ -258,16 +258,16 @@ struct SealResult {
 
 // Arguments of ApplyOptimizerStep. The same ones again get the stored reply, others STEP_CONFLICT.
 struct ApplyOptions {
-  double learning_rate = 0;                      // finite, >= 0
-  std::optional<ExpectedMicroBatches> expected;  // needed if the step is still open: it is sealed first
-  double gradient_factor = 1.0;                  // multiplies the accumulated gradient once, before norm and clipping
-  std::optional<double> max_grad_norm;           // > 0: clips by min(1, max_grad_norm / (global norm + 1e-6))
-  double other_grad_norm_squared = 0;            // >= 0: the trainer's own part of the global norm, already unscaled
-  std::optional<double> weight_decay;            // these five override the optimizer's settings for this step
-  std::optional<double> beta1;                   // AdamW only, as the next two
-  std::optional<double> beta2;
-  std::optional<double> epsilon;
-  std::optional<double> momentum;  // SGD with momentum only
+  double learning_rate = 0;                        // finite, >= 0
+  std::optional<ExpectedMicroBatches> expected{};  // needed if the step is still open: it is sealed first
+  double gradient_factor = 1.0;                    // multiplies the accumulated gradient once, before norm and clipping
+  std::optional<double> max_grad_norm{};           // > 0: clips by min(1, max_grad_norm / (global norm + 1e-6))
+  double other_grad_norm_squared = 0;              // >= 0: the trainer's own part of the global norm, already unscaled
+  std::optional<double> weight_decay{};            // these five override the optimizer's settings for this step
+  std::optional<double> beta1{};                   // AdamW only, as the next two
+  std::optional<double> beta2{};
+  std::optional<double> epsilon{};
+  std::optional<double> momentum{};  // SGD with momentum only
 };
 
 struct ApplyResult {

@@ -1,0 +1,114 @@
+#include "client/ctl/arguments.h"
+
+#include <algorithm>
+#include <set>
+
+#include "absl/flags/commandlineflag.h"
+#include "absl/flags/reflection.h"
+#include "absl/strings/cord.h"
+#include "absl/strings/str_cat.h"
+#include "client/ctl/table.h"
+
+namespace headwater::ctl {
+namespace {
+
+constexpr char kUsageErrorUrl[] = "headwaterctl/usage";
+
+// Names of flags in the order of the command line; set once, before any command runs.
+std::set<std::string>& GivenFlags() {
+  static std::set<std::string>* const given = new std::set<std::string>;
+  return *given;
+}
+
+bool Contains(const std::vector<std::string>& values, const std::string& value) {
+  return std::find(values.begin(), values.end(), value) != values.end();
+}
+
+}  // namespace
+
+const std::vector<std::string> kCommonFlags = {"server", "timeout", "connect_timeout", "json"};
+
+absl::Status UsageError(const std::string& message) {
+  absl::Status status = absl::InvalidArgumentError(message);
+  status.SetPayload(kUsageErrorUrl, absl::Cord());
+  return status;
+}
+
+bool IsUsageError(const absl::Status& status) { return status.GetPayload(kUsageErrorUrl).has_value(); }
+
+absl::StatusOr<CommandLine> ParseArguments(const std::vector<std::string>& arguments) {
+  CommandLine line;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const std::string& argument = arguments[i];
+    if (argument == "--") {
+      line.positional.insert(line.positional.end(), arguments.begin() + static_cast<std::ptrdiff_t>(i) + 1, arguments.end());
+      break;
+    }
+    if (argument == "--help" || argument == "-h") {
+      line.help = true;
+      continue;
+    }
+    if (argument.size() < 2 || argument[0] != '-') {
+      line.positional.push_back(argument);
+      continue;
+    }
+    const size_t dashes = argument[1] == '-' ? 2 : 1;
+    const size_t equals = argument.find('=');
+    std::string name = argument.substr(dashes, equals == std::string::npos ? equals : equals - dashes);
+    std::replace(name.begin(), name.end(), '-', '_');
+    const absl::CommandLineFlag* flag = absl::FindCommandLineFlag(name);
+    if (flag == nullptr && equals == std::string::npos && name.rfind("no", 0) == 0) {
+      flag = absl::FindCommandLineFlag(name.substr(2));
+      if (flag != nullptr && flag->IsOfType<bool>()) {
+        line.flags.push_back({name.substr(2), "false"});
+        continue;
+      }
+      flag = nullptr;
+    }
+    if (flag == nullptr) return UsageError(absl::StrCat("there is no flag --", name));
+    if (equals != std::string::npos) {
+      line.flags.push_back({name, argument.substr(equals + 1)});
+    } else if (flag->IsOfType<bool>()) {
+      line.flags.push_back({name, "true"});
+    } else if (++i < arguments.size()) {
+      line.flags.push_back({name, arguments[i]});
+    } else {
+      return UsageError(absl::StrCat("--", name, " needs a value"));
+    }
+  }
+  return line;
+}
+
+absl::Status SetFlags(const CommandLine& line, const Command& command) {
+  const size_t arguments = line.positional.size() - 1;  // without the command's name
+  if (arguments < command.min_arguments || arguments > command.max_arguments) {
+    return UsageError(absl::StrCat(command.name, " takes ", command.synopsis.empty() ? "no arguments" : command.synopsis, ", got ",
+                                   arguments, arguments == 1 ? " argument" : " arguments"));
+  }
+  for (const CommandLine::Flag& given : line.flags) {
+    if (!Contains(kCommonFlags, given.name) && !Contains(command.flags, given.name)) {
+      return UsageError(absl::StrCat("--", given.name, " is not a flag of ", command.name));
+    }
+    std::string error;
+    if (!absl::FindCommandLineFlag(given.name)->ParseFrom(given.value, &error)) {
+      return UsageError(absl::StrCat("--", given.name, "=", given.value, " cannot be used: ", error));
+    }
+    GivenFlags().insert(given.name);
+  }
+  return absl::OkStatus();
+}
+
+std::string DescribeFlags(const std::vector<std::string>& names) {
+  Table table({"", "", ""}, {Table::Align::kLeft, Table::Align::kLeft, Table::Align::kLeft});
+  for (const std::string& name : names) {
+    const absl::CommandLineFlag* flag = absl::FindCommandLineFlag(name);
+    const std::string default_value = flag->DefaultValue();
+    table.AddRow({"", absl::StrCat("--", name),
+                  absl::StrCat(flag->Help(), default_value.empty() ? "" : absl::StrCat(" (default: ", default_value, ")"))});
+  }
+  return table.ToString();
+}
+
+bool FlagGiven(const std::string& name) { return GivenFlags().count(name) > 0; }
+
+}  // namespace headwater::ctl

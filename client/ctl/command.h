@@ -1,0 +1,44 @@
+// What a subcommand of headwaterctl is.
+#ifndef HEADWATER_CLIENT_CTL_COMMAND_H_
+#define HEADWATER_CLIENT_CTL_COMMAND_H_
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "client/ctl/output.h"
+#include "headwater/client/client.h"
+
+namespace headwater::ctl {
+
+// Exit codes of the program.
+enum ExitCode {
+  kExitOk = 0,
+  kExitFailed = 1,  // the server refused, is not healthy, or cannot be reached
+  kExitUsage = 2,   // the command line is wrong; nothing was sent
+};
+
+// A subcommand. `run` gets the positional arguments behind the command's name, at least `min_arguments` and at most
+// `max_arguments` of them, prints its result to `output` and returns an exit code, or the error that ended it.
+struct Command {
+  std::string name;
+  std::string synopsis;  // what follows the name in the usage line
+  std::string summary;   // one line, in the list of commands
+  std::string help;      // paragraphs behind the summary
+  size_t min_arguments = 0;
+  size_t max_arguments = 0;
+  std::vector<std::string> flags;  // that it takes, besides the ones that all commands take
+  std::function<absl::StatusOr<ExitCode>(client::Client& client, const std::vector<std::string>& arguments, Output& output)> run;
+};
+
+Command HealthCommand();
+Command InfoCommand();
+Command HeadsCommand();
+Command LoadCommand();
+Command SaveCommand();
+Command PlanCommand();
+
+}  // namespace headwater::ctl
+
+#endif  // HEADWATER_CLIENT_CTL_COMMAND_H_

@@ -1,0 +1,117 @@
+#include "client/ctl/output.h"
+
+#include <iostream>
+#include <map>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "client/ctl/table.h"
+#include "headwater/client/error.h"
+
+namespace headwater::ctl {
+namespace {
+
+// What to do about an error that operators meet. Reasons that are not here explain themselves.
+std::string HintFor(const std::string& reason, absl::StatusCode code) {
+  static const std::map<std::string, std::string> hints = {
+      {"HEAD_NOT_FOUND", "`headwaterctl heads` lists the heads that exist; `headwaterctl load --create` makes one"},
+      {"HEAD_ALREADY_EXISTS", "leave out --create to set the weights of the head that exists"},
+      {"CHECKPOINT_ALREADY_EXISTS", "choose another name, or add --overwrite"},
+      {"STORAGE_NOT_CONFIGURED", "start headwaterd with --checkpoint_directory (save) or --load_root (load)"},
+      {"WEIGHTS_NOT_FOUND", "the path is relative to headwaterd's --load_root; --from_file uploads a local file instead"},
+      {"WEIGHTS_NOT_LOADED", "the head has no weights yet: `headwaterctl load NAME PATH`"},
+      {"MEMORY_BUDGET_EXCEEDED",
+       "see `headwaterctl plan`; fewer --staging_slots, a 2-byte --data_type or another optimizer take less"},
+      {"EPOCH_FENCED", "another run changed the head meanwhile; run the command again"},
+      {"DRAINING", "the server is shutting down; try again when it is back"},
+      {"STARTING", "the server is not ready yet; try again in a moment"},
+      {"FEATURE_NOT_BUILT", "this server does not have that part of the API; `headwaterctl info` lists its features"},
+  };
+  if (const auto hint = hints.find(reason); hint != hints.end()) return hint->second;
+  if (reason.empty() && code == absl::StatusCode::kUnavailable) return "is headwaterd running there? --server says where to look";
+  return "";
+}
+
+nlohmann::json SpecToJson(const client::HeadSpec& spec) {
+  nlohmann::json document = {{"vocab_size", spec.vocab_size},
+                             {"hidden_size", spec.hidden_size},
+                             {"data_type", client::DataTypeName(spec.data_type)},
+                             {"has_bias", spec.has_bias},
+                             {"logit_scale", spec.logit_scale},
+                             {"softcap", nullptr},
+                             {"valid_vocab_size", spec.valid_vocab_size.value_or(spec.vocab_size)},
+                             {"trainable", spec.trainable},
+                             {"optimizer", OptimizerName(spec.optimizer)},
+                             {"staging_slots", spec.staging_slots.value_or(spec.trainable ? 1 : 0)}};
+  if (spec.softcap.has_value()) document["softcap"] = *spec.softcap;
+  return document;
+}
+
+}  // namespace
+
+const char* OptimizerName(const client::Optimizer& optimizer) {
+  if (std::holds_alternative<client::AdamW>(optimizer)) return "adamw";
+  if (std::holds_alternative<client::Sgd>(optimizer)) return "sgd";
+  return "none";
+}
+
+nlohmann::json ToJson(const client::MemoryPlan& plan) {
+  nlohmann::json items = nlohmann::json::array();
+  for (const auto& item : plan.items) items.push_back({{"purpose", item.purpose}, {"bytes", item.bytes}});
+  return {{"items", items},
+          {"total_bytes", plan.total_bytes},
+          {"available_bytes", plan.available_bytes},
+          {"token_chunk_rows", plan.token_chunk_rows}};
+}
+
+nlohmann::json ToJson(const client::HeadInfo& head) {
+  nlohmann::json shards = nlohmann::json::array();
+  for (const auto& shard : head.shards) {
+    shards.push_back({{"vocab_start", shard.vocab_start}, {"vocab_end", shard.vocab_end}, {"device", shard.device}});
+  }
+  nlohmann::json document = {{"name", head.name},
+                             {"spec", SpecToJson(head.spec)},
+                             {"state", client::HeadStateName(head.state)},
+                             {"epoch", FormatHex(head.epoch)},
+                             {"weight_version", head.weight_version},
+                             {"weight_checksum", FormatHex(head.weight_checksum)},
+                             {"open_step", nullptr},
+                             {"shards", shards},
+                             {"memory_plan", ToJson(head.memory_plan)},
+                             {"create_time", absl::FormatTime(absl::FromChrono(head.create_time), absl::UTCTimeZone())}};
+  if (head.open_step.has_value()) document["open_step"] = *head.open_step;
+  return document;
+}
+
+void Output::Print(const std::string& text, const nlohmann::json& document) const {
+  if (json_) {
+    std::cout << document.dump(2) << "\n";
+  } else {
+    std::cout << text;
+  }
+  std::cout.flush();
+}
+
+void Output::Progress(const std::string& line) const {
+  if (!json_) std::cerr << line << "\n";
+}
+
+void Output::PrintError(const absl::Status& status) const {
+  const std::string reason = client::ErrorReason(status);
+  const std::string code = absl::StatusCodeToString(status.code());
+  const std::string hint = HintFor(reason, status.code());
+  std::cerr << "headwaterctl: " << code << (reason.empty() ? "" : absl::StrCat(" / ", reason)) << ": "
+            << std::string(status.message()) << "\n";
+  if (!hint.empty()) std::cerr << "hint: " << hint << "\n";
+  if (json_) {
+    const nlohmann::json error = {{"code", code},
+                                  {"reason", reason},
+                                  {"message", std::string(status.message())},
+                                  {"metadata", client::ErrorMetadata(status)},
+                                  {"hint", hint}};
+    // Text from elsewhere need not be UTF-8; that must not turn an error into a crash.
+    std::cout << nlohmann::json{{"error", error}}.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
+  }
+}
+
+}  // namespace headwater::ctl

@@ -1,0 +1,38 @@
+// Where results and errors go: text for people, or one JSON document with --json.
+#ifndef HEADWATER_CLIENT_CTL_OUTPUT_H_
+#define HEADWATER_CLIENT_CTL_OUTPUT_H_
+
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "absl/status/status.h"
+#include "headwater/client/types.h"
+
+namespace headwater::ctl {
+
+// Prints to stdout; errors also to stderr.
+class Output {
+ public:
+  explicit Output(bool json) : json_(json) {}
+
+  bool json() const { return json_; }
+  // The result of a command: `text` as it is, or `document`.
+  void Print(const std::string& text, const nlohmann::json& document) const;
+  // A line about work under way, on stderr; nothing with --json.
+  void Progress(const std::string& line) const;
+  // Code, reason, message and a hint what to do, on stderr; with --json also {"error": {...}} on stdout.
+  void PrintError(const absl::Status& status) const;
+
+ private:
+  const bool json_;
+};
+
+// A head as JSON: bytes in hexadecimal, sizes as numbers.
+nlohmann::json ToJson(const client::HeadInfo& head);
+nlohmann::json ToJson(const client::MemoryPlan& plan);
+// "adamw", "sgd", "none".
+const char* OptimizerName(const client::Optimizer& optimizer);
+
+}  // namespace headwater::ctl
+
+#endif  // HEADWATER_CLIENT_CTL_OUTPUT_H_

@@ -1,0 +1,47 @@
+// Reads single tensors out of a local safetensors file.
+#ifndef HEADWATER_CLIENT_CTL_SAFETENSORS_FILE_H_
+#define HEADWATER_CLIENT_CTL_SAFETENSORS_FILE_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "headwater/client/tensor.h"
+
+namespace headwater::ctl {
+
+// An open file: 8 bytes of header length, a JSON header, tensor bytes. Move-only; not thread-safe.
+// Format: https://github.com/huggingface/safetensors, "Format".
+class SafetensorsFile {
+ public:
+  struct Entry {
+    client::DataType data_type = client::DataType::kFloat32;
+    std::vector<int64_t> shape;
+    int64_t offset_bytes = 0;  // from the file's beginning
+    int64_t bytes = 0;
+  };
+
+  // NOT_FOUND if the file cannot be opened; DATA_LOSS if header or offsets do not fit the file. Every tensor's bytes lie within the
+  // file afterwards. Tensors of types that heads do not have (integers) are left out.
+  static absl::StatusOr<SafetensorsFile> Open(const std::string& path);
+
+  ~SafetensorsFile();
+  SafetensorsFile(SafetensorsFile&& other) noexcept;
+  SafetensorsFile& operator=(SafetensorsFile&&) = delete;
+
+  const std::map<std::string, Entry>& entries() const { return entries_; }
+  // NOT_FOUND, with the names that there are, if `name` is not among them.
+  absl::StatusOr<client::TensorBuffer> Read(const std::string& name) const;
+
+ private:
+  SafetensorsFile(int descriptor, std::map<std::string, Entry> entries) : descriptor_(descriptor), entries_(std::move(entries)) {}
+
+  int descriptor_ = -1;
+  std::map<std::string, Entry> entries_;
+};
+
+}  // namespace headwater::ctl
+
+#endif  // HEADWATER_CLIENT_CTL_SAFETENSORS_FILE_H_

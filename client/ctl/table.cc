@@ -1,0 +1,63 @@
+#include "client/ctl/table.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_format.h"
+
+namespace headwater::ctl {
+
+std::string FormatBytes(int64_t bytes) {
+  static constexpr const char* kUnits[] = {"KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+  if (bytes < 1024) return absl::StrFormat("%d B", bytes);
+  double value = static_cast<double>(bytes) / 1024;
+  size_t unit = 0;
+  while (value >= 1024 && unit + 1 < std::size(kUnits)) {
+    value /= 1024;
+    ++unit;
+  }
+  return absl::StrFormat("%.1f %s", value, kUnits[unit]);
+}
+
+std::string FormatCount(int64_t count) {
+  const std::string digits = absl::StrFormat("%d", count);
+  const size_t sign = digits[0] == '-' ? 1 : 0;
+  std::string text;
+  for (size_t place = 0; place < digits.size(); ++place) {
+    if (place > sign && (digits.size() - place) % 3 == 0) text += ',';
+    text += digits[place];
+  }
+  return text;
+}
+
+std::string FormatHex(const std::string& bytes) { return absl::BytesToHexString(bytes); }
+
+Table::Table(std::vector<std::string> titles, std::vector<Align> alignment) : alignment_(std::move(alignment)) {
+  if (std::any_of(titles.begin(), titles.end(), [](const std::string& title) { return !title.empty(); })) {
+    rows_.push_back(std::move(titles));
+  }
+}
+
+void Table::AddRow(std::vector<std::string> cells) { rows_.push_back(std::move(cells)); }
+
+std::string Table::ToString() const {
+  std::vector<size_t> widths(alignment_.size());
+  for (const std::vector<std::string>& row : rows_) {
+    for (size_t column = 0; column < widths.size(); ++column) widths[column] = std::max(widths[column], row[column].size());
+  }
+  std::string text;
+  for (const std::vector<std::string>& row : rows_) {
+    std::string line;
+    for (size_t column = 0; column < widths.size(); ++column) {
+      const std::string padding(widths[column] - row[column].size(), ' ');
+      if (column > 0) line += "  ";
+      line += alignment_[column] == Align::kRight ? padding + row[column] : row[column] + padding;
+    }
+    line.erase(line.find_last_not_of(' ') + 1);
+    text += line + "\n";
+  }
+  return text;
+}
+
+}  // namespace headwater::ctl

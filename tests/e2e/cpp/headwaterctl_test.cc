@@ -1,0 +1,208 @@
+// headwaterctl as its user sees it: output, exit codes, errors.
+#include <gtest/gtest.h>
+
+#include <csignal>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "headwater/client/client.h"
+#include "tests/e2e/cpp/server_process.h"
+#include "tests/e2e/cpp/test_tensors.h"
+
+namespace headwater::e2e {
+namespace {
+
+using nlohmann::json;
+
+constexpr int64_t kVocabSize = 101;
+constexpr int64_t kHiddenSize = 12;
+
+// A safetensors file with one float32 tensor.
+std::string SafetensorsBytes(const std::string& name, const std::vector<int64_t>& shape, const std::vector<float>& values) {
+  const json header = {{name, {{"dtype", "F32"}, {"shape", shape}, {"data_offsets", {0, values.size() * 4}}}}};
+  const std::string text = header.dump();
+  std::string bytes(8 + text.size() + values.size() * 4, '\0');
+  const uint64_t length = text.size();
+  std::memcpy(bytes.data(), &length, 8);
+  std::memcpy(bytes.data() + 8, text.data(), text.size());
+  std::memcpy(bytes.data() + 8 + text.size(), values.data(), values.size() * 4);
+  return bytes;
+}
+
+class Headwaterctl : public testing::Test {
+ protected:
+  ProgramResult Run(std::vector<std::string> arguments) const {
+    arguments.insert(arguments.begin(), {HEADWATERCTL, "--server=" + server_.target()});
+    return RunProgram(arguments);
+  }
+
+  json RunJson(std::vector<std::string> arguments, int exit_code = 0) const {
+    arguments.push_back("--json");
+    const ProgramResult result = Run(arguments);
+    EXPECT_EQ(result.exit_code, exit_code) << result.err;
+    json document = json::parse(result.out, nullptr, false);
+    EXPECT_FALSE(document.is_discarded()) << result.out;
+    return document;
+  }
+
+  ServerProcess server_;
+  const std::vector<float> weight_ = RandomFloats(1, kVocabSize* kHiddenSize, 0.5F);
+};
+
+TEST_F(Headwaterctl, HealthTellsByExitCode) {
+  EXPECT_EQ(Run({"health"}).out, "SERVING\n");
+  EXPECT_EQ(Run({"health"}).exit_code, 0);
+  const ProgramResult unknown = Run({"health", "headwater.v1.Nonsense"});
+  EXPECT_EQ(unknown.exit_code, 1);
+  EXPECT_EQ(unknown.out, "SERVICE_UNKNOWN\n");
+  EXPECT_EQ(RunJson({"health"})["status"], "SERVING");
+  server_.process().Signal(SIGKILL);
+  server_.process().Wait();
+  const ProgramResult dead = Run({"health", "--connect_timeout=300ms"});
+  EXPECT_EQ(dead.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(dead.err, "UNAVAILABLE")) << dead.err;
+  EXPECT_TRUE(absl::StrContains(dead.err, "hint: is headwaterd running there?")) << dead.err;
+}
+
+TEST_F(Headwaterctl, InfoPrintsTheServer) {
+  const ProgramResult text = Run({"info"});
+  EXPECT_EQ(text.exit_code, 0) << text.err;
+  for (const char* word : {"version", "engine", "cpu", "LIMIT", "max_message_bytes", "MiB", "features"}) {
+    EXPECT_TRUE(absl::StrContains(text.out, word)) << word << "\n" << text.out;
+  }
+  const json document = RunJson({"info"});
+  EXPECT_EQ(document["engine"], "cpu");
+  EXPECT_GT(document["limits"]["max_heads"], 0);
+  EXPECT_EQ(document["incarnation"].get<std::string>().size(), 32u);
+}
+
+TEST_F(Headwaterctl, PlanAddsUpAndMakesNothing) {
+  const std::vector<std::string> flags = {"plan",        "--vocab_size=50257", "--hidden_size=1000", "--data_type=bfloat16",
+                                          "--trainable", "--optimizer=adamw",  "--staging_slots",    "2"};
+  const json plan = RunJson(flags)["memory_plan"];
+  int64_t sum = 0;
+  for (const json& item : plan["items"]) sum += item["bytes"].get<int64_t>();
+  EXPECT_EQ(plan["total_bytes"], sum);
+  // bf16 weight, fp32 gradient, fp32 master and two moments: at least 18 bytes an element, before the staging slots.
+  EXPECT_GE(sum, int64_t{50257} * 1000 * (18 + 2 * 4));
+  const ProgramResult text = Run(flags);
+  EXPECT_TRUE(absl::StrContains(text.out, "optimizer_state")) << text.out;
+  EXPECT_TRUE(absl::StrContains(text.out, "the head fits")) << text.out;
+  EXPECT_EQ(RunJson({"heads"})["heads"].size(), 0u);
+  const ProgramResult huge = Run({"plan", "--vocab_size=1000000", "--hidden_size=65536", "--data_type=float32"});
+  EXPECT_EQ(huge.exit_code, 1) << huge.out;
+}
+
+TEST_F(Headwaterctl, LoadsFromLocalFileAndSaves) {
+  TemporaryDirectory directory;
+  const std::string path = directory.path() + "/head.safetensors";
+  WriteFile(path, SafetensorsBytes("lm_head.weight", {kVocabSize, kHiddenSize}, weight_));
+  const ProgramResult loaded = Run({"load", "student", path, "--from-file", "--create", "--trainable", "--optimizer=adamw"});
+  ASSERT_EQ(loaded.exit_code, 0) << loaded.err;
+  client::Client client = server_.Connect();
+  client::Head head = Value(client.OpenHead("student"));
+  EXPECT_EQ(head.spec().vocab_size, kVocabSize);
+  EXPECT_TRUE(std::holds_alternative<client::AdamW>(head.spec().optimizer));
+  const client::TensorBuffer weight = Value(head.DownloadWeights());
+  ASSERT_EQ(weight.bytes(), static_cast<int64_t>(weight_.size() * 4));
+  EXPECT_EQ(std::memcmp(weight.data(), weight_.data(), weight_.size() * 4), 0);
+
+  const json heads = RunJson({"heads"})["heads"];
+  ASSERT_EQ(heads.size(), 1u);
+  EXPECT_EQ(heads[0]["state"], "ready");
+  EXPECT_EQ(heads[0]["spec"]["optimizer"], "adamw");
+  const ProgramResult table = Run({"heads"});
+  EXPECT_TRUE(absl::StrContains(table.out, "tenants/default/heads/student  ready")) << table.out;
+
+  EXPECT_EQ(RunJson({"save", "student", "first"})["step"], 0);
+  const ProgramResult again = Run({"save", "student", "first"});
+  EXPECT_EQ(again.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(again.err, "ALREADY_EXISTS / CHECKPOINT_ALREADY_EXISTS")) << again.err;
+  EXPECT_TRUE(absl::StrContains(again.err, "--overwrite")) << again.err;
+  EXPECT_EQ(Run({"save", "student", "first", "--overwrite"}).exit_code, 0);
+
+  WriteFile(path, SafetensorsBytes("lm_head.weight", {kHiddenSize, kVocabSize}, weight_));
+  const ProgramResult transposed = Run({"load", "student", path, "--from-file"});
+  EXPECT_EQ(transposed.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(transposed.err, "[12, 101], the head needs [101, 12]")) << transposed.err;
+}
+
+TEST_F(Headwaterctl, LoadsFromTheServersDisk) {
+  WriteFile(server_.load_root() + "/head.safetensors", SafetensorsBytes("weight", {kVocabSize, kHiddenSize}, weight_));
+  const std::string sizes = absl::StrCat("--vocab_size=", kVocabSize);
+  const std::string hidden = absl::StrCat("--hidden_size=", kHiddenSize);
+  const json head = RunJson({"load", "teacher", "head.safetensors", "--create", sizes, hidden});
+  EXPECT_EQ(head["state"], "ready");
+  EXPECT_EQ(head["spec"]["trainable"], false);
+  const json error = RunJson({"load", "teacher", "nowhere.safetensors"}, 1)["error"];
+  EXPECT_EQ(error["reason"], "WEIGHTS_NOT_FOUND");
+  EXPECT_TRUE(absl::StrContains(error["hint"].get<std::string>(), "--load_root"));
+  EXPECT_EQ(RunJson({"save", "nobody", "x"}, 1)["error"]["reason"], "HEAD_NOT_FOUND");
+}
+
+TEST_F(Headwaterctl, DamagedLocalFilesAreRefused) {
+  TemporaryDirectory directory;
+  const std::string path = directory.path() + "/head.safetensors";
+  const std::string good = SafetensorsBytes("lm_head.weight", {kVocabSize, kHiddenSize}, weight_);
+  const std::vector<std::string> command = {"load", "student", path, "--from-file", "--create"};
+  for (const std::string& bytes :
+       {std::string("short"), good.substr(0, good.size() - 1), std::string(8, '\xff') + good.substr(8), "{" + good}) {
+    WriteFile(path, bytes);
+    const ProgramResult result = Run(command);
+    EXPECT_EQ(result.exit_code, 1);
+    EXPECT_TRUE(absl::StrContains(result.err, "DATA_LOSS")) << result.err;
+  }
+  WriteFile(path, good);
+  const ProgramResult unnamed = Run({"load", "student", path, "--from-file", "--create", "--tensor=other"});
+  EXPECT_TRUE(absl::StrContains(unnamed.err, "no tensor other; it has: lm_head.weight")) << unnamed.err;
+  EXPECT_EQ(RunJson({"heads"})["heads"].size(), 0u);
+}
+
+TEST_F(Headwaterctl, WrongCommandLinesEndWithTwo) {
+  for (const std::vector<std::string>& arguments :
+       std::vector<std::vector<std::string>>{{},
+                                             {"nonsense"},
+                                             {"health", "--nonsense"},
+                                             {"health", "--vocab_size=5"},
+                                             {"save", "student"},
+                                             {"info", "more"},
+                                             {"plan", "--vocab_size=many"},
+                                             {"plan", "--vocab_size"},
+                                             {"plan", "--vocab_size=5"},
+                                             {"plan", "--vocab_size=5", "--hidden_size=4", "--data_type=int8"},
+                                             {"plan", "--vocab_size=5", "--hidden_size=4", "--momentum=0.5"},
+                                             {"load", "a", "b", "--trainable"}}) {
+    const ProgramResult result = Run(arguments);
+    EXPECT_EQ(result.exit_code, 2) << (arguments.empty() ? "" : arguments.back()) << result.err;
+    EXPECT_TRUE(absl::StrContains(result.err, "hint: ")) << result.err;
+  }
+}
+
+TEST_F(Headwaterctl, HelpExplainsEveryCommand) {
+  const ProgramResult general = Run({"help"});
+  EXPECT_EQ(general.exit_code, 0);
+  EXPECT_EQ(Run({"--help"}).out, general.out);
+  for (const std::string command : {"health", "info", "heads", "load", "save", "plan"}) {
+    EXPECT_TRUE(absl::StrContains(general.out, absl::StrCat("  ", command))) << general.out;
+    const ProgramResult help = Run({"help", command});
+    EXPECT_EQ(help.exit_code, 0);
+    EXPECT_TRUE(absl::StrContains(help.out, absl::StrCat("headwaterctl ", command))) << help.out;
+    EXPECT_TRUE(absl::StrContains(help.out, "Exit codes:")) << help.out;
+    EXPECT_EQ(Run({command, "--help"}).out, help.out);
+  }
+}
+
+TEST_F(Headwaterctl, TrainStepExampleRuns) {
+  for (int run = 0; run < 2; ++run) {  // it cleans up behind itself
+    const ProgramResult result = RunProgram({EXAMPLE_TRAIN_STEP, server_.target()});
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    EXPECT_TRUE(absl::StrContains(result.out, "loss after the step: ")) << result.out;
+  }
+}
+
+}  // namespace
+}  // namespace headwater::e2e

@@ -1,0 +1,290 @@
+// The main job through the C++ client and the real server, against double precision; then over a restart.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <csignal>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "headwater/client/client.h"
+#include "tests/e2e/cpp/fp64_head.h"
+#include "tests/e2e/cpp/server_process.h"
+#include "tests/e2e/cpp/test_tensors.h"
+
+namespace headwater::e2e {
+namespace {
+
+using namespace headwater::client;
+
+// Odd sizes, so that nothing fits a vector by accident.
+constexpr int64_t kVocabSize = 211;
+constexpr int64_t kHiddenSize = 23;
+constexpr int64_t kTeacherHiddenSize = 31;
+constexpr int64_t kRows = 37;
+// docs: fp32 tolerances of losses and gradients.
+constexpr double kLossTolerance = 1e-6;
+constexpr double kGradientTolerance = 1e-5;
+
+std::vector<float> Weight(uint32_t seed, int64_t hidden_size) { return RandomFloats(seed, kVocabSize * hidden_size, 0.3F); }
+std::vector<float> Hidden(uint32_t seed, int64_t hidden_size) { return RandomFloats(seed, kRows * hidden_size, 1.0F); }
+std::vector<float> Bias(uint32_t seed) { return RandomFloats(seed, kVocabSize, 0.1F); }
+
+Head MakeHead(Client client, const std::string& name, bool trainable, int64_t hidden_size, uint32_t seed) {
+  HeadSpec spec;
+  spec.vocab_size = kVocabSize;
+  spec.hidden_size = hidden_size;
+  spec.has_bias = true;
+  spec.trainable = trainable;
+  if (trainable) spec.optimizer = AdamW{.weight_decay = 0.1};
+  if (trainable) spec.staging_slots = 2;
+  Head head = Value(client.CreateHead(name, spec));
+  Value(head.UploadWeights(HeadTensor::kWeight, TensorView::Float32(Weight(seed, hidden_size))));
+  const HeadInfo info = Value(head.UploadWeights(HeadTensor::kBias, TensorView::Float32(Bias(seed))));
+  EXPECT_EQ(info.state, HeadState::kReady);
+  return head;
+}
+
+Fp64Head MakeReference(int64_t hidden_size, uint32_t seed) {
+  return Fp64Head(kVocabSize, hidden_size, Weight(seed, hidden_size), Bias(seed));
+}
+
+MicroBatchOptions Submission(int64_t step, int64_t micro_batch) {
+  MicroBatchOptions options;
+  options.step = step;
+  options.micro_batch = micro_batch;
+  return options;
+}
+
+TEST(MainJob, TrainsTwoStepsAsDoublePrecisionDoes) {
+  ServerProcess server({"--shards=3"});
+  // 10 rows a chunk: several chunks up, and the last one is short.
+  Client client = server.Connect({.chunk_bytes = 10 * kHiddenSize * 4});
+  Head student = MakeHead(client, "student", true, kHiddenSize, 1);
+  Head teacher = MakeHead(client, "teacher", false, kTeacherHiddenSize, 2);
+  Fp64Head reference = MakeReference(kHiddenSize, 1);
+  const Fp64Head reference_teacher = MakeReference(kTeacherHiddenSize, 2);
+  const double scale = 1.0 / 100;
+
+  for (int64_t step = 0; step < 2; ++step) {
+    const uint32_t seed = 100 + 10 * static_cast<uint32_t>(step);
+    const std::vector<float> hidden = Hidden(seed, kHiddenSize);
+    const std::vector<float> teacher_hidden = Hidden(seed + 1, kTeacherHiddenSize);
+    std::vector<int32_t> targets = RandomTargets(seed + 2, kRows, kVocabSize);
+    targets[3] = -100;
+    const RowsView rows = RowsView::Float32(hidden, kHiddenSize);
+
+    // Three under way at once: eager cross entropy, explicit cross entropy, eager divergence; a fourth is discarded.
+    MicroBatchOptions eager = Submission(step, 0);
+    eager.loss_scale = scale;
+    eager.outputs = {.loss = true, .lse = true, .target_log_probability = true, .entropy = true, .argmax = true};
+    MicroBatchOptions late = Submission(step, 1);
+    late.loss_scale = scale;
+    late.commit = CommitMode::kExplicit;
+    MicroBatchOptions divergence = Submission(step, 2);
+    divergence.loss_scale = scale;
+    MicroBatchOptions dropped = Submission(step, 3);
+    dropped.commit = CommitMode::kExplicit;
+    JsdOptions jsd;
+    jsd.beta = 0.3;
+    jsd.student_temperature = 1.5;
+    jsd.teacher_temperature = 2.0;
+    Future<LossResult> eager_future = student.CrossEntropy(rows, targets, {}, eager);
+    Future<LossResult> late_future = student.CrossEntropy(rows, targets, {}, late);
+    Future<LossResult> divergence_future =
+        student.Jsd(rows, teacher, RowsView::Float32(teacher_hidden, kTeacherHiddenSize), {}, jsd, divergence);
+    Future<LossResult> dropped_future = student.CrossEntropy(rows, targets, {}, dropped);
+
+    const LossResult eager_result = Value(eager_future.Get());
+    const LossResult late_result = Value(late_future.Get());
+    const LossResult divergence_result = Value(divergence_future.Get());
+    Value(dropped_future.Get());
+    EXPECT_TRUE(Value(student.Discard(step, 3).Get()).dropped);
+    EXPECT_FALSE(Value(student.Commit(step, 1, 0.5).Get()).replayed);
+    EXPECT_TRUE(Value(student.Commit(step, 1, 0.5).Get()).replayed);
+
+    const Fp64Head::Loss eager_expected = reference.CrossEntropy(hidden, targets, scale, 1.0);
+    const Fp64Head::Loss late_expected = reference.CrossEntropy(hidden, targets, scale, 0.5);
+    const Fp64Head::Loss divergence_expected = reference.Jsd(hidden, reference_teacher, teacher_hidden, 0.3, 1.5, 2.0, scale);
+    EXPECT_LE(std::abs(eager_result.loss_sum / eager_expected.sum - 1), kLossTolerance);
+    EXPECT_LE(std::abs(late_result.loss_sum / late_expected.sum - 1), kLossTolerance);
+    EXPECT_LE(std::abs(divergence_result.loss_sum / divergence_expected.sum - 1), kLossTolerance);
+    EXPECT_LE(RelativeError(eager_result.grad_hidden.float32(), eager_expected.grad_hidden), kGradientTolerance);
+    EXPECT_LE(RelativeError(late_result.grad_hidden.float32(), late_expected.grad_hidden), kGradientTolerance);
+    EXPECT_LE(RelativeError(divergence_result.grad_hidden.float32(), divergence_expected.grad_hidden), kGradientTolerance);
+    EXPECT_EQ(eager_result.grad_hidden.shape(), (std::vector<int64_t>{kRows, kHiddenSize}));
+    EXPECT_EQ(eager_result.valid_token_count, kRows - 1);
+    EXPECT_EQ(eager_result.state, ContributionState::kCommitted);
+    EXPECT_EQ(late_result.state, ContributionState::kStaged);
+    EXPECT_EQ(eager_result.step, step);
+    EXPECT_EQ(eager_result.digest.size(), 16u);
+
+    double token_loss_sum = 0;
+    ASSERT_EQ(eager_result.token_loss.size(), static_cast<size_t>(kRows));
+    for (const float loss : eager_result.token_loss) token_loss_sum += loss;
+    EXPECT_LE(std::abs(token_loss_sum / eager_expected.sum - 1), 1e-5);
+    ASSERT_EQ(eager_result.target_log_probability.size(), static_cast<size_t>(kRows));
+    EXPECT_LE(std::abs(eager_result.target_log_probability[0] + eager_result.token_loss[0]), 1e-5);
+    EXPECT_EQ(eager_result.lse.size(), static_cast<size_t>(kRows));
+    EXPECT_EQ(eager_result.entropy.size(), static_cast<size_t>(kRows));
+    ASSERT_EQ(eager_result.argmax.size(), static_cast<size_t>(kRows));
+    EXPECT_EQ(eager_result.argmax[3], -1);
+
+    const SealResult sealed = Value(student.Seal(step, std::vector<int64_t>{2, 0, 1}));
+    EXPECT_EQ(sealed.totals.micro_batch_count, 3);
+    EXPECT_LE(std::abs(sealed.gradient_norm_squared / reference.GradNormSquared() - 1), 2e-5);
+    EXPECT_LE(RelativeError(Value(student.Gradient(step)).float32(), reference.grad_weight()), kGradientTolerance);
+    EXPECT_LE(RelativeError(Value(student.Gradient(step, HeadTensor::kBias)).float32(), reference.grad_bias()), kGradientTolerance);
+    EXPECT_LE(std::abs(Value(student.GradientNorm(step, 2.0)).gradient_norm_squared / (4 * reference.GradNormSquared()) - 1), 2e-5);
+
+    const double norm = std::sqrt(reference.GradNormSquared());
+    const ApplyOptions apply = {.learning_rate = 0.01, .max_grad_norm = norm / 2};
+    const ApplyResult applied = Value(student.Apply(step, apply));
+    EXPECT_EQ(applied.open_step, step + 1);
+    EXPECT_LE(std::abs(applied.global_grad_norm / norm - 1), 1e-5);
+    EXPECT_LE(std::abs(applied.clip_factor - 0.5), 1e-5);
+    EXPECT_TRUE(Value(student.Apply(step, apply)).replayed);
+    reference.Apply(0.01, 0.1, norm / 2);
+    EXPECT_LE(RelativeError(Value(student.DownloadWeights()).float32(), reference.weight()), kGradientTolerance);
+    EXPECT_LE(RelativeError(Value(student.DownloadWeights(HeadTensor::kBias)).float32(), reference.bias()), kGradientTolerance);
+  }
+  const StepStates states = Value(student.GetStep());
+  EXPECT_EQ(states.open.step, 2);
+  EXPECT_EQ(states.open.state, StepState::kOpen);
+  ASSERT_TRUE(states.last_closed.has_value());
+  EXPECT_EQ(states.last_closed->state, StepState::kApplied);
+}
+
+TEST(MainJob, SavedHeadComesBackAfterRestart) {
+  ServerProcess server;
+  std::vector<float> weight_before;
+  {
+    Client client = server.Connect();
+    Head head = MakeHead(client, "student", true, kHiddenSize, 3);
+    const std::vector<float> hidden = Hidden(4, kHiddenSize);
+    Value(
+        head.CrossEntropy(RowsView::Float32(hidden, kHiddenSize), RandomTargets(5, kRows, kVocabSize), {}, Submission(0, 0)).Get());
+    Value(head.Apply(0, {.learning_rate = 0.01, .expected = 1}));
+    const SaveResult saved = Value(head.Save("step-1"));
+    EXPECT_EQ(saved.step, 1);
+    EXPECT_EQ(ErrorReason(head.Save("step-1").status()), "CHECKPOINT_ALREADY_EXISTS");
+    EXPECT_TRUE(head.Save("step-1", /*overwrite=*/true).ok());
+    const TensorBuffer weight = Value(head.DownloadWeights());
+    weight_before.assign(weight.float32().begin(), weight.float32().end());
+  }
+  server.process().Signal(SIGTERM);
+  EXPECT_EQ(server.process().Wait(), 0) << server.log();
+  server.Start();
+
+  Client client = server.Connect();
+  Head head = MakeHead(client, "restored", true, kHiddenSize, 6);
+  EXPECT_EQ(ErrorReason(head.Restore("step-1").status()), "CHECKPOINT_NOT_FOUND");
+  ASSERT_TRUE(head.Delete().ok());
+  // A checkpoint belongs to its head's name.
+  if (absl::StatusOr<Head> there = client.OpenHead("student"); there.ok()) {
+    head = *there;
+  } else {
+    head = MakeHead(client, "student", true, kHiddenSize, 6);
+  }
+  const std::string epoch_before = head.epoch();
+  const HeadInfo restored = Value(head.Restore("step-1"));
+  EXPECT_EQ(restored.open_step, 1);
+  EXPECT_NE(head.epoch(), epoch_before);
+  const TensorBuffer weight = Value(head.DownloadWeights());
+  ASSERT_EQ(weight.element_count(), static_cast<int64_t>(weight_before.size()));
+  EXPECT_EQ(std::memcmp(weight.data(), weight_before.data(), weight_before.size() * sizeof(float)), 0);
+}
+
+TEST(MainJob, ManyFuturesInFlightEqualOneBigMicroBatch) {
+  ServerProcess server;
+  Client client = server.Connect();
+  Head head = MakeHead(client, "student", true, kHiddenSize, 7);
+  constexpr int64_t kMicroBatches = 24;
+  std::vector<std::vector<float>> hidden;
+  std::vector<std::vector<int32_t>> targets;
+  std::vector<std::vector<float>> grads(kMicroBatches, std::vector<float>(kRows * kHiddenSize));
+  std::vector<Future<LossResult>> futures;
+  Fp64Head reference = MakeReference(kHiddenSize, 7);
+  for (uint32_t i = 0; i < kMicroBatches; ++i) {
+    hidden.push_back(Hidden(50 + i, kHiddenSize));
+    targets.push_back(RandomTargets(90 + i, kRows, kVocabSize));
+  }
+  for (int64_t i = 0; i < kMicroBatches; ++i) {
+    MicroBatchOptions options = Submission(0, i);
+    options.grad_hidden = {reinterpret_cast<unsigned char*>(grads[i].data()), grads[i].size() * sizeof(float)};
+    futures.push_back(head.CrossEntropy(RowsView::Float32(hidden[i], kHiddenSize), targets[i], {}, options));
+  }
+  for (int64_t i = 0; i < kMicroBatches; ++i) {
+    const LossResult result = Value(futures[i].Get());
+    EXPECT_TRUE(result.grad_hidden.empty());  // it went to the caller's memory
+    const Fp64Head::Loss expected = reference.CrossEntropy(hidden[i], targets[i], 1.0, 1.0);
+    EXPECT_LE(std::abs(result.loss_sum / expected.sum - 1), kLossTolerance);
+    EXPECT_LE(RelativeError(grads[i], expected.grad_hidden), kGradientTolerance);
+  }
+  EXPECT_EQ(Value(head.Seal(0, kMicroBatches)).totals.micro_batch_count, kMicroBatches);
+  EXPECT_LE(RelativeError(Value(head.Gradient(0)).float32(), reference.grad_weight()), kGradientTolerance);
+  EXPECT_EQ(Value(head.DiscardGradient(0)).open_step, 1);
+}
+
+TEST(MainJob, FrozenHeadAndForwardOnlyAddNothing) {
+  ServerProcess server;
+  Client client = server.Connect();
+  Head frozen = MakeHead(client, "frozen", false, kHiddenSize, 8);
+  Fp64Head reference = MakeReference(kHiddenSize, 8);
+  const std::vector<float> hidden = Hidden(9, kHiddenSize);
+  const std::vector<int32_t> targets = RandomTargets(10, kRows, kVocabSize);
+  const RowsView rows = RowsView::Float32(hidden, kHiddenSize);
+  const Fp64Head::Loss expected = reference.CrossEntropy(hidden, targets, 1.0, 1.0);
+  const LossResult backward = Value(frozen.CrossEntropy(rows, targets, {}, {}).Get());
+  EXPECT_EQ(backward.state, ContributionState::kNone);
+  EXPECT_LE(RelativeError(backward.grad_hidden.float32(), expected.grad_hidden), kGradientTolerance);
+  const LossResult forward = Value(frozen.CrossEntropy(rows, targets, {}, {.forward_only = true}).Get());
+  EXPECT_TRUE(forward.grad_hidden.empty());
+  EXPECT_LE(std::abs(forward.loss_sum / expected.sum - 1), kLossTolerance);
+  const LossResult nothing = Value(frozen.CrossEntropy(RowsView::Float32({}, kHiddenSize), {}, {}, {}).Get());
+  EXPECT_EQ(nothing.valid_token_count, 0);
+  EXPECT_EQ(nothing.loss_sum, 0);
+}
+
+TEST(MainJob, HalfPrecisionRowsAndWeights) {
+  ServerProcess server;
+  Client client = server.Connect();
+  HeadSpec spec;
+  spec.vocab_size = kVocabSize;
+  spec.hidden_size = kHiddenSize;
+  spec.data_type = DataType::kBFloat16;
+  Head head = Value(client.CreateHead("bfloat16", spec));
+  // Values that bfloat16 holds exactly: the upper half of the float is the number.
+  const auto to_bits = [](std::vector<float>& values) {
+    std::vector<uint16_t> bits;
+    for (float& value : values) {
+      uint32_t word;
+      std::memcpy(&word, &value, 4);
+      word &= 0xffff0000U;
+      std::memcpy(&value, &word, 4);
+      bits.push_back(static_cast<uint16_t>(word >> 16));
+    }
+    return bits;
+  };
+  std::vector<float> weight = Weight(11, kHiddenSize);
+  std::vector<float> hidden = Hidden(12, kHiddenSize);
+  const std::vector<uint16_t> weight_bits = to_bits(weight);
+  const std::vector<uint16_t> hidden_bits = to_bits(hidden);
+  const HeadInfo info = Value(head.UploadWeights(HeadTensor::kWeight, TensorView::BFloat16(weight_bits)));
+  EXPECT_EQ(info.weight_checksum.size(), 16u);
+  const TensorBuffer downloaded = Value(head.DownloadWeights());
+  EXPECT_EQ(std::memcmp(downloaded.data(), weight_bits.data(), weight_bits.size() * 2), 0);
+
+  Fp64Head reference(kVocabSize, kHiddenSize, weight, std::vector<float>(kVocabSize));
+  const std::vector<int32_t> targets = RandomTargets(13, kRows, kVocabSize);
+  const Fp64Head::Loss expected = reference.CrossEntropy(hidden, targets, 1.0, 1.0);
+  const LossResult result = Value(
+      head.CrossEntropy(RowsView::BFloat16(hidden_bits, kHiddenSize), targets, {}, {.grad_hidden_data_type = DataType::kFloat32})
+          .Get());
+  EXPECT_LE(std::abs(result.loss_sum / expected.sum - 1), 1e-5);
+  EXPECT_LE(RelativeError(result.grad_hidden.float32(), expected.grad_hidden),
+            1e-2);  // bfloat16's rounding of the logits' gradient
+}
+
+}  // namespace
+}  // namespace headwater::e2e

@@ -1,0 +1,52 @@
+#include "tests/e2e/cpp/server_process.h"
+
+#include <chrono>
+#include <cstdlib>
+#include <filesystem>
+#include <iostream>
+#include <thread>
+#include <utility>
+
+namespace headwater::e2e {
+
+ServerProcess::ServerProcess(std::vector<std::string> flags) : flags_(std::move(flags)) {
+  std::filesystem::create_directory(load_root());
+  Start();
+}
+
+void ServerProcess::Start() {
+  const std::string port_file = directory_.path() + "/port";
+  std::filesystem::remove(port_file);
+  std::filesystem::remove(directory_.path() + "/socket");
+  std::vector<std::string> arguments = {HEADWATERD,
+                                        "--listen_addresses=" + target(),
+                                        "--port_file=" + port_file,
+                                        "--metrics_address=",
+                                        "--checkpoint_directory=" + directory_.path() + "/checkpoints",
+                                        "--load_root=" + load_root(),
+                                        "--engine=cpu",
+                                        "--threads=2",
+                                        "--drain_timeout=5s",
+                                        "--log_level=warning"};
+  arguments.insert(arguments.end(), flags_.begin(), flags_.end());
+  process_ = std::make_unique<ChildProcess>(arguments, directory_.path() + "/stdout", directory_.path() + "/stderr");
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (!std::filesystem::exists(port_file)) {
+    if (!process_->Running() || std::chrono::steady_clock::now() > deadline) {
+      std::cerr << "headwaterd did not start:\n" << log();
+      std::abort();
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+}
+
+client::Client ServerProcess::Connect(const client::ClientOptions& options) const {
+  absl::StatusOr<client::Client> client = client::Client::Connect(target(), options);
+  if (!client.ok()) {
+    std::cerr << client.status() << "\n" << log();
+    std::abort();
+  }
+  return *std::move(client);
+}
+
+}  // namespace headwater::e2e

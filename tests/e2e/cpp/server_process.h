@@ -1,0 +1,38 @@
+// ServerProcess: the real headwaterd on a Unix socket in a temporary directory.
+#ifndef HEADWATER_TESTS_E2E_CPP_SERVER_PROCESS_H_
+#define HEADWATER_TESTS_E2E_CPP_SERVER_PROCESS_H_
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "headwater/client/client.h"
+#include "tests/e2e/cpp/child_process.h"
+
+namespace headwater::e2e {
+
+class ServerProcess {
+ public:
+  // Starts it and waits until it says where it listens. `flags` come behind the ones for sockets and directories.
+  explicit ServerProcess(std::vector<std::string> flags = {});
+
+  // `unix:PATH`.
+  std::string target() const { return "unix:" + directory_.path() + "/socket"; }
+  std::string load_root() const { return directory_.path() + "/load"; }
+  std::string log() const { return ReadFile(directory_.path() + "/stderr"); }
+  ChildProcess& process() { return *process_; }
+
+  // Starts it again in the same directory, after its end.
+  void Start();
+  // A connection; ends the test program if there is none.
+  client::Client Connect(const client::ClientOptions& options = {}) const;
+
+ private:
+  TemporaryDirectory directory_;
+  std::vector<std::string> flags_;
+  std::unique_ptr<ChildProcess> process_;
+};
+
+}  // namespace headwater::e2e
+
+#endif  // HEADWATER_TESTS_E2E_CPP_SERVER_PROCESS_H_
