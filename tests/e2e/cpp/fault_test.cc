@@ -33,7 +33,9 @@ MicroBatchOptions Submission(int64_t step, int64_t micro_batch) {
 
 class Fault : public testing::Test {
  protected:
-  Fault() : server_({"--max_micro_batch_rows=200000", "--max_message_bytes=33554432"}), client_(server_.Connect({.connect_timeout = seconds(20)})) {
+  Fault()
+      : server_({"--max_micro_batch_rows=200000", "--max_message_bytes=33554432"}),
+        client_(server_.Connect({.connect_timeout = seconds(20)})) {
     HeadSpec spec;
     spec.vocab_size = kVocabSize;
     spec.hidden_size = kHiddenSize;
