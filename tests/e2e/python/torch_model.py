@@ -37,7 +37,7 @@ class Problem:
         hidden = self.inputs.double() @ parameters[0].T
         value = objective(hidden, hidden @ parameters[1].T + parameters[2])
         value.backward()
-        return [parameter.grad for parameter in parameters], float(value)
+        return [parameter.grad for parameter in parameters], value.item()
 
 
 def relative(actual, expected):
