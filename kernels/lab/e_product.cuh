@@ -101,9 +101,6 @@ struct EProductEpilogue {
                                              const EpiloguePosition& position) {
     float sum[2] = {0.0f, 0.0f};
     float largest[2] = {-INFINITY, -INFINITY};
-    // Lane l stores row l % 8 of matrix l / 8: matrices 0 and 2 hold rows 0-7, 1 and 3 rows 8-15; 2 and 3 the next eight columns.
-    const int32_t store_row = position.lane % 8 + 8 * (position.lane / 8 % 2);
-    const int32_t store_column = position.lane / 16;
 #pragma unroll
     for (int block = 0; block < kAccumulators / 32; ++block) {
       const int first = 64 * block;
@@ -115,21 +112,7 @@ struct EProductEpilogue {
       } else {
         Block<false>(accumulators + 32 * block, first, rows, params, position, packed, sum, largest);
       }
-      // The store before last has been read, so its box is free again.
-      if (position.lane == 0) StoreWaitRead<1>();
-      __syncwarp();
-      const uint32_t box = position.staging + (block % 2) * (kStagingBytes / 2);
-#pragma unroll
-      for (int j = 0; j < 8; j += 2) {
-        const uint32_t address = box + store_row * 128 + (((j + store_column) ^ (store_row % 8)) << 4);
-        StoreMatrix4(address, packed[2 * j], packed[2 * j + 1], packed[2 * j + 2], packed[2 * j + 3]);
-      }
-      FenceProxyAsync();
-      __syncwarp();
-      if (position.lane == 0) {
-        TensorStore(position.map_c, box, position.column + first, position.row, position.policy_c);
-        StoreCommit();
-      }
+      StoreBf16Block(position, block, packed);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

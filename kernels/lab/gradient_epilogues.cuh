@@ -121,8 +121,6 @@ struct GradHiddenEpilogue {
   template <int kAccumulators>
   static __device__ __forceinline__ void Run(float (&accumulators)[kAccumulators], const Rows& rows, const Params& params,
                                              const EpiloguePosition& position) {
-    const int32_t store_row = position.lane % 8 + 8 * (position.lane / 8 % 2);
-    const int32_t store_column = position.lane / 16;
 #pragma unroll
     for (int block = 0; block < kAccumulators / 32; ++block) {
       uint32_t packed[16];
@@ -142,20 +140,7 @@ struct GradHiddenEpilogue {
                                           fmaf(rows.row_factor[half], value[1], -rows.target_factor[half] * __high2float(weight)));
         }
       }
-      if (position.lane == 0) StoreWaitRead<1>();
-      __syncwarp();
-      const uint32_t box = position.staging + (block % 2) * (kStagingBytes / 2);
-#pragma unroll
-      for (int j = 0; j < 8; j += 2) {
-        const uint32_t address = box + store_row * 128 + (((j + store_column) ^ (store_row % 8)) << 4);
-        StoreMatrix4(address, packed[2 * j], packed[2 * j + 1], packed[2 * j + 2], packed[2 * j + 3]);
-      }
-      FenceProxyAsync();
-      __syncwarp();
-      if (position.lane == 0) {
-        TensorStore(position.map_c, box, position.column + 64 * block, position.row, position.policy_c);
-        StoreCommit();
-      }
+      StoreBf16Block(position, block, packed);
     }
   }
 };

@@ -93,6 +93,28 @@ struct EpiloguePosition {
   int32_t n;
 };
 
+// Stores columns [64 block, 64 block + 64) of this warp's 16 rows as bf16; packed[2 j + h] holds columns 8 j + 2 (lane % 4) + {0,
+// 1} of row lane / 4 + 8 h. Through the warp's two boxes in turn, so that one is filled while the copy engine reads the other.
+__device__ __forceinline__ void StoreBf16Block(const EpiloguePosition& position, int block, const uint32_t (&packed)[16]) {
+  // The store before last has been read, so its box is free again.
+  if (position.lane == 0) StoreWaitRead<1>();
+  __syncwarp();
+  const uint32_t box = position.staging + (block % 2) * (kStagingBytes / 2);
+  // Lane l stores row l % 8 of matrix l / 8: matrices 0 and 2 hold rows 0-7, 1 and 3 rows 8-15; 2 and 3 the next eight columns.
+  const int32_t row = position.lane % 8 + 8 * (position.lane / 8 % 2);
+#pragma unroll
+  for (int j = 0; j < 8; j += 2) {
+    const uint32_t address = box + row * 128 + (((j + position.lane / 16) ^ (row % 8)) << 4);
+    StoreMatrix4(address, packed[2 * j], packed[2 * j + 1], packed[2 * j + 2], packed[2 * j + 3]);
+  }
+  FenceProxyAsync();
+  __syncwarp();
+  if (position.lane == 0) {
+    TensorStore(position.map_c, box, position.column + 64 * block, position.row, position.policy_c);
+    StoreCommit();
+  }
+}
+
 // Cluster tile number -> (cluster row, column tile), rows fastest within a group.
 struct TileRaster {
   int32_t cluster_rows;
