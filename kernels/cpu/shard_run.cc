@@ -47,8 +47,7 @@ absl::Status ShardRun::RunChunk(const Chunk& chunk) {
     grad_hidden_ = first.Workspace<float>(first.layout.grad_hidden);
     std::memset(grad_hidden_, 0, chunk.batch_rows.size() * static_cast<size_t>(first.hidden_size) * sizeof(float));
   }
-  for (const TermChunk& planned : chunk.terms) {
-    TermChunk part = planned;
+  for (const TermChunk& part : chunk.terms) {
     bool wide = plan_.terms[part.term].jsd != nullptr;
     if (!wide) {
       Work work = MakeWork(part, 0, static_cast<int64_t>(part.rows.size()), chunk.backward);
@@ -63,7 +62,7 @@ absl::Status ShardRun::RunChunk(const Chunk& chunk) {
   return grad_hidden_ != nullptr ? WriteGradHidden(chunk) : absl::OkStatus();
 }
 
-ShardRun::Work ShardRun::MakeWork(TermChunk& chunk, int64_t start, int64_t count, bool backward) {
+ShardRun::Work ShardRun::MakeWork(const TermChunk& chunk, int64_t start, int64_t count, bool backward) {
   TermPlan& term = plan_.terms[chunk.term];
   const HeadShard& shard = term.head->shard(rank());
   const HeadPlan& head_plan = term.head->cpu_plan();

@@ -90,7 +90,7 @@ class ShardRun {
   };
 
   int32_t rank() const { return context_.rank; }
-  Work MakeWork(TermChunk& chunk, int64_t start, int64_t count, bool backward);
+  Work MakeWork(const TermChunk& chunk, int64_t start, int64_t count, bool backward);
   // Memory for a gradient of the logits and for hidden rows: the slot of a contribution that keeps them, else the workspace.
   void PlaceBuffers(Work* work, int64_t gradient_offset);
   void GatherHidden(Work* work);
@@ -98,7 +98,7 @@ class ShardRun {
   absl::Status RunChunk(const Chunk& chunk);
   // Narrow form. *needs_wide is set, and nothing written, if its logits are not exact enough.
   absl::Status RunNarrow(Work* work, bool* needs_wide);
-  absl::Status RunWide(TermChunk& chunk, bool backward);
+  absl::Status RunWide(const TermChunk& chunk, bool backward);
   absl::Status RunWideRows(Work* work);
 
   // narrow

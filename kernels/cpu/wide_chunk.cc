@@ -14,7 +14,7 @@
 
 namespace headwater::cpu {
 
-absl::Status ShardRun::RunWide(TermChunk& chunk, bool backward) {
+absl::Status ShardRun::RunWide(const TermChunk& chunk, bool backward) {
   const TermPlan& term = plan_.terms[chunk.term];
   int64_t max_rows = term.head->cpu_plan().wide_rows;
   if (term.teacher != nullptr) max_rows = std::min(max_rows, term.teacher->cpu_plan().wide_rows);
