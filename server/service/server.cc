@@ -1,5 +1,6 @@
 #include "server/service/server.h"
 
+#include <grpc/grpc.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
@@ -83,6 +84,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   state->head_service = std::make_unique<HeadServiceImpl>(*state->core);
   state->session_service = std::make_unique<SessionServiceImpl>(*state->core);
 
+  // Once, and never undone: when the last user of gRPC goes, the library's own shutdown can wait 10 s for its background poller.
+  static const bool grpc_stays = (grpc_init(), true);
+  static_cast<void>(grpc_stays);
   grpc::EnableDefaultHealthCheckService(true);
   // The reference keeps the linker from dropping the library; the option takes the plugin out again.
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();

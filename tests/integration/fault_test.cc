@@ -211,8 +211,10 @@ TEST(Faults, TheClientThatTakesNothingIsCutOff) {
   const TestHead head = server.MakeHead("h", SmallSpec(13, 64));
   constexpr int64_t kRows = 1 << 15;  // 8 MiB of grad_hidden: far more than flow control lets through unread
   const v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, std::vector<int32_t>(kRows, 1));
+  // Its own connection: what it leaves unread holds up everything else on the one that it shares.
+  const auto stub = v1::LossService::NewStub(server.NewChannel());
   grpc::ClientContext context;
-  const auto stream = server.loss().ComputeLoss(&context);
+  const auto stream = stub->ComputeLoss(&context);
   v1::ComputeLossRequest request;
   *request.mutable_header() = header;
   stream->Write(request);
