@@ -22,10 +22,10 @@ extern "C" {
 #define HW_API __attribute__((visibility("default")))
 #define HW_ABI_VERSION 1
 
-typedef struct hw_engine hw_engine;   /* a LossEngine */
-typedef struct hw_head hw_head;       /* an EngineHead */
-typedef struct hw_staged hw_staged;   /* a StagedContribution */
-typedef struct hw_error hw_error;     /* a status that is not OK */
+typedef struct hw_engine hw_engine; /* a LossEngine */
+typedef struct hw_head hw_head;     /* an EngineHead */
+typedef struct hw_staged hw_staged; /* a StagedContribution */
+typedef struct hw_error hw_error;   /* a status that is not OK */
 
 /* HW_ABI_VERSION of the library; refuse to go on if it differs from the header's. */
 HW_API int32_t hw_abi_version(void);
@@ -43,13 +43,13 @@ HW_API void hw_error_free(hw_error* error);
 /* EngineOptions; 0 is the engine's default everywhere. */
 typedef struct hw_engine_options {
   int64_t struct_bytes;
-  const char* engine;            /* "cpu" or NULL */
-  int32_t shard_count;           /* 0: 1 */
+  const char* engine;  /* "cpu" or NULL */
+  int32_t shard_count; /* 0: 1 */
   int32_t thread_count;
   int64_t memory_budget_bytes;
   int64_t workspace_bytes;
   int64_t token_chunk_rows;
-  const int64_t* shard_weights;  /* shard_count relative sizes, or NULL: even */
+  const int64_t* shard_weights; /* shard_count relative sizes, or NULL: even */
 } hw_engine_options;
 
 HW_API hw_error* hw_engine_create(const hw_engine_options* options, hw_engine** out);
@@ -63,7 +63,7 @@ HW_API void hw_engine_destroy(hw_engine* engine);
 /* OptimizerSpec. */
 typedef struct hw_optimizer_spec {
   int64_t struct_bytes;
-  int32_t kind;        /* HW_OPTIMIZER_* */
+  int32_t kind; /* HW_OPTIMIZER_* */
   int32_t nesterov;
   double beta1, beta2, epsilon;
   double momentum, dampening;
@@ -75,11 +75,11 @@ typedef struct hw_head_spec {
   int64_t struct_bytes;
   int64_t vocab_size;
   int64_t hidden_size;
-  int32_t data_type;         /* 1 float32, 2 bfloat16, 3 float16 */
+  int32_t data_type; /* 1 float32, 2 bfloat16, 3 float16 */
   int32_t has_bias;
-  double logit_scale;        /* 1 for none */
-  double softcap;            /* 0: none */
-  int64_t valid_vocab_size;  /* 0: vocab_size */
+  double logit_scale;       /* 1 for none */
+  double softcap;           /* 0: none */
+  int64_t valid_vocab_size; /* 0: vocab_size */
   int32_t trainable;
   int32_t staging_slots;
   hw_optimizer_spec optimizer;
@@ -118,8 +118,8 @@ typedef struct hw_cross_entropy {
   int64_t struct_bytes;
   double label_smoothing;
   double z_loss;
-  const float* class_weights;  /* [class_weight_count], or NULL */
-  int64_t class_weight_count;  /* valid_vocab_size, or vocab_size (the rest is not looked at); 0 with NULL */
+  const float* class_weights; /* [class_weight_count], or NULL */
+  int64_t class_weight_count; /* valid_vocab_size, or vocab_size (the rest is not looked at); 0 with NULL */
 } hw_cross_entropy;
 
 /* JsdSpec. */
@@ -140,16 +140,16 @@ typedef struct hw_loss_term {
   hw_head* head;
   int64_t row_start;
   int64_t row_count;
-  const int32_t* targets;        /* [row_count], or NULL */
-  const float* token_weights;    /* [row_count], or NULL */
+  const int32_t* targets;     /* [row_count], or NULL */
+  const float* token_weights; /* [row_count], or NULL */
   int32_t ignore_index;
   int32_t teacher_data_type;
   double loss_scale;
   const hw_cross_entropy* cross_entropy;
   const hw_jsd* jsd;
   hw_head* teacher_head;
-  const void* teacher_hidden;    /* [row_count, teacher's hidden_size] */
-  float* token_loss;             /* outputs, [row_count] or NULL */
+  const void* teacher_hidden; /* [row_count, teacher's hidden_size] */
+  float* token_loss;          /* outputs, [row_count] or NULL */
   float* lse;
   float* target_log_probability;
   float* entropy;
@@ -163,16 +163,16 @@ typedef struct hw_loss_term {
 /* MicroBatch. */
 typedef struct hw_micro_batch {
   int64_t struct_bytes;
-  const void* hidden;            /* [row_count, hidden_size] */
+  const void* hidden; /* [row_count, hidden_size] */
   int64_t row_count;
   int64_t hidden_size;
   int32_t hidden_data_type;
   int32_t backward;
   const hw_loss_term* terms;
   int64_t term_count;
-  void* grad_hidden;             /* [row_count, hidden_size], or NULL */
+  void* grad_hidden; /* [row_count, hidden_size], or NULL */
   int32_t grad_hidden_data_type;
-  int32_t grad_weight;           /* HW_GRAD_WEIGHT_* */
+  int32_t grad_weight; /* HW_GRAD_WEIGHT_* */
   double grad_hidden_scale;
   int32_t refuse_non_finite;
   int32_t reserved;

@@ -52,13 +52,13 @@ struct LossTerm {
   EngineHead* head = nullptr;
   int64_t row_start = 0;
   int64_t row_count = 0;
-  absl::Span<const int32_t> targets;      // [row_count]; may be empty for JSD without hard loss: then no row is ignored
+  absl::Span<const int32_t> targets;  // [row_count]; may be empty for JSD without hard loss: then no row is ignored
   int32_t ignore_index = kDefaultIgnoreIndex;
   absl::Span<const float> token_weights;  // [row_count], or empty: all 1
   double loss_scale = 1.0;
   std::variant<CrossEntropySpec, JsdSpec> loss;
-  EngineHead* teacher_head = nullptr;     // JSD only
-  RowsView teacher_hidden;                // JSD only: [row_count, teacher_head's hidden_size]
+  EngineHead* teacher_head = nullptr;  // JSD only
+  RowsView teacher_hidden;             // JSD only: [row_count, teacher_head's hidden_size]
 
   // Per-token outputs, [row_count] each, or null if not asked for. Ignored rows get 0, argmax -1;
   // without targets, target_log_probability is 0.
@@ -165,12 +165,12 @@ class EngineHead {
 
 // How an engine is set up; from flags.
 struct EngineOptions {
-  int32_t shard_count = 1;               // >= 1; a head with fewer rows gets as many shards as it has rows
-  std::vector<int64_t> shard_weights;    // relative sizes of the shards (> 0), for uneven splits; empty: even
-  int64_t memory_budget_bytes = 0;       // for all heads; 0: 80 % of the device's memory (of the cgroup's limit on the CPU)
-  int64_t workspace_bytes = 0;           // for each shard group; 0: the engine's default. The largest token chunk follows from it
-  int64_t token_chunk_rows = 0;          // 0: from the workspace; else exactly this many rows at once (tests)
-  int32_t thread_count = 0;              // CPU threads over all shards; 0: the cores this process may use
+  int32_t shard_count = 1;             // >= 1; a head with fewer rows gets as many shards as it has rows
+  std::vector<int64_t> shard_weights;  // relative sizes of the shards (> 0), for uneven splits; empty: even
+  int64_t memory_budget_bytes = 0;     // for all heads; 0: 80 % of the device's memory (of the cgroup's limit on the CPU)
+  int64_t workspace_bytes = 0;         // for each shard group; 0: the engine's default. The largest token chunk follows from it
+  int64_t token_chunk_rows = 0;        // 0: from the workspace; else exactly this many rows at once (tests)
+  int32_t thread_count = 0;            // CPU threads over all shards; 0: the cores this process may use
 };
 
 // Where heads live.

@@ -31,9 +31,9 @@ inline constexpr int32_t kDefaultIgnoreIndex = -100;
 // z = softcap * tanh(logit_scale * (x . weight^T + bias) / softcap), or its argument without softcap; columns from
 // valid_vocab_size on are -inf after the softcap.
 struct LogitTransform {
-  double logit_scale = 1.0;        // finite, not 0
-  std::optional<double> softcap;   // > 0
-  int64_t valid_vocab_size = 0;    // in [1, vocab_size]; never left 0 in a HeadSpec that reaches the engine
+  double logit_scale = 1.0;       // finite, not 0
+  std::optional<double> softcap;  // > 0
+  int64_t valid_vocab_size = 0;   // in [1, vocab_size]; never left 0 in a HeadSpec that reaches the engine
   bool operator==(const LogitTransform&) const = default;
 };
 
@@ -66,8 +66,8 @@ struct HeadSpec {
   bool has_bias = false;
   LogitTransform transform;
   bool trainable = false;
-  OptimizerSpec optimizer;      // monostate unless trainable
-  int32_t staging_slots = 0;    // 0 unless trainable
+  OptimizerSpec optimizer;    // monostate unless trainable
+  int32_t staging_slots = 0;  // 0 unless trainable
   int64_t initial_step = 0;
   bool operator==(const HeadSpec&) const = default;
 };
@@ -92,15 +92,15 @@ struct JsdSpec {
 
 // A tensor of a head that can be read or written.
 enum class HeadTensor : int32_t {
-  kWeight = 1,        // [vocab_size, hidden_size], storage type
-  kBias = 2,          // [vocab_size], storage type
-  kMasterWeight = 3,  // fp32; the stored weight itself where there is no separate master
-  kMasterBias = 4,    // fp32
-  kGradWeight = 5,    // [vocab_size, hidden_size] fp32, the accumulator
-  kGradBias = 6,      // [vocab_size] fp32
-  kMoment1Weight = 7, // fp32: AdamW's first moment, or SGD's momentum buffer
+  kWeight = 1,         // [vocab_size, hidden_size], storage type
+  kBias = 2,           // [vocab_size], storage type
+  kMasterWeight = 3,   // fp32; the stored weight itself where there is no separate master
+  kMasterBias = 4,     // fp32
+  kGradWeight = 5,     // [vocab_size, hidden_size] fp32, the accumulator
+  kGradBias = 6,       // [vocab_size] fp32
+  kMoment1Weight = 7,  // fp32: AdamW's first moment, or SGD's momentum buffer
   kMoment1Bias = 8,
-  kMoment2Weight = 9, // fp32: AdamW's second moment
+  kMoment2Weight = 9,  // fp32: AdamW's second moment
   kMoment2Bias = 10,
 };
 
@@ -117,7 +117,7 @@ struct VocabShard {
 // What a head takes, by purpose. Filled in by LossEngine::PlanHead() without allocating.
 struct MemoryPlan {
   struct Item {
-    std::string purpose;  // "weight", "bias", "grad_weight", "grad_bias", "master_weight", "optimizer_state", "staging", "workspace"
+    std::string purpose;  // weight, bias, grad_weight, grad_bias, master_weight, optimizer_state, staging or workspace
     int64_t bytes = 0;    // over all shards
   };
   std::vector<Item> items;
