@@ -102,9 +102,11 @@ std::string DescribeFlags(const std::vector<std::string>& names) {
   Table table({"", "", ""}, {Table::Align::kLeft, Table::Align::kLeft, Table::Align::kLeft});
   for (const std::string& name : names) {
     const absl::CommandLineFlag* flag = absl::FindCommandLineFlag(name);
+    const std::string help = flag->Help();
     const std::string default_value = flag->DefaultValue();
-    table.AddRow({"", absl::StrCat("--", name),
-                  absl::StrCat(flag->Help(), default_value.empty() ? "" : absl::StrCat(" (default: ", default_value, ")"))});
+    // A default that only stands for "not given" is explained by the help itself.
+    const bool shown = !default_value.empty() && default_value != "0" && help.find("not given") == std::string::npos;
+    table.AddRow({"", absl::StrCat("--", name), shown ? absl::StrCat(help, " (default: ", default_value, ")") : help});
   }
   return table.ToString();
 }

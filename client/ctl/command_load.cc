@@ -99,6 +99,9 @@ absl::StatusOr<client::HeadInfo> LoadLocal(client::Client& client, const std::st
   defaults.has_bias = tensors->bias.has_value();
   absl::StatusOr<client::Head> head = MakeOrOpen(client, name, defaults);
   if (!head.ok()) return head.status();
+  if (!head->spec().has_bias && FlagGiven("bias_tensor")) {
+    return absl::InvalidArgumentError("--bias_tensor was given, and the head has no bias");
+  }
   if (head->spec().has_bias && !tensors->bias.has_value()) {
     return absl::NotFoundError("the head has a bias and the file has no lm_head.bias or bias; --bias_tensor names another one");
   }

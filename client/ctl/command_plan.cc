@@ -15,7 +15,9 @@ absl::StatusOr<ExitCode> RunPlan(client::Client& client, const std::vector<std::
   const client::MemoryPlan& plan = head->memory_plan;
   const bool fits = plan.total_bytes <= plan.available_bytes;
   Table table({"PURPOSE", "BYTES", ""}, {Table::Align::kLeft, Table::Align::kRight, Table::Align::kRight});
-  for (const auto& item : plan.items) table.AddRow({item.purpose, FormatCount(item.bytes), FormatBytes(item.bytes)});
+  for (const auto& item : plan.items) {
+    if (item.bytes > 0) table.AddRow({item.purpose, FormatCount(item.bytes), FormatBytes(item.bytes)});
+  }
   table.AddRow({"total", FormatCount(plan.total_bytes), FormatBytes(plan.total_bytes)});
   table.AddRow({"available", FormatCount(plan.available_bytes), FormatBytes(plan.available_bytes)});
   output.Print(absl::StrCat(table.ToString(), "\nrows computed at once: ", plan.token_chunk_rows, "\n",

@@ -160,6 +160,10 @@ TEST_F(Headwaterctl, DamagedLocalFilesAreRefused) {
   const ProgramResult unnamed = Run({"load", "student", path, "--from-file", "--create", "--tensor=other"});
   EXPECT_TRUE(absl::StrContains(unnamed.err, "no tensor other; it has: lm_head.weight")) << unnamed.err;
   EXPECT_EQ(RunJson({"heads"})["heads"].size(), 0u);
+  const ProgramResult biased =
+      Run({"load", "student", path, "--from-file", "--create", "--nobias", "--bias_tensor=lm_head.weight"});
+  EXPECT_EQ(biased.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(biased.err, "the head has no bias")) << biased.err;
 }
 
 TEST_F(Headwaterctl, WrongCommandLinesEndWithTwo) {
