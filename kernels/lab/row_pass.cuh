@@ -65,7 +65,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kRowThreads, 
   const uint32_t empty = full + 8 * kSlots;
   const uint32_t exchange = empty + 8 * kSlots;                // two barriers: rows alternate
   const uint32_t partials = exchange + 16;                     // [2][kCluster] float2
-  const uint32_t warp_partials = partials + 2 * 8 * kCluster;  // [32] float2
+  const uint32_t warp_partials = partials + 2 * 8 * kCluster;  // [2][kRowConsumers / 32] float2
 
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32, lane = static_cast<int32_t>(threadIdx.x) % 32;
   const auto cta_rank = static_cast<int32_t>(ClusterCtaRank());
@@ -172,14 +172,16 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kRowThreads, 
         partial = Policy::Merge(partial, other);
       }
       if (lane == 0)
-        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(warp_partials + 8 * warp), "f"(partial.x), "f"(partial.y) : "memory");
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(warp_partials + 8 * (parity * (kRowConsumers / 32) + warp)),
+                     "f"(partial.x), "f"(partial.y)
+                     : "memory");
       NamedBarrierSync(1, kRowConsumers);
       if (warp == 0) {
         partial = Policy::Nothing();
         if (lane < kRowConsumers / 32) {
           asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                        : "=f"(partial.x), "=f"(partial.y)
-                       : "r"(warp_partials + 8 * lane)
+                       : "r"(warp_partials + 8 * (parity * (kRowConsumers / 32) + lane))
                        : "memory");
         }
 #pragma unroll
@@ -195,8 +197,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kRowThreads, 
         }
       }
       if (overlapped && waiting_row >= 0) write_gradient(waiting, waiting_row);
-      // A CTA sends for the row after next only when it has read everybody's results of the next, so two buffers are enough; and
-      // warp_partials are written again only after this wait, when warp 0 has read them.
+      // A CTA sends for the row after next only when it has read everybody's results of the next: two buffers are enough.
       BarrierWaitCluster(exchange + 8 * parity, exchange_phase);
       float2 total;
 #pragma unroll
