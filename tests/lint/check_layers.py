@@ -30,7 +30,7 @@ KINDS = [
     ("server_service", r"server/.*"),
     ("client_inner", r"client/.*"),
     ("tests", r"tests/.*"),
-    ("test_library", r"(gtest|gmock|benchmark)/.*"),
+    ("test_library", r"(gtest|gmock|benchmark|sanitizer)/.*"),
     ("blas", r"cblas\.h|openblas_config\.h"),
     ("formats", r"nlohmann/.*|xxhash\.h|zlib\.h"),
     ("logs_and_metrics", r"(spdlog|prometheus)/.*"),

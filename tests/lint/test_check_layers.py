@@ -1,12 +1,8 @@
 """Every line of the table of layers catches what it forbids."""
 
-from pathlib import Path
-
 import pytest
 
 import check_layers
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -76,9 +72,3 @@ def test_a_wrong_include_in_a_tree_is_found(tmp_path):
     assert count == 1
     assert len(errors) == 1
     assert errors[0].startswith("server/heads/head.cc:2:")
-
-
-def test_this_checkout_obeys():
-    count, errors = check_layers.check_tree(ROOT)
-    assert count > 0
-    assert errors == []
