@@ -1,6 +1,7 @@
 #include "client/ctl/arguments.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <set>
 
 #include "absl/flags/commandlineflag.h"

@@ -1,6 +1,7 @@
 #include "client/ctl/table.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "absl/strings/escaping.h"
