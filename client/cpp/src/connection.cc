@@ -1,5 +1,7 @@
 #include "client/cpp/src/connection.h"
 
+#include <grpc/grpc.h>
+
 #include <string>
 #include <utility>
 
@@ -58,6 +60,8 @@ grpc::ChannelArguments MakeArguments(const ClientOptions& options) {
 
 absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(const std::string& target, const ClientOptions& options) {
   if (absl::Status status = CheckOptions(options); !status.ok()) return status;
+  // gRPC would shut itself down with the last connection, and that waits for a poller that may sleep for ten seconds.
+  [[maybe_unused]] static const bool kept_initialized = (grpc_init(), true);
   std::shared_ptr<grpc::Channel> channel =
       grpc::CreateCustomChannel(target, grpc::InsecureChannelCredentials(), MakeArguments(options));
   if (!channel->WaitForConnected(std::chrono::system_clock::now() + options.connect_timeout)) {
