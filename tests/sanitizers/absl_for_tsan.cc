@@ -39,10 +39,16 @@ Function* Real(const char* name) {
 constexpr unsigned kWrite = 0;
 constexpr unsigned kRead = __tsan_mutex_read_lock;
 
+// The library's waits call one another through these definitions: only the outermost one tells the sanitizer.
+thread_local bool inside_library = false;
+
 template <typename Work>
 void Lock(void* mutex, unsigned flags, const Work& work) {
+  if (inside_library) return work();
   __tsan_mutex_pre_lock(mutex, flags);
+  inside_library = true;
   work();
+  inside_library = false;
   __tsan_mutex_post_lock(mutex, flags, 0);
 }
 
@@ -64,10 +70,13 @@ void Unlock(void* mutex, unsigned flags, const Work& work) {
 // Gives the lock up, waits, and has it again.
 template <typename Work>
 auto Wait(void* mutex, const Work& work) {
+  if (inside_library) return work();
   __tsan_mutex_pre_unlock(mutex, kWrite);
   __tsan_mutex_post_unlock(mutex, kWrite);
   __tsan_mutex_pre_lock(mutex, kWrite);
+  inside_library = true;
   const auto result = work();
+  inside_library = false;
   __tsan_mutex_post_lock(mutex, kWrite, 0);
   return result;
 }
