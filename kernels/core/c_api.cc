@@ -379,7 +379,7 @@ hw_error* hw_head_read(const hw_head* head, int32_t tensor, int64_t element_star
   return Guard([&]() -> absl::Status {
     HW_REQUIRE_ARGUMENT(head);
     HW_REQUIRE_ARGUMENT(out);
-    HeadTensor which;
+    HeadTensor which = HeadTensor::kWeight;
     HW_RETURN_IF_ERROR(ReadHeadTensor(tensor, &which));
     return head->head->ReadTensor(which, element_start, element_count, out);
   });
@@ -389,7 +389,7 @@ hw_error* hw_head_write(hw_head* head, int32_t tensor, int64_t element_start, in
   return Guard([&]() -> absl::Status {
     HW_REQUIRE_ARGUMENT(head);
     HW_REQUIRE_ARGUMENT(in);
-    HeadTensor which;
+    HeadTensor which = HeadTensor::kWeight;
     HW_RETURN_IF_ERROR(ReadHeadTensor(tensor, &which));
     return head->head->WriteTensor(which, element_start, element_count, in);
   });
