@@ -1,7 +1,6 @@
 // CpuEngine: heads in host memory, products by OpenBLAS, row work on the engine's own threads. See head_plan.h for memory,
 // shard_run.h for the computation, row_loss.h and row_kernels.h for the numerics.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -44,13 +43,10 @@ class CpuStagedContribution final : public StagedContribution {
 
   absl::Status Commit(double factor) override {
     if (committed_) return MakeError(ErrorReason::kInternal, "the contribution was committed before");
-    const float alpha = static_cast<float>(factor);
-    if (!std::isfinite(alpha)) {
-      return MakeError(ErrorReason::kInvalidField, "factor must be finite in fp32, got " + std::to_string(factor),
-                       {{"field", "factor"}});
-    }
+    float alpha = 0;
+    absl::Status status = ToFactor(factor, &alpha);
+    if (!status.ok()) return status;
     committed_ = true;
-    absl::Status status;
     {
       std::lock_guard<std::mutex> lock(core_->work_mutex);
       const SingleThreadedBlas blas;

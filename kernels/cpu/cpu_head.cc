@@ -16,6 +16,8 @@ namespace {
 
 // Parts begin at multiples of this many elements: whole cache lines.
 constexpr int64_t kPartGrain = 1024;
+// Products of AddToGradient() that are rounded at once.
+constexpr int64_t kAddBlock = 1024;
 
 bool IsMaster(HeadTensor tensor) { return tensor == HeadTensor::kMasterWeight || tensor == HeadTensor::kMasterBias; }
 
@@ -25,6 +27,13 @@ bool IsWeightShaped(HeadTensor tensor) {
 }
 
 }  // namespace
+
+absl::Status ToFactor(double factor, float* out) {
+  *out = static_cast<float>(factor);
+  if (std::isfinite(*out)) return absl::OkStatus();
+  return MakeError(ErrorReason::kInvalidField, "factor must be finite in fp32, got " + std::to_string(factor),
+                   {{"field", "factor"}});
+}
 
 CpuHead::CpuHead(std::shared_ptr<EngineCore> core, const HeadSpec& spec, HeadPlan plan)
     : core_(std::move(core)), spec_(spec), plan_(std::move(plan)), slot_taken_(static_cast<size_t>(spec.staging_slots), false) {
@@ -163,54 +172,59 @@ absl::Status CpuHead::CheckRange(HeadTensor tensor, int64_t element_start, int64
                     {"rangeCount", std::to_string(element_count)}});
 }
 
-void CpuHead::ForEachPiece(HeadTensor tensor, int64_t element_start, int64_t element_count,
-                           const std::function<void(const HeadShard&, int64_t, int64_t, int64_t)>& visit) const {
+CpuHead::Piece CpuHead::PieceOf(const HeadShard& shard, HeadTensor tensor, int64_t element_start, int64_t element_count) const {
   const int64_t columns = IsWeightShaped(tensor) ? spec_.hidden_size : 1;
-  for (const HeadShard& shard : shards_) {
-    const int64_t first = std::max(element_start, shard.rows.start * columns);
-    const int64_t last = std::min(element_start + element_count, shard.rows.end * columns);
-    if (first < last) visit(shard, first - shard.rows.start * columns, last - first, first - element_start);
-  }
+  const int64_t first = std::max(element_start, shard.rows.start * columns);
+  const int64_t last = std::min(element_start + element_count, shard.rows.end * columns);
+  if (first >= last) return {};
+  return {first - shard.rows.start * columns, last - first, first - element_start};
 }
 
 absl::Status CpuHead::ReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const {
   absl::Status status = CheckRange(tensor, element_start, element_count);
   if (!status.ok()) return status;
-  ForEachPiece(tensor, element_start, element_count, [&](const HeadShard& shard, int64_t first, int64_t count, int64_t offset) {
+  for (const HeadShard& shard : shards_) {
+    const Piece piece = PieceOf(shard, tensor, element_start, element_count);
+    if (piece.count == 0) continue;
     const Place place = PlaceOf(shard, tensor);
-    const char* from = place.memory->As<char>() + first * place.element_bytes;
+    const char* from = place.memory->As<char>() + piece.first * place.element_bytes;
     if (IsMaster(tensor) && place.element_bytes != 4) {
-      ToFloat(from, spec_.data_type, count, static_cast<float*>(out) + offset);
+      ToFloat(from, spec_.data_type, piece.count, static_cast<float*>(out) + piece.offset);
     } else {
-      std::memcpy(static_cast<char*>(out) + offset * place.element_bytes, from, static_cast<size_t>(count * place.element_bytes));
+      std::memcpy(static_cast<char*>(out) + piece.offset * place.element_bytes, from,
+                  static_cast<size_t>(piece.count * place.element_bytes));
     }
-  });
+  }
   return absl::OkStatus();
 }
 
 absl::Status CpuHead::WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) {
   absl::Status status = CheckRange(tensor, element_start, element_count);
   if (!status.ok()) return status;
+  for (const HeadShard& shard : shards_) WritePiece(shard, tensor, PieceOf(shard, tensor, element_start, element_count), in);
+  return absl::OkStatus();
+}
+
+void CpuHead::WritePiece(const HeadShard& shard, HeadTensor tensor, const Piece& piece, const void* in) {
+  if (piece.count == 0) return;
   const bool is_stored = tensor == HeadTensor::kWeight || tensor == HeadTensor::kBias;
   const HeadTensor stored = IsWeightShaped(tensor) ? HeadTensor::kWeight : HeadTensor::kBias;
   const HeadTensor master = IsWeightShaped(tensor) ? HeadTensor::kMasterWeight : HeadTensor::kMasterBias;
-  ForEachPiece(tensor, element_start, element_count, [&](const HeadShard& shard, int64_t first, int64_t count, int64_t offset) {
-    const Place place = PlaceOf(shard, tensor);
-    char* to = place.memory->As<char>() + first * place.element_bytes;
-    if (IsMaster(tensor) && place.element_bytes != 4) {
-      FromFloat(static_cast<const float*>(in) + offset, count, spec_.data_type, to);
-      return;
-    }
-    const char* from = static_cast<const char*>(in) + offset * place.element_bytes;
-    std::memcpy(to, from, static_cast<size_t>(count * place.element_bytes));
-    if (!HasSeparateMaster(spec_)) return;
-    if (is_stored) {
-      ToFloat(from, spec_.data_type, count, PlaceOf(shard, master).memory->As<float>() + first);
-    } else if (IsMaster(tensor)) {
-      FromFloat(reinterpret_cast<const float*>(to), count, spec_.data_type, PlaceOf(shard, stored).memory->As<uint16_t>() + first);
-    }
-  });
-  return absl::OkStatus();
+  const Place place = PlaceOf(shard, tensor);
+  char* to = place.memory->As<char>() + piece.first * place.element_bytes;
+  if (IsMaster(tensor) && place.element_bytes != 4) {
+    FromFloat(static_cast<const float*>(in) + piece.offset, piece.count, spec_.data_type, to);
+    return;
+  }
+  const char* from = static_cast<const char*>(in) + piece.offset * place.element_bytes;
+  std::memcpy(to, from, static_cast<size_t>(piece.count * place.element_bytes));
+  if (!HasSeparateMaster(spec_)) return;
+  if (is_stored) {
+    ToFloat(from, spec_.data_type, piece.count, PlaceOf(shard, master).memory->As<float>() + piece.first);
+  } else if (IsMaster(tensor)) {
+    FromFloat(reinterpret_cast<const float*>(to), piece.count, spec_.data_type,
+              PlaceOf(shard, stored).memory->As<uint16_t>() + piece.first);
+  }
 }
 
 absl::Status CpuHead::RunOnParts(const std::function<void(const HeadShard&, int32_t, int32_t, int32_t)>& work) const {
@@ -227,6 +241,30 @@ absl::Status CpuHead::ZeroGradient() {
     for (const MappedMemory* memory : {&shard.grad_weight, &shard.grad_bias}) {
       const RowRange range = SplitEvenly({0, memory->bytes() / 4}, part, parts, kPartGrain);
       if (range.size() > 0) std::memset(memory->As<float>() + range.start, 0, static_cast<size_t>(range.size()) * 4);
+    }
+  });
+}
+
+absl::Status CpuHead::AddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
+                                    const float* in) {
+  if (tensor != HeadTensor::kGradWeight && tensor != HeadTensor::kGradBias) {
+    return MakeError(ErrorReason::kInvalidField,
+                     std::string("tensor must be grad_weight or grad_bias, got ") + HeadTensorName(tensor), {{"field", "tensor"}});
+  }
+  float alpha = 0;
+  absl::Status status = ToFactor(factor, &alpha);
+  if (status.ok()) status = CheckRange(tensor, element_start, element_count);
+  if (!status.ok()) return status;
+  return RunOnParts([&](const HeadShard& shard, int32_t, int32_t part, int32_t parts) {
+    const Piece piece = PieceOf(shard, tensor, element_start, element_count);
+    const RowRange range = SplitEvenly({0, piece.count}, part, parts, kPartGrain);
+    float* gradient = PlaceOf(shard, tensor).memory->As<float>() + piece.first;
+    float products[kAddBlock];
+    for (int64_t start = range.start; start < range.end; start += kAddBlock) {
+      const int64_t count = std::min(kAddBlock, range.end - start);
+      // Rounded in memory before they are added: a kernel that does both may fuse them.
+      GetRowKernels().scale(in + piece.offset + start, count, alpha, products);
+      GetRowKernels().add_scaled(products, count, 1, gradient + start);
     }
   });
 }

@@ -55,6 +55,9 @@ struct HeadShard {
   }
 };
 
+// `factor` in fp32; kInvalidField if it is not finite there.
+absl::Status ToFactor(double factor, float* out);
+
 class CpuHead final : public EngineHead {
  public:
   // `plan` is the spec's, admitted already.
@@ -69,6 +72,8 @@ class CpuHead final : public EngineHead {
   absl::Status ReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const override;
   absl::Status WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) override;
   absl::Status ZeroGradient() override;
+  absl::Status AddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
+                             const float* in) override;
   absl::Status ResetOptimizerState() override;
   absl::StatusOr<GradientStats> ComputeGradientStats() const override;
   absl::Status ApplyOptimizer(const OptimizerStep& step) override;
@@ -96,9 +101,14 @@ class CpuHead final : public EngineHead {
   // The shard's own memory for a tensor. For a master that is not separate: that of the storage tensor.
   Place PlaceOf(const HeadShard& shard, HeadTensor tensor) const;
   absl::Status CheckRange(HeadTensor tensor, int64_t element_start, int64_t element_count) const;
-  // Calls visit(shard, first element in the shard, count, first element in the caller's buffer) for the pieces of a range.
-  void ForEachPiece(HeadTensor tensor, int64_t element_start, int64_t element_count,
-                    const std::function<void(const HeadShard&, int64_t, int64_t, int64_t)>& visit) const;
+  // The part of a range of elements that a shard holds.
+  struct Piece {
+    int64_t first = 0;  // in the shard's memory
+    int64_t count = 0;
+    int64_t offset = 0;  // in the caller's buffer
+  };
+  Piece PieceOf(const HeadShard& shard, HeadTensor tensor, int64_t element_start, int64_t element_count) const;
+  void WritePiece(const HeadShard& shard, HeadTensor tensor, const Piece& piece, const void* in);
   // Runs work(shard, part, parts) on all threads of all shards.
   absl::Status RunOnParts(const std::function<void(const HeadShard&, int32_t, int32_t, int32_t)>& work) const;
   absl::Status CheckOptimizerStep(const OptimizerStep& step) const;

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <set>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
@@ -127,6 +128,7 @@ absl::Status FakeHead::ReadTensor(HeadTensor tensor, int64_t element_start, int6
 absl::Status FakeHead::WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) {
   const Use use(*this);
   const absl::Status failure = control_.Note("WriteTensor");
+  if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
   const bool as_bfloat16 = TensorDataType(tensor) == DataType::kBFloat16;
   for (int64_t i = 0; i < element_count; ++i) {
     float value;
@@ -154,8 +156,28 @@ absl::Status FakeHead::WriteTensor(HeadTensor tensor, int64_t element_start, int
 absl::Status FakeHead::ZeroGradient() {
   const Use use(*this);
   const absl::Status failure = control_.Note("ZeroGradient");
+  if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
   for (const HeadTensor tensor : {HeadTensor::kGradWeight, HeadTensor::kGradBias}) {
     if (tensors_.contains(tensor)) std::fill(tensors_[tensor].begin(), tensors_[tensor].end(), 0.0f);
+  }
+  return failure;
+}
+
+absl::Status FakeHead::AddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
+                                     const float* in) {
+  const Use use(*this);
+  const absl::Status failure = control_.Note("AddToGradient");
+  if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
+  if (!std::isfinite(static_cast<float>(factor)) || (tensor != HeadTensor::kGradWeight && tensor != HeadTensor::kGradBias)) {
+    return MakeError(ErrorReason::kInvalidField, "factor must be finite in fp32, tensor a gradient");
+  }
+  const int64_t total = ElementCount(tensor);
+  if (element_start < 0 || element_count < 0 || element_start > total || element_count > total - element_start) {
+    return MakeError(ErrorReason::kChunkOutOfRange, "the range is not inside of the gradient");
+  }
+  for (int64_t i = 0; i < element_count; ++i) {
+    const float product = static_cast<float>(factor) * in[i];
+    tensors_[tensor][static_cast<size_t>(element_start + i)] += product;
   }
   return failure;
 }
@@ -163,6 +185,7 @@ absl::Status FakeHead::ZeroGradient() {
 absl::Status FakeHead::ResetOptimizerState() {
   const Use use(*this);
   const absl::Status failure = control_.Note("ResetOptimizerState");
+  if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
   for (const HeadTensor tensor :
        {HeadTensor::kMoment1Weight, HeadTensor::kMoment1Bias, HeadTensor::kMoment2Weight, HeadTensor::kMoment2Bias}) {
     if (tensors_.contains(tensor)) std::fill(tensors_[tensor].begin(), tensors_[tensor].end(), 0.0f);
@@ -188,6 +211,7 @@ absl::StatusOr<GradientStats> FakeHead::ComputeGradientStats() const {
 absl::Status FakeHead::ApplyOptimizer(const OptimizerStep& step) {
   const Use use(*this);
   const absl::Status failure = control_.Note("ApplyOptimizer");
+  if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
   const auto update = [&](HeadTensor weight, HeadTensor master, HeadTensor gradient, HeadTensor moment1, HeadTensor moment2) {
     if (!tensors_.contains(weight)) return;
     for (size_t i = 0; i < tensors_[weight].size(); ++i) {
@@ -206,32 +230,41 @@ absl::Status FakeHead::ApplyOptimizer(const OptimizerStep& step) {
   return failure;
 }
 
-// A contribution: what Compute() would have added.
+namespace {
+
+// What a micro-batch adds, by head and tensor.
+using FakeGradients = std::map<FakeHead*, std::map<HeadTensor, std::vector<float>>>;
+
+}  // namespace
+
+// A contribution: what Compute() would have added. Its heads have a slot taken for it.
 class FakeStaged : public StagedContribution {
  public:
-  FakeStaged(FakeHead* head, FakeControl& control) : head_(head), control_(control) { ++head_->slots_taken_; }
-  ~FakeStaged() override {
-    const FakeHead::Use use(*head_);
-    if (!done_) --head_->slots_taken_;
+  FakeStaged(FakeGradients gradients, FakeControl& control) : gradients_(std::move(gradients)), control_(control) {
+    for (auto& [head, tensors] : gradients_) ++head->slots_taken_;
   }
+  // The one thing that other calls on the heads may overlap with.
+  ~FakeStaged() override { Release(); }
 
   absl::Status Commit(double factor) override {
-    const FakeHead::Use use(*head_);
     EXPECT_FALSE(done_) << "a contribution is committed twice";
+    std::vector<std::unique_ptr<FakeHead::Use>> uses;
+    for (auto& [head, tensors] : gradients_) uses.push_back(std::make_unique<FakeHead::Use>(*head));
     const absl::Status failure = control_.Note("Commit");
-    for (const auto& [tensor, values] : gradients) {
-      std::vector<float>& accumulator = head_->tensors_[tensor];
-      for (size_t i = 0; i < values.size(); ++i) accumulator[i] += static_cast<float>(factor) * values[i];
-    }
-    done_ = true;
-    --head_->slots_taken_;
+    if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
+    FakeEngine::Add(gradients_, static_cast<float>(factor));
+    Release();
     return failure;
   }
 
-  std::map<HeadTensor, std::vector<float>> gradients;
-
  private:
-  FakeHead* const head_;
+  void Release() {
+    if (done_) return;
+    done_ = true;
+    for (auto& [head, tensors] : gradients_) --head->slots_taken_;
+  }
+
+  const FakeGradients gradients_;
   FakeControl& control_;
   bool done_ = false;
 };
@@ -249,6 +282,15 @@ absl::StatusOr<std::unique_ptr<EngineHead>> FakeEngine::CreateHead(const HeadSpe
   return std::make_unique<FakeHead>(spec, options_.shard_count, control_);
 }
 
+void FakeEngine::Add(const std::map<FakeHead*, std::map<HeadTensor, std::vector<float>>>& gradients, float factor) {
+  for (const auto& [head, tensors] : gradients) {
+    for (const auto& [tensor, values] : tensors) {
+      std::vector<float>& accumulator = head->tensors_[tensor];
+      for (size_t i = 0; i < values.size(); ++i) accumulator[i] += factor * values[i];
+    }
+  }
+}
+
 absl::StatusOr<MicroBatchResult> FakeEngine::Compute(const MicroBatch& micro_batch) {
   std::set<FakeHead*> heads;
   for (const LossTerm& term : micro_batch.terms) {
@@ -263,9 +305,11 @@ absl::StatusOr<MicroBatchResult> FakeEngine::Compute(const MicroBatch& micro_bat
   if (!failure.ok() && !engine_failed) return failure;
 
   MicroBatchResult result;
-  FakeHead* target = nullptr;
-  std::map<HeadTensor, std::vector<float>> gradients;
+  FakeGradients gradients;
   bool finite = true;
+  float* grad_hidden = static_cast<float*>(micro_batch.grad_hidden.data);
+  if (grad_hidden != nullptr)
+    std::fill_n(grad_hidden, micro_batch.grad_hidden.row_count * micro_batch.grad_hidden.column_count, 0.0f);
   for (const LossTerm& term : micro_batch.terms) {
     FakeHead* head = static_cast<FakeHead*>(term.head);
     const int64_t width = head->spec_.hidden_size;
@@ -274,7 +318,8 @@ absl::StatusOr<MicroBatchResult> FakeEngine::Compute(const MicroBatch& micro_bat
       return MakeError(ErrorReason::kShapeMismatch, "the fake engine takes fp32 rows of the head's width");
     }
     const bool adds = micro_batch.grad_weight != GradWeightMode::kNone && head->spec_.trainable;
-    if (adds) target = head;
+    if (adds) gradients[head][HeadTensor::kGradWeight].resize(head->tensors_[HeadTensor::kGradWeight].size());
+    if (adds && head->spec_.has_bias) gradients[head][HeadTensor::kGradBias].resize(head->tensors_[HeadTensor::kGradBias].size());
     for (int64_t row = 0; row < term.row_count; ++row) {
       const float* hidden = static_cast<const float*>(micro_batch.hidden.data) + (term.row_start + row) * width;
       const int32_t token = term.targets.empty() ? 0 : term.targets[static_cast<size_t>(row)];
@@ -286,34 +331,24 @@ absl::StatusOr<MicroBatchResult> FakeEngine::Compute(const MicroBatch& micro_bat
       const bool row_is_finite = std::all_of(hidden, hidden + width, [](float x) { return std::isfinite(x); });
       if (!row_is_finite) ++sums.non_finite_row_count;
       finite = finite && row_is_finite;
-      if (micro_batch.grad_hidden.data != nullptr) {
-        std::copy(hidden, hidden + width, static_cast<float*>(micro_batch.grad_hidden.data) + (term.row_start + row) * width);
-      }
-      if (!adds) continue;
-      std::vector<float>& weight = gradients[HeadTensor::kGradWeight];
-      weight.resize(head->tensors_[HeadTensor::kGradWeight].size());
+      const float scale = static_cast<float>(term.loss_scale);
       for (int64_t i = 0; i < width; ++i) {
-        weight[static_cast<size_t>(token * width + i)] += static_cast<float>(term.loss_scale) * hidden[i];
+        if (grad_hidden != nullptr) grad_hidden[(term.row_start + row) * width + i] += hidden[i];
+        if (adds) gradients[head][HeadTensor::kGradWeight][static_cast<size_t>(token * width + i)] += scale * hidden[i];
       }
-      if (!head->spec_.has_bias) continue;
-      std::vector<float>& bias = gradients[HeadTensor::kGradBias];
-      bias.resize(head->tensors_[HeadTensor::kGradBias].size());
-      bias[static_cast<size_t>(token)] += static_cast<float>(term.loss_scale);
+      if (adds && head->spec_.has_bias) gradients[head][HeadTensor::kGradBias][static_cast<size_t>(token)] += scale;
     }
   }
   EXPECT_FALSE(micro_batch.refuse_non_finite && micro_batch.grad_weight == GradWeightMode::kAccumulate);
   if (micro_batch.refuse_non_finite && !finite) return MakeError(ErrorReason::kNonFiniteValues, "there are non-finite rows");
-  if (micro_batch.grad_weight == GradWeightMode::kStage && target != nullptr) {
-    if (target->FreeStagingSlots() <= 0) return MakeError(ErrorReason::kStagingFull, "no staging slot is free");
-    if (engine_failed) return failure;
-    auto staged = std::make_unique<FakeStaged>(target, control_);
-    staged->gradients = std::move(gradients);
-    result.staged = std::move(staged);
-  } else if (micro_batch.grad_weight == GradWeightMode::kAccumulate && target != nullptr) {
-    for (const auto& [tensor, values] : gradients) {
-      std::vector<float>& accumulator = target->tensors_[tensor];
-      for (size_t i = 0; i < values.size(); ++i) accumulator[i] += values[i];
+  if (micro_batch.grad_weight == GradWeightMode::kStage && !gradients.empty()) {
+    for (const auto& [head, tensors] : gradients) {
+      if (head->FreeStagingSlots() <= 0) return MakeError(ErrorReason::kStagingFull, "no staging slot is free");
     }
+    if (engine_failed) return failure;
+    result.staged = std::make_unique<FakeStaged>(std::move(gradients), control_);
+  } else if (micro_batch.grad_weight == GradWeightMode::kAccumulate) {
+    Add(gradients, 1);
   }
   if (engine_failed) return failure;
   return result;

@@ -1,8 +1,8 @@
 // FakeEngine: an engine whose numbers are whole, so that sums do not depend on order and every comparison can be bitwise.
 //
 // A row with target v adds loss_scale x hidden to row v of grad_weight and loss_scale to grad_bias[v]; its loss is the row's first
-// element; grad_hidden is the row itself. A row whose hidden has a NaN counts as non-finite. Optimizer: weight -= learning_rate x
-// multiplier x gradient; moments add up gradients (and squares).
+// element; grad_hidden is the row itself, once for each term over it. A row whose hidden has a NaN counts as non-finite. Optimizer:
+// weight -= learning_rate x multiplier x gradient; moments add up gradients (and squares).
 //
 // It records calls by name, can fail the next call of a name, and can stop inside Compute() until it is told to go on. It also
 // checks the engine's threading rule: two calls that touch one head at the same time fail the test.
@@ -27,8 +27,8 @@ namespace headwater::testing {
 class FakeControl {
  public:
   // The next call of `name` ("Compute", "Commit", "WriteTensor", "ReadTensor", "ZeroGradient", "ResetOptimizerState",
-  // "ComputeGradientStats", "ApplyOptimizer") after `skip` more fails with `status`, after it has changed something where it
-  // changes anything.
+  // "ComputeGradientStats", "ApplyOptimizer", "AddToGradient") after `skip` more fails with `status`: with kShardNotReady before it
+  // has changed anything, else after it has changed something where it changes anything.
   void FailNext(const std::string& name, const absl::Status& status, int skip = 0);
   // Called by the engine; returns the failure that is due.
   absl::Status Note(const std::string& name);
@@ -60,6 +60,8 @@ class FakeHead : public EngineHead {
   absl::Status ReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const override;
   absl::Status WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) override;
   absl::Status ZeroGradient() override;
+  absl::Status AddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
+                             const float* in) override;
   absl::Status ResetOptimizerState() override;
   absl::StatusOr<GradientStats> ComputeGradientStats() const override;
   absl::Status ApplyOptimizer(const OptimizerStep& step) override;
@@ -77,7 +79,7 @@ class FakeHead : public EngineHead {
   std::vector<VocabShard> shards_;
   FakeControl& control_;
   mutable std::atomic<int> users_ = 0;
-  int32_t slots_taken_ = 0;
+  std::atomic<int32_t> slots_taken_ = 0;  // contributions are destroyed while other calls run
   // fp32 of every tensor that the head has; kWeight and kBias hold the rounded values.
   std::map<HeadTensor, std::vector<float>> tensors_;
 };
@@ -97,6 +99,11 @@ class FakeEngine : public LossEngine {
   FakeControl& control() { return control_; }
 
  private:
+  friend class FakeStaged;
+
+  // Adds factor x gradients to the accumulators.
+  static void Add(const std::map<FakeHead*, std::map<HeadTensor, std::vector<float>>>& gradients, float factor);
+
   EngineOptions options_;
   FakeControl control_;
 };

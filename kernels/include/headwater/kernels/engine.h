@@ -101,13 +101,14 @@ struct LossSums {
   int64_t non_finite_row_count = 0;
 };
 
-// A contribution beside the accumulators, in staging slots. Destroying it uncommitted frees the slots and changes nothing else.
-// Must not outlive the heads it belongs to.
+// A contribution beside the accumulators, in staging slots. Destroying it uncommitted frees the slots and changes nothing else;
+// that alone may happen while other calls work on its heads. Must not outlive the heads it belongs to.
 class StagedContribution {
  public:
   virtual ~StagedContribution() = default;
-  // Adds factor x contribution to the accumulators of all its heads, and frees the slots. At most once. Fails only if the engine
-  // failed (kEngineFailed): the heads are lost then.
+  // Adds factor x contribution to the accumulators of all its heads, and frees the slots. At most once. Decided once for all
+  // shards: kShardNotReady, with nothing changed, if a shard could not begin; after that only kEngineFailed: the heads are lost
+  // then.
   virtual absl::Status Commit(double factor) = 0;
 };
 
@@ -152,11 +153,18 @@ class EngineHead {
 
   // Sets the accumulator to 0 (an exact 0 everywhere, whatever it held).
   virtual absl::Status ZeroGradient() = 0;
+  // Adds factor x `in` to elements [element_start, element_start + element_count) of the accumulator, kGradWeight or kGradBias:
+  // gradient = fp32(gradient + fp32(fp32(factor) * in)), two roundings to nearest even, never fused. What is not finite in `in`
+  // goes into the accumulator. kInvalidField for another tensor or a factor that is not finite in fp32, kChunkOutOfRange. Decided
+  // once for all shards, as StagedContribution::Commit().
+  virtual absl::Status AddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
+                                     const float* in) = 0;
   // Sets optimizer state to 0.
   virtual absl::Status ResetOptimizerState() = 0;
   virtual absl::StatusOr<GradientStats> ComputeGradientStats() const = 0;
   // Updates the weights from the accumulator, then sets the accumulator to 0. kOptimizerNotConfigured without an optimizer;
-  // kInvalidCombination for another kind than the head's, or momentum for a head that was planned without; kInvalidField.
+  // kInvalidCombination for another kind than the head's, or momentum for a head that was planned without; kInvalidField. Decided
+  // once for all shards, as StagedContribution::Commit().
   virtual absl::Status ApplyOptimizer(const OptimizerStep& step) = 0;
 
   // Staging slots that are not taken now.
@@ -197,7 +205,8 @@ class LossEngine {
   virtual int64_t planned_bytes() const = 0;
 
   // Computes one micro-batch. Checks everything that could make it read or write out of bounds (sizes, types, targets) and fails
-  // with the reasons of error.h before anything is changed; kStagingFull if kStage finds no slot.
+  // with the reasons of error.h before anything is changed; kStagingFull if kStage finds no slot; kShardNotReady if a shard could
+  // not begin. With kAccumulate, a failure after that is kEngineFailed or kInternal, and the heads are lost.
   virtual absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) = 0;
 };
 

@@ -33,6 +33,7 @@ namespace headwater {
   X(kCheckpointNotFound, CHECKPOINT_NOT_FOUND, kNotFound)                   \
   X(kMicroBatchNotFound, MICRO_BATCH_NOT_FOUND, kNotFound)                  \
   X(kWeightsNotFound, WEIGHTS_NOT_FOUND, kNotFound)                         \
+  X(kSessionNotFound, SESSION_NOT_FOUND, kNotFound)                         \
   X(kHeadAlreadyExists, HEAD_ALREADY_EXISTS, kAlreadyExists)                \
   X(kHeadSpecMismatch, HEAD_SPEC_MISMATCH, kAlreadyExists)                  \
   X(kCheckpointAlreadyExists, CHECKPOINT_ALREADY_EXISTS, kAlreadyExists)    \
@@ -66,6 +67,7 @@ namespace headwater {
   X(kDiskFull, DISK_FULL, kResourceExhausted)                               \
   X(kDraining, DRAINING, kUnavailable)                                      \
   X(kStarting, STARTING, kUnavailable)                                      \
+  X(kShardNotReady, SHARD_NOT_READY, kUnavailable)                          \
   X(kFeatureNotBuilt, FEATURE_NOT_BUILT, kUnimplemented)                    \
   X(kChecksumMismatch, CHECKSUM_MISMATCH, kDataLoss)                        \
   X(kFileCorrupt, FILE_CORRUPT, kDataLoss)                                  \
@@ -74,7 +76,8 @@ namespace headwater {
   X(kEngineFailed, ENGINE_FAILED, kInternal)                                \
   X(kInternal, INTERNAL, kInternal)                                         \
   X(kUnauthenticated, UNAUTHENTICATED, kUnauthenticated)                    \
-  X(kPermissionDenied, PERMISSION_DENIED, kPermissionDenied)
+  X(kPermissionDenied, PERMISSION_DENIED, kPermissionDenied)                \
+  X(kNotSessionOwner, NOT_SESSION_OWNER, kPermissionDenied)
 
 enum class ErrorReason {
 #define HEADWATER_REASON_ENUMERATOR(enumerator, name, code) enumerator,

@@ -1,0 +1,185 @@
+// A caller's own part of the gradient: added to the accumulator with a defined rounding, on any shards, in any range.
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "headwater/kernels/error.h"
+#include "tests/kernels/comparison.h"
+#include "tests/kernels/kernel_suite.h"
+
+namespace headwater::testing {
+namespace {
+
+constexpr int64_t kVocabSize = 211;  // prime: never even shards
+constexpr int64_t kHiddenSize = 37;
+
+HeadSpec Spec(DataType type = DataType::kFloat32) {
+  HeadSpec spec;
+  spec.vocab_size = kVocabSize;
+  spec.hidden_size = kHiddenSize;
+  spec.data_type = type;
+  spec.has_bias = true;
+  spec.transform.valid_vocab_size = kVocabSize;
+  spec.trainable = true;
+  return spec;
+}
+
+// A head on an engine of its own.
+struct OwnHead {
+  std::unique_ptr<LossEngine> engine;
+  std::unique_ptr<EngineHead> head;
+};
+
+OwnHead MakeHead(const HeadSpec& spec, const EngineOptions& options) {
+  OwnHead own;
+  absl::StatusOr<std::unique_ptr<LossEngine>> engine = SuiteEngineFactory()(options);
+  if (!engine.ok()) throw std::runtime_error(engine.status().ToString());
+  own.engine = *std::move(engine);
+  absl::StatusOr<std::unique_ptr<EngineHead>> head = own.engine->CreateHead(spec);
+  if (!head.ok()) throw std::runtime_error(head.status().ToString());
+  own.head = *std::move(head);
+  return own;
+}
+
+std::vector<EngineOptions> Shards() {
+  std::vector<EngineOptions> all;
+  for (const std::vector<int64_t>& weights :
+       std::vector<std::vector<int64_t>>{{}, {1, 1}, {1, 1, 1}, {1, 1, 1, 1, 1, 1, 1}, {9, 1, 4}}) {
+    EngineOptions options;
+    options.shard_count = std::max<int32_t>(1, static_cast<int32_t>(weights.size()));
+    if (!weights.empty()) options.shard_weights = weights;
+    options.thread_count = 4;  // several parts on one shard
+    all.push_back(options);
+  }
+  return all;
+}
+
+std::vector<float> RandomFloats(std::mt19937_64& random, int64_t count) {
+  const std::vector<double> values = RandomValues(random, count, 3, DataType::kFloat32);
+  return {values.begin(), values.end()};
+}
+
+std::vector<float> ReadFloats(const EngineHead& head, HeadTensor tensor) {
+  std::vector<float> values(static_cast<size_t>(head.ElementCount(tensor)));
+  EXPECT_TRUE(head.ReadTensor(tensor, 0, head.ElementCount(tensor), values.data()).ok());
+  return values;
+}
+
+// Without volatile the compiler may fuse the two.
+void AddRounded(float factor, const std::vector<float>& in, float* out) {
+  for (const float value : in) {
+    const volatile float product = factor * value;
+    const volatile float sum = *out + product;
+    *out++ = sum;
+  }
+}
+
+void ExpectSameBits(const std::vector<float>& actual, const std::vector<float>& expected, const std::string& what) {
+  ASSERT_EQ(actual.size(), expected.size());
+  EXPECT_EQ(std::memcmp(actual.data(), expected.data(), actual.size() * sizeof(float)), 0) << what;
+}
+
+// One product, one sum, each rounded: whatever the shards, the range and the alignment.
+TEST(AddToGradient, HasTheBitsOfTwoRoundings) {
+  for (const EngineOptions& options : Shards()) {
+    SCOPED_TRACE("shards " + std::to_string(options.shard_count));
+    const OwnHead own = MakeHead(Spec(), options);
+    std::mt19937_64 random(6);
+    for (const HeadTensor tensor : {HeadTensor::kGradWeight, HeadTensor::kGradBias}) {
+      const int64_t count = own.head->ElementCount(tensor);
+      std::vector<float> mirror(static_cast<size_t>(count), 0.0f);
+      for (int round = 0; round < 25; ++round) {
+        const bool whole = round < 2;
+        const int64_t start = whole ? 0 : std::uniform_int_distribution<int64_t>(0, count)(random);
+        const int64_t length = whole ? count : std::uniform_int_distribution<int64_t>(0, count - start)(random);
+        const std::vector<float> in = RandomFloats(random, length);
+        const double factor = round == 0 ? 1.0 : std::uniform_real_distribution<double>(-2, 2)(random);
+        const absl::Status status = own.head->AddToGradient(tensor, start, length, factor, in.data());
+        ASSERT_TRUE(status.ok()) << status;
+        AddRounded(static_cast<float>(factor), in, mirror.data() + start);
+      }
+      ExpectSameBits(ReadFloats(*own.head, tensor), mirror, HeadTensorName(tensor));
+    }
+    for (const float value : ReadFloats(*own.head, HeadTensor::kWeight)) ASSERT_EQ(value, 0.0f);
+  }
+}
+
+// The gradient is fp32, whatever the head is stored in.
+TEST(AddToGradient, IsFp32ForStorageOf16Bits) {
+  const OwnHead own = MakeHead(Spec(DataType::kBFloat16), {});
+  std::mt19937_64 random(7);
+  const std::vector<float> in = RandomFloats(random, kVocabSize);
+  ASSERT_TRUE(own.head->AddToGradient(HeadTensor::kGradBias, 0, kVocabSize, 0.3, in.data()).ok());
+  std::vector<float> expected(in.size(), 0.0f);
+  AddRounded(0.3f, in, expected.data());
+  ExpectSameBits(ReadFloats(*own.head, HeadTensor::kGradBias), expected, "grad_bias");
+}
+
+// It is beside what micro-batches add, and what is not finite stays to be counted.
+TEST(AddToGradient, AddsToWhatMicroBatchesAdded) {
+  const Problem problem = MakeProblem(ProblemOptions());
+  LoadedHeads heads(problem.heads, {});
+  heads.Compute(problem);
+  Gradient expected = heads.ReadGradient(0);
+  std::vector<float> in(expected.weight.size(), 0.125f);
+  ASSERT_TRUE(heads.head(0).AddToGradient(HeadTensor::kGradWeight, 0, static_cast<int64_t>(in.size()), -2, in.data()).ok());
+  AddRounded(-2, in, expected.weight.data());
+  EXPECT_TRUE(heads.ReadGradient(0) == expected);
+  in[5] = std::numeric_limits<float>::quiet_NaN();
+  in[9] = std::numeric_limits<float>::infinity();
+  ASSERT_TRUE(heads.head(0).AddToGradient(HeadTensor::kGradWeight, 0, static_cast<int64_t>(in.size()), 1, in.data()).ok());
+  const absl::StatusOr<GradientStats> stats = heads.head(0).ComputeGradientStats();
+  ASSERT_TRUE(stats.ok());
+  EXPECT_EQ(stats->non_finite_count, 2);
+  ASSERT_TRUE(heads.head(0).ZeroGradient().ok());
+  ExpectGradientZero(heads.ReadGradient(0));
+}
+
+TEST(AddToGradient, BadArgumentsChangeNothing) {
+  EngineOptions options;
+  options.shard_count = 3;
+  const OwnHead own = MakeHead(Spec(), options);
+  EngineHead& head = *own.head;
+  const std::vector<float> in(static_cast<size_t>(kVocabSize * kHiddenSize), 1.0f);
+  const int64_t count = kVocabSize * kHiddenSize;
+  ASSERT_TRUE(head.AddToGradient(HeadTensor::kGradWeight, 0, count, 1, in.data()).ok());
+  const auto expect_refused = [&](HeadTensor tensor, int64_t start, int64_t length, double factor, ErrorReason reason) {
+    const absl::Status status = head.AddToGradient(tensor, start, length, factor, in.data());
+    EXPECT_TRUE(HasReason(status, reason)) << HeadTensorName(tensor) << " " << start << " " << length << " " << factor << ": "
+                                           << status;
+  };
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  for (const auto& [start, length] :
+       {std::pair<int64_t, int64_t>{-1, 1}, {count, 1}, {0, count + 1}, {0, -1}, {count - 1, 2}, {kMost, kMost}, {1, kMost}}) {
+    expect_refused(HeadTensor::kGradWeight, start, length, 1, ErrorReason::kChunkOutOfRange);
+  }
+  expect_refused(HeadTensor::kGradBias, 0, kVocabSize + 1, 1, ErrorReason::kChunkOutOfRange);
+  for (const double factor : {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity(), -1e39, 3.5e38}) {
+    expect_refused(HeadTensor::kGradWeight, 0, 1, factor, ErrorReason::kInvalidField);
+  }
+  for (const HeadTensor tensor : {HeadTensor::kWeight, HeadTensor::kMasterBias, HeadTensor::kMoment1Weight}) {
+    expect_refused(tensor, 0, 1, 1, ErrorReason::kInvalidField);
+  }
+  ExpectSameBits(ReadFloats(head, HeadTensor::kGradWeight), in, "grad_weight");
+  for (const float value : ReadFloats(head, HeadTensor::kGradBias)) EXPECT_EQ(value, 0.0f);
+
+  HeadSpec frozen = Spec();
+  frozen.trainable = false;
+  const OwnHead teacher = MakeHead(frozen, {});
+  const absl::Status status = teacher.head->AddToGradient(HeadTensor::kGradWeight, 0, 1, 1, in.data());
+  EXPECT_TRUE(HasReason(status, ErrorReason::kChunkOutOfRange)) << "a frozen head has no accumulator: " << status;
+}
+
+TEST(AddToGradient, NothingIsNothing) {
+  const OwnHead own = MakeHead(Spec(), {});
+  EXPECT_TRUE(own.head->AddToGradient(HeadTensor::kGradWeight, kVocabSize * kHiddenSize, 0, 1, nullptr).ok());
+  EXPECT_TRUE(own.head->AddToGradient(HeadTensor::kGradBias, 0, 0, 5, nullptr).ok());
+}
+
+}  // namespace
+}  // namespace headwater::testing
