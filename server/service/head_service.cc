@@ -104,6 +104,7 @@ grpc::Status HeadServiceImpl::TakeHead(grpc::ServerContext* context, const v1::T
   return RunRpc(core_, *context, RpcMethod::kTakeHead, [&](RpcScope& scope) -> absl::Status {
     auto name = DecodeHeadName(request->name(), "name");
     if (!name.ok()) return name.status();
+    if (auto epoch = DecodeOptionalEpoch(request->epoch(), "epoch"); !epoch.ok()) return epoch.status();
     if (auto head = FindHead(core_, scope, *name); !head.ok()) return head.status();
     return FeatureNotBuilt("TakeHead", "take_head");
   });

@@ -408,6 +408,7 @@ absl::StatusOr<MicroBatchRequest> DecodeMicroBatchHeader(const v1::MicroBatchHea
   HEADWATER_RETURN_IF_ERROR(CheckNoSession(header.session_id(), "header.session_id"));
   HEADWATER_RETURN_IF_ERROR(CheckFirstAttempt(header.attempt(), "header.attempt"));
   if (header.allow_held()) return FeatureNotBuilt("header.allow_held", "held");
+  if (header.late_token_factors()) return FeatureNotBuilt("header.late_token_factors", "token_factors");
   if (header.has_micro_batch()) {
     HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.micro_batch", header.micro_batch(), 0));
     decoded.micro_batch = header.micro_batch();

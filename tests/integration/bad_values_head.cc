@@ -216,6 +216,7 @@ std::vector<BadValue> OtherRows() {
       {"ListHeads", "page_size", "above the maximum", Int(1001), "INVALID_FIELD"},
       {"ListHeads", "page_token", "made up", Text("second page"), "INVALID_FIELD"},
       {"TakeHead", "name", "valid", Text(kHeadName), "FEATURE_NOT_BUILT", "TakeHead"},
+      {"TakeHead", "epoch", "short", Text("abc"), "INVALID_FIELD"},
       {"DeleteHead", "force", "false for a head in use", Int(0), "HEAD_IN_USE", ""},
       {"SaveCheckpoint", "checkpoint", "empty", Text(""), "MISSING_FIELD"},
       {"SaveCheckpoint", "checkpoint", "out of the directory", Text("../x"), "INVALID_NAME"},

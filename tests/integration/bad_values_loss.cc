@@ -124,6 +124,7 @@ std::vector<BadValue> HeaderRows() {
       {rpc, "header.return_grad_hidden", "in FORWARD_ONLY", Int(1), "INVALID_COMBINATION", kThePath, ForwardOnly()},
       {rpc, "header.grad_hidden_data_type", "INT32", Int(v1::DATA_TYPE_INT32), "DATA_TYPE_MISMATCH"},
       {rpc, "header.allow_held", "true", Int(1), "FEATURE_NOT_BUILT"},
+      {rpc, "header.late_token_factors", "true", Int(1), "FEATURE_NOT_BUILT"},
   };
   AddNumberRows(rpc, "header.grad_hidden_scale", {}, {}, &rows);
   return rows;
