@@ -402,6 +402,17 @@ hw_error* hw_head_zero_gradient(hw_head* head) {
   });
 }
 
+hw_error* hw_head_add_gradient(hw_head* head, int32_t tensor, int64_t element_start, int64_t element_count, double factor,
+                               const float* in) {
+  return Guard([&]() -> absl::Status {
+    HW_REQUIRE_ARGUMENT(head);
+    HW_REQUIRE_ARGUMENT(in);
+    HeadTensor which = HeadTensor::kWeight;
+    HW_RETURN_IF_ERROR(ReadHeadTensor(tensor, &which));
+    return head->head->AddToGradient(which, element_start, element_count, factor, in);
+  });
+}
+
 hw_error* hw_head_reset_optimizer_state(hw_head* head) {
   return Guard([&]() -> absl::Status {
     HW_REQUIRE_ARGUMENT(head);

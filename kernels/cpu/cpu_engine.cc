@@ -46,15 +46,17 @@ class CpuStagedContribution final : public StagedContribution {
     float alpha = 0;
     absl::Status status = ToFactor(factor, &alpha);
     if (!status.ok()) return status;
-    committed_ = true;
     {
       std::lock_guard<std::mutex> lock(core_->work_mutex);
       const SingleThreadedBlas blas;
-      status = core_->executors.Run([&](const ShardContext& context) {
-        for (const std::unique_ptr<StagedHead>& head : heads_) AddOnShard(context, *head, alpha);
-        return absl::OkStatus();
-      });
+      status = core_->executors.RunDecided([](const ShardContext&) { return absl::OkStatus(); },
+                                           [&](const ShardContext& context) {
+                                             for (const auto& head : heads_) AddOnShard(context, *head, alpha);
+                                             return absl::OkStatus();
+                                           });
     }
+    if (HasReason(status, ErrorReason::kShardNotReady)) return status;
+    committed_ = true;
     Release();
     return status;
   }
@@ -149,12 +151,23 @@ class CpuEngine final : public LossEngine {
     if (!plan.ok()) return plan.status();
     SlotGuard slots(&*plan);
     ClearGradHidden(micro_batch, *plan);
+    MicroBatchResult result;
+    result.terms.reserve(plan->terms.size());  // nothing may fail once accumulators have changed
+    std::vector<std::unique_ptr<ShardRun>> runs(static_cast<size_t>(core_->executors.shard_count()));
     {
       const SingleThreadedBlas blas;
-      status = core_->executors.Run([&](const ShardContext& context) { return ShardRun(context, &*plan).Run(); });
+      const auto run_of = [&runs](const ShardContext& context) -> std::unique_ptr<ShardRun>& {
+        return runs[static_cast<size_t>(context.rank)];
+      };
+      status = core_->executors.RunDecided(
+          [&](const ShardContext& context) {
+            run_of(context) = std::make_unique<ShardRun>(context, &*plan);
+            run_of(context)->Prepare();
+            return absl::OkStatus();
+          },
+          [&](const ShardContext& context) { return run_of(context)->Run(); });
     }
     if (!status.ok()) return status;
-    MicroBatchResult result;
     int64_t non_finite_rows = 0;
     for (TermPlan& term : plan->terms) {
       term.sums.non_finite_row_count = std::count(term.non_finite.begin(), term.non_finite.end(), 1);

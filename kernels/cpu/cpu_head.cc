@@ -26,6 +26,13 @@ bool IsWeightShaped(HeadTensor tensor) {
          tensor == HeadTensor::kMoment1Weight || tensor == HeadTensor::kMoment2Weight;
 }
 
+absl::Status OnParts(const ShardContext& context, const HeadShard& shard,
+                     absl::FunctionRef<void(const HeadShard&, int32_t, int32_t, int32_t)> work) {
+  const int32_t parts = context.pool.thread_count();
+  context.pool.Run(parts, [&](int32_t part) { work(shard, context.rank, part, parts); });
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::Status ToFactor(double factor, float* out) {
@@ -201,7 +208,17 @@ absl::Status CpuHead::ReadTensor(HeadTensor tensor, int64_t element_start, int64
 absl::Status CpuHead::WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) {
   absl::Status status = CheckRange(tensor, element_start, element_count);
   if (!status.ok()) return status;
-  for (const HeadShard& shard : shards_) WritePiece(shard, tensor, PieceOf(shard, tensor, element_start, element_count), in);
+  const auto write = [&](const HeadShard& shard) {
+    WritePiece(shard, tensor, PieceOf(shard, tensor, element_start, element_count), in);
+  };
+  const auto has_piece = [&](const HeadShard& shard) { return PieceOf(shard, tensor, element_start, element_count).count > 0; };
+  if (std::count_if(shards_.begin(), shards_.end(), has_piece) > 1) {
+    return ChangeOnParts([&](const HeadShard& shard, int32_t, int32_t part, int32_t) {
+      if (part == 0) write(shard);
+    });
+  }
+  // Nothing to decide: no other shard takes part, and other heads' work need not be waited for.
+  for (const HeadShard& shard : shards_) write(shard);
   return absl::OkStatus();
 }
 
@@ -227,17 +244,19 @@ void CpuHead::WritePiece(const HeadShard& shard, HeadTensor tensor, const Piece&
   }
 }
 
-absl::Status CpuHead::RunOnParts(const std::function<void(const HeadShard&, int32_t, int32_t, int32_t)>& work) const {
+absl::Status CpuHead::RunOnParts(PartWork work) const {
   std::lock_guard<std::mutex> lock(core_->work_mutex);
-  return core_->executors.Run([&](const ShardContext& context) {
-    const int32_t parts = context.pool.thread_count();
-    context.pool.Run(parts, [&](int32_t part) { work(shard(context.rank), context.rank, part, parts); });
-    return absl::OkStatus();
-  });
+  return core_->executors.Run([&](const ShardContext& context) { return OnParts(context, shard(context.rank), work); });
+}
+
+absl::Status CpuHead::ChangeOnParts(PartWork work) {
+  std::lock_guard<std::mutex> lock(core_->work_mutex);
+  return core_->executors.RunDecided([](const ShardContext&) { return absl::OkStatus(); },
+                                     [&](const ShardContext& context) { return OnParts(context, shard(context.rank), work); });
 }
 
 absl::Status CpuHead::ZeroGradient() {
-  return RunOnParts([](const HeadShard& shard, int32_t, int32_t part, int32_t parts) {
+  return ChangeOnParts([](const HeadShard& shard, int32_t, int32_t part, int32_t parts) {
     for (const MappedMemory* memory : {&shard.grad_weight, &shard.grad_bias}) {
       const RowRange range = SplitEvenly({0, memory->bytes() / 4}, part, parts, kPartGrain);
       if (range.size() > 0) std::memset(memory->As<float>() + range.start, 0, static_cast<size_t>(range.size()) * 4);
@@ -255,7 +274,7 @@ absl::Status CpuHead::AddToGradient(HeadTensor tensor, int64_t element_start, in
   absl::Status status = ToFactor(factor, &alpha);
   if (status.ok()) status = CheckRange(tensor, element_start, element_count);
   if (!status.ok()) return status;
-  return RunOnParts([&](const HeadShard& shard, int32_t, int32_t part, int32_t parts) {
+  return ChangeOnParts([&](const HeadShard& shard, int32_t, int32_t part, int32_t parts) {
     const Piece piece = PieceOf(shard, tensor, element_start, element_count);
     const RowRange range = SplitEvenly({0, piece.count}, part, parts, kPartGrain);
     float* gradient = PlaceOf(shard, tensor).memory->As<float>() + piece.first;
@@ -270,7 +289,7 @@ absl::Status CpuHead::AddToGradient(HeadTensor tensor, int64_t element_start, in
 }
 
 absl::Status CpuHead::ResetOptimizerState() {
-  return RunOnParts([](const HeadShard& shard, int32_t, int32_t part, int32_t parts) {
+  return ChangeOnParts([](const HeadShard& shard, int32_t, int32_t part, int32_t parts) {
     for (const MappedMemory* memory : {&shard.moment1_weight, &shard.moment1_bias, &shard.moment2_weight, &shard.moment2_bias}) {
       const RowRange range = SplitEvenly({0, memory->bytes() / 4}, part, parts, kPartGrain);
       if (range.size() > 0) std::memset(memory->As<float>() + range.start, 0, static_cast<size_t>(range.size()) * 4);
@@ -337,7 +356,7 @@ absl::Status CpuHead::CheckOptimizerStep(const OptimizerStep& step) const {
 absl::Status CpuHead::ApplyOptimizer(const OptimizerStep& step) {
   absl::Status status = CheckOptimizerStep(step);
   if (!status.ok()) return status;
-  return RunOnParts([&](const HeadShard& shard, int32_t, int32_t part, int32_t parts) {
+  return ChangeOnParts([&](const HeadShard& shard, int32_t, int32_t part, int32_t parts) {
     for (const bool is_weight : {true, false}) {
       if (!is_weight && !spec_.has_bias) continue;
       const auto memory = [&](HeadTensor weight, HeadTensor bias) { return PlaceOf(shard, is_weight ? weight : bias).memory; };

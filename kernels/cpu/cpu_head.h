@@ -3,11 +3,11 @@
 #define HEADWATER_KERNELS_CPU_CPU_HEAD_H_
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "headwater/kernels/engine.h"
 #include "kernels/cpu/head_plan.h"
 #include "kernels/cpu/mapped_memory.h"
@@ -18,7 +18,7 @@ namespace headwater::cpu {
 // What the heads of an engine share: executors, the lock that gives them to one call at a time, and the sum of the plans.
 struct EngineCore {
   EngineCore(EngineOptions filled_options)
-      : options(std::move(filled_options)), executors(options.shard_count, options.thread_count) {}
+      : options(std::move(filled_options)), executors(options.shard_count, options.thread_count, options.shard_probe) {}
 
   const EngineOptions options;  // with defaults filled in
   std::mutex work_mutex;        // held while executors run
@@ -109,8 +109,12 @@ class CpuHead final : public EngineHead {
   };
   Piece PieceOf(const HeadShard& shard, HeadTensor tensor, int64_t element_start, int64_t element_count) const;
   void WritePiece(const HeadShard& shard, HeadTensor tensor, const Piece& piece, const void* in);
-  // Runs work(shard, part, parts) on all threads of all shards.
-  absl::Status RunOnParts(const std::function<void(const HeadShard&, int32_t, int32_t, int32_t)>& work) const;
+  // work(shard, rank, part, parts)
+  using PartWork = absl::FunctionRef<void(const HeadShard&, int32_t, int32_t, int32_t)>;
+  // Runs work that changes nothing on all threads of all shards.
+  absl::Status RunOnParts(PartWork work) const;
+  // Runs work that changes the head and cannot fail, decided once for all shards.
+  absl::Status ChangeOnParts(PartWork work);
   absl::Status CheckOptimizerStep(const OptimizerStep& step) const;
 
   const std::shared_ptr<EngineCore> core_;

@@ -23,6 +23,11 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // Doubles a row that shards exchange: differences of the two sums, largest logit, its column.
 constexpr size_t kExchanged = 4;
 
+// Logits that a part may take again.
+size_t RefinedCapacity(size_t rows, int64_t shard_rows) {
+  return rows * static_cast<size_t>(std::min(kRefinedLogitsPerRow, shard_rows));
+}
+
 double Logit(double a, double cap) { return cap > 0 ? cap * std::tanh(a / cap) : a; }
 
 }  // namespace
@@ -39,25 +44,44 @@ double ShardRun::RefinementCutoff(const Work& work, const RowStats& stats) const
   return cutoff;
 }
 
+void ShardRun::PrepareRefinement(const TermPlan& term, size_t rows, size_t parts, size_t panels) {
+  const int64_t shard_rows = term.head->shard(rank()).rows.size();
+  const size_t length = kExchanged * rows + 1;
+  if (refined_.size() < parts) refined_.resize(parts);
+  for (RefinedPart& part : refined_) {
+    part.logits.reserve(RefinedCapacity(rows, shard_rows));
+    part.panel_ends.reserve(panels);
+    part.found.reserve(static_cast<size_t>(term.head->cpu_plan().panel_rows));
+  }
+  cutoffs_.reserve(rows);
+  sums_.reserve(length);
+  sums_by_part_.reserve(length * parts);
+  sums_by_shard_.reserve(length * static_cast<size_t>(context_.communicator.world_size()));
+}
+
 absl::Status ShardRun::RefineLogits(Work* work, bool* overflow) {
   const size_t rows = static_cast<size_t>(work->row_count);
-  refined_.assign(static_cast<size_t>(work->parts.count()), RefinedPart());
-  std::vector<float> cutoffs(rows);
+  for (RefinedPart& part : refined_) {
+    part.logits.clear();
+    part.panel_ends.clear();
+  }
+  cutoffs_.resize(rows);
   bool any = false;  // the same on every shard, because the merged statistics are
   for (size_t i = 0; i < rows; ++i) {
     const double cutoff = RefinementCutoff(*work, merged_stats_[i]);
     any = any || cutoff < kInfinity;
-    cutoffs[i] = static_cast<float>(cutoff);
+    cutoffs_[i] = static_cast<float>(cutoff);
   }
   if (!any) return absl::OkStatus();
 
   // [parts][kExchanged * rows + 1]; the last counts overflows.
   const size_t length = kExchanged * rows + 1;
-  std::vector<double> partial(length * static_cast<size_t>(work->parts.count()));
+  sums_by_part_.assign(length * static_cast<size_t>(work->parts.count()), 0.0);
   context_.pool.Run(work->parts.count(),
-                    [&](int32_t part) { RefinePart(*work, cutoffs, part, &partial[static_cast<size_t>(part) * length]); });
+                    [&](int32_t part) { RefinePart(*work, part, &sums_by_part_[static_cast<size_t>(part) * length]); });
+  std::vector<double>& merged = sums_;
   const auto merge = [&](const std::vector<double>& pieces) {
-    std::vector<double> merged(length, 0.0);
+    merged.assign(length, 0.0);
     for (size_t i = 0; i < rows; ++i) merged[kExchanged * i + 2] = -kInfinity;
     for (size_t piece = 0; piece < pieces.size() / length; ++piece) {
       const double* next = &pieces[piece * length];
@@ -69,15 +93,14 @@ absl::Status ShardRun::RefineLogits(Work* work, bool* overflow) {
       }
       merged.back() += next[length - 1];
     }
-    return merged;
   };
-  std::vector<double> merged = merge(partial);
+  merge(sums_by_part_);
   const int32_t world_size = context_.communicator.world_size();
   if (world_size > 1) {
-    std::vector<double> gathered(length * static_cast<size_t>(world_size));
-    absl::Status status = context_.communicator.AllGather(merged.data(), static_cast<int64_t>(length), gathered.data());
+    sums_by_shard_.resize(length * static_cast<size_t>(world_size));
+    absl::Status status = context_.communicator.AllGather(merged.data(), static_cast<int64_t>(length), sums_by_shard_.data());
     if (!status.ok()) return status;
-    merged = merge(gathered);
+    merge(sums_by_shard_);
   }
   *overflow = merged.back() > 0;
   if (*overflow) return absl::OkStatus();
@@ -96,23 +119,24 @@ absl::Status ShardRun::RefineLogits(Work* work, bool* overflow) {
   return absl::OkStatus();
 }
 
-void ShardRun::RefinePart(const Work& work, const std::vector<float>& cutoffs, int32_t part, double* partial) {
+void ShardRun::RefinePart(const Work& work, int32_t part, double* partial) {
   const HeadShard& shard = work.shard;
   const LogitTransform& transform = work.term.head->spec().transform;
   const double cap = transform.softcap.value_or(0);
   const size_t rows = static_cast<size_t>(work.row_count);
-  const size_t capacity = rows * static_cast<size_t>(std::min(kRefinedLogitsPerRow, shard.rows.size()));
+  const size_t capacity = RefinedCapacity(rows, shard.rows.size());
   for (size_t i = 0; i < rows; ++i) partial[kExchanged * i + 2] = -kInfinity;
   RefinedPart& refined = refined_[static_cast<size_t>(part)];
-  std::vector<int32_t> found(static_cast<size_t>(work.head_plan.panel_rows));
+  std::vector<int32_t>& found = refined.found;
+  found.resize(static_cast<size_t>(work.head_plan.panel_rows));
   float* converted = shard.Workspace<float>(shard.layout.panels + part * work.head_plan.panel_bytes);
   const float* panel_max = panel_max_.data() + static_cast<size_t>(part * panels_per_part_) * rows;
   work.parts.ForEachPanel(part, work.head_plan.panel_rows, [&](int64_t start, int64_t count) {
     for (size_t i = 0; i < rows; ++i) {
-      if (!(panel_max[i] >= cutoffs[i])) continue;
+      if (!(panel_max[i] >= cutoffs_[i])) continue;
       const float* a = work.gradient + static_cast<int64_t>(i) * work.stride + start;
       // The softcap is monotonic: compare its arguments.
-      double argument_cutoff = static_cast<double>(cutoffs[i]);
+      double argument_cutoff = static_cast<double>(cutoffs_[i]);
       if (cap > 0)
         argument_cutoff = argument_cutoff <= -cap ? -kInfinity : cap * std::atanh(std::min(argument_cutoff / cap, 1 - 1e-7));
       const int64_t hits = GetRowKernels().collect_at_least(a, count, static_cast<float>(argument_cutoff), count, found.data());

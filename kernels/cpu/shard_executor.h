@@ -7,8 +7,10 @@
 #include <memory>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "headwater/kernels/communicator.h"
+#include "headwater/kernels/engine.h"
 #include "kernels/cpu/thread_pool.h"
 
 namespace headwater::cpu {
@@ -20,25 +22,43 @@ struct ShardContext {
   ThreadPool& pool;
 };
 
-// Runs the same program on all shards. With one shard the caller's thread is the executor. One Run() at a time.
+// Runs the same program on all shards. With one shard the caller's thread is the executor. One call at a time.
 class ShardExecutors {
  public:
+  using Work = absl::FunctionRef<absl::Status(const ShardContext&)>;
+  // EngineOptions::shard_probe.
+  using Probe = std::function<absl::Status(ShardPhase, int32_t)>;
+
   // Splits `thread_count` threads over `shard_count` executors; each gets at least one.
-  ShardExecutors(int32_t shard_count, int32_t thread_count);
+  ShardExecutors(int32_t shard_count, int32_t thread_count, Probe probe = nullptr);
 
   int32_t shard_count() const { return static_cast<int32_t>(communicators_.size()); }
   int32_t threads_per_shard() const { return pools_.front()->thread_count(); }
-  // Runs `program` on every shard and returns the first rank's error. A rank that fails or throws aborts the communicator, so
-  // that no other waits for it; from then on every Run() fails (kEngineFailed).
-  absl::Status Run(const std::function<absl::Status(const ShardContext&)>& program);
+
+  // Runs `work`, which changes nothing that outlives it, on every shard. A rank that fails or throws aborts the communicator, so
+  // that no other waits for it, and the call fails with the first such rank's error as kEngineFailed. The ranks then get a new
+  // communicator: later calls are not affected.
+  absl::Status Run(Work work);
+
+  // Runs work that is decided once for all shards. `prepare` does all that may fail and changes nothing; it must not use the
+  // communicator, where the others would wait for one that has failed. Then the ranks learn from each other whether all are ready:
+  // if not, none runs `act`, and the call fails as kShardNotReady with the first such rank's error. `act` fails like `work` of
+  // Run(), and what it changes is lost then.
+  absl::Status RunDecided(Work prepare, Work act);
 
  private:
-  absl::Status RunOne(int32_t rank, const std::function<absl::Status(const ShardContext&)>& program);
+  ShardContext ContextOf(int32_t rank) const;
+  // `program` on this rank; failures and exceptions as kEngineFailed, the communicator aborted.
+  absl::Status RunOne(int32_t rank, Work program);
+  // The first phase on this rank.
+  absl::Status PrepareOne(int32_t rank, Work prepare);
+  absl::Status CallProbe(ShardPhase phase, int32_t rank) const;
+  absl::Status Finish(const std::vector<absl::Status>& statuses);
 
+  const Probe probe_;
   std::vector<std::unique_ptr<Communicator>> communicators_;
   std::vector<std::unique_ptr<ThreadPool>> pools_;
   ThreadPool ranks_;  // one thread a rank
-  absl::Status failure_;
 };
 
 }  // namespace headwater::cpu

@@ -58,6 +58,8 @@ void AddGradWeightPanel(const HeadShard& shard, const KeptRows& rows, int64_t st
 class ShardRun {
  public:
   ShardRun(const ShardContext& context, MicroBatchPlan* plan) : context_(context), plan_(*plan) {}
+  // Takes all memory that Run() needs, so that it cannot run out in the middle of a change. May throw std::bad_alloc.
+  void Prepare();
   absl::Status Run();
 
  private:
@@ -99,6 +101,8 @@ class ShardRun {
   // Narrow form. *needs_wide is set, and nothing written, if its logits are not exact enough.
   absl::Status RunNarrow(Work* work, bool* needs_wide);
   absl::Status RunWide(const TermChunk& chunk, bool backward);
+  // Rows that the wide form takes at once.
+  static int64_t WideRows(const TermPlan& term);
   absl::Status RunWideRows(Work* work);
 
   // narrow
@@ -106,8 +110,10 @@ class ShardRun {
   absl::Status RefineLogits(Work* work, bool* overflow);
   double RefinementCutoff(const Work& work, const RowStats& stats) const;
   double LogitArgument(const Work& work, int64_t row, int64_t column, float* converted) const;
-  void RefinePart(const Work& work, const std::vector<float>& cutoffs, int32_t part, double* partial);
+  void RefinePart(const Work& work, int32_t part, double* partial);
   void ApplyRefinedGradient(const Work& work, int32_t part, int64_t panel_index);
+  // Takes the memory of the refinement of `rows` rows in `parts` parts of at most `panels` panels.
+  void PrepareRefinement(const TermPlan& term, size_t rows, size_t parts, size_t panels);
   void ComputeNarrowLogits(Work* work);
   void ComputeTargetLogits(Work* work);
   void ComputeNarrowGradient(Work* work);
@@ -144,10 +150,11 @@ class ShardRun {
   struct RefinedPart {
     std::vector<RefinedLogit> logits;  // by panel, then row, then column
     std::vector<size_t> panel_ends;    // entries up to the end of each panel
+    std::vector<int32_t> found;        // columns of a panel; scratch
   };
   std::vector<RefinedPart> refined_;  // by part
 
-  // By row of the work in progress.
+  // By row of the work in progress. Memory is taken in Prepare().
   std::vector<RowState> states_;
   std::vector<RowStats> part_stats_;    // [parts][rows]
   std::vector<RowStats> merged_stats_;  // [rows]
@@ -155,6 +162,9 @@ class ShardRun {
   std::vector<float> panel_max_;  // [parts][panels][rows]: largest logit of a panel's columns but the target's
   int64_t panels_per_part_ = 0;
   std::vector<PieceStats> student_parts_, teacher_parts_, student_stats_, teacher_stats_;
+  std::vector<float> cutoffs_;  // see RefinementCutoff()
+  std::vector<double> top_columns_;
+  std::vector<double> sums_by_part_, sums_, sums_by_shard_;  // what parts and shards add up
   std::vector<uint8_t> non_finite_hidden_;
   std::vector<uint8_t> non_finite_grad_hidden_;
 };

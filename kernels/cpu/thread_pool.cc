@@ -15,7 +15,7 @@ ThreadPool::~ThreadPool() {
   for (std::thread& worker : workers_) worker.join();
 }
 
-void ThreadPool::Run(int32_t part_count, const std::function<void(int32_t)>& work) {
+void ThreadPool::Run(int32_t part_count, absl::FunctionRef<void(int32_t)> work) {
   if (part_count > 1) {
     std::lock_guard<std::mutex> lock(mutex_);
     work_ = &work;
@@ -39,7 +39,7 @@ void ThreadPool::WorkerMain(int32_t index) {
     if (stopping_) return;
     seen = generation_;
     if (index >= part_count_) continue;
-    const std::function<void(int32_t)>& work = *work_;
+    const absl::FunctionRef<void(int32_t)> work = *work_;
     lock.unlock();
     work(index);
     lock.lock();

@@ -4,10 +4,11 @@
 
 #include <condition_variable>
 #include <cstdint>
-#include <functional>
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "absl/functional/function_ref.h"
 
 namespace headwater::cpu {
 
@@ -22,8 +23,8 @@ class ThreadPool {
 
   int32_t thread_count() const { return static_cast<int32_t>(workers_.size()) + 1; }
   // Calls work(0) ... work(part_count - 1), part i on thread i, and returns when all are done. part_count in
-  // [1, thread_count()]. `work` must not throw.
-  void Run(int32_t part_count, const std::function<void(int32_t)>& work);
+  // [1, thread_count()]. `work` must not throw. Allocates nothing.
+  void Run(int32_t part_count, absl::FunctionRef<void(int32_t)> work);
 
  private:
   void WorkerMain(int32_t index);
@@ -32,7 +33,7 @@ class ThreadPool {
   std::condition_variable started_;
   std::condition_variable finished_;
   uint64_t generation_ = 0;
-  const std::function<void(int32_t)>* work_ = nullptr;
+  const absl::FunctionRef<void(int32_t)>* work_ = nullptr;
   int32_t part_count_ = 0;
   int32_t running_ = 0;
   bool stopping_ = false;

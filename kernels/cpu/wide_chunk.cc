@@ -14,10 +14,13 @@
 
 namespace headwater::cpu {
 
+int64_t ShardRun::WideRows(const TermPlan& term) {
+  const int64_t rows = term.head->cpu_plan().wide_rows;
+  return term.teacher == nullptr ? rows : std::min(rows, term.teacher->cpu_plan().wide_rows);
+}
+
 absl::Status ShardRun::RunWide(const TermChunk& chunk, bool backward) {
-  const TermPlan& term = plan_.terms[chunk.term];
-  int64_t max_rows = term.head->cpu_plan().wide_rows;
-  if (term.teacher != nullptr) max_rows = std::min(max_rows, term.teacher->cpu_plan().wide_rows);
+  const int64_t max_rows = WideRows(plan_.terms[chunk.term]);
   const int64_t rows = static_cast<int64_t>(chunk.rows.size());
   const int64_t pieces = (rows + max_rows - 1) / max_rows;
   const int64_t rows_per_piece = (rows + pieces - 1) / pieces;
@@ -230,7 +233,8 @@ absl::Status ShardRun::FindTopColumns(Work* work, const double* student, const d
   const double teacher_cap = term.teacher->spec().transform.softcap.value_or(0);
   const auto logit = [](double a, double cap) { return cap > 0 ? cap * std::tanh(a / cap) : a; };
   // The smallest of the shards' columns: the largest of their negatives.
-  std::vector<double> columns(rows, -std::numeric_limits<double>::infinity());
+  std::vector<double>& columns = top_columns_;
+  columns.assign(rows, -std::numeric_limits<double>::infinity());
   for (size_t i = 0; i < rows && common > 0; ++i) {
     const int64_t column =
         GetRowKernels().first_at_least_double(student + static_cast<int64_t>(i) * work->stride, common, student_cap,
@@ -239,7 +243,8 @@ absl::Status ShardRun::FindTopColumns(Work* work, const double* student, const d
   }
   absl::Status status = context_.communicator.AllReduceMax(columns.data(), work->row_count);
   if (!status.ok()) return status;
-  std::vector<double> logs(2 * rows, 0.0);
+  std::vector<double>& logs = sums_;
+  logs.assign(2 * rows, 0.0);
   for (size_t i = 0; i < rows; ++i) {
     RowState& state = states_[i];
     // No column where nothing is comparable: a row of NaN.
@@ -271,7 +276,8 @@ absl::Status ShardRun::ComputeDivergence(Work* work, const double* student, cons
   status = FindTopColumns(work, student, teacher, teacher_stride, common);
   if (!status.ok()) return status;
   // [parts][rows] pairs (divergence, mean), summed over parts in order.
-  std::vector<double> partial(2 * rows * static_cast<size_t>(work->parts.count()), 0.0);
+  std::vector<double>& partial = sums_by_part_;
+  partial.assign(2 * rows * static_cast<size_t>(work->parts.count()), 0.0);
   context_.pool.Run(work->parts.count(), [&](int32_t part) {
     const RowRange range = work->parts.part(part);
     const int64_t end = std::min(range.end, common);
@@ -296,7 +302,8 @@ absl::Status ShardRun::ComputeDivergence(Work* work, const double* student, cons
       add(top + 1, end - top - 1, &sums[1]);
     }
   });
-  std::vector<double> sums(2 * rows, 0.0);
+  std::vector<double>& sums = sums_;
+  sums.assign(2 * rows, 0.0);
   for (size_t entry = 0; entry < partial.size(); ++entry) sums[entry % (2 * rows)] += partial[entry];
   status = context_.communicator.AllReduceSum(sums.data(), static_cast<int64_t>(sums.size()));
   for (size_t i = 0; i < rows; ++i) {

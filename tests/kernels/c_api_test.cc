@@ -35,7 +35,7 @@ void ExpectError(hw_error* error, int32_t code, const std::string& reason) {
 
 constexpr int32_t kInvalidArgument = 3;
 constexpr int32_t kResourceExhausted = 8;
-constexpr int32_t kWeight = 1, kBias = 2, kGradWeight = 5;
+constexpr int32_t kWeight = 1, kBias = 2, kGradWeight = 5, kGradBias = 6;
 
 // A head of two classes over one hidden unit: logits (x, 0), so that p_0 = 1 / (1 + e^-x).
 class CApi : public ::testing::Test {
@@ -219,6 +219,94 @@ TEST_F(CApi, StagedContributionsAreCommittedOrDiscarded) {
   EXPECT_EQ(ReadGradient(), direct);
 }
 
+TEST_F(CApi, AddsACallersGradient) {
+  ExpectOk(Compute());
+  const std::vector<float> computed = ReadGradient();
+  const float in[] = {0.25f, -3.0f};
+  ExpectOk(hw_head_add_gradient(head_, kGradWeight, 0, 2, -0.5, in));
+  EXPECT_EQ(ReadGradient(), (std::vector<float>{computed[0] - 0.125f, computed[1] + 1.5f}));
+  ExpectOk(hw_head_add_gradient(head_, kGradWeight, 1, 1, 1, in));  // across the shards' boundary, one element
+  EXPECT_EQ(ReadGradient()[1], computed[1] + 1.5f + 0.25f);
+  const std::vector<float> before = ReadGradient();
+  ExpectError(hw_head_add_gradient(head_, kGradWeight, 1, 2, 1, in), kInvalidArgument, "CHUNK_OUT_OF_RANGE");
+  ExpectError(hw_head_add_gradient(head_, kGradBias, 0, 1, 1, in), kInvalidArgument, "CHUNK_OUT_OF_RANGE");  // it has no bias
+  ExpectError(hw_head_add_gradient(head_, kWeight, 0, 1, 1, in), kInvalidArgument, "INVALID_FIELD");
+  ExpectError(hw_head_add_gradient(head_, 11, 0, 1, 1, in), kInvalidArgument, "INVALID_FIELD");
+  ExpectError(hw_head_add_gradient(head_, kGradWeight, 0, 1, INFINITY, in), kInvalidArgument, "INVALID_FIELD");
+  EXPECT_EQ(ReadGradient(), before);
+}
+
+// Two trainable heads under three terms, one of them with two row ranges: in place, staged, and each term by itself agree.
+TEST_F(CApi, SeveralTermsOverSeveralHeads) {
+  hw_head* second = nullptr;
+  ExpectOk(hw_head_create(engine_, &spec_, &second));
+  const float weight[] = {-0.5f, 2};
+  ExpectOk(hw_head_write(second, kWeight, 0, 2, weight));
+  const int32_t targets[] = {1, 0, 1};
+  hw_loss_term terms[3] = {term_, term_, term_};
+  terms[0].row_count = 2;
+  terms[1].head = second;
+  terms[1].targets = targets;
+  terms[1].token_loss = nullptr;
+  terms[2].row_start = 1;
+  terms[2].row_count = 2;
+  terms[2].targets = targets;
+  terms[2].loss_scale = -0.5;
+  terms[2].token_loss = nullptr;
+  micro_batch_.terms = terms;
+  hw_loss_sums sums[3];
+  const auto read = [](hw_head* head) {
+    std::vector<float> gradient(2);
+    ExpectOk(hw_head_read(head, kGradWeight, 0, 2, gradient.data()));
+    ExpectOk(hw_head_zero_gradient(head));
+    return gradient;
+  };
+
+  // By itself.
+  std::vector<double> grad_hidden(3);
+  for (const hw_loss_term& term : terms) {
+    hw_micro_batch single = micro_batch_;
+    single.terms = &term;
+    ExpectOk(hw_compute(engine_, &single, sums, nullptr));
+    for (int row = 0; row < 3; ++row) grad_hidden[static_cast<size_t>(row)] += static_cast<double>(grad_hidden_[row]);
+  }
+  const std::vector<float> first_alone = read(head_);
+  const std::vector<float> second_alone = read(second);
+
+  micro_batch_.term_count = 3;
+  const auto expect_grad_hidden = [&] {
+    for (int row = 0; row < 3; ++row) {
+      EXPECT_LE(std::abs(static_cast<double>(grad_hidden_[row]) - grad_hidden[static_cast<size_t>(row)]), 1e-6);
+    }
+  };
+  ExpectOk(hw_compute(engine_, &micro_batch_, sums, nullptr));
+  expect_grad_hidden();
+  EXPECT_EQ(sums[0].valid_token_count, 2);
+  EXPECT_EQ(sums[1].valid_token_count, 3);
+  EXPECT_EQ(read(head_), first_alone);
+  EXPECT_EQ(read(second), second_alone);
+
+  micro_batch_.grad_weight = HW_GRAD_WEIGHT_STAGE;
+  hw_staged* staged = nullptr;
+  ExpectOk(hw_compute(engine_, &micro_batch_, sums, &staged));
+  expect_grad_hidden();
+  EXPECT_EQ(hw_head_free_staging_slots(head_) + hw_head_free_staging_slots(second), 0);
+  EXPECT_EQ(read(head_), (std::vector<float>{0, 0}));
+  ExpectOk(hw_staged_commit(staged, 1));
+  EXPECT_EQ(read(head_), first_alone);
+  EXPECT_EQ(read(second), second_alone);
+
+  // One slot missing: nothing of the others is kept.
+  ExpectOk(hw_compute(engine_, &micro_batch_, sums, &staged));
+  hw_staged* refused = nullptr;
+  ExpectError(hw_compute(engine_, &micro_batch_, sums, &refused), kResourceExhausted, "STAGING_FULL");
+  hw_staged_discard(staged);
+  EXPECT_EQ(read(head_), (std::vector<float>{0, 0}));
+  EXPECT_EQ(read(second), (std::vector<float>{0, 0}));
+  EXPECT_EQ(hw_head_free_staging_slots(head_) + hw_head_free_staging_slots(second), 2);
+  hw_head_destroy(second);
+}
+
 TEST_F(CApi, AppliesTheOptimizer) {
   ExpectOk(Compute());
   const std::vector<float> gradient = ReadGradient();
@@ -285,6 +373,8 @@ TEST_F(CApi, NullsAreRefused) {
   ExpectError(hw_head_read(head_, kWeight, 0, 1, nullptr), kInvalidArgument, "MISSING_FIELD");
   ExpectError(hw_head_write(head_, kWeight, 0, 1, nullptr), kInvalidArgument, "MISSING_FIELD");
   ExpectError(hw_head_zero_gradient(nullptr), kInvalidArgument, "MISSING_FIELD");
+  ExpectError(hw_head_add_gradient(nullptr, kGradWeight, 0, 1, 1, &element), kInvalidArgument, "MISSING_FIELD");
+  ExpectError(hw_head_add_gradient(head_, kGradWeight, 0, 1, 1, nullptr), kInvalidArgument, "MISSING_FIELD");
   ExpectError(hw_head_reset_optimizer_state(nullptr), kInvalidArgument, "MISSING_FIELD");
   ExpectError(hw_head_apply_optimizer(head_, nullptr), kInvalidArgument, "MISSING_FIELD");
   ExpectError(hw_head_plan(nullptr, nullptr, nullptr), kInvalidArgument, "MISSING_FIELD");

@@ -16,7 +16,7 @@ from headwater._errors import code_name, make_error
 from headwater._requests import ComputeRequest, CrossEntropyOptions, JsdOptions
 from headwater._types import SGD, AdamW, HeadSpec, LossResult
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY_NAME = "libheadwater_local.so"
 LIBRARY_VARIABLE = "HEADWATER_LOCAL_LIBRARY"
 
@@ -201,6 +201,7 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("hw_head_read", c_void_p, [c_void_p, c_int32, c_int64, c_int64, c_void_p]),
     ("hw_head_write", c_void_p, [c_void_p, c_int32, c_int64, c_int64, c_void_p]),
     ("hw_head_zero_gradient", c_void_p, [c_void_p]),
+    ("hw_head_add_gradient", c_void_p, [c_void_p, c_int32, c_int64, c_int64, c_double, c_void_p]),
     ("hw_head_reset_optimizer_state", c_void_p, [c_void_p]),
     ("hw_head_gradient_stats", c_void_p, [c_void_p, POINTER(c_double), POINTER(c_int64)]),
     ("hw_head_free_staging_slots", c_int32, [c_void_p]),

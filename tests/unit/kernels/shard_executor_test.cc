@@ -3,7 +3,9 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <new>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -31,6 +33,19 @@ TEST(ThreadPool, EveryPartRunsOnceOnItsOwnThread) {
   EXPECT_EQ(first[0], std::this_thread::get_id());
 }
 
+// All ranks take part and meet.
+void ExpectSumOfRanks(ShardExecutors& executors) {
+  const int32_t count = executors.shard_count();
+  const absl::Status status = executors.Run([&](const ShardContext& context) {
+    double sum = context.rank + 1;
+    absl::Status reduced = context.communicator.AllReduceSum(&sum, 1);
+    // One shard's sum is its own.
+    EXPECT_EQ(sum, count * (count + 1) / 2);
+    return reduced;
+  });
+  EXPECT_TRUE(status.ok()) << status;
+}
+
 TEST(ShardExecutors, OneShardRunsOnTheCallersThread) {
   ShardExecutors executors(1, 3);
   EXPECT_EQ(executors.threads_per_shard(), 3);
@@ -48,36 +63,99 @@ TEST(ShardExecutors, ShardsRunAtTheSameTime) {
   ShardExecutors executors(3, 2);
   EXPECT_EQ(executors.shard_count(), 3);
   EXPECT_EQ(executors.threads_per_shard(), 1);
-  for (int round = 0; round < 50; ++round) {
-    ASSERT_TRUE(executors
-                    .Run([&](const ShardContext& context) {
-                      double sum = context.rank + 1;
-                      absl::Status status = context.communicator.AllReduceSum(&sum, 1);
-                      EXPECT_EQ(sum, 6);
-                      return status;
-                    })
-                    .ok());
-  }
+  for (int round = 0; round < 50; ++round) ExpectSumOfRanks(executors);
 }
 
-// A shard that fails must not leave the others waiting, and the engine must not go on with half a result.
-TEST(ShardExecutors, AFailureEndsAllShardsForGood) {
-  for (const bool throws : {false, true}) {
-    ShardExecutors executors(3, 3);
+// A shard that fails must not leave the others waiting, nor spoil what comes later.
+TEST(ShardExecutors, AFailureEndsAllShardsOfTheCall) {
+  ShardExecutors executors(3, 3);
+  for (const int way : {0, 1, 2}) {
     const absl::Status status = executors.Run([&](const ShardContext& context) -> absl::Status {
-      if (context.rank == 1 && throws) throw std::runtime_error("no more memory");
-      if (context.rank == 1) return MakeError(ErrorReason::kEngineFailed, "shard 1 failed");
+      if (context.rank == 1 && way == 0) throw std::runtime_error("no more memory");
+      if (context.rank == 1 && way == 1) return MakeError(ErrorReason::kEngineFailed, "shard 1 failed");
+      if (context.rank == 1) return MakeError(ErrorReason::kInternal, "something else");
       return context.communicator.Barrier();
     });
     EXPECT_TRUE(HasReason(status, ErrorReason::kEngineFailed)) << status;
-    std::atomic<int> calls{0};
-    const absl::Status later = executors.Run([&](const ShardContext&) {
-      ++calls;
-      return absl::OkStatus();
-    });
-    EXPECT_TRUE(HasReason(later, ErrorReason::kEngineFailed)) << later;
-    EXPECT_EQ(calls, 0);
+    if (way != 1) {
+      EXPECT_EQ(GetErrorMetadata(status)["shard"], "1");
+    }
+    ExpectSumOfRanks(executors);
   }
+}
+
+// Nobody begins before everybody is ready.
+TEST(ShardExecutors, AllPrepareBeforeOneActs) {
+  for (const int32_t shard_count : {1, 3, 7}) {
+    ShardExecutors executors(shard_count, shard_count);
+    for (int round = 0; round < 50; ++round) {
+      std::atomic<int32_t> prepared{0};
+      std::atomic<int32_t> acted{0};
+      const absl::Status status = executors.RunDecided(
+          [&](const ShardContext& context) {
+            if (context.rank == round % shard_count) std::this_thread::sleep_for(std::chrono::microseconds(200));
+            ++prepared;
+            return absl::OkStatus();
+          },
+          [&](const ShardContext&) {
+            EXPECT_EQ(prepared, shard_count);
+            ++acted;
+            return absl::OkStatus();
+          });
+      ASSERT_TRUE(status.ok()) << status;
+      EXPECT_EQ(acted, shard_count);
+    }
+  }
+}
+
+TEST(ShardExecutors, OneThatIsNotReadyStopsAllBeforeTheyAct) {
+  for (const int32_t shard_count : {1, 3, 7}) {
+    ShardExecutors executors(shard_count, shard_count);
+    for (int32_t failing = 0; failing < shard_count; ++failing) {
+      for (const bool throws : {false, true}) {
+        std::atomic<int32_t> acted{0};
+        const absl::Status status = executors.RunDecided(
+            [&](const ShardContext& context) -> absl::Status {
+              if (context.rank != failing) return absl::OkStatus();
+              if (throws) throw std::bad_alloc();
+              return MakeError(ErrorReason::kMemoryBudgetExceeded, "no room");
+            },
+            [&](const ShardContext&) {
+              ++acted;
+              return absl::OkStatus();
+            });
+        EXPECT_TRUE(HasReason(status, ErrorReason::kShardNotReady)) << status;
+        EXPECT_EQ(GetErrorMetadata(status)["shard"], std::to_string(failing));
+        EXPECT_EQ(acted, 0);
+        ExpectSumOfRanks(executors);
+      }
+    }
+  }
+}
+
+TEST(ShardExecutors, TheProbeIsEachShardsFailure) {
+  ShardPhase failing_phase = ShardPhase::kPrepare;
+  bool armed = true;
+  ShardExecutors executors(3, 3, [&](ShardPhase phase, int32_t rank) {
+    return armed && phase == failing_phase && rank == 2 ? absl::UnknownError("probe") : absl::OkStatus();
+  });
+  std::atomic<int32_t> acted{0};
+  const auto run = [&] {
+    return executors.RunDecided([](const ShardContext&) { return absl::OkStatus(); },
+                                [&](const ShardContext&) {
+                                  ++acted;
+                                  return absl::OkStatus();
+                                });
+  };
+  EXPECT_TRUE(HasReason(run(), ErrorReason::kShardNotReady));
+  EXPECT_EQ(acted, 0);
+  failing_phase = ShardPhase::kAct;
+  EXPECT_TRUE(HasReason(run(), ErrorReason::kEngineFailed));
+  EXPECT_LE(acted, 2);
+  armed = false;
+  acted = 0;
+  EXPECT_TRUE(run().ok());
+  EXPECT_EQ(acted, 3);
 }
 
 }  // namespace

@@ -20,7 +20,8 @@ extern "C" {
 #endif
 
 #define HW_API __attribute__((visibility("default")))
-#define HW_ABI_VERSION 1
+/* 2: hw_head_add_gradient. */
+#define HW_ABI_VERSION 2
 
 typedef struct hw_engine hw_engine; /* a LossEngine */
 typedef struct hw_head hw_head;     /* an EngineHead */
@@ -98,6 +99,10 @@ HW_API int32_t hw_head_tensor_data_type(const hw_head* head, int32_t tensor);
 HW_API hw_error* hw_head_read(const hw_head* head, int32_t tensor, int64_t element_start, int64_t element_count, void* out);
 HW_API hw_error* hw_head_write(hw_head* head, int32_t tensor, int64_t element_start, int64_t element_count, const void* in);
 HW_API hw_error* hw_head_zero_gradient(hw_head* head);
+/* Adds factor x in[element_count] (fp32) to elements of the accumulator: `tensor` is 5 (grad_weight) or 6 (grad_bias). Two
+ * roundings for each element: gradient + (factor * in). */
+HW_API hw_error* hw_head_add_gradient(hw_head* head, int32_t tensor, int64_t element_start, int64_t element_count, double factor,
+                                      const float* in);
 HW_API hw_error* hw_head_reset_optimizer_state(hw_head* head);
 HW_API hw_error* hw_head_gradient_stats(const hw_head* head, double* norm_squared, int64_t* non_finite_count);
 HW_API int32_t hw_head_free_staging_slots(const hw_head* head);
@@ -188,7 +193,7 @@ typedef struct hw_loss_sums {
 /* `sums` has room for term_count entries. `staged` gets the contribution with HW_GRAD_WEIGHT_STAGE, if at least one term's head
  * is trainable, else NULL; the pointer itself may be NULL in the other modes. */
 HW_API hw_error* hw_compute(hw_engine* engine, const hw_micro_batch* micro_batch, hw_loss_sums* sums, hw_staged** staged);
-/* Adds factor x contribution, and frees it. */
+/* Adds factor x contribution, and frees it, whatever comes back: one that could not be committed is dropped. */
 HW_API hw_error* hw_staged_commit(hw_staged* staged, double factor);
 /* Drops the contribution, and frees it. */
 HW_API void hw_staged_discard(hw_staged* staged);

@@ -15,6 +15,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -107,8 +108,9 @@ class StagedContribution {
  public:
   virtual ~StagedContribution() = default;
   // Adds factor x contribution to the accumulators of all its heads, and frees the slots. At most once. Decided once for all
-  // shards: kShardNotReady, with nothing changed, if a shard could not begin; after that only kEngineFailed: the heads are lost
-  // then.
+  // shards: kShardNotReady if a shard could not begin: then nothing has changed, the slots are still taken, and Commit() may be
+  // called again. After that only kEngineFailed: the heads are lost then. kInvalidField, with nothing changed, for a factor that is
+  // not finite in fp32.
   virtual absl::Status Commit(double factor) = 0;
 };
 
@@ -148,10 +150,12 @@ class EngineHead {
   // Copies elements [element_start, element_start + element_count) out, across shards. `out` has room for them.
   virtual absl::Status ReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const = 0;
   // The same, in. Writing kWeight or kBias sets a separate master to the same values; writing kMasterWeight or kMasterBias sets
-  // the stored tensor to its rounding (nearest even).
+  // the stored tensor to its rounding (nearest even). A range of several shards is decided once for all of them, as
+  // StagedContribution::Commit().
   virtual absl::Status WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) = 0;
 
-  // Sets the accumulator to 0 (an exact 0 everywhere, whatever it held).
+  // Sets the accumulator to 0 (an exact 0 everywhere, whatever it held). Decided once for all shards, as
+  // StagedContribution::Commit().
   virtual absl::Status ZeroGradient() = 0;
   // Adds factor x `in` to elements [element_start, element_start + element_count) of the accumulator, kGradWeight or kGradBias:
   // gradient = fp32(gradient + fp32(fp32(factor) * in)), two roundings to nearest even, never fused. What is not finite in `in`
@@ -159,7 +163,7 @@ class EngineHead {
   // once for all shards, as StagedContribution::Commit().
   virtual absl::Status AddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
                                      const float* in) = 0;
-  // Sets optimizer state to 0.
+  // Sets optimizer state to 0. Decided likewise.
   virtual absl::Status ResetOptimizerState() = 0;
   virtual absl::StatusOr<GradientStats> ComputeGradientStats() const = 0;
   // Updates the weights from the accumulator, then sets the accumulator to 0. kOptimizerNotConfigured without an optimizer;
@@ -171,6 +175,10 @@ class EngineHead {
   virtual int32_t FreeStagingSlots() const = 0;
 };
 
+// Work that changes a head on several shards has two phases: every shard prepares, which is all that may fail and changes nothing;
+// the shards tell each other; then all of them act, or none does.
+enum class ShardPhase { kPrepare, kAct };
+
 // How an engine is set up; from flags.
 struct EngineOptions {
   int32_t shard_count = 1;             // >= 1; a head with fewer rows gets as many shards as it has rows
@@ -179,6 +187,9 @@ struct EngineOptions {
   int64_t workspace_bytes = 0;         // for each shard group; 0: the engine's default. The largest token chunk follows from it
   int64_t token_chunk_rows = 0;        // 0: from the workspace; else exactly this many rows at once (tests)
   int32_t thread_count = 0;            // CPU threads over all shards; 0: the cores this process may use
+  // For tests that make a shard fail; null in production. Called at the beginning of each phase of every such work (Compute()
+  // included, whatever it changes) on each shard's own thread, at the same time on several: an error is that shard's failure.
+  std::function<absl::Status(ShardPhase phase, int32_t rank)> shard_probe;
 };
 
 // Where heads live.
@@ -206,7 +217,8 @@ class LossEngine {
 
   // Computes one micro-batch. Checks everything that could make it read or write out of bounds (sizes, types, targets) and fails
   // with the reasons of error.h before anything is changed; kStagingFull if kStage finds no slot; kShardNotReady if a shard could
-  // not begin. With kAccumulate, a failure after that is kEngineFailed or kInternal, and the heads are lost.
+  // not begin (outputs may have been written). A failure after that is kEngineFailed; with kAccumulate the heads are lost then. The
+  // engine itself goes on: what was not part of the failed work is as before.
   virtual absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) = 0;
 };
 
