@@ -69,12 +69,13 @@ class CpuStagedContribution final : public StagedContribution {
     const ShardParts parts(shard, context.pool);
     const GradientTarget target = {shard.grad_weight.As<float>(), shard.grad_bias.As<float>(), alpha, false};
     if (staged.keeps_rows) {
-      for (const KeptRows& rows : staged.kept[index]) {
-        context.pool.Run(parts.count(), [&](int32_t part) {
-          parts.ForEachPanel(part, plan.panel_rows,
-                             [&](int64_t start, int64_t count) { AddGradWeightPanel(shard, rows, start, count, target); });
+      // Panel by panel, so that a panel of the accumulator is read once; the order in which an element's chunks are added is
+      // theirs.
+      context.pool.Run(parts.count(), [&](int32_t part) {
+        parts.ForEachPanel(part, plan.panel_rows, [&](int64_t start, int64_t count) {
+          for (const KeptRows& rows : staged.kept[index]) AddGradWeightPanel(shard, rows, start, count, target);
         });
-      }
+      });
       return;
     }
     if (!staged.has_product[index]) return;

@@ -1,5 +1,4 @@
-// What is computed and what is not: forward only, frozen heads, single gradients, several terms in one micro-batch.
-#include <memory>
+// What is computed and what is not: forward only, frozen heads, single gradients; calls on different heads at once.
 #include <thread>
 #include <vector>
 
@@ -60,74 +59,6 @@ TEST_P(Mode, FrozenHead) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Mode, ::testing::Bool(), [](const auto& test) { return test.param ? "Jsd" : "CrossEntropy"; });
-
-// Three terms over overlapping rows of one micro-batch: two heads, one of them under two losses.
-Problem SeveralTerms(int32_t staging_slots) {
-  ProblemOptions options = Options(true);
-  options.rows = 20;
-  options.staging_slots = staging_slots;
-  Problem problem = MakeProblem(options);
-  ProblemOptions second;
-  second.rows = 20;
-  second.vocab_size = 57;
-  second.staging_slots = staging_slots;
-  second.seed = 5;
-  second.label_smoothing = 0.1;
-  const Problem other = MakeProblem(second);
-  problem.heads.push_back(other.heads[0]);
-
-  TestTerm on_other_head = SliceRows(other, 3, 11).terms[0];
-  on_other_head.head = 2;
-  on_other_head.row_start = 3;
-  on_other_head.loss_scale = 0.25;
-  TestTerm on_first_head = problem.terms[0];
-  on_first_head.loss = reference::CrossEntropyOptions{0.0, 1e-3, {}};
-  on_first_head.teacher = -1;
-  on_first_head.teacher_hidden.clear();
-  on_first_head.row_start = 12;
-  on_first_head.row_count = 8;
-  on_first_head.targets.resize(8);
-  on_first_head.loss_scale = -0.5;
-  problem.terms[0] = SliceRows(problem, 0, 16).terms[0];
-  problem.terms.push_back(on_other_head);
-  problem.terms.push_back(on_first_head);
-  problem.grad_hidden_scale = 2;
-  return problem;
-}
-
-TEST(SeveralTerms, OverlappingRangesAreSummed) {
-  for (const int32_t shard_count : {1, 3}) {
-    EngineOptions engine_options;
-    engine_options.shard_count = shard_count;
-    ExpectEngineMatches(SeveralTerms(0), engine_options);
-  }
-}
-
-TEST(SeveralTerms, AreStagedAndCommittedTogether) {
-  const Problem problem = SeveralTerms(2);  // the first head's two terms may take a slot each
-  const Expected expected = ComputeExpected(problem);
-  LoadedHeads heads(problem.heads, {});
-  Outcome outcome;
-  std::unique_ptr<StagedContribution> staged = heads.Stage(problem, {}, &outcome);
-  for (const Gradient& gradient : outcome.gradients) ExpectGradientZero(gradient);
-  outcome.gradients.clear();
-  ExpectOutcomeMatches(problem, expected, outcome);
-  ASSERT_TRUE(staged->Commit(1).ok());
-  ExpectGradientNear(heads.ReadGradient(0), expected.gradient(0));
-  ExpectGradientNear(heads.ReadGradient(2), expected.gradient(2));
-
-  heads.ZeroGradients();
-  heads.Stage(problem).reset();
-  ExpectGradientZero(heads.ReadGradient(0));
-  ExpectGradientZero(heads.ReadGradient(2));
-  EXPECT_EQ(heads.head(0).FreeStagingSlots(), 2);
-  EXPECT_EQ(heads.head(2).FreeStagingSlots(), 2);
-}
-
-TEST(SeveralTerms, RepeatBitwise) {
-  const Problem problem = SeveralTerms(0);
-  EXPECT_TRUE(RunOnce(problem).BitwiseEquals(RunOnce(problem)));
-}
 
 // Calls on different heads may overlap: each gets what it gets alone, bit for bit.
 TEST(Concurrency, DifferentHeadsOverlap) {

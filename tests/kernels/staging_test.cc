@@ -1,6 +1,7 @@
 // Contributions beside the accumulator: commit with a factor, discard, slots.
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -142,6 +143,37 @@ INSTANTIATE_TEST_SUITE_P(All, Staging,
                          [](const auto& test) {
                            return std::get<0>(test.param).name + std::to_string(std::get<1>(test.param)) + "Shards";
                          });
+
+// The one thing that may happen beside other calls on a head: a session that ends drops its contributions at any time.
+TEST(StagingThreads, DestructionOverlapsOtherCallsOnTheHead) {
+  constexpr int32_t kSlots = 6;
+  constexpr int kRounds = 12;
+  for (const int32_t shard_count : {1, 3}) {
+    ProblemOptions options = FewRows();
+    options.staging_slots = kSlots;
+    const Problem problem = MakeProblem(options);
+    EngineOptions engine_options;
+    engine_options.shard_count = shard_count;
+    LoadedHeads undisturbed(problem.heads, engine_options);
+    LoadedHeads heads(problem.heads, engine_options);
+    for (int round = 0; round < kRounds; ++round) {
+      std::vector<std::unique_ptr<StagedContribution>> dropped;
+      for (int32_t slot = 0; slot < kSlots / 2; ++slot) dropped.push_back(heads.Stage(problem));
+      std::thread dropper([&dropped] {
+        while (!dropped.empty()) dropped.pop_back();
+      });
+      heads.Compute(problem);
+      std::unique_ptr<StagedContribution> kept = heads.Stage(problem);
+      EXPECT_LE(heads.head(0).FreeStagingSlots(), kSlots - 1);
+      EXPECT_TRUE(kept->Commit(2).ok());
+      dropper.join();
+      EXPECT_EQ(heads.head(0).FreeStagingSlots(), kSlots);
+      undisturbed.Compute(problem);
+      EXPECT_TRUE(undisturbed.Stage(problem)->Commit(2).ok());
+    }
+    EXPECT_TRUE(heads.ReadGradient(0) == undisturbed.ReadGradient(0));
+  }
+}
 
 // All rows ignored: there is still something to commit, and it adds nothing.
 TEST(StagingOfNothing, CommitsToNothing) {

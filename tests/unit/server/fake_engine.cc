@@ -326,12 +326,13 @@ absl::StatusOr<MicroBatchResult> FakeEngine::Compute(const MicroBatch& micro_bat
       if (token == term.ignore_index) continue;
       if (token < 0 || token >= head->spec_.vocab_size) return MakeError(ErrorReason::kTargetOutOfVocab, "target out of range");
       ++sums.valid_token_count;
-      sums.loss_sum += hidden[0];
-      sums.token_weight_sum += 1;
+      const float weight = term.token_weights.empty() ? 1.0F : term.token_weights[static_cast<size_t>(row)];
+      sums.loss_sum += weight * hidden[0];
+      sums.token_weight_sum += weight;
       const bool row_is_finite = std::all_of(hidden, hidden + width, [](float x) { return std::isfinite(x); });
       if (!row_is_finite) ++sums.non_finite_row_count;
       finite = finite && row_is_finite;
-      const float scale = static_cast<float>(term.loss_scale);
+      const float scale = static_cast<float>(term.loss_scale) * weight;
       for (int64_t i = 0; i < width; ++i) {
         if (grad_hidden != nullptr) grad_hidden[(term.row_start + row) * width + i] += hidden[i];
         if (adds) gradients[head][HeadTensor::kGradWeight][static_cast<size_t>(token * width + i)] += scale * hidden[i];
