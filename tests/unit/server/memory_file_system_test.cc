@@ -1,0 +1,144 @@
+// The file system of tests answers as the operating system's does: both go through the same operations.
+#include "memory_file_system.h"
+
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "head_test_util.h"
+#include "temporary_directory.h"
+
+namespace headwater::testing {
+namespace {
+
+using checkpoint::FileSystem;
+using checkpoint::ReadableFile;
+using checkpoint::WritableFile;
+
+enum class Kind { kMemory, kPosix };
+
+class FileSystemTest : public ::testing::TestWithParam<Kind> {
+ protected:
+  void SetUp() override {
+    if (GetParam() == Kind::kMemory) {
+      root_ = "/root";
+      ASSERT_OK(files().CreateDirectory(root_));
+    } else {
+      root_ = directory_.path();
+    }
+  }
+  FileSystem& files() { return GetParam() == Kind::kMemory ? static_cast<FileSystem&>(memory_) : checkpoint::PosixFileSystem(); }
+  std::string At(const std::string& path) const { return root_ + "/" + path; }
+  void Write(const std::string& path, const std::string& bytes) {
+    absl::StatusOr<std::unique_ptr<WritableFile>> file = files().CreateFile(At(path));
+    ASSERT_OK(file);
+    const int64_t half = static_cast<int64_t>(bytes.size() / 2);
+    EXPECT_OK((*file)->Append(bytes.data(), half));
+    EXPECT_OK((*file)->Append(bytes.data() + half, static_cast<int64_t>(bytes.size()) - half));
+    EXPECT_OK((*file)->SyncAndClose());
+  }
+  std::string Read(const std::string& path) {
+    const absl::StatusOr<std::unique_ptr<ReadableFile>> file = files().OpenFile(At(path));
+    if (!file.ok()) return std::string(file.status().message());
+    std::string bytes(static_cast<size_t>((*file)->size()), '\0');
+    EXPECT_OK((*file)->ReadAt(0, (*file)->size(), bytes.data()));
+    return bytes;
+  }
+
+  TemporaryDirectory directory_;
+  MemoryFileSystem memory_;
+  std::string root_;
+};
+
+TEST_P(FileSystemTest, FilesAreWrittenOnceAndReadInParts) {
+  Write("a", "hello");
+  EXPECT_EQ(Read("a"), "hello");
+  EXPECT_TRUE(absl::IsAlreadyExists(files().CreateFile(At("a")).status()));
+  EXPECT_TRUE(absl::IsNotFound(files().CreateFile(At("no/a")).status()));
+  EXPECT_TRUE(absl::IsNotFound(files().OpenFile(At("b")).status()));
+  const std::unique_ptr<ReadableFile> file = *files().OpenFile(At("a"));
+  char bytes[3] = {};
+  EXPECT_OK(file->ReadAt(2, 2, bytes));
+  EXPECT_STREQ(bytes, "ll");
+  EXPECT_OK(file->ReadAt(5, 0, bytes));
+  EXPECT_REASON(file->ReadAt(4, 2, bytes), kFileCorrupt);
+  EXPECT_OK(files().RemoveTree(At("a")));
+  EXPECT_OK(file->ReadAt(0, 2, bytes));  // what is open stays
+  EXPECT_STREQ(bytes, "he");
+}
+
+TEST_P(FileSystemTest, DirectoriesHoldNames) {
+  EXPECT_OK(files().CreateDirectory(At("d")));
+  EXPECT_TRUE(absl::IsAlreadyExists(files().CreateDirectory(At("d"))));
+  EXPECT_TRUE(absl::IsNotFound(files().CreateDirectory(At("no/d"))));
+  EXPECT_OK(files().CreateDirectory(At("d/e")));
+  Write("d/.x", "1");
+  Write("d/e/y", "2");
+  Write("d-1", "3");  // sorts before "d/", belongs to its parent
+  EXPECT_EQ(*files().ListDirectory(At("d")), (std::vector<std::string>{".x", "e"}));
+  EXPECT_EQ(*files().ListDirectory(root_), (std::vector<std::string>{"d", "d-1"}));
+  EXPECT_TRUE(absl::IsNotFound(files().ListDirectory(At("no")).status()));
+  EXPECT_TRUE(absl::IsNotFound(files().ListDirectory(At("d-1")).status()));
+  EXPECT_TRUE(files().IsDirectory(At("d/e")));
+  EXPECT_FALSE(files().IsDirectory(At("d/.x")));
+  EXPECT_FALSE(files().IsDirectory(At("no")));
+  EXPECT_REASON(files().OpenFile(At("d")), kFileCorrupt);
+  EXPECT_OK(files().SyncDirectory(At("d")));
+  EXPECT_TRUE(absl::IsNotFound(files().SyncDirectory(At("no"))));
+  EXPECT_OK(files().RemoveTree(At("d")));
+  EXPECT_OK(files().RemoveTree(At("d")));
+  EXPECT_EQ(*files().ListDirectory(root_), std::vector<std::string>{"d-1"});
+}
+
+TEST_P(FileSystemTest, TreesAreRenamedAndExchanged) {
+  for (const char* name : {"a", "b"}) {
+    EXPECT_OK(files().CreateDirectory(At(name)));
+    Write(std::string(name) + "/f", name);
+  }
+  EXPECT_TRUE(absl::IsAlreadyExists(files().Rename(At("a"), At("b"))));
+  EXPECT_TRUE(absl::IsNotFound(files().Rename(At("no"), At("c"))));
+  EXPECT_OK(files().Rename(At("a"), At("c")));
+  EXPECT_EQ(Read("c/f"), "a");
+  EXPECT_FALSE(files().IsDirectory(At("a")));
+  EXPECT_TRUE(absl::IsNotFound(files().Exchange(At("a"), At("b"))));
+  EXPECT_OK(files().Exchange(At("c"), At("b")));
+  EXPECT_EQ(Read("c/f"), "b");
+  EXPECT_EQ(Read("b/f"), "a");
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds, FileSystemTest, ::testing::Values(Kind::kMemory, Kind::kPosix),
+                         [](const auto& param_info) { return param_info.param == Kind::kMemory ? "Memory" : "Posix"; });
+
+TEST(MemoryFileSystemTest, ItsSpaceIsBounded) {
+  MemoryFileSystem files;
+  files.set_capacity_bytes(10);
+  const std::unique_ptr<WritableFile> file = *files.CreateFile("a");
+  EXPECT_OK(file->Append("12345678", 8));
+  EXPECT_REASON(file->Append("123", 3), kDiskFull);
+  EXPECT_OK(file->Append("12", 2));
+  EXPECT_EQ(files.Contents("a"), "1234567812");
+  EXPECT_OK(files.RemoveTree("a"));
+  EXPECT_OK((*files.CreateFile("b"))->Append("123", 3));
+  files.SetContents("b", "x");
+  EXPECT_EQ(files.Contents("b"), "x");
+}
+
+TEST(MemoryFileSystemTest, ManyThreadsUseIt) {
+  MemoryFileSystem files;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&files, i] {
+      const std::string name = "/" + std::to_string(i);
+      for (int repeat = 0; repeat < 100; ++repeat) {
+        EXPECT_OK(files.CreateDirectory(name));
+        EXPECT_OK((*files.CreateFile(name + "/f"))->Append("x", 1));
+        EXPECT_EQ((*files.OpenFile(name + "/f"))->size(), 1);
+        EXPECT_OK(files.RemoveTree(name));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+}  // namespace headwater::testing
