@@ -1,0 +1,103 @@
+// SessionRegistry: client processes by secret id, each with a lease.
+//
+//   SessionRegistry sessions(limits, [&](const SessionId& id) { heads.DropSession(id); });
+//   auto grant = sessions.Open("trainer-0", absl::Seconds(30));
+//   auto use = sessions.Begin(grant->id);  // held as long as the call runs
+//
+// A session lives until it is closed or its lease ends; a lease does not end while a call of the session runs. What an ended
+// session leaves undecided is dropped by `on_end`, which the registry calls without its lock held: once when the session ends, and
+// once more when the last call that was running then has ended. Thread-safe.
+#ifndef HEADWATER_SERVER_HEADS_SESSION_REGISTRY_H_
+#define HEADWATER_SERVER_HEADS_SESSION_REGISTRY_H_
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "server/heads/monotonic_clock.h"
+
+namespace headwater::heads {
+
+// Random; whoever knows it is the session's client.
+using SessionId = std::array<uint8_t, 32>;
+
+struct SessionLimits {
+  int64_t max_sessions = 4096;  // sessions that have ended but still have running calls included
+  absl::Duration max_lease = absl::Minutes(10);
+};
+
+class SessionRegistry {
+ public:
+  // `on_end` may be called from any thread that calls the registry, until the registry is destroyed. `clock` is for tests; only
+  // differences of its times matter.
+  SessionRegistry(const SessionLimits& limits, std::function<void(const SessionId&)> on_end,
+                  std::function<absl::Time()> clock = MonotonicNow);
+
+  struct Grant {
+    SessionId id;
+    absl::Duration lease;
+  };
+  // Opens a session with a lease of min(lease, max_lease). kInvalidField unless `lease` > 0; kQuotaExceeded. `client_name` is told
+  // when the session expires.
+  absl::StatusOr<Grant> Open(const std::string& client_name, absl::Duration lease);
+
+  // A running call of a session: the lease does not end while it lives, and counts from its end. Must not outlive the registry.
+  class Use {
+   public:
+    Use() = default;
+    Use(Use&& other) noexcept;
+    Use& operator=(Use&& other) noexcept;
+    ~Use();
+
+   private:
+    friend class SessionRegistry;
+    Use(SessionRegistry* registry, const SessionId& id) : registry_(registry), id_(id) {}
+    void Release();
+    SessionRegistry* registry_ = nullptr;
+    SessionId id_{};
+  };
+  // kSessionNotFound, also for one whose lease has ended but that Expire() has not yet seen.
+  absl::StatusOr<Use> Begin(const SessionId& id);
+  // Renews and returns the lease. kSessionNotFound.
+  absl::StatusOr<absl::Duration> Renew(const SessionId& id);
+  // Ends a session. False if there was none.
+  bool Close(const SessionId& id);
+  // Ends the sessions whose lease has ended. Returns how many; `client_names` (may be null) gets the names of their clients. To be
+  // called now and then.
+  int64_t Expire(std::vector<std::string>* client_names = nullptr);
+  // Open sessions.
+  int64_t size() const;
+
+ private:
+  struct Session {
+    std::string client_name;
+    absl::Duration lease;
+    absl::Time lease_end;
+    int64_t running_calls = 0;
+    bool ended = false;  // gone for all calls but those that run
+  };
+
+  bool IsFull() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The session if it is open and its lease has not ended, else null.
+  Session* FindOpen(const SessionId& id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // A call of the session has ended.
+  void End(const SessionId& id);
+
+  const SessionLimits limits_;
+  const std::function<void(const SessionId&)> on_end_;
+  const std::function<absl::Time()> clock_;
+  mutable absl::Mutex mutex_;
+  std::map<SessionId, Session> sessions_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace headwater::heads
+
+#endif  // HEADWATER_SERVER_HEADS_SESSION_REGISTRY_H_

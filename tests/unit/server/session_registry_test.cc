@@ -1,0 +1,262 @@
+#include "server/heads/session_registry.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <optional>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include "head_test_util.h"
+
+namespace headwater::heads {
+namespace {
+
+using Use = SessionRegistry::Use;
+
+class SessionRegistryTest : public ::testing::Test {
+ protected:
+  SessionId MustOpen(absl::Duration lease = absl::Seconds(30), const std::string& client_name = "trainer") {
+    const absl::StatusOr<SessionRegistry::Grant> grant = sessions_.Open(client_name, lease);
+    EXPECT_OK(grant);
+    return grant.ok() ? grant->id : SessionId{};
+  }
+  Use MustBegin(const SessionId& id) {
+    absl::StatusOr<Use> use = sessions_.Begin(id);
+    EXPECT_OK(use);
+    return use.ok() ? *std::move(use) : Use();
+  }
+  void Pass(absl::Duration duration) { now_ += duration; }
+
+  absl::Time now_ = absl::UnixEpoch();
+  std::vector<SessionId> ended_;
+  SessionRegistry sessions_{{.max_sessions = 3, .max_lease = absl::Seconds(60)},
+                            [this](const SessionId& id) {
+                              ended_.push_back(id);
+                              sessions_.size();  // would hang if the lock were held
+                            },
+                            [this] { return now_; }};
+};
+
+TEST_F(SessionRegistryTest, IdsAreRandom) {
+  std::set<SessionId> ids;
+  std::array<int, 256> bit_counts{};
+  constexpr int kSessions = 400;
+  for (int i = 0; i < kSessions; ++i) {
+    const SessionId id = MustOpen();
+    EXPECT_TRUE(ids.insert(id).second);
+    for (size_t bit = 0; bit < bit_counts.size(); ++bit) bit_counts[bit] += (id[bit / 8] >> (bit % 8)) & 1;
+    EXPECT_TRUE(sessions_.Close(id));
+  }
+  // Each bit is set about half of the time: 200 +- 7 standard deviations.
+  for (const int count : bit_counts) {
+    EXPECT_GE(count, 130);
+    EXPECT_LE(count, 270);
+  }
+}
+
+TEST_F(SessionRegistryTest, TheLeaseIsBounded) {
+  EXPECT_EQ(sessions_.Open("a", absl::Seconds(30))->lease, absl::Seconds(30));
+  const absl::StatusOr<SessionRegistry::Grant> longest = sessions_.Open("b", absl::InfiniteDuration());
+  ASSERT_OK(longest);
+  EXPECT_EQ(longest->lease, absl::Seconds(60));
+  EXPECT_EQ(*sessions_.Renew(longest->id), absl::Seconds(60));
+  Pass(absl::Seconds(59));
+  EXPECT_OK(sessions_.Begin(longest->id));
+  for (const absl::Duration lease : {absl::ZeroDuration(), -absl::Seconds(1), -absl::InfiniteDuration()}) {
+    EXPECT_REASON(sessions_.Open("c", lease), kInvalidField);
+  }
+}
+
+TEST_F(SessionRegistryTest, AnUnknownIdIsToldNothing) {
+  MustOpen();
+  const SessionId unknown{1, 2, 3};
+  EXPECT_REASON(sessions_.Begin(unknown), kSessionNotFound);
+  EXPECT_REASON(sessions_.Renew(unknown), kSessionNotFound);
+  EXPECT_FALSE(sessions_.Close(unknown));
+  EXPECT_TRUE(ended_.empty());
+  EXPECT_EQ(sessions_.size(), 1);
+}
+
+TEST_F(SessionRegistryTest, ALeaseEndsWithoutCalls) {
+  std::vector<std::string> clients;
+  const SessionId id = MustOpen(absl::Seconds(30), "trainer-7");
+  const SessionId longer = MustOpen(absl::Seconds(40));
+  Pass(absl::Seconds(30) - absl::Nanoseconds(1));
+  EXPECT_EQ(sessions_.Expire(&clients), 0);
+  EXPECT_TRUE(ended_.empty());
+  Pass(absl::Nanoseconds(1));
+  EXPECT_EQ(sessions_.Expire(&clients), 1);
+  EXPECT_EQ(ended_, std::vector<SessionId>{id});
+  EXPECT_EQ(clients, std::vector<std::string>{"trainer-7"});
+  EXPECT_EQ(sessions_.size(), 1);
+  EXPECT_REASON(sessions_.Begin(id), kSessionNotFound);
+  EXPECT_FALSE(sessions_.Close(id));
+  EXPECT_OK(sessions_.Renew(longer));
+  EXPECT_EQ(sessions_.Expire(), 0);
+  EXPECT_EQ(ended_.size(), 1u);
+}
+
+TEST_F(SessionRegistryTest, AnEndedLeaseIsOverBeforeAnybodyLooks) {
+  const SessionId id = MustOpen();
+  Pass(absl::Seconds(30));
+  EXPECT_REASON(sessions_.Begin(id), kSessionNotFound);
+  EXPECT_REASON(sessions_.Renew(id), kSessionNotFound);
+  EXPECT_FALSE(sessions_.Close(id));
+  EXPECT_TRUE(ended_.empty());
+  EXPECT_EQ(sessions_.Expire(), 1);  // what it left is dropped now
+  EXPECT_EQ(ended_, std::vector<SessionId>{id});
+}
+
+TEST_F(SessionRegistryTest, EveryCallAndEveryRenewalKeepsItAlive) {
+  const SessionId id = MustOpen();
+  for (int i = 0; i < 5; ++i) {
+    Pass(absl::Seconds(29));
+    EXPECT_EQ(*sessions_.Renew(id), absl::Seconds(30));
+    Pass(absl::Seconds(29));
+    MustBegin(id);
+    EXPECT_EQ(sessions_.Expire(), 0);
+  }
+  Pass(absl::Seconds(30));
+  EXPECT_EQ(sessions_.Expire(), 1);
+}
+
+TEST_F(SessionRegistryTest, ARunningCallHoldsTheLease) {
+  const SessionId id = MustOpen();
+  std::optional<Use> first = MustBegin(id);
+  std::optional<Use> second = MustBegin(id);
+  Pass(absl::Hours(5));
+  EXPECT_EQ(sessions_.Expire(), 0);
+  EXPECT_OK(sessions_.Renew(id));
+  Pass(absl::Hours(5));
+  first.reset();
+  Pass(absl::Hours(5));
+  EXPECT_EQ(sessions_.Expire(), 0);  // the second one runs
+  second.reset();
+  Pass(absl::Seconds(29));  // counts from its end
+  EXPECT_EQ(sessions_.Expire(), 0);
+  EXPECT_TRUE(ended_.empty());
+  Pass(absl::Seconds(1));
+  EXPECT_EQ(sessions_.Expire(), 1);
+  EXPECT_EQ(ended_, std::vector<SessionId>{id});
+}
+
+TEST_F(SessionRegistryTest, ClosingEndsItAtOnce) {
+  const SessionId id = MustOpen();
+  MustBegin(id);
+  EXPECT_TRUE(sessions_.Close(id));
+  EXPECT_EQ(ended_, std::vector<SessionId>{id});
+  EXPECT_FALSE(sessions_.Close(id));
+  EXPECT_EQ(ended_.size(), 1u);
+  EXPECT_EQ(sessions_.size(), 0);
+}
+
+TEST_F(SessionRegistryTest, ClosingWithRunningCallsEndsItOnceMoreAfterTheLast) {
+  const SessionId id = MustOpen();
+  std::optional<Use> first = MustBegin(id);
+  std::optional<Use> second = MustBegin(id);
+  EXPECT_TRUE(sessions_.Close(id));
+  EXPECT_EQ(ended_.size(), 1u);
+  EXPECT_REASON(sessions_.Begin(id), kSessionNotFound);
+  EXPECT_REASON(sessions_.Renew(id), kSessionNotFound);
+  EXPECT_FALSE(sessions_.Close(id));
+  EXPECT_EQ(sessions_.size(), 0);
+  Pass(absl::Hours(1));
+  EXPECT_EQ(sessions_.Expire(), 0);
+  first.reset();
+  EXPECT_EQ(ended_.size(), 1u);
+  second.reset();  // may have left something since the session ended
+  EXPECT_EQ(ended_, (std::vector<SessionId>{id, id}));
+  EXPECT_EQ(sessions_.Expire(), 0);
+}
+
+TEST_F(SessionRegistryTest, AUseIsMovedNotCopied) {
+  const SessionId id = MustOpen();
+  const SessionId other = MustOpen();
+  Use a = MustBegin(id);
+  Use b = std::move(a);
+  Use c = MustBegin(other);
+  EXPECT_TRUE(sessions_.Close(id));
+  EXPECT_TRUE(sessions_.Close(other));
+  EXPECT_EQ(ended_.size(), 2u);
+  Use& same = b;
+  b = std::move(same);
+  EXPECT_EQ(ended_.size(), 2u);
+  b = std::move(c);  // ends the call of `id`
+  EXPECT_EQ(ended_, (std::vector<SessionId>{id, other, id}));
+  b = Use();
+  EXPECT_EQ(ended_, (std::vector<SessionId>{id, other, id, other}));
+}
+
+TEST_F(SessionRegistryTest, TheirNumberIsBounded) {
+  const SessionId first = MustOpen();
+  MustOpen();
+  std::optional<Use> call = MustBegin(first);
+  MustOpen(absl::Seconds(60));
+  const absl::Status refused = sessions_.Open("d", absl::Seconds(1)).status();
+  EXPECT_REASON(refused, kQuotaExceeded);
+  EXPECT_EQ(GetErrorMetadata(refused).at("limit"), "max_sessions");
+  EXPECT_EQ(GetErrorMetadata(refused).at("maximum"), "3");
+  // One that has ended keeps its place as long as its calls run.
+  EXPECT_TRUE(sessions_.Close(first));
+  EXPECT_REASON(sessions_.Open("d", absl::Seconds(1)), kQuotaExceeded);
+  call.reset();
+  MustOpen(absl::Seconds(60));
+  // One whose lease has ended does not, though nobody has looked.
+  EXPECT_REASON(sessions_.Open("d", absl::Seconds(1)), kQuotaExceeded);
+  ended_.clear();
+  Pass(absl::Seconds(30));
+  MustOpen();
+  EXPECT_EQ(ended_.size(), 1u);
+}
+
+TEST(SessionRegistryThreadsTest, ManyThreadsOpenUseCloseAndExpire) {
+  std::atomic<int64_t> now_seconds = 0;
+  std::atomic<int> end_count = 0;
+  SessionRegistry sessions(
+      {.max_sessions = 64, .max_lease = absl::Seconds(10)}, [&](const SessionId&) { ++end_count; },
+      [&] { return absl::UnixEpoch() + absl::Seconds(now_seconds.load()); });
+  const absl::StatusOr<SessionRegistry::Grant> shared = sessions.Open("shared", absl::Seconds(10));
+  ASSERT_OK(shared);
+  std::atomic<int> opened = 1;
+  std::atomic<int> closed_while_running = 0;
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 6; ++thread) {
+    threads.emplace_back([&, thread] {
+      for (int i = 0; i < 300; ++i) {
+        const absl::StatusOr<SessionRegistry::Grant> grant = sessions.Open("own", absl::Seconds(1 + i % 3));
+        if (grant.ok()) ++opened;
+        {
+          absl::StatusOr<Use> call = sessions.Begin(shared->id);
+          if (grant.ok()) {
+            absl::StatusOr<Use> own = sessions.Begin(grant->id);
+            if (i % 3 == 0 && own.ok() && sessions.Close(grant->id)) ++closed_while_running;
+          }
+        }
+        if (grant.ok() && i % 3 == 1) sessions.Close(grant->id);
+        if (thread == 0) ++now_seconds;
+        if (thread == 1) sessions.Expire();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  now_seconds += 1000;
+  sessions.Expire();
+  EXPECT_EQ(sessions.size(), 0);
+  // Each has ended once, and once more if a call of it ran then.
+  EXPECT_EQ(end_count.load(), opened.load() + closed_while_running.load());
+}
+
+TEST(MonotonicNowTest, NeverGoesBack) {
+  absl::Time last = MonotonicNow();
+  for (int i = 0; i < 1000; ++i) {
+    const absl::Time now = MonotonicNow();
+    EXPECT_GE(now, last);
+    last = now;
+  }
+}
+
+}  // namespace
+}  // namespace headwater::heads
