@@ -1,6 +1,7 @@
 #include "server/checkpoint/checkpoint_store.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <random>
 #include <utility>
 
@@ -20,8 +21,14 @@ namespace {
 // Hidden names, which IsValidCheckpointName() refuses.
 constexpr char kTemporaryPrefix[] = ".tmp-";
 constexpr char kReplacedPrefix[] = ".old-";
+constexpr char kLiveMark[] = ".live";
+constexpr char kFirstSequence[] = "first_sequence";
+constexpr int64_t kMaxLiveMarkBytes = 4096;
 constexpr size_t kMaxNameLength = 128;
 constexpr int64_t kPieceBytes = int64_t{8} << 20;
+
+// The number of the checkpoint after number `last`, which may come from a file.
+int64_t NumberAfter(int64_t last) { return last < INT64_MAX ? last + 1 : last; }
 
 // What is saved, in the order in which it is written back: writing the weight sets the master, writing the master the weight.
 constexpr HeadTensor kSavedTensors[] = {HeadTensor::kWeight,        HeadTensor::kBias,          HeadTensor::kMasterWeight,
@@ -140,6 +147,14 @@ class HashedFile {
   int64_t bytes_ = 0;
 };
 
+// Creates `path` with these bytes, synced.
+absl::Status WriteWholeFile(FileSystem& files, const std::string& path, const std::string& text) {
+  absl::StatusOr<std::unique_ptr<WritableFile>> file = files.CreateFile(path);
+  if (!file.ok()) return file.status();
+  if (absl::Status status = (*file)->Append(text.data(), static_cast<int64_t>(text.size())); !status.ok()) return status;
+  return (*file)->SyncAndClose();
+}
+
 absl::StatusOr<std::string> HashFile(const ReadableFile& file) {
   Xxh3Hasher hasher;
   std::string buffer(static_cast<size_t>(std::min(file.size(), kPieceBytes)), '\0');
@@ -235,20 +250,28 @@ absl::StatusOr<std::unique_ptr<CheckpointStore>> CheckpointStore::Open(const std
     if (end == std::string::npos) break;
   }
   std::unique_ptr<CheckpointStore> store(new CheckpointStore(root, files));
-  absl::StatusOr<std::vector<std::string>> tenants = files.ListDirectory(root);
-  if (!tenants.ok()) return tenants.status();
-  for (const std::string& tenant : *tenants) {
-    const std::string tenant_directory = Join(root, tenant);
-    if (!IsValidCheckpointName(tenant) || !files.IsDirectory(tenant_directory)) continue;
-    absl::StatusOr<std::vector<std::string>> heads = files.ListDirectory(tenant_directory);
-    if (!heads.ok()) return heads.status();
-    for (const std::string& head : *heads) {
-      const std::string head_directory = Join(tenant_directory, head);
-      if (!IsValidCheckpointName(head) || !files.IsDirectory(head_directory)) continue;
-      if (absl::Status status = store->CleanHeadDirectory(head_directory); !status.ok()) return status;
-    }
+  const auto heads = store->AllHeads();
+  if (!heads.ok()) return heads.status();
+  for (const auto& [tenant, head_id] : *heads) {
+    if (absl::Status status = store->CleanHeadDirectory(store->HeadDirectory(tenant, head_id)); !status.ok()) return status;
   }
   return store;
+}
+
+absl::StatusOr<std::vector<std::pair<std::string, std::string>>> CheckpointStore::AllHeads() const {
+  std::vector<std::pair<std::string, std::string>> all;
+  absl::StatusOr<std::vector<std::string>> tenants = files_.ListDirectory(root_);
+  if (!tenants.ok()) return tenants.status();
+  for (const std::string& tenant : *tenants) {
+    const std::string tenant_directory = Join(root_, tenant);
+    if (!IsValidCheckpointName(tenant) || !files_.IsDirectory(tenant_directory)) continue;
+    absl::StatusOr<std::vector<std::string>> heads = files_.ListDirectory(tenant_directory);
+    if (!heads.ok()) return heads.status();
+    for (const std::string& head_id : *heads) {
+      if (IsValidCheckpointName(head_id) && files_.IsDirectory(Join(tenant_directory, head_id))) all.emplace_back(tenant, head_id);
+    }
+  }
+  return all;
 }
 
 absl::Status CheckpointStore::CleanHeadDirectory(const std::string& directory) {
@@ -313,10 +336,7 @@ absl::StatusOr<int64_t> CheckpointStore::WriteFiles(const std::string& directory
     total_bytes += entry.bytes;
   }
   const std::string text = FormatManifest(manifest);
-  absl::StatusOr<std::unique_ptr<WritableFile>> created = files_.CreateFile(Join(directory, kManifestName));
-  if (!created.ok()) return created.status();
-  if (absl::Status status = (*created)->Append(text.data(), static_cast<int64_t>(text.size())); !status.ok()) return status;
-  if (absl::Status status = (*created)->SyncAndClose(); !status.ok()) return status;
+  if (absl::Status status = WriteWholeFile(files_, Join(directory, kManifestName), text); !status.ok()) return status;
   if (absl::Status status = files_.SyncDirectory(directory); !status.ok()) return status;
   return total_bytes + static_cast<int64_t>(text.size());
 }
@@ -361,17 +381,104 @@ absl::StatusOr<int64_t> CheckpointStore::Save(const std::string& tenant, const s
                                               const EngineHead& head, bool overwrite) {
   if (absl::Status status = CheckNames(tenant, head_id, info.name); !status.ok()) return status;
   if (absl::Status status = MakeHeadDirectory(tenant, head_id); !status.ok()) return status;
-  const std::string head_directory = Join(Join(root_, tenant), head_id);
+  const std::string head_directory = HeadDirectory(tenant, head_id);
   if (!overwrite && files_.IsDirectory(Join(head_directory, info.name))) return AlreadyExists(info.name);
+  const absl::StatusOr<Sequences> sequences = NextSequence(tenant, head_id);
+  if (!sequences.ok()) return sequences.status();
+  CheckpointInfo numbered = info;
+  numbered.sequence = sequences->last;
 
   const std::string temporary = Join(head_directory, absl::StrCat(kTemporaryPrefix, RandomSuffix()));
   if (absl::Status status = files_.CreateDirectory(temporary); !status.ok()) return status;
-  absl::StatusOr<int64_t> total_bytes = WriteFiles(temporary, info, head);
-  if (total_bytes.ok()) {
-    if (absl::Status status = Publish(head_directory, temporary, info.name, overwrite); !status.ok()) total_bytes = status;
-  }
+  absl::StatusOr<int64_t> total_bytes = WriteFiles(temporary, numbered, head);
+  // The mark first: a checkpoint that is there after a crash must bring its head back; a mark without one does no harm.
+  absl::Status status = total_bytes.ok() ? MarkLive(head_directory, sequences->first) : total_bytes.status();
+  if (status.ok()) status = Publish(head_directory, temporary, info.name, overwrite);
   files_.RemoveTree(temporary).IgnoreError();  // what failed, or was replaced; else it is removed at the next start
+  if (!status.ok()) return status;
   return total_bytes;
+}
+
+absl::StatusOr<CheckpointStore::Sequences> CheckpointStore::NextSequence(const std::string& tenant, const std::string& head_id) {
+  const std::string directory = HeadDirectory(tenant, head_id);
+  absl::MutexLock lock(&sequence_mutex_);
+  auto found = sequences_.find(directory);
+  if (found == sequences_.end()) {
+    Sequences sequences;
+    absl::StatusOr<std::vector<CheckpointInfo>> checkpoints = List(tenant, head_id);
+    if (!checkpoints.ok()) return checkpoints.status();
+    for (const CheckpointInfo& info : *checkpoints) sequences.last = std::max(sequences.last, info.sequence);
+    const std::optional<int64_t> mark = ReadLiveMark(directory);
+    sequences.first = mark.has_value() ? *mark : NumberAfter(sequences.last);
+    // Checkpoints may have been removed by hand.
+    sequences.last = std::max(sequences.last, sequences.first - 1);
+    found = sequences_.emplace(directory, sequences).first;
+  }
+  found->second.last = NumberAfter(found->second.last);
+  return found->second;
+}
+
+// ---- heads that are to come back -------------------------------------------------------------------------------------
+
+std::optional<int64_t> CheckpointStore::ReadLiveMark(const std::string& head_directory) const {
+  absl::StatusOr<std::unique_ptr<ReadableFile>> file = files_.OpenFile(Join(head_directory, kLiveMark));
+  if (absl::IsNotFound(file.status())) return std::nullopt;
+  int64_t first_sequence = 0;
+  if (!file.ok()) return first_sequence;
+  const absl::StatusOr<nlohmann::json> mark = ReadStrictJson(**file, kMaxLiveMarkBytes, "the mark of a live head");
+  if (!mark.ok() || !mark->contains(kFirstSequence) || !GetCount((*mark)[kFirstSequence], &first_sequence)) return 0;
+  return first_sequence;
+}
+
+absl::Status CheckpointStore::MarkLive(const std::string& head_directory, int64_t first_sequence) {
+  absl::MutexLock lock(&publish_mutex_);
+  if (ReadLiveMark(head_directory).has_value()) return absl::OkStatus();
+  const std::string temporary = Join(head_directory, absl::StrCat(kTemporaryPrefix, RandomSuffix()));
+  absl::Status status = WriteWholeFile(files_, temporary, nlohmann::json{{kFirstSequence, first_sequence}}.dump());
+  if (status.ok()) status = files_.Rename(temporary, Join(head_directory, kLiveMark));
+  if (!status.ok()) {
+    files_.RemoveTree(temporary).IgnoreError();  // else it is removed at the next start
+    return status;
+  }
+  return files_.SyncDirectory(head_directory);
+}
+
+absl::StatusOr<CheckpointStore::Comebacks> CheckpointStore::FindComebacks(const std::string& tenant,
+                                                                          const std::string& head_id) const {
+  Comebacks comebacks;
+  if (absl::Status status = CheckNames(tenant, head_id, "any"); !status.ok()) return status;
+  const std::optional<int64_t> first_sequence = ReadLiveMark(HeadDirectory(tenant, head_id));
+  if (!first_sequence.has_value()) return comebacks;
+  absl::StatusOr<std::vector<CheckpointInfo>> checkpoints = List(tenant, head_id, &comebacks.damaged);
+  if (!checkpoints.ok()) return checkpoints.status();
+  for (CheckpointInfo& info : *checkpoints) {
+    if (info.sequence >= *first_sequence) comebacks.newest_first.push_back(std::move(info));
+  }
+  std::stable_sort(comebacks.newest_first.begin(), comebacks.newest_first.end(),
+                   [](const CheckpointInfo& a, const CheckpointInfo& b) { return a.sequence > b.sequence; });
+  return comebacks;
+}
+
+absl::StatusOr<std::vector<std::pair<std::string, std::string>>> CheckpointStore::LiveHeads() const {
+  auto heads = AllHeads();
+  if (!heads.ok()) return heads;
+  std::erase_if(*heads, [this](const auto& head) {
+    const absl::StatusOr<Comebacks> comebacks = FindComebacks(head.first, head.second);
+    return comebacks.ok() && comebacks->empty();
+  });
+  return heads;
+}
+
+absl::Status CheckpointStore::Forget(const std::string& tenant, const std::string& head_id) {
+  if (absl::Status status = CheckNames(tenant, head_id, "any"); !status.ok()) return status;
+  const std::string directory = HeadDirectory(tenant, head_id);
+  {
+    absl::MutexLock lock(&sequence_mutex_);
+    sequences_.erase(directory);
+  }
+  if (!files_.IsDirectory(directory)) return absl::OkStatus();
+  if (absl::Status status = files_.RemoveTree(Join(directory, kLiveMark)); !status.ok()) return status;
+  return files_.SyncDirectory(directory);
 }
 
 // ---- reading ---------------------------------------------------------------------------------------------------------
@@ -403,19 +510,23 @@ absl::StatusOr<Manifest> CheckpointStore::OpenManifest(const std::string& tenant
   return manifest;
 }
 
+std::string CheckpointStore::HeadDirectory(const std::string& tenant, const std::string& head_id) const {
+  return Join(Join(root_, tenant), head_id);
+}
+
 std::string CheckpointStore::Directory(const std::string& tenant, const std::string& head_id, const std::string& checkpoint) const {
-  return Join(Join(Join(root_, tenant), head_id), checkpoint);
+  return Join(HeadDirectory(tenant, head_id), checkpoint);
 }
 
 absl::StatusOr<CheckpointInfo> CheckpointStore::Load(const std::string& tenant, const std::string& head_id,
                                                      const std::string& checkpoint, EngineHead& head) const {
   absl::StatusOr<Manifest> manifest = OpenManifest(tenant, head_id, checkpoint);
   if (!manifest.ok()) return manifest.status();
-  const std::string difference = DescribeSpecDifference(manifest->info.spec, head.spec());
-  if (!difference.empty()) {
+  if (const auto difference = FindSpecDifference(manifest->info.spec, head.spec()); difference.has_value()) {
+    const std::string text = absl::StrCat(difference->field, " is ", difference->first, " and ", difference->second);
     return MakeError(ErrorReason::kCheckpointSpecMismatch,
-                     absl::StrCat("checkpoint ", checkpoint, " and head ", head_id, " differ: ", difference),
-                     {{"checkpoint", checkpoint}, {"difference", difference}});
+                     absl::StrCat("checkpoint ", checkpoint, " and head ", head_id, " differ: ", text),
+                     {{"checkpoint", checkpoint}, {"difference", text}});
   }
   const std::vector<SavedTensor> tensors = TensorsOf(head);
   std::vector<VerifiedFile> verified;  // kept open, so that what is read is what was verified
@@ -431,16 +542,22 @@ absl::StatusOr<CheckpointInfo> CheckpointStore::Load(const std::string& tenant, 
   return manifest->info;
 }
 
-absl::StatusOr<std::vector<CheckpointInfo>> CheckpointStore::List(const std::string& tenant, const std::string& head_id) const {
+absl::StatusOr<std::vector<CheckpointInfo>> CheckpointStore::List(const std::string& tenant, const std::string& head_id,
+                                                                  std::vector<std::string>* damaged) const {
   if (absl::Status status = CheckNames(tenant, head_id, "any"); !status.ok()) return status;
   std::vector<CheckpointInfo> checkpoints;
-  absl::StatusOr<std::vector<std::string>> names = files_.ListDirectory(Join(Join(root_, tenant), head_id));
+  const std::string head_directory = HeadDirectory(tenant, head_id);
+  absl::StatusOr<std::vector<std::string>> names = files_.ListDirectory(head_directory);
   if (absl::IsNotFound(names.status())) return checkpoints;
   if (!names.ok()) return names.status();
   for (const std::string& name : *names) {
     if (!IsValidCheckpointName(name)) continue;
     absl::StatusOr<CheckpointInfo> info = Read(tenant, head_id, name);
-    if (info.ok()) checkpoints.push_back(*std::move(info));
+    if (info.ok()) {
+      checkpoints.push_back(*std::move(info));
+    } else if (damaged != nullptr && files_.IsDirectory(Join(head_directory, name))) {
+      damaged->push_back(name);
+    }
   }
   return checkpoints;
 }

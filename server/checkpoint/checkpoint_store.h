@@ -2,6 +2,7 @@
 //
 //   ROOT/{tenant}/{head}/{checkpoint}/manifest.json            written last, renamed in
 //   ROOT/{tenant}/{head}/{checkpoint}/shard-00000-of-00002.safetensors
+//   ROOT/{tenant}/{head}/.live                                 the head is to come back when the server starts again
 //
 // `tenant`, `head` and `checkpoint` must match IsValidCheckpointName(), else kInvalidName; so `..` and hidden names cannot occur.
 // Thread-safe.
@@ -9,14 +10,22 @@
 // A shard file holds rows [vocab_start, vocab_end) of `weight`, `bias`, `master_weight`, `moment1_weight`, ... The manifest names
 // format version, head spec, step, optimizer update count, and each file's size and XXH3-128. A checkpoint is written into a
 // temporary directory beside its place, synced, and renamed; leftovers of crashes are removed at start.
+//
+// Checkpoints of a head are numbered in the order in which they were begun. The first one of a head marks it as live, just before
+// it is published, with its number: a head that is deleted and created anew under the same name never comes back from what the
+// former one left. Forget() removes the mark. A mark without any checkpoint of its own (the first Save() failed) means nothing.
 #ifndef HEADWATER_SERVER_CHECKPOINT_CHECKPOINT_STORE_H_
 #define HEADWATER_SERVER_CHECKPOINT_CHECKPOINT_STORE_H_
 
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
@@ -32,6 +41,7 @@ struct CheckpointInfo {
   int64_t step = 0;          // the open step when it was saved
   int64_t update_count = 0;  // optimizer updates so far
   int64_t total_bytes = 0;
+  int64_t sequence = 0;  // rises with each checkpoint of a head: set by Save(); 0 in those of older versions
 };
 
 struct Manifest;  // manifest.h
@@ -54,11 +64,28 @@ class CheckpointStore {
   // kCheckpointSpecMismatch. After it, only kEngineFailed or kInternal: part of `head` has been overwritten then.
   absl::StatusOr<CheckpointInfo> Load(const std::string& tenant, const std::string& head_id, const std::string& checkpoint,
                                       EngineHead& head) const;
-  // Complete checkpoints of a head by name; damaged ones are left out.
-  absl::StatusOr<std::vector<CheckpointInfo>> List(const std::string& tenant, const std::string& head_id) const;
+  // Complete checkpoints of a head by name; damaged ones are left out, and their names added to `damaged` (may be null).
+  absl::StatusOr<std::vector<CheckpointInfo>> List(const std::string& tenant, const std::string& head_id,
+                                                   std::vector<std::string>* damaged = nullptr) const;
+
+  // What a live head can come back from.
+  struct Comebacks {
+    std::vector<CheckpointInfo> newest_first;
+    std::vector<std::string> damaged;  // names of those whose manifest cannot be read; how old they are is not known
+    bool empty() const { return newest_first.empty() && damaged.empty(); }
+  };
+  // Empty for a head that is not live.
+  absl::StatusOr<Comebacks> FindComebacks(const std::string& tenant, const std::string& head_id) const;
+  // Heads that have been saved and not been forgotten since, as {tenant, head}, sorted: what a server that starts brings back.
+  // Those for which FindComebacks() is not empty, or fails.
+  absl::StatusOr<std::vector<std::pair<std::string, std::string>>> LiveHeads() const;
+  // The head has been deleted: it is not to come back. Its checkpoints stay. OK if it was not known. Not while it is being saved.
+  absl::Status Forget(const std::string& tenant, const std::string& head_id);
 
  private:
   CheckpointStore(std::string root, FileSystem& files) : root_(std::move(root)), files_(files) {}
+  // {tenant, head} of every directory that can be a head's, sorted.
+  absl::StatusOr<std::vector<std::pair<std::string, std::string>>> AllHeads() const;
   // Finishes or undoes what a crash left in one head's directory.
   absl::Status CleanHeadDirectory(const std::string& directory);
   // Makes ROOT/{tenant}/{head} so that it survives a crash.
@@ -69,12 +96,27 @@ class CheckpointStore {
   absl::Status Publish(const std::string& head_directory, const std::string& temporary, const std::string& checkpoint,
                        bool overwrite);
 
+  // Numbers of one head's checkpoints, in this process.
+  struct Sequences {
+    int64_t first = 1;  // of the checkpoints since the head became, or is to become, live
+    int64_t last = 0;   // that was given out
+  };
+  // Gives out the next number.
+  absl::StatusOr<Sequences> NextSequence(const std::string& tenant, const std::string& head_id);
+  // The number in the mark of a live head (0 if the mark is damaged), or nothing.
+  std::optional<int64_t> ReadLiveMark(const std::string& head_directory) const;
+  // Marks a head as live, unless it is.
+  absl::Status MarkLive(const std::string& head_directory, int64_t first_sequence);
+
+  std::string HeadDirectory(const std::string& tenant, const std::string& head_id) const;
   std::string Directory(const std::string& tenant, const std::string& head_id, const std::string& checkpoint) const;
   absl::StatusOr<Manifest> OpenManifest(const std::string& tenant, const std::string& head_id, const std::string& checkpoint) const;
 
   const std::string root_;
   FileSystem& files_;
   absl::Mutex publish_mutex_;  // one rename sequence at a time
+  absl::Mutex sequence_mutex_;
+  std::map<std::string, Sequences> sequences_ ABSL_GUARDED_BY(sequence_mutex_);  // by head directory, since the first Save()
 };
 
 // Matches [A-Za-z0-9]([A-Za-z0-9._-]{0,126}[A-Za-z0-9])?.

@@ -1,5 +1,6 @@
 #include "server/checkpoint/manifest.h"
 
+#include <cstdint>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -14,6 +15,7 @@ using nlohmann::json;
 
 constexpr char kFormat[] = "headwater-checkpoint";
 constexpr int64_t kFormatVersion = 1;
+constexpr char kInitialStep[] = "initial_step";
 constexpr char kWhat[] = "the checkpoint's manifest";
 
 json OptimizerToJson(const OptimizerSpec& optimizer) {
@@ -44,7 +46,7 @@ json SpecToJson(const HeadSpec& spec) {
           {"valid_vocab_size", spec.transform.valid_vocab_size},
           {"trainable", spec.trainable},
           {"optimizer", OptimizerToJson(spec.optimizer)},
-          {"initial_step", spec.initial_step}};
+          {kInitialStep, spec.initial_step}};
 }
 
 // Reads members of an object and remembers whether all were there and of their type.
@@ -53,6 +55,9 @@ class MemberReader {
   explicit MemberReader(const json& object) : object_(object) {}
 
   void Read(const char* key, int64_t* out) { Note(Find(key) != nullptr && GetCount(*Find(key), out)); }
+  void ReadIfThere(const char* key, int64_t* out) {
+    if (Find(key) != nullptr) Read(key, out);
+  }
   void Read(const char* key, double* out) {
     const json* value = Find(key);
     Note(value != nullptr && value->is_number());
@@ -118,7 +123,7 @@ bool ParseSpec(const json& value, HeadSpec* out) {
   reader.Read("logit_scale", &out->transform.logit_scale);
   reader.Read("valid_vocab_size", &out->transform.valid_vocab_size);
   reader.Read("trainable", &out->trainable);
-  reader.Read("initial_step", &out->initial_step);
+  reader.Read(kInitialStep, &out->initial_step);
   std::string data_type;
   reader.Read("data_type", &data_type);
   bool known_type = false;
@@ -167,9 +172,14 @@ std::string FormatManifest(const Manifest& manifest) {
                      {"vocab_start", file.rows.vocab_start},
                      {"vocab_end", file.rows.vocab_end}});
   }
-  const json body = {
-      {"format", kFormat},          {"format_version", kFormatVersion},           {"spec", SpecToJson(manifest.info.spec)},
-      {"step", manifest.info.step}, {"update_count", manifest.info.update_count}, {"files", files}};
+  const json body = {{"format", kFormat},
+                     {"format_version", kFormatVersion},
+                     {"spec", SpecToJson(manifest.info.spec)},
+                     {"staging_slots", manifest.info.spec.staging_slots},
+                     {"step", manifest.info.step},
+                     {"update_count", manifest.info.update_count},
+                     {"sequence", manifest.info.sequence},
+                     {"files", files}};
   const std::string text = body.dump();
   Xxh3Hasher hasher;
   hasher.Update(text.data(), static_cast<int64_t>(text.size()));
@@ -199,22 +209,27 @@ absl::StatusOr<Manifest> ReadManifest(const ReadableFile& file) {
   }
   reader.Read("step", &manifest.info.step);
   reader.Read("update_count", &manifest.info.update_count);
+  int64_t staging_slots = 0;
+  reader.ReadIfThere("staging_slots", &staging_slots);
+  reader.ReadIfThere("sequence", &manifest.info.sequence);
+  reader.Note(staging_slots <= INT32_MAX);
   const json* spec = FindMember(*body, "spec", json::value_t::object);
   const json* files = FindMember(*body, "files", json::value_t::array);
   if (!reader.good() || spec == nullptr || !ParseSpec(*spec, &manifest.info.spec) || files == nullptr ||
       !ParseFiles(*files, manifest.info.spec.vocab_size, &manifest.files)) {
     return CorruptError(absl::StrCat(kWhat, " lacks a member, has one of a wrong type, or its files do not cover the vocabulary"));
   }
+  manifest.info.spec.staging_slots = static_cast<int32_t>(staging_slots);
   return manifest;
 }
 
-std::string DescribeSpecDifference(const HeadSpec& a, const HeadSpec& b) {
+std::optional<SpecDifference> FindSpecDifference(const HeadSpec& a, const HeadSpec& b) {
   const json first = SpecToJson(a);
   const json second = SpecToJson(b);
   for (const auto& [key, value] : first.items()) {
-    if (value != second[key]) return absl::StrCat(key, " is ", value.dump(), " and ", second[key].dump());
+    if (key != kInitialStep && value != second[key]) return SpecDifference{key, value.dump(), second[key].dump()};
   }
-  return "";
+  return std::nullopt;
 }
 
 }  // namespace headwater::checkpoint

@@ -1,13 +1,16 @@
-// The manifest of a checkpoint: what the head was, at which step, and which files with which checksums hold it.
+// The manifest of a checkpoint: what the head was, at which step, and which files with which checksums hold it. `staging_slots` and
+// `sequence` may be missing, and are 0 then.
 //
 //   {"checksum": "<XXH3-128 of the dump of `manifest`>",
-//    "manifest": {"format": "headwater-checkpoint", "format_version": 1, "spec": {...}, "step": 7, "update_count": 6,
-//                 "files": [{"name": "shard-00000-of-00002.safetensors", "bytes": 123, "xxh3_128": "...",
+//    "manifest": {"format": "headwater-checkpoint", "format_version": 1, "spec": {...}, "staging_slots": 2, "step": 7,
+//                 "update_count": 6, "sequence": 12, "files": [{"name": "shard-00000-of-00002.safetensors", "bytes": 123,
+//                 "xxh3_128": "...",
 //                            "vocab_start": 0, "vocab_end": 100}, ...]}}
 #ifndef HEADWATER_SERVER_CHECKPOINT_MANIFEST_H_
 #define HEADWATER_SERVER_CHECKPOINT_MANIFEST_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -42,9 +45,13 @@ std::string FormatManifest(const Manifest& manifest);
 // kFileCorrupt unless everything is there, the checksum holds, and the files' rows tile the vocabulary in order.
 absl::StatusOr<Manifest> ReadManifest(const ReadableFile& file);
 
-// The first field in which two specs differ, with both values: "vocab_size is 10 and 12". Empty if a checkpoint of one fits the
-// other: staging slots do not matter.
-std::string DescribeSpecDifference(const HeadSpec& a, const HeadSpec& b);
+// The first field, in the order of their names, in which two specs differ, with both values as JSON.
+struct SpecDifference {
+  std::string field;
+  std::string first, second;
+};
+// Nothing if a checkpoint of one fits the other: the number of staging slots and the initial step do not matter.
+std::optional<SpecDifference> FindSpecDifference(const HeadSpec& a, const HeadSpec& b);
 
 }  // namespace headwater::checkpoint
 

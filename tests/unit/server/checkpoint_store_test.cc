@@ -2,8 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
+#include <nlohmann/json.hpp>
 #include <thread>
+#include <utility>
 
 #include "absl/strings/match.h"
 #include "faulty_file_system.h"
@@ -20,6 +23,8 @@ using headwater::testing::ReadFile;
 using headwater::testing::SmallSpec;
 using headwater::testing::TemporaryDirectory;
 using headwater::testing::WriteFile;
+
+using LiveNames = std::vector<std::pair<std::string, std::string>>;
 
 constexpr HeadTensor kTensors[] = {HeadTensor::kWeight,        HeadTensor::kBias,          HeadTensor::kMasterWeight,
                                    HeadTensor::kMasterBias,    HeadTensor::kMoment1Weight, HeadTensor::kMoment1Bias,
@@ -84,10 +89,27 @@ class CheckpointStoreTest : public ::testing::Test {
   }
   std::string root() const { return directory_.path() + "/deep/root"; }
   std::string head_directory() const { return root() + "/default/student"; }
-  // Names in the head's directory.
+  // Names in the head's directory, but for the mark of a live head.
   std::vector<std::string> Entries() const {
     absl::StatusOr<std::vector<std::string>> names = PosixFileSystem().ListDirectory(head_directory());
-    return names.ok() ? *names : std::vector<std::string>();
+    if (!names.ok()) return {};
+    std::erase(*names, ".live");
+    return *names;
+  }
+  static bool IsLive(const CheckpointStore& store) {
+    const auto heads = store.LiveHeads();
+    EXPECT_OK(heads);
+    return heads.ok() && *heads == LiveNames{{"default", "student"}};
+  }
+  // Names of the checkpoints that the head may come back from.
+  static std::vector<std::string> Comebacks(const CheckpointStore& store) {
+    const auto comebacks = store.FindComebacks("default", "student");
+    EXPECT_OK(comebacks);
+    std::vector<std::string> names;
+    if (comebacks.ok()) {
+      for (const CheckpointInfo& info : comebacks->newest_first) names.push_back(info.name);
+    }
+    return names;
   }
 
   std::vector<std::unique_ptr<FakeEngine>> engines_;
@@ -114,6 +136,8 @@ TEST_F(CheckpointStoreTest, WrongNamesAreRefusedEverywhere) {
   EXPECT_REASON(store->Read("default", "student", ".."), kInvalidName);
   EXPECT_REASON(store->Load("default", "..", "x", *head), kInvalidName);
   EXPECT_REASON(store->List("default", ""), kInvalidName);
+  EXPECT_REASON(store->FindComebacks("default", "../student"), kInvalidName);
+  EXPECT_REASON(store->Forget("..", "student"), kInvalidName);
 }
 
 TEST_F(CheckpointStoreTest, RoundTripsAcrossShardCounts) {
@@ -143,12 +167,13 @@ TEST_F(CheckpointStoreTest, RoundTripsAcrossShardCounts) {
   }
 }
 
-TEST_F(CheckpointStoreTest, StagingSlotsDoNotMatterOtherFieldsDo) {
+TEST_F(CheckpointStoreTest, StagingSlotsAndInitialStepDoNotMatterOtherFieldsDo) {
   const std::unique_ptr<CheckpointStore> store = OpenStore();
   const std::unique_ptr<EngineHead> saved = NewHead(FullSpec(), 2, 9);
   ASSERT_OK(Save(*store, *saved, "x"));
   HeadSpec spec = FullSpec();
   spec.staging_slots = 5;
+  spec.initial_step = 900;
   EXPECT_OK(store->Load("default", "student", "x", *NewHead(spec, 1, 3)));
   const std::function<void(HeadSpec&)> changes[] = {
       [](HeadSpec& s) { s.vocab_size = 12; },
@@ -186,12 +211,14 @@ TEST_F(CheckpointStoreTest, ReadsAndLists) {
   ASSERT_EQ(list->size(), 2u);
   EXPECT_EQ((*list)[0].name, "a");
   EXPECT_EQ((*list)[0].step, 5);
-  EXPECT_EQ((*list)[0].spec, [] {
-    HeadSpec spec = FullSpec();
-    spec.staging_slots = 0;  // not part of a checkpoint
-    return spec;
-  }());
+  EXPECT_EQ((*list)[0].spec, FullSpec());
+  EXPECT_EQ((*list)[0].sequence, 2);
   EXPECT_EQ((*list)[1].name, "b");
+  EXPECT_EQ((*list)[1].sequence, 1);
+  std::vector<std::string> damaged;
+  WriteFile(head_directory() + "/a-file", "is not a checkpoint");
+  EXPECT_EQ(store->List("default", "student", &damaged)->size(), 2u);
+  EXPECT_EQ(damaged, (std::vector<std::string>{"broken", "no-manifest"}));
   EXPECT_REASON(store->Read("default", "student", "broken"), kFileCorrupt);
   EXPECT_REASON(store->Read("default", "student", "no-manifest"), kCheckpointNotFound);
 }
@@ -226,8 +253,12 @@ TEST_F(CheckpointStoreTest, EverythingIsSyncedBeforeTheRename) {
       order.push_back(change.substr(0, change.find(".tmp-")));
   }
   EXPECT_EQ(order, (std::vector<std::string>{"syncdir root", "syncdir default", "sync shard-00000-of-00002.safetensors",
-                                             "sync shard-00001-of-00002.safetensors", "sync manifest.json", "syncdir ", "rename ",
-                                             "syncdir student"}));
+                                             "sync shard-00001-of-00002.safetensors", "sync manifest.json", "syncdir ",
+                                             // the mark of a live head, then the checkpoint
+                                             "sync ", "rename ", "syncdir student", "rename ", "syncdir student"}));
+  files_.Reset();
+  ASSERT_OK(Save(*store, *head, "y"));  // the mark is there
+  EXPECT_EQ(std::count(files_.changes().begin(), files_.changes().end(), "syncdir student"), 1);
 }
 
 TEST_F(CheckpointStoreTest, EveryDamageIsFoundBeforeAnythingIsWritten) {
@@ -348,6 +379,9 @@ TEST_P(CheckpointCrashTest, OneWholeVersionSurvivesACrashAtEveryPoint) {
     if (version == "new") ++with_new;
     const std::vector<std::string> entries = Entries();
     EXPECT_EQ(entries, version == "none" ? std::vector<std::string>() : std::vector<std::string>{"x"}) << at;
+    // What is there brings its head back; a head without it does not come back.
+    EXPECT_EQ(IsLive(*store_), version != "none") << at;
+    EXPECT_EQ(Comebacks(*store_), entries) << at;
     // And it can be saved again.
     EXPECT_OK(SaveNew());
     EXPECT_EQ(Version(), "new");
@@ -372,6 +406,7 @@ TEST_P(CheckpointCrashTest, AFullDiskLeavesWhatWasThere) {
       continue;
     }
     EXPECT_EQ(Version(), before) << changes[point];
+    EXPECT_EQ(IsLive(*store_), before != "none") << changes[point];
     EXPECT_EQ(Entries(), before == "none" ? std::vector<std::string>() : std::vector<std::string>{"x"}) << changes[point];
   }
 }
@@ -380,6 +415,187 @@ INSTANTIATE_TEST_SUITE_P(Ways, CheckpointCrashTest,
                          ::testing::Values(WayOfSaving{"New", false, true}, WayOfSaving{"Exchange", true, true},
                                            WayOfSaving{"TwoRenames", true, false}),
                          [](const auto& param_info) { return param_info.param.name; });
+
+// ---- heads that come back --------------------------------------------------------------------------------------------
+
+TEST_F(CheckpointStoreTest, CheckpointsAreNumberedInTheOrderOfSaving) {
+  std::unique_ptr<CheckpointStore> store = OpenStore();
+  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 2, 9);
+  for (const char* name : {"c", "a", "b"}) ASSERT_OK(Save(*store, *head, name));
+  EXPECT_EQ(Comebacks(*store), (std::vector<std::string>{"b", "a", "c"}));
+  store = OpenStore();  // numbers go on
+  ASSERT_OK(Save(*store, *head, "a", true));
+  EXPECT_EQ(Comebacks(*store), (std::vector<std::string>{"a", "b", "c"}));
+  EXPECT_EQ(store->Read("default", "student", "a")->sequence, 4);
+  // Checkpoints that are removed by hand: the next one still counts as the head's own.
+  for (const char* name : {"a", "b", "c"}) std::filesystem::remove_all(head_directory() + "/" + name);
+  EXPECT_FALSE(IsLive(*store));
+  store = OpenStore();
+  ASSERT_OK(Save(*store, *head, "d"));
+  EXPECT_EQ(Comebacks(*store), std::vector<std::string>{"d"});
+}
+
+TEST_F(CheckpointStoreTest, SavedHeadsAreLiveUntilTheyAreForgotten) {
+  const std::unique_ptr<CheckpointStore> store = OpenStore();
+  const std::unique_ptr<EngineHead> head = NewHead(SmallSpec(), 1, 1);
+  EXPECT_TRUE(store->LiveHeads()->empty());
+  EXPECT_OK(store->Forget("default", "student"));  // of which nothing is known
+  ASSERT_OK(store->Save("b", "x", Info("1", head->spec(), 1), *head, false));
+  ASSERT_OK(store->Save("a", "y", Info("1", head->spec(), 1), *head, false));
+  ASSERT_OK(store->Save("a", "x", Info("1", head->spec(), 1), *head, false));
+  EXPECT_EQ(*store->LiveHeads(), (LiveNames{{"a", "x"}, {"a", "y"}, {"b", "x"}}));
+  EXPECT_OK(store->Forget("a", "x"));
+  EXPECT_OK(store->Forget("a", "x"));
+  EXPECT_EQ(*OpenStore()->LiveHeads(), (LiveNames{{"a", "y"}, {"b", "x"}}));
+  EXPECT_EQ(store->List("a", "x")->size(), 1u);  // stays
+  EXPECT_TRUE(store->FindComebacks("a", "x")->empty());
+  ASSERT_OK(store->Save("a", "x", Info("2", head->spec(), 1), *head, false));
+  EXPECT_EQ(*OpenStore()->LiveHeads(), (LiveNames{{"a", "x"}, {"a", "y"}, {"b", "x"}}));
+}
+
+TEST_F(CheckpointStoreTest, AHeadDoesNotComeBackFromWhatAnEarlierOneLeft) {
+  std::unique_ptr<CheckpointStore> store = OpenStore();
+  const std::unique_ptr<EngineHead> head = NewHead(SmallSpec(), 1, 1);
+  ASSERT_OK(Save(*store, *head, "old-1"));
+  ASSERT_OK(Save(*store, *head, "old-2"));
+  EXPECT_OK(store->Forget("default", "student"));
+  for (const bool restart : {false, true}) {
+    if (restart) store = OpenStore();
+    ASSERT_OK(Save(*store, *head, "new", true));
+    EXPECT_EQ(Comebacks(*store), std::vector<std::string>{"new"}) << restart;
+    EXPECT_TRUE(IsLive(*store));
+    EXPECT_OK(store->Forget("default", "student"));
+  }
+  // A head whose first save fails leaves a mark without a checkpoint of its own.
+  files_.Reset();
+  ASSERT_OK(Save(*store, *head, "probe"));
+  const size_t changes = files_.changes().size();
+  EXPECT_OK(store->Forget("default", "student"));
+  int marks = 0;
+  for (size_t point = 0; point < changes; ++point) {
+    files_.Reset();
+    files_.FailAt(static_cast<int>(point), MakeError(ErrorReason::kDiskFull, "no space left"));
+    if (Save(*store, *head, "failed").ok()) std::filesystem::remove_all(head_directory() + "/failed");  // a removal that may fail
+    marks += std::filesystem::exists(head_directory() + "/.live");
+    EXPECT_FALSE(IsLive(*store)) << point;
+    files_.Reset();
+    EXPECT_OK(store->Forget("default", "student"));
+  }
+  EXPECT_GT(marks, 0);
+}
+
+TEST_F(CheckpointStoreTest, AHeadWhoseCheckpointsAreAllDamagedIsStillTold) {
+  const std::unique_ptr<CheckpointStore> store = OpenStore();
+  const std::unique_ptr<EngineHead> head = NewHead(SmallSpec(), 1, 1);
+  ASSERT_OK(Save(*store, *head, "x"));
+  WriteFile(head_directory() + "/x/manifest.json", "{}");
+  EXPECT_TRUE(IsLive(*store));
+  EXPECT_EQ(store->FindComebacks("default", "student")->damaged, std::vector<std::string>{"x"});
+  EXPECT_TRUE(Comebacks(*store).empty());
+}
+
+TEST_F(CheckpointStoreTest, ADamagedMarkStillCounts) {
+  std::unique_ptr<CheckpointStore> store = OpenStore();
+  const std::unique_ptr<EngineHead> head = NewHead(SmallSpec(), 1, 1);
+  ASSERT_OK(Save(*store, *head, "x"));
+  EXPECT_EQ(ReadFile(head_directory() + "/.live"), "{\"first_sequence\":1}");
+  for (const std::string& bytes :
+       {std::string(), std::string("{"), std::string("{}"), std::string("{\"first_sequence\":-1}"), std::string(10000, '{')}) {
+    WriteFile(head_directory() + "/.live", bytes);
+    store = OpenStore();
+    EXPECT_EQ(Comebacks(*store), std::vector<std::string>{"x"}) << bytes.substr(0, 30);
+    ASSERT_OK(Save(*store, *head, "y", true));
+    EXPECT_EQ(Comebacks(*store), (std::vector<std::string>{"y", "x"}));
+    std::filesystem::remove_all(head_directory() + "/y");
+  }
+  // One that claims to be in the far future leaves nothing to come back from, and does not overflow.
+  WriteFile(head_directory() + "/.live", "{\"first_sequence\":9223372036854775807}");
+  store = OpenStore();
+  EXPECT_FALSE(IsLive(*store));
+  for (int i = 0; i < 2; ++i) {
+    ASSERT_OK(Save(*store, *head, "y", true));
+    EXPECT_EQ(Comebacks(*store), std::vector<std::string>{"y"});
+  }
+}
+
+TEST_F(CheckpointStoreTest, ManifestsOfOlderVersionsAreRead) {
+  const std::unique_ptr<CheckpointStore> store = OpenStore();
+  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 2, 9);
+  ASSERT_OK(Save(*store, *head, "x"));
+  const std::string path = head_directory() + "/x/manifest.json";
+  const auto rewrite = [&](const std::function<void(nlohmann::json&)>& change) {
+    nlohmann::json document = nlohmann::json::parse(ReadFile(path));
+    change(document["manifest"]);
+    const std::string text = document["manifest"].dump();
+    Xxh3Hasher hasher;
+    hasher.Update(text.data(), static_cast<int64_t>(text.size()));
+    document["checksum"] = hasher.HexDigest();
+    WriteFile(path, document.dump());
+  };
+  EXPECT_EQ(store->Read("default", "student", "x")->spec.staging_slots, 2);
+  for (const nlohmann::json& wrong : {nlohmann::json(-1), nlohmann::json("1"), nlohmann::json(int64_t{1} << 31)}) {
+    rewrite([&](nlohmann::json& manifest) { manifest["staging_slots"] = wrong; });
+    EXPECT_REASON(store->Read("default", "student", "x"), kFileCorrupt) << wrong;
+  }
+  rewrite([](nlohmann::json& manifest) {
+    EXPECT_EQ(manifest.erase("staging_slots"), 1u);
+    EXPECT_EQ(manifest.erase("sequence"), 1u);
+  });
+  const absl::StatusOr<CheckpointInfo> info = store->Read("default", "student", "x");
+  ASSERT_OK(info);
+  EXPECT_EQ(info->sequence, 0);
+  EXPECT_EQ(info->spec.staging_slots, 0);
+  const std::unique_ptr<EngineHead> loaded = NewHead(FullSpec(), 1, 3);
+  ASSERT_OK(store->Load("default", "student", "x", *loaded));
+  EXPECT_EQ(Contents(*loaded), Contents(*head));
+}
+
+TEST_F(CheckpointStoreTest, ForgettingSurvivesACrashAtEveryPoint) {
+  std::unique_ptr<CheckpointStore> store = OpenStore();
+  const std::unique_ptr<EngineHead> head = NewHead(SmallSpec(), 1, 1);
+  ASSERT_OK(Save(*store, *head, "x"));
+  files_.Reset();
+  ASSERT_OK(store->Forget("default", "student"));
+  const int change_count = static_cast<int>(files_.changes().size());
+  EXPECT_EQ(files_.changes(), (std::vector<std::string>{"remove .live", "syncdir student"}));
+  for (int point = 0; point <= change_count; ++point) {
+    files_.Reset();
+    ASSERT_OK(Save(*store, *head, "x", true));
+    EXPECT_TRUE(IsLive(*store));
+    files_.Reset();
+    files_.CrashAt(point);
+    const absl::Status forgotten = store->Forget("default", "student");
+    EXPECT_EQ(forgotten.ok(), point == change_count);
+    files_.Reset();
+    store = OpenStore();
+    if (forgotten.ok()) {
+      EXPECT_FALSE(IsLive(*store));
+    }
+    EXPECT_EQ(Entries(), std::vector<std::string>{"x"});
+    EXPECT_OK(store->Forget("default", "student"));
+    EXPECT_FALSE(IsLive(*store));
+  }
+}
+
+TEST_F(CheckpointStoreTest, ConcurrentSavesOfManyNames) {
+  const std::unique_ptr<CheckpointStore> store = *CheckpointStore::Open(root());
+  std::vector<std::unique_ptr<EngineHead>> heads;
+  for (int i = 0; i < 4; ++i) heads.push_back(NewHead(FullSpec(), i + 1, 10 * i + 1));
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&, i] {
+      for (int repeat = 0; repeat < 5; ++repeat) {
+        EXPECT_OK(Save(*store, *heads[static_cast<size_t>(i)], std::to_string(i) + "-" + std::to_string(repeat)));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  // All count, and no two have one number.
+  const auto comebacks = store->FindComebacks("default", "student");
+  ASSERT_OK(comebacks);
+  ASSERT_EQ(comebacks->newest_first.size(), 20u);
+  for (size_t i = 0; i < 20; ++i) EXPECT_EQ(comebacks->newest_first[i].sequence, 20 - static_cast<int64_t>(i));
+}
 
 TEST_F(CheckpointStoreTest, ConcurrentSavesOfOneName) {
   const std::unique_ptr<CheckpointStore> store = *CheckpointStore::Open(root());

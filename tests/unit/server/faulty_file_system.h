@@ -14,6 +14,9 @@ namespace headwater::testing {
 
 class FaultyFileSystem : public checkpoint::FileSystem {
  public:
+  // `files` does what does not fail, and must outlive this.
+  explicit FaultyFileSystem(checkpoint::FileSystem& files = checkpoint::PosixFileSystem()) : files_(files) {}
+
   // Every change from number `first` on (0: the first one) fails, as if the process had ended there.
   void CrashAt(int first) { crash_at_ = first; }
   // Change number `which` alone fails, with `status`.
@@ -91,7 +94,7 @@ class FaultyFileSystem : public checkpoint::FileSystem {
     return work();
   }
 
-  checkpoint::FileSystem& files_ = checkpoint::PosixFileSystem();
+  checkpoint::FileSystem& files_;
   int crash_at_ = -1;
   int fail_at_ = -1;
   absl::Status failure_;
