@@ -8,12 +8,15 @@
 `headwater.torch` has losses for autograd, `headwater.local` the same API in this process, without a server.
 """
 
+from typing import Any
+
 from headwater._arrays import BFloat16
-from headwater._client import DEFAULT_TIMEOUT_S, Client
+from headwater._client import DEFAULT_TIMEOUT_S, Client, check_tenant
 from headwater._errors import (
     AbortedError,
     AlreadyExistsError,
     CancelledError,
+    ClientClosedError,
     DataLossError,
     DeadlineExceededError,
     EpochFencedError,
@@ -33,9 +36,13 @@ from headwater._errors import (
     UnauthenticatedError,
     UnavailableError,
     UnimplementedError,
+    invalid_argument,
 )
 from headwater._futures import Future
 from headwater._head import Head
+from headwater._requests import check_bool
+from headwater._retry import RetryPolicy
+from headwater._terms import JSD, CrossEntropy
 from headwater._types import (
     SGD,
     AdamW,
@@ -53,32 +60,72 @@ from headwater._types import (
     Step,
     StepStatus,
     StepTotals,
+    TermResult,
     Timing,
     VocabShard,
+    check_integer,
+    check_number,
 )
 
 __version__ = "0.1.0"
 
 
-def connect(address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S, connect_timeout_s: float = 10.0) -> Client:
+def connect(
+    address: str,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    connect_timeout_s: float = 10.0,
+    tenant: str = "default",
+    session: bool = True,
+    session_lease: float = 30.0,
+    retries: RetryPolicy | None = RetryPolicy(),
+    replay: bool = False,
+    replay_bytes: int = 1 << 30,
+) -> Client:
     """Connects to a server.
 
     Args:
         address: `host:port`, or `unix:/path/to/headwater.sock`.
-        timeout_s: bound of every call that does not bring its own, in seconds.
+        timeout_s: bound of every call that does not bring its own, in seconds; retries and replays included.
         connect_timeout_s: how long to wait for the server to answer at all, in seconds.
+        tenant: whose heads short names mean.
+        session: own what this client leaves undecided: if the process dies, its explicit micro-batches are discarded when the lease
+            ends, and their staging slots are free again; other clients cannot decide them. The session is opened by the first
+            explicit micro-batch, renewed by a daemon thread on a connection of its own, and closed with the client.
+        session_lease: seconds, > 0; the server may shorten it.
+        retries: how often calls that can be repeated without harm are tried. None: once.
+        replay: follow a server that was started again: keep what the open step consists of, and when the head comes back at the
+            step that this client works on, take it, submit everything again in the same order, and go on. If it comes back at an
+            older step, calls are `StepLostError`, whose `restored_step` and `checkpoint` say where to go back to.
+        replay_bytes: bound of what is kept, >= 0. A step with more than that is not kept, which is warned of once.
     Returns:
-        A Client; close it, or use it in a `with` statement.
+        A Client; close it, or use it in a `with` statement. A process that is forked from this one must connect again.
     Raises:
         UnavailableError: no server answered in time.
     """
     from headwater._remote import RemoteBackend
+    from headwater._replay import ReplayBackend
 
-    return Client(RemoteBackend(address, connect_timeout_s), timeout_s=timeout_s)
+    check_number(session_lease, "session_lease", low=0, low_open=True)
+    check_integer(replay_bytes, "replay_bytes")
+    policy = RetryPolicy(max_attempts=1) if retries is None else retries
+    if not isinstance(policy, RetryPolicy):
+        raise invalid_argument("INVALID_FIELD", f"retries must be a headwater.RetryPolicy or None, got {policy!r}", field="retries")
+    check_tenant(tenant)
+    backend: Any = RemoteBackend(
+        address,
+        connect_timeout_s,
+        retries=policy,
+        session_lease_s=session_lease if check_bool(session, "session") else None,
+    )
+    if check_bool(replay, "replay"):
+        backend = ReplayBackend(backend, replay_bytes, connect_timeout_s)
+    return Client(backend, timeout_s=timeout_s, tenant=tenant)
 
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
+    "JSD",
     "SGD",
     "AbortedError",
     "AdamW",
@@ -87,6 +134,8 @@ __all__ = [
     "BFloat16",
     "CancelledError",
     "Client",
+    "ClientClosedError",
+    "CrossEntropy",
     "DataLossError",
     "DeadlineExceededError",
     "Device",
@@ -108,6 +157,7 @@ __all__ = [
     "NotFoundError",
     "PermissionDeniedError",
     "ResourceExhaustedError",
+    "RetryPolicy",
     "SaveResult",
     "SealResult",
     "ServerInfo",
@@ -118,6 +168,7 @@ __all__ = [
     "StepMismatchError",
     "StepStatus",
     "StepTotals",
+    "TermResult",
     "Timing",
     "UnauthenticatedError",
     "UnavailableError",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 import uuid
 from typing import Any
 
 from headwater import _arrays
 from headwater._backend import Backend
-from headwater._errors import HeadwaterError, invalid_argument
+from headwater._errors import HeadwaterError, invalid_argument, make_error
 from headwater._futures import Executors, as_future
 from headwater._head import Head
+from headwater._requests import check_choice
 from headwater._types import SGD, AdamW, HeadInfo, HeadSpec, ServerInfo, check_number
 
 # Bounds every call that does not bring its own `timeout_s`, in seconds.
@@ -22,14 +24,18 @@ _FULL_NAME = re.compile(rf"tenants/{_ID}/heads/{_ID}")
 _SHORT_NAME = re.compile(_ID)
 
 
-def full_name(name: str) -> str:
+# How often a client looks whether the weights of a head that another one is creating have come, in seconds.
+_WEIGHTS_POLL_S = 0.05
+
+
+def full_name(name: str, tenant: str = "default") -> str:
     """`tenants/default/heads/student` for `student`; a full name as it is.
 
     Raises:
         InvalidArgumentError: neither.
     """
     if isinstance(name, str) and _SHORT_NAME.fullmatch(name):
-        return f"tenants/default/heads/{name}"
+        return f"tenants/{tenant}/heads/{name}"
     if isinstance(name, str) and _FULL_NAME.fullmatch(name):
         return name
     raise invalid_argument(
@@ -38,6 +44,18 @@ def full_name(name: str) -> str:
         field="name",
         actual=name,
     )
+
+
+def check_tenant(tenant: Any) -> str:
+    """The name of a tenant."""
+    if not isinstance(tenant, str) or not _SHORT_NAME.fullmatch(tenant):
+        raise invalid_argument(
+            "INVALID_NAME",
+            f"a tenant's name is lower-case letters, digits, '.', '_' and '-' (at most 64); got {tenant!r}",
+            field="tenant",
+            actual=tenant,
+        )
+    return tenant
 
 
 class Client:
@@ -51,9 +69,10 @@ class Client:
         DeadlineExceededError: it took longer than `timeout_s`.
     """
 
-    def __init__(self, backend: Backend, *, timeout_s: float = DEFAULT_TIMEOUT_S):
+    def __init__(self, backend: Backend, *, timeout_s: float = DEFAULT_TIMEOUT_S, tenant: str = "default"):
         self._backend = backend
         self._executors = Executors()
+        self._tenant = check_tenant(tenant)
         self.timeout_s = check_number(timeout_s, "timeout_s", low=0, low_open=True)
 
     def __enter__(self) -> Client:
@@ -62,8 +81,16 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def tenant(self) -> str:
+        """Whose heads short names mean: `student` is `tenants/{tenant}/heads/student`."""
+        return self._tenant
+
     def close(self) -> None:
-        """Closes the connection. Heads stay on a server; in process they are freed. Idempotent."""
+        """Closes the connection, and the session with it: what is undecided then is discarded.
+
+        Heads stay on a server; in process they are freed. Idempotent.
+        """
         self._executors.shutdown()
         self._backend.close()
 
@@ -84,6 +111,7 @@ class Client:
         dtype: Any = None,
         staging_slots: int | None = None,
         initial_step: int = 0,
+        if_exists: str = "fail",
         timeout_s: float | None = None,
     ) -> Head:
         """Creates a head and uploads its weights.
@@ -104,15 +132,19 @@ class Client:
             dtype: storage type. None: that of `weight`. float32 weights for a 16-bit head are kept whole in the master weights.
             staging_slots: explicit micro-batches that may wait for their decision at once, over all trainers. None: 1.
             initial_step: number of the first open step.
+            if_exists: "fail", or "attach": if there is a head of that name with the same specification (`initial_step` does not
+                matter), that one is returned as it is, and `weight` is not uploaded; if its creator is still uploading the weights,
+                this call waits for them. So all ranks, and a trainer that was started again, can make the same call.
         Returns:
-            The head, ready for use.
+            The head, ready for use; `Head.created` says whether this call made it.
         Raises:
             InvalidArgumentError: shape, dtype or range; checked before anything is sent.
-            AlreadyExistsError: there is a head of that name.
+            AlreadyExistsError: there is a head of that name; `HEAD_SPEC_MISMATCH`: and "attach" finds another specification.
             ResourceExhaustedError: it does not fit; the message has the memory plan.
         """
         timeout_s = self._timeout(timeout_s)
-        name = full_name(name)
+        name = full_name(name, self._tenant)
+        attach = check_choice(if_exists, "if_exists", ("fail", "attach")) == "attach"
         weight_array = bias_array = None
         if isinstance(weight, tuple):
             if len(weight) != 2 or dtype is None or bias not in (None, False, True):
@@ -153,8 +185,11 @@ class Client:
             staging_slots=staging_slots,
             initial_step=initial_step,
         )
-        head = Head(self, self._backend.create_head(name, spec, timeout_s))
-        if weight_array is not None:
+        info, created = self._backend.create_head(name, spec, attach, timeout_s)
+        if not created and weight_array is not None:
+            info = self._await_weights(info, timeout_s)
+        head = Head(self, info, created=created)
+        if created and weight_array is not None:
             try:
                 head._upload("weight", weight_array, uuid.uuid4().hex, None, timeout_s)
                 if bias_array is not None:
@@ -166,17 +201,33 @@ class Client:
                 raise
         return head
 
+    def _await_weights(self, info: HeadInfo, timeout_s: float) -> HeadInfo:
+        """Waits for the client that created the head to upload its weights."""
+        deadline = time.monotonic() + timeout_s
+        while info.state == "LOADING":
+            if time.monotonic() >= deadline:
+                raise make_error(
+                    "DEADLINE_EXCEEDED",
+                    "DEADLINE_EXCEEDED",
+                    f"{info.name} was created by another client, whose weights did not come within {timeout_s:g} s; if that client "
+                    "is gone, fill the head with Client.head(...).set_weight, or delete it",
+                    {"head": info.name},
+                )
+            time.sleep(_WEIGHTS_POLL_S)
+            info = self._backend.get_head(info.name, timeout_s)
+        return info
+
     def head(self, name: str, *, timeout_s: float | None = None) -> Head:
         """The head of that name, at its present epoch and step.
 
         Raises:
             NotFoundError: there is none.
         """
-        return Head(self, self._backend.get_head(full_name(name), self._timeout(timeout_s)))
+        return Head(self, self._backend.get_head(full_name(name, self._tenant), self._timeout(timeout_s)))
 
     def heads(self, *, timeout_s: float | None = None) -> list[HeadInfo]:
         """All heads of the tenant, by name."""
-        return self._backend.list_heads(self._timeout(timeout_s))
+        return self._backend.list_heads(f"tenants/{self._tenant}", self._timeout(timeout_s))
 
     def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """Version, devices, limits and features."""

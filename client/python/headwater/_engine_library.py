@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Mapping
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import numpy as np
 
 from headwater import _arrays
 from headwater._errors import code_name, make_error
-from headwater._requests import ComputeRequest, CrossEntropyOptions, JsdOptions
-from headwater._types import SGD, AdamW, HeadSpec, LossResult
+from headwater._requests import ComputeRequest, CrossEntropyOptions, TermRequest
+from headwater._types import SGD, AdamW, HeadSpec, LossResult, TermResult, combine_terms
 
 ABI_VERSION = 2
 LIBRARY_NAME = "libheadwater_local.so"
@@ -205,6 +206,7 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("hw_head_reset_optimizer_state", c_void_p, [c_void_p]),
     ("hw_head_gradient_stats", c_void_p, [c_void_p, POINTER(c_double), POINTER(c_int64)]),
     ("hw_head_free_staging_slots", c_int32, [c_void_p]),
+    ("hw_head_add_gradient", c_void_p, [c_void_p, c_int32, c_int64, c_int64, c_double, c_void_p]),
     ("hw_head_apply_optimizer", c_void_p, [c_void_p, POINTER(_OptimizerStep)]),
     ("hw_compute", c_void_p, [c_void_p, POINTER(_MicroBatch), POINTER(_LossSums), POINTER(c_void_p)]),
     ("hw_staged_commit", c_void_p, [c_void_p, c_double]),
@@ -316,38 +318,14 @@ class Engine:
         return EngineHead(handle)
 
     def compute(
-        self, request: ComputeRequest, head: EngineHead, teacher: EngineHead | None, grad_weight: str
+        self, request: ComputeRequest, heads: Mapping[str, EngineHead], grad_weight: str
     ) -> tuple[LossResult, Staged | None]:
-        """Computes one micro-batch; `grad_weight` is "none", "accumulate" or "stage"."""
+        """Computes one micro-batch; `heads` by name; `grad_weight` is "none", "accumulate" or "stage"."""
         row_count, hidden_size = request.hidden.shape
-        outputs = {name: np.empty(row_count, dtype=np.int32 if name == "argmax" else np.float32) for name in request.outputs}
-        term = _LossTerm(
-            head=head.handle,
-            row_count=row_count,
-            targets=_pointer(request.targets),
-            token_weights=_pointer(request.token_weights),
-            ignore_index=request.ignore_index,
-            loss_scale=request.loss_scale,
-            **{name: _pointer(array) for name, array in outputs.items()},
+        outputs = [_new_outputs(request.outputs, term.row_count) for term in request.terms]
+        terms = (_LossTerm * len(request.terms))(
+            *(_loss_term(term, heads, arrays) for term, arrays in zip(request.terms, outputs, strict=True))
         )
-        loss = request.loss
-        if isinstance(loss, CrossEntropyOptions):
-            term.cross_entropy = ctypes.pointer(_cross_entropy(loss))
-        if isinstance(loss, JsdOptions):
-            term.jsd = ctypes.pointer(
-                _Jsd(
-                    beta=loss.beta,
-                    student_temperature=loss.student_temperature,
-                    teacher_temperature=loss.teacher_temperature,
-                    hard_loss_weight=loss.hard_loss_weight,
-                    truncate_to_common=int(loss.truncate_to_common),
-                    hard_loss=_cross_entropy(loss.hard_loss),
-                )
-            )
-        if request.teacher is not None and teacher is not None:
-            term.teacher_head = teacher.handle
-            term.teacher_hidden = _pointer(request.teacher.hidden.data)
-            term.teacher_data_type = _arrays.DATA_TYPE_NUMBERS[request.teacher.hidden.data_type]
         grad_hidden = None
         if request.return_grad_hidden:
             grad_hidden = np.empty(request.hidden.shape, dtype=_arrays.host_dtype(request.grad_hidden_data_type))
@@ -357,18 +335,57 @@ class Engine:
             hidden_size=hidden_size,
             hidden_data_type=_arrays.DATA_TYPE_NUMBERS[request.hidden.data_type],
             backward=int(request.backward),
-            terms=ctypes.pointer(term),
-            term_count=1,
+            terms=terms,
+            term_count=len(request.terms),
             grad_hidden=_pointer(grad_hidden),
             grad_hidden_data_type=_arrays.DATA_TYPE_NUMBERS[request.grad_hidden_data_type],
             grad_weight=_GRAD_WEIGHT[grad_weight],
             grad_hidden_scale=request.grad_hidden_scale,
             refuse_non_finite=int(request.refuse_non_finite and grad_weight == "stage"),
         )
-        sums, staged = _LossSums(), c_void_p()
-        _check(_library().hw_compute(self._handle, byref(micro_batch), byref(sums), byref(staged)))
-        values = {name: getattr(sums, name) for name, _ in _LossSums._fields_}
-        return LossResult(**values, **outputs, grad_hidden=grad_hidden), Staged(staged) if staged else None
+        sums, staged = (_LossSums * len(request.terms))(), c_void_p()
+        _check(_library().hw_compute(self._handle, byref(micro_batch), sums, byref(staged)))
+        results = tuple(
+            TermResult(**{name: getattr(values, name) for name, _ in _LossSums._fields_}, **arrays)
+            for values, arrays in zip(sums, outputs, strict=True)
+        )
+        return combine_terms(results, grad_hidden=grad_hidden), Staged(staged) if staged else None
+
+
+def _new_outputs(names: tuple[str, ...], row_count: int) -> dict[str, np.ndarray]:
+    return {name: np.empty(row_count, dtype=np.int32 if name == "argmax" else np.float32) for name in names}
+
+
+def _loss_term(request: TermRequest, heads: Mapping[str, EngineHead], outputs: Mapping[str, np.ndarray]) -> _LossTerm:
+    term = _LossTerm(
+        head=heads[request.head].handle,
+        row_start=request.row_start,
+        row_count=request.row_count,
+        targets=_pointer(request.targets),
+        token_weights=_pointer(request.token_weights),
+        ignore_index=request.ignore_index,
+        loss_scale=request.loss_scale,
+        **{name: _pointer(array) for name, array in outputs.items()},
+    )
+    loss = request.loss
+    if isinstance(loss, CrossEntropyOptions):
+        term.cross_entropy = ctypes.pointer(_cross_entropy(loss))
+    else:
+        term.jsd = ctypes.pointer(
+            _Jsd(
+                beta=loss.beta,
+                student_temperature=loss.student_temperature,
+                teacher_temperature=loss.teacher_temperature,
+                hard_loss_weight=loss.hard_loss_weight,
+                truncate_to_common=int(loss.truncate_to_common),
+                hard_loss=_cross_entropy(loss.hard_loss),
+            )
+        )
+    if request.teacher is not None:
+        term.teacher_head = heads[request.teacher.head].handle
+        term.teacher_hidden = _pointer(request.teacher.hidden.data)
+        term.teacher_data_type = _arrays.DATA_TYPE_NUMBERS[request.teacher.hidden.data_type]
+    return term
 
 
 def _cross_entropy(options: CrossEntropyOptions) -> _CrossEntropy:
@@ -433,6 +450,14 @@ class EngineHead:
     def zero_gradient(self) -> None:
         """Sets the accumulator to 0."""
         _check(_library().hw_head_zero_gradient(self.handle))
+
+    def add_to_gradient(self, tensor: str, element_start: int, data: np.ndarray, factor: float) -> None:
+        """Adds factor x float32 elements to "grad_weight" or "grad_bias", from `element_start` on."""
+        _check(_library().hw_head_add_gradient(self.handle, TENSORS[tensor], element_start, data.size, factor, _pointer(data)))
+
+    def free_staging_slots(self) -> int:
+        """Staging slots that are not taken now."""
+        return int(_library().hw_head_free_staging_slots(self.handle))
 
     def reset_optimizer_state(self) -> None:
         """Sets the optimizer's state to 0."""

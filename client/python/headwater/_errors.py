@@ -80,6 +80,10 @@ class UnavailableError(HeadwaterError, ConnectionError):
     code = "UNAVAILABLE"
 
 
+class ClientClosedError(UnavailableError):
+    """This client was closed, or belongs to the process that this one was forked from. Nothing was sent."""
+
+
 class UnimplementedError(HeadwaterError, NotImplementedError):
     """The server does not have this part of the API."""
 
@@ -122,12 +126,54 @@ class PermissionDeniedError(HeadwaterError, PermissionError):
     code = "PERMISSION_DENIED"
 
 
-class EpochFencedError(AbortedError):
-    """The head was restored, re-created or taken over since this `Head` was made. Get a new one with `Client.head`."""
+class _OutdatedError(AbortedError):
+    """What errors about a head that has moved on say of it; None where the answer does not tell."""
+
+    def _integer(self, key: str) -> int | None:
+        value = self.metadata.get(key, "")
+        return int(value) if value.isdecimal() else None
+
+    @property
+    def open_step(self) -> int | None:
+        """The head's open step now."""
+        return self._integer("openStep")
+
+    @property
+    def head_epoch(self) -> bytes | None:
+        """The head's epoch now, 16 bytes."""
+        try:
+            return bytes.fromhex(self.metadata["headEpoch"])
+        except (KeyError, ValueError):
+            return None
 
 
-class StepLostError(AbortedError):
-    """The open step's contributions are gone; `metadata` has `restoredStep` and `checkpoint`."""
+class EpochFencedError(_OutdatedError):
+    """The head was restored, re-created or taken over since this `Head` was made. Get a new one with `Client.head`.
+
+    Attributes:
+        open_step, head_epoch: the head's open step and epoch now; None where the answer does not tell.
+    """
+
+
+class StepLostError(_OutdatedError):
+    """The open step's contributions are gone: the server came back from a checkpoint, or its engine failed.
+
+    Attributes:
+        restored_step: the step that the head is at now. If it is the trainer's, `Head.take` and submitting the step again goes on;
+            if it is older, the trainer goes back to its own checkpoint of that name first.
+        checkpoint: the checkpoint that the head came back from; empty if the engine failed: then restore one.
+        open_step, head_epoch: the head's open step and epoch now. None where the answer does not tell.
+    """
+
+    @property
+    def restored_step(self) -> int | None:
+        """The step that the restored head is at; None if it was not restored."""
+        return self._integer("restoredStep")
+
+    @property
+    def checkpoint(self) -> str:
+        """Name of the checkpoint that the head came back from; empty if it did not."""
+        return self.metadata.get("checkpoint", "")
 
 
 class StepConflictError(AbortedError):

@@ -16,6 +16,8 @@ R = TypeVar("R")
 # queue up behind loss calls: they have threads of their own.
 LOSS_THREADS = 16
 CONTROL_THREADS = 4
+# Calls that may wait for other calls (`Head.seal` with wait=True), so that those do not queue up behind them.
+WAITING_THREADS = 4
 
 
 class CancelScope:
@@ -24,23 +26,26 @@ class CancelScope:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._cancel: Callable[[], Any] | None = None
-        self._cancelled = False
+        self._cancelled = threading.Event()
 
     def attach(self, cancel: Callable[[], Any]) -> None:
         """Names what stops the call; stops it at once if the future was cancelled before."""
         with self._lock:
             self._cancel = cancel
-            cancelled = self._cancelled
-        if cancelled:
+        if self._cancelled.is_set():
             cancel()
 
     def cancel(self) -> None:
         """Stops the call that is running, or the next one."""
+        self._cancelled.set()
         with self._lock:
-            self._cancelled = True
             cancel = self._cancel
         if cancel is not None:
             cancel()
+
+    def sleep(self, seconds: float) -> bool:
+        """Waits; returns True at once if the future is cancelled."""
+        return self._cancelled.wait(seconds)
 
 
 _current = threading.local()
@@ -104,11 +109,12 @@ class Executors:
     def __init__(self) -> None:
         self.loss = concurrent.futures.ThreadPoolExecutor(LOSS_THREADS, "headwater-loss")
         self.control = concurrent.futures.ThreadPoolExecutor(CONTROL_THREADS, "headwater-control")
+        self.waiting = concurrent.futures.ThreadPoolExecutor(WAITING_THREADS, "headwater-waiting")
 
     def shutdown(self) -> None:
         """Lets running calls end and drops those that have not begun."""
-        self.loss.shutdown(wait=False, cancel_futures=True)
-        self.control.shutdown(wait=False, cancel_futures=True)
+        for threads in (self.loss, self.control, self.waiting):
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def as_future(method: Callable[Concatenate[Any, P], R], *, threads: str = "control") -> Callable[Concatenate[Any, P], Future[R]]:

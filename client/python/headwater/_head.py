@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import queue
-import threading
 import uuid
-import weakref
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from headwater import _arrays, _requests
+from headwater._abandoned import AbandonedContributions
 from headwater._arrays import HostArray
-from headwater._backend import ApplyArguments, Backend, Expected, Progress, StepKey
-from headwater._errors import HeadwaterError, invalid_argument
+from headwater._backend import ApplyArguments, Expected, Progress, StepKey, UploadOptions
+from headwater._errors import invalid_argument
 from headwater._futures import as_future
-from headwater._requests import ComputeRequest, CrossEntropyOptions, JsdOptions, TeacherRows
+from headwater._losses import HeadLosses
+from headwater._requests import CommitRequest, GradientRequest
 from headwater._types import (
     ApplyResult,
     DiscardGradientResult,
     HeadInfo,
     HeadSpec,
-    LossResult,
     SaveResult,
     SealResult,
     StepStatus,
@@ -36,29 +32,37 @@ if TYPE_CHECKING:
     from headwater._client import Client
 
 
-class Head:
+# Tries to upload all tensors of a head to one and the same server.
+_REPLACE_TRIES = 3
+
+
+class Head(HeadLosses):
     """A head at one epoch. Made by `Client.create_head` or `Client.head`. Thread-safe, except that `step` is one number for all.
 
     Every method `x(...)` has `x_future(...)`, which returns at once a future good for `.result()` and `await`. Futures run side by
     side and in any order: wait for the micro-batches of a step before closing it.
 
     A head that was restored, re-created or taken over by another process answers `EpochFencedError` from then on; this object never
-    follows on its own. What this object does itself (set_weight, load, restore) it knows.
+    follows on its own. What this object does itself (take, set_weight, load, restore) it knows, and with `connect(replay=True)` it
+    follows a server that was started again.
+
+    A call for the step after the open one waits until that is open, at most as long as its `timeout_s`.
 
     Attributes:
-        step: the step that calls work on unless they say otherwise. `apply_optimizer_step` and `discard_gradient` move it on. Of
-            several trainers one closes the step; the others add 1 themselves, after a barrier with that one.
+        step: the step that calls work on unless they say otherwise. `apply_optimizer_step`, `discard_gradient` and `replace_weight`
+            move it on. Of several trainers one closes the step; the others add 1 themselves, and wait for it if they are early.
     """
 
-    def __init__(self, client: Client, info: HeadInfo):
+    def __init__(self, client: Client, info: HeadInfo, *, created: bool = False):
         self._client = client
         self._backend = client._backend
         self._executors = client._executors
         self._name = info.name
         self._spec = info.spec
-        self._epoch = info.epoch
+        self._known_epoch = info.epoch
+        self._created = created
         self.step = info.open_step
-        self._abandoned = _AbandonedContributions(self)
+        self._abandoned = AbandonedContributions(self)
         # Where headwater.torch keeps the ids that its loss functions have drawn.
         self._micro_batch_source: Any = None
 
@@ -79,7 +83,12 @@ class Head:
     @property
     def epoch(self) -> bytes:
         """The 16 bytes that this object's calls carry."""
-        return self._epoch
+        return self._backend.current_epoch(self._name, self._known_epoch)
+
+    @property
+    def created(self) -> bool:
+        """Whether the call that made this object created the head; False if it was there before (`if_exists="attach"`)."""
+        return self._created
 
     def _timeout(self, timeout_s: float | None) -> float:
         return self._client._timeout(timeout_s)
@@ -88,325 +97,163 @@ class Head:
         number = self.step if step is None else step
         if number is None:
             raise invalid_argument("INVALID_COMBINATION", f"{self._name} is frozen: it has no steps", field="step")
-        return StepKey(self._name, self._epoch, check_integer(number, "step"))
+        return StepKey(self._name, self.epoch, check_integer(number, "step"))
 
     def _adopt(self, info: HeadInfo) -> HeadInfo:
         """Takes over the epoch and step of an answer to a call that this object made."""
-        self._epoch = info.epoch
+        self._known_epoch = info.epoch
         self.step = info.open_step
         return info
 
-    # ---- losses -----------------------------------------------------------------------------------------------------
+    # ---- contributions ----------------------------------------------------------------------------------------------
 
-    def cross_entropy(
+    def commit(
         self,
-        hidden: Any,
-        targets: Any,
         *,
+        micro_batch: int,
+        factor: float = 1.0,
+        token_factors: Any = None,
         step: int | None = None,
-        micro_batch: int | None = None,
-        loss_scale: float = 1.0,
-        token_weights: Any = None,
-        ignore_index: int = _requests.DEFAULT_IGNORE_INDEX,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        class_weights: Any = None,
-        commit: str = "eager",
-        outputs: Sequence[str] = (),
-        backward: bool = True,
-        return_grad_hidden: bool | None = None,
-        grad_hidden_scale: float = 1.0,
-        grad_hidden_dtype: Any = None,
-        on_mismatch: str = "conflict",
-        non_finite: str = "report",
-        expected_weight_version: int | None = None,
+        attempt: int | None = None,
         timeout_s: float | None = None,
-    ) -> LossResult:
-        """Computes one micro-batch's cross entropy and gradients, and adds its `grad_weight` to the step.
+    ) -> bool:
+        """Adds an explicit micro-batch, times `factor`, to its step. The same factors again are answered alike.
 
-        Same numbers as, but without building the (num_tokens, vocab_size) logits:
-            logits = transform(hidden.float() @ weight.float().T + bias)
-            per_token = F.cross_entropy(logits, targets, weight=class_weights, label_smoothing=label_smoothing,
-                                        ignore_index=ignore_index, reduction="none") + z_loss * logits.logsumexp(-1) ** 2
-            (loss_scale * (token_weights * per_token).sum()).backward()
+        One of several heads (`multi`) is decided by `LossResult.commit`, which names them all.
 
         Args:
-            hidden: (num_tokens, hidden_size), float32, float16 or bfloat16; need not be the head's dtype. Not modified.
-            targets: (num_tokens,) integers, each in [0, valid_vocab_size) or `ignore_index`; aligned with the rows.
-            step: None: `self.step`. Ignored by frozen heads and with backward=False.
-            micro_batch: id in the step, unique among all trainers: k * world_size + rank. Required where something is added.
-            loss_scale: multiplies both gradients, not the reported sums. 1 / (number of tokens of the step) makes a mean.
-            token_weights: (num_tokens,) finite, any sign. None: 1.
-            label_smoothing: in [0, 1), spread evenly over the valid vocabulary.
-            z_loss: >= 0, coefficient of lse^2 (nats^2).
-            class_weights: (valid_vocab_size,) or (vocab_size,), >= 0. They scale a row's loss; see `target_weight_sum` for means.
-            commit: "eager" adds at once; "explicit" waits for `commit` or `discard`, and takes a staging slot.
-            outputs: among "token_loss", "lse", "target_log_probability", "entropy", "argmax".
-            backward: False computes losses and outputs only, in any state, and adds nothing.
-            return_grad_hidden: None: as `backward` says. False if the hidden states are not trained.
-            grad_hidden_scale: multiplies `grad_hidden` alone; world_size under data parallelism that averages.
-            grad_hidden_dtype: None: that of `hidden`.
-            on_mismatch: a repeat of `micro_batch` with other content is a "conflict", or "first_wins" computes and adds nothing.
-            non_finite: "report" counts NaN and infinities; "refuse" fails and adds nothing.
-            expected_weight_version: fail unless the weights are of this version.
-        Returns:
-            LossResult; `grad_hidden` is in the kind and dtype of `hidden`.
-        Raises:
-            InvalidArgumentError: shape, dtype or range; checked before anything is sent.
-            StepMismatchError, EpochFencedError, MicroBatchConflictError, StagingFullError: nothing was added.
-        """
-        ignore_index = check_integer(ignore_index, "ignore_index", low=-(2**31), high=2**31 - 1)
-        rows = _requests.check_rows(hidden, "hidden", self._spec.hidden_size)
-        request = self._request(
-            rows,
-            targets=_requests.check_targets(targets, rows.shape[0], ignore_index, self._spec.valid_size),
-            loss=_requests.check_cross_entropy(self._spec, label_smoothing, z_loss, class_weights),
-            teacher=None,
-            ignore_index=ignore_index,
-            step=step,
-            micro_batch=micro_batch,
-            loss_scale=loss_scale,
-            token_weights=token_weights,
-            commit=commit,
-            outputs=outputs,
-            backward=backward,
-            return_grad_hidden=return_grad_hidden,
-            grad_hidden_scale=grad_hidden_scale,
-            grad_hidden_dtype=grad_hidden_dtype,
-            on_mismatch=on_mismatch,
-            non_finite=non_finite,
-            expected_weight_version=expected_weight_version,
-        )
-        return self._compute(request, self._timeout(timeout_s))
-
-    def jsd(
-        self,
-        student_hidden: Any,
-        teacher: Head,
-        teacher_hidden: Any,
-        *,
-        targets: Any = None,
-        beta: float = 0.5,
-        student_temperature: float = 1.0,
-        teacher_temperature: float = 1.0,
-        hard_loss_weight: float = 0.0,
-        step: int | None = None,
-        micro_batch: int | None = None,
-        loss_scale: float = 1.0,
-        token_weights: Any = None,
-        ignore_index: int = _requests.DEFAULT_IGNORE_INDEX,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        class_weights: Any = None,
-        truncate_to_common: bool = False,
-        commit: str = "eager",
-        outputs: Sequence[str] = (),
-        backward: bool = True,
-        return_grad_hidden: bool | None = None,
-        grad_hidden_scale: float = 1.0,
-        grad_hidden_dtype: Any = None,
-        on_mismatch: str = "conflict",
-        non_finite: str = "report",
-        expected_weight_version: int | None = None,
-        timeout_s: float | None = None,
-    ) -> LossResult:
-        """Computes the generalized Jensen-Shannon divergence to a teacher over the full vocabulary, and its gradients.
-
-        With P the teacher's and Q the student's distribution, and M = beta P + (1 - beta) Q:
-            jsd = beta * KL(P || M) + (1 - beta) * KL(Q || M)          # beta = 0: KL(P || Q); beta = 1: KL(Q || P)
-            per_token = (1 - hard_loss_weight) * jsd + hard_loss_weight * cross_entropy
-            (loss_scale * (token_weights * per_token).sum()).backward()
-
-        Args:
-            student_hidden: (num_tokens, hidden_size), as `hidden` of `cross_entropy`.
-            teacher: the head that the teacher's hidden states go through; usually a frozen one. It gets no gradient.
-            teacher_hidden: (num_tokens, hidden_size of the teacher's head).
-            targets: (num_tokens,); needed with hard_loss_weight > 0, otherwise only `ignore_index` in it matters.
-            beta: in [0, 1].
-            student_temperature, teacher_temperature: > 0; divide the logits. There is no factor of temperature squared.
-            hard_loss_weight: in [0, 1], share of the cross entropy, which never sees a temperature.
-            label_smoothing, z_loss, class_weights: options of the cross entropy; only with hard_loss_weight > 0.
-            truncate_to_common: vocabularies of different sizes are compared over the columns that both have; otherwise refused.
-        Other arguments, return value and errors are those of `cross_entropy`.
-        """
-        if not isinstance(teacher, Head):
-            raise invalid_argument(
-                "INVALID_FIELD", f"teacher must be a headwater.Head, got {type(teacher).__name__}", field="teacher"
-            )
-        if teacher._backend is not self._backend:
-            raise invalid_argument("INVALID_COMBINATION", "teacher and student must be heads of one client", field="teacher")
-        ignore_index = check_integer(ignore_index, "ignore_index", low=-(2**31), high=2**31 - 1)
-        rows = _requests.check_rows(student_hidden, "student_hidden", self._spec.hidden_size)
-        teacher_rows = _requests.check_rows(teacher_hidden, "teacher_hidden", teacher._spec.hidden_size)
-        if teacher_rows.shape[0] != rows.shape[0]:
-            raise invalid_argument(
-                "SHAPE_MISMATCH",
-                f"teacher_hidden has {teacher_rows.shape[0]} rows, student_hidden has {rows.shape[0]}",
-                field="teacher_hidden",
-                expected=rows.shape[0],
-                actual=teacher_rows.shape[0],
-            )
-        hard_loss_weight = check_number(hard_loss_weight, "hard_loss_weight", low=0, high=1)
-        hard_loss = _requests.check_cross_entropy(self._spec, label_smoothing, z_loss, class_weights)
-        if hard_loss_weight == 0 and (label_smoothing or z_loss or class_weights is not None):
-            raise invalid_argument(
-                "INVALID_COMBINATION",
-                "label_smoothing, z_loss and class_weights belong to the hard loss: set hard_loss_weight > 0",
-                field="hard_loss_weight",
-            )
-        if hard_loss_weight > 0 and targets is None:
-            raise invalid_argument("MISSING_FIELD", "hard_loss_weight > 0 needs targets", field="targets")
-        truncate_to_common = _requests.check_bool(truncate_to_common, "truncate_to_common")
-        if not truncate_to_common and self._spec.valid_size != teacher._spec.valid_size:
-            raise invalid_argument(
-                "VOCAB_SIZE_MISMATCH",
-                f"the student's head has {self._spec.valid_size} valid columns, the teacher's {teacher._spec.valid_size}; "
-                "pass truncate_to_common=True to compare what both have",
-                field="teacher",
-                expected=self._spec.valid_size,
-                actual=teacher._spec.valid_size,
-            )
-        checked_targets = None
-        if targets is not None:
-            checked_targets = _requests.check_targets(targets, rows.shape[0], ignore_index, self._spec.valid_size)
-        request = self._request(
-            rows,
-            targets=checked_targets,
-            loss=JsdOptions(
-                beta=check_number(beta, "beta", low=0, high=1),
-                student_temperature=check_number(student_temperature, "student_temperature", low=0, low_open=True),
-                teacher_temperature=check_number(teacher_temperature, "teacher_temperature", low=0, low_open=True),
-                hard_loss_weight=hard_loss_weight,
-                hard_loss=hard_loss,
-                truncate_to_common=truncate_to_common,
-            ),
-            teacher=TeacherRows(teacher._name, teacher._epoch, teacher_rows),
-            ignore_index=ignore_index,
-            step=step,
-            micro_batch=micro_batch,
-            loss_scale=loss_scale,
-            token_weights=token_weights,
-            commit=commit,
-            outputs=outputs,
-            backward=backward,
-            return_grad_hidden=return_grad_hidden,
-            grad_hidden_scale=grad_hidden_scale,
-            grad_hidden_dtype=grad_hidden_dtype,
-            on_mismatch=on_mismatch,
-            non_finite=non_finite,
-            expected_weight_version=expected_weight_version,
-        )
-        return self._compute(request, self._timeout(timeout_s))
-
-    def _request(
-        self,
-        rows: HostArray,
-        *,
-        targets: np.ndarray | None,
-        loss: CrossEntropyOptions | JsdOptions,
-        teacher: TeacherRows | None,
-        ignore_index: int,
-        step: int | None,
-        micro_batch: int | None,
-        loss_scale: float,
-        token_weights: Any,
-        commit: str,
-        outputs: Sequence[str],
-        backward: bool,
-        return_grad_hidden: bool | None,
-        grad_hidden_scale: float,
-        grad_hidden_dtype: Any,
-        on_mismatch: str,
-        non_finite: str,
-        expected_weight_version: int | None,
-    ) -> ComputeRequest:
-        backward = _requests.check_bool(backward, "backward")
-        wants_grad = backward if return_grad_hidden is None else _requests.check_bool(return_grad_hidden, "return_grad_hidden")
-        if wants_grad and not backward:
-            raise invalid_argument("INVALID_COMBINATION", "backward=False computes no grad_hidden", field="return_grad_hidden")
-        step_number, micro_batch = _requests.check_micro_batch_key(
-            self._spec.trainable, backward, self.step if step is None else step, micro_batch
-        )
-        explicit = _requests.check_choice(commit, "commit", ("eager", "explicit")) == "explicit"
-        if explicit and micro_batch is None:
-            raise invalid_argument("INVALID_COMBINATION", 'commit="explicit" needs something to commit', field="commit")
-        if expected_weight_version is not None:
-            expected_weight_version = check_integer(expected_weight_version, "expected_weight_version")
-        if token_weights is not None:
-            token_weights = _arrays.float_vector(token_weights, "token_weights", (rows.shape[0],))
-        return ComputeRequest(
-            head=self._name,
-            epoch=self._epoch,
-            step=step_number,
-            micro_batch=micro_batch,
-            backward=backward,
-            explicit=explicit,
-            first_wins=_requests.check_choice(on_mismatch, "on_mismatch", ("conflict", "first_wins")) == "first_wins",
-            refuse_non_finite=_requests.check_choice(non_finite, "non_finite", ("report", "refuse")) == "refuse",
-            hidden=rows,
-            targets=targets,
-            ignore_index=ignore_index,
-            token_weights=token_weights,
-            loss_scale=check_number(loss_scale, "loss_scale"),
-            loss=loss,
-            teacher=teacher,
-            outputs=_requests.check_outputs(outputs),
-            return_grad_hidden=wants_grad,
-            grad_hidden_data_type=(
-                rows.data_type if grad_hidden_dtype is None else _arrays.data_type_name(grad_hidden_dtype, "grad_hidden_dtype")
-            ),
-            grad_hidden_scale=check_number(grad_hidden_scale, "grad_hidden_scale"),
-            expected_weight_version=expected_weight_version,
-        )
-
-    def _compute(self, request: ComputeRequest, timeout_s: float) -> LossResult:
-        self._abandoned.settle()
-        compaction = _requests.compact(request)
-        return _requests.finish(compaction, request, self._backend.compute(compaction.request, timeout_s))
-
-    def commit(self, *, micro_batch: int, factor: float = 1.0, step: int | None = None, timeout_s: float | None = None) -> bool:
-        """Adds an explicit micro-batch, times `factor`, to its step. The same factor again is answered alike.
-
+            factor: finite in float32; multiplies the contribution.
+            token_factors: (num_tokens,) finite, a factor for each row beside `factor`: a vector upstream gradient. Only for a
+                contribution that is HELD: submit it with late_token_factors=True.
+            attempt: the attempt that is committed. None: the one that this client has submitted.
         Returns:
             True if an equal call had committed it before.
         Raises:
+            InvalidArgumentError: `INVALID_COMBINATION`: token_factors for one that is not HELD, or a micro-batch of several heads.
             NotFoundError: the step knows no such micro-batch.
-            MicroBatchConflictError: it was committed with another factor.
-            AbortedError: `MICRO_BATCH_DISCARDED`: it was discarded.
+            MicroBatchConflictError: it was committed with other factors.
+            AbortedError: `MICRO_BATCH_DISCARDED`: it was discarded, by a call or because its session ended.
+            FailedPreconditionError: `WEIGHT_VERSION_MISMATCH`: it was HELD, and its teacher's weights have changed.
+            PermissionDeniedError: `NOT_SESSION_OWNER`: another client submitted it.
         """
-        factor = check_number(factor, "factor")
-        micro_batch = check_integer(micro_batch, "micro_batch")
-        return self._backend.commit(self._key(step), micro_batch, factor, self._timeout(timeout_s))
+        return self._commit((self._key(step),), micro_batch, factor, token_factors, attempt, timeout_s)
 
-    def discard(self, *, micro_batch: int, step: int | None = None, timeout_s: float | None = None) -> bool:
-        """Drops an uncommitted micro-batch; its id cannot be used again in this step. Idempotent.
+    def _commit(
+        self,
+        keys: tuple[StepKey, ...],
+        micro_batch: int,
+        factor: float,
+        token_factors: Any,
+        attempt: int | None,
+        timeout_s: float | None,
+    ) -> bool:
+        request = CommitRequest(
+            keys,
+            check_integer(micro_batch, "micro_batch"),
+            None if attempt is None else check_integer(attempt, "attempt"),
+            _requests.check_factor(factor),
+            _requests.check_token_factors(token_factors),
+        )
+        return self._backend.commit(request, self._timeout(timeout_s))
 
+    def discard(
+        self, *, micro_batch: int, step: int | None = None, attempt: int | None = None, timeout_s: float | None = None
+    ) -> bool:
+        """Drops an uncommitted micro-batch; its id cannot be used again in this step, unless with a higher `attempt`. Idempotent.
+
+        Args:
+            attempt: the highest attempt that is dropped. None: the one that this client has submitted. A higher one than is there
+                drops what another client has left, too.
         Returns:
             True if a contribution was dropped.
         Raises:
             MicroBatchConflictError: it was committed, and stays.
+            PermissionDeniedError: `NOT_SESSION_OWNER`: another client submitted it.
         """
+        return self._discard((self._key(step),), micro_batch, attempt, timeout_s)
+
+    def _discard(self, keys: tuple[StepKey, ...], micro_batch: int, attempt: int | None, timeout_s: float | None) -> bool:
         micro_batch = check_integer(micro_batch, "micro_batch")
-        return self._backend.discard(self._key(step), micro_batch, self._timeout(timeout_s))
+        attempt = None if attempt is None else check_integer(attempt, "attempt")
+        return self._backend.discard(keys, micro_batch, attempt, self._timeout(timeout_s))
+
+    def add_gradient(
+        self,
+        rows: Any,
+        *,
+        micro_batch: int,
+        row_start: int = 0,
+        factor: float = 1.0,
+        step: int | None = None,
+        attempt: int | None = None,
+        timeout_s: float | None = None,
+    ) -> bool:
+        """Adds a trainer's own part of the weight's gradient to the step: that of a tied embedding, say.
+
+        It is a contribution with an id of its own, and committed when the call returns. The same rows again add nothing.
+
+        Args:
+            rows: (num_rows, hidden_size) float32, float16 or bfloat16, of the weight's gradient. Added in float32:
+                gradient[row_start : row_start + num_rows] += factor * rows.
+            micro_batch: id in the step, unique among all micro-batches of all trainers.
+            row_start: first row of the weight that `rows` belongs to.
+            factor: finite in float32.
+        Returns:
+            True if an equal call had added it before.
+        Raises:
+            InvalidArgumentError: shape or range. `LIMIT_EXCEEDED`: too large for one contribution; send it in parts.
+            MicroBatchConflictError: the step knows `micro_batch` with other content.
+        """
+        array = _requests.check_rows(rows, "rows", self._spec.hidden_size)
+        row_count = array.shape[0]
+        if row_count == 0:
+            raise invalid_argument("INVALID_FIELD", "rows must have at least one row", field="rows", actual=0)
+        row_start = check_integer(row_start, "row_start", high=max(0, self._spec.vocab_size - row_count))
+        if row_start + row_count > self._spec.vocab_size:
+            raise invalid_argument(
+                "SHAPE_MISMATCH",
+                f"rows must have at most {self._spec.vocab_size} rows, got {row_count}",
+                field="rows",
+                expected=self._spec.vocab_size,
+                actual=row_count,
+            )
+        request = GradientRequest(
+            key=self._key(step),
+            micro_batch=check_integer(micro_batch, "micro_batch"),
+            attempt=None if attempt is None else check_integer(attempt, "attempt"),
+            row_start=row_start,
+            rows=_arrays.to_float32(array) if array.data_type != _arrays.FLOAT32 else array.data,
+            factor=_requests.check_factor(factor),
+        )
+        return self._backend.add_gradient(request, self._timeout(timeout_s))
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def step_state(self, *, timeout_s: float | None = None) -> StepStatus:
         """The open and the last closed step, with every micro-batch: how a client that lost an answer finds out."""
         self._abandoned.settle()
-        return self._backend.step_state(self._name, self._epoch, self._timeout(timeout_s))
+        return self._backend.step_state(self._name, self.epoch, self._timeout(timeout_s))
 
-    def seal(self, *, expected_micro_batches: Expected, step: int | None = None, timeout_s: float | None = None) -> SealResult:
+    def seal(
+        self,
+        *,
+        expected_micro_batches: Expected,
+        step: int | None = None,
+        wait: bool = False,
+        timeout_s: float | None = None,
+    ) -> SealResult:
         """Refuses further micro-batches for the step and returns its totals. Idempotent.
 
         Args:
             expected_micro_batches: exactly these ids, or n for 0 ... n-1. A discarded one counts as missing.
+            wait: wait for micro-batches that are missing or undecided, at most `timeout_s`, instead of failing at once.
         Raises:
             FailedPreconditionError: `MICRO_BATCH_MISSING`, `MICRO_BATCH_UNCOMMITTED` or `MICRO_BATCH_UNEXPECTED`; nothing changed.
         """
         expected = _check_expected(expected_micro_batches)
         self._abandoned.settle()
-        return self._backend.seal(self._key(step), expected, self._timeout(timeout_s))
+        wait = _requests.check_bool(wait, "wait")
+        return self._backend.seal(self._key(step), expected, wait, self._timeout(timeout_s))
 
     def apply_optimizer_step(
         self,
@@ -546,6 +393,45 @@ class Head:
         upload_id = uuid.uuid4().hex if upload_id is None else upload_id
         if not isinstance(upload_id, str) or not 1 <= len(upload_id.encode()) <= 59:
             raise invalid_argument("INVALID_FIELD", "upload_id must have 1 to 59 bytes", field="upload_id", actual=upload_id)
+        arrays = self._check_weights(weight, bias)
+        for tensor, array in arrays.items():
+            info = self._upload(tensor, array, f"{upload_id}-{tensor[0]}", on_progress, self._timeout(timeout_s))
+        return info
+
+    def replace_weight(
+        self, weight: Any, bias: Any = None, *, step: int | None = None, timeout_s: float | None = None
+    ) -> HeadInfo:
+        """Closes a sealed step with weights that the trainer's own optimizer has made, and opens the next one.
+
+        Nothing is visible before the last byte; then weight and bias are swapped in whole. The epoch stays, and so does the state
+        of the server's optimizer. A cut leaves the sealed step as it was, and the same arrays again are answered alike: only one of
+        several trainers calls it.
+
+        Args:
+            weight: (vocab_size, hidden_size) in the head's dtype or float32; uint16 are bits of bfloat16.
+            bias: (vocab_size,); required if the head has a bias.
+        Raises:
+            FailedPreconditionError: `STEP_NOT_SEALED`: call `seal` first.
+            StepConflictError: the step was closed otherwise, or with other weights.
+        """
+        if weight is None or (self._spec.has_bias and bias is None):
+            missing = "weight" if weight is None else "bias"
+            raise invalid_argument("MISSING_FIELD", f"the whole head is replaced: {missing} is required", field=missing)
+        arrays = self._check_weights(weight, bias)
+        key, timeout_s = self._key(step), self._timeout(timeout_s)
+        upload_id = uuid.uuid4().hex
+        self._abandoned.settle()
+        for _ in range(_REPLACE_TRIES):
+            for tensor, array in arrays.items():
+                options = UploadOptions(f"{upload_id}-{tensor[0]}", closes_step=key.step)
+                info = self._backend.upload(self._name, key.epoch, tensor, array, options, timeout_s)
+            if info.open_step != key.step:
+                break  # otherwise the server was started again in between, and has lost the first tensor
+        self.step = info.open_step
+        return info
+
+    def _check_weights(self, weight: Any, bias: Any) -> dict[str, HostArray]:
+        """Those of weight and bias that are not None, of the head's shapes and a dtype that it takes."""
         shapes = {"weight": (self._spec.vocab_size, self._spec.hidden_size), "bias": (self._spec.vocab_size,)}
         arrays = {}
         for tensor, value in (("weight", weight), ("bias", bias)):
@@ -562,12 +448,11 @@ class Head:
             arrays[tensor] = array
         if not arrays:
             raise invalid_argument("MISSING_FIELD", "weight or bias is required", field="weight")
-        for tensor, array in arrays.items():
-            info = self._upload(tensor, array, f"{upload_id}-{tensor[0]}", on_progress, self._timeout(timeout_s))
-        return info
+        return arrays
 
     def _upload(self, tensor: str, array: HostArray, upload_id: str, on_progress: Progress | None, timeout_s: float) -> HeadInfo:
-        return self._adopt(self._backend.upload(self._name, self._epoch, tensor, array, upload_id, on_progress, timeout_s))
+        options = UploadOptions(upload_id, on_progress)
+        return self._adopt(self._backend.upload(self._name, self.epoch, tensor, array, options, timeout_s))
 
     def load(self, path: str, *, weight_tensor: str = "", bias_tensor: str = "", timeout_s: float | None = None) -> HeadInfo:
         """Reads weights from a safetensors file or a Hugging Face model folder under the server's load root. A new epoch follows.
@@ -577,19 +462,35 @@ class Head:
             weight_tensor: empty: `lm_head.weight`, else the tied embedding, else a tensor named `weight`.
             bias_tensor: empty: `lm_head.bias`, else `bias`.
         """
-        return self._adopt(self._backend.load(self._name, self._epoch, path, weight_tensor, bias_tensor, self._timeout(timeout_s)))
+        return self._adopt(self._backend.load(self._name, self.epoch, path, weight_tensor, bias_tensor, self._timeout(timeout_s)))
 
     # ---- checkpoints and life ---------------------------------------------------------------------------------------
 
     def save(self, checkpoint: str, *, overwrite: bool = False, timeout_s: float | None = None) -> SaveResult:
         """Writes weights, optimizer state and step, as they were when the open step began. Complete or not there at all."""
         checkpoint = _requests.check_checkpoint_name(checkpoint)
-        return self._backend.save(self._name, self._epoch, checkpoint, overwrite, self._timeout(timeout_s))
+        return self._backend.save(self._name, self.epoch, checkpoint, overwrite, self._timeout(timeout_s))
 
     def restore(self, checkpoint: str, *, timeout_s: float | None = None) -> HeadInfo:
         """Sets the head to a checkpoint: a new epoch, the checkpoint's step, nothing accumulated."""
         checkpoint = _requests.check_checkpoint_name(checkpoint)
-        return self._adopt(self._backend.restore(self._name, self._epoch, checkpoint, self._timeout(timeout_s)))
+        return self._adopt(self._backend.restore(self._name, self.epoch, checkpoint, self._timeout(timeout_s)))
+
+    def take(self, *, only_if_current: bool = False, timeout_s: float | None = None) -> HeadInfo:
+        """Takes the head over for a new run: a new epoch, an empty open step; weights, optimizer state and the step's number stay.
+
+        Every other client's calls are `EpochFencedError` from then on. It is also how to go on with a head that a restarted server
+        has brought back (`StepLostError`, state "RESTORED").
+
+        Args:
+            only_if_current: only if no other client has taken it since this object was made: of several that try, one succeeds.
+        Raises:
+            EpochFencedError: only_if_current, and it is not.
+            FailedPreconditionError: `HEAD_NOT_TRAINABLE`.
+            StepLostError: the engine failed; restore a checkpoint.
+        """
+        epoch = self.epoch if _requests.check_bool(only_if_current, "only_if_current") else b""
+        return self._adopt(self._backend.take_head(self._name, epoch, self._timeout(timeout_s)))
 
     def info(self, *, timeout_s: float | None = None) -> HeadInfo:
         """The head as the server has it now. Does not change what this object believes: compare `epoch`."""
@@ -602,14 +503,13 @@ class Head:
             FailedPreconditionError: `HEAD_IN_USE`: the open step is not empty, and `force` is not set.
         """
         self._abandoned.settle()
-        self._backend.delete_head(self._name, self._epoch, force, self._timeout(timeout_s))
+        self._backend.delete_head(self._name, self.epoch, force, self._timeout(timeout_s))
 
-    cross_entropy_future = as_future(cross_entropy, threads="loss")
-    jsd_future = as_future(jsd, threads="loss")
+    add_gradient_future = as_future(add_gradient, threads="loss")
     commit_future = as_future(commit)
     discard_future = as_future(discard)
     step_state_future = as_future(step_state)
-    seal_future = as_future(seal)
+    seal_future = as_future(seal, threads="waiting")
     apply_optimizer_step_future = as_future(apply_optimizer_step)
     discard_gradient_future = as_future(discard_gradient)
     gradient_future = as_future(gradient)
@@ -617,6 +517,8 @@ class Head:
     weight_future = as_future(weight)
     bias_future = as_future(bias)
     set_weight_future = as_future(set_weight)
+    replace_weight_future = as_future(replace_weight)
+    take_future = as_future(take)
     load_future = as_future(load)
     save_future = as_future(save)
     restore_future = as_future(restore)
@@ -631,51 +533,3 @@ def _check_expected(expected: Any) -> Expected:
     if len(set(ids)) != len(ids):
         raise invalid_argument("INVALID_FIELD", "expected_micro_batches has an id twice", field="expected_micro_batches")
     return ids
-
-
-class _AbandonedContributions:
-    """Explicit micro-batches that nobody can commit any more, and the thread that discards them.
-
-    `add` may run inside a finalizer, in any thread at any point: it only puts into a SimpleQueue, which is reentrant, and makes no
-    call. The thread is started by the first explicit contribution that could be abandoned.
-    """
-
-    def __init__(self, head: Head):
-        self._backend = head._backend
-        self._timeout_s = head._client.timeout_s
-        self._queue: queue.SimpleQueue[tuple[StepKey, int] | threading.Event | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        # Ends the thread with the head; the thread knows only the queue and the backend.
-        weakref.finalize(head, self._queue.put, None).atexit = False
-
-    def watch(self) -> None:
-        """Makes sure that the thread runs."""
-        with self._lock:
-            if self._thread is None:
-                arguments = (self._queue, self._backend, self._timeout_s)
-                self._thread = threading.Thread(target=_discard_abandoned, args=arguments, name="headwater-discard", daemon=True)
-                self._thread.start()
-
-    def add(self, key: StepKey, micro_batch: int) -> None:
-        """Hands a contribution over; returns at once."""
-        self._queue.put((key, micro_batch))
-
-    def settle(self) -> None:
-        """Waits until everything that was handed over is discarded: for calls whose outcome depends on it."""
-        if self._thread is not None:
-            settled = threading.Event()
-            self._queue.put(settled)
-            settled.wait(self._timeout_s)
-
-
-def _discard_abandoned(
-    abandoned: queue.SimpleQueue[tuple[StepKey, int] | threading.Event | None], backend: Backend, timeout_s: float
-) -> None:
-    while (item := abandoned.get()) is not None:
-        if isinstance(item, threading.Event):
-            item.set()
-            continue
-        # Where this fails, the step is closed or the head is gone, and the contribution with it.
-        with contextlib.suppress(HeadwaterError):
-            backend.discard(item[0], item[1], timeout_s)

@@ -7,9 +7,20 @@ from dataclasses import dataclass, field
 
 from headwater._backend import Expected
 from headwater._errors import HeadwaterError, make_error
-from headwater._types import LossResult, MicroBatchState, Step, StepTotals
+from headwater._types import MicroBatchState, Step, StepTotals
 
 _MAX_LISTED_IDS = 16
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What a commit multiplies a contribution by; compared to tell a replay from a conflict."""
+
+    factor: float = 1.0
+    token_factors: bytes | None = None  # of the factors of each row, if there were any
+
+    def __str__(self) -> str:
+        return f"{self.factor:g}" + (" and token_factors" if self.token_factors is not None else "")
 
 
 @dataclass
@@ -17,10 +28,18 @@ class Record:
     """One micro-batch."""
 
     state: str  # "IN_PROGRESS", "STAGED", "COMMITTED" or "DISCARDED"
+    attempt: int = 0
     form: str = "UNSPECIFIED"
     digest: bytes = b""
     counts: StepTotals = field(default_factory=StepTotals)
-    factor: float = 1.0
+    factors: Factors = Factors()
+    tombstone_attempt: int = -1  # the highest attempt that was discarded; -1: none
+
+    def bury(self, attempt: int) -> None:
+        """Discards this attempt and those below."""
+        self.state = "DISCARDED"
+        self.tombstone_attempt = max(self.tombstone_attempt, attempt)
+        self.attempt = self.tombstone_attempt
 
 
 @dataclass
@@ -42,7 +61,15 @@ class StepRecord:
             self.step,
             self.state,
             {
-                id_: MicroBatchState(id_, 0, record.state, record.digest, record.counts.valid_token_count, record.factor)
+                id_: MicroBatchState(
+                    id_,
+                    record.attempt,
+                    record.state,
+                    record.digest,
+                    record.counts.valid_token_count,
+                    record.factors.factor,
+                    record.form,
+                )
                 for id_, record in sorted(self.records.items())
             },
             self.totals(),
@@ -76,12 +103,19 @@ class Ledger:
                 step=step,
             )
 
-    def begin(self, step: int, micro_batch: int, digest: bytes, first_wins: bool) -> str:
-        """ "compute" (it is IN_PROGRESS now), "replay" or "payload_differs"."""
+    def attempt_of(self, step: int, micro_batch: int) -> int:
+        """The attempt that is known of a micro-batch; 0 for an unknown one."""
+        record = self.open.records.get(micro_batch) if step == self.open.step else None
+        return 0 if record is None else record.attempt
+
+    def check_begin(self, step: int, micro_batch: int, attempt: int, digest: bytes, first_wins: bool) -> str:
+        """What `begin` would do: "compute", "replay" or "payload_differs". Changes nothing."""
         self.check_step(step)
-        key = {"step": step, "microBatch": micro_batch}
+        key = {"step": step, "microBatch": micro_batch, "attempt": attempt}
         record = self.open.records.get(micro_batch)
-        if record is None:
+        if record is not None and record.tombstone_attempt >= attempt:
+            raise _discarded(record, **key)
+        if record is None or record.state == "DISCARDED":
             if self.open.state != "OPEN":
                 raise _error(
                     "FAILED_PRECONDITION",
@@ -89,10 +123,11 @@ class Ledger:
                     f"step {step} is sealed and takes no further micro-batches; the call is for micro-batch {micro_batch}",
                     **key,
                 )
-            self.open.records[micro_batch] = Record("IN_PROGRESS", digest=digest)
             return "compute"
-        if record.state == "DISCARDED":
-            raise _error("ABORTED", "MICRO_BATCH_DISCARDED", f"micro-batch {micro_batch} of step {step} was discarded", **key)
+        if attempt < record.attempt:
+            raise _superseded(record, **key)
+        if record.state == "STAGED" and attempt > record.attempt:
+            return "compute"
         if record.digest == digest:
             return "replay"
         if first_wins:
@@ -107,62 +142,83 @@ class Ledger:
             **key,
         )
 
-    def finish(self, micro_batch: int, *, staged: bool, committed: bool, result: LossResult) -> Record:
+    def begin(self, micro_batch: int, attempt: int, digest: bytes) -> None:
+        """Carries out what `check_begin` called "compute": the micro-batch is IN_PROGRESS now."""
+        known = self.open.records.get(micro_batch)
+        tombstone_attempt = -1 if known is None else known.tombstone_attempt
+        self.open.records[micro_batch] = Record("IN_PROGRESS", attempt, digest=digest, tombstone_attempt=tombstone_attempt)
+
+    def finish(self, micro_batch: int, *, form: str, committed: bool, counts: StepTotals) -> None:
         """The micro-batch was computed."""
         record = self.open.records[micro_batch]
         record.state = "COMMITTED" if committed else "STAGED"
-        record.form = "STAGED" if staged else "DIRECT"
-        record.counts = StepTotals(
-            1, result.valid_token_count, result.loss_sum, result.token_weight_sum, result.non_finite_row_count
-        )
-        return record
+        record.form = form
+        record.counts = counts
 
     def abort(self, micro_batch: int) -> None:
-        """The micro-batch failed before it added anything: it is forgotten."""
-        del self.open.records[micro_batch]
+        """The micro-batch failed before it added anything: it is forgotten, but for its tombstone."""
+        record = self.open.records.pop(micro_batch)
+        if record.tombstone_attempt >= 0:
+            tombstone = self.open.records[micro_batch] = Record("DISCARDED")
+            tombstone.bury(record.tombstone_attempt)
 
-    def check_commit(self, step: int, micro_batch: int, factor: float) -> bool:
+    def check_commit(self, step: int, micro_batch: int, attempt: int, factors: Factors) -> bool:
         """True if the commit is to be carried out now, False if an equal one was before."""
         self.check_step(step)
-        key = {"step": step, "microBatch": micro_batch}
+        key = {"step": step, "microBatch": micro_batch, "attempt": attempt}
         record = self.open.records.get(micro_batch)
-        if record is None:
+        if record is not None and record.tombstone_attempt >= attempt:
+            raise _discarded(record, **key)
+        if record is None or attempt > record.attempt:
             raise _error("NOT_FOUND", "MICRO_BATCH_NOT_FOUND", f"step {step} knows no micro-batch {micro_batch}", **key)
-        if record.state == "DISCARDED":
-            raise _error("ABORTED", "MICRO_BATCH_DISCARDED", f"micro-batch {micro_batch} of step {step} was discarded", **key)
+        if attempt < record.attempt:
+            raise _superseded(record, **key)
         if record.state == "COMMITTED":
-            if record.factor == factor:
+            if record.factors == factors:
                 return False
             raise _error(
                 "ABORTED",
                 "MICRO_BATCH_CONFLICT",
-                f"micro-batch {micro_batch} of step {step} was committed with factor {record.factor:g}, the call has {factor:g}",
-                expected=record.factor,
-                actual=factor,
+                f"micro-batch {micro_batch} of step {step} was committed with factor {record.factors}, the call has {factors}",
+                expected=record.factors,
+                actual=factors,
                 **key,
             )
         if self.open.state != "OPEN":
             raise _error("FAILED_PRECONDITION", "STEP_SEALED", f"step {step} is sealed", **key)
         return True
 
-    def discard(self, step: int, micro_batch: int) -> bool:
-        """True if an uncommitted contribution was dropped. Leaves a tombstone."""
+    def finish_commit(self, micro_batch: int, factors: Factors) -> None:
+        """The contribution was added."""
+        record = self.open.records[micro_batch]
+        record.state, record.factors = "COMMITTED", factors
+
+    def check_discard(self, step: int, micro_batch: int, attempt: int) -> None:
+        """Raises what `discard` would raise."""
         self.check_step(step)
+        key = {"step": step, "microBatch": micro_batch, "attempt": attempt}
         record = self.open.records.get(micro_batch)
         if record is None:
-            if self.open.state == "OPEN":
-                self.open.records[micro_batch] = Record("DISCARDED")
-            return False
+            return
         if record.state == "COMMITTED":
             raise _error(
                 "ABORTED",
                 "MICRO_BATCH_CONFLICT",
                 f"micro-batch {micro_batch} of step {step} is committed and cannot be discarded",
-                step=step,
-                microBatch=micro_batch,
+                **key,
             )
+        if record.state == "STAGED" and attempt < record.attempt:
+            raise _superseded(record, **key)
+
+    def discard(self, micro_batch: int, attempt: int) -> bool:
+        """Leaves a tombstone; True if an uncommitted contribution was dropped. After `check_discard`."""
+        record = self.open.records.get(micro_batch)
+        if record is None:
+            if self.open.state != "OPEN":
+                return False  # nothing new can come in
+            record = self.open.records[micro_batch] = Record("DISCARDED")
         dropped = record.state == "STAGED"
-        record.state = "DISCARDED"
+        record.bury(attempt)
         return dropped
 
     def seal(self, step: int, expected: Expected) -> bool:
@@ -207,7 +263,28 @@ class Ledger:
         """Closes the open step, whatever is staged with it, and opens the next one."""
         for record in self.open.records.values():
             if record.state == "STAGED":
-                record.state = "DISCARDED"
+                record.bury(record.attempt)
         self.open.state = how
         self.last_closed = self.open
         self.open = StepRecord(self.open.step + 1)
+
+
+def _discarded(record: Record, **key: int) -> HeadwaterError:
+    return _error(
+        "ABORTED",
+        "MICRO_BATCH_DISCARDED",
+        f"micro-batch {key['microBatch']} of step {key['step']} was discarded at attempt {record.tombstone_attempt}, "
+        f"the call is for attempt {key['attempt']}",
+        **key,
+    )
+
+
+def _superseded(record: Record, **key: int) -> HeadwaterError:
+    return _error(
+        "ABORTED",
+        "ATTEMPT_SUPERSEDED",
+        f"micro-batch {key['microBatch']} of step {key['step']} is known with attempt {record.attempt}, "
+        f"the call is for attempt {key['attempt']}",
+        knownAttempt=record.attempt,
+        **key,
+    )

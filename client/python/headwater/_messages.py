@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from headwater import _arrays
-from headwater._backend import ApplyArguments, Expected, StepKey
+from headwater._backend import ApplyArguments, Expected
 from headwater._errors import invalid_argument
-from headwater._requests import TOKEN_OUTPUTS, ComputeRequest, CrossEntropyOptions, JsdOptions
+from headwater._requests import (
+    TOKEN_OUTPUTS,
+    CommitRequest,
+    ComputeRequest,
+    CrossEntropyOptions,
+    GradientRequest,
+    JsdOptions,
+    StepKey,
+    TermRequest,
+)
 from headwater._types import (
     SGD,
     AdamW,
@@ -20,8 +30,10 @@ from headwater._types import (
     MicroBatchState,
     Step,
     StepTotals,
+    TermResult,
     Timing,
     VocabShard,
+    combine_terms,
 )
 from headwater.v1 import head_service_pb2, loss_pb2, loss_service_pb2, tensor_pb2
 
@@ -133,6 +145,7 @@ def head_info(message: Any) -> HeadInfo:
         ),
         create_time_s=seconds_of(message.create_time),
         weight_checksum=message.weight_checksum,
+        restored_checkpoint=message.restored_checkpoint,
     )
 
 
@@ -161,43 +174,50 @@ def _jensen_shannon(options: JsdOptions) -> Any:
     )
 
 
-def compute_header(request: ComputeRequest) -> Any:
-    """The header of a ComputeLoss call."""
-    adds = request.micro_batch is not None
+def _term_message(request: ComputeRequest, term: TermRequest) -> Any:
     targets = None
-    if request.targets is not None:
+    if term.targets is not None:
         targets = tensor_pb2.Tensor(
-            data_type=tensor_pb2.DATA_TYPE_INT32, shape=request.targets.shape, data=request.targets.astype("<i4").tobytes()
+            data_type=tensor_pb2.DATA_TYPE_INT32, shape=term.targets.shape, data=term.targets.astype("<i4").tobytes()
         )
     teacher = None
-    if request.teacher is not None:
+    if term.teacher is not None:
         teacher = loss_pb2.TeacherHidden(
-            head=request.teacher.head,
-            head_epoch=request.teacher.epoch,
-            data_type=_arrays.DATA_TYPE_NUMBERS[request.teacher.hidden.data_type],
+            head=term.teacher.head,
+            head_epoch=term.teacher.epoch,
+            data_type=_arrays.DATA_TYPE_NUMBERS[term.teacher.hidden.data_type],
         )
-    loss = request.loss
-    term = loss_pb2.LossTerm(
-        head=loss_pb2.HeadStep(head=request.head, head_epoch=request.epoch, step=request.step if adds else None),
+    loss = term.loss
+    whole = term.row_count == request.hidden.shape[0]
+    return loss_pb2.LossTerm(
+        head=loss_pb2.HeadStep(head=term.head, head_epoch=term.epoch, step=term.step),
+        row_start=term.row_start,
+        row_count=None if whole else term.row_count,
         targets=targets,
-        ignore_index=request.ignore_index,
-        token_weights=_float_tensor(request.token_weights),
-        loss_scale=request.loss_scale,
+        ignore_index=term.ignore_index,
+        token_weights=_float_tensor(term.token_weights),
+        loss_scale=term.loss_scale,
         cross_entropy=_cross_entropy(loss) if isinstance(loss, CrossEntropyOptions) else None,
         jensen_shannon=_jensen_shannon(loss) if isinstance(loss, JsdOptions) else None,
         teacher_hidden=teacher,
-        expected_weight_version=request.expected_weight_version,
+        expected_weight_version=term.expected_weight_version,
     )
+
+
+def compute_header(request: ComputeRequest, attempt: int, session_id: bytes) -> Any:
+    """The header of a ComputeLoss call."""
     row_count, hidden_size = request.hidden.shape
     return loss_service_pb2.MicroBatchHeader(
+        session_id=session_id,
         micro_batch=request.micro_batch,
+        attempt=attempt,
         compute_mode=(
             loss_service_pb2.COMPUTE_MODE_FORWARD_BACKWARD if request.backward else loss_service_pb2.COMPUTE_MODE_FORWARD_ONLY
         ),
         row_count=row_count,
         hidden_size=hidden_size,
         data_type=_arrays.DATA_TYPE_NUMBERS[request.hidden.data_type],
-        terms=[term],
+        terms=[_term_message(request, term) for term in request.terms],
         commit_mode=loss_service_pb2.COMMIT_MODE_EXPLICIT if request.explicit else loss_service_pb2.COMMIT_MODE_UNSPECIFIED,
         on_mismatch=loss_service_pb2.ON_MISMATCH_FIRST_WINS if request.first_wins else loss_service_pb2.ON_MISMATCH_UNSPECIFIED,
         non_finite_policy=(
@@ -209,6 +229,39 @@ def compute_header(request: ComputeRequest) -> Any:
         return_grad_hidden=request.return_grad_hidden if request.backward else None,
         grad_hidden_data_type=_arrays.DATA_TYPE_NUMBERS[request.grad_hidden_data_type] if request.return_grad_hidden else 0,
         grad_hidden_scale=request.grad_hidden_scale if request.return_grad_hidden else None,
+        allow_held=request.allow_held,
+        late_token_factors=request.late_token_factors,
+    )
+
+
+def commit_message(request: CommitRequest, attempt: int, session_id: bytes) -> Any:
+    """A CommitMicroBatchRequest."""
+    return loss_service_pb2.CommitMicroBatchRequest(
+        heads=map(head_step, request.keys),
+        micro_batch=request.micro_batch,
+        attempt=attempt,
+        factor=request.factor,
+        token_factors=_float_tensor(request.token_factors),
+        session_id=session_id,
+    )
+
+
+def discard_message(keys: Sequence[StepKey], micro_batch: int, attempt: int, session_id: bytes) -> Any:
+    """A DiscardMicroBatchRequest."""
+    return loss_service_pb2.DiscardMicroBatchRequest(
+        heads=map(head_step, keys), micro_batch=micro_batch, attempt=attempt, session_id=session_id
+    )
+
+
+def gradient_header(request: GradientRequest, attempt: int) -> Any:
+    """The header of an AddGradient call. No session: it is committed when it is answered."""
+    return head_service_pb2.AddGradientHeader(
+        head=head_step(request.key),
+        micro_batch=request.micro_batch,
+        attempt=attempt,
+        row_start=request.row_start,
+        row_count=request.rows.shape[0],
+        factor=request.factor,
     )
 
 
@@ -232,18 +285,12 @@ def _token_output(message: Any, name: str) -> np.ndarray | None:
     return np.frombuffer(tensor.data, dtype).reshape(tuple(tensor.shape)).copy()
 
 
-def summary_result(summary: Any, grad_hidden: np.ndarray | None) -> LossResult:
-    """The outcome of a micro-batch with one term."""
-    term = summary.terms[0]
-    sums = {field.name: getattr(term.sums, field.name) for field in term.sums.DESCRIPTOR.fields}
+def summary_result(summary: Any, grad_hidden: np.ndarray | None, attempt: int) -> LossResult:
+    """The outcome of a micro-batch."""
     timing = summary.timing
-    return LossResult(
-        **sums,
-        **{name: _token_output(term, name) for name in TOKEN_OUTPUTS},
+    return combine_terms(
+        tuple(map(_term_result, summary.terms)),
         grad_hidden=grad_hidden,
-        non_finite_row_count=term.non_finite_row_count,
-        weight_version=term.weight_version,
-        teacher_weight_version=term.teacher_weight_version,
         state=_enum_name(loss_service_pb2.ContributionState, summary.state, "CONTRIBUTION_STATE_"),
         form=_enum_name(loss_service_pb2.ContributionForm, summary.form, "CONTRIBUTION_FORM_"),
         replayed=summary.replayed,
@@ -252,6 +299,17 @@ def summary_result(summary: Any, grad_hidden: np.ndarray | None) -> LossResult:
         step=summary.step if summary.HasField("step") else None,
         timing=Timing(seconds_of(timing.queue), seconds_of(timing.upload), seconds_of(timing.engine), seconds_of(timing.download)),
         transport=summary.transport,
+        attempt=attempt,
+    )
+
+
+def _term_result(term: Any) -> TermResult:
+    return TermResult(
+        **{field.name: getattr(term.sums, field.name) for field in term.sums.DESCRIPTOR.fields},
+        **{name: _token_output(term, name) for name in TOKEN_OUTPUTS},
+        non_finite_row_count=term.non_finite_row_count,
+        weight_version=term.weight_version,
+        teacher_weight_version=term.teacher_weight_version,
     )
 
 
@@ -273,6 +331,7 @@ def step_of(message: Any) -> Step:
                 digest=entry.digest,
                 valid_token_count=entry.valid_token_count,
                 factor=entry.factor,
+                form=_enum_name(loss_service_pb2.ContributionForm, entry.form, "CONTRIBUTION_FORM_"),
             )
             for entry in message.micro_batches
         },

@@ -54,29 +54,80 @@ class TeacherRows:
 
 
 @dataclass(frozen=True)
-class ComputeRequest:
-    """One micro-batch with one loss term, complete and checked."""
+class StepKey:
+    """A head, at an epoch, and a step of it."""
 
     head: str
     epoch: bytes
-    step: int | None  # None: nothing is added
-    micro_batch: int | None
+    step: int
+
+
+@dataclass(frozen=True)
+class TermRequest:
+    """One loss term over rows [row_start, row_start + row_count), complete and checked."""
+
+    head: str
+    epoch: bytes
+    step: int | None  # None: nothing is added to this head
+    row_start: int
+    row_count: int
+    targets: np.ndarray | None  # (row_count,) int32
+    ignore_index: int
+    token_weights: np.ndarray | None  # (row_count,) float32
+    loss_scale: float
+    loss: CrossEntropyOptions | JsdOptions
+    teacher: TeacherRows | None  # its hidden: (row_count, hidden_size of the teacher)
+    expected_weight_version: int | None = None
+
+
+@dataclass(frozen=True)
+class ComputeRequest:
+    """One micro-batch, complete and checked."""
+
+    terms: tuple[TermRequest, ...]
+    micro_batch: int | None  # None: nothing is added
+    attempt: int | None  # None: the backend's to choose
     backward: bool
     explicit: bool
+    allow_held: bool
+    late_token_factors: bool
     first_wins: bool
     refuse_non_finite: bool
     hidden: HostArray  # (num_tokens, hidden_size)
-    targets: np.ndarray | None  # (num_tokens,) int32
-    ignore_index: int
-    token_weights: np.ndarray | None  # (num_tokens,) float32
-    loss_scale: float
-    loss: CrossEntropyOptions | JsdOptions
-    teacher: TeacherRows | None
     outputs: tuple[str, ...]
     return_grad_hidden: bool
     grad_hidden_data_type: str
     grad_hidden_scale: float
-    expected_weight_version: int | None = None
+
+    @property
+    def keys(self) -> tuple[StepKey, ...]:
+        """The heads and steps that this adds to, each once, in the order of the terms."""
+        return tuple(
+            dict.fromkeys(StepKey(term.head, term.epoch, term.step) for term in self.terms if term.step is not None)
+        )
+
+
+@dataclass(frozen=True)
+class CommitRequest:
+    """The commit of an explicit micro-batch."""
+
+    keys: tuple[StepKey, ...]  # every head that it adds to
+    micro_batch: int
+    attempt: int | None  # None: the one that the backend has submitted
+    factor: float
+    token_factors: np.ndarray | None  # (num_tokens,) float32
+
+
+@dataclass(frozen=True)
+class GradientRequest:
+    """A trainer's own part of the weight's gradient: rows [row_start, row_start + number of rows), times `factor`."""
+
+    key: StepKey
+    micro_batch: int
+    attempt: int | None  # None: the backend's to choose
+    row_start: int
+    rows: np.ndarray  # (number of rows, hidden_size) float32, C-contiguous
+    factor: float
 
 
 def check_outputs(outputs: Any) -> tuple[str, ...]:
@@ -184,52 +235,122 @@ class Compaction:
 
 
 def compact(request: ComputeRequest) -> Compaction:
-    """Leaves ignored rows out where that is worth it: they have no loss and no gradient."""
+    """Leaves ignored rows out where that is worth it: they have no loss and no gradient.
+
+    Not where rows are shared by terms, nor where a factor for each row may come later: the server does it for itself then.
+    """
     row_count = request.hidden.shape[0]
-    if request.targets is None:
+    term = request.terms[0]
+    shared = len(request.terms) > 1 or term.row_count != row_count
+    if shared or term.targets is None or request.late_token_factors or request.allow_held:
         return Compaction(request, row_count, None)
-    valid = request.targets != request.ignore_index
+    valid = term.targets != term.ignore_index
     ignored = row_count - int(np.count_nonzero(valid))
     if ignored == 0 or ignored < row_count * COMPACTION_SHARE:
         return Compaction(request, row_count, None)
     kept = np.flatnonzero(valid)
-    teacher = request.teacher
+    teacher = term.teacher
     if teacher is not None:
         teacher = dataclasses.replace(teacher, hidden=teacher.hidden.rows(kept))
     smaller = dataclasses.replace(
-        request,
-        hidden=request.hidden.rows(kept),
-        targets=request.targets[kept],
-        token_weights=None if request.token_weights is None else request.token_weights[kept],
+        term,
+        row_count=len(kept),
+        targets=term.targets[kept],
+        token_weights=None if term.token_weights is None else term.token_weights[kept],
         teacher=teacher,
     )
-    return Compaction(smaller, row_count, kept)
+    return Compaction(dataclasses.replace(request, hidden=request.hidden.rows(kept), terms=(smaller,)), row_count, kept)
 
 
 def finish(compaction: Compaction, request: ComputeRequest, result: LossResult) -> LossResult:
     """Brings a backend's answer (host memory, rows that were sent) into the caller's form."""
-    changes: dict[str, Any] = {
-        name: compaction.expand(getattr(result, name), fill)
-        for name, fill in TOKEN_OUTPUTS.items()
-        if getattr(result, name) is not None
-    }
+    changes: dict[str, Any] = {}
+    if compaction.kept is not None:
+        changes = {
+            name: compaction.expand(getattr(result, name), fill)
+            for name, fill in TOKEN_OUTPUTS.items()
+            if getattr(result, name) is not None
+        }
+        changes["terms"] = (dataclasses.replace(result.terms[0], **changes),)
     if result.grad_hidden is not None:
         full = compaction.expand(result.grad_hidden, 0)
         changes["grad_hidden"] = request.hidden.like(HostArray(full, request.grad_hidden_data_type, request.hidden.like))
     return dataclasses.replace(result, **changes)
 
 
-def check_micro_batch_key(trainable: bool, backward: bool, step: int | None, micro_batch: Any) -> tuple[int | None, int | None]:
-    """The key of a contribution: both present where something is added, both absent elsewhere."""
-    if not (trainable and backward):
+def check_micro_batch(contributes: bool, backward: bool, micro_batch: Any) -> int | None:
+    """The id of a contribution: present where something is added, absent elsewhere."""
+    if not contributes:
         if micro_batch is not None:
-            why = "the head is frozen" if not trainable else "backward=False"
+            why = "backward=False" if not backward else "the head is frozen"
             raise invalid_argument(
                 "INVALID_COMBINATION", f"micro_batch must be left out: nothing is added, because {why}", field="micro_batch"
             )
-        return None, None
+        return None
     if micro_batch is None:
         raise invalid_argument(
             "MISSING_FIELD", "micro_batch is required for gradients of a trainable head: k * world_size + rank", field="micro_batch"
         )
-    return check_integer(step, "step"), check_integer(micro_batch, "micro_batch")
+    return check_integer(micro_batch, "micro_batch")
+
+
+def check_factor(value: Any, name: str = "factor") -> float:
+    """A number that is finite in float32 too."""
+    number = check_number(value, name)
+    with np.errstate(over="ignore"):
+        if not np.isfinite(np.float32(number)):
+            raise invalid_argument(
+                "INVALID_FIELD",
+                f"{name} must be finite in float32, got {number!r}",
+                field=name,
+                expected="finite in float32",
+                actual=number,
+            )
+    return number
+
+
+def check_token_factors(value: Any) -> np.ndarray | None:
+    """(num_tokens,) finite float32, or None. Their number is the backend's to check: it knows the micro-batch."""
+    if value is None:
+        return None
+    length = value.shape[0] if getattr(value, "ndim", None) == 1 else len(value) if not hasattr(value, "ndim") else 0
+    return _arrays.float_vector(value, "token_factors", (length,))
+
+
+def copy_request(request: ComputeRequest) -> ComputeRequest:
+    """The request with arrays of its own: the caller may change what was passed as soon as the call has returned."""
+
+    def rows(array: HostArray) -> HostArray:
+        return dataclasses.replace(array, data=array.data.copy())
+
+    def vector(array: np.ndarray | None) -> np.ndarray | None:
+        return None if array is None else array.copy()
+
+    def cross_entropy(options: CrossEntropyOptions) -> CrossEntropyOptions:
+        return dataclasses.replace(options, class_weights=vector(options.class_weights))
+
+    def term(given: TermRequest) -> TermRequest:
+        loss, teacher = given.loss, given.teacher
+        return dataclasses.replace(
+            given,
+            targets=vector(given.targets),
+            token_weights=vector(given.token_weights),
+            loss=(
+                cross_entropy(loss)
+                if isinstance(loss, CrossEntropyOptions)
+                else dataclasses.replace(loss, hard_loss=cross_entropy(loss.hard_loss))
+            ),
+            teacher=None if teacher is None else dataclasses.replace(teacher, hidden=rows(teacher.hidden)),
+        )
+
+    return dataclasses.replace(request, hidden=rows(request.hidden), terms=tuple(map(term, request.terms)))
+
+
+def request_bytes(request: ComputeRequest) -> int:
+    """Memory of the request's arrays."""
+    total = request.hidden.data.nbytes
+    for term in request.terms:
+        options = term.loss if isinstance(term.loss, CrossEntropyOptions) else term.loss.hard_loss
+        arrays = (term.targets, term.token_weights, options.class_weights, term.teacher and term.teacher.hidden.data)
+        total += sum(array.nbytes for array in arrays if array is not None)
+    return total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from headwater._errors import invalid_argument
@@ -156,13 +156,14 @@ class HeadInfo:
     name: str  # tenants/{tenant}/heads/{head}
     spec: HeadSpec
     epoch: bytes  # 16 bytes
-    state: str  # "LOADING", "READY" or "LOST"
+    state: str  # "LOADING", "READY", "LOST", or "RESTORED": brought back by a restarted server, waits for `Head.take`
     weight_version: int
     open_step: int | None  # None for a frozen head
     shards: tuple[VocabShard, ...] = ()
     memory_plan: MemoryPlan | None = None  # None in process
     create_time_s: float = 0.0  # seconds since 1970
     weight_checksum: bytes = b""  # XXH3-128 of the weights last set from outside; empty after an optimizer step and in process
+    restored_checkpoint: str = ""  # that a RESTORED head came back from
 
 
 @dataclass(frozen=True)
@@ -199,9 +200,46 @@ class Timing:
     download_s: float = 0.0
 
 
+# The sums of a term, by name: fields of TermResult and LossResult alike.
+LOSS_SUMS = (
+    "loss_sum",
+    "soft_loss_sum",
+    "hard_loss_sum",
+    "z_loss_sum",
+    "valid_token_count",
+    "token_weight_sum",
+    "target_weight_sum",
+    "non_finite_row_count",
+)
+
+
+@dataclass(frozen=True)
+class TermResult:
+    """What one loss term yields. Sums are over its valid rows, in nats, with token weights and without `loss_scale`."""
+
+    loss_sum: float  # soft + hard + z-loss parts
+    soft_loss_sum: float  # the divergence's part; 0 for cross entropy
+    hard_loss_sum: float  # the cross entropy's part without z-loss
+    z_loss_sum: float
+    valid_token_count: int  # rows whose target is not ignored
+    token_weight_sum: float
+    target_weight_sum: float  # sum of token weight x class weight of the target: PyTorch's divisor of a mean
+    non_finite_row_count: int = 0
+    token_loss: Any = None  # (rows of the term,) float32, before token weight and scale; 0 for ignored rows
+    lse: Any = None  # (rows of the term,) float32
+    target_log_probability: Any = None  # (rows of the term,) float32
+    entropy: Any = None  # (rows of the term,) float32, nats
+    argmax: Any = None  # (rows of the term,) int32; -1 for ignored rows
+    weight_version: int = 0
+    teacher_weight_version: int = 0
+
+
 @dataclass(frozen=True)
 class LossResult:
-    """What a micro-batch yields. Sums are over valid rows, in nats, with token weights and without `loss_scale`."""
+    """What a micro-batch yields. Sums are over valid rows, in nats, with token weights and without `loss_scale`.
+
+    Of several terms (`Head.multi`) the sums are added up, and per-token outputs and versions are in `terms` alone.
+    """
 
     loss_sum: float  # soft + hard + z-loss parts
     soft_loss_sum: float  # the divergence's part; 0 for cross entropy
@@ -220,13 +258,46 @@ class LossResult:
     weight_version: int = 0
     teacher_weight_version: int = 0
     state: str = "UNSPECIFIED"  # "COMMITTED", "STAGED", or "UNSPECIFIED" where nothing is added at all
-    form: str = "UNSPECIFIED"  # "DIRECT", "STAGED" or "UNSPECIFIED"
+    form: str = "UNSPECIFIED"  # "DIRECT", "STAGED", "HELD" or "UNSPECIFIED"
     replayed: bool = False  # nothing was added: the same micro-batch had been accepted before
     payload_differs: bool = False  # nothing was added: the micro-batch had been accepted before with other content
     digest: bytes = b""
     step: int | None = None
     timing: Timing = Timing()
     transport: str = ""
+    attempt: int = 0  # the attempt that was answered; above 0 after retries
+    terms: tuple[TermResult, ...] = ()  # one for each term, in order
+    _decision: Any = field(default=None, repr=False, compare=False)
+
+    def commit(self, factor: float = 1.0, token_factors: Any = None, *, timeout_s: float | None = None) -> bool:
+        """Adds this explicit micro-batch to all its heads, as `Head.commit` does; every head of every term, or none.
+
+        Args:
+            factor: finite in float32; multiplies the contribution.
+            token_factors: (num_tokens,) finite, a factor for each row; only for one that is HELD.
+        Returns:
+            True if an equal call had committed it before.
+        Raises:
+            InvalidArgumentError: there is nothing to decide: eager micro-batches are committed already.
+        """
+        return self._decidable().commit(factor, token_factors, timeout_s)
+
+    def discard(self, *, timeout_s: float | None = None) -> bool:
+        """Drops this explicit micro-batch in all its heads, as `Head.discard` does. True if something was dropped."""
+        return self._decidable().discard(timeout_s)
+
+    def _decidable(self) -> Any:
+        if self._decision is None:
+            raise invalid_argument("INVALID_COMBINATION", 'only a micro-batch with commit="explicit" is decided', field="commit")
+        return self._decision
+
+
+def combine_terms(terms: tuple[TermResult, ...], **rest: Any) -> LossResult:
+    """The result of a micro-batch with these terms."""
+    values: dict[str, Any] = {name: sum(getattr(term, name) for term in terms) for name in LOSS_SUMS}
+    if len(terms) == 1:
+        values.update({f.name: getattr(terms[0], f.name) for f in fields(TermResult)})
+    return LossResult(**values, terms=terms, **rest)
 
 
 @dataclass(frozen=True)
@@ -250,6 +321,7 @@ class MicroBatchState:
     digest: bytes
     valid_token_count: int
     factor: float
+    form: str = "UNSPECIFIED"  # how it is, or was, held: "DIRECT", "STAGED" or "HELD"
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ def connect(
     checkpoint_dir: str | os.PathLike[str] | None = None,
     load_root: str | os.PathLike[str] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    tenant: str = "default",
 ) -> Client:
     """Starts an engine in this process.
 
@@ -40,6 +41,7 @@ def connect(
         checkpoint_dir: where `Head.save` writes; None: checkpoints are refused.
         load_root: where `Head.load` reads; None: loading is refused.
         timeout_s: how long a call waits for others of this client to end, in seconds. Computing itself is not interrupted.
+        tenant: whose heads short names mean.
     Returns:
         A Client. Closing it frees its heads.
     Raises:
@@ -62,4 +64,4 @@ def connect(
             "SHAPE_MISMATCH", f"shard_weights has {len(shard_weights)} entries, expected {shards}", field="shard_weights"
         )
     engine = Engine(shards=shards, shard_weights=shard_weights, **numbers)
-    return Client(LocalBackend(engine, checkpoint_dir=checkpoint_dir, load_root=load_root), timeout_s=timeout_s)
+    return Client(LocalBackend(engine, checkpoint_dir=checkpoint_dir, load_root=load_root), timeout_s=timeout_s, tenant=tenant)

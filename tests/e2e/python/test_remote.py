@@ -12,11 +12,11 @@ from expectations import refused
 from google.protobuf import any_pb2, duration_pb2
 from headwater.v1 import (
     error_pb2,
-    head_service_pb2,
-    head_service_pb2_grpc,
     loss_pb2,
     loss_service_pb2,
     loss_service_pb2_grpc,
+    session_service_pb2,
+    session_service_pb2_grpc,
     tensor_pb2,
 )
 
@@ -102,12 +102,12 @@ def test_retry_after_is_decoded():
     assert (error.reason, error.retry_after_s, error.metadata) == ("QUEUE_FULL", 1.5, {"limit": "max_queue_depth"})
 
 
-def test_features_that_are_not_built_are_refused(remote, make_head):
-    head = make_head(remote.client, np.ones((8, 4), np.float32))
+def test_features_that_are_not_built_are_refused(remote):
     with grpc.insecure_channel(remote.address) as channel:
-        stub = head_service_pb2_grpc.HeadServiceStub(channel)
+        stub = session_service_pb2_grpc.SessionServiceStub(channel)
+        request = session_service_pb2.RegisterSharedMemoryRequest(session_id=bytes(32), shared_memory_name="x", size_bytes=1)
         with pytest.raises(grpc.RpcError) as info:
-            stub.TakeHead(head_service_pb2.TakeHeadRequest(name=head.name), timeout=10)
+            stub.RegisterSharedMemory(request, timeout=10)
     error = from_rpc_error(info.value)
     assert isinstance(error, headwater.FeatureNotBuiltError) and error.reason == "FEATURE_NOT_BUILT"
 

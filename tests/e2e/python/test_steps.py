@@ -121,15 +121,15 @@ def test_seal_checks_what_is_expected(head, rows):
 
 
 def test_wrong_steps_are_refused(head, rows):
-    with refused("STEP_MISMATCH"):  # the next one too: it opens when this one is closed
-        head.cross_entropy(*rows, step=1, micro_batch=0)
+    with refused("STEP_MISMATCH"):  # the next one would be waited for
+        head.cross_entropy(*rows, step=2, micro_batch=0)
     with refused("STEP_MISMATCH", headwater.StepMismatchError) as info:
         head.cross_entropy(*rows, step=7, micro_batch=0)
     assert info.value.metadata["openStep"] == "0"
     with refused("STEP_MISMATCH"):
         head.seal(step=3, expected_micro_batches=0)
     with refused("STEP_MISMATCH"):
-        head.gradient(step=1)
+        head.gradient(step=2)
 
 
 def test_apply_updates_and_opens_the_next_step(head, rows):

@@ -1,0 +1,466 @@
+"""Going on after the server was started again: a log of what the open steps consist of, and a backend that repeats it.
+
+A restarted server brings a head back from its newest checkpoint, and refuses calls on its steps (`STEP_LOST`) until a trainer takes
+it. If the restored step is the one that this client works on, all that is missing is what was submitted since that step was opened:
+this backend keeps that, takes the head, submits it again in the same order, and goes on with the call that failed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from headwater._arrays import HostArray
+from headwater._backend import ApplyArguments, Expected, UploadOptions
+from headwater._errors import EpochFencedError, HeadwaterError, StepLostError
+from headwater._remote import RemoteBackend
+from headwater._requests import CommitRequest, ComputeRequest, GradientRequest, StepKey, copy_request, request_bytes
+from headwater._types import ApplyResult, DiscardGradientResult, HeadInfo, LossResult, SaveResult, SealResult, StepStatus
+
+R = TypeVar("R")
+
+# How often one call follows a server that goes down again and again.
+_MAX_RECOVERIES = 8
+# Bound of a recovery that no call waits for, in seconds.
+_BACKGROUND_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """One call that is to be repeated. `run` gets the backend, what brings keys up to date, and seconds."""
+
+    kind: str  # "compute", "commit", "discard", "add_gradient" or "seal"
+    keys: tuple[StepKey, ...]
+    micro_batch: int | None
+    nbytes: int
+    run: Callable[[RemoteBackend, Callable[[Any], Any], float], Any]
+
+    def is_about(self, heads: Sequence[str], micro_batch: int) -> bool:
+        """Whether it belongs to this micro-batch."""
+        return self.micro_batch == micro_batch and {key.head for key in self.keys} == set(heads)
+
+
+class ReplayBackend:
+    """A remote backend that follows a restart. Thread-safe.
+
+    A micro-batch of several heads is repeated only while none of their steps is closed; after that its error is final.
+    """
+
+    def __init__(self, inner: RemoteBackend, max_bytes: int, timeout_s: float):
+        self._inner = inner
+        self._max_bytes = max_bytes
+        self._lock = threading.RLock()
+        self._incarnation = inner.server_info(timeout_s).incarnation
+        # The epoch that followed another one, by head and that one.
+        self._successors: dict[tuple[str, bytes], bytes] = {}
+        self._entries: list[_Entry] = []
+        self._bytes = 0
+        self._overflowed: dict[str, int] = {}  # by head: the step whose log was dropped
+        self._warned = False
+        self._floor: dict[str, int] = {}  # by head: the steps before this one are closed
+        self._checksums: dict[str, bytes] = {}  # of frozen heads' weights
+        # Entries that a recovery has not got round to yet; nothing else may be sent before them.
+        self._unsent: list[_Entry] = []
+        this = weakref.ref(self)
+
+        def on_lost() -> None:
+            backend = this()
+            if backend is not None:
+                backend._recover_idle()
+
+        inner.watch_session(on_lost, timeout_s)
+
+    def __getattr__(self, name: str) -> Any:
+        # What neither changes a step nor carries an epoch.
+        return getattr(self._inner, name)
+
+    # ---- epochs -------------------------------------------------------------------------------------------------------
+
+    def current_epoch(self, name: str, epoch: bytes) -> bytes:
+        while (successor := self._successors.get((name, epoch))) is not None:
+            epoch = successor
+        return epoch
+
+    def _is_outdated(self, carried: Mapping[str, bytes]) -> bool:
+        """Whether a restart has been followed since these epochs were current."""
+        return any(self.current_epoch(name, epoch) != epoch for name, epoch in carried.items())
+
+    def _update(self, value: Any) -> Any:
+        """A key, tuple of keys, or request with the epochs of now."""
+        if isinstance(value, tuple):
+            return tuple(map(self._update, value))
+        if isinstance(value, StepKey):
+            return dataclasses.replace(value, epoch=self.current_epoch(value.head, value.epoch))
+        if isinstance(value, GradientRequest):
+            return dataclasses.replace(value, key=self._update(value.key))
+        if isinstance(value, CommitRequest):
+            return dataclasses.replace(value, keys=self._update(value.keys))
+        terms = []
+        for term in value.terms:
+            teacher = term.teacher
+            if teacher is not None:
+                teacher = dataclasses.replace(teacher, epoch=self.current_epoch(teacher.head, teacher.epoch))
+            terms.append(dataclasses.replace(term, epoch=self.current_epoch(term.head, term.epoch), teacher=teacher))
+        return dataclasses.replace(value, terms=tuple(terms))
+
+    # ---- calls that follow a restart ----------------------------------------------------------------------------------
+
+    def _follow(
+        self,
+        heads: Mapping[str, bytes],
+        steps: Mapping[str, int],
+        timeout_s: float,
+        call: Callable[[float, bool], R],
+        log: Callable[[R], None] | None = None,
+    ) -> R:
+        """Runs `call(seconds left, whether the server was followed)`, again after each restart that can be followed.
+
+        `heads` are the epochs that the call would carry, `steps` the steps that it names. `log` enters what was answered.
+        """
+        deadline = time.monotonic() + timeout_s
+        recoveries = 0
+        while True:
+            if self._unsent:
+                with self._lock:
+                    self._send(deadline)
+            carried = {name: self.current_epoch(name, epoch) for name, epoch in heads.items()}
+            try:
+                result = call(max(deadline - time.monotonic(), 0.001), recoveries > 0)
+            except (StepLostError, EpochFencedError):
+                recoveries += 1
+                if recoveries > _MAX_RECOVERIES or not self._recover(carried, steps, deadline):
+                    raise
+                continue
+            with self._lock:
+                if recoveries < _MAX_RECOVERIES and self._is_outdated(carried):
+                    recoveries += 1
+                    continue  # answered by a server that is gone, and not in the log that was repeated
+                for name, step in steps.items():
+                    self._drop_before(name, step)
+                if log is not None:
+                    log(result)
+            return result
+
+    def _recover(self, carried: Mapping[str, bytes], steps: Mapping[str, int], deadline: float) -> bool:
+        """Takes the heads of the log, and those that a failed call has carried, and repeats the log. False: it cannot be done."""
+        with self._lock:
+            if self._is_outdated(carried):
+                return True  # another thread has done it
+            incarnation = self._inner.server_info(max(deadline - time.monotonic(), 0.001)).incarnation
+            if incarnation == self._incarnation:
+                return False  # no restart: another run has taken the head, or its engine failed
+            if any(any(map(self._is_closed, entry.keys)) for entry in self._entries):
+                return False  # of several heads, some of whose steps are closed: the others cannot have it without them
+            logged = [key for entry in self._entries for key in entry.keys]
+            heads = {key.head: self.current_epoch(key.head, key.epoch) for key in logged} | dict(carried)
+            wanted = self._floor | dict(steps) | {key.head: key.step for key in logged}
+            states = {name: self._inner.get_head(name, max(deadline - time.monotonic(), 0.001)) for name in heads}
+            for name, state in states.items():
+                # A call for a later step than the log's: this trainer does not close steps itself, and the other one had closed it.
+                if state.open_step is not None and state.open_step == steps.get(name, -1) > wanted[name]:
+                    self._drop_before(name, state.open_step)
+                    wanted[name] = state.open_step
+                if not self._can_follow(state, heads[name], wanted.get(name)):
+                    return False
+            self._unsent = list(self._entries)
+            for name, state in states.items():
+                if state.epoch != heads[name] or state.state == "RESTORED":
+                    self._successors[(name, heads[name])] = self._take(state, wanted.get(name), deadline)
+            self._incarnation = incarnation
+            self._send(deadline)
+            self._inner.open_session(max(deadline - time.monotonic(), 0.001))
+            return True
+
+    def _can_follow(self, state: HeadInfo, epoch: bytes, step: int | None) -> bool:
+        """Whether a head that has come back is what this client left, but for the open step's contributions."""
+        if not state.spec.trainable:
+            known = self._checksums.get(state.name, b"")
+            return state.state == "READY" and (not known or not state.weight_checksum or known == state.weight_checksum)
+        if state.epoch == epoch and state.state == "READY":
+            return True
+        if self._overflowed.get(state.name) == state.open_step:
+            return False
+        return state.state in ("READY", "RESTORED") and step == state.open_step
+
+    def _take(self, state: HeadInfo, step: int | None, deadline: float) -> bytes:
+        """Takes a head that waits for a trainer; of several trainers one does, and the others go on with its epoch."""
+        if state.state != "RESTORED":
+            return state.epoch
+        try:
+            return self._inner.take_head(state.name, state.epoch, max(deadline - time.monotonic(), 0.001)).epoch
+        except EpochFencedError:
+            now = self._inner.get_head(state.name, max(deadline - time.monotonic(), 0.001))
+            if now.open_step != step or now.state != "READY":
+                raise
+            return now.epoch
+
+    def _send(self, deadline: float) -> None:
+        """Repeats what a recovery has left to repeat. Where it fails, the rest stays for the next call."""
+        while self._unsent:
+            entry = self._unsent[0]
+            try:
+                entry.run(self._inner, self._update, max(deadline - time.monotonic(), 0.001))
+            except (StepLostError, EpochFencedError):
+                keys = self._update(entry.keys)
+                carried = {key.head: key.epoch for key in keys}
+                steps = {key.head: key.step for key in keys}
+                if time.monotonic() >= deadline or not self._recover(carried, steps, deadline):
+                    raise
+                return  # the recovery has begun anew, and ended
+            if self._unsent and self._unsent[0] is entry:
+                del self._unsent[0]
+
+    def _recover_idle(self) -> None:
+        """The session is gone. If the server was started again, others may wait for what this client had submitted."""
+        with self._lock:
+            carried = {key.head: self.current_epoch(key.head, key.epoch) for entry in self._entries for key in entry.keys}
+        if carried:
+            try:
+                self._recover(carried, {}, time.monotonic() + _BACKGROUND_TIMEOUT_S)
+            except HeadwaterError:
+                return  # the next call meets the same failure, and raises it
+
+    # ---- the log ------------------------------------------------------------------------------------------------------
+
+    def _append(self, entry: _Entry) -> None:
+        if any(self._overflowed.get(key.head) == key.step for key in entry.keys):
+            return
+        self._entries.append(entry)
+        self._bytes += entry.nbytes
+        if self._bytes <= self._max_bytes:
+            return
+        for logged in self._entries:
+            self._overflowed.update({key.head: key.step for key in logged.keys})
+        self._entries.clear()
+        self._bytes = 0
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"headwater: the open step has more than replay_bytes={self._max_bytes} bytes of micro-batches; it is not kept for "
+                "replay, and a restart of the server in it will be a StepLostError",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _remove(self, drops: Callable[[_Entry], bool]) -> None:
+        gone = [entry for entry in self._entries if drops(entry)]
+        if gone:
+            self._entries = [entry for entry in self._entries if entry not in gone]
+            self._unsent = [entry for entry in self._unsent if entry not in gone]
+            self._bytes -= sum(entry.nbytes for entry in gone)
+
+    def _drop_before(self, name: str, step: int) -> None:
+        """Steps of this head before `step` are closed."""
+        if self._floor.get(name, -1) >= step:
+            return
+        self._floor[name] = step
+        if self._overflowed.get(name, step) < step:
+            del self._overflowed[name]
+        self._remove(lambda entry: all(map(self._is_closed, entry.keys)))
+
+    def _is_closed(self, key: StepKey) -> bool:
+        return key.step < self._floor.get(key.head, 0)
+
+    def _forget(self, name: str) -> None:
+        """This client has given the head another state: nothing is to be repeated on it."""
+        with self._lock:
+            self._overflowed.pop(name, None)
+            self._floor.pop(name, None)
+            self._remove(lambda entry: any(key.head == name for key in entry.keys))
+
+    def _find(self, kind: str, keys: Sequence[StepKey], micro_batch: int) -> _Entry | None:
+        heads = [key.head for key in keys]
+        return next((entry for entry in self._entries if entry.kind == kind and entry.is_about(heads, micro_batch)), None)
+
+    # ---- the backend's calls ------------------------------------------------------------------------------------------
+
+    def compute(self, request: ComputeRequest, timeout_s: float) -> LossResult:
+        heads = {term.head: term.epoch for term in request.terms}
+        heads |= {term.teacher.head: term.teacher.epoch for term in request.terms if term.teacher is not None}
+        for name in heads.keys() - {key.head for key in request.keys} - self._checksums.keys():
+            self._checksums[name] = self._inner.get_head(name, timeout_s).weight_checksum
+        steps = {key.head: key.step for key in request.keys}
+
+        def log(result: LossResult) -> None:
+            keys, micro_batch = request.keys, request.micro_batch
+            if micro_batch is None or result.payload_differs:
+                return
+            known = self._find("compute", keys, micro_batch)
+            if known is not None and result.replayed:
+                return
+            if known is not None:
+                self._remove(lambda entry: entry is known)
+            own = copy_request(request)
+
+            def run(inner: RemoteBackend, update: Callable[[Any], Any], remaining_s: float) -> LossResult:
+                return inner.compute(update(own), remaining_s)
+
+            self._append(_Entry("compute", keys, micro_batch, request_bytes(own), run))
+
+        return self._follow(heads, steps, timeout_s, lambda left_s, _: self._inner.compute(self._update(request), left_s), log)
+
+    def _follow_keys(
+        self,
+        keys: Sequence[StepKey],
+        timeout_s: float,
+        call: Callable[[tuple[StepKey, ...], float, bool], R],
+        log: Callable[[R], None] | None = None,
+    ) -> R:
+        keys = tuple(keys)
+        heads = {key.head: key.epoch for key in keys}
+        steps = {key.head: key.step for key in keys}
+        return self._follow(heads, steps, timeout_s, lambda left_s, followed: call(self._update(keys), left_s, followed), log)
+
+    def commit(self, request: CommitRequest, timeout_s: float) -> bool:
+        keys, micro_batch = request.keys, request.micro_batch
+
+        def log(replayed: bool) -> None:
+            if self._find("compute", keys, micro_batch) is None or self._find("commit", keys, micro_batch) is not None:
+                return
+            factors = request.token_factors
+            own = dataclasses.replace(request, token_factors=None if factors is None else factors.copy())
+
+            def run(inner: RemoteBackend, update: Callable[[Any], Any], left_s: float) -> bool:
+                return inner.commit(update(own), left_s)
+
+            self._append(_Entry("commit", keys, micro_batch, 0 if factors is None else factors.nbytes, run))
+
+        return self._follow_keys(keys, timeout_s, lambda _, left_s, __: self._inner.commit(self._update(request), left_s), log)
+
+    def discard(self, keys: Sequence[StepKey], micro_batch: int, attempt: int | None, timeout_s: float) -> bool:
+        own_keys = tuple(keys)
+
+        def log(dropped: bool) -> None:
+            heads = [key.head for key in own_keys]
+            self._remove(lambda entry: entry.is_about(heads, micro_batch))
+
+            def run(inner: RemoteBackend, update: Callable[[Any], Any], left_s: float) -> bool:
+                return inner.discard(update(own_keys), micro_batch, attempt, left_s)
+
+            self._append(_Entry("discard", own_keys, micro_batch, 0, run))
+
+        return self._follow_keys(
+            own_keys, timeout_s, lambda now, left_s, _: self._inner.discard(now, micro_batch, attempt, left_s), log
+        )
+
+    def add_gradient(self, request: GradientRequest, timeout_s: float) -> bool:
+        keys = (request.key,)
+
+        def log(replayed: bool) -> None:
+            if self._find("add_gradient", keys, request.micro_batch) is not None:
+                return
+            own = dataclasses.replace(request, rows=request.rows.copy())
+
+            def run(inner: RemoteBackend, update: Callable[[Any], Any], left_s: float) -> bool:
+                return inner.add_gradient(update(own), left_s)
+
+            self._append(_Entry("add_gradient", keys, request.micro_batch, own.rows.nbytes, run))
+
+        return self._follow_keys(
+            keys, timeout_s, lambda _, left_s, __: self._inner.add_gradient(self._update(request), left_s), log
+        )
+
+    def seal(self, key: StepKey, expected: Expected, wait: bool, timeout_s: float) -> SealResult:
+        def log(result: SealResult) -> None:
+            # Other trainers may still be repeating their part.
+            def run(inner: RemoteBackend, update: Callable[[Any], Any], left_s: float) -> SealResult:
+                return inner.seal(update(key), expected, True, left_s)
+
+            self._remove(lambda entry: entry.kind == "seal" and entry.keys[0].head == key.head)
+            self._append(_Entry("seal", (key,), None, 0, run))
+
+        return self._follow_keys(
+            (key,),
+            timeout_s,
+            lambda now, left_s, followed: self._inner.seal(now[0], expected, wait or followed, left_s),
+            log,
+        )
+
+    def apply(self, key: StepKey, expected: Expected | None, arguments: ApplyArguments, timeout_s: float) -> ApplyResult:
+        def call(now: tuple[StepKey, ...], left_s: float, followed: bool) -> ApplyResult:
+            if followed and expected is not None:
+                began = time.monotonic()
+                self._inner.seal(now[0], expected, True, left_s)
+                left_s = max(left_s - (time.monotonic() - began), 0.001)
+            return self._inner.apply(now[0], expected, arguments, left_s)
+
+        return self._follow_keys((key,), timeout_s, call, lambda result: self._drop_before(key.head, result.open_step))
+
+    def discard_gradient(self, key: StepKey, timeout_s: float) -> DiscardGradientResult:
+        return self._follow_keys(
+            (key,),
+            timeout_s,
+            lambda now, left_s, _: self._inner.discard_gradient(now[0], left_s),
+            lambda result: self._drop_before(key.head, result.open_step),
+        )
+
+    def gradient(self, key: StepKey, tensor: str, factor: float, timeout_s: float) -> np.ndarray:
+        return self._follow_keys((key,), timeout_s, lambda now, left_s, _: self._inner.gradient(now[0], tensor, factor, left_s))
+
+    def gradient_norm_squared(self, key: StepKey, factor: float, timeout_s: float) -> float:
+        return self._follow_keys(
+            (key,), timeout_s, lambda now, left_s, _: self._inner.gradient_norm_squared(now[0], factor, left_s)
+        )
+
+    def _follow_head(self, name: str, epoch: bytes, timeout_s: float, call: Callable[[bytes, float], R]) -> R:
+        """A call that names an epoch but no step."""
+        return self._follow({name: epoch}, {}, timeout_s, lambda left_s, _: call(self.current_epoch(name, epoch), left_s))
+
+    def step_state(self, name: str, epoch: bytes, timeout_s: float) -> StepStatus:
+        return self._follow_head(name, epoch, timeout_s, lambda now, left_s: self._inner.step_state(name, now, left_s))
+
+    def save(self, name: str, epoch: bytes, checkpoint: str, overwrite: bool, timeout_s: float) -> SaveResult:
+        return self._follow_head(
+            name, epoch, timeout_s, lambda now, left_s: self._inner.save(name, now, checkpoint, overwrite, left_s)
+        )
+
+    def upload(self, name: str, epoch: bytes, tensor: str, array: HostArray, options: UploadOptions, timeout_s: float) -> HeadInfo:
+        step = options.closes_step
+        if step is None:
+            info = self._inner.upload(name, self.current_epoch(name, epoch), tensor, array, options, timeout_s)
+            self._forget(name)
+            self._checksums.pop(name, None)
+            return info
+
+        def log(info: HeadInfo) -> None:
+            if info.open_step is not None:
+                self._drop_before(name, info.open_step)
+
+        return self._follow_keys(
+            (StepKey(name, epoch, step),),
+            timeout_s,
+            lambda now, left_s, _: self._inner.upload(name, now[0].epoch, tensor, array, options, left_s),
+            log,
+        )
+
+    # ---- calls that give a head another state -------------------------------------------------------------------------
+
+    def take_head(self, name: str, epoch: bytes, timeout_s: float) -> HeadInfo:
+        info = self._inner.take_head(name, epoch and self.current_epoch(name, epoch), timeout_s)
+        self._forget(name)
+        return info
+
+    def load(self, name: str, epoch: bytes, path: str, weight_tensor: str, bias_tensor: str, timeout_s: float) -> HeadInfo:
+        info = self._inner.load(name, self.current_epoch(name, epoch), path, weight_tensor, bias_tensor, timeout_s)
+        self._forget(name)
+        self._checksums.pop(name, None)
+        return info
+
+    def restore(self, name: str, epoch: bytes, checkpoint: str, timeout_s: float) -> HeadInfo:
+        info = self._inner.restore(name, self.current_epoch(name, epoch), checkpoint, timeout_s)
+        self._forget(name)
+        self._checksums.pop(name, None)
+        return info
+
+    def delete_head(self, name: str, epoch: bytes, force: bool, timeout_s: float) -> None:
+        self._inner.delete_head(name, epoch and self.current_epoch(name, epoch), force, timeout_s)
+        self._forget(name)
+        self._checksums.pop(name, None)

@@ -1,0 +1,119 @@
+"""Which failures are worth another attempt, how long to wait before it, and which attempt of a micro-batch it is.
+
+Only calls that can be repeated without harm are repeated: those that answer a repeat like the first call, and calls that the server
+says it has not carried out. gRPC's own retries and hedging are off: they would repeat a call under the same attempt.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from headwater._errors import ClientClosedError, HeadwaterError, make_error
+from headwater._futures import current_scope
+from headwater._requests import StepKey
+from headwater._types import check_integer, check_number
+
+R = TypeVar("R")
+
+# Refusals for want of room, which goes by.
+_TRANSIENT_REASONS = frozenset({"QUEUE_FULL", "IN_FLIGHT_BYTES_EXCEEDED", "STAGING_FULL"})
+# Failures that leave open whether the call was carried out.
+AMBIGUOUS_CODES = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"})
+# Steps of a head whose attempts are remembered: the open one, the one before it, and one that a call waits for.
+_REMEMBERED_STEPS = 3
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How often a call is tried, and how long to wait in between. The call's `timeout_s` bounds all of it together."""
+
+    max_attempts: int = 5  # >= 1; 1: no retries
+    initial_backoff: float = 0.1  # > 0, seconds before the second attempt; doubles with each one
+    max_backoff: float = 5.0  # >= initial_backoff, seconds
+
+    def __post_init__(self) -> None:
+        check_integer(self.max_attempts, "max_attempts", low=1)
+        check_number(self.initial_backoff, "initial_backoff", low=0, low_open=True)
+        check_number(self.max_backoff, "max_backoff", low=self.initial_backoff)
+
+    def backoff(self, retry: int, retry_after_s: float | None) -> float:
+        """Seconds to wait before retry 0, 1, ...: half of it fixed, half random; at least what the server asks for."""
+        full = min(self.max_backoff, self.initial_backoff * 2.0 ** min(retry, 60))
+        return max(full * random.uniform(0.5, 1.0), retry_after_s or 0.0)
+
+
+def is_transient(error: HeadwaterError, *, repeatable: bool) -> bool:
+    """Whether the same call may succeed later.
+
+    Args:
+        repeatable: whether a repeat of the call is answered like the first one. If not, only an answer of the server that nothing
+            was changed (it has a reason) makes a repeat safe; a cut connection does not.
+    """
+    if isinstance(error, ClientClosedError):
+        return False
+    if error.reason in _TRANSIENT_REASONS:
+        return True
+    return error.code == "UNAVAILABLE" and (repeatable or bool(error.reason))
+
+
+def with_retries(policy: RetryPolicy, timeout_s: float, call: Callable[[float, int], R], *, repeatable: bool = True) -> R:
+    """Runs `call(seconds that are left, number of earlier tries)` until it succeeds or is not worth another try.
+
+    Raises:
+        HeadwaterError: that of the last try. CancelledError: the future was cancelled while it waited.
+    """
+    deadline = time.monotonic() + timeout_s
+    tries = 0
+    while True:
+        try:
+            return call(max(deadline - time.monotonic(), 0.001), tries)
+        except HeadwaterError as error:
+            delay = policy.backoff(tries, error.retry_after_s)
+            tries += 1
+            if tries >= policy.max_attempts or not is_transient(error, repeatable=repeatable):
+                raise
+            if time.monotonic() + delay >= deadline:
+                raise
+        scope = current_scope()
+        if scope is None:
+            time.sleep(delay)
+        elif scope.sleep(delay):
+            raise make_error("CANCELLED", "CANCELLED", "the call was cancelled by this client while it waited for a retry")
+
+
+class AttemptBook:
+    """The attempts under which this client has submitted micro-batches; only those above 0. Thread-safe.
+
+    A decision must name the attempt that was submitted, and a new submission must not name a lower one than was announced.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # By (head, epoch): by step: by micro-batch.
+        self._attempts: dict[tuple[str, bytes], dict[int, dict[int, int]]] = {}
+
+    def get(self, key: StepKey, micro_batch: int) -> int:
+        """The attempt that is known; 0 if none is."""
+        with self._lock:
+            return self._attempts.get((key.head, key.epoch), {}).get(key.step, {}).get(micro_batch, 0)
+
+    def note(self, key: StepKey, micro_batch: int, attempt: int) -> None:
+        """Remembers an attempt; a lower one than is known changes nothing."""
+        if attempt == 0:
+            return
+        with self._lock:
+            steps = self._attempts.setdefault((key.head, key.epoch), {})
+            known = steps.setdefault(key.step, {})
+            known[micro_batch] = max(attempt, known.get(micro_batch, 0))
+            while len(steps) > _REMEMBERED_STEPS:
+                del steps[min(steps)]
+
+    def forget_head(self, head: str, epoch: bytes) -> None:
+        """The head has another epoch now: nothing of this one can be decided any more."""
+        with self._lock:
+            self._attempts.pop((head, epoch), None)
