@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from expectations import refused
 from torch.utils.checkpoint import checkpoint
-from torch_model import HIDDEN_SIZE, VOCAB_SIZE, Problem, check_gradients, numbers, relative
+from torch_model import HIDDEN_SIZE, VOCAB_SIZE, Problem, check_directions, check_gradients, relative, with_ignored
 
 import headwater
 import headwater.torch
@@ -17,12 +17,6 @@ import headwater.torch
 @pytest.fixture
 def problem(rng):
     return Problem(rng)
-
-
-def with_ignored(targets, index=-100):
-    targets = targets.clone()
-    targets[::3] = index
-    return targets
 
 
 CASES = {
@@ -109,20 +103,7 @@ def test_directional_derivatives_match_fp64_differences(one_shard, make_head, pr
     head = problem.head(one_shard.client, make_head)
     hidden = (problem.inputs @ problem.trunk.T).requires_grad_()
     headwater.torch.CrossEntropyLoss(head, label_smoothing=0.1)(hidden, problem.targets).backward()
-    weight_grad, bias_grad = head.gradient(bias=True)
-    gradients = [hidden.grad.double(), torch.tensor(weight_grad).double(), torch.tensor(bias_grad).double()]
-    point = [hidden.detach().double(), problem.weight.double(), problem.bias.double()]
-    for index in range(3):
-        direction = numbers(rng, *point[index].shape).double()
-
-        def value(distance, index=index, direction=direction):
-            moved = list(point)
-            moved[index] = moved[index] + distance * direction
-            return F.cross_entropy(moved[0] @ moved[1].T + moved[2], problem.targets, label_smoothing=0.1)
-
-        difference = (value(1e-5) - value(-1e-5)) / 2e-5
-        actual = (gradients[index] * direction).sum()
-        assert abs(actual - difference) <= 1e-5 * gradients[index].norm() * direction.norm()
+    check_directions(problem, head, hidden, lambda logits: F.cross_entropy(logits, problem.targets, label_smoothing=0.1), rng)
 
 
 @pytest.mark.parametrize("count", (1, 2, 8))
@@ -341,10 +322,8 @@ def test_nested_activation_checkpointing(one_shard, make_head, problem):
         assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
 
 
-def test_reduction_none_and_bad_arguments_are_refused(one_shard, make_head, problem):
+def test_bad_arguments_are_refused(one_shard, make_head, problem):
     head = problem.head(one_shard.client, make_head)
-    with refused("FEATURE_NOT_BUILT", headwater.FeatureNotBuiltError):
-        headwater.torch.CrossEntropyLoss(head, reduction="none")
     with refused("INVALID_FIELD"):
         headwater.torch.CrossEntropyLoss(head, reduction="average")
     with refused("INVALID_FIELD"):

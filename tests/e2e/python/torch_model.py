@@ -13,6 +13,13 @@ def numbers(rng, *shape):
     return torch.tensor(rng.standard_normal(shape).astype(np.float32))
 
 
+def with_ignored(targets, index=-100):
+    """The targets, every third one ignored."""
+    targets = targets.clone()
+    targets[::3] = index
+    return targets
+
+
 class Problem:
     """A linear trunk, a head, and a batch."""
 
@@ -53,3 +60,19 @@ def check_gradients(trunk_grad, head, expected, *, factor=1.0, tolerance=1e-5):
         ("trunk", "weight", "bias"), (trunk_grad.detach().numpy(), weight, bias), expected, strict=True
     ):
         assert relative(actual, reference) <= tolerance, f"{name}: {relative(actual, reference):.3g}"
+
+
+def check_directions(problem, head, hidden, objective, rng):
+    """hidden.grad and the head's gradients against central differences of `objective(logits)` in fp64, along random directions."""
+    point = [hidden.detach().double(), problem.weight.double(), problem.bias.double()]
+    gradients = [torch.as_tensor(gradient).double() for gradient in (hidden.grad, *head.gradient(bias=True))]
+    for index, gradient in enumerate(gradients):
+        direction = numbers(rng, *point[index].shape).double()
+
+        def value(distance, index=index, direction=direction):
+            moved = list(point)
+            moved[index] = moved[index] + distance * direction
+            return objective(moved[0] @ moved[1].T + moved[2])
+
+        difference = (value(1e-5) - value(-1e-5)) / 2e-5
+        assert abs((gradient * direction).sum() - difference) <= 1e-5 * gradient.norm() * direction.norm()

@@ -1,4 +1,4 @@
-"""Losses for PyTorch's autograd over remote heads.
+"""Losses for PyTorch's autograd over remote heads, and the loop around them.
 
     loss_fn = headwater.torch.CrossEntropyLoss(head, reduction="mean")
     loss = loss_fn(hidden, targets)          # the server computes the loss and both gradients, and holds its own back
@@ -7,10 +7,28 @@
     head.apply_optimizer_step(learning_rate=1e-3, expected_micro_batches=loss_fn.micro_batches)
 
 The head's gradient never exists on this side. Whatever reaches the loss in backward (a GradScaler's scale, a division by the number
-of accumulation steps, weights of several losses) reaches it too, as the factor of the commit.
+of accumulation steps, weights of several losses, a vector with reduction="none") reaches it too, as a factor of the commit.
+
+`attach` makes a head of a model's last layer, tied to the embedding or not; `TrainingLoop` closes steps, keeps checkpoints and
+finds back to them.
 """
 
+from headwater.torch._attach import ModuleHead, attach
 from headwater.torch._losses import CrossEntropyLoss, JSDLoss, cross_entropy, jsd
 from headwater.torch._micro_batches import MicroBatchSource
+from headwater.torch._trainer_state import StateStore, TrainerState
+from headwater.torch._training_loop import StepOutcome, TrainingLoop
 
-__all__ = ["CrossEntropyLoss", "JSDLoss", "MicroBatchSource", "cross_entropy", "jsd"]
+__all__ = [
+    "CrossEntropyLoss",
+    "JSDLoss",
+    "MicroBatchSource",
+    "ModuleHead",
+    "StateStore",
+    "StepOutcome",
+    "TrainerState",
+    "TrainingLoop",
+    "attach",
+    "cross_entropy",
+    "jsd",
+]

@@ -1,11 +1,13 @@
 """How a remote loss sits in autograd's graph.
 
 With gradients on, forward submits an EXPLICIT micro-batch: the server computes everything and holds its own gradient back. Backward
-commits it with the upstream gradient as factor, and multiplies grad_hidden by it in fp32. A graph that is dropped discards it.
+commits it with the upstream gradient as factor (a number for a scalar loss, one for each token with reduction="none"), and
+multiplies grad_hidden by it in fp32. A graph that is dropped discards it.
 """
 
 from __future__ import annotations
 
+import abc
 import functools
 import math
 import sys
@@ -58,12 +60,15 @@ class Contribution:
         self.head = head
         self.key = head._key(None)
         self.micro_batch = source.draw(self.key.step)
+        self.attempt = source.attempt(self.key.step)
         self._ids = source.current_ids()
         self._source = source
+        self._commit: Callable[..., Any] | None = None
         self._abandon: Callable[[], Any] | None = None
 
-    def staged(self) -> None:
+    def staged(self, result: LossResult) -> None:
         """It waits for its decision now; if nobody is left to decide, it is discarded."""
+        self._commit = result.commit
         abandoned = self.head._abandoned
         abandoned.watch()
         finalizer = weakref.finalize(self, _abandon, abandoned, self._source, self._ids, self.key, self.micro_batch)
@@ -74,9 +79,10 @@ class Contribution:
         """The submission was refused: the id is not in the step."""
         self._source.forget(self._ids, self.micro_batch)
 
-    def commit(self, factor: float) -> None:
-        """Adds it, times `factor`."""
-        self.head._backend.commit(self.key, self.micro_batch, factor, self.head._client.timeout_s)
+    def commit(self, factor: float, token_factors: torch.Tensor | None = None) -> None:
+        """Adds it, times `factor` and, row by row, times `token_factors`."""
+        if self._commit is not None:
+            self._commit(factor, token_factors)
         if self._abandon is not None:
             self._abandon()
 
@@ -86,56 +92,80 @@ def _abandon(abandoned: Any, source: MicroBatchSource, ids: set[int], key: Any, 
     abandoned.add(key, micro_batch)
 
 
-class Outcome:
+class Outcome(abc.ABC):
     """What backward needs of a forward."""
 
-    def __init__(
-        self,
-        result: LossResult,
-        divisor: float,
-        *,
-        contribution: Contribution | None,
-        declared_scale: float | None,
-        grad_hidden_scale: float,
-        recomputed: bool,
-    ):
-        self.loss = result.loss_sum / divisor if divisor else 0.0
+    def __init__(self, result: LossResult, *, contribution: Contribution | None, grad_hidden_scale: float, recomputed: bool):
         self._grad_hidden = result.grad_hidden
-        # No valid token: loss and gradients are 0, not 0 / 0.
-        self._factor = 1.0 / divisor if divisor else 0.0
         self._contribution = contribution
-        self._declared_scale = declared_scale
         self._grad_hidden_scale = grad_hidden_scale
         self._recomputed = recomputed
         self._decided = False
 
-    def backward(self, upstream: float, shape: torch.Size) -> torch.Tensor | None:
-        """Commits, and returns the gradient of the hidden states."""
+    @abc.abstractmethod
+    def value(self, device: torch.device) -> torch.Tensor:
+        """The loss, float32."""
+
+    @abc.abstractmethod
+    def backward(self, upstream: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+        """Decides the contribution, and returns the gradient of the hidden states, of this shape."""
+
+    def _check_original(self) -> None:
         if self._recomputed:
             raise FailedPreconditionError(
                 "backward reached a headwater loss that activation checkpointing had recomputed; the original takes the gradient",
                 reason="INVALID_COMBINATION",
             )
-        factor = upstream * self._factor
-        if self._declared_scale is not None:
-            self._check_declared(upstream)
-            factor = 1.0  # the server has applied everything already
-        elif self._contribution is not None:
-            self._commit(upstream, factor)
-        self._decided = True
+
+    def _check_first(self, what: str, when: str) -> None:
+        if self._contribution is not None and self._decided:
+            raise MicroBatchConflictError(f"backward ran twice through {what}; {when}", reason="MICRO_BATCH_CONFLICT")
+
+    def _scaled_grad_hidden(self, factor: float | torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+        """grad_hidden times a number or a column of numbers, multiplied in fp32."""
         if self._grad_hidden is None:
             return None
-        if self._declared_scale is not None:
-            return self._grad_hidden.reshape(shape)
         return (self._grad_hidden.float() * (factor * self._grad_hidden_scale)).to(self._grad_hidden.dtype).reshape(shape)
+
+
+_ADDED_BEFORE = "the first one has added its gradient to the head. Compute the loss again to add it again"
+
+
+class ScalarOutcome(Outcome):
+    """A sum or a mean, `loss_sum / divisor`, whose factor may have been declared at forward."""
+
+    def __init__(self, result: LossResult, divisor: float, *, declared_scale: float | None, **rest: Any):
+        super().__init__(result, **rest)
+        # No valid token: loss and gradients are 0, not 0 / 0.
+        self._factor = 1.0 / divisor if divisor else 0.0
+        self._loss = result.loss_sum / divisor if divisor else 0.0
+        self._declared_scale = declared_scale
+
+    def value(self, device: torch.device) -> torch.Tensor:
+        return torch.tensor(self._loss, dtype=torch.float32, device=device)
+
+    def backward(self, upstream: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+        self._check_original()
+        number = float(upstream)
+        if self._declared_scale is not None:
+            self._check_declared(number)
+            self._decided = True
+            # The server has applied everything already.
+            return None if self._grad_hidden is None else self._grad_hidden.reshape(shape)
+        factor = number * self._factor
+        if self._contribution is not None:
+            self._check_first("one headwater loss", _ADDED_BEFORE)
+            if not math.isfinite(factor):
+                raise invalid_argument(
+                    "INVALID_FIELD", f"the upstream gradient of a headwater loss must be finite, got {number}", field="factor"
+                )
+            self._contribution.commit(factor)
+        self._decided = True
+        return self._scaled_grad_hidden(factor, shape)
 
     def _check_declared(self, upstream: float) -> None:
         declared = self._declared_scale or 0.0
-        if self._contribution is not None and self._decided:
-            raise MicroBatchConflictError(
-                "backward ran twice through one headwater loss with loss_scale=; its contribution was added once, at forward",
-                reason="MICRO_BATCH_CONFLICT",
-            )
+        self._check_first("one headwater loss with loss_scale=", "its contribution was added once, at forward")
         if not abs(upstream - declared) <= _SCALE_TOLERANCE * abs(declared):
             raise invalid_argument(
                 "INVALID_COMBINATION",
@@ -147,23 +177,52 @@ class Outcome:
                 actual=upstream,
             )
 
-    def _commit(self, upstream: float, factor: float) -> None:
-        if self._decided:
-            raise MicroBatchConflictError(
-                "backward ran twice through one headwater loss; the first one has added its gradient to the head. "
-                "Compute the loss again to add it again",
-                reason="MICRO_BATCH_CONFLICT",
-            )
-        if not math.isfinite(factor):
-            raise invalid_argument(
-                "INVALID_FIELD", f"the upstream gradient of a headwater loss must be finite, got {upstream}", field="factor"
-            )
+
+class TokenOutcome(Outcome):
+    """A loss for each token. The upstream gradient is a vector, known at backward only: the server holds the rows until then.
+
+    Args:
+        losses: (num_tokens,) float32, token weights included.
+        shape: of the loss.
+        ignored: (num_tokens,) bool, or None: tokens whose upstream gradient means nothing, whatever it is.
+    """
+
+    def __init__(self, result: LossResult, losses: torch.Tensor, shape: torch.Size, ignored: torch.Tensor | None, **rest: Any):
+        super().__init__(result, **rest)
+        self._losses: torch.Tensor | None = losses
+        self._shape = shape
+        self._ignored = ignored
+
+    def value(self, device: torch.device) -> torch.Tensor:
+        losses, self._losses = self._losses, None
+        assert losses is not None  # taken once, by the graph's node
+        return losses.reshape(self._shape).to(device)
+
+    def backward(self, upstream: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+        self._check_original()
+        factors = upstream.detach().reshape(-1).float()
+        if self._ignored is not None:
+            factors = factors.masked_fill(self._ignored.to(factors.device), 0.0)
         if self._contribution is not None:
-            self._contribution.commit(factor)
+            self._check_first('one headwater loss with reduction="none"', _ADDED_BEFORE)
+            finite = torch.isfinite(factors)
+            if not bool(finite.all()):
+                row = int((~finite).nonzero()[0])
+                raise invalid_argument(
+                    "INVALID_FIELD",
+                    f"the upstream gradient of a headwater loss must be finite, got {float(factors[row])} for token {row}",
+                    field="token_factors",
+                    row=row,
+                )
+            self._contribution.commit(1.0, factors.cpu())
+        self._decided = True
+        if self._grad_hidden is None:
+            return None
+        return self._scaled_grad_hidden(factors.to(self._grad_hidden.device).unsqueeze(-1), shape)
 
 
 class RemoteLoss(torch.autograd.Function):
-    """A scalar that was computed elsewhere. `anchor` makes it require a gradient even where the hidden states do not."""
+    """A loss that was computed elsewhere. `anchor` makes it require a gradient even where the hidden states do not."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, anchor: torch.Tensor | None, outcome: Outcome) -> torch.Tensor:
@@ -171,10 +230,10 @@ class RemoteLoss(torch.autograd.Function):
         # whole forward again just for this.
         ctx.outcome = outcome
         ctx.shape = hidden.shape
-        return torch.tensor(outcome.loss, dtype=torch.float32, device=hidden.device)
+        return outcome.value(hidden.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
-        grad_hidden = ctx.outcome.backward(float(upstream), ctx.shape)
+        grad_hidden = ctx.outcome.backward(upstream, ctx.shape)
         return grad_hidden if ctx.needs_input_grad[0] else None, None, None

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from headwater import _arrays
-from headwater._errors import FeatureNotBuiltError, invalid_argument
+from headwater._errors import invalid_argument
 from headwater._head import Head
 from headwater._requests import DEFAULT_IGNORE_INDEX
 from headwater._types import LossResult, check_number
-from headwater.torch._autograd import Contribution, Outcome, RemoteLoss, in_checkpoint_recompute
+from headwater.torch._autograd import Contribution, Outcome, RemoteLoss, ScalarOutcome, TokenOutcome, in_checkpoint_recompute
 from headwater.torch._micro_batches import MicroBatchSource, source_of
 
 
@@ -34,14 +34,16 @@ class _Loss(torch.nn.Module):
         super().__init__()
         if not isinstance(head, Head):
             raise invalid_argument("INVALID_FIELD", f"head must be a headwater.Head, got {type(head).__name__}", field="head")
-        if reduction == "none":
-            raise FeatureNotBuiltError(
-                'reduction="none" needs a factor for each token at commit, which is not built; use "sum" with token_weights',
-                reason="FEATURE_NOT_BUILT",
-                metadata={"feature": "token_factors"},
+        if reduction not in ("mean", "sum", "none"):
+            raise invalid_argument(
+                "INVALID_FIELD", f'reduction must be "mean", "sum" or "none", got {reduction!r}', field="reduction"
             )
-        if reduction not in ("mean", "sum"):
-            raise invalid_argument("INVALID_FIELD", f'reduction must be "mean" or "sum", got {reduction!r}', field="reduction")
+        if reduction == "none" and loss_scale is not None:
+            raise invalid_argument(
+                "INVALID_COMBINATION",
+                'reduction="none" has an upstream gradient for each token, which no single loss_scale declares',
+                field="loss_scale",
+            )
         self.head = head
         self.reduction = reduction
         self.ignore_index = ignore_index
@@ -68,47 +70,58 @@ class _Loss(torch.nn.Module):
         self,
         hidden: torch.Tensor,
         run: Callable[..., LossResult],
-        divisor_of: Callable[[], float],
         num_items_in_batch: float | None,
+        targets: torch.Tensor | None,
+        token_weights: torch.Tensor | None,
+        class_weights: torch.Tensor | None,
     ) -> torch.Tensor:
         """Runs `run(hidden, **keywords of a loss call)` in the mode that autograd asks for."""
         head = self.head
         items = self.num_items_in_batch if num_items_in_batch is None else num_items_in_batch
         if items is not None:
             items = check_number(items, "num_items_in_batch", low=0, low_open=True)
+            if self.reduction == "none":
+                raise invalid_argument(
+                    "INVALID_COMBINATION",
+                    'num_items_in_batch divides a mean; reduction="none" has none',
+                    field="num_items_in_batch",
+                )
+        outputs: dict[str, Any] = {"outputs": ("token_loss",)} if self.reduction == "none" else {}
 
-        def divisor(result: LossResult) -> float:
-            if self.reduction == "sum":
-                return 1.0
-            return result.target_weight_sum if items is None else items
+        def finish(result: LossResult, **rest: Any) -> Outcome:
+            rest = {"contribution": None, "grad_hidden_scale": 1.0, "recomputed": False, **rest}
+            if self.reduction == "none":
+                losses = torch.tensor(result.token_loss)
+                if token_weights is not None:
+                    losses = losses * token_weights.detach().float().cpu()
+                ignored = None if targets is None else targets.detach() == self.ignore_index
+                return TokenOutcome(result, losses, hidden.shape[:-1], ignored, **rest)
+            divisor = 1.0 if self.reduction == "sum" else result.target_weight_sum if items is None else items
+            return ScalarOutcome(result, divisor, declared_scale=self.loss_scale, **rest)
 
         rows = hidden.reshape(-1, hidden.shape[-1])
         contributes = torch.is_grad_enabled() and head.spec.trainable
         wants_grad_hidden = torch.is_grad_enabled() and hidden.requires_grad
         if not (contributes or wants_grad_hidden):
-            result = run(rows, backward=False)
-            total = divisor(result)
-            return torch.tensor(result.loss_sum / total if total else 0.0, dtype=torch.float32, device=hidden.device)
+            return finish(run(rows, backward=False, **outputs)).value(hidden.device)
 
         anchor = torch.zeros((), requires_grad=True) if contributes else None
         if in_checkpoint_recompute():
-            result = run(rows, backward=False)
-            outcome = Outcome(
-                result, divisor(result), contribution=None, declared_scale=None, grad_hidden_scale=1.0, recomputed=True
-            )
-            return RemoteLoss.apply(hidden, anchor, outcome)
+            return RemoteLoss.apply(hidden, anchor, finish(run(rows, backward=False, **outputs), recomputed=True))
 
         contribution = Contribution(head, self.micro_batch_source) if contributes else None
-        keywords: dict[str, Any] = {"return_grad_hidden": wants_grad_hidden}
+        keywords: dict[str, Any] = {"return_grad_hidden": wants_grad_hidden, **outputs}
         if contribution is not None:
-            keywords.update(step=contribution.key.step, micro_batch=contribution.micro_batch)
+            keywords.update(step=contribution.key.step, micro_batch=contribution.micro_batch, attempt=contribution.attempt)
         if self.loss_scale is not None:
-            total = 1.0 if self.reduction == "sum" else divisor_of() if items is None else items
+            total = 1.0
+            if self.reduction == "mean":
+                total = self._divisor(rows.shape[0], targets, token_weights, class_weights) if items is None else items
             keywords.update(
                 loss_scale=self.loss_scale / total if total else 0.0, grad_hidden_scale=self.grad_hidden_scale, commit="eager"
             )
         elif contribution is not None:
-            keywords.update(commit="explicit")
+            keywords.update(commit="explicit", late_token_factors=self.reduction == "none")
         try:
             result = run(rows, **keywords)
         except BaseException:
@@ -116,15 +129,8 @@ class _Loss(torch.nn.Module):
                 contribution.failed()
             raise
         if contribution is not None and self.loss_scale is None:
-            contribution.staged()
-        outcome = Outcome(
-            result,
-            divisor(result),
-            contribution=contribution,
-            declared_scale=self.loss_scale,
-            grad_hidden_scale=self.grad_hidden_scale,
-            recomputed=False,
-        )
+            contribution.staged(result)
+        outcome = finish(result, contribution=contribution, grad_hidden_scale=self.grad_hidden_scale)
         return RemoteLoss.apply(hidden, anchor, outcome)
 
     def _divisor(
@@ -167,7 +173,9 @@ class CrossEntropyLoss(_Loss):
         head: a `headwater.Head`. `head.step` is the step that contributions go to.
         weight: (vocab_size,) class weights, >= 0, as torch.nn.CrossEntropyLoss has them.
         reduction: "mean" divides by the sum of token weights x class weights of the targets of the valid tokens (their number,
-            without weights); 0 valid tokens give 0. "sum". "none" is refused for now.
+            without weights); 0 valid tokens give 0. "sum". "none" gives a loss for each token, 0 for ignored ones, and backward
+            takes any upstream gradient (masks, advantages, sequence means): the server holds the rows until then, and computes the
+            head's gradient at backward, a third more work than "mean" and "sum".
         ignore_index: target value of tokens that take no part.
         label_smoothing: in [0, 1).
         z_loss: >= 0, coefficient of lse^2.
@@ -212,7 +220,7 @@ class CrossEntropyLoss(_Loss):
     def forward(
         self, hidden: torch.Tensor, targets: Any, *, token_weights: Any = None, num_items_in_batch: float | None = None
     ) -> torch.Tensor:
-        """The loss, a float32 scalar on `hidden`'s device.
+        """The loss, float32 on `hidden`'s device: a scalar, or (...) with reduction="none", token weights included.
 
         Args:
             hidden: (..., hidden_size), float32, float16 or bfloat16, after the model's final norm.
@@ -237,10 +245,7 @@ class CrossEntropyLoss(_Loss):
                 **keywords,
             )
 
-        def divisor() -> float:
-            return self._divisor(hidden[..., 0].numel(), flat_targets, flat_weights, self.weight)
-
-        return self._loss(hidden, run, divisor, num_items_in_batch)
+        return self._loss(hidden, run, num_items_in_batch, flat_targets, flat_weights, self.weight)
 
 
 class JSDLoss(_Loss):
@@ -311,7 +316,7 @@ class JSDLoss(_Loss):
         token_weights: Any = None,
         num_items_in_batch: float | None = None,
     ) -> torch.Tensor:
-        """The divergence, a float32 scalar on `hidden`'s device.
+        """The divergence, float32 on `hidden`'s device: a scalar, or (...) with reduction="none", token weights included.
 
         Args:
             hidden: (..., hidden_size) of the student.
@@ -349,10 +354,7 @@ class JSDLoss(_Loss):
                 **keywords,
             )
 
-        def divisor() -> float:
-            return self._divisor(hidden[..., 0].numel(), flat_targets, flat_weights, self.weight)
-
-        return self._loss(hidden, run, divisor, num_items_in_batch)
+        return self._loss(hidden, run, num_items_in_batch, flat_targets, flat_weights, self.weight)
 
 
 def cross_entropy(head: Head, hidden: torch.Tensor, targets: Any, *, token_weights: Any = None, **options: Any) -> torch.Tensor:

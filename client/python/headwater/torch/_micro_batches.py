@@ -31,6 +31,7 @@ class MicroBatchSource:
         self._step: int | None = None
         self._count = 0
         self._ids: set[int] = set()
+        self._attempt: tuple[int | None, int | None] = (None, None)  # step, and the attempt that its submissions carry
 
     def draw(self, step: int) -> int:
         """A new id of the step; the first of another step starts at `rank` again."""
@@ -41,6 +42,20 @@ class MicroBatchSource:
             self._count += 1
             self._ids.add(id_)
             return id_
+
+    def begin_again(self, step: int | None = None, attempt: int | None = None) -> None:
+        """Forgets what was drawn: the next id of any step is its first. Submissions of `step` carry `attempt` from now on.
+
+        For a trainer that does a step anew: after it has taken the head, or with the attempt above those of a process that is gone.
+        """
+        with self._lock:
+            self._step, self._count, self._ids = None, 0, set()
+            self._attempt = (step, attempt)
+
+    def attempt(self, step: int) -> int | None:
+        """The attempt that submissions of the step carry; None: the client counts."""
+        with self._lock:
+            return self._attempt[1] if self._attempt[0] == step else None
 
     def forget(self, ids: set[int], id_: int) -> None:
         """An id whose contribution was dropped. May run in a finalizer: takes no lock."""

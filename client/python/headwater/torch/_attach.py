@@ -1,0 +1,270 @@
+"""A model's last layer as a head, and who owns its weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from headwater import _arrays
+from headwater._client import Client
+from headwater._errors import HeadwaterError, invalid_argument
+from headwater._head import Head
+from headwater._types import SGD, AdamW, HeadInfo
+from headwater.torch._module_checks import OutputLayer, output_layer, sharing
+
+_FLOWS = (
+    "tied=\"trainer\" (PyTorch's optimizer owns the weight: at the end of a step the head's gradient is added to that of the "
+    "embedding, and the new weight is sent to the head) or tied=\"server\" (the head's optimizer owns it: the embedding's gradient "
+    "is sent to the head, and the new weight comes back)"
+)
+
+
+class ModuleHead(Head):
+    """A head that was made from a layer of this process, which it may go on sharing the weight with. Made by `attach`.
+
+    `TrainingLoop` calls the methods below at the end of a step; loops of one's own call them between `seal` and the next step.
+
+    Attributes:
+        owner: who updates the weight: "server" (the head's optimizer), "trainer" (PyTorch's), or "" for a head that is not trained
+            or only accumulates.
+        tied: None, "trainer" or "server".
+        weight_parameter, bias_parameter: the layer's tensors where this process goes on needing them (owner "trainer", or tied);
+            otherwise None, and the layer may be deleted.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        info: HeadInfo,
+        *,
+        created: bool,
+        owner: str,
+        tied: str | None,
+        weight_parameter: torch.nn.Parameter | None,
+        bias_parameter: torch.nn.Parameter | None,
+    ):
+        super().__init__(client, info, created=created)
+        self.owner = owner
+        self.tied = tied
+        self.weight_parameter = weight_parameter
+        self.bias_parameter = bias_parameter
+
+    def pull_gradient(self, gradient_factor: float = 1.0, *, timeout_s: float | None = None) -> None:
+        """Adds what the sealed step has accumulated, times `gradient_factor`, to `.grad` of the trainer's own weight and bias.
+
+        Added in fp32 and rounded to the parameter's dtype once.
+        """
+        weight, bias = self._trainer_owned()
+        if bias is None:
+            gradients = [(weight, self.gradient(gradient_factor=gradient_factor, timeout_s=timeout_s))]
+        else:
+            both = self.gradient(bias=True, gradient_factor=gradient_factor, timeout_s=timeout_s)
+            gradients = list(zip((weight, bias), both, strict=True))
+        for parameter, values in gradients:
+            gradient = torch.from_numpy(values if values.flags.writeable else values.copy()).to(parameter.device)
+            if parameter.grad is not None:
+                gradient += dense(parameter.grad).float()
+            parameter.grad = gradient.to(parameter.dtype)
+
+    def push_weight(self, *, timeout_s: float | None = None) -> HeadInfo:
+        """Closes the sealed step with the trainer's own weight and bias. Only one of several trainers calls it."""
+        weight, bias = self._trainer_owned()
+        return self.replace_weight(weight, bias, timeout_s=timeout_s)
+
+    def push_gradient(self, first_micro_batch: int, parts: int, factor: float = 1.0, *, timeout_s: float | None = None) -> None:
+        """Adds `factor` times `.grad` of the tied parameter to the open step, as the contributions `first_micro_batch` and on.
+
+        A parameter without a gradient adds zeros, so that the ids are the same every time. `.grad` stays.
+
+        Args:
+            parts: number of contributions, see `gradient_parts`.
+        """
+        parameter = self._server_tied()
+        rows = -(-parameter.shape[0] // parts)
+        gradient = None if parameter.grad is None else dense(parameter.grad)
+        for part in range(parts):
+            start = part * rows
+            values = torch.zeros(1, parameter.shape[1]) if gradient is None else gradient[start : start + rows]
+            self.add_gradient(values, micro_batch=first_micro_batch + part, row_start=start, factor=factor, timeout_s=timeout_s)
+
+    def gradient_parts(self, *, timeout_s: float | None = None) -> int:
+        """Number of contributions that the gradient of the whole weight takes, within the server's limit on one."""
+        parameter = self._server_tied()
+        limit = self._client.server_info(timeout_s=timeout_s).limits.get(_GRADIENT_LIMIT, 0)
+        bytes_of_row = 4 * parameter.shape[1]
+        rows = max(1, limit // bytes_of_row) if limit else parameter.shape[0]
+        parts = -(-parameter.shape[0] // rows)
+        # Parts of equal size, but for the last one: as few of them as that takes.
+        return -(-parameter.shape[0] // -(-parameter.shape[0] // parts))
+
+    def pull_weight(self, *, timeout_s: float | None = None) -> None:
+        """Downloads the weight into the tied parameter, and the bias beside it, in place. float32 ones get the master weights."""
+        pairs: list[tuple[torch.nn.Parameter, Callable[..., Any]]] = [(self._server_tied(), self.weight)]
+        if self.bias_parameter is not None:
+            pairs.append((self.bias_parameter, self.bias))
+        for parameter, download in pairs:
+            wanted = None if _arrays.data_type_name(parameter.dtype) == self.spec.data_type else _arrays.FLOAT32
+            with torch.no_grad():
+                parameter.copy_(_as_tensor(download(dtype=wanted, timeout_s=timeout_s)))
+
+    def _trainer_owned(self) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
+        if self.owner != "trainer" or self.weight_parameter is None:
+            raise invalid_argument("INVALID_COMBINATION", f"{self.name} is not owned by the trainer's optimizer", field="owner")
+        return self.weight_parameter, self.bias_parameter
+
+    def _server_tied(self) -> torch.nn.Parameter:
+        if self.tied != "server" or self.weight_parameter is None:
+            raise invalid_argument("INVALID_COMBINATION", f'{self.name} is not tied="server"', field="tied")
+        return self.weight_parameter
+
+
+# Bytes of rows that one contribution may have, by the name of the server's limit.
+_GRADIENT_LIMIT = "max_micro_batch_bytes"
+
+
+def dense(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient as a plain tensor; that of an Embedding with sparse=True is not one."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _as_tensor(values: Any) -> torch.Tensor:
+    array = _arrays.from_any(values, "weight")
+    data = array.data if array.data.flags.writeable else array.data.copy()
+    if array.data_type == _arrays.BFLOAT16:
+        return torch.from_numpy(data.view("int16")).view(torch.bfloat16)
+    return torch.from_numpy(data)
+
+
+def attach(
+    client: Client,
+    name: str,
+    module: torch.nn.Module | torch.nn.Parameter,
+    *,
+    model: torch.nn.Module | None = None,
+    tied: str | None = None,
+    optimizer: AdamW | SGD | str | None = None,
+    trainable: bool = True,
+    if_exists: str = "attach",
+    **options: Any,
+) -> ModuleHead:
+    """Makes a head of a model's last layer, or finds the one that was made before.
+
+    Who owns the weight:
+        optimizer=headwater.AdamW(...): the server. The layer can be deleted; nothing of the head stays here.
+        optimizer="torch": this trainer. A torch optimizer holds the layer's parameters; the head serves them and accumulates.
+        tied="trainer": the same, for a weight that is also the input embedding.
+        tied="server", optimizer=headwater.AdamW(...): the server, for a weight that is also the input embedding; take the
+            parameter out of the torch optimizer.
+        trainable=False: nobody. A teacher, or a head below a LoRA body.
+        none of these: nobody, but gradients are accumulated (`Head.gradient`).
+
+    Args:
+        client: of `headwater.connect` or `headwater.local.connect`.
+        name: of the head.
+        module: the model's torch.nn.Linear, or its weight alone.
+        model: the model that the layer belongs to, searched for a second use of the weight. Without it, sharing is not found.
+        tied: None, "trainer" or "server".
+        optimizer: see above.
+        trainable: whether gradients are accumulated.
+        if_exists: "attach" or "fail", as in `Client.create_head`. An existing head keeps its own weight.
+        options: those of `Client.create_head`: softcap, logit_scale, valid_vocab_size, dtype, staging_slots, timeout_s, ...
+    Returns:
+        The head. `created` says whether it is new.
+    Raises:
+        InvalidArgumentError (a ValueError): LoRA on the head, a quantised or reparametrised layer; a weight that is shared without
+            `tied`, or `tied` for one that is not.
+    """
+    layer = output_layer(module)
+    owner = _owner(tied, optimizer, trainable)
+    _check_sharing(model, layer, tied, trainable)
+    keeps = owner == "trainer" or tied is not None
+    if keeps:
+        _check_kept(layer, tied)
+    head = client.create_head(
+        name,
+        layer.weight,
+        layer.bias,
+        trainable=trainable,
+        optimizer=None if isinstance(optimizer, str) else optimizer,
+        if_exists=if_exists,
+        **options,
+    )
+    return ModuleHead(
+        client,
+        head.info(timeout_s=options.get("timeout_s")),
+        created=head.created,
+        owner=owner,
+        tied=tied,
+        weight_parameter=layer.weight if keeps else None,
+        bias_parameter=layer.bias if keeps else None,
+    )
+
+
+def _refused(message: str, field: str) -> HeadwaterError:
+    return invalid_argument("INVALID_COMBINATION", message, field=field)
+
+
+def _owner(tied: str | None, optimizer: Any, trainable: bool) -> str:
+    """Who updates the weight; see `ModuleHead.owner`."""
+    if tied not in (None, "trainer", "server"):
+        raise invalid_argument("INVALID_FIELD", f'tied must be None, "trainer" or "server", got {tied!r}', field="tied")
+    if isinstance(optimizer, str) and optimizer != "torch":
+        raise invalid_argument(
+            "INVALID_FIELD",
+            f'optimizer must be headwater.AdamW, headwater.SGD, "torch" or None, got {optimizer!r}',
+            field="optimizer",
+        )
+    if not trainable:
+        if tied is not None or optimizer is not None:
+            raise _refused("a frozen head (trainable=False) takes neither tied= nor optimizer=", "trainable")
+        return ""
+    if tied == "trainer":
+        if optimizer not in (None, "torch"):
+            raise _refused('tied="trainer" leaves the weight to PyTorch\'s optimizer: the head takes none', "optimizer")
+        return "trainer"
+    if tied == "server":
+        if not isinstance(optimizer, (AdamW, SGD)):
+            raise _refused('tied="server" needs the head\'s optimizer: headwater.AdamW(...) or headwater.SGD(...)', "optimizer")
+        return "server"
+    return "trainer" if optimizer == "torch" else "" if optimizer is None else "server"
+
+
+def _check_sharing(model: torch.nn.Module | None, layer: OutputLayer, tied: str | None, trainable: bool) -> None:
+    if model is None:
+        return
+    others = sharing(model, layer)
+    # A weight that was given alone is found in its own layer, too: one use is no sharing, unless it is the embedding.
+    if layer.module is None and others and not any(isinstance(m, torch.nn.Embedding) for m in _users(model, layer)):
+        others = others[1:]
+    names = ", ".join(other.name for other in others)
+    if tied is None:
+        if not trainable:
+            others = [other for other in others if other.tensor.requires_grad]
+        if others:
+            why = f"the head's weight shares its memory with {names}"
+            if not trainable:
+                raise _refused(f"{why}, which is trained: a frozen head would stay behind. Freeze it, or use {_FLOWS}", "tied")
+            raise _refused(f"{why}: two optimizers would each change half of it. Use {_FLOWS}", "tied")
+        return
+    if not others:
+        raise _refused(f'tied="{tied}", but nothing else in the model uses the head\'s weight', "tied")
+    for other in others:
+        if other.tensor is not layer.weight:
+            raise _refused(
+                f"{other.name} shares memory with the head's weight, but is another Parameter with a gradient of its own: "
+                "make both one Parameter (lm_head.weight = embedding.weight)",
+                "tied",
+            )
+
+
+def _users(model: torch.nn.Module, layer: OutputLayer) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if any(parameter is layer.weight for parameter in module._parameters.values())]
+
+
+def _check_kept(layer: OutputLayer, tied: str | None) -> None:
+    """The layer's tensors can be trained here."""
+    for name, tensor in (("weight", layer.weight), ("bias", layer.bias)):
+        if tensor is not None and not (isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad):
+            raise _refused(f"the {name} must be a Parameter that requires a gradient, for this trainer goes on using it", "module")

@@ -1,0 +1,507 @@
+"""`TrainingLoop`: what stands between backward and the next step, for one trainer or many, in a few lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headwater._backend import Expected
+from headwater._errors import FailedPreconditionError, HeadwaterError, NotFoundError, invalid_argument
+from headwater._head import Head, _check_expected
+from headwater._types import HeadInfo, SealResult, StepTotals, check_integer, check_number
+from headwater.torch import _gradients
+from headwater.torch._attach import ModuleHead
+from headwater.torch._micro_batches import MicroBatchSource
+from headwater.torch._trainer_state import StateStore
+
+# As torch.nn.utils.clip_grad_norm_ and the server have it.
+_CLIP_EPSILON = 1e-6
+# Name of the one checkpoint of a frozen head.
+_FROZEN_CHECKPOINT = "weights"
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What became of a step."""
+
+    step: int  # its number
+    applied: bool  # False: its gradient was not finite, and nothing has changed
+    learning_rate: float
+    global_grad_norm: float  # of body and heads, before clipping, with gradient_factor
+    clip_factor: float  # in (0, 1]; already applied everywhere
+    totals: tuple[StepTotals, ...]  # of each trainable head, in order
+    checkpoint: str | None = None  # that was written after it
+
+
+class TrainingLoop:
+    """Closes steps, keeps checkpoints and finds back to them.
+
+        head = headwater.torch.attach(client, "student", model.lm_head, model=model, optimizer=headwater.AdamW())
+        state = headwater.torch.TrainerState("checkpoints", model=model.body, optimizer=optimizer)
+        loop = headwater.torch.TrainingLoop(head, optimizer, state=state, checkpoint_every=100, max_grad_norm=1.0)
+        loss_fn = headwater.torch.CrossEntropyLoss(head)
+        for step in range(loop.resume(), 1000):
+            for inputs, targets in micro_batches(step):
+                loop.backward(loss_fn(model.body(inputs), targets) / MICRO_BATCHES)
+            loop.step(learning_rate=1e-3)
+
+    `step` counts the micro-batches that the loss functions of the heads have drawn, seals them, clips by the norm of body and heads
+    together, applies the heads' optimizers and the body's, and saves what is due. Weights that this trainer owns or shares with a
+    head (`attach`) are moved both ways.
+
+    Several trainers: each makes a loop with its rank, and all call the same methods. The body's gradients must have been reduced
+    (DDP) before `step`. Rank 0 alone closes steps and writes checkpoints; the others follow after a barrier.
+
+    After an error the step is not closed by halves: `step` is refused until `resume` has brought all back to a checkpoint. With
+    `StepLostError` (the server was started again) that is what to call; with `connect(replay=True)` the client mostly spares it.
+
+    Args:
+        heads: those that this trainer trains, as `attach`, `Client.create_head` or `Client.head` made them. Frozen ones among them
+            (teachers) are only kept and followed over restarts.
+        optimizer: the body's torch optimizer, or None if only heads are trained. It must hold the weights that the trainer owns,
+            and must not hold one that a head's optimizer owns.
+        parameters: the body's parameters, for norm and clipping. None: those of `optimizer`.
+        scaler: torch.amp.GradScaler. A step whose gradient overflows is skipped on all sides.
+        max_grad_norm: > 0; clips by the global norm. None: no clipping.
+        gradient_factor: multiplies the heads' gradients; 1 / world_size where each rank's loss is a mean of its own and the
+            framework averages. docs/concepts.md has the table.
+        state: where the trainer's own state is kept: a `TrainerState`, or what has its methods.
+        checkpoint_every: number of steps between checkpoints; the beginning is saved as well. None: only by `save_checkpoint`.
+        checkpoint_name: of the head's checkpoints, with {step}.
+        rank, world_size: of this trainer among those that submit. None: those of torch.distributed, 0 and 1 without it.
+        barrier: called without arguments; returns when all ranks have called it. None: torch.distributed.barrier.
+        shared_gradients: "reduced" if each rank has the same gradient of a tied embedding (DDP has averaged it): rank 0 adds it.
+            "partial" if each has its own part: each adds it. None: "reduced" if torch.distributed is initialised.
+        body_norm_squared: returns the squared norm of the body's gradients, unscaled, where `parameters` are a part of them (FSDP).
+        timeout_s: bound of each call, in seconds. None: the client's.
+    """
+
+    def __init__(
+        self,
+        heads: Head | Sequence[Head],
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        parameters: Iterable[torch.Tensor] | None = None,
+        scaler: Any = None,
+        max_grad_norm: float | None = None,
+        gradient_factor: float = 1.0,
+        state: StateStore | None = None,
+        checkpoint_every: int | None = None,
+        checkpoint_name: str = "step-{step}",
+        rank: int | None = None,
+        world_size: int | None = None,
+        barrier: Callable[[], Any] | None = None,
+        shared_gradients: str | None = None,
+        body_norm_squared: Callable[[], float] | None = None,
+        timeout_s: float | None = None,
+    ):
+        given = [heads] if isinstance(heads, Head) else list(heads)
+        self._heads = [head for head in given if head.spec.trainable]
+        self._frozen = [head for head in given if not head.spec.trainable]
+        if not self._heads:
+            raise invalid_argument("INVALID_COMBINATION", "a training loop needs a trainable head", field="heads")
+        self._optimizer = optimizer
+        held = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+        self._parameters = held if parameters is None else list(parameters)
+        self._shared = [head for head in self._heads if isinstance(head, ModuleHead) and head.tied == "server"]
+        self._trainer_owned = [head for head in self._heads if isinstance(head, ModuleHead) and head.owner == "trainer"]
+        self._served = [head for head in self._heads if head not in self._trainer_owned]
+        _check_owners(self._served, self._shared, self._trainer_owned, held, self._parameters)
+        self._scaler = scaler if scaler is not None and getattr(scaler, "is_enabled", lambda: True)() else None
+        self._max_grad_norm = None if max_grad_norm is None else check_number(max_grad_norm, "max_grad_norm", low=0, low_open=True)
+        self._gradient_factor = check_number(gradient_factor, "gradient_factor", nonzero=True)
+        self._state = state
+        self._every = None if checkpoint_every is None else check_integer(checkpoint_every, "checkpoint_every", low=1)
+        if not isinstance(checkpoint_name, str) or "{step}" not in checkpoint_name:
+            raise invalid_argument(
+                "INVALID_NAME", f"checkpoint_name must contain {{step}}, got {checkpoint_name!r}", field="checkpoint_name"
+            )
+        self._checkpoint_name = checkpoint_name
+        self._timeout = {"timeout_s": timeout_s}
+        self._body_norm_squared = body_norm_squared
+        sources = [MicroBatchSource(rank, world_size) for _ in self._heads]
+        for head, source in zip(self._heads, sources, strict=True):
+            head._micro_batch_source = source
+        self._sources = sources
+        self.rank, self.world_size = sources[0].rank, sources[0].world_size
+        distributed = _distributed()
+        self._barrier = barrier if barrier is not None else torch.distributed.barrier if distributed else _alone
+        if self.world_size > 1 and self._barrier is _alone:
+            raise invalid_argument("MISSING_FIELD", f"{self.world_size} trainers need a barrier", field="barrier")
+        if shared_gradients not in (None, "reduced", "partial"):
+            raise invalid_argument(
+                "INVALID_FIELD",
+                f'shared_gradients must be "reduced" or "partial", got {shared_gradients!r}',
+                field="shared_gradients",
+            )
+        reduced = distributed if shared_gradients is None else shared_gradients == "reduced"
+        if self._trainer_owned and self.world_size > 1 and shared_gradients == "partial":
+            raise invalid_argument(
+                "INVALID_COMBINATION",
+                "a weight that the trainers own is updated by each of them alike: reduce its gradient first",
+                field="shared_gradients",
+            )
+        # Ranks that add the gradient of a tied embedding, and how many contributions each makes of it.
+        self._adding_ranks = range(1 if reduced else self.world_size)
+        self._parts = [head.gradient_parts(**self._timeout) for head in self._shared]
+        self._failure: BaseException | None = None
+
+    @property
+    def open_step(self) -> int:
+        """The step that micro-batches go to now."""
+        step = self._heads[0].step
+        assert step is not None  # it is trainable
+        return step
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """`loss.backward()`, scaled by the GradScaler if there is one."""
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+
+    # ---- the end of a step ------------------------------------------------------------------------------------------
+
+    def step(self, learning_rate: float | None = None, *, expected_micro_batches: Expected | None = None) -> StepOutcome:
+        """Closes the step: every head's and the body's weights are updated once, or none of them.
+
+        Args:
+            learning_rate: of the heads' optimizers. None: that of the torch optimizer's first group.
+            expected_micro_batches: n for the ids 0 ... n-1 of all ranks together, or the list of them; without the gradients that
+                the loop adds itself. None: those that this process has drawn; with several ranks, each must have drawn as many.
+        Raises:
+            FailedPreconditionError: `NON_FINITE_GRADIENT`, without a scaler: nothing has changed; `skip` closes the step.
+                `MICRO_BATCH_MISSING` and the like: a micro-batch was not backed through.
+            StepLostError: the server was started again in mid-step: `resume`.
+        """
+        self._check_sound()
+        rate = self._learning_rate(learning_rate)
+        expected = [self._expected(index, expected_micro_batches) for index in range(len(self._heads))]
+        step = self.open_step
+        seals = self._seal(expected)
+        try:
+            outcome = self._close(step, rate, seals)
+        except BaseException as error:
+            self._failure = error
+            raise
+        if self._every is not None and self.open_step % self._every == 0:
+            outcome = dataclasses.replace(outcome, checkpoint=self.save_checkpoint())
+        return outcome
+
+    def skip(self) -> None:
+        """Closes the step with all weights unchanged; also one that `step` has refused because its gradient is not finite."""
+        if getattr(self._failure, "reason", "") == "NON_FINITE_GRADIENT":
+            self._failure = None
+        self._check_sound()
+        self._barrier()
+        self._discard()
+
+    def _check_sound(self) -> None:
+        if self._failure is not None:
+            advice = "skip() closes it" if getattr(self._failure, "reason", "") == "NON_FINITE_GRADIENT" else "call resume()"
+            raise FailedPreconditionError(
+                f"step {self.open_step} was not closed ({self._failure}); {advice}", reason="INVALID_COMBINATION"
+            ) from self._failure
+
+    def _learning_rate(self, given: float | None) -> float:
+        if given is not None:
+            return check_number(given, "learning_rate", low=0)
+        if self._optimizer is None:
+            raise invalid_argument("MISSING_FIELD", "learning_rate is required without a torch optimizer", field="learning_rate")
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def _expected(self, index: int, given: Expected | None) -> list[int]:
+        """Ids of the micro-batches of all ranks, ascending."""
+        head, source = self._heads[index], self._sources[index]
+        if given is not None:
+            checked = _check_expected(given)
+            return list(range(checked)) if isinstance(checked, int) else sorted(checked)
+        own = source.ids(head.step)
+        if not own:
+            raise invalid_argument(
+                "MISSING_FIELD",
+                f"no micro-batch was submitted to {head.name} in step {head.step}; skip() closes a step without any",
+                field="expected_micro_batches",
+            )
+        if self.world_size == 1:
+            return own
+        if own != list(range(self.rank, len(own) * self.world_size, self.world_size)):
+            raise invalid_argument(
+                "MISSING_FIELD",
+                f"rank {self.rank} has dropped micro-batches of step {head.step}; say which there are",
+                field="expected_micro_batches",
+                actual=own,
+            )
+        return list(range(len(own) * self.world_size))
+
+    def _seal(self, expected: list[list[int]]) -> list[SealResult]:
+        """Adds this trainer's part of tied weights' gradients, and seals every head."""
+        for head, parts in zip(self._shared, self._parts, strict=True):
+            self._add_shared_gradient(head, parts, expected[self._heads.index(head)])
+        self._barrier()
+        # Every rank asks; the first one seals, and all get the same answer.
+        return [
+            head.seal(expected_micro_batches=ids, wait=self.world_size > 1, **self._timeout)
+            for head, ids in zip(self._heads, expected, strict=True)
+        ]
+
+    def _close(self, step: int, rate: float, seals: list[SealResult]) -> StepOutcome:
+        """What follows once the heads are sealed."""
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        gradient_factor = self._gradient_factor / scale
+        if self._scaler is not None and self._optimizer is not None and any(p.grad is not None for p in self._parameters):
+            self._scaler.unscale_(self._optimizer)
+        for head in self._trainer_owned:
+            head.pull_gradient(gradient_factor, **self._timeout)
+        norms = self._norms_squared(seals, gradient_factor)
+        total = math.fsum(norms) if all(map(math.isfinite, norms)) else math.nan
+        finite = math.isfinite(total) and not any(seal.non_finite_count for seal in seals)
+        # Rank 0 must not close the step before all have what they need of it.
+        self._barrier()
+        norm = math.sqrt(total) if finite else math.nan
+        outcome = StepOutcome(step, finite, rate, norm, 1.0, tuple(seal.totals for seal in seals))
+        if not finite:
+            if self._scaler is None:
+                raise FailedPreconditionError(
+                    f"the gradient of step {step} is not finite; nothing has changed. skip() goes on without it",
+                    reason="NON_FINITE_GRADIENT",
+                    metadata={"step": str(step)},
+                )
+            self._discard()
+            self._scaler.update(scale * self._scaler.get_backoff_factor())
+            return outcome
+        clip_factor = 1.0 if self._max_grad_norm is None else min(1.0, self._max_grad_norm / (norm + _CLIP_EPSILON))
+        if self.rank == 0:
+            self._apply(rate, gradient_factor, norms)
+        self._step_body(clip_factor)
+        if self.rank == 0:
+            for head in self._trainer_owned:
+                head.push_weight(**self._timeout)
+        self._follow(step)
+        return dataclasses.replace(outcome, clip_factor=clip_factor)
+
+    def _add_shared_gradient(self, head: ModuleHead, parts: int, ids: list[int]) -> None:
+        """The trainer's own part of a tied weight's gradient; appends its ids to the expected ones."""
+        base = ids[-1] + 1 if ids else 0
+        if self.rank in self._adding_ranks:
+            # The head will multiply it by gradient_factor / scale as everything else, but only the scaler's scale is on it.
+            head.push_gradient(base + self.rank * parts, parts, 1.0 / self._gradient_factor, **self._timeout)
+        ids.extend(range(base, base + len(self._adding_ranks) * parts))
+
+    def _norms_squared(self, seals: list[SealResult], gradient_factor: float) -> list[float]:
+        """Of the gradient of the body, with the weights that it owns, and of each served head."""
+        body = _gradients.norm_squared(self._parameters) if self._body_norm_squared is None else self._body_norm_squared()
+        served = [
+            seal.gradient_norm_squared * gradient_factor**2
+            for head, seal in zip(self._heads, seals, strict=True)
+            if head in self._served
+        ]
+        return [body, *served]
+
+    def _apply(self, rate: float, gradient_factor: float, norms: list[float]) -> None:
+        for index, head in enumerate(self._served, start=1):
+            others = math.fsum(norm for place, norm in enumerate(norms) if place != index)
+            head.apply_optimizer_step(
+                learning_rate=rate,
+                gradient_factor=gradient_factor,
+                max_grad_norm=self._max_grad_norm,
+                other_grad_norm_squared=others,
+                **self._timeout,
+            )
+
+    def _step_body(self, clip_factor: float) -> None:
+        _gradients.multiply(self._parameters, clip_factor)
+        if self._optimizer is not None:
+            if self._scaler is not None and any(p.grad is not None for p in self._parameters):
+                self._scaler.step(self._optimizer)
+            else:
+                self._optimizer.step()
+        if self._scaler is not None:
+            self._scaler.update()
+        self._forget_gradients()
+
+    def _discard(self) -> None:
+        """Closes the step on all sides with nothing changed."""
+        step = self.open_step
+        if self.rank == 0:
+            for head in self._heads:
+                head.discard_gradient(**self._timeout)
+        self._forget_gradients()
+        self._follow(step, weights_changed=False)
+
+    def _forget_gradients(self) -> None:
+        _gradients.forget(self._parameters)
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none=True)
+        _gradients.forget(head.weight_parameter for head in self._shared if head.weight_parameter is not None)
+
+    def _follow(self, step: int, *, weights_changed: bool = True) -> None:
+        """The step is closed, or rank 0 is about to: the next one is open."""
+        for head in self._heads:
+            head.step = step + 1
+        if self._shared and weights_changed:
+            self._barrier()
+            for head in self._shared:
+                head.pull_weight(**self._timeout)
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self) -> str:
+        """Saves heads and trainer as they are at the beginning of the open step; returns the checkpoint's name.
+
+        The trainer's state first: a head's checkpoint is there only if the state that belongs to it is.
+        """
+        self._check_sound()
+        step = self.open_step
+        if self._state is not None and (self.rank == 0 or self._state.every_rank):
+            self._state.save(step)
+        self._barrier()
+        name = self._checkpoint_name.format(step=step)
+        if self.rank == 0:
+            for head in self._heads:
+                head.save(name, overwrite=True, **self._timeout)
+        return name
+
+    def resume(self, step: int | None = None, *, take: bool = True) -> int:
+        """Brings heads and trainer to the newest step that both have, and returns it. Call it first, and after errors.
+
+        In a new run nothing is brought back. If the server was started again, or this trainer was, heads whose open step is not the
+        trainer's are set back to the checkpoint that is. Every head is taken: calls of an earlier process are fenced off from then
+        on, and what the open step had accumulated is dropped. Without `state`, the trainer loads its own state of the step that is
+        returned.
+
+        Args:
+            step: the step to go to. None: the newest one.
+            take: False joins the open step of a run whose other trainers are going on: one rank that was started again. Its
+                micro-batches are submitted anew, and those that had been added before are not added again. The trainer's state of
+                that very step must be there.
+        Raises:
+            FailedPreconditionError: `STEP_MISMATCH`: heads and trainer have no step in common.
+        """
+        if take:
+            if self.rank == 0:
+                target = self._bring_heads_back(step)
+            self._barrier()
+        if not (take and self.rank == 0):
+            for head in self._heads:
+                head._adopt(head.info(**self._timeout))
+            target = self.open_step
+            if any(head.step != target for head in self._heads) or step not in (None, target):
+                raise self._nothing_in_common([head.step for head in self._heads], step)
+        for head in self._frozen:
+            head._adopt(head.info(**self._timeout))
+        fresh = self._load_state(target)
+        for head, source in zip(self._heads, self._sources, strict=True):
+            source.begin_again(target, None if take else self._next_attempt(head))
+        for head in self._shared:
+            head.pull_weight(**self._timeout)
+        self._forget_gradients()
+        self._failure = None
+        if take and self._every is not None:
+            if self.rank == 0:
+                self._save_frozen()
+            if fresh:
+                self.save_checkpoint()
+            self._barrier()
+        return target
+
+    def _bring_heads_back(self, step: int | None) -> int:
+        infos = [head.info(**self._timeout) for head in self._heads]
+        steps = [info.open_step for info in infos]
+        if step is not None:
+            candidates = [check_integer(step, "step")]
+        else:
+            candidates = [] if self._state is None else sorted(self._state.steps(), reverse=True)
+            begins = all(info.open_step == head.spec.initial_step for head, info in zip(self._heads, infos, strict=True))
+            if not candidates and len(set(steps)) == 1 and (self._state is None or begins):
+                candidates = [int(steps[0] or 0)]
+        for candidate in candidates:
+            if all(self._bring_to(head, info, candidate) for head, info in zip(self._heads, infos, strict=True)):
+                return candidate
+        raise self._nothing_in_common(steps, step)
+
+    def _bring_to(self, head: Head, info: HeadInfo, step: int) -> bool:
+        """Takes the head at the beginning of a step; False if it has no checkpoint of it."""
+        if info.open_step == step and info.state in ("READY", "RESTORED"):
+            head.take(**self._timeout)
+            return True
+        head._adopt(head.info(**self._timeout))
+        try:
+            head.restore(self._checkpoint_name.format(step=step), **self._timeout)
+        except NotFoundError:
+            return False
+        return head.step == step
+
+    def _load_state(self, step: int) -> bool:
+        """Whether this is the beginning of a run, with nothing to load."""
+        if self._state is None:
+            return step == self._heads[0].spec.initial_step
+        if step in self._state.steps():
+            self._state.load(step)
+            return False
+        if step == self._heads[0].spec.initial_step:
+            return True
+        raise self._nothing_in_common([step], step)
+
+    def _nothing_in_common(self, steps: Sequence[int | None], wanted: int | None) -> HeadwaterError:
+        own = "unknown" if self._state is None else self._state.steps()
+        names = ", ".join(f"{head.name} at step {step}" for head, step in zip(self._heads, steps, strict=False))
+        return FailedPreconditionError(
+            f"heads and trainer have no step in common{'' if wanted is None else f' with step {wanted}'}: {names}, the trainer's "
+            f"checkpoints are of {own}. Restore a head by name, or delete it to begin again",
+            reason="STEP_MISMATCH",
+            metadata={"openStep": str(steps[0])},
+        )
+
+    def _next_attempt(self, head: Head) -> int | None:
+        """Above every attempt that this rank has made in the open step; None if it has made none."""
+        known = head.step_state(**self._timeout).open.micro_batches.values()
+        attempts = [entry.attempt for entry in known if entry.micro_batch % self.world_size == self.rank]
+        return max(attempts) + 1 if attempts else None
+
+    def _save_frozen(self) -> None:
+        """Frozen heads do not change: one checkpoint brings them back after any restart."""
+        for head in self._frozen:
+            head.save(_FROZEN_CHECKPOINT, overwrite=True, **self._timeout)
+
+
+def _alone() -> None:
+    """The barrier of a single trainer."""
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+def _check_owners(
+    served: Sequence[Head],
+    shared: Sequence[ModuleHead],
+    trainer_owned: Sequence[ModuleHead],
+    held: Sequence[torch.Tensor],
+    body: Sequence[torch.Tensor],
+) -> None:
+    """Every weight is updated by exactly one optimizer."""
+    for head in served:
+        if head.spec.optimizer is None:
+            raise invalid_argument(
+                "INVALID_COMBINATION",
+                f'{head.name} has no optimizer: create it with optimizer=headwater.AdamW(), or attach it with optimizer="torch"',
+                field="heads",
+            )
+    for head in shared:
+        if any(parameter is head.weight_parameter or parameter is head.bias_parameter for parameter in (*held, *body)):
+            raise invalid_argument(
+                "INVALID_COMBINATION",
+                f"the weight of {head.name} is updated by the head's optimizer: leave it out of the torch optimizer",
+                field="optimizer",
+            )
+    for head in trainer_owned:
+        for parameter in (head.weight_parameter, head.bias_parameter):
+            if parameter is not None and not any(parameter is other for other in held):
+                raise invalid_argument(
+                    "INVALID_COMBINATION",
+                    f"{head.name} is owned by the trainer: its weight and bias must be among the torch optimizer's parameters",
+                    field="optimizer",
+                )

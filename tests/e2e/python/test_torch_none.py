@@ -1,0 +1,282 @@
+"""reduction="none": a loss for each token, and any upstream gradient, against PyTorch's own head in fp64."""
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from expectations import refused
+from torch.utils.checkpoint import checkpoint
+from torch_model import (
+    FEATURES,
+    HIDDEN_SIZE,
+    VOCAB_SIZE,
+    Problem,
+    check_directions,
+    check_gradients,
+    numbers,
+    relative,
+    with_ignored,
+)
+
+import headwater
+import headwater.torch
+
+
+@pytest.fixture
+def problem(rng):
+    return Problem(rng)
+
+
+CASES = {
+    "plain": {},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "class_weights": {"weight": torch.linspace(0, 2, VOCAB_SIZE)},
+    "ignore_index": {"ignore_index": 3},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cross_entropy_is_torchs(backend, make_head, problem, rng, case):
+    options = CASES[case]
+    targets = with_ignored(problem.targets, options.get("ignore_index", -100))
+    theirs = {**options, "weight": options["weight"].double()} if "weight" in options else options
+    upstream = numbers(rng, 16)
+    rows = []
+
+    def objective(hidden, logits):
+        rows.append(F.cross_entropy(logits, targets, reduction="none", **theirs))
+        return (rows[0] * upstream.double()).sum()
+
+    expected, _ = problem.reference(objective)
+    head, trunk = problem.head(backend.client, make_head, staging_slots=0), problem.parameter()
+    losses = headwater.torch.CrossEntropyLoss(head, reduction="none", **options)(problem.inputs @ trunk.T, targets)
+    assert losses.shape == (16,) and losses.dtype == torch.float32
+    # Design, section 3: 1e-6 * max(1, max|z|) for each token; the logits are below 10 here.
+    assert float((losses.detach() - rows[0].detach()).abs().max()) <= 1e-5
+    assert not losses[targets == options.get("ignore_index", -100)].any()
+    assert head.gradient_norm() == 0  # nothing is added before backward
+    losses.backward(upstream)
+    check_gradients(trunk.grad, head, expected)
+    assert head.step_state().open.micro_batches[0].form == "HELD"
+
+
+def test_jsd_is_torchs(backend, make_head, problem, rng):
+    teacher_problem, upstream, share = Problem(rng), numbers(rng, 2, 8), 0.3
+    teacher_hidden = teacher_problem.inputs @ teacher_problem.trunk.T
+    teacher_logits = teacher_hidden.double() @ teacher_problem.weight.double().T + teacher_problem.bias.double()
+    weights = torch.tensor(rng.integers(-1, 4, (2, 8)) * 0.5).float()
+    rows = []
+
+    def objective(hidden, logits):
+        log_p, log_q = F.log_softmax(teacher_logits, -1), F.log_softmax(logits, -1)
+        soft = (log_p.exp() * (log_p - log_q)).sum(-1)
+        hard = F.cross_entropy(logits, problem.targets, reduction="none")
+        rows.append(weights.double().reshape(-1) * ((1 - share) * soft + share * hard))
+        return (rows[0] * upstream.double().reshape(-1)).sum()
+
+    expected, _ = problem.reference(objective)
+    head, trunk = problem.head(backend.client, make_head), problem.parameter()
+    teacher = teacher_problem.head(backend.client, make_head, trainable=False, optimizer=None)
+    loss_fn = headwater.torch.JSDLoss(head, teacher, beta=0.0, hard_loss_weight=share, reduction="none")
+    losses = loss_fn(
+        (problem.inputs @ trunk.T).reshape(2, 8, HIDDEN_SIZE),
+        teacher_hidden.reshape(2, 8, HIDDEN_SIZE),
+        problem.targets.reshape(2, 8),
+        token_weights=weights,
+    )
+    assert losses.shape == (2, 8)
+    assert float((losses.detach().reshape(-1) - rows[0].detach()).abs().max()) <= 2e-5
+    losses.backward(upstream)
+    check_gradients(trunk.grad, head, expected)
+
+
+def test_directional_derivatives_match_fp64_differences(one_shard, make_head, problem, rng):
+    head, upstream = problem.head(one_shard.client, make_head), numbers(rng, 16).double()
+    targets = with_ignored(problem.targets)
+    hidden = (problem.inputs @ problem.trunk.T).requires_grad_()
+    losses = headwater.torch.CrossEntropyLoss(head, reduction="none", z_loss=1e-2)(hidden, targets)
+    losses.backward(upstream.float())
+
+    def objective(logits):
+        rows = F.cross_entropy(logits, targets, reduction="none") + 1e-2 * logits.logsumexp(-1) ** 2 * (targets != -100)
+        return (rows * upstream).sum()
+
+    check_directions(problem, head, hidden, objective, rng)
+
+
+def test_a_policy_gradient_with_masks_and_sequence_means(one_shard, make_head, problem, rng):
+    """What the vector is for: each sequence's mean over its own tokens, times its advantage, a clipped ratio, a second term."""
+    mask = torch.tensor(rng.random((4, 4)) < 0.7).float()
+    mask[:, 0] = 1
+    advantages, old = numbers(rng, 4), -numbers(rng, 4, 4).abs()
+
+    def policy_loss(token_losses):
+        token_losses = token_losses.reshape(4, 4)
+        ratio = (-token_losses - old.to(token_losses.dtype)).exp()
+        gain = torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+        return -((gain * mask).sum(1) / mask.sum(1)).mean() + 0.1 * (token_losses * mask).sum() / mask.sum()
+
+    expected, value = problem.reference(
+        lambda hidden, logits: policy_loss(F.cross_entropy(logits, problem.targets, reduction="none"))
+    )
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    loss = policy_loss(headwater.torch.CrossEntropyLoss(head, reduction="none")(problem.inputs @ trunk.T, problem.targets))
+    assert abs(loss.item() - value) <= 1e-5 * max(1, abs(value))
+    loss.backward()
+    check_gradients(trunk.grad, head, expected)
+
+
+def test_upstream_of_ignored_tokens_means_nothing(one_shard, make_head, problem):
+    targets = with_ignored(problem.targets)
+    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, targets, reduction="sum"))
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    losses = headwater.torch.CrossEntropyLoss(head, reduction="none")(problem.inputs @ trunk.T, targets)
+    losses.backward(torch.where(targets == -100, torch.tensor(float("nan")), torch.tensor(1.0)))
+    check_gradients(trunk.grad, head, expected)
+
+
+def test_a_non_finite_upstream_gradient_is_refused(one_shard, make_head, problem):
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    losses = headwater.torch.CrossEntropyLoss(head, reduction="none")(problem.inputs @ trunk.T, problem.targets)
+    upstream = torch.ones(16)
+    upstream[5] = float("inf")
+    with refused("INVALID_FIELD", headwater.InvalidArgumentError) as info:
+        losses.backward(upstream)
+    assert "token 5" in str(info.value)
+    assert head.gradient_norm() == 0
+
+
+def test_zero_upstream_everywhere_decides_the_contribution(one_shard, make_head, problem):
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    loss_fn = headwater.torch.CrossEntropyLoss(head, reduction="none")
+    (loss_fn(problem.inputs @ trunk.T, problem.targets) * 0).sum().backward()
+    assert not trunk.grad.any() and head.gradient_norm() == 0
+    assert head.seal(expected_micro_batches=loss_fn.micro_batches).totals.micro_batch_count == 1
+
+
+@pytest.mark.parametrize("count", (1, 3))
+def test_accumulation_of_micro_batches(backend, make_head, problem, rng, count):
+    upstream = numbers(rng, 16)
+    expected, _ = problem.reference(
+        lambda hidden, logits: (F.cross_entropy(logits, problem.targets, reduction="none") * upstream.double()).sum()
+    )
+    head, trunk = problem.head(backend.client, make_head), problem.parameter()
+    loss_fn = headwater.torch.CrossEntropyLoss(head, reduction="none")
+    parts = torch.arange(16).chunk(count)
+    # All forwards first: held micro-batches need no staging slot.
+    losses = [loss_fn(problem.inputs[part] @ trunk.T, problem.targets[part]) for part in parts]
+    for part, loss in zip(parts, losses, strict=True):
+        loss.backward(upstream[part])
+    check_gradients(trunk.grad, head, expected)
+    result = head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=loss_fn.micro_batches)
+    assert result.totals.micro_batch_count == count
+    assert relative(head.weight(), problem.weight.double() - 0.1 * expected[1]) <= 1e-6
+
+
+def test_no_grad_adds_nothing_and_a_frozen_head_passes_the_gradient_on(one_shard, make_head, problem, rng):
+    upstream = numbers(rng, 16)
+    expected, _ = problem.reference(
+        lambda hidden, logits: (F.cross_entropy(logits, problem.targets, reduction="none") * upstream.double()).sum()
+    )
+    head, trunk = problem.head(one_shard.client, make_head, trainable=False, optimizer=None), problem.parameter()
+    loss_fn = headwater.torch.CrossEntropyLoss(head, reduction="none")
+    with torch.no_grad():
+        assert not loss_fn(problem.inputs @ trunk.T, problem.targets).requires_grad
+    losses = loss_fn(problem.inputs @ trunk.T, problem.targets)
+    losses.backward(upstream, retain_graph=True)
+    assert relative(trunk.grad, expected[0]) <= 1e-5
+    losses.backward(upstream)  # nothing was added anywhere, so a second time is right
+    assert relative(trunk.grad, 2 * expected[0]) <= 1e-5
+
+
+def test_a_second_backward_is_a_clear_error(one_shard, make_head, problem):
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    losses = headwater.torch.CrossEntropyLoss(head, reduction="none")(problem.inputs @ trunk.T, problem.targets)
+    losses.sum().backward(retain_graph=True)
+    before = head.gradient()
+    with refused("MICRO_BATCH_CONFLICT", headwater.MicroBatchConflictError):
+        losses.sum().backward()
+    np.testing.assert_array_equal(head.gradient(), before)
+
+
+def test_a_dropped_graph_discards(one_shard, make_head, problem):
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    loss_fn = headwater.torch.CrossEntropyLoss(head, reduction="none")
+    losses = loss_fn(problem.inputs @ trunk.T, problem.targets)
+    del losses
+    gc.collect()
+    assert [entry.state for entry in head.step_state().open.micro_batches.values()] == ["DISCARDED"]
+    loss_fn(problem.inputs @ trunk.T, problem.targets).sum().backward()
+    assert loss_fn.micro_batches == [1]
+    assert head.seal(expected_micro_batches=[1]).totals.micro_batch_count == 1
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_16_bit_hidden_states_with_a_loss_scale(one_shard, make_head, problem, rng, dtype):
+    # The upstream gradient carries a GradScaler's scale; the gradient of a row is within the storage type's rounding.
+    hidden = (problem.inputs @ problem.trunk.T).to(dtype)
+    upstream = 1024 * (numbers(rng, 16).abs() + 0.1)
+    reference = hidden.detach().double().requires_grad_()
+    logits = reference @ problem.weight.double().T + problem.bias.double()
+    (F.cross_entropy(logits, problem.targets, reduction="none") * upstream.double()).sum().backward()
+    head = problem.head(one_shard.client, make_head)
+    hidden.requires_grad_()
+    losses = headwater.torch.CrossEntropyLoss(head, reduction="none")(hidden, problem.targets)
+    losses.backward(upstream)
+    assert hidden.grad.dtype == dtype
+    errors = (hidden.grad.double() - reference.grad).norm(dim=-1) / reference.grad.norm(dim=-1)
+    assert float(errors.max()) <= 2 * torch.finfo(dtype).eps
+    probabilities = logits.detach().softmax(-1) - F.one_hot(problem.targets, VOCAB_SIZE)
+    by_weight = (probabilities * upstream.double()[:, None]).T @ reference.detach()
+    assert relative(head.gradient(), by_weight) <= 1e-5
+
+
+def test_the_scale_of_grad_hidden_is_its_own(one_shard, make_head, problem, rng):
+    upstream = numbers(rng, 16)
+    expected, _ = problem.reference(
+        lambda hidden, logits: (F.cross_entropy(logits, problem.targets, reduction="none") * upstream.double()).sum()
+    )
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    loss_fn = headwater.torch.CrossEntropyLoss(head, reduction="none", grad_hidden_scale=4.0)
+    loss_fn(problem.inputs @ trunk.T, problem.targets).backward(upstream)
+    assert relative(trunk.grad, 4 * expected[0]) <= 1e-5 and relative(head.gradient(), expected[1]) <= 1e-5
+
+
+@pytest.mark.parametrize("reentrant", (True, False))
+def test_activation_checkpointing_around_the_loss(one_shard, make_head, problem, rng, reentrant):
+    upstream, gradients = numbers(rng, 16), []
+    for checkpointed in (False, True):
+        head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+        loss_fn = headwater.torch.CrossEntropyLoss(head, reduction="none")
+        inputs = problem.inputs.clone().requires_grad_()
+
+        def run(tensor, trunk=trunk, loss_fn=loss_fn):
+            return loss_fn(torch.tanh(torch.tanh(tensor @ trunk.T)), problem.targets) * 1.5
+
+        losses = checkpoint(run, inputs, use_reentrant=reentrant) if checkpointed else run(inputs)
+        losses.backward(upstream)
+        assert head.seal(expected_micro_batches=loss_fn.micro_batches).totals.micro_batch_count == 1
+        gradients.append((trunk.grad, inputs.grad, torch.tensor(head.gradient())))
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+def test_an_empty_batch(one_shard, make_head, problem):
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    loss_fn = headwater.torch.CrossEntropyLoss(head, reduction="none")
+    losses = loss_fn(torch.zeros(16, FEATURES) @ trunk.T, torch.full((16,), -100))
+    losses.sum().backward()
+    assert not losses.any() and not trunk.grad.any() and head.gradient_norm() == 0
+
+
+def test_options_that_belong_to_a_scalar_are_refused(one_shard, make_head, problem):
+    head = problem.head(one_shard.client, make_head)
+    with refused("INVALID_COMBINATION", ValueError) as info:
+        headwater.torch.CrossEntropyLoss(head, reduction="none", loss_scale=1.0)
+    assert "loss_scale" in str(info.value)
+    with refused("INVALID_COMBINATION", ValueError):
+        headwater.torch.CrossEntropyLoss(head, reduction="none")(
+            problem.inputs @ problem.trunk.T, problem.targets, num_items_in_batch=4
+        )

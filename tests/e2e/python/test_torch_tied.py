@@ -1,0 +1,288 @@
+"""Who owns a head's weight: PyTorch's optimizer or the server's, tied to the embedding or not, against the model in one process."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from expectations import refused
+from torch_language_model import HIDDEN_SIZE, VOCAB_SIZE, LanguageModel, changes, micro_batch, train_in_process, train_with
+
+import headwater
+import headwater.torch
+
+STEPS, MICRO_BATCHES = 24, 2
+ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.05}
+SERVER_ADAMW = headwater.AdamW(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.05)
+RATE = 3e-3
+# Difference of each weight after STEPS steps, by how far it has moved: both sides round in fp32, in another order. Measured: 1e-6.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture
+def make_module_head(make_head, request):
+    """`headwater.torch.attach` with a name of its own, deleted afterwards."""
+    made = []
+
+    def make(client, module, **options):
+        name = f"attached-{len(made)}-{abs(hash(request.node.nodeid)) % 10**9}"
+        head = headwater.torch.attach(client, name, module, if_exists="fail", **options)
+        made.append(head)
+        return head
+
+    yield make
+    for head in made:
+        head._client.head(head.name).delete(force=True)
+
+
+def reference(tied, *, bias=False, steps=STEPS, max_grad_norm=None):
+    model = LanguageModel(tied=tied, bias=bias)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, **ADAMW)
+    return model, train_in_process(model, steps, MICRO_BATCHES, optimizer, max_grad_norm=max_grad_norm)
+
+
+def check_equal(expected, losses, model, other_losses):
+    assert losses[-1] < 0.9 * losses[0]  # it has learned something
+    assert max(abs(a - b) for a, b in zip(losses, other_losses, strict=True)) <= 1e-4
+    for name, change in changes(expected, model).items():
+        assert change <= TOLERANCE, f"{name}: {change:.2g}"
+
+
+@pytest.mark.parametrize("bias", (False, True))
+@pytest.mark.parametrize("flow", ("trainer", "server"))
+def test_a_tied_model_trains_as_in_one_process(one_shard, make_module_head, flow, bias):
+    expected, losses = reference(True, bias=bias, max_grad_norm=0.5)
+    model = LanguageModel(tied=True, bias=bias)
+    options = {"tied": "trainer"} if flow == "trainer" else {"tied": "server", "optimizer": SERVER_ADAMW}
+    head = make_module_head(one_shard.client, model.lm_head, model=model, **options)
+    parameters = list(model.parameters()) if flow == "trainer" else model.body_parameters()
+    loop = headwater.torch.TrainingLoop(head, torch.optim.AdamW(parameters, lr=RATE, **ADAMW), max_grad_norm=0.5)
+    assert loop.resume() == 0
+    others = train_with(loop, headwater.torch.CrossEntropyLoss(head), model, range(STEPS), MICRO_BATCHES)
+    check_equal(expected, losses, model, others)
+    np.testing.assert_array_equal(head.weight(), model.embedding.weight.detach().numpy())
+    assert head.step_state().last_closed.state == ("REPLACED" if flow == "trainer" else "APPLIED")
+
+
+@pytest.mark.parametrize("owner", ("trainer", "server"))
+def test_an_untied_model_trains_as_in_one_process(backend, make_module_head, owner):
+    expected, losses = reference(False, bias=True)
+    model = LanguageModel(tied=False, bias=True)
+    head = make_module_head(backend.client, model.lm_head, model=model, optimizer="torch" if owner == "trainer" else SERVER_ADAMW)
+    parameters = model.parameters() if owner == "trainer" else model.body_parameters()
+    loop = headwater.torch.TrainingLoop(head, torch.optim.AdamW(parameters, lr=RATE, **ADAMW))
+    others = train_with(loop, headwater.torch.CrossEntropyLoss(head), model, range(STEPS), MICRO_BATCHES)
+    if owner == "server":
+        assert head.weight_parameter is None  # nothing of the head is needed here any more
+        model.lm_head.weight.data, model.lm_head.bias.data = torch.tensor(head.weight()), torch.tensor(head.bias())
+    check_equal(expected, losses, model, others)
+
+
+def test_a_sparse_embedding_gradient_goes_up(one_shard, make_module_head):
+    def train(sparse):
+        model = LanguageModel(tied=True, sparse=sparse)
+        head = make_module_head(one_shard.client, model.lm_head, model=model, tied="server", optimizer=SERVER_ADAMW)
+        loop = headwater.torch.TrainingLoop(head, torch.optim.AdamW(model.body_parameters(), lr=RATE))
+        train_with(loop, headwater.torch.CrossEntropyLoss(head), model, range(3), MICRO_BATCHES)
+        return head.weight()
+
+    np.testing.assert_allclose(train(True), train(False), rtol=0, atol=1e-7)
+
+
+def test_the_embeddings_gradient_goes_up_in_parts_that_the_server_takes(remote, make_module_head, monkeypatch):
+    """A weight that is larger than one contribution may be."""
+    weights = []
+    for limit in (0, 5 * HIDDEN_SIZE * 4):
+        model = LanguageModel(tied=True)
+        head = make_module_head(remote.client, model.lm_head, model=model, tied="server", optimizer=SERVER_ADAMW)
+        if limit:
+            info = remote.client.server_info()
+            info = dataclasses.replace(info, limits={**info.limits, "max_micro_batch_bytes": limit})
+            monkeypatch.setattr(remote.client, "server_info", lambda info=info, **_: info)
+        loop = headwater.torch.TrainingLoop(head, torch.optim.AdamW(model.body_parameters(), lr=RATE))
+        train_with(loop, headwater.torch.CrossEntropyLoss(head), model, range(2), MICRO_BATCHES)
+        parts = math.ceil(VOCAB_SIZE / 5) if limit else 1
+        assert len(head.step_state().last_closed.micro_batches) == MICRO_BATCHES + parts
+        weights.append(head.weight())
+    np.testing.assert_allclose(weights[0], weights[1], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_a_16_bit_head_of_an_fp32_parameter(one_shard, make_module_head, dtype):
+    """tied="server": the parameter gets the fp32 master weights; tied="trainer": the head gets the rounded parameter."""
+    for options in ({"tied": "server", "optimizer": SERVER_ADAMW}, {"tied": "trainer"}):
+        model = LanguageModel(tied=True)
+        head = make_module_head(one_shard.client, model.lm_head, model=model, dtype=dtype, **options)
+        parameters = list(model.parameters()) if options["tied"] == "trainer" else model.body_parameters()
+        loop = headwater.torch.TrainingLoop(head, torch.optim.AdamW(parameters, lr=RATE, **ADAMW))
+        losses = train_with(loop, headwater.torch.CrossEntropyLoss(head), model, range(8), MICRO_BATCHES)
+        assert losses[-1] < losses[0]
+        mine = model.embedding.weight.detach()
+        served = torch.tensor(np.asarray(head.weight(dtype="float32")))
+        rounding = 0 if options["tied"] == "server" else torch.finfo(getattr(torch, dtype)).eps
+        assert float((mine - served).abs().max()) <= rounding * float(mine.abs().max())
+
+
+def test_16_bit_models_move_their_own_type(one_shard, make_module_head):
+    for options in ({"tied": "server", "optimizer": SERVER_ADAMW}, {"tied": "trainer"}):
+        model = LanguageModel(tied=True)
+        model.lm_head.weight.data = model.lm_head.weight.data.bfloat16()
+        head = make_module_head(one_shard.client, model.lm_head, model=model, **options)
+        parameters = [model.lm_head.weight] if options["tied"] == "trainer" else []
+        optimizer = torch.optim.SGD(parameters, lr=0.5) if parameters else None
+        loop = headwater.torch.TrainingLoop(head, optimizer)
+        before = model.lm_head.weight.detach().clone()
+        inputs, targets = micro_batch(0, 0)
+        hidden = torch.nn.functional.embedding(inputs, model.embedding.weight)
+        loop.backward(headwater.torch.CrossEntropyLoss(head)(hidden, targets))
+        assert hidden.dtype == torch.bfloat16
+        loop.step(learning_rate=0.1)
+        after = model.lm_head.weight.detach()
+        assert after.dtype == torch.bfloat16 and not torch.equal(before, after)
+        served = head.weight()
+        bits = served.bits if isinstance(served, headwater.BFloat16) else served.view(np.uint16)
+        np.testing.assert_array_equal(after.view(torch.int16).numpy().view(np.uint16), bits)
+
+
+def test_pytorchs_adamw_equals_the_servers_over_100_steps(backend, make_module_head, rng):
+    """The same hidden states into two heads: one is updated by torch.optim.AdamW here, the other one by the server's AdamW."""
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    begin = [parameter.detach().double() for parameter in (layers[0].weight.clone(), layers[0].bias.clone())]
+    ours = make_module_head(backend.client, layers[0], optimizer="torch")
+    theirs = make_module_head(backend.client, layers[1], optimizer=SERVER_ADAMW)
+    optimizer = torch.optim.AdamW(layers[0].parameters(), lr=1e-2, **ADAMW)
+    loop = headwater.torch.TrainingLoop([ours, theirs], optimizer)
+    losses = [headwater.torch.CrossEntropyLoss(head) for head in (ours, theirs)]
+    hidden = torch.tensor(rng.standard_normal((100, 32, HIDDEN_SIZE)).astype(np.float32))
+    targets = torch.tensor(rng.integers(0, VOCAB_SIZE, (100, 32)))
+    for step in range(100):
+        for loss_fn in losses:
+            loss_fn(hidden[step], targets[step]).backward()
+        loop.step()
+    for mine, served, start in zip(layers[0].parameters(), (theirs.weight(), theirs.bias()), begin, strict=True):
+        moved = (mine.detach().double() - start).norm()
+        difference = (mine.detach().double() - torch.tensor(served).double()).norm()
+        assert moved > 0.1 * start.norm()
+        # Measured: 4e-7.
+        assert float(difference / moved) <= 1e-5
+
+
+# ---- what attach refuses ------------------------------------------------------------------------------------------------
+
+
+class Lora(torch.nn.Module):
+    """As peft wraps a layer."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(HIDDEN_SIZE, 2, bias=False)})
+
+
+class LoraLinear(torch.nn.Linear):
+    """As older versions subclass it."""
+
+    def __init__(self):
+        super().__init__(HIDDEN_SIZE, VOCAB_SIZE)
+        self.lora_A = torch.nn.Parameter(torch.zeros(2, HIDDEN_SIZE))
+
+
+class Scaled(torch.nn.Linear):
+    """A layer that computes something else."""
+
+    def forward(self, hidden):
+        return 2 * super().forward(hidden)
+
+
+def quantised():
+    layer = torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE)
+    layer.weight = torch.nn.Parameter(torch.zeros(VOCAB_SIZE, HIDDEN_SIZE, dtype=torch.int8), requires_grad=False)
+    return layer
+
+
+def packed():
+    layer = torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE)
+    layer.register_buffer("qweight", torch.zeros(4, dtype=torch.int32))
+    return layer
+
+
+UNSUPPORTED = {
+    "LoRA": lambda: Lora(torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE)),
+    "LoRA, subclass": LoraLinear,
+    "quantised": quantised,
+    "quantised, packed": packed,
+    "parametrization": lambda: torch.nn.utils.weight_norm(torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE)),
+    "something else": lambda: Scaled(HIDDEN_SIZE, VOCAB_SIZE),
+    "torch.nn.Linear": lambda: torch.nn.Conv1d(1, 1, 1),
+    "meta": lambda: torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE, device="meta"),
+}
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_unsupported_layers_are_refused(backends, case):
+    with refused("INVALID_COMBINATION", ValueError) as info:
+        headwater.torch.attach(backends("local-1").client, "refused", UNSUPPORTED[case]())
+    assert case.split(",")[0] in str(info.value)
+
+
+def test_a_shared_weight_without_a_flow_is_refused(backends):
+    client, model = backends("local-1").client, LanguageModel(tied=True)
+    for module in (model.lm_head, model.embedding.weight):
+        with refused("INVALID_COMBINATION", ValueError) as info:
+            headwater.torch.attach(client, "refused", module, model=model, optimizer=SERVER_ADAMW)
+        message = str(info.value)
+        assert "embedding.weight" in message and 'tied="trainer"' in message and 'tied="server"' in message
+    # Frozen: only if the other use is trained.
+    with refused("INVALID_COMBINATION", ValueError):
+        headwater.torch.attach(client, "refused", model.lm_head, model=model, trainable=False)
+    model.requires_grad_(False)
+    headwater.torch.attach(client, "frozen-tied", model.lm_head, model=model, trainable=False).delete()
+
+
+def test_views_of_one_flat_buffer_are_not_shared(backends):
+    client, model = backends("local-1").client, LanguageModel(tied=False)
+    flat = torch.cat([model.embedding.weight.flatten(), model.lm_head.weight.flatten()]).detach()
+    half = VOCAB_SIZE * HIDDEN_SIZE
+    model.embedding.weight.data = flat[:half].view(VOCAB_SIZE, HIDDEN_SIZE)
+    model.lm_head.weight.data = flat[half:].view(VOCAB_SIZE, HIDDEN_SIZE)
+    headwater.torch.attach(client, "flat", model.lm_head, model=model, optimizer=SERVER_ADAMW).delete()
+    # But another Parameter over the same memory is, and no flow can serve two gradients.
+    model.embedding.weight.data = model.lm_head.weight.data
+    with refused("INVALID_COMBINATION", ValueError):
+        headwater.torch.attach(client, "refused", model.lm_head, model=model, optimizer=SERVER_ADAMW)
+    with refused("INVALID_COMBINATION", ValueError) as info:
+        headwater.torch.attach(client, "refused", model.lm_head, model=model, tied="trainer")
+    assert "one Parameter" in str(info.value)
+
+
+def test_flows_that_do_not_fit_are_refused(backends):
+    client, model, untied = backends("local-1").client, LanguageModel(tied=True), LanguageModel(tied=False)
+    for arguments in (
+        {"module": model.lm_head, "model": model, "tied": "trainer", "optimizer": SERVER_ADAMW},
+        {"module": model.lm_head, "model": model, "tied": "server"},
+        {"module": model.lm_head, "model": model, "tied": "server", "optimizer": "torch"},
+        {"module": model.lm_head, "model": model, "tied": "trainer", "trainable": False},
+        {"module": untied.lm_head, "model": untied, "tied": "trainer"},
+        {"module": untied.lm_head, "model": untied, "trainable": False, "optimizer": SERVER_ADAMW},
+    ):
+        with refused("INVALID_COMBINATION", ValueError):
+            headwater.torch.attach(client, "refused", **arguments)
+    for arguments in ({"tied": "both"}, {"optimizer": "adam"}):
+        with refused("INVALID_FIELD", ValueError):
+            headwater.torch.attach(client, "refused", untied.lm_head, **arguments)
+    untied.lm_head.weight.requires_grad_(False)
+    with refused("INVALID_COMBINATION", ValueError):
+        headwater.torch.attach(client, "refused", untied.lm_head, optimizer="torch")
+    assert not [info for info in client.heads() if "refused" in info.name]
+
+
+def test_attaching_again_finds_the_head(one_shard, make_module_head):
+    model = LanguageModel(tied=False)
+    head = make_module_head(one_shard.client, model.lm_head, model=model, optimizer=SERVER_ADAMW)
+    again = headwater.torch.attach(one_shard.client, head.name, model.lm_head, model=model, optimizer=SERVER_ADAMW)
+    assert head.created and not again.created and again.epoch == head.epoch
+    with refused("HEAD_SPEC_MISMATCH"):
+        headwater.torch.attach(one_shard.client, head.name, model.lm_head, model=model, optimizer=headwater.SGD())

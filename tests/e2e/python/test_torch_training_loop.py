@@ -1,0 +1,547 @@
+"""`headwater.torch.TrainingLoop`: closing steps, overflow, several heads and ranks, checkpoints and the way back to them."""
+
+import contextlib
+import math
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from expectations import refused
+from torch_language_model import LanguageModel, changes, micro_batch, train_in_process, train_with
+from torch_model import Problem, relative
+
+import headwater
+import headwater.torch
+
+ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.05}
+SERVER_ADAMW = headwater.AdamW(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.05)
+RATE = 3e-3
+TOLERANCE = 1e-5  # as in test_torch_tied.py
+
+
+@pytest.fixture
+def names(request):
+    """Names of heads, which are deleted afterwards."""
+    made = []
+
+    def name(client):
+        made.append((client, f"loop-{len(made)}-{abs(hash(request.node.nodeid)) % 10**9}"))
+        return made[-1][1]
+
+    yield name
+    for client, head in made:
+        with contextlib.suppress(headwater.NotFoundError):
+            client.head(head).delete(force=True)
+
+
+@pytest.fixture
+def problem(rng):
+    return Problem(rng)
+
+
+class Scaler:
+    """The protocol of torch.amp.GradScaler, for tests without a GPU."""
+
+    def __init__(self, scale):
+        self.value, self.found_inf, self.unscaled, self.steps = scale, False, False, 0
+
+    def scale(self, loss):
+        return loss * self.value
+
+    def unscale_(self, optimizer):
+        assert not self.unscaled
+        self.unscaled = True
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad /= self.value
+                    self.found_inf |= not torch.isfinite(parameter.grad).all()
+
+    def step(self, optimizer):
+        assert self.unscaled
+        if not self.found_inf:
+            optimizer.step()
+            self.steps += 1
+
+    def update(self, new_scale=None):
+        self.value, self.found_inf, self.unscaled = new_scale or self.value, False, False
+
+    def get_scale(self):
+        return self.value
+
+    def get_backoff_factor(self):
+        return 0.5
+
+
+# ---- closing a step -----------------------------------------------------------------------------------------------------
+
+
+def test_two_heads_are_clipped_by_one_global_norm(one_shard, make_head, problem, rng):
+    other = Problem(rng)
+    other.inputs = problem.inputs
+
+    def objective(trunk, weight, bias, second_weight, second_bias):
+        hidden = problem.inputs.double() @ trunk.T
+        first = F.cross_entropy(hidden @ weight.T + bias, problem.targets)
+        return 20 * (first + 0.5 * F.cross_entropy(hidden @ second_weight.T + second_bias, other.targets))
+
+    expected = [t.double() for t in (problem.trunk, problem.weight, problem.bias, other.weight, other.bias)]
+    expected = [torch.nn.Parameter(tensor.clone()) for tensor in expected]
+    before = [tensor.detach().clone() for tensor in expected]
+    objective(*expected).backward()
+    norm = torch.nn.utils.clip_grad_norm_(expected, 1.0)
+    torch.optim.SGD(expected, lr=0.1).step()
+
+    heads = [p.head(one_shard.client, make_head) for p in (problem, other)]
+    trunk = problem.parameter()
+    loop = headwater.torch.TrainingLoop(heads, torch.optim.SGD([trunk], lr=0.1), max_grad_norm=1.0)
+    first, second = (headwater.torch.CrossEntropyLoss(head) for head in heads)
+    hidden = problem.inputs @ trunk.T
+    loop.backward(20 * (first(hidden, problem.targets) + 0.5 * second(hidden, other.targets)))
+    outcome = loop.step()
+    assert outcome.applied and outcome.step == 0 and loop.open_step == 1 and outcome.learning_rate == 0.1
+    assert abs(outcome.global_grad_norm / float(norm) - 1) <= 1e-5
+    assert abs(outcome.clip_factor * (float(norm) + 1e-6) - 1) <= 1e-5
+    assert [totals.valid_token_count for totals in outcome.totals] == [16, 16]
+    after = [trunk.detach()] + [torch.tensor(v) for head in heads for v in (head.weight(), head.bias())]
+    for new, old, reference in zip(after, before, expected, strict=True):
+        assert relative(new.double() - old, reference.detach() - old) <= 1e-4
+    assert trunk.grad is None
+
+
+def test_the_heads_learning_rate_follows_a_scheduler(one_shard, make_head, problem):
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    optimizer = torch.optim.SGD([trunk], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    loop, loss_fn = headwater.torch.TrainingLoop(head, optimizer), headwater.torch.CrossEntropyLoss(head)
+    rates = []
+    for _ in range(3):
+        loop.backward(loss_fn(problem.inputs @ trunk.T, problem.targets))
+        rates.append(loop.step().learning_rate)
+        scheduler.step()
+    assert rates == [0.5, 0.25, 0.125]
+
+
+@pytest.mark.parametrize("where", ("body", "head"))
+def test_an_overflow_is_skipped_on_all_sides(one_shard, make_head, problem, where):
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    scaler = Scaler(2.0**4)
+    loop = headwater.torch.TrainingLoop(head, torch.optim.SGD([trunk], lr=0.1), scaler=scaler)
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    loop.backward(loss_fn(problem.inputs @ trunk.T, problem.targets))
+    if where == "body":
+        trunk.grad[0, 0] = float("inf")
+    else:
+        bad = torch.full((1, head.spec.hidden_size), float("nan"))
+        head.add_gradient(bad.numpy(), micro_batch=1)
+    outcome = loop.step(expected_micro_batches=1 if where == "body" else 2)
+    assert not outcome.applied and scaler.value == 2.0**3 and scaler.steps == 0 and math.isnan(outcome.global_grad_norm)
+    assert torch.equal(trunk.detach(), problem.trunk) and relative(head.weight(), problem.weight.double()) == 0
+    assert head.step_state().last_closed.state == "DISCARDED" and trunk.grad is None
+    # The next one is right, and the scale has left no trace.
+    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
+    loop.backward(loss_fn(problem.inputs @ trunk.T, problem.targets))
+    assert loop.step().applied and scaler.steps == 1
+    assert relative(problem.weight - torch.tensor(head.weight()), 0.1 * expected[1]) <= 1e-5
+    assert relative(problem.trunk - trunk.detach(), 0.1 * expected[0]) <= 1e-5
+
+
+@pytest.mark.parametrize("tied", ("trainer", "server"))
+def test_tied_weights_under_a_scaler_and_a_gradient_factor(one_shard, names, tied):
+    """Whatever scales the head's gradient until it is applied, the embedding's part of the same weight is not scaled twice."""
+    results = []
+    for scaler, factor in ((None, 1.0), (Scaler(64.0), 1.0), (Scaler(64.0), 0.25)):
+        model = LanguageModel(tied=True)
+        options = {"tied": "trainer"} if tied == "trainer" else {"tied": "server", "optimizer": SERVER_ADAMW}
+        head = headwater.torch.attach(one_shard.client, names(one_shard.client), model.lm_head, model=model, **options)
+        parameters = list(model.parameters()) if tied == "trainer" else model.body_parameters()
+        optimizer = torch.optim.AdamW(parameters, lr=RATE, **ADAMW)
+        loop = headwater.torch.TrainingLoop(head, optimizer, scaler=scaler, gradient_factor=factor, max_grad_norm=1.0)
+        # grad_hidden_scale takes back on the body what gradient_factor would leave on the head alone.
+        loss_fn = headwater.torch.CrossEntropyLoss(head, grad_hidden_scale=factor)
+        for step in range(4):
+            for index in range(2):
+                inputs, targets = micro_batch(step, index)
+                loop.backward(loss_fn(model.body(inputs), targets) / (2 * factor))
+            loop.step()
+        results.append(model)
+    for other in results[1:]:
+        for name, change in changes(results[0], other).items():
+            assert change <= TOLERANCE, f"{name}: {change:.2g}"
+
+
+def test_a_gradient_that_is_not_finite_waits_for_skip(one_shard, make_head, problem):
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    loop = headwater.torch.TrainingLoop(head, torch.optim.SGD([trunk], lr=0.1))
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    inputs = problem.inputs.clone()
+    inputs[3] = float("inf")
+    loop.backward(loss_fn(inputs @ trunk.T, problem.targets))
+    with refused("NON_FINITE_GRADIENT", headwater.FailedPreconditionError):
+        loop.step()
+    with refused("INVALID_COMBINATION", headwater.FailedPreconditionError) as info:
+        loop.step()
+    assert "skip()" in str(info.value)
+    loop.skip()
+    assert loop.open_step == 1 and trunk.grad is None and torch.equal(trunk.detach(), problem.trunk)
+    loop.backward(loss_fn(problem.inputs @ trunk.T, problem.targets))
+    assert loop.step().applied
+
+
+def test_an_unfinished_micro_batch_can_be_finished(one_shard, make_head, problem):
+    head, trunk = problem.head(one_shard.client, make_head, staging_slots=2), problem.parameter()
+    loop = headwater.torch.TrainingLoop(head, torch.optim.SGD([trunk], lr=0.1))
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    with refused("MISSING_FIELD", ValueError):
+        loop.step()
+    loss = loss_fn(problem.inputs @ trunk.T, problem.targets)
+    with refused("MICRO_BATCH_UNCOMMITTED", headwater.FailedPreconditionError):
+        loop.step()
+    loss.backward()
+    assert loop.step().applied
+
+
+def test_an_error_in_mid_step_asks_for_resume(one_shard, make_head, problem, monkeypatch):
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    optimizer = torch.optim.SGD([trunk], lr=0.1)
+    loop, loss_fn = headwater.torch.TrainingLoop(head, optimizer), headwater.torch.CrossEntropyLoss(head)
+    loop.backward(loss_fn(problem.inputs @ trunk.T, problem.targets))
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer, "step", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loop.step()
+    # The head has been updated, the body has not.
+    for call in (loop.step, loop.skip, loop.save_checkpoint):
+        with refused("INVALID_COMBINATION", headwater.FailedPreconditionError) as info:
+            call()
+        assert "resume()" in str(info.value)
+    assert loop.resume() == 1
+    loop.backward(loss_fn(problem.inputs @ trunk.T, problem.targets))
+    assert loop.step().applied
+
+
+def test_what_does_not_fit_together_is_refused(backends, make_head, names, problem):
+    client = backends("local-1").client
+    head, trunk = problem.head(client, make_head), problem.parameter()
+    frozen = problem.head(client, make_head, trainable=False, optimizer=None)
+    accumulating = problem.head(client, make_head, optimizer=None)
+    model = LanguageModel(tied=True)
+    ours = headwater.torch.attach(client, names(client), model.lm_head, model=model, tied="trainer")
+    served = headwater.torch.attach(client, names(client), model.lm_head, model=model, tied="server", optimizer=SERVER_ADAMW)
+    everything, nothing = torch.optim.SGD(model.parameters(), lr=1), torch.optim.SGD([trunk], lr=1)
+    for arguments in (
+        {"heads": frozen},
+        {"heads": accumulating},
+        {"heads": ours, "optimizer": nothing},
+        {"heads": ours},
+        {"heads": served, "optimizer": everything},
+        {"heads": ours, "optimizer": everything, "rank": 0, "world_size": 2, "barrier": print, "shared_gradients": "partial"},
+    ):
+        with refused("INVALID_COMBINATION", ValueError):
+            headwater.torch.TrainingLoop(**arguments)
+    with refused("MISSING_FIELD", ValueError):
+        headwater.torch.TrainingLoop(head, world_size=2, rank=0)
+    with refused("INVALID_NAME", ValueError):
+        headwater.torch.TrainingLoop(head, checkpoint_name="last")
+    with refused("INVALID_FIELD", ValueError):
+        headwater.torch.TrainingLoop(head, shared_gradients="some")
+    with refused("MISSING_FIELD", ValueError):
+        loop = headwater.torch.TrainingLoop(head)
+        headwater.torch.cross_entropy(head, problem.inputs @ trunk.T, problem.targets).backward()
+        loop.step()
+
+
+# ---- several trainers ---------------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """Threads that behave as data-parallel processes: a barrier, and an all-reduce of the body's gradients."""
+
+    def __init__(self, world_size):
+        self.world_size = world_size
+        self.barrier = threading.Barrier(world_size, timeout=20)
+        self.gradients = [None] * world_size
+
+    def average(self, rank, parameters):
+        self.gradients[rank] = [p.grad for p in parameters]
+        self.barrier.wait()
+        mean = [sum(group) / self.world_size if group[0] is not None else None for group in zip(*self.gradients, strict=True)]
+        self.barrier.wait()
+        for parameter, gradient in zip(parameters, mean, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
+
+    def run(self, work):
+        errors = []
+
+        def one(rank):
+            try:
+                work(rank)
+            except BaseException as error:
+                self.barrier.abort()
+                errors.append(error)
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        first = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+        assert not errors, (first or errors)[0]
+
+
+@pytest.mark.parametrize("flow", ("plain", "trainer", "server", "server, partial"))
+def test_two_ranks_equal_one_process(one_shard, names, flow):
+    steps, micro_batches = 6, 2
+    tied = flow != "plain"
+    expected = LanguageModel(tied=tied)
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=RATE, **ADAMW)
+    train_in_process(expected, steps, 2 * micro_batches, optimizer, max_grad_norm=0.5)
+
+    client, ranks = one_shard.client, Ranks(2)
+    name, models = names(client), [LanguageModel(tied=tied) for _ in range(2)]
+    options = {"tied": flow.split(",")[0]} if tied else {}
+    if flow != "trainer":
+        options["optimizer"] = SERVER_ADAMW
+
+    def trainer(rank):
+        model = models[rank]
+        # Both call it; one of them creates the head.
+        head = headwater.torch.attach(client, name, model.lm_head, model=model, staging_slots=2, **options)
+        parameters = list(model.parameters()) if flow == "trainer" else model.body_parameters()
+        loop = headwater.torch.TrainingLoop(
+            head,
+            torch.optim.AdamW(parameters, lr=RATE, **ADAMW),
+            max_grad_norm=0.5,
+            rank=rank,
+            world_size=2,
+            barrier=ranks.barrier.wait,
+            shared_gradients="partial" if "partial" in flow else "reduced",
+        )
+        assert loop.resume() == 0
+        loss_fn = headwater.torch.CrossEntropyLoss(head, grad_hidden_scale=2.0)
+        reduced = parameters if flow in ("plain", "trainer") else [*parameters, model.lm_head.weight]
+        for step in range(steps):
+            for index in range(micro_batches):
+                inputs, targets = micro_batch(step, 2 * index + rank)
+                loop.backward(loss_fn(model.body(inputs), targets) / (2 * micro_batches))
+            if "partial" in flow:
+                # Each adds its own gradient of the embedding, and grad_hidden_scale is on it as on all of the body.
+                model.lm_head.weight.grad /= 2
+                reduced = parameters
+            ranks.average(rank, reduced)
+            assert loop.step().applied
+        assert loop.open_step == head.step == steps
+
+    ranks.run(trainer)
+    for (first_name, first), (_, second) in zip(models[0].named_parameters(), models[1].named_parameters(), strict=True):
+        assert torch.equal(first, second), first_name
+    if not tied:
+        models[0].lm_head.weight.data = torch.tensor(client.head(name).weight())
+    # The first steps of AdamW move a weight by its gradient's sign: rounding of the smallest ones shows. Measured: 4e-5.
+    for parameter, change in changes(expected, models[0]).items():
+        assert change <= 2e-4, f"{parameter}: {change:.2g}"
+    status = client.head(name).step_state().last_closed
+    own = {"plain": 0, "trainer": 0, "server": 1, "server, partial": 2}[flow]
+    assert len(status.micro_batches) == 2 * micro_batches + own
+
+
+def test_ranks_with_unequal_numbers_of_micro_batches_say_so(one_shard, make_head, problem):
+    head = problem.head(one_shard.client, make_head, staging_slots=2)
+    loops = []
+    for rank in range(2):
+        mine = one_shard.client.head(head.name)
+        loop = headwater.torch.TrainingLoop(mine, rank=rank, world_size=2, barrier=lambda: None)
+        loss_fn = headwater.torch.CrossEntropyLoss(mine)
+        for _ in range(2 - rank):
+            loss_fn(problem.inputs @ problem.trunk.T, problem.targets).backward()
+        loops.append(loop)
+    outcome = loops[0].step(0.1, expected_micro_batches=[0, 1, 2])
+    assert outcome.totals[0].micro_batch_count == 3
+
+
+# ---- checkpoints --------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """A trainer process's objects: made anew, they are a process that was started again."""
+
+    def __init__(self, client, name, directory, *, every=2, steps=8, seed=0, keep=None):
+        self.model = LanguageModel(tied=True, seed=seed)
+        self.head = headwater.torch.attach(
+            client, name, self.model.lm_head, model=self.model, tied="server", optimizer=SERVER_ADAMW
+        )
+        self.optimizer = torch.optim.AdamW(self.model.body_parameters(), lr=RATE, **ADAMW)
+        self.state = headwater.torch.TrainerState(directory, keep=keep, model=self.model, optimizer=self.optimizer)
+        self.loop = headwater.torch.TrainingLoop(self.head, self.optimizer, state=self.state, checkpoint_every=every)
+        self.loss_fn = headwater.torch.CrossEntropyLoss(self.head)
+        self.steps = steps
+
+    def train(self, start, until=None):
+        train_with(self.loop, self.loss_fn, self.model, range(start, self.steps if until is None else until), 2)
+
+    def contribute(self, step, index):
+        """One micro-batch of a step, as `train` submits it."""
+        inputs, targets = micro_batch(step, index)
+        self.loop.backward(self.loss_fn(self.model.body(inputs), targets) / 2)
+
+    def parameters(self):
+        return {name: value.detach().clone() for name, value in self.model.named_parameters()}
+
+
+@pytest.fixture
+def undisturbed(one_shard, names, tmp_path):
+    run = Run(one_shard.client, names(one_shard.client), tmp_path / "undisturbed")
+    assert run.loop.resume() == 0
+    run.train(0)
+    return run.parameters()
+
+
+@pytest.fixture
+def start(one_shard, names, tmp_path):
+    """Starts the trainer process of a run, a first time or again."""
+    name = names(one_shard.client)
+    return lambda **options: Run(one_shard.client, name, tmp_path / "state", **options)
+
+
+def begun(start, until, **options):
+    """A run that has come to a step."""
+    run = start(**options)
+    assert run.loop.resume() == 0
+    run.train(0, until)
+    return run
+
+
+def finish(run, step, undisturbed):
+    """Goes on from a step; nothing of what happened before shows in the weights, bit by bit."""
+    run.train(step)
+    for name, value in run.parameters().items():
+        assert torch.equal(value, undisturbed[name]), name
+
+
+def test_a_trainer_that_is_started_again_goes_on_where_the_last_checkpoint_is(start, undisturbed):
+    first = begun(start, 5)
+    inputs, targets = micro_batch(5, 0)
+    lost = first.loss_fn(first.model.body(inputs), targets)  # dies between forward and backward
+    assert first.state.steps() == [0, 2, 4]
+    second = start(seed=1)
+    # The head is at step 5, the trainer's state at 4.
+    assert second.head.step == 5 and second.loop.resume() == 4 and second.head.step == 4
+    with refused("EPOCH_FENCED", headwater.EpochFencedError):
+        lost.backward()
+    finish(second, 4, undisturbed)
+
+
+def test_a_trainer_that_dies_at_a_checkpoint_takes_the_head_as_it_is(start, undisturbed):
+    first = begun(start, 4)
+    first.contribute(4, 0)  # committed, and lost
+    second = start(seed=1)
+    epoch = second.head.epoch
+    assert second.loop.resume() == 4 and second.head.epoch != epoch
+    assert not second.head.step_state().open.micro_batches
+    finish(second, 4, undisturbed)
+
+
+def test_a_checkpoint_that_was_cut_short_falls_back_to_the_one_before(start, undisturbed):
+    first = begun(start, 5)
+    first.state.save(5)  # the trainer's part is there, the head's is not
+    first.head.apply_optimizer_step(learning_rate=0, expected_micro_batches=0)
+    second = start(seed=1)
+    assert second.loop.resume() == 4
+    finish(second, 4, undisturbed)
+
+
+def test_going_back_to_a_given_step_in_mid_run(start, undisturbed):
+    run = begun(start, 7)
+    assert run.loop.resume(2) == 2
+    finish(run, 2, undisturbed)
+    with refused("STEP_MISMATCH", headwater.FailedPreconditionError) as info:
+        run.loop.resume(5)
+    assert "step 5" in str(info.value)
+
+
+def test_a_head_that_was_deleted_comes_back_from_its_checkpoint(start, undisturbed):
+    begun(start, 5).head.delete(force=True)
+    second = start(seed=1)
+    assert second.head.created and second.loop.resume() == 4
+    finish(second, 4, undisturbed)
+
+
+def test_heads_and_trainer_without_a_common_step_are_refused(start, one_shard, tmp_path):
+    first = begun(start, 3, every=100)
+    second = Run(one_shard.client, first.head.name, tmp_path / "elsewhere")
+    with refused("STEP_MISMATCH", headwater.FailedPreconditionError) as info:
+        second.loop.resume()
+    assert "step 3" in str(info.value)
+
+
+def test_a_rank_joins_the_open_step_again(start, undisturbed):
+    """One trainer of several is started again, the others go on: what it had added is not added twice."""
+    first = begun(start, 3, every=1)
+    first.contribute(3, 0)
+    second = start(seed=1, every=1)
+    epoch = second.head.epoch
+    assert second.loop.resume(take=False) == 3 and second.head.epoch == epoch == first.head.epoch
+    finish(second, 3, undisturbed)
+
+
+def test_without_state_the_trainer_is_told_its_step(one_shard, make_head, problem):
+    head, trunk = problem.head(one_shard.client, make_head, initial_step=7), problem.parameter()
+    loop = headwater.torch.TrainingLoop(head, torch.optim.SGD([trunk], lr=0.1), checkpoint_every=1)
+    assert loop.resume() == 7
+    headwater.torch.cross_entropy(head, problem.inputs @ trunk.T, problem.targets).backward()
+    assert loop.step().checkpoint == "step-8"
+    headwater.torch.cross_entropy(head, problem.inputs @ trunk.T, problem.targets).backward()
+    mine = one_shard.client.head(head.name)
+    again = headwater.torch.TrainingLoop(mine, checkpoint_every=1)
+    assert again.resume() == 8
+    with refused("EPOCH_FENCED"):
+        head.step_state()
+    before = mine.weight()
+    headwater.torch.cross_entropy(mine, problem.inputs @ problem.trunk.T, problem.targets).backward()
+    again.step(0.1)
+    assert again.resume(8) == 8
+    np.testing.assert_array_equal(mine.weight(), before)
+
+
+def test_the_example_goes_on_where_it_was_stopped(one_shard, tmp_path):
+    program = Path(__file__).resolve().parents[3] / "client" / "examples" / "python" / "train.py"
+    place = one_shard.address if one_shard.remote else "local"
+    output = []
+    for steps in (15, 25):
+        command = [sys.executable, str(program), str(tmp_path), place, str(steps)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        output.append(done.stdout)
+    if one_shard.remote:
+        one_shard.client.head("example-tied").delete(force=True)
+    assert "begins at step 0" in output[0] and "begins at step 10" in output[1]
+    losses = [dict(re.findall(r"step (\d+): loss ([0-9.]+)", text)) for text in output]
+    assert losses[0]["10"] == losses[1]["10"] and float(losses[1]["24"]) < float(losses[0]["0"])
+
+
+def test_trainer_state_is_atomic_and_keeps_what_it_is_told(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    state = headwater.torch.TrainerState(tmp_path, keep=2, model=model)
+    for step in (1, 2, 10):
+        model.weight.data.fill_(step)
+        state.save(step)
+    assert state.steps() == [2, 10] and not state.every_rank
+    (tmp_path / ".step-11.pt.123").write_bytes(b"cut")  # a process died while writing
+    assert state.steps() == [2, 10]
+    state.load(2)
+    assert (model.weight == 2).all()
+    with refused("CHECKPOINT_NOT_FOUND", headwater.NotFoundError):
+        state.load(3)
+    ranked = headwater.torch.TrainerState(tmp_path, rank=1, model=model)
+    ranked.save(2)
+    assert ranked.every_rank and ranked.steps() == [2] and state.steps() == [2, 10]
+    with refused("MISSING_FIELD", ValueError):
+        headwater.torch.TrainerState(tmp_path)
+    with refused("INVALID_FIELD", ValueError):
+        headwater.torch.TrainerState(tmp_path, model=3)

@@ -1,0 +1,106 @@
+"""A small transformer whose output layer may be tied to its embedding, its data, and the same training with the head in process."""
+
+import torch
+import torch.nn.functional as F
+
+VOCAB_SIZE, HIDDEN_SIZE, CONTEXT = 67, 24, 12
+
+
+class Block(torch.nn.Module):
+    """Causal attention with one head, and an MLP. No biases: that of the keys has no gradient, but AdamW blows up its rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(HIDDEN_SIZE)
+        self.qkv = torch.nn.Linear(HIDDEN_SIZE, 3 * HIDDEN_SIZE, bias=False)
+        self.up = torch.nn.Linear(HIDDEN_SIZE, 2 * HIDDEN_SIZE, bias=False)
+        self.down = torch.nn.Linear(2 * HIDDEN_SIZE, HIDDEN_SIZE, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(self.norm(hidden)).chunk(3, -1)
+        mask = torch.full((hidden.shape[1], hidden.shape[1]), float("-inf")).triu(1)
+        scores = (query @ key.transpose(1, 2) / HIDDEN_SIZE**0.5 + mask).softmax(-1)
+        hidden = hidden + scores @ value
+        return hidden + self.down(torch.tanh(self.up(hidden)))
+
+
+class LanguageModel(torch.nn.Module):
+    """Embedding, one block of causal attention, final norm, `lm_head`."""
+
+    def __init__(self, *, tied: bool, bias: bool = False, sparse: bool = False, seed: int = 0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = torch.nn.Embedding(VOCAB_SIZE, HIDDEN_SIZE, sparse=sparse)
+        self.positions = torch.nn.Parameter(torch.randn(CONTEXT, HIDDEN_SIZE) * 0.1)
+        self.block = Block()
+        self.norm = torch.nn.LayerNorm(HIDDEN_SIZE)
+        self.lm_head = torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE, bias=bias)
+        with torch.no_grad():
+            self.embedding.weight.mul_(0.3)
+        if tied:
+            self.lm_head.weight = self.embedding.weight
+
+    def body(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Hidden states after the final norm, (batch, context, hidden_size)."""
+        return self.norm(self.block(self.embedding(tokens) + self.positions[: tokens.shape[1]]))
+
+    def body_parameters(self) -> list[torch.nn.Parameter]:
+        """Everything but the head's weight and bias (a tied one is the head's)."""
+        mine = {id(parameter) for parameter in self.lm_head.parameters()}
+        return [parameter for parameter in self.parameters() if id(parameter) not in mine]
+
+
+def micro_batch(step: int, index: int, sequences: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets: counting with random strides, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(1000 * step + index)
+    start = torch.randint(0, VOCAB_SIZE, (sequences, 1), generator=generator)
+    stride = torch.randint(1, 4, (sequences, 1), generator=generator)
+    tokens = (start + stride * torch.arange(CONTEXT + 1)) % VOCAB_SIZE
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def train_in_process(
+    model: LanguageModel, steps: int, micro_batches: int, optimizer, *, max_grad_norm: float | None = None
+) -> list:
+    """The mean loss of each step."""
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for index in range(micro_batches):
+            inputs, targets = micro_batch(step, index)
+            logits = F.linear(model.body(inputs), model.lm_head.weight, model.lm_head.bias)
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / micro_batches
+            loss.backward()
+            total += loss.item()
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(total)
+    return losses
+
+
+def train_with(loop, loss_fn, model: LanguageModel, steps, micro_batches: int, **step_options) -> list:
+    """The same over a `headwater.torch.TrainingLoop`."""
+    losses = []
+    for step in steps:
+        total = 0.0
+        for index in range(micro_batches):
+            inputs, targets = micro_batch(step, index)
+            loss = loss_fn(model.body(inputs), targets) / micro_batches
+            loop.backward(loss)
+            total += loss.item()
+        loop.step(**step_options)
+        losses.append(total)
+    return losses
+
+
+def changes(model: LanguageModel, other: LanguageModel, seed: int = 0) -> dict[str, float]:
+    """For each parameter: the difference of the two models, by how far the first has moved since the beginning."""
+    tied = model.lm_head.weight is model.embedding.weight
+    begin = dict(LanguageModel(tied=tied, bias=model.lm_head.bias is not None, seed=seed).named_parameters())
+    others = dict(other.named_parameters())
+    return {
+        name: float((value - others[name]).double().norm() / (value - begin[name]).double().norm())
+        for name, value in model.named_parameters()
+    }
