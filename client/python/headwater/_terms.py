@@ -87,7 +87,9 @@ def _row_range(rows: Any, row_count: int) -> tuple[int, int]:
 
 def check_head(value: Any, field: str, owner: Head) -> Head:
     """A head of the same client as `owner`."""
-    if not isinstance(value, type(owner)):
+    from headwater._head import Head  # which imports this module
+
+    if not isinstance(value, Head):
         raise invalid_argument("INVALID_FIELD", f"{field} must be a headwater.Head, got {type(value).__name__}", field=field)
     if value._backend is not owner._backend:
         raise invalid_argument(
