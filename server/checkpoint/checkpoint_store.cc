@@ -128,6 +128,15 @@ absl::Status ForEachPiece(const SavedTensor& saved, const VocabShard& rows, cons
   return absl::OkStatus();
 }
 
+// Room for the largest piece of these rows: small heads must not pay for large ones.
+std::vector<char> PieceBuffer(const std::vector<SavedTensor>& tensors, const VocabShard& rows) {
+  int64_t bytes = 0;
+  for (const SavedTensor& saved : tensors) {
+    bytes = std::max(bytes, (rows.vocab_end - rows.vocab_start) * saved.width * ElementBytes(saved.data_type));
+  }
+  return std::vector<char>(static_cast<size_t>(std::min(bytes, kPieceBytes)));
+}
+
 // Appends to a file and adds up its checksum.
 class HashedFile {
  public:
@@ -214,7 +223,7 @@ absl::Status AfterVerification(const absl::Status& status) {
 absl::Status WriteInto(EngineHead& head, const VerifiedFile& verified, const std::vector<SavedTensor>& tensors,
                        const VocabShard& rows) {
   const bool has_master = HasSeparateMaster(head.spec());
-  std::vector<char> buffer(static_cast<size_t>(kPieceBytes));
+  std::vector<char> buffer = PieceBuffer(tensors, rows);
   for (const SavedTensor& saved : tensors) {
     // The stored weight follows from the master.
     if (has_master && (saved.tensor == HeadTensor::kWeight || saved.tensor == HeadTensor::kBias)) continue;
@@ -313,7 +322,6 @@ absl::StatusOr<int64_t> CheckpointStore::WriteFiles(const std::string& directory
   Manifest manifest;
   manifest.info = info;
   int64_t total_bytes = 0;
-  std::vector<char> buffer(static_cast<size_t>(kPieceBytes));
   for (const VocabShard& rows : head.shards()) {
     ManifestFile& entry = manifest.files.emplace_back();
     entry.name = ShardFileName(manifest.files.size() - 1, head.shards().size());
@@ -323,6 +331,7 @@ absl::StatusOr<int64_t> CheckpointStore::WriteFiles(const std::string& directory
     HashedFile file(*std::move(created));
     const std::string header = MakeSafetensorsHeader(FileLayout(tensors, rows));
     if (absl::Status status = file.Append(header.data(), static_cast<int64_t>(header.size())); !status.ok()) return status;
+    std::vector<char> buffer = PieceBuffer(tensors, rows);
     for (const SavedTensor& saved : tensors) {
       const auto append = [&](int64_t start, int64_t count) {
         absl::Status status = head.ReadTensor(saved.tensor, start, count, buffer.data());

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "faulty_file_system.h"
 #include "head_test_util.h"
 #include "server/checkpoint/xxh3.h"
@@ -86,6 +87,20 @@ class CheckpointStoreTest : public ::testing::Test {
   absl::StatusOr<int64_t> Save(CheckpointStore& store, const EngineHead& head, const std::string& name, bool overwrite = false,
                                int64_t step = 7) {
     return store.Save("default", "student", Info(name, head.spec(), step), head, overwrite);
+  }
+  // Saves five times from each of four threads, under the name that `name_of(thread, repeat)` gives.
+  void SaveFromManyThreads(CheckpointStore& store, const std::function<std::string(int, int)>& name_of) {
+    std::vector<std::unique_ptr<EngineHead>> heads;
+    for (int i = 0; i < 4; ++i) heads.push_back(NewHead(FullSpec(), i + 1, 10 * i + 1));
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i) {
+      threads.emplace_back([&, i] {
+        for (int repeat = 0; repeat < 5; ++repeat) {
+          EXPECT_OK(Save(store, *heads[static_cast<size_t>(i)], name_of(i, repeat), true));
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
   }
   std::string root() const { return directory_.path() + "/deep/root"; }
   std::string head_directory() const { return root() + "/default/student"; }
@@ -579,17 +594,7 @@ TEST_F(CheckpointStoreTest, ForgettingSurvivesACrashAtEveryPoint) {
 
 TEST_F(CheckpointStoreTest, ConcurrentSavesOfManyNames) {
   const std::unique_ptr<CheckpointStore> store = *CheckpointStore::Open(root());
-  std::vector<std::unique_ptr<EngineHead>> heads;
-  for (int i = 0; i < 4; ++i) heads.push_back(NewHead(FullSpec(), i + 1, 10 * i + 1));
-  std::vector<std::thread> threads;
-  for (int i = 0; i < 4; ++i) {
-    threads.emplace_back([&, i] {
-      for (int repeat = 0; repeat < 5; ++repeat) {
-        EXPECT_OK(Save(*store, *heads[static_cast<size_t>(i)], std::to_string(i) + "-" + std::to_string(repeat)));
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  SaveFromManyThreads(*store, [](int thread, int repeat) { return absl::StrCat(thread, "-", repeat); });
   // All count, and no two have one number.
   const auto comebacks = store->FindComebacks("default", "student");
   ASSERT_OK(comebacks);
@@ -599,15 +604,7 @@ TEST_F(CheckpointStoreTest, ConcurrentSavesOfManyNames) {
 
 TEST_F(CheckpointStoreTest, ConcurrentSavesOfOneName) {
   const std::unique_ptr<CheckpointStore> store = *CheckpointStore::Open(root());
-  std::vector<std::unique_ptr<EngineHead>> heads;
-  for (int i = 0; i < 4; ++i) heads.push_back(NewHead(FullSpec(), i + 1, 10 * i + 1));
-  std::vector<std::thread> threads;
-  for (int i = 0; i < 4; ++i) {
-    threads.emplace_back([&, i] {
-      for (int repeat = 0; repeat < 5; ++repeat) EXPECT_OK(Save(*store, *heads[static_cast<size_t>(i)], "x", true));
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  SaveFromManyThreads(*store, [](int, int) { return "x"; });
   const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 1, 1000);
   EXPECT_OK(store->Load("default", "student", "x", *head));
   EXPECT_EQ(Entries(), std::vector<std::string>{"x"});

@@ -2,6 +2,7 @@
 #ifndef HEADWATER_TESTS_UNIT_SERVER_FAULTY_FILE_SYSTEM_H_
 #define HEADWATER_TESTS_UNIT_SERVER_FAULTY_FILE_SYSTEM_H_
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -24,6 +25,8 @@ class FaultyFileSystem : public checkpoint::FileSystem {
     fail_at_ = which;
     failure_ = status;
   }
+  // Called once, before the next change.
+  void OnNextChange(std::function<void()> hook) { hook_ = std::move(hook); }
   void DisableExchange() { can_exchange_ = false; }
   void Reset() {
     crash_at_ = fail_at_ = -1;
@@ -87,6 +90,7 @@ class FaultyFileSystem : public checkpoint::FileSystem {
 
   template <typename Work>
   absl::Status Change(const std::string& what, const Work& work) {
+    if (hook_ != nullptr) std::exchange(hook_, nullptr)();
     const int number = static_cast<int>(changes_.size());
     changes_.push_back(what);
     if (crash_at_ >= 0 && number >= crash_at_) return MakeError(ErrorReason::kInternal, "the process has ended");
@@ -98,6 +102,7 @@ class FaultyFileSystem : public checkpoint::FileSystem {
   int crash_at_ = -1;
   int fail_at_ = -1;
   absl::Status failure_;
+  std::function<void()> hook_;
   bool can_exchange_ = true;
   std::vector<std::string> changes_;
 };
