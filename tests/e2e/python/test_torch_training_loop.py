@@ -351,6 +351,44 @@ def test_two_ranks_equal_one_process(one_shard, names, flow):
     assert len(status.micro_batches) == 2 * micro_batches + own
 
 
+def _ddp_rank(rank, address, name, flow, directory):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+    try:
+        model = LanguageModel(tied=True)
+        options = {"tied": "trainer"} if flow == "trainer" else {"tied": "server", "optimizer": SERVER_ADAMW}
+        with headwater.connect(address) as client:
+            head = headwater.torch.attach(client, name, model.lm_head, model=model, staging_slots=2, **options)
+            parameters = list(model.parameters()) if flow == "trainer" else model.body_parameters()
+            loop = headwater.torch.TrainingLoop(head, torch.optim.AdamW(parameters, lr=RATE, **ADAMW), max_grad_norm=0.5)
+            assert (loop.rank, loop.world_size) == (rank, 2) and loop.resume() == 0
+            body = torch.nn.parallel.DistributedDataParallel(model)
+            loss_fn = headwater.torch.CrossEntropyLoss(head, grad_hidden_scale=2.0)
+            for step in range(4):
+                inputs, targets = micro_batch(step, rank)
+                loop.backward(loss_fn(body(inputs), targets) / 2)
+                loop.step()
+        torch.save(model.state_dict(), f"{directory}/{rank}")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("flow", ("trainer", "server"))
+def test_a_tied_model_under_real_ddp(remote, names, tmp_path, flow):
+    """Rank, world size, barrier and how the embedding's gradient is shared come from torch.distributed."""
+    expected = LanguageModel(tied=True)
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=RATE, **ADAMW)
+    train_in_process(expected, 4, 2, optimizer, max_grad_norm=0.5)
+    name = names(remote.client)
+    torch.multiprocessing.spawn(_ddp_rank, (remote.address, name, flow, str(tmp_path)), nprocs=2)
+    states = [torch.load(tmp_path / str(rank)) for rank in range(2)]
+    assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
+    model = LanguageModel(tied=True)
+    model.load_state_dict(states[0])
+    for parameter, change in changes(expected, model).items():
+        assert change <= 2e-4, f"{parameter}: {change:.2g}"
+    np.testing.assert_array_equal(remote.client.head(name).weight(), states[0]["embedding.weight"])
+
+
 def test_ranks_with_unequal_numbers_of_micro_batches_say_so(one_shard, make_head, problem):
     head = problem.head(one_shard.client, make_head, staging_slots=2)
     loops = []

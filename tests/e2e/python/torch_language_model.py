@@ -44,6 +44,10 @@ class LanguageModel(torch.nn.Module):
         """Hidden states after the final norm, (batch, context, hidden_size)."""
         return self.norm(self.block(self.embedding(tokens) + self.positions[: tokens.shape[1]]))
 
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The body, for wrappers that call the module."""
+        return self.body(tokens)
+
     def body_parameters(self) -> list[torch.nn.Parameter]:
         """Everything but the head's weight and bias (a tied one is the head's)."""
         mine = {id(parameter) for parameter in self.lm_head.parameters()}

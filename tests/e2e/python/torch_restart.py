@@ -35,6 +35,7 @@ class Arguments:
     name: str  # prefix of the heads
     steps: int
     rank: int = 0  # trainers only
+    ordered: bool = False  # commit a step's micro-batches in the order of their ids
     hang: str = ""  # "step:index:phase" of a trainer, "step:micro_batch" of the teacher
 
 
@@ -73,18 +74,29 @@ class Files:
         ):
             parameter.grad = sum(gradients)
 
+    def wait(self, micro_batch: int) -> None:
+        """Returns when a micro-batch of this part is done."""
+        self._until([self._directory / f"done-{self.label}.{micro_batch}"])
+
+    def done(self, micro_batch: int) -> None:
+        """A micro-batch of this part is committed."""
+        (self._directory / f"done-{self.label}.{micro_batch}").touch()
+
     def _exchange(self, what: str, value: object) -> list:
         path = self._directory / f"{what}.{self._rank}"
         unfinished = path.with_name(f"{path.name}.tmp")
         torch.save(value, unfinished)
         unfinished.replace(path)
         paths = [self._directory / f"{what}.{rank}" for rank in range(WORLD_SIZE)]
-        deadline = time.monotonic() + PATIENCE_S
-        while not all(other.exists() for other in paths):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {self._rank} waits for {what}")
-            time.sleep(0.005)
+        self._until(paths)
         return [torch.load(other) for other in paths]
+
+    def _until(self, paths: list[Path]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not all(path.exists() for path in paths):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {self._rank} waits for {', '.join(path.name for path in paths)}")
+            time.sleep(0.005)
 
 
 def hang(arguments: Arguments, who: str) -> None:
@@ -182,9 +194,12 @@ def run_trainer(arguments: Arguments) -> None:
                 loss = loss_fn(torch.tanh(body(tokens(step, micro_batch))), teacher_hidden) / (WORLD_SIZE * MICRO_BATCHES)
                 if arguments.hang == f"{step}:{index}:staged":
                     hang(arguments, f"trainer-{arguments.rank}")
+                if arguments.ordered and micro_batch:
+                    files.wait(micro_batch - 1)
                 loop.backward(loss)
                 if arguments.hang == f"{step}:{index}:committed":
                     hang(arguments, f"trainer-{arguments.rank}")
+                files.done(micro_batch)
             files.total(list(body.parameters()))
             loop.step(learning_rate=1e-2)
         torch.save(body.state_dict(), directory / f"body.{arguments.rank}")

@@ -60,7 +60,7 @@ class Contribution:
         self.head = head
         self.key = head._key(None)
         self.micro_batch = source.draw(self.key.step)
-        self.attempt = source.attempt(self.key.step)
+        self.attempt = source.attempt(self.key.step, self.micro_batch)
         self._ids = source.current_ids()
         self._source = source
         self._commit: Callable[..., Any] | None = None

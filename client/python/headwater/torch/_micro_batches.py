@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 from headwater._head import Head
 from headwater._types import check_integer
@@ -31,7 +32,7 @@ class MicroBatchSource:
         self._step: int | None = None
         self._count = 0
         self._ids: set[int] = set()
-        self._attempt: tuple[int | None, int | None] = (None, None)  # step, and the attempt that its submissions carry
+        self._attempts: tuple[int | None, Mapping[int, int]] = (None, {})  # a step, and the attempts that ids of it carry
 
     def draw(self, step: int) -> int:
         """A new id of the step; the first of another step starts at `rank` again."""
@@ -43,19 +44,22 @@ class MicroBatchSource:
             self._ids.add(id_)
             return id_
 
-    def begin_again(self, step: int | None = None, attempt: int | None = None) -> None:
-        """Forgets what was drawn: the next id of any step is its first. Submissions of `step` carry `attempt` from now on.
+    def begin_again(self, step: int | None = None, attempts: Mapping[int, int] | None = None) -> None:
+        """Forgets what was drawn: the next id of any step is its first.
 
-        For a trainer that does a step anew: after it has taken the head, or with the attempt above those of a process that is gone.
+        For a trainer that does a step anew, after it has taken the head or in the place of a process that is gone.
+
+        Args:
+            attempts: the attempt with which an id of `step` is submitted, where the process that is gone has submitted it before.
         """
         with self._lock:
             self._step, self._count, self._ids = None, 0, set()
-            self._attempt = (step, attempt)
+            self._attempts = (step, dict(attempts or {}))
 
-    def attempt(self, step: int) -> int | None:
-        """The attempt that submissions of the step carry; None: the client counts."""
+    def attempt(self, step: int, id_: int) -> int | None:
+        """The attempt with which an id is submitted; None: the client counts."""
         with self._lock:
-            return self._attempt[1] if self._attempt[0] == step else None
+            return self._attempts[1].get(id_) if self._attempts[0] == step else None
 
     def forget(self, ids: set[int], id_: int) -> None:
         """An id whose contribution was dropped. May run in a finalizer: takes no lock."""

@@ -394,7 +394,7 @@ class TrainingLoop:
             head._adopt(head.info(**self._timeout))
         fresh = self._load_state(target)
         for head, source in zip(self._heads, self._sources, strict=True):
-            source.begin_again(target, None if take else self._next_attempt(head))
+            source.begin_again(target, None if take else self._attempts(head))
         for head in self._shared:
             head.pull_weight(**self._timeout)
         self._forget_gradients()
@@ -455,11 +455,13 @@ class TrainingLoop:
             metadata={"openStep": str(steps[0])},
         )
 
-    def _next_attempt(self, head: Head) -> int | None:
-        """Above every attempt that this rank has made in the open step; None if it has made none."""
+    def _attempts(self, head: Head) -> dict[int, int]:
+        """The attempts with which micro-batches of the open step are submitted anew by a process that was started again.
+
+        One that was committed is repeated as it was, and adds nothing; what an earlier process left undecided is superseded.
+        """
         known = head.step_state(**self._timeout).open.micro_batches.values()
-        attempts = [entry.attempt for entry in known if entry.micro_batch % self.world_size == self.rank]
-        return max(attempts) + 1 if attempts else None
+        return {entry.micro_batch: entry.attempt + (entry.state != "COMMITTED") for entry in known}
 
     def _save_frozen(self) -> None:
         """Frozen heads do not change: one checkpoint brings them back after any restart."""
