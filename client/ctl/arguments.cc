@@ -27,7 +27,7 @@ bool Contains(const std::vector<std::string>& values, const std::string& value) 
 
 }  // namespace
 
-const std::vector<std::string> kCommonFlags = {"server", "timeout", "connect_timeout", "json"};
+const std::vector<std::string> kCommonFlags = {"server", "tenant", "timeout", "connect_timeout", "json"};
 
 absl::Status UsageError(const std::string& message) {
   absl::Status status = absl::InvalidArgumentError(message);

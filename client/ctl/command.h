@@ -35,6 +35,7 @@ struct Command {
 Command HealthCommand();
 Command InfoCommand();
 Command HeadsCommand();
+Command TakeCommand();
 Command LoadCommand();
 Command SaveCommand();
 Command PlanCommand();

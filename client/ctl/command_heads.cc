@@ -1,4 +1,4 @@
-// `heads`: what the server holds.
+// `heads` and `take`: what the server holds, and whose it is.
 #include "absl/strings/str_cat.h"
 #include "client/ctl/command.h"
 #include "client/ctl/table.h"
@@ -10,13 +10,14 @@ absl::StatusOr<ExitCode> RunHeads(client::Client& client, const std::vector<std:
   absl::StatusOr<std::vector<client::HeadInfo>> heads = client.ListHeads();
   if (!heads.ok()) return heads.status();
   using Align = Table::Align;
-  Table table({"NAME", "STATE", "VOCAB", "HIDDEN", "TYPE", "KIND", "OPTIMIZER", "STEP", "VERSION", "MEMORY", "SHARDS"},
-              {Align::kLeft, Align::kLeft, Align::kRight, Align::kRight, Align::kLeft, Align::kLeft, Align::kLeft, Align::kRight,
-               Align::kRight, Align::kRight, Align::kRight});
+  Table table(
+      {"NAME", "STATE", "CHECKPOINT", "VOCAB", "HIDDEN", "TYPE", "KIND", "OPTIMIZER", "STEP", "VERSION", "MEMORY", "SHARDS"},
+      {Align::kLeft, Align::kLeft, Align::kLeft, Align::kRight, Align::kRight, Align::kLeft, Align::kLeft, Align::kLeft,
+       Align::kRight, Align::kRight, Align::kRight, Align::kRight});
   nlohmann::json document = nlohmann::json::array();
   for (const client::HeadInfo& head : *heads) {
-    table.AddRow({head.name, client::HeadStateName(head.state), FormatCount(head.spec.vocab_size),
-                  FormatCount(head.spec.hidden_size), client::DataTypeName(head.spec.data_type),
+    table.AddRow({head.name, client::HeadStateName(head.state), head.restored_checkpoint.empty() ? "-" : head.restored_checkpoint,
+                  FormatCount(head.spec.vocab_size), FormatCount(head.spec.hidden_size), client::DataTypeName(head.spec.data_type),
                   head.spec.trainable ? "trainable" : "frozen", OptimizerName(head.spec.optimizer),
                   head.open_step.has_value() ? absl::StrCat(*head.open_step) : "-", absl::StrCat(head.weight_version),
                   FormatBytes(head.memory_plan.total_bytes), absl::StrCat(head.shards.size())});
@@ -26,17 +27,45 @@ absl::StatusOr<ExitCode> RunHeads(client::Client& client, const std::vector<std:
   return kExitOk;
 }
 
+absl::StatusOr<ExitCode> RunTake(client::Client& client, const std::vector<std::string>& arguments, Output& output) {
+  absl::StatusOr<client::Head> head = client.OpenHead(arguments[0]);
+  if (!head.ok()) return head.status();
+  absl::StatusOr<client::HeadInfo> taken = head->Take();
+  if (!taken.ok()) return taken.status();
+  output.Print(absl::StrCat("took ", taken->name, ": step ", taken->open_step.value_or(0), " is open and empty, epoch ",
+                            FormatHex(taken->epoch), "\n"),
+               ToJson(*taken));
+  return kExitOk;
+}
+
 }  // namespace
 
 Command HeadsCommand() {
   return {.name = "heads",
           .synopsis = "",
           .summary = "lists the heads",
-          .help = "One line for each head, by name. MEMORY is what the head was planned with, over all shards.\n",
+          .help =
+              "One line for each head of the tenant, by name. STATE `restored`: the server was started again and brought the head\n"
+              "back from CHECKPOINT; its steps wait for a trainer, or `headwaterctl take`. MEMORY is what the head was planned\n"
+              "with, over all shards.\n",
           .min_arguments = 0,
           .max_arguments = 0,
           .flags = {},
           .run = RunHeads};
+}
+
+Command TakeCommand() {
+  return {.name = "take",
+          .synopsis = "NAME",
+          .summary = "takes a head over: a new epoch and an empty open step",
+          .help =
+              "Fences off every trainer that works on the head. Contributions of the open step are gone; weights, optimizer\n"
+              "state and the step's number stay. A restored head is ready afterwards. The new epoch is printed; a trainer that\n"
+              "opens the head gets it too.\n",
+          .min_arguments = 1,
+          .max_arguments = 1,
+          .flags = {},
+          .run = RunTake};
 }
 
 }  // namespace headwater::ctl

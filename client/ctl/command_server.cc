@@ -44,7 +44,16 @@ std::vector<std::pair<const char*, int64_t>> ListLimits(const client::ServerLimi
           {"max_step_micro_batches", limits.max_step_micro_batches},
           {"max_staging_slots", limits.max_staging_slots},
           {"max_queue_depth", limits.max_queue_depth},
-          {"max_in_flight_bytes", limits.max_in_flight_bytes}};
+          {"max_in_flight_bytes", limits.max_in_flight_bytes},
+          {"max_upload_bytes", limits.max_upload_bytes},
+          {"max_sessions", limits.max_sessions},
+          {"max_session_lease_s", limits.max_session_lease_s},
+          {"max_held_bytes", limits.max_held_bytes},
+          {"max_waiting_calls", limits.max_waiting_calls},
+          {"max_step_wait_s", limits.max_step_wait_s},
+          {"max_heads_per_tenant", limits.max_heads_per_tenant},
+          {"max_tenant_memory_bytes", limits.max_tenant_memory_bytes},
+          {"max_terms", limits.max_terms}};
 }
 
 std::string InfoText(const client::ServerInfo& info, const std::string& start_time) {
@@ -110,14 +119,15 @@ Command HealthCommand() {
 }
 
 Command InfoCommand() {
-  return {.name = "info",
-          .synopsis = "",
-          .summary = "prints version, engine, devices, limits and features of the server",
-          .help = "Each limit is a flag of headwaterd of the same name.\n",
-          .min_arguments = 0,
-          .max_arguments = 0,
-          .flags = {},
-          .run = RunInfo};
+  return {
+      .name = "info",
+      .synopsis = "",
+      .summary = "prints version, engine, devices, limits and features of the server",
+      .help = "Each limit is a flag of headwaterd of the same name; durations are in seconds here (`_s`) and take a unit there.\n",
+      .min_arguments = 0,
+      .max_arguments = 0,
+      .flags = {},
+      .run = RunInfo};
 }
 
 }  // namespace headwater::ctl

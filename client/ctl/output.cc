@@ -23,6 +23,10 @@ std::string HintFor(const std::string& reason, absl::StatusCode code) {
       {"MEMORY_BUDGET_EXCEEDED",
        "see `headwaterctl plan`; fewer --staging_slots, a 2-byte --data_type or another optimizer take less"},
       {"EPOCH_FENCED", "another run changed the head meanwhile; run the command again"},
+      {"STEP_LOST",
+       "the server was started again and the head came back from a checkpoint: `headwaterctl take` goes on from there"},
+      {"HEAD_NOT_TRAINABLE", "a frozen head has no steps and no owner"},
+      {"QUOTA_EXCEEDED", "`headwaterctl heads` lists the tenant's heads, `headwaterctl info` the limits"},
       {"DRAINING", "the server is shutting down; try again when it is back"},
       {"STARTING", "the server is not ready yet; try again in a moment"},
       {"FEATURE_NOT_BUILT", "this server does not have that part of the API; `headwaterctl info` lists its features"},
@@ -75,10 +79,12 @@ nlohmann::json ToJson(const client::HeadInfo& head) {
                              {"epoch", FormatHex(head.epoch)},
                              {"weight_version", head.weight_version},
                              {"weight_checksum", FormatHex(head.weight_checksum)},
+                             {"restored_checkpoint", nullptr},
                              {"open_step", nullptr},
                              {"shards", shards},
                              {"memory_plan", ToJson(head.memory_plan)},
                              {"create_time", absl::FormatTime(absl::FromChrono(head.create_time), absl::UTCTimeZone())}};
+  if (!head.restored_checkpoint.empty()) document["restored_checkpoint"] = head.restored_checkpoint;
   if (head.open_step.has_value()) document["open_step"] = *head.open_step;
   return document;
 }

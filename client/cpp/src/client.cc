@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "client/cpp/src/connection.h"
 #include "client/cpp/src/convert.h"
 #include "client/cpp/src/head_handle.h"
@@ -10,15 +11,34 @@
 namespace headwater::client {
 
 using internal::FullHeadName;
+using internal::Repeat;
 using Heads = v1::HeadService::Stub;
 
 namespace {
 
-v1::CreateHeadRequest MakeCreateRequest(const std::string& name, const HeadSpec& spec) {
+v1::CreateHeadRequest MakeCreateRequest(const internal::Connection& connection, const std::string& name, const HeadSpec& spec) {
   v1::CreateHeadRequest request;
-  request.set_name(FullHeadName(name));
+  request.set_name(FullHeadName(connection.options().tenant, name));
   *request.mutable_spec() = internal::ToProto(spec);
   return request;
+}
+
+// The handle of a head that the server has just described.
+absl::StatusOr<std::shared_ptr<internal::HeadHandle>> MakeHandle(const std::shared_ptr<internal::Connection>& connection,
+                                                                 const v1::Head& head, bool created, internal::Deadline deadline) {
+  absl::StatusOr<std::string> incarnation = connection->Incarnation(deadline);
+  if (!incarnation.ok()) return incarnation.status();
+  return std::make_shared<internal::HeadHandle>(connection, head, *std::move(incarnation), created);
+}
+
+absl::StatusOr<std::shared_ptr<internal::HeadHandle>> Create(const std::shared_ptr<internal::Connection>& connection,
+                                                             const v1::CreateHeadRequest& request, Repeat repeat,
+                                                             const CallOptions& options) {
+  const internal::Deadline deadline = connection->DeadlineOf(options);
+  absl::StatusOr<v1::CreateHeadResponse> response =
+      connection->Call(connection->heads(), &Heads::CreateHead, request, repeat, deadline);
+  if (!response.ok()) return response.status();
+  return MakeHandle(connection, response->head(), response->created(), deadline);
 }
 
 }  // namespace
@@ -32,33 +52,46 @@ absl::StatusOr<Client> Client::Connect(const std::string& target, const ClientOp
 }
 
 absl::StatusOr<Head> Client::CreateHead(const std::string& name, const HeadSpec& spec, const CallOptions& options) {
-  absl::StatusOr<v1::CreateHeadResponse> response =
-      connection_->Call(connection_->heads(), &Heads::CreateHead, MakeCreateRequest(name, spec), options);
-  if (!response.ok()) return response.status();
-  return Head(std::make_shared<internal::HeadHandle>(connection_, response->head()));
+  auto handle = Create(connection_, MakeCreateRequest(*connection_, name, spec), Repeat::kIfNothingWasDone, options);
+  if (!handle.ok()) return handle.status();
+  return Head(*std::move(handle));
+}
+
+absl::StatusOr<Head> Client::AttachHead(const std::string& name, const HeadSpec& spec, const CallOptions& options) {
+  v1::CreateHeadRequest request = MakeCreateRequest(*connection_, name, spec);
+  request.set_if_exists(v1::IF_EXISTS_ATTACH_IF_SAME_SPEC);
+  auto handle = Create(connection_, request, Repeat::kSafe, options);
+  if (!handle.ok()) return handle.status();
+  return Head(*std::move(handle));
 }
 
 absl::StatusOr<HeadInfo> Client::PlanHead(const std::string& name, const HeadSpec& spec, const CallOptions& options) {
-  v1::CreateHeadRequest request = MakeCreateRequest(name, spec);
+  v1::CreateHeadRequest request = MakeCreateRequest(*connection_, name, spec);
   request.set_validate_only(true);
-  absl::StatusOr<v1::CreateHeadResponse> response = connection_->Call(connection_->heads(), &Heads::CreateHead, request, options);
+  absl::StatusOr<v1::CreateHeadResponse> response =
+      connection_->Call(connection_->heads(), &Heads::CreateHead, request, Repeat::kSafe, options);
   if (!response.ok()) return response.status();
   return internal::FromProto(response->head());
 }
 
 absl::StatusOr<Head> Client::OpenHead(const std::string& name, const CallOptions& options) {
   v1::GetHeadRequest request;
-  request.set_name(FullHeadName(name));
-  absl::StatusOr<v1::Head> head = connection_->Call(connection_->heads(), &Heads::GetHead, request, options);
+  request.set_name(FullHeadName(connection_->options().tenant, name));
+  const internal::Deadline deadline = connection_->DeadlineOf(options);
+  absl::StatusOr<v1::Head> head = connection_->Call(connection_->heads(), &Heads::GetHead, request, Repeat::kSafe, deadline);
   if (!head.ok()) return head.status();
-  return Head(std::make_shared<internal::HeadHandle>(connection_, *head));
+  auto handle = MakeHandle(connection_, *head, /*created=*/false, deadline);
+  if (!handle.ok()) return handle.status();
+  return Head(*std::move(handle));
 }
 
 absl::StatusOr<std::vector<HeadInfo>> Client::ListHeads(const CallOptions& options) {
   std::vector<HeadInfo> heads;
   v1::ListHeadsRequest request;
+  request.set_parent(absl::StrCat("tenants/", connection_->options().tenant));
   do {
-    absl::StatusOr<v1::ListHeadsResponse> page = connection_->Call(connection_->heads(), &Heads::ListHeads, request, options);
+    absl::StatusOr<v1::ListHeadsResponse> page =
+        connection_->Call(connection_->heads(), &Heads::ListHeads, request, Repeat::kSafe, options);
     if (!page.ok()) return page.status();
     for (const v1::Head& head : page->heads()) heads.push_back(internal::FromProto(head));
     request.set_page_token(page->next_page_token());
@@ -68,14 +101,14 @@ absl::StatusOr<std::vector<HeadInfo>> Client::ListHeads(const CallOptions& optio
 
 absl::Status Client::DeleteHead(const std::string& name, bool force, const CallOptions& options) {
   v1::DeleteHeadRequest request;
-  request.set_name(FullHeadName(name));
+  request.set_name(FullHeadName(connection_->options().tenant, name));
   request.set_force(force);
-  return connection_->Call(connection_->heads(), &Heads::DeleteHead, request, options).status();
+  return connection_->Call(connection_->heads(), &Heads::DeleteHead, request, Repeat::kIfNothingWasDone, options).status();
 }
 
 absl::StatusOr<ServerInfo> Client::GetServerInfo(const CallOptions& options) {
-  absl::StatusOr<v1::ServerInfo> info =
-      connection_->Call(connection_->session(), &v1::SessionService::Stub::GetServerInfo, v1::GetServerInfoRequest(), options);
+  absl::StatusOr<v1::ServerInfo> info = connection_->Call(connection_->server(), &v1::SessionService::Stub::GetServerInfo,
+                                                          v1::GetServerInfoRequest(), Repeat::kSafe, options);
   if (!info.ok()) return info.status();
   return internal::FromProto(*info);
 }

@@ -1,7 +1,5 @@
 #include "client/cpp/src/connection.h"
 
-#include <grpc/grpc.h>
-
 #include <string>
 #include <utility>
 
@@ -24,6 +22,7 @@ absl::Status CheckOption(bool valid, const char* field, int64_t actual, const st
 
 absl::Status CheckOptions(const ClientOptions& options) {
   const int64_t max_chunk_bytes = options.max_message_bytes - kMessageOverheadBytes;
+  const RetryPolicy& retry = options.retry;
   for (const absl::Status& status :
        {CheckOption(options.timeout.count() > 0, "timeout", options.timeout.count(), "milliseconds > 0"),
         CheckOption(options.connect_timeout.count() > 0, "connect_timeout", options.connect_timeout.count(), "milliseconds > 0"),
@@ -32,38 +31,22 @@ absl::Status CheckOptions(const ClientOptions& options) {
                     absl::StrCat("[", kMinMessageBytes, ", ", kMaxMessageBytes, "]")),
         CheckOption(options.chunk_bytes >= 1 && options.chunk_bytes <= max_chunk_bytes, "chunk_bytes", options.chunk_bytes,
                     absl::StrCat("[1, ", max_chunk_bytes, "] (max_message_bytes - 64 KiB)")),
-        CheckOption(options.max_upload_retries >= 0, "max_upload_retries", options.max_upload_retries, ">= 0")}) {
+        CheckOption(retry.max_attempts >= 1, "retry.max_attempts", retry.max_attempts, ">= 1"),
+        CheckOption(retry.initial_backoff.count() > 0, "retry.initial_backoff", retry.initial_backoff.count(), "milliseconds > 0"),
+        CheckOption(retry.max_backoff >= retry.initial_backoff, "retry.max_backoff", retry.max_backoff.count(),
+                    "milliseconds, at least initial_backoff"),
+        CheckOption(options.session_lease.count() >= 0, "session_lease", options.session_lease.count(), "milliseconds >= 0"),
+        CheckOption(options.replay_bytes >= 0, "replay_bytes", options.replay_bytes, ">= 0")}) {
     if (!status.ok()) return status;
   }
   return absl::OkStatus();
-}
-
-grpc::ChannelArguments MakeArguments(const ClientOptions& options) {
-  grpc::ChannelArguments arguments;
-  // A repeated micro-batch is a decision of the trainer, with an id and an attempt; the transport must never make it.
-  arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
-  arguments.SetInt(GRPC_ARG_SERVICE_CONFIG_DISABLE_RESOLUTION, 1);
-  arguments.SetInt(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, static_cast<int>(options.max_message_bytes));
-  arguments.SetInt(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, static_cast<int>(options.max_message_bytes));
-  // Channels with equal arguments share one socket otherwise, and one socket is one core's worth of bandwidth.
-  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  // A proxy that the environment names for web traffic would silently take `localhost` too.
-  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
-  // gRPC's own back-off grows to two minutes: a trainer waits for a restarted server by the second.
-  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
-  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 1000);
-  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
-  return arguments;
 }
 
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(const std::string& target, const ClientOptions& options) {
   if (absl::Status status = CheckOptions(options); !status.ok()) return status;
-  // gRPC would shut itself down with the last connection, and that waits for a poller that may sleep for ten seconds.
-  [[maybe_unused]] static const bool kept_initialized = (grpc_init(), true);
-  std::shared_ptr<grpc::Channel> channel =
-      grpc::CreateCustomChannel(target, grpc::InsecureChannelCredentials(), MakeArguments(options));
+  std::shared_ptr<grpc::Channel> channel = MakeChannel(target, options);
   if (!channel->WaitForConnected(std::chrono::system_clock::now() + options.connect_timeout)) {
     return absl::UnavailableError(
         absl::StrCat("no headwater server answers at ", target, " within ", options.connect_timeout.count(), " ms"));
@@ -77,10 +60,20 @@ Connection::Connection(std::string target, const ClientOptions& options, std::sh
       channel_(std::move(channel)),
       loss_(v1::LossService::NewStub(channel_)),
       heads_(v1::HeadService::NewStub(channel_)),
-      session_(v1::SessionService::NewStub(channel_)) {}
+      server_(v1::SessionService::NewStub(channel_)),
+      session_(target_, options_),
+      replay_log_(options_.replay_bytes) {}
 
 Deadline Connection::DeadlineOf(const CallOptions& call) const {
   return std::chrono::system_clock::now() + (call.timeout.count() > 0 ? call.timeout : options_.timeout);
+}
+
+absl::StatusOr<std::string> Connection::Incarnation(Deadline deadline) {
+  if (!replay_log_.enabled()) return std::string();
+  absl::StatusOr<v1::ServerInfo> info =
+      Call(*server_, &v1::SessionService::Stub::GetServerInfo, v1::GetServerInfoRequest(), Repeat::kSafe, deadline);
+  if (!info.ok()) return info.status();
+  return info->incarnation();
 }
 
 }  // namespace headwater::client::internal

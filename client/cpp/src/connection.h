@@ -1,26 +1,30 @@
-// Connection: one gRPC channel, its stubs and the options that every call needs. Thread-safe.
+// Connection: the channel, its stubs, and what all calls over it share. Thread-safe.
 #ifndef HEADWATER_CLIENT_SRC_CONNECTION_H_
 #define HEADWATER_CLIENT_SRC_CONNECTION_H_
 
 #include <grpcpp/grpcpp.h>
 
-#include <chrono>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "absl/status/statusor.h"
+#include "client/cpp/src/channel.h"
+#include "client/cpp/src/delayed_tasks.h"
 #include "client/cpp/src/error.h"
+#include "client/cpp/src/recovery.h"
+#include "client/cpp/src/replay_log.h"
+#include "client/cpp/src/retry.h"
+#include "client/cpp/src/session.h"
 #include "headwater/client/client.h"
-#include "headwater/client/future.h"
 #include "headwater/v1/head_service.grpc.pb.h"
 #include "headwater/v1/loss_service.grpc.pb.h"
 #include "headwater/v1/session_service.grpc.pb.h"
 
 namespace headwater::client::internal {
 
-using Deadline = std::chrono::system_clock::time_point;
-
+// Kept by every call and every head; its end waits for its threads, which therefore never hold the last reference.
 class Connection {
  public:
   // Waits until the channel is connected.
@@ -31,57 +35,97 @@ class Connection {
   const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
   v1::LossService::Stub& loss() { return *loss_; }
   v1::HeadService::Stub& heads() { return *heads_; }
-  v1::SessionService::Stub& session() { return *session_; }
+  v1::SessionService::Stub& server() { return *server_; }
+  Session& session() { return session_; }
+  ReplayLog& replay_log() { return replay_log_; }
+  // Back-off of asynchronous calls; its tasks are short.
+  DelayedTasks& timers() { return timers_; }
+  // Recoveries on behalf of asynchronous calls, one after the other.
+  DelayedTasks& recoveries() { return recoveries_; }
 
   Deadline DeadlineOf(const CallOptions& call) const;
 
-  // A blocking unary call: Call(stub, &Stub::Method, request, options).
+  // Calls attempt(context), which returns an absl::Status, until it succeeds or its failure is final. Blocks.
+  template <typename Attempt>
+  absl::Status Retry(Repeat repeat, Deadline deadline, Attempt attempt) {
+    RetryState retry(options_.retry, deadline, repeat);
+    for (;;) {
+      const absl::Status status = RunAttempt(deadline, attempt);
+      if (status.ok()) return status;
+      const auto delay = retry.AfterFailure(status);
+      if (!delay.has_value()) return status;
+      std::this_thread::sleep_for(*delay);
+    }
+  }
+
+  // Likewise for a call on steps: `heads` get their current epochs before each attempt, and after the server's restart the step is
+  // recovered if the replay log allows it. attempt() puts what it did into the log.
+  template <typename Attempt>
+  absl::Status RetryOnSteps(HeadUses& heads, Deadline deadline, Attempt attempt) {
+    RetryState retry(options_.retry, deadline, Repeat::kSafe);
+    for (int recoveries = 0;;) {
+      while (!replay_log_.TryEnter(heads)) {
+        if (absl::Status late = replay_log_.WaitForRecovery(deadline); !late.ok()) return late;
+      }
+      for (HeadUse& use : heads) use.epoch = use.state->epoch();
+      const absl::Status status = RunAttempt(deadline, attempt);
+      replay_log_.Leave(heads);
+      if (status.ok()) return status;
+      if (recoveries < kMaxRecoveries && MayRecover(replay_log_, status)) {
+        ++recoveries;
+        if (absl::Status lost = Recover(*this, heads, status, deadline, [] { return false; }); !lost.ok()) return lost;
+        continue;
+      }
+      const auto delay = retry.AfterFailure(status);
+      if (!delay.has_value()) return status;
+      std::this_thread::sleep_for(*delay);
+    }
+  }
+
+  // A blocking unary call: Call(stub, &Stub::Method, request, repeat, options).
   template <typename Stub, typename Request, typename Response>
   absl::StatusOr<Response> Call(Stub& stub, grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Response*),
-                                const Request& request, const CallOptions& call) {
-    grpc::ClientContext context;
-    context.set_deadline(DeadlineOf(call));
+                                const Request& request, Repeat repeat, Deadline deadline) {
     Response response;
-    const grpc::Status status = (stub.*method)(&context, request, &response);
-    if (!status.ok()) return FromGrpcStatus(status, target_);
+    const absl::Status status = Retry(
+        repeat, deadline, [&](grpc::ClientContext& context) { return FromGrpc((stub.*method)(&context, request, &response)); });
+    if (!status.ok()) return status;
     return response;
   }
+  template <typename Stub, typename Request, typename Response>
+  absl::StatusOr<Response> Call(Stub& stub, grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Response*),
+                                const Request& request, Repeat repeat, const CallOptions& call) {
+    return Call(stub, method, request, repeat, DeadlineOf(call));
+  }
+
+  absl::Status FromGrpc(const grpc::Status& status) const {
+    return status.ok() ? absl::OkStatus() : FromGrpcStatus(status, target_);
+  }
+
+  // Of the server process that answers now; empty without replay, where nobody needs it.
+  absl::StatusOr<std::string> Incarnation(Deadline deadline);
 
  private:
   Connection(std::string target, const ClientOptions& options, std::shared_ptr<grpc::Channel> channel);
+
+  template <typename Attempt>
+  absl::Status RunAttempt(Deadline deadline, Attempt& attempt) {
+    grpc::ClientContext context;
+    context.set_deadline(deadline);
+    return attempt(context);
+  }
 
   const std::string target_;
   const ClientOptions options_;
   const std::shared_ptr<grpc::Channel> channel_;
   const std::unique_ptr<v1::LossService::Stub> loss_;
   const std::unique_ptr<v1::HeadService::Stub> heads_;
-  const std::unique_ptr<v1::SessionService::Stub> session_;
+  const std::unique_ptr<v1::SessionService::Stub> server_;
+  Session session_;
+  ReplayLog replay_log_;
+  DelayedTasks timers_;
+  DelayedTasks recoveries_;
 };
-
-// A unary call whose result comes by a future. `start(context, request, response, done)` hands it to gRPC; `convert(response)`
-// makes the result.
-template <typename Result, typename Request, typename Response, typename Start, typename Convert>
-Future<Result> CallAsync(std::shared_ptr<Connection> connection, Request request, const CallOptions& options, Start start,
-                         Convert convert) {
-  struct Call {
-    std::shared_ptr<Connection> connection;
-    grpc::ClientContext context;
-    Request request;
-    Response response;
-  };
-  auto state = std::make_shared<FutureState<Result>>();
-  auto call = std::make_shared<Call>();
-  call->connection = std::move(connection);
-  call->context.set_deadline(call->connection->DeadlineOf(options));
-  call->request = std::move(request);
-  Call* const raw = call.get();
-  state->Keep(std::move(call), [raw] { raw->context.TryCancel(); });
-  // gRPC's side holds no reference to the call: see FutureState.
-  start(*raw->connection, &raw->context, &raw->request, &raw->response, [state, raw, convert](const grpc::Status& status) {
-    state->Set(status.ok() ? absl::StatusOr<Result>(convert(raw->response)) : FromGrpcStatus(status, raw->connection->target()));
-  });
-  return Future<Result>(state);
-}
 
 }  // namespace headwater::client::internal
 

@@ -19,10 +19,6 @@ v1::Tensor MakeTensor(v1::DataType type, absl::Span<const T> values) {
   return tensor;
 }
 
-std::chrono::nanoseconds FromProto(const google::protobuf::Duration& duration) {
-  return std::chrono::seconds(duration.seconds()) + std::chrono::nanoseconds(duration.nanos());
-}
-
 std::chrono::system_clock::time_point FromProto(const google::protobuf::Timestamp& time) {
   return std::chrono::system_clock::time_point(std::chrono::duration_cast<std::chrono::system_clock::duration>(
       std::chrono::seconds(time.seconds()) + std::chrono::nanoseconds(time.nanos())));
@@ -51,10 +47,47 @@ absl::Status ReadOutput(const char* name, bool present, const v1::Tensor& tensor
   return absl::OkStatus();
 }
 
+// Sums and per-token outputs of one term.
+absl::StatusOr<TermResult> FromProto(const v1::LossTermResult& term, int64_t row_count) {
+  const v1::LossSums& sums = term.sums();
+  TermResult result;
+  result.loss_sum = sums.loss_sum();
+  result.soft_loss_sum = sums.soft_loss_sum();
+  result.hard_loss_sum = sums.hard_loss_sum();
+  result.z_loss_sum = sums.z_loss_sum();
+  result.token_weight_sum = sums.token_weight_sum();
+  result.target_weight_sum = sums.target_weight_sum();
+  result.valid_token_count = sums.valid_token_count();
+  result.non_finite_row_count = term.non_finite_row_count();
+  result.weight_version = term.weight_version();
+  result.teacher_weight_version = term.teacher_weight_version();
+  for (const absl::Status& status :
+       {ReadOutput("token_loss", term.has_token_loss(), term.token_loss(), v1::DATA_TYPE_FLOAT32, row_count, result.token_loss),
+        ReadOutput("lse", term.has_lse(), term.lse(), v1::DATA_TYPE_FLOAT32, row_count, result.lse),
+        ReadOutput("target_log_probability", term.has_target_log_probability(), term.target_log_probability(),
+                   v1::DATA_TYPE_FLOAT32, row_count, result.target_log_probability),
+        ReadOutput("entropy", term.has_entropy(), term.entropy(), v1::DATA_TYPE_FLOAT32, row_count, result.entropy),
+        ReadOutput("argmax", term.has_argmax(), term.argmax(), v1::DATA_TYPE_INT32, row_count, result.argmax)}) {
+    if (!status.ok()) return status;
+  }
+  return result;
+}
+
 }  // namespace
 
-std::string FullHeadName(const std::string& name) {
-  return name.find('/') == std::string::npos ? absl::StrCat("tenants/default/heads/", name) : name;
+std::string FullHeadName(const std::string& tenant, const std::string& name) {
+  return name.find('/') == std::string::npos ? absl::StrCat("tenants/", tenant, "/heads/", name) : name;
+}
+
+google::protobuf::Duration ToProto(std::chrono::milliseconds duration) {
+  google::protobuf::Duration result;
+  result.set_seconds(duration.count() / 1000);
+  result.set_nanos(static_cast<int32_t>(duration.count() % 1000 * 1'000'000));
+  return result;
+}
+
+std::chrono::nanoseconds FromProto(const google::protobuf::Duration& duration) {
+  return std::chrono::seconds(duration.seconds()) + std::chrono::nanoseconds(duration.nanos());
 }
 
 v1::Tensor ToProto(absl::Span<const float> values) { return MakeTensor(v1::DATA_TYPE_FLOAT32, values); }
@@ -164,6 +197,7 @@ HeadInfo FromProto(const v1::Head& head) {
   result.memory_plan = FromProto(head.memory_plan());
   result.create_time = FromProto(head.create_time());
   result.weight_checksum = head.weight_checksum();
+  result.restored_checkpoint = head.restored_checkpoint();
   return result;
 }
 
@@ -179,7 +213,8 @@ StepInfo FromProto(const v1::Step& step) {
   for (const v1::MicroBatchState& micro_batch : step.micro_batches()) {
     result.micro_batches.push_back({micro_batch.micro_batch(), micro_batch.attempt(),
                                     static_cast<ContributionState>(micro_batch.state()), micro_batch.digest(),
-                                    micro_batch.valid_token_count(), micro_batch.factor()});
+                                    micro_batch.valid_token_count(), micro_batch.factor(),
+                                    static_cast<ContributionForm>(micro_batch.form())});
   }
   result.totals = FromProto(step.totals());
   return result;
@@ -205,37 +240,32 @@ ServerInfo FromProto(const v1::ServerInfo& info) {
                    .max_step_micro_batches = limits.max_step_micro_batches(),
                    .max_staging_slots = limits.max_staging_slots(),
                    .max_queue_depth = limits.max_queue_depth(),
-                   .max_in_flight_bytes = limits.max_in_flight_bytes()};
+                   .max_in_flight_bytes = limits.max_in_flight_bytes(),
+                   .max_upload_bytes = limits.max_upload_bytes(),
+                   .max_sessions = limits.max_sessions(),
+                   .max_session_lease_s = limits.max_session_lease_s(),
+                   .max_held_bytes = limits.max_held_bytes(),
+                   .max_waiting_calls = limits.max_waiting_calls(),
+                   .max_step_wait_s = limits.max_step_wait_s(),
+                   .max_heads_per_tenant = limits.max_heads_per_tenant(),
+                   .max_tenant_memory_bytes = limits.max_tenant_memory_bytes(),
+                   .max_terms = limits.max_terms()};
   result.features.assign(info.features().begin(), info.features().end());
   result.start_time = FromProto(info.start_time());
   return result;
 }
 
-absl::StatusOr<LossResult> FromProto(const v1::MicroBatchSummary& summary, int64_t row_count) {
-  if (summary.terms_size() != 1) {
-    return MakeAnswerError(absl::StrCat("the summary has ", summary.terms_size(), " terms, one was sent"));
+absl::StatusOr<MultiResult> FromProto(const v1::MicroBatchSummary& summary, const v1::MicroBatchHeader& header) {
+  if (summary.terms_size() != header.terms_size()) {
+    return MakeAnswerError(absl::StrCat("the summary has ", summary.terms_size(), " terms, ", header.terms_size(), " were sent"));
   }
-  const v1::LossTermResult& term = summary.terms(0);
-  const v1::LossSums& sums = term.sums();
-  LossResult result;
-  result.loss_sum = sums.loss_sum();
-  result.soft_loss_sum = sums.soft_loss_sum();
-  result.hard_loss_sum = sums.hard_loss_sum();
-  result.z_loss_sum = sums.z_loss_sum();
-  result.token_weight_sum = sums.token_weight_sum();
-  result.target_weight_sum = sums.target_weight_sum();
-  result.valid_token_count = sums.valid_token_count();
-  result.non_finite_row_count = term.non_finite_row_count();
-  result.weight_version = term.weight_version();
-  result.teacher_weight_version = term.teacher_weight_version();
-  for (const absl::Status& status :
-       {ReadOutput("token_loss", term.has_token_loss(), term.token_loss(), v1::DATA_TYPE_FLOAT32, row_count, result.token_loss),
-        ReadOutput("lse", term.has_lse(), term.lse(), v1::DATA_TYPE_FLOAT32, row_count, result.lse),
-        ReadOutput("target_log_probability", term.has_target_log_probability(), term.target_log_probability(),
-                   v1::DATA_TYPE_FLOAT32, row_count, result.target_log_probability),
-        ReadOutput("entropy", term.has_entropy(), term.entropy(), v1::DATA_TYPE_FLOAT32, row_count, result.entropy),
-        ReadOutput("argmax", term.has_argmax(), term.argmax(), v1::DATA_TYPE_INT32, row_count, result.argmax)}) {
-    if (!status.ok()) return status;
+  MultiResult result;
+  for (int i = 0; i < summary.terms_size(); ++i) {
+    const v1::LossTerm& term = header.terms(i);
+    const int64_t row_count = term.has_row_count() ? term.row_count() : header.row_count() - term.row_start();
+    absl::StatusOr<TermResult> term_result = FromProto(summary.terms(i), row_count);
+    if (!term_result.ok()) return term_result.status();
+    result.terms.push_back(*std::move(term_result));
   }
   result.state = static_cast<ContributionState>(summary.state());
   result.form = static_cast<ContributionForm>(summary.form());

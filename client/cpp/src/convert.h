@@ -2,6 +2,7 @@
 #ifndef HEADWATER_CLIENT_SRC_CONVERT_H_
 #define HEADWATER_CLIENT_SRC_CONVERT_H_
 
+#include <chrono>
 #include <string>
 
 #include "absl/status/statusor.h"
@@ -13,8 +14,8 @@
 
 namespace headwater::client::internal {
 
-// `student` -> `tenants/default/heads/student`; a name with a slash stays as it is.
-std::string FullHeadName(const std::string& name);
+// `student` -> `tenants/{tenant}/heads/student`; a name with a slash stays as it is.
+std::string FullHeadName(const std::string& tenant, const std::string& name);
 
 v1::HeadSpec ToProto(const HeadSpec& spec);
 v1::ExpectedMicroBatches ToProto(const ExpectedMicroBatches& expected);
@@ -22,15 +23,18 @@ v1::CrossEntropyLoss ToProto(const CrossEntropyOptions& options);
 v1::JensenShannonLoss ToProto(const JsdOptions& options);
 v1::Tensor ToProto(absl::Span<const float> values);
 v1::Tensor ToProto(absl::Span<const int32_t> values);
+google::protobuf::Duration ToProto(std::chrono::milliseconds duration);
 inline v1::DataType ToProto(DataType type) { return static_cast<v1::DataType>(type); }
 
+std::chrono::nanoseconds FromProto(const google::protobuf::Duration& duration);
 HeadInfo FromProto(const v1::Head& head);
 HeadSpec FromProto(const v1::HeadSpec& spec);
 StepTotals FromProto(const v1::StepTotals& totals);
 StepInfo FromProto(const v1::Step& step);
 ServerInfo FromProto(const v1::ServerInfo& info);
-// Everything but grad_hidden. INTERNAL if the per-token outputs do not have `row_count` entries or there is not exactly one term.
-absl::StatusOr<LossResult> FromProto(const v1::MicroBatchSummary& summary, int64_t row_count);
+// Everything but grad_hidden, attempt and contribution. INTERNAL if it has not the terms of `header`, with an entry for each row in
+// their per-token outputs.
+absl::StatusOr<MultiResult> FromProto(const v1::MicroBatchSummary& summary, const v1::MicroBatchHeader& header);
 
 }  // namespace headwater::client::internal
 

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "absl/strings/cord.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/types/optional.h"
 #include "headwater/client/error.h"
@@ -19,6 +20,13 @@ std::optional<Message> PayloadOf(const absl::Status& status, const char* url) {
   Message message;
   if (!payload.has_value() || !message.ParseFromString(std::string(*payload))) return std::nullopt;
   return message;
+}
+
+std::optional<int64_t> StepIn(const std::map<std::string, std::string>& metadata, const char* key) {
+  const auto entry = metadata.find(key);
+  int64_t step = 0;
+  if (entry == metadata.end() || !absl::SimpleAtoi(entry->second, &step)) return std::nullopt;
+  return step;
 }
 
 }  // namespace
@@ -39,6 +47,17 @@ std::optional<std::chrono::nanoseconds> RetryDelay(const absl::Status& status) {
   if (!info.has_value()) return std::nullopt;
   return std::chrono::seconds(info->retry_delay().seconds()) + std::chrono::nanoseconds(info->retry_delay().nanos());
 }
+
+std::optional<LostStep> RestoredFrom(const absl::Status& status) {
+  if (ErrorReason(status) != "STEP_LOST") return std::nullopt;
+  const std::map<std::string, std::string> metadata = ErrorMetadata(status);
+  const std::optional<int64_t> step = StepIn(metadata, "restoredStep");
+  const auto checkpoint = metadata.find("checkpoint");
+  if (!step.has_value() || checkpoint == metadata.end()) return std::nullopt;
+  return LostStep{*step, checkpoint->second};
+}
+
+std::optional<int64_t> OpenStep(const absl::Status& status) { return StepIn(ErrorMetadata(status), "openStep"); }
 
 namespace internal {
 

@@ -3,54 +3,34 @@
 #define HEADWATER_CLIENT_SRC_HEAD_HANDLE_H_
 
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 
 #include "client/cpp/src/connection.h"
-#include "client/cpp/src/convert.h"
-#include "headwater/client/types.h"
-#include "headwater/v1/loss.pb.h"
+#include "client/cpp/src/head_state.h"
 
 namespace headwater::client::internal {
 
 // Thread-safe.
 struct HeadHandle {
-  HeadHandle(std::shared_ptr<Connection> connection_of_head, const v1::Head& head)
-      : connection(std::move(connection_of_head)), name(head.name()), spec(FromProto(head.spec())), epoch_(head.epoch()) {}
-
-  std::string epoch() const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return epoch_;
-  }
+  HeadHandle(std::shared_ptr<Connection> connection_of_head, const v1::Head& head, std::string incarnation, bool was_created)
+      : connection(std::move(connection_of_head)),
+        state(std::make_shared<HeadState>(head, std::move(incarnation))),
+        created(was_created) {}
 
   // Takes over the epoch of a call that this handle made.
-  HeadInfo Adopt(const v1::Head& head) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    epoch_ = head.epoch();
+  HeadInfo Adopt(const v1::Head& head, Deadline deadline) {
+    connection->replay_log().Forget(*state);
+    // If it cannot be told, no lost step of this epoch is recovered.
+    state->Adopt(head, connection->Incarnation(deadline).value_or(""));
     return FromProto(head);
   }
 
-  v1::HeadStep AtEpoch() const {
-    v1::HeadStep head;
-    head.set_head(name);
-    head.set_head_epoch(epoch());
-    return head;
-  }
-
-  v1::HeadStep AtStep(int64_t step) const {
-    v1::HeadStep head = AtEpoch();
-    head.set_step(step);
-    return head;
-  }
+  HeadUses AtStep(std::optional<int64_t> step) const { return {{.state = state, .step = step}}; }
 
   const std::shared_ptr<Connection> connection;
-  const std::string name;
-  const HeadSpec spec;
-
- private:
-  mutable std::mutex mutex_;
-  std::string epoch_;
+  const std::shared_ptr<HeadState> state;
+  const bool created;
 };
 
 }  // namespace headwater::client::internal

@@ -6,7 +6,10 @@
 #include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/support/byte_buffer.h>
 
+#include <memory>
 #include <vector>
+
+#include "headwater/client/future.h"
 
 namespace headwater::client::internal {
 namespace {

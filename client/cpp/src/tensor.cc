@@ -24,6 +24,8 @@ const char* HeadStateName(HeadState state) {
       return "ready";
     case HeadState::kLost:
       return "lost";
+    case HeadState::kRestored:
+      return "restored";
     case HeadState::kUnknown:
       break;
   }

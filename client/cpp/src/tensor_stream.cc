@@ -9,18 +9,16 @@
 #include <optional>
 #include <random>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "client/cpp/src/convert.h"
+#include "headwater/client/future.h"
 
 namespace headwater::client::internal {
 namespace {
-
-constexpr std::chrono::milliseconds kFirstRetryDelay{50};
-constexpr std::chrono::milliseconds kLongestRetryDelay{2000};
 
 // XXH3-128, canonical (big-endian), 16 bytes.
 std::string Checksum(const TensorView& values) {
@@ -159,36 +157,58 @@ absl::Status CheckHeader(const v1::DownloadTensorHeader& header, const TensorBuf
 
 }  // namespace
 
-absl::StatusOr<v1::Head> UploadTensor(const std::shared_ptr<Connection>& connection, v1::UploadWeightsHeader header,
-                                      TensorView values, const CallOptions& options) {
-  header.set_upload_id(MakeUploadId());
-  header.set_total_bytes(values.bytes());
-  header.set_checksum(Checksum(values));
-  const Deadline deadline = connection->DeadlineOf(options);
-  std::chrono::milliseconds delay = kFirstRetryDelay;
-  for (int retries_left = connection->options().max_upload_retries;; --retries_left) {
-    auto state = std::make_shared<FutureState<v1::Head>>();
-    UploadCall call(connection, header, values, deadline, state);
-    call.Start();
-    absl::StatusOr<v1::Head> head = state->Take();
-    if (head.ok() || !absl::IsUnavailable(head.status()) || retries_left == 0) return head;
-    if (std::chrono::system_clock::now() + delay >= deadline) return head;
-    std::this_thread::sleep_for(delay);
-    delay = std::min(delay * 2, kLongestRetryDelay);
-  }
+absl::Status InvalidView(v1::ErrorReason reason, const std::string& field, const std::string& expected, const std::string& actual) {
+  return MakeLocalError(reason, absl::StatusCode::kInvalidArgument, absl::StrCat(field, ": expected ", expected, ", got ", actual),
+                        {{"field", field}, {"expected", expected}, {"actual", actual}});
 }
 
-absl::StatusOr<TensorBuffer> DownloadTensor(Connection& connection, const StartDownload& start, DataType data_type,
-                                            const std::vector<int64_t>& shape, const CallOptions& options) {
-  grpc::ClientContext context;
-  context.set_deadline(connection.DeadlineOf(options));
-  TensorBuffer buffer(data_type, shape);
-  const std::unique_ptr<grpc::ClientReader<v1::DownloadTensorResponse>> reader = start(&context);
+absl::Status CheckRows(const std::string& field, const RowsView& rows) {
+  if (rows.row_count < 0 || rows.hidden_size < 0) {
+    return InvalidView(v1::ERROR_REASON_INVALID_FIELD, field, "sizes >= 0", absl::StrCat(rows.row_count, " x ", rows.hidden_size));
+  }
+  int64_t bytes = 0;
+  if (__builtin_mul_overflow(rows.row_count, rows.hidden_size, &bytes) || __builtin_mul_overflow(bytes, int64_t{4}, &bytes)) {
+    return InvalidView(v1::ERROR_REASON_INVALID_FIELD, field, "a size in bytes below 2^63",
+                       absl::StrCat(rows.row_count, " x ", rows.hidden_size));
+  }
+  if (rows.data == nullptr && bytes > 0) {
+    return InvalidView(v1::ERROR_REASON_INVALID_FIELD, field, "memory for the rows", "a null pointer");
+  }
+  return absl::OkStatus();
+}
+
+std::vector<int64_t> ShapeOf(const HeadSpec& spec, HeadTensor tensor) {
+  if (tensor == HeadTensor::kBias) return {spec.vocab_size};
+  return {spec.vocab_size, spec.hidden_size};
+}
+
+Upload::Upload(std::shared_ptr<Connection> connection, HeadTensor tensor, TensorView values)
+    : connection_(std::move(connection)), values_(values) {
+  header_.set_tensor(static_cast<v1::HeadTensor>(tensor));
+  header_.set_data_type(ToProto(values.data_type));
+  header_.set_upload_id(MakeUploadId());
+  header_.set_total_bytes(values.bytes());
+  header_.set_checksum(Checksum(values));
+}
+
+absl::StatusOr<v1::Head> Upload::Send(const std::string& name, const std::string& epoch, std::optional<int64_t> closes_step,
+                                      Deadline deadline) {
+  header_.set_name(name);
+  header_.set_epoch(epoch);
+  if (closes_step.has_value()) header_.set_closes_step(*closes_step);
+  auto state = std::make_shared<FutureState<v1::Head>>();
+  UploadCall call(connection_, header_, values_, deadline, state);
+  call.Start();
+  return state->Take();
+}
+
+absl::Status ReadTensor(Connection& connection, grpc::ClientContext& context,
+                        grpc::ClientReader<v1::DownloadTensorResponse>& reader, TensorBuffer& buffer) {
   v1::DownloadTensorResponse response;
   absl::Status answer_error;
   bool header_seen = false;
   int64_t bytes_received = 0;
-  while (answer_error.ok() && reader->Read(&response)) {
+  while (answer_error.ok() && reader.Read(&response)) {
     if (!header_seen) {
       answer_error = response.has_header() ? CheckHeader(response.header(), buffer) : MakeAnswerError("no header comes first");
       header_seen = true;
@@ -205,13 +225,13 @@ absl::StatusOr<TensorBuffer> DownloadTensor(Connection& connection, const StartD
     bytes_received += static_cast<int64_t>(chunk.data().size());
   }
   if (!answer_error.ok()) context.TryCancel();
-  const grpc::Status status = reader->Finish();
+  const grpc::Status status = reader.Finish();
   if (!answer_error.ok()) return answer_error;
   if (!status.ok()) return FromGrpcStatus(status, connection.target());
   if (bytes_received != buffer.bytes()) {
     return MakeAnswerError(absl::StrCat("the tensor ended after ", bytes_received, " of ", buffer.bytes(), " bytes"));
   }
-  return buffer;
+  return absl::OkStatus();
 }
 
 }  // namespace headwater::client::internal

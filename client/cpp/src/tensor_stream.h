@@ -2,8 +2,9 @@
 #ifndef HEADWATER_CLIENT_SRC_TENSOR_STREAM_H_
 #define HEADWATER_CLIENT_SRC_TENSOR_STREAM_H_
 
-#include <functional>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -13,16 +14,33 @@
 
 namespace headwater::client::internal {
 
-// Uploads `values` under `header` (upload_id, checksum and total_bytes are filled in here). Resumes after UNAVAILABLE, with
-// back-off, at most ClientOptions::max_upload_retries times and not beyond the deadline. Blocks.
-absl::StatusOr<v1::Head> UploadTensor(const std::shared_ptr<Connection>& connection, v1::UploadWeightsHeader header,
-                                      TensorView values, const CallOptions& options);
+// INVALID_ARGUMENT if reading the rows would leave the caller's memory.
+absl::Status CheckRows(const std::string& field, const RowsView& rows);
+// What a caller's view or option has wrong.
+absl::Status InvalidView(v1::ErrorReason reason, const std::string& field, const std::string& expected, const std::string& actual);
 
-// Starts a download and reads it to its end. `shape` is what the head's specification says: any other header is an error, so
+std::vector<int64_t> ShapeOf(const HeadSpec& spec, HeadTensor tensor);
+
+// A tensor on its way up. Blocks.
+class Upload {
+ public:
+  Upload(std::shared_ptr<Connection> connection, HeadTensor tensor, TensorView values);
+
+  // Sends what the server has not got yet, to the head of that name and epoch; closes the step, if one is given. After UNAVAILABLE
+  // the next Send() goes on where this one was cut.
+  absl::StatusOr<v1::Head> Send(const std::string& name, const std::string& epoch, std::optional<int64_t> closes_step,
+                                Deadline deadline);
+
+ private:
+  const std::shared_ptr<Connection> connection_;
+  const TensorView values_;
+  v1::UploadWeightsHeader header_;
+};
+
+// Reads a download to its end into `buffer`, whose shape is what the head's specification says: any other header is an error, so
 // that no buffer is sized by what the other side claims. Blocks.
-using StartDownload = std::function<std::unique_ptr<grpc::ClientReader<v1::DownloadTensorResponse>>(grpc::ClientContext*)>;
-absl::StatusOr<TensorBuffer> DownloadTensor(Connection& connection, const StartDownload& start, DataType data_type,
-                                            const std::vector<int64_t>& shape, const CallOptions& options);
+absl::Status ReadTensor(Connection& connection, grpc::ClientContext& context,
+                        grpc::ClientReader<v1::DownloadTensorResponse>& reader, TensorBuffer& buffer);
 
 }  // namespace headwater::client::internal
 

@@ -20,9 +20,16 @@ using std::chrono::steady_clock;
 
 constexpr int64_t kHiddenSize = 4;
 
+ClientOptions MakeOptions() {
+  ClientOptions options;
+  options.chunk_bytes = 16;
+  options.retry = {.max_attempts = 3, .initial_backoff = milliseconds(1), .max_backoff = milliseconds(2)};
+  return options;
+}
+
 class ClientProtocol : public testing::Test {
  protected:
-  ClientProtocol() : client_(Value(Client::Connect(server_.target(), {.chunk_bytes = 16}))), head_(Value(client_.OpenHead("h"))) {}
+  ClientProtocol() : client_(Value(Client::Connect(server_.target(), MakeOptions()))), head_(Value(client_.OpenHead("h"))) {}
 
   Future<LossResult> Submit(const std::vector<float>& hidden, const CallOptions& options = {}) {
     const std::vector<int32_t> targets(hidden.size() / kHiddenSize, 1);
@@ -62,19 +69,6 @@ class ClientProtocol : public testing::Test {
   Head head_;
   const std::vector<float> two_rows_ = std::vector<float>(2 * kHiddenSize, 0.5F);
 };
-
-TEST_F(ClientProtocol, NothingIsRetriedBehindTheCallersBack) {
-  server_.compute_loss = [](grpc::ServerContext*, ScriptedServer::LossStream*) {
-    return grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone");
-  };
-  EXPECT_EQ(Submit(two_rows_).Get().status().code(), absl::StatusCode::kUnavailable);
-  EXPECT_EQ(server_.calls, 1);
-  server_.unary_status = grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone");
-  EXPECT_EQ(head_.Commit(0, 0).Get().status().code(), absl::StatusCode::kUnavailable);
-  EXPECT_EQ(server_.calls, 2);
-  EXPECT_EQ(head_.Apply(0, {.learning_rate = 0.1}).status().code(), absl::StatusCode::kUnavailable);
-  EXPECT_EQ(server_.calls, 3);
-}
 
 TEST_F(ClientProtocol, ReasonMetadataAndDelayAreDecoded) {
   server_.unary_status = ErrorWithReason(grpc::StatusCode::RESOURCE_EXHAUSTED, "QUEUE_FULL", 250);
@@ -210,8 +204,6 @@ TEST_F(ClientProtocol, UploadResumesUnderTheSameId) {
 }
 
 TEST_F(ClientProtocol, UploadGivesUpAfterItsRetriesAndOnOtherErrors) {
-  Client client = Value(Client::Connect(server_.target(), {.max_upload_retries = 2}));
-  head_ = Value(client.OpenHead("h"));
   const std::vector<float> weight(32);
   server_.upload_weights = [](ScriptedServer::UploadStream*) { return grpc::Status(grpc::StatusCode::UNAVAILABLE, "down"); };
   EXPECT_EQ(head_.UploadWeights(HeadTensor::kWeight, TensorView::Float32(weight)).status().code(), absl::StatusCode::kUnavailable);

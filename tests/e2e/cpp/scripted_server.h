@@ -5,24 +5,46 @@
 #include <grpcpp/grpcpp.h>
 
 #include <atomic>
+#include <chrono>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <vector>
 
 #include "headwater/v1/head_service.grpc.pb.h"
 #include "headwater/v1/loss_service.grpc.pb.h"
+#include "headwater/v1/session_service.grpc.pb.h"
 
 namespace headwater::e2e {
 
 // A status as headwaterd makes it: reason, metadata, and a delay of `retry_ms` if that is not 0.
-grpc::Status ErrorWithReason(grpc::StatusCode code, const std::string& reason, int64_t retry_ms = 0);
+grpc::Status ErrorWithReason(grpc::StatusCode code, const std::string& reason, int64_t retry_ms = 0,
+                             const std::map<std::string, std::string>& metadata = {{"field", "value"}});
 
-// Each call runs a copy of the function of its name and counts. A function may be replaced once the calls that it is for have
-// begun.
+// Each call is recorded and counted, and runs a copy of the function of its name. A function may be replaced once the calls that it
+// is for have begun. Sessions, GetHead, TakeHead and GetServerInfo work as `state` says.
 class ScriptedServer {
  public:
   using LossStream = grpc::ServerReaderWriter<v1::ComputeLossResponse, v1::ComputeLossRequest>;
   using UploadStream = grpc::ServerReaderWriter<v1::UploadWeightsResponse, v1::UploadWeightsRequest>;
+
+  struct Call {
+    std::string method;
+    std::string peer;  // the client's end of the connection
+    std::chrono::steady_clock::time_point time;
+  };
+  // What the one head and the process are like.
+  struct State {
+    std::string incarnation = std::string(16, 'i');
+    std::string epoch = std::string(16, 'e');
+    v1::HeadState head_state = v1::HEAD_STATE_READY;
+    int64_t open_step = 0;
+    bool trainable = true;
+    std::chrono::milliseconds lease{30000};
+    std::vector<std::string> sessions;  // that are open
+  };
 
   ScriptedServer();
   ~ScriptedServer();
@@ -32,14 +54,35 @@ class ScriptedServer {
   std::function<grpc::Status(grpc::ServerContext*, LossStream*)> compute_loss;
   std::function<grpc::Status(UploadStream*)> upload_weights;
   std::function<grpc::Status(const v1::ListHeadsRequest&, v1::ListHeadsResponse*)> list_heads;
-  grpc::Status unary_status;  // of CommitMicroBatch and ApplyOptimizerStep
-  std::atomic<int> calls = 0;
+  std::function<grpc::Status(const v1::CommitMicroBatchRequest&)> commit;               // not set: unary_status
+  std::function<grpc::Status(const v1::SealStepRequest&)> seal;                         // likewise
+  std::function<grpc::Status(const v1::AddGradientHeader&, std::string)> add_gradient;  // likewise; header and bytes
+  grpc::Status unary_status;                                                            // of everything that has no function
+  std::atomic<int> calls = 0;  // but for those of sessions, GetHead, TakeHead and GetServerInfo
+
+  // Reads or changes the state.
+  template <typename Use>
+  auto WithState(Use use) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return use(state_);
+  }
+  // All calls of a method so far.
+  std::vector<Call> CallsOf(const std::string& method) const;
 
  private:
   class Loss;
   class Heads;
+  class Sessions;
+
+  void Record(const std::string& method, const grpc::ServerContext& context);
+  void Describe(const std::string& name, v1::Head* head);
+
+  mutable std::mutex mutex_;
+  State state_;
+  std::vector<Call> recorded_;
   std::unique_ptr<Loss> loss_;
   std::unique_ptr<Heads> heads_;
+  std::unique_ptr<Sessions> sessions_;
   int port_ = 0;
   std::unique_ptr<grpc::Server> server_;
 };

@@ -6,7 +6,22 @@
 //   absl::StatusOr<LossResult> result =
 //       head->CrossEntropy(RowsView::Float32(hidden, hidden_size), targets, {}, {.step = 0, .micro_batch = 0}).Get();
 //
-// No call is repeated behind the caller's back, except UploadWeights, which resumes where it was cut.
+// Repetitions. Calls whose repetition is safe are made again by RetryPolicy, and none by gRPC: after UNAVAILABLE (the connection
+// was cut, the server starts or drains) and where the server has no room (QUEUE_FULL, IN_FLIGHT_BYTES_EXCEEDED, STAGING_FULL). A
+// micro-batch is sent again under the next attempt's number; Commit, Discard, Seal, Apply, DiscardGradient, AddGradient and
+// ReplaceWeights with the same arguments: the server knows them again. UploadWeights resumes where it was cut. A call that would
+// not be the same twice (CreateHead, DeleteHead, Take(only_if_current), Restore, LoadWeights, Save without `overwrite`) is repeated
+// only after an answer which says that nothing was done. Wrong arguments, conflicts, fenced epochs and lost steps are final at
+// once.
+//
+// Sessions. What this client leaves undecided belongs to its session, which is opened at the first CommitMode::kExplicit, kept
+// alive by a thread on a connection of its own, and closed with the connection: undecided micro-batches go then. A session that has
+// ended meanwhile (the lease passed unnoticed, the server was started again) is replaced at the next call.
+//
+// Replay. With ClientOptions::replay_bytes the client keeps the open step's micro-batches, decisions and gradients. When the server
+// has been started again and the head came back at that very step, the client takes the head, repeats them and goes on; the caller
+// sees a slow call. Of several trainers one takes the head and the others join it. Otherwise STEP_LOST is final (RestoredFrom()).
+// Several calls in flight are repeated in the order in which they had succeeded.
 #ifndef HEADWATER_CLIENT_CLIENT_H_
 #define HEADWATER_CLIENT_CLIENT_H_
 
@@ -26,7 +41,7 @@ namespace headwater::client {
 
 // Options of a connection.
 struct ClientOptions {
-  // Deadline of every call that names no other, retries included. > 0.
+  // Deadline of every call that names no other, repetitions included. > 0.
   std::chrono::milliseconds timeout{std::chrono::minutes(5)};
   // How long Connect() waits for the server to answer. > 0.
   std::chrono::milliseconds connect_timeout{std::chrono::seconds(10)};
@@ -34,8 +49,16 @@ struct ClientOptions {
   int64_t chunk_bytes = int64_t{1} << 20;
   // Longest message that is sent or accepted. In [128 KiB, 1 GiB].
   int64_t max_message_bytes = int64_t{64} << 20;
-  // How often UploadWeights tries again after a cut connection. >= 0.
-  int max_upload_retries = 5;
+  // Heads with short names, and ListHeads(), are this tenant's.
+  std::string tenant = "default";
+  RetryPolicy retry{};
+  // Lease of the session that is asked for; the server may grant less. 0: no session, undecided micro-batches belong to nobody.
+  std::chrono::milliseconds session_lease{std::chrono::seconds(30)};
+  // Shown in the server's logs; at most 128 bytes.
+  std::string client_name = "headwater-cpp";
+  // Room for the replay of the open step, >= 0; 0: no replay. A step that takes more is not kept: STEP_LOST is final then, and its
+  // message says why. Rows are copied when their micro-batch has succeeded.
+  int64_t replay_bytes = 0;
 };
 
 // A connection. Cheap to copy (copies share it); thread-safe. Heads and futures keep the connection alive by themselves.
@@ -47,17 +70,20 @@ class Client {
   // INVALID_ARGUMENT if an option is out of range; UNAVAILABLE if nobody answers within `connect_timeout`.
   static absl::StatusOr<Client> Connect(const std::string& target, const ClientOptions& options = {});
 
-  // Names are full (`tenants/{tenant}/heads/{head}`) or short (`student` is tenants/default/heads/student).
+  // Names are full (`tenants/{tenant}/heads/{head}`) or short (`student` is tenants/default/heads/student, if that is the tenant).
 
   // Makes a head, without weights: upload or load them next. ALREADY_EXISTS / HEAD_ALREADY_EXISTS; RESOURCE_EXHAUSTED /
   // MEMORY_BUDGET_EXCEEDED with the memory plan in the message.
   absl::StatusOr<Head> CreateHead(const std::string& name, const HeadSpec& spec, const CallOptions& options = {});
+  // Makes a head, or takes up the one of that name if its specification is the same but for initial_step; Head::created() tells.
+  // So all ranks, and a trainer that was started again, can make the same call. ALREADY_EXISTS / HEAD_SPEC_MISMATCH.
+  absl::StatusOr<Head> AttachHead(const std::string& name, const HeadSpec& spec, const CallOptions& options = {});
   // What CreateHead() would take; makes nothing. The head fits if its plan's total_bytes are at most its available_bytes. Errors of
   // the specification are those of CreateHead().
   absl::StatusOr<HeadInfo> PlanHead(const std::string& name, const HeadSpec& spec, const CallOptions& options = {});
   // Takes up a head that exists, at its current epoch. NOT_FOUND / HEAD_NOT_FOUND.
   absl::StatusOr<Head> OpenHead(const std::string& name, const CallOptions& options = {});
-  // All heads of the tenant `default`, by name.
+  // All heads of the tenant, by name.
   absl::StatusOr<std::vector<HeadInfo>> ListHeads(const CallOptions& options = {});
   // Frees a head whatever its epoch; its checkpoints stay. `force`: even with undecided contributions or a non-empty open step
   // (FAILED_PRECONDITION / HEAD_IN_USE otherwise).

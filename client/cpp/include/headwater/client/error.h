@@ -10,6 +10,7 @@
 #define HEADWATER_CLIENT_ERROR_H_
 
 #include <chrono>
+#include <cstdint>
 #include <map>
 #include <optional>
 #include <string>
@@ -29,6 +30,20 @@ std::map<std::string, std::string> ErrorMetadata(const absl::Status& status);
 
 // How long to wait at least before the same call can succeed; absent unless the server said so (a full queue).
 std::optional<std::chrono::nanoseconds> RetryDelay(const absl::Status& status);
+
+// What STEP_LOST says of a head that came back from a checkpoint with a restarted server. Take the head (Head::Take()) to go on
+// from there.
+struct LostStep {
+  int64_t restored_step = 0;  // the step that is open on the head now, and empty
+  std::string checkpoint;  // where its weights come from. If `restored_step` is older than the trainer's, the trainer loads its own
+                           // part of this checkpoint
+};
+
+// Absent unless the reason is STEP_LOST and the head came back from a checkpoint (and not lost for good).
+std::optional<LostStep> RestoredFrom(const absl::Status& status);
+
+// The step that is open on the head, where the error tells (STEP_MISMATCH and others); absent otherwise.
+std::optional<int64_t> OpenStep(const absl::Status& status);
 
 }  // namespace headwater::client
 

@@ -3,13 +3,15 @@
 // Micro-batch calls return futures, so that several may be under way at once; all other calls block. Every call is bounded by its
 // deadline. A failed micro-batch left the head's gradient bitwise as it was, except where the answer was lost on the way
 // (UNAVAILABLE, CANCELLED, DEADLINE_EXCEEDED): then GetStep() tells, and sending the same rows under the same id again adds them
-// at most once.
+// at most once. Which calls are repeated by themselves stands in client.h.
 #ifndef HEADWATER_CLIENT_HEAD_H_
 #define HEADWATER_CLIENT_HEAD_H_
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
+#include <variant>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -23,12 +25,17 @@ class Connection;
 struct HeadHandle;
 }  // namespace internal
 
+struct LossTerm;
+
 // A handle: name, spec and the epoch that this client works at. Cheap to copy (copies share the epoch); thread-safe. Destroying
 // it does nothing to the head on the server.
 //
-// The epoch is the one of the last call of this handle that returned a head (create, open, upload, load, restore). When another
-// run takes the head over, calls fail with ABORTED / EPOCH_FENCED until Client::OpenHead() is called anew: on purpose, so that a
-// forgotten trainer cannot go on unnoticed.
+// The epoch is the one of the last call of this handle that returned a head (create, open, take, upload, load, restore). When
+// another run takes the head over, calls fail with ABORTED / EPOCH_FENCED until Client::OpenHead() is called anew: on purpose, so
+// that a forgotten trainer cannot go on unnoticed.
+//
+// A call that names the step after the open one waits for it, until its deadline: a fast data-parallel rank need not know when
+// another one applies.
 class Head {
  public:
   // `tenants/{tenant}/heads/{head}`.
@@ -37,6 +44,8 @@ class Head {
   const HeadSpec& spec() const;
   // 16 bytes.
   std::string epoch() const;
+  // Whether the call that gave this handle made the head; false for one that it found.
+  bool created() const;
 
   // ---- micro-batches ----------------------------------------------------------------------------------------------------
   // `hidden` [row_count, hidden_size], after the model's final norm; it and `teacher_hidden` are read until the future is ready or
@@ -50,14 +59,28 @@ class Head {
   // another type. `targets` may be empty if hard_loss_weight is 0; given, they mark ignored rows.
   Future<LossResult> Jsd(RowsView hidden, const Head& teacher, RowsView teacher_hidden, absl::Span<const int32_t> targets,
                          const JsdOptions& loss, const MicroBatchOptions& micro_batch, const CallOptions& options = {});
-  // Adds a micro-batch that was computed with CommitMode::kExplicit, times `factor` (finite). Idempotent.
+  // Several losses over one set of rows, which is sent once: several heads (Medusa, multi-token prediction), several teachers. All
+  // terms are committed together or none; `grad_hidden` is their sum, taken in fp32. This head is the one of terms that name none;
+  // each trainable head has one step, that of `micro_batch` unless its terms say otherwise. All heads must come from one Client.
+  Future<MultiResult> Multi(RowsView hidden, absl::Span<const LossTerm> terms, const MicroBatchOptions& micro_batch,
+                            const CallOptions& options = {});
+  // Adds a micro-batch of this head alone that was computed with CommitMode::kExplicit, times `factor` (finite). Idempotent. For
+  // one of several heads use LossResult::contribution.
   Future<CommitResult> Commit(int64_t step, int64_t micro_batch, double factor = 1.0, const CallOptions& options = {});
-  // Drops an undecided micro-batch, for good. Idempotent.
+  Future<CommitResult> Commit(int64_t step, int64_t micro_batch, const CommitOptions& commit, const CallOptions& options = {});
+  // Drops an undecided micro-batch of this head alone; a higher attempt may submit it anew. Idempotent.
   Future<DiscardResult> Discard(int64_t step, int64_t micro_batch, const CallOptions& options = {});
 
   // ---- steps ------------------------------------------------------------------------------------------------------------
-  // Refuses further micro-batches and returns the totals. Fails, changing nothing, if one is missing, undecided or unexpected.
-  absl::StatusOr<SealResult> Seal(int64_t step, const ExpectedMicroBatches& expected, const CallOptions& options = {});
+  // Refuses further micro-batches and returns the totals. Fails, changing nothing, if one is missing, undecided or unexpected;
+  // `seal.wait` waits for the first two.
+  absl::StatusOr<SealResult> Seal(int64_t step, const ExpectedMicroBatches& expected, const SealOptions& seal = {},
+                                  const CallOptions& options = {});
+  // Adds the caller's own part of the weight's gradient (of tied embeddings, say), times `factor`: `rows` [n, hidden_size],
+  // float32, belong to the weight's rows [row_start, row_start + n), n >= 1. It is a micro-batch of the step, with an id of its
+  // own, and committed when this returns. Larger gradients than max_micro_batch_bytes are sent as several.
+  absl::StatusOr<AddGradientResult> AddGradient(int64_t step, int64_t micro_batch, RowsView rows, int64_t row_start = 0,
+                                                double factor = 1.0, const CallOptions& options = {});
   // Updates the weights and opens step + 1. A non-finite gradient changes nothing (NON_FINITE_GRADIENT).
   absl::StatusOr<ApplyResult> Apply(int64_t step, const ApplyOptions& apply, const CallOptions& options = {});
   // Closes the step without touching the weights, and opens step + 1.
@@ -68,13 +91,22 @@ class Head {
   absl::StatusOr<GradientNormResult> GradientNorm(int64_t step, double gradient_factor = 1.0, const CallOptions& options = {});
   // The open and the last closed step: how a client that lost an answer finds out.
   absl::StatusOr<StepStates> GetStep(const CallOptions& options = {});
+  // This run takes the head over: a new epoch, which this handle takes over, and an empty open step; weights, optimizer state and
+  // the step's number stay. All others are fenced. Also how to go on with a head that came back from a checkpoint.
+  // `only_if_current`: only if the head is still of this handle's epoch (EPOCH_FENCED otherwise).
+  absl::StatusOr<HeadInfo> Take(bool only_if_current = false, const CallOptions& options = {});
 
   // ---- weights ----------------------------------------------------------------------------------------------------------
-  // Sets a whole tensor, of the storage type or float32. Resumes after a cut connection, at most max_upload_retries times, within
-  // the deadline; the bytes are verified by checksum before anything changes. Setting weights of a head that has them gives it a
-  // new epoch (this handle takes it over) and drops the open step's contributions. If the connection breaks between the last byte
-  // and the answer, the result may be EPOCH_FENCED although the weights were taken: open the head again and compare.
+  // Sets a whole tensor, of the storage type or float32. Resumes after a cut connection, by RetryPolicy; the bytes are verified by
+  // checksum before anything changes. Setting weights of a head that has them gives it a new epoch (this handle takes it over) and
+  // drops the open step's contributions. If the connection breaks between the last byte and the answer, the result may be
+  // EPOCH_FENCED although the weights were taken: open the head again and compare.
   absl::StatusOr<HeadInfo> UploadWeights(HeadTensor tensor, TensorView values, const CallOptions& options = {});
+  // The trainer owns the optimizer: closes `step`, which must be sealed (STEP_NOT_SEALED), with the trainer's new weights, which
+  // are swapped in whole; opens step + 1 at the same epoch. `bias` exactly if the head has one (INVALID_COMBINATION otherwise). The
+  // same bytes again are answered alike, others STEP_CONFLICT. A failure leaves the sealed step as it was.
+  absl::StatusOr<HeadInfo> ReplaceWeights(int64_t step, TensorView weight, std::optional<TensorView> bias = std::nullopt,
+                                          const CallOptions& options = {});
   // Lets the server read a safetensors file or a model folder at `path`, relative to its load root. Empty tensor names: the usual
   // ones (`lm_head.weight` or the tied embedding; `lm_head.bias`).
   absl::StatusOr<HeadInfo> LoadWeights(const std::string& path, const std::string& weight_tensor = "",
@@ -98,6 +130,23 @@ class Head {
   explicit Head(std::shared_ptr<internal::HeadHandle> handle);
 
   std::shared_ptr<internal::HeadHandle> handle_;
+};
+
+// One loss over some of a micro-batch's rows, against one head.
+struct LossTerm {
+  std::variant<CrossEntropyOptions, JsdOptions> loss{};
+  std::optional<Head> head{};          // absent: the one that Multi() is called on
+  std::optional<int64_t> step{};       // absent: MicroBatchOptions::step if the head is trainable; never for a frozen one
+  int64_t row_start = 0;               // the term covers rows [row_start, row_start + row_count)
+  std::optional<int64_t> row_count{};  // >= 1; absent: all rows from row_start on
+  // The rest is as in Head::CrossEntropy(), Head::Jsd() and MicroBatchOptions, over the term's rows.
+  absl::Span<const int32_t> targets{};
+  absl::Span<const float> token_weights{};
+  double loss_scale = 1.0;
+  int32_t ignore_index = -100;
+  std::optional<Head> teacher{};  // JsdOptions only
+  RowsView teacher_hidden{};
+  std::optional<int64_t> expected_weight_version{};
 };
 
 }  // namespace headwater::client

@@ -5,8 +5,10 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -14,6 +16,13 @@
 #include "headwater/client/tensor.h"
 
 namespace headwater::client {
+
+template <typename T>
+class Future;  // future.h
+
+namespace internal {
+struct ContributionKey;
+}  // namespace internal
 
 // ---- heads ---------------------------------------------------------------------------------------------------------------
 
@@ -62,10 +71,11 @@ enum class HeadState : int32_t {
   kUnknown = 0,
   kLoading = 1,  // weights (or the bias) are missing
   kReady = 2,
-  kLost = 3,  // the engine failed; restore it or set its weights again
+  kLost = 3,      // the engine failed; restore it or set its weights again
+  kRestored = 4,  // the server was started again and brought it back from a checkpoint; its steps wait for Head::Take()
 };
 
-// `loading`, `ready`, `lost`, `unknown`.
+// `loading`, `ready`, `lost`, `restored`, `unknown`.
 const char* HeadStateName(HeadState state);
 
 // Rows [vocab_start, vocab_end) of a head on one device.
@@ -98,14 +108,23 @@ struct HeadInfo {
   std::vector<VocabShard> shards;
   MemoryPlan memory_plan;
   std::chrono::system_clock::time_point create_time;
-  std::string weight_checksum;  // XXH3-128 of the weight's stored bytes when they were last set from outside; may be empty
+  std::string weight_checksum;      // XXH3-128 of the weight's stored bytes when they were last set from outside; may be empty
+  std::string restored_checkpoint;  // where a restored head came back from; empty otherwise
 };
 
 // ---- loss ----------------------------------------------------------------------------------------------------------------
 
-// How long a call may take.
+// How long a call may take, with all its repetitions.
 struct CallOptions {
   std::chrono::milliseconds timeout{0};  // 0: ClientOptions::timeout
+};
+
+// How calls are repeated that failed for want of a connection or of room (client.h says which). Nothing is repeated beyond the
+// call's deadline.
+struct RetryPolicy {
+  int max_attempts = 5;                            // >= 1, the first one included; 1 repeats nothing
+  std::chrono::milliseconds initial_backoff{100};  // > 0; doubled after each attempt. Half to all of it is waited, at random
+  std::chrono::milliseconds max_backoff{5000};     // >= initial_backoff. A longer wait that the server asks for is respected
 };
 
 // When a micro-batch is added to its step.
@@ -160,9 +179,16 @@ struct MicroBatchOptions {
   std::optional<int64_t> step{};
   std::optional<int64_t> micro_batch{};
   bool forward_only = false;  // loss and per-token outputs; no gradients, nothing is added
+  // The first attempt's number, >= 0; each repetition takes the next one. Only with `micro_batch`.
+  int64_t attempt = 0;
   CommitMode commit = CommitMode::kEager;
+  // Whether the rows may be kept, to be computed again at commit, where no staging slot is free (STAGING_FULL otherwise).
+  bool allow_held = false;
+  // CommitOptions::token_factors will come at commit: the rows are kept whatever slots are free. Only with kExplicit.
+  bool late_token_factors = false;
   OnMismatch on_mismatch = OnMismatch::kConflict;
   NonFinitePolicy non_finite_policy = NonFinitePolicy::kReport;
+  // These three and `expected_weight_version` are the single term's; Head::Multi() takes them from each LossTerm instead.
   int32_t ignore_index = -100;              // target of rows that take no part
   absl::Span<const float> token_weights{};  // [row_count], finite; empty: all 1. Copied by the call
   double loss_scale = 1.0;                  // multiplies both gradients, not the reported sums. For a mean: 1 / number of tokens
@@ -197,8 +223,40 @@ struct Timing {
   std::chrono::nanoseconds download{0};  // from the engine's end to the last chunk handed to the transport
 };
 
-// The outcome of a micro-batch. Sums are over the rows whose target is not ignore_index, in nats, without loss_scale.
-struct LossResult {
+// How an undecided micro-batch is committed.
+struct CommitOptions {
+  double factor = 1.0;  // finite; multiplies the contribution: the upstream gradient of the loss
+  // [row_count], finite: a factor for each row, beside `factor`. Only for a micro-batch that was computed with
+  // late_token_factors, or is held. Copied by the call.
+  absl::Span<const float> token_factors{};
+};
+
+struct CommitResult {
+  bool replayed = false;  // an equal call had committed it before
+};
+
+struct DiscardResult {
+  bool dropped = false;  // false: there was none, or it had been dropped before
+};
+
+// A micro-batch that was computed with CommitMode::kExplicit and waits for its decision: all its heads, the step, the id and the
+// attempt. Cheap to copy; thread-safe. Letting go of it decides nothing.
+class Contribution {
+ public:
+  // Used by the library.
+  explicit Contribution(std::shared_ptr<const internal::ContributionKey> key) : key_(std::move(key)) {}
+
+  // Adds it to the step of each of its heads. Idempotent. MICRO_BATCH_DISCARDED if it was dropped meanwhile (its session ended).
+  Future<CommitResult> Commit(const CommitOptions& commit = {}, const CallOptions& options = {}) const;
+  // Drops it in all its heads; a higher attempt may submit it anew. Idempotent.
+  Future<DiscardResult> Discard(const CallOptions& options = {}) const;
+
+ private:
+  std::shared_ptr<const internal::ContributionKey> key_;
+};
+
+// What one loss term yields. Sums are over its rows whose target is not ignore_index, in nats, without loss_scale.
+struct TermResult {
   double loss_sum = 0;           // sum of token_weight * loss: equals the three parts together
   double soft_loss_sum = 0;      // the divergence's share; 0 for cross entropy
   double hard_loss_sum = 0;      // the cross entropy's share, without z-loss
@@ -210,32 +268,37 @@ struct LossResult {
   int64_t weight_version = 0;
   int64_t teacher_weight_version = 0;  // 0 without a teacher
 
-  TensorBuffer grad_hidden;       // [row_count, hidden_size]; empty if it was not asked for or went to the caller's memory
-  std::vector<float> token_loss;  // these five: [row_count], or empty if not asked for
+  std::vector<float> token_loss;  // these five: [rows of the term], or empty if not asked for
   std::vector<float> lse;
   std::vector<float> target_log_probability;
   std::vector<float> entropy;
   std::vector<int32_t> argmax;
+};
 
+// What a micro-batch yields beside its terms.
+struct MicroBatchResult {
+  TensorBuffer grad_hidden;  // [row_count, hidden_size]; empty if it was not asked for or went to the caller's memory
   ContributionState state = ContributionState::kNone;
   ContributionForm form = ContributionForm::kNone;
   bool replayed = false;         // nothing was added: the same key and bytes had been accepted before
   bool payload_differs = false;  // nothing was added: the key had been accepted with other bytes (kFirstWins)
   std::string digest;            // 16 bytes; empty for forward_only
   std::optional<int64_t> step;
+  int64_t attempt = 0;  // the one that was answered
   Timing timing;
-  std::string transport;  // path that the tensors took: "grpc", ...
+  std::string transport;                     // path that the tensors took: "grpc", ...
+  std::optional<Contribution> contribution;  // to commit or discard; absent where there is nothing to decide
+};
+
+// The outcome of a micro-batch of one term.
+struct LossResult : TermResult, MicroBatchResult {};
+
+// The outcome of a micro-batch of several terms.
+struct MultiResult : MicroBatchResult {
+  std::vector<TermResult> terms;  // in the order of the call
 };
 
 // ---- steps ---------------------------------------------------------------------------------------------------------------
-
-struct CommitResult {
-  bool replayed = false;  // an equal call had committed it before
-};
-
-struct DiscardResult {
-  bool dropped = false;  // false: there was none, or it had been dropped before
-};
 
 // The micro-batches that a step must consist of: exactly 0 ... n - 1, or exactly these ids.
 using ExpectedMicroBatches = std::variant<int64_t, std::vector<int64_t>>;
@@ -247,6 +310,15 @@ struct StepTotals {
   double loss_sum = 0;  // nats, without scales and factors
   double token_weight_sum = 0;
   int64_t non_finite_row_count = 0;
+};
+
+struct SealOptions {
+  // Wait, until the call's deadline, for expected micro-batches that are missing or undecided, instead of failing at once.
+  bool wait = false;
+};
+
+struct AddGradientResult {
+  bool replayed = false;  // an equal call had added it before
 };
 
 struct SealResult {
@@ -301,6 +373,7 @@ struct MicroBatchInfo {
   std::string digest;  // 16 bytes, or empty
   int64_t valid_token_count = 0;
   double factor = 1;
+  ContributionForm form = ContributionForm::kNone;
 };
 
 struct StepInfo {
@@ -331,7 +404,7 @@ struct DeviceInfo {
   int64_t memory_planned_bytes = 0;
 };
 
-// What the server accepts at most; each is a flag of headwaterd of the same name.
+// What the server accepts at most; each is a flag of headwaterd of the same name (durations without the `_s`).
 struct ServerLimits {
   int64_t max_message_bytes = 0;
   int64_t max_chunk_bytes = 0;
@@ -344,6 +417,15 @@ struct ServerLimits {
   int64_t max_staging_slots = 0;
   int64_t max_queue_depth = 0;
   int64_t max_in_flight_bytes = 0;
+  int64_t max_upload_bytes = 0;
+  int64_t max_sessions = 0;
+  int64_t max_session_lease_s = 0;
+  int64_t max_held_bytes = 0;
+  int64_t max_waiting_calls = 0;
+  int64_t max_step_wait_s = 0;
+  int64_t max_heads_per_tenant = 0;
+  int64_t max_tenant_memory_bytes = 0;  // 0: none
+  int64_t max_terms = 0;
 };
 
 struct ServerInfo {

@@ -1,0 +1,27 @@
+#include "client/cpp/src/channel.h"
+
+#include <grpc/grpc.h>
+
+namespace headwater::client::internal {
+
+std::shared_ptr<grpc::Channel> MakeChannel(const std::string& target, const ClientOptions& options) {
+  // gRPC would shut itself down with the last connection, and that waits for a poller that may sleep for ten seconds.
+  [[maybe_unused]] static const bool kept_initialized = (grpc_init(), true);
+  grpc::ChannelArguments arguments;
+  // A repeated micro-batch is the decision of this library, with an id and an attempt; the transport must never make it.
+  arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
+  arguments.SetInt(GRPC_ARG_SERVICE_CONFIG_DISABLE_RESOLUTION, 1);
+  arguments.SetInt(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, static_cast<int>(options.max_message_bytes));
+  arguments.SetInt(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, static_cast<int>(options.max_message_bytes));
+  // Channels with equal arguments share one socket otherwise, and one socket is one core's worth of bandwidth.
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  // A proxy that the environment names for web traffic would silently take `localhost` too.
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  // gRPC's own back-off grows to two minutes: a trainer waits for a restarted server by the second.
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 1000);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
+  return grpc::CreateCustomChannel(target, grpc::InsecureChannelCredentials(), arguments);
+}
+
+}  // namespace headwater::client::internal

@@ -1,0 +1,170 @@
+#include "client/cpp/src/recovery.h"
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/src/connection.h"
+#include "headwater/client/error.h"
+
+namespace headwater::client::internal {
+namespace {
+
+using Heads = v1::HeadService::Stub;
+
+// `cause` with a sentence why it could not be helped.
+absl::Status StillLost(const absl::Status& cause, const std::string& why) {
+  absl::Status status(cause.code(), absl::StrCat(std::string(cause.message()), " (no replay: ", why, ")"));
+  cause.ForEachPayload([&status](absl::string_view url, const absl::Cord& payload) { status.SetPayload(url, payload); });
+  return status;
+}
+
+std::string Describe(const absl::Status& status) {
+  const std::string reason = ErrorReason(status);
+  return absl::StrCat(reason.empty() ? absl::StatusCodeToString(status.code()) : reason, ": ", std::string(status.message()));
+}
+
+// One recovery.
+class Recovery {
+ public:
+  Recovery(Connection& connection, HeadUses heads, Deadline deadline)
+      : connection_(connection), log_(connection.replay_log()), heads_(std::move(heads)), deadline_(deadline) {}
+
+  // OK, or why not.
+  absl::Status Run(const std::function<bool()>& cancelled) {
+    absl::StatusOr<std::string> incarnation = connection_.Incarnation(deadline_);
+    if (!incarnation.ok()) return incarnation.status();
+    bool restarted = false;
+    for (const HeadUse& use : heads_) restarted |= IsOlder(*use.state, *incarnation);
+    if (!restarted) return absl::FailedPreconditionError("the server has not been started again since; another run took the head");
+    for (HeadUse& use : heads_) {
+      if (absl::Status status = Take(use, *incarnation); !status.ok()) return status;
+    }
+    for (const LogEntry& entry : log_.EntriesOf(heads_)) {
+      if (cancelled()) return absl::CancelledError("the call was cancelled");
+      if (absl::Status status = Repeat(entry); !status.ok()) return status;
+    }
+    // Only now: a head whose step is not whole keeps its stale epoch, and every call on it is told so.
+    for (const HeadUse& use : heads_) use.state->Adopt(fresh_.at(use.state->name), *incarnation);
+    return absl::OkStatus();
+  }
+
+ private:
+  // Whether the epoch comes from another server process than this one.
+  static bool IsOlder(const HeadState& state, const std::string& incarnation) {
+    return !state.incarnation().empty() && state.incarnation() != incarnation;
+  }
+
+  absl::StatusOr<v1::Head> Get(const std::string& name) {
+    v1::GetHeadRequest request;
+    request.set_name(name);
+    return connection_.Call(connection_.heads(), &Heads::GetHead, request, internal::Repeat::kSafe, deadline_);
+  }
+
+  absl::Status Take(HeadUse& use, const std::string& incarnation) {
+    const HeadState& state = *use.state;
+    absl::StatusOr<v1::Head> head = Get(state.name);
+    if (!head.ok()) return head.status();
+    if (!IsOlder(state, incarnation)) {
+      head->set_epoch(state.epoch());  // whoever took it since has fenced this client, and rightly
+    } else if (!state.spec.trainable) {
+      const std::string before = state.weight_checksum();
+      if (!before.empty() && !head->weight_checksum().empty() && before != head->weight_checksum()) {
+        return absl::FailedPreconditionError(absl::StrCat(state.name, " came back with other weights"));
+      }
+    } else {
+      if (absl::Status status = CheckStep(use, *head); !status.ok()) return status;
+      if (head->state() == v1::HEAD_STATE_RESTORED) {
+        v1::TakeHeadRequest request;
+        request.set_name(state.name);
+        request.set_epoch(head->epoch());
+        absl::StatusOr<v1::Head> taken =
+            connection_.Call(connection_.heads(), &Heads::TakeHead, request, internal::Repeat::kIfNothingWasDone, deadline_);
+        // Another trainer was faster, or this one's answer was lost: the head is taken all the same.
+        if (!taken.ok() && (absl::IsUnavailable(taken.status()) || ErrorReason(taken.status()) == "EPOCH_FENCED")) {
+          taken = Get(state.name);
+        }
+        if (!taken.ok()) return taken.status();
+        head = std::move(taken);
+        if (absl::Status status = CheckStep(use, *head); !status.ok()) return status;
+      }
+      if (head->state() != v1::HEAD_STATE_READY) {
+        return absl::UnavailableError(absl::StrCat(state.name, " is not ready after it was taken"));
+      }
+    }
+    use.epoch = head->epoch();
+    fresh_[state.name] = *std::move(head);
+    return absl::OkStatus();
+  }
+
+  // Whether the log reaches back to the step that the head came back at.
+  absl::Status CheckStep(const HeadUse& use, const v1::Head& head) {
+    const int64_t first = use.state->known_open_step();
+    const int64_t last = std::max(first, use.step.value_or(first));
+    const int64_t incomplete = log_.IncompleteStep(*use.state);
+    if (head.open_step() < first || head.open_step() > last) {
+      return absl::FailedPreconditionError(absl::StrCat("step ", head.open_step(), " is open, this client is at ", last));
+    }
+    if (incomplete >= head.open_step()) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("step ", incomplete, " took more than the ", connection_.options().replay_bytes, " bytes of replay_bytes"));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Repeat(const LogEntry& entry) {
+    HeadUses heads = entry.heads;
+    int closed = 0;
+    int open = 0;
+    for (HeadUse& use : heads) {
+      const v1::Head& head = fresh_.at(use.state->name);
+      use.epoch = head.epoch();
+      if (use.step.has_value()) ++(*use.step < head.open_step() ? closed : open);
+    }
+    if (open == 0) return absl::OkStatus();
+    if (closed > 0) {
+      return absl::FailedPreconditionError("a micro-batch of several heads is in a step that one of them has closed");
+    }
+    return (*entry.repeat)(connection_, heads, deadline_);
+  }
+
+  Connection& connection_;
+  ReplayLog& log_;
+  HeadUses heads_;
+  const Deadline deadline_;
+  std::map<std::string, v1::Head> fresh_;
+};
+
+}  // namespace
+
+bool MayRecover(const ReplayLog& log, const absl::Status& status) {
+  if (!log.enabled()) return false;
+  return RestoredFrom(status).has_value() || ErrorReason(status) == "EPOCH_FENCED";
+}
+
+absl::Status Recover(Connection& connection, const HeadUses& heads, const absl::Status& cause, Deadline deadline,
+                     const std::function<bool()>& cancelled) {
+  ReplayLog& log = connection.replay_log();
+  const ReplayLog::Gate gate(log);
+  // Somebody else recovered it while this call failed.
+  for (const HeadUse& use : heads) {
+    if (use.state->epoch() != use.epoch) return absl::OkStatus();
+  }
+  // Calls that were under way when the server went either succeeded, and are about to be logged, or will find the step lost too.
+  HeadUses closure = log.Closure(heads);
+  if (!log.WaitUntilIdle(closure, deadline)) return StillLost(cause, "calls on it were still under way at the deadline");
+  closure = log.Closure(heads);
+  absl::Status status;
+  for (int round = 0; round < kMaxRecoveries; ++round) {
+    status = Recovery(connection, closure, deadline).Run(cancelled);
+    if (status.ok()) return status;
+    // The server went again: from the beginning. What was repeated already adds nothing a second time.
+    if (!absl::IsUnavailable(status) && !MayRecover(log, status)) break;
+  }
+  return StillLost(cause, Describe(status));
+}
+
+}  // namespace headwater::client::internal

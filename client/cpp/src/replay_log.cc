@@ -1,0 +1,167 @@
+#include "client/cpp/src/replay_log.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "client/cpp/src/error.h"
+
+namespace headwater::client::internal {
+namespace {
+
+HeadUses::iterator Find(HeadUses& heads, const HeadState* state) {
+  return std::find_if(heads.begin(), heads.end(), [state](const HeadUse& use) { return use.state.get() == state; });
+}
+
+bool Share(const HeadUses& heads, HeadUses& others) {
+  return std::any_of(heads.begin(), heads.end(),
+                     [&others](const HeadUse& use) { return Find(others, use.state.get()) != others.end(); });
+}
+
+}  // namespace
+
+bool ReplayLog::TryEnter(const HeadUses& heads) {
+  if (!enabled()) return true;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (recovering_) return false;
+  for (const HeadUse& use : heads) ++in_flight_[use.state.get()];
+  return true;
+}
+
+absl::Status ReplayLog::WaitForRecovery(Deadline deadline) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (changed_.wait_until(lock, deadline, [this] { return !recovering_; })) return absl::OkStatus();
+  return MakeLocalError(v1::ERROR_REASON_DEADLINE_EXCEEDED, absl::StatusCode::kDeadlineExceeded,
+                        "the deadline passed while the lost step was repeated");
+}
+
+void ReplayLog::Leave(const HeadUses& heads) {
+  if (!enabled()) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const HeadUse& use : heads) {
+    if (const auto count = in_flight_.find(use.state.get()); --count->second == 0) in_flight_.erase(count);
+  }
+  changed_.notify_all();
+}
+
+void ReplayLog::Add(LogEntry entry) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  AddLocked(std::move(entry));
+}
+
+void ReplayLog::AddDiscard(LogEntry entry) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto it = entries_.begin(); it != entries_.end();) {
+    const auto next = std::next(it);
+    const bool same_step = std::any_of(it->heads.begin(), it->heads.end(), [&entry](const HeadUse& use) {
+      const auto other = Find(entry.heads, use.state.get());
+      return use.step.has_value() && other != entry.heads.end() && other->step == use.step;
+    });
+    if (it->is_loss && it->micro_batch == entry.micro_batch && same_step) Erase(it);
+    it = next;
+  }
+  AddLocked(std::move(entry));
+}
+
+void ReplayLog::AddLocked(LogEntry entry) {
+  for (const HeadUse& use : entry.heads) {
+    const auto incomplete = incomplete_step_.find(use.state.get());
+    if (use.step.has_value() && incomplete != incomplete_step_.end() && *use.step <= incomplete->second) return;
+  }
+  bytes_ += entry.bytes;
+  entries_.push_back(std::move(entry));
+  if (bytes_ <= max_bytes_) return;
+  // Half a step is of no use: what is here goes, and the room is for the steps to come.
+  for (const LogEntry& dropped : entries_) {
+    for (const HeadUse& use : dropped.heads) {
+      if (!use.step.has_value()) continue;
+      int64_t& step = incomplete_step_.try_emplace(use.state.get(), -1).first->second;
+      step = std::max(step, *use.step);
+    }
+  }
+  entries_.clear();
+  bytes_ = 0;
+}
+
+void ReplayLog::Erase(std::list<LogEntry>::iterator entry) {
+  bytes_ -= entry->bytes;
+  entries_.erase(entry);
+}
+
+void ReplayLog::StepIsOpen(const std::shared_ptr<HeadState>& head, int64_t step) {
+  head->SawStep(step);
+  if (!enabled()) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto it = entries_.begin(); it != entries_.end();) {
+    const auto next = std::next(it);
+    // A call on several heads stays until all of them have closed its step.
+    const bool closed = std::all_of(it->heads.begin(), it->heads.end(), [](const HeadUse& use) {
+      return !use.step.has_value() || *use.step < use.state->known_open_step();
+    });
+    if (closed) Erase(it);
+    it = next;
+  }
+}
+
+void ReplayLog::Forget(const HeadState& head) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto it = entries_.begin(); it != entries_.end();) {
+    const auto next = std::next(it);
+    if (Find(it->heads, &head) != it->heads.end()) Erase(it);
+    it = next;
+  }
+  incomplete_step_.erase(&head);
+}
+
+ReplayLog::Gate::Gate(ReplayLog& log) : log_(log) {
+  std::unique_lock<std::mutex> lock(log_.mutex_);
+  log_.changed_.wait(lock, [this] { return !log_.recovering_; });
+  log_.recovering_ = true;
+}
+
+ReplayLog::Gate::~Gate() {
+  std::lock_guard<std::mutex> lock(log_.mutex_);
+  log_.recovering_ = false;
+  log_.changed_.notify_all();
+}
+
+HeadUses ReplayLog::Closure(const HeadUses& heads) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  HeadUses closure = heads;
+  for (bool grown = true; grown;) {
+    grown = false;
+    for (const LogEntry& entry : entries_) {
+      if (!Share(entry.heads, closure)) continue;
+      for (const HeadUse& use : entry.heads) {
+        if (Find(closure, use.state.get()) != closure.end()) continue;
+        closure.push_back(use);
+        grown = true;
+      }
+    }
+  }
+  return closure;
+}
+
+bool ReplayLog::WaitUntilIdle(const HeadUses& heads, Deadline deadline) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return changed_.wait_until(lock, deadline, [&] {
+    return std::none_of(heads.begin(), heads.end(), [this](const HeadUse& use) { return in_flight_.count(use.state.get()) > 0; });
+  });
+}
+
+std::vector<LogEntry> ReplayLog::EntriesOf(const HeadUses& heads) {
+  HeadUses searched = heads;
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<LogEntry> result;
+  for (const LogEntry& entry : entries_) {
+    if (Share(entry.heads, searched)) result.push_back(entry);
+  }
+  return result;
+}
+
+int64_t ReplayLog::IncompleteStep(const HeadState& head) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto step = incomplete_step_.find(&head);
+  return step == incomplete_step_.end() ? -1 : step->second;
+}
+
+}  // namespace headwater::client::internal

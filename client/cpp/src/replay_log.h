@@ -1,0 +1,96 @@
+// ReplayLog: what the open steps consist of, as far as this client made them.
+#ifndef HEADWATER_CLIENT_SRC_REPLAY_LOG_H_
+#define HEADWATER_CLIENT_SRC_REPLAY_LOG_H_
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "client/cpp/src/channel.h"
+#include "client/cpp/src/head_state.h"
+
+namespace headwater::client::internal {
+
+class Connection;
+
+// Makes a call again, blocking, with the epochs of `heads`, and owns everything that the call needs.
+using Repetition = std::function<absl::Status(Connection& connection, const HeadUses& heads, Deadline deadline)>;
+
+// One call that succeeded.
+struct LogEntry {
+  HeadUses heads;  // all that it names; those with a step are trainable
+  int64_t micro_batch = -1;
+  bool is_loss = false;  // a computed micro-batch, whose rows a discard makes superfluous
+  int64_t bytes = 0;
+  std::shared_ptr<const Repetition> repeat;
+};
+
+// Thread-safe. Disabled (max_bytes 0) it keeps nothing and lets every attempt pass.
+//
+// Attempts on heads enter and leave, so that a recovery works on a log to which nothing is added, and no call slips in between the
+// take-over of a head and the repetition of its step.
+class ReplayLog {
+ public:
+  explicit ReplayLog(int64_t max_bytes) : max_bytes_(max_bytes) {}
+
+  bool enabled() const { return max_bytes_ > 0; }
+
+  // An attempt begins; false: a recovery is under way, wait for its end.
+  bool TryEnter(const HeadUses& heads);
+  // Waits for the end of a recovery; DEADLINE_EXCEEDED if it has not come at `deadline`.
+  absl::Status WaitForRecovery(Deadline deadline);
+  // The attempt has ended, and is in the log if it succeeded.
+  void Leave(const HeadUses& heads);
+
+  // A call on open steps has succeeded. Drops everything if it does not fit any more.
+  void Add(LogEntry entry);
+  // A micro-batch was discarded: `entry` replaces its rows.
+  void AddDiscard(LogEntry entry);
+  // `step` is the head's open step or an earlier one: what is older is closed.
+  void StepIsOpen(const std::shared_ptr<HeadState>& head, int64_t step);
+  // The head has a new epoch and an empty step.
+  void Forget(const HeadState& head);
+
+  // ---- for the recovery ----
+  // Keeps attempts out while it lives.
+  class Gate {
+   public:
+    explicit Gate(ReplayLog& log);
+    ~Gate();
+
+   private:
+    ReplayLog& log_;
+  };
+  // `heads` and all that are connected with them by common calls.
+  HeadUses Closure(const HeadUses& heads);
+  // Waits until no attempt on `heads` is under way; false if one is at `deadline`.
+  bool WaitUntilIdle(const HeadUses& heads, Deadline deadline);
+  // The calls on `heads` (a closure), oldest first.
+  std::vector<LogEntry> EntriesOf(const HeadUses& heads);
+  // The newest step of the head of which something was dropped for want of room; -1 if there is none.
+  int64_t IncompleteStep(const HeadState& head);
+
+ private:
+  void AddLocked(LogEntry entry);
+  void Erase(std::list<LogEntry>::iterator entry);
+
+  const int64_t max_bytes_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::list<LogEntry> entries_;  // as their calls succeeded
+  int64_t bytes_ = 0;
+  std::map<const HeadState*, int64_t> incomplete_step_;
+  std::map<const HeadState*, int> in_flight_;
+  bool recovering_ = false;
+};
+
+}  // namespace headwater::client::internal
+
+#endif  // HEADWATER_CLIENT_SRC_REPLAY_LOG_H_

@@ -1,0 +1,80 @@
+// RetriedCall: an asynchronous call with its repetitions.
+#ifndef HEADWATER_CLIENT_SRC_RETRIED_CALL_H_
+#define HEADWATER_CLIENT_SRC_RETRIED_CALL_H_
+
+#include <grpcpp/grpcpp.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "client/cpp/src/connection.h"
+
+namespace headwater::client::internal {
+
+// Whether a call is the caller's, or repeats one on behalf of a recovery: such a one is not logged, does not wait for the
+// recovery's end, and recovers nothing itself.
+enum class CallMode { kNormal, kReplay };
+
+// Attempt after attempt until one succeeds or fails for good. The future's state keeps the object until it has the result; the side
+// of gRPC and of the timers holds no reference: see FutureState.
+class RetriedCall {
+ public:
+  virtual ~RetriedCall() = default;
+  RetriedCall(const RetriedCall&) = delete;
+  RetriedCall& operator=(const RetriedCall&) = delete;
+
+  // By the caller, once. Opens the session first if the call needs one.
+  void Start() { Begin(); }
+  // By the caller's side, while it keeps the call.
+  void Cancel();
+
+ protected:
+  RetriedCall(std::shared_ptr<Connection> connection, HeadUses heads, bool in_session, Deadline deadline, CallMode mode);
+
+  // Makes the RPC, with heads(), session_id() and context(); its end calls Succeeded() or Failed().
+  virtual void StartAttempt() = 0;
+  // Sets the result: the last access to this object.
+  virtual void SetError(absl::Status status) = 0;
+
+  // The attempt's result is in the log. The caller sets the call's result next.
+  void Succeeded();
+  // Tries again, or sets the error.
+  void Failed(absl::Status status);
+
+  Connection& connection() { return *connection_; }
+  const std::shared_ptr<Connection>& shared_connection() const { return connection_; }
+  grpc::ClientContext& context() { return *context_; }
+  // At their epochs of this attempt.
+  const HeadUses& heads() const { return heads_; }
+  const std::string& session_id() const { return session_id_; }
+  CallMode mode() const { return mode_; }
+  // Attempts made so far, this one included.
+  int attempt_count() const { return attempt_count_; }
+
+ private:
+  void Begin();
+  void Leave();
+  bool cancelled();
+  absl::Status CancelledError() const;
+
+  const std::shared_ptr<Connection> connection_;
+  HeadUses heads_;
+  const bool in_session_;
+  const CallMode mode_;
+  // These by one thread at a time: the attempt's end, then the timer that begins the next one.
+  RetryState retry_;
+  std::string session_id_;
+  bool entered_ = false;
+  int attempt_count_ = 0;
+  int recovery_count_ = 0;
+  int session_loss_count_ = 0;
+
+  std::mutex mutex_;  // against Cancel()
+  bool cancelled_ = false;
+  std::unique_ptr<grpc::ClientContext> context_;
+};
+
+}  // namespace headwater::client::internal
+
+#endif  // HEADWATER_CLIENT_SRC_RETRIED_CALL_H_

@@ -1,0 +1,42 @@
+#include "client/cpp/src/retry.h"
+
+#include <algorithm>
+#include <random>
+#include <string>
+
+#include "headwater/client/error.h"
+
+namespace headwater::client::internal {
+namespace {
+
+// In [0.5, 1): trainers that were refused together must not come back together.
+double Jitter() {
+  thread_local std::minstd_rand generator{std::random_device{}()};
+  return std::uniform_real_distribution<double>(0.5, 1.0)(generator);
+}
+
+}  // namespace
+
+bool RetryState::MayRepeat(const absl::Status& status) const {
+  const std::string reason = ErrorReason(status);
+  // The server's own UNAVAILABLE says that nothing was done; the connection's says nothing.
+  if (absl::IsUnavailable(status)) return repeat_ == Repeat::kSafe || !reason.empty();
+  if (absl::IsResourceExhausted(status)) {
+    return reason == "QUEUE_FULL" || reason == "IN_FLIGHT_BYTES_EXCEEDED" || reason == "STAGING_FULL";
+  }
+  // Held up by this very call's earlier attempt, whose answer was lost: it ends by itself.
+  return reason == "MICRO_BATCH_IN_PROGRESS" && answer_lost_ && repeat_ == Repeat::kSafe;
+}
+
+std::optional<std::chrono::nanoseconds> RetryState::AfterFailure(const absl::Status& status) {
+  ++failures_;
+  if (failures_ >= policy_.max_attempts || !MayRepeat(status)) return std::nullopt;
+  if (absl::IsUnavailable(status)) answer_lost_ = true;
+  std::chrono::nanoseconds delay = std::chrono::duration_cast<std::chrono::nanoseconds>(backoff_ * Jitter());
+  if (const auto asked_for = RetryDelay(status); asked_for.has_value()) delay = std::max(delay, *asked_for);
+  backoff_ = std::min<std::chrono::nanoseconds>(backoff_ * 2, policy_.max_backoff);
+  if (std::chrono::system_clock::now() + delay >= deadline_) return std::nullopt;
+  return delay;
+}
+
+}  // namespace headwater::client::internal

@@ -1,0 +1,44 @@
+// Whether, and when, a failed call is made again.
+#ifndef HEADWATER_CLIENT_SRC_RETRY_H_
+#define HEADWATER_CLIENT_SRC_RETRY_H_
+
+#include <chrono>
+#include <optional>
+
+#include "absl/status/status.h"
+#include "client/cpp/src/channel.h"
+#include "headwater/client/types.h"
+
+namespace headwater::client::internal {
+
+// What a second execution of a call would do.
+enum class Repeat {
+  kSafe,             // the same as one: reads, and calls that the server knows again
+  kIfNothingWasDone  // something else: repeated only if the answer says that nothing was done
+};
+
+// The repetitions of one call. Not thread-safe.
+class RetryState {
+ public:
+  RetryState(const RetryPolicy& policy, Deadline deadline, Repeat repeat)
+      : policy_(policy), deadline_(deadline), repeat_(repeat), backoff_(policy.initial_backoff) {}
+
+  // To be called after each failure: how long to wait before the next attempt, or nothing if the failure is final.
+  std::optional<std::chrono::nanoseconds> AfterFailure(const absl::Status& status);
+
+  Deadline deadline() const { return deadline_; }
+
+ private:
+  bool MayRepeat(const absl::Status& status) const;
+
+  const RetryPolicy policy_;
+  const Deadline deadline_;
+  const Repeat repeat_;
+  int failures_ = 0;
+  bool answer_lost_ = false;  // an attempt may still be running on the server
+  std::chrono::nanoseconds backoff_;
+};
+
+}  // namespace headwater::client::internal
+
+#endif  // HEADWATER_CLIENT_SRC_RETRY_H_

@@ -1,0 +1,52 @@
+// Session: what this client leaves undecided belongs to it.
+#ifndef HEADWATER_CLIENT_SRC_SESSION_H_
+#define HEADWATER_CLIENT_SRC_SESSION_H_
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "absl/status/statusor.h"
+#include "client/cpp/src/channel.h"
+#include "headwater/v1/session_service.grpc.pb.h"
+
+namespace headwater::client::internal {
+
+// One session at a time, opened when it is first needed and kept alive by a thread, both on a channel of their own. Thread-safe.
+class Session {
+ public:
+  Session(std::string target, const ClientOptions& options) : target_(std::move(target)), options_(options) {}
+  // Closes the session, if the server answers within a second.
+  ~Session();
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+
+  // The id of the session, which is opened if there is none. Empty if the options want no session. Blocks until `deadline` at most.
+  absl::StatusOr<std::string> Id(Deadline deadline);
+
+  // The server does not know `id` any more: the next Id() opens another.
+  void Forget(const std::string& id);
+
+ private:
+  void KeepAlive();
+
+  const std::string target_;
+  const ClientOptions options_;
+
+  std::mutex opening_;                              // one OpenSession at a time; taken before mutex_
+  std::unique_ptr<v1::SessionService::Stub> stub_;  // made under opening_, before the thread
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::string id_;
+  std::chrono::nanoseconds lease_{0};
+  grpc::ClientContext* renewal_ = nullptr;  // the KeepAlive that is under way
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace headwater::client::internal
+
+#endif  // HEADWATER_CLIENT_SRC_SESSION_H_

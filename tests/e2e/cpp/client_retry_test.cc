@@ -1,0 +1,382 @@
+// What the C++ client repeats, when, under which attempt and in which session; and what it leaves alone. Against a scripted server
+// that counts RPCs: gRPC itself must repeat none.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "headwater/client/client.h"
+#include "tests/e2e/cpp/scripted_server.h"
+#include "tests/e2e/cpp/test_tensors.h"
+
+namespace headwater::e2e {
+namespace {
+
+using namespace headwater::client;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using std::chrono::steady_clock;
+
+constexpr int64_t kHiddenSize = 4;
+// Late by more than this is a defect, not a busy machine.
+constexpr milliseconds kSlack{3000};
+
+ClientOptions Quick(int max_attempts) {
+  ClientOptions options;
+  options.retry = {.max_attempts = max_attempts, .initial_backoff = milliseconds(2), .max_backoff = milliseconds(4)};
+  return options;
+}
+
+grpc::Status Unavailable() { return grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone"); }
+
+// Reads everything; the header.
+v1::MicroBatchHeader ReadAll(ScriptedServer::LossStream* stream) {
+  v1::MicroBatchHeader header;
+  v1::ComputeLossRequest request;
+  while (stream->Read(&request)) {
+    if (request.has_header()) header = request.header();
+  }
+  return header;
+}
+
+// A well-formed answer without gradient rows.
+void Answer(ScriptedServer::LossStream* stream, const v1::MicroBatchHeader& header) {
+  v1::ComputeLossResponse response;
+  for (int i = 0; i < header.terms_size(); ++i) response.mutable_summary()->add_terms();
+  response.mutable_summary()->set_state(header.commit_mode() == v1::COMMIT_MODE_EXPLICIT ? v1::CONTRIBUTION_STATE_STAGED
+                                                                                         : v1::CONTRIBUTION_STATE_COMMITTED);
+  stream->Write(response);
+}
+
+class ClientRetry : public testing::Test {
+ protected:
+  void Connect(const ClientOptions& options) {
+    client_.emplace(Value(Client::Connect(server_.target(), options)));
+    head_.emplace(Value(client_->OpenHead("h")));
+  }
+
+  static MicroBatchOptions Options(int64_t micro_batch, CommitMode commit = CommitMode::kEager) {
+    MicroBatchOptions options;
+    options.step = 0;
+    options.micro_batch = micro_batch;
+    options.commit = commit;
+    options.return_grad_hidden = false;
+    return options;
+  }
+  Future<LossResult> Submit(const MicroBatchOptions& options, const CallOptions& call = {}) {
+    return head_->CrossEntropy(RowsView::Float32(rows_, kHiddenSize), targets_, {}, options, call);
+  }
+
+  ScriptedServer server_;
+  std::optional<Client> client_;
+  std::optional<Head> head_;
+  const std::vector<float> rows_ = std::vector<float>(2 * kHiddenSize, 0.5F);
+  const std::vector<int32_t> targets_ = {1, 2};
+};
+
+TEST_F(ClientRetry, EveryAttemptIsOneRpc) {
+  server_.compute_loss = [](grpc::ServerContext*, ScriptedServer::LossStream*) { return Unavailable(); };
+  server_.upload_weights = [](ScriptedServer::UploadStream*) { return Unavailable(); };
+  server_.list_heads = [](const v1::ListHeadsRequest&, v1::ListHeadsResponse*) { return Unavailable(); };
+  server_.unary_status = Unavailable();
+  const std::vector<float> weight(8 * kHiddenSize);
+  for (const int attempts : {1, 3}) {
+    Connect(Quick(attempts));
+    const auto expect = [&](const absl::Status& status, const char* what) {
+      EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << what << ": " << status;
+      EXPECT_EQ(server_.calls.exchange(0), attempts) << what;
+    };
+    expect(Submit(Options(0)).Get().status(), "CrossEntropy");
+    expect(Submit(Options(1, CommitMode::kExplicit)).Get().status(), "explicit CrossEntropy");
+    expect(head_->Commit(0, 0).Get().status(), "Commit");
+    expect(head_->Discard(0, 0).Get().status(), "Discard");
+    expect(head_->Seal(0, 1).status(), "Seal");
+    expect(head_->Apply(0, {.learning_rate = 0.1}).status(), "Apply");
+    expect(head_->AddGradient(0, 1, RowsView::Float32(rows_, kHiddenSize)).status(), "AddGradient");
+    expect(head_->UploadWeights(HeadTensor::kWeight, TensorView::Float32(weight)).status(), "UploadWeights");
+    expect(head_->ReplaceWeights(0, TensorView::Float32(weight)).status(), "ReplaceWeights");
+    expect(client_->ListHeads().status(), "ListHeads");
+    expect(client_->AttachHead("h", head_->spec()).status(), "AttachHead");
+  }
+}
+
+TEST_F(ClientRetry, WhatIsNotTheSameTwiceIsRepeatedOnlyIfNothingWasDone) {
+  Connect(Quick(3));
+  server_.unary_status = Unavailable();
+  EXPECT_FALSE(client_->CreateHead("h", head_->spec()).ok());
+  EXPECT_EQ(server_.calls.exchange(0), 1);
+  server_.unary_status = ErrorWithReason(grpc::StatusCode::UNAVAILABLE, "DRAINING");
+  EXPECT_FALSE(client_->CreateHead("h", head_->spec()).ok());
+  EXPECT_EQ(server_.calls.exchange(0), 3);
+}
+
+TEST_F(ClientRetry, LossIsSentAgainUnderTheNextAttemptAndCommittedUnderTheLast) {
+  Connect(Quick(5));
+  std::vector<int64_t> attempts;
+  server_.compute_loss = [&attempts](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
+    const v1::MicroBatchHeader header = ReadAll(stream);
+    attempts.push_back(header.attempt());
+    if (attempts.size() == 1) return Unavailable();
+    if (attempts.size() == 2) return ErrorWithReason(grpc::StatusCode::RESOURCE_EXHAUSTED, "STAGING_FULL");
+    Answer(stream, header);
+    return grpc::Status::OK;
+  };
+  std::vector<v1::CommitMicroBatchRequest> commits;
+  server_.commit = [&commits](const v1::CommitMicroBatchRequest& request) {
+    commits.push_back(request);
+    return commits.size() == 1 ? Unavailable() : grpc::Status::OK;
+  };
+  const LossResult result = Value(Submit(Options(7, CommitMode::kExplicit)).Get());
+  EXPECT_EQ(attempts, (std::vector<int64_t>{0, 1, 2}));
+  EXPECT_EQ(result.attempt, 2);
+  ASSERT_TRUE(result.contribution.has_value());
+  Value(result.contribution->Commit({.factor = 0.5}).Get());
+  Value(head_->Commit(0, 7, 0.5).Get());
+  ASSERT_EQ(commits.size(), 3u);
+  for (const v1::CommitMicroBatchRequest& request : commits) {
+    EXPECT_EQ(request.attempt(), 2);
+    EXPECT_EQ(request.micro_batch(), 7);
+    EXPECT_EQ(request.factor(), 0.5);
+    EXPECT_EQ(request.session_id(), commits[0].session_id());
+    EXPECT_EQ(request.session_id().size(), 32u);
+    ASSERT_EQ(request.heads_size(), 1);
+    EXPECT_EQ(request.heads(0).head(), "tenants/default/heads/h");
+  }
+  // Without an id there is nothing that an attempt could be of.
+  attempts.assign(2, 0);
+  MicroBatchOptions forward;
+  forward.forward_only = true;
+  Value(Submit(forward).Get());
+  EXPECT_EQ(attempts.back(), 0);
+}
+
+TEST_F(ClientRetry, ConflictsAndWrongCallsAreFinal) {
+  Connect(Quick(5));
+  for (const auto& [code, reason] :
+       std::vector<std::pair<grpc::StatusCode, std::string>>{{grpc::StatusCode::INVALID_ARGUMENT, "INVALID_FIELD"},
+                                                             {grpc::StatusCode::FAILED_PRECONDITION, "STEP_MISMATCH"},
+                                                             {grpc::StatusCode::FAILED_PRECONDITION, "STEP_SEALED"},
+                                                             {grpc::StatusCode::ABORTED, "MICRO_BATCH_CONFLICT"},
+                                                             {grpc::StatusCode::ABORTED, "MICRO_BATCH_DISCARDED"},
+                                                             {grpc::StatusCode::ABORTED, "MICRO_BATCH_IN_PROGRESS"},
+                                                             {grpc::StatusCode::ABORTED, "ATTEMPT_SUPERSEDED"},
+                                                             {grpc::StatusCode::ABORTED, "EPOCH_FENCED"},
+                                                             {grpc::StatusCode::ABORTED, "STEP_LOST"},
+                                                             {grpc::StatusCode::ABORTED, "STEP_CONFLICT"},
+                                                             {grpc::StatusCode::RESOURCE_EXHAUSTED, "MEMORY_BUDGET_EXCEEDED"},
+                                                             {grpc::StatusCode::RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED"},
+                                                             {grpc::StatusCode::INTERNAL, "ENGINE_FAILED"},
+                                                             {grpc::StatusCode::PERMISSION_DENIED, "NOT_SESSION_OWNER"}}) {
+    server_.unary_status = ErrorWithReason(code, reason);
+    server_.compute_loss = [this](grpc::ServerContext*, ScriptedServer::LossStream*) { return server_.unary_status; };
+    EXPECT_EQ(ErrorReason(Submit(Options(0)).Get().status()), reason);
+    EXPECT_EQ(server_.calls.exchange(0), 1) << reason;
+    EXPECT_EQ(ErrorReason(head_->Commit(0, 0).Get().status()), reason);
+    EXPECT_EQ(server_.calls.exchange(0), 1) << reason;
+    EXPECT_EQ(ErrorReason(head_->Seal(0, 1).status()), reason);
+    EXPECT_EQ(server_.calls.exchange(0), 1) << reason;
+  }
+}
+
+TEST_F(ClientRetry, BackOffDoublesToItsBoundWithJitter) {
+  ClientOptions options;
+  options.retry = {.max_attempts = 5, .initial_backoff = milliseconds(40), .max_backoff = milliseconds(100)};
+  Connect(options);
+  server_.unary_status = Unavailable();
+  EXPECT_FALSE(head_->Commit(0, 0).Get().ok());
+  const std::vector<ScriptedServer::Call> calls = server_.CallsOf("CommitMicroBatch");
+  ASSERT_EQ(calls.size(), 5u);
+  const milliseconds backoffs[] = {milliseconds(40), milliseconds(80), milliseconds(100), milliseconds(100)};
+  for (size_t i = 0; i < 4; ++i) {
+    EXPECT_GE(calls[i + 1].time - calls[i].time, backoffs[i] / 2);
+    EXPECT_LE(calls[i + 1].time - calls[i].time, backoffs[i] + kSlack);
+  }
+}
+
+TEST_F(ClientRetry, DelayThatTheServerAsksForIsRespectedWithinTheDeadline) {
+  Connect(Quick(3));
+  server_.unary_status = ErrorWithReason(grpc::StatusCode::RESOURCE_EXHAUSTED, "QUEUE_FULL", 150);
+  EXPECT_EQ(ErrorReason(head_->Seal(0, 1).status()), "QUEUE_FULL");
+  const std::vector<ScriptedServer::Call> calls = server_.CallsOf("SealStep");
+  ASSERT_EQ(calls.size(), 3u);
+  EXPECT_GE(calls[1].time - calls[0].time, milliseconds(150));
+  EXPECT_GE(calls[2].time - calls[1].time, milliseconds(150));
+
+  server_.unary_status = ErrorWithReason(grpc::StatusCode::RESOURCE_EXHAUSTED, "QUEUE_FULL", 60000);
+  server_.calls = 0;
+  const auto start = steady_clock::now();
+  EXPECT_EQ(ErrorReason(head_->Commit(0, 0, 1.0, {.timeout = seconds(2)}).Get().status()), "QUEUE_FULL");
+  EXPECT_EQ(server_.calls, 1);
+  EXPECT_LE(steady_clock::now() - start, seconds(2));
+}
+
+TEST_F(ClientRetry, CancelEndsTheWaitForTheNextAttempt) {
+  ClientOptions options;
+  options.retry = {.max_attempts = 5, .initial_backoff = seconds(60), .max_backoff = seconds(60)};
+  Connect(options);
+  server_.unary_status = Unavailable();
+  server_.compute_loss = [](grpc::ServerContext*, ScriptedServer::LossStream*) { return Unavailable(); };
+  const auto start = steady_clock::now();
+  Future<CommitResult> commit = head_->Commit(0, 0);
+  while (server_.calls < 1) std::this_thread::sleep_for(milliseconds(1));
+  EXPECT_FALSE(commit.WaitFor(milliseconds(50)));
+  commit.Cancel();
+  EXPECT_EQ(ErrorReason(commit.Get().status()), "CANCELLED");
+  {
+    const Future<LossResult> dropped = Submit(Options(0));
+    while (server_.calls < 2) std::this_thread::sleep_for(milliseconds(1));
+  }
+  EXPECT_LE(steady_clock::now() - start, seconds(20));
+}
+
+TEST_F(ClientRetry, SessionIsOpenedOnceKeptAliveApartAndClosed) {
+  server_.WithState([](ScriptedServer::State& state) { state.lease = milliseconds(150); });
+  std::vector<std::string> sessions;
+  server_.compute_loss = [&sessions](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
+    const v1::MicroBatchHeader header = ReadAll(stream);
+    sessions.push_back(header.session_id());
+    Answer(stream, header);
+    return grpc::Status::OK;
+  };
+  Connect(Quick(3));
+  Value(Submit(Options(0)).Get());
+  EXPECT_TRUE(server_.CallsOf("OpenSession").empty());  // nobody needs one yet
+  Value(Submit(Options(1, CommitMode::kExplicit)).Get());
+  Value(Submit(Options(2, CommitMode::kExplicit)).Get());
+  ASSERT_EQ(sessions.size(), 3u);
+  EXPECT_EQ(sessions[0], "");
+  EXPECT_EQ(sessions[1].size(), 32u);
+  EXPECT_EQ(sessions[2], sessions[1]);
+  EXPECT_EQ(server_.CallsOf("OpenSession").size(), 1u);
+
+  const auto deadline = steady_clock::now() + seconds(20);
+  while (server_.CallsOf("KeepAlive").size() < 3 && steady_clock::now() < deadline) std::this_thread::sleep_for(milliseconds(5));
+  const std::vector<ScriptedServer::Call> renewals = server_.CallsOf("KeepAlive");
+  ASSERT_GE(renewals.size(), 3u);
+  EXPECT_GE(renewals[1].time - renewals[0].time, milliseconds(40));  // a third of the lease
+  EXPECT_NE(renewals[0].peer, server_.CallsOf("ComputeLoss")[0].peer);
+
+  // The server forgets it: the next call that needs one opens another, and is made again.
+  server_.WithState([](ScriptedServer::State& state) { state.sessions.clear(); });
+  server_.compute_loss = [&](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
+    const v1::MicroBatchHeader header = ReadAll(stream);
+    if (header.session_id() == sessions[1]) return ErrorWithReason(grpc::StatusCode::NOT_FOUND, "SESSION_NOT_FOUND");
+    sessions.push_back(header.session_id());
+    Answer(stream, header);
+    return grpc::Status::OK;
+  };
+  Value(Submit(Options(3, CommitMode::kExplicit)).Get());
+  EXPECT_EQ(server_.CallsOf("OpenSession").size(), 2u);
+  EXPECT_NE(sessions.back(), sessions[1]);
+  EXPECT_EQ(server_.WithState([](ScriptedServer::State& state) { return state.sessions.size(); }), 1u);
+
+  head_.reset();
+  client_.reset();
+  EXPECT_EQ(server_.CallsOf("CloseSession").size(), 1u);
+  EXPECT_TRUE(server_.WithState([](ScriptedServer::State& state) { return state.sessions.empty(); }));
+}
+
+TEST_F(ClientRetry, WithoutALeaseThereIsNoSession) {
+  std::vector<std::string> sessions;
+  server_.commit = [&sessions](const v1::CommitMicroBatchRequest& request) {
+    sessions.push_back(request.session_id());
+    return grpc::Status::OK;
+  };
+  ClientOptions options = Quick(1);
+  options.session_lease = milliseconds(0);
+  Connect(options);
+  Value(head_->Commit(0, 0).Get());
+  EXPECT_EQ(sessions, std::vector<std::string>{""});
+  EXPECT_TRUE(server_.CallsOf("OpenSession").empty());
+}
+
+TEST_F(ClientRetry, SeveralTermsUploadTheRowsOnce) {
+  Connect(Quick(1));
+  Head other = Value(client_->OpenHead("other"));
+  Head teacher = Value(client_->OpenHead("teacher"));
+  v1::MicroBatchHeader header;
+  int64_t hidden_bytes = 0;
+  int64_t teacher_bytes = 0;
+  server_.compute_loss = [&](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
+    v1::ComputeLossRequest request;
+    while (stream->Read(&request)) {
+      if (request.has_header()) header = request.header();
+      const bool is_hidden = request.chunk().role() == v1::CHUNK_ROLE_HIDDEN;
+      (is_hidden ? hidden_bytes : teacher_bytes) += static_cast<int64_t>(request.chunk().data().size());
+      if (request.chunk().role() == v1::CHUNK_ROLE_TEACHER_HIDDEN) {
+        EXPECT_EQ(request.chunk().term_index(), 1);
+      }
+    }
+    Answer(stream, header);
+    return grpc::Status::OK;
+  };
+  v1::CommitMicroBatchRequest commit;
+  server_.commit = [&commit](const v1::CommitMicroBatchRequest& request) {
+    commit = request;
+    return grpc::Status::OK;
+  };
+  const std::vector<float> teacher_rows(kHiddenSize, 1.0F);
+  std::vector<LossTerm> terms(3);
+  terms[0].targets = targets_;
+  terms[1].loss = JsdOptions{.beta = 0.25};
+  terms[1].head = other;
+  terms[1].step = 3;
+  terms[1].row_start = 1;
+  terms[1].row_count = 1;
+  terms[1].teacher = teacher;
+  terms[1].teacher_hidden = RowsView::Float32(teacher_rows, kHiddenSize);
+  terms[2].targets = targets_;
+  terms[2].loss_scale = 0.5;
+  MicroBatchOptions options = Options(4, CommitMode::kExplicit);
+  options.late_token_factors = true;
+  options.allow_held = true;
+  const MultiResult result = Value(head_->Multi(RowsView::Float32(rows_, kHiddenSize), terms, options).Get());
+  EXPECT_EQ(result.terms.size(), 3u);
+  EXPECT_EQ(hidden_bytes, static_cast<int64_t>(rows_.size() * sizeof(float)));
+  EXPECT_EQ(teacher_bytes, static_cast<int64_t>(teacher_rows.size() * sizeof(float)));
+  EXPECT_TRUE(header.late_token_factors());
+  EXPECT_TRUE(header.allow_held());
+  ASSERT_EQ(header.terms_size(), 3);
+  EXPECT_EQ(header.terms(0).head().step(), 0);
+  EXPECT_EQ(header.terms(1).head().head(), "tenants/default/heads/other");
+  EXPECT_EQ(header.terms(1).head().step(), 3);
+  EXPECT_EQ(header.terms(1).row_start(), 1);
+  EXPECT_EQ(header.terms(1).row_count(), 1);
+  EXPECT_EQ(header.terms(1).teacher_hidden().head(), "tenants/default/heads/teacher");
+  EXPECT_EQ(header.terms(1).teacher_hidden().head_epoch(), teacher.epoch());
+  EXPECT_EQ(header.terms(2).loss_scale(), 0.5);
+
+  ASSERT_TRUE(result.contribution.has_value());
+  const std::vector<float> factors = {2.0F, -1.0F};
+  Value(result.contribution->Commit({.factor = 3.0, .token_factors = factors}).Get());
+  ASSERT_EQ(commit.heads_size(), 2);  // once each, without the teacher
+  EXPECT_EQ(commit.heads(0).head(), "tenants/default/heads/h");
+  EXPECT_EQ(commit.heads(1).head(), "tenants/default/heads/other");
+  EXPECT_EQ(commit.heads(1).step(), 3);
+  EXPECT_EQ(commit.token_factors().data(), std::string(reinterpret_cast<const char*>(factors.data()), 8));
+
+  Client stranger = Value(Client::Connect(server_.target(), Quick(1)));
+  terms[1].head = Value(stranger.OpenHead("other"));
+  EXPECT_EQ(ErrorReason(head_->Multi(RowsView::Float32(rows_, kHiddenSize), terms, options).Get().status()), "INVALID_COMBINATION");
+}
+
+TEST_F(ClientRetry, WrongPoliciesAreRefused) {
+  for (const RetryPolicy& policy : {RetryPolicy{.max_attempts = 0}, RetryPolicy{.initial_backoff = milliseconds(0)},
+                                    RetryPolicy{.initial_backoff = seconds(2), .max_backoff = seconds(1)}}) {
+    ClientOptions options;
+    options.retry = policy;
+    EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), options).status()), "INVALID_FIELD");
+  }
+  ClientOptions options;
+  options.replay_bytes = -1;
+  EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), options).status()), "INVALID_FIELD");
+  options.replay_bytes = 0;
+  options.session_lease = milliseconds(-1);
+  EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), options).status()), "INVALID_FIELD");
+}
+
+}  // namespace
+}  // namespace headwater::e2e
