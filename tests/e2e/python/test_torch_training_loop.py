@@ -152,6 +152,26 @@ def test_an_overflow_is_skipped_on_all_sides(one_shard, make_head, problem, wher
     assert relative(problem.trunk - trunk.detach(), 0.1 * expected[0]) <= 1e-5
 
 
+@pytest.mark.skipif(not hasattr(torch.amp, "GradScaler"), reason="this PyTorch scales on a GPU only")
+def test_pytorchs_own_scaler(one_shard, make_head, problem):
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    loop = headwater.torch.TrainingLoop(head, torch.optim.SGD([trunk], lr=0.1), scaler=scaler, max_grad_norm=100.0)
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    applied = []
+    for step in range(3):
+        loop.backward(loss_fn(problem.inputs @ trunk.T, problem.targets))
+        if step == 0:
+            trunk.grad[0, 0] = float("inf")
+        if step == 1:  # an overflow that the body knows nothing of
+            head.add_gradient(torch.full((1, head.spec.hidden_size), float("nan")), micro_batch=1)
+        applied.append(loop.step(expected_micro_batches=2 if step == 1 else 1).applied)
+    assert applied == [False, False, True] and scaler.get_scale() == 2.0**8
+    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
+    assert relative(problem.weight - torch.tensor(head.weight()), 0.1 * expected[1]) <= 1e-5
+    assert relative(problem.trunk - trunk.detach(), 0.1 * expected[0]) <= 1e-5
+
+
 @pytest.mark.parametrize("tied", ("trainer", "server"))
 def test_tied_weights_under_a_scaler_and_a_gradient_factor(one_shard, names, tied):
     """Whatever scales the head's gradient until it is applied, the embedding's part of the same weight is not scaled twice."""
