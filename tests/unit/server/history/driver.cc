@@ -1,0 +1,167 @@
+#include "driver.h"
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "generator.h"
+#include "model.h"
+
+namespace headwater::history {
+namespace {
+
+constexpr int kMaxShrinkRuns = 600;
+constexpr size_t kMaxReports = 3;
+
+// Server and model side by side.
+class Comparison {
+ public:
+  Comparison(uint64_t seed, const WorldBugs& bugs)
+      : payloads_(MakePayloads(seed)), model_(payloads_), world_(payloads_, 1 + static_cast<int>(seed % 3), bugs) {}
+
+  const Model& model() const { return model_; }
+  const std::string& answer() const { return reply_.reason; }
+
+  // Empty if they agree.
+  std::string Run(const Event& event) {
+    reply_ = world_.Run(event);
+    Event known = event;
+    if (event.op == Op::kCrash && !reply_.numbers.empty()) known.crash_saved = static_cast<int>(reply_.numbers[0]);
+    const Expected expected = model_.Run(known);
+    if (std::find(expected.reasons.begin(), expected.reasons.end(), reply_.reason) == expected.reasons.end()) {
+      return absl::StrCat("  answered ", reply_.reason, ", expected ", absl::StrJoin(expected.reasons, " or "), "\n");
+    }
+    if (reply_.reason == "OK" && !SameNumbers(reply_.numbers, expected.numbers)) {
+      return absl::StrCat("  answered ", PrintNumbers(reply_.numbers), ", expected ", PrintNumbers(expected.numbers), "\n");
+    }
+    actual_view_.Clear();
+    expected_view_.Clear();
+    model_.Observe(expected_view_);
+    world_.Observe(actual_view_);
+    return View::Difference(actual_view_, expected_view_);
+  }
+
+ private:
+  const std::vector<Payload> payloads_;
+  Model model_;
+  World world_;
+  Reply reply_;
+  View actual_view_, expected_view_;
+};
+
+std::string EventLine(int index, const Event& event) { return absl::StrCat("  ", index, ": ", ToString(event), "\n"); }
+
+}  // namespace
+
+void Coverage::Add(const Coverage& other) {
+  for (const auto& [kind, count] : other.kinds) kinds[kind] += count;
+  for (const auto& [answer, count] : other.answers) answers[answer] += count;
+  late_events += other.late_events;
+}
+
+std::vector<Event> MakeHistory(uint64_t seed, int length) {
+  Model model(MakePayloads(seed));
+  Generator generator(seed, model);
+  View view;
+  std::vector<Event> events;
+  for (int index = 0; index < length; ++index) {
+    events.push_back(generator.Next());
+    model.Run(events.back());
+    view.Clear();
+    model.Observe(view);
+  }
+  return events;
+}
+
+std::optional<Failure> RunEvents(uint64_t seed, const std::vector<Event>& events, const WorldBugs& bugs) {
+  Comparison comparison(seed, bugs);
+  for (size_t index = 0; index < events.size(); ++index) {
+    std::string difference = comparison.Run(events[index]);
+    if (!difference.empty()) return Failure{static_cast<int>(index), std::move(difference)};
+  }
+  return std::nullopt;
+}
+
+std::optional<Failure> RunHistory(uint64_t seed, int length, const WorldBugs& bugs, Coverage* coverage) {
+  Comparison comparison(seed, bugs);
+  Generator generator(seed, comparison.model());
+  for (int index = 0; index < length; ++index) {
+    const Event event = generator.Next();
+    std::string difference = comparison.Run(event);
+    if (!difference.empty()) return Failure{index, std::move(difference)};
+    if (coverage == nullptr) continue;
+    ++coverage->kinds[event.kind];
+    ++coverage->answers[absl::StrCat(static_cast<int>(event.op), ":", comparison.answer())];
+    coverage->late_events += event.late;
+  }
+  return std::nullopt;
+}
+
+std::string Report(uint64_t seed, const Failure& failure, const WorldBugs& bugs) {
+  const std::vector<Event> events = MakeHistory(seed, failure.event + 1);
+  std::vector<int> kept;
+  for (int index = 0; index <= failure.event; ++index) kept.push_back(index);
+  const auto run = [&](const std::vector<int>& indices) {
+    std::vector<Event> chosen;
+    for (const int index : indices) chosen.push_back(events[static_cast<size_t>(index)]);
+    return RunEvents(seed, chosen, bugs);
+  };
+  // Halves, quarters, ... are left out as long as what remains still fails.
+  std::optional<Failure> shortest = failure;
+  int runs = 0;
+  for (size_t size = kept.size() / 2; size > 0; size /= 2) {
+    for (size_t start = 0; start < kept.size() && runs < kMaxShrinkRuns;) {
+      std::vector<int> fewer(kept.begin(), kept.begin() + static_cast<std::ptrdiff_t>(start));
+      fewer.insert(fewer.end(), kept.begin() + static_cast<std::ptrdiff_t>(std::min(start + size, kept.size())), kept.end());
+      ++runs;
+      std::optional<Failure> still = run(fewer);
+      // At the same event: another difference is another history.
+      if (!still.has_value() || fewer[static_cast<size_t>(still->event)] != failure.event) {
+        start += size;
+        continue;
+      }
+      kept = std::move(fewer);
+      shortest = std::move(still);
+    }
+  }
+  std::string text = absl::StrCat("history ", seed, " fails at event ", failure.event, ":\n",
+                                  EventLine(failure.event, events.back()), failure.what);
+  absl::StrAppend(&text, "to run it again:\n  HISTORY_SEED=", seed, " HISTORY_LENGTH=", failure.event + 1,
+                  " server_history_test --gtest_filter='*RunsOneHistory*'\nthe fewest events that were found to fail:\n");
+  for (const int index : kept) text += EventLine(index, events[static_cast<size_t>(index)]);
+  absl::StrAppend(&text, shortest->what, "to run those:\n  HISTORY_SEED=", seed, " HISTORY_LENGTH=", failure.event + 1,
+                  " HISTORY_EVENTS=", absl::StrJoin(kept, ","), " server_history_test --gtest_filter='*RunsOneHistory*'\n");
+  return text;
+}
+
+Totals RunHistories(uint64_t first_seed, int count, int length, const WorldBugs& bugs) {
+  Totals totals;
+  std::mutex mutex;
+  std::atomic<int> next = 0;
+  std::atomic<bool> enough = false;
+  const auto work = [&] {
+    Coverage coverage;
+    int64_t histories = 0;
+    for (int number = next++; number < count && !enough; number = next++, ++histories) {
+      const uint64_t seed = first_seed + static_cast<uint64_t>(number);
+      const std::optional<Failure> failure = RunHistory(seed, length, bugs, &coverage);
+      if (!failure.has_value()) continue;
+      std::string report = Report(seed, *failure, bugs);
+      const std::lock_guard<std::mutex> lock(mutex);
+      totals.failures.push_back(std::move(report));
+      if (totals.failures.size() >= kMaxReports) enough = true;
+    }
+    const std::lock_guard<std::mutex> lock(mutex);
+    totals.coverage.Add(coverage);
+    totals.histories += histories;
+  };
+  std::vector<std::thread> threads;
+  for (unsigned i = 0; i < std::max(1u, std::thread::hardware_concurrency()); ++i) threads.emplace_back(work);
+  for (std::thread& thread : threads) thread.join();
+  return totals;
+}
+
+}  // namespace headwater::history

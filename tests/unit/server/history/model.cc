@@ -1,0 +1,251 @@
+#include "model.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace headwater::history {
+
+Expected Model::Run(const Event& event) {
+  switch (event.op) {
+    case Op::kCall:
+    case Op::kAnnounce:
+    case Op::kRows:
+      return Call(event);
+    case Op::kCommit:
+      return Commit(event);
+    case Op::kDiscard:
+      return Discard(event);
+    case Op::kAddGradient:
+      return AddGradient(event);
+    case Op::kSeal:
+      return Seal(event);
+    case Op::kApply:
+      return Apply(event);
+    case Op::kDiscardGradient:
+      return DiscardGradient(event);
+    case Op::kReplace:
+      return Replace(event);
+    case Op::kReadGradient:
+    case Op::kGradientNorm:
+      return ReadGradient(event);
+    case Op::kGetSteps:
+    case Op::kCheckEpoch: {
+      if (std::string problem = FindHeads(event); !problem.empty()) return Refuse(problem);
+      const bool steps = event.op == Op::kGetSteps;
+      const std::string problem = CheckHead(event.targets[0].head, event.targets[0].epoch, steps, steps ? 'N' : 'A');
+      return problem.empty() ? Expected() : Refuse(problem);
+    }
+    case Op::kSetTensors:
+      return SetTensors(event);
+    case Op::kReadWeights:
+      return ReadWeights(event);
+    case Op::kSave:
+      return Save(event);
+    case Op::kRestore:
+      return Restore(event);
+    case Op::kDamage: {
+      auto& checkpoints = checkpoints_[event.targets[0].head];
+      if (const auto found = checkpoints.find(event.checkpoint); found != checkpoints.end()) found->second.damaged = true;
+      return {};
+    }
+    case Op::kTake:
+      return Take(event);
+    case Op::kCreate:
+      return Create(event);
+    case Op::kDelete:
+      return Delete(event);
+    case Op::kExpireIdle:
+      return ExpireIdle(event);
+    case Op::kOpenSession:
+      if (static_cast<int64_t>(sessions_.size()) >= kMaxSessions) ExpireSessions();
+      if (static_cast<int64_t>(sessions_.size()) >= kMaxSessions) return Refuse("QUOTA_EXCEEDED");
+      {
+        const double lease = std::min(event.seconds + 0.5, kMaxLeaseSeconds);
+        sessions_[session_count_++] = {lease, now_ + lease};
+        return {{"OK"}, {lease}};
+      }
+    case Op::kRenewSession: {
+      if (std::string problem = UseSession(event.session); !problem.empty()) return Refuse(problem);
+      return {{"OK"}, {sessions_.at(event.session).lease}};
+    }
+    case Op::kCloseSession: {
+      const auto found = sessions_.find(event.session);
+      const bool there = found != sessions_.end() && found->second.lease_end > now_;
+      if (there) {
+        sessions_.erase(found);
+        DropSession(event.session);
+      }
+      return {{"OK"}, {there ? 1.0 : 0.0}};
+    }
+    case Op::kAdvance:
+      now_ += event.seconds;
+      return {};
+    case Op::kExpireSessions: {
+      now_ += event.seconds;
+      const size_t before = sessions_.size();
+      ExpireSessions();
+      return {{"OK"}, {static_cast<double>(before - sessions_.size())}};
+    }
+    case Op::kRestart:
+      return Restart();
+    case Op::kCrash:
+      return Crash(event);
+  }
+  return {};
+}
+
+void Model::ExpireSessions() {
+  std::vector<int> ended;
+  for (const auto& [id, session] : sessions_) {
+    if (session.lease_end <= now_) ended.push_back(id);
+  }
+  for (const int id : ended) {
+    sessions_.erase(id);
+    DropSession(id);
+  }
+}
+
+// ---- what calls begin with -------------------------------------------------------------------------------------------
+
+std::string Model::UseSession(int session) {
+  if (session == kNoSession) return "";
+  const auto found = sessions_.find(session);
+  if (found == sessions_.end() || found->second.lease_end <= now_) return "SESSION_NOT_FOUND";
+  found->second.lease_end = now_ + found->second.lease;
+  return "";
+}
+
+std::string Model::FindHeads(const Event& event) {
+  if (event.deleted_handle) return deleted_.contains(event.targets[0].head) ? "HEAD_NOT_FOUND" : "";
+  for (const Target& target : event.targets) {
+    for (const int head : {target.head, target.teacher}) {
+      if (head < 0) continue;
+      if (!heads_.contains(head)) return "HEAD_NOT_FOUND";
+      At(head).last_use = now_;
+    }
+  }
+  return "";
+}
+
+// `need`: 'A' any state, 'N' not lost, 'R' ready.
+std::string Model::CheckHead(int name, int epoch, bool names_step, char need) const {
+  const ModelHead& head = heads_.at(name);
+  if (names_step && !head.spec.trainable) return "HEAD_NOT_TRAINABLE";
+  if (head.state == 'B' && epoch != kNoEpoch && (need != 'A' || epoch != head.epoch)) return "STEP_LOST";
+  if (epoch != kNoEpoch && epoch != head.epoch) return "EPOCH_FENCED";
+  if (need != 'A' && head.state == 'X') return "STEP_LOST";
+  if (need == 'R' && head.state == 'L') return "WEIGHTS_NOT_LOADED";
+  return "";
+}
+
+std::string Model::CheckKey(const Target& target) const {
+  if (std::string problem = CheckHead(target.head, target.epoch, true, 'R'); !problem.empty()) return problem;
+  return *target.step == heads_.at(target.head).open.number ? "" : "STEP_MISMATCH";
+}
+
+// A call for the next step waits for it: until it is cancelled, or its deadline passes; then it is refused like one for any other.
+std::string Model::AwaitStep(const Event& event) const {
+  for (const Target& target : event.targets) {
+    if (!target.step.has_value() || !heads_.at(target.head).spec.trainable || (event.is_call() && !event.backward)) continue;
+    if (!CheckHead(target.head, target.epoch, true, 'R').empty()) continue;
+    if (*target.step == heads_.at(target.head).open.number + 1 && event.cancel_waiting) return "CANCELLED";
+  }
+  return "";
+}
+
+bool Model::Fails(const Event& event, const char* call) const {
+  return event.failing_call != nullptr && std::string(event.failing_call) == call;
+}
+
+// ---- the observable state --------------------------------------------------------------------------------------------
+
+int Model::held_count() const {
+  return static_cast<int>(
+      std::count_if(contributions_.begin(), contributions_.end(), [](const auto& entry) { return entry.second.held; }));
+}
+
+int Model::FreeSlots(int head) const {
+  int taken = 0;
+  for (const auto& [id, contribution] : contributions_) taken += !contribution.held && contribution.heads.contains(head);
+  return heads_.at(head).spec.staging_slots - taken;
+}
+
+void Model::ObserveStep(View& view, const ModelStep& step) const {
+  view.Section("step, state");
+  view.Add(static_cast<double>(step.number));
+  view.Add(step.state);
+  const ModelCounts totals = TotalsOf(step);
+  view.Section("totals");
+  for (const double value : {CommittedCount(step), totals.valid_tokens, totals.loss, totals.token_weight, totals.non_finite_rows}) {
+    view.Add(value);
+  }
+  view.Section("records: id, state, tombstone, fence, attempt, form, digest, counts, factor, token factors");
+  for (const auto& [id, record] : step.records) {
+    view.Add(static_cast<double>(id));
+    view.Add(record.state);
+    view.Add(static_cast<double>(record.tombstone));
+    view.Add(static_cast<double>(record.fence));
+    if (record.state != 'S' && record.state != 'C') continue;
+    view.Add(static_cast<double>(record.attempt));
+    view.Add(record.form);
+    view.Add(static_cast<double>(record.content >> 16));
+    for (const double value :
+         {record.counts.valid_tokens, record.counts.loss, record.counts.token_weight, record.counts.non_finite_rows}) {
+      view.Add(value);
+    }
+    view.Add(record.state == 'C' ? record.factor : 1);
+    view.Add(record.state == 'C' && record.token_factors > 0);
+  }
+}
+
+void Model::Observe(View& view) {
+  view.Section("server/: heads, sessions, contributions held as rows");
+  view.Add(static_cast<double>(heads_.size()));
+  view.Add(static_cast<double>(sessions_.size()));
+  view.Add(held_count());
+  static constexpr const char* kNames[kHeadCount] = {"head 0/", "head 1/", "head 2/", "head 3/", "head 4/", "head 5/"};
+  for (auto& [name, head] : heads_) {
+    if (head.epoch < 0) head.epoch = epoch_count_++;
+    view.Section(kNames[name]);
+    view.Section("epoch");
+    view.Add(head.epoch);
+    view.Section("state");
+    view.Add(head.state);
+    view.Section("weight version, open step");
+    view.Add(static_cast<double>(head.version));
+    view.Add(static_cast<double>(head.spec.trainable ? head.open.number : -1));
+    view.Section("in use");
+    view.Add(InUse(head));
+    view.Section("restored from");
+    for (const char c : head.restored_checkpoint) view.Add(c);
+    view.Section("free slots");
+    view.Add(FreeSlots(name));
+    view.Section("has checksum");
+    view.Add(head.has_checksum);
+    if (head.state == 'X') continue;  // what is in it is unknown
+    if (head.spec.trainable && head.state != 'B') {
+      ObserveStep(view, head.open);
+      view.Section("last closed");
+      view.Add(head.closed.has_value());
+      if (head.closed.has_value()) ObserveStep(view, *head.closed);
+    }
+    if (head.spec.trainable) {
+      view.Section("gradient");
+      view.Add(head.gradient);
+      view.Section("gradient of bias");
+      view.Add(head.gradient_bias);
+    }
+    if (head.state == 'L') continue;
+    view.Section("weight");
+    view.Add(head.tensors.weight);
+    view.Section("bias");
+    view.Add(head.tensors.bias);
+    view.Section("moments");
+    for (const std::vector<float>* moment :
+         {&head.tensors.moment1, &head.tensors.moment1_bias, &head.tensors.moment2, &head.tensors.moment2_bias}) {
+      view.Add(*moment);
+    }
+  }
+}
+
+}  // namespace headwater::history

@@ -1,0 +1,197 @@
+#!/usr/bin/env python3
+"""Does the history test find bugs? Builds it with one line of server/heads changed at a time, and expects it to fail each time.
+
+    mutants.py BUILD_DIR [NAME...]
+
+BUILD_DIR holds a build of server_history_test. A copy of the source is changed in BUILD_DIR/mutants, compiled with the flags of
+the original, and linked in its place; the sources themselves are not touched. Exits non-zero if a mutant is not found, or if a
+change no longer fits its source (then the table below wants a new line).
+"""
+
+import json
+import pathlib
+import shlex
+import subprocess
+import sys
+
+HISTORIES = 400
+TIMEOUT_SECONDS = 240
+
+# name: what a server with this bug would do; file; text that occurs once; what it becomes.
+MUTANTS = [
+    (
+        "takes_a_discarded_attempt_again",
+        "server/heads/step_ledger.cc",
+        "if (attempt <= record.tombstone_attempt) {",
+        "if (attempt < record.tombstone_attempt) {",
+    ),
+    (
+        "lets_a_superseded_attempt_in",
+        "server/heads/step_ledger.cc",
+        "if (attempt < known_attempt && !repeats) {",
+        "if (attempt + 1 < known_attempt && !repeats) {",
+    ),
+    ("takes_one_record_too_many", "server/heads/step_ledger.cc", ">= max_micro_batches", "> max_micro_batches"),
+    (
+        "replays_other_rows",
+        "server/heads/step_ledger.cc",
+        "if (record.digest == digest) return",
+        "if (record.digest.has_value()) return",
+    ),
+    (
+        "replays_a_commit_with_another_factor",
+        "server/heads/step_ledger.cc",
+        "if (record.factor == factor) return false;",
+        "return false;",
+    ),
+    (
+        "seals_with_unexpected_micro_batches",
+        "server/heads/step_ledger.cc",
+        "record.state == ContributionState::kCommitted && !is_expected",
+        "record.state == ContributionState::kStaged && !is_expected",
+    ),
+    ("keeps_what_a_higher_attempt_dropped", "server/heads/head_submit.cc", "if (*dropped) head.DropPending(micro_batch);", ""),
+    (
+        "commits_held_rows_with_a_teacher_that_changed",
+        "server/heads/head_decide.cc",
+        "if (teacher->weight_version_ == weight_version) return absl::OkStatus();",
+        "if (weight_version >= 0) return absl::OkStatus();",
+    ),
+    (
+        "lets_anybody_decide",
+        "server/heads/head_decide.cc",
+        "if (!pending.session().has_value() || pending.session() == session) return absl::OkStatus();",
+        "if (micro_batch >= 0) return absl::OkStatus();",
+    ),
+    (
+        "asks_for_the_owner_of_a_lower_attempt",
+        "server/heads/head_decide.cc",
+        "if (attempt > entry->second->attempt()) continue;",
+        "",
+    ),
+    ("forgets_the_factor_of_held_rows", "server/heads/head_decide.cc", "term.loss_scale *= arguments.factor;", ""),
+    ("takes_token_factors_of_other_rows", "server/heads/head_decide.cc", "static_cast<size_t>(term.row_start) + i", "i"),
+    (
+        "keeps_the_epoch_for_a_new_life",
+        "server/heads/head.cc",
+        "  epoch_ = NewEpoch();",
+        "  if (ledger_.open().step < 0) epoch_ = NewEpoch();",
+    ),
+    ("deletes_a_head_in_use", "server/heads/head.cc", "if (!force && InUseLocked())", "if (!force && running_calls_ > 0)"),
+    (
+        "swaps_half_of_the_weights_in",
+        "server/heads/head_weights.cc",
+        "if (shadow_.size() < (spec_.has_bias ? 2U : 1U)) return false;",
+        "",
+    ),
+    ("forgets_the_updates_of_a_checkpoint", "server/heads/head_weights.cc", "update_count_ = info->update_count;", ""),
+    ("changes_the_epoch_while_loading", "server/heads/head_weights.cc", "if (was_loading) epoch_ = epoch_before;", ""),
+    ("replays_an_update_with_other_arguments", "server/heads/head_steps.cc", "last_apply_->arguments == arguments &&", ""),
+    (
+        "brings_back_deleted_heads",
+        "server/heads/head_registry.cc",
+        "store->Forget(name.tenant, name.head) : absl::OkStatus()",
+        "absl::OkStatus() : absl::OkStatus()",
+    ),
+    (
+        "lets_a_tenant_have_one_head_more",
+        "server/heads/head_registry.cc",
+        "tenant_heads >= limits_.max_heads_per_tenant",
+        "tenant_heads > limits_.max_heads_per_tenant",
+    ),
+    (
+        "ends_a_lease_while_a_call_runs",
+        "server/heads/session_registry.cc",
+        "if (session.running_calls > 0 || now < session.lease_end) {",
+        "if (now < session.lease_end) {",
+    ),
+    (
+        "lets_an_ended_lease_be_used",
+        "server/heads/session_registry.cc",
+        "clock_() < session.lease_end ?",
+        "session.running_calls == 0 ?",
+    ),
+    (
+        "brings_back_the_oldest_checkpoint",
+        "server/checkpoint/checkpoint_store.cc",
+        "return a.sequence > b.sequence;",
+        "return a.sequence < b.sequence;",
+    ),
+    (
+        "brings_back_a_deleted_heads_checkpoint",
+        "server/checkpoint/checkpoint_store.cc",
+        "if (info.sequence >= *first_sequence)",
+        "if (info.sequence > 0)",
+    ),
+]
+
+
+def main(build_dir, wanted):
+    build = pathlib.Path(build_dir).resolve()
+    root = pathlib.Path(__file__).resolve().parents[4]
+    out = build / "mutants"
+    out.mkdir(exist_ok=True)
+    commands = {entry["file"]: entry for entry in json.loads((build / "compile_commands.json").read_text())}
+    listing = subprocess.run(
+        ["ninja", "-C", str(build), "-t", "commands", "server_history_test"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    all_commands = listing.stdout.splitlines()
+    link = next(line for line in reversed(all_commands) if "-o tests/server_history_test" in line)
+    failed = []
+    for name, file, old, new in MUTANTS:
+        if wanted and name not in wanted:
+            continue
+        verdict = try_mutant(build, root, out, commands, link, name, file, old, new)
+        print(f"{name:46} {file:38} {verdict}", flush=True)
+        if not verdict.startswith("found"):
+            failed.append(name)
+    print(f"{len(failed)} mutants were not found" + (": " + ", ".join(failed) if failed else ""))
+    return 1 if failed else 0
+
+
+def try_mutant(build, root, out, commands, link, name, file, old, new):
+    source = root / file
+    text = source.read_text()
+    if text.count(old) != 1:
+        return f"does not fit: its text occurs {text.count(old)} times"
+    copy = out / f"{name}.cc"
+    copy.write_text(text.replace(old, new))
+    entry = commands[str(source)]
+    compile_words = shlex.split(entry["command"])
+    compile_words[compile_words.index("-o") + 1] = str(copy.with_suffix(".o"))
+    compile_words[compile_words.index("-c") + 1] = str(copy)
+    compile_words.append("-Wno-error")  # what the change left unused
+    compiled = subprocess.run(compile_words, cwd=entry["directory"], capture_output=True, text=True)
+    if compiled.returncode != 0:
+        return "does not compile:\n" + compiled.stderr
+    # Before the library that has the original: the linker takes the first.
+    program = out / name
+    one = link.replace("-o tests/server_history_test", f"{copy.with_suffix('.o')} -o {program}", 1)
+    linked = subprocess.run(one, shell=True, cwd=build, capture_output=True, text=True)
+    if linked.returncode != 0:
+        return "does not link:\n" + linked.stderr
+    try:
+        ran = subprocess.run(
+            [str(program), "--gtest_filter=*AgreesWithTheModel*"],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+            env={"HISTORIES": str(HISTORIES), "PATH": "/usr/bin:/bin"},
+        )
+    except subprocess.TimeoutExpired:
+        return "found: it never ends"
+    finally:
+        program.unlink()
+    lines = [line for line in ran.stdout.splitlines() if " fails at event " in line]
+    if ran.returncode == 0:
+        return "NOT FOUND"
+    return "found: " + (lines[0] if lines else f"ends with {ran.returncode}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    sys.exit(main(sys.argv[1], set(sys.argv[2:])))

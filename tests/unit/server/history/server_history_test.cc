@@ -1,0 +1,169 @@
+// Random histories of a server: what clients, the operator and accidents do to it, compared after every event with a sequential
+// model.
+//
+//   HISTORIES=10000 server_history_test       as many histories as that (HISTORY_LENGTH events each, 200 if not said)
+//   HISTORY_SEED=17 HISTORY_LENGTH=143 server_history_test --gtest_filter='*RunsOneHistory*'
+//   HISTORY_SEED=17 HISTORY_LENGTH=143 HISTORY_EVENTS=3,8,142 ...   these events of it alone
+//
+// A history follows from its seed; a failure prints the command that runs it again.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_split.h"
+#include "driver.h"
+#include "generator.h"
+
+namespace headwater::history {
+namespace {
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kSanitized = true;
+#else
+constexpr bool kSanitized = false;
+#endif
+
+constexpr int kDefaultHistories = kSanitized ? 100 : 1200;
+constexpr int kDefaultLength = 200;
+constexpr uint64_t kFirstSeed = 1;
+
+int FromEnvironment(const char* name, int otherwise) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? otherwise : std::atoi(value);
+}
+
+TEST(ServerHistoryTest, AgreesWithTheModel) {
+  const int count = FromEnvironment("HISTORIES", kDefaultHistories);
+  const int length = FromEnvironment("HISTORY_LENGTH", kDefaultLength);
+  const Totals totals = RunHistories(kFirstSeed, count, length, WorldBugs());
+  for (const std::string& failure : totals.failures) ADD_FAILURE() << failure;
+  if (!totals.failures.empty()) return;
+  EXPECT_EQ(totals.histories, count);
+  RecordProperty("histories", count);
+  if (count < 1000 || length < 200) return;
+
+  // The histories went where they were meant to go.
+  const std::vector<std::string> kinds = Generator::KindNames();
+  EXPECT_GE(kinds.size(), 64u);
+  for (const std::string& kind : kinds) {
+    const auto found = totals.coverage.kinds.find(kind);
+    EXPECT_GE(found == totals.coverage.kinds.end() ? 0 : found->second, 5) << "too few events: " << kind;
+  }
+  EXPECT_GE(totals.coverage.late_events, count);
+}
+
+TEST(ServerHistoryTest, MeetsEveryAnswer) {
+  const Totals totals = RunHistories(kFirstSeed, kSanitized ? 60 : 300, kDefaultLength, WorldBugs());
+  if (!totals.failures.empty()) GTEST_SKIP() << "the histories fail, as AgreesWithTheModel tells";
+  std::map<std::string, int64_t> reasons;
+  for (const auto& [answer, count] : totals.coverage.answers) reasons[answer.substr(answer.find(':') + 1)] += count;
+  for (const char* reason : {"OK",
+                             "MISSING_FIELD",
+                             "INVALID_FIELD",
+                             "INVALID_NAME",
+                             "SHAPE_MISMATCH",
+                             "DATA_LENGTH_MISMATCH",
+                             "TARGET_OUT_OF_VOCAB",
+                             "CHUNK_OUT_OF_RANGE",
+                             "LIMIT_EXCEEDED",
+                             "INVALID_COMBINATION",
+                             "HEAD_NOT_FOUND",
+                             "CHECKPOINT_NOT_FOUND",
+                             "MICRO_BATCH_NOT_FOUND",
+                             "SESSION_NOT_FOUND",
+                             "HEAD_ALREADY_EXISTS",
+                             "HEAD_SPEC_MISMATCH",
+                             "CHECKPOINT_ALREADY_EXISTS",
+                             "STEP_MISMATCH",
+                             "STEP_SEALED",
+                             "STEP_NOT_SEALED",
+                             "HEAD_NOT_TRAINABLE",
+                             "WEIGHTS_NOT_LOADED",
+                             "MICRO_BATCH_MISSING",
+                             "MICRO_BATCH_UNCOMMITTED",
+                             "MICRO_BATCH_UNEXPECTED",
+                             "OPTIMIZER_NOT_CONFIGURED",
+                             "HEAD_IN_USE",
+                             "NON_FINITE_VALUES",
+                             "NON_FINITE_GRADIENT",
+                             "WEIGHT_VERSION_MISMATCH",
+                             "EPOCH_FENCED",
+                             "STEP_LOST",
+                             "STEP_CONFLICT",
+                             "MICRO_BATCH_CONFLICT",
+                             "ATTEMPT_SUPERSEDED",
+                             "MICRO_BATCH_DISCARDED",
+                             "QUOTA_EXCEEDED",
+                             "STAGING_FULL",
+                             "DISK_FULL",
+                             "SHARD_NOT_READY",
+                             "CHECKSUM_MISMATCH",
+                             "CANCELLED",
+                             "ENGINE_FAILED",
+                             "NOT_SESSION_OWNER"}) {
+    EXPECT_GE(reasons[reason], 1) << reason;
+  }
+}
+
+TEST(ServerHistoryTest, RunsOneHistory) {
+  const uint64_t seed = static_cast<uint64_t>(FromEnvironment("HISTORY_SEED", 1));
+  const int length = FromEnvironment("HISTORY_LENGTH", kDefaultLength);
+  std::vector<Event> events = MakeHistory(seed, length);
+  if (const char* chosen = std::getenv("HISTORY_EVENTS")) {
+    std::vector<Event> all = std::move(events);
+    events.clear();
+    for (const absl::string_view index : absl::StrSplit(chosen, ',')) {
+      events.push_back(all.at(static_cast<size_t>(std::atoi(std::string(index).c_str()))));
+    }
+  }
+  const std::optional<Failure> failure = RunEvents(seed, events, WorldBugs());
+  if (std::getenv("HISTORY_SEED") != nullptr) {
+    const size_t end = failure.has_value() ? static_cast<size_t>(failure->event) + 1 : events.size();
+    for (size_t index = 0; index < end; ++index) std::printf("%zu: %s\n", index, ToString(events[index]).c_str());
+  }
+  if (failure.has_value()) ADD_FAILURE() << "at event " << failure->event << ":\n" << failure->what;
+}
+
+// A history follows from its seed alone, and a shorter one is the beginning of a longer one.
+TEST(ServerHistoryTest, FollowsFromItsSeed) {
+  const auto print = [](const std::vector<Event>& events) {
+    std::vector<std::string> lines;
+    for (const Event& event : events) lines.push_back(ToString(event));
+    return lines;
+  };
+  std::vector<std::string> whole = print(MakeHistory(5, 150));
+  const std::vector<std::string> part = print(MakeHistory(5, 60));
+  EXPECT_NE(whole, print(MakeHistory(6, 150)));
+  whole.resize(part.size());
+  EXPECT_EQ(whole, part);
+}
+
+// ---- the test of the test --------------------------------------------------------------------------------------------
+
+struct PlantedBug {
+  const char* name;
+  WorldBugs bugs;
+};
+
+class PlantedBugTest : public ::testing::TestWithParam<PlantedBug> {};
+
+TEST_P(PlantedBugTest, IsFound) {
+  const Totals totals = RunHistories(kFirstSeed, 200, kDefaultLength, GetParam().bugs);
+  ASSERT_FALSE(totals.failures.empty());
+  EXPECT_NE(totals.failures[0].find("to run it again:\n  HISTORY_SEED="), std::string::npos) << totals.failures[0];
+}
+
+INSTANTIATE_TEST_SUITE_P(ServerHistoryTest, PlantedBugTest,
+                         ::testing::Values(PlantedBug{"DropsACommit", {.engine = EngineBug::kDropsCommit}},
+                                           PlantedBug{"AddsAContributionTwice", {.engine = EngineBug::kAddsTwice}},
+                                           PlantedBug{"LeaksAStagingSlot", {.engine = EngineBug::kLeaksSlot}},
+                                           PlantedBug{"KeepsADiscardedGradient", {.engine = EngineBug::kKeepsGradient}},
+                                           PlantedBug{"RestoresAnOlderCheckpoint", {.keeps_older_checkpoint = true}},
+                                           PlantedBug{"NeverExpiresASession", {.session_clock_stands = true}},
+                                           PlantedBug{"EndsALeaseInACall", {.forgets_call_of_session = true}}),
+                         [](const auto& bug) { return bug.param.name; });
+
+}  // namespace
+}  // namespace headwater::history

@@ -1,0 +1,732 @@
+#include "world.h"
+
+#include <algorithm>
+#include <climits>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace headwater::history {
+
+using heads::Head;
+using heads::HeadInfo;
+
+// What calls point to; kept while their contribution is held.
+struct World::CallMemory {
+  Payload payload;
+  std::vector<float> grad_hidden;
+  std::vector<std::vector<float>> lse;
+};
+
+// Can end the process, as it were: after so many changes no further one is made.
+struct World::Files : headwater::testing::MemoryFileSystem {
+ public:
+  explicit Files(bool keeps_older) : keeps_older_(keeps_older) {}
+  void CrashAfter(int changes) { changes_left_ = changes; }
+
+  absl::Status CreateDirectory(const std::string& path) override {
+    return IsAlive() ? MemoryFileSystem::CreateDirectory(path) : Dead();
+  }
+  absl::Status SyncDirectory(const std::string& path) override {
+    return IsAlive() ? MemoryFileSystem::SyncDirectory(path) : Dead();
+  }
+  absl::StatusOr<std::unique_ptr<checkpoint::WritableFile>> CreateFile(const std::string& path) override {
+    if (!IsAlive()) return Dead();
+    auto file = MemoryFileSystem::CreateFile(path);
+    if (!file.ok()) return file;
+    return std::make_unique<File>(*this, *std::move(file));
+  }
+  absl::Status Rename(const std::string& from, const std::string& to) override {
+    return IsAlive() ? MemoryFileSystem::Rename(from, to) : Dead();
+  }
+  absl::Status Exchange(const std::string& a, const std::string& b) override {
+    if (!IsAlive()) return Dead();
+    return keeps_older_ ? absl::OkStatus() : MemoryFileSystem::Exchange(a, b);
+  }
+  absl::Status RemoveTree(const std::string& path) override { return IsAlive() ? MemoryFileSystem::RemoveTree(path) : Dead(); }
+
+ private:
+  class File : public checkpoint::WritableFile {
+   public:
+    File(Files& files, std::unique_ptr<checkpoint::WritableFile> file) : files_(files), file_(std::move(file)) {}
+    absl::Status Append(const void* data, int64_t byte_count) override {
+      return files_.IsAlive() ? file_->Append(data, byte_count) : Dead();
+    }
+    absl::Status SyncAndClose() override { return files_.IsAlive() ? file_->SyncAndClose() : Dead(); }
+
+   private:
+    Files& files_;
+    const std::unique_ptr<checkpoint::WritableFile> file_;
+  };
+
+  static absl::Status Dead() { return MakeError(ErrorReason::kInternal, "the process has ended"); }
+  bool IsAlive() { return changes_left_ > 0 && changes_left_-- > 0; }
+
+  const bool keeps_older_;
+  int changes_left_ = INT_MAX;
+};
+
+namespace {
+
+constexpr char kRoot[] = "checkpoints";
+
+absl::Status ToStatus(const absl::Status& status) { return status; }
+template <typename T>
+absl::Status ToStatus(const absl::StatusOr<T>& result) {
+  return result.status();
+}
+
+// The reply of a call that went wrong, or of one that went well and said nothing.
+template <typename T>
+Reply ToReply(const T& result, std::vector<double> numbers = {}) {
+  const absl::Status status = ToStatus(result);
+  if (!status.ok()) return {ErrorReasonName(GetErrorReason(status)), {}};
+  return {"OK", std::move(numbers)};
+}
+
+Digest ToDigest(uint64_t content) {
+  Digest digest{};
+  std::memcpy(digest.data(), &content, sizeof(content));
+  return digest;
+}
+
+void AddTotals(std::vector<double>& numbers, const heads::StepTotals& totals) {
+  for (const int64_t count : {totals.micro_batch_count, totals.valid_token_count}) numbers.push_back(static_cast<double>(count));
+  for (const double sum : {totals.loss_sum, totals.token_weight_sum, static_cast<double>(totals.non_finite_row_count)}) {
+    numbers.push_back(sum);
+  }
+}
+
+}  // namespace
+
+// ---- the process -----------------------------------------------------------------------------------------------------
+
+World::World(const std::vector<Payload>& payloads, int shard_count, const WorldBugs& bugs)
+    : payloads_(payloads), shard_count_(shard_count), bugs_(bugs), files_(std::make_unique<Files>(bugs.keeps_older_checkpoint)) {
+  Start();
+}
+
+World::~World() { Stop(); }
+
+void World::Start() {
+  engine_ = std::make_unique<HistoryEngine>(shard_count_);
+  engine_->control().bug = bugs_.engine;
+  heads::RegistryLimits limits;
+  limits.max_heads = kMaxHeads;
+  limits.max_heads_per_tenant = kMaxHeadsPerTenant;
+  limits.max_tenant_memory_bytes = kMaxTenantMemoryBytes;
+  heads::HeadLimits head_limits;
+  head_limits.max_step_micro_batches = kMaxStepRecords;
+  registry_ = std::make_unique<heads::HeadRegistry>(*engine_, limits, head_limits, [this] { return Now(); });
+  heads::SessionLimits session_limits;
+  session_limits.max_sessions = kMaxSessions;
+  session_limits.max_lease = absl::Seconds(kMaxLeaseSeconds);
+  sessions_ = std::make_unique<heads::SessionRegistry>(
+      session_limits, [this](const heads::SessionId& session) { OnSessionEnd(session); },
+      [this] { return bugs_.session_clock_stands ? absl::UnixEpoch() : Now(); });
+  store_ = *checkpoint::CheckpointStore::Open(kRoot, *files_);
+}
+
+void World::Stop() {
+  deleted_.clear();
+  sessions_.reset();
+  registry_.reset();
+  engine_.reset();
+  store_.reset();
+}
+
+void World::OnSessionEnd(const heads::SessionId& session) {
+  if (computing_) {
+    ended_meanwhile_.push_back(session);  // the heads' locks are held
+  } else {
+    registry_->DropSession(session);
+  }
+}
+
+// ---- names for what is random ----------------------------------------------------------------------------------------
+
+heads::Epoch World::EpochOf(int number) const {
+  heads::Epoch foreign;
+  foreign.fill(0xee);
+  return number >= 0 && number < static_cast<int>(epochs_.size()) ? epochs_[static_cast<size_t>(number)] : foreign;
+}
+
+int World::NumberOf(const heads::Epoch& epoch) {
+  const auto found = std::find(epochs_.rbegin(), epochs_.rend(), epoch);
+  if (found != epochs_.rend()) return static_cast<int>(epochs_.rend() - found) - 1;
+  epochs_.push_back(epoch);
+  return static_cast<int>(epochs_.size()) - 1;
+}
+
+std::optional<heads::SessionId> World::SessionOf(int number) const {
+  if (number == kNoSession) return std::nullopt;
+  heads::SessionId foreign;
+  foreign.fill(0xee);
+  return number >= 0 && number < static_cast<int>(session_ids_.size()) ? session_ids_[static_cast<size_t>(number)] : foreign;
+}
+
+int World::IndexOf(const heads::HeadName& name) {
+  for (int head = 0; head < kHeadCount; ++head) {
+    if (NameOf(head).tenant == name.tenant && NameOf(head).head == name.head) return head;
+  }
+  return -1;
+}
+
+// ---- events ----------------------------------------------------------------------------------------------------------
+
+Reply World::Run(const Event& event) {
+  EngineControl& control = engine_->control();
+  control.failing_call = event.failing_call;
+  if (event.failing_call != nullptr) control.failure = MakeError(event.failure, "by order of the history");
+  if (event.disk_full) files_->set_capacity_bytes(0);
+  Reply reply = Dispatch(event);
+  files_->set_capacity_bytes(INT64_MAX);
+  engine_->control().failing_call = nullptr;
+  engine_->control().during_compute = nullptr;
+  return reply;
+}
+
+Reply World::Dispatch(const Event& event) {
+  switch (event.op) {
+    case Op::kCall:
+    case Op::kAnnounce:
+    case Op::kRows:
+      return Call(event);
+    case Op::kCommit:
+    case Op::kDiscard:
+      return Decide(event);
+    case Op::kAddGradient:
+      return AddGradient(event);
+    case Op::kDamage:
+      Damage(event);
+      return {};
+    case Op::kCreate:
+      return Create(event);
+    case Op::kDelete:
+      return Delete(event);
+    case Op::kExpireIdle:
+      return ExpireIdle(event);
+    case Op::kOpenSession: {
+      auto grant = sessions_->Open("history", absl::Seconds(event.seconds + 0.5));
+      if (!grant.ok()) return ToReply(grant);
+      session_ids_.push_back(grant->id);
+      return {"OK", {absl::ToDoubleSeconds(grant->lease)}};
+    }
+    case Op::kRenewSession: {
+      auto lease = sessions_->Renew(*SessionOf(event.session));
+      return ToReply(lease, {lease.ok() ? absl::ToDoubleSeconds(*lease) : 0});
+    }
+    case Op::kCloseSession:
+      return {"OK", {sessions_->Close(*SessionOf(event.session)) ? 1.0 : 0.0}};
+    case Op::kAdvance:
+      now_ += event.seconds;
+      return {};
+    case Op::kExpireSessions:
+      now_ += event.seconds;
+      return {"OK", {static_cast<double>(sessions_->Expire())}};
+    case Op::kRestart:
+      return Restart();
+    case Op::kCrash:
+      return Crash(event);
+    default: {
+      absl::StatusOr<HeadPointer> head = Find(event, event.targets[0].head);
+      if (!head.ok()) return ToReply(head);
+      if (*head == nullptr) return {};
+      return OnHead(event, *head);
+    }
+  }
+}
+
+// Null for a deleted head that is not remembered.
+absl::StatusOr<World::HeadPointer> World::Find(const Event& event, int head) const {
+  if (!event.deleted_handle) return registry_->Find(NameOf(head));
+  const auto found = deleted_.find(head);
+  return found == deleted_.end() ? nullptr : found->second;
+}
+
+absl::Status World::AwaitStep(const Event& event, const HeadPointer& head, const Target& target) const {
+  heads::WaitLimits limits;
+  if (event.cancel_waiting) limits.cancelled = [] { return true; };
+  return head->AwaitStep(KeyOf(target), limits);
+}
+
+absl::StatusOr<heads::SessionRegistry::Use> World::UseSession(int session) {
+  if (session == kNoSession) return heads::SessionRegistry::Use();
+  absl::StatusOr<heads::SessionRegistry::Use> use = sessions_->Begin(*SessionOf(session));
+  if (use.ok() && bugs_.forgets_call_of_session) return heads::SessionRegistry::Use();
+  return use;
+}
+
+// ---- micro-batches ---------------------------------------------------------------------------------------------------
+
+Reply World::Call(const Event& event) {
+  absl::StatusOr<heads::SessionRegistry::Use> use = UseSession(event.session);
+  if (!use.ok()) return ToReply(use);
+  const auto memory = std::make_shared<CallMemory>();
+  memory->payload = payloads_[static_cast<size_t>(event.payload)];
+  const Payload& payload = memory->payload;
+  memory->grad_hidden.resize(payload.hidden.size());
+
+  heads::Submission submission;
+  for (const Target& target : event.targets) {
+    heads::SubmittedTerm& term = submission.terms.emplace_back();
+    absl::StatusOr<HeadPointer> head = Find(event, target.head);
+    if (!head.ok()) return ToReply(head);
+    if (*head == nullptr) return {};
+    term.head = *head;
+    if (target.epoch != kNoEpoch) term.head_epoch = EpochOf(target.epoch);
+    term.step = target.step;
+    term.expected_weight_version = target.version;
+    const size_t start = static_cast<size_t>(target.row_start), count = static_cast<size_t>(target.row_count);
+    term.term.row_start = target.row_start;
+    term.term.row_count = target.row_count;
+    term.term.targets = absl::MakeConstSpan(payload.targets).subspan(start, count);
+    term.term.loss_scale = target.scale;
+    if (target.weighted) term.term.token_weights = absl::MakeConstSpan(payload.token_weights).subspan(start, count);
+    term.term.lse = memory->lse.emplace_back(count).data();
+    if (target.teacher < 0) continue;
+    absl::StatusOr<HeadPointer> teacher = Find(event, target.teacher);
+    if (!teacher.ok()) return ToReply(teacher);
+    term.teacher_head = *teacher;
+    term.term.loss = JsdSpec();
+    if (target.teacher_epoch != kNoEpoch) term.teacher_head_epoch = EpochOf(target.teacher_epoch);
+    term.expected_teacher_weight_version = target.teacher_version;
+    term.term.teacher_hidden = {payload.teacher_hidden.data() + start * kWidth, target.row_count, kWidth, DataType::kFloat32};
+  }
+  if (event.names_micro_batch) submission.micro_batch = event.micro_batch;
+  submission.attempt = event.attempt;
+  submission.backward = event.backward;
+  submission.explicit_commit = event.is_explicit;
+  submission.first_wins = event.first_wins;
+  submission.refuse_non_finite = event.refuse;
+  submission.late_token_factors = event.late_factors;
+  submission.session = SessionOf(event.session);
+  if (event.allow_held || event.late_factors) {
+    submission.hold = [this, memory]() -> absl::StatusOr<std::shared_ptr<const void>> {
+      if (held_count_ >= kMaxHeldCount) return MakeError(ErrorReason::kStagingFull, "as many are held as may be");
+      ++held_count_;
+      return std::shared_ptr<const void>(memory.get(), [this, memory](const void*) { --held_count_; });
+    };
+  }
+  submission.hidden = {payload.hidden.data(), payload.row_count, kWidth, DataType::kFloat32};
+  if (event.backward) submission.grad_hidden = {memory->grad_hidden.data(), payload.row_count, kWidth, DataType::kFloat32};
+  submission.digest = ToDigest(ContentOf(event));
+
+  for (size_t i = 0; i < event.targets.size(); ++i) {
+    const heads::SubmittedTerm& term = submission.terms[i];
+    if (!event.backward || !term.step.has_value() || !term.head->spec().trainable) continue;
+    if (absl::Status status = AwaitStep(event, term.head, event.targets[i]); !status.ok()) return ToReply(status);
+  }
+  if (event.op != Op::kRows) {
+    absl::Status announced = Head::Announce(submission);
+    if (!announced.ok() || event.op == Op::kAnnounce) return ToReply(announced);
+  }
+
+  bool cancelled = event.cancel == Cancel::kBefore;
+  bool in_progress = false;
+  computing_ = true;
+  engine_->control().during_compute = [&] {
+    if (event.cancel == Cancel::kWhileComputing) cancelled = true;
+    DoMeanwhile(event, submission, &in_progress);
+  };
+  const absl::StatusOr<heads::SubmissionOutcome> outcome = Head::Submit(submission, *engine_, [&cancelled] { return cancelled; });
+  computing_ = false;
+  for (const heads::SessionId& session : std::exchange(ended_meanwhile_, {})) registry_->DropSession(session);
+  if (!outcome.ok()) return ToReply(outcome);
+
+  Reply reply;
+  for (size_t i = 0; i < outcome->terms.size(); ++i) {
+    const LossSums& sums = outcome->terms[i];
+    for (const double value : {static_cast<double>(sums.valid_token_count), sums.loss_sum, sums.token_weight_sum,
+                               static_cast<double>(sums.non_finite_row_count), static_cast<double>(outcome->weight_versions[i]),
+                               static_cast<double>(outcome->teacher_weight_versions[i])}) {
+      reply.numbers.push_back(value);
+    }
+  }
+  for (const std::vector<float>& lse : memory->lse) reply.numbers.insert(reply.numbers.end(), lse.begin(), lse.end());
+  reply.numbers.insert(reply.numbers.end(), memory->grad_hidden.begin(), memory->grad_hidden.end());
+  for (const int value : {static_cast<int>(outcome->state), static_cast<int>(outcome->form), static_cast<int>(outcome->replayed),
+                          static_cast<int>(outcome->payload_differs)}) {
+    reply.numbers.push_back(value);
+  }
+  if (event.meanwhile == Meanwhile::kSameCall || event.meanwhile == Meanwhile::kDiscard || event.meanwhile == Meanwhile::kCommit) {
+    reply.numbers.push_back(in_progress);
+  }
+  return reply;
+}
+
+// What would wait for the call's end must not be tried here: it would wait for ever.
+void World::DoMeanwhile(const Event& event, const heads::Submission& submission, bool* in_progress) {
+  switch (event.meanwhile) {
+    case Meanwhile::kNothing:
+      return;
+    case Meanwhile::kSameCall:
+    case Meanwhile::kDiscard:
+    case Meanwhile::kCommit: {
+      std::vector<heads::DecisionTarget> targets;
+      for (size_t i = 0; i < event.targets.size(); ++i) {
+        const HeadPointer& head = submission.terms[i].head;
+        if (!head->spec().trainable) continue;
+        const auto steps = head->GetSteps(EpochOf(event.targets[i].epoch));
+        if (!steps.ok()) return;
+        const auto found = steps->first.micro_batches.find(event.micro_batch);
+        if (found == steps->first.micro_batches.end() || found->second.state != heads::ContributionState::kInProgress) return;
+        targets.push_back({head, KeyOf(event.targets[i])});
+      }
+      const absl::Status status =
+          event.meanwhile == Meanwhile::kSameCall ? Head::Submit(submission, *engine_, nullptr).status()
+          : event.meanwhile == Meanwhile::kDiscard
+              ? Head::Discard(targets, event.micro_batch, event.attempt, submission.session).status()
+              : Head::Commit(targets, event.micro_batch, event.attempt, {1, {}}, submission.session).status();
+      *in_progress = HasReason(status, ErrorReason::kMicroBatchInProgress);
+      return;
+    }
+    case Meanwhile::kCloseSession:
+      sessions_->Close(*SessionOf(event.session));
+      return;
+    case Meanwhile::kLeasePasses:
+      now_ += kMaxLeaseSeconds + 1;
+      sessions_->Expire();
+      return;
+  }
+}
+
+Reply World::Decide(const Event& event) {
+  absl::StatusOr<heads::SessionRegistry::Use> use = UseSession(event.session);
+  if (!use.ok()) return ToReply(use);
+  std::vector<heads::DecisionTarget> targets;
+  for (const Target& target : event.targets) {
+    absl::StatusOr<HeadPointer> head = Find(event, target.head);
+    if (!head.ok()) return ToReply(head);
+    if (*head == nullptr) return {};
+    targets.push_back({*head, KeyOf(target)});
+  }
+  for (size_t i = 0; i < targets.size(); ++i) {
+    if (absl::Status status = AwaitStep(event, targets[i].head, event.targets[i]); !status.ok()) return ToReply(status);
+  }
+  absl::StatusOr<bool> done;
+  if (event.op == Op::kDiscard) {
+    done = Head::Discard(targets, event.micro_batch, event.attempt, SessionOf(event.session));
+  } else {
+    heads::CommitArguments arguments;
+    arguments.factor = event.factor;
+    arguments.token_factors = MakeTokenFactors(event.token_factors, payloads_[static_cast<size_t>(event.payload)].row_count);
+    done = Head::Commit(targets, event.micro_batch, event.attempt, arguments, SessionOf(event.session));
+  }
+  return ToReply(done, {done.ok() && *done ? 1.0 : 0.0});
+}
+
+Reply World::AddGradient(const Event& event) {
+  const Target& target = event.targets[0];
+  absl::StatusOr<HeadPointer> head = Find(event, target.head);
+  if (!head.ok()) return ToReply(head);
+  if (*head == nullptr) return {};
+  if (absl::Status status = AwaitStep(event, *head, target); !status.ok()) return ToReply(status);
+  const heads::StepKey key = KeyOf(target);
+  absl::Status check = (*head)->CheckAddGradient(key, event.micro_batch, event.attempt, event.row_start, event.row_count);
+  if (!check.ok()) return ToReply(check);
+  const std::vector<float> rows = MakeNumbers(event.numbers, event.row_count * kWidth);
+  heads::GradientPart part;
+  part.row_start = event.row_start;
+  part.row_count = event.row_count;
+  part.data = rows.data();
+  part.factor = event.factor;
+  absl::StatusOr<bool> added = (*head)->AddGradient(key, event.micro_batch, event.attempt, ToDigest(ContentOf(event)), part,
+                                                    [&event] { return event.cancel == Cancel::kBefore; });
+  return ToReply(added, {added.ok() && *added ? 1.0 : 0.0});
+}
+
+// ---- one head --------------------------------------------------------------------------------------------------------
+
+Reply World::OnHead(const Event& event, const HeadPointer& head) {
+  const Target& target = event.targets[0];
+  const heads::StepKey key = KeyOf(target);
+  const std::optional<heads::Epoch> epoch = target.epoch == kNoEpoch ? std::nullopt : std::optional(key.epoch);
+  if (target.step.has_value()) {
+    if (absl::Status status = AwaitStep(event, head, target); !status.ok()) return ToReply(status);
+  }
+  switch (event.op) {
+    case Op::kSeal: {
+      heads::WaitLimits wait;  // a deadline that has passed
+      auto sealed = head->Seal(key, *event.expected, wait);
+      if (!sealed.ok()) return ToReply(sealed);
+      Reply reply{"OK",
+                  {sealed->replayed ? 1.0 : 0.0, sealed->stats.norm_squared, static_cast<double>(sealed->stats.non_finite_count)}};
+      AddTotals(reply.numbers, sealed->totals);
+      return reply;
+    }
+    case Op::kApply: {
+      auto applied = head->Apply(key, event.expected, event.apply);
+      if (!applied.ok()) return ToReply(applied);
+      Reply reply{
+          "OK",
+          {applied->replayed ? 1.0 : 0.0, static_cast<double>(applied->open_step), static_cast<double>(applied->weight_version),
+           applied->global_grad_norm, applied->gradient_norm_squared, applied->clip_factor}};
+      AddTotals(reply.numbers, applied->totals);
+      reply.numbers.push_back(static_cast<double>(EngineHeadOf(target.head)->update_count()));
+      return reply;
+    }
+    case Op::kDiscardGradient: {
+      auto discarded = head->DiscardGradient(key);
+      if (!discarded.ok()) return ToReply(discarded);
+      return {"OK", {static_cast<double>(discarded->first), discarded->second ? 1.0 : 0.0}};
+    }
+    case Op::kReplace:
+      return Replace(event, head);
+    case Op::kReadGradient: {
+      std::vector<float> values(static_cast<size_t>(head->spec().vocab_size * kWidth));
+      const absl::Status read =
+          head->ReadGradient(key, HeadTensor::kGradWeight, 0, static_cast<int64_t>(values.size()), values.data());
+      return ToReply(read, {values.begin(), values.end()});
+    }
+    case Op::kGradientNorm: {
+      auto stats = head->GradientNorm(key);
+      if (!stats.ok()) return ToReply(stats);
+      return {"OK", {stats->norm_squared, static_cast<double>(stats->non_finite_count)}};
+    }
+    case Op::kGetSteps:
+      return ToReply(head->GetSteps(key.epoch));
+    case Op::kCheckEpoch:
+      return ToReply(head->CheckEpoch(key.epoch));
+    case Op::kSetTensors:
+      return SetTensors(event, head);
+    case Op::kReadWeights: {
+      std::vector<float> values(static_cast<size_t>(head->spec().vocab_size * kWidth));
+      const absl::Status read =
+          head->ReadWeights(HeadTensor::kWeight, 0, static_cast<int64_t>(values.size()), values.data(), event.version);
+      return ToReply(read, {values.begin(), values.end()});
+    }
+    case Op::kSave: {
+      auto saved = head->Save(epoch, *store_, event.checkpoint, event.overwrite);
+      return ToReply(saved, {saved.ok() ? static_cast<double>(saved->step) : 0});
+    }
+    case Op::kRestore:
+      return ToReply(head->Restore(key.epoch, *store_, event.checkpoint));
+    case Op::kTake:
+      return ToReply(head->Take(epoch));
+    default:
+      return {"not an event on a head", {}};
+  }
+}
+
+Reply World::Replace(const Event& event, const HeadPointer& head) {
+  const int64_t width = event.tensors[0] == HeadTensor::kBias ? 1 : kWidth;
+  const auto values = std::make_shared<std::vector<float>>(MakeNumbers(event.numbers, head->spec().vocab_size * width));
+  heads::ShadowTensor tensor;
+  tensor.tensor = event.tensors[0];
+  tensor.byte_count = static_cast<int64_t>(values->size() * sizeof(float)) - (event.wrong_size ? 4 : 0);
+  tensor.data = std::shared_ptr<const void>(values, values->data());
+  absl::StatusOr<bool> closed = head->Replace(KeyOf(event.targets[0]), tensor);
+  return ToReply(closed, {closed.ok() && *closed ? 1.0 : 0.0});
+}
+
+Reply World::SetTensors(const Event& event, const HeadPointer& head) {
+  const heads::Epoch epoch = EpochOf(event.targets[0].epoch);
+  std::vector<heads::TensorUpdate> updates;
+  std::vector<std::vector<float>> values;
+  values.reserve(event.tensors.size());
+  for (const HeadTensor tensor : event.tensors) {
+    values.push_back(MakeNumbers(event.numbers, head->spec().vocab_size * (tensor == HeadTensor::kBias ? 1 : kWidth)));
+    if (event.tensors.size() == 1) {
+      const int64_t bytes = static_cast<int64_t>(values[0].size() * sizeof(float)) - (event.wrong_size ? 4 : 0);
+      return ToReply(head->SetTensor(epoch, tensor, DataType::kFloat32, values[0].data(), bytes));
+    }
+    updates.push_back({tensor, DataType::kFloat32, [data = values.back().data()](int64_t start, int64_t count, void* out) {
+                         std::memcpy(out, data + start, static_cast<size_t>(count) * sizeof(float));
+                         return absl::OkStatus();
+                       }});
+  }
+  return ToReply(head->SetTensors(epoch, updates));
+}
+
+// ---- the server ------------------------------------------------------------------------------------------------------
+
+Reply World::Create(const Event& event) {
+  const int head = event.targets[0].head;
+  auto created = registry_->Create(NameOf(head), SpecOf(head, event.other_spec), event.if_exists);
+  return ToReply(created, {created.ok() && created->created ? 1.0 : 0.0});
+}
+
+Reply World::Delete(const Event& event) {
+  const Target& target = event.targets[0];
+  HeadPointer pointer;
+  for (const HeadPointer& head : registry_->ListAll()) {
+    if (IndexOf(head->name()) == target.head) pointer = head;
+  }
+  const std::optional<heads::Epoch> epoch = target.epoch == kNoEpoch ? std::nullopt : std::optional(EpochOf(target.epoch));
+  const absl::Status status = registry_->Delete(NameOf(target.head), epoch, event.force, store_.get());
+  if (status.ok()) deleted_[target.head] = pointer;
+  return ToReply(status);
+}
+
+Reply World::ExpireIdle(const Event& event) {
+  now_ += event.seconds;
+  std::map<int, HeadPointer> before;
+  for (const HeadPointer& head : registry_->ListAll()) before[IndexOf(head->name())] = head;
+  Reply reply;
+  for (const heads::HeadName& name : registry_->ExpireIdle(absl::Seconds(kIdleSeconds), store_.get(), event.save_first)) {
+    reply.numbers.push_back(IndexOf(name));
+    deleted_[IndexOf(name)] = before[IndexOf(name)];
+  }
+  std::sort(reply.numbers.begin(), reply.numbers.end());
+  return reply;
+}
+
+Reply World::Restart() {
+  Stop();
+  Start();
+  Reply reply;
+  for (const heads::HeadRegistry::Comeback& comeback : registry_->RestoreAll(*store_)) {
+    if (!comeback.checkpoint.empty()) reply.numbers.push_back(IndexOf(comeback.name));
+  }
+  std::sort(reply.numbers.begin(), reply.numbers.end());
+  return reply;
+}
+
+Reply World::Crash(const Event& event) {
+  const Target& target = event.targets[0];
+  const heads::HeadName name = NameOf(target.head);
+  const auto sequence = [&] {
+    const auto info = store_->Read(name.tenant, name.head, event.checkpoint);
+    return info.ok() ? info->sequence : 0;
+  };
+  const int64_t before = sequence();
+  bool answered = false;
+  if (absl::StatusOr<HeadPointer> head = registry_->Find(name); head.ok()) {
+    files_->CrashAfter(event.changes);
+    answered = (*head)->Save(EpochOf(target.epoch), *store_, event.checkpoint, /*overwrite=*/true).ok();
+    files_->CrashAfter(INT_MAX);
+  }
+  Reply reply = Restart();
+  const bool saved = sequence() != before;
+  if (answered && !saved) return {"an answered save is gone", {}};
+  reply.numbers.insert(reply.numbers.begin(), saved);
+  return reply;
+}
+
+void World::Damage(const Event& event) {
+  const heads::HeadName name = NameOf(event.targets[0].head);
+  const std::string directory = absl::StrCat(kRoot, "/", name.tenant, "/", name.head, "/", event.checkpoint);
+  const absl::StatusOr<std::vector<std::string>> files = files_->ListDirectory(directory);
+  if (!files.ok()) return;
+  // The manifest comes first: odd events cut it short, even ones change a shard's last number.
+  const std::string path = absl::StrCat(directory, "/", event.numbers % 2 == 1 ? files->front() : files->back());
+  std::string bytes = files_->Contents(path);
+  if (event.numbers % 2 == 1) {
+    bytes.resize(bytes.size() / 2);
+  } else {
+    bytes.replace(bytes.size() - 4, 4, 4, '\x7f');  // no number that a history has
+  }
+  files_->SetContents(path, bytes);
+}
+
+// ---- the observable state --------------------------------------------------------------------------------------------
+
+HistoryHead* World::EngineHeadOf(int head) {
+  const std::vector<HistoryHead*>& all = engine_->control().heads;
+  const auto found = std::find_if(all.rbegin(), all.rend(),
+                                  [head](const HistoryHead* it) { return it->spec().transform.logit_scale == head + 1; });
+  return found == all.rend() ? nullptr : *found;
+}
+
+void World::ObserveStep(View& view, const heads::StepRecord& step) {
+  static const std::map<heads::StepState, char> kStates = {{heads::StepState::kOpen, 'O'},
+                                                           {heads::StepState::kSealed, 'S'},
+                                                           {heads::StepState::kApplied, 'A'},
+                                                           {heads::StepState::kDiscarded, 'D'},
+                                                           {heads::StepState::kReplaced, 'R'}};
+  static constexpr char kContributions[] = {'N', 'P', 'S', 'C', 'D'};
+  view.Section("step, state");
+  view.Add(static_cast<double>(step.step));
+  view.Add(kStates.at(step.state));
+  view.Section("totals");
+  std::vector<double> totals;
+  AddTotals(totals, step.Totals());
+  for (const double value : totals) view.Add(value);
+  view.Section("records: id, state, tombstone, fence, attempt, form, digest, counts, factor, token factors");
+  for (const auto& [id, record] : step.micro_batches) {
+    view.Add(static_cast<double>(id));
+    view.Add(kContributions[static_cast<int>(record.state)]);
+    view.Add(static_cast<double>(record.tombstone_attempt));
+    view.Add(static_cast<double>(record.fence_attempt));
+    if (record.state != heads::ContributionState::kStaged && record.state != heads::ContributionState::kCommitted) continue;
+    view.Add(static_cast<double>(record.attempt));
+    view.Add(static_cast<int>(record.form));
+    uint64_t content = 0;
+    if (record.digest.has_value()) std::memcpy(&content, record.digest->data(), sizeof(content));
+    view.Add(static_cast<double>(content >> 16));
+    view.Add(static_cast<double>(record.counts.valid_token_count));
+    view.Add(record.counts.loss_sum);
+    view.Add(record.counts.token_weight_sum);
+    view.Add(static_cast<double>(record.counts.non_finite_row_count));
+    view.Add(record.factor.factor);
+    view.Add(record.factor.token_factors.has_value());
+  }
+}
+
+void World::Observe(View& view) {
+  std::map<int, HeadPointer> all;
+  for (const HeadPointer& head : registry_->ListAll()) all[IndexOf(head->name())] = head;
+  // First, so that contributions which another head has dropped are seen as such by all.
+  std::map<int, bool> in_use;
+  for (const auto& [index, head] : all) in_use[index] = head->InUse();
+
+  view.Section("server/: heads, sessions, contributions held as rows");
+  view.Add(static_cast<double>(registry_->size()));
+  view.Add(static_cast<double>(sessions_->size()));
+  view.Add(held_count_);
+  static constexpr const char* kNames[kHeadCount] = {"head 0/", "head 1/", "head 2/", "head 3/", "head 4/", "head 5/"};
+  for (const auto& [index, head] : all) {
+    const HeadInfo info = head->Describe();
+    const HistoryHead& numbers = *EngineHeadOf(index);
+    const char state = info.state == heads::HeadState::kLoading ? 'L'
+                       : info.state == heads::HeadState::kReady ? 'R'
+                       : info.state == heads::HeadState::kLost  ? 'X'
+                                                                : 'B';
+    view.Section(kNames[index]);
+    view.Section("epoch");
+    view.Add(NumberOf(info.epoch));
+    view.Section("state");
+    view.Add(state);
+    view.Section("weight version, open step");
+    view.Add(static_cast<double>(info.weight_version));
+    view.Add(static_cast<double>(info.open_step.value_or(-1)));
+    view.Section("in use");
+    view.Add(in_use[index]);
+    view.Section("restored from");
+    for (const char c : info.restored_checkpoint) view.Add(c);
+    view.Section("free slots");
+    view.Add(numbers.FreeStagingSlots());
+    view.Section("has checksum");
+    view.Add(!info.weight_checksum.empty());
+    if (state == 'X') continue;  // what is in it is unknown
+    if (head->spec().trainable && state != 'B') {
+      const auto steps = head->GetSteps(info.epoch);
+      if (steps.ok()) {
+        ObserveStep(view, steps->first);
+        view.Section("last closed");
+        view.Add(steps->second.has_value());
+        if (steps->second.has_value()) ObserveStep(view, *steps->second);
+      }
+    }
+    if (head->spec().trainable) {
+      view.Section("gradient");
+      view.Add(numbers.Tensor(HeadTensor::kGradWeight));
+      view.Section("gradient of bias");
+      view.Add(numbers.Tensor(HeadTensor::kGradBias));
+    }
+    if (state == 'L') continue;
+    view.Section("weight");
+    view.Add(numbers.Tensor(HeadTensor::kWeight));
+    view.Section("bias");
+    view.Add(numbers.Tensor(HeadTensor::kBias));
+    view.Section("moments");
+    for (const HeadTensor tensor :
+         {HeadTensor::kMoment1Weight, HeadTensor::kMoment1Bias, HeadTensor::kMoment2Weight, HeadTensor::kMoment2Bias}) {
+      view.Add(numbers.Tensor(tensor));
+    }
+  }
+}
+
+}  // namespace headwater::history

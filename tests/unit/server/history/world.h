@@ -1,0 +1,98 @@
+// World: a server's core (registry, heads, sessions, checkpoints) on an engine of whole numbers, files in memory and a clock set by
+// hand. Carries events out as the services do, and shows all that can be observed.
+#ifndef HEADWATER_TESTS_UNIT_SERVER_HISTORY_WORLD_H_
+#define HEADWATER_TESTS_UNIT_SERVER_HISTORY_WORLD_H_
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine.h"
+#include "events.h"
+#include "server/checkpoint/checkpoint_store.h"
+#include "server/heads/head_registry.h"
+#include "server/heads/session_registry.h"
+#include "tests/unit/server/memory_file_system.h"
+
+namespace headwater::history {
+
+// Bugs of a world, for the test of the test.
+struct WorldBugs {
+  EngineBug engine = EngineBug::kNone;
+  bool keeps_older_checkpoint = false;   // replacing a checkpoint leaves the older one in its place
+  bool session_clock_stands = false;     // no lease ever ends
+  bool forgets_call_of_session = false;  // a running call does not keep its session's lease
+};
+
+class World {
+ public:
+  World(const std::vector<Payload>& payloads, int shard_count, const WorldBugs& bugs);
+  ~World();
+  World(const World&) = delete;
+  World& operator=(const World&) = delete;
+
+  Reply Run(const Event& event);
+  // Adds the observable state; new epochs get their numbers here.
+  void Observe(View& view);
+
+ private:
+  struct Files;
+  struct CallMemory;
+  using HeadPointer = std::shared_ptr<heads::Head>;
+
+  void Start();
+  void Stop();
+  Reply Dispatch(const Event& event);
+  absl::Time Now() const { return absl::UnixEpoch() + absl::Seconds(now_); }
+
+  absl::StatusOr<HeadPointer> Find(const Event& event, int head) const;
+  heads::Epoch EpochOf(int number) const;
+  int NumberOf(const heads::Epoch& epoch);
+  std::optional<heads::SessionId> SessionOf(int number) const;
+  // The key of a call's first target.
+  heads::StepKey KeyOf(const Target& target) const { return {EpochOf(target.epoch), target.step.value_or(0)}; }
+  absl::Status AwaitStep(const Event& event, const HeadPointer& head, const Target& target) const;
+  absl::StatusOr<heads::SessionRegistry::Use> UseSession(int session);
+  // Drops what ended sessions left, or remembers to when the call that runs has ended.
+  void OnSessionEnd(const heads::SessionId& session);
+
+  Reply Call(const Event& event);
+  void DoMeanwhile(const Event& event, const heads::Submission& submission, bool* in_progress);
+  Reply Decide(const Event& event);
+  Reply AddGradient(const Event& event);
+  Reply OnHead(const Event& event, const HeadPointer& head);
+  Reply Replace(const Event& event, const HeadPointer& head);
+  Reply SetTensors(const Event& event, const HeadPointer& head);
+  Reply Create(const Event& event);
+  Reply Delete(const Event& event);
+  Reply ExpireIdle(const Event& event);
+  Reply Restart();
+  Reply Crash(const Event& event);
+  void Damage(const Event& event);
+  HistoryHead* EngineHeadOf(int head);
+  static int IndexOf(const heads::HeadName& name);
+  static void ObserveStep(View& view, const heads::StepRecord& step);
+
+  const std::vector<Payload>& payloads_;
+  const int shard_count_;
+  const WorldBugs bugs_;
+  double now_ = 0;
+  std::unique_ptr<Files> files_;
+  std::unique_ptr<checkpoint::CheckpointStore> store_;
+  std::unique_ptr<HistoryEngine> engine_;
+  std::unique_ptr<heads::HeadRegistry> registry_;
+  std::unique_ptr<heads::SessionRegistry> sessions_;
+  std::map<int, HeadPointer> deleted_;  // by name: pointers that calls may still hold
+  bool computing_ = false;
+  std::vector<heads::SessionId> ended_meanwhile_;
+  int held_count_ = 0;
+
+  std::vector<heads::Epoch> epochs_;
+  std::vector<heads::SessionId> session_ids_;
+};
+
+}  // namespace headwater::history
+
+#endif  // HEADWATER_TESTS_UNIT_SERVER_HISTORY_WORLD_H_
