@@ -94,7 +94,7 @@ std::optional<Failure> RunHistory(uint64_t seed, int length, const WorldBugs& bu
     if (!difference.empty()) return Failure{index, std::move(difference)};
     if (coverage == nullptr) continue;
     ++coverage->kinds[event.kind];
-    ++coverage->answers[absl::StrCat(static_cast<int>(event.op), ":", comparison.answer())];
+    ++coverage->answers[absl::StrCat(event.kind, ": ", comparison.answer())];
     coverage->late_events += event.late;
   }
   return std::nullopt;

@@ -220,7 +220,7 @@ void Model::Observe(View& view) {
     for (const char c : head.restored_checkpoint) view.Add(c);
     view.Section("free slots");
     view.Add(FreeSlots(name));
-    view.Section("has checksum");
+    view.Section("checksum");
     view.Add(head.has_checksum);
     if (head.state == 'X') continue;  // what is in it is unknown
     if (head.spec.trainable && head.state != 'B') {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "server/checkpoint/xxh3.h"
 
 namespace headwater::history {
 
@@ -89,6 +90,12 @@ Digest ToDigest(uint64_t content) {
   Digest digest{};
   std::memcpy(digest.data(), &content, sizeof(content));
   return digest;
+}
+
+std::string ChecksumOf(const std::vector<float>& values) {
+  checkpoint::Xxh3Hasher hasher;
+  hasher.Update(values.data(), static_cast<int64_t>(values.size() * sizeof(float)));
+  return hasher.Digest();
 }
 
 void AddTotals(std::vector<double>& numbers, const heads::StepTotals& totals) {
@@ -698,8 +705,8 @@ void World::Observe(View& view) {
     for (const char c : info.restored_checkpoint) view.Add(c);
     view.Section("free slots");
     view.Add(numbers.FreeStagingSlots());
-    view.Section("has checksum");
-    view.Add(!info.weight_checksum.empty());
+    view.Section("checksum");  // 0 none, 1 that of the weight, 2 another
+    view.Add(info.weight_checksum.empty() ? 0 : info.weight_checksum == ChecksumOf(numbers.Tensor(HeadTensor::kWeight)) ? 1 : 2);
     if (state == 'X') continue;  // what is in it is unknown
     if (head->spec().trainable && state != 'B') {
       const auto steps = head->GetSteps(info.epoch);
