@@ -171,8 +171,10 @@ class LossCall : public RetriedCall {
  private:
   void StartAttempt() override {
     v1::MicroBatchHeader header = input_.header;
-    // Without an id nothing is added, and nothing has an attempt.
-    if (header.has_micro_batch()) header.set_attempt(input_.header.attempt() + attempt_count() - 1);
+    // Without an id nothing is added, and nothing has an attempt. In a recovery the attempt stays: the decision that follows names
+    // it.
+    const bool next_attempt = header.has_micro_batch() && mode() == CallMode::kNormal;
+    if (next_attempt) header.set_attempt(input_.header.attempt() + attempt_count() - 1);
     header.set_session_id(session_id());
     for (v1::LossTerm& term : *header.mutable_terms()) {
       term.mutable_head()->set_head_epoch(FindHead(heads(), term.head().head())->epoch);

@@ -131,6 +131,40 @@ TEST_F(Headwaterctl, LoadsFromLocalFileAndSaves) {
   EXPECT_TRUE(absl::StrContains(transposed.err, "[12, 101], the head needs [101, 12]")) << transposed.err;
 }
 
+TEST_F(Headwaterctl, RestoredHeadIsShownWithItsCheckpointAndTaken) {
+  client::HeadSpec spec;
+  spec.vocab_size = kVocabSize;
+  spec.hidden_size = kHiddenSize;
+  spec.trainable = true;
+  {
+    client::Client client = server_.Connect();
+    client::Head head = Value(client.CreateHead("student", spec));
+    Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight_)));
+    Value(head.Save("begin"));
+  }
+  server_.process().Signal(SIGKILL);
+  server_.process().Wait();
+  server_.Start();
+  const json restored = RunJson({"heads"})["heads"];
+  ASSERT_EQ(restored.size(), 1u);
+  EXPECT_EQ(restored[0]["state"], "restored");
+  EXPECT_EQ(restored[0]["restored_checkpoint"], "begin");
+  const ProgramResult table = Run({"heads"});
+  EXPECT_TRUE(absl::StrContains(table.out, "tenants/default/heads/student  restored  begin")) << table.out;
+
+  const ProgramResult taken = Run({"take", "student"});
+  EXPECT_EQ(taken.exit_code, 0) << taken.err;
+  EXPECT_TRUE(absl::StrContains(taken.out, "took tenants/default/heads/student: step 0 is open and empty, epoch ")) << taken.out;
+  const json again = RunJson({"take", "student"});
+  EXPECT_EQ(again["state"], "ready");
+  EXPECT_EQ(again["restored_checkpoint"], nullptr);
+  EXPECT_EQ(again["epoch"].get<std::string>().size(), 32u);
+  EXPECT_EQ(RunJson({"heads"})["heads"][0]["epoch"], again["epoch"]);
+  EXPECT_EQ(RunJson({"heads", "--tenant=research"})["heads"].size(), 0u);
+  EXPECT_EQ(RunJson({"take", "nobody"}, 1)["error"]["reason"], "HEAD_NOT_FOUND");
+  EXPECT_GT(RunJson({"info"})["limits"]["max_sessions"], 0);
+}
+
 TEST_F(Headwaterctl, LoadsFromTheServersDisk) {
   WriteFile(server_.load_root() + "/head.safetensors", SafetensorsBytes("weight", {kVocabSize, kHiddenSize}, weight_));
   const std::string sizes = absl::StrCat("--vocab_size=", kVocabSize);
@@ -190,7 +224,7 @@ TEST_F(Headwaterctl, HelpExplainsEveryCommand) {
   const ProgramResult general = Run({"help"});
   EXPECT_EQ(general.exit_code, 0);
   EXPECT_EQ(Run({"--help"}).out, general.out);
-  for (const std::string command : {"health", "info", "heads", "load", "save", "plan"}) {
+  for (const std::string command : {"health", "info", "heads", "take", "load", "save", "plan"}) {
     EXPECT_TRUE(absl::StrContains(general.out, absl::StrCat("  ", command))) << general.out;
     const ProgramResult help = Run({"help", command});
     EXPECT_EQ(help.exit_code, 0);

@@ -44,10 +44,11 @@ class ScriptedServer::Loss : public v1::LossService::Service {
     const auto script = script_.commit;
     return script ? script(*request) : script_.unary_status;
   }
-  grpc::Status DiscardMicroBatch(grpc::ServerContext* context, const v1::DiscardMicroBatchRequest*,
+  grpc::Status DiscardMicroBatch(grpc::ServerContext* context, const v1::DiscardMicroBatchRequest* request,
                                  v1::DiscardMicroBatchResponse*) override {
     script_.Record("DiscardMicroBatch", *context);
-    return script_.unary_status;
+    const auto script = script_.discard;
+    return script ? script(*request) : script_.unary_status;
   }
 
  private:
@@ -110,10 +111,11 @@ class ScriptedServer::Heads : public v1::HeadService::Service {
     const auto script = script_.add_gradient;
     return script ? script(header, bytes) : script_.unary_status;
   }
-  grpc::Status ApplyOptimizerStep(grpc::ServerContext* context, const v1::ApplyOptimizerStepRequest*,
+  grpc::Status ApplyOptimizerStep(grpc::ServerContext* context, const v1::ApplyOptimizerStepRequest* request,
                                   v1::ApplyOptimizerStepResponse*) override {
     script_.Record("ApplyOptimizerStep", *context);
-    return script_.unary_status;
+    const auto script = script_.apply;
+    return script ? script(*request) : script_.unary_status;
   }
 
  private:

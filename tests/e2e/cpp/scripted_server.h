@@ -54,10 +54,13 @@ class ScriptedServer {
   std::function<grpc::Status(grpc::ServerContext*, LossStream*)> compute_loss;
   std::function<grpc::Status(UploadStream*)> upload_weights;
   std::function<grpc::Status(const v1::ListHeadsRequest&, v1::ListHeadsResponse*)> list_heads;
-  std::function<grpc::Status(const v1::CommitMicroBatchRequest&)> commit;               // not set: unary_status
-  std::function<grpc::Status(const v1::SealStepRequest&)> seal;                         // likewise
-  std::function<grpc::Status(const v1::AddGradientHeader&, std::string)> add_gradient;  // likewise; header and bytes
-  grpc::Status unary_status;                                                            // of everything that has no function
+  // Of these, what is not set answers with unary_status.
+  std::function<grpc::Status(const v1::CommitMicroBatchRequest&)> commit;
+  std::function<grpc::Status(const v1::DiscardMicroBatchRequest&)> discard;
+  std::function<grpc::Status(const v1::SealStepRequest&)> seal;
+  std::function<grpc::Status(const v1::ApplyOptimizerStepRequest&)> apply;
+  std::function<grpc::Status(const v1::AddGradientHeader&, const std::string& bytes)> add_gradient;
+  grpc::Status unary_status;   // of everything that has no function
   std::atomic<int> calls = 0;  // but for those of sessions, GetHead, TakeHead and GetServerInfo
 
   // Reads or changes the state.

@@ -1,0 +1,280 @@
+// Going on after the server's restart, against a scripted server: what is repeated, in which order, and when a lost step is final.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "headwater/client/client.h"
+#include "tests/e2e/cpp/scripted_server.h"
+#include "tests/e2e/cpp/test_tensors.h"
+
+namespace headwater::e2e {
+namespace {
+
+using namespace headwater::client;
+using std::chrono::milliseconds;
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+constexpr int64_t kHiddenSize = 4;
+constexpr int64_t kStep = 5;
+
+// A server that knows epochs and restarts, and writes down what it accepted.
+class ClientReplay : public testing::Test {
+ protected:
+  ClientReplay() {
+    server_.WithState([](ScriptedServer::State& state) { state.open_step = kStep; });
+    server_.compute_loss = [this](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
+      v1::MicroBatchHeader header;
+      std::string rows;
+      v1::ComputeLossRequest request;
+      while (stream->Read(&request)) {
+        if (request.has_header()) header = request.header();
+        rows += request.chunk().data();
+      }
+      const bool staged = header.commit_mode() == v1::COMMIT_MODE_EXPLICIT;
+      if (grpc::Status status = Accept(header.terms(0).head(), absl::StrCat("loss ", header.micro_batch(), " ", Sum(rows)));
+          !status.ok()) {
+        return status;
+      }
+      v1::ComputeLossResponse response;
+      response.mutable_summary()->add_terms();
+      response.mutable_summary()->set_state(staged ? v1::CONTRIBUTION_STATE_STAGED : v1::CONTRIBUTION_STATE_COMMITTED);
+      stream->Write(response);
+      return grpc::Status::OK;
+    };
+    server_.commit = [this](const v1::CommitMicroBatchRequest& request) {
+      return Accept(request.heads(0), absl::StrCat("commit ", request.micro_batch(), " ", request.factor()));
+    };
+    server_.discard = [this](const v1::DiscardMicroBatchRequest& request) {
+      return Accept(request.heads(0), absl::StrCat("discard ", request.micro_batch()));
+    };
+    server_.add_gradient = [this](const v1::AddGradientHeader& header, const std::string& bytes) {
+      return Accept(header.head(), absl::StrCat("gradient ", header.micro_batch(), " ", Sum(bytes)));
+    };
+    server_.seal = [this](const v1::SealStepRequest& request) { return Accept(request.head(), "seal"); };
+    server_.apply = [this](const v1::ApplyOptimizerStepRequest& request) {
+      grpc::Status status = Accept(request.head(), absl::StrCat("apply ", request.head().step()));
+      if (status.ok()) server_.WithState([](ScriptedServer::State& state) { ++state.open_step; });
+      return status;
+    };
+    Connect(1 << 20);
+  }
+
+  void Connect(int64_t replay_bytes) {
+    ClientOptions options;
+    options.replay_bytes = replay_bytes;
+    options.retry = {.max_attempts = 3, .initial_backoff = milliseconds(1), .max_backoff = milliseconds(2)};
+    client_.emplace(Value(Client::Connect(server_.target(), options)));
+    head_.emplace(Value(client_->OpenHead("h")));
+  }
+
+  static double Sum(const std::string& bytes) {
+    std::vector<float> values(bytes.size() / sizeof(float));
+    std::memcpy(values.data(), bytes.data(), bytes.size());
+    double sum = 0;
+    for (const float value : values) sum += value;
+    return sum;
+  }
+
+  grpc::Status Accept(const v1::HeadStep& head, const std::string& call) {
+    const ScriptedServer::State state = server_.WithState([](ScriptedServer::State& current) { return current; });
+    if (head.head_epoch() != state.epoch && state.head_state != v1::HEAD_STATE_RESTORED) {
+      return ErrorWithReason(grpc::StatusCode::ABORTED, "EPOCH_FENCED");
+    }
+    if (state.head_state == v1::HEAD_STATE_RESTORED) {
+      return ErrorWithReason(grpc::StatusCode::ABORTED, "STEP_LOST", 0,
+                             {{"restoredStep", absl::StrCat(state.open_step)}, {"checkpoint", "newest"}});
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!refused_.empty() && call.find(refused_) == 0) {
+      return ErrorWithReason(grpc::StatusCode::ABORTED, "MICRO_BATCH_CONFLICT");
+    }
+    accepted_.push_back(call);
+    return grpc::Status::OK;
+  }
+
+  void Restart(int64_t open_step = kStep) {
+    server_.WithState([open_step](ScriptedServer::State& state) {
+      ++state.incarnation[0];
+      state.epoch = std::string(16, 'r');
+      state.head_state = v1::HEAD_STATE_RESTORED;
+      state.open_step = open_step;
+      state.sessions.clear();
+    });
+    std::lock_guard<std::mutex> lock(mutex_);
+    accepted_.clear();
+  }
+
+  std::vector<std::string> accepted() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return accepted_;
+  }
+  void Refuse(const std::string& call) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    refused_ = call;
+  }
+  size_t TakeCount() { return server_.CallsOf("TakeHead").size(); }
+
+  // One row of four times `value`, which is overwritten as soon as the call has ended.
+  Future<LossResult> Start(int64_t micro_batch, const std::vector<float>& rows, CommitMode commit = CommitMode::kEager,
+                           int64_t step = kStep) {
+    MicroBatchOptions options;
+    options.step = step;
+    options.micro_batch = micro_batch;
+    options.commit = commit;
+    options.return_grad_hidden = false;
+    const std::vector<int32_t> targets = {1};
+    return head_->CrossEntropy(RowsView::Float32(rows, kHiddenSize), targets, {}, options);
+  }
+  absl::Status Submit(int64_t micro_batch, float value, CommitMode commit = CommitMode::kEager, int64_t step = kStep) {
+    std::vector<float> rows(kHiddenSize, value);
+    const absl::Status status = Start(micro_batch, rows, commit, step).Get().status();
+    std::fill(rows.begin(), rows.end(), -99.0F);
+    return status;
+  }
+  absl::Status AddGradient(int64_t micro_batch, float value) {
+    const std::vector<float> rows(2 * kHiddenSize, value);
+    return head_->AddGradient(kStep, micro_batch, RowsView::Float32(rows, kHiddenSize)).status();
+  }
+
+  ScriptedServer server_;
+  std::optional<Client> client_;
+  std::optional<Head> head_;
+  std::mutex mutex_;
+  std::vector<std::string> accepted_;
+  std::string refused_;
+};
+
+TEST_F(ClientReplay, OpenStepIsRepeatedInItsOrderAndTheCallGoesOn) {
+  ASSERT_TRUE(Submit(0, 1).ok());
+  ASSERT_TRUE(Submit(1, 2, CommitMode::kExplicit).ok());
+  ASSERT_TRUE(Submit(2, 3, CommitMode::kExplicit).ok());
+  ASSERT_TRUE(head_->Commit(kStep, 1, 0.5).Get().ok());
+  ASSERT_TRUE(head_->Discard(kStep, 2).Get().ok());
+  ASSERT_TRUE(AddGradient(9, 4).ok());
+  ASSERT_TRUE(Submit(3, 5, CommitMode::kExplicit).ok());
+  Restart();
+  EXPECT_TRUE(head_->Commit(kStep, 3).Get().ok());
+  EXPECT_THAT(accepted(),
+              ElementsAre("loss 0 4", "loss 1 8", "commit 1 0.5", "discard 2", "gradient 9 32", "loss 3 20", "commit 3 1"));
+  EXPECT_EQ(TakeCount(), 1u);
+  EXPECT_EQ(head_->epoch(), "s" + std::string(15, 'r'));
+
+  // Blocking calls recover as well, and what came after the first restart is in the log too.
+  ASSERT_TRUE(head_->Seal(kStep, std::vector<int64_t>{0, 1, 3, 9}).ok());
+  Restart();
+  EXPECT_TRUE(head_->Apply(kStep, {.learning_rate = 0.1}).ok());
+  EXPECT_THAT(accepted(), ElementsAre("loss 0 4", "loss 1 8", "commit 1 0.5", "discard 2", "gradient 9 32", "loss 3 20",
+                                      "commit 3 1", "seal", "apply 5"));
+  EXPECT_EQ(TakeCount(), 2u);
+
+  // The step is closed: nothing of it is repeated in the next one.
+  ASSERT_TRUE(Submit(0, 7, CommitMode::kEager, kStep + 1).ok());
+  Restart(kStep + 1);
+  EXPECT_TRUE(Submit(1, 8, CommitMode::kEager, kStep + 1).ok());
+  EXPECT_THAT(accepted(), ElementsAre("loss 0 28", "loss 1 32"));
+}
+
+TEST_F(ClientReplay, HeadThatCameBackAtAnOlderStepIsLost) {
+  ASSERT_TRUE(Submit(0, 1).ok());
+  Restart(kStep - 1);
+  const absl::Status status = Submit(1, 2);
+  EXPECT_EQ(ErrorReason(status), "STEP_LOST");
+  ASSERT_TRUE(RestoredFrom(status).has_value());
+  EXPECT_EQ(RestoredFrom(status)->restored_step, kStep - 1);
+  EXPECT_EQ(RestoredFrom(status)->checkpoint, "newest");
+  EXPECT_THAT(std::string(status.message()), HasSubstr("no replay: "));
+  EXPECT_EQ(TakeCount(), 0u);
+  EXPECT_TRUE(accepted().empty());
+  // By hand it goes on.
+  EXPECT_EQ(Value(head_->Take()).open_step, kStep - 1);
+  EXPECT_TRUE(Submit(0, 1, CommitMode::kEager, kStep - 1).ok());
+  EXPECT_THAT(accepted(), ElementsAre("loss 0 4"));
+}
+
+TEST_F(ClientReplay, WithoutReplayALostStepIsFinal) {
+  Connect(0);
+  ASSERT_TRUE(Submit(0, 1).ok());
+  Restart();
+  EXPECT_EQ(ErrorReason(Submit(1, 2)), "STEP_LOST");
+  EXPECT_EQ(TakeCount(), 0u);
+  EXPECT_TRUE(server_.CallsOf("GetServerInfo").size() <= 1u);
+}
+
+TEST_F(ClientReplay, StepThatDoesNotFitIsLostAndTheNextOneIsKept) {
+  Connect(1000);
+  for (int64_t i = 0; i < 20; ++i) ASSERT_TRUE(Submit(i, 1).ok());
+  Restart();
+  const absl::Status status = Submit(20, 2);
+  EXPECT_EQ(ErrorReason(status), "STEP_LOST");
+  EXPECT_THAT(std::string(status.message()), HasSubstr("replay_bytes"));
+  EXPECT_EQ(TakeCount(), 0u);
+
+  Value(head_->Take());
+  ASSERT_TRUE(Submit(0, 1).ok());
+  Restart();
+  EXPECT_TRUE(Submit(1, 2).ok());
+  EXPECT_THAT(accepted(), ElementsAre("loss 0 4", "loss 1 8"));
+}
+
+TEST_F(ClientReplay, FencedWithoutARestartIsFinal) {
+  ASSERT_TRUE(Submit(0, 1).ok());
+  server_.WithState([](ScriptedServer::State& state) { state.epoch = std::string(16, 'n'); });
+  const std::string epoch = head_->epoch();
+  EXPECT_EQ(ErrorReason(Submit(1, 2)), "EPOCH_FENCED");
+  EXPECT_EQ(ErrorReason(head_->Seal(kStep, 2).status()), "EPOCH_FENCED");
+  EXPECT_EQ(head_->epoch(), epoch);
+  EXPECT_THAT(accepted(), ElementsAre("loss 0 4"));
+}
+
+TEST_F(ClientReplay, TrainerThatComesSecondJoinsTheOneThatTookTheHead) {
+  ASSERT_TRUE(Submit(0, 1).ok());
+  Restart();
+  server_.WithState([](ScriptedServer::State& state) {
+    state.epoch = std::string(16, 'o');
+    state.head_state = v1::HEAD_STATE_READY;
+  });
+  EXPECT_TRUE(Submit(1, 2).ok());
+  EXPECT_THAT(accepted(), ElementsAre("loss 0 4", "loss 1 8"));
+  EXPECT_EQ(TakeCount(), 0u);
+  EXPECT_EQ(head_->epoch(), std::string(16, 'o'));
+}
+
+TEST_F(ClientReplay, StepThatCannotBeRepeatedWholeStaysLost) {
+  ASSERT_TRUE(Submit(0, 1).ok());
+  ASSERT_TRUE(Submit(1, 2).ok());
+  Restart();
+  Refuse("loss 1");
+  for (int i = 0; i < 2; ++i) {
+    const absl::Status status = Submit(2, 3);
+    EXPECT_EQ(status.code(), absl::StatusCode::kAborted);
+    EXPECT_THAT(std::string(status.message()), HasSubstr("MICRO_BATCH_CONFLICT"));
+  }
+  EXPECT_THAT(accepted(), ElementsAre("loss 0 4", "loss 0 4"));
+  Refuse("");
+  EXPECT_TRUE(Submit(2, 3).ok());
+  EXPECT_THAT(accepted(), ElementsAre("loss 0 4", "loss 0 4", "loss 0 4", "loss 1 8", "loss 2 12"));
+}
+
+TEST_F(ClientReplay, ManyCallsInFlightRecoverOnce) {
+  ASSERT_TRUE(Submit(100, 1).ok());
+  Restart();
+  std::vector<std::vector<float>> rows;
+  for (int i = 0; i < 8; ++i) rows.emplace_back(kHiddenSize, static_cast<float>(i));
+  std::vector<Future<LossResult>> futures;
+  for (int i = 0; i < 8; ++i) futures.push_back(Start(i, rows[static_cast<size_t>(i)]));
+  for (Future<LossResult>& future : futures) EXPECT_TRUE(future.Get().ok());
+  EXPECT_EQ(TakeCount(), 1u);
+  const std::vector<std::string> calls = accepted();
+  ASSERT_EQ(calls.size(), 9u);
+  EXPECT_EQ(calls[0], "loss 100 4");  // nothing slips in before the repetition
+}
+
+}  // namespace
+}  // namespace headwater::e2e

@@ -1,0 +1,360 @@
+// Transactions through the C++ client and the real server: several terms, late factors, take-over, sessions, the trainer's own
+// optimizer, and a server that is killed in mid-step.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <cstring>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "headwater/client/client.h"
+#include "tests/e2e/cpp/fp64_head.h"
+#include "tests/e2e/cpp/server_process.h"
+#include "tests/e2e/cpp/test_tensors.h"
+
+namespace headwater::e2e {
+namespace {
+
+using namespace headwater::client;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using std::chrono::steady_clock;
+
+constexpr int64_t kVocabSize = 101;
+constexpr int64_t kHiddenSize = 19;
+constexpr int64_t kRows = 13;
+constexpr double kLossTolerance = 1e-6;
+constexpr double kGradientTolerance = 1e-5;
+
+std::vector<float> Weight(uint32_t seed) { return RandomFloats(seed, kVocabSize * kHiddenSize, 0.3F); }
+std::vector<float> Hidden(uint32_t seed) { return RandomFloats(seed, kRows * kHiddenSize, 1.0F); }
+std::vector<int32_t> Targets(uint32_t seed) { return RandomTargets(seed, kRows, kVocabSize); }
+Fp64Head Reference(uint32_t seed) { return Fp64Head(kVocabSize, kHiddenSize, Weight(seed), std::vector<float>(kVocabSize)); }
+RowsView Rows(const std::vector<float>& hidden) { return RowsView::Float32(hidden, kHiddenSize); }
+
+HeadSpec Spec() {
+  HeadSpec spec;
+  spec.vocab_size = kVocabSize;
+  spec.hidden_size = kHiddenSize;
+  spec.trainable = true;
+  spec.optimizer = AdamW();
+  spec.staging_slots = 2;
+  return spec;
+}
+
+Head MakeHead(Client client, const std::string& name, uint32_t seed) {
+  Head head = Value(client.CreateHead(name, Spec()));
+  Value(head.UploadWeights(HeadTensor::kWeight, TensorView::Float32(Weight(seed))));
+  return head;
+}
+
+MicroBatchOptions Id(int64_t step, int64_t micro_batch, CommitMode commit = CommitMode::kEager) {
+  MicroBatchOptions options;
+  options.step = step;
+  options.micro_batch = micro_batch;
+  options.commit = commit;
+  return options;
+}
+
+std::vector<float> WeightOf(Head head) {
+  const TensorBuffer weight = Value(head.DownloadWeights());
+  return {weight.float32().begin(), weight.float32().end()};
+}
+
+bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+TEST(Transactions, SeveralHeadsInOneMicroBatchEqualDoublePrecision) {
+  ServerProcess server;
+  Client client = server.Connect();
+  Head first = MakeHead(client, "first", 1);
+  Head second = MakeHead(client, "second", 2);
+  Fp64Head first_reference = Reference(1);
+  Fp64Head second_reference = Reference(2);
+  const std::vector<float> hidden = Hidden(3);
+  const std::vector<int32_t> first_targets = Targets(4);
+  const std::vector<int32_t> all_targets = Targets(5);
+  const std::vector<int32_t> second_targets(all_targets.begin() + 4, all_targets.end());  // of the rows from 4 on
+  const std::vector<float> tail(hidden.begin() + 4 * kHiddenSize, hidden.end());
+
+  std::vector<LossTerm> terms(2);
+  terms[0].targets = first_targets;
+  terms[0].loss_scale = 0.5;
+  terms[1].targets = second_targets;
+  terms[1].head = second;
+  terms[1].row_start = 4;
+  const MultiResult result = Value(first.Multi(Rows(hidden), terms, Id(0, 0, CommitMode::kExplicit)).Get());
+  ASSERT_TRUE(result.contribution.has_value());
+  EXPECT_EQ(result.state, ContributionState::kStaged);
+  EXPECT_FALSE(Value(result.contribution->Commit({.factor = 2.0}).Get()).replayed);
+
+  const Fp64Head::Loss first_loss = first_reference.CrossEntropy(hidden, first_targets, 0.5, 2.0);
+  const Fp64Head::Loss second_loss = second_reference.CrossEntropy(tail, second_targets, 1.0, 2.0);
+  ASSERT_EQ(result.terms.size(), 2u);
+  EXPECT_LE(std::abs(result.terms[0].loss_sum / first_loss.sum - 1), kLossTolerance);
+  EXPECT_LE(std::abs(result.terms[1].loss_sum / second_loss.sum - 1), kLossTolerance);
+  Doubles grad_hidden = first_loss.grad_hidden;
+  for (size_t i = 0; i < second_loss.grad_hidden.size(); ++i) grad_hidden[4 * kHiddenSize + i] += second_loss.grad_hidden[i];
+  EXPECT_LE(RelativeError(result.grad_hidden.float32(), grad_hidden), kGradientTolerance);
+  EXPECT_LE(RelativeError(Value(first.Gradient(0)).float32(), first_reference.grad_weight()), kGradientTolerance);
+  EXPECT_LE(RelativeError(Value(second.Gradient(0)).float32(), second_reference.grad_weight()), kGradientTolerance);
+
+  // All or nothing: a step that is wrong for one head changes none.
+  terms[1].step = 7;
+  EXPECT_EQ(ErrorReason(first.Multi(Rows(hidden), terms, Id(0, 1)).Get().status()), "STEP_MISMATCH");
+  EXPECT_EQ(Value(first.GetStep()).open.micro_batches.size(), 1u);
+}
+
+TEST(Transactions, LateTokenFactorsWeighEachRow) {
+  ServerProcess server;
+  Client client = server.Connect();
+  Head head = MakeHead(client, "student", 1);
+  Fp64Head reference = Reference(1);
+  const std::vector<float> hidden = Hidden(2);
+  const std::vector<int32_t> targets = Targets(3);
+  const std::vector<float> factors = RandomFloats(4, kRows, 1.0F);
+  MicroBatchOptions options = Id(0, 0, CommitMode::kExplicit);
+  options.late_token_factors = true;
+  const LossResult result = Value(head.CrossEntropy(Rows(hidden), targets, {}, options).Get());
+  EXPECT_EQ(result.form, ContributionForm::kHeld);
+  Value(head.Commit(0, 0, CommitOptions{.factor = 0.5, .token_factors = factors}).Get());
+  for (int64_t row = 0; row < kRows; ++row) {
+    const std::vector<float> one(hidden.begin() + row * kHiddenSize, hidden.begin() + (row + 1) * kHiddenSize);
+    reference.CrossEntropy(one, {targets[static_cast<size_t>(row)]}, 1.0,
+                           0.5 * static_cast<double>(factors[static_cast<size_t>(row)]));
+  }
+  EXPECT_LE(RelativeError(Value(head.Gradient(0)).float32(), reference.grad_weight()), kGradientTolerance);
+  const StepStates states = Value(head.GetStep());
+  ASSERT_EQ(states.open.micro_batches.size(), 1u);
+  EXPECT_EQ(states.open.micro_batches[0].state, ContributionState::kCommitted);
+  EXPECT_EQ(states.open.micro_batches[0].form, ContributionForm::kHeld);
+}
+
+TEST(Transactions, TrainerReplacesTheWeightsAndAddsItsOwnGradient) {
+  ServerProcess server;
+  Client client = server.Connect();
+  Head head = MakeHead(client, "student", 1);
+  Fp64Head reference = Reference(1);
+  const std::vector<float> hidden = Hidden(2);
+  const std::vector<int32_t> targets = Targets(3);
+  Value(head.CrossEntropy(Rows(hidden), targets, {}, Id(0, 0)).Get());
+  reference.CrossEntropy(hidden, targets, 1.0, 1.0);
+  const std::vector<float> own = RandomFloats(4, 3 * kHiddenSize, 1.0F);
+  EXPECT_FALSE(Value(head.AddGradient(0, 1, Rows(own), 5, 0.5)).replayed);
+  EXPECT_TRUE(Value(head.AddGradient(0, 1, Rows(own), 5, 0.5)).replayed);
+  Doubles expected = reference.grad_weight();
+  for (size_t i = 0; i < own.size(); ++i) expected[5 * kHiddenSize + i] += 0.5 * static_cast<double>(own[i]);
+
+  std::vector<float> weight = Weight(1);
+  EXPECT_EQ(ErrorReason(head.ReplaceWeights(0, TensorView::Float32(weight)).status()), "STEP_NOT_SEALED");
+  EXPECT_EQ(Value(head.Seal(0, 2)).totals.micro_batch_count, 2);
+  const TensorBuffer gradient = Value(head.Gradient(0));
+  EXPECT_LE(RelativeError(gradient.float32(), expected), kGradientTolerance);
+  for (size_t i = 0; i < weight.size(); ++i) weight[i] -= 0.1F * gradient.float32()[i];
+  const std::string epoch = head.epoch();
+  EXPECT_EQ(Value(head.ReplaceWeights(0, TensorView::Float32(weight))).open_step, 1);
+  EXPECT_EQ(Value(head.ReplaceWeights(0, TensorView::Float32(weight))).open_step, 1);  // the same again
+  EXPECT_EQ(head.epoch(), epoch);
+  EXPECT_TRUE(SameBits(WeightOf(head), weight));
+  std::vector<float> other = weight;
+  other[0] += 1.0F;
+  EXPECT_EQ(ErrorReason(head.ReplaceWeights(0, TensorView::Float32(other)).status()), "STEP_CONFLICT");
+  EXPECT_TRUE(SameBits(WeightOf(head), weight));
+  const StepStates states = Value(head.GetStep());
+  EXPECT_EQ(states.open.step, 1);
+  ASSERT_TRUE(states.last_closed.has_value());
+  EXPECT_EQ(states.last_closed->state, StepState::kReplaced);
+
+  EXPECT_EQ(ErrorReason(head.ReplaceWeights(1, TensorView::Float32(weight), TensorView::Float32(own)).status()),
+            "INVALID_COMBINATION");
+  EXPECT_EQ(ErrorReason(head.AddGradient(1, 0, RowsView::Float32(own, 1)).status()), "SHAPE_MISMATCH");
+  const std::vector<uint16_t> half(kHiddenSize);
+  EXPECT_EQ(ErrorReason(head.AddGradient(1, 0, RowsView::BFloat16(half, kHiddenSize)).status()), "DATA_TYPE_MISMATCH");
+}
+
+TEST(Transactions, RunThatTakesTheHeadFencesTheOther) {
+  ServerProcess server;
+  Client client = server.Connect();
+  Head old_run = MakeHead(client, "student", 1);
+  const std::vector<float> hidden = Hidden(2);
+  Value(old_run.CrossEntropy(Rows(hidden), Targets(3), {}, Id(0, 0)).Get());
+  HeadSpec spec = Spec();
+  Head new_run = Value(client.AttachHead("student", spec));
+  EXPECT_FALSE(new_run.created());
+  EXPECT_TRUE(Value(client.AttachHead("another", spec)).created());
+  spec.hidden_size += 1;
+  EXPECT_EQ(ErrorReason(client.AttachHead("student", spec).status()), "HEAD_SPEC_MISMATCH");
+
+  EXPECT_EQ(Value(new_run.Take(/*only_if_current=*/true)).open_step, 0);
+  EXPECT_EQ(ErrorReason(old_run.CrossEntropy(Rows(hidden), Targets(3), {}, Id(0, 0)).Get().status()), "EPOCH_FENCED");
+  EXPECT_EQ(ErrorReason(old_run.Take(/*only_if_current=*/true).status()), "EPOCH_FENCED");
+  EXPECT_TRUE(Value(new_run.GetStep()).open.micro_batches.empty());
+  EXPECT_TRUE(SameBits(WeightOf(new_run), Weight(1)));
+
+  ClientOptions options;
+  options.tenant = "research";
+  Client tenant = server.Connect(options);
+  EXPECT_TRUE(Value(tenant.ListHeads()).empty());
+  Head theirs = Value(tenant.CreateHead("student", Spec()));
+  EXPECT_EQ(theirs.name(), "tenants/research/heads/student");
+  EXPECT_EQ(Value(tenant.ListHeads()).size(), 1u);
+  EXPECT_EQ(Value(client.ListHeads()).size(), 2u);
+}
+
+TEST(Transactions, WhatAClientLeavesUndecidedGoesWithIt) {
+  ServerProcess server;
+  Client client = server.Connect();
+  Head head = MakeHead(client, "student", 1);
+  const std::vector<float> hidden = Hidden(2);
+  {
+    Client other = server.Connect();
+    Head handle = Value(other.OpenHead("student"));
+    Value(handle.CrossEntropy(Rows(hidden), Targets(3), {}, Id(0, 0, CommitMode::kExplicit)).Get());
+    EXPECT_EQ(ErrorReason(head.Commit(0, 0).Get().status()), "NOT_SESSION_OWNER");
+  }
+  const auto deadline = steady_clock::now() + seconds(20);
+  ContributionState state = ContributionState::kStaged;
+  while (state == ContributionState::kStaged && steady_clock::now() < deadline) {
+    const StepStates states = Value(head.GetStep());
+    ASSERT_EQ(states.open.micro_batches.size(), 1u);
+    state = states.open.micro_batches[0].state;
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+  EXPECT_EQ(state, ContributionState::kDiscarded);
+  EXPECT_EQ(ErrorReason(head.Commit(0, 0).Get().status()), "MICRO_BATCH_DISCARDED");
+  MicroBatchOptions again = Id(0, 0);
+  again.attempt = 1;
+  EXPECT_EQ(Value(head.CrossEntropy(Rows(hidden), Targets(3), {}, again).Get()).attempt, 1);
+}
+
+TEST(Transactions, CallForTheNextStepAndSealWait) {
+  ServerProcess server;
+  Client client = server.Connect();
+  Head head = MakeHead(client, "student", 1);
+  const std::vector<float> hidden = Hidden(2);
+  const std::vector<int32_t> targets = Targets(3);
+  Future<LossResult> next = head.CrossEntropy(Rows(hidden), targets, {}, Id(1, 0));
+  std::optional<absl::StatusOr<SealResult>> sealed;
+  std::thread sealer([&] { sealed = head.Seal(0, 1, {.wait = true}, {.timeout = seconds(30)}); });
+  EXPECT_FALSE(next.WaitFor(milliseconds(100)));
+  Value(head.CrossEntropy(Rows(hidden), targets, {}, Id(0, 0)).Get());
+  sealer.join();
+  EXPECT_EQ(Value(*std::move(sealed)).totals.micro_batch_count, 1);
+  EXPECT_FALSE(next.Ready());
+  Value(head.Apply(0, {.learning_rate = 0.01}));
+  EXPECT_EQ(Value(next.Get()).step, 1);
+  const absl::Status far = head.CrossEntropy(Rows(hidden), targets, {}, Id(5, 0)).Get().status();
+  EXPECT_EQ(ErrorReason(far), "STEP_MISMATCH");
+  EXPECT_EQ(OpenStep(far), 1);
+}
+
+// Two steps with every kind of contribution; `disturb` comes in the middle of the second one.
+template <typename Disturb>
+std::vector<float> TrainTwoSteps(Head head, Head teacher, Disturb disturb) {
+  for (int64_t step = 0; step < 2; ++step) {
+    const uint32_t seed = 10 + 10 * static_cast<uint32_t>(step);
+    Value(head.Save(step == 0 ? "step-0" : "step-1"));
+    const auto submit = [&](int64_t id, CommitMode commit) {
+      const std::vector<float> hidden = Hidden(seed + static_cast<uint32_t>(id));
+      return Value(head.CrossEntropy(Rows(hidden), Targets(seed), {}, Id(step, id, commit)).Get());
+    };
+    submit(0, CommitMode::kEager);
+    const LossResult committed = submit(1, CommitMode::kExplicit);
+    Value(committed.contribution->Commit({.factor = 0.25}).Get());
+    submit(2, CommitMode::kExplicit);
+    Value(head.Discard(step, 2).Get());
+    {
+      MicroBatchOptions late = Id(step, 3, CommitMode::kExplicit);
+      late.late_token_factors = true;
+      const std::vector<float> hidden = Hidden(seed + 3);
+      const std::vector<float> factors = RandomFloats(seed + 3, kRows, 1.0F);
+      const LossResult held = Value(head.CrossEntropy(Rows(hidden), Targets(seed), {}, late).Get());
+      Value(held.contribution->Commit({.factor = 1.5, .token_factors = factors}).Get());
+    }
+    {
+      const std::vector<float> hidden = Hidden(seed + 4);
+      const std::vector<float> teacher_hidden = Hidden(seed + 5);
+      Value(head.Jsd(Rows(hidden), teacher, Rows(teacher_hidden), {}, {}, Id(step, 4)).Get());
+    }
+    Value(head.AddGradient(step, 5, Rows(Hidden(seed + 6)), 7, 0.1));
+    const LossResult undecided = submit(6, CommitMode::kExplicit);
+    if (step == 1) disturb(0);
+    Value(undecided.contribution->Commit({.factor = -0.5}).Get());
+    submit(7, CommitMode::kEager);
+    const std::vector<int64_t> ids = {0, 1, 3, 4, 5, 6, 7};
+    Value(head.Seal(step, ids, {.wait = true}));
+    if (step == 1) disturb(1);
+    Value(head.Apply(step, {.learning_rate = 0.01, .max_grad_norm = 1.0}));
+  }
+  return WeightOf(head);
+}
+
+TEST(Transactions, KilledServerAndReplayEndAtTheUndisturbedWeightBitForBit) {
+  ServerProcess server;
+  ClientOptions options;
+  options.replay_bytes = int64_t{1} << 24;
+  options.retry.max_attempts = 20;
+  const auto make_teacher = [](Client client) {
+    HeadSpec spec = Spec();
+    spec.trainable = false;
+    spec.optimizer = {};
+    spec.staging_slots = {};
+    Head teacher = Value(client.CreateHead("teacher", spec));
+    Value(teacher.UploadWeights(HeadTensor::kWeight, TensorView::Float32(Weight(9))));
+    Value(teacher.Save("kept"));
+    return teacher;
+  };
+  std::vector<float> undisturbed;
+  {
+    ServerProcess quiet;
+    Client client = quiet.Connect();
+    undisturbed = TrainTwoSteps(MakeHead(client, "student", 1), make_teacher(client), [](int) {});
+  }
+  Client client = server.Connect(options);
+  Head head = MakeHead(client, "student", 1);
+  const Head teacher = make_teacher(client);
+  int restarts = 0;
+  std::string epoch = head.epoch();
+  const std::vector<float> disturbed = TrainTwoSteps(head, teacher, [&](int) {
+    server.process().Signal(SIGKILL);
+    EXPECT_EQ(server.process().Wait(), -SIGKILL);
+    server.Start();
+    ++restarts;
+  });
+  EXPECT_EQ(restarts, 2);
+  EXPECT_NE(head.epoch(), epoch);
+  EXPECT_TRUE(SameBits(disturbed, undisturbed));
+  EXPECT_FALSE(SameBits(disturbed, Weight(1)));
+}
+
+TEST(Transactions, LostStepIsToldWithItsCheckpointAndTakenByHand) {
+  ServerProcess server;
+  Client client = server.Connect();
+  Head head = MakeHead(client, "student", 1);
+  const std::vector<float> hidden = Hidden(2);
+  Value(head.Save("begin"));
+  Value(head.CrossEntropy(Rows(hidden), Targets(3), {}, Id(0, 0)).Get());
+  server.process().Signal(SIGKILL);
+  server.process().Wait();
+  server.Start();
+  absl::Status lost = head.CrossEntropy(Rows(hidden), Targets(3), {}, Id(0, 1)).Get().status();
+  EXPECT_EQ(lost.code(), absl::StatusCode::kAborted) << lost;
+  ASSERT_EQ(ErrorReason(lost), "STEP_LOST") << lost;
+  ASSERT_TRUE(RestoredFrom(lost).has_value());
+  EXPECT_EQ(RestoredFrom(lost)->restored_step, 0);
+  EXPECT_EQ(RestoredFrom(lost)->checkpoint, "begin");
+  const HeadInfo info = Value(head.Info());
+  EXPECT_EQ(info.state, HeadState::kRestored);
+  EXPECT_EQ(info.restored_checkpoint, "begin");
+  EXPECT_EQ(Value(head.Take()).state, HeadState::kReady);
+  EXPECT_TRUE(Value(head.GetStep()).open.micro_batches.empty());
+  EXPECT_TRUE(head.CrossEntropy(Rows(hidden), Targets(3), {}, Id(0, 0)).Get().ok());
+}
+
+}  // namespace
+}  // namespace headwater::e2e
