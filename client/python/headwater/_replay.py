@@ -23,7 +23,7 @@ from headwater._backend import ApplyArguments, Expected, UploadOptions
 from headwater._errors import EpochFencedError, HeadwaterError, StepLostError
 from headwater._remote import RemoteBackend
 from headwater._requests import CommitRequest, ComputeRequest, GradientRequest, StepKey, copy_request, request_bytes
-from headwater._types import ApplyResult, DiscardGradientResult, HeadInfo, LossResult, SaveResult, SealResult, StepStatus
+from headwater._types import ApplyResult, DiscardGradientResult, HeadInfo, HeadSpec, LossResult, SaveResult, SealResult, StepStatus
 
 R = TypeVar("R")
 
@@ -38,7 +38,8 @@ class _Entry:
     """One call that is to be repeated. `run` gets the backend, what brings keys up to date, and seconds."""
 
     kind: str  # "compute", "commit", "discard", "add_gradient" or "seal"
-    keys: tuple[StepKey, ...]
+    keys: tuple[StepKey, ...]  # of the heads that it adds to
+    heads: Mapping[str, bytes]  # epochs of all heads that it names: those, teachers', frozen ones'
     micro_batch: int | None
     nbytes: int
     run: Callable[[RemoteBackend, Callable[[Any], Any], float], Any]
@@ -46,6 +47,10 @@ class _Entry:
     def is_about(self, heads: Sequence[str], micro_batch: int) -> bool:
         """Whether it belongs to this micro-batch."""
         return self.micro_batch == micro_batch and {key.head for key in self.keys} == set(heads)
+
+
+def _epochs(keys: Sequence[StepKey]) -> dict[str, bytes]:
+    return {key.head: key.epoch for key in keys}
 
 
 class ReplayBackend:
@@ -58,7 +63,8 @@ class ReplayBackend:
         self._inner = inner
         self._max_bytes = max_bytes
         self._lock = threading.RLock()
-        self._incarnation = inner.server_info(timeout_s).incarnation
+        # The server's incarnation under which an epoch was learned, by head and epoch.
+        self._learned: dict[tuple[str, bytes], bytes] = {}
         # The epoch that followed another one, by head and that one.
         self._successors: dict[tuple[str, bytes], bytes] = {}
         self._entries: list[_Entry] = []
@@ -67,6 +73,7 @@ class ReplayBackend:
         self._warned = False
         self._floor: dict[str, int] = {}  # by head: the steps before this one are closed
         self._checksums: dict[str, bytes] = {}  # of frozen heads' weights
+        self._timeout_s = timeout_s
         # Entries that a recovery has not got round to yet; nothing else may be sent before them.
         self._unsent: list[_Entry] = []
         this = weakref.ref(self)
@@ -110,6 +117,16 @@ class ReplayBackend:
                 teacher = dataclasses.replace(teacher, epoch=self.current_epoch(teacher.head, teacher.epoch))
             terms.append(dataclasses.replace(term, epoch=self.current_epoch(term.head, term.epoch), teacher=teacher))
         return dataclasses.replace(value, terms=tuple(terms))
+
+    def _learn(self, info: HeadInfo) -> HeadInfo:
+        """Remembers which run of the server a head's epoch is of, so that a restart can be told from another trainer."""
+        key = (info.name, info.epoch)
+        if not info.spec.trainable:
+            self._checksums[info.name] = info.weight_checksum
+        if key not in self._learned:
+            # Asked afterwards: if the server was started again in between, the epoch is not followed, rather than wrongly.
+            self._learned[key] = self._inner.server_info(self._timeout_s).incarnation
+        return info
 
     # ---- calls that follow a restart ----------------------------------------------------------------------------------
 
@@ -155,12 +172,12 @@ class ReplayBackend:
             if self._is_outdated(carried):
                 return True  # another thread has done it
             incarnation = self._inner.server_info(max(deadline - time.monotonic(), 0.001)).incarnation
-            if incarnation == self._incarnation:
+            if all(self._learned.get(head, incarnation) == incarnation for head in carried.items()):
                 return False  # no restart: another run has taken the head, or its engine failed
             if any(any(map(self._is_closed, entry.keys)) for entry in self._entries):
                 return False  # of several heads, some of whose steps are closed: the others cannot have it without them
             logged = [key for entry in self._entries for key in entry.keys]
-            heads = {key.head: self.current_epoch(key.head, key.epoch) for key in logged} | dict(carried)
+            heads = self._logged_heads() | dict(carried)
             wanted = self._floor | dict(steps) | {key.head: key.step for key in logged}
             states = {name: self._inner.get_head(name, max(deadline - time.monotonic(), 0.001)) for name in heads}
             for name, state in states.items():
@@ -173,8 +190,9 @@ class ReplayBackend:
             self._unsent = list(self._entries)
             for name, state in states.items():
                 if state.epoch != heads[name] or state.state == "RESTORED":
-                    self._successors[(name, heads[name])] = self._take(state, wanted.get(name), deadline)
-            self._incarnation = incarnation
+                    epoch = self._take(state, wanted.get(name), deadline)
+                    self._learned[(name, epoch)] = incarnation
+                    self._successors[(name, heads[name])] = epoch
             self._send(deadline)
             self._inner.open_session(max(deadline - time.monotonic(), 0.001))
             return True
@@ -209,9 +227,8 @@ class ReplayBackend:
             try:
                 entry.run(self._inner, self._update, max(deadline - time.monotonic(), 0.001))
             except (StepLostError, EpochFencedError):
-                keys = self._update(entry.keys)
-                carried = {key.head: key.epoch for key in keys}
-                steps = {key.head: key.step for key in keys}
+                carried = {name: self.current_epoch(name, epoch) for name, epoch in entry.heads.items()}
+                steps = {key.head: key.step for key in entry.keys}
                 if time.monotonic() >= deadline or not self._recover(carried, steps, deadline):
                     raise
                 return  # the recovery has begun anew, and ended
@@ -221,12 +238,17 @@ class ReplayBackend:
     def _recover_idle(self) -> None:
         """The session is gone. If the server was started again, others may wait for what this client had submitted."""
         with self._lock:
-            carried = {key.head: self.current_epoch(key.head, key.epoch) for entry in self._entries for key in entry.keys}
+            carried = self._logged_heads()
         if carried:
             try:
                 self._recover(carried, {}, time.monotonic() + _BACKGROUND_TIMEOUT_S)
             except HeadwaterError:
                 return  # the next call meets the same failure, and raises it
+
+    def _logged_heads(self) -> dict[str, bytes]:
+        """All heads of the log, with their epochs of now."""
+        named = {name: epoch for entry in self._entries for name, epoch in entry.heads.items()}
+        return {name: self.current_epoch(name, epoch) for name, epoch in named.items()}
 
     # ---- the log ------------------------------------------------------------------------------------------------------
 
@@ -285,8 +307,6 @@ class ReplayBackend:
     def compute(self, request: ComputeRequest, timeout_s: float) -> LossResult:
         heads = {term.head: term.epoch for term in request.terms}
         heads |= {term.teacher.head: term.teacher.epoch for term in request.terms if term.teacher is not None}
-        for name in heads.keys() - {key.head for key in request.keys} - self._checksums.keys():
-            self._checksums[name] = self._inner.get_head(name, timeout_s).weight_checksum
         steps = {key.head: key.step for key in request.keys}
 
         def log(result: LossResult) -> None:
@@ -303,7 +323,7 @@ class ReplayBackend:
             def run(inner: RemoteBackend, update: Callable[[Any], Any], remaining_s: float) -> LossResult:
                 return inner.compute(update(own), remaining_s)
 
-            self._append(_Entry("compute", keys, micro_batch, request_bytes(own), run))
+            self._append(_Entry("compute", keys, heads, micro_batch, request_bytes(own), run))
 
         return self._follow(heads, steps, timeout_s, lambda left_s, _: self._inner.compute(self._update(request), left_s), log)
 
@@ -315,9 +335,10 @@ class ReplayBackend:
         log: Callable[[R], None] | None = None,
     ) -> R:
         keys = tuple(keys)
-        heads = {key.head: key.epoch for key in keys}
         steps = {key.head: key.step for key in keys}
-        return self._follow(heads, steps, timeout_s, lambda left_s, followed: call(self._update(keys), left_s, followed), log)
+        return self._follow(
+            _epochs(keys), steps, timeout_s, lambda left_s, followed: call(self._update(keys), left_s, followed), log
+        )
 
     def commit(self, request: CommitRequest, timeout_s: float) -> bool:
         keys, micro_batch = request.keys, request.micro_batch
@@ -331,7 +352,7 @@ class ReplayBackend:
             def run(inner: RemoteBackend, update: Callable[[Any], Any], left_s: float) -> bool:
                 return inner.commit(update(own), left_s)
 
-            self._append(_Entry("commit", keys, micro_batch, 0 if factors is None else factors.nbytes, run))
+            self._append(_Entry("commit", keys, _epochs(keys), micro_batch, 0 if factors is None else factors.nbytes, run))
 
         return self._follow_keys(keys, timeout_s, lambda _, left_s, __: self._inner.commit(self._update(request), left_s), log)
 
@@ -345,7 +366,7 @@ class ReplayBackend:
             def run(inner: RemoteBackend, update: Callable[[Any], Any], left_s: float) -> bool:
                 return inner.discard(update(own_keys), micro_batch, attempt, left_s)
 
-            self._append(_Entry("discard", own_keys, micro_batch, 0, run))
+            self._append(_Entry("discard", own_keys, _epochs(own_keys), micro_batch, 0, run))
 
         return self._follow_keys(
             own_keys, timeout_s, lambda now, left_s, _: self._inner.discard(now, micro_batch, attempt, left_s), log
@@ -362,7 +383,7 @@ class ReplayBackend:
             def run(inner: RemoteBackend, update: Callable[[Any], Any], left_s: float) -> bool:
                 return inner.add_gradient(update(own), left_s)
 
-            self._append(_Entry("add_gradient", keys, request.micro_batch, own.rows.nbytes, run))
+            self._append(_Entry("add_gradient", keys, _epochs(keys), request.micro_batch, own.rows.nbytes, run))
 
         return self._follow_keys(
             keys, timeout_s, lambda _, left_s, __: self._inner.add_gradient(self._update(request), left_s), log
@@ -375,7 +396,7 @@ class ReplayBackend:
                 return inner.seal(update(key), expected, True, left_s)
 
             self._remove(lambda entry: entry.kind == "seal" and entry.keys[0].head == key.head)
-            self._append(_Entry("seal", (key,), None, 0, run))
+            self._append(_Entry("seal", (key,), _epochs((key,)), None, 0, run))
 
         return self._follow_keys(
             (key,),
@@ -427,8 +448,7 @@ class ReplayBackend:
         if step is None:
             info = self._inner.upload(name, self.current_epoch(name, epoch), tensor, array, options, timeout_s)
             self._forget(name)
-            self._checksums.pop(name, None)
-            return info
+            return self._learn(info)
 
         def log(info: HeadInfo) -> None:
             if info.open_step is not None:
@@ -446,21 +466,25 @@ class ReplayBackend:
     def take_head(self, name: str, epoch: bytes, timeout_s: float) -> HeadInfo:
         info = self._inner.take_head(name, epoch and self.current_epoch(name, epoch), timeout_s)
         self._forget(name)
-        return info
+        return self._learn(info)
 
     def load(self, name: str, epoch: bytes, path: str, weight_tensor: str, bias_tensor: str, timeout_s: float) -> HeadInfo:
         info = self._inner.load(name, self.current_epoch(name, epoch), path, weight_tensor, bias_tensor, timeout_s)
         self._forget(name)
-        self._checksums.pop(name, None)
-        return info
+        return self._learn(info)
 
     def restore(self, name: str, epoch: bytes, checkpoint: str, timeout_s: float) -> HeadInfo:
         info = self._inner.restore(name, self.current_epoch(name, epoch), checkpoint, timeout_s)
         self._forget(name)
-        self._checksums.pop(name, None)
-        return info
+        return self._learn(info)
+
+    def create_head(self, name: str, spec: HeadSpec, attach: bool, timeout_s: float) -> tuple[HeadInfo, bool]:
+        info, created = self._inner.create_head(name, spec, attach, timeout_s)
+        return self._learn(info), created
+
+    def get_head(self, name: str, timeout_s: float) -> HeadInfo:
+        return self._learn(self._inner.get_head(name, timeout_s))
 
     def delete_head(self, name: str, epoch: bytes, force: bool, timeout_s: float) -> None:
         self._inner.delete_head(name, epoch and self.current_epoch(name, epoch), force, timeout_s)
         self._forget(name)
-        self._checksums.pop(name, None)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -47,28 +48,40 @@ class Server:
         self.checkpoints = directory / "checkpoints"
         self.load_root = directory / "load"
         self.load_root.mkdir()
-        ready = directory / "ready"
         self.log = (directory / "log").open("w+b")
-        self.process = subprocess.Popen(
-            [
-                server_binary(),
-                f"--listen_addresses={self.address}",
-                f"--port_file={ready}",
-                "--metrics_address=",
-                f"--checkpoint_directory={self.checkpoints}",
-                f"--load_root={self.load_root}",
-                "--log_level=warning",
-                *flags,
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=self.log,
-        )
+        self.output = directory / "output"
+        ready = directory / "ready"
+        self._command = [
+            server_binary(),
+            f"--listen_addresses={self.address}",
+            f"--port_file={ready}",
+            "--metrics_address=",
+            f"--checkpoint_directory={self.checkpoints}",
+            f"--load_root={self.load_root}",
+            "--log_level=warning",
+            *flags,
+        ]
+        self._ready = ready
+        self.start()
+
+    def start(self) -> None:
+        """Starts it, for the first time or again: at the same address, on the same checkpoints."""
+        self._ready.unlink(missing_ok=True)
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(self._command, stdout=output, stderr=self.log)
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not ready.exists():
+        while not self._ready.exists():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
                 pytest.fail(f"headwaterd did not get ready: {self.log_text()}", pytrace=False)
             time.sleep(0.02)
+
+    def metrics(self) -> dict[str, float]:
+        """Its metrics by name with labels; start it with --metrics_address=127.0.0.1:0."""
+        port = self.output.read_text().split("metrics on port ")[1].split()[0]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+            lines = page.read().decode().splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
 
     def log_text(self) -> str:
         """What it has logged."""

@@ -1,0 +1,333 @@
+"""A server that is killed in mid-step and started again: with replay=True the client goes on as if nothing had happened."""
+
+import concurrent.futures
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import numpy as np
+import pytest
+from conftest import running_server
+from expectations import refused
+
+import headwater
+import headwater.local
+from headwater import CrossEntropy
+
+NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 12, 16, 40
+STEPS, MICRO_BATCHES = 3, 4
+# A server that was killed takes a while to come back.
+PATIENT = headwater.RetryPolicy(max_attempts=200, initial_backoff=0.05, max_backoff=0.25)
+
+
+def connect(server, **options):
+    return headwater.connect(server.address, **{"retries": PATIENT, "replay": True, **options})
+
+
+@pytest.fixture(params=(1, 3), ids=("1-shard", "3-shards"))
+def server(request):
+    with running_server(f"--shards={request.param}") as server:
+        yield server
+
+
+@pytest.fixture
+def data(rng):
+    """Weights of student and teacher, and for each step and micro-batch: hidden states, targets, teacher's hidden states."""
+
+    class Data:
+        weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+        teacher = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+        hidden = rng.standard_normal((STEPS, MICRO_BATCHES, NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32)
+        targets = rng.integers(0, VOCAB_SIZE, (STEPS, MICRO_BATCHES, NUM_TOKENS))
+        part = rng.standard_normal((STEPS, 5, HIDDEN_SIZE)).astype(np.float32)
+        factors = rng.standard_normal((STEPS, NUM_TOKENS)).astype(np.float32)
+
+    return Data
+
+
+def restart(server):
+    server.kill()
+    server.start()
+
+
+def train(client, data, name, interrupt):
+    """Three steps with every kind of contribution; `interrupt(step, place)` is called in between. The final weights."""
+    head = client.create_head(f"student-{name}", data.weight, optimizer=headwater.AdamW(), staging_slots=2)
+    teacher = client.create_head(f"teacher-{name}", data.teacher, trainable=False)
+    teacher.save("given")
+    for step in range(STEPS):
+        head.save(f"step-{step}")
+        buffer = data.hidden[step, 0].copy()
+        head.cross_entropy(buffer, data.targets[step, 0], micro_batch=0, loss_scale=0.1)
+        buffer[:] = np.nan  # what was passed is the caller's again
+        interrupt(step, "after an eager one")
+        staged = head.cross_entropy(data.hidden[step, 1], data.targets[step, 1], micro_batch=1, commit="explicit")
+        dropped = head.cross_entropy(data.hidden[step, 2], data.targets[step, 2], micro_batch=9, commit="explicit")
+        interrupt(step, "with two staged")
+        dropped.discard()
+        rows = data.hidden[step, 2], teacher, data.hidden[step, 3]
+        out = head.jsd(*rows, micro_batch=2, commit="explicit", late_token_factors=True)
+        interrupt(step, "with one held")
+        staged.commit(0.25)
+        out.commit(0.5, data.factors[step])
+        interrupt(step, "after commits")
+        head.add_gradient(data.part[step], micro_batch=3, row_start=7, factor=0.1)
+        interrupt(step, "before sealing")
+        head.seal(expected_micro_batches=4)
+        interrupt(step, "sealed")
+        result = head.apply_optimizer_step(learning_rate=0.05)
+        assert result.open_step == step + 1 == head.step
+    return head.weight()
+
+
+def test_a_killed_server_does_not_change_the_run(server, data):
+    """Bitwise: one trainer, the same order."""
+    places = ["after an eager one", "with two staged", "with one held", "after commits", "before sealing", "sealed"]
+    with connect(server) as client:
+        undisturbed = train(client, data, "undisturbed", lambda step, place: None)
+        for step, place in ((1, place) for place in places):
+            killed = []
+
+            def interrupt(at, where, step=step, place=place, killed=killed):
+                if (at, where) == (step, place):
+                    restart(server)
+                    killed.append(place)
+
+            weight = train(client, data, f"{places.index(place)}", interrupt)
+            assert killed == [place]
+            np.testing.assert_array_equal(weight, undisturbed, err_msg=place)
+
+
+def test_a_server_that_is_killed_while_it_computes(server, data):
+    """The call in flight is repeated too; so is what other threads have in flight."""
+    with connect(server) as client:
+        head = client.create_head("student", data.weight, optimizer=headwater.SGD())
+        head.save("first")
+        rows = [(data.hidden[0, index], data.targets[0, index]) for index in range(MICRO_BATCHES)]
+        head.cross_entropy(*rows[0], micro_batch=0)
+        with server.frozen():
+            futures = [head.cross_entropy_future(*rows[index], micro_batch=index, timeout_s=60) for index in (1, 2, 3)]
+            time.sleep(0.2)
+            server.kill()
+        server.start()
+        assert {future.result(60).state for future in futures} == {"COMMITTED"}
+        sealed = head.seal(expected_micro_batches=MICRO_BATCHES)
+        assert sealed.totals.micro_batch_count == MICRO_BATCHES
+        with headwater.local.connect() as elsewhere:
+            expected = elsewhere.create_head("student", data.weight)
+            for index, row in enumerate(rows):
+                expected.cross_entropy(*row, micro_batch=index)
+            np.testing.assert_allclose(head.gradient(), expected.gradient(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_server_that_is_killed_again_and_again(server, data):
+    """Also while the log is being repeated."""
+    with connect(server) as client:
+        head = client.create_head("student", data.weight, optimizer=headwater.SGD())
+        head.save("first")
+        stop = threading.Event()
+
+        def disturb():
+            while not stop.wait(0.3):
+                restart(server)
+
+        disturber = threading.Thread(target=disturb)
+        disturber.start()
+        try:
+            for index in range(40):
+                head.cross_entropy(data.hidden[0, index % 4], data.targets[0, index % 4], micro_batch=index, timeout_s=60)
+        finally:
+            stop.set()
+            disturber.join(60)
+        assert head.seal(expected_micro_batches=40).totals.micro_batch_count == 40
+
+
+def test_several_heads_are_brought_along(server, data):
+    def run(name, interrupt):
+        heads = [client.create_head(f"{name}-{index}", weight) for index, weight in enumerate((data.weight, data.teacher))]
+        for head in heads:
+            head.save("first")
+        terms = [CrossEntropy(data.targets[0, index], head=head) for index, head in enumerate(heads)]
+        heads[0].multi(data.hidden[0, 0], terms, micro_batch=0)
+        out = heads[1].multi(data.hidden[0, 1], terms, micro_batch=1, commit="explicit")
+        interrupt()
+        out.commit(0.5)
+        same = client.head(heads[0].name)
+        assert same.epoch == heads[0].epoch
+        return [head.gradient() for head in heads]
+
+    with connect(server) as client:
+        expected = run("undisturbed", lambda: None)
+        for actual, gradient in zip(run("disturbed", lambda: restart(server)), expected, strict=True):
+            np.testing.assert_array_equal(actual, gradient)
+
+
+def test_the_trainers_optimizer_goes_on_too(server, data):
+    with connect(server) as client:
+        head = client.create_head("student", data.weight, np.zeros(VOCAB_SIZE, np.float32))
+        head.save("first")
+        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
+        head.seal(expected_micro_batches=1)
+        gradient = head.gradient()
+        restart(server)
+        np.testing.assert_array_equal(head.gradient(), gradient)
+        restart(server)
+        assert head.replace_weight(data.weight - gradient, np.ones(VOCAB_SIZE, np.float32)).open_step == 1 == head.step
+        np.testing.assert_array_equal(head.weight(), data.weight - gradient)
+        np.testing.assert_array_equal(head.bias(), np.ones(VOCAB_SIZE))
+
+
+def test_an_older_checkpoint_is_told(server, data):
+    """The log reaches back to the open step, no further: the trainer goes back to its own checkpoint of that name."""
+    with connect(server) as client:
+        head = client.create_head("student", data.weight, optimizer=headwater.SGD())
+        head.save("first")
+        for _ in range(2):
+            head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
+            head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1)
+        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
+        epoch = head.epoch
+        restart(server)
+        calls = (
+            lambda: head.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1),
+            lambda: head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1),
+            lambda: head.gradient(),
+        )
+        for call in calls:
+            with refused("STEP_LOST", headwater.StepLostError) as info:
+                call()
+            error = info.value
+            assert (error.restored_step, error.checkpoint, error.open_step) == (0, "first", 0)
+            assert error.head_epoch == head.info().epoch != epoch
+        assert head.info().state == "RESTORED" and head.info().restored_checkpoint == "first"
+        head.take()
+        assert head.step == 0
+        np.testing.assert_array_equal(head.weight(), data.weight)
+        assert head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0).state == "COMMITTED"
+        restart(server)  # and from here on it follows again
+        assert head.seal(expected_micro_batches=1).totals.micro_batch_count == 1
+
+
+def test_without_replay_a_restart_is_told(server, data):
+    with connect(server, replay=False) as client:
+        head = client.create_head("student", data.weight)
+        head.save("first")
+        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
+        restart(server)
+        with refused("STEP_LOST", headwater.StepLostError) as info:
+            head.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1)
+        assert info.value.restored_step == 0 and info.value.checkpoint == "first"
+        np.testing.assert_array_equal(head.weight(), data.weight)
+        assert head.take().open_step == 0
+
+
+def test_a_head_that_was_never_saved_is_gone(server, data):
+    with connect(server) as client:
+        head = client.create_head("student", data.weight)
+        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
+        restart(server)
+        with refused("HEAD_NOT_FOUND", headwater.NotFoundError):
+            head.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1)
+
+
+def test_a_new_run_is_not_followed(server, data):
+    """An epoch that changes without a restart belongs to somebody else."""
+    with connect(server) as client, headwater.connect(server.address) as other:
+        head = client.create_head("student", data.weight)
+        head.save("first")
+        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
+        other.head(head.name).take()
+        with refused("EPOCH_FENCED", headwater.EpochFencedError):
+            head.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1)
+        assert other.head(head.name).step_state().open.micro_batches == {}
+
+
+def test_a_log_that_is_full_is_dropped_and_said_once(server, data):
+    rows = data.hidden[0, 0], data.targets[0, 0]
+    size = rows[0].nbytes + 4 * NUM_TOKENS
+    with connect(server, replay_bytes=2 * size) as client:
+        head = client.create_head("student", data.weight, optimizer=headwater.SGD())
+        head.save("step-0")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for micro_batch in range(2):
+                head.cross_entropy(*rows, micro_batch=micro_batch)
+        with pytest.warns(RuntimeWarning, match="replay_bytes"):
+            head.cross_entropy(*rows, micro_batch=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            head.cross_entropy(*rows, micro_batch=3)
+            head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=4)
+            # The next step fits again.
+            head.save("step-1")
+            head.cross_entropy(*rows, micro_batch=0)
+            restart(server)
+            assert head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1).open_step == 2
+            head.save("step-2")
+            for micro_batch in range(3):
+                head.cross_entropy(*rows, micro_batch=micro_batch)
+            restart(server)
+            with refused("STEP_LOST", headwater.StepLostError) as info:
+                head.cross_entropy(*rows, micro_batch=3)
+            assert info.value.restored_step == 2
+
+
+def test_two_trainers_repeat_their_parts(server, data):
+    """One of them takes the head, the other one goes on with its epoch; the one that applies waits for both."""
+    with connect(server, session_lease=1.0) as one, connect(server, session_lease=1.0) as two:
+        first = one.create_head("student", data.weight, optimizer=headwater.SGD())
+        first.save("step-0")
+        second = two.head(first.name)
+        for rank, head in enumerate((first, second)):
+            for k in range(2):
+                head.cross_entropy(data.hidden[0, 2 * k + rank], data.targets[0, 2 * k + rank], micro_batch=2 * k + rank)
+        expected = first.gradient()
+        restart(server)
+        # The second trainer waits in a barrier, and makes no call: its session tells it.
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            sealed = pool.submit(first.seal, expected_micro_batches=4, wait=True, timeout_s=60).result(90)
+        assert sealed.totals.micro_batch_count == 4
+        np.testing.assert_allclose(first.gradient(), expected, rtol=1e-5, atol=1e-5)
+        assert first.apply_optimizer_step(learning_rate=0.1).open_step == 1
+        second.step += 1
+        assert second.cross_entropy(data.hidden[1, 0], data.targets[1, 0], micro_batch=1).step == 1
+
+
+def test_a_trainer_that_was_killed_submits_its_part_again(server, data, tmp_path):
+    """Its successor has the same ids and rows: what was committed is answered, what was not is added."""
+    rows_file, targets_file = tmp_path / "rows.npy", tmp_path / "targets.npy"
+    np.save(rows_file, data.hidden[0])
+    np.save(targets_file, data.targets[0])
+    program = f"""
+import sys
+import numpy as np
+import headwater
+client = headwater.connect({server.address!r}, session_lease=1.0)
+head = client.head("student")
+rows = np.load({str(rows_file)!r})
+targets = np.load({str(targets_file)!r})
+head.cross_entropy(rows[1], targets[1], micro_batch=1)
+head.cross_entropy(rows[3], targets[3], micro_batch=3, commit="explicit")
+print("staged", flush=True)
+sys.stdin.read()
+"""
+    with connect(server) as client:
+        head = client.create_head("student", data.weight, optimizer=headwater.SGD())
+        for micro_batch in (0, 2):
+            head.cross_entropy(data.hidden[0, micro_batch], data.targets[0, micro_batch], micro_batch=micro_batch)
+        with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout.readline() == b"staged\n"
+            process.kill()
+        with connect(server) as successor:
+            again = successor.head("student")
+            assert again.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1).replayed
+            out = again.cross_entropy(data.hidden[0, 3], data.targets[0, 3], micro_batch=3, commit="explicit", attempt=1)
+            out.commit()
+        assert head.seal(expected_micro_batches=4).totals.micro_batch_count == 4
+        with headwater.local.connect() as elsewhere:
+            undisturbed = elsewhere.create_head("student", data.weight)
+            for micro_batch in range(4):
+                undisturbed.cross_entropy(data.hidden[0, micro_batch], data.targets[0, micro_batch], micro_batch=micro_batch)
+            np.testing.assert_allclose(head.gradient(), undisturbed.gradient(), rtol=1e-5, atol=1e-5)

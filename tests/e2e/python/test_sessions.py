@@ -1,0 +1,227 @@
+"""Sessions: opened when first needed, kept alive, owners of what is undecided, gone with their process."""
+
+import os
+import subprocess
+import sys
+import time
+
+import grpc
+import numpy as np
+import pytest
+from expectations import refused
+from scripted_server import CUT, HIDDEN_SIZE, VOCAB_SIZE, Failure, scripted_server
+
+import headwater
+
+HIDDEN = np.ones((3, HIDDEN_SIZE), np.float32)
+TARGETS = [1, 2, 3]
+WAIT_S = 30
+LOST = Failure(grpc.StatusCode.NOT_FOUND, "SESSION_NOT_FOUND")
+
+
+@pytest.fixture
+def server():
+    with scripted_server() as server:
+        yield server
+
+
+def submit(head, micro_batch=0, **options):
+    return head.cross_entropy(HIDDEN, TARGETS, micro_batch=micro_batch, commit="explicit", **options)
+
+
+def until(condition):
+    """Waits for it; fails the test if it does not come true."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def session_ids(server, method):
+    return [getattr(call[0], "header", call[0]).session_id for call in server.calls[method]]
+
+
+def test_a_session_is_opened_by_the_first_explicit_micro_batch(server):
+    with headwater.connect(server.address, session_lease=7.5) as client:
+        head = client.head("scripted")
+        head.cross_entropy(HIDDEN, TARGETS, micro_batch=0)
+        head.cross_entropy(HIDDEN, TARGETS, backward=False)
+        head.commit(micro_batch=9)
+        assert server.count("OpenSession") == 0
+        submit(head, 1).commit()
+        submit(head, 2).discard()
+        head.cross_entropy(HIDDEN, TARGETS, micro_batch=3)
+        assert server.count("OpenSession") == 1
+        opened = server.calls["OpenSession"][0]
+        assert opened.lease.ToMilliseconds() == 7500 and 1 <= len(opened.client_name.encode()) <= 128
+        session = (1).to_bytes(32, "big")
+        assert session_ids(server, "ComputeLoss") == [b"", b"", session, session, b""]
+        assert [request.session_id for request in server.calls["CommitMicroBatch"]] == [b"", session]
+        assert [request.session_id for request in server.calls["DiscardMicroBatch"]] == [session]
+        assert server.count("CloseSession") == 0
+    assert [request.session_id for request in server.calls["CloseSession"]] == [session]
+
+
+def test_without_sessions_nobody_owns_anything(server):
+    with headwater.connect(server.address, session=False) as client:
+        submit(client.head("scripted")).commit()
+    assert session_ids(server, "ComputeLoss") == [b""] and server.calls["CommitMicroBatch"][0].session_id == b""
+    assert server.count("OpenSession") == server.count("CloseSession") == 0
+
+
+def test_the_lease_is_renewed_on_a_connection_of_its_own(server):
+    with headwater.connect(server.address, session_lease=0.3) as client:
+        submit(client.head("scripted"))
+        server.fail("KeepAlive", CUT)  # that may pass
+        until(lambda: server.count("KeepAlive") >= 4)
+        assert server.count("OpenSession") == 1
+        assert not set(server.peers["KeepAlive"]) & set(server.peers["ComputeLoss"])
+    renewals = server.count("KeepAlive")
+    time.sleep(0.4)
+    assert server.count("KeepAlive") == renewals
+
+
+def test_a_session_that_is_gone_is_opened_anew(server):
+    with headwater.connect(server.address) as client:
+        head = client.head("scripted")
+        server.fail("ComputeLoss", LOST)
+        out = submit(head)
+        first, second = (1).to_bytes(32, "big"), (2).to_bytes(32, "big")
+        assert session_ids(server, "ComputeLoss") == [first, second] and out.attempt == 1
+        server.fail("CommitMicroBatch", LOST)
+        out.commit()  # the server says what became of it
+        assert [request.session_id for request in server.calls["CommitMicroBatch"]] == [second, (3).to_bytes(32, "big")]
+        server.fail("DiscardMicroBatch", LOST, LOST)
+        with refused("SESSION_NOT_FOUND", headwater.NotFoundError):
+            out.discard()
+
+
+def test_a_lease_that_ended_is_noticed_before_the_next_call(server):
+    with headwater.connect(server.address, session_lease=0.3) as client:
+        head = client.head("scripted")
+        server.fail("KeepAlive", LOST)
+        submit(head, 0)
+        until(lambda: client._backend._session.id == b"")
+        submit(head, 1)
+        assert session_ids(server, "ComputeLoss") == [(1).to_bytes(32, "big"), (2).to_bytes(32, "big")]
+
+
+def test_a_server_that_grants_no_session_is_an_error(server):
+    with headwater.connect(server.address, retries=None) as client:
+        server.fail("OpenSession", Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED"))
+        with refused("QUOTA_EXCEEDED", headwater.ResourceExhaustedError):
+            submit(client.head("scripted"))
+        assert server.count("ComputeLoss") == 0
+
+
+def test_a_client_that_is_forgotten_ends_its_thread(server):
+    client = headwater.connect(server.address, session_lease=0.3)
+    submit(client.head("scripted"))
+    until(lambda: server.count("KeepAlive") >= 1)
+    del client
+
+    def is_quiet():
+        renewals = server.count("KeepAlive")
+        time.sleep(0.5)
+        return server.count("KeepAlive") == renewals
+
+    until(is_quiet)
+
+
+def test_a_forked_process_leaves_the_session_alone(server):
+    with headwater.connect(server.address) as client:
+        head = client.head("scripted")
+        out = submit(head)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                head.info()
+            except headwater.ClientClosedError:
+                client.close()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert out.commit() is False
+        assert server.count("CloseSession") == 0 and server.count("GetHead") == 1
+
+
+@pytest.mark.parametrize("bad", [{"session_lease": 0}, {"session": "yes"}, {"retries": 3}, {"replay_bytes": -1}, {"tenant": "A/B"}])
+def test_options_are_checked(server, bad):
+    with pytest.raises(headwater.InvalidArgumentError):
+        headwater.connect(server.address, **bad)
+
+
+# ---- on a real server ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def head(remote, make_head, rng):
+    return make_head(remote.client, rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32), staging_slots=1)
+
+
+def test_only_the_owner_decides(remote, head):
+    out = submit(head)
+    for options in ({}, {"session": False}):
+        with headwater.connect(remote.address, **options) as stranger:
+            other = stranger.head(head.name)
+            for call in (other.commit, other.discard):
+                with refused("NOT_SESSION_OWNER", headwater.PermissionDeniedError):
+                    call(micro_batch=0)
+    assert out.commit() is False
+
+
+def test_a_higher_attempt_discards_whoever_owns_the_lower_one(remote, head):
+    out = submit(head)
+    with headwater.connect(remote.address) as successor:
+        other = successor.head(head.name)
+        assert other.discard(micro_batch=0, attempt=1) is True
+        assert submit(other, attempt=2).commit() is False
+    with pytest.raises(headwater.AbortedError):
+        out.commit()
+
+
+def test_closing_a_client_discards_what_it_left_undecided(remote, head):
+    with headwater.connect(remote.address) as other:
+        theirs = other.head(head.name)
+        theirs.cross_entropy(HIDDEN, TARGETS, micro_batch=0)
+        submit(theirs, 1)
+        with refused("STAGING_FULL", headwater.StagingFullError):
+            submit(head, 2)
+    states = {id_: entry.state for id_, entry in head.step_state().open.micro_batches.items()}
+    assert states[0] == "COMMITTED" and states[1] == "DISCARDED"
+    assert submit(head, 2).commit() is False  # the slot is free again
+
+
+def test_a_dead_process_loses_its_lease(remote, head):
+    """What it had committed stays; what it left undecided goes, and its successor submits it anew."""
+    program = f"""
+import os, sys
+import numpy as np
+import headwater
+client = headwater.connect({remote.address!r}, session_lease=1.0)
+head = client.head({head.name!r})
+hidden = np.ones((3, {HIDDEN_SIZE}), np.float32)
+head.cross_entropy(hidden, [1, 2, 3], micro_batch=0)
+head.cross_entropy(hidden, [1, 2, 3], micro_batch=1, commit="explicit")
+print("staged", flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"staged\n"
+        time.sleep(2.0)  # twice the lease: the thread keeps it alive
+        assert head.step_state().open.micro_batches[1].state == "STAGED"
+        process.kill()
+    until(lambda: head.step_state().open.micro_batches[1].state == "DISCARDED")
+    assert head.step_state().open.micro_batches[0].state == "COMMITTED"
+    with refused("MICRO_BATCH_DISCARDED", headwater.AbortedError):
+        submit(head, 1)
+    assert submit(head, 1, attempt=1).commit() is False
+
+
+def test_a_busy_session_does_not_end(remote, head):
+    with headwater.connect(remote.address, session_lease=0.5) as client:
+        out = submit(client.head(head.name))
+        time.sleep(1.5)
+        assert out.commit() is False

@@ -1,0 +1,369 @@
+"""What micro-batches and steps go through: forms, attempts, waiting, optimizers. The same rules on the server and in process."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from expectations import refused
+
+import headwater
+
+NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 12, 16, 40
+# How long a call that ought to wait is given to fail instead, in seconds.
+PATIENCE_S = 0.3
+
+
+@pytest.fixture
+def rows(rng):
+    """Hidden states and targets."""
+    return (
+        rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32),
+        rng.integers(0, VOCAB_SIZE, NUM_TOKENS),
+    )
+
+
+@pytest.fixture
+def weight(rng):
+    return rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+
+
+@pytest.fixture
+def head(backend, make_head, weight):
+    return make_head(backend.client, weight, optimizer=headwater.AdamW(), staging_slots=1)
+
+
+def gradient_of(head, rows, **options):
+    """What one eager micro-batch adds to an empty step."""
+    head.cross_entropy(*rows, micro_batch=0, **options)
+    gradient = head.gradient()
+    head.discard_gradient()
+    return gradient
+
+
+def test_a_full_head_holds_rows_if_it_may(head, rows):
+    expected = gradient_of(head, rows, loss_scale=0.5)
+    staged = head.cross_entropy(*rows, micro_batch=0, commit="explicit", allow_held=True)
+    assert staged.form == "STAGED"
+    held = head.cross_entropy(*rows, micro_batch=1, commit="explicit", allow_held=True)
+    assert (held.state, held.form) == ("STAGED", "HELD") and held.loss_sum == staged.loss_sum
+    np.testing.assert_array_equal(held.grad_hidden, staged.grad_hidden)
+    assert not head.gradient().any()
+    assert head.discard(micro_batch=0)
+    hidden = rows[0].copy()
+    rows[0][:] = np.nan  # the rows that were passed are the caller's again
+    assert held.commit(0.5) is False and held.commit(0.5) is True
+    np.testing.assert_allclose(head.gradient(), expected, rtol=1e-6, atol=1e-7)
+    rows[0][:] = hidden
+    with refused("MICRO_BATCH_CONFLICT", headwater.MicroBatchConflictError):
+        held.commit(0.25)
+    states = head.step_state().open.micro_batches
+    assert (states[1].state, states[1].form, states[1].factor) == ("COMMITTED", "HELD", 0.5)
+
+
+def test_refusing_non_finite_values_may_hold_too(backend, make_head, weight, rows):
+    head = make_head(backend.client, weight, staging_slots=0)
+    with refused("STAGING_FULL", headwater.StagingFullError):
+        head.cross_entropy(*rows, micro_batch=0, non_finite="refuse")
+    out = head.cross_entropy(*rows, micro_batch=0, non_finite="refuse", allow_held=True)
+    assert (out.state, out.form) == ("COMMITTED", "HELD")
+    first = head.gradient()
+    assert first.any()
+    poisoned = rows[0].copy()
+    poisoned[3, 1] = np.inf
+    with refused("NON_FINITE_VALUES", headwater.FailedPreconditionError):
+        head.cross_entropy(poisoned, rows[1], micro_batch=1, non_finite="refuse", allow_held=True)
+    np.testing.assert_array_equal(head.gradient(), first)
+
+
+def test_late_token_factors_are_token_weights(head, rows, rng):
+    factors = rng.standard_normal(NUM_TOKENS).astype(np.float32)
+    factors[2] = 0
+    weights = rng.random(NUM_TOKENS).astype(np.float32)
+    targets = rows[1].copy()
+    targets[4:8] = -100  # more than enough for the client to leave them out, if it might
+    rows = (rows[0], targets)
+    expected = gradient_of(head, rows, token_weights=weights * factors, loss_scale=0.5)
+    out = head.cross_entropy(*rows, micro_batch=0, token_weights=weights, commit="explicit", late_token_factors=True)
+    assert out.form == "HELD"
+    with refused("SHAPE_MISMATCH", headwater.InvalidArgumentError):
+        head.commit(micro_batch=0, token_factors=factors[1:])
+    with refused("INVALID_FIELD", headwater.InvalidArgumentError):
+        head.commit(micro_batch=0, token_factors=np.full(NUM_TOKENS, np.nan))
+    assert not head.gradient().any()
+    assert head.commit(micro_batch=0, factor=0.5, token_factors=factors) is False
+    np.testing.assert_allclose(head.gradient(), expected, rtol=1e-5, atol=1e-7)
+    assert head.commit(micro_batch=0, factor=0.5, token_factors=factors) is True
+    for other in (-factors, None):
+        with refused("MICRO_BATCH_CONFLICT", headwater.MicroBatchConflictError):
+            head.commit(micro_batch=0, factor=0.5, token_factors=other)
+
+
+def test_token_factors_need_a_held_contribution(head, rows):
+    head.cross_entropy(*rows, micro_batch=0, commit="explicit")
+    with refused("INVALID_COMBINATION", headwater.InvalidArgumentError):
+        head.commit(micro_batch=0, token_factors=np.ones(NUM_TOKENS))
+    assert head.commit(micro_batch=0) is False
+    with refused("INVALID_COMBINATION", headwater.InvalidArgumentError):
+        head.cross_entropy(*rows, micro_batch=1, late_token_factors=True)
+    with refused("INVALID_FIELD", headwater.InvalidArgumentError):
+        head.commit(micro_batch=0, factor=1e300)
+    with refused("INVALID_COMBINATION"):
+        head.cross_entropy(*rows, micro_batch=1).commit()
+
+
+def test_a_held_contribution_sees_its_teacher_unchanged(head, backend, make_head, rows, rng, weight):
+    teacher = make_head(backend.client, weight[::-1].copy(), trainable=False)
+    teacher_hidden = rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32)
+    for micro_batch in (0, 1):
+        head.jsd(rows[0], teacher, teacher_hidden, micro_batch=micro_batch, commit="explicit", late_token_factors=True)
+    head.commit(micro_batch=0, token_factors=np.ones(NUM_TOKENS))
+    before = head.gradient()
+    teacher.set_weight(weight)
+    with refused("WEIGHT_VERSION_MISMATCH", headwater.FailedPreconditionError):
+        head.commit(micro_batch=1)
+    np.testing.assert_array_equal(head.gradient(), before)
+    assert head.discard(micro_batch=1) is True
+
+
+def test_the_expected_weight_version_is_checked(head, rows):
+    out = head.cross_entropy(*rows, backward=False)
+    assert head.cross_entropy(*rows, micro_batch=0, expected_weight_version=out.weight_version).loss_sum == out.loss_sum
+    head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1)
+    with refused("WEIGHT_VERSION_MISMATCH", headwater.FailedPreconditionError):
+        head.cross_entropy(*rows, micro_batch=0, expected_weight_version=out.weight_version)
+    assert head.cross_entropy(*rows, micro_batch=0).weight_version == out.weight_version + 1
+
+
+def test_a_higher_attempt_supersedes_what_is_undecided(head, rows):
+    expected = gradient_of(head, (2 * rows[0], rows[1]))
+    first = head.cross_entropy(*rows, micro_batch=0, commit="explicit")
+    assert first.attempt == 0
+    # There is one slot: the first attempt is gone from it.
+    second = head.cross_entropy(2 * rows[0], rows[1], micro_batch=0, commit="explicit", attempt=3)
+    assert second.attempt == 3
+    with refused("ATTEMPT_SUPERSEDED", headwater.AbortedError):
+        head.cross_entropy(*rows, micro_batch=0, commit="explicit", attempt=1)
+    with refused("ATTEMPT_SUPERSEDED", headwater.AbortedError):
+        head.commit(micro_batch=0, attempt=2)
+    with refused("MICRO_BATCH_NOT_FOUND", headwater.NotFoundError):
+        head.commit(micro_batch=0, attempt=4)
+    assert head.commit(micro_batch=0) is False
+    np.testing.assert_allclose(head.gradient(), expected, rtol=1e-6)
+    again = head.cross_entropy(2 * rows[0], rows[1], micro_batch=0, commit="explicit", attempt=5)
+    assert again.replayed and head.step_state().open.micro_batches[0].attempt == 3
+
+
+def test_a_higher_attempt_brings_a_discarded_micro_batch_back(head, rows):
+    head.cross_entropy(*rows, micro_batch=0, commit="explicit")
+    assert head.discard(micro_batch=0, attempt=1) is True
+    for attempt in (None, 0, 1):
+        with refused("MICRO_BATCH_DISCARDED", headwater.AbortedError):
+            head.cross_entropy(*rows, micro_batch=0, attempt=attempt)
+    assert head.cross_entropy(*rows, micro_batch=0, attempt=2).state == "COMMITTED"
+    with refused("MICRO_BATCH_CONFLICT", headwater.MicroBatchConflictError):
+        head.discard(micro_batch=0)
+
+
+def test_a_call_for_the_next_step_waits_for_it(head, rows):
+    head.cross_entropy(*rows, micro_batch=0)
+    early = head.cross_entropy_future(*rows, step=1, micro_batch=0)
+    sealed = head.seal_future(step=1, expected_micro_batches=1, wait=True)
+    time.sleep(PATIENCE_S)
+    assert not early.done() and not sealed.done()
+    head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1)
+    out = early.result(30)
+    assert out.step == 1 and out.state == "COMMITTED"
+    assert sealed.result(30).totals.micro_batch_count == 1
+    assert head.cross_entropy(*rows, backward=False).weight_version == out.weight_version
+
+
+def test_waiting_ends_with_the_deadline(head, rows):
+    began = time.monotonic()
+    for call in (
+        lambda: head.cross_entropy(*rows, step=1, micro_batch=0, timeout_s=PATIENCE_S),
+        lambda: head.commit(step=1, micro_batch=0, timeout_s=PATIENCE_S),
+        lambda: head.add_gradient(rows[0], step=1, micro_batch=0, timeout_s=PATIENCE_S),
+        lambda: head.gradient(step=1, timeout_s=PATIENCE_S),
+    ):
+        with pytest.raises((headwater.DeadlineExceededError, headwater.StepMismatchError)):
+            call()
+    assert 4 * PATIENCE_S * 0.9 <= time.monotonic() - began <= 4 * PATIENCE_S + 10
+    with refused("STEP_MISMATCH", headwater.StepMismatchError):
+        head.cross_entropy(*rows, step=2, micro_batch=0)
+    assert head.step_state().open.micro_batches == {}
+
+
+def test_seal_waits_for_missing_and_undecided_ones(head, rows):
+    head.cross_entropy(*rows, micro_batch=0, commit="explicit")
+    sealed = head.seal_future(expected_micro_batches=2, wait=True)
+    time.sleep(PATIENCE_S)
+    head.cross_entropy(*rows, micro_batch=1)
+    time.sleep(PATIENCE_S)
+    assert not sealed.done()
+    head.commit(micro_batch=0)
+    assert sealed.result(30).totals.micro_batch_count == 2
+    assert head.step_state().open.state == "SEALED"
+
+
+def test_seal_that_waits_in_vain_changes_nothing(head, rows):
+    with pytest.raises((headwater.DeadlineExceededError, headwater.FailedPreconditionError)):
+        head.seal(expected_micro_batches=1, wait=True, timeout_s=PATIENCE_S)
+    assert head.cross_entropy(*rows, micro_batch=0).state == "COMMITTED"
+
+
+def test_add_gradient_is_a_contribution(head, rows, rng):
+    part = rng.standard_normal((5, HIDDEN_SIZE)).astype(np.float32)
+    expected = np.zeros((VOCAB_SIZE, HIDDEN_SIZE), np.float32)
+    assert head.add_gradient(part, micro_batch=0, row_start=33, factor=-0.5) is False
+    expected[33:38] += np.float32(-0.5) * part
+    np.testing.assert_array_equal(head.gradient(), expected)
+    assert head.add_gradient(part, micro_batch=0, row_start=33, factor=-0.5) is True
+    for change in ({"row_start": 32}, {"factor": 0.5}):
+        with refused("MICRO_BATCH_CONFLICT", headwater.MicroBatchConflictError):
+            head.add_gradient(part, micro_batch=0, **{"row_start": 33, "factor": -0.5, **change})
+    whole = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float16)
+    head.add_gradient(whole, micro_batch=1)
+    expected += whole.astype(np.float32)
+    np.testing.assert_array_equal(head.gradient(), expected)
+    states = head.step_state().open.micro_batches
+    assert [entry.state for entry in states.values()] == ["COMMITTED"] * 2
+    sealed = head.seal(expected_micro_batches=2)
+    assert sealed.totals.micro_batch_count == 2
+    np.testing.assert_allclose(sealed.gradient_norm_squared, (expected.astype(np.float64) ** 2).sum(), rtol=1e-9)
+    with refused("STEP_SEALED", headwater.FailedPreconditionError):
+        head.add_gradient(part, micro_batch=2)
+
+
+def test_add_gradient_checks_its_rows(head):
+    for rows, row_start, reason in (
+        (np.zeros((1, HIDDEN_SIZE + 1), np.float32), 0, "SHAPE_MISMATCH"),
+        (np.zeros((VOCAB_SIZE + 1, HIDDEN_SIZE), np.float32), 0, "SHAPE_MISMATCH"),
+        (np.zeros((0, HIDDEN_SIZE), np.float32), 0, "INVALID_FIELD"),
+        (np.zeros((2, HIDDEN_SIZE), np.float32), VOCAB_SIZE - 1, "INVALID_FIELD"),
+        (np.zeros((2, HIDDEN_SIZE), np.float32), -1, "INVALID_FIELD"),
+        (np.zeros((2, HIDDEN_SIZE), np.int32), 0, "DATA_TYPE_MISMATCH"),
+    ):
+        with refused(reason, headwater.InvalidArgumentError):
+            head.add_gradient(rows, micro_batch=0, row_start=row_start)
+
+
+@pytest.mark.parametrize("data_type", ["float32", "bfloat16"])
+def test_the_trainer_may_own_the_optimizer(backend, make_head, rng, rows, data_type):
+    weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+    bias = rng.standard_normal(VOCAB_SIZE).astype(np.float32)
+    head = make_head(backend.client, weight, bias, dtype=data_type)
+    parameters = [torch.nn.Parameter(torch.tensor(values)) for values in (weight, bias)]
+    optimizer = torch.optim.AdamW(parameters, lr=0.05)
+    epoch = head.epoch
+    for step in range(3):
+        assert head.step == step
+        version = head.cross_entropy(*rows, micro_batch=0, loss_scale=1 / NUM_TOKENS).weight_version
+        new = [parameter.detach().numpy() for parameter in parameters]
+        with refused("STEP_NOT_SEALED", headwater.FailedPreconditionError):
+            head.replace_weight(*new)
+        head.seal(expected_micro_batches=1)
+        for parameter, gradient in zip(parameters, head.gradient(bias=True), strict=True):
+            parameter.grad = torch.tensor(gradient)
+        optimizer.step()
+        info = head.replace_weight(*new)
+        assert (info.open_step, info.epoch, info.weight_version) == (step + 1, epoch, version + 1)
+        assert not head.gradient().any()
+        assert head.replace_weight(*new, step=step).open_step == step + 1  # answered alike
+        with refused("STEP_CONFLICT", headwater.StepConflictError):
+            head.replace_weight(-new[0], new[1], step=step)
+        assert head.step_state().last_closed.state == "REPLACED"
+    stored = headwater.BFloat16.from_float32(new[0]).to_float32() if data_type == "bfloat16" else new[0]
+    actual = head.weight()
+    np.testing.assert_array_equal(actual.to_float32() if data_type == "bfloat16" else actual, stored)
+
+
+def test_replacing_needs_the_whole_head(backend, make_head, weight):
+    head = make_head(backend.client, weight, np.zeros(VOCAB_SIZE, np.float32))
+    head.seal(expected_micro_batches=0)
+    with refused("MISSING_FIELD", headwater.InvalidArgumentError):
+        head.replace_weight(weight)
+    assert head.step_state().open.state == "SEALED" and head.info().open_step == 0
+
+
+def test_optimizer_state_outlives_a_replaced_weight(backend, make_head, weight, rows):
+    """Momentum of the step before is still there after a step that the trainer closed."""
+    head = make_head(backend.client, weight, optimizer=headwater.SGD(momentum=0.5))
+    head.cross_entropy(*rows, micro_batch=0)
+    first = head.gradient()
+    head.apply_optimizer_step(learning_rate=1.0, expected_micro_batches=1)
+    head.seal(expected_micro_batches=0)
+    head.replace_weight(weight)
+    head.apply_optimizer_step(learning_rate=1.0, expected_micro_batches=0)
+    np.testing.assert_allclose(head.weight(), weight - 0.5 * first, rtol=1e-6, atol=1e-6)
+
+
+def test_take_begins_a_new_run(head, backend, rows):
+    other = backend.client.head(head.name)
+    head.cross_entropy(*rows, micro_batch=0)
+    head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1)
+    head.cross_entropy(*rows, micro_batch=0)
+    staged = head.cross_entropy(*rows, micro_batch=1, commit="explicit")
+    weight, version = head.weight(), head.info().weight_version
+    info = other.take()
+    assert info.epoch == other.epoch != head.epoch and other.step == 1 and info.weight_version == version
+    for call in (staged.commit, lambda: head.cross_entropy(*rows, micro_batch=2), lambda: head.take(only_if_current=True)):
+        with refused("EPOCH_FENCED", headwater.EpochFencedError) as error:
+            call()
+        assert error.value.head_epoch == other.epoch and error.value.open_step == 1
+    assert not other.gradient().any() and other.step_state().open.micro_batches == {}
+    np.testing.assert_array_equal(other.weight(), weight)
+    assert other.cross_entropy(*rows, micro_batch=1, commit="explicit").state == "STAGED"  # the slot is free again
+    assert other.take(only_if_current=True).epoch == other.epoch
+    head.take()
+    with refused("EPOCH_FENCED"):
+        other.gradient()
+
+
+def test_a_frozen_head_cannot_be_taken(backend, make_head, weight):
+    head = make_head(backend.client, weight, trainable=False)
+    with refused("HEAD_NOT_TRAINABLE", headwater.FailedPreconditionError):
+        head.take()
+
+
+def test_attach_returns_the_same_head(backend, make_head, weight):
+    options = {"optimizer": headwater.SGD(momentum=0.5), "softcap": 3.0}
+    head = make_head(backend.client, weight, **options)
+    assert head.created
+    other = backend.client.create_head(head.name, np.zeros_like(weight), if_exists="attach", initial_step=7, **options)
+    assert not other.created and other.epoch == head.epoch and other.step == 0
+    np.testing.assert_array_equal(other.weight(), weight)
+    for change in ({"softcap": 4.0}, {"optimizer": headwater.SGD()}, {"staging_slots": 2}, {"trainable": False, "optimizer": None}):
+        with refused("HEAD_SPEC_MISMATCH", headwater.AlreadyExistsError):
+            backend.client.create_head(head.name, weight, if_exists="attach", **{**options, **change})
+    with refused("INVALID_FIELD", headwater.InvalidArgumentError):
+        backend.client.create_head(head.name, weight, if_exists="replace")
+
+
+def test_many_ranks_create_one_head(backend, make_head, weight):
+    name = make_head(backend.client, weight).name
+    backend.client.head(name).delete()
+    heads = []
+
+    def rank():
+        heads.append(backend.client.create_head(name, weight, if_exists="attach"))
+
+    ranks = [threading.Thread(target=rank) for _ in range(8)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(60)
+    assert len(heads) == 8 and sum(head.created for head in heads) == 1 and len({head.epoch for head in heads}) == 1
+    assert all(head.info().state == "READY" for head in heads)
+
+
+def test_attaching_waits_for_the_weights(backend, make_head, weight):
+    empty = make_head(backend.client, weight.shape, dtype="float32")
+    with refused("DEADLINE_EXCEEDED", headwater.DeadlineExceededError):
+        backend.client.create_head(empty.name, weight, if_exists="attach", timeout_s=PATIENCE_S)
+    future = backend.client.create_head_future(empty.name, weight, if_exists="attach")
+    time.sleep(PATIENCE_S)
+    assert not future.done()
+    empty.set_weight(weight)
+    assert not future.result(30).created
