@@ -253,6 +253,19 @@ TEST(Transactions, CallForTheNextStepAndSealWait) {
   EXPECT_EQ(OpenStep(far), 1);
 }
 
+ClientOptions WithReplay() {
+  ClientOptions options;
+  options.replay_bytes = int64_t{1} << 24;
+  options.retry.max_attempts = 20;
+  return options;
+}
+
+void KillAndStart(ServerProcess& server) {
+  server.process().Signal(SIGKILL);
+  EXPECT_EQ(server.process().Wait(), -SIGKILL);
+  server.Start();
+}
+
 // Two steps with every kind of contribution; `disturb` comes in the middle of the second one.
 template <typename Disturb>
 std::vector<float> TrainTwoSteps(Head head, Head teacher, Disturb disturb) {
@@ -296,9 +309,6 @@ std::vector<float> TrainTwoSteps(Head head, Head teacher, Disturb disturb) {
 
 TEST(Transactions, KilledServerAndReplayEndAtTheUndisturbedWeightBitForBit) {
   ServerProcess server;
-  ClientOptions options;
-  options.replay_bytes = int64_t{1} << 24;
-  options.retry.max_attempts = 20;
   const auto make_teacher = [](Client client) {
     HeadSpec spec = Spec();
     spec.trainable = false;
@@ -315,21 +325,74 @@ TEST(Transactions, KilledServerAndReplayEndAtTheUndisturbedWeightBitForBit) {
     Client client = quiet.Connect();
     undisturbed = TrainTwoSteps(MakeHead(client, "student", 1), make_teacher(client), [](int) {});
   }
-  Client client = server.Connect(options);
+  Client client = server.Connect(WithReplay());
   Head head = MakeHead(client, "student", 1);
   const Head teacher = make_teacher(client);
   int restarts = 0;
-  std::string epoch = head.epoch();
+  const std::string epoch = head.epoch();
   const std::vector<float> disturbed = TrainTwoSteps(head, teacher, [&](int) {
-    server.process().Signal(SIGKILL);
-    EXPECT_EQ(server.process().Wait(), -SIGKILL);
-    server.Start();
+    KillAndStart(server);
     ++restarts;
   });
   EXPECT_EQ(restarts, 2);
   EXPECT_NE(head.epoch(), epoch);
   EXPECT_TRUE(SameBits(disturbed, undisturbed));
   EXPECT_FALSE(SameBits(disturbed, Weight(1)));
+}
+
+TEST(Transactions, HeadsOfOneMicroBatchAreRecoveredTogether) {
+  ServerProcess server;
+  Client client = server.Connect(WithReplay());
+  Head first = MakeHead(client, "first", 1);
+  Head second = MakeHead(client, "second", 2);
+  Value(first.Save("begin"));
+  Value(second.Save("begin"));
+  const std::vector<float> hidden = Hidden(3);
+  const std::vector<int32_t> targets = Targets(4);
+  std::vector<LossTerm> terms(2);
+  terms[0].targets = targets;
+  terms[1].targets = targets;
+  terms[1].head = second;
+  const MultiResult undecided = Value(first.Multi(Rows(hidden), terms, Id(0, 0, CommitMode::kExplicit)).Get());
+  Value(first.Multi(Rows(hidden), terms, Id(0, 1)).Get());
+  Value(undecided.contribution->Commit({.factor = 0.5}).Get());
+  const TensorBuffer before = Value(second.Gradient(0));
+  KillAndStart(server);
+  Value(first.CrossEntropy(Rows(hidden), targets, {}, Id(0, 2)).Get());
+  const TensorBuffer after = Value(second.Gradient(0));
+  EXPECT_EQ(std::memcmp(before.data(), after.data(), static_cast<size_t>(before.bytes())), 0);
+  EXPECT_EQ(Value(first.Seal(0, 3)).totals.micro_batch_count, 3);
+  EXPECT_EQ(Value(second.Seal(0, 2)).totals.micro_batch_count, 2);
+}
+
+TEST(Transactions, TwoTrainersRecoverTheStepTheyShare) {
+  ServerProcess server;
+  Client clients[] = {server.Connect(WithReplay()), server.Connect(WithReplay())};
+  Head owner = MakeHead(clients[0], "student", 1);
+  Value(owner.Save("begin"));
+  Head heads[] = {owner, Value(clients[1].OpenHead("student"))};
+  Fp64Head reference = Reference(1);
+  const std::vector<int32_t> targets = Targets(2);
+  const auto submit = [&](int rank, int64_t round) {
+    const std::vector<float> hidden = Hidden(static_cast<uint32_t>(10 + 2 * round + rank));
+    return heads[rank].CrossEntropy(Rows(hidden), targets, {}, Id(0, 2 * round + rank)).Get().status();
+  };
+  const auto both = [&](int64_t first_round) {
+    std::vector<std::thread> trainers;
+    for (const int rank : {0, 1}) {
+      trainers.emplace_back([&, rank] {
+        for (int64_t round = first_round; round < first_round + 2; ++round) EXPECT_TRUE(submit(rank, round).ok());
+      });
+    }
+    for (std::thread& trainer : trainers) trainer.join();
+  };
+  both(0);
+  KillAndStart(server);
+  both(2);
+  for (uint32_t id = 0; id < 8; ++id) reference.CrossEntropy(Hidden(10 + id), targets, 1.0, 1.0);
+  EXPECT_EQ(Value(owner.Seal(0, 8, {.wait = true}, {.timeout = seconds(30)})).totals.micro_batch_count, 8);
+  EXPECT_LE(RelativeError(Value(owner.Gradient(0)).float32(), reference.grad_weight()), kGradientTolerance);
+  EXPECT_EQ(heads[1].epoch(), owner.epoch());
 }
 
 TEST(Transactions, LostStepIsToldWithItsCheckpointAndTakenByHand) {
@@ -339,10 +402,8 @@ TEST(Transactions, LostStepIsToldWithItsCheckpointAndTakenByHand) {
   const std::vector<float> hidden = Hidden(2);
   Value(head.Save("begin"));
   Value(head.CrossEntropy(Rows(hidden), Targets(3), {}, Id(0, 0)).Get());
-  server.process().Signal(SIGKILL);
-  server.process().Wait();
-  server.Start();
-  absl::Status lost = head.CrossEntropy(Rows(hidden), Targets(3), {}, Id(0, 1)).Get().status();
+  KillAndStart(server);
+  const absl::Status lost = head.CrossEntropy(Rows(hidden), Targets(3), {}, Id(0, 1)).Get().status();
   EXPECT_EQ(lost.code(), absl::StatusCode::kAborted) << lost;
   ASSERT_EQ(ErrorReason(lost), "STEP_LOST") << lost;
   ASSERT_TRUE(RestoredFrom(lost).has_value());
