@@ -258,10 +258,10 @@ absl::StatusOr<HeadInfo> Head::ReplaceWeights(int64_t step, TensorView weight, s
     // A restart in between takes one half of the shadow with it: both tensors belong to one attempt.
     head = weight_upload.Send(name(), heads[0].epoch, step, deadline);
     if (head.ok() && bias.has_value()) head = bias_upload.Send(name(), heads[0].epoch, step, deadline);
+    if (head.ok()) connection.replay_log().StepIsOpen(handle_->state, step + 1);
     return head.status();
   });
   if (!status.ok()) return status;
-  connection.replay_log().StepIsOpen(handle_->state, step + 1);
   return FromProto(*head);
 }
 

@@ -13,6 +13,13 @@ using std::chrono::nanoseconds;
 
 // How long the end of a connection may wait for a server that does not answer. The lease ends by itself.
 constexpr std::chrono::seconds kCloseTimeout{1};
+// However short a lease is granted.
+constexpr nanoseconds kShortestPause = std::chrono::milliseconds(10);
+// How soon a renewal that failed is tried again, if the lease is not much shorter.
+constexpr nanoseconds kRetryPause = std::chrono::seconds(1);
+
+// Two renewals may be lost before the lease ends.
+nanoseconds RenewalPause(nanoseconds lease) { return std::max(lease / 3, kShortestPause); }
 
 }  // namespace
 
@@ -66,19 +73,19 @@ void Session::Forget(const std::string& id) {
 
 void Session::KeepAlive() {
   std::unique_lock<std::mutex> lock(mutex_);
-  nanoseconds pause = lease_ / 3;
+  nanoseconds pause = RenewalPause(lease_);
   while (!stopping_) {
     if (id_.empty()) {
       changed_.wait(lock);
-      pause = lease_ / 3;
+      pause = RenewalPause(lease_);
       continue;
     }
     const std::string id = id_;
     if (changed_.wait_for(lock, pause, [&] { return stopping_ || id_ != id; })) continue;
     grpc::ClientContext context;
-    // Not longer than what is left of the lease: a server that hangs is asked again before it ends.
-    context.set_deadline(std::chrono::system_clock::now() + std::chrono::duration_cast<std::chrono::system_clock::duration>(
-                                                                std::max(lease_ / 3, nanoseconds(100'000'000))));
+    // A server that hangs is asked again before the lease ends.
+    context.set_deadline(std::chrono::system_clock::now() +
+                         std::chrono::duration_cast<std::chrono::system_clock::duration>(RenewalPause(lease_)));
     v1::KeepAliveRequest request;
     request.set_session_id(id);
     v1::KeepAliveResponse response;
@@ -89,11 +96,11 @@ void Session::KeepAlive() {
     renewal_ = nullptr;
     if (status.ok()) {
       if (response.has_lease()) lease_ = FromProto(response.lease());
-      pause = lease_ / 3;
+      pause = RenewalPause(lease_);
     } else if (ErrorReason(FromGrpcStatus(status, target_)) == "SESSION_NOT_FOUND") {
       if (id_ == id) id_.clear();
     } else {
-      pause = std::min<nanoseconds>(lease_ / 10, std::chrono::seconds(1));
+      pause = std::clamp(lease_ / 10, kShortestPause, kRetryPause);
     }
   }
 }
