@@ -41,7 +41,7 @@ from headwater._errors import (
 from headwater._futures import Future
 from headwater._head import Head
 from headwater._requests import check_bool
-from headwater._retry import RetryPolicy
+from headwater._retry import DEFAULT_RETRIES, RetryPolicy
 from headwater._terms import JSD, CrossEntropy
 from headwater._types import (
     SGD,
@@ -78,7 +78,7 @@ def connect(
     tenant: str = "default",
     session: bool = True,
     session_lease: float = 30.0,
-    retries: RetryPolicy | None = RetryPolicy(),
+    retries: RetryPolicy | None = DEFAULT_RETRIES,
     replay: bool = False,
     replay_bytes: int = 1 << 30,
 ) -> Client:
@@ -93,7 +93,7 @@ def connect(
             ends, and their staging slots are free again; other clients cannot decide them. The session is opened by the first
             explicit micro-batch, renewed by a daemon thread on a connection of its own, and closed with the client.
         session_lease: seconds, > 0; the server may shorten it.
-        retries: how often calls that can be repeated without harm are tried. None: once.
+        retries: how often calls that can be repeated without harm are tried: 5 times by default, after 0.1 s and more. None: once.
         replay: follow a server that was started again: keep what the open step consists of, and when the head comes back at the
             step that this client works on, take it, submit everything again in the same order, and go on. If it comes back at an
             older step, calls are `StepLostError`, whose `restored_step` and `checkpoint` say where to go back to.

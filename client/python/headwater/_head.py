@@ -398,9 +398,7 @@ class Head(HeadLosses):
             info = self._upload(tensor, array, f"{upload_id}-{tensor[0]}", on_progress, self._timeout(timeout_s))
         return info
 
-    def replace_weight(
-        self, weight: Any, bias: Any = None, *, step: int | None = None, timeout_s: float | None = None
-    ) -> HeadInfo:
+    def replace_weight(self, weight: Any, bias: Any = None, *, step: int | None = None, timeout_s: float | None = None) -> HeadInfo:
         """Closes a sealed step with weights that the trainer's own optimizer has made, and opens the next one.
 
         Nothing is visible before the last byte; then weight and bias are swapped in whole. The epoch stays, and so does the state

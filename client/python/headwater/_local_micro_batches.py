@@ -205,7 +205,10 @@ class LocalMicroBatches:
                 staged = pending.release()
                 if staged is not None:
                     staged.discard()
-            return any([head.ledger.discard(micro_batch, attempt) for head in heads])
+            dropped = False
+            for head in heads:
+                dropped |= head.ledger.discard(micro_batch, attempt)
+            return dropped
 
     def add_gradient(self, request: GradientRequest, timeout_s: float) -> bool:
         digest = digest_of(request)

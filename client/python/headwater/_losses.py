@@ -37,9 +37,7 @@ class HeadLosses:
             attempt: int | None,
             timeout_s: float | None,
         ) -> bool: ...
-        def _discard(
-            self, keys: tuple[StepKey, ...], micro_batch: int, attempt: int | None, timeout_s: float | None
-        ) -> bool: ...
+        def _discard(self, keys: tuple[StepKey, ...], micro_batch: int, attempt: int | None, timeout_s: float | None) -> bool: ...
 
     def cross_entropy(
         self,

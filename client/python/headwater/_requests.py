@@ -102,9 +102,7 @@ class ComputeRequest:
     @property
     def keys(self) -> tuple[StepKey, ...]:
         """The heads and steps that this adds to, each once, in the order of the terms."""
-        return tuple(
-            dict.fromkeys(StepKey(term.head, term.epoch, term.step) for term in self.terms if term.step is not None)
-        )
+        return tuple(dict.fromkeys(StepKey(term.head, term.epoch, term.step) for term in self.terms if term.step is not None))
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,9 @@ class RetryPolicy:
         return max(full * random.uniform(0.5, 1.0), retry_after_s or 0.0)
 
 
+DEFAULT_RETRIES = RetryPolicy()
+
+
 def is_transient(error: HeadwaterError, *, repeatable: bool) -> bool:
     """Whether the same call may succeed later.
 

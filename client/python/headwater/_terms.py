@@ -92,9 +92,7 @@ def check_head(value: Any, field: str, owner: Head) -> Head:
     if not isinstance(value, Head):
         raise invalid_argument("INVALID_FIELD", f"{field} must be a headwater.Head, got {type(value).__name__}", field=field)
     if value._backend is not owner._backend:
-        raise invalid_argument(
-            "INVALID_COMBINATION", f"{field} must be a head of the same client as {owner.name}", field=field
-        )
+        raise invalid_argument("INVALID_COMBINATION", f"{field} must be a head of the same client as {owner.name}", field=field)
     return value
 
 

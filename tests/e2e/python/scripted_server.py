@@ -201,9 +201,7 @@ class ScriptedServer:
         if header.return_grad_hidden:
             rows = np.zeros((header.row_count, header.hidden_size), np.float32).tobytes()
             yield loss_service_pb2.ComputeLossResponse(
-                chunk=loss_service_pb2.RowChunk(
-                    role=loss_service_pb2.CHUNK_ROLE_GRAD_HIDDEN, row_count=header.row_count, data=rows
-                )
+                chunk=loss_service_pb2.RowChunk(role=loss_service_pb2.CHUNK_ROLE_GRAD_HIDDEN, row_count=header.row_count, data=rows)
             )
         explicit = header.commit_mode == loss_service_pb2.COMMIT_MODE_EXPLICIT
         yield loss_service_pb2.ComputeLossResponse(
