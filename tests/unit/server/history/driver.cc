@@ -14,7 +14,6 @@ namespace headwater::history {
 namespace {
 
 constexpr int kMaxShrinkRuns = 600;
-constexpr size_t kMaxReports = 3;
 
 // Server and model side by side.
 class Comparison {
@@ -137,10 +136,11 @@ std::string Report(uint64_t seed, const Failure& failure, const WorldBugs& bugs)
   return text;
 }
 
-Totals RunHistories(uint64_t first_seed, int count, int length, const WorldBugs& bugs) {
+Totals RunHistories(uint64_t first_seed, int count, int length, const WorldBugs& bugs, size_t max_failures) {
   Totals totals;
   std::mutex mutex;
   std::atomic<int> next = 0;
+  std::atomic<size_t> failures = 0;
   std::atomic<bool> enough = false;
   const auto work = [&] {
     Coverage coverage;
@@ -149,10 +149,11 @@ Totals RunHistories(uint64_t first_seed, int count, int length, const WorldBugs&
       const uint64_t seed = first_seed + static_cast<uint64_t>(number);
       const std::optional<Failure> failure = RunHistory(seed, length, bugs, &coverage);
       if (!failure.has_value()) continue;
+      if (failures++ >= max_failures) break;
+      if (failures >= max_failures) enough = true;
       std::string report = Report(seed, *failure, bugs);
       const std::lock_guard<std::mutex> lock(mutex);
       totals.failures.push_back(std::move(report));
-      if (totals.failures.size() >= kMaxReports) enough = true;
     }
     const std::lock_guard<std::mutex> lock(mutex);
     totals.coverage.Add(coverage);

@@ -42,8 +42,8 @@ struct Totals {
   Coverage coverage;
   std::vector<std::string> failures;  // reports; at most a few
 };
-// Runs the histories of seeds first_seed, first_seed + 1, ... on all cores; stops early after failures.
-Totals RunHistories(uint64_t first_seed, int count, int length, const WorldBugs& bugs);
+// Runs the histories of seeds first_seed, first_seed + 1, ... on all cores; ends early after `max_failures`.
+Totals RunHistories(uint64_t first_seed, int count, int length, const WorldBugs& bugs, size_t max_failures);
 
 }  // namespace headwater::history
 

@@ -38,7 +38,7 @@ int FromEnvironment(const char* name, int otherwise) {
 TEST(ServerHistoryTest, AgreesWithTheModel) {
   const int count = FromEnvironment("HISTORIES", kDefaultHistories);
   const int length = FromEnvironment("HISTORY_LENGTH", kDefaultLength);
-  const Totals totals = RunHistories(kFirstSeed, count, length, WorldBugs());
+  const Totals totals = RunHistories(kFirstSeed, count, length, WorldBugs(), 3);
   for (const std::string& failure : totals.failures) ADD_FAILURE() << failure;
   if (!totals.failures.empty()) return;
   EXPECT_EQ(totals.histories, count);
@@ -58,13 +58,8 @@ TEST(ServerHistoryTest, AgreesWithTheModel) {
     EXPECT_GE(found == totals.coverage.kinds.end() ? 0 : found->second, 5) << "too few events: " << kind;
   }
   EXPECT_GE(totals.coverage.late_events, count);
-}
-
-TEST(ServerHistoryTest, MeetsEveryAnswer) {
-  const Totals totals = RunHistories(kFirstSeed, kSanitized ? 60 : 300, kDefaultLength, WorldBugs());
-  if (!totals.failures.empty()) GTEST_SKIP() << "the histories fail, as AgreesWithTheModel tells";
   std::map<std::string, int64_t> reasons;
-  for (const auto& [answer, count] : totals.coverage.answers) reasons[answer.substr(answer.rfind(' ') + 1)] += count;
+  for (const auto& [answer, number] : totals.coverage.answers) reasons[answer.substr(answer.rfind(' ') + 1)] += number;
   for (const char* reason : {"OK",
                              "MISSING_FIELD",
                              "INVALID_FIELD",
@@ -156,7 +151,7 @@ struct PlantedBug {
 class PlantedBugTest : public ::testing::TestWithParam<PlantedBug> {};
 
 TEST_P(PlantedBugTest, IsFound) {
-  const Totals totals = RunHistories(kFirstSeed, 200, kDefaultLength, GetParam().bugs);
+  const Totals totals = RunHistories(kFirstSeed, 200, kDefaultLength, GetParam().bugs, 1);
   ASSERT_FALSE(totals.failures.empty());
   EXPECT_NE(totals.failures[0].find("to run it again:\n  HISTORY_SEED="), std::string::npos) << totals.failures[0];
 }
