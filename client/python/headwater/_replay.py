@@ -20,7 +20,7 @@ import numpy as np
 
 from headwater._arrays import HostArray
 from headwater._backend import ApplyArguments, Expected, UploadOptions
-from headwater._errors import EpochFencedError, HeadwaterError, StepLostError
+from headwater._errors import ClientClosedError, EpochFencedError, HeadwaterError, StepLostError
 from headwater._remote import RemoteBackend
 from headwater._requests import CommitRequest, ComputeRequest, GradientRequest, StepKey, copy_request, request_bytes
 from headwater._types import ApplyResult, DiscardGradientResult, HeadInfo, HeadSpec, LossResult, SaveResult, SealResult, StepStatus
@@ -29,8 +29,9 @@ R = TypeVar("R")
 
 # How often one call follows a server that goes down again and again.
 _MAX_RECOVERIES = 8
-# Bound of a recovery that no call waits for, in seconds.
+# Bound of a recovery that no call waits for, and the time between its tries, in seconds.
 _BACKGROUND_TIMEOUT_S = 60.0
+_BACKGROUND_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,13 +238,19 @@ class ReplayBackend:
 
     def _recover_idle(self) -> None:
         """The session is gone. If the server was started again, others may wait for what this client had submitted."""
-        with self._lock:
-            carried = self._logged_heads()
-        if carried:
+        deadline = time.monotonic() + _BACKGROUND_TIMEOUT_S
+        while True:
             try:
-                self._recover(carried, {}, time.monotonic() + _BACKGROUND_TIMEOUT_S)
-            except HeadwaterError:
-                return  # the next call meets the same failure, and raises it
+                with self._lock:
+                    carried = self._logged_heads()
+                if carried:
+                    self._recover(carried, {}, deadline)
+                self._inner.open_session(self._timeout_s)  # which is watched in turn
+                return
+            except HeadwaterError as error:
+                if isinstance(error, ClientClosedError) or time.monotonic() >= deadline:
+                    return  # the next call meets the same failure, and raises it
+                time.sleep(_BACKGROUND_RETRY_S)
 
     def _logged_heads(self) -> dict[str, bytes]:
         """All heads of the log, with their epochs of now."""
