@@ -1,7 +1,9 @@
 // Random histories of a server: what clients, the operator and accidents do to it, compared after every event with a sequential
 // model.
 //
-//   HISTORIES=10000 server_history_test       as many histories as that (HISTORY_LENGTH events each, 200 if not said)
+//   HISTORIES=10000 server_history_test       as many histories as that, HISTORY_LENGTH events each (200 if not said), of the seeds
+//   from
+//                                             HISTORY_FIRST_SEED on (1 if not said)
 //   HISTORY_SEED=17 HISTORY_LENGTH=143 server_history_test --gtest_filter='*RunsOneHistory*'
 //   HISTORY_SEED=17 HISTORY_LENGTH=143 HISTORY_EVENTS=3,8,142 ...   these events of it alone
 //   HISTORY_COVERAGE=1 ...                    also prints how often each kind of event got each answer
@@ -28,7 +30,7 @@ constexpr bool kSanitized = false;
 
 constexpr int kDefaultHistories = kSanitized ? 100 : 3000;
 constexpr int kDefaultLength = 200;
-constexpr uint64_t kFirstSeed = 1;
+constexpr int kFirstSeed = 1;
 
 int FromEnvironment(const char* name, int otherwise) {
   const char* value = std::getenv(name);
@@ -38,7 +40,8 @@ int FromEnvironment(const char* name, int otherwise) {
 TEST(ServerHistoryTest, AgreesWithTheModel) {
   const int count = FromEnvironment("HISTORIES", kDefaultHistories);
   const int length = FromEnvironment("HISTORY_LENGTH", kDefaultLength);
-  const Totals totals = RunHistories(kFirstSeed, count, length, WorldBugs(), 3);
+  const uint64_t first_seed = static_cast<uint64_t>(FromEnvironment("HISTORY_FIRST_SEED", kFirstSeed));
+  const Totals totals = RunHistories(first_seed, count, length, WorldBugs(), 3);
   for (const std::string& failure : totals.failures) ADD_FAILURE() << failure;
   if (!totals.failures.empty()) return;
   EXPECT_EQ(totals.histories, count);
