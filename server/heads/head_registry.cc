@@ -1,83 +1,314 @@
 #include "server/heads/head_registry.h"
 
+#include <algorithm>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "server/checkpoint/checkpoint_store.h"
+#include "server/checkpoint/manifest.h"
 
 namespace headwater::heads {
 namespace {
+
+constexpr char kNoneLeft[] = "there is no whole checkpoint";
 
 absl::Status NotFound(const std::string& name) {
   return MakeError(ErrorReason::kHeadNotFound, absl::StrCat("there is no head ", name), {{"head", name}});
 }
 
+absl::Status QuotaError(const std::string& message, const char* limit, int64_t maximum, int64_t actual) {
+  return MakeError(ErrorReason::kQuotaExceeded, message,
+                   {{"limit", limit}, {"maximum", absl::StrCat(maximum)}, {"actual", absl::StrCat(actual)}});
+}
+
+// kHeadSpecMismatch unless a call that asks for `wanted` can have `head`.
+absl::Status CheckSameSpec(const Head& head, const HeadSpec& wanted) {
+  std::optional<checkpoint::SpecDifference> difference = checkpoint::FindSpecDifference(head.spec(), wanted);
+  if (!difference.has_value() && head.spec().staging_slots != wanted.staging_slots) {
+    difference = {"staging_slots", absl::StrCat(head.spec().staging_slots), absl::StrCat(wanted.staging_slots)};
+  }
+  if (!difference.has_value()) return absl::OkStatus();
+  const std::string name = head.name().ToString();
+  return MakeError(
+      ErrorReason::kHeadSpecMismatch,
+      absl::StrCat(name, " exists with ", difference->field, " ", difference->first, ", the call asks for ", difference->second),
+      {{"head", name}, {"field", difference->field}, {"expected", difference->first}, {"actual", difference->second}});
+}
+
+// The sum, at most INT64_MAX: plans saturate there.
+int64_t SaturatingAdd(int64_t a, int64_t b) {
+  int64_t sum = 0;
+  return __builtin_add_overflow(a, b, &sum) ? INT64_MAX : sum;
+}
+
+std::string TenantPrefix(const std::string& tenant) { return HeadName{tenant, ""}.ToString(); }
+
+void AddNote(const std::string& text, std::string& note) { absl::StrAppend(&note, note.empty() ? "" : "; ", text); }
+
 }  // namespace
 
-HeadRegistry::HeadRegistry(LossEngine& engine, int64_t max_heads, const HeadLimits& limits)
-    : engine_(engine), max_heads_(max_heads), limits_(limits) {}
+HeadRegistry::HeadRegistry(LossEngine& engine, const RegistryLimits& limits, const HeadLimits& head_limits,
+                           std::function<absl::Time()> clock)
+    : engine_(engine), limits_(limits), head_limits_(head_limits), clock_(std::move(clock)) {}
 
-absl::StatusOr<std::shared_ptr<Head>> HeadRegistry::Create(const HeadName& name, const HeadSpec& spec) {
+// ---- creating --------------------------------------------------------------------------------------------------------
+
+absl::StatusOr<int64_t> HeadRegistry::PlannedBytes(const HeadSpec& spec) const {
+  if (limits_.max_tenant_memory_bytes <= 0) return 0;
+  const absl::StatusOr<MemoryPlan> plan = engine_.PlanHead(spec);
+  if (!plan.ok()) return plan.status();
+  return plan->total_bytes;
+}
+
+absl::Status HeadRegistry::Reserve(const HeadName& name, const absl::StatusOr<int64_t>& planned_bytes) {
+  if (!planned_bytes.ok()) return planned_bytes.status();
+  const std::string prefix = TenantPrefix(name.tenant);
+  int64_t tenant_heads = 0;
+  int64_t tenant_bytes = 0;
+  for (auto entry = heads_.lower_bound(prefix); entry != heads_.end() && absl::StartsWith(entry->first, prefix); ++entry) {
+    ++tenant_heads;
+    tenant_bytes = SaturatingAdd(tenant_bytes, entry->second.planned_bytes);
+  }
+  // The tenant's own limits first: the server's tells how many heads others have.
+  if (tenant_heads >= limits_.max_heads_per_tenant) {
+    return QuotaError(absl::StrCat("tenant ", name.tenant, " has ", tenant_heads, " heads, the maximum of a tenant is ",
+                                   limits_.max_heads_per_tenant),
+                      "max_heads_per_tenant", limits_.max_heads_per_tenant, tenant_heads + 1);
+  }
+  const int64_t wanted_bytes = SaturatingAdd(tenant_bytes, *planned_bytes);
+  if (limits_.max_tenant_memory_bytes > 0 && wanted_bytes > limits_.max_tenant_memory_bytes) {
+    return QuotaError(absl::StrCat("the heads of tenant ", name.tenant, " take ", tenant_bytes, " bytes and this one would take ",
+                                   *planned_bytes, ", the maximum of a tenant is ", limits_.max_tenant_memory_bytes),
+                      "max_tenant_memory_bytes", limits_.max_tenant_memory_bytes, wanted_bytes);
+  }
+  const int64_t all_heads = static_cast<int64_t>(heads_.size());
+  if (all_heads >= limits_.max_heads) {
+    return QuotaError(absl::StrCat("the server has ", all_heads, " heads, the maximum is ", limits_.max_heads), "max_heads",
+                      limits_.max_heads, all_heads + 1);
+  }
+  heads_[name.ToString()].planned_bytes = *planned_bytes;
+  return absl::OkStatus();
+}
+
+void HeadRegistry::Settle(const std::string& full_name, std::shared_ptr<Head> head) {
+  absl::MutexLock lock(&mutex_);
+  if (head == nullptr) {
+    heads_.erase(full_name);
+  } else {
+    head->Touch(clock_());
+    heads_[full_name].head = std::move(head);
+  }
+  settled_.SignalAll();
+}
+
+absl::StatusOr<HeadRegistry::Created> HeadRegistry::Create(const HeadName& name, const HeadSpec& spec, IfExists if_exists) {
   const std::string full_name = name.ToString();
+  const absl::StatusOr<int64_t> planned_bytes = PlannedBytes(spec);
   {
     absl::MutexLock lock(&mutex_);
-    if (heads_.contains(full_name)) {
-      return MakeError(ErrorReason::kHeadAlreadyExists, absl::StrCat(full_name, " exists"), {{"head", full_name}});
+    for (auto found = heads_.find(full_name); found != heads_.end(); found = heads_.find(full_name)) {
+      const Entry& entry = found->second;
+      if (!entry.leaving && if_exists == IfExists::kFail) {
+        return MakeError(ErrorReason::kHeadAlreadyExists, absl::StrCat(full_name, " exists"), {{"head", full_name}});
+      }
+      if (entry.head != nullptr) {
+        if (absl::Status status = CheckSameSpec(*entry.head, spec); !status.ok()) return status;
+        entry.head->Touch(clock_());
+        return Created{entry.head, false};
+      }
+      settled_.Wait(&mutex_);
     }
-    if (static_cast<int64_t>(heads_.size()) >= max_heads_) {
-      return MakeError(
-          ErrorReason::kQuotaExceeded, absl::StrCat("the server has ", heads_.size(), " heads, the maximum is ", max_heads_),
-          {{"limit", "max_heads"}, {"maximum", absl::StrCat(max_heads_)}, {"actual", absl::StrCat(heads_.size() + 1)}});
-    }
-    heads_[full_name] = nullptr;
+    if (absl::Status status = Reserve(name, planned_bytes); !status.ok()) return status;
   }
-  absl::StatusOr<std::shared_ptr<Head>> head = Head::Create(name, spec, engine_, limits_);
-  absl::MutexLock lock(&mutex_);
-  if (head.ok()) {
-    heads_[full_name] = *head;
-  } else {
-    heads_.erase(full_name);
-  }
-  return head;
+  absl::StatusOr<std::shared_ptr<Head>> head = Head::Create(name, spec, engine_, head_limits_);
+  Settle(full_name, head.ok() ? *head : nullptr);
+  if (!head.ok()) return head.status();
+  return Created{*std::move(head), true};
+}
+
+// ---- finding ---------------------------------------------------------------------------------------------------------
+
+HeadRegistry::Entries::iterator HeadRegistry::FindEntry(const std::string& full_name) {
+  const auto found = heads_.find(full_name);
+  return found != heads_.end() && found->second.head != nullptr ? found : heads_.end();
 }
 
 absl::StatusOr<std::shared_ptr<Head>> HeadRegistry::Find(const HeadName& name) const {
   const std::string full_name = name.ToString();
   absl::MutexLock lock(&mutex_);
   const auto found = heads_.find(full_name);
-  if (found == heads_.end() || found->second == nullptr) return NotFound(full_name);
-  return found->second;
+  if (found == heads_.end() || found->second.head == nullptr) return NotFound(full_name);
+  found->second.head->Touch(clock_());
+  return found->second.head;
 }
 
 std::vector<std::shared_ptr<Head>> HeadRegistry::List(const std::string& tenant, const std::string& after, int64_t count) const {
-  const std::string prefix = HeadName{tenant, ""}.ToString();
+  const std::string prefix = TenantPrefix(tenant);
   std::vector<std::shared_ptr<Head>> heads;
   absl::MutexLock lock(&mutex_);
   for (auto entry = after.empty() ? heads_.lower_bound(prefix) : heads_.upper_bound(after);
        entry != heads_.end() && static_cast<int64_t>(heads.size()) < count; ++entry) {
     if (entry->first < prefix) continue;
-    if (entry->first.compare(0, prefix.size(), prefix) != 0) break;
-    if (entry->second != nullptr) heads.push_back(entry->second);
+    if (!absl::StartsWith(entry->first, prefix)) break;
+    if (entry->second.head != nullptr) heads.push_back(entry->second.head);
   }
   return heads;
 }
 
-absl::Status HeadRegistry::Delete(const HeadName& name, const std::optional<Epoch>& epoch, bool force) {
-  const std::string full_name = name.ToString();
-  // Freed after the lock is released: large memory takes its time.
-  std::shared_ptr<Head> head;
+std::vector<std::shared_ptr<Head>> HeadRegistry::ListAll() const {
+  std::vector<std::shared_ptr<Head>> heads;
   absl::MutexLock lock(&mutex_);
-  const auto found = heads_.find(full_name);
-  if (found == heads_.end() || found->second == nullptr) return NotFound(full_name);
-  if (absl::Status status = found->second->TryRetire(epoch, force); !status.ok()) return status;
-  head = std::move(found->second);
-  heads_.erase(found);
-  return absl::OkStatus();
+  for (const auto& [full_name, entry] : heads_) {
+    if (entry.head != nullptr) heads.push_back(entry.head);
+  }
+  return heads;
 }
 
 int64_t HeadRegistry::size() const {
   absl::MutexLock lock(&mutex_);
   return static_cast<int64_t>(heads_.size());
+}
+
+int64_t HeadRegistry::DropSession(const SessionId& session) {
+  int64_t dropped = 0;
+  for (const std::shared_ptr<Head>& head : ListAll()) dropped += head->DropSession(session);
+  return dropped;
+}
+
+// ---- deleting --------------------------------------------------------------------------------------------------------
+
+absl::Status HeadRegistry::Delete(const HeadName& name, const std::optional<Epoch>& epoch, bool force,
+                                  checkpoint::CheckpointStore* store) {
+  const std::string full_name = name.ToString();
+  std::shared_ptr<Head> head;
+  {
+    absl::MutexLock lock(&mutex_);
+    if (const auto found = FindEntry(full_name); found != heads_.end()) {
+      if (absl::Status status = found->second.head->TryRetire(epoch, force); !status.ok()) return status;
+      head = std::move(found->second.head);
+      found->second.leaving = true;
+    } else if (store == nullptr || epoch.has_value() || heads_.contains(full_name)) {
+      return NotFound(full_name);
+    } else {
+      heads_[full_name].leaving = true;
+    }
+  }
+  return head != nullptr ? Remove(name, std::move(head), store) : DeleteAbsent(name, *store);
+}
+
+absl::Status HeadRegistry::Remove(const HeadName& name, std::shared_ptr<Head> head, checkpoint::CheckpointStore* store) {
+  // What is undecided holds on to the head, and to others, until it is dropped.
+  head->Retire();
+  head.reset();
+  // No call can save the head any more. Only now may another take the name: it is not to be forgotten in this one's place.
+  absl::Status status = store != nullptr ? store->Forget(name.tenant, name.head) : absl::OkStatus();
+  Settle(name.ToString(), nullptr);
+  return status;
+}
+
+absl::Status HeadRegistry::DeleteAbsent(const HeadName& name, checkpoint::CheckpointStore& store) {
+  const absl::StatusOr<checkpoint::CheckpointStore::Comebacks> comebacks = store.FindComebacks(name.tenant, name.head);
+  absl::Status status = comebacks.status();
+  if (status.ok()) status = comebacks->empty() ? NotFound(name.ToString()) : store.Forget(name.tenant, name.head);
+  Settle(name.ToString(), nullptr);
+  return status;
+}
+
+bool HeadRegistry::TryExpire(const std::shared_ptr<Head>& head, absl::Duration timeout, checkpoint::CheckpointStore* store,
+                             bool save_first) {
+  if (head->last_use() + timeout > clock_()) return false;
+  const HeadInfo before = head->Describe();
+  if (save_first && before.state == HeadState::kReady) {
+    const std::string checkpoint_name = absl::StrCat("idle-", before.open_step.value_or(0));
+    if (store == nullptr || !head->Save(before.epoch, *store, checkpoint_name, /*overwrite=*/true).ok()) return false;
+  }
+  absl::MutexLock lock(&mutex_);
+  const auto found = FindEntry(head->name().ToString());
+  if (found == heads_.end() || found->second.head != head || head->last_use() + timeout > clock_()) return false;
+  // A call that named the head long ago may have changed it since it was saved.
+  const HeadInfo now = head->Describe();
+  if (now.epoch != before.epoch || now.open_step != before.open_step || now.weight_version != before.weight_version) return false;
+  if (!head->TryRetire(before.epoch, /*force=*/true).ok()) return false;
+  found->second.head.reset();
+  found->second.leaving = true;
+  return true;
+}
+
+std::vector<HeadName> HeadRegistry::ExpireIdle(absl::Duration timeout, checkpoint::CheckpointStore* store, bool save_first) {
+  std::vector<HeadName> expired;
+  for (std::shared_ptr<Head>& head : ListAll()) {
+    if (!TryExpire(head, timeout, store, save_first)) continue;
+    expired.push_back(head->name());
+    Remove(expired.back(), std::move(head), store).IgnoreError();
+  }
+  return expired;
+}
+
+// ---- coming back -----------------------------------------------------------------------------------------------------
+
+std::shared_ptr<Head> HeadRegistry::BringBack(const std::vector<checkpoint::CheckpointInfo>& newest_first,
+                                              checkpoint::CheckpointStore& store, Comeback& comeback) const {
+  for (const checkpoint::CheckpointInfo& info : newest_first) {
+    // A new head each time: nothing stays of one that could not be loaded.
+    absl::StatusOr<std::shared_ptr<Head>> head = Head::Create(comeback.name, info.spec, engine_, head_limits_);
+    if (!head.ok()) {
+      AddNote(absl::StrCat("the head cannot be created: ", std::string(head.status().message())), comeback.note);
+      return nullptr;
+    }
+    const absl::Status status = (*head)->ComeBack(store, info.name);
+    if (status.ok()) {
+      comeback.checkpoint = info.name;
+      return *std::move(head);
+    }
+    AddNote(absl::StrCat("checkpoint ", info.name, " cannot be loaded: ", std::string(status.message())), comeback.note);
+  }
+  AddNote(kNoneLeft, comeback.note);
+  return nullptr;
+}
+
+std::vector<HeadRegistry::Comeback> HeadRegistry::RestoreAll(checkpoint::CheckpointStore& store) {
+  std::vector<Comeback> comebacks;
+  const auto live = store.LiveHeads();
+  if (!live.ok()) {
+    comebacks.push_back({{}, "", absl::StrCat("the checkpoints cannot be listed: ", std::string(live.status().message()))});
+    return comebacks;
+  }
+  for (const auto& [tenant, head_id] : *live) {
+    Comeback& comeback = comebacks.emplace_back();
+    comeback.name = {tenant, head_id};
+    const std::string full_name = comeback.name.ToString();
+    absl::Status status = ParseHeadName(full_name, "directory").status();
+    absl::StatusOr<checkpoint::CheckpointStore::Comebacks> found;
+    if (status.ok()) {
+      found = store.FindComebacks(tenant, head_id);
+      status = found.status();
+    }
+    if (!status.ok()) {
+      AddNote(std::string(status.message()), comeback.note);
+      continue;
+    }
+    for (const std::string& name : found->damaged) {
+      AddNote(absl::StrCat("the manifest of checkpoint ", name, " is damaged"), comeback.note);
+    }
+    if (found->newest_first.empty()) {
+      AddNote(kNoneLeft, comeback.note);
+      continue;
+    }
+    const absl::StatusOr<int64_t> planned_bytes = PlannedBytes(found->newest_first.front().spec);
+    {
+      absl::MutexLock lock(&mutex_);
+      status = heads_.contains(full_name) ? absl::AlreadyExistsError("a head of that name is there already")
+                                          : Reserve(comeback.name, planned_bytes);
+    }
+    if (!status.ok()) {
+      AddNote(std::string(status.message()), comeback.note);
+      continue;
+    }
+    Settle(full_name, BringBack(found->newest_first, store, comeback));
+  }
+  return comebacks;
 }
 
 }  // namespace headwater::heads

@@ -2,44 +2,122 @@
 #ifndef HEADWATER_SERVER_HEADS_HEAD_REGISTRY_H_
 #define HEADWATER_SERVER_HEADS_HEAD_REGISTRY_H_
 
+#include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "headwater/kernels/engine.h"
 #include "server/heads/head.h"
+#include "server/heads/monotonic_clock.h"
+
+namespace headwater::checkpoint {
+struct CheckpointInfo;
+}
 
 namespace headwater::heads {
 
+struct RegistryLimits {
+  int64_t max_heads = 64;
+  int64_t max_heads_per_tenant = 64;
+  int64_t max_tenant_memory_bytes = 0;  // sum of the plans of a tenant's heads; 0: no limit
+};
+
+// What creating a head that exists does.
+enum class IfExists { kFail, kAttachIfSameSpec };
+
 class HeadRegistry {
  public:
-  // `engine` must outlive the registry.
-  HeadRegistry(LossEngine& engine, int64_t max_heads, const HeadLimits& limits);
+  // `engine` must outlive the registry. `clock` is for tests; only differences of its times matter.
+  HeadRegistry(LossEngine& engine, const RegistryLimits& limits, const HeadLimits& head_limits,
+               std::function<absl::Time()> clock = MonotonicNow);
 
-  // kHeadAlreadyExists, kQuotaExceeded, and what the engine says. The name is taken at once; until the head is allocated, which
-  // does not hold up other calls, it is not found.
-  absl::StatusOr<std::shared_ptr<Head>> Create(const HeadName& name, const HeadSpec& spec);
-  // kHeadNotFound.
+  struct Created {
+    std::shared_ptr<Head> head;
+    bool created = false;  // false: it existed
+  };
+  // kHeadAlreadyExists, kHeadSpecMismatch (with the first field that differs, `initial_step` apart), kQuotaExceeded, and what the
+  // engine says. The name is taken at once; until the head is allocated, which does not hold up other calls, it is not found.
+  // Attaching waits for that, and creates the head itself if it comes to nothing; every creation waits for a head of that name that
+  // is being deleted. Attaching counts as a use of the head.
+  absl::StatusOr<Created> Create(const HeadName& name, const HeadSpec& spec, IfExists if_exists = IfExists::kFail);
+  // kHeadNotFound. Counts as a use of the head.
   absl::StatusOr<std::shared_ptr<Head>> Find(const HeadName& name) const;
   // Heads of a tenant by name, after `after` (exclusive; empty: from the beginning), at most `count`.
   std::vector<std::shared_ptr<Head>> List(const std::string& tenant, const std::string& after, int64_t count) const;
-  // kHeadNotFound, kHeadInUse unless `force`, kEpochFenced.
-  absl::Status Delete(const HeadName& name, const std::optional<Epoch>& epoch, bool force);
-  int64_t size() const;  // heads being created included
+  // Heads of all tenants.
+  std::vector<std::shared_ptr<Head>> ListAll() const;
+  // kHeadNotFound, kHeadInUse unless `force`, kEpochFenced. The head does not come back at the next start: `store` (may be null)
+  // forgets it; its checkpoints stay. Decided at once; then waits for the call that computes on the head. If the store fails to
+  // forget (its error comes back) the head is gone nevertheless, and the same call again, without `epoch`, tries the store once
+  // more: as it does for a head that RestoreAll() could not bring back.
+  absl::Status Delete(const HeadName& name, const std::optional<Epoch>& epoch, bool force, checkpoint::CheckpointStore* store);
+
+  // Drops, in every head, what a session that has ended left undecided. Returns how many micro-batches.
+  int64_t DropSession(const SessionId& session);
+
+  // Deletes the heads that no call has named for `timeout`, whatever their open step holds. A call counts when it finds the head:
+  // `timeout` must be longer than any call, or long ones must find it again now and then. With `save_first` (which needs
+  // `store`) a READY head is saved before, as `idle-{step}`, replacing an older one of that name; if it cannot be saved it stays.
+  // (One that is LOADING or LOST has nothing to save, one that is RESTORED is what its checkpoint is.) A head that the store fails
+  // to forget is deleted, and comes back at the next start. Returns the names of the deleted ones.
+  std::vector<HeadName> ExpireIdle(absl::Duration timeout, checkpoint::CheckpointStore* store, bool save_first);
+
+  // Brings back every head that the store remembers, from its newest checkpoint that is whole: trainable ones are RESTORED, frozen
+  // ones READY. One that cannot be brought back (no whole checkpoint, no memory, a quota, a name that is not a head's) is left out
+  // and told of; if the store cannot be listed that is told without a name.
+  struct Comeback {
+    HeadName name;
+    std::string checkpoint;  // that was taken; empty if none could be
+    std::string note;        // what went wrong on the way; empty if nothing
+  };
+  std::vector<Comeback> RestoreAll(checkpoint::CheckpointStore& store);
+
+  int64_t size() const;  // heads being created and deleted included
   LossEngine& engine() const { return engine_; }
 
  private:
+  // A name that is taken.
+  struct Entry {
+    std::shared_ptr<Head> head;  // null while it is being created or deleted
+    bool leaving = false;        // being deleted
+    int64_t planned_bytes = 0;   // 0 without max_tenant_memory_bytes
+  };
+  using Entries = std::map<std::string, Entry>;
+
+  // The entry of a head that is there, or the map's end.
+  Entries::iterator FindEntry(const std::string& full_name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What a head would take out of its tenant's memory.
+  absl::StatusOr<int64_t> PlannedBytes(const HeadSpec& spec) const;
+  // Takes a name that is free. kQuotaExceeded if the tenant, or the server, may have no further head; the error of PlannedBytes().
+  absl::Status Reserve(const HeadName& name, const absl::StatusOr<int64_t>& planned_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Ends what Reserve() or Retire() began: `head` null gives the name free.
+  void Settle(const std::string& full_name, std::shared_ptr<Head> head);
+  // Takes a retired head out of its entry and ends its deletion, without the lock.
+  absl::Status Remove(const HeadName& name, std::shared_ptr<Head> head, checkpoint::CheckpointStore* store);
+  // Deletes what the store remembers of a head that is not here.
+  absl::Status DeleteAbsent(const HeadName& name, checkpoint::CheckpointStore& store);
+  // True if the head could be saved, or has nothing to be saved, and has not been used meanwhile; then it is retired.
+  bool TryExpire(const std::shared_ptr<Head>& head, absl::Duration timeout, checkpoint::CheckpointStore* store, bool save_first);
+  // The head at its newest whole checkpoint, or null. The name has been reserved.
+  std::shared_ptr<Head> BringBack(const std::vector<checkpoint::CheckpointInfo>& newest_first, checkpoint::CheckpointStore& store,
+                                  Comeback& comeback) const;
+
   LossEngine& engine_;
-  const int64_t max_heads_;
-  const HeadLimits limits_;
+  const RegistryLimits limits_;
+  const HeadLimits head_limits_;
+  const std::function<absl::Time()> clock_;
   mutable absl::Mutex mutex_;
-  // By full name; null while the head is being created.
-  std::map<std::string, std::shared_ptr<Head>> heads_ ABSL_GUARDED_BY(mutex_);
+  absl::CondVar settled_;                  // a head that was being created or deleted is there, or is not
+  Entries heads_ ABSL_GUARDED_BY(mutex_);  // by full name
 };
 
 }  // namespace headwater::heads

@@ -2,7 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <functional>
 #include <thread>
+#include <utility>
 
 #include "absl/synchronization/notification.h"
 #include "head_test_util.h"
@@ -16,6 +19,30 @@ using headwater::testing::KeyOf;
 using headwater::testing::MicroBatchCall;
 using headwater::testing::SetWeights;
 using headwater::testing::SmallSpec;
+
+const HeadName kName = {"default", "a"};
+
+// An engine that stops while it creates a head, until it is told to go on.
+class SlowEngine : public FakeEngine {
+ public:
+  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override {
+    ++creations_;
+    if (stops_.exchange(false)) {
+      creating_.Notify();
+      go_on_.WaitForNotification();
+    }
+    return FakeEngine::CreateHead(spec);
+  }
+  void StopNext() { stops_ = true; }
+  void WaitUntilItCreates() { creating_.WaitForNotification(); }
+  void GoOn() { go_on_.Notify(); }
+  int creations() const { return creations_; }
+
+ private:
+  std::atomic<bool> stops_ = false;
+  std::atomic<int> creations_ = 0;
+  absl::Notification creating_, go_on_;
+};
 
 TEST(HeadNameTest, ParsesFullNamesOnly) {
   const absl::StatusOr<HeadName> name = ParseHeadName("tenants/a-b.c_d/heads/7", "name");
@@ -56,7 +83,7 @@ TEST(HeadNameTest, ParsesTenants) {
 
 TEST(HeadRegistryTest, CreatesFindsListsAndDeletes) {
   FakeEngine engine;
-  HeadRegistry registry(engine, 10, HeadLimits());
+  HeadRegistry registry(engine, RegistryLimits(), HeadLimits());
   for (const char* id : {"c", "a", "b"}) EXPECT_OK(registry.Create({"default", id}, SmallSpec()));
   EXPECT_OK(registry.Create({"other", "a"}, SmallSpec()));
   EXPECT_EQ(registry.size(), 4);
@@ -73,10 +100,10 @@ TEST(HeadRegistryTest, CreatesFindsListsAndDeletes) {
   EXPECT_TRUE(registry.List("nobody", "", 10).empty());
   EXPECT_TRUE(registry.List("default", rest[0]->name().ToString(), 10).empty());
 
-  EXPECT_REASON(registry.Delete({"default", "a"}, NewEpoch(), true), kEpochFenced);
-  EXPECT_OK(registry.Delete({"default", "a"}, first[0]->Describe().epoch, false));
+  EXPECT_REASON(registry.Delete({"default", "a"}, NewEpoch(), true, nullptr), kEpochFenced);
+  EXPECT_OK(registry.Delete({"default", "a"}, first[0]->Describe().epoch, false, nullptr));
   EXPECT_REASON(registry.Find({"default", "a"}), kHeadNotFound);
-  EXPECT_REASON(registry.Delete({"default", "a"}, std::nullopt, false), kHeadNotFound);
+  EXPECT_REASON(registry.Delete({"default", "a"}, std::nullopt, false, nullptr), kHeadNotFound);
   // Who still holds it is told.
   EXPECT_REASON(first[0]->CheckEpoch(first[0]->Describe().epoch), kHeadNotFound);
   EXPECT_OK(registry.Create({"default", "a"}, SmallSpec()));
@@ -84,19 +111,19 @@ TEST(HeadRegistryTest, CreatesFindsListsAndDeletes) {
 
 TEST(HeadRegistryTest, TheNumberOfHeadsIsBounded) {
   FakeEngine engine;
-  HeadRegistry registry(engine, 2, HeadLimits());
+  HeadRegistry registry(engine, {.max_heads = 2}, HeadLimits());
   EXPECT_OK(registry.Create({"default", "a"}, SmallSpec()));
   EXPECT_OK(registry.Create({"default", "b"}, SmallSpec()));
   const absl::Status refused = registry.Create({"default", "c"}, SmallSpec()).status();
   EXPECT_REASON(refused, kQuotaExceeded);
   EXPECT_EQ(GetErrorMetadata(refused).at("maximum"), "2");
-  EXPECT_OK(registry.Delete({"default", "a"}, std::nullopt, false));
+  EXPECT_OK(registry.Delete({"default", "a"}, std::nullopt, false, nullptr));
   EXPECT_OK(registry.Create({"default", "c"}, SmallSpec()));
 }
 
 TEST(HeadRegistryTest, AFailedCreationFreesTheName) {
   FakeEngine engine;
-  HeadRegistry registry(engine, 1, HeadLimits());
+  HeadRegistry registry(engine, {.max_heads = 1}, HeadLimits());
   engine.control().FailNext("CreateHead", MakeError(ErrorReason::kMemoryBudgetExceeded, "too large"));
   EXPECT_REASON(registry.Create({"default", "a"}, SmallSpec()), kMemoryBudgetExceeded);
   EXPECT_EQ(registry.size(), 0);
@@ -105,25 +132,25 @@ TEST(HeadRegistryTest, AFailedCreationFreesTheName) {
 
 TEST(HeadRegistryTest, AHeadInUseNeedsForce) {
   FakeEngine engine;
-  HeadRegistry registry(engine, 10, HeadLimits());
-  const std::shared_ptr<Head> head = *registry.Create({"default", "a"}, SmallSpec());
+  HeadRegistry registry(engine, RegistryLimits(), HeadLimits());
+  const std::shared_ptr<Head> head = registry.Create({"default", "a"}, SmallSpec())->head;
   EXPECT_OK(SetWeights(*head, std::vector<float>(15, 1.0f)));
   EXPECT_FALSE(head->InUse());
   MicroBatchCall call(head, 0, 0, {{1, 2, 3}, {2}});
   EXPECT_OK(call.Explicit().Run(engine));
   EXPECT_TRUE(head->InUse());
-  EXPECT_REASON(registry.Delete({"default", "a"}, std::nullopt, false), kHeadInUse);
+  EXPECT_REASON(registry.Delete({"default", "a"}, std::nullopt, false, nullptr), kHeadInUse);
   EXPECT_OK(head->Commit(KeyOf(*head), 0, 0, 1));
   EXPECT_TRUE(head->InUse());
-  EXPECT_REASON(registry.Delete({"default", "a"}, std::nullopt, false), kHeadInUse);
-  EXPECT_OK(registry.Delete({"default", "a"}, std::nullopt, true));
+  EXPECT_REASON(registry.Delete({"default", "a"}, std::nullopt, false, nullptr), kHeadInUse);
+  EXPECT_OK(registry.Delete({"default", "a"}, std::nullopt, true, nullptr));
   EXPECT_REASON(call.Run(engine), kHeadNotFound);
 }
 
 TEST(HeadRegistryTest, ARunningCallCountsAsUse) {
   FakeEngine engine;
-  HeadRegistry registry(engine, 10, HeadLimits());
-  const std::shared_ptr<Head> head = *registry.Create({"default", "a"}, SmallSpec());
+  HeadRegistry registry(engine, RegistryLimits(), HeadLimits());
+  const std::shared_ptr<Head> head = registry.Create({"default", "a"}, SmallSpec())->head;
   EXPECT_OK(SetWeights(*head, std::vector<float>(15, 1.0f)));
   absl::Notification computing, go_on;
   engine.control().during_compute = [&] {
@@ -136,11 +163,223 @@ TEST(HeadRegistryTest, ARunningCallCountsAsUse) {
   });
   computing.WaitForNotification();
   EXPECT_TRUE(head->InUse());
-  EXPECT_REASON(registry.Delete({"default", "a"}, std::nullopt, false), kHeadInUse);
+  EXPECT_REASON(registry.Delete({"default", "a"}, std::nullopt, false, nullptr), kHeadInUse);
   go_on.Notify();
   submitter.join();
   EXPECT_FALSE(head->InUse());
-  EXPECT_OK(registry.Delete({"default", "a"}, std::nullopt, false));
+  EXPECT_OK(registry.Delete({"default", "a"}, std::nullopt, false, nullptr));
+}
+
+// ---- attaching -------------------------------------------------------------------------------------------------------
+
+TEST(HeadRegistryAttachTest, AttachesToAHeadOfTheSameSpec) {
+  FakeEngine engine;
+  HeadRegistry registry(engine, {.max_heads = 1}, HeadLimits());
+  HeadSpec spec = SmallSpec();
+  spec.optimizer = AdamWSpec{.weight_decay = 0.1};
+  const absl::StatusOr<HeadRegistry::Created> created = registry.Create(kName, spec, IfExists::kAttachIfSameSpec);
+  ASSERT_OK(created);
+  EXPECT_TRUE(created->created);
+  EXPECT_REASON(registry.Create(kName, spec), kHeadAlreadyExists);
+  for (const int64_t initial_step : {0, 7}) {
+    spec.initial_step = initial_step;
+    const absl::StatusOr<HeadRegistry::Created> attached = registry.Create(kName, spec, IfExists::kAttachIfSameSpec);
+    ASSERT_OK(attached);
+    EXPECT_FALSE(attached->created);
+    EXPECT_EQ(attached->head, created->head);
+  }
+  EXPECT_EQ(engine.control().CountOf("CreateHead"), 1);
+}
+
+TEST(HeadRegistryAttachTest, EveryOtherFieldMustBeTheSame) {
+  FakeEngine engine;
+  HeadRegistry registry(engine, RegistryLimits(), HeadLimits());
+  HeadSpec spec = SmallSpec();
+  spec.optimizer = AdamWSpec();
+  ASSERT_OK(registry.Create(kName, spec));
+  const std::pair<const char*, std::function<void(HeadSpec&)>> changes[] = {
+      {"vocab_size", [](HeadSpec& s) { s.vocab_size = 6; }},
+      {"hidden_size", [](HeadSpec& s) { s.hidden_size = 4; }},
+      {"data_type", [](HeadSpec& s) { s.data_type = DataType::kBFloat16; }},
+      {"has_bias", [](HeadSpec& s) { s.has_bias = true; }},
+      {"logit_scale", [](HeadSpec& s) { s.transform.logit_scale = 0.5; }},
+      {"softcap", [](HeadSpec& s) { s.transform.softcap = 30; }},
+      {"valid_vocab_size", [](HeadSpec& s) { s.transform.valid_vocab_size = 4; }},
+      {"trainable", [](HeadSpec& s) { s.trainable = false; }},
+      {"optimizer", [](HeadSpec& s) { s.optimizer = AdamWSpec{.beta1 = 0.91}; }},
+      {"optimizer", [](HeadSpec& s) { s.optimizer = SgdSpec(); }},
+      {"optimizer", [](HeadSpec& s) { s.optimizer = std::monostate(); }},
+      {"staging_slots", [](HeadSpec& s) { s.staging_slots = 3; }},
+  };
+  for (const auto& [field, change] : changes) {
+    HeadSpec other = spec;
+    change(other);
+    other.initial_step = 5;
+    const absl::Status refused = registry.Create(kName, other, IfExists::kAttachIfSameSpec).status();
+    EXPECT_REASON(refused, kHeadSpecMismatch) << field;
+    EXPECT_EQ(GetErrorMetadata(refused).at("field"), field);
+    EXPECT_NE(std::string(refused.message()).find(field), std::string::npos) << refused;
+    EXPECT_NE(GetErrorMetadata(refused).at("expected"), GetErrorMetadata(refused).at("actual"));
+  }
+}
+
+TEST(HeadRegistryAttachTest, WaitsForAHeadThatIsBeingCreated) {
+  SlowEngine engine;
+  HeadRegistry registry(engine, RegistryLimits(), HeadLimits());
+  engine.StopNext();
+  std::shared_ptr<Head> first;
+  std::thread creator([&] {
+    const absl::StatusOr<HeadRegistry::Created> created = registry.Create(kName, SmallSpec(), IfExists::kAttachIfSameSpec);
+    EXPECT_OK(created);
+    EXPECT_TRUE(created->created);
+    first = created->head;
+  });
+  engine.WaitUntilItCreates();
+  EXPECT_REASON(registry.Create(kName, SmallSpec()), kHeadAlreadyExists);  // at once
+  EXPECT_REASON(registry.Find(kName), kHeadNotFound);
+  EXPECT_REASON(registry.Delete(kName, std::nullopt, true, nullptr), kHeadNotFound);
+  EXPECT_TRUE(registry.ListAll().empty());
+  EXPECT_EQ(registry.size(), 1);
+  std::atomic<int> attached = 0;
+  std::vector<std::shared_ptr<Head>> heads(4);
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < heads.size(); ++i) {
+    threads.emplace_back([&, i] {
+      const absl::StatusOr<HeadRegistry::Created> created = registry.Create(kName, SmallSpec(), IfExists::kAttachIfSameSpec);
+      EXPECT_OK(created);
+      EXPECT_FALSE(created->created);
+      heads[i] = created->head;
+      ++attached;
+    });
+  }
+  absl::SleepFor(absl::Milliseconds(20));
+  EXPECT_EQ(attached, 0);
+  EXPECT_OK(registry.Create({"default", "b"}, SmallSpec()));  // others go on
+  engine.GoOn();
+  creator.join();
+  for (std::thread& thread : threads) thread.join();
+  for (const std::shared_ptr<Head>& head : heads) EXPECT_EQ(head, first);
+  EXPECT_EQ(engine.creations(), 2);
+}
+
+TEST(HeadRegistryAttachTest, CreatesTheHeadItselfIfTheOtherCreationFails) {
+  SlowEngine engine;
+  HeadRegistry registry(engine, {.max_heads = 1}, HeadLimits());
+  engine.StopNext();
+  engine.control().FailNext("CreateHead", MakeError(ErrorReason::kMemoryBudgetExceeded, "too large"));
+  std::thread creator([&] { EXPECT_REASON(registry.Create(kName, SmallSpec()), kMemoryBudgetExceeded); });
+  engine.WaitUntilItCreates();
+  std::atomic<int> created = 0;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i) {
+    threads.emplace_back([&] {
+      const absl::StatusOr<HeadRegistry::Created> attached = registry.Create(kName, SmallSpec(), IfExists::kAttachIfSameSpec);
+      EXPECT_OK(attached);
+      if (attached.ok() && attached->created) ++created;
+    });
+  }
+  absl::SleepFor(absl::Milliseconds(20));
+  engine.GoOn();
+  creator.join();
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(created, 1);
+  EXPECT_EQ(engine.creations(), 2);
+}
+
+// ---- quotas ----------------------------------------------------------------------------------------------------------
+
+TEST(HeadRegistryQuotaTest, ATenantsHeadsAreBounded) {
+  FakeEngine engine;
+  HeadRegistry registry(engine, {.max_heads = 4, .max_heads_per_tenant = 2}, HeadLimits());
+  for (const char* tenant : {"a", "a-b"}) {
+    EXPECT_OK(registry.Create({tenant, "x"}, SmallSpec()));
+    EXPECT_OK(registry.Create({tenant, "y"}, SmallSpec()));
+    const absl::Status refused = registry.Create({tenant, "z"}, SmallSpec()).status();
+    EXPECT_REASON(refused, kQuotaExceeded);
+    EXPECT_EQ(GetErrorMetadata(refused).at("limit"), "max_heads_per_tenant");
+    EXPECT_EQ(GetErrorMetadata(refused).at("maximum"), "2");
+    // Attaching needs no place.
+    EXPECT_OK(registry.Create({tenant, "x"}, SmallSpec(), IfExists::kAttachIfSameSpec));
+  }
+  EXPECT_EQ(GetErrorMetadata(registry.Create({"c", "x"}, SmallSpec()).status()).at("limit"), "max_heads");
+  EXPECT_OK(registry.Delete({"a", "x"}, std::nullopt, false, nullptr));
+  EXPECT_OK(registry.Create({"a", "z"}, SmallSpec()));
+}
+
+TEST(HeadRegistryQuotaTest, ATenantsMemoryIsBounded) {
+  FakeEngine engine;
+  const int64_t head_bytes = engine.PlanHead(SmallSpec())->total_bytes;
+  HeadRegistry registry(engine, {.max_tenant_memory_bytes = 3 * head_bytes - 1}, HeadLimits());
+  EXPECT_OK(registry.Create({"a", "x"}, SmallSpec()));
+  EXPECT_OK(registry.Create({"a", "y"}, SmallSpec()));
+  const absl::Status refused = registry.Create({"a", "z"}, SmallSpec()).status();
+  EXPECT_REASON(refused, kQuotaExceeded);
+  EXPECT_EQ(GetErrorMetadata(refused).at("limit"), "max_tenant_memory_bytes");
+  EXPECT_EQ(GetErrorMetadata(refused).at("actual"), std::to_string(3 * head_bytes));
+  EXPECT_OK(registry.Create({"b", "x"}, SmallSpec()));
+  // What fails to be created takes nothing.
+  EXPECT_OK(registry.Delete({"a", "x"}, std::nullopt, false, nullptr));
+  engine.control().FailNext("CreateHead", MakeError(ErrorReason::kMemoryBudgetExceeded, "too large"));
+  EXPECT_REASON(registry.Create({"a", "z"}, SmallSpec()), kMemoryBudgetExceeded);
+  EXPECT_OK(registry.Create({"a", "z"}, SmallSpec()));
+  EXPECT_REASON(registry.Create({"a", "x"}, SmallSpec()), kQuotaExceeded);
+}
+
+TEST(HeadRegistryQuotaTest, TheQuotaOfAHeadOfExactlyTheRestIsEnough) {
+  FakeEngine engine;
+  HeadRegistry registry(engine, {.max_tenant_memory_bytes = engine.PlanHead(SmallSpec())->total_bytes}, HeadLimits());
+  EXPECT_OK(registry.Create(kName, SmallSpec()));
+}
+
+// ---- sessions, and many threads --------------------------------------------------------------------------------------
+
+TEST(HeadRegistryTest, ASessionIsDroppedInEveryHead) {
+  FakeEngine engine;
+  HeadRegistry registry(engine, RegistryLimits(), HeadLimits());
+  const SessionId session{1}, other{2};
+  std::vector<std::shared_ptr<Head>> heads;
+  for (const HeadName& name : {HeadName{"default", "a"}, HeadName{"other", "b"}}) {
+    heads.push_back(registry.Create(name, SmallSpec())->head);
+    EXPECT_OK(SetWeights(*heads.back(), std::vector<float>(15, 1.0f)));
+    for (const int64_t id : {0, 1}) {
+      MicroBatchCall call(heads.back(), 0, id, {{1, 2, 3}, {2}});
+      call.Explicit().submission().session = id == 0 ? session : other;
+      EXPECT_OK(call.Run(engine));
+    }
+  }
+  registry.DropSession(session);
+  for (const std::shared_ptr<Head>& head : heads) {
+    const std::vector<DecisionTarget> target = {{head, KeyOf(*head)}};
+    EXPECT_REASON(Head::Commit(target, 0, 0, {}, session), kMicroBatchDiscarded);
+    EXPECT_OK(Head::Commit(target, 1, 0, {}, other));
+  }
+}
+
+TEST(HeadRegistryTest, ManyThreadsCreateFindAttachAndDelete) {
+  FakeEngine engine;
+  HeadRegistry registry(engine, {.max_heads = 3}, HeadLimits());
+  std::atomic<int> created = 0;
+  std::atomic<int> deleted = 0;
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 6; ++thread) {
+    threads.emplace_back([&, thread] {
+      for (int i = 0; i < 200; ++i) {
+        const HeadName name = {"default", std::string(1, static_cast<char>('a' + (i + thread) % 4))};
+        const IfExists if_exists = i % 2 == 0 ? IfExists::kFail : IfExists::kAttachIfSameSpec;
+        const absl::StatusOr<HeadRegistry::Created> head = registry.Create(name, SmallSpec(), if_exists);
+        if (head.ok() && head->created) ++created;
+        if (const auto found = registry.Find(name); found.ok()) {
+          EXPECT_EQ((*found)->name().head, name.head);
+        }
+        registry.DropSession(SessionId{});
+        if (i % 3 == 0 && registry.Delete(name, std::nullopt, true, nullptr).ok()) ++deleted;
+        EXPECT_LE(registry.size(), 3);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(registry.size(), created - deleted);
+  EXPECT_EQ(static_cast<int64_t>(registry.ListAll().size()), registry.size());
 }
 
 }  // namespace

@@ -1,0 +1,456 @@
+// Heads that are deleted, that nobody uses, and that come back when the server starts again.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/synchronization/notification.h"
+#include "faulty_file_system.h"
+#include "head_test_util.h"
+#include "memory_file_system.h"
+#include "server/checkpoint/checkpoint_store.h"
+#include "server/heads/head_registry.h"
+
+namespace headwater::heads {
+namespace {
+
+using checkpoint::CheckpointStore;
+using headwater::testing::FakeEngine;
+using headwater::testing::FaultyFileSystem;
+using headwater::testing::KeyOf;
+using headwater::testing::MemoryFileSystem;
+using headwater::testing::MicroBatchCall;
+using headwater::testing::ReadWeight;
+using headwater::testing::SetWeights;
+using headwater::testing::SmallSpec;
+
+constexpr char kRoot[] = "/store";
+const HeadName kName = {"default", "a"};
+
+HeadSpec FrozenSpec() {
+  HeadSpec spec = SmallSpec();
+  spec.trainable = false;
+  spec.optimizer = std::monostate();
+  spec.staging_slots = 0;
+  return spec;
+}
+
+class HeadComebackTest : public ::testing::Test {
+ protected:
+  HeadComebackTest() { Start(); }
+
+  // Another process on the same files.
+  void Start(const RegistryLimits& limits = {}) {
+    registry_.reset();
+    files_.Reset();
+    absl::StatusOr<std::unique_ptr<CheckpointStore>> store = CheckpointStore::Open(kRoot, files_);
+    ASSERT_OK(store);
+    store_ = *std::move(store);
+    registry_ = std::make_unique<HeadRegistry>(engine_, limits, HeadLimits(), [this] { return now_; });
+  }
+  std::vector<HeadRegistry::Comeback> Restart(const RegistryLimits& limits = {}) {
+    Start(limits);
+    return registry_->RestoreAll(*store_);
+  }
+  std::shared_ptr<Head> NewHead(const HeadName& name = kName, const HeadSpec& spec = SmallSpec(), float weight = 1) {
+    const absl::StatusOr<HeadRegistry::Created> created = registry_->Create(name, spec);
+    EXPECT_OK(created);
+    EXPECT_OK(SetWeights(*created->head, std::vector<float>(15, weight)));
+    return created->head;
+  }
+  void Save(const std::shared_ptr<Head>& head, const std::string& checkpoint_name, bool overwrite = false) {
+    EXPECT_OK(head->Save(head->Describe().epoch, *store_, checkpoint_name, overwrite));
+  }
+  // Adds a micro-batch of gradient 1, 2, 3 for row 2 and applies it.
+  void DoStep(const std::shared_ptr<Head>& head) {
+    const StepKey key = KeyOf(*head);
+    MicroBatchCall call(head, key.step, 0, {{1, 2, 3}, {2}});
+    EXPECT_OK(call.Run(engine_));
+    ApplyArguments arguments;
+    arguments.learning_rate = 1;
+    EXPECT_OK(head->Apply(key, int64_t{1}, arguments));
+  }
+  std::string PathOf(const std::string& checkpoint_name, const std::string& file) const {
+    return absl::StrCat(kRoot, "/default/a/", checkpoint_name, "/", file);
+  }
+  void Damage(const std::string& path) {
+    std::string bytes = memory_.Contents(path);
+    bytes[bytes.size() / 2] = static_cast<char>(bytes[bytes.size() / 2] ^ 1);
+    memory_.SetContents(path, bytes);
+  }
+  bool IsLive() const { return !store_->LiveHeads()->empty(); }
+
+  absl::Time now_ = absl::UnixEpoch();
+  FakeEngine engine_;
+  MemoryFileSystem memory_;
+  FaultyFileSystem files_{memory_};
+  std::unique_ptr<CheckpointStore> store_;
+  std::unique_ptr<HeadRegistry> registry_;
+};
+
+// ---- coming back -----------------------------------------------------------------------------------------------------
+
+TEST_F(HeadComebackTest, HeadsComeBackFromTheirNewestCheckpoint) {
+  HeadSpec spec = SmallSpec();
+  spec.initial_step = 4;
+  spec.staging_slots = 1;
+  const std::shared_ptr<Head> student = NewHead(kName, spec);
+  NewHead({"default", "never-saved"});
+  Save(student, "zz-first");
+  DoStep(student);
+  Save(student, "newest");
+  const std::vector<float> weight = ReadWeight(*student);
+  DoStep(student);
+  EXPECT_NE(ReadWeight(*student), weight);
+  Save(NewHead({"other", "teacher"}, FrozenSpec(), 3), "only");
+  const Epoch old_epoch = student->Describe().epoch;
+
+  const std::vector<HeadRegistry::Comeback> comebacks = Restart();
+  ASSERT_EQ(comebacks.size(), 2u);
+  EXPECT_EQ(comebacks[0].name.ToString(), "tenants/default/heads/a");
+  EXPECT_EQ(comebacks[0].checkpoint, "newest");
+  EXPECT_EQ(comebacks[0].note, "");
+  EXPECT_EQ(comebacks[1].name.ToString(), "tenants/other/heads/teacher");
+  EXPECT_EQ(comebacks[1].checkpoint, "only");
+  EXPECT_EQ(registry_->size(), 2);
+
+  const std::shared_ptr<Head> back = *registry_->Find(kName);
+  const HeadInfo info = back->Describe();
+  EXPECT_EQ(info.state, HeadState::kRestored);
+  EXPECT_EQ(info.spec, spec);
+  EXPECT_EQ(info.open_step, 5);
+  EXPECT_EQ(info.restored_checkpoint, "newest");
+  EXPECT_NE(info.epoch, old_epoch);
+  const absl::Status lost = back->AddGradient({old_epoch, 6}, 0, 0, {}, {}, nullptr).status();
+  EXPECT_REASON(lost, kStepLost);
+  EXPECT_EQ(GetErrorMetadata(lost).at("restoredStep"), "5");
+  EXPECT_EQ(GetErrorMetadata(lost).at("checkpoint"), "newest");
+  // The restarted trainer's own creation attaches.
+  spec.initial_step = 0;
+  const absl::StatusOr<HeadRegistry::Created> attached = registry_->Create(kName, spec, IfExists::kAttachIfSameSpec);
+  ASSERT_OK(attached);
+  EXPECT_EQ(attached->head, back);
+  EXPECT_OK(back->Take(info.epoch));
+  EXPECT_EQ(ReadWeight(*back), weight);
+  DoStep(back);
+
+  const std::shared_ptr<Head> teacher = *registry_->Find({"other", "teacher"});
+  EXPECT_EQ(teacher->Describe().state, HeadState::kReady);
+  EXPECT_EQ(ReadWeight(*teacher), std::vector<float>(15, 3.0f));
+}
+
+TEST_F(HeadComebackTest, ADamagedCheckpointGivesWayToTheNextOlderOne) {
+  const std::shared_ptr<Head> head = NewHead();
+  for (const char* name : {"c", "a", "b"}) {
+    Save(head, name);
+    DoStep(head);
+  }
+  Damage(PathOf("b", "shard-00000-of-00001.safetensors"));
+  std::vector<HeadRegistry::Comeback> comebacks = Restart();
+  ASSERT_EQ(comebacks.size(), 1u);
+  EXPECT_EQ(comebacks[0].checkpoint, "a");
+  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "checkpoint b cannot be loaded")) << comebacks[0].note;
+  EXPECT_EQ((*registry_->Find(kName))->Describe().open_step, 1);
+
+  Damage(PathOf("a", "manifest.json"));
+  comebacks = Restart();
+  EXPECT_EQ(comebacks[0].checkpoint, "c");
+  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "the manifest of checkpoint a is damaged")) << comebacks[0].note;
+  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "checkpoint b cannot be loaded")) << comebacks[0].note;
+  EXPECT_EQ((*registry_->Find(kName))->Describe().open_step, 0);
+
+  ASSERT_OK(memory_.RemoveTree(PathOf("c", "shard-00000-of-00001.safetensors")));
+  comebacks = Restart();
+  EXPECT_EQ(comebacks[0].checkpoint, "");
+  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "there is no whole checkpoint")) << comebacks[0].note;
+  EXPECT_REASON(registry_->Find(kName), kHeadNotFound);
+  EXPECT_EQ(registry_->size(), 0);
+
+  // The name is free, and a head that was left out can be forgotten.
+  EXPECT_OK(registry_->Create(kName, SmallSpec()));
+  EXPECT_TRUE(IsLive());
+  EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
+  EXPECT_TRUE(Restart().empty());
+}
+
+TEST_F(HeadComebackTest, OnlyDamagedManifestsAreTold) {
+  Save(NewHead(), "x");
+  Damage(PathOf("x", "manifest.json"));
+  const std::vector<HeadRegistry::Comeback> comebacks = Restart();
+  ASSERT_EQ(comebacks.size(), 1u);
+  EXPECT_EQ(comebacks[0].checkpoint, "");
+  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "x is damaged")) << comebacks[0].note;
+  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "there is no whole checkpoint")) << comebacks[0].note;
+  EXPECT_EQ(registry_->size(), 0);
+}
+
+TEST_F(HeadComebackTest, WhatCannotBeCreatedIsLeftOut) {
+  for (const char* id : {"a", "b", "c"}) Save(NewHead({"default", id}), "x");
+  std::vector<HeadRegistry::Comeback> comebacks = Restart({.max_heads = 2});
+  ASSERT_EQ(comebacks.size(), 3u);
+  EXPECT_EQ(comebacks[1].checkpoint, "x");
+  EXPECT_EQ(comebacks[2].checkpoint, "");
+  EXPECT_TRUE(absl::StrContains(comebacks[2].note, "the maximum is 2")) << comebacks[2].note;
+  EXPECT_EQ(registry_->size(), 2);
+
+  engine_.control().FailNext("CreateHead", MakeError(ErrorReason::kMemoryBudgetExceeded, "no memory"), 1);
+  comebacks = Restart();
+  ASSERT_EQ(comebacks.size(), 3u);
+  EXPECT_EQ(comebacks[0].checkpoint, "x");
+  EXPECT_EQ(comebacks[1].checkpoint, "");
+  EXPECT_TRUE(absl::StrContains(comebacks[1].note, "no memory")) << comebacks[1].note;
+  EXPECT_EQ(comebacks[2].checkpoint, "x");
+  EXPECT_EQ(registry_->size(), 2);
+
+  // An engine that fails while it loads: the head is not left behind half full.
+  engine_.control().FailNext("WriteTensor", MakeError(ErrorReason::kEngineFailed, "gone"));
+  comebacks = Restart();
+  EXPECT_EQ(comebacks[0].checkpoint, "");
+  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "gone")) << comebacks[0].note;
+  EXPECT_EQ(registry_->size(), 2);
+}
+
+TEST_F(HeadComebackTest, HeadsThatAreThereStay) {
+  const std::shared_ptr<Head> head = NewHead();
+  Save(head, "x");
+  DoStep(head);
+  const std::vector<HeadRegistry::Comeback> comebacks = registry_->RestoreAll(*store_);
+  ASSERT_EQ(comebacks.size(), 1u);
+  EXPECT_EQ(comebacks[0].checkpoint, "");
+  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "there already")) << comebacks[0].note;
+  EXPECT_EQ(*registry_->Find(kName), head);
+  EXPECT_EQ(head->Describe().open_step, 1);
+  Damage(PathOf("x", "manifest.json"));
+  registry_->RestoreAll(*store_);
+  EXPECT_EQ(*registry_->Find(kName), head);
+}
+
+TEST_F(HeadComebackTest, DirectoriesThatAreNoHeadsAreTold) {
+  Save(NewHead(), "x");
+  ASSERT_OK(memory_.Rename(absl::StrCat(kRoot, "/default/a"), absl::StrCat(kRoot, "/default/Upper")));
+  std::vector<HeadRegistry::Comeback> comebacks = Restart();
+  ASSERT_EQ(comebacks.size(), 1u);
+  EXPECT_EQ(comebacks[0].checkpoint, "");
+  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "directory must be")) << comebacks[0].note;
+  EXPECT_EQ(registry_->size(), 0);
+  ASSERT_OK(memory_.RemoveTree(kRoot));
+  comebacks = registry_->RestoreAll(*store_);
+  ASSERT_EQ(comebacks.size(), 1u);
+  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "cannot be listed")) << comebacks[0].note;
+}
+
+// ---- deleting --------------------------------------------------------------------------------------------------------
+
+TEST_F(HeadComebackTest, ADeletedHeadDoesNotComeBackAndItsSuccessorDoes) {
+  Save(NewHead(), "old");
+  EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
+  EXPECT_TRUE(Restart().empty());
+  EXPECT_EQ(store_->List("default", "a")->size(), 1u);
+  NewHead();
+  EXPECT_TRUE(Restart().empty());  // it was never saved: not from what the former one left
+  Save(NewHead(kName, SmallSpec(), 5), "new");
+  const std::vector<HeadRegistry::Comeback> comebacks = Restart();
+  ASSERT_EQ(comebacks.size(), 1u);
+  EXPECT_EQ(comebacks[0].checkpoint, "new");
+}
+
+TEST_F(HeadComebackTest, ARefusedDeletionForgetsNothing) {
+  const std::shared_ptr<Head> head = NewHead();
+  Save(head, "x");
+  EXPECT_REASON(registry_->Delete(kName, NewEpoch(), true, store_.get()), kEpochFenced);
+  MicroBatchCall call(head, 0, 0, {{1, 2, 3}, {2}});
+  EXPECT_OK(call.Run(engine_));
+  EXPECT_REASON(registry_->Delete(kName, std::nullopt, false, store_.get()), kHeadInUse);
+  EXPECT_EQ(*registry_->Find(kName), head);
+  EXPECT_EQ(Restart().size(), 1u);
+}
+
+TEST_F(HeadComebackTest, AHeadThatIsNotThereIsForgottenIfTheStoreKnowsIt) {
+  EXPECT_REASON(registry_->Delete(kName, std::nullopt, true, store_.get()), kHeadNotFound);
+  Save(NewHead(), "x");
+  Start();  // without restoring
+  EXPECT_REASON(registry_->Delete(kName, NewEpoch(), true, store_.get()), kHeadNotFound);
+  EXPECT_REASON(registry_->Delete(kName, std::nullopt, true, nullptr), kHeadNotFound);
+  EXPECT_TRUE(IsLive());
+  EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
+  EXPECT_FALSE(IsLive());
+  EXPECT_REASON(registry_->Delete(kName, std::nullopt, false, store_.get()), kHeadNotFound);
+  EXPECT_EQ(registry_->size(), 0);
+}
+
+TEST_F(HeadComebackTest, AStoreThatCannotForgetIsToldAndAskedAgain) {
+  Save(NewHead(), "x");
+  files_.Reset();
+  files_.FailAt(0, MakeError(ErrorReason::kInternal, "the disk is gone"));
+  EXPECT_REASON(registry_->Delete(kName, std::nullopt, false, store_.get()), kInternal);
+  EXPECT_REASON(registry_->Find(kName), kHeadNotFound);
+  EXPECT_EQ(registry_->size(), 0);
+  EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
+  EXPECT_TRUE(Restart().empty());
+}
+
+TEST_F(HeadComebackTest, DeletingBreaksWhatKeepsTheHeadAlive) {
+  std::weak_ptr<Head> gone;
+  bool held = false;
+  {
+    const std::shared_ptr<Head> head = NewHead();
+    gone = head;
+    MicroBatchCall call(head, 0, 0, {{1, 2, 3}, {2}});
+    call.Explicit().submission().late_token_factors = true;
+    call.submission().hold = [&] {
+      held = true;
+      return std::shared_ptr<const void>(&held,
+                                         [](const void* flag) { *const_cast<bool*>(static_cast<const bool*>(flag)) = false; });
+    };
+    EXPECT_OK(call.Run(engine_));
+    EXPECT_TRUE(held);
+  }
+  EXPECT_FALSE(gone.expired());
+  EXPECT_OK(registry_->Delete(kName, std::nullopt, true, store_.get()));
+  EXPECT_FALSE(held);
+  EXPECT_TRUE(gone.expired());
+}
+
+TEST_F(HeadComebackTest, ASaveThatRunsWhileTheHeadIsDeletedDoesNotBringItBack) {
+  const std::shared_ptr<Head> head = NewHead();
+  absl::Notification computing, go_on;
+  engine_.control().during_compute = [&] {
+    if (computing.HasBeenNotified()) return;
+    computing.Notify();
+    go_on.WaitForNotification();
+  };
+  std::thread computer([&] {
+    MicroBatchCall call(head, 0, 0, {{1, 2, 3}, {2}});
+    EXPECT_OK(call.ForwardOnly().Run(engine_));
+  });
+  computing.WaitForNotification();
+  // Waits for the computation; finds the head retired or not.
+  std::thread saver([&] { head->Save(head->Describe().epoch, *store_, "late", false).IgnoreError(); });
+  std::atomic<bool> deleted = false;
+  std::atomic<bool> created_anew = false;
+  std::thread deleter([&] {
+    EXPECT_OK(registry_->Delete(kName, std::nullopt, true, store_.get()));
+    deleted = true;
+  });
+  while (registry_->Find(kName).ok()) std::this_thread::yield();  // decided at once
+  // The name is not free yet: a creation waits.
+  std::thread creator([&] {
+    const absl::StatusOr<HeadRegistry::Created> created = registry_->Create(kName, SmallSpec());
+    EXPECT_OK(created);
+    EXPECT_NE(created->head, head);
+    created_anew = true;
+  });
+  absl::SleepFor(absl::Milliseconds(10));
+  EXPECT_FALSE(deleted);
+  EXPECT_FALSE(created_anew);
+  EXPECT_REASON(registry_->Find(kName), kHeadNotFound);
+  EXPECT_REASON(registry_->Delete(kName, std::nullopt, true, store_.get()), kHeadNotFound);
+  go_on.Notify();
+  for (std::thread* thread : {&computer, &saver, &deleter, &creator}) thread->join();
+  EXPECT_FALSE(IsLive());
+  EXPECT_EQ(registry_->size(), 1);
+}
+
+// ---- idle heads ------------------------------------------------------------------------------------------------------
+
+TEST_F(HeadComebackTest, HeadsThatNobodyNamesExpire) {
+  NewHead({"default", "a"});
+  NewHead({"default", "b"});
+  NewHead({"default", "c"});
+  now_ += absl::Seconds(9);
+  EXPECT_TRUE(registry_->ExpireIdle(absl::Seconds(10), nullptr, false).empty());
+  EXPECT_OK(registry_->Find({"default", "b"}));
+  EXPECT_OK(registry_->Create({"default", "c"}, SmallSpec(), IfExists::kAttachIfSameSpec));
+  now_ += absl::Seconds(1);
+  registry_->ListAll();  // is no use
+  registry_->List("default", "", 10);
+  const std::vector<HeadName> expired = registry_->ExpireIdle(absl::Seconds(10), nullptr, false);
+  ASSERT_EQ(expired.size(), 1u);
+  EXPECT_EQ(expired[0].ToString(), "tenants/default/heads/a");
+  EXPECT_EQ(registry_->size(), 2);
+  now_ += absl::Seconds(9);
+  EXPECT_EQ(registry_->ExpireIdle(absl::Seconds(10), nullptr, false).size(), 2u);
+  EXPECT_EQ(registry_->size(), 0);
+}
+
+TEST_F(HeadComebackTest, AnExpiredHeadDoesNotComeBackAndItsOpenStepGoes) {
+  const std::shared_ptr<Head> head = NewHead();
+  Save(head, "x");
+  MicroBatchCall call(head, 0, 0, {{1, 2, 3}, {2}});
+  EXPECT_OK(call.Explicit().Run(engine_));
+  EXPECT_TRUE(head->InUse());
+  now_ += absl::Hours(1);
+  EXPECT_EQ(registry_->ExpireIdle(absl::Hours(1), store_.get(), false).size(), 1u);
+  EXPECT_REASON(head->Commit(KeyOf(*head), 0, 0, 1), kHeadNotFound);
+  EXPECT_TRUE(Restart().empty());
+}
+
+TEST_F(HeadComebackTest, IdleHeadsAreSavedFirstIfAsked) {
+  const std::shared_ptr<Head> head = NewHead();
+  DoStep(head);
+  Save(head, "idle-1");  // is replaced
+  const std::vector<float> weight = ReadWeight(*head);
+  NewHead({"default", "teacher"}, FrozenSpec(), 2);
+  now_ += absl::Hours(1);
+  EXPECT_EQ(registry_->ExpireIdle(absl::Hours(1), store_.get(), true).size(), 2u);
+  EXPECT_FALSE(IsLive());
+  const std::shared_ptr<Head> again = NewHead();
+  EXPECT_OK(again->Restore(again->Describe().epoch, *store_, "idle-1"));
+  EXPECT_EQ(ReadWeight(*again), weight);
+  EXPECT_EQ(store_->Read("default", "a", "idle-1")->sequence, 2);
+  EXPECT_OK(store_->Read("default", "teacher", "idle-0"));
+}
+
+TEST_F(HeadComebackTest, AHeadThatCannotBeSavedStays) {
+  const std::shared_ptr<Head> head = NewHead();
+  now_ += absl::Hours(1);
+  EXPECT_TRUE(registry_->ExpireIdle(absl::Hours(1), nullptr, true).empty());
+  memory_.set_capacity_bytes(1);
+  EXPECT_TRUE(registry_->ExpireIdle(absl::Hours(1), store_.get(), true).empty());
+  EXPECT_FALSE(head->InUse());
+  memory_.set_capacity_bytes(INT64_MAX);
+  EXPECT_EQ(registry_->ExpireIdle(absl::Hours(1), store_.get(), true).size(), 1u);
+}
+
+TEST_F(HeadComebackTest, HeadsWithNothingToSaveExpireWithout) {
+  EXPECT_OK(registry_->Create({"default", "loading"}, SmallSpec()));
+  Save(NewHead(), "x");
+  Restart();
+  EXPECT_EQ((*registry_->Find(kName))->Describe().state, HeadState::kRestored);
+  EXPECT_OK(registry_->Create({"default", "loading"}, SmallSpec()));
+  now_ += absl::Hours(1);
+  EXPECT_EQ(registry_->ExpireIdle(absl::Hours(1), store_.get(), true).size(), 2u);
+  EXPECT_EQ(store_->List("default", "a")->size(), 1u);
+}
+
+TEST_F(HeadComebackTest, AHeadThatIsUsedWhileItIsSavedStays) {
+  const std::shared_ptr<Head> head = NewHead();
+  now_ += absl::Hours(1);
+  files_.OnNextChange([&] { EXPECT_OK(registry_->Find(kName)); });
+  EXPECT_TRUE(registry_->ExpireIdle(absl::Hours(1), store_.get(), true).empty());
+  EXPECT_OK(store_->Read("default", "a", "idle-0"));
+  EXPECT_EQ(*registry_->Find(kName), head);
+  EXPECT_OK(head->CheckEpoch(head->Describe().epoch));
+}
+
+TEST_F(HeadComebackTest, AHeadThatIsDeletedWhileItIsSavedGoesOnce) {
+  NewHead();
+  now_ += absl::Hours(1);
+  std::thread deleter;
+  files_.OnNextChange([&] {
+    deleter = std::thread([&] { EXPECT_OK(registry_->Delete(kName, std::nullopt, true, store_.get())); });
+    while (registry_->Find(kName).ok()) std::this_thread::yield();
+  });
+  EXPECT_TRUE(registry_->ExpireIdle(absl::Hours(1), store_.get(), true).empty());
+  deleter.join();
+  EXPECT_EQ(registry_->size(), 0);
+  EXPECT_FALSE(IsLive());
+}
+
+}  // namespace
+}  // namespace headwater::heads
