@@ -211,7 +211,16 @@ def test_a_cut_upload_goes_on_where_it_stopped(server, connect, monkeypatch):
     head = connect()
     weight = np.arange(VOCAB_SIZE * HIDDEN_SIZE, dtype=np.float32).reshape(WEIGHT.shape)
     server.fail("UploadWeights", 32)
-    head.set_weight(weight, upload_id="mine")
+    first_try = iter([True])
+
+    def wait_for_the_cut(sent, total):
+        # Otherwise all might be on its way before the cut is noticed: too late for a second try.
+        deadline = time.monotonic() + 30
+        if sent == 32 and next(first_try, False):
+            while server.count("UploadWeights") < 2 and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+    head.set_weight(weight, upload_id="mine", on_progress=wait_for_the_cut)
     assert bytes(server.uploads["mine-w"]) == weight.tobytes() and server.count("UploadWeights") == 2
 
 

@@ -221,7 +221,7 @@ sys.stdin.read()
 
 
 def test_a_busy_session_does_not_end(remote, head):
-    with headwater.connect(remote.address, session_lease=0.5) as client:
+    with headwater.connect(remote.address, session_lease=1.0) as client:
         out = submit(client.head(head.name))
-        time.sleep(1.5)
+        time.sleep(2.5)
         assert out.commit() is False
