@@ -46,6 +46,9 @@ ABSL_FLAG(int64_t, memory_budget_bytes, 0,
 ABSL_FLAG(int64_t, workspace_bytes, 0, "working memory of the engine for each shard group, in bytes; 0: the engine's default");
 // ---- storage --------------------------------------------------------------------------------------------------------------
 ABSL_FLAG(std::string, checkpoint_directory, "", "where checkpoints are kept; made if it is not there; empty: no checkpoints");
+ABSL_FLAG(
+    bool, restore_heads, true,
+    "bring back at the start every head that was saved in --checkpoint_directory and not deleted, from its newest checkpoint");
 ABSL_FLAG(std::string, load_root, "", "folder that LoadWeights may read from; empty: LoadWeights is refused");
 // ---- limits ---------------------------------------------------------------------------------------------------------------
 #define HEADWATER_LIMIT_FLAG(name, help) ABSL_FLAG(int64_t, name, headwater::service::Limits{}.name, help)
@@ -59,14 +62,27 @@ HEADWATER_LIMIT_FLAG(max_heads, "heads of the server");
 HEADWATER_LIMIT_FLAG(max_step_micro_batches, "micro-batches of a step");
 HEADWATER_LIMIT_FLAG(max_staging_slots, "staging slots of a head");
 HEADWATER_LIMIT_FLAG(max_queue_depth, "micro-batches that wait for the engine");
-HEADWATER_LIMIT_FLAG(max_in_flight_bytes, "tensor bytes of all ComputeLoss calls in progress");
+HEADWATER_LIMIT_FLAG(max_in_flight_bytes, "tensor bytes of all ComputeLoss and AddGradient calls in progress");
 HEADWATER_LIMIT_FLAG(max_upload_bytes, "host memory of all weight uploads that are not complete, in bytes");
+HEADWATER_LIMIT_FLAG(max_sessions, "sessions that are open");
+ABSL_FLAG(absl::Duration, max_session_lease, headwater::service::Limits{}.max_session_lease, "lease of a session");
+HEADWATER_LIMIT_FLAG(max_held_bytes, "host memory of the rows of all HELD contributions, in bytes; 0: none is held");
+HEADWATER_LIMIT_FLAG(max_waiting_calls, "calls that wait for the next step or for missing micro-batches; each holds a thread");
+ABSL_FLAG(absl::Duration, max_step_wait, headwater::service::Limits{}.max_step_wait,
+          "how long such a call waits, whatever its deadline");
+HEADWATER_LIMIT_FLAG(max_heads_per_tenant, "heads of one tenant");
+HEADWATER_LIMIT_FLAG(max_tenant_memory_bytes, "memory that the plans of one tenant's heads add up to, in bytes; 0: no limit");
+HEADWATER_LIMIT_FLAG(max_terms, "loss terms of a micro-batch");
 ABSL_FLAG(int32_t, max_threads, headwater::service::ServerOptions{}.max_threads,
           "threads of gRPC, at least 8: each call in progress holds one; a call beyond them is answered RESOURCE_EXHAUSTED by gRPC "
           "itself, without a reason");
 ABSL_FLAG(int32_t, max_pollers, headwater::service::ServerOptions{}.max_pollers, "threads that wait for new calls, at least 1");
 ABSL_FLAG(absl::Duration, stream_idle_timeout, headwater::service::ServerOptions{}.stream_idle_timeout,
           "a stream whose client sends nothing, or takes no answer, for so long is cancelled");
+ABSL_FLAG(absl::Duration, idle_head_timeout, headwater::service::ServerOptions{}.idle_head_timeout,
+          "a head that no call has named for so long is deleted, whatever its open step holds; 0: never");
+ABSL_FLAG(bool, idle_head_checkpoint, false,
+          "save such a head first, as idle-STEP in --checkpoint_directory; one that cannot be saved stays");
 // ---- operation ------------------------------------------------------------------------------------------------------------
 ABSL_FLAG(absl::Duration, drain_timeout, absl::Seconds(30), "how long accepted calls may go on after SIGTERM or SIGINT");
 ABSL_FLAG(std::string, log_level, "info", "debug, info, warning, error or off");
@@ -119,7 +135,10 @@ absl::StatusOr<service::ServerOptions> ServerOptionsFromFlags() {
   options.metrics_address = absl::GetFlag(FLAGS_metrics_address);
   options.reflection = absl::GetFlag(FLAGS_reflection);
   options.checkpoint_directory = absl::GetFlag(FLAGS_checkpoint_directory);
+  options.restore_heads = absl::GetFlag(FLAGS_restore_heads);
   options.load_root = absl::GetFlag(FLAGS_load_root);
+  options.idle_head_timeout = absl::GetFlag(FLAGS_idle_head_timeout);
+  options.idle_head_checkpoint = absl::GetFlag(FLAGS_idle_head_checkpoint);
   service::Limits& limits = options.limits;
   limits.max_message_bytes = absl::GetFlag(FLAGS_max_message_bytes);
   limits.max_chunk_bytes = absl::GetFlag(FLAGS_max_chunk_bytes);
@@ -133,6 +152,14 @@ absl::StatusOr<service::ServerOptions> ServerOptionsFromFlags() {
   limits.max_queue_depth = absl::GetFlag(FLAGS_max_queue_depth);
   limits.max_in_flight_bytes = absl::GetFlag(FLAGS_max_in_flight_bytes);
   limits.max_upload_bytes = absl::GetFlag(FLAGS_max_upload_bytes);
+  limits.max_sessions = absl::GetFlag(FLAGS_max_sessions);
+  limits.max_session_lease = absl::GetFlag(FLAGS_max_session_lease);
+  limits.max_held_bytes = absl::GetFlag(FLAGS_max_held_bytes);
+  limits.max_waiting_calls = absl::GetFlag(FLAGS_max_waiting_calls);
+  limits.max_step_wait = absl::GetFlag(FLAGS_max_step_wait);
+  limits.max_heads_per_tenant = absl::GetFlag(FLAGS_max_heads_per_tenant);
+  limits.max_tenant_memory_bytes = absl::GetFlag(FLAGS_max_tenant_memory_bytes);
+  limits.max_terms = absl::GetFlag(FLAGS_max_terms);
   options.max_threads = absl::GetFlag(FLAGS_max_threads);
   options.max_pollers = absl::GetFlag(FLAGS_max_pollers);
   options.stream_idle_timeout = absl::GetFlag(FLAGS_stream_idle_timeout);

@@ -43,9 +43,10 @@ constexpr size_t kReasonCount = std::size(kReasonNames);
 
 constexpr const char* kDirectionNames[] = {"in", "out"};
 constexpr const char* kLossNames[] = {"cross_entropy", "jensen_shannon"};
-constexpr const char* kOutcomeNames[] = {"committed", "staged",   "evaluated", "replayed",
-                                         "discarded", "conflict", "refused",   "cancelled"};
-constexpr const char* kStepNames[] = {"applied", "discarded"};
+constexpr const char* kOutcomeNames[] = {"committed", "staged",   "held",       "evaluated", "replayed",
+                                         "discarded", "conflict", "superseded", "refused",   "cancelled"};
+constexpr const char* kStepNames[] = {"applied", "discarded", "replaced"};
+constexpr const char* kSessionEndNames[] = {"closed", "expired"};
 constexpr const char* kPurposeNames[] = {"weight",          "bias",    "grad_weight", "grad_bias", "master_weight",
                                          "optimizer_state", "staging", "workspace",   "other"};
 constexpr size_t kPurposeCount = std::size(kPurposeNames);
@@ -76,10 +77,17 @@ enum FamilyIndex {
   kCommits,
   kDiscards,
   kSteps,
+  kSessionEnds,
+  kSessionDiscards,
+  kRestoredHeads,
+  kExpiredHeads,
   kHeads,
+  kSessions,
+  kWaitingCalls,
   kQueueDepth,
   kInFlightBytes,
   kUploadBytes,
+  kHeldBytes,
   kMemoryPlanned,
   kMemoryBudget,
   kServing,
@@ -99,15 +107,24 @@ constexpr Description kDescriptions[kFamilyCount] = {
     {"headwater_tokens_total", "counter", "`loss` (cross_entropy, jensen_shannon)", "Rows computed that were not ignored."},
     {"headwater_non_finite_rows_total", "counter", "none", "Rows with a NaN or an infinity in their loss or gradient."},
     {"headwater_micro_batches_total", "counter",
-     "`outcome` (committed, staged, evaluated, replayed, discarded, conflict, refused, cancelled)",
-     "Micro-batches by what became of the call; `evaluated` ones belong to no step."},
-    {"headwater_commits_total", "counter", "none", "Contributions added to an accumulator, by EAGER calls and CommitMicroBatch."},
+     "`outcome` (committed, staged, held, evaluated, replayed, discarded, conflict, superseded, refused, cancelled)",
+     "Micro-batches by what became of the call; `evaluated` ones belong to no step, `superseded` ones gave way to a higher "
+     "attempt."},
+    {"headwater_commits_total", "counter", "none",
+     "Contributions added to an accumulator, by EAGER calls, CommitMicroBatch and AddGradient."},
     {"headwater_discards_total", "counter", "none", "Uncommitted contributions dropped by DiscardMicroBatch."},
-    {"headwater_steps_total", "counter", "`how` (applied, discarded)", "Steps closed."},
+    {"headwater_steps_total", "counter", "`how` (applied, discarded, replaced)", "Steps closed."},
+    {"headwater_sessions_ended_total", "counter", "`how` (closed, expired)", "Sessions that ended."},
+    {"headwater_session_discards_total", "counter", "none", "Undecided contributions dropped because their session ended."},
+    {"headwater_restored_heads_total", "counter", "none", "Heads brought back from a checkpoint at the server's start."},
+    {"headwater_expired_heads_total", "counter", "none", "Heads deleted because no call named them for --idle_head_timeout."},
     {"headwater_heads", "gauge", "none", "Heads that exist."},
+    {"headwater_sessions", "gauge", "none", "Sessions that are open."},
+    {"headwater_waiting_calls", "gauge", "none", "Calls that wait for the next step, or for micro-batches of one."},
     {"headwater_queue_depth", "gauge", "none", "Micro-batches that wait for the engine."},
-    {"headwater_in_flight_bytes", "gauge", "none", "Tensor bytes reserved by ComputeLoss calls in progress."},
+    {"headwater_in_flight_bytes", "gauge", "none", "Tensor bytes reserved by ComputeLoss and AddGradient calls in progress."},
     {"headwater_upload_bytes", "gauge", "none", "Host memory reserved by unfinished weight uploads."},
+    {"headwater_held_bytes", "gauge", "none", "Host memory of the rows of HELD contributions."},
     {"headwater_memory_planned_bytes", "gauge",
      "`purpose` (weight, bias, grad_weight, grad_bias, master_weight, optimizer_state, staging, workspace, other)",
      "Memory that the heads' plans take."},
@@ -189,10 +206,19 @@ struct Metrics::Families : public prometheus::Collectable {
   prometheus::Family<prometheus::Counter>& steps = Counters(kSteps);
   Grid<prometheus::Counter, static_cast<size_t>(StepOutcome::kCount)> steps_children;
 
+  prometheus::Family<prometheus::Counter>& session_ends = Counters(kSessionEnds);
+  Grid<prometheus::Counter, static_cast<size_t>(SessionEnd::kCount)> session_ends_children;
+  prometheus::Counter& session_discards = Counters(kSessionDiscards).Add({});
+  prometheus::Counter& restored_heads = Counters(kRestoredHeads).Add({});
+  prometheus::Counter& expired_heads = Counters(kExpiredHeads).Add({});
+
   prometheus::Gauge& heads = Gauges(kHeads).Add({});
   prometheus::Gauge& queue_depth = Gauges(kQueueDepth).Add({});
   prometheus::Gauge& in_flight_bytes = Gauges(kInFlightBytes).Add({});
   prometheus::Gauge& upload_bytes = Gauges(kUploadBytes).Add({});
+  prometheus::Gauge& held_bytes = Gauges(kHeldBytes).Add({});
+  prometheus::Gauge& sessions = Gauges(kSessions).Add({});
+  prometheus::Gauge& waiting_calls = Gauges(kWaitingCalls).Add({});
   prometheus::Family<prometheus::Gauge>& memory_planned = Gauges(kMemoryPlanned);
   std::array<prometheus::Gauge*, kPurposeCount> memory_planned_children{};
   prometheus::Gauge& memory_budget = Gauges(kMemoryBudget).Add({});
@@ -218,6 +244,9 @@ struct Metrics::Families : public prometheus::Collectable {
     queue_depth.Set(static_cast<double>(readings.queue_depth));
     in_flight_bytes.Set(static_cast<double>(readings.in_flight_bytes));
     upload_bytes.Set(static_cast<double>(readings.upload_bytes));
+    held_bytes.Set(static_cast<double>(readings.held_bytes));
+    sessions.Set(static_cast<double>(readings.session_count));
+    waiting_calls.Set(static_cast<double>(readings.waiting_calls));
     memory_budget.Set(static_cast<double>(readings.memory_budget_bytes));
     serving.Set(readings.serving ? 1 : 0);
     std::array<double, kPurposeCount> planned{};
@@ -305,6 +334,25 @@ void Metrics::CountStep(StepOutcome outcome) {
   Families& f = *families_;
   f.steps_children.Get(index, 0, [&]() -> prometheus::Counter& { return f.steps.Add({{"how", kStepNames[index]}}); }).Increment();
 }
+
+void Metrics::CountSessionEnds(SessionEnd how, int64_t sessions) {
+  const size_t index = static_cast<size_t>(how);
+  Families& f = *families_;
+  f.session_ends_children
+      .Get(index, 0,
+           [&]() -> prometheus::Counter& {
+             return f.session_ends.Add({{"how", kSessionEndNames[index]}});
+           })
+      .Increment(static_cast<double>(sessions));
+}
+
+void Metrics::CountSessionDiscards(int64_t micro_batches) {
+  families_->session_discards.Increment(static_cast<double>(micro_batches));
+}
+
+void Metrics::CountRestoredHeads(int64_t heads) { families_->restored_heads.Increment(static_cast<double>(heads)); }
+
+void Metrics::CountExpiredHeads(int64_t heads) { families_->expired_heads.Increment(static_cast<double>(heads)); }
 
 void Metrics::ObservePhase(Phase phase, absl::Duration duration) {
   const double seconds = absl::ToDoubleSeconds(duration);

@@ -64,8 +64,21 @@ const char* CanonicalCodeName(absl::StatusCode code);
 
 enum class Direction { kIn, kOut, kCount };
 enum class LossKind { kCrossEntropy, kJensenShannon, kCount };
-enum class MicroBatchOutcome { kCommitted, kStaged, kEvaluated, kReplayed, kDiscarded, kConflict, kRefused, kCancelled, kCount };
-enum class StepOutcome { kApplied, kDiscarded, kCount };
+enum class MicroBatchOutcome {
+  kCommitted,
+  kStaged,
+  kHeld,
+  kEvaluated,
+  kReplayed,
+  kDiscarded,
+  kConflict,
+  kSuperseded,
+  kRefused,
+  kCancelled,
+  kCount
+};
+enum class StepOutcome { kApplied, kDiscarded, kReplaced, kCount };
+enum class SessionEnd { kClosed, kExpired, kCount };
 enum class Phase { kQueue, kUpload, kEngine, kDownload };
 
 // What is read from the server when somebody scrapes.
@@ -74,6 +87,9 @@ struct GaugeReadings {
   int64_t queue_depth = 0;
   int64_t in_flight_bytes = 0;
   int64_t upload_bytes = 0;
+  int64_t held_bytes = 0;
+  int64_t session_count = 0;
+  int64_t waiting_calls = 0;
   int64_t memory_budget_bytes = 0;
   bool serving = false;
   std::map<std::string, int64_t> planned_bytes;  // by purpose of MemoryPlan; unknown purposes are counted as `other`
@@ -95,6 +111,10 @@ class Metrics {
   void CountMicroBatch(MicroBatchOutcome outcome);
   void CountCommit();  // a contribution went into an accumulator: EAGER, or by CommitMicroBatch
   void CountStep(StepOutcome outcome);
+  void CountSessionEnds(SessionEnd how, int64_t sessions);
+  void CountSessionDiscards(int64_t micro_batches);  // undecided when their session ended
+  void CountRestoredHeads(int64_t heads);
+  void CountExpiredHeads(int64_t heads);
   void ObservePhase(Phase phase, absl::Duration duration);
 
   // `read` is called at every scrape, on the scraping thread, until it is replaced. Empty: no readings.

@@ -12,6 +12,7 @@ namespace {
 
 class Writer {
  public:
+  explicit Writer(const char* kind) : bytes_(kind) {}
   void Integer(int64_t value) {
     const uint64_t bits = static_cast<uint64_t>(value);
     for (int shift = 0; shift < 64; shift += 8) bytes_ += static_cast<char>((bits >> shift) & 0xff);
@@ -38,7 +39,7 @@ class Writer {
   std::string& bytes() { return bytes_; }
 
  private:
-  std::string bytes_ = "headwater.header.1";
+  std::string bytes_;
 };
 
 void WriteCrossEntropy(const CrossEntropyRequest& loss, Writer* out) {
@@ -80,7 +81,7 @@ void WriteTerm(const LossTermRequest& term, Writer* out) {
 }  // namespace
 
 std::string CanonicalHeader(const MicroBatchRequest& request) {
-  Writer out;
+  Writer out("headwater.header.1");
   out.OptionalInteger(request.micro_batch);
   out.Integer(request.backward);
   out.Integer(request.row_count);
@@ -94,6 +95,18 @@ std::string CanonicalHeader(const MicroBatchRequest& request) {
   out.Real(request.grad_hidden_scale);
   out.Integer(static_cast<int64_t>(request.terms.size()));
   for (const LossTermRequest& term : request.terms) WriteTerm(term, &out);
+  return std::move(out.bytes());
+}
+
+std::string CanonicalHeader(const GradientRequest& request) {
+  Writer out("headwater.gradient.1");
+  out.Text(request.name.ToString());
+  out.Bytes(request.key.epoch.data(), request.key.epoch.size());
+  out.Integer(request.key.step);
+  out.Integer(request.micro_batch);
+  out.Integer(request.row_start);
+  out.Integer(request.row_count);
+  out.Real(request.factor);
   return std::move(out.bytes());
 }
 

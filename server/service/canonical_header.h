@@ -2,7 +2,7 @@
 //
 // Two calls that mean the same give the same bytes, whatever they left to defaults: defaults are filled in, `outputs` is a set, and
 // a row range is always explicit. Left out is what does not change the meaning: session, attempt, on_mismatch, and how the bytes
-// travel. Layout, all integers 64-bit little-endian:
+// travel, or may be held. Layout, all integers 64-bit little-endian:
 //
 //   "headwater.header.1"
 //   micro_batch?, backward, row_count, hidden_size, data_type, explicit_commit, refuse_non_finite, outputs, return_grad_hidden,
@@ -12,6 +12,11 @@
 //     cross entropy, teacher head name, epoch?, data_type, expected_weight_version?
 //   cross entropy: label_smoothing, z_loss, class_weights?
 //
+// A trainer's own gradient (AddGradient) has a header of its own; its rows are stream 0:
+//
+//   "headwater.gradient.1"
+//   head name, epoch, step, micro_batch, row_start, row_count, factor
+//
 // `x?` is 0, or 1 and x. Numbers and booleans are integers; real numbers are the bits of a binary64; names, epochs and tensors are
 // their length in bytes and the bytes. `outputs` has bit 1 << value for each value of headwater.v1.TokenOutput.
 #ifndef HEADWATER_SERVER_SERVICE_CANONICAL_HEADER_H_
@@ -19,11 +24,13 @@
 
 #include <string>
 
+#include "server/service/head_request.h"
 #include "server/service/loss_request.h"
 
 namespace headwater::service {
 
 std::string CanonicalHeader(const MicroBatchRequest& request);
+std::string CanonicalHeader(const GradientRequest& request);
 
 }  // namespace headwater::service
 

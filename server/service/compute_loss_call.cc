@@ -1,7 +1,7 @@
 #include "server/service/compute_loss_call.h"
 
 #include <algorithm>
-#include <cstring>
+#include <bit>
 #include <utility>
 #include <variant>
 
@@ -11,6 +11,8 @@
 #include "server/observability/metrics.h"
 #include "server/service/canonical_header.h"
 #include "server/service/field_check.h"
+#include "server/service/loss_terms.h"
+#include "server/service/message_order.h"
 #include "server/service/proto_encoding.h"
 #include "server/service/retry_after.h"
 
@@ -19,34 +21,13 @@ namespace {
 
 using observability::MicroBatchOutcome;
 
-constexpr char kTermField[] = "header.terms[0]";
-
-// How the cross entropy's options are nested in the term.
-struct CrossEntropyOf {
-  CrossEntropyRequest* options;
-  std::string field;
-};
-
-CrossEntropyOf FindCrossEntropy(LossTermRequest* term) {
-  if (auto* cross_entropy = std::get_if<CrossEntropyRequest>(&term->loss)) {
-    return {cross_entropy, absl::StrCat(kTermField, ".cross_entropy")};
-  }
-  return {&std::get<JensenShannonRequest>(term->loss).hard_loss, absl::StrCat(kTermField, ".jensen_shannon.hard_loss")};
-}
-
-CrossEntropySpec ToSpec(const CrossEntropyRequest& request) {
-  CrossEntropySpec spec{request.label_smoothing, request.z_loss, {}};
-  if (request.class_weights.has_value()) spec.class_weights = *request.class_weights;
-  return spec;
-}
-
 MicroBatchOutcome OutcomeOf(const heads::SubmissionOutcome& outcome) {
   if (outcome.replayed || outcome.payload_differs) return MicroBatchOutcome::kReplayed;
   switch (outcome.state) {
     case heads::ContributionState::kCommitted:
       return MicroBatchOutcome::kCommitted;
     case heads::ContributionState::kStaged:
-      return MicroBatchOutcome::kStaged;
+      return outcome.form == heads::ContributionForm::kHeld ? MicroBatchOutcome::kHeld : MicroBatchOutcome::kStaged;
     default:
       return MicroBatchOutcome::kEvaluated;
   }
@@ -54,11 +35,32 @@ MicroBatchOutcome OutcomeOf(const heads::SubmissionOutcome& outcome) {
 
 MicroBatchOutcome OutcomeOf(const absl::Status& error) {
   if (HasReason(error, ErrorReason::kMicroBatchConflict)) return MicroBatchOutcome::kConflict;
+  if (HasReason(error, ErrorReason::kAttemptSuperseded)) return MicroBatchOutcome::kSuperseded;
   const bool cancelled = HasReason(error, ErrorReason::kCancelled) || HasReason(error, ErrorReason::kDeadlineExceeded);
   return cancelled ? MicroBatchOutcome::kCancelled : MicroBatchOutcome::kRefused;
 }
 
 }  // namespace
+
+// All that a submission's terms and rows point to.
+struct ComputeLossCall::Payload {
+  MicroBatchRequest request;
+  std::unique_ptr<transport::RowAssembler> hidden;
+  std::vector<std::unique_ptr<transport::RowAssembler>> teacher_hidden;  // one for each term; null without a teacher
+  transport::ByteBudget::Reservation held;                               // of max_held_bytes, once it is held
+
+  // Of rows and per-row data.
+  int64_t bytes() const {
+    int64_t bytes = request.row_count * hidden->row_bytes();
+    for (size_t i = 0; i < request.terms.size(); ++i) {
+      const LossTermRequest& term = request.terms[i];
+      if (teacher_hidden[i] != nullptr) bytes += term.row_count * teacher_hidden[i]->row_bytes();
+      if (term.targets.has_value()) bytes += term.row_count * int64_t{sizeof(int32_t)};
+      if (term.token_weights.has_value()) bytes += term.row_count * int64_t{sizeof(float)};
+    }
+    return bytes;
+  }
+};
 
 // [rows of the term] each; empty if not asked for.
 struct ComputeLossCall::TokenOutputs {
@@ -69,8 +71,8 @@ struct ComputeLossCall::TokenOutputs {
   std::vector<int32_t> argmax;
 };
 
-ComputeLossCall::ComputeLossCall(ServerCore& core, std::string client, std::function<bool()> cancelled, absl::Time deadline)
-    : core_(core), client_(std::move(client)), cancelled_(std::move(cancelled)), deadline_(deadline) {}
+ComputeLossCall::ComputeLossCall(ServerCore& core, std::string client, heads::WaitLimits limits)
+    : core_(core), client_(std::move(client)), limits_(std::move(limits)), payload_(std::make_shared<Payload>()) {}
 
 ComputeLossCall::~ComputeLossCall() {
   if (!counted_) core_.metrics.CountMicroBatch(MicroBatchOutcome::kCancelled);  // its stream ended before Finish()
@@ -85,145 +87,57 @@ absl::Status ComputeLossCall::Done(absl::Status status) {
 }
 
 absl::Status ComputeLossCall::OnMessage(v1::ComputeLossRequest* message) {
-  switch (message->message_case()) {
-    case v1::ComputeLossRequest::kHeader:
-      if (header_seen_) {
-        return Done(FieldError(ErrorReason::kProtocolViolation, "header", "one header, first", "a second header"));
-      }
-      header_seen_ = true;
-      return Done(OnHeader(message->header()));
-    case v1::ComputeLossRequest::kChunk:
-      if (!header_seen_) return Done(FieldError(ErrorReason::kProtocolViolation, "header", "a header first", "a chunk"));
-      return Done(OnChunk(message->mutable_chunk()));
-    case v1::ComputeLossRequest::MESSAGE_NOT_SET:
-      break;
-  }
-  return Done(MissingField("message", "a header or a chunk"));
+  return Done(TakeInOrder(
+      message, header_seen_,
+      [this](const v1::MicroBatchHeader& header) {
+        header_seen_ = true;
+        return OnHeader(header);
+      },
+      [this](v1::RowChunk* chunk) { return OnChunk(chunk); }));
 }
 
 absl::Status ComputeLossCall::OnHeader(const v1::MicroBatchHeader& header) {
   header_time_ = last_row_time_ = absl::Now();
   auto request = DecodeMicroBatchHeader(header, core_.options.limits);
   if (!request.ok()) return request.status();
-  request_ = *std::move(request);
-  head_name_ = request_.terms.front().head.head.ToString();
-  HEADWATER_RETURN_IF_ERROR(BuildSubmission());
+  payload_->request = *std::move(request);
+  head_name_ = payload_->request.terms.front().head.head.ToString();
+  auto use = core_.UseSession(payload_->request.session);
+  if (!use.ok()) return use.status();
+  session_use_ = *std::move(use);
+  HEADWATER_RETURN_IF_ERROR(BuildTerms(core_.registry, &payload_->request, &submission_));
+  HEADWATER_RETURN_IF_ERROR(CheckTargets(payload_->request, submission_));
+  FillSubmission();
+  HEADWATER_RETURN_IF_ERROR(AwaitSteps());
   HEADWATER_RETURN_IF_ERROR(heads::Head::CheckSubmission(submission_));
-  HEADWATER_RETURN_IF_ERROR(CheckTargets());
-  return ReserveBytes();
+  HEADWATER_RETURN_IF_ERROR(ReserveBytes());
+  // The header is accepted: from here on a higher attempt takes effect.
+  return submission_.attempt > 0 && submission_.micro_batch.has_value() ? heads::Head::Announce(submission_) : absl::OkStatus();
 }
 
-// Resolves names and fills in everything of the submission but what has to do with rows.
-absl::Status ComputeLossCall::BuildSubmission() {
-  LossTermRequest& term = request_.terms.front();
-  auto head = core_.registry.Find(term.head.head);
-  if (!head.ok()) return head.status();
-  heads::SubmittedTerm submitted;
-  submitted.head = *std::move(head);
-  submitted.head_epoch = term.head.epoch;
-  submitted.step = term.head.step;
-  submitted.expected_weight_version = term.expected_weight_version;
-  const HeadSpec& spec = submitted.head->spec();
-
-  if (term.teacher.has_value()) {
-    auto teacher = core_.registry.Find(term.teacher->head);
-    if (!teacher.ok()) return teacher.status();
-    submitted.teacher_head = *std::move(teacher);
-    submitted.teacher_head_epoch = term.teacher->epoch;
-    submitted.expected_teacher_weight_version = term.teacher->expected_weight_version;
-    submitted.term.teacher_hidden = {nullptr, term.row_count, submitted.teacher_head->spec().hidden_size, term.teacher->data_type};
+// Everything of the submission but terms, rows and outputs.
+void ComputeLossCall::FillSubmission() {
+  const MicroBatchRequest& request = payload_->request;
+  submission_.micro_batch = request.micro_batch;
+  submission_.attempt = request.attempt;
+  submission_.session = request.session;
+  submission_.backward = request.backward;
+  submission_.explicit_commit = request.explicit_commit;
+  submission_.first_wins = request.first_wins;
+  submission_.refuse_non_finite = request.refuse_non_finite;
+  submission_.late_token_factors = request.late_token_factors;
+  if (request.allow_held || request.late_token_factors) {
+    submission_.hold = [this] { return HoldPayload(); };
   }
-  submission_.terms.push_back(std::move(submitted));
-  HEADWATER_RETURN_IF_ERROR(CheckHeads());
-
-  if (const CrossEntropyOf cross_entropy = FindCrossEntropy(&term); cross_entropy.options->class_weights.has_value()) {
-    std::vector<float>& weights = *cross_entropy.options->class_weights;
-    const int64_t size = static_cast<int64_t>(weights.size());
-    if (size != spec.transform.valid_vocab_size && size != spec.vocab_size) {
-      return FieldError(ErrorReason::kShapeMismatch, cross_entropy.field + ".class_weights.shape",
-                        absl::StrCat("[", spec.transform.valid_vocab_size, "]"), absl::StrCat("[", size, "]"));
-    }
-    weights.resize(static_cast<size_t>(spec.transform.valid_vocab_size));  // columns beyond have no probability, so no weight
-  }
-
-  LossTerm& engine_term = submission_.terms.front().term;
-  engine_term.row_start = term.row_start;
-  engine_term.row_count = term.row_count;
-  if (term.targets.has_value()) engine_term.targets = *term.targets;
-  engine_term.ignore_index = term.ignore_index;
-  if (term.token_weights.has_value()) engine_term.token_weights = *term.token_weights;
-  engine_term.loss_scale = term.loss_scale;
-  if (const auto* cross_entropy = std::get_if<CrossEntropyRequest>(&term.loss)) {
-    engine_term.loss = ToSpec(*cross_entropy);
-  } else {
-    const JensenShannonRequest& jsd = std::get<JensenShannonRequest>(term.loss);
-    JsdSpec options = jsd.options;
-    options.hard_loss = ToSpec(jsd.hard_loss);
-    engine_term.loss = options;
-  }
-
-  submission_.micro_batch = request_.micro_batch;
-  submission_.backward = request_.backward;
-  submission_.explicit_commit = request_.explicit_commit;
-  submission_.first_wins = request_.first_wins;
-  submission_.refuse_non_finite = request_.refuse_non_finite;
-  submission_.hidden = {nullptr, request_.row_count, request_.hidden_size, request_.data_type};
-  submission_.grad_hidden_scale = request_.grad_hidden_scale;
-  return absl::OkStatus();
+  submission_.hidden = {nullptr, request.row_count, request.hidden_size, request.data_type};
+  submission_.grad_hidden_scale = request.grad_hidden_scale;
 }
 
-// What the header says against what the heads are.
-absl::Status ComputeLossCall::CheckHeads() const {
-  const LossTermRequest& term = request_.terms.front();
-  const heads::SubmittedTerm& submitted = submission_.terms.front();
-  const HeadSpec& spec = submitted.head->spec();
-  if (request_.hidden_size != spec.hidden_size) {
-    return FieldError(ErrorReason::kShapeMismatch, "header.hidden_size", absl::StrCat(spec.hidden_size, ", as the head has"),
-                      absl::StrCat(request_.hidden_size));
-  }
-  if (spec.trainable && request_.backward) {
-    if (!request_.micro_batch.has_value())
-      return MissingField("header.micro_batch", "a number >= 0, because the head is trainable");
-    if (!term.head.epoch.has_value()) {
-      return MissingField(absl::StrCat(kTermField, ".head.head_epoch"), "the head's epoch, because the head is trainable");
-    }
-    if (!term.head.step.has_value()) {
-      return MissingField(absl::StrCat(kTermField, ".head.step"), "a step number >= 0, because the head is trainable");
-    }
-  }
-  if (!spec.trainable && request_.micro_batch.has_value()) {
-    return FieldError(ErrorReason::kInvalidCombination, "header.micro_batch", "nothing, because the head is frozen",
-                      absl::StrCat(*request_.micro_batch));
-  }
-  if (!spec.trainable && term.head.step.has_value()) {
-    return FieldError(ErrorReason::kInvalidCombination, absl::StrCat(kTermField, ".head.step"),
-                      "nothing, because the head is frozen", absl::StrCat(*term.head.step));
-  }
-  if (!term.teacher.has_value()) return absl::OkStatus();
-  const int64_t student_vocab = spec.transform.valid_vocab_size;
-  const int64_t teacher_vocab = submitted.teacher_head->spec().transform.valid_vocab_size;
-  if (student_vocab != teacher_vocab && !std::get<JensenShannonRequest>(term.loss).options.truncate_to_common) {
-    return FieldError(ErrorReason::kVocabSizeMismatch, absl::StrCat(kTermField, ".jensen_shannon.vocab_alignment"),
-                      absl::StrCat("equal vocabularies, or TRUNCATE_TO_COMMON; the student has ", student_vocab, " valid columns"),
-                      absl::StrCat(teacher_vocab, " valid columns of the teacher"));
-  }
-  return absl::OkStatus();
-}
-
-absl::Status ComputeLossCall::CheckTargets() const {
-  const LossTermRequest& term = request_.terms.front();
-  if (!term.targets.has_value()) return absl::OkStatus();
-  const auto* jsd = std::get_if<JensenShannonRequest>(&term.loss);
-  const bool only_ignored_matters = jsd != nullptr && jsd->options.hard_loss_weight == 0 &&
-                                    (request_.outputs & TokenOutputBit(v1::TOKEN_OUTPUT_TARGET_LOG_PROBABILITY)) == 0;
-  if (only_ignored_matters) return absl::OkStatus();
-  const int64_t valid_vocab_size = submission_.terms.front().head->spec().transform.valid_vocab_size;
-  for (size_t i = 0; i < term.targets->size(); ++i) {
-    const int32_t target = (*term.targets)[i];
-    if (target == term.ignore_index || (target >= 0 && target < valid_vocab_size)) continue;
-    return FieldError(ErrorReason::kTargetOutOfVocab, absl::StrCat(kTermField, ".targets.data"),
-                      absl::StrCat("ids in [0, ", valid_vocab_size, ") or ignore_index ", term.ignore_index),
-                      absl::StrCat(target, " at index ", i));
+absl::Status ComputeLossCall::AwaitSteps() {
+  if (!submission_.backward) return absl::OkStatus();
+  for (const heads::SubmittedTerm& term : submission_.terms) {
+    if (!term.step.has_value() || !term.head_epoch.has_value()) continue;
+    HEADWATER_RETURN_IF_ERROR(core_.waiting.AwaitStep(*term.head, {*term.head_epoch, *term.step}, limits_));
   }
   return absl::OkStatus();
 }
@@ -231,62 +145,82 @@ absl::Status ComputeLossCall::CheckTargets() const {
 // Admits the micro-batch's tensors: rows in, gradient and per-token outputs out.
 absl::Status ComputeLossCall::ReserveBytes() {
   const Limits& limits = core_.options.limits;
-  const LossTermRequest& term = request_.terms.front();
-  hidden_ = std::make_unique<transport::RowAssembler>(request_.row_count, request_.hidden_size, request_.data_type);
-  int64_t row_bytes = request_.row_count * hidden_->row_bytes();
-  if (term.teacher.has_value()) {
-    const RowsView& view = submission_.terms.front().term.teacher_hidden;
-    teacher_hidden_ = std::make_unique<transport::RowAssembler>(view.row_count, view.column_count, view.data_type);
-    row_bytes += term.row_count * teacher_hidden_->row_bytes();
+  const MicroBatchRequest& request = payload_->request;
+  payload_->hidden = std::make_unique<transport::RowAssembler>(request.row_count, request.hidden_size, request.data_type);
+  int64_t row_bytes = request.row_count * payload_->hidden->row_bytes();
+  int64_t output_rows = 0;
+  for (size_t i = 0; i < request.terms.size(); ++i) {
+    output_rows += request.terms[i].row_count;
+    payload_->teacher_hidden.push_back(nullptr);
+    if (!request.terms[i].teacher.has_value()) continue;
+    const RowsView& view = submission_.terms[i].term.teacher_hidden;
+    payload_->teacher_hidden[i] = std::make_unique<transport::RowAssembler>(view.row_count, view.column_count, view.data_type);
+    row_bytes += view.row_count * payload_->teacher_hidden[i]->row_bytes();
   }
   HEADWATER_RETURN_IF_ERROR(CheckLimit("header.row_count", row_bytes, "max_micro_batch_bytes", limits.max_micro_batch_bytes));
 
-  int64_t bytes = row_bytes;
-  if (request_.return_grad_hidden) {
-    bytes += request_.row_count * request_.hidden_size * ElementBytes(request_.grad_hidden_data_type);
-  }
-  for (uint32_t bits = request_.outputs; bits != 0; bits &= bits - 1) bytes += term.row_count * 4;
+  // All per-token outputs travel in the summary, which is one message.
+  constexpr int64_t kTermBytes = 512;
+  const int64_t output_bytes = output_rows * 4 * std::popcount(request.outputs);
+  const int64_t summary_bytes = output_bytes + kTermBytes * static_cast<int64_t>(request.terms.size());
+  HEADWATER_RETURN_IF_ERROR(
+      CheckLimit("header.outputs", summary_bytes, "max_message_bytes", limits.max_message_bytes - kMessageOverheadBytes));
+
+  int64_t bytes = row_bytes + output_bytes;
+  if (request.return_grad_hidden) bytes += request.row_count * request.hidden_size * ElementBytes(request.grad_hidden_data_type);
   HEADWATER_RETURN_IF_ERROR(CheckLimit("header.row_count", bytes, "max_in_flight_bytes", limits.max_in_flight_bytes));
-  if (core_.in_flight.TryReserve(bytes, &reservation_)) return absl::OkStatus();
-  const int64_t available = core_.in_flight.available_bytes();
-  return MakeError(ErrorReason::kInFlightBytesExceeded,
-                   absl::StrCat("the micro-batch needs ", bytes, " bytes, and ", available, " of ", limits.max_in_flight_bytes,
-                                " (max_in_flight_bytes) are free; try again"),
-                   {{"limit", "max_in_flight_bytes"},
-                    {"maximum", absl::StrCat(limits.max_in_flight_bytes)},
-                    {"requestedBytes", absl::StrCat(bytes)},
-                    {"availableBytes", absl::StrCat(available)},
-                    {kRetryAfterMsKey, "50"}});
+  return core_.ReserveInFlight(bytes, "the micro-batch", &reservation_);
 }
 
-absl::Status ComputeLossCall::OnChunk(v1::RowChunk* chunk) {
-  transport::RowAssembler* rows = nullptr;
-  int32_t digest_stream = 0;
-  switch (chunk->role()) {
+absl::StatusOr<std::shared_ptr<const void>> ComputeLossCall::HoldPayload() {
+  const int64_t bytes = payload_->bytes();
+  if (core_.held.TryReserve(bytes, &payload_->held)) return std::shared_ptr<const void>(payload_);
+  const int64_t available = core_.held.available_bytes();
+  return MakeError(
+      ErrorReason::kStagingFull,
+      absl::StrCat("the contribution would be held as ", bytes, " bytes of rows, and ", available, " of ",
+                   core_.held.capacity_bytes(), " (max_held_bytes) are free; commit or discard others, then try again"),
+      {{"limit", "max_held_bytes"},
+       {"maximum", absl::StrCat(core_.held.capacity_bytes())},
+       {"requestedBytes", absl::StrCat(bytes)},
+       {"availableBytes", absl::StrCat(available)},
+       {kRetryAfterMsKey, "100"}});
+}
+
+absl::StatusOr<std::pair<transport::RowAssembler*, int32_t>> ComputeLossCall::StreamOf(const v1::RowChunk& chunk) {
+  const int32_t term = chunk.term_index();
+  const int32_t term_count = static_cast<int32_t>(payload_->request.terms.size());
+  switch (chunk.role()) {
     case v1::CHUNK_ROLE_HIDDEN:
-      rows = hidden_.get();
-      break;
-    case v1::CHUNK_ROLE_TEACHER_HIDDEN:
-      if (teacher_hidden_ == nullptr) {
-        return FieldError(ErrorReason::kProtocolViolation, "chunk.role", "HIDDEN, because no term has teacher_hidden",
-                          "TEACHER_HIDDEN");
+      if (term == 0) return std::pair(payload_->hidden.get(), int32_t{0});
+      return FieldError(ErrorReason::kInvalidField, "chunk.term_index", "0, because the rows belong to all terms",
+                        absl::StrCat(term));
+    case v1::CHUNK_ROLE_TEACHER_HIDDEN: {
+      if (term < 0 || term >= term_count) {
+        return FieldError(ErrorReason::kInvalidField, "chunk.term_index", absl::StrCat("a term in [0, ", term_count, ")"),
+                          absl::StrCat(term));
       }
-      rows = teacher_hidden_.get();
-      digest_stream = 1;
-      break;
+      transport::RowAssembler* const rows = payload_->teacher_hidden[static_cast<size_t>(term)].get();
+      if (rows != nullptr) return std::pair(rows, 1 + term);
+      return FieldError(ErrorReason::kProtocolViolation, "chunk.role",
+                        absl::StrCat("HIDDEN, because terms[", term, "] has no teacher_hidden"), "TEACHER_HIDDEN");
+    }
     case v1::CHUNK_ROLE_UNSPECIFIED:
       return MissingField("chunk.role", "HIDDEN or TEACHER_HIDDEN");
     default:
       return FieldError(ErrorReason::kInvalidField, "chunk.role", "HIDDEN or TEACHER_HIDDEN",
-                        absl::StrCat(static_cast<int>(chunk->role())));
+                        absl::StrCat(static_cast<int>(chunk.role())));
   }
-  if (chunk->term_index() != 0) {
-    return FieldError(ErrorReason::kInvalidField, "chunk.term_index", "0, the only term", absl::StrCat(chunk->term_index()));
-  }
+}
+
+absl::Status ComputeLossCall::OnChunk(v1::RowChunk* chunk) {
+  const auto stream = StreamOf(*chunk);
+  if (!stream.ok()) return stream.status();
+  const auto [rows, digest_stream] = *stream;
   const int64_t data_bytes = static_cast<int64_t>(chunk->data().size());
   HEADWATER_RETURN_IF_ERROR(CheckLimit("chunk.data", data_bytes, "max_chunk_bytes", core_.options.limits.max_chunk_bytes));
   HEADWATER_RETURN_IF_ERROR(rows->Check(chunk->row_start(), chunk->row_count(), data_bytes, "chunk"));
-  if (request_.backward) {  // before Add(), which may take the data
+  if (submission_.backward) {  // before Add(), which may take the data
     digest_.AddRows(digest_stream, chunk->row_start(), chunk->row_count(), rows->row_bytes(), chunk->data().data());
   }
   HEADWATER_RETURN_IF_ERROR(rows->Add(chunk->row_start(), chunk->row_count(), chunk->mutable_data(), "chunk"));
@@ -295,66 +229,82 @@ absl::Status ComputeLossCall::OnChunk(v1::RowChunk* chunk) {
   return absl::OkStatus();
 }
 
-void ComputeLossCall::AllocateOutputs() {
-  const LossTermRequest& term = request_.terms.front();
-  const size_t rows = static_cast<size_t>(term.row_count);
-  LossTerm& engine_term = submission_.terms.front().term;
-  token_outputs_ = std::make_unique<TokenOutputs>();
-  const auto allocate = [&](v1::TokenOutput output, auto* values) {
-    if ((request_.outputs & TokenOutputBit(output)) != 0) values->resize(rows);
-    return values->empty() ? nullptr : values->data();
-  };
-  engine_term.token_loss = allocate(v1::TOKEN_OUTPUT_LOSS, &token_outputs_->token_loss);
-  engine_term.lse = allocate(v1::TOKEN_OUTPUT_LSE, &token_outputs_->lse);
-  engine_term.target_log_probability = allocate(v1::TOKEN_OUTPUT_TARGET_LOG_PROBABILITY, &token_outputs_->target_log_probability);
-  engine_term.entropy = allocate(v1::TOKEN_OUTPUT_ENTROPY, &token_outputs_->entropy);
-  engine_term.argmax = allocate(v1::TOKEN_OUTPUT_ARGMAX, &token_outputs_->argmax);
+// The client has half-closed: every row must be there.
+absl::Status ComputeLossCall::CompleteRows() {
+  HEADWATER_RETURN_IF_ERROR(CheckHeaderSeen(header_seen_));
+  HEADWATER_RETURN_IF_ERROR(payload_->hidden->CheckComplete("hidden"));
+  submission_.hidden = payload_->hidden->view();
+  const bool one_term = submission_.terms.size() == 1;
+  for (size_t i = 0; i < submission_.terms.size(); ++i) {
+    const transport::RowAssembler* const rows = payload_->teacher_hidden[i].get();
+    if (rows == nullptr) continue;
+    HEADWATER_RETURN_IF_ERROR(rows->CheckComplete(one_term ? "teacher_hidden" : absl::StrCat("teacher_hidden of terms[", i, "]")));
+    submission_.terms[i].term.teacher_hidden = rows->view();
+  }
+  return absl::OkStatus();
+}
 
-  if (request_.return_grad_hidden && request_.row_count > 0) {
-    const int64_t row_bytes = request_.hidden_size * ElementBytes(request_.grad_hidden_data_type);
-    grad_hidden_.reset(new uint8_t[static_cast<size_t>(request_.row_count * row_bytes)]);  // the engine writes every row
-    submission_.grad_hidden = {grad_hidden_.get(), request_.row_count, request_.hidden_size, request_.grad_hidden_data_type};
+void ComputeLossCall::AllocateOutputs() {
+  const MicroBatchRequest& request = payload_->request;
+  token_outputs_.resize(request.terms.size());
+  for (size_t i = 0; i < request.terms.size(); ++i) {
+    const size_t rows = static_cast<size_t>(request.terms[i].row_count);
+    const auto allocate = [&](v1::TokenOutput output, auto* values) {
+      if ((request.outputs & TokenOutputBit(output)) != 0) values->resize(rows);
+      return values->empty() ? nullptr : values->data();
+    };
+    TokenOutputs& outputs = token_outputs_[i];
+    LossTerm& term = submission_.terms[i].term;
+    term.token_loss = allocate(v1::TOKEN_OUTPUT_LOSS, &outputs.token_loss);
+    term.lse = allocate(v1::TOKEN_OUTPUT_LSE, &outputs.lse);
+    term.target_log_probability = allocate(v1::TOKEN_OUTPUT_TARGET_LOG_PROBABILITY, &outputs.target_log_probability);
+    term.entropy = allocate(v1::TOKEN_OUTPUT_ENTROPY, &outputs.entropy);
+    term.argmax = allocate(v1::TOKEN_OUTPUT_ARGMAX, &outputs.argmax);
+  }
+  if (request.return_grad_hidden && request.row_count > 0) {
+    const int64_t row_bytes = request.hidden_size * ElementBytes(request.grad_hidden_data_type);
+    grad_hidden_.reset(new uint8_t[static_cast<size_t>(request.row_count * row_bytes)]);  // the engine writes every row
+    submission_.grad_hidden = {grad_hidden_.get(), request.row_count, request.hidden_size, request.grad_hidden_data_type};
   }
 }
 
 absl::Status ComputeLossCall::Finish() {
-  if (!header_seen_) return Done(FieldError(ErrorReason::kProtocolViolation, "header", "a header first", "the stream's end"));
-  if (absl::Status status = hidden_->CheckComplete("hidden"); !status.ok()) return Done(status);
-  submission_.hidden = hidden_->view();
-  if (teacher_hidden_ != nullptr) {
-    if (absl::Status status = teacher_hidden_->CheckComplete("teacher_hidden"); !status.ok()) return Done(status);
-    submission_.terms.front().term.teacher_hidden = teacher_hidden_->view();
-  }
+  HEADWATER_RETURN_IF_ERROR(Done(CompleteRows()));
   AllocateOutputs();
-  if (request_.backward) submission_.digest = digest_.Finish(CanonicalHeader(request_));
+  if (submission_.backward) submission_.digest = digest_.Finish(CanonicalHeader(payload_->request));
 
   absl::StatusOr<heads::SubmissionOutcome> outcome = MakeError(ErrorReason::kInternal, "the queue did not run the job");
   const absl::Status queued = core_.queue.Run(
       client_,
       [&] {
         engine_start_time_ = absl::Now();
-        outcome = heads::Head::Submit(submission_, *core_.engine, cancelled_);
+        outcome = heads::Head::Submit(submission_, *core_.engine, limits_.cancelled);
         engine_end_time_ = absl::Now();
       },
-      cancelled_, deadline_);
+      limits_.cancelled, limits_.deadline);
   if (!queued.ok()) return Done(queued);
   if (!outcome.ok()) return Done(outcome.status());
   outcome_ = *std::move(outcome);
-  counted_ = true;
+  CountOutcome();
+  return absl::OkStatus();
+}
 
-  const bool jsd = std::holds_alternative<JensenShannonRequest>(request_.terms.front().loss);
-  const LossSums& sums = outcome_->terms.front();
+void ComputeLossCall::CountOutcome() {
+  counted_ = true;
   observability::Metrics& metrics = core_.metrics;
   const MicroBatchOutcome what = OutcomeOf(*outcome_);
   metrics.CountMicroBatch(what);
   if (what == MicroBatchOutcome::kCommitted) metrics.CountCommit();
-  metrics.CountTokens(jsd ? observability::LossKind::kJensenShannon : observability::LossKind::kCrossEntropy,
-                      sums.valid_token_count);
-  metrics.CountNonFiniteRows(sums.non_finite_row_count);
+  for (size_t i = 0; i < outcome_->terms.size(); ++i) {
+    const bool jsd = std::holds_alternative<JensenShannonRequest>(payload_->request.terms[i].loss);
+    const LossSums& sums = outcome_->terms[i];
+    metrics.CountTokens(jsd ? observability::LossKind::kJensenShannon : observability::LossKind::kCrossEntropy,
+                        sums.valid_token_count);
+    metrics.CountNonFiniteRows(sums.non_finite_row_count);
+  }
   metrics.ObservePhase(observability::Phase::kUpload, last_row_time_ - header_time_);
   metrics.ObservePhase(observability::Phase::kQueue, engine_start_time_ - last_row_time_);
   metrics.ObservePhase(observability::Phase::kEngine, engine_end_time_ - engine_start_time_);
-  return absl::OkStatus();
 }
 
 bool ComputeLossCall::NextChunk(v1::RowChunk* chunk) {
@@ -376,32 +326,35 @@ bool ComputeLossCall::NextChunk(v1::RowChunk* chunk) {
 
 void ComputeLossCall::FillSummary(v1::MicroBatchSummary* summary) {
   const heads::SubmissionOutcome& outcome = *outcome_;
-  v1::LossTermResult* const term = summary->add_terms();
-  EncodeLossSums(outcome.terms.front(), term->mutable_sums());
-  term->set_non_finite_row_count(outcome.terms.front().non_finite_row_count);
-  term->set_weight_version(outcome.weight_versions.front());
-  term->set_teacher_weight_version(outcome.teacher_weight_versions.front());
-  const auto encode = [&](v1::TokenOutput output, const auto& values, v1::DataType type,
-                          v1::Tensor* (v1::LossTermResult::*field)()) {
-    if ((request_.outputs & TokenOutputBit(output)) == 0) return;
-    v1::Tensor* const tensor = (term->*field)();
-    tensor->set_data_type(type);
-    tensor->add_shape(static_cast<int64_t>(values.size()));
-    tensor->set_data(values.data(), values.size() * 4);
-  };
-  using Result = v1::LossTermResult;
-  encode(v1::TOKEN_OUTPUT_LOSS, token_outputs_->token_loss, v1::DATA_TYPE_FLOAT32, &Result::mutable_token_loss);
-  encode(v1::TOKEN_OUTPUT_LSE, token_outputs_->lse, v1::DATA_TYPE_FLOAT32, &Result::mutable_lse);
-  encode(v1::TOKEN_OUTPUT_TARGET_LOG_PROBABILITY, token_outputs_->target_log_probability, v1::DATA_TYPE_FLOAT32,
-         &Result::mutable_target_log_probability);
-  encode(v1::TOKEN_OUTPUT_ENTROPY, token_outputs_->entropy, v1::DATA_TYPE_FLOAT32, &Result::mutable_entropy);
-  encode(v1::TOKEN_OUTPUT_ARGMAX, token_outputs_->argmax, v1::DATA_TYPE_INT32, &Result::mutable_argmax);
+  for (size_t i = 0; i < outcome.terms.size(); ++i) {
+    v1::LossTermResult* const term = summary->add_terms();
+    EncodeLossSums(outcome.terms[i], term->mutable_sums());
+    term->set_non_finite_row_count(outcome.terms[i].non_finite_row_count);
+    term->set_weight_version(outcome.weight_versions[i]);
+    term->set_teacher_weight_version(outcome.teacher_weight_versions[i]);
+    const auto encode = [&](v1::TokenOutput output, const auto& values, v1::DataType type,
+                            v1::Tensor* (v1::LossTermResult::*field)()) {
+      if ((payload_->request.outputs & TokenOutputBit(output)) == 0) return;
+      v1::Tensor* const tensor = (term->*field)();
+      tensor->set_data_type(type);
+      tensor->add_shape(static_cast<int64_t>(values.size()));
+      tensor->set_data(values.data(), values.size() * 4);
+    };
+    using Result = v1::LossTermResult;
+    const TokenOutputs& outputs = token_outputs_[i];
+    encode(v1::TOKEN_OUTPUT_LOSS, outputs.token_loss, v1::DATA_TYPE_FLOAT32, &Result::mutable_token_loss);
+    encode(v1::TOKEN_OUTPUT_LSE, outputs.lse, v1::DATA_TYPE_FLOAT32, &Result::mutable_lse);
+    encode(v1::TOKEN_OUTPUT_TARGET_LOG_PROBABILITY, outputs.target_log_probability, v1::DATA_TYPE_FLOAT32,
+           &Result::mutable_target_log_probability);
+    encode(v1::TOKEN_OUTPUT_ENTROPY, outputs.entropy, v1::DATA_TYPE_FLOAT32, &Result::mutable_entropy);
+    encode(v1::TOKEN_OUTPUT_ARGMAX, outputs.argmax, v1::DATA_TYPE_INT32, &Result::mutable_argmax);
+  }
 
   summary->set_state(static_cast<v1::ContributionState>(outcome.state));
   summary->set_form(static_cast<v1::ContributionForm>(outcome.form));
   summary->set_replayed(outcome.replayed);
   summary->set_payload_differs(outcome.payload_differs);
-  if (request_.backward) summary->set_digest(submission_.digest.data(), submission_.digest.size());
+  if (submission_.backward) summary->set_digest(submission_.digest.data(), submission_.digest.size());
   if (outcome.step.has_value()) summary->set_step(*outcome.step);
   const absl::Time now = absl::Now();
   core_.metrics.ObservePhase(observability::Phase::kDownload, now - engine_end_time_);

@@ -35,6 +35,10 @@ absl::Status CheckAtLeast(const std::string& field, int64_t value, int64_t minim
 // kLimitExceeded if value is above the limit of that name.
 absl::Status CheckLimit(const std::string& field, int64_t value, const char* limit, int64_t maximum);
 
+// kChunkOutOfRange unless a chunk of `data_bytes` bytes at `offset` goes on where `received_bytes` of `total_bytes` stand and stays
+// within the total.
+absl::Status CheckNextBytes(int64_t offset, int64_t data_bytes, int64_t received_bytes, int64_t total_bytes);
+
 // kInvalidField, with `expected` as the text, unless `holds` and `value` is finite.
 absl::Status CheckNumber(const std::string& field, double value, bool holds, const std::string& expected);
 

@@ -1,5 +1,6 @@
 #include "server/service/head_request.h"
 
+#include <algorithm>
 #include <limits>
 #include <set>
 #include <string>
@@ -164,15 +165,19 @@ absl::StatusOr<HeadAtEpoch> DecodeHeadAtRequiredEpoch(const std::string& name, c
   return HeadAtEpoch{*std::move(head), *decoded};
 }
 
+absl::StatusOr<HeadAtEpoch> DecodeHeadAtOptionalEpoch(const std::string& name, const std::string& epoch) {
+  auto head = DecodeHeadName(name, "name");
+  if (!head.ok()) return head.status();
+  auto decoded = DecodeOptionalEpoch(epoch, "epoch");
+  if (!decoded.ok()) return decoded.status();
+  return HeadAtEpoch{*std::move(head), *decoded};
+}
+
 absl::Status CheckCheckpointName(const std::string& checkpoint) {
   if (checkpoint.empty()) return MissingField("checkpoint", "a name");
   if (checkpoint::IsValidCheckpointName(checkpoint)) return absl::OkStatus();
   return FieldError(ErrorReason::kInvalidName, "checkpoint", "a name that matches [A-Za-z0-9]([A-Za-z0-9._-]{0,126}[A-Za-z0-9])?",
                     Quoted(checkpoint));
-}
-
-absl::Status CheckSessionPresent(const std::string& session_id) {
-  return session_id.empty() ? MissingField("session_id", "the id that OpenSession answered") : absl::OkStatus();
 }
 
 }  // namespace
@@ -183,17 +188,19 @@ absl::StatusOr<CreateRequest> DecodeCreate(const v1::CreateHeadRequest& request,
   if (!request.has_spec()) return MissingField("spec", "what the head is");
   auto spec = DecodeSpec(request.spec(), "spec", limits);
   if (!spec.ok()) return spec.status();
+  heads::IfExists if_exists = heads::IfExists::kFail;
   switch (request.if_exists()) {
     case v1::IF_EXISTS_UNSPECIFIED:
     case v1::IF_EXISTS_FAIL:
       break;
     case v1::IF_EXISTS_ATTACH_IF_SAME_SPEC:
-      return FeatureNotBuilt("if_exists", "attach_if_same_spec");
+      if_exists = heads::IfExists::kAttachIfSameSpec;
+      break;
     default:
       return FieldError(ErrorReason::kInvalidField, "if_exists", "FAIL or ATTACH_IF_SAME_SPEC",
                         absl::StrCat(static_cast<int>(request.if_exists())));
   }
-  return CreateRequest{*std::move(name), *std::move(spec), request.validate_only()};
+  return CreateRequest{*std::move(name), *std::move(spec), request.validate_only(), if_exists};
 }
 
 absl::StatusOr<ListRequest> DecodeList(const v1::ListHeadsRequest& request) {
@@ -201,7 +208,6 @@ absl::StatusOr<ListRequest> DecodeList(const v1::ListHeadsRequest& request) {
   constexpr int64_t kMaxPageSize = 1000;
   auto tenant = heads::ParseTenantName(request.parent(), "parent");
   if (!tenant.ok()) return tenant.status();
-  if (*tenant != heads::kDefaultTenant) return FeatureNotBuilt("parent", "tenants");
   HEADWATER_RETURN_IF_ERROR(CheckRange("page_size", request.page_size(), 0, kMaxPageSize));
   if (!request.page_token().empty() && !heads::ParseHeadName(request.page_token(), "page_token").ok()) {
     return FieldError(ErrorReason::kInvalidField, "page_token", "the next_page_token of an earlier page",
@@ -211,11 +217,11 @@ absl::StatusOr<ListRequest> DecodeList(const v1::ListHeadsRequest& request) {
 }
 
 absl::StatusOr<HeadAtEpoch> DecodeDelete(const v1::DeleteHeadRequest& request) {
-  auto name = DecodeHeadName(request.name(), "name");
-  if (!name.ok()) return name.status();
-  auto epoch = DecodeOptionalEpoch(request.epoch(), "epoch");
-  if (!epoch.ok()) return epoch.status();
-  return HeadAtEpoch{*std::move(name), *epoch};
+  return DecodeHeadAtOptionalEpoch(request.name(), request.epoch());
+}
+
+absl::StatusOr<HeadAtEpoch> DecodeTake(const v1::TakeHeadRequest& request) {
+  return DecodeHeadAtOptionalEpoch(request.name(), request.epoch());
 }
 
 absl::StatusOr<UploadRequest> DecodeUploadHeader(const v1::UploadWeightsHeader& header) {
@@ -248,7 +254,7 @@ absl::StatusOr<UploadRequest> DecodeUploadHeader(const v1::UploadWeightsHeader& 
   }
   if (header.has_closes_step()) {
     HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.closes_step", header.closes_step(), 0));
-    return FeatureNotBuilt("header.closes_step", "closes_step");
+    decoded.closes_step = header.closes_step();
   }
   return decoded;
 }
@@ -329,8 +335,7 @@ absl::StatusOr<SealRequest> DecodeSeal(const v1::SealStepRequest& request, const
   if (!request.has_expected()) return MissingField("expected", "a count or ids");
   auto expected = DecodeExpected(request.expected(), "expected", limits);
   if (!expected.ok()) return expected.status();
-  if (request.wait()) return FeatureNotBuilt("wait", "seal_wait");
-  return SealRequest{std::move(step->name), step->key, *std::move(expected)};
+  return SealRequest{std::move(step->name), step->key, *std::move(expected), request.wait()};
 }
 
 absl::StatusOr<ApplyRequest> DecodeApply(const v1::ApplyOptimizerStepRequest& request, const Limits& limits) {
@@ -389,12 +394,10 @@ absl::StatusOr<StepRequest> DecodeGradientNorm(const v1::GetGradientNormRequest&
 }
 
 absl::StatusOr<CheckpointRequest> DecodeSave(const v1::SaveCheckpointRequest& request) {
-  auto name = DecodeHeadName(request.name(), "name");
-  if (!name.ok()) return name.status();
-  auto epoch = DecodeOptionalEpoch(request.epoch(), "epoch");
-  if (!epoch.ok()) return epoch.status();
+  auto head = DecodeHeadAtOptionalEpoch(request.name(), request.epoch());
+  if (!head.ok()) return head.status();
   HEADWATER_RETURN_IF_ERROR(CheckCheckpointName(request.checkpoint()));
-  return CheckpointRequest{*std::move(name), *epoch, request.checkpoint(), request.overwrite()};
+  return CheckpointRequest{std::move(head->name), head->epoch, request.checkpoint(), request.overwrite()};
 }
 
 absl::StatusOr<CheckpointRequest> DecodeRestore(const v1::RestoreCheckpointRequest& request) {
@@ -404,38 +407,50 @@ absl::StatusOr<CheckpointRequest> DecodeRestore(const v1::RestoreCheckpointReque
   return CheckpointRequest{std::move(head->name), head->epoch, request.checkpoint(), false};
 }
 
-absl::Status ValidateAddGradientHeader(const v1::AddGradientHeader& header) {
-  if (auto head = DecodeHeadStep(header.has_head(), header.head(), "header.head", /*step_required=*/true); !head.ok()) {
-    return head.status();
-  }
-  if (!header.has_micro_batch()) return MissingField("header.micro_batch", "a number >= 0");
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.micro_batch", header.micro_batch(), 0));
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.attempt", header.attempt(), 0));
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.row_start", header.row_start(), 0));
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.row_count", header.row_count(), 1));
-  HEADWATER_RETURN_IF_ERROR(CheckNumber("header.factor", header.has_factor() ? header.factor() : 1, true, "a finite number"));
-  return CheckNoSession(header.session_id(), "header.session_id");
+absl::StatusOr<GradientRequest> DecodeAddGradientHeader(const v1::AddGradientHeader& header) {
+  auto head = DecodeHeadStep(header.has_head(), header.head(), "header.head", /*step_required=*/true);
+  if (!head.ok()) return head.status();
+  GradientRequest decoded;
+  decoded.name = std::move(head->head);
+  decoded.key = {*head->epoch, *head->step};
+  auto micro_batch = DecodeMicroBatchId(header.has_micro_batch(), header.micro_batch(), "header.micro_batch");
+  if (!micro_batch.ok()) return micro_batch.status();
+  decoded.micro_batch = *micro_batch;
+  decoded.attempt = header.attempt();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.attempt", decoded.attempt, 0));
+  decoded.row_start = header.row_start();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.row_start", decoded.row_start, 0));
+  decoded.row_count = header.row_count();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.row_count", decoded.row_count, 1));
+  decoded.factor = header.has_factor() ? header.factor() : 1;
+  HEADWATER_RETURN_IF_ERROR(CheckNumber("header.factor", decoded.factor, true, "a finite number"));
+  auto session = DecodeOptionalSession(header.session_id(), "header.session_id");
+  if (!session.ok()) return session.status();
+  decoded.session = *session;
+  return decoded;
 }
 
-absl::Status ValidateOpenSession(const v1::OpenSessionRequest& request) {
+absl::StatusOr<OpenSessionRequest> DecodeOpenSession(const v1::OpenSessionRequest& request, const Limits& limits) {
   constexpr size_t kMaxClientNameBytes = 128;
+  constexpr int64_t kMaxDurationSeconds = 315576000000;  // as google.protobuf.Duration allows
+  constexpr absl::Duration kDefaultLease = absl::Seconds(30);
   if (request.client_name().size() > kMaxClientNameBytes) {
     return FieldError(ErrorReason::kInvalidField, "client_name", "at most 128 bytes",
                       absl::StrCat(request.client_name().size(), " bytes"));
   }
-  constexpr int64_t kMaxDurationSeconds = 315576000000;  // as google.protobuf.Duration allows
+  OpenSessionRequest decoded = {request.client_name(), std::min(kDefaultLease, limits.max_session_lease)};
+  if (!request.has_lease()) return decoded;
   HEADWATER_RETURN_IF_ERROR(CheckRange("lease.seconds", request.lease().seconds(), 0, kMaxDurationSeconds));
-  return CheckRange("lease.nanos", request.lease().nanos(), 0, 999999999);
+  HEADWATER_RETURN_IF_ERROR(CheckRange("lease.nanos", request.lease().nanos(), 0, 999999999));
+  decoded.lease = absl::Seconds(request.lease().seconds()) + absl::Nanoseconds(request.lease().nanos());
+  if (decoded.lease > absl::ZeroDuration()) return decoded;
+  return FieldError(ErrorReason::kInvalidField, "lease", "a duration > 0", "0 s");
 }
-
-absl::Status ValidateKeepAlive(const v1::KeepAliveRequest& request) { return CheckSessionPresent(request.session_id()); }
-
-absl::Status ValidateCloseSession(const v1::CloseSessionRequest& request) { return CheckSessionPresent(request.session_id()); }
 
 absl::Status ValidateRegisterSharedMemory(const v1::RegisterSharedMemoryRequest& request) {
   constexpr size_t kCudaIpcHandleBytes = 64;
   constexpr size_t kMaxNameBytes = 255;
-  HEADWATER_RETURN_IF_ERROR(CheckSessionPresent(request.session_id()));
+  if (auto session = DecodeSession(request.session_id(), "session_id"); !session.ok()) return session.status();
   switch (request.source_case()) {
     case v1::RegisterSharedMemoryRequest::kDescriptorToken:
       if (request.descriptor_token().empty()) return MissingField("descriptor_token", "the token that the socket answered");
@@ -462,7 +477,7 @@ absl::Status ValidateRegisterSharedMemory(const v1::RegisterSharedMemoryRequest&
 }
 
 absl::Status ValidateUnregisterSharedMemory(const v1::UnregisterSharedMemoryRequest& request) {
-  HEADWATER_RETURN_IF_ERROR(CheckSessionPresent(request.session_id()));
+  if (auto session = DecodeSession(request.session_id(), "session_id"); !session.ok()) return session.status();
   return request.region_id().empty() ? MissingField("region_id", "the id that RegisterSharedMemory answered") : absl::OkStatus();
 }
 

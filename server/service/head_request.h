@@ -8,10 +8,12 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "headwater/kernels/types.h"
 #include "headwater/v1/head_service.pb.h"
 #include "headwater/v1/session_service.pb.h"
 #include "server/heads/head.h"
+#include "server/heads/head_registry.h"
 #include "server/service/limits.h"
 #include "server/service/loss_request.h"
 
@@ -21,6 +23,7 @@ struct CreateRequest {
   heads::HeadName name;
   HeadSpec spec;  // validated, defaults filled in
   bool validate_only = false;
+  heads::IfExists if_exists = heads::IfExists::kFail;
 };
 
 struct ListRequest {
@@ -43,6 +46,7 @@ struct UploadRequest {
   DataType data_type = DataType::kFloat32;
   int64_t total_bytes = 0;
   std::string checksum;  // 16 bytes, or empty
+  std::optional<int64_t> closes_step;
 };
 
 struct LoadRequest {
@@ -73,6 +77,7 @@ struct SealRequest {
   heads::HeadName name;
   heads::StepKey key;
   heads::ExpectedMicroBatches expected;
+  bool wait = false;
 };
 
 struct ApplyRequest {
@@ -96,9 +101,27 @@ struct StepRequest {
   double factor = 1;
 };
 
+// A trainer's own part of a step's gradient, without the rows.
+struct GradientRequest {
+  heads::HeadName name;
+  heads::StepKey key;
+  int64_t micro_batch = 0;
+  int64_t attempt = 0;
+  int64_t row_start = 0;
+  int64_t row_count = 0;
+  double factor = 1;
+  std::optional<heads::SessionId> session;
+};
+
+struct OpenSessionRequest {
+  std::string client_name;
+  absl::Duration lease;  // > 0
+};
+
 absl::StatusOr<CreateRequest> DecodeCreate(const v1::CreateHeadRequest& request, const Limits& limits);
 absl::StatusOr<ListRequest> DecodeList(const v1::ListHeadsRequest& request);
 absl::StatusOr<HeadAtEpoch> DecodeDelete(const v1::DeleteHeadRequest& request);
+absl::StatusOr<HeadAtEpoch> DecodeTake(const v1::TakeHeadRequest& request);
 absl::StatusOr<UploadRequest> DecodeUploadHeader(const v1::UploadWeightsHeader& header);
 absl::StatusOr<LoadRequest> DecodeLoad(const v1::LoadWeightsRequest& request);
 absl::StatusOr<DownloadWeightsRequest> DecodeDownloadWeights(const v1::DownloadWeightsRequest& request);
@@ -111,11 +134,10 @@ absl::StatusOr<StepRequest> DecodeGradientNorm(const v1::GetGradientNormRequest&
 absl::StatusOr<CheckpointRequest> DecodeSave(const v1::SaveCheckpointRequest& request);
 absl::StatusOr<CheckpointRequest> DecodeRestore(const v1::RestoreCheckpointRequest& request);
 
+absl::StatusOr<GradientRequest> DecodeAddGradientHeader(const v1::AddGradientHeader& header);
+absl::StatusOr<OpenSessionRequest> DecodeOpenSession(const v1::OpenSessionRequest& request, const Limits& limits);
+
 // What can be checked of the requests whose RPCs are not built.
-absl::Status ValidateAddGradientHeader(const v1::AddGradientHeader& header);
-absl::Status ValidateOpenSession(const v1::OpenSessionRequest& request);
-absl::Status ValidateKeepAlive(const v1::KeepAliveRequest& request);
-absl::Status ValidateCloseSession(const v1::CloseSessionRequest& request);
 absl::Status ValidateRegisterSharedMemory(const v1::RegisterSharedMemoryRequest& request);
 absl::Status ValidateUnregisterSharedMemory(const v1::UnregisterSharedMemoryRequest& request);
 

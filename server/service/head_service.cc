@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "server/checkpoint/weights_reader.h"
+#include "server/service/add_gradient_call.h"
 #include "server/service/field_check.h"
 #include "server/service/head_request.h"
 #include "server/service/proto_encoding.h"
@@ -23,6 +24,15 @@ using observability::RpcMethod;
 absl::StatusOr<std::shared_ptr<heads::Head>> FindHead(ServerCore& core, RpcScope& scope, const heads::HeadName& name) {
   scope.set_head(name.ToString());
   return core.registry.Find(name);
+}
+
+// The same for a request that works on a step of the head: waits if it is the next one.
+template <typename Request>
+absl::StatusOr<std::shared_ptr<heads::Head>> FindHeadAtStep(ServerCore& core, RpcScope& scope, const Request& request) {
+  auto head = FindHead(core, scope, request.name);
+  if (!head.ok()) return head;
+  HEADWATER_RETURN_IF_ERROR(core.waiting.AwaitStep(**head, request.key, scope.wait_limits()));
+  return head;
 }
 
 absl::Status SendDownload(ServerCore& core, grpc::ServerContext& context, const absl::StatusOr<TensorStream>& stream,
@@ -57,10 +67,10 @@ grpc::Status HeadServiceImpl::CreateHead(grpc::ServerContext* context, const v1:
       EncodePlan(*plan, core_.AvailableBytes(), response->mutable_head()->mutable_memory_plan());
       return absl::OkStatus();
     }
-    auto head = core_.registry.Create(create->name, create->spec);
-    if (!head.ok()) return head.status();
-    EncodeHead((*head)->Describe(), core_.AvailableBytes(), response->mutable_head());
-    response->set_created(true);
+    auto made = core_.registry.Create(create->name, create->spec, create->if_exists);
+    if (!made.ok()) return made.status();
+    EncodeHead(made->head->Describe(), core_.AvailableBytes(), response->mutable_head());
+    response->set_created(made->created);
     return absl::OkStatus();
   });
 }
@@ -96,28 +106,30 @@ grpc::Status HeadServiceImpl::DeleteHead(grpc::ServerContext* context, const v1:
     auto head = DecodeDelete(*request);
     if (!head.ok()) return head.status();
     scope.set_head(head->name.ToString());
-    return core_.registry.Delete(head->name, head->epoch, request->force());
+    return core_.registry.Delete(head->name, head->epoch, request->force(), core_.checkpoints.get());
   });
 }
 
-grpc::Status HeadServiceImpl::TakeHead(grpc::ServerContext* context, const v1::TakeHeadRequest* request, v1::Head*) {
+grpc::Status HeadServiceImpl::TakeHead(grpc::ServerContext* context, const v1::TakeHeadRequest* request, v1::Head* response) {
   return RunRpc(core_, *context, RpcMethod::kTakeHead, [&](RpcScope& scope) -> absl::Status {
-    auto name = DecodeHeadName(request->name(), "name");
-    if (!name.ok()) return name.status();
-    if (auto epoch = DecodeOptionalEpoch(request->epoch(), "epoch"); !epoch.ok()) return epoch.status();
-    if (auto head = FindHead(core_, scope, *name); !head.ok()) return head.status();
-    return FeatureNotBuilt("TakeHead", "take_head");
+    auto take = DecodeTake(*request);
+    if (!take.ok()) return take.status();
+    auto head = FindHead(core_, scope, take->name);
+    if (!head.ok()) return head.status();
+    HEADWATER_RETURN_IF_ERROR((*head)->Take(take->epoch));
+    EncodeHead((*head)->Describe(), core_.AvailableBytes(), response);
+    return absl::OkStatus();
   });
 }
 
 grpc::Status HeadServiceImpl::UploadWeights(grpc::ServerContext* context,
                                             grpc::ServerReaderWriter<v1::UploadWeightsResponse, v1::UploadWeightsRequest>* stream) {
   return RunRpc(core_, *context, RpcMethod::kUploadWeights, [&](RpcScope& scope) -> absl::Status {
-    UploadCall call(core_);
+    UploadCall call(core_, scope.wait_limits());
     HEADWATER_RETURN_IF_ERROR(
         (ReadAll<v1::UploadWeightsRequest>(core_, *context, scope, *stream, [&](v1::UploadWeightsRequest* message) {
           v1::UploadWeightsResponse response;
-          const absl::Status status = call.OnMessage(*message, &response);
+          const absl::Status status = call.OnMessage(message, &response);
           scope.set_head(call.head_name());
           const bool answer = response.message_case() != v1::UploadWeightsResponse::MESSAGE_NOT_SET;
           return !status.ok() || !answer || stream->Write(response) ? status : scope.CancelledError();
@@ -184,9 +196,10 @@ grpc::Status HeadServiceImpl::SealStep(grpc::ServerContext* context, const v1::S
   return RunRpc(core_, *context, RpcMethod::kSealStep, [&](RpcScope& scope) -> absl::Status {
     auto seal = DecodeSeal(*request, core_.options.limits);
     if (!seal.ok()) return seal.status();
-    auto head = FindHead(core_, scope, seal->name);
+    auto head = FindHeadAtStep(core_, scope, *seal);
     if (!head.ok()) return head.status();
-    auto reply = (*head)->Seal(seal->key, seal->expected);
+    auto reply = seal->wait ? core_.waiting.Seal(**head, seal->key, seal->expected, scope.wait_limits())
+                            : (*head)->Seal(seal->key, seal->expected);
     if (!reply.ok()) return reply.status();
     EncodeTotals(reply->totals, response->mutable_totals());
     response->set_gradient_norm_squared(reply->stats.norm_squared);
@@ -201,7 +214,7 @@ grpc::Status HeadServiceImpl::ApplyOptimizerStep(grpc::ServerContext* context, c
   return RunRpc(core_, *context, RpcMethod::kApplyOptimizerStep, [&](RpcScope& scope) -> absl::Status {
     auto apply = DecodeApply(*request, core_.options.limits);
     if (!apply.ok()) return apply.status();
-    auto head = FindHead(core_, scope, apply->name);
+    auto head = FindHeadAtStep(core_, scope, *apply);
     if (!head.ok()) return head.status();
     auto reply = (*head)->Apply(apply->key, apply->expected, apply->arguments);
     if (!reply.ok()) return reply.status();
@@ -222,7 +235,7 @@ grpc::Status HeadServiceImpl::DiscardGradient(grpc::ServerContext* context, cons
   return RunRpc(core_, *context, RpcMethod::kDiscardGradient, [&](RpcScope& scope) -> absl::Status {
     auto step = DecodeDiscardGradient(*request);
     if (!step.ok()) return step.status();
-    auto head = FindHead(core_, scope, step->name);
+    auto head = FindHeadAtStep(core_, scope, *step);
     if (!head.ok()) return head.status();
     auto reply = (*head)->DiscardGradient(step->key);
     if (!reply.ok()) return reply.status();
@@ -238,7 +251,7 @@ grpc::Status HeadServiceImpl::DownloadGradient(grpc::ServerContext* context, con
   return RunRpc(core_, *context, RpcMethod::kDownloadGradient, [&](RpcScope& scope) -> absl::Status {
     auto download = DecodeDownloadGradient(*request);
     if (!download.ok()) return download.status();
-    auto head = FindHead(core_, scope, download->name);
+    auto head = FindHeadAtStep(core_, scope, *download);
     if (!head.ok()) return head.status();
     return SendDownload(core_, *context, OpenGradient(*std::move(head), *download), *writer);
   });
@@ -249,7 +262,7 @@ grpc::Status HeadServiceImpl::GetGradientNorm(grpc::ServerContext* context, cons
   return RunRpc(core_, *context, RpcMethod::kGetGradientNorm, [&](RpcScope& scope) -> absl::Status {
     auto step = DecodeGradientNorm(*request);
     if (!step.ok()) return step.status();
-    auto head = FindHead(core_, scope, step->name);
+    auto head = FindHeadAtStep(core_, scope, *step);
     if (!head.ok()) return head.status();
     auto stats = (*head)->GradientNorm(step->key);
     if (!stats.ok()) return stats.status();
@@ -260,12 +273,16 @@ grpc::Status HeadServiceImpl::GetGradientNorm(grpc::ServerContext* context, cons
 }
 
 grpc::Status HeadServiceImpl::AddGradient(grpc::ServerContext* context, grpc::ServerReader<v1::AddGradientRequest>* reader,
-                                          v1::AddGradientResponse*) {
+                                          v1::AddGradientResponse* response) {
   return RunRpc(core_, *context, RpcMethod::kAddGradient, [&](RpcScope& scope) -> absl::Status {
-    v1::AddGradientRequest message;
-    HEADWATER_RETURN_IF_ERROR(ReadHeader(core_, *context, scope, *reader, &message));
-    HEADWATER_RETURN_IF_ERROR(ValidateAddGradientHeader(message.header()));
-    return FeatureNotBuilt("header", "add_gradient");
+    AddGradientCall call(core_, scope.wait_limits());
+    HEADWATER_RETURN_IF_ERROR(
+        (ReadAll<v1::AddGradientRequest>(core_, *context, scope, *reader, [&](v1::AddGradientRequest* message) {
+          const absl::Status status = call.OnMessage(message);
+          scope.set_head(call.head_name());
+          return status;
+        })));
+    return call.Finish(response);
   });
 }
 

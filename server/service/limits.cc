@@ -9,10 +9,9 @@
 namespace headwater::service {
 namespace {
 
-// Room in a message for everything that is not a chunk's data or a per-token output.
-constexpr int64_t kMessageOverheadBytes = 64 << 10;
 // Five per-token outputs of four bytes.
 constexpr int64_t kTokenOutputBytes = 5 * 4;
+constexpr absl::Duration kMaxDuration = absl::Hours(1000);
 
 }  // namespace
 
@@ -29,9 +28,30 @@ absl::Status ValidateLimits(const Limits& limits) {
       {"max_queue_depth", limits.max_queue_depth},
       {"max_in_flight_bytes", limits.max_in_flight_bytes},
       {"max_upload_bytes", limits.max_upload_bytes},
+      {"max_sessions", limits.max_sessions},
+      {"max_heads_per_tenant", limits.max_heads_per_tenant},
+      {"max_terms", limits.max_terms},
   };
   for (const auto& [name, value] : positive) {
     if (value < 1) return absl::InvalidArgumentError(absl::StrCat(name, ": expected at least 1, got ", value));
+  }
+  const std::pair<const char*, int64_t> not_negative[] = {
+      {"max_held_bytes", limits.max_held_bytes},
+      {"max_waiting_calls", limits.max_waiting_calls},
+      {"max_tenant_memory_bytes", limits.max_tenant_memory_bytes},
+  };
+  for (const auto& [name, value] : not_negative) {
+    if (value < 0) return absl::InvalidArgumentError(absl::StrCat(name, ": expected at least 0, got ", value));
+  }
+  const std::pair<const char*, absl::Duration> durations[] = {
+      {"max_session_lease", limits.max_session_lease},
+      {"max_step_wait", limits.max_step_wait},
+  };
+  for (const auto& [name, value] : durations) {
+    if (value <= absl::ZeroDuration() || value > kMaxDuration) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(name, ": expected a duration > 0 of at most 1000 h, got ", absl::FormatDuration(value)));
+    }
   }
   if (limits.max_staging_slots < 0 || limits.max_staging_slots > INT32_MAX) {
     return absl::InvalidArgumentError(absl::StrCat("max_staging_slots: expected 0 to 2^31 - 1, got ", limits.max_staging_slots));

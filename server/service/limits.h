@@ -1,10 +1,12 @@
-// Named limits of a server. Each is a flag of the same name and a field of headwater.v1.Limits, where units are given.
+// Named limits of a server. Each is a flag of the same name and a field of headwater.v1.Limits (with `_s` behind it for a
+// duration), where units are given.
 #ifndef HEADWATER_SERVER_SERVICE_LIMITS_H_
 #define HEADWATER_SERVER_SERVICE_LIMITS_H_
 
 #include <cstdint>
 
 #include "absl/status/status.h"
+#include "absl/time/time.h"
 
 namespace headwater::service {
 
@@ -21,10 +23,21 @@ struct Limits {
   int64_t max_queue_depth = 64;
   int64_t max_in_flight_bytes = int64_t{8} << 30;
   int64_t max_upload_bytes = int64_t{8} << 30;
+  int64_t max_sessions = 4096;
+  absl::Duration max_session_lease = absl::Minutes(10);
+  int64_t max_held_bytes = int64_t{4} << 30;
+  int64_t max_waiting_calls = 64;
+  absl::Duration max_step_wait = absl::Minutes(5);
+  int64_t max_heads_per_tenant = 64;
+  int64_t max_tenant_memory_bytes = 0;
+  int64_t max_terms = 64;
 };
 
-// InvalidArgument if a limit is below 1, or if two of them contradict each other (a row must fit a chunk, a chunk and the per-token
-// outputs of the largest micro-batch must fit a message).
+// Room in a message for everything that is not a chunk's data or a per-token output.
+inline constexpr int64_t kMessageOverheadBytes = 64 << 10;
+
+// InvalidArgument if a limit is below its minimum (1, or 0 where that means none), or if two of them contradict each other (a row
+// must fit a chunk, a chunk and the per-token outputs of the largest micro-batch must fit a message).
 absl::Status ValidateLimits(const Limits& limits);
 
 }  // namespace headwater::service

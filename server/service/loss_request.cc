@@ -267,6 +267,9 @@ absl::Status CheckWithoutMicroBatch(const v1::MicroBatchHeader& header, const Mi
   if (decoded.first_wins) {
     return FieldError(ErrorReason::kInvalidCombination, "header.on_mismatch", absl::StrCat("CONFLICT, ", why), "FIRST_WINS");
   }
+  if (decoded.allow_held) {
+    return FieldError(ErrorReason::kInvalidCombination, "header.allow_held", absl::StrCat("false, ", why), "true");
+  }
   return absl::OkStatus();
 }
 
@@ -321,45 +324,137 @@ absl::Status DecodeGradHidden(const v1::MicroBatchHeader& header, MicroBatchRequ
   return CheckNumber("header.grad_hidden_scale", decoded->grad_hidden_scale, true, "a finite number");
 }
 
-// The single head of a decision.
-template <typename Request>
-absl::StatusOr<DecisionRequest> DecodeDecision(const Request& request) {
-  if (request.heads_size() == 0) return MissingField("heads", "one entry for each trainable head of the micro-batch");
-  if (request.heads_size() > 1) return FeatureNotBuilt("heads", "several_terms");
-  auto head = DecodeHeadStep(true, request.heads(0), "heads[0]", /*step_required=*/true);
-  if (!head.ok()) return head.status();
-  if (!request.has_micro_batch()) return MissingField("micro_batch", "a number >= 0");
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("micro_batch", request.micro_batch(), 0));
-  HEADWATER_RETURN_IF_ERROR(CheckFirstAttempt(request.attempt(), "attempt"));
-  HEADWATER_RETURN_IF_ERROR(CheckNoSession(request.session_id(), "session_id"));
-  return DecisionRequest{head->head, {*head->epoch, *head->step}, request.micro_batch(), 1};
+// Whether rows may be held, and what that is for.
+absl::Status DecodeHolding(const v1::MicroBatchHeader& header, MicroBatchRequest* decoded) {
+  decoded->allow_held = header.allow_held();
+  decoded->late_token_factors = header.late_token_factors();
+  if (decoded->late_token_factors && !decoded->explicit_commit) {
+    return FieldError(ErrorReason::kInvalidCombination, "header.late_token_factors",
+                      "false, because the commit_mode is not EXPLICIT", "true");
+  }
+  return absl::OkStatus();
 }
+
+bool SameHead(const heads::HeadName& a, const heads::HeadName& b) { return a.tenant == b.tenant && a.head == b.head; }
+
+// Terms of one head must agree about its epoch and step.
+absl::Status CheckSameStep(const LossTermRequest& earlier, const LossTermRequest& later, size_t earlier_index,
+                           const std::string& later_field) {
+  if (!SameHead(earlier.head.head, later.head.head)) return absl::OkStatus();
+  const std::string expected = absl::StrCat("the same as header.terms[", earlier_index, "], which names the same head");
+  if (earlier.head.epoch != later.head.epoch) {
+    return FieldError(ErrorReason::kInvalidCombination, later_field + ".head.head_epoch", expected, "another one");
+  }
+  if (earlier.head.step != later.head.step) {
+    return FieldError(ErrorReason::kInvalidCombination, later_field + ".head.step", expected,
+                      later.head.step.has_value() ? absl::StrCat(*later.head.step) : "nothing");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status DecodeTerms(const v1::MicroBatchHeader& header, const Limits& limits, MicroBatchRequest* decoded) {
+  if (header.terms_size() == 0) return MissingField("header.terms", "at least one loss term");
+  HEADWATER_RETURN_IF_ERROR(CheckLimit("header.terms", header.terms_size(), "max_terms", limits.max_terms));
+  const bool wants_log_probability = (decoded->outputs & TokenOutputBit(v1::TOKEN_OUTPUT_TARGET_LOG_PROBABILITY)) != 0;
+  for (int i = 0; i < header.terms_size(); ++i) {
+    const std::string field = absl::StrCat("header.terms[", i, "]");
+    auto term = DecodeTerm(header.terms(i), field, decoded->row_count, limits);
+    if (!term.ok()) return term.status();
+    if (wants_log_probability && !term->targets.has_value()) {
+      return FieldError(ErrorReason::kInvalidCombination, "header.outputs",
+                        absl::StrCat("no TARGET_LOG_PROBABILITY, because terms[", i, "] has no targets"), "TARGET_LOG_PROBABILITY");
+    }
+    if (!decoded->backward && term->head.step.has_value()) {
+      return FieldError(ErrorReason::kInvalidCombination, field + ".head.step", "nothing, because the call is FORWARD_ONLY",
+                        absl::StrCat(*term->head.step));
+    }
+    for (size_t earlier = 0; earlier < decoded->terms.size(); ++earlier) {
+      HEADWATER_RETURN_IF_ERROR(CheckSameStep(decoded->terms[earlier], *term, earlier, field));
+    }
+    decoded->terms.push_back(*std::move(term));
+  }
+  return absl::OkStatus();
+}
+
+// What commit and discard have in common.
+template <typename Request>
+absl::StatusOr<DecisionRequest> DecodeDecision(const Request& request, const Limits& limits) {
+  DecisionRequest decoded;
+  if (request.heads_size() == 0) return MissingField("heads", "one entry for each trainable head of the micro-batch");
+  HEADWATER_RETURN_IF_ERROR(CheckLimit("heads", request.heads_size(), "max_terms", limits.max_terms));
+  for (int i = 0; i < request.heads_size(); ++i) {
+    const std::string field = absl::StrCat("heads[", i, "]");
+    auto head = DecodeHeadStep(true, request.heads(i), field, /*step_required=*/true);
+    if (!head.ok()) return head.status();
+    for (const HeadAtStep& earlier : decoded.heads) {
+      if (SameHead(earlier.name, head->head)) {
+        return FieldError(ErrorReason::kInvalidCombination, field + ".head", "each head once", head->head.ToString() + " twice");
+      }
+    }
+    decoded.heads.push_back({head->head, {*head->epoch, *head->step}});
+  }
+  auto micro_batch = DecodeMicroBatchId(request.has_micro_batch(), request.micro_batch(), "micro_batch");
+  if (!micro_batch.ok()) return micro_batch.status();
+  decoded.micro_batch = *micro_batch;
+  decoded.attempt = request.attempt();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("attempt", decoded.attempt, 0));
+  auto session = DecodeOptionalSession(request.session_id(), "session_id");
+  if (!session.ok()) return session.status();
+  decoded.session = *session;
+  return decoded;
+}
+
+// An id of fixed size. kMissingField if empty.
+template <typename Id>
+absl::StatusOr<Id> DecodeId(const std::string& bytes, const std::string& field, const char* what) {
+  Id id;
+  const std::string size = absl::StrCat(id.size(), " bytes");
+  if (bytes.empty()) return MissingField(field, absl::StrCat(what, ", ", size));
+  if (bytes.size() != id.size()) {
+    return FieldError(ErrorReason::kInvalidField, field, size, absl::StrCat(bytes.size(), " bytes"));
+  }
+  std::memcpy(id.data(), bytes.data(), id.size());
+  return id;
+}
+
+template <typename Id>
+absl::StatusOr<std::optional<Id>> DecodeOptionalId(const std::string& bytes, const std::string& field, const char* what) {
+  if (bytes.empty()) return std::optional<Id>();
+  auto id = DecodeId<Id>(bytes, field, what);
+  if (!id.ok()) return id.status();
+  return std::optional<Id>(*id);
+}
+
+constexpr char kEpochWords[] = "the head's epoch";
+constexpr char kSessionWords[] = "the id that OpenSession answered";
 
 }  // namespace
 
 absl::StatusOr<heads::HeadName> DecodeHeadName(const std::string& name, const std::string& field) {
   if (name.empty()) return MissingField(field, "tenants/{tenant}/heads/{head}");
-  auto parsed = heads::ParseHeadName(name, field);
-  if (!parsed.ok()) return parsed.status();
-  if (parsed->tenant != heads::kDefaultTenant) return FeatureNotBuilt(field, "tenants");
-  return parsed;
+  return heads::ParseHeadName(name, field);
 }
 
 absl::StatusOr<heads::Epoch> DecodeEpoch(const std::string& bytes, const std::string& field) {
-  heads::Epoch epoch;
-  if (bytes.empty()) return MissingField(field, "the head's epoch, 16 bytes");
-  if (bytes.size() != epoch.size()) {
-    return FieldError(ErrorReason::kInvalidField, field, "16 bytes", absl::StrCat(bytes.size(), " bytes"));
-  }
-  std::memcpy(epoch.data(), bytes.data(), epoch.size());
-  return epoch;
+  return DecodeId<heads::Epoch>(bytes, field, kEpochWords);
 }
 
 absl::StatusOr<std::optional<heads::Epoch>> DecodeOptionalEpoch(const std::string& bytes, const std::string& field) {
-  if (bytes.empty()) return std::optional<heads::Epoch>();
-  auto epoch = DecodeEpoch(bytes, field);
-  if (!epoch.ok()) return epoch.status();
-  return std::optional<heads::Epoch>(*epoch);
+  return DecodeOptionalId<heads::Epoch>(bytes, field, kEpochWords);
+}
+
+absl::StatusOr<heads::SessionId> DecodeSession(const std::string& bytes, const std::string& field) {
+  return DecodeId<heads::SessionId>(bytes, field, kSessionWords);
+}
+
+absl::StatusOr<std::optional<heads::SessionId>> DecodeOptionalSession(const std::string& bytes, const std::string& field) {
+  return DecodeOptionalId<heads::SessionId>(bytes, field, kSessionWords);
+}
+
+absl::StatusOr<int64_t> DecodeMicroBatchId(bool present, int64_t micro_batch, const std::string& field) {
+  if (!present) return MissingField(field, "a number >= 0");
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field, micro_batch, 0));
+  return micro_batch;
 }
 
 absl::StatusOr<DataType> DecodeFloatType(v1::DataType type, const std::string& field) {
@@ -394,26 +489,20 @@ absl::StatusOr<HeadStepRequest> DecodeHeadStep(bool present, const v1::HeadStep&
   return decoded;
 }
 
-absl::Status CheckNoSession(const std::string& session_id, const std::string& field) {
-  return session_id.empty() ? absl::OkStatus() : FeatureNotBuilt(field, "sessions");
-}
-
-absl::Status CheckFirstAttempt(int64_t attempt, const std::string& field) {
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field, attempt, 0));
-  return attempt == 0 ? absl::OkStatus() : FeatureNotBuilt(field, "attempts");
-}
-
 absl::StatusOr<MicroBatchRequest> DecodeMicroBatchHeader(const v1::MicroBatchHeader& header, const Limits& limits) {
   MicroBatchRequest decoded;
-  HEADWATER_RETURN_IF_ERROR(CheckNoSession(header.session_id(), "header.session_id"));
-  HEADWATER_RETURN_IF_ERROR(CheckFirstAttempt(header.attempt(), "header.attempt"));
-  if (header.allow_held()) return FeatureNotBuilt("header.allow_held", "held");
-  if (header.late_token_factors()) return FeatureNotBuilt("header.late_token_factors", "token_factors");
+  auto session = DecodeOptionalSession(header.session_id(), "header.session_id");
+  if (!session.ok()) return session.status();
+  decoded.session = *session;
+  decoded.attempt = header.attempt();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.attempt", decoded.attempt, 0));
   if (header.has_micro_batch()) {
-    HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.micro_batch", header.micro_batch(), 0));
-    decoded.micro_batch = header.micro_batch();
+    auto micro_batch = DecodeMicroBatchId(true, header.micro_batch(), "header.micro_batch");
+    if (!micro_batch.ok()) return micro_batch.status();
+    decoded.micro_batch = *micro_batch;
   }
   HEADWATER_RETURN_IF_ERROR(DecodeModes(header, &decoded));
+  HEADWATER_RETURN_IF_ERROR(DecodeHolding(header, &decoded));
 
   decoded.row_count = header.row_count();
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.row_count", decoded.row_count, 0));
@@ -425,54 +514,47 @@ absl::StatusOr<MicroBatchRequest> DecodeMicroBatchHeader(const v1::MicroBatchHea
   if (!data_type.ok()) return data_type.status();
   decoded.data_type = *data_type;
   HEADWATER_RETURN_IF_ERROR(DecodeGradHidden(header, &decoded));
-
-  if (header.terms_size() == 0) return MissingField("header.terms", "at least one loss term");
-  if (header.terms_size() > 1) return FeatureNotBuilt("header.terms", "several_terms");
-  auto term = DecodeTerm(header.terms(0), "header.terms[0]", decoded.row_count, limits);
-  if (!term.ok()) return term.status();
-  decoded.terms.push_back(*std::move(term));
-
-  const LossTermRequest& only = decoded.terms.front();
-  if ((decoded.outputs & TokenOutputBit(v1::TOKEN_OUTPUT_TARGET_LOG_PROBABILITY)) != 0 && !only.targets.has_value()) {
-    return FieldError(ErrorReason::kInvalidCombination, "header.outputs",
-                      "no TARGET_LOG_PROBABILITY, because the term has no targets", "TARGET_LOG_PROBABILITY");
-  }
+  // Before the terms, whose `step` would be blamed for what the whole call is.
   if (!decoded.backward) {
     HEADWATER_RETURN_IF_ERROR(CheckWithoutMicroBatch(header, decoded, "because the call is FORWARD_ONLY"));
-    if (only.head.step.has_value()) {
-      return FieldError(ErrorReason::kInvalidCombination, "header.terms[0].head.step", "nothing, because the call is FORWARD_ONLY",
-                        absl::StrCat(*only.head.step));
-    }
   } else if (!decoded.micro_batch.has_value()) {
     HEADWATER_RETURN_IF_ERROR(CheckWithoutMicroBatch(header, decoded, "because the call carries no micro-batch"));
   }
+  HEADWATER_RETURN_IF_ERROR(DecodeTerms(header, limits, &decoded));
   return decoded;
 }
 
-absl::StatusOr<DecisionRequest> DecodeCommit(const v1::CommitMicroBatchRequest& request) {
-  auto decision = DecodeDecision(request);
+absl::StatusOr<DecisionRequest> DecodeCommit(const v1::CommitMicroBatchRequest& request, const Limits& limits) {
+  auto decision = DecodeDecision(request, limits);
   if (!decision.ok()) return decision;
-  decision->factor = request.has_factor() ? request.factor() : 1;
-  HEADWATER_RETURN_IF_ERROR(CheckNumber("factor", decision->factor, true, "a finite number"));
-  if (request.has_token_factors()) return FeatureNotBuilt("token_factors", "token_factors");
+  decision->arguments.factor = request.has_factor() ? request.factor() : 1;
+  HEADWATER_RETURN_IF_ERROR(CheckNumber("factor", decision->arguments.factor, true, "a finite number"));
+  if (request.has_token_factors()) {
+    auto factors = DecodeFloats(request.token_factors(), "token_factors",
+                                {v1::DATA_TYPE_FLOAT32, "FLOAT32", -1, limits.max_micro_batch_rows}, /*negative_allowed=*/true);
+    if (!factors.ok()) return factors.status();
+    decision->arguments.token_factors = *std::move(factors);
+  }
   return decision;
 }
 
-absl::StatusOr<DecisionRequest> DecodeDiscard(const v1::DiscardMicroBatchRequest& request) { return DecodeDecision(request); }
+absl::StatusOr<DecisionRequest> DecodeDiscard(const v1::DiscardMicroBatchRequest& request, const Limits& limits) {
+  return DecodeDecision(request, limits);
+}
 
 absl::Status ValidateTransferRowsHeader(const v1::TransferRowsHeader& header) {
   if (auto head = DecodeHeadStep(header.has_head(), header.head(), "header.head", /*step_required=*/true); !head.ok()) {
     return head.status();
   }
-  if (!header.has_micro_batch()) return MissingField("header.micro_batch", "a number >= 0");
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.micro_batch", header.micro_batch(), 0));
+  auto micro_batch = DecodeMicroBatchId(header.has_micro_batch(), header.micro_batch(), "header.micro_batch");
+  if (!micro_batch.ok()) return micro_batch.status();
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.attempt", header.attempt(), 0));
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.stripe_count", header.stripe_count(), 2));
   return CheckRange("header.stripe_index", header.stripe_index(), 1, header.stripe_count() - 1);
 }
 
 absl::Status ValidateStreamTeacherHeader(const v1::StreamTeacherHeader& header, const Limits& limits) {
-  HEADWATER_RETURN_IF_ERROR(CheckNoSession(header.session_id(), "header.session_id"));
+  if (auto session = DecodeOptionalSession(header.session_id(), "header.session_id"); !session.ok()) return session.status();
   HEADWATER_RETURN_IF_ERROR(ValidateJoinKey(header.join_key(), "header.join_key"));
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.total_row_count", header.total_row_count(), 1));
   HEADWATER_RETURN_IF_ERROR(ValidateRowIndices(header.has_row_indices(), header.row_indices(), "header.row_indices",

@@ -67,12 +67,14 @@ struct LossTermRequest {
 
 // A micro-batch's header with every default filled in.
 struct MicroBatchRequest {
+  std::optional<heads::SessionId> session;
   std::optional<int64_t> micro_batch;
+  int64_t attempt = 0;
   bool backward = false;
   int64_t row_count = 0;
   int64_t hidden_size = 0;
   DataType data_type = DataType::kFloat32;
-  std::vector<LossTermRequest> terms;  // exactly one, until several are built
+  std::vector<LossTermRequest> terms;  // at least one; those of one head name the same epoch and step
   bool explicit_commit = false;
   bool first_wins = false;
   bool refuse_non_finite = false;
@@ -80,19 +82,28 @@ struct MicroBatchRequest {
   bool return_grad_hidden = false;
   DataType grad_hidden_data_type = DataType::kFloat32;
   double grad_hidden_scale = 1;
+  bool allow_held = false;
+  bool late_token_factors = false;  // only with explicit_commit
+};
+
+// A step of a head.
+struct HeadAtStep {
+  heads::HeadName name;
+  heads::StepKey key;
 };
 
 // The micro-batch that a commit or a discard decides.
 struct DecisionRequest {
-  heads::HeadName head;
-  heads::StepKey key;
+  std::vector<HeadAtStep> heads;  // at least one; distinct
   int64_t micro_batch = 0;
-  double factor = 1;  // commit only
+  int64_t attempt = 0;
+  std::optional<heads::SessionId> session;
+  heads::CommitArguments arguments;  // commit only
 };
 
 absl::StatusOr<MicroBatchRequest> DecodeMicroBatchHeader(const v1::MicroBatchHeader& header, const Limits& limits);
-absl::StatusOr<DecisionRequest> DecodeCommit(const v1::CommitMicroBatchRequest& request);
-absl::StatusOr<DecisionRequest> DecodeDiscard(const v1::DiscardMicroBatchRequest& request);
+absl::StatusOr<DecisionRequest> DecodeCommit(const v1::CommitMicroBatchRequest& request, const Limits& limits);
+absl::StatusOr<DecisionRequest> DecodeDiscard(const v1::DiscardMicroBatchRequest& request, const Limits& limits);
 
 // What can be checked of the requests whose RPCs are not built.
 absl::Status ValidateTransferRowsHeader(const v1::TransferRowsHeader& header);
@@ -100,7 +111,7 @@ absl::Status ValidateStreamTeacherHeader(const v1::StreamTeacherHeader& header, 
 
 // ---- pieces that other requests share -----------------------------------------------------------------------------------
 
-// A head's name whose tenant is the default one; others are refused with kFeatureNotBuilt.
+// kMissingField if empty, kInvalidName.
 absl::StatusOr<heads::HeadName> DecodeHeadName(const std::string& name, const std::string& field);
 // 16 bytes; kMissingField if empty.
 absl::StatusOr<heads::Epoch> DecodeEpoch(const std::string& bytes, const std::string& field);
@@ -111,10 +122,12 @@ absl::StatusOr<DataType> DecodeFloatType(v1::DataType type, const std::string& f
 // Head, epoch and step, all required.
 absl::StatusOr<HeadStepRequest> DecodeHeadStep(bool present, const v1::HeadStep& head_step, const std::string& field,
                                                bool step_required);
-// kFeatureNotBuilt unless empty.
-absl::Status CheckNoSession(const std::string& session_id, const std::string& field);
-// kInvalidField below 0, kFeatureNotBuilt above.
-absl::Status CheckFirstAttempt(int64_t attempt, const std::string& field);
+// A micro-batch's id: kMissingField, kInvalidField below 0.
+absl::StatusOr<int64_t> DecodeMicroBatchId(bool present, int64_t micro_batch, const std::string& field);
+// 32 bytes; kMissingField if empty.
+absl::StatusOr<heads::SessionId> DecodeSession(const std::string& bytes, const std::string& field);
+// Empty: absent.
+absl::StatusOr<std::optional<heads::SessionId>> DecodeOptionalSession(const std::string& bytes, const std::string& field);
 
 }  // namespace headwater::service
 

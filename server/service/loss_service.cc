@@ -1,5 +1,8 @@
 #include "server/service/loss_service.h"
 
+#include <utility>
+#include <vector>
+
 #include "server/service/compute_loss_call.h"
 #include "server/service/field_check.h"
 #include "server/service/loss_request.h"
@@ -10,11 +13,32 @@ namespace headwater::service {
 
 using observability::RpcMethod;
 
+namespace {
+
+// Runs `decide(targets)` for the heads of a decision, within the session and after any wait for the step.
+template <typename Decision>
+absl::Status Decide(ServerCore& core, RpcScope& scope, const DecisionRequest& decision, Decision&& decide) {
+  scope.set_head(decision.heads.front().name.ToString());
+  const auto use = core.UseSession(decision.session);
+  if (!use.ok()) return use.status();
+  std::vector<heads::DecisionTarget> targets;
+  for (const HeadAtStep& head_at_step : decision.heads) {
+    auto head = core.registry.Find(head_at_step.name);
+    if (!head.ok()) return head.status();
+    targets.push_back({*std::move(head), head_at_step.key});
+  }
+  for (const heads::DecisionTarget& target : targets) {
+    HEADWATER_RETURN_IF_ERROR(core.waiting.AwaitStep(*target.head, target.key, scope.wait_limits()));
+  }
+  return decide(targets);
+}
+
+}  // namespace
+
 grpc::Status LossServiceImpl::ComputeLoss(grpc::ServerContext* context,
                                           grpc::ServerReaderWriter<v1::ComputeLossResponse, v1::ComputeLossRequest>* stream) {
   return RunRpc(core_, *context, RpcMethod::kComputeLoss, [&](RpcScope& scope) -> absl::Status {
-    ComputeLossCall call(
-        core_, scope.client(), [&scope] { return scope.Cancelled(); }, scope.deadline());
+    ComputeLossCall call(core_, scope.client(), scope.wait_limits());
     HEADWATER_RETURN_IF_ERROR(
         (ReadAll<v1::ComputeLossRequest>(core_, *context, scope, *stream, [&](v1::ComputeLossRequest* message) {
           const absl::Status status = call.OnMessage(message);
@@ -55,32 +79,31 @@ grpc::Status LossServiceImpl::StreamTeacher(grpc::ServerContext* context, grpc::
 grpc::Status LossServiceImpl::CommitMicroBatch(grpc::ServerContext* context, const v1::CommitMicroBatchRequest* request,
                                                v1::CommitMicroBatchResponse* response) {
   return RunRpc(core_, *context, RpcMethod::kCommitMicroBatch, [&](RpcScope& scope) -> absl::Status {
-    auto decision = DecodeCommit(*request);
+    auto decision = DecodeCommit(*request, core_.options.limits);
     if (!decision.ok()) return decision.status();
-    scope.set_head(decision->head.ToString());
-    auto head = core_.registry.Find(decision->head);
-    if (!head.ok()) return head.status();
-    auto committed = (*head)->Commit(decision->key, decision->micro_batch, 0, decision->factor);
-    if (!committed.ok()) return committed.status();
-    if (*committed) core_.metrics.CountCommit();
-    response->set_replayed(!*committed);
-    return absl::OkStatus();
+    return Decide(core_, scope, *decision, [&](const std::vector<heads::DecisionTarget>& targets) {
+      auto committed =
+          heads::Head::Commit(targets, decision->micro_batch, decision->attempt, decision->arguments, decision->session);
+      if (!committed.ok()) return committed.status();
+      if (*committed) core_.metrics.CountCommit();
+      response->set_replayed(!*committed);
+      return absl::OkStatus();
+    });
   });
 }
 
 grpc::Status LossServiceImpl::DiscardMicroBatch(grpc::ServerContext* context, const v1::DiscardMicroBatchRequest* request,
                                                 v1::DiscardMicroBatchResponse* response) {
   return RunRpc(core_, *context, RpcMethod::kDiscardMicroBatch, [&](RpcScope& scope) -> absl::Status {
-    auto decision = DecodeDiscard(*request);
+    auto decision = DecodeDiscard(*request, core_.options.limits);
     if (!decision.ok()) return decision.status();
-    scope.set_head(decision->head.ToString());
-    auto head = core_.registry.Find(decision->head);
-    if (!head.ok()) return head.status();
-    auto dropped = (*head)->Discard(decision->key, decision->micro_batch, 0);
-    if (!dropped.ok()) return dropped.status();
-    if (*dropped) core_.metrics.CountMicroBatch(observability::MicroBatchOutcome::kDiscarded);
-    response->set_dropped(*dropped);
-    return absl::OkStatus();
+    return Decide(core_, scope, *decision, [&](const std::vector<heads::DecisionTarget>& targets) {
+      auto dropped = heads::Head::Discard(targets, decision->micro_batch, decision->attempt, decision->session);
+      if (!dropped.ok()) return dropped.status();
+      if (*dropped) core_.metrics.CountMicroBatch(observability::MicroBatchOutcome::kDiscarded);
+      response->set_dropped(*dropped);
+      return absl::OkStatus();
+    });
   });
 }
 

@@ -5,6 +5,12 @@
 #include <vector>
 
 namespace headwater::service {
+namespace {
+
+// Rounded up.
+int64_t WholeSeconds(absl::Duration duration) { return absl::ToInt64Seconds(absl::Ceil(duration, absl::Seconds(1))); }
+
+}  // namespace
 
 void EncodeDuration(absl::Duration duration, google::protobuf::Duration* out) {
   // A clock that was set back must not give a negative duration.
@@ -85,6 +91,7 @@ void EncodeHead(const heads::HeadInfo& info, int64_t available_bytes, v1::Head* 
   EncodePlan(info.plan, available_bytes, out->mutable_memory_plan());
   EncodeTime(info.create_time, out->mutable_create_time());
   out->set_weight_checksum(info.weight_checksum);
+  out->set_restored_checkpoint(info.restored_checkpoint);
 }
 
 void EncodeTotals(const heads::StepTotals& totals, v1::StepTotals* out) {
@@ -101,11 +108,13 @@ void EncodeStep(const heads::StepRecord& record, v1::Step* out) {
   for (const auto& [id, micro_batch] : record.micro_batches) {
     v1::MicroBatchState* const encoded = out->add_micro_batches();
     encoded->set_micro_batch(id);
-    encoded->set_attempt(micro_batch.attempt);
+    // Of one that nothing is there of but the announcement of an attempt, that attempt.
+    encoded->set_attempt(micro_batch.state == heads::ContributionState::kNone ? micro_batch.fence_attempt : micro_batch.attempt);
     encoded->set_state(static_cast<v1::ContributionState>(micro_batch.state));
     if (micro_batch.digest.has_value()) encoded->set_digest(micro_batch.digest->data(), micro_batch.digest->size());
     encoded->set_valid_token_count(micro_batch.counts.valid_token_count);
-    encoded->set_factor(micro_batch.factor);
+    encoded->set_factor(micro_batch.factor.factor);
+    encoded->set_form(static_cast<v1::ContributionForm>(micro_batch.form));
   }
   EncodeTotals(record.Totals(), out->mutable_totals());
 }
@@ -123,6 +132,14 @@ void EncodeLimits(const Limits& limits, v1::Limits* out) {
   out->set_max_queue_depth(limits.max_queue_depth);
   out->set_max_in_flight_bytes(limits.max_in_flight_bytes);
   out->set_max_upload_bytes(limits.max_upload_bytes);
+  out->set_max_sessions(limits.max_sessions);
+  out->set_max_session_lease_s(WholeSeconds(limits.max_session_lease));
+  out->set_max_held_bytes(limits.max_held_bytes);
+  out->set_max_waiting_calls(limits.max_waiting_calls);
+  out->set_max_step_wait_s(WholeSeconds(limits.max_step_wait));
+  out->set_max_heads_per_tenant(limits.max_heads_per_tenant);
+  out->set_max_tenant_memory_bytes(limits.max_tenant_memory_bytes);
+  out->set_max_terms(limits.max_terms);
 }
 
 }  // namespace headwater::service

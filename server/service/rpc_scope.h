@@ -13,6 +13,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/error.h"
+#include "server/heads/head.h"
 #include "server/observability/metrics.h"
 #include "server/service/server_core.h"
 
@@ -31,6 +32,10 @@ class RpcScope {
   // Identity of the client for the fair queue.
   std::string client() const { return context_.peer(); }
   absl::Time deadline() const;
+  // What bounds a wait of this call.
+  heads::WaitLimits wait_limits() {
+    return {deadline(), [this] { return Cancelled(); }};
+  }
   // True once the client has cancelled, gone away, or its deadline has passed. From any thread.
   bool Cancelled();
   // kDeadlineExceeded or kCancelled, for a call that ended because of Cancelled().

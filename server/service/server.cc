@@ -136,6 +136,7 @@ absl::Status Server::BecomeReady() {
     Log(LogLevel::kError, "self_test_failed", {{"message", std::string(status.message())}});
     return status;
   }
+  state_->core->RestoreHeads();
   absl::MutexLock lock(&state_->drain_mutex);
   if (state_->drained) return absl::OkStatus();
   state_->core->SetPhase(ServerCore::Phase::kServing);

@@ -14,9 +14,9 @@
 
 namespace headwater::service {
 
-// Life: Start() listens, with health NOT_SERVING and every call answered STARTING; BecomeReady() runs the engine's self-test and
-// turns to SERVING; Drain() turns to NOT_SERVING, answers new calls with DRAINING and finishes accepted ones; the destructor stops.
-// Thread-safe.
+// Life: Start() listens, with health NOT_SERVING and every call answered STARTING; BecomeReady() runs the engine's self-test,
+// brings back the heads of an earlier server and turns to SERVING; Drain() turns to NOT_SERVING, answers new calls, and those that
+// wait for a step, with DRAINING and finishes the other accepted ones; the destructor stops. Thread-safe.
 class Server {
  public:
   // InvalidArgument for contradicting options; Unavailable if an address cannot be listened on.
@@ -26,7 +26,8 @@ class Server {
   Server(const Server&) = delete;
   Server& operator=(const Server&) = delete;
 
-  // Runs SelfTest(engine). An error leaves the server NOT_SERVING.
+  // Runs SelfTest(engine) and brings back the heads of an earlier server, if the options say so. An error leaves the server
+  // NOT_SERVING. Once.
   absl::Status BecomeReady();
   // True if all accepted calls had ended by `timeout`; those that had not are cancelled. Then the server listens no more.
   // Idempotent.

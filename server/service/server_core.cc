@@ -1,18 +1,31 @@
 #include "server/service/server_core.h"
 
 #include <algorithm>
+#include <thread>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
+#include "server/observability/logging.h"
 #include "server/service/retry_after.h"
 
 namespace headwater::service {
+
+using observability::Log;
+using observability::LogLevel;
 
 const char* ServerVersion() { return HEADWATER_VERSION; }
 
 absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptions& options, std::unique_ptr<LossEngine> engine) {
   if (absl::Status status = ValidateLimits(options.limits); !status.ok()) return status;
+  if (options.idle_head_timeout < absl::ZeroDuration()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("idle_head_timeout: expected a duration >= 0, got ", absl::FormatDuration(options.idle_head_timeout)));
+  }
+  if (options.idle_head_checkpoint && options.checkpoint_directory.empty()) {
+    return absl::InvalidArgumentError("idle_head_checkpoint: expected a checkpoint_directory with it, got none");
+  }
   std::unique_ptr<checkpoint::CheckpointStore> checkpoints;
   if (!options.checkpoint_directory.empty()) {
     auto opened = checkpoint::CheckpointStore::Open(options.checkpoint_directory);
@@ -21,24 +34,78 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptio
   }
   std::unique_ptr<ServerCore> core(new ServerCore(options, std::move(engine)));
   core->checkpoints = std::move(checkpoints);
+  core->reaper_ = std::make_unique<Reaper>(*core);
   return core;
 }
+
+// Ends sessions whose lease has ended, and heads that nobody uses any more.
+class ServerCore::Reaper {
+ public:
+  explicit Reaper(ServerCore& core) : core_(core), thread_([this] { Run(); }) {}
+  ~Reaper() {
+    {
+      absl::MutexLock lock(&mutex_);
+      stopping_ = true;
+    }
+    thread_.join();
+  }
+
+ private:
+  // How late a lease may end.
+  static constexpr absl::Duration kInterval = absl::Milliseconds(50);
+
+  void Run() {
+    const absl::Duration timeout = core_.options.idle_head_timeout;
+    const absl::Duration head_interval = std::clamp(timeout / 4, kInterval, absl::Seconds(10));
+    absl::Time next_heads = absl::Now() + head_interval;
+    while (!AwaitStop()) {
+      if (const int64_t expired = core_.sessions.Expire(); expired > 0) {
+        core_.metrics.CountSessionEnds(observability::SessionEnd::kExpired, expired);
+        Log(LogLevel::kWarning, "sessions_expired", {{"count", expired}});
+      }
+      if (timeout == absl::ZeroDuration() || absl::Now() < next_heads) continue;
+      const auto expired = core_.registry.ExpireIdle(timeout, core_.checkpoints.get(), core_.options.idle_head_checkpoint);
+      for (const heads::HeadName& name : expired) Log(LogLevel::kInfo, "idle_head_deleted", {{"head", name.ToString()}});
+      core_.metrics.CountExpiredHeads(static_cast<int64_t>(expired.size()));
+      next_heads = absl::Now() + head_interval;
+    }
+  }
+  bool AwaitStop() {
+    absl::MutexLock lock(&mutex_);
+    return mutex_.AwaitWithTimeout(absl::Condition(&stopping_), kInterval);
+  }
+
+  ServerCore& core_;
+  absl::Mutex mutex_;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread thread_;  // last: it uses the members above
+};
 
 ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<LossEngine> loss_engine)
     : options(server_options),
       engine(std::move(loss_engine)),
       metrics(ServerVersion(), engine->name()),
-      registry(*engine, options.limits.max_heads, heads::HeadLimits{options.limits.max_step_micro_batches}),
-      queue(options.limits.max_queue_depth),
       in_flight(options.limits.max_in_flight_bytes),
+      held(options.limits.max_held_bytes),
       uploads(options.limits.max_upload_bytes),
+      registry(*engine,
+               heads::RegistryLimits{options.limits.max_heads, options.limits.max_heads_per_tenant,
+                                     options.limits.max_tenant_memory_bytes},
+               heads::HeadLimits{options.limits.max_step_micro_batches}),
+      sessions(heads::SessionLimits{options.limits.max_sessions, options.limits.max_session_lease},
+               [this](const heads::SessionId& session) { metrics.CountSessionDiscards(registry.DropSession(session)); }),
+      queue(options.limits.max_queue_depth),
+      waiting(options.limits.max_waiting_calls, options.limits.max_step_wait),
       watchdog(options.stream_idle_timeout),
       incarnation(heads::NewEpoch()),
       start_time(absl::Now()) {
   metrics.SetGaugeSource([this] { return ReadGauges(); });
 }
 
-ServerCore::~ServerCore() { metrics.SetGaugeSource(nullptr); }
+ServerCore::~ServerCore() {
+  reaper_.reset();
+  metrics.SetGaugeSource(nullptr);
+}
 
 ServerCore::Admission::~Admission() {
   if (core_ == nullptr) return;
@@ -63,6 +130,37 @@ absl::StatusOr<ServerCore::Admission> ServerCore::Admit() {
 void ServerCore::SetPhase(Phase phase) {
   absl::MutexLock lock(&phase_mutex_);
   phase_ = phase;
+  if (phase == Phase::kDraining) waiting.Close();
+}
+
+void ServerCore::RestoreHeads() {
+  if (checkpoints == nullptr || !options.restore_heads) return;
+  int64_t restored = 0;
+  for (const heads::HeadRegistry::Comeback& comeback : registry.RestoreAll(*checkpoints)) {
+    const bool is_back = !comeback.checkpoint.empty();
+    restored += is_back;
+    Log(is_back && comeback.note.empty() ? LogLevel::kInfo : LogLevel::kWarning, is_back ? "head_restored" : "head_not_restored",
+        {{"head", comeback.name.ToString()}, {"checkpoint", comeback.checkpoint}, {"note", comeback.note}});
+  }
+  metrics.CountRestoredHeads(restored);
+}
+
+absl::StatusOr<heads::SessionRegistry::Use> ServerCore::UseSession(const std::optional<heads::SessionId>& session) {
+  if (!session.has_value()) return heads::SessionRegistry::Use();
+  return sessions.Begin(*session);
+}
+
+absl::Status ServerCore::ReserveInFlight(int64_t bytes, const char* what, transport::ByteBudget::Reservation* reservation) {
+  if (in_flight.TryReserve(bytes, reservation)) return absl::OkStatus();
+  const int64_t available = in_flight.available_bytes();
+  return MakeError(ErrorReason::kInFlightBytesExceeded,
+                   absl::StrCat(what, " needs ", bytes, " bytes, and ", available, " of ", in_flight.capacity_bytes(),
+                                " (max_in_flight_bytes) are free; try again"),
+                   {{"limit", "max_in_flight_bytes"},
+                    {"maximum", absl::StrCat(in_flight.capacity_bytes())},
+                    {"requestedBytes", absl::StrCat(bytes)},
+                    {"availableBytes", absl::StrCat(available)},
+                    {kRetryAfterMsKey, "50"}});
 }
 
 bool ServerCore::AwaitIdle(absl::Time deadline) {
@@ -84,7 +182,10 @@ observability::GaugeReadings ServerCore::ReadGauges() const {
   readings.in_flight_bytes = in_flight.reserved_bytes();
   readings.upload_bytes = uploads.reserved_bytes();
   for (const EngineDevice& device : engine->devices()) readings.memory_budget_bytes += device.memory_budget_bytes;
-  for (const auto& head : registry.List(heads::kDefaultTenant, "", options.limits.max_heads)) {
+  readings.held_bytes = held.reserved_bytes();
+  readings.session_count = sessions.size();
+  readings.waiting_calls = waiting.size();
+  for (const auto& head : registry.ListAll()) {
     ++readings.head_count;
     for (const MemoryPlan::Item& item : head->Describe().plan.items) readings.planned_bytes[item.purpose] += item.bytes;
   }

@@ -2,9 +2,9 @@
 #ifndef HEADWATER_SERVER_SERVICE_SERVER_CORE_H_
 #define HEADWATER_SERVER_SERVICE_SERVER_CORE_H_
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "absl/base/thread_annotations.h"
@@ -16,11 +16,13 @@
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/heads/epoch.h"
 #include "server/heads/head_registry.h"
+#include "server/heads/session_registry.h"
 #include "server/observability/metrics.h"
 #include "server/scheduler/work_queue.h"
 #include "server/service/server_options.h"
 #include "server/service/stream_watchdog.h"
 #include "server/service/upload_store.h"
+#include "server/service/waiting_room.h"
 #include "server/transport/byte_budget.h"
 
 namespace headwater::service {
@@ -54,30 +56,45 @@ class ServerCore {
   // Waits until no accepted call is in progress; false when `deadline` comes first.
   bool AwaitIdle(absl::Time deadline);
 
+  // Brings back the heads of an earlier server (heads::HeadRegistry::RestoreAll), if the options say so; one line of log for each.
+  void RestoreHeads();
+
+  // The call's hold on its session; an empty one without a session. kSessionNotFound.
+  absl::StatusOr<heads::SessionRegistry::Use> UseSession(const std::optional<heads::SessionId>& session);
+  // kInFlightBytesExceeded, naming `what`, unless `bytes` of tensors are free.
+  absl::Status ReserveInFlight(int64_t bytes, const char* what, transport::ByteBudget::Reservation* reservation);
+
   // What the memory budget has room for beside the heads that exist.
   int64_t AvailableBytes() const;
   // Current readings for the metrics.
   observability::GaugeReadings ReadGauges() const;
 
-  // Constant after Create(), or thread-safe by themselves. The engine is first, so that it goes last.
+  // Constant after Create(), or thread-safe by themselves. What heads hold on to goes after them: the engine last of all, and the
+  // budgets of what they keep.
   const ServerOptions options;
   const std::unique_ptr<LossEngine> engine;
   observability::Metrics metrics;
-  heads::HeadRegistry registry;
-  std::unique_ptr<checkpoint::CheckpointStore> checkpoints;  // null: not configured
-  scheduler::WorkQueue queue;
   transport::ByteBudget in_flight;
+  transport::ByteBudget held;  // rows of HELD contributions
   UploadStore uploads;
+  std::unique_ptr<checkpoint::CheckpointStore> checkpoints;  // null: not configured
+  heads::HeadRegistry registry;
+  heads::SessionRegistry sessions;
+  scheduler::WorkQueue queue;
+  WaitingRoom waiting;
   StreamWatchdog watchdog;
   const heads::Epoch incarnation;
   const absl::Time start_time;
 
  private:
+  class Reaper;
+
   ServerCore(const ServerOptions& server_options, std::unique_ptr<LossEngine> loss_engine);
 
   mutable absl::Mutex phase_mutex_;
   Phase phase_ ABSL_GUARDED_BY(phase_mutex_) = Phase::kStarting;
   int64_t calls_in_progress_ ABSL_GUARDED_BY(phase_mutex_) = 0;
+  std::unique_ptr<Reaper> reaper_;  // last: it uses the members above
 };
 
 }  // namespace headwater::service

@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "server/observability/logging.h"
 #include "server/service/field_check.h"
 #include "server/service/head_request.h"
 #include "server/service/proto_encoding.h"
@@ -11,13 +12,17 @@
 namespace headwater::service {
 namespace {
 
+using observability::Log;
+using observability::LogLevel;
 using observability::RpcMethod;
 
 // What works, by stable names.
 std::vector<std::string> Features(const ServerCore& core) {
-  std::vector<std::string> features = {"cross_entropy", "jensen_shannon",   "teacher_hidden", "explicit_commit",
-                                       "staged",        "replay",           "first_wins",     "adamw",
-                                       "sgd",           "resumable_upload", "download"};
+  std::vector<std::string> features = {
+      "cross_entropy", "jensen_shannon", "teacher_hidden",   "explicit_commit", "staged",    "held",   "token_factors",
+      "several_terms", "attempts",       "replay",           "first_wins",      "wait",      "adamw",  "sgd",
+      "add_gradient",  "closes_step",    "resumable_upload", "download",        "take_head", "attach", "tenants",
+      "sessions"};
   if (core.checkpoints != nullptr) features.push_back("checkpoints");
   if (!core.options.load_root.empty()) features.push_back("load_weights");
   return features;
@@ -58,21 +63,39 @@ grpc::Status SessionServiceImpl::GetServerInfo(grpc::ServerContext* context, con
 }
 
 grpc::Status SessionServiceImpl::OpenSession(grpc::ServerContext* context, const v1::OpenSessionRequest* request,
-                                             v1::OpenSessionResponse*) {
-  return RunRpc(core_, *context, RpcMethod::kOpenSession,
-                [&](RpcScope&) { return Refuse(*request, &ValidateOpenSession, "OpenSession", "sessions"); });
+                                             v1::OpenSessionResponse* response) {
+  return RunRpc(core_, *context, RpcMethod::kOpenSession, [&](RpcScope&) -> absl::Status {
+    auto open = DecodeOpenSession(*request, core_.options.limits);
+    if (!open.ok()) return open.status();
+    auto grant = core_.sessions.Open(open->client_name, open->lease);
+    if (!grant.ok()) return grant.status();
+    Log(LogLevel::kInfo, "session_opened", {{"client", open->client_name}, {"lease_s", absl::ToDoubleSeconds(grant->lease)}});
+    response->set_session_id(grant->id.data(), grant->id.size());
+    EncodeDuration(grant->lease, response->mutable_lease());
+    return absl::OkStatus();
+  });
 }
 
 grpc::Status SessionServiceImpl::KeepAlive(grpc::ServerContext* context, const v1::KeepAliveRequest* request,
-                                           v1::KeepAliveResponse*) {
-  return RunRpc(core_, *context, RpcMethod::kKeepAlive,
-                [&](RpcScope&) { return Refuse(*request, &ValidateKeepAlive, "KeepAlive", "sessions"); });
+                                           v1::KeepAliveResponse* response) {
+  return RunRpc(core_, *context, RpcMethod::kKeepAlive, [&](RpcScope&) -> absl::Status {
+    auto session = DecodeSession(request->session_id(), "session_id");
+    if (!session.ok()) return session.status();
+    auto lease = core_.sessions.Renew(*session);
+    if (!lease.ok()) return lease.status();
+    EncodeDuration(*lease, response->mutable_lease());
+    return absl::OkStatus();
+  });
 }
 
 grpc::Status SessionServiceImpl::CloseSession(grpc::ServerContext* context, const v1::CloseSessionRequest* request,
                                               v1::CloseSessionResponse*) {
-  return RunRpc(core_, *context, RpcMethod::kCloseSession,
-                [&](RpcScope&) { return Refuse(*request, &ValidateCloseSession, "CloseSession", "sessions"); });
+  return RunRpc(core_, *context, RpcMethod::kCloseSession, [&](RpcScope&) -> absl::Status {
+    auto session = DecodeSession(request->session_id(), "session_id");
+    if (!session.ok()) return session.status();
+    if (core_.sessions.Close(*session)) core_.metrics.CountSessionEnds(observability::SessionEnd::kClosed, 1);
+    return absl::OkStatus();
+  });
 }
 
 grpc::Status SessionServiceImpl::RegisterSharedMemory(grpc::ServerContext* context, const v1::RegisterSharedMemoryRequest* request,

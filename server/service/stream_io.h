@@ -16,8 +16,9 @@ namespace headwater::service {
 // Reads one message. False at the end of the stream.
 template <typename Stream, typename Message>
 bool ReadMessage(StreamWatchdog::Watch& watch, Stream& stream, Message* message) {
+  watch.Begin();
   const bool read = stream.Read(message);
-  watch.Touch();
+  watch.End();
   return read;
 }
 
@@ -60,8 +61,9 @@ class WatchedWriter {
 
   template <typename Message>
   bool Write(const Message& message) {
+    watch_.Begin();
     const bool written = stream_.Write(message);
-    watch_.Touch();
+    watch_.End();
     return written;
   }
 

@@ -24,7 +24,8 @@ class StreamWatchdog {
   StreamWatchdog(const StreamWatchdog&) = delete;
   StreamWatchdog& operator=(const StreamWatchdog&) = delete;
 
-  // A stream that is being read or written. Touch() at every message; destroyed when that is over.
+  // A stream that is read or written. The client is waited for between Begin() and End() of each message; what the server does in
+  // between, however long it takes, is not the client's fault.
   class Watch {
    public:
     // `on_idle` is called at most once, on the watchdog's thread, and never after the destructor has returned.
@@ -32,14 +33,15 @@ class StreamWatchdog {
     ~Watch();
     Watch(const Watch&) = delete;
     Watch& operator=(const Watch&) = delete;
-    void Touch();
+    void Begin();
+    void End();
     bool expired() const { return expired_.load(); }
 
    private:
     friend class StreamWatchdog;
     StreamWatchdog* const watchdog_;
     const std::function<void()> on_idle_;
-    std::atomic<int64_t> last_touch_ns_;
+    std::atomic<int64_t> begun_ns_;  // kNotWaiting outside of Begin() and End()
     std::atomic<bool> expired_{false};
   };
 

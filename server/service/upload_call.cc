@@ -4,25 +4,17 @@
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "server/service/byte_chunk.h"
 #include "server/service/field_check.h"
+#include "server/service/message_order.h"
 #include "server/service/proto_encoding.h"
 
 namespace headwater::service {
 
-absl::Status UploadCall::OnMessage(const v1::UploadWeightsRequest& message, v1::UploadWeightsResponse* response) {
-  switch (message.message_case()) {
-    case v1::UploadWeightsRequest::kHeader:
-      if (upload_.has_value()) {
-        return FieldError(ErrorReason::kProtocolViolation, "header", "one header, first", "a second header");
-      }
-      return OnHeader(message.header(), response);
-    case v1::UploadWeightsRequest::kChunk:
-      if (!upload_.has_value()) return FieldError(ErrorReason::kProtocolViolation, "header", "a header first", "a chunk");
-      return OnChunk(message.chunk());
-    case v1::UploadWeightsRequest::MESSAGE_NOT_SET:
-      break;
-  }
-  return MissingField("message", "a header or a chunk");
+absl::Status UploadCall::OnMessage(v1::UploadWeightsRequest* message, v1::UploadWeightsResponse* response) {
+  return TakeInOrder(
+      message, upload_.has_value(), [&](const v1::UploadWeightsHeader& header) { return OnHeader(header, response); },
+      [this](const v1::ByteChunk* chunk) { return OnChunk(*chunk); });
 }
 
 absl::Status UploadCall::OnHeader(const v1::UploadWeightsHeader& header, v1::UploadWeightsResponse* response) {
@@ -48,6 +40,7 @@ absl::Status UploadCall::OnHeader(const v1::UploadWeightsHeader& header, v1::Upl
     return FieldError(ErrorReason::kDataLengthMismatch, "header.total_bytes", absl::StrCat(expected_bytes),
                       absl::StrCat(request_.total_bytes));
   }
+  HEADWATER_RETURN_IF_ERROR(CheckClosesStep());
   auto upload = core_.uploads.Open(head_, request_);
   if (!upload.ok()) return upload.status();
   upload_.emplace(*std::move(upload));
@@ -55,22 +48,55 @@ absl::Status UploadCall::OnHeader(const v1::UploadWeightsHeader& header, v1::Upl
   return absl::OkStatus();
 }
 
+absl::Status UploadCall::CheckClosesStep() {
+  if (!request_.closes_step.has_value()) return absl::OkStatus();
+  const heads::StepKey key = {request_.epoch, *request_.closes_step};
+  HEADWATER_RETURN_IF_ERROR(core_.waiting.AwaitStep(*head_, key, limits_));
+  auto steps = head_->GetSteps(request_.epoch);
+  if (!steps.ok()) return steps.status();
+  const auto& [open, last_closed] = *steps;
+  if (key.step == open.step) {
+    if (open.state == heads::StepState::kSealed) return absl::OkStatus();
+    return MakeError(ErrorReason::kStepNotSealed,
+                     absl::StrCat("header.closes_step: expected a step that is sealed, got step ", key.step, ", which is open"),
+                     {{"field", "header.closes_step"}, {"expected", "a sealed step"}, {"actual", absl::StrCat(key.step)}});
+  }
+  if (last_closed.has_value() && key.step == last_closed->step) return absl::OkStatus();  // a repeat, perhaps
+  return MakeError(ErrorReason::kStepMismatch,
+                   absl::StrCat("header.closes_step: expected the step ", open.step, " that is open or sealed, got ", key.step),
+                   {{"field", "header.closes_step"},
+                    {"expected", absl::StrCat(open.step)},
+                    {"actual", absl::StrCat(key.step)},
+                    {"openStep", absl::StrCat(open.step)}});
+}
+
 absl::Status UploadCall::OnChunk(const v1::ByteChunk& chunk) {
-  const int64_t data_bytes = static_cast<int64_t>(chunk.data().size());
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("chunk.offset_bytes", chunk.offset_bytes(), 0));
-  HEADWATER_RETURN_IF_ERROR(CheckLimit("chunk.data", data_bytes, "max_chunk_bytes", core_.options.limits.max_chunk_bytes));
-  HEADWATER_RETURN_IF_ERROR(upload_->Append(chunk.offset_bytes(), chunk.data()));
-  core_.metrics.CountBytes(observability::Direction::kIn, data_bytes);
+  HEADWATER_RETURN_IF_ERROR(CheckByteChunk(core_, chunk));
+  return upload_->Append(chunk.offset_bytes(), chunk.data());
+}
+
+absl::Status UploadCall::UseTensor(std::shared_ptr<const uint8_t> bytes) {
+  if (!request_.closes_step.has_value()) {
+    return head_->SetTensor(request_.epoch, request_.tensor, request_.data_type, bytes.get(), request_.total_bytes);
+  }
+  const bool was_open = head_->Describe().open_step == request_.closes_step;
+  const heads::ShadowTensor shadow = {request_.tensor, request_.data_type, std::move(bytes), request_.total_bytes};
+  auto replaced = head_->Replace({request_.epoch, *request_.closes_step}, shadow);
+  if (!replaced.ok()) return replaced.status();
+  if (*replaced && was_open) core_.metrics.CountStep(observability::StepOutcome::kReplaced);
   return absl::OkStatus();
 }
 
 absl::Status UploadCall::Finish(v1::UploadWeightsResponse* response) {
-  if (!upload_.has_value()) return FieldError(ErrorReason::kProtocolViolation, "header", "a header first", "the stream's end");
+  HEADWATER_RETURN_IF_ERROR(CheckHeaderSeen(upload_.has_value()));
   auto bytes = upload_->Complete();
   if (!bytes.ok()) return bytes.status();
-  const absl::Status status = head_->SetTensor(request_.epoch, request_.tensor, request_.data_type, *bytes, request_.total_bytes);
-  // A stale epoch may be corrected and the upload taken up again without a byte sent; after anything else it is used up.
-  if (!HasReason(status, ErrorReason::kEpochFenced)) upload_->Drop();
+  const absl::Status status = UseTensor(*std::move(bytes));
+  // What the client, or time, can put right: the upload may be taken up again without a byte sent. After anything else it is used
+  // up.
+  const bool may_be_repeated = HasReason(status, ErrorReason::kEpochFenced) || HasReason(status, ErrorReason::kStepNotSealed) ||
+                               HasReason(status, ErrorReason::kShardNotReady);
+  if (!may_be_repeated) upload_->Drop();
   HEADWATER_RETURN_IF_ERROR(status);
   EncodeHead(head_->Describe(), core_.AvailableBytes(), response->mutable_head());
   return absl::OkStatus();

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "headwater/v1/head_service.pb.h"
@@ -17,10 +18,11 @@ namespace headwater::service {
 
 class UploadCall {
  public:
-  explicit UploadCall(ServerCore& core) : core_(core) {}
+  // `limits` bounds the wait of one with `closes_step`.
+  UploadCall(ServerCore& core, heads::WaitLimits limits) : core_(core), limits_(std::move(limits)) {}
 
   // Takes the header, which fills `response` with the offset to go on from, or a chunk, which leaves it empty.
-  absl::Status OnMessage(const v1::UploadWeightsRequest& message, v1::UploadWeightsResponse* response);
+  absl::Status OnMessage(v1::UploadWeightsRequest* message, v1::UploadWeightsResponse* response);
   // The client has half-closed: verifies the bytes and sets the tensor. An incomplete upload stays, for resuming.
   absl::Status Finish(v1::UploadWeightsResponse* response);
 
@@ -30,8 +32,13 @@ class UploadCall {
  private:
   absl::Status OnHeader(const v1::UploadWeightsHeader& header, v1::UploadWeightsResponse* response);
   absl::Status OnChunk(const v1::ByteChunk& chunk);
+  // Refuses what Replace() would refuse whatever the bytes are.
+  absl::Status CheckClosesStep();
+  // Sets the tensor, or puts it into the head's shadow.
+  absl::Status UseTensor(std::shared_ptr<const uint8_t> bytes);
 
   ServerCore& core_;
+  const heads::WaitLimits limits_;
   UploadRequest request_;
   std::string head_name_;
   std::shared_ptr<heads::Head> head_;

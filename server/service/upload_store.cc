@@ -46,24 +46,16 @@ absl::Status UploadStore::Lease::Append(int64_t offset, const std::string& data)
   if (upload_->generation != generation_) {
     return MakeError(ErrorReason::kCancelled, "another stream has taken this upload over");
   }
-  const int64_t expected = upload_->buffer.size();
-  const int64_t left = upload_->request.total_bytes - expected;
-  if (offset != expected) {
-    return FieldError(ErrorReason::kChunkOutOfRange, "chunk.offset_bytes", absl::StrCat(expected, ", where the upload stands"),
-                      absl::StrCat(offset));
-  }
-  if (data.empty() || static_cast<int64_t>(data.size()) > left) {
-    return FieldError(ErrorReason::kChunkOutOfRange, "chunk.data",
-                      absl::StrCat("1 to ", left, " bytes, which are left of the upload"), absl::StrCat(data.size(), " bytes"));
-  }
-  if (!upload_->buffer.Append(data.data(), static_cast<int64_t>(data.size()))) {
+  const int64_t data_bytes = static_cast<int64_t>(data.size());
+  HEADWATER_RETURN_IF_ERROR(CheckNextBytes(offset, data_bytes, upload_->buffer.size(), upload_->request.total_bytes));
+  if (!upload_->buffer.Append(data.data(), data_bytes)) {
     return MakeError(ErrorReason::kInternal, absl::StrCat("no memory for ", data.size(), " more bytes of the upload"));
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<const uint8_t*> UploadStore::Lease::Complete() {
-  const uint8_t* bytes = nullptr;
+absl::StatusOr<std::shared_ptr<const uint8_t>> UploadStore::Lease::Complete() {
+  std::shared_ptr<const uint8_t> bytes;
   {
     absl::MutexLock lock(&upload_->mutex);
     if (upload_->generation != generation_) {
@@ -73,12 +65,12 @@ absl::StatusOr<const uint8_t*> UploadStore::Lease::Complete() {
       return FieldError(ErrorReason::kProtocolViolation, "chunk", absl::StrCat(upload_->request.total_bytes, " bytes in all"),
                         absl::StrCat(upload_->buffer.size()));
     }
-    bytes = upload_->buffer.data();
+    bytes = std::shared_ptr<const uint8_t>(upload_, upload_->buffer.data());
   }
   const std::string& expected = upload_->request.checksum;
   if (expected.empty()) return bytes;
   checkpoint::Xxh3Hasher hasher;
-  hasher.Update(bytes, upload_->request.total_bytes);
+  hasher.Update(bytes.get(), upload_->request.total_bytes);
   const std::string actual = hasher.Digest();
   if (actual == expected) return bytes;
   Drop();
@@ -117,9 +109,9 @@ absl::StatusOr<UploadStore::Lease> UploadStore::Open(const std::shared_ptr<heads
     const UploadRequest& first = upload->request;
     if (first.upload_id != request.upload_id) continue;
     if (first.tensor != request.tensor || first.data_type != request.data_type || first.total_bytes != request.total_bytes ||
-        first.checksum != request.checksum) {
+        first.checksum != request.checksum || first.closes_step != request.closes_step) {
       return FieldError(ErrorReason::kInvalidCombination, "header.upload_id",
-                        "tensor, data_type, total_bytes and checksum of the upload that this id began", "others");
+                        "tensor, data_type, total_bytes, checksum and closes_step of the upload that this id began", "others");
     }
     absl::MutexLock upload_lock(&upload->mutex);
     upload->busy = true;

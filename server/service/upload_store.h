@@ -40,9 +40,9 @@ class UploadStore {
     // Takes bytes that begin at `offset`, which must be received_bytes(): kChunkOutOfRange otherwise, or beyond the total.
     absl::Status Append(int64_t offset, const std::string& data);
     // All bytes, checked against the checksum if there is one: kProtocolViolation if some are missing, kChecksumMismatch (the
-    // upload is dropped: its bytes are wrong). Valid while the lease lives.
-    absl::StatusOr<const uint8_t*> Complete();
-    // Frees the upload's memory: its bytes have been used, or never will be.
+    // upload is dropped: its bytes are wrong). The pointer keeps them, and their place in the budget.
+    absl::StatusOr<std::shared_ptr<const uint8_t>> Complete();
+    // Forgets the upload: its bytes have been used, or never will be.
     void Drop();
 
    private:
@@ -53,8 +53,8 @@ class UploadStore {
     int64_t generation_;
   };
 
-  // Begins an upload or takes it up again. kInvalidCombination if the same id was begun with another tensor, type, size or
-  // checksum; kMemoryBudgetExceeded if there is no room. `request.total_bytes` must be right for the head.
+  // Begins an upload or takes it up again. kInvalidCombination if the same id was begun with another tensor, type, size, checksum
+  // or closes_step; kMemoryBudgetExceeded if there is no room. `request.total_bytes` must be right for the head.
   absl::StatusOr<Lease> Open(const std::shared_ptr<heads::Head>& head, const UploadRequest& request);
 
   int64_t reserved_bytes() const { return budget_.reserved_bytes(); }

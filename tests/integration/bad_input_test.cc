@@ -183,9 +183,11 @@ std::unique_ptr<Message> BadInput::ValidRequest(const std::string& rpc, bool chu
     set("header.data_type", Int(v1::DATA_TYPE_FLOAT32));
     set("header.hidden_size", Int(4));
     *static_cast<v1::StreamTeacherRequest*>(request.get())->mutable_header()->mutable_row_indices() = Int32Tensor({0, 8});
+  } else if (rpc == "AddGradient" && chunk) {
+    set("chunk.data", Text(rows_.substr(0, 20)));
   } else if (rpc == "AddGradient") {
     set_step("header.head");
-    set("header.micro_batch", Int(5));
+    set("header.micro_batch", Int(6));
     set("header.row_count", Int(1));
   } else if (rpc == "CreateHead") {
     set("name", Text("tenants/default/heads/new"));
@@ -208,7 +210,7 @@ std::unique_ptr<Message> BadInput::ValidRequest(const std::string& rpc, bool chu
   } else if (rpc == "OpenSession" || rpc == "ListHeads" || rpc == "GetServerInfo") {
     // Valid when empty.
   } else if (rpc == "KeepAlive" || rpc == "CloseSession" || rpc == "UnregisterSharedMemory" || rpc == "RegisterSharedMemory") {
-    set("session_id", Text("session"));
+    set("session_id", Text(std::string(32, 's')));
     if (rpc == "UnregisterSharedMemory") set("region_id", Text("region"));
     if (rpc == "RegisterSharedMemory") set("descriptor_token", Text("token"));
     if (rpc == "RegisterSharedMemory") set("size_bytes", Int(4096));
@@ -260,7 +262,11 @@ grpc::Status BadInput::Send(const BadValue& row, const Message& request, bool ch
   if (rpc == "AddGradient") {
     v1::AddGradientResponse response;
     const auto writer = server_.heads().AddGradient(&context, &response);
-    writer->Write(static_cast<const v1::AddGradientRequest&>(request));
+    const auto other = ValidRequest(rpc, !chunk);
+    const auto& message = static_cast<const v1::AddGradientRequest&>(request);
+    const auto& valid = static_cast<const v1::AddGradientRequest&>(*other);
+    bool open = row.path == "chunk" || writer->Write(chunk ? valid : message);
+    open = open && writer->Write(chunk ? message : valid);
     writer->WritesDone();
     return writer->Finish();
   }
@@ -314,8 +320,7 @@ TEST_F(BadInput, IsRefusedAndChangesNothing) {
   const std::string before = Snapshot();
   for (const BadValue& row : AllRows()) {
     SCOPED_TRACE(absl::StrCat(row.rpc, ": ", row.path, ": ", row.value));
-    const bool chunk =
-        absl::StartsWith(row.path, "chunk") && row.rpc != "TransferRows" && row.rpc != "StreamTeacher" && row.rpc != "AddGradient";
+    const bool chunk = absl::StartsWith(row.path, "chunk") && row.rpc != "TransferRows" && row.rpc != "StreamTeacher";
     const auto request = ValidRequest(row.rpc, chunk);
     for (const auto& [path, edit] : row.prepare) Apply(request.get(), path, edit);
     Apply(request.get(), row.path, row.edit);
@@ -346,13 +351,13 @@ TEST_F(BadInput, IsRefusedAndChangesNothing) {
 TEST_F(BadInput, TheValidRequestsAreAccepted) {
   // Otherwise a row could be refused for another reason than the one it is about.
   for (const char* rpc : {"ComputeLoss", "CommitMicroBatch", "CreateHead", "GetHead", "ListHeads", "GetStep", "GetGradientNorm",
-                          "DownloadGradient", "DownloadWeights", "SaveCheckpoint"}) {
+                          "DownloadGradient", "DownloadWeights", "SaveCheckpoint", "AddGradient", "OpenSession"}) {
     const BadValue nothing = {rpc, "", "", {}, ""};
     EXPECT_EQ(ReasonOf(Send(nothing, *ValidRequest(rpc, false), false)), "OK") << rpc;
   }
   for (const char* rpc : {"ApplyOptimizerStep", "UploadWeights"}) {
     TestHead updated = head_;
-    if (std::string(rpc) == "ApplyOptimizerStep") Require(server_.Seal(head_, 0, {0, 1, 5}), "SealStep");
+    if (std::string(rpc) == "ApplyOptimizerStep") Require(server_.Seal(head_, 0, {0, 1, 5, 6}), "SealStep");
     const BadValue nothing = {rpc, "", "", {}, ""};
     auto request = ValidRequest(rpc, false);
     if (std::string(rpc) == "ApplyOptimizerStep") Apply(request.get(), "expected", Clear());

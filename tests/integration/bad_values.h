@@ -36,6 +36,8 @@ struct HarmlessField {
 };
 
 // Rows that several tables have.
+// A session's id.
+void AddSessionRows(const std::string& rpc, const std::string& path, bool required, bool looks_up, std::vector<BadValue>* rows);
 // NaN, the infinities, and `bad`.
 void AddNumberRows(const std::string& rpc, const std::string& path, const std::vector<double>& bad,
                    const std::vector<std::pair<std::string, Edit>>& prepare, std::vector<BadValue>* rows);

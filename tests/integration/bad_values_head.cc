@@ -16,8 +16,9 @@ void AddNameRows(const std::string& rpc, const std::string& path, bool looks_up,
   rows->push_back({rpc, path, "empty", Text(""), "MISSING_FIELD"});
   rows->push_back({rpc, path, "malformed", Text("tenants/default/heads/.."), "INVALID_NAME"});
   rows->push_back({rpc, path, "too long", Text("tenants/default/heads/" + std::string(65, 'a')), "INVALID_NAME"});
-  rows->push_back({rpc, path, "another tenant's", Text("tenants/other/heads/student"), "FEATURE_NOT_BUILT"});
-  if (looks_up) rows->push_back({rpc, path, "unknown", Text("tenants/default/heads/nobody"), "HEAD_NOT_FOUND", ""});
+  if (!looks_up) return;
+  rows->push_back({rpc, path, "unknown", Text("tenants/default/heads/nobody"), "HEAD_NOT_FOUND", ""});
+  rows->push_back({rpc, path, "another tenant's", Text("tenants/other/heads/student"), "HEAD_NOT_FOUND", ""});
 }
 
 void AddEpochRows(const std::string& rpc, const std::string& path, bool required, std::vector<BadValue>* rows) {
@@ -100,7 +101,13 @@ std::vector<BadValue> CreateRows() {
       {rpc, "spec.low_rank", "given", Int(8), "FEATURE_NOT_BUILT"},
       {rpc, "spec.initial_step", "negative", Int(-1), "INVALID_FIELD"},
       {rpc, "if_exists", "unknown", Int(9), "INVALID_FIELD"},
-      {rpc, "if_exists", "ATTACH_IF_SAME_SPEC", Int(v1::IF_EXISTS_ATTACH_IF_SAME_SPEC), "FEATURE_NOT_BUILT"},
+      {rpc,
+       "if_exists",
+       "ATTACH_IF_SAME_SPEC to one of another",
+       Int(v1::IF_EXISTS_ATTACH_IF_SAME_SPEC),
+       "HEAD_SPEC_MISMATCH",
+       "",
+       {{"name", Text(kHeadName)}}},
   };
   // The optimizer message without a choice in it.
   rows[14].edit = [](google::protobuf::Message* parent, const google::protobuf::FieldDescriptor* field) {
@@ -137,7 +144,8 @@ std::vector<BadValue> WeightRows() {
       {upload, "header.checksum", "short", Text("abc"), "INVALID_FIELD"},
       {upload, "header.checksum", "of other bytes", Text(std::string(16, 'c')), "CHECKSUM_MISMATCH"},
       {upload, "header.closes_step", "negative", Int(-1), "INVALID_FIELD"},
-      {upload, "header.closes_step", "given", Int(0), "FEATURE_NOT_BUILT"},
+      {upload, "header.closes_step", "of a step that is open", Int(0), "STEP_NOT_SEALED"},
+      {upload, "header.closes_step", "of another step", Int(7), "STEP_MISMATCH"},
       {upload, "chunk", "before the header", Make(), "PROTOCOL_VIOLATION", "header"},
       {upload, "chunk.offset_bytes", "negative", Int(-1), "INVALID_FIELD"},
       {upload, "chunk.offset_bytes", "behind a gap", Int(4), "CHUNK_OUT_OF_RANGE"},
@@ -177,7 +185,6 @@ std::vector<BadValue> StepRows() {
   std::vector<BadValue> rows = {
       {"SealStep", "expected", "unset", Clear(), "MISSING_FIELD"},
       {"SealStep", "expected", "empty", Make(), "MISSING_FIELD", kThePath, {{"expected", Clear()}}},
-      {"SealStep", "wait", "true", Int(1), "FEATURE_NOT_BUILT"},
       {"ApplyOptimizerStep", "expected", "empty", Make(), "MISSING_FIELD", kThePath, {{"expected", Clear()}}},
       {"ApplyOptimizerStep", "expected", "unset though the step is open", Clear(), "MISSING_FIELD"},
       {"ApplyOptimizerStep", "learning_rate", "unset", Clear(), "MISSING_FIELD"},
@@ -211,12 +218,10 @@ std::vector<BadValue> StepRows() {
 std::vector<BadValue> OtherRows() {
   std::vector<BadValue> rows = {
       {"ListHeads", "parent", "malformed", Text("tenants/UPPER"), "INVALID_NAME"},
-      {"ListHeads", "parent", "another tenant", Text("tenants/other"), "FEATURE_NOT_BUILT"},
       {"ListHeads", "page_size", "negative", Int(-1), "INVALID_FIELD"},
       {"ListHeads", "page_size", "above the maximum", Int(1001), "INVALID_FIELD"},
       {"ListHeads", "page_token", "made up", Text("second page"), "INVALID_FIELD"},
-      {"TakeHead", "name", "valid", Text(kHeadName), "FEATURE_NOT_BUILT", "TakeHead"},
-      {"TakeHead", "epoch", "short", Text("abc"), "INVALID_FIELD"},
+      {"TakeHead", "name", "of a frozen head", Text(kTeacherName), "HEAD_NOT_TRAINABLE", ""},
       {"DeleteHead", "force", "false for a head in use", Int(0), "HEAD_IN_USE", ""},
       {"SaveCheckpoint", "checkpoint", "empty", Text(""), "MISSING_FIELD"},
       {"SaveCheckpoint", "checkpoint", "out of the directory", Text("../x"), "INVALID_NAME"},
@@ -231,23 +236,41 @@ std::vector<BadValue> OtherRows() {
       {"RestoreCheckpoint", "checkpoint", "empty", Text(""), "MISSING_FIELD"},
       {"RestoreCheckpoint", "checkpoint", "out of the directory", Text("a/b"), "INVALID_NAME"},
       {"RestoreCheckpoint", "checkpoint", "unknown", Text("nowhere"), "CHECKPOINT_NOT_FOUND", ""},
-      {"AddGradient", "header", "unset", Clear(), "MISSING_FIELD", "message"},
-      {"AddGradient", "header", "valid", Make(), "FEATURE_NOT_BUILT"},
-      {"AddGradient", "chunk", "before the header", Make(), "PROTOCOL_VIOLATION", "header"},
-      {"AddGradient", "header.micro_batch", "unset", Clear(), "MISSING_FIELD"},
-      {"AddGradient", "header.micro_batch", "negative", Int(-1), "INVALID_FIELD"},
-      {"AddGradient", "header.attempt", "negative", Int(-1), "INVALID_FIELD"},
-      {"AddGradient", "header.row_start", "negative", Int(-1), "INVALID_FIELD"},
-      {"AddGradient", "header.row_count", "zero", Int(0), "INVALID_FIELD"},
-      {"AddGradient", "header.session_id", "given", Text("s"), "FEATURE_NOT_BUILT"},
   };
-  AddHeadStepRows("AddGradient", "header.head", false, true, &rows);
-  AddNumberRows("AddGradient", "header.factor", {}, {}, &rows);
   for (const char* rpc : {"GetHead", "TakeHead", "DeleteHead", "SaveCheckpoint", "RestoreCheckpoint"})
     AddNameRows(rpc, "name", true, &rows);
   AddEpochRows("DeleteHead", "epoch", false, &rows);
+  AddEpochRows("TakeHead", "epoch", false, &rows);
   AddEpochRows("SaveCheckpoint", "epoch", true, &rows);
   AddEpochRows("RestoreCheckpoint", "epoch", true, &rows);
+  return rows;
+}
+
+std::vector<BadValue> AddGradientRows() {
+  const std::string rpc = "AddGradient";
+  std::vector<BadValue> rows = {
+      {rpc, "header", "unset", Clear(), "MISSING_FIELD", "message"},
+      {rpc, "header.micro_batch", "unset", Clear(), "MISSING_FIELD"},
+      {rpc, "header.micro_batch", "negative", Int(-1), "INVALID_FIELD"},
+      {rpc, "header.micro_batch", "of other rows", Int(0), "MICRO_BATCH_CONFLICT", ""},
+      {rpc, "header.attempt", "negative", Int(-1), "INVALID_FIELD"},
+      {rpc, "header.row_start", "negative", Int(-1), "INVALID_FIELD"},
+      {rpc, "header.row_start", "beyond the weight", Int(13), "INVALID_FIELD"},
+      {rpc, "header.row_count", "zero", Int(0), "INVALID_FIELD"},
+      {rpc, "header.row_count", "beyond the weight", Int(14), "INVALID_FIELD"},
+      {rpc, "header.row_count", "far beyond", Int(kFar), "INVALID_FIELD", kThePath, {{"header.row_start", Int(1)}}},
+      {rpc, "header.row_count", "more than the bytes'", Int(2), "PROTOCOL_VIOLATION", "chunk"},
+      {rpc, "chunk", "before the header", Make(), "PROTOCOL_VIOLATION", "header"},
+      {rpc, "chunk.offset_bytes", "negative", Int(-1), "INVALID_FIELD"},
+      {rpc, "chunk.offset_bytes", "behind a gap", Int(4), "CHUNK_OUT_OF_RANGE"},
+      {rpc, "chunk.data", "empty", Text(""), "CHUNK_OUT_OF_RANGE"},
+      {rpc, "chunk.data", "beyond the total", Text(std::string(21, '\0')), "CHUNK_OUT_OF_RANGE"},
+      {rpc, "chunk.data", "above the limit", Text(std::string((4 << 20) + 1, '\0')), "LIMIT_EXCEEDED"},
+      {rpc, "chunk.data", "too few in all", Text(std::string(8, '\0')), "PROTOCOL_VIOLATION", "chunk"},
+  };
+  AddHeadStepRows(rpc, "header.head", true, true, &rows);
+  AddNumberRows(rpc, "header.factor", {}, {}, &rows);
+  AddSessionRows(rpc, "header.session_id", false, true, &rows);
   return rows;
 }
 
@@ -255,7 +278,8 @@ std::vector<BadValue> OtherRows() {
 
 std::vector<BadValue> HeadServiceBadValues() {
   std::vector<BadValue> rows = CreateRows();
-  for (const auto& more : {WeightRows(), StepRows(), OtherRows()}) rows.insert(rows.end(), more.begin(), more.end());
+  for (const auto& more : {WeightRows(), StepRows(), OtherRows(), AddGradientRows()})
+    rows.insert(rows.end(), more.begin(), more.end());
   return rows;
 }
 
@@ -266,17 +290,15 @@ std::vector<BadValue> SessionServiceBadValues() {
       {"OpenSession", "lease.seconds", "beyond a Duration's range", Int(315576000001), "INVALID_FIELD"},
       {"OpenSession", "lease.nanos", "negative", Int(-1), "INVALID_FIELD"},
       {"OpenSession", "lease.nanos", "a second", Int(1000000000), "INVALID_FIELD"},
-      {"OpenSession", "lease", "valid", Make(), "FEATURE_NOT_BUILT", "OpenSession"},
-      {"KeepAlive", "session_id", "empty", Text(""), "MISSING_FIELD"},
-      {"KeepAlive", "session_id", "any", Text("s"), "FEATURE_NOT_BUILT", "KeepAlive"},
-      {"CloseSession", "session_id", "empty", Text(""), "MISSING_FIELD"},
-      {"CloseSession", "session_id", "any", Text("s"), "FEATURE_NOT_BUILT", "CloseSession"},
-      {"UnregisterSharedMemory", "session_id", "empty", Text(""), "MISSING_FIELD"},
+      {"OpenSession", "lease", "zero", Make(), "INVALID_FIELD"},
       {"UnregisterSharedMemory", "region_id", "empty", Text(""), "MISSING_FIELD"},
       {"UnregisterSharedMemory", "region_id", "any", Text("r"), "FEATURE_NOT_BUILT", "UnregisterSharedMemory"},
   };
+  AddSessionRows("KeepAlive", "session_id", true, true, &rows);
+  for (const char* rpc : {"CloseSession", "RegisterSharedMemory", "UnregisterSharedMemory"}) {
+    AddSessionRows(rpc, "session_id", true, false, &rows);
+  }
   const std::string rpc = "RegisterSharedMemory";
-  rows.push_back({rpc, "session_id", "empty", Text(""), "MISSING_FIELD"});
   rows.push_back({rpc, "descriptor_token", "no source", Clear(), "MISSING_FIELD", "source"});
   rows.push_back({rpc, "descriptor_token", "empty", Text(""), "MISSING_FIELD"});
   rows.push_back({rpc, "descriptor_token", "any", Text("t"), "FEATURE_NOT_BUILT", rpc});
@@ -297,10 +319,9 @@ std::vector<HarmlessField> HarmlessFields() {
       {"ComputeLoss", "header.terms.token_weights", optional_message},
       {"ComputeLoss", "header.terms.cross_entropy.class_weights", optional_message},
       {"ComputeLoss", "header.terms.jensen_shannon.hard_loss.class_weights", optional_message},
-      {"CommitMicroBatch", "token_factors.*", "refused as a whole"},
       {"TransferRows", "chunk.*", behind_refusal},
       {"StreamTeacher", "chunk.*", behind_refusal},
-      {"AddGradient", "chunk.*", behind_refusal},
+      {"SealStep", "wait", any_boolean},
       {"CreateHead", "spec.transform", optional_message},
       {"CreateHead", "spec.has_bias", any_boolean},
       {"CreateHead", "validate_only", any_boolean},

@@ -32,6 +32,14 @@ Prepare Join(Prepare first, const Prepare& second) {
   return first;
 }
 
+// Two terms that are the same but for the second one's field.
+Edit TwoTerms(const std::string& path, const Edit& edit) {
+  return [path, edit](google::protobuf::Message* parent, const google::protobuf::FieldDescriptor* field) {
+    Times(2)(parent, field);
+    Apply(parent->GetReflection()->MutableRepeatedMessage(parent, field, 1), path, edit);
+  };
+}
+
 // JSD with an inline teacher.
 Prepare Jsd() {
   return {{"header.terms.jensen_shannon", Make()},
@@ -88,11 +96,9 @@ std::vector<BadValue> HeaderRows() {
   const std::string rpc = "ComputeLoss";
   std::vector<BadValue> rows = {
       {rpc, "header", "unset", Clear(), "MISSING_FIELD", "message"},
-      {rpc, "header.session_id", "given", Text("session"), "FEATURE_NOT_BUILT"},
       {rpc, "header.micro_batch", "negative", Int(-1), "INVALID_FIELD"},
       {rpc, "header.micro_batch", "unset", Clear(), "MISSING_FIELD"},
       {rpc, "header.attempt", "negative", Int(-1), "INVALID_FIELD"},
-      {rpc, "header.attempt", "a retry", Int(1), "FEATURE_NOT_BUILT"},
       {rpc, "header.compute_mode", "unset", Clear(), "MISSING_FIELD"},
       {rpc, "header.compute_mode", "unknown", Int(9), "INVALID_FIELD"},
       {rpc, "header.compute_mode", "FORWARD_ONLY of a micro-batch", Int(v1::COMPUTE_MODE_FORWARD_ONLY), "INVALID_COMBINATION",
@@ -109,7 +115,14 @@ std::vector<BadValue> HeaderRows() {
       {rpc, "header.data_type", "unknown", Int(77), "DATA_TYPE_MISMATCH"},
       {rpc, "header.data_type", "not the rows'", Int(v1::DATA_TYPE_BFLOAT16), "DATA_LENGTH_MISMATCH", "chunk.data"},
       {rpc, "header.terms", "none", Clear(), "MISSING_FIELD", "header.terms"},
-      {rpc, "header.terms", "two", Twice(), "FEATURE_NOT_BUILT", "header.terms"},
+      {rpc, "header.terms", "above the limit", Times(65), "LIMIT_EXCEEDED", "header.terms"},
+      {rpc, "header.terms", "of one head at two steps", TwoTerms("head.step", Int(1)), "INVALID_COMBINATION",
+       "header.terms[1].head.step"},
+      {rpc, "header.terms", "of one head at two epochs", TwoTerms("head.head_epoch", Text(std::string(16, 'x'))),
+       "INVALID_COMBINATION", "header.terms[1].head.head_epoch"},
+      {rpc, "header.terms", "the second with a bad target",
+       TwoTerms("targets.data", Text(Elements(std::vector<int32_t>{1, 2, 13}))), "TARGET_OUT_OF_VOCAB",
+       "header.terms[1].targets.data"},
       {rpc, "header.commit_mode", "unknown", Int(9), "INVALID_FIELD"},
       {rpc, "header.commit_mode", "EXPLICIT without a micro-batch", Int(v1::COMMIT_MODE_EXPLICIT), "INVALID_COMBINATION", kThePath,
        ForwardOnly()},
@@ -123,9 +136,10 @@ std::vector<BadValue> HeaderRows() {
        kThePath, Join(Jsd(), {{"header.terms.targets", Clear()}})},
       {rpc, "header.return_grad_hidden", "in FORWARD_ONLY", Int(1), "INVALID_COMBINATION", kThePath, ForwardOnly()},
       {rpc, "header.grad_hidden_data_type", "INT32", Int(v1::DATA_TYPE_INT32), "DATA_TYPE_MISMATCH"},
-      {rpc, "header.allow_held", "true", Int(1), "FEATURE_NOT_BUILT"},
-      {rpc, "header.late_token_factors", "true", Int(1), "FEATURE_NOT_BUILT"},
+      {rpc, "header.allow_held", "without a micro-batch", Int(1), "INVALID_COMBINATION", kThePath, ForwardOnly()},
+      {rpc, "header.late_token_factors", "of an EAGER one", Int(1), "INVALID_COMBINATION"},
   };
+  AddSessionRows(rpc, "header.session_id", false, true, &rows);
   AddNumberRows(rpc, "header.grad_hidden_scale", {}, {}, &rows);
   return rows;
 }
@@ -138,7 +152,7 @@ std::vector<BadValue> TermRows() {
       {rpc, term + "head.head", "empty", Text(""), "MISSING_FIELD"},
       {rpc, term + "head.head", "malformed", Text("student"), "INVALID_NAME"},
       {rpc, term + "head.head", "unknown", Text("tenants/default/heads/nobody"), "HEAD_NOT_FOUND", ""},
-      {rpc, term + "head.head", "another tenant's", Text("tenants/other/heads/student"), "FEATURE_NOT_BUILT"},
+      {rpc, term + "head.head", "another tenant's", Text("tenants/other/heads/student"), "HEAD_NOT_FOUND", ""},
       {rpc, term + "head.head_epoch", "unset", Clear(), "MISSING_FIELD"},
       {rpc, term + "head.head_epoch", "short", Text("abc"), "INVALID_FIELD"},
       {rpc, term + "head.head_epoch", "stale", Text(std::string(16, 'x')), "EPOCH_FENCED", ""},
@@ -282,17 +296,24 @@ void AddNumberRows(const std::string& rpc, const std::string& path, const std::v
     rows->push_back({rpc, path, std::to_string(value), Real(value), "INVALID_FIELD", kThePath, prepare});
 }
 
+void AddSessionRows(const std::string& rpc, const std::string& path, bool required, bool looks_up, std::vector<BadValue>* rows) {
+  if (required) rows->push_back({rpc, path, "empty", Text(""), "MISSING_FIELD"});
+  rows->push_back({rpc, path, "short", Text("session"), "INVALID_FIELD"});
+  rows->push_back({rpc, path, "long", Text(std::string(33, 's')), "INVALID_FIELD"});
+  if (looks_up) rows->push_back({rpc, path, "of nobody", Text(std::string(32, 's')), "SESSION_NOT_FOUND", ""});
+}
+
 void AddHeadStepRows(const std::string& rpc, const std::string& path, bool looks_up, bool step, std::vector<BadValue>* rows) {
   rows->push_back({rpc, path, "unset", Clear(), "MISSING_FIELD", path});
   rows->push_back({rpc, path + ".head", "empty", Text(""), "MISSING_FIELD"});
   rows->push_back({rpc, path + ".head", "malformed", Text("tenants/default/heads/"), "INVALID_NAME"});
-  rows->push_back({rpc, path + ".head", "another tenant's", Text("tenants/other/heads/student"), "FEATURE_NOT_BUILT"});
   rows->push_back({rpc, path + ".head_epoch", "unset", Clear(), "MISSING_FIELD"});
   rows->push_back({rpc, path + ".head_epoch", "short", Text("x"), "INVALID_FIELD"});
   rows->push_back({rpc, path + ".step", "negative", Int(-1), "INVALID_FIELD"});
   if (step) rows->push_back({rpc, path + ".step", "unset", Clear(), "MISSING_FIELD"});
   if (looks_up) {
     rows->push_back({rpc, path + ".head", "unknown", Text("tenants/default/heads/nobody"), "HEAD_NOT_FOUND", ""});
+    rows->push_back({rpc, path + ".head", "another tenant's", Text("tenants/other/heads/student"), "HEAD_NOT_FOUND", ""});
     rows->push_back({rpc, path + ".head_epoch", "stale", Text(std::string(16, 'x')), "EPOCH_FENCED", ""});
   }
   if (looks_up && step) rows->push_back({rpc, path + ".step", "not the open one", Int(7), "STEP_MISMATCH", ""});
@@ -304,13 +325,18 @@ std::vector<BadValue> LossServiceBadValues() {
   for (const char* rpc : {"CommitMicroBatch", "DiscardMicroBatch"}) {
     AddHeadStepRows(rpc, "heads", true, true, &rows);
     AddMicroBatchRows(rpc, "", &rows);
-    rows.push_back({rpc, "heads", "two", Twice(), "FEATURE_NOT_BUILT", "heads"});
-    rows.push_back({rpc, "attempt", "a retry", Int(1), "FEATURE_NOT_BUILT"});
-    rows.push_back({rpc, "session_id", "given", Text("s"), "FEATURE_NOT_BUILT"});
+    rows.push_back({rpc, "heads", "one twice", Times(2), "INVALID_COMBINATION", "heads[1].head"});
+    rows.push_back({rpc, "heads", "above the limit", Times(65), "LIMIT_EXCEEDED", "heads"});
+    AddSessionRows(rpc, "session_id", false, true, &rows);
   }
   rows.push_back({"CommitMicroBatch", "micro_batch", "unknown", Int(77), "MICRO_BATCH_NOT_FOUND", ""});
   AddNumberRows("CommitMicroBatch", "factor", {}, {}, &rows);
-  rows.push_back({"CommitMicroBatch", "token_factors", "given", Make(), "FEATURE_NOT_BUILT"});
+  const std::string factors = "token_factors";
+  const Prepare with_factors = Tensor(factors, v1::DATA_TYPE_FLOAT32, 3, Elements(std::vector<float>{1, 1, 1}));
+  rows.push_back({"CommitMicroBatch", factors, "of one that is not held", Make(), "INVALID_COMBINATION", "", with_factors});
+  AddTensorRows("CommitMicroBatch", factors, v1::DATA_TYPE_INT32, (1 << 18) + 1, with_factors, &rows);
+  rows.push_back({"CommitMicroBatch", factors + ".data", "not finite", Text(Elements(std::vector<float>{1, std::nanf(""), 1})),
+                  "INVALID_FIELD", kThePath, with_factors});
 
   AddHeadStepRows("TransferRows", "header.head", false, true, &rows);
   AddMicroBatchRows("TransferRows", "header.", &rows);
@@ -336,7 +362,7 @@ std::vector<BadValue> LossServiceBadValues() {
   rows.push_back({teacher, "header.data_type", "INT32", Int(v1::DATA_TYPE_INT32), "DATA_TYPE_MISMATCH"});
   rows.push_back({teacher, "header.hidden_size", "zero", Int(0), "INVALID_FIELD"});
   rows.push_back({teacher, "header.hidden_size", "above the limit", Int((1 << 16) + 1), "LIMIT_EXCEEDED"});
-  rows.push_back({teacher, "header.session_id", "given", Text("s"), "FEATURE_NOT_BUILT"});
+  AddSessionRows(teacher, "header.session_id", false, false, &rows);
   return rows;
 }
 

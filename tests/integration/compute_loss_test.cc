@@ -299,10 +299,20 @@ TEST_P(ComputeLoss, ServerInfoTellsWhatItIs) {
   EXPECT_EQ(info.incarnation().size(), 16U);
   EXPECT_EQ(info.limits().max_micro_batch_rows(), service::Limits{}.max_micro_batch_rows);
   EXPECT_EQ(info.limits().max_upload_bytes(), service::Limits{}.max_upload_bytes);
+  EXPECT_EQ(info.limits().max_sessions(), service::Limits{}.max_sessions);
+  EXPECT_EQ(info.limits().max_session_lease_s(), 600);
+  EXPECT_EQ(info.limits().max_held_bytes(), service::Limits{}.max_held_bytes);
+  EXPECT_EQ(info.limits().max_waiting_calls(), service::Limits{}.max_waiting_calls);
+  EXPECT_EQ(info.limits().max_step_wait_s(), 300);
+  EXPECT_EQ(info.limits().max_heads_per_tenant(), service::Limits{}.max_heads_per_tenant);
+  EXPECT_EQ(info.limits().max_tenant_memory_bytes(), 0);
+  EXPECT_EQ(info.limits().max_terms(), service::Limits{}.max_terms);
   EXPECT_GE(info.devices_size(), 1);
   EXPECT_GT(info.devices(0).memory_budget_bytes(), 0);
   const std::vector<std::string> features(info.features().begin(), info.features().end());
-  EXPECT_THAT(features, IsSupersetOf({"cross_entropy", "jensen_shannon", "explicit_commit", "staged"}));
+  EXPECT_THAT(features, IsSupersetOf({"cross_entropy", "jensen_shannon", "explicit_commit", "staged", "sessions", "attempts",
+                                      "held", "token_factors", "several_terms", "add_gradient", "closes_step", "take_head", "wait",
+                                      "attach", "tenants"}));
 }
 
 }  // namespace

@@ -22,18 +22,6 @@ namespace {
 
 using ::testing::HasSubstr;
 
-constexpr auto kPatience = std::chrono::seconds(20);
-
-// Waits until `holds`; false if it does not within kPatience.
-bool Await(const std::function<bool()>& holds) {
-  const auto deadline = std::chrono::steady_clock::now() + kPatience;
-  while (!holds()) {
-    if (std::chrono::steady_clock::now() > deadline) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));
-  }
-  return true;
-}
-
 std::string Rows(int64_t row_count, uint32_t seed = 5) { return Bytes(Random(static_cast<size_t>(row_count * 5), seed, 1)); }
 
 // A stream that has sent its header and the first `sent_rows` of 3 rows.
@@ -60,14 +48,8 @@ struct OpenStream {
   }
 };
 
-std::string MetricLine(const WireServer& server, const std::string& name) {
-  const std::string text = const_cast<WireServer&>(server).server().SerializeMetrics();
-  const size_t begin = text.find("\n" + name + " ");
-  return begin == std::string::npos ? "" : text.substr(begin + 1, text.find('\n', begin + 1) - begin - 1);
-}
-
 bool NothingInFlight(const WireServer& server) {
-  return MetricLine(server, "headwater_in_flight_bytes") == "headwater_in_flight_bytes 0";
+  return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 0";
 }
 
 TEST(Faults, CancelWhileUploading) {
@@ -116,10 +98,10 @@ TEST(Faults, CancelWhileQueued) {
   server.gate().AwaitWaiting();
   OpenStream queued(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), 3);
   queued.stream->WritesDone();
-  EXPECT_TRUE(Await([&] { return MetricLine(server, "headwater_queue_depth") == "headwater_queue_depth 1"; }));
+  EXPECT_TRUE(Await([&] { return server.MetricLine("headwater_queue_depth") == "headwater_queue_depth 1"; }));
   queued.context.TryCancel();
   EXPECT_EQ(queued.End().error_code(), grpc::StatusCode::CANCELLED);
-  EXPECT_TRUE(Await([&] { return MetricLine(server, "headwater_queue_depth") == "headwater_queue_depth 0"; }));
+  EXPECT_TRUE(Await([&] { return server.MetricLine("headwater_queue_depth") == "headwater_queue_depth 0"; }));
   server.gate().Open();
   first.join();
   EXPECT_EQ(server.Snapshot(head), before);
@@ -259,7 +241,7 @@ TEST(Faults, TheQueueIsBounded) {
   server.gate().AwaitWaiting();
   submit(1);
   submit(2);  // at the limit
-  EXPECT_TRUE(Await([&] { return MetricLine(server, "headwater_queue_depth") == "headwater_queue_depth 2"; }));
+  EXPECT_TRUE(Await([&] { return server.MetricLine("headwater_queue_depth") == "headwater_queue_depth 2"; }));
   const WireError error = DecodeError(server.Compute(CrossEntropyHeader(head, 0, 3, {1, 2, 3}), Rows(3)).status);
   EXPECT_EQ(error.code, grpc::StatusCode::RESOURCE_EXHAUSTED);
   EXPECT_EQ(error.reason, "QUEUE_FULL");
@@ -293,6 +275,52 @@ TEST(Faults, BytesInFlightAreBounded) {
   const WireError never = DecodeError(server.Compute(CrossEntropyHeader(head, 0, 2, {1, 2, 3, 4}), Rows(4)).status);
   EXPECT_EQ(never.reason, "LIMIT_EXCEEDED");
   EXPECT_EQ(never.at("limit"), "max_micro_batch_bytes");
+}
+
+TEST(Faults, DrainFinishesADecisionThatHasBegun) {
+  WireServer server;
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, {1, 2, 3});
+  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
+  header.set_late_token_factors(true);  // the commit computes, so that it can be looked at while it does
+  Require(server.Compute(header, Rows(3)).status, "held");
+  server.gate().Close();
+  grpc::Status committed;
+  grpc::Status refused;
+  std::thread commit([&] { committed = server.Commit(head, 0, 0, 1); });
+  server.gate().AwaitWaiting();
+  std::thread drain([&] { EXPECT_TRUE(server.server().Drain(absl::Seconds(20))); });
+  EXPECT_TRUE(Await([&] { return ReasonOf(refused = server.Commit(head, 0, 0, 1)) == "DRAINING"; }));
+  server.gate().Open();
+  commit.join();
+  drain.join();
+  EXPECT_EQ(ReasonOf(committed), "OK");
+}
+
+TEST(Faults, ACommitWhoseClientGoesAwayIsCarriedOutAllTheSame) {
+  WireServer server;
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, {1, 2, 3});
+  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
+  header.set_late_token_factors(true);
+  Require(server.Compute(header, Rows(3)).status, "held");
+  server.gate().Close();
+  grpc::ClientContext context;
+  v1::CommitMicroBatchRequest request;
+  *request.add_heads() = server.At(head, 0);
+  request.set_micro_batch(0);
+  std::thread commit([&] {
+    v1::CommitMicroBatchResponse response;
+    EXPECT_EQ(server.loss().CommitMicroBatch(&context, request, &response).error_code(), grpc::StatusCode::CANCELLED);
+  });
+  server.gate().AwaitWaiting();
+  context.TryCancel();
+  commit.join();
+  server.gate().Open();
+  EXPECT_TRUE(Await([&] { return server.Find(head, 0).state() == v1::CONTRIBUTION_STATE_COMMITTED; }));
+  bool replayed = false;
+  EXPECT_EQ(ReasonOf(server.Commit(request, &replayed)), "OK");
+  EXPECT_TRUE(replayed);
 }
 
 TEST(Faults, DrainFinishesAcceptedWorkAndRefusesNewOne) {

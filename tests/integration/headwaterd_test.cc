@@ -153,6 +153,8 @@ TEST_F(Headwaterd, RefusesWhatItCannotDoWithOneSentence) {
   EXPECT_THAT(refused({"--engine=cuda"}), HasSubstr("--engine=cuda: the CUDA engine's module libheadwater_cuda.so"));
   EXPECT_THAT(refused({"--engine=tpu"}), HasSubstr("expected auto, cpu or cuda, got \"tpu\""));
   EXPECT_THAT(refused({"--shards=0"}), HasSubstr("--shards: expected >= 1, got 0"));
+  EXPECT_THAT(refused({"--idle_head_checkpoint"}), HasSubstr("idle_head_checkpoint: expected a checkpoint_directory"));
+  EXPECT_THAT(refused({"--max_step_wait=0"}), HasSubstr("max_step_wait: expected a duration > 0"));
   EXPECT_THAT(refused({"--shards=2", "--shard_weights=1"}), HasSubstr("--shard_weights: expected 2 numbers"));
   EXPECT_THAT(refused({"--max_heads=0"}), HasSubstr("max_heads: expected at least 1, got 0"));
   EXPECT_THAT(refused({"--max_threads=1"}), HasSubstr("--max_threads"));

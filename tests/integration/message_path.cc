@@ -54,11 +54,13 @@ Edit Make() {
   return [](Message* parent, const FieldDescriptor* field) { parent->GetReflection()->MutableMessage(parent, field); };
 }
 
-Edit Twice() {
-  return [](Message* parent, const FieldDescriptor* field) {
+Edit Times(int count) {
+  return [count](Message* parent, const FieldDescriptor* field) {
     const auto* reflection = parent->GetReflection();
-    Message* const added = reflection->AddMessage(parent, field);
-    added->CopyFrom(reflection->GetRepeatedMessage(*parent, field, 0));
+    while (reflection->FieldSize(*parent, field) < count) {
+      Message* const added = reflection->AddMessage(parent, field);
+      added->CopyFrom(reflection->GetRepeatedMessage(*parent, field, 0));
+    }
   };
 }
 

@@ -17,7 +17,7 @@ using Edit = std::function<void(google::protobuf::Message* parent, const google:
 
 Edit Clear();                                   // absent, or empty if repeated
 Edit Make();                                    // a message field: present, as it is
-Edit Twice();                                   // a repeated message: its element 0 once more
+Edit Times(int count);                          // a repeated message: its element 0 so many times
 Edit Int(int64_t value);                        // any integer, enum or bool field; one more element if repeated
 Edit Ints(const std::vector<int64_t>& values);  // all elements of a repeated one
 Edit Real(double value);

@@ -206,6 +206,12 @@ TEST(Limits, ThatContradictEachOtherDoNotStart) {
   limits.max_chunk_bytes = limits.max_message_bytes;
   EXPECT_THAT(start(limits), HasSubstr("max_message_bytes"));
   limits = {};
+  limits.max_held_bytes = -1;
+  EXPECT_THAT(start(limits), HasSubstr("max_held_bytes: expected at least 0, got -1"));
+  limits = {};
+  limits.max_session_lease = absl::ZeroDuration();
+  EXPECT_THAT(start(limits), HasSubstr("max_session_lease: expected a duration > 0"));
+  limits = {};
   limits.max_hidden_size = limits.max_chunk_bytes;
   EXPECT_THAT(start(limits), HasSubstr("max_chunk_bytes"));
   limits = {};

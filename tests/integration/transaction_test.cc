@@ -185,8 +185,8 @@ TEST_P(Transactions, AWrongStepIsRefusedWithTheOpenOne) {
   EXPECT_EQ(error.code, grpc::StatusCode::FAILED_PRECONDITION);
   EXPECT_EQ(error.reason, "STEP_MISMATCH");
   EXPECT_EQ(error.at("openStep"), "0");
-  EXPECT_EQ(ReasonOf(server_.Commit(head, 1, 0, 1)), "STEP_MISMATCH");
-  EXPECT_EQ(ReasonOf(server_.Seal(head, 1, {})), "STEP_MISMATCH");
+  EXPECT_EQ(ReasonOf(server_.Commit(head, 2, 0, 1)), "STEP_MISMATCH");
+  EXPECT_EQ(ReasonOf(server_.Seal(head, 2, {})), "STEP_MISMATCH");
   EXPECT_EQ(server_.Snapshot(head), before);
 }
 

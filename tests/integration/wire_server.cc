@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <random>
 #include <stdexcept>
+#include <thread>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -56,6 +57,15 @@ std::string ReasonOf(const grpc::Status& status) {
 
 void Require(const grpc::Status& status, const std::string& what) {
   if (!status.ok()) throw std::runtime_error(absl::StrCat(what, ": ", ReasonOf(status), ": ", status.error_message()));
+}
+
+bool Await(const std::function<bool()>& holds) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (!holds()) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  return true;
 }
 
 WireServer::WireServer(const ServerSetup& setup) : gate_(std::make_shared<Gate>()) {
@@ -116,7 +126,8 @@ TestHead WireServer::MakeHead(const std::string& id, const v1::HeadSpec& spec, u
 }
 
 grpc::Status WireServer::Upload(const v1::Head& head, v1::HeadTensor tensor, const std::vector<float>& values, v1::Head* updated,
-                                int64_t chunk_bytes) {
+                                std::optional<int64_t> closes_step) {
+  constexpr int64_t kChunkBytes = 64;
   grpc::ClientContext context;
   const auto stream = heads_->UploadWeights(&context);
   v1::UploadWeightsRequest request;
@@ -126,13 +137,14 @@ grpc::Status WireServer::Upload(const v1::Head& head, v1::HeadTensor tensor, con
   header->set_upload_id(absl::StrCat("upload-", static_cast<int>(tensor), "-", head.weight_version()));
   header->set_tensor(tensor);
   header->set_data_type(v1::DATA_TYPE_FLOAT32);
+  if (closes_step.has_value()) header->set_closes_step(*closes_step);
   const std::string bytes = Bytes(values);
   header->set_total_bytes(static_cast<int64_t>(bytes.size()));
   v1::UploadWeightsResponse response;
   if (!stream->Write(request) || !stream->Read(&response)) return stream->Finish();
-  for (int64_t offset = response.resume_offset_bytes(); offset < static_cast<int64_t>(bytes.size()); offset += chunk_bytes) {
+  for (int64_t offset = response.resume_offset_bytes(); offset < static_cast<int64_t>(bytes.size()); offset += kChunkBytes) {
     request.mutable_chunk()->set_offset_bytes(offset);
-    request.mutable_chunk()->set_data(bytes.substr(static_cast<size_t>(offset), static_cast<size_t>(chunk_bytes)));
+    request.mutable_chunk()->set_data(bytes.substr(static_cast<size_t>(offset), static_cast<size_t>(kChunkBytes)));
     if (!stream->Write(request)) break;
   }
   stream->WritesDone();
@@ -161,7 +173,7 @@ LossReply WireServer::Compute(const v1::MicroBatchHeader& header, const std::str
   v1::ComputeLossRequest request;
   *request.mutable_header() = header;
   bool open = stream->Write(request);
-  const auto send_rows = [&](const std::string& bytes, v1::ChunkRole role, int64_t row_count) {
+  const auto send_rows = [&](const std::string& bytes, v1::ChunkRole role, int32_t term_index, int64_t row_count) {
     if (row_count == 0 || bytes.empty()) return;
     const size_t row_bytes = bytes.size() / static_cast<size_t>(row_count);
     std::vector<int64_t> starts;
@@ -171,16 +183,19 @@ LossReply WireServer::Compute(const v1::MicroBatchHeader& header, const std::str
       const int64_t count = std::min(send.chunk_rows, row_count - start);
       v1::RowChunk* const chunk = request.mutable_chunk();
       chunk->set_role(role);
+      chunk->set_term_index(term_index);
       chunk->set_row_start(start);
       chunk->set_row_count(count);
       chunk->set_data(bytes.substr(static_cast<size_t>(start) * row_bytes, static_cast<size_t>(count) * row_bytes));
       open = open && stream->Write(request);
     }
   };
-  send_rows(rows, v1::CHUNK_ROLE_HIDDEN, header.row_count());
-  if (header.terms_size() > 0) {
-    const v1::LossTerm& term = header.terms(0);
-    send_rows(teacher_rows, v1::CHUNK_ROLE_TEACHER_HIDDEN,
+  send_rows(rows, v1::CHUNK_ROLE_HIDDEN, 0, header.row_count());
+  std::map<int32_t, std::string> teachers = send.teacher_rows;
+  if (!teacher_rows.empty()) teachers[0] = teacher_rows;
+  for (const auto& [term_index, bytes] : teachers) {
+    const v1::LossTerm& term = header.terms(term_index);
+    send_rows(bytes, v1::CHUNK_ROLE_TEACHER_HIDDEN, term_index,
               term.has_row_count() ? term.row_count() : header.row_count() - term.row_start());
   }
   stream->WritesDone();
@@ -208,27 +223,35 @@ v1::HeadStep WireServer::At(const TestHead& head, int64_t step) const {
   return head_step;
 }
 
-grpc::Status WireServer::Commit(const TestHead& head, int64_t step, int64_t micro_batch, double factor, bool* replayed) {
+grpc::Status WireServer::Commit(const v1::CommitMicroBatchRequest& request, bool* replayed) {
   grpc::ClientContext context;
-  v1::CommitMicroBatchRequest request;
-  *request.add_heads() = At(head, step);
-  request.set_micro_batch(micro_batch);
-  request.set_factor(factor);
   v1::CommitMicroBatchResponse response;
   const grpc::Status status = loss_->CommitMicroBatch(&context, request, &response);
   if (replayed != nullptr) *replayed = response.replayed();
   return status;
 }
 
-grpc::Status WireServer::Discard(const TestHead& head, int64_t step, int64_t micro_batch, bool* dropped) {
+grpc::Status WireServer::Discard(const v1::DiscardMicroBatchRequest& request, bool* dropped) {
   grpc::ClientContext context;
-  v1::DiscardMicroBatchRequest request;
-  *request.add_heads() = At(head, step);
-  request.set_micro_batch(micro_batch);
   v1::DiscardMicroBatchResponse response;
   const grpc::Status status = loss_->DiscardMicroBatch(&context, request, &response);
   if (dropped != nullptr) *dropped = response.dropped();
   return status;
+}
+
+grpc::Status WireServer::Commit(const TestHead& head, int64_t step, int64_t micro_batch, double factor, bool* replayed) {
+  v1::CommitMicroBatchRequest request;
+  *request.add_heads() = At(head, step);
+  request.set_micro_batch(micro_batch);
+  request.set_factor(factor);
+  return Commit(request, replayed);
+}
+
+grpc::Status WireServer::Discard(const TestHead& head, int64_t step, int64_t micro_batch, bool* dropped) {
+  v1::DiscardMicroBatchRequest request;
+  *request.add_heads() = At(head, step);
+  request.set_micro_batch(micro_batch);
+  return Discard(request, dropped);
 }
 
 grpc::Status WireServer::Seal(const TestHead& head, int64_t step, const std::vector<int64_t>& ids, v1::SealStepResponse* response) {
@@ -245,6 +268,62 @@ grpc::Status WireServer::Apply(const v1::ApplyOptimizerStepRequest& request, v1:
   grpc::ClientContext context;
   v1::ApplyOptimizerStepResponse ignored;
   return heads_->ApplyOptimizerStep(&context, request, response != nullptr ? response : &ignored);
+}
+
+grpc::Status WireServer::AddGradient(const v1::AddGradientHeader& header, const std::vector<float>& rows, bool* replayed) {
+  constexpr size_t kChunkBytes = 24;
+  grpc::ClientContext context;
+  v1::AddGradientResponse response;
+  const auto writer = heads_->AddGradient(&context, &response);
+  v1::AddGradientRequest request;
+  *request.mutable_header() = header;
+  bool open = writer->Write(request);
+  const std::string bytes = Bytes(rows);
+  for (size_t offset = 0; open && offset < bytes.size(); offset += kChunkBytes) {
+    request.mutable_chunk()->set_offset_bytes(static_cast<int64_t>(offset));
+    request.mutable_chunk()->set_data(bytes.substr(offset, kChunkBytes));
+    open = writer->Write(request);
+  }
+  writer->WritesDone();
+  const grpc::Status status = writer->Finish();
+  if (replayed != nullptr) *replayed = response.replayed();
+  return status;
+}
+
+grpc::Status WireServer::Take(TestHead* head, const std::string& epoch) {
+  grpc::ClientContext context;
+  v1::TakeHeadRequest request;
+  request.set_name(head->name());
+  request.set_epoch(epoch);
+  v1::Head taken;
+  const grpc::Status status = heads_->TakeHead(&context, request, &taken);
+  if (status.ok()) head->head = taken;
+  return status;
+}
+
+v1::MicroBatchState WireServer::Find(const TestHead& head, int64_t micro_batch) {
+  const v1::GetStepResponse steps = Steps(head);
+  for (const v1::MicroBatchState& state : steps.open().micro_batches()) {
+    if (state.micro_batch() == micro_batch) return state;
+  }
+  return {};
+}
+
+std::string WireServer::OpenSession(int64_t lease_ms) {
+  grpc::ClientContext context;
+  v1::OpenSessionRequest request;
+  request.set_client_name("test");
+  request.mutable_lease()->set_seconds(lease_ms / 1000);
+  request.mutable_lease()->set_nanos(static_cast<int32_t>(lease_ms % 1000) * 1000000);
+  v1::OpenSessionResponse response;
+  Require(sessions_->OpenSession(&context, request, &response), "OpenSession");
+  return response.session_id();
+}
+
+std::string WireServer::MetricLine(const std::string& name) const {
+  const std::string text = server_->SerializeMetrics();
+  const size_t begin = text.find("\n" + name + " ");
+  return begin == std::string::npos ? "" : text.substr(begin + 1, text.find('\n', begin + 1) - begin - 1);
 }
 
 v1::GetStepResponse WireServer::Steps(const TestHead& head) {

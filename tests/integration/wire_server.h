@@ -63,7 +63,11 @@ struct SendOptions {
   bool reversed = false;
   std::string request_id = {};  // empty: none is sent
   std::optional<int> deadline_ms = std::nullopt;
+  std::map<int32_t, std::string> teacher_rows = {};  // by term, beside those of term 0
 };
+
+// Waits until `holds`; false if it does not within 20 s.
+bool Await(const std::function<bool()>& holds);
 
 struct ServerSetup {
   service::ServerOptions options;  // the listen address is filled in
@@ -91,7 +95,7 @@ class WireServer {
   TestHead MakeHead(const std::string& id, const v1::HeadSpec& spec, uint32_t seed = 1);
   // Uploads fp32 values; the head that the server answered.
   grpc::Status Upload(const v1::Head& head, v1::HeadTensor tensor, const std::vector<float>& values, v1::Head* updated,
-                      int64_t chunk_bytes = 64);
+                      std::optional<int64_t> closes_step = std::nullopt);
   v1::Head Get(const std::string& name);
 
   // ---- micro-batches
@@ -101,15 +105,29 @@ class WireServer {
 
   // ---- steps
   v1::HeadStep At(const TestHead& head, int64_t step) const;
+  grpc::Status Commit(const v1::CommitMicroBatchRequest& request, bool* replayed = nullptr);
+  grpc::Status Discard(const v1::DiscardMicroBatchRequest& request, bool* dropped = nullptr);
   grpc::Status Commit(const TestHead& head, int64_t step, int64_t micro_batch, double factor, bool* replayed = nullptr);
   grpc::Status Discard(const TestHead& head, int64_t step, int64_t micro_batch, bool* dropped = nullptr);
   grpc::Status Seal(const TestHead& head, int64_t step, const std::vector<int64_t>& ids, v1::SealStepResponse* response = nullptr);
   grpc::Status Apply(const v1::ApplyOptimizerStepRequest& request, v1::ApplyOptimizerStepResponse* response = nullptr);
+  // Rows of the weight's gradient from `row_start` on.
+  grpc::Status AddGradient(const v1::AddGradientHeader& header, const std::vector<float>& rows, bool* replayed = nullptr);
+  // With `epoch`, only if it is still the head's.
+  grpc::Status Take(TestHead* head, const std::string& epoch = "");
   v1::GetStepResponse Steps(const TestHead& head);
+  // A micro-batch of the open step; an empty one if there is none.
+  v1::MicroBatchState Find(const TestHead& head, int64_t micro_batch);
   // Bytes of the accumulator, weight then bias.
   std::string Gradient(const TestHead& head, int64_t step = 0, double factor = 1);
   // Bytes of the weight (and bias) as fp32.
   std::string Weights(const TestHead& head);
+  // ---- sessions
+  std::string OpenSession(int64_t lease_ms);
+
+  // The line of a metric, up to its end; empty if there is none.
+  std::string MetricLine(const std::string& name) const;
+
   // Everything that a client can see of a head: description, steps, accumulator, weights.
   std::string Snapshot(const TestHead& head, int64_t step = 0);
 

@@ -80,7 +80,15 @@ TEST(CanonicalHeader, LeavesOutWhatDoesNotChangeTheMeaning) {
   v1::MicroBatchHeader header = CrossEntropy();
   const std::string before = Canonical(header);
   header.set_on_mismatch(v1::ON_MISMATCH_FIRST_WINS);
+  header.set_session_id(std::string(32, 's'));
+  header.set_attempt(7);
+  header.set_allow_held(true);
   EXPECT_EQ(Canonical(header), before);
+  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
+  const std::string explicit_commit = Canonical(header);
+  header.set_late_token_factors(true);
+  EXPECT_EQ(Canonical(header), explicit_commit);
+  header = CrossEntropy();
   header.add_outputs(v1::TOKEN_OUTPUT_LSE);
   header.add_outputs(v1::TOKEN_OUTPUT_LOSS);
   const std::string ordered = Canonical(header);
@@ -111,6 +119,7 @@ TEST(CanonicalHeader, TellsEverythingElseApart) {
       [](auto* h) { SetVector(h->mutable_terms(0)->mutable_token_weights(), v1::DATA_TYPE_FLOAT32, 4); },
       [](auto* h) { h->mutable_terms(0)->set_loss_scale(2); },
       [](auto* h) { h->mutable_terms(0)->set_expected_weight_version(1); },
+      [](auto* h) { *h->add_terms() = h->terms(0); },
   };
   const std::vector<Change> cross_entropy_changes = {
       [](auto* h) { h->mutable_terms(0)->mutable_cross_entropy()->set_label_smoothing(0.1); },
@@ -144,6 +153,40 @@ TEST(CanonicalHeader, TellsEverythingElseApart) {
   try_all(CrossEntropy(), cross_entropy_changes);
   try_all(Jsd(), changes);
   try_all(Jsd(), jsd_changes);
+}
+
+TEST(CanonicalHeader, OfAGradientTellsEverythingApart) {
+  v1::AddGradientHeader base;
+  base.mutable_head()->set_head("tenants/default/heads/h");
+  base.mutable_head()->set_head_epoch(std::string(16, 'e'));
+  base.mutable_head()->set_step(7);
+  base.set_micro_batch(3);
+  base.set_row_count(4);
+  const auto canonical = [](const v1::AddGradientHeader& header) {
+    const auto request = DecodeAddGradientHeader(header);
+    EXPECT_TRUE(request.ok()) << request.status();
+    return request.ok() ? CanonicalHeader(*request) : "";
+  };
+  v1::AddGradientHeader same = base;
+  same.set_factor(1);
+  same.set_attempt(2);
+  same.set_session_id(std::string(32, 's'));
+  EXPECT_EQ(canonical(same), canonical(base));
+  std::set<std::string> seen = {canonical(base)};
+  const std::vector<std::function<void(v1::AddGradientHeader*)>> changes = {
+      [](auto* h) { h->mutable_head()->set_head("tenants/other/heads/h"); },
+      [](auto* h) { h->mutable_head()->set_head_epoch(std::string(16, 'f')); },
+      [](auto* h) { h->mutable_head()->set_step(8); },
+      [](auto* h) { h->set_micro_batch(4); },
+      [](auto* h) { h->set_row_start(1); },
+      [](auto* h) { h->set_row_count(5); },
+      [](auto* h) { h->set_factor(-1); },
+  };
+  for (const auto& change : changes) {
+    v1::AddGradientHeader header = base;
+    change(&header);
+    EXPECT_TRUE(seen.insert(canonical(header)).second);
+  }
 }
 
 }  // namespace

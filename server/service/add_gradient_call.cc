@@ -1,0 +1,82 @@
+#include "server/service/add_gradient_call.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "headwater/kernels/digest.h"
+#include "headwater/kernels/error.h"
+#include "server/service/byte_chunk.h"
+#include "server/service/canonical_header.h"
+#include "server/service/field_check.h"
+#include "server/service/message_order.h"
+
+namespace headwater::service {
+
+absl::Status AddGradientCall::OnMessage(v1::AddGradientRequest* message) {
+  return TakeInOrder(
+      message, header_seen_,
+      [this](const v1::AddGradientHeader& header) {
+        header_seen_ = true;
+        return OnHeader(header);
+      },
+      [this](const v1::ByteChunk* chunk) { return OnChunk(*chunk); });
+}
+
+absl::Status AddGradientCall::OnHeader(const v1::AddGradientHeader& header) {
+  auto request = DecodeAddGradientHeader(header);
+  if (!request.ok()) return request.status();
+  request_ = *std::move(request);
+  head_name_ = request_.name.ToString();
+  auto use = core_.UseSession(request_.session);
+  if (!use.ok()) return use.status();
+  session_use_ = *std::move(use);
+  auto head = core_.registry.Find(request_.name);
+  if (!head.ok()) return head.status();
+  head_ = *std::move(head);
+  const HeadSpec& spec = head_->spec();
+  HEADWATER_RETURN_IF_ERROR(CheckRange("header.row_start", request_.row_start, 0, spec.vocab_size - 1));
+  HEADWATER_RETURN_IF_ERROR(CheckRange("header.row_count", request_.row_count, 1, spec.vocab_size - request_.row_start));
+  HEADWATER_RETURN_IF_ERROR(core_.waiting.AwaitStep(*head_, request_.key, limits_));
+  HEADWATER_RETURN_IF_ERROR(
+      head_->CheckAddGradient(request_.key, request_.micro_batch, request_.attempt, request_.row_start, request_.row_count));
+  row_bytes_ = spec.hidden_size * int64_t{sizeof(float)};
+  const Limits& limits = core_.options.limits;
+  HEADWATER_RETURN_IF_ERROR(CheckLimit("header.row_count", total_bytes(), "max_micro_batch_bytes", limits.max_micro_batch_bytes));
+  HEADWATER_RETURN_IF_ERROR(CheckLimit("header.row_count", total_bytes(), "max_in_flight_bytes", limits.max_in_flight_bytes));
+  HEADWATER_RETURN_IF_ERROR(core_.ReserveInFlight(total_bytes(), "the gradient", &reservation_));
+  rows_.emplace(total_bytes());
+  return absl::OkStatus();
+}
+
+absl::Status AddGradientCall::OnChunk(const v1::ByteChunk& chunk) {
+  const int64_t data_bytes = static_cast<int64_t>(chunk.data().size());
+  HEADWATER_RETURN_IF_ERROR(CheckByteChunk(core_, chunk));
+  HEADWATER_RETURN_IF_ERROR(CheckNextBytes(chunk.offset_bytes(), data_bytes, rows_->size(), total_bytes()));
+  if (!rows_->Append(chunk.data().data(), data_bytes)) {
+    return MakeError(ErrorReason::kInternal, absl::StrCat("no memory for ", data_bytes, " more bytes of the gradient"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status AddGradientCall::Finish(v1::AddGradientResponse* response) {
+  HEADWATER_RETURN_IF_ERROR(CheckHeaderSeen(header_seen_));
+  if (rows_->size() != total_bytes()) {
+    return FieldError(ErrorReason::kProtocolViolation, "chunk", absl::StrCat(total_bytes(), " bytes in all"),
+                      absl::StrCat(rows_->size()));
+  }
+  DigestBuilder digest;
+  digest.AddRows(0, request_.row_start, request_.row_count, row_bytes_, rows_->data());
+  heads::GradientPart part;
+  part.row_start = request_.row_start;
+  part.row_count = request_.row_count;
+  part.data = reinterpret_cast<const float*>(rows_->data());
+  part.factor = request_.factor;
+  auto added = head_->AddGradient(request_.key, request_.micro_batch, request_.attempt, digest.Finish(CanonicalHeader(request_)),
+                                  part, limits_.cancelled);
+  if (!added.ok()) return added.status();
+  if (*added) core_.metrics.CountCommit();
+  response->set_replayed(!*added);
+  return absl::OkStatus();
+}
+
+}  // namespace headwater::service

@@ -1,0 +1,65 @@
+#include "server/service/waiting_room.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "headwater/kernels/error.h"
+#include "server/service/retry_after.h"
+
+namespace headwater::service {
+namespace {
+
+absl::Status SentAway() {
+  return MakeError(ErrorReason::kDraining, "the server is shutting down: the call waited for its step, and nothing was changed",
+                   {{kRetryAfterMsKey, "1000"}});
+}
+
+bool MayStillCome(const absl::Status& seal) {
+  return HasReason(seal, ErrorReason::kMicroBatchMissing) || HasReason(seal, ErrorReason::kMicroBatchUncommitted);
+}
+
+}  // namespace
+
+template <typename Wait>
+absl::Status WaitingRoom::Run(const heads::WaitLimits& call, Wait&& wait) {
+  if (closed_.load()) return SentAway();
+  struct Place {
+    std::atomic<int64_t>& waiting;
+    const int64_t taken = waiting.fetch_add(1);
+    ~Place() { waiting.fetch_sub(1); }
+  } place{waiting_};
+  if (place.taken >= max_calls_) {
+    return MakeError(ErrorReason::kQueueFull,
+                     absl::StrCat("the call came before its step: expected at most ", max_calls_,
+                                  " calls that wait for a step (max_waiting_calls), and that many do; try again"),
+                     {{"limit", "max_waiting_calls"}, {"maximum", absl::StrCat(max_calls_)}, {kRetryAfterMsKey, "500"}});
+  }
+  const heads::WaitLimits limits = {std::min(call.deadline, absl::Now() + max_wait_),
+                                    [this, &call] { return closed_.load() || (call.cancelled != nullptr && call.cancelled()); }};
+  const absl::Status status = wait(limits);
+  if (HasReason(status, ErrorReason::kCancelled) && closed_.load()) return SentAway();
+  if (absl::Now() < call.deadline) return status;
+  return MakeError(ErrorReason::kDeadlineExceeded, "the call's deadline passed while it waited for its step; nothing was changed");
+}
+
+absl::Status WaitingRoom::AwaitStep(heads::Head& head, const heads::StepKey& key, const heads::WaitLimits& call) {
+  const std::optional<int64_t> open_step = head.Describe().open_step;
+  if (!open_step.has_value() || *open_step != key.step - 1) return absl::OkStatus();
+  return Run(call, [&](const heads::WaitLimits& limits) { return head.AwaitStep(key, limits); });
+}
+
+absl::StatusOr<heads::SealReply> WaitingRoom::Seal(heads::Head& head, const heads::StepKey& key,
+                                                   const heads::ExpectedMicroBatches& expected, const heads::WaitLimits& call) {
+  absl::StatusOr<heads::SealReply> reply = head.Seal(key, expected);
+  if (reply.ok() || !MayStillCome(reply.status())) return reply;
+  const absl::Status waited = Run(call, [&](const heads::WaitLimits& limits) {
+    reply = head.Seal(key, expected, limits);
+    return reply.status();
+  });
+  if (reply.ok()) return reply;
+  return waited;
+}
+
+}  // namespace headwater::service
