@@ -1,0 +1,302 @@
+// The life of heads around their steps: a server that starts again, heads that nobody uses, tenants and their quotas, attaching.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <filesystem>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "tests/integration/transaction_fixture.h"
+
+namespace headwater::testing {
+namespace {
+
+class Lifecycle : public TransactionTest {
+ protected:
+  ~Lifecycle() override {
+    std::error_code ignored;
+    std::filesystem::remove_all(root_, ignored);
+  }
+  ServerSetup WithCheckpoints() {
+    std::string pattern = (std::filesystem::temp_directory_path() / "headwater-life-XXXXXX").string();
+    if (root_.empty()) root_ = mkdtemp(pattern.data());
+    ServerSetup setup = MakeSetup();
+    setup.options.checkpoint_directory = root_;
+    return setup;
+  }
+  LossReply Submit(const TestHead& head, int64_t step, int64_t micro_batch, uint32_t seed = 5) {
+    return server_->Compute(CrossEntropyHeader(head, step, micro_batch, {1, 2, 3}), Rows(seed));
+  }
+  void Save(const TestHead& head, const std::string& checkpoint) {
+    grpc::ClientContext context;
+    v1::SaveCheckpointRequest request;
+    request.set_name(head.name());
+    if (head.head.spec().trainable()) request.set_epoch(head.head.epoch());
+    request.set_checkpoint(checkpoint);
+    v1::SaveCheckpointResponse response;
+    Require(server_->heads().SaveCheckpoint(&context, request, &response), "SaveCheckpoint");
+  }
+  grpc::Status Delete(const TestHead& head) {
+    grpc::ClientContext context;
+    v1::DeleteHeadRequest request;
+    request.set_name(head.name());
+    request.set_force(true);
+    v1::DeleteHeadResponse response;
+    return server_->heads().DeleteHead(&context, request, &response);
+  }
+  std::vector<std::string> Names(const std::string& parent) {
+    grpc::ClientContext context;
+    v1::ListHeadsRequest request;
+    request.set_parent(parent);
+    v1::ListHeadsResponse response;
+    Require(server_->heads().ListHeads(&context, request, &response), "ListHeads");
+    std::vector<std::string> names;
+    for (const v1::Head& head : response.heads()) names.push_back(head.name());
+    return names;
+  }
+  grpc::Status Create(const std::string& name, const v1::HeadSpec& spec, v1::IfExists if_exists, v1::CreateHeadResponse* response) {
+    grpc::ClientContext context;
+    v1::CreateHeadRequest request;
+    request.set_name(name);
+    *request.mutable_spec() = spec;
+    request.set_if_exists(if_exists);
+    return server_->heads().CreateHead(&context, request, response);
+  }
+  static v1::HeadSpec Frozen() {
+    v1::HeadSpec spec = SmallSpec();
+    spec.set_trainable(false);
+    spec.clear_optimizer();
+    return spec;
+  }
+
+  std::string root_;
+};
+
+INSTANTIATE_TEST_SUITE_P(Shards, Lifecycle, ::testing::Values(1, 3));
+
+TEST_P(Lifecycle, ARestartedServerBringsHeadsBackAndSaysThatTheStepIsLost) {
+  Restart(WithCheckpoints());
+  const TestHead old_head = server_->MakeHead("h", SmallSpec());
+  const TestHead frozen = server_->MakeHead("frozen", Frozen());
+  const TestHead deleted = server_->MakeHead("deleted", SmallSpec());
+  const TestHead never_saved = server_->MakeHead("never-saved", SmallSpec());
+  Save(frozen, "weights");
+  Save(deleted, "c");
+  Require(Delete(deleted), "DeleteHead");
+  Save(old_head, "step-0");
+  Require(Submit(old_head, 0, 0).status, "step 0");
+  Require(server_->Apply(ApplyOf(old_head, 0, 1)), "ApplyOptimizerStep");
+  Save(old_head, "step-1");
+  const std::string weights = server_->Weights(old_head);
+  Require(Submit(old_head, 1, 0).status, "step 1, which is lost");
+  const std::string gradient = server_->Gradient(old_head, 1);
+  server_.reset();  // as SIGKILL would: nothing more is saved
+
+  Restart(WithCheckpoints());
+  EXPECT_THAT(Names(""), ::testing::UnorderedElementsAre(old_head.name(), frozen.name()));
+  EXPECT_EQ(server_->MetricLine("headwater_restored_heads_total"), "headwater_restored_heads_total 2");
+  EXPECT_EQ(server_->Get(frozen.name()).state(), v1::HEAD_STATE_READY);
+  const v1::Head restored = server_->Get(old_head.name());
+  EXPECT_EQ(restored.state(), v1::HEAD_STATE_RESTORED);
+  EXPECT_EQ(restored.restored_checkpoint(), "step-1");
+  EXPECT_EQ(restored.open_step(), 1);
+  EXPECT_NE(restored.epoch(), old_head.head.epoch());
+  // Calls that name no step work.
+  EXPECT_EQ(server_->Weights(old_head), weights);
+  v1::MicroBatchHeader forward = CrossEntropyHeader(old_head, 0, 0, {1, 2, 3});
+  forward.clear_micro_batch();
+  forward.set_compute_mode(v1::COMPUTE_MODE_FORWARD_ONLY);
+  forward.mutable_terms(0)->mutable_head()->clear_step();
+  forward.mutable_terms(0)->mutable_head()->clear_head_epoch();
+  EXPECT_EQ(ReasonOf(server_->Compute(forward, Rows(5)).status), "OK");
+  // Every other call learns what it needs to go on, whatever its epoch and its step.
+  TestHead guessed = old_head;
+  guessed.head = restored;
+  const std::vector<grpc::Status> refusals = {Submit(old_head, 1, 0).status,   Submit(old_head, 2, 0).status,
+                                              Submit(guessed, 1, 0).status,    server_->Commit(old_head, 1, 0, 1),
+                                              server_->Seal(old_head, 1, {0}), server_->Apply(ApplyOf(old_head, 1, 1)),
+                                              server_->Discard(guessed, 1, 0), server_->Apply(ApplyOf(guessed, 1, 0))};
+  for (const grpc::Status& refusal : refusals) {
+    const WireError error = DecodeError(refusal);
+    EXPECT_EQ(error.code, grpc::StatusCode::ABORTED);
+    EXPECT_EQ(error.reason, "STEP_LOST") << error.message;
+    EXPECT_EQ(error.at("restoredStep"), "1");
+    EXPECT_EQ(error.at("checkpoint"), "step-1");
+    EXPECT_EQ(error.at("openStep"), "1");
+    EXPECT_EQ(error.at("headEpoch").size(), 32U);
+  }
+  // The trainer takes the head and replays the step: bitwise what it was.
+  TestHead head = old_head;
+  ASSERT_EQ(ReasonOf(server_->Take(&head, restored.epoch())), "OK");
+  EXPECT_EQ(head.head.state(), v1::HEAD_STATE_READY);
+  EXPECT_TRUE(head.head.restored_checkpoint().empty());
+  EXPECT_EQ(ReasonOf(Submit(old_head, 1, 0).status), "EPOCH_FENCED");
+  Require(Submit(head, 1, 0).status, "step 1 again");
+  EXPECT_EQ(server_->Gradient(head, 1), gradient);
+}
+
+TEST_P(Lifecycle, ARestoredHeadIsSetBackByACheckpointOrByWeightsToo) {
+  Restart(WithCheckpoints());
+  const TestHead old_head = server_->MakeHead("h", SmallSpec());
+  Save(old_head, "step-0");
+  Require(server_->Apply(ApplyOf(old_head, 0, 0)), "ApplyOptimizerStep");
+  Save(old_head, "step-1");
+  const auto restore = [&](const std::string& epoch, v1::Head* restored) {
+    grpc::ClientContext context;
+    v1::RestoreCheckpointRequest request;
+    request.set_name(old_head.name());
+    request.set_epoch(epoch);
+    request.set_checkpoint("step-0");
+    return server_->heads().RestoreCheckpoint(&context, request, restored);
+  };
+  Restart(WithCheckpoints());
+  TestHead head = old_head;
+  EXPECT_EQ(ReasonOf(restore(old_head.head.epoch(), &head.head)), "STEP_LOST");
+  ASSERT_EQ(ReasonOf(restore(server_->Get(old_head.name()).epoch(), &head.head)), "OK");
+  EXPECT_EQ(head.head.state(), v1::HEAD_STATE_READY);
+  EXPECT_EQ(head.head.open_step(), 0);
+  EXPECT_EQ(ReasonOf(Submit(head, 0, 0).status), "OK");
+
+  Restart(WithCheckpoints());
+  v1::Head updated;
+  EXPECT_EQ(ReasonOf(server_->Upload(head.head, v1::HEAD_TENSOR_WEIGHT, head.weight, &updated)), "STEP_LOST");
+  const v1::Head restored = server_->Get(head.name());
+  ASSERT_EQ(restored.state(), v1::HEAD_STATE_RESTORED);
+  ASSERT_EQ(ReasonOf(server_->Upload(restored, v1::HEAD_TENSOR_WEIGHT, head.weight, &updated)), "OK");
+  EXPECT_EQ(updated.state(), v1::HEAD_STATE_READY);
+  EXPECT_EQ(updated.open_step(), 1);
+  head.head = updated;
+  EXPECT_EQ(ReasonOf(Submit(head, 1, 0).status), "OK");
+}
+
+TEST_P(Lifecycle, ARestartedServerPassesOverADamagedCheckpoint) {
+  Restart(WithCheckpoints());
+  const TestHead head = server_->MakeHead("h", SmallSpec());
+  Save(head, "good");
+  Require(server_->Apply(ApplyOf(head, 0, 0)), "ApplyOptimizerStep");
+  Save(head, "newer");
+  server_.reset();
+  std::filesystem::resize_file(root_ + "/default/h/newer/manifest.json", 10);
+  Restart(WithCheckpoints());
+  const v1::Head restored = server_->Get(head.name());
+  EXPECT_EQ(restored.restored_checkpoint(), "good");
+  EXPECT_EQ(restored.open_step(), 0);
+}
+
+TEST_P(Lifecycle, ARestartedServerBringsNothingBackIfToldSo) {
+  Restart(WithCheckpoints());
+  const TestHead head = server_->MakeHead("h", SmallSpec());
+  Save(head, "c");
+  ServerSetup setup = WithCheckpoints();
+  setup.options.restore_heads = false;
+  Restart(setup);
+  EXPECT_THAT(Names(""), ::testing::IsEmpty());
+}
+
+TEST_P(Lifecycle, IdleHeadsAreSavedAndDeleted) {
+  ServerSetup setup = WithCheckpoints();
+  setup.options.idle_head_timeout = absl::Milliseconds(400);
+  setup.options.idle_head_checkpoint = true;
+  Restart(setup);
+  const TestHead idle = server_->MakeHead("idle", SmallSpec());
+  const TestHead used = server_->MakeHead("used", SmallSpec());
+  Require(server_->Apply(ApplyOf(idle, 0, 0)), "ApplyOptimizerStep");
+  EXPECT_TRUE(Await([&] {
+    server_->Get(used.name());  // a use
+    return Names("").size() == 1;
+  }));
+  EXPECT_THAT(Names(""), ::testing::ElementsAre(used.name()));
+  EXPECT_TRUE(AwaitMetric("headwater_expired_heads_total", 1));
+  // Its checkpoint is there for a head of that name.
+  TestHead again = server_->MakeHead("idle", SmallSpec());
+  grpc::ClientContext context;
+  v1::RestoreCheckpointRequest request;
+  request.set_name(again.name());
+  request.set_epoch(again.head.epoch());
+  request.set_checkpoint("idle-1");
+  v1::Head restored;
+  ASSERT_EQ(ReasonOf(server_->heads().RestoreCheckpoint(&context, request, &restored)), "OK");
+  EXPECT_EQ(restored.open_step(), 1);
+}
+
+TEST_P(Lifecycle, SavingIdleHeadsNeedsADirectory) {
+  ServerSetup setup = MakeSetup();
+  setup.options.idle_head_checkpoint = true;
+  EXPECT_THROW(WireServer server(setup), std::runtime_error);
+}
+
+TEST_P(Lifecycle, TenantsAreApartAndHaveQuotas) {
+  ServerSetup setup = MakeSetup();
+  setup.options.limits.max_heads_per_tenant = 2;
+  Restart(setup);
+  v1::CreateHeadResponse response;
+  const TestHead mine = server_->MakeHead("same", SmallSpec());
+  for (const char* name : {"tenants/a/heads/same", "tenants/a/heads/other"}) {
+    Require(Create(name, SmallSpec(), v1::IF_EXISTS_FAIL, &response), name);
+  }
+  const WireError error = DecodeError(Create("tenants/a/heads/third", SmallSpec(), v1::IF_EXISTS_FAIL, &response));
+  EXPECT_EQ(error.reason, "QUOTA_EXCEEDED");
+  EXPECT_EQ(error.code, grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(ReasonOf(Create("tenants/b/heads/third", SmallSpec(), v1::IF_EXISTS_FAIL, &response)), "OK");
+  EXPECT_THAT(Names(""), ::testing::ElementsAre(mine.name()));
+  EXPECT_THAT(Names("tenants/a"), ::testing::ElementsAre("tenants/a/heads/other", "tenants/a/heads/same"));
+  EXPECT_THAT(Names("tenants/nobody"), ::testing::IsEmpty());
+  EXPECT_EQ(server_->MetricLine("headwater_heads"), "headwater_heads 4");
+  // Two heads of one name do not touch each other.
+  TestHead theirs;
+  theirs.head = server_->Get("tenants/a/heads/same");
+  EXPECT_EQ(ReasonOf(Submit(theirs, 0, 0).status), "WEIGHTS_NOT_LOADED");
+  EXPECT_EQ(ReasonOf(Submit(mine, 0, 0).status), "OK");
+}
+
+TEST_P(Lifecycle, ATenantsMemoryIsBounded) {
+  v1::CreateHeadResponse response;
+  Require(Create("tenants/a/heads/h", SmallSpec(), v1::IF_EXISTS_FAIL, &response), "CreateHead");
+  ServerSetup setup = MakeSetup();
+  setup.options.limits.max_tenant_memory_bytes = 2 * response.head().memory_plan().total_bytes();
+  Restart(setup);
+  for (const char* name : {"tenants/a/heads/1", "tenants/a/heads/2"}) {
+    EXPECT_EQ(ReasonOf(Create(name, SmallSpec(), v1::IF_EXISTS_FAIL, &response)), "OK");  // the second is at the limit
+  }
+  EXPECT_EQ(ReasonOf(Create("tenants/a/heads/3", SmallSpec(), v1::IF_EXISTS_FAIL, &response)), "QUOTA_EXCEEDED");
+  EXPECT_EQ(ReasonOf(Create("tenants/b/heads/3", SmallSpec(), v1::IF_EXISTS_FAIL, &response)), "OK");
+}
+
+TEST_P(Lifecycle, EightRanksAttachToOneHead) {
+  const std::string name = "tenants/default/heads/shared";
+  std::vector<std::thread> ranks;
+  std::vector<std::string> epochs(8);
+  std::atomic<int> created = 0;
+  for (size_t rank = 0; rank < epochs.size(); ++rank) {
+    ranks.emplace_back([&, rank] {
+      v1::CreateHeadResponse response;
+      EXPECT_EQ(ReasonOf(Create(name, SmallSpec(), v1::IF_EXISTS_ATTACH_IF_SAME_SPEC, &response)), "OK");
+      epochs[rank] = response.head().epoch();
+      created += response.created();
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+  EXPECT_EQ(created, 1);
+  EXPECT_THAT(epochs, ::testing::Each(epochs.front()));
+  // Another step to begin with is no other head; another size is.
+  v1::CreateHeadResponse response;
+  v1::HeadSpec spec = SmallSpec();
+  spec.set_initial_step(9);
+  EXPECT_EQ(ReasonOf(Create(name, spec, v1::IF_EXISTS_ATTACH_IF_SAME_SPEC, &response)), "OK");
+  EXPECT_FALSE(response.created());
+  EXPECT_EQ(response.head().open_step(), 0);
+  spec = SmallSpec();
+  spec.mutable_transform()->set_softcap(30);
+  const WireError error = DecodeError(Create(name, spec, v1::IF_EXISTS_ATTACH_IF_SAME_SPEC, &response));
+  EXPECT_EQ(error.reason, "HEAD_SPEC_MISMATCH");
+  EXPECT_EQ(error.code, grpc::StatusCode::ALREADY_EXISTS);
+  EXPECT_THAT(error.message, ::testing::HasSubstr("softcap"));
+  EXPECT_EQ(ReasonOf(Create(name, SmallSpec(), v1::IF_EXISTS_FAIL, &response)), "HEAD_ALREADY_EXISTS");
+}
+
+}  // namespace
+}  // namespace headwater::testing

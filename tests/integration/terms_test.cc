@@ -1,0 +1,272 @@
+// Several loss terms in one micro-batch: several heads over the same rows, several teachers over parts of them; all or nothing.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "tests/integration/transaction_fixture.h"
+
+namespace headwater::testing {
+namespace {
+
+class Terms : public TransactionTest {
+ protected:
+  std::vector<TestHead> MakeHeads(const std::string& prefix, int count) {
+    std::vector<TestHead> heads;
+    for (int i = 0; i < count; ++i) {
+      heads.push_back(server_->MakeHead(absl::StrCat(prefix, i), SmallSpec(11 + i), static_cast<uint32_t>(10 + i)));
+    }
+    return heads;
+  }
+  // One term for each head, every one with targets of its own.
+  static v1::MicroBatchHeader HeaderOf(const std::vector<TestHead>& heads, int64_t micro_batch) {
+    v1::MicroBatchHeader header = CrossEntropyHeader(heads[0], 0, micro_batch, TargetsOf(0));
+    for (size_t i = 1; i < heads.size(); ++i) {
+      *header.add_terms() = CrossEntropyHeader(heads[i], 0, micro_batch, TargetsOf(static_cast<int32_t>(i))).terms(0);
+    }
+    return header;
+  }
+  static std::vector<int32_t> TargetsOf(int32_t i) { return {i, 9 - i, i + 2}; }
+  v1::CommitMicroBatchRequest CommitAll(const std::vector<TestHead>& heads, int64_t micro_batch, double factor) {
+    v1::CommitMicroBatchRequest request;
+    for (const TestHead& head : heads) *request.add_heads() = server_->At(head, 0);
+    request.set_micro_batch(micro_batch);
+    request.set_factor(factor);
+    return request;
+  }
+  std::string SnapshotAll(const std::vector<TestHead>& heads) {
+    std::string snapshot;
+    for (const TestHead& head : heads) snapshot += server_->Snapshot(head) + "#";
+    return snapshot;
+  }
+  int64_t BytesIn() const {
+    const std::string name = "headwater_bytes_total{direction=\"in\",transport=\"grpc\"}";
+    return std::stoll(server_->MetricLine(name).substr(name.size()));
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Shards, Terms, ::testing::Values(1, 3));
+
+TEST_P(Terms, FiveHeadsInOneRequestEqualFiveRequestsAndUploadTheRowsOnce) {
+  const std::vector<TestHead> together = MakeHeads("t", 5);
+  const std::vector<TestHead> apart = MakeHeads("a", 5);
+  const std::string rows = Rows(5);
+  int64_t before = BytesIn();
+  v1::MicroBatchHeader header = HeaderOf(together, 0);
+  header.add_outputs(v1::TOKEN_OUTPUT_LOSS);
+  const LossReply reply = server_->Compute(header, rows);
+  ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
+  EXPECT_EQ(BytesIn() - before, 60);
+  EXPECT_EQ(reply.summary.state(), v1::CONTRIBUTION_STATE_COMMITTED);
+  EXPECT_EQ(reply.summary.form(), v1::CONTRIBUTION_FORM_DIRECT);
+  ASSERT_EQ(reply.summary.terms_size(), 5);
+  before = BytesIn();
+  std::vector<float> grad_hidden(15, 0.0F);
+  for (int i = 0; i < 5; ++i) {
+    SCOPED_TRACE(i);
+    const size_t k = static_cast<size_t>(i);
+    v1::MicroBatchHeader one = HeaderOf({apart[k]}, 0);
+    *one.mutable_terms(0)->mutable_targets() = Int32Tensor(TargetsOf(i));
+    one.add_outputs(v1::TOKEN_OUTPUT_LOSS);
+    const LossReply single = server_->Compute(one, rows);
+    ASSERT_EQ(ReasonOf(single.status), "OK") << single.status.error_message();
+    EXPECT_DOUBLE_EQ(reply.summary.terms(i).sums().loss_sum(), single.summary.terms(0).sums().loss_sum());
+    EXPECT_EQ(reply.summary.terms(i).token_loss().data(), single.summary.terms(0).token_loss().data());
+    EXPECT_EQ(reply.summary.terms(i).weight_version(), together[k].head.weight_version());
+    const std::vector<float> part = Floats(single.grad_hidden);
+    for (size_t j = 0; j < part.size(); ++j) grad_hidden[j] += part[j];
+    EXPECT_EQ(server_->Gradient(together[k]), server_->Gradient(apart[k]));
+    EXPECT_EQ(server_->Find(together[k], 0).state(), v1::CONTRIBUTION_STATE_COMMITTED);
+  }
+  EXPECT_EQ(BytesIn() - before, 5 * 60);
+  ExpectClose(Floats(reply.grad_hidden), grad_hidden);
+}
+
+TEST_P(Terms, AreTakenByAllHeadsOrByNone) {
+  std::vector<TestHead> heads = MakeHeads("h", 3);
+  Require(server_->Seal(heads[2], 0, {}), "SealStep");
+  std::string before = SnapshotAll(heads);
+  EXPECT_EQ(ReasonOf(server_->Compute(HeaderOf(heads, 0), Rows(5)).status), "STEP_SEALED");
+  EXPECT_EQ(SnapshotAll(heads), before);
+  // One that knows the micro-batch, and one that does not.
+  heads.pop_back();
+  Require(server_->Compute(HeaderOf({heads[0]}, 4), Rows(5)).status, "of one head");
+  before = SnapshotAll(heads);
+  EXPECT_EQ(ReasonOf(server_->Compute(HeaderOf(heads, 4), Rows(5)).status), "MICRO_BATCH_CONFLICT");
+  EXPECT_EQ(SnapshotAll(heads), before);
+  // A slot of every head is needed.
+  v1::MicroBatchHeader header = HeaderOf({heads[1]}, 5);
+  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
+  Require(server_->Compute(header, Rows(5)).status, "takes the slot of one head");
+  before = SnapshotAll(heads);
+  header = HeaderOf(heads, 6);
+  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
+  EXPECT_EQ(ReasonOf(server_->Compute(header, Rows(6)).status), "STAGING_FULL");
+  EXPECT_EQ(SnapshotAll(heads), before);
+  header.set_allow_held(true);
+  const LossReply held = server_->Compute(header, Rows(6));
+  ASSERT_EQ(ReasonOf(held.status), "OK") << held.status.error_message();
+  EXPECT_EQ(held.summary.form(), v1::CONTRIBUTION_FORM_HELD);
+  EXPECT_EQ(ReasonOf(server_->Commit(CommitAll(heads, 6, 1))), "OK");
+}
+
+TEST_P(Terms, AreDecidedTogether) {
+  const std::vector<TestHead> heads = MakeHeads("h", 3);
+  const std::vector<TestHead> witnesses = MakeHeads("w", 3);
+  Require(server_->Compute(HeaderOf(witnesses, 0), Rows(5)).status, "witnesses");
+  v1::MicroBatchHeader header = HeaderOf(heads, 0);
+  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
+  Require(server_->Compute(header, Rows(5)).status, "staged");
+  const std::string before = SnapshotAll(heads);
+  // A decision names exactly the trainable heads.
+  const WireError error = DecodeError(server_->Commit(CommitAll({heads[0], heads[1]}, 0, 1)));
+  EXPECT_EQ(error.reason, "INVALID_COMBINATION");
+  EXPECT_EQ(error.code, grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(ReasonOf(server_->Discard(heads[0], 0, 0)), "INVALID_COMBINATION");
+  EXPECT_EQ(SnapshotAll(heads), before);
+  bool replayed = true;
+  ASSERT_EQ(ReasonOf(server_->Commit(CommitAll(heads, 0, 1), &replayed)), "OK");
+  EXPECT_FALSE(replayed);
+  for (size_t i = 0; i < 3; ++i) ExpectClose(Floats(server_->Gradient(heads[i])), Floats(server_->Gradient(witnesses[i])));
+  ASSERT_EQ(ReasonOf(server_->Commit(CommitAll({heads[2], heads[0], heads[1]}, 0, 1), &replayed)), "OK");
+  EXPECT_TRUE(replayed);
+  EXPECT_TRUE(server_->Compute(header, Rows(5)).summary.replayed());
+}
+
+TEST_P(Terms, DroppedByOneHeadAreDroppedByAll) {
+  std::vector<TestHead> heads = MakeHeads("h", 2);
+  v1::MicroBatchHeader header = HeaderOf(heads, 0);
+  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
+  Require(server_->Compute(header, Rows(5)).status, "staged");
+  const std::string other = server_->Gradient(heads[1]);
+  Require(server_->Take(&heads[0]), "TakeHead");
+  EXPECT_EQ(ReasonOf(server_->Commit(CommitAll(heads, 0, 1))), "MICRO_BATCH_NOT_FOUND");  // the new run's head knows nothing of it
+  EXPECT_EQ(server_->Find(heads[1], 0).state(), v1::CONTRIBUTION_STATE_DISCARDED);
+  EXPECT_EQ(ReasonOf(server_->Commit(heads[1], 0, 0, 1)), "MICRO_BATCH_DISCARDED");
+  EXPECT_EQ(server_->Gradient(heads[1]), other);
+}
+
+TEST_P(Terms, OverPartsOfTheRowsAddUp) {
+  const TestHead whole = server_->MakeHead("whole", SmallSpec());
+  const TestHead parts = server_->MakeHead("parts", SmallSpec());
+  const std::string rows = Bytes(Random(25, 5, 1));
+  const std::vector<int32_t> targets = {1, 2, 3, 4, 5};
+  const LossReply expected = server_->Compute(CrossEntropyHeader(whole, 0, 0, targets), rows);
+  Require(expected.status, "whole");
+  v1::MicroBatchHeader header = CrossEntropyHeader(parts, 0, 0, targets);
+  v1::LossTerm* const first = header.mutable_terms(0);
+  *first->mutable_targets() = Int32Tensor({1, 2});
+  first->set_row_count(2);
+  v1::LossTerm* const second = header.add_terms();
+  *second = *first;
+  *second->mutable_targets() = Int32Tensor({3, 4, 5});
+  second->set_row_start(2);
+  second->clear_row_count();
+  const LossReply reply = server_->Compute(header, rows);
+  ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
+  ExpectClose(Floats(reply.grad_hidden), Floats(expected.grad_hidden));
+  ExpectClose(Floats(server_->Gradient(parts)), Floats(server_->Gradient(whole)));
+  EXPECT_NEAR(reply.summary.terms(0).sums().loss_sum() + reply.summary.terms(1).sums().loss_sum(),
+              expected.summary.terms(0).sums().loss_sum(), 1e-6);
+  EXPECT_EQ(server_->Find(parts, 0).valid_token_count(), 5);
+}
+
+TEST_P(Terms, MayHaveTeachersOfTheirOwn) {
+  v1::HeadSpec small = SmallSpec(13, 4);
+  small.set_trainable(false);
+  small.clear_optimizer();
+  v1::HeadSpec large = SmallSpec(13, 6);
+  large.set_trainable(false);
+  large.clear_optimizer();
+  const TestHead teachers[] = {server_->MakeHead("small", small, 7), server_->MakeHead("large", large, 8)};
+  const std::string teacher_rows[] = {Bytes(Random(8, 20, 1)), Bytes(Random(18, 21, 1))};
+  const TestHead together = server_->MakeHead("together", SmallSpec());
+  const TestHead apart = server_->MakeHead("apart", SmallSpec());
+  const std::string rows = Bytes(Random(25, 5, 1));  // 2 rows for the one, 3 for the other
+  const auto term_of = [&](const TestHead& student, int index) {
+    v1::LossTerm term = CrossEntropyHeader(student, 0, 0, {}).terms(0);
+    term.clear_targets();
+    term.mutable_jensen_shannon()->set_beta(0.3);
+    term.mutable_teacher_hidden()->set_head(teachers[index].name());
+    term.mutable_teacher_hidden()->set_data_type(v1::DATA_TYPE_FLOAT32);
+    return term;
+  };
+  v1::MicroBatchHeader header = CrossEntropyHeader(together, 0, 0, {});
+  header.set_row_count(5);
+  *header.mutable_terms(0) = term_of(together, 0);
+  header.mutable_terms(0)->set_row_count(2);
+  *header.add_terms() = term_of(together, 1);
+  header.mutable_terms(1)->set_row_start(2);
+  SendOptions send;
+  send.chunk_rows = 2;
+  send.teacher_rows = {{0, teacher_rows[0]}, {1, teacher_rows[1]}};
+  const LossReply reply = server_->Compute(header, rows, "", send);
+  ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
+  std::string grad_hidden;
+  for (int i = 0; i < 2; ++i) {
+    v1::MicroBatchHeader one = CrossEntropyHeader(apart, 0, i, {});
+    one.set_row_count(i == 0 ? 2 : 3);
+    *one.mutable_terms(0) = term_of(apart, i);
+    const LossReply single = server_->Compute(one, i == 0 ? rows.substr(0, 40) : rows.substr(40), teacher_rows[i]);
+    ASSERT_EQ(ReasonOf(single.status), "OK") << single.status.error_message();
+    grad_hidden += single.grad_hidden;
+    EXPECT_DOUBLE_EQ(reply.summary.terms(i).sums().loss_sum(), single.summary.terms(0).sums().loss_sum());
+    EXPECT_EQ(reply.summary.terms(i).teacher_weight_version(), teachers[i].head.weight_version());
+  }
+  ExpectClose(Floats(reply.grad_hidden), Floats(grad_hidden));
+  ExpectClose(Floats(server_->Gradient(together)), Floats(server_->Gradient(apart)));
+  // The digest knows which term the teacher's rows belong to.
+  EXPECT_TRUE(server_->Compute(header, rows, "", send).summary.replayed());
+  send.teacher_rows[0][3] = static_cast<char>(send.teacher_rows[0][3] ^ 1);
+  EXPECT_EQ(ReasonOf(server_->Compute(header, rows, "", send).status), "MICRO_BATCH_CONFLICT");
+  // Rows of a term are missing.
+  header.set_micro_batch(1);
+  send.teacher_rows.erase(1);
+  const WireError missing = DecodeError(server_->Compute(header, rows, "", send).status);
+  EXPECT_EQ(missing.reason, "PROTOCOL_VIOLATION");
+  EXPECT_THAT(missing.message, ::testing::HasSubstr("terms[1]"));
+}
+
+TEST_P(Terms, OfFrozenAndTrainableHeadsMix) {
+  v1::HeadSpec frozen_spec = SmallSpec();
+  frozen_spec.set_trainable(false);
+  frozen_spec.clear_optimizer();
+  const TestHead frozen = server_->MakeHead("frozen", frozen_spec);
+  const TestHead head = server_->MakeHead("h", SmallSpec());
+  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, {1, 2, 3});
+  *header.add_terms() = CrossEntropyHeader(frozen, 0, 0, {3, 2, 1}).terms(0);
+  EXPECT_EQ(ReasonOf(server_->Compute(header, Rows(5)).status), "INVALID_COMBINATION");  // a step of the frozen one
+  header.mutable_terms(1)->mutable_head()->clear_step();
+  const LossReply reply = server_->Compute(header, Rows(5));
+  ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
+  EXPECT_EQ(reply.summary.state(), v1::CONTRIBUTION_STATE_COMMITTED);
+}
+
+TEST_P(Terms, AreBounded) {
+  ServerSetup setup = MakeSetup();
+  setup.options.limits.max_terms = 2;
+  setup.options.limits.max_chunk_bytes = 1 << 12;
+  setup.options.limits.max_hidden_size = 64;
+  setup.options.limits.max_micro_batch_rows = 1 << 12;
+  setup.options.limits.max_message_bytes = (1 << 12) * 5 * 4 + (64 << 10);
+  Restart(setup);
+  const std::vector<TestHead> heads = MakeHeads("h", 3);
+  EXPECT_EQ(ReasonOf(server_->Compute(HeaderOf({heads[0], heads[1]}, 0), Rows(5)).status), "OK");  // at the limit
+  const WireError error = DecodeError(server_->Compute(HeaderOf(heads, 1), Rows(5)).status);
+  EXPECT_EQ(error.reason, "LIMIT_EXCEEDED");
+  EXPECT_EQ(error.at("limit"), "max_terms");
+  // The outputs of all terms travel in one message.
+  const std::vector<int32_t> targets(1 << 12, 1);
+  v1::MicroBatchHeader header = CrossEntropyHeader(heads[0], 0, 2, targets);
+  *header.add_terms() = CrossEntropyHeader(heads[1], 0, 2, targets).terms(0);
+  for (const auto output : {v1::TOKEN_OUTPUT_LOSS, v1::TOKEN_OUTPUT_LSE, v1::TOKEN_OUTPUT_ENTROPY}) header.add_outputs(output);
+  const WireError outputs = DecodeError(server_->Compute(header, Bytes(Random((1 << 12) * 5, 1, 1))).status);
+  EXPECT_EQ(outputs.reason, "LIMIT_EXCEEDED");
+  EXPECT_EQ(outputs.at("limit"), "max_message_bytes");
+  EXPECT_EQ(outputs.at("field"), "header.outputs");
+}
+
+}  // namespace
+}  // namespace headwater::testing
