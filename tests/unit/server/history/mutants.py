@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 
-HISTORIES = 400
+HISTORIES = 3000
 TIMEOUT_SECONDS = 240
 
 # name: what a server with this bug would do; file; text that occurs once; what it becomes.
