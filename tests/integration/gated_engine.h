@@ -1,4 +1,5 @@
-// GatedEngine: a CpuEngine whose Compute() can be held up, so that tests can look at a call while it waits or computes.
+// GatedEngine: a CpuEngine whose Compute() can be held up, so that tests can look at a call while it waits or computes, or can be
+// made to fail.
 #ifndef HEADWATER_TESTS_INTEGRATION_GATED_ENGINE_H_
 #define HEADWATER_TESTS_INTEGRATION_GATED_ENGINE_H_
 
@@ -31,17 +32,24 @@ class Gate {
     mutex_.Await(absl::Condition(
         +[](int* waiting) { return *waiting > 0; }, &waiting_));
   }
-  void Pass() {
+  // The next Compute() fails with this.
+  void FailNext(const absl::Status& failure) {
+    absl::MutexLock lock(&mutex_);
+    failure_ = failure;
+  }
+  absl::Status Pass() {
     absl::MutexLock lock(&mutex_);
     ++waiting_;
     mutex_.Await(absl::Condition(&open_));
     --waiting_;
+    return std::exchange(failure_, absl::OkStatus());
   }
 
  private:
   absl::Mutex mutex_;
   bool open_ ABSL_GUARDED_BY(mutex_) = true;
   int waiting_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Status failure_ ABSL_GUARDED_BY(mutex_);
 };
 
 class GatedEngine final : public LossEngine {
@@ -56,7 +64,7 @@ class GatedEngine final : public LossEngine {
   absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override { return engine_->CreateHead(spec); }
   int64_t planned_bytes() const override { return engine_->planned_bytes(); }
   absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override {
-    gate_->Pass();
+    if (absl::Status status = gate_->Pass(); !status.ok()) return status;
     return engine_->Compute(micro_batch);
   }
 

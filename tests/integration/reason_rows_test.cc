@@ -1,0 +1,498 @@
+// One row for every reason of error.proto: how it comes about over the wire, each on 1 and on 3 shards. A reason without a row
+// fails the test. The answer carries the reason's canonical code and its ErrorInfo, and the student's head is bitwise what it was.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <fstream>
+#include <functional>
+#include <future>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "headwater/kernels/error.h"
+#include "tests/integration/transaction_harness.h"
+
+namespace {
+
+// While set, no regular file takes a byte: the disk is full.
+std::atomic<bool> disk_is_full{false};
+
+}  // namespace
+
+// The linker sends every call of write() from our own code here (--wrap=write).
+extern "C" ssize_t __real_write(int descriptor, const void* data, size_t byte_count);
+extern "C" ssize_t __wrap_write(int descriptor, const void* data, size_t byte_count) {
+  struct stat status;
+  if (disk_is_full && fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode)) {
+    errno = ENOSPC;
+    return -1;
+  }
+  return __real_write(descriptor, data, byte_count);
+}
+
+namespace headwater::testing {
+namespace {
+
+using ::testing::IsEmpty;
+using ::testing::Not;
+
+struct ReasonRow {
+  std::string reason;                             // without ERROR_REASON_
+  std::function<std::string(Trial&)> provoke;     // the answer
+  std::function<void(Trial&)> prepare = nullptr;  // beside the student, which is there
+  TrialSetup setup = {};
+  // Details of the answer are gRPC's own, which ends a late call by itself: only the code is sent by us, and counted.
+  bool by_grpc = false;
+  // The server starts, or ends: there is no state to compare.
+  bool no_state = false;
+};
+
+// Reasons that this build cannot produce, and why.
+const std::map<std::string, std::string>& ReasonsToCome() {
+  static const auto* const reasons = new std::map<std::string, std::string>{
+      {"UNAUTHENTICATED", "tokens and certificates are not checked yet: whoever reaches the port is let in"},
+      {"PERMISSION_DENIED", "tokens are not checked yet: whoever reaches the port may make every call"},
+  };
+  return *reasons;
+}
+
+// ---- what rows are made of -------------------------------------------------------------------------------------------
+
+using Rows = std::vector<ReasonRow>;
+
+std::string FindHead(Trial& t, const std::string& name) {
+  grpc::ClientContext context;
+  v1::GetHeadRequest request;
+  request.set_name(name);
+  v1::Head head;
+  return t.Tell(t.server().heads().GetHead(&context, request, &head));
+}
+
+std::string Create(Trial& t, const std::string& id, const v1::HeadSpec& spec, v1::IfExists if_exists = v1::IF_EXISTS_FAIL) {
+  grpc::ClientContext context;
+  v1::CreateHeadRequest request;
+  request.set_name("tenants/default/heads/" + id);
+  *request.mutable_spec() = spec;
+  request.set_if_exists(if_exists);
+  v1::CreateHeadResponse response;
+  return t.Tell(t.server().heads().CreateHead(&context, request, &response));
+}
+
+std::string Load(Trial& t, const std::string& path) {
+  grpc::ClientContext context;
+  v1::LoadWeightsRequest request;
+  request.set_name(t.Head().name());
+  request.set_epoch(t.Head().head.epoch());
+  request.set_path(path);
+  v1::Head head;
+  return t.Tell(t.server().heads().LoadWeights(&context, request, &head));
+}
+
+// The header of a micro-batch of the student, changed.
+std::function<std::string(Trial&)> WithHeader(const std::function<void(v1::MicroBatchHeader&)>& edit) {
+  return [edit](Trial& t) { return t.SubmitEdited({.id = 0}, edit); };
+}
+
+void StageFirst(Trial& t) { EXPECT_EQ(t.Submit({.id = 0, .explicit_commit = true}), "STAGED STAGED"); }
+
+v1::HeadSpec Frozen(int64_t vocab_size) {
+  v1::HeadSpec spec = SmallSpec(vocab_size);
+  spec.set_trainable(false);
+  spec.clear_optimizer();
+  return spec;
+}
+
+v1::UploadWeightsHeader UploadHeader(Trial& t) {
+  v1::UploadWeightsHeader header;
+  header.set_name(t.Head().name());
+  header.set_epoch(t.Head().head.epoch());
+  header.set_upload_id("by-hand");
+  header.set_tensor(v1::HEAD_TENSOR_WEIGHT);
+  header.set_data_type(v1::DATA_TYPE_FLOAT32);
+  header.set_total_bytes(260);
+  return header;
+}
+
+// A checkpoint `other` of a head `aux` of another spec, and then the head that Head() makes.
+void SaveAnotherAux(Trial& t) {
+  const TestHead other = t.server().MakeHead("aux", SmallSpec(13, 4));
+  grpc::ClientContext save, remove;
+  v1::SaveCheckpointRequest request;
+  request.set_name(other.name());
+  request.set_epoch(other.head.epoch());
+  request.set_checkpoint("other");
+  v1::SaveCheckpointResponse saved;
+  Require(t.server().heads().SaveCheckpoint(&save, request, &saved), "SaveCheckpoint");
+  v1::DeleteHeadRequest deletion;
+  deletion.set_name(other.name());
+  v1::DeleteHeadResponse deleted;
+  Require(t.server().heads().DeleteHead(&remove, deletion, &deleted), "DeleteHead");
+  t.Head("aux");
+}
+
+// ---- the table -------------------------------------------------------------------------------------------------------
+
+Rows RequestRows() {
+  Rows rows;
+  rows.push_back({"MISSING_FIELD", WithHeader([](v1::MicroBatchHeader& header) { header.clear_terms(); })});
+  rows.push_back({"INVALID_FIELD", WithHeader([](v1::MicroBatchHeader& header) { header.set_attempt(-1); })});
+  rows.push_back({"INVALID_NAME", [](Trial& t) { return FindHead(t, "student"); }});
+  rows.push_back({"SHAPE_MISMATCH", WithHeader([](v1::MicroBatchHeader& header) { header.set_hidden_size(4); })});
+  rows.push_back(
+      {"DATA_TYPE_MISMATCH", WithHeader([](v1::MicroBatchHeader& header) { header.set_data_type(v1::DATA_TYPE_INT32); })});
+  rows.push_back({"DATA_LENGTH_MISMATCH", WithHeader([](v1::MicroBatchHeader& header) {
+                    header.mutable_terms(0)->mutable_targets()->mutable_data()->pop_back();
+                  })});
+  rows.push_back({"TARGET_OUT_OF_VOCAB", WithHeader([](v1::MicroBatchHeader& header) {
+                    *header.mutable_terms(0)->mutable_targets() = Int32Tensor({1, 2, 13});
+                  })});
+  rows.push_back({"VOCAB_SIZE_MISMATCH",
+                  [](Trial& t) {
+                    return t.SubmitEdited({.id = 0}, [&t](v1::MicroBatchHeader& header) {
+                      v1::LossTerm* const term = header.mutable_terms(0);
+                      term->mutable_jensen_shannon();
+                      term->mutable_teacher_hidden()->set_head(t.Head("teacher").name());
+                      term->mutable_teacher_hidden()->set_data_type(v1::DATA_TYPE_FLOAT32);
+                    });
+                  },
+                  [](Trial& t) { t.Head("teacher"); },
+                  {.specs = {{"teacher", Frozen(12)}}}});
+  rows.push_back({"PROTOCOL_VIOLATION", [](Trial& t) {
+                    return t.Tell(t.server().Compute(t.HeaderOf({.id = 0}), "").status);  // not a single row
+                  }});
+  rows.push_back({"CHUNK_OUT_OF_RANGE", [](Trial& t) {
+                    grpc::ClientContext context;
+                    const auto stream = t.server().loss().ComputeLoss(&context);
+                    v1::ComputeLossRequest request;
+                    *request.mutable_header() = t.HeaderOf({.id = 0});
+                    stream->Write(request);
+                    request.mutable_chunk()->set_role(v1::CHUNK_ROLE_HIDDEN);
+                    request.mutable_chunk()->set_row_start(2);
+                    request.mutable_chunk()->set_row_count(2);
+                    request.mutable_chunk()->set_data(std::string(40, '\0'));
+                    stream->Write(request);
+                    stream->WritesDone();
+                    return t.Tell(stream->Finish());
+                  }});
+  rows.push_back({"LIMIT_EXCEEDED", WithHeader([](v1::MicroBatchHeader& header) {
+                    while (header.terms_size() <= 64) *header.add_terms() = v1::LossTerm(header.terms(0));
+                  })});
+  rows.push_back({"INVALID_COMBINATION", [](Trial& t) { return t.Submit({.id = 0, .late_token_factors = true}); }});
+  rows.push_back({"FEATURE_NOT_BUILT", [](Trial& t) {
+                    v1::HeadSpec spec = SmallSpec();
+                    spec.set_low_rank(4);
+                    return Create(t, "low-rank", spec);
+                  }});
+  return rows;
+}
+
+Rows LookupRows() {
+  Rows rows;
+  rows.push_back({"HEAD_NOT_FOUND", [](Trial& t) { return FindHead(t, "tenants/default/heads/nobody"); }});
+  rows.push_back({"CHECKPOINT_NOT_FOUND", [](Trial& t) { return t.Restore("nothing"); }, nullptr, {.checkpoints = true}});
+  rows.push_back({"MICRO_BATCH_NOT_FOUND", [](Trial& t) { return t.Commit({.id = 9}); }});
+  rows.push_back({"WEIGHTS_NOT_FOUND", [](Trial& t) { return Load(t, "no.safetensors"); }, nullptr, {.checkpoints = true}});
+  rows.push_back({"SESSION_NOT_FOUND", [](Trial& t) { return t.KeepAlive(std::string(32, 's')); }});
+  rows.push_back({"HEAD_ALREADY_EXISTS", [](Trial& t) { return Create(t, "student", SmallSpec()); }});
+  rows.push_back(
+      {"HEAD_SPEC_MISMATCH", [](Trial& t) { return Create(t, "student", SmallSpec(13, 6), v1::IF_EXISTS_ATTACH_IF_SAME_SPEC); }});
+  rows.push_back({"CHECKPOINT_ALREADY_EXISTS",
+                  [](Trial& t) { return t.Save("twice"); },
+                  [](Trial& t) { EXPECT_EQ(t.Save("twice"), "OK"); },
+                  {.checkpoints = true}});
+  rows.push_back({"STORAGE_NOT_CONFIGURED", [](Trial& t) { return t.Save("nowhere"); }});
+  rows.push_back(
+      {"CHECKPOINT_SPEC_MISMATCH", [](Trial& t) { return t.Restore("other", "aux"); }, SaveAnotherAux, {.checkpoints = true}});
+  rows.push_back({"FILE_CORRUPT",
+                  [](Trial& t) { return Load(t, "garbage.safetensors"); },
+                  [](Trial& t) { std::ofstream(t.directory() + "/garbage.safetensors") << "garbage"; },
+                  {.checkpoints = true}});
+  rows.push_back({"CHECKSUM_MISMATCH", [](Trial& t) {
+                    grpc::ClientContext context;
+                    const auto stream = t.server().heads().UploadWeights(&context);
+                    v1::UploadWeightsRequest request;
+                    *request.mutable_header() = UploadHeader(t);
+                    request.mutable_header()->set_checksum(std::string(16, '\0'));
+                    v1::UploadWeightsResponse response;
+                    stream->Write(request);
+                    stream->Read(&response);
+                    request.mutable_chunk()->set_data(Bytes(t.Head().weight));
+                    stream->Write(request);
+                    stream->WritesDone();
+                    stream->Read(&response);
+                    return t.Tell(stream->Finish());
+                  }});
+  rows.push_back({"DISK_FULL",
+                  [](Trial& t) {
+                    disk_is_full = true;
+                    const std::string answer = t.Save("too-much");
+                    const WireError error = t.last_error();
+                    disk_is_full = false;
+                    EXPECT_EQ(t.Restore("too-much"), "CHECKPOINT_NOT_FOUND");
+                    return t.Tell(error, answer);
+                  },
+                  nullptr,
+                  {.checkpoints = true}});
+  return rows;
+}
+
+Rows StepStateRows() {
+  v1::HeadSpec no_optimizer = SmallSpec();
+  no_optimizer.clear_optimizer();
+  Rows rows;
+  rows.push_back({"STEP_MISMATCH", [](Trial& t) { return t.Submit({.id = 0, .step = 2}); }});
+  rows.push_back({"STEP_SEALED", [](Trial& t) { return t.Submit({.id = 0}); }, [](Trial& t) { EXPECT_EQ(t.Seal({}), "OK"); }});
+  rows.push_back({"STEP_NOT_SEALED", [](Trial& t) { return t.Replace({}); }, SubmitFirst});
+  rows.push_back({"HEAD_NOT_TRAINABLE",
+                  [](Trial& t) { return t.GetStep("teacher"); },
+                  [](Trial& t) { t.Head("teacher"); },
+                  {.specs = {{"teacher", Frozen(13)}}}});
+  rows.push_back({"WEIGHTS_NOT_LOADED", [](Trial& t) {
+                    TestHead empty;
+                    Require(t.server().Create("tenants/default/heads/empty", SmallSpec(), &empty.head), "CreateHead");
+                    return t.Tell(t.server().Compute(CrossEntropyHeader(empty, 0, 0, {1, 2, 3}), Trial::RowsOf({})).status);
+                  }});
+  rows.push_back({"MICRO_BATCH_MISSING", [](Trial& t) { return t.Seal({.ids = {0}}); }});
+  rows.push_back({"MICRO_BATCH_UNCOMMITTED", [](Trial& t) { return t.Seal({.ids = {0}}); }, StageFirst});
+  rows.push_back({"MICRO_BATCH_UNEXPECTED", [](Trial& t) { return t.Seal({}); }, SubmitFirst});
+  rows.push_back(
+      {"OPTIMIZER_NOT_CONFIGURED", [](Trial& t) { return t.Apply({}); }, nullptr, {.specs = {{"student", no_optimizer}}}});
+  rows.push_back({"HEAD_IN_USE", [](Trial& t) { return t.Delete("student", false); }, SubmitFirst});
+  rows.push_back({"NON_FINITE_VALUES", [](Trial& t) { return t.Submit({.id = 0, .refuse_non_finite = true, .has_nan = true}); }});
+  rows.push_back({"NON_FINITE_GRADIENT", [](Trial& t) { return t.Apply({.ids = {0}}); },
+                  [](Trial& t) {
+                    EXPECT_EQ(t.Submit({.id = 0, .has_nan = true}), "COMMITTED DIRECT");
+                    EXPECT_EQ(t.Seal({.ids = {0}}), "OK");
+                  }});
+  rows.push_back({"WEIGHT_VERSION_MISMATCH",
+                  WithHeader([](v1::MicroBatchHeader& header) { header.mutable_terms(0)->set_expected_weight_version(99); })});
+  rows.push_back({"EPOCH_FENCED", WithHeader([](v1::MicroBatchHeader& header) {
+                    header.mutable_terms(0)->mutable_head()->set_head_epoch(std::string(16, 'x'));
+                  })});
+  rows.push_back({"STEP_LOST",
+                  [](Trial& t) { return t.Submit({.id = 0}); },
+                  [](Trial& t) {
+                    EXPECT_EQ(t.Save("s0"), "OK");
+                    t.Restart();
+                  },
+                  {.checkpoints = true}});
+  rows.push_back(
+      {"STEP_CONFLICT", [](Trial& t) { return t.Apply({.learning_rate = 0.5}); }, [](Trial& t) { EXPECT_EQ(t.Apply({}), "OK"); }});
+  rows.push_back({"MICRO_BATCH_CONFLICT", [](Trial& t) { return t.Submit({.id = 0, .seed = 7}); }, SubmitFirst});
+  rows.push_back({"ATTEMPT_SUPERSEDED", [](Trial& t) { return t.Submit({.id = 0, .attempt = 1, .explicit_commit = true}); },
+                  [](Trial& t) { EXPECT_EQ(t.Submit({.id = 0, .attempt = 2, .explicit_commit = true}), "STAGED STAGED"); }});
+  rows.push_back({"MICRO_BATCH_DISCARDED", [](Trial& t) { return t.Submit({.id = 0}); },
+                  [](Trial& t) { EXPECT_EQ(t.Discard({.id = 0}), "OK"); }});
+  rows.push_back({"MICRO_BATCH_IN_PROGRESS", [](Trial& t) {
+                    t.server().gate().Close();
+                    const auto first = t.Open({.id = 0, .explicit_commit = true}, 3);
+                    t.server().gate().AwaitWaiting();
+                    const std::string answer = t.Submit({.id = 0, .explicit_commit = true});
+                    t.Cancel(*first);
+                    t.server().gate().Open();
+                    EXPECT_TRUE(t.NothingInFlight());
+                    return answer;
+                  }});
+  rows.push_back(
+      {"NOT_SESSION_OWNER", [](Trial& t) { return t.Commit({.id = 0, .session = t.OpenSession()}); },
+       [](Trial& t) { EXPECT_EQ(t.Submit({.id = 0, .explicit_commit = true, .session = t.OpenSession()}), "STAGED STAGED"); }});
+  return rows;
+}
+
+Rows ServerStateRows() {
+  Rows rows;
+  rows.push_back({"STAGING_FULL", [](Trial& t) { return t.Submit({.id = 1, .explicit_commit = true}); }, StageFirst});
+  rows.push_back({"QUEUE_FULL",
+                  [](Trial& t) {
+                    const auto first = t.Open({.id = 0, .step = 1}, 3);
+                    EXPECT_TRUE(t.AwaitMetric("headwater_waiting_calls", 1));
+                    const std::string answer = t.Submit({.id = 1, .step = 1});
+                    t.Cancel(*first);
+                    EXPECT_TRUE(t.AwaitMetric("headwater_waiting_calls", 0));
+                    return answer;
+                  },
+                  nullptr,
+                  {.adjust = [](ServerSetup& setup) { setup.options.limits.max_waiting_calls = 1; }}});
+  rows.push_back({"MEMORY_BUDGET_EXCEEDED", [](Trial& t) { return Create(t, "huge", SmallSpec(1 << 24, 1 << 16)); }});
+  rows.push_back(
+      {"QUOTA_EXCEEDED", [](Trial& t) { return Create(t, "second", SmallSpec()); }, nullptr, {.adjust = [](ServerSetup& setup) {
+         setup.options.limits.max_heads_per_tenant = 1;
+       }}});
+  rows.push_back({"IN_FLIGHT_BYTES_EXCEEDED",
+                  [](Trial& t) {
+                    const auto first = t.Open({.id = 0}, 1);
+                    EXPECT_TRUE(t.AwaitMetric("headwater_in_flight_bytes", 120));
+                    const std::string answer = t.Submit({.id = 1});
+                    t.Cancel(*first);
+                    EXPECT_TRUE(t.NothingInFlight());
+                    return answer;
+                  },
+                  nullptr,
+                  {.adjust = [](ServerSetup& setup) {
+                    setup.options.limits.max_micro_batch_bytes = 60;
+                    setup.options.limits.max_in_flight_bytes = 120;
+                  }}});
+  rows.push_back({.reason = "DRAINING",
+                  .provoke =
+                      [](Trial& t) {
+                        const auto accepted = t.Open({.id = 0}, 1);
+                        EXPECT_TRUE(t.AwaitMetric("headwater_in_flight_bytes", 120));
+                        auto drained =
+                            std::async(std::launch::async, [&t] { return t.server().server().Drain(absl::Seconds(20)); });
+                        std::string answer;
+                        EXPECT_TRUE(Await([&] {
+                          answer = t.GetStep();
+                          return answer != "OK";
+                        }));
+                        const WireError error = t.last_error();
+                        EXPECT_TRUE(error.retry_ms.has_value());
+                        accepted->SendRest();
+                        EXPECT_EQ(accepted->End(), "COMMITTED DIRECT");
+                        EXPECT_TRUE(drained.get());
+                        return t.Tell(error, answer);
+                      },
+                  .no_state = true});
+  rows.push_back({.reason = "STARTING",
+                  .provoke =
+                      [](Trial& t) {
+                        const std::string answer = FindHead(t, "tenants/default/heads/student");
+                        EXPECT_TRUE(t.last_error().retry_ms.has_value());
+                        EXPECT_TRUE(t.server().server().BecomeReady().ok());
+                        SubmitFirst(t);
+                        return answer;
+                      },
+                  .setup = {.adjust = [](ServerSetup& setup) { setup.ready = false; }},
+                  .no_state = true});
+  rows.push_back({"SHARD_NOT_READY", [](Trial& t) {
+                    t.fault().Fail(ShardPhase::kPrepare, t.last_rank());
+                    const std::string answer = t.Submit({.id = 0});
+                    t.fault().Clear();
+                    return answer;
+                  }});
+  rows.push_back({"ENGINE_FAILED", [](Trial& t) {
+                    t.fault().Fail(ShardPhase::kAct, t.last_rank());
+                    const std::string answer = t.Submit({.id = 0, .explicit_commit = true});
+                    t.fault().Clear();
+                    return answer;
+                  }});
+  rows.push_back({"INTERNAL", [](Trial& t) {
+                    t.server().gate().FailNext(absl::UnknownError("a secret of the server"));
+                    const std::string answer = t.Submit({.id = 0, .explicit_commit = true});
+                    EXPECT_THAT(t.last_error().message, Not(::testing::HasSubstr("secret")));
+                    return answer;
+                  }});
+  rows.push_back({"CANCELLED", [](Trial& t) {
+                    // A second stream takes an upload over: the first one is cancelled by the server.
+                    grpc::ClientContext contexts[2];
+                    v1::UploadWeightsRequest request;
+                    *request.mutable_header() = UploadHeader(t);
+                    v1::UploadWeightsResponse response;
+                    const auto first = t.server().heads().UploadWeights(&contexts[0]);
+                    EXPECT_TRUE(first->Write(request) && first->Read(&response));
+                    const auto second = t.server().heads().UploadWeights(&contexts[1]);
+                    EXPECT_TRUE(second->Write(request) && second->Read(&response));
+                    request.mutable_chunk()->set_data("1234");
+                    first->Write(request);
+                    first->WritesDone();
+                    const std::string answer = t.Tell(first->Finish());
+                    const WireError error = t.last_error();
+                    contexts[1].TryCancel();
+                    second->Finish();
+                    return t.Tell(error, answer);
+                  }});
+  rows.push_back({.reason = "DEADLINE_EXCEEDED",
+                  .provoke =
+                      [](Trial& t) {
+                        const std::string answer = t.Submit({.id = 0, .step = 1, .deadline_ms = 60});
+                        EXPECT_TRUE(t.AwaitMetric("headwater_waiting_calls", 0));
+                        return answer;
+                      },
+                  .by_grpc = true});
+  return rows;
+}
+
+Rows AllRows() {
+  Rows rows = RequestRows();
+  for (const Rows& more : {LookupRows(), StepStateRows(), ServerStateRows()}) rows.insert(rows.end(), more.begin(), more.end());
+  return rows;
+}
+
+void PrintTo(const ReasonRow& row, std::ostream* out) { *out << row.reason; }
+
+// ---- the tests -------------------------------------------------------------------------------------------------------
+
+// What can be seen of the student, as far as its state lets it be seen.
+std::string Observe(Trial& t) {
+  v1::Head head = t.server().Get(t.Head().name());
+  if (head.state() == v1::HEAD_STATE_READY) return t.server().Snapshot(t.Head(), head.open_step());
+  head.mutable_memory_plan()->clear_available_bytes();
+  return absl::StrCat(head.SerializeAsString(), "|", t.server().Weights(t.Head()));
+}
+
+std::map<std::string, ErrorReason> KnownReasons() {
+  std::map<std::string, ErrorReason> reasons;
+#define HEADWATER_KNOWN_REASON(enumerator, name, code) reasons[#name] = ErrorReason::enumerator;
+  HEADWATER_ERROR_REASONS(HEADWATER_KNOWN_REASON)
+#undef HEADWATER_KNOWN_REASON
+  return reasons;
+}
+
+class ReasonRows : public ::testing::TestWithParam<std::tuple<ReasonRow, int>> {};
+
+TEST_P(ReasonRows, IsAnswered) {
+  const auto& [row, shard_count] = GetParam();
+  Trial trial(row.setup, shard_count, /*keeps_reference=*/false);
+  if (!row.no_state) trial.Head();
+  if (row.prepare != nullptr) row.prepare(trial);
+  const std::string before = row.no_state ? "" : Observe(trial);
+  EXPECT_EQ(row.provoke(trial), row.reason);
+  const WireError error = trial.last_error();
+  EXPECT_EQ(static_cast<int>(error.code), static_cast<int>(ErrorReasonCode(KnownReasons().at(row.reason))));
+  EXPECT_THAT(error.message, Not(IsEmpty()));
+  if (!row.by_grpc) {
+    EXPECT_EQ(error.reason, row.reason);
+    EXPECT_EQ(error.domain, "headwater");
+  }
+  if (!row.no_state) {
+    EXPECT_TRUE(Observe(trial) == before) << "the refused call has changed something";
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Proto, ReasonRows, ::testing::Combine(::testing::ValuesIn(AllRows()), ::testing::Values(1, 3)),
+                         [](const auto& row_and_shards) {
+                           std::string name;
+                           bool upper = true;
+                           for (const char letter : std::get<0>(row_and_shards.param).reason) {
+                             if (letter != '_') name += upper ? letter : static_cast<char>(letter - 'A' + 'a');
+                             upper = letter == '_';
+                           }
+                           return name + "On" + std::to_string(std::get<1>(row_and_shards.param));
+                         });
+
+TEST(ReasonTable, HasARowForEveryReason) {
+  std::map<std::string, int> row_counts;
+  for (const ReasonRow& row : AllRows()) ++row_counts[row.reason];
+  const google::protobuf::EnumDescriptor& reasons = *v1::ErrorReason_descriptor();
+  const std::string prefix = "ERROR_REASON_";
+  for (int i = 0; i < reasons.value_count(); ++i) {
+    const std::string& full_name = reasons.value(i)->name();
+    ASSERT_EQ(full_name.substr(0, prefix.size()), prefix);
+    const std::string name = full_name.substr(prefix.size());
+    if (reasons.value(i)->number() == v1::ERROR_REASON_UNSPECIFIED) continue;
+    EXPECT_TRUE(KnownReasons().contains(name)) << name << " has no canonical code";
+    EXPECT_EQ(row_counts[name], ReasonsToCome().contains(name) ? 0 : 1) << name;
+    row_counts.erase(name);
+  }
+  EXPECT_THAT(row_counts, IsEmpty()) << "rows for reasons that there are not";
+  for (const auto& [name, why] : ReasonsToCome()) EXPECT_THAT(why, Not(IsEmpty())) << name;
+}
+
+}  // namespace
+}  // namespace headwater::testing
