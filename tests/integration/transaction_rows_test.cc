@@ -1,5 +1,6 @@
 // Table-driven tests of the transaction rules, through the wire: see transaction_harness.h. One row for each behaviour that the
-// design states, each on 1 and on 3 shards.
+// design states, each on 1 and on 3 shards. What this build does not have has no rows: contributions in the order of ids
+// (`--deterministic`), stripes, and teacher rows from another process.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
