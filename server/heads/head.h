@@ -5,13 +5,21 @@
 // another call computes; all other methods wait for it. Nothing here knows gRPC; errors carry reasons (error.h).
 //
 // Every call answers, in this order: kHeadNotFound after Retire(); kHeadNotTrainable where a step is named and the head is frozen;
-// kEpochFenced; kStepLost while the head is LOST; kWeightsNotLoaded while it is LOADING. A head is LOST when the engine failed
-// (kEngineFailed, kInternal) while its accumulator, weights or optimizer state were being changed: what they hold is unknown.
-// Everything staged is dropped then, and every call but SetTensor(s) and Restore is refused until one of those gives the head a new
-// epoch. An engine that fails before it changes anything (a staged or forward-only computation, a read) leaves the head as it was.
+// kStepLost while the head is RESTORED and the call names an epoch or a step; kEpochFenced; kStepLost while the head is LOST;
+// kWeightsNotLoaded while it is LOADING.
+//
+// A head is LOST when the engine failed (kEngineFailed, kInternal) while its accumulator, weights or optimizer state were being
+// changed: what they hold is unknown. Everything undecided is dropped then, and every call but SetTensor(s) and Restore is refused
+// until one of those gives the head a new epoch. An engine that fails before it changes anything (a staged or forward-only
+// computation, a read, kShardNotReady) leaves the head as it was. A head is RESTORED when the server has brought it back from a
+// checkpoint: Take(), Restore() and SetTensor(s) with the current epoch make it READY.
+//
+// An undecided contribution may belong to several heads (a micro-batch with several terms). It is dropped in all of them as soon as
+// one of them drops it; the others notice at their next call, before anything else.
 #ifndef HEADWATER_SERVER_HEADS_HEAD_H_
 #define HEADWATER_SERVER_HEADS_HEAD_H_
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -29,6 +37,8 @@
 #include "headwater/kernels/engine.h"
 #include "server/heads/epoch.h"
 #include "server/heads/head_name.h"
+#include "server/heads/pending_contribution.h"
+#include "server/heads/session_registry.h"
 #include "server/heads/step_ledger.h"
 
 namespace headwater::checkpoint {
@@ -38,7 +48,7 @@ class CheckpointStore;
 namespace headwater::heads {
 
 // The values are those of headwater.v1.HeadState.
-enum class HeadState : int32_t { kLoading = 1, kReady = 2, kLost = 3 };
+enum class HeadState : int32_t { kLoading = 1, kReady = 2, kLost = 3, kRestored = 4 };
 
 // A snapshot for GetHead.
 struct HeadInfo {
@@ -51,7 +61,8 @@ struct HeadInfo {
   std::vector<VocabShard> shards;
   MemoryPlan plan;
   absl::Time create_time;
-  std::string weight_checksum;  // XXH3-128 (canonical) of the stored weight when it was set from outside: 16 bytes, or empty
+  std::string weight_checksum;      // XXH3-128 (canonical) of the stored weight when it was set from outside: 16 bytes, or empty
+  std::string restored_checkpoint;  // that a RESTORED head came back from
 };
 
 // The step that a call is about.
@@ -60,7 +71,11 @@ struct StepKey {
   int64_t step = 0;
 };
 
-class Head;
+// How long a call may wait for its turn.
+struct WaitLimits {
+  absl::Time deadline = absl::InfinitePast();  // past: do not wait
+  std::function<bool()> cancelled;             // polled every few milliseconds; may be null
+};
 
 // One loss term of a submission, with owned data; the head pointers are resolved names.
 struct SubmittedTerm {
@@ -84,6 +99,11 @@ struct Submission {
   bool explicit_commit = false;
   bool first_wins = false;  // on_mismatch
   bool refuse_non_finite = false;
+  bool late_token_factors = false;   // held even if slots are free; needs `hold` and explicit_commit
+  std::optional<SessionId> session;  // owns the contribution while it is undecided; the caller holds a SessionRegistry::Use
+  // Called, at most once, when the contribution is to be held as rows: keeps alive all that the terms and `hidden` point to, until
+  // the returned pointer is dropped; or says why that cannot be (kStagingFull). Null: a micro-batch that finds no slot is refused.
+  std::function<absl::StatusOr<std::shared_ptr<const void>>()> hold;
   RowsView hidden;
   MutableRowsView grad_hidden;  // data null: not wanted
   double grad_hidden_scale = 1;
@@ -100,6 +120,34 @@ struct SubmissionOutcome {
   bool replayed = false;
   bool payload_differs = false;
   std::optional<int64_t> step;
+};
+
+// One trainable head of a micro-batch that is to be decided.
+struct DecisionTarget {
+  std::shared_ptr<Head> head;
+  StepKey key;
+};
+
+// What a commit multiplies the contribution by.
+struct CommitArguments {
+  double factor = 1;                 // finite in fp32
+  std::vector<float> token_factors;  // finite, one for each row of the micro-batch; empty: none. Only for a HELD contribution
+};
+
+// A trainer's own part of the weight's gradient: rows [row_start, row_start + row_count) of it.
+struct GradientPart {
+  int64_t row_start = 0;
+  int64_t row_count = 0;
+  const float* data = nullptr;  // [row_count, hidden_size]; the caller's
+  double factor = 1;            // finite in fp32
+};
+
+// One tensor of the trainer's new weights.
+struct ShadowTensor {
+  HeadTensor tensor = HeadTensor::kWeight;  // kWeight or kBias
+  DataType data_type = DataType::kFloat32;  // the storage type or fp32
+  std::shared_ptr<const void> data;         // the whole tensor; kept until the step closes
+  int64_t byte_count = 0;
 };
 
 // Arguments of ApplyOptimizerStep; compared member by member to tell a replay from a conflict.
@@ -142,34 +190,63 @@ struct TensorUpdate {
   TensorSource source;
 };
 
-class Head {
+class Head : public std::enable_shared_from_this<Head> {
  public:
   // Plans, admits and allocates. Engine errors pass through. `engine` must outlive the head.
   static absl::StatusOr<std::shared_ptr<Head>> Create(const HeadName& name, const HeadSpec& spec, LossEngine& engine,
                                                       const HeadLimits& limits);
 
+  // Drops what is undecided.
+  ~Head();
+
   const HeadName& name() const { return name_; }
   const HeadSpec& spec() const { return spec_; }
   HeadInfo Describe() const;
-  // kEpochFenced (with both epochs in hex, and openStep) unless `epoch` is the head's.
+  // kEpochFenced (with both epochs in hex, and openStep) unless `epoch` is the head's; kStepLost if it has been restored since.
   absl::Status CheckEpoch(const Epoch& epoch) const;
+  // A call that names the open step + 1 waits here until that step is open; any other call, and one that is to fail anyway, goes on
+  // at once. So does this one when its deadline comes, to be answered kStepMismatch. kCancelled.
+  absl::Status AwaitStep(const StepKey& key, const WaitLimits& limits);
+  // When a call last named the head, by the registry's clock.
+  void Touch(absl::Time now);
+  absl::Time last_use() const;
 
   // ---- micro-batches -------------------------------------------------------------------------------------------------
   // Everything that can be refused before the rows have arrived; changes nothing. Static: a submission may name several heads.
   static absl::Status CheckSubmission(const Submission& submission);
+  // To be called once the header has been accepted. Checks like CheckSubmission(); then an attempt > 0 aborts lower ones: what they
+  // left undecided is dropped, and one that is running ends with kAttemptSuperseded unless it is past the point of no return.
+  static absl::Status Announce(const Submission& submission);
   // Computes and, where it adds something, commits or stages. Locks all heads of the submission (ordered by address).
   // `cancelled` is asked once more just before the point from which the submission can no longer be aborted; true ends it with
   // kCancelled and nothing changed.
   static absl::StatusOr<SubmissionOutcome> Submit(const Submission& submission, LossEngine& engine,
                                                   const std::function<bool()>& cancelled);
-  // True if this call committed it, false if an equal call had.
+  // Adds the contribution to all its heads, or to none: `targets` must be exactly those (kInvalidCombination otherwise). True if
+  // this call committed it, false if an equal call had. `session`: kNotSessionOwner unless it owns the contribution, or nobody
+  // does. kInvalidCombination for token factors of a contribution that is not HELD, kShapeMismatch for their number;
+  // kWeightVersionMismatch if it is HELD and a teacher's weights have changed.
+  static absl::StatusOr<bool> Commit(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
+                                     const CommitArguments& arguments, const std::optional<SessionId>& session);
+  // True if something was dropped. An attempt higher than the one that is there needs no session.
+  static absl::StatusOr<bool> Discard(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
+                                      const std::optional<SessionId>& session);
+  // The same for a micro-batch of this head alone, that no session owns.
   absl::StatusOr<bool> Commit(const StepKey& key, int64_t micro_batch, int64_t attempt, double factor);
-  // True if something was dropped.
   absl::StatusOr<bool> Discard(const StepKey& key, int64_t micro_batch, int64_t attempt);
+  // Refuses what AddGradient() would refuse whatever the bytes are, for before they arrive.
+  absl::Status CheckAddGradient(const StepKey& key, int64_t micro_batch, int64_t attempt, int64_t row_start,
+                                int64_t row_count) const;
+  // Adds a trainer's own part as a committed contribution. True if this call added it, false for a repeat with the same digest.
+  absl::StatusOr<bool> AddGradient(const StepKey& key, int64_t micro_batch, int64_t attempt, const Digest& digest,
+                                   const GradientPart& part, const std::function<bool()>& cancelled);
+  // Drops what a session that has ended left undecided; a tombstone stays for each. Returns how many micro-batches this call dropped.
+  int64_t DropSession(const SessionId& session);
 
   // ---- steps ---------------------------------------------------------------------------------------------------------
   absl::StatusOr<std::pair<StepRecord, std::optional<StepRecord>>> GetSteps(const Epoch& epoch) const;
-  absl::StatusOr<SealReply> Seal(const StepKey& key, const ExpectedMicroBatches& expected);
+  // With `wait`: as long as micro-batches are missing or undecided, waits for them.
+  absl::StatusOr<SealReply> Seal(const StepKey& key, const ExpectedMicroBatches& expected, const WaitLimits& wait = {});
   // Needs a sealed step, or `expected` to seal the open one first (kMissingField without it); the step stays sealed if the update
   // is then refused (kNonFiniteGradient). With `expected` for a sealed step the expectation must hold. Replay: the last closed step
   // with equal arguments gets the stored reply; `expected` is compared only if both calls gave it. Anything else for the last
@@ -179,6 +256,13 @@ class Head {
                                    const ApplyArguments& arguments);
   // Returns {open step, replayed}.
   absl::StatusOr<std::pair<int64_t, bool>> DiscardGradient(const StepKey& key);
+  // Takes one tensor of the weights that close a sealed step. When the head has all of its tensors they are swapped in whole, the
+  // step is REPLACED and step + 1 is open: true then, and for a repeat of a tensor that the last closed step was replaced with.
+  // kStepMismatch, kStepNotSealed, kStepConflict; and what SetTensor() refuses. The epoch stays, optimizer state is kept.
+  absl::StatusOr<bool> Replace(const StepKey& key, const ShadowTensor& tensor);
+  // A new run takes over: a new epoch, an empty open step. kEpochFenced if `epoch` is given and not the head's; kHeadNotTrainable;
+  // kStepLost for a head that is LOST.
+  absl::Status Take(const std::optional<Epoch>& epoch);
   absl::StatusOr<GradientStats> GradientNorm(const StepKey& key) const;  // without factor
   // Copies accumulator elements out as fp32; `tensor` is kGradWeight or kGradBias (kWeight and kBias mean the same). Fails with
   // kStepMismatch when the step has moved on between two calls.
@@ -210,6 +294,8 @@ class Head {
   // Sets weights, optimizer state and step; a new epoch, version + 1, an empty open step. If the checkpoint is not there, damaged
   // or of another spec, the head is as before.
   absl::Status Restore(const Epoch& epoch, checkpoint::CheckpointStore& store, const std::string& checkpoint_name);
+  // The same for a head that was just created because the server has come back: a trainable one is RESTORED then.
+  absl::Status ComeBack(checkpoint::CheckpointStore& store, const std::string& checkpoint_name);
 
   // True if there are uncommitted contributions, running calls or a non-empty open step.
   bool InUse() const;
@@ -229,8 +315,11 @@ class Head {
   };
   // What a call needs the head to be.
   enum class Need { kAnyState, kNotLost, kReady };
+  // Holds the compute locks of some heads, taken in ascending address so that nobody waits in a circle.
+  class ComputeLocks;
 
-  Head(const HeadName& name, const HeadSpec& spec, const HeadLimits& limits, std::unique_ptr<EngineHead> engine_head);
+  Head(const HeadName& name, const HeadSpec& spec, const HeadLimits& limits, LossEngine& engine,
+       std::unique_ptr<EngineHead> engine_head);
 
   // The checks that every call begins with. `epoch` null: not checked.
   absl::Status Check(const Epoch* epoch, Need need, bool for_step) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
@@ -241,28 +330,60 @@ class Head {
   // kChunkOutOfRange; kInvalidField if the head does not have the tensor.
   absl::Status CheckElements(HeadTensor tensor, int64_t element_start, int64_t element_count) const;
   absl::Status EpochError(const Epoch& epoch) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
+  absl::Status LostError() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   bool InUseLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
 
-  // The head whose accumulator a submission adds to; null if there is none.
-  static Head* TargetOf(const Submission& submission);
-  static absl::Status CheckTerm(const Submission& submission, size_t index, const Head* target);
+  // Turns what another head has dropped into tombstones.
+  void SettleDropped() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
+  // Drops everything undecided. The ledger is the caller's to change.
+  void DropAllPending() ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
+  // Drops what is undecided of one micro-batch, if anything is; the ledger knows already.
+  void DropPending(int64_t micro_batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
+  // Closes the step, with everything that belonged to it alone.
+  absl::Status CloseStep(int64_t step, StepState how) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
+  // Waits while micro-batches that Seal() needs are missing or undecided. OK when there is nothing to wait for, and at the
+  // deadline.
+  absl::Status AwaitMicroBatches(const StepKey& key, const ExpectedMicroBatches& expected, const WaitLimits& limits) const
+      ABSL_LOCKS_EXCLUDED(state_mutex_);
+  // Begins anew at the ledger's open step or another one: new epoch, nothing known, READY.
+  void StartAfresh(int64_t step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
+
+  // The heads whose accumulators a submission adds to, each once, in the order of the terms.
+  static std::vector<Head*> TargetsOf(const Submission& submission);
+  static absl::Status CheckTerm(const Submission& submission, size_t index);
   absl::Status CheckAsStudent(const SubmittedTerm& term, bool is_target, const Submission& submission) const;
   absl::Status CheckAsTeacher(const SubmittedTerm& term) const;
-  // Computes under the compute locks of all heads that `submission` names; `target` may be null.
-  static absl::StatusOr<SubmissionOutcome> SubmitLocked(const Submission& submission, Head* target, LossEngine& engine,
-                                                        const std::function<bool()>& cancelled);
-  // Settles what a computation that adds to this head has yielded: commits, stages or aborts.
-  absl::Status Settle(const Submission& submission, MicroBatchResult& result, const std::function<bool()>& cancelled)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
-  void AbortMicroBatch(int64_t micro_batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
+  // One computation with what it adds to; head_submit.cc.
+  class SubmissionRun;
+
+  // The pending contribution that a commit is for: the same in all targets, and theirs alone. Null if an equal call has committed
+  // it.
+  static absl::StatusOr<std::shared_ptr<PendingContribution>> FindPending(const std::vector<DecisionTarget>& targets,
+                                                                          int64_t micro_batch, int64_t attempt,
+                                                                          const CommitFactor& factor,
+                                                                          const std::optional<SessionId>& session);
+  // A held contribution is computed again with its teacher: that must be there, and be what it was.
+  static absl::Status CheckHeldTeacher(Head* teacher, int64_t weight_version);
+  // Whether Discard() would be refused.
+  static absl::Status CheckDiscard(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
+                                   const std::optional<SessionId>& session);
+  // Carries a commit out, with the compute locks of all heads concerned held.
+  static absl::Status AddPending(const PendingContribution& pending, const CommitArguments& arguments, LossEngine& engine);
 
   // After an engine call that changes the head: an engine failure makes the head LOST. Returns `status`.
   absl::Status AfterChange(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
   void MarkLost(const absl::Status& cause) ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
   absl::Status CheckApply(const ApplyArguments& arguments) const;
   absl::Status CheckUpdates(const std::vector<TensorUpdate>& updates) const;
-  // `changed` becomes true just before the first change.
+  // kDataLengthMismatch unless `byte_count` is the whole tensor's.
+  absl::Status CheckTensorBytes(HeadTensor tensor, DataType data_type, int64_t byte_count) const;
+  // `changed` becomes true with the first change. The gradient is 0 afterwards.
   absl::Status WriteTensors(const std::vector<TensorUpdate>& updates, bool& changed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
+  // Swaps the shadow in; the sealed step is to be closed then.
+  absl::Status WriteShadow() ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
+  // Weights, optimizer state and step from a checkpoint. With `comes_back` a trainable head is RESTORED then, else READY.
+  absl::Status LoadCheckpoint(checkpoint::CheckpointStore& store, const std::string& checkpoint_name, bool comes_back)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
   absl::StatusOr<std::string> ChecksumWeight() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
   bool HasAllTensors() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_) { return has_weight_ && (has_bias_ || !spec_.has_bias); }
 
@@ -270,21 +391,32 @@ class Head {
   const HeadSpec spec_;
   const HeadLimits limits_;
   const absl::Time create_time_;
+  LossEngine& engine_;
+  std::atomic<int64_t> last_use_nanos_;
 
-  // Engine work and everything that changes the head. Taken before state_mutex_; of several heads in ascending address. State is
-  // written only with both held, so a holder of this one alone may rely on what it has read (but for `retired_`).
+  // Engine work and everything that changes the head. Taken before state_mutex_; of several heads by ComputeLocks. State is written
+  // only with both held, so a holder of this one alone may rely on what it has read: but for `retired_`, `superseding_`,
+  // `running_calls_`, and SettleDropped(), which only concerns what nobody can decide any more.
   mutable absl::Mutex compute_mutex_ ABSL_ACQUIRED_BEFORE(state_mutex_);
   mutable absl::Mutex state_mutex_;
+  mutable absl::CondVar changed_;  // with state_mutex_: the ledger, the epoch or the state has changed
 
   // The pointer is fixed; calls other than spec(), plan(), shards() and the sizes need compute_mutex_.
   const std::unique_ptr<EngineHead> engine_head_;
-  // By micro-batch. Destroyed before the engine's head, as it must be.
-  std::map<int64_t, std::unique_ptr<StagedContribution>> staged_ ABSL_GUARDED_BY(compute_mutex_);
+  // By micro-batch; STAGED in the ledger. Mutable, like the ledger, for SettleDropped().
+  mutable std::map<int64_t, std::shared_ptr<PendingContribution>> pending_ ABSL_GUARDED_BY(state_mutex_);
+  // Tensors that are to close the sealed step, with their checksums.
+  struct ShadowEntry {
+    ShadowTensor tensor;
+    std::string checksum;
+  };
+  std::map<HeadTensor, ShadowEntry> shadow_ ABSL_GUARDED_BY(state_mutex_);
 
-  StepLedger ledger_ ABSL_GUARDED_BY(state_mutex_);
+  mutable StepLedger ledger_ ABSL_GUARDED_BY(state_mutex_);
   Epoch epoch_ ABSL_GUARDED_BY(state_mutex_);
   HeadState state_ ABSL_GUARDED_BY(state_mutex_) = HeadState::kLoading;
   std::string lost_cause_ ABSL_GUARDED_BY(state_mutex_);
+  std::string restored_checkpoint_ ABSL_GUARDED_BY(state_mutex_);
   bool has_weight_ ABSL_GUARDED_BY(state_mutex_) = false;
   bool has_bias_ ABSL_GUARDED_BY(state_mutex_) = false;
   bool retired_ ABSL_GUARDED_BY(state_mutex_) = false;
@@ -292,8 +424,13 @@ class Head {
   int64_t update_count_ ABSL_GUARDED_BY(state_mutex_) = 0;
   std::string weight_checksum_ ABSL_GUARDED_BY(state_mutex_);
   std::optional<AppliedStep> last_apply_ ABSL_GUARDED_BY(state_mutex_);
-  int64_t running_calls_ ABSL_GUARDED_BY(state_mutex_) = 0;  // submissions that wait or compute
+  std::map<HeadTensor, std::string> last_replace_ ABSL_GUARDED_BY(state_mutex_);  // checksums that closed the last closed step
+  std::map<int64_t, int64_t> superseding_ ABSL_GUARDED_BY(state_mutex_);  // micro-batch: attempt that waits to abort lower ones
+  int64_t running_calls_ ABSL_GUARDED_BY(state_mutex_) = 0;               // submissions that wait or compute
 };
+
+// How often a waiting call asks whether it has been cancelled.
+inline constexpr absl::Duration kPollInterval = absl::Milliseconds(10);
 
 // The largest piece in which tensors are read from a source or a checkpoint.
 inline constexpr int64_t kTensorPieceBytes = int64_t{8} << 20;

@@ -1,11 +1,14 @@
 // Head's way from a complete micro-batch to a settled contribution.
 #include <algorithm>
 #include <functional>
+#include <memory>
 #include <set>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
 
 namespace headwater::heads {
@@ -30,36 +33,41 @@ absl::Status CheckVersion(const std::optional<int64_t>& expected, int64_t actual
       {{"field", field}, {"expected", absl::StrCat(*expected)}, {"actual", absl::StrCat(actual)}});
 }
 
-bool NeedsStagingSlot(const Submission& submission) { return submission.explicit_commit || submission.refuse_non_finite; }
-
-bool IsEngineFailure(const absl::Status& status) {
-  return HasReason(status, ErrorReason::kEngineFailed) || HasReason(status, ErrorReason::kInternal);
+bool NeedsSlot(const Submission& submission) {
+  return (submission.explicit_commit || submission.refuse_non_finite) && !submission.late_token_factors;
 }
 
 absl::Status Cancelled() {
   return MakeError(ErrorReason::kCancelled, "the call was cancelled before its micro-batch was decided; nothing was added");
 }
 
-}  // namespace
-
-Head* Head::TargetOf(const Submission& submission) {
-  if (!submission.backward) return nullptr;
+std::set<Head*, std::less<>> HeadsOf(const Submission& submission) {
+  std::set<Head*, std::less<>> heads;
   for (const SubmittedTerm& term : submission.terms) {
-    if (term.head != nullptr && term.head->spec_.trainable) return term.head.get();
+    heads.insert(term.head.get());
+    if (term.teacher_head != nullptr) heads.insert(term.teacher_head.get());
   }
-  return nullptr;
+  return heads;
 }
 
-absl::Status Head::CheckTerm(const Submission& submission, size_t index, const Head* target) {
+}  // namespace
+
+// ---- what can be refused at once -------------------------------------------------------------------------------------
+
+std::vector<Head*> Head::TargetsOf(const Submission& submission) {
+  std::vector<Head*> targets;
+  if (!submission.backward) return targets;
+  for (const SubmittedTerm& term : submission.terms) {
+    if (term.head == nullptr || !term.head->spec_.trainable) continue;
+    if (std::find(targets.begin(), targets.end(), term.head.get()) == targets.end()) targets.push_back(term.head.get());
+  }
+  return targets;
+}
+
+absl::Status Head::CheckTerm(const Submission& submission, size_t index) {
   const SubmittedTerm& term = submission.terms[index];
   if (term.head == nullptr) return MissingField(TermField(index, "head"), "in every term");
   const bool is_target = submission.backward && term.head->spec_.trainable;
-  if (is_target && term.head.get() != target) {
-    return MakeError(ErrorReason::kFeatureNotBuilt,
-                     absl::StrCat("micro-batches that add to several trainable heads are not built: ", target->name_.ToString(),
-                                  " and ", term.head->name_.ToString()),
-                     {{"feature", "several trainable heads in one micro-batch"}, {"field", TermField(index, "head")}});
-  }
   const bool is_jsd = std::holds_alternative<JsdSpec>(term.term.loss);
   if (is_jsd && term.teacher_head == nullptr) return MissingField(TermField(index, "teacher"), "for JSD");
   if (!is_jsd && term.teacher_head != nullptr) return InvalidCombination(TermField(index, "teacher"), "for cross entropy");
@@ -71,6 +79,13 @@ absl::Status Head::CheckTerm(const Submission& submission, size_t index, const H
   }
   if (!is_target && term.step.has_value() && !submission.backward) {
     return InvalidCombination(TermField(index, "head.step"), "in a forward-only call");
+  }
+  for (size_t other = 0; is_target && other < index; ++other) {
+    const SubmittedTerm& before = submission.terms[other];
+    if (before.head != term.head || (before.step == term.step && before.head_epoch == term.head_epoch)) continue;
+    const std::string field = TermField(index, before.step == term.step ? "head.head_epoch" : "head.step");
+    return MakeError(ErrorReason::kInvalidCombination,
+                     absl::StrCat(field, " must be that of terms[", other, "], which is about the same head"), {{"field", field}});
   }
   if (absl::Status status = term.head->CheckAsStudent(term, is_target, submission); !status.ok()) return status;
   return is_jsd ? term.teacher_head->CheckAsTeacher(term) : absl::OkStatus();
@@ -90,7 +105,8 @@ absl::Status Head::CheckAsStudent(const SubmittedTerm& term, bool is_target, con
   const int64_t micro_batch = *submission.micro_batch;
   absl::Status begin = ledger_.CheckBegin(*term.step, micro_batch, submission.attempt, limits_.max_step_micro_batches);
   if (!begin.ok()) return begin;
-  if (spec_.staging_slots == 0 && NeedsStagingSlot(submission) && !ledger_.open().micro_batches.contains(micro_batch)) {
+  const bool needs_slot = NeedsSlot(submission) && submission.hold == nullptr;
+  if (spec_.staging_slots == 0 && needs_slot && !ledger_.open().micro_batches.contains(micro_batch)) {
     return MakeError(ErrorReason::kStagingFull,
                      absl::StrCat(name_.ToString(), " was created without staging slots, which EXPLICIT commits and REFUSE need"),
                      {{"head", name_.ToString()}, {"stagingSlots", "0"}});
@@ -107,8 +123,8 @@ absl::Status Head::CheckAsTeacher(const SubmittedTerm& term) const {
 
 absl::Status Head::CheckSubmission(const Submission& submission) {
   if (submission.terms.empty()) return MissingField("terms", "at least once");
-  const Head* target = TargetOf(submission);
-  if (target != nullptr && !submission.micro_batch.has_value()) {
+  const bool has_target = !TargetsOf(submission).empty();
+  if (has_target && !submission.micro_batch.has_value()) {
     return MissingField("micro_batch", "for a backward call against a trainable head");
   }
   if (!submission.backward && submission.micro_batch.has_value())
@@ -117,9 +133,12 @@ absl::Status Head::CheckSubmission(const Submission& submission) {
     return InvalidCombination("return_grad_hidden", "in a forward-only call");
   }
   for (size_t index = 0; index < submission.terms.size(); ++index) {
-    if (absl::Status status = CheckTerm(submission, index, target); !status.ok()) return status;
+    if (absl::Status status = CheckTerm(submission, index); !status.ok()) return status;
   }
-  if (target == nullptr && submission.micro_batch.has_value()) {
+  if (submission.late_token_factors && (!submission.explicit_commit || submission.hold == nullptr)) {
+    return InvalidCombination("late_token_factors", "unless the commit is explicit and the rows may be held");
+  }
+  if (!has_target && submission.micro_batch.has_value()) {
     const std::string head = submission.terms[0].head->name_.ToString();
     return MakeError(ErrorReason::kHeadNotTrainable, absl::StrCat(head, " is frozen: it takes no micro_batch"),
                      {{"head", head}, {"field", "micro_batch"}});
@@ -127,142 +146,327 @@ absl::Status Head::CheckSubmission(const Submission& submission) {
   return absl::OkStatus();
 }
 
+absl::Status Head::Announce(const Submission& submission) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
+  const std::vector<Head*> targets = TargetsOf(submission);
+  if (submission.attempt == 0 || targets.empty()) return absl::OkStatus();
+  const int64_t micro_batch = *submission.micro_batch;
+  // A lower attempt that is being computed gives up as soon as it may.
+  for (Head* target : targets) {
+    absl::MutexLock state_lock(&target->state_mutex_);
+    int64_t& waiting = target->superseding_[micro_batch];
+    waiting = std::max(waiting, submission.attempt);
+  }
+  const ComputeLocks locks(std::set<Head*, std::less<>>(targets.begin(), targets.end()));
+  for (Head* target : targets) {
+    absl::MutexLock state_lock(&target->state_mutex_);
+    target->superseding_.erase(micro_batch);
+  }
+  if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
+  for (const SubmittedTerm& term : submission.terms) {
+    Head& head = *term.head;
+    if (!head.spec_.trainable) continue;
+    absl::MutexLock state_lock(&head.state_mutex_);
+    absl::StatusOr<bool> dropped =
+        head.ledger_.Supersede(*term.step, micro_batch, submission.attempt, head.limits_.max_step_micro_batches);
+    if (!dropped.ok()) return dropped.status();
+    if (*dropped) head.DropPending(micro_batch);
+    head.changed_.SignalAll();
+  }
+  return absl::OkStatus();
+}
+
+// ---- the computation and what it adds --------------------------------------------------------------------------------
+
+// Lives while the compute locks of all heads of the submission are held.
+class Head::SubmissionRun {
+ public:
+  SubmissionRun(const Submission& submission, LossEngine& engine, const std::function<bool()>& cancelled)
+      : submission_(submission), engine_(engine), cancelled_(cancelled), targets_(TargetsOf(submission)) {}
+
+  absl::StatusOr<SubmissionOutcome> Run();
+
+ private:
+  void BuildTerms();
+  // Begins in all targets, or in none.
+  absl::Status Begin();
+  // Decides how the contribution is held.
+  absl::Status ChooseForm();
+  absl::StatusOr<MicroBatchResult> Compute();
+  // Commits, or puts aside, what was computed.
+  absl::Status Settle(MicroBatchResult& result);
+  absl::Status Hold();
+  // Not OK once the submission should give up: it was cancelled, or a higher attempt waits.
+  absl::Status CheckWanted() const;
+  // Gives up; returns `status`.
+  absl::Status Abort(const absl::Status& status);
+  // After an engine call that adds to the accumulators.
+  absl::Status Failed(const absl::Status& status);
+  void FinishPending(const std::shared_ptr<PendingContribution>& pending);
+  void FinishCommitted();
+  ContributionCounts CountsOf(const Head* head) const;
+  std::set<const Head*> TargetSet() const { return {targets_.begin(), targets_.end()}; }
+  int64_t id() const { return *submission_.micro_batch; }
+
+  const Submission& submission_;
+  LossEngine& engine_;
+  const std::function<bool()>& cancelled_;
+  const std::vector<Head*> targets_;
+  std::vector<LossTerm> terms_;
+  bool adds_ = false;
+  ContributionForm form_ = ContributionForm::kNone;
+  SubmissionOutcome outcome_;
+};
+
 absl::StatusOr<SubmissionOutcome> Head::Submit(const Submission& submission, LossEngine& engine,
                                                const std::function<bool()>& cancelled) ABSL_NO_THREAD_SAFETY_ANALYSIS {
   // What can be refused is refused without waiting: a duplicate of the micro-batch that is being computed, above all.
   if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
-
-  std::set<Head*, std::less<Head*>> heads;
-  for (const SubmittedTerm& term : submission.terms) {
-    heads.insert(term.head.get());
-    if (term.teacher_head != nullptr) heads.insert(term.teacher_head.get());
+  const std::set<Head*, std::less<>> heads = HeadsOf(submission);
+  const auto count_calls = [&heads](int64_t change) {
+    for (Head* head : heads) {
+      absl::MutexLock state_lock(&head->state_mutex_);
+      head->running_calls_ += change;
+    }
+  };
+  count_calls(1);
+  absl::StatusOr<SubmissionOutcome> outcome;
+  {
+    const ComputeLocks locks(heads);
+    outcome = SubmissionRun(submission, engine, cancelled).Run();
   }
-  for (Head* head : heads) {
-    absl::MutexLock state_lock(&head->state_mutex_);
-    ++head->running_calls_;
-  }
-  // Ascending addresses, so that two submissions with the same heads in other roles cannot wait for each other.
-  for (Head* head : heads) head->compute_mutex_.Lock();
-  absl::StatusOr<SubmissionOutcome> outcome = SubmitLocked(submission, TargetOf(submission), engine, cancelled);
-  for (Head* head : heads) head->compute_mutex_.Unlock();
-  for (Head* head : heads) {
-    absl::MutexLock state_lock(&head->state_mutex_);
-    --head->running_calls_;
-  }
+  count_calls(-1);
   return outcome;
 }
 
-void Head::AbortMicroBatch(int64_t micro_batch) {
-  absl::MutexLock state_lock(&state_mutex_);
-  // Cannot fail: the micro-batch has been in progress since Begin(), and nobody else changes the ledger meanwhile.
-  ledger_.Abort(micro_batch).IgnoreError();
+absl::StatusOr<SubmissionOutcome> Head::SubmissionRun::Run() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  // Again: while this call waited for the locks the heads may have changed. From here on they do not.
+  if (absl::Status status = CheckSubmission(submission_); !status.ok()) return status;
+  BuildTerms();
+  if (absl::Status status = Begin(); !status.ok()) return status;
+  if (absl::Status status = CheckWanted(); !status.ok()) return Abort(status);
+  if (adds_) {
+    if (absl::Status status = ChooseForm(); !status.ok()) return Abort(status);
+  }
+  absl::StatusOr<MicroBatchResult> result = Compute();
+  if (!result.ok()) return form_ == ContributionForm::kDirect ? Failed(result.status()) : Abort(result.status());
+  outcome_.terms = std::move(result->terms);
+  if (adds_) {
+    if (absl::Status status = Settle(*result); !status.ok()) return status;
+  }
+  if (!targets_.empty()) {
+    absl::MutexLock state_lock(&targets_.front()->state_mutex_);
+    const MicroBatchRecord& record = targets_.front()->ledger_.open().micro_batches.at(id());
+    outcome_.state = record.state;
+    outcome_.form = record.form;
+  }
+  return std::move(outcome_);
 }
 
-absl::StatusOr<SubmissionOutcome> Head::SubmitLocked(const Submission& submission, Head* target, LossEngine& engine,
-                                                     const std::function<bool()>& cancelled) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-  // Again: while this call waited for the locks the heads may have changed. From here on they do not.
-  if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
-
-  SubmissionOutcome outcome;
-  std::vector<LossTerm> terms;
-  terms.reserve(submission.terms.size());
-  for (const SubmittedTerm& submitted : submission.terms) {
-    LossTerm& term = terms.emplace_back(submitted.term);
+void Head::SubmissionRun::BuildTerms() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  terms_.reserve(submission_.terms.size());
+  for (const SubmittedTerm& submitted : submission_.terms) {
+    LossTerm& term = terms_.emplace_back(submitted.term);
     term.head = submitted.head->engine_head_.get();
     term.teacher_head = submitted.teacher_head != nullptr ? submitted.teacher_head->engine_head_.get() : nullptr;
-    outcome.weight_versions.push_back(submitted.head->weight_version_);
-    outcome.teacher_weight_versions.push_back(submitted.teacher_head != nullptr ? submitted.teacher_head->weight_version_ : 0);
+    outcome_.weight_versions.push_back(submitted.head->weight_version_);
+    outcome_.teacher_weight_versions.push_back(submitted.teacher_head != nullptr ? submitted.teacher_head->weight_version_ : 0);
   }
-  MicroBatch micro_batch;
-  micro_batch.hidden = submission.hidden;
-  micro_batch.terms = terms;
-  micro_batch.backward = submission.backward;
-  micro_batch.grad_hidden = submission.grad_hidden;
-  micro_batch.grad_hidden_scale = submission.grad_hidden_scale;
-  micro_batch.refuse_non_finite = submission.refuse_non_finite;  // never together with kAccumulate, see NeedsStagingSlot()
-
-  bool adds = false;
-  if (target != nullptr) {
-    absl::MutexLock state_lock(&target->state_mutex_);
-    outcome.step = target->ledger_.open().step;
-    absl::StatusOr<BeginDecision> decision =
-        target->ledger_.Begin(*outcome.step, *submission.micro_batch, submission.attempt, submission.digest, submission.first_wins,
-                              target->limits_.max_step_micro_batches);
-    if (!decision.ok()) return decision.status();
-    adds = *decision == BeginDecision::kCompute;
-    outcome.replayed = *decision == BeginDecision::kReplay;
-    outcome.payload_differs = *decision == BeginDecision::kPayloadDiffers;
-  }
-  if (adds) {
-    target->staged_.erase(*submission.micro_batch);  // of a lower attempt, which this one supersedes
-    micro_batch.grad_weight = NeedsStagingSlot(submission) ? GradWeightMode::kStage : GradWeightMode::kAccumulate;
-  }
-  if (cancelled != nullptr && cancelled()) {
-    if (adds) target->AbortMicroBatch(*submission.micro_batch);
-    return Cancelled();
-  }
-
-  absl::StatusOr<MicroBatchResult> result = engine.Compute(micro_batch);
-  if (!result.ok()) {
-    if (micro_batch.grad_weight == GradWeightMode::kAccumulate && IsEngineFailure(result.status())) {
-      target->MarkLost(result.status());
-    } else if (adds) {
-      target->AbortMicroBatch(*submission.micro_batch);
-    }
-    return result.status();
-  }
-  if (adds) {
-    if (absl::Status status = target->Settle(submission, *result, cancelled); !status.ok()) return status;
-  }
-  outcome.terms = std::move(result->terms);
-  if (target != nullptr) {
-    absl::MutexLock state_lock(&target->state_mutex_);
-    const MicroBatchRecord& record = target->ledger_.open().micro_batches.at(*submission.micro_batch);
-    outcome.state = record.state;
-    outcome.form = record.form;
-  }
-  return outcome;
 }
 
-absl::Status Head::Settle(const Submission& submission, MicroBatchResult& result, const std::function<bool()>& cancelled) {
-  const int64_t micro_batch = *submission.micro_batch;
+absl::Status Head::SubmissionRun::CheckWanted() const {
+  if (cancelled_ != nullptr && cancelled_()) return Cancelled();
+  for (Head* target : targets_) {
+    absl::MutexLock state_lock(&target->state_mutex_);
+    const auto waiting = target->superseding_.find(id());
+    if (waiting == target->superseding_.end() || waiting->second <= submission_.attempt) continue;
+    return MakeError(ErrorReason::kAttemptSuperseded,
+                     absl::StrCat("attempt ", waiting->second, " of micro-batch ", id(), " has come while attempt ",
+                                  submission_.attempt, " was computed"),
+                     {{"microBatch", absl::StrCat(id())},
+                      {"attempt", absl::StrCat(submission_.attempt)},
+                      {"knownAttempt", absl::StrCat(waiting->second)}});
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Head::SubmissionRun::Begin() {
+  std::vector<Head*> begun;
+  std::string known_by, new_to;
+  absl::Status status;
+  for (Head* target : targets_) {
+    absl::MutexLock state_lock(&target->state_mutex_);
+    const int64_t step = target->ledger_.open().step;
+    if (!outcome_.step.has_value()) outcome_.step = step;
+    absl::StatusOr<BeginDecision> decision = target->ledger_.Begin(step, id(), submission_.attempt, submission_.digest,
+                                                                   submission_.first_wins, target->limits_.max_step_micro_batches);
+    status = decision.status();
+    if (status.ok() && *decision == BeginDecision::kCompute) {
+      begun.push_back(target);
+      target->DropPending(id());  // of a lower attempt, which this one supersedes
+      new_to = target->name_.ToString();
+    } else if (status.ok()) {
+      known_by = target->name_.ToString();
+      if (*decision == BeginDecision::kPayloadDiffers) outcome_.payload_differs = true;
+    }
+    if (status.ok() && !known_by.empty() && !new_to.empty()) {
+      status = MakeError(ErrorReason::kMicroBatchConflict,
+                         absl::StrCat("micro-batch ", id(), " is known to ", known_by, " and not to ", new_to,
+                                      "; the heads of a micro-batch take it all or not at all"),
+                         {{"microBatch", absl::StrCat(id())}, {"knownBy", known_by}, {"notKnownBy", new_to}});
+    }
+    if (!status.ok()) break;
+  }
+  if (!status.ok()) {
+    for (Head* head : begun) {
+      absl::MutexLock state_lock(&head->state_mutex_);
+      head->ledger_.Abort(id()).IgnoreError();  // cannot fail, as in Abort()
+    }
+    return status;
+  }
+  adds_ = !begun.empty();
+  outcome_.replayed = !targets_.empty() && !adds_ && !outcome_.payload_differs;
+  return absl::OkStatus();
+}
+
+absl::Status Head::SubmissionRun::ChooseForm() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  form_ = ContributionForm::kDirect;
+  if (submission_.late_token_factors) form_ = ContributionForm::kHeld;
+  if (!NeedsSlot(submission_)) return absl::OkStatus();
+  form_ = ContributionForm::kStaged;
+  for (Head* target : targets_) {
+    if (target->engine_head_->FreeStagingSlots() > 0) continue;
+    if (submission_.hold != nullptr) {
+      form_ = ContributionForm::kHeld;
+      break;
+    }
+    return MakeError(
+        ErrorReason::kStagingFull,
+        absl::StrCat("all ", target->spec_.staging_slots, " staging slots of ", target->name_.ToString(), " are taken"),
+        {{"head", target->name_.ToString()}, {"stagingSlots", absl::StrCat(target->spec_.staging_slots)}});
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<MicroBatchResult> Head::SubmissionRun::Compute() {
+  MicroBatch micro_batch;
+  micro_batch.hidden = submission_.hidden;
+  micro_batch.terms = terms_;
+  micro_batch.backward = submission_.backward;
+  micro_batch.grad_hidden = submission_.grad_hidden;
+  micro_batch.grad_hidden_scale = submission_.grad_hidden_scale;
+  micro_batch.refuse_non_finite = submission_.refuse_non_finite;  // never together with kAccumulate, see NeedsSlot()
+  if (form_ == ContributionForm::kDirect) micro_batch.grad_weight = GradWeightMode::kAccumulate;
+  if (form_ == ContributionForm::kStaged) micro_batch.grad_weight = GradWeightMode::kStage;
+  return engine_.Compute(micro_batch);
+}
+
+absl::Status Head::SubmissionRun::Settle(MicroBatchResult& result) {
+  if (form_ == ContributionForm::kDirect) {
+    FinishCommitted();
+    return absl::OkStatus();
+  }
+  if (form_ == ContributionForm::kStaged && result.staged == nullptr) {
+    return Abort(
+        MakeError(ErrorReason::kInternal, "the engine returned no staged contribution", {{"microBatch", absl::StrCat(id())}}));
+  }
+  if (absl::Status status = CheckWanted(); !status.ok()) {
+    result.staged.reset();
+    return Abort(status);
+  }
+  if (form_ == ContributionForm::kHeld && submission_.explicit_commit) return Hold();
+  if (submission_.explicit_commit) {
+    FinishPending(
+        std::make_shared<PendingContribution>(TargetSet(), submission_.attempt, submission_.session, std::move(result.staged)));
+    return absl::OkStatus();
+  }
+  // EAGER, but refused until now if anything was not finite.
+  if (form_ == ContributionForm::kStaged) {
+    const absl::Status added = result.staged->Commit(1.0);
+    result.staged.reset();
+    if (!added.ok()) return Failed(added);
+  } else {
+    for (LossTerm& term : terms_) {
+      term.token_loss = term.lse = term.target_log_probability = term.entropy = nullptr;
+      term.argmax = nullptr;
+    }
+    MicroBatch again;
+    again.hidden = submission_.hidden;
+    again.terms = terms_;
+    again.backward = true;
+    again.grad_weight = GradWeightMode::kAccumulate;
+    if (absl::Status added = engine_.Compute(again).status(); !added.ok()) return Failed(added);
+  }
+  FinishCommitted();
+  return absl::OkStatus();
+}
+
+absl::Status Head::SubmissionRun::Hold() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  absl::StatusOr<std::shared_ptr<const void>> storage = submission_.hold();
+  if (!storage.ok()) return Abort(storage.status());
+  HeldRows held;
+  held.hidden = submission_.hidden;
+  held.storage = *std::move(storage);
+  std::set<const Head*> teachers;
+  for (size_t index = 0; index < terms_.size(); ++index) {
+    const SubmittedTerm& submitted = submission_.terms[index];
+    if (!submitted.head->spec_.trainable) continue;  // adds nothing
+    LossTerm& term = held.terms.emplace_back(terms_[index]);
+    term.token_loss = term.lse = term.target_log_probability = term.entropy = nullptr;
+    term.argmax = nullptr;
+    if (submitted.teacher_head == nullptr || !teachers.insert(submitted.teacher_head.get()).second) continue;
+    held.teachers.push_back(submitted.teacher_head);
+    held.teacher_weight_versions.push_back(submitted.teacher_head->weight_version_);
+  }
+  FinishPending(std::make_shared<PendingContribution>(TargetSet(), submission_.attempt, submission_.session, std::move(held)));
+  return absl::OkStatus();
+}
+
+absl::Status Head::SubmissionRun::Abort(const absl::Status& status) {
+  if (!adds_) return status;
+  for (Head* target : targets_) {
+    absl::MutexLock state_lock(&target->state_mutex_);
+    // Cannot fail: the micro-batch has been in progress since Begin(), and nobody else changes the ledger meanwhile.
+    target->ledger_.Abort(id()).IgnoreError();
+    target->changed_.SignalAll();
+  }
+  return status;
+}
+
+absl::Status Head::SubmissionRun::Failed(const absl::Status& status) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  if (!IsEngineFailure(status)) return Abort(status);
+  for (Head* target : targets_) target->MarkLost(status);
+  return status;
+}
+
+void Head::SubmissionRun::FinishPending(const std::shared_ptr<PendingContribution>& pending) {
+  for (Head* target : targets_) {
+    absl::MutexLock state_lock(&target->state_mutex_);
+    target->ledger_.FinishStaged(id(), form_, CountsOf(target)).IgnoreError();  // cannot fail, as in Abort()
+    target->pending_[id()] = pending;
+    target->changed_.SignalAll();
+  }
+}
+
+void Head::SubmissionRun::FinishCommitted() {
+  for (Head* target : targets_) {
+    absl::MutexLock state_lock(&target->state_mutex_);
+    target->ledger_.FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();  // cannot fail, as in Abort()
+    target->changed_.SignalAll();
+  }
+}
+
+ContributionCounts Head::SubmissionRun::CountsOf(const Head* head) const {
   ContributionCounts counts;
-  for (size_t index = 0; index < submission.terms.size(); ++index) {
-    if (submission.terms[index].head.get() != this) continue;
-    const LossSums& sums = result.terms[index];
+  for (size_t index = 0; index < submission_.terms.size(); ++index) {
+    if (submission_.terms[index].head.get() != head) continue;
+    const LossSums& sums = outcome_.terms[index];
     counts.valid_token_count += sums.valid_token_count;
     counts.loss_sum += sums.loss_sum;
     counts.token_weight_sum += sums.token_weight_sum;
     counts.non_finite_row_count += sums.non_finite_row_count;
   }
-  if (!NeedsStagingSlot(submission)) {
-    absl::MutexLock state_lock(&state_mutex_);
-    return ledger_.FinishCommitted(micro_batch, counts);
-  }
-  if (result.staged == nullptr) {
-    AbortMicroBatch(micro_batch);
-    return MakeError(ErrorReason::kInternal, "the engine returned no staged contribution",
-                     {{"microBatch", absl::StrCat(micro_batch)}});
-  }
-  if (cancelled != nullptr && cancelled()) {
-    result.staged.reset();
-    AbortMicroBatch(micro_batch);
-    return Cancelled();
-  }
-  if (submission.explicit_commit) {
-    staged_[micro_batch] = std::move(result.staged);
-    absl::MutexLock state_lock(&state_mutex_);
-    return ledger_.FinishStaged(micro_batch, counts);
-  }
-  if (absl::Status status = result.staged->Commit(1.0); !status.ok()) {
-    result.staged.reset();
-    MarkLost(status);
-    return status;
-  }
-  result.staged.reset();
-  absl::MutexLock state_lock(&state_mutex_);
-  if (absl::Status status = ledger_.FinishStaged(micro_batch, counts); !status.ok()) return status;
-  return ledger_.FinishCommit(micro_batch, 1.0);
+  return counts;
 }
 
 }  // namespace headwater::heads

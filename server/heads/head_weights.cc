@@ -17,6 +17,21 @@ HeadTensor MasterOf(HeadTensor tensor) {
   return tensor == HeadTensor::kWeight ? HeadTensor::kMasterWeight : HeadTensor::kMasterBias;
 }
 
+TensorUpdate UpdateFromMemory(HeadTensor tensor, DataType data_type, const void* data) {
+  return {tensor, data_type, [data, data_type](int64_t element_start, int64_t element_count, void* out) {
+            const int64_t element_bytes = ElementBytes(data_type);
+            std::memcpy(out, static_cast<const char*>(data) + element_start * element_bytes,
+                        static_cast<size_t>(element_count * element_bytes));
+            return absl::OkStatus();
+          }};
+}
+
+// A shard that is not ready stops a change in time only if nothing has been changed before.
+absl::Status AfterTheBeginning(const absl::Status& status, bool changed) {
+  if (!changed || !HasReason(status, ErrorReason::kShardNotReady)) return status;
+  return MakeError(ErrorReason::kEngineFailed, absl::StrCat("the change had begun, but ", std::string(status.message())));
+}
+
 }  // namespace
 
 absl::Status Head::CheckElements(HeadTensor tensor, int64_t element_start, int64_t element_count) const {
@@ -39,25 +54,19 @@ absl::Status Head::CheckElements(HeadTensor tensor, int64_t element_start, int64
 // ---- setting ---------------------------------------------------------------------------------------------------------
 
 absl::Status Head::SetTensor(const Epoch& epoch, HeadTensor tensor, DataType data_type, const void* data, int64_t byte_count) {
-  TensorUpdate update;
-  update.tensor = tensor;
-  update.data_type = data_type;
-  update.source = [data, data_type](int64_t element_start, int64_t element_count, void* out) {
-    const int64_t element_bytes = ElementBytes(data_type);
-    std::memcpy(out, static_cast<const char*>(data) + element_start * element_bytes,
-                static_cast<size_t>(element_count * element_bytes));
-    return absl::OkStatus();
-  };
-  const std::vector<TensorUpdate> updates = {std::move(update)};
+  const std::vector<TensorUpdate> updates = {UpdateFromMemory(tensor, data_type, data)};
   if (absl::Status status = CheckUpdates(updates); !status.ok()) return status;
-  const int64_t expected = engine_head_->ElementCount(tensor) * ElementBytes(data_type);
-  if (byte_count != expected) {
-    return MakeError(ErrorReason::kDataLengthMismatch,
-                     absl::StrCat(HeadTensorName(tensor), " as ", DataTypeName(data_type), " has ", expected,
-                                  " bytes, the call brings ", byte_count),
-                     {{"expected", absl::StrCat(expected)}, {"actual", absl::StrCat(byte_count)}, {"field", "total_bytes"}});
-  }
+  if (absl::Status status = CheckTensorBytes(tensor, data_type, byte_count); !status.ok()) return status;
   return SetTensors(epoch, updates);
+}
+
+absl::Status Head::CheckTensorBytes(HeadTensor tensor, DataType data_type, int64_t byte_count) const {
+  const int64_t expected = engine_head_->ElementCount(tensor) * ElementBytes(data_type);
+  if (byte_count == expected) return absl::OkStatus();
+  return MakeError(ErrorReason::kDataLengthMismatch,
+                   absl::StrCat(HeadTensorName(tensor), " as ", DataTypeName(data_type), " has ", expected,
+                                " bytes, the call brings ", byte_count),
+                   {{"expected", absl::StrCat(expected)}, {"actual", absl::StrCat(byte_count)}, {"field", "total_bytes"}});
 }
 
 absl::Status Head::CheckUpdates(const std::vector<TensorUpdate>& updates) const {
@@ -87,6 +96,10 @@ absl::Status Head::CheckUpdates(const std::vector<TensorUpdate>& updates) const 
 }
 
 absl::Status Head::WriteTensors(const std::vector<TensorUpdate>& updates, bool& changed) {
+  const auto note = [&changed](const absl::Status& status) {
+    changed = changed || !HasReason(status, ErrorReason::kShardNotReady);  // which leaves everything as it was
+    return status;
+  };
   for (const TensorUpdate& update : updates) {
     // fp32 for 16-bit storage goes to the master, from which the engine rounds the stored weight.
     const HeadTensor tensor = update.data_type == spec_.data_type ? update.tensor : MasterOf(update.tensor);
@@ -96,13 +109,14 @@ absl::Status Head::WriteTensors(const std::vector<TensorUpdate>& updates, bool& 
     for (int64_t start = 0; start < total; start += piece) {
       const int64_t count = std::min(piece, total - start);
       if (absl::Status status = update.source(start, count, buffer.get()); !status.ok()) return status;
-      changed = true;
-      if (absl::Status status = engine_head_->WriteTensor(tensor, start, count, buffer.get()); !status.ok()) return status;
+      // Before the first write, which a shard alone does not ask the others about: so one that is not ready is found in time.
+      if (!changed && spec_.trainable) {
+        if (absl::Status status = note(engine_head_->ZeroGradient()); !status.ok()) return status;
+      }
+      if (absl::Status status = note(engine_head_->WriteTensor(tensor, start, count, buffer.get())); !status.ok()) return status;
     }
   }
-  if (!spec_.trainable) return absl::OkStatus();
-  if (absl::Status status = engine_head_->ZeroGradient(); !status.ok()) return status;
-  return std::holds_alternative<std::monostate>(spec_.optimizer) ? absl::OkStatus() : engine_head_->ResetOptimizerState();
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::string> Head::ChecksumWeight() const {
@@ -134,12 +148,16 @@ absl::Status Head::SetTensors(const Epoch& epoch, const std::vector<TensorUpdate
   };
   bool changed = false;
   absl::Status written = WriteTensors(updates, changed);
+  if (written.ok() && spec_.trainable && !std::holds_alternative<std::monostate>(spec_.optimizer)) {
+    written = engine_head_->ResetOptimizerState();
+  }
   std::string checksum;
   if (written.ok() && sets(HeadTensor::kWeight)) {
     absl::StatusOr<std::string> computed = ChecksumWeight();
     if (computed.ok()) checksum = *std::move(computed);
     written = computed.status();
   }
+  written = AfterTheBeginning(written, changed);
   if (!written.ok()) {
     if (changed && !was_loading) {
       MarkLost(written);
@@ -150,20 +168,84 @@ absl::Status Head::SetTensors(const Epoch& epoch, const std::vector<TensorUpdate
     }
     return written;
   }
-  staged_.clear();
   absl::MutexLock state_lock(&state_mutex_);
   if (sets(HeadTensor::kWeight)) has_weight_ = true;
   if (sets(HeadTensor::kBias)) has_bias_ = true;
-  if (!was_loading) epoch_ = NewEpoch();
-  state_ = HasAllTensors() ? HeadState::kReady : HeadState::kLoading;
-  lost_cause_.clear();
-  ledger_.Reset(ledger_.open().step);
-  last_apply_.reset();
+  const Epoch epoch_before = epoch_;
+  StartAfresh(ledger_.open().step);
+  if (was_loading) epoch_ = epoch_before;
+  if (!HasAllTensors()) state_ = HeadState::kLoading;
   update_count_ = 0;
   ++weight_version_;
   if (sets(HeadTensor::kWeight)) weight_checksum_ = std::move(checksum);
   return absl::OkStatus();
 }
+
+// ---- the trainer's own optimizer -------------------------------------------------------------------------------------
+
+absl::Status Head::WriteShadow() {
+  std::vector<TensorUpdate> updates;
+  std::map<HeadTensor, ShadowEntry> shadow;
+  {
+    absl::MutexLock state_lock(&state_mutex_);
+    shadow = shadow_;
+  }
+  for (const auto& [name, entry] : shadow)
+    updates.push_back(UpdateFromMemory(name, entry.tensor.data_type, entry.tensor.data.get()));
+  bool changed = false;
+  const absl::Status written = AfterTheBeginning(WriteTensors(updates, changed), changed);
+  if (!written.ok()) {
+    if (changed) MarkLost(written);
+    return written;
+  }
+  absl::StatusOr<std::string> checksum = ChecksumWeight();
+  if (!checksum.ok()) {
+    MarkLost(checksum.status());
+    return checksum.status();
+  }
+  absl::MutexLock state_lock(&state_mutex_);
+  weight_checksum_ = *std::move(checksum);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> Head::Replace(const StepKey& key, const ShadowTensor& tensor) {
+  if (absl::Status status = CheckUpdates({UpdateFromMemory(tensor.tensor, tensor.data_type, tensor.data.get())}); !status.ok()) {
+    return status;
+  }
+  if (absl::Status status = CheckTensorBytes(tensor.tensor, tensor.data_type, tensor.byte_count); !status.ok()) return status;
+  checkpoint::Xxh3Hasher hasher;
+  hasher.Update(tensor.data.get(), tensor.byte_count);
+  const std::string checksum = absl::StrCat(DataTypeName(tensor.data_type), ":", hasher.Digest());
+
+  absl::MutexLock compute_lock(&compute_mutex_);
+  {
+    absl::MutexLock state_lock(&state_mutex_);
+    if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
+    const std::optional<StepRecord>& last_closed = ledger_.last_closed();
+    if (last_closed.has_value() && last_closed->step == key.step) {
+      const auto closed_with = last_replace_.find(tensor.tensor);
+      if (closed_with != last_replace_.end() && closed_with->second == checksum) return true;
+      return MakeError(ErrorReason::kStepConflict,
+                       absl::StrCat("step ", key.step, " was closed by ",
+                                    last_closed->state == StepState::kReplaced ? "other weights" : "another call",
+                                    "; the open step is ", ledger_.open().step),
+                       {{"step", absl::StrCat(key.step)}, {"openStep", absl::StrCat(ledger_.open().step)}});
+    }
+    if (absl::Status status = ledger_.CheckClose(key.step, StepState::kReplaced); !status.ok()) return status;
+    shadow_[tensor.tensor] = {tensor, checksum};
+    if (shadow_.size() < (spec_.has_bias ? 2U : 1U)) return false;
+  }
+  if (absl::Status status = WriteShadow(); !status.ok()) return status;
+  absl::MutexLock state_lock(&state_mutex_);
+  std::map<HeadTensor, std::string> checksums;
+  for (const auto& [name, entry] : shadow_) checksums[name] = entry.checksum;
+  if (absl::Status status = CloseStep(key.step, StepState::kReplaced); !status.ok()) return status;
+  last_replace_ = std::move(checksums);
+  ++weight_version_;
+  return true;
+}
+
+// ---- reading ---------------------------------------------------------------------------------------------------------
 
 absl::Status Head::ReadWeights(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out,
                                std::optional<int64_t> version) const {
@@ -209,14 +291,14 @@ absl::StatusOr<Head::SavedCheckpoint> Head::Save(const std::optional<Epoch>& epo
   return SavedCheckpoint{info.step, *total_bytes};
 }
 
-absl::Status Head::Restore(const Epoch& epoch, checkpoint::CheckpointStore& store, const std::string& checkpoint_name) {
-  absl::MutexLock compute_lock(&compute_mutex_);
-  if (absl::Status status = LockAndCheck(&epoch, Need::kAnyState, false); !status.ok()) return status;
+absl::Status Head::LoadCheckpoint(checkpoint::CheckpointStore& store, const std::string& checkpoint_name, bool comes_back) {
   absl::StatusOr<checkpoint::CheckpointInfo> info = store.Load(name_.tenant, name_.head, checkpoint_name, *engine_head_);
   if (!info.ok()) return AfterChange(info.status());
-  staged_.clear();
   if (spec_.trainable) {
-    if (absl::Status status = AfterChange(engine_head_->ZeroGradient()); !status.ok()) return status;
+    if (absl::Status status = AfterTheBeginning(engine_head_->ZeroGradient(), true); !status.ok()) {
+      MarkLost(status);
+      return status;
+    }
   }
   absl::StatusOr<std::string> checksum = ChecksumWeight();
   if (!checksum.ok()) {
@@ -224,17 +306,29 @@ absl::Status Head::Restore(const Epoch& epoch, checkpoint::CheckpointStore& stor
     return checksum.status();
   }
   absl::MutexLock state_lock(&state_mutex_);
-  epoch_ = NewEpoch();
-  state_ = HeadState::kReady;
-  lost_cause_.clear();
+  StartAfresh(info->step);
+  if (comes_back && spec_.trainable) {
+    state_ = HeadState::kRestored;
+    restored_checkpoint_ = checkpoint_name;
+  }
   has_weight_ = true;
   has_bias_ = spec_.has_bias;
-  ledger_.Reset(info->step);
-  last_apply_.reset();
   update_count_ = info->update_count;
   ++weight_version_;
   weight_checksum_ = *std::move(checksum);
   return absl::OkStatus();
+}
+
+absl::Status Head::Restore(const Epoch& epoch, checkpoint::CheckpointStore& store, const std::string& checkpoint_name) {
+  absl::MutexLock compute_lock(&compute_mutex_);
+  if (absl::Status status = LockAndCheck(&epoch, Need::kAnyState, false); !status.ok()) return status;
+  return LoadCheckpoint(store, checkpoint_name, /*comes_back=*/false);
+}
+
+absl::Status Head::ComeBack(checkpoint::CheckpointStore& store, const std::string& checkpoint_name) {
+  absl::MutexLock compute_lock(&compute_mutex_);
+  if (absl::Status status = LockAndCheck(nullptr, Need::kAnyState, false); !status.ok()) return status;
+  return LoadCheckpoint(store, checkpoint_name, /*comes_back=*/true);
 }
 
 }  // namespace headwater::heads

@@ -33,6 +33,28 @@ const char* StateName(ContributionState state) {
   return "unknown";
 }
 
+// Something is there, decided or not; else only a fence or a tombstone.
+bool IsPresent(const MicroBatchRecord& record) {
+  return record.state != ContributionState::kNone && record.state != ContributionState::kDiscarded;
+}
+
+// What is left of a record when its contribution is gone; false if that is nothing.
+bool KeepFenceAndTombstone(MicroBatchRecord* record) {
+  MicroBatchRecord rest;
+  rest.fence_attempt = record->fence_attempt;
+  rest.tombstone_attempt = record->tombstone_attempt;
+  rest.state = rest.tombstone_attempt >= rest.fence_attempt ? ContributionState::kDiscarded : ContributionState::kNone;
+  rest.attempt = std::max(rest.fence_attempt, rest.tombstone_attempt);
+  *record = rest;
+  return rest.fence_attempt > 0 || rest.tombstone_attempt >= 0;
+}
+
+std::string FactorToString(const CommitFactor& factor) {
+  return absl::StrCat(factor.factor, factor.token_factors.has_value()
+                                         ? absl::StrCat(" and token factors ", EpochToHex(*factor.token_factors))
+                                         : "");
+}
+
 bool IsUndecided(const MicroBatchRecord& record) {
   return record.state == ContributionState::kInProgress || record.state == ContributionState::kStaged;
 }
@@ -101,7 +123,6 @@ absl::Status StepLedger::CheckBegin(int64_t step, int64_t micro_batch, int64_t a
   }
   const ErrorMetadata key = {
       {"step", absl::StrCat(step)}, {"microBatch", absl::StrCat(micro_batch)}, {"attempt", absl::StrCat(attempt)}};
-  if (absl::Status status = CheckNotInProgress(step, micro_batch); !status.ok()) return status;
   const auto found = open_.micro_batches.find(micro_batch);
   if (found != open_.micro_batches.end()) {
     const MicroBatchRecord& record = found->second;
@@ -113,15 +134,19 @@ absl::Status StepLedger::CheckBegin(int64_t step, int64_t micro_batch, int64_t a
                                     record.tombstone_attempt, ", the call is attempt ", attempt),
                        std::move(metadata));
     }
-    if (record.state != ContributionState::kDiscarded && attempt < record.attempt) {
+    const int64_t known_attempt = IsPresent(record) ? std::max(record.attempt, record.fence_attempt) : record.fence_attempt;
+    // A repeat of what is decided is answered whatever attempt a later call has announced.
+    const bool repeats = record.state == ContributionState::kCommitted && attempt >= record.attempt;
+    if (attempt < known_attempt && !repeats) {
       ErrorMetadata metadata = key;
-      metadata["knownAttempt"] = absl::StrCat(record.attempt);
+      metadata["knownAttempt"] = absl::StrCat(known_attempt);
       return MakeError(ErrorReason::kAttemptSuperseded,
-                       absl::StrCat("micro-batch ", micro_batch, " of step ", step, " is known with attempt ", record.attempt,
+                       absl::StrCat("micro-batch ", micro_batch, " of step ", step, " is known with attempt ", known_attempt,
                                     ", the call is attempt ", attempt),
                        std::move(metadata));
     }
-    if (record.state != ContributionState::kDiscarded) return absl::OkStatus();
+    if (record.state == ContributionState::kInProgress && attempt == record.attempt) return CheckNotInProgress(step, micro_batch);
+    if (IsPresent(record)) return absl::OkStatus();
   }
   if (open_.state != StepState::kOpen) {
     ErrorMetadata metadata = key;
@@ -143,11 +168,28 @@ absl::Status StepLedger::CheckBegin(int64_t step, int64_t micro_batch, int64_t a
   return absl::OkStatus();
 }
 
+absl::StatusOr<bool> StepLedger::Supersede(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches) {
+  if (absl::Status status = CheckBegin(step, micro_batch, attempt, max_micro_batches); !status.ok()) return status;
+  if (attempt == 0) return false;
+  const auto [found, is_new] = open_.micro_batches.try_emplace(micro_batch);
+  MicroBatchRecord& record = found->second;
+  if (!is_new && record.state == ContributionState::kInProgress) {
+    return MakeError(ErrorReason::kInternal, absl::StrCat("micro-batch ", micro_batch, " is being computed"),
+                     {{"microBatch", absl::StrCat(micro_batch)}});
+  }
+  if (!is_new && record.state == ContributionState::kCommitted) return false;
+  const bool dropped = !is_new && record.state == ContributionState::kStaged && record.attempt < attempt;
+  record.fence_attempt = std::max(record.fence_attempt, attempt);
+  if (is_new || dropped || !IsPresent(record)) KeepFenceAndTombstone(&record);
+  return dropped;
+}
+
 absl::StatusOr<BeginDecision> StepLedger::Begin(int64_t step, int64_t micro_batch, int64_t attempt, const Digest& digest,
                                                 bool first_wins, int64_t max_micro_batches) {
   if (absl::Status status = CheckBegin(step, micro_batch, attempt, max_micro_batches); !status.ok()) return status;
+  if (absl::Status status = CheckNotInProgress(step, micro_batch); !status.ok()) return status;
   const auto found = open_.micro_batches.find(micro_batch);
-  const bool known = found != open_.micro_batches.end() && found->second.state != ContributionState::kDiscarded;
+  const bool known = found != open_.micro_batches.end() && IsPresent(found->second);
   const bool supersedes = known && found->second.state == ContributionState::kStaged && attempt > found->second.attempt;
   if (known && !supersedes) {
     const MicroBatchRecord& record = found->second;
@@ -164,8 +206,10 @@ absl::StatusOr<BeginDecision> StepLedger::Begin(int64_t step, int64_t micro_batc
   }
   MicroBatchRecord record;
   if (found != open_.micro_batches.end()) {
-    record.tombstone_attempt = supersedes ? found->second.attempt : found->second.tombstone_attempt;
+    record.tombstone_attempt = found->second.tombstone_attempt;
+    record.fence_attempt = found->second.fence_attempt;
   }
+  record.fence_attempt = std::max(record.fence_attempt, attempt);
   record.attempt = attempt;
   open_.micro_batches[micro_batch] = record;
   pending_digests_[micro_batch] = digest;
@@ -184,22 +228,22 @@ absl::StatusOr<MicroBatchRecord*> StepLedger::InProgress(int64_t micro_batch) {
   return &found->second;
 }
 
-absl::Status StepLedger::FinishCommitted(int64_t micro_batch, const ContributionCounts& counts) {
+absl::Status StepLedger::FinishCommitted(int64_t micro_batch, ContributionForm form, const ContributionCounts& counts) {
   absl::StatusOr<MicroBatchRecord*> record = InProgress(micro_batch);
   if (!record.ok()) return record.status();
   (*record)->state = ContributionState::kCommitted;
-  (*record)->form = ContributionForm::kDirect;
+  (*record)->form = form;
   (*record)->counts = counts;
   (*record)->digest = pending_digests_[micro_batch];
   pending_digests_.erase(micro_batch);
   return absl::OkStatus();
 }
 
-absl::Status StepLedger::FinishStaged(int64_t micro_batch, const ContributionCounts& counts) {
+absl::Status StepLedger::FinishStaged(int64_t micro_batch, ContributionForm form, const ContributionCounts& counts) {
   absl::StatusOr<MicroBatchRecord*> record = InProgress(micro_batch);
   if (!record.ok()) return record.status();
   (*record)->state = ContributionState::kStaged;
-  (*record)->form = ContributionForm::kStaged;
+  (*record)->form = form;
   (*record)->counts = counts;
   (*record)->digest = pending_digests_[micro_batch];
   pending_digests_.erase(micro_batch);
@@ -210,23 +254,16 @@ absl::Status StepLedger::Abort(int64_t micro_batch) {
   absl::StatusOr<MicroBatchRecord*> record = InProgress(micro_batch);
   if (!record.ok()) return record.status();
   pending_digests_.erase(micro_batch);
-  const int64_t tombstone_attempt = (*record)->tombstone_attempt;
-  if (tombstone_attempt < 0) {
-    open_.micro_batches.erase(micro_batch);
-    return absl::OkStatus();
-  }
-  **record = MicroBatchRecord();
-  (*record)->state = ContributionState::kDiscarded;
-  (*record)->attempt = tombstone_attempt;
-  (*record)->tombstone_attempt = tombstone_attempt;
+  if (!KeepFenceAndTombstone(*record)) open_.micro_batches.erase(micro_batch);
   return absl::OkStatus();
 }
 
-absl::StatusOr<bool> StepLedger::CheckCommit(int64_t step, int64_t micro_batch, int64_t attempt, double factor) const {
+absl::StatusOr<bool> StepLedger::CheckCommit(int64_t step, int64_t micro_batch, int64_t attempt, const CommitFactor& factor) const {
   if (absl::Status status = CheckStep(step); !status.ok()) return status;
-  if (!std::isfinite(factor)) {
-    return MakeError(ErrorReason::kInvalidField, absl::StrCat("factor must be finite, it is ", factor),
-                     {{"field", "factor"}, {"expected", "finite"}, {"actual", absl::StrCat(factor)}});
+  if (!std::isfinite(static_cast<float>(factor.factor))) {
+    const std::string actual = absl::StrCat(factor.factor);
+    return MakeError(ErrorReason::kInvalidField, absl::StrCat("factor must be finite in fp32, it is ", actual),
+                     {{"field", "factor"}, {"expected", "finite in fp32"}, {"actual", actual}});
   }
   const auto found = open_.micro_batches.find(micro_batch);
   const bool known = found != open_.micro_batches.end();
@@ -238,7 +275,8 @@ absl::StatusOr<bool> StepLedger::CheckCommit(int64_t step, int64_t micro_batch, 
                                   found->second.tombstone_attempt, ", the commit is for attempt ", attempt),
                      key);
   }
-  if (!known || attempt > found->second.attempt) {
+  const bool only_announced = known && found->second.state == ContributionState::kNone;
+  if (!known || attempt > found->second.attempt || (only_announced && attempt == found->second.attempt)) {
     return MakeError(ErrorReason::kMicroBatchNotFound,
                      absl::StrCat("step ", step, " knows no micro-batch ", micro_batch, " with attempt ", attempt), key);
   }
@@ -252,11 +290,11 @@ absl::StatusOr<bool> StepLedger::CheckCommit(int64_t step, int64_t micro_batch, 
   }
   if (record.state == ContributionState::kCommitted) {
     if (record.factor == factor) return false;
-    key["expected"] = absl::StrCat(record.factor);
-    key["actual"] = absl::StrCat(factor);
+    key["expected"] = FactorToString(record.factor);
+    key["actual"] = FactorToString(factor);
     return MakeError(ErrorReason::kMicroBatchConflict,
-                     absl::StrCat("micro-batch ", micro_batch, " of step ", step, " was committed with factor ", record.factor,
-                                  ", the call has factor ", factor),
+                     absl::StrCat("micro-batch ", micro_batch, " of step ", step, " was committed with factor ", key["expected"],
+                                  ", the call has factor ", key["actual"]),
                      key);
   }
   if (open_.state != StepState::kOpen) {
@@ -266,7 +304,7 @@ absl::StatusOr<bool> StepLedger::CheckCommit(int64_t step, int64_t micro_batch, 
   return true;
 }
 
-absl::Status StepLedger::FinishCommit(int64_t micro_batch, double factor) {
+absl::Status StepLedger::FinishCommit(int64_t micro_batch, const CommitFactor& factor) {
   const auto found = open_.micro_batches.find(micro_batch);
   if (found == open_.micro_batches.end() || found->second.state != ContributionState::kStaged) {
     return MakeError(ErrorReason::kInternal,
@@ -278,49 +316,51 @@ absl::Status StepLedger::FinishCommit(int64_t micro_batch, double factor) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<bool> StepLedger::Discard(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches) {
+absl::Status StepLedger::CheckDiscard(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches) const {
   if (absl::Status status = CheckStep(step); !status.ok()) return status;
-  const ErrorMetadata key = {
-      {"step", absl::StrCat(step)}, {"microBatch", absl::StrCat(micro_batch)}, {"attempt", absl::StrCat(attempt)}};
   const auto found = open_.micro_batches.find(micro_batch);
   if (found == open_.micro_batches.end()) {
     const absl::Status begin = CheckBegin(step, micro_batch, attempt, max_micro_batches);
-    if (HasReason(begin, ErrorReason::kStepSealed)) return false;  // nothing new can come in: no tombstone needed
-    if (!begin.ok()) return begin;
-    MicroBatchRecord tombstone;
-    tombstone.state = ContributionState::kDiscarded;
-    tombstone.attempt = attempt;
-    tombstone.tombstone_attempt = attempt;
-    open_.micro_batches[micro_batch] = tombstone;
-    return false;
+    return HasReason(begin, ErrorReason::kStepSealed) ? absl::OkStatus() : begin;
   }
-  MicroBatchRecord& record = found->second;
+  const MicroBatchRecord& record = found->second;
+  ErrorMetadata key = {{"step", absl::StrCat(step)}, {"microBatch", absl::StrCat(micro_batch)}, {"attempt", absl::StrCat(attempt)}};
   switch (record.state) {
     case ContributionState::kInProgress:
       return CheckNotInProgress(step, micro_batch);
     case ContributionState::kCommitted:
       return MakeError(ErrorReason::kMicroBatchConflict,
-                       absl::StrCat("micro-batch ", micro_batch, " of step ", step, " is committed and cannot be discarded"), key);
+                       absl::StrCat("micro-batch ", micro_batch, " of step ", step, " is committed and cannot be discarded"),
+                       std::move(key));
     case ContributionState::kStaged:
-      if (attempt < record.attempt) {
-        ErrorMetadata metadata = key;
-        metadata["knownAttempt"] = absl::StrCat(record.attempt);
-        return MakeError(ErrorReason::kAttemptSuperseded,
-                         absl::StrCat("micro-batch ", micro_batch, " of step ", step, " is staged at attempt ", record.attempt,
-                                      ", the discard is for attempt ", attempt),
-                         std::move(metadata));
-      }
-      record.state = ContributionState::kDiscarded;
-      record.attempt = attempt;
-      record.tombstone_attempt = attempt;
-      return true;
+      if (attempt >= record.attempt) return absl::OkStatus();
+      key["knownAttempt"] = absl::StrCat(record.attempt);
+      return MakeError(ErrorReason::kAttemptSuperseded,
+                       absl::StrCat("micro-batch ", micro_batch, " of step ", step, " is staged at attempt ", record.attempt,
+                                    ", the discard is for attempt ", attempt),
+                       std::move(key));
     case ContributionState::kDiscarded:
     case ContributionState::kNone:
       break;
   }
-  record.attempt = std::max(record.attempt, attempt);
-  record.tombstone_attempt = record.attempt;
-  return false;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> StepLedger::Discard(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches) {
+  if (absl::Status status = CheckDiscard(step, micro_batch, attempt, max_micro_batches); !status.ok()) return status;
+  auto found = open_.micro_batches.find(micro_batch);
+  if (found == open_.micro_batches.end()) {
+    if (open_.state != StepState::kOpen) return false;  // nothing new can come in: no tombstone needed
+    found = open_.micro_batches.emplace(micro_batch, MicroBatchRecord()).first;
+    found->second.state = ContributionState::kDiscarded;
+  }
+  MicroBatchRecord& record = found->second;
+  const bool dropped = record.state == ContributionState::kStaged;
+  record.tombstone_attempt = std::max(record.tombstone_attempt, attempt);
+  if (record.state == ContributionState::kNone && record.tombstone_attempt < record.fence_attempt) return false;
+  record.state = ContributionState::kDiscarded;
+  record.attempt = record.tombstone_attempt;
+  return dropped;
 }
 
 absl::Status StepLedger::CheckExpectation(const ExpectedMicroBatches& expected) const {
@@ -343,7 +383,7 @@ absl::Status StepLedger::CheckExpectation(const ExpectedMicroBatches& expected) 
     // `count` may be anything: the ids are walked only until enough missing ones are found, the rest is arithmetic.
     int64_t present = 0;
     for (const auto& [id, record] : open_.micro_batches) {
-      if (id < *count && record.state != ContributionState::kDiscarded) ++present;
+      if (id < *count && IsPresent(record)) ++present;
     }
     const int64_t missing_count = *count - present;
     for (int64_t id = 0; missing.count() < missing_count && !missing.full(); ++id) {
@@ -396,9 +436,13 @@ absl::Status StepLedger::CheckExpectation(const ExpectedMicroBatches& expected) 
                    std::move(metadata));
 }
 
-absl::StatusOr<bool> StepLedger::Seal(int64_t step, const ExpectedMicroBatches& expected) {
+absl::Status StepLedger::CheckSeal(int64_t step, const ExpectedMicroBatches& expected) const {
   if (absl::Status status = CheckStep(step); !status.ok()) return status;
-  if (absl::Status status = CheckExpectation(expected); !status.ok()) return status;
+  return CheckExpectation(expected);
+}
+
+absl::StatusOr<bool> StepLedger::Seal(int64_t step, const ExpectedMicroBatches& expected) {
+  if (absl::Status status = CheckSeal(step, expected); !status.ok()) return status;
   const bool sealed_now = open_.state == StepState::kOpen;
   open_.state = StepState::kSealed;
   return sealed_now;

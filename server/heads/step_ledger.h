@@ -2,8 +2,12 @@
 //
 //   step:          OPEN --Seal--> SEALED --Close(APPLIED | DISCARDED | REPLACED)--> step + 1 is OPEN
 //   micro-batch:   Begin --> IN_PROGRESS --FinishCommitted--> COMMITTED
-//                                        --FinishStaged-----> STAGED --Commit--> COMMITTED
-//                                        --Abort-----------> forgotten          --Discard--> DISCARDED (tombstone)
+//                                        --FinishStaged-----> STAGED --FinishCommit--> COMMITTED
+//                                        |                           --Discard-------> DISCARDED (tombstone)
+//                                        |                           --Supersede-----> NONE (fenced below the higher attempt)
+//                                        --Abort------------> forgotten, but for its fence and tombstone
+//
+// STAGED means computed and undecided, whatever the form: STAGED in a slot, or HELD as rows.
 //
 // Every method either changes the state as its name says and returns OK, or returns an error and changes nothing.
 // Not thread-safe: Head holds its lock around every call.
@@ -40,15 +44,24 @@ struct ContributionCounts {
   bool operator==(const ContributionCounts&) const = default;
 };
 
+// What a commit multiplies a contribution by; compared to tell a replay from a conflict.
+struct CommitFactor {
+  double factor = 1;                    // finite in fp32
+  std::optional<Digest> token_factors;  // of the factors of each row, if there were any
+  bool operator==(const CommitFactor&) const = default;
+};
+
 // What is known of one micro-batch.
 struct MicroBatchRecord {
   int64_t attempt = 0;
+  // kNone: nothing is there, but a higher attempt has announced itself (`fence_attempt`).
   ContributionState state = ContributionState::kInProgress;
   std::optional<Digest> digest;                     // absent for a tombstone of one that was never seen, and while in progress
   ContributionForm form = ContributionForm::kNone;  // how it is, or was, held
   ContributionCounts counts;
-  double factor = 1;
-  int64_t tombstone_attempt = -1;  // highest attempt that was discarded or superseded; -1: none
+  CommitFactor factor;
+  int64_t tombstone_attempt = -1;  // highest attempt that was discarded; -1: none
+  int64_t fence_attempt = 0;       // highest attempt that announced itself: lower ones are refused
   bool operator==(const MicroBatchRecord&) const = default;
 };
 
@@ -93,25 +106,33 @@ class StepLedger {
   // As CheckStep(), and kMicroBatchInProgress.
   absl::Status CheckNotInProgress(int64_t step, int64_t micro_batch) const;
   // Would Begin() with some digest be refused whatever the digest is? For refusing before the upload.
-  // kStepMismatch, kStepSealed, kMicroBatchDiscarded, kMicroBatchInProgress, kLimitExceeded (max_micro_batches).
+  // kStepMismatch, kStepSealed, kMicroBatchDiscarded, kAttemptSuperseded, kMicroBatchInProgress (by this attempt: a higher one is
+  // let through, and finds it decided when its turn comes), kLimitExceeded (max_micro_batches).
   absl::Status CheckBegin(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches) const;
-  // As CheckBegin(), and kMicroBatchConflict. A known micro-batch may be replayed while the step is sealed; one of a closed step
-  // is answered kStepMismatch like any other (GetStep tells what became of it). A higher attempt of a staged micro-batch is new: it
-  // supersedes the staged contribution, which the caller drops.
+  // Announces an attempt that CheckBegin() lets through, when its header has come: lower attempts are refused from now on, and an
+  // undecided one of theirs is forgotten. True if there was one: the caller drops it. A committed one stays. An attempt 0 leaves
+  // nothing behind. Not while the micro-batch is in progress (kInternal).
+  absl::StatusOr<bool> Supersede(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches);
+  // As CheckBegin() (in progress whatever the attempt), and kMicroBatchConflict. A known micro-batch may be replayed while the step
+  // is sealed; one of a closed step is answered kStepMismatch like any other (GetStep tells what became of it). A higher attempt
+  // of a staged micro-batch is new: it supersedes the staged contribution, which the caller drops.
   absl::StatusOr<BeginDecision> Begin(int64_t step, int64_t micro_batch, int64_t attempt, const Digest& digest, bool first_wins,
                                       int64_t max_micro_batches);
-  absl::Status FinishCommitted(int64_t micro_batch, const ContributionCounts& counts);
-  absl::Status FinishStaged(int64_t micro_batch, const ContributionCounts& counts);
-  // The micro-batch failed before it added anything: it is forgotten, but for the tombstone that it may have had.
+  // `form`: how it was held until now; kDirect if not at all.
+  absl::Status FinishCommitted(int64_t micro_batch, ContributionForm form, const ContributionCounts& counts);
+  // `form`: kStaged or kHeld.
+  absl::Status FinishStaged(int64_t micro_batch, ContributionForm form, const ContributionCounts& counts);
+  // The micro-batch failed before it added anything: it is forgotten, but for the fence and the tombstone that it may have had.
   absl::Status Abort(int64_t micro_batch);
 
   // True if the commit is to be carried out now, false if an equal one was before. The caller adds the contribution and then
   // calls FinishCommit(); nothing can come in between, because it holds the head's lock.
-  absl::StatusOr<bool> CheckCommit(int64_t step, int64_t micro_batch, int64_t attempt, double factor) const;
-  absl::Status FinishCommit(int64_t micro_batch, double factor);
+  absl::StatusOr<bool> CheckCommit(int64_t step, int64_t micro_batch, int64_t attempt, const CommitFactor& factor) const;
+  absl::Status FinishCommit(int64_t micro_batch, const CommitFactor& factor);
 
   // True if an uncommitted contribution was dropped. Leaves a tombstone, but for an unknown one in a sealed step, which
   // takes nothing new anyway. kMicroBatchConflict for a committed one.
+  absl::Status CheckDiscard(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches) const;
   absl::StatusOr<bool> Discard(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches);
 
   // kMicroBatchMissing (a discarded one is missing too), kMicroBatchUncommitted (any undecided one, expected or not),
@@ -119,6 +140,8 @@ class StepLedger {
   // with negative or repeated ids.
   // True if the step was sealed by this call, false if it had been before (with an expectation that still holds).
   absl::StatusOr<bool> Seal(int64_t step, const ExpectedMicroBatches& expected);
+  // Whether Seal() would be refused.
+  absl::Status CheckSeal(int64_t step, const ExpectedMicroBatches& expected) const;
   // Closes the step and opens the next one. Sealed steps for kApplied and kReplaced; open ones too for kDiscarded: its staged
   // micro-batches are recorded as discarded then. kMicroBatchInProgress while one is being computed.
   absl::Status Close(int64_t step, StepState how);

@@ -145,7 +145,7 @@ TEST_F(HeadTest, AHigherAttemptTakesTheStagedOnesPlace) {
   MicroBatchCall retry(head_, 0, 0, kRowOfToken4);
   retry.submission().attempt = 1;
   ASSERT_OK(retry.Explicit().Run(engine_));  // in the only slot
-  EXPECT_REASON(head_->Commit(KeyOf(*head_), 0, 0, 1), kMicroBatchDiscarded);
+  EXPECT_REASON(head_->Commit(KeyOf(*head_), 0, 0, 1), kAttemptSuperseded);
   EXPECT_TRUE(*head_->Commit(KeyOf(*head_), 0, 1, 1));
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(4, {-5, 0, 7}));
 }
@@ -266,12 +266,6 @@ TEST_F(HeadTest, WhatASubmissionMustAndMustNotHave) {
               s.terms[0].step.reset();
             }),
             "INVALID_COMBINATION");  // grad_hidden without a backward pass
-  const std::shared_ptr<Head> other = MakeReadyHead(engine_, SmallSpec(), "other");
-  EXPECT_EQ(refused([&](Submission& s) {
-              s.terms.push_back(s.terms[0]);
-              s.terms[1].head = other;
-            }),
-            "FEATURE_NOT_BUILT");
 }
 
 TEST_F(HeadTest, TwoTermsOverOneHeadAreOneContribution) {

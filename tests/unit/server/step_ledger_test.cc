@@ -15,6 +15,8 @@ constexpr Digest kFirst = {1};
 constexpr Digest kSecond = {2};
 const ContributionCounts kCounts = {10, 2.5, 9.0, 1};
 
+CommitFactor Factor(double factor) { return {factor, std::nullopt}; }
+
 class StepLedgerTest : public ::testing::Test {
  protected:
   BeginDecision MustBegin(int64_t id, const Digest& digest = kFirst, int64_t attempt = 0) {
@@ -24,11 +26,11 @@ class StepLedgerTest : public ::testing::Test {
   }
   void Commit(int64_t id, const Digest& digest = kFirst) {
     EXPECT_EQ(MustBegin(id, digest), BeginDecision::kCompute);
-    EXPECT_OK(ledger_.FinishCommitted(id, kCounts));
+    EXPECT_OK(ledger_.FinishCommitted(id, ContributionForm::kDirect, kCounts));
   }
   void Stage(int64_t id, int64_t attempt = 0) {
     EXPECT_EQ(MustBegin(id, kFirst, attempt), BeginDecision::kCompute);
-    EXPECT_OK(ledger_.FinishStaged(id, kCounts));
+    EXPECT_OK(ledger_.FinishStaged(id, ContributionForm::kStaged, kCounts));
   }
   const MicroBatchRecord& Record(int64_t id) { return ledger_.open().micro_batches.at(id); }
 
@@ -46,11 +48,11 @@ TEST_F(StepLedgerTest, EagerMicroBatchIsInProgressThenCommitted) {
   EXPECT_EQ(Record(3).state, ContributionState::kInProgress);
   EXPECT_FALSE(Record(3).digest.has_value());
   EXPECT_TRUE(ledger_.open().HasUndecided());
-  EXPECT_OK(ledger_.FinishCommitted(3, kCounts));
+  EXPECT_OK(ledger_.FinishCommitted(3, ContributionForm::kDirect, kCounts));
   EXPECT_EQ(Record(3).state, ContributionState::kCommitted);
   EXPECT_EQ(Record(3).form, ContributionForm::kDirect);
   EXPECT_EQ(Record(3).digest, kFirst);
-  EXPECT_EQ(Record(3).factor, 1);
+  EXPECT_EQ(Record(3).factor, Factor(1));
   EXPECT_EQ(Record(3).counts, kCounts);
 }
 
@@ -69,7 +71,7 @@ TEST_F(StepLedgerTest, OtherStepsAreRefusedWithTheOpenOne) {
     EXPECT_REASON(decision, kStepMismatch);
     EXPECT_EQ(GetErrorMetadata(decision.status()).at("openStep"), "7");
     EXPECT_EQ(GetErrorMetadata(decision.status()).at("step"), std::to_string(step));
-    EXPECT_REASON(ledger_.CheckCommit(step, 0, 0, 1), kStepMismatch);
+    EXPECT_REASON(ledger_.CheckCommit(step, 0, 0, Factor(1)), kStepMismatch);
     EXPECT_REASON(ledger_.Discard(step, 0, 0, kRoom), kStepMismatch);
     EXPECT_REASON(ledger_.Seal(step, int64_t{0}), kStepMismatch);
     EXPECT_REASON(ledger_.Close(step, StepState::kDiscarded), kStepMismatch);
@@ -102,7 +104,7 @@ TEST_F(StepLedgerTest, ADuplicateOfOneInProgressIsTold) {
   MustBegin(0);
   EXPECT_REASON(ledger_.Begin(7, 0, 0, kFirst, false, kRoom), kMicroBatchInProgress);
   EXPECT_REASON(ledger_.CheckBegin(7, 0, 0, kRoom), kMicroBatchInProgress);
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, 1), kMicroBatchInProgress);
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(1)), kMicroBatchInProgress);
   EXPECT_REASON(ledger_.Discard(7, 0, 0, kRoom), kMicroBatchInProgress);
   EXPECT_REASON(ledger_.Close(7, StepState::kDiscarded), kMicroBatchInProgress);
   EXPECT_EQ(Record(0).state, ContributionState::kInProgress);
@@ -117,16 +119,16 @@ TEST_F(StepLedgerTest, AnAbortedOneIsForgotten) {
 
 TEST_F(StepLedgerTest, FinishingWhatIsNotInProgressIsADefect) {
   Commit(0);
-  EXPECT_REASON(ledger_.FinishCommitted(0, kCounts), kInternal);
-  EXPECT_REASON(ledger_.FinishStaged(1, kCounts), kInternal);
+  EXPECT_REASON(ledger_.FinishCommitted(0, ContributionForm::kDirect, kCounts), kInternal);
+  EXPECT_REASON(ledger_.FinishStaged(1, ContributionForm::kStaged, kCounts), kInternal);
   EXPECT_REASON(ledger_.Abort(0), kInternal);
-  EXPECT_REASON(ledger_.FinishCommit(0, 1), kInternal);
+  EXPECT_REASON(ledger_.FinishCommit(0, Factor(1)), kInternal);
   EXPECT_REASON(ledger_.Close(7, StepState::kOpen), kInternal);
 }
 
 TEST_F(StepLedgerTest, TheLimitOfRecordsHoldsForNewOnesOnly) {
   EXPECT_EQ(*ledger_.Begin(7, 0, 0, kFirst, false, 2), BeginDecision::kCompute);
-  EXPECT_OK(ledger_.FinishCommitted(0, kCounts));
+  EXPECT_OK(ledger_.FinishCommitted(0, ContributionForm::kDirect, kCounts));
   EXPECT_FALSE(*ledger_.Discard(7, 1, 0, 2));
   const absl::StatusOr<BeginDecision> refused = ledger_.Begin(7, 2, 0, kFirst, false, 2);
   EXPECT_REASON(refused, kLimitExceeded);
@@ -138,26 +140,26 @@ TEST_F(StepLedgerTest, TheLimitOfRecordsHoldsForNewOnesOnly) {
 
 TEST_F(StepLedgerTest, CommitOfAStagedOne) {
   Stage(4);
-  EXPECT_TRUE(*ledger_.CheckCommit(7, 4, 0, 0.5));
-  EXPECT_OK(ledger_.FinishCommit(4, 0.5));
+  EXPECT_TRUE(*ledger_.CheckCommit(7, 4, 0, Factor(0.5)));
+  EXPECT_OK(ledger_.FinishCommit(4, Factor(0.5)));
   EXPECT_EQ(Record(4).state, ContributionState::kCommitted);
   EXPECT_EQ(Record(4).form, ContributionForm::kStaged);
-  EXPECT_EQ(Record(4).factor, 0.5);
-  EXPECT_FALSE(*ledger_.CheckCommit(7, 4, 0, 0.5));
-  const absl::StatusOr<bool> conflict = ledger_.CheckCommit(7, 4, 0, 0.25);
+  EXPECT_EQ(Record(4).factor, Factor(0.5));
+  EXPECT_FALSE(*ledger_.CheckCommit(7, 4, 0, Factor(0.5)));
+  const absl::StatusOr<bool> conflict = ledger_.CheckCommit(7, 4, 0, Factor(0.25));
   EXPECT_REASON(conflict, kMicroBatchConflict);
   EXPECT_EQ(GetErrorMetadata(conflict.status()).at("expected"), "0.5");
   EXPECT_EQ(GetErrorMetadata(conflict.status()).at("actual"), "0.25");
 }
 
 TEST_F(StepLedgerTest, CommitErrors) {
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, 1), kMicroBatchNotFound);
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(1)), kMicroBatchNotFound);
   Stage(0);
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 1, 1), kMicroBatchNotFound);
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, std::nan("")), kInvalidField);
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, std::numeric_limits<double>::infinity()), kInvalidField);
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 1, Factor(1)), kMicroBatchNotFound);
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(std::nan(""))), kInvalidField);
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(std::numeric_limits<double>::infinity())), kInvalidField);
   EXPECT_TRUE(*ledger_.Discard(7, 0, 0, kRoom));
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, 1), kMicroBatchDiscarded);
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(1)), kMicroBatchDiscarded);
 }
 
 TEST_F(StepLedgerTest, DiscardLeavesATombstone) {
@@ -184,29 +186,93 @@ TEST_F(StepLedgerTest, AHigherAttemptPassesATombstone) {
   EXPECT_REASON(ledger_.CheckBegin(7, 0, 2, kRoom), kMicroBatchDiscarded);
   EXPECT_EQ(MustBegin(0, kFirst, 3), BeginDecision::kCompute);
   EXPECT_OK(ledger_.Abort(0));
-  // The tombstone has survived the failed attempt.
+  // The tombstone has survived the failed attempt, and so has the fence that it set.
+  EXPECT_EQ(Record(0).state, ContributionState::kNone);
+  EXPECT_REASON(ledger_.CheckBegin(7, 0, Record(0).tombstone_attempt, kRoom), kMicroBatchDiscarded);
+  EXPECT_OK(ledger_.CheckBegin(7, 0, 3, kRoom));
+}
+
+TEST_F(StepLedgerTest, AnAnnouncedAttemptFencesLowerOnesOff) {
+  EXPECT_FALSE(*ledger_.Supersede(7, 0, 0, kRoom));
+  EXPECT_TRUE(ledger_.open().micro_batches.empty());  // attempt 0 leaves nothing behind
+  EXPECT_FALSE(*ledger_.Supersede(7, 0, 2, kRoom));
+  EXPECT_EQ(Record(0).state, ContributionState::kNone);
+  EXPECT_EQ(Record(0).attempt, 2);
+  EXPECT_FALSE(ledger_.open().HasUndecided());
+  const absl::Status refused = ledger_.CheckBegin(7, 0, 1, kRoom);
+  EXPECT_REASON(refused, kAttemptSuperseded);
+  EXPECT_EQ(GetErrorMetadata(refused).at("knownAttempt"), "2");
+  EXPECT_REASON(ledger_.Begin(7, 0, 1, kFirst, false, kRoom), kAttemptSuperseded);
+  EXPECT_REASON(ledger_.Supersede(7, 0, 1, kRoom), kAttemptSuperseded);
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 2, Factor(1)), kMicroBatchNotFound);
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 1, Factor(1)), kAttemptSuperseded);
+  EXPECT_REASON(ledger_.Seal(7, int64_t{1}), kMicroBatchMissing);
+  EXPECT_EQ(MustBegin(0, kFirst, 2), BeginDecision::kCompute);
+  EXPECT_OK(ledger_.FinishCommitted(0, ContributionForm::kDirect, kCounts));
+  EXPECT_TRUE(*ledger_.Seal(7, int64_t{1}));
+}
+
+TEST_F(StepLedgerTest, AnAnnouncedAttemptDropsWhatALowerOneLeftUndecided) {
+  Stage(0);
+  EXPECT_TRUE(*ledger_.Supersede(7, 0, 1, kRoom));
+  EXPECT_EQ(Record(0).state, ContributionState::kNone);
+  EXPECT_FALSE(ledger_.open().HasUndecided());
+  EXPECT_FALSE(*ledger_.Supersede(7, 0, 1, kRoom));
+  Commit(1);
+  EXPECT_FALSE(*ledger_.Supersede(7, 1, 5, kRoom));
+  EXPECT_EQ(Record(1).state, ContributionState::kCommitted);
+  EXPECT_EQ(MustBegin(1, kFirst, 0), BeginDecision::kReplay);
+  EXPECT_EQ(MustBegin(1, kFirst, 5), BeginDecision::kReplay);
+}
+
+TEST_F(StepLedgerTest, AHigherAttemptIsLetThroughWhileALowerOneIsComputed) {
+  EXPECT_EQ(MustBegin(0, kFirst, 1), BeginDecision::kCompute);
+  EXPECT_REASON(ledger_.CheckBegin(7, 0, 0, kRoom), kAttemptSuperseded);
+  EXPECT_REASON(ledger_.CheckBegin(7, 0, 1, kRoom), kMicroBatchInProgress);
+  EXPECT_OK(ledger_.CheckBegin(7, 0, 2, kRoom));
+  EXPECT_REASON(ledger_.Begin(7, 0, 2, kFirst, false, kRoom), kMicroBatchInProgress);
+  EXPECT_REASON(ledger_.Supersede(7, 0, 2, kRoom), kInternal);
+}
+
+TEST_F(StepLedgerTest, ADiscardBelowAnAnnouncedAttemptLeavesThatAlone) {
+  EXPECT_FALSE(*ledger_.Supersede(7, 0, 3, kRoom));
+  EXPECT_FALSE(*ledger_.Discard(7, 0, 1, kRoom));
+  EXPECT_OK(ledger_.CheckBegin(7, 0, 3, kRoom));
+  EXPECT_REASON(ledger_.CheckBegin(7, 0, 1, kRoom), kMicroBatchDiscarded);
+  EXPECT_FALSE(*ledger_.Discard(7, 0, 3, kRoom));
   EXPECT_EQ(Record(0).state, ContributionState::kDiscarded);
-  EXPECT_REASON(ledger_.CheckBegin(7, 0, 2, kRoom), kMicroBatchDiscarded);
+  EXPECT_REASON(ledger_.CheckBegin(7, 0, 3, kRoom), kMicroBatchDiscarded);
+}
+
+TEST_F(StepLedgerTest, TokenFactorsArePartOfTheFactor) {
+  Stage(0);
+  const CommitFactor with_rows = {2.0, kFirst};
+  EXPECT_TRUE(*ledger_.CheckCommit(7, 0, 0, with_rows));
+  EXPECT_OK(ledger_.FinishCommit(0, with_rows));
+  EXPECT_FALSE(*ledger_.CheckCommit(7, 0, 0, with_rows));
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(2.0)), kMicroBatchConflict);
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, CommitFactor({2.0, kSecond})), kMicroBatchConflict);
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(1e39)), kInvalidField);  // beyond fp32
 }
 
 TEST_F(StepLedgerTest, AHigherAttemptSupersedesAStagedOne) {
   Stage(0);
   EXPECT_EQ(MustBegin(0, kSecond, 1), BeginDecision::kCompute);
-  EXPECT_OK(ledger_.FinishStaged(0, kCounts));
+  EXPECT_OK(ledger_.FinishStaged(0, ContributionForm::kStaged, kCounts));
   EXPECT_EQ(Record(0).attempt, 1);
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, 1), kMicroBatchDiscarded);
-  EXPECT_REASON(ledger_.CheckBegin(7, 0, 0, kRoom), kMicroBatchDiscarded);
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(1)), kAttemptSuperseded);
+  EXPECT_REASON(ledger_.CheckBegin(7, 0, 0, kRoom), kAttemptSuperseded);
   EXPECT_REASON(ledger_.Discard(7, 0, 0, kRoom), kAttemptSuperseded);
-  EXPECT_TRUE(*ledger_.CheckCommit(7, 0, 1, 1));
+  EXPECT_TRUE(*ledger_.CheckCommit(7, 0, 1, Factor(1)));
 }
 
 TEST_F(StepLedgerTest, ALowerAttemptIsSuperseded) {
   EXPECT_EQ(MustBegin(0, kFirst, 4), BeginDecision::kCompute);
-  EXPECT_OK(ledger_.FinishCommitted(0, kCounts));
+  EXPECT_OK(ledger_.FinishCommitted(0, ContributionForm::kDirect, kCounts));
   const absl::Status refused = ledger_.CheckBegin(7, 0, 3, kRoom);
   EXPECT_REASON(refused, kAttemptSuperseded);
   EXPECT_EQ(GetErrorMetadata(refused).at("knownAttempt"), "4");
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 3, 1), kAttemptSuperseded);
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 3, Factor(1)), kAttemptSuperseded);
   // A higher attempt of a committed one is the same micro-batch.
   EXPECT_EQ(MustBegin(0, kFirst, 5), BeginDecision::kReplay);
 }
@@ -244,8 +310,8 @@ TEST_F(StepLedgerTest, SealedStepReplaysAndRefusesNewOnes) {
   EXPECT_EQ(MustBegin(0), BeginDecision::kReplay);
   EXPECT_REASON(ledger_.Begin(7, 0, 0, kSecond, false, kRoom), kMicroBatchConflict);
   EXPECT_REASON(ledger_.CheckBegin(7, 1, 0, kRoom), kStepSealed);
-  EXPECT_REASON(ledger_.CheckCommit(7, 1, 0, 1), kMicroBatchNotFound);
-  EXPECT_FALSE(*ledger_.CheckCommit(7, 0, 0, 1));
+  EXPECT_REASON(ledger_.CheckCommit(7, 1, 0, Factor(1)), kMicroBatchNotFound);
+  EXPECT_FALSE(*ledger_.CheckCommit(7, 0, 0, Factor(1)));
   EXPECT_FALSE(*ledger_.Discard(7, 1, 0, kRoom));
   EXPECT_EQ(ledger_.open().micro_batches.size(), 1u);
 }

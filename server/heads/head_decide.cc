@@ -1,0 +1,343 @@
+// Head's decisions: contributions committed, discarded, added by the trainer, dropped with their session.
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "headwater/kernels/error.h"
+#include "server/heads/compute_locks.h"
+#include "server/heads/head.h"
+
+namespace headwater::heads {
+namespace {
+
+// What the digest of token factors begins with; math.md, "Digest".
+constexpr char kTokenFactorsHeader[] = "headwater.token_factors.1";
+
+ErrorMetadata MicroBatchMetadata(int64_t micro_batch) { return {{"microBatch", absl::StrCat(micro_batch)}}; }
+
+absl::StatusOr<CommitFactor> ToCommitFactor(const CommitArguments& arguments) {
+  CommitFactor factor;
+  factor.factor = arguments.factor;
+  if (arguments.token_factors.empty()) return factor;
+  for (size_t i = 0; i < arguments.token_factors.size(); ++i) {
+    if (std::isfinite(arguments.token_factors[i])) continue;
+    const std::string actual = absl::StrCat(arguments.token_factors[i], " at index ", i);
+    return MakeError(ErrorReason::kInvalidField, absl::StrCat("token_factors must be finite, there is ", actual),
+                     {{"field", "token_factors"}, {"expected", "finite"}, {"actual", actual}});
+  }
+  DigestBuilder digest;
+  // A row for each factor: within a row, zeros at the end would not count.
+  digest.AddRows(0, 0, static_cast<int64_t>(arguments.token_factors.size()), sizeof(float), arguments.token_factors.data());
+  factor.token_factors = digest.Finish(kTokenFactorsHeader);
+  return factor;
+}
+
+// Decisions name each head once, and at least one.
+absl::Status CheckTargets(const std::vector<DecisionTarget>& targets) {
+  std::set<const Head*> heads;
+  for (const DecisionTarget& target : targets) {
+    if (heads.insert(target.head.get()).second) continue;
+    return MakeError(ErrorReason::kInvalidCombination,
+                     absl::StrCat("heads must name each head once, ", target.head->name().ToString(), " is there twice"),
+                     {{"field", "heads"}, {"actual", target.head->name().ToString()}});
+  }
+  if (!targets.empty()) return absl::OkStatus();
+  return MakeError(ErrorReason::kMissingField, "heads must name every trainable head of the micro-batch", {{"field", "heads"}});
+}
+
+bool IsOfExactly(const PendingContribution& pending, const std::vector<DecisionTarget>& targets) {
+  return pending.targets().size() == targets.size() &&
+         std::all_of(targets.begin(), targets.end(),
+                     [&](const DecisionTarget& target) { return pending.targets().contains(target.head.get()); });
+}
+
+absl::Status OtherHeadsError(const PendingContribution& pending, size_t named, int64_t micro_batch) {
+  ErrorMetadata metadata = MicroBatchMetadata(micro_batch);
+  metadata["field"] = "heads";
+  metadata["expected"] = absl::StrCat(pending.targets().size());
+  metadata["actual"] = absl::StrCat(named);
+  return MakeError(ErrorReason::kInvalidCombination,
+                   absl::StrCat("micro-batch ", micro_batch, " adds to ", pending.targets().size(),
+                                " heads, and its decision must name exactly those; the call names ", named),
+                   std::move(metadata));
+}
+
+absl::Status CheckOwner(const PendingContribution& pending, const std::optional<SessionId>& session, int64_t micro_batch) {
+  if (!pending.session().has_value() || pending.session() == session) return absl::OkStatus();
+  return MakeError(ErrorReason::kNotSessionOwner,
+                   absl::StrCat("micro-batch ", micro_batch, " belongs to ", session.has_value() ? "another" : "a",
+                                " session, and only that one decides this attempt of it"),
+                   MicroBatchMetadata(micro_batch));
+}
+
+std::set<Head*, std::less<>> HeadsOf(const std::vector<DecisionTarget>& targets) {
+  std::set<Head*, std::less<>> heads;
+  for (const DecisionTarget& target : targets) heads.insert(target.head.get());
+  return heads;
+}
+
+// The rows of one term with factors of their own.
+std::vector<float> ScaledWeights(const LossTerm& term, const std::vector<float>& token_factors) {
+  std::vector<float> weights(static_cast<size_t>(term.row_count));
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const float weight = term.token_weights.empty() ? 1.0F : term.token_weights[i];
+    weights[i] = weight * token_factors[static_cast<size_t>(term.row_start) + i];
+  }
+  return weights;
+}
+
+}  // namespace
+
+// ---- commit ----------------------------------------------------------------------------------------------------------
+
+absl::StatusOr<std::shared_ptr<PendingContribution>> Head::FindPending(const std::vector<DecisionTarget>& targets,
+                                                                       int64_t micro_batch, int64_t attempt,
+                                                                       const CommitFactor& factor,
+                                                                       const std::optional<SessionId>& session) {
+  std::shared_ptr<PendingContribution> found;
+  size_t committed_count = 0;
+  for (const DecisionTarget& target : targets) {
+    Head& head = *target.head;
+    absl::MutexLock state_lock(&head.state_mutex_);
+    if (absl::Status status = head.Check(&target.key.epoch, Need::kReady, true); !status.ok()) return status;
+    absl::StatusOr<bool> to_do = head.ledger_.CheckCommit(target.key.step, micro_batch, attempt, factor);
+    if (!to_do.ok()) return to_do.status();
+    if (!*to_do) {
+      ++committed_count;
+      continue;
+    }
+    const auto entry = head.pending_.find(micro_batch);
+    if (entry == head.pending_.end()) {
+      return MakeError(ErrorReason::kInternal, absl::StrCat("the contribution of micro-batch ", micro_batch, " is not there"),
+                       MicroBatchMetadata(micro_batch));
+    }
+    if (!IsOfExactly(*entry->second, targets) || (found != nullptr && found != entry->second)) {
+      return OtherHeadsError(*entry->second, targets.size(), micro_batch);
+    }
+    found = entry->second;
+  }
+  if (committed_count == targets.size()) return std::shared_ptr<PendingContribution>();
+  if (committed_count > 0) return OtherHeadsError(*found, targets.size() - committed_count, micro_batch);
+  if (absl::Status status = CheckOwner(*found, session, micro_batch); !status.ok()) return status;
+  if (factor.token_factors.has_value() && !found->is_held()) {
+    ErrorMetadata metadata = MicroBatchMetadata(micro_batch);
+    metadata["field"] = "token_factors";
+    return MakeError(ErrorReason::kInvalidCombination,
+                     absl::StrCat("micro-batch ", micro_batch,
+                                  " is staged, not held, and takes no token_factors; submit it with late_token_factors"),
+                     std::move(metadata));
+  }
+  return found;
+}
+
+absl::Status Head::AddPending(const PendingContribution& pending, const CommitArguments& arguments, LossEngine& engine) {
+  if (!pending.is_held()) return pending.staged()->Commit(arguments.factor);
+  HeldRows held = pending.held();
+  if (!arguments.token_factors.empty() && static_cast<int64_t>(arguments.token_factors.size()) != held.hidden.row_count) {
+    const std::string expected = absl::StrCat(held.hidden.row_count), actual = absl::StrCat(arguments.token_factors.size());
+    return MakeError(ErrorReason::kShapeMismatch,
+                     absl::StrCat("token_factors has ", actual, " entries, the micro-batch has ", expected, " rows"),
+                     {{"field", "token_factors"}, {"expected", expected}, {"actual", actual}});
+  }
+  std::vector<std::vector<float>> weights;
+  weights.reserve(held.terms.size());
+  for (LossTerm& term : held.terms) {
+    term.loss_scale *= arguments.factor;
+    if (arguments.token_factors.empty()) continue;
+    weights.push_back(ScaledWeights(term, arguments.token_factors));
+    term.token_weights = weights.back();
+  }
+  MicroBatch micro_batch;
+  micro_batch.hidden = held.hidden;
+  micro_batch.terms = held.terms;
+  micro_batch.backward = true;
+  micro_batch.grad_weight = GradWeightMode::kAccumulate;
+  return engine.Compute(micro_batch).status();
+}
+
+absl::StatusOr<bool> Head::Commit(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
+                                  const CommitArguments& arguments,
+                                  const std::optional<SessionId>& session) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  if (absl::Status status = CheckTargets(targets); !status.ok()) return status;
+  absl::StatusOr<CommitFactor> factor = ToCommitFactor(arguments);
+  if (!factor.ok()) return factor.status();
+  while (true) {
+    // Refusals and replays need not wait for a running computation.
+    absl::StatusOr<std::shared_ptr<PendingContribution>> before = FindPending(targets, micro_batch, attempt, *factor, session);
+    if (!before.ok()) return before.status();
+    if (*before == nullptr) return false;
+    // What is held is computed with the teachers' weights, so their heads are locked too.
+    const HeldRows held = (*before)->held();
+    std::vector<std::shared_ptr<Head>> teachers;
+    std::set<Head*, std::less<>> heads = HeadsOf(targets);
+    for (size_t i = 0; i < held.teachers.size(); ++i) {
+      teachers.push_back(held.teachers[i].lock());
+      if (teachers.back() != nullptr) heads.insert(teachers.back().get());
+    }
+    const ComputeLocks locks(heads);
+    absl::StatusOr<std::shared_ptr<PendingContribution>> pending = FindPending(targets, micro_batch, attempt, *factor, session);
+    if (!pending.ok()) return pending.status();
+    if (*pending == nullptr) return false;
+    if (*pending != *before) continue;  // another attempt has come meanwhile
+    for (size_t i = 0; i < teachers.size(); ++i) {
+      if (absl::Status status = CheckHeldTeacher(teachers[i].get(), held.teacher_weight_versions[i]); !status.ok()) return status;
+    }
+
+    LossEngine& engine = targets.front().head->engine_;
+    if (absl::Status status = AddPending(**pending, arguments, engine); !status.ok()) {
+      if (IsEngineFailure(status)) {
+        for (const DecisionTarget& target : targets) target.head->MarkLost(status);
+      }
+      return status;
+    }
+    for (const DecisionTarget& target : targets) {
+      absl::MutexLock state_lock(&target.head->state_mutex_);
+      // Cannot fail: FindPending() has found it staged, and the compute lock is held since.
+      target.head->ledger_.FinishCommit(micro_batch, *factor).IgnoreError();
+      target.head->DropPending(micro_batch);
+      target.head->changed_.SignalAll();
+    }
+    return true;
+  }
+}
+
+absl::Status Head::CheckHeldTeacher(Head* teacher, int64_t weight_version) {
+  if (teacher == nullptr) {
+    return MakeError(ErrorReason::kHeadNotFound, "the head of a teacher of the held micro-batch has been deleted");
+  }
+  absl::MutexLock state_lock(&teacher->state_mutex_);
+  if (absl::Status status = teacher->Check(nullptr, Need::kReady, false); !status.ok()) return status;
+  if (teacher->weight_version_ == weight_version) return absl::OkStatus();
+  return MakeError(ErrorReason::kWeightVersionMismatch,
+                   absl::StrCat("the micro-batch is held, and was computed with version ", weight_version, " of the weights of ",
+                                teacher->name_.ToString(), ", they are of version ", teacher->weight_version_,
+                                " now; discard it and submit it again"),
+                   {{"head", teacher->name_.ToString()},
+                    {"expected", absl::StrCat(weight_version)},
+                    {"actual", absl::StrCat(teacher->weight_version_)}});
+}
+
+absl::StatusOr<bool> Head::Commit(const StepKey& key, int64_t micro_batch, int64_t attempt, double factor) {
+  return Commit({{shared_from_this(), key}}, micro_batch, attempt, {factor, {}}, std::nullopt);
+}
+
+// ---- discard ---------------------------------------------------------------------------------------------------------
+
+absl::Status Head::CheckDiscard(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
+                                const std::optional<SessionId>& session) {
+  for (const DecisionTarget& target : targets) {
+    Head& head = *target.head;
+    absl::MutexLock state_lock(&head.state_mutex_);
+    if (absl::Status status = head.Check(&target.key.epoch, Need::kReady, true); !status.ok()) return status;
+    absl::Status status = head.ledger_.CheckDiscard(target.key.step, micro_batch, attempt, head.limits_.max_step_micro_batches);
+    if (!status.ok()) return status;
+    const auto entry = head.pending_.find(micro_batch);
+    if (entry == head.pending_.end()) continue;
+    if (!IsOfExactly(*entry->second, targets)) return OtherHeadsError(*entry->second, targets.size(), micro_batch);
+    if (attempt > entry->second->attempt()) continue;
+    if (absl::Status owned = CheckOwner(*entry->second, session, micro_batch); !owned.ok()) return owned;
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> Head::Discard(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
+                                   const std::optional<SessionId>& session) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  if (absl::Status status = CheckTargets(targets); !status.ok()) return status;
+  // One that is being computed is answered at once.
+  if (absl::Status status = CheckDiscard(targets, micro_batch, attempt, session); !status.ok()) return status;
+  const ComputeLocks locks(HeadsOf(targets));
+  if (absl::Status status = CheckDiscard(targets, micro_batch, attempt, session); !status.ok()) return status;
+  bool dropped = false;
+  for (const DecisionTarget& target : targets) {
+    Head& head = *target.head;
+    absl::MutexLock state_lock(&head.state_mutex_);
+    absl::StatusOr<bool> here = head.ledger_.Discard(target.key.step, micro_batch, attempt, head.limits_.max_step_micro_batches);
+    if (!here.ok()) return here.status();
+    dropped = dropped || *here;
+    head.DropPending(micro_batch);
+    head.changed_.SignalAll();
+  }
+  return dropped;
+}
+
+absl::StatusOr<bool> Head::Discard(const StepKey& key, int64_t micro_batch, int64_t attempt) {
+  return Discard({{shared_from_this(), key}}, micro_batch, attempt, std::nullopt);
+}
+
+int64_t Head::DropSession(const SessionId& session) {
+  absl::MutexLock compute_lock(&compute_mutex_);
+  absl::MutexLock state_lock(&state_mutex_);
+  int64_t dropped = 0;
+  for (const auto& [id, pending] : pending_) {
+    if (pending->session() != session || pending->dropped()) continue;
+    pending->Drop();
+    ++dropped;
+  }
+  SettleDropped();
+  changed_.SignalAll();
+  return dropped;
+}
+
+// ---- the trainer's own part ------------------------------------------------------------------------------------------
+
+absl::Status Head::CheckAddGradient(const StepKey& key, int64_t micro_batch, int64_t attempt, int64_t row_start,
+                                    int64_t row_count) const {
+  absl::MutexLock state_lock(&state_mutex_);
+  if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
+  if (row_start < 0 || row_count < 1 || row_count > spec_.vocab_size || row_start > spec_.vocab_size - row_count) {
+    return MakeError(
+        ErrorReason::kChunkOutOfRange,
+        absl::StrCat(row_count, " rows from ", row_start, " on do not lie in the weight, which has ", spec_.vocab_size),
+        {{"rowStart", absl::StrCat(row_start)},
+         {"rowCount", absl::StrCat(row_count)},
+         {"expected", absl::StrCat(spec_.vocab_size)}});
+  }
+  return ledger_.CheckBegin(key.step, micro_batch, attempt, limits_.max_step_micro_batches);
+}
+
+absl::StatusOr<bool> Head::AddGradient(const StepKey& key, int64_t micro_batch, int64_t attempt, const Digest& digest,
+                                       const GradientPart& part, const std::function<bool()>& cancelled) {
+  if (!std::isfinite(static_cast<float>(part.factor))) {
+    const std::string actual = absl::StrCat(part.factor);
+    return MakeError(ErrorReason::kInvalidField, absl::StrCat("factor must be finite in fp32, it is ", actual),
+                     {{"field", "factor"}, {"expected", "finite in fp32"}, {"actual", actual}});
+  }
+  absl::Status check = CheckAddGradient(key, micro_batch, attempt, part.row_start, part.row_count);
+  if (!check.ok()) return check;
+  absl::MutexLock compute_lock(&compute_mutex_);
+  check = CheckAddGradient(key, micro_batch, attempt, part.row_start, part.row_count);
+  if (!check.ok()) return check;
+  if (cancelled != nullptr && cancelled()) {
+    return MakeError(ErrorReason::kCancelled, "the call was cancelled before its gradient was added; nothing was added");
+  }
+  {
+    absl::MutexLock state_lock(&state_mutex_);
+    absl::StatusOr<BeginDecision> decision =
+        ledger_.Begin(key.step, micro_batch, attempt, digest, /*first_wins=*/false, limits_.max_step_micro_batches);
+    if (!decision.ok()) return decision.status();
+    if (*decision != BeginDecision::kCompute) return false;
+    DropPending(micro_batch);  // of a lower attempt, which this one supersedes
+  }
+  const absl::Status added = engine_head_->AddToGradient(HeadTensor::kGradWeight, part.row_start * spec_.hidden_size,
+                                                         part.row_count * spec_.hidden_size, part.factor, part.data);
+  if (!added.ok()) {
+    if (IsEngineFailure(added)) {
+      MarkLost(added);
+    } else {
+      absl::MutexLock state_lock(&state_mutex_);
+      ledger_.Abort(micro_batch).IgnoreError();
+    }
+    return added;
+  }
+  absl::MutexLock state_lock(&state_mutex_);
+  changed_.SignalAll();
+  if (absl::Status status = ledger_.FinishCommitted(micro_batch, ContributionForm::kDirect, ContributionCounts()); !status.ok())
+    return status;
+  return true;
+}
+
+}  // namespace headwater::heads

@@ -1,0 +1,252 @@
+// Head's steps: sealed, applied, discarded; their gradient read.
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "headwater/kernels/error.h"
+#include "server/heads/head.h"
+
+namespace headwater::heads {
+namespace {
+
+// PyTorch's clip_grad_norm_ adds this to the norm.
+constexpr double kClipEpsilon = 1e-6;
+
+absl::Status RangeError(const char* field, const char* expected, double actual) {
+  return MakeError(ErrorReason::kInvalidField, absl::StrCat(field, " must be ", expected, ", it is ", actual),
+                   {{"field", field}, {"expected", expected}, {"actual", absl::StrCat(actual)}});
+}
+
+absl::Status OverrideError(const char* field, const char* owner) {
+  return MakeError(ErrorReason::kInvalidCombination,
+                   absl::StrCat(field, " overrides a setting of ", owner, ", which the head has not"),
+                   {{"field", field}, {"expected", absl::StrCat("nothing, or a head with ", owner)}, {"actual", "an override"}});
+}
+
+bool IsNonNegative(double value) { return std::isfinite(value) && value >= 0; }
+bool IsDecayRate(double value) { return value >= 0 && value < 1; }
+
+// The optimizer's settings with a step's overrides.
+OptimizerSpec WithOverrides(OptimizerSpec optimizer, const ApplyArguments& arguments) {
+  if (AdamWSpec* adamw = std::get_if<AdamWSpec>(&optimizer)) {
+    adamw->beta1 = arguments.beta1.value_or(adamw->beta1);
+    adamw->beta2 = arguments.beta2.value_or(adamw->beta2);
+    adamw->epsilon = arguments.epsilon.value_or(adamw->epsilon);
+    adamw->weight_decay = arguments.weight_decay.value_or(adamw->weight_decay);
+  } else if (SgdSpec* sgd = std::get_if<SgdSpec>(&optimizer)) {
+    sgd->momentum = arguments.momentum.value_or(sgd->momentum);
+    sgd->weight_decay = arguments.weight_decay.value_or(sgd->weight_decay);
+  }
+  return optimizer;
+}
+
+}  // namespace
+
+absl::StatusOr<std::pair<StepRecord, std::optional<StepRecord>>> Head::GetSteps(const Epoch& epoch) const {
+  absl::MutexLock state_lock(&state_mutex_);
+  if (absl::Status status = Check(&epoch, Need::kNotLost, true); !status.ok()) return status;
+  return std::make_pair(ledger_.open(), ledger_.last_closed());
+}
+
+absl::Status Head::AwaitMicroBatches(const StepKey& key, const ExpectedMicroBatches& expected, const WaitLimits& limits) const {
+  absl::MutexLock state_lock(&state_mutex_);
+  while (true) {
+    if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
+    const absl::Status complete = ledger_.CheckSeal(key.step, expected);
+    const bool may_come =
+        HasReason(complete, ErrorReason::kMicroBatchMissing) || HasReason(complete, ErrorReason::kMicroBatchUncommitted);
+    if (!may_come) return absl::OkStatus();
+    if (limits.cancelled != nullptr && limits.cancelled()) {
+      return MakeError(ErrorReason::kCancelled, absl::StrCat("the call was cancelled while step ", key.step, " was incomplete"));
+    }
+    const absl::Duration left = limits.deadline - absl::Now();
+    if (left <= absl::ZeroDuration()) return absl::OkStatus();
+    changed_.WaitWithTimeout(&state_mutex_, std::min(left, kPollInterval));
+  }
+}
+
+absl::StatusOr<SealReply> Head::Seal(const StepKey& key, const ExpectedMicroBatches& expected, const WaitLimits& wait) {
+  if (absl::Status status = AwaitMicroBatches(key, expected, wait); !status.ok()) return status;
+  absl::MutexLock compute_lock(&compute_mutex_);
+  SealReply reply;
+  {
+    absl::MutexLock state_lock(&state_mutex_);
+    if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
+    absl::StatusOr<bool> sealed_now = ledger_.Seal(key.step, expected);
+    if (!sealed_now.ok()) return sealed_now.status();
+    reply.replayed = !*sealed_now;
+    reply.totals = ledger_.open().Totals();
+    changed_.SignalAll();
+  }
+  // If this fails the step is sealed nevertheless, and the same call again tells the rest.
+  absl::StatusOr<GradientStats> stats = engine_head_->ComputeGradientStats();
+  if (!stats.ok()) return stats.status();
+  reply.stats = *stats;
+  return reply;
+}
+
+absl::Status Head::CheckApply(const ApplyArguments& arguments) const {
+  const auto& optimizer = spec_.optimizer;
+  if (std::holds_alternative<std::monostate>(optimizer)) {
+    return MakeError(ErrorReason::kOptimizerNotConfigured, absl::StrCat(name_.ToString(), " was created without an optimizer"),
+                     {{"head", name_.ToString()}});
+  }
+  if (!std::holds_alternative<AdamWSpec>(optimizer)) {
+    if (arguments.beta1.has_value()) return OverrideError("beta1", "AdamW");
+    if (arguments.beta2.has_value()) return OverrideError("beta2", "AdamW");
+    if (arguments.epsilon.has_value()) return OverrideError("epsilon", "AdamW");
+  }
+  if (arguments.momentum.has_value()) {
+    const SgdSpec* sgd = std::get_if<SgdSpec>(&optimizer);
+    if (sgd == nullptr || sgd->momentum == 0) return OverrideError("momentum", "SGD with momentum");
+    if (!IsDecayRate(*arguments.momentum)) return RangeError("momentum", "in [0, 1)", *arguments.momentum);
+    if (sgd->nesterov && *arguments.momentum == 0) return OverrideError("momentum", "SGD without Nesterov's momentum, if it is 0");
+  }
+  if (!IsNonNegative(arguments.learning_rate)) {
+    return RangeError("learning_rate", "finite and at least 0", arguments.learning_rate);
+  }
+  if (!std::isfinite(arguments.gradient_factor)) return RangeError("gradient_factor", "finite", arguments.gradient_factor);
+  if (arguments.max_grad_norm.has_value() && !(*arguments.max_grad_norm > 0)) {
+    return RangeError("max_grad_norm", "greater than 0", *arguments.max_grad_norm);
+  }
+  if (!IsNonNegative(arguments.other_grad_norm_squared)) {
+    return RangeError("other_grad_norm_squared", "finite and at least 0", arguments.other_grad_norm_squared);
+  }
+  if (arguments.weight_decay.has_value() && !IsNonNegative(*arguments.weight_decay)) {
+    return RangeError("weight_decay", "finite and at least 0", *arguments.weight_decay);
+  }
+  if (arguments.beta1.has_value() && !IsDecayRate(*arguments.beta1)) return RangeError("beta1", "in [0, 1)", *arguments.beta1);
+  if (arguments.beta2.has_value() && !IsDecayRate(*arguments.beta2)) return RangeError("beta2", "in [0, 1)", *arguments.beta2);
+  if (arguments.epsilon.has_value() && !IsNonNegative(*arguments.epsilon)) {
+    return RangeError("epsilon", "finite and at least 0", *arguments.epsilon);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<ApplyReply> Head::Apply(const StepKey& key, const std::optional<ExpectedMicroBatches>& expected,
+                                       const ApplyArguments& arguments) {
+  absl::MutexLock compute_lock(&compute_mutex_);
+  ApplyReply reply;
+  OptimizerStep step;
+  {
+    absl::MutexLock state_lock(&state_mutex_);
+    if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
+    if (absl::Status status = CheckApply(arguments); !status.ok()) return status;
+    const std::optional<StepRecord>& last_closed = ledger_.last_closed();
+    if (last_closed.has_value() && last_closed->step == key.step) {
+      const bool same = last_closed->state == StepState::kApplied && last_apply_.has_value() &&
+                        last_apply_->arguments == arguments &&
+                        (!expected.has_value() || !last_apply_->expected.has_value() || *expected == *last_apply_->expected);
+      if (same) {
+        reply = last_apply_->reply;
+        reply.replayed = true;
+        return reply;
+      }
+      return MakeError(ErrorReason::kStepConflict,
+                       absl::StrCat("step ", key.step, " was closed by ",
+                                    last_closed->state == StepState::kApplied ? "an update with other arguments" : "another call",
+                                    "; the open step is ", ledger_.open().step),
+                       {{"step", absl::StrCat(key.step)}, {"openStep", absl::StrCat(ledger_.open().step)}});
+    }
+    if (expected.has_value()) {
+      if (absl::StatusOr<bool> sealed = ledger_.Seal(key.step, *expected); !sealed.ok()) return sealed.status();
+    } else if (absl::Status status = ledger_.CheckStep(key.step); !status.ok()) {
+      return status;
+    } else if (ledger_.open().state == StepState::kOpen) {
+      return MakeError(
+          ErrorReason::kMissingField,
+          absl::StrCat("expected must say which micro-batches step ", key.step, " consists of, because it is still open"),
+          {{"field", "expected"}, {"expected", "a count or ids"}, {"actual", "nothing"}, {"step", absl::StrCat(key.step)}});
+    }
+    if (absl::Status status = ledger_.CheckClose(key.step, StepState::kApplied); !status.ok()) return status;
+    reply.totals = ledger_.open().Totals();
+    step.update_count = update_count_ + 1;
+  }
+
+  absl::StatusOr<GradientStats> stats = engine_head_->ComputeGradientStats();
+  if (!stats.ok()) return stats.status();
+  reply.gradient_norm_squared = stats->norm_squared * arguments.gradient_factor * arguments.gradient_factor;
+  reply.global_grad_norm = std::sqrt(reply.gradient_norm_squared + arguments.other_grad_norm_squared);
+  if (stats->non_finite_count > 0 || !std::isfinite(reply.global_grad_norm)) {
+    return MakeError(ErrorReason::kNonFiniteGradient,
+                     absl::StrCat("the gradient of step ", key.step, " has ", stats->non_finite_count,
+                                  " non-finite elements and the global norm ", reply.global_grad_norm,
+                                  "; nothing was changed, discard the gradient to go on"),
+                     {{"step", absl::StrCat(key.step)},
+                      {"nonFiniteCount", absl::StrCat(stats->non_finite_count)},
+                      {"globalGradNorm", absl::StrCat(reply.global_grad_norm)}});
+  }
+  if (arguments.max_grad_norm.has_value()) {
+    reply.clip_factor = std::min(1.0, *arguments.max_grad_norm / (reply.global_grad_norm + kClipEpsilon));
+  }
+  step.learning_rate = arguments.learning_rate;
+  step.gradient_multiplier = arguments.gradient_factor * reply.clip_factor;
+  step.settings = WithOverrides(spec_.optimizer, arguments);
+  if (absl::Status status = AfterChange(engine_head_->ApplyOptimizer(step)); !status.ok()) return status;
+
+  absl::MutexLock state_lock(&state_mutex_);
+  if (absl::Status status = CloseStep(key.step, StepState::kApplied); !status.ok()) return status;
+  update_count_ = step.update_count;
+  reply.open_step = ledger_.open().step;
+  reply.weight_version = ++weight_version_;
+  weight_checksum_.clear();
+  last_apply_ = AppliedStep{arguments, expected, reply};
+  return reply;
+}
+
+absl::Status Head::CloseStep(int64_t step, StepState how) {
+  if (absl::Status status = ledger_.Close(step, how); !status.ok()) return status;
+  DropAllPending();
+  shadow_.clear();
+  last_apply_.reset();
+  last_replace_.clear();
+  changed_.SignalAll();
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::pair<int64_t, bool>> Head::DiscardGradient(const StepKey& key) {
+  absl::MutexLock compute_lock(&compute_mutex_);
+  {
+    absl::MutexLock state_lock(&state_mutex_);
+    if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
+    const std::optional<StepRecord>& last_closed = ledger_.last_closed();
+    if (last_closed.has_value() && last_closed->step == key.step) {
+      if (last_closed->state == StepState::kDiscarded) return std::make_pair(ledger_.open().step, true);
+      return MakeError(ErrorReason::kStepConflict,
+                       absl::StrCat("step ", key.step, " was closed by ",
+                                    last_closed->state == StepState::kReplaced ? "new weights" : "an update", "; the open step is ",
+                                    ledger_.open().step),
+                       {{"step", absl::StrCat(key.step)}, {"openStep", absl::StrCat(ledger_.open().step)}});
+    }
+    if (absl::Status status = ledger_.CheckClose(key.step, StepState::kDiscarded); !status.ok()) return status;
+  }
+  if (absl::Status status = AfterChange(engine_head_->ZeroGradient()); !status.ok()) return status;
+  absl::MutexLock state_lock(&state_mutex_);
+  if (absl::Status status = CloseStep(key.step, StepState::kDiscarded); !status.ok()) return status;
+  return std::make_pair(ledger_.open().step, false);
+}
+
+absl::StatusOr<GradientStats> Head::GradientNorm(const StepKey& key) const {
+  absl::MutexLock compute_lock(&compute_mutex_);
+  if (absl::Status status = CheckOpenStep(key); !status.ok()) return status;
+  return engine_head_->ComputeGradientStats();
+}
+
+absl::Status Head::ReadGradient(const StepKey& key, HeadTensor tensor, int64_t element_start, int64_t element_count,
+                                float* out) const {
+  absl::MutexLock compute_lock(&compute_mutex_);
+  if (absl::Status status = CheckOpenStep(key); !status.ok()) return status;
+  if (tensor == HeadTensor::kWeight) tensor = HeadTensor::kGradWeight;
+  if (tensor == HeadTensor::kBias) tensor = HeadTensor::kGradBias;
+  if (tensor != HeadTensor::kGradWeight && tensor != HeadTensor::kGradBias) {
+    return MakeError(ErrorReason::kInvalidField,
+                     absl::StrCat("tensor must be the gradient of weight or bias, it is ", HeadTensorName(tensor)),
+                     {{"field", "tensor"}, {"expected", "grad_weight or grad_bias"}, {"actual", HeadTensorName(tensor)}});
+  }
+  if (absl::Status status = CheckElements(tensor, element_start, element_count); !status.ok()) return status;
+  return engine_head_->ReadTensor(tensor, element_start, element_count, out);
+}
+
+}  // namespace headwater::heads

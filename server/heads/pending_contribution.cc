@@ -1,0 +1,42 @@
+#include "server/heads/pending_contribution.h"
+
+#include <utility>
+
+#include "server/heads/head.h"
+
+namespace headwater::heads {
+
+PendingContribution::PendingContribution(std::set<const Head*> targets, int64_t attempt, std::optional<SessionId> session,
+                                         std::unique_ptr<StagedContribution> staged)
+    : targets_(std::move(targets)), attempt_(attempt), session_(session), is_held_(false), staged_(std::move(staged)) {}
+
+PendingContribution::PendingContribution(std::set<const Head*> targets, int64_t attempt, std::optional<SessionId> session,
+                                         HeldRows held)
+    : targets_(std::move(targets)), attempt_(attempt), session_(session), is_held_(true), held_(std::move(held)) {}
+
+void PendingContribution::Drop() {
+  // Freed after the lock is released: it may be much, and the last reference to a head may be among it.
+  std::unique_ptr<StagedContribution> staged;
+  HeldRows held;
+  absl::MutexLock lock(&mutex_);
+  dropped_ = true;
+  staged = std::move(staged_);
+  held = std::exchange(held_, HeldRows());
+}
+
+bool PendingContribution::dropped() const {
+  absl::MutexLock lock(&mutex_);
+  return dropped_;
+}
+
+StagedContribution* PendingContribution::staged() const {
+  absl::MutexLock lock(&mutex_);
+  return staged_.get();
+}
+
+HeldRows PendingContribution::held() const {
+  absl::MutexLock lock(&mutex_);
+  return held_;
+}
+
+}  // namespace headwater::heads

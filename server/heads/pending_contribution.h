@@ -1,0 +1,64 @@
+// PendingContribution: a computed micro-batch that waits for its decision, shared by all heads that it would add to.
+#ifndef HEADWATER_SERVER_HEADS_PENDING_CONTRIBUTION_H_
+#define HEADWATER_SERVER_HEADS_PENDING_CONTRIBUTION_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "headwater/kernels/engine.h"
+#include "server/heads/session_registry.h"
+
+namespace headwater::heads {
+
+class Head;
+
+// A micro-batch's rows, kept for the computation at commit. The engine's heads and the teachers are fixed by `terms`.
+struct HeldRows {
+  RowsView hidden;
+  std::vector<LossTerm> terms;                   // without outputs; they and `hidden` point into `storage`
+  std::shared_ptr<const void> storage;           // keeps the memory, and its place in the budget
+  std::vector<std::weak_ptr<Head>> teachers;     // distinct teachers' heads; they may go before the decision
+  std::vector<int64_t> teacher_weight_versions;  // one for each of `teachers`
+};
+
+// Thread-safe. The memory goes as soon as one of the heads drops it. Dropping needs the compute lock of at least one of the heads,
+// committing those of all: so the two exclude each other.
+class PendingContribution {
+ public:
+  PendingContribution(std::set<const Head*> targets, int64_t attempt, std::optional<SessionId> session,
+                      std::unique_ptr<StagedContribution> staged);
+  PendingContribution(std::set<const Head*> targets, int64_t attempt, std::optional<SessionId> session, HeldRows held);
+
+  const std::set<const Head*>& targets() const { return targets_; }  // to compare, never to use
+  int64_t attempt() const { return attempt_; }
+  const std::optional<SessionId>& session() const { return session_; }
+  bool is_held() const { return is_held_; }
+
+  void Drop();
+  bool dropped() const;
+
+  // For the holder of the compute locks of all its heads: nobody can drop it then. Null if it is HELD, or dropped.
+  StagedContribution* staged() const;
+  // A copy, which keeps the memory; without terms if it is STAGED, or dropped.
+  HeldRows held() const;
+
+ private:
+  const std::set<const Head*> targets_;
+  const int64_t attempt_;
+  const std::optional<SessionId> session_;
+  const bool is_held_;
+  mutable absl::Mutex mutex_;
+  bool dropped_ ABSL_GUARDED_BY(mutex_) = false;
+  std::unique_ptr<StagedContribution> staged_ ABSL_GUARDED_BY(mutex_);
+  HeldRows held_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace headwater::heads
+
+#endif  // HEADWATER_SERVER_HEADS_PENDING_CONTRIBUTION_H_

@@ -1,0 +1,460 @@
+// Head's transactions beyond one head and one attempt: attempts, several heads, what is held, sessions, takers, trainers' own
+// weights.
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "head_test_util.h"
+#include "server/heads/head.h"
+
+namespace headwater::heads {
+namespace {
+
+using headwater::testing::FakeEngine;
+using headwater::testing::KeyOf;
+using headwater::testing::MakeReadyHead;
+using headwater::testing::MicroBatchCall;
+using headwater::testing::Payload;
+using headwater::testing::ReadGradWeight;
+using headwater::testing::ReadWeight;
+using headwater::testing::SmallSpec;
+
+const Payload kRowOfToken2 = {{1, 2, 3}, {2}};
+const Payload kRowOfToken4 = {{-5, 0, 7}, {4}};
+const absl::Status kEngineError = MakeError(ErrorReason::kEngineFailed, "the device is gone");
+const absl::Status kNotReady = MakeError(ErrorReason::kShardNotReady, "a shard could not begin");
+constexpr SessionId kSession = {1};
+constexpr SessionId kOtherSession = {2};
+
+std::vector<float> Gradient(int64_t token, std::vector<float> row) {
+  std::vector<float> values(15);
+  std::copy(row.begin(), row.end(), values.begin() + token * 3);
+  return values;
+}
+
+class HeadTransactionsTest : public ::testing::Test {
+ protected:
+  // Lets a call be held as rows: keeps a counter of what is kept.
+  std::function<absl::StatusOr<std::shared_ptr<const void>>()> Hold() {
+    return [this]() -> absl::StatusOr<std::shared_ptr<const void>> {
+      ++holds_;
+      return std::shared_ptr<const void>(this, [this](const void*) { --holds_; });
+    };
+  }
+  // The same rows against two heads.
+  void AddSecondTerm(MicroBatchCall& call) {
+    SubmittedTerm term = call.term();
+    term.head = other_;
+    term.head_epoch = other_->Describe().epoch;
+    term.step = KeyOf(*other_).step;
+    call.submission().terms.push_back(term);
+  }
+  std::vector<DecisionTarget> BothHeads() { return {{head_, KeyOf(*head_)}, {other_, KeyOf(*other_)}}; }
+  ContributionState StateOf(const Head& head, int64_t micro_batch) {
+    const auto steps = head.GetSteps(head.Describe().epoch);
+    EXPECT_OK(steps);
+    const auto found = steps->first.micro_batches.find(micro_batch);
+    return found == steps->first.micro_batches.end() ? ContributionState::kNone : found->second.state;
+  }
+
+  int holds_ = 0;
+  FakeEngine engine_;
+  std::shared_ptr<Head> head_ = MakeReadyHead(engine_, SmallSpec());
+  std::shared_ptr<Head> other_ = MakeReadyHead(engine_, SmallSpec(), "other");
+};
+
+// ---- attempts --------------------------------------------------------------------------------------------------------
+
+TEST_F(HeadTransactionsTest, AnAnnouncedAttemptDropsAndFencesLowerOnes) {
+  MicroBatchCall first(head_, 0, 0, kRowOfToken2);
+  ASSERT_OK(first.Explicit().Run(engine_));
+  MicroBatchCall second(head_, 0, 0, kRowOfToken4);
+  second.Explicit().submission().attempt = 1;
+  ASSERT_OK(Head::Announce(second.submission()));
+  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
+  EXPECT_REASON(head_->Commit(KeyOf(*head_), 0, 0, 1), kAttemptSuperseded);
+  EXPECT_REASON(first.Run(engine_), kAttemptSuperseded);
+  ASSERT_OK(second.Run(engine_));
+  EXPECT_TRUE(*head_->Commit(KeyOf(*head_), 0, 1, 1));
+  EXPECT_EQ(ReadGradWeight(*head_), Gradient(4, {-5, 0, 7}));
+}
+
+TEST_F(HeadTransactionsTest, ARunningLowerAttemptGivesUpUnlessItCommits) {
+  for (const bool is_explicit : {true, false}) {
+    absl::Notification computing, announced;
+    engine_.control().during_compute = [&] {
+      if (computing.HasBeenNotified()) return;
+      computing.Notify();
+      announced.WaitForNotification();
+    };
+    const int64_t id = is_explicit ? 0 : 1;
+    MicroBatchCall first(head_, 0, id, kRowOfToken2), second(head_, 0, id, kRowOfToken2);
+    if (is_explicit) first.Explicit(), second.Explicit();
+    second.submission().attempt = 1;
+    absl::StatusOr<SubmissionOutcome> outcome;
+    std::thread lower([&] { outcome = first.Run(engine_); });
+    computing.WaitForNotification();
+    std::thread higher([&] { EXPECT_OK(Head::Announce(second.submission())); });
+    // The announcement waits for the computation; long enough for it to have left its mark.
+    absl::SleepFor(absl::Milliseconds(50));
+    announced.Notify();
+    lower.join();
+    higher.join();
+    engine_.control().during_compute = nullptr;
+    if (is_explicit) {
+      EXPECT_REASON(outcome, kAttemptSuperseded);
+    } else {
+      EXPECT_OK(outcome);  // its products had begun: it is committed
+    }
+    const absl::StatusOr<SubmissionOutcome> again = second.Run(engine_);
+    ASSERT_OK(again);
+    EXPECT_EQ(again->replayed, !is_explicit);
+  }
+}
+
+// ---- several heads ---------------------------------------------------------------------------------------------------
+
+TEST_F(HeadTransactionsTest, AllHeadsTakeAMicroBatchTogether) {
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  AddSecondTerm(call);
+  ASSERT_OK(call.Run(engine_));
+  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
+  EXPECT_EQ(ReadGradWeight(*other_), Gradient(2, {1, 2, 3}));
+  const absl::StatusOr<SubmissionOutcome> again = call.Run(engine_);
+  ASSERT_OK(again);
+  EXPECT_TRUE(again->replayed);
+}
+
+TEST_F(HeadTransactionsTest, OneHeadThatRefusesLeavesTheOthersAsTheyWere) {
+  ASSERT_OK(MicroBatchCall(other_, 0, 0, kRowOfToken4).Run(engine_));
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  AddSecondTerm(call);
+  EXPECT_REASON(call.Run(engine_), kMicroBatchConflict);
+  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
+  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
+  // Known to one with this digest, unknown to the other: all or none.
+  MicroBatchCall known(head_, 0, 5, kRowOfToken2);
+  ASSERT_OK(known.Run(engine_));
+  AddSecondTerm(known);
+  const absl::StatusOr<SubmissionOutcome> mixed = known.Run(engine_);
+  EXPECT_REASON(mixed, kMicroBatchConflict);
+  EXPECT_EQ(GetErrorMetadata(mixed.status()).at("notKnownBy"), other_->name().ToString());
+  EXPECT_EQ(StateOf(*other_, 5), ContributionState::kNone);
+}
+
+TEST_F(HeadTransactionsTest, TermsOfOneHeadMustAgreeOnItsStep) {
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  call.submission().terms.push_back(call.term());
+  call.submission().terms[1].step = 1;
+  EXPECT_REASON(call.Run(engine_), kInvalidCombination);
+  call.submission().terms[1].step = 0;
+  ASSERT_OK(call.Run(engine_));
+  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {2, 4, 6}));
+}
+
+TEST_F(HeadTransactionsTest, ADecisionNamesExactlyTheHeads) {
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  AddSecondTerm(call);
+  ASSERT_OK(call.Explicit().Run(engine_));
+  EXPECT_REASON(head_->Commit(KeyOf(*head_), 0, 0, 1), kInvalidCombination);
+  EXPECT_REASON(head_->Discard(KeyOf(*head_), 0, 0), kInvalidCombination);
+  EXPECT_REASON(Head::Commit({BothHeads()[0], BothHeads()[0]}, 0, 0, {}, std::nullopt), kInvalidCombination);
+  EXPECT_REASON(Head::Commit({}, 0, 0, {}, std::nullopt), kMissingField);
+  EXPECT_TRUE(*Head::Commit(BothHeads(), 0, 0, {2.0, {}}, std::nullopt));
+  EXPECT_FALSE(*Head::Commit(BothHeads(), 0, 0, {2.0, {}}, std::nullopt));
+  EXPECT_REASON(Head::Commit(BothHeads(), 0, 0, {3.0, {}}, std::nullopt), kMicroBatchConflict);
+  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {2, 4, 6}));
+  EXPECT_EQ(ReadGradWeight(*other_), Gradient(2, {2, 4, 6}));
+}
+
+TEST_F(HeadTransactionsTest, WhatOneHeadDropsIsDroppedInAll) {
+  for (const int how : {0, 1, 2, 3}) {
+    MicroBatchCall call(head_, KeyOf(*head_).step, 10 + how, kRowOfToken2);
+    AddSecondTerm(call);
+    ASSERT_OK(call.Explicit().Run(engine_));
+    if (how == 0) ASSERT_OK(head_->DiscardGradient(KeyOf(*head_)));
+    if (how == 1) ASSERT_OK(head_->Take(std::nullopt));
+    if (how == 2) ASSERT_OK(headwater::testing::SetWeights(*head_, std::vector<float>(15)));
+    if (how == 3) head_->Retire();
+    EXPECT_EQ(StateOf(*other_, 10 + how), ContributionState::kDiscarded) << how;
+    EXPECT_REASON(other_->Commit(KeyOf(*other_), 10 + how, 0, 1), kMicroBatchDiscarded) << how;
+    EXPECT_EQ(ReadGradWeight(*other_), std::vector<float>(15)) << how;
+  }
+  // Its slots are free again: the spec has two.
+  for (const int64_t id : {20, 21}) ASSERT_OK(MicroBatchCall(other_, 0, id, kRowOfToken2).Explicit().Run(engine_));
+}
+
+TEST_F(HeadTransactionsTest, AnEngineFailureAfterTheDecisionLosesAllHeads) {
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  AddSecondTerm(call);
+  ASSERT_OK(call.Explicit().Run(engine_));
+  engine_.control().FailNext("Commit", kNotReady);
+  EXPECT_REASON(Head::Commit(BothHeads(), 0, 0, {}, std::nullopt), kShardNotReady);
+  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kStaged);
+  EXPECT_EQ(ReadGradWeight(*other_), std::vector<float>(15));
+  engine_.control().FailNext("Commit", kEngineError);
+  EXPECT_REASON(Head::Commit(BothHeads(), 0, 0, {}, std::nullopt), kEngineFailed);
+  EXPECT_EQ(head_->Describe().state, HeadState::kLost);
+  EXPECT_EQ(other_->Describe().state, HeadState::kLost);
+}
+
+TEST_F(HeadTransactionsTest, AShardThatIsNotReadyAbortsAnEagerMicroBatch) {
+  engine_.control().FailNext("Compute", kNotReady);
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  EXPECT_REASON(call.Run(engine_), kShardNotReady);
+  EXPECT_EQ(head_->Describe().state, HeadState::kReady);
+  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
+  ASSERT_OK(call.Run(engine_));
+}
+
+// ---- held ------------------------------------------------------------------------------------------------------------
+
+TEST_F(HeadTransactionsTest, WithoutASlotTheRowsAreHeldIfAllowed) {
+  HeadSpec spec = SmallSpec();
+  spec.staging_slots = 0;
+  head_ = MakeReadyHead(engine_, spec);
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  EXPECT_REASON(call.Explicit().Run(engine_), kStagingFull);
+  call.submission().hold = Hold();
+  const absl::StatusOr<SubmissionOutcome> outcome = call.Run(engine_);
+  ASSERT_OK(outcome);
+  EXPECT_EQ(outcome->form, ContributionForm::kHeld);
+  EXPECT_EQ(outcome->state, ContributionState::kStaged);
+  EXPECT_EQ(holds_, 1);
+  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
+  EXPECT_TRUE(*head_->Commit(KeyOf(*head_), 0, 0, 3));
+  EXPECT_EQ(holds_, 0);
+  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {3, 6, 9}));
+}
+
+TEST_F(HeadTransactionsTest, LateTokenFactorsNeedWhatIsHeld) {
+  MicroBatchCall staged(head_, 0, 0, kRowOfToken2);
+  ASSERT_OK(staged.Explicit().Run(engine_));
+  const std::vector<DecisionTarget> target = {{head_, KeyOf(*head_)}};
+  EXPECT_REASON(Head::Commit(target, 0, 0, {1, {2.0F}}, std::nullopt), kInvalidCombination);
+  MicroBatchCall held(head_, 0, 1, kRowOfToken4);
+  held.Explicit().submission().late_token_factors = true;
+  EXPECT_REASON(held.Run(engine_), kInvalidCombination);  // nobody would keep the rows
+  held.submission().hold = Hold();
+  const absl::StatusOr<SubmissionOutcome> outcome = held.Run(engine_);
+  ASSERT_OK(outcome);
+  EXPECT_EQ(outcome->form, ContributionForm::kHeld);  // although a slot is free
+  EXPECT_REASON(Head::Commit(target, 1, 0, {1, {2.0F, 3.0F}}, std::nullopt), kShapeMismatch);
+  EXPECT_REASON(Head::Commit(target, 1, 0, {1, {std::numeric_limits<float>::infinity()}}, std::nullopt), kInvalidField);
+  EXPECT_EQ(holds_, 1);
+  EXPECT_TRUE(*Head::Commit(target, 1, 0, {2, {1.0F}}, std::nullopt));
+  EXPECT_FALSE(*Head::Commit(target, 1, 0, {2, {1.0F}}, std::nullopt));
+  EXPECT_REASON(Head::Commit(target, 1, 0, {2, {4.0F}}, std::nullopt), kMicroBatchConflict);
+  EXPECT_EQ(ReadGradWeight(*head_), Gradient(4, {-10, 0, 14}));
+  EXPECT_EQ(holds_, 0);
+}
+
+TEST_F(HeadTransactionsTest, RowsThatCannotBeHeldLeaveNothing) {
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  call.Explicit().submission().late_token_factors = true;
+  call.submission().hold = []() -> absl::StatusOr<std::shared_ptr<const void>> {
+    return MakeError(ErrorReason::kStagingFull, "no room");
+  };
+  EXPECT_REASON(call.Run(engine_), kStagingFull);
+  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
+}
+
+TEST_F(HeadTransactionsTest, AHeldOneIsDroppedWithItsRows) {
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  call.Explicit().submission().late_token_factors = true;
+  call.submission().hold = Hold();
+  ASSERT_OK(call.Run(engine_));
+  EXPECT_TRUE(*head_->Discard(KeyOf(*head_), 0, 0));
+  EXPECT_EQ(holds_, 0);
+}
+
+TEST_F(HeadTransactionsTest, AnEagerOneThatMustBeFiniteIsComputedTwiceWithoutASlot) {
+  HeadSpec spec = SmallSpec();
+  spec.staging_slots = 0;
+  head_ = MakeReadyHead(engine_, spec);
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  call.Refuse().submission().hold = Hold();
+  const absl::StatusOr<SubmissionOutcome> outcome = call.Run(engine_);
+  ASSERT_OK(outcome);
+  EXPECT_EQ(outcome->form, ContributionForm::kHeld);
+  EXPECT_EQ(outcome->state, ContributionState::kCommitted);
+  EXPECT_EQ(holds_, 0);
+  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
+}
+
+TEST_F(HeadTransactionsTest, AHeldOneIsNotComputedWithAnotherTeacher) {
+  HeadSpec frozen = SmallSpec();
+  frozen.trainable = false;
+  frozen.optimizer = std::monostate();
+  frozen.staging_slots = 0;
+  std::shared_ptr<Head> teacher = MakeReadyHead(engine_, frozen, "teacher");
+  const auto hold = [&](int64_t id) {
+    MicroBatchCall call(head_, 0, id, kRowOfToken2);
+    call.Explicit().submission().late_token_factors = true;
+    call.submission().hold = Hold();
+    call.term().teacher_head = teacher;
+    call.term().term.loss = JsdSpec();
+    call.term().term.teacher_hidden = call.submission().hidden;
+    ASSERT_OK(call.Run(engine_));
+    if (id == 0) {
+      EXPECT_TRUE(*head_->Commit(KeyOf(*head_), id, 0, 1));
+      return;
+    }
+    ASSERT_OK(headwater::testing::SetWeights(*teacher, std::vector<float>(15, 4)));
+    EXPECT_REASON(head_->Commit(KeyOf(*head_), id, 0, 1), kWeightVersionMismatch);
+    teacher->Retire();
+    teacher.reset();
+    call.term().teacher_head.reset();
+    EXPECT_REASON(head_->Commit(KeyOf(*head_), id, 0, 1), kHeadNotFound);
+    EXPECT_TRUE(*head_->Discard(KeyOf(*head_), id, 0));
+  };
+  hold(0);
+  hold(1);
+}
+
+// ---- sessions --------------------------------------------------------------------------------------------------------
+
+TEST_F(HeadTransactionsTest, OnlyItsSessionDecidesAContribution) {
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  call.Explicit().submission().session = kSession;
+  ASSERT_OK(call.Run(engine_));
+  const std::vector<DecisionTarget> target = {{head_, KeyOf(*head_)}};
+  EXPECT_REASON(Head::Commit(target, 0, 0, {}, std::nullopt), kNotSessionOwner);
+  EXPECT_REASON(Head::Commit(target, 0, 0, {}, kOtherSession), kNotSessionOwner);
+  EXPECT_REASON(Head::Discard(target, 0, 0, kOtherSession), kNotSessionOwner);
+  EXPECT_TRUE(*Head::Discard(target, 0, 1, kOtherSession));  // a higher attempt is anybody's
+  MicroBatchCall second(head_, 0, 1, kRowOfToken2);
+  second.Explicit().submission().session = kSession;
+  ASSERT_OK(second.Run(engine_));
+  EXPECT_TRUE(*Head::Commit(target, 1, 0, {}, kSession));
+}
+
+TEST_F(HeadTransactionsTest, ASessionsEndLeavesTombstones) {
+  for (const int64_t id : {0, 1}) {
+    MicroBatchCall call(head_, 0, id, kRowOfToken2);
+    call.Explicit().submission().session = id == 0 ? kSession : kOtherSession;
+    ASSERT_OK(call.Run(engine_));
+  }
+  head_->DropSession(kSession);
+  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kDiscarded);
+  EXPECT_EQ(StateOf(*head_, 1), ContributionState::kStaged);
+  MicroBatchCall again(head_, 0, 0, kRowOfToken2);
+  EXPECT_REASON(again.Run(engine_), kMicroBatchDiscarded);
+  again.submission().attempt = 1;
+  EXPECT_OK(again.Run(engine_));
+}
+
+// ---- taking, waiting -------------------------------------------------------------------------------------------------
+
+TEST_F(HeadTransactionsTest, ATakerGetsANewEpochAndAnEmptyStep) {
+  ASSERT_OK(MicroBatchCall(head_, 0, 0, kRowOfToken2).Run(engine_));
+  const StepKey before = KeyOf(*head_);
+  const std::vector<float> weight = ReadWeight(*head_);
+  const int64_t version = head_->Describe().weight_version;
+  EXPECT_REASON(head_->Take(Epoch{9}), kEpochFenced);
+  ASSERT_OK(head_->Take(before.epoch));
+  EXPECT_REASON(head_->Take(before.epoch), kEpochFenced);
+  EXPECT_REASON(head_->GetSteps(before.epoch), kEpochFenced);
+  EXPECT_EQ(KeyOf(*head_).step, before.step);
+  EXPECT_EQ(ReadWeight(*head_), weight);
+  EXPECT_EQ(head_->Describe().weight_version, version);
+  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
+  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
+}
+
+TEST_F(HeadTransactionsTest, OnlyACallForTheNextStepWaits) {
+  StepKey key = KeyOf(*head_);
+  const WaitLimits long_wait = {absl::Now() + absl::Seconds(30), nullptr};
+  EXPECT_OK(head_->AwaitStep(key, long_wait));
+  key.step = 2;
+  EXPECT_OK(head_->AwaitStep(key, long_wait));
+  key.step = std::numeric_limits<int64_t>::min();
+  EXPECT_OK(head_->AwaitStep(key, long_wait));
+  key.step = 1;
+  EXPECT_OK(head_->AwaitStep(key, {}));  // its deadline is past
+  EXPECT_REASON(head_->AwaitStep(key, {absl::InfiniteFuture(), [] { return true; }}), kCancelled);
+  std::thread closer([&] {
+    absl::SleepFor(absl::Milliseconds(20));
+    EXPECT_OK(head_->DiscardGradient(KeyOf(*head_)));
+  });
+  EXPECT_OK(head_->AwaitStep(key, long_wait));
+  EXPECT_EQ(KeyOf(*head_).step, 1);
+  closer.join();
+}
+
+TEST_F(HeadTransactionsTest, ASealMayWaitForWhatIsMissingOrUndecided) {
+  ASSERT_OK(MicroBatchCall(head_, 0, 0, kRowOfToken2).Explicit().Run(engine_));
+  EXPECT_REASON(head_->Seal(KeyOf(*head_), int64_t{2}), kMicroBatchMissing);
+  EXPECT_REASON(head_->Seal(KeyOf(*head_), int64_t{2}, {absl::InfiniteFuture(), [] { return true; }}), kCancelled);
+  std::thread late([&] {
+    absl::SleepFor(absl::Milliseconds(20));
+    EXPECT_OK(MicroBatchCall(head_, 0, 1, kRowOfToken4).Run(engine_));
+    absl::SleepFor(absl::Milliseconds(20));
+    EXPECT_OK(head_->Commit(KeyOf(*head_), 0, 0, 1));
+  });
+  const absl::StatusOr<SealReply> reply = head_->Seal(KeyOf(*head_), int64_t{2}, {absl::Now() + absl::Seconds(30), nullptr});
+  late.join();
+  ASSERT_OK(reply);
+  EXPECT_EQ(reply->totals.micro_batch_count, 2);
+}
+
+// ---- trainers' own parts ---------------------------------------------------------------------------------------------
+
+TEST_F(HeadTransactionsTest, ATrainersGradientIsAContribution) {
+  const std::vector<float> rows = {1, 2, 3, 4, 5, 6};
+  const Digest digest = {5}, another = {6};
+  const StepKey key = KeyOf(*head_);
+  const GradientPart part = {3, 2, rows.data(), 2};
+  EXPECT_REASON(head_->CheckAddGradient(key, 0, 0, 4, 2), kChunkOutOfRange);
+  EXPECT_REASON(head_->AddGradient(key, 0, 0, digest, part, [] { return true; }), kCancelled);
+  EXPECT_TRUE(*head_->AddGradient(key, 0, 0, digest, part, nullptr));
+  EXPECT_FALSE(*head_->AddGradient(key, 0, 0, digest, part, nullptr));
+  EXPECT_REASON(head_->AddGradient(key, 0, 0, another, part, nullptr), kMicroBatchConflict);
+  std::vector<float> expected(15);
+  for (size_t i = 0; i < 6; ++i) expected[9 + i] = 2 * rows[i];
+  EXPECT_EQ(ReadGradWeight(*head_), expected);
+  engine_.control().FailNext("AddToGradient", kNotReady);
+  EXPECT_REASON(head_->AddGradient(key, 1, 0, digest, part, nullptr), kShardNotReady);
+  EXPECT_EQ(StateOf(*head_, 1), ContributionState::kNone);
+  EXPECT_OK(head_->Seal(key, int64_t{1}));
+}
+
+TEST_F(HeadTransactionsTest, TheTrainersWeightsCloseASealedStepWhole) {
+  HeadSpec spec = SmallSpec();
+  spec.has_bias = true;
+  head_ = MakeReadyHead(engine_, spec);
+  const StepKey key = KeyOf(*head_);
+  const std::vector<float> before = ReadWeight(*head_);
+  const auto weight = std::make_shared<std::vector<float>>(15, 8.0F);
+  const auto bias = std::make_shared<std::vector<float>>(5, 9.0F);
+  const ShadowTensor new_weight = {HeadTensor::kWeight, DataType::kFloat32, {weight, weight->data()}, 60};
+  const ShadowTensor new_bias = {HeadTensor::kBias, DataType::kFloat32, {bias, bias->data()}, 20};
+  EXPECT_REASON(head_->Replace(key, new_weight), kStepNotSealed);
+  ASSERT_OK(MicroBatchCall(head_, 0, 0, kRowOfToken2).Run(engine_));
+  ASSERT_OK(head_->Seal(key, int64_t{1}));
+  EXPECT_FALSE(*head_->Replace(key, new_weight));
+  EXPECT_EQ(ReadWeight(*head_), before);  // until the last tensor is there
+  EXPECT_EQ(KeyOf(*head_).step, 0);
+  EXPECT_TRUE(*head_->Replace(key, new_bias));
+  EXPECT_EQ(ReadWeight(*head_), *weight);
+  EXPECT_EQ(KeyOf(*head_).step, 1);
+  EXPECT_EQ(KeyOf(*head_).epoch, key.epoch);
+  EXPECT_EQ(head_->GetSteps(key.epoch)->second->state, StepState::kReplaced);
+  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
+  EXPECT_TRUE(*head_->Replace(key, new_weight));  // a repeat
+  ShadowTensor others = new_weight;
+  const std::vector<float> other_values(15, 3.0F);
+  others.data = std::make_shared<std::vector<float>>(other_values);
+  others.data = std::shared_ptr<const void>(others.data, other_values.data());
+  EXPECT_REASON(head_->Replace(key, others), kStepConflict);
+  EXPECT_REASON(head_->DiscardGradient(key), kStepConflict);
+}
+
+}  // namespace
+}  // namespace headwater::heads
