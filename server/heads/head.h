@@ -240,7 +240,8 @@ class Head : public std::enable_shared_from_this<Head> {
   // Adds a trainer's own part as a committed contribution. True if this call added it, false for a repeat with the same digest.
   absl::StatusOr<bool> AddGradient(const StepKey& key, int64_t micro_batch, int64_t attempt, const Digest& digest,
                                    const GradientPart& part, const std::function<bool()>& cancelled);
-  // Drops what a session that has ended left undecided; a tombstone stays for each. Returns how many micro-batches this call dropped.
+  // Drops what a session that has ended left undecided; a tombstone stays for each. Returns how many micro-batches this call
+  // dropped.
   int64_t DropSession(const SessionId& session);
 
   // ---- steps ---------------------------------------------------------------------------------------------------------

@@ -160,7 +160,9 @@ absl::Status Head::Announce(const Submission& submission) ABSL_NO_THREAD_SAFETY_
   const ComputeLocks locks(std::set<Head*, std::less<>>(targets.begin(), targets.end()));
   for (Head* target : targets) {
     absl::MutexLock state_lock(&target->state_mutex_);
-    target->superseding_.erase(micro_batch);
+    // A still higher attempt that waits too keeps its mark.
+    const auto waiting = target->superseding_.find(micro_batch);
+    if (waiting != target->superseding_.end() && waiting->second == submission.attempt) target->superseding_.erase(waiting);
   }
   if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
   for (const SubmittedTerm& term : submission.terms) {
@@ -276,6 +278,7 @@ void Head::SubmissionRun::BuildTerms() ABSL_NO_THREAD_SAFETY_ANALYSIS {
 
 absl::Status Head::SubmissionRun::CheckWanted() const {
   if (cancelled_ != nullptr && cancelled_()) return Cancelled();
+  if (!adds_) return absl::OkStatus();  // a repeat of what is decided is answered whatever attempt waits
   for (Head* target : targets_) {
     absl::MutexLock state_lock(&target->state_mutex_);
     const auto waiting = target->superseding_.find(id());
