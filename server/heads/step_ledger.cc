@@ -275,8 +275,10 @@ absl::StatusOr<bool> StepLedger::CheckCommit(int64_t step, int64_t micro_batch, 
                                   found->second.tombstone_attempt, ", the commit is for attempt ", attempt),
                      key);
   }
+  // A later attempt of a committed micro-batch was a repeat of it, and so is its commit.
+  const bool is_committed = known && found->second.state == ContributionState::kCommitted;
   const bool only_announced = known && found->second.state == ContributionState::kNone;
-  if (!known || attempt > found->second.attempt || (only_announced && attempt == found->second.attempt)) {
+  if (!known || (attempt > found->second.attempt && !is_committed) || (only_announced && attempt == found->second.attempt)) {
     return MakeError(ErrorReason::kMicroBatchNotFound,
                      absl::StrCat("step ", step, " knows no micro-batch ", micro_batch, " with attempt ", attempt), key);
   }

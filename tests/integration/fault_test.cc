@@ -135,6 +135,11 @@ TEST(Faults, CancelWhileComputingAnExplicitOne) {
   server.gate().AwaitWaiting();
   call.context.TryCancel();
   EXPECT_EQ(call.End().error_code(), grpc::StatusCode::CANCELLED);
+  // The client knows of its cancellation before the server does. An answer on the same connection that was asked for later comes
+  // after it.
+  grpc::ClientContext context;
+  v1::ServerInfo info;
+  Require(server.sessions().GetServerInfo(&context, v1::GetServerInfoRequest(), &info), "GetServerInfo");
   server.gate().Open();
   EXPECT_TRUE(Await([&] { return NothingInFlight(server); }));
   EXPECT_EQ(server.Snapshot(head), before);  // the staging slot is free again, too: it is used by the next call
@@ -290,7 +295,13 @@ TEST(Faults, DrainFinishesADecisionThatHasBegun) {
   std::thread commit([&] { committed = server.Commit(head, 0, 0, 1); });
   server.gate().AwaitWaiting();
   std::thread drain([&] { EXPECT_TRUE(server.server().Drain(absl::Seconds(20))); });
-  EXPECT_TRUE(Await([&] { return ReasonOf(refused = server.Commit(head, 0, 0, 1)) == "DRAINING"; }));
+  // Asked by a call that waits for nothing: one that is let in before the drain begins must not wait for the gate.
+  EXPECT_TRUE(Await([&] {
+    grpc::ClientContext context;
+    v1::ListHeadsResponse heads;
+    refused = server.heads().ListHeads(&context, v1::ListHeadsRequest(), &heads);
+    return ReasonOf(refused) == "DRAINING";
+  }));
   server.gate().Open();
   commit.join();
   drain.join();

@@ -140,6 +140,7 @@ std::vector<TransactionRow> AttemptRows() {
                     EXPECT_EQ(t.Discard({.id = 0}), "ATTEMPT_SUPERSEDED");
                     EXPECT_EQ(t.Commit({.id = 0, .attempt = 2}), "MICRO_BATCH_NOT_FOUND");
                     EXPECT_EQ(t.Commit({.id = 0, .attempt = 1}), "OK");
+                    EXPECT_EQ(t.Commit({.id = 0, .attempt = 2}), "OK replayed");  // as attempt 2 of the micro-batch would be
                   },
                   StageAndCommitSecond,
                   {"0 COMMITTED STAGED @1"}});

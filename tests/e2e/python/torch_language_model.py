@@ -105,6 +105,6 @@ def changes(model: LanguageModel, other: LanguageModel, seed: int = 0) -> dict[s
     begin = dict(LanguageModel(tied=tied, bias=model.lm_head.bias is not None, seed=seed).named_parameters())
     others = dict(other.named_parameters())
     return {
-        name: float((value - others[name]).double().norm() / (value - begin[name]).double().norm())
+        name: float((value - others[name]).detach().double().norm() / (value - begin[name]).detach().double().norm())
         for name, value in model.named_parameters()
     }

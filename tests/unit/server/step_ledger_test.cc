@@ -273,8 +273,10 @@ TEST_F(StepLedgerTest, ALowerAttemptIsSuperseded) {
   EXPECT_REASON(refused, kAttemptSuperseded);
   EXPECT_EQ(GetErrorMetadata(refused).at("knownAttempt"), "4");
   EXPECT_REASON(ledger_.CheckCommit(7, 0, 3, Factor(1)), kAttemptSuperseded);
-  // A higher attempt of a committed one is the same micro-batch.
+  // A higher attempt of a committed one is the same micro-batch, and so is its commit.
   EXPECT_EQ(MustBegin(0, kFirst, 5), BeginDecision::kReplay);
+  EXPECT_FALSE(*ledger_.CheckCommit(7, 0, 5, Factor(1)));
+  EXPECT_REASON(ledger_.CheckCommit(7, 0, 5, Factor(2)), kMicroBatchConflict);
 }
 
 TEST_F(StepLedgerTest, SealNeedsExactlyTheExpectedOnes) {

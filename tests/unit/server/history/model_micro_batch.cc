@@ -407,7 +407,7 @@ Expected Model::Commit(const Event& event) {
     const ModelRecord& record = found->second;
     if (event.attempt <= record.tombstone) {
       AddUnique(problems, "MICRO_BATCH_DISCARDED");
-    } else if (event.attempt > record.attempt || (!IsPresent(record) && event.attempt == record.attempt)) {
+    } else if ((event.attempt > record.attempt && record.state != 'C') || (!IsPresent(record) && event.attempt == record.attempt)) {
       AddUnique(problems, "MICRO_BATCH_NOT_FOUND");
     } else if (event.attempt < record.attempt) {
       AddUnique(problems, "ATTEMPT_SUPERSEDED");
