@@ -125,8 +125,8 @@ class StepLedger {
   // The micro-batch failed before it added anything: it is forgotten, but for the fence and the tombstone that it may have had.
   absl::Status Abort(int64_t micro_batch);
 
-  // True if the commit is to be carried out now, false if an equal one was before, for this attempt or a lower one. The caller adds the contribution and then
-  // calls FinishCommit(); nothing can come in between, because it holds the head's lock.
+  // True if the commit is to be carried out now, false if an equal one was before, for this attempt or a lower one. The caller adds
+  // the contribution and then calls FinishCommit(); nothing can come in between, because it holds the head's lock.
   absl::StatusOr<bool> CheckCommit(int64_t step, int64_t micro_batch, int64_t attempt, const CommitFactor& factor) const;
   absl::Status FinishCommit(int64_t micro_batch, const CommitFactor& factor);
 
