@@ -30,12 +30,18 @@ namespace headwater {
 // 128 bits that identify a micro-batch's header and rows; see digest.h.
 using Digest = std::array<uint8_t, 16>;
 
-// Rows of a two-dimensional tensor in host memory; row-major and contiguous. The memory stays the caller's.
+// Where a tensor of a call lies. kDevice: memory of the engine's own device (devices()[0]), complete when the call is made; refused
+// as kInvalidField by engines without a device.
+enum class MemorySpace { kHost, kDevice };
+
+// Rows of a two-dimensional tensor; row-major and contiguous. The memory stays the caller's. Page-locked host memory is copied
+// without a detour.
 struct RowsView {
   const void* data = nullptr;  // [row_count, column_count]; may be null if row_count == 0
   int64_t row_count = 0;
   int64_t column_count = 0;
   DataType data_type = DataType::kFloat32;
+  MemorySpace memory = MemorySpace::kHost;
 };
 
 // Writable rows.
@@ -44,6 +50,7 @@ struct MutableRowsView {
   int64_t row_count = 0;
   int64_t column_count = 0;
   DataType data_type = DataType::kFloat32;
+  MemorySpace memory = MemorySpace::kHost;
 };
 
 class EngineHead;
@@ -190,6 +197,14 @@ struct EngineOptions {
   // For tests that make a shard fail; null in production. Called at the beginning of each phase of every such work (Compute()
   // included, whatever it changes) on each shard's own thread, at the same time on several: an error is that shard's failure.
   std::function<absl::Status(ShardPhase phase, int32_t rank)> shard_probe;
+
+  // CUDA only; other engines do not look at what follows.
+  int32_t device_index = 0;          // of the GPU, as CUDA counts the visible ones
+  std::string algorithm_cache_path;  // file that keeps the products' algorithms from start to start; empty: none is kept
+  bool timed_search = true;          // false: algorithms as the library proposes them, so that two starts run the same ones
+  bool portable_kernels = false;     // true: only what every supported GPU runs, also on Hopper
+  // Called once, on any thread, when the device is lost (health()). Must not call the engine.
+  std::function<void(const absl::Status&)> on_device_lost;
 };
 
 // Where heads live.
@@ -215,6 +230,10 @@ class LossEngine {
   // Sum of the living heads' plans.
   virtual int64_t planned_bytes() const = 0;
 
+  // kEngineFailed from the moment on when the device can compute nothing any more (an error that CUDA does not recover from); every
+  // call fails with it then, and only a new process helps. Any thread.
+  virtual absl::Status health() const { return absl::OkStatus(); }
+
   // Computes one micro-batch. Checks everything that could make it read or write out of bounds (sizes, types, targets) and fails
   // with the reasons of error.h before anything is changed; kStagingFull if kStage finds no slot; kShardNotReady if a shard could
   // not begin (outputs may have been written). A failure after that is kEngineFailed; with kAccumulate the heads are lost then. The
@@ -232,6 +251,11 @@ absl::Status SelfTest(LossEngine& engine);
 
 // The engine that needs no accelerator.
 absl::StatusOr<std::unique_ptr<LossEngine>> CreateCpuEngine(const EngineOptions& options);
+
+// The engine for NVIDIA GPUs, out of the module library libheadwater_cuda.so, which is looked for beside the file that this code is
+// in, and in HEADWATER_CUDA_MODULE (a path) first. kFeatureNotBuilt, saying why, if the module or a usable GPU (sm_80 or newer) is not
+// there; kMemoryBudgetExceeded if the budget is more than the GPU has.
+absl::StatusOr<std::unique_ptr<LossEngine>> CreateCudaEngine(const EngineOptions& options);
 
 }  // namespace headwater
 

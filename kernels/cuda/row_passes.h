@@ -1,0 +1,157 @@
+// Row work on logits that lie in memory: the R form (fp32 logits of 16-bit operands) and the wide form (fp64 logits). Any GPU from
+// sm_80 on, any number of shards.
+//
+// A chunk goes through: products -> statistics, one per shard -> FinishRows (merges the shards, one thread a row, in fp64, by
+// kernels/core/row_loss.h) -> for a divergence its sums, one per shard, and FinishDivergence -> the gradient, in place.
+//
+// The gradient's matrix M and the two factors that stand beside it, for every form (the E form's too):
+//   grad_hidden_i  = row_factor_i * (M W)_i + target_factor_i * w_{y_i}
+//   grad_weight   += M^T (row_factor . x) + sum_i target_factor_i * e_{y_i} x_i^T        (grad_bias likewise, x = 1)
+// M_{i, y_i} = 0 wherever the row has a target and its loss a cross entropy: the target's share never enters a 16-bit matrix.
+// d(loss)/d(logit argument) of row i is row_factor_i * M_i, with everything in it: loss_scale, token weight, logit_scale.
+// M_i is scaled by a power of two, so that it is well inside fp16's range where M is fp16.
+#ifndef HEADWATER_KERNELS_CUDA_ROW_PASSES_H_
+#define HEADWATER_KERNELS_CUDA_ROW_PASSES_H_
+
+#include "kernels/core/row_loss.h"
+#include "kernels/cuda/launch_types.h"
+
+namespace headwater::cuda {
+
+// Products x . w of a chunk with one shard, without bias, scale and softcap.
+struct LogitsView {
+  const void* products = nullptr;      // [row_count, stride] fp32 or fp64
+  Element element = Element::kFloat32;
+  int64_t stride = 0;                  // elements; row starts are multiples of 16 bytes
+  int64_t columns = 0;                 // of this shard
+  int64_t vocab_start = 0;
+  const void* bias = nullptr;          // [columns], or null
+  Element bias_element = Element::kFloat32;
+  Transform transform;
+};
+
+// What does not depend on the row.
+struct CrossEntropyOptions {
+  CrossEntropyTerm term;                     // class_weights: device memory [valid_vocab_size], or null
+  bool want_weighted = false;                // entropy
+  bool want_argmax = false;
+};
+
+// The rows of a chunk that one term has.
+struct ChunkRows {
+  int64_t row_count = 0;
+  const int32_t* targets = nullptr;      // [row_count] column of the vocabulary, or -1
+  const float* token_weights = nullptr;  // [row_count], or null: all 1
+};
+
+// One row's results; copied to the host, which adds them up in row order.
+struct RowReport {
+  double soft = 0;  // the divergence; not yet multiplied by its weight
+  double hard = 0;  // cross entropy without z-loss; not yet multiplied by hard_weight
+  double z_loss = 0;
+  double lse = 0;
+  double target_log_probability = 0;
+  double entropy = 0;
+  double gradient_bound = 0;  // of |d(loss)/d(logit)|, with loss_scale and token weight
+  int32_t argmax = -1;
+  int32_t reserved = 0;
+};
+
+// What the gradient pass needs of a row.
+struct RowCoefficients {
+  double max = 0;                  // of the other columns: the offset of the exponentials
+  double probability_factor = 0;   // hard_weight * RowLoss::probability_factor
+  double class_factor = 0;         // hard_weight * smooth mass
+  double student_lse = 0;          // tempered, over the common columns
+  double teacher_lse = 0;
+  double divergence_mean = 0;      // D = sum q r, or as FinishDivergence has it
+  double soft_factor = 0;          // soft_weight * (1 - beta) / student_temperature (beta as the formulas have it)
+  double scale = 1;                // power of two: M_i = scale * d(loss)/dz * dz/da / (loss_scale * token weight * logit_scale)
+};
+
+// out[i] = statistics of row i's columns in this shard, the target's left out as RowStats says; target_logit 0.
+// `targets` may be null: no row has one. Reads every logit once.
+cudaError_t LaunchRowStats(const LogitsView& logits, const ChunkRows& rows, const CrossEntropyOptions& options, RowStats* out,
+                           cudaStream_t stream);
+
+// What FinishRows is told beside the statistics.
+struct FinishOptions {
+  CrossEntropyOptions cross_entropy;
+  double hard_weight = 1;       // 0: only outputs (lse, entropy, argmax, target_log_probability) come from the cross entropy
+  double loss_scale = 1;
+  Transform transform;
+  Element matrix_element = Element::kBFloat16;  // of M: fp16 gets a power-of-two scale
+  // True where a divergence follows: `row_factor` and the scale are then left to FinishDivergence().
+  bool divergence_follows = false;
+};
+
+// Merges `shard_count` statistics [shard_count, row_count] in order, takes the target's logit from target_arguments [row_count]
+// (the softcap's argument in fp64; see finish.h), and writes reports, coefficients, row_factor and target_factor [row_count].
+cudaError_t LaunchFinishRows(const RowStats* stats, int32_t shard_count, const double* target_arguments, const ChunkRows& rows,
+                             const FinishOptions& options, RowReport* reports, RowCoefficients* coefficients, float* row_factor,
+                             float* target_factor, cudaStream_t stream);
+
+// M in place of the products: row i's M begins where its products begin, so its stride is stride * BytesOf(element) /
+// BytesOf(matrix_element). Columns from `columns` to RoundUp(columns, 8) become 0.
+cudaError_t LaunchCrossEntropyGradient(const LogitsView& logits, const ChunkRows& rows, const CrossEntropyOptions& options,
+                                       const RowCoefficients* coefficients, Element matrix_element, cudaStream_t stream);
+
+// --- Divergence ------------------------------------------------------------------------------------------------------------------
+
+struct DivergenceTerm {
+  double beta = 0.5;
+  double student_temperature = 1;
+  double teacher_temperature = 1;
+  double soft_weight = 1;     // 1 - hard_loss_weight
+  int64_t common_columns = 0; // of the whole vocabulary that both have
+};
+
+// Tempered statistics of one row and side: max of z / T, sum of e^{z / T - max} over the shard's common columns.
+struct SoftStats {
+  double max = 0;  // -inf for no columns
+  double sum = 0;
+};
+
+// Sums of one row over a shard's common columns.
+struct DivergenceSums {
+  double loss = 0;   // of the divergence, from non-negative terms
+  double mean = 0;   // D: sum q r for 0 < beta < 1, sum q (-d) for beta 1, 0 for beta 0
+  double bound = 0;  // largest |gradient entry| before the mean is taken off: max |q r| and max q
+  double q_max = 0;
+};
+
+// Both sides' statistics in one pass over both logits; `student` and `teacher` describe the same shard's columns (the teacher's
+// logits are re-cut to the student's shards before). out_* [row_count].
+cudaError_t LaunchSoftStats(const LogitsView& student, const LogitsView& teacher, int64_t row_count, const DivergenceTerm& term,
+                            SoftStats* out_student, SoftStats* out_teacher, cudaStream_t stream);
+// Merges [shard_count, row_count] of each into coefficients[i].student_lse and teacher_lse; sets what LaunchFinishRows did not.
+cudaError_t LaunchFinishSoftStats(const SoftStats* student, const SoftStats* teacher, int32_t shard_count, int64_t row_count,
+                                  RowCoefficients* coefficients, cudaStream_t stream);
+cudaError_t LaunchDivergenceSums(const LogitsView& student, const LogitsView& teacher, int64_t row_count,
+                                 const DivergenceTerm& term, const RowCoefficients* coefficients, DivergenceSums* out,
+                                 cudaStream_t stream);
+// Merges [shard_count, row_count] sums; completes reports, coefficients, row_factor and, for the power-of-two scale,
+// target_factor. `has_cross_entropy`: LaunchFinishRows ran before; else this writes every field.
+cudaError_t LaunchFinishDivergence(const DivergenceSums* sums, int32_t shard_count, const ChunkRows& rows,
+                                   const DivergenceTerm& term, const FinishOptions& options, bool has_cross_entropy,
+                                   RowReport* reports, RowCoefficients* coefficients, float* row_factor, float* target_factor,
+                                   cudaStream_t stream);
+// M over the student's products, as LaunchCrossEntropyGradient; the hard loss's share is added if coefficients have one.
+cudaError_t LaunchDivergenceGradient(const LogitsView& student, const LogitsView& teacher, const ChunkRows& rows,
+                                     const DivergenceTerm& term, const CrossEntropyOptions& options,
+                                     const RowCoefficients* coefficients, Element matrix_element, cudaStream_t stream);
+
+// --- Divergence on Hopper, one shard, one read -----------------------------------------------------------------------------------
+
+// True if LaunchDivergenceRows() takes this case: sm_90, fp32 products of one shard, a row of both fits a cluster's shared memory,
+// no hard loss, strides multiples of 4 elements.
+bool DivergenceRowsFit(const LogitsView& student, const LogitsView& teacher, const DivergenceTerm& term, Element matrix_element);
+// Everything from LaunchSoftStats to LaunchDivergenceGradient in one pass that reads each product once. M in place of the
+// student's products. `want_gradient` false: reports only.
+cudaError_t LaunchDivergenceRows(const LogitsView& student, const LogitsView& teacher, const ChunkRows& rows,
+                                 const DivergenceTerm& term, double loss_scale, Element matrix_element, bool want_gradient,
+                                 RowReport* reports, float* row_factor, float* target_factor, cudaStream_t stream);
+
+}  // namespace headwater::cuda
+
+#endif  // HEADWATER_KERNELS_CUDA_ROW_PASSES_H_
