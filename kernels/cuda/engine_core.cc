@@ -1,0 +1,200 @@
+#include "kernels/cuda/engine_core.h"
+
+#include <algorithm>
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "headwater/kernels/error.h"
+#include "kernels/core/saturating.h"
+
+namespace headwater::cuda {
+namespace {
+
+constexpr int kOldestCapability = 80;
+constexpr int64_t kDefaultWorkspaceBytes = int64_t{4} << 30;
+
+absl::Status NoDevice(const std::string& why) {
+  return MakeError(ErrorReason::kFeatureNotBuilt, "the CUDA engine cannot be used here: " + why, {{"feature", "cuda_engine"}});
+}
+
+absl::Status ShardError(ErrorReason reason, int32_t rank, const char* what, const std::string& cause) {
+  const std::string shard = std::to_string(rank);
+  return MakeError(reason, "shard " + shard + what + cause, {{"shard", shard}});
+}
+
+// `work`, with an exception as an error.
+absl::Status Caught(absl::FunctionRef<absl::Status()> work) {
+  try {
+    return work();
+  } catch (const std::exception& error) {
+    return absl::InternalError(error.what());
+  }
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<EngineCore>> EngineCore::Create(EngineOptions options) {
+  std::shared_ptr<EngineCore> core(new EngineCore(std::move(options)));
+  absl::Status status = core->Open();
+  if (!status.ok()) return status;
+  return core;
+}
+
+absl::Status EngineCore::Open() {
+  int device_count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&device_count);
+  if (error == cudaErrorInsufficientDriver) return NoDevice("there is no NVIDIA driver, or one older than this build needs");
+  if (error != cudaSuccess || device_count == 0) {
+    return NoDevice(error == cudaErrorNoDevice || error == cudaSuccess ? "no NVIDIA GPU is visible"
+                                                                       : std::string("CUDA says ") + cudaGetErrorString(error));
+  }
+  if (options_.device_index < 0 || options_.device_index >= device_count) {
+    return MakeError(
+        ErrorReason::kInvalidField,
+        "device_index must be in [0, " + std::to_string(device_count) + "), got " + std::to_string(options_.device_index),
+        {{"field", "device_index"}, {"actual", std::to_string(options_.device_index)}});
+  }
+  cudaDeviceProp properties;
+  HEADWATER_RETURN_IF_ERROR(CudaStatus(cudaGetDeviceProperties(&properties, options_.device_index), "asking for the device"));
+  device_model_ = properties.name;
+  const int capability = 10 * properties.major + properties.minor;
+  if (capability < kOldestCapability) {
+    return NoDevice(device_model_ + " has compute capability " + std::to_string(properties.major) + "." +
+                    std::to_string(properties.minor) + ", and 8.0 is the oldest that is supported");
+  }
+  hopper_ = capability == 90 && !options_.portable_kernels;
+  HEADWATER_RETURN_IF_ERROR(CudaStatus(cudaSetDevice(options_.device_index), "choosing the device"));
+  const int64_t device_bytes = static_cast<int64_t>(properties.totalGlobalMem);
+  if (options_.memory_budget_bytes > device_bytes) {
+    return MakeError(
+        ErrorReason::kMemoryBudgetExceeded,
+        "memory_budget_bytes is " + std::to_string(options_.memory_budget_bytes) + ", and " + device_model_ + " has " +
+            std::to_string(device_bytes) + " bytes",
+        {{"budgetBytes", std::to_string(options_.memory_budget_bytes)}, {"availableBytes", std::to_string(device_bytes)}});
+  }
+  if (options_.memory_budget_bytes == 0) options_.memory_budget_bytes = device_bytes / 5 * 4;
+  if (options_.workspace_bytes == 0) options_.workspace_bytes = kDefaultWorkspaceBytes;
+  if (options_.thread_count == 0) options_.thread_count = 1;
+  HEADWATER_RETURN_IF_ERROR(CudaStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream"));
+  absl::StatusOr<PinnedMemory> bounce = PinnedMemory::Allocate(kBounceBytes);
+  if (!bounce.ok()) return bounce.status();
+  bounce_ = *std::move(bounce);
+  return absl::OkStatus();
+}
+
+EngineCore::~EngineCore() {
+  if (stream_ != nullptr) static_cast<void>(cudaStreamDestroy(stream_));
+}
+
+absl::Status EngineCore::Check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return absl::OkStatus();
+  absl::Status status = CudaStatus(error, what);
+  static_cast<void>(cudaGetLastError());
+  // An error that stays is one that the device does not recover from.
+  if (cudaStreamQuery(stream_) == cudaSuccess || cudaStreamQuery(stream_) == cudaErrorNotReady) return status;
+  status = MakeError(ErrorReason::kEngineFailed, "the GPU is lost until this process starts anew: " + std::string(status.message()),
+                     {{"cudaError", cudaGetErrorName(error)}});
+  bool first = false;
+  {
+    std::lock_guard<std::mutex> lock(health_mutex_);
+    first = health_.ok();
+    if (first) health_ = status;
+  }
+  if (first && options_.on_device_lost) options_.on_device_lost(status);
+  return status;
+}
+
+absl::Status EngineCore::Synchronize(const char* what) { return Check(cudaStreamSynchronize(stream_), what); }
+
+absl::Status EngineCore::health() const {
+  std::lock_guard<std::mutex> lock(health_mutex_);
+  return health_;
+}
+
+absl::Status EngineCore::CallProbe(ShardPhase phase, int32_t rank) const {
+  return options_.shard_probe == nullptr ? absl::OkStatus() : options_.shard_probe(phase, rank);
+}
+
+absl::Status EngineCore::RunDecided(absl::FunctionRef<absl::Status(int32_t rank)> prepare, absl::FunctionRef<absl::Status()> act) {
+  HEADWATER_RETURN_IF_ERROR(health());
+  for (int32_t rank = 0; rank < options_.shard_count; ++rank) {
+    const absl::Status status = Caught([&] {
+      absl::Status ready = CallProbe(ShardPhase::kPrepare, rank);
+      return ready.ok() ? prepare(rank) : ready;
+    });
+    if (!status.ok()) {
+      return ShardError(ErrorReason::kShardNotReady, rank,
+                        " could not begin, and nothing was changed: ", std::string(status.message()));
+    }
+  }
+  for (int32_t rank = 0; rank < options_.shard_count; ++rank) {
+    const absl::Status status = Caught([&] { return CallProbe(ShardPhase::kAct, rank); });
+    if (!status.ok()) return ShardError(ErrorReason::kEngineFailed, rank, " failed: ", std::string(status.message()));
+  }
+  absl::Status status = Caught(act);
+  const absl::Status finished = Synchronize("work on the device");
+  if (status.ok()) status = finished;
+  if (status.ok() || HasReason(status, ErrorReason::kEngineFailed)) return status;
+  return MakeError(ErrorReason::kEngineFailed, std::string(status.message()), GetErrorMetadata(status));
+}
+
+absl::Status EngineCore::RunDecidedByShard(absl::FunctionRef<absl::Status(int32_t rank)> act) {
+  return RunDecided([](int32_t) { return absl::OkStatus(); },
+                    [&] {
+                      for (int32_t rank = 0; rank < options_.shard_count; ++rank) {
+                        absl::Status status = act(rank);
+                        if (!status.ok()) return status;
+                      }
+                      return absl::OkStatus();
+                    });
+}
+
+absl::Status EngineCore::Admit(int64_t own_bytes, int64_t workspace_bytes, const std::string& plan_text) {
+  WorkLock work(*this);
+  std::lock_guard<std::mutex> lock(plan_mutex_);
+  const int64_t more_workspace = std::max<int64_t>(workspace_bytes - workspace_bytes_, 0);
+  const int64_t requested = SaturatingAdd(own_bytes, more_workspace);
+  const int64_t free_bytes = options_.memory_budget_bytes - own_bytes_ - workspace_bytes_;
+  if (requested > free_bytes) {
+    return MakeError(ErrorReason::kMemoryBudgetExceeded,
+                     "the head needs " + plan_text + " (" + std::to_string(requested) + " bytes), and " +
+                         std::to_string(free_bytes) + " of " + std::to_string(options_.memory_budget_bytes) + " bytes are free",
+                     {{"requestedBytes", std::to_string(requested)},
+                      {"availableBytes", std::to_string(free_bytes)},
+                      {"budgetBytes", std::to_string(options_.memory_budget_bytes)}});
+  }
+  if (more_workspace > 0) HEADWATER_RETURN_IF_ERROR(ResizeWorkspace(workspace_bytes));
+  own_bytes_ += own_bytes;
+  ++head_count_;
+  return absl::OkStatus();
+}
+
+absl::Status EngineCore::ResizeWorkspace(int64_t bytes) {
+  products_.reset();
+  workspace_ = DeviceMemory();
+  workspace_bytes_ = 0;
+  if (bytes == 0) return absl::OkStatus();
+  absl::StatusOr<DeviceMemory> memory = DeviceMemory::Allocate(bytes);
+  if (!memory.ok()) return memory.status();
+  absl::StatusOr<std::unique_ptr<Products>> products = Products::Create(memory->As<void>(), options_.algorithm_cache_path);
+  if (!products.ok()) return products.status();
+  workspace_ = *std::move(memory);
+  products_ = *std::move(products);
+  workspace_bytes_ = bytes;
+  return absl::OkStatus();
+}
+
+void EngineCore::Release(int64_t own_bytes) {
+  WorkLock work(*this);
+  std::lock_guard<std::mutex> lock(plan_mutex_);
+  own_bytes_ -= own_bytes;
+  if (--head_count_ == 0) static_cast<void>(ResizeWorkspace(0));
+}
+
+int64_t EngineCore::planned_bytes() const {
+  std::lock_guard<std::mutex> lock(plan_mutex_);
+  return own_bytes_ + workspace_bytes_;
+}
+
+}  // namespace headwater::cuda

@@ -1,0 +1,108 @@
+// What the heads of a CudaEngine share: the device, its stream, the workspace, the products, and the rule by which work that
+// changes a head is decided once for all its shards.
+//
+// All shards of this process stand on one device and run in lockstep on one stream: a phase of every shard, then the merge, then
+// the next phase. The work mutex gives device, workspace and bounce buffer to one call at a time.
+#ifndef HEADWATER_KERNELS_CUDA_ENGINE_CORE_H_
+#define HEADWATER_KERNELS_CUDA_ENGINE_CORE_H_
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "headwater/kernels/engine.h"
+#include "kernels/cuda/device_memory.h"
+#include "kernels/cuda/products.h"
+
+namespace headwater::cuda {
+
+class EngineCore {
+ public:
+  // Page-locked memory through which tensors that are not page-locked are copied, and what a call uploads and downloads beside
+  // them.
+  static constexpr int64_t kBounceBytes = int64_t{32} << 20;
+
+  // `options` with the defaults filled in that need no device; fills in the others. kFeatureNotBuilt without a usable GPU.
+  static absl::StatusOr<std::shared_ptr<EngineCore>> Create(EngineOptions options);
+  ~EngineCore();
+  EngineCore(const EngineCore&) = delete;
+  EngineCore& operator=(const EngineCore&) = delete;
+
+  const EngineOptions& options() const { return options_; }  // with defaults filled in
+  const std::string& device_model() const { return device_model_; }
+  // True where the kernels for sm_90a may be used.
+  bool hopper() const { return hopper_; }
+
+  // --- For the holder of a WorkLock ---------------------------------------------------------------------------------------------
+  cudaStream_t stream() const { return stream_; }
+  Products& products() { return *products_; }
+  const DeviceMemory& workspace() const { return workspace_; }  // the first Products::kWorkspaceBytes are cuBLASLt's
+  const PinnedMemory& bounce() const { return bounce_; }
+
+  // Waits for the stream. Every error that ends here or in Check() is looked at: one that the device does not recover from makes
+  // health() bad.
+  absl::Status Synchronize(const char* what);
+  absl::Status Check(cudaError_t error, const char* what);
+
+  // Work that is decided once for all shards. `prepare` does all that may fail on a shard and changes nothing; if it fails anywhere
+  // the call fails as kShardNotReady (metadata: shard). Then `act` runs for all shards, and is waited for; it fails as
+  // kEngineFailed, and what it changes is lost then. Exceptions are failures.
+  absl::Status RunDecided(absl::FunctionRef<absl::Status(int32_t rank)> prepare, absl::FunctionRef<absl::Status()> act);
+  // The same with `act` by shard, in order.
+  absl::Status RunDecidedByShard(absl::FunctionRef<absl::Status(int32_t rank)> act);
+
+  // --- Any thread ---------------------------------------------------------------------------------------------------------------
+  absl::Status health() const;
+
+  // Admits a head whose own tensors take `own_bytes` and that needs `workspace_bytes` of the shared workspace; makes the workspace
+  // larger if need be. kMemoryBudgetExceeded (`plan_text` is part of the message) if the budget does not have it.
+  absl::Status Admit(int64_t own_bytes, int64_t workspace_bytes, const std::string& plan_text);
+  // Takes an admission back; the workspace goes with the last head.
+  void Release(int64_t own_bytes);
+  int64_t planned_bytes() const;
+
+ private:
+  friend class WorkLock;
+  explicit EngineCore(EngineOptions options) : options_(std::move(options)) {}
+  absl::Status Open();
+  absl::Status ResizeWorkspace(int64_t bytes);
+  absl::Status CallProbe(ShardPhase phase, int32_t rank) const;
+
+  EngineOptions options_;
+  std::string device_model_;
+  bool hopper_ = false;
+
+  std::mutex work_mutex_;
+  cudaStream_t stream_ = nullptr;
+  DeviceMemory workspace_;
+  PinnedMemory bounce_;
+  std::unique_ptr<Products> products_;
+
+  mutable std::mutex plan_mutex_;
+  int64_t own_bytes_ = 0;
+  int64_t workspace_bytes_ = 0;
+  int64_t head_count_ = 0;
+
+  mutable std::mutex health_mutex_;
+  absl::Status health_;
+};
+
+// Holds the work mutex, with the engine's device current on this thread.
+class WorkLock {
+ public:
+  explicit WorkLock(EngineCore& core) : lock_(core.work_mutex_) { static_cast<void>(cudaSetDevice(core.options_.device_index)); }
+
+ private:
+  std::lock_guard<std::mutex> lock_;
+};
+
+}  // namespace headwater::cuda
+
+#endif  // HEADWATER_KERNELS_CUDA_ENGINE_CORE_H_

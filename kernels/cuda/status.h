@@ -1,0 +1,23 @@
+// CUDA's errors as the project's.
+#ifndef HEADWATER_KERNELS_CUDA_STATUS_H_
+#define HEADWATER_KERNELS_CUDA_STATUS_H_
+
+#include <cuda_runtime_api.h>
+
+#include "absl/status/status.h"
+
+namespace headwater::cuda {
+
+// kEngineFailed with CUDA's name for the error; kMemoryBudgetExceeded for cudaErrorMemoryAllocation. OK for cudaSuccess. `what`:
+// what was tried, as the subject of a sentence ("the copy of the hidden states").
+absl::Status CudaStatus(cudaError_t error, const char* what);
+
+#define HEADWATER_RETURN_IF_ERROR(expression)        \
+  do {                                               \
+    absl::Status status_of_step = (expression);      \
+    if (!status_of_step.ok()) return status_of_step; \
+  } while (false)
+
+}  // namespace headwater::cuda
+
+#endif  // HEADWATER_KERNELS_CUDA_STATUS_H_
