@@ -171,16 +171,24 @@ absl::Status EngineCore::Admit(int64_t own_bytes, int64_t workspace_bytes, const
 }
 
 absl::Status EngineCore::ResizeWorkspace(int64_t bytes) {
-  products_.reset();
   workspace_ = DeviceMemory();
   workspace_bytes_ = 0;
-  if (bytes == 0) return absl::OkStatus();
-  absl::StatusOr<DeviceMemory> memory = DeviceMemory::Allocate(bytes);
+  if (bytes == 0) {
+    products_.reset();
+    products_workspace_ = DeviceMemory();
+    return absl::OkStatus();
+  }
+  if (products_ == nullptr) {
+    absl::StatusOr<DeviceMemory> memory = DeviceMemory::Allocate(Products::kWorkspaceBytes);
+    if (!memory.ok()) return memory.status();
+    absl::StatusOr<std::unique_ptr<Products>> products = Products::Create(memory->As<void>(), options_.algorithm_cache_path);
+    if (!products.ok()) return products.status();
+    products_workspace_ = *std::move(memory);
+    products_ = *std::move(products);
+  }
+  absl::StatusOr<DeviceMemory> memory = DeviceMemory::Allocate(bytes - Products::kWorkspaceBytes);
   if (!memory.ok()) return memory.status();
-  absl::StatusOr<std::unique_ptr<Products>> products = Products::Create(memory->As<void>(), options_.algorithm_cache_path);
-  if (!products.ok()) return products.status();
   workspace_ = *std::move(memory);
-  products_ = *std::move(products);
   workspace_bytes_ = bytes;
   return absl::OkStatus();
 }

@@ -43,7 +43,7 @@ class EngineCore {
   // --- For the holder of a WorkLock ---------------------------------------------------------------------------------------------
   cudaStream_t stream() const { return stream_; }
   Products& products() { return *products_; }
-  const DeviceMemory& workspace() const { return workspace_; }  // the first Products::kWorkspaceBytes are cuBLASLt's
+  const DeviceMemory& workspace() const { return workspace_; }
   const PinnedMemory& bounce() const { return bounce_; }
 
   // Waits for the stream. Every error that ends here or in Check() is looked at: one that the device does not recover from makes
@@ -61,8 +61,9 @@ class EngineCore {
   // --- Any thread ---------------------------------------------------------------------------------------------------------------
   absl::Status health() const;
 
-  // Admits a head whose own tensors take `own_bytes` and that needs `workspace_bytes` of the shared workspace; makes the workspace
-  // larger if need be. kMemoryBudgetExceeded (`plan_text` is part of the message) if the budget does not have it.
+  // Admits a head whose own tensors take `own_bytes` and that needs `workspace_bytes` of the shared workspace, cuBLASLt's part
+  // (Products::kWorkspaceBytes) included; makes the workspace larger if need be. kMemoryBudgetExceeded (`plan_text` is part of the
+  // message) if the budget does not have it.
   absl::Status Admit(int64_t own_bytes, int64_t workspace_bytes, const std::string& plan_text);
   // Takes an admission back; the workspace goes with the last head.
   void Release(int64_t own_bytes);
@@ -81,6 +82,7 @@ class EngineCore {
 
   std::mutex work_mutex_;
   cudaStream_t stream_ = nullptr;
+  DeviceMemory products_workspace_;
   DeviceMemory workspace_;
   PinnedMemory bounce_;
   std::unique_ptr<Products> products_;
