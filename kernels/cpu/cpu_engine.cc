@@ -1,5 +1,5 @@
 // CpuEngine: heads in host memory, products by OpenBLAS, row work on the engine's own threads. See head_plan.h for memory,
-// shard_run.h for the computation, row_loss.h and row_kernels.h for the numerics.
+// shard_run.h for the computation, core/row_loss.h and row_kernels.h for the numerics.
 #include <algorithm>
 #include <cstring>
 #include <memory>

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "headwater/kernels/engine.h"
+#include "kernels/core/cross_entropy_term.h"
 #include "kernels/cpu/cpu_head.h"
-#include "kernels/cpu/row_loss.h"
 
 namespace headwater::cpu {
 

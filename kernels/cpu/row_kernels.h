@@ -11,16 +11,9 @@
 
 #include <cstdint>
 
-namespace headwater::cpu {
+#include "kernels/core/piece_stats.h"
 
-// Over a piece of a row: m = max z (NaN skipped, -inf if empty); sum = sum e^{z - m} (NaN if any z is);
-// weighted = sum e^{z - m} (z - m); linear = sum class_weight z. The last two only if asked for, else 0.
-struct PieceStats {
-  double max;
-  double sum;
-  double weighted;
-  double linear;
-};
+namespace headwater::cpu {
 
 struct StatsOptions {
   double cap = 0;                        // 0: none

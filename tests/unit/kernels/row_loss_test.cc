@@ -1,5 +1,5 @@
 // A row's loss out of its statistics, against the textbook formulas in long double.
-#include "kernels/cpu/row_loss.h"
+#include "kernels/core/row_loss.h"
 
 #include <cmath>
 #include <cstdint>
@@ -7,8 +7,9 @@
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "kernels/core/cross_entropy_term.h"
 
-namespace headwater::cpu {
+namespace headwater {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -123,4 +124,4 @@ TEST(RowLoss, SoftcapDerivativeDoesNotCancel) {
 }
 
 }  // namespace
-}  // namespace headwater::cpu
+}  // namespace headwater

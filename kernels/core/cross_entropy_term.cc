@@ -1,0 +1,19 @@
+#include "kernels/core/cross_entropy_term.h"
+
+namespace headwater {
+
+CrossEntropyTerm MakeCrossEntropyTerm(const CrossEntropySpec& spec, int64_t valid_vocab_size) {
+  CrossEntropyTerm term;
+  term.label_smoothing = spec.label_smoothing;
+  term.z_loss = spec.z_loss;
+  term.valid_vocab_size = valid_vocab_size;
+  term.class_weight_sum = static_cast<double>(valid_vocab_size);
+  if (!spec.class_weights.empty()) {
+    term.class_weights = spec.class_weights.data();
+    term.class_weight_sum = 0;
+    for (int64_t v = 0; v < valid_vocab_size; ++v) term.class_weight_sum += term.ClassWeight(v);
+  }
+  return term;
+}
+
+}  // namespace headwater
