@@ -25,9 +25,11 @@
 #ifndef HEADWATER_KERNELS_LAB_ROW_PASS_CUH_
 #define HEADWATER_KERNELS_LAB_ROW_PASS_CUH_
 
-#include "sm90_ptx.cuh"
+#include "kernels/cuda/device/sm90_ptx.cuh"
 
 namespace headwater::sm90 {
+
+using namespace headwater::cuda::sm90;
 
 constexpr int kRowConsumers = 512;
 constexpr int kRowThreads = kRowConsumers + 32;

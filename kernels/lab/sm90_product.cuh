@@ -37,9 +37,12 @@
 #ifndef HEADWATER_KERNELS_LAB_SM90_PRODUCT_CUH_
 #define HEADWATER_KERNELS_LAB_SM90_PRODUCT_CUH_
 
-#include "sm90_ptx.cuh"
+#include "kernels/cuda/device/sm90_ptx.cuh"
+#include "kernels/cuda/device/sm90_wgmma.cuh"
 
 namespace headwater::sm90 {
+
+using namespace headwater::cuda::sm90;
 
 constexpr int kTileM = 128;
 constexpr int kConsumerGroups = 2;

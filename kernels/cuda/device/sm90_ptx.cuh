@@ -1,17 +1,17 @@
 // Thin wrappers round the Hopper instructions that CUDA C++ has no name for: transaction barriers, the bulk tensor copy engine
 // (TMA), clusters, warpgroup matrix products. One function, one instruction; the protocol between them is the caller's.
-
-#ifndef HEADWATER_KERNELS_LAB_SM90_PTX_CUH_
-#define HEADWATER_KERNELS_LAB_SM90_PTX_CUH_
+//
+// Most of them exist for sm_90a only: kernels that call them have their body inside #if defined(__CUDA_ARCH_FEAT_SM90_ALL), so that
+// the same file compiles for other architectures too. Addresses of shared memory are 32-bit, as SharedAddress() gives them.
+#ifndef HEADWATER_KERNELS_CUDA_DEVICE_SM90_PTX_CUH_
+#define HEADWATER_KERNELS_CUDA_DEVICE_SM90_PTX_CUH_
 
 #include <cuda.h>
 #include <cuda_bf16.h>
 
 #include <cstdint>
 
-#include "sm90_wgmma.cuh"
-
-namespace headwater::sm90 {
+namespace headwater::cuda::sm90 {
 
 __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -226,6 +226,6 @@ __device__ __forceinline__ uint32_t PackBf16(float low, float high) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-}  // namespace headwater::sm90
+}  // namespace headwater::cuda::sm90
 
-#endif  // HEADWATER_KERNELS_LAB_SM90_PTX_CUH_
+#endif  // HEADWATER_KERNELS_CUDA_DEVICE_SM90_PTX_CUH_

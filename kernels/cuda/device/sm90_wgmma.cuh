@@ -1,11 +1,10 @@
-// wgmma of one warpgroup, bf16 operands from shared memory, fp32 accumulators; split from sm90_ptx.cuh for its length.
-
-#ifndef HEADWATER_KERNELS_LAB_SM90_WGMMA_CUH_
-#define HEADWATER_KERNELS_LAB_SM90_WGMMA_CUH_
+// wgmma of one warpgroup, bf16 operands from shared memory, fp32 accumulators; apart from sm90_ptx.cuh for its length. sm_90a only.
+#ifndef HEADWATER_KERNELS_CUDA_DEVICE_SM90_WGMMA_CUH_
+#define HEADWATER_KERNELS_CUDA_DEVICE_SM90_WGMMA_CUH_
 
 #include <cstdint>
 
-namespace headwater::sm90 {
+namespace headwater::cuda::sm90 {
 
 // Which dimension of an operand is contiguous in memory: its own (M of A, N of B), or the common one.
 enum class Major { kK, kMn };
@@ -103,6 +102,6 @@ __device__ __forceinline__ void WgmmaM64N128K16(float* d, uint64_t descriptor_a,
         "n"(kMajorB == Major::kMn ? 1 : 0));
 }
 
-}  // namespace headwater::sm90
+}  // namespace headwater::cuda::sm90
 
-#endif  // HEADWATER_KERNELS_LAB_SM90_WGMMA_CUH_
+#endif  // HEADWATER_KERNELS_CUDA_DEVICE_SM90_WGMMA_CUH_
