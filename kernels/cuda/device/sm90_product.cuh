@@ -109,7 +109,7 @@ struct TileRaster {
 };
 
 template <class Epilogue>
-__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kProductThreads, 1)
+__global__ void HEADWATER_CLUSTER_DIMS(kCluster) __launch_bounds__(kProductThreads, 1)
     ProductKernel(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
                   const __grid_constant__ CUtensorMap map_c, const ProductShape shape, const typename Epilogue::Params params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)

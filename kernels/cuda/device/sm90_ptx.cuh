@@ -11,6 +11,13 @@
 
 #include <cstdint>
 
+// Cluster size of a kernel; other architectures' compilers refuse the attribute.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
+#define HEADWATER_CLUSTER_DIMS(size) __cluster_dims__(size, 1, 1)
+#else
+#define HEADWATER_CLUSTER_DIMS(size)
+#endif
+
 namespace headwater::cuda::sm90 {
 
 __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
