@@ -1,0 +1,34 @@
+// The two symbols that libheadwater_cuda.so exports; see kernels/core/engine_module.h.
+#include <exception>
+#include <memory>
+#include <string>
+#include <type_traits>
+
+#include "headwater/kernels/error.h"
+#include "kernels/core/engine_module.h"
+#include "kernels/cuda/cuda_engine.h"
+
+#define HEADWATER_MODULE_EXPORT __attribute__((visibility("default")))
+
+extern "C" {
+
+HEADWATER_MODULE_EXPORT const char* headwater_cuda_module_version() { return headwater::EngineModuleVersion().c_str(); }
+
+HEADWATER_MODULE_EXPORT headwater::LossEngine* headwater_cuda_create_engine(const headwater::EngineOptions* options,
+                                                                            absl::Status* status) {
+  try {
+    absl::StatusOr<std::unique_ptr<headwater::LossEngine>> engine = headwater::cuda::CreateEngine(*options);
+    if (engine.ok()) return engine->release();
+    *status = engine.status();
+  } catch (const std::exception& error) {
+    *status =
+        headwater::MakeError(headwater::ErrorReason::kInternal, std::string("the CUDA engine could not be made: ") + error.what());
+  }
+  return nullptr;
+}
+
+}  // extern "C"
+
+// What is exported is what is looked for.
+static_assert(std::is_same_v<decltype(headwater_cuda_module_version), headwater::EngineModuleVersionFunction>);
+static_assert(std::is_same_v<decltype(headwater_cuda_create_engine), headwater::EngineModuleCreateFunction>);
