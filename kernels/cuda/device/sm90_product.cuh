@@ -48,9 +48,10 @@ inline constexpr int kBarrierBytes = 2 * kStages * 8;
 inline constexpr int kProductSharedBytes = kStages * (kBytesA + kBytesB) + kConsumerWarps * kStagingBytes + kBarrierBytes + 1024;
 static_assert(kProductSharedBytes <= 232448, "a CTA has 227 KiB of shared memory");
 
-// Boxes of the operands' tensor maps: kDepth elements by so many rows.
+// Boxes of the tensor maps: 64 elements (128 bytes, swizzled) by so many rows.
 inline constexpr int kBoxRowsA = kTileM;
 inline constexpr int kBoxRowsB = kTileN / kCluster;
+inline constexpr int kBoxRowsC = 16;  // a 16-bit result, stored by StoreBf16Block()
 
 struct ProductShape {
   int32_t m;
