@@ -14,26 +14,27 @@
 #define HEADWATER_KERNELS_CUDA_ROW_PASSES_H_
 
 #include "kernels/core/row_loss.h"
+#include "kernels/core/row_report.h"
 #include "kernels/cuda/launch_types.h"
 
 namespace headwater::cuda {
 
 // Products x . w of a chunk with one shard, without bias, scale and softcap.
 struct LogitsView {
-  const void* products = nullptr;      // [row_count, stride] fp32 or fp64
+  const void* products = nullptr;  // [row_count, stride] fp32 or fp64
   Element element = Element::kFloat32;
-  int64_t stride = 0;                  // elements; row starts are multiples of 16 bytes
-  int64_t columns = 0;                 // of this shard
+  int64_t stride = 0;   // elements; row starts are multiples of 16 bytes
+  int64_t columns = 0;  // of this shard
   int64_t vocab_start = 0;
-  const void* bias = nullptr;          // [columns], or null
+  const void* bias = nullptr;  // [columns], or null
   Element bias_element = Element::kFloat32;
   Transform transform;
 };
 
 // What does not depend on the row.
 struct CrossEntropyOptions {
-  CrossEntropyTerm term;                     // class_weights: device memory [valid_vocab_size], or null
-  bool want_weighted = false;                // entropy
+  CrossEntropyTerm term;       // class_weights: device memory [valid_vocab_size], or null
+  bool want_weighted = false;  // entropy
   bool want_argmax = false;
 };
 
@@ -45,28 +46,26 @@ struct ChunkRows {
 };
 
 // One row's results; copied to the host, which adds them up in row order.
-struct RowReport {
-  double soft = 0;  // the divergence; not yet multiplied by its weight
-  double hard = 0;  // cross entropy without z-loss; not yet multiplied by hard_weight
-  double z_loss = 0;
-  double lse = 0;
-  double target_log_probability = 0;
-  double entropy = 0;
-  double gradient_bound = 0;  // of |d(loss)/d(logit)|, with loss_scale and token weight
-  int32_t argmax = -1;
-  int32_t reserved = 0;
-};
+using headwater::RowReport;
 
 // What the gradient pass needs of a row.
 struct RowCoefficients {
-  double max = 0;                  // of the other columns: the offset of the exponentials
-  double probability_factor = 0;   // hard_weight * RowLoss::probability_factor
-  double class_factor = 0;         // hard_weight * smooth mass
-  double student_lse = 0;          // tempered, over the common columns
+  double max = 0;                 // of the other columns: the offset of the exponentials
+  double probability_factor = 0;  // hard_weight * RowLoss::probability_factor
+  double class_factor = 0;        // hard_weight * smooth mass
+  double student_lse = 0;         // tempered, over the common columns
   double teacher_lse = 0;
-  double divergence_mean = 0;      // D = sum q r, or as FinishDivergence has it
-  double soft_factor = 0;          // soft_weight * (1 - beta) / student_temperature (beta as the formulas have it)
-  double scale = 1;                // power of two: M_i = scale * d(loss)/dz * dz/da / (loss_scale * token weight * logit_scale)
+  // The student's most probable common column b, whose divergence gradient is what the others' leave: log q_b, and
+  // d_b = log p_b - log q_b. Everything that is averaged over q is taken relative to its value there.
+  double top_log_q = 0;
+  double top_difference = 0;
+  double divergence_mean = 0;  // DivergenceSums::mean of all shards
+  double soft_factor = 0;      // soft_weight * (1 - beta) / student_temperature (beta as the formulas have it)
+  // Power of two: M_i = scale * d(loss)/dz * dz/da / (loss_scale * token weight * logit_scale). 0: a row whose gradient is 0,
+  // because that product is; its M is 0 even if its logits are not finite.
+  double scale = 1;
+  int32_t top_column = -1;  // b, a column of the vocabulary; -1 where nothing is comparable (NaN)
+  int32_t reserved = 0;
 };
 
 // out[i] = statistics of row i's columns in this shard, the target's left out as RowStats says; target_logit 0.
@@ -77,7 +76,7 @@ cudaError_t LaunchRowStats(const LogitsView& logits, const ChunkRows& rows, cons
 // What FinishRows is told beside the statistics.
 struct FinishOptions {
   CrossEntropyOptions cross_entropy;
-  double hard_weight = 1;       // 0: only outputs (lse, entropy, argmax, target_log_probability) come from the cross entropy
+  double hard_weight = 1;  // 0: only outputs (lse, entropy, argmax, target_log_probability) come from the cross entropy
   double loss_scale = 1;
   Transform transform;
   Element matrix_element = Element::kBFloat16;  // of M: fp16 gets a power-of-two scale
@@ -102,26 +101,30 @@ struct DivergenceTerm {
   double beta = 0.5;
   double student_temperature = 1;
   double teacher_temperature = 1;
-  double soft_weight = 1;     // 1 - hard_loss_weight
-  int64_t common_columns = 0; // of the whole vocabulary that both have
+  double soft_weight = 1;      // 1 - hard_loss_weight
+  int64_t common_columns = 0;  // of the whole vocabulary that both have
 };
 
 // Tempered statistics of one row and side: max of z / T, sum of e^{z / T - max} over the shard's common columns.
 struct SoftStats {
   double max = 0;  // -inf for no columns
   double sum = 0;
+  // The student's only: its first column that has the maximum, and the teacher's z / T there.
+  double other_at_top = 0;
+  int32_t top_column = -1;  // of the vocabulary; -1 if max is -inf
+  int32_t reserved = 0;
 };
 
-// Sums of one row over a shard's common columns.
+// Sums of one row over a shard's common columns. The student's most probable column is in `loss` only.
 struct DivergenceSums {
   double loss = 0;   // of the divergence, from non-negative terms
-  double mean = 0;   // D: sum q r for 0 < beta < 1, sum q (-d) for beta 1, 0 for beta 0
-  double bound = 0;  // largest |gradient entry| before the mean is taken off: max |q r| and max q
+  double mean = 0;   // sum q (r - r_b) with r = log(q/m); beta 1: r = log q - log p; beta 0: sum q - p
+  double bound = 0;  // largest |summand of mean|
   double q_max = 0;
 };
 
 // Both sides' statistics in one pass over both logits; `student` and `teacher` describe the same shard's columns (the teacher's
-// logits are re-cut to the student's shards before). out_* [row_count].
+// logits are re-cut to the student's shards before), products of one element. out_* [row_count].
 cudaError_t LaunchSoftStats(const LogitsView& student, const LogitsView& teacher, int64_t row_count, const DivergenceTerm& term,
                             SoftStats* out_student, SoftStats* out_teacher, cudaStream_t stream);
 // Merges [shard_count, row_count] of each into coefficients[i].student_lse and teacher_lse; sets what LaunchFinishRows did not.

@@ -1,0 +1,247 @@
+// What the row passes' kernels share: a block's view of a row, loads of 16 bytes a thread, transformed logits, fixed-order
+// reductions over a block.
+#ifndef HEADWATER_KERNELS_CUDA_DEVICE_ROW_BLOCK_CUH_
+#define HEADWATER_KERNELS_CUDA_DEVICE_ROW_BLOCK_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "kernels/cuda/device/row_math.cuh"
+#include "kernels/cuda/row_passes.h"
+
+namespace headwater::cuda::row_block {
+
+// Elements of a 16-byte load.
+template <typename T>
+inline constexpr int32_t kVector = 16 / sizeof(T);
+
+// A value for each column: the bias, or class weights.
+struct SideArray {
+  const void* data = nullptr;
+  Element element = Element::kFloat32;
+  bool vectors = false;  // aligned for loads of a whole vector's columns
+};
+
+template <typename T>
+SideArray MakeSideArray(const void* data, Element element) {
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  return {data, element, address % static_cast<uintptr_t>(kVector<T> * BytesOf(element)) == 0};
+}
+
+template <typename T>
+struct RowView {
+  const T* products = nullptr;
+  int64_t stride = 0;
+  int32_t columns = 0;
+  int32_t vocab_start = 0;
+  SideArray bias;
+  T logit_scale = 1;
+  T cap = 0;
+  T inverse_cap = 0;
+};
+
+template <typename T>
+RowView<T> MakeRowView(const LogitsView& logits) {
+  RowView<T> view;
+  view.products = static_cast<const T*>(logits.products);
+  view.stride = logits.stride;
+  view.columns = static_cast<int32_t>(logits.columns);
+  view.vocab_start = static_cast<int32_t>(logits.vocab_start);
+  view.bias = MakeSideArray<T>(logits.bias, logits.bias_element);
+  view.logit_scale = static_cast<T>(logits.transform.logit_scale);
+  view.cap = static_cast<T>(logits.transform.softcap);
+  view.inverse_cap = logits.transform.softcap == 0 ? T(0) : static_cast<T>(1 / logits.transform.softcap);
+  return view;
+}
+
+// Whether products are more than multiplied with a scale.
+inline bool HasTransform(const LogitsView& logits) { return logits.bias != nullptr || logits.transform.softcap != 0; }
+
+// The shard's columns that both sides of a divergence have.
+inline int32_t CommonColumns(const LogitsView& student, const LogitsView& teacher, const DivergenceTerm& term) {
+  int64_t columns = term.common_columns - student.vocab_start;
+  columns = columns < student.columns ? columns : student.columns;
+  columns = columns < teacher.columns ? columns : teacher.columns;
+  return static_cast<int32_t>(columns < 0 ? 0 : columns);
+}
+
+__device__ __forceinline__ void LoadVector(const float* from, float (&to)[4]) {
+  const float4 v = *reinterpret_cast<const float4*>(from);
+  to[0] = v.x;
+  to[1] = v.y;
+  to[2] = v.z;
+  to[3] = v.w;
+}
+__device__ __forceinline__ void LoadVector(const double* from, double (&to)[2]) {
+  const double2 v = *reinterpret_cast<const double2*>(from);
+  to[0] = v.x;
+  to[1] = v.y;
+}
+
+// Vectors first, first + step, ... of a row; those that begin at `columns` or behind are left as they are. A last vector may reach
+// behind `columns`: rows are padded to whole vectors.
+template <typename T, int kVectors>
+__device__ __forceinline__ void LoadVectors(const T* row, int32_t first, int32_t step, int32_t columns,
+                                            T (&to)[kVectors][kVector<T>]) {
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int32_t j = first + v * step;
+    if (j < columns) LoadVector(row + j, to[v]);
+  }
+}
+
+__device__ __forceinline__ float From16Bit(uint16_t bits, Element element) {
+  return element == Element::kBFloat16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16) : __half2float(__ushort_as_half(bits));
+}
+
+// Elements [j, j + kVector) of `side`, as far as they are below `columns`; else 0.
+template <typename T>
+__device__ __forceinline__ void LoadSide(const SideArray& side, int32_t j, int32_t columns, T (&to)[kVector<T>]) {
+  constexpr int32_t kCount = kVector<T>;
+  if (side.element == Element::kFloat32) {
+    const float* from = static_cast<const float*>(side.data) + j;
+    if (side.vectors && j + kCount <= columns) {
+      if constexpr (kCount == 4) {
+        LoadVector(from, to);
+      } else {
+        const float2 v = *reinterpret_cast<const float2*>(from);
+        to[0] = v.x;
+        to[1] = v.y;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) to[i] = j + i < columns ? from[i] : 0.0f;
+    }
+    return;
+  }
+  const uint16_t* from = static_cast<const uint16_t*>(side.data) + j;
+  uint16_t bits[kCount] = {};
+  if (side.vectors && j + kCount <= columns) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      // Two at a time: 4-byte loads are aligned for both vector lengths.
+      const uint32_t pair = *reinterpret_cast<const uint32_t*>(from + i);
+      bits[i] = static_cast<uint16_t>(pair & 0xffffu);
+      bits[i + 1] = static_cast<uint16_t>(pair >> 16);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) bits[i] = j + i < columns ? from[i] : uint16_t{0};
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) to[i] = From16Bit(bits[i], side.element);
+}
+
+// Products to logits, in place, and d(logit)/d(argument). kMayBias and kMayCap: whether `view` may have them.
+template <bool kMayBias, bool kMayCap, bool kWantDerivative, typename T>
+__device__ __forceinline__ void ToLogits(const RowView<T>& view, int32_t j, T (&values)[kVector<T>], T (&derivative)[kVector<T>]) {
+  if constexpr (kMayBias) {
+    if (view.bias.data != nullptr) {
+      T bias[kVector<T>];
+      LoadSide(view.bias, j, view.columns, bias);
+#pragma unroll
+      for (int i = 0; i < kVector<T>; ++i) values[i] += bias[i];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kVector<T>; ++i) values[i] *= view.logit_scale;
+  if constexpr (kWantDerivative) {
+#pragma unroll
+    for (int i = 0; i < kVector<T>; ++i) derivative[i] = 1;
+  }
+  if constexpr (kMayCap) {
+    if (view.cap != T(0)) {
+#pragma unroll
+      for (int i = 0; i < kVector<T>; ++i) {
+        const row_math::CappedLogit<T> capped = row_math::Softcap(values[i], view.cap, view.inverse_cap);
+        values[i] = capped.z;
+        if constexpr (kWantDerivative) derivative[i] = capped.derivative;
+      }
+    }
+  }
+}
+
+// --- Writing M
+// --------------------------------------------------------------------------------------------------------------------
+
+// One vector of M, 8 bytes: four 16-bit elements out of fp32 values, or two fp32 ones out of fp64 values.
+__device__ __forceinline__ uint2 PackMatrix(const float (&values)[4], Element element) {
+  uint2 packed;
+  if (element == Element::kBFloat16) {
+    const __nv_bfloat162 low = __floats2bfloat162_rn(values[0], values[1]);
+    const __nv_bfloat162 high = __floats2bfloat162_rn(values[2], values[3]);
+    packed.x = *reinterpret_cast<const uint32_t*>(&low);
+    packed.y = *reinterpret_cast<const uint32_t*>(&high);
+  } else {
+    const __half2 low = __floats2half2_rn(values[0], values[1]);
+    const __half2 high = __floats2half2_rn(values[2], values[3]);
+    packed.x = *reinterpret_cast<const uint32_t*>(&low);
+    packed.y = *reinterpret_cast<const uint32_t*>(&high);
+  }
+  return packed;
+}
+__device__ __forceinline__ uint2 PackMatrix(const double (&values)[2], Element) {
+  return {__float_as_uint(static_cast<float>(values[0])), __float_as_uint(static_cast<float>(values[1]))};
+}
+
+// Whether M of `element` can stand over products of `products`: half their size.
+inline bool MatrixFits(Element products, Element element) {
+  return products == Element::kFloat64 ? element == Element::kFloat32
+                                       : element == Element::kBFloat16 || element == Element::kFloat16;
+}
+
+// Columns of M that are written: up to the padding that the products after it read, as far as a row has it.
+inline int32_t MatrixColumns(const LogitsView& logits) {
+  const int64_t padded = RoundUp(logits.columns, 8);
+  return static_cast<int32_t>(padded < 2 * logits.stride ? padded : 2 * logits.stride);
+}
+
+// Zeros for a whole row of M, which begins at `row`.
+template <typename T, int kThreads>
+__device__ __forceinline__ void WriteZeroRow(uint2* row, int32_t matrix_columns) {
+  for (int32_t vector = static_cast<int32_t>(threadIdx.x); vector * kVector<T> < matrix_columns; vector += kThreads) {
+    row[vector] = make_uint2(0, 0);
+  }
+}
+
+// --- Reductions over a block of kThreads
+// ------------------------------------------------------------------------------------------
+
+inline constexpr uint32_t kAllLanes = 0xffffffffu;
+
+// The largest value (NaN skipped), to every thread. `shared`: one a warp, not used again before the next barrier.
+template <int kThreads, typename T>
+__device__ __forceinline__ T BlockMax(T value, T* shared) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) value = max(value, __shfl_xor_sync(kAllLanes, value, distance));
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = shared[0];
+#pragma unroll
+  for (int warp = 1; warp < kThreads / 32; ++warp) value = max(value, shared[warp]);
+  return value;
+}
+
+// Sums, each by the same tree every time; complete in thread 0 only. `shared` as above.
+template <int kThreads, int kCount>
+__device__ __forceinline__ void BlockSum(double (&values)[kCount], double (*shared)[kThreads / 32]) {
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) values[k] += __shfl_xor_sync(kAllLanes, values[k], distance);
+    if (threadIdx.x % 32 == 0) shared[k][threadIdx.x / 32] = values[k];
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    values[k] = shared[k][0];
+    for (int warp = 1; warp < kThreads / 32; ++warp) values[k] += shared[k][warp];
+  }
+}
+
+}  // namespace headwater::cuda::row_block
+
+#endif  // HEADWATER_KERNELS_CUDA_DEVICE_ROW_BLOCK_CUH_
