@@ -1,0 +1,603 @@
+#include "kernels/cuda/computation.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/cuda/conversions.h"
+#include "kernels/cuda/e_product.h"
+#include "kernels/cuda/profile_range.h"
+
+namespace headwater::cuda {
+namespace {
+
+Element ElementOf(DataType type) { return static_cast<Element>(type); }
+
+// `data` moved on by `elements`.
+const void* Advance(const void* data, Element element, int64_t elements) {
+  return static_cast<const char*>(data) + elements * BytesOf(element);
+}
+void* Advance(void* data, Element element, int64_t elements) { return static_cast<char*>(data) + elements * BytesOf(element); }
+
+ConstMatrix Rows(const ConstMatrix& matrix, int64_t first, int64_t count) {
+  ConstMatrix rows = matrix;
+  rows.data = Advance(matrix.data, matrix.element, first * matrix.stride);
+  rows.rows = count;
+  return rows;
+}
+
+bool Aligned16(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
+
+// Host bytes that one row of a term takes on its way up and back.
+constexpr int64_t kHostBytesPerRow = 9 * 4 + sizeof(RowReport) + 2;
+
+}  // namespace
+
+Computation::Computation(EngineCore& core, const MicroBatch& micro_batch, MicroBatchPlan* plan, std::vector<TermRun>* terms,
+                         const std::vector<std::unique_ptr<StagedHead>>& staged)
+    : core_(core),
+      micro_batch_(micro_batch),
+      plan_(*plan),
+      terms_(*terms),
+      staged_(staged),
+      stream_(core.stream()),
+      workspace_(core.workspace().As<void>(), core.workspace().bytes()),
+      host_(core.bounce()) {}
+
+Computation::~Computation() {
+  if (row_sums_done_ != nullptr) static_cast<void>(cudaEventDestroy(row_sums_done_));
+}
+
+absl::Status Computation::Run() {
+  const ProfileRange range("micro_batch");
+  HEADWATER_RETURN_IF_ERROR(Check(cudaEventCreateWithFlags(&row_sums_done_, cudaEventDisableTiming), "making an event"));
+  HEADWATER_RETURN_IF_ERROR(ClearGradHidden());
+  HEADWATER_RETURN_IF_ERROR(UploadClassWeights());
+  const int64_t mark = workspace_.used();
+  for (const Chunk& chunk : plan_.chunks) {
+    workspace_.Rewind(mark);
+    HEADWATER_RETURN_IF_ERROR(RunChunk(chunk));
+  }
+  return Drain();
+}
+
+template <typename T>
+absl::Status Computation::Upload(T* device, const T* host, int64_t count) {
+  return Check(cudaMemcpyAsync(device, host, static_cast<size_t>(count) * sizeof(T), cudaMemcpyHostToDevice, stream_),
+               "an upload of row data");
+}
+
+absl::Status Computation::UploadClassWeights() {
+  for (TermRun& term : terms_) {
+    const CrossEntropyTerm& spec = term.plan->cross_entropy;
+    if (spec.class_weights == nullptr) continue;
+    float* device = workspace_.Take<float>(spec.valid_vocab_size);
+    HEADWATER_RETURN_IF_ERROR(Check(cudaMemcpyAsync(device, spec.class_weights, static_cast<size_t>(spec.valid_vocab_size) * 4,
+                                                    cudaMemcpyHostToDevice, stream_),
+                                    "the upload of class weights"));
+    term.class_weights = device;
+    term.cross_entropy.term.class_weights = device;
+    term.finish.cross_entropy.term.class_weights = device;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Computation::ClearGradHidden() {
+  const MutableRowsView& out = micro_batch_.grad_hidden;
+  if (out.data == nullptr || out.row_count == 0) return absl::OkStatus();
+  absl::Status status;
+  const int64_t row_bytes = out.column_count * ElementBytes(out.data_type);
+  ForEachRowWithoutGradient(plan_, [&](int64_t first, int64_t count) {
+    char* rows = static_cast<char*>(out.data) + first * row_bytes;
+    if (out.memory == MemorySpace::kHost) {
+      std::memset(rows, 0, static_cast<size_t>(count * row_bytes));
+    } else if (status.ok()) {
+      status = Check(cudaMemsetAsync(rows, 0, static_cast<size_t>(count * row_bytes), stream_), "clearing grad_hidden");
+    }
+  });
+  return status;
+}
+
+absl::Status Computation::Drain() {
+  HEADWATER_RETURN_IF_ERROR(core_.Synchronize("a micro-batch"));
+  for (const Pending& pending : pending_) {
+    const std::vector<ChunkRow>& rows = pending.part->rows;
+    for (size_t i = 0; i < rows.size(); ++i) {
+      RecordRow(rows[i], pending.reports[i], pending.non_finite[i] == 0, pending.term->plan);
+      if (pending.non_finite_out != nullptr && pending.non_finite_out[rows[i].chunk_row] != 0) {
+        pending.term->plan->non_finite[static_cast<size_t>(rows[i].term_row)] = 1;
+      }
+    }
+  }
+  pending_.clear();
+  host_.Reset();
+  return absl::OkStatus();
+}
+
+absl::Status Computation::RunChunk(const Chunk& chunk) {
+  const int64_t rows = static_cast<int64_t>(chunk.batch_rows.size());
+  const int64_t host_bytes = (rows * kHostBytesPerRow + 16 * Workspace::kAlignment) * static_cast<int64_t>(1 + chunk.terms.size());
+  if (!host_.HasRoom(host_bytes)) HEADWATER_RETURN_IF_ERROR(Drain());
+  const ChunkBuffers shared = LayOutChunk(terms_, micro_batch_, rows, &workspace_);
+  HEADWATER_RETURN_IF_ERROR(PlaceHidden(chunk, shared));
+  const bool writes = chunk.backward && micro_batch_.grad_hidden.data != nullptr;
+  if (writes) {
+    HEADWATER_RETURN_IF_ERROR(Check(cudaMemsetAsync(shared.non_finite, 0, static_cast<size_t>(rows), stream_), "clearing flags"));
+    int32_t* output_rows = host_.Take<int32_t>(rows);
+    const bool on_device = micro_batch_.grad_hidden.memory == MemorySpace::kDevice;
+    for (int64_t i = 0; i < rows; ++i) {
+      output_rows[i] = static_cast<int32_t>(on_device ? chunk.batch_rows[static_cast<size_t>(i)] : i);
+    }
+    HEADWATER_RETURN_IF_ERROR(Upload(shared.output_rows, output_rows, rows));
+    if (shared.sum != nullptr) {
+      const size_t bytes = static_cast<size_t>(rows * PaddedWidth(micro_batch_.hidden.column_count)) * sizeof(float);
+      HEADWATER_RETURN_IF_ERROR(Check(cudaMemsetAsync(shared.sum, 0, bytes, stream_), "clearing the sum of grad_hidden"));
+    }
+  }
+  const int64_t mark = workspace_.used();
+  const size_t first_pending = pending_.size();
+  for (const TermChunk& part : chunk.terms) {
+    workspace_.Rewind(mark);
+    Work work{};
+    work.chunk = &chunk;
+    work.part = &part;
+    work.term = &terms_[part.term];
+    work.rows = static_cast<int64_t>(part.rows.size());
+    work.shared = shared;
+    const int32_t slot = work.term->plan->slot;
+    if (chunk.backward && slot >= 0) work.staged = staged_[static_cast<size_t>(slot)].get();
+    HEADWATER_RETURN_IF_ERROR(RunTerm(&work));
+  }
+  if (!writes) return absl::OkStatus();
+  HEADWATER_RETURN_IF_ERROR(WriteGradHidden(chunk, shared));
+  uint8_t* non_finite = host_.Take<uint8_t>(rows);
+  for (size_t i = first_pending; i < pending_.size(); ++i) pending_[i].non_finite_out = non_finite;
+  return Check(cudaMemcpyAsync(non_finite, shared.non_finite, static_cast<size_t>(rows), cudaMemcpyDeviceToHost, stream_),
+               "the way back of flags");
+}
+
+absl::Status Computation::CopyRowsIn(const RowsView& view, const std::vector<int64_t>& rows, void* to) {
+  const int64_t row_bytes = view.column_count * ElementBytes(view.data_type);
+  const int64_t count = static_cast<int64_t>(rows.size());
+  for (int64_t start = 0; start < count;) {
+    int64_t end = start + 1;
+    while (end < count && rows[static_cast<size_t>(end)] == rows[static_cast<size_t>(end - 1)] + 1) ++end;
+    HEADWATER_RETURN_IF_ERROR(
+        Check(cudaMemcpyAsync(static_cast<char*>(to) + start * row_bytes,
+                              static_cast<const char*>(view.data) + rows[static_cast<size_t>(start)] * row_bytes,
+                              static_cast<size_t>((end - start) * row_bytes), cudaMemcpyHostToDevice, stream_),
+              "the upload of hidden states"));
+    start = end;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Computation::PlaceHidden(const Chunk& chunk, const ChunkBuffers& buffers) {
+  if (micro_batch_.hidden.memory == MemorySpace::kDevice) return absl::OkStatus();
+  const ProfileRange range("upload");
+  return CopyRowsIn(micro_batch_.hidden, chunk.batch_rows, buffers.raw_hidden);
+}
+
+absl::Status Computation::UploadRows(Work* work) {
+  const std::vector<ChunkRow>& rows = work->part->rows;
+  const int64_t count = work->rows;
+  work->targets = host_.Take<int32_t>(count);
+  float* token_weights = host_.Take<float>(count);
+  int32_t* source_rows = host_.Take<int32_t>(count);
+  int32_t* chunk_rows = host_.Take<int32_t>(count);
+  int32_t* output_rows = host_.Take<int32_t>(count);
+  const bool device_hidden = micro_batch_.hidden.memory == MemorySpace::kDevice;
+  const bool device_out = micro_batch_.grad_hidden.memory == MemorySpace::kDevice;
+  for (int64_t i = 0; i < count; ++i) {
+    const ChunkRow& row = rows[static_cast<size_t>(i)];
+    work->targets[i] = static_cast<int32_t>(row.target);
+    token_weights[i] = static_cast<float>(row.token_weight);
+    source_rows[i] = static_cast<int32_t>(device_hidden ? row.batch_row : row.chunk_row);
+    chunk_rows[i] = static_cast<int32_t>(row.chunk_row);
+    output_rows[i] = static_cast<int32_t>(device_out ? row.batch_row : row.chunk_row);
+  }
+  HEADWATER_RETURN_IF_ERROR(Upload(work->own.targets, work->targets, count));
+  HEADWATER_RETURN_IF_ERROR(Upload(work->own.token_weights, token_weights, count));
+  HEADWATER_RETURN_IF_ERROR(Upload(work->own.source_rows, source_rows, count));
+  HEADWATER_RETURN_IF_ERROR(Upload(work->own.chunk_rows, chunk_rows, count));
+  HEADWATER_RETURN_IF_ERROR(Upload(work->own.output_rows, output_rows, count));
+  if (work->term->plan->jsd != nullptr) {
+    int32_t* teacher_rows = host_.Take<int32_t>(count);
+    for (int64_t i = 0; i < count; ++i) teacher_rows[i] = static_cast<int32_t>(rows[static_cast<size_t>(i)].term_row);
+    HEADWATER_RETURN_IF_ERROR(Upload(work->own.teacher_rows, teacher_rows, count));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Computation::PlaceTermRows(Work* work) {
+  const std::vector<ChunkRow>& rows = work->part->rows;
+  const int64_t count = work->rows;
+  const Element element = work->term->MatrixElement();
+  TermBuffers& own = work->own;
+  HEADWATER_RETURN_IF_ERROR(Check(cudaMemsetAsync(own.non_finite, 0, static_cast<size_t>(count), stream_), "clearing flags"));
+
+  // `source`: a tensor as it came, on the device. In place where it already is what the products read.
+  const auto place = [&](ConstMatrix source, int64_t first, bool contiguous, const int32_t* index, bool in_place_allowed, void* out,
+                         uint8_t* non_finite, ConstMatrix* placed) {
+    const int64_t padded = PaddedWidth(source.columns);
+    if (contiguous) source = Rows(source, first, count);
+    if (contiguous && in_place_allowed && source.element == element && source.columns == padded && Aligned16(source.data)) {
+      *placed = source;
+      return Check(LaunchCheckRows(source, non_finite, stream_), "checking hidden states");
+    }
+    *placed = {out, count, source.columns, padded, element};
+    return Check(
+        LaunchGatherRows(source, contiguous ? nullptr : index, {out, count, source.columns, padded, element}, non_finite, stream_),
+        "gathering hidden states");
+  };
+  const RowsView& hidden = micro_batch_.hidden;
+  const bool device_hidden = hidden.memory == MemorySpace::kDevice;
+  ConstMatrix source = {device_hidden ? hidden.data : work->shared.raw_hidden, hidden.row_count, hidden.column_count,
+                        hidden.column_count, ElementOf(hidden.data_type)};
+  const bool contiguous = device_hidden ? work->part->ContiguousInBatch() : work->part->ContiguousInChunk();
+  const bool keeps_rows = work->staged != nullptr && work->staged->keeps_rows;
+  HEADWATER_RETURN_IF_ERROR(place(source, device_hidden ? rows.front().batch_row : rows.front().chunk_row, contiguous,
+                                  own.source_rows, !keeps_rows, own.hidden, own.non_finite, &work->hidden));
+  if (own.wide_hidden != nullptr) {
+    HEADWATER_RETURN_IF_ERROR(
+        Check(LaunchConvert(own.hidden, element, count * work->hidden.stride, own.wide_hidden, Element::kFloat64, stream_),
+              "widening hidden states"));
+  }
+  if (work->term->plan->jsd == nullptr) return absl::OkStatus();
+
+  const RowsView& teacher = work->term->plan->term->teacher_hidden;
+  ConstMatrix teacher_source = {teacher.data, teacher.row_count, teacher.column_count, teacher.column_count,
+                                ElementOf(teacher.data_type)};
+  bool teacher_contiguous = work->part->ContiguousInBatch();
+  int64_t teacher_first = rows.front().term_row;
+  if (teacher.memory == MemorySpace::kHost) {
+    std::vector<int64_t> term_rows(rows.size());
+    std::transform(rows.begin(), rows.end(), term_rows.begin(), [](const ChunkRow& row) { return row.term_row; });
+    HEADWATER_RETURN_IF_ERROR(CopyRowsIn(teacher, term_rows, own.raw_teacher));
+    teacher_source.data = own.raw_teacher;
+    teacher_contiguous = true;
+    teacher_first = 0;
+  }
+  // What is not finite in the teacher's rows shows in the loss: no row of theirs can be ignored by the products.
+  HEADWATER_RETURN_IF_ERROR(place(teacher_source, teacher_first, teacher_contiguous, own.teacher_rows, /*in_place_allowed=*/true,
+                                  own.teacher_hidden, nullptr, &work->teacher));
+  if (own.wide_teacher_hidden != nullptr) {
+    HEADWATER_RETURN_IF_ERROR(Check(LaunchConvert(own.teacher_hidden, element, count * work->teacher.stride,
+                                                  own.wide_teacher_hidden, Element::kFloat64, stream_),
+                                    "widening the teacher's hidden states"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Computation::RunTerm(Work* work) {
+  TermRun& term = *work->term;
+  work->own = LayOutTerm(term, micro_batch_, work->rows, &workspace_);
+  TermBuffers& own = work->own;
+  if (work->staged != nullptr && work->staged->keeps_rows) {
+    // What the grad_weight products will read goes to the slot straight away.
+    Workspace& slot = work->staged->space;
+    const Form form = term.FormOf(work->rows);
+    const int64_t padded = PaddedWidth(term.head->spec().hidden_size);
+    const int64_t element_bytes = BytesOf(term.MatrixElement());
+    const int64_t product_bytes = form == Form::kExponentials ? 2 : BytesOf(term.ProductElement(form));
+    work->kept_matrix = slot.TakeBytes(work->rows * ProductStride(term.head->shard_weights(0).columns) * product_bytes);
+    // Exponentials that overflow are done again in the workspace, and only then kept.
+    if (form != Form::kExponentials) own.products[0] = work->kept_matrix;
+    own.hidden = slot.TakeBytes(work->rows * padded * element_bytes);
+    own.scaled = slot.TakeBytes(work->rows * padded * element_bytes);
+    own.targets = slot.Take<int32_t>(work->rows);
+    own.order = slot.Take<int32_t>(work->rows);
+    own.starts = slot.Take<int32_t>(work->rows + 1);
+    own.row_factor = slot.Take<float>(work->rows);
+    own.target_factor = slot.Take<float>(work->rows);
+    own.alpha = slot.Take<float>(2);
+  }
+  work->reports = host_.Take<RowReport>(work->rows);
+  work->non_finite = host_.Take<uint8_t>(work->rows);
+  HEADWATER_RETURN_IF_ERROR(UploadRows(work));
+  HEADWATER_RETURN_IF_ERROR(PlaceTermRows(work));
+  HEADWATER_RETURN_IF_ERROR(Check(
+      cudaMemsetAsync(own.target_arguments, 0, static_cast<size_t>(work->rows) * sizeof(double), stream_), "clearing logits"));
+  for (int32_t rank = 0; rank < term.head->shard_count(); ++rank) {
+    const ShardWeights shard = term.head->shard_weights(rank);
+    if (shard.columns == 0) continue;
+    HEADWATER_RETURN_IF_ERROR(Check(
+        LaunchTargetArguments(work->hidden, shard, own.targets, term.finish.transform.logit_scale, own.target_arguments, stream_),
+        "the targets' logits"));
+  }
+  if (term.FormOf(work->rows) == Form::kExponentials) {
+    HEADWATER_RETURN_IF_ERROR(RunExponentials(work));
+  } else {
+    HEADWATER_RETURN_IF_ERROR(RunRows(work, {0, work->rows}));
+  }
+  HEADWATER_RETURN_IF_ERROR(Check(cudaMemcpyAsync(work->reports, own.reports, static_cast<size_t>(work->rows) * sizeof(RowReport),
+                                                  cudaMemcpyDeviceToHost, stream_),
+                                  "the way back of the losses"));
+  HEADWATER_RETURN_IF_ERROR(
+      Check(cudaMemcpyAsync(work->non_finite, own.non_finite, static_cast<size_t>(work->rows), cudaMemcpyDeviceToHost, stream_),
+            "the way back of flags"));
+  pending_.push_back({work->chunk, work->part, work->term, work->reports, work->non_finite, nullptr});
+  return absl::OkStatus();
+}
+
+ChunkRows Computation::RowsOf(const Work& work, const Slice& slice) const {
+  return {slice.count, work.own.targets + slice.first, work.own.token_weights + slice.first};
+}
+
+absl::Status Computation::RunExponentials(Work* work) {
+  const ProfileRange range("exponentials");
+  TermRun& term = *work->term;
+  TermBuffers& own = work->own;
+  const Slice all = {0, work->rows};
+  const int32_t shard_count = term.head->shard_count();
+  HEADWATER_RETURN_IF_ERROR(Check(cudaMemsetAsync(own.overflow, 0, sizeof(int32_t), stream_), "clearing a flag"));
+  HEADWATER_RETURN_IF_ERROR(Check(
+      cudaMemsetAsync(own.sums, 0, static_cast<size_t>(shard_count * work->rows) * sizeof(double), stream_), "clearing sums"));
+  for (int32_t rank = 0; rank < shard_count; ++rank) {
+    EProductParams params;
+    params.hidden = work->hidden;
+    params.shard = term.head->shard_weights(rank);
+    if (params.shard.columns == 0) continue;
+    params.targets = own.targets;
+    params.target_arguments = own.target_arguments;
+    params.transform = term.finish.transform;
+    params.exponentials = work->kept_matrix != nullptr ? work->kept_matrix : own.products[static_cast<size_t>(rank)];
+    params.e_stride = ProductStride(params.shard.columns);
+    params.partial_sums = own.partial_sums;
+    HEADWATER_RETURN_IF_ERROR(Check(LaunchEProduct(params, stream_), "the exponentials' product"));
+    HEADWATER_RETURN_IF_ERROR(
+        Check(LaunchSumPartials(own.partial_sums, work->rows, params.shard.columns, own.sums + rank * work->rows, stream_),
+              "the rows' sums"));
+  }
+  HEADWATER_RETURN_IF_ERROR(Check(LaunchFinishERows(own.sums, shard_count, own.target_arguments, RowsOf(*work, all), term.finish,
+                                                    own.reports, own.row_factor, own.target_factor, own.overflow, stream_),
+                                  "the rows' losses"));
+  int32_t* overflow = host_.Take<int32_t>(1);
+  HEADWATER_RETURN_IF_ERROR(
+      Check(cudaMemcpyAsync(overflow, own.overflow, sizeof(int32_t), cudaMemcpyDeviceToHost, stream_), "the way back of a flag"));
+  HEADWATER_RETURN_IF_ERROR(Check(cudaEventRecord(row_sums_done_, stream_), "recording an event"));
+  const bool wants_grad_hidden = work->chunk->backward && micro_batch_.grad_hidden.data != nullptr;
+  // The device has this to do while the host looks at the flag.
+  if (wants_grad_hidden) HEADWATER_RETURN_IF_ERROR(MultiplyByWeight(work, all, 0));
+  HEADWATER_RETURN_IF_ERROR(MakeGroups(work));
+  HEADWATER_RETURN_IF_ERROR(Check(cudaEventSynchronize(row_sums_done_), "the exponentials' product"));
+  if (*overflow == 0) {
+    HEADWATER_RETURN_IF_ERROR(AddGradHidden(work, all, /*product_is_there=*/true));
+    return AddGradWeight(work, all);
+  }
+  // Some row's exponentials do not fit their offset: fp32 logits, as many rows at once as the exponentials' memory holds.
+  work->overflowed = true;
+  const int64_t slice_rows = std::max<int64_t>(work->rows / 2, 1);
+  for (int64_t first = 0; first < work->rows; first += slice_rows) {
+    HEADWATER_RETURN_IF_ERROR(RunRows(work, {first, std::min(slice_rows, work->rows - first)}));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Computation::ComputeProducts(Work* work, const Slice& slice) {
+  const TermRun& term = *work->term;
+  const bool wide = term.large_form == Form::kWide;
+  for (int32_t rank = 0; rank < term.head->shard_count(); ++rank) {
+    const ShardWeights shard = term.head->shard_weights(rank);
+    if (shard.columns == 0) continue;
+    ProductShape shape;
+    shape.kind = ProductKind::kLogits;
+    shape.element = wide ? Element::kFloat64 : shard.element;
+    shape.out_element = wide ? Element::kFloat64 : Element::kFloat32;
+    shape.rows = slice.count;
+    shape.width = shard.width;
+    shape.a_stride = shape.b_stride = shard.stride;
+    shape.out_stride = ProductStride(shard.columns);
+    void* out = work->own.products[static_cast<size_t>(rank)];
+    if (!wide) {
+      shape.vocab = shard.columns;
+      const ConstMatrix hidden = Rows(work->hidden, slice.first, slice.count);
+      HEADWATER_RETURN_IF_ERROR(core_.products().Run(shape, hidden.data, shard.weight, out, 1, nullptr, stream_));
+      continue;
+    }
+    const int64_t panel_rows = std::max<int64_t>(kPanelBytes / (shard.stride * 8), 1);
+    const double* hidden = work->own.wide_hidden + slice.first * shard.stride;
+    for (int64_t start = 0; start < shard.columns; start += panel_rows) {
+      shape.vocab = std::min(panel_rows, shard.columns - start);
+      HEADWATER_RETURN_IF_ERROR(Check(LaunchConvert(Advance(shard.weight, shard.element, start * shard.stride), shard.element,
+                                                    shape.vocab * shard.stride, work->own.panel, Element::kFloat64, stream_),
+                                      "widening weights"));
+      HEADWATER_RETURN_IF_ERROR(
+          core_.products().Run(shape, hidden, work->own.panel, Advance(out, Element::kFloat64, start), 1, nullptr, stream_));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Computation::ComputeTeacherProducts(Work* work, const Slice& slice) {
+  const TermRun& term = *work->term;
+  const bool wide = term.large_form == Form::kWide;
+  const Element element = term.ProductElement(term.large_form);
+  const int64_t stride = ProductStride(term.teacher->spec().transform.valid_vocab_size);
+  TermBuffers& own = work->own;
+  for (int32_t rank = 0; rank < term.teacher->shard_count(); ++rank) {
+    const ShardWeights shard = term.teacher->shard_weights(rank);
+    if (shard.columns == 0) continue;
+    ProductShape shape;
+    shape.kind = ProductKind::kLogits;
+    shape.element = wide ? Element::kFloat64 : shard.element;
+    shape.out_element = element;
+    shape.rows = slice.count;
+    shape.width = shard.width;
+    shape.a_stride = shape.b_stride = shard.stride;
+    shape.out_stride = stride;
+    void* out = Advance(own.teacher_products, element, shard.vocab_start);
+    if (!wide) {
+      shape.vocab = shard.columns;
+      const ConstMatrix hidden = Rows(work->teacher, slice.first, slice.count);
+      HEADWATER_RETURN_IF_ERROR(core_.products().Run(shape, hidden.data, shard.weight, out, 1, nullptr, stream_));
+    } else {
+      const int64_t panel_rows = std::max<int64_t>(kPanelBytes / (shard.stride * 8), 1);
+      const double* hidden = own.wide_teacher_hidden + slice.first * shard.stride;
+      for (int64_t start = 0; start < shard.columns; start += panel_rows) {
+        shape.vocab = std::min(panel_rows, shard.columns - start);
+        HEADWATER_RETURN_IF_ERROR(Check(LaunchConvert(Advance(shard.weight, shard.element, start * shard.stride), shard.element,
+                                                      shape.vocab * shard.stride, own.panel, Element::kFloat64, stream_),
+                                        "widening the teacher's weights"));
+        HEADWATER_RETURN_IF_ERROR(
+            core_.products().Run(shape, hidden, own.panel, Advance(out, element, start), 1, nullptr, stream_));
+      }
+    }
+    if (own.teacher_bias != nullptr && shard.bias != nullptr) {
+      HEADWATER_RETURN_IF_ERROR(
+          Check(cudaMemcpyAsync(Advance(own.teacher_bias, shard.element, shard.vocab_start), shard.bias,
+                                static_cast<size_t>(shard.columns * BytesOf(shard.element)), cudaMemcpyDeviceToDevice, stream_),
+                "collecting the teacher's bias"));
+    }
+  }
+  // The student's shards may be cut elsewhere: each gets the teacher's logits of its own columns.
+  for (size_t rank = 0; rank < own.cut_teacher.size(); ++rank) {
+    const LogitsView view = TeacherView(*work, static_cast<int32_t>(rank));
+    if (view.columns == 0) continue;
+    HEADWATER_RETURN_IF_ERROR(Check(
+        cudaMemcpy2DAsync(own.cut_teacher[rank], static_cast<size_t>(view.stride * BytesOf(element)),
+                          Advance(own.teacher_products, element, view.vocab_start), static_cast<size_t>(stride * BytesOf(element)),
+                          static_cast<size_t>(view.columns * BytesOf(element)), static_cast<size_t>(slice.count),
+                          cudaMemcpyDeviceToDevice, stream_),
+        "cutting the teacher's logits"));
+  }
+  return absl::OkStatus();
+}
+
+LogitsView Computation::StudentView(const Work& work, int32_t rank) const {
+  const TermRun& term = *work.term;
+  const ShardWeights shard = term.head->shard_weights(rank);
+  LogitsView view;
+  view.products = work.own.products[static_cast<size_t>(rank)];
+  view.element = term.large_form == Form::kWide ? Element::kFloat64 : Element::kFloat32;
+  view.stride = ProductStride(shard.columns);
+  view.columns = shard.columns;
+  view.vocab_start = shard.vocab_start;
+  view.bias = shard.bias;
+  view.bias_element = shard.element;
+  view.transform = term.finish.transform;
+  return view;
+}
+
+LogitsView Computation::TeacherView(const Work& work, int32_t rank) const {
+  const TermRun& term = *work.term;
+  const HeadSpec& teacher = term.teacher->spec();
+  const int64_t teacher_columns = teacher.transform.valid_vocab_size;
+  LogitsView view;
+  view.element = term.large_form == Form::kWide ? Element::kFloat64 : Element::kFloat32;
+  view.bias_element = static_cast<Element>(teacher.data_type);
+  view.transform = {teacher.transform.logit_scale, teacher.transform.softcap.value_or(0)};
+  if (work.own.cut_teacher.empty()) {
+    view.products = work.own.teacher_products;
+    view.stride = ProductStride(teacher_columns);
+    view.columns = teacher_columns;
+    view.bias = term.teacher->shard_weights(0).bias;
+    return view;
+  }
+  const ShardWeights shard = term.head->shard_weights(rank);
+  view.products = work.own.cut_teacher[static_cast<size_t>(rank)];
+  view.stride = ProductStride(shard.columns);
+  view.columns = std::clamp<int64_t>(teacher_columns - shard.vocab_start, 0, shard.columns);
+  view.vocab_start = shard.vocab_start;
+  if (teacher.has_bias) view.bias = Advance(work.own.teacher_bias, view.bias_element, shard.vocab_start);
+  return view;
+}
+
+absl::Status Computation::RunRows(Work* work, const Slice& slice) {
+  const ProfileRange range("rows");
+  TermRun& term = *work->term;
+  TermBuffers& own = work->own;
+  const TermPlan& plan = *term.plan;
+  const ChunkRows rows = RowsOf(*work, slice);
+  const int32_t shard_count = term.head->shard_count();
+  HEADWATER_RETURN_IF_ERROR(ComputeProducts(work, slice));
+  const bool jsd = plan.jsd != nullptr;
+  if (jsd) HEADWATER_RETURN_IF_ERROR(ComputeTeacherProducts(work, slice));
+  bool matrix_is_there = false;
+  if (jsd && !plan.wants_cross_entropy && shard_count == 1 && core_.hopper()) {
+    const LogitsView student = StudentView(*work, 0);
+    const LogitsView teacher = TeacherView(*work, 0);
+    if (DivergenceRowsFit(student, teacher, term.divergence, term.MatrixElement())) {
+      HEADWATER_RETURN_IF_ERROR(Check(LaunchDivergenceRows(student, teacher, rows, term.divergence, plan.term->loss_scale,
+                                                           term.MatrixElement(), work->chunk->backward, own.reports + slice.first,
+                                                           own.row_factor + slice.first, own.target_factor + slice.first, stream_),
+                                      "the divergence's row pass"));
+      matrix_is_there = true;
+    }
+  }
+  if (!matrix_is_there) {
+    if (plan.wants_cross_entropy) {
+      for (int32_t rank = 0; rank < shard_count; ++rank) {
+        HEADWATER_RETURN_IF_ERROR(
+            Check(LaunchRowStats(StudentView(*work, rank), rows, term.cross_entropy, own.stats + rank * slice.count, stream_),
+                  "the rows' statistics"));
+      }
+      HEADWATER_RETURN_IF_ERROR(Check(
+          LaunchFinishRows(own.stats, shard_count, own.target_arguments + slice.first, rows, term.finish, own.reports + slice.first,
+                           own.coefficients + slice.first, own.row_factor + slice.first, own.target_factor + slice.first, stream_),
+          "the rows' losses"));
+    }
+    if (jsd) HEADWATER_RETURN_IF_ERROR(RunDivergence(work, slice));
+    if (work->chunk->backward) {
+      for (int32_t rank = 0; rank < shard_count; ++rank) {
+        const LogitsView student = StudentView(*work, rank);
+        if (student.columns == 0) continue;
+        HEADWATER_RETURN_IF_ERROR(
+            Check(jsd ? LaunchDivergenceGradient(student, TeacherView(*work, rank), rows, term.divergence, term.cross_entropy,
+                                                 own.coefficients + slice.first, term.MatrixElement(), stream_)
+                      : LaunchCrossEntropyGradient(student, rows, term.cross_entropy, own.coefficients + slice.first,
+                                                   term.MatrixElement(), stream_),
+                  "the gradient of the logits"));
+      }
+    }
+  }
+  if (!work->chunk->backward) return absl::OkStatus();
+  if (work->groups.order == nullptr) HEADWATER_RETURN_IF_ERROR(MakeGroups(work));
+  HEADWATER_RETURN_IF_ERROR(AddGradHidden(work, slice, /*product_is_there=*/false));
+  return AddGradWeight(work, slice);
+}
+
+absl::Status Computation::RunDivergence(Work* work, const Slice& slice) {
+  TermRun& term = *work->term;
+  TermBuffers& own = work->own;
+  const int32_t shard_count = term.head->shard_count();
+  const ChunkRows rows = RowsOf(*work, slice);
+  RowCoefficients* coefficients = own.coefficients + slice.first;
+  for (int32_t rank = 0; rank < shard_count; ++rank) {
+    HEADWATER_RETURN_IF_ERROR(
+        Check(LaunchSoftStats(StudentView(*work, rank), TeacherView(*work, rank), slice.count, term.divergence,
+                              own.soft_student + rank * slice.count, own.soft_teacher + rank * slice.count, stream_),
+              "the divergence's statistics"));
+  }
+  HEADWATER_RETURN_IF_ERROR(
+      Check(LaunchFinishSoftStats(own.soft_student, own.soft_teacher, shard_count, slice.count, coefficients, stream_),
+            "the divergence's statistics"));
+  for (int32_t rank = 0; rank < shard_count; ++rank) {
+    HEADWATER_RETURN_IF_ERROR(
+        Check(LaunchDivergenceSums(StudentView(*work, rank), TeacherView(*work, rank), slice.count, term.divergence, coefficients,
+                                   own.divergence_sums + rank * slice.count, stream_),
+              "the divergence's sums"));
+  }
+  return Check(LaunchFinishDivergence(own.divergence_sums, shard_count, rows, term.divergence, term.finish,
+                                      term.plan->wants_cross_entropy, own.reports + slice.first, coefficients,
+                                      own.row_factor + slice.first, own.target_factor + slice.first, stream_),
+               "the rows' divergences");
+}
+
+ConstMatrix Computation::MatrixOf(const Work& work, const Slice& slice, int32_t rank) const {
+  const TermRun& term = *work.term;
+  const ShardWeights shard = term.head->shard_weights(rank);
+  ConstMatrix matrix;
+  matrix.data = work.own.products[static_cast<size_t>(rank)];
+  matrix.rows = slice.count;
+  matrix.columns = shard.columns;
+  matrix.element = term.MatrixElement();
+  matrix.stride = ProductStride(shard.columns);
+  if (term.FormOf(work.rows) == Form::kExponentials && !work.overflowed) {
+    if (work.kept_matrix != nullptr) matrix.data = work.kept_matrix;
+  } else {
+    matrix.stride *= BytesOf(term.ProductElement(term.large_form)) / BytesOf(matrix.element);
+  }
+  return matrix;
+}
+
+}  // namespace headwater::cuda

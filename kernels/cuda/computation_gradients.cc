@@ -1,0 +1,189 @@
+// The gradients' half of a computation: from M and its factors to grad_hidden and grad_weight.
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/cuda/computation.h"
+#include "kernels/cuda/conversions.h"
+#include "kernels/cuda/profile_range.h"
+
+namespace headwater::cuda {
+namespace {
+
+Element ElementOf(DataType type) { return static_cast<Element>(type); }
+
+}  // namespace
+
+absl::Status Computation::MakeGroups(Work* work) {
+  const TermRun& term = *work->term;
+  if (!work->chunk->backward || term.plan->grad_weight == GradWeightMode::kNone) return absl::OkStatus();
+  // By target and then by row: both in one number.
+  std::vector<uint64_t> keys;
+  keys.reserve(static_cast<size_t>(work->rows));
+  for (int64_t i = 0; i < work->rows; ++i) {
+    if (work->targets[i] >= 0) keys.push_back(static_cast<uint64_t>(work->targets[i]) << 32 | static_cast<uint64_t>(i));
+  }
+  std::sort(keys.begin(), keys.end());
+  int32_t* order = host_.Take<int32_t>(work->rows);
+  int32_t* starts = host_.Take<int32_t>(work->rows + 1);
+  int32_t groups = 0;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    order[i] = static_cast<int32_t>(keys[i] & 0xffffffffu);
+    if (i == 0 || keys[i] >> 32 != keys[i - 1] >> 32) starts[groups++] = static_cast<int32_t>(i);
+  }
+  starts[groups] = static_cast<int32_t>(keys.size());
+  HEADWATER_RETURN_IF_ERROR(Upload(work->own.order, order, static_cast<int64_t>(keys.size())));
+  HEADWATER_RETURN_IF_ERROR(Upload(work->own.starts, starts, groups + 1));
+  work->groups = {work->own.order, work->own.starts, groups};
+  return absl::OkStatus();
+}
+
+absl::Status Computation::MultiplyByWeight(Work* work, const Slice& slice, int32_t rank) {
+  const TermRun& term = *work->term;
+  const ShardWeights shard = term.head->shard_weights(rank);
+  const ConstMatrix matrix = MatrixOf(*work, slice, rank);
+  ProductShape shape;
+  shape.kind = ProductKind::kGradHidden;
+  shape.element = matrix.element;
+  shape.rows = slice.count;
+  shape.vocab = shard.columns;
+  shape.width = shard.width;
+  shape.a_stride = matrix.stride;
+  shape.b_stride = shape.out_stride = shard.stride;
+  if (shard.element == matrix.element || shard.columns == 0) {
+    return core_.products().Run(shape, matrix.data, shard.weight, work->own.product, 1, nullptr, stream_);
+  }
+  // 16-bit weights in the wide form: panel by panel.
+  const int64_t panel_rows = std::max<int64_t>(kPanelBytes / (shard.stride * 4), 1);
+  for (int64_t start = 0; start < shard.columns; start += panel_rows) {
+    shape.vocab = std::min(panel_rows, shard.columns - start);
+    shape.adds = start > 0;
+    HEADWATER_RETURN_IF_ERROR(
+        Check(LaunchConvert(static_cast<const char*>(shard.weight) + start * shard.stride * BytesOf(shard.element), shard.element,
+                            shape.vocab * shard.stride, work->own.panel, Element::kFloat32, stream_),
+              "widening weights"));
+    HEADWATER_RETURN_IF_ERROR(core_.products().Run(shape, static_cast<const float*>(matrix.data) + start, work->own.panel,
+                                                   work->own.product, 1, nullptr, stream_));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Computation::FinishGradHidden(Work* work, const Slice& slice, int32_t rank) {
+  const ShardWeights shard = work->term->head->shard_weights(rank);
+  const MutableRowsView& out = micro_batch_.grad_hidden;
+  const ConstMatrix product = {work->own.product, slice.count, shard.width, shard.stride, Element::kFloat32};
+  GradHiddenTarget target;
+  if (work->shared.sum != nullptr) {
+    target.sum = work->shared.sum;
+    target.sum_stride = shard.stride;
+    target.map = work->own.chunk_rows + slice.first;
+  } else {
+    target.out = out.memory == MemorySpace::kDevice ? out.data : work->shared.out;
+    target.out_element = ElementOf(out.data_type);
+    target.out_stride = out.column_count;
+    target.map = work->own.output_rows + slice.first;
+    target.scale = static_cast<float>(micro_batch_.grad_hidden_scale);
+    target.non_finite = work->shared.non_finite + slice.first;
+  }
+  return Check(LaunchFinishGradHidden(product, work->own.row_factor + slice.first, work->own.target_factor + slice.first,
+                                      work->own.targets + slice.first, shard, target, stream_),
+               "finishing grad_hidden");
+}
+
+absl::Status Computation::AddGradHidden(Work* work, const Slice& slice, bool product_is_there) {
+  if (!work->chunk->backward || micro_batch_.grad_hidden.data == nullptr) return absl::OkStatus();
+  const ProfileRange range("grad_hidden");
+  for (int32_t rank = 0; rank < work->term->head->shard_count(); ++rank) {
+    if (work->term->head->shard_weights(rank).columns == 0) continue;
+    if (!product_is_there || rank > 0) HEADWATER_RETURN_IF_ERROR(MultiplyByWeight(work, slice, rank));
+    HEADWATER_RETURN_IF_ERROR(FinishGradHidden(work, slice, rank));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Computation::AddGradWeight(Work* work, const Slice& slice) {
+  const TermRun& term = *work->term;
+  if (!work->chunk->backward || term.plan->grad_weight == GradWeightMode::kNone) return absl::OkStatus();
+  const ProfileRange range("grad_weight");
+  TermBuffers& own = work->own;
+  const int64_t first = slice.first;
+  const Element element = term.MatrixElement();
+  const int64_t stride = PaddedWidth(term.head->spec().hidden_size);
+  WeightContribution contribution;
+  for (int32_t rank = 0; rank < term.head->shard_count(); ++rank) contribution.matrices.push_back(MatrixOf(*work, slice, rank));
+  if (work->kept_matrix != nullptr) {
+    ConstMatrix& matrix = contribution.matrices.front();
+    if (work->overflowed) {
+      // The slot has room for exponentials: 16-bit rows without gaps.
+      const int64_t kept_stride = ProductStride(matrix.columns);
+      void* kept = static_cast<char*>(work->kept_matrix) + first * kept_stride * BytesOf(element);
+      const size_t row_bytes = static_cast<size_t>(kept_stride * BytesOf(element));
+      HEADWATER_RETURN_IF_ERROR(
+          Check(cudaMemcpy2DAsync(kept, row_bytes, matrix.data, static_cast<size_t>(matrix.stride * BytesOf(element)), row_bytes,
+                                  static_cast<size_t>(slice.count), cudaMemcpyDeviceToDevice, stream_),
+                "keeping the gradient of the logits"));
+      matrix.data = kept;
+      matrix.stride = kept_stride;
+    }
+  }
+  ConstMatrix hidden = work->hidden;
+  hidden.data = static_cast<const char*>(work->hidden.data) + first * work->hidden.stride * BytesOf(element);
+  hidden.rows = slice.count;
+  void* scaled = static_cast<char*>(own.scaled) + first * stride * BytesOf(element);
+  contribution.scaled = {scaled, slice.count, work->hidden.columns, stride, element};
+  contribution.row_factor = own.row_factor + first;
+  HEADWATER_RETURN_IF_ERROR(Check(LaunchScaleRows(hidden, contribution.row_factor,
+                                                  {scaled, slice.count, work->hidden.columns, stride, element}, own.alpha, stream_),
+                                  "scaling hidden states"));
+  if (element == Element::kFloat16) contribution.scaled_factor = own.alpha;
+  // Once for all slices, when the factors of all rows are there.
+  if (work->groups.group_count > 0 && term.plan->hard_weight > 0 && first + slice.count == work->rows) {
+    contribution.has_targets = true;
+    contribution.hidden = work->hidden;
+    contribution.target_factor = own.target_factor;
+    contribution.targets = own.targets;
+    contribution.groups = work->groups;
+  }
+  if (work->staged != nullptr && work->staged->keeps_rows) {
+    work->staged->kept.push_back(std::move(contribution));
+    return absl::OkStatus();
+  }
+  const WeightScratch scratch = {own.alpha + 1, own.bias_scratch};
+  return AddWeightContribution(core_, *term.head, contribution, 1, scratch, [&](int32_t rank) {
+    return work->staged == nullptr ? term.head->accumulator(rank) : term.head->staging_slot(rank, work->staged->slot.index());
+  });
+}
+
+absl::Status Computation::WriteGradHidden(const Chunk& chunk, const ChunkBuffers& buffers) {
+  const MutableRowsView& out = micro_batch_.grad_hidden;
+  const int64_t rows = static_cast<int64_t>(chunk.batch_rows.size());
+  const bool on_device = out.memory == MemorySpace::kDevice;
+  if (buffers.sum != nullptr) {
+    GradHiddenTarget target;
+    target.out = on_device ? out.data : buffers.out;
+    target.out_element = ElementOf(out.data_type);
+    target.out_stride = out.column_count;
+    target.map = buffers.output_rows;
+    target.scale = static_cast<float>(micro_batch_.grad_hidden_scale);
+    target.non_finite = buffers.non_finite;
+    HEADWATER_RETURN_IF_ERROR(
+        Check(LaunchWriteGradHidden({buffers.sum, rows, out.column_count, PaddedWidth(out.column_count), Element::kFloat32}, target,
+                                    stream_),
+              "writing grad_hidden"));
+  }
+  if (on_device) return absl::OkStatus();
+  const ProfileRange range("download");
+  const int64_t row_bytes = out.column_count * ElementBytes(out.data_type);
+  for (int64_t start = 0; start < rows;) {
+    int64_t end = start + 1;
+    while (end < rows && chunk.batch_rows[static_cast<size_t>(end)] == chunk.batch_rows[static_cast<size_t>(end - 1)] + 1) ++end;
+    HEADWATER_RETURN_IF_ERROR(
+        Check(cudaMemcpyAsync(static_cast<char*>(out.data) + chunk.batch_rows[static_cast<size_t>(start)] * row_bytes,
+                              static_cast<const char*>(buffers.out) + start * row_bytes,
+                              static_cast<size_t>((end - start) * row_bytes), cudaMemcpyDeviceToHost, stream_),
+              "the way back of grad_hidden"));
+    start = end;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace headwater::cuda

@@ -1,0 +1,61 @@
+#include "kernels/cuda/staged_contribution.h"
+
+#include <algorithm>
+
+#include "headwater/kernels/error.h"
+#include "kernels/cuda/parameters.h"
+
+namespace headwater::cuda {
+
+absl::Status CudaStagedContribution::Commit(double factor) {
+  if (committed_) return MakeError(ErrorReason::kInternal, "the contribution was committed before");
+  float alpha = 0;
+  HEADWATER_RETURN_IF_ERROR(ToFactor(factor, &alpha));
+  absl::Status status;
+  {
+    WorkLock lock(*core_);
+    status = core_->RunDecided([](int32_t) { return absl::OkStatus(); },
+                               [&] {
+                                 for (const auto& staged : heads_) HEADWATER_RETURN_IF_ERROR(Add(*staged, alpha));
+                                 return absl::OkStatus();
+                               });
+  }
+  if (HasReason(status, ErrorReason::kShardNotReady)) return status;
+  committed_ = true;
+  heads_.clear();
+  return status;
+}
+
+absl::Status CudaStagedContribution::Add(const StagedHead& staged, float factor) {
+  const CudaHead& head = *staged.head;
+  if (staged.keeps_rows) {
+    int64_t largest_columns = 0;
+    for (int32_t rank = 0; rank < head.shard_count(); ++rank) {
+      largest_columns = std::max(largest_columns, head.shard_weights(rank).columns);
+    }
+    Workspace workspace(core_->workspace().As<void>(), core_->workspace().bytes());
+    WeightScratch scratch;
+    scratch.factor = workspace.Take<float>(1);
+    if (head.spec().has_bias) scratch.bias = workspace.TakeBytes(GradBiasScratchBytes(largest_columns));
+    for (const WeightContribution& contribution : staged.kept) {
+      HEADWATER_RETURN_IF_ERROR(
+          AddWeightContribution(*core_, head, contribution, factor, scratch, [&](int32_t rank) { return head.accumulator(rank); }));
+    }
+    return absl::OkStatus();
+  }
+  for (int32_t rank = 0; rank < head.shard_count(); ++rank) {
+    const ShardWeights shard = head.shard_weights(rank);
+    const WeightTarget from = head.staging_slot(rank, staged.slot.index());
+    const WeightTarget to = head.accumulator(rank);
+    HEADWATER_RETURN_IF_ERROR(
+        core_->Check(LaunchAddScaled(from.weight, shard.columns * shard.stride, factor, to.weight, core_->stream()),
+                     "adding a contribution to grad_weight"));
+    if (to.bias != nullptr) {
+      HEADWATER_RETURN_IF_ERROR(core_->Check(LaunchAddScaled(from.bias, shard.columns, factor, to.bias, core_->stream()),
+                                             "adding a contribution to grad_bias"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace headwater::cuda

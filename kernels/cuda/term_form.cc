@@ -1,0 +1,178 @@
+#include "kernels/cuda/term_form.h"
+
+#include <algorithm>
+#include <variant>
+
+#include "kernels/cuda/e_product.h"
+#include "kernels/cuda/finish.h"
+
+namespace headwater::cuda {
+namespace {
+
+Element ElementOf(DataType type) { return static_cast<Element>(type); }
+
+Transform TransformOf(const HeadSpec& spec) { return {spec.transform.logit_scale, spec.transform.softcap.value_or(0)}; }
+
+bool Is16Bit(DataType type) { return type != DataType::kFloat32; }
+
+// Whether the terms of a chunk add to a common grad_hidden before it is written.
+bool SumsGradHidden(const std::vector<TermRun>& terms) {
+  return terms.size() > 1 || (!terms.empty() && terms.front().head->shards().size() > 1);
+}
+
+}  // namespace
+
+Element TermRun::MatrixElement() const { return large_form == Form::kWide ? Element::kFloat32 : ElementOf(head->spec().data_type); }
+
+TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper) {
+  TermRun run;
+  run.plan = plan;
+  run.head = static_cast<CudaHead*>(plan->head);
+  run.teacher = static_cast<CudaHead*>(plan->teacher);
+  const HeadSpec& spec = run.head->spec();
+  const LossTerm& term = *plan->term;
+  run.cross_entropy.term = plan->cross_entropy;
+  run.cross_entropy.want_weighted = plan->wants_weighted;
+  run.cross_entropy.want_argmax = plan->wants_argmax;
+  run.finish.cross_entropy = run.cross_entropy;
+  run.finish.hard_weight = plan->hard_weight;
+  run.finish.loss_scale = term.loss_scale;
+  run.finish.transform = TransformOf(spec);
+  run.finish.divergence_follows = plan->jsd != nullptr;
+
+  bool narrow = Is16Bit(spec.data_type) && micro_batch.hidden.data_type == spec.data_type;
+  if (plan->jsd != nullptr) {
+    const HeadSpec& teacher = run.teacher->spec();
+    narrow = narrow && Is16Bit(teacher.data_type) && term.teacher_hidden.data_type == teacher.data_type;
+    run.divergence.beta = plan->jsd->beta;
+    run.divergence.student_temperature = plan->jsd->student_temperature;
+    run.divergence.teacher_temperature = plan->jsd->teacher_temperature;
+    run.divergence.soft_weight = plan->soft_weight;
+    run.divergence.common_columns = std::min(spec.transform.valid_vocab_size, teacher.transform.valid_vocab_size);
+  }
+  run.large_form = narrow ? Form::kRows : Form::kWide;
+  const bool plain =
+      plan->jsd == nullptr && plan->cross_entropy.label_smoothing == 0 && !plan->wants_weighted && !plan->wants_argmax;
+  if (hopper && narrow && plain && spec.data_type == DataType::kBFloat16) run.large_form = Form::kExponentials;
+  run.finish.matrix_element = run.MatrixElement();
+  return run;
+}
+
+TermBuffers LayOutTerm(const TermRun& term, const MicroBatch& micro_batch, int64_t rows, Workspace* workspace) {
+  TermBuffers buffers;
+  const Form form = term.FormOf(rows);
+  const bool wide = form == Form::kWide;
+  const bool jsd = term.plan->jsd != nullptr;
+  const int64_t element_bytes = BytesOf(term.MatrixElement());
+  const int64_t padded = PaddedWidth(term.head->spec().hidden_size);
+  const int64_t shard_count = static_cast<int64_t>(term.head->shard_count());
+
+  for (int32_t** list : {&buffers.targets, &buffers.source_rows, &buffers.chunk_rows, &buffers.output_rows, &buffers.order}) {
+    *list = workspace->Take<int32_t>(rows);
+  }
+  buffers.starts = workspace->Take<int32_t>(rows + 1);
+  buffers.token_weights = workspace->Take<float>(rows);
+  buffers.hidden = workspace->TakeBytes(rows * padded * element_bytes);
+  if (wide) {
+    buffers.wide_hidden = workspace->Take<double>(rows * padded);
+    buffers.panel = workspace->TakeBytes(kPanelBytes);
+  }
+  int64_t largest_columns = 0;
+  int64_t largest_partials = 0;
+  const int64_t product_bytes = form == Form::kExponentials ? 2 : BytesOf(term.ProductElement(form));
+  for (int32_t rank = 0; rank < shard_count; ++rank) {
+    const int64_t columns = term.head->shard_weights(rank).columns;
+    largest_columns = std::max(largest_columns, columns);
+    largest_partials = std::max(largest_partials, form == Form::kExponentials ? EProductPartialCount(rows, columns) : 0);
+    buffers.products.push_back(workspace->TakeBytes(rows * ProductStride(columns) * product_bytes));
+  }
+  // The product M W and the scaled hidden states come when the teacher's logits are no longer needed.
+  const int64_t finish_bytes =
+      RoundUp(rows * padded * 4, Workspace::kAlignment) + RoundUp(rows * padded * element_bytes, Workspace::kAlignment);
+  Workspace late;
+  if (jsd) {
+    const HeadSpec& teacher = term.teacher->spec();
+    const int64_t teacher_padded = PaddedWidth(teacher.hidden_size);
+    const int64_t teacher_columns = teacher.transform.valid_vocab_size;
+    buffers.teacher_rows = workspace->Take<int32_t>(rows);
+    if (term.plan->term->teacher_hidden.memory == MemorySpace::kHost) {
+      buffers.raw_teacher =
+          workspace->TakeBytes(rows * teacher.hidden_size * ElementBytes(term.plan->term->teacher_hidden.data_type));
+    }
+    buffers.teacher_hidden = workspace->TakeBytes(rows * teacher_padded * element_bytes);
+    if (wide) buffers.wide_teacher_hidden = workspace->Take<double>(rows * teacher_padded);
+    const int64_t teacher_bytes = rows * ProductStride(teacher_columns) * product_bytes;
+    buffers.teacher_products = workspace->TakeBytes(std::max(teacher_bytes, finish_bytes));
+    late = Workspace(buffers.teacher_products, finish_bytes);
+    if (shard_count > 1) {
+      buffers.teacher_bias = workspace->TakeBytes(teacher_columns * ElementBytes(teacher.data_type));
+      for (int32_t rank = 0; rank < shard_count; ++rank) {
+        const int64_t columns = term.head->shard_weights(rank).columns;
+        buffers.cut_teacher.push_back(workspace->TakeBytes(rows * ProductStride(columns) * product_bytes));
+      }
+    }
+    buffers.soft_student = workspace->Take<SoftStats>(shard_count * rows);
+    buffers.soft_teacher = workspace->Take<SoftStats>(shard_count * rows);
+    buffers.divergence_sums = workspace->Take<DivergenceSums>(shard_count * rows);
+  } else {
+    late = Workspace(workspace->TakeBytes(finish_bytes), finish_bytes);
+  }
+  buffers.product = late.Take<float>(rows * padded);
+  buffers.scaled = late.TakeBytes(rows * padded * element_bytes);
+  buffers.alpha = workspace->Take<float>(2);
+  if (term.head->spec().has_bias) buffers.bias_scratch = workspace->TakeBytes(GradBiasScratchBytes(largest_columns));
+  buffers.target_arguments = workspace->Take<double>(rows);
+  buffers.partial_sums = workspace->Take<float>(largest_partials);
+  buffers.sums = workspace->Take<double>(shard_count * rows);
+  buffers.overflow = workspace->Take<int32_t>(1);
+  buffers.stats = workspace->Take<RowStats>(shard_count * rows);
+  buffers.coefficients = workspace->Take<RowCoefficients>(rows);
+  buffers.reports = workspace->Take<RowReport>(rows);
+  buffers.row_factor = workspace->Take<float>(rows);
+  buffers.target_factor = workspace->Take<float>(rows);
+  buffers.non_finite = workspace->Take<uint8_t>(rows);
+  static_cast<void>(micro_batch);
+  return buffers;
+}
+
+ChunkBuffers LayOutChunk(const std::vector<TermRun>& terms, const MicroBatch& micro_batch, int64_t rows, Workspace* workspace) {
+  ChunkBuffers buffers;
+  const int64_t width = micro_batch.hidden.column_count;
+  if (micro_batch.hidden.memory == MemorySpace::kHost) {
+    buffers.raw_hidden = workspace->TakeBytes(rows * width * ElementBytes(micro_batch.hidden.data_type));
+  }
+  if (micro_batch.grad_hidden.data != nullptr) {
+    if (micro_batch.grad_hidden.memory == MemorySpace::kHost) {
+      buffers.out = workspace->TakeBytes(rows * width * ElementBytes(micro_batch.grad_hidden.data_type));
+    }
+    if (SumsGradHidden(terms)) buffers.sum = workspace->Take<float>(rows * PaddedWidth(width));
+    buffers.output_rows = workspace->Take<int32_t>(rows);
+  }
+  buffers.non_finite = workspace->Take<uint8_t>(rows);
+  return buffers;
+}
+
+int64_t ChunkBytes(const std::vector<TermRun>& terms, const MicroBatch& micro_batch, int64_t rows) {
+  Workspace workspace;
+  for (const TermRun& term : terms) {
+    if (term.plan->cross_entropy.class_weights != nullptr) workspace.Take<float>(term.plan->cross_entropy.valid_vocab_size);
+  }
+  LayOutChunk(terms, micro_batch, rows, &workspace);
+  const int64_t shared = workspace.used();
+  int64_t largest = 0;
+  for (const TermRun& term : terms) {
+    workspace.Rewind(shared);
+    LayOutTerm(term, micro_batch, rows, &workspace);
+    largest = std::max(largest, workspace.used());
+  }
+  return largest;
+}
+
+int64_t RowsThatFit(const std::vector<TermRun>& terms, const MicroBatch& micro_batch, int64_t bytes) {
+  int64_t rows = kMaxExponentialRows;
+  for (const TermRun& term : terms) rows = std::min(rows, term.large_form == Form::kExponentials ? kMaxExponentialRows : kMaxRows);
+  while (rows > 0 && ChunkBytes(terms, micro_batch, rows) > bytes) rows -= rows > 128 ? 128 : 1;
+  return rows;
+}
+
+}  // namespace headwater::cuda

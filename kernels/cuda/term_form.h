@@ -1,0 +1,118 @@
+// In which form a term is computed, and what memory its rows take in the workspace.
+//
+//   kExponentials  bf16 cross entropy on Hopper: own product, exponentials instead of logits; 2 bytes a logit
+//   kRows          16-bit operands of one type: fp32 products and row passes; 4 bytes a logit, 8 with a teacher
+//   kWide          everything else (fp32 heads, types that differ): fp64 products; 8 bytes a logit, 16 with a teacher
+#ifndef HEADWATER_KERNELS_CUDA_TERM_FORM_H_
+#define HEADWATER_KERNELS_CUDA_TERM_FORM_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "headwater/kernels/engine.h"
+#include "kernels/core/micro_batch_plan.h"
+#include "kernels/cuda/cuda_head.h"
+#include "kernels/cuda/row_passes.h"
+#include "kernels/cuda/workspace.h"
+
+namespace headwater::cuda {
+
+enum class Form { kExponentials, kRows, kWide };
+
+// Rows up to which the exponentials' own product does not pay: its tiles are 256 rows high.
+inline constexpr int64_t kLargestSmallBatch = 256;
+// Rows at once where memory allows more: the products gain nothing from larger ones.
+inline constexpr int64_t kMaxExponentialRows = 8192;
+inline constexpr int64_t kMaxRows = 4096;
+// fp64 (fp32) copies of 16- or 32-bit weights are made this much at a time.
+inline constexpr int64_t kPanelBytes = int64_t{64} << 20;
+
+// A term as this engine sees it; fixed for the micro-batch.
+struct TermRun {
+  TermPlan* plan = nullptr;
+  CudaHead* head = nullptr;
+  CudaHead* teacher = nullptr;
+  Form large_form = Form::kRows;         // of more than kLargestSmallBatch rows
+  const float* class_weights = nullptr;  // device
+  CrossEntropyOptions cross_entropy;     // its class weights are class_weights
+  FinishOptions finish;
+  DivergenceTerm divergence;
+
+  Form FormOf(int64_t rows) const {
+    return large_form == Form::kExponentials && rows <= kLargestSmallBatch ? Form::kRows : large_form;
+  }
+  // Of hidden states and M: the head's 16-bit type, or fp32 in the wide form.
+  Element MatrixElement() const;
+  // Of the logits' products.
+  Element ProductElement(Form form) const { return form == Form::kWide ? Element::kFloat64 : Element::kFloat32; }
+};
+
+// The form, with the constants of FinishOptions and DivergenceTerm; class_weights are set later.
+TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper);
+
+// Elements from row to row of the products (and of E) with `columns` of a shard.
+constexpr int64_t ProductStride(int64_t columns) { return RoundUp(columns, 8); }
+
+// What one term needs for `rows` rows of a chunk. All device memory.
+struct TermBuffers {
+  // Uploaded: [rows] each.
+  int32_t* targets = nullptr;
+  float* token_weights = nullptr;
+  int32_t* source_rows = nullptr;  // where the hidden states of a row are
+  int32_t* teacher_rows = nullptr;
+  int32_t* chunk_rows = nullptr;   // place in the chunk
+  int32_t* output_rows = nullptr;  // place in grad_hidden
+  int32_t* order = nullptr;        // by target
+  int32_t* starts = nullptr;       // [rows + 1]
+
+  void* hidden = nullptr;          // [rows, padded] of MatrixElement()
+  void* raw_teacher = nullptr;     // [rows, teacher width] as it came from the host
+  void* teacher_hidden = nullptr;  // [rows, padded teacher width]
+  double* wide_hidden = nullptr;   // [rows, padded] fp64
+  double* wide_teacher_hidden = nullptr;
+  void* panel = nullptr;             // kPanelBytes: converted weights
+  std::vector<void*> products;       // by shard: [rows, ProductStride] of ProductElement(), or E
+  void* teacher_products = nullptr;  // [rows, stride of all teacher columns]
+  std::vector<void*> cut_teacher;    // by shard, only with several: the teacher's logits of the student's columns
+  void* teacher_bias = nullptr;      // [teacher's valid vocabulary], only with several shards
+  float* product = nullptr;          // [rows, padded] fp32: M W
+  void* scaled = nullptr;            // [rows, padded] of MatrixElement()
+  float* alpha = nullptr;            // [2]: factor of the grad_weight product, and that with the caller's factor
+  void* bias_scratch = nullptr;
+
+  double* target_arguments = nullptr;
+  float* partial_sums = nullptr;
+  double* sums = nullptr;  // [shards, rows]
+  int32_t* overflow = nullptr;
+  RowStats* stats = nullptr;  // [shards, rows]
+  SoftStats* soft_student = nullptr;
+  SoftStats* soft_teacher = nullptr;
+  DivergenceSums* divergence_sums = nullptr;
+  RowCoefficients* coefficients = nullptr;
+  RowReport* reports = nullptr;
+  float* row_factor = nullptr;
+  float* target_factor = nullptr;
+  uint8_t* non_finite = nullptr;  // of the hidden states
+};
+
+// Takes it from `workspace`, in an order that is the same every time.
+TermBuffers LayOutTerm(const TermRun& term, const MicroBatch& micro_batch, int64_t rows, Workspace* workspace);
+
+// What the terms of a chunk share.
+struct ChunkBuffers {
+  void* raw_hidden = nullptr;  // [rows, width] as it came from the host
+  void* out = nullptr;         // [rows, width] of grad_hidden's type, on its way to the host
+  float* sum = nullptr;        // [rows, padded] where several terms or shards add up
+  int32_t* output_rows = nullptr;
+  uint8_t* non_finite = nullptr;  // [rows] of grad_hidden
+};
+ChunkBuffers LayOutChunk(const std::vector<TermRun>& terms, const MicroBatch& micro_batch, int64_t rows, Workspace* workspace);
+
+// Bytes of a chunk of `rows` rows, class weights included.
+int64_t ChunkBytes(const std::vector<TermRun>& terms, const MicroBatch& micro_batch, int64_t rows);
+// The most rows, in steps of 128 above 128, whose chunk fits `bytes`; 0 if not even one does.
+int64_t RowsThatFit(const std::vector<TermRun>& terms, const MicroBatch& micro_batch, int64_t bytes);
+
+}  // namespace headwater::cuda
+
+#endif  // HEADWATER_KERNELS_CUDA_TERM_FORM_H_

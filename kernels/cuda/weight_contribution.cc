@@ -1,0 +1,48 @@
+#include "kernels/cuda/weight_contribution.h"
+
+#include "kernels/cuda/parameters.h"
+
+namespace headwater::cuda {
+
+absl::Status AddWeightContribution(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,
+                                   const WeightScratch& scratch, absl::FunctionRef<WeightTarget(int32_t rank)> target) {
+  const cudaStream_t stream = core.stream();
+  const float* factor_device = contribution.scaled_factor;
+  if (factor_device != nullptr && factor != 1) {
+    HEADWATER_RETURN_IF_ERROR(core.Check(cudaMemsetAsync(scratch.factor, 0, sizeof(float), stream), "clearing a factor"));
+    HEADWATER_RETURN_IF_ERROR(
+        core.Check(LaunchAddScaled(contribution.scaled_factor, 1, factor, scratch.factor, stream), "scaling a factor"));
+    factor_device = scratch.factor;
+  }
+  for (int32_t rank = 0; rank < head.shard_count(); ++rank) {
+    const ShardWeights shard = head.shard_weights(rank);
+    if (shard.columns == 0) continue;
+    const WeightTarget to = target(rank);
+    const ConstMatrix& matrix = contribution.matrices[static_cast<size_t>(rank)];
+    ProductShape shape;
+    shape.kind = ProductKind::kGradWeight;
+    shape.element = matrix.element;
+    shape.rows = contribution.scaled.rows;
+    shape.vocab = shard.columns;
+    shape.width = shard.width;
+    shape.a_stride = matrix.stride;
+    shape.b_stride = contribution.scaled.stride;
+    shape.out_stride = shard.stride;
+    shape.adds = true;
+    HEADWATER_RETURN_IF_ERROR(
+        core.products().Run(shape, matrix.data, contribution.scaled.data, to.weight, factor, factor_device, stream));
+    if (to.bias != nullptr) {
+      HEADWATER_RETURN_IF_ERROR(core.Check(
+          LaunchAddGradBias(matrix, contribution.row_factor, factor, scratch.bias, to.bias, stream), "adding to grad_bias"));
+    }
+    if (contribution.has_targets) {
+      HEADWATER_RETURN_IF_ERROR(
+          core.Check(LaunchAddTargetRows(contribution.hidden, contribution.target_factor, contribution.targets, contribution.groups,
+                                         shard, factor, to.weight, to.bias, stream),
+                     "adding the targets' rows to grad_weight"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace headwater::cuda

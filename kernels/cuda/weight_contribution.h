@@ -1,0 +1,41 @@
+// A chunk's share of a head's gradient, ready to be added: at once, or when a contribution is committed. The only place that adds,
+// so that a contribution that is committed later has the bits of a direct one.
+#ifndef HEADWATER_KERNELS_CUDA_WEIGHT_CONTRIBUTION_H_
+#define HEADWATER_KERNELS_CUDA_WEIGHT_CONTRIBUTION_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "kernels/cuda/cuda_head.h"
+#include "kernels/cuda/engine_core.h"
+#include "kernels/cuda/finish.h"
+
+namespace headwater::cuda {
+
+// M, the factors beside it (row_passes.h) and the rows they belong to. Device memory of somebody else's.
+struct WeightContribution {
+  std::vector<ConstMatrix> matrices;     // M by shard
+  ConstMatrix hidden;                    // [rows, padded]
+  ConstMatrix scaled;                    // row_factor . hidden
+  const float* scaled_factor = nullptr;  // what `scaled` is still to be multiplied by; null: 1
+  const float* row_factor = nullptr;     // [rows]
+  bool has_targets = false;              // what follows is used
+  const float* target_factor = nullptr;
+  const int32_t* targets = nullptr;
+  TargetGroups groups;
+};
+
+struct WeightScratch {
+  float* factor = nullptr;  // [1]
+  void* bias = nullptr;     // GradBiasScratchBytes() of the widest shard; null without a bias
+};
+
+// Enqueues target(rank) += factor * contribution for every shard.
+absl::Status AddWeightContribution(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,
+                                   const WeightScratch& scratch, absl::FunctionRef<WeightTarget(int32_t rank)> target);
+
+}  // namespace headwater::cuda
+
+#endif  // HEADWATER_KERNELS_CUDA_WEIGHT_CONTRIBUTION_H_
