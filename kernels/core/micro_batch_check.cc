@@ -42,6 +42,15 @@ absl::Status CheckType(const std::string& field, DataType type) {
   return BadField(field + ".data_type", "float32, bfloat16 or float16", std::to_string(static_cast<int32_t>(type)));
 }
 
+absl::Status CheckMemory(const std::string& field, MemorySpace memory, bool has_device) {
+  if (memory == MemorySpace::kHost || (memory == MemorySpace::kDevice && has_device)) return absl::OkStatus();
+  if (memory != MemorySpace::kDevice) {
+    return BadField(field + ".memory", "host or device", std::to_string(static_cast<int32_t>(memory)));
+  }
+  return MakeError(ErrorReason::kInvalidField, field + ".memory must be host: this engine has no device memory",
+                   {{"field", field + ".memory"}, {"expected", "host"}, {"actual", "device"}});
+}
+
 #define HEADWATER_RETURN_IF_ERROR(expression)          \
   do {                                                 \
     absl::Status status_of_check = (expression);       \
@@ -76,7 +85,7 @@ absl::Status CheckPositive(const std::string& field, double value) {
   return BadField(field, "finite and > 0", NumberText(value));
 }
 
-absl::Status CheckJsd(const std::string& name, const LossTerm& term, const JsdSpec& spec) {
+absl::Status CheckJsd(const std::string& name, const LossTerm& term, const JsdSpec& spec, bool has_device) {
   const auto in_unit = [](double value) { return value >= 0 && value <= 1; };
   if (!in_unit(spec.beta)) return BadField(name + ".jsd.beta", "in [0, 1]", NumberText(spec.beta));
   if (!in_unit(spec.hard_loss_weight)) {
@@ -88,6 +97,7 @@ absl::Status CheckJsd(const std::string& name, const LossTerm& term, const JsdSp
   HEADWATER_RETURN_IF_ERROR(CheckCrossEntropy(name + ".jsd.hard_loss", spec.hard_loss, term.head->spec()));
   const HeadSpec& teacher = term.teacher_head->spec();
   HEADWATER_RETURN_IF_ERROR(CheckType(name + ".teacher_hidden", term.teacher_hidden.data_type));
+  HEADWATER_RETURN_IF_ERROR(CheckMemory(name + ".teacher_hidden", term.teacher_hidden.memory, has_device));
   HEADWATER_RETURN_IF_ERROR(CheckCount(name + ".teacher_hidden", "rows", term.row_count, term.teacher_hidden.row_count));
   HEADWATER_RETURN_IF_ERROR(CheckCount(name + ".teacher_hidden", "columns", teacher.hidden_size, term.teacher_hidden.column_count));
   if (term.teacher_hidden.data == nullptr && term.row_count > 0) return Missing(name + ".teacher_hidden");
@@ -120,7 +130,7 @@ absl::Status CheckTargets(const std::string& name, const LossTerm& term) {
   return absl::OkStatus();
 }
 
-absl::Status CheckTerm(const std::string& name, const MicroBatch& micro_batch, const LossTerm& term) {
+absl::Status CheckTerm(const std::string& name, const MicroBatch& micro_batch, const LossTerm& term, bool has_device) {
   if (term.head == nullptr) return Missing(name + ".head");
   const int64_t rows = micro_batch.hidden.row_count;
   if (term.row_start < 0 || term.row_start > rows) {
@@ -138,7 +148,7 @@ absl::Status CheckTerm(const std::string& name, const MicroBatch& micro_batch, c
   }
   const auto* jsd = std::get_if<JsdSpec>(&term.loss);
   if (jsd != nullptr) {
-    HEADWATER_RETURN_IF_ERROR(CheckJsd(name, term, *jsd));
+    HEADWATER_RETURN_IF_ERROR(CheckJsd(name, term, *jsd, has_device));
   } else {
     HEADWATER_RETURN_IF_ERROR(CheckCrossEntropy(name + ".cross_entropy", std::get<CrossEntropySpec>(term.loss), term.head->spec()));
     if (term.teacher_head != nullptr || term.teacher_hidden.data != nullptr) {
@@ -168,15 +178,28 @@ absl::Status CheckModes(const MicroBatch& micro_batch) {
 
 }  // namespace
 
-absl::Status CheckMicroBatch(const MicroBatch& micro_batch) {
+absl::Status CheckHeads(const MicroBatch& micro_batch, absl::FunctionRef<bool(const EngineHead&)> is_own) {
+  for (size_t i = 0; i < micro_batch.terms.size(); ++i) {
+    for (const EngineHead* head : {micro_batch.terms[i].head, micro_batch.terms[i].teacher_head}) {
+      if (head == nullptr || is_own(*head)) continue;
+      const std::string field = "terms[" + std::to_string(i) + "]";
+      return MakeError(ErrorReason::kInvalidField, field + " names a head of another engine", {{"field", field}});
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckMicroBatch(const MicroBatch& micro_batch, bool has_device) {
   const RowsView& hidden = micro_batch.hidden;
   if (hidden.row_count < 0) return BadField("hidden.row_count", ">= 0", std::to_string(hidden.row_count));
   if (hidden.data == nullptr && hidden.row_count > 0) return Missing("hidden");
   HEADWATER_RETURN_IF_ERROR(CheckType("hidden", hidden.data_type));
+  HEADWATER_RETURN_IF_ERROR(CheckMemory("hidden", hidden.memory, has_device));
   HEADWATER_RETURN_IF_ERROR(CheckModes(micro_batch));
   const MutableRowsView& grad_hidden = micro_batch.grad_hidden;
   if (grad_hidden.data != nullptr) {
     HEADWATER_RETURN_IF_ERROR(CheckType("grad_hidden", grad_hidden.data_type));
+    HEADWATER_RETURN_IF_ERROR(CheckMemory("grad_hidden", grad_hidden.memory, has_device));
     HEADWATER_RETURN_IF_ERROR(CheckCount("grad_hidden", "rows", hidden.row_count, grad_hidden.row_count));
     HEADWATER_RETURN_IF_ERROR(CheckCount("grad_hidden", "columns", hidden.column_count, grad_hidden.column_count));
     if (!std::isfinite(micro_batch.grad_hidden_scale)) {
@@ -185,7 +208,7 @@ absl::Status CheckMicroBatch(const MicroBatch& micro_batch) {
   }
   if (micro_batch.terms.empty()) return Missing("terms");
   for (size_t i = 0; i < micro_batch.terms.size(); ++i) {
-    HEADWATER_RETURN_IF_ERROR(CheckTerm("terms[" + std::to_string(i) + "]", micro_batch, micro_batch.terms[i]));
+    HEADWATER_RETURN_IF_ERROR(CheckTerm("terms[" + std::to_string(i) + "]", micro_batch, micro_batch.terms[i], has_device));
   }
   return absl::OkStatus();
 }

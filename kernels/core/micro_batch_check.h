@@ -2,14 +2,18 @@
 #ifndef HEADWATER_KERNELS_CORE_MICRO_BATCH_CHECK_H_
 #define HEADWATER_KERNELS_CORE_MICRO_BATCH_CHECK_H_
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "headwater/kernels/engine.h"
 
 namespace headwater {
 
+// Refuses heads that `is_own` does not know; to be called before CheckMicroBatch(), which asks the heads.
+absl::Status CheckHeads(const MicroBatch& micro_batch, absl::FunctionRef<bool(const EngineHead&)> is_own);
+
 // Everything that could make an engine read or write out of bounds, and every option without a meaning. Reads each target and
-// weight once; changes nothing.
-absl::Status CheckMicroBatch(const MicroBatch& micro_batch);
+// weight once; changes nothing. `has_device`: whether tensors may lie in MemorySpace::kDevice.
+absl::Status CheckMicroBatch(const MicroBatch& micro_batch, bool has_device);
 
 }  // namespace headwater
 

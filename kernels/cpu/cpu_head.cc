@@ -1,12 +1,11 @@
 #include "kernels/cpu/cpu_head.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <string>
 #include <utility>
 
-#include "headwater/kernels/error.h"
+#include "kernels/core/head_tensors.h"
+#include "kernels/core/optimizer_step.h"
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/optimizer.h"
 #include "kernels/cpu/row_kernels.h"
@@ -19,13 +18,6 @@ constexpr int64_t kPartGrain = 1024;
 // Products of AddToGradient() that are rounded at once.
 constexpr int64_t kAddBlock = 1024;
 
-bool IsMaster(HeadTensor tensor) { return tensor == HeadTensor::kMasterWeight || tensor == HeadTensor::kMasterBias; }
-
-bool IsWeightShaped(HeadTensor tensor) {
-  return tensor == HeadTensor::kWeight || tensor == HeadTensor::kMasterWeight || tensor == HeadTensor::kGradWeight ||
-         tensor == HeadTensor::kMoment1Weight || tensor == HeadTensor::kMoment2Weight;
-}
-
 absl::Status OnParts(const ShardContext& context, const HeadShard& shard,
                      absl::FunctionRef<void(const HeadShard&, int32_t, int32_t, int32_t)> work) {
   const int32_t parts = context.pool.thread_count();
@@ -35,24 +27,16 @@ absl::Status OnParts(const ShardContext& context, const HeadShard& shard,
 
 }  // namespace
 
-absl::Status ToFactor(double factor, float* out) {
-  *out = static_cast<float>(factor);
-  if (std::isfinite(*out)) return absl::OkStatus();
-  return MakeError(ErrorReason::kInvalidField, "factor must be finite in fp32, got " + std::to_string(factor),
-                   {{"field", "factor"}});
-}
-
 CpuHead::CpuHead(std::shared_ptr<EngineCore> core, const HeadSpec& spec, HeadPlan plan)
-    : core_(std::move(core)), spec_(spec), plan_(std::move(plan)), slot_taken_(static_cast<size_t>(spec.staging_slots), false) {
+    : HeadBase(spec, plan.memory, plan.shards, "cpu"), core_(std::move(core)), plan_(std::move(plan)) {
   for (size_t i = 0; i < plan_.shards.size(); ++i) {
     HeadShard shard;
     shard.rows = plan_.shards[i];
-    shard.valid_rows = std::clamp<int64_t>(spec_.transform.valid_vocab_size - shard.rows.start, 0, shard.rows.size());
-    shard.hidden_size = spec_.hidden_size;
-    shard.data_type = spec_.data_type;
-    shard.has_bias = spec_.has_bias;
+    shard.valid_rows = ValidRows(static_cast<int32_t>(i));
+    shard.hidden_size = spec.hidden_size;
+    shard.data_type = spec.data_type;
+    shard.has_bias = spec.has_bias;
     shard.layout = plan_.layouts[i];
-    if (shard.rows.size() > 0) vocab_shards_.push_back({shard.rows.start, shard.rows.end, "cpu"});
     shards_.push_back(std::move(shard));
   }
 }
@@ -77,17 +61,17 @@ absl::Status CpuHead::Allocate() {
     status = mapped.status();
     if (status.ok()) *memory = *std::move(mapped);
   };
-  const int64_t state_tensors = OptimizerStateTensors(spec_.optimizer);
+  const int64_t state_tensors = OptimizerStateTensors(spec().optimizer);
   for (HeadShard& shard : shards_) {
-    const int64_t weights = shard.rows.size() * spec_.hidden_size;
-    const int64_t biases = spec_.has_bias ? shard.rows.size() : 0;
-    map(weights * ElementBytes(spec_.data_type), &shard.weight);
-    map(biases * ElementBytes(spec_.data_type), &shard.bias);
-    if (HasSeparateMaster(spec_)) {
+    const int64_t weights = shard.rows.size() * spec().hidden_size;
+    const int64_t biases = spec().has_bias ? shard.rows.size() : 0;
+    map(weights * ElementBytes(spec().data_type), &shard.weight);
+    map(biases * ElementBytes(spec().data_type), &shard.bias);
+    if (HasSeparateMaster(spec())) {
       map(weights * 4, &shard.master_weight);
       map(biases * 4, &shard.master_bias);
     }
-    if (spec_.trainable) {
+    if (spec().trainable) {
       map(weights * 4, &shard.grad_weight);
       map(biases * 4, &shard.grad_bias);
     }
@@ -99,47 +83,16 @@ absl::Status CpuHead::Allocate() {
       map(weights * 4, &shard.moment2_weight);
       map(biases * 4, &shard.moment2_bias);
     }
-    shard.staging.resize(static_cast<size_t>(spec_.staging_slots));
+    shard.staging.resize(static_cast<size_t>(spec().staging_slots));
     for (MappedMemory& slot : shard.staging) map((weights + biases) * 4, &slot);
     map(shard.layout.mapped_bytes, &shard.workspace);
   }
   return status;
 }
 
-bool CpuHead::HasTensor(HeadTensor tensor) const {
-  const int64_t state_tensors = OptimizerStateTensors(spec_.optimizer);
-  if (!IsWeightShaped(tensor) && !spec_.has_bias) return false;
-  switch (tensor) {
-    case HeadTensor::kWeight:
-    case HeadTensor::kBias:
-    case HeadTensor::kMasterWeight:
-    case HeadTensor::kMasterBias:
-      return true;
-    case HeadTensor::kGradWeight:
-    case HeadTensor::kGradBias:
-      return spec_.trainable;
-    case HeadTensor::kMoment1Weight:
-    case HeadTensor::kMoment1Bias:
-      return state_tensors >= 1;
-    case HeadTensor::kMoment2Weight:
-    case HeadTensor::kMoment2Bias:
-      return state_tensors >= 2;
-  }
-  return false;
-}
-
-int64_t CpuHead::ElementCount(HeadTensor tensor) const {
-  if (!HasTensor(tensor)) return 0;
-  return IsWeightShaped(tensor) ? spec_.vocab_size * spec_.hidden_size : spec_.vocab_size;
-}
-
-DataType CpuHead::TensorDataType(HeadTensor tensor) const {
-  return tensor == HeadTensor::kWeight || tensor == HeadTensor::kBias ? spec_.data_type : DataType::kFloat32;
-}
-
 CpuHead::Place CpuHead::PlaceOf(const HeadShard& shard, HeadTensor tensor) const {
-  const bool separate = HasSeparateMaster(spec_);
-  const int64_t stored_bytes = ElementBytes(spec_.data_type);
+  const bool separate = HasSeparateMaster(spec());
+  const int64_t stored_bytes = ElementBytes(spec().data_type);
   switch (tensor) {
     case HeadTensor::kWeight:
       return {&shard.weight, stored_bytes, true};
@@ -165,38 +118,16 @@ CpuHead::Place CpuHead::PlaceOf(const HeadShard& shard, HeadTensor tensor) const
   return {};
 }
 
-absl::Status CpuHead::CheckRange(HeadTensor tensor, int64_t element_start, int64_t element_count) const {
-  const int64_t total = ElementCount(tensor);
-  if (element_start >= 0 && element_count >= 0 && element_start <= total && element_count <= total - element_start) {
-    return absl::OkStatus();
-  }
-  return MakeError(ErrorReason::kChunkOutOfRange,
-                   std::string(HeadTensorName(tensor)) + " has " + std::to_string(total) + " elements, the range begins at " +
-                       std::to_string(element_start) + " and has " + std::to_string(element_count),
-                   {{"field", HeadTensorName(tensor)},
-                    {"elementCount", std::to_string(total)},
-                    {"rangeStart", std::to_string(element_start)},
-                    {"rangeCount", std::to_string(element_count)}});
-}
-
-CpuHead::Piece CpuHead::PieceOf(const HeadShard& shard, HeadTensor tensor, int64_t element_start, int64_t element_count) const {
-  const int64_t columns = IsWeightShaped(tensor) ? spec_.hidden_size : 1;
-  const int64_t first = std::max(element_start, shard.rows.start * columns);
-  const int64_t last = std::min(element_start + element_count, shard.rows.end * columns);
-  if (first >= last) return {};
-  return {first - shard.rows.start * columns, last - first, first - element_start};
-}
-
 absl::Status CpuHead::ReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const {
   absl::Status status = CheckRange(tensor, element_start, element_count);
   if (!status.ok()) return status;
-  for (const HeadShard& shard : shards_) {
-    const Piece piece = PieceOf(shard, tensor, element_start, element_count);
+  for (int32_t rank = 0; rank < shard_count(); ++rank) {
+    const Piece piece = PieceOf(rank, tensor, element_start, element_count);
     if (piece.count == 0) continue;
-    const Place place = PlaceOf(shard, tensor);
+    const Place place = PlaceOf(shard(rank), tensor);
     const char* from = place.memory->As<char>() + piece.first * place.element_bytes;
     if (IsMaster(tensor) && place.element_bytes != 4) {
-      ToFloat(from, spec_.data_type, piece.count, static_cast<float*>(out) + piece.offset);
+      ToFloat(from, spec().data_type, piece.count, static_cast<float*>(out) + piece.offset);
     } else {
       std::memcpy(static_cast<char*>(out) + piece.offset * place.element_bytes, from,
                   static_cast<size_t>(piece.count * place.element_bytes));
@@ -208,17 +139,16 @@ absl::Status CpuHead::ReadTensor(HeadTensor tensor, int64_t element_start, int64
 absl::Status CpuHead::WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) {
   absl::Status status = CheckRange(tensor, element_start, element_count);
   if (!status.ok()) return status;
-  const auto write = [&](const HeadShard& shard) {
-    WritePiece(shard, tensor, PieceOf(shard, tensor, element_start, element_count), in);
+  const auto write = [&](int32_t rank) {
+    WritePiece(shard(rank), tensor, PieceOf(rank, tensor, element_start, element_count), in);
   };
-  const auto has_piece = [&](const HeadShard& shard) { return PieceOf(shard, tensor, element_start, element_count).count > 0; };
-  if (std::count_if(shards_.begin(), shards_.end(), has_piece) > 1) {
-    return ChangeOnParts([&](const HeadShard& shard, int32_t, int32_t part, int32_t) {
-      if (part == 0) write(shard);
+  if (ShardsWith(tensor, element_start, element_count) > 1) {
+    return ChangeOnParts([&](const HeadShard&, int32_t rank, int32_t part, int32_t) {
+      if (part == 0) write(rank);
     });
   }
   // Nothing to decide: no other shard takes part, and other heads' work need not be waited for.
-  for (const HeadShard& shard : shards_) write(shard);
+  for (int32_t rank = 0; rank < shard_count(); ++rank) write(rank);
   return absl::OkStatus();
 }
 
@@ -230,16 +160,16 @@ void CpuHead::WritePiece(const HeadShard& shard, HeadTensor tensor, const Piece&
   const Place place = PlaceOf(shard, tensor);
   char* to = place.memory->As<char>() + piece.first * place.element_bytes;
   if (IsMaster(tensor) && place.element_bytes != 4) {
-    FromFloat(static_cast<const float*>(in) + piece.offset, piece.count, spec_.data_type, to);
+    FromFloat(static_cast<const float*>(in) + piece.offset, piece.count, spec().data_type, to);
     return;
   }
   const char* from = static_cast<const char*>(in) + piece.offset * place.element_bytes;
   std::memcpy(to, from, static_cast<size_t>(piece.count * place.element_bytes));
-  if (!HasSeparateMaster(spec_)) return;
+  if (!HasSeparateMaster(spec())) return;
   if (is_stored) {
-    ToFloat(from, spec_.data_type, piece.count, PlaceOf(shard, master).memory->As<float>() + piece.first);
+    ToFloat(from, spec().data_type, piece.count, PlaceOf(shard, master).memory->As<float>() + piece.first);
   } else if (IsMaster(tensor)) {
-    FromFloat(reinterpret_cast<const float*>(to), piece.count, spec_.data_type,
+    FromFloat(reinterpret_cast<const float*>(to), piece.count, spec().data_type,
               PlaceOf(shard, stored).memory->As<uint16_t>() + piece.first);
   }
 }
@@ -266,16 +196,11 @@ absl::Status CpuHead::ZeroGradient() {
 
 absl::Status CpuHead::AddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
                                     const float* in) {
-  if (tensor != HeadTensor::kGradWeight && tensor != HeadTensor::kGradBias) {
-    return MakeError(ErrorReason::kInvalidField,
-                     std::string("tensor must be grad_weight or grad_bias, got ") + HeadTensorName(tensor), {{"field", "tensor"}});
-  }
   float alpha = 0;
-  absl::Status status = ToFactor(factor, &alpha);
-  if (status.ok()) status = CheckRange(tensor, element_start, element_count);
+  absl::Status status = CheckAddToGradient(tensor, element_start, element_count, factor, &alpha);
   if (!status.ok()) return status;
-  return ChangeOnParts([&](const HeadShard& shard, int32_t, int32_t part, int32_t parts) {
-    const Piece piece = PieceOf(shard, tensor, element_start, element_count);
+  return ChangeOnParts([&](const HeadShard& shard, int32_t rank, int32_t part, int32_t parts) {
+    const Piece piece = PieceOf(rank, tensor, element_start, element_count);
     const RowRange range = SplitEvenly({0, piece.count}, part, parts, kPartGrain);
     float* gradient = PlaceOf(shard, tensor).memory->As<float>() + piece.first;
     float products[kAddBlock];
@@ -319,46 +244,12 @@ absl::StatusOr<GradientStats> CpuHead::ComputeGradientStats() const {
   return total;
 }
 
-absl::Status CpuHead::CheckOptimizerStep(const OptimizerStep& step) const {
-  if (std::holds_alternative<std::monostate>(spec_.optimizer)) {
-    return MakeError(ErrorReason::kOptimizerNotConfigured, "the head was created without an optimizer");
-  }
-  if (step.settings.index() != spec_.optimizer.index()) {
-    return MakeError(ErrorReason::kInvalidCombination, "settings must be of the head's own kind of optimizer",
-                     {{"field", "settings"}});
-  }
-  absl::Status status = ValidateOptimizerSpec(step.settings);
-  if (!status.ok()) return status;
-  const auto* sgd = std::get_if<SgdSpec>(&step.settings);
-  if (sgd != nullptr && sgd->momentum > 0 && OptimizerStateTensors(spec_.optimizer) == 0) {
-    return MakeError(ErrorReason::kInvalidCombination,
-                     "settings.sgd.momentum must be 0: the head was created without momentum and has no buffer for it",
-                     {{"field", "settings.sgd.momentum"}});
-  }
-  for (const auto& [field, value] :
-       {std::pair<const char*, double>{"learning_rate", step.learning_rate}, {"gradient_multiplier", step.gradient_multiplier}}) {
-    if (!std::isfinite(value)) {
-      return MakeError(ErrorReason::kInvalidField, std::string(field) + " must be finite, got " + std::to_string(value),
-                       {{"field", field}});
-    }
-  }
-  if (step.learning_rate < 0) {
-    return MakeError(ErrorReason::kInvalidField, "learning_rate must be >= 0, got " + std::to_string(step.learning_rate),
-                     {{"field", "learning_rate"}});
-  }
-  if (step.update_count < 1) {
-    return MakeError(ErrorReason::kInvalidField, "update_count must be >= 1, got " + std::to_string(step.update_count),
-                     {{"field", "update_count"}});
-  }
-  return absl::OkStatus();
-}
-
 absl::Status CpuHead::ApplyOptimizer(const OptimizerStep& step) {
-  absl::Status status = CheckOptimizerStep(step);
+  absl::Status status = CheckOptimizerStep(spec(), step);
   if (!status.ok()) return status;
   return ChangeOnParts([&](const HeadShard& shard, int32_t, int32_t part, int32_t parts) {
     for (const bool is_weight : {true, false}) {
-      if (!is_weight && !spec_.has_bias) continue;
+      if (!is_weight && !spec().has_bias) continue;
       const auto memory = [&](HeadTensor weight, HeadTensor bias) { return PlaceOf(shard, is_weight ? weight : bias).memory; };
       const MappedMemory* gradient = memory(HeadTensor::kGradWeight, HeadTensor::kGradBias);
       const RowRange range = SplitEvenly({0, gradient->bytes() / 4}, part, parts, kPartGrain);
@@ -371,34 +262,14 @@ absl::Status CpuHead::ApplyOptimizer(const OptimizerStep& step) {
       piece.gradient = at(gradient);
       piece.moment1 = at(memory(HeadTensor::kMoment1Weight, HeadTensor::kMoment1Bias));
       piece.moment2 = at(memory(HeadTensor::kMoment2Weight, HeadTensor::kMoment2Bias));
-      if (HasSeparateMaster(spec_)) {
+      if (HasSeparateMaster(spec())) {
         piece.stored = memory(HeadTensor::kWeight, HeadTensor::kBias)->As<uint16_t>() + range.start;
-        piece.stored_type = spec_.data_type;
+        piece.stored_type = spec().data_type;
       }
       piece.count = range.size();
       UpdateParameters(step, piece);
     }
   });
-}
-
-int32_t CpuHead::FreeStagingSlots() const {
-  std::lock_guard<std::mutex> lock(slots_mutex_);
-  return static_cast<int32_t>(std::count(slot_taken_.begin(), slot_taken_.end(), false));
-}
-
-int32_t CpuHead::TakeStagingSlot() {
-  std::lock_guard<std::mutex> lock(slots_mutex_);
-  for (size_t slot = 0; slot < slot_taken_.size(); ++slot) {
-    if (slot_taken_[slot]) continue;
-    slot_taken_[slot] = true;
-    return static_cast<int32_t>(slot);
-  }
-  return -1;
-}
-
-void CpuHead::FreeStagingSlot(int32_t slot) {
-  std::lock_guard<std::mutex> lock(slots_mutex_);
-  slot_taken_[static_cast<size_t>(slot)] = false;
 }
 
 }  // namespace headwater::cpu

@@ -9,6 +9,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "headwater/kernels/engine.h"
+#include "kernels/core/head_base.h"
 #include "kernels/cpu/head_plan.h"
 #include "kernels/cpu/mapped_memory.h"
 #include "kernels/cpu/shard_executor.h"
@@ -55,20 +56,12 @@ struct HeadShard {
   }
 };
 
-// `factor` in fp32; kInvalidField if it is not finite there.
-absl::Status ToFactor(double factor, float* out);
-
-class CpuHead final : public EngineHead {
+class CpuHead final : public HeadBase {
  public:
   // `plan` is the spec's, admitted already.
   static absl::StatusOr<std::unique_ptr<CpuHead>> Create(std::shared_ptr<EngineCore> core, const HeadSpec& spec, HeadPlan plan);
   ~CpuHead() override;
 
-  const HeadSpec& spec() const override { return spec_; }
-  const MemoryPlan& plan() const override { return plan_.memory; }
-  absl::Span<const VocabShard> shards() const override { return vocab_shards_; }
-  int64_t ElementCount(HeadTensor tensor) const override;
-  DataType TensorDataType(HeadTensor tensor) const override;
   absl::Status ReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const override;
   absl::Status WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) override;
   absl::Status ZeroGradient() override;
@@ -77,15 +70,11 @@ class CpuHead final : public EngineHead {
   absl::Status ResetOptimizerState() override;
   absl::StatusOr<GradientStats> ComputeGradientStats() const override;
   absl::Status ApplyOptimizer(const OptimizerStep& step) override;
-  int32_t FreeStagingSlots() const override;
 
   const HeadPlan& cpu_plan() const { return plan_; }
   const HeadShard& shard(int32_t rank) const { return shards_[static_cast<size_t>(rank)]; }
+  int32_t shard_count() const { return static_cast<int32_t>(shards_.size()); }
   const EngineCore& core() const { return *core_; }
-
-  // Takes a free staging slot, or -1.
-  int32_t TakeStagingSlot();
-  void FreeStagingSlot(int32_t slot);
 
  private:
   // A tensor's memory in one shard.
@@ -97,17 +86,8 @@ class CpuHead final : public EngineHead {
 
   CpuHead(std::shared_ptr<EngineCore> core, const HeadSpec& spec, HeadPlan plan);
   absl::Status Allocate();
-  bool HasTensor(HeadTensor tensor) const;
   // The shard's own memory for a tensor. For a master that is not separate: that of the storage tensor.
   Place PlaceOf(const HeadShard& shard, HeadTensor tensor) const;
-  absl::Status CheckRange(HeadTensor tensor, int64_t element_start, int64_t element_count) const;
-  // The part of a range of elements that a shard holds.
-  struct Piece {
-    int64_t first = 0;  // in the shard's memory
-    int64_t count = 0;
-    int64_t offset = 0;  // in the caller's buffer
-  };
-  Piece PieceOf(const HeadShard& shard, HeadTensor tensor, int64_t element_start, int64_t element_count) const;
   void WritePiece(const HeadShard& shard, HeadTensor tensor, const Piece& piece, const void* in);
   // work(shard, rank, part, parts)
   using PartWork = absl::FunctionRef<void(const HeadShard&, int32_t, int32_t, int32_t)>;
@@ -115,15 +95,10 @@ class CpuHead final : public EngineHead {
   absl::Status RunOnParts(PartWork work) const;
   // Runs work that changes the head and cannot fail, decided once for all shards.
   absl::Status ChangeOnParts(PartWork work);
-  absl::Status CheckOptimizerStep(const OptimizerStep& step) const;
 
   const std::shared_ptr<EngineCore> core_;
-  const HeadSpec spec_;
   const HeadPlan plan_;
   std::vector<HeadShard> shards_;  // one for each executor
-  std::vector<VocabShard> vocab_shards_;
-  mutable std::mutex slots_mutex_;
-  std::vector<bool> slot_taken_;  // guarded by slots_mutex_
 };
 
 }  // namespace headwater::cpu

@@ -1,8 +1,8 @@
 #include "kernels/cpu/head_plan.h"
 
 #include <algorithm>
-#include <string>
 
+#include "kernels/core/head_tensors.h"
 #include "kernels/core/saturating.h"
 
 namespace headwater::cpu {
@@ -79,16 +79,6 @@ void LargestRows(int64_t low, int64_t budget, int64_t* rows, HeadPlan* plan, con
 
 }  // namespace
 
-bool HasSeparateMaster(const HeadSpec& spec) {
-  return spec.data_type != DataType::kFloat32 && !std::holds_alternative<std::monostate>(spec.optimizer);
-}
-
-int64_t OptimizerStateTensors(const OptimizerSpec& optimizer) {
-  if (std::holds_alternative<AdamWSpec>(optimizer)) return 2;
-  const auto* sgd = std::get_if<SgdSpec>(&optimizer);
-  return sgd != nullptr && sgd->momentum > 0 ? 1 : 0;
-}
-
 HeadPlan PlanHeadOnCpu(const HeadSpec& spec, const EngineOptions& options, int32_t threads_per_shard) {
   HeadPlan plan;
   plan.shards = SplitVocab(spec.vocab_size, options.shard_count, options.shard_weights);
@@ -106,24 +96,9 @@ HeadPlan PlanHeadOnCpu(const HeadSpec& spec, const EngineOptions& options, int32
     plan.wide_rows = std::min(plan.wide_rows, plan.narrow_rows);
   }
 
-  const int64_t weight_elements = SaturatingMultiply(spec.vocab_size, spec.hidden_size);
-  const int64_t bias_elements = spec.has_bias ? spec.vocab_size : 0;
-  const int64_t elements = SaturatingAdd(weight_elements, bias_elements);
-  const int64_t state_tensors = OptimizerStateTensors(spec.optimizer);
-  MemoryPlan& memory = plan.memory;
-  memory.token_chunk_rows = plan.narrow_rows;
-  const auto add = [&memory](const char* purpose, int64_t bytes) {
-    memory.items.push_back({purpose, bytes});
-    memory.total_bytes = SaturatingAdd(memory.total_bytes, bytes);
-  };
-  add("weight", SaturatingMultiply(weight_elements, ElementBytes(spec.data_type)));
-  add("bias", SaturatingMultiply(bias_elements, ElementBytes(spec.data_type)));
-  add("grad_weight", spec.trainable ? SaturatingMultiply(weight_elements, 4) : 0);
-  add("grad_bias", spec.trainable ? SaturatingMultiply(bias_elements, 4) : 0);
-  add("master_weight", HasSeparateMaster(spec) ? SaturatingMultiply(elements, 4) : 0);
-  add("optimizer_state", Product(state_tensors, elements, 4));
-  add("staging", Product(spec.staging_slots, elements, 4));
-  add("workspace", WorkspaceBytes(&plan, spec, threads_per_shard));
+  plan.memory.token_chunk_rows = plan.narrow_rows;
+  AddTensorItems(spec, spec.hidden_size, &plan.memory);
+  AddPlanItem("workspace", WorkspaceBytes(&plan, spec, threads_per_shard), &plan.memory);
   return plan;
 }
 

@@ -52,11 +52,6 @@ struct HeadPlan {
   std::vector<WorkspaceLayout> layouts;  // by shard
 };
 
-// True if parameters in 16 bits have fp32 masters.
-bool HasSeparateMaster(const HeadSpec& spec);
-// fp32 tensors of optimizer state: 0, 1 or 2.
-int64_t OptimizerStateTensors(const OptimizerSpec& optimizer);
-
 // `options` with all defaults filled in but workspace_bytes and token_chunk_rows; `spec` valid. Saturates.
 HeadPlan PlanHeadOnCpu(const HeadSpec& spec, const EngineOptions& options, int32_t threads_per_shard);
 

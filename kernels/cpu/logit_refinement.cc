@@ -45,13 +45,13 @@ double ShardRun::RefinementCutoff(const Work& work, const RowStats& stats) const
 }
 
 void ShardRun::PrepareRefinement(const TermPlan& term, size_t rows, size_t parts, size_t panels) {
-  const int64_t shard_rows = term.head->shard(rank()).rows.size();
+  const int64_t shard_rows = HeadOf(term).shard(rank()).rows.size();
   const size_t length = kExchanged * rows + 1;
   if (refined_.size() < parts) refined_.resize(parts);
   for (RefinedPart& part : refined_) {
     part.logits.reserve(RefinedCapacity(rows, shard_rows));
     part.panel_ends.reserve(panels);
-    part.found.reserve(static_cast<size_t>(term.head->cpu_plan().panel_rows));
+    part.found.reserve(static_cast<size_t>(HeadOf(term).cpu_plan().panel_rows));
   }
   cutoffs_.reserve(rows);
   sums_.reserve(length);

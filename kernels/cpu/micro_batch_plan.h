@@ -1,4 +1,4 @@
-// A checked micro-batch, prepared for the shards: which rows of which term run in which chunk, and where results go.
+// A micro-batch's plan with what the CPU engine keeps beside it: where contributions are held until they are decided.
 #ifndef HEADWATER_KERNELS_CPU_MICRO_BATCH_PLAN_H_
 #define HEADWATER_KERNELS_CPU_MICRO_BATCH_PLAN_H_
 
@@ -7,19 +7,10 @@
 #include <vector>
 
 #include "headwater/kernels/engine.h"
-#include "kernels/core/cross_entropy_term.h"
+#include "kernels/core/micro_batch_plan.h"
 #include "kernels/cpu/cpu_head.h"
 
 namespace headwater::cpu {
-
-// A row of a term.
-struct ChunkRow {
-  int64_t term_row = 0;   // in the term
-  int64_t batch_row = 0;  // in the micro-batch
-  int64_t chunk_row = 0;  // in its chunk
-  int64_t target = -1;    // -1: none
-  double token_weight = 1;
-};
 
 // A contribution's rows on one shard: a chunk's gradient of the logits and its hidden states, kept for the grad_weight product.
 struct KeptRows {
@@ -30,57 +21,31 @@ struct KeptRows {
 
 // What a contribution holds for one head until it is decided.
 struct StagedHead {
+  StagingSlot slot;
   CpuHead* head = nullptr;
-  int32_t slot = -1;
   bool keeps_rows = false;                  // else the slot holds the finished product
   std::vector<std::vector<KeptRows>> kept;  // by shard
   std::vector<int64_t> used_elements;       // by shard: floats of the slot taken by kept rows
   std::vector<uint8_t> has_product;         // by shard: whether the slot holds a product yet
+
+  float* SlotOf(const HeadShard& shard) const { return shard.staging[static_cast<size_t>(slot.index())].As<float>(); }
 };
 
-// A term with what does not depend on the row.
-struct TermPlan {
-  const LossTerm* term = nullptr;
-  CpuHead* head = nullptr;
-  CpuHead* teacher = nullptr;    // JSD
-  const JsdSpec* jsd = nullptr;  // null: cross entropy
-  double hard_weight = 1;        // a; 1 for cross entropy
-  double soft_weight = 0;        // 1 - a
-  CrossEntropyTerm cross_entropy;
-  bool wants_weighted = false;  // entropy
-  bool wants_argmax = false;
-  bool wants_cross_entropy = false;  // statistics of the student's row at all
-  GradWeightMode grad_weight = GradWeightMode::kNone;
-  StagedHead* staged = nullptr;  // kStage
-  bool has_token_outputs = false;
+struct CpuMicroBatchPlan : MicroBatchPlan {
+  std::vector<std::unique_ptr<StagedHead>> staged;  // one for each of `slots`, which it takes over
 
-  // Results; written by rank 0 only.
-  LossSums sums;
-  std::vector<uint8_t> non_finite;  // [row_count]
+  // Null if the term has no contribution.
+  StagedHead* StagedOf(const TermPlan& term) const {
+    return term.slot < 0 ? nullptr : staged[static_cast<size_t>(term.slot)].get();
+  }
 };
 
-struct TermChunk {
-  size_t term = 0;
-  std::vector<ChunkRow> rows;
-};
-
-// Rows that are computed together.
-struct Chunk {
-  bool backward = false;
-  std::vector<int64_t> batch_rows;  // increasing
-  std::vector<TermChunk> terms;
-};
-
-struct MicroBatchPlan {
-  const MicroBatch* micro_batch = nullptr;
-  std::vector<TermPlan> terms;
-  std::vector<Chunk> chunks;
-  std::vector<std::unique_ptr<StagedHead>> staged;  // one for each head with a contribution
-};
+inline CpuHead& HeadOf(const TermPlan& term) { return static_cast<CpuHead&>(*term.head); }
+inline CpuHead& TeacherOf(const TermPlan& term) { return static_cast<CpuHead&>(*term.teacher); }
 
 // Plans a micro-batch that CheckMicroBatch() passed and whose heads are CpuHeads. Takes staging slots; kStagingFull (and no slot
 // taken) if one is missing.
-absl::StatusOr<MicroBatchPlan> PlanMicroBatch(const MicroBatch& micro_batch, const EngineOptions& options);
+absl::StatusOr<CpuMicroBatchPlan> PlanMicroBatch(const MicroBatch& micro_batch, const EngineOptions& options);
 
 }  // namespace headwater::cpu
 

@@ -1,9 +1,9 @@
 #include "kernels/cpu/optimizer.h"
 
 #include <algorithm>
-#include <cmath>
 #include <variant>
 
+#include "kernels/core/optimizer_step.h"
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/row_kernels.h"
 
@@ -12,32 +12,6 @@ namespace {
 
 // Elements updated and then rounded to storage while they are in the cache.
 constexpr int64_t kBlock = 4096;
-
-AdamWScalars MakeAdamWScalars(const OptimizerStep& step, const AdamWSpec& adamw) {
-  const double count = static_cast<double>(step.update_count);
-  AdamWScalars scalars;
-  scalars.multiplier = static_cast<float>(step.gradient_multiplier);
-  scalars.decay = static_cast<float>(1 - step.learning_rate * adamw.weight_decay);
-  scalars.one_minus_beta1 = static_cast<float>(1 - adamw.beta1);
-  scalars.beta2 = static_cast<float>(adamw.beta2);
-  scalars.one_minus_beta2 = static_cast<float>(1 - adamw.beta2);
-  scalars.step_size = static_cast<float>(step.learning_rate / (1 - std::pow(adamw.beta1, count)));
-  scalars.root_correction = static_cast<float>(std::sqrt(1 - std::pow(adamw.beta2, count)));
-  scalars.epsilon = static_cast<float>(adamw.epsilon);
-  return scalars;
-}
-
-SgdScalars MakeSgdScalars(const OptimizerStep& step, const SgdSpec& sgd) {
-  SgdScalars scalars;
-  scalars.multiplier = static_cast<float>(step.gradient_multiplier);
-  scalars.learning_rate = static_cast<float>(step.learning_rate);
-  scalars.weight_decay = static_cast<float>(sgd.weight_decay);
-  scalars.momentum = static_cast<float>(sgd.momentum);
-  scalars.one_minus_dampening = static_cast<float>(1 - sgd.dampening);
-  scalars.first_step = step.update_count == 1;
-  scalars.nesterov = sgd.nesterov;
-  return scalars;
-}
 
 }  // namespace
 

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "kernels/core/optimizer_scalars.h"
 #include "kernels/core/piece_stats.h"
 
 namespace headwater::cpu {
@@ -40,27 +41,6 @@ struct DivergenceOptions {
   double student_lse = 0;
   double teacher_lse = 0;
   double reference = 0;  // see divergence_sums
-};
-
-struct AdamWScalars {
-  float multiplier;
-  float decay;  // 1 - lr * weight_decay
-  float one_minus_beta1;
-  float beta2;
-  float one_minus_beta2;
-  float step_size;        // lr / (1 - beta1^t)
-  float root_correction;  // sqrt(1 - beta2^t), a divisor
-  float epsilon;
-};
-
-struct SgdScalars {
-  float multiplier;
-  float learning_rate;
-  float weight_decay;
-  float momentum;
-  float one_minus_dampening;
-  bool first_step;
-  bool nesterov;
 };
 
 struct RowKernels {

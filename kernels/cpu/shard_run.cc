@@ -43,16 +43,16 @@ void ShardRun::Prepare() {
     chunk_rows = std::max(chunk_rows, chunk.batch_rows.size());
     for (const TermChunk& part : chunk.terms) {
       const TermPlan& term = plan_.terms[part.term];
-      const ShardParts shard_parts(term.head->shard(rank()), context_.pool);
+      const ShardParts shard_parts(HeadOf(term).shard(rank()), context_.pool);
       const size_t parts = static_cast<size_t>(shard_parts.count());
-      const size_t panels = static_cast<size_t>(shard_parts.MaxPanels(term.head->cpu_plan().panel_rows));
+      const size_t panels = static_cast<size_t>(shard_parts.MaxPanels(HeadOf(term).cpu_plan().panel_rows));
       rows = std::max(rows, part.rows.size());
       row_parts = std::max(row_parts, part.rows.size() * parts);
       row_panels = std::max(row_panels, part.rows.size() * parts * panels);
       if (term.jsd == nullptr) PrepareRefinement(term, part.rows.size(), parts, panels);
       // A chunk's rows are kept in pieces, if it takes the wide form.
-      if (term.staged != nullptr) {
-        std::vector<KeptRows>& kept = term.staged->kept[index];
+      if (StagedHead* staged = plan_.StagedOf(term); staged != nullptr) {
+        std::vector<KeptRows>& kept = staged->kept[index];
         kept.reserve(kept.capacity() + part.rows.size() / static_cast<size_t>(WideRows(term)) + 1);
       }
     }
@@ -82,7 +82,7 @@ absl::Status ShardRun::Run() {
 }
 
 absl::Status ShardRun::RunChunk(const Chunk& chunk) {
-  const HeadShard& first = plan_.terms[chunk.terms.front().term].head->shard(rank());
+  const HeadShard& first = HeadOf(plan_.terms[chunk.terms.front().term]).shard(rank());
   grad_hidden_ = nullptr;
   if (chunk.backward && plan_.micro_batch->grad_hidden.data != nullptr) {
     grad_hidden_ = first.Workspace<float>(first.layout.grad_hidden);
@@ -105,22 +105,29 @@ absl::Status ShardRun::RunChunk(const Chunk& chunk) {
 
 ShardRun::Work ShardRun::MakeWork(const TermChunk& chunk, int64_t start, int64_t count, bool backward) {
   TermPlan& term = plan_.terms[chunk.term];
-  const HeadShard& shard = term.head->shard(rank());
-  const HeadPlan& head_plan = term.head->cpu_plan();
+  const HeadShard& shard = HeadOf(term).shard(rank());
+  const HeadPlan& head_plan = HeadOf(term).cpu_plan();
   states_.assign(static_cast<size_t>(count), RowState());
-  return Work{term,      chunk.rows.data() + start,        count,   backward, shard,
-              head_plan, ShardParts(shard, context_.pool), nullptr, nullptr,  shard.rows.size()};
+  return Work{term,
+              plan_.StagedOf(term),
+              chunk.rows.data() + start,
+              count,
+              backward,
+              shard,
+              head_plan,
+              ShardParts(shard, context_.pool),
+              nullptr,
+              nullptr,
+              shard.rows.size()};
 }
 
 void ShardRun::PlaceBuffers(Work* work, int64_t gradient_offset) {
   const HeadShard& shard = work->shard;
   work->hidden = shard.Workspace<float>(shard.layout.hidden);
   work->gradient = shard.Workspace<float>(gradient_offset);
-  if (!work->backward || work->term.staged == nullptr || !work->term.staged->keeps_rows) return;
+  if (!work->backward || work->staged == nullptr || !work->staged->keeps_rows) return;
   // Taken for good only in BeginGradWeight(): the narrow form may give up before.
-  const StagedHead& staged = *work->term.staged;
-  const size_t index = static_cast<size_t>(rank());
-  float* free_elements = shard.staging[static_cast<size_t>(staged.slot)].As<float>() + staged.used_elements[index];
+  float* free_elements = work->staged->SlotOf(shard) + work->staged->used_elements[static_cast<size_t>(rank())];
   work->hidden = free_elements;
   work->gradient = free_elements + work->row_count * shard.hidden_size;
 }
@@ -173,33 +180,21 @@ void ShardRun::FinishRows(Work* work) {
 void ShardRun::RecordRows(Work* work) {
   if (rank() != 0) return;
   TermPlan& term = work->term;
-  const LossTerm& out = *term.term;
-  const float limit = std::numeric_limits<float>::max();
   for (int64_t i = 0; i < work->row_count; ++i) {
-    const ChunkRow& row = work->rows[i];
     const size_t index = static_cast<size_t>(i);
     const RowState& state = states_[index];
-    const double soft = term.soft_weight > 0 ? term.soft_weight * state.divergence : 0.0;
-    const double hard = term.hard_weight > 0 ? term.hard_weight * state.loss.hard : 0.0;
-    const double z_loss = term.hard_weight > 0 ? term.hard_weight * state.loss.z_loss : 0.0;
-    const double loss = soft + hard + z_loss;
-    if (out.token_loss != nullptr) out.token_loss[row.term_row] = static_cast<float>(loss);
-    if (out.lse != nullptr) out.lse[row.term_row] = static_cast<float>(state.loss.lse);
-    if (out.target_log_probability != nullptr) {
-      out.target_log_probability[row.term_row] = static_cast<float>(state.loss.target_log_probability);
-    }
-    if (out.entropy != nullptr) out.entropy[row.term_row] = static_cast<float>(state.loss.entropy);
-    if (out.argmax != nullptr) out.argmax[row.term_row] = static_cast<int32_t>(merged_stats_[index].best_column);
-    if (row.token_weight == 0) continue;  // only its outputs were asked for
-    term.sums.soft_loss_sum += row.token_weight * soft;
-    term.sums.hard_loss_sum += row.token_weight * hard;
-    term.sums.z_loss_sum += row.token_weight * z_loss;
-    term.sums.loss_sum += row.token_weight * loss;
+    RowReport report;
+    report.soft = state.divergence;
+    report.hard = state.loss.hard;
+    report.z_loss = state.loss.z_loss;
+    report.lse = state.loss.lse;
+    report.target_log_probability = state.loss.target_log_probability;
+    report.entropy = state.loss.entropy;
+    if (term.wants_argmax) report.argmax = static_cast<int32_t>(merged_stats_[index].best_column);
     const double largest =
         term.hard_weight * std::max(std::abs(state.loss.probability_factor), std::abs(state.loss.target_gradient));
-    const double gradient_bound = std::abs(state.scale) * (largest + term.soft_weight);
-    const bool finite = std::isfinite(loss) && gradient_bound <= static_cast<double>(limit) && non_finite_hidden_[index] == 0;
-    if (!finite) term.non_finite[static_cast<size_t>(row.term_row)] = 1;
+    report.gradient_bound = std::abs(state.scale) * (largest + term.soft_weight);
+    RecordRow(work->rows[i], report, non_finite_hidden_[index] == 0, &term);
   }
 }
 
@@ -209,18 +204,17 @@ GradientTarget ShardRun::TargetOf(const Work& work) const {
   if (work.term.grad_weight == GradWeightMode::kAccumulate) {
     return {shard.grad_weight.As<float>(), shard.grad_bias.As<float>(), 1, false};
   }
-  if (work.term.grad_weight == GradWeightMode::kStage && !work.term.staged->keeps_rows) {
-    const StagedHead& staged = *work.term.staged;
-    float* slot = shard.staging[static_cast<size_t>(staged.slot)].As<float>();
+  if (work.staged != nullptr && !work.staged->keeps_rows) {
+    float* slot = work.staged->SlotOf(shard);
     float* bias = shard.has_bias ? slot + shard.rows.size() * shard.hidden_size : nullptr;
-    return {slot, bias, 1, staged.has_product[index] == 0};
+    return {slot, bias, 1, work.staged->has_product[index] == 0};
   }
   return {nullptr, nullptr, 0, false};
 }
 
 void ShardRun::BeginGradWeight(Work* work) {
-  if (work->term.staged == nullptr) return;
-  StagedHead& staged = *work->term.staged;
+  if (work->staged == nullptr) return;
+  StagedHead& staged = *work->staged;
   const size_t index = static_cast<size_t>(rank());
   if (staged.keeps_rows) {
     staged.kept[index].push_back({work->gradient, work->hidden, work->row_count});

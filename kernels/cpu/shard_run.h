@@ -17,6 +17,7 @@
 
 #include "kernels/cpu/blas.h"
 #include "kernels/cpu/micro_batch_plan.h"
+#include "kernels/cpu/row_kernels.h"
 #include "kernels/cpu/shard_executor.h"
 
 namespace headwater::cpu {
@@ -57,7 +58,7 @@ void AddGradWeightPanel(const HeadShard& shard, const KeptRows& rows, int64_t st
 
 class ShardRun {
  public:
-  ShardRun(const ShardContext& context, MicroBatchPlan* plan) : context_(context), plan_(*plan) {}
+  ShardRun(const ShardContext& context, CpuMicroBatchPlan* plan) : context_(context), plan_(*plan) {}
   // Takes all memory that Run() needs, so that it cannot run out in the middle of a change. May throw std::bad_alloc.
   void Prepare();
   absl::Status Run();
@@ -66,6 +67,7 @@ class ShardRun {
   // What a term's rows work with.
   struct Work {
     TermPlan& term;
+    StagedHead* staged;  // the term's contribution, or null
     const ChunkRow* rows;
     int64_t row_count;
     bool backward;
@@ -138,7 +140,7 @@ class ShardRun {
   absl::Status WriteGradHidden(const Chunk& chunk);
 
   const ShardContext context_;
-  MicroBatchPlan& plan_;
+  CpuMicroBatchPlan& plan_;
   float* grad_hidden_ = nullptr;  // [chunk rows, hidden_size], in the first term's workspace
 
   // A logit taken again in fp64.

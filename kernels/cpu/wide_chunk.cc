@@ -15,8 +15,8 @@
 namespace headwater::cpu {
 
 int64_t ShardRun::WideRows(const TermPlan& term) {
-  const int64_t rows = term.head->cpu_plan().wide_rows;
-  return term.teacher == nullptr ? rows : std::min(rows, term.teacher->cpu_plan().wide_rows);
+  const int64_t rows = HeadOf(term).cpu_plan().wide_rows;
+  return term.teacher == nullptr ? rows : std::min(rows, TeacherOf(term).cpu_plan().wide_rows);
 }
 
 absl::Status ShardRun::RunWide(const TermChunk& chunk, bool backward) {
@@ -86,14 +86,14 @@ void ShardRun::ComputeWideLogits(const HeadShard& shard, const ShardParts& parts
 
 absl::Status ShardRun::ComputeTeacherLogits(Work* work, const double** logits, int64_t* stride) {
   const TermPlan& term = work->term;
-  const HeadShard& shard = term.teacher->shard(rank());
+  const HeadShard& shard = TeacherOf(term).shard(rank());
   const RowsView& rows = term.term->teacher_hidden;
   double* hidden = shard.Workspace<double>(shard.layout.teacher_hidden);
   for (int64_t i = 0; i < work->row_count; ++i) {
     ToDouble(ElementAt(rows.data, rows.data_type, work->rows[i].term_row * rows.column_count), rows.data_type, rows.column_count,
              hidden + i * rows.column_count);
   }
-  const HeadPlan& plan = term.teacher->cpu_plan();
+  const HeadPlan& plan = TeacherOf(term).cpu_plan();
   const ShardParts parts(shard, context_.pool);
   double* own = shard.Workspace<double>(shard.layout.teacher_logits);
   ComputeWideLogits(shard, parts, plan, term.teacher->spec().transform, hidden, work->row_count, own);
@@ -101,7 +101,7 @@ absl::Status ShardRun::ComputeTeacherLogits(Work* work, const double** logits, i
   *stride = shard.rows.size();
 
   const int64_t common = std::min(term.teacher->spec().transform.valid_vocab_size, term.head->spec().transform.valid_vocab_size);
-  const std::vector<RowRange>& student_shards = term.head->cpu_plan().shards;
+  const std::vector<RowRange>& student_shards = HeadOf(term).cpu_plan().shards;
   bool aligned = true;
   for (size_t i = 0; i < student_shards.size(); ++i) {
     const RowRange a = student_shards[i];

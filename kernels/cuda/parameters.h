@@ -2,31 +2,13 @@
 #ifndef HEADWATER_KERNELS_CUDA_PARAMETERS_H_
 #define HEADWATER_KERNELS_CUDA_PARAMETERS_H_
 
+#include "kernels/core/optimizer_scalars.h"
 #include "kernels/cuda/launch_types.h"
 
 namespace headwater::cuda {
 
-// Scalars in fp32, taken from fp64 once, as CpuEngine does.
-struct AdamWScalars {
-  float multiplier;
-  float decay;  // 1 - lr * weight_decay
-  float one_minus_beta1;
-  float beta2;
-  float one_minus_beta2;
-  float step_size;        // lr / (1 - beta1^t)
-  float root_correction;  // sqrt(1 - beta2^t), a divisor
-  float epsilon;
-};
-
-struct SgdScalars {
-  float multiplier;
-  float learning_rate;
-  float weight_decay;
-  float momentum;
-  float one_minus_dampening;
-  bool first_step;
-  bool nesterov;
-};
+using headwater::AdamWScalars;
+using headwater::SgdScalars;
 
 // fp32 arrays of `count` elements; `stored` is the 16-bit tensor that follows the master (null if there is none).
 struct ParameterArrays {
@@ -39,8 +21,9 @@ struct ParameterArrays {
   int64_t count = 0;
 };
 
-// One read and one write of each array: bit for bit the operations of kernels/cpu/row_kernels_impl.h, in the same order, so that
-// nothing is fused there that is not fused here.
+// One read and one write of each array. The formulas of kernels/cpu/row_kernels_impl.h, of which the compiler fuses what the CPU's
+// instruction set allows; here every rounding is spelled out, so that all GPUs agree bit for bit, aligned arrays (16 bytes;
+// `stored` 8) or not, which are only slower. cudaErrorInvalidValue for a `stored` that is not of 16 bits.
 cudaError_t LaunchAdamW(const AdamWScalars& scalars, const ParameterArrays& arrays, cudaStream_t stream);
 cudaError_t LaunchSgd(const SgdScalars& scalars, const ParameterArrays& arrays, cudaStream_t stream);
 
@@ -50,8 +33,8 @@ struct GradientStatsResult {
   double norm_squared;
   int64_t non_finite_count;
 };
-// result = sum of squares in fp64 and number of non-finite elements of `gradient` [count]. `scratch` has kGradientStatsBytes.
-// NaN and infinities are counted, and stay out of the sum only as far as CpuEngine keeps them out.
+// result = sum of squares in fp64 and number of non-finite elements of `gradient` [count]. `scratch` has kGradientStatsBytes,
+// aligned to 16. NaN and infinities are counted, and are in the sum too, as CpuEngine has it. The same bits on every GPU.
 cudaError_t LaunchGradientStats(const float* gradient, int64_t count, void* scratch, GradientStatsResult* result,
                                 cudaStream_t stream);
 

@@ -144,6 +144,27 @@ TEST_P(BadArguments, Types) {
   }
 }
 
+TEST_P(BadArguments, MemorySpaces) {
+  const auto expect_refused = [this](const std::string& what, MemorySpace memory) {
+    ExpectRefused("hidden in " + what, ErrorReason::kInvalidField,
+                  [&](PreparedMicroBatch& m) { m.micro_batch.hidden.memory = memory; });
+    ExpectRefused("grad_hidden in " + what, ErrorReason::kInvalidField,
+                  [&](PreparedMicroBatch& m) { m.micro_batch.grad_hidden.memory = memory; });
+    if (GetParam()) {
+      ExpectRefused("teacher in " + what, ErrorReason::kInvalidField,
+                    [&](PreparedMicroBatch& m) { m.terms[0].teacher_hidden.memory = memory; });
+    }
+  };
+  expect_refused("unknown memory", static_cast<MemorySpace>(7));
+  if (heads_.engine().name() != "cpu") return;  // what follows is about an engine without a device
+  expect_refused("device memory", MemorySpace::kDevice);
+  PreparedMicroBatch prepared(problem_, heads_.pointers(), {});
+  prepared.micro_batch.hidden.memory = MemorySpace::kDevice;
+  const absl::Status status = heads_.engine().Compute(prepared.micro_batch).status();
+  EXPECT_EQ(status.message(), "hidden.memory must be host: this engine has no device memory");
+  EXPECT_EQ(GetErrorMetadata(status).at("field"), "hidden.memory");
+}
+
 TEST_P(BadArguments, GradientsWithoutBackward) {
   ExpectRefused("grad_hidden", ErrorReason::kInvalidCombination, [](PreparedMicroBatch& m) {
     m.micro_batch.backward = false;

@@ -1,0 +1,39 @@
+#include "kernels/core/engine_options_check.h"
+
+#include <string>
+
+#include "headwater/kernels/error.h"
+
+namespace headwater {
+namespace {
+
+absl::Status OptionError(const std::string& field, const std::string& expected, int64_t actual) {
+  return MakeError(ErrorReason::kInvalidField, field + " must be " + expected + ", got " + std::to_string(actual),
+                   {{"field", field}, {"expected", expected}, {"actual", std::to_string(actual)}});
+}
+
+}  // namespace
+
+absl::Status CheckEngineOptions(const EngineOptions& options) {
+  if (options.shard_count < 1 || options.shard_count > kMaxShards) {
+    return OptionError("shard_count", "in [1, " + std::to_string(kMaxShards) + "]", options.shard_count);
+  }
+  if (!options.shard_weights.empty() && options.shard_weights.size() != static_cast<size_t>(options.shard_count)) {
+    return OptionError("the number of shard_weights", "shard_count, " + std::to_string(options.shard_count),
+                       static_cast<int64_t>(options.shard_weights.size()));
+  }
+  for (const int64_t weight : options.shard_weights) {
+    if (weight < 1) return OptionError("shard_weights", ">= 1 each", weight);
+  }
+  if (options.memory_budget_bytes < 0) return OptionError("memory_budget_bytes", ">= 0", options.memory_budget_bytes);
+  if (options.workspace_bytes < 0) return OptionError("workspace_bytes", ">= 0", options.workspace_bytes);
+  if (options.token_chunk_rows < 0 || options.token_chunk_rows > INT32_MAX) {
+    return OptionError("token_chunk_rows", "in [0, 2147483647]", options.token_chunk_rows);
+  }
+  if (options.thread_count < 0 || options.thread_count > kMaxThreads) {
+    return OptionError("thread_count", "in [0, " + std::to_string(kMaxThreads) + "]", options.thread_count);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace headwater

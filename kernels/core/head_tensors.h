@@ -1,0 +1,30 @@
+// Which tensors a head has, and what they take.
+#ifndef HEADWATER_KERNELS_CORE_HEAD_TENSORS_H_
+#define HEADWATER_KERNELS_CORE_HEAD_TENSORS_H_
+
+#include <cstdint>
+
+#include "headwater/kernels/types.h"
+
+namespace headwater {
+
+// True for tensors of [vocab_size, hidden_size], false for those of [vocab_size].
+bool IsWeightShaped(HeadTensor tensor);
+// True for kMasterWeight and kMasterBias.
+bool IsMaster(HeadTensor tensor);
+// True if parameters in 16 bits have fp32 masters.
+bool HasSeparateMaster(const HeadSpec& spec);
+// fp32 tensors of optimizer state: 0, 1 or 2.
+int64_t OptimizerStateTensors(const OptimizerSpec& optimizer);
+// True if a head of this kind has the tensor; a master that is not separate is the stored tensor itself.
+bool HasTensor(const HeadSpec& spec, HeadTensor tensor);
+
+// Appends an item and adds it to the total.
+void AddPlanItem(const char* purpose, int64_t bytes, MemoryPlan* plan);
+// Appends the items of all tensors, weight to staging, in an engine that stores `row_stride` elements (hidden_size or more) for
+// each row of a weight. Saturates.
+void AddTensorItems(const HeadSpec& spec, int64_t row_stride, MemoryPlan* plan);
+
+}  // namespace headwater
+
+#endif  // HEADWATER_KERNELS_CORE_HEAD_TENSORS_H_
