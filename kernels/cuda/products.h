@@ -1,7 +1,7 @@
 // Plain matrix products by cuBLASLt, each with the algorithm that was fastest here.
 //
 // All matrices row-major. fp32 accumulation for 16-bit operands; true fp32 (no TF32) for fp32; fp64 for fp64. Reduction schemes
-// whose order is not fixed are excluded. One call at a time on an object.
+// whose order is not fixed are excluded. One call at a time on an object, with the device current that was current in Create().
 #ifndef HEADWATER_KERNELS_CUDA_PRODUCTS_H_
 #define HEADWATER_KERNELS_CUDA_PRODUCTS_H_
 
@@ -22,7 +22,8 @@ enum class ProductKind : int32_t {
   kGradWeight,  // out [v, h] = a [n, v]^T . b [n, h]
 };
 
-// What an algorithm is chosen for. Two products with equal shapes run the same algorithm for the life of the object.
+// What an algorithm is chosen for. Two products with equal shapes run the same algorithm for the life of the object, as long as
+// their operands begin at multiples of 16 bytes.
 struct ProductShape {
   ProductKind kind = ProductKind::kLogits;
   Element element = Element::kBFloat16;     // of a and b
@@ -31,26 +32,33 @@ struct ProductShape {
   int64_t vocab = 0;                        // v
   int64_t width = 0;                        // h
   int64_t a_stride = 0, b_stride = 0, out_stride = 0;
-  bool adds = false;                        // out += instead of out =
+  bool adds = false;  // out += instead of out =
+
+  friend bool operator==(const ProductShape&, const ProductShape&) = default;
 };
 
 class Products {
  public:
   static constexpr int64_t kWorkspaceBytes = int64_t{64} << 20;
-  // Row counts that algorithms are searched for; a product takes the algorithm of the smallest one that is not less than its rows.
+  // Row counts that algorithms are searched for. A product takes the algorithm of the smallest one that is not less than its rows,
+  // or of the last.
   static constexpr int64_t kRowBuckets[] = {1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192};
+  // Products of fewer operations (2 * rows * vocab * width) are not worth a search: about 40 us on a Hopper GPU.
+  static constexpr double kMinSearchedFlops = 2e10;
 
-  // `workspace` [kWorkspaceBytes] is the caller's. `cache_path`: file that keeps searched algorithms, or empty.
+  // `workspace` [kWorkspaceBytes], aligned to 256, is the caller's, and nobody else's while the object lives. `cache_path`: file
+  // that keeps searched algorithms, or empty. The file is an aid: if it cannot be read or written, algorithms are searched again.
   static absl::StatusOr<std::unique_ptr<Products>> Create(void* workspace, const std::string& cache_path);
   virtual ~Products() = default;
 
   // Enqueues alpha * product, added to `out` if shape.adds. alpha_device, if not null, points to the factor in device memory and
-  // `alpha` is not looked at (fp32 accumulation only).
+  // `alpha` is not looked at (fp32 accumulation only). A product over no terms (a sum of length 0) is 0. kEngineFailed.
   virtual absl::Status Run(const ProductShape& shape, const void* a, const void* b, void* out, double alpha,
                            const float* alpha_device, cudaStream_t stream) = 0;
 
   // Times the algorithms for shape.rows on these operands (out is overwritten) and remembers the best for its bucket, here and in
-  // the cache file. Does nothing if the bucket has one already, or if the product is too small for it to matter. Blocks.
+  // the cache file; one that the file has already is taken untimed. Does nothing if the bucket has one already or has been run
+  // (what runs is never changed), or if the product is too small for it to matter. Blocks; about half a second. kEngineFailed.
   virtual absl::Status Search(const ProductShape& shape, const void* a, const void* b, void* out, cudaStream_t stream) = 0;
 };
 
