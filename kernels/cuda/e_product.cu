@@ -65,6 +65,29 @@ struct EProductEpilogue {
     return rows;
   }
 
+  // acc += bias for 64 columns from `first` on: ahead of the exponentials, which have no registers left.
+  template <bool kMasked>
+  static __device__ __forceinline__ void AddBias(float* accumulators, int first, const Params& params,
+                                                 const sm90::EpiloguePosition& position) {
+    const int32_t column = position.column + first + 2 * (position.lane % 4);
+    const __nv_bfloat16* source = params.bias + column;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      float2 bias = {0.0f, 0.0f};
+      if constexpr (kMasked) {
+        if (column + 8 * j < position.n) bias.x = __bfloat162float(__ldg(source + 8 * j));
+        if (column + 8 * j + 1 < position.n) bias.y = __bfloat162float(__ldg(source + 8 * j + 1));
+      } else {
+        bias = __bfloat1622float2(__ldg(reinterpret_cast<const __nv_bfloat162*>(source + 8 * j)));
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        accumulators[4 * j + 2 * half] += bias.x;
+        accumulators[4 * j + 2 * half + 1] += bias.y;
+      }
+    }
+  }
+
   // 64 columns from `first` on: exponentials into `packed`, sums into the running ones.
   template <bool kMasked>
   static __device__ __forceinline__ void Block(const float* accumulators, int first, const Rows& rows, const Params& params,
@@ -72,27 +95,12 @@ struct EProductEpilogue {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const int32_t pair = first + 8 * j + 2 * (position.lane % 4);
-      float bias[2] = {0.0f, 0.0f};
-      if constexpr (kWithBias) {
-        const __nv_bfloat16* source = params.bias + position.column + pair;
-        if constexpr (kMasked) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            if (position.column + pair + i < position.n) bias[i] = __bfloat162float(__ldg(source + i));
-          }
-        } else {
-          const float2 both = __bfloat1622float2(__ldg(reinterpret_cast<const __nv_bfloat162*>(source)));
-          bias[0] = both.x;
-          bias[1] = both.y;
-        }
-      }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float value[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          float u = accumulators[4 * j + 2 * half + i];
-          if constexpr (kWithBias) u += bias[i];
+          const float u = accumulators[4 * j + 2 * half + i];
           float exponent, derivative = 1.0f;
           if constexpr (kWithSoftcap) {
             // With e = e^{2 t}: tanh t = 1 - 2 / (1 + e), its derivative 4 e / (1 + e)^2, neither of which overflows below 2^60.
@@ -126,8 +134,10 @@ struct EProductEpilogue {
           static_cast<uint32_t>(rows.target[0] - first) < 64u || static_cast<uint32_t>(rows.target[1] - first) < 64u;
       uint32_t packed[16];
       if (__any_sync(0xffffffffu, holds_target || position.column + first + 64 > position.n)) {
+        if constexpr (kWithBias) AddBias<true>(accumulators + 32 * block, first, params, position);
         Block<true>(accumulators + 32 * block, first, rows, params, position, packed, sum);
       } else {
+        if constexpr (kWithBias) AddBias<false>(accumulators + 32 * block, first, params, position);
         Block<false>(accumulators + 32 * block, first, rows, params, position, packed, sum);
       }
       sm90::StoreBf16Block(position, block, packed);
