@@ -13,6 +13,7 @@ namespace {
 
 using row_block::BlockMax;
 using row_block::BlockSum;
+using row_block::DivergenceSides;
 using row_block::kVector;
 using row_block::LoadSide;
 using row_block::LoadVectors;
@@ -175,20 +176,10 @@ cudaError_t RunRowStats(const LogitsView& logits, const ChunkRows& rows, const C
   return RunRowStats<float, kMayBias, kMayCap, false>(logits, rows, options, out, stream);
 }
 
-// --- Both sides of a divergence
-// ---------------------------------------------------------------------------------------------------
+// --- Both sides of a divergence --------------------------------------------------------------------------------------------------
 
 constexpr int kSoftThreads = 256;
 constexpr int kSoftWarps = kSoftThreads / 32;
-
-template <typename T>
-struct SoftParams {
-  RowView<T> student;
-  RowView<T> teacher;
-  T student_inverse_temperature = 1;
-  T teacher_inverse_temperature = 1;
-  int32_t columns = 0;  // common ones of this shard
-};
 
 // Adds up one side's step; true if `max` has moved.
 template <typename T, int kVectors>
@@ -217,7 +208,7 @@ __device__ __forceinline__ bool AddSoftStep(const T (&z)[kVectors][kVector<T>], 
 
 template <typename T, bool kMayTransform>
 __global__ void __launch_bounds__(kSoftThreads, sizeof(T) == 4 ? 3 : 2)
-    SoftStatsKernel(const SoftParams<T> params, SoftStats* out_student, SoftStats* out_teacher) {
+    SoftStatsKernel(const DivergenceSides<T> params, SoftStats* out_student, SoftStats* out_teacher) {
   constexpr int kVectors = 2;
   constexpr int32_t kStep = kSoftThreads * kVector<T>;
   const int64_t row = blockIdx.x;
@@ -302,12 +293,7 @@ __global__ void __launch_bounds__(kSoftThreads, sizeof(T) == 4 ? 3 : 2)
 template <typename T>
 cudaError_t RunSoftStats(const LogitsView& student, const LogitsView& teacher, int64_t row_count, const DivergenceTerm& term,
                          SoftStats* out_student, SoftStats* out_teacher, cudaStream_t stream) {
-  SoftParams<T> params;
-  params.student = MakeRowView<T>(student);
-  params.teacher = MakeRowView<T>(teacher);
-  params.student_inverse_temperature = static_cast<T>(1 / term.student_temperature);
-  params.teacher_inverse_temperature = static_cast<T>(1 / term.teacher_temperature);
-  params.columns = row_block::CommonColumns(student, teacher, term);
+  const DivergenceSides<T> params = row_block::MakeDivergenceSides<T>(student, teacher, term);
   const auto blocks = static_cast<unsigned>(row_count);
   if (row_block::HasTransform(student) || row_block::HasTransform(teacher)) {
     SoftStatsKernel<T, true><<<blocks, kSoftThreads, 0, stream>>>(params, out_student, out_teacher);

@@ -163,8 +163,61 @@ __device__ __forceinline__ void ToLogits(const RowView<T>& view, int32_t j, T (&
   }
 }
 
-// --- Writing M
-// --------------------------------------------------------------------------------------------------------------------
+// --- A divergence's two sides ----------------------------------------------------------------------------------------------------
+
+template <typename T>
+struct DivergenceSides {
+  RowView<T> student;
+  RowView<T> teacher;
+  T student_inverse_temperature = 1;
+  T teacher_inverse_temperature = 1;
+  int32_t columns = 0;  // common ones of this shard
+};
+
+template <typename T>
+DivergenceSides<T> MakeDivergenceSides(const LogitsView& student, const LogitsView& teacher, const DivergenceTerm& term) {
+  return {MakeRowView<T>(student), MakeRowView<T>(teacher), static_cast<T>(1 / term.student_temperature),
+          static_cast<T>(1 / term.teacher_temperature), CommonColumns(student, teacher, term)};
+}
+
+// What the columns of one row share.
+template <typename T>
+struct SoftRow {
+  row_math::Split<T> student_lse;
+  row_math::Split<T> teacher_lse;
+  row_math::Split<T> lse_difference;  // teacher's less student's
+  T beta;
+  T one_minus_beta;
+  T reference;         // the slope at the top column
+  int32_t top_column;  // column of this shard; matches none if it lies elsewhere
+};
+
+template <typename T, row_math::DivergenceForm kForm>
+__device__ __forceinline__ SoftRow<T> MakeSoftRow(const DivergenceSides<T>& sides, const RowCoefficients& row, double beta) {
+  SoftRow<T> soft;
+  soft.student_lse = row_math::MakeSplit<T>(row.student_lse);
+  soft.teacher_lse = row_math::MakeSplit<T>(row.teacher_lse);
+  soft.lse_difference = row_math::MakeSplit<T>(row.teacher_lse - row.student_lse);
+  soft.beta = static_cast<T>(beta);
+  soft.one_minus_beta = static_cast<T>(1 - beta);
+  soft.reference = 0;
+  if (kForm != row_math::DivergenceForm::kForward) {
+    soft.reference = static_cast<T>(row_math::Slope<double, kForm>(row.top_difference, beta, 1 - beta));
+  }
+  soft.top_column = row.top_column < 0 ? -1 : row.top_column - sides.student.vocab_start;
+  return soft;
+}
+
+// `student` and `teacher` are logits, not yet tempered.
+template <typename T>
+__device__ __forceinline__ row_math::ColumnLogs<T> LogsOf(const DivergenceSides<T>& sides, const SoftRow<T>& row, T student,
+                                                          T teacher) {
+  const T s = student * sides.student_inverse_temperature;
+  const T t = teacher * sides.teacher_inverse_temperature;
+  return {row_math::Minus(t, row.teacher_lse), row_math::Minus(s, row.student_lse), row_math::Minus(t - s, row.lse_difference)};
+}
+
+// --- Writing M -------------------------------------------------------------------------------------------------------------------
 
 // One vector of M, 8 bytes: four 16-bit elements out of fp32 values, or two fp32 ones out of fp64 values.
 __device__ __forceinline__ uint2 PackMatrix(const float (&values)[4], Element element) {
@@ -206,8 +259,7 @@ __device__ __forceinline__ void WriteZeroRow(uint2* row, int32_t matrix_columns)
   }
 }
 
-// --- Reductions over a block of kThreads
-// ------------------------------------------------------------------------------------------
+// --- Reductions over a block of kThreads -----------------------------------------------------------------------------------------
 
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 

@@ -23,8 +23,7 @@
 
 namespace headwater::cuda::row_math {
 
-// --- The processor's approximations; on the host, the functions themselves
-// --------------------------------------------------------
+// --- The processor's approximations; on the host, the functions themselves -------------------------------------------------------
 
 HEADWATER_ROW_MATH float Exp2Approx(float x) {
 #ifdef __CUDA_ARCH__
@@ -56,8 +55,7 @@ HEADWATER_ROW_MATH float DivideApprox(float a, float b) {
 #endif
 }
 
-// --- Exponentials
-// -----------------------------------------------------------------------------------------------------------------
+// --- Exponentials ----------------------------------------------------------------------------------------------------------------
 
 // `x`, not below where e^x is 0: what is multiplied with e^x, or subtracted from itself, is then finite.
 HEADWATER_ROW_MATH float ClampExponent(float x) { return x < -150.0f ? -150.0f : x; }
@@ -102,8 +100,7 @@ HEADWATER_ROW_MATH ExpPair<float> ExpBoth(float x) {
 }
 HEADWATER_ROW_MATH ExpPair<double> ExpBoth(double x) { return {exp(x), expm1(x)}; }
 
-// --- Softcap
-// ----------------------------------------------------------------------------------------------------------------------
+// --- Softcap ---------------------------------------------------------------------------------------------------------------------
 
 template <typename T>
 struct CappedLogit {
@@ -136,8 +133,7 @@ HEADWATER_ROW_MATH CappedLogit<double> Softcap(double a, double cap, double) {
   return {cap * tanh(u), 4 * e / ((1 + e) * (1 + e))};
 }
 
-// --- Divergence
-// -------------------------------------------------------------------------------------------------------------------
+// --- Divergence ------------------------------------------------------------------------------------------------------------------
 //
 // P teacher, Q student, d = log p - log q, m = beta p + (1 - beta) q. For 0 < beta < 1:
 //   log(q/m) = -log1p(beta expm1(d)) and log(p/m) = d + log(q/m), for d > 0 mirrored: log(p/m) = -log1p((1 - beta) expm1(-d)).
@@ -284,8 +280,7 @@ HEADWATER_ROW_MATH T DivergenceGradient(const ColumnLogs<T>& logs, T beta, T one
   return q == T(0) ? T(0) : q * (Slope<T, kForm>(logs.d, beta, one_minus_beta) - reference - mean);
 }
 
-// --- fp16's power of two
-// ----------------------------------------------------------------------------------------------------------
+// --- fp16's power of two ---------------------------------------------------------------------------------------------------------
 
 // 2^k that brings `bound` into [2^12, 2^13); 1 where nothing is to be scaled.
 HEADWATER_ROW_MATH double MatrixScale(double bound) {

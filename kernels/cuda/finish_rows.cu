@@ -1,0 +1,146 @@
+// Rows' losses out of their statistics, and what the gradient passes need of a row. One thread a row, all fp64: the shards'
+// statistics are merged in order by the lines that the CPU engine runs (kernels/core/row_loss.h).
+#include "kernels/cuda/device/row_math.cuh"
+#include "kernels/cuda/row_passes.h"
+
+namespace headwater::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+
+unsigned BlocksOf(int64_t row_count) { return static_cast<unsigned>((row_count + kThreads - 1) / kThreads); }
+
+// loss_scale * token weight * logit_scale: what stands before everything in a row's gradient.
+__device__ double GradientFactor(const ChunkRows& rows, const FinishOptions& options, int64_t row) {
+  const double token_weight = rows.token_weights == nullptr ? 1.0 : static_cast<double>(rows.token_weights[row]);
+  return options.loss_scale * token_weight * options.transform.logit_scale;
+}
+
+// RowCoefficients::scale.
+__device__ double ScaleOf(double gradient_factor, double bound, Element matrix_element) {
+  if (gradient_factor == 0) return 0;
+  return matrix_element == Element::kFloat16 ? row_math::MatrixScale(bound) : 1;
+}
+
+__device__ float RowFactorOf(double gradient_factor, double scale) {
+  return scale == 0 ? 0.0f : static_cast<float>(gradient_factor / scale);
+}
+
+// Of the hard loss's entries of M before scaling. No class weight is larger than the sum of all, and the smoothing's share of
+// probability_factor has that sum too.
+__device__ double HardBound(const RowCoefficients& row, const CrossEntropyTerm& term) {
+  return fabs(row.probability_factor) + fabs(row.class_factor) * term.class_weight_sum;
+}
+
+// The larger; NaN if one is.
+__device__ double Largest(double a, double b) { return a > b || isnan(a) ? a : b; }
+
+__global__ void __launch_bounds__(kThreads)
+    FinishRowsKernel(const RowStats* stats, int32_t shard_count, const double* target_arguments, const ChunkRows rows,
+                     const FinishOptions options, RowReport* reports, RowCoefficients* coefficients, float* row_factor,
+                     float* target_factor) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (row >= rows.row_count) return;
+  RowStats merged;
+  for (int32_t shard = 0; shard < shard_count; ++shard) MergeStats(stats[shard * rows.row_count + row], &merged);
+  const int32_t target = rows.targets == nullptr ? -1 : rows.targets[row];
+  const double cap = options.transform.softcap;
+  double target_argument = 0;
+  if (target >= 0) {
+    target_argument = target_arguments[row];
+    merged.target_logit = cap == 0 ? target_argument : cap * tanh(target_argument / cap);
+    if (merged.target_logit > merged.best || (merged.target_logit == merged.best && target < merged.best_column)) {
+      merged.best = merged.target_logit;
+      merged.best_column = target;
+    }
+  }
+  const CrossEntropyTerm& term = options.cross_entropy.term;
+  const RowLoss loss = FinishRow(merged, target, term);
+  const double gradient_factor = GradientFactor(rows, options, row);
+  const bool has_gradient = options.hard_weight != 0 && target >= 0;
+
+  RowReport report;
+  report.hard = loss.hard;
+  report.z_loss = loss.z_loss;
+  report.lse = loss.lse;
+  report.target_log_probability = loss.target_log_probability;
+  report.entropy = loss.entropy;
+  report.argmax = static_cast<int32_t>(merged.best_column);
+  if (has_gradient && gradient_factor != 0) {
+    report.gradient_bound =
+        fabs(gradient_factor) * options.hard_weight * Largest(fabs(loss.probability_factor), fabs(loss.target_gradient));
+  }
+  reports[row] = report;
+
+  RowCoefficients& out = coefficients[row];
+  out.max = loss.max;
+  out.probability_factor = has_gradient ? options.hard_weight * loss.probability_factor : 0.0;
+  out.class_factor = has_gradient ? options.hard_weight * term.SmoothMass() : 0.0;
+  target_factor[row] = has_gradient && gradient_factor != 0
+                           ? static_cast<float>(gradient_factor * options.hard_weight * loss.target_gradient *
+                                                SoftcapDerivative(target_argument, cap))
+                           : 0.0f;
+  if (options.divergence_follows) return;
+  out.scale = ScaleOf(gradient_factor, HardBound(out, term), options.matrix_element);
+  row_factor[row] = RowFactorOf(gradient_factor, out.scale);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    FinishDivergenceKernel(const DivergenceSums* sums, int32_t shard_count, const ChunkRows rows, const DivergenceTerm term,
+                           const FinishOptions options, bool has_cross_entropy, RowReport* reports, RowCoefficients* coefficients,
+                           float* row_factor, float* target_factor) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (row >= rows.row_count) return;
+  DivergenceSums merged;
+  for (int32_t shard = 0; shard < shard_count; ++shard) {
+    const DivergenceSums& next = sums[shard * rows.row_count + row];
+    merged.loss += next.loss;
+    merged.mean += next.mean;
+    merged.bound = fmax(merged.bound, next.bound);
+    merged.q_max = fmax(merged.q_max, next.q_max);
+  }
+  const double gradient_factor = GradientFactor(rows, options, row);
+  if (!has_cross_entropy) {
+    reports[row] = RowReport();
+    coefficients[row].max = 0;
+    coefficients[row].probability_factor = 0;
+    coefficients[row].class_factor = 0;
+    target_factor[row] = 0;
+  }
+  reports[row].soft = merged.loss;
+  reports[row].gradient_bound += fabs(gradient_factor) * term.soft_weight;
+
+  RowCoefficients& out = coefficients[row];
+  out.divergence_mean = merged.mean;
+  // beta 0 and 1 are formulas of their own, without the factor 1 - beta.
+  out.soft_factor = term.soft_weight * (term.beta > 0 && term.beta < 1 ? 1 - term.beta : 1.0) / term.student_temperature;
+  const double q_max = term.beta == 0 ? 0.0 : merged.q_max;
+  const double top = term.beta == 0 ? 1.0 : exp(out.top_log_q);
+  const double soft_bound = fmax(merged.bound + q_max * fabs(merged.mean), top * fabs(merged.mean));
+  out.scale =
+      ScaleOf(gradient_factor, HardBound(out, options.cross_entropy.term) + out.soft_factor * soft_bound, options.matrix_element);
+  row_factor[row] = RowFactorOf(gradient_factor, out.scale);
+}
+
+}  // namespace
+
+cudaError_t LaunchFinishRows(const RowStats* stats, int32_t shard_count, const double* target_arguments, const ChunkRows& rows,
+                             const FinishOptions& options, RowReport* reports, RowCoefficients* coefficients, float* row_factor,
+                             float* target_factor, cudaStream_t stream) {
+  if (rows.row_count == 0) return cudaSuccess;
+  FinishRowsKernel<<<BlocksOf(rows.row_count), kThreads, 0, stream>>>(stats, shard_count, target_arguments, rows, options, reports,
+                                                                      coefficients, row_factor, target_factor);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchFinishDivergence(const DivergenceSums* sums, int32_t shard_count, const ChunkRows& rows,
+                                   const DivergenceTerm& term, const FinishOptions& options, bool has_cross_entropy,
+                                   RowReport* reports, RowCoefficients* coefficients, float* row_factor, float* target_factor,
+                                   cudaStream_t stream) {
+  if (rows.row_count == 0) return cudaSuccess;
+  FinishDivergenceKernel<<<BlocksOf(rows.row_count), kThreads, 0, stream>>>(
+      sums, shard_count, rows, term, options, has_cross_entropy, reports, coefficients, row_factor, target_factor);
+  return cudaGetLastError();
+}
+
+}  // namespace headwater::cuda
