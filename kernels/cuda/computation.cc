@@ -5,6 +5,7 @@
 
 #include "kernels/cuda/conversions.h"
 #include "kernels/cuda/e_product.h"
+#include "kernels/cuda/gradient_debt.h"
 #include "kernels/cuda/profile_range.h"
 
 namespace headwater::cuda {
@@ -33,14 +34,16 @@ constexpr int64_t kHostBytesPerRow = 9 * 4 + sizeof(RowReport) + 2;
 }  // namespace
 
 Computation::Computation(EngineCore& core, const MicroBatch& micro_batch, MicroBatchPlan* plan, std::vector<TermRun>* terms,
-                         const std::vector<std::unique_ptr<StagedHead>>& staged)
+                         const std::vector<std::unique_ptr<StagedHead>>& staged, bool whole_workspace)
     : core_(core),
       micro_batch_(micro_batch),
       plan_(*plan),
       terms_(*terms),
       staged_(staged),
+      whole_workspace_(whole_workspace),
       stream_(core.stream()),
-      workspace_(core.workspace().As<void>(), core.workspace().bytes()),
+      workspace_(core.workspace().As<void>(),
+                 core.workspace().bytes() - (whole_workspace ? 0 : GradientDebt::ShareOf(core.workspace().bytes()))),
       host_(core.bounce()) {}
 
 Computation::~Computation() {

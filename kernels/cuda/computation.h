@@ -23,8 +23,9 @@ namespace headwater::cuda {
 class Computation {
  public:
   // `terms` belong to `plan`; `staged` has an entry for each head that is staged. All must outlive this.
+  // `whole_workspace`: nothing is owed, and nothing is put off.
   Computation(EngineCore& core, const MicroBatch& micro_batch, MicroBatchPlan* plan, std::vector<TermRun>* terms,
-              const std::vector<std::unique_ptr<StagedHead>>& staged);
+              const std::vector<std::unique_ptr<StagedHead>>& staged, bool whole_workspace);
   ~Computation();
 
   // Enqueues everything and waits for it; sums and per-token outputs are then in the plan's terms and the caller's memory.
@@ -72,6 +73,8 @@ class Computation {
   absl::Status UploadRows(Work* work);
   absl::Status PlaceTermRows(Work* work);
   absl::Status MakeGroups(Work* work);
+  // Whether the term's grad_weight product is put off (gradient_debt.h).
+  bool PutsOff(const Work& work) const;
 
   // The forms: from hidden states to M, factors and reports.
   absl::Status RunExponentials(Work* work);
@@ -104,6 +107,7 @@ class Computation {
   MicroBatchPlan& plan_;
   std::vector<TermRun>& terms_;
   const std::vector<std::unique_ptr<StagedHead>>& staged_;
+  const bool whole_workspace_;
   const cudaStream_t stream_;
   Workspace workspace_;
   HostStage host_;

@@ -4,7 +4,9 @@
 
 #include "kernels/cuda/computation.h"
 #include "kernels/cuda/conversions.h"
+#include "kernels/cuda/gradient_debt.h"
 #include "kernels/cuda/profile_range.h"
+#include "kernels/cuda/target_groups.h"
 
 namespace headwater::cuda {
 namespace {
@@ -13,27 +15,19 @@ Element ElementOf(DataType type) { return static_cast<Element>(type); }
 
 }  // namespace
 
+bool Computation::PutsOff(const Work& work) const {
+  return !whole_workspace_ && work.staged == nullptr && core_.debt().Takes(*work.term->head, work.term->MatrixElement(), work.rows);
+}
+
 absl::Status Computation::MakeGroups(Work* work) {
   const TermRun& term = *work->term;
-  if (!work->chunk->backward || term.plan->grad_weight == GradWeightMode::kNone) return absl::OkStatus();
-  // By target and then by row: both in one number.
-  std::vector<uint64_t> keys;
-  keys.reserve(static_cast<size_t>(work->rows));
-  for (int64_t i = 0; i < work->rows; ++i) {
-    if (work->targets[i] >= 0) keys.push_back(static_cast<uint64_t>(work->targets[i]) << 32 | static_cast<uint64_t>(i));
-  }
-  std::sort(keys.begin(), keys.end());
+  if (!work->chunk->backward || term.plan->grad_weight == GradWeightMode::kNone || PutsOff(*work)) return absl::OkStatus();
   int32_t* order = host_.Take<int32_t>(work->rows);
   int32_t* starts = host_.Take<int32_t>(work->rows + 1);
-  int32_t groups = 0;
-  for (size_t i = 0; i < keys.size(); ++i) {
-    order[i] = static_cast<int32_t>(keys[i] & 0xffffffffu);
-    if (i == 0 || keys[i] >> 32 != keys[i - 1] >> 32) starts[groups++] = static_cast<int32_t>(i);
-  }
-  starts[groups] = static_cast<int32_t>(keys.size());
-  HEADWATER_RETURN_IF_ERROR(Upload(work->own.order, order, static_cast<int64_t>(keys.size())));
-  HEADWATER_RETURN_IF_ERROR(Upload(work->own.starts, starts, groups + 1));
-  work->groups = {work->own.order, work->own.starts, groups};
+  const GroupCounts counts = GroupByTarget(work->targets, work->rows, order, starts);
+  HEADWATER_RETURN_IF_ERROR(Upload(work->own.order, order, counts.rows));
+  HEADWATER_RETURN_IF_ERROR(Upload(work->own.starts, starts, counts.groups + 1));
+  work->groups = {work->own.order, work->own.starts, counts.groups};
   return absl::OkStatus();
 }
 
@@ -136,7 +130,8 @@ absl::Status Computation::AddGradWeight(Work* work, const Slice& slice) {
                                   "scaling hidden states"));
   if (element == Element::kFloat16) contribution.scaled_factor = own.alpha;
   // Once for all slices, when the factors of all rows are there.
-  if (work->groups.group_count > 0 && term.plan->hard_weight > 0 && first + slice.count == work->rows) {
+  const bool puts_off = PutsOff(*work);
+  if ((puts_off || work->groups.group_count > 0) && term.plan->hard_weight > 0 && first + slice.count == work->rows) {
     contribution.has_targets = true;
     contribution.hidden = work->hidden;
     contribution.target_factor = own.target_factor;
@@ -147,6 +142,9 @@ absl::Status Computation::AddGradWeight(Work* work, const Slice& slice) {
     work->staged->kept.push_back(std::move(contribution));
     return absl::OkStatus();
   }
+  if (puts_off) return core_.debt().Add(term.head, contribution, work->targets);
+  // What came earlier is added earlier.
+  HEADWATER_RETURN_IF_ERROR(core_.debt().SettleFor(*term.head));
   const WeightScratch scratch = {own.alpha + 1, own.bias_scratch};
   return AddWeightContribution(core_, *term.head, contribution, 1, scratch, [&](int32_t rank) {
     return work->staged == nullptr ? term.head->accumulator(rank) : term.head->staging_slot(rank, work->staged->slot.index());

@@ -15,6 +15,7 @@
 #include "kernels/cuda/computation.h"
 #include "kernels/cuda/cuda_head.h"
 #include "kernels/cuda/engine_core.h"
+#include "kernels/cuda/gradient_debt.h"
 #include "kernels/cuda/head_plan.h"
 #include "kernels/cuda/staged_contribution.h"
 #include "kernels/cuda/term_form.h"
@@ -86,14 +87,16 @@ class CudaEngine final : public LossEngine {
     result.terms.reserve(plan.terms.size());  // nothing may fail once accumulators have changed
     WorkLock lock(*core_);
     HEADWATER_RETURN_IF_ERROR(core_->health());
-    HEADWATER_RETURN_IF_ERROR(CutIntoChunks(micro_batch, terms, &plan));
+    absl::StatusOr<bool> needs_all = CutIntoChunks(micro_batch, terms, &plan);
+    if (!needs_all.ok()) return needs_all.status();
     HEADWATER_RETURN_IF_ERROR(TakeSlots(&plan));
     std::vector<std::unique_ptr<StagedHead>> staged = Stage(&plan, terms);
     BeginOutputs(&plan);
     HEADWATER_RETURN_IF_ERROR(core_->RunDecided([](int32_t) { return absl::OkStatus(); },
                                                 [&] {
+                                                  if (*needs_all) HEADWATER_RETURN_IF_ERROR(core_->debt().Settle());
                                                   HEADWATER_RETURN_IF_ERROR(ClearSlots(staged));
-                                                  return Computation(*core_, micro_batch, &plan, &terms, staged).Run();
+                                                  return Computation(*core_, micro_batch, &plan, &terms, staged, *needs_all).Run();
                                                 }));
     HEADWATER_RETURN_IF_ERROR(FinishTerms(&plan, &result.terms));
     if (!staged.empty()) result.staged = std::make_unique<CudaStagedContribution>(core_, std::move(staged));
@@ -101,26 +104,29 @@ class CudaEngine final : public LossEngine {
   }
 
  private:
-  absl::Status CutIntoChunks(const MicroBatch& micro_batch, const std::vector<TermRun>& terms, MicroBatchPlan* plan) const {
+  // Returns whether the chunks need the whole workspace, and not only what the debt leaves.
+  absl::StatusOr<bool> CutIntoChunks(const MicroBatch& micro_batch, const std::vector<TermRun>& terms, MicroBatchPlan* plan) const {
     const int64_t bytes = core_->workspace().bytes();
     ChunkLimits limits;
     limits.grain = kRowGrain;
     limits.max_rows = RowsThatFit(terms, micro_batch, bytes);
-    if (core_->options().token_chunk_rows > 0) {
-      limits.exact = true;
-      const int64_t rows = std::min(core_->options().token_chunk_rows, std::max<int64_t>(micro_batch.hidden.row_count, 1));
-      if (ChunkBytes(terms, micro_batch, rows) > bytes) limits.max_rows = 0;
-      if (limits.max_rows > 0) limits.max_rows = core_->options().token_chunk_rows;
+    limits.exact = core_->options().token_chunk_rows > 0;
+    const int64_t batch_rows = std::max<int64_t>(micro_batch.hidden.row_count, 1);
+    if (limits.exact) {
+      limits.max_rows = core_->options().token_chunk_rows;
+      if (ChunkBytes(terms, micro_batch, std::min(limits.max_rows, batch_rows)) > bytes) limits.max_rows = 0;
     }
     if (limits.max_rows == 0) {
-      const int64_t needed = ChunkBytes(terms, micro_batch, 1);
+      const int64_t needed = ChunkBytes(terms, micro_batch, limits.exact ? core_->options().token_chunk_rows : 1);
       return MakeError(ErrorReason::kMemoryBudgetExceeded,
-                       "the workspace has " + std::to_string(bytes) + " bytes, and a row of this micro-batch needs " +
+                       "the workspace has " + std::to_string(bytes) + " bytes, and a chunk of this micro-batch needs " +
                            std::to_string(needed) + "; give the engine a larger workspace",
                        {{"requestedBytes", std::to_string(needed)}, {"availableBytes", std::to_string(bytes)}});
     }
     PlanChunks(limits, plan);
-    return absl::OkStatus();
+    int64_t rows = 0;
+    for (const Chunk& chunk : plan->chunks) rows = std::max(rows, static_cast<int64_t>(chunk.batch_rows.size()));
+    return ChunkBytes(terms, micro_batch, rows) > bytes - GradientDebt::ShareOf(bytes);
   }
 
   // One entry for each slot of the plan, which gives its slots away.

@@ -7,6 +7,7 @@
 
 #include "headwater/kernels/error.h"
 #include "kernels/core/saturating.h"
+#include "kernels/cuda/gradient_debt.h"
 
 namespace headwater::cuda {
 namespace {
@@ -33,6 +34,8 @@ absl::Status Caught(absl::FunctionRef<absl::Status()> work) {
 }
 
 }  // namespace
+
+EngineCore::EngineCore(EngineOptions options) : options_(std::move(options)), debt_(std::make_unique<GradientDebt>(*this)) {}
 
 absl::StatusOr<std::shared_ptr<EngineCore>> EngineCore::Create(EngineOptions options) {
   std::shared_ptr<EngineCore> core(new EngineCore(std::move(options)));
@@ -171,6 +174,8 @@ absl::Status EngineCore::Admit(int64_t own_bytes, int64_t workspace_bytes, const
 }
 
 absl::Status EngineCore::ResizeWorkspace(int64_t bytes) {
+  HEADWATER_RETURN_IF_ERROR(debt_->Settle());
+  HEADWATER_RETURN_IF_ERROR(Synchronize("settling a debt"));
   workspace_ = DeviceMemory();
   workspace_bytes_ = 0;
   if (bytes == 0) {

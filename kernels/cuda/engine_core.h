@@ -23,6 +23,8 @@
 
 namespace headwater::cuda {
 
+class GradientDebt;
+
 class EngineCore {
  public:
   // Page-locked memory through which tensors that are not page-locked are copied, and what a call uploads and downloads beside
@@ -45,6 +47,7 @@ class EngineCore {
   Products& products() { return *products_; }
   const DeviceMemory& workspace() const { return workspace_; }
   const PinnedMemory& bounce() const { return bounce_; }
+  GradientDebt& debt() { return *debt_; }  // at the end of the workspace
 
   // Waits for the stream. Every error that ends here or in Check() is looked at: one that the device does not recover from makes
   // health() bad.
@@ -71,7 +74,7 @@ class EngineCore {
 
  private:
   friend class WorkLock;
-  explicit EngineCore(EngineOptions options) : options_(std::move(options)) {}
+  explicit EngineCore(EngineOptions options);
   absl::Status Open();
   absl::Status ResizeWorkspace(int64_t bytes);
   absl::Status CallProbe(ShardPhase phase, int32_t rank) const;
@@ -86,6 +89,7 @@ class EngineCore {
   DeviceMemory workspace_;
   PinnedMemory bounce_;
   std::unique_ptr<Products> products_;
+  std::unique_ptr<GradientDebt> debt_;
 
   mutable std::mutex plan_mutex_;
   int64_t own_bytes_ = 0;

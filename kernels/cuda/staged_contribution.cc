@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "headwater/kernels/error.h"
+#include "kernels/cuda/gradient_debt.h"
 #include "kernels/cuda/parameters.h"
 
 namespace headwater::cuda {
@@ -28,12 +29,15 @@ absl::Status CudaStagedContribution::Commit(double factor) {
 
 absl::Status CudaStagedContribution::Add(const StagedHead& staged, float factor) {
   const CudaHead& head = *staged.head;
+  // What came earlier is added earlier.
+  HEADWATER_RETURN_IF_ERROR(core_->debt().SettleFor(head));
   if (staged.keeps_rows) {
     int64_t largest_columns = 0;
     for (int32_t rank = 0; rank < head.shard_count(); ++rank) {
       largest_columns = std::max(largest_columns, head.shard_weights(rank).columns);
     }
-    Workspace workspace(core_->workspace().As<void>(), core_->workspace().bytes());
+    const int64_t bytes = core_->workspace().bytes();
+    Workspace workspace(core_->workspace().As<void>(), bytes - GradientDebt::ShareOf(bytes));
     WeightScratch scratch;
     scratch.factor = workspace.Take<float>(1);
     if (head.spec().has_bias) scratch.bias = workspace.TakeBytes(GradBiasScratchBytes(largest_columns));
