@@ -1,8 +1,10 @@
 // Elementary functions of the row passes, for fp32 and fp64 logits, on both sides: kernels call them, and host tests check them.
 //
-// fp32. Exponentials and logarithms stand on the processor's approximations (ex2, lg2, rcp: errors of 2^-22.5, 2^-22 and 2^-23),
-// with arguments reduced so that nothing else is lost. Relative errors, measured against long double over the whole range by
-// tests/unit/kernels/cuda_row_math_test.cc: Exp 2e-7 of the term, Expm1 and the mixture's logarithm 4e-7, tanh 4e-7.
+// fp32. Exponentials and logarithms stand on the processor's approximations (ex2, lg2, rcp: relative errors of 2^-22.5, 2^-22 and
+// 2^-23), with arguments reduced so that little else is lost: with 2^-24 for a unit, 2 units for Exp and Expm1, 5 for the
+// logarithms of the mixture, 6 for the softcap (tests/unit/kernels/cuda_row_math_test.cc). Exp is good to 3e-7 of the term at any
+// argument.
+//
 // fp64. The library's functions, in formulas that do not cancel.
 //
 // Everywhere: NaN stays NaN, because every comparison that picks a constant is false for NaN; e^-inf is 0, and 0 * -inf is not
@@ -54,6 +56,8 @@ HEADWATER_ROW_MATH float DivideApprox(float a, float b) {
   return a / b;
 #endif
 }
+
+HEADWATER_ROW_MATH double DivideApprox(double a, double b) { return a / b; }
 
 // --- Exponentials ----------------------------------------------------------------------------------------------------------------
 
@@ -136,7 +140,7 @@ HEADWATER_ROW_MATH CappedLogit<double> Softcap(double a, double cap, double) {
 // --- Divergence ------------------------------------------------------------------------------------------------------------------
 //
 // P teacher, Q student, d = log p - log q, m = beta p + (1 - beta) q. For 0 < beta < 1:
-//   log(q/m) = -log1p(beta expm1(d)) and log(p/m) = d + log(q/m), for d > 0 mirrored: log(p/m) = -log1p((1 - beta) expm1(-d)).
+//   log(q/m) = -log1p(beta expm1(d)) and log(p/m) = d + log(q/m), or mirrored: log(p/m) = -log1p((1 - beta) expm1(-d)).
 // No exponential has a positive argument.
 
 enum class DivergenceForm : int32_t {
@@ -172,10 +176,9 @@ struct ColumnLogs {
   T d;
 };
 
-// log1p(share * (e^x - 1)) for x <= 0, given `e` = both exponentials of x; `rest` = 1 - share.
-HEADWATER_ROW_MATH float LogOfShare(float share, float rest, const ExpPair<float>& e) {
-  const float y = share * e.expm1;
-  // 2 atanh(t), t = y / (2 + y) in [-1/3, 0]: the remainder is below 2e-8 of the result.
+// log1p(y) for y in (-1, 1], given 1 + y as a sum of positive numbers too.
+HEADWATER_ROW_MATH float Log1p(float y, float one_plus_y) {
+  // 2 atanh(t), t = y / (2 + y) in [-1/3, 1/3]: the remainder is below 2e-8 of the result.
   const float t = DivideApprox(y, 2.0f + y);
   const float t2 = t * t;
   float near = fmaf(t2, 2.0f / 13, 2.0f / 11);
@@ -184,26 +187,28 @@ HEADWATER_ROW_MATH float LogOfShare(float share, float rest, const ExpPair<float
   near = fmaf(t2, near, 2.0f / 5);
   near = fmaf(t2, near, 2.0f / 3);
   near = fmaf(t2 * t, near, 2.0f * t);
-  // 1 + y, without its cancellation where `share` is near 1.
-  const float far = Log2Approx(fmaf(share, e.exp, rest)) * 0.693147182464599609375f;
+  const float far = Log2Approx(one_plus_y) * 0.693147182464599609375f;
   return y > -0.5f ? near : far;
 }
-HEADWATER_ROW_MATH double LogOfShare(double share, double rest, const ExpPair<double>& e) {
-  const double y = share * e.expm1;
-  return y > -0.5 ? log1p(y) : log(share * e.exp + rest);
-}
+HEADWATER_ROW_MATH double Log1p(double y, double one_plus_y) { return y > -0.5 ? log1p(y) : log(one_plus_y); }
 
 template <typename T>
 struct MixtureLogs {
   T log_p_over_m;
   T log_q_over_m;
 };
+// The mirror image is taken only where beta (e^d - 1) > 1: below, log(q/m) is small against d where beta is, and would be a
+// difference of nearly equal numbers.
 template <typename T>
 HEADWATER_ROW_MATH MixtureLogs<T> LogsOverMixture(T d, T beta, T one_minus_beta) {
   const bool above = d > T(0);
   const ExpPair<T> e = ExpBoth(above ? -d : d);
-  const T smaller = -LogOfShare(above ? one_minus_beta : beta, above ? beta : one_minus_beta, e);
-  return above ? MixtureLogs<T>{smaller, smaller - d} : MixtureLogs<T>{d + smaller, smaller};
+  const bool mirrored = above && -beta * e.expm1 > e.exp;
+  const T share = mirrored ? one_minus_beta : beta, rest = mirrored ? beta : one_minus_beta;
+  const T product = share * e.expm1;
+  const T y = above && !mirrored ? DivideApprox(-product, e.exp) : product;
+  const T log_of_sum = Log1p(y, share * e.exp + rest);
+  return mirrored ? MixtureLogs<T>{-log_of_sum, -log_of_sum - d} : MixtureLogs<T>{d - log_of_sum, -log_of_sum};
 }
 
 // Below this |x|, ExcessNear() is exact to T's digits.
