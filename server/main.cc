@@ -9,7 +9,9 @@
 #include <fstream>
 #include <iostream>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -19,6 +21,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/engine.h"
 #include "server/observability/logging.h"
@@ -38,9 +41,17 @@ ABSL_FLAG(std::string, metrics_address, "127.0.0.1:9464",
 ABSL_FLAG(bool, reflection, false, "serve gRPC server reflection");
 // ---- engine ---------------------------------------------------------------------------------------------------------------
 ABSL_FLAG(std::string, engine, "auto", "auto, cpu or cuda; auto is cuda where it can be had, else cpu");
+ABSL_FLAG(int32_t, device, 0, "index of the GPU, as CUDA counts the visible ones; --engine=cuda");
+ABSL_FLAG(std::string, algorithm_cache, "auto",
+          "file that keeps what the CUDA engine found out about the fastest matrix products, from start to start; auto: "
+          "headwater/cublaslt.json in $XDG_CACHE_HOME, else in ~/.cache; empty: none is kept");
+ABSL_FLAG(
+    bool, timed_search, true,
+    "try the matrix products out when a head is created, and take the fastest; without it the CUDA engine takes those that the "
+    "library proposes, the same ones at every start");
 ABSL_FLAG(int32_t, shards, 1, "vocabulary shards of each head, at least 1");
 ABSL_FLAG(std::vector<std::string>, shard_weights, {}, "relative sizes of the shards, as many as --shards; empty: even");
-ABSL_FLAG(int32_t, threads, 0, "CPU threads of the engine over all shards; 0: the cores that the process may use");
+ABSL_FLAG(int32_t, threads, 0, "CPU threads of the engine over all shards; 0: the cores that the process may use; --engine=cpu");
 ABSL_FLAG(int64_t, memory_budget_bytes, 0,
           "memory of all heads, in bytes; 0: 80 % of the device's (of the cgroup's limit on the CPU)");
 ABSL_FLAG(int64_t, workspace_bytes, 0, "working memory of the engine for each shard group, in bytes; 0: the engine's default");
@@ -85,6 +96,10 @@ ABSL_FLAG(bool, idle_head_checkpoint, false,
           "save such a head first, as idle-STEP in --checkpoint_directory; one that cannot be saved stays");
 // ---- operation ------------------------------------------------------------------------------------------------------------
 ABSL_FLAG(absl::Duration, drain_timeout, absl::Seconds(30), "how long accepted calls may go on after SIGTERM or SIGINT");
+ABSL_FLAG(
+    absl::Duration, device_lost_grace, absl::Seconds(5),
+    "how long calls in progress may take to be answered once the engine's device is lost, from 0 to 1h; then the process ends, "
+    "with status 75");
 ABSL_FLAG(std::string, log_level, "info", "debug, info, warning, error or off");
 ABSL_FLAG(std::string, log_format, "text", "text (key=value) or json; one line for each event, on stderr");
 ABSL_FLAG(bool, print_metrics_doc, false, "print docs/metrics.md and exit");
@@ -97,7 +112,13 @@ constexpr char kUsage[] =
     "Serves LM heads: fused linear losses for trainers.\n"
     "\n"
     "A file with one flag a line is read by --flagfile=PATH; later flags win. Durations are written 500ms, 30s, 2m.\n"
-    "SIGTERM and SIGINT drain: new calls are refused, accepted ones finish, the exit status is 0.";
+    "SIGTERM and SIGINT drain: new calls are refused, accepted ones finish, the exit status is 0. It is 1 for what cannot be\n"
+    "begun or finished, and 75 when the engine's device was lost: start a new server then.";
+
+// The engine's device was lost; EX_TEMPFAIL of sysexits.h: what comes after may work.
+constexpr int kDeviceLostStatus = 75;
+// What tells the main thread that it was; blocked like the signals of an operator, and without effect if sent from outside.
+constexpr int kDeviceLostSignal = SIGUSR2;
 
 int Fail(const std::string& message) {
   std::cerr << "headwaterd: " << message << "\n";
@@ -123,6 +144,12 @@ absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
     return absl::InvalidArgumentError(absl::StrCat("--shard_weights: expected ", options.shard_count,
                                                    " numbers, as --shards says, got ", options.shard_weights.size()));
   }
+  options.device_index = absl::GetFlag(FLAGS_device);
+  if (options.device_index < 0) {
+    return absl::InvalidArgumentError(absl::StrCat("--device: expected >= 0, got ", options.device_index));
+  }
+  options.algorithm_cache_path = service::AlgorithmCachePath(absl::GetFlag(FLAGS_algorithm_cache));
+  options.timed_search = absl::GetFlag(FLAGS_timed_search);
   if (options.thread_count < 0 || options.memory_budget_bytes < 0 || options.workspace_bytes < 0) {
     return absl::InvalidArgumentError("--threads, --memory_budget_bytes and --workspace_bytes: expected >= 0");
   }
@@ -190,12 +217,34 @@ absl::Status Announce(const service::Server& server) {
   return absl::OkStatus();
 }
 
+// Ends the process as it is. Nothing is destroyed: what holds a lost device may wait for it, or fail, in its destructor.
+[[noreturn]] void EndLost() {
+  std::cout << std::flush;
+  std::cerr << std::flush;
+  _exit(kDeviceLostStatus);
+}
+
+// Wakes the main thread, and sees to it that the process ends in time even if a call, or the main thread, never comes back from the
+// device. Any thread, any number of times.
+void OnDeviceLost(const absl::Status&) {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    std::thread([grace = absl::GetFlag(FLAGS_device_lost_grace)] {
+      absl::SleepFor(grace);
+      observability::Log(observability::LogLevel::kError, "ended", {{"note", "the device is lost; not every call was answered"}});
+      EndLost();
+    }).detach();
+    kill(getpid(), kDeviceLostSignal);
+  });
+}
+
 int Serve() {
   // Block the signals in every thread; this one takes them when it is ready to.
   sigset_t signals;
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);
   sigaddset(&signals, SIGINT);
+  sigaddset(&signals, kDeviceLostSignal);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
 
   absl::Status logging = observability::ConfigureLogging(absl::GetFlag(FLAGS_log_level), absl::GetFlag(FLAGS_log_format));
@@ -204,6 +253,13 @@ int Serve() {
   if (!engine_options.ok()) return Fail(std::string(engine_options.status().message()));
   auto options = ServerOptionsFromFlags();
   if (!options.ok()) return Fail(std::string(options.status().message()));
+  const absl::Duration grace = absl::GetFlag(FLAGS_device_lost_grace);
+  if (grace < absl::ZeroDuration() || grace > absl::Hours(1)) {
+    return Fail("--device_lost_grace: expected a duration from 0 to 1h, got " + absl::FormatDuration(grace));
+  }
+  // Whichever comes first: the engine tells it, or the server notices.
+  engine_options->on_device_lost = OnDeviceLost;
+  options->on_engine_lost = OnDeviceLost;
   auto chosen = service::ChooseEngine(absl::GetFlag(FLAGS_engine), *engine_options);
   if (!chosen.ok()) return Fail(std::string(chosen.status().message()));
   options->engine_note = chosen->note;
@@ -215,16 +271,27 @@ int Serve() {
                       {"note", chosen->note}});
   auto server = service::Server::Start(*options, std::move(chosen->engine));
   if (!server.ok()) return Fail(std::string(server.status().message()));
-  if (absl::Status ready = (*server)->BecomeReady(); !ready.ok()) return Fail("self-test: " + std::string(ready.message()));
+  if (absl::Status ready = (*server)->BecomeReady(); !ready.ok()) {
+    if (!(*server)->engine().health().ok()) EndLost();
+    return Fail("self-test: " + std::string(ready.message()));
+  }
   if (absl::Status announced = Announce(**server); !announced.ok()) return Fail(std::string(announced.message()));
 
   int signal_number = 0;
-  while (sigwait(&signals, &signal_number) != 0) {
+  while (sigwait(&signals, &signal_number) != 0 || (signal_number == kDeviceLostSignal && (*server)->engine().health().ok())) {
+  }
+  if (signal_number == kDeviceLostSignal) {
+    (*server)->CheckEngine();  // health is NOT_SERVING now, and calls are being answered
+    if ((*server)->Drain(grace)) {
+      observability::Log(observability::LogLevel::kError, "ended", {{"note", "the device is lost; every call was answered"}});
+    }
+    EndLost();
   }
   observability::Log(
       observability::LogLevel::kInfo, "draining",
       {{"signal", int64_t{signal_number}}, {"timeout_s", absl::ToDoubleSeconds(absl::GetFlag(FLAGS_drain_timeout))}});
   const bool clean = (*server)->Drain(absl::GetFlag(FLAGS_drain_timeout));
+  if (!(*server)->engine().health().ok()) EndLost();
   server->reset();
   return clean ? 0 : Fail("the drain timeout passed; calls were cancelled");
 }

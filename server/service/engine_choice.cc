@@ -1,32 +1,24 @@
 #include "server/service/engine_choice.h"
 
-#include <unistd.h>
-
+#include <cstdlib>
 #include <string>
 #include <utility>
 
 #include "absl/status/status.h"
+#include "headwater/kernels/error.h"
 
 namespace headwater::service {
 namespace {
 
-constexpr char kCudaModule[] = "libheadwater_cuda.so";
-
-// The folder of the running program, with a slash at its end.
-std::string ProgramFolder() {
-  std::string path(4096, '\0');
-  const ssize_t length = readlink("/proc/self/exe", path.data(), path.size());
-  if (length <= 0) return "./";
-  path.resize(static_cast<size_t>(length));
-  return path.substr(0, path.rfind('/') + 1);
+// The value of an environment variable that must be an absolute path to count; empty without one.
+std::string AbsolutePath(const char* variable) {
+  const char* const value = std::getenv(variable);
+  return value != nullptr && value[0] == '/' ? value : "";
 }
 
-// Why the CUDA engine cannot be had.
-std::string WhyNoCuda() {
-  const std::string module = ProgramFolder() + kCudaModule;
-  if (access(module.c_str(), R_OK) != 0)
-    return "the CUDA engine's module " + std::string(kCudaModule) + " is not beside the program";
-  return "this version of the server has no interface to the CUDA engine's module " + std::string(kCudaModule);
+// `error` with `prefix` before its sentence, and its reason.
+absl::Status Prefixed(const std::string& prefix, const absl::Status& error) {
+  return MakeError(GetErrorReason(error), prefix + std::string(error.message()), GetErrorMetadata(error));
 }
 
 }  // namespace
@@ -35,11 +27,26 @@ absl::StatusOr<ChosenEngine> ChooseEngine(const std::string& choice, const Engin
   if (choice != "auto" && choice != "cpu" && choice != "cuda") {
     return absl::InvalidArgumentError("--engine: expected auto, cpu or cuda, got \"" + choice + "\"");
   }
-  if (choice == "cuda") return absl::UnavailableError("--engine=cuda: " + WhyNoCuda());
+  std::string note = "running on the CPU, as --engine=cpu says";
+  if (choice != "cpu") {
+    auto engine = CreateCudaEngine(options);
+    if (engine.ok()) return ChosenEngine{*std::move(engine), ""};
+    if (choice == "cuda" || !HasReason(engine.status(), ErrorReason::kFeatureNotBuilt)) {
+      return Prefixed("--engine=" + choice + ": ", engine.status());
+    }
+    note = "running on the CPU: " + std::string(engine.status().message());
+  }
   auto engine = CreateCpuEngine(options);
   if (!engine.ok()) return engine.status();
-  const std::string note = choice == "auto" ? "running on the CPU: " + WhyNoCuda() : "running on the CPU, as --engine=cpu says";
   return ChosenEngine{*std::move(engine), note};
+}
+
+std::string AlgorithmCachePath(const std::string& choice) {
+  if (choice != "auto") return choice;
+  constexpr char kFile[] = "/headwater/cublaslt.json";
+  if (const std::string cache = AbsolutePath("XDG_CACHE_HOME"); !cache.empty()) return cache + kFile;
+  if (const std::string home = AbsolutePath("HOME"); !home.empty()) return home + "/.cache" + kFile;
+  return "";
 }
 
 }  // namespace headwater::service

@@ -15,12 +15,14 @@ struct ChosenEngine {
   std::string note;  // one sentence: why it is not a faster one; empty if it is
 };
 
-// `choice`: "cpu"; "cuda", which fails with one clear sentence where it cannot be had; or "auto", which falls back to the CPU and
-// says why in the note. InvalidArgument for other words.
-//
-// The CUDA engine is a module library, libheadwater_cuda.so, beside the program or where the loader looks. It is never linked: a
-// server without it starts on any machine.
+// `choice`: "cpu"; "cuda", which fails with one clear sentence where it cannot be had; or "auto", which is "cuda" if its module is
+// there and finds a usable GPU, else falls back to the CPU and says why in the note. What is wrong with the options
+// (kMemoryBudgetExceeded, kInvalidField) is no reason to fall back. InvalidArgument for other words.
 absl::StatusOr<ChosenEngine> ChooseEngine(const std::string& choice, const EngineOptions& options);
+
+// Where the CUDA engine keeps its products' algorithms, from a flag: a path as it is; "auto": headwater/cublaslt.json in
+// $XDG_CACHE_HOME, else in ~/.cache, or nowhere if neither is known; empty: nowhere.
+std::string AlgorithmCachePath(const std::string& choice);
 
 }  // namespace headwater::service
 

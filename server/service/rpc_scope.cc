@@ -4,6 +4,7 @@
 #include <cctype>
 #include <chrono>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "absl/time/clock.h"
@@ -83,7 +84,11 @@ absl::Status RpcScope::CancelledError() const {
   return MakeError(ErrorReason::kCancelled, "the client cancelled the call, or went away; nothing was added");
 }
 
-grpc::Status RpcScope::Finish(const absl::Status& status) {
+grpc::Status RpcScope::Finish(absl::Status status) {
+  if (!status.ok()) {
+    if (HasReason(status, ErrorReason::kEngineFailed)) core_.CheckEngine();
+    if (absl::Status lost = core_.lost(); !lost.ok() && !Cancelled()) status = std::move(lost);
+  }
   const absl::Duration duration = absl::Now() - start_time_;
   core_.metrics.CountRequest(method_, status, duration);
   std::vector<LogField> fields = {{"request_id", request_id_}, {"method", observability::RpcMethodName(method_)}};

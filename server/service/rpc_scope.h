@@ -32,17 +32,18 @@ class RpcScope {
   // Identity of the client for the fair queue.
   std::string client() const { return context_.peer(); }
   absl::Time deadline() const;
-  // What bounds a wait of this call.
+  // What bounds a wait of this call: its deadline, its client, and the engine's device.
   heads::WaitLimits wait_limits() {
-    return {deadline(), [this] { return Cancelled(); }};
+    return {deadline(), [this] { return Cancelled() || !core_.lost().ok(); }};
   }
   // True once the client has cancelled, gone away, or its deadline has passed. From any thread.
   bool Cancelled();
   // kDeadlineExceeded or kCancelled, for a call that ended because of Cancelled().
   absl::Status CancelledError() const;
 
-  // Logs, counts and maps. Once, at the end.
-  grpc::Status Finish(const absl::Status& status);
+  // Logs, counts and maps. Once, at the end. A call that fails while the engine's device is lost is answered ServerCore::lost(),
+  // whatever it met first, and by then the server has turned to NOT_SERVING.
+  grpc::Status Finish(absl::Status status);
 
  private:
   ServerCore& core_;

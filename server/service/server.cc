@@ -123,12 +123,20 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
     if (!port.ok()) return port.status();
     state->metrics_port = *port;
   }
+  state->core->WatchEngine([state = state.get(), on_lost = options.on_engine_lost](const absl::Status& lost) {
+    state->SetHealth(false);
+    Log(LogLevel::kError, "engine_lost", {{"message", std::string(lost.message())}});
+    if (on_lost) on_lost(lost);
+  });
   return std::unique_ptr<Server>(new Server(std::move(state)));
 }
 
 Server::Server(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
-Server::~Server() { Drain(absl::ZeroDuration()); }
+Server::~Server() {
+  Drain(absl::ZeroDuration());
+  state_->core->StopWatchingEngine();  // it tells the gRPC server, which goes before the core
+}
 
 absl::Status Server::BecomeReady() {
   const absl::Time start = absl::Now();
@@ -141,6 +149,10 @@ absl::Status Server::BecomeReady() {
   if (state_->drained) return absl::OkStatus();
   state_->core->SetPhase(ServerCore::Phase::kServing);
   state_->SetHealth(true);
+  if (absl::Status lost = state_->core->lost(); !lost.ok()) {  // looked at after SetHealth(): the watch may have come first
+    state_->SetHealth(false);
+    return lost;
+  }
   Log(LogLevel::kInfo, "serving", {{"self_test_ms", absl::ToDoubleMilliseconds(absl::Now() - start)}});
   return absl::OkStatus();
 }
@@ -166,6 +178,7 @@ bool Server::Drain(absl::Duration timeout) {
 
 const std::vector<std::string>& Server::addresses() const { return state_->addresses; }
 int Server::metrics_port() const { return state_->metrics_port; }
+void Server::CheckEngine() { state_->core->CheckEngine(); }
 std::string Server::SerializeMetrics() const { return state_->core->metrics.Serialize(); }
 LossEngine& Server::engine() { return *state_->core->engine; }
 

@@ -17,6 +17,9 @@ namespace headwater::service {
 // Life: Start() listens, with health NOT_SERVING and every call answered STARTING; BecomeReady() runs the engine's self-test,
 // brings back the heads of an earlier server and turns to SERVING; Drain() turns to NOT_SERVING, answers new calls, and those that
 // wait for a step, with DRAINING and finishes the other accepted ones; the destructor stops. Thread-safe.
+//
+// When the engine's device is lost (LossEngine::health()), whatever the phase, health turns to NOT_SERVING, calls in progress and
+// new ones are answered ENGINE_FAILED, and ServerOptions::on_engine_lost is called; what is left is to Drain().
 class Server {
  public:
   // InvalidArgument for contradicting options; Unavailable if an address cannot be listened on.
@@ -32,6 +35,9 @@ class Server {
   // True if all accepted calls had ended by `timeout`; those that had not are cancelled. Then the server listens no more.
   // Idempotent.
   bool Drain(absl::Duration timeout);
+
+  // Looks at the engine's device now, instead of within 50 ms.
+  void CheckEngine();
 
   // Addresses that clients can connect to, in the order of the options, with the ports that were picked.
   const std::vector<std::string>& addresses() const;

@@ -103,6 +103,7 @@ ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<Loss
 }
 
 ServerCore::~ServerCore() {
+  engine_watch_.reset();
   reaper_.reset();
   metrics.SetGaugeSource(nullptr);
 }
@@ -123,14 +124,48 @@ absl::StatusOr<ServerCore::Admission> ServerCore::Admit() {
     return MakeError(ErrorReason::kDraining, "the server is shutting down and takes no new calls; try another, or later",
                      {{kRetryAfterMsKey, "1000"}});
   }
+  if (phase_ == Phase::kLost) return lost_;
   ++calls_in_progress_;
   return Admission(this);
 }
 
 void ServerCore::SetPhase(Phase phase) {
   absl::MutexLock lock(&phase_mutex_);
+  if (phase_ == Phase::kLost) return;
   phase_ = phase;
   if (phase == Phase::kDraining) waiting.Close();
+}
+
+void ServerCore::WatchEngine(std::function<void(const absl::Status&)> on_lost) {
+  engine_watch_ = std::make_unique<EngineWatch>(*engine, [this, on_lost = std::move(on_lost)](const absl::Status& health) {
+    LoseEngine(health);
+    on_lost(lost());
+  });
+}
+
+void ServerCore::StopWatchingEngine() { engine_watch_.reset(); }
+
+void ServerCore::CheckEngine() {
+  if (engine_watch_ != nullptr) engine_watch_->Check();
+}
+
+void ServerCore::LoseEngine(const absl::Status& health) {
+  ErrorMetadata metadata = GetErrorMetadata(health);
+  metadata["engine"] = engine->name();
+  absl::MutexLock lock(&phase_mutex_);
+  lost_ = MakeError(ErrorReason::kEngineFailed,
+                    absl::StrCat("the engine's device is lost, and this server ends so that a new one can begin: ",
+                                 std::string(health.message())),
+                    std::move(metadata));
+  phase_ = Phase::kLost;
+  is_lost_.store(true);
+  waiting.Close();
+}
+
+absl::Status ServerCore::lost() const {
+  if (!is_lost_.load()) return absl::OkStatus();
+  absl::MutexLock lock(&phase_mutex_);
+  return lost_;
 }
 
 void ServerCore::RestoreHeads() {

@@ -2,7 +2,9 @@
 #ifndef HEADWATER_SERVER_SERVICE_SERVER_CORE_H_
 #define HEADWATER_SERVER_SERVICE_SERVER_CORE_H_
 
+#include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -19,6 +21,7 @@
 #include "server/heads/session_registry.h"
 #include "server/observability/metrics.h"
 #include "server/scheduler/work_queue.h"
+#include "server/service/engine_watch.h"
 #include "server/service/server_options.h"
 #include "server/service/stream_watchdog.h"
 #include "server/service/upload_store.h"
@@ -32,7 +35,7 @@ const char* ServerVersion();
 
 class ServerCore {
  public:
-  enum class Phase { kStarting, kServing, kDraining };
+  enum class Phase { kStarting, kServing, kDraining, kLost };
 
   static absl::StatusOr<std::unique_ptr<ServerCore>> Create(const ServerOptions& options, std::unique_ptr<LossEngine> engine);
   ~ServerCore();
@@ -50,9 +53,20 @@ class ServerCore {
     explicit Admission(ServerCore* core) : core_(core) {}
     ServerCore* core_ = nullptr;
   };
-  // kStarting before SetPhase(kServing), kDraining after SetPhase(kDraining).
+  // kStarting before SetPhase(kServing), kDraining after SetPhase(kDraining), lost() once the engine's device is lost.
   absl::StatusOr<Admission> Admit();
+  // To kServing or kDraining; without effect once the device is lost.
   void SetPhase(Phase phase);
+
+  // Begins to watch the engine's device. When it is lost, everything that waits here is sent away, lost() says why, and then
+  // `on_lost` is called, once, with lost(). Once, before calls are taken.
+  void WatchEngine(std::function<void(const absl::Status&)> on_lost);
+  // Waits for `on_lost`, if it runs. No call may be in progress.
+  void StopWatchingEngine();
+  // Looks at the device now: when this returns and the device is lost, `on_lost` has run. Without effect before WatchEngine().
+  void CheckEngine();
+  // kEngineFailed, as calls are answered, once the device is lost; OK before.
+  absl::Status lost() const;
   // Waits until no accepted call is in progress; false when `deadline` comes first.
   bool AwaitIdle(absl::Time deadline);
 
@@ -90,11 +104,15 @@ class ServerCore {
   class Reaper;
 
   ServerCore(const ServerOptions& server_options, std::unique_ptr<LossEngine> loss_engine);
+  void LoseEngine(const absl::Status& health);
 
   mutable absl::Mutex phase_mutex_;
   Phase phase_ ABSL_GUARDED_BY(phase_mutex_) = Phase::kStarting;
   int64_t calls_in_progress_ ABSL_GUARDED_BY(phase_mutex_) = 0;
-  std::unique_ptr<Reaper> reaper_;  // last: it uses the members above
+  std::atomic<bool> is_lost_{false};                 // lost() without the lock, for calls that look often
+  absl::Status lost_ ABSL_GUARDED_BY(phase_mutex_);  // not OK in Phase::kLost
+  std::unique_ptr<Reaper> reaper_;                   // these two last: they use the members above
+  std::unique_ptr<EngineWatch> engine_watch_;
 };
 
 }  // namespace headwater::service

@@ -2,9 +2,11 @@
 #ifndef HEADWATER_SERVER_SERVICE_SERVER_OPTIONS_H_
 #define HEADWATER_SERVER_SERVICE_SERVER_OPTIONS_H_
 
+#include <functional>
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "server/service/limits.h"
 
@@ -24,6 +26,9 @@ struct ServerOptions {
   bool idle_head_checkpoint = false;                        // they are saved before; needs a checkpoint directory
   bool reflection = false;
   std::string engine_note;  // why the engine is not a faster one
+  // Called once, on any thread, when the engine's device is lost: health is NOT_SERVING then, and calls are answered ENGINE_FAILED.
+  // Heads cannot be had back: the process should Drain() and end. Must not call the server.
+  std::function<void(const absl::Status&)> on_engine_lost;
 };
 
 }  // namespace headwater::service

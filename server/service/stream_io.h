@@ -22,13 +22,14 @@ bool ReadMessage(StreamWatchdog::Watch& watch, Stream& stream, Message* message)
   return read;
 }
 
-// Calls `take(&message)` for each message until the client half-closes. Returns the first error of `take`, or kCancelled /
-// kDeadlineExceeded if the stream was cut.
+// Calls `take(&message)` for each message until the client half-closes. Returns the first error of `take`, kCancelled /
+// kDeadlineExceeded if the stream was cut, or ServerCore::lost().
 template <typename Message, typename Stream, typename Take>
 absl::Status ReadAll(ServerCore& core, grpc::ServerContext& context, RpcScope& scope, Stream& stream, Take&& take) {
   StreamWatchdog::Watch watch(&core.watchdog, [&context] { context.TryCancel(); });
   Message message;
   while (ReadMessage(watch, stream, &message)) {
+    if (absl::Status lost = core.lost(); !lost.ok()) return lost;
     if (absl::Status status = take(&message); !status.ok()) return status;
   }
   return watch.expired() || scope.Cancelled() ? scope.CancelledError() : absl::OkStatus();

@@ -1,5 +1,5 @@
 // GatedEngine: a CpuEngine whose Compute() can be held up, so that tests can look at a call while it waits or computes, or can be
-// made to fail.
+// made to fail, or can lose its device.
 #ifndef HEADWATER_TESTS_INTEGRATION_GATED_ENGINE_H_
 #define HEADWATER_TESTS_INTEGRATION_GATED_ENGINE_H_
 
@@ -37,11 +37,21 @@ class Gate {
     absl::MutexLock lock(&mutex_);
     failure_ = failure;
   }
+  // The device is lost: every Compute() that passes from now on fails with this, and so says health().
+  void Lose(const absl::Status& health) {
+    absl::MutexLock lock(&mutex_);
+    health_ = health;
+  }
+  absl::Status health() {
+    absl::MutexLock lock(&mutex_);
+    return health_;
+  }
   absl::Status Pass() {
     absl::MutexLock lock(&mutex_);
     ++waiting_;
     mutex_.Await(absl::Condition(&open_));
     --waiting_;
+    if (!health_.ok()) return health_;
     return std::exchange(failure_, absl::OkStatus());
   }
 
@@ -50,6 +60,7 @@ class Gate {
   bool open_ ABSL_GUARDED_BY(mutex_) = true;
   int waiting_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);
+  absl::Status health_ ABSL_GUARDED_BY(mutex_);
 };
 
 class GatedEngine final : public LossEngine {
@@ -63,6 +74,7 @@ class GatedEngine final : public LossEngine {
   absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override { return engine_->PlanHead(spec); }
   absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override { return engine_->CreateHead(spec); }
   int64_t planned_bytes() const override { return engine_->planned_bytes(); }
+  absl::Status health() const override { return gate_->health(); }
   absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override {
     if (absl::Status status = gate_->Pass(); !status.ok()) return status;
     return engine_->Compute(micro_batch);

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <spawn.h>
+#include <stdlib.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -38,6 +39,7 @@ std::string ReadFile(const std::string& path) {
 class Headwaterd : public ::testing::Test {
  protected:
   Headwaterd() {
+    setenv("HEADWATER_CUDA_MODULE", "/nonexistent-folder/module.so", 1);  // the CPU, whatever this machine has
     std::string pattern = (std::filesystem::temp_directory_path() / "headwaterd-test-XXXXXX").string();
     directory_ = mkdtemp(pattern.data());
   }
@@ -150,7 +152,7 @@ TEST_F(Headwaterd, RefusesWhatItCannotDoWithOneSentence) {
     EXPECT_EQ(Run(arguments), 1);
     return Err();
   };
-  EXPECT_THAT(refused({"--engine=cuda"}), HasSubstr("--engine=cuda: the CUDA engine's module libheadwater_cuda.so"));
+  EXPECT_THAT(refused({"--engine=cuda"}), HasSubstr("--engine=cuda: the CUDA engine cannot be had"));
   EXPECT_THAT(refused({"--engine=tpu"}), HasSubstr("expected auto, cpu or cuda, got \"tpu\""));
   EXPECT_THAT(refused({"--shards=0"}), HasSubstr("--shards: expected >= 1, got 0"));
   EXPECT_THAT(refused({"--idle_head_checkpoint"}), HasSubstr("idle_head_checkpoint: expected a checkpoint_directory"));

@@ -1,7 +1,6 @@
 // The server around the handlers: limits at and above, health, metrics, request ids, paging, start and options.
 #include <arpa/inet.h>
 #include <gmock/gmock.h>
-#include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/support/proto_buffer_writer.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
@@ -13,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/integration/raw_call.h"
 #include "tests/integration/wire_server.h"
 
 namespace headwater::testing {
@@ -22,39 +22,7 @@ using ::testing::HasSubstr;
 using ::testing::MatchesRegex;
 using ::testing::Not;
 
-// Calls a unary method by name with encoded bytes: for services whose stubs the distribution does not package.
-grpc::Status CallRaw(const std::shared_ptr<grpc::Channel>& channel, const std::string& method, const std::string& request,
-                     std::string* response) {
-  grpc::GenericStub stub(channel);
-  grpc::CompletionQueue queue;
-  grpc::ClientContext context;
-  context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));
-  const grpc::Slice slice(request);
-  const grpc::ByteBuffer request_buffer(&slice, 1);
-  const auto call = stub.PrepareUnaryCall(&context, method, request_buffer, &queue);
-  call->StartCall();
-  grpc::ByteBuffer buffer;
-  grpc::Status status;
-  call->Finish(&buffer, &status, nullptr);
-  void* tag = nullptr;
-  bool ok = false;
-  queue.Next(&tag, &ok);
-  std::vector<grpc::Slice> slices;
-  response->clear();
-  if (status.ok() && buffer.Dump(&slices).ok()) {
-    for (const grpc::Slice& part : slices) response->append(reinterpret_cast<const char*>(part.begin()), part.size());
-  }
-  return status;
-}
-
-// grpc.health.v1.HealthCheckResponse.ServingStatus: 1 SERVING, 2 NOT_SERVING; -1 if the call failed.
-int Health(WireServer& server, const std::string& service) {
-  std::string request;
-  if (!service.empty()) request = std::string("\x0a") + static_cast<char>(service.size()) + service;  // field 1, a string
-  std::string response;
-  if (!CallRaw(server.NewChannel(), "/grpc.health.v1.Health/Check", request, &response).ok()) return -1;
-  return response.size() == 2 && response[0] == 0x08 ? response[1] : 0;  // field 1, a varint
-}
+int Health(WireServer& server, const std::string& service) { return headwater::testing::Health(server.NewChannel(), service); }
 
 const std::vector<std::string> kHealthNames = {"", "headwater.v1.LossService", "headwater.v1.HeadService",
                                                "headwater.v1.SessionService"};

@@ -1,0 +1,99 @@
+// A module with the CUDA engine's two symbols and a CpuEngine behind them, so that everything around the real one can be tested
+// without a GPU: how it is found, checked and told its options, and what a server does when its device is lost.
+//
+//   device_index 7        there is no such GPU: FEATURE_NOT_BUILT
+//   device_index 8        null, without a reason
+//   device_index 9        INVALID_FIELD
+//   a micro-batch of 13 rows    the device is lost, told to on_device_lost; the call fails
+//   of 14 rows                  the same, but only health() says so
+//   of 15 rows                  the device is lost, and the call never comes back
+//
+// Compiled with FAKE_MODULE_VERSION, it says that instead of its version.
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "headwater/kernels/engine.h"
+#include "headwater/kernels/error.h"
+#include "kernels/core/engine_module.h"
+
+namespace headwater {
+namespace {
+
+class FakeCudaEngine final : public LossEngine {
+ public:
+  FakeCudaEngine(std::unique_ptr<LossEngine> engine, EngineOptions options)
+      : engine_(std::move(engine)), options_(std::move(options)) {}
+
+  std::string name() const override { return "cuda"; }
+  std::vector<EngineDevice> devices() const override {
+    // What it was told, where a test can see it.
+    const std::string cache = options_.algorithm_cache_path.empty() ? "none" : options_.algorithm_cache_path;
+    return {{"cuda:" + std::to_string(options_.device_index),
+             "Fake GPU, cache " + cache + (options_.timed_search ? ", timed" : ", untimed"),
+             engine_->devices()[0].memory_budget_bytes}};
+  }
+  const EngineOptions& options() const override { return engine_->options(); }
+  absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override {
+    auto plan = engine_->PlanHead(spec);
+    if (plan.ok()) plan->token_chunk_rows = 4321;  // so that its plans are told from a CpuEngine's
+    return plan;
+  }
+  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override { return engine_->CreateHead(spec); }
+  int64_t planned_bytes() const override { return engine_->planned_bytes(); }
+  absl::Status health() const override { return is_lost_.load() ? Lost() : absl::OkStatus(); }
+  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override {
+    const int64_t rows = micro_batch.hidden.row_count;
+    if (rows >= 13 && rows <= 15 && !is_lost_.exchange(true) && rows != 14 && options_.on_device_lost) {
+      options_.on_device_lost(Lost());
+    }
+    while (rows == 15) std::this_thread::sleep_for(std::chrono::seconds(1));
+    if (is_lost_.load()) return Lost();
+    return engine_->Compute(micro_batch);
+  }
+
+ private:
+  static absl::Status Lost() { return MakeError(ErrorReason::kEngineFailed, "an illegal memory access was encountered"); }
+
+  const std::unique_ptr<LossEngine> engine_;
+  const EngineOptions options_;
+  std::atomic<bool> is_lost_{false};
+};
+
+}  // namespace
+}  // namespace headwater
+
+#define HEADWATER_FAKE_EXPORT __attribute__((visibility("default")))
+
+extern "C" {
+
+HEADWATER_FAKE_EXPORT const char* headwater_cuda_module_version() {
+#ifdef FAKE_MODULE_VERSION
+  return FAKE_MODULE_VERSION;
+#else
+  return headwater::EngineModuleVersion().c_str();
+#endif
+}
+
+HEADWATER_FAKE_EXPORT headwater::LossEngine* headwater_cuda_create_engine(const headwater::EngineOptions* options,
+                                                                          absl::Status* status) {
+  if (options->device_index == 7) {
+    *status = headwater::MakeError(headwater::ErrorReason::kFeatureNotBuilt, "no fake GPU is visible");
+    return nullptr;
+  }
+  if (options->device_index == 8) return nullptr;
+  if (options->device_index == 9) {
+    *status = headwater::MakeError(headwater::ErrorReason::kInvalidField, "device_index must be in [0, 9), got 9");
+    return nullptr;
+  }
+  auto engine = headwater::CreateCpuEngine(*options);
+  if (engine.ok()) return new headwater::FakeCudaEngine(*std::move(engine), *options);
+  *status = engine.status();
+  return nullptr;
+}
+
+}  // extern "C"
