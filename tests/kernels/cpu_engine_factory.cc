@@ -8,4 +8,6 @@ const EngineFactory& SuiteEngineFactory() {
   return factory;
 }
 
+SuiteWorkspaces SuiteWorkspaceSizes() { return {int64_t{1} << 20, int64_t{64} << 20}; }
+
 }  // namespace headwater::testing

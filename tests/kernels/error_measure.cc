@@ -30,27 +30,35 @@ double WorstGroup(const std::vector<double>& difference_squared, const std::vect
 
 double Worse(double a, double b) { return std::isnan(a) || a > b ? a : b; }
 
+TensorErrors ErrorsOfSums(const SquareSums& sums) {
+  double difference = 0;
+  double norm = 0;
+  for (const double value : sums.row_difference) difference += value;
+  for (const double value : sums.row_reference) norm += value;
+  TensorErrors errors;
+  errors.whole = Ratio(difference, std::sqrt(norm));
+  if (sums.column_reference.size() > 1) errors.worst_row = WorstGroup(sums.row_difference, sums.row_reference);
+  if (sums.row_reference.size() > 1) errors.worst_column = WorstGroup(sums.column_difference, sums.column_reference);
+  return errors;
+}
+
 TensorErrors MeasureErrors(absl::Span<const double> actual, const reference::Matrix& expected) {
   const size_t rows = static_cast<size_t>(expected.rows);
   const size_t columns = static_cast<size_t>(expected.columns);
-  std::vector<double> row_difference(rows), row_reference(rows), column_difference(columns), column_reference(columns);
-  double difference = 0;
-  double norm = 0;
+  SquareSums sums;
+  sums.row_difference.resize(rows);
+  sums.row_reference.resize(rows);
+  sums.column_difference.resize(columns);
+  sums.column_reference.resize(columns);
   for (size_t i = 0; i < expected.data.size(); ++i) {
     const double delta = actual[i] - expected.data[i];
     const double square = expected.data[i] * expected.data[i];
-    difference += delta * delta;
-    norm += square;
-    row_difference[i / columns] += delta * delta;
-    row_reference[i / columns] += square;
-    column_difference[i % columns] += delta * delta;
-    column_reference[i % columns] += square;
+    sums.row_difference[i / columns] += delta * delta;
+    sums.row_reference[i / columns] += square;
+    sums.column_difference[i % columns] += delta * delta;
+    sums.column_reference[i % columns] += square;
   }
-  TensorErrors errors;
-  errors.whole = Ratio(difference, std::sqrt(norm));
-  if (columns > 1) errors.worst_row = WorstGroup(row_difference, row_reference);
-  if (rows > 1) errors.worst_column = WorstGroup(column_difference, column_reference);
-  return errors;
+  return ErrorsOfSums(sums);
 }
 
 }  // namespace headwater::testing

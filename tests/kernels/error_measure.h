@@ -5,6 +5,8 @@
 #ifndef HEADWATER_TESTS_KERNELS_ERROR_MEASURE_H_
 #define HEADWATER_TESTS_KERNELS_ERROR_MEASURE_H_
 
+#include <vector>
+
 #include "absl/types/span.h"
 #include "kernels/reference/loss_reference.h"
 
@@ -21,6 +23,13 @@ struct TensorErrors {
 
 // Infinity where the reference is 0 and `actual` is not; NaN if there is a NaN.
 TensorErrors MeasureErrors(absl::Span<const double> actual, const reference::Matrix& expected);
+
+// The same from the squares of the differences and of the reference, summed by row and by column.
+struct SquareSums {
+  std::vector<double> row_difference, row_reference;        // [rows]
+  std::vector<double> column_difference, column_reference;  // [columns]
+};
+TensorErrors ErrorsOfSums(const SquareSums& sums);
 
 }  // namespace headwater::testing
 

@@ -1,10 +1,11 @@
 // The engine-agnostic test suite: every program that links it names one engine, and runs every test against it.
 //
-// A program links the object library headwater_kernel_suite and defines SuiteEngineFactory(). Tolerances are those of docs/math.md,
+// A program links the object library headwater_kernel_suite and defines the functions below. Tolerances are those of docs/math.md,
 // "Precision", and are applied in comparison.h only.
 #ifndef HEADWATER_TESTS_KERNELS_KERNEL_SUITE_H_
 #define HEADWATER_TESTS_KERNELS_KERNEL_SUITE_H_
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 
@@ -16,8 +17,16 @@ namespace headwater::testing {
 // Makes an engine as the options say. Tests set shard counts, chunk rows, budgets and thread counts.
 using EngineFactory = std::function<absl::StatusOr<std::unique_ptr<LossEngine>>(const EngineOptions&)>;
 
-// The engine under test. Defined by the program.
+// The engine under test. Defined by the program. Options that are left at their defaults are the factory's to fill in, as far as
+// results do not depend on them.
 const EngineFactory& SuiteEngineFactory();
+
+// Two sizes of workspace_bytes that the engine takes, the smaller of which allows fewer rows at once. Defined by the program.
+struct SuiteWorkspaces {
+  int64_t small_bytes = 0;
+  int64_t large_bytes = 0;
+};
+SuiteWorkspaces SuiteWorkspaceSizes();
 
 }  // namespace headwater::testing
 

@@ -4,6 +4,7 @@
 
 #include "gtest/gtest.h"
 #include "tests/kernels/comparison.h"
+#include "tests/kernels/kernel_suite.h"
 
 namespace headwater::testing {
 namespace {
@@ -82,7 +83,7 @@ TEST_P(Partition, AnyChunkAgrees) {
 TEST_P(Partition, ASmallWorkspaceAgrees) {
   const Problem problem = MakeProblem(GetParam());
   EngineOptions engine_options;
-  engine_options.workspace_bytes = 1 << 20;
+  engine_options.workspace_bytes = SuiteWorkspaceSizes().small_bytes;
   ExpectEngineMatches(problem, engine_options);
 }
 

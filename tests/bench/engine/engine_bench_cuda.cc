@@ -1,0 +1,411 @@
+// The CUDA engine's time against the bare matrix products (cuda_floor.h), in one process and run, by the protocol of
+// alternating_blocks.h; bf16, rows and grad_hidden in device memory, grad_weight added in fp32.
+//
+//   engine_bench_cuda [--cases=NAME,...] [--seconds=1] [--warmup=2] [--rounds=2] [--idle=2] [--workspace-mib=4096]
+//                     [--algorithms=FILE] [--output=FILE.csv] [--commit=NAME] [--list]
+//
+// Writes a table to standard output, and the figures into the file (figure_file.h). Ends with 1 if a figure misses what is
+// required.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <map>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "headwater/kernels/engine.h"
+#include "tests/bench/engine/alternating_blocks.h"
+#include "tests/bench/engine/cuda_floor.h"
+#include "tests/kernels/cuda_fp64.h"
+#include "tests/kernels/cuda_problem.h"
+
+namespace headwater::bench {
+namespace {
+
+using testing::Buffer;
+using testing::BufferKind;
+using testing::CheckCuda;
+using testing::CheckStatus;
+
+constexpr int64_t kVocab = 128256;
+// What a copy on the device reaches on an H200, read and written together.
+constexpr double kBytesPerSecond = 4.2e12;
+
+struct BenchCase {
+  const char* name;
+  int64_t rows;
+  int64_t width;
+  double at_most;
+  int64_t teacher_width = 0;     // divergence of beta 1/2
+  bool all_options = false;      // bias, smoothing, softcap, z-loss, class weights, every per-token output
+  double ignored_share = 0;      // the floor computes all rows
+  int64_t micro_batch_rows = 0;  // in micro-batches of so many rows; 0: in one
+  bool memory_bound = false;     // against the bytes that must move instead of the products
+};
+
+constexpr BenchCase kCases[] = {
+    {"ce_n4096_h4096_v128256", 4096, 4096, 1.06},
+    {"ce_n8192_h4096_v128256", 8192, 4096, 1.06},
+    {"ce_n1024_h4096_v128256", 1024, 4096, 1.08},
+    {"ce_n8192_h2048_v128256", 8192, 2048, 1.12},
+    {"ce_options_n8192_h4096_v128256", 8192, 4096, 1.12, 0, true},
+    {"jsd_n4096_hs4096_ht4096_v128256", 4096, 4096, 1.10, 4096},
+    {"jsd_n8192_hs2048_ht4096_v128256", 8192, 2048, 1.12, 4096},
+    {"ce_half_ignored_n8192_h4096_v128256", 8192, 4096, 0.56, 0, false, 0.5},
+    {"ce_16x256_h4096_v128256", 4096, 4096, 1.12, 0, false, 0, 256},
+    {"ce_n1_h4096_v128256", 1, 4096, 1.5, 0, false, 0, 0, true},
+    {"ce_n128_h4096_v128256", 128, 4096, 1.5, 0, false, 0, 0, true},
+    {"ce_n256_h4096_v128256", 256, 4096, 1.5, 0, false, 0, 0, true},
+};
+
+struct Settings {
+  std::vector<std::string> cases;  // empty: all
+  BlockOptions blocks;
+  int64_t workspace_bytes = int64_t{4} << 30;
+  std::string algorithms, output, commit = "unknown";
+};
+
+[[noreturn]] void Usage(const std::string& flag) {
+  std::fprintf(stderr,
+               "unknown flag or value: %s\n--cases=NAME,... --seconds=S --warmup=S --rounds=N --idle=S --workspace-mib=N "
+               "--algorithms=FILE --output=FILE --commit=NAME --list\n",
+               flag.c_str());
+  std::exit(2);
+}
+
+// A number in [low, high].
+double NumberOf(const std::string& flag, const std::string& value, double low, double high) {
+  char* end = nullptr;
+  const double number = std::strtod(value.c_str(), &end);
+  if (value.empty() || *end != 0 || !(number >= low && number <= high)) Usage(flag);
+  return number;
+}
+
+std::vector<std::string> CasesOf(const std::string& flag, const std::string& value) {
+  std::vector<std::string> names;
+  for (size_t start = 0; start <= value.size();) {
+    const size_t end = std::min(value.find(',', start), value.size());
+    names.push_back(value.substr(start, end - start));
+    bool known = false;
+    for (const BenchCase& bench_case : kCases) known = known || names.back() == bench_case.name;
+    if (!known) Usage(flag);
+    start = end + 1;
+  }
+  return names;
+}
+
+Settings ParseFlags(int argc, char** argv) {
+  Settings settings;
+  for (int i = 1; i < argc; ++i) {
+    const std::string flag = argv[i];
+    const size_t equals = flag.find('=');
+    const std::string name = flag.substr(0, equals);
+    const std::string value = equals == std::string::npos ? "" : flag.substr(equals + 1);
+    if (name == "--cases") {
+      settings.cases = CasesOf(flag, value);
+    } else if (name == "--seconds") {
+      settings.blocks.block_seconds = NumberOf(flag, value, 0.01, 60);
+    } else if (name == "--warmup") {
+      settings.blocks.warmup_seconds = NumberOf(flag, value, 0, 60);
+    } else if (name == "--rounds") {
+      settings.blocks.rounds = static_cast<int>(NumberOf(flag, value, 1, 100));
+    } else if (name == "--idle") {
+      settings.blocks.idle_seconds = NumberOf(flag, value, 0, 60);
+    } else if (name == "--workspace-mib") {
+      settings.workspace_bytes = static_cast<int64_t>(NumberOf(flag, value, 1, 1 << 20)) << 20;
+    } else if (name == "--algorithms") {
+      settings.algorithms = value;
+    } else if (name == "--output") {
+      settings.output = value;
+    } else if (name == "--commit") {
+      settings.commit = value;
+    } else if (flag == "--list") {
+      for (const BenchCase& bench_case : kCases) std::printf("%s\n", bench_case.name);
+      std::exit(0);
+    } else {
+      Usage(flag);
+    }
+  }
+  return settings;
+}
+
+// Everything that cases share: weights on the device, heads, inputs of the floor.
+class Workplace {
+ public:
+  explicit Workplace(const Settings& settings) {
+    EngineOptions options;
+    options.workspace_bytes = settings.workspace_bytes;
+    options.algorithm_cache_path = settings.algorithms;
+    absl::StatusOr<std::unique_ptr<LossEngine>> engine = CreateCudaEngine(options);
+    CheckStatus(engine.status(), "CreateCudaEngine");
+    engine_ = *std::move(engine);
+    CheckCuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+  }
+  Workplace(const Workplace&) = delete;
+  Workplace& operator=(const Workplace&) = delete;
+  ~Workplace() {
+    heads_.clear();
+    cudaStreamDestroy(stream_);
+  }
+
+  LossEngine& engine() { return *engine_; }
+  testing::BlasContext& blas() { return blas_; }
+  cudaStream_t stream() const { return stream_; }
+  CardMonitor& monitor() { return monitor_; }
+
+  // Logits of standard deviation 1.
+  const Buffer& Weight(int64_t width, bool is_teacher) {
+    Buffer& weight = weights_[{width, is_teacher}];
+    if (weight.bytes() == 0) {
+      weight = Buffer(BufferKind::kDevice, kVocab * width * 2);
+      CheckCuda(testing::FillNormal(weight.as<uint16_t>(), kVocab * width, is_teacher ? 12 : 11,
+                                    1 / std::sqrt(static_cast<double>(width))),
+                "FillNormal");
+    }
+    return weight;
+  }
+
+  EngineHead& Student(int64_t width, bool all_options) {
+    std::unique_ptr<EngineHead>& head = heads_[{width, all_options ? 1 : 0}];
+    if (head == nullptr) {
+      HeadSpec spec = testing::BFloat16Head({"", 0, width, kVocab}, /*trainable=*/true);
+      spec.has_bias = all_options;
+      if (all_options) spec.transform.softcap = 30;
+      head = testing::MakeHeadOn(*engine_, spec);
+      testing::WriteWeight(*head, Weight(width, false));
+      if (all_options) {
+        Buffer bias(BufferKind::kDevice, kVocab * 2);
+        CheckCuda(testing::FillNormal(bias.as<uint16_t>(), kVocab, 13, 0.5), "FillNormal");
+        std::vector<uint16_t> host(static_cast<size_t>(kVocab));
+        testing::CopyMemory(host.data(), bias.as<void>(), bias.bytes());
+        CheckStatus(head->WriteTensor(HeadTensor::kBias, 0, kVocab, host.data()), "WriteTensor");
+      }
+    }
+    return *head;
+  }
+
+  EngineHead& Teacher(int64_t width) {
+    std::unique_ptr<EngineHead>& head = heads_[{width, 2}];
+    if (head == nullptr) {
+      head = testing::MakeHeadOn(*engine_, testing::BFloat16Head({"", 0, width, kVocab}, /*trainable=*/false));
+      testing::WriteWeight(*head, Weight(width, true));
+    }
+    return *head;
+  }
+
+ private:
+  std::unique_ptr<LossEngine> engine_;
+  cudaStream_t stream_ = nullptr;
+  testing::BlasContext blas_;
+  CardMonitor monitor_;
+  std::map<std::pair<int64_t, bool>, Buffer> weights_;
+  std::map<std::pair<int64_t, int>, std::unique_ptr<EngineHead>> heads_;
+};
+
+// One case: inputs, the engine's call, the floor's.
+class Runner {
+ public:
+  Runner(const BenchCase& bench_case, Workplace& workplace)
+      : case_(bench_case),
+        workplace_(workplace),
+        hidden_(Normal(bench_case.rows, bench_case.width, 21)),
+        grad_hidden_(BufferKind::kDevice, hidden_.bytes()),
+        head_(workplace.Student(bench_case.width, bench_case.all_options)) {
+    std::mt19937_64 random(31);
+    for (int64_t i = 0; i < case_.rows; ++i) {
+      targets_.push_back(static_cast<int32_t>(std::uniform_int_distribution<int64_t>(0, kVocab - 1)(random)));
+    }
+    device_targets_ = Buffer(BufferKind::kDevice, case_.rows * static_cast<int64_t>(sizeof(int32_t)));
+    testing::CopyMemory(device_targets_.as<void>(), targets_.data(), device_targets_.bytes());
+    for (int32_t& target : targets_) {
+      if (std::uniform_real_distribution<double>(0, 1)(random) < case_.ignored_share) target = kDefaultIgnoreIndex;
+    }
+    if (case_.teacher_width > 0) {
+      teacher_hidden_ = Normal(case_.rows, case_.teacher_width, 22);
+      teacher_ = &workplace.Teacher(case_.teacher_width);
+    }
+    if (case_.all_options) {
+      for (int64_t v = 0; v < kVocab; ++v) class_weights_.push_back(0.5f + 0.25f * static_cast<float>(v % 5));
+      for (std::vector<float>* output : {&token_loss_, &lse_, &target_log_probability_, &entropy_}) output->resize(targets_.size());
+      argmax_.resize(targets_.size());
+    }
+    CheckCuda(cudaDeviceSynchronize(), "making inputs");
+    CheckStatus(head_.ZeroGradient(), "ZeroGradient");
+  }
+
+  // The whole of the rows, so many times. Throws unless the losses can be those of the rows.
+  void RunEngine(int count) {
+    const int64_t step = case_.micro_batch_rows == 0 ? case_.rows : case_.micro_batch_rows;
+    for (int i = 0; i < count; ++i) {
+      for (int64_t start = 0; start < case_.rows; start += step) ComputeRows(start, step);
+    }
+  }
+
+  BlockTimes Measure(const BlockOptions& options) {
+    const Repeat candidate = [this](int count) { RunEngine(count); };
+    if (case_.memory_bound)
+      return TimeAgainst(1000 * BytesThatMustMove() / kBytesPerSecond, candidate, options, workplace_.monitor());
+    FloorInputs inputs;
+    inputs.rows = case_.rows;
+    inputs.width = case_.width;
+    inputs.vocab = kVocab;
+    inputs.hidden = &hidden_;
+    inputs.weight = &workplace_.Weight(case_.width, false);
+    inputs.targets = &device_targets_;
+    inputs.teacher_width = case_.teacher_width;
+    if (case_.teacher_width > 0) {
+      inputs.teacher_hidden = &teacher_hidden_;
+      inputs.teacher_weight = &workplace_.Weight(case_.teacher_width, true);
+    }
+    const Floor floor(workplace_.blas(), inputs);
+    floor_flop_ = floor.flop();
+    const Repeat products = [&](int count) {
+      for (int i = 0; i < count; ++i) floor.Enqueue(workplace_.stream());
+      CheckCuda(cudaStreamSynchronize(workplace_.stream()), "the products");
+    };
+    return TimeAlternately(products, candidate, options, workplace_.monitor());
+  }
+
+  double floor_flop() const { return floor_flop_; }
+  const MemoryPlan& plan() const { return head_.plan(); }
+
+ private:
+  static Buffer Normal(int64_t rows, int64_t columns, uint64_t seed) {
+    Buffer values(BufferKind::kDevice, rows * columns * 2);
+    CheckCuda(testing::FillNormal(values.as<uint16_t>(), rows * columns, seed, 1), "FillNormal");
+    return values;
+  }
+
+  // The weight twice, for logits and grad_hidden, and the accumulator read and written.
+  double BytesThatMustMove() const { return static_cast<double>(kVocab * case_.width) * (2 * 2 + 2 * 4); }
+
+  void ComputeRows(int64_t start, int64_t count) {
+    const int64_t row_bytes = case_.width * 2;
+    const size_t first = static_cast<size_t>(start);
+    LossTerm term;
+    term.head = &head_;
+    term.row_count = count;
+    term.targets = absl::MakeConstSpan(targets_).subspan(first, static_cast<size_t>(count));
+    term.loss_scale = 0.37 / static_cast<double>(case_.rows);
+    if (teacher_ != nullptr) {
+      term.loss = JsdSpec();
+      term.teacher_head = teacher_;
+      term.teacher_hidden = {teacher_hidden_.as<uint8_t>() + start * case_.teacher_width * 2, count, case_.teacher_width,
+                             DataType::kBFloat16, MemorySpace::kDevice};
+    } else if (case_.all_options) {
+      term.loss = CrossEntropySpec{0.1, 1e-4, class_weights_};
+      term.token_loss = &token_loss_[first];
+      term.lse = &lse_[first];
+      term.target_log_probability = &target_log_probability_[first];
+      term.entropy = &entropy_[first];
+      term.argmax = &argmax_[first];
+    }
+    MicroBatch micro_batch;
+    micro_batch.hidden = {hidden_.as<uint8_t>() + start * row_bytes, count, case_.width, DataType::kBFloat16, MemorySpace::kDevice};
+    micro_batch.terms = absl::MakeConstSpan(&term, 1);
+    micro_batch.backward = true;
+    micro_batch.grad_hidden = {grad_hidden_.as<uint8_t>() + start * row_bytes, count, case_.width, DataType::kBFloat16,
+                               MemorySpace::kDevice};
+    micro_batch.grad_weight = GradWeightMode::kAccumulate;
+    const absl::StatusOr<MicroBatchResult> result = workplace_.engine().Compute(micro_batch);
+    CheckStatus(result.status(), "Compute");
+    const LossSums& sums = result->terms[0];
+    const double mean = sums.loss_sum / static_cast<double>(sums.valid_token_count);
+    if (!(mean > 0.01 && mean < 20) || sums.non_finite_row_count != 0) throw std::runtime_error("the engine computed nonsense");
+  }
+
+  const BenchCase& case_;
+  Workplace& workplace_;
+  Buffer hidden_, grad_hidden_, teacher_hidden_, device_targets_;
+  std::vector<int32_t> targets_;
+  std::vector<float> class_weights_, token_loss_, lse_, target_log_probability_, entropy_;
+  std::vector<int32_t> argmax_;
+  EngineHead& head_;
+  EngineHead* teacher_ = nullptr;
+  double floor_flop_ = 0;
+};
+
+double WorkspaceMiB(const MemoryPlan& plan) {
+  int64_t bytes = 0;
+  for (const MemoryPlan::Item& item : plan.items) bytes += item.purpose == "workspace" ? item.bytes : 0;
+  return static_cast<double>(bytes) / (1 << 20);
+}
+
+void Report(const BenchCase& bench_case, const BlockTimes& times, const Runner& runner, testing::FigureFile* figures) {
+  const std::string name = std::string("cuda_") + bench_case.name;
+  const char* ratio_unit = bench_case.memory_bound ? "x bytes at 4.2 TB/s" : "x products";
+  figures->Add({name + "_ratio", times.ratio, ratio_unit, bench_case.at_most});
+  figures->Add({name + "_spread", times.ratio_spread, "(max-min)/median", {}});
+  figures->Add({name + "_burst_ratio", times.burst_ratio, ratio_unit, {}});
+  figures->Add({name + "_ms", times.candidate_ms, "ms", {}});
+  figures->Add({name + "_floor_ms", times.floor_ms, "ms", {}});
+  figures->Add({name + "_sm_mhz", times.candidate_card.sm_mhz, "MHz", {}});
+  figures->Add({name + "_watts", times.candidate_card.watts, "W", {}});
+  figures->Add({name + "_celsius", times.candidate_card.celsius, "degrees", {}});
+  figures->Add({name + "_throttle_reasons", static_cast<double>(times.candidate_card.throttle_reasons), "NVML bits", {}});
+  figures->Add({name + "_workspace_mib", WorkspaceMiB(runner.plan()), "MiB", {}});
+  if (!bench_case.memory_bound) figures->Add({name + "_floor_sm_mhz", times.floor_card.sm_mhz, "MHz", {}});
+  std::printf("%-38s %9.3f %9.3f %7.4f %7.4f %6.2f %7.4f %7.0f %5.0f %5.0f %4.0f  0x%llx%s\n", bench_case.name, times.candidate_ms,
+              times.floor_ms, times.ratio, times.ratio_spread, bench_case.at_most, times.burst_ratio,
+              bench_case.memory_bound ? 0 : runner.floor_flop() / times.candidate_ms * 1e-9, times.candidate_card.sm_mhz,
+              times.candidate_card.watts, times.candidate_card.celsius,
+              static_cast<unsigned long long>(times.candidate_card.throttle_reasons),
+              times.ratio <= bench_case.at_most ? "" : "  over what is required");
+  std::fflush(stdout);
+}
+
+// 1 if a figure misses what is required, or the file cannot be written.
+int RunAll(const Settings& settings) {
+  const std::string machine = testing::GpuName();
+  testing::FigureFile figures(settings.output, machine, settings.commit);
+  Workplace workplace(settings);
+  std::printf("%s; %g s warm-up, blocks of %g s, %d rounds\n", machine.c_str(), settings.blocks.warmup_seconds,
+              settings.blocks.block_seconds, settings.blocks.rounds);
+  std::printf("%-38s %9s %9s %7s %7s %6s %7s %7s %5s %5s %4s  %s\n", "case", "ms", "floor ms", "ratio", "spread", "limit", "burst",
+              "TFLOP/s", "MHz", "W", "C", "throttle");
+  int missed = 0;
+  for (const BenchCase& bench_case : kCases) {
+    const bool chosen =
+        settings.cases.empty() || std::find(settings.cases.begin(), settings.cases.end(), bench_case.name) != settings.cases.end();
+    if (!chosen) continue;
+    Runner runner(bench_case, workplace);
+    const BlockTimes times = runner.Measure(settings.blocks);
+    Report(bench_case, times, runner, &figures);
+    if (!(times.ratio <= bench_case.at_most)) ++missed;
+    // After every case: a run that is cut short has kept what it has.
+    const std::string error = figures.Write();
+    if (!error.empty()) {
+      std::fprintf(stderr, "%s\n", error.c_str());
+      return 1;
+    }
+  }
+  if (missed > 0) std::printf("%d figures are over what is required\n", missed);
+  return missed > 0 ? 1 : 0;
+}
+
+}  // namespace
+}  // namespace headwater::bench
+
+int main(int argc, char** argv) {
+  const headwater::bench::Settings settings = headwater::bench::ParseFlags(argc, argv);
+  const std::string reason = headwater::testing::ReasonForNoGpu();
+  if (!reason.empty()) {
+    std::fprintf(stderr, "no GPU: %s\n", reason.c_str());
+    return 1;
+  }
+  try {
+    return headwater::bench::RunAll(settings);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
+}

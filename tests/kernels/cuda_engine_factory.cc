@@ -1,0 +1,34 @@
+// The suite's engine: CudaEngine. HEADWATER_SUITE_PORTABLE_KERNELS: only what every supported GPU runs.
+#include "tests/kernels/cuda_test_environment.h"
+#include "tests/kernels/kernel_suite.h"
+
+namespace headwater::testing {
+namespace {
+
+#ifdef HEADWATER_SUITE_PORTABLE_KERNELS
+constexpr bool kPortableKernels = true;
+#else
+constexpr bool kPortableKernels = false;
+#endif
+
+// The suite makes engines by the thousand for problems of a few rows.
+constexpr int64_t kWorkspaceBytes = int64_t{256} << 20;
+
+const bool kSkipsWithoutGpu = SkipTestsWithoutGpu();
+
+}  // namespace
+
+const EngineFactory& SuiteEngineFactory() {
+  static const EngineFactory factory = [](EngineOptions options) {
+    if (options.workspace_bytes == 0) options.workspace_bytes = kWorkspaceBytes;
+    options.portable_kernels = kPortableKernels;
+    options.timed_search = false;  // the suite compares engines bit by bit: all of them must run the same products
+    return CreateCudaEngine(options);
+  };
+  return factory;
+}
+
+// The smaller one still holds the workspace of the library that multiplies matrices.
+SuiteWorkspaces SuiteWorkspaceSizes() { return {int64_t{80} << 20, kWorkspaceBytes}; }
+
+}  // namespace headwater::testing
