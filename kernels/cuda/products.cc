@@ -168,8 +168,13 @@ ProductShape BucketOf(ProductShape shape) {
   return shape;
 }
 
-// Descriptors and the algorithm. The library copies what it needs at every call; nothing here is freed.
+// Descriptors and the algorithm. Made in place and not moved: the library does not say that its descriptors may be. They own
+// nothing.
 struct Plan {
+  Plan() = default;
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
+
   cublasLtMatmulDescOpaque_t operation;
   cublasLtMatrixLayoutOpaque_t a, b, c;
   cublasLtMatmulAlgo_t algorithm;
@@ -304,12 +309,12 @@ class LtProducts final : public Products {
     const PlanKey key = KeyOf(shape, a, b, out, alpha_device != nullptr);
     auto found = plans_.find(key);
     if (found == plans_.end()) {
-      absl::StatusOr<Plan> plan = MakePlan(key);
-      if (!plan.ok()) return plan.status();
+      auto plan = std::make_unique<Plan>();
+      HEADWATER_RETURN_IF_ERROR(MakePlan(key, plan.get()));
       if (plans_.size() >= kMaxPlans) plans_.clear();
-      found = plans_.emplace(key, *plan).first;
+      found = plans_.emplace(key, std::move(plan)).first;
     }
-    Plan& plan = found->second;
+    Plan& plan = *found->second;
     return BlasStatus(Enqueue(plan, plan.algorithm, shape, {a, b, out}, alpha, alpha_device, stream), "a matrix product");
   }
 
@@ -452,17 +457,15 @@ class LtProducts final : public Products {
     return algorithms;
   }
 
-  absl::StatusOr<Plan> MakePlan(const PlanKey& key) {
-    Plan plan;
-    HEADWATER_RETURN_IF_ERROR(Describe(key, &plan));
+  absl::Status MakePlan(const PlanKey& key, Plan* plan) {
+    HEADWATER_RETURN_IF_ERROR(Describe(key, plan));
     // From the first run on the bucket stays as it is.
-    const auto bucket = buckets_.try_emplace(BucketOf(key.shape)).first;
-    if (bucket->second.has_value() && CanRun(key, plan, *bucket->second)) {
-      plan.algorithm = *bucket->second;
-      return plan;
+    const std::optional<cublasLtMatmulAlgo_t>& searched = buckets_.try_emplace(BucketOf(key.shape)).first->second;
+    if (searched.has_value() && CanRun(key, *plan, *searched)) {
+      plan->algorithm = *searched;
+      return absl::OkStatus();
     }
-    // Proposals are asked for as if alpha were on the host, so that it does not matter where it is, unless none of them can do
-    // that.
+    // Proposals are asked for as if alpha were on the host, so that it does not matter where it is, unless none of them can do it.
     PlanKey host_key = key;
     host_key.alpha_on_device = false;
     Plan host_plan;
@@ -470,14 +473,14 @@ class LtProducts final : public Products {
     absl::StatusOr<std::vector<cublasLtMatmulAlgo_t>> candidates = Candidates(host_key, host_plan);
     if (!candidates.ok()) return candidates.status();
     auto first = std::find_if(candidates->begin(), candidates->end(),
-                              [&](const cublasLtMatmulAlgo_t& algorithm) { return CanRun(key, plan, algorithm); });
+                              [&](const cublasLtMatmulAlgo_t& algorithm) { return CanRun(key, *plan, algorithm); });
     if (first == candidates->end()) {
-      candidates = Candidates(key, plan);
+      candidates = Candidates(key, *plan);
       if (!candidates.ok()) return candidates.status();
       first = candidates->begin();
     }
-    plan.algorithm = *first;
-    return plan;
+    plan->algorithm = *first;
+    return absl::OkStatus();
   }
 
   cublasStatus_t Enqueue(Plan& plan, const cublasLtMatmulAlgo_t& algorithm, const ProductShape& shape, const Operands& operands,
@@ -561,7 +564,7 @@ class LtProducts final : public Products {
   AlgorithmCache cache_;
   // By the shape with its bucket's rows: the searched algorithm, or none for a bucket that was run before any search.
   std::unordered_map<ProductShape, std::optional<cublasLtMatmulAlgo_t>, Hash> buckets_;
-  std::unordered_map<PlanKey, Plan, Hash> plans_;
+  std::unordered_map<PlanKey, std::unique_ptr<Plan>, Hash> plans_;
 };
 
 }  // namespace
