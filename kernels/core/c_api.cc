@@ -317,9 +317,10 @@ hw_error* hw_engine_create(const hw_engine_options* options, hw_engine** out) {
     *out = nullptr;
     hw_engine_options in;
     HW_RETURN_IF_ERROR(ReadStruct(options, "options", &in));
-    if (in.engine != nullptr && std::strcmp(in.engine, "cpu") != 0) {
-      return MakeError(ErrorReason::kInvalidField, std::string("options.engine must be cpu, got ") + in.engine,
-                       {{"field", "options.engine"}, {"expected", "cpu"}, {"actual", in.engine}});
+    const std::string engine_name = in.engine != nullptr ? in.engine : "cpu";
+    if (engine_name != "cpu" && engine_name != "cuda") {
+      return MakeError(ErrorReason::kInvalidField, "options.engine must be cpu or cuda, got " + engine_name,
+                       {{"field", "options.engine"}, {"expected", "cpu or cuda"}, {"actual", engine_name}});
     }
     headwater::EngineOptions engine_options;
     if (in.shard_count != 0) engine_options.shard_count = in.shard_count;
@@ -330,7 +331,11 @@ hw_error* hw_engine_create(const hw_engine_options* options, hw_engine** out) {
     engine_options.memory_budget_bytes = in.memory_budget_bytes;
     engine_options.workspace_bytes = in.workspace_bytes;
     engine_options.token_chunk_rows = in.token_chunk_rows;
-    absl::StatusOr<std::unique_ptr<headwater::LossEngine>> engine = headwater::CreateCpuEngine(engine_options);
+    engine_options.device_index = in.device_index;
+    engine_options.timed_search = in.no_timed_search == 0;
+    if (in.algorithm_cache_path != nullptr) engine_options.algorithm_cache_path = in.algorithm_cache_path;
+    absl::StatusOr<std::unique_ptr<headwater::LossEngine>> engine =
+        engine_name == "cuda" ? headwater::CreateCudaEngine(engine_options) : headwater::CreateCpuEngine(engine_options);
     if (!engine.ok()) return engine.status();
     *out = new hw_engine{*std::move(engine)};
     return absl::OkStatus();

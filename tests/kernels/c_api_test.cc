@@ -1,7 +1,10 @@
 // The C ABI, used as a C program would: closed forms, ownership, and errors for everything that a caller can get wrong.
 #include "headwater/kernels/c_api.h"
 
+#include <stdlib.h>
+
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <string>
@@ -427,6 +430,24 @@ TEST_F(CApi, WrongValuesAreRefused) {
   cross_entropy_.class_weight_count = 2;
   expect_refused("class weights without a pointer", "INVALID_FIELD");
   ExpectOk(Compute());
+}
+
+TEST_F(CApi, TheCudaEngineThatIsNotThereIsRefusedWithItsReason) {
+  const char* const before = std::getenv("HEADWATER_CUDA_MODULE");
+  const std::string kept = before != nullptr ? before : "";
+  setenv("HEADWATER_CUDA_MODULE", "/nonexistent-folder/module.so", 1);
+  hw_engine_options options = Sized<hw_engine_options>();
+  options.engine = "cuda";
+  options.algorithm_cache_path = "/nonexistent-folder/algorithms.json";
+  hw_engine* engine = nullptr;
+  constexpr int32_t kUnimplemented = 12;
+  ExpectError(hw_engine_create(&options, &engine), kUnimplemented, "FEATURE_NOT_BUILT");
+  EXPECT_EQ(engine, nullptr);
+  if (before != nullptr) {
+    setenv("HEADWATER_CUDA_MODULE", kept.c_str(), 1);
+  } else {
+    unsetenv("HEADWATER_CUDA_MODULE");
+  }
 }
 
 // Sizes of structs: too small, of a later version with and without anything in the part that is unknown here.

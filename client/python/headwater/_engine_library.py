@@ -17,7 +17,7 @@ from headwater._errors import code_name, make_error
 from headwater._requests import ComputeRequest, CrossEntropyOptions, TermRequest
 from headwater._types import SGD, AdamW, HeadSpec, LossResult, TermResult, combine_terms
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 LIBRARY_NAME = "libheadwater_local.so"
 LIBRARY_VARIABLE = "HEADWATER_LOCAL_LIBRARY"
 
@@ -61,6 +61,9 @@ class _EngineOptions(_Sized):
         ("workspace_bytes", c_int64),
         ("token_chunk_rows", c_int64),
         ("shard_weights", POINTER(c_int64)),
+        ("device_index", c_int32),
+        ("no_timed_search", c_int32),
+        ("algorithm_cache_path", c_char_p),
     ]
 
 
@@ -206,7 +209,6 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("hw_head_reset_optimizer_state", c_void_p, [c_void_p]),
     ("hw_head_gradient_stats", c_void_p, [c_void_p, POINTER(c_double), POINTER(c_int64)]),
     ("hw_head_free_staging_slots", c_int32, [c_void_p]),
-    ("hw_head_add_gradient", c_void_p, [c_void_p, c_int32, c_int64, c_int64, c_double, c_void_p]),
     ("hw_head_apply_optimizer", c_void_p, [c_void_p, POINTER(_OptimizerStep)]),
     ("hw_compute", c_void_p, [c_void_p, POINTER(_MicroBatch), POINTER(_LossSums), POINTER(c_void_p)]),
     ("hw_staged_commit", c_void_p, [c_void_p, c_double]),
@@ -270,11 +272,15 @@ def _pointer(array: np.ndarray | None) -> int | None:
 
 
 class Engine:
-    """An engine in this process. Calls that touch one head must not overlap; heads go before their engine."""
+    """An engine in this process, "cpu" or "cuda". Calls that touch one head must not overlap; heads go before their engine."""
 
     def __init__(
         self,
         *,
+        name: str,
+        device: int,
+        timed_search: bool,
+        algorithm_cache: str,
         shards: int,
         threads: int,
         memory_budget_bytes: int,
@@ -284,14 +290,18 @@ class Engine:
     ):
         weights = None if shard_weights is None else (c_int64 * shards)(*shard_weights)
         options = _EngineOptions(
-            engine=b"cpu",
+            engine=name.encode(),
             shard_count=shards,
             thread_count=threads,
             memory_budget_bytes=memory_budget_bytes,
             workspace_bytes=workspace_bytes,
             token_chunk_rows=token_chunk_rows,
             shard_weights=weights,
+            device_index=device,
+            no_timed_search=int(not timed_search),
+            algorithm_cache_path=os.fsencode(algorithm_cache),
         )
+        self.name = name
         self._handle = c_void_p()
         _check(_library().hw_engine_create(byref(options), byref(self._handle)))
 

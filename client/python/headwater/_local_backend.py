@@ -41,7 +41,7 @@ _INCOMPLETE = ("MICRO_BATCH_MISSING", "MICRO_BATCH_UNCOMMITTED")
 
 
 class LocalBackend(LocalMicroBatches):
-    """Heads in this process. Thread-safe: one lock for everything, because the engine uses all cores for one call anyway."""
+    """Heads in this process. Thread-safe: one lock for everything, because the engine gives all it has to one call anyway."""
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class LocalBackend(LocalMicroBatches):
         load_root: str | os.PathLike[str] | None,
     ):
         self._engine: Engine | None = engine
+        self._engine_name = engine.name
         self._checkpoint_dir = None if checkpoint_dir is None else Path(checkpoint_dir)
         self._load_root = None if load_root is None else Path(load_root)
         self._heads: dict[str, LocalHead] = {}
@@ -140,7 +141,7 @@ class LocalBackend(LocalMicroBatches):
         return ServerInfo(
             version=__version__,
             incarnation=self._incarnation,
-            engine="cpu",
+            engine=self._engine_name,
             features=(
                 "cross_entropy",
                 "jensen_shannon",

@@ -20,8 +20,8 @@ extern "C" {
 #endif
 
 #define HW_API __attribute__((visibility("default")))
-/* 2: hw_head_add_gradient. */
-#define HW_ABI_VERSION 2
+/* 2: hw_head_add_gradient. 3: the engine "cuda". */
+#define HW_ABI_VERSION 3
 
 typedef struct hw_engine hw_engine; /* a LossEngine */
 typedef struct hw_head hw_head;     /* an EngineHead */
@@ -44,13 +44,16 @@ HW_API void hw_error_free(hw_error* error);
 /* EngineOptions; 0 is the engine's default everywhere. */
 typedef struct hw_engine_options {
   int64_t struct_bytes;
-  const char* engine;  /* "cpu" or NULL */
+  const char* engine;  /* "cpu" or NULL, or "cuda": FEATURE_NOT_BUILT, saying why, where it cannot be had */
   int32_t shard_count; /* 0: 1 */
   int32_t thread_count;
   int64_t memory_budget_bytes;
   int64_t workspace_bytes;
   int64_t token_chunk_rows;
-  const int64_t* shard_weights; /* shard_count relative sizes, or NULL: even */
+  const int64_t* shard_weights;     /* shard_count relative sizes, or NULL: even */
+  int32_t device_index;             /* "cuda": the GPU, as CUDA counts the visible ones */
+  int32_t no_timed_search;          /* "cuda": not 0: algorithms as the library proposes them */
+  const char* algorithm_cache_path; /* "cuda": file that keeps the products' algorithms; NULL or "": none is kept */
 } hw_engine_options;
 
 HW_API hw_error* hw_engine_create(const hw_engine_options* options, hw_engine** out);
