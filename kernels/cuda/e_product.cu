@@ -65,18 +65,27 @@ struct EProductEpilogue {
     return rows;
   }
 
-  // acc += bias for 64 columns from `first` on: ahead of the exponentials, which have no registers left.
+  // acc += bias for 64 columns from `first` on, ahead of the exponentials, which leave no registers. At the vocabulary's edge each
+  // lane loads one pair of columns and hands it to the lanes that have them: sixteen guarded loads would spill.
   template <bool kMasked>
   static __device__ __forceinline__ void AddBias(float* accumulators, int first, const Params& params,
                                                  const sm90::EpiloguePosition& position) {
     const int32_t column = position.column + first + 2 * (position.lane % 4);
     const __nv_bfloat16* source = params.bias + column;
+    uint32_t mine = 0;
+    if constexpr (kMasked) {
+      const int32_t own = position.column + first + 2 * position.lane;
+      const auto* bits = reinterpret_cast<const uint16_t*>(params.bias);
+      if (own < position.n) mine = __ldg(bits + own);
+      if (own + 1 < position.n) mine |= static_cast<uint32_t>(__ldg(bits + own + 1)) << 16;
+    }
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       float2 bias = {0.0f, 0.0f};
       if constexpr (kMasked) {
-        if (column + 8 * j < position.n) bias.x = __bfloat162float(__ldg(source + 8 * j));
-        if (column + 8 * j + 1 < position.n) bias.y = __bfloat162float(__ldg(source + 8 * j + 1));
+        const uint32_t both = __shfl_sync(0xffffffffu, mine, 4 * j + position.lane % 4);
+        bias.x = __uint_as_float(both << 16);
+        bias.y = __uint_as_float(both & 0xffff0000u);
       } else {
         bias = __bfloat1622float2(__ldg(reinterpret_cast<const __nv_bfloat162*>(source + 8 * j)));
       }
