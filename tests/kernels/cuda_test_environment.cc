@@ -8,26 +8,32 @@
 namespace headwater::testing {
 namespace {
 
-class GpuEnvironment : public ::testing::Environment {
+const std::string& Reason() {
+  static const std::string reason = ReasonForNoGpu();
+  return reason;
+}
+
+// Skips a test; its fixture is constructed, but not set up. An environment's GTEST_SKIP would let the tests count as passed.
+class SkipWithoutGpu : public ::testing::EmptyTestEventListener {
  public:
-  void SetUp() override {
-    const std::string reason = ReasonForNoGpu();
-    if (!reason.empty()) GTEST_SKIP() << "no GPU: " << reason;
-    has_gpu_ = true;
+  void OnTestStart(const ::testing::TestInfo&) override {
+    if (!Reason().empty()) GTEST_SKIP() << "no GPU: " << Reason();
   }
+};
+
+class KeepFigures : public ::testing::Environment {
+ public:
   void TearDown() override {
-    if (!has_gpu_) return;
+    if (!Reason().empty()) return;
     EXPECT_EQ(RunFigures().Write(), "");
   }
-
- private:
-  bool has_gpu_ = false;
 };
 
 }  // namespace
 
 bool SkipTestsWithoutGpu() {
-  ::testing::AddGlobalTestEnvironment(new GpuEnvironment);
+  ::testing::UnitTest::GetInstance()->listeners().Append(new SkipWithoutGpu);
+  ::testing::AddGlobalTestEnvironment(new KeepFigures);
   return true;
 }
 

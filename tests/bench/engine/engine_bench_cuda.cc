@@ -27,6 +27,7 @@
 #include "tests/bench/engine/cuda_floor.h"
 #include "tests/kernels/cuda_fp64.h"
 #include "tests/kernels/cuda_problem.h"
+#include "tests/kernels/figure_file.h"
 
 namespace headwater::bench {
 namespace {
