@@ -156,8 +156,9 @@ struct Hash {
   }
 };
 
-// The shape with the rows of its bucket.
+// What products share an algorithm for: rows in the same bucket, whatever the strides are (M stands with gaps or without).
 ProductShape BucketOf(ProductShape shape) {
+  shape.a_stride = shape.b_stride = shape.out_stride = 0;
   for (const int64_t rows : Products::kRowBuckets) {
     if (shape.rows <= rows) {
       shape.rows = rows;
@@ -354,8 +355,7 @@ class LtProducts final : public Products {
  private:
   std::string CacheKey(const ProductShape& s) const {
     return absl::StrCat(machine_, KindName(s.kind), s.adds ? " adding " : " ", ElementName(s.element), " to ",
-                        ElementName(s.out_element), ", rows ", s.rows, ", vocab ", s.vocab, ", width ", s.width, ", strides ",
-                        s.a_stride, " ", s.b_stride, " ", s.out_stride);
+                        ElementName(s.out_element), ", rows ", s.rows, ", vocab ", s.vocab, ", width ", s.width);
   }
 
   // Fills in everything but the algorithm.
