@@ -33,7 +33,7 @@ __device__ double HardBound(const RowCoefficients& row, const CrossEntropyTerm& 
 }
 
 // The larger; NaN if one is.
-__device__ double Largest(double a, double b) { return a > b || isnan(a) ? a : b; }
+__device__ double Largest(double a, double b) { return a > b || std::isnan(a) ? a : b; }
 
 __global__ void __launch_bounds__(kThreads)
     FinishRowsKernel(const RowStats* stats, int32_t shard_count, const double* target_arguments, const ChunkRows rows,
