@@ -23,9 +23,6 @@
 namespace headwater::cuda {
 namespace {
 
-// Chunks are multiples of this many rows: the products' tiles.
-constexpr int64_t kRowGrain = 128;
-
 // Bytes of a slot that a term's part of a chunk takes: see Computation::RunTerm().
 int64_t KeptBytes(const TermRun& term, int64_t rows) {
   const Form form = term.FormOf(rows);

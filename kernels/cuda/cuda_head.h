@@ -1,4 +1,4 @@
-// A head in the memory of the device, split into shards.
+// A head in the memory of the device, split into shards. Its calls take the engine's work lock, and leave nothing running.
 //
 // Rows of weight-shaped tensors are PaddedWidth(hidden_size) elements apart; the padding is 0 and stays 0, so that whole tensors
 // can be worked on as flat arrays.
@@ -17,6 +17,7 @@
 #include "kernels/cuda/engine_core.h"
 #include "kernels/cuda/head_plan.h"
 #include "kernels/cuda/launch_types.h"
+#include "kernels/cuda/tensor_copy.h"
 
 namespace headwater::cuda {
 
@@ -68,8 +69,19 @@ class CudaHead final : public HeadBase {
 
  private:
   CudaHead(std::shared_ptr<EngineCore> core, const HeadSpec& spec, HeadPlan plan);
+  absl::Status Allocate();
+  // Where a shard has a tensor. For a master that is not separate: the stored tensor.
+  TensorPlace PlaceOf(int32_t rank, HeadTensor tensor) const;
+  absl::Status WritePiece(TensorCopy* copy, HeadTensor tensor, int32_t rank, const Piece& piece, const void* in);
+  // Adds what is put off (gradient_debt.h), where a call is about the accumulator.
+  absl::Status SettleGradient(HeadTensor tensor) const;
+  // Enqueues the update of a shard's weight, or of its bias.
+  absl::Status UpdateParameters(const OptimizerStep& step, int32_t rank, bool is_weight);
+  // Enqueues bytes of 0 over whole tensors.
+  absl::Status Clear(const DeviceMemory& memory);
 
   const std::shared_ptr<EngineCore> core_;
+  const int64_t own_bytes_;
   std::vector<ShardStorage> storage_;
 };
 

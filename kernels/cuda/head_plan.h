@@ -1,4 +1,17 @@
-// What a head takes on the device.
+// What a head takes on the device. Arithmetic only: nothing of CUDA is needed to plan.
+//
+// Tensors of a head are its own. The workspace is the engine's, shared by its heads (their work is serialised) and as large as the
+// largest that one of them plans:
+//   workspace = cuBLASLt's 64 MiB + max(least, min(workspace_bytes - 64 MiB, most))
+//   most      what the largest useful chunk needs: a divergence of kMaxRows rows in the head's ordinary form (or
+//   kMaxExponentialRows
+//             rows of exponentials); more would gain nothing
+//   least     what 128 rows (or EngineOptions::token_chunk_rows) of the form that needs most do, so that every loss can be computed
+// A chunk takes fixed + rows * per_row bytes (ChunkCost), by the form (term_form.h) of its term:
+//   exponentials  2 bytes a logit
+//   rows          4 bytes a logit; a divergence has two logits a column, and three with several shards: the teacher's cut anew
+//   wide          8 bytes a logit, likewise; and a panel of kPanelBytes for converted weights
+// and beside the logits, for each row, its hidden states and their gradient in all the types that they pass through.
 #ifndef HEADWATER_KERNELS_CUDA_HEAD_PLAN_H_
 #define HEADWATER_KERNELS_CUDA_HEAD_PLAN_H_
 
@@ -10,6 +23,16 @@
 
 namespace headwater::cuda {
 
+// Rows at once where memory allows more: the products gain nothing from larger ones.
+inline constexpr int64_t kMaxExponentialRows = 8192;
+inline constexpr int64_t kMaxRows = 4096;
+// fp64 (fp32) copies of 16- or 32-bit weights are made this much at a time.
+inline constexpr int64_t kPanelBytes = int64_t{64} << 20;
+// The part of the workspace that cuBLASLt has for itself.
+inline constexpr int64_t kLibraryBytes = int64_t{64} << 20;
+// Chunks are multiples of this many rows, where there are enough: the products' tiles.
+inline constexpr int64_t kRowGrain = 128;
+
 struct HeadPlan {
   MemoryPlan memory;             // "workspace" is the engine's, shared by its heads
   std::vector<RowRange> shards;  // one for each of the engine's shards; may be empty
@@ -17,7 +40,18 @@ struct HeadPlan {
   int64_t workspace_bytes = 0;   // cuBLASLt's part included
 };
 
-// `options` with all defaults filled in; `spec` valid. Saturates.
+// Upper bounds, whatever the micro-batch asks for besides.
+struct ChunkCost {
+  int64_t fixed = 0;
+  int64_t per_row = 0;
+  int64_t Bytes(int64_t rows) const;  // saturates
+};
+// Of a chunk with one term whose logits take `logit_bytes` (2, 4 or 8) each. A teacher is taken to be of the head's own size: the
+// plan of a larger one is larger.
+ChunkCost CostOfChunk(const HeadSpec& spec, int32_t shard_count, int64_t logit_bytes, bool divergence);
+
+// `options` with all defaults filled in; `spec` valid. Saturates. token_chunk_rows is that of a cross entropy with any options; on
+// Hopper, one with few options may take up to twice as many at once.
 HeadPlan PlanHeadOnCuda(const HeadSpec& spec, const EngineOptions& options);
 
 }  // namespace headwater::cuda

@@ -12,6 +12,7 @@
 #include "headwater/kernels/engine.h"
 #include "kernels/core/micro_batch_plan.h"
 #include "kernels/cuda/cuda_head.h"
+#include "kernels/cuda/head_plan.h"
 #include "kernels/cuda/row_passes.h"
 #include "kernels/cuda/workspace.h"
 
@@ -21,11 +22,6 @@ enum class Form { kExponentials, kRows, kWide };
 
 // Rows up to which the exponentials' own product does not pay: its tiles are 256 rows high.
 inline constexpr int64_t kLargestSmallBatch = 256;
-// Rows at once where memory allows more: the products gain nothing from larger ones.
-inline constexpr int64_t kMaxExponentialRows = 8192;
-inline constexpr int64_t kMaxRows = 4096;
-// fp64 (fp32) copies of 16- or 32-bit weights are made this much at a time.
-inline constexpr int64_t kPanelBytes = int64_t{64} << 20;
 
 // A term as this engine sees it; fixed for the micro-batch.
 struct TermRun {

@@ -1,0 +1,93 @@
+#include "kernels/cuda/head_plan.h"
+
+#include <algorithm>
+
+#include "kernels/core/head_tensors.h"
+#include "kernels/core/saturating.h"
+
+namespace headwater::cuda {
+namespace {
+
+// PaddedWidth() of launch_types.h, which needs CUDA's headers.
+int64_t Padded(int64_t elements) { return SaturatingAdd(elements, 7) / 8 * 8; }
+
+// Adds up what a row takes: `count` elements of `bytes`.
+class Sum {
+ public:
+  void Add(int64_t count, int64_t bytes) { total_ = SaturatingAdd(total_, SaturatingMultiply(count, bytes)); }
+  int64_t total() const { return total_; }
+
+ private:
+  int64_t total_ = 0;
+};
+
+// The form that needs most: types of head and hidden states may always differ.
+ChunkCost WidestCost(const HeadSpec& spec, int32_t shard_count) { return CostOfChunk(spec, shard_count, 8, /*divergence=*/true); }
+
+int64_t MostUsefulBytes(const HeadSpec& spec, int32_t shard_count) {
+  if (spec.data_type == DataType::kFloat32) return WidestCost(spec, shard_count).Bytes(kMaxRows);
+  const int64_t divergence = CostOfChunk(spec, shard_count, 4, /*divergence=*/true).Bytes(kMaxRows);
+  if (spec.data_type != DataType::kBFloat16) return divergence;
+  return std::max(divergence, CostOfChunk(spec, shard_count, 2, /*divergence=*/false).Bytes(kMaxExponentialRows));
+}
+
+// The rows of a cross entropy that fit into `bytes`; at least 1.
+int64_t RowsFor(const HeadSpec& spec, int32_t shard_count, int64_t bytes) {
+  const ChunkCost cost = CostOfChunk(spec, shard_count, spec.data_type == DataType::kFloat32 ? 8 : 4, /*divergence=*/false);
+  const int64_t rows = std::clamp<int64_t>((bytes - std::min(bytes, cost.fixed)) / cost.per_row, 1, kMaxRows);
+  return rows > kRowGrain ? rows / kRowGrain * kRowGrain : rows;
+}
+
+}  // namespace
+
+int64_t ChunkCost::Bytes(int64_t rows) const { return SaturatingAdd(fixed, SaturatingMultiply(per_row, rows)); }
+
+ChunkCost CostOfChunk(const HeadSpec& spec, int32_t shard_count, int64_t logit_bytes, bool divergence) {
+  const int64_t columns = spec.transform.valid_vocab_size;
+  const int64_t width = spec.hidden_size;
+  const int64_t padded = Padded(width);
+  const bool wide = logit_bytes == 8;
+  const int64_t matrix_bytes = wide ? 4 : 2;
+
+  Sum row;
+  const int64_t logits_per_column = !divergence ? 1 : shard_count > 1 ? 3 : 2;
+  // Each shard's columns are padded for themselves.
+  row.Add(SaturatingAdd(Padded(columns), int64_t{8} * shard_count), logits_per_column * logit_bytes);
+  if (logit_bytes == 2) row.Add(columns / 128 + shard_count, 4);  // sums of tiles
+  row.Add(width, 4 + 4);                                          // hidden as it came, grad_hidden as it goes
+  row.Add(padded, matrix_bytes + (wide ? 8 : 0));                 // hidden
+  row.Add(padded, 4 + matrix_bytes);                              // M W; hidden, scaled
+  row.Add(padded, 4);                                             // grad_hidden summed over terms or shards
+  if (divergence) {
+    row.Add(width, 4);
+    row.Add(padded, matrix_bytes + (wide ? 8 : 0));
+  }
+  // Statistics of each shard; what is uploaded, reported and kept of a row.
+  row.Add(shard_count, 160);
+  row.Add(1, 256);
+
+  Sum fixed;
+  if (wide) fixed.Add(1, kPanelBytes);
+  if (spec.has_bias) fixed.Add(Padded(columns), 16 * 8);  // partial sums of grad_bias
+  fixed.Add(columns, 4 * 4 + 4);                          // class weights of up to four terms; the teacher's bias
+  fixed.Add(64 + 4 * int64_t{shard_count}, 256);          // alignment
+  return {fixed.total(), row.total()};
+}
+
+HeadPlan PlanHeadOnCuda(const HeadSpec& spec, const EngineOptions& options) {
+  HeadPlan plan;
+  plan.shards = SplitVocab(spec.vocab_size, options.shard_count, options.shard_weights);
+  AddTensorItems(spec, Padded(spec.hidden_size), &plan.memory);
+  plan.own_bytes = plan.memory.total_bytes;
+
+  const bool exact = options.token_chunk_rows > 0;
+  const int64_t least = WidestCost(spec, options.shard_count).Bytes(exact ? options.token_chunk_rows : kRowGrain);
+  const int64_t most = MostUsefulBytes(spec, options.shard_count);
+  const int64_t chunk_bytes = std::max(least, std::min(options.workspace_bytes - kLibraryBytes, most));
+  plan.workspace_bytes = SaturatingAdd(kLibraryBytes, chunk_bytes);
+  AddPlanItem("workspace", plan.workspace_bytes, &plan.memory);
+  plan.memory.token_chunk_rows = exact ? options.token_chunk_rows : RowsFor(spec, options.shard_count, chunk_bytes);
+  return plan;
+}
+
+}  // namespace headwater::cuda
