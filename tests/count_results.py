@@ -1,6 +1,7 @@
 """Counts test results: prints "PASSED FAILED SKIPPED" for the JUnit files of one stage of tests/run.
 
     count_results.py --pytest FILE        the report of pytest --junitxml
+    count_results.py --gtest FILE         the report of one GoogleTest program; one that left none, or has no test, has failed
     count_results.py --ctest FILE DIR     the report of ctest --output-junit, and the folder with the GoogleTest programs' own
 
 ctest knows programs, GoogleTest cases. Cases are counted; a program that failed without a failed case (a crash, a sanitizer's
@@ -63,6 +64,8 @@ def main() -> int:
     match sys.argv[1:]:
         case ["--pytest", report]:
             counts = count_pytest(Path(report))
+        case ["--gtest", report]:
+            counts = count_gtest(Path(report)) or Counter(failed=1)
         case ["--ctest", report, folder]:
             counts = count_ctest(Path(report), Path(folder))
         case _:

@@ -1,6 +1,7 @@
 """Backends that the tests run on: headwaterd with 1 and 3 vocabulary shards behind a Unix socket, and the engine in this process.
 
-HEADWATERD names the server; without it, bin/headwaterd of the build that HEADWATER_BUILD_DIR names.
+HEADWATERD names the server; without it, bin/headwaterd of the build that HEADWATER_BUILD_DIR names. HEADWATER_TEST_ENGINE is their
+engine, "cpu" or "cuda"; without it, "cpu".
 """
 
 import contextlib
@@ -20,6 +21,7 @@ import headwater
 import headwater.local
 
 START_TIMEOUT_S = 60
+ENGINE = os.environ.get("HEADWATER_TEST_ENGINE", "cpu")
 BACKENDS = ("remote-1", "remote-3", "local-1", "local-3")
 
 
@@ -59,6 +61,7 @@ class Server:
             f"--checkpoint_directory={self.checkpoints}",
             f"--load_root={self.load_root}",
             "--log_level=warning",
+            f"--engine={ENGINE}",
             *flags,
         ]
         self._ready = ready
@@ -157,7 +160,10 @@ def backends():
                     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hw-")))
                     (directory / "load").mkdir()
                     client = headwater.local.connect(
-                        shards=int(shards), checkpoint_dir=directory / "checkpoints", load_root=directory / "load"
+                        shards=int(shards),
+                        checkpoint_dir=directory / "checkpoints",
+                        load_root=directory / "load",
+                        engine=ENGINE,
                     )
                     stack.enter_context(client)
                     made[kind] = Backend(kind, client, directory / "load", directory / "checkpoints", None)

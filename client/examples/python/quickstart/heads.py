@@ -57,16 +57,18 @@ class OwnHead:
 class RemoteHead:
     """The same head on a Headwater server: hidden states go there, their gradient comes back, nothing else is here."""
 
-    def __init__(self, server: str, name: str) -> None:
+    def __init__(self, server: str, name: str, dtype: torch.dtype = torch.float32) -> None:
+        """Hidden states travel as `dtype`; the body rounds them to bfloat16 in any case."""
         # Imported here, so that the process that does without Headwater does not hold it.
         import headwater
         import headwater.torch
 
         self.head = headwater.connect(server).head(name)
         self._loss = headwater.torch.CrossEntropyLoss(self.head)
+        self._dtype = dtype
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return self._loss(hidden, targets)
+        return self._loss(hidden.to(self._dtype), targets)
 
     def optimizer_step(self, learning_rate: float, micro_batches: int, body_norm_squared: float) -> StepReply:
         reply = self.head.apply_optimizer_step(

@@ -25,7 +25,7 @@ def child(program: str, *arguments: object) -> list[str]:
     return [sys.executable, str(FOLDER_OF_PROGRAMS / program), *map(str, arguments)]
 
 
-def create_head(server: str) -> None:
+def create_head(server: str, data_type: str = "float32") -> None:
     """Creates the head that the trainer will find on the server, so that the trainer never holds its weights."""
     import headwater
     from train import HEAD_NAME, SEED
@@ -33,7 +33,11 @@ def create_head(server: str) -> None:
     optimizer = headwater.AdamW(beta1=heads.BETAS[0], beta2=heads.BETAS[1], epsilon=heads.EPSILON, weight_decay=heads.WEIGHT_DECAY)
     with headwater.connect(server) as client:
         client.create_head(
-            HEAD_NAME, heads.initial_weight(data.VOCAB_SIZE, TEACHER["hidden_size"], SEED), trainable=True, optimizer=optimizer
+            HEAD_NAME,
+            heads.initial_weight(data.VOCAB_SIZE, TEACHER["hidden_size"], SEED),
+            trainable=True,
+            optimizer=optimizer,
+            dtype=data_type,
         )
 
 

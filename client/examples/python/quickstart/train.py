@@ -1,6 +1,7 @@
 """Trains the language model with one of the two heads; a process of its own, so that its peak memory is its own.
 
-With the remote head, a witness process looks at every tenth step: see witness.py.
+With the remote head in float32, a witness process looks at every tenth step: see witness.py. In bfloat16 there is nothing to hold
+that to: what it computes would be rounded elsewhere.
 """
 
 import argparse
@@ -39,6 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--head", choices=("own", "remote"), required=True)
     parser.add_argument("--server", help="address of headwaterd, for the remote head")
+    parser.add_argument("--data-type", choices=("float32", "bfloat16"), default="float32", help="of the remote head, and on its way")
     parser.add_argument("--threads", type=int, required=True, help="of PyTorch")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True, help="with the prepared text")
@@ -55,7 +57,7 @@ def main() -> None:
     # What a trainer holds before it has computed anything: libraries, data and body, but nothing of a head.
     head: heads.TrainingHead
     if remote:
-        head = heads.RemoteHead(arguments.server, HEAD_NAME)
+        head = heads.RemoteHead(arguments.server, HEAD_NAME, getattr(torch, arguments.data_type))
         baseline = training.memory_bytes("VmRSS")
     else:
         baseline = training.memory_bytes("VmRSS")
@@ -67,7 +69,8 @@ def main() -> None:
     description = f"{arguments.head} head, {arguments.threads} thread{'s' if arguments.threads > 1 else ''}"
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(training.progress(arguments.steps, description))
-        witness = stack.enter_context(Witness(arguments.server, HEAD_NAME)) if remote else None
+        watches = remote and arguments.data_type == "float32"
+        witness = stack.enter_context(Witness(arguments.server, HEAD_NAME)) if watches else None
         for step in range(arguments.steps):
             if step % 50 == 0:
                 held_out.append((step, held_out_loss(body, head, held_out_batches)))
