@@ -10,4 +10,6 @@ const EngineFactory& SuiteEngineFactory() {
 
 SuiteWorkspaces SuiteWorkspaceSizes() { return {int64_t{1} << 20, int64_t{64} << 20}; }
 
+bool SuiteKeepsStagedRows(int64_t rows, int64_t hidden_size, int32_t) { return rows <= hidden_size; }
+
 }  // namespace headwater::testing

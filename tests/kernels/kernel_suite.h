@@ -28,6 +28,10 @@ struct SuiteWorkspaces {
 };
 SuiteWorkspaces SuiteWorkspaceSizes();
 
+// Whether a staging slot of an fp32 head keeps so many rows and computes their product at the commit, which then has the bits of a
+// direct contribution. Defined by the program.
+bool SuiteKeepsStagedRows(int64_t rows, int64_t hidden_size, int32_t shard_count);
+
 }  // namespace headwater::testing
 
 #endif  // HEADWATER_TESTS_KERNELS_KERNEL_SUITE_H_

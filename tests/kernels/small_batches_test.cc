@@ -1,0 +1,227 @@
+// Many small micro-batches in 16 bits: an engine may put their products off and add them together, but never so that anybody sees
+// it.
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "tests/kernels/comparison.h"
+#include "tests/kernels/plain_computation.h"
+
+namespace headwater::testing {
+namespace {
+
+ProblemOptions Options(DataType type, uint64_t seed) {
+  ProblemOptions options = WithType(ProblemOptions(), type);
+  options.rows = 60;
+  options.vocab_size = 97;
+  options.hidden_size = 40;
+  options.bias = true;
+  options.token_weights = true;
+  options.seed = seed;
+  return options;
+}
+
+// Slices of 1 to 17 rows that cover 60.
+const std::vector<std::pair<int64_t, int64_t>>& Slices() {
+  static const std::vector<std::pair<int64_t, int64_t>> slices = {{0, 1}, {1, 17}, {18, 5}, {23, 16}, {39, 2}, {41, 12}, {53, 7}};
+  return slices;
+}
+
+// Both problems' heads on one engine, the second as head 1.
+std::vector<TestHead> HeadsOf(const Problem& first, Problem* second) {
+  second->terms[0].head = 1;
+  std::vector<TestHead> heads = {first.heads[0], second->heads[0]};
+  return heads;
+}
+
+void ExpectGradientOf(const Problem& problem, const Gradient& actual, const std::string& what) {
+  const PlainResult plain = ComputePlain(problem);
+  const Expected expected = ComputeExpected(problem);
+  const std::vector<double> weight(actual.weight.begin(), actual.weight.end());
+  const std::vector<double> bias(actual.bias.begin(), actual.bias.end());
+  ExpectTensorNear(what + ", grad_weight", weight, expected.gradient(0).weight, &plain.grad_weight[0]);
+  const std::vector<double>& expected_bias = expected.gradient(0).bias;
+  ExpectTensorNear(what + ", grad_bias", bias, reference::Matrix(1, static_cast<int64_t>(expected_bias.size()), expected_bias),
+                   &plain.grad_bias[0]);
+}
+
+double NormSquared(const Gradient& gradient) {
+  double sum = 0;
+  for (const float value : gradient.weight) sum += static_cast<double>(value) * static_cast<double>(value);
+  for (const float value : gradient.bias) sum += static_cast<double>(value) * static_cast<double>(value);
+  return sum;
+}
+
+class SmallBatches : public ::testing::TestWithParam<DataType> {};
+
+TEST_P(SmallBatches, OfTwoHeadsInTurnEqualOneBatchEach) {
+  for (const bool jsd : {false, true}) {
+    for (const int32_t shard_count : {1, 3}) {
+      SCOPED_TRACE((jsd ? "JSD, shards " : "cross entropy, shards ") + std::to_string(shard_count));
+      ProblemOptions options = Options(GetParam(), 1);
+      const Problem first = MakeProblem(options);
+      options.seed = 2;
+      options.jsd = jsd;
+      Problem second = MakeProblem(options);
+      const Problem second_alone = second;
+      std::vector<TestHead> all_heads = HeadsOf(first, &second);
+      if (jsd) {
+        all_heads.push_back(second.heads[1]);
+        second.terms[0].teacher = 2;
+        second.heads = all_heads;
+      }
+      EngineOptions engine_options;
+      engine_options.shard_count = shard_count;
+      LoadedHeads heads(all_heads, engine_options);
+      // SliceRows() looks at the problem's own heads.
+      const auto slice = [&](const Problem& problem, std::pair<int64_t, int64_t> rows) {
+        Problem with_heads = problem;
+        with_heads.heads = all_heads;
+        return SliceRows(with_heads, rows.first, rows.second);
+      };
+      for (const auto& rows : Slices()) {
+        heads.Compute(slice(first, rows));
+        heads.Compute(slice(second, rows));
+      }
+      ExpectGradientOf(first, heads.ReadGradient(0), "the first head");
+      ExpectGradientOf(second_alone, heads.ReadGradient(1), "the second head");
+    }
+  }
+}
+
+// One head, and nobody looks before the end: LoadedHeads::Compute() reads the accumulators after every call.
+class Unwatched {
+ public:
+  Unwatched(const std::vector<TestHead>& all_heads, const EngineOptions& options) : heads_(all_heads, options) {}
+  LoadedHeads& heads() { return heads_; }
+  void Compute(const Problem& problem) {
+    const PreparedMicroBatch prepared(problem, heads_.pointers(), ComputeOptions());
+    const absl::StatusOr<MicroBatchResult> result = heads_.engine().Compute(prepared.micro_batch);
+    ASSERT_TRUE(result.ok()) << result.status();
+    prepared.ExpectGuardsAndInputsIntact();
+  }
+
+ private:
+  LoadedHeads heads_;
+};
+
+TEST_P(SmallBatches, AreThereWhenTheAccumulatorIsReadInTheEnd) {
+  const Problem problem = MakeProblem(Options(GetParam(), 3));
+  // The second engine has done the same before: nothing is left over from one step to the next.
+  for (const int steps_before : {0, 1}) {
+    Unwatched unwatched(problem.heads, {});
+    for (int step = 0; step < steps_before; ++step) {
+      for (const auto& [start, count] : Slices()) unwatched.Compute(SliceRows(problem, start, count));
+      ASSERT_TRUE(unwatched.heads().head(0).ZeroGradient().ok());
+      ExpectGradientZero(unwatched.heads().ReadGradient(0));
+    }
+    for (const auto& [start, count] : Slices()) unwatched.Compute(SliceRows(problem, start, count));
+    ExpectGradientOf(problem, unwatched.heads().ReadGradient(0), "after " + std::to_string(steps_before) + " steps");
+  }
+}
+
+// More rows than can wait at once.
+TEST_P(SmallBatches, ManyMoreThanCanWait) {
+  ProblemOptions options = Options(GetParam(), 4);
+  options.rows = 250;
+  options.token_weights = false;
+  options.loss_scale = 1.0 / 32;
+  const Problem problem = MakeProblem(options);
+  constexpr int kRounds = 32;  // 8000 rows
+  Unwatched unwatched(problem.heads, {});
+  for (int round = 0; round < kRounds; ++round) unwatched.Compute(problem);
+  Problem sum = problem;
+  sum.terms[0].loss_scale = 1;
+  ExpectGradientOf(sum, unwatched.heads().ReadGradient(0), "32 times the same rows");
+}
+
+TEST_P(SmallBatches, AreSeenByEverythingThatLooksAtTheAccumulator) {
+  ProblemOptions options = Options(GetParam(), 5);
+  options.staging_slots = 1;
+  Problem problem = MakeProblem(options);
+  problem.heads[0].spec.optimizer = SgdSpec{};
+  const Problem early = SliceRows(problem, 0, 9);
+  const Problem late = SliceRows(problem, 9, 11);
+  const auto engine_after = [&](const Problem& rows) {
+    auto unwatched = std::make_unique<Unwatched>(problem.heads, EngineOptions());
+    unwatched->Compute(rows);
+    return unwatched;
+  };
+  const Gradient alone = engine_after(early)->heads().ReadGradient(0);
+
+  const absl::StatusOr<GradientStats> stats = engine_after(early)->heads().head(0).ComputeGradientStats();
+  ASSERT_TRUE(stats.ok());
+  EXPECT_LE(std::abs(stats->norm_squared - NormSquared(alone)), 1e-12 * NormSquared(alone));
+
+  // An update.
+  OptimizerStep step;
+  step.learning_rate = 0.5;
+  step.settings = SgdSpec{};
+  const auto watched = engine_after(early);
+  EXPECT_TRUE(watched->heads().ReadGradient(0) == alone);
+  const auto updated = engine_after(early);
+  for (LoadedHeads* heads : {&watched->heads(), &updated->heads()}) {
+    ASSERT_TRUE(heads->head(0).ApplyOptimizer(step).ok());
+    ExpectGradientZero(heads->ReadGradient(0));
+  }
+  EXPECT_EQ(ReadTensorValues(updated->heads().head(0), HeadTensor::kMasterWeight),
+            ReadTensorValues(watched->heads().head(0), HeadTensor::kMasterWeight));
+  EXPECT_NE(ReadTensorValues(updated->heads().head(0), HeadTensor::kMasterWeight), problem.heads[0].weight);
+
+  // A caller's own part, and a contribution that is committed: after what came before.
+  const std::vector<float> in(alone.weight.size(), 0.125f);
+  Gradient expected = alone;
+  for (float& value : expected.weight) value += 0.25f;
+  const auto added = engine_after(early);
+  ASSERT_TRUE(added->heads().head(0).AddToGradient(HeadTensor::kGradWeight, 0, static_cast<int64_t>(in.size()), 2, in.data()).ok());
+  EXPECT_TRUE(added->heads().ReadGradient(0) == expected);
+  const auto committed = engine_after(early);
+  ASSERT_TRUE(committed->heads().Stage(late)->Commit(1).ok());
+  ExpectGradientOf(SliceRows(problem, 0, 20), committed->heads().ReadGradient(0), "committed after small rows");
+
+  // A value that is written counts, and nothing that came before it.
+  const auto written = engine_after(early);
+  WriteTensorValues(written->heads().head(0), HeadTensor::kGradWeight, std::vector<double>(alone.weight.size(), 3.0));
+  for (const float value : written->heads().ReadGradient(0).weight) ASSERT_EQ(value, 3.0f);
+}
+
+// New weights do not change what was computed with the old ones.
+TEST_P(SmallBatches, KeepTheWeightsThatTheyWereComputedWith) {
+  const Problem problem = MakeProblem(Options(GetParam(), 6));
+  Unwatched unwatched(problem.heads, {});
+  unwatched.Compute(SliceRows(problem, 0, 30));
+  WriteTensorValues(unwatched.heads().head(0), HeadTensor::kWeight, std::vector<double>(problem.heads[0].weight.size(), 0.0));
+  ExpectGradientOf(SliceRows(problem, 0, 30), unwatched.heads().ReadGradient(0), "after new weights");
+}
+
+// A head that goes takes along what waited for it.
+TEST_P(SmallBatches, OfAHeadThatGoesDisturbNobody) {
+  const Problem problem = MakeProblem(Options(GetParam(), 7));
+  Problem other = MakeProblem(Options(GetParam(), 8));
+  const Problem other_alone = other;
+  Unwatched unwatched(HeadsOf(problem, &other), {});
+  absl::StatusOr<std::unique_ptr<EngineHead>> leaving = unwatched.heads().engine().CreateHead(problem.heads[0].spec);
+  ASSERT_TRUE(leaving.ok()) << leaving.status();
+  WriteTensorValues(**leaving, HeadTensor::kWeight, problem.heads[0].weight);
+  WriteTensorValues(**leaving, HeadTensor::kBias, problem.heads[0].bias);
+  other.heads = {problem.heads[0], other_alone.heads[0]};
+  unwatched.Compute(SliceRows(other, 0, 20));
+  {
+    const PreparedMicroBatch prepared(problem, {leaving->get()}, ComputeOptions());
+    ASSERT_TRUE(unwatched.heads().engine().Compute(prepared.micro_batch).ok());
+  }
+  leaving->reset();
+  unwatched.Compute(SliceRows(other, 20, 40));
+  ExpectGradientOf(other_alone, unwatched.heads().ReadGradient(1), "the head that stays");
+  ExpectGradientZero(unwatched.heads().ReadGradient(0));
+}
+
+INSTANTIATE_TEST_SUITE_P(All, SmallBatches, ::testing::Values(DataType::kBFloat16, DataType::kFloat16),
+                         [](const auto& test) { return test.param == DataType::kBFloat16 ? "BFloat16" : "Float16"; });
+
+}  // namespace
+}  // namespace headwater::testing
