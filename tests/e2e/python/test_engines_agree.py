@@ -48,7 +48,10 @@ def check(one: dict, other: dict) -> None:
     held_out = np.array(one["held_out"], dtype=float)[:, 1] - np.array(other["held_out"], dtype=float)[:, 1]
     distance = np.abs(first - second)
     print(f"losses {first[0]:.6f} to {first[-1]:.6f} and {second[0]:.6f} to {second[-1]:.6f}")
-    print(f"distance: first {distance[0]:.2e}, mean {distance.mean():.2e}, largest {distance.max():.2e}; held out, largest {np.abs(held_out).max():.2e}")
+    print(
+        f"distance: first {distance[0]:.2e}, mean {distance.mean():.2e}, largest {distance.max():.2e}; "
+        f"held out, largest {np.abs(held_out).max():.2e}"
+    )
     assert len(first) == len(second)
     assert first[-1] < 0.85 * first[0]  # it did train
     assert distance[0] <= FIRST_STEP * first[0]

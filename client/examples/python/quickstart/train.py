@@ -40,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--head", choices=("own", "remote"), required=True)
     parser.add_argument("--server", help="address of headwaterd, for the remote head")
-    parser.add_argument("--data-type", choices=("float32", "bfloat16"), default="float32", help="of the remote head, and on its way")
+    parser.add_argument("--data-type", choices=("float32", "bfloat16"), default="float32", help="of the remote head and its rows")
     parser.add_argument("--threads", type=int, required=True, help="of PyTorch")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True, help="with the prepared text")
