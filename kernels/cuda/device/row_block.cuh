@@ -208,12 +208,16 @@ __device__ __forceinline__ SoftRow<T> MakeSoftRow(const DivergenceSides<T>& side
   return soft;
 }
 
-// `student` and `teacher` are logits, not yet tempered.
+__device__ __forceinline__ float RoundedProduct(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double RoundedProduct(double a, double b) { return __dmul_rn(a, b); }
+
+// `student` and `teacher` are logits, not yet tempered. Both products are rounded: with one of them fused into the difference,
+// equal logits would not cancel.
 template <typename T>
 __device__ __forceinline__ row_math::ColumnLogs<T> LogsOf(const DivergenceSides<T>& sides, const SoftRow<T>& row, T student,
                                                           T teacher) {
-  const T s = student * sides.student_inverse_temperature;
-  const T t = teacher * sides.teacher_inverse_temperature;
+  const T s = RoundedProduct(student, sides.student_inverse_temperature);
+  const T t = RoundedProduct(teacher, sides.teacher_inverse_temperature);
   return {row_math::Minus(t, row.teacher_lse), row_math::Minus(s, row.student_lse), row_math::Minus(t - s, row.lse_difference)};
 }
 
