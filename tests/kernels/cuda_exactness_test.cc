@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <sstream>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -107,6 +108,15 @@ void ExpectLossFigure(const std::string& name, const DeviceOutcome& outcome, con
                1e-6 * mean_loss + 1.5e-9 * static_cast<double>(width) * expected.MeanLargestLogit());
 }
 
+// "n512_h1024_v32000_flat_3shards": what a case is, with the parts that are not the ordinary ones.
+std::string NameOf(const ProblemShape& shape, const char* regime, int32_t shard_count, bool portable_kernels) {
+  std::ostringstream name;
+  name << shape.name << "_" << regime;
+  if (shard_count != 1) name << "_" << shard_count << "shards";
+  if (portable_kernels) name << "_portable";
+  return name.str();
+}
+
 std::string BetaName(double beta) {
   char text[16];
   std::snprintf(text, sizeof(text), "beta%.1f", beta);
@@ -200,10 +210,7 @@ struct CrossEntropyCase {
   Regime regime = Regime::kFlat;
   int32_t shard_count = 1;
   bool portable_kernels = false;
-  std::string Name() const {
-    return "ce_" + shape.name + "_" + RegimeName(regime) + (shard_count == 1 ? "" : "_" + std::to_string(shard_count) + "shards") +
-           (portable_kernels ? "_portable" : "");
-  }
+  std::string Name() const { return "ce_" + NameOf(shape, RegimeName(regime), shard_count, portable_kernels); }
   EngineOptions Options() const {
     EngineOptions options;
     options.workspace_bytes = kWorkspaceBytes;
@@ -275,10 +282,7 @@ struct DivergenceCase {
   Regime regime = Regime::kFlat;
   int32_t shard_count = 1;
   bool portable_kernels = false;
-  std::string Name() const {
-    return "jsd_" + shape.name + "_" + RegimeName(regime) + (shard_count == 1 ? "" : "_" + std::to_string(shard_count) + "shards") +
-           (portable_kernels ? "_portable" : "");
-  }
+  std::string Name() const { return "jsd_" + NameOf(shape, RegimeName(regime), shard_count, portable_kernels); }
 };
 
 std::vector<DivergenceCase> DivergenceCases() {
@@ -330,10 +334,7 @@ struct RepeatCase {
   bool divergence = false;
   int32_t shard_count = 1;
   bool portable_kernels = false;
-  std::string Name() const {
-    return std::string(divergence ? "jsd_" : "ce_") + shape.name + "_" + std::to_string(shard_count) + "shards" +
-           (portable_kernels ? "_portable" : "");
-  }
+  std::string Name() const { return NameOf(shape, divergence ? "jsd" : "ce", shard_count, portable_kernels); }
 };
 
 class Repeats : public ::testing::TestWithParam<RepeatCase> {};

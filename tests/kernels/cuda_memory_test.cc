@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -79,8 +80,10 @@ struct MemoryCase {
   bool divergence = false;
   bool timed_search = false;
   std::string Name() const {
-    return "v" + std::to_string(vocab) + "_h" + std::to_string(width) + "_" + std::to_string(workspace_bytes / kGiB) + "gib_" +
-           (divergence ? "jsd" : "ce") + (timed_search ? "_timed" : "");
+    std::ostringstream name;
+    name << "v" << vocab << "_h" << width << "_" << workspace_bytes / kGiB << "gib_" << (divergence ? "jsd" : "ce");
+    if (timed_search) name << "_timed";
+    return name.str();
   }
 };
 
@@ -183,7 +186,9 @@ TEST_P(DeviceMemory, IsWhatThePlanSays) {
   expect_as_planned("heads", creation.largest() - baseline);
 
   const auto compute = [&](int64_t row_count, MemorySpace memory) {
-    const std::string what = "n" + std::to_string(row_count) + (memory == MemorySpace::kHost ? "_host" : "");
+    std::ostringstream words;
+    words << "n" << row_count << (memory == MemorySpace::kHost ? "_host" : "");
+    const std::string what = words.str();
     SCOPED_TRACE(what);
     const int64_t before_rows = UsedBytes();
     ZeroRows rows(param, row_count, memory);
