@@ -151,7 +151,6 @@ struct Terms {
   float teacher = 0.0f;  // kMixture: p (d - L) of distant columns
   float mean = 0.0f;     // of near columns; kForward and kReverse: of all
   float distant = 0.0f;  // kMixture: of distant columns
-  float top = 0.0f;      // kMixture: q L of the column left out, if it is distant
   float largest = 0.0f;  // of |q L| (kForward: |q - p|)
   float q_largest = 0.0f;
 };
@@ -162,27 +161,26 @@ struct RowOffsets {
   float difference;        // teacher - student
 };
 
-// The column that has more than half of q.
+// The column that has more than half of q, in the one thread that has it.
 struct Top {
-  bool present = false;
+  int32_t index = -1;       // in the thread's registers; -1: not here
   float slope = 0.0f;       // its L
   float derivative = 1.0f;  // dz/da
-  int32_t index = -1;       // in the thread's registers
 };
 
 template <Form kForm, bool kTransformed, bool kHalf>
 struct RowTerms {
   // In phase 1 a student's logit becomes q dz/da (kForward: (q - p) dz/da), the teacher's L (kForward: q).
   static __device__ __forceinline__ void Near(const KernelParams& params, float log_q, float d, float& student, float& teacher,
-                                              Terms& terms, float& q_rest, Top& top, int32_t index) {
+                                              Terms& terms) {
     const float q = Exp2(log_q);
     const float slope = d * Polynomial(params.slope, d);
     terms.loss = fmaf(q * (d * d), Polynomial(params.excess, d), terms.loss);
-    Keep(params, q, slope, kForm == Form::kForward ? -q * slope : q, false, student, teacher, terms, q_rest, top, index);
+    Keep(params, q, slope, kForm == Form::kForward ? -q * slope : q, false, student, teacher, terms);
   }
 
   static __device__ __forceinline__ void Far(const KernelParams& params, const RowOffsets& offsets, float log_q, float d,
-                                             float& student, float& teacher, Terms& terms, float& q_rest, Top& top, int32_t index) {
+                                             float& student, float& teacher, Terms& terms) {
     const float log_p = fmaf(teacher, params.log2_scales[1], offsets.teacher);
     const float q = Exp2(log_q);
     const float p = Exp2(log_p);
@@ -192,48 +190,43 @@ struct RowTerms {
       float slope;
       asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(slope) : "f"(fmaf(params.beta, Exp2(d), params.one_minus_beta)));
       terms.teacher = fmaf(p, d - slope, terms.teacher);
-      Keep(params, q, slope, q, true, student, teacher, terms, q_rest, top, index);
+      Keep(params, q, slope, q, true, student, teacher, terms);
     } else if constexpr (kForm == Form::kForward) {
       const float difference = q - p;
       terms.loss += fmaf(difference, static_cast<float>(kLog2E), p * d);
-      Keep(params, q, 0.0f, difference, false, student, teacher, terms, q_rest, top, index);
+      Keep(params, q, 0.0f, difference, false, student, teacher, terms);
     } else {
       terms.loss += fmaf(p - q, static_cast<float>(kLog2E), -q * d);
-      Keep(params, q, d, q, false, student, teacher, terms, q_rest, top, index);
+      Keep(params, q, d, q, false, student, teacher, terms);
     }
   }
 
   // `entry`: the factor of M that is kept.
   static __device__ __forceinline__ void Keep(const KernelParams& params, float q, float slope, float entry, bool distant,
-                                              float& student, float& teacher, Terms& terms, float& q_rest, Top& top,
-                                              int32_t index) {
+                                              float& student, float& teacher, Terms& terms) {
     const float weighted = kForm == Form::kForward ? entry : q * slope;
-    float mean_share = weighted;
-    float q_share = q;
-    float derivative = 1.0f;
-    if constexpr (kTransformed) {
-      const float share = student * params.sides[0].inverse_cap;  // 0 without a cap
-      derivative = fmaf(-share, share, 1.0f);
-      // The columns' derivatives differ: what M keeps does not tell q any more, so the top column is found here.
-      if (q > 0.5f) {
-        top = {true, slope, derivative, index};
-        if (distant) terms.top = weighted;
-        mean_share = 0.0f;
-        q_share = 0.0f;
-      }
-      q_rest += q_share;
-    }
     if (distant) {
-      terms.distant += mean_share;
+      terms.distant += weighted;
     } else {
-      terms.mean += mean_share;
+      terms.mean += weighted;
     }
     if constexpr (kHalf) {
-      terms.largest = fmaxf(terms.largest, fabsf(mean_share));
-      terms.q_largest = fmaxf(terms.q_largest, q_share);
+      terms.largest = fmaxf(terms.largest, fabsf(weighted));
+      terms.q_largest = fmaxf(terms.q_largest, q);
     }
-    student = kTransformed ? entry * derivative : entry;
+    student = kTransformed ? entry * Derivative(params, student) : entry;
     teacher = kForm == Form::kForward ? q : slope;
+  }
+
+  // dz/da where a softcap is: 1 - (z / cap)^2.
+  static __device__ __forceinline__ float Derivative(const KernelParams& params, float student) {
+    const float share = student * params.sides[0].inverse_cap;
+    return fmaf(-share, share, 1.0f);
+  }
+
+  static __device__ __forceinline__ float Loss(const KernelParams& params, const Terms& terms) {
+    if constexpr (kForm != Form::kMixture) return terms.loss;
+    return terms.loss + (params.beta * terms.teacher - params.one_minus_beta * terms.distant);
   }
 };
 
@@ -386,7 +379,43 @@ __global__ void __launch_bounds__(cluster_row::kThreads, 1) DivergenceRowsKernel
 
         // Phase 1.
         Terms terms;
-        float q_rest = 0.0f;
+        float loss = 0.0f;
+        float q_rest = own.x / total[0].x;
+        if (q_rest > 0.5f) {
+          // The column that has more than half of q can be here. It is taken out of what follows: its share of the loss goes its
+          // own way, near or far, and what it leaves of q is added up without it.
+          float s_top = params.no_column[0], t_top = params.no_column[1], largest = -INFINITY;
+          int32_t index_top = -1;
+          for_each([&](float s, float t, int index) {
+            const float log_q = fmaf(s, params.log2_scales[0], row_offsets.student);
+            if (!(log_q > largest)) return;
+            largest = log_q;
+            index_top = index;
+            s_top = s;
+            t_top = t;
+          });
+          if (largest > -1.0f) {
+            top.index = index_top;
+            if constexpr (kTransformed) top.derivative = Math::Derivative(params, s_top);
+            const float d = fmaf(fmaf(-params.ratio, s_top, t_top), params.log2_scales[1], row_offsets.difference);
+            Terms apart;
+            if (fabsf(d) < kNearLimit) {
+              Math::Near(params, largest, d, s_top, t_top, apart);
+            } else {
+              Math::Far(params, row_offsets, largest, d, s_top, t_top, apart);
+            }
+            top.slope = t_top;
+            loss = Math::Loss(params, apart);
+            q_rest = 0.0f;
+            for_each([&](float& s, float& t, int index) {
+              if (index == top.index) {
+                s = params.no_column[0];
+                t = params.no_column[1];
+              }
+              q_rest += Exp2(fmaf(s, params.log2_scales[0], row_offsets.student));
+            });
+          }
+        }
         int32_t tries = 0;  // vectors that were not near: a warp that has seen some does not look any more
 #pragma unroll
         for (int vector = 0; vector < kVectors; ++vector) {
@@ -406,45 +435,18 @@ __global__ void __launch_bounds__(cluster_row::kThreads, 1) DivergenceRowsKernel
           if (near) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              Math::Near(params, log_q[i], d[i], student[vector][i], teacher[vector][i], terms, q_rest, top, 4 * vector + i);
+              Math::Near(params, log_q[i], d[i], student[vector][i], teacher[vector][i], terms);
             }
           } else {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              Math::Far(params, row_offsets, log_q[i], d[i], student[vector][i], teacher[vector][i], terms, q_rest, top,
-                        4 * vector + i);
-            }
-          }
-        }
-        float mean = terms.mean;
-        float loss = terms.loss;
-        if constexpr (kForm == Form::kMixture) {
-          loss += params.beta * terms.teacher - params.one_minus_beta * (terms.distant + terms.top);
-          mean += terms.distant;
-        }
-        if constexpr (!kTransformed) {
-          q_rest = own.x / total[0].x;
-          if (q_rest > 0.5f) {
-            for_each([&](float s, float t, int index) {
-              if ((kForm == Form::kForward ? t : s) > 0.5f) top = {true, t, 1.0f, index};
-            });
-            if (top.present) {
-              mean = q_rest = terms.largest = terms.q_largest = 0.0f;
-              for_each([&](float s, float t, int index) {
-                if (index == top.index) return;
-                const float share = kForm == Form::kForward ? s : s * t;
-                const float q = kForm == Form::kForward ? t : s;
-                mean += share;
-                q_rest += q;
-                terms.largest = fmaxf(terms.largest, fabsf(share));
-                terms.q_largest = fmaxf(terms.q_largest, q);
-              });
+              Math::Far(params, row_offsets, log_q[i], d[i], student[vector][i], teacher[vector][i], terms);
             }
           }
         }
         float2 partial[kUnits];
-        partial[0] = make_float2(loss, mean);
-        partial[1] = make_float2(q_rest, top.present ? top.slope : 0.0f);
+        partial[0] = make_float2(loss + Math::Loss(params, terms), terms.mean + terms.distant);
+        partial[1] = make_float2(q_rest, kForm == Form::kForward ? 0.0f : top.slope);
         if constexpr (kHalf) partial[2] = make_float2(terms.largest, terms.q_largest);
         sums.template Send<Sum, LastOperation>(partial, 3, cluster, cta_rank);
       }
@@ -490,7 +492,7 @@ __global__ void __launch_bounds__(cluster_row::kThreads, 1) DivergenceRowsKernel
 
         // Phase 2.
         if (params.want_gradient != 0) {
-          if (top.present) {
+          if (top.index >= 0) {
             for_each([&](float& s, float& t, int index) {
               if (index != top.index) return;
               s = top_entry * top.derivative;

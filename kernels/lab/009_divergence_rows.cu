@@ -1,0 +1,390 @@
+// 009: the divergence's row pass of the product (kernels/cuda/divergence_rows.cu) against fp64 on the CPU, over every beta, hard
+// rows, options and edges; then its time against the device's copy of as many bytes. Run: 009_divergence_rows [check]
+// Links: kernels/cuda/divergence_rows.cu
+
+#include <cuda_fp16.h>
+
+#include <cstring>
+
+#include "bench.cuh"
+#include "kernels/cuda/row_passes.h"
+
+namespace {
+
+using headwater::cuda::DivergenceTerm;
+using headwater::cuda::Element;
+using headwater::cuda::LogitsView;
+using headwater::cuda::RoundUp;
+using headwater::cuda::RowReport;
+using headwater::lab::Check;
+using headwater::lab::DeviceArray;
+using headwater::lab::NormalAt;
+
+enum class Rows { kFlat, kWide, kDistilled, kDisjoint, kConfident, kConfidentElsewhere };
+const char* const kNames[] = {"flat", "std 30", "distilled", "disjoint", "confident", "confident elsewhere"};
+
+struct Case {
+  Rows kind = Rows::kFlat;
+  int64_t rows = 33;
+  int64_t vocab = 1000;
+  double beta = 0.5;
+  Element matrix = Element::kBFloat16;
+  int64_t extra_student = 0, extra_teacher = 0;  // columns beyond the common ones
+  int64_t extra_stride = 0;
+  double student_temperature = 1, teacher_temperature = 1;
+  double student_scale = 1, teacher_scale = 1;
+  double student_cap = 0, teacher_cap = 0;
+  bool bias = false;
+};
+
+// Products; columns from `columns` to `stride` keep the array's poison.
+__global__ void FillProductsKernel(float* out, int64_t rows, int64_t columns, int64_t stride, Rows kind, bool teacher, float unit) {
+  for (int64_t index = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; index < rows * columns;
+       index += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const int64_t row = index / columns, column = index % columns;
+    const auto at = static_cast<uint64_t>(row * 1000003 + column);
+    const float own = NormalAt(teacher ? 21 : 22, at), shared = NormalAt(23, at);
+    float z = own;
+    if (kind == Rows::kWide) z = 30.0f * own;
+    if (kind == Rows::kDistilled) z = 3.0f * shared + (teacher ? 0.0f : 0.03f * own);
+    if (kind == Rows::kDisjoint) z = 10.0f * own + ((column % 2 == 0) == teacher ? 60.0f : 0.0f);
+    if (kind == Rows::kConfident || kind == Rows::kConfidentElsewhere) {
+      const int64_t top = (row * 7919 + (kind == Rows::kConfidentElsewhere && teacher ? 77 : 0)) % columns;
+      if (column == top) z += 18.0f + static_cast<float>(row % 8);
+    }
+    out[row * stride + column] = z * unit;
+  }
+}
+
+void Fill(const DeviceArray<float>& out, int64_t rows, int64_t columns, int64_t stride, Rows kind, bool teacher, double unit) {
+  FillProductsKernel<<<1056, 256>>>(out.get(), rows, columns, stride, kind, teacher, static_cast<float>(unit));
+  LAB_CUDA(cudaGetLastError());
+}
+
+double LogitOf(double product, double bias, double scale, double cap) {
+  const double a = scale * (product + bias);
+  return cap == 0 ? a : cap * std::tanh(a / cap);
+}
+
+double MatrixValue(uint16_t bits, Element element) {
+  if (element == Element::kFloat16) {
+    __half_raw raw;
+    raw.x = bits;
+    return static_cast<double>(__half2float(__half(raw)));
+  }
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value = 0.0f;
+  std::memcpy(&value, &wide, sizeof(value));
+  return static_cast<double>(value);
+}
+
+// log1p and expm1 throughout: exact to fp64's digits near and far.
+void Reference(const Case& c, const std::vector<double>& student, const std::vector<double>& teacher, double* loss,
+               std::vector<double>* grad) {
+  const size_t n = student.size();
+  const auto lse = [](const std::vector<double>& z, double temperature) {
+    double top = -INFINITY, sum = 0;
+    for (const double v : z) top = std::max(top, v / temperature);
+    for (const double v : z) sum += std::exp(v / temperature - top);
+    return top + std::log(sum);
+  };
+  const double lse_q = lse(student, c.student_temperature), lse_p = lse(teacher, c.teacher_temperature);
+  const double beta = c.beta;
+  std::vector<double> q(n), slope(n);
+  size_t top = 0;
+  *loss = 0;
+  for (size_t j = 0; j < n; ++j) {
+    const double log_q = student[j] / c.student_temperature - lse_q, log_p = teacher[j] / c.teacher_temperature - lse_p;
+    const double d = log_p - log_q, p = std::exp(log_p);
+    q[j] = std::exp(log_q);
+    if (q[j] > q[top]) top = j;
+    if (beta == 0) {
+      slope[j] = d > 0 ? p * std::expm1(-d) : -q[j] * std::expm1(d);  // q - p
+      *loss += p * d + slope[j];
+    } else if (beta == 1) {
+      slope[j] = -d;
+      *loss += -q[j] * d + (d > 0 ? p * -std::expm1(-d) : q[j] * std::expm1(d));
+    } else {
+      const double r = d > 0 ? -d - std::log1p((1 - beta) * std::expm1(-d)) : -std::log1p(beta * std::expm1(d));
+      slope[j] = r;
+      *loss += beta * p * (r + d) + (1 - beta) * q[j] * r;
+    }
+  }
+  // The top column's entry is what the others leave.
+  const double reference = beta == 0 ? 0 : slope[top];
+  double mean = 0;
+  for (size_t j = 0; j < n; ++j) {
+    if (j != top) mean += beta == 0 ? slope[j] : q[j] * (slope[j] - reference);
+  }
+  for (size_t j = 0; j < n; ++j) (*grad)[j] = beta == 0 ? slope[j] : q[j] * (slope[j] - reference - mean);
+  (*grad)[top] = beta == 0 ? -mean : -q[top] * mean;
+  const double factor = (beta > 0 && beta < 1 ? 1 - beta : 1) / c.student_temperature;
+  for (size_t j = 0; j < n; ++j) {
+    const double z = student[j];
+    (*grad)[j] *= factor * c.student_scale * (c.student_cap == 0 ? 1 : 1 - z / c.student_cap * (z / c.student_cap));
+  }
+}
+
+void CheckCase(const Case& c) {
+  const int64_t student_columns = c.vocab + c.extra_student, teacher_columns = c.vocab + c.extra_teacher;
+  const int64_t student_stride = RoundUp(student_columns, 8) + c.extra_stride,
+                teacher_stride = RoundUp(teacher_columns, 4) + c.extra_stride;
+  DeviceArray<float> student(c.rows * student_stride), teacher(c.rows * teacher_stride);
+  Fill(student, c.rows, student_columns, student_stride, c.kind, false, c.student_temperature / c.student_scale);
+  Fill(teacher, c.rows, teacher_columns, teacher_stride, c.kind, true, c.teacher_temperature / c.teacher_scale);
+  std::vector<float> bias_values, token_weights;
+  for (int64_t j = 0; j < c.vocab + c.extra_student + c.extra_teacher; ++j) {
+    bias_values.push_back(c.bias ? 0.25f * static_cast<float>(j % 5) : 0.0f);
+  }
+  for (int64_t i = 0; i < c.rows; ++i) token_weights.push_back(i % 11 == 5 ? 0.0f : 0.3f + 0.1f * static_cast<float>(i % 7));
+  const DeviceArray<float> bias(bias_values), device_weights(token_weights);
+  const std::vector<float> student_values = student.ToHost(), teacher_values = teacher.ToHost();
+
+  LogitsView student_view, teacher_view;
+  student_view.products = student.get();
+  student_view.stride = student_stride;
+  student_view.columns = student_columns;
+  student_view.bias = c.bias ? bias.get() : nullptr;
+  student_view.transform = {c.student_scale, c.student_cap};
+  teacher_view.products = teacher.get();
+  teacher_view.stride = teacher_stride;
+  teacher_view.columns = teacher_columns;
+  teacher_view.transform = {c.teacher_scale, c.teacher_cap};
+  DivergenceTerm term;
+  term.beta = c.beta;
+  term.student_temperature = c.student_temperature;
+  term.teacher_temperature = c.teacher_temperature;
+  term.soft_weight = 0.75;
+  term.common_columns = c.vocab;
+  char name[160];
+  std::snprintf(name, sizeof(name), "%s V%d beta %.1f%s%s%s%s: ", kNames[static_cast<int>(c.kind)], static_cast<int>(c.vocab),
+                c.beta, c.matrix == Element::kFloat16 ? " fp16" : "", c.student_temperature != 1 ? " tempered" : "",
+                c.student_cap != 0 ? " capped" : "", c.bias ? " bias" : "");
+  const std::string what = name;
+  if (!DivergenceRowsFit(student_view, teacher_view, term, c.matrix)) {
+    Check(what + "fits", 1, 0);
+    return;
+  }
+  headwater::cuda::ChunkRows rows;
+  rows.row_count = c.rows;
+  rows.token_weights = device_weights.get();
+  const DeviceArray<RowReport> reports(c.rows), forward_reports(c.rows);
+  const DeviceArray<float> row_factor(c.rows), target_factor(c.rows);
+  const double loss_scale = 8;
+  LAB_CUDA(LaunchDivergenceRows(student_view, teacher_view, rows, term, loss_scale, c.matrix, false, forward_reports.get(), nullptr,
+                                nullptr, nullptr));
+  LAB_CUDA(LaunchDivergenceRows(student_view, teacher_view, rows, term, loss_scale, c.matrix, true, reports.get(), row_factor.get(),
+                                target_factor.get(), nullptr));
+  LAB_CUDA(cudaDeviceSynchronize());
+  const std::vector<float> matrix_bits = student.ToHost(), factors = row_factor.ToHost(), target_factors = target_factor.ToHost();
+  const std::vector<RowReport> report = reports.ToHost(), forward_report = forward_reports.ToHost();
+  const auto* matrix = reinterpret_cast<const uint16_t*>(matrix_bits.data());
+
+  // Once more from the same products: the same bits, in reports too.
+  LAB_CUDA(cudaMemcpy(student.get(), student_values.data(), student.bytes(), cudaMemcpyHostToDevice));
+  LAB_CUDA(LaunchDivergenceRows(student_view, teacher_view, rows, term, loss_scale, c.matrix, true, reports.get(), row_factor.get(),
+                                target_factor.get(), nullptr));
+  LAB_CUDA(cudaDeviceSynchronize());
+  const std::vector<float> again = student.ToHost();
+  const std::vector<RowReport> report_again = reports.ToHost();
+  bool repeats = std::memcmp(again.data(), matrix_bits.data(), student.bytes()) == 0;
+
+  double loss_error = 0, difference = 0, norm = 0, worst_row = 0, outside = 0, bound_excess = 0;
+  const std::vector<int64_t> chosen = c.rows > 8 && c.vocab > 5000 ? std::vector<int64_t>{0, 3, c.rows / 2, c.rows - 1} : [&] {
+    std::vector<int64_t> all;
+    for (int64_t i = 0; i < c.rows; ++i) all.push_back(i);
+    return all;
+  }();
+  for (int64_t i = 0; i < c.rows; ++i) {
+    repeats = repeats && report[i].soft == report_again[i].soft && report[i].soft == forward_report[i].soft;
+    for (int64_t j = c.vocab; j < RoundUp(student_columns, 8); ++j) {
+      outside += std::fabs(MatrixValue(matrix[i * 2 * student_stride + j], c.matrix)) == 0 ? 0 : 1;
+    }
+    outside += target_factors[i] == 0.0f ? 0 : 1;
+  }
+  for (const int64_t i : chosen) {
+    std::vector<double> s(static_cast<size_t>(c.vocab)), t(s.size()), grad(s.size());
+    for (int64_t j = 0; j < c.vocab; ++j) {
+      const double b = c.bias ? static_cast<double>(bias_values[j]) : 0;
+      s[j] = LogitOf(static_cast<double>(student_values[i * student_stride + j]), b, c.student_scale, c.student_cap);
+      t[j] = LogitOf(static_cast<double>(teacher_values[i * teacher_stride + j]), 0, c.teacher_scale, c.teacher_cap);
+    }
+    double loss = 0;
+    Reference(c, s, t, &loss, &grad);
+    loss_error = std::max(loss_error, std::fabs(report[i].soft - loss) / (loss + 1e-5));
+    if (!(std::fabs(report[i].soft) < INFINITY)) loss_error = NAN;
+    double row_difference = 0, row_norm = 0;
+    const double factor = loss_scale * term.soft_weight * static_cast<double>(token_weights[i]);
+    for (int64_t j = 0; j < c.vocab; ++j) {
+      const double expected = factor * grad[j];
+      const double got = static_cast<double>(factors[i]) * MatrixValue(matrix[i * 2 * student_stride + j], c.matrix);
+      row_difference += (got - expected) * (got - expected);
+      row_norm += expected * expected;
+      bound_excess = std::max(bound_excess, std::fabs(expected) - report[i].gradient_bound * (1 + 1e-6));
+    }
+    difference += row_difference;
+    norm += row_norm;
+    if (row_norm > 0) worst_row = std::max(worst_row, std::sqrt(row_difference / row_norm));
+  }
+  // 1.66e-3 is the rounding of bf16, an eighth of it fp16's.
+  const double rounding = c.matrix == Element::kFloat16 ? 4e-4 : 2.2e-3;
+  Check(what + "losses", loss_error, c.kind == Rows::kFlat || c.kind == Rows::kDisjoint ? 1e-5 : 1e-4);
+  Check(what + "gradient", std::sqrt(difference / norm), rounding);
+  Check(what + "worst row", worst_row, 2 * rounding);
+  if (!(outside == 0)) Check(what + "columns that M does not have, factors of targets", outside, 0);
+  if (!(bound_excess <= 0)) Check(what + "bound of the gradient", bound_excess, 0);
+  if (!repeats) Check(what + "repeats bit by bit, with and without gradient", 1, 0);
+}
+
+// A product that is not finite makes its row's loss NaN or infinite, and nobody else's.
+void CheckNotFinite(float value, bool in_teacher, double beta) {
+  const int64_t rows = 40, vocab = 33000;
+  DeviceArray<float> student(rows * vocab), teacher(rows * vocab);
+  Fill(student, rows, vocab, vocab, Rows::kFlat, false, 1);
+  Fill(teacher, rows, vocab, vocab, Rows::kFlat, true, 1);
+  float* const hit = (in_teacher ? teacher.get() : student.get()) + 17 * vocab + 20001;
+  LAB_CUDA(cudaMemcpy(hit, &value, sizeof(value), cudaMemcpyHostToDevice));
+  LogitsView views[2];
+  for (int side = 0; side < 2; ++side) {
+    views[side].products = side == 0 ? student.get() : teacher.get();
+    views[side].stride = views[side].columns = vocab;
+  }
+  DivergenceTerm term;
+  term.beta = beta;
+  term.common_columns = vocab;
+  headwater::cuda::ChunkRows chunk;
+  chunk.row_count = rows;
+  const DeviceArray<RowReport> reports(rows);
+  const DeviceArray<float> row_factor(rows), target_factor(rows);
+  LAB_CUDA(LaunchDivergenceRows(views[0], views[1], chunk, term, 1, Element::kBFloat16, true, reports.get(), row_factor.get(),
+                                target_factor.get(), nullptr));
+  LAB_CUDA(cudaDeviceSynchronize());
+  const std::vector<RowReport> report = reports.ToHost();
+  double wrong = 0;
+  for (int64_t i = 0; i < rows; ++i) wrong += (std::fabs(report[i].soft) < INFINITY) == (i != 17) ? 0 : 1;
+  Check(std::string("a product ") + std::to_string(value) + (in_teacher ? " of the teacher" : " of the student") + ", beta " +
+            std::to_string(beta),
+        wrong, 0);
+}
+
+void CheckAll() {
+  for (const int64_t vocab : {1000, 4104, 32000, 128256}) {
+    for (const Rows kind :
+         {Rows::kFlat, Rows::kWide, Rows::kDistilled, Rows::kDisjoint, Rows::kConfident, Rows::kConfidentElsewhere}) {
+      for (const double beta : {0.0, 0.1, 0.5, 0.9, 1.0}) {
+        Case c;
+        c.kind = kind;
+        c.vocab = vocab;
+        c.beta = beta;
+        CheckCase(c);
+      }
+    }
+  }
+  for (const double beta : {0.0, 0.3, 1.0}) {
+    Case c;
+    c.beta = beta;
+    c.vocab = 9999;
+    c.rows = 150;
+    c.extra_student = 13;
+    c.extra_teacher = 2;
+    c.extra_stride = 16;
+    c.student_temperature = 2;
+    c.teacher_temperature = 0.7;
+    CheckCase(c);
+    c.matrix = Element::kFloat16;
+    c.kind = Rows::kDistilled;
+    CheckCase(c);
+    c.kind = Rows::kConfidentElsewhere;
+    CheckCase(c);
+    c.student_scale = -0.5;
+    CheckCase(c);
+    c.bias = true;
+    c.student_cap = 30;
+    c.teacher_cap = 50;
+    CheckCase(c);
+    c.matrix = Element::kBFloat16;
+    CheckCase(c);
+  }
+  for (const int64_t vocab : {5, 16385, 200000, 262144}) {
+    Case c;
+    c.vocab = vocab;
+    CheckCase(c);
+  }
+  for (const double beta : {0.0, 0.5, 1.0}) {
+    for (const bool in_teacher : {false, true}) {
+      CheckNotFinite(NAN, in_teacher, beta);
+      CheckNotFinite(INFINITY, in_teacher, beta);
+    }
+  }
+}
+
+// Median time of `pass` alone; the products are put back before each.
+void Time(const char* name, int64_t rows, int64_t vocab, Rows kind, double beta) {
+  const DeviceArray<float> products(rows * vocab), student(rows * vocab), teacher(rows * vocab);
+  Fill(products, rows, vocab, vocab, kind, false, 1);
+  Fill(teacher, rows, vocab, vocab, kind, true, 1);
+  const DeviceArray<RowReport> reports(rows);
+  const DeviceArray<float> row_factor(rows), target_factor(rows);
+  LogitsView views[2];
+  for (int side = 0; side < 2; ++side) {
+    views[side].products = side == 0 ? student.get() : teacher.get();
+    views[side].stride = views[side].columns = vocab;
+  }
+  DivergenceTerm term;
+  term.beta = beta;
+  term.common_columns = vocab;
+  headwater::cuda::ChunkRows chunk;
+  chunk.row_count = rows;
+  if (!DivergenceRowsFit(views[0], views[1], term, Element::kBFloat16)) {
+    std::printf("%-32s does not fit\n", name);
+    return;
+  }
+  const double elements = static_cast<double>(rows) * static_cast<double>(vocab);
+  cudaEvent_t start, stop;
+  LAB_CUDA(cudaEventCreate(&start));
+  LAB_CUDA(cudaEventCreate(&stop));
+  const auto median = [&](bool copy) {
+    std::vector<double> times;
+    for (int i = 0; i < 60; ++i) {
+      LAB_CUDA(cudaMemcpyAsync(student.get(), products.get(), student.bytes(), cudaMemcpyDeviceToDevice, nullptr));
+      LAB_CUDA(cudaEventRecord(start, nullptr));
+      if (copy) {  // 5 bytes a column in, 5 out
+        LAB_CUDA(cudaMemcpyAsync(student.get(), teacher.get(), student.bytes(), cudaMemcpyDeviceToDevice, nullptr));
+        LAB_CUDA(cudaMemcpyAsync(student.get(), products.get(), student.bytes() / 4, cudaMemcpyDeviceToDevice, nullptr));
+      } else {
+        LAB_CUDA(LaunchDivergenceRows(views[0], views[1], chunk, term, 1, Element::kBFloat16, true, reports.get(), row_factor.get(),
+                                      target_factor.get(), nullptr));
+      }
+      LAB_CUDA(cudaEventRecord(stop, nullptr));
+      LAB_CUDA(cudaEventSynchronize(stop));
+      float ms = 0;
+      LAB_CUDA(cudaEventElapsedTime(&ms, start, stop));
+      times.push_back(static_cast<double>(ms));
+    }
+    return headwater::lab::Median(times);
+  };
+  const double pass = median(false), copy = median(true);
+  std::printf("%-32s %8.3f ms   %5.2f TB/s   copy of as many bytes %8.3f ms   ratio %.3f\n", name, pass, 10e-9 * elements / pass,
+              copy, pass / copy);
+  std::fflush(stdout);
+  LAB_CUDA(cudaEventDestroy(start));
+  LAB_CUDA(cudaEventDestroy(stop));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  headwater::lab::PrintDevice("009_divergence_rows");
+  CheckAll();
+  if (argc < 2 || std::string(argv[1]) != "check") {
+    Time("N4096 V128256 beta 0.5 flat", 4096, 128256, Rows::kFlat, 0.5);
+    Time("N4096 V128256 beta 0.5 distilled", 4096, 128256, Rows::kDistilled, 0.5);
+    Time("N4096 V128256 beta 0.5 confident", 4096, 128256, Rows::kConfident, 0.5);
+    Time("N4096 V128256 beta 0", 4096, 128256, Rows::kFlat, 0);
+    Time("N4096 V128256 beta 1", 4096, 128256, Rows::kFlat, 1);
+    Time("N8192 V32000 beta 0.5", 8192, 32000, Rows::kFlat, 0.5);
+    Time("N4096 V151936 beta 0.5", 4096, 151936, Rows::kFlat, 0.5);
+    Time("N2048 V256000 beta 0.5", 2048, 256000, Rows::kFlat, 0.5);
+  }
+  return headwater::lab::AnyCheckFailed() ? 1 : 0;
+}
