@@ -24,6 +24,7 @@ using std::chrono::duration;
 using std::chrono::seconds;
 using std::chrono::steady_clock;
 using ::testing::AllOf;
+using ::testing::AnyOf;
 using ::testing::HasSubstr;
 
 constexpr int kDeviceLostStatus = 75;
@@ -119,6 +120,17 @@ TEST(CudaModule, EngineCudaFailsWithOneSentence) {
   EXPECT_THAT(with_module(FAKE_CUDA_MODULE, "8"), HasSubstr("made no engine and did not say why"));
   EXPECT_THAT(with_module(FAKE_CUDA_MODULE, "-1"), HasSubstr("--device: expected >= 0, got -1"));
 }
+
+#ifdef REAL_CUDA_MODULE
+// The real one can be loaded on any machine: the server starts as far as its addresses, or is told what the machine lacks.
+TEST(CudaModule, TheRealOneIsLoadedWhateverTheMachineHas) {
+  const Variable module("HEADWATER_CUDA_MODULE", REAL_CUDA_MODULE);
+  const ProgramResult result = Refused({"--engine=cuda"});
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_THAT(result.err, AnyOf(HasSubstr("headwaterd: --engine=cuda: the CUDA engine cannot be used here: "),
+                                HasSubstr("headwaterd: cannot listen on all of the addresses")));
+}
+#endif
 
 TEST(CudaModule, WhatIsWrongWithTheOptionsIsNoReasonToFallBack) {
   const Variable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
