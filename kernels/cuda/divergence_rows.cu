@@ -69,6 +69,7 @@ struct KernelParams {
   float ratio;                 // log2_scales[0] / log2_scales[1]
   float no_column[kInputs];
   float beta, one_minus_beta;
+  float log_rest;         // kMixture: log2(1 - beta), else 0
   float slope[kSeries];   // L = d * sum slope_k d^k
   float excess[kSeries];  // loss = q d^2 sum excess_k d^k
   int32_t row_count;
@@ -151,6 +152,7 @@ struct Terms {
   float teacher = 0.0f;  // kMixture: p (d - L) of distant columns
   float mean = 0.0f;     // of near columns; kForward and kReverse: of all
   float distant = 0.0f;  // kMixture: of distant columns
+  float distant_q = 0.0f;
   float largest = 0.0f;  // of |q L| (kForward: |q - p|)
   float q_largest = 0.0f;
 };
@@ -158,7 +160,7 @@ struct Terms {
 // What a row's log-sum-exps give.
 struct RowOffsets {
   float student, teacher;  // minus log2 of the sums
-  float difference;        // teacher - student
+  float difference;        // teacher - student, and - log2(1 - beta) for kMixture
 };
 
 // The column that has more than half of q, in the one thread that has it.
@@ -174,8 +176,10 @@ struct RowTerms {
   static __device__ __forceinline__ void Near(const KernelParams& params, float log_q, float d, float& student, float& teacher,
                                               Terms& terms) {
     const float q = Exp2(log_q);
-    const float slope = d * Polynomial(params.slope, d);
+    if constexpr (kForm == Form::kMixture) d += params.log_rest;
+    float slope = d * Polynomial(params.slope, d);
     terms.loss = fmaf(q * (d * d), Polynomial(params.excess, d), terms.loss);
+    if constexpr (kForm == Form::kMixture) slope -= params.log_rest;
     Keep(params, q, slope, kForm == Form::kForward ? -q * slope : q, false, student, teacher, terms);
   }
 
@@ -188,8 +192,9 @@ struct RowTerms {
       // Where p / q is not a number any more, q is 0, and p's share of the loss is p log2(1 / beta).
       d = fminf(d, kLargestDifference);
       float slope;
-      asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(slope) : "f"(fmaf(params.beta, Exp2(d), params.one_minus_beta)));
+      asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(slope) : "f"(fmaf(params.beta, Exp2(d), 1.0f)));
       terms.teacher = fmaf(p, d - slope, terms.teacher);
+      terms.distant_q += q;
       Keep(params, q, slope, q, true, student, teacher, terms);
     } else if constexpr (kForm == Form::kForward) {
       const float difference = q - p;
@@ -226,7 +231,8 @@ struct RowTerms {
 
   static __device__ __forceinline__ float Loss(const KernelParams& params, const Terms& terms) {
     if constexpr (kForm != Form::kMixture) return terms.loss;
-    return terms.loss + (params.beta * terms.teacher - params.one_minus_beta * terms.distant);
+    return terms.loss +
+           (params.beta * terms.teacher - params.one_minus_beta * fmaf(params.log_rest, terms.distant_q, terms.distant));
   }
 };
 
@@ -375,12 +381,14 @@ __global__ void __launch_bounds__(cluster_row::kThreads, 1) DivergenceRowsKernel
         }
         const float student_log = log2f(total[0].x), teacher_log = log2f(total[0].y);
         const RowOffsets row_offsets{-(offsets.x + student_log), -(offsets.y + teacher_log),
-                                     (offsets.x - offsets.y) + (student_log - teacher_log)};
+                                     (offsets.x - offsets.y) + (student_log - teacher_log) - params.log_rest};
 
         // Phase 1.
         Terms terms;
         float loss = 0.0f;
-        float q_rest = own.x / total[0].x;
+        // As Exp2() will give it, rounding of the log-sum-exp included: what is averaged over q must be divided by the same q's
+        // sum.
+        float q_rest = own.x * Exp2(row_offsets.student + offsets.x);
         if (q_rest > 0.5f) {
           // The column that has more than half of q can be here. It is taken out of what follows: its share of the loss goes its
           // own way, near or far, and what it leaves of q is added up without it.
@@ -399,7 +407,7 @@ __global__ void __launch_bounds__(cluster_row::kThreads, 1) DivergenceRowsKernel
             if constexpr (kTransformed) top.derivative = Math::Derivative(params, s_top);
             const float d = fmaf(fmaf(-params.ratio, s_top, t_top), params.log2_scales[1], row_offsets.difference);
             Terms apart;
-            if (fabsf(d) < kNearLimit) {
+            if (fabsf(d + params.log_rest) < kNearLimit) {
               Math::Near(params, largest, d, s_top, t_top, apart);
             } else {
               Math::Far(params, row_offsets, largest, d, s_top, t_top, apart);
@@ -428,7 +436,9 @@ __global__ void __launch_bounds__(cluster_row::kThreads, 1) DivergenceRowsKernel
           }
           bool near = false;
           if (tries < 2) {
-            const float largest = fmaxf(fmaxf(fabsf(d[0]), fabsf(d[1])), fmaxf(fabsf(d[2]), fabsf(d[3])));
+            float largest = 0.0f;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) largest = fmaxf(largest, fabsf(d[i] + params.log_rest));
             near = __all_sync(0xffffffffu, largest < kNearLimit);
             tries += near ? 0 : 1;
           }
@@ -710,6 +720,7 @@ cudaError_t LaunchDivergenceRows(const LogitsView& student, const LogitsView& te
   if (form != Form::kForward) params.matrix_factor *= kLn2;
   params.beta = static_cast<float>(term.beta);
   params.one_minus_beta = static_cast<float>(1 - term.beta);
+  params.log_rest = form == Form::kMixture ? static_cast<float>(std::log2(1 - term.beta)) : 0.0f;
   SetSeries(form, term.beta, &params);
   params.row_count = static_cast<int32_t>(rows.row_count);
   params.columns = static_cast<int32_t>(term.common_columns);
