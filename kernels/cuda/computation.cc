@@ -63,12 +63,6 @@ absl::Status Computation::Run() {
   return Drain();
 }
 
-template <typename T>
-absl::Status Computation::Upload(T* device, const T* host, int64_t count) {
-  return Check(cudaMemcpyAsync(device, host, static_cast<size_t>(count) * sizeof(T), cudaMemcpyHostToDevice, stream_),
-               "an upload of row data");
-}
-
 absl::Status Computation::UploadClassWeights() {
   for (TermRun& term : terms_) {
     const CrossEntropyTerm& spec = term.plan->cross_entropy;
@@ -225,6 +219,7 @@ absl::Status Computation::PlaceTermRows(Work* work) {
     if (contiguous) source = Rows(source, first, count);
     if (contiguous && in_place_allowed && source.element == element && source.columns == padded && Aligned16(source.data)) {
       *placed = source;
+      if (non_finite == nullptr) return absl::OkStatus();
       return Check(LaunchCheckRows(source, non_finite, stream_), "checking hidden states");
     }
     *placed = {out, count, source.columns, padded, element};
@@ -242,7 +237,7 @@ absl::Status Computation::PlaceTermRows(Work* work) {
                                   own.source_rows, !keeps_rows, own.hidden, own.non_finite, &work->hidden));
   if (own.wide_hidden != nullptr) {
     HEADWATER_RETURN_IF_ERROR(
-        Check(LaunchConvert(own.hidden, element, count * work->hidden.stride, own.wide_hidden, Element::kFloat64, stream_),
+        Check(LaunchConvert(work->hidden.data, element, count * work->hidden.stride, own.wide_hidden, Element::kFloat64, stream_),
               "widening hidden states"));
   }
   if (work->term->plan->jsd == nullptr) return absl::OkStatus();
@@ -264,7 +259,7 @@ absl::Status Computation::PlaceTermRows(Work* work) {
   HEADWATER_RETURN_IF_ERROR(place(teacher_source, teacher_first, teacher_contiguous, own.teacher_rows, /*in_place_allowed=*/true,
                                   own.teacher_hidden, nullptr, &work->teacher));
   if (own.wide_teacher_hidden != nullptr) {
-    HEADWATER_RETURN_IF_ERROR(Check(LaunchConvert(own.teacher_hidden, element, count * work->teacher.stride,
+    HEADWATER_RETURN_IF_ERROR(Check(LaunchConvert(work->teacher.data, element, count * work->teacher.stride,
                                                   own.wide_teacher_hidden, Element::kFloat64, stream_),
                                     "widening the teacher's hidden states"));
   }

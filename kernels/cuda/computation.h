@@ -97,7 +97,10 @@ class Computation {
   // Copies rows `rows[i]` of a host tensor to row i of `to`; neighbours together.
   absl::Status CopyRowsIn(const RowsView& view, const std::vector<int64_t>& rows, void* to);
   template <typename T>
-  absl::Status Upload(T* device, const T* host, int64_t count);
+  absl::Status Upload(T* device, const T* host, int64_t count) {
+    return Check(cudaMemcpyAsync(device, host, static_cast<size_t>(count) * sizeof(T), cudaMemcpyHostToDevice, stream_),
+                 "an upload of row data");
+  }
   // Waits for the device and takes what has come back.
   absl::Status Drain();
   absl::Status Check(cudaError_t error, const char* what) { return core_.Check(error, what); }

@@ -7,6 +7,7 @@ namespace headwater::cuda {
 namespace {
 
 constexpr int kThreads = 128;
+constexpr int kLargestExponent = 20;  // fp16's scale may be up to 2^100 in either direction (row_math::MatrixScale)
 
 unsigned BlocksOf(int64_t row_count) { return static_cast<unsigned>((row_count + kThreads - 1) / kThreads); }
 
@@ -16,14 +17,22 @@ __device__ double GradientFactor(const ChunkRows& rows, const FinishOptions& opt
   return options.loss_scale * token_weight * options.transform.logit_scale;
 }
 
-// RowCoefficients::scale.
-__device__ double ScaleOf(double gradient_factor, double bound, Element matrix_element) {
-  if (gradient_factor == 0) return 0;
-  return matrix_element == Element::kFloat16 ? row_math::MatrixScale(bound) : 1;
-}
+// The gradient factor in two parts: a power of two, exact in every type, that the hidden states are multiplied by, and the rest,
+// which is rounded together with M. So a row's share of grad_weight has one rounding to 16 bits, not two.
+struct FactorParts {
+  double scale;      // RowCoefficients::scale
+  float row_factor;  // a power of two
+};
 
-__device__ float RowFactorOf(double gradient_factor, double scale) {
-  return scale == 0 ? 0.0f : static_cast<float>(gradient_factor / scale);
+__device__ FactorParts SplitFactor(double gradient_factor, double bound, Element matrix_element) {
+  if (gradient_factor == 0) return {0, 0.0f};
+  int exponent = 0;
+  double scale = frexp(gradient_factor, &exponent);
+  // The power of two must be a normal number of fp32, with room for the fp16 scale; what is beyond goes into M.
+  const int kept = exponent < -kLargestExponent ? -kLargestExponent : exponent > kLargestExponent ? kLargestExponent : exponent;
+  scale = ldexp(scale, exponent - kept);
+  const double fp16_scale = matrix_element == Element::kFloat16 ? row_math::MatrixScale(bound * fabs(scale)) : 1;
+  return {scale * fp16_scale, static_cast<float>(ldexp(1.0 / fp16_scale, kept))};
 }
 
 // Of the hard loss's entries of M before scaling. No class weight is larger than the sum of all, and the smoothing's share of
@@ -81,8 +90,9 @@ __global__ void __launch_bounds__(kThreads)
                                                 SoftcapDerivative(target_argument, cap))
                            : 0.0f;
   if (options.divergence_follows) return;
-  out.scale = ScaleOf(gradient_factor, HardBound(out, term), options.matrix_element);
-  row_factor[row] = RowFactorOf(gradient_factor, out.scale);
+  const FactorParts parts = SplitFactor(gradient_factor, HardBound(out, term), options.matrix_element);
+  out.scale = parts.scale;
+  row_factor[row] = parts.row_factor;
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -117,9 +127,10 @@ __global__ void __launch_bounds__(kThreads)
   const double q_max = term.beta == 0 ? 0.0 : merged.q_max;
   const double top = term.beta == 0 ? 1.0 : exp(out.top_log_q);
   const double soft_bound = fmax(merged.bound + q_max * fabs(merged.mean), top * fabs(merged.mean));
-  out.scale =
-      ScaleOf(gradient_factor, HardBound(out, options.cross_entropy.term) + out.soft_factor * soft_bound, options.matrix_element);
-  row_factor[row] = RowFactorOf(gradient_factor, out.scale);
+  const FactorParts parts = SplitFactor(gradient_factor, HardBound(out, options.cross_entropy.term) + out.soft_factor * soft_bound,
+                                        options.matrix_element);
+  out.scale = parts.scale;
+  row_factor[row] = parts.row_factor;
 }
 
 }  // namespace

@@ -12,4 +12,6 @@ SuiteWorkspaces SuiteWorkspaceSizes() { return {int64_t{1} << 20, int64_t{64} <<
 
 bool SuiteKeepsStagedRows(int64_t rows, int64_t hidden_size, int32_t) { return rows <= hidden_size; }
 
+double SuiteAccumulationError() { return 0; }
+
 }  // namespace headwater::testing

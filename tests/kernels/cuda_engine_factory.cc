@@ -36,4 +36,6 @@ bool SuiteKeepsStagedRows(int64_t rows, int64_t hidden_size, int32_t shard_count
   return shard_count == 1 && rows <= hidden_size;
 }
 
+double SuiteAccumulationError() { return 1.5e-9; }
+
 }  // namespace headwater::testing
