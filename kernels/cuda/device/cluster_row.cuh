@@ -121,6 +121,7 @@ struct Channel {
 #pragma unroll
       for (int unit = 0; unit < kUnits; ++unit) StorePair(WarpPartial(parity, unit, warp), values[unit]);
     }
+    __syncwarp();  // the named barrier is a whole warp's
     // The reducing warp changes, so that none falls behind.
     if (warp != static_cast<int>(count % kConsumerWarps)) {
       sm90::NamedBarrierArrive(named_barrier, kConsumers);
