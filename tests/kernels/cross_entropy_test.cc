@@ -8,53 +8,6 @@
 namespace headwater::testing {
 namespace {
 
-std::vector<ProblemOptions> OptionCases() {
-  std::vector<ProblemOptions> cases;
-  const auto add = [&](const char* name, auto set) {
-    ProblemOptions options;
-    options.name = name;
-    set(options);
-    cases.push_back(options);
-  };
-  add("Plain", [](ProblemOptions&) {});
-  add("Bias", [](ProblemOptions& o) { o.bias = true; });
-  add("Softcap", [](ProblemOptions& o) {
-    o.softcap = 5;
-    o.logit_spread = 6;
-  });
-  add("LogitScale", [](ProblemOptions& o) { o.logit_scale = 0.37; });
-  add("NegativeLogitScale", [](ProblemOptions& o) { o.logit_scale = -1.3; });
-  add("ValidVocab", [](ProblemOptions& o) { o.valid_vocab_size = 90; });
-  add("TokenWeights", [](ProblemOptions& o) { o.token_weights = true; });
-  add("LabelSmoothing", [](ProblemOptions& o) { o.label_smoothing = 0.1; });
-  add("ClassWeights", [](ProblemOptions& o) { o.class_weights = true; });
-  add("SmoothedClassWeights", [](ProblemOptions& o) {
-    o.class_weights = true;
-    o.label_smoothing = 0.3;
-  });
-  add("ZLoss", [](ProblemOptions& o) { o.z_loss = 1e-2; });
-  add("IgnoredValidId", [](ProblemOptions& o) {
-    o.ignore_index = 7;
-    o.ignored_share = 0.4;
-  });
-  add("LossScale", [](ProblemOptions& o) { o.loss_scale = 1.0 / 13; });
-  add("GradHiddenScale", [](ProblemOptions& o) { o.grad_hidden_scale = -0.5; });
-  add("Everything", [](ProblemOptions& o) {
-    o.bias = true;
-    o.softcap = 12;
-    o.logit_scale = 0.9;
-    o.valid_vocab_size = 97;
-    o.token_weights = true;
-    o.label_smoothing = 0.1;
-    o.class_weights = true;
-    o.z_loss = 1e-3;
-    o.ignore_index = 7;
-    o.loss_scale = 3;
-    o.grad_hidden_scale = 0.25;
-  });
-  return cases;
-}
-
 class CrossEntropyOption : public ::testing::TestWithParam<ProblemOptions> {};
 
 TEST_P(CrossEntropyOption, MatchesFp64) {
@@ -72,7 +25,7 @@ TEST_P(CrossEntropyOption, MatchesFp64OnUnevenShardsInSmallChunks) {
   ExpectEngineMatches(MakeProblem(GetParam()), engine_options);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, CrossEntropyOption, ::testing::ValuesIn(OptionCases()),
+INSTANTIATE_TEST_SUITE_P(All, CrossEntropyOption, ::testing::ValuesIn(CrossEntropyOptionCases()),
                          [](const auto& test) { return test.param.name; });
 
 // Rows need not have the head's type, nor grad_hidden that of the rows.

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -106,9 +107,12 @@ class ZeroRows {
     const BufferKind kind = memory == MemorySpace::kDevice ? BufferKind::kDevice : BufferKind::kPinned;
     hidden_ = Buffer(kind, rows * width_ * 2);
     grad_hidden_ = Buffer(kind, rows * width_ * 2);
-    const std::vector<uint8_t> zeros(static_cast<size_t>(hidden_.bytes()));
-    CopyMemory(hidden_.as<void>(), zeros.data(), hidden_.bytes());
-    CopyMemory(grad_hidden_.as<void>(), zeros.data(), hidden_.bytes());
+    if (memory == MemorySpace::kDevice) {
+      CheckCuda(cudaMemset(hidden_.as<void>(), 0, static_cast<size_t>(hidden_.bytes())), "cudaMemset");
+      CheckCuda(cudaDeviceSynchronize(), "cudaMemset");
+    } else {
+      std::memset(hidden_.as<void>(), 0, static_cast<size_t>(hidden_.bytes()));
+    }
     for (size_t i = 0; i < targets_.size(); ++i) {
       targets_[i] = static_cast<int32_t>((static_cast<int64_t>(i) * 7919) % shape.vocab);
     }

@@ -97,7 +97,7 @@ void SetOdds(const DeviceProblem& problem, const std::vector<double>& odds, cons
 
 // Page-locked memory of at least so many bytes, the same for every call: taking gigabytes of it costs more than a computation.
 void* HostScratch(int64_t bytes) {
-  static Buffer buffer;
+  static Buffer& buffer = *new Buffer;  // never destroyed: CUDA may be gone by then
   if (buffer.bytes() < bytes) buffer = Buffer(BufferKind::kPinned, bytes);
   return buffer.as<void>();
 }

@@ -78,6 +78,9 @@ struct ProblemOptions {
   uint64_t seed = 1;
 };
 
+// Every option of the cross entropy alone, and all of them together; fp32.
+std::vector<ProblemOptions> CrossEntropyOptionCases();
+
 // Sets head_type and hidden_type.
 ProblemOptions WithType(ProblemOptions options, DataType type);
 

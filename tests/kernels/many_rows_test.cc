@@ -1,0 +1,248 @@
+// Micro-batches of hundreds of rows in 16 bits, for which an engine may have other kernels than for a few: every option, cut in
+// every way, and the data that breaks naive implementations.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "tests/kernels/comparison.h"
+#include "tests/kernels/plain_computation.h"
+
+namespace headwater::testing {
+namespace {
+
+// More rows than a tile of any kernel, and a vocabulary of more than one.
+ProblemOptions ManyRows(ProblemOptions options) {
+  options = WithType(options, DataType::kBFloat16);
+  options.rows = 390;
+  options.hidden_size = 52;
+  if (options.valid_vocab_size > 0) options.valid_vocab_size += 200;
+  options.vocab_size = 301;
+  return options;
+}
+
+class ManyRowsOption : public ::testing::TestWithParam<ProblemOptions> {};
+
+TEST_P(ManyRowsOption, MatchesFp64) { ExpectEngineMatches(MakeProblem(ManyRows(GetParam()))); }
+
+// Chunks of as many rows as a large micro-batch, and a small rest.
+TEST_P(ManyRowsOption, MatchesFp64OnUnevenShardsInChunks) {
+  EngineOptions engine_options;
+  engine_options.shard_count = 3;
+  engine_options.shard_weights = {2, 5, 1};
+  engine_options.token_chunk_rows = 300;
+  ExpectEngineMatches(MakeProblem(ManyRows(GetParam())), engine_options);
+}
+
+// Only what a training step asks for: no entropy and no argmax.
+TEST_P(ManyRowsOption, MatchesFp64WithoutTokenOutputs) {
+  ComputeOptions options;
+  options.token_outputs = false;
+  const Problem problem = MakeProblem(ManyRows(GetParam()));
+  const Expected expected = ComputeExpected(problem);
+  for (const int32_t shard_count : {1, 3}) {
+    SCOPED_TRACE("shards " + std::to_string(shard_count));
+    EngineOptions engine_options;
+    engine_options.shard_count = shard_count;
+    ExpectOutcomeMatches(problem, expected, RunOnce(problem, engine_options, options));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ManyRowsOption, ::testing::ValuesIn(CrossEntropyOptionCases()),
+                         [](const auto& test) { return test.param.name; });
+
+// What follows asks for no token outputs either, in bf16: the form that large training steps take.
+ComputeOptions TrainingStep() {
+  ComputeOptions options;
+  options.token_outputs = false;
+  return options;
+}
+
+ProblemOptions Plain() {
+  ProblemOptions options = ManyRows(ProblemOptions());
+  options.bias = true;
+  return options;
+}
+
+TEST(ManyRowsTest, OddSizes) {
+  struct Sizes {
+    int64_t rows, vocab_size, hidden_size;
+  };
+  for (const Sizes& sizes : std::vector<Sizes>{
+           {257, 256, 64}, {512, 512, 128}, {300, 3, 8}, {300, 2, 1}, {259, 257, 37}, {700, 129, 65}, {384, 1025, 24}}) {
+    SCOPED_TRACE("N = " + std::to_string(sizes.rows) + ", V = " + std::to_string(sizes.vocab_size) +
+                 ", H = " + std::to_string(sizes.hidden_size));
+    ProblemOptions options = Plain();
+    options.rows = sizes.rows;
+    options.vocab_size = sizes.vocab_size;
+    options.hidden_size = sizes.hidden_size;
+    ExpectEngineMatches(MakeProblem(options), {}, TrainingStep());
+  }
+}
+
+// Logits far above the targets': no exponential of their difference fits.
+TEST(ManyRowsTest, LogitsUpTo600) {
+  ProblemOptions options = Plain();
+  options.logit_spread = 190;
+  ExpectEngineMatches(MakeProblem(options), {}, TrainingStep());
+  // A single such row among ordinary ones.
+  Problem problem = MakeProblem(Plain());
+  for (int64_t h = 0; h < problem.hidden_size; ++h) problem.hidden[static_cast<size_t>(200 * problem.hidden_size + h)] *= 64;
+  RoundToStorage(&problem);
+  ExpectEngineMatches(problem, {}, TrainingStep());
+}
+
+// Rows whose target has nearly all the probability: their loss and gradient are what the other columns have.
+TEST(ManyRowsTest, ConfidentRows) {
+  ProblemOptions options = Plain();
+  options.bias = false;
+  options.rows = 280;
+  options.vocab_size = 601;
+  options.hidden_size = 256;
+  options.logit_spread = 0.5;
+  options.ignored_share = 0;
+  Problem problem = MakeProblem(options);
+  for (int64_t i = 0; i < options.rows; ++i) {
+    const int64_t target = 1 + 2 * i;
+    problem.terms[0].targets[static_cast<size_t>(i)] = static_cast<int32_t>(target);
+    const double* x = &problem.hidden[static_cast<size_t>(i * options.hidden_size)];
+    double square = 0;
+    for (int64_t h = 0; h < options.hidden_size; ++h) square += x[h] * x[h];
+    const double margin = 7 + 20 * static_cast<double>(i) / static_cast<double>(options.rows);
+    for (int64_t h = 0; h < options.hidden_size; ++h) {
+      problem.heads[0].weight[static_cast<size_t>(target * options.hidden_size + h)] = margin * x[h] / square;
+    }
+  }
+  RoundToStorage(&problem);
+  const Outcome outcome = ExpectEngineMatches(problem, {}, TrainingStep());
+  EXPECT_GT(outcome.terms[0].sums.loss_sum, 0);
+}
+
+// Many rows add to one row of grad_weight.
+TEST(ManyRowsTest, OneTargetForAll) {
+  for (const int32_t target : {0, 150, 300}) {
+    Problem problem = MakeProblem(Plain());
+    std::fill(problem.terms[0].targets.begin(), problem.terms[0].targets.end(), target);
+    EngineOptions engine_options;
+    engine_options.shard_count = 2;
+    ExpectEngineMatches(problem, engine_options, TrainingStep());
+  }
+}
+
+TEST(ManyRowsTest, MostRowsIgnored) {
+  for (const double share : {0.4, 0.9, 1.0}) {
+    SCOPED_TRACE("ignored " + std::to_string(share));
+    ProblemOptions options = Plain();
+    options.ignored_share = share;
+    ExpectEngineMatches(MakeProblem(options), {}, TrainingStep());
+  }
+}
+
+TEST(ManyRowsTest, NonFiniteRowsAreCountedAndStayAlone) {
+  const Problem clean = MakeProblem(Plain());
+  for (const double value : {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
+    Problem problem = clean;
+    problem.terms[0].targets[70] = problem.terms[0].targets[380] = 3;
+    problem.hidden[static_cast<size_t>(70 * problem.hidden_size + 5)] = value;
+    problem.hidden[static_cast<size_t>(380 * problem.hidden_size)] = value;
+    ComputeOptions options = TrainingStep();
+    options.grad_weight = GradWeightMode::kNone;
+    const Outcome expected = RunOnce(clean, {}, options);
+    const Outcome outcome = RunOnce(problem, {}, options);
+    EXPECT_EQ(outcome.terms[0].sums.non_finite_row_count, 2);
+    EXPECT_FALSE(std::isfinite(outcome.terms[0].sums.loss_sum));
+    for (int64_t row = 0; row < problem.rows; ++row) {
+      if (row == 70 || row == 380) continue;
+      for (int64_t h = 0; h < problem.hidden_size; ++h) {
+        const size_t element = static_cast<size_t>(row * problem.hidden_size + h);
+        // A chunk with such rows may be computed in another form.
+        ASSERT_LE(std::abs(outcome.grad_hidden[element] - expected.grad_hidden[element]),
+                  0.02 * std::abs(expected.grad_hidden[element]) + 1e-2)
+            << "row " << row;
+      }
+    }
+  }
+}
+
+TEST(ManyRowsTest, EveryConfigurationRepeatsBitwise) {
+  const Problem problem = MakeProblem(Plain());
+  for (const int32_t shard_count : {1, 3}) {
+    for (const int64_t token_chunk_rows : {0, 300}) {
+      SCOPED_TRACE("shards " + std::to_string(shard_count) + ", chunk " + std::to_string(token_chunk_rows));
+      EngineOptions engine_options;
+      engine_options.shard_count = shard_count;
+      engine_options.token_chunk_rows = token_chunk_rows;
+      LoadedHeads heads(problem.heads, engine_options);
+      const Outcome first = heads.Compute(problem, TrainingStep());
+      for (int round = 0; round < 3; ++round) {
+        heads.ZeroGradients();
+        EXPECT_TRUE(first.BitwiseEquals(heads.Compute(problem, TrainingStep()))) << "on the same engine";
+      }
+      EXPECT_TRUE(first.BitwiseEquals(RunOnce(problem, engine_options, TrainingStep()))) << "on a new engine";
+    }
+  }
+}
+
+// Kept beside the accumulator, whether a slot has room for the rows (a large head) or for products only.
+TEST(ManyRowsTest, AreStagedAndCommitted) {
+  for (const bool is_large : {false, true}) {
+    ProblemOptions options = Plain();
+    options.rows = 260;
+    options.vocab_size = is_large ? 1501 : 301;
+    options.hidden_size = is_large ? 220 : 52;
+    options.staging_slots = 1;
+    const Problem problem = MakeProblem(options);
+    const Expected expected = ComputeExpected(problem);
+    const PlainResult plain = ComputePlain(problem);
+    for (const int32_t shard_count : {1, 3}) {
+      SCOPED_TRACE((is_large ? "a large head, shards " : "a small head, shards ") + std::to_string(shard_count));
+      EngineOptions engine_options;
+      engine_options.shard_count = shard_count;
+      LoadedHeads heads(problem.heads, engine_options);
+      Outcome outcome;
+      std::unique_ptr<StagedContribution> staged = heads.Stage(problem, TrainingStep(), &outcome);
+      ExpectGradientZero(outcome.gradients[0]);
+      outcome.gradients.clear();
+      ExpectOutcomeMatches(problem, expected, outcome);
+      ASSERT_TRUE(staged->Commit(1).ok());
+      const Gradient gradient = heads.ReadGradient(0);
+      ExpectTensorNear("grad_weight", std::vector<double>(gradient.weight.begin(), gradient.weight.end()),
+                       expected.gradient(0).weight, &plain.grad_weight[0]);
+      // Minus the same contribution leaves next to nothing.
+      ASSERT_TRUE(heads.Stage(problem, TrainingStep())->Commit(-1).ok());
+      double left = 0;
+      double norm = 0;
+      const Gradient rest = heads.ReadGradient(0);
+      for (size_t i = 0; i < rest.weight.size(); ++i) {
+        left += static_cast<double>(rest.weight[i]) * static_cast<double>(rest.weight[i]);
+        norm += static_cast<double>(gradient.weight[i]) * static_cast<double>(gradient.weight[i]);
+      }
+      EXPECT_LE(std::sqrt(left), 1e-5 * std::sqrt(norm));
+    }
+  }
+}
+
+// Small micro-batches before and after a large one, on one accumulator.
+TEST(ManyRowsTest, LargeAndSmallMicroBatchesMix) {
+  const Problem problem = MakeProblem(Plain());
+  const PlainResult plain = ComputePlain(problem);
+  const Expected expected = ComputeExpected(problem);
+  LoadedHeads heads(problem.heads, {});
+  for (const auto& [start, count] : std::vector<std::pair<int64_t, int64_t>>{{0, 40}, {40, 17}, {57, 300}, {357, 1}, {358, 32}}) {
+    const PreparedMicroBatch prepared(SliceRows(problem, start, count), heads.pointers(), TrainingStep());
+    const absl::StatusOr<MicroBatchResult> result = heads.engine().Compute(prepared.micro_batch);
+    ASSERT_TRUE(result.ok()) << result.status();
+    prepared.ExpectGuardsAndInputsIntact();
+  }
+  const Gradient gradient = heads.ReadGradient(0);
+  ExpectTensorNear("grad_weight", std::vector<double>(gradient.weight.begin(), gradient.weight.end()), expected.gradient(0).weight,
+                   &plain.grad_weight[0]);
+}
+
+}  // namespace
+}  // namespace headwater::testing
