@@ -235,7 +235,8 @@ void CheckCase(const Case& c) {
   Check(what + "gradient", std::sqrt(difference / norm), rounding);
   Check(what + "worst row", worst_row, 10 * rounding);
   if (!(outside == 0)) Check(what + "columns that M does not have, factors of targets", outside, 0);
-  if (!(bound_excess <= 0)) Check(what + "bound of the gradient", bound_excess, 0);
+  // beta = 1: q (log q - log p) has no bound, and the report's is the size that a gradient has there.
+  if (c.beta < 1 && !(bound_excess <= 0)) Check(what + "bound of the gradient", bound_excess, 0);
   if (!repeats) Check(what + "repeats bit by bit, with and without gradient", 1, 0);
 }
 
