@@ -108,9 +108,7 @@ absl::Status CudaHead::Allocate() {
     for (DeviceMemory& slot : storage.staging) allocate((weights + biases) * 4, &slot);
     storage_.push_back(std::move(storage));
   }
-  HEADWATER_RETURN_IF_ERROR(status);
-  // Memory is cleared by work on another stream than the core's, which would not wait for it.
-  return core_->Check(cudaDeviceSynchronize(), "clearing a head's memory");
+  return status;
 }
 
 TensorPlace CudaHead::PlaceOf(int32_t rank, HeadTensor tensor) const {

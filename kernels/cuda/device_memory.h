@@ -38,6 +38,8 @@ class DeviceMemory {
     }
     memory.bytes_ = bytes;
     status = CudaStatus(cudaMemset(memory.data_, 0, static_cast<size_t>(bytes)), "clearing device memory");
+    // It may return before the memory is clear, and the engine's stream would not wait for it.
+    if (status.ok()) status = CudaStatus(cudaStreamSynchronize(nullptr), "clearing device memory");
     if (!status.ok()) return status;
     return memory;
   }

@@ -36,7 +36,8 @@ absl::Status TensorCopy::Open() {
   for (cudaEvent_t& event : free_) {
     HEADWATER_RETURN_IF_ERROR(Check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming)));
   }
-  // What is put off keeps its share at the end of the workspace.
+  // What is put off keeps its share at the end of the workspace. The rest is never too small for a block: every head's plan has
+  // kPanelBytes at least.
   const int64_t workspace_bytes = core_.workspace().bytes();
   const int64_t scratch_bytes = workspace_bytes - GradientDebt::ShareOf(workspace_bytes);
   block_elements_ = std::min({kMaxBlockElements, core_.bounce().bytes() / (kBuffers * kLargestElement),
