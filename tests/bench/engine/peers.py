@@ -107,6 +107,7 @@ def divergence_peers(student, teacher):
 
 def products(hidden, weight, teacher):
     """The bare products: three, or four with a teacher's."""
+    hidden, weight = hidden.detach(), weight.detach()
     operand = torch.randn(hidden.shape[0], VOCAB, device="cuda", dtype=torch.bfloat16).mul_(1e-3)
     logits = torch.empty_like(operand)
     grad_hidden = torch.empty_like(hidden)
@@ -114,20 +115,20 @@ def products(hidden, weight, teacher):
     adds_fp32 = True
     try:
         torch.addmm(grad_weight, operand.T, hidden, out_dtype=torch.float32, out=grad_weight)
-    except (TypeError, RuntimeError):
-        adds_fp32 = False  # this PyTorch has no bf16 product into fp32
+    except (TypeError, RuntimeError) as error:
+        print(f"the products' grad_weight is bf16, because this PyTorch has none into fp32: {str(error).splitlines()[0]}")
+        adds_fp32 = False
         grad_weight = grad_weight.bfloat16()
 
     def run():
-        with torch.no_grad():
-            torch.mm(hidden, weight.T, out=logits)
-            if teacher is not None:
-                torch.mm(teacher[0], teacher[1].T, out=logits)
-            torch.mm(operand, weight, out=grad_hidden)
-            if adds_fp32:
-                torch.addmm(grad_weight, operand.T, hidden, out_dtype=torch.float32, out=grad_weight)
-            else:
-                torch.addmm(grad_weight, operand.T, hidden, out=grad_weight)
+        torch.mm(hidden, weight.T, out=logits)
+        if teacher is not None:
+            torch.mm(teacher[0], teacher[1].T, out=logits)
+        torch.mm(operand, weight, out=grad_hidden)
+        if adds_fp32:
+            torch.addmm(grad_weight, operand.T, hidden, out_dtype=torch.float32, out=grad_weight)
+        else:
+            torch.addmm(grad_weight, operand.T, hidden, out=grad_weight)
 
     return run
 
