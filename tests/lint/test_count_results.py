@@ -58,3 +58,13 @@ def test_pytest_errors_are_failures(tmp_path):
         '<testcase name="d"><skipped/></testcase></testsuite></testsuites>'
     )
     assert count_results.count_pytest(report) == {"passed": 1, "failed": 2, "skipped": 1}
+
+
+@pytest.mark.parametrize(("gtest", "expected"), [(GTEST.format(more=FAILED), "1 1 2"), (None, "0 1 0"), ("<testsuites/>", "0 1 0")])
+def test_a_single_program_is_counted_and_must_have_run_something(tmp_path, monkeypatch, capsys, gtest, expected):
+    report = tmp_path / "one.xml"
+    if gtest is not None:
+        report.write_text(gtest)
+    monkeypatch.setattr(sys, "argv", ["count_results.py", "--gtest", str(report)])
+    assert count_results.main() == 0
+    assert capsys.readouterr().out.strip() == expected
