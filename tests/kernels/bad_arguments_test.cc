@@ -170,21 +170,6 @@ TEST_P(BadArguments, MemorySpaces) {
   EXPECT_EQ(GetErrorMetadata(status).at("field"), "hidden.memory");
 }
 
-// A place that nobody knows, and the memory of a device where there is none.
-TEST_P(BadArguments, MemorySpaces) {
-  std::vector<MemorySpace> refused = {static_cast<MemorySpace>(7)};
-  if (heads_->engine().name() == "cpu") refused.push_back(MemorySpace::kDevice);
-  for (const MemorySpace memory : refused) {
-    ExpectRefused("hidden", ErrorReason::kInvalidField, [=](PreparedMicroBatch& m) { m.micro_batch.hidden.memory = memory; });
-    ExpectRefused("grad_hidden", ErrorReason::kInvalidField,
-                  [=](PreparedMicroBatch& m) { m.micro_batch.grad_hidden.memory = memory; });
-    if (GetParam()) {
-      ExpectRefused("teacher", ErrorReason::kInvalidField,
-                    [=](PreparedMicroBatch& m) { m.terms[0].teacher_hidden.memory = memory; });
-    }
-  }
-}
-
 TEST_P(BadArguments, GradientsWithoutBackward) {
   ExpectRefused("grad_hidden", ErrorReason::kInvalidCombination, [](PreparedMicroBatch& m) {
     m.micro_batch.backward = false;
