@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int i = 0; i < kVector<T>; ++i) {
         const row_math::ColumnLogs<T> logs = row_block::LogsOf(sides, soft, s[v][i], t[v][i]);
         const row_math::ColumnTerms<T> terms =
-            row_math::DivergenceTerms<T, kForm>(logs, soft.beta, soft.one_minus_beta, soft.reference);
+            row_math::DivergenceTerms<T, kForm>(logs, soft.beta, soft.one_minus_beta, soft.reference, soft.shift);
         const bool inside = j + i < columns;
         const bool counts = inside && j + i != soft.top_column;
         step_loss += inside ? terms.loss : T(0);

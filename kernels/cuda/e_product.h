@@ -17,14 +17,14 @@ namespace headwater::cuda {
 int64_t EProductPartialCount(int64_t row_count, int64_t columns);
 
 struct EProductParams {
-  ConstMatrix hidden;               // [row_count, stride] bf16
-  ShardWeights shard;               // bf16
-  const int32_t* targets = nullptr; // [row_count], columns of the whole vocabulary
+  ConstMatrix hidden;                        // [row_count, stride] bf16
+  ShardWeights shard;                        // bf16
+  const int32_t* targets = nullptr;          // [row_count], columns of the whole vocabulary
   const double* target_arguments = nullptr;  // [row_count], of all shards' targets
   Transform transform;
-  void* exponentials = nullptr;     // [row_count, e_stride] bf16 out
-  int64_t e_stride = 0;             // a multiple of 8, >= columns; columns up to it are written as 0 or left: never read
-  float* partial_sums = nullptr;    // [tiles, row_count] out
+  void* exponentials = nullptr;   // [row_count, e_stride] bf16 out
+  int64_t e_stride = 0;           // a multiple of 8, >= columns; columns up to it are written as 0 or left: never read
+  float* partial_sums = nullptr;  // [tiles, row_count] out
 };
 cudaError_t LaunchEProduct(const EProductParams& params, cudaStream_t stream);
 
@@ -34,8 +34,8 @@ cudaError_t LaunchSumPartials(const float* partial_sums, int64_t row_count, int6
 // Rows whose largest logit is more than this above the target's cannot take the form: S tells.
 inline constexpr double kEFormLargestSum = 1.1420073898156842e26;  // e^60
 
-// sums [shard_count, row_count]. Writes reports, row_factor and target_factor; *overflow = 1 if a sum is over kEFormLargestSum or not
-// finite, or a target's logit is not finite (the chunk must then be computed by the R form), else left alone.
+// sums [shard_count, row_count]. Writes reports, row_factor and target_factor; *overflow = 1 if a sum is over kEFormLargestSum or
+// not finite, or a target's logit is not finite (the chunk must then be computed by the R form), else left alone.
 cudaError_t LaunchFinishERows(const double* sums, int32_t shard_count, const double* target_arguments, const ChunkRows& rows,
                               const FinishOptions& options, RowReport* reports, float* row_factor, float* target_factor,
                               int32_t* overflow, cudaStream_t stream);

@@ -8,10 +8,10 @@
 namespace headwater::cuda {
 
 // arguments[i] = logit_scale * (hidden_i . w_y + bias_y) for the rows whose target lies in this shard; other rows are left alone
-// (the caller sets them to 0 before the first shard). By an fp32 dot with 8 partial sums a lane (fp64 if hidden is kFloat32) outside
-// the tensor cores, whose accumulation truncates: that bias would be the relative loss error of a confident row.
-cudaError_t LaunchTargetArguments(const ConstMatrix& hidden, const ShardWeights& shard, const int32_t* targets,
-                                  double logit_scale, double* arguments, cudaStream_t stream);
+// (the caller sets them to 0 before the first shard). By an fp32 dot with 8 partial sums a lane (fp64 if hidden is kFloat32)
+// outside the tensor cores, whose accumulation truncates: that bias would be the relative loss error of a confident row.
+cudaError_t LaunchTargetArguments(const ConstMatrix& hidden, const ShardWeights& shard, const int32_t* targets, double logit_scale,
+                                  double* arguments, cudaStream_t stream);
 
 // scaled [rows, stride] = hidden_i * row_factor_i * 2^-exponent in `scaled`'s element, with `exponent` chosen for the whole chunk
 // so that nothing overflows fp16 (0 for other elements), and *alpha = 2^exponent: the factor of the grad_weight product, on the
@@ -27,9 +27,9 @@ struct GradHiddenTarget {
   void* out = nullptr;  // host-visible or device memory, contiguous rows of `width`
   Element out_element = Element::kFloat32;
   int64_t out_stride = 0;
-  const int32_t* map = nullptr;  // [rows], or null: row i
-  float scale = 1;               // grad_hidden_scale; `out` only
-  uint8_t* non_finite = nullptr; // [rows]: set to 1 where a written row is not finite in `out_element`; `out` only; or null
+  const int32_t* map = nullptr;   // [rows], or null: row i
+  float scale = 1;                // grad_hidden_scale; `out` only
+  uint8_t* non_finite = nullptr;  // [rows]: set to 1 where a written row is not finite in `out_element`; `out` only; or null
 };
 
 // value_i = row_factor_i * product_i + target_factor_i * w_{y_i} (the second part only if the target lies in this shard).

@@ -7,6 +7,7 @@ namespace headwater::cuda {
 namespace {
 
 constexpr int kThreads = 128;
+constexpr double kLn2 = 0.693147180559945309417;
 constexpr int kLargestExponent = 20;  // fp16's scale may be up to 2^100 in either direction (row_math::MatrixScale)
 
 unsigned BlocksOf(int64_t row_count) { return static_cast<unsigned>((row_count + kThreads - 1) / kThreads); }
@@ -90,7 +91,13 @@ __global__ void __launch_bounds__(kThreads)
                                                 SoftcapDerivative(target_argument, cap))
                            : 0.0f;
   if (options.divergence_follows) return;
-  const FactorParts parts = SplitFactor(gradient_factor, HardBound(out, term), options.matrix_element);
+  FactorParts parts = SplitFactor(gradient_factor, HardBound(out, term), options.matrix_element);
+  if (gradient_factor != 0 && options.matrix_element != Element::kFloat32 && out.class_factor == 0 && out.probability_factor > 0 &&
+      loss.lse - loss.max < kLn2) {
+    // One column has most of the row: it becomes a power of two, exact in M, and the factor beside it is exact enough in fp32.
+    parts.scale = (options.matrix_element == Element::kFloat16 ? 4096.0 : 1.0) / out.probability_factor;
+    parts.row_factor = static_cast<float>(gradient_factor / parts.scale);
+  }
   out.scale = parts.scale;
   row_factor[row] = parts.row_factor;
 }

@@ -109,7 +109,10 @@ absl::Status GradientDebt::Settle() {
   contribution.hidden = {layout_.hidden, rows_, shard.width, shard.stride, Element::kBFloat16};
   contribution.scaled = {layout_.scaled, rows_, shard.width, shard.stride, Element::kBFloat16};
   contribution.row_factor = layout_.row_factor;
-  if (upload_in_use_) HEADWATER_RETURN_IF_ERROR(core_.Synchronize("settling a debt"));
+  if (upload_in_use_) {
+    HEADWATER_RETURN_IF_ERROR(core_.Synchronize("settling a debt"));
+    upload_in_use_ = false;
+  }
   int32_t* order = upload_.As<int32_t>();
   int32_t* starts = order + kMaxRows;
   const GroupCounts counts = GroupByTarget(targets_.data(), rows_, order, starts);

@@ -43,7 +43,7 @@ class GradientDebt {
   void Forget(const CudaHead& head);
 
   // Bytes at the end of a workspace of `workspace_bytes` that the debt may take. Who needs them settles it first.
-  static constexpr int64_t ShareOf(int64_t workspace_bytes) { return workspace_bytes / 4; }
+  static constexpr int64_t ShareOf(int64_t workspace_bytes) { return workspace_bytes / 10 * 3; }
 
  private:
   // Arrays at the end of the workspace.

@@ -17,9 +17,7 @@ namespace headwater::cuda {
 // Element types; the first three have the values of headwater::DataType.
 enum class Element : int32_t { kFloat32 = 1, kBFloat16 = 2, kFloat16 = 3, kFloat64 = 4 };
 
-constexpr int64_t BytesOf(Element element) {
-  return element == Element::kFloat64 ? 8 : element == Element::kFloat32 ? 4 : 2;
-}
+constexpr int64_t BytesOf(Element element) { return element == Element::kFloat64 ? 8 : element == Element::kFloat32 ? 4 : 2; }
 
 constexpr int64_t RoundUp(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 

@@ -235,8 +235,8 @@ __global__ void __launch_bounds__(kDivergenceThreads, 2) DivergenceGradientKerne
 #pragma unroll
       for (int i = 0; i < kVector<T>; ++i) {
         const row_math::ColumnLogs<T> logs = row_block::LogsOf(params.sides, soft, z[v][i], t[v][i]);
-        const T g =
-            soft_factor * row_math::DivergenceGradient<T, kForm>(logs, soft.beta, soft.one_minus_beta, soft.reference, mean);
+        const T g = soft_factor *
+                    row_math::DivergenceGradient<T, kForm>(logs, soft.beta, soft.one_minus_beta, soft.reference, mean, soft.shift);
         if (j + i < common) gradient[i] += j + i == soft.top_column ? top_gradient : g;
         if constexpr (kMayTransform) gradient[i] *= derivative[i];
       }

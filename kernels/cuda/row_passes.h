@@ -9,9 +9,9 @@
 //   grad_weight   += M^T (row_factor . x) + sum_i target_factor_i * e_{y_i} x_i^T        (grad_bias likewise, x = 1)
 // M_{i, y_i} = 0 wherever the row has a target and its loss a cross entropy: the target's share never enters a 16-bit matrix.
 // d(loss)/d(logit argument) of row i is row_factor_i * M_i, with everything in it: loss_scale, token weight, logit_scale.
-// In the forms of this file row_factor_i is a power of two, and the rest of that product is in M_i: a row's share of grad_weight is
-// rounded to 16 bits once, as M, and not again as row_factor . x. Where M is fp16 the power of two also keeps it well inside fp16's
-// range.
+// In the forms of this file either row_factor_i is a power of two and the rest of that product is in M_i, or M_i's largest entry is
+// one: a row's share of grad_weight is rounded to 16 bits once, as M or as row_factor . x. Where M is fp16 the power of two also
+// keeps it well inside fp16's range.
 #ifndef HEADWATER_KERNELS_CUDA_ROW_PASSES_H_
 #define HEADWATER_KERNELS_CUDA_ROW_PASSES_H_
 
@@ -63,7 +63,7 @@ struct RowCoefficients {
   double top_difference = 0;
   double divergence_mean = 0;  // DivergenceSums::mean of all shards
   double soft_factor = 0;      // soft_weight * (1 - beta) / student_temperature (beta as the formulas have it)
-  // M_i = scale * d(loss)/dz * dz/da, and row_factor_i = loss_scale * token weight * logit_scale / scale is a power of two. 0: a
+  // M_i = scale * d(loss)/dz * dz/da, and row_factor_i = loss_scale * token weight * logit_scale / scale. 0: a
   // row whose gradient is 0, because that product is; its M is 0 even if its logits are not finite.
   double scale = 1;
   int32_t top_column = -1;  // b, a column of the vocabulary; -1 where nothing is comparable (NaN)

@@ -20,6 +20,22 @@ bool SumsGradHidden(const std::vector<TermRun>& terms) {
   return terms.size() > 1 || (!terms.empty() && terms.front().head->shards().size() > 1);
 }
 
+bool TakesAllRows(const LossTerm& term) {
+  for (const int32_t target : term.targets) {
+    if (target == term.ignore_index) return false;
+  }
+  for (const float weight : term.token_weights) {
+    if (weight == 0) return false;
+  }
+  return true;
+}
+
+// Whether a tensor is what a product reads, as it lies.
+bool IsOperand(const RowsView& view, DataType type) {
+  return view.memory == MemorySpace::kDevice && view.data_type == type && PaddedWidth(view.column_count) == view.column_count &&
+         reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
+}
+
 }  // namespace
 
 Element TermRun::MatrixElement() const { return large_form == Form::kWide ? Element::kFloat32 : ElementOf(head->spec().data_type); }
@@ -55,6 +71,11 @@ TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper) 
       plan->jsd == nullptr && plan->cross_entropy.label_smoothing == 0 && !plan->wants_weighted && !plan->wants_argmax;
   if (hopper && narrow && plain && spec.data_type == DataType::kBFloat16) run.large_form = Form::kExponentials;
   run.finish.matrix_element = run.MatrixElement();
+  if (TakesAllRows(term)) {
+    const DataType element = static_cast<DataType>(run.MatrixElement());
+    run.hidden_in_place = IsOperand(micro_batch.hidden, element);
+    run.teacher_in_place = plan->jsd != nullptr && IsOperand(term.teacher_hidden, element);
+  }
   return run;
 }
 
@@ -72,7 +93,7 @@ TermBuffers LayOutTerm(const TermRun& term, const MicroBatch& micro_batch, int64
   }
   buffers.starts = workspace->Take<int32_t>(rows + 1);
   buffers.token_weights = workspace->Take<float>(rows);
-  buffers.hidden = workspace->TakeBytes(rows * padded * element_bytes);
+  if (!term.hidden_in_place) buffers.hidden = workspace->TakeBytes(rows * padded * element_bytes);
   if (wide) {
     buffers.wide_hidden = workspace->Take<double>(rows * padded);
     buffers.panel = workspace->TakeBytes(kPanelBytes);
@@ -99,7 +120,7 @@ TermBuffers LayOutTerm(const TermRun& term, const MicroBatch& micro_batch, int64
       buffers.raw_teacher =
           workspace->TakeBytes(rows * teacher.hidden_size * ElementBytes(term.plan->term->teacher_hidden.data_type));
     }
-    buffers.teacher_hidden = workspace->TakeBytes(rows * teacher_padded * element_bytes);
+    if (!term.teacher_in_place) buffers.teacher_hidden = workspace->TakeBytes(rows * teacher_padded * element_bytes);
     if (wide) buffers.wide_teacher_hidden = workspace->Take<double>(rows * teacher_padded);
     const int64_t teacher_bytes = rows * ProductStride(teacher_columns) * product_bytes;
     buffers.teacher_products = workspace->TakeBytes(std::max(teacher_bytes, finish_bytes));

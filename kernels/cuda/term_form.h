@@ -30,7 +30,10 @@ struct TermRun {
   CudaHead* teacher = nullptr;
   Form large_form = Form::kRows;         // of more than kLargestSmallBatch rows
   const float* class_weights = nullptr;  // device
-  CrossEntropyOptions cross_entropy;     // its class weights are class_weights
+  // The products read the caller's own memory: on the device, of the right type and stride, and no row is left out.
+  bool hidden_in_place = false;
+  bool teacher_in_place = false;
+  CrossEntropyOptions cross_entropy;  // its class weights are class_weights
   FinishOptions finish;
   DivergenceTerm divergence;
 

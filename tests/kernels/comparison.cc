@@ -101,13 +101,16 @@ std::vector<double> ToDouble(const std::vector<float>& values) { return {values.
 }  // namespace
 
 void ExpectTensorNear(const std::string& what, absl::Span<const double> actual, const reference::Matrix& expected,
-                      const std::vector<double>* plain) {
+                      const std::vector<double>* plain, double plain_factor) {
   ASSERT_EQ(actual.size(), expected.data.size()) << what;
   const TensorErrors errors = MeasureErrors(actual, expected);
   const TensorErrors allowance = plain == nullptr ? TensorErrors{} : MeasureErrors(*plain, expected);
-  EXPECT_LE(errors.whole, kPlainFactor * allowance.whole + kGradientBound) << what << ", whole tensor";
-  EXPECT_LE(errors.worst_row, kPlainFactor * allowance.worst_row + 10 * kGradientBound) << what << ", worst row";
-  EXPECT_LE(errors.worst_column, kPlainFactor * allowance.worst_column + 10 * kGradientBound) << what << ", worst column";
+  const double bound = plain_factor * allowance.whole + kGradientBound;
+  EXPECT_LE(errors.whole, bound) << what << ", whole tensor";
+  EXPECT_LE(errors.worst_row, std::max(10 * bound, plain_factor * allowance.worst_row + 10 * kGradientBound))
+      << what << ", worst row";
+  EXPECT_LE(errors.worst_column, std::max(10 * bound, plain_factor * allowance.worst_column + 10 * kGradientBound))
+      << what << ", worst column";
 }
 
 void ExpectOutcomeMatches(const Problem& problem, const Expected& expected, const Outcome& outcome) {
@@ -135,7 +138,8 @@ void ExpectOutcomeMatches(const Problem& problem, const Expected& expected, cons
     const auto gradient = expected.result.gradient.find(&expected.heads[i]);
     if (gradient == expected.result.gradient.end()) continue;
     const Gradient& actual = outcome.gradients[i];
-    ExpectTensorNear("grad_weight", ToDouble(actual.weight), gradient->second.weight, plain ? &plain->grad_weight[i] : nullptr);
+    ExpectTensorNear("grad_weight", ToDouble(actual.weight), gradient->second.weight, plain ? &plain->grad_weight[i] : nullptr,
+                     SuiteGradWeightFactor());
     const std::vector<double>& bias = gradient->second.bias;
     ExpectTensorNear("grad_bias", ToDouble(actual.bias), reference::Matrix(1, static_cast<int64_t>(bias.size()), bias),
                      plain ? &plain->grad_bias[i] : nullptr);

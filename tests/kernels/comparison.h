@@ -19,9 +19,10 @@ inline constexpr double kTokenBound = 1e-6;  // absolute, times max(1, max|z|)
 // bf16 and fp16: this many times the plain computation's error, plus fp32's bound.
 inline constexpr double kPlainFactor = 1.05;
 
-// Fails the test unless `actual` is within the bounds; `plain` (may be null) is the plain computation's tensor.
+// Fails the test unless `actual` is within the bounds; `plain` (may be null) is the plain computation's tensor, whose error may be
+// exceeded `plain_factor` times.
 void ExpectTensorNear(const std::string& what, absl::Span<const double> actual, const reference::Matrix& expected,
-                      const std::vector<double>* plain);
+                      const std::vector<double>* plain, double plain_factor = kPlainFactor);
 
 // Compares everything that the outcome has. Its gradients, if any, are those of a single computation on a zero accumulator.
 void ExpectOutcomeMatches(const Problem& problem, const Expected& expected, const Outcome& outcome);

@@ -1,4 +1,5 @@
 // The suite's engine: CpuEngine.
+#include "tests/kernels/comparison.h"
 #include "tests/kernels/kernel_suite.h"
 
 namespace headwater::testing {
@@ -11,6 +12,8 @@ const EngineFactory& SuiteEngineFactory() {
 SuiteWorkspaces SuiteWorkspaceSizes() { return {int64_t{1} << 20, int64_t{64} << 20}; }
 
 bool SuiteKeepsStagedRows(int64_t rows, int64_t hidden_size, int32_t) { return rows <= hidden_size; }
+
+double SuiteGradWeightFactor() { return kPlainFactor; }
 
 double SuiteAccumulationError() { return 0; }
 

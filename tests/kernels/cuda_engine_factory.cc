@@ -1,4 +1,5 @@
 // The suite's engine: CudaEngine. HEADWATER_SUITE_PORTABLE_KERNELS: only what every supported GPU runs.
+#include "tests/kernels/comparison.h"
 #include "tests/kernels/cuda_test_environment.h"
 #include "tests/kernels/kernel_suite.h"
 
@@ -35,6 +36,9 @@ SuiteWorkspaces SuiteWorkspaceSizes() { return {int64_t{80} << 20, kWorkspaceByt
 bool SuiteKeepsStagedRows(int64_t rows, int64_t hidden_size, int32_t shard_count) {
   return shard_count == 1 && rows <= hidden_size;
 }
+
+// The exponential form rounds twice: as E, and as the hidden states that the factor 1 / (1 + S) has multiplied.
+double SuiteGradWeightFactor() { return kPortableKernels ? kPlainFactor : 1.42 * kPlainFactor; }
 
 double SuiteAccumulationError() { return 1.5e-9; }
 

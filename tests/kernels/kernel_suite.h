@@ -32,6 +32,10 @@ SuiteWorkspaces SuiteWorkspaceSizes();
 // direct contribution. Defined by the program.
 bool SuiteKeepsStagedRows(int64_t rows, int64_t hidden_size, int32_t shard_count);
 
+// How many times the plain computation's error grad_weight may have. Defined by the program: kPlainFactor, or more for engines that
+// round the hidden states again, multiplied by a factor of the row.
+double SuiteGradWeightFactor();
+
 // Relative error that the engine's products of 16-bit operands may have for each element of the hidden size beside rounding: tensor
 // cores truncate where they add, and all sums move the same way. A loss may be off by this times hidden_size times its row's
 // largest |logit|. Defined by the program; 0 for products that round.

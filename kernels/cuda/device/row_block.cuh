@@ -188,6 +188,7 @@ struct SoftRow {
   row_math::Split<T> lse_difference;  // teacher's less student's
   T beta;
   T one_minus_beta;
+  row_math::SlopeShift<T> shift;
   T reference;         // the slope at the top column
   int32_t top_column;  // column of this shard; matches none if it lies elsewhere
 };
@@ -202,7 +203,11 @@ __device__ __forceinline__ SoftRow<T> MakeSoftRow(const DivergenceSides<T>& side
   soft.one_minus_beta = static_cast<T>(1 - beta);
   soft.reference = 0;
   if (kForm != row_math::DivergenceForm::kForward) {
-    soft.reference = static_cast<T>(row_math::Slope<double, kForm>(row.top_difference, beta, 1 - beta));
+    row_math::SlopeShift<double> shift;
+    shift.on = kForm == row_math::DivergenceForm::kMixture && row.top_difference < row_math::kShiftedBelow;
+    if (shift.on) shift.log_kappa = log(beta / (1 - beta));
+    soft.shift = {shift.on, static_cast<T>(shift.log_kappa)};
+    soft.reference = static_cast<T>(row_math::Slope<double, kForm>(row.top_difference, beta, 1 - beta, shift));
   }
   soft.top_column = row.top_column < 0 ? -1 : row.top_column - sides.student.vocab_start;
   return soft;

@@ -244,13 +244,28 @@ HEADWATER_ROW_MATH T ProbabilityDifference(const ColumnLogs<T>& logs) {
   return larger == T(0) ? T(0) : (above ? difference : -difference);
 }
 
+// Where the student's most probable column has almost none of the teacher's mass, log(q/m) is close to -log(1 - beta) in all
+// columns that count, and their differences are lost. Such a row takes the slope log(q/m) + log(1 - beta) = -log1p(kappa e^d),
+// kappa = beta / (1 - beta), whose small values keep their digits; elsewhere log(q/m) itself is the small number.
+template <typename T>
+struct SlopeShift {
+  bool on = false;
+  T log_kappa = 0;
+};
+// The rows that take it: d at the student's most probable column is below this.
+constexpr double kShiftedBelow = -2;
+
 // What a form takes the place of log q - log m with: its gradient is q (slope - mean of slopes).
 template <typename T, DivergenceForm kForm>
-HEADWATER_ROW_MATH T Slope(T d, T beta, T one_minus_beta) {
-  return kForm == DivergenceForm::kReverse ? -d : LogsOverMixture(d, beta, one_minus_beta).log_q_over_m;
+HEADWATER_ROW_MATH T Slope(T d, T beta, T one_minus_beta, const SlopeShift<T>& shift) {
+  if (kForm == DivergenceForm::kReverse) return -d;
+  if (!shift.on) return LogsOverMixture(d, beta, one_minus_beta).log_q_over_m;
+  const T x = d + shift.log_kappa;
+  const bool above = x > T(0);
+  const T e = Exp(above ? -x : x);
+  return -Log1p(e, T(1) + e) - (above ? x : T(0));
 }
 
-// One column's share of the loss and of the gradient.
 template <typename T>
 struct ColumnTerms {
   T loss;   // >= 0
@@ -260,7 +275,8 @@ struct ColumnTerms {
 
 // `reference`: the slope at the student's most probable column, whose own term is left to the caller.
 template <typename T, DivergenceForm kForm>
-HEADWATER_ROW_MATH ColumnTerms<T> DivergenceTerms(const ColumnLogs<T>& logs, T beta, T one_minus_beta, T reference) {
+HEADWATER_ROW_MATH ColumnTerms<T> DivergenceTerms(const ColumnLogs<T>& logs, T beta, T one_minus_beta, T reference,
+                                                  const SlopeShift<T>& shift = SlopeShift<T>()) {
   const T q = Exp(logs.log_q);
   const T p = Exp(logs.log_p);
   if (kForm == DivergenceForm::kForward) {
@@ -274,15 +290,17 @@ HEADWATER_ROW_MATH ColumnTerms<T> DivergenceTerms(const ColumnLogs<T>& logs, T b
   // q expm1(-log(q/m)) = m - q and p expm1(-log(p/m)) = m - p; weighted by 1 - beta and beta they sum to 0 in every column.
   const T student = WeightedExcess(q, over.log_q_over_m, beta * (p - q));
   const T teacher = WeightedExcess(p, over.log_p_over_m, one_minus_beta * (q - p));
-  return {beta * teacher + one_minus_beta * student, q == T(0) ? T(0) : q * (over.log_q_over_m - reference), q};
+  const T slope = shift.on ? Slope<T, kForm>(logs.d, beta, one_minus_beta, shift) : over.log_q_over_m;
+  return {beta * teacher + one_minus_beta * student, q == T(0) ? T(0) : q * (slope - reference), q};
 }
 
 // d(divergence)/d(tempered student logit) without the factor 1 - beta of kMixture; `mean` is relative to `reference`.
 template <typename T, DivergenceForm kForm>
-HEADWATER_ROW_MATH T DivergenceGradient(const ColumnLogs<T>& logs, T beta, T one_minus_beta, T reference, T mean) {
+HEADWATER_ROW_MATH T DivergenceGradient(const ColumnLogs<T>& logs, T beta, T one_minus_beta, T reference, T mean,
+                                        const SlopeShift<T>& shift = SlopeShift<T>()) {
   if (kForm == DivergenceForm::kForward) return ProbabilityDifference(logs);
   const T q = Exp(logs.log_q);
-  return q == T(0) ? T(0) : q * (Slope<T, kForm>(logs.d, beta, one_minus_beta) - reference - mean);
+  return q == T(0) ? T(0) : q * (Slope<T, kForm>(logs.d, beta, one_minus_beta, shift) - reference - mean);
 }
 
 // --- fp16's power of two ---------------------------------------------------------------------------------------------------------
