@@ -29,17 +29,45 @@ ConstMatrix Rows(const ConstMatrix& matrix, int64_t first, int64_t count) {
 bool Aligned16(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
 // Host bytes that one row of a term takes on its way up and back.
-constexpr int64_t kHostBytesPerRow = 9 * 4 + sizeof(RowReport) + 2;
+constexpr int64_t kHostBytesPerRow = 10 * 4 + sizeof(RowReport) + 2;
+
+// Of a term's rows, or of a chunk's.
+int64_t HostBytes(int64_t rows) { return rows * kHostBytesPerRow + 16 * Workspace::kAlignment; }
 
 }  // namespace
 
-Computation::Computation(EngineCore& core, const MicroBatch& micro_batch, MicroBatchPlan* plan, std::vector<TermRun>* terms,
-                         const std::vector<std::unique_ptr<StagedHead>>& staged, bool whole_workspace)
+bool CanJoin(const Member& a, const Member& b) {
+  const auto fits = [](const Member& member) {
+    return member.terms->size() == 1 && member.plan->chunks.size() == 1 && member.plan->slots.empty() &&
+           member.terms->front().large_form == Form::kExponentials && member.terms->front().head->shard_count() == 1;
+  };
+  if (!fits(a) || !fits(b)) return false;
+  const TermRun& first = a.terms->front();
+  const TermRun& second = b.terms->front();
+  return first.head == second.head && first.plan->grad_weight == second.plan->grad_weight &&
+         a.plan->chunks.front().backward == b.plan->chunks.front().backward &&
+         (a.micro_batch->grad_hidden.data == nullptr) == (b.micro_batch->grad_hidden.data == nullptr);
+}
+
+int64_t JoinedBytes(const std::vector<Member>& members) {
+  Workspace workspace;
+  int64_t rows = 0;
+  for (const Member& member : members) {
+    const int64_t own_rows = static_cast<int64_t>(member.plan->chunks.front().batch_rows.size());
+    const CrossEntropyTerm& spec = member.terms->front().plan->cross_entropy;
+    if (spec.class_weights != nullptr) workspace.Take<float>(spec.valid_vocab_size);
+    LayOutChunk(*member.terms, *member.micro_batch, own_rows, &workspace);
+    rows += own_rows;
+  }
+  TermRun term = members.front().terms->front();
+  term.hidden_in_place = false;
+  LayOutTerm(term, rows, &workspace);
+  return workspace.used();
+}
+
+Computation::Computation(EngineCore& core, std::vector<Member> members, bool whole_workspace)
     : core_(core),
-      micro_batch_(micro_batch),
-      plan_(*plan),
-      terms_(*terms),
-      staged_(staged),
+      members_(std::move(members)),
       whole_workspace_(whole_workspace),
       stream_(core.stream()),
       workspace_(core.workspace().As<void>(),
@@ -53,18 +81,16 @@ Computation::~Computation() {
 absl::Status Computation::Run() {
   const ProfileRange range("micro_batch");
   HEADWATER_RETURN_IF_ERROR(Check(cudaEventCreateWithFlags(&row_sums_done_, cudaEventDisableTiming), "making an event"));
-  HEADWATER_RETURN_IF_ERROR(ClearGradHidden());
-  HEADWATER_RETURN_IF_ERROR(UploadClassWeights());
-  const int64_t mark = workspace_.used();
-  for (const Chunk& chunk : plan_.chunks) {
-    workspace_.Rewind(mark);
-    HEADWATER_RETURN_IF_ERROR(RunChunk(chunk));
+  for (const Member& member : members_) {
+    HEADWATER_RETURN_IF_ERROR(ClearGradHidden(member));
+    HEADWATER_RETURN_IF_ERROR(UploadClassWeights(member));
   }
+  HEADWATER_RETURN_IF_ERROR(members_.size() == 1 ? RunChunks(members_.front()) : RunTogether());
   return Drain();
 }
 
-absl::Status Computation::UploadClassWeights() {
-  for (TermRun& term : terms_) {
+absl::Status Computation::UploadClassWeights(const Member& member) {
+  for (TermRun& term : *member.terms) {
     const CrossEntropyTerm& spec = term.plan->cross_entropy;
     if (spec.class_weights == nullptr) continue;
     float* device = workspace_.Take<float>(spec.valid_vocab_size);
@@ -78,12 +104,12 @@ absl::Status Computation::UploadClassWeights() {
   return absl::OkStatus();
 }
 
-absl::Status Computation::ClearGradHidden() {
-  const MutableRowsView& out = micro_batch_.grad_hidden;
+absl::Status Computation::ClearGradHidden(const Member& member) {
+  const MutableRowsView& out = member.micro_batch->grad_hidden;
   if (out.data == nullptr || out.row_count == 0) return absl::OkStatus();
   const int64_t row_bytes = out.column_count * ElementBytes(out.data_type);
   bool any = false;
-  ForEachRowWithoutGradient(plan_, [&](int64_t first, int64_t count) {
+  ForEachRowWithoutGradient(*member.plan, [&](int64_t first, int64_t count) {
     any = true;
     if (out.memory == MemorySpace::kHost) {
       std::memset(static_cast<char*>(out.data) + first * row_bytes, 0, static_cast<size_t>(count * row_bytes));
@@ -110,46 +136,92 @@ absl::Status Computation::Drain() {
   return absl::OkStatus();
 }
 
-absl::Status Computation::RunChunk(const Chunk& chunk) {
-  const int64_t rows = static_cast<int64_t>(chunk.batch_rows.size());
-  const int64_t host_bytes = (rows * kHostBytesPerRow + 16 * Workspace::kAlignment) * static_cast<int64_t>(1 + chunk.terms.size());
-  if (!host_.HasRoom(host_bytes)) HEADWATER_RETURN_IF_ERROR(Drain());
-  const ChunkBuffers shared = LayOutChunk(terms_, micro_batch_, rows, &workspace_);
-  HEADWATER_RETURN_IF_ERROR(PlaceHidden(chunk, shared));
-  const bool writes = chunk.backward && micro_batch_.grad_hidden.data != nullptr;
-  if (writes) {
-    HEADWATER_RETURN_IF_ERROR(Check(cudaMemsetAsync(shared.non_finite, 0, static_cast<size_t>(rows), stream_), "clearing flags"));
-    int32_t* output_rows = host_.Take<int32_t>(rows);
-    const bool on_device = micro_batch_.grad_hidden.memory == MemorySpace::kDevice;
-    for (int64_t i = 0; i < rows; ++i) {
-      output_rows[i] = static_cast<int32_t>(on_device ? chunk.batch_rows[static_cast<size_t>(i)] : i);
-    }
-    HEADWATER_RETURN_IF_ERROR(Upload(shared.output_rows, output_rows, rows));
-    if (shared.sum != nullptr) {
-      const size_t bytes = static_cast<size_t>(rows * PaddedWidth(micro_batch_.hidden.column_count)) * sizeof(float);
-      HEADWATER_RETURN_IF_ERROR(Check(cudaMemsetAsync(shared.sum, 0, bytes, stream_), "clearing the sum of grad_hidden"));
-    }
-  }
+absl::Status Computation::RunChunks(const Member& member) {
   const int64_t mark = workspace_.used();
-  const size_t first_pending = pending_.size();
-  for (const TermChunk& part : chunk.terms) {
+  for (const Chunk& chunk : member.plan->chunks) {
     workspace_.Rewind(mark);
-    Work work{};
-    work.chunk = &chunk;
-    work.part = &part;
-    work.term = &terms_[part.term];
-    work.rows = static_cast<int64_t>(part.rows.size());
-    work.shared = shared;
-    const int32_t slot = work.term->plan->slot;
-    if (chunk.backward && slot >= 0) work.staged = staged_[static_cast<size_t>(slot)].get();
-    HEADWATER_RETURN_IF_ERROR(RunTerm(&work));
+    const int64_t rows = static_cast<int64_t>(chunk.batch_rows.size());
+    if (!host_.HasRoom(HostBytes(rows) * static_cast<int64_t>(1 + chunk.terms.size()))) HEADWATER_RETURN_IF_ERROR(Drain());
+    ChunkBuffers shared;
+    HEADWATER_RETURN_IF_ERROR(OpenChunk(member, chunk, &shared));
+    const int64_t chunk_mark = workspace_.used();
+    const size_t first_pending = pending_.size();
+    for (const TermChunk& part : chunk.terms) {
+      workspace_.Rewind(chunk_mark);
+      TermRun* term = &(*member.terms)[part.term];
+      Work work{};
+      work.parts = {{&member, &chunk, &part, term, shared, 0, static_cast<int64_t>(part.rows.size())}};
+      work.term = term;
+      if (chunk.backward && term->plan->slot >= 0) work.staged = (*member.staged)[static_cast<size_t>(term->plan->slot)].get();
+      HEADWATER_RETURN_IF_ERROR(RunWork(&work));
+    }
+    HEADWATER_RETURN_IF_ERROR(CloseChunk(member, chunk, shared, first_pending, chunk.terms.size()));
   }
-  if (!writes) return absl::OkStatus();
-  HEADWATER_RETURN_IF_ERROR(WriteGradHidden(chunk, shared));
+  return absl::OkStatus();
+}
+
+absl::Status Computation::RunTogether() {
+  TermRun merged = members_.front().terms->front();
+  merged.hidden_in_place = false;
+  Work work{};
+  work.term = &merged;
+  int64_t rows = 0;
+  for (const Member& member : members_) {
+    const Chunk& chunk = member.plan->chunks.front();
+    const TermChunk& part = chunk.terms.front();
+    ChunkBuffers shared;
+    HEADWATER_RETURN_IF_ERROR(OpenChunk(member, chunk, &shared));
+    const int64_t count = static_cast<int64_t>(part.rows.size());
+    work.parts.push_back({&member, &chunk, &part, &member.terms->front(), shared, rows, count});
+    rows += count;
+  }
+  HEADWATER_RETURN_IF_ERROR(RunWork(&work));
+  for (size_t i = 0; i < work.parts.size(); ++i) {
+    HEADWATER_RETURN_IF_ERROR(CloseChunk(*work.parts[i].member, *work.parts[i].chunk, work.parts[i].shared, i, 1));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Computation::OpenChunk(const Member& member, const Chunk& chunk, ChunkBuffers* buffers) {
+  const MicroBatch& micro_batch = *member.micro_batch;
+  const int64_t rows = static_cast<int64_t>(chunk.batch_rows.size());
+  *buffers = LayOutChunk(*member.terms, micro_batch, rows, &workspace_);
+  if (micro_batch.hidden.memory == MemorySpace::kHost) {
+    const ProfileRange range("upload");
+    HEADWATER_RETURN_IF_ERROR(CopyRowsIn(micro_batch.hidden, chunk.batch_rows, buffers->raw_hidden));
+  }
+  if (!chunk.backward || micro_batch.grad_hidden.data == nullptr) return absl::OkStatus();
+  HEADWATER_RETURN_IF_ERROR(Check(cudaMemsetAsync(buffers->non_finite, 0, static_cast<size_t>(rows), stream_), "clearing flags"));
+  int32_t* output_rows = host_.Take<int32_t>(rows);
+  const bool on_device = micro_batch.grad_hidden.memory == MemorySpace::kDevice;
+  for (int64_t i = 0; i < rows; ++i) {
+    output_rows[i] = static_cast<int32_t>(on_device ? chunk.batch_rows[static_cast<size_t>(i)] : i);
+  }
+  HEADWATER_RETURN_IF_ERROR(Upload(buffers->output_rows, output_rows, rows));
+  if (buffers->sum == nullptr) return absl::OkStatus();
+  const size_t bytes = static_cast<size_t>(rows * PaddedWidth(micro_batch.hidden.column_count)) * sizeof(float);
+  return Check(cudaMemsetAsync(buffers->sum, 0, bytes, stream_), "clearing the sum of grad_hidden");
+}
+
+absl::Status Computation::CloseChunk(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers, size_t first_pending,
+                                     size_t count) {
+  if (!chunk.backward || member.micro_batch->grad_hidden.data == nullptr) return absl::OkStatus();
+  const int64_t rows = static_cast<int64_t>(chunk.batch_rows.size());
+  HEADWATER_RETURN_IF_ERROR(WriteGradHidden(member, chunk, buffers));
   uint8_t* non_finite = host_.Take<uint8_t>(rows);
-  for (size_t i = first_pending; i < pending_.size(); ++i) pending_[i].non_finite_out = non_finite;
-  return Check(cudaMemcpyAsync(non_finite, shared.non_finite, static_cast<size_t>(rows), cudaMemcpyDeviceToHost, stream_),
+  for (size_t i = first_pending; i < first_pending + count; ++i) pending_[i].non_finite_out = non_finite;
+  return Check(cudaMemcpyAsync(non_finite, buffers.non_finite, static_cast<size_t>(rows), cudaMemcpyDeviceToHost, stream_),
                "the way back of flags");
+}
+
+absl::Status Computation::ForEachPart(const Work& work, const Slice& slice,
+                                      absl::FunctionRef<absl::Status(const Part&, const Slice&)> visit) {
+  for (const Part& part : work.parts) {
+    const int64_t first = std::max(slice.first, part.first);
+    const int64_t end = std::min(slice.first + slice.count, part.first + part.count);
+    if (first < end) HEADWATER_RETURN_IF_ERROR(visit(part, {first, end - first}));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Computation::CopyRowsIn(const RowsView& view, const std::vector<int64_t>& rows, void* to) {
@@ -168,107 +240,115 @@ absl::Status Computation::CopyRowsIn(const RowsView& view, const std::vector<int
   return absl::OkStatus();
 }
 
-absl::Status Computation::PlaceHidden(const Chunk& chunk, const ChunkBuffers& buffers) {
-  if (micro_batch_.hidden.memory == MemorySpace::kDevice) return absl::OkStatus();
-  const ProfileRange range("upload");
-  return CopyRowsIn(micro_batch_.hidden, chunk.batch_rows, buffers.raw_hidden);
-}
-
 absl::Status Computation::UploadRows(Work* work) {
-  const std::vector<ChunkRow>& rows = work->part->rows;
   const int64_t count = work->rows;
   work->targets = host_.Take<int32_t>(count);
   float* token_weights = host_.Take<float>(count);
   int32_t* source_rows = host_.Take<int32_t>(count);
   int32_t* chunk_rows = host_.Take<int32_t>(count);
   int32_t* output_rows = host_.Take<int32_t>(count);
-  const bool device_hidden = micro_batch_.hidden.memory == MemorySpace::kDevice;
-  const bool device_out = micro_batch_.grad_hidden.memory == MemorySpace::kDevice;
-  for (int64_t i = 0; i < count; ++i) {
-    const ChunkRow& row = rows[static_cast<size_t>(i)];
-    work->targets[i] = static_cast<int32_t>(row.target);
-    token_weights[i] = static_cast<float>(row.token_weight);
-    source_rows[i] = static_cast<int32_t>(device_hidden ? row.batch_row : row.chunk_row);
-    chunk_rows[i] = static_cast<int32_t>(row.chunk_row);
-    output_rows[i] = static_cast<int32_t>(device_out ? row.batch_row : row.chunk_row);
+  int32_t* teacher_rows = host_.Take<int32_t>(count);
+  int64_t i = 0;
+  for (const Part& part : work->parts) {
+    const bool device_hidden = part.member->micro_batch->hidden.memory == MemorySpace::kDevice;
+    const bool device_out = part.member->micro_batch->grad_hidden.memory == MemorySpace::kDevice;
+    for (const ChunkRow& row : part.rows->rows) {
+      work->targets[i] = static_cast<int32_t>(row.target);
+      token_weights[i] = static_cast<float>(row.token_weight);
+      source_rows[i] = static_cast<int32_t>(device_hidden ? row.batch_row : row.chunk_row);
+      chunk_rows[i] = static_cast<int32_t>(row.chunk_row);
+      output_rows[i] = static_cast<int32_t>(device_out ? row.batch_row : row.chunk_row);
+      teacher_rows[i] = static_cast<int32_t>(row.term_row);
+      ++i;
+    }
   }
   HEADWATER_RETURN_IF_ERROR(Upload(work->own.targets, work->targets, count));
   HEADWATER_RETURN_IF_ERROR(Upload(work->own.token_weights, token_weights, count));
   HEADWATER_RETURN_IF_ERROR(Upload(work->own.source_rows, source_rows, count));
   HEADWATER_RETURN_IF_ERROR(Upload(work->own.chunk_rows, chunk_rows, count));
   HEADWATER_RETURN_IF_ERROR(Upload(work->own.output_rows, output_rows, count));
-  if (work->term->plan->jsd != nullptr) {
-    int32_t* teacher_rows = host_.Take<int32_t>(count);
-    for (int64_t i = 0; i < count; ++i) teacher_rows[i] = static_cast<int32_t>(rows[static_cast<size_t>(i)].term_row);
-    HEADWATER_RETURN_IF_ERROR(Upload(work->own.teacher_rows, teacher_rows, count));
+  if (work->term->plan->jsd == nullptr) return absl::OkStatus();
+  return Upload(work->own.teacher_rows, teacher_rows, count);
+}
+
+absl::Status Computation::PlaceRows(ConstMatrix source, int64_t first, bool contiguous, const int32_t* index, int64_t count,
+                                    Element element, bool in_place_allowed, void* out, uint8_t* non_finite, ConstMatrix* placed) {
+  const int64_t padded = PaddedWidth(source.columns);
+  if (contiguous) source = Rows(source, first, count);
+  if (contiguous && in_place_allowed && source.element == element && source.columns == padded && Aligned16(source.data)) {
+    *placed = source;
+    if (non_finite == nullptr) return absl::OkStatus();
+    return Check(LaunchCheckRows(source, non_finite, stream_), "checking hidden states");
   }
-  return absl::OkStatus();
+  *placed = {out, count, source.columns, padded, element};
+  return Check(
+      LaunchGatherRows(source, contiguous ? nullptr : index, {out, count, source.columns, padded, element}, non_finite, stream_),
+      "gathering hidden states");
 }
 
 absl::Status Computation::PlaceTermRows(Work* work) {
-  const std::vector<ChunkRow>& rows = work->part->rows;
-  const int64_t count = work->rows;
-  const Element element = work->term->MatrixElement();
   TermBuffers& own = work->own;
-  HEADWATER_RETURN_IF_ERROR(Check(cudaMemsetAsync(own.non_finite, 0, static_cast<size_t>(count), stream_), "clearing flags"));
-
-  // `source`: a tensor as it came, on the device. In place where it already is what the products read.
-  const auto place = [&](ConstMatrix source, int64_t first, bool contiguous, const int32_t* index, bool in_place_allowed, void* out,
-                         uint8_t* non_finite, ConstMatrix* placed) {
-    const int64_t padded = PaddedWidth(source.columns);
-    if (contiguous) source = Rows(source, first, count);
-    if (contiguous && in_place_allowed && source.element == element && source.columns == padded && Aligned16(source.data)) {
-      *placed = source;
-      if (non_finite == nullptr) return absl::OkStatus();
-      return Check(LaunchCheckRows(source, non_finite, stream_), "checking hidden states");
-    }
-    *placed = {out, count, source.columns, padded, element};
-    return Check(
-        LaunchGatherRows(source, contiguous ? nullptr : index, {out, count, source.columns, padded, element}, non_finite, stream_),
-        "gathering hidden states");
-  };
-  const RowsView& hidden = micro_batch_.hidden;
-  const bool device_hidden = hidden.memory == MemorySpace::kDevice;
-  ConstMatrix source = {device_hidden ? hidden.data : work->shared.raw_hidden, hidden.row_count, hidden.column_count,
-                        hidden.column_count, ElementOf(hidden.data_type)};
-  const bool contiguous = device_hidden ? work->part->ContiguousInBatch() : work->part->ContiguousInChunk();
+  const Element element = work->term->MatrixElement();
+  HEADWATER_RETURN_IF_ERROR(Check(cudaMemsetAsync(own.non_finite, 0, static_cast<size_t>(work->rows), stream_), "clearing flags"));
   const bool keeps_rows = work->staged != nullptr && work->staged->keeps_rows;
-  HEADWATER_RETURN_IF_ERROR(place(source, device_hidden ? rows.front().batch_row : rows.front().chunk_row, contiguous,
-                                  own.source_rows, !keeps_rows, own.hidden, own.non_finite, &work->hidden));
-  if (own.wide_hidden != nullptr) {
-    HEADWATER_RETURN_IF_ERROR(
-        Check(LaunchConvert(work->hidden.data, element, count * work->hidden.stride, own.wide_hidden, Element::kFloat64, stream_),
-              "widening hidden states"));
+  const bool in_place_allowed = work->parts.size() == 1 && !keeps_rows;
+  for (const Part& part : work->parts) {
+    const RowsView& hidden = part.member->micro_batch->hidden;
+    const bool on_device = hidden.memory == MemorySpace::kDevice;
+    const ConstMatrix source = {on_device ? hidden.data : part.shared.raw_hidden, hidden.row_count, hidden.column_count,
+                                hidden.column_count, ElementOf(hidden.data_type)};
+    const ChunkRow& first = part.rows->rows.front();
+    const int64_t padded = PaddedWidth(hidden.column_count);
+    void* out = own.hidden == nullptr ? nullptr : Advance(own.hidden, element, part.first * padded);
+    HEADWATER_RETURN_IF_ERROR(PlaceRows(source, on_device ? first.batch_row : first.chunk_row,
+                                        on_device ? part.rows->ContiguousInBatch() : part.rows->ContiguousInChunk(),
+                                        own.source_rows + part.first, part.count, element, in_place_allowed, out,
+                                        own.non_finite + part.first, &work->hidden));
   }
-  if (work->term->plan->jsd == nullptr) return absl::OkStatus();
+  if (work->parts.size() > 1) {
+    work->hidden = {own.hidden, work->rows, work->hidden.columns, work->hidden.stride, element};
+  }
+  if (own.wide_hidden != nullptr) {
+    HEADWATER_RETURN_IF_ERROR(Check(
+        LaunchConvert(work->hidden.data, element, work->rows * work->hidden.stride, own.wide_hidden, Element::kFloat64, stream_),
+        "widening hidden states"));
+  }
+  return work->term->plan->jsd == nullptr ? absl::OkStatus() : PlaceTeacherRows(work);
+}
 
-  const RowsView& teacher = work->term->plan->term->teacher_hidden;
-  ConstMatrix teacher_source = {teacher.data, teacher.row_count, teacher.column_count, teacher.column_count,
-                                ElementOf(teacher.data_type)};
-  bool teacher_contiguous = work->part->ContiguousInBatch();
-  int64_t teacher_first = rows.front().term_row;
+absl::Status Computation::PlaceTeacherRows(Work* work) {
+  TermBuffers& own = work->own;
+  const Part& part = work->parts.front();  // terms with a teacher are not computed together
+  const std::vector<ChunkRow>& rows = part.rows->rows;
+  const Element element = work->term->MatrixElement();
+  const RowsView& teacher = part.term->plan->term->teacher_hidden;
+  ConstMatrix source = {teacher.data, teacher.row_count, teacher.column_count, teacher.column_count, ElementOf(teacher.data_type)};
+  bool contiguous = part.rows->ContiguousInBatch();
+  int64_t first = rows.front().term_row;
   if (teacher.memory == MemorySpace::kHost) {
     std::vector<int64_t> term_rows(rows.size());
     std::transform(rows.begin(), rows.end(), term_rows.begin(), [](const ChunkRow& row) { return row.term_row; });
     HEADWATER_RETURN_IF_ERROR(CopyRowsIn(teacher, term_rows, own.raw_teacher));
-    teacher_source.data = own.raw_teacher;
-    teacher_contiguous = true;
-    teacher_first = 0;
+    source.data = own.raw_teacher;
+    contiguous = true;
+    first = 0;
   }
   // What is not finite in the teacher's rows shows in the loss: no row of theirs can be ignored by the products.
-  HEADWATER_RETURN_IF_ERROR(place(teacher_source, teacher_first, teacher_contiguous, own.teacher_rows, /*in_place_allowed=*/true,
-                                  own.teacher_hidden, nullptr, &work->teacher));
-  if (own.wide_teacher_hidden != nullptr) {
-    HEADWATER_RETURN_IF_ERROR(Check(LaunchConvert(work->teacher.data, element, count * work->teacher.stride,
-                                                  own.wide_teacher_hidden, Element::kFloat64, stream_),
-                                    "widening the teacher's hidden states"));
-  }
-  return absl::OkStatus();
+  HEADWATER_RETURN_IF_ERROR(PlaceRows(source, first, contiguous, own.teacher_rows, work->rows, element, /*in_place_allowed=*/true,
+                                      own.teacher_hidden, nullptr, &work->teacher));
+  if (own.wide_teacher_hidden == nullptr) return absl::OkStatus();
+  return Check(LaunchConvert(work->teacher.data, element, work->rows * work->teacher.stride, own.wide_teacher_hidden,
+                             Element::kFloat64, stream_),
+               "widening the teacher's hidden states");
 }
 
-absl::Status Computation::RunTerm(Work* work) {
+absl::Status Computation::RunWork(Work* work) {
   TermRun& term = *work->term;
-  work->own = LayOutTerm(term, micro_batch_, work->rows, &workspace_);
+  const Part& last = work->parts.back();
+  work->rows = last.first + last.count;
+  work->backward = last.chunk->backward;
+  work->wants_grad_hidden = work->backward && last.member->micro_batch->grad_hidden.data != nullptr;
+  work->own = LayOutTerm(term, work->rows, &workspace_);
   TermBuffers& own = work->own;
   if (work->staged != nullptr && work->staged->keeps_rows) {
     // What the grad_weight products will read goes to the slot straight away.
@@ -313,7 +393,9 @@ absl::Status Computation::RunTerm(Work* work) {
   HEADWATER_RETURN_IF_ERROR(
       Check(cudaMemcpyAsync(work->non_finite, own.non_finite, static_cast<size_t>(work->rows), cudaMemcpyDeviceToHost, stream_),
             "the way back of flags"));
-  pending_.push_back({work->chunk, work->part, work->term, work->reports, work->non_finite, nullptr});
+  for (const Part& part : work->parts) {
+    pending_.push_back({part.rows, part.term, work->reports + part.first, work->non_finite + part.first, nullptr});
+  }
   return absl::OkStatus();
 }
 
@@ -346,16 +428,18 @@ absl::Status Computation::RunExponentials(Work* work) {
         Check(LaunchSumPartials(own.partial_sums, work->rows, params.shard.columns, own.sums + rank * work->rows, stream_),
               "the rows' sums"));
   }
-  HEADWATER_RETURN_IF_ERROR(Check(LaunchFinishERows(own.sums, shard_count, own.target_arguments, RowsOf(*work, all), term.finish,
-                                                    own.reports, own.row_factor, own.target_factor, own.overflow, stream_),
-                                  "the rows' losses"));
+  HEADWATER_RETURN_IF_ERROR(ForEachPart(*work, all, [&](const Part& part, const Slice& rows) {
+    return Check(LaunchFinishERows(own.sums + rows.first, shard_count, own.target_arguments + rows.first, RowsOf(*work, rows),
+                                   part.term->finish, own.reports + rows.first, own.row_factor + rows.first,
+                                   own.target_factor + rows.first, own.overflow, stream_),
+                 "the rows' losses");
+  }));
   int32_t* overflow = host_.Take<int32_t>(1);
   HEADWATER_RETURN_IF_ERROR(
       Check(cudaMemcpyAsync(overflow, own.overflow, sizeof(int32_t), cudaMemcpyDeviceToHost, stream_), "the way back of a flag"));
   HEADWATER_RETURN_IF_ERROR(Check(cudaEventRecord(row_sums_done_, stream_), "recording an event"));
-  const bool wants_grad_hidden = work->chunk->backward && micro_batch_.grad_hidden.data != nullptr;
   // The device has this to do while the host looks at the flag.
-  if (wants_grad_hidden) HEADWATER_RETURN_IF_ERROR(MultiplyByWeight(work, all, 0));
+  if (work->wants_grad_hidden) HEADWATER_RETURN_IF_ERROR(MultiplyByWeight(work, all, 0));
   HEADWATER_RETURN_IF_ERROR(MakeGroups(work));
   HEADWATER_RETURN_IF_ERROR(Check(cudaEventSynchronize(row_sums_done_), "the exponentials' product"));
   if (*overflow == 0) {
@@ -515,10 +599,10 @@ absl::Status Computation::RunRows(Work* work, const Slice& slice) {
     const LogitsView student = StudentView(*work, 0);
     const LogitsView teacher = TeacherView(*work, 0);
     if (DivergenceRowsFit(student, teacher, term.divergence, term.MatrixElement())) {
-      HEADWATER_RETURN_IF_ERROR(Check(LaunchDivergenceRows(student, teacher, rows, term.divergence, plan.term->loss_scale,
-                                                           term.MatrixElement(), work->chunk->backward, own.reports + slice.first,
-                                                           own.row_factor + slice.first, own.target_factor + slice.first, stream_),
-                                      "the divergence's row pass"));
+      HEADWATER_RETURN_IF_ERROR(Check(
+          LaunchDivergenceRows(student, teacher, rows, term.divergence, plan.term->loss_scale, term.MatrixElement(), work->backward,
+                               own.reports + slice.first, own.row_factor + slice.first, own.target_factor + slice.first, stream_),
+          "the divergence's row pass"));
       matrix_is_there = true;
     }
   }
@@ -529,13 +613,16 @@ absl::Status Computation::RunRows(Work* work, const Slice& slice) {
             Check(LaunchRowStats(StudentView(*work, rank), rows, term.cross_entropy, own.stats + rank * slice.count, stream_),
                   "the rows' statistics"));
       }
-      HEADWATER_RETURN_IF_ERROR(Check(
-          LaunchFinishRows(own.stats, shard_count, own.target_arguments + slice.first, rows, term.finish, own.reports + slice.first,
-                           own.coefficients + slice.first, own.row_factor + slice.first, own.target_factor + slice.first, stream_),
-          "the rows' losses"));
+      HEADWATER_RETURN_IF_ERROR(ForEachPart(*work, slice, [&](const Part& part, const Slice& of_part) {
+        return Check(LaunchFinishRows(own.stats + (of_part.first - slice.first), shard_count, own.target_arguments + of_part.first,
+                                      RowsOf(*work, of_part), part.term->finish, own.reports + of_part.first,
+                                      own.coefficients + of_part.first, own.row_factor + of_part.first,
+                                      own.target_factor + of_part.first, stream_),
+                     "the rows' losses");
+      }));
     }
     if (jsd) HEADWATER_RETURN_IF_ERROR(RunDivergence(work, slice));
-    if (work->chunk->backward) {
+    if (work->backward) {
       for (int32_t rank = 0; rank < shard_count; ++rank) {
         const LogitsView student = StudentView(*work, rank);
         if (student.columns == 0) continue;
@@ -548,7 +635,7 @@ absl::Status Computation::RunRows(Work* work, const Slice& slice) {
       }
     }
   }
-  if (!work->chunk->backward) return absl::OkStatus();
+  if (!work->backward) return absl::OkStatus();
   if (work->groups.order == nullptr) HEADWATER_RETURN_IF_ERROR(MakeGroups(work));
   HEADWATER_RETURN_IF_ERROR(AddGradHidden(work, slice, /*product_is_there=*/false));
   return AddGradWeight(work, slice);

@@ -1,4 +1,5 @@
-// One micro-batch on the device: places its rows, runs the forms' products and passes chunk by chunk, and brings the results back.
+// One micro-batch on the device, or several small ones together: places their rows, runs the forms' products and passes chunk by
+// chunk, and brings the results back.
 //
 // Order within a chunk and term: logits (or exponentials), row work, grad_hidden, grad_weight; all on the core's one stream. The
 // host waits in between only for the exponential form's overflow flag, and that while the grad_hidden product runs.
@@ -9,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "headwater/kernels/engine.h"
 #include "kernels/core/micro_batch_plan.h"
@@ -19,13 +21,27 @@
 
 namespace headwater::cuda {
 
+// A micro-batch of a computation.
+struct Member {
+  const MicroBatch* micro_batch = nullptr;
+  MicroBatchPlan* plan = nullptr;
+  std::vector<TermRun>* terms = nullptr;  // of `plan`
+  // An entry for each head that is staged.
+  const std::vector<std::unique_ptr<StagedHead>>* staged = nullptr;
+};
+
+// Whether micro-batches can be computed together: each has one chunk with one term, all in the exponential form with one head on
+// one shard, and the same gradients are asked for; nothing is staged.
+bool CanJoin(const Member& a, const Member& b);
+// Workspace that members take together.
+int64_t JoinedBytes(const std::vector<Member>& members);
+
 // Made and run by the holder of the work lock.
 class Computation {
  public:
-  // `terms` belong to `plan`; `staged` has an entry for each head that is staged. All must outlive this.
-  // `whole_workspace`: nothing is owed, and nothing is put off.
-  Computation(EngineCore& core, const MicroBatch& micro_batch, MicroBatchPlan* plan, std::vector<TermRun>* terms,
-              const std::vector<std::unique_ptr<StagedHead>>& staged, bool whole_workspace);
+  // Several members: any two of them CanJoin(). All that they point to must outlive this. `whole_workspace`: nothing is owed, and
+  // nothing is put off.
+  Computation(EngineCore& core, std::vector<Member> members, bool whole_workspace);
   ~Computation();
 
   // Enqueues everything and waits for it; sums and per-token outputs are then in the plan's terms and the caller's memory.
@@ -37,13 +53,23 @@ class Computation {
     int64_t first;
     int64_t count;
   };
-  // What the work on one term's part of a chunk needs.
-  struct Work {
+  // A term's rows in a chunk of a member.
+  struct Part {
+    const Member* member;
     const Chunk* chunk;
-    const TermChunk* part;
+    const TermChunk* rows;
     TermRun* term;
-    StagedHead* staged;  // null: nothing is staged
     ChunkBuffers shared;
+    int64_t first;  // among the rows of the work
+    int64_t count;
+  };
+  // Rows whose products are computed at once: a part, or those of several members.
+  struct Work {
+    std::vector<Part> parts;
+    TermRun* term;       // the parts' own, as far as products are concerned
+    StagedHead* staged;  // null: nothing is staged
+    bool backward;
+    bool wants_grad_hidden;
     TermBuffers own;
     ConstMatrix hidden;   // [rows, padded]
     ConstMatrix teacher;  // JSD
@@ -58,7 +84,6 @@ class Computation {
   };
   // Results that are on their way to the host.
   struct Pending {
-    const Chunk* chunk;
     const TermChunk* part;
     TermRun* term;
     const RowReport* reports;
@@ -66,12 +91,22 @@ class Computation {
     const uint8_t* non_finite_out;  // of grad_hidden, by chunk row; null: none
   };
 
-  absl::Status UploadClassWeights();
-  absl::Status RunChunk(const Chunk& chunk);
-  absl::Status PlaceHidden(const Chunk& chunk, const ChunkBuffers& buffers);
-  absl::Status RunTerm(Work* work);
+  absl::Status UploadClassWeights(const Member& member);
+  absl::Status RunChunks(const Member& member);
+  absl::Status RunTogether();
+  // What the terms of a chunk share: before their work, and after it (`first_pending`: of the chunk).
+  absl::Status OpenChunk(const Member& member, const Chunk& chunk, ChunkBuffers* buffers);
+  absl::Status CloseChunk(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers, size_t first_pending,
+                          size_t count);
+  absl::Status RunWork(Work* work);
   absl::Status UploadRows(Work* work);
   absl::Status PlaceTermRows(Work* work);
+  absl::Status PlaceTeacherRows(Work* work);
+  // Brings rows of a tensor on the device to where the products read them; in place where it already is that.
+  absl::Status PlaceRows(ConstMatrix source, int64_t first, bool contiguous, const int32_t* index, int64_t count, Element element,
+                         bool in_place_allowed, void* out, uint8_t* non_finite, ConstMatrix* placed);
+  // Calls visit(part, rows of the part that are in the slice) in order.
+  absl::Status ForEachPart(const Work& work, const Slice& slice, absl::FunctionRef<absl::Status(const Part&, const Slice&)> visit);
   absl::Status MakeGroups(Work* work);
   // Whether the term's grad_weight product is put off (gradient_debt.h).
   bool PutsOff(const Work& work) const;
@@ -86,9 +121,10 @@ class Computation {
   absl::Status AddGradHidden(Work* work, const Slice& slice, bool product_is_there);
   absl::Status MultiplyByWeight(Work* work, const Slice& slice, int32_t rank);
   absl::Status FinishGradHidden(Work* work, const Slice& slice, int32_t rank);
+  absl::Status FinishPart(Work* work, const Part& part, const Slice& slice, int64_t product_row, int32_t rank);
   absl::Status AddGradWeight(Work* work, const Slice& slice);
-  absl::Status WriteGradHidden(const Chunk& chunk, const ChunkBuffers& buffers);
-  absl::Status ClearGradHidden();
+  absl::Status WriteGradHidden(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers);
+  absl::Status ClearGradHidden(const Member& member);
 
   ChunkRows RowsOf(const Work& work, const Slice& slice) const;
   LogitsView StudentView(const Work& work, int32_t rank) const;
@@ -106,10 +142,7 @@ class Computation {
   absl::Status Check(cudaError_t error, const char* what) { return core_.Check(error, what); }
 
   EngineCore& core_;
-  const MicroBatch& micro_batch_;
-  MicroBatchPlan& plan_;
-  std::vector<TermRun>& terms_;
-  const std::vector<std::unique_ptr<StagedHead>>& staged_;
+  const std::vector<Member> members_;
   const bool whole_workspace_;
   const cudaStream_t stream_;
   Workspace workspace_;

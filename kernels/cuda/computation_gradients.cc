@@ -21,7 +21,7 @@ bool Computation::PutsOff(const Work& work) const {
 
 absl::Status Computation::MakeGroups(Work* work) {
   const TermRun& term = *work->term;
-  if (!work->chunk->backward || term.plan->grad_weight == GradWeightMode::kNone || PutsOff(*work)) return absl::OkStatus();
+  if (!work->backward || term.plan->grad_weight == GradWeightMode::kNone || PutsOff(*work)) return absl::OkStatus();
   int32_t* order = host_.Take<int32_t>(work->rows);
   int32_t* starts = host_.Take<int32_t>(work->rows + 1);
   const GroupCounts counts = GroupByTarget(work->targets, work->rows, order, starts);
@@ -62,21 +62,30 @@ absl::Status Computation::MultiplyByWeight(Work* work, const Slice& slice, int32
 }
 
 absl::Status Computation::FinishGradHidden(Work* work, const Slice& slice, int32_t rank) {
+  return ForEachPart(*work, slice, [&](const Part& part, const Slice& rows) {
+    return FinishPart(work, part, rows, rows.first - slice.first, rank);
+  });
+}
+
+absl::Status Computation::FinishPart(Work* work, const Part& part, const Slice& slice, int64_t product_row, int32_t rank) {
   const ShardWeights shard = work->term->head->shard_weights(rank);
-  const MutableRowsView& out = micro_batch_.grad_hidden;
-  const ConstMatrix product = {work->own.product, slice.count, shard.width, shard.stride, Element::kFloat32};
+  const MicroBatch& micro_batch = *part.member->micro_batch;
+  const MutableRowsView& out = micro_batch.grad_hidden;
+  const ConstMatrix product = {work->own.product + product_row * shard.stride, slice.count, shard.width, shard.stride,
+                               Element::kFloat32};
   GradHiddenTarget target;
-  if (work->shared.sum != nullptr) {
-    target.sum = work->shared.sum;
+  if (part.shared.sum != nullptr) {
+    target.sum = part.shared.sum;
     target.sum_stride = shard.stride;
     target.map = work->own.chunk_rows + slice.first;
   } else {
-    target.out = out.memory == MemorySpace::kDevice ? out.data : work->shared.out;
+    target.out = out.memory == MemorySpace::kDevice ? out.data : part.shared.out;
     target.out_element = ElementOf(out.data_type);
     target.out_stride = out.column_count;
     target.map = work->own.output_rows + slice.first;
-    target.scale = static_cast<float>(micro_batch_.grad_hidden_scale);
-    target.non_finite = work->shared.non_finite + slice.first;
+    target.scale = static_cast<float>(micro_batch.grad_hidden_scale);
+    // The only term of its chunk: its rows are the chunk's.
+    target.non_finite = part.shared.non_finite + (slice.first - part.first);
   }
   return Check(LaunchFinishGradHidden(product, work->own.row_factor + slice.first, work->own.target_factor + slice.first,
                                       work->own.targets + slice.first, shard, target, stream_),
@@ -84,7 +93,7 @@ absl::Status Computation::FinishGradHidden(Work* work, const Slice& slice, int32
 }
 
 absl::Status Computation::AddGradHidden(Work* work, const Slice& slice, bool product_is_there) {
-  if (!work->chunk->backward || micro_batch_.grad_hidden.data == nullptr) return absl::OkStatus();
+  if (!work->wants_grad_hidden) return absl::OkStatus();
   const ProfileRange range("grad_hidden");
   for (int32_t rank = 0; rank < work->term->head->shard_count(); ++rank) {
     if (work->term->head->shard_weights(rank).columns == 0) continue;
@@ -96,7 +105,7 @@ absl::Status Computation::AddGradHidden(Work* work, const Slice& slice, bool pro
 
 absl::Status Computation::AddGradWeight(Work* work, const Slice& slice) {
   const TermRun& term = *work->term;
-  if (!work->chunk->backward || term.plan->grad_weight == GradWeightMode::kNone) return absl::OkStatus();
+  if (!work->backward || term.plan->grad_weight == GradWeightMode::kNone) return absl::OkStatus();
   const ProfileRange range("grad_weight");
   TermBuffers& own = work->own;
   const int64_t first = slice.first;
@@ -151,8 +160,8 @@ absl::Status Computation::AddGradWeight(Work* work, const Slice& slice) {
   });
 }
 
-absl::Status Computation::WriteGradHidden(const Chunk& chunk, const ChunkBuffers& buffers) {
-  const MutableRowsView& out = micro_batch_.grad_hidden;
+absl::Status Computation::WriteGradHidden(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers) {
+  const MutableRowsView& out = member.micro_batch->grad_hidden;
   const int64_t rows = static_cast<int64_t>(chunk.batch_rows.size());
   const bool on_device = out.memory == MemorySpace::kDevice;
   if (buffers.sum != nullptr) {
@@ -161,7 +170,7 @@ absl::Status Computation::WriteGradHidden(const Chunk& chunk, const ChunkBuffers
     target.out_element = ElementOf(out.data_type);
     target.out_stride = out.column_count;
     target.map = buffers.output_rows;
-    target.scale = static_cast<float>(micro_batch_.grad_hidden_scale);
+    target.scale = static_cast<float>(member.micro_batch->grad_hidden_scale);
     target.non_finite = buffers.non_finite;
     HEADWATER_RETURN_IF_ERROR(
         Check(LaunchWriteGradHidden({buffers.sum, rows, out.column_count, PaddedWidth(out.column_count), Element::kFloat32}, target,

@@ -3,6 +3,8 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <condition_variable>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,6 +25,9 @@
 namespace headwater::cuda {
 namespace {
 
+// Micro-batches of up to this many rows are computed together with others that wait.
+constexpr int64_t kMaxJoinedRows = 1024;
+
 // Bytes of a slot that a term's part of a chunk takes: see Computation::RunTerm().
 int64_t KeptBytes(const TermRun& term, int64_t rows) {
   const Form form = term.FormOf(rows);
@@ -37,6 +42,25 @@ int64_t KeptBytes(const TermRun& term, int64_t rows) {
   workspace.TakeBytes(8);
   return workspace.used();
 }
+
+// A Compute() call.
+struct Call {
+  Call(const MicroBatch& batch, bool hopper) : micro_batch(batch), plan(PlanTerms(batch)) {
+    terms.reserve(plan.terms.size());
+    for (TermPlan& term : plan.terms) terms.push_back(MakeTermRun(batch, &term, hopper));
+    result.terms.reserve(plan.terms.size());  // nothing may fail once accumulators have changed
+  }
+  Member member() { return {&micro_batch, &plan, &terms, &staged}; }
+
+  const MicroBatch& micro_batch;
+  MicroBatchPlan plan;
+  std::vector<TermRun> terms;
+  std::vector<std::unique_ptr<StagedHead>> staged;
+  MicroBatchResult result;
+  absl::Status status;
+  bool needs_whole_workspace = false;
+  bool done = false;  // guarded by CudaEngine::calls_mutex_
+};
 
 class CudaEngine final : public LossEngine {
  public:
@@ -75,34 +99,121 @@ class CudaEngine final : public LossEngine {
       return own != nullptr && &own->core() == core_.get();
     }));
     HEADWATER_RETURN_IF_ERROR(CheckMicroBatch(micro_batch, /*has_device=*/true));
-    MicroBatchPlan plan = PlanTerms(micro_batch);
-    std::vector<TermRun> terms;
-    terms.reserve(plan.terms.size());
-    for (TermPlan& term : plan.terms) terms.push_back(MakeTermRun(micro_batch, &term, core_->hopper()));
-
-    MicroBatchResult result;
-    result.terms.reserve(plan.terms.size());  // nothing may fail once accumulators have changed
-    WorkLock lock(*core_);
-    HEADWATER_RETURN_IF_ERROR(core_->health());
-    absl::StatusOr<bool> needs_all = CutIntoChunks(micro_batch, terms, &plan);
-    if (!needs_all.ok()) return needs_all.status();
-    HEADWATER_RETURN_IF_ERROR(TakeSlots(&plan));
-    std::vector<std::unique_ptr<StagedHead>> staged = Stage(&plan, terms);
-    BeginOutputs(&plan);
-    HEADWATER_RETURN_IF_ERROR(core_->RunDecided([](int32_t) { return absl::OkStatus(); },
-                                                [&] {
-                                                  if (*needs_all) HEADWATER_RETURN_IF_ERROR(core_->debt().Settle());
-                                                  HEADWATER_RETURN_IF_ERROR(ClearSlots(staged));
-                                                  return Computation(*core_, micro_batch, &plan, &terms, staged, *needs_all).Run();
-                                                }));
-    HEADWATER_RETURN_IF_ERROR(FinishTerms(&plan, &result.terms));
-    if (!staged.empty()) result.staged = std::make_unique<CudaStagedContribution>(core_, std::move(staged));
-    return result;
+    Call call(micro_batch, core_->hopper());
+    if (IsSmall(call)) {
+      RunWithOthers(&call);
+    } else {
+      WorkLock lock(*core_);
+      RunGroup({&call});
+    }
+    if (!call.status.ok()) return call.status;
+    return std::move(call.result);
   }
 
  private:
-  // Returns whether the chunks need the whole workspace, and not only what the debt leaves.
-  absl::StatusOr<bool> CutIntoChunks(const MicroBatch& micro_batch, const std::vector<TermRun>& terms, MicroBatchPlan* plan) const {
+  // Whether other calls' rows could be computed with this one's.
+  bool IsSmall(const Call& call) const {
+    return call.terms.size() == 1 && call.terms.front().large_form == Form::kExponentials &&
+           call.micro_batch.hidden.row_count <= kMaxJoinedRows && call.micro_batch.grad_weight != GradWeightMode::kStage &&
+           core_->options().shard_count == 1 && core_->options().token_chunk_rows == 0;
+  }
+
+  // Small calls that wait for the device at the same time are computed together: the first of them to get it takes the others
+  // along.
+  void RunWithOthers(Call* call) {
+    std::unique_lock<std::mutex> lock(calls_mutex_);
+    calls_.push_back(call);
+    while (!call->done) {
+      if (leading_) {
+        calls_changed_.wait(lock);
+        continue;
+      }
+      leading_ = true;
+      lock.unlock();
+      std::vector<Call*> group;
+      {
+        WorkLock work(*core_);
+        TakeGroup(&group);
+        RunGroup(group);
+      }
+      lock.lock();
+      leading_ = false;
+      for (Call* member : group) member->done = true;
+      calls_changed_.notify_all();
+    }
+  }
+
+  // The call that has waited longest, and those that can be computed with it.
+  void TakeGroup(std::vector<Call*>* taken) {
+    std::lock_guard<std::mutex> lock(calls_mutex_);
+    std::vector<Call*>& group = *taken;
+    std::vector<Member> members;
+    int64_t rows = 0;
+    for (auto next = calls_.begin(); next != calls_.end();) {
+      Call* call = *next;
+      if (group.empty() || rows < kMaxExponentialRows) {
+        call->status = CutIntoChunks(call);
+        members.push_back(call->member());
+        const bool fits =
+            group.empty() || (call->status.ok() && group.front()->status.ok() && CanJoin(members.front(), members.back()) &&
+                              rows + call->micro_batch.hidden.row_count <= kMaxExponentialRows &&
+                              JoinedBytes(members) <= core_->workspace().bytes());
+        if (fits) {
+          rows += call->micro_batch.hidden.row_count;
+          group.push_back(call);
+          next = calls_.erase(next);
+          continue;
+        }
+        members.pop_back();
+        call->plan.chunks.clear();
+      }
+      ++next;
+    }
+  }
+
+  // Computes calls that can be computed together, and leaves their results or errors with them. For the holder of the work lock.
+  void RunGroup(const std::vector<Call*>& group) {
+    const absl::Status status = TryGroup(group);
+    for (Call* call : group) {
+      if (call->status.ok()) call->status = status;
+      if (call->status.ok()) call->status = FinishTerms(&call->plan, &call->result.terms);
+      if (call->status.ok() && !call->staged.empty()) {
+        call->result.staged = std::make_unique<CudaStagedContribution>(core_, std::move(call->staged));
+      }
+      call->staged.clear();
+    }
+  }
+
+  absl::Status TryGroup(const std::vector<Call*>& group) {
+    HEADWATER_RETURN_IF_ERROR(core_->health());
+    std::vector<Member> members;
+    bool whole = false;
+    for (Call* call : group) {
+      if (call->plan.chunks.empty() && call->status.ok()) call->status = CutIntoChunks(call);
+      HEADWATER_RETURN_IF_ERROR(call->status);
+      HEADWATER_RETURN_IF_ERROR(TakeSlots(&call->plan));
+      call->staged = Stage(&call->plan, call->terms);
+      BeginOutputs(&call->plan);
+      members.push_back(call->member());
+      whole = whole || call->needs_whole_workspace;
+    }
+    if (group.size() > 1) {
+      const int64_t bytes = core_->workspace().bytes();
+      whole = JoinedBytes(members) > bytes - GradientDebt::ShareOf(bytes);
+    }
+    return core_->RunDecided([](int32_t) { return absl::OkStatus(); },
+                             [&] {
+                               if (whole) HEADWATER_RETURN_IF_ERROR(core_->debt().Settle());
+                               for (Call* call : group) HEADWATER_RETURN_IF_ERROR(ClearSlots(call->staged));
+                               return Computation(*core_, members, whole).Run();
+                             });
+  }
+
+  // Plans the chunks, and finds out whether they need the whole workspace, and not only what the debt leaves.
+  absl::Status CutIntoChunks(Call* call) const {
+    const MicroBatch& micro_batch = call->micro_batch;
+    const std::vector<TermRun>& terms = call->terms;
+    MicroBatchPlan* plan = &call->plan;
     const int64_t bytes = core_->workspace().bytes();
     ChunkLimits limits;
     limits.grain = kRowGrain;
@@ -123,7 +234,8 @@ class CudaEngine final : public LossEngine {
     PlanChunks(limits, plan);
     int64_t rows = 0;
     for (const Chunk& chunk : plan->chunks) rows = std::max(rows, static_cast<int64_t>(chunk.batch_rows.size()));
-    return ChunkBytes(terms, micro_batch, rows) > bytes - GradientDebt::ShareOf(bytes);
+    call->needs_whole_workspace = ChunkBytes(terms, micro_batch, rows) > bytes - GradientDebt::ShareOf(bytes);
+    return absl::OkStatus();
   }
 
   // One entry for each slot of the plan, which gives its slots away.
@@ -164,6 +276,11 @@ class CudaEngine final : public LossEngine {
   }
 
   const std::shared_ptr<EngineCore> core_;
+
+  std::mutex calls_mutex_;
+  std::condition_variable calls_changed_;
+  std::vector<Call*> calls_;  // small ones that wait, in order of arrival; guarded by calls_mutex_
+  bool leading_ = false;      // a caller is about to compute some of them; guarded by calls_mutex_
 };
 
 }  // namespace

@@ -79,7 +79,7 @@ TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper) 
   return run;
 }
 
-TermBuffers LayOutTerm(const TermRun& term, const MicroBatch& micro_batch, int64_t rows, Workspace* workspace) {
+TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) {
   TermBuffers buffers;
   const Form form = term.FormOf(rows);
   const bool wide = form == Form::kWide;
@@ -152,7 +152,6 @@ TermBuffers LayOutTerm(const TermRun& term, const MicroBatch& micro_batch, int64
   buffers.row_factor = workspace->Take<float>(rows);
   buffers.target_factor = workspace->Take<float>(rows);
   buffers.non_finite = workspace->Take<uint8_t>(rows);
-  static_cast<void>(micro_batch);
   return buffers;
 }
 
@@ -183,7 +182,7 @@ int64_t ChunkBytes(const std::vector<TermRun>& terms, const MicroBatch& micro_ba
   int64_t largest = 0;
   for (const TermRun& term : terms) {
     workspace.Rewind(shared);
-    LayOutTerm(term, micro_batch, rows, &workspace);
+    LayOutTerm(term, rows, &workspace);
     largest = std::max(largest, workspace.used());
   }
   return largest;

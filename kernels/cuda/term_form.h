@@ -95,7 +95,7 @@ struct TermBuffers {
 };
 
 // Takes it from `workspace`, in an order that is the same every time.
-TermBuffers LayOutTerm(const TermRun& term, const MicroBatch& micro_batch, int64_t rows, Workspace* workspace);
+TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace);
 
 // What the terms of a chunk share.
 struct ChunkBuffers {

@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <future>
 #include <map>
 #include <memory>
 #include <random>
@@ -49,7 +50,7 @@ struct BenchCase {
   int64_t teacher_width = 0;     // divergence of beta 1/2
   bool all_options = false;      // bias, smoothing, softcap, z-loss, class weights, every per-token output
   double ignored_share = 0;      // the floor computes all rows
-  int64_t micro_batch_rows = 0;  // in micro-batches of so many rows; 0: in one
+  int64_t micro_batch_rows = 0;  // in micro-batches of so many rows, each by its own caller; 0: in one
   bool memory_bound = false;     // against the bytes that must move instead of the products
 };
 
@@ -243,12 +244,20 @@ class Runner {
     CheckStatus(head_.ZeroGradient(), "ZeroGradient");
   }
 
-  // The whole of the rows, so many times. Throws unless the losses can be those of the rows.
+  // The whole of the rows, so many times; micro-batches each by a caller of its own. Throws unless the losses can be those of the
+  // rows.
   void RunEngine(int count) {
-    const int64_t step = case_.micro_batch_rows == 0 ? case_.rows : case_.micro_batch_rows;
-    for (int i = 0; i < count; ++i) {
-      for (int64_t start = 0; start < case_.rows; start += step) ComputeRows(start, step);
+    if (case_.micro_batch_rows == 0) {
+      for (int i = 0; i < count; ++i) ComputeRows(0, case_.rows);
+      return;
     }
+    std::vector<std::future<void>> callers;
+    for (int64_t start = 0; start < case_.rows; start += case_.micro_batch_rows) {
+      callers.push_back(std::async(std::launch::async, [this, start, count] {
+        for (int i = 0; i < count; ++i) ComputeRows(start, case_.micro_batch_rows);
+      }));
+    }
+    for (std::future<void>& caller : callers) caller.get();
   }
 
   BlockTimes Measure(const BlockOptions& options) {

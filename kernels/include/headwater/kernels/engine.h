@@ -7,7 +7,8 @@
 // Threads. LossEngine's and EngineHead's const methods may be called from any thread. Methods that compute or change a head
 // (Compute, Commit, WriteTensor, ApplyOptimizer, ...) block until done; calls that touch one head must not overlap, which
 // server/heads ensures by a lock for each head; calls on different heads may overlap and are then serialized by the engine where
-// the hardware needs it.
+// the hardware needs it. Compute() calls without staging may overlap each other on one head too: the engine computes them one after
+// the other, or small ones together, each with its own result. Their order, and so the accumulator's last bits, is then left open.
 //
 // Determinism. Same inputs, same plan, same machine: bitwise the same outputs.
 #ifndef HEADWATER_KERNELS_ENGINE_H_
