@@ -7,6 +7,7 @@ namespace headwater::cuda {
 namespace {
 
 constexpr int kThreads = 128;
+constexpr double kNearlyExact = 1.0 / 4096;  // a rounding error of M not worth another one of the hidden states
 constexpr double kLn2 = 0.693147180559945309417;
 constexpr int kLargestExponent = 20;  // fp16's scale may be up to 2^100 in either direction (row_math::MatrixScale)
 
@@ -34,6 +35,14 @@ __device__ FactorParts SplitFactor(double gradient_factor, double bound, Element
   scale = ldexp(scale, exponent - kept);
   const double fp16_scale = matrix_element == Element::kFloat16 ? row_math::MatrixScale(bound * fabs(scale)) : 1;
   return {scale * fp16_scale, static_cast<float>(ldexp(1.0 / fp16_scale, kept))};
+}
+
+// Relative error of a number in M's element; 0 for fp32, where it does not matter, and for what is not finite.
+__device__ double RoundingError(double value, Element matrix_element) {
+  if (matrix_element == Element::kFloat32 || !(fabs(value) > 0) || !(fabs(value) < INFINITY)) return 0;
+  int exponent = 0;
+  const double digits = ldexp(frexp(fabs(value), &exponent), matrix_element == Element::kBFloat16 ? 8 : 11);
+  return fabs(digits - rint(digits)) / digits;
 }
 
 // Of the hard loss's entries of M before scaling. No class weight is larger than the sum of all, and the smoothing's share of
@@ -92,8 +101,8 @@ __global__ void __launch_bounds__(kThreads)
                            : 0.0f;
   if (options.divergence_follows) return;
   FactorParts parts = SplitFactor(gradient_factor, HardBound(out, term), options.matrix_element);
-  if (gradient_factor != 0 && options.matrix_element != Element::kFloat32 && out.class_factor == 0 && out.probability_factor > 0 &&
-      loss.lse - loss.max < kLn2) {
+  if (out.class_factor == 0 && loss.lse - loss.max < kLn2 &&
+      RoundingError(parts.scale * out.probability_factor, options.matrix_element) > kNearlyExact) {
     // One column has most of the row: it becomes a power of two, exact in M, and the factor beside it is exact enough in fp32.
     parts.scale = (options.matrix_element == Element::kFloat16 ? 4096.0 : 1.0) / out.probability_factor;
     parts.row_factor = static_cast<float>(gradient_factor / parts.scale);

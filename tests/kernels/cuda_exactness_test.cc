@@ -143,7 +143,7 @@ std::vector<double> DecodeBuffer(const Buffer& buffer) {
 }
 
 // Gradients of rows whose sides share no column are differences that fp64 cannot form: below this nothing is compared.
-constexpr double kSmallestGradient = 1e-5;
+constexpr double kSmallestGradient = 1e-4;
 
 void ExpectSame(const char* what, const std::vector<double>& actual, const std::vector<double>& expected, double bound) {
   ASSERT_EQ(actual.size(), expected.size()) << what;

@@ -17,6 +17,7 @@
 #include <future>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -228,9 +229,12 @@ class Runner {
     }
     device_targets_ = Buffer(BufferKind::kDevice, case_.rows * static_cast<int64_t>(sizeof(int32_t)));
     testing::CopyMemory(device_targets_.as<void>(), targets_.data(), device_targets_.bytes());
-    for (int32_t& target : targets_) {
-      if (std::uniform_real_distribution<double>(0, 1)(random) < case_.ignored_share) target = kDefaultIgnoreIndex;
-    }
+    // Exactly that share, anywhere.
+    std::vector<size_t> order(targets_.size());
+    std::iota(order.begin(), order.end(), size_t{0});
+    std::shuffle(order.begin(), order.end(), random);
+    order.resize(static_cast<size_t>(std::lround(case_.ignored_share * static_cast<double>(case_.rows))));
+    for (const size_t row : order) targets_[row] = kDefaultIgnoreIndex;
     if (case_.teacher_width > 0) {
       teacher_hidden_ = Normal(case_.rows, case_.teacher_width, 22);
       teacher_ = &workplace.Teacher(case_.teacher_width);
