@@ -1,0 +1,111 @@
+// Calls of several threads on one head: an engine may compute them together, but each has its own result, and the accumulator the
+// sum of all.
+#include <cstdint>
+#include <latch>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "tests/kernels/comparison.h"
+#include "tests/kernels/kernel_suite.h"
+#include "tests/kernels/plain_computation.h"
+
+namespace headwater::testing {
+namespace {
+
+constexpr int kCallers = 12;
+constexpr int kRounds = 4;
+
+ProblemOptions Options(DataType type) {
+  ProblemOptions options = WithType(ProblemOptions(), type);
+  options.rows = 480;
+  options.vocab_size = 301;
+  options.hidden_size = 40;
+  options.bias = true;
+  options.token_weights = true;
+  options.ignored_share = 0.1;
+  return options;
+}
+
+// Of uneven sizes, together all rows.
+std::vector<Problem> Parts(const Problem& problem) {
+  std::vector<Problem> parts;
+  int64_t start = 0;
+  for (int caller = 0; caller < kCallers; ++caller) {
+    const int64_t end =
+        caller + 1 == kCallers ? problem.rows : problem.rows * (caller + 1) * (caller + 2) / (kCallers * (kCallers + 1));
+    parts.push_back(SliceRows(problem, start, end - start));
+    // Each asks for something of its own.
+    parts.back().terms[0].loss_scale = 1 + 0.1 * caller;
+    parts.back().grad_hidden_scale = 1 - 0.05 * caller;
+    start = end;
+  }
+  return parts;
+}
+
+class OverlappingCalls : public ::testing::TestWithParam<DataType> {};
+
+TEST_P(OverlappingCalls, EachHasItsOwnResultAndTheAccumulatorHasAll) {
+  const Problem problem = MakeProblem(Options(GetParam()));
+  const std::vector<Problem> parts = Parts(problem);
+  reference::Matrix grad_weight(problem.heads[0].spec.vocab_size, problem.hidden_size);
+  std::vector<double> plain_grad_weight(grad_weight.data.size(), 0);
+  for (const Problem& part : parts) {
+    const Expected expected = ComputeExpected(part);
+    const PlainResult plain = ComputePlain(part);
+    for (size_t i = 0; i < grad_weight.data.size(); ++i) {
+      grad_weight.data[i] += expected.gradient(0).weight.data[i];
+      plain_grad_weight[i] += plain.grad_weight[0][i];
+    }
+  }
+  LoadedHeads heads(problem.heads, {});
+  ComputeOptions options;
+  options.token_outputs = false;
+  for (int round = 0; round < kRounds; ++round) {
+    heads.ZeroGradients();
+    std::vector<std::unique_ptr<PreparedMicroBatch>> prepared;
+    std::vector<Outcome> outcomes(parts.size());
+    std::vector<absl::Status> statuses(parts.size());
+    for (size_t i = 0; i < parts.size(); ++i) {
+      prepared.push_back(std::make_unique<PreparedMicroBatch>(parts[i], heads.pointers(), options));
+    }
+    // One caller's mistake is its own.
+    const PreparedMicroBatch wrong_problem(parts[0], heads.pointers(), options);
+    MicroBatch wrong = wrong_problem.micro_batch;
+    wrong.hidden.column_count += 1;
+    std::latch all_here(static_cast<std::ptrdiff_t>(parts.size()) + 1);
+    std::vector<std::thread> callers;
+    for (size_t i = 0; i < parts.size(); ++i) {
+      callers.emplace_back([&, i] {
+        all_here.arrive_and_wait();
+        const absl::StatusOr<MicroBatchResult> result = heads.engine().Compute(prepared[i]->micro_batch);
+        statuses[i] = result.status();
+        if (result.ok()) prepared[i]->Collect(*result, &outcomes[i]);
+      });
+    }
+    absl::Status wrong_status;
+    callers.emplace_back([&] {
+      all_here.arrive_and_wait();
+      wrong_status = heads.engine().Compute(wrong).status();
+    });
+    for (std::thread& caller : callers) caller.join();
+    EXPECT_EQ(wrong_status.code(), absl::StatusCode::kInvalidArgument) << wrong_status;
+    for (size_t i = 0; i < parts.size(); ++i) {
+      SCOPED_TRACE("caller " + std::to_string(i));
+      ASSERT_TRUE(statuses[i].ok()) << statuses[i];
+      ExpectOutcomeMatches(parts[i], ComputeExpected(parts[i]), outcomes[i]);
+    }
+    const Gradient gradient = heads.ReadGradient(0);
+    ExpectTensorNear("grad_weight", std::vector<double>(gradient.weight.begin(), gradient.weight.end()), grad_weight,
+                     GetParam() == DataType::kFloat32 ? nullptr : &plain_grad_weight, SuiteGradWeightFactor());
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, OverlappingCalls, ::testing::Values(DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16),
+                         [](const auto& type) { return std::string(DataTypeName(type.param)); });
+
+}  // namespace
+}  // namespace headwater::testing
