@@ -455,75 +455,56 @@ absl::Status Computation::RunExponentials(Work* work) {
   return absl::OkStatus();
 }
 
+absl::Status Computation::ComputeLogits(const ShardWeights& shard, const ConstMatrix& hidden, const double* wide_hidden,
+                                        void* panel, void* out, int64_t out_stride) {
+  ProductShape shape;
+  shape.kind = ProductKind::kLogits;
+  shape.rows = hidden.rows;
+  shape.width = shard.width;
+  shape.a_stride = shape.b_stride = shard.stride;
+  shape.out_stride = out_stride;
+  if (wide_hidden == nullptr) {
+    shape.element = shard.element;
+    shape.vocab = shard.columns;
+    return core_.products().Run(shape, hidden.data, shard.weight, out, 1, nullptr, stream_);
+  }
+  shape.element = shape.out_element = Element::kFloat64;
+  const int64_t panel_rows = std::max<int64_t>(kPanelBytes / (shard.stride * 8), 1);
+  for (int64_t start = 0; start < shard.columns; start += panel_rows) {
+    shape.vocab = std::min(panel_rows, shard.columns - start);
+    HEADWATER_RETURN_IF_ERROR(Check(LaunchConvert(Advance(shard.weight, shard.element, start * shard.stride), shard.element,
+                                                  shape.vocab * shard.stride, panel, Element::kFloat64, stream_),
+                                    "widening weights"));
+    HEADWATER_RETURN_IF_ERROR(
+        core_.products().Run(shape, wide_hidden, panel, Advance(out, Element::kFloat64, start), 1, nullptr, stream_));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Computation::ComputeProducts(Work* work, const Slice& slice) {
   const TermRun& term = *work->term;
-  const bool wide = term.large_form == Form::kWide;
+  const TermBuffers& own = work->own;
   for (int32_t rank = 0; rank < term.head->shard_count(); ++rank) {
     const ShardWeights shard = term.head->shard_weights(rank);
     if (shard.columns == 0) continue;
-    ProductShape shape;
-    shape.kind = ProductKind::kLogits;
-    shape.element = wide ? Element::kFloat64 : shard.element;
-    shape.out_element = wide ? Element::kFloat64 : Element::kFloat32;
-    shape.rows = slice.count;
-    shape.width = shard.width;
-    shape.a_stride = shape.b_stride = shard.stride;
-    shape.out_stride = ProductStride(shard.columns);
-    void* out = work->own.products[static_cast<size_t>(rank)];
-    if (!wide) {
-      shape.vocab = shard.columns;
-      const ConstMatrix hidden = Rows(work->hidden, slice.first, slice.count);
-      HEADWATER_RETURN_IF_ERROR(core_.products().Run(shape, hidden.data, shard.weight, out, 1, nullptr, stream_));
-      continue;
-    }
-    const int64_t panel_rows = std::max<int64_t>(kPanelBytes / (shard.stride * 8), 1);
-    const double* hidden = work->own.wide_hidden + slice.first * shard.stride;
-    for (int64_t start = 0; start < shard.columns; start += panel_rows) {
-      shape.vocab = std::min(panel_rows, shard.columns - start);
-      HEADWATER_RETURN_IF_ERROR(Check(LaunchConvert(Advance(shard.weight, shard.element, start * shard.stride), shard.element,
-                                                    shape.vocab * shard.stride, work->own.panel, Element::kFloat64, stream_),
-                                      "widening weights"));
-      HEADWATER_RETURN_IF_ERROR(
-          core_.products().Run(shape, hidden, work->own.panel, Advance(out, Element::kFloat64, start), 1, nullptr, stream_));
-    }
+    const double* wide_hidden = own.wide_hidden == nullptr ? nullptr : own.wide_hidden + slice.first * shard.stride;
+    HEADWATER_RETURN_IF_ERROR(ComputeLogits(shard, Rows(work->hidden, slice.first, slice.count), wide_hidden, own.panel,
+                                            own.products[static_cast<size_t>(rank)], ProductStride(shard.columns)));
   }
   return absl::OkStatus();
 }
 
 absl::Status Computation::ComputeTeacherProducts(Work* work, const Slice& slice) {
   const TermRun& term = *work->term;
-  const bool wide = term.large_form == Form::kWide;
   const Element element = term.ProductElement(term.large_form);
   const int64_t stride = ProductStride(term.teacher->spec().transform.valid_vocab_size);
   TermBuffers& own = work->own;
   for (int32_t rank = 0; rank < term.teacher->shard_count(); ++rank) {
     const ShardWeights shard = term.teacher->shard_weights(rank);
     if (shard.columns == 0) continue;
-    ProductShape shape;
-    shape.kind = ProductKind::kLogits;
-    shape.element = wide ? Element::kFloat64 : shard.element;
-    shape.out_element = element;
-    shape.rows = slice.count;
-    shape.width = shard.width;
-    shape.a_stride = shape.b_stride = shard.stride;
-    shape.out_stride = stride;
-    void* out = Advance(own.teacher_products, element, shard.vocab_start);
-    if (!wide) {
-      shape.vocab = shard.columns;
-      const ConstMatrix hidden = Rows(work->teacher, slice.first, slice.count);
-      HEADWATER_RETURN_IF_ERROR(core_.products().Run(shape, hidden.data, shard.weight, out, 1, nullptr, stream_));
-    } else {
-      const int64_t panel_rows = std::max<int64_t>(kPanelBytes / (shard.stride * 8), 1);
-      const double* hidden = own.wide_teacher_hidden + slice.first * shard.stride;
-      for (int64_t start = 0; start < shard.columns; start += panel_rows) {
-        shape.vocab = std::min(panel_rows, shard.columns - start);
-        HEADWATER_RETURN_IF_ERROR(Check(LaunchConvert(Advance(shard.weight, shard.element, start * shard.stride), shard.element,
-                                                      shape.vocab * shard.stride, own.panel, Element::kFloat64, stream_),
-                                        "widening the teacher's weights"));
-        HEADWATER_RETURN_IF_ERROR(
-            core_.products().Run(shape, hidden, own.panel, Advance(out, element, start), 1, nullptr, stream_));
-      }
-    }
+    const double* wide_hidden = own.wide_teacher_hidden == nullptr ? nullptr : own.wide_teacher_hidden + slice.first * shard.stride;
+    HEADWATER_RETURN_IF_ERROR(ComputeLogits(shard, Rows(work->teacher, slice.first, slice.count), wide_hidden, own.panel,
+                                            Advance(own.teacher_products, element, shard.vocab_start), stride));
     if (own.teacher_bias != nullptr && shard.bias != nullptr) {
       HEADWATER_RETURN_IF_ERROR(
           Check(cudaMemcpyAsync(Advance(own.teacher_bias, shard.element, shard.vocab_start), shard.bias,

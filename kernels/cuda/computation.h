@@ -114,6 +114,9 @@ class Computation {
   // The forms: from hidden states to M, factors and reports.
   absl::Status RunExponentials(Work* work);
   absl::Status RunRows(Work* work, const Slice& slice);
+  // out [hidden.rows, out_stride] = hidden . weight^T of a shard: fp32, or, with `wide_hidden`, fp64 through `panel`.
+  absl::Status ComputeLogits(const ShardWeights& shard, const ConstMatrix& hidden, const double* wide_hidden, void* panel,
+                             void* out, int64_t out_stride);
   absl::Status ComputeProducts(Work* work, const Slice& slice);
   absl::Status ComputeTeacherProducts(Work* work, const Slice& slice);
   absl::Status RunDivergence(Work* work, const Slice& slice);
