@@ -1,6 +1,7 @@
 // The gradient matrix M of rows, written over their products.
 //
-// Mapping   one block a row; a thread takes 16 bytes of products at a time and loads the next while it computes.
+// Mapping   one block a row, or four rows with fp32 products beside which a bias or class weights are read; a thread takes 16 bytes
+//           of products at a time and loads the next while it computes.
 // Traffic   4 bytes read and 2 written for an element (fp64 products: 8 and 4); a divergence reads both sides.
 // In place  an element of M is half of a product, and a row of M begins where its products begin. A step writes its columns only
 //           after a barrier behind the reading of all of them; its bytes lie under products of this step's first half or of
@@ -13,6 +14,7 @@
 namespace headwater::cuda {
 namespace {
 
+using row_block::Classes;
 using row_block::kVector;
 using row_block::LoadSide;
 using row_block::LoadVectors;
@@ -88,45 +90,47 @@ __device__ __forceinline__ void ClearPadding(int32_t j, int32_t columns, T (&gra
   }
 }
 
-template <typename T, bool kMayBias, bool kMayCap, bool kWantClasses>
+// fp64 products.
 __global__ void __launch_bounds__(kThreads, 2)
-    CrossEntropyGradientKernel(const RowView<T> view, const int32_t* targets, const SideArray class_weights,
-                               const RowCoefficients* coefficients, const MatrixTarget matrix) {
-  constexpr int kVectors = sizeof(T) == 4 ? 4 : 2;
-  constexpr int32_t kStep = kThreads * kVector<T>;
+    WideGradientKernel(const RowView<double> view, const int32_t* targets, const SideArray class_weights, bool want_classes,
+                       const RowCoefficients* coefficients, const MatrixTarget matrix) {
+  constexpr int kVectors = 2;
+  constexpr int32_t kStep = kThreads * kVector<double>;
   const int64_t row = blockIdx.x;
-  const T* products = view.products + row * view.stride;
-  uint2* out = MatrixRow<T>(matrix, view.stride, row);
+  const double* products = view.products + row * view.stride;
+  uint2* out = MatrixRow<double>(matrix, view.stride, row);
   const RowCoefficients& of_row = coefficients[row];
   if (of_row.scale == 0) {
-    row_block::WriteZeroRow<T, kThreads>(out, matrix.columns);
+    row_block::WriteZeroRow<double, kThreads>(out, matrix.columns);
     return;
   }
-  const HardRow<T> hard = MakeHardRow<T>(of_row, targets, row, view.vocab_start);
+  const HardRow<double> hard = MakeHardRow<double>(of_row, targets, row, view.vocab_start);
 
-  const int32_t thread_first = static_cast<int32_t>(threadIdx.x) * kVector<T>;
-  T next[kVectors][kVector<T>] = {};
-  LoadVectors<T, kVectors>(products, thread_first, kStep, view.columns, next);
+  const int32_t thread_first = static_cast<int32_t>(threadIdx.x) * kVector<double>;
+  double next[kVectors][kVector<double>] = {};
+  LoadVectors<double, kVectors>(products, thread_first, kStep, view.columns, next);
   for (int32_t start = 0; start < matrix.columns; start += kStep * kVectors) {
     const int32_t first = start + thread_first;
-    T z[kVectors][kVector<T>];
+    double z[kVectors][kVector<double>];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
-      for (int i = 0; i < kVector<T>; ++i) z[v][i] = next[v][i];
+      for (int i = 0; i < kVector<double>; ++i) z[v][i] = next[v][i];
     }
-    LoadVectors<T, kVectors>(products, first + kStep * kVectors, kStep, view.columns, next);
+    LoadVectors<double, kVectors>(products, first + kStep * kVectors, kStep, view.columns, next);
     uint2 packed[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int32_t j = first + v * kStep;
-      T derivative[kVector<T>], gradient[kVector<T>];
-      ToLogits<kMayBias, kMayCap, kMayCap>(view, j, z[v], derivative);
-      HardGradient<kWantClasses>(hard, class_weights, j, view.columns, z[v], gradient);
-      if constexpr (kMayCap) {
-#pragma unroll
-        for (int i = 0; i < kVector<T>; ++i) gradient[i] *= derivative[i];
+      double derivative[kVector<double>], gradient[kVector<double>];
+      ToLogits<true, true, true>(view, j, z[v], derivative);
+      if (want_classes) {
+        HardGradient<true>(hard, class_weights, j, view.columns, z[v], gradient);
+      } else {
+        HardGradient<false>(hard, class_weights, j, view.columns, z[v], gradient);
       }
+#pragma unroll
+      for (int i = 0; i < kVector<double>; ++i) gradient[i] *= derivative[i];
       ClearPadding(j, view.columns, gradient);
       packed[v] = row_block::PackMatrix(gradient, matrix.element);
     }
@@ -134,28 +138,172 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int32_t j = first + v * kStep;
-      if (j < matrix.columns) out[j / kVector<T>] = packed[v];
+      if (j < matrix.columns) out[j / kVector<double>] = packed[v];
     }
   }
 }
 
-template <typename T, bool kMayBias, bool kMayCap, bool kWantClasses>
-cudaError_t RunCrossEntropyGradient(const LogitsView& logits, const ChunkRows& rows, const CrossEntropyOptions& options,
-                                    const RowCoefficients* coefficients, const MatrixTarget& matrix, cudaStream_t stream) {
-  const float* class_weights = options.term.class_weights;
-  if (class_weights != nullptr) class_weights += logits.vocab_start;
-  CrossEntropyGradientKernel<T, kMayBias, kMayCap, kWantClasses><<<static_cast<unsigned>(rows.row_count), kThreads, 0, stream>>>(
-      MakeRowView<T>(logits), rows.targets, MakeSideArray<T>(class_weights, Element::kFloat32), coefficients, matrix);
+// --- fp32 products ---------------------------------------------------------------------------------------------------------------
+
+template <int kRows>
+constexpr int kQuickThreads = kRows == 1 ? 512 : 256;
+
+// One row's factors; with a softcap, of a quarter of its derivative.
+struct QuickRow {
+  float k;                   // whole, near the exponent of the other columns' maximum
+  float probability_factor;  // of e^z / 2^k
+  float class_factor;
+  int32_t target;  // column of this shard; matches none if it lies elsewhere
+  bool zero;       // the gradient is 0 whatever the logits are
+};
+
+template <bool kHasCap>
+__device__ __forceinline__ QuickRow MakeQuickRow(const RowCoefficients& row, const int32_t* targets, int64_t index,
+                                                 int32_t vocab_start) {
+  const float k = row_math::NearestExponent(static_cast<float>(row.max));
+  const double scale = row.scale * (kHasCap ? 4 : 1);
+  const double shift = static_cast<double>(k) * row_math::kLn2 - row.max;
+  return {k, static_cast<float>(scale * row.probability_factor * exp(shift)), static_cast<float>(scale * row.class_factor),
+          targets == nullptr ? -1 : targets[index] - vocab_start, row.scale == 0};
+}
+
+// kRows: of a block; the last block may have fewer.
+template <bool kHasBias, bool kHasCap, Classes kClasses, int kRows>
+__global__ void __launch_bounds__(kQuickThreads<kRows>, kHasBias || kClasses == Classes::kWeighted ? 512 / kQuickThreads<kRows> : 2)
+    QuickGradientKernel(const RowView<float> view, const int32_t* targets, const SideArray class_weights,
+                        const RowCoefficients* coefficients, int64_t row_count, const MatrixTarget matrix) {
+  constexpr int kVectors = row_block::kQuickVectors / kRows;  // of a row at a time
+  constexpr int32_t kStep = kQuickThreads<kRows> * 4;
+  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kRows;
+  const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), row_count - first_row));
+  const int32_t columns = view.columns;
+  const float* products = view.products + first_row * view.stride;
+  uint2* const out = MatrixRow<float>(matrix, view.stride, first_row);
+
+  // The first products travel while the rows' factors are made.
+  const int32_t thread_first = static_cast<int32_t>(threadIdx.x) * 4;
+  float next[kVectors][kRows][4];
+  row_block::SideBits next_bias[kVectors], next_weights[kVectors];
+  const auto load = [&](int32_t from) {
+    row_block::LoadQuick<kVectors, kRows, kStep>(products, view.stride, rows, from, columns, next);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int32_t j = from + v * kStep;
+      if constexpr (kHasBias) next_bias[v] = row_block::LoadSideBits<false>(view.bias, j, columns);
+      if constexpr (kClasses == Classes::kWeighted) next_weights[v] = row_block::LoadSideBits<true>(class_weights, j, columns);
+    }
+  };
+  load(thread_first);
+  __shared__ QuickRow shared_rows[kRows];
+  if (static_cast<int>(threadIdx.x) < rows) {
+    const int64_t index = first_row + threadIdx.x;
+    shared_rows[threadIdx.x] = MakeQuickRow<kHasCap>(coefficients[index], targets, index, view.vocab_start);
+  }
+  __syncthreads();
+  QuickRow row[kRows];
+  bool zeros = false;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    row[r] = shared_rows[r < rows ? r : 0];
+    zeros |= row[r].zero;
+  }
+
+  int32_t step = 0;
+  for (int32_t start = 0; start < matrix.columns; start += kStep * kVectors, ++step) {
+    const int32_t first = start + thread_first;
+    float gradient[kVectors][kRows][4], bias[kVectors][4], weights[kVectors][4];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if constexpr (kHasBias) row_block::Convert<false>(next_bias[v], view.bias.element, bias[v]);
+      if constexpr (kClasses == Classes::kWeighted) {
+        row_block::Convert<true>(next_weights[v], Element::kFloat32, weights[v]);
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) row_block::ToArguments<kHasBias>(view, bias[v], next[v][r], gradient[v][r]);
+    }
+    load(first + kStep * kVectors);
+    bool rare = zeros;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float quarter[4];
+        row_block::ToLogitsQuick<kHasCap>(view, gradient[v][r], quarter);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float e = row_math::Exp2Approx(row_math::ExponentOver(gradient[v][r][i], row[r].k));
+          float value = row[r].probability_factor * e;
+          if constexpr (kClasses == Classes::kEqual) value -= row[r].class_factor;
+          if constexpr (kClasses == Classes::kWeighted) value = fmaf(-row[r].class_factor, weights[v][i], value);
+          if constexpr (kHasCap) value *= quarter[i];
+          gradient[v][r][i] = value;
+        }
+        rare |= row_block::HasExceptions(first + v * kStep, columns, row[r].target);
+      }
+    }
+    if (rare) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const int32_t j = first + v * kStep;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            if (j + i >= columns || j + i == row[r].target || row[r].zero) gradient[v][r][i] = 0;
+          }
+        }
+      }
+    }
+    uint2 packed[kVectors][kRows];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) packed[v][r] = row_block::PackMatrix(gradient[v][r], matrix.element);
+    }
+    // This step's bytes lie under the products of step floor(step / 2), of step 0 itself. With barriers in steps 0, 1, 2, 4, 8, ...
+    // everybody has read those before anybody writes.
+    if ((step & (step - 1)) == 0) __syncthreads();
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const auto j = static_cast<uint32_t>(first + v * kStep);
+      if (j < static_cast<uint32_t>(matrix.columns)) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          // A product is two elements of M: 8 bytes are two of them.
+          if (kRows == 1 || r < rows) out[r * (view.stride / 2) + j / 4] = packed[v][r];
+        }
+      }
+    }
+  }
+}
+
+template <bool kHasBias, bool kHasCap, Classes kClasses>
+cudaError_t RunQuickGradient(const RowView<float>& view, const SideArray& class_weights, const ChunkRows& rows,
+                             const RowCoefficients* coefficients, const MatrixTarget& matrix, cudaStream_t stream) {
+  if constexpr (kHasBias || kClasses == Classes::kWeighted) {
+    constexpr int kRows = row_block::kQuickVectors;
+    if (rows.row_count >= row_block::kSharingRows) {
+      const auto blocks = static_cast<unsigned>((rows.row_count + kRows - 1) / kRows);
+      QuickGradientKernel<kHasBias, kHasCap, kClasses, kRows>
+          <<<blocks, kQuickThreads<kRows>, 0, stream>>>(view, rows.targets, class_weights, coefficients, rows.row_count, matrix);
+      return cudaGetLastError();
+    }
+  }
+  QuickGradientKernel<kHasBias, kHasCap, kClasses, 1><<<static_cast<unsigned>(rows.row_count), kQuickThreads<1>, 0, stream>>>(
+      view, rows.targets, class_weights, coefficients, rows.row_count, matrix);
   return cudaGetLastError();
 }
 
-template <bool kMayBias, bool kMayCap>
-cudaError_t RunCrossEntropyGradient(const LogitsView& logits, const ChunkRows& rows, const CrossEntropyOptions& options,
-                                    const RowCoefficients* coefficients, const MatrixTarget& matrix, cudaStream_t stream) {
-  if (options.term.label_smoothing > 0) {
-    return RunCrossEntropyGradient<float, kMayBias, kMayCap, true>(logits, rows, options, coefficients, matrix, stream);
+template <bool kHasBias, bool kHasCap>
+cudaError_t RunQuickGradient(const RowView<float>& view, const SideArray& class_weights, bool want_classes, const ChunkRows& rows,
+                             const RowCoefficients* coefficients, const MatrixTarget& matrix, cudaStream_t stream) {
+  if (!want_classes) {
+    return RunQuickGradient<kHasBias, kHasCap, Classes::kNone>(view, class_weights, rows, coefficients, matrix, stream);
   }
-  return RunCrossEntropyGradient<float, kMayBias, kMayCap, false>(logits, rows, options, coefficients, matrix, stream);
+  if (class_weights.data == nullptr) {
+    return RunQuickGradient<kHasBias, kHasCap, Classes::kEqual>(view, class_weights, rows, coefficients, matrix, stream);
+  }
+  return RunQuickGradient<kHasBias, kHasCap, Classes::kWeighted>(view, class_weights, rows, coefficients, matrix, stream);
 }
 
 // --- Divergence ------------------------------------------------------------------------------------------------------------------
@@ -294,19 +442,24 @@ cudaError_t LaunchCrossEntropyGradient(const LogitsView& logits, const ChunkRows
   if (!row_block::MatrixFits(logits.element, matrix_element)) return cudaErrorInvalidValue;
   if (rows.row_count == 0 || logits.columns == 0) return cudaSuccess;
   const MatrixTarget matrix = MakeMatrixTarget(logits, matrix_element);
+  const bool want_classes = options.term.label_smoothing > 0;
+  const float* class_weights = options.term.class_weights;
+  if (class_weights != nullptr) class_weights += logits.vocab_start;
   if (logits.element == Element::kFloat64) {
-    return RunCrossEntropyGradient<double, true, true, true>(logits, rows, options, coefficients, matrix, stream);
+    WideGradientKernel<<<static_cast<unsigned>(rows.row_count), kThreads, 0, stream>>>(
+        MakeRowView<double>(logits), rows.targets, MakeSideArray<double>(class_weights, Element::kFloat32), want_classes,
+        coefficients, matrix);
+    return cudaGetLastError();
   }
+  const RowView<float> view = MakeRowView<float>(logits);
+  const SideArray side = MakeSideArray<float>(class_weights, Element::kFloat32);
+  const bool has_cap = logits.transform.softcap != 0;
   if (logits.bias != nullptr) {
-    if (logits.transform.softcap != 0) {
-      return RunCrossEntropyGradient<true, true>(logits, rows, options, coefficients, matrix, stream);
-    }
-    return RunCrossEntropyGradient<true, false>(logits, rows, options, coefficients, matrix, stream);
+    return has_cap ? RunQuickGradient<true, true>(view, side, want_classes, rows, coefficients, matrix, stream)
+                   : RunQuickGradient<true, false>(view, side, want_classes, rows, coefficients, matrix, stream);
   }
-  if (logits.transform.softcap != 0) {
-    return RunCrossEntropyGradient<false, true>(logits, rows, options, coefficients, matrix, stream);
-  }
-  return RunCrossEntropyGradient<false, false>(logits, rows, options, coefficients, matrix, stream);
+  return has_cap ? RunQuickGradient<false, true>(view, side, want_classes, rows, coefficients, matrix, stream)
+                 : RunQuickGradient<false, false>(view, side, want_classes, rows, coefficients, matrix, stream);
 }
 
 cudaError_t LaunchDivergenceGradient(const LogitsView& student, const LogitsView& teacher, const ChunkRows& rows,

@@ -1,9 +1,12 @@
 // Statistics of rows of products: what the losses need of a row before its gradient.
 //
-// Mapping   one block a row; a thread takes 16 bytes at a time, several loads in flight, and loads the next while it computes.
-// Traffic   every product is read once (4 or 8 bytes), nothing of that size is written.
-// Numerics  a thread keeps a running maximum, and sums relative to it: fp32 over the 16 elements of one step, fp64 across steps,
-//           threads and warps, in a fixed order. Rescaling by a new maximum is fp64 too. fp64 products: all fp64.
+// Mapping   one block a row, or four rows with fp32 products beside which a bias or class weights are read; a thread takes 16 bytes
+//           at a time, several loads in flight, and loads the next while it computes.
+// Traffic   every product is read once (4 or 8 bytes), nothing of that size is written. Where the largest logit stands is found by
+//           loading its vector once more.
+// Numerics  fp32 products: sums relative to a power of two near a thread's maximum, which moves by exact factors: fp32 over 16
+//           elements, fp64 across those, threads and warps, in a fixed order that does not depend on the number of rows.
+//           fp64 products: all fp64, relative to a running maximum.
 #include "kernels/cuda/device/row_block.cuh"
 #include "kernels/cuda/device/row_math.cuh"
 #include "kernels/cuda/row_passes.h"
@@ -13,9 +16,11 @@ namespace {
 
 using row_block::BlockMax;
 using row_block::BlockSum;
+using row_block::Classes;
 using row_block::DivergenceSides;
 using row_block::kVector;
 using row_block::LoadSide;
+using row_block::LoadVector;
 using row_block::LoadVectors;
 using row_block::MakeRowView;
 using row_block::MakeSideArray;
@@ -50,9 +55,9 @@ struct StatsTargets {
   SideArray class_weights;  // of this shard's columns; data null: all 1
 };
 
-template <typename T, bool kMayBias, bool kMayCap, bool kWantLinear>
-__global__ void __launch_bounds__(kThreads, 2) RowStatsKernel(const RowView<T> view, const StatsTargets side, RowStats* out) {
-  constexpr int kVectors = sizeof(T) == 4 ? 4 : 2;
+__global__ void __launch_bounds__(kThreads, 2) WideStatsKernel(const RowView<double> view, const StatsTargets side, RowStats* out) {
+  using T = double;
+  constexpr int kVectors = 2;
   constexpr int32_t kStep = kThreads * kVector<T>;
   const int64_t row = blockIdx.x;
   const T* products = view.products + row * view.stride;
@@ -80,23 +85,21 @@ __global__ void __launch_bounds__(kThreads, 2) RowStatsKernel(const RowView<T> v
     for (int v = 0; v < kVectors; ++v) {
       const int32_t j = first + v * kStep;
       T unused[kVector<T>];
-      ToLogits<kMayBias, kMayCap, false>(view, j, z[v], unused);
+      ToLogits<true, true, false>(view, j, z[v], unused);
       // The columns that do not count: the target's, and those behind the last.
       if (j + kVector < T >> columns || static_cast<uint32_t>(target - j) < static_cast<uint32_t>(kVector<T>)) {
-        if constexpr (kWantLinear) {
-          T weights[kVector<T>] = {};
-          if (side.class_weights.data != nullptr && j < columns) LoadSide(side.class_weights, j, columns, weights);
+        T weights[kVector<T>] = {};
+        if (side.class_weights.data != nullptr && j < columns) LoadSide(side.class_weights, j, columns, weights);
 #pragma unroll
-          for (int i = 0; i < kVector<T>; ++i) {
-            const T weight = side.class_weights.data != nullptr ? weights[i] : T(1);
-            if (j + i < columns && j + i != target && weight != T(0)) linear += static_cast<double>(weight * z[v][i]);
-          }
+        for (int i = 0; i < kVector<T>; ++i) {
+          const T weight = side.class_weights.data != nullptr ? weights[i] : T(1);
+          if (j + i < columns && j + i != target && weight != T(0)) linear += weight * z[v][i];
         }
 #pragma unroll
         for (int i = 0; i < kVector<T>; ++i) {
           if (j + i >= columns || j + i == target) z[v][i] = kLowest<T>;
         }
-      } else if constexpr (kWantLinear) {
+      } else {
         T part = 0;
         if (side.class_weights.data != nullptr) {
           T weights[kVector<T>];
@@ -107,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, 2) RowStatsKernel(const RowView<T> v
 #pragma unroll
           for (int i = 0; i < kVector<T>; ++i) part += z[v][i];
         }
-        linear += static_cast<double>(part);
+        linear += part;
       }
 #pragma unroll
       for (int i = 0; i < kVector<T>; ++i) step_max = ::max(step_max, z[v][i]);
@@ -137,8 +140,8 @@ __global__ void __launch_bounds__(kThreads, 2) RowStatsKernel(const RowView<T> v
         step_weighted += e * shifted;
       }
     }
-    sum += static_cast<double>(step_sum);
-    weighted += static_cast<double>(step_weighted);
+    sum += step_sum;
+    weighted += step_weighted;
   }
 
   __shared__ T shared_max[kWarps];
@@ -152,28 +155,255 @@ __global__ void __launch_bounds__(kThreads, 2) RowStatsKernel(const RowView<T> v
   BlockSum<kThreads>(sums, shared_sums);
   if (threadIdx.x != 0) return;
   RowStats stats;
-  stats.others = {static_cast<double>(row_max), sums[0], sums[1], sums[2]};
-  stats.best = static_cast<double>(row_max);
+  stats.others = {row_max, sums[0], sums[1], sums[2]};
+  stats.best = row_max;
   stats.best_column = column == -kNoColumn ? -1.0 : static_cast<double>(view.vocab_start - column);
   out[row] = stats;
 }
 
-template <typename T, bool kMayBias, bool kMayCap, bool kWantLinear>
-cudaError_t RunRowStats(const LogitsView& logits, const ChunkRows& rows, const CrossEntropyOptions& options, RowStats* out,
-                        cudaStream_t stream) {
-  const float* class_weights = options.term.class_weights;
-  if (class_weights != nullptr) class_weights += logits.vocab_start;
-  const StatsTargets side = {rows.targets, MakeSideArray<T>(class_weights, Element::kFloat32)};
-  RowStatsKernel<T, kMayBias, kMayCap, kWantLinear>
-      <<<static_cast<unsigned>(rows.row_count), kThreads, 0, stream>>>(MakeRowView<T>(logits), side, out);
+// --- fp32 ------------------------------------------------------------------------------------------------------------------------
+
+constexpr int kQuickThreads = 256;
+constexpr int kQuickWarps = kQuickThreads / 32;
+constexpr int32_t kQuickStep = kQuickThreads * kVector<float>;
+// Finite, below the exponents of logits: e^-inf relative to it is still 0.
+constexpr float kNoExponent = -3e38f;
+// Sums move to a new k only where an exponential exceeds 2^(k + this), so that they rarely do. It costs nothing but the digits of
+// an exponent of that size.
+constexpr float kExponentSlack = 24.0f;
+
+// What a thread has of a row. Exponentials are relative to 2^k; `weighted` has exponents of 2.
+struct QuickStats {
+  float max = kLowest<float>;
+  float k = kNoExponent;
+  int32_t best = -1;                                       // the vector that has `max`
+  float step_sum = 0, step_weighted = 0, step_linear = 0;  // of the vectors since Flush()
+  double sum = 0, weighted = 0, linear = 0;
+};
+
+template <bool kWantSums>
+__device__ __forceinline__ void Flush(QuickStats* stats) {
+  stats->sum += static_cast<double>(stats->step_sum);
+  stats->step_sum = 0;
+  if constexpr (kWantSums) {
+    stats->weighted += static_cast<double>(stats->step_weighted);
+    stats->linear += static_cast<double>(stats->step_linear);
+    stats->step_weighted = stats->step_linear = 0;
+  }
+}
+
+// Sums relative to 2^k. NaN in `sum` stays.
+template <bool kWantSums>
+__device__ __forceinline__ void MoveTo(float k, QuickStats* stats) {
+  const double factor = row_math::PowerOfTwo(stats->k, k);
+  if constexpr (kWantSums) {
+    const double shift = static_cast<double>(stats->k) - static_cast<double>(k);
+    stats->weighted = factor == 0 ? 0.0 : factor * (stats->weighted + shift * stats->sum);
+  }
+  stats->sum *= factor;
+  stats->k = k;
+}
+
+// Adds the logits `z` of columns [j, j + 4) of kRows rows; `weights` are their class weights. What is rare stands in one branch.
+template <Classes kClasses, int kRows>
+__device__ __forceinline__ void AddVectors(float (&z)[kRows][4], const float (&weights)[4], int32_t j, int32_t columns,
+                                           const int32_t (&target)[kRows], QuickStats (&stats)[kRows]) {
+  constexpr bool kWantSums = kClasses != Classes::kNone;
+  float largest[kRows], linear[kRows];
+  float any_nan = 0;
+  bool rare = false;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    largest[r] = fmaxf(fmaxf(z[r][0], z[r][1]), fmaxf(z[r][2], z[r][3]));
+    rare |= row_block::HasExceptions(j, columns, target[r]);
+    rare |= row_math::ExponentOver(largest[r], stats[r].k) > kExponentSlack;
+    if constexpr (kWantSums) {
+      linear[r] = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        linear[r] = kClasses == Classes::kWeighted ? fmaf(weights[i], z[r][i], linear[r]) : linear[r] + z[r][i];
+      }
+      any_nan += linear[r];
+    }
+  }
+  if (rare || isnan(any_nan)) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if constexpr (kWantSums) linear[r] = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool counts = j + i < columns && j + i != target[r];
+        if constexpr (kWantSums) {
+          // A weight of 0 wins over a logit that is not finite.
+          const float weight = kClasses == Classes::kWeighted ? weights[i] : 1.0f;
+          if (counts && weight != 0.0f) linear[r] = fmaf(weight, z[r][i], linear[r]);
+        }
+        if (!counts) z[r][i] = kLowest<float>;
+      }
+      largest[r] = fmaxf(fmaxf(z[r][0], z[r][1]), fmaxf(z[r][2], z[r][3]));
+      if (row_math::ExponentOver(largest[r], stats[r].k) > kExponentSlack) {
+        Flush<kWantSums>(&stats[r]);
+        MoveTo<kWantSums>(row_math::NearestExponent(largest[r]), &stats[r]);
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const bool higher = largest[r] > stats[r].max;
+    stats[r].max = higher ? largest[r] : stats[r].max;
+    stats[r].best = higher ? j : stats[r].best;
+    float e[4], weighted = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float exponent = row_math::ExponentOver(z[r][i], stats[r].k);
+      e[i] = row_math::Exp2Approx(exponent);
+      // 0 * -inf is not meant.
+      if constexpr (kWantSums) weighted = fmaf(e[i], fmaxf(exponent, -150.0f), weighted);
+    }
+    stats[r].step_sum += (e[0] + e[1]) + (e[2] + e[3]);
+    if constexpr (kWantSums) {
+      stats[r].step_weighted += weighted;
+      stats[r].step_linear += linear[r];
+    }
+  }
+}
+
+// kClasses: kNone has neither weighted nor linear sums. kRows: of a block, not more than there are; the last block takes rows of
+// the block before it again, with the same results.
+template <bool kHasBias, bool kHasCap, Classes kClasses, int kRows>
+__global__ void __launch_bounds__(kQuickThreads, kHasBias || kClasses == Classes::kWeighted ? 2 : 3)
+    QuickStatsKernel(const RowView<float> view, const StatsTargets side, int64_t row_count, RowStats* out) {
+  constexpr int kVectors = row_block::kQuickVectors / kRows;  // of a row at a time
+  constexpr bool kWantSums = kClasses != Classes::kNone;
+  const int64_t first_row = min(static_cast<int64_t>(blockIdx.x) * kRows, row_count - kRows);
+  const float* products = view.products + first_row * view.stride;
+  const int32_t columns = view.columns;
+  int32_t target[kRows];  // matches no column if the row has none or it lies elsewhere
+  QuickStats stats[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) target[r] = side.targets == nullptr ? -1 : side.targets[first_row + r] - view.vocab_start;
+
+  auto first = static_cast<int32_t>(threadIdx.x) * 4;
+  float next[kVectors][kRows][4];
+  row_block::SideBits next_bias[kVectors], next_weights[kVectors];
+  const auto load = [&](int32_t from) {
+    row_block::LoadQuick<kVectors, kRows, kQuickStep>(products, view.stride, kRows, from, columns, next);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int32_t j = from + v * kQuickStep;
+      if constexpr (kHasBias) next_bias[v] = row_block::LoadSideBits<false>(view.bias, j, columns);
+      if constexpr (kClasses == Classes::kWeighted) {
+        next_weights[v] = row_block::LoadSideBits<true>(side.class_weights, j, columns);
+      }
+    }
+  };
+  if (columns > 0) load(first);
+  for (int32_t count = kVectors; first < columns; first += kQuickStep * kVectors, count += kVectors) {
+    float z[kVectors][kRows][4], bias[kVectors][4], weights[kVectors][4];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if constexpr (kHasBias) row_block::Convert<false>(next_bias[v], view.bias.element, bias[v]);
+      if constexpr (kClasses == Classes::kWeighted) {
+        row_block::Convert<true>(next_weights[v], Element::kFloat32, weights[v]);
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) row_block::ToArguments<kHasBias>(view, bias[v], next[v][r], z[v][r]);
+    }
+    load(first + kQuickStep * kVectors);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float unused[4];
+        row_block::ToLogitsQuick<kHasCap>(view, z[v][r], unused);
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int32_t j = first + v * kQuickStep;
+      if (kVectors == 1 || j < columns) AddVectors<kClasses, kRows>(z[v], weights[v], j, columns, target, stats);
+    }
+    // The same sums however many rows a block has.
+    if (count % row_block::kQuickVectors == 0) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) Flush<kWantSums>(&stats[r]);
+    }
+  }
+
+  __shared__ float shared_max[kRows][kQuickWarps];
+  __shared__ float shared_k[kRows][kQuickWarps];
+  __shared__ int32_t shared_column[kRows][kQuickWarps];
+  __shared__ double shared_sums[kRows][3][kQuickWarps];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const float row_max = BlockMax<kQuickThreads>(stats[r].max, shared_max[r]);
+    const float k = BlockMax<kQuickThreads>(stats[r].k, shared_k[r]);
+    Flush<kWantSums>(&stats[r]);
+    MoveTo<kWantSums>(k, &stats[r]);
+    int32_t column = kNoColumn;
+    if (stats[r].best >= 0 && stats[r].max == row_max) {
+      // Its logits once more, to see which it was.
+      const int32_t j = stats[r].best;
+      float vector[4], again[4], bias[4] = {}, unused[4];
+      LoadVector(products + r * view.stride + j, vector);
+      if (kHasBias) LoadSide(view.bias, j, columns, bias);
+      row_block::ToArguments<kHasBias>(view, bias, vector, again);
+      row_block::ToLogitsQuick<kHasCap>(view, again, unused);
+#pragma unroll
+      for (int i = 3; i >= 0; --i) {
+        if (j + i < columns && j + i != target[r] && again[i] == row_max) column = j + i;
+      }
+    }
+    // Smallest column of those with the maximum: the largest negative.
+    column = BlockMax<kQuickThreads>(-column, shared_column[r]);
+    double sums[3] = {stats[r].sum, stats[r].weighted, stats[r].linear};
+    BlockSum<kQuickThreads>(sums, shared_sums[r]);
+    if (threadIdx.x == 0) {
+      const double shift = static_cast<double>(k) * row_math::kLn2 - static_cast<double>(row_max);
+      const double factor = row_max == kLowest<float> ? 0.0 : exp(shift);
+      RowStats result;
+      result.others.max = static_cast<double>(row_max);
+      result.others.sum = sums[0] * factor;
+      result.others.weighted = factor == 0 ? 0.0 : factor * (row_math::kLn2 * sums[1] + shift * sums[0]);
+      result.others.linear = sums[2];
+      result.best = static_cast<double>(row_max);
+      result.best_column = column == -kNoColumn ? -1.0 : static_cast<double>(view.vocab_start - column);
+      out[first_row + r] = result;
+    }
+  }
+}
+
+template <bool kHasBias, bool kHasCap, Classes kClasses>
+cudaError_t RunQuickStats(const RowView<float>& view, const StatsTargets& side, int64_t row_count, RowStats* out,
+                          cudaStream_t stream) {
+  if constexpr (kHasBias || kClasses == Classes::kWeighted) {
+    constexpr int kRows = row_block::kQuickVectors;
+    if (row_count >= row_block::kSharingRows) {
+      const auto blocks = static_cast<unsigned>((row_count + kRows - 1) / kRows);
+      QuickStatsKernel<kHasBias, kHasCap, kClasses, kRows><<<blocks, kQuickThreads, 0, stream>>>(view, side, row_count, out);
+      return cudaGetLastError();
+    }
+  }
+  QuickStatsKernel<kHasBias, kHasCap, kClasses, 1>
+      <<<static_cast<unsigned>(row_count), kQuickThreads, 0, stream>>>(view, side, row_count, out);
   return cudaGetLastError();
 }
 
-template <bool kMayBias, bool kMayCap>
-cudaError_t RunRowStats(const LogitsView& logits, const ChunkRows& rows, const CrossEntropyOptions& options, RowStats* out,
-                        cudaStream_t stream) {
-  if (options.term.label_smoothing > 0) return RunRowStats<float, kMayBias, kMayCap, true>(logits, rows, options, out, stream);
-  return RunRowStats<float, kMayBias, kMayCap, false>(logits, rows, options, out, stream);
+template <bool kHasBias, bool kHasCap>
+cudaError_t RunQuickStats(const RowView<float>& view, const StatsTargets& side, bool want_sums, int64_t row_count, RowStats* out,
+                          cudaStream_t stream) {
+  if (!want_sums) return RunQuickStats<kHasBias, kHasCap, Classes::kNone>(view, side, row_count, out, stream);
+  if (side.class_weights.data == nullptr) {
+    return RunQuickStats<kHasBias, kHasCap, Classes::kEqual>(view, side, row_count, out, stream);
+  }
+  return RunQuickStats<kHasBias, kHasCap, Classes::kWeighted>(view, side, row_count, out, stream);
+}
+
+template <typename T>
+StatsTargets MakeStatsTargets(const LogitsView& logits, const ChunkRows& rows, const CrossEntropyOptions& options) {
+  const float* class_weights = options.term.label_smoothing > 0 ? options.term.class_weights : nullptr;
+  if (class_weights != nullptr) class_weights += logits.vocab_start;
+  return {rows.targets, MakeSideArray<T>(class_weights, Element::kFloat32)};
 }
 
 // --- Both sides of a divergence --------------------------------------------------------------------------------------------------
@@ -335,14 +565,21 @@ __global__ void __launch_bounds__(128)
 cudaError_t LaunchRowStats(const LogitsView& logits, const ChunkRows& rows, const CrossEntropyOptions& options, RowStats* out,
                            cudaStream_t stream) {
   if (rows.row_count == 0) return cudaSuccess;
-  if (logits.element == Element::kFloat64) return RunRowStats<double, true, true, true>(logits, rows, options, out, stream);
-  if (logits.element != Element::kFloat32) return cudaErrorInvalidValue;
-  if (logits.bias != nullptr) {
-    if (logits.transform.softcap != 0) return RunRowStats<true, true>(logits, rows, options, out, stream);
-    return RunRowStats<true, false>(logits, rows, options, out, stream);
+  if (logits.element == Element::kFloat64) {
+    WideStatsKernel<<<static_cast<unsigned>(rows.row_count), kThreads, 0, stream>>>(
+        MakeRowView<double>(logits), MakeStatsTargets<double>(logits, rows, options), out);
+    return cudaGetLastError();
   }
-  if (logits.transform.softcap != 0) return RunRowStats<false, true>(logits, rows, options, out, stream);
-  return RunRowStats<false, false>(logits, rows, options, out, stream);
+  if (logits.element != Element::kFloat32) return cudaErrorInvalidValue;
+  const RowView<float> view = MakeRowView<float>(logits);
+  const StatsTargets side = MakeStatsTargets<float>(logits, rows, options);
+  const bool want_sums = options.term.label_smoothing > 0 || options.want_weighted;
+  if (logits.bias != nullptr) {
+    return logits.transform.softcap != 0 ? RunQuickStats<true, true>(view, side, want_sums, rows.row_count, out, stream)
+                                         : RunQuickStats<true, false>(view, side, want_sums, rows.row_count, out, stream);
+  }
+  return logits.transform.softcap != 0 ? RunQuickStats<false, true>(view, side, want_sums, rows.row_count, out, stream)
+                                       : RunQuickStats<false, false>(view, side, want_sums, rows.row_count, out, stream);
 }
 
 cudaError_t LaunchSoftStats(const LogitsView& student, const LogitsView& teacher, int64_t row_count, const DivergenceTerm& term,

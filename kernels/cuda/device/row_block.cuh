@@ -40,6 +40,7 @@ struct RowView {
   T logit_scale = 1;
   T cap = 0;
   T inverse_cap = 0;
+  T cap_exponent = 0;  // of SoftcapQuick()
 };
 
 template <typename T>
@@ -53,6 +54,7 @@ RowView<T> MakeRowView(const LogitsView& logits) {
   view.logit_scale = static_cast<T>(logits.transform.logit_scale);
   view.cap = static_cast<T>(logits.transform.softcap);
   view.inverse_cap = logits.transform.softcap == 0 ? T(0) : static_cast<T>(1 / logits.transform.softcap);
+  view.cap_exponent = logits.transform.softcap == 0 ? T(0) : static_cast<T>(row_math::SoftcapExponent(logits.transform.softcap));
   return view;
 }
 
@@ -117,6 +119,25 @@ __device__ __forceinline__ void LoadSide(const SideArray& side, int32_t j, int32
     return;
   }
   const uint16_t* from = static_cast<const uint16_t*>(side.data) + j;
+  if constexpr (kCount == 4) {
+    if (side.vectors && j + kCount <= columns) {
+      const uint2 bits = __ldg(reinterpret_cast<const uint2*>(from));
+      if (side.element == Element::kBFloat16) {
+        to[0] = __uint_as_float(bits.x << 16);
+        to[1] = __uint_as_float(bits.x & 0xffff0000u);
+        to[2] = __uint_as_float(bits.y << 16);
+        to[3] = __uint_as_float(bits.y & 0xffff0000u);
+      } else {
+        const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&bits.x));
+        const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&bits.y));
+        to[0] = low.x;
+        to[1] = low.y;
+        to[2] = high.x;
+        to[3] = high.y;
+      }
+      return;
+    }
+  }
   uint16_t bits[kCount] = {};
   if (side.vectors && j + kCount <= columns) {
 #pragma unroll
@@ -161,6 +182,122 @@ __device__ __forceinline__ void ToLogits(const RowView<T>& view, int32_t j, T (&
       }
     }
   }
+}
+
+// --- The cross entropy's fp32 rows -----------------------------------------------------------------------------------------------
+//
+// A block has one row, or several where a bias or class weights are read: those come out of the L2 cache, at 2 to 8 bytes a column,
+// and would cost more than the products if every row read them again. A thread holds kQuickVectors vectors at a time: of one row,
+// or of as many rows.
+
+inline constexpr int kQuickVectors = 4;
+
+// Whether a kernel has the smoothing's sums (statistics) and shares (gradient), and whether with class weights.
+enum class Classes : int32_t { kNone, kEqual, kWeighted };
+
+// Fewer rows fill the GPU better one at a time.
+inline constexpr int64_t kSharingRows = 1024;
+
+// Vectors first, first + kStep, ... of rows of `stride` from `products`. Those behind the last column, or of rows behind the last,
+// load the last one again: a load that is always made needs no copy of what was there before. `columns` > 0.
+template <int kVectors, int kRows, int32_t kStep>
+__device__ __forceinline__ void LoadQuick(const float* products, int64_t stride, int rows, int32_t first, int32_t columns,
+                                          float (&to)[kVectors][kRows][4]) {
+  const int32_t last = (columns - 1) / 4 * 4;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const auto j = static_cast<uint32_t>(min(first + v * kStep, last));
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      LoadVector(products + min(r, rows - 1) * stride + j, to[v][r]);
+    }
+  }
+}
+
+// Four columns of a side array as they are stored, to be loaded early and converted late.
+struct SideBits {
+  uint32_t word[4];
+};
+
+// Columns from `columns` on are 0. kFloat32: the array's element, known to the compiler.
+template <bool kFloat32>
+__device__ __forceinline__ SideBits LoadSideBits(const SideArray& side, int32_t j, int32_t columns) {
+  const bool is_float32 = kFloat32 || side.element == Element::kFloat32;
+  SideBits bits = {};
+  if (side.vectors && j + 4 <= columns) {
+    if (is_float32) {
+      const uint4 words = __ldg(reinterpret_cast<const uint4*>(static_cast<const uint32_t*>(side.data) + j));
+      bits = {{words.x, words.y, words.z, words.w}};
+    } else {
+      const uint2 words = __ldg(reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(side.data) + j));
+      bits.word[0] = words.x;
+      bits.word[1] = words.y;
+    }
+    return bits;
+  }
+#pragma unroll 1
+  for (int i = 0; i < 4 && j + i < columns; ++i) {
+    if (is_float32) {
+      const uint32_t value = static_cast<const uint32_t*>(side.data)[j + i];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) bits.word[w] = i == w ? value : bits.word[w];
+    } else {
+      const uint32_t value = static_cast<uint32_t>(static_cast<const uint16_t*>(side.data)[j + i]) << (i % 2 * 16);
+      bits.word[0] |= i < 2 ? value : 0u;
+      bits.word[1] |= i < 2 ? 0u : value;
+    }
+  }
+  return bits;
+}
+
+template <bool kFloat32>
+__device__ __forceinline__ void Convert(const SideBits& bits, Element element, float (&to)[4]) {
+  if (kFloat32 || element == Element::kFloat32) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[i] = __uint_as_float(bits.word[i]);
+  } else if (element == Element::kBFloat16) {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      to[i] = __uint_as_float(bits.word[i / 2] << 16);
+      to[i + 1] = __uint_as_float(bits.word[i / 2] & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&bits.word[i / 2]));
+      to[i] = pair.x;
+      to[i + 1] = pair.y;
+    }
+  }
+}
+
+// Products to the softcap's arguments, and those to logits, in place, and a quarter of d(logit)/d(argument) (1 without a cap).
+// Every operation is rounded as it stands: the same product gives the same logit wherever this is called.
+template <bool kHasBias>
+__device__ __forceinline__ void ToArguments(const RowView<float>& view, const float (&bias)[4], const float (&products)[4],
+                                            float (&arguments)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    arguments[i] = __fmul_rn(kHasBias ? __fadd_rn(products[i], bias[i]) : products[i], view.logit_scale);
+  }
+}
+template <bool kHasCap>
+__device__ __forceinline__ void ToLogitsQuick(const RowView<float>& view, float (&values)[4], float (&quarter)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    quarter[i] = 1;
+    if constexpr (kHasCap) {
+      const row_math::QuickCappedLogit capped =
+          row_math::SoftcapQuick(values[i], __fmul_rn(values[i], view.cap_exponent), view.cap);
+      values[i] = capped.z;
+      quarter[i] = capped.quarter_derivative;
+    }
+  }
+}
+
+// True if one of the columns [j, j + 4) is the target, or lies behind the last.
+__device__ __forceinline__ bool HasExceptions(int32_t j, int32_t columns, int32_t target) {
+  return j + 4 > columns || static_cast<uint32_t>(target - j) < 4u;
 }
 
 // --- A divergence's two sides ----------------------------------------------------------------------------------------------------

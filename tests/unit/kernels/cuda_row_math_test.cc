@@ -94,6 +94,62 @@ TYPED_TEST(RowMathTest, SoftcapNeitherCancelsNorOverflows) {
   EXPECT_TRUE(std::isnan(Softcap(static_cast<T>(kRowNan), cap, 1 / cap).z));
 }
 
+TEST(RowMathQuickTest, SoftcapNeitherCancelsNorOverflows) {
+  double worst_z = 0, worst_derivative = 0;
+  for (const double cap : {0.5, 30.0, 50.0}) {
+    const auto exponent = static_cast<float>(SoftcapExponent(cap));
+    for (const double magnitude : Magnitudes(40)) {
+      const auto a = static_cast<float>(-magnitude * cap);
+      const QuickCappedLogit capped = SoftcapQuick(a, a * exponent, static_cast<float>(cap));
+      const Real u = static_cast<Real>(a) / cap;
+      const Real cosine = std::cosh(u);
+      worst_z = std::max(worst_z, RelativeError(capped.z, cap * std::tanh(u)));
+      const double allowed = 1 + magnitude;
+      worst_derivative = std::max(worst_derivative, RelativeError(4 * capped.quarter_derivative, 1 / (cosine * cosine)) / allowed);
+      EXPECT_EQ(SoftcapQuick(-a, -a * exponent, static_cast<float>(cap)).z, -capped.z);
+    }
+  }
+  testing::Test::RecordProperty("z_units", std::to_string(worst_z / kUnit<float>));
+  testing::Test::RecordProperty("derivative_units", std::to_string(worst_derivative / kUnit<float>));
+  EXPECT_LE(worst_z, 6 * kUnit<float>);
+  EXPECT_LE(worst_derivative, 6 * kUnit<float>);
+  const float infinity = static_cast<float>(kInfinity), cap = 30;
+  EXPECT_EQ(SoftcapQuick(infinity, infinity, cap).z, cap);
+  EXPECT_EQ(SoftcapQuick(-infinity, -infinity, cap).z, -cap);
+  EXPECT_EQ(SoftcapQuick(-infinity, -infinity, cap).quarter_derivative, 0);
+  EXPECT_EQ(SoftcapQuick(0, 0, cap).z, 0);
+  EXPECT_EQ(SoftcapQuick(0, 0, cap).quarter_derivative, 0.25f);
+  const auto nan = static_cast<float>(kRowNan);
+  EXPECT_TRUE(std::isnan(SoftcapQuick(nan, nan, cap).z));
+  EXPECT_TRUE(std::isnan(SoftcapQuick(nan, nan, cap).quarter_derivative));
+}
+
+TEST(RowMathQuickTest, ExponentialsRelativeToAPowerOfTwo) {
+  std::mt19937_64 random(11);
+  std::uniform_real_distribution<float> below(0, 60);
+  double worst = 0;
+  for (const float max : {-900.0f, -3.25f, 0.0f, 17.5f, 4000.0f}) {
+    const float k = NearestExponent(max);
+    EXPECT_EQ(k, std::rint(k));
+    EXPECT_LE(std::abs(ExponentOver(max, k)), 0.5f + std::abs(max) * 2e-7f);
+    for (int i = 0; i < 2000; ++i) {
+      const float z = max - below(random);
+      const Real expected = std::exp(static_cast<Real>(z) - static_cast<Real>(k) * std::log(Real(2)));
+      // A half unit of the exponent, log2 e's rounding, and the result's.
+      const double allowed = 0.5 * std::abs(ExponentOver(z, k)) + 0.25 * std::abs(z) + 2;
+      worst = std::max(worst, RelativeError(Exp2Approx(ExponentOver(z, k)), expected) / allowed);
+    }
+  }
+  EXPECT_LE(worst, 2 * kUnit<float>);
+  const auto infinity = static_cast<float>(kInfinity);
+  EXPECT_EQ(Exp2Approx(ExponentOver(-infinity, 12)), 0);
+  EXPECT_EQ(PowerOfTwo(3, 5), 0.25);
+  EXPECT_EQ(PowerOfTwo(-7, -7), 1);
+  EXPECT_EQ(PowerOfTwo(-3e38f, 12), 0);
+  EXPECT_EQ(PowerOfTwo(3, infinity), 0);
+  EXPECT_EQ(PowerOfTwo(infinity, infinity), 0);
+}
+
 TYPED_TEST(RowMathTest, LogsOverTheMixture) {
   using T = TypeParam;
   double worst = 0;
