@@ -9,8 +9,10 @@
 // row_factor has what is left: loss_scale, token weight, logit_scale, soft_weight, 1 - beta, 1 / temperature and ln2.
 //
 // Phases. 0: exponential sums of the next row, from shared memory, against an offset guessed from 16 of its columns. 1: the row's
-// terms, in registers: 32 columns of both sides a thread; their slots are free for the next rows. 2: M. The order is 1 of row n, 0
-// of row n + 1, 2 of row n, row n + 1 into registers: sums travel over the cluster under other work.
+// terms, in registers: 32 columns of both sides a thread; their slots are filled again as soon as they are read. 2: M. The order is
+// 1 of row n, 0 of row n + 1, 2 of row n, row n + 1 into registers: sums travel over the cluster under other work.
+//
+// Factor. M has all of row_factor but its power of two, so that a row's share of grad_weight is rounded once.
 //
 // In place. M of row n is written over the student's products of row n when the second exchange has come; it comes after every CTA
 // has summed its slice of row n, so all of the row was in shared memory before.
@@ -23,12 +25,15 @@
 //
 // Not finite. The exponentials' sums come out as NaN, and so do the row's loss and M. No loop's length depends on values.
 //
-// Traffic. 10 bytes a column: N4096 V128256 is 5.25 GB, 1.24 ms at 4.25 TB/s.
+// Traffic. 10 bytes a column: N4096 V128256 is 5.25 GB; a copy of as many bytes takes 1.23 ms on an H200, this pass 1.55 ms.
 //
-// Work. From the sm_90a code, a column of both sides with 0 < beta < 1, not near: phase 0 has 2 MUFU of 12 instructions, phase 1 4
-// of 15, the way into registers 5, phase 2 4: 6 MUFU (16 a clock) of 36 instructions (128 a clock). A slice of 16032 columns takes
-// 6000 clocks of MUFU beside 4500 of issue, 3.2 us at 1.9 GHz, and its memory 4.5 us (15 clusters of 8): 1.3 to 1.6 ms are
-// predicted.
+// Work. 5 exponentials and logarithms a column (16 a clock) with 0 < beta < 1, not near: 2 in phase 0, 3 in phase 1, since p is
+// q 2^d, and where q vanishes only the sum of p is missing, which phase 0 has. Both phases run at that rate, 2.6 us of a row of
+// 16384 columns a multiprocessor; the rest is what a row waits for its cluster, and 15 clusters of 8, which leave 12 of 132
+// multiprocessors idle. Without effect or slower: two CTAs of 8 warps a multiprocessor in clusters of 16 (14 of them fit: 1.62
+// ms); summing the exponentials on the way into registers, with the cluster's waits exposed (1.86 ms); one decision for near or
+// not a slice instead of one a vector (1.71 ms, though 7% faster in clusters of 2); a warp apart for the copies, which leaves 96
+// registers a thread and spills as much again as it reads (2.36 ms).
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -75,18 +80,21 @@ struct KernelParams {
   SideTransform sides[kInputs];
   double gradient_scale;  // loss_scale * logit_scale
   double soft_weight;
-  double matrix_factor;        // from M to d(divergence)/d(logit), soft_weight included
+  double matrix_factor;        // from q (mean - L) as it is here to d(loss)/d(logit argument), token weight excepted
   float log2_scales[kInputs];  // from a value in shared memory to log2 of its exponential
   float ratio;                 // log2_scales[0] / log2_scales[1]
   float no_column[kInputs];
-  float beta, one_minus_beta;
-  float log_rest;         // kMixture: log2(1 - beta), else 0
+  // kMixture, else 0, 0, 0, 1, 1: log2(1 - beta), log2(beta), log2 of the unit, 1 / (unit (1 - beta)), 1 / unit.
+  float log_rest, log_beta, log_unit;
+  float inverse_rest_unit, inverse_unit;
+  float top_unit;  // kMixture: unit (1 - beta), else 1
+  float beta_log_beta, rest_log_rest;
   float slope[kSeries];   // L = d * sum slope_k d^k
   float excess[kSeries];  // loss = q d^2 sum excess_k d^k
   int32_t row_count;
   int32_t columns;       // common ones
   int32_t zero_columns;  // up to here M has zeros
-  int32_t slice;
+  int32_t warp_columns;
   int32_t cluster;
   int32_t want_gradient;
 };
@@ -94,20 +102,25 @@ struct KernelParams {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 using cluster_row::Channel;
-using cluster_row::kChunk;
-using cluster_row::kConsumers;
-using cluster_row::kConsumerWarps;
+using cluster_row::kInputBytes;
+using cluster_row::kParts;
 using cluster_row::kSlotBytes;
+using cluster_row::kSlotColumns;
 using cluster_row::kSlots;
+using cluster_row::kSlotVectors;
+using cluster_row::kVectorBytes;
+using cluster_row::kVectorColumns;
 using cluster_row::Largest;
 using cluster_row::LoadVector;
 using cluster_row::Maximum;
+using cluster_row::Ring;
 using cluster_row::StoreVector;
 using cluster_row::Sum;
 using sm90::Exp2;
 
-constexpr float kNearLimit = 0.5f;  // of |d|, for the series
-constexpr float kLargestDifference = 126.0f;
+constexpr float kNearLimit = 0.5f;       // of |d|, for the series
+constexpr float kLargestRatio = 126.0f;  // in log2
+constexpr float kAbsent = -1e12f;        // log2 q below this: no column
 
 __device__ __forceinline__ float BiasAt(const SideTransform& side, int32_t column) {
   if (side.bias == nullptr) return 0.0f;
@@ -157,21 +170,24 @@ __device__ __forceinline__ float Polynomial(const float (&c)[kSeries], float x) 
   return y;
 }
 
-// What a thread adds up in phase 1. Sums of q L (kForward: of q - p) and what they belong to leave out the column with q > 1/2.
+// What a thread adds up in phase 1. kMixture: q stands for unit (1 - beta) q and p for unit beta p. Sums of q L (kForward: of q -
+// p) and what they belong to leave out the column with q > 1/2.
 struct Terms {
   float loss = 0.0f;     // in units of ln2; kMixture: of near columns
-  float teacher = 0.0f;  // kMixture: p (d - L) of distant columns
-  float mean = 0.0f;     // of near columns; kForward and kReverse: of all
-  float distant = 0.0f;  // kMixture: of distant columns
-  float distant_q = 0.0f;
+  float teacher = 0.0f;  // kMixture: p log2(p / m), with p as it stands here; of distant columns
+  float mean = 0.0f;     // q L
+  float distant = 0.0f;  // kMixture: q L of distant columns, which are not in `mean`
+  float near_p = 0.0f;   // kMixture: of near columns
+  float near_q = 0.0f;
   float largest = 0.0f;  // of |q L| (kForward: |q - p|)
   float q_largest = 0.0f;
 };
 
-// What a row's log-sum-exps give.
+// What a row's log-sum-exps give: what is added to log2 of an exponential to get log2 q and log2 p as they stand in Terms, and to
+// the difference of the two logits to get d and log2(p / q) as they stand there.
 struct RowOffsets {
-  float student, teacher;  // minus log2 of the sums
-  float difference;        // teacher - student, and - log2(1 - beta) for kMixture
+  float student, teacher;
+  float difference, ratio;
 };
 
 // The column that has more than half of q, in the one thread that has it.
@@ -187,34 +203,43 @@ struct RowTerms {
   static __device__ __forceinline__ void Near(const KernelParams& params, float log_q, float d, float& student, float& teacher,
                                               Terms& terms) {
     const float q = Exp2(log_q);
-    if constexpr (kForm == Form::kMixture) d += params.log_rest;
     float slope = d * Polynomial(params.slope, d);
     terms.loss = fmaf(q * (d * d), Polynomial(params.excess, d), terms.loss);
-    if constexpr (kForm == Form::kMixture) slope -= params.log_rest;
+    if constexpr (kForm == Form::kMixture) {
+      slope -= params.log_rest;
+      terms.near_q += q;
+      terms.near_p = fmaf(q, Exp2(d), terms.near_p);  // in q's units
+    }
     Keep(params, q, slope, kForm == Form::kForward ? -q * slope : q, false, student, teacher, terms);
   }
 
-  static __device__ __forceinline__ void Far(const KernelParams& params, const RowOffsets& offsets, float log_q, float d,
-                                             float& student, float& teacher, Terms& terms) {
-    const float log_p = fmaf(teacher, params.log2_scales[1], offsets.teacher);
+  static __device__ __forceinline__ void Far(const KernelParams& params, const RowOffsets& offsets, float log_q, float& student,
+                                             float& teacher, Terms& terms) {
     const float q = Exp2(log_q);
-    const float p = Exp2(log_p);
     if constexpr (kForm == Form::kMixture) {
-      // Where p / q is not a number any more, q is 0, and p's share of the loss is p log2(1 / beta).
-      d = fminf(d, kLargestDifference);
+      // Where p / q is not a number any more, q L is 0, as p log2(p / m) is.
+      const float log_ratio = fminf(Difference(params, offsets.ratio, student, teacher), kLargestRatio);
+      const float ratio = Exp2(log_ratio);
       float slope;
-      asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(slope) : "f"(fmaf(params.beta, Exp2(d), 1.0f)));
-      terms.teacher = fmaf(p, d - slope, terms.teacher);
-      terms.distant_q += q;
+      asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(slope) : "f"(ratio + 1.0f));
+      terms.teacher = fmaf(q * ratio, log_ratio - slope, terms.teacher);
       Keep(params, q, slope, q, true, student, teacher, terms);
-    } else if constexpr (kForm == Form::kForward) {
-      const float difference = q - p;
-      terms.loss += fmaf(difference, static_cast<float>(kLog2E), p * d);
-      Keep(params, q, 0.0f, difference, false, student, teacher, terms);
     } else {
-      terms.loss += fmaf(p - q, static_cast<float>(kLog2E), -q * d);
-      Keep(params, q, d, q, false, student, teacher, terms);
+      const float p = Exp2(fmaf(teacher, params.log2_scales[1], offsets.teacher));
+      const float d = Difference(params, offsets.difference, student, teacher);
+      if constexpr (kForm == Form::kForward) {
+        const float difference = q - p;
+        terms.loss += fmaf(difference, static_cast<float>(kLog2E), p * d);
+        Keep(params, q, 0.0f, difference, false, student, teacher, terms);
+      } else {
+        terms.loss += fmaf(p - q, static_cast<float>(kLog2E), -q * d);
+        Keep(params, q, d, q, false, student, teacher, terms);
+      }
     }
+  }
+
+  static __device__ __forceinline__ float Difference(const KernelParams& params, float offset, float student, float teacher) {
+    return fmaf(fmaf(-params.ratio, student, teacher), params.log2_scales[1], offset);
   }
 
   // `entry`: the factor of M that is kept.
@@ -240,52 +265,81 @@ struct RowTerms {
     return fmaf(-share, share, 1.0f);
   }
 
-  static __device__ __forceinline__ float Loss(const KernelParams& params, const Terms& terms) {
+  // In units of ln2. `distant`: there are such columns; q and p: the probabilities that `terms` has, near and distant, in true
+  // units.
+  static __device__ __forceinline__ float Loss(const KernelParams& params, const Terms& terms, bool distant, float q, float p) {
     if constexpr (kForm != Form::kMixture) return terms.loss;
-    return terms.loss +
-           (params.beta * terms.teacher - params.one_minus_beta * fmaf(params.log_rest, terms.distant_q, terms.distant));
+    if (!distant) return terms.loss * params.inverse_rest_unit;
+    const float distant_q = fmaf(-params.inverse_rest_unit, terms.near_q, q);
+    const float distant_p = fmaf(-params.inverse_rest_unit, terms.near_p, p);
+    return fmaf(terms.loss, params.inverse_rest_unit, (terms.teacher - terms.distant) * params.inverse_unit) -
+           fmaf(params.beta_log_beta, distant_p, params.rest_log_rest * distant_q);
   }
 };
 
+// A row's factor in two parts: a power of two, which the hidden states are multiplied by, and the rest, which M has, so that a
+// row's share of grad_weight is rounded to 16 bits once.
+struct FactorParts {
+  float rest;
+  int32_t exponent;  // of the power of two
+};
+
+__device__ __forceinline__ FactorParts SplitFactor(double factor) {
+  constexpr int32_t kLargestExponent = 20;  // fp16's scale may be up to 2^100 in either direction
+  const int32_t exponent = ((__double2hiint(factor) >> 20) & 0x7ff) - 1022;
+  const int32_t kept = min(kLargestExponent, max(-kLargestExponent, exponent));
+  return {static_cast<float>(factor * __hiloint2double((1023 - kept) << 20, 0)), kept};
+}
+
+__device__ __forceinline__ float PowerOfTwo(int32_t exponent) {
+  return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+}
+
 template <Form kForm, bool kTransformed, bool kHalf>
-__global__ void __launch_bounds__(cluster_row::kThreads, 1) DivergenceRowsKernel(const __grid_constant__ KernelParams params) {
+__global__ void __launch_bounds__(cluster_row::kMaxThreads, 1) DivergenceRowsKernel(const __grid_constant__ KernelParams params) {
   using Math = RowTerms<kForm, kTransformed, kHalf>;
   constexpr int kUnits = kHalf ? 3 : 2;
   using LastOperation = std::conditional_t<kHalf, Largest, Sum>;
   extern __shared__ __align__(128) uint8_t raw_shared[];
   const uint32_t shared = sm90::SharedAddress(raw_shared);
-  const cluster_row::Ring ring{shared, shared + kSlots * kSlotBytes};
-  const uint32_t channels = ring.barriers + 16 * kSlots;
-  Channel<1> exponentials{channels, 0};
-  Channel<1> repeats{channels + cluster_row::kChannelBytes<1>, 0};
-  Channel<kUnits> sums{channels + 2 * cluster_row::kChannelBytes<1>, 0};
-
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t warp = __shfl_sync(0xffffffffu, thread / 32, 0);
   const int32_t lane = thread % 32;
+  const auto warps = static_cast<int32_t>(blockDim.x) / 32;
+  const uint32_t barriers = shared + warps * (kSlots * kSlotBytes);
+  const Ring ring{shared + warp * (kSlots * kSlotBytes), barriers + warp * (8 * kSlots)};
+  const uint32_t channels = barriers + warps * (8 * kSlots);
+  Channel<1> exponentials{channels, 0};
+  Channel<kUnits> sums{channels + cluster_row::kChannelBytes<1>, 0};
+
   const int32_t cluster = params.cluster;
   const auto cta_rank = static_cast<int32_t>(sm90::ClusterCtaRank());
   const int32_t row_step = static_cast<int32_t>(gridDim.x) / cluster;
   const int32_t first_row = static_cast<int32_t>(blockIdx.x) / cluster;
-  const int32_t begin = min(cta_rank * params.slice, params.columns);
-  const int32_t length = min(params.slice, params.columns - begin);
-  const int32_t chunks = (length + kChunk - 1) / kChunk;
+  // The warp's slice, in parts of a slot's size: as many in all warps, some of them empty.
+  const int32_t begin = min((cta_rank * warps + warp) * params.warp_columns, params.columns);
+  const int32_t length = min(params.warp_columns, params.columns - begin);
+  const int32_t copied_length = (length + 3) / 4 * 4;
+  const int32_t parts = (params.warp_columns + kSlotColumns - 1) / kSlotColumns;
 
-  if (thread == 0) {
+  if (lane == 0) {
     ring.Init();
+    sm90::FenceBarrierInit();
+  }
+  if (thread == 0) {
     exponentials.Init();
-    repeats.Init();
     sums.Init();
     sm90::FenceBarrierInit();
   }
   sm90::ClusterSync();
 
-  if (thread >= kConsumers) {
-    if (lane == 0) {
-      const float* const inputs[kInputs] = {params.inputs[0] + begin, params.inputs[1] + begin};
-      cluster_row::FillRing(ring, inputs, params.strides, length, first_row, row_step, params.row_count);
-    }
-    __syncwarp();
-  } else {
+  {
+    cluster_row::RingFiller filler{
+        {params.inputs[0] + first_row * params.strides[0] + begin, params.inputs[1] + first_row * params.strides[1] + begin},
+        {row_step * params.strides[0] - parts * kSlotColumns, row_step * params.strides[1] - parts * kSlotColumns},
+        (params.row_count - first_row + row_step - 1) / row_step,
+        parts};
+    for (int i = 0; i < kSlots; ++i) filler.LoadNext(ring, copied_length, lane);
     uint32_t slot = 0;                       // of the row that goes into registers next
     uint32_t read_slot = 0, read_phase = 0;  // of the row that phase 0 reads next
     float student[kVectors][4], teacher[kVectors][4];
@@ -309,45 +363,55 @@ __global__ void __launch_bounds__(cluster_row::kThreads, 1) DivergenceRowsKernel
       offsets = make_float2(__shfl_sync(0xffffffffu, largest, 0), __shfl_sync(0xffffffffu, largest, 16));
       sample = load_sample(row + row_step);
       own = make_float2(0.0f, 0.0f);
-      for (int32_t chunk = 0; chunk < chunks; ++chunk) {
+      const float a = params.log2_scales[0], b = params.log2_scales[1];
+#pragma unroll
+      for (int32_t part = 0; part < kParts; ++part) {
+        if (part >= parts) continue;
         sm90::BarrierWait(ring.Full(read_slot), read_phase);
-        const uint32_t address = ring.Slot(read_slot) + 16 * thread;
-        float4 s = LoadVector(address), t = LoadVector(address + 4 * kChunk);
-        // A slice's last chunk is filled up, so that nobody has to look at columns' numbers again.
-        const int32_t local = chunk * kChunk + 4 * thread;
-        if (kTransformed || length - local < 4) {
-          MakeLogits<kTransformed>(params.sides[0], begin + local, length - local, params.no_column[0], s);
-          MakeLogits<kTransformed>(params.sides[1], begin + local, length - local, params.no_column[1], t);
-          StoreVector(address, s);
-          StoreVector(address + 4 * kChunk, t);
+        const uint32_t address = ring.Slot(read_slot) + 16 * lane;
+        read_slot = Ring::Next(read_slot);
+        if (read_slot == 0) read_phase ^= 1;
+        // A slice's last part is filled up, so that nobody has to look at columns' numbers again.
+        if (kTransformed || length - part * kSlotColumns < kSlotColumns) {
+          for (int i = 0; i < kSlotVectors; ++i) {
+            const int32_t local = part * kSlotColumns + i * kVectorColumns + 4 * lane;
+            float4 s = LoadVector(address + i * kVectorBytes), t = LoadVector(address + i * kVectorBytes + kInputBytes);
+            MakeLogits<kTransformed>(params.sides[0], begin + local, length - local, params.no_column[0], s);
+            MakeLogits<kTransformed>(params.sides[1], begin + local, length - local, params.no_column[1], t);
+            StoreVector(address + i * kVectorBytes, s);
+            StoreVector(address + i * kVectorBytes + kInputBytes, t);
+          }
           sm90::FenceProxyAsync();  // what is stored must not overtake the copy into this slot that comes later
         }
-        const float a = params.log2_scales[0], b = params.log2_scales[1];
-        own.x += (Exp2(fmaf(s.x, a, -offsets.x)) + Exp2(fmaf(s.y, a, -offsets.x))) +
-                 (Exp2(fmaf(s.z, a, -offsets.x)) + Exp2(fmaf(s.w, a, -offsets.x)));
-        own.y += (Exp2(fmaf(t.x, b, -offsets.y)) + Exp2(fmaf(t.y, b, -offsets.y))) +
-                 (Exp2(fmaf(t.z, b, -offsets.y)) + Exp2(fmaf(t.w, b, -offsets.y)));
-        if (++read_slot == kSlots) {
-          read_slot = 0;
-          read_phase ^= 1;
+#pragma unroll
+        for (int i = 0; i < kSlotVectors; ++i) {
+          const float4 s = LoadVector(address + i * kVectorBytes), t = LoadVector(address + i * kVectorBytes + kInputBytes);
+          own.x += (Exp2(fmaf(s.x, a, -offsets.x)) + Exp2(fmaf(s.y, a, -offsets.x))) +
+                   (Exp2(fmaf(s.z, a, -offsets.x)) + Exp2(fmaf(s.w, a, -offsets.x)));
+          own.y += (Exp2(fmaf(t.x, b, -offsets.y)) + Exp2(fmaf(t.y, b, -offsets.y))) +
+                   (Exp2(fmaf(t.z, b, -offsets.y)) + Exp2(fmaf(t.w, b, -offsets.y)));
         }
       }
       float2 partial[1] = {own};
       exponentials.Send<Sum, Sum>(partial, 1, cluster, cta_rank);
     };
 
-    // The row that phase 0 has read, out of its slots, which that frees.
+    // The row that phase 0 has read, out of its slots, which are filled again.
     const auto load_row = [&] {
 #pragma unroll
-      for (int vector = 0; vector < kVectors; ++vector) {
-        if (vector >= chunks) continue;
-        const float4 s = LoadVector(ring.Slot(slot) + 16 * thread);
-        const float4 t = LoadVector(ring.Slot(slot) + 16 * thread + 4 * kChunk);
+      for (int part = 0; part < kParts; ++part) {
+        if (part >= parts) continue;
+        const uint32_t address = ring.Slot(slot) + 16 * lane;
+        slot = Ring::Next(slot);
+#pragma unroll
+        for (int i = 0; i < kSlotVectors; ++i) {
+          const float4 s = LoadVector(address + i * kVectorBytes), t = LoadVector(address + i * kVectorBytes + kInputBytes);
+          const int vector = part * kSlotVectors + i;
+          student[vector][0] = s.x, student[vector][1] = s.y, student[vector][2] = s.z, student[vector][3] = s.w;
+          teacher[vector][0] = t.x, teacher[vector][1] = t.y, teacher[vector][2] = t.z, teacher[vector][3] = t.w;
+        }
         __syncwarp();
-        if (lane == 0) sm90::BarrierArrive(ring.Empty(slot));
-        if (++slot == kSlots) slot = 0;
-        student[vector][0] = s.x, student[vector][1] = s.y, student[vector][2] = s.z, student[vector][3] = s.w;
-        teacher[vector][0] = t.x, teacher[vector][1] = t.y, teacher[vector][2] = t.z, teacher[vector][3] = t.w;
+        filler.LoadNext(ring, copied_length, lane);
       }
     };
 
@@ -355,7 +419,7 @@ __global__ void __launch_bounds__(cluster_row::kThreads, 1) DivergenceRowsKernel
     const auto for_each = [&](const auto& function) {
 #pragma unroll
       for (int vector = 0; vector < kVectors; ++vector) {
-        if (vector >= chunks) continue;
+        if (vector / kSlotVectors >= parts) continue;
 #pragma unroll
         for (int i = 0; i < 4; ++i) function(student[vector][i], teacher[vector][i], 4 * vector + i);
       }
@@ -378,8 +442,8 @@ __global__ void __launch_bounds__(cluster_row::kThreads, 1) DivergenceRowsKernel
             largest[0].x = fmaxf(largest[0].x, s * params.log2_scales[0]);
             largest[0].y = fmaxf(largest[0].y, t * params.log2_scales[1]);
           });
-          repeats.Send<Maximum, Maximum>(largest, 2, cluster, cta_rank);
-          repeats.Receive<Maximum, Maximum>(largest, cluster);
+          exponentials.Send<Maximum, Maximum>(largest, 1, cluster, cta_rank);
+          exponentials.Receive<Maximum, Maximum>(largest, cluster);
           offsets = make_float2(ceilf(largest[0].x), ceilf(largest[0].y));
           own = make_float2(0.0f, 0.0f);
           for_each([&](float s, float t, int) {
@@ -387,18 +451,21 @@ __global__ void __launch_bounds__(cluster_row::kThreads, 1) DivergenceRowsKernel
             own.y += Exp2(fmaf(t, params.log2_scales[1], -offsets.y));
           });
           total[0] = own;
-          repeats.Send<Sum, Sum>(total, 2, cluster, cta_rank);
-          repeats.Receive<Sum, Sum>(total, cluster);
+          exponentials.Send<Sum, Sum>(total, 1, cluster, cta_rank);
+          exponentials.Receive<Sum, Sum>(total, cluster);
         }
         const float student_log = log2f(total[0].x), teacher_log = log2f(total[0].y);
-        const RowOffsets row_offsets{-(offsets.x + student_log), -(offsets.y + teacher_log),
-                                     (offsets.x - offsets.y) + (student_log - teacher_log) - params.log_rest};
+        const float student_offset = -(offsets.x + student_log);
+        const float teacher_offset = -(offsets.y + teacher_log);
+        const float difference = (offsets.x - offsets.y) + (student_log - teacher_log);
+        const RowOffsets row_offsets{student_offset + (params.log_rest + params.log_unit), teacher_offset, difference,
+                                     difference + (params.log_beta - params.log_rest)};
 
         // Phase 1.
         Terms terms;
         float loss = 0.0f;
         // With the log-sum-exp's rounding, as the columns' q have it: means over q are divided by the sum of just these q.
-        float q_rest = own.x * Exp2(row_offsets.student + offsets.x);
+        float q_rest = own.x * Exp2(student_offset + offsets.x), p_rest = own.y * Exp2(teacher_offset + offsets.y);
         if (q_rest > 0.5f) {
           // The column that has more than half of q can be here. It is taken out of what follows: its share of the loss goes its
           // own way, near or far, and what it leaves of q is added up without it.
@@ -412,43 +479,46 @@ __global__ void __launch_bounds__(cluster_row::kThreads, 1) DivergenceRowsKernel
             s_top = s;
             t_top = t;
           });
-          if (largest > -1.0f) {
+          if (largest > params.log_rest + params.log_unit - 1.0f) {
             top.index = index_top;
             if constexpr (kTransformed) top.derivative = Math::Derivative(params, s_top);
-            const float d = fmaf(fmaf(-params.ratio, s_top, t_top), params.log2_scales[1], row_offsets.difference);
+            const float d = Math::Difference(params, row_offsets.difference, s_top, t_top);
+            const float p_top = Exp2(fmaf(t_top, params.log2_scales[1], teacher_offset));
             Terms apart;
-            if (fabsf(d + params.log_rest) < kNearLimit) {
+            if (fabsf(d) < kNearLimit) {
               Math::Near(params, largest, d, s_top, t_top, apart);
             } else {
-              Math::Far(params, row_offsets, largest, d, s_top, t_top, apart);
+              Math::Far(params, row_offsets, largest, s_top, t_top, apart);
             }
             top.slope = t_top;
-            loss = Math::Loss(params, apart);
-            q_rest = 0.0f;
+            loss = Math::Loss(params, apart, !(fabsf(d) < kNearLimit), Exp2(largest) / params.top_unit, p_top);
+            q_rest = p_rest = 0.0f;
             for_each([&](float& s, float& t, int index) {
               if (index == top.index) {
                 s = params.no_column[0];
                 t = params.no_column[1];
               }
-              q_rest += Exp2(fmaf(s, params.log2_scales[0], row_offsets.student));
+              q_rest += Exp2(fmaf(s, params.log2_scales[0], student_offset));
+              p_rest += Exp2(fmaf(t, params.log2_scales[1], teacher_offset));
             });
           }
         }
         int32_t tries = 0;  // vectors that were not near: a warp that has seen some does not look any more
 #pragma unroll
         for (int vector = 0; vector < kVectors; ++vector) {
-          if (vector >= chunks) continue;
+          if (vector / kSlotVectors >= parts) continue;
           float log_q[4], d[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            log_q[i] = fmaf(student[vector][i], params.log2_scales[0], row_offsets.student);
-            d[i] = fmaf(fmaf(-params.ratio, student[vector][i], teacher[vector][i]), params.log2_scales[1], row_offsets.difference);
-          }
+          for (int i = 0; i < 4; ++i) log_q[i] = fmaf(student[vector][i], params.log2_scales[0], row_offsets.student);
           bool near = false;
           if (tries < 2) {
             float largest = 0.0f;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) largest = fmaxf(largest, fabsf(d[i] + params.log_rest));
+            for (int i = 0; i < 4; ++i) {
+              d[i] = Math::Difference(params, row_offsets.difference, student[vector][i], teacher[vector][i]);
+              if (log_q[i] < kAbsent) d[i] = 0.0f;
+              largest = fmaxf(largest, fabsf(d[i]));
+            }
             near = __all_sync(0xffffffffu, largest < kNearLimit);
             tries += near ? 0 : 1;
           }
@@ -459,15 +529,14 @@ __global__ void __launch_bounds__(cluster_row::kThreads, 1) DivergenceRowsKernel
             }
           } else {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              Math::Far(params, row_offsets, log_q[i], d[i], student[vector][i], teacher[vector][i], terms);
-            }
+            for (int i = 0; i < 4; ++i) Math::Far(params, row_offsets, log_q[i], student[vector][i], teacher[vector][i], terms);
           }
         }
         float2 partial[kUnits];
-        partial[0] = make_float2(loss + Math::Loss(params, terms), terms.mean + terms.distant);
+        partial[0] = make_float2(loss + Math::Loss(params, terms, tries != 0, q_rest, p_rest),
+                                 (terms.mean + terms.distant) * params.inverse_rest_unit);
         partial[1] = make_float2(q_rest, kForm == Form::kForward ? 0.0f : top.slope);
-        if constexpr (kHalf) partial[2] = make_float2(terms.largest, terms.q_largest);
+        if constexpr (kHalf) partial[2] = make_float2(terms.largest, terms.q_largest);  // in M's units
         sums.template Send<Sum, LastOperation>(partial, 3, cluster, cta_rank);
       }
       if (more) sum_exponentials(next, offsets, own);
@@ -486,26 +555,28 @@ __global__ void __launch_bounds__(cluster_row::kThreads, 1) DivergenceRowsKernel
           mean = row_has_top ? fmaf(partial[1].y, 1.0f - q_rest, mean) : mean / q_rest;
           if (!(fabsf(loss) < INFINITY)) mean = NAN;  // nothing finite comes out of a row that is not
         }
-        const double gradient_factor = params.gradient_scale * static_cast<double>(token_weight);
-        const bool has_gradient = token_weight != 0.0f && params.gradient_scale != 0;
-        float scale = 1.0f;
+        const double weight = static_cast<double>(token_weight);
+        FactorParts factor = SplitFactor(params.matrix_factor * weight);
+        const bool has_gradient = factor.rest != 0.0f;
         if constexpr (kHalf) {
           const float bound = fmaxf(kForm == Form::kForward ? partial[2].x : fmaf(partial[2].y, fabsf(mean), partial[2].x),
-                                    row_has_top ? fabsf(top_entry) : 0.0f);
+                                    row_has_top ? fabsf(top_entry) * params.top_unit : 0.0f) *
+                              fabsf(factor.rest);
           // As row_math::MatrixScale(): into [2^12, 2^13), from the exponent's bits; 1 for 0 and what is not finite.
           if (bound > 0.0f && bound < INFINITY) {
             const int32_t exponent = static_cast<int32_t>(__float_as_uint(bound) >> 23) - 127;
-            scale = __uint_as_float(static_cast<uint32_t>(127 + min(100, max(-100, 12 - exponent))) << 23);
+            const int32_t shift = min(100, max(-100, 12 - exponent));
+            factor.rest *= PowerOfTwo(shift);
+            factor.exponent -= shift;
           }
         }
         if (cta_rank == 0 && thread == 0) {
           RowReport report;
           report.soft = kLn2 * static_cast<double>(loss);
-          report.gradient_bound = fabs(gradient_factor) * params.soft_weight;
+          report.gradient_bound = fabs(params.gradient_scale * weight) * params.soft_weight;
           params.reports[row] = report;
           if (params.want_gradient != 0) {
-            params.row_factor[row] =
-                has_gradient ? static_cast<float>(gradient_factor * params.matrix_factor / static_cast<double>(scale)) : 0.0f;
+            params.row_factor[row] = has_gradient ? PowerOfTwo(factor.exponent) : 0.0f;
             params.target_factor[row] = 0.0f;
           }
         }
@@ -515,7 +586,7 @@ __global__ void __launch_bounds__(cluster_row::kThreads, 1) DivergenceRowsKernel
           if (top.index >= 0) {
             for_each([&](float& s, float& t, int index) {
               if (index != top.index) return;
-              s = top_entry * top.derivative;
+              s = top_entry * params.top_unit * top.derivative;
               t = mean - 1.0f;
             });
           }
@@ -525,28 +596,28 @@ __global__ void __launch_bounds__(cluster_row::kThreads, 1) DivergenceRowsKernel
             for_each([](float& s, float& t, int) { s = t = 0.0f; });
           }
           uint16_t* const out = params.matrix + static_cast<int64_t>(row) * 2 * params.strides[0];
-          const int32_t room = length - 4 * thread;
-          const uint64_t own_out = reinterpret_cast<uint64_t>(out + begin + 4 * thread);
+          const int32_t room = length - 4 * lane;
+          const uint64_t own_out = reinterpret_cast<uint64_t>(out + begin + 4 * lane);
+          const float mean_factor = mean * factor.rest;
 #pragma unroll
           for (int vector = 0; vector < kVectors; ++vector) {
-            if (room <= vector * kChunk) continue;
+            if (room <= vector * kVectorColumns) continue;
             float entries[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              entries[i] = student[vector][i];
-              if constexpr (kHalf) entries[i] *= scale;
-              if constexpr (kForm != Form::kForward) entries[i] *= mean - teacher[vector][i];
+              entries[i] = student[vector][i] *
+                           (kForm == Form::kForward ? factor.rest : fmaf(-teacher[vector][i], factor.rest, mean_factor));
             }
-            asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(own_out + 2 * kChunk * vector),
+            asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(own_out + 2 * kVectorColumns * vector),
                          "r"(Pack<kHalf>(entries[0], entries[1])), "r"(Pack<kHalf>(entries[2], entries[3]))
                          : "memory");
           }
           // The last four may have gone past the last column, where a row that is not finite has left NaN: the same thread's zeros.
-          if (begin + length == params.columns && length % 4 != 0 && thread == length / 4 % kConsumers) {
+          if (length > 0 && begin + length == params.columns && length % 4 != 0 && lane == length / 4 % 32) {
             for (int32_t column = params.columns; column % 4 != 0; ++column) out[column] = 0;
           }
-          for (int32_t column = (params.columns + 3) / 4 * 4 + cta_rank * kConsumers + thread; column < params.zero_columns;
-               column += cluster * kConsumers) {
+          for (int32_t column = (params.columns + 3) / 4 * 4 + cta_rank * static_cast<int32_t>(blockDim.x) + thread;
+               column < params.zero_columns; column += cluster * static_cast<int32_t>(blockDim.x)) {
             out[column] = 0;
           }
         }
@@ -563,9 +634,11 @@ template <Form kForm, bool kTransformed, bool kHalf>
 __global__ void DivergenceRowsKernel(const __grid_constant__ KernelParams) {}
 #endif
 
-constexpr int kSharedBytes =
-    cluster_row::kSlots * (cluster_row::kSlotBytes + 16) + 2 * cluster_row::kChannelBytes<1> + cluster_row::kChannelBytes<3>;
-static_assert(kSharedBytes <= 232448, "a CTA of sm_90 has 227 KiB");
+constexpr int SharedBytes(int warps) {
+  return warps * cluster_row::kRingBytes + cluster_row::kChannelBytes<1> + cluster_row::kChannelBytes<3>;
+}
+static_assert(SharedBytes(cluster_row::kMaxWarps) <= 232448, "a CTA of sm_90 has 227 KiB");
+static_assert(SharedBytes(cluster_row::kMaxWarps / 2) + 1024 <= 233472 / 2, "a multiprocessor has 228 KiB, of which a CTA loses 1");
 
 using Kernel = void (*)(KernelParams);
 
@@ -593,17 +666,19 @@ Kernel KernelOf(Form form, bool transformed, bool half) {
   return KernelOfForm<Form::kReverse>(transformed, half);
 }
 
+using cluster_row::Layout;
+
 struct LaunchShape {
   cudaLaunchConfig_t config{};
   cudaLaunchAttribute attribute{};
 
-  LaunchShape(int cluster, int64_t clusters, cudaStream_t stream) {
-    config.gridDim = dim3(static_cast<unsigned>(cluster * clusters));
-    config.blockDim = dim3(cluster_row::kThreads);
-    config.dynamicSmemBytes = kSharedBytes;
+  LaunchShape(const Layout& layout, int64_t clusters, cudaStream_t stream) {
+    config.gridDim = dim3(static_cast<unsigned>(layout.cluster * clusters));
+    config.blockDim = dim3(static_cast<unsigned>(32 * layout.warps));
+    config.dynamicSmemBytes = static_cast<size_t>(SharedBytes(layout.warps));
     config.stream = stream;
     attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+    attribute.val.clusterDim.x = static_cast<unsigned>(layout.cluster);
     attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
     config.attrs = &attribute;
     config.numAttrs = 1;
@@ -612,16 +687,18 @@ struct LaunchShape {
   LaunchShape& operator=(const LaunchShape&) = delete;
 };
 
-// Clusters of this size that the current device holds at once; 0 if none, or if it is not sm_90. Asked once for each kernel, size
-// and device; any thread.
-int ResidentClusters(Form form, bool transformed, bool half, int cluster) {
+// Clusters of this layout that the current device holds at once; 0 if none, or if it is not sm_90. Asked once for each kernel,
+// layout and device; any thread.
+int ResidentClusters(Form form, bool transformed, bool half, const Layout& layout) {
   constexpr int kDevices = 16, kSizes = 5;
-  static std::atomic<int> known[kDevices][3][2][2][kSizes];  // one more than the number
+  if (layout.cluster == 0) return 0;
+  static std::atomic<int> known[kDevices][3][2][2][kSizes][2];  // one more than the number
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return 0;
   int size = 0;
-  while ((1 << size) < cluster) ++size;
-  std::atomic<int>& entry = known[device][static_cast<int>(form)][transformed ? 1 : 0][half ? 1 : 0][size];
+  while ((1 << size) < layout.cluster) ++size;
+  std::atomic<int>& entry = known[device][static_cast<int>(form)][transformed ? 1 : 0][half ? 1 : 0][size]
+                                 [layout.warps == cluster_row::kMaxWarps ? 1 : 0];
   if (const int value = entry.load(); value != 0) return value - 1;
   int major = 0, minor = 0, clusters = 0;
   if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
@@ -630,8 +707,9 @@ int ResidentClusters(Form form, bool transformed, bool half, int cluster) {
   }
   if (major == 9 && minor == 0) {
     const Kernel kernel = KernelOf(form, transformed, half);
-    const LaunchShape shape(cluster, 1, nullptr);
-    const bool asked = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes) == cudaSuccess &&
+    const LaunchShape shape(layout, 1, nullptr);
+    const bool asked = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            SharedBytes(cluster_row::kMaxWarps)) == cudaSuccess &&
                        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
                        cudaOccupancyMaxActiveClusters(&clusters, kernel, &shape.config) == cudaSuccess;
     if (!asked) {
@@ -687,8 +765,8 @@ bool DivergenceRowsFit(const LogitsView& student, const LogitsView& teacher, con
   const bool half = matrix_element == Element::kFloat16;
   if (!half && matrix_element != Element::kBFloat16) return false;
   if (term.common_columns < 1 || !SideFits(student, term.common_columns) || !SideFits(teacher, term.common_columns)) return false;
-  const int cluster = cluster_row::ClusterFor(term.common_columns);
-  return cluster != 0 && ResidentClusters(FormOf(term), IsTransformed(student) || IsTransformed(teacher), half, cluster) > 0;
+  const Layout layout = cluster_row::LayoutFor(term.common_columns);
+  return ResidentClusters(FormOf(term), IsTransformed(student) || IsTransformed(teacher), half, layout) > 0;
 }
 
 cudaError_t LaunchDivergenceRows(const LogitsView& student, const LogitsView& teacher, const ChunkRows& rows,
@@ -698,8 +776,8 @@ cudaError_t LaunchDivergenceRows(const LogitsView& student, const LogitsView& te
   const Form form = FormOf(term);
   const bool transformed = IsTransformed(student) || IsTransformed(teacher);
   const bool half = matrix_element == Element::kFloat16;
-  const int cluster = cluster_row::ClusterFor(term.common_columns);
-  const int resident = cluster == 0 ? 0 : ResidentClusters(form, transformed, half, cluster);
+  const Layout layout = cluster_row::LayoutFor(term.common_columns);
+  const int resident = ResidentClusters(form, transformed, half, layout);
   if (resident == 0 || rows.row_count > INT32_MAX / 2) return cudaErrorInvalidConfiguration;
 
   KernelParams params{};
@@ -725,22 +803,32 @@ cudaError_t LaunchDivergenceRows(const LogitsView& student, const LogitsView& te
   params.target_factor = target_factor;
   params.gradient_scale = loss_scale * student.transform.logit_scale;
   params.soft_weight = term.soft_weight;
-  params.matrix_factor = term.soft_weight / term.student_temperature;
-  if (form == Form::kMixture) params.matrix_factor *= (1 - term.beta);
+  params.matrix_factor = params.gradient_scale * term.soft_weight / term.student_temperature;
   if (form != Form::kForward) params.matrix_factor *= kLn2;
-  params.beta = static_cast<float>(term.beta);
-  params.one_minus_beta = static_cast<float>(1 - term.beta);
-  params.log_rest = form == Form::kMixture ? static_cast<float>(std::log2(1 - term.beta)) : 0.0f;
+  params.inverse_unit = params.inverse_rest_unit = params.top_unit = 1;
+  if (form == Form::kMixture) {
+    // About a column's share of a flat row: logarithms near 0 keep their digits.
+    const int log_unit = static_cast<int>(std::log2(static_cast<double>(term.common_columns)));
+    params.matrix_factor = std::ldexp(params.matrix_factor, -log_unit);
+    params.log_rest = static_cast<float>(std::log2(1 - term.beta));
+    params.log_beta = static_cast<float>(std::log2(term.beta));
+    params.log_unit = static_cast<float>(log_unit);
+    params.inverse_unit = static_cast<float>(std::ldexp(1.0, -log_unit));
+    params.inverse_rest_unit = static_cast<float>(std::ldexp(1 / (1 - term.beta), -log_unit));
+    params.top_unit = static_cast<float>(std::ldexp(1 - term.beta, log_unit));
+    params.beta_log_beta = static_cast<float>(term.beta * std::log2(term.beta));
+    params.rest_log_rest = static_cast<float>((1 - term.beta) * std::log2(1 - term.beta));
+  }
   SetSeries(form, term.beta, &params);
   params.row_count = static_cast<int32_t>(rows.row_count);
   params.columns = static_cast<int32_t>(term.common_columns);
   params.zero_columns = static_cast<int32_t>(RoundUp(student.columns, 8));
-  params.slice = static_cast<int32_t>(RoundUp((term.common_columns + cluster - 1) / cluster, 8));
-  params.cluster = cluster;
+  params.warp_columns = layout.warp_columns;
+  params.cluster = layout.cluster;
   params.want_gradient = want_gradient ? 1 : 0;
 
   const int64_t clusters = rows.row_count < resident ? rows.row_count : resident;
-  const LaunchShape shape(cluster, clusters, stream);
+  const LaunchShape shape(layout, clusters, stream);
   const cudaError_t status = cudaLaunchKernelEx(&shape.config, KernelOf(form, transformed, half), params);
   return status != cudaSuccess ? status : cudaGetLastError();
 }

@@ -1,18 +1,16 @@
-// A row in the shared memory of a cluster: slices, the ring of chunks that the copy engine fills, and sums over the cluster.
+// A row in the shared memory of a cluster: slices, the rings of pieces that the copy engine fills, and sums over the cluster.
 // sm_90a: kernels that call these functions have their body inside #if defined(__CUDA_ARCH_FEAT_SM90_ALL).
 //
-// Mapping   A cluster of 1, 2, 4, 8 or 16 CTAs owns a row, each CTA a slice of at most kMaxSlice columns; clusters stride over
-// rows. Threads   kConsumers of them compute, one warp more fills the ring. A consumer takes four consecutive columns of a chunk.
-// Ring      kSlots chunks of two inputs: a row and three quarters of the next. Filled in order, freed in order.
+// Mapping   A cluster of 1, 2, 4, 8 or 16 CTAs owns a row, each of its warps a slice of at most kMaxWarpColumns consecutive
+// columns; clusters stride over rows. A lane takes four consecutive columns of every 128.
+// CTAs      16 warps, one CTA a multiprocessor.
+// Rings     Every warp has its own, of kSlots slots; a slot takes kSlotColumns columns of both inputs: a row and half of the next.
+// The warp fills it itself, in order, as it frees it in order: nobody waits for another warp, no warp is spent on copying, and 128
+// registers are left for each thread.
 //
-// Why a refilled slot cannot be read too late. The bulk copy into a slot is issued by a thread that has waited for the slot's
-// `empty` barrier, which completes when one lane of every consumer warp has arrived. A lane's last reads of the slot come before
-// its
-// __syncwarp() in program order; __syncwarp() orders them before the arrival of lane 0, which is a release at CTA scope, and the
-// wait is an acquire: every read happens before the copy is issued. Reads need no proxy fence: they have returned their values when
-// they are ordered so. Writes to a slot do (FenceProxyAsync() by each writing lane before the __syncwarp()): otherwise they could
-// reach shared memory after the copy's. A checker that follows threads one by one sees the arrival of lane 0 only, not the warp
-// barrier before it, and may report the other 31 lanes' reads.
+// Why a refilled slot cannot be read too late. The bulk copies into a slot are issued by lane 0 after a __syncwarp() that follows
+// the reads of all lanes. Reads need no proxy fence: they have returned their values when they are ordered so. Writes to a slot do
+// (FenceProxyAsync() by each writing lane before the __syncwarp()): otherwise they could reach shared memory after the copy's.
 #ifndef HEADWATER_KERNELS_CUDA_DEVICE_CLUSTER_ROW_CUH_
 #define HEADWATER_KERNELS_CUDA_DEVICE_CLUSTER_ROW_CUH_
 
@@ -22,16 +20,22 @@
 
 namespace headwater::cuda::cluster_row {
 
-constexpr int kConsumers = 512;
-constexpr int kConsumerWarps = kConsumers / 32;
-constexpr int kThreads = kConsumers + 32;
-constexpr int kVectors = 8;                   // chunks of a slice: a consumer keeps four columns of each
-constexpr int kChunk = 4 * kConsumers;        // columns
-constexpr int kMaxSlice = kVectors * kChunk;  // columns
+constexpr int kMaxWarps = 16;
+constexpr int kMaxThreads = 32 * kMaxWarps;
 constexpr int kMaxCluster = 16;
 constexpr int kInputs = 2;
-constexpr int kSlotBytes = kInputs * kChunk * 4;
-constexpr int kSlots = 14;
+constexpr int kVectors = 8;          // of four columns that a lane has
+constexpr int kVectorColumns = 128;  // a warp's
+constexpr int kMaxWarpColumns = kVectors * kVectorColumns;
+constexpr int kSlotVectors = 4;
+constexpr int kSlotColumns = kSlotVectors * kVectorColumns;
+constexpr int kParts = kVectors / kSlotVectors;  // slots that a row takes, at most
+constexpr int kVectorBytes = 4 * kVectorColumns;
+constexpr int kInputBytes = 4 * kSlotColumns;
+constexpr int kSlotBytes = kInputs * kInputBytes;
+constexpr int kSlots = 3;
+constexpr int kSliceAlignment = 64;                    // columns: whole lines of both fp32 and 16-bit rows
+constexpr int kRingBytes = kSlots * (kSlotBytes + 8);  // one warp's
 
 // --- Sums over the cluster
 //
@@ -42,22 +46,23 @@ constexpr int kSlots = 14;
 // sent k + 1, and it did so after all its warps had received k: nobody reads buffer k any more. The same holds for the warps'
 // results and for the named barrier: a warp arrives for k + 1 after it has received k, so after the reducing warp had passed it.
 
-constexpr int kUnitBytes = kMaxCluster * 8;
+static_assert(kMaxWarps == 16 && kMaxCluster == 16, "sums over both are taken over 16 lanes");
+constexpr int kUnitBytes = 16 * 8;
 template <int kUnits>
-constexpr int kChannelBytes = 2 * (8 + kUnits * (kUnitBytes + kConsumerWarps * 8));
+constexpr int kChannelBytes = 2 * (8 + 2 * kUnits * kUnitBytes);
 
-__device__ __forceinline__ void StorePair(uint32_t address, float2 value) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y) : "memory");
+__device__ __forceinline__ void StoreFloat(uint32_t address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
-__device__ __forceinline__ float2 LoadPair(uint32_t address) {
-  float2 value;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
+__device__ __forceinline__ float LoadFloat(uint32_t address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
   return value;
 }
-// Into another CTA's shared memory; its eight bytes complete on that CTA's barrier.
-__device__ __forceinline__ void StorePairRemote(uint32_t remote_address, float2 value, uint32_t remote_barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(remote_address),
-               "r"(__float_as_uint(value.x)), "r"(__float_as_uint(value.y)), "r"(remote_barrier)
+// Into another CTA's shared memory; its four bytes complete on that CTA's barrier.
+__device__ __forceinline__ void StoreFloatRemote(uint32_t remote_address, float value, uint32_t remote_barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(remote_address),
+               "r"(__float_as_uint(value)), "r"(remote_barrier)
                : "memory");
 }
 __device__ __forceinline__ float4 LoadVector(uint32_t address) {
@@ -83,14 +88,21 @@ struct Maximum {
   static __device__ __forceinline__ float Merge(float a, float b) { return fmaxf(a, b); }
 };
 
-// Over `width` neighbouring lanes; every lane gets the same bits, because the operations commute.
+// Over 16 neighbouring lanes; all of them get the same bits, because the operations commute.
 template <class Operation>
-__device__ __forceinline__ float2 MergeLanes(float2 value, int width) {
-  for (int distance = width / 2; distance > 0; distance /= 2) {
-    value.x = Operation::Merge(value.x, __shfl_xor_sync(0xffffffffu, value.x, distance));
-    value.y = Operation::Merge(value.y, __shfl_xor_sync(0xffffffffu, value.y, distance));
+__device__ __forceinline__ float MergeHalf(float value) {
+#pragma unroll
+  for (int distance = 8; distance > 0; distance /= 2) {
+    value = Operation::Merge(value, __shfl_xor_sync(0xffffffffu, value, distance));
   }
   return value;
+}
+// Over a warp: of x in lanes 0 to 15, of y in the others.
+template <class Operation>
+__device__ __forceinline__ float MergeWarp(float2 value) {
+  const bool upper = (threadIdx.x & 16) != 0;
+  const float given = __shfl_xor_sync(0xffffffffu, upper ? value.x : value.y, 16);
+  return MergeHalf<Operation>(Operation::Merge(upper ? value.y : value.x, given));
 }
 
 // One channel, at `base` in shared memory (kChannelBytes). Same members in every thread.
@@ -104,113 +116,142 @@ struct Channel {
     return base + 16 + static_cast<uint32_t>(parity * kUnits + unit) * kUnitBytes + 8 * cta;
   }
   __device__ __forceinline__ uint32_t WarpPartial(uint32_t parity, int unit, int warp) const {
-    return base + 16 + 2 * kUnits * kUnitBytes + ((parity * kUnits + unit) * kConsumerWarps + warp) * 8;
+    return base + 16 + static_cast<uint32_t>((2 + parity) * kUnits + unit) * kUnitBytes + 8 * warp;
   }
   __device__ __forceinline__ void Init() const {
     sm90::BarrierInit(Barrier(0), 1);
     sm90::BarrierInit(Barrier(1), 1);
   }
 
-  // By all consumers. `named_barrier` is the channel's own. The last unit is reduced by LastOperation, the others by Operation.
+  // By all threads. `named_barrier` is the channel's own. The last unit is reduced by LastOperation, the others by Operation.
   template <class Operation, class LastOperation>
   __device__ __forceinline__ void Send(float2 (&values)[kUnits], uint32_t named_barrier, int cluster, int cta_rank) const {
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    const int warps = static_cast<int>(blockDim.x) / 32;
     const uint32_t parity = count & 1;
-    Reduce<Operation, LastOperation>(values, 32);
-    if (lane == 0) {
+    const int half = lane / 16, index = lane % 16;
 #pragma unroll
-      for (int unit = 0; unit < kUnits; ++unit) StorePair(WarpPartial(parity, unit, warp), values[unit]);
+    for (int unit = 0; unit < kUnits; ++unit) {
+      const float merged = unit == kUnits - 1 ? MergeWarp<LastOperation>(values[unit]) : MergeWarp<Operation>(values[unit]);
+      if (index == 0) StoreFloat(WarpPartial(parity, unit, warp) + 4 * half, merged);
     }
     __syncwarp();  // the named barrier is a whole warp's
     // The reducing warp changes, so that none falls behind.
-    if (warp != static_cast<int>(count % kConsumerWarps)) {
-      sm90::NamedBarrierArrive(named_barrier, kConsumers);
+    if (warp != static_cast<int>(count % warps)) {
+      sm90::NamedBarrierArrive(named_barrier, blockDim.x);
       return;
     }
-    sm90::NamedBarrierSync(named_barrier, kConsumers);
+    sm90::NamedBarrierSync(named_barrier, blockDim.x);
+    float own[kUnits];
 #pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) values[unit] = LoadPair(WarpPartial(parity, unit, lane % kConsumerWarps));
-    Reduce<Operation, LastOperation>(values, kConsumerWarps);
+    for (int unit = 0; unit < kUnits; ++unit) {
+      own[unit] = MergePartials<Operation, LastOperation>(unit, WarpPartial(parity, unit, 0), warps);
+    }
     if (lane == 0) sm90::BarrierArriveExpect(Barrier(parity), static_cast<uint32_t>(8 * kUnits * cluster));
-    if (lane < cluster) {
-      const uint32_t barrier = sm90::ClusterAddress(Barrier(parity), lane);
+    if (index < cluster) {
+      const uint32_t barrier = sm90::ClusterAddress(Barrier(parity), index);
 #pragma unroll
       for (int unit = 0; unit < kUnits; ++unit) {
-        StorePairRemote(sm90::ClusterAddress(Partial(parity, unit, cta_rank), lane), values[unit], barrier);
+        StoreFloatRemote(sm90::ClusterAddress(Partial(parity, unit, cta_rank) + 4 * half, index), own[unit], barrier);
       }
     }
   }
 
-  // By all consumers, after Send(): the same values in every thread of the cluster.
+  // By all threads, after Send(): the same values in every thread of the cluster.
   template <class Operation, class LastOperation>
   __device__ __forceinline__ void Receive(float2 (&values)[kUnits], int cluster) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
     const uint32_t parity = count & 1;
+    const bool upper = (threadIdx.x & 16) != 0;
+    // A wait that sees other CTAs' stores empties the L1 cache at each try: one, when it cannot fail any more.
+    sm90::BarrierWait(Barrier(parity), (count >> 1) & 1);
     sm90::BarrierWaitCluster(Barrier(parity), (count >> 1) & 1);
 #pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) values[unit] = LoadPair(Partial(parity, unit, lane & (cluster - 1)));
-    Reduce<Operation, LastOperation>(values, cluster);
+    for (int unit = 0; unit < kUnits; ++unit) {
+      const float own = MergePartials<Operation, LastOperation>(unit, Partial(parity, unit, 0), cluster);
+      const float other = __shfl_xor_sync(0xffffffffu, own, 16);
+      values[unit] = upper ? make_float2(other, own) : make_float2(own, other);
+    }
     ++count;
   }
 
  private:
+  // Of the `present` pairs at `address`: x in lanes 0 to 15, y in the others.
   template <class Operation, class LastOperation>
-  static __device__ __forceinline__ void Reduce(float2 (&values)[kUnits], int width) {
-#pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) {
-      values[unit] =
-          unit == kUnits - 1 ? MergeLanes<LastOperation>(values[unit], width) : MergeLanes<Operation>(values[unit], width);
-    }
+  static __device__ __forceinline__ float MergePartials(int unit, uint32_t address, int present) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, index = lane % 16;
+    const float nothing = unit == kUnits - 1 ? LastOperation::kNothing : Operation::kNothing;
+    const float value = index < present ? LoadFloat(address + 8 * index + 4 * (lane / 16)) : nothing;
+    return unit == kUnits - 1 ? MergeHalf<LastOperation>(value) : MergeHalf<Operation>(value);
   }
 };
 
-// --- The ring
+// --- A warp's ring
 
 struct Ring {
   uint32_t base;      // kSlots * kSlotBytes
-  uint32_t barriers;  // 16 * kSlots bytes
+  uint32_t barriers;  // 8 * kSlots bytes
 
   __device__ __forceinline__ uint32_t Slot(uint32_t slot) const { return base + slot * kSlotBytes; }
-  __device__ __forceinline__ uint32_t Full(uint32_t slot) const { return barriers + 16 * slot; }
-  __device__ __forceinline__ uint32_t Empty(uint32_t slot) const { return barriers + 16 * slot + 8; }
+  __device__ __forceinline__ uint32_t Full(uint32_t slot) const { return barriers + 8 * slot; }
   __device__ __forceinline__ void Init() const {
-    for (uint32_t slot = 0; slot < kSlots; ++slot) {
-      sm90::BarrierInit(Full(slot), 1);
-      sm90::BarrierInit(Empty(slot), kConsumerWarps);
+    for (uint32_t slot = 0; slot < kSlots; ++slot) sm90::BarrierInit(Full(slot), 1);
+  }
+  static __device__ __forceinline__ uint32_t Next(uint32_t slot) { return slot + 1 == kSlots ? 0 : slot + 1; }
+};
+
+// Fills a ring with the slices of a cluster's rows, part by part. All members but the sources are the same in a cluster's warps.
+struct RingFiller {
+  const float* sources[kInputs];  // the slice's next part, at multiples of 16 bytes
+  int64_t steps[kInputs];         // from a row's first part to the next row's, less `parts` parts
+  int32_t rows;                   // still to be loaded, the current one included
+  int32_t parts;                  // of a row
+  int32_t part = 0;               // next
+  uint32_t slot = 0;
+
+  // By a whole warp. `length`: of its slice, rounded up to whole 16 bytes, which the stride has; a part beyond it is empty.
+  __device__ __forceinline__ void LoadNext(const Ring& ring, int32_t length, int32_t lane) {
+    if (rows <= 0) return;
+    if (lane == 0) {
+      const int32_t columns = min(kSlotColumns, max(0, length - part * kSlotColumns));
+      sm90::BarrierArriveExpect(ring.Full(slot), static_cast<uint32_t>(4 * kInputs * columns));
+      if (columns > 0) {
+#pragma unroll
+        for (int i = 0; i < kInputs; ++i) {
+          sm90::BulkLoad(ring.Slot(slot) + i * kInputBytes, sources[i], static_cast<uint32_t>(4 * columns), ring.Full(slot),
+                         sm90::kEvictFirst);
+        }
+      }
+    }
+    __syncwarp();
+    slot = Ring::Next(slot);
+    ++part;
+    const bool row_ends = part == parts;
+#pragma unroll
+    for (int i = 0; i < kInputs; ++i) sources[i] += kSlotColumns + (row_ends ? steps[i] : 0);
+    if (row_ends) {
+      part = 0;
+      --rows;
     }
   }
 };
 
-// Fills the ring with the slices of rows first_row, first_row + row_step, ...; by one thread. `inputs` point to the slice's first
-// column of row 0 and lie at multiples of 16 bytes, as strides do; a chunk's last copy is rounded up to 16 bytes, inside the
-// stride.
-__device__ __forceinline__ void FillRing(const Ring& ring, const float* const (&inputs)[kInputs], const int64_t (&strides)[kInputs],
-                                         int32_t length, int32_t first_row, int32_t row_step, int32_t row_count) {
-  uint32_t slot = 0, phase = 0;
-  for (int32_t row = first_row; row < row_count; row += row_step) {
-    for (int32_t first = 0; first < length; first += kChunk) {
-      const auto bytes = static_cast<uint32_t>((min(kChunk, length - first) + 3) / 4 * 16);
-      sm90::BarrierWait(ring.Empty(slot), phase ^ 1);
-      sm90::BarrierArriveExpect(ring.Full(slot), bytes * kInputs);
-#pragma unroll
-      for (int input = 0; input < kInputs; ++input) {
-        sm90::BulkLoad(ring.Slot(slot) + input * kChunk * 4, inputs[input] + row * strides[input] + first, bytes, ring.Full(slot),
-                       sm90::kEvictFirst);
-      }
-      if (++slot == kSlots) {
-        slot = 0;
-        phase ^= 1;
-      }
+// How a row of so many columns is spread.
+struct Layout {
+  int cluster = 0;       // CTAs; 0: does not fit
+  int warps = 0;         // of a CTA
+  int warp_columns = 0;  // of a slice
+};
+
+inline Layout LayoutFor(int64_t columns) {
+  for (const int warps : {kMaxWarps, kMaxWarps / 2}) {
+    for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
+      const int64_t slices = int64_t{warps} * cluster;
+      if (columns > kMaxWarpColumns * slices) continue;
+      const int64_t slice = (columns + slices - 1) / slices;
+      return {cluster, warps, static_cast<int>((slice + kSliceAlignment - 1) / kSliceAlignment * kSliceAlignment)};
     }
   }
-}
-
-// 1, 2, 4, 8 or 16 CTAs for a row of `columns`; 0 if it does not fit.
-inline int ClusterFor(int64_t columns) {
-  for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
-    if (columns <= int64_t{kMaxSlice} * cluster) return cluster;
-  }
-  return 0;
+  return {};
 }
 
 }  // namespace headwater::cuda::cluster_row
