@@ -75,8 +75,9 @@ class Server:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._ready.exists():
             if self.process.poll() is not None or time.monotonic() > deadline:
+                log = self.log_text()
                 self.stop()
-                pytest.fail(f"headwaterd did not get ready: {self.log_text()}", pytrace=False)
+                pytest.fail(f"headwaterd did not get ready: {log}", pytrace=False)
             time.sleep(0.02)
 
     def metrics(self) -> dict[str, float]:
