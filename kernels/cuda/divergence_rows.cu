@@ -638,7 +638,6 @@ constexpr int SharedBytes(int warps) {
   return warps * cluster_row::kRingBytes + cluster_row::kChannelBytes<1> + cluster_row::kChannelBytes<3>;
 }
 static_assert(SharedBytes(cluster_row::kMaxWarps) <= 232448, "a CTA of sm_90 has 227 KiB");
-static_assert(SharedBytes(cluster_row::kMaxWarps / 2) + 1024 <= 233472 / 2, "a multiprocessor has 228 KiB, of which a CTA loses 1");
 
 using Kernel = void (*)(KernelParams);
 
@@ -692,13 +691,12 @@ struct LaunchShape {
 int ResidentClusters(Form form, bool transformed, bool half, const Layout& layout) {
   constexpr int kDevices = 16, kSizes = 5;
   if (layout.cluster == 0) return 0;
-  static std::atomic<int> known[kDevices][3][2][2][kSizes][2];  // one more than the number
+  static std::atomic<int> known[kDevices][3][2][2][kSizes];  // one more than the number
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return 0;
   int size = 0;
   while ((1 << size) < layout.cluster) ++size;
-  std::atomic<int>& entry = known[device][static_cast<int>(form)][transformed ? 1 : 0][half ? 1 : 0][size]
-                                 [layout.warps == cluster_row::kMaxWarps ? 1 : 0];
+  std::atomic<int>& entry = known[device][static_cast<int>(form)][transformed ? 1 : 0][half ? 1 : 0][size];
   if (const int value = entry.load(); value != 0) return value - 1;
   int major = 0, minor = 0, clusters = 0;
   if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||

@@ -243,13 +243,11 @@ struct Layout {
 };
 
 inline Layout LayoutFor(int64_t columns) {
-  for (const int warps : {kMaxWarps, kMaxWarps / 2}) {
-    for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
-      const int64_t slices = int64_t{warps} * cluster;
-      if (columns > kMaxWarpColumns * slices) continue;
-      const int64_t slice = (columns + slices - 1) / slices;
-      return {cluster, warps, static_cast<int>((slice + kSliceAlignment - 1) / kSliceAlignment * kSliceAlignment)};
-    }
+  for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
+    const int64_t slices = int64_t{kMaxWarps} * cluster;
+    if (columns > kMaxWarpColumns * slices) continue;
+    const int64_t slice = (columns + slices - 1) / slices;
+    return {cluster, kMaxWarps, static_cast<int>((slice + kSliceAlignment - 1) / kSliceAlignment * kSliceAlignment)};
   }
   return {};
 }
