@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/conversions.h"
+#include "kernels/cuda/gradient_debt.h"
 #include "kernels/cuda/term_form.h"
 
 namespace headwater::cuda {
@@ -73,6 +74,8 @@ absl::Status SearchShard(EngineCore& core, CudaHead& head, int32_t rank) {
 
 absl::Status SearchAlgorithms(EngineCore& core, CudaHead& head) {
   if (!core.options().timed_search || head.spec().data_type == DataType::kFloat32) return absl::OkStatus();
+  // The whole workspace is used; what other heads are owed lies there.
+  HEADWATER_RETURN_IF_ERROR(core.debt().Settle());
   for (int32_t rank = 0; rank < head.shard_count(); ++rank) HEADWATER_RETURN_IF_ERROR(SearchShard(core, head, rank));
   return core.Synchronize("the search for algorithms");
 }
