@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -131,14 +132,25 @@ class CudaEngine final : public LossEngine {
       leading_ = true;
       lock.unlock();
       std::vector<Call*> group;
-      {
+      absl::Status failure;
+      try {
         WorkLock work(*core_);
         TakeGroup(&group);
         RunGroup(group);
+      } catch (const std::exception& error) {  // memory ran out: the others must not wait for this call for ever
+        failure = MakeError(ErrorReason::kEngineFailed, std::string("a micro-batch failed: ") + error.what());
       }
       lock.lock();
       leading_ = false;
-      for (Call* member : group) member->done = true;
+      for (Call* member : group) {
+        if (!failure.ok()) member->status = failure;
+        member->done = true;
+      }
+      if (!failure.ok()) {
+        std::erase(calls_, call);
+        call->status = failure;
+        call->done = true;
+      }
       calls_changed_.notify_all();
     }
   }
