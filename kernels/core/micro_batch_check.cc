@@ -7,6 +7,7 @@
 #include <variant>
 
 #include "headwater/kernels/error.h"
+#include "kernels/core/return_if_error.h"
 
 namespace headwater {
 namespace {
@@ -50,12 +51,6 @@ absl::Status CheckMemory(const std::string& field, MemorySpace memory, bool has_
   return MakeError(ErrorReason::kInvalidField, field + ".memory must be host: this engine has no device memory",
                    {{"field", field + ".memory"}, {"expected", "host"}, {"actual", "device"}});
 }
-
-#define HEADWATER_RETURN_IF_ERROR(expression)          \
-  do {                                                 \
-    absl::Status status_of_check = (expression);       \
-    if (!status_of_check.ok()) return status_of_check; \
-  } while (false)
 
 absl::Status CheckWeights(const std::string& field, absl::Span<const float> weights, bool negative_allowed) {
   for (size_t i = 0; i < weights.size(); ++i) {

@@ -6,25 +6,11 @@
 #include "kernels/cuda/conversions.h"
 #include "kernels/cuda/e_product.h"
 #include "kernels/cuda/gradient_debt.h"
+#include "kernels/cuda/matrix_rows.h"
 #include "kernels/cuda/profile_range.h"
 
 namespace headwater::cuda {
 namespace {
-
-Element ElementOf(DataType type) { return static_cast<Element>(type); }
-
-// `data` moved on by `elements`.
-const void* Advance(const void* data, Element element, int64_t elements) {
-  return static_cast<const char*>(data) + elements * BytesOf(element);
-}
-void* Advance(void* data, Element element, int64_t elements) { return static_cast<char*>(data) + elements * BytesOf(element); }
-
-ConstMatrix Rows(const ConstMatrix& matrix, int64_t first, int64_t count) {
-  ConstMatrix rows = matrix;
-  rows.data = Advance(matrix.data, matrix.element, first * matrix.stride);
-  rows.rows = count;
-  return rows;
-}
 
 bool Aligned16(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
@@ -97,7 +83,6 @@ absl::Status Computation::UploadClassWeights(const Member& member) {
     HEADWATER_RETURN_IF_ERROR(Check(cudaMemcpyAsync(device, spec.class_weights, static_cast<size_t>(spec.valid_vocab_size) * 4,
                                                     cudaMemcpyHostToDevice, stream_),
                                     "the upload of class weights"));
-    term.class_weights = device;
     term.cross_entropy.term.class_weights = device;
     term.finish.cross_entropy.term.class_weights = device;
   }
@@ -224,20 +209,25 @@ absl::Status Computation::ForEachPart(const Work& work, const Slice& slice,
   return absl::OkStatus();
 }
 
-absl::Status Computation::CopyRowsIn(const RowsView& view, const std::vector<int64_t>& rows, void* to) {
-  const int64_t row_bytes = view.column_count * ElementBytes(view.data_type);
+absl::Status Computation::ForEachRun(const std::vector<int64_t>& rows,
+                                     absl::FunctionRef<absl::Status(int64_t, int64_t, int64_t)> visit) {
   const int64_t count = static_cast<int64_t>(rows.size());
   for (int64_t start = 0; start < count;) {
     int64_t end = start + 1;
     while (end < count && rows[static_cast<size_t>(end)] == rows[static_cast<size_t>(end - 1)] + 1) ++end;
-    HEADWATER_RETURN_IF_ERROR(
-        Check(cudaMemcpyAsync(static_cast<char*>(to) + start * row_bytes,
-                              static_cast<const char*>(view.data) + rows[static_cast<size_t>(start)] * row_bytes,
-                              static_cast<size_t>((end - start) * row_bytes), cudaMemcpyHostToDevice, stream_),
-              "the upload of hidden states"));
+    HEADWATER_RETURN_IF_ERROR(visit(start, rows[static_cast<size_t>(start)], end - start));
     start = end;
   }
   return absl::OkStatus();
+}
+
+absl::Status Computation::CopyRowsIn(const RowsView& view, const std::vector<int64_t>& rows, void* to) {
+  const int64_t row_bytes = view.column_count * ElementBytes(view.data_type);
+  return ForEachRun(rows, [&](int64_t index, int64_t row, int64_t count) {
+    return Check(cudaMemcpyAsync(static_cast<char*>(to) + index * row_bytes, static_cast<const char*>(view.data) + row * row_bytes,
+                                 static_cast<size_t>(count * row_bytes), cudaMemcpyHostToDevice, stream_),
+                 "the upload of hidden states");
+  });
 }
 
 absl::Status Computation::UploadRows(Work* work) {

@@ -133,6 +133,10 @@ class Computation {
   LogitsView StudentView(const Work& work, int32_t rank) const;
   LogitsView TeacherView(const Work& work, int32_t rank) const;
   ConstMatrix MatrixOf(const Work& work, const Slice& slice, int32_t rank) const;
+  // Calls visit(index of the first, its row, count) for runs of rows that follow each other.
+  absl::Status ForEachRun(const std::vector<int64_t>& rows, absl::FunctionRef<absl::Status(int64_t, int64_t, int64_t)> visit);
+  // Where rows of a member's grad_hidden are written: the caller's device memory, or on the way to the host.
+  static GradHiddenTarget OutputOf(const Member& member, const ChunkBuffers& buffers, const int32_t* map, uint8_t* non_finite);
   // Copies rows `rows[i]` of a host tensor to row i of `to`; neighbours together.
   absl::Status CopyRowsIn(const RowsView& view, const std::vector<int64_t>& rows, void* to);
   template <typename T>

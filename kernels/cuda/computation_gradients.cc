@@ -5,16 +5,11 @@
 #include "kernels/cuda/computation.h"
 #include "kernels/cuda/conversions.h"
 #include "kernels/cuda/gradient_debt.h"
+#include "kernels/cuda/matrix_rows.h"
 #include "kernels/cuda/profile_range.h"
 #include "kernels/cuda/target_groups.h"
 
 namespace headwater::cuda {
-namespace {
-
-Element ElementOf(DataType type) { return static_cast<Element>(type); }
-
-}  // namespace
-
 bool Computation::PutsOff(const Work& work) const {
   return !whole_workspace_ && work.staged == nullptr && core_.debt().Takes(*work.term->head, work.term->MatrixElement(), work.rows);
 }
@@ -51,10 +46,9 @@ absl::Status Computation::MultiplyByWeight(Work* work, const Slice& slice, int32
   for (int64_t start = 0; start < shard.columns; start += panel_rows) {
     shape.vocab = std::min(panel_rows, shard.columns - start);
     shape.adds = start > 0;
-    HEADWATER_RETURN_IF_ERROR(
-        Check(LaunchConvert(static_cast<const char*>(shard.weight) + start * shard.stride * BytesOf(shard.element), shard.element,
-                            shape.vocab * shard.stride, work->own.panel, Element::kFloat32, stream_),
-              "widening weights"));
+    HEADWATER_RETURN_IF_ERROR(Check(LaunchConvert(Advance(shard.weight, shard.element, start * shard.stride), shard.element,
+                                                  shape.vocab * shard.stride, work->own.panel, Element::kFloat32, stream_),
+                                    "widening weights"));
     HEADWATER_RETURN_IF_ERROR(core_.products().Run(shape, static_cast<const float*>(matrix.data) + start, work->own.panel,
                                                    work->own.product, 1, nullptr, stream_));
   }
@@ -67,10 +61,20 @@ absl::Status Computation::FinishGradHidden(Work* work, const Slice& slice, int32
   });
 }
 
+GradHiddenTarget Computation::OutputOf(const Member& member, const ChunkBuffers& buffers, const int32_t* map, uint8_t* non_finite) {
+  const MutableRowsView& out = member.micro_batch->grad_hidden;
+  GradHiddenTarget target;
+  target.out = out.memory == MemorySpace::kDevice ? out.data : buffers.out;
+  target.out_element = ElementOf(out.data_type);
+  target.out_stride = out.column_count;
+  target.map = map;
+  target.scale = static_cast<float>(member.micro_batch->grad_hidden_scale);
+  target.non_finite = non_finite;
+  return target;
+}
+
 absl::Status Computation::FinishPart(Work* work, const Part& part, const Slice& slice, int64_t product_row, int32_t rank) {
   const ShardWeights shard = work->term->head->shard_weights(rank);
-  const MicroBatch& micro_batch = *part.member->micro_batch;
-  const MutableRowsView& out = micro_batch.grad_hidden;
   const ConstMatrix product = {work->own.product + product_row * shard.stride, slice.count, shard.width, shard.stride,
                                Element::kFloat32};
   GradHiddenTarget target;
@@ -79,13 +83,9 @@ absl::Status Computation::FinishPart(Work* work, const Part& part, const Slice& 
     target.sum_stride = shard.stride;
     target.map = work->own.chunk_rows + slice.first;
   } else {
-    target.out = out.memory == MemorySpace::kDevice ? out.data : part.shared.out;
-    target.out_element = ElementOf(out.data_type);
-    target.out_stride = out.column_count;
-    target.map = work->own.output_rows + slice.first;
-    target.scale = static_cast<float>(micro_batch.grad_hidden_scale);
     // The only term of its chunk: its rows are the chunk's.
-    target.non_finite = part.shared.non_finite + (slice.first - part.first);
+    target = OutputOf(*part.member, part.shared, work->own.output_rows + slice.first,
+                      part.shared.non_finite + (slice.first - part.first));
   }
   return Check(LaunchFinishGradHidden(product, work->own.row_factor + slice.first, work->own.target_factor + slice.first,
                                       work->own.targets + slice.first, shard, target, stream_),
@@ -113,25 +113,21 @@ absl::Status Computation::AddGradWeight(Work* work, const Slice& slice) {
   const int64_t stride = PaddedWidth(term.head->spec().hidden_size);
   WeightContribution contribution;
   for (int32_t rank = 0; rank < term.head->shard_count(); ++rank) contribution.matrices.push_back(MatrixOf(*work, slice, rank));
-  if (work->kept_matrix != nullptr) {
+  if (work->kept_matrix != nullptr && work->overflowed) {
     ConstMatrix& matrix = contribution.matrices.front();
-    if (work->overflowed) {
-      // The slot has room for exponentials: 16-bit rows without gaps.
-      const int64_t kept_stride = ProductStride(matrix.columns);
-      void* kept = static_cast<char*>(work->kept_matrix) + first * kept_stride * BytesOf(element);
-      const size_t row_bytes = static_cast<size_t>(kept_stride * BytesOf(element));
-      HEADWATER_RETURN_IF_ERROR(
-          Check(cudaMemcpy2DAsync(kept, row_bytes, matrix.data, static_cast<size_t>(matrix.stride * BytesOf(element)), row_bytes,
-                                  static_cast<size_t>(slice.count), cudaMemcpyDeviceToDevice, stream_),
-                "keeping the gradient of the logits"));
-      matrix.data = kept;
-      matrix.stride = kept_stride;
-    }
+    // The slot has room for exponentials: 16-bit rows without gaps.
+    const int64_t kept_stride = ProductStride(matrix.columns);
+    void* kept = Advance(work->kept_matrix, element, first * kept_stride);
+    const size_t row_bytes = static_cast<size_t>(kept_stride * BytesOf(element));
+    HEADWATER_RETURN_IF_ERROR(
+        Check(cudaMemcpy2DAsync(kept, row_bytes, matrix.data, static_cast<size_t>(matrix.stride * BytesOf(element)), row_bytes,
+                                static_cast<size_t>(slice.count), cudaMemcpyDeviceToDevice, stream_),
+              "keeping the gradient of the logits"));
+    matrix.data = kept;
+    matrix.stride = kept_stride;
   }
-  ConstMatrix hidden = work->hidden;
-  hidden.data = static_cast<const char*>(work->hidden.data) + first * work->hidden.stride * BytesOf(element);
-  hidden.rows = slice.count;
-  void* scaled = static_cast<char*>(own.scaled) + first * stride * BytesOf(element);
+  const ConstMatrix hidden = Rows(work->hidden, first, slice.count);
+  void* scaled = Advance(own.scaled, element, first * stride);
   contribution.scaled = {scaled, slice.count, work->hidden.columns, stride, element};
   contribution.row_factor = own.row_factor + first;
   HEADWATER_RETURN_IF_ERROR(Check(LaunchScaleRows(hidden, contribution.row_factor,
@@ -165,13 +161,7 @@ absl::Status Computation::WriteGradHidden(const Member& member, const Chunk& chu
   const int64_t rows = static_cast<int64_t>(chunk.batch_rows.size());
   const bool on_device = out.memory == MemorySpace::kDevice;
   if (buffers.sum != nullptr) {
-    GradHiddenTarget target;
-    target.out = on_device ? out.data : buffers.out;
-    target.out_element = ElementOf(out.data_type);
-    target.out_stride = out.column_count;
-    target.map = buffers.output_rows;
-    target.scale = static_cast<float>(member.micro_batch->grad_hidden_scale);
-    target.non_finite = buffers.non_finite;
+    const GradHiddenTarget target = OutputOf(member, buffers, buffers.output_rows, buffers.non_finite);
     HEADWATER_RETURN_IF_ERROR(
         Check(LaunchWriteGradHidden({buffers.sum, rows, out.column_count, PaddedWidth(out.column_count), Element::kFloat32}, target,
                                     stream_),
@@ -180,17 +170,12 @@ absl::Status Computation::WriteGradHidden(const Member& member, const Chunk& chu
   if (on_device) return absl::OkStatus();
   const ProfileRange range("download");
   const int64_t row_bytes = out.column_count * ElementBytes(out.data_type);
-  for (int64_t start = 0; start < rows;) {
-    int64_t end = start + 1;
-    while (end < rows && chunk.batch_rows[static_cast<size_t>(end)] == chunk.batch_rows[static_cast<size_t>(end - 1)] + 1) ++end;
-    HEADWATER_RETURN_IF_ERROR(
-        Check(cudaMemcpyAsync(static_cast<char*>(out.data) + chunk.batch_rows[static_cast<size_t>(start)] * row_bytes,
-                              static_cast<const char*>(buffers.out) + start * row_bytes,
-                              static_cast<size_t>((end - start) * row_bytes), cudaMemcpyDeviceToHost, stream_),
-              "the way back of grad_hidden"));
-    start = end;
-  }
-  return absl::OkStatus();
+  return ForEachRun(chunk.batch_rows, [&](int64_t index, int64_t row, int64_t count) {
+    return Check(
+        cudaMemcpyAsync(static_cast<char*>(out.data) + row * row_bytes, static_cast<const char*>(buffers.out) + index * row_bytes,
+                        static_cast<size_t>(count * row_bytes), cudaMemcpyDeviceToHost, stream_),
+        "the way back of grad_hidden");
+  });
 }
 
 }  // namespace headwater::cuda

@@ -16,8 +16,6 @@ namespace {
 
 static_assert(kLibraryBytes == Products::kWorkspaceBytes, "the plan and cuBLASLt must agree on its part of the workspace");
 
-Element ElementOf(DataType type) { return static_cast<Element>(type); }
-
 bool IsGradient(HeadTensor tensor) { return tensor == HeadTensor::kGradWeight || tensor == HeadTensor::kGradBias; }
 
 const DeviceMemory& MemoryOf(const ShardStorage& storage, HeadTensor tensor, bool separate_master) {

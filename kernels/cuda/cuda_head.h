@@ -21,6 +21,9 @@
 
 namespace headwater::cuda {
 
+// A tensor's type as kernel launches know it.
+constexpr Element ElementOf(DataType type) { return static_cast<Element>(type); }
+
 // Where a shard's share of a gradient goes: the accumulator, or a staging slot.
 struct WeightTarget {
   float* weight = nullptr;  // [shard rows, padded]

@@ -9,8 +9,6 @@
 namespace headwater::cuda {
 namespace {
 
-Element ElementOf(DataType type) { return static_cast<Element>(type); }
-
 Transform TransformOf(const HeadSpec& spec) { return {spec.transform.logit_scale, spec.transform.softcap.value_or(0)}; }
 
 bool Is16Bit(DataType type) { return type != DataType::kFloat32; }

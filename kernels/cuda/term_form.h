@@ -28,12 +28,11 @@ struct TermRun {
   TermPlan* plan = nullptr;
   CudaHead* head = nullptr;
   CudaHead* teacher = nullptr;
-  Form large_form = Form::kRows;         // of more than kLargestSmallBatch rows
-  const float* class_weights = nullptr;  // device
+  Form large_form = Form::kRows;  // of more than kLargestSmallBatch rows
   // The products read the caller's own memory: on the device, of the right type and stride, and no row is left out.
   bool hidden_in_place = false;
   bool teacher_in_place = false;
-  CrossEntropyOptions cross_entropy;  // its class weights are class_weights
+  CrossEntropyOptions cross_entropy;  // its class weights are device memory
   FinishOptions finish;
   DivergenceTerm divergence;
 
