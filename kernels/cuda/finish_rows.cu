@@ -22,10 +22,11 @@ __device__ double GradientFactor(const ChunkRows& rows, const FinishOptions& opt
 }
 
 // The gradient factor in two parts: a power of two, exact in every type, that the hidden states are multiplied by, and the rest,
-// which is rounded together with M. So a row's share of grad_weight has one rounding to 16 bits, not two.
+// which is rounded together with M. So a row's share of grad_weight has one rounding to 16 bits, not two. MakeExact() divides
+// rows of which one column has most in another way.
 struct FactorParts {
   double scale;      // RowCoefficients::scale
-  float row_factor;  // a power of two
+  float row_factor;  // what is left of the gradient factor: a power of two, but after MakeExact()
 };
 
 __device__ FactorParts SplitFactor(double gradient_factor, double bound, Element matrix_element) {
@@ -45,6 +46,18 @@ __device__ double RoundingError(double value, Element matrix_element) {
   int exponent = 0;
   const double digits = ldexp(frexp(fabs(value), &exponent), matrix_element == Element::kBFloat16 ? 8 : 11);
   return fabs(digits - rint(digits)) / digits;
+}
+
+// Scales M so that an entry of `value` (before scaling) becomes a power of two, exact in M, unless it nearly is one: the factor
+// beside it is exact enough in fp32.
+__device__ void MakeExact(double value, double gradient_factor, Element matrix_element, FactorParts* parts) {
+  const double entry = parts->scale * value;
+  const double nearly_exact = matrix_element == Element::kFloat16 ? kNearlyExactBf16 / 8 : kNearlyExactBf16;
+  if (!(RoundingError(entry, matrix_element) > nearly_exact)) return;
+  int exponent = 0;
+  frexp(fabs(entry), &exponent);
+  parts->scale *= ldexp(1.0, exponent - 1) / fabs(entry);
+  parts->row_factor = static_cast<float>(gradient_factor / parts->scale);
 }
 
 // Of the hard loss's entries of M before scaling. No class weight is larger than the sum of all, and the smoothing's share of
@@ -103,12 +116,9 @@ __global__ void __launch_bounds__(kThreads)
                            : 0.0f;
   if (options.divergence_follows) return;
   FactorParts parts = SplitFactor(gradient_factor, HardBound(out, term), options.matrix_element);
-  if (out.class_factor == 0 && loss.lse - loss.max < kLn2 &&
-      RoundingError(parts.scale * out.probability_factor, options.matrix_element) >
-          (options.matrix_element == Element::kFloat16 ? kNearlyExactBf16 / 8 : kNearlyExactBf16)) {
-    // One column has most of the row: it becomes a power of two, exact in M, and the factor beside it is exact enough in fp32.
-    parts.scale = (options.matrix_element == Element::kFloat16 ? 4096.0 : 1.0) / out.probability_factor;
-    parts.row_factor = static_cast<float>(gradient_factor / parts.scale);
+  // One column has most of the row.
+  if (out.class_factor == 0 && loss.lse - loss.max < kLn2) {
+    MakeExact(out.probability_factor, gradient_factor, options.matrix_element, &parts);
   }
   out.scale = parts.scale;
   row_factor[row] = parts.row_factor;
@@ -144,10 +154,15 @@ __global__ void __launch_bounds__(kThreads)
   // beta 0 and 1 are formulas of their own, without the factor 1 - beta.
   out.soft_factor = term.soft_weight * (term.beta > 0 && term.beta < 1 ? 1 - term.beta : 1.0) / term.student_temperature;
   const double q_max = term.beta == 0 ? 0.0 : merged.q_max;
-  const double top = term.beta == 0 ? 1.0 : exp(out.top_log_q);
+  const double q_top = exp(out.top_log_q);
+  const double top = term.beta == 0 ? 1.0 : q_top;
   const double soft_bound = fmax(merged.bound + q_max * fabs(merged.mean), top * fabs(merged.mean));
-  const FactorParts parts = SplitFactor(gradient_factor, HardBound(out, options.cross_entropy.term) + out.soft_factor * soft_bound,
-                                        options.matrix_element);
+  const double hard_bound = HardBound(out, options.cross_entropy.term);
+  FactorParts parts = SplitFactor(gradient_factor, hard_bound + out.soft_factor * soft_bound, options.matrix_element);
+  // The most probable column's entry, which weighs as much as all others together.
+  if (hard_bound == 0 && q_top > 0.5) {
+    MakeExact(top * fabs(merged.mean) * out.soft_factor, gradient_factor, options.matrix_element, &parts);
+  }
   out.scale = parts.scale;
   row_factor[row] = parts.row_factor;
 }

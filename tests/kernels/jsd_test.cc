@@ -64,6 +64,22 @@ TEST_P(JsdBeta, MatchesFp64In16Bits) {
   }
 }
 
+// A vocabulary that no single block of any kernel holds.
+TEST_P(JsdBeta, MatchesFp64In16BitsOverALargeVocabulary) {
+  for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
+    for (const bool transforms : {false, true}) {
+      SCOPED_TRACE(std::string(DataTypeName(type)) + (transforms ? ", with transforms" : ""));
+      ProblemOptions options = WithType(Small(GetParam()), type);
+      options.rows = 5;
+      options.vocab_size = 33001;
+      options.hidden_size = 8;
+      options.bias = transforms;
+      options.softcap = transforms ? 8 : 0;
+      ExpectEngineMatches(MakeProblem(options));
+    }
+  }
+}
+
 TEST_P(JsdBeta, MatchesFp64WithTransformsOnShardsInChunks) {
   ProblemOptions options = Small(GetParam());
   options.bias = true;

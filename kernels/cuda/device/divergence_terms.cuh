@@ -1,0 +1,275 @@
+// One row's arithmetic of the divergence's row pass on Hopper (divergence_rows.cu, which has the formulas): logits out of products,
+// what a column adds to the row's sums, and how the row's factor is divided between M and the hidden states.
+//
+// The functions are there where the architecture is sm_90a; the types everywhere, for the host that fills them in.
+#ifndef HEADWATER_KERNELS_CUDA_DEVICE_DIVERGENCE_TERMS_CUH_
+#define HEADWATER_KERNELS_CUDA_DEVICE_DIVERGENCE_TERMS_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cmath>
+#include <cstdint>
+
+#include "kernels/cuda/device/cluster_row.cuh"
+#include "kernels/cuda/device/row_math.cuh"
+#include "kernels/cuda/row_passes.h"
+
+namespace headwater::cuda::divergence_row {
+
+using cluster_row::kInputs;
+
+enum class Form : int32_t { kForward, kMixture, kReverse };
+
+constexpr int kSeries = 6;
+constexpr double kLn2 = 0.693147180559945309417;
+constexpr double kLog2E = 1.44269504088896340736;
+// Stands for columns that are not there; no exponential is left of it, and differences of two of them are finite.
+constexpr float kNoColumn = 1e20f;
+
+// How one side's products become logits, where that is more than a factor.
+struct SideTransform {
+  const void* bias = nullptr;  // [columns], or null
+  Element bias_element = Element::kFloat32;
+  float logit_scale = 1;
+  float cap = 0;
+  float inverse_cap = 0;
+};
+
+struct KernelParams {
+  const float* inputs[kInputs];  // student's, teacher's products
+  int64_t strides[kInputs];
+  uint16_t* matrix;  // [row_count, 2 * strides[0]], over the student's products
+  const float* token_weights;
+  RowReport* reports;
+  float* row_factor;
+  float* target_factor;
+  SideTransform sides[kInputs];
+  double gradient_scale;  // loss_scale * logit_scale
+  double soft_weight;
+  double matrix_factor;        // from q (mean - L) as it is here to d(loss)/d(logit argument), token weight excepted
+  float log2_scales[kInputs];  // from a value in shared memory to log2 of its exponential
+  float ratio;                 // log2_scales[0] / log2_scales[1]
+  float no_column[kInputs];
+  // kMixture, else 0, 0, 0, 1, 1: log2(1 - beta), log2(beta), log2 of the unit, 1 / (unit (1 - beta)), 1 / unit.
+  float log_rest, log_beta, log_unit;
+  float inverse_rest_unit, inverse_unit;
+  float top_unit;  // kMixture: unit (1 - beta), else 1
+  float beta_log_beta, rest_log_rest;
+  float slope[kSeries];   // L = d * sum slope_k d^k
+  float excess[kSeries];  // loss = q d^2 sum excess_k d^k
+  int32_t row_count;
+  int32_t columns;       // common ones
+  int32_t zero_columns;  // up to here M has zeros
+  int32_t warp_columns;
+  int32_t cluster;
+  int32_t want_gradient;
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+using sm90::Exp2;
+
+constexpr float kNearLimit = 0.5f;       // of |d|, for the series
+constexpr float kLargestRatio = 126.0f;  // in log2
+constexpr float kAbsent = -1e12f;        // log2 q below this: no column
+
+__device__ __forceinline__ float BiasAt(const SideTransform& side, int32_t column) {
+  if (side.bias == nullptr) return 0.0f;
+  if (side.bias_element == Element::kFloat32) return __ldg(static_cast<const float*>(side.bias) + column);
+  if (side.bias_element == Element::kBFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(side.bias)[column]);
+  return __half2float(static_cast<const __half*>(side.bias)[column]);
+}
+
+__device__ __forceinline__ float LogitOf(const SideTransform& side, float product, int32_t column) {
+  const float argument = side.logit_scale * (product + BiasAt(side, column));
+  return side.cap == 0.0f ? argument : row_math::Softcap(argument, side.cap, side.inverse_cap).z;
+}
+
+// The first `count` of four products become logits, the rest `no_column`: there the copy engine left whatever lies between rows.
+template <bool kTransformed>
+__device__ __forceinline__ void MakeLogits(const SideTransform& side, int32_t column, int32_t count, float no_column,
+                                           float4& values) {
+  const auto make = [&](float& value, int32_t i) {
+    if (i >= count) {
+      value = no_column;
+    } else if constexpr (kTransformed) {
+      value = LogitOf(side, value, column + i);
+    }
+  };
+  make(values.x, 0);
+  make(values.y, 1);
+  make(values.z, 2);
+  make(values.w, 3);
+}
+
+template <bool kHalf>
+__device__ __forceinline__ uint32_t Pack(float low, float high) {
+  if constexpr (kHalf) {
+    uint32_t packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+  } else {
+    return sm90::PackBf16(low, high);
+  }
+}
+
+// sum c_k x^k, k < kSeries.
+__device__ __forceinline__ float Polynomial(const float (&c)[kSeries], float x) {
+  float y = c[kSeries - 1];
+#pragma unroll
+  for (int k = kSeries - 2; k >= 0; --k) y = fmaf(x, y, c[k]);
+  return y;
+}
+
+// What a thread adds up in phase 1. kMixture: q stands for unit (1 - beta) q and p for unit beta p. Sums of q L (kForward: of q -
+// p) and what they belong to leave out the column with q > 1/2.
+struct Terms {
+  float loss = 0.0f;     // in units of ln2; kMixture: of near columns
+  float teacher = 0.0f;  // kMixture: p log2(p / m), with p as it stands here; of distant columns
+  float mean = 0.0f;     // q L
+  float distant = 0.0f;  // kMixture: q L of distant columns, which are not in `mean`
+  float near_p = 0.0f;   // kMixture: of near columns
+  float near_q = 0.0f;
+  float largest = 0.0f;  // of |q L| (kForward: |q - p|)
+  float q_largest = 0.0f;
+};
+
+// What a row's log-sum-exps give: what is added to log2 of an exponential to get log2 q and log2 p as they stand in Terms, and to
+// the difference of the two logits to get d and log2(p / q) as they stand there.
+struct RowOffsets {
+  float student, teacher;
+  float difference, ratio;
+};
+
+// The column that has more than half of q, in the one thread that has it.
+struct Top {
+  int32_t index = -1;       // in the thread's registers; -1: not here
+  float slope = 0.0f;       // its L
+  float derivative = 1.0f;  // dz/da
+};
+
+template <Form kForm, bool kTransformed, bool kHalf>
+struct RowTerms {
+  // In phase 1 a student's logit becomes q dz/da (kForward: (q - p) dz/da), the teacher's L (kForward: q).
+  static __device__ __forceinline__ void Near(const KernelParams& params, float log_q, float d, float& student, float& teacher,
+                                              Terms& terms) {
+    const float q = Exp2(log_q);
+    float slope = d * Polynomial(params.slope, d);
+    terms.loss = fmaf(q * (d * d), Polynomial(params.excess, d), terms.loss);
+    if constexpr (kForm == Form::kMixture) {
+      slope -= params.log_rest;
+      terms.near_q += q;
+      terms.near_p = fmaf(q, Exp2(d), terms.near_p);  // in q's units
+    }
+    Keep(params, q, slope, kForm == Form::kForward ? -q * slope : q, false, student, teacher, terms);
+  }
+
+  static __device__ __forceinline__ void Far(const KernelParams& params, const RowOffsets& offsets, float log_q, float& student,
+                                             float& teacher, Terms& terms) {
+    const float q = Exp2(log_q);
+    if constexpr (kForm == Form::kMixture) {
+      // Where p / q is not a number any more, q L is 0, as p log2(p / m) is.
+      const float log_ratio = fminf(Difference(params, offsets.ratio, student, teacher), kLargestRatio);
+      const float ratio = Exp2(log_ratio);
+      float slope;
+      asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(slope) : "f"(ratio + 1.0f));
+      terms.teacher = fmaf(q * ratio, log_ratio - slope, terms.teacher);
+      Keep(params, q, slope, q, true, student, teacher, terms);
+    } else {
+      const float p = Exp2(fmaf(teacher, params.log2_scales[1], offsets.teacher));
+      const float d = Difference(params, offsets.difference, student, teacher);
+      if constexpr (kForm == Form::kForward) {
+        const float difference = q - p;
+        terms.loss += fmaf(difference, static_cast<float>(kLog2E), p * d);
+        Keep(params, q, 0.0f, difference, false, student, teacher, terms);
+      } else {
+        terms.loss += fmaf(p - q, static_cast<float>(kLog2E), -q * d);
+        Keep(params, q, d, q, false, student, teacher, terms);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ float Difference(const KernelParams& params, float offset, float student, float teacher) {
+    return fmaf(fmaf(-params.ratio, student, teacher), params.log2_scales[1], offset);
+  }
+
+  // `entry`: the factor of M that is kept.
+  static __device__ __forceinline__ void Keep(const KernelParams& params, float q, float slope, float entry, bool distant,
+                                              float& student, float& teacher, Terms& terms) {
+    const float weighted = kForm == Form::kForward ? entry : q * slope;
+    if (distant) {
+      terms.distant += weighted;
+    } else {
+      terms.mean += weighted;
+    }
+    if constexpr (kHalf) {
+      terms.largest = fmaxf(terms.largest, fabsf(weighted));
+      terms.q_largest = fmaxf(terms.q_largest, q);
+    }
+    student = kTransformed ? entry * Derivative(params, student) : entry;
+    teacher = kForm == Form::kForward ? q : slope;
+  }
+
+  // dz/da where a softcap is: 1 - (z / cap)^2.
+  static __device__ __forceinline__ float Derivative(const KernelParams& params, float student) {
+    const float share = student * params.sides[0].inverse_cap;
+    return fmaf(-share, share, 1.0f);
+  }
+
+  // In units of ln2. `distant`: there are such columns; q and p: the probabilities that `terms` has, near and distant, in true
+  // units.
+  static __device__ __forceinline__ float Loss(const KernelParams& params, const Terms& terms, bool distant, float q, float p) {
+    if constexpr (kForm != Form::kMixture) return terms.loss;
+    if (!distant) return terms.loss * params.inverse_rest_unit;
+    const float distant_q = fmaf(-params.inverse_rest_unit, terms.near_q, q);
+    const float distant_p = fmaf(-params.inverse_rest_unit, terms.near_p, p);
+    return fmaf(terms.loss, params.inverse_rest_unit, (terms.teacher - terms.distant) * params.inverse_unit) -
+           fmaf(params.beta_log_beta, distant_p, params.rest_log_rest * distant_q);
+  }
+};
+
+// A row's factor in two parts: a power of two, which the hidden states are multiplied by, and the rest, which M has, so that a
+// row's share of grad_weight is rounded to 16 bits once.
+struct FactorParts {
+  float rest;
+  int32_t exponent;  // of the power of two
+};
+
+__device__ __forceinline__ FactorParts SplitFactor(double factor) {
+  constexpr int32_t kLargestExponent = 20;  // fp16's scale may be up to 2^100 in either direction
+  const int32_t exponent = ((__double2hiint(factor) >> 20) & 0x7ff) - 1022;
+  const int32_t kept = min(kLargestExponent, max(-kLargestExponent, exponent));
+  return {static_cast<float>(factor * __hiloint2double((1023 - kept) << 20, 0)), kept};
+}
+
+__device__ __forceinline__ float PowerOfTwo(int32_t exponent) {
+  return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+}
+
+// Relative error of a number >= 0 in M's element; 0 for numbers out of the range where it matters.
+template <bool kHalf>
+__device__ __forceinline__ float RoundingError(float value) {
+  if (!(value > 1e-30f && value < 1e30f)) return 0.0f;
+  constexpr uint32_t kFraction = 0x7fffffu;
+  const float digits = __uint_as_float((__float_as_uint(value) & kFraction) | 0x3f800000u) * (kHalf ? 1024.0f : 128.0f);
+  return fabsf(digits - rintf(digits)) / digits;
+}
+
+// Scales M so that the row's entry of this size becomes a power of two, exact in M, unless it nearly is one: up to that error it is
+// less than what rounding the hidden states costs, as in finish_rows.cu. Returns what the factor outside M is multiplied by.
+template <bool kHalf>
+__device__ __forceinline__ float MakeExact(float entry, FactorParts& factor) {
+  constexpr float kNearlyExact = kHalf ? 2e-4f : 1.6e-3f;
+  if (!(RoundingError<kHalf>(entry) > kNearlyExact)) return 1.0f;
+  const float rest = factor.rest * (PowerOfTwo(static_cast<int32_t>(__float_as_uint(entry) >> 23) - 127) / entry);
+  const float outside = factor.rest / rest;
+  factor.rest = rest;
+  return outside;
+}
+
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+}  // namespace headwater::cuda::divergence_row
+
+#endif  // HEADWATER_KERNELS_CUDA_DEVICE_DIVERGENCE_TERMS_CUH_
