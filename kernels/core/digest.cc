@@ -88,11 +88,13 @@ void DigestBuilder::AddRows(int32_t stream, int64_t row_start, int64_t row_count
   high_ = static_cast<uint64_t>(sum >> 64);
 }
 
-void DigestBuilder::Merge(const DigestBuilder& other) {
-  const Uint128 sum = Join(high_, low_) + Join(other.high_, other.low_);
+void DigestBuilder::AddSum(uint64_t low, uint64_t high) {
+  const Uint128 sum = Join(high_, low_) + Join(high, low);
   low_ = static_cast<uint64_t>(sum);
   high_ = static_cast<uint64_t>(sum >> 64);
 }
+
+void DigestBuilder::Merge(const DigestBuilder& other) { AddSum(other.low_, other.high_); }
 
 Digest DigestBuilder::Finish(const std::string& canonical_header) const {
   const auto* bytes = reinterpret_cast<const uint8_t*>(canonical_header.data());

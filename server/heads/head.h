@@ -90,7 +90,22 @@ struct SubmittedTerm {
                   // `head`, `teacher_head` and their pointers are filled in by Submit()
 };
 
-// A micro-batch, complete: header decoded and all rows there.
+// Rows of a submission that may still be on their way. Implemented by whoever takes them from the client; outlives Submit().
+class IncomingRows {
+ public:
+  virtual ~IncomingRows() = default;
+  // As RowFlow::AwaitRows(). kCancelled with `stalled` set in the source when rows stay away for too long to hold the engine for.
+  virtual absl::Status AwaitRows(int64_t row_end) = 0;
+  // True once AwaitRows() has given up because the rows stalled: the submission is not refused, it comes again when it is complete.
+  virtual bool stalled() const = 0;
+  // The digest of canonical header and rows, once all rows are there. `rows`: what the engine has summed up, if it was asked to
+  // (`engine_digests`), else null.
+  virtual absl::StatusOr<Digest> Finish(const DigestBuilder* rows) = 0;
+  // As RowFlow::GradHiddenReady().
+  virtual void GradHiddenReady(int64_t row_end) = 0;
+};
+
+// A micro-batch: header decoded; all rows there, or on their way.
 struct Submission {
   std::vector<SubmittedTerm> terms;
   std::optional<int64_t> micro_batch;  // absent: nothing is added (forward only, frozen head)
@@ -107,7 +122,12 @@ struct Submission {
   RowsView hidden;
   MutableRowsView grad_hidden;  // data null: not wanted
   double grad_hidden_scale = 1;
-  Digest digest{};  // of canonical header and rows
+  Digest digest{};  // of canonical header and rows; not looked at with `incoming`
+  // Not null: the rows are read as they come, and the digest follows at the end. Only a micro-batch that the step does not know yet
+  // is computed so; for any other Submit() changes nothing and answers `needs_all_rows`, as it does when the rows stall.
+  IncomingRows* incoming = nullptr;
+  bool engine_digests = false;         // MicroBatch::digest_rows; only with `incoming`
+  const DeviceEvent* after = nullptr;  // MicroBatch::after; outlives Submit()
 };
 
 // What became of it.
@@ -120,6 +140,8 @@ struct SubmissionOutcome {
   bool replayed = false;
   bool payload_differs = false;
   std::optional<int64_t> step;
+  Digest digest{};              // that the micro-batch is known by
+  bool needs_all_rows = false;  // nothing was done: submit it again, without `incoming`, when all rows are there
 };
 
 // One trainable head of a micro-batch that is to be decided.

@@ -543,14 +543,12 @@ absl::StatusOr<DecisionRequest> DecodeDiscard(const v1::DiscardMicroBatchRequest
 }
 
 absl::Status ValidateTransferRowsHeader(const v1::TransferRowsHeader& header) {
-  if (auto head = DecodeHeadStep(header.has_head(), header.head(), "header.head", /*step_required=*/true); !head.ok()) {
-    return head.status();
+  constexpr size_t kTransferIdBytes = 16;
+  if (header.transfer_id().size() != kTransferIdBytes) {
+    return FieldError(ErrorReason::kInvalidField, "header.transfer_id", "the 16 bytes of the micro-batch's header",
+                      absl::StrCat(header.transfer_id().size(), " bytes"));
   }
-  auto micro_batch = DecodeMicroBatchId(header.has_micro_batch(), header.micro_batch(), "header.micro_batch");
-  if (!micro_batch.ok()) return micro_batch.status();
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.attempt", header.attempt(), 0));
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.stripe_count", header.stripe_count(), 2));
-  return CheckRange("header.stripe_index", header.stripe_index(), 1, header.stripe_count() - 1);
+  return CheckAtLeast("header.stripe_index", header.stripe_index(), 1);
 }
 
 absl::Status ValidateStreamTeacherHeader(const v1::StreamTeacherHeader& header, const Limits& limits) {

@@ -31,6 +31,8 @@ class DigestBuilder {
   // Hashes `row_count` rows of `row_bytes` bytes each that begin at row `row_start` of stream `stream` (0: hidden states,
   // 1 + term: a term's teacher rows). Every row must be added exactly once, in any order.
   void AddRows(int32_t stream, int64_t row_start, int64_t row_count, int64_t row_bytes, const void* data);
+  // Adds rows that were hashed elsewhere: the 128-bit sum of their blocks.
+  void AddSum(uint64_t low, uint64_t high);
   // Adds another builder's rows.
   void Merge(const DigestBuilder& other);
   // The digest of the rows added and of `canonical_header`.

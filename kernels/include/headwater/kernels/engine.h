@@ -54,7 +54,32 @@ struct MutableRowsView {
   MemorySpace memory = MemorySpace::kHost;
 };
 
+class DigestBuilder;
 class EngineHead;
+
+// Rows that come, and a gradient that leaves, while their micro-batch is computed. The caller implements it.
+class RowFlow {
+ public:
+  virtual ~RowFlow() = default;
+  // Returns once rows [0, row_end) of `hidden` are there, and those rows of each term's `teacher_hidden` that belong to them.
+  // `row_end` ascends. Called by Compute()'s thread, which holds the device meanwhile: a caller whose rows stay away for long
+  // returns an error. An error ends the computation, which returns it and has added nothing.
+  virtual absl::Status AwaitRows(int64_t row_end) = 0;
+  // Called exactly once in a computation that succeeds, before anything is added to an accumulator and after AwaitRows() of all
+  // rows: the last moment at which an error ends the computation with nothing added. `rows`: the rows' sum for the digest, if
+  // MicroBatch::digest_rows, else null; valid during the call. By Compute()'s thread.
+  virtual absl::Status Decide(const DigestBuilder* rows) = 0;
+  // Rows [0, row_end) of grad_hidden are final, where the caller's view of them lies in host memory. `row_end` ascends up to all
+  // rows before Compute() returns; not called for grad_hidden in device memory. Any thread, the device driver's own among them:
+  // must neither wait nor call the engine.
+  virtual void GradHiddenReady(int64_t row_end) = 0;
+};
+
+// Work on a device of another process that an engine can wait for; see LossEngine::OpenDeviceEvent().
+class DeviceEvent {
+ public:
+  virtual ~DeviceEvent() = default;
+};
 
 // One loss over rows [row_start, row_start + row_count) of a micro-batch.
 struct LossTerm {
@@ -96,6 +121,15 @@ struct MicroBatch {
   // Refuse NaN and infinities: kNonFiniteValues instead of a result if any row's loss or gradient is not finite; no contribution
   // is left (outputs may have been written). Not with kAccumulate (kInvalidCombination): its products may have begun.
   bool refuse_non_finite = false;
+
+  // Not null: `hidden` and each `teacher_hidden` may still be incomplete, and are read only as the flow says. Such a call is never
+  // computed together with others. Must outlive the call.
+  RowFlow* flow = nullptr;
+  // The engine sums up the rows it reads for the digest (streams as in digest.h) and hands the sum to RowFlow::Decide(). Needs a
+  // flow (kInvalidCombination).
+  bool digest_rows = false;
+  // Not null: device memory of this call is read and written only after the work that the event stands for. Of this engine.
+  const DeviceEvent* after = nullptr;
 };
 
 // Sums over a term's valid rows; nats, without loss_scale.
@@ -215,6 +249,25 @@ struct EngineDevice {
   int64_t memory_budget_bytes = 0;
 };
 
+// Host memory that the engine reads and writes without a detour; page-locked by engines with a device. Must not outlive its engine.
+class HostMemory {
+ public:
+  virtual ~HostMemory() = default;
+  virtual void* data() const = 0;
+  virtual int64_t bytes() const = 0;
+};
+
+// Another process's device memory, mapped here until it is destroyed. Must not outlive its engine.
+class DeviceRegion {
+ public:
+  virtual ~DeviceRegion() = default;
+  virtual void* data() const = 0;  // for RowsView with MemorySpace::kDevice
+  virtual int64_t bytes() const = 0;
+};
+
+// An interprocess handle of CUDA, as cudaIpcGetMemHandle() and cudaIpcGetEventHandle() make them.
+using DeviceHandle = std::array<uint8_t, 64>;
+
 // An engine. Heads must be destroyed before it.
 class LossEngine {
  public:
@@ -240,6 +293,23 @@ class LossEngine {
   // not begin (outputs may have been written). A failure after that is kEngineFailed; with kAccumulate the heads are lost then. The
   // engine itself goes on: what was not part of the failed work is as before.
   virtual absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) = 0;
+
+  // Adds the rows of `streams` to `digest`: stream i of the digest is streams[i]; one without data is left out. Host and device
+  // memory. From any thread, also while others compute.
+  virtual absl::Status DigestRows(absl::Span<const RowsView> streams, const DeviceEvent* after, DigestBuilder* digest);
+
+  // `bytes` (>= 1) of host memory, aligned to 64 bytes, uninitialised. kMemoryBudgetExceeded if there is none. Slow: a caller that
+  // needs it often keeps it.
+  virtual absl::StatusOr<std::unique_ptr<HostMemory>> AllocateHostMemory(int64_t bytes);
+  // Makes [data, data + bytes) of this process's memory as good as AllocateHostMemory()'s, until the result is destroyed, before
+  // which it must stay mapped. kMemoryBudgetExceeded if it cannot be page-locked.
+  virtual absl::StatusOr<std::unique_ptr<HostMemory>> RegisterHostMemory(void* data, int64_t bytes);
+  // Opens another process's device memory of `bytes` bytes by its handle. kFeatureNotBuilt without a device; kInvalidField, saying
+  // why, for a handle that cannot be opened here (another host, a device that this process does not see, a process namespace that
+  // is not shared) or whose allocation has fewer bytes.
+  virtual absl::StatusOr<std::unique_ptr<DeviceRegion>> OpenDeviceMemory(const DeviceHandle& handle, int64_t bytes);
+  // The same for an event. Work is waited for as it was when the call that names the event begins.
+  virtual absl::StatusOr<std::unique_ptr<DeviceEvent>> OpenDeviceEvent(const DeviceHandle& handle);
 };
 
 // Checks ranges and combinations (docs/math.md). MakeError(kInvalidField / kInvalidCombination) with `field` in the metadata.

@@ -34,6 +34,8 @@ namespace headwater {
   X(kMicroBatchNotFound, MICRO_BATCH_NOT_FOUND, kNotFound)                  \
   X(kWeightsNotFound, WEIGHTS_NOT_FOUND, kNotFound)                         \
   X(kSessionNotFound, SESSION_NOT_FOUND, kNotFound)                         \
+  X(kRegionNotFound, REGION_NOT_FOUND, kNotFound)                           \
+  X(kTransferNotFound, TRANSFER_NOT_FOUND, kNotFound)                       \
   X(kHeadAlreadyExists, HEAD_ALREADY_EXISTS, kAlreadyExists)                \
   X(kHeadSpecMismatch, HEAD_SPEC_MISMATCH, kAlreadyExists)                  \
   X(kCheckpointAlreadyExists, CHECKPOINT_ALREADY_EXISTS, kAlreadyExists)    \
@@ -52,6 +54,8 @@ namespace headwater {
   X(kNonFiniteValues, NON_FINITE_VALUES, kFailedPrecondition)               \
   X(kNonFiniteGradient, NON_FINITE_GRADIENT, kFailedPrecondition)           \
   X(kWeightVersionMismatch, WEIGHT_VERSION_MISMATCH, kFailedPrecondition)   \
+  X(kJoinIncomplete, JOIN_INCOMPLETE, kFailedPrecondition)                  \
+  X(kTransportUnavailable, TRANSPORT_UNAVAILABLE, kFailedPrecondition)      \
   X(kEpochFenced, EPOCH_FENCED, kAborted)                                   \
   X(kStepLost, STEP_LOST, kAborted)                                         \
   X(kStepConflict, STEP_CONFLICT, kAborted)                                 \
@@ -59,6 +63,7 @@ namespace headwater {
   X(kAttemptSuperseded, ATTEMPT_SUPERSEDED, kAborted)                       \
   X(kMicroBatchDiscarded, MICRO_BATCH_DISCARDED, kAborted)                  \
   X(kMicroBatchInProgress, MICRO_BATCH_IN_PROGRESS, kAborted)               \
+  X(kStripeLost, STRIPE_LOST, kAborted)                                     \
   X(kStagingFull, STAGING_FULL, kResourceExhausted)                         \
   X(kQueueFull, QUEUE_FULL, kResourceExhausted)                             \
   X(kMemoryBudgetExceeded, MEMORY_BUDGET_EXCEEDED, kResourceExhausted)      \

@@ -1,0 +1,78 @@
+// What engines without a device do about memory and digests: LossEngine's own bodies.
+#include <cstdlib>
+#include <memory>
+#include <string>
+
+#include "headwater/kernels/digest.h"
+#include "headwater/kernels/engine.h"
+#include "headwater/kernels/error.h"
+
+namespace headwater {
+namespace {
+
+constexpr size_t kAlignment = 64;
+
+class PlainMemory final : public HostMemory {
+ public:
+  explicit PlainMemory(int64_t bytes)
+      : data_(std::aligned_alloc(kAlignment, (static_cast<size_t>(bytes) + kAlignment - 1) / kAlignment * kAlignment)),
+        bytes_(bytes) {}
+  PlainMemory(const PlainMemory&) = delete;
+  PlainMemory& operator=(const PlainMemory&) = delete;
+  ~PlainMemory() override { std::free(data_); }
+  void* data() const override { return data_; }
+  int64_t bytes() const override { return bytes_; }
+
+ private:
+  void* const data_;
+  const int64_t bytes_;
+};
+
+class BorrowedMemory final : public HostMemory {
+ public:
+  BorrowedMemory(void* data, int64_t bytes) : data_(data), bytes_(bytes) {}
+  void* data() const override { return data_; }
+  int64_t bytes() const override { return bytes_; }
+
+ private:
+  void* const data_;
+  const int64_t bytes_;
+};
+
+absl::Status NoDevice(const std::string& engine, const char* what) {
+  return MakeError(ErrorReason::kFeatureNotBuilt, "the engine " + engine + " has no device: it cannot open " + what,
+                   {{"feature", "cuda_ipc"}});
+}
+
+}  // namespace
+
+absl::Status LossEngine::DigestRows(absl::Span<const RowsView> streams, const DeviceEvent*, DigestBuilder* digest) {
+  for (size_t i = 0; i < streams.size(); ++i) {
+    const RowsView& rows = streams[i];
+    if (rows.data == nullptr) continue;
+    if (rows.memory != MemorySpace::kHost) return NoDevice(name(), "rows in device memory");
+    digest->AddRows(static_cast<int32_t>(i), 0, rows.row_count, rows.column_count * ElementBytes(rows.data_type), rows.data);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<HostMemory>> LossEngine::AllocateHostMemory(int64_t bytes) {
+  auto memory = std::make_unique<PlainMemory>(bytes);
+  if (memory->data() != nullptr) return std::unique_ptr<HostMemory>(std::move(memory));
+  return MakeError(ErrorReason::kMemoryBudgetExceeded, "no memory for " + std::to_string(bytes) + " bytes of rows",
+                   {{"requestedBytes", std::to_string(bytes)}});
+}
+
+absl::StatusOr<std::unique_ptr<HostMemory>> LossEngine::RegisterHostMemory(void* data, int64_t bytes) {
+  return std::unique_ptr<HostMemory>(std::make_unique<BorrowedMemory>(data, bytes));
+}
+
+absl::StatusOr<std::unique_ptr<DeviceRegion>> LossEngine::OpenDeviceMemory(const DeviceHandle&, int64_t) {
+  return NoDevice(name(), "device memory of another process");
+}
+
+absl::StatusOr<std::unique_ptr<DeviceEvent>> LossEngine::OpenDeviceEvent(const DeviceHandle&) {
+  return NoDevice(name(), "an event of another process");
+}
+
+}  // namespace headwater
