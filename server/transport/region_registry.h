@@ -1,0 +1,152 @@
+// RegionRegistry: memory of other processes that sessions have registered, and its use by calls.
+//
+//   RegionRegistry regions(engine, {.max_session_regions = 64, .max_region_bytes = int64_t{64} << 30});
+//   auto id = regions.AddDescriptor(session, std::move(memfd), /*offset=*/0, bytes);
+//   auto rows = regions.Find(session, *id, offset, row_bytes, RegionAccess::kRead, sizeof(float), "header.hidden_rows");
+//   rows->Prepare();  // rows->data() is valid from here on, as long as `rows` lives
+//   ...
+//   written->Finish();  // after the last byte of a kWrite range has been written, before the client is told
+//
+// A region belongs to one session: for every other one it does not exist, and an id that is gone is answered like one that never
+// was. It stays mapped until it has been removed and no RegionUse is left, however the session ended. Thread-safe; what takes long
+// (mapping, page-locking, giving back) is done without the lock.
+//
+// Mapped regions. A memfd must be sealed against shrinking, growing and further seals, so that the mapping can never lose its
+// pages under the server (SIGBUS), must be allocated in full, so that the server's touch allocates nothing, and is page-locked by
+// the engine. A named region (/dev/shm/NAME) cannot be sealed, so it is never mapped: Prepare() reads its bytes into memory of the
+// server and Finish() writes them back, which an owner who truncates it meanwhile can only make fail.
+#ifndef HEADWATER_SERVER_TRANSPORT_REGION_REGISTRY_H_
+#define HEADWATER_SERVER_TRANSPORT_REGION_REGISTRY_H_
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "headwater/kernels/engine.h"
+#include "server/transport/file_descriptor.h"
+
+namespace headwater::transport {
+
+// The session that owns a region (heads::SessionId).
+using RegionOwner = std::array<uint8_t, 32>;
+
+enum class RegionKind { kShared, kNamed, kDevice, kCount };
+enum class RegionAccess { kRead, kWrite };
+
+struct RegionLimits {
+  int64_t max_session_regions = 64;              // of one session
+  int64_t max_region_bytes = int64_t{64} << 30;  // of one region
+};
+
+class Region;
+
+// A range of a region, for one call. Movable; what it points to stays valid as long as it lives.
+class RegionUse {
+ public:
+  RegionUse() = default;
+  RegionUse(RegionUse&&) = default;
+  RegionUse& operator=(RegionUse&&) = default;
+
+  RegionKind kind() const;
+  // kDevice for a device region, else kHost.
+  MemorySpace memory() const;
+  int64_t bytes() const { return bytes_; }
+  // Host memory that Prepare() allocates, and so what a byte budget should have reserved before: bytes() for a named region, else
+  // 0.
+  int64_t staged_bytes() const;
+  // Device memory: what reads and writes must wait for (MicroBatch::after); null if there is nothing.
+  const DeviceEvent* after() const;
+
+  // Makes data() valid; reads a named region's bytes for kRead. Blocks for the copy. Once. kInvalidField: the named region is
+  // shorter than it was; kMemoryBudgetExceeded.
+  absl::Status Prepare();
+  // The first byte of the range. Prepare() has succeeded.
+  void* data() const { return data_; }
+  // Makes what was written into a kWrite range visible to the client; without effect for kRead. kInvalidField as Prepare().
+  absl::Status Finish();
+
+  // Whether two ranges have a byte in common.
+  static bool Overlap(const RegionUse& a, const RegionUse& b);
+
+ private:
+  friend class RegionRegistry;
+  std::shared_ptr<const Region> region_;
+  int64_t offset_ = 0;
+  int64_t bytes_ = 0;
+  RegionAccess access_ = RegionAccess::kRead;
+  std::string field_;
+  void* data_ = nullptr;
+  std::unique_ptr<HostMemory> copy_;
+};
+
+class RegionRegistry {
+ public:
+  // `engine` must outlive the registry and every RegionUse.
+  RegionRegistry(LossEngine& engine, const RegionLimits& limits);
+  ~RegionRegistry();
+  RegionRegistry(const RegionRegistry&) = delete;
+  RegionRegistry& operator=(const RegionRegistry&) = delete;
+
+  // Registers bytes [offset, offset + bytes) of a source, and returns the region's id: random, never used again. The caller sees to
+  // it that the owner lives until this returns (SessionRegistry::Use), and calls DropOwner() after its end.
+  //
+  // kInvalidField: a range that is empty, negative, wraps or does not lie within the source, or a source that cannot be used,
+  // saying why; kLimitExceeded (max_region_bytes); kQuotaExceeded (max_session_regions); kMemoryBudgetExceeded: it cannot be
+  // page-locked.
+  //
+  // A memfd; closed when this returns. `offset` may be any.
+  absl::StatusOr<std::string> AddDescriptor(const RegionOwner& owner, FileDescriptor memfd, int64_t offset, int64_t bytes);
+  // A file under /dev/shm (or `folder`, for tests) that the server's user may read and write. The caller has asked whether the
+  // operator allows names.
+  absl::StatusOr<std::string> AddNamed(const RegionOwner& owner, const std::string& name, int64_t offset, int64_t bytes,
+                                       const std::string& folder = "/dev/shm");
+  // The allocation that a CUDA IPC handle names; calls wait for what `event` was last recorded after. kFeatureNotBuilt without a
+  // device.
+  absl::StatusOr<std::string> AddDevice(const RegionOwner& owner, const DeviceHandle& memory,
+                                        const std::optional<DeviceHandle>& event, int64_t bytes);
+
+  // kRegionNotFound.
+  absl::Status Remove(const RegionOwner& owner, const std::string& id);
+  // Removes all regions of an owner. Returns how many.
+  int64_t DropOwner(const RegionOwner& owner);
+
+  // A range for one call; nothing is copied before RegionUse::Prepare(). `field` names the SharedRows in the request, for errors.
+  // kRegionNotFound; kInvalidField unless 0 <= offset, 0 <= bytes, offset + bytes <= the region's size and offset is a multiple of
+  // `element_bytes` (>= 1).
+  absl::StatusOr<RegionUse> Find(const RegionOwner& owner, const std::string& id, int64_t offset, int64_t bytes,
+                                 RegionAccess access, int64_t element_bytes, const std::string& field) const;
+
+  // What is mapped now, also by calls whose region has been removed.
+  struct Totals {
+    std::array<int64_t, static_cast<size_t>(RegionKind::kCount)> regions{};
+    std::array<int64_t, static_cast<size_t>(RegionKind::kCount)> bytes{};
+  };
+  Totals totals() const;
+
+ private:
+  struct Owned {
+    int64_t opening = 0;  // being registered now; counted by the quota
+    std::map<std::string, std::shared_ptr<const Region>> regions;
+  };
+  absl::StatusOr<std::string> Add(const RegionOwner& owner, int64_t offset, int64_t bytes,
+                                  const std::function<absl::StatusOr<std::shared_ptr<const Region>>()>& open);
+
+  LossEngine& engine_;
+  const RegionLimits limits_;
+  struct Counts;
+  const std::shared_ptr<Counts> counts_;  // shared with the regions, which may outlive the registry's map
+  mutable absl::Mutex mutex_;
+  std::map<RegionOwner, Owned> owned_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace headwater::transport
+
+#endif  // HEADWATER_SERVER_TRANSPORT_REGION_REGISTRY_H_
