@@ -84,6 +84,14 @@ ABSL_FLAG(absl::Duration, max_step_wait, headwater::service::Limits{}.max_step_w
 HEADWATER_LIMIT_FLAG(max_heads_per_tenant, "heads of one tenant");
 HEADWATER_LIMIT_FLAG(max_tenant_memory_bytes, "memory that the plans of one tenant's heads add up to, in bytes; 0: no limit");
 HEADWATER_LIMIT_FLAG(max_terms, "loss terms of a micro-batch");
+HEADWATER_LIMIT_FLAG(max_stripes, "streams that carry the rows of one micro-batch");
+ABSL_FLAG(absl::Duration, max_stripe_wait, headwater::service::Limits{}.max_stripe_wait,
+          "how long a stripe waits for its primary stream");
+HEADWATER_LIMIT_FLAG(max_session_regions, "shared memory regions of one session; 0: none may be registered");
+HEADWATER_LIMIT_FLAG(max_region_bytes, "bytes of one shared memory region; 0: none may be registered");
+HEADWATER_LIMIT_FLAG(max_join_bytes, "host memory of all teacher rows that wait to be joined, in bytes; 0: none is kept");
+ABSL_FLAG(absl::Duration, max_join_wait, headwater::service::Limits{}.max_join_wait,
+          "how long one side of a join waits for the other, and how long teacher rows stay that nobody asks for");
 ABSL_FLAG(int32_t, max_threads, headwater::service::ServerOptions{}.max_threads,
           "threads of gRPC, at least 8: each call in progress holds one; a call beyond them is answered RESOURCE_EXHAUSTED by gRPC "
           "itself, without a reason");
@@ -187,6 +195,12 @@ absl::StatusOr<service::ServerOptions> ServerOptionsFromFlags() {
   limits.max_heads_per_tenant = absl::GetFlag(FLAGS_max_heads_per_tenant);
   limits.max_tenant_memory_bytes = absl::GetFlag(FLAGS_max_tenant_memory_bytes);
   limits.max_terms = absl::GetFlag(FLAGS_max_terms);
+  limits.max_stripes = absl::GetFlag(FLAGS_max_stripes);
+  limits.max_stripe_wait = absl::GetFlag(FLAGS_max_stripe_wait);
+  limits.max_session_regions = absl::GetFlag(FLAGS_max_session_regions);
+  limits.max_region_bytes = absl::GetFlag(FLAGS_max_region_bytes);
+  limits.max_join_bytes = absl::GetFlag(FLAGS_max_join_bytes);
+  limits.max_join_wait = absl::GetFlag(FLAGS_max_join_wait);
   options.max_threads = absl::GetFlag(FLAGS_max_threads);
   options.max_pollers = absl::GetFlag(FLAGS_max_pollers);
   options.stream_idle_timeout = absl::GetFlag(FLAGS_stream_idle_timeout);

@@ -31,6 +31,7 @@ absl::Status ValidateLimits(const Limits& limits) {
       {"max_sessions", limits.max_sessions},
       {"max_heads_per_tenant", limits.max_heads_per_tenant},
       {"max_terms", limits.max_terms},
+      {"max_stripes", limits.max_stripes},
   };
   for (const auto& [name, value] : positive) {
     if (value < 1) return absl::InvalidArgumentError(absl::StrCat(name, ": expected at least 1, got ", value));
@@ -39,6 +40,9 @@ absl::Status ValidateLimits(const Limits& limits) {
       {"max_held_bytes", limits.max_held_bytes},
       {"max_waiting_calls", limits.max_waiting_calls},
       {"max_tenant_memory_bytes", limits.max_tenant_memory_bytes},
+      {"max_session_regions", limits.max_session_regions},
+      {"max_region_bytes", limits.max_region_bytes},
+      {"max_join_bytes", limits.max_join_bytes},
   };
   for (const auto& [name, value] : not_negative) {
     if (value < 0) return absl::InvalidArgumentError(absl::StrCat(name, ": expected at least 0, got ", value));
@@ -46,6 +50,8 @@ absl::Status ValidateLimits(const Limits& limits) {
   const std::pair<const char*, absl::Duration> durations[] = {
       {"max_session_lease", limits.max_session_lease},
       {"max_step_wait", limits.max_step_wait},
+      {"max_stripe_wait", limits.max_stripe_wait},
+      {"max_join_wait", limits.max_join_wait},
   };
   for (const auto& [name, value] : durations) {
     if (value <= absl::ZeroDuration() || value > kMaxDuration) {
@@ -55,6 +61,9 @@ absl::Status ValidateLimits(const Limits& limits) {
   }
   if (limits.max_staging_slots < 0 || limits.max_staging_slots > INT32_MAX) {
     return absl::InvalidArgumentError(absl::StrCat("max_staging_slots: expected 0 to 2^31 - 1, got ", limits.max_staging_slots));
+  }
+  if (limits.max_stripes > INT32_MAX) {
+    return absl::InvalidArgumentError(absl::StrCat("max_stripes: expected at most 2^31 - 1, got ", limits.max_stripes));
   }
   if (limits.max_message_bytes > INT_MAX) {
     return absl::InvalidArgumentError(

@@ -31,6 +31,12 @@ struct Limits {
   int64_t max_heads_per_tenant = 64;
   int64_t max_tenant_memory_bytes = 0;
   int64_t max_terms = 64;
+  int64_t max_stripes = 16;
+  absl::Duration max_stripe_wait = absl::Seconds(10);
+  int64_t max_session_regions = 64;
+  int64_t max_region_bytes = int64_t{64} << 30;
+  int64_t max_join_bytes = int64_t{4} << 30;
+  absl::Duration max_join_wait = absl::Minutes(1);
 };
 
 // Room in a message for everything that is not a chunk's data or a per-token output.

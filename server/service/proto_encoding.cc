@@ -140,6 +140,12 @@ void EncodeLimits(const Limits& limits, v1::Limits* out) {
   out->set_max_heads_per_tenant(limits.max_heads_per_tenant);
   out->set_max_tenant_memory_bytes(limits.max_tenant_memory_bytes);
   out->set_max_terms(limits.max_terms);
+  out->set_max_stripes(limits.max_stripes);
+  out->set_max_stripe_wait_s(WholeSeconds(limits.max_stripe_wait));
+  out->set_max_session_regions(limits.max_session_regions);
+  out->set_max_region_bytes(limits.max_region_bytes);
+  out->set_max_join_bytes(limits.max_join_bytes);
+  out->set_max_join_wait_s(WholeSeconds(limits.max_join_wait));
 }
 
 }  // namespace headwater::service

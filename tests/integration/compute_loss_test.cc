@@ -307,6 +307,12 @@ TEST_P(ComputeLoss, ServerInfoTellsWhatItIs) {
   EXPECT_EQ(info.limits().max_heads_per_tenant(), service::Limits{}.max_heads_per_tenant);
   EXPECT_EQ(info.limits().max_tenant_memory_bytes(), 0);
   EXPECT_EQ(info.limits().max_terms(), service::Limits{}.max_terms);
+  EXPECT_EQ(info.limits().max_stripes(), 16);
+  EXPECT_EQ(info.limits().max_stripe_wait_s(), 10);
+  EXPECT_EQ(info.limits().max_session_regions(), 64);
+  EXPECT_EQ(info.limits().max_region_bytes(), int64_t{64} << 30);
+  EXPECT_EQ(info.limits().max_join_bytes(), int64_t{4} << 30);
+  EXPECT_EQ(info.limits().max_join_wait_s(), 60);
   EXPECT_GE(info.devices_size(), 1);
   EXPECT_GT(info.devices(0).memory_budget_bytes(), 0);
   const std::vector<std::string> features(info.features().begin(), info.features().end());

@@ -159,6 +159,10 @@ TEST_F(Headwaterd, RefusesWhatItCannotDoWithOneSentence) {
   EXPECT_THAT(refused({"--max_step_wait=0"}), HasSubstr("max_step_wait: expected a duration > 0"));
   EXPECT_THAT(refused({"--shards=2", "--shard_weights=1"}), HasSubstr("--shard_weights: expected 2 numbers"));
   EXPECT_THAT(refused({"--max_heads=0"}), HasSubstr("max_heads: expected at least 1, got 0"));
+  EXPECT_THAT(refused({"--max_stripes=0"}), HasSubstr("max_stripes: expected at least 1, got 0"));
+  EXPECT_THAT(refused({"--max_stripe_wait=0"}), HasSubstr("max_stripe_wait: expected a duration > 0"));
+  EXPECT_THAT(refused({"--max_join_wait=-1s"}), HasSubstr("max_join_wait: expected a duration > 0"));
+  EXPECT_THAT(refused({"--max_join_bytes=-1"}), HasSubstr("max_join_bytes: expected at least 0, got -1"));
   EXPECT_THAT(refused({"--max_threads=1"}), HasSubstr("--max_threads"));
   EXPECT_THAT(refused({"--log_level=loud"}), HasSubstr("expected debug, info, warning, error or off"));
   EXPECT_THAT(refused({"--listen_addresses=unix:/nonexistent-folder/s", "--metrics_address="}), HasSubstr("cannot listen"));
