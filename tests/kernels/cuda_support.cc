@@ -41,6 +41,12 @@ std::string GpuName() {
   return std::string(properties.name) + ", driver API " + std::to_string(driver / 1000) + "." + std::to_string(driver % 1000 / 10);
 }
 
+std::string GpuBusId() {
+  char bus[32] = "";
+  CheckCuda(cudaDeviceGetPCIBusId(bus, sizeof(bus), 0), "cudaDeviceGetPCIBusId");
+  return bus;
+}
+
 int GpuCapability() {
   int major = 0;
   int minor = 0;

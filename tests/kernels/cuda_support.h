@@ -20,6 +20,8 @@ std::string ReasonForNoGpu();
 
 // Name of the GPU and version of the driver: "NVIDIA H200, driver API 13.0".
 std::string GpuName();
+// Where the GPU is, as NVML takes it.
+std::string GpuBusId();
 // 10 * major + minor: 90 is Hopper.
 int GpuCapability();
 

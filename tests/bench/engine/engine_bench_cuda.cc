@@ -25,8 +25,8 @@
 #include <vector>
 
 #include "headwater/kernels/engine.h"
-#include "tests/bench/engine/alternating_blocks.h"
-#include "tests/bench/engine/cuda_floor.h"
+#include "tests/bench/common/alternating_blocks.h"
+#include "tests/bench/common/cuda_floor.h"
 #include "tests/kernels/cuda_fp64.h"
 #include "tests/kernels/cuda_problem.h"
 #include "tests/kernels/figure_file.h"
@@ -209,7 +209,7 @@ class Workplace {
   std::unique_ptr<LossEngine> engine_;
   cudaStream_t stream_ = nullptr;
   testing::BlasContext blas_;
-  CardMonitor monitor_;
+  CardMonitor monitor_{testing::GpuBusId()};
   std::map<std::pair<int64_t, bool>, Buffer> weights_;
   std::map<std::pair<int64_t, int>, std::unique_ptr<EngineHead>> heads_;
 };

@@ -15,13 +15,16 @@ import argparse
 import gc
 import importlib
 import importlib.util
+import pathlib
 import statistics
 import sys
 import time
 
-import figures
 import torch
 import torch.nn.functional as F
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "common"))
+import figures
 
 VOCAB = 128256
 # Name: (rows, hidden size, teacher's hidden size or 0).

@@ -8,7 +8,9 @@ The plot needs matplotlib; --plot '' leaves it out.
 
 import argparse
 import pathlib
+import sys
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "common"))
 import figures
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -78,14 +80,7 @@ def summary_of(rows):
 
 def write_table(rows, page):
     """Puts the table between the page's marks."""
-    machines = sorted({(row["machine"], row["commit"]) for row in rows})
-    where = " ".join(f"Machine: {machine}. Commit: {commit}." for machine, commit in machines)
-    text = page.read_text(encoding="utf-8")
-    head, mark, rest = text.partition(MARK)
-    if not mark or MARK not in rest:
-        raise SystemExit(f"{page} has no two lines {MARK}")
-    tail = rest.partition(MARK)[2]
-    page.write_text(head + "\n".join((MARK, where, "", *table_of(rows), MARK)) + tail, encoding="utf-8")
+    figures.write_block(page, MARK, [figures.origin(rows), "", *table_of(rows)])
 
 
 def draw(rows, plot):

@@ -3,12 +3,12 @@
 // The first 60 to 100 ms after idle run up to 15 % faster than the steady state, so a time without its regime says nothing: the
 // sustained ratio is the median over blocks of candidate / mean of the floor's blocks before and after it; the burst figure is the
 // first 60 ms after two seconds of idleness.
-#ifndef HEADWATER_TESTS_BENCH_ENGINE_ALTERNATING_BLOCKS_H_
-#define HEADWATER_TESTS_BENCH_ENGINE_ALTERNATING_BLOCKS_H_
+#ifndef HEADWATER_TESTS_BENCH_COMMON_ALTERNATING_BLOCKS_H_
+#define HEADWATER_TESTS_BENCH_COMMON_ALTERNATING_BLOCKS_H_
 
 #include <functional>
 
-#include "tests/bench/engine/card_monitor.h"
+#include "tests/bench/common/card_monitor.h"
 
 namespace headwater::bench {
 
@@ -39,4 +39,4 @@ BlockTimes TimeAgainst(double floor_ms, const Repeat& candidate, const BlockOpti
 
 }  // namespace headwater::bench
 
-#endif  // HEADWATER_TESTS_BENCH_ENGINE_ALTERNATING_BLOCKS_H_
+#endif  // HEADWATER_TESTS_BENCH_COMMON_ALTERNATING_BLOCKS_H_

@@ -1,4 +1,4 @@
-#include "tests/bench/engine/cuda_floor.h"
+#include "tests/bench/common/cuda_floor.h"
 
 #include "tests/kernels/cuda_fp64.h"
 

@@ -1,11 +1,12 @@
 // Clock, power, temperature and throttle reasons of the GPU while something runs: a time on a power-limited card means nothing
 // without them.
-#ifndef HEADWATER_TESTS_BENCH_ENGINE_CARD_MONITOR_H_
-#define HEADWATER_TESTS_BENCH_ENGINE_CARD_MONITOR_H_
+#ifndef HEADWATER_TESTS_BENCH_COMMON_CARD_MONITOR_H_
+#define HEADWATER_TESTS_BENCH_COMMON_CARD_MONITOR_H_
 
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <string>
 #include <thread>
 
 namespace headwater::bench {
@@ -19,10 +20,11 @@ struct CardState {
   int sample_count = 0;
 };
 
-// Samples CUDA's device 0 every 20 ms on a thread of its own. NVML is opened at run time; nothing is ever set.
+// Samples a GPU every 20 ms on a thread of its own. NVML is opened at run time; nothing is ever set.
 class CardMonitor {
  public:
-  CardMonitor();
+  // `pci_bus_id` as CUDA prints it, empty where there is no GPU: nothing is sampled then.
+  explicit CardMonitor(const std::string& pci_bus_id);
   CardMonitor(const CardMonitor&) = delete;
   CardMonitor& operator=(const CardMonitor&) = delete;
   ~CardMonitor();
@@ -33,7 +35,7 @@ class CardMonitor {
   CardState End() const;
 
  private:
-  bool Open();
+  bool Open(const std::string& pci_bus_id);
   void Sample();
 
   void* library_ = nullptr;
@@ -50,4 +52,4 @@ class CardMonitor {
 
 }  // namespace headwater::bench
 
-#endif  // HEADWATER_TESTS_BENCH_ENGINE_CARD_MONITOR_H_
+#endif  // HEADWATER_TESTS_BENCH_COMMON_CARD_MONITOR_H_

@@ -1,4 +1,4 @@
-#include "tests/bench/engine/alternating_blocks.h"
+#include "tests/bench/common/alternating_blocks.h"
 
 #include <algorithm>
 #include <chrono>

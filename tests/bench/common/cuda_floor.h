@@ -1,7 +1,7 @@
 // The floor of a micro-batch's time on a GPU: the bare matrix products of forward and backward, on the engine's own operand values,
 // each by the algorithm of cuBLASLt that is fastest here, grad_weight added in fp32.
-#ifndef HEADWATER_TESTS_BENCH_ENGINE_CUDA_FLOOR_H_
-#define HEADWATER_TESTS_BENCH_ENGINE_CUDA_FLOOR_H_
+#ifndef HEADWATER_TESTS_BENCH_COMMON_CUDA_FLOOR_H_
+#define HEADWATER_TESTS_BENCH_COMMON_CUDA_FLOOR_H_
 
 #include <cuda_runtime_api.h>
 
@@ -44,4 +44,4 @@ class Floor {
 
 }  // namespace headwater::bench
 
-#endif  // HEADWATER_TESTS_BENCH_ENGINE_CUDA_FLOOR_H_
+#endif  // HEADWATER_TESTS_BENCH_COMMON_CUDA_FLOOR_H_

@@ -1,6 +1,5 @@
-#include "tests/bench/engine/card_monitor.h"
+#include "tests/bench/common/card_monitor.h"
 
-#include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
 #include <chrono>
@@ -20,8 +19,8 @@ bool Find(void* library, const char* name, Function* function) {
 
 }  // namespace
 
-CardMonitor::CardMonitor() {
-  if (!Open()) return;
+CardMonitor::CardMonitor(const std::string& pci_bus_id) {
+  if (pci_bus_id.empty() || !Open(pci_bus_id)) return;
   thread_ = std::thread([this] {
     while (!done_) {
       Sample();
@@ -35,17 +34,16 @@ CardMonitor::~CardMonitor() {
   if (thread_.joinable()) thread_.join();
 }
 
-bool CardMonitor::Open() {
+bool CardMonitor::Open(const std::string& pci_bus_id) {
   library_ = dlopen("libnvidia-ml.so.1", RTLD_NOW);
   if (library_ == nullptr) return false;
   int (*init)() = nullptr;
   int (*by_bus)(const char*, void**) = nullptr;
-  char bus[32] = "";
   return Find(library_, "nvmlInit_v2", &init) && Find(library_, "nvmlDeviceGetHandleByPciBusId_v2", &by_bus) &&
          Find(library_, "nvmlDeviceGetClockInfo", &clock_) && Find(library_, "nvmlDeviceGetPowerUsage", &power_) &&
          Find(library_, "nvmlDeviceGetTemperature", &temperature_) &&
          Find(library_, "nvmlDeviceGetCurrentClocksThrottleReasons", &reasons_) && init() == 0 &&
-         cudaDeviceGetPCIBusId(bus, sizeof(bus), 0) == cudaSuccess && by_bus(bus, &device_) == 0;
+         by_bus(pci_bus_id.c_str(), &device_) == 0;
 }
 
 void CardMonitor::Sample() {

@@ -55,6 +55,21 @@ def is_missed(figure):
     return figure["required"] != "" and not float(figure["value"]) <= float(figure["required"])
 
 
+def origin(rows):
+    """Where figures come from, in a line."""
+    machines = sorted({(row["machine"], row["commit"]) for row in rows})
+    return " ".join(f"Machine: {machine}. Commit: {commit}." for machine, commit in machines)
+
+
+def write_block(page, mark, lines):
+    """Replaces what stands between the two lines `mark` of a page."""
+    page = pathlib.Path(page)
+    head, first, rest = page.read_text(encoding="utf-8").partition(mark)
+    if not first or mark not in rest:
+        raise SystemExit(f"{page} has no two lines {mark}")
+    page.write_text(head + "\n".join((mark, *lines, mark)) + rest.partition(mark)[2], encoding="utf-8")
+
+
 def main():
     if len(sys.argv) < 3:
         sys.exit(__doc__)
