@@ -227,7 +227,8 @@ ServerInfo FromProto(const v1::ServerInfo& info) {
   result.engine = info.engine();
   result.engine_note = info.engine_note();
   for (const v1::Device& device : info.devices()) {
-    result.devices.push_back({device.name(), device.model(), device.memory_budget_bytes(), device.memory_planned_bytes()});
+    result.devices.push_back(
+        {device.name(), device.model(), device.memory_budget_bytes(), device.memory_planned_bytes(), device.uuid()});
   }
   const v1::Limits& limits = info.limits();
   result.limits = {.max_message_bytes = limits.max_message_bytes(),
@@ -249,9 +250,17 @@ ServerInfo FromProto(const v1::ServerInfo& info) {
                    .max_step_wait_s = limits.max_step_wait_s(),
                    .max_heads_per_tenant = limits.max_heads_per_tenant(),
                    .max_tenant_memory_bytes = limits.max_tenant_memory_bytes(),
-                   .max_terms = limits.max_terms()};
+                   .max_terms = limits.max_terms(),
+                   .max_stripes = limits.max_stripes(),
+                   .max_stripe_wait_s = limits.max_stripe_wait_s(),
+                   .max_session_regions = limits.max_session_regions(),
+                   .max_region_bytes = limits.max_region_bytes(),
+                   .max_join_bytes = limits.max_join_bytes(),
+                   .max_join_wait_s = limits.max_join_wait_s()};
   result.features.assign(info.features().begin(), info.features().end());
   result.start_time = FromProto(info.start_time());
+  result.descriptor_socket = info.descriptor_socket();
+  result.named_regions = info.named_regions();
   return result;
 }
 

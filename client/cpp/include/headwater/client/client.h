@@ -18,6 +18,11 @@
 // alive by a thread on a connection of its own, and closed with the connection: undecided micro-batches go then. A session that has
 // ended meanwhile (the lease passed unnoticed, the server was started again) is replaced at the next call.
 //
+// Paths of rows. Of the paths that work for a micro-batch the best is taken (ClientOptions::transport demands one): device memory
+// in place where the server runs on the same host's GPUs, host memory that both sides share on the same host, gRPC over several
+// connections otherwise. MicroBatchResult::transport says which it was, stats() why it was not a better one; the first time that
+// is also said in a line on the standard error output.
+//
 // Replay. With ClientOptions::replay_bytes the client keeps the open step's micro-batches, decisions and gradients. When the server
 // has been started again and the head came back at that very step, the client takes the head, repeats them and goes on; the caller
 // sees a slow call. Of several trainers one takes the head and the others join it. Otherwise STEP_LOST is final (RestoredFrom()).
@@ -27,6 +32,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -35,6 +41,7 @@
 #include "absl/status/statusor.h"
 #include "headwater/client/error.h"
 #include "headwater/client/head.h"
+#include "headwater/client/teacher.h"
 #include "headwater/client/types.h"
 
 namespace headwater::client {
@@ -59,6 +66,13 @@ struct ClientOptions {
   // Room for the replay of the open step, >= 0; 0: no replay. A step that takes more is not kept: STEP_LOST is final then, and its
   // message says why. Rows are copied when their micro-batch has succeeded.
   int64_t replay_bytes = 0;
+  // Anything but kAuto demands a path: a micro-batch that cannot go that way fails with TRANSPORT_UNAVAILABLE, which says why.
+  Transport transport = Transport::kAuto;
+  // Connections that the rows of a micro-batch are spread over at most, in [1, 64]; small ones take fewer.
+  int stripes = 8;
+  // Gets the sentence why a better path is not taken, once; called by any thread, must not block. Empty: it goes to the standard
+  // error output.
+  std::function<void(const std::string& sentence)> on_notice{};
 };
 
 // A connection. Cheap to copy (copies share it); thread-safe. Heads and futures keep the connection alive by themselves.
@@ -88,6 +102,16 @@ class Client {
   // Frees a head whatever its epoch; its checkpoints stay. `force`: even with undecided contributions or a non-empty open step
   // (FAILED_PRECONDITION / HEAD_IN_USE otherwise).
   absl::Status DeleteHead(const std::string& name, bool force = false, const CallOptions& options = {});
+
+  // Memory for rows in a region that a server of the same host can map; ordinary memory where the system has none. Makes no call.
+  // INVALID_ARGUMENT for sizes that are negative or overflow; RESOURCE_EXHAUSTED if there is no memory.
+  absl::StatusOr<RowsBuffer> AllocateRows(int64_t row_count, int64_t hidden_size, DataType data_type);
+  // Which paths the rows take, and what went over them so far.
+  TransportStats stats() const;
+
+  // For a teacher's process: sends rows for micro-batches that name the same key (JoinedTeacherOptions). Calls nothing yet.
+  // `total_rows` >= 1: rows of the joined set.
+  Teacher OpenTeacher(const std::string& join_key, int64_t total_rows);
 
   absl::StatusOr<ServerInfo> GetServerInfo(const CallOptions& options = {});
   // grpc.health.v1. An empty `service` is the server as a whole. A service that the server does not know is kServiceUnknown.

@@ -59,6 +59,11 @@ class Head {
   // another type. `targets` may be empty if hard_loss_weight is 0; given, they mark ignored rows.
   Future<LossResult> Jsd(RowsView hidden, const Head& teacher, RowsView teacher_hidden, absl::Span<const int32_t> targets,
                          const JsdOptions& loss, const MicroBatchOptions& micro_batch, const CallOptions& options = {});
+  // Likewise, with rows that the teacher's process sends (Teacher::Stream()). Waits for them, until the deadline or the server's
+  // max_join_wait: FAILED_PRECONDITION / JOIN_INCOMPLETE names the first one that is missing.
+  Future<LossResult> Jsd(RowsView hidden, const Head& teacher, const JoinedTeacherOptions& joined,
+                         absl::Span<const int32_t> targets, const JsdOptions& loss, const MicroBatchOptions& micro_batch,
+                         const CallOptions& options = {});
   // Several losses over one set of rows, which is sent once: several heads (Medusa, multi-token prediction), several teachers. All
   // terms are committed together or none; `grad_hidden` is their sum, taken in fp32. This head is the one of terms that name none;
   // each trainable head has one step, that of `micro_batch` unless its terms say otherwise. All heads must come from one Client.
@@ -146,6 +151,7 @@ struct LossTerm {
   int32_t ignore_index = -100;
   std::optional<Head> teacher{};  // JsdOptions only
   RowsView teacher_hidden{};
+  std::optional<JoinedTeacherOptions> joined_teacher{};  // instead of `teacher_hidden`: another process sends the teacher's rows
   std::optional<int64_t> expected_weight_version{};
 };
 

@@ -114,9 +114,12 @@ struct HeadInfo {
 
 // ---- loss ----------------------------------------------------------------------------------------------------------------
 
-// How long a call may take, with all its repetitions.
+// Of one call.
 struct CallOptions {
-  std::chrono::milliseconds timeout{0};  // 0: ClientOptions::timeout
+  std::chrono::milliseconds timeout{0};  // for the call with all its repetitions. 0: ClientOptions::timeout
+  // Calls with tensors in device memory: a CUstream (cudaStream_t) of their device's primary context. The rows are ready, and the
+  // memory for gradients is free, when the work that was put into it before the call is done. Null: the default stream.
+  void* cuda_stream = nullptr;
 };
 
 // How calls are repeated that failed for want of a connection or of room (client.h says which). Nothing is repeated beyond the
@@ -163,6 +166,15 @@ struct JsdOptions {
   std::optional<int64_t> expected_teacher_weight_version{};
 };
 
+// Teacher rows that another process sends (Teacher::Stream()): they meet by tenant and key, in either order of arrival.
+struct JoinedTeacherOptions {
+  std::string join_key;    // 1 to 256 bytes; the teacher's process names the same
+  int64_t total_rows = 0;  // >= 1; rows of the joined set
+  // [rows of the term]: the index of each row in [0, total_rows). Empty: row i of the term is row i of the set. Copied by the call.
+  absl::Span<const int32_t> row_indices{};
+  std::optional<DataType> data_type{};  // of the teacher's rows. Absent: the type of the micro-batch's rows
+};
+
 // Per-token outputs, each [row_count].
 struct TokenOutputs {
   bool loss = false;                    // nats, before token weight and loss scale
@@ -199,6 +211,7 @@ struct MicroBatchOptions {
   // Where grad_hidden is written, [row_count, hidden_size] of its type; must hold exactly that many bytes and stay valid as the
   // rows do. Empty: the result owns it.
   absl::Span<unsigned char> grad_hidden{};
+  Memory grad_hidden_memory = Memory::kHost;  // where `grad_hidden` lies
   TokenOutputs outputs{};
   std::optional<int64_t> expected_weight_version{};  // anything else is FAILED_PRECONDITION / WEIGHT_VERSION_MISMATCH
 };
@@ -286,7 +299,7 @@ struct MicroBatchResult {
   std::optional<int64_t> step;
   int64_t attempt = 0;  // the one that was answered
   Timing timing;
-  std::string transport;                     // path that the tensors took: "grpc", ...
+  std::string transport;                     // path that the rows took: "grpc", "shared_memory" or "cuda_ipc"
   std::optional<Contribution> contribution;  // to commit or discard; absent where there is nothing to decide
 };
 
@@ -296,6 +309,41 @@ struct LossResult : TermResult, MicroBatchResult {};
 // The outcome of a micro-batch of several terms.
 struct MultiResult : MicroBatchResult {
   std::vector<TermResult> terms;  // in the order of the call
+};
+
+// What Teacher::Stream() yields.
+struct StreamedRows {
+  int64_t row_count = 0;  // rows that the server keeps for the join
+};
+
+// ---- transport -----------------------------------------------------------------------------------------------------------
+
+// How rows travel.
+enum class Transport : int32_t {
+  kAuto = 0,          // the best one that works, for each micro-batch
+  kGrpc = 1,          // over gRPC, spread over several connections
+  kSharedMemory = 2,  // host memory that the server maps: same host
+  kCudaIpc = 3,       // the trainer's own device memory, read and written in place: same host, an engine on its GPUs
+};
+
+// `auto`, `grpc`, `shared_memory`, `cuda_ipc`.
+const char* TransportName(Transport transport);
+
+// What went one way, of micro-batches that succeeded.
+struct TransportCounts {
+  int64_t micro_batches = 0;
+  int64_t bytes = 0;  // of rows and their gradients, both ways
+};
+
+// What a connection knows of its paths. Empty strings before the first micro-batch of the kind.
+struct TransportStats {
+  std::string host_transport;  // path of rows in host memory
+  std::string cuda_transport;  // path of rows in device memory
+  std::string why_not_better;  // one sentence; empty: there is no better path, or nothing is known yet
+  int64_t stripes = 0;         // streams of the last micro-batch over gRPC
+  TransportCounts grpc;
+  TransportCounts shared_memory;
+  TransportCounts cuda_ipc;
 };
 
 // ---- steps ---------------------------------------------------------------------------------------------------------------
@@ -402,6 +450,7 @@ struct DeviceInfo {
   std::string model;  // as the vendor calls it
   int64_t memory_budget_bytes = 0;
   int64_t memory_planned_bytes = 0;
+  std::string uuid;  // 16 bytes; empty for devices that have none
 };
 
 // What the server accepts at most; each is a flag of headwaterd of the same name (durations without the `_s`).
@@ -426,6 +475,12 @@ struct ServerLimits {
   int64_t max_heads_per_tenant = 0;
   int64_t max_tenant_memory_bytes = 0;  // 0: none
   int64_t max_terms = 0;
+  int64_t max_stripes = 0;  // 0: the server does not know stripes
+  int64_t max_stripe_wait_s = 0;
+  int64_t max_session_regions = 0;
+  int64_t max_region_bytes = 0;
+  int64_t max_join_bytes = 0;
+  int64_t max_join_wait_s = 0;
 };
 
 struct ServerInfo {
@@ -437,6 +492,8 @@ struct ServerInfo {
   ServerLimits limits;
   std::vector<std::string> features;
   std::chrono::system_clock::time_point start_time;
+  std::string descriptor_socket;  // path of the Unix socket that takes memory descriptors; empty: there is none
+  bool named_regions = false;     // whether regions may be registered by a name under /dev/shm
 };
 
 // Answer of grpc.health.v1. Values may be added.
