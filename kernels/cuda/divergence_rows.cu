@@ -13,7 +13,7 @@
 // 1 of row n, 0 of row n + 1, 2 of row n, row n + 1 into registers: sums travel over the cluster under other work.
 //
 // Factor. M has all of row_factor but its power of two, so that a row's share of grad_weight is rounded once; or, in a row of which
-// one column has most, so much that this column's entry is a power of two.
+// one column has most, so much that its largest entries are nearly exact (device/exact_entries.cuh).
 //
 // In place. M of row n is written over the student's products of row n when the second exchange has come; it comes after every CTA
 // has summed its slice of row n, so all of the row was in shared memory before.
@@ -364,8 +364,14 @@ __global__ void __launch_bounds__(cluster_row::kMaxThreads, 1) DivergenceRowsKer
           }
         }
         float row_power = PowerOfTwo(factor.exponent);
-        // The most probable column's entry weighs as much as all others together.
-        if (row_has_top) row_power *= MakeExact<kHalf>(fabsf(top_entry) * params.top_unit * fabsf(factor.rest), factor);
+        if (row_has_top) {
+          // The most probable column's entry weighs as much as all others together. Where the teacher has nothing that this column
+          // or the others beside it have, M there is q times one number: that of a single other column with the teacher's share,
+          // which has all of the opposite sign.
+          const float unit = params.top_unit * fabsf(factor.rest);
+          const float top_size = fabsf(top_entry) * unit;
+          row_power *= MakeExact<kHalf>(top_size, kForm == Form::kMixture ? top_size / (1.0f - q_rest) : top_size, factor);
+        }
         if (cta_rank == 0 && thread == 0) {
           RowReport report;
           report.soft = kLn2 * static_cast<double>(loss);

@@ -1,5 +1,6 @@
 // Rows' losses out of their statistics, and what the gradient passes need of a row. One thread a row, all fp64: the shards'
 // statistics are merged in order by the lines that the CPU engine runs (kernels/core/row_loss.h).
+#include "kernels/cuda/device/exact_entries.cuh"
 #include "kernels/cuda/device/row_math.cuh"
 #include "kernels/cuda/row_passes.h"
 
@@ -7,9 +8,6 @@ namespace headwater::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-// A rounding error of M's largest entry up to which it is less than what rounding the hidden states would cost (it is
-// 1.66e-3 in bf16, an eighth of that in fp16).
-constexpr double kNearlyExactBf16 = 1.6e-3;
 constexpr double kLn2 = 0.693147180559945309417;
 constexpr int kLargestExponent = 20;  // fp16's scale may be up to 2^100 in either direction (row_math::MatrixScale)
 
@@ -40,23 +38,14 @@ __device__ FactorParts SplitFactor(double gradient_factor, double bound, Element
   return {scale * fp16_scale, static_cast<float>(ldexp(1.0 / fp16_scale, kept))};
 }
 
-// Relative error of a number in M's element; 0 for fp32, where it does not matter, and for what is not finite.
-__device__ double RoundingError(double value, Element matrix_element) {
-  if (matrix_element == Element::kFloat32 || !(fabs(value) > 0) || !(fabs(value) < INFINITY)) return 0;
-  int exponent = 0;
-  const double digits = ldexp(frexp(fabs(value), &exponent), matrix_element == Element::kBFloat16 ? 8 : 11);
-  return fabs(digits - rint(digits)) / digits;
-}
-
-// Scales M so that an entry of `value` (before scaling) becomes a power of two, exact in M, unless it nearly is one: the factor
-// beside it is exact enough in fp32.
-__device__ void MakeExact(double value, double gradient_factor, Element matrix_element, FactorParts* parts) {
-  const double entry = parts->scale * value;
-  const double nearly_exact = matrix_element == Element::kFloat16 ? kNearlyExactBf16 / 8 : kNearlyExactBf16;
-  if (!(RoundingError(entry, matrix_element) > nearly_exact)) return;
-  int exponent = 0;
-  frexp(fabs(entry), &exponent);
-  parts->scale *= ldexp(1.0, exponent - 1) / fabs(entry);
+// Scales M so that its entries of these sizes (before scaling) are nearly exact in 16 bits.
+__device__ void MakeExact(double first, double second, double gradient_factor, Element matrix_element, FactorParts* parts) {
+  if (matrix_element == Element::kFloat32) return;
+  const bool half = matrix_element == Element::kFloat16;
+  const auto first_entry = static_cast<float>(fabs(parts->scale * first));
+  const auto second_entry = static_cast<float>(fabs(parts->scale * second));
+  if (!(first_entry > 1e-30f) || exact_entries::AreNearlyExact(first_entry, second_entry, half)) return;
+  parts->scale *= static_cast<double>(exact_entries::BestScale(first_entry, second_entry, half));
   parts->row_factor = static_cast<float>(gradient_factor / parts->scale);
 }
 
@@ -118,7 +107,7 @@ __global__ void __launch_bounds__(kThreads)
   FactorParts parts = SplitFactor(gradient_factor, HardBound(out, term), options.matrix_element);
   // One column has most of the row.
   if (out.class_factor == 0 && loss.lse - loss.max < kLn2) {
-    MakeExact(out.probability_factor, gradient_factor, options.matrix_element, &parts);
+    MakeExact(out.probability_factor, out.probability_factor, gradient_factor, options.matrix_element, &parts);
   }
   out.scale = parts.scale;
   row_factor[row] = parts.row_factor;
@@ -159,9 +148,11 @@ __global__ void __launch_bounds__(kThreads)
   const double soft_bound = fmax(merged.bound + q_max * fabs(merged.mean), top * fabs(merged.mean));
   const double hard_bound = HardBound(out, options.cross_entropy.term);
   FactorParts parts = SplitFactor(gradient_factor, hard_bound + out.soft_factor * soft_bound, options.matrix_element);
-  // The most probable column's entry, which weighs as much as all others together.
+  // As in divergence_rows.cu: the most probable column's entry, and that of a single column with the teacher's share.
   if (hard_bound == 0 && q_top > 0.5) {
-    MakeExact(top * fabs(merged.mean) * out.soft_factor, gradient_factor, options.matrix_element, &parts);
+    const double single = fabs(merged.mean) * out.soft_factor;
+    const bool mixture = term.beta > 0 && term.beta < 1;
+    MakeExact(top * single, mixture ? single : top * single, gradient_factor, options.matrix_element, &parts);
   }
   out.scale = parts.scale;
   row_factor[row] = parts.row_factor;

@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/device/cluster_row.cuh"
+#include "kernels/cuda/device/exact_entries.cuh"
 #include "kernels/cuda/device/row_math.cuh"
 #include "kernels/cuda/row_passes.h"
 
@@ -247,22 +248,12 @@ __device__ __forceinline__ float PowerOfTwo(int32_t exponent) {
   return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
 }
 
-// Relative error of a number >= 0 in M's element; 0 for numbers out of the range where it matters.
+// Scales M so that the row's entries of these sizes are nearly exact in it, by a whole warp; returns what the factor outside M is
+// multiplied by.
 template <bool kHalf>
-__device__ __forceinline__ float RoundingError(float value) {
-  if (!(value > 1e-30f && value < 1e30f)) return 0.0f;
-  constexpr uint32_t kFraction = 0x7fffffu;
-  const float digits = __uint_as_float((__float_as_uint(value) & kFraction) | 0x3f800000u) * (kHalf ? 1024.0f : 128.0f);
-  return fabsf(digits - rintf(digits)) / digits;
-}
-
-// Scales M so that the row's entry of this size becomes a power of two, exact in M, unless it nearly is one: up to that error it is
-// less than what rounding the hidden states costs, as in finish_rows.cu. Returns what the factor outside M is multiplied by.
-template <bool kHalf>
-__device__ __forceinline__ float MakeExact(float entry, FactorParts& factor) {
-  constexpr float kNearlyExact = kHalf ? 2e-4f : 1.6e-3f;
-  if (!(RoundingError<kHalf>(entry) > kNearlyExact)) return 1.0f;
-  const float rest = factor.rest * (PowerOfTwo(static_cast<int32_t>(__float_as_uint(entry) >> 23) - 127) / entry);
+__device__ __forceinline__ float MakeExact(float first, float second, FactorParts& factor) {
+  if (!(first > 1e-30f) || exact_entries::AreNearlyExact(first, second, kHalf)) return 1.0f;
+  const float rest = factor.rest * exact_entries::BestScaleOfWarp(first, second, kHalf);
   const float outside = factor.rest / rest;
   factor.rest = rest;
   return outside;

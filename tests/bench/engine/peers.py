@@ -72,7 +72,7 @@ def compiled(function):
     return torch.compile(function, dynamic=False)
 
 
-def cross_entropy_peers(hidden, weight, targets):
+def cross_entropy_peers(hidden, weight, targets, options):
     """Name: a function that returns the loss, or None for what is not there."""
     compiled_loss = compiled(eager_cross_entropy)
     peers = {
@@ -89,7 +89,7 @@ def cross_entropy_peers(hidden, weight, targets):
         peers["liger_fp32"] = lambda: loss_fp32(weight, hidden, targets)
     quack = member("quack", "quack.linear_cross_entropy", "chunked_linear_cross_entropy")
     if quack is not None:
-        peers["quack"] = lambda: quack(hidden, weight, targets, reduction="sum")
+        peers["quack"] = lambda: quack(hidden, weight, targets, reduction="sum", tuned=options.tuned)
     return peers
 
 
@@ -104,7 +104,7 @@ def divergence_peers(student, teacher):
     liger = member("liger_kernel", "liger_kernel.transformers", "LigerFusedLinearJSD")
     if liger is not None:
         loss = liger(jsd_beta=0.5)
-        peers["liger"] = lambda: loss(*student, *teacher)
+        peers["liger"] = lambda: loss(*student, *teacher, None)
     return peers
 
 
@@ -186,7 +186,7 @@ def measure_case(name, options, machine):
         peers = divergence_peers((hidden, weight), teacher)
     else:
         targets = torch.randint(VOCAB, (rows,), device="cuda", generator=generator)
-        peers = cross_entropy_peers(hidden, weight, targets)
+        peers = cross_entropy_peers(hidden, weight, targets, options)
 
     def without_gradients(work):
         def run():
@@ -198,6 +198,8 @@ def measure_case(name, options, machine):
     taken = []
     for peer_name, work in peers.items():
         case = f"{figures.GPU_PREFIX}{name}_{peer_name}"
+        if options.peers and peer_name not in options.peers.split(","):
+            continue
         if work is None:
             print(f"{case:60} not there: its package is not installed")
             continue
@@ -211,8 +213,8 @@ def measure_case(name, options, machine):
             hidden.grad = weight.grad = None
             floor = products(hidden, weight, teacher)
             ms, floor_ms, ratio, spread = compare(floor, run, options.seconds)
-        except (torch.cuda.OutOfMemoryError, RuntimeError, TypeError, ImportError) as error:
-            print(f"{case:60} failed: {str(error).splitlines()[0][:120]}")
+        except Exception as error:  # whatever another library raises: the others' figures still count
+            print(f"{case:60} failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}")
             continue
         finally:
             floor = None
@@ -233,6 +235,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(CASES), help="cases, with commas between them")
     parser.add_argument("--seconds", type=float, default=0.5, help="length of a block")
+    parser.add_argument("--tuned", action="store_true", help="QuACK searches its configurations, which takes minutes")
+    parser.add_argument("--peers", help="these only, with commas between them")
     parser.add_argument("--output", help="CSV file that the figures go into")
     parser.add_argument("--commit", default="unknown")
     options = parser.parse_args()
