@@ -1,0 +1,235 @@
+#include "server/transport/row_exchange.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "headwater/kernels/error.h"
+
+namespace headwater::transport {
+namespace {
+
+absl::Status OutOfRange(const std::string& field, const std::string& expected, int64_t row_start, int64_t row_count) {
+  const std::string actual = absl::StrCat("row_start ", row_start, ", row_count ", row_count);
+  return MakeError(ErrorReason::kChunkOutOfRange, absl::StrCat(field, ": expected ", expected, ", got ", actual),
+                   {{"field", field}, {"expected", expected}, {"actual", actual}});
+}
+
+}  // namespace
+
+bool RowRanges::Overlaps(int64_t start, int64_t count) const {
+  const auto after = ends_.lower_bound(start);
+  if (after != ends_.end() && after->first < start + count) return true;
+  return after != ends_.begin() && std::prev(after)->second > start;
+}
+
+void RowRanges::Add(int64_t start, int64_t count) {
+  row_count_ += count;
+  int64_t end = start + count;
+  auto after = ends_.lower_bound(start);
+  if (after != ends_.end() && after->first == end) {
+    end = after->second;
+    after = ends_.erase(after);
+  }
+  if (after != ends_.begin() && std::prev(after)->second == start) {
+    std::prev(after)->second = end;
+  } else {
+    ends_.emplace_hint(after, start, end);
+  }
+}
+
+int64_t RowRanges::prefix() const { return !ends_.empty() && ends_.begin()->first == 0 ? ends_.begin()->second : 0; }
+
+RowExchange::RowExchange(int64_t row_count, std::vector<Tensor> tensors) : row_count_(row_count), last_row_time_(absl::Now()) {
+  for (Tensor& tensor : tensors) {
+    Input& input = inputs_.emplace_back();
+    input.tensor = std::move(tensor);
+    if (input.tensor.row_count == 0) continue;
+    if (input.tensor.data == nullptr) {
+      input.claimed.Add(0, input.tensor.row_count);
+      input.delivered.Add(0, input.tensor.row_count);
+      continue;
+    }
+    missing_rows_ += input.tensor.row_count;
+    total_bytes_ += input.tensor.row_count * input.tensor.row_bytes;
+  }
+}
+
+void RowExchange::Changed() {
+  ++version_;
+  changed_.SignalAll();
+}
+
+// ---- rows in ---------------------------------------------------------------------------------------------------------
+
+absl::StatusOr<uint8_t*> RowExchange::Claim(size_t index, int64_t row_start, int64_t row_count, int64_t data_bytes,
+                                            const std::string& field) {
+  absl::MutexLock lock(&mutex_);
+  if (!broken_.ok()) return broken_;
+  Input& input = inputs_[index];
+  const Tensor& tensor = input.tensor;
+  // Written so that no sum of two numbers that a client chose can wrap.
+  if (row_start < 0 || row_count < 1 || row_start > tensor.row_count || row_count > tensor.row_count - row_start) {
+    return OutOfRange(field, absl::StrCat("at least one row within [0, ", tensor.row_count, ")"), row_start, row_count);
+  }
+  const int64_t expected_bytes = row_count * tensor.row_bytes;
+  if (data_bytes != expected_bytes) {
+    return MakeError(
+        ErrorReason::kDataLengthMismatch,
+        absl::StrCat(field, ".data: expected ", expected_bytes, " bytes (", row_count, " rows of ", tensor.row_bytes,
+                     " bytes), got ", data_bytes),
+        {{"field", field + ".data"}, {"expected", absl::StrCat(expected_bytes)}, {"actual", absl::StrCat(data_bytes)}});
+  }
+  if (input.claimed.Overlaps(row_start, row_count)) {
+    return OutOfRange(field, "rows that no earlier chunk covered", row_start, row_count);
+  }
+  input.claimed.Add(row_start, row_count);
+  return tensor.data + row_start * tensor.row_bytes;
+}
+
+void RowExchange::Deliver(size_t index, int64_t row_start, int64_t row_count) {
+  absl::MutexLock lock(&mutex_);
+  Input& input = inputs_[index];
+  input.delivered.Add(row_start, row_count);
+  missing_rows_ -= row_count;
+  received_bytes_ += row_count * input.tensor.row_bytes;
+  last_row_time_ = absl::Now();
+  Changed();
+}
+
+void RowExchange::CloseInput() {
+  absl::MutexLock lock(&mutex_);
+  input_closed_ = true;
+  Changed();
+}
+
+void RowExchange::RequireClose() {
+  absl::MutexLock lock(&mutex_);
+  close_required_ = true;
+}
+
+int64_t RowExchange::ReadyRows() const {
+  int64_t ready = row_count_;
+  for (const Input& input : inputs_) {
+    const int64_t prefix = input.delivered.prefix();
+    if (prefix < input.tensor.row_count) ready = std::min(ready, input.tensor.row_start + prefix);
+  }
+  return ready;
+}
+
+absl::Status RowExchange::InputStatus() const {
+  if (!broken_.ok()) return broken_;
+  if (!input_closed_ || missing_rows_ == 0) return absl::OkStatus();
+  const auto short_one = std::find_if(inputs_.begin(), inputs_.end(),
+                                      [](const Input& input) { return input.delivered.row_count() < input.tensor.row_count; });
+  const std::string rows = absl::StrCat(short_one->tensor.row_count);
+  const std::string received = absl::StrCat(short_one->delivered.row_count());
+  const std::string first_missing = absl::StrCat(short_one->delivered.prefix());
+  return MakeError(
+      ErrorReason::kProtocolViolation,
+      absl::StrCat("the stream ended early: expected ", rows, " rows of ", short_one->tensor.name, ", got ", received,
+                   "; the first missing one is ", first_missing),
+      {{"field", short_one->tensor.name}, {"expected", rows}, {"actual", received}, {"firstMissingRow", first_missing}});
+}
+
+absl::StatusOr<bool> RowExchange::AwaitRows(int64_t row_end, absl::Time deadline) {
+  absl::MutexLock lock(&mutex_);
+  while (true) {
+    if (absl::Status status = InputStatus(); !status.ok()) return status;
+    const bool closed = row_end < row_count_ || !close_required_ || input_closed_;
+    if (closed && ReadyRows() >= row_end) return true;
+    if (absl::Now() >= deadline) return false;
+    changed_.WaitWithDeadline(&mutex_, deadline);
+  }
+}
+
+int64_t RowExchange::ready_rows() const {
+  absl::MutexLock lock(&mutex_);
+  return ReadyRows();
+}
+
+bool RowExchange::complete() const {
+  absl::MutexLock lock(&mutex_);
+  return missing_rows_ == 0 && (input_closed_ || !close_required_);
+}
+
+int64_t RowExchange::received_bytes() const {
+  absl::MutexLock lock(&mutex_);
+  return received_bytes_;
+}
+
+absl::Time RowExchange::last_row_time() const {
+  absl::MutexLock lock(&mutex_);
+  return last_row_time_;
+}
+
+absl::Status RowExchange::CheckInput() const {
+  absl::MutexLock lock(&mutex_);
+  return InputStatus();
+}
+
+// ---- gradient out ----------------------------------------------------------------------------------------------------
+
+void RowExchange::OpenGrad(int64_t row_count, int64_t piece_rows) {
+  absl::MutexLock lock(&mutex_);
+  grad_rows_ = row_count;
+  grad_piece_rows_ = piece_rows;
+}
+
+void RowExchange::GradReady(int64_t row_end) {
+  absl::MutexLock lock(&mutex_);
+  if (row_end <= grad_ready_) return;
+  grad_ready_ = std::min(row_end, grad_rows_);
+  Changed();
+}
+
+RowExchange::GradRows RowExchange::NextGrad() {
+  absl::MutexLock lock(&mutex_);
+  if (!broken_.ok() || grad_taken_ >= grad_ready_) return {};
+  // A short piece only at the very end: the rows behind it come soon.
+  const int64_t count = std::min(grad_piece_rows_, grad_rows_ - grad_taken_);
+  if (grad_taken_ + count > grad_ready_) return {};
+  const GradRows rows{grad_taken_, count};
+  grad_taken_ += count;
+  if (grad_taken_ == grad_rows_) Changed();
+  return rows;
+}
+
+bool RowExchange::grad_taken() const {
+  absl::MutexLock lock(&mutex_);
+  return grad_taken_ == grad_rows_;
+}
+
+// ---- its end ---------------------------------------------------------------------------------------------------------
+
+void RowExchange::Break(const absl::Status& status) {
+  absl::MutexLock lock(&mutex_);
+  if (!broken_.ok()) return;
+  broken_ = status;
+  Changed();
+}
+
+absl::Status RowExchange::status() const {
+  absl::MutexLock lock(&mutex_);
+  return broken_;
+}
+
+int64_t RowExchange::version() const {
+  absl::MutexLock lock(&mutex_);
+  return version_;
+}
+
+void RowExchange::AwaitChange(int64_t seen, absl::Time deadline) {
+  absl::MutexLock lock(&mutex_);
+  while (version_ == seen && !changed_.WaitWithDeadline(&mutex_, deadline)) {
+  }
+}
+
+void RowExchange::Notify() {
+  absl::MutexLock lock(&mutex_);
+  Changed();
+}
+
+}  // namespace headwater::transport

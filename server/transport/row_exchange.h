@@ -1,0 +1,141 @@
+// RowExchange: where the rows of one micro-batch come together, and where its gradient is handed out.
+//
+// In:  whoever has rows of a tensor claims their place, writes them there and delivers them: Claim(), copy, Deliver(). Many at
+// once;
+//      each row exactly once, in any order. The computation waits for the first rows of all tensors.
+// Out: the computation says how many rows of the gradient are final; whoever can send takes the next ones.
+//
+// Break() ends it for everybody: what waits returns its status, nothing is claimed or handed out any more.
+//
+// Thread-safe. No call but AwaitRows() and AwaitChange() waits for anything.
+#ifndef HEADWATER_SERVER_TRANSPORT_ROW_EXCHANGE_H_
+#define HEADWATER_SERVER_TRANSPORT_ROW_EXCHANGE_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+
+namespace headwater::transport {
+
+// Disjoint ranges of rows; ranges that touch become one.
+class RowRanges {
+ public:
+  // Whether any of rows [start, start + count) is in it.
+  bool Overlaps(int64_t start, int64_t count) const;
+  // Adds rows that are not in it.
+  void Add(int64_t start, int64_t count);
+  // How many rows from 0 on are in it without a gap.
+  int64_t prefix() const;
+  int64_t row_count() const { return row_count_; }
+
+ private:
+  std::map<int64_t, int64_t> ends_;  // by first row
+  int64_t row_count_ = 0;
+};
+
+class RowExchange {
+ public:
+  // A tensor of rows that comes in.
+  struct Tensor {
+    std::string name;         // in messages
+    int64_t row_start = 0;    // the row of the micro-batch that its first row belongs to
+    int64_t row_count = 0;    // >= 0
+    int64_t row_bytes = 0;    // >= 1
+    uint8_t* data = nullptr;  // `[row_count, row_bytes]`, outlives the exchange; null: it is there from the start
+  };
+  // Consecutive rows of the gradient.
+  struct GradRows {
+    int64_t row_start = 0;
+    int64_t row_count = 0;  // 0: there are none
+  };
+
+  // `row_count`: of the micro-batch.
+  RowExchange(int64_t row_count, std::vector<Tensor> tensors);
+  RowExchange(const RowExchange&) = delete;
+  RowExchange& operator=(const RowExchange&) = delete;
+
+  // ---- rows in
+  // The place of rows [row_start, row_start + row_count) of tensor `index`, which nobody else gets from now on. kChunkOutOfRange
+  // (outside the tensor, no rows, or rows that somebody has claimed), kDataLengthMismatch, or the status of Break(). `field` names
+  // the chunk in messages.
+  absl::StatusOr<uint8_t*> Claim(size_t index, int64_t row_start, int64_t row_count, int64_t data_bytes, const std::string& field);
+  // The claimed rows have been written.
+  void Deliver(size_t index, int64_t row_start, int64_t row_count);
+  // Nobody will claim rows any more; whoever waits for missing ones gets kProtocolViolation, which names the first missing one.
+  void CloseInput();
+  // complete() needs CloseInput() from now on: the last row is not the last word. Before rows come.
+  void RequireClose();
+
+  // True if rows [0, row_end) of the micro-batch are there, false at `deadline`; the status of Break(), or kProtocolViolation.
+  absl::StatusOr<bool> AwaitRows(int64_t row_end, absl::Time deadline);
+  // The first so many rows of the micro-batch are there, in all tensors.
+  int64_t ready_rows() const;
+  // All rows are there (and the input is closed, if RequireClose() was called).
+  bool complete() const;
+  int64_t received_bytes() const;
+  int64_t total_bytes() const { return total_bytes_; }
+  // When the last row came.
+  absl::Time last_row_time() const;
+  // OK while every missing row may still come; else what AwaitRows() would return.
+  absl::Status CheckInput() const;
+
+  // ---- gradient out
+  // There is a gradient of `row_count` rows, handed out in pieces of at most `piece_rows` (>= 1). At most once, before GradReady().
+  void OpenGrad(int64_t row_count, int64_t piece_rows);
+  // Rows [0, row_end) are final. Does not call anybody.
+  void GradReady(int64_t row_end);
+  // The next rows, in ascending order; none if there are none yet, or no more, or the exchange is broken.
+  GradRows NextGrad();
+  // Everything was handed out, or there is no gradient.
+  bool grad_taken() const;
+
+  // ---- its end
+  // The first status (not OK) counts.
+  void Break(const absl::Status& status);
+  // OK, or the status of Break().
+  absl::Status status() const;
+
+  // Rises with every change of the exchange, and with Notify().
+  int64_t version() const;
+  // Waits until version() is not `seen`, or `deadline`.
+  void AwaitChange(int64_t seen, absl::Time deadline);
+  void Notify();
+
+ private:
+  struct Input {
+    Tensor tensor;
+    RowRanges claimed;
+    RowRanges delivered;
+  };
+  int64_t ReadyRows() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Changed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status InputStatus() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const int64_t row_count_;
+  int64_t total_bytes_ = 0;
+  mutable absl::Mutex mutex_;
+  absl::CondVar changed_;
+  int64_t version_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::vector<Input> inputs_ ABSL_GUARDED_BY(mutex_);
+  int64_t missing_rows_ ABSL_GUARDED_BY(mutex_) = 0;  // of all tensors
+  int64_t received_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Time last_row_time_ ABSL_GUARDED_BY(mutex_);
+  bool input_closed_ ABSL_GUARDED_BY(mutex_) = false;
+  bool close_required_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status broken_ ABSL_GUARDED_BY(mutex_);
+  int64_t grad_rows_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t grad_piece_rows_ ABSL_GUARDED_BY(mutex_) = 1;
+  int64_t grad_ready_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t grad_taken_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+}  // namespace headwater::transport
+
+#endif  // HEADWATER_SERVER_TRANSPORT_ROW_EXCHANGE_H_
