@@ -1,8 +1,10 @@
 // Head: one LM head's transactions. Ties the ledger (what is in the step) to the engine (the numbers).
 //
-// Thread-safe. Two locks: `compute_mutex_` serializes engine work and everything that changes the head, `state_mutex_` is held for
+// Thread-safe. Two locks: `compute_mutex_` is for engine work and everything that changes the head, `state_mutex_` is held for
 // moments only. So Describe(), GetSteps(), CheckSubmission() and a duplicate's kMicroBatchInProgress are answered at once while
-// another call computes; all other methods wait for it. Nothing here knows gRPC; errors carry reasons (error.h).
+// another call computes; all other methods wait for it, but for one kind: submissions that stage nothing share the compute locks of
+// their heads, so that several small ones reach the engine together and the next large one is at its door. Nothing here knows gRPC;
+// errors carry reasons (error.h).
 //
 // Every call answers, in this order: kHeadNotFound after Retire(); kHeadNotTrainable where a step is named and the head is frozen;
 // kStepLost while the head is RESTORED and the call names an epoch or a step; kEpochFenced; kStepLost while the head is LOST;
@@ -11,7 +13,8 @@
 // A head is LOST when the engine failed (kEngineFailed, kInternal) while its accumulator, weights or optimizer state were being
 // changed: what they hold is unknown. Everything undecided is dropped then, and every call but SetTensor(s) and Restore is refused
 // until one of those gives the head a new epoch. An engine that fails before it changes anything (a staged or forward-only
-// computation, a read, kShardNotReady) leaves the head as it was. A head is RESTORED when the server has brought it back from a
+// computation, one whose rows were still being awaited, a read, kShardNotReady) leaves the head as it was. What others compute
+// beside the one that failed ends with kStepLost. A head is RESTORED when the server has brought it back from a
 // checkpoint: Take(), Restore() and SetTensor(s) with the current epoch make it READY.
 //
 // An undecided contribution may belong to several heads (a micro-batch with several terms). It is dropped in all of them as soon as
@@ -95,11 +98,12 @@ class IncomingRows {
  public:
   virtual ~IncomingRows() = default;
   // As RowFlow::AwaitRows(). kCancelled with `stalled` set in the source when rows stay away for too long to hold the engine for.
+  // By the thread that computes, as Finish() is.
   virtual absl::Status AwaitRows(int64_t row_end) = 0;
   // True once AwaitRows() has given up because the rows stalled: the submission is not refused, it comes again when it is complete.
   virtual bool stalled() const = 0;
-  // The digest of canonical header and rows, once all rows are there. `rows`: what the engine has summed up, if it was asked to
-  // (`engine_digests`), else null.
+  // The digest of canonical header and rows, once all rows are there; asked for in a backward call, once. `rows`: what the engine
+  // has summed up, if it was asked to (`engine_digests`), else null.
   virtual absl::StatusOr<Digest> Finish(const DigestBuilder* rows) = 0;
   // As RowFlow::GradHiddenReady().
   virtual void GradHiddenReady(int64_t row_end) = 0;
@@ -128,6 +132,8 @@ struct Submission {
   IncomingRows* incoming = nullptr;
   bool engine_digests = false;         // MicroBatch::digest_rows; only with `incoming`
   const DeviceEvent* after = nullptr;  // MicroBatch::after; outlives Submit()
+  // A contribution that is left undecided holds on to it until it is decided or dropped. May be null.
+  std::shared_ptr<const void> until_decided;
 };
 
 // What became of it.
@@ -140,8 +146,10 @@ struct SubmissionOutcome {
   bool replayed = false;
   bool payload_differs = false;
   std::optional<int64_t> step;
-  Digest digest{};              // that the micro-batch is known by
-  bool needs_all_rows = false;  // nothing was done: submit it again, without `incoming`, when all rows are there
+  Digest digest{};  // that the micro-batch is known by
+  // Nothing was done: submit it again, without `incoming`, when all rows are there. Rows of grad_hidden that GradHiddenReady() has
+  // told of are those of the repeat too if both saw the same versions of all weights, which are filled in.
+  bool needs_all_rows = false;
 };
 
 // One trainable head of a micro-batch that is to be decided.
@@ -239,9 +247,10 @@ class Head : public std::enable_shared_from_this<Head> {
   // To be called once the header has been accepted. Checks like CheckSubmission(); then an attempt > 0 aborts lower ones: what they
   // left undecided is dropped, and one that is running ends with kAttemptSuperseded unless it is past the point of no return.
   static absl::Status Announce(const Submission& submission);
-  // Computes and, where it adds something, commits or stages. Locks all heads of the submission (ordered by address).
-  // `cancelled` is asked once more just before the point from which the submission can no longer be aborted; true ends it with
-  // kCancelled and nothing changed.
+  // Computes and, where it adds something, commits or stages. Locks all heads of the submission (ordered by address), shared with
+  // others of its kind unless it may take a staging slot. `cancelled` is asked once more just before the point from which the
+  // submission can no longer be aborted; true ends it with kCancelled and nothing changed. With `incoming` that point is when all
+  // rows are there; before it, and whenever rows are awaited, `cancelled` and higher attempts are looked at.
   static absl::StatusOr<SubmissionOutcome> Submit(const Submission& submission, LossEngine& engine,
                                                   const std::function<bool()>& cancelled);
   // Adds the contribution to all its heads, or to none: `targets` must be exactly those (kInvalidCombination otherwise). True if
@@ -338,8 +347,9 @@ class Head : public std::enable_shared_from_this<Head> {
   };
   // What a call needs the head to be.
   enum class Need { kAnyState, kNotLost, kReady };
-  // Holds the compute locks of some heads, taken in ascending address so that nobody waits in a circle.
+  // Hold the compute locks, or the state locks, of some heads, taken in ascending address so that nobody waits in a circle.
   class ComputeLocks;
+  class StateLocks;
 
   Head(const HeadName& name, const HeadSpec& spec, const HeadLimits& limits, LossEngine& engine,
        std::unique_ptr<EngineHead> engine_head);
@@ -395,7 +405,7 @@ class Head : public std::enable_shared_from_this<Head> {
 
   // After an engine call that changes the head: an engine failure makes the head LOST. Returns `status`.
   absl::Status AfterChange(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
-  void MarkLost(const absl::Status& cause) ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
+  void MarkLost(const absl::Status& cause) ABSL_SHARED_LOCKS_REQUIRED(compute_mutex_);
   absl::Status CheckApply(const ApplyArguments& arguments) const;
   absl::Status CheckUpdates(const std::vector<TensorUpdate>& updates) const;
   // kDataLengthMismatch unless `byte_count` is the whole tensor's.
@@ -419,7 +429,10 @@ class Head : public std::enable_shared_from_this<Head> {
 
   // Engine work and everything that changes the head. Taken before state_mutex_; of several heads by ComputeLocks. State is written
   // only with both held, so a holder of this one alone may rely on what it has read: but for `retired_`, `superseding_`,
-  // `running_calls_`, and SettleDropped(), which only concerns what nobody can decide any more.
+  // `running_calls_`, and SettleDropped(), which only concerns what nobody can decide any more. Those who share it change only what
+  // each of them looks at anew under state_mutex_: the ledger's records and `pending_` of their own micro-batches, and, when the
+  // engine fails one of them, whether the head is LOST. Weights, versions, epoch and step stay as they are meanwhile, and nothing
+  // that is pending is committed.
   mutable absl::Mutex compute_mutex_ ABSL_ACQUIRED_BEFORE(state_mutex_);
   mutable absl::Mutex state_mutex_;
   mutable absl::CondVar changed_;  // with state_mutex_: the ledger, the epoch or the state has changed

@@ -1,4 +1,4 @@
-// Head's way from a complete micro-batch to a settled contribution.
+// Head's way from a micro-batch, complete or still coming, to a settled contribution.
 #include <algorithm>
 #include <functional>
 #include <memory>
@@ -180,7 +180,7 @@ absl::Status Head::Announce(const Submission& submission) ABSL_NO_THREAD_SAFETY_
 
 // ---- the computation and what it adds --------------------------------------------------------------------------------
 
-// Lives while the compute locks of all heads of the submission are held.
+// Lives while the compute locks of all heads of the submission are held, perhaps shared with other runs.
 class Head::SubmissionRun {
  public:
   SubmissionRun(const Submission& submission, LossEngine& engine, const std::function<bool()>& cancelled)
@@ -189,23 +189,32 @@ class Head::SubmissionRun {
   absl::StatusOr<SubmissionOutcome> Run();
 
  private:
+  class Flow;
+
   void BuildTerms();
   // Begins in all targets, or in none.
   absl::Status Begin();
+  absl::StatusOr<BeginDecision> BeginIn(Head* target) ABSL_EXCLUSIVE_LOCKS_REQUIRED(target->state_mutex_);
   // Decides how the contribution is held.
   absl::Status ChooseForm();
-  absl::StatusOr<MicroBatchResult> Compute();
+  // `flow` null: all rows are there.
+  absl::StatusOr<MicroBatchResult> Compute(RowFlow* flow);
+  // The last moment at which a run whose rows were awaited can end without a trace.
+  absl::Status Decide(const DigestBuilder* rows);
   // Commits, or puts aside, what was computed.
   absl::Status Settle(MicroBatchResult& result);
   absl::Status Hold();
-  // Not OK once the submission should give up: it was cancelled, or a higher attempt waits.
+  // Not OK once the submission should give up: it was cancelled, a higher attempt waits, or another run has lost a head.
   absl::Status CheckWanted() const;
+  // kStepLost if one of the targets has been lost since Begin(). With the state locks of all of them.
+  absl::Status CheckNotLost() const;
   // Gives up; returns `status`.
   absl::Status Abort(const absl::Status& status);
   // After an engine call that adds to the accumulators.
   absl::Status Failed(const absl::Status& status);
-  void FinishPending(const std::shared_ptr<PendingContribution>& pending);
-  void FinishCommitted();
+  // Both fail, with nothing pending, if a head was lost meanwhile.
+  absl::Status FinishPending(const std::shared_ptr<PendingContribution>& pending);
+  absl::Status FinishCommitted();
   ContributionCounts CountsOf(const Head* head) const;
   std::set<const Head*> TargetSet() const { return {targets_.begin(), targets_.end()}; }
   int64_t id() const { return *submission_.micro_batch; }
@@ -218,6 +227,30 @@ class Head::SubmissionRun {
   bool adds_ = false;
   ContributionForm form_ = ContributionForm::kNone;
   SubmissionOutcome outcome_;
+};
+
+// What the engine asks while rows come.
+class Head::SubmissionRun::Flow : public RowFlow {
+ public:
+  explicit Flow(SubmissionRun& run) : run_(run) {}
+
+  // Decide() was OK: what the engine does from then on counts.
+  bool decided() const { return decided_; }
+
+  absl::Status AwaitRows(int64_t row_end) override {
+    if (absl::Status status = run_.CheckWanted(); !status.ok()) return status;
+    return run_.submission_.incoming->AwaitRows(row_end);
+  }
+  absl::Status Decide(const DigestBuilder* rows) override {
+    absl::Status status = run_.Decide(rows);
+    decided_ = status.ok();
+    return status;
+  }
+  void GradHiddenReady(int64_t row_end) override { run_.submission_.incoming->GradHiddenReady(row_end); }
+
+ private:
+  SubmissionRun& run_;
+  bool decided_ = false;
 };
 
 absl::StatusOr<SubmissionOutcome> Head::Submit(const Submission& submission, LossEngine& engine,
@@ -234,7 +267,8 @@ absl::StatusOr<SubmissionOutcome> Head::Submit(const Submission& submission, Los
   count_calls(1);
   absl::StatusOr<SubmissionOutcome> outcome;
   {
-    const ComputeLocks locks(heads);
+    const bool may_stage = NeedsSlot(submission) && !TargetsOf(submission).empty();
+    const ComputeLocks locks(heads, may_stage ? ComputeMode::kExclusive : ComputeMode::kShared);
     outcome = SubmissionRun(submission, engine, cancelled).Run();
   }
   count_calls(-1);
@@ -242,25 +276,35 @@ absl::StatusOr<SubmissionOutcome> Head::Submit(const Submission& submission, Los
 }
 
 absl::StatusOr<SubmissionOutcome> Head::SubmissionRun::Run() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-  // Again: while this call waited for the locks the heads may have changed. From here on they do not.
+  // Again: while this call waited for the locks the heads may have changed. From here on they do not, but for what other runs do.
   if (absl::Status status = CheckSubmission(submission_); !status.ok()) return status;
   BuildTerms();
   if (absl::Status status = Begin(); !status.ok()) return status;
+  if (outcome_.needs_all_rows) return std::move(outcome_);
   if (absl::Status status = CheckWanted(); !status.ok()) return Abort(status);
   if (adds_) {
     if (absl::Status status = ChooseForm(); !status.ok()) return Abort(status);
   }
-  absl::StatusOr<MicroBatchResult> result = Compute();
-  if (!result.ok()) return form_ == ContributionForm::kDirect ? Failed(result.status()) : Abort(result.status());
+  Flow flow(*this);
+  const bool flows = submission_.incoming != nullptr;
+  absl::StatusOr<MicroBatchResult> result = Compute(flows ? &flow : nullptr);
+  bool may_have_added = form_ == ContributionForm::kDirect && (!flows || flow.decided());
+  if (result.ok() && flows && !flow.decided()) {
+    result = MakeError(ErrorReason::kInternal, "the engine computed without asking for the decision");
+    may_have_added = form_ == ContributionForm::kDirect;
+  }
+  if (!result.ok()) {
+    if (may_have_added) return Failed(result.status());
+    const absl::Status status = Abort(result.status());
+    if (!flows || flow.decided() || !submission_.incoming->stalled()) return status;
+    outcome_.needs_all_rows = true;
+    return std::move(outcome_);
+  }
   outcome_.terms = std::move(result->terms);
   if (adds_) {
     if (absl::Status status = Settle(*result); !status.ok()) return status;
-  }
-  if (!targets_.empty()) {
-    absl::MutexLock state_lock(&targets_.front()->state_mutex_);
-    const MicroBatchRecord& record = targets_.front()->ledger_.open().micro_batches.at(id());
-    outcome_.state = record.state;
-    outcome_.form = record.form;
+    outcome_.state = submission_.explicit_commit ? ContributionState::kStaged : ContributionState::kCommitted;
+    outcome_.form = form_;
   }
   return std::move(outcome_);
 }
@@ -281,6 +325,7 @@ absl::Status Head::SubmissionRun::CheckWanted() const {
   if (!adds_) return absl::OkStatus();  // a repeat of what is decided is answered whatever attempt waits
   for (Head* target : targets_) {
     absl::MutexLock state_lock(&target->state_mutex_);
+    if (target->state_ == HeadState::kLost) return target->LostError();
     const auto waiting = target->superseding_.find(id());
     if (waiting == target->superseding_.end() || waiting->second <= submission_.attempt) continue;
     return MakeError(ErrorReason::kAttemptSuperseded,
@@ -293,43 +338,68 @@ absl::Status Head::SubmissionRun::CheckWanted() const {
   return absl::OkStatus();
 }
 
-absl::Status Head::SubmissionRun::Begin() {
+absl::Status Head::SubmissionRun::CheckNotLost() const ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  for (const Head* target : targets_) {
+    if (target->state_ == HeadState::kLost) return target->LostError();
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<BeginDecision> Head::SubmissionRun::BeginIn(Head* target) {
+  const int64_t step = target->ledger_.open().step;
+  const int64_t maximum = target->limits_.max_step_micro_batches;
+  if (submission_.incoming == nullptr) {
+    return target->ledger_.Begin(step, id(), submission_.attempt, submission_.digest, submission_.first_wins, maximum);
+  }
+  const absl::StatusOr<bool> begun = target->ledger_.BeginProvisionally(step, id(), submission_.attempt, maximum);
+  if (!begun.ok()) return begun.status();
+  return *begun ? BeginDecision::kCompute : BeginDecision::kReplay;
+}
+
+absl::Status Head::SubmissionRun::Begin() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  if (submission_.incoming == nullptr) outcome_.digest = submission_.digest;
+  if (targets_.empty()) return absl::OkStatus();
+  // All at once: runs that share the compute locks may be about the same micro-batch.
+  const StateLocks state_locks(targets_);
   std::vector<Head*> begun;
   std::string known_by, new_to;
-  absl::Status status;
+  absl::Status status = CheckNotLost();
   for (Head* target : targets_) {
-    absl::MutexLock state_lock(&target->state_mutex_);
-    const int64_t step = target->ledger_.open().step;
-    if (!outcome_.step.has_value()) outcome_.step = step;
-    absl::StatusOr<BeginDecision> decision = target->ledger_.Begin(step, id(), submission_.attempt, submission_.digest,
-                                                                   submission_.first_wins, target->limits_.max_step_micro_batches);
-    status = decision.status();
-    if (status.ok() && *decision == BeginDecision::kCompute) {
-      begun.push_back(target);
-      target->DropPending(id());  // of a lower attempt, which this one supersedes
-      new_to = target->name_.ToString();
-    } else if (status.ok()) {
-      known_by = target->name_.ToString();
-      if (*decision == BeginDecision::kPayloadDiffers) outcome_.payload_differs = true;
-    }
-    if (status.ok() && !known_by.empty() && !new_to.empty()) {
-      status = MakeError(ErrorReason::kMicroBatchConflict,
-                         absl::StrCat("micro-batch ", id(), " is known to ", known_by, " and not to ", new_to,
-                                      "; the heads of a micro-batch take it all or not at all"),
-                         {{"microBatch", absl::StrCat(id())}, {"knownBy", known_by}, {"notKnownBy", new_to}});
-    }
     if (!status.ok()) break;
-  }
-  if (!status.ok()) {
-    for (Head* head : begun) {
-      absl::MutexLock state_lock(&head->state_mutex_);
-      head->ledger_.Abort(id()).IgnoreError();  // cannot fail, as in Abort()
+    if (!outcome_.step.has_value()) outcome_.step = target->ledger_.open().step;
+    const absl::StatusOr<BeginDecision> decision = BeginIn(target);
+    status = decision.status();
+    if (!status.ok()) break;
+    if (*decision == BeginDecision::kCompute) {
+      begun.push_back(target);
+      new_to = target->name_.ToString();
+      continue;
     }
-    return status;
+    if (known_by.empty()) {
+      const MicroBatchRecord& record = target->ledger_.open().micro_batches.at(id());
+      outcome_.state = record.state;
+      outcome_.form = record.form;
+    }
+    known_by = target->name_.ToString();
+    if (*decision == BeginDecision::kPayloadDiffers) outcome_.payload_differs = true;
   }
-  adds_ = !begun.empty();
-  outcome_.replayed = !targets_.empty() && !adds_ && !outcome_.payload_differs;
-  return absl::OkStatus();
+  if (status.ok() && submission_.incoming != nullptr && !known_by.empty()) {
+    outcome_.needs_all_rows = true;
+    outcome_.state = ContributionState::kNone;
+    outcome_.form = ContributionForm::kNone;
+  } else if (status.ok() && !known_by.empty() && !new_to.empty()) {
+    status = MakeError(ErrorReason::kMicroBatchConflict,
+                       absl::StrCat("micro-batch ", id(), " is known to ", known_by, " and not to ", new_to,
+                                    "; the heads of a micro-batch take it all or not at all"),
+                       {{"microBatch", absl::StrCat(id())}, {"knownBy", known_by}, {"notKnownBy", new_to}});
+  }
+  adds_ = status.ok() && !outcome_.needs_all_rows && !begun.empty();
+  for (Head* target : begun) {
+    target->DropPending(id());                              // of a lower attempt, which this one supersedes
+    if (!adds_) target->ledger_.Abort(id()).IgnoreError();  // cannot fail: it has just begun
+  }
+  outcome_.replayed = status.ok() && !known_by.empty() && !outcome_.needs_all_rows && !outcome_.payload_differs;
+  return status;
 }
 
 absl::Status Head::SubmissionRun::ChooseForm() ABSL_NO_THREAD_SAFETY_ANALYSIS {
@@ -351,7 +421,7 @@ absl::Status Head::SubmissionRun::ChooseForm() ABSL_NO_THREAD_SAFETY_ANALYSIS {
   return absl::OkStatus();
 }
 
-absl::StatusOr<MicroBatchResult> Head::SubmissionRun::Compute() {
+absl::StatusOr<MicroBatchResult> Head::SubmissionRun::Compute(RowFlow* flow) {
   MicroBatch micro_batch;
   micro_batch.hidden = submission_.hidden;
   micro_batch.terms = terms_;
@@ -361,14 +431,29 @@ absl::StatusOr<MicroBatchResult> Head::SubmissionRun::Compute() {
   micro_batch.refuse_non_finite = submission_.refuse_non_finite;  // never together with kAccumulate, see NeedsSlot()
   if (form_ == ContributionForm::kDirect) micro_batch.grad_weight = GradWeightMode::kAccumulate;
   if (form_ == ContributionForm::kStaged) micro_batch.grad_weight = GradWeightMode::kStage;
+  micro_batch.flow = flow;
+  micro_batch.digest_rows = flow != nullptr && submission_.engine_digests && submission_.backward;
+  micro_batch.after = submission_.after;
   return engine_.Compute(micro_batch);
 }
 
-absl::Status Head::SubmissionRun::Settle(MicroBatchResult& result) {
-  if (form_ == ContributionForm::kDirect) {
-    FinishCommitted();
-    return absl::OkStatus();
+absl::Status Head::SubmissionRun::Decide(const DigestBuilder* rows) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  if (submission_.backward) {
+    absl::StatusOr<Digest> digest = submission_.incoming->Finish(rows);
+    if (!digest.ok()) return digest.status();
+    outcome_.digest = *digest;
   }
+  if (absl::Status status = CheckWanted(); !status.ok() || !adds_) return status;
+  const StateLocks state_locks(targets_);
+  if (absl::Status status = CheckNotLost(); !status.ok()) return status;
+  for (Head* target : targets_) {
+    if (absl::Status status = target->ledger_.SetDigest(id(), outcome_.digest); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Head::SubmissionRun::Settle(MicroBatchResult& result) {
+  if (form_ == ContributionForm::kDirect) return FinishCommitted();
   if (form_ == ContributionForm::kStaged && result.staged == nullptr) {
     return Abort(
         MakeError(ErrorReason::kInternal, "the engine returned no staged contribution", {{"microBatch", absl::StrCat(id())}}));
@@ -379,9 +464,8 @@ absl::Status Head::SubmissionRun::Settle(MicroBatchResult& result) {
   }
   if (form_ == ContributionForm::kHeld && submission_.explicit_commit) return Hold();
   if (submission_.explicit_commit) {
-    FinishPending(
-        std::make_shared<PendingContribution>(TargetSet(), submission_.attempt, submission_.session, std::move(result.staged)));
-    return absl::OkStatus();
+    return FinishPending(std::make_shared<PendingContribution>(TargetSet(), submission_.attempt, submission_.session,
+                                                               std::move(result.staged), submission_.until_decided));
   }
   // EAGER, but refused until now if anything was not finite.
   if (form_ == ContributionForm::kStaged) {
@@ -398,10 +482,10 @@ absl::Status Head::SubmissionRun::Settle(MicroBatchResult& result) {
     again.terms = terms_;
     again.backward = true;
     again.grad_weight = GradWeightMode::kAccumulate;
+    again.after = submission_.after;
     if (absl::Status added = engine_.Compute(again).status(); !added.ok()) return Failed(added);
   }
-  FinishCommitted();
-  return absl::OkStatus();
+  return FinishCommitted();
 }
 
 absl::Status Head::SubmissionRun::Hold() ABSL_NO_THREAD_SAFETY_ANALYSIS {
@@ -421,15 +505,15 @@ absl::Status Head::SubmissionRun::Hold() ABSL_NO_THREAD_SAFETY_ANALYSIS {
     held.teachers.push_back(submitted.teacher_head);
     held.teacher_weight_versions.push_back(submitted.teacher_head->weight_version_);
   }
-  FinishPending(std::make_shared<PendingContribution>(TargetSet(), submission_.attempt, submission_.session, std::move(held)));
-  return absl::OkStatus();
+  return FinishPending(std::make_shared<PendingContribution>(TargetSet(), submission_.attempt, submission_.session, std::move(held),
+                                                             submission_.until_decided));
 }
 
 absl::Status Head::SubmissionRun::Abort(const absl::Status& status) {
   if (!adds_) return status;
   for (Head* target : targets_) {
     absl::MutexLock state_lock(&target->state_mutex_);
-    // Cannot fail: the micro-batch has been in progress since Begin(), and nobody else changes the ledger meanwhile.
+    // Fails only if the head was lost since Begin(): then it is forgotten already.
     target->ledger_.Abort(id()).IgnoreError();
     target->changed_.SignalAll();
   }
@@ -442,21 +526,32 @@ absl::Status Head::SubmissionRun::Failed(const absl::Status& status) ABSL_NO_THR
   return status;
 }
 
-void Head::SubmissionRun::FinishPending(const std::shared_ptr<PendingContribution>& pending) {
-  for (Head* target : targets_) {
-    absl::MutexLock state_lock(&target->state_mutex_);
-    target->ledger_.FinishStaged(id(), form_, CountsOf(target)).IgnoreError();  // cannot fail, as in Abort()
-    target->pending_[id()] = pending;
-    target->changed_.SignalAll();
+absl::Status Head::SubmissionRun::FinishPending(const std::shared_ptr<PendingContribution>& pending)
+    ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  absl::Status status;
+  {
+    const StateLocks state_locks(targets_);
+    status = CheckNotLost();
+    for (Head* target : targets_) {
+      if (!status.ok()) break;
+      target->ledger_.FinishStaged(id(), form_, CountsOf(target))
+          .IgnoreError();  // cannot fail: it has been in progress since Begin()
+      target->pending_[id()] = pending;
+      target->changed_.SignalAll();
+    }
   }
+  return status.ok() ? status : Abort(status);
 }
 
-void Head::SubmissionRun::FinishCommitted() {
+absl::Status Head::SubmissionRun::FinishCommitted() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  const StateLocks state_locks(targets_);
+  const absl::Status status = CheckNotLost();
   for (Head* target : targets_) {
-    absl::MutexLock state_lock(&target->state_mutex_);
-    target->ledger_.FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();  // cannot fail, as in Abort()
+    // Also in the heads that are left when one is lost: it is in their accumulators. Cannot fail in those.
+    target->ledger_.FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();
     target->changed_.SignalAll();
   }
+  return status;
 }
 
 ContributionCounts Head::SubmissionRun::CountsOf(const Head* head) const {

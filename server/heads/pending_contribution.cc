@@ -7,19 +7,31 @@
 namespace headwater::heads {
 
 PendingContribution::PendingContribution(std::set<const Head*> targets, int64_t attempt, std::optional<SessionId> session,
-                                         std::unique_ptr<StagedContribution> staged)
-    : targets_(std::move(targets)), attempt_(attempt), session_(session), is_held_(false), staged_(std::move(staged)) {}
+                                         std::unique_ptr<StagedContribution> staged, std::shared_ptr<const void> until_decided)
+    : targets_(std::move(targets)),
+      attempt_(attempt),
+      session_(session),
+      is_held_(false),
+      staged_(std::move(staged)),
+      until_decided_(std::move(until_decided)) {}
 
 PendingContribution::PendingContribution(std::set<const Head*> targets, int64_t attempt, std::optional<SessionId> session,
-                                         HeldRows held)
-    : targets_(std::move(targets)), attempt_(attempt), session_(session), is_held_(true), held_(std::move(held)) {}
+                                         HeldRows held, std::shared_ptr<const void> until_decided)
+    : targets_(std::move(targets)),
+      attempt_(attempt),
+      session_(session),
+      is_held_(true),
+      held_(std::move(held)),
+      until_decided_(std::move(until_decided)) {}
 
 void PendingContribution::Drop() {
   // Freed after the lock is released: it may be much, and the last reference to a head may be among it.
   std::unique_ptr<StagedContribution> staged;
   HeldRows held;
+  std::shared_ptr<const void> until_decided;
   absl::MutexLock lock(&mutex_);
   dropped_ = true;
+  until_decided = std::move(until_decided_);
   staged = std::move(staged_);
   held = std::exchange(held_, HeldRows());
 }

@@ -28,12 +28,14 @@ struct HeldRows {
 };
 
 // Thread-safe. The memory goes as soon as one of the heads drops it. Dropping needs the compute lock of at least one of the heads,
-// committing those of all: so the two exclude each other.
+// shared or not, committing those of all, exclusively: so the two exclude each other.
 class PendingContribution {
  public:
+  // `until_decided` is let go with the memory; may be null.
   PendingContribution(std::set<const Head*> targets, int64_t attempt, std::optional<SessionId> session,
-                      std::unique_ptr<StagedContribution> staged);
-  PendingContribution(std::set<const Head*> targets, int64_t attempt, std::optional<SessionId> session, HeldRows held);
+                      std::unique_ptr<StagedContribution> staged, std::shared_ptr<const void> until_decided);
+  PendingContribution(std::set<const Head*> targets, int64_t attempt, std::optional<SessionId> session, HeldRows held,
+                      std::shared_ptr<const void> until_decided);
 
   const std::set<const Head*>& targets() const { return targets_; }  // to compare, never to use
   int64_t attempt() const { return attempt_; }
@@ -57,6 +59,7 @@ class PendingContribution {
   bool dropped_ ABSL_GUARDED_BY(mutex_) = false;
   std::unique_ptr<StagedContribution> staged_ ABSL_GUARDED_BY(mutex_);
   HeldRows held_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<const void> until_decided_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace headwater::heads

@@ -204,8 +204,13 @@ absl::StatusOr<BeginDecision> StepLedger::Begin(int64_t step, int64_t micro_batc
                       {"expected", expected},
                       {"actual", EpochToHex(digest)}});
   }
+  Start(micro_batch, attempt, digest);
+  return BeginDecision::kCompute;
+}
+
+void StepLedger::Start(int64_t micro_batch, int64_t attempt, const std::optional<Digest>& digest) {
   MicroBatchRecord record;
-  if (found != open_.micro_batches.end()) {
+  if (const auto found = open_.micro_batches.find(micro_batch); found != open_.micro_batches.end()) {
     record.tombstone_attempt = found->second.tombstone_attempt;
     record.fence_attempt = found->second.fence_attempt;
   }
@@ -213,7 +218,27 @@ absl::StatusOr<BeginDecision> StepLedger::Begin(int64_t step, int64_t micro_batc
   record.attempt = attempt;
   open_.micro_batches[micro_batch] = record;
   pending_digests_[micro_batch] = digest;
-  return BeginDecision::kCompute;
+}
+
+absl::StatusOr<bool> StepLedger::BeginProvisionally(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches) {
+  if (absl::Status status = CheckBegin(step, micro_batch, attempt, max_micro_batches); !status.ok()) return status;
+  if (absl::Status status = CheckNotInProgress(step, micro_batch); !status.ok()) return status;
+  const auto found = open_.micro_batches.find(micro_batch);
+  if (found != open_.micro_batches.end() && IsPresent(found->second)) return false;
+  Start(micro_batch, attempt, std::nullopt);
+  return true;
+}
+
+absl::Status StepLedger::SetDigest(int64_t micro_batch, const Digest& digest) {
+  const auto pending = pending_digests_.find(micro_batch);
+  if (pending != pending_digests_.end() && !pending->second.has_value()) {
+    pending->second = digest;
+    return absl::OkStatus();
+  }
+  return MakeError(
+      ErrorReason::kInternal,
+      absl::StrCat("micro-batch ", micro_batch, " of step ", open_.step, " was expected to be in progress without digest"),
+      {{"microBatch", absl::StrCat(micro_batch)}});
 }
 
 absl::StatusOr<MicroBatchRecord*> StepLedger::InProgress(int64_t micro_batch) {
@@ -228,26 +253,30 @@ absl::StatusOr<MicroBatchRecord*> StepLedger::InProgress(int64_t micro_batch) {
   return &found->second;
 }
 
-absl::Status StepLedger::FinishCommitted(int64_t micro_batch, ContributionForm form, const ContributionCounts& counts) {
+absl::Status StepLedger::Finish(int64_t micro_batch, ContributionState state, ContributionForm form,
+                                const ContributionCounts& counts) {
   absl::StatusOr<MicroBatchRecord*> record = InProgress(micro_batch);
   if (!record.ok()) return record.status();
-  (*record)->state = ContributionState::kCommitted;
+  const auto digest = pending_digests_.find(micro_batch);
+  if (!digest->second.has_value()) {
+    return MakeError(ErrorReason::kInternal,
+                     absl::StrCat("micro-batch ", micro_batch, " of step ", open_.step, " has no digest yet"),
+                     {{"microBatch", absl::StrCat(micro_batch)}});
+  }
+  (*record)->state = state;
   (*record)->form = form;
   (*record)->counts = counts;
-  (*record)->digest = pending_digests_[micro_batch];
-  pending_digests_.erase(micro_batch);
+  (*record)->digest = *digest->second;
+  pending_digests_.erase(digest);
   return absl::OkStatus();
 }
 
+absl::Status StepLedger::FinishCommitted(int64_t micro_batch, ContributionForm form, const ContributionCounts& counts) {
+  return Finish(micro_batch, ContributionState::kCommitted, form, counts);
+}
+
 absl::Status StepLedger::FinishStaged(int64_t micro_batch, ContributionForm form, const ContributionCounts& counts) {
-  absl::StatusOr<MicroBatchRecord*> record = InProgress(micro_batch);
-  if (!record.ok()) return record.status();
-  (*record)->state = ContributionState::kStaged;
-  (*record)->form = form;
-  (*record)->counts = counts;
-  (*record)->digest = pending_digests_[micro_batch];
-  pending_digests_.erase(micro_batch);
-  return absl::OkStatus();
+  return Finish(micro_batch, ContributionState::kStaged, form, counts);
 }
 
 absl::Status StepLedger::Abort(int64_t micro_batch) {

@@ -9,6 +9,9 @@
 //
 // STAGED means computed and undecided, whatever the form: STAGED in a slot, or HELD as rows.
 //
+// A micro-batch whose rows are still on their way begins provisionally, without a digest; SetDigest() is its point of no return.
+// Several micro-batches may be in progress at once.
+//
 // Every method either changes the state as its name says and returns OK, or returns an error and changes nothing.
 // Not thread-safe: Head holds its lock around every call.
 #ifndef HEADWATER_SERVER_HEADS_STEP_LEDGER_H_
@@ -118,6 +121,11 @@ class StepLedger {
   // of a staged micro-batch is new: it supersedes the staged contribution, which the caller drops.
   absl::StatusOr<BeginDecision> Begin(int64_t step, int64_t micro_batch, int64_t attempt, const Digest& digest, bool first_wins,
                                       int64_t max_micro_batches);
+  // As Begin() for a micro-batch whose digest is not known yet: SetDigest() must come before Finish...(). False, with nothing
+  // changed, if the micro-batch is known, of this attempt or a lower one: its digest has to tell what becomes of it.
+  absl::StatusOr<bool> BeginProvisionally(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches);
+  // Of a micro-batch that has begun provisionally; once (kInternal otherwise).
+  absl::Status SetDigest(int64_t micro_batch, const Digest& digest);
   // `form`: how it was held until now; kDirect if not at all.
   absl::Status FinishCommitted(int64_t micro_batch, ContributionForm form, const ContributionCounts& counts);
   // `form`: kStaged or kHeld.
@@ -154,9 +162,12 @@ class StepLedger {
  private:
   // The record of an IN_PROGRESS micro-batch; kInternal otherwise.
   absl::StatusOr<MicroBatchRecord*> InProgress(int64_t micro_batch);
+  // Makes it IN_PROGRESS, with what it had of fence and tombstone.
+  void Start(int64_t micro_batch, int64_t attempt, const std::optional<Digest>& digest);
+  absl::Status Finish(int64_t micro_batch, ContributionState state, ContributionForm form, const ContributionCounts& counts);
   absl::Status CheckExpectation(const ExpectedMicroBatches& expected) const;
 
-  std::map<int64_t, Digest> pending_digests_;  // of the micro-batches in progress
+  std::map<int64_t, std::optional<Digest>> pending_digests_;  // of the micro-batches in progress; absent: not known yet
   StepRecord open_;
   std::optional<StepRecord> last_closed_;
 };

@@ -1,16 +1,17 @@
 // WorkQueue: the bounded, fair queue in front of the engine.
 //
-// Jobs of one client run in order; clients take turns, so one that submits much cannot starve another. One worker thread runs the
-// jobs, because the engine computes one micro-batch at a time.
+// A job runs on the thread that submits it, when its turn has come. Clients take turns, so one that submits much cannot starve
+// another; jobs of one client begin in order. Several jobs run at once, by size: a large one computes while the next one already
+// stands at the engine's door, and many small ones reach the engine together, which may compute them as one.
 #ifndef HEADWATER_SERVER_SCHEDULER_WORK_QUEUE_H_
 #define HEADWATER_SERVER_SCHEDULER_WORK_QUEUE_H_
 
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <map>
 #include <string>
-#include <thread>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -19,48 +20,74 @@
 
 namespace headwater::scheduler {
 
+// What a job asks of the engine. Small: one of many that it computes together.
+enum class JobSize { kSmall = 0, kLarge = 1 };
+
+// Micro-batches of at most so many rows are small jobs.
+inline constexpr int64_t kSmallJobRows = 1024;
+inline JobSize JobSizeOf(int64_t row_count) { return row_count <= kSmallJobRows ? JobSize::kSmall : JobSize::kLarge; }
+
+// Jobs of each size that run at once.
+struct QueueWidths {
+  int64_t small = 128;
+  int64_t large = 2;
+};
+
 class WorkQueue {
  public:
-  // At most `max_depth` (>= 1) jobs wait.
-  explicit WorkQueue(int64_t max_depth);
-  // Runs what was accepted, then stops. Nothing may be submitted concurrently.
-  ~WorkQueue();
+  // At most `max_depth` (>= 1) jobs wait. The widths are at least 1.
+  explicit WorkQueue(int64_t max_depth, const QueueWidths& widths = {});
+  // No call may be in Run().
+  ~WorkQueue() = default;
+  WorkQueue(const WorkQueue&) = delete;
+  WorkQueue& operator=(const WorkQueue&) = delete;
 
-  // Runs `job` on the worker thread and returns when it has run. `cancelled` is polled while it waits (every few milliseconds):
-  // true takes it out of the queue and returns kCancelled; `deadline` likewise with kDeadlineExceeded. A job that has begun is
-  // waited for. kQueueFull (with `retryAfterMs` in the metadata) if the queue is full, kDraining after Drain().
+  // Waits for the job's turn, runs it on this thread, and returns when it has run. `cancelled` (may be null) is polled while it
+  // waits (every few milliseconds): true takes it out of the queue and returns kCancelled; `deadline` likewise with
+  // kDeadlineExceeded; a job whose turn has come is run. kQueueFull (with `retryAfterMs` in the metadata) if the queue is full,
+  // kDraining after Drain(). The job must not call Run().
+  absl::Status Run(const std::string& client, JobSize size, const std::function<void()>& job,
+                   const std::function<bool()>& cancelled, absl::Time deadline);
+  // The same for a large one.
   absl::Status Run(const std::string& client, const std::function<void()>& job, const std::function<bool()>& cancelled,
-                   absl::Time deadline);
+                   absl::Time deadline) {
+    return Run(client, JobSize::kLarge, job, cancelled, deadline);
+  }
+
+  // For a running job: whether another one waits, or runs and so may stand behind it at the engine.
+  bool others_wait() const;
 
   // Refuses new jobs from now on and waits until the accepted ones have run.
   void Drain();
-  // Jobs that wait; the running one is not counted.
+  // Jobs that wait; those that run are not counted.
   int64_t depth() const;
 
  private:
   struct Job {
-    enum class State { kWaiting, kRunning, kDone };
-    const std::function<void()>* work;
-    State state = State::kWaiting;  // guarded by mutex_
+    JobSize size = JobSize::kLarge;
+    bool admitted = false;  // guarded by mutex_
     absl::CondVar changed;
   };
+  using Lines = std::map<std::string, std::deque<Job*>>;
 
-  void RunWorker();
+  int64_t& running(JobSize size) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return running_[static_cast<size_t>(size)]; }
+  // Lets jobs begin whose turn has come: that of the first client in turn whose next job there is room for, as often as there is
+  // one.
+  void Admit() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Takes a waiting job out of its client's line.
   void Remove(const std::string& client, const Job* job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Duration RetryAfter() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const int64_t max_depth_;
+  const std::array<int64_t, 2> widths_;  // by JobSize
   mutable absl::Mutex mutex_;
   // Each client's waiting jobs, in order of arrival; no empty lines. Jobs live on their submitters' stacks.
-  std::map<std::string, std::deque<Job*>> lines_ ABSL_GUARDED_BY(mutex_);
+  Lines lines_ ABSL_GUARDED_BY(mutex_);
   std::deque<std::string> turns_ ABSL_GUARDED_BY(mutex_);  // the clients in `lines_`, the next one first
   int64_t waiting_count_ ABSL_GUARDED_BY(mutex_) = 0;
-  bool running_ ABSL_GUARDED_BY(mutex_) = false;
+  std::array<int64_t, 2> running_ ABSL_GUARDED_BY(mutex_) = {0, 0};  // by JobSize
   bool draining_ ABSL_GUARDED_BY(mutex_) = false;
-  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Duration typical_job_time_ ABSL_GUARDED_BY(mutex_) = absl::Milliseconds(100);  // moving average, for RetryAfter()
-  std::thread worker_;                                                                 // last: it uses the members above
 };
 
 }  // namespace headwater::scheduler

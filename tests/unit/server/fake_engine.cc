@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "headwater/kernels/digest.h"
 #include "headwater/kernels/error.h"
 
 namespace headwater::testing {
@@ -38,14 +39,18 @@ int FakeControl::CountOf(const std::string& name) const {
   return static_cast<int>(std::count(calls_.begin(), calls_.end(), name));
 }
 
-// Fails the test if two calls use a head at once.
+// Fails the test if two calls use a head at once that may not.
 class FakeHead::Use {
  public:
-  explicit Use(const FakeHead& head) : head_(head) { EXPECT_EQ(head_.users_.fetch_add(1), 0) << "two calls overlap on one head"; }
-  ~Use() { head_.users_.fetch_sub(1); }
+  explicit Use(const FakeHead& head, bool shares = false) : head_(head), weight_(shares ? 1 : kAlone) {
+    const int others = head_.users_.fetch_add(weight_);
+    EXPECT_TRUE(shares ? others < kAlone : others == 0) << "two calls overlap on one head";
+  }
+  ~Use() { head_.users_.fetch_sub(weight_); }
 
  private:
   const FakeHead& head_;
+  const int weight_;
 };
 
 float RoundToBFloat16(float value) {
@@ -298,11 +303,20 @@ absl::StatusOr<MicroBatchResult> FakeEngine::Compute(const MicroBatch& micro_bat
     if (term.teacher_head != nullptr) heads.insert(static_cast<FakeHead*>(term.teacher_head));
   }
   std::vector<std::unique_ptr<FakeHead::Use>> uses;
-  for (FakeHead* head : heads) uses.push_back(std::make_unique<FakeHead::Use>(*head));
+  const bool shares = micro_batch.grad_weight != GradWeightMode::kStage;
+  for (FakeHead* head : heads) uses.push_back(std::make_unique<FakeHead::Use>(*head, shares));
   const absl::Status failure = control_.Note("Compute");
   if (control_.during_compute != nullptr) control_.during_compute();
   const bool engine_failed = HasReason(failure, ErrorReason::kEngineFailed);
   if (!failure.ok() && !engine_failed) return failure;
+  RowFlow* const flow = micro_batch.flow;
+  EXPECT_TRUE(flow != nullptr || !micro_batch.digest_rows);
+  if (flow != nullptr) {
+    const int64_t rows = micro_batch.hidden.row_count;
+    if (absl::Status status = flow->AwaitRows((rows + 1) / 2); !status.ok()) return status;
+    if (absl::Status status = control_.Note("Upload"); !status.ok()) return status;
+    if (absl::Status status = flow->AwaitRows(rows); !status.ok()) return status;
+  }
 
   MicroBatchResult result;
   FakeGradients gradients;
@@ -342,6 +356,14 @@ absl::StatusOr<MicroBatchResult> FakeEngine::Compute(const MicroBatch& micro_bat
   }
   EXPECT_FALSE(micro_batch.refuse_non_finite && micro_batch.grad_weight == GradWeightMode::kAccumulate);
   if (micro_batch.refuse_non_finite && !finite) return MakeError(ErrorReason::kNonFiniteValues, "there are non-finite rows");
+  if (flow != nullptr) {
+    DigestBuilder sum;
+    sum.AddRows(0, 0, micro_batch.hidden.row_count, micro_batch.hidden.column_count * static_cast<int64_t>(sizeof(float)),
+                micro_batch.hidden.data);
+    if (absl::Status status = flow->Decide(micro_batch.digest_rows ? &sum : nullptr); !status.ok()) return status;
+    if (control_.after_decide != nullptr) control_.after_decide();
+    if (grad_hidden != nullptr) flow->GradHiddenReady(micro_batch.grad_hidden.row_count);
+  }
   if (micro_batch.grad_weight == GradWeightMode::kStage && !gradients.empty()) {
     for (const auto& [head, tensors] : gradients) {
       if (head->FreeStagingSlots() <= 0) return MakeError(ErrorReason::kStagingFull, "no staging slot is free");
@@ -349,6 +371,7 @@ absl::StatusOr<MicroBatchResult> FakeEngine::Compute(const MicroBatch& micro_bat
     if (engine_failed) return failure;
     result.staged = std::make_unique<FakeStaged>(std::move(gradients), control_);
   } else if (micro_batch.grad_weight == GradWeightMode::kAccumulate) {
+    absl::MutexLock lock(&adding_);
     Add(gradients, 1);
   }
   if (engine_failed) return failure;

@@ -6,7 +6,8 @@
 // squares).
 //
 // It records calls by name, can fail the next call of a name, and can stop inside Compute() until it is told to go on. It also
-// checks the engine's threading rule: two calls that touch one head at the same time fail the test.
+// checks the engine's threading rule: two calls that touch one head at the same time fail the test, unless both are Compute()
+// without staging. Rows that flow are awaited in two halves.
 #ifndef HEADWATER_TESTS_UNIT_SERVER_FAKE_ENGINE_H_
 #define HEADWATER_TESTS_UNIT_SERVER_FAKE_ENGINE_H_
 
@@ -29,15 +30,16 @@ class FakeControl {
  public:
   // The next call of `name` ("Compute", "Commit", "WriteTensor", "ReadTensor", "ZeroGradient", "ResetOptimizerState",
   // "ComputeGradientStats", "ApplyOptimizer", "AddToGradient") after `skip` more fails with `status`: with kShardNotReady before it
-  // has changed anything, else after it has changed something where it changes anything.
+  // has changed anything, else after it has changed something where it changes anything. "Upload" is the part of a Compute() whose
+  // rows flow that comes before its Decide().
   void FailNext(const std::string& name, const absl::Status& status, int skip = 0);
   // Called by the engine; returns the failure that is due.
   absl::Status Note(const std::string& name);
   // Calls so far, in order.
   std::vector<std::string> calls() const;
   int CountOf(const std::string& name) const;
-  // Called inside Compute(), if set.
-  std::function<void()> during_compute;
+  // Called inside Compute(), if set: before it looks at rows, and after Decide() of a flow.
+  std::function<void()> during_compute, after_decide;
 
  private:
   struct Failure {
@@ -72,6 +74,7 @@ class FakeHead : public EngineHead {
   friend class FakeEngine;
   friend class FakeStaged;
   class Use;  // one call's time with the head
+  static constexpr int kAlone = 1 << 16;
 
   bool has_master() const;
 
@@ -79,7 +82,7 @@ class FakeHead : public EngineHead {
   MemoryPlan plan_;
   std::vector<VocabShard> shards_;
   FakeControl& control_;
-  mutable std::atomic<int> users_ = 0;
+  mutable std::atomic<int> users_ = 0;    // those that may share it, and kAlone for one that may not
   std::atomic<int32_t> slots_taken_ = 0;  // contributions are destroyed while other calls run
   // fp32 of every tensor that the head has; kWeight and kBias hold the rounded values.
   std::map<HeadTensor, std::vector<float>> tensors_;
@@ -107,6 +110,7 @@ class FakeEngine : public LossEngine {
 
   EngineOptions options_;
   FakeControl control_;
+  absl::Mutex adding_;  // Compute() calls that overlap add one after the other
 };
 
 // Rounds to the nearest bfloat16, ties to even.

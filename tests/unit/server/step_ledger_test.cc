@@ -56,6 +56,59 @@ TEST_F(StepLedgerTest, EagerMicroBatchIsInProgressThenCommitted) {
   EXPECT_EQ(Record(3).counts, kCounts);
 }
 
+TEST_F(StepLedgerTest, AProvisionalOneGetsItsDigestLater) {
+  EXPECT_TRUE(*ledger_.BeginProvisionally(7, 3, 0, kRoom));
+  EXPECT_EQ(Record(3).state, ContributionState::kInProgress);
+  EXPECT_REASON(ledger_.BeginProvisionally(7, 3, 0, kRoom), kMicroBatchInProgress);
+  EXPECT_REASON(ledger_.Begin(7, 3, 0, kFirst, true, kRoom), kMicroBatchInProgress);
+  EXPECT_REASON(ledger_.FinishCommitted(3, ContributionForm::kDirect, kCounts), kInternal);  // as what would it be known?
+  EXPECT_REASON(ledger_.CheckClose(7, StepState::kDiscarded), kMicroBatchInProgress);
+  EXPECT_OK(ledger_.SetDigest(3, kSecond));
+  EXPECT_REASON(ledger_.SetDigest(3, kFirst), kInternal);
+  EXPECT_OK(ledger_.FinishStaged(3, ContributionForm::kStaged, kCounts));
+  EXPECT_EQ(Record(3).digest, kSecond);
+  EXPECT_REASON(ledger_.SetDigest(3, kFirst), kInternal);
+  EXPECT_REASON(ledger_.SetDigest(4, kFirst), kInternal);
+}
+
+TEST_F(StepLedgerTest, AProvisionalOneThatEndsIsForgotten) {
+  EXPECT_TRUE(*ledger_.BeginProvisionally(7, 3, 0, kRoom));
+  EXPECT_OK(ledger_.Abort(3));
+  EXPECT_FALSE(ledger_.open().micro_batches.contains(3));
+  EXPECT_TRUE(*ledger_.BeginProvisionally(7, 3, 2, kRoom));
+  EXPECT_OK(ledger_.Abort(3));
+  EXPECT_EQ(Record(3).fence_attempt, 2);
+  EXPECT_REASON(ledger_.BeginProvisionally(7, 3, 1, kRoom), kAttemptSuperseded);
+  EXPECT_REASON(ledger_.BeginProvisionally(8, 3, 2, kRoom), kStepMismatch);
+  EXPECT_REASON(ledger_.BeginProvisionally(7, 9, 0, 1), kLimitExceeded);
+}
+
+TEST_F(StepLedgerTest, WhatIsKnownDoesNotBeginProvisionally) {
+  Commit(1);
+  Stage(2);
+  const StepRecord before = ledger_.open();
+  EXPECT_FALSE(*ledger_.BeginProvisionally(7, 1, 0, kRoom));
+  EXPECT_FALSE(*ledger_.BeginProvisionally(7, 1, 5, kRoom));
+  EXPECT_FALSE(*ledger_.BeginProvisionally(7, 2, 0, kRoom));
+  EXPECT_FALSE(*ledger_.BeginProvisionally(7, 2, 5, kRoom));  // supersedes it once its digest is known
+  EXPECT_EQ(ledger_.open().micro_batches, before.micro_batches);
+}
+
+TEST_F(StepLedgerTest, SeveralAreInProgressAtOnce) {
+  EXPECT_TRUE(*ledger_.BeginProvisionally(7, 1, 0, kRoom));
+  EXPECT_EQ(MustBegin(2), BeginDecision::kCompute);
+  EXPECT_TRUE(*ledger_.BeginProvisionally(7, 3, 0, kRoom));
+  EXPECT_OK(ledger_.SetDigest(3, kSecond));
+  EXPECT_OK(ledger_.FinishCommitted(3, ContributionForm::kDirect, kCounts));
+  EXPECT_OK(ledger_.Abort(1));
+  EXPECT_REASON(ledger_.Seal(7, int64_t{4}), kMicroBatchMissing);
+  EXPECT_REASON(ledger_.Seal(7, std::vector<int64_t>{3}), kMicroBatchUncommitted);
+  EXPECT_OK(ledger_.FinishCommitted(2, ContributionForm::kDirect, kCounts));
+  EXPECT_TRUE(*ledger_.Seal(7, std::vector<int64_t>{2, 3}));
+  EXPECT_EQ(Record(2).digest, kFirst);
+  EXPECT_EQ(Record(3).digest, kSecond);
+}
+
 TEST_F(StepLedgerTest, TotalsAreOfCommittedOnes) {
   Commit(5);
   Commit(1);

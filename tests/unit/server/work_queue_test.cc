@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <string>
@@ -17,13 +18,13 @@ namespace {
 
 bool Never() { return false; }
 
-// Occupies the worker until it is released.
+// Takes a place until it is released.
 class Blocker {
  public:
-  explicit Blocker(WorkQueue& queue)
-      : thread_([this, &queue] {
+  explicit Blocker(WorkQueue& queue, JobSize size = JobSize::kLarge)
+      : thread_([this, &queue, size] {
           EXPECT_OK(queue.Run(
-              "blocker",
+              "blocker", size,
               [this] {
                 running_.Notify();
                 release_.WaitForNotification();
@@ -49,19 +50,85 @@ void WaitForDepth(const WorkQueue& queue, int64_t depth) {
   ASSERT_EQ(queue.depth(), depth);
 }
 
-TEST(WorkQueueTest, RunsAJobOnAnotherThread) {
+// One job at a time.
+constexpr QueueWidths kOneByOne = {.small = 1, .large = 1};
+
+TEST(WorkQueueTest, RunsAJobOnItsSubmittersThread) {
   WorkQueue queue(1);
   std::thread::id worker;
   EXPECT_OK(queue.Run(
-      "a", [&] { worker = std::this_thread::get_id(); }, Never, absl::InfiniteFuture()));
-  EXPECT_NE(worker, std::this_thread::get_id());
-  EXPECT_NE(worker, std::thread::id());
+      "a", [&] { worker = std::this_thread::get_id(); }, nullptr, absl::InfiniteFuture()));
+  EXPECT_EQ(worker, std::this_thread::get_id());
   EXPECT_EQ(queue.depth(), 0);
 }
 
+TEST(WorkQueueTest, SizesFollowFromRows) {
+  EXPECT_EQ(JobSizeOf(0), JobSize::kSmall);
+  EXPECT_EQ(JobSizeOf(kSmallJobRows), JobSize::kSmall);
+  EXPECT_EQ(JobSizeOf(kSmallJobRows + 1), JobSize::kLarge);
+}
+
+TEST(WorkQueueTest, TwoLargeJobsRunAtOnceAndManySmallOnes) {
+  WorkQueue queue(10, {.small = 3, .large = 2});
+  EXPECT_FALSE(queue.others_wait());
+  auto large = std::make_unique<Blocker>(queue);
+  EXPECT_FALSE(queue.others_wait());  // asked by the one that runs
+  Blocker second(queue);
+  EXPECT_TRUE(queue.others_wait());
+  std::vector<std::unique_ptr<Blocker>> small;
+  for (int i = 0; i < 3; ++i) small.push_back(std::make_unique<Blocker>(queue, JobSize::kSmall));
+  std::atomic<bool> large_ran = false, small_ran = false;
+  std::thread third([&] {
+    EXPECT_OK(queue.Run(
+        "c", JobSize::kLarge, [&] { large_ran = true; }, Never, absl::InfiniteFuture()));
+  });
+  WaitForDepth(queue, 1);
+  std::thread fourth([&] {
+    EXPECT_OK(queue.Run(
+        "d", JobSize::kSmall, [&] { small_ran = true; }, Never, absl::InfiniteFuture()));
+  });
+  WaitForDepth(queue, 2);
+  EXPECT_FALSE(large_ran || small_ran);
+  // A place among the small ones is no place for the large one that came first.
+  small.clear();
+  fourth.join();
+  EXPECT_TRUE(small_ran);
+  EXPECT_FALSE(large_ran);
+  EXPECT_EQ(queue.depth(), 1);
+  large.reset();
+  third.join();
+  EXPECT_TRUE(large_ran);
+}
+
+TEST(WorkQueueTest, JobsOfOneClientBeginInOrderWhateverTheirSize) {
+  WorkQueue queue(10, kOneByOne);
+  Blocker blocker(queue);
+  std::atomic<bool> cancelled = false, small_ran = false;
+  std::thread large([&] {
+    EXPECT_REASON(queue.Run(
+                      "a", JobSize::kLarge, [] {}, [&] { return cancelled.load(); }, absl::InfiniteFuture()),
+                  kCancelled);
+  });
+  WaitForDepth(queue, 1);
+  std::thread small([&] {
+    EXPECT_OK(queue.Run(
+        "a", JobSize::kSmall, [&] { small_ran = true; }, Never, absl::InfiniteFuture()));
+  });
+  WaitForDepth(queue, 2);
+  EXPECT_FALSE(small_ran);
+  // Another client's small job passes both.
+  EXPECT_OK(queue.Run(
+      "b", JobSize::kSmall, [] {}, Never, absl::InfiniteFuture()));
+  EXPECT_FALSE(small_ran);
+  cancelled = true;
+  large.join();
+  small.join();
+  EXPECT_TRUE(small_ran);
+}
+
 TEST(WorkQueueTest, ClientsTakeTurns) {
-  WorkQueue queue(100);
-  std::vector<std::string> order;  // written by the worker alone
+  WorkQueue queue(100, kOneByOne);
+  std::vector<std::string> order;  // written by one job at a time
   std::vector<std::thread> threads;
   {
     Blocker blocker(queue);
@@ -80,7 +147,7 @@ TEST(WorkQueueTest, ClientsTakeTurns) {
 }
 
 TEST(WorkQueueTest, TheBoundIsTheNumberOfWaitingJobs) {
-  WorkQueue queue(2);
+  WorkQueue queue(2, kOneByOne);
   std::vector<std::thread> threads;
   std::atomic<int> ran = 0;
   {
@@ -107,7 +174,7 @@ TEST(WorkQueueTest, TheBoundIsTheNumberOfWaitingJobs) {
 }
 
 TEST(WorkQueueTest, CancellationTakesAJobOut) {
-  WorkQueue queue(10);
+  WorkQueue queue(10, kOneByOne);
   bool ran = false;
   std::atomic<bool> cancelled = false;
   Blocker blocker(queue);
@@ -127,7 +194,7 @@ TEST(WorkQueueTest, CancellationTakesAJobOut) {
 }
 
 TEST(WorkQueueTest, TheDeadlineTakesAJobOut) {
-  WorkQueue queue(10);
+  WorkQueue queue(10, kOneByOne);
   bool ran = false;
   Blocker blocker(queue);
   const absl::Time start = absl::Now();
@@ -155,7 +222,7 @@ TEST(WorkQueueTest, AJobThatHasBegunIsWaitedFor) {
 }
 
 TEST(WorkQueueTest, DrainRunsWhatWasAcceptedAndRefusesTheRest) {
-  WorkQueue queue(10);
+  WorkQueue queue(10, kOneByOne);
   std::atomic<int> ran = 0;
   std::vector<std::thread> threads;
   auto blocker = std::make_unique<Blocker>(queue);
@@ -189,17 +256,23 @@ TEST(WorkQueueTest, DrainRunsWhatWasAcceptedAndRefusesTheRest) {
 }
 
 TEST(WorkQueueTest, ManyClientsAtOnce) {
-  std::atomic<int> ran = 0;
+  std::atomic<int> ran = 0, running = 0, most = 0;
   std::atomic<int> refused = 0;
   {
-    WorkQueue queue(4);
+    WorkQueue queue(4, {.small = 2, .large = 2});
     std::vector<std::thread> threads;
     for (int client = 0; client < 8; ++client) {
-      threads.emplace_back([&queue, &ran, &refused, client] {
+      threads.emplace_back([&, client] {
         for (int i = 0; i < 200; ++i) {
           const bool cancel = i % 5 == 0;
           const absl::Status status = queue.Run(
-              std::to_string(client % 3), [&ran] { ++ran; }, [cancel] { return cancel; }, absl::InfiniteFuture());
+              std::to_string(client % 3), i % 2 == 0 ? JobSize::kSmall : JobSize::kLarge,
+              [&] {
+                ++ran;
+                most = std::max(most.load(), ++running);
+                --running;
+              },
+              [cancel] { return cancel; }, absl::InfiniteFuture());
           if (!status.ok()) ++refused;
         }
       });
@@ -209,6 +282,7 @@ TEST(WorkQueueTest, ManyClientsAtOnce) {
   }
   EXPECT_EQ(ran + refused, 8 * 200);
   EXPECT_GT(ran, 0);
+  EXPECT_LE(most, 4);
 }
 
 }  // namespace
