@@ -46,7 +46,11 @@ absl::Status NoDevice(const std::string& engine, const char* what) {
 
 }  // namespace
 
-absl::Status LossEngine::DigestRows(absl::Span<const RowsView> streams, const DeviceEvent*, DigestBuilder* digest) {
+absl::Status LossEngine::DigestRows(absl::Span<const RowsView> streams, const DeviceEvent* after, DigestBuilder* digest) {
+  if (after != nullptr) {
+    return MakeError(ErrorReason::kInvalidField, "after must not be given: the engine " + name() + " has no device",
+                     {{"field", "after"}, {"expected", "none"}, {"actual", "an event"}});
+  }
   for (size_t i = 0; i < streams.size(); ++i) {
     const RowsView& rows = streams[i];
     if (rows.data == nullptr) continue;

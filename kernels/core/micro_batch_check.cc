@@ -168,6 +168,9 @@ absl::Status CheckModes(const MicroBatch& micro_batch) {
   if (micro_batch.refuse_non_finite && micro_batch.grad_weight == GradWeightMode::kAccumulate) {
     return BadCombination("refuse_non_finite", "refuse_non_finite needs a staged contribution: a direct one cannot be taken back");
   }
+  if (micro_batch.digest_rows && micro_batch.flow == nullptr) {
+    return BadCombination("digest_rows", "digest_rows needs a flow: nobody else is told the rows' sum");
+  }
   return absl::OkStatus();
 }
 
@@ -190,6 +193,10 @@ absl::Status CheckMicroBatch(const MicroBatch& micro_batch, bool has_device) {
   if (hidden.data == nullptr && hidden.row_count > 0) return Missing("hidden");
   HEADWATER_RETURN_IF_ERROR(CheckType("hidden", hidden.data_type));
   HEADWATER_RETURN_IF_ERROR(CheckMemory("hidden", hidden.memory, has_device));
+  if (micro_batch.after != nullptr && !has_device) {
+    return MakeError(ErrorReason::kInvalidField, "after must not be given: this engine has no device",
+                     {{"field", "after"}, {"expected", "none"}, {"actual", "an event"}});
+  }
   HEADWATER_RETURN_IF_ERROR(CheckModes(micro_batch));
   const MutableRowsView& grad_hidden = micro_batch.grad_hidden;
   if (grad_hidden.data != nullptr) {

@@ -135,6 +135,12 @@ void AddChunks(bool passive, const ChunkLimits& limits, MicroBatchPlan* plan) {
 
 }  // namespace
 
+std::vector<RowsView> StreamsOf(const MicroBatch& micro_batch) {
+  std::vector<RowsView> streams = {micro_batch.hidden};
+  for (const LossTerm& term : micro_batch.terms) streams.push_back(term.teacher_hidden);
+  return streams;
+}
+
 MicroBatchPlan PlanTerms(const MicroBatch& micro_batch) {
   MicroBatchPlan plan;
   plan.micro_batch = &micro_batch;
@@ -218,6 +224,13 @@ void ForEachRowWithoutGradient(const MicroBatchPlan& plan, absl::FunctionRef<voi
   }
   skip_to(plan.micro_batch->hidden.row_count);
 }
+
+int64_t FinalRowsAfter(const MicroBatchPlan& plan, size_t chunk) {
+  const bool is_last = chunk + 1 == plan.chunks.size() || !plan.chunks[chunk + 1].backward;
+  return is_last ? plan.micro_batch->hidden.row_count : plan.chunks[chunk + 1].batch_rows.front();
+}
+
+bool HasGradient(const MicroBatchPlan& plan) { return !plan.chunks.empty() && plan.chunks.front().backward; }
 
 absl::Status FinishTerms(MicroBatchPlan* plan, std::vector<LossSums>* sums) {
   int64_t non_finite_rows = 0;

@@ -91,6 +91,10 @@ struct ChunkLimits {
                        // be small otherwise and starve the products
 };
 
+// The rows that a micro-batch's digest is about, in the order of its streams: hidden, then each term's teacher_hidden (without data
+// where the term has none).
+std::vector<RowsView> StreamsOf(const MicroBatch& micro_batch);
+
 // A plan with its terms only. `micro_batch` passed CheckMicroBatch() and outlives the plan; its heads are HeadBases.
 MicroBatchPlan PlanTerms(const MicroBatch& micro_batch);
 
@@ -106,6 +110,11 @@ void BeginOutputs(MicroBatchPlan* plan);
 
 // Calls visit(first row, row count) for the rows that no chunk gives a gradient, in order.
 void ForEachRowWithoutGradient(const MicroBatchPlan& plan, absl::FunctionRef<void(int64_t, int64_t)> visit);
+
+// Rows [0, result) of grad_hidden are final once chunk `chunk`, which has a gradient, and those before it are computed.
+int64_t FinalRowsAfter(const MicroBatchPlan& plan, size_t chunk);
+// Whether any chunk has a gradient.
+bool HasGradient(const MicroBatchPlan& plan);
 
 // Adds up a row and writes its outputs; rows of a term in increasing order. `finite_hidden`: the row of hidden states has neither a
 // NaN nor an infinity.

@@ -7,6 +7,7 @@
 #include <thread>
 #include <utility>
 
+#include "headwater/kernels/digest.h"
 #include "headwater/kernels/engine.h"
 #include "headwater/kernels/error.h"
 #include "kernels/core/engine_options_check.h"
@@ -129,12 +130,21 @@ class CpuEngine final : public LossEngine {
     });
     if (status.ok()) status = CheckMicroBatch(micro_batch, /*has_device=*/false);
     if (!status.ok()) return status;
+    // All rows before anything else, and before the processors are taken: there is no copying that could be hidden under products.
+    DigestBuilder row_sum;
+    if (micro_batch.flow != nullptr) {
+      status = micro_batch.flow->AwaitRows(micro_batch.hidden.row_count);
+      if (!status.ok()) return status;
+      if (micro_batch.digest_rows) status = DigestRows(StreamsOf(micro_batch), nullptr, &row_sum);
+      if (!status.ok()) return status;
+    }
     std::lock_guard<std::mutex> lock(core_->work_mutex);
     absl::StatusOr<CpuMicroBatchPlan> plan = PlanMicroBatch(micro_batch, core_->options);
     if (!plan.ok()) return plan.status();
     ClearGradHidden(micro_batch, *plan);
     MicroBatchResult result;
     result.terms.reserve(plan->terms.size());  // nothing may fail once accumulators have changed
+    absl::Status decision;
     std::vector<std::unique_ptr<ShardRun>> runs(static_cast<size_t>(core_->executors.shard_count()));
     {
       const SingleThreadedBlas blas;
@@ -147,9 +157,24 @@ class CpuEngine final : public LossEngine {
             run_of(context)->Prepare();
             return absl::OkStatus();
           },
-          [&](const ShardContext& context) { return run_of(context)->Run(); });
+          [&](const ShardContext& context) {
+            if (micro_batch.flow != nullptr) {
+              // The first rank runs on this thread, and asks for all of them.
+              double refused = 0;
+              if (context.rank == 0) {
+                decision = micro_batch.flow->Decide(micro_batch.digest_rows ? &row_sum : nullptr);
+                refused = decision.ok() ? 0 : 1;
+              }
+              absl::Status told = context.communicator.AllReduceMax(&refused, 1);
+              if (!told.ok() || refused > 0) return told;
+            }
+            return run_of(context)->Run();
+          });
     }
+    if (status.ok()) status = decision;
     if (!status.ok()) return status;
+    const bool all_zero = micro_batch.grad_hidden.row_count > 0 && !HasGradient(*plan);
+    if (micro_batch.flow != nullptr && all_zero) micro_batch.flow->GradHiddenReady(micro_batch.hidden.row_count);
     status = FinishTerms(&*plan, &result.terms);
     if (!status.ok()) return status;
     if (!plan->staged.empty()) result.staged = std::make_unique<CpuStagedContribution>(core_, std::move(plan->staged));

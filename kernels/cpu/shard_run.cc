@@ -74,9 +74,13 @@ void ShardRun::Prepare() {
 }
 
 absl::Status ShardRun::Run() {
-  for (const Chunk& chunk : plan_.chunks) {
+  const MicroBatch& micro_batch = *plan_.micro_batch;
+  for (size_t i = 0; i < plan_.chunks.size(); ++i) {
+    const Chunk& chunk = plan_.chunks[i];
     absl::Status status = RunChunk(chunk);
     if (!status.ok()) return status;
+    if (rank() != 0 || micro_batch.flow == nullptr || !chunk.backward || micro_batch.grad_hidden.data == nullptr) continue;
+    micro_batch.flow->GradHiddenReady(FinalRowsAfter(plan_, i));
   }
   return absl::OkStatus();
 }

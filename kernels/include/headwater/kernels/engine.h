@@ -31,8 +31,9 @@ namespace headwater {
 // 128 bits that identify a micro-batch's header and rows; see digest.h.
 using Digest = std::array<uint8_t, 16>;
 
-// Where a tensor of a call lies. kDevice: memory of the engine's own device (devices()[0]), complete when the call is made; refused
-// as kInvalidField by engines without a device.
+// Where a tensor of a call lies. kDevice: device memory, complete when the call is made (or when its flow or event says so): the
+// engine's own device's (devices()[0]) is read and written in place, another's is copied in and out. Refused as kInvalidField by
+// engines without a device, and where it is not what the memory is.
 enum class MemorySpace { kHost, kDevice };
 
 // Rows of a two-dimensional tensor; row-major and contiguous. The memory stays the caller's. Page-locked host memory is copied

@@ -1,0 +1,600 @@
+// Rows that come while their micro-batch is computed, and a gradient that leaves meanwhile: the same results as with all rows
+// there, nothing added if the caller ends it.
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "headwater/kernels/digest.h"
+#include "headwater/kernels/error.h"
+#include "tests/kernels/comparison.h"
+#include "tests/kernels/kernel_suite.h"
+
+namespace headwater::testing {
+namespace {
+
+// Longer than any rows stay away.
+constexpr std::chrono::seconds kPatience(60);
+
+// A tensor whose rows come later: memory that holds NaN until they do.
+class LateTensor {
+ public:
+  // Takes the view's place.
+  LateTensor(RowsView* view, int64_t row_start)
+      : row_start_(row_start),
+        row_count_(view->row_count),
+        row_bytes_(view->column_count * ElementBytes(view->data_type)),
+        source_(static_cast<const uint8_t*>(view->data)),
+        memory_(static_cast<size_t>(row_count_ * row_bytes_), 0xFF) {
+    view->data = memory_.data();
+  }
+  // Rows of the micro-batch up to `row_end` come.
+  void Arrive(int64_t row_end) {
+    const int64_t end = std::clamp<int64_t>(row_end - row_start_, here_, row_count_);
+    if (end > here_) {
+      std::memcpy(memory_.data() + here_ * row_bytes_, source_ + here_ * row_bytes_,
+                  static_cast<size_t>((end - here_) * row_bytes_));
+    }
+    here_ = end;
+  }
+
+ private:
+  const int64_t row_start_, row_count_, row_bytes_;
+  const uint8_t* const source_;
+  std::vector<uint8_t> memory_;
+  int64_t here_ = 0;
+};
+
+// Lets a prepared micro-batch's rows come as they are awaited, and looks at everything that the engine tells.
+class TestFlow final : public RowFlow {
+ public:
+  explicit TestFlow(PreparedMicroBatch* prepared) : micro_batch_(prepared->micro_batch), thread_(std::this_thread::get_id()) {
+    tensors_.reserve(1 + prepared->terms.size());
+    if (micro_batch_.hidden.row_count > 0) tensors_.emplace_back(&prepared->micro_batch.hidden, 0);
+    for (LossTerm& term : prepared->terms) {
+      if (term.teacher_hidden.data != nullptr) tensors_.emplace_back(&term.teacher_hidden, term.row_start);
+    }
+    prepared->micro_batch.flow = this;
+  }
+
+  // The given call of AwaitRows(), or Decide(), fails.
+  void FailAtAwait(int call) { failing_await_ = call; }
+  void FailAtDecide() { fails_decide_ = true; }
+  // Rows come only when Arrive() says so.
+  void LetRowsBeLate() { late_ = true; }
+  void Arrive(int64_t row_end) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (LateTensor& tensor : tensors_) tensor.Arrive(row_end);
+    here_ = row_end;
+    came_.notify_all();
+  }
+
+  absl::Status AwaitRows(int64_t row_end) override {
+    EXPECT_EQ(std::this_thread::get_id(), thread_);
+    EXPECT_GE(row_end, awaited_);
+    EXPECT_LE(row_end, micro_batch_.hidden.row_count);
+    EXPECT_EQ(decided_, 0);
+    awaited_ = row_end;
+    if (++awaits_ == failing_await_) return absl::CancelledError("the rows stay away");
+    if (!late_) {
+      Arrive(row_end);
+      return absl::OkStatus();
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    return came_.wait_for(lock, kPatience, [&] { return here_ >= row_end; }) ? absl::OkStatus()
+                                                                             : absl::DeadlineExceededError("no rows came");
+  }
+
+  absl::Status Decide(const DigestBuilder* rows) override {
+    EXPECT_EQ(std::this_thread::get_id(), thread_);
+    EXPECT_GE(awaits_, 1);
+    EXPECT_EQ(awaited_, micro_batch_.hidden.row_count) << "decided before all rows were there";
+    EXPECT_EQ(++decided_, 1);
+    if (rows != nullptr) digest_ = rows->Finish("header");
+    return fails_decide_ ? absl::AbortedError("decided otherwise") : absl::OkStatus();
+  }
+
+  void GradHiddenReady(int64_t row_end) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const MutableRowsView& out = micro_batch_.grad_hidden;
+    ASSERT_NE(out.data, nullptr);
+    ASSERT_GT(row_end, ready_);
+    ASSERT_LE(row_end, out.row_count);
+    const int64_t row_bytes = out.column_count * ElementBytes(out.data_type);
+    const auto* bytes = static_cast<const uint8_t*>(out.data);
+    seen_.insert(seen_.end(), bytes + ready_ * row_bytes, bytes + row_end * row_bytes);
+    ready_ = row_end;
+    ++notes_;
+  }
+
+  // After a computation that succeeded.
+  void ExpectComplete() const {
+    EXPECT_EQ(decided_, 1);
+    const MutableRowsView& out = micro_batch_.grad_hidden;
+    if (out.data == nullptr) return;
+    EXPECT_EQ(ready_, out.row_count);
+    const int64_t bytes = out.row_count * out.column_count * ElementBytes(out.data_type);
+    ASSERT_EQ(static_cast<int64_t>(seen_.size()), bytes);
+    EXPECT_TRUE(bytes == 0 || std::memcmp(seen_.data(), out.data, seen_.size()) == 0) << "rows changed after they were final";
+  }
+  int awaits() const { return awaits_; }
+  int decided() const { return decided_; }
+  int notes() const { return notes_; }
+  const std::optional<Digest>& digest() const { return digest_; }
+
+ private:
+  const MicroBatch micro_batch_;  // as it was; of grad_hidden the memory
+  const std::thread::id thread_;
+  std::vector<LateTensor> tensors_;
+  int failing_await_ = 0;
+  bool fails_decide_ = false;
+  bool late_ = false;
+
+  std::mutex mutex_;
+  std::condition_variable came_;
+  int64_t here_ = 0;
+  int64_t awaited_ = 0;
+  int awaits_ = 0;
+  int decided_ = 0;
+  std::optional<Digest> digest_;
+  int64_t ready_ = 0;
+  int notes_ = 0;
+  std::vector<uint8_t> seen_;
+};
+
+enum class Mode { kDirect, kStaged, kForward, kNoGradWeight, kNoGradHidden };
+
+ComputeOptions OptionsOf(Mode mode) {
+  ComputeOptions options;
+  options.token_outputs = mode != Mode::kNoGradWeight;  // the form with few outputs, too
+  if (mode == Mode::kStaged) options.grad_weight = GradWeightMode::kStage;
+  if (mode == Mode::kForward || mode == Mode::kNoGradWeight) options.grad_weight = GradWeightMode::kNone;
+  if (mode == Mode::kForward) options.backward = false;
+  if (mode == Mode::kForward || mode == Mode::kNoGradHidden) options.grad_hidden = false;
+  return options;
+}
+
+struct FlowCase {
+  std::string name;
+  Problem problem;
+  EngineOptions engine;
+  bool token_outputs = true;
+};
+
+Problem TwoTerms() {
+  ProblemOptions options;
+  options.rows = 29;
+  options.bias = true;
+  options.jsd = true;
+  options.teacher_hidden_size = 16;
+  options.staging_slots = 2;
+  Problem problem = MakeProblem(options);
+  TestTerm& soft = problem.terms[0];
+  TestTerm hard;
+  hard.head = 0;
+  hard.row_start = 3;
+  hard.row_count = 20;
+  hard.targets.assign(soft.targets.begin() + 3, soft.targets.begin() + 23);
+  hard.loss_scale = 0.25;
+  // The teacher's rows are those of rows 5 to 24.
+  soft.row_start = 5;
+  soft.row_count = 20;
+  soft.targets.resize(20);
+  soft.teacher_hidden.resize(20 * 16);
+  if (!soft.token_weights.empty()) soft.token_weights.resize(20);
+  problem.terms.push_back(hard);
+  return problem;
+}
+
+std::vector<FlowCase> MakeFlowCases() {
+  std::vector<FlowCase> cases;
+  const auto add = [&](const std::string& name, ProblemOptions options, EngineOptions engine = {}) -> FlowCase& {
+    options.staging_slots = 2;
+    return cases.emplace_back(FlowCase{name, MakeProblem(options), engine, true});
+  };
+  ProblemOptions options;
+  options.rows = 37;
+  options.bias = true;
+  options.token_weights = true;
+  add("Float32", options);
+  add("BFloat16", WithType(options, DataType::kBFloat16));
+  add("Float16", WithType(options, DataType::kFloat16));
+  EngineOptions chunks;
+  chunks.token_chunk_rows = 7;
+  add("Chunks", WithType(options, DataType::kBFloat16), chunks);
+  EngineOptions shards;
+  shards.shard_count = 3;
+  shards.thread_count = 3;
+  add("Shards", options, shards);
+  shards.token_chunk_rows = 7;
+  add("ShardsAndChunks", WithType(options, DataType::kBFloat16), shards);
+  options.jsd = true;
+  options.hard_loss_weight = 0.4;
+  options.teacher_hidden_size = 12;
+  add("Jsd", options);
+  add("JsdBFloat16", WithType(options, DataType::kBFloat16));
+  add("JsdChunks", WithType(options, DataType::kBFloat16), chunks);
+  cases.push_back({"TwoTerms", TwoTerms(), {}, true});
+  cases.push_back({"TwoTermsChunks", TwoTerms(), chunks, true});
+  // Few outputs: the form of large micro-batches, in slices.
+  options = WithType(ProblemOptions(), DataType::kBFloat16);
+  options.rows = 4700;
+  options.ignored_share = 0.05;
+  options.bias = true;
+  add("Large", options).token_outputs = false;
+  add("LargeShards", options,
+      [] {
+        EngineOptions engine;
+        engine.shard_count = 2;
+        return engine;
+      }())
+      .token_outputs = false;
+  options.rows = 700;
+  add("Medium", options).token_outputs = false;
+  options.rows = 1;
+  options.ignored_share = 0;
+  add("OneRow", options);
+  options.rows = 0;
+  add("NoRows", options);
+  options.rows = 21;
+  options.ignored_share = 1;
+  add("AllIgnored", options);
+  options = ProblemOptions();
+  options.trainable = false;
+  options.rows = 19;
+  cases.push_back({"Frozen", MakeProblem(options), {}, true});
+  return cases;
+}
+
+const std::vector<FlowCase>& FlowCases() {
+  static const std::vector<FlowCase> cases = MakeFlowCases();
+  return cases;
+}
+
+class RowFlowTest : public ::testing::TestWithParam<std::tuple<size_t, Mode>> {
+ protected:
+  const FlowCase& Case() const { return FlowCases()[std::get<0>(GetParam())]; }
+  const Problem& problem() const { return Case().problem; }
+  ComputeOptions Options() const {
+    ComputeOptions options = OptionsOf(std::get<1>(GetParam()));
+    if (!Case().token_outputs) options.token_outputs = false;
+    return options;
+  }
+  int32_t FreeSlots(LoadedHeads* heads) const { return heads->head(0).FreeStagingSlots(); }
+
+  // Computes without a flow, or with `flow`, which is made for `prepared`. The contribution is committed.
+  static absl::Status Run(LoadedHeads* heads, const PreparedMicroBatch& prepared, Outcome* outcome) {
+    absl::StatusOr<MicroBatchResult> result = heads->engine().Compute(prepared.micro_batch);
+    if (!result.ok()) return result.status();
+    prepared.Collect(*result, outcome);
+    if (result->staged != nullptr) {
+      EXPECT_TRUE(result->staged->Commit(0.5).ok());
+    }
+    outcome->gradients = heads->ReadGradients();
+    return absl::OkStatus();
+  }
+};
+
+// Poisoned memory until AwaitRows() has returned: nothing is read before.
+TEST_P(RowFlowTest, HasTheResultsOfAllRowsAtOnce) {
+  LoadedHeads heads(problem().heads, Case().engine);
+  LoadedHeads plain_heads(problem().heads, Case().engine);
+  Outcome plain, flowing;
+  const PreparedMicroBatch all_there(problem(), plain_heads.pointers(), Options());
+  ASSERT_TRUE(Run(&plain_heads, all_there, &plain).ok());
+  PreparedMicroBatch prepared(problem(), heads.pointers(), Options());
+  TestFlow flow(&prepared);
+  const absl::Status status = Run(&heads, prepared, &flowing);
+  ASSERT_TRUE(status.ok()) << status;
+  flow.ExpectComplete();
+  EXPECT_FALSE(flow.digest().has_value()) << "a sum that nobody asked for";
+  EXPECT_TRUE(flowing.BitwiseEquals(plain));
+}
+
+TEST_P(RowFlowTest, WaitsForRowsThatAnotherThreadBrings) {
+  LoadedHeads heads(problem().heads, Case().engine);
+  LoadedHeads plain_heads(problem().heads, Case().engine);
+  Outcome plain, flowing;
+  const PreparedMicroBatch all_there(problem(), plain_heads.pointers(), Options());
+  ASSERT_TRUE(Run(&plain_heads, all_there, &plain).ok());
+  PreparedMicroBatch prepared(problem(), heads.pointers(), Options());
+  TestFlow flow(&prepared);
+  flow.LetRowsBeLate();
+  std::thread sender([&] {
+    constexpr int64_t kPieces = 5;
+    for (int64_t piece = 1; piece <= kPieces; ++piece) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(3));
+      flow.Arrive(problem().rows * piece / kPieces);
+    }
+  });
+  const absl::Status status = Run(&heads, prepared, &flowing);
+  sender.join();
+  ASSERT_TRUE(status.ok()) << status;
+  flow.ExpectComplete();
+  EXPECT_TRUE(flowing.BitwiseEquals(plain));
+}
+
+// At every call of the flow: the accumulators and the slots are as before, the caller's own error comes back, and the next
+// computation is what it would have been.
+TEST_P(RowFlowTest, AddsNothingIfTheCallerEndsIt) {
+  LoadedHeads heads(problem().heads, Case().engine);
+  LoadedHeads undisturbed(problem().heads, Case().engine);
+  // What the accumulators hold before; on some engines it is still owed to them.
+  ComputeOptions before_options;
+  before_options.grad_hidden = false;
+  before_options.grad_weight = problem().heads[0].spec.trainable ? GradWeightMode::kAccumulate : GradWeightMode::kNone;
+  const auto compute_before = [&](LoadedHeads* on) {
+    ASSERT_TRUE(on->TryCompute(problem(), before_options).ok());
+    ASSERT_TRUE(on->TryCompute(problem(), before_options).ok());
+  };
+  compute_before(&heads);
+  compute_before(&undisturbed);
+  const std::vector<Gradient> before = undisturbed.ReadGradients();
+  const int32_t free_slots = FreeSlots(&heads);
+  int awaits = 0;
+  {
+    PreparedMicroBatch prepared(problem(), heads.pointers(), Options());
+    TestFlow flow(&prepared);
+    flow.FailAtDecide();
+    const absl::Status status = heads.engine().Compute(prepared.micro_batch).status();
+    EXPECT_EQ(status, absl::AbortedError("decided otherwise")) << status;
+    EXPECT_EQ(flow.decided(), 1);
+    EXPECT_TRUE(heads.ReadGradients() == before) << "after Decide()";
+    EXPECT_EQ(FreeSlots(&heads), free_slots);
+    prepared.ExpectGuardsAndInputsIntact();
+    awaits = flow.awaits();
+  }
+  ASSERT_GE(awaits, 1);
+  for (int call = 1; call <= awaits; ++call) {
+    SCOPED_TRACE("AwaitRows() call " + std::to_string(call));
+    PreparedMicroBatch prepared(problem(), heads.pointers(), Options());
+    TestFlow flow(&prepared);
+    flow.FailAtAwait(call);
+    const absl::Status status = heads.engine().Compute(prepared.micro_batch).status();
+    EXPECT_EQ(status, absl::CancelledError("the rows stay away")) << status;
+    EXPECT_EQ(flow.awaits(), call);
+    EXPECT_EQ(flow.decided(), 0);
+    EXPECT_TRUE(heads.ReadGradients() == before);
+    EXPECT_EQ(FreeSlots(&heads), free_slots);
+    prepared.ExpectGuardsAndInputsIntact();
+  }
+  EXPECT_TRUE(heads.engine().health().ok());
+  Outcome after, expected;
+  PreparedMicroBatch next(problem(), heads.pointers(), Options());
+  TestFlow flow(&next);
+  ASSERT_TRUE(Run(&heads, next, &after).ok());
+  const PreparedMicroBatch plain(problem(), undisturbed.pointers(), Options());
+  ASSERT_TRUE(Run(&undisturbed, plain, &expected).ok());
+  EXPECT_TRUE(after.BitwiseEquals(expected));
+}
+
+// What was put off before an aborted call is added with what comes after it.
+using OwedRowFlowTest = RowFlowTest;
+TEST_P(OwedRowFlowTest, LeavesWhatIsOwedAlone) {
+  LoadedHeads heads(problem().heads, Case().engine);
+  LoadedHeads undisturbed(problem().heads, Case().engine);
+  ComputeOptions options = Options();
+  options.grad_hidden = false;
+  for (int round = 0; round < 3; ++round) {
+    ASSERT_TRUE(heads.TryCompute(problem(), options).ok());
+    ASSERT_TRUE(undisturbed.TryCompute(problem(), options).ok());
+    PreparedMicroBatch prepared(problem(), heads.pointers(), Options());
+    TestFlow flow(&prepared);
+    if (round == 1) {
+      flow.FailAtAwait(1);
+    } else {
+      flow.FailAtDecide();
+    }
+    EXPECT_FALSE(heads.engine().Compute(prepared.micro_batch).ok());
+  }
+  EXPECT_TRUE(heads.ReadGradients() == undisturbed.ReadGradients());
+}
+
+TEST_P(RowFlowTest, SumsTheRowsUpForTheDigest) {
+  LoadedHeads heads(problem().heads, Case().engine);
+  const PreparedMicroBatch source(problem(), heads.pointers(), Options());
+  DigestBuilder builder;
+  const auto add = [&](int32_t stream, const RowsView& rows) {
+    if (rows.data == nullptr) return;
+    builder.AddRows(stream, 0, rows.row_count, rows.column_count * ElementBytes(rows.data_type), rows.data);
+  };
+  std::vector<RowsView> streams = {source.micro_batch.hidden};
+  for (const LossTerm& term : source.terms) streams.push_back(term.teacher_hidden);
+  for (size_t i = 0; i < streams.size(); ++i) add(static_cast<int32_t>(i), streams[i]);
+  const Digest expected = builder.Finish("header");
+
+  PreparedMicroBatch prepared(problem(), heads.pointers(), Options());
+  TestFlow flow(&prepared);
+  prepared.micro_batch.digest_rows = true;
+  Outcome outcome;
+  ASSERT_TRUE(Run(&heads, prepared, &outcome).ok());
+  flow.ExpectComplete();
+  ASSERT_TRUE(flow.digest().has_value());
+  EXPECT_EQ(DigestToHex(*flow.digest()), DigestToHex(expected));
+
+  DigestBuilder alone;
+  ASSERT_TRUE(heads.engine().DigestRows(streams, nullptr, &alone).ok());
+  EXPECT_EQ(DigestToHex(alone.Finish("header")), DigestToHex(expected));
+}
+
+std::string CaseName(const ::testing::TestParamInfo<std::tuple<size_t, Mode>>& test) {
+  static const char* const kModes[] = {"Direct", "Staged", "Forward", "NoGradWeight", "NoGradHidden"};
+  return FlowCases()[std::get<0>(test.param)].name + kModes[static_cast<size_t>(std::get<1>(test.param))];
+}
+
+INSTANTIATE_TEST_SUITE_P(All, RowFlowTest,
+                         ::testing::Combine(::testing::Range<size_t>(0, FlowCases().size()),
+                                            ::testing::Values(Mode::kDirect, Mode::kStaged, Mode::kForward, Mode::kNoGradWeight,
+                                                              Mode::kNoGradHidden)),
+                         CaseName);
+
+INSTANTIATE_TEST_SUITE_P(All, OwedRowFlowTest,
+                         ::testing::Combine(::testing::Range<size_t>(0, FlowCases().size()), ::testing::Values(Mode::kDirect)),
+                         CaseName);
+
+// A large micro-batch's gradient leaves before all of it is there, where the engine computes it in slices or chunks.
+TEST(RowFlow, GradientLeavesByChunks) {
+  ProblemOptions options;
+  options.rows = 40;
+  options.ignored_share = 0;
+  const Problem problem = MakeProblem(options);
+  EngineOptions engine;
+  engine.token_chunk_rows = 8;
+  LoadedHeads heads(problem.heads, engine);
+  PreparedMicroBatch prepared(problem, heads.pointers(), {});
+  TestFlow flow(&prepared);
+  ASSERT_TRUE(heads.engine().Compute(prepared.micro_batch).ok());
+  flow.ExpectComplete();
+  EXPECT_EQ(flow.notes(), 5);
+}
+
+// Rows of odd sizes: neither a multiple of a word nor of a block.
+TEST(RowFlow, DigestOfOddRows) {
+  struct Shape {
+    int64_t hidden_size;
+    DataType type;
+  };
+  const Shape shapes[] = {{1000, DataType::kBFloat16}, {1000, DataType::kFloat32}, {1001, DataType::kFloat16},
+                          {3001, DataType::kBFloat16}, {7, DataType::kFloat16},    {2049, DataType::kBFloat16}};
+  for (const auto& [hidden_size, type] : shapes) {
+    SCOPED_TRACE(std::to_string(hidden_size) + " of type " + std::to_string(static_cast<int>(type)));
+    ProblemOptions options = WithType(ProblemOptions(), type);
+    options.rows = 11;
+    options.hidden_size = hidden_size;
+    options.vocab_size = 33;
+    const Problem problem = MakeProblem(options);
+    LoadedHeads heads(problem.heads, {});
+    PreparedMicroBatch prepared(problem, heads.pointers(), {});
+    const RowsView rows = prepared.micro_batch.hidden;
+    DigestBuilder builder;
+    builder.AddRows(0, 0, rows.row_count, rows.column_count * ElementBytes(type), rows.data);
+    DigestBuilder alone;
+    ASSERT_TRUE(heads.engine().DigestRows({rows}, nullptr, &alone).ok());
+    EXPECT_EQ(DigestToHex(alone.Finish("header")), DigestToHex(builder.Finish("header")));
+    TestFlow flow(&prepared);
+    prepared.micro_batch.digest_rows = true;
+    ASSERT_TRUE(heads.engine().Compute(prepared.micro_batch).ok());
+    ASSERT_TRUE(flow.digest().has_value());
+    EXPECT_EQ(DigestToHex(*flow.digest()), DigestToHex(builder.Finish("header")));
+  }
+}
+
+// Rows whose logits do not fit the exponentials' offset, in the first slice, in the last one, in both.
+TEST(RowFlow, LargeLogits) {
+  ProblemOptions options = WithType(ProblemOptions(), DataType::kBFloat16);
+  options.rows = 4500;
+  options.ignored_share = 0;
+  options.staging_slots = 1;
+  options.bias = true;
+  const Problem plain = MakeProblem(options);
+  for (const auto& places : {std::vector<int64_t>{3}, {4400}, {1500}, {5, 4499}}) {
+    SCOPED_TRACE("first row " + std::to_string(places.front()));
+    Problem problem = plain;
+    for (const int64_t row : places) {
+      for (int64_t h = 0; h < problem.hidden_size; ++h) problem.hidden[static_cast<size_t>(row * problem.hidden_size + h)] *= 100;
+    }
+    RoundToStorage(&problem);
+    ComputeOptions compute;
+    compute.token_outputs = false;
+    const Expected expected = ComputeExpected(problem);
+    for (const GradWeightMode mode : {GradWeightMode::kAccumulate, GradWeightMode::kStage}) {
+      compute.grad_weight = mode;
+      LoadedHeads heads(problem.heads, {});
+      PreparedMicroBatch prepared(problem, heads.pointers(), compute);
+      TestFlow flow(&prepared);
+      absl::StatusOr<MicroBatchResult> result = heads.engine().Compute(prepared.micro_batch);
+      ASSERT_TRUE(result.ok()) << result.status();
+      flow.ExpectComplete();
+      Outcome outcome;
+      prepared.Collect(*result, &outcome);
+      if (mode == GradWeightMode::kStage) {
+        EXPECT_TRUE(result->staged->Commit(1).ok());
+      }
+      outcome.gradients = heads.ReadGradients();
+      ExpectOutcomeMatches(problem, expected, outcome);
+    }
+  }
+}
+
+TEST(RowFlow, RefusesWhatMeansNothing) {
+  const Problem problem = MakeProblem(ProblemOptions());
+  LoadedHeads heads(problem.heads, {});
+  {
+    PreparedMicroBatch prepared(problem, heads.pointers(), {});
+    prepared.micro_batch.digest_rows = true;
+    const absl::Status status = heads.engine().Compute(prepared.micro_batch).status();
+    EXPECT_TRUE(HasReason(status, ErrorReason::kInvalidCombination)) << status;
+    EXPECT_EQ(GetErrorMetadata(status).at("field"), "digest_rows");
+    prepared.ExpectOutputsUntouched();
+  }
+  class ForeignEvent final : public DeviceEvent {};
+  const ForeignEvent event;
+  PreparedMicroBatch prepared(problem, heads.pointers(), {});
+  prepared.micro_batch.after = &event;
+  const absl::Status status = heads.engine().Compute(prepared.micro_batch).status();
+  EXPECT_TRUE(HasReason(status, ErrorReason::kInvalidField)) << status;
+  EXPECT_EQ(GetErrorMetadata(status).at("field"), "after");
+  prepared.ExpectOutputsUntouched();
+  DigestBuilder builder;
+  EXPECT_TRUE(HasReason(heads.engine().DigestRows({prepared.micro_batch.hidden}, &event, &builder), ErrorReason::kInvalidField));
+}
+
+// Memory that the engine gave, or was told of, holds rows like any other.
+TEST(RowFlow, ComputesFromHostMemoryOfTheEngine) {
+  ProblemOptions options = WithType(ProblemOptions(), DataType::kBFloat16);
+  options.rows = 300;
+  const Problem problem = MakeProblem(options);
+  LoadedHeads heads(problem.heads, {});
+  const Outcome expected = heads.Compute(problem);
+  heads.ZeroGradients();
+  PreparedMicroBatch prepared(problem, heads.pointers(), {});
+  const int64_t bytes = problem.rows * problem.hidden_size * 2;
+  absl::StatusOr<std::unique_ptr<HostMemory>> rows = heads.engine().AllocateHostMemory(bytes);
+  ASSERT_TRUE(rows.ok()) << rows.status();
+  EXPECT_GE((*rows)->bytes(), bytes);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>((*rows)->data()) % 64, 0u);
+  std::memcpy((*rows)->data(), prepared.micro_batch.hidden.data, static_cast<size_t>(bytes));
+  prepared.micro_batch.hidden.data = (*rows)->data();
+  std::vector<uint8_t> own(static_cast<size_t>(bytes));
+  MutableRowsView collected = prepared.micro_batch.grad_hidden;
+  ASSERT_EQ(collected.data_type, DataType::kBFloat16);
+  absl::StatusOr<std::unique_ptr<HostMemory>> registered = heads.engine().RegisterHostMemory(own.data(), bytes);
+  ASSERT_TRUE(registered.ok()) << registered.status();
+  EXPECT_EQ((*registered)->data(), own.data());
+  EXPECT_EQ((*registered)->bytes(), bytes);
+  prepared.micro_batch.grad_hidden.data = own.data();
+  const absl::StatusOr<MicroBatchResult> result = heads.engine().Compute(prepared.micro_batch);
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_TRUE(expected.grad_hidden_bytes == own);
+  EXPECT_TRUE(heads.ReadGradients() == expected.gradients);
+  registered->reset();
+  std::fill(own.begin(), own.end(), static_cast<uint8_t>(1));  // still the caller's
+}
+
+// A handle that means nothing here is refused, and the engine goes on.
+TEST(RowFlow, RefusesForeignHandles) {
+  const Problem problem = MakeProblem(ProblemOptions());
+  LoadedHeads heads(problem.heads, {});
+  const ErrorReason reason = heads.engine().name() == "cpu" ? ErrorReason::kFeatureNotBuilt : ErrorReason::kInvalidField;
+  DeviceHandle handle;
+  handle.fill(0x5A);
+  const absl::Status memory = heads.engine().OpenDeviceMemory(handle, 4096).status();
+  EXPECT_TRUE(HasReason(memory, reason)) << memory;
+  const absl::Status event = heads.engine().OpenDeviceEvent(handle).status();
+  EXPECT_TRUE(HasReason(event, reason)) << event;
+  EXPECT_TRUE(heads.engine().health().ok());
+  heads.Compute(problem);
+}
+
+}  // namespace
+}  // namespace headwater::testing
