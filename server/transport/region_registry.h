@@ -30,23 +30,26 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "headwater/kernels/engine.h"
 #include "server/transport/file_descriptor.h"
+#include "server/transport/region.h"
 
 namespace headwater::transport {
 
 // The session that owns a region (heads::SessionId).
 using RegionOwner = std::array<uint8_t, 32>;
 
-enum class RegionKind { kShared, kNamed, kDevice, kCount };
 enum class RegionAccess { kRead, kWrite };
+
+// Names that clients may register: `headwater-` and 1 to 200 of [A-Za-z0-9._-]. What other software of the server's own process
+// keeps under /dev/shm (NCCL, the CUDA driver, semaphores) is called otherwise, and so cannot be reached.
+bool IsRegionName(const std::string& name);
 
 struct RegionLimits {
   int64_t max_session_regions = 64;              // of one session
   int64_t max_region_bytes = int64_t{64} << 30;  // of one region
 };
-
-class Region;
 
 // A range of a region, for one call. Movable; what it points to stays valid as long as it lives.
 class RegionUse {
@@ -102,10 +105,12 @@ class RegionRegistry {
   // saying why; kLimitExceeded (max_region_bytes); kQuotaExceeded (max_session_regions); kMemoryBudgetExceeded: it cannot be
   // page-locked.
   //
-  // A memfd; closed when this returns. `offset` may be any.
+  // `offset` is a multiple of 64.
+  //
+  // A memfd; closed when this returns.
   absl::StatusOr<std::string> AddDescriptor(const RegionOwner& owner, FileDescriptor memfd, int64_t offset, int64_t bytes);
-  // A file under /dev/shm (or `folder`, for tests) that the server's user may read and write. The caller has asked whether the
-  // operator allows names.
+  // A file under /dev/shm (or `folder`, for tests) that the server's user may read and write; no link. The name is one that
+  // IsRegionName() accepts. The caller has asked whether the operator allows names.
   absl::StatusOr<std::string> AddNamed(const RegionOwner& owner, const std::string& name, int64_t offset, int64_t bytes,
                                        const std::string& folder = "/dev/shm");
   // The allocation that a CUDA IPC handle names; calls wait for what `event` was last recorded after. kFeatureNotBuilt without a
@@ -113,8 +118,11 @@ class RegionRegistry {
   absl::StatusOr<std::string> AddDevice(const RegionOwner& owner, const DeviceHandle& memory,
                                         const std::optional<DeviceHandle>& event, int64_t bytes);
 
-  // kRegionNotFound.
-  absl::Status Remove(const RegionOwner& owner, const std::string& id);
+  // Removes a region, and waits until no RegionUse of it is left, and it is given back: from then on this process neither reads nor
+  // writes the memory. kRegionNotFound; kDeadlineExceeded and kCancelled, when the region is removed but still in use. `cancelled`
+  // (may be empty) is asked now and then.
+  absl::Status Remove(const RegionOwner& owner, const std::string& id, absl::Time deadline = absl::InfiniteFuture(),
+                      const std::function<bool()>& cancelled = nullptr);
   // Removes all regions of an owner. Returns how many.
   int64_t DropOwner(const RegionOwner& owner);
 
@@ -141,8 +149,7 @@ class RegionRegistry {
 
   LossEngine& engine_;
   const RegionLimits limits_;
-  struct Counts;
-  const std::shared_ptr<Counts> counts_;  // shared with the regions, which may outlive the registry's map
+  const std::shared_ptr<RegionCounts> counts_ = std::make_shared<RegionCounts>();
   mutable absl::Mutex mutex_;
   std::map<RegionOwner, Owned> owned_ ABSL_GUARDED_BY(mutex_);
 };

@@ -1,0 +1,306 @@
+#include "server/transport/descriptor_socket.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "headwater/kernels/error.h"
+#include "server/transport/region.h"
+
+namespace headwater::transport {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kMaxDescriptors = 8;  // that are looked at; the kernel closes those beyond, and says so
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "numbers are copied as they are");
+
+// The socket of this path answers.
+bool SomebodyListens(const sockaddr_un& address) {
+  const FileDescriptor probe(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!probe.valid()) return true;
+  return connect(probe.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0 || errno != ECONNREFUSED;
+}
+
+// One packet and the descriptors that came with it.
+struct Packet {
+  ssize_t bytes = -1;  // of recvmsg()
+  bool truncated = false;
+  std::array<uint8_t, kDescriptorRequestBytes> data{};
+  std::vector<FileDescriptor> descriptors;
+};
+
+Packet Receive(int fd) {
+  Packet packet;
+  iovec part = {packet.data.data(), packet.data.size()};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(kMaxDescriptors * sizeof(int))> control{};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  do {
+    packet.bytes = recvmsg(fd, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  } while (packet.bytes < 0 && errno == EINTR);
+  if (packet.bytes < 0) return packet;
+  packet.truncated = (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0;
+  for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr; header = CMSG_NXTHDR(&message, header)) {
+    if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
+    const size_t count = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    for (size_t i = 0; i < count; ++i) {
+      int received = -1;
+      std::memcpy(&received, CMSG_DATA(header) + i * sizeof(int), sizeof(int));
+      packet.descriptors.emplace_back(received);
+    }
+  }
+  return packet;
+}
+
+absl::Status Refused(ErrorReason reason, const std::string& message) { return MakeError(reason, message); }
+
+absl::Status CheckPacket(const Packet& packet) {
+  uint32_t version = 0;
+  int64_t bytes = 0;
+  std::memcpy(&version, packet.data.data() + 4, sizeof(version));
+  std::memcpy(&bytes, packet.data.data() + 8, sizeof(bytes));
+  if (packet.truncated || packet.bytes != static_cast<ssize_t>(kDescriptorRequestBytes) ||
+      std::memcmp(packet.data.data(), kDescriptorMagic, sizeof(kDescriptorMagic)) != 0) {
+    return Refused(ErrorReason::kProtocolViolation, "expected a packet of 16 bytes that begins with HWMD");
+  }
+  if (version != kDescriptorProtocolVersion) {
+    return Refused(ErrorReason::kProtocolViolation, absl::StrCat("expected version 1 of the protocol, got ", version));
+  }
+  if (packet.descriptors.size() != 1) {
+    return Refused(ErrorReason::kProtocolViolation, absl::StrCat("expected one descriptor, got ", packet.descriptors.size()));
+  }
+  int64_t size = 0;
+  if (absl::Status status = CheckSealedMemory(packet.descriptors.front().get(), "descriptor", &size); !status.ok()) return status;
+  if (size == bytes) return absl::OkStatus();
+  return Refused(ErrorReason::kInvalidField, absl::StrCat("expected memory of the ", bytes, " bytes that were named, got ", size));
+}
+
+}  // namespace
+
+class DescriptorSocket::Impl {
+ public:
+  Impl(const DescriptorSocketOptions& options, std::string path, FileDescriptor listener, FileDescriptor wake)
+      : options_(options), path_(std::move(path)), listener_(std::move(listener)), wake_(std::move(wake)) {
+    struct stat made {};
+    if (stat(path_.c_str(), &made) == 0) inode_ = {made.st_dev, made.st_ino};
+    thread_ = std::thread([this] { Run(); });
+  }
+  ~Impl() {
+    const uint64_t one = 1;
+    while (write(wake_.get(), &one, sizeof(one)) < 0 && errno == EINTR) {
+    }
+    thread_.join();
+    struct stat there {};
+    if (stat(path_.c_str(), &there) == 0 && std::pair(there.st_dev, there.st_ino) == inode_) unlink(path_.c_str());
+  }
+
+  absl::StatusOr<FileDescriptor> Take(absl::string_view token) {
+    absl::MutexLock lock(&mutex_);
+    const auto found = waiting_.find(std::string(token));
+    if (found != waiting_.end()) {
+      Waiting taken = std::move(found->second);
+      waiting_.erase(found);
+      if (Clock::now() < taken.end) return std::move(taken.memory);
+    }
+    return MakeError(
+        ErrorReason::kInvalidField,
+        "descriptor_token: expected a token that the descriptor socket answered, not used before and not older than its "
+        "lifetime, got another; send the descriptor again",
+        {{"field", "descriptor_token"}});
+  }
+  const std::string& path() const { return path_; }
+  int64_t size() const {
+    absl::MutexLock lock(&mutex_);
+    return static_cast<int64_t>(waiting_.size());
+  }
+
+ private:
+  struct Waiting {
+    FileDescriptor memory;
+    uid_t user = 0;
+    Clock::time_point end;
+  };
+  struct Connection {
+    FileDescriptor socket;
+    uid_t user = 0;
+    bool allowed = false;
+    Clock::time_point end;
+  };
+
+  void Run() {
+    std::vector<Connection> connections;
+    for (;;) {
+      const bool may_accept = connections.size() < static_cast<size_t>(options_.max_connections) && Clock::now() >= accept_after_;
+      std::vector<pollfd> polled = {{wake_.get(), POLLIN, 0}, {may_accept ? listener_.get() : -1, POLLIN, 0}};
+      for (const Connection& connection : connections) polled.push_back({connection.socket.get(), POLLIN, 0});
+      constexpr int kLookMs = 100;  // how late what is too old is closed
+      const bool idle = connections.empty() && size() == 0 && may_accept;
+      if (poll(polled.data(), polled.size(), idle ? -1 : kLookMs) < 0 && errno != EINTR) return;
+      if (polled[0].revents != 0) return;
+      const Clock::time_point now = Clock::now();
+      std::vector<Connection> kept;
+      for (size_t i = 0; i < connections.size(); ++i) {
+        if (polled[i + 2].revents != 0) {
+          Serve(connections[i]);
+        } else if (now < connections[i].end) {
+          kept.push_back(std::move(connections[i]));
+        }
+      }
+      connections = std::move(kept);
+      if (polled[1].revents != 0) Accept(&connections);
+      ForgetOld(now);
+    }
+  }
+
+  void Accept(std::vector<Connection>* connections) {
+    FileDescriptor accepted(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!accepted.valid()) {
+      // Without descriptors left the listener would stay ready, and this thread busy.
+      accept_after_ = Clock::now() + std::chrono::milliseconds(100);
+      return;
+    }
+    ucred peer{};
+    socklen_t length = sizeof(peer);
+    if (getsockopt(accepted.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) return;
+    // One that is not allowed is told so after its packet: a connection that is closed with a packet unread loses the answer.
+    const bool allowed = options_.any_user || peer.uid == geteuid() || peer.uid == 0;
+    connections->push_back(
+        {std::move(accepted), peer.uid, allowed, Clock::now() + absl::ToChronoNanoseconds(options_.request_timeout)});
+  }
+
+  // Takes the packet of a connection, and answers it.
+  void Serve(const Connection& connection) {
+    Packet packet = Receive(connection.socket.get());
+    if (packet.bytes <= 0) return;  // it went away
+    if (!connection.allowed) {
+      return Answer(connection.socket.get(),
+                    Refused(ErrorReason::kPermissionDenied, "expected a process of the server's own user, or root"));
+    }
+    if (absl::Status status = CheckPacket(packet); !status.ok()) return Answer(connection.socket.get(), status);
+    std::array<char, kDescriptorTokenBytes> token;
+    if (getentropy(token.data(), token.size()) != 0) {
+      return Answer(connection.socket.get(), Refused(ErrorReason::kInternal, "the operating system gives no random numbers"));
+    }
+    {
+      absl::MutexLock lock(&mutex_);
+      const auto of_user =
+          std::count_if(waiting_.begin(), waiting_.end(), [&](const auto& entry) { return entry.second.user == connection.user; });
+      if (static_cast<int64_t>(waiting_.size()) >= options_.max_tokens || of_user >= options_.max_user_tokens) {
+        return Answer(connection.socket.get(),
+                      Refused(ErrorReason::kQuotaExceeded, "too many descriptors wait to be registered; register them, or wait"));
+      }
+      waiting_.emplace(std::string(token.data(), token.size()),
+                       Waiting{std::move(packet.descriptors.front()), connection.user,
+                               Clock::now() + absl::ToChronoNanoseconds(options_.token_lifetime)});
+    }
+    std::array<char, kDescriptorAnswerBytes> answer{};
+    std::memcpy(answer.data(), kDescriptorMagic, sizeof(kDescriptorMagic));
+    std::memcpy(answer.data() + 8, token.data(), token.size());
+    std::memcpy(answer.data() + 8 + token.size(), options_.incarnation.data(), options_.incarnation.size());
+    Send(connection.socket.get(), answer.data(), answer.size());
+  }
+
+  static void Answer(int fd, const absl::Status& error) {
+    std::string answer(kDescriptorMagic, sizeof(kDescriptorMagic));
+    const uint32_t code = static_cast<uint32_t>(error.code());
+    answer.append(reinterpret_cast<const char*>(&code), sizeof(code));
+    answer.append(std::string(error.message()).substr(0, kDescriptorMaxErrorBytes));
+    Send(fd, answer.data(), answer.size());
+  }
+  // The buffer of a fresh socket has room for one packet; a client that has gone needs none.
+  static void Send(int fd, const void* data, size_t bytes) {
+    static_cast<void>(send(fd, data, bytes, MSG_DONTWAIT | MSG_NOSIGNAL));
+  }
+
+  void ForgetOld(Clock::time_point now) {
+    std::vector<FileDescriptor> closed;  // without the lock
+    absl::MutexLock lock(&mutex_);
+    for (auto entry = waiting_.begin(); entry != waiting_.end();) {
+      if (now < entry->second.end) {
+        ++entry;
+        continue;
+      }
+      closed.push_back(std::move(entry->second.memory));
+      entry = waiting_.erase(entry);
+    }
+  }
+
+  const DescriptorSocketOptions options_;
+  const std::string path_;
+  const FileDescriptor listener_;
+  const FileDescriptor wake_;
+  std::pair<dev_t, ino_t> inode_{};
+  Clock::time_point accept_after_{};
+  mutable absl::Mutex mutex_;
+  std::map<std::string, Waiting> waiting_ ABSL_GUARDED_BY(mutex_);  // by token
+  std::thread thread_;                                              // last: it uses the members above
+};
+
+absl::StatusOr<std::unique_ptr<DescriptorSocket>> DescriptorSocket::Listen(const DescriptorSocketOptions& options) {
+  std::error_code error;
+  const std::string path = std::filesystem::absolute(options.path, error).string();
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (options.path.empty() || error || path.size() >= sizeof(address.sun_path)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("descriptor_socket: expected a path of 1 to ", sizeof(address.sun_path) - 1, " bytes, got \"", path, "\""));
+  }
+  if (options.mode < 0 || options.mode > 0777) {
+    return absl::InvalidArgumentError("descriptor_socket_mode: expected permissions from 0 to 0777, in octal");
+  }
+  std::memcpy(address.sun_path, path.c_str(), path.size() + 1);
+  const auto cannot = [&](const char* what) {
+    return absl::UnavailableError(absl::StrCat("descriptor_socket: ", path, ": ", what, ": ", std::strerror(errno)));
+  };
+  struct stat there {};
+  if (lstat(path.c_str(), &there) == 0) {
+    if (!S_ISSOCK(there.st_mode)) return absl::UnavailableError(absl::StrCat("descriptor_socket: ", path, " is no socket"));
+    if (SomebodyListens(address)) {
+      return absl::UnavailableError(absl::StrCat("descriptor_socket: ", path, ": another process listens there"));
+    }
+    if (unlink(path.c_str()) != 0) return cannot("cannot remove what an earlier server left");
+  }
+  FileDescriptor listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  FileDescriptor wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!listener.valid() || !wake.valid()) return cannot("no descriptors are left");
+  // Before bind(), so that the socket is at no moment more open than it should be; after it, because the umask takes bits away.
+  if (fchmod(listener.get(), static_cast<mode_t>(options.mode)) != 0) return cannot("cannot set permissions");
+  if (bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) return cannot("cannot make it");
+  if (chmod(path.c_str(), static_cast<mode_t>(options.mode)) != 0 || listen(listener.get(), options.max_connections) != 0) {
+    const absl::Status status = cannot("cannot listen");
+    unlink(path.c_str());
+    return status;
+  }
+  return std::unique_ptr<DescriptorSocket>(
+      new DescriptorSocket(std::make_unique<Impl>(options, path, std::move(listener), std::move(wake))));
+}
+
+DescriptorSocket::DescriptorSocket(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+DescriptorSocket::~DescriptorSocket() = default;
+absl::StatusOr<FileDescriptor> DescriptorSocket::Take(absl::string_view token) { return impl_->Take(token); }
+const std::string& DescriptorSocket::path() const { return impl_->path(); }
+int64_t DescriptorSocket::size() const { return impl_->size(); }
+
+}  // namespace headwater::transport

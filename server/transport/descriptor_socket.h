@@ -1,0 +1,74 @@
+// DescriptorSocket: takes descriptors of shared memory from processes of this host, which gRPC cannot carry.
+//
+//   auto socket = DescriptorSocket::Listen({.path = "/run/headwater/memory.sock", .incarnation = ...});
+//   auto memfd = (*socket)->Take(token);  // once
+//
+// A client connects (AF_UNIX, SOCK_SEQPACKET), sends one packet with one descriptor, and gets one packet with a token, which it
+// then names to RegisterSharedMemory. docs/api.md, "Shared memory", has the packets byte by byte. A token is 32 random bytes, valid
+// once and for a short time; the descriptor of one that nobody takes is closed.
+//
+// Who may: processes whose user is the server's own or root, by the kernel's word (SO_PEERCRED); any user only if the operator says
+// so. Bounded: connections at once, time for a packet, descriptors that wait, of all users and of one. One thread. Thread-safe.
+#ifndef HEADWATER_SERVER_TRANSPORT_DESCRIPTOR_SOCKET_H_
+#define HEADWATER_SERVER_TRANSPORT_DESCRIPTOR_SOCKET_H_
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "server/transport/file_descriptor.h"
+
+namespace headwater::transport {
+
+// The protocol's constants.
+inline constexpr char kDescriptorMagic[4] = {'H', 'W', 'M', 'D'};
+inline constexpr uint32_t kDescriptorProtocolVersion = 1;
+inline constexpr size_t kDescriptorRequestBytes = 16;
+inline constexpr size_t kDescriptorTokenBytes = 32;
+inline constexpr size_t kDescriptorAnswerBytes = 4 + 4 + kDescriptorTokenBytes + 16;
+inline constexpr size_t kDescriptorMaxErrorBytes = 256;
+
+struct DescriptorSocketOptions {
+  std::string path;       // absolute or not, of at most 107 bytes
+  int mode = 0600;        // permissions of the socket
+  bool any_user = false;  // also processes of other users than the server's own and root
+  std::array<uint8_t, 16> incarnation{};
+  absl::Duration token_lifetime = absl::Seconds(30);
+  absl::Duration request_timeout = absl::Seconds(5);  // for a connection's packet
+  int max_connections = 16;
+  int max_tokens = 256;      // of all users
+  int max_user_tokens = 64;  // of one
+};
+
+class DescriptorSocket {
+ public:
+  // Makes the socket, in place of one that nobody listens on any more. InvalidArgument for a path that is too long or a mode that
+  // is none; Unavailable if it cannot be made there, or another server listens.
+  static absl::StatusOr<std::unique_ptr<DescriptorSocket>> Listen(const DescriptorSocketOptions& options);
+  // Closes what waits, and removes the socket's file if it is still this one's.
+  ~DescriptorSocket();
+  DescriptorSocket(const DescriptorSocket&) = delete;
+  DescriptorSocket& operator=(const DescriptorSocket&) = delete;
+
+  // The descriptor that was answered with `token`, which is worth nothing from then on. kInvalidField, alike for a token that was
+  // never given, was used, or is too old.
+  absl::StatusOr<FileDescriptor> Take(absl::string_view token);
+  // Absolute path.
+  const std::string& path() const;
+  // Descriptors that wait to be taken.
+  int64_t size() const;
+
+ private:
+  class Impl;
+  explicit DescriptorSocket(std::unique_ptr<Impl> impl);
+  const std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace headwater::transport
+
+#endif  // HEADWATER_SERVER_TRANSPORT_DESCRIPTOR_SOCKET_H_

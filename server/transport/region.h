@@ -1,0 +1,92 @@
+// Region: memory of another process, opened by this one. What RegionRegistry keeps; see there.
+#ifndef HEADWATER_SERVER_TRANSPORT_REGION_H_
+#define HEADWATER_SERVER_TRANSPORT_REGION_H_
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "headwater/kernels/engine.h"
+#include "server/transport/file_descriptor.h"
+
+namespace headwater::transport {
+
+// Sealed host memory that is mapped here, a file under /dev/shm that is read and written, device memory.
+enum class RegionKind { kShared, kNamed, kDevice, kCount };
+
+// Regions that are open, by kind.
+struct RegionCounts {
+  std::array<std::atomic<int64_t>, static_cast<size_t>(RegionKind::kCount)> regions{};
+  std::array<std::atomic<int64_t>, static_cast<size_t>(RegionKind::kCount)> bytes{};
+};
+
+// Told when a region has been given back in full.
+struct RegionEnd {
+  absl::Mutex mutex;
+  bool over ABSL_GUARDED_BY(mutex) = false;
+};
+
+// Thread-safe. What it opened is given back, and its RegionEnd is told, when it is destroyed.
+class Region {
+ public:
+  virtual ~Region() = default;
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+
+  RegionKind kind() const { return ticket_.kind; }
+  int64_t bytes() const { return ticket_.bytes; }
+  std::shared_ptr<RegionEnd> end() const { return ticket_.end; }
+
+  // Where the region is mapped; null for a named one.
+  virtual uint8_t* data() const { return nullptr; }
+  // What the use of device memory waits for, or null.
+  virtual const DeviceEvent* after() const { return nullptr; }
+  // Named regions: memory for a copy of a part, and the copies. 0 <= offset, offset + bytes <= bytes(). kInvalidField, naming
+  // `field`, if the file has become shorter.
+  virtual absl::StatusOr<std::unique_ptr<HostMemory>> AllocateCopy(int64_t bytes) const;
+  virtual absl::Status Read(int64_t offset, int64_t bytes, void* to, const std::string& field) const;
+  virtual absl::Status Write(int64_t offset, int64_t bytes, const void* from, const std::string& field) const;
+
+ protected:
+  Region(RegionKind kind, int64_t bytes, std::shared_ptr<RegionCounts> counts) : ticket_(kind, bytes, std::move(counts)) {}
+
+ private:
+  // Counts the region, and tells its end. The base's member, so that it goes after all that a derived class opened.
+  struct Ticket {
+    Ticket(RegionKind region_kind, int64_t region_bytes, std::shared_ptr<RegionCounts> region_counts);
+    ~Ticket();
+    const RegionKind kind;
+    const int64_t bytes;
+    const std::shared_ptr<RegionCounts> counts;
+    const std::shared_ptr<RegionEnd> end = std::make_shared<RegionEnd>();
+  };
+  const Ticket ticket_;
+};
+
+// The openers of RegionRegistry's Add... functions, where ranges and errors are told. 0 <= offset, 1 <= bytes, and their sum does
+// not wrap. `engine` must outlive the region.
+absl::StatusOr<std::shared_ptr<const Region>> MapDescriptor(LossEngine& engine, std::shared_ptr<RegionCounts> counts,
+                                                            const FileDescriptor& memfd, int64_t offset, int64_t bytes);
+absl::StatusOr<std::shared_ptr<const Region>> OpenNamedRegion(LossEngine& engine, std::shared_ptr<RegionCounts> counts,
+                                                              const std::string& folder, const std::string& name, int64_t offset,
+                                                              int64_t bytes);
+absl::StatusOr<std::shared_ptr<const Region>> OpenDeviceRegion(LossEngine& engine, std::shared_ptr<RegionCounts> counts,
+                                                               const DeviceHandle& memory, const std::optional<DeviceHandle>& event,
+                                                               int64_t bytes);
+
+// OK if `fd` is memory that can be mapped without a risk: a memfd of at least one byte on tmpfs, readable and writable, sealed
+// against shrinking, growing and further seals, and allocated in full. kInvalidField naming `field` otherwise. `size` gets its
+// bytes.
+absl::Status CheckSealedMemory(int fd, const std::string& field, int64_t* size);
+
+}  // namespace headwater::transport
+
+#endif  // HEADWATER_SERVER_TRANSPORT_REGION_H_

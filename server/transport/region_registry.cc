@@ -1,0 +1,227 @@
+#include "server/transport/region_registry.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "headwater/kernels/error.h"
+
+namespace headwater::transport {
+namespace {
+
+constexpr char kNamePrefix[] = "headwater-";
+constexpr int64_t kAlignment = 64;  // of a region: elements and vectors of them are aligned if their offsets are
+constexpr size_t kMaxNameBytes = sizeof(kNamePrefix) - 1 + 200;
+
+// Says nothing about the id: for another session's region, and for one that is gone, it must be the same.
+absl::Status NotFound() {
+  return MakeError(ErrorReason::kRegionNotFound,
+                   "the session has no such region: it was unregistered, or registered in another session; register it again");
+}
+
+absl::Status Invalid(const std::string& field, const std::string& expected, const std::string& actual) {
+  return MakeError(ErrorReason::kInvalidField, absl::StrCat(field, ": expected ", expected, ", got ", actual),
+                   {{"field", field}, {"expected", expected}, {"actual", actual}});
+}
+
+absl::StatusOr<std::string> NewId() {
+  std::array<uint8_t, 16> bytes;
+  if (getentropy(bytes.data(), bytes.size()) != 0) {
+    return MakeError(ErrorReason::kInternal, "the operating system gives no random numbers");
+  }
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string id;
+  for (const uint8_t byte : bytes) {
+    id.push_back(kDigits[byte >> 4]);
+    id.push_back(kDigits[byte & 15]);
+  }
+  return id;
+}
+
+}  // namespace
+
+bool IsRegionName(const std::string& name) {
+  const size_t prefix = sizeof(kNamePrefix) - 1;
+  return name.size() > prefix && name.size() <= kMaxNameBytes && name.compare(0, prefix, kNamePrefix) == 0 &&
+         std::all_of(name.begin(), name.end(), [](char c) {
+           return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' || c == '_' || c == '-';
+         });
+}
+
+RegionKind RegionUse::kind() const { return region_->kind(); }
+MemorySpace RegionUse::memory() const { return kind() == RegionKind::kDevice ? MemorySpace::kDevice : MemorySpace::kHost; }
+int64_t RegionUse::staged_bytes() const { return kind() == RegionKind::kNamed ? bytes_ : 0; }
+const DeviceEvent* RegionUse::after() const { return region_->after(); }
+
+absl::Status RegionUse::Prepare() {
+  if (kind() != RegionKind::kNamed) {
+    data_ = region_->data() + offset_;
+    return absl::OkStatus();
+  }
+  auto copy = region_->AllocateCopy(std::max<int64_t>(1, bytes_));
+  if (!copy.ok()) return copy.status();
+  copy_ = *std::move(copy);
+  data_ = copy_->data();
+  return access_ == RegionAccess::kRead ? region_->Read(offset_, bytes_, data_, field_) : absl::OkStatus();
+}
+
+absl::Status RegionUse::Finish() {
+  if (access_ == RegionAccess::kRead || copy_ == nullptr) return absl::OkStatus();
+  return region_->Write(offset_, bytes_, data_, field_);
+}
+
+bool RegionUse::Overlap(const RegionUse& a, const RegionUse& b) {
+  return a.region_ == b.region_ && a.bytes_ > 0 && b.bytes_ > 0 && a.offset_ < b.offset_ + b.bytes_ &&
+         b.offset_ < a.offset_ + a.bytes_;
+}
+
+RegionRegistry::RegionRegistry(LossEngine& engine, const RegionLimits& limits) : engine_(engine), limits_(limits) {}
+
+RegionRegistry::~RegionRegistry() = default;
+
+absl::StatusOr<std::string> RegionRegistry::Add(const RegionOwner& owner, int64_t offset, int64_t bytes,
+                                                const std::function<absl::StatusOr<std::shared_ptr<const Region>>()>& open) {
+  if (bytes < 1) return Invalid("size_bytes", "at least 1", absl::StrCat(bytes));
+  if (offset < 0 || offset > std::numeric_limits<int64_t>::max() - bytes) {
+    return Invalid("offset_bytes", absl::StrCat("a number in [0, 2^63 - 1 - ", bytes, "]"), absl::StrCat(offset));
+  }
+  if (offset % kAlignment != 0) {
+    return Invalid("offset_bytes", absl::StrCat("a multiple of ", kAlignment), absl::StrCat(offset));
+  }
+  if (bytes > limits_.max_region_bytes) {
+    return MakeError(ErrorReason::kLimitExceeded,
+                     absl::StrCat("size_bytes: expected at most ", limits_.max_region_bytes, " (max_region_bytes), got ", bytes),
+                     {{"field", "size_bytes"},
+                      {"limit", "max_region_bytes"},
+                      {"maximum", absl::StrCat(limits_.max_region_bytes)},
+                      {"actual", absl::StrCat(bytes)}});
+  }
+  auto id = NewId();
+  if (!id.ok()) return id.status();
+  {
+    absl::MutexLock lock(&mutex_);
+    Owned& owned = owned_[owner];
+    const int64_t count = static_cast<int64_t>(owned.regions.size()) + owned.opening;
+    if (count >= limits_.max_session_regions) {
+      if (count == 0) owned_.erase(owner);
+      return MakeError(ErrorReason::kQuotaExceeded,
+                       absl::StrCat("the session has ", count, " regions, the maximum is ", limits_.max_session_regions,
+                                    "; unregister one, or put several tensors into one region"),
+                       {{"limit", "max_session_regions"},
+                        {"maximum", absl::StrCat(limits_.max_session_regions)},
+                        {"actual", absl::StrCat(count + 1)}});
+    }
+    ++owned.opening;
+  }
+  absl::StatusOr<std::shared_ptr<const Region>> region = open();
+  absl::MutexLock lock(&mutex_);
+  const auto owned = owned_.find(owner);  // there: `opening` keeps it
+  --owned->second.opening;
+  if (region.ok()) {
+    owned->second.regions.emplace(*id, *std::move(region));
+    return id;
+  }
+  if (owned->second.opening == 0 && owned->second.regions.empty()) owned_.erase(owned);
+  return region.status();
+}
+
+absl::StatusOr<std::string> RegionRegistry::AddDescriptor(const RegionOwner& owner, FileDescriptor memfd, int64_t offset,
+                                                          int64_t bytes) {
+  return Add(owner, offset, bytes, [&] { return MapDescriptor(engine_, counts_, memfd, offset, bytes); });
+}
+
+absl::StatusOr<std::string> RegionRegistry::AddNamed(const RegionOwner& owner, const std::string& name, int64_t offset,
+                                                     int64_t bytes, const std::string& folder) {
+  if (!IsRegionName(name)) {
+    return MakeError(ErrorReason::kInvalidName, "shared_memory_name: expected `headwater-` and 1 to 200 of [A-Za-z0-9._-]",
+                     {{"field", "shared_memory_name"}});
+  }
+  return Add(owner, offset, bytes, [&] { return OpenNamedRegion(engine_, counts_, folder, name, offset, bytes); });
+}
+
+absl::StatusOr<std::string> RegionRegistry::AddDevice(const RegionOwner& owner, const DeviceHandle& memory,
+                                                      const std::optional<DeviceHandle>& event, int64_t bytes) {
+  return Add(owner, 0, bytes, [&] { return OpenDeviceRegion(engine_, counts_, memory, event, bytes); });
+}
+
+absl::Status RegionRegistry::Remove(const RegionOwner& owner, const std::string& id, absl::Time deadline,
+                                    const std::function<bool()>& cancelled) {
+  std::shared_ptr<const Region> region;
+  {
+    absl::MutexLock lock(&mutex_);
+    const auto owned = owned_.find(owner);
+    if (owned == owned_.end()) return NotFound();
+    const auto found = owned->second.regions.find(id);
+    if (found == owned->second.regions.end()) return NotFound();
+    region = std::move(found->second);
+    owned->second.regions.erase(found);
+    if (owned->second.regions.empty() && owned->second.opening == 0) owned_.erase(owned);
+  }
+  const std::shared_ptr<RegionEnd> end = region->end();
+  region.reset();
+  constexpr absl::Duration kLook = absl::Milliseconds(20);
+  absl::MutexLock lock(&end->mutex);
+  while (!end->mutex.AwaitWithTimeout(absl::Condition(&end->over), kLook)) {
+    if (cancelled && cancelled()) {
+      return MakeError(ErrorReason::kCancelled, "the call was cancelled; the region is removed, but calls still use it");
+    }
+    if (absl::Now() >= deadline) {
+      return MakeError(ErrorReason::kDeadlineExceeded, "the call's deadline passed; the region is removed, but calls still use it");
+    }
+  }
+  return absl::OkStatus();
+}
+
+int64_t RegionRegistry::DropOwner(const RegionOwner& owner) {
+  std::map<std::string, std::shared_ptr<const Region>> dropped;  // given back without the lock
+  absl::MutexLock lock(&mutex_);
+  const auto owned = owned_.find(owner);
+  if (owned == owned_.end()) return 0;
+  dropped = std::move(owned->second.regions);
+  owned->second.regions.clear();
+  if (owned->second.opening == 0) owned_.erase(owned);
+  return static_cast<int64_t>(dropped.size());
+}
+
+absl::StatusOr<RegionUse> RegionRegistry::Find(const RegionOwner& owner, const std::string& id, int64_t offset, int64_t bytes,
+                                               RegionAccess access, int64_t element_bytes, const std::string& field) const {
+  RegionUse use;
+  {
+    absl::MutexLock lock(&mutex_);
+    const auto owned = owned_.find(owner);
+    if (owned == owned_.end()) return NotFound();
+    const auto found = owned->second.regions.find(id);
+    if (found == owned->second.regions.end()) return NotFound();
+    use.region_ = found->second;
+  }
+  const int64_t size = use.region_->bytes();
+  if (bytes < 0 || offset < 0 || bytes > size || offset > size - bytes) {
+    return Invalid(absl::StrCat(field, ".offset_bytes"), absl::StrCat(bytes, " bytes of rows within the region's ", size, " bytes"),
+                   absl::StrCat("an offset of ", offset));
+  }
+  if (offset % element_bytes != 0) {
+    return Invalid(absl::StrCat(field, ".offset_bytes"), absl::StrCat("a multiple of the element's ", element_bytes, " bytes"),
+                   absl::StrCat(offset));
+  }
+  use.offset_ = offset;
+  use.bytes_ = bytes;
+  use.access_ = access;
+  use.field_ = field;
+  return use;
+}
+
+RegionRegistry::Totals RegionRegistry::totals() const {
+  Totals totals;
+  for (size_t kind = 0; kind < totals.regions.size(); ++kind) {
+    totals.regions[kind] = counts_->regions[kind].load();
+    totals.bytes[kind] = counts_->bytes[kind].load();
+  }
+  return totals;
+}
+
+}  // namespace headwater::transport
