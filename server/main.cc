@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <charconv>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -11,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -39,6 +41,16 @@ ABSL_FLAG(
 ABSL_FLAG(std::string, metrics_address, "127.0.0.1:9464",
           "host:port of the Prometheus endpoint /metrics (port 0 picks one); empty: none");
 ABSL_FLAG(bool, reflection, false, "serve gRPC server reflection");
+ABSL_FLAG(
+    std::string, descriptor_socket, "",
+    "path of a Unix socket that takes descriptors of shared memory from clients of this host (docs/api.md, \"Shared memory\"); "
+    "empty: none");
+ABSL_FLAG(std::string, descriptor_socket_mode, "0600", "permissions of that socket, in octal");
+ABSL_FLAG(bool, descriptor_socket_any_user, false,
+          "take descriptors also from processes of other users than the server's own and root");
+ABSL_FLAG(bool, named_regions, false,
+          "let clients register files under /dev/shm whose names begin with headwater-; whoever may call the server can then read "
+          "and write every such file that the server's user can; slower than descriptors");
 // ---- engine ---------------------------------------------------------------------------------------------------------------
 ABSL_FLAG(std::string, engine, "auto", "auto, cpu or cuda; auto is cuda where it can be had, else cpu");
 ABSL_FLAG(int32_t, device, 0, "index of the GPU, as CUDA counts the visible ones; --engine=cuda");
@@ -169,6 +181,16 @@ absl::StatusOr<service::ServerOptions> ServerOptionsFromFlags() {
   options.listen_addresses = absl::GetFlag(FLAGS_listen_addresses);
   options.metrics_address = absl::GetFlag(FLAGS_metrics_address);
   options.reflection = absl::GetFlag(FLAGS_reflection);
+  options.descriptor_socket = absl::GetFlag(FLAGS_descriptor_socket);
+  const std::string mode = absl::GetFlag(FLAGS_descriptor_socket_mode);
+  const auto [mode_end, mode_error] = std::from_chars(mode.data(), mode.data() + mode.size(), options.descriptor_socket_mode, 8);
+  if (mode_error != std::errc() || mode_end != mode.data() + mode.size() || options.descriptor_socket_mode < 0 ||
+      options.descriptor_socket_mode > 0777) {
+    return absl::InvalidArgumentError("--descriptor_socket_mode: expected permissions from 0 to 0777, in octal, got \"" + mode +
+                                      "\"");
+  }
+  options.descriptor_socket_any_user = absl::GetFlag(FLAGS_descriptor_socket_any_user);
+  options.named_regions = absl::GetFlag(FLAGS_named_regions);
   options.checkpoint_directory = absl::GetFlag(FLAGS_checkpoint_directory);
   options.restore_heads = absl::GetFlag(FLAGS_restore_heads);
   options.load_root = absl::GetFlag(FLAGS_load_root);

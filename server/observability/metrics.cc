@@ -42,6 +42,11 @@ constexpr const char* kReasonNames[] = {
 constexpr size_t kReasonCount = std::size(kReasonNames);
 
 constexpr const char* kDirectionNames[] = {"in", "out"};
+constexpr const char* kTransportNames[] = {"grpc", "shared_memory", "cuda_ipc"};
+constexpr size_t kTransportCount = static_cast<size_t>(Transport::kCount);
+static_assert(std::size(kTransportNames) == kTransportCount);
+constexpr const char* kRegionKindNames[] = {"shared", "named", "device"};
+static_assert(std::size(kRegionKindNames) == kRegionKindCount);
 constexpr const char* kLossNames[] = {"cross_entropy", "jensen_shannon"};
 constexpr const char* kOutcomeNames[] = {"committed", "staged",   "held",       "evaluated", "replayed",
                                          "discarded", "conflict", "superseded", "refused",   "cancelled"};
@@ -71,6 +76,7 @@ enum FamilyIndex {
   kEngineSeconds,
   kDownloadSeconds,
   kBytes,
+  kTransports,
   kTokens,
   kNonFiniteRows,
   kMicroBatches,
@@ -88,6 +94,8 @@ enum FamilyIndex {
   kInFlightBytes,
   kUploadBytes,
   kHeldBytes,
+  kRegions,
+  kRegionBytes,
   kMemoryPlanned,
   kMemoryBudget,
   kServing,
@@ -103,7 +111,10 @@ constexpr Description kDescriptions[kFamilyCount] = {
     {"headwater_upload_seconds", "histogram", "none", "Time from a micro-batch's header to its last row."},
     {"headwater_engine_seconds", "histogram", "none", "Time that a micro-batch was in the engine."},
     {"headwater_download_seconds", "histogram", "none", "Time from the engine's end to the last chunk of grad_hidden."},
-    {"headwater_bytes_total", "counter", "`direction` (in, out), `transport` (grpc)", "Tensor bytes moved."},
+    {"headwater_bytes_total", "counter", "`direction` (in, out), `transport` (grpc, shared_memory, cuda_ipc)",
+     "Tensor bytes moved, by the path that they took."},
+    {"headwater_transport_micro_batches_total", "counter", "`transport` (grpc, shared_memory, cuda_ipc)",
+     "Micro-batches that succeeded, by the path of their hidden states."},
     {"headwater_tokens_total", "counter", "`loss` (cross_entropy, jensen_shannon)", "Rows computed that were not ignored."},
     {"headwater_non_finite_rows_total", "counter", "none", "Rows with a NaN or an infinity in their loss or gradient."},
     {"headwater_micro_batches_total", "counter",
@@ -125,6 +136,9 @@ constexpr Description kDescriptions[kFamilyCount] = {
     {"headwater_in_flight_bytes", "gauge", "none", "Tensor bytes reserved by ComputeLoss and AddGradient calls in progress."},
     {"headwater_upload_bytes", "gauge", "none", "Host memory reserved by unfinished weight uploads."},
     {"headwater_held_bytes", "gauge", "none", "Host memory of the rows of HELD contributions."},
+    {"headwater_regions", "gauge", "`kind` (shared, named, device)",
+     "Regions of clients' memory that are open: sealed memory passed as a descriptor, files under /dev/shm, device memory."},
+    {"headwater_region_bytes", "gauge", "`kind` (shared, named, device)", "Bytes of those regions."},
     {"headwater_memory_planned_bytes", "gauge",
      "`purpose` (weight, bias, grad_weight, grad_bias, master_weight, optimizer_state, staging, workspace, other)",
      "Memory that the heads' plans take."},
@@ -163,6 +177,8 @@ size_t PurposeIndex(const std::string& purpose) {
 
 const char* RpcMethodName(RpcMethod method) { return kMethodNames[static_cast<size_t>(method)]; }
 
+const char* TransportName(Transport transport) { return kTransportNames[static_cast<size_t>(transport)]; }
+
 const char* CanonicalCodeName(absl::StatusCode code) {
   const size_t index = static_cast<size_t>(code);
   return index < kCodeCount ? kCodeNames[index] : "UNKNOWN";
@@ -195,7 +211,9 @@ struct Metrics::Families : public prometheus::Collectable {
   prometheus::Histogram& download_seconds = SecondsHistogram(kDownloadSeconds);
 
   prometheus::Family<prometheus::Counter>& bytes = Counters(kBytes);
-  Grid<prometheus::Counter, static_cast<size_t>(Direction::kCount)> bytes_children;
+  Grid<prometheus::Counter, static_cast<size_t>(Direction::kCount), kTransportCount> bytes_children;
+  prometheus::Family<prometheus::Counter>& transports = Counters(kTransports);
+  Grid<prometheus::Counter, kTransportCount> transports_children;
   prometheus::Family<prometheus::Counter>& tokens = Counters(kTokens);
   Grid<prometheus::Counter, static_cast<size_t>(LossKind::kCount)> tokens_children;
   prometheus::Counter& non_finite_rows = Counters(kNonFiniteRows).Add({});
@@ -217,6 +235,10 @@ struct Metrics::Families : public prometheus::Collectable {
   prometheus::Gauge& in_flight_bytes = Gauges(kInFlightBytes).Add({});
   prometheus::Gauge& upload_bytes = Gauges(kUploadBytes).Add({});
   prometheus::Gauge& held_bytes = Gauges(kHeldBytes).Add({});
+  prometheus::Family<prometheus::Gauge>& regions = Gauges(kRegions);
+  std::array<prometheus::Gauge*, kRegionKindCount> regions_children{};
+  prometheus::Family<prometheus::Gauge>& region_bytes = Gauges(kRegionBytes);
+  std::array<prometheus::Gauge*, kRegionKindCount> region_bytes_children{};
   prometheus::Gauge& sessions = Gauges(kSessions).Add({});
   prometheus::Gauge& waiting_calls = Gauges(kWaitingCalls).Add({});
   prometheus::Family<prometheus::Gauge>& memory_planned = Gauges(kMemoryPlanned);
@@ -249,6 +271,10 @@ struct Metrics::Families : public prometheus::Collectable {
     waiting_calls.Set(static_cast<double>(readings.waiting_calls));
     memory_budget.Set(static_cast<double>(readings.memory_budget_bytes));
     serving.Set(readings.serving ? 1 : 0);
+    for (size_t i = 0; i < kRegionKindCount; ++i) {
+      regions_children[i]->Set(static_cast<double>(readings.region_count[i]));
+      region_bytes_children[i]->Set(static_cast<double>(readings.region_bytes[i]));
+    }
     std::array<double, kPurposeCount> planned{};
     for (const auto& [purpose, planned_bytes] : readings.planned_bytes) {
       planned[PurposeIndex(purpose)] += static_cast<double>(planned_bytes);
@@ -260,6 +286,10 @@ struct Metrics::Families : public prometheus::Collectable {
 Metrics::Metrics(const std::string& version, const std::string& engine) : families_(std::make_shared<Families>()) {
   for (size_t i = 0; i < kPurposeCount; ++i) {
     families_->memory_planned_children[i] = &families_->memory_planned.Add({{"purpose", kPurposeNames[i]}});
+  }
+  for (size_t i = 0; i < kRegionKindCount; ++i) {
+    families_->regions_children[i] = &families_->regions.Add({{"kind", kRegionKindNames[i]}});
+    families_->region_bytes_children[i] = &families_->region_bytes.Add({{"kind", kRegionKindNames[i]}});
   }
   families_->build_info.Add({{"version", version}, {"engine", engine}}).Set(1);
 }
@@ -292,15 +322,27 @@ void Metrics::CountRequest(RpcMethod method, const absl::Status& status, absl::D
       .Increment();
 }
 
-void Metrics::CountBytes(Direction direction, int64_t bytes) {
+void Metrics::CountBytes(Direction direction, int64_t bytes, Transport transport) {
   const size_t index = static_cast<size_t>(direction);
+  const size_t path = static_cast<size_t>(transport);
   Families& f = *families_;
   f.bytes_children
-      .Get(index, 0,
+      .Get(index, path,
            [&]() -> prometheus::Counter& {
-             return f.bytes.Add({{"direction", kDirectionNames[index]}, {"transport", "grpc"}});
+             return f.bytes.Add({{"direction", kDirectionNames[index]}, {"transport", kTransportNames[path]}});
            })
       .Increment(static_cast<double>(bytes));
+}
+
+void Metrics::CountTransport(Transport transport) {
+  const size_t path = static_cast<size_t>(transport);
+  Families& f = *families_;
+  f.transports_children
+      .Get(path, 0,
+           [&]() -> prometheus::Counter& {
+             return f.transports.Add({{"transport", kTransportNames[path]}});
+           })
+      .Increment();
 }
 
 void Metrics::CountTokens(LossKind loss, int64_t valid_tokens) {

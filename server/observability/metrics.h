@@ -5,6 +5,8 @@
 #ifndef HEADWATER_SERVER_OBSERVABILITY_METRICS_H_
 #define HEADWATER_SERVER_OBSERVABILITY_METRICS_H_
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -63,6 +65,9 @@ const char* RpcMethodName(RpcMethod method);
 const char* CanonicalCodeName(absl::StatusCode code);
 
 enum class Direction { kIn, kOut, kCount };
+enum class Transport { kGrpc, kSharedMemory, kCudaIpc, kCount };
+// As transport::RegionKind: sealed memory that was passed as a descriptor, files under /dev/shm, device memory.
+inline constexpr size_t kRegionKindCount = 3;
 enum class LossKind { kCrossEntropy, kJensenShannon, kCount };
 enum class MicroBatchOutcome {
   kCommitted,
@@ -81,6 +86,9 @@ enum class StepOutcome { kApplied, kDiscarded, kReplaced, kCount };
 enum class SessionEnd { kClosed, kExpired, kCount };
 enum class Phase { kQueue, kUpload, kEngine, kDownload };
 
+// `grpc`, `shared_memory`, `cuda_ipc`: also what MicroBatchSummary.transport says. The pointer is static.
+const char* TransportName(Transport transport);
+
 // What is read from the server when somebody scrapes.
 struct GaugeReadings {
   int64_t head_count = 0;
@@ -90,6 +98,8 @@ struct GaugeReadings {
   int64_t held_bytes = 0;
   int64_t session_count = 0;
   int64_t waiting_calls = 0;
+  std::array<int64_t, kRegionKindCount> region_count{};
+  std::array<int64_t, kRegionKindCount> region_bytes{};
   int64_t memory_budget_bytes = 0;
   bool serving = false;
   std::map<std::string, int64_t> planned_bytes;  // by purpose of MemoryPlan; unknown purposes are counted as `other`
@@ -105,7 +115,10 @@ class Metrics {
 
   // One finished RPC. A failed one is also counted by its reason.
   void CountRequest(RpcMethod method, const absl::Status& status, absl::Duration duration);
-  void CountBytes(Direction direction, int64_t bytes);  // tensor bytes over gRPC
+  // Tensor bytes of micro-batches, by the path that they took.
+  void CountBytes(Direction direction, int64_t bytes, Transport transport = Transport::kGrpc);
+  // A micro-batch that succeeded, by the path of its hidden states.
+  void CountTransport(Transport transport);
   void CountTokens(LossKind loss, int64_t valid_tokens);
   void CountNonFiniteRows(int64_t rows);
   void CountMicroBatch(MicroBatchOutcome outcome);

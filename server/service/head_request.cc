@@ -5,6 +5,7 @@
 #include <set>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -12,6 +13,7 @@
 #include "headwater/kernels/error.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/service/field_check.h"
+#include "server/transport/region_registry.h"
 
 namespace headwater::service {
 namespace {
@@ -447,38 +449,74 @@ absl::StatusOr<OpenSessionRequest> DecodeOpenSession(const v1::OpenSessionReques
   return FieldError(ErrorReason::kInvalidField, "lease", "a duration > 0", "0 s");
 }
 
-absl::Status ValidateRegisterSharedMemory(const v1::RegisterSharedMemoryRequest& request) {
-  constexpr size_t kCudaIpcHandleBytes = 64;
-  constexpr size_t kMaxNameBytes = 255;
-  if (auto session = DecodeSession(request.session_id(), "session_id"); !session.ok()) return session.status();
+namespace {
+
+absl::StatusOr<DeviceHandle> DecodeHandle(const std::string& bytes, const char* field) {
+  DeviceHandle handle;
+  if (bytes.size() != handle.size()) {
+    return FieldError(ErrorReason::kInvalidField, field, absl::StrCat(handle.size(), " bytes"),
+                      absl::StrCat(bytes.size(), " bytes"));
+  }
+  std::copy(bytes.begin(), bytes.end(), handle.begin());
+  return handle;
+}
+
+absl::StatusOr<DeviceSource> DecodeDeviceSource(const v1::RegisterSharedMemoryRequest& request) {
+  auto memory = DecodeHandle(request.cuda_ipc_handle(), "cuda_ipc_handle");
+  if (!memory.ok()) return memory.status();
+  DeviceSource source = {*memory, std::nullopt};
+  if (request.cuda_event_handle().empty()) return source;
+  auto event = DecodeHandle(request.cuda_event_handle(), "cuda_event_handle");
+  if (!event.ok()) return event.status();
+  source.event = *event;
+  return source;
+}
+
+}  // namespace
+
+absl::StatusOr<RegisterRequest> DecodeRegisterSharedMemory(const v1::RegisterSharedMemoryRequest& request) {
+  RegisterRequest decoded;
+  auto session = DecodeSession(request.session_id(), "session_id");
+  if (!session.ok()) return session.status();
+  decoded.session = *session;
   switch (request.source_case()) {
     case v1::RegisterSharedMemoryRequest::kDescriptorToken:
       if (request.descriptor_token().empty()) return MissingField("descriptor_token", "the token that the socket answered");
+      decoded.source = DescriptorSource{request.descriptor_token()};
       break;
-    case v1::RegisterSharedMemoryRequest::kSharedMemoryName: {
-      const std::string& name = request.shared_memory_name();
-      if (name.empty() || name.size() > kMaxNameBytes || name.find('/') != std::string::npos || name.front() == '.') {
-        return FieldError(ErrorReason::kInvalidName, "shared_memory_name", "1 to 255 bytes without `/`, not beginning with `.`",
-                          Quoted(name));
+    case v1::RegisterSharedMemoryRequest::kSharedMemoryName:
+      if (!transport::IsRegionName(request.shared_memory_name())) {
+        return FieldError(ErrorReason::kInvalidName, "shared_memory_name", "`headwater-` and 1 to 200 of [A-Za-z0-9._-]",
+                          Quoted(request.shared_memory_name()));
       }
+      decoded.source = NamedSource{request.shared_memory_name()};
+      break;
+    case v1::RegisterSharedMemoryRequest::kCudaIpcHandle: {
+      auto source = DecodeDeviceSource(request);
+      if (!source.ok()) return source.status();
+      decoded.source = *source;
       break;
     }
-    case v1::RegisterSharedMemoryRequest::kCudaIpcHandle:
-      if (request.cuda_ipc_handle().size() != kCudaIpcHandleBytes) {
-        return FieldError(ErrorReason::kInvalidField, "cuda_ipc_handle", "64 bytes",
-                          absl::StrCat(request.cuda_ipc_handle().size(), " bytes"));
-      }
-      break;
     case v1::RegisterSharedMemoryRequest::SOURCE_NOT_SET:
       return MissingField("source", "descriptor_token, shared_memory_name or cuda_ipc_handle");
   }
+  const bool on_device = std::holds_alternative<DeviceSource>(decoded.source);
+  if (!on_device && !request.cuda_event_handle().empty()) {
+    return FieldError(ErrorReason::kInvalidCombination, "cuda_event_handle", "nothing without cuda_ipc_handle", "an event");
+  }
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("size_bytes", request.size_bytes(), 1));
-  return CheckRange("offset_bytes", request.offset_bytes(), 0, std::numeric_limits<int64_t>::max() - request.size_bytes());
+  HEADWATER_RETURN_IF_ERROR(CheckRange("offset_bytes", request.offset_bytes(), 0,
+                                       on_device ? 0 : std::numeric_limits<int64_t>::max() - request.size_bytes()));
+  decoded.size_bytes = request.size_bytes();
+  decoded.offset_bytes = request.offset_bytes();
+  return decoded;
 }
 
-absl::Status ValidateUnregisterSharedMemory(const v1::UnregisterSharedMemoryRequest& request) {
-  if (auto session = DecodeSession(request.session_id(), "session_id"); !session.ok()) return session.status();
-  return request.region_id().empty() ? MissingField("region_id", "the id that RegisterSharedMemory answered") : absl::OkStatus();
+absl::StatusOr<UnregisterRequest> DecodeUnregisterSharedMemory(const v1::UnregisterSharedMemoryRequest& request) {
+  auto session = DecodeSession(request.session_id(), "session_id");
+  if (!session.ok()) return session.status();
+  if (request.region_id().empty()) return MissingField("region_id", "the id that RegisterSharedMemory answered");
+  return UnregisterRequest{*session, request.region_id()};
 }
 
 }  // namespace headwater::service

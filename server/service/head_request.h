@@ -5,10 +5,12 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <variant>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "headwater/kernels/engine.h"
 #include "headwater/kernels/types.h"
 #include "headwater/v1/head_service.pb.h"
 #include "headwater/v1/session_service.pb.h"
@@ -118,6 +120,28 @@ struct OpenSessionRequest {
   absl::Duration lease;  // > 0
 };
 
+// Where a region's memory comes from.
+struct DescriptorSource {
+  std::string token;
+};
+struct NamedSource {
+  std::string name;
+};
+struct DeviceSource {
+  DeviceHandle memory;
+  std::optional<DeviceHandle> event;
+};
+struct RegisterRequest {
+  heads::SessionId session;
+  std::variant<DescriptorSource, NamedSource, DeviceSource> source;
+  int64_t size_bytes = 0;    // >= 1
+  int64_t offset_bytes = 0;  // >= 0; 0 for a DeviceSource; the sum does not wrap
+};
+struct UnregisterRequest {
+  heads::SessionId session;
+  std::string region_id;  // not empty
+};
+
 absl::StatusOr<CreateRequest> DecodeCreate(const v1::CreateHeadRequest& request, const Limits& limits);
 absl::StatusOr<ListRequest> DecodeList(const v1::ListHeadsRequest& request);
 absl::StatusOr<HeadAtEpoch> DecodeDelete(const v1::DeleteHeadRequest& request);
@@ -137,9 +161,8 @@ absl::StatusOr<CheckpointRequest> DecodeRestore(const v1::RestoreCheckpointReque
 absl::StatusOr<GradientRequest> DecodeAddGradientHeader(const v1::AddGradientHeader& header);
 absl::StatusOr<OpenSessionRequest> DecodeOpenSession(const v1::OpenSessionRequest& request, const Limits& limits);
 
-// What can be checked of the requests whose RPCs are not built.
-absl::Status ValidateRegisterSharedMemory(const v1::RegisterSharedMemoryRequest& request);
-absl::Status ValidateUnregisterSharedMemory(const v1::UnregisterSharedMemoryRequest& request);
+absl::StatusOr<RegisterRequest> DecodeRegisterSharedMemory(const v1::RegisterSharedMemoryRequest& request);
+absl::StatusOr<UnregisterRequest> DecodeUnregisterSharedMemory(const v1::UnregisterSharedMemoryRequest& request);
 
 }  // namespace headwater::service
 

@@ -34,6 +34,16 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptio
   }
   std::unique_ptr<ServerCore> core(new ServerCore(options, std::move(engine)));
   core->checkpoints = std::move(checkpoints);
+  if (!options.descriptor_socket.empty()) {
+    transport::DescriptorSocketOptions socket;
+    socket.path = options.descriptor_socket;
+    socket.mode = options.descriptor_socket_mode;
+    socket.any_user = options.descriptor_socket_any_user;
+    socket.incarnation = core->incarnation;
+    auto descriptors = transport::DescriptorSocket::Listen(socket);
+    if (!descriptors.ok()) return descriptors.status();
+    core->descriptors = *std::move(descriptors);
+  }
   core->reaper_ = std::make_unique<Reaper>(*core);
   return core;
 }
@@ -88,12 +98,16 @@ ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<Loss
       in_flight(options.limits.max_in_flight_bytes),
       held(options.limits.max_held_bytes),
       uploads(options.limits.max_upload_bytes),
+      regions(*engine, transport::RegionLimits{options.limits.max_session_regions, options.limits.max_region_bytes}),
       registry(*engine,
                heads::RegistryLimits{options.limits.max_heads, options.limits.max_heads_per_tenant,
                                      options.limits.max_tenant_memory_bytes},
                heads::HeadLimits{options.limits.max_step_micro_batches}),
       sessions(heads::SessionLimits{options.limits.max_sessions, options.limits.max_session_lease},
-               [this](const heads::SessionId& session) { metrics.CountSessionDiscards(registry.DropSession(session)); }),
+               [this](const heads::SessionId& session) {
+                 metrics.CountSessionDiscards(registry.DropSession(session));
+                 regions.DropOwner(session);
+               }),
       queue(options.limits.max_queue_depth),
       waiting(options.limits.max_waiting_calls, options.limits.max_step_wait),
       watchdog(options.stream_idle_timeout),
@@ -219,6 +233,9 @@ observability::GaugeReadings ServerCore::ReadGauges() const {
   for (const EngineDevice& device : engine->devices()) readings.memory_budget_bytes += device.memory_budget_bytes;
   readings.held_bytes = held.reserved_bytes();
   readings.session_count = sessions.size();
+  const transport::RegionRegistry::Totals mapped = regions.totals();
+  readings.region_count = mapped.regions;
+  readings.region_bytes = mapped.bytes;
   readings.waiting_calls = waiting.size();
   for (const auto& head : registry.ListAll()) {
     ++readings.head_count;

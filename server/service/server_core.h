@@ -27,6 +27,8 @@
 #include "server/service/upload_store.h"
 #include "server/service/waiting_room.h"
 #include "server/transport/byte_budget.h"
+#include "server/transport/descriptor_socket.h"
+#include "server/transport/region_registry.h"
 
 namespace headwater::service {
 
@@ -92,6 +94,8 @@ class ServerCore {
   transport::ByteBudget held;  // rows of HELD contributions
   UploadStore uploads;
   std::unique_ptr<checkpoint::CheckpointStore> checkpoints;  // null: not configured
+  transport::RegionRegistry regions;
+  std::unique_ptr<transport::DescriptorSocket> descriptors;  // null: not configured
   heads::HeadRegistry registry;
   heads::SessionRegistry sessions;
   scheduler::WorkQueue queue;

@@ -25,7 +25,11 @@ struct ServerOptions {
   absl::Duration idle_head_timeout = absl::ZeroDuration();  // heads that no call has named for so long are deleted; 0: never
   bool idle_head_checkpoint = false;                        // they are saved before; needs a checkpoint directory
   bool reflection = false;
-  std::string engine_note;  // why the engine is not a faster one
+  std::string descriptor_socket;            // path of the Unix socket that takes descriptors of shared memory; empty: none
+  int descriptor_socket_mode = 0600;        // its permissions
+  bool descriptor_socket_any_user = false;  // also from processes of other users than the server's own and root
+  bool named_regions = false;               // whether sessions may register files under /dev/shm by name
+  std::string engine_note;                  // why the engine is not a faster one
   // Called once, on any thread, when the engine's device is lost: health is NOT_SERVING then, and calls are answered ENGINE_FAILED.
   // Heads cannot be had back: the process should Drain() and end. Must not call the server.
   std::function<void(const absl::Status&)> on_engine_lost;

@@ -1,8 +1,11 @@
 #include "server/service/session_service.h"
 
 #include <string>
+#include <utility>
+#include <variant>
 #include <vector>
 
+#include "headwater/kernels/error.h"
 #include "server/observability/logging.h"
 #include "server/service/field_check.h"
 #include "server/service/head_request.h"
@@ -25,14 +28,30 @@ std::vector<std::string> Features(const ServerCore& core) {
       "sessions"};
   if (core.checkpoints != nullptr) features.push_back("checkpoints");
   if (!core.options.load_root.empty()) features.push_back("load_weights");
+  if (core.descriptors != nullptr || core.options.named_regions) features.push_back("shared_memory");
+  if (core.engine->name() == "cuda") features.push_back("cuda_ipc");
   return features;
 }
 
-// Validates, then says what is not built.
-template <typename Request>
-absl::Status Refuse(const Request& request, absl::Status (*validate)(const Request&), const char* field, const char* feature) {
-  HEADWATER_RETURN_IF_ERROR(validate(request));
-  return FeatureNotBuilt(field, feature);
+absl::StatusOr<std::string> Register(ServerCore& core, RegisterRequest request) {
+  if (const auto* descriptor = std::get_if<DescriptorSource>(&request.source)) {
+    if (core.descriptors == nullptr) {
+      return MakeError(ErrorReason::kStorageNotConfigured,
+                       "descriptor_token: this server has no descriptor socket: start it with --descriptor_socket");
+    }
+    auto memory = core.descriptors->Take(descriptor->token);
+    if (!memory.ok()) return memory.status();
+    return core.regions.AddDescriptor(request.session, *std::move(memory), request.offset_bytes, request.size_bytes);
+  }
+  if (const auto* named = std::get_if<NamedSource>(&request.source)) {
+    if (!core.options.named_regions) {
+      return MakeError(ErrorReason::kStorageNotConfigured,
+                       "shared_memory_name: this server takes no named regions: start it with --named_regions");
+    }
+    return core.regions.AddNamed(request.session, named->name, request.offset_bytes, request.size_bytes);
+  }
+  const DeviceSource& device = std::get<DeviceSource>(request.source);
+  return core.regions.AddDevice(request.session, device.memory, device.event, request.size_bytes);
 }
 
 }  // namespace
@@ -57,6 +76,8 @@ grpc::Status SessionServiceImpl::GetServerInfo(grpc::ServerContext* context, con
         EncodeLimits(core_.options.limits, response->mutable_limits());
         for (const std::string& feature : Features(core_)) response->add_features(feature);
         EncodeTime(core_.start_time, response->mutable_start_time());
+        if (core_.descriptors != nullptr) response->set_descriptor_socket(core_.descriptors->path());
+        response->set_named_regions(core_.options.named_regions);
         return absl::OkStatus();
       },
       /*always=*/true);
@@ -99,17 +120,29 @@ grpc::Status SessionServiceImpl::CloseSession(grpc::ServerContext* context, cons
 }
 
 grpc::Status SessionServiceImpl::RegisterSharedMemory(grpc::ServerContext* context, const v1::RegisterSharedMemoryRequest* request,
-                                                      v1::RegisterSharedMemoryResponse*) {
-  return RunRpc(core_, *context, RpcMethod::kRegisterSharedMemory, [&](RpcScope&) {
-    return Refuse(*request, &ValidateRegisterSharedMemory, "RegisterSharedMemory", "shared_memory");
+                                                      v1::RegisterSharedMemoryResponse* response) {
+  return RunRpc(core_, *context, RpcMethod::kRegisterSharedMemory, [&](RpcScope&) -> absl::Status {
+    auto decoded = DecodeRegisterSharedMemory(*request);
+    if (!decoded.ok()) return decoded.status();
+    auto use = core_.UseSession(decoded->session);  // what is registered while the session ends goes when this goes
+    if (!use.ok()) return use.status();
+    auto id = Register(core_, *std::move(decoded));
+    if (!id.ok()) return id.status();
+    response->set_region_id(*std::move(id));
+    return absl::OkStatus();
   });
 }
 
 grpc::Status SessionServiceImpl::UnregisterSharedMemory(grpc::ServerContext* context,
                                                         const v1::UnregisterSharedMemoryRequest* request,
                                                         v1::UnregisterSharedMemoryResponse*) {
-  return RunRpc(core_, *context, RpcMethod::kUnregisterSharedMemory, [&](RpcScope&) {
-    return Refuse(*request, &ValidateUnregisterSharedMemory, "UnregisterSharedMemory", "shared_memory");
+  return RunRpc(core_, *context, RpcMethod::kUnregisterSharedMemory, [&](RpcScope& scope) -> absl::Status {
+    auto decoded = DecodeUnregisterSharedMemory(*request);
+    if (!decoded.ok()) return decoded.status();
+    auto use = core_.UseSession(decoded->session);
+    if (!use.ok()) return use.status();
+    const heads::WaitLimits limits = scope.wait_limits();
+    return core_.regions.Remove(decoded->session, decoded->region_id, limits.deadline, limits.cancelled);
   });
 }
 

@@ -149,6 +149,7 @@ class BadInput : public ::testing::Test {
   TestHead head_;
   TestHead teacher_;
   int upload_count_ = 0;
+  const std::string session_ = server_.OpenSession(600000);
 };
 
 std::unique_ptr<Message> BadInput::ValidRequest(const std::string& rpc, bool chunk) {
@@ -210,7 +211,7 @@ std::unique_ptr<Message> BadInput::ValidRequest(const std::string& rpc, bool chu
   } else if (rpc == "OpenSession" || rpc == "ListHeads" || rpc == "GetServerInfo") {
     // Valid when empty.
   } else if (rpc == "KeepAlive" || rpc == "CloseSession" || rpc == "UnregisterSharedMemory" || rpc == "RegisterSharedMemory") {
-    set("session_id", Text(std::string(32, 's')));
+    set("session_id", Text(session_));
     if (rpc == "UnregisterSharedMemory") set("region_id", Text("region"));
     if (rpc == "RegisterSharedMemory") set("descriptor_token", Text("token"));
     if (rpc == "RegisterSharedMemory") set("size_bytes", Int(4096));

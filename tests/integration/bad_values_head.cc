@@ -292,19 +292,31 @@ std::vector<BadValue> SessionServiceBadValues() {
       {"OpenSession", "lease.nanos", "a second", Int(1000000000), "INVALID_FIELD"},
       {"OpenSession", "lease", "zero", Make(), "INVALID_FIELD"},
       {"UnregisterSharedMemory", "region_id", "empty", Text(""), "MISSING_FIELD"},
-      {"UnregisterSharedMemory", "region_id", "any", Text("r"), "FEATURE_NOT_BUILT", "UnregisterSharedMemory"},
+      {"UnregisterSharedMemory", "region_id", "unknown", Text("r"), "REGION_NOT_FOUND", ""},
   };
   AddSessionRows("KeepAlive", "session_id", true, true, &rows);
-  for (const char* rpc : {"CloseSession", "RegisterSharedMemory", "UnregisterSharedMemory"}) {
-    AddSessionRows(rpc, "session_id", true, false, &rows);
-  }
+  AddSessionRows("CloseSession", "session_id", true, false, &rows);
+  AddSessionRows("RegisterSharedMemory", "session_id", true, true, &rows);
+  AddSessionRows("UnregisterSharedMemory", "session_id", true, true, &rows);
   const std::string rpc = "RegisterSharedMemory";
   rows.push_back({rpc, "descriptor_token", "no source", Clear(), "MISSING_FIELD", "source"});
   rows.push_back({rpc, "descriptor_token", "empty", Text(""), "MISSING_FIELD"});
-  rows.push_back({rpc, "descriptor_token", "any", Text("t"), "FEATURE_NOT_BUILT", rpc});
+  rows.push_back({rpc, "descriptor_token", "any, without a socket", Text("t"), "STORAGE_NOT_CONFIGURED", ""});
   rows.push_back({rpc, "shared_memory_name", "empty", Text(""), "INVALID_NAME"});
   rows.push_back({rpc, "shared_memory_name", "out of the folder", Text("../mem"), "INVALID_NAME"});
+  rows.push_back({rpc, "shared_memory_name", "of somebody else's", Text("nccl-x"), "INVALID_NAME"});
+  rows.push_back(
+      {rpc, "shared_memory_name", "any, where names are not allowed", Text("headwater-x"), "STORAGE_NOT_CONFIGURED", ""});
   rows.push_back({rpc, "cuda_ipc_handle", "short", Text("abc"), "INVALID_FIELD"});
+  rows.push_back({rpc, "cuda_ipc_handle", "any, without a device", Text(std::string(64, 'h')), "FEATURE_NOT_BUILT", ""});
+  rows.push_back({rpc, "cuda_event_handle", "without memory", Text(std::string(64, 'e')), "INVALID_COMBINATION"});
+  rows.push_back({rpc,
+                  "cuda_event_handle",
+                  "short",
+                  Text("abc"),
+                  "INVALID_FIELD",
+                  kThePath,
+                  {{"cuda_ipc_handle", Text(std::string(64, 'h'))}}});
   rows.push_back({rpc, "size_bytes", "zero", Int(0), "INVALID_FIELD"});
   rows.push_back({rpc, "offset_bytes", "negative", Int(-1), "INVALID_FIELD"});
   rows.push_back({rpc, "offset_bytes", "wraps with the size", Int(kFar), "INVALID_FIELD"});

@@ -12,11 +12,11 @@ from expectations import refused
 from google.protobuf import any_pb2, duration_pb2
 from headwater.v1 import (
     error_pb2,
+    head_service_pb2,
+    head_service_pb2_grpc,
     loss_pb2,
     loss_service_pb2,
     loss_service_pb2_grpc,
-    session_service_pb2,
-    session_service_pb2_grpc,
     tensor_pb2,
 )
 
@@ -104,10 +104,10 @@ def test_retry_after_is_decoded():
 
 def test_features_that_are_not_built_are_refused(remote):
     with grpc.insecure_channel(remote.address) as channel:
-        stub = session_service_pb2_grpc.SessionServiceStub(channel)
-        request = session_service_pb2.RegisterSharedMemoryRequest(session_id=bytes(32), shared_memory_name="x", size_bytes=1)
+        stub = head_service_pb2_grpc.HeadServiceStub(channel)
+        spec = head_service_pb2.HeadSpec(vocab_size=8, hidden_size=4, data_type=tensor_pb2.DATA_TYPE_FLOAT32, low_rank=2)
         with pytest.raises(grpc.RpcError) as info:
-            stub.RegisterSharedMemory(request, timeout=10)
+            stub.CreateHead(head_service_pb2.CreateHeadRequest(name="tenants/default/heads/low-rank", spec=spec), timeout=10)
     error = from_rpc_error(info.value)
     assert isinstance(error, headwater.FeatureNotBuiltError) and error.reason == "FEATURE_NOT_BUILT"
 
