@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const row_block::SoftRow<T> soft = row_block::MakeSoftRow<T, kForm>(sides, coefficients[row], beta);
 
   double loss = 0, mean = 0;
-  T bound = 0, q_max = 0;
+  T bound = 0, q_max = 0, bound_q = 0;
   int32_t first = static_cast<int32_t>(threadIdx.x) * kVector<T>;
   T next_student[kVectors][kVector<T>] = {}, next_teacher[kVectors][kVector<T>] = {};
   LoadVectors<T, kVectors>(student, first, kStep, columns, next_student);
@@ -67,7 +67,10 @@ __global__ void __launch_bounds__(kThreads, 2)
         const bool counts = inside && j + i != soft.top_column;
         step_loss += inside ? terms.loss : T(0);
         step_mean += counts ? terms.slope : T(0);
-        bound = ::max(bound, counts ? ::fabs(terms.slope) : T(0));
+        if (counts && ::fabs(terms.slope) > bound) {
+          bound = ::fabs(terms.slope);
+          bound_q = terms.slope < T(0) ? -terms.q : terms.q;
+        }
         q_max = ::max(q_max, counts ? terms.q : T(0));
       }
     }
@@ -75,12 +78,16 @@ __global__ void __launch_bounds__(kThreads, 2)
     mean += static_cast<double>(step_mean);
   }
 
-  __shared__ T shared_bound[kWarps];
-  __shared__ T shared_q_max[kWarps];
+  __shared__ T shared_max[4][kWarps];
   __shared__ double shared_sums[2][kWarps];
   DivergenceSums result;
-  result.bound = static_cast<double>(BlockMax<kThreads>(bound, shared_bound));
-  result.q_max = static_cast<double>(BlockMax<kThreads>(q_max, shared_q_max));
+  const T largest = BlockMax<kThreads>(bound, shared_max[0]);
+  result.bound = static_cast<double>(largest);
+  result.q_max = static_cast<double>(BlockMax<kThreads>(q_max, shared_max[1]));
+  // Of several columns with the same summand, one whose summand is positive, with the largest q.
+  const T positive = BlockMax<kThreads>(bound == largest && bound_q > T(0) ? bound_q : T(0), shared_max[2]);
+  const T negative = BlockMax<kThreads>(bound == largest && bound_q < T(0) ? -bound_q : T(0), shared_max[3]);
+  result.bound_q = static_cast<double>(positive > T(0) ? positive : -negative);
   double sums[2] = {loss, mean};
   BlockSum<kThreads>(sums, shared_sums);
   if (threadIdx.x != 0) return;

@@ -364,13 +364,16 @@ __global__ void __launch_bounds__(cluster_row::kMaxThreads, 1) DivergenceRowsKer
           }
         }
         float row_power = PowerOfTwo(factor.exponent);
-        if (row_has_top) {
-          // The most probable column's entry weighs as much as all others together. Where the teacher has nothing that this column
-          // or the others beside it have, M there is q times one number: that of a single other column with the teacher's share,
-          // which has all of the opposite sign.
-          const float unit = params.top_unit * fabsf(factor.rest);
-          const float top_size = fabsf(top_entry) * unit;
-          row_power *= MakeExact<kHalf>(top_size, kForm == Form::kMixture ? top_size / (1.0f - q_rest) : top_size, factor);
+        if (row_has_top && params.want_gradient != 0) {
+          // The most probable column's entry weighs as much as all others together; often one of them has most of that.
+          float2 largest[kUnits] = {};
+          for_each([&](float s, float t, int) {
+            largest[0].x = fmaxf(largest[0].x, fabsf(kForm == Form::kForward ? s : s * (mean - t)));
+          });
+          sums.template Send<Largest, Largest>(largest, 3, cluster, cta_rank);
+          sums.template Receive<Largest, Largest>(largest, cluster);
+          const float size = fabsf(factor.rest);
+          row_power *= MakeExact<kHalf>(fabsf(top_entry) * params.top_unit * size, largest[0].x * size, factor);
         }
         if (cta_rank == 0 && thread == 0) {
           RowReport report;

@@ -124,6 +124,7 @@ __global__ void __launch_bounds__(kThreads)
     const DivergenceSums& next = sums[shard * rows.row_count + row];
     merged.loss += next.loss;
     merged.mean += next.mean;
+    if (next.bound > merged.bound) merged.bound_q = next.bound_q;
     merged.bound = fmax(merged.bound, next.bound);
     merged.q_max = fmax(merged.q_max, next.q_max);
   }
@@ -148,11 +149,11 @@ __global__ void __launch_bounds__(kThreads)
   const double soft_bound = fmax(merged.bound + q_max * fabs(merged.mean), top * fabs(merged.mean));
   const double hard_bound = HardBound(out, options.cross_entropy.term);
   FactorParts parts = SplitFactor(gradient_factor, hard_bound + out.soft_factor * soft_bound, options.matrix_element);
-  // As in divergence_rows.cu: the most probable column's entry, and that of a single column with the teacher's share.
+  // The most probable column's entry weighs as much as all others together; often one of them has most of that.
   if (hard_bound == 0 && q_top > 0.5) {
-    const double single = fabs(merged.mean) * out.soft_factor;
-    const bool mixture = term.beta > 0 && term.beta < 1;
-    MakeExact(top * single, mixture ? single : top * single, gradient_factor, options.matrix_element, &parts);
+    const double slope = merged.bound_q < 0 ? -merged.bound : merged.bound;
+    const double other = term.beta == 0 ? slope : fabs(merged.bound_q) * merged.mean - slope;
+    MakeExact(top * merged.mean * out.soft_factor, other * out.soft_factor, gradient_factor, options.matrix_element, &parts);
   }
   out.scale = parts.scale;
   row_factor[row] = parts.row_factor;

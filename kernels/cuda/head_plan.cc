@@ -63,7 +63,7 @@ ChunkCost CostOfChunk(const HeadSpec& spec, int32_t shard_count, int64_t logit_b
     row.Add(padded, matrix_bytes + (wide ? 8 : 0));
   }
   // Statistics of each shard; what is uploaded, reported and kept of a row.
-  row.Add(shard_count, 160);
+  row.Add(shard_count, 168);
   row.Add(1, 256);
 
   Sum fixed;

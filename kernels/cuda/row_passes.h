@@ -123,6 +123,7 @@ struct DivergenceSums {
   double mean = 0;   // sum q (r - r_b) with r = log(q/m); beta 1: r = log q - log p; beta 0: sum q - p
   double bound = 0;  // largest |summand of mean|
   double q_max = 0;
+  double bound_q = 0;  // q of the column that has `bound`; negative where the summand is
 };
 
 // Both sides' statistics in one pass over both logits; `student` and `teacher` describe the same shard's columns (the teacher's

@@ -65,19 +65,17 @@ TEST_P(JsdBeta, MatchesFp64In16Bits) {
 }
 
 // A vocabulary that no single block of any kernel holds.
-TEST_P(JsdBeta, MatchesFp64In16BitsOverALargeVocabulary) {
-  for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
-    for (const bool transforms : {false, true}) {
-      SCOPED_TRACE(std::string(DataTypeName(type)) + (transforms ? ", with transforms" : ""));
-      ProblemOptions options = WithType(Small(GetParam()), type);
-      options.rows = 5;
-      options.vocab_size = 33001;
-      options.hidden_size = 8;
-      options.logit_spread = 1;  // many columns of similar weight: roundings average out, here as in the plain computation
-      options.bias = transforms;
-      options.softcap = transforms ? 8 : 0;
-      ExpectEngineMatches(MakeProblem(options));
-    }
+TEST_P(JsdBeta, MatchesFp64OverALargeVocabulary) {
+  for (const bool transforms : {false, true}) {
+    SCOPED_TRACE(transforms ? "with transforms" : "plain");
+    ProblemOptions options = WithType(Small(GetParam()), DataType::kBFloat16);
+    options.rows = 5;
+    options.vocab_size = 33001;
+    options.hidden_size = 8;
+    options.logit_spread = 1;  // many columns of similar weight: roundings average out, here as in the plain computation
+    options.bias = transforms;
+    options.softcap = transforms ? 8 : 0;
+    ExpectEngineMatches(MakeProblem(options));
   }
 }
 

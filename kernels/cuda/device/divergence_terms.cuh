@@ -73,6 +73,7 @@ using sm90::Exp2;
 
 constexpr float kNearLimit = 0.5f;       // of |d|, for the series
 constexpr float kLargestRatio = 126.0f;  // in log2
+constexpr float kSmallRatio = 0x1p-9f;   // two terms of the series are off by 1.3e-6 of it, the logarithm by 1e-4
 constexpr float kAbsent = -1e12f;        // log2 q below this: no column
 
 __device__ __forceinline__ float BiasAt(const SideTransform& side, int32_t column) {
@@ -175,6 +176,8 @@ struct RowTerms {
       const float ratio = Exp2(log_ratio);
       float slope;
       asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(slope) : "f"(ratio + 1.0f));
+      // Where the teacher has next to nothing, 1 + ratio and its logarithm have no digits of the ratio left.
+      if (ratio < kSmallRatio) slope = ratio * fmaf(ratio, static_cast<float>(-0.5 * kLog2E), static_cast<float>(kLog2E));
       terms.teacher = fmaf(q * ratio, log_ratio - slope, terms.teacher);
       Keep(params, q, slope, q, true, student, teacher, terms);
     } else {

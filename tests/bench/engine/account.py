@@ -28,9 +28,9 @@ METRICS = {
     "sm__throughput.avg.pct_of_peak_sustained_elapsed": "sm_share",
 }
 # Launches of one micro-batch, at most; the benchmark makes more micro-batches than those that are looked at.
-WANTED, SKIPPED = 40, 45
+WANTED, SKIPPED = 44, 16
 # Kernels that multiply matrices: cuBLASLt's and the engine's own.
-PRODUCT = re.compile(r"nvjet|gemm|cutlass|xmma|EProductKernel", re.IGNORECASE)
+PRODUCT = re.compile(r"nvjet|gemm|cutlass|xmma|::ProductKernel", re.IGNORECASE)
 
 
 def scaled(value, unit):
@@ -42,7 +42,7 @@ def scaled(value, unit):
 
 def profile(ncu, bundle, case, algorithms):
     """[(kernel's name, {quantity: number})] of the launches inside the engine's ranges, in the order of the stream."""
-    program = [str(bundle / "bin/engine_bench_cuda"), f"--cases={case}", "--seconds=0.01", "--warmup=0", "--rounds=1", "--idle=0"]
+    program = [str(bundle / "bin/engine_bench_cuda"), f"--cases={case}", "--seconds=0.01", "--warmup=0", "--rounds=3", "--idle=0"]
     if algorithms:
         program.append(f"--algorithms={algorithms}")
     command = [ncu, "--csv", "--page", "raw", "--metrics", ",".join(METRICS), "--nvtx", "--nvtx-include", "micro_batch/"]
@@ -74,8 +74,8 @@ def one_period(launches):
 
 def short(name):
     """A kernel's own name."""
-    name = re.sub(r"\(anonymous namespace\)::|headwater::cuda::|void ", "", name)
-    return name.split("(")[0].split("<")[0].strip()
+    name = re.sub(r"<unnamed>::|\(anonymous namespace\)::|\b\w+::|^void ", "", name)
+    return re.split(r"[(<]", name)[0].strip()
 
 
 def table(case, launches):
