@@ -173,8 +173,10 @@ class CpuEngine final : public LossEngine {
     }
     if (status.ok()) status = decision;
     if (!status.ok()) return status;
-    const bool all_zero = micro_batch.grad_hidden.row_count > 0 && !HasGradient(*plan);
-    if (micro_batch.flow != nullptr && all_zero) micro_batch.flow->GradHiddenReady(micro_batch.hidden.row_count);
+    const MutableRowsView& out = micro_batch.grad_hidden;
+    if (micro_batch.flow != nullptr && out.data != nullptr && out.row_count > 0 && !HasGradient(*plan)) {
+      micro_batch.flow->GradHiddenReady(out.row_count);  // every row is 0
+    }
     status = FinishTerms(&*plan, &result.terms);
     if (!status.ok()) return status;
     if (!plan->staged.empty()) result.staged = std::make_unique<CpuStagedContribution>(core_, std::move(plan->staged));

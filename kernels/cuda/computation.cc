@@ -1,7 +1,6 @@
 #include "kernels/cuda/computation.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "kernels/cuda/conversions.h"
 #include "kernels/cuda/e_product.h"
@@ -11,8 +10,6 @@
 
 namespace headwater::cuda {
 namespace {
-
-bool Aligned16(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
 // Host bytes that one row of a term takes on its way up and back.
 constexpr int64_t kHostBytesPerRow = 10 * 4 + sizeof(RowReport) + 2;
@@ -58,21 +55,33 @@ Computation::Computation(EngineCore& core, std::vector<Member> members, bool who
       stream_(core.stream()),
       workspace_(core.workspace().As<void>(),
                  core.workspace().bytes() - (whole_workspace ? 0 : GradientDebt::ShareOf(core.workspace().bytes()))),
-      host_(core.bounce()) {}
+      host_(core.bounce()),
+      flow_(members_.size() == 1 ? members_.front().micro_batch->flow : nullptr) {}
 
 Computation::~Computation() {
-  if (row_sums_done_ != nullptr) static_cast<void>(cudaEventDestroy(row_sums_done_));
+  // What was enqueued reads and writes callers' memory, and tells the flow.
+  if (!drained_) static_cast<void>(core_.Synchronize("a micro-batch"));
 }
 
 absl::Status Computation::Run() {
   const ProfileRange range("micro_batch");
-  HEADWATER_RETURN_IF_ERROR(Check(cudaEventCreateWithFlags(&row_sums_done_, cudaEventDisableTiming), "making an event"));
+  drained_ = false;
+  HEADWATER_RETURN_IF_ERROR(BeginDigest());
   for (const Member& member : members_) {
     HEADWATER_RETURN_IF_ERROR(ClearGradHidden(member));
     HEADWATER_RETURN_IF_ERROR(UploadClassWeights(member));
   }
   HEADWATER_RETURN_IF_ERROR(members_.size() == 1 ? RunChunks(members_.front()) : RunTogether());
-  return Drain();
+  HEADWATER_RETURN_IF_ERROR(Decide());
+  HEADWATER_RETURN_IF_ERROR(Drain());
+  drained_ = true;
+  const Member& first = members_.front();
+  const MutableRowsView& out = first.micro_batch->grad_hidden;
+  if (flow_ != nullptr && out.data != nullptr && out.row_count > 0 && IsOnHost(first.grad_hidden_place) &&
+      !HasGradient(*first.plan)) {
+    flow_->GradHiddenReady(out.row_count);  // every row is 0
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Computation::UploadClassWeights(const Member& member) {
@@ -87,22 +96,6 @@ absl::Status Computation::UploadClassWeights(const Member& member) {
     term.finish.cross_entropy.term.class_weights = device;
   }
   return absl::OkStatus();
-}
-
-absl::Status Computation::ClearGradHidden(const Member& member) {
-  const MutableRowsView& out = member.micro_batch->grad_hidden;
-  if (out.data == nullptr || out.row_count == 0) return absl::OkStatus();
-  const int64_t row_bytes = out.column_count * ElementBytes(out.data_type);
-  bool any = false;
-  ForEachRowWithoutGradient(*member.plan, [&](int64_t first, int64_t count) {
-    any = true;
-    if (out.memory == MemorySpace::kHost) {
-      std::memset(static_cast<char*>(out.data) + first * row_bytes, 0, static_cast<size_t>(count * row_bytes));
-    }
-  });
-  if (!any || out.memory == MemorySpace::kHost) return absl::OkStatus();
-  // All of it: one launch takes microseconds, one for each run of ignored rows milliseconds.
-  return Check(cudaMemsetAsync(out.data, 0, static_cast<size_t>(out.row_count * row_bytes), stream_), "clearing grad_hidden");
 }
 
 absl::Status Computation::Drain() {
@@ -125,6 +118,8 @@ absl::Status Computation::RunChunks(const Member& member) {
   const int64_t mark = workspace_.used();
   for (const Chunk& chunk : member.plan->chunks) {
     workspace_.Rewind(mark);
+    // The chunk before may still be on its way out.
+    if (&chunk != &member.plan->chunks.front()) HEADWATER_RETURN_IF_ERROR(core_.Order(core_.download_stream(), stream_));
     const int64_t rows = static_cast<int64_t>(chunk.batch_rows.size());
     if (!host_.HasRoom(HostBytes(rows) * static_cast<int64_t>(1 + chunk.terms.size()))) HEADWATER_RETURN_IF_ERROR(Drain());
     ChunkBuffers shared;
@@ -171,9 +166,13 @@ absl::Status Computation::OpenChunk(const Member& member, const Chunk& chunk, Ch
   const MicroBatch& micro_batch = *member.micro_batch;
   const int64_t rows = static_cast<int64_t>(chunk.batch_rows.size());
   *buffers = LayOutChunk(*member.terms, micro_batch, rows, &workspace_);
-  if (micro_batch.hidden.memory == MemorySpace::kHost) {
-    const ProfileRange range("upload");
-    HEADWATER_RETURN_IF_ERROR(CopyRowsIn(micro_batch.hidden, chunk.batch_rows, buffers->raw_hidden));
+  // A chunk's only term takes its rows itself, slice by slice.
+  if (chunk.terms.size() > 1) HEADWATER_RETURN_IF_ERROR(UploadHidden(member, chunk, *buffers, {0, rows}, stream_));
+  if (buffers->batch_rows != nullptr) {
+    int32_t* batch_rows = host_.Take<int32_t>(rows);
+    std::transform(chunk.batch_rows.begin(), chunk.batch_rows.end(), batch_rows,
+                   [](int64_t row) { return static_cast<int32_t>(row); });
+    HEADWATER_RETURN_IF_ERROR(Upload(buffers->batch_rows, batch_rows, rows));
   }
   if (!chunk.backward || micro_batch.grad_hidden.data == nullptr) return absl::OkStatus();
   HEADWATER_RETURN_IF_ERROR(Check(cudaMemsetAsync(buffers->non_finite, 0, static_cast<size_t>(rows), stream_), "clearing flags"));
@@ -192,7 +191,13 @@ absl::Status Computation::CloseChunk(const Member& member, const Chunk& chunk, c
                                      size_t count) {
   if (!chunk.backward || member.micro_batch->grad_hidden.data == nullptr) return absl::OkStatus();
   const int64_t rows = static_cast<int64_t>(chunk.batch_rows.size());
-  HEADWATER_RETURN_IF_ERROR(WriteGradHidden(member, chunk, buffers));
+  if (chunk.terms.size() > 1) {
+    const Slice all = {0, rows};
+    HEADWATER_RETURN_IF_ERROR(WriteGradHidden(member, chunk, buffers, all));
+    HEADWATER_RETURN_IF_ERROR(core_.Order(stream_, core_.download_stream()));
+    HEADWATER_RETURN_IF_ERROR(SendGradHidden({&member, &chunk, buffers.out, all}));
+  }
+  HEADWATER_RETURN_IF_ERROR(SendPostponed());
   uint8_t* non_finite = host_.Take<uint8_t>(rows);
   for (size_t i = first_pending; i < first_pending + count; ++i) pending_[i].non_finite_out = non_finite;
   return Check(cudaMemcpyAsync(non_finite, buffers.non_finite, static_cast<size_t>(rows), cudaMemcpyDeviceToHost, stream_),
@@ -207,129 +212,6 @@ absl::Status Computation::ForEachPart(const Work& work, const Slice& slice,
     if (first < end) HEADWATER_RETURN_IF_ERROR(visit(part, {first, end - first}));
   }
   return absl::OkStatus();
-}
-
-absl::Status Computation::ForEachRun(const std::vector<int64_t>& rows,
-                                     absl::FunctionRef<absl::Status(int64_t, int64_t, int64_t)> visit) {
-  const int64_t count = static_cast<int64_t>(rows.size());
-  for (int64_t start = 0; start < count;) {
-    int64_t end = start + 1;
-    while (end < count && rows[static_cast<size_t>(end)] == rows[static_cast<size_t>(end - 1)] + 1) ++end;
-    HEADWATER_RETURN_IF_ERROR(visit(start, rows[static_cast<size_t>(start)], end - start));
-    start = end;
-  }
-  return absl::OkStatus();
-}
-
-absl::Status Computation::CopyRowsIn(const RowsView& view, const std::vector<int64_t>& rows, void* to) {
-  const int64_t row_bytes = view.column_count * ElementBytes(view.data_type);
-  return ForEachRun(rows, [&](int64_t index, int64_t row, int64_t count) {
-    return Check(cudaMemcpyAsync(static_cast<char*>(to) + index * row_bytes, static_cast<const char*>(view.data) + row * row_bytes,
-                                 static_cast<size_t>(count * row_bytes), cudaMemcpyHostToDevice, stream_),
-                 "the upload of hidden states");
-  });
-}
-
-absl::Status Computation::UploadRows(Work* work) {
-  const int64_t count = work->rows;
-  work->targets = host_.Take<int32_t>(count);
-  float* token_weights = host_.Take<float>(count);
-  int32_t* source_rows = host_.Take<int32_t>(count);
-  int32_t* chunk_rows = host_.Take<int32_t>(count);
-  int32_t* output_rows = host_.Take<int32_t>(count);
-  int32_t* teacher_rows = host_.Take<int32_t>(count);
-  int64_t i = 0;
-  for (const Part& part : work->parts) {
-    const bool device_hidden = part.member->micro_batch->hidden.memory == MemorySpace::kDevice;
-    const bool device_out = part.member->micro_batch->grad_hidden.memory == MemorySpace::kDevice;
-    for (const ChunkRow& row : part.rows->rows) {
-      work->targets[i] = static_cast<int32_t>(row.target);
-      token_weights[i] = static_cast<float>(row.token_weight);
-      source_rows[i] = static_cast<int32_t>(device_hidden ? row.batch_row : row.chunk_row);
-      chunk_rows[i] = static_cast<int32_t>(row.chunk_row);
-      output_rows[i] = static_cast<int32_t>(device_out ? row.batch_row : row.chunk_row);
-      teacher_rows[i] = static_cast<int32_t>(row.term_row);
-      ++i;
-    }
-  }
-  HEADWATER_RETURN_IF_ERROR(Upload(work->own.targets, work->targets, count));
-  HEADWATER_RETURN_IF_ERROR(Upload(work->own.token_weights, token_weights, count));
-  HEADWATER_RETURN_IF_ERROR(Upload(work->own.source_rows, source_rows, count));
-  HEADWATER_RETURN_IF_ERROR(Upload(work->own.chunk_rows, chunk_rows, count));
-  HEADWATER_RETURN_IF_ERROR(Upload(work->own.output_rows, output_rows, count));
-  if (work->term->plan->jsd == nullptr) return absl::OkStatus();
-  return Upload(work->own.teacher_rows, teacher_rows, count);
-}
-
-absl::Status Computation::PlaceRows(ConstMatrix source, int64_t first, bool contiguous, const int32_t* index, int64_t count,
-                                    Element element, bool in_place_allowed, void* out, uint8_t* non_finite, ConstMatrix* placed) {
-  const int64_t padded = PaddedWidth(source.columns);
-  if (contiguous) source = Rows(source, first, count);
-  if (contiguous && in_place_allowed && source.element == element && source.columns == padded && Aligned16(source.data)) {
-    *placed = source;
-    if (non_finite == nullptr) return absl::OkStatus();
-    return Check(LaunchCheckRows(source, non_finite, stream_), "checking hidden states");
-  }
-  *placed = {out, count, source.columns, padded, element};
-  return Check(
-      LaunchGatherRows(source, contiguous ? nullptr : index, {out, count, source.columns, padded, element}, non_finite, stream_),
-      "gathering hidden states");
-}
-
-absl::Status Computation::PlaceTermRows(Work* work) {
-  TermBuffers& own = work->own;
-  const Element element = work->term->MatrixElement();
-  HEADWATER_RETURN_IF_ERROR(Check(cudaMemsetAsync(own.non_finite, 0, static_cast<size_t>(work->rows), stream_), "clearing flags"));
-  const bool keeps_rows = work->staged != nullptr && work->staged->keeps_rows;
-  const bool in_place_allowed = work->parts.size() == 1 && !keeps_rows;
-  for (const Part& part : work->parts) {
-    const RowsView& hidden = part.member->micro_batch->hidden;
-    const bool on_device = hidden.memory == MemorySpace::kDevice;
-    const ConstMatrix source = {on_device ? hidden.data : part.shared.raw_hidden, hidden.row_count, hidden.column_count,
-                                hidden.column_count, ElementOf(hidden.data_type)};
-    const ChunkRow& first = part.rows->rows.front();
-    const int64_t padded = PaddedWidth(hidden.column_count);
-    void* out = own.hidden == nullptr ? nullptr : Advance(own.hidden, element, part.first * padded);
-    HEADWATER_RETURN_IF_ERROR(PlaceRows(source, on_device ? first.batch_row : first.chunk_row,
-                                        on_device ? part.rows->ContiguousInBatch() : part.rows->ContiguousInChunk(),
-                                        own.source_rows + part.first, part.count, element, in_place_allowed, out,
-                                        own.non_finite + part.first, &work->hidden));
-  }
-  if (work->parts.size() > 1) {
-    work->hidden = {own.hidden, work->rows, work->hidden.columns, work->hidden.stride, element};
-  }
-  if (own.wide_hidden != nullptr) {
-    HEADWATER_RETURN_IF_ERROR(Check(
-        LaunchConvert(work->hidden.data, element, work->rows * work->hidden.stride, own.wide_hidden, Element::kFloat64, stream_),
-        "widening hidden states"));
-  }
-  return work->term->plan->jsd == nullptr ? absl::OkStatus() : PlaceTeacherRows(work);
-}
-
-absl::Status Computation::PlaceTeacherRows(Work* work) {
-  TermBuffers& own = work->own;
-  const Part& part = work->parts.front();  // terms with a teacher are not computed together
-  const std::vector<ChunkRow>& rows = part.rows->rows;
-  const Element element = work->term->MatrixElement();
-  const RowsView& teacher = part.term->plan->term->teacher_hidden;
-  ConstMatrix source = {teacher.data, teacher.row_count, teacher.column_count, teacher.column_count, ElementOf(teacher.data_type)};
-  bool contiguous = part.rows->ContiguousInBatch();
-  int64_t first = rows.front().term_row;
-  if (teacher.memory == MemorySpace::kHost) {
-    std::vector<int64_t> term_rows(rows.size());
-    std::transform(rows.begin(), rows.end(), term_rows.begin(), [](const ChunkRow& row) { return row.term_row; });
-    HEADWATER_RETURN_IF_ERROR(CopyRowsIn(teacher, term_rows, own.raw_teacher));
-    source.data = own.raw_teacher;
-    contiguous = true;
-    first = 0;
-  }
-  // What is not finite in the teacher's rows shows in the loss: no row of theirs can be ignored by the products.
-  HEADWATER_RETURN_IF_ERROR(PlaceRows(source, first, contiguous, own.teacher_rows, work->rows, element, /*in_place_allowed=*/true,
-                                      own.teacher_hidden, nullptr, &work->teacher));
-  if (own.wide_teacher_hidden == nullptr) return absl::OkStatus();
-  return Check(LaunchConvert(work->teacher.data, element, work->rows * work->teacher.stride, own.wide_teacher_hidden,
-                             Element::kFloat64, stream_),
-               "widening the teacher's hidden states");
 }
 
 absl::Status Computation::RunWork(Work* work) {
@@ -362,20 +244,17 @@ absl::Status Computation::RunWork(Work* work) {
   work->reports = host_.Take<RowReport>(work->rows);
   work->non_finite = host_.Take<uint8_t>(work->rows);
   HEADWATER_RETURN_IF_ERROR(UploadRows(work));
-  HEADWATER_RETURN_IF_ERROR(PlaceTermRows(work));
+  HEADWATER_RETURN_IF_ERROR(Check(cudaMemsetAsync(own.non_finite, 0, static_cast<size_t>(work->rows), stream_), "clearing flags"));
   HEADWATER_RETURN_IF_ERROR(Check(
       cudaMemsetAsync(own.target_arguments, 0, static_cast<size_t>(work->rows) * sizeof(double), stream_), "clearing logits"));
-  for (int32_t rank = 0; rank < term.head->shard_count(); ++rank) {
-    const ShardWeights shard = term.head->shard_weights(rank);
-    if (shard.columns == 0) continue;
-    HEADWATER_RETURN_IF_ERROR(Check(
-        LaunchTargetArguments(work->hidden, shard, own.targets, term.finish.transform.logit_scale, own.target_arguments, stream_),
-        "the targets' logits"));
-  }
   if (term.FormOf(work->rows) == Form::kExponentials) {
     HEADWATER_RETURN_IF_ERROR(RunExponentials(work));
   } else {
-    HEADWATER_RETURN_IF_ERROR(RunRows(work, {0, work->rows}));
+    const Slice all = {0, work->rows};
+    HEADWATER_RETURN_IF_ERROR(UploadSlice(work, all));
+    if (term.plan->jsd != nullptr) HEADWATER_RETURN_IF_ERROR(UploadTeacherRows(work));
+    HEADWATER_RETURN_IF_ERROR(PlaceSlice(work, all));
+    HEADWATER_RETURN_IF_ERROR(RunRows(work, all));
   }
   HEADWATER_RETURN_IF_ERROR(Check(cudaMemcpyAsync(work->reports, own.reports, static_cast<size_t>(work->rows) * sizeof(RowReport),
                                                   cudaMemcpyDeviceToHost, stream_),
@@ -395,51 +274,79 @@ ChunkRows Computation::RowsOf(const Work& work, const Slice& slice) const {
 
 absl::Status Computation::RunExponentials(Work* work) {
   const ProfileRange range("exponentials");
+  TermBuffers& own = work->own;
+  const int64_t sum_count = work->term->head->shard_count() * work->rows;
+  HEADWATER_RETURN_IF_ERROR(Check(cudaMemsetAsync(own.overflow, 0, sizeof(int32_t), stream_), "clearing a flag"));
+  HEADWATER_RETURN_IF_ERROR(
+      Check(cudaMemsetAsync(own.sums, 0, static_cast<size_t>(sum_count) * sizeof(double), stream_), "clearing sums"));
+  int32_t* overflow = host_.Take<int32_t>(1);
+  const std::vector<Slice> slices = SlicesOf(*work);
+  for (size_t i = 0; i < slices.size(); ++i) {
+    const Slice& slice = slices[i];
+    const bool is_last = i + 1 == slices.size();
+    HEADWATER_RETURN_IF_ERROR(UploadSlice(work, slice));
+    HEADWATER_RETURN_IF_ERROR(PlaceSlice(work, slice));
+    HEADWATER_RETURN_IF_ERROR(ComputeExponentials(work, slice));
+    // Without grad_hidden nobody needs to know before the last slice, and the device goes on without a pause.
+    if (!work->wants_grad_hidden && !is_last) continue;
+    HEADWATER_RETURN_IF_ERROR(
+        Check(cudaMemcpyAsync(overflow, own.overflow, sizeof(int32_t), cudaMemcpyDeviceToHost, stream_), "the way back of a flag"));
+    HEADWATER_RETURN_IF_ERROR(Check(cudaEventRecord(core_.flag_event(), stream_), "recording an event"));
+    // The device has this to do while the host looks at the flag and brings the next slice.
+    if (work->wants_grad_hidden) HEADWATER_RETURN_IF_ERROR(MultiplyByWeight(work, slice, 0));
+    if (is_last) HEADWATER_RETURN_IF_ERROR(MakeGroups(work));
+    if (!is_last && flow_ == nullptr) HEADWATER_RETURN_IF_ERROR(UploadSlice(work, slices[i + 1]));
+    HEADWATER_RETURN_IF_ERROR(Check(cudaEventSynchronize(core_.flag_event()), "the exponentials' product"));
+    if (*overflow != 0) return RunOverflowed(work, work->wants_grad_hidden ? slice.first : 0);
+    HEADWATER_RETURN_IF_ERROR(AddGradHidden(work, slice, /*product_is_there=*/true));
+  }
+  return AddGradWeight(work, {0, work->rows});
+}
+
+absl::Status Computation::ComputeExponentials(Work* work, const Slice& slice) {
   TermRun& term = *work->term;
   TermBuffers& own = work->own;
-  const Slice all = {0, work->rows};
   const int32_t shard_count = term.head->shard_count();
-  HEADWATER_RETURN_IF_ERROR(Check(cudaMemsetAsync(own.overflow, 0, sizeof(int32_t), stream_), "clearing a flag"));
-  HEADWATER_RETURN_IF_ERROR(Check(
-      cudaMemsetAsync(own.sums, 0, static_cast<size_t>(shard_count * work->rows) * sizeof(double), stream_), "clearing sums"));
+  // [shards, rows of the slice], slice after slice.
+  double* sums = own.sums + shard_count * slice.first;
   for (int32_t rank = 0; rank < shard_count; ++rank) {
     EProductParams params;
-    params.hidden = work->hidden;
+    params.hidden = Rows(work->hidden, slice.first, slice.count);
     params.shard = term.head->shard_weights(rank);
     if (params.shard.columns == 0) continue;
-    params.targets = own.targets;
-    params.target_arguments = own.target_arguments;
+    const ConstMatrix matrix = MatrixOf(*work, slice, rank);
+    params.targets = own.targets + slice.first;
+    params.target_arguments = own.target_arguments + slice.first;
     params.transform = term.finish.transform;
-    params.exponentials = work->kept_matrix != nullptr ? work->kept_matrix : own.products[static_cast<size_t>(rank)];
-    params.e_stride = ProductStride(params.shard.columns);
+    params.exponentials = const_cast<void*>(matrix.data);
+    params.e_stride = matrix.stride;
     params.partial_sums = own.partial_sums;
     HEADWATER_RETURN_IF_ERROR(Check(LaunchEProduct(params, stream_), "the exponentials' product"));
     HEADWATER_RETURN_IF_ERROR(
-        Check(LaunchSumPartials(own.partial_sums, work->rows, params.shard.columns, own.sums + rank * work->rows, stream_),
+        Check(LaunchSumPartials(own.partial_sums, slice.count, params.shard.columns, sums + rank * slice.count, stream_),
               "the rows' sums"));
   }
-  HEADWATER_RETURN_IF_ERROR(ForEachPart(*work, all, [&](const Part& part, const Slice& rows) {
-    return Check(LaunchFinishERows(own.sums + rows.first, shard_count, own.target_arguments + rows.first, RowsOf(*work, rows),
-                                   part.term->finish, own.reports + rows.first, own.row_factor + rows.first,
+  // Several parts have one shard.
+  return ForEachPart(*work, slice, [&](const Part& part, const Slice& rows) {
+    return Check(LaunchFinishERows(sums + (rows.first - slice.first), shard_count, own.target_arguments + rows.first,
+                                   RowsOf(*work, rows), part.term->finish, own.reports + rows.first, own.row_factor + rows.first,
                                    own.target_factor + rows.first, own.overflow, stream_),
                  "the rows' losses");
-  }));
-  int32_t* overflow = host_.Take<int32_t>(1);
-  HEADWATER_RETURN_IF_ERROR(
-      Check(cudaMemcpyAsync(overflow, own.overflow, sizeof(int32_t), cudaMemcpyDeviceToHost, stream_), "the way back of a flag"));
-  HEADWATER_RETURN_IF_ERROR(Check(cudaEventRecord(row_sums_done_, stream_), "recording an event"));
-  // The device has this to do while the host looks at the flag.
-  if (work->wants_grad_hidden) HEADWATER_RETURN_IF_ERROR(MultiplyByWeight(work, all, 0));
-  HEADWATER_RETURN_IF_ERROR(MakeGroups(work));
-  HEADWATER_RETURN_IF_ERROR(Check(cudaEventSynchronize(row_sums_done_), "the exponentials' product"));
-  if (*overflow == 0) {
-    HEADWATER_RETURN_IF_ERROR(AddGradHidden(work, all, /*product_is_there=*/true));
-    return AddGradWeight(work, all);
+  });
+}
+
+absl::Status Computation::RunOverflowed(Work* work, int64_t first) {
+  // Some row's exponentials do not fit their offset: from `first` on fp32 logits, as many rows at once as the exponentials' memory
+  // holds. It is all of it: what earlier rows have there is added first.
+  const Slice rest = {work->placed, work->rows - work->placed};
+  if (rest.count > 0) {
+    HEADWATER_RETURN_IF_ERROR(UploadSlice(work, rest));
+    HEADWATER_RETURN_IF_ERROR(PlaceSlice(work, rest));
   }
-  // Some row's exponentials do not fit their offset: fp32 logits, as many rows at once as the exponentials' memory holds.
+  if (first > 0) HEADWATER_RETURN_IF_ERROR(AddGradWeight(work, {0, first}));
   work->overflowed = true;
   const int64_t slice_rows = std::max<int64_t>(work->rows / 2, 1);
-  for (int64_t first = 0; first < work->rows; first += slice_rows) {
+  for (; first < work->rows; first += slice_rows) {
     HEADWATER_RETURN_IF_ERROR(RunRows(work, {first, std::min(slice_rows, work->rows - first)}));
   }
   return absl::OkStatus();
@@ -564,7 +471,11 @@ absl::Status Computation::RunRows(Work* work, const Slice& slice) {
   const int32_t shard_count = term.head->shard_count();
   HEADWATER_RETURN_IF_ERROR(ComputeProducts(work, slice));
   const bool jsd = plan.jsd != nullptr;
-  if (jsd) HEADWATER_RETURN_IF_ERROR(ComputeTeacherProducts(work, slice));
+  if (jsd) {
+    // They may still be coming while the student's products run.
+    HEADWATER_RETURN_IF_ERROR(PlaceTeacherRows(work));
+    HEADWATER_RETURN_IF_ERROR(ComputeTeacherProducts(work, slice));
+  }
   bool matrix_is_there = false;
   if (jsd && !plan.wants_cross_entropy && shard_count == 1 && core_.hopper()) {
     const LogitsView student = StudentView(*work, 0);
@@ -649,7 +560,9 @@ ConstMatrix Computation::MatrixOf(const Work& work, const Slice& slice, int32_t 
   matrix.element = term.MatrixElement();
   matrix.stride = ProductStride(shard.columns);
   if (term.FormOf(work.rows) == Form::kExponentials && !work.overflowed) {
+    // Those of all rows are kept.
     if (work.kept_matrix != nullptr) matrix.data = work.kept_matrix;
+    matrix.data = Advance(matrix.data, matrix.element, slice.first * matrix.stride);
   } else {
     matrix.stride *= BytesOf(term.ProductElement(term.large_form)) / BytesOf(matrix.element);
   }

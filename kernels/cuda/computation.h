@@ -1,19 +1,27 @@
 // One micro-batch on the device, or several small ones together: places their rows, runs the forms' products and passes chunk by
 // chunk, and brings the results back.
 //
-// Order within a chunk and term: logits (or exponentials), row work, grad_hidden, grad_weight; all on the core's one stream. The
-// host waits in between only for the exponential form's overflow flag, and that while the grad_hidden product runs.
+// Order within a chunk and term: logits (or exponentials), row work, grad_hidden, grad_weight; all on the core's stream. The host
+// waits in between only for the exponential form's overflow flag, and that while the grad_hidden product runs.
+//
+// Large parts in the exponential form go slice by slice as far as grad_hidden: while one slice is computed, the next one's rows
+// come in, and the gradient of the one before leaves, on streams of their own. Their grad_weight is one product over all slices. So
+// with a flow the host waits for later rows while the device has earlier ones, and nothing is added before all are there.
 #ifndef HEADWATER_KERNELS_CUDA_COMPUTATION_H_
 #define HEADWATER_KERNELS_CUDA_COMPUTATION_H_
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "headwater/kernels/digest.h"
 #include "headwater/kernels/engine.h"
 #include "kernels/core/micro_batch_plan.h"
+#include "kernels/cuda/caller_memory.h"
 #include "kernels/cuda/engine_core.h"
 #include "kernels/cuda/host_stage.h"
 #include "kernels/cuda/staged_contribution.h"
@@ -21,9 +29,12 @@
 
 namespace headwater::cuda {
 
-// A micro-batch of a computation.
+// A micro-batch of a computation. What lies on another device counts as host memory in it: it is copied likewise.
 struct Member {
   const MicroBatch* micro_batch = nullptr;
+  Place hidden_place = Place::kPageable;
+  Place grad_hidden_place = Place::kPageable;
+  const std::vector<Place>* teacher_places = nullptr;  // by term
   MicroBatchPlan* plan = nullptr;
   std::vector<TermRun>* terms = nullptr;  // of `plan`
   // An entry for each head that is staged.
@@ -44,8 +55,11 @@ class Computation {
   Computation(EngineCore& core, std::vector<Member> members, bool whole_workspace);
   ~Computation();
 
-  // Enqueues everything and waits for it; sums and per-token outputs are then in the plan's terms and the caller's memory.
+  // Enqueues everything and waits for it; sums and per-token outputs are then in the plan's terms and the caller's memory. What is
+  // still running after an error ends before this goes.
   absl::Status Run();
+  // Whether Run() failed with the flow's error: nothing was added then.
+  bool interrupted() const { return interrupted_; }
 
  private:
   // Rows [first, first + count) of a term's part of a chunk.
@@ -75,6 +89,8 @@ class Computation {
     ConstMatrix teacher;  // JSD
     int64_t rows;
     TargetGroups groups;  // order null until they are made
+    int64_t uploaded;     // rows that have been enqueued to come from the host
+    int64_t placed;       // rows that are where the products read them
     void* kept_matrix;    // M's place in the slot, if rows are kept; else null
     bool overflowed;      // the exponential form is done again as rows
     // Host copies (page-locked).
@@ -91,6 +107,19 @@ class Computation {
     const uint8_t* non_finite_out;  // of grad_hidden, by chunk row; null: none
   };
 
+  // Rows of a chunk's grad_hidden on their way to the host.
+  struct Delivery {
+    const Member* member;
+    const Chunk* chunk;
+    const void* out;  // of the chunk
+    Slice slice;
+  };
+  // What the flow is told when they are there.
+  struct ReadyNote {
+    RowFlow* flow;
+    int64_t row_end;
+  };
+
   absl::Status UploadClassWeights(const Member& member);
   absl::Status RunChunks(const Member& member);
   absl::Status RunTogether();
@@ -99,8 +128,26 @@ class Computation {
   absl::Status CloseChunk(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers, size_t first_pending,
                           size_t count);
   absl::Status RunWork(Work* work);
+
+  // Rows on their way in (computation_rows.cc). AwaitRows() and Decide() ask the flow, if there is one, at most once for the same.
+  absl::Status AwaitRows(int64_t row_end);
+  // To be called before anything is added to an accumulator.
+  absl::Status Decide();
+  // The rows' sum for the digest: what lies on the device is summed there, rows that the products read from a copy with that copy,
+  // and what is left by this thread at last.
+  absl::Status BeginDigest();
+  absl::Status DigestOnDevice(const void* rows, int64_t count, int64_t row_bytes, int32_t stream_index, const int32_t* numbers);
+  absl::Status FinishDigest();
+  // The slices of a work in the exponential form; they depend on where its tensors are and on nothing of the moment.
+  std::vector<Slice> SlicesOf(const Work& work) const;
   absl::Status UploadRows(Work* work);
-  absl::Status PlaceTermRows(Work* work);
+  // Enqueues the copies of a slice's rows, and of those before it, if they come from the host.
+  absl::Status UploadSlice(Work* work, const Slice& slice);
+  absl::Status UploadHidden(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers, const Slice& slice,
+                            cudaStream_t stream);
+  // Brings a slice's hidden states to where the products read them, and computes their targets' logits.
+  absl::Status PlaceSlice(Work* work, const Slice& slice);
+  absl::Status UploadTeacherRows(Work* work);
   absl::Status PlaceTeacherRows(Work* work);
   // Brings rows of a tensor on the device to where the products read them; in place where it already is that.
   absl::Status PlaceRows(ConstMatrix source, int64_t first, bool contiguous, const int32_t* index, int64_t count, Element element,
@@ -113,6 +160,8 @@ class Computation {
 
   // The forms: from hidden states to M, factors and reports.
   absl::Status RunExponentials(Work* work);
+  absl::Status ComputeExponentials(Work* work, const Slice& slice);
+  absl::Status RunOverflowed(Work* work, int64_t first);
   absl::Status RunRows(Work* work, const Slice& slice);
   // out [hidden.rows, out_stride] = hidden . weight^T of a shard: fp32, or, with `wide_hidden`, fp64 through `panel`.
   absl::Status ComputeLogits(const ShardWeights& shard, const ConstMatrix& hidden, const double* wide_hidden, void* panel,
@@ -126,19 +175,29 @@ class Computation {
   absl::Status FinishGradHidden(Work* work, const Slice& slice, int32_t rank);
   absl::Status FinishPart(Work* work, const Part& part, const Slice& slice, int64_t product_row, int32_t rank);
   absl::Status AddGradWeight(Work* work, const Slice& slice);
-  absl::Status WriteGradHidden(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers);
+  // Writes rows of a chunk whose gradient was summed up; none else.
+  absl::Status WriteGradHidden(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers, const Slice& slice);
+  // Enqueues a delivery behind what the download stream waits for, or keeps it for SendPostponed().
+  absl::Status SendGradHidden(const Delivery& delivery);
+  absl::Status SendPostponed();
+  absl::Status Send(const Delivery& delivery);
+  static void TellFlow(void* note);  // a ReadyNote
   absl::Status ClearGradHidden(const Member& member);
 
   ChunkRows RowsOf(const Work& work, const Slice& slice) const;
   LogitsView StudentView(const Work& work, int32_t rank) const;
   LogitsView TeacherView(const Work& work, int32_t rank) const;
   ConstMatrix MatrixOf(const Work& work, const Slice& slice, int32_t rank) const;
+  static absl::Span<const int64_t> BatchRowsOf(const Chunk& chunk, const Slice& slice) {
+    return absl::MakeConstSpan(chunk.batch_rows).subspan(static_cast<size_t>(slice.first), static_cast<size_t>(slice.count));
+  }
   // Calls visit(index of the first, its row, count) for runs of rows that follow each other.
-  absl::Status ForEachRun(const std::vector<int64_t>& rows, absl::FunctionRef<absl::Status(int64_t, int64_t, int64_t)> visit);
+  static absl::Status ForEachRun(absl::Span<const int64_t> rows, absl::FunctionRef<absl::Status(int64_t, int64_t, int64_t)> visit);
+  static bool IsOnHost(Place place) { return place == Place::kPageable || place == Place::kPageLocked; }
   // Where rows of a member's grad_hidden are written: the caller's device memory, or on the way to the host.
   static GradHiddenTarget OutputOf(const Member& member, const ChunkBuffers& buffers, const int32_t* map, uint8_t* non_finite);
-  // Copies rows `rows[i]` of a host tensor to row i of `to`; neighbours together.
-  absl::Status CopyRowsIn(const RowsView& view, const std::vector<int64_t>& rows, void* to);
+  // Copies rows `rows[i]` of a tensor that is not the device's own to row i of `to`; neighbours together.
+  absl::Status CopyRowsIn(const RowsView& view, absl::Span<const int64_t> rows, void* to, cudaStream_t stream);
   template <typename T>
   absl::Status Upload(T* device, const T* host, int64_t count) {
     return Check(cudaMemcpyAsync(device, host, static_cast<size_t>(count) * sizeof(T), cudaMemcpyHostToDevice, stream_),
@@ -154,8 +213,20 @@ class Computation {
   const cudaStream_t stream_;
   Workspace workspace_;
   HostStage host_;
-  cudaEvent_t row_sums_done_ = nullptr;
   std::vector<Pending> pending_;
+  std::vector<Delivery> postponed_;
+  std::deque<ReadyNote> notes_;  // where they are until the driver has told
+  bool drained_ = true;
+
+  RowFlow* const flow_;   // of the only member, or null
+  int64_t awaited_ = -1;  // rows that the flow has been asked for; -1: never
+  bool decided_ = false;
+  bool interrupted_ = false;
+  // The digest of the only member's rows, if it is asked for.
+  DigestBuilder digest_;
+  uint64_t* device_sum_ = nullptr;       // [2]
+  uint64_t* host_sum_ = nullptr;         // [2], page-locked
+  const Chunk* copied_chunk_ = nullptr;  // its copies of hidden are summed up; null: this thread does it
 };
 
 }  // namespace headwater::cuda

@@ -1,6 +1,5 @@
 // The gradients' half of a computation: from M and its factors to grad_hidden and grad_weight.
 #include <algorithm>
-#include <cstring>
 
 #include "kernels/cuda/computation.h"
 #include "kernels/cuda/conversions.h"
@@ -100,7 +99,15 @@ absl::Status Computation::AddGradHidden(Work* work, const Slice& slice, bool pro
     if (!product_is_there || rank > 0) HEADWATER_RETURN_IF_ERROR(MultiplyByWeight(work, slice, rank));
     HEADWATER_RETURN_IF_ERROR(FinishGradHidden(work, slice, rank));
   }
-  return absl::OkStatus();
+  // Where other terms of the chunk add to these rows, the chunk's end sees to them.
+  if (work->parts.front().chunk->terms.size() > 1) return absl::OkStatus();
+  HEADWATER_RETURN_IF_ERROR(ForEachPart(*work, slice, [&](const Part& part, const Slice& rows) {
+    return WriteGradHidden(*part.member, *part.chunk, part.shared, {rows.first - part.first, rows.count});
+  }));
+  HEADWATER_RETURN_IF_ERROR(core_.Order(stream_, core_.download_stream()));
+  return ForEachPart(*work, slice, [&](const Part& part, const Slice& rows) {
+    return SendGradHidden({part.member, part.chunk, part.shared.out, {rows.first - part.first, rows.count}});
+  });
 }
 
 absl::Status Computation::AddGradWeight(Work* work, const Slice& slice) {
@@ -147,6 +154,7 @@ absl::Status Computation::AddGradWeight(Work* work, const Slice& slice) {
     work->staged->kept.push_back(std::move(contribution));
     return absl::OkStatus();
   }
+  if (term.plan->grad_weight == GradWeightMode::kAccumulate) HEADWATER_RETURN_IF_ERROR(Decide());
   if (puts_off) return core_.debt().Add(term.head, contribution, work->targets);
   // What came earlier is added earlier.
   HEADWATER_RETURN_IF_ERROR(core_.debt().SettleFor(*term.head));
@@ -156,26 +164,56 @@ absl::Status Computation::AddGradWeight(Work* work, const Slice& slice) {
   });
 }
 
-absl::Status Computation::WriteGradHidden(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers) {
+absl::Status Computation::WriteGradHidden(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers,
+                                          const Slice& slice) {
   const MutableRowsView& out = member.micro_batch->grad_hidden;
-  const int64_t rows = static_cast<int64_t>(chunk.batch_rows.size());
-  const bool on_device = out.memory == MemorySpace::kDevice;
-  if (buffers.sum != nullptr) {
-    const GradHiddenTarget target = OutputOf(member, buffers, buffers.output_rows, buffers.non_finite);
-    HEADWATER_RETURN_IF_ERROR(
-        Check(LaunchWriteGradHidden({buffers.sum, rows, out.column_count, PaddedWidth(out.column_count), Element::kFloat32}, target,
-                                    stream_),
-              "writing grad_hidden"));
-  }
-  if (on_device) return absl::OkStatus();
+  if (!chunk.backward || out.data == nullptr || buffers.sum == nullptr) return absl::OkStatus();
+  const int64_t stride = PaddedWidth(out.column_count);
+  const ConstMatrix sum = {buffers.sum + slice.first * stride, slice.count, out.column_count, stride, Element::kFloat32};
+  const GradHiddenTarget target = OutputOf(member, buffers, buffers.output_rows + slice.first, buffers.non_finite + slice.first);
+  return Check(LaunchWriteGradHidden(sum, target, stream_), "writing grad_hidden");
+}
+
+absl::Status Computation::SendGradHidden(const Delivery& delivery) {
+  const MutableRowsView& out = delivery.member->micro_batch->grad_hidden;
+  if (!delivery.chunk->backward || out.data == nullptr || out.memory == MemorySpace::kDevice) return absl::OkStatus();
+  if (delivery.member->grad_hidden_place != Place::kPageable) return Send(delivery);
+  // That copy would not return before the rows are there, and the device have nothing to do meanwhile.
+  postponed_.push_back(delivery);
+  return absl::OkStatus();
+}
+
+absl::Status Computation::SendPostponed() {
+  for (const Delivery& delivery : postponed_) HEADWATER_RETURN_IF_ERROR(Send(delivery));
+  postponed_.clear();
+  return absl::OkStatus();
+}
+
+absl::Status Computation::Send(const Delivery& delivery) {
   const ProfileRange range("download");
+  const MutableRowsView& out = delivery.member->micro_batch->grad_hidden;
   const int64_t row_bytes = out.column_count * ElementBytes(out.data_type);
-  return ForEachRun(chunk.batch_rows, [&](int64_t index, int64_t row, int64_t count) {
-    return Check(
-        cudaMemcpyAsync(static_cast<char*>(out.data) + row * row_bytes, static_cast<const char*>(buffers.out) + index * row_bytes,
-                        static_cast<size_t>(count * row_bytes), cudaMemcpyDeviceToHost, stream_),
-        "the way back of grad_hidden");
-  });
+  const cudaStream_t stream = core_.download_stream();
+  HEADWATER_RETURN_IF_ERROR(
+      ForEachRun(BatchRowsOf(*delivery.chunk, delivery.slice), [&](int64_t index, int64_t row, int64_t count) {
+        return Check(cudaMemcpyAsync(static_cast<char*>(out.data) + row * row_bytes,
+                                     static_cast<const char*>(delivery.out) + (delivery.slice.first + index) * row_bytes,
+                                     static_cast<size_t>(count * row_bytes), cudaMemcpyDefault, stream),
+                     "the way back of grad_hidden");
+      }));
+  if (flow_ == nullptr || !IsOnHost(delivery.member->grad_hidden_place)) return absl::OkStatus();
+  const Chunk& chunk = *delivery.chunk;
+  const MicroBatchPlan& plan = *delivery.member->plan;
+  const int64_t end = delivery.slice.first + delivery.slice.count;
+  const bool chunk_goes_on = end < static_cast<int64_t>(chunk.batch_rows.size());
+  notes_.push_back({flow_, chunk_goes_on ? chunk.batch_rows[static_cast<size_t>(end)]
+                                         : FinalRowsAfter(plan, static_cast<size_t>(&chunk - plan.chunks.data()))});
+  return Check(cudaLaunchHostFunc(stream, &TellFlow, &notes_.back()), "telling of rows");
+}
+
+void Computation::TellFlow(void* note) {
+  const auto* ready = static_cast<const ReadyNote*>(note);
+  ready->flow->GradHiddenReady(ready->row_end);
 }
 
 }  // namespace headwater::cuda

@@ -15,11 +15,14 @@
 #include "kernels/core/micro_batch_check.h"
 #include "kernels/core/micro_batch_plan.h"
 #include "kernels/cuda/algorithm_search.h"
+#include "kernels/cuda/caller_memory.h"
 #include "kernels/cuda/computation.h"
 #include "kernels/cuda/cuda_head.h"
 #include "kernels/cuda/engine_core.h"
+#include "kernels/cuda/foreign_memory.h"
 #include "kernels/cuda/gradient_debt.h"
 #include "kernels/cuda/head_plan.h"
+#include "kernels/cuda/row_digester.h"
 #include "kernels/cuda/staged_contribution.h"
 #include "kernels/cuda/term_form.h"
 
@@ -44,15 +47,54 @@ int64_t KeptBytes(const TermRun& term, int64_t rows) {
   return workspace.used();
 }
 
+// A micro-batch and where its tensors are. What lies on another device counts as host memory in it.
+struct PlacedMicroBatch {
+  PlacedMicroBatch() = default;
+  PlacedMicroBatch(const PlacedMicroBatch&) = delete;  // micro_batch may point into terms
+  PlacedMicroBatch& operator=(const PlacedMicroBatch&) = delete;
+  absl::Status Place(const MicroBatch& of_caller, const EngineCore& core);
+
+  MicroBatch micro_batch;
+  std::vector<LossTerm> terms;  // the micro-batch's, if it needs its own
+  cuda::Place hidden = cuda::Place::kPageable;
+  cuda::Place grad_hidden = cuda::Place::kPageable;
+  std::vector<cuda::Place> teachers;  // by term
+};
+
+absl::Status PlacedMicroBatch::Place(const MicroBatch& of_caller, const EngineCore& core) {
+  micro_batch = of_caller;
+  const auto place = [&core](const std::string& field, const void* data, MemorySpace* memory, cuda::Place* out) {
+    const absl::StatusOr<cuda::Place> found = PlaceOf(data, *memory, core, field);
+    if (!found.ok()) return found.status();
+    *out = *found;
+    if (*found == cuda::Place::kOtherDevice) *memory = MemorySpace::kHost;
+    return absl::OkStatus();
+  };
+  HEADWATER_RETURN_IF_ERROR(place("hidden", micro_batch.hidden.data, &micro_batch.hidden.memory, &hidden));
+  HEADWATER_RETURN_IF_ERROR(place("grad_hidden", micro_batch.grad_hidden.data, &micro_batch.grad_hidden.memory, &grad_hidden));
+  teachers.assign(of_caller.terms.size(), cuda::Place::kPageable);
+  for (size_t i = 0; i < of_caller.terms.size(); ++i) {
+    const RowsView& teacher = of_caller.terms[i].teacher_hidden;
+    MemorySpace memory = teacher.memory;
+    HEADWATER_RETURN_IF_ERROR(place("terms[" + std::to_string(i) + "].teacher_hidden", teacher.data, &memory, &teachers[i]));
+    if (memory == teacher.memory) continue;
+    if (terms.empty()) terms.assign(of_caller.terms.begin(), of_caller.terms.end());
+    terms[i].teacher_hidden.memory = memory;
+  }
+  if (!terms.empty()) micro_batch.terms = terms;
+  return absl::OkStatus();
+}
+
 // A Compute() call.
 struct Call {
-  Call(const MicroBatch& batch, bool hopper) : micro_batch(batch), plan(PlanTerms(batch)) {
+  Call(const PlacedMicroBatch& batch, bool hopper) : placed(batch), micro_batch(batch.micro_batch), plan(PlanTerms(micro_batch)) {
     terms.reserve(plan.terms.size());
-    for (TermPlan& term : plan.terms) terms.push_back(MakeTermRun(batch, &term, hopper));
+    for (TermPlan& term : plan.terms) terms.push_back(MakeTermRun(micro_batch, &term, hopper));
     result.terms.reserve(plan.terms.size());  // nothing may fail once accumulators have changed
   }
-  Member member() { return {&micro_batch, &plan, &terms, &staged}; }
+  Member member() { return {&micro_batch, placed.hidden, placed.grad_hidden, &placed.teachers, &plan, &terms, &staged}; }
 
+  const PlacedMicroBatch& placed;
   const MicroBatch& micro_batch;
   MicroBatchPlan plan;
   std::vector<TermRun> terms;
@@ -100,7 +142,12 @@ class CudaEngine final : public LossEngine {
       return own != nullptr && &own->core() == core_.get();
     }));
     HEADWATER_RETURN_IF_ERROR(CheckMicroBatch(micro_batch, /*has_device=*/true));
-    Call call(micro_batch, core_->hopper());
+    HEADWATER_RETURN_IF_ERROR(core_->health());
+    core_->MakeCurrent();
+    PlacedMicroBatch placed;
+    HEADWATER_RETURN_IF_ERROR(placed.Place(micro_batch, *core_));
+    HEADWATER_RETURN_IF_ERROR(AwaitEvent(*core_, micro_batch.after));
+    Call call(placed, core_->hopper());
     if (IsSmall(call)) {
       RunWithOthers(&call);
     } else {
@@ -111,10 +158,37 @@ class CudaEngine final : public LossEngine {
     return std::move(call.result);
   }
 
+  absl::Status DigestRows(absl::Span<const RowsView> streams, const DeviceEvent* after, DigestBuilder* digest) override {
+    HEADWATER_RETURN_IF_ERROR(core_->health());
+    core_->MakeCurrent();
+    HEADWATER_RETURN_IF_ERROR(AwaitEvent(*core_, after));
+    for (size_t i = 0; i < streams.size(); ++i) {
+      const RowsView& rows = streams[i];
+      if (rows.data == nullptr) continue;
+      const absl::StatusOr<Place> place = PlaceOf(rows.data, rows.memory, *core_, "streams[" + std::to_string(i) + "]");
+      if (!place.ok()) return place.status();
+      HEADWATER_RETURN_IF_ERROR(core_->digester().Add(rows, *place, 0, rows.row_count, static_cast<int32_t>(i), digest));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<std::unique_ptr<HostMemory>> AllocateHostMemory(int64_t bytes) override {
+    return AllocatePageLocked(core_, bytes);
+  }
+  absl::StatusOr<std::unique_ptr<HostMemory>> RegisterHostMemory(void* data, int64_t bytes) override {
+    return RegisterPageLocked(core_, data, bytes);
+  }
+  absl::StatusOr<std::unique_ptr<DeviceRegion>> OpenDeviceMemory(const DeviceHandle& handle, int64_t bytes) override {
+    return OpenForeignMemory(core_, handle, bytes);
+  }
+  absl::StatusOr<std::unique_ptr<DeviceEvent>> OpenDeviceEvent(const DeviceHandle& handle) override {
+    return OpenForeignEvent(core_, handle);
+  }
+
  private:
   // Whether other calls' rows could be computed with this one's.
   bool IsSmall(const Call& call) const {
-    return call.terms.size() == 1 && call.terms.front().large_form == Form::kExponentials &&
+    return call.micro_batch.flow == nullptr && call.terms.size() == 1 && call.terms.front().large_form == Form::kExponentials &&
            call.micro_batch.hidden.row_count <= kMaxJoinedRows && call.micro_batch.grad_weight != GradWeightMode::kStage &&
            core_->options().shard_count == 1 && core_->options().token_chunk_rows == 0;
   }
@@ -213,12 +287,19 @@ class CudaEngine final : public LossEngine {
       const int64_t bytes = core_->workspace().bytes();
       whole = JoinedBytes(members) > bytes - GradientDebt::ShareOf(bytes);
     }
-    return core_->RunDecided([](int32_t) { return absl::OkStatus(); },
-                             [&] {
-                               if (whole) HEADWATER_RETURN_IF_ERROR(core_->debt().Settle());
-                               for (Call* call : group) HEADWATER_RETURN_IF_ERROR(ClearSlots(call->staged));
-                               return Computation(*core_, members, whole).Run();
-                             });
+    absl::Status interruption;
+    const absl::Status status = core_->RunDecided([](int32_t) { return absl::OkStatus(); },
+                                                  [&] {
+                                                    if (whole) HEADWATER_RETURN_IF_ERROR(core_->debt().Settle());
+                                                    for (Call* call : group) HEADWATER_RETURN_IF_ERROR(ClearSlots(call->staged));
+                                                    Computation computation(*core_, members, whole);
+                                                    const absl::Status run = computation.Run();
+                                                    if (!computation.interrupted()) return run;
+                                                    // Not the engine's failure: its caller wants no more.
+                                                    interruption = run;
+                                                    return absl::OkStatus();
+                                                  });
+    return status.ok() ? interruption : status;
   }
 
   // Plans the chunks, and finds out whether they need the whole workspace, and not only what the debt leaves.

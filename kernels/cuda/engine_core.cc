@@ -8,12 +8,14 @@
 #include "headwater/kernels/error.h"
 #include "kernels/core/saturating.h"
 #include "kernels/cuda/gradient_debt.h"
+#include "kernels/cuda/row_digester.h"
 
 namespace headwater::cuda {
 namespace {
 
 constexpr int kOldestCapability = 80;
 constexpr int64_t kDefaultWorkspaceBytes = int64_t{4} << 30;
+constexpr int64_t kZeroBytes = int64_t{64} << 10;
 
 absl::Status NoDevice(const std::string& why) {
   return MakeError(ErrorReason::kFeatureNotBuilt, "the CUDA engine cannot be used here: " + why, {{"feature", "cuda_engine"}});
@@ -35,7 +37,8 @@ absl::Status Caught(absl::FunctionRef<absl::Status()> work) {
 
 }  // namespace
 
-EngineCore::EngineCore(EngineOptions options) : options_(std::move(options)), debt_(std::make_unique<GradientDebt>(*this)) {}
+EngineCore::EngineCore(EngineOptions options)
+    : options_(std::move(options)), debt_(std::make_unique<GradientDebt>(*this)), digester_(std::make_unique<RowDigester>(*this)) {}
 
 absl::StatusOr<std::shared_ptr<EngineCore>> EngineCore::Create(EngineOptions options) {
   std::shared_ptr<EngineCore> core(new EngineCore(std::move(options)));
@@ -79,15 +82,29 @@ absl::Status EngineCore::Open() {
   if (options_.memory_budget_bytes == 0) options_.memory_budget_bytes = device_bytes / 5 * 4;
   if (options_.workspace_bytes == 0) options_.workspace_bytes = kDefaultWorkspaceBytes;
   if (options_.thread_count == 0) options_.thread_count = 1;
-  HEADWATER_RETURN_IF_ERROR(CudaStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream"));
+  for (cudaStream_t* stream : {&stream_, &upload_stream_, &download_stream_}) {
+    HEADWATER_RETURN_IF_ERROR(CudaStatus(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "making a stream"));
+  }
+  for (cudaEvent_t* event : {&order_event_, &flag_event_, &sum_event_}) {
+    HEADWATER_RETURN_IF_ERROR(CudaStatus(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "making an event"));
+  }
   absl::StatusOr<PinnedMemory> bounce = PinnedMemory::Allocate(kBounceBytes);
   if (!bounce.ok()) return bounce.status();
   bounce_ = *std::move(bounce);
-  return absl::OkStatus();
+  absl::StatusOr<DeviceMemory> zeros = DeviceMemory::Allocate(kZeroBytes);
+  if (!zeros.ok()) return zeros.status();
+  zeros_ = *std::move(zeros);
+  return digester_->Open();
 }
 
 EngineCore::~EngineCore() {
-  if (stream_ != nullptr) static_cast<void>(cudaStreamDestroy(stream_));
+  if (stream_ != nullptr) MakeCurrent();
+  for (const cudaEvent_t event : {order_event_, flag_event_, sum_event_}) {
+    if (event != nullptr) static_cast<void>(cudaEventDestroy(event));
+  }
+  for (const cudaStream_t stream : {stream_, upload_stream_, download_stream_}) {
+    if (stream != nullptr) static_cast<void>(cudaStreamDestroy(stream));
+  }
 }
 
 absl::Status EngineCore::Check(cudaError_t error, const char* what) {
@@ -108,7 +125,19 @@ absl::Status EngineCore::Check(cudaError_t error, const char* what) {
   return status;
 }
 
-absl::Status EngineCore::Synchronize(const char* what) { return Check(cudaStreamSynchronize(stream_), what); }
+absl::Status EngineCore::Synchronize(const char* what) {
+  // All of them, whatever the first one says: what they copy belongs to callers.
+  const absl::Status statuses[] = {Check(cudaStreamSynchronize(upload_stream_), what), Check(cudaStreamSynchronize(stream_), what),
+                                   Check(cudaStreamSynchronize(download_stream_), what)};
+  for (const absl::Status& status : statuses) HEADWATER_RETURN_IF_ERROR(status);
+  return absl::OkStatus();
+}
+
+absl::Status EngineCore::Order(cudaStream_t earlier, cudaStream_t later) {
+  // A wait is for what the event was recorded for when the wait was enqueued: one event serves all.
+  HEADWATER_RETURN_IF_ERROR(Check(cudaEventRecord(order_event_, earlier), "recording an event"));
+  return Check(cudaStreamWaitEvent(later, order_event_, 0), "ordering streams");
+}
 
 absl::Status EngineCore::health() const {
   std::lock_guard<std::mutex> lock(health_mutex_);

@@ -23,6 +23,7 @@
 namespace headwater::cuda {
 
 class GradientDebt;
+class RowDigester;
 
 class EngineCore {
  public:
@@ -42,16 +43,24 @@ class EngineCore {
   bool hopper() const { return hopper_; }
 
   // --- For the holder of a WorkLock ---------------------------------------------------------------------------------------------
+  // Where everything is computed; and beside it callers' rows on their way in, and out.
   cudaStream_t stream() const { return stream_; }
+  cudaStream_t upload_stream() const { return upload_stream_; }
+  cudaStream_t download_stream() const { return download_stream_; }
+  // What `later` is given from now on begins when what `earlier` was given up to now is done.
+  absl::Status Order(cudaStream_t earlier, cudaStream_t later);
+  // Events that the host waits for, for two purposes.
+  cudaEvent_t flag_event() const { return flag_event_; }
+  cudaEvent_t sum_event() const { return sum_event_; }
+  const DeviceMemory& zeros() const { return zeros_; }  // never written
   Products& products() { return *products_; }
   const DeviceMemory& workspace() const { return workspace_; }
   const PinnedMemory& bounce() const { return bounce_; }
   GradientDebt& debt() { return *debt_; }  // at the end of the workspace
 
-  // Waits for the stream. Every error that ends here or in Check() is looked at: one that the device does not recover from makes
+  // Waits for the streams. Every error that ends here or in Check() is looked at: one that the device does not recover from makes
   // health() bad.
   absl::Status Synchronize(const char* what);
-  absl::Status Check(cudaError_t error, const char* what);
 
   // Work that is decided once for all shards. `prepare` does all that may fail on a shard and changes nothing; if it fails anywhere
   // the call fails as kShardNotReady (metadata: shard). Then `act` runs for all shards, and is waited for; it fails as
@@ -62,6 +71,12 @@ class EngineCore {
 
   // --- Any thread ---------------------------------------------------------------------------------------------------------------
   absl::Status health() const;
+  // What Synchronize() does with an error.
+  absl::Status Check(cudaError_t error, const char* what);
+  // Makes the engine's device this thread's; a WorkLock has done it. Without it a call would be about the first one, and take
+  // memory there.
+  void MakeCurrent() const { static_cast<void>(cudaSetDevice(options_.device_index)); }
+  RowDigester& digester() { return *digester_; }
 
   // Admits a head whose own tensors take `own_bytes` and that needs `workspace_bytes` of the shared workspace, cuBLASLt's part
   // (Products::kWorkspaceBytes) included; makes the workspace larger if need be. kMemoryBudgetExceeded (`plan_text` is part of the
@@ -84,11 +99,18 @@ class EngineCore {
 
   std::mutex work_mutex_;
   cudaStream_t stream_ = nullptr;
+  cudaStream_t upload_stream_ = nullptr;
+  cudaStream_t download_stream_ = nullptr;
+  cudaEvent_t order_event_ = nullptr;
+  cudaEvent_t flag_event_ = nullptr;
+  cudaEvent_t sum_event_ = nullptr;
+  DeviceMemory zeros_;
   DeviceMemory products_workspace_;
   DeviceMemory workspace_;
   PinnedMemory bounce_;
   std::unique_ptr<Products> products_;
   std::unique_ptr<GradientDebt> debt_;
+  std::unique_ptr<RowDigester> digester_;
 
   mutable std::mutex plan_mutex_;
   int64_t own_bytes_ = 0;
@@ -102,7 +124,7 @@ class EngineCore {
 // Holds the work mutex, with the engine's device current on this thread.
 class WorkLock {
  public:
-  explicit WorkLock(EngineCore& core) : lock_(core.work_mutex_) { static_cast<void>(cudaSetDevice(core.options_.device_index)); }
+  explicit WorkLock(EngineCore& core) : lock_(core.work_mutex_) { core.MakeCurrent(); }
 
  private:
   std::lock_guard<std::mutex> lock_;

@@ -1,5 +1,5 @@
 // Page-locked memory for what goes up to the device and comes back beside the tensors: taken piece by piece, given back all at once
-// when the stream has been waited for.
+// when the streams have been waited for.
 #ifndef HEADWATER_KERNELS_CUDA_HOST_STAGE_H_
 #define HEADWATER_KERNELS_CUDA_HOST_STAGE_H_
 
@@ -19,10 +19,13 @@ class HostStage {
   T* Take(int64_t count) {
     return space_.Take<T>(count);
   }
-  void Reset() { space_.Rewind(0); }
+  // What has been taken so far stays taken.
+  void Keep() { kept_ = space_.used(); }
+  void Reset() { space_.Rewind(kept_); }
 
  private:
   Workspace space_;
+  int64_t kept_ = 0;
 };
 
 }  // namespace headwater::cuda

@@ -158,6 +158,7 @@ ChunkBuffers LayOutChunk(const std::vector<TermRun>& terms, const MicroBatch& mi
   const int64_t width = micro_batch.hidden.column_count;
   if (micro_batch.hidden.memory == MemorySpace::kHost) {
     buffers.raw_hidden = workspace->TakeBytes(rows * width * ElementBytes(micro_batch.hidden.data_type));
+    if (micro_batch.digest_rows) buffers.batch_rows = workspace->Take<int32_t>(rows);
   }
   if (micro_batch.grad_hidden.data != nullptr) {
     if (micro_batch.grad_hidden.memory == MemorySpace::kHost) {
@@ -172,6 +173,7 @@ ChunkBuffers LayOutChunk(const std::vector<TermRun>& terms, const MicroBatch& mi
 
 int64_t ChunkBytes(const std::vector<TermRun>& terms, const MicroBatch& micro_batch, int64_t rows) {
   Workspace workspace;
+  if (micro_batch.digest_rows) workspace.Take<uint64_t>(2);
   for (const TermRun& term : terms) {
     if (term.plan->cross_entropy.class_weights != nullptr) workspace.Take<float>(term.plan->cross_entropy.valid_vocab_size);
   }

@@ -102,6 +102,7 @@ struct ChunkBuffers {
   void* out = nullptr;         // [rows, width] of grad_hidden's type, on its way to the host
   float* sum = nullptr;        // [rows, padded] where several terms or shards add up
   int32_t* output_rows = nullptr;
+  int32_t* batch_rows = nullptr;  // of raw_hidden's rows, where their sum is asked for
   uint8_t* non_finite = nullptr;  // [rows] of grad_hidden
 };
 ChunkBuffers LayOutChunk(const std::vector<TermRun>& terms, const MicroBatch& micro_batch, int64_t rows, Workspace* workspace);

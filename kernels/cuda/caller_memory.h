@@ -1,0 +1,28 @@
+// Memory that callers hand over: where it is, and the page-locked memory that they get from the engine.
+#ifndef HEADWATER_KERNELS_CUDA_CALLER_MEMORY_H_
+#define HEADWATER_KERNELS_CUDA_CALLER_MEMORY_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "headwater/kernels/engine.h"
+#include "kernels/cuda/engine_core.h"
+
+namespace headwater::cuda {
+
+enum class Place { kPageable, kPageLocked, kOwnDevice, kOtherDevice };
+
+// Where a tensor is. kInvalidField, with `field` in the metadata, if that is not what `memory` says: a kernel that reads host
+// memory as the device's own would cost the whole engine. The engine's device is current.
+absl::StatusOr<Place> PlaceOf(const void* data, MemorySpace memory, const EngineCore& core, const std::string& field);
+
+// LossEngine's methods. Any thread.
+absl::StatusOr<std::unique_ptr<HostMemory>> AllocatePageLocked(std::shared_ptr<EngineCore> core, int64_t bytes);
+absl::StatusOr<std::unique_ptr<HostMemory>> RegisterPageLocked(std::shared_ptr<EngineCore> core, void* data, int64_t bytes);
+
+}  // namespace headwater::cuda
+
+#endif  // HEADWATER_KERNELS_CUDA_CALLER_MEMORY_H_

@@ -1,0 +1,336 @@
+// The rows of a computation: how they come in, where the products find them, and their sum for the digest.
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/cuda/computation.h"
+#include "kernels/cuda/conversions.h"
+#include "kernels/cuda/matrix_rows.h"
+#include "kernels/cuda/profile_range.h"
+#include "kernels/cuda/row_digest.h"
+#include "kernels/cuda/row_digester.h"
+
+namespace headwater::cuda {
+namespace {
+
+// Slices of a large part. The first one is what must be there before anything runs; from twice that on the products lose nothing by
+// being cut.
+constexpr int64_t kFirstSliceRows = 1024;
+constexpr int64_t kSliceRows = 2048;
+
+constexpr size_t kSumBytes = 2 * sizeof(uint64_t);
+
+bool Aligned16(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
+
+int64_t RowBytes(const RowsView& view) { return view.column_count * ElementBytes(view.data_type); }
+
+}  // namespace
+
+absl::Status Computation::AwaitRows(int64_t row_end) {
+  if (flow_ == nullptr || row_end <= awaited_) return absl::OkStatus();
+  absl::Status status = flow_->AwaitRows(row_end);
+  interrupted_ = !status.ok();
+  awaited_ = row_end;
+  return status;
+}
+
+absl::Status Computation::Decide() {
+  if (flow_ == nullptr || decided_) return absl::OkStatus();
+  const MicroBatch& micro_batch = *members_.front().micro_batch;
+  HEADWATER_RETURN_IF_ERROR(AwaitRows(micro_batch.hidden.row_count));
+  HEADWATER_RETURN_IF_ERROR(FinishDigest());
+  absl::Status status = flow_->Decide(micro_batch.digest_rows ? &digest_ : nullptr);
+  interrupted_ = !status.ok();
+  decided_ = true;
+  return status;
+}
+
+absl::Status Computation::BeginDigest() {
+  const Member& member = members_.front();
+  const MicroBatch& micro_batch = *member.micro_batch;
+  if (flow_ == nullptr || !micro_batch.digest_rows) return absl::OkStatus();
+  device_sum_ = workspace_.Take<uint64_t>(2);
+  host_sum_ = host_.Take<uint64_t>(2);
+  host_.Keep();
+  HEADWATER_RETURN_IF_ERROR(Check(cudaMemsetAsync(device_sum_, 0, kSumBytes, stream_), "clearing a sum"));
+  const std::vector<Chunk>& chunks = member.plan->chunks;
+  const bool copied_once = chunks.size() == 1 && chunks.front().terms.size() == 1;
+  if (micro_batch.hidden.memory == MemorySpace::kHost && copied_once) copied_chunk_ = &chunks.front();
+  const std::vector<RowsView> streams = StreamsOf(micro_batch);
+  for (size_t i = 0; i < streams.size(); ++i) {
+    const RowsView& rows = streams[i];
+    if (rows.data == nullptr || rows.memory != MemorySpace::kDevice) continue;
+    HEADWATER_RETURN_IF_ERROR(AwaitRows(micro_batch.hidden.row_count));
+    HEADWATER_RETURN_IF_ERROR(DigestOnDevice(rows.data, rows.row_count, RowBytes(rows), static_cast<int32_t>(i), nullptr));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Computation::DigestOnDevice(const void* rows, int64_t count, int64_t row_bytes, int32_t stream_index,
+                                         const int32_t* numbers) {
+  HEADWATER_RETURN_IF_ERROR(
+      Check(LaunchDigestRows(rows, count, row_bytes, stream_index, numbers, 0, device_sum_, stream_), "summing rows up"));
+  // Each time, so that the last one's is there long before what is enqueued behind it is done.
+  HEADWATER_RETURN_IF_ERROR(
+      Check(cudaMemcpyAsync(host_sum_, device_sum_, kSumBytes, cudaMemcpyDeviceToHost, stream_), "the way back of a sum"));
+  return Check(cudaEventRecord(core_.sum_event(), stream_), "recording an event");
+}
+
+absl::Status Computation::FinishDigest() {
+  const Member& member = members_.front();
+  const MicroBatch& micro_batch = *member.micro_batch;
+  if (!micro_batch.digest_rows) return absl::OkStatus();
+  bool any_on_device = copied_chunk_ != nullptr;
+  const std::vector<RowsView> streams = StreamsOf(micro_batch);
+  for (size_t i = 0; i < streams.size(); ++i) {
+    const RowsView& rows = streams[i];
+    if (rows.data == nullptr) continue;
+    if (rows.memory == MemorySpace::kDevice) {
+      any_on_device = true;
+      continue;
+    }
+    const Place place = i == 0 ? member.hidden_place : (*member.teacher_places)[i - 1];
+    const auto add = [&](int64_t first, int64_t count) {
+      return core_.digester().Add(rows, place, first, count, static_cast<int32_t>(i), &digest_);
+    };
+    int64_t next = 0;
+    if (i == 0 && copied_chunk_ != nullptr) {
+      // Only the rows that no product needed.
+      for (const int64_t row : copied_chunk_->batch_rows) {
+        HEADWATER_RETURN_IF_ERROR(add(next, row - next));
+        next = row + 1;
+      }
+    }
+    HEADWATER_RETURN_IF_ERROR(add(next, rows.row_count - next));
+  }
+  if (!any_on_device) return absl::OkStatus();
+  HEADWATER_RETURN_IF_ERROR(Check(cudaEventSynchronize(core_.sum_event()), "summing rows up"));
+  digest_.AddSum(host_sum_[0], host_sum_[1]);
+  return absl::OkStatus();
+}
+
+std::vector<Computation::Slice> Computation::SlicesOf(const Work& work) const {
+  std::vector<Slice> slices;
+  int64_t first = 0;
+  const Part& part = work.parts.front();
+  if (work.parts.size() == 1 && part.chunk->terms.size() == 1) {
+    const MicroBatch& micro_batch = *part.member->micro_batch;
+    const bool comes_in = micro_batch.hidden.memory == MemorySpace::kHost;
+    const bool goes_out = work.wants_grad_hidden && micro_batch.grad_hidden.memory == MemorySpace::kHost;
+    // What goes out does so while grad_weight is computed, if that is.
+    const bool is_last_out = goes_out && work.term->plan->grad_weight == GradWeightMode::kNone;
+    const auto take = [&](int64_t count) {
+      if (work.rows - first < count + kFirstSliceRows) return false;
+      slices.push_back({first, count});
+      first += count;
+      return true;
+    };
+    if ((comes_in || is_last_out) && take(kFirstSliceRows) && take(kSliceRows) && is_last_out) {
+      while (take(kSliceRows)) {
+      }
+    }
+  }
+  slices.push_back({first, work.rows - first});
+  return slices;
+}
+
+absl::Status Computation::ForEachRun(absl::Span<const int64_t> rows,
+                                     absl::FunctionRef<absl::Status(int64_t, int64_t, int64_t)> visit) {
+  for (size_t start = 0; start < rows.size();) {
+    size_t end = start + 1;
+    while (end < rows.size() && rows[end] == rows[end - 1] + 1) ++end;
+    HEADWATER_RETURN_IF_ERROR(visit(static_cast<int64_t>(start), rows[start], static_cast<int64_t>(end - start)));
+    start = end;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Computation::CopyRowsIn(const RowsView& view, absl::Span<const int64_t> rows, void* to, cudaStream_t stream) {
+  const int64_t row_bytes = RowBytes(view);
+  return ForEachRun(rows, [&](int64_t index, int64_t row, int64_t count) {
+    return Check(cudaMemcpyAsync(static_cast<char*>(to) + index * row_bytes, static_cast<const char*>(view.data) + row * row_bytes,
+                                 static_cast<size_t>(count * row_bytes), cudaMemcpyDefault, stream),
+                 "the upload of hidden states");
+  });
+}
+
+absl::Status Computation::ClearGradHidden(const Member& member) {
+  const MutableRowsView& out = member.micro_batch->grad_hidden;
+  if (out.data == nullptr || out.row_count == 0) return absl::OkStatus();
+  const int64_t row_bytes = out.column_count * ElementBytes(out.data_type);
+  bool any = false;
+  absl::Status status;
+  ForEachRowWithoutGradient(*member.plan, [&](int64_t first, int64_t count) {
+    any = true;
+    if (out.memory == MemorySpace::kDevice || !status.ok()) return;
+    char* rows = static_cast<char*>(out.data) + first * row_bytes;
+    if (IsOnHost(member.grad_hidden_place)) {
+      std::memset(rows, 0, static_cast<size_t>(count * row_bytes));
+      return;
+    }
+    const DeviceMemory& zeros = core_.zeros();
+    for (int64_t done = 0; done < count * row_bytes && status.ok(); done += zeros.bytes()) {
+      const size_t bytes = static_cast<size_t>(std::min(zeros.bytes(), count * row_bytes - done));
+      status = Check(cudaMemcpyAsync(rows + done, zeros.As<void>(), bytes, cudaMemcpyDefault, core_.download_stream()),
+                     "clearing grad_hidden");
+    }
+  });
+  if (!any || out.memory == MemorySpace::kHost) return status;
+  // All of it: one launch takes microseconds, one for each run of ignored rows milliseconds.
+  return Check(cudaMemsetAsync(out.data, 0, static_cast<size_t>(out.row_count * row_bytes), stream_), "clearing grad_hidden");
+}
+
+absl::Status Computation::UploadRows(Work* work) {
+  const int64_t count = work->rows;
+  work->targets = host_.Take<int32_t>(count);
+  float* token_weights = host_.Take<float>(count);
+  int32_t* source_rows = host_.Take<int32_t>(count);
+  int32_t* chunk_rows = host_.Take<int32_t>(count);
+  int32_t* output_rows = host_.Take<int32_t>(count);
+  int32_t* teacher_rows = host_.Take<int32_t>(count);
+  int64_t i = 0;
+  for (const Part& part : work->parts) {
+    const bool device_hidden = part.member->micro_batch->hidden.memory == MemorySpace::kDevice;
+    const bool device_out = part.member->micro_batch->grad_hidden.memory == MemorySpace::kDevice;
+    for (const ChunkRow& row : part.rows->rows) {
+      work->targets[i] = static_cast<int32_t>(row.target);
+      token_weights[i] = static_cast<float>(row.token_weight);
+      source_rows[i] = static_cast<int32_t>(device_hidden ? row.batch_row : row.chunk_row);
+      chunk_rows[i] = static_cast<int32_t>(row.chunk_row);
+      output_rows[i] = static_cast<int32_t>(device_out ? row.batch_row : row.chunk_row);
+      teacher_rows[i] = static_cast<int32_t>(row.term_row);
+      ++i;
+    }
+  }
+  HEADWATER_RETURN_IF_ERROR(Upload(work->own.targets, work->targets, count));
+  HEADWATER_RETURN_IF_ERROR(Upload(work->own.token_weights, token_weights, count));
+  HEADWATER_RETURN_IF_ERROR(Upload(work->own.source_rows, source_rows, count));
+  HEADWATER_RETURN_IF_ERROR(Upload(work->own.chunk_rows, chunk_rows, count));
+  HEADWATER_RETURN_IF_ERROR(Upload(work->own.output_rows, output_rows, count));
+  if (work->term->plan->jsd == nullptr) return absl::OkStatus();
+  return Upload(work->own.teacher_rows, teacher_rows, count);
+}
+
+absl::Status Computation::UploadHidden(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers, const Slice& slice,
+                                       cudaStream_t stream) {
+  const RowsView& hidden = member.micro_batch->hidden;
+  const absl::Span<const int64_t> rows = BatchRowsOf(chunk, slice);
+  HEADWATER_RETURN_IF_ERROR(AwaitRows(rows.back() + 1));
+  if (hidden.memory == MemorySpace::kDevice) return absl::OkStatus();
+  const ProfileRange range("upload");
+  return CopyRowsIn(hidden, rows, static_cast<char*>(buffers.raw_hidden) + slice.first * RowBytes(hidden), stream);
+}
+
+absl::Status Computation::UploadSlice(Work* work, const Slice& slice) {
+  const int64_t end = slice.first + slice.count;
+  const Slice missing = {work->uploaded, end - work->uploaded};
+  if (missing.count <= 0 || work->parts.front().chunk->terms.size() > 1) return absl::OkStatus();
+  // A work's whole rows need no stream of their own: nothing runs beside them.
+  const bool is_sliced = slice.count < work->rows;
+  const cudaStream_t stream = is_sliced ? core_.upload_stream() : stream_;
+  // They come into memory that the chunk before may still use.
+  if (is_sliced && work->uploaded == 0) HEADWATER_RETURN_IF_ERROR(core_.Order(stream_, stream));
+  work->uploaded = end;
+  return ForEachPart(*work, missing, [&](const Part& part, const Slice& rows) {
+    return UploadHidden(*part.member, *part.chunk, part.shared, {rows.first - part.first, rows.count}, stream);
+  });
+}
+
+absl::Status Computation::PlaceRows(ConstMatrix source, int64_t first, bool contiguous, const int32_t* index, int64_t count,
+                                    Element element, bool in_place_allowed, void* out, uint8_t* non_finite, ConstMatrix* placed) {
+  const int64_t padded = PaddedWidth(source.columns);
+  if (contiguous) source = Rows(source, first, count);
+  if (contiguous && in_place_allowed && source.element == element && source.columns == padded && Aligned16(source.data)) {
+    *placed = source;
+    if (non_finite == nullptr) return absl::OkStatus();
+    return Check(LaunchCheckRows(source, non_finite, stream_), "checking hidden states");
+  }
+  *placed = {out, count, source.columns, padded, element};
+  return Check(
+      LaunchGatherRows(source, contiguous ? nullptr : index, {out, count, source.columns, padded, element}, non_finite, stream_),
+      "gathering hidden states");
+}
+
+absl::Status Computation::PlaceSlice(Work* work, const Slice& slice) {
+  TermBuffers& own = work->own;
+  const Element element = work->term->MatrixElement();
+  const bool keeps_rows = work->staged != nullptr && work->staged->keeps_rows;
+  const bool is_alone = work->parts.size() == 1;
+  if (slice.count < work->rows) HEADWATER_RETURN_IF_ERROR(core_.Order(core_.upload_stream(), stream_));
+  HEADWATER_RETURN_IF_ERROR(ForEachPart(*work, slice, [&](const Part& part, const Slice& rows) {
+    const RowsView& hidden = part.member->micro_batch->hidden;
+    const bool on_device = hidden.memory == MemorySpace::kDevice;
+    const int64_t offset = rows.first - part.first;
+    if (part.chunk == copied_chunk_) {
+      const int64_t row_bytes = RowBytes(hidden);
+      HEADWATER_RETURN_IF_ERROR(DigestOnDevice(static_cast<const char*>(part.shared.raw_hidden) + offset * row_bytes, rows.count,
+                                               row_bytes, 0, part.shared.batch_rows + offset));
+    }
+    const ConstMatrix source = {on_device ? hidden.data : part.shared.raw_hidden, hidden.row_count, hidden.column_count,
+                                hidden.column_count, ElementOf(hidden.data_type)};
+    const ChunkRow& first = part.rows->rows.front();
+    const int64_t padded = PaddedWidth(hidden.column_count);
+    void* out = own.hidden == nullptr ? nullptr : Advance(own.hidden, element, rows.first * padded);
+    ConstMatrix placed;
+    HEADWATER_RETURN_IF_ERROR(PlaceRows(source, (on_device ? first.batch_row : first.chunk_row) + offset,
+                                        on_device ? part.rows->ContiguousInBatch() : part.rows->ContiguousInChunk(),
+                                        own.source_rows + rows.first, rows.count, element, is_alone && !keeps_rows, out,
+                                        own.non_finite + rows.first, &placed));
+    // Slices of a part follow each other, in place or not.
+    work->hidden = {is_alone ? Advance(placed.data, element, -offset * placed.stride) : own.hidden, work->rows, placed.columns,
+                    placed.stride, element};
+    return absl::OkStatus();
+  }));
+  work->placed = slice.first + slice.count;
+  if (own.wide_hidden != nullptr) {
+    HEADWATER_RETURN_IF_ERROR(Check(
+        LaunchConvert(work->hidden.data, element, work->rows * work->hidden.stride, own.wide_hidden, Element::kFloat64, stream_),
+        "widening hidden states"));
+  }
+  const TermRun& term = *work->term;
+  for (int32_t rank = 0; rank < term.head->shard_count(); ++rank) {
+    const ShardWeights shard = term.head->shard_weights(rank);
+    if (shard.columns == 0) continue;
+    HEADWATER_RETURN_IF_ERROR(
+        Check(LaunchTargetArguments(Rows(work->hidden, slice.first, slice.count), shard, own.targets + slice.first,
+                                    term.finish.transform.logit_scale, own.target_arguments + slice.first, stream_),
+              "the targets' logits"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Computation::UploadTeacherRows(Work* work) {
+  const Part& part = work->parts.front();  // terms with a teacher are not computed together
+  const RowsView& teacher = part.term->plan->term->teacher_hidden;
+  if (teacher.memory == MemorySpace::kDevice) return absl::OkStatus();
+  std::vector<int64_t> term_rows(part.rows->rows.size());
+  std::transform(part.rows->rows.begin(), part.rows->rows.end(), term_rows.begin(),
+                 [](const ChunkRow& row) { return row.term_row; });
+  // Beside the student's product, into memory that earlier work may still use.
+  HEADWATER_RETURN_IF_ERROR(core_.Order(stream_, core_.upload_stream()));
+  return CopyRowsIn(teacher, term_rows, work->own.raw_teacher, core_.upload_stream());
+}
+
+absl::Status Computation::PlaceTeacherRows(Work* work) {
+  TermBuffers& own = work->own;
+  const Part& part = work->parts.front();
+  const Element element = work->term->MatrixElement();
+  const RowsView& teacher = part.term->plan->term->teacher_hidden;
+  ConstMatrix source = {teacher.data, teacher.row_count, teacher.column_count, teacher.column_count, ElementOf(teacher.data_type)};
+  bool contiguous = part.rows->ContiguousInBatch();
+  int64_t first = part.rows->rows.front().term_row;
+  if (teacher.memory == MemorySpace::kHost) {
+    HEADWATER_RETURN_IF_ERROR(core_.Order(core_.upload_stream(), stream_));
+    source.data = own.raw_teacher;
+    contiguous = true;
+    first = 0;
+  }
+  // What is not finite in the teacher's rows shows in the loss: no row of theirs can be ignored by the products.
+  HEADWATER_RETURN_IF_ERROR(PlaceRows(source, first, contiguous, own.teacher_rows, work->rows, element, /*in_place_allowed=*/true,
+                                      own.teacher_hidden, nullptr, &work->teacher));
+  if (own.wide_teacher_hidden == nullptr) return absl::OkStatus();
+  return Check(LaunchConvert(work->teacher.data, element, work->rows * work->teacher.stride, own.wide_teacher_hidden,
+                             Element::kFloat64, stream_),
+               "widening the teacher's hidden states");
+}
+
+}  // namespace headwater::cuda
