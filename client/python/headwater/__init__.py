@@ -33,6 +33,7 @@ from headwater._errors import (
     StepConflictError,
     StepLostError,
     StepMismatchError,
+    TransportUnavailableError,
     UnauthenticatedError,
     UnavailableError,
     UnimplementedError,
@@ -40,9 +41,10 @@ from headwater._errors import (
 )
 from headwater._futures import Future
 from headwater._head import Head
-from headwater._requests import check_bool
+from headwater._requests import check_bool, check_choice
 from headwater._retry import DEFAULT_RETRIES, RetryPolicy
-from headwater._terms import JSD, CrossEntropy
+from headwater._teacher import Teacher
+from headwater._terms import JOIN, JSD, CrossEntropy
 from headwater._types import (
     SGD,
     AdamW,
@@ -81,6 +83,8 @@ def connect(
     retries: RetryPolicy | None = DEFAULT_RETRIES,
     replay: bool = False,
     replay_bytes: int = 1 << 30,
+    transport: str = "auto",
+    stripes: int = 8,
 ) -> Client:
     """Connects to a server.
 
@@ -97,14 +101,24 @@ def connect(
         replay: follow a server that was started again: keep what the open step consists of, and when the head comes back at the
             step that this client works on, take it, submit everything again in the same order, and go on. If it comes back at an
             older step, calls are `StepLostError`, whose `restored_step` and `checkpoint` say where to go back to.
-        replay_bytes: bound of what is kept, >= 0. A step with more than that is not kept, which is warned of once.
+        replay_bytes: bound of what is kept, >= 0. A step with more than that is not kept, which is warned of once; nor is one with
+            micro-batches of a joined teacher (`JOIN`).
+        transport: what micro-batches take. "auto": the best that works: CUDA tensors are read and written in place ("cuda_ipc"), rows
+            in host memory lie in memory that is shared with the server ("shared_memory"), else they go over several connections
+            ("grpc"). One of these names demands it. "python": grpcio alone, slower; "auto" falls back to it where
+            libheadwater_client.so is not beside the package (or where HEADWATER_CLIENT_LIBRARY says). `LossResult.transport` says
+            which it was, `Client.transports` and `Client.transport_note` why no better one.
+        stripes: connections that one micro-batch is spread over at most, in [1, 64]; fewer where the server allows fewer or the rows
+            are few. "grpc" only.
     Returns:
         A Client; close it, or use it in a `with` statement. A process that is forked from this one must connect again.
     Raises:
         UnavailableError: no server answered in time.
+        TransportUnavailableError: the transport that is demanded does not work here.
     """
     from headwater._remote import RemoteBackend
     from headwater._replay import ReplayBackend
+    from headwater._transfers import MAX_STRIPES, TRANSPORTS
 
     check_number(session_lease, "session_lease", low=0, low_open=True)
     check_integer(replay_bytes, "replay_bytes")
@@ -112,11 +126,15 @@ def connect(
     if not isinstance(policy, RetryPolicy):
         raise invalid_argument("INVALID_FIELD", f"retries must be a headwater.RetryPolicy or None, got {policy!r}", field="retries")
     check_tenant(tenant)
+    check_choice(transport, "transport", TRANSPORTS)
+    check_integer(stripes, "stripes", low=1, high=MAX_STRIPES)
     backend: Any = RemoteBackend(
         address,
         connect_timeout_s,
         retries=policy,
         session_lease_s=session_lease if check_bool(session, "session") else None,
+        transport=transport,
+        stripes=stripes,
     )
     if check_bool(replay, "replay"):
         backend = ReplayBackend(backend, replay_bytes, connect_timeout_s)
@@ -125,6 +143,7 @@ def connect(
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
+    "JOIN",
     "JSD",
     "SGD",
     "AbortedError",
@@ -168,8 +187,10 @@ __all__ = [
     "StepMismatchError",
     "StepStatus",
     "StepTotals",
+    "Teacher",
     "TermResult",
     "Timing",
+    "TransportUnavailableError",
     "UnauthenticatedError",
     "UnavailableError",
     "UnimplementedError",

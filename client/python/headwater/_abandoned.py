@@ -46,6 +46,11 @@ class AbandonedContributions:
         """Hands a contribution to these heads over; returns at once."""
         self._queue.put((keys if isinstance(keys, tuple) else (keys,), micro_batch))
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing was ever handed over: `settle` returns at once."""
+        return self._thread is None
+
     def settle(self) -> None:
         """Waits until everything that was handed over is discarded: for calls whose outcome depends on it."""
         if self._thread is not None:

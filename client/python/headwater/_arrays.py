@@ -84,6 +84,7 @@ class HostArray:
     data: np.ndarray  # float32, float16, or uint16 bits of bfloat16; C-contiguous
     data_type: str  # "float32", "bfloat16", "float16"
     like: Callable[[HostArray], Any]  # turns a HostArray into the kind of array that this one came from
+    pool: Any = None  # BlockPool in which answers about these elements are put; None: the backend's own
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -94,9 +95,22 @@ class HostArray:
         """All bytes, without a copy."""
         return memoryview(self.data.reshape(-1).view(np.uint8))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.data.nbytes
+
     def rows(self, index: np.ndarray) -> HostArray:
         """A copy of some rows."""
-        return HostArray(np.ascontiguousarray(self.data[index]), self.data_type, self.like)
+        return HostArray(np.ascontiguousarray(self.data[index]), self.data_type, self.like, self.pool)
+
+    def copy(self) -> HostArray:
+        """The same elements in memory of its own."""
+        return HostArray(self.data.copy(), self.data_type, self.like, self.pool)
+
+    def give(self, values: np.ndarray, data_type: str) -> Any:
+        """An answer about these elements, in the kind of array that they came from."""
+        return self.like(HostArray(values, data_type, self.like))
 
 
 def to_numpy(array: HostArray) -> Any:
@@ -118,12 +132,14 @@ def is_torch_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _from_torch(value: Any, field: str) -> HostArray:
+def _from_torch(value: Any, field: str, device_rows: Callable[[Any, str], Any] | None) -> Any:
     torch = sys.modules["torch"]
     names = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
     if value.dtype not in names:
         raise _bad_dtype(field, value.dtype)
     device = value.device
+    if device.type == "cuda" and device_rows is not None:
+        return device_rows(value, names[value.dtype])
 
     def like(array: HostArray) -> Any:
         if array.data_type == BFLOAT16:
@@ -150,20 +166,23 @@ def _bad_dtype(field: str, dtype: Any) -> Exception:
     )
 
 
-def from_any(value: Any, field: str, *, bits_of: str | None = None) -> HostArray:
-    """Brings a floating-point array to host memory; copies only what is not contiguous or lies elsewhere.
+def from_any(
+    value: Any, field: str, *, bits_of: str | None = None, device_rows: Callable[[Any, str], Any] | None = None
+) -> Any:
+    """A `HostArray` of a floating-point array; copies only what is not contiguous or lies elsewhere.
 
     Args:
         value: numpy, ml_dtypes, torch or `BFloat16`.
         field: name of the argument, for messages.
         bits_of: "bfloat16" says that uint16 elements are bits of that type.
+        device_rows: what is made of a CUDA tensor, given its element type, instead. None: it is brought to the host.
     Raises:
         InvalidArgumentError: another element type.
     """
     if isinstance(value, HostArray):
         return value
     if is_torch_tensor(value):
-        return _from_torch(value, field)
+        return _from_torch(value, field, device_rows)
     if isinstance(value, BFloat16):
         return HostArray(
             np.ascontiguousarray(value.bits),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from headwater._arrays import HostArray
-from headwater._requests import CommitRequest, ComputeRequest, GradientRequest, StepKey
+from headwater._futures import Cancel, Done
+from headwater._memory import RowMemory, Rows
+from headwater._requests import CommitRequest, ComputeRequest, GradientRequest, JoinedRows, StepKey
 from headwater._types import (
     ApplyResult,
     DiscardGradientResult,
@@ -66,7 +68,33 @@ class Backend(Protocol):
     ) -> HeadInfo: ...
     def load(self, name: str, epoch: bytes, path: str, weight_tensor: str, bias_tensor: str, timeout_s: float) -> HeadInfo: ...
     def download(self, name: str, tensor: str, data_type: str | None, timeout_s: float) -> tuple[np.ndarray, str]: ...
+    @property
+    def row_memory(self) -> RowMemory:
+        """How rows are wanted, and where answers are put."""
+        ...
+
+    @property
+    def can_start(self) -> bool:
+        """Whether `start` may do something."""
+        ...
+
     def compute(self, request: ComputeRequest, timeout_s: float) -> LossResult: ...
+    def start(self, request: ComputeRequest, timeout_s: float, done: Done) -> Cancel | None:
+        """Begins `compute` without blocking. None: nothing was begun, because that would block, and `done` is never called."""
+        ...
+
+    def stream_teacher(self, tenant: str, rows: Rows, place: JoinedRows, owned: bool, timeout_s: float) -> int:
+        """Brings rows of a joined set; how many were taken."""
+        ...
+
+    def transports(self, timeout_s: float) -> dict[str, str | None]:
+        """By path, why it is not available; None if it is."""
+        ...
+
+    def transport_note(self) -> str:
+        """One sentence why tensors take no better path than they do; empty if there is none."""
+        ...
+
     def commit(self, request: CommitRequest, timeout_s: float) -> bool: ...
     def discard(self, keys: Sequence[StepKey], micro_batch: int, attempt: int | None, timeout_s: float) -> bool: ...
     def add_gradient(self, request: GradientRequest, timeout_s: float) -> bool: ...

@@ -14,7 +14,8 @@ from headwater._errors import HeadwaterError, invalid_argument, make_error
 from headwater._futures import Executors, as_future
 from headwater._head import Head
 from headwater._requests import check_choice
-from headwater._types import SGD, AdamW, HeadInfo, HeadSpec, ServerInfo, check_number
+from headwater._teacher import Teacher
+from headwater._types import SGD, AdamW, HeadInfo, HeadSpec, ServerInfo, check_integer, check_number
 
 # Bounds every call that does not bring its own `timeout_s`, in seconds.
 DEFAULT_TIMEOUT_S = 120.0
@@ -237,7 +238,53 @@ class Client:
         """`SERVING` or `NOT_SERVING`."""
         return self._backend.health(self._timeout(timeout_s))
 
+    def teacher(self, join_key: str, *, total_rows: int, tenant: str | None = None, owned: bool = False) -> Teacher:
+        """The set of teacher rows that micro-batches with `teacher_hidden=headwater.JOIN` and this key wait for. Makes no call.
+
+        Args:
+            join_key: 1 to 256 bytes; one for each micro-batch, or for several that share a set.
+            total_rows: rows of the set, >= 1; the trainers name the same number.
+            tenant: that of the teacher's head. None: the client's.
+            owned: rows that are not used yet go away with this client's session, and so with this process. False: they stay until
+                they are used, or nobody has asked for them for the server's max_join_wait.
+        """
+        return Teacher(self, join_key, total_rows=total_rows, tenant=tenant, owned=owned)
+
+    def transports(self, *, timeout_s: float | None = None) -> dict[str, str | None]:
+        """What tensors can take to the server, by name: None if it is available, else one sentence why not.
+
+        "cuda_ipc": CUDA tensors are read and written in place. "shared_memory": rows lie in memory of both processes. "grpc": over up
+        to `stripes` connections. "python": over one connection of grpcio's; the first three need libheadwater_client.so.
+        """
+        return self._backend.transports(self._timeout(timeout_s))
+
+    @property
+    def transport_note(self) -> str:
+        """One sentence why tensors take no better path than they do; empty if there is none, or nothing was sent yet."""
+        return self._backend.transport_note()
+
+    def empty_rows(self, rows: int, hidden_size: int, dtype: Any = "float32") -> Any:
+        """An array for hidden states or `grad_hidden_out`, with any content, which calls need not copy.
+
+        It lies in memory that is shared with the server where that is possible (`transports`), else in ordinary memory. The memory
+        lives as long as the array or a view of it, longer than the client if need be, and is used again after that: make arrays for
+        the trainer's life, or one for each call.
+
+        Args:
+            rows: >= 1.
+            hidden_size: >= 1.
+            dtype: float32, float16 or bfloat16; the latter as `ml_dtypes.bfloat16` if that is imported, else as `BFloat16`.
+        Returns:
+            A writable array (rows, hidden_size) in C order. torch.from_numpy shares its memory; headwater.torch.empty_rows gives the
+            tensor.
+        """
+        shape = (check_integer(rows, "rows", low=1), check_integer(hidden_size, "hidden_size", low=1))
+        data_type = _arrays.data_type_name(dtype)
+        array = self._backend.row_memory.host.empty(shape, data_type, whole_block=True)
+        return _arrays.to_numpy(_arrays.HostArray(array, data_type, _arrays.to_numpy))
+
     create_head_future = as_future(create_head)
+    transports_future = as_future(transports)
     head_future = as_future(head)
     heads_future = as_future(heads)
     server_info_future = as_future(server_info)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from headwater import _arrays
+from headwater._arrays import HostArray
 from headwater._errors import code_name, make_error
 from headwater._requests import ComputeRequest, CrossEntropyOptions, TermRequest
 from headwater._types import SGD, AdamW, HeadSpec, LossResult, TermResult, combine_terms
@@ -332,13 +333,16 @@ class Engine:
     ) -> tuple[LossResult, Staged | None]:
         """Computes one micro-batch; `heads` by name; `grad_weight` is "none", "accumulate" or "stage"."""
         row_count, hidden_size = request.hidden.shape
+        assert isinstance(request.hidden, HostArray)
         outputs = [_new_outputs(request.outputs, term.row_count) for term in request.terms]
         terms = (_LossTerm * len(request.terms))(
             *(_loss_term(term, heads, arrays) for term, arrays in zip(request.terms, outputs, strict=True))
         )
         grad_hidden = None
         if request.return_grad_hidden:
-            grad_hidden = np.empty(request.hidden.shape, dtype=_arrays.host_dtype(request.grad_hidden_data_type))
+            grad_hidden = request.grad_hidden_out
+            if not isinstance(grad_hidden, np.ndarray):  # none, or in device memory: then it is copied there afterwards
+                grad_hidden = np.empty(request.hidden.shape, dtype=_arrays.host_dtype(request.grad_hidden_data_type))
         micro_batch = _MicroBatch(
             hidden=_pointer(request.hidden.data),
             row_count=row_count,
@@ -393,8 +397,10 @@ def _loss_term(request: TermRequest, heads: Mapping[str, EngineHead], outputs: M
         )
     if request.teacher is not None:
         term.teacher_head = heads[request.teacher.head].handle
-        term.teacher_hidden = _pointer(request.teacher.hidden.data)
-        term.teacher_data_type = _arrays.DATA_TYPE_NUMBERS[request.teacher.hidden.data_type]
+        rows = request.teacher.sent
+        assert isinstance(rows, HostArray)  # a joined teacher's have come by now
+        term.teacher_hidden = _pointer(rows.data)
+        term.teacher_data_type = _arrays.DATA_TYPE_NUMBERS[rows.data_type]
     return term
 
 

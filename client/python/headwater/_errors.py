@@ -126,6 +126,10 @@ class PermissionDeniedError(HeadwaterError, PermissionError):
     code = "PERMISSION_DENIED"
 
 
+class TransportUnavailableError(FailedPreconditionError):
+    """`connect(transport=...)` demands a path that tensors cannot take here; the message says why."""
+
+
 class _OutdatedError(AbortedError):
     """What errors about a head that has moved on say of it; None where the answer does not tell."""
 
@@ -224,6 +228,7 @@ _REASON_CLASSES: dict[str, type[HeadwaterError]] = {
     "STEP_MISMATCH": StepMismatchError,
     "STAGING_FULL": StagingFullError,
     "FEATURE_NOT_BUILT": FeatureNotBuiltError,
+    "TRANSPORT_UNAVAILABLE": TransportUnavailableError,
 }
 
 # Canonical codes by number, as google.rpc.Code counts them.
@@ -251,25 +256,30 @@ def invalid_argument(reason: str, message: str, **metadata: Any) -> InvalidArgum
     return InvalidArgumentError(message, reason=reason, metadata={key: str(value) for key, value in metadata.items()})
 
 
-def from_rpc_error(error: Any) -> HeadwaterError:
-    """Translates a `grpc.RpcError`, with the details of its trailer where it has them."""
+def from_status(code: str, message: str, details: bytes) -> HeadwaterError:
+    """Makes the error of a canonical code, a message and a serialized google.rpc.Status; empty `details`: there are none."""
     from headwater.v1 import error_pb2
 
-    code = error.code().name if error.code() is not None else "UNKNOWN"
-    message = error.details() or "the transport gave no message"
     reason = ""
     metadata: dict[str, str] = {}
     retry_after_s = None
-    for key, value in error.trailing_metadata() or ():
-        if key != _DETAILS_KEY:
-            continue
-        for detail in error_pb2.RpcStatus.FromString(value).details:
-            if detail.type_url.endswith(_ERROR_INFO_TYPE):
-                info = error_pb2.ErrorInfo.FromString(detail.value)
-                reason, metadata = info.reason, dict(info.metadata)
-            elif detail.type_url.endswith(_RETRY_INFO_TYPE):
-                delay = error_pb2.RetryInfo.FromString(detail.value).retry_delay
-                retry_after_s = delay.seconds + delay.nanos * 1e-9
+    for detail in error_pb2.RpcStatus.FromString(details).details:
+        if detail.type_url.endswith(_ERROR_INFO_TYPE):
+            info = error_pb2.ErrorInfo.FromString(detail.value)
+            reason, metadata = info.reason, dict(info.metadata)
+        elif detail.type_url.endswith(_RETRY_INFO_TYPE):
+            delay = error_pb2.RetryInfo.FromString(detail.value).retry_delay
+            retry_after_s = delay.seconds + delay.nanos * 1e-9
     if not reason and code in ("CANCELLED", "DEADLINE_EXCEEDED"):
         reason = code  # decided on this side, before the server could answer
-    return make_error(code, reason, message, metadata, retry_after_s)
+    return make_error(code, reason, message or "the transport gave no message", metadata, retry_after_s)
+
+
+def from_rpc_error(error: Any) -> HeadwaterError:
+    """Translates a `grpc.RpcError`, with the details of its trailer where it has them."""
+    code = error.code().name if error.code() is not None else "UNKNOWN"
+    details = b""
+    for key, value in error.trailing_metadata() or ():
+        if key == _DETAILS_KEY:
+            details = value
+    return from_status(code, error.details() or "", details)

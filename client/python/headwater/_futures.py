@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import concurrent.futures
 import functools
 import threading
 from collections.abc import Callable, Generator
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
+from headwater._memory import current_streams
+
 P = ParamSpec("P")
 R = TypeVar("R")
+# What cancels a call; what returns or raises its outcome, and may block; what is called with that at the call's end.
+Cancel = Callable[[], Any]
+Outcome = Callable[[], Any]
+Done = Callable[[Outcome], Any]
 
 # Loss calls in flight at once. A call for the step after the open one waits on the server, so calls that close a step must never
 # queue up behind loss calls: they have threads of their own.
@@ -56,23 +63,42 @@ def current_scope() -> CancelScope | None:
     return getattr(_current, "scope", None)
 
 
+def _scoped(scope: CancelScope, work: Callable[[], R], streams: Callable[[], Any]) -> Callable[[], R]:
+    """`work` for another thread, with this scope and these CUDA streams."""
+
+    def run() -> R:
+        _current.scope = scope
+        try:
+            with streams():
+                return work()
+        finally:
+            _current.scope = None
+
+    return run
+
+
 class Future(Generic[R]):
     """The outcome of a call that runs in the background.
 
     `future.result()` blocks; `await future` does not block the event loop. Both raise what the blocking call would raise.
     """
 
-    def __init__(self, executor: concurrent.futures.Executor, work: Callable[[], R]):
-        self._scope = CancelScope()
+    def __init__(self, inner: concurrent.futures.Future[R], scope: CancelScope):
+        self._inner = inner
+        self._scope = scope
 
-        def run() -> R:
-            _current.scope = self._scope
-            try:
-                return work()
-            finally:
-                _current.scope = None
+    @classmethod
+    def run(cls, executor: concurrent.futures.Executor, work: Callable[[], R]) -> Future[R]:
+        """That of `work`, which runs on a thread of the executor's, with the CUDA stream that is current here."""
+        scope = CancelScope()
+        return cls(executor.submit(_scoped(scope, work, current_streams())), scope)
 
-        self._inner = executor.submit(run)
+    @classmethod
+    def failed(cls, error: Exception) -> Future[R]:
+        """That of a call which could not begin."""
+        inner: concurrent.futures.Future[R] = concurrent.futures.Future()
+        inner.set_exception(error)
+        return cls(inner, CancelScope())
 
     def result(self, timeout: float | None = None) -> R:
         """Waits for the outcome; `timeout` in seconds bounds the waiting, not the call (that is the call's `timeout_s`)."""
@@ -110,11 +136,94 @@ class Executors:
         self.loss = concurrent.futures.ThreadPoolExecutor(LOSS_THREADS, "headwater-loss")
         self.control = concurrent.futures.ThreadPoolExecutor(CONTROL_THREADS, "headwater-control")
         self.waiting = concurrent.futures.ThreadPoolExecutor(WAITING_THREADS, "headwater-waiting")
+        self._lock = threading.Lock()
+        self._flying = 0
+        self._waiting: collections.deque[_Flight] = collections.deque()
 
     def shutdown(self) -> None:
         """Lets running calls end and drops those that have not begun."""
         for threads in (self.loss, self.control, self.waiting):
             threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            waiting, self._waiting = list(self._waiting), collections.deque()
+        for flight in waiting:
+            flight.inner.cancel()
+
+    def begin_loss(
+        self, begin: Callable[[Done], Cancel | None], finish: Callable[[Outcome], R], run: Callable[[], R]
+    ) -> Future[R]:
+        """A call that no thread waits for; at most LOSS_THREADS of them are under way at once.
+
+        Args:
+            begin: starts it and returns what cancels it, or None if that would block.
+            finish: makes the result of the outcome that `begin`'s argument gets; runs on a thread, and may block.
+            run: the whole call, where `begin` has returned None.
+        """
+        flight = _Flight(begin, finish, run)
+        with self._lock:
+            flies = self._flying < LOSS_THREADS
+            if flies:
+                self._flying += 1
+            else:
+                self._waiting.append(flight)
+        if flies:
+            self._launch(flight)
+        return Future(flight.inner, flight.scope)
+
+    def _launch(self, flight: _Flight) -> None:
+        if not flight.inner.set_running_or_notify_cancel():
+            self._land(flight, None)
+            return
+        try:
+            cancel = flight.begin(lambda outcome: self._on_thread(flight, lambda: flight.finish(outcome)))
+        except Exception as error:
+            self._land(flight, error)
+            return
+        if cancel is None:
+            self._on_thread(flight, flight.run)
+        else:
+            flight.scope.attach(cancel)
+
+    def _on_thread(self, flight: _Flight, work: Callable[[], Any]) -> None:
+        def end() -> None:
+            try:
+                result = flight.scoped(work)()
+            except BaseException as error:
+                self._land(flight, error)
+            else:
+                self._land(flight, None, result)
+
+        try:
+            self.loss.submit(end)
+        except RuntimeError:
+            end()  # the client is closed, and every call fails at once
+
+    def _land(self, flight: _Flight, error: BaseException | None, result: Any = None) -> None:
+        with self._lock:
+            following = self._waiting.popleft() if self._waiting else None
+            self._flying -= following is None
+        if following is not None:
+            self._launch(following)
+        if error is not None:
+            flight.inner.set_exception(error)
+        elif not flight.inner.cancelled():
+            flight.inner.set_result(result)
+
+
+class _Flight:
+    """A loss call without a thread of its own."""
+
+    def __init__(self, begin: Callable[[Done], Cancel | None], finish: Callable[[Outcome], Any], run: Callable[[], Any]):
+        self.begin = begin
+        self.finish = finish
+        self.run = run
+        self.inner: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self.scope = CancelScope()
+        self._streams = current_streams()
+
+    def scoped(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        """`work` with the flight's scope and the CUDA stream of its beginning."""
+        return _scoped(self.scope, work, self._streams)
 
 
 def as_future(method: Callable[Concatenate[Any, P], R], *, threads: str = "control") -> Callable[Concatenate[Any, P], Future[R]]:
@@ -122,7 +231,7 @@ def as_future(method: Callable[Concatenate[Any, P], R], *, threads: str = "contr
 
     @functools.wraps(method)
     def start(self: Any, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        return Future(getattr(self._executors, threads), lambda: method(self, *args, **kwargs))
+        return Future.run(getattr(self._executors, threads), lambda: method(self, *args, **kwargs))
 
     start.__name__ = method.__name__ + "_future"
     start.__qualname__ = method.__qualname__ + "_future"

@@ -19,8 +19,12 @@ from headwater._arrays import HostArray
 from headwater._backend import ApplyArguments, Expected, StepKey, UploadOptions
 from headwater._engine_library import Engine
 from headwater._errors import ClientClosedError, HeadwaterError, make_error
+from headwater._futures import Cancel, Done
 from headwater._local_head import LocalHead, settings_of
+from headwater._local_join import LocalJoins
 from headwater._local_micro_batches import LocalMicroBatches
+from headwater._memory import RowMemory, Rows
+from headwater._requests import ComputeRequest, JoinedRows
 from headwater._types import (
     ApplyResult,
     DiscardGradientResult,
@@ -59,6 +63,8 @@ class LocalBackend(LocalMicroBatches):
         self._start_time_s = time.time()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+        self._joins = LocalJoins(self._changed)
+        self.row_memory = RowMemory()
 
     def close(self) -> None:
         with self._lock:
@@ -69,7 +75,9 @@ class LocalBackend(LocalMicroBatches):
             for head in self._heads.values():
                 head.destroy()
             self._heads.clear()
+            self._joins.clear()
             engine.destroy()
+        self.row_memory.close()
 
     @contextlib.contextmanager
     def _turn(self, timeout_s: float) -> Iterator[float]:
@@ -132,6 +140,25 @@ class LocalBackend(LocalMicroBatches):
 
     def current_epoch(self, name: str, epoch: bytes) -> bytes:
         return epoch
+
+    # The engine computes on the thread that calls.
+    can_start = False
+
+    def start(self, request: ComputeRequest, timeout_s: float, done: Done) -> Cancel | None:
+        return None
+
+    def stream_teacher(self, tenant: str, rows: Rows, place: JoinedRows, owned: bool, timeout_s: float) -> int:
+        assert isinstance(rows, HostArray)
+        with self._turn(timeout_s):
+            self._running_engine()
+            return self._joins.add(tenant, rows, place)
+
+    def transports(self, timeout_s: float) -> dict[str, str | None]:
+        why = "the engine is in this process: nothing is sent anywhere"
+        return dict.fromkeys(("cuda_ipc", "shared_memory", "grpc", "python"), why)
+
+    def transport_note(self) -> str:
+        return ""
 
     # ---- server -------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import hashlib
 import os
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,6 +120,7 @@ class Pending:
     staged: Staged | None = None  # STAGED, or
     held: ComputeRequest | None = None  # HELD: with rows of its own
     teachers: dict[str, tuple[LocalHead, int]] = field(default_factory=dict)  # by name: teachers of a HELD one, with weight_version
+    decided: Callable[[], object] = lambda: None  # called when it is committed or discarded
 
     def attach(self) -> None:
         """Makes all heads know it."""
@@ -141,6 +143,7 @@ class Pending:
             record = head.ledger.open.records.get(self.micro_batch)
             if record is not None and record.state == "STAGED":
                 record.bury(record.attempt)
+        self.decided()
 
 
 def settings_of(head: LocalHead, arguments: ApplyArguments) -> Any:
@@ -164,7 +167,7 @@ def settings_of(head: LocalHead, arguments: ApplyArguments) -> Any:
 
 
 # How a call is to be treated, not what it brings: no part of the digest.
-_UNHASHED = ("attempt", "first_wins", "allow_held", "late_token_factors", "expected_weight_version")
+_UNHASHED = ("attempt", "first_wins", "allow_held", "late_token_factors", "expected_weight_version", "grad_hidden_out")
 
 
 def digest_of(request: ComputeRequest | GradientRequest) -> bytes:

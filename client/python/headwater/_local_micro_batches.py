@@ -15,6 +15,7 @@ from headwater._engine_library import Engine
 from headwater._errors import HeadwaterError, invalid_argument, make_error
 from headwater._ledger import Factors
 from headwater._local_head import LocalHead, Pending, digest_of
+from headwater._local_join import LocalJoins, Use
 from headwater._requests import CommitRequest, ComputeRequest, GradientRequest, StepKey, TermRequest, copy_request
 from headwater._types import LossResult, StepTotals, TermResult, Timing
 
@@ -29,6 +30,8 @@ class LocalMicroBatches:
         def _find(self, name: str, *, epoch: bytes = b"", ready: bool = False, trainable: bool = False) -> LocalHead: ...
         def _at_step(self, key: StepKey, deadline: float) -> LocalHead: ...
 
+        _joins: LocalJoins
+
     def _settled_at_step(self, keys: Sequence[StepKey], deadline: float) -> tuple[LocalHead, ...]:
         """The heads of several keys. Waiting for one gives the lock away, so all are looked at again until none had to wait."""
         heads: tuple[LocalHead, ...] = ()
@@ -40,8 +43,9 @@ class LocalMicroBatches:
 
     def compute(self, request: ComputeRequest, timeout_s: float) -> LossResult:
         began = time.monotonic()
-        digest = b"" if request.micro_batch is None else digest_of(request)
         with self._turn(timeout_s) as deadline:
+            request, uses = self._joins.gather(request, lambda name: self._find(name).spec.hidden_size, deadline)
+            digest = b"" if request.micro_batch is None else digest_of(request)
             targets = self._settled_at_step(request.keys, deadline)
             heads = {term.head: self._find_student(term) for term in request.terms}
             # The epoch of a teacher, or of a head that only looks, is checked as well: the weights must be those that were meant.
@@ -50,7 +54,9 @@ class LocalMicroBatches:
                     heads[term.teacher.head] = self._find(term.teacher.head, epoch=term.teacher.epoch, ready=True)
             decision = _decide(request, targets, digest)
             queued = time.monotonic()
-            result, attempt = self._run(request, heads, targets, decision, digest)
+            result, attempt = self._run(request, heads, targets, decision, digest, uses)
+            if not (request.explicit and decision == "compute"):
+                self._joins.release(uses)
             record = targets[0].ledger.open.records[request.micro_batch] if request.micro_batch is not None else None
             terms = tuple(
                 dataclasses.replace(
@@ -90,7 +96,13 @@ class LocalMicroBatches:
         return head
 
     def _run(
-        self, request: ComputeRequest, heads: dict[str, LocalHead], targets: tuple[LocalHead, ...], decision: str, digest: bytes
+        self,
+        request: ComputeRequest,
+        heads: dict[str, LocalHead],
+        targets: tuple[LocalHead, ...],
+        decision: str,
+        digest: bytes,
+        uses: tuple[Use, ...],
     ) -> tuple[LossResult, int]:
         """Computes, and settles the contribution if there is one. Also the attempt that was answered."""
         engine = self._running_engine()
@@ -134,7 +146,7 @@ class LocalMicroBatches:
                 for term in request.terms
                 if term.teacher is not None
             }
-            Pending(targets, micro_batch, staged, held, teachers).attach()
+            Pending(targets, micro_batch, staged, held, teachers, lambda: self._joins.release(uses)).attach()
         return result, attempt
 
     def commit(self, request: CommitRequest, timeout_s: float) -> bool:
@@ -164,6 +176,7 @@ class LocalMicroBatches:
                 _marking_lost(heads, lambda: staged.commit(request.factor))
             for head in heads:
                 head.ledger.finish_commit(micro_batch, factors)
+            pending.decided()
             return False
 
     def _add_held(self, pending: Pending, request: ComputeRequest, factor: float, token_factors: np.ndarray | None) -> None:
@@ -205,6 +218,7 @@ class LocalMicroBatches:
                 staged = pending.release()
                 if staged is not None:
                     staged.discard()
+                pending.decided()
             dropped = False
             for head in heads:
                 dropped |= head.ledger.discard(micro_batch, attempt)

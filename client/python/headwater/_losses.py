@@ -3,25 +3,60 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from headwater import _arrays, _requests, _terms
 from headwater._abandoned import AbandonedContributions
 from headwater._backend import Backend
 from headwater._errors import invalid_argument
-from headwater._futures import as_future
+from headwater._futures import Cancel, Done, Executors, Future, as_future
 from headwater._requests import ComputeRequest, StepKey
 from headwater._types import HeadSpec, LossResult, check_integer, check_number
 
 if TYPE_CHECKING:
     from headwater._head import Head
 
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A loss whose arguments are checked."""
+
+    request: ComputeRequest
+    compaction: _requests.Compaction
+    grad_hidden_out: Any  # as the caller has given it
+    timeout_s: float
+
+
+class _Preparing:
+    """Stands in for a head in its own loss methods, so that they return what they would send."""
+
+    def __init__(self, head: HeadLosses):
+        self._submit = head._prepare
+
+
+def _as_loss_future(method: Callable[Concatenate[Any, P], LossResult]) -> Callable[Concatenate[Any, P], Future[LossResult]]:
+    """The variant of a loss method that returns a `Future` at once."""
+    on_a_thread = as_future(method, threads="loss")
+
+    @functools.wraps(on_a_thread)
+    def start(self: HeadLosses, *args: P.args, **kwargs: P.kwargs) -> Future[LossResult]:
+        if not self._backend.can_start:
+            return on_a_thread(self, *args, **kwargs)
+        return self._start(lambda: method(_Preparing(self), *args, **kwargs))  # type: ignore[arg-type,return-value]
+
+    return start
+
 
 class HeadLosses:
     """What of `Head` computes losses."""
 
     _backend: Backend
+    _executors: Executors
     _spec: HeadSpec
     _abandoned: AbandonedContributions
 
@@ -61,6 +96,7 @@ class HeadLosses:
         return_grad_hidden: bool | None = None,
         grad_hidden_scale: float = 1.0,
         grad_hidden_dtype: Any = None,
+        grad_hidden_out: Any = None,
         on_mismatch: str = "conflict",
         non_finite: str = "report",
         expected_weight_version: int | None = None,
@@ -95,6 +131,9 @@ class HeadLosses:
             return_grad_hidden: None: as `backward` says. False if the hidden states are not trained.
             grad_hidden_scale: multiplies `grad_hidden` alone; world_size under data parallelism that averages.
             grad_hidden_dtype: None: that of `hidden`.
+            grad_hidden_out: contiguous array or tensor of shape (num_tokens, hidden_size) and grad_hidden's dtype, which grad_hidden
+                is written into; `LossResult.grad_hidden` is this object then. After an error its content means nothing. None: memory
+                of the client's, which is used again once `grad_hidden` is gone.
             on_mismatch: a repeat of `micro_batch` with other content is a "conflict", or "first_wins" computes and adds nothing.
             non_finite: "report" counts NaN and infinities; "refuse" fails and adds nothing.
             expected_weight_version: fail unless the weights are of this version.
@@ -130,6 +169,7 @@ class HeadLosses:
             return_grad_hidden=return_grad_hidden,
             grad_hidden_scale=grad_hidden_scale,
             grad_hidden_dtype=grad_hidden_dtype,
+            grad_hidden_out=grad_hidden_out,
             on_mismatch=on_mismatch,
             non_finite=non_finite,
             timeout_s=timeout_s,
@@ -141,6 +181,10 @@ class HeadLosses:
         teacher: Head,
         teacher_hidden: Any,
         *,
+        join_key: str | None = None,
+        total_rows: int | None = None,
+        row_indices: Any = None,
+        teacher_dtype: Any = None,
         targets: Any = None,
         beta: float = 0.5,
         student_temperature: float = 1.0,
@@ -164,6 +208,7 @@ class HeadLosses:
         return_grad_hidden: bool | None = None,
         grad_hidden_scale: float = 1.0,
         grad_hidden_dtype: Any = None,
+        grad_hidden_out: Any = None,
         on_mismatch: str = "conflict",
         non_finite: str = "report",
         expected_weight_version: int | None = None,
@@ -179,7 +224,13 @@ class HeadLosses:
         Args:
             student_hidden: (num_tokens, hidden_size), as `hidden` of `cross_entropy`.
             teacher: the head that the teacher's hidden states go through; usually a frozen one. It gets no gradient.
-            teacher_hidden: (num_tokens, hidden_size of the teacher's head).
+            teacher_hidden: (num_tokens, hidden_size of the teacher's head), or `headwater.JOIN`: another stream brings these rows,
+                of this process or another (`Client.teacher`), before this call or while it waits.
+            join_key: with JOIN, the set's name: 1 to 256 bytes, of the tenant of the teacher's head alone.
+            total_rows: with JOIN, the number of rows of the set, >= 1.
+            row_indices: with JOIN, (num_tokens,) integers in [0, total_rows): which row of the set belongs to which token. None:
+                row i to token i.
+            teacher_dtype: with JOIN, of the set's rows. None: that of student_hidden.
             targets: (num_tokens,); needed with hard_loss_weight > 0, otherwise only `ignore_index` in it matters.
             beta: in [0, 1].
             student_temperature, teacher_temperature: > 0; divide the logits. There is no factor of temperature squared.
@@ -187,6 +238,8 @@ class HeadLosses:
             label_smoothing, z_loss, class_weights: options of the cross entropy; only with hard_loss_weight > 0.
             truncate_to_common: vocabularies of different sizes are compared over the columns that both have; otherwise refused.
         Other arguments, return value and errors are those of `cross_entropy`.
+        Raises:
+            FailedPreconditionError: `JOIN_INCOMPLETE`: rows of the set did not come in time, or it has other rows than this call says.
         """
         term = _terms.JSD(
             teacher,
@@ -205,6 +258,10 @@ class HeadLosses:
             truncate_to_common=truncate_to_common,
             step=step,
             expected_weight_version=expected_weight_version,
+            join_key=join_key,
+            total_rows=total_rows,
+            row_indices=row_indices,
+            teacher_dtype=teacher_dtype,
         )
         return self._submit(
             student_hidden,
@@ -220,6 +277,7 @@ class HeadLosses:
             return_grad_hidden=return_grad_hidden,
             grad_hidden_scale=grad_hidden_scale,
             grad_hidden_dtype=grad_hidden_dtype,
+            grad_hidden_out=grad_hidden_out,
             on_mismatch=on_mismatch,
             non_finite=non_finite,
             timeout_s=timeout_s,
@@ -240,6 +298,7 @@ class HeadLosses:
         return_grad_hidden: bool | None = None,
         grad_hidden_scale: float = 1.0,
         grad_hidden_dtype: Any = None,
+        grad_hidden_out: Any = None,
         on_mismatch: str = "conflict",
         non_finite: str = "report",
         timeout_s: float | None = None,
@@ -275,12 +334,13 @@ class HeadLosses:
             return_grad_hidden=return_grad_hidden,
             grad_hidden_scale=grad_hidden_scale,
             grad_hidden_dtype=grad_hidden_dtype,
+            grad_hidden_out=grad_hidden_out,
             on_mismatch=on_mismatch,
             non_finite=non_finite,
             timeout_s=timeout_s,
         )
 
-    def _submit(
+    def _prepare(
         self,
         hidden: Any,
         hidden_name: str,
@@ -296,14 +356,15 @@ class HeadLosses:
         return_grad_hidden: bool | None,
         grad_hidden_scale: float,
         grad_hidden_dtype: Any,
+        grad_hidden_out: Any,
         on_mismatch: str,
         non_finite: str,
         timeout_s: float | None,
-    ) -> LossResult:
+    ) -> _Prepared:
         timeout_s = self._timeout(timeout_s)
         if not terms:
             raise invalid_argument("MISSING_FIELD", "at least one term is required", field="terms")
-        rows = _requests.check_rows(hidden, hidden_name, self._spec.hidden_size)
+        rows = _requests.check_rows(hidden, hidden_name, self._spec.hidden_size, self._backend.row_memory)
         backward = _requests.check_bool(backward, "backward")
         wants_grad = backward if return_grad_hidden is None else _requests.check_bool(return_grad_hidden, "return_grad_hidden")
         if wants_grad and not backward:
@@ -324,6 +385,14 @@ class HeadLosses:
             attempt = check_integer(attempt, "attempt")
             if not contributes:
                 raise invalid_argument("INVALID_COMBINATION", "attempt must be left out: nothing is added", field="attempt")
+        data_type = rows.data_type
+        if grad_hidden_dtype is not None:
+            data_type = _arrays.data_type_name(grad_hidden_dtype, "grad_hidden_dtype")
+        out = None
+        if grad_hidden_out is not None:
+            if not wants_grad:
+                raise invalid_argument("INVALID_COMBINATION", "there is no grad_hidden to write", field="grad_hidden_out")
+            out = _requests.check_grad_hidden_out(grad_hidden_out, rows.shape, data_type)
         request = ComputeRequest(
             terms=checked,
             micro_batch=micro_batch,
@@ -337,21 +406,46 @@ class HeadLosses:
             hidden=rows,
             outputs=_requests.check_outputs(outputs),
             return_grad_hidden=wants_grad,
-            grad_hidden_data_type=(
-                rows.data_type if grad_hidden_dtype is None else _arrays.data_type_name(grad_hidden_dtype, "grad_hidden_dtype")
-            ),
+            grad_hidden_data_type=data_type,
             grad_hidden_scale=check_number(grad_hidden_scale, "grad_hidden_scale"),
+            grad_hidden_out=out,
         )
+        return _Prepared(request, _requests.compact(request), grad_hidden_out, timeout_s)
+
+    def _submit(self, *args: Any, **kwargs: Any) -> LossResult:
+        """What a loss does with its arguments, those of `_prepare`."""
+        return self._run(self._prepare(*args, **kwargs))
+
+    def _run(self, prepared: _Prepared) -> LossResult:
         self._abandoned.settle()
-        compaction = _requests.compact(request)
-        result = _requests.finish(compaction, request, self._backend.compute(compaction.request, timeout_s))
-        if request.micro_batch is None or not explicit:
+        return self._finish(prepared, self._backend.compute(prepared.compaction.request, prepared.timeout_s))
+
+    def _start(self, prepare: Callable[[], _Prepared]) -> Future[LossResult]:
+        """A loss whose arguments `prepare` checks; no thread waits for its answer."""
+
+        def begin(done: Done) -> Cancel | None:
+            if not self._abandoned.idle:
+                return None
+            return self._backend.start(prepared.compaction.request, prepared.timeout_s, done)
+
+        try:
+            prepared = prepare()
+        except Exception as error:
+            return Future.failed(error)
+        return self._executors.begin_loss(
+            begin, lambda outcome: self._finish(prepared, outcome()), lambda: self._run(prepared)
+        )
+
+    def _finish(self, prepared: _Prepared, answer: LossResult) -> LossResult:
+        request = prepared.request
+        result = _requests.finish(prepared.compaction, request, answer, prepared.grad_hidden_out)
+        if request.micro_batch is None or not request.explicit:
             return result
         return dataclasses.replace(result, _decision=_Decision(self, request.keys, request.micro_batch))
 
-    cross_entropy_future = as_future(cross_entropy, threads="loss")
-    jsd_future = as_future(jsd, threads="loss")
-    multi_future = as_future(multi, threads="loss")
+    cross_entropy_future = _as_loss_future(cross_entropy)
+    jsd_future = _as_loss_future(jsd)
+    multi_future = _as_loss_future(multi)
 
 
 class _Decision:

@@ -16,8 +16,10 @@ from headwater._requests import (
     ComputeRequest,
     CrossEntropyOptions,
     GradientRequest,
+    JoinedRows,
     JsdOptions,
     StepKey,
+    TeacherRows,
     TermRequest,
 )
 from headwater._types import (
@@ -174,32 +176,64 @@ def _jensen_shannon(options: JsdOptions) -> Any:
     )
 
 
+def _int_tensor(values: np.ndarray | None) -> Any:
+    if values is None:
+        return None
+    return tensor_pb2.Tensor(data_type=tensor_pb2.DATA_TYPE_INT32, shape=values.shape, data=values.astype("<i4").tobytes())
+
+
+def _teacher_hidden(teacher: TeacherRows | None) -> Any:
+    if teacher is None or teacher.sent is None:
+        return None
+    return loss_pb2.TeacherHidden(
+        head=teacher.head, head_epoch=teacher.epoch, data_type=_arrays.DATA_TYPE_NUMBERS[teacher.sent.data_type]
+    )
+
+
+def _joined_teacher(teacher: TeacherRows | None) -> Any:
+    if teacher is None or not isinstance(teacher.hidden, JoinedRows):
+        return None
+    joined = teacher.hidden
+    return loss_pb2.JoinedTeacher(
+        head=teacher.head,
+        head_epoch=teacher.epoch,
+        join_key=joined.join_key,
+        row_indices=_int_tensor(joined.row_indices),
+        total_row_count=joined.total_rows,
+        data_type=_arrays.DATA_TYPE_NUMBERS[joined.data_type],
+    )
+
+
+def teacher_header(
+    tenant: str, rows: JoinedRows, hidden_size: int, session_id: bytes
+) -> Any:
+    """The header of a StreamTeacher call."""
+    return loss_service_pb2.StreamTeacherHeader(
+        join_key=rows.join_key,
+        total_row_count=rows.total_rows,
+        row_indices=_int_tensor(rows.row_indices),
+        data_type=_arrays.DATA_TYPE_NUMBERS[rows.data_type],
+        hidden_size=hidden_size,
+        session_id=session_id,
+        tenant=f"tenants/{tenant}",
+    )
+
+
 def _term_message(request: ComputeRequest, term: TermRequest) -> Any:
-    targets = None
-    if term.targets is not None:
-        targets = tensor_pb2.Tensor(
-            data_type=tensor_pb2.DATA_TYPE_INT32, shape=term.targets.shape, data=term.targets.astype("<i4").tobytes()
-        )
-    teacher = None
-    if term.teacher is not None:
-        teacher = loss_pb2.TeacherHidden(
-            head=term.teacher.head,
-            head_epoch=term.teacher.epoch,
-            data_type=_arrays.DATA_TYPE_NUMBERS[term.teacher.hidden.data_type],
-        )
     loss = term.loss
     whole = term.row_count == request.hidden.shape[0]
     return loss_pb2.LossTerm(
         head=loss_pb2.HeadStep(head=term.head, head_epoch=term.epoch, step=term.step),
         row_start=term.row_start,
         row_count=None if whole else term.row_count,
-        targets=targets,
+        targets=_int_tensor(term.targets),
         ignore_index=term.ignore_index,
         token_weights=_float_tensor(term.token_weights),
         loss_scale=term.loss_scale,
         cross_entropy=_cross_entropy(loss) if isinstance(loss, CrossEntropyOptions) else None,
         jensen_shannon=_jensen_shannon(loss) if isinstance(loss, JsdOptions) else None,
-        teacher_hidden=teacher,
+        teacher_hidden=_teacher_hidden(term.teacher),
+        joined_teacher=_joined_teacher(term.teacher),
         expected_weight_version=term.expected_weight_version,
     )
 
@@ -285,7 +319,7 @@ def _token_output(message: Any, name: str) -> np.ndarray | None:
     return np.frombuffer(tensor.data, dtype).reshape(tuple(tensor.shape)).copy()
 
 
-def summary_result(summary: Any, grad_hidden: np.ndarray | None, attempt: int) -> LossResult:
+def summary_result(summary: Any, grad_hidden: Any, attempt: int) -> LossResult:
     """The outcome of a micro-batch."""
     timing = summary.timing
     return combine_terms(

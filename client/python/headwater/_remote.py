@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import grpc
 import numpy as np
 
-from headwater import _arrays
+from headwater import _arrays, _channel
 from headwater._arrays import HostArray
 from headwater._backend import ApplyArguments, Expected, UploadOptions
-from headwater._errors import ClientClosedError, HeadwaterError, NotFoundError, from_rpc_error, make_error
-from headwater._futures import current_scope
+from headwater._errors import HeadwaterError, NotFoundError, from_rpc_error, make_error
+from headwater._futures import Cancel, Done
+from headwater._memory import RowMemory, Rows
 from headwater._messages import (
     apply_request,
     check_rows_message_size,
     commit_message,
-    compute_header,
     discard_message,
     expected_message,
     gradient_header,
@@ -30,13 +27,15 @@ from headwater._messages import (
     head_step,
     seconds_of,
     step_of,
-    summary_result,
+    teacher_header,
     tensor_number,
     totals_of,
 )
-from headwater._requests import CommitRequest, ComputeRequest, GradientRequest, StepKey
-from headwater._retry import AMBIGUOUS_CODES, AttemptBook, RetryPolicy, with_retries
-from headwater._session import Session
+from headwater._requests import CommitRequest, ComputeRequest, GradientRequest, JoinedRows, StepKey
+from headwater._retry import AttemptBook, RetryPolicy, with_retries
+from headwater._submission import Submission
+from headwater._transfers import PythonTransfers, Transfers
+from headwater._transport import Paths
 from headwater._types import (
     ApplyResult,
     Device,
@@ -53,29 +52,9 @@ from headwater.v1 import (
     head_service_pb2,
     head_service_pb2_grpc,
     loss_pb2,
-    loss_service_pb2,
     loss_service_pb2_grpc,
     session_service_pb2,
     session_service_pb2_grpc,
-)
-
-# Bytes of tensor data in one message, either way.
-CHUNK_BYTES = 1 << 20
-# Bound of one message in either direction: a chunk, or a header with targets and weights for max_micro_batch_rows rows.
-MAX_MESSAGE_BYTES = 16 << 20
-
-CHANNEL_OPTIONS = (
-    ("grpc.enable_retries", 0),
-    ("grpc.experimental.enable_hedging", 0),
-    # No service config from DNS may turn them on again.
-    ("grpc.service_config_disable_resolution", 1),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # Clients of one process do not share a connection without saying so.
-    ("grpc.use_local_subchannel_pool", 1),
-    # A server that was started again is found soon: the back-off between tries is the retry loop's.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
 )
 
 R = TypeVar("R")
@@ -83,10 +62,6 @@ R = TypeVar("R")
 # grpc.health.v1, by hand: distributions do not package its stubs. HealthCheckResponse is one enum, field 1.
 _HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 _HEALTH_NAMES = {b"\x08\x01": "SERVING", b"\x08\x02": "NOT_SERVING"}
-
-
-def _translate(error: grpc.RpcError) -> HeadwaterError:
-    return from_rpc_error(error)
 
 
 class RemoteBackend:
@@ -99,16 +74,15 @@ class RemoteBackend:
         *,
         retries: RetryPolicy,
         session_lease_s: float | None,
+        transport: str = "auto",
+        stripes: int = 8,
     ):
         """`session_lease_s` None: no session."""
         self.address = address
-        self._pid = os.getpid()
+        self._calls = _channel.Calls()
         self._retries = retries
-        self._attempts = AttemptBook()
-        self._session: Session | None = None
-        if session_lease_s is not None:
-            self._session = Session(lambda: _make_channel(address), session_lease_s, _client_name())
-        self._channel = _make_channel(address)
+        self.attempts = AttemptBook()
+        self._channel = _channel.make_channel(address)
         self._heads = head_service_pb2_grpc.HeadServiceStub(self._channel)
         self._losses = loss_service_pb2_grpc.LossServiceStub(self._channel)
         self._sessions = session_service_pb2_grpc.SessionServiceStub(self._channel)
@@ -125,12 +99,50 @@ class RemoteBackend:
                 f"no server answered at {address} within {connect_timeout_s:g} s; is headwaterd running there?",
                 {"address": address},
             ) from None
+        try:
+            self._paths = Paths(
+                address,
+                connect_timeout_s,
+                transport=transport,
+                stripes=stripes,
+                session_lease_s=session_lease_s,
+                sessions=self._sessions,
+                python=PythonTransfers(self._losses, self._calls),
+            )
+        except BaseException:
+            self._channel.close()
+            raise
+        self._session = self._paths.session
+
+    @property
+    def transfers(self) -> Transfers:
+        """How micro-batches travel."""
+        return self._paths.transfers
+
+    @property
+    def row_memory(self) -> RowMemory:
+        return self._paths.transfers.memory
+
+    @property
+    def can_start(self) -> bool:
+        return self._paths.transfers.can_start
+
+    @property
+    def has_session(self) -> bool:
+        """Whether what this client leaves undecided is owned by a session."""
+        return self._session is not None
+
+    @property
+    def session_id(self) -> bytes:
+        """That of the open session; empty while none is open."""
+        return b"" if self._session is None else self._session.id
 
     def close(self) -> None:
-        if os.getpid() != self._pid:
+        if self._calls.is_forked:
             return  # connection and session are the parent's
         if self._session is not None:
             self._session.close()
+        self._paths.transfers.close()
         self._channel.close()
 
     def current_epoch(self, name: str, epoch: bytes) -> bytes:
@@ -139,7 +151,7 @@ class RemoteBackend:
     def open_session(self, timeout_s: float) -> None:
         """Opens the session if there is to be one, and none is open."""
         if self._session is not None:
-            self._check_process()
+            self.check_process()
             self._session.open(timeout_s)
 
     def watch_session(self, on_lost: Callable[[], None], timeout_s: float) -> None:
@@ -150,35 +162,19 @@ class RemoteBackend:
 
     # ---- calls --------------------------------------------------------------------------------------------------------
 
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ClientClosedError("this client was made by the process that this one was forked from; connect again here")
+    def check_process(self) -> None:
+        """Raises ClientClosedError in a process that was forked from the client's."""
+        self._calls.check_process()
 
-    def _unary_once(self, method: Any, request: Any, timeout_s: float) -> Any:
-        self._check_process()
-        scope = current_scope()
-        try:
-            if scope is None:
-                return method(request, timeout=timeout_s)
-            call = method.future(request, timeout=timeout_s)
-            scope.attach(call.cancel)
-            return call.result()
-        except grpc.FutureCancelledError:
-            raise make_error("CANCELLED", "CANCELLED", "the call was cancelled by this client") from None
-        except grpc.RpcError as error:
-            raise _translate(error) from None
-        except ValueError as error:
-            raise _closed(error) from None
-
-    def _retrying(self, timeout_s: float, call: Callable[[float, int], R], *, repeatable: bool = True) -> R:
+    def retrying(self, timeout_s: float, call: Callable[[float, int], R], *, repeatable: bool = True) -> R:
         return with_retries(self._retries, timeout_s, call, repeatable=repeatable)
 
     def _unary(self, method: Any, request: Any, timeout_s: float, *, repeatable: bool = True) -> Any:
-        return self._retrying(
-            timeout_s, lambda remaining_s, _: self._unary_once(method, request, remaining_s), repeatable=repeatable
+        return self.retrying(
+            timeout_s, lambda remaining_s, _: self._calls.unary(method, request, remaining_s), repeatable=repeatable
         )
 
-    def _in_session(self, timeout_s: float, call: Callable[[bytes], R], *, opens: bool) -> R:
+    def in_session(self, timeout_s: float, call: Callable[[bytes], R], *, opens: bool) -> R:
         """Runs `call(session id)`; a session that the server does not know any more is opened anew, once."""
         session = self._session
         if session is None:
@@ -192,17 +188,6 @@ class RemoteBackend:
             session.forget(session_id)
             return call(session.open(timeout_s))
 
-    def _start_stream(self, method: Any, request: Any, timeout_s: float) -> Any:
-        self._check_process()
-        try:
-            call = method(request, timeout=timeout_s)
-        except ValueError as error:
-            raise _closed(error) from None
-        scope = current_scope()
-        if scope is not None:
-            scope.attach(call.cancel)
-        return call
-
     # ---- server -------------------------------------------------------------------------------------------------------
 
     def server_info(self, timeout_s: float) -> ServerInfo:
@@ -211,12 +196,23 @@ class RemoteBackend:
             version=reply.version,
             incarnation=reply.incarnation,
             engine=reply.engine,
-            devices=tuple(Device(d.name, d.model, d.memory_budget_bytes, d.memory_planned_bytes) for d in reply.devices),
+            devices=tuple(
+                Device(d.name, d.model, d.memory_budget_bytes, d.memory_planned_bytes, d.uuid) for d in reply.devices
+            ),
             limits={field.name: getattr(reply.limits, field.name) for field in reply.limits.DESCRIPTOR.fields},
             features=tuple(reply.features),
             engine_note=reply.engine_note,
             start_time_s=seconds_of(reply.start_time),
+            descriptor_socket=reply.descriptor_socket,
+            named_regions=reply.named_regions,
         )
+
+    def transports(self, timeout_s: float) -> dict[str, str | None]:
+        self.check_process()
+        return self._paths.transports(timeout_s)
+
+    def transport_note(self) -> str:
+        return self._paths.note()
 
     def health(self, timeout_s: float) -> str:
         return _HEALTH_NAMES.get(self._unary(self._check_health, b"", timeout_s), "UNKNOWN")
@@ -247,7 +243,7 @@ class RemoteBackend:
     def delete_head(self, name: str, epoch: bytes, force: bool, timeout_s: float) -> None:
         request = head_service_pb2.DeleteHeadRequest(name=name, epoch=epoch, force=force)
         self._unary(self._heads.DeleteHead, request, timeout_s, repeatable=False)
-        self._attempts.forget_head(name, epoch)
+        self.attempts.forget_head(name, epoch)
 
     def take_head(self, name: str, epoch: bytes, timeout_s: float) -> HeadInfo:
         request = head_service_pb2.TakeHeadRequest(name=name, epoch=epoch)
@@ -279,7 +275,7 @@ class RemoteBackend:
                 raise
 
         try:
-            return self._retrying(timeout_s, once)
+            return self.retrying(timeout_s, once)
         except _Final as final:
             raise final.error from None
 
@@ -290,10 +286,10 @@ class RemoteBackend:
         return head_info(self._unary(self._heads.LoadWeights, request, timeout_s, repeatable=False))
 
     def _receive_tensor(self, method: Any, request: Any, timeout_s: float) -> tuple[np.ndarray, str]:
-        return self._retrying(timeout_s, lambda remaining_s, _: self._receive_tensor_once(method, request, remaining_s))
+        return self.retrying(timeout_s, lambda remaining_s, _: self._receive_tensor_once(method, request, remaining_s))
 
     def _receive_tensor_once(self, method: Any, request: Any, timeout_s: float) -> tuple[np.ndarray, str]:
-        call = self._start_stream(method, request, timeout_s)
+        call = self._calls.start_stream(method, request, timeout_s)
         data = None
         position = 0
         try:
@@ -310,7 +306,7 @@ class RemoteBackend:
                 flat[position : position + len(chunk.data)] = np.frombuffer(chunk.data, np.uint8)
                 position += len(chunk.data)
         except grpc.RpcError as error:
-            raise _translate(error) from None
+            raise from_rpc_error(error) from None
         finally:
             call.cancel()  # no effect on a call that has ended
         if data is None or position != data.nbytes:
@@ -336,100 +332,49 @@ class RemoteBackend:
     # ---- micro-batches ------------------------------------------------------------------------------------------------
 
     def compute(self, request: ComputeRequest, timeout_s: float) -> LossResult:
-        micro_batch, keys = request.micro_batch, request.keys
-        if micro_batch is None:
-            return self._retrying(timeout_s, lambda remaining_s, _: self._compute_once(request, 0, b"", remaining_s))
-        attempt = self._attempts.get(keys[0], micro_batch) if request.attempt is None else request.attempt
-        first = True
+        return Submission(self, request, timeout_s).run()
 
-        def in_session(session_id: bytes, remaining_s: float) -> LossResult:
-            nonlocal attempt, first
-            attempt += not first
-            first = False
-            self._note_attempt(keys, micro_batch, attempt)
-            return self._compute_once(request, attempt, session_id, remaining_s)
+    def start(self, request: ComputeRequest, timeout_s: float, done: Done) -> Cancel | None:
+        return Submission(self, request, timeout_s).start(done)
 
-        def once(remaining_s: float, tries: int) -> LossResult:
-            if not request.explicit:
-                return in_session(b"", remaining_s)
-            return self._in_session(remaining_s, lambda session_id: in_session(session_id, remaining_s), opens=True)
+    def stream_teacher(self, tenant: str, rows: Rows, place: JoinedRows, owned: bool, timeout_s: float) -> int:
+        def stream(session_id: bytes, remaining_s: float) -> int:
+            self.check_process()
+            header = teacher_header(tenant, place, rows.shape[1], session_id)
+            check_rows_message_size(header.ByteSize(), _channel.MAX_MESSAGE_BYTES)
+            return self.transfers.stream_teacher(header, rows, remaining_s)
 
-        try:
-            return self._retrying(timeout_s, once)
-        except HeadwaterError as error:
-            if error.code in AMBIGUOUS_CODES:
-                # It may still be computing: who calls again supersedes it.
-                self._note_attempt(keys, micro_batch, attempt + 1)
-            raise
+        def once(remaining_s: float, tries: int) -> int:
+            if not owned:
+                return stream(b"", remaining_s)
+            return self.in_session(remaining_s, lambda session_id: stream(session_id, remaining_s), opens=True)
 
-    def _note_attempt(self, keys: Sequence[StepKey], micro_batch: int, attempt: int) -> None:
+        # A repeat of one that was cut would meet its own rows.
+        return self.retrying(timeout_s, once, repeatable=False)
+
+    def note_attempt(self, keys: Sequence[StepKey], micro_batch: int, attempt: int) -> None:
+        """Remembers the attempt that is submitted."""
         for key in keys:
-            self._attempts.note(key, micro_batch, attempt)
-
-    def _compute_once(self, request: ComputeRequest, attempt: int, session_id: bytes, timeout_s: float) -> LossResult:
-        header = compute_header(request, attempt, session_id)
-        check_rows_message_size(header.ByteSize(), MAX_MESSAGE_BYTES)
-        sender = _Sender()
-
-        def messages() -> Iterator[Any]:
-            yield loss_service_pb2.ComputeLossRequest(header=header)
-            parts = [(loss_service_pb2.CHUNK_ROLE_HIDDEN, 0, request.hidden)]
-            parts += [
-                (loss_service_pb2.CHUNK_ROLE_TEACHER_HIDDEN, index, term.teacher.hidden)
-                for index, term in enumerate(request.terms)
-                if term.teacher is not None
-            ]
-            for role, term_index, rows in parts:
-                for chunk in _row_chunks(role, term_index, rows):
-                    if sender.stopped:
-                        return
-                    yield loss_service_pb2.ComputeLossRequest(chunk=chunk)
-
-        row_count = request.hidden.shape[0]
-        grad_hidden = None
-        if request.return_grad_hidden:
-            grad_hidden = np.zeros(request.hidden.shape, dtype=_arrays.host_dtype(request.grad_hidden_data_type))
-        received = 0
-        summary = None
-        with sender.reading(self, self._losses.ComputeLoss, messages(), timeout_s) as responses:
-            for response in responses:
-                if response.WhichOneof("message") == "summary":
-                    summary = response.summary
-                    continue
-                chunk = response.chunk
-                end = chunk.row_start + chunk.row_count
-                if grad_hidden is None or chunk.row_start < 0 or end > row_count:
-                    raise make_error(
-                        "INTERNAL", "", f"the server sent rows [{chunk.row_start}, {end}) of grad_hidden, of {row_count}"
-                    )
-                grad_hidden[chunk.row_start : end] = np.frombuffer(chunk.data, grad_hidden.dtype).reshape(-1, grad_hidden.shape[1])
-                received += chunk.row_count
-        if summary is None:
-            raise make_error("INTERNAL", "", "the server ended the call without a summary")
-        if len(summary.terms) != len(request.terms):
-            raise make_error("INTERNAL", "", f"the server answered {len(summary.terms)} terms, expected {len(request.terms)}")
-        if grad_hidden is not None and received != row_count:
-            raise make_error("INTERNAL", "", f"the server sent {received} rows of grad_hidden, expected {row_count}")
-        return summary_result(summary, grad_hidden, attempt)
+            self.attempts.note(key, micro_batch, attempt)
 
     def _decide(self, method: Any, timeout_s: float, request: Callable[[bytes], Any]) -> Any:
         """A commit or discard, in this client's session if it has one."""
-        return self._retrying(
+        return self.retrying(
             timeout_s,
-            lambda remaining_s, _: self._in_session(
-                remaining_s, lambda session_id: self._unary_once(method, request(session_id), remaining_s), opens=False
+            lambda remaining_s, _: self.in_session(
+                remaining_s, lambda session_id: self._calls.unary(method, request(session_id), remaining_s), opens=False
             ),
         )
 
     def commit(self, request: CommitRequest, timeout_s: float) -> bool:
-        attempt = self._attempts.get(request.keys[0], request.micro_batch) if request.attempt is None else request.attempt
+        attempt = self.attempts.get(request.keys[0], request.micro_batch) if request.attempt is None else request.attempt
         reply = self._decide(
             self._losses.CommitMicroBatch, timeout_s, lambda session_id: commit_message(request, attempt, session_id)
         )
         return bool(reply.replayed)
 
     def discard(self, keys: Sequence[StepKey], micro_batch: int, attempt: int | None, timeout_s: float) -> bool:
-        named = self._attempts.get(keys[0], micro_batch) if attempt is None else attempt
+        named = self.attempts.get(keys[0], micro_batch) if attempt is None else attempt
         reply = self._decide(
             self._losses.DiscardMicroBatch, timeout_s, lambda session_id: discard_message(keys, micro_batch, named, session_id)
         )
@@ -437,20 +382,20 @@ class RemoteBackend:
 
     def add_gradient(self, request: GradientRequest, timeout_s: float) -> bool:
         key, micro_batch = request.key, request.micro_batch
-        attempt = self._attempts.get(key, micro_batch) if request.attempt is None else request.attempt
-        self._note_attempt((key,), micro_batch, attempt)
+        attempt = self.attempts.get(key, micro_batch) if request.attempt is None else request.attempt
+        self.note_attempt((key,), micro_batch, attempt)
         header = gradient_header(request, attempt)
         data = memoryview(request.rows.reshape(-1).view(np.uint8))
 
         def messages() -> Iterator[Any]:
             yield head_service_pb2.AddGradientRequest(header=header)
-            for chunk in _byte_chunks(data, 0):
+            for chunk in _channel.byte_chunks(data, 0):
                 yield head_service_pb2.AddGradientRequest(chunk=chunk)
 
         def once(remaining_s: float, tries: int) -> bool:
-            return bool(self._unary_once(self._heads.AddGradient, messages(), remaining_s).replayed)
+            return bool(self._calls.unary(self._heads.AddGradient, messages(), remaining_s).replayed)
 
-        return self._retrying(timeout_s, once)
+        return self.retrying(timeout_s, once)
 
     # ---- steps --------------------------------------------------------------------------------------------------------
 
@@ -514,7 +459,7 @@ class _Upload:
         """One stream."""
         data = self._data
         resume = threading.Event()
-        sender = _Sender()
+        sender = _channel.Sender()
         offset = 0
         self.all_sent = False
 
@@ -525,7 +470,7 @@ class _Upload:
         def messages() -> Iterator[Any]:
             yield head_service_pb2.UploadWeightsRequest(header=self._header)
             resume.wait(timeout_s)
-            for chunk in _byte_chunks(data, offset):
+            for chunk in _channel.byte_chunks(data, offset):
                 if sender.stopped:
                     return
                 report(chunk.offset_bytes)
@@ -535,7 +480,7 @@ class _Upload:
                 report(len(data))
 
         head = None
-        with sender.reading(backend, backend._heads.UploadWeights, messages(), timeout_s, wake=resume.set) as responses:
+        with sender.reading(backend._calls, backend._heads.UploadWeights, messages(), timeout_s, wake=resume.set) as responses:
             for response in responses:
                 if response.WhichOneof("message") == "resume_offset_bytes":
                     offset = response.resume_offset_bytes
@@ -546,74 +491,3 @@ class _Upload:
         if head is None:
             raise make_error("INTERNAL", "", "the server ended the upload without telling the new head")
         return head_info(head)
-
-
-class _Sender:
-    """Runs a bidirectional call: messages go out on gRPC's thread while this one reads, so a server that refuses early is heard."""
-
-    def __init__(self) -> None:
-        self.stopped = False
-        self._error: Exception | None = None
-
-    def _guarded(self, messages: Iterable[Any]) -> Iterator[Any]:
-        try:
-            yield from messages
-        except Exception as error:
-            self._error = error  # gRPC would only log it
-            raise
-
-    @contextlib.contextmanager
-    def reading(
-        self,
-        backend: RemoteBackend,
-        method: Any,
-        messages: Iterable[Any],
-        timeout_s: float,
-        wake: Callable[[], None] = lambda: None,
-    ) -> Iterator[Any]:
-        """Yields the responses. `wake` releases a sender that waits for an answer."""
-        call = backend._start_stream(method, self._guarded(messages), timeout_s)
-        try:
-            yield call
-        except grpc.RpcError as error:
-            if self._error is not None:
-                raise self._error from None
-            raise _translate(error) from None
-        finally:
-            self.stopped = True
-            wake()
-            call.cancel()  # no effect on a call that has ended
-
-
-def _row_chunks(role: int, term_index: int, rows: HostArray) -> Iterator[Any]:
-    row_count, width = rows.shape
-    rows_per_chunk = max(1, CHUNK_BYTES // (width * rows.data.itemsize))
-    data = rows.byte_view()
-    row_bytes = width * rows.data.itemsize
-    for start in range(0, row_count, rows_per_chunk):
-        end = min(start + rows_per_chunk, row_count)
-        yield loss_service_pb2.RowChunk(
-            role=role,
-            term_index=term_index,
-            row_start=start,
-            row_count=end - start,
-            data=bytes(data[start * row_bytes : end * row_bytes]),
-        )
-
-
-def _byte_chunks(data: memoryview, offset: int) -> Iterator[Any]:
-    for position in range(offset, len(data), CHUNK_BYTES):
-        yield head_service_pb2.ByteChunk(offset_bytes=position, data=bytes(data[position : position + CHUNK_BYTES]))
-
-
-def _make_channel(address: str) -> grpc.Channel:
-    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-
-
-def _client_name() -> str:
-    """What the server shows of this client; at most 128 bytes."""
-    return f"python-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-
-
-def _closed(error: ValueError) -> HeadwaterError:
-    return ClientClosedError(f"the client is closed ({error})")

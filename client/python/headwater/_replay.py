@@ -21,6 +21,7 @@ import numpy as np
 from headwater._arrays import HostArray
 from headwater._backend import ApplyArguments, Expected, UploadOptions
 from headwater._errors import ClientClosedError, EpochFencedError, HeadwaterError, StepLostError
+from headwater._futures import Cancel, Done
 from headwater._remote import RemoteBackend
 from headwater._requests import CommitRequest, ComputeRequest, GradientRequest, StepKey, copy_request, request_bytes
 from headwater._types import ApplyResult, DiscardGradientResult, HeadInfo, HeadSpec, LossResult, SaveResult, SealResult, StepStatus
@@ -264,8 +265,12 @@ class ReplayBackend:
             return
         self._entries.append(entry)
         self._bytes += entry.nbytes
-        if self._bytes <= self._max_bytes:
-            return
+        if self._bytes > self._max_bytes:
+            self._drop_log((), f"it has more than replay_bytes={self._max_bytes} bytes of micro-batches")
+
+    def _drop_log(self, keys: Sequence[StepKey], why: str) -> None:
+        """The open step of what is logged, and of `keys`, cannot be repeated."""
+        self._overflowed.update({key.head: key.step for key in keys})
         for logged in self._entries:
             self._overflowed.update({key.head: key.step for key in logged.keys})
         self._entries.clear()
@@ -273,8 +278,7 @@ class ReplayBackend:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"headwater: the open step has more than replay_bytes={self._max_bytes} bytes of micro-batches; it is not kept for "
-                "replay, and a restart of the server in it will be a StepLostError",
+                f"headwater: the open step is not kept for replay: {why}. A restart of the server in it will be a StepLostError",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -311,6 +315,12 @@ class ReplayBackend:
 
     # ---- the backend's calls ------------------------------------------------------------------------------------------
 
+    # A micro-batch is followed to its end by the thread that submits it.
+    can_start = False
+
+    def start(self, request: ComputeRequest, timeout_s: float, done: Done) -> Cancel | None:
+        return None
+
     def compute(self, request: ComputeRequest, timeout_s: float) -> LossResult:
         heads = {term.head: term.epoch for term in request.terms}
         heads |= {term.teacher.head: term.teacher.epoch for term in request.terms if term.teacher is not None}
@@ -319,6 +329,10 @@ class ReplayBackend:
         def log(result: LossResult) -> None:
             keys, micro_batch = request.keys, request.micro_batch
             if micro_batch is None or result.payload_differs:
+                return
+            if any(term.teacher is not None and term.teacher.sent is None for term in request.terms):
+                # The rows of a joined teacher are gone with the server, and whoever has sent them does not know.
+                self._drop_log(keys, "it has micro-batches whose teacher's rows came from another stream (headwater.JOIN)")
                 return
             known = self._find("compute", keys, micro_batch)
             if known is not None and result.replayed:

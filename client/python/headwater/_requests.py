@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from headwater import _arrays
-from headwater._arrays import HostArray
 from headwater._errors import invalid_argument
+from headwater._memory import DeviceArray, RowMemory, Rows, as_tensor, torch
 from headwater._types import HeadSpec, LossResult, check_integer, check_number
 
 DEFAULT_IGNORE_INDEX = -100
@@ -45,12 +45,27 @@ class JsdOptions:
 
 
 @dataclass(frozen=True)
+class JoinedRows:
+    """Hidden states that another stream brings (`Client.teacher`)."""
+
+    join_key: str
+    total_rows: int
+    row_indices: np.ndarray | None  # (rows of the term,) int32, each in [0, total_rows); None: row i of the term is row i
+    data_type: str
+
+
+@dataclass(frozen=True)
 class TeacherRows:
     """A teacher's head and the hidden states that it sees."""
 
     head: str
     epoch: bytes
-    hidden: HostArray  # (num_tokens, hidden_size of the teacher)
+    hidden: Rows | JoinedRows  # (rows of the term, hidden_size of the teacher)
+
+    @property
+    def sent(self) -> Rows | None:
+        """The hidden states that travel with the call; None if another stream brings them."""
+        return None if isinstance(self.hidden, JoinedRows) else self.hidden
 
 
 @dataclass(frozen=True)
@@ -93,11 +108,12 @@ class ComputeRequest:
     late_token_factors: bool
     first_wins: bool
     refuse_non_finite: bool
-    hidden: HostArray  # (num_tokens, hidden_size)
+    hidden: Rows  # (num_tokens, hidden_size)
     outputs: tuple[str, ...]
     return_grad_hidden: bool
     grad_hidden_data_type: str
     grad_hidden_scale: float
+    grad_hidden_out: Any = None  # where grad_hidden is to be written: an array or a CUDA tensor; None: the backend's choice
 
     @property
     def keys(self) -> tuple[StepKey, ...]:
@@ -139,18 +155,50 @@ def check_outputs(outputs: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def check_rows(value: Any, field: str, hidden_size: int) -> HostArray:
-    """Hidden states of shape (num_tokens, hidden_size)."""
-    rows = _arrays.from_any(value, field)
-    if rows.data.ndim != 2 or rows.data.shape[1] != hidden_size:
+def check_rows(value: Any, field: str, hidden_size: int, memory: RowMemory | None = None) -> Any:
+    """Hidden states of shape (num_tokens, hidden_size); a CUDA tensor as `memory` wants it, else in host memory."""
+    shape = tuple(value.shape) if hasattr(value, "shape") else np.shape(value)
+    if len(shape) != 2 or shape[1] != hidden_size:
+        _arrays.from_any(value, field)  # an element type that is wrong is said first
         raise invalid_argument(
             "SHAPE_MISMATCH",
-            f"{field} must have shape (num_tokens, {hidden_size}), got {rows.shape}",
+            f"{field} must have shape (num_tokens, {hidden_size}), got {shape}",
             field=field,
             expected=f"(num_tokens, {hidden_size})",
-            actual=rows.shape,
+            actual=shape,
         )
-    return rows
+    return _arrays.from_any(value, field, device_rows=None if memory is None else memory.device_rows)
+
+
+def check_grad_hidden_out(value: Any, shape: tuple[int, ...], data_type: str) -> Any:
+    """Memory that `grad_hidden` is written into: (an array or CUDA tensor, over the caller's own memory)."""
+    field = "grad_hidden_out"
+    rows = _arrays.from_any(value, field, device_rows=DeviceArray.over)
+    _arrays.check_shape(rows.shape, shape, field)
+    if rows.data_type != data_type:
+        raise invalid_argument(
+            "DATA_TYPE_MISMATCH",
+            f"{field} must be {data_type}, as grad_hidden is, got {rows.data_type}",
+            field=field,
+            expected=data_type,
+            actual=rows.data_type,
+        )
+    if isinstance(rows, DeviceArray):
+        memory, own = rows.tensor, rows.tensor.data_ptr() == value.data_ptr() and not value.requires_grad
+    else:
+        memory = rows.data
+        if _arrays.is_torch_tensor(value):
+            own = value.device.type == "cpu" and value.data_ptr() == memory.ctypes.data and not value.requires_grad
+        else:
+            array = value.bits if isinstance(value, _arrays.BFloat16) else value
+            own = isinstance(array, np.ndarray) and array.ctypes.data == memory.ctypes.data and array.flags.writeable
+    if not own:
+        raise invalid_argument(
+            "INVALID_FIELD",
+            f"{field} must be a contiguous array that can be written, and a tensor must not require a gradient",
+            field=field,
+        )
+    return memory
 
 
 def check_targets(targets: Any, row_count: int, ignore_index: int, valid_vocab_size: int) -> np.ndarray:
@@ -223,12 +271,17 @@ class Compaction:
     row_count: int
     kept: np.ndarray | None  # indices of the rows that are sent; None: all
 
-    def expand(self, values: np.ndarray | None, fill: float) -> np.ndarray | None:
+    def expand(self, values: Any, fill: float) -> Any:
         """Answers for all rows; the rows that were not sent get `fill`."""
         if values is None or self.kept is None:
             return values
-        full = np.full((self.row_count, *values.shape[1:]), fill, dtype=values.dtype)
-        full[self.kept] = values
+        shape = (self.row_count, *values.shape[1:])
+        if isinstance(values, np.ndarray):
+            full = np.full(shape, fill, dtype=values.dtype)
+            full[self.kept] = values
+            return full
+        full = values.new_full(shape, fill)
+        full[torch().from_numpy(self.kept).to(full.device)] = values
         return full
 
 
@@ -240,6 +293,8 @@ def compact(request: ComputeRequest) -> Compaction:
     row_count = request.hidden.shape[0]
     term = request.terms[0]
     shared = len(request.terms) > 1 or term.row_count != row_count
+    # Rows of another stream are kept until they are used: all of them are asked for.
+    shared |= term.teacher is not None and term.teacher.sent is None
     if shared or term.targets is None or request.late_token_factors or request.allow_held:
         return Compaction(request, row_count, None)
     valid = term.targets != term.ignore_index
@@ -248,8 +303,8 @@ def compact(request: ComputeRequest) -> Compaction:
         return Compaction(request, row_count, None)
     kept = np.flatnonzero(valid)
     teacher = term.teacher
-    if teacher is not None:
-        teacher = dataclasses.replace(teacher, hidden=teacher.hidden.rows(kept))
+    if teacher is not None and teacher.sent is not None:
+        teacher = dataclasses.replace(teacher, hidden=teacher.sent.rows(kept))
     smaller = dataclasses.replace(
         term,
         row_count=len(kept),
@@ -257,11 +312,12 @@ def compact(request: ComputeRequest) -> Compaction:
         token_weights=None if term.token_weights is None else term.token_weights[kept],
         teacher=teacher,
     )
-    return Compaction(dataclasses.replace(request, hidden=request.hidden.rows(kept), terms=(smaller,)), row_count, kept)
+    sent = dataclasses.replace(request, hidden=request.hidden.rows(kept), terms=(smaller,), grad_hidden_out=None)
+    return Compaction(sent, row_count, kept)
 
 
-def finish(compaction: Compaction, request: ComputeRequest, result: LossResult) -> LossResult:
-    """Brings a backend's answer (host memory, rows that were sent) into the caller's form."""
+def finish(compaction: Compaction, request: ComputeRequest, result: LossResult, grad_hidden_out: Any = None) -> LossResult:
+    """Brings a backend's answer (rows that were sent) into the caller's form. `grad_hidden_out` is what the caller has given."""
     changes: dict[str, Any] = {}
     if compaction.kept is not None:
         changes = {
@@ -272,8 +328,23 @@ def finish(compaction: Compaction, request: ComputeRequest, result: LossResult) 
         changes["terms"] = (dataclasses.replace(result.terms[0], **changes),)
     if result.grad_hidden is not None:
         full = compaction.expand(result.grad_hidden, 0)
-        changes["grad_hidden"] = request.hidden.like(HostArray(full, request.grad_hidden_data_type, request.hidden.like))
+        if grad_hidden_out is None:
+            changes["grad_hidden"] = request.hidden.give(full, request.grad_hidden_data_type)
+        else:
+            copy_rows(request.grad_hidden_out, full, request.grad_hidden_data_type)
+            changes["grad_hidden"] = grad_hidden_out
     return dataclasses.replace(result, **changes)
+
+
+def copy_rows(out: Any, values: Any, data_type: str) -> None:
+    """Copies rows into memory of the caller's, unless they are there already."""
+    if values is out:
+        return
+    if isinstance(out, np.ndarray) and isinstance(values, np.ndarray):
+        np.copyto(out, values)
+        return
+    source, target = (as_tensor(rows, data_type) if isinstance(rows, np.ndarray) else rows for rows in (values, out))
+    target.copy_(source)
 
 
 def check_micro_batch(contributes: bool, backward: bool, micro_batch: Any) -> int | None:
@@ -318,9 +389,6 @@ def check_token_factors(value: Any) -> np.ndarray | None:
 def copy_request(request: ComputeRequest) -> ComputeRequest:
     """The request with arrays of its own: the caller may change what was passed as soon as the call has returned."""
 
-    def rows(array: HostArray) -> HostArray:
-        return dataclasses.replace(array, data=array.data.copy())
-
     def vector(array: np.ndarray | None) -> np.ndarray | None:
         return None if array is None else array.copy()
 
@@ -338,17 +406,23 @@ def copy_request(request: ComputeRequest) -> ComputeRequest:
                 if isinstance(loss, CrossEntropyOptions)
                 else dataclasses.replace(loss, hard_loss=cross_entropy(loss.hard_loss))
             ),
-            teacher=None if teacher is None else dataclasses.replace(teacher, hidden=rows(teacher.hidden)),
+            teacher=(
+                teacher
+                if teacher is None or teacher.sent is None
+                else dataclasses.replace(teacher, hidden=teacher.sent.copy())
+            ),
         )
 
-    return dataclasses.replace(request, hidden=rows(request.hidden), terms=tuple(map(term, request.terms)))
+    return dataclasses.replace(
+        request, hidden=request.hidden.copy(), terms=tuple(map(term, request.terms)), grad_hidden_out=None
+    )
 
 
 def request_bytes(request: ComputeRequest) -> int:
     """Memory of the request's arrays."""
-    total = request.hidden.data.nbytes
+    total = request.hidden.nbytes
     for term in request.terms:
         options = term.loss if isinstance(term.loss, CrossEntropyOptions) else term.loss.hard_loss
-        arrays = (term.targets, term.token_weights, options.class_weights, term.teacher and term.teacher.hidden.data)
+        arrays = (term.targets, term.token_weights, options.class_weights, term.teacher and term.teacher.sent)
         total += sum(array.nbytes for array in arrays if array is not None)
     return total

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from headwater._client_library import Connection
 from headwater._errors import HeadwaterError, from_rpc_error
 from headwater.v1 import session_service_pb2, session_service_pb2_grpc
 
@@ -59,17 +60,26 @@ class Session:
             if self._stub is None:
                 self._channel = self._make_channel()
                 self._stub = session_service_pb2_grpc.SessionServiceStub(self._channel)
-            request = session_service_pb2.OpenSessionRequest(client_name=self._client_name)
-            request.lease.FromNanoseconds(int(self._lease_s * 1e9))
-            try:
-                reply = self._stub.OpenSession(request, timeout=timeout_s)
-            except grpc.RpcError as error:
-                raise from_rpc_error(error) from None
-            self._id = reply.session_id
-            granted_s = reply.lease.ToNanoseconds() * 1e-9
-            arguments = (weakref.ref(self), self._stub, self._stop, self._id, granted_s)
-            threading.Thread(target=_keep_alive, args=arguments, name="headwater-keep-alive", daemon=True).start()
+            self._id, granted_s = self._open(timeout_s)
+            if self._keeps_alive:
+                arguments = (weakref.ref(self), self._stub, self._stop, self._id, granted_s)
+                threading.Thread(target=_keep_alive, args=arguments, name="headwater-keep-alive", daemon=True).start()
             return self._id
+
+    @property
+    def _keeps_alive(self) -> bool:
+        """Whether the lease is renewed here."""
+        return True
+
+    def _open(self, timeout_s: float) -> tuple[bytes, float]:
+        """A new session's id, and its lease in seconds."""
+        request = session_service_pb2.OpenSessionRequest(client_name=self._client_name)
+        request.lease.FromNanoseconds(int(self._lease_s * 1e9))
+        try:
+            reply = self._stub.OpenSession(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        return reply.session_id, reply.lease.ToNanoseconds() * 1e-9
 
     def forget(self, session_id: bytes) -> None:
         """The server does not know this session any more; the next `open` opens another."""
@@ -95,6 +105,30 @@ class Session:
                         session_service_pb2.CloseSessionRequest(session_id=session_id), timeout=_CLOSE_TIMEOUT_S
                     )
             channel.close()
+
+
+class LibrarySession(Session):
+    """The session of the client core's connection, which the core keeps alive: memory that is shared with the server belongs to it."""
+
+    def __init__(
+        self, connection: Connection, make_channel: Callable[[], grpc.Channel], lease_s: float, client_name: str
+    ):
+        super().__init__(make_channel, lease_s, client_name)
+        self._connection = connection
+
+    @property
+    def _keeps_alive(self) -> bool:
+        # Twice does no harm, and tells when the server does not know it any more.
+        return self.on_lost is not None
+
+    def _open(self, timeout_s: float) -> tuple[bytes, float]:
+        return self._connection.session(timeout_s), self._lease_s
+
+    def forget(self, session_id: bytes) -> None:
+        """The server does not know this session any more; the next `open` opens another."""
+        super().forget(session_id)
+        with contextlib.suppress(HeadwaterError):
+            self._connection.forget_session(session_id)
 
 
 def _keep_alive(session: weakref.ref[Session], stub: Any, stop: threading.Event, session_id: bytes, lease_s: float) -> None:

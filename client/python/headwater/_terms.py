@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headwater import _arrays, _requests
-from headwater._arrays import HostArray
 from headwater._errors import invalid_argument
+from headwater._memory import Rows
 from headwater._requests import DEFAULT_IGNORE_INDEX, JsdOptions, TeacherRows, TermRequest
 from headwater._types import check_integer, check_number
 
@@ -32,12 +32,26 @@ class CrossEntropy:
     expected_weight_version: int | None = None
 
 
+class _Join:
+    """The type of `JOIN`."""
+
+    def __repr__(self) -> str:
+        return "headwater.JOIN"
+
+    def __reduce__(self) -> str:
+        return "JOIN"
+
+
+# In the place of a teacher's hidden states: another stream brings them (`Client.teacher`).
+JOIN = _Join()
+
+
 @dataclass(frozen=True, eq=False)
 class JSD:
     """A divergence to a teacher over some rows of a micro-batch: a term of `Head.multi`. Arguments are those of `Head.jsd`."""
 
     teacher: Head
-    teacher_hidden: Any  # (rows of the term, hidden_size of the teacher's head)
+    teacher_hidden: Any  # (rows of the term, hidden_size of the teacher's head), or headwater.JOIN
     head: Head | None = None  # None: the head whose `multi` is called
     rows: Any = None  # slice(start, stop) or (start, stop), half-open, not empty; None: all
     targets: Any = None  # (rows of the term,)
@@ -54,6 +68,10 @@ class JSD:
     truncate_to_common: bool = False
     step: int | None = None  # None: `step` of the term's head
     expected_weight_version: int | None = None
+    join_key: str | None = None  # with JOIN: 1 to 256 bytes of UTF-8
+    total_rows: int | None = None  # with JOIN: rows of the joined set, >= 1
+    row_indices: Any = None  # with JOIN: (rows of the term,) integers in [0, total_rows); None: row i of the term is row i of the set
+    teacher_dtype: Any = None  # with JOIN: that of the rows; None: that of the student's
 
 
 Term = CrossEntropy | JSD
@@ -96,7 +114,7 @@ def check_head(value: Any, field: str, owner: Head) -> Head:
     return value
 
 
-def check_term(owner: Head, term: Term, hidden: HostArray, hidden_name: str, backward: bool) -> TermRequest:
+def check_term(owner: Head, term: Term, hidden: Rows, hidden_name: str, backward: bool) -> TermRequest:
     """The term, checked against its heads and the micro-batch's rows."""
     if not isinstance(term, (CrossEntropy, JSD)):
         raise invalid_argument(
@@ -131,14 +149,63 @@ def check_term(owner: Head, term: Term, hidden: HostArray, hidden_name: str, bac
         token_weights=token_weights,
         loss_scale=check_number(term.loss_scale, "loss_scale"),
         loss=_jsd_options(head, term, hard_loss) if jsd else hard_loss,
-        teacher=_teacher_rows(owner, term, count, hidden_name) if jsd else None,
+        teacher=_teacher_rows(owner, term, count, hidden, hidden_name) if jsd else None,
         expected_weight_version=None if version is None else check_integer(version, "expected_weight_version"),
     )
 
 
-def _teacher_rows(owner: Head, term: JSD, row_count: int, hidden_name: str) -> TeacherRows:
+MAX_JOIN_KEY_BYTES = 256
+
+
+def check_join(
+    join_key: Any, total_rows: Any, row_indices: Any, row_count: int, data_type: str, row_field: str
+) -> _requests.JoinedRows:
+    """The place of `row_count` rows in a joined set."""
+    if not isinstance(join_key, str) or not 1 <= len(join_key.encode()) <= MAX_JOIN_KEY_BYTES:
+        raise invalid_argument(
+            "INVALID_FIELD",
+            f"join_key must be a string of 1 to {MAX_JOIN_KEY_BYTES} bytes, got {join_key!r}",
+            field="join_key",
+            actual=join_key,
+        )
+    total_rows = check_integer(total_rows, "total_rows", low=1)
+    indices = None
+    if row_indices is not None:
+        indices = _arrays.int_vector(row_indices, "row_indices", row_count)
+        outside = (indices < 0) | (indices >= total_rows)
+        if outside.any():
+            row = int(outside.argmax())
+            raise invalid_argument(
+                "INVALID_FIELD",
+                f"row_indices[{row}] is {indices[row]}; expected an index in [0, {total_rows})",
+                field="row_indices",
+                row=row,
+                actual=indices[row],
+                expected=f"[0, {total_rows})",
+            )
+    elif row_count > total_rows:
+        raise invalid_argument(
+            "SHAPE_MISMATCH",
+            f"{row_field} has {row_count} rows, the joined set {total_rows}: without row_indices row i is row i of the set",
+            field="total_rows",
+            expected=f">= {row_count}",
+            actual=total_rows,
+        )
+    return _requests.JoinedRows(join_key, total_rows, indices, data_type)
+
+
+def _teacher_rows(owner: Head, term: JSD, row_count: int, hidden: Rows, hidden_name: str) -> TeacherRows:
     teacher = check_head(term.teacher, "teacher", owner)
-    rows = _requests.check_rows(term.teacher_hidden, "teacher_hidden", teacher.spec.hidden_size)
+    if isinstance(term.teacher_hidden, _Join):
+        data_type = hidden.data_type if term.teacher_dtype is None else _arrays.data_type_name(term.teacher_dtype, "teacher_dtype")
+        joined = check_join(term.join_key, term.total_rows, term.row_indices, row_count, data_type, hidden_name)
+        return TeacherRows(teacher.name, teacher.epoch, joined)
+    for name in ("join_key", "total_rows", "row_indices", "teacher_dtype"):
+        if getattr(term, name) is not None:
+            raise invalid_argument(
+                "INVALID_COMBINATION", f"{name} belongs to teacher_hidden=headwater.JOIN; leave it out", field=name
+            )
+    rows = _requests.check_rows(term.teacher_hidden, "teacher_hidden", teacher.spec.hidden_size, owner._backend.row_memory)
     if rows.shape[0] != row_count:
         raise invalid_argument(
             "SHAPE_MISMATCH",

@@ -174,6 +174,7 @@ class Device:
     model: str
     memory_budget_bytes: int
     memory_planned_bytes: int
+    uuid: bytes = b""  # of a CUDA device: 16 bytes
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,8 @@ class ServerInfo:
     features: tuple[str, ...] = ()
     engine_note: str = ""  # why the engine is not a faster one
     start_time_s: float = 0.0  # seconds since 1970
+    descriptor_socket: str = ""  # path of the Unix socket through which memory is shared; empty: there is none
+    named_regions: bool = False  # whether memory may be shared by a name under /dev/shm
 
 
 @dataclass(frozen=True)
@@ -264,7 +267,7 @@ class LossResult:
     digest: bytes = b""
     step: int | None = None
     timing: Timing = Timing()
-    transport: str = ""
+    transport: str = ""  # path that the hidden states took: "grpc", "shared_memory" or "cuda_ipc"; "in_process" without a server
     attempt: int = 0  # the attempt that was answered; above 0 after retries
     terms: tuple[TermResult, ...] = ()  # one for each term, in order
     _decision: Any = field(default=None, repr=False, compare=False)

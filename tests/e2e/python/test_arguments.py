@@ -5,6 +5,7 @@ import pytest
 from expectations import refused
 
 import headwater
+from headwater._memory import RowMemory
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 12, 16, 40
 
@@ -32,6 +33,9 @@ class Unreachable:
 
     def current_epoch(self, name, epoch):
         return epoch  # looked up on this side
+
+    row_memory = RowMemory()
+    can_start = True
 
     def __getattr__(self, name):
         pytest.fail(f"{name} was called")

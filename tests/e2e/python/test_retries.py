@@ -12,7 +12,7 @@ from expectations import refused
 from scripted_server import CUT, DRAINING, EPOCH, HIDDEN_SIZE, VOCAB_SIZE, Failure, ScriptedServer, scripted_server
 
 import headwater
-from headwater import _remote, _retry
+from headwater import _channel, _retry
 
 HIDDEN = np.ones((3, HIDDEN_SIZE), np.float32)
 TARGETS = [1, 2, 3]
@@ -207,7 +207,7 @@ def test_a_cancelled_future_does_not_wait_for_its_retry(server, connect):
 
 
 def test_a_cut_upload_goes_on_where_it_stopped(server, connect, monkeypatch):
-    monkeypatch.setattr(_remote, "CHUNK_BYTES", 32)
+    monkeypatch.setattr(_channel, "CHUNK_BYTES", 32)
     head = connect()
     weight = np.arange(VOCAB_SIZE * HIDDEN_SIZE, dtype=np.float32).reshape(WEIGHT.shape)
     server.fail("UploadWeights", 32)
@@ -252,10 +252,10 @@ def test_grpc_itself_repeats_nothing(server, connect, monkeypatch):
             }
         ]
     }
-    ours = (*_remote.CHANNEL_OPTIONS, ("grpc.service_config", json.dumps(config)))
+    ours = (*_channel.CHANNEL_OPTIONS, ("grpc.service_config", json.dumps(config)))
     others = tuple(option for option in ours if option[0] not in ("grpc.enable_retries", "grpc.service_config_disable_resolution"))
     for options, expected in ((ours, 1), (others, 4)):
-        monkeypatch.setattr(_remote, "CHANNEL_OPTIONS", options)
+        monkeypatch.setattr(_channel, "CHANNEL_OPTIONS", options)
         head = connect(retries=None)
         server.fail("GetHead", *[CUT] * 4)
         with pytest.raises(headwater.UnavailableError):

@@ -1,0 +1,142 @@
+"""The way through the client core: the best path that there is, no copy in Python, no thread that waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from headwater import _arrays
+from headwater._client_library import CUDA, HOST, Call, Connection
+from headwater._client_library import Rows as RowsStruct
+from headwater._errors import HeadwaterError
+from headwater._futures import Cancel, current_scope
+from headwater._memory import Block, BlockPool, DeviceArray, RowMemory, Rows, address_of, ordinary_block
+from headwater._requests import ComputeRequest
+from headwater._transfers import Answer, answer_memory
+from headwater.v1 import loss_service_pb2
+
+# Bound of an allocation, in seconds: the server registers the memory.
+_ALLOCATE_TIMEOUT_S = 10.0
+
+
+class LibraryMemory(RowMemory):
+    """Rows as the client core takes them: CUDA tensors as they are; answers in memory that is shared with the server if possible."""
+
+    def __init__(self, connection: Connection):
+        super().__init__()
+        self._connection = connection
+        self.host = BlockPool(self._allocate)
+
+    def _allocate(self, nbytes: int) -> Block:
+        try:
+            return self._connection.allocate(nbytes, _ALLOCATE_TIMEOUT_S)
+        except HeadwaterError:
+            return ordinary_block(nbytes)  # the call that it is for says what is wrong
+
+    def device_rows(self, tensor: Any, data_type: str) -> Rows:
+        """The tensor itself."""
+        return DeviceArray.over(tensor, data_type)
+
+
+class LibraryTransfers:
+    """Over connections of the client core's. Thread-safe."""
+
+    can_start = True
+
+    def __init__(self, connection: Connection):
+        self._connection = connection
+        self.memory: RowMemory = LibraryMemory(connection)
+
+    def close(self) -> None:
+        """Lets go of the connections."""
+        self.memory.close()
+        self._connection.close()
+
+    def __del__(self) -> None:
+        # A client that was forgotten without `close`. This may be anywhere, a callback of the library's included.
+        if not self._connection.closed:
+            threading.Thread(target=self._connection.close, name="headwater-close", daemon=True).start()
+
+    def _submit(
+        self, request: ComputeRequest, header: Any, timeout_s: float, done: Callable[[Call], Any] | None
+    ) -> tuple[Call, Any]:
+        """The call, and where it puts grad_hidden."""
+        grad_hidden = answer_memory(request, self.memory)
+        sent = [term.teacher.sent if term.teacher is not None else None for term in request.terms]
+        call = self._connection.submit(
+            header.SerializeToString(),
+            timeout_s,
+            hidden=_rows(request.hidden),
+            teachers=[RowsStruct() if rows is None else _rows(rows) for rows in sent] if any(rows is not None for rows in sent) else [],
+            grad_hidden=RowsStruct() if grad_hidden is None else _grad_rows(grad_hidden, request),
+            keep_alive=(request, grad_hidden),
+            done=done,
+        )
+        return call, grad_hidden
+
+    def compute(self, request: ComputeRequest, header: Any, timeout_s: float) -> Answer:
+        """One attempt. The caller's thread waits, without the GIL."""
+        call, grad_hidden = self._submit(request, header, timeout_s, None)
+        return Answer(loss_service_pb2.MicroBatchSummary.FromString(_wait(call)), grad_hidden)
+
+    def start(self, request: ComputeRequest, header: Any, timeout_s: float, done: Callable[[Callable[[], Answer]], Any]) -> Cancel:
+        """Begins one attempt."""
+        place: list[Any] = []
+        placed = threading.Event()
+
+        def on_end(call: Call) -> None:
+            def fetch() -> Answer:
+                placed.wait()
+                return Answer(loss_service_pb2.MicroBatchSummary.FromString(call.result()), place[0])
+
+            done(fetch)
+
+        call, grad_hidden = self._submit(request, header, timeout_s, on_end)
+        place.append(grad_hidden)
+        placed.set()
+        return call.cancel
+
+    def stream_teacher(self, header: Any, rows: Rows, timeout_s: float) -> int:
+        """Sends teacher rows."""
+        call = self._connection.stream_teacher(header.SerializeToString(), timeout_s, _rows(rows), rows)
+        return int(loss_service_pb2.StreamTeacherResponse.FromString(_wait(call)).row_count)
+
+
+def _wait(call: Call) -> bytes:
+    scope = current_scope()
+    try:
+        if scope is not None:
+            scope.attach(call.cancel)
+        call.wait()
+        return call.result()
+    finally:
+        call.free()
+
+
+def _struct(values: Any, shape: tuple[int, ...], data_type: str, stream: int) -> RowsStruct:
+    on_host = isinstance(values, np.ndarray)
+    return RowsStruct(
+        data=address_of(values),
+        row_count=shape[0],
+        hidden_size=shape[1],
+        data_type=_arrays.DATA_TYPE_NUMBERS[data_type],
+        memory=HOST if on_host else CUDA,
+        cuda_stream=stream,
+        cuda_device=0 if on_host else values.device.index,
+    )
+
+
+def _rows(rows: Rows) -> RowsStruct:
+    if isinstance(rows, DeviceArray):
+        return _struct(rows.tensor, rows.shape, rows.data_type, rows.stream)
+    return _struct(rows.data, rows.shape, rows.data_type, 0)
+
+
+def _grad_rows(grad_hidden: Any, request: ComputeRequest) -> RowsStruct:
+    data_type = request.grad_hidden_data_type
+    if isinstance(grad_hidden, np.ndarray):
+        return _struct(grad_hidden, request.hidden.shape, data_type, 0)
+    return _rows(DeviceArray.over(grad_hidden, data_type))

@@ -1,0 +1,247 @@
+"""Memory for rows: host memory that is used again, and rows of CUDA tensors, in place or brought to the host."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from headwater import _arrays
+from headwater._arrays import HostArray
+
+# Arrays below this many bytes are ordinary ones.
+_SMALLEST_BLOCK = 1 << 20
+# Blocks come in multiples of this many bytes.
+_GRANULE = 1 << 20
+# Bytes of blocks that wait to be used again.
+_MAX_FREE_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class DeviceArray:
+    """Rows that stay in device memory: a contiguous CUDA torch tensor."""
+
+    tensor: Any
+    data_type: str
+    stream: int  # handle of the CUDA stream that was current: what it had to do then comes before any use
+
+    @classmethod
+    def over(cls, tensor: Any, data_type: str) -> DeviceArray:
+        """The rows of a CUDA tensor as they are after what its device's current stream has to do."""
+        tensor = tensor.detach().contiguous()
+        return cls(tensor, data_type, int(torch().cuda.current_stream(tensor.device).cuda_stream))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def rows(self, index: np.ndarray) -> DeviceArray:
+        """A copy of some rows, made on the stream that is current."""
+        return DeviceArray.over(self.tensor[torch().from_numpy(index).to(self.tensor.device)], self.data_type)
+
+    def copy(self) -> HostArray:
+        """The same elements in host memory of their own."""
+        return _arrays.from_any(self.tensor, "rows")
+
+    def give(self, values: Any, data_type: str) -> Any:
+        """An answer of the transport's, as the caller gets it."""
+        del data_type
+        return values
+
+    def empty(self, data_type: str) -> Any:
+        """A tensor of this shape, on the same device."""
+        return torch().empty(self.shape, dtype=torch_dtype(data_type), device=self.tensor.device)
+
+
+Rows = HostArray | DeviceArray
+
+
+def torch() -> Any:
+    """The module torch, where it is imported already."""
+    return sys.modules["torch"]
+
+
+def torch_dtype(data_type: str) -> Any:
+    """torch's type of this name."""
+    return getattr(torch(), data_type)
+
+
+def current_streams() -> Callable[[], Any]:
+    """A context that makes this thread's CUDA stream current in another thread; one without effect where CUDA is not in use."""
+    module = sys.modules.get("torch")
+    if module is None or not module.cuda.is_available() or not module.cuda.is_initialized():
+        return _Nothing
+    stream = module.cuda.current_stream()
+    return lambda: module.cuda.stream(stream)
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Block(Protocol):
+    """Some host memory."""
+
+    address: int
+    nbytes: int
+
+    def free(self) -> None:
+        """Gives it back. No array refers to it any more."""
+
+
+class _Owner:
+    """What the arrays in a block refer to: when all are gone, the block is free again."""
+
+    def __init__(self, block: Block, returned: collections.deque[Block]):
+        self.__array_interface__ = {
+            "shape": (block.nbytes,),
+            "typestr": "|u1",
+            "data": (block.address, False),
+            "version": 3,
+        }
+        self._block = block
+        self._returned = returned
+
+    def __del__(self) -> None:
+        # May run anywhere, in the middle of anything: takes no lock.
+        self._returned.append(self._block)
+
+
+class BlockPool:
+    """Blocks that are used again: the page faults of fresh memory cost as much as a transfer. Thread-safe."""
+
+    def __init__(self, allocate: Callable[[int], Block]):
+        self._allocate = allocate
+        self._lock = threading.Lock()
+        self._returned: collections.deque[Block] = collections.deque()
+        self._free: list[Block] = []  # the one that was used last is last
+        # Arrays that a copy of some device still reads, and what tells when that is over.
+        self._busy: list[tuple[Any, Any]] = []
+        self._closed = False
+
+    def empty(self, shape: tuple[int, ...], data_type: str, *, whole_block: bool = False) -> np.ndarray:
+        """An array in C order with any content; its memory is used again once it and all its views are gone.
+
+        `whole_block`: also a small one has a block of its own.
+        """
+        dtype = _arrays.host_dtype(data_type)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if nbytes < _SMALLEST_BLOCK and not whole_block:
+            return np.empty(shape, dtype)
+        owner = _Owner(self._take(-(-nbytes // _GRANULE) * _GRANULE), self._returned)
+        return np.asarray(owner)[:nbytes].view(dtype).reshape(shape)
+
+    def keep(self, array: np.ndarray, event: Any) -> None:
+        """Holds the array's memory back until `event.query()` says so."""
+        with self._lock:
+            self._busy.append((array, event))
+
+    def close(self) -> None:
+        """Frees what is not in use; the rest is freed as it comes back, by the next pool that is asked, or with the process."""
+        with self._lock:
+            self._closed = True
+            self._busy = [(array, event) for array, event in self._busy if not event.query()]
+        self._take_back()
+
+    def _take(self, nbytes: int) -> Block:
+        self._take_back()
+        with self._lock:
+            for index in range(len(self._free) - 1, -1, -1):
+                if self._free[index].nbytes == nbytes:
+                    return self._free.pop(index)
+        return self._allocate(nbytes)
+
+    def _take_back(self) -> None:
+        gone: list[Block] = []
+        with self._lock:
+            self._busy = [(array, event) for array, event in self._busy if not event.query()]
+            while self._returned:
+                self._free.append(self._returned.popleft())
+            limit = 0 if self._closed else _MAX_FREE_BYTES
+            while self._free and sum(block.nbytes for block in self._free) > limit:
+                gone.append(self._free.pop(0))
+        for block in gone:
+            block.free()
+
+
+class _ArrayBlock:
+    """Ordinary memory, or torch's page-locked memory."""
+
+    def __init__(self, array: np.ndarray):
+        self._array: np.ndarray | None = array
+        self.address = array.ctypes.data
+        self.nbytes = array.nbytes
+
+    def free(self) -> None:
+        self._array = None
+
+
+def ordinary_block(nbytes: int) -> Block:
+    """A block of ordinary memory."""
+    return _ArrayBlock(np.empty(nbytes, np.uint8))
+
+
+def page_locked_block(nbytes: int) -> Block:
+    """A block that a GPU copies from and to by itself."""
+    return _ArrayBlock(torch().empty(nbytes, dtype=torch().uint8, pin_memory=True).numpy())
+
+
+class RowMemory:
+    """How a backend wants rows, and where it puts answers. Thread-safe. This one is for backends that read host memory only."""
+
+    def __init__(self) -> None:
+        self.host = BlockPool(ordinary_block)
+        self._page_locked = BlockPool(page_locked_block)
+
+    def close(self) -> None:
+        """Frees what is not in use."""
+        self.host.close()
+        self._page_locked.close()
+
+    def device_rows(self, tensor: Any, data_type: str) -> Rows:
+        """The rows of a CUDA tensor: copied, on its device's current stream, into page-locked memory. Waits for the copy."""
+        pool = self._page_locked
+        host = pool.empty(tuple(tensor.shape), data_type)
+        as_tensor(host, data_type).copy_(tensor.detach(), non_blocking=True)
+        device = tensor.device
+        torch().cuda.current_stream(device).synchronize()
+
+        def like(array: HostArray) -> Any:
+            result = torch().empty(array.shape, dtype=torch_dtype(array.data_type), device=device)
+            result.copy_(as_tensor(array.data, array.data_type), non_blocking=True)
+            # The copy is under way: whoever uses the result on this stream comes after it, and the memory is kept until then.
+            pool.keep(array.data, torch().cuda.current_stream(device).record_event())
+            return result
+
+        return HostArray(host, data_type, like, pool)
+
+    def empty_answer(self, rows: Rows, data_type: str) -> Any:
+        """Memory for a gradient of `rows`: an array, or a tensor where they stay on their device."""
+        if isinstance(rows, DeviceArray):
+            return rows.empty(data_type)
+        return (rows.pool or self.host).empty(rows.shape, data_type)
+
+
+def as_tensor(array: np.ndarray, data_type: str) -> Any:
+    """A torch tensor over an array as `HostArray` has them; no copy."""
+    if data_type == _arrays.BFLOAT16:
+        return torch().from_numpy(array.view(np.int16)).view(torch().bfloat16)
+    return torch().from_numpy(array)
+
+
+def address_of(values: Any) -> ctypes.c_void_p:
+    """Where an array's or a tensor's first element lies."""
+    return ctypes.c_void_p(values.ctypes.data if isinstance(values, np.ndarray) else values.data_ptr())
