@@ -101,15 +101,15 @@ def connect(
         replay: follow a server that was started again: keep what the open step consists of, and when the head comes back at the
             step that this client works on, take it, submit everything again in the same order, and go on. If it comes back at an
             older step, calls are `StepLostError`, whose `restored_step` and `checkpoint` say where to go back to.
-        replay_bytes: bound of what is kept, >= 0. A step with more than that is not kept, which is warned of once; nor is one with
-            micro-batches of a joined teacher (`JOIN`).
-        transport: what micro-batches take. "auto": the best that works: CUDA tensors are read and written in place ("cuda_ipc"), rows
-            in host memory lie in memory that is shared with the server ("shared_memory"), else they go over several connections
+        replay_bytes: bound of what is kept, >= 0. A step with more, or with a joined teacher's micro-batches (`JOIN`), is not kept,
+            which is warned of once.
+        transport: what micro-batches take. "auto": the best that works: CUDA tensors are read and written in place ("cuda_ipc"),
+            rows in host memory lie in memory that is shared with the server ("shared_memory"), or go over several connections
             ("grpc"). One of these names demands it. "python": grpcio alone, slower; "auto" falls back to it where
             libheadwater_client.so is not beside the package (or where HEADWATER_CLIENT_LIBRARY says). `LossResult.transport` says
             which it was, `Client.transports` and `Client.transport_note` why no better one.
-        stripes: connections that one micro-batch is spread over at most, in [1, 64]; fewer where the server allows fewer or the rows
-            are few. "grpc" only.
+        stripes: connections that one micro-batch is spread over at most, in [1, 64]; fewer where the server allows fewer or the
+            rows are few. "grpc" only.
     Returns:
         A Client; close it, or use it in a `with` statement. A process that is forked from this one must connect again.
     Raises:

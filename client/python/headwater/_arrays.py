@@ -166,9 +166,7 @@ def _bad_dtype(field: str, dtype: Any) -> Exception:
     )
 
 
-def from_any(
-    value: Any, field: str, *, bits_of: str | None = None, device_rows: Callable[[Any, str], Any] | None = None
-) -> Any:
+def from_any(value: Any, field: str, *, bits_of: str | None = None, device_rows: Callable[[Any, str], Any] | None = None) -> Any:
     """A `HostArray` of a floating-point array; copies only what is not contiguous or lies elsewhere.
 
     Args:

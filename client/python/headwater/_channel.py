@@ -1,4 +1,4 @@
-"""What all of the package's gRPC calls share: how a channel is made, how messages are cut, how a stream is run both ways at once."""
+"""What the package's gRPC calls share: how a channel is made, how messages are cut, how a stream is run both ways at once."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
+
 
 def make_channel(address: str) -> grpc.Channel:
     """A connection of its own."""

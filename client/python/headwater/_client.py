@@ -253,8 +253,8 @@ class Client:
     def transports(self, *, timeout_s: float | None = None) -> dict[str, str | None]:
         """What tensors can take to the server, by name: None if it is available, else one sentence why not.
 
-        "cuda_ipc": CUDA tensors are read and written in place. "shared_memory": rows lie in memory of both processes. "grpc": over up
-        to `stripes` connections. "python": over one connection of grpcio's; the first three need libheadwater_client.so.
+        "cuda_ipc": CUDA tensors are read and written in place. "shared_memory": rows lie in memory of both processes. "grpc": over
+        up to `stripes` connections. "python": over one connection of grpcio's; the first three need libheadwater_client.so.
         """
         return self._backend.transports(self._timeout(timeout_s))
 
@@ -267,16 +267,16 @@ class Client:
         """An array for hidden states or `grad_hidden_out`, with any content, which calls need not copy.
 
         It lies in memory that is shared with the server where that is possible (`transports`), else in ordinary memory. The memory
-        lives as long as the array or a view of it, longer than the client if need be, and is used again after that: make arrays for
-        the trainer's life, or one for each call.
+        lives as long as the array or a view of it, longer than the client if need be, and is used again after that: make an array
+        for the trainer's life, or one for each call.
 
         Args:
             rows: >= 1.
             hidden_size: >= 1.
             dtype: float32, float16 or bfloat16; the latter as `ml_dtypes.bfloat16` if that is imported, else as `BFloat16`.
         Returns:
-            A writable array (rows, hidden_size) in C order. torch.from_numpy shares its memory; headwater.torch.empty_rows gives the
-            tensor.
+            A writable array (rows, hidden_size) in C order. torch.from_numpy shares its memory; headwater.torch.empty_rows gives
+            the tensor.
         """
         shape = (check_integer(rows, "rows", low=1), check_integer(hidden_size, "hidden_size", low=1))
         data_type = _arrays.data_type_name(dtype)

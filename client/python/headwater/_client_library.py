@@ -36,9 +36,6 @@ class Rows(Structure):
         ("hidden_size", c_int64),
         ("data_type", c_int32),
         ("memory", c_int32),
-        ("cuda_stream", c_void_p),
-        ("cuda_device", c_int32),
-        ("reserved", c_int32),
     ]
 
 
@@ -55,6 +52,7 @@ class _MicroBatch(Structure):
         ("teachers", POINTER(Rows)),
         ("teacher_count", c_int64),
         ("grad_hidden", Rows),
+        ("cuda_stream", c_void_p),
         ("done", _Done),
         ("context", c_void_p),
     ]
@@ -67,6 +65,7 @@ class _TeacherRows(Structure):
         ("header_bytes", c_int64),
         ("timeout_ns", c_int64),
         ("rows", Rows),
+        ("cuda_stream", c_void_p),
         ("done", _Done),
         ("context", c_void_p),
     ]
@@ -314,6 +313,7 @@ class Connection:
         hidden: Rows,
         teachers: list[Rows],
         grad_hidden: Rows,
+        cuda_stream: int,
         keep_alive: Any,
         done: Callable[[Call], Any] | None = None,
     ) -> Call:
@@ -327,10 +327,11 @@ class Connection:
             teachers=(Rows * len(teachers))(*teachers) if teachers else None,
             teacher_count=len(teachers),
             grad_hidden=grad_hidden,
+            cuda_stream=cuda_stream,
         )
         return self._start(library().hw_client_submit, micro_batch, keep_alive, done)
 
-    def stream_teacher(self, header: bytes, timeout_s: float, rows: Rows, keep_alive: Any) -> Call:
+    def stream_teacher(self, header: bytes, timeout_s: float, rows: Rows, cuda_stream: int, keep_alive: Any) -> Call:
         """Starts a stream of teacher rows."""
         message = _TeacherRows(
             struct_bytes=ctypes.sizeof(_TeacherRows),
@@ -338,6 +339,7 @@ class Connection:
             header_bytes=len(header),
             timeout_ns=_nanoseconds(timeout_s),
             rows=rows,
+            cuda_stream=cuda_stream,
         )
         return self._start(library().hw_client_stream_teacher, message, keep_alive, None)
 

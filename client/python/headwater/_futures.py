@@ -149,9 +149,7 @@ class Executors:
         for flight in waiting:
             flight.inner.cancel()
 
-    def begin_loss(
-        self, begin: Callable[[Done], Cancel | None], finish: Callable[[Outcome], R], run: Callable[[], R]
-    ) -> Future[R]:
+    def begin_loss(self, begin: Callable[[Done], Cancel | None], finish: Callable[[Outcome], R], run: Callable[[], R]) -> Future[R]:
         """A call that no thread waits for; at most LOSS_THREADS of them are under way at once.
 
         Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from headwater import _arrays
+from headwater._arrays import HostArray
 from headwater._client_library import CUDA, HOST, Call, Connection
 from headwater._client_library import Rows as RowsStruct
 from headwater._errors import HeadwaterError
 from headwater._futures import Cancel, current_scope
-from headwater._memory import Block, BlockPool, DeviceArray, RowMemory, Rows, address_of, ordinary_block
+from headwater._memory import Block, BlockPool, DeviceArray, RowMemory, Rows, one_stream, ordinary_block
 from headwater._requests import ComputeRequest
 from headwater._transfers import Answer, answer_memory
 from headwater.v1 import loss_service_pb2
@@ -23,7 +25,7 @@ _ALLOCATE_TIMEOUT_S = 10.0
 
 
 class LibraryMemory(RowMemory):
-    """Rows as the client core takes them: CUDA tensors as they are; answers in memory that is shared with the server if possible."""
+    """Rows as the client core takes them: CUDA tensors as they are. Answers lie in shared memory where there is any."""
 
     def __init__(self, connection: Connection):
         super().__init__()
@@ -64,14 +66,20 @@ class LibraryTransfers:
         self, request: ComputeRequest, header: Any, timeout_s: float, done: Callable[[Call], Any] | None
     ) -> tuple[Call, Any]:
         """The call, and where it puts grad_hidden."""
+        sent: list[Rows | None] = [term.teacher.sent if term.teacher is not None else None for term in request.terms]
         grad_hidden = answer_memory(request, self.memory)
-        sent = [term.teacher.sent if term.teacher is not None else None for term in request.terms]
+        answer: Rows | None = None
+        if isinstance(grad_hidden, np.ndarray):
+            answer = HostArray(grad_hidden, request.grad_hidden_data_type, _arrays.to_numpy)
+        elif grad_hidden is not None:
+            answer = DeviceArray.over(grad_hidden, request.grad_hidden_data_type)
         call = self._connection.submit(
             header.SerializeToString(),
             timeout_s,
-            hidden=_rows(request.hidden),
-            teachers=[RowsStruct() if rows is None else _rows(rows) for rows in sent] if any(rows is not None for rows in sent) else [],
-            grad_hidden=RowsStruct() if grad_hidden is None else _grad_rows(grad_hidden, request),
+            hidden=_struct(request.hidden),
+            teachers=[_struct(rows) for rows in sent] if any(rows is not None for rows in sent) else [],
+            grad_hidden=_struct(answer),
+            cuda_stream=_stream(request.hidden, *sent, answer),
             keep_alive=(request, grad_hidden),
             done=done,
         )
@@ -101,7 +109,7 @@ class LibraryTransfers:
 
     def stream_teacher(self, header: Any, rows: Rows, timeout_s: float) -> int:
         """Sends teacher rows."""
-        call = self._connection.stream_teacher(header.SerializeToString(), timeout_s, _rows(rows), rows)
+        call = self._connection.stream_teacher(header.SerializeToString(), timeout_s, _struct(rows), _stream(rows), rows)
         return int(loss_service_pb2.StreamTeacherResponse.FromString(_wait(call)).row_count)
 
 
@@ -116,27 +124,19 @@ def _wait(call: Call) -> bytes:
         call.free()
 
 
-def _struct(values: Any, shape: tuple[int, ...], data_type: str, stream: int) -> RowsStruct:
-    on_host = isinstance(values, np.ndarray)
+def _struct(rows: Rows | None) -> RowsStruct:
+    if rows is None:
+        return RowsStruct()
+    on_device = isinstance(rows, DeviceArray)
     return RowsStruct(
-        data=address_of(values),
-        row_count=shape[0],
-        hidden_size=shape[1],
-        data_type=_arrays.DATA_TYPE_NUMBERS[data_type],
-        memory=HOST if on_host else CUDA,
-        cuda_stream=stream,
-        cuda_device=0 if on_host else values.device.index,
+        struct_bytes=ctypes.sizeof(RowsStruct),
+        data=rows.tensor.data_ptr() if isinstance(rows, DeviceArray) else rows.data.ctypes.data,
+        row_count=rows.shape[0],
+        hidden_size=rows.shape[1],
+        data_type=_arrays.DATA_TYPE_NUMBERS[rows.data_type],
+        memory=CUDA if on_device else HOST,
     )
 
 
-def _rows(rows: Rows) -> RowsStruct:
-    if isinstance(rows, DeviceArray):
-        return _struct(rows.tensor, rows.shape, rows.data_type, rows.stream)
-    return _struct(rows.data, rows.shape, rows.data_type, 0)
-
-
-def _grad_rows(grad_hidden: Any, request: ComputeRequest) -> RowsStruct:
-    data_type = request.grad_hidden_data_type
-    if isinstance(grad_hidden, np.ndarray):
-        return _struct(grad_hidden, request.hidden.shape, data_type, 0)
-    return _rows(DeviceArray.over(grad_hidden, data_type))
+def _stream(*rows: Rows | None) -> int:
+    return one_stream(array for array in rows if isinstance(array, DeviceArray))

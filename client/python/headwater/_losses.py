@@ -131,8 +131,8 @@ class HeadLosses:
             return_grad_hidden: None: as `backward` says. False if the hidden states are not trained.
             grad_hidden_scale: multiplies `grad_hidden` alone; world_size under data parallelism that averages.
             grad_hidden_dtype: None: that of `hidden`.
-            grad_hidden_out: contiguous array or tensor of shape (num_tokens, hidden_size) and grad_hidden's dtype, which grad_hidden
-                is written into; `LossResult.grad_hidden` is this object then. After an error its content means nothing. None: memory
+            grad_hidden_out: contiguous array or tensor of shape (num_tokens, hidden_size) and grad_hidden's dtype, which it is
+                written into; `LossResult.grad_hidden` is this object then. After an error its content means nothing. None: memory
                 of the client's, which is used again once `grad_hidden` is gone.
             on_mismatch: a repeat of `micro_batch` with other content is a "conflict", or "first_wins" computes and adds nothing.
             non_finite: "report" counts NaN and infinities; "refuse" fails and adds nothing.
@@ -239,7 +239,7 @@ class HeadLosses:
             truncate_to_common: vocabularies of different sizes are compared over the columns that both have; otherwise refused.
         Other arguments, return value and errors are those of `cross_entropy`.
         Raises:
-            FailedPreconditionError: `JOIN_INCOMPLETE`: rows of the set did not come in time, or it has other rows than this call says.
+            FailedPreconditionError: `JOIN_INCOMPLETE`: rows of the set did not come in time, or it is not as this call says.
         """
         term = _terms.JSD(
             teacher,
@@ -432,9 +432,7 @@ class HeadLosses:
             prepared = prepare()
         except Exception as error:
             return Future.failed(error)
-        return self._executors.begin_loss(
-            begin, lambda outcome: self._finish(prepared, outcome()), lambda: self._run(prepared)
-        )
+        return self._executors.begin_loss(begin, lambda outcome: self._finish(prepared, outcome()), lambda: self._run(prepared))
 
     def _finish(self, prepared: _Prepared, answer: LossResult) -> LossResult:
         request = prepared.request

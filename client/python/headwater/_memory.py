@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import collections
-import ctypes
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,13 +28,13 @@ class DeviceArray:
 
     tensor: Any
     data_type: str
-    stream: int  # handle of the CUDA stream that was current: what it had to do then comes before any use
+    stream: Any  # the CUDA stream that was current: what it had to do then comes before any use
 
     @classmethod
     def over(cls, tensor: Any, data_type: str) -> DeviceArray:
         """The rows of a CUDA tensor as they are after what its device's current stream has to do."""
         tensor = tensor.detach().contiguous()
-        return cls(tensor, data_type, int(torch().cuda.current_stream(tensor.device).cuda_stream))
+        return cls(tensor, data_type, torch().cuda.current_stream(tensor.device))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,6 +65,14 @@ class DeviceArray:
 
 
 Rows = HostArray | DeviceArray
+
+
+def one_stream(arrays: Iterable[DeviceArray]) -> int:
+    """Handle of a stream that comes after what all these arrays wait for; 0 without arrays."""
+    streams = list(dict.fromkeys(array.stream for array in arrays))
+    for other in streams[1:]:
+        streams[0].wait_stream(other)
+    return int(streams[0].cuda_stream) if streams else 0
 
 
 def torch() -> Any:
@@ -240,8 +247,3 @@ def as_tensor(array: np.ndarray, data_type: str) -> Any:
     if data_type == _arrays.BFLOAT16:
         return torch().from_numpy(array.view(np.int16)).view(torch().bfloat16)
     return torch().from_numpy(array)
-
-
-def address_of(values: Any) -> ctypes.c_void_p:
-    """Where an array's or a tensor's first element lies."""
-    return ctypes.c_void_p(values.ctypes.data if isinstance(values, np.ndarray) else values.data_ptr())

@@ -204,9 +204,7 @@ def _joined_teacher(teacher: TeacherRows | None) -> Any:
     )
 
 
-def teacher_header(
-    tenant: str, rows: JoinedRows, hidden_size: int, session_id: bytes
-) -> Any:
+def teacher_header(tenant: str, rows: JoinedRows, hidden_size: int, session_id: bytes) -> Any:
     """The header of a StreamTeacher call."""
     return loss_service_pb2.StreamTeacherHeader(
         join_key=rows.join_key,

@@ -196,9 +196,7 @@ class RemoteBackend:
             version=reply.version,
             incarnation=reply.incarnation,
             engine=reply.engine,
-            devices=tuple(
-                Device(d.name, d.model, d.memory_budget_bytes, d.memory_planned_bytes, d.uuid) for d in reply.devices
-            ),
+            devices=tuple(Device(d.name, d.model, d.memory_budget_bytes, d.memory_planned_bytes, d.uuid) for d in reply.devices),
             limits={field.name: getattr(reply.limits, field.name) for field in reply.limits.DESCRIPTOR.fields},
             features=tuple(reply.features),
             engine_note=reply.engine_note,

@@ -407,15 +407,11 @@ def copy_request(request: ComputeRequest) -> ComputeRequest:
                 else dataclasses.replace(loss, hard_loss=cross_entropy(loss.hard_loss))
             ),
             teacher=(
-                teacher
-                if teacher is None or teacher.sent is None
-                else dataclasses.replace(teacher, hidden=teacher.sent.copy())
+                teacher if teacher is None or teacher.sent is None else dataclasses.replace(teacher, hidden=teacher.sent.copy())
             ),
         )
 
-    return dataclasses.replace(
-        request, hidden=request.hidden.copy(), terms=tuple(map(term, request.terms)), grad_hidden_out=None
-    )
+    return dataclasses.replace(request, hidden=request.hidden.copy(), terms=tuple(map(term, request.terms)), grad_hidden_out=None)
 
 
 def request_bytes(request: ComputeRequest) -> int:

@@ -108,11 +108,9 @@ class Session:
 
 
 class LibrarySession(Session):
-    """The session of the client core's connection, which the core keeps alive: memory that is shared with the server belongs to it."""
+    """The session of the client core's connection, which the core keeps alive. Memory that is shared belongs to it."""
 
-    def __init__(
-        self, connection: Connection, make_channel: Callable[[], grpc.Channel], lease_s: float, client_name: str
-    ):
+    def __init__(self, connection: Connection, make_channel: Callable[[], grpc.Channel], lease_s: float, client_name: str):
         super().__init__(make_channel, lease_s, client_name)
         self._connection = connection
 

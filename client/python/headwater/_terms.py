@@ -70,7 +70,9 @@ class JSD:
     expected_weight_version: int | None = None
     join_key: str | None = None  # with JOIN: 1 to 256 bytes of UTF-8
     total_rows: int | None = None  # with JOIN: rows of the joined set, >= 1
-    row_indices: Any = None  # with JOIN: (rows of the term,) integers in [0, total_rows); None: row i of the term is row i of the set
+    row_indices: Any = (
+        None  # with JOIN: (rows of the term,) integers in [0, total_rows); None: row i of the term is row i of the set
+    )
     teacher_dtype: Any = None  # with JOIN: that of the rows; None: that of the student's
 
 

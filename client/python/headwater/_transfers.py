@@ -54,9 +54,7 @@ class Transfers(Protocol):
 def check_answer(request: ComputeRequest, answer: Answer) -> Any:
     """The summary, if it fits the request."""
     if len(answer.summary.terms) != len(request.terms):
-        raise make_error(
-            "INTERNAL", "", f"the server answered {len(answer.summary.terms)} terms, expected {len(request.terms)}"
-        )
+        raise make_error("INTERNAL", "", f"the server answered {len(answer.summary.terms)} terms, expected {len(request.terms)}")
     return answer.summary
 
 

@@ -71,9 +71,7 @@ class Paths:
             return
         self.transfers = LibraryTransfers(self._connection)
         if session_lease_s is not None:
-            self.session = LibrarySession(
-                self._connection, lambda: _channel.make_channel(address), session_lease_s, client_name
-            )
+            self.session = LibrarySession(self._connection, lambda: _channel.make_channel(address), session_lease_s, client_name)
         if transport in ("shared_memory", "cuda_ipc"):
             try:
                 why = self._why_not(transport, self._server(connect_timeout_s), demanded=True)
@@ -112,7 +110,7 @@ class Paths:
         if not server.descriptor_socket and not server.named_regions:
             return "the server shares no memory: it was started without --descriptor_socket"
         if server.descriptor_socket and not server.named_regions and not os.path.exists(server.descriptor_socket):
-            return f"the server's descriptor socket {server.descriptor_socket} is not here: it runs on another host, or in a container"
+            return f"the server's descriptor socket {server.descriptor_socket} is not here: it runs elsewhere, or in a container"
         try:
             if connection.allocate(_PROBE_BYTES, _PROBE_TIMEOUT_S).shared:
                 return None

@@ -5,12 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).resolve().parents[3] / "client" / "examples" / "python"
 
 
-def test_distill_lowers_the_divergence(one_shard):
+@pytest.mark.parametrize("example", ["distill.py", "teacher_process.py"])
+def test_distilling_lowers_the_divergence(one_shard, example):
+    if one_shard.remote and example == "teacher_process.py":
+        pytest.skip("headwaterd has no StreamTeacher")
     arguments = [one_shard.address] if one_shard.remote else []
-    done = subprocess.run([sys.executable, EXAMPLES / "distill.py", *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, EXAMPLES / example, *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     first, last = map(float, re.findall(r"divergence ([0-9.]+) nats", done.stdout))
     assert last < 0.9 * first

@@ -9,6 +9,9 @@
 The head's gradient never exists on this side. Whatever reaches the loss in backward (a GradScaler's scale, a division by the number
 of accumulation steps, weights of several losses, a vector with reduction="none") reaches it too, as a factor of the commit.
 
+CUDA tensors on the server's host are read, and their gradients written, where they lie (`Client.transports`); tensors in ordinary,
+page-locked or `empty_rows` memory are handed over without a copy of this package's.
+
 `attach` makes a head of a model's last layer, tied to the embedding or not; `TrainingLoop` closes steps, keeps checkpoints and
 finds back to them.
 """
@@ -16,6 +19,7 @@ finds back to them.
 from headwater.torch._attach import ModuleHead, attach
 from headwater.torch._losses import CrossEntropyLoss, JSDLoss, cross_entropy, jsd
 from headwater.torch._micro_batches import MicroBatchSource
+from headwater.torch._rows import empty_rows
 from headwater.torch._trainer_state import StateStore, TrainerState
 from headwater.torch._training_loop import StepOutcome, TrainingLoop
 
@@ -30,5 +34,6 @@ __all__ = [
     "TrainingLoop",
     "attach",
     "cross_entropy",
+    "empty_rows",
     "jsd",
 ]

@@ -11,6 +11,7 @@ from headwater import _arrays
 from headwater._errors import invalid_argument
 from headwater._head import Head
 from headwater._requests import DEFAULT_IGNORE_INDEX
+from headwater._terms import JOIN
 from headwater._types import LossResult, check_number
 from headwater.torch._autograd import Contribution, Outcome, RemoteLoss, ScalarOutcome, TokenOutcome, in_checkpoint_recompute
 from headwater.torch._micro_batches import MicroBatchSource, source_of
@@ -156,6 +157,19 @@ def _flat(values: Any, hidden: torch.Tensor, name: str) -> torch.Tensor | None:
     values = torch.as_tensor(values)
     _arrays.check_shape(tuple(values.shape), tuple(hidden.shape[:-1]), name)
     return values.reshape(-1)
+
+
+def _teacher_rows(hidden: torch.Tensor, teacher_hidden: Any) -> torch.Tensor:
+    """(num_tokens, hidden_size of the teacher), beside hidden (..., hidden_size)."""
+    _check_hidden(teacher_hidden, "teacher_hidden")
+    if teacher_hidden.requires_grad and torch.is_grad_enabled():
+        raise invalid_argument(
+            "INVALID_COMBINATION",
+            "teacher_hidden requires a gradient, but the teacher gets none: detach it",
+            field="teacher_hidden",
+        )
+    _arrays.check_shape(tuple(teacher_hidden.shape[:-1]), tuple(hidden.shape[:-1]), "teacher_hidden (without its last dimension)")
+    return teacher_hidden.reshape(-1, teacher_hidden.shape[-1])
 
 
 def _check_hidden(hidden: Any, name: str) -> None:
@@ -310,41 +324,45 @@ class JSDLoss(_Loss):
     def forward(
         self,
         hidden: torch.Tensor,
-        teacher_hidden: torch.Tensor,
+        teacher_hidden: Any,
         targets: Any = None,
         *,
         token_weights: Any = None,
         num_items_in_batch: float | None = None,
+        join_key: str | None = None,
+        total_rows: int | None = None,
+        row_indices: Any = None,
+        teacher_dtype: Any = None,
     ) -> torch.Tensor:
         """The divergence, float32 on `hidden`'s device: a scalar, or (...) with reduction="none", token weights included.
 
         Args:
             hidden: (..., hidden_size) of the student.
-            teacher_hidden: (..., hidden_size of the teacher), without gradient.
+            teacher_hidden: (..., hidden_size of the teacher), without gradient; or `headwater.JOIN`: another stream brings them.
             targets: (...) for the hard loss, and for `ignore_index`.
             token_weights: (...) finite, any sign.
             num_items_in_batch: divisor of "mean" for this call.
+            join_key, total_rows, row_indices, teacher_dtype: with JOIN, as in `Head.jsd`; row_indices is (...), one for each token.
+                Activation checkpointing would ask for the rows twice: keep the loss out of what is computed again.
         """
         _check_hidden(hidden, "hidden")
-        _check_hidden(teacher_hidden, "teacher_hidden")
-        if teacher_hidden.requires_grad and torch.is_grad_enabled():
-            raise invalid_argument(
-                "INVALID_COMBINATION",
-                "teacher_hidden requires a gradient, but the teacher gets none: detach it",
-                field="teacher_hidden",
-            )
-        _arrays.check_shape(
-            tuple(teacher_hidden.shape[:-1]), tuple(hidden.shape[:-1]), "teacher_hidden (without its last dimension)"
-        )
+        if teacher_hidden is not JOIN:
+            teacher_hidden = _teacher_rows(hidden, teacher_hidden)
         flat_targets = _flat(targets, hidden, "targets")
         flat_weights = _flat(token_weights, hidden, "token_weights")
-        teacher_rows = teacher_hidden.reshape(-1, teacher_hidden.shape[-1])
+        join = {
+            "join_key": join_key,
+            "total_rows": total_rows,
+            "row_indices": _flat(row_indices, hidden, "row_indices"),
+            "teacher_dtype": teacher_dtype,
+        }
 
         def run(rows: torch.Tensor, **keywords: Any) -> LossResult:
             return self.head.jsd(
                 rows,
                 self.teacher,
-                teacher_rows,
+                teacher_hidden,
+                **join,
                 targets=flat_targets,
                 token_weights=flat_weights,
                 ignore_index=self.ignore_index,
@@ -366,11 +384,24 @@ def jsd(
     head: Head,
     hidden: torch.Tensor,
     teacher: Head,
-    teacher_hidden: torch.Tensor,
+    teacher_hidden: Any,
     targets: Any = None,
     *,
     token_weights: Any = None,
+    join_key: str | None = None,
+    total_rows: int | None = None,
+    row_indices: Any = None,
+    teacher_dtype: Any = None,
     **options: Any,
 ) -> torch.Tensor:
     """Functional form of `JSDLoss`: `options` are its arguments."""
-    return JSDLoss(head, teacher, **options)(hidden, teacher_hidden, targets, token_weights=token_weights)
+    return JSDLoss(head, teacher, **options)(
+        hidden,
+        teacher_hidden,
+        targets,
+        token_weights=token_weights,
+        join_key=join_key,
+        total_rows=total_rows,
+        row_indices=row_indices,
+        teacher_dtype=teacher_dtype,
+    )

@@ -1,0 +1,224 @@
+"""A teacher's rows from a stream of their own, and the micro-batches that join them."""
+
+import threading
+
+import numpy as np
+import pytest
+from expectations import refused
+
+import headwater
+
+NUM_TOKENS, HIDDEN_SIZE, TEACHER_SIZE, VOCAB_SIZE = 24, 16, 12, 40
+# Long enough for a call that must wait to be seen waiting.
+A_WHILE_S = 0.3
+
+
+@pytest.fixture
+def one_shard(backends):
+    return backends("local-1")
+
+
+@pytest.fixture
+def student(one_shard, make_head, rng):
+    weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+    return make_head(one_shard.client, weight, optimizer=headwater.SGD(), staging_slots=2)
+
+
+@pytest.fixture
+def teacher(one_shard, make_head, rng):
+    weight = rng.standard_normal((VOCAB_SIZE, TEACHER_SIZE)).astype(np.float32)
+    return make_head(one_shard.client, weight, trainable=False)
+
+
+@pytest.fixture
+def rows(rng):
+    return [rng.standard_normal((NUM_TOKENS, size)).astype(np.float32) for size in (HIDDEN_SIZE, TEACHER_SIZE)]
+
+
+@pytest.fixture
+def key(request):
+    """A key of the test's own."""
+    return request.node.name
+
+
+def same(out, expected):
+    np.testing.assert_array_equal(out.grad_hidden, expected.grad_hidden)
+    assert out.loss_sum == expected.loss_sum and out.valid_token_count == expected.valid_token_count
+
+
+def test_rows_that_come_first_wait(student, teacher, rows, key):
+    hidden, teacher_hidden = rows
+    expected = student.jsd(hidden, teacher, teacher_hidden, micro_batch=0)
+    stream = student._client.teacher(key, total_rows=NUM_TOKENS)
+    assert stream.stream(teacher_hidden) == NUM_TOKENS
+    out = student.jsd(hidden, teacher, headwater.JOIN, join_key=key, total_rows=NUM_TOKENS, micro_batch=1)
+    same(out, expected)
+    gradient = student.gradient()
+    student.discard_gradient()
+    for micro_batch in range(2):
+        student.jsd(hidden, teacher, teacher_hidden, micro_batch=micro_batch)
+    np.testing.assert_array_equal(gradient, student.gradient())
+
+
+def test_a_trainer_that_comes_first_waits(student, teacher, rows, key):
+    hidden, teacher_hidden = rows
+    expected = student.jsd(hidden, teacher, teacher_hidden, backward=False)
+    future = student.jsd_future(hidden, teacher, headwater.JOIN, join_key=key, total_rows=NUM_TOKENS, micro_batch=0)
+    with pytest.raises(TimeoutError):
+        future.result(A_WHILE_S)
+    assert not student.step_state().open.micro_batches.get(0, None) or not future.done()
+    student._client.teacher(key, total_rows=NUM_TOKENS).stream_future(teacher_hidden).result(30)
+    assert future.result(30).loss_sum == expected.loss_sum
+
+
+def test_rows_of_several_streams_and_any_order(student, teacher, rows, key, rng):
+    hidden, _ = rows
+    total = 2 * NUM_TOKENS
+    order = rng.permutation(total)
+    everything = rng.standard_normal((total, TEACHER_SIZE)).astype(np.float32)
+    wanted = np.flatnonzero(np.arange(total) % 2)[::-1]
+    expected = student.jsd(hidden, teacher, everything[wanted], micro_batch=0)
+    stream = student._client.teacher(key, total_rows=total)
+    for part in np.array_split(order, 5):
+        assert stream.stream(everything[part], part) == len(part)
+    out = student.jsd(hidden, teacher, headwater.JOIN, join_key=key, total_rows=total, row_indices=wanted, micro_batch=1)
+    same(out, expected)
+
+
+def test_several_micro_batches_share_a_set(student, teacher, rows, key):
+    hidden, teacher_hidden = rows
+    student._client.teacher(key, total_rows=NUM_TOKENS).stream(teacher_hidden)
+    halves = np.split(np.arange(NUM_TOKENS), 2)
+    outs = [
+        student.jsd(hidden[half], teacher, headwater.JOIN, join_key=key, total_rows=NUM_TOKENS, row_indices=half, micro_batch=index)
+        for index, half in enumerate(halves)
+    ]
+    for half, out in zip(halves, outs, strict=True):
+        same(out, student.jsd(hidden[half], teacher, teacher_hidden[half], backward=True, micro_batch=2 + int(half[0])))
+
+
+def test_rows_stay_until_the_contribution_is_decided(student, teacher, rows, key):
+    hidden, teacher_hidden = rows
+    join = {"join_key": key, "total_rows": NUM_TOKENS}
+    student._client.teacher(key, total_rows=NUM_TOKENS).stream(teacher_hidden)
+    first = student.jsd(hidden, teacher, headwater.JOIN, **join, micro_batch=0, commit="explicit")
+    # A trainer that has lost the answer submits it again.
+    second = student.jsd(hidden, teacher, headwater.JOIN, **join, micro_batch=0, commit="explicit", attempt=1)
+    same(second, first)
+    second.commit()
+    # Decided: whoever asks for the rows now waits for others.
+    with refused("JOIN_INCOMPLETE", headwater.FailedPreconditionError):
+        student.jsd(hidden, teacher, headwater.JOIN, **join, micro_batch=1, timeout_s=A_WHILE_S)
+    gradient = student.gradient()
+    student.discard_gradient()
+    student.jsd(hidden, teacher, teacher_hidden, micro_batch=0)
+    np.testing.assert_array_equal(gradient, student.gradient())
+
+
+def test_a_row_that_does_not_come_is_named(student, teacher, rows, key):
+    hidden, teacher_hidden = rows
+    stream = student._client.teacher(key, total_rows=NUM_TOKENS)
+    stream.stream(teacher_hidden[:-3], np.arange(NUM_TOKENS - 3))
+    with refused("JOIN_INCOMPLETE", headwater.FailedPreconditionError) as info:
+        student.jsd(hidden, teacher, headwater.JOIN, join_key=key, total_rows=NUM_TOKENS, micro_batch=0, timeout_s=A_WHILE_S)
+    assert str(NUM_TOKENS - 3) in str(info.value)
+    assert not student.step_state().open.micro_batches
+    # The rest makes it whole.
+    stream.stream(teacher_hidden[-3:], np.arange(NUM_TOKENS - 3, NUM_TOKENS))
+    out = student.jsd(hidden, teacher, headwater.JOIN, join_key=key, total_rows=NUM_TOKENS, micro_batch=0)
+    assert out.valid_token_count == NUM_TOKENS
+
+
+def test_what_does_not_fit_is_refused(student, teacher, rows, key):
+    hidden, teacher_hidden = rows
+    stream = student._client.teacher(key, total_rows=NUM_TOKENS)
+    stream.stream(teacher_hidden[:2], [0, 1])
+    with refused("CHUNK_OUT_OF_RANGE", headwater.InvalidArgumentError):
+        stream.stream(teacher_hidden[:1], [1])
+    with refused("CHUNK_OUT_OF_RANGE", headwater.InvalidArgumentError):
+        stream.stream(teacher_hidden[:2], [2, 2])
+    with refused("JOIN_INCOMPLETE"):
+        student._client.teacher(key, total_rows=NUM_TOKENS + 1).stream(teacher_hidden[:1], [5])
+    with refused("JOIN_INCOMPLETE"):
+        stream.stream(teacher_hidden[:1].astype(np.float16), [5])
+    with refused("JOIN_INCOMPLETE"):
+        student.jsd(hidden, teacher, headwater.JOIN, join_key=key, total_rows=NUM_TOKENS + 1, micro_batch=0, timeout_s=5)
+    assert stream.stream(teacher_hidden[2:], np.arange(2, NUM_TOKENS)) == NUM_TOKENS - 2
+
+
+def test_arguments_are_checked_before_anything_is_sent(student, teacher, rows):
+    hidden, teacher_hidden = rows
+    join = {"join_key": "key", "total_rows": NUM_TOKENS}
+    bad = [
+        ("INVALID_FIELD", {**join, "join_key": ""}),
+        ("INVALID_FIELD", {**join, "join_key": "k" * 257}),
+        ("INVALID_FIELD", {**join, "join_key": None}),
+        ("INVALID_FIELD", {**join, "total_rows": 0}),
+        ("SHAPE_MISMATCH", {**join, "total_rows": NUM_TOKENS - 1}),
+        ("SHAPE_MISMATCH", {**join, "row_indices": [0]}),
+        ("INVALID_FIELD", {**join, "row_indices": [NUM_TOKENS] * NUM_TOKENS}),
+        ("INVALID_FIELD", {**join, "row_indices": [-1] * NUM_TOKENS}),
+    ]
+    for reason, arguments in bad:
+        with refused(reason, headwater.InvalidArgumentError):
+            student.jsd(hidden, teacher, headwater.JOIN, **arguments, micro_batch=0)
+    for name, value in {**join, "row_indices": range(NUM_TOKENS), "teacher_dtype": "float32"}.items():
+        with refused("INVALID_COMBINATION", headwater.InvalidArgumentError):
+            student.jsd(hidden, teacher, teacher_hidden, **{name: value}, micro_batch=0)
+    stream = student._client.teacher("key", total_rows=NUM_TOKENS)
+    for reason, arguments in (
+        ("SHAPE_MISMATCH", (teacher_hidden[:3],)),
+        ("SHAPE_MISMATCH", (teacher_hidden[0], [0])),
+        ("INVALID_FIELD", (teacher_hidden[:0], [])),
+        ("INVALID_FIELD", (teacher_hidden[:1], [NUM_TOKENS])),
+    ):
+        with refused(reason, headwater.InvalidArgumentError):
+            stream.stream(*arguments)
+    for arguments in ({"join_key": "", "total_rows": 1}, {"join_key": "k", "total_rows": 0}, {"join_key": "k", "total_rows": 1.5}):
+        with pytest.raises(headwater.InvalidArgumentError):
+            student._client.teacher(**arguments)
+
+
+def test_terms_join_teachers_of_their_own(student, teacher, rows, key):
+    hidden, teacher_hidden = rows
+    half = NUM_TOKENS // 2
+    terms = [
+        headwater.JSD(teacher, headwater.JOIN, rows=(0, half), join_key=key, total_rows=half),
+        headwater.JSD(teacher, teacher_hidden[half:], rows=(half, NUM_TOKENS), beta=0.25),
+    ]
+    future = student.multi_future(hidden, terms, micro_batch=0)
+    student._client.teacher(key, total_rows=half).stream(teacher_hidden[:half])
+    terms[0] = headwater.JSD(teacher, teacher_hidden[:half], rows=(0, half))
+    same(future.result(30), student.multi(hidden, terms, micro_batch=1))
+
+
+def test_ignored_rows_use_theirs_up(student, teacher, rows, key):
+    hidden, teacher_hidden = rows
+    targets = np.where(np.arange(NUM_TOKENS) % 2, -100, 1)
+    student._client.teacher(key, total_rows=NUM_TOKENS).stream(teacher_hidden)
+    out = student.jsd(hidden, teacher, headwater.JOIN, join_key=key, total_rows=NUM_TOKENS, targets=targets, micro_batch=0)
+    same(out, student.jsd(hidden, teacher, teacher_hidden, targets=targets, micro_batch=1))
+    # All of them: the whole set may come again.
+    assert student._client.teacher(key, total_rows=NUM_TOKENS).stream(teacher_hidden) == NUM_TOKENS
+
+
+def test_in_torch(student, teacher, rows, key):
+    torch = pytest.importorskip("torch")
+    import headwater.torch
+
+    hidden, teacher_hidden = (torch.from_numpy(values).reshape(2, NUM_TOKENS // 2, -1).bfloat16() for values in rows)
+    losses = []
+    loss_fn = headwater.torch.JSDLoss(student, teacher)
+    for joined in (False, True):
+        leaf = hidden.clone().requires_grad_()
+        if joined:
+            thread = threading.Thread(target=student._client.teacher(key, total_rows=NUM_TOKENS).stream, args=(teacher_hidden,))
+            thread.start()
+            loss = loss_fn(leaf, headwater.JOIN, join_key=key, total_rows=NUM_TOKENS)
+            thread.join(30)
+        else:
+            loss = loss_fn(leaf, teacher_hidden)
+        loss.backward()
+        losses.append((loss.item(), leaf.grad))
+    assert losses[0][0] == losses[1][0]
+    torch.testing.assert_close(losses[0][1], losses[1][1], rtol=0, atol=0)
