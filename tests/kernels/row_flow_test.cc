@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -489,6 +490,25 @@ TEST(RowFlow, DigestOfOddRows) {
   }
 }
 
+// The class with the smallest logit.
+int32_t LeastLikely(const Problem& problem, int64_t row) {
+  const TestHead& head = problem.heads[0];
+  int32_t least = 0;
+  double smallest = std::numeric_limits<double>::infinity();
+  for (int64_t v = 0; v < head.spec.vocab_size; ++v) {
+    double logit = head.bias.empty() ? 0 : head.bias[static_cast<size_t>(v)];
+    for (int64_t h = 0; h < problem.hidden_size; ++h) {
+      logit += problem.hidden[static_cast<size_t>(row * problem.hidden_size + h)] *
+               head.weight[static_cast<size_t>(v * problem.hidden_size + h)];
+    }
+    if (logit < smallest) {
+      smallest = logit;
+      least = static_cast<int32_t>(v);
+    }
+  }
+  return least;
+}
+
 // Rows whose logits do not fit the exponentials' offset, in the first slice, in the last one, in both.
 TEST(RowFlow, LargeLogits) {
   ProblemOptions options = WithType(ProblemOptions(), DataType::kBFloat16);
@@ -502,6 +522,7 @@ TEST(RowFlow, LargeLogits) {
     Problem problem = plain;
     for (const int64_t row : places) {
       for (int64_t h = 0; h < problem.hidden_size; ++h) problem.hidden[static_cast<size_t>(row * problem.hidden_size + h)] *= 100;
+      problem.terms[0].targets[static_cast<size_t>(row)] = LeastLikely(problem, row);
     }
     RoundToStorage(&problem);
     ComputeOptions compute;
