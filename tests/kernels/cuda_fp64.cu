@@ -131,18 +131,20 @@ __global__ void __launch_bounds__(kThreads) DivergenceKernel(const double* stude
   const double* zp = teacher + row * vocab;
   const double lse_q = RowLse(zq, vocab);
   const double lse_p = RowLse(zp, vocab);
-  // ln q - ln m and ln p - ln m; m is q for beta 0 and p for beta 1, as the two divergences at the ends are defined.
+  // ln q - ln m and ln p - ln m; m is q for beta 0 and p for beta 1, as the two divergences at the ends are defined. The former is
+  // relative to its value where p is 0: gradients of rows whose sides share no columns are what is left of it, and a constant times
+  // a sum of q that is not quite 1 would be more.
+  const double constant = beta == 0 || beta == 1 ? 0 : -log1p(-beta);
   const auto log_ratios = [&](int64_t j, double* of_q, double* of_p) {
     const double log_q = zq[j] - lse_q;
-    const double log_p = zp[j] - lse_p;
-    const double log_m = beta == 0 ? log_q : beta == 1 ? log_p : LogAddExp(log(beta) + log_p, log1p(-beta) + log_q);
-    *of_q = log_q - log_m;
-    *of_p = log_p - log_m;
+    const double difference = zp[j] - lse_p - log_q;
+    *of_q = beta == 0 ? 0 : beta == 1 ? -difference : -LogAddExp(difference + log(beta) - log1p(-beta), 0.0);
+    *of_p = *of_q + constant + difference;
     return exp(log_q);
   };
   const double weight_p = beta == 0 ? 1 : beta == 1 ? 0 : beta;
   const double weight_q = beta == 0 ? 0 : beta == 1 ? 1 : 1 - beta;
-  const double divergence_q = OverColumns(vocab, 0.0, Add(), [&](int64_t j) {
+  const double mean_q = OverColumns(vocab, 0.0, Add(), [&](int64_t j) {
     double of_q, of_p;
     const double q = log_ratios(j, &of_q, &of_p);
     return q * of_q;
@@ -154,7 +156,7 @@ __global__ void __launch_bounds__(kThreads) DivergenceKernel(const double* stude
   });
   const double largest = OverColumns(vocab, 0.0, Larger(), [&](int64_t j) { return fmax(fabs(zq[j]), fabs(zp[j])); });
   if (threadIdx.x == 0) {
-    out.loss[row] = weight_p * divergence_p + weight_q * divergence_q;
+    out.loss[row] = weight_p * divergence_p + weight_q * (mean_q + constant);
     out.largest_other[row] = largest;
   }
   __syncthreads();  // the gradient may lie where the student's logits are
@@ -162,7 +164,7 @@ __global__ void __launch_bounds__(kThreads) DivergenceKernel(const double* stude
   for (int64_t j = threadIdx.x; j < vocab; j += kThreads) {
     double of_q, of_p;
     const double q = log_ratios(j, &of_q, &of_p);
-    g[j] = loss_scale * (beta == 0 ? q - exp(zp[j] - lse_p) : weight_q * q * (of_q - divergence_q));
+    g[j] = loss_scale * (beta == 0 ? q - exp(zp[j] - lse_p) : weight_q * q * (of_q - mean_q));
   }
 }
 
