@@ -29,13 +29,7 @@ class Comparison {
     reply_ = world_.Run(event);
     Event known = event;
     if (event.op == Op::kCrash && !reply_.numbers.empty()) known.crash_saved = static_cast<int>(reply_.numbers[0]);
-    const Expected expected = model_.Run(known);
-    if (std::find(expected.reasons.begin(), expected.reasons.end(), reply_.reason) == expected.reasons.end()) {
-      return absl::StrCat("  answered ", reply_.reason, ", expected ", absl::StrJoin(expected.reasons, " or "), "\n");
-    }
-    if (reply_.reason == "OK" && !SameNumbers(reply_.numbers, expected.numbers)) {
-      return absl::StrCat("  answered ", PrintNumbers(reply_.numbers), ", expected ", PrintNumbers(expected.numbers), "\n");
-    }
+    if (std::string difference = Difference(reply_, model_.Run(known)); !difference.empty()) return difference;
     actual_view_.Clear();
     expected_view_.Clear();
     model_.Observe(expected_view_);
@@ -44,6 +38,23 @@ class Comparison {
   }
 
  private:
+  static std::string Difference(const Reply& reply, const Expected& expected) {
+    if (std::find(expected.reasons.begin(), expected.reasons.end(), reply.reason) == expected.reasons.end()) {
+      return absl::StrCat("  answered ", reply.reason, ", expected ", absl::StrJoin(expected.reasons, " or "), "\n");
+    }
+    if (reply.reason == "OK" && !SameNumbers(reply.numbers, expected.numbers)) {
+      return absl::StrCat("  answered ", PrintNumbers(reply.numbers), ", expected ", PrintNumbers(expected.numbers), "\n");
+    }
+    if (reply.beside.size() != expected.beside.size()) {
+      return absl::StrCat("  ", reply.beside.size(), " calls were computed beside it, expected ", expected.beside.size(), "\n");
+    }
+    for (size_t i = 0; i < reply.beside.size(); ++i) {
+      std::string difference = Difference(reply.beside[i], expected.beside[i]);
+      if (!difference.empty()) return absl::StrCat("  the call beside it:\n", difference);
+    }
+    return "";
+  }
+
   const std::vector<Payload> payloads_;
   Model model_;
   World world_;

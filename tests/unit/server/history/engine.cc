@@ -179,6 +179,12 @@ absl::StatusOr<MicroBatchResult> HistoryEngine::Compute(const MicroBatch& micro_
   if (const std::function<void()> work = std::exchange(control_.during_compute, nullptr); work != nullptr) work();
   const bool accumulates = micro_batch.grad_weight == GradWeightMode::kAccumulate;
   if (!failure.ok() && !(accumulates && HasReason(failure, ErrorReason::kEngineFailed))) return failure;
+  if (micro_batch.flow != nullptr) {
+    const int64_t rows = micro_batch.hidden.row_count;
+    if (absl::Status status = micro_batch.flow->AwaitRows((rows + 1) / 2); !status.ok()) return status;
+    if (absl::Status status = control_.Take("Upload"); !status.ok()) return status;
+    if (absl::Status status = micro_batch.flow->AwaitRows(rows); !status.ok()) return status;
+  }
   const int64_t width = micro_batch.hidden.column_count;
   const float* hidden = static_cast<const float*>(micro_batch.hidden.data);
   float* grad_hidden = static_cast<float*>(micro_batch.grad_hidden.data);
@@ -235,6 +241,15 @@ absl::StatusOr<MicroBatchResult> HistoryEngine::Compute(const MicroBatch& micro_
   }
   if (micro_batch.refuse_non_finite && non_finite_rows > 0) {
     return MakeError(ErrorReason::kNonFiniteValues, "there are non-finite rows");
+  }
+  if (micro_batch.flow != nullptr) {
+    const absl::Status decided = micro_batch.flow->Decide(nullptr);
+    if (!decided.ok() && control_.bug != EngineBug::kAddsUndecided) return decided;
+    if (grad_hidden != nullptr) micro_batch.flow->GradHiddenReady(micro_batch.hidden.row_count);
+    if (!decided.ok()) {
+      for (auto& [head, gradient] : gradients) AddTo(head->Tensor(HeadTensor::kGradWeight), gradient.weight, 1);
+      return decided;
+    }
   }
   if (micro_batch.grad_weight == GradWeightMode::kStage && !gradients.empty()) {
     result.staged = std::make_unique<HistoryStaged>(std::move(gradients), control_);

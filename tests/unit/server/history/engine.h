@@ -6,6 +6,8 @@
 // x gradient; moments add up gradients and their squares. So what a call saw, and how often it counted, can be told from the
 // numbers.
 //
+// Rows that flow are awaited in two halves; what is added is added after the decision.
+//
 // One call can be made to fail, and the engine can be given one of some bugs, for the test of the test.
 #ifndef HEADWATER_TESTS_UNIT_SERVER_HISTORY_ENGINE_H_
 #define HEADWATER_TESTS_UNIT_SERVER_HISTORY_ENGINE_H_
@@ -25,14 +27,15 @@
 namespace headwater::history {
 
 // What a planted bug does.
-enum class EngineBug { kNone, kDropsCommit, kAddsTwice, kLeaksSlot, kKeepsGradient };
+enum class EngineBug { kNone, kDropsCommit, kAddsTwice, kLeaksSlot, kKeepsGradient, kAddsUndecided };
 
 class HistoryHead;
 
-// What the engine and its heads share. Not thread-safe: a history runs in one thread.
+// What the engine and its heads share. Not thread-safe: a history runs in one thread at a time.
 struct EngineControl {
   EngineBug bug = EngineBug::kNone;
-  // The next call of this name fails: with kShardNotReady before it changes anything, else after.
+  // The next call of this name fails: with kShardNotReady before it changes anything, else after. "Upload" is what comes before the
+  // decision in a Compute() whose rows flow.
   const char* failing_call = nullptr;
   absl::Status failure;
   std::function<void()> during_compute;  // called once, then empty

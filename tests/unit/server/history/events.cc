@@ -145,6 +145,8 @@ std::string ToString(const Event& event) {
   if (event.session != kNoSession) add("session", event.session);
   if (event.cancel != Cancel::kNever) add("cancel", static_cast<int>(event.cancel));
   if (event.meanwhile != Meanwhile::kNothing) add("meanwhile", static_cast<int>(event.meanwhile));
+  if (event.flow != Flow::kComplete) add("flow", static_cast<int>(event.flow));
+  for (const Event& other : event.beside) absl::StrAppend(&text, " beside (", ToString(other), ")");
   if (event.row_count > 0) absl::StrAppend(&text, " rows=", event.row_start, "+", event.row_count);
   if (event.expected.has_value()) {
     const int64_t* count = std::get_if<int64_t>(&*event.expected);

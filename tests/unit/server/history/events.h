@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "headwater/kernels/error.h"
@@ -93,7 +94,7 @@ enum class Op {
 };
 
 // When a call's client goes away.
-enum class Cancel { kNever, kBefore, kWhileComputing };
+enum class Cancel { kNever, kBefore, kWhileComputing, kAtDecision };
 
 // What happens while the engine computes a call.
 enum class Meanwhile {
@@ -103,6 +104,16 @@ enum class Meanwhile {
   kCommit,        // its micro-batch is to be committed
   kCloseSession,  // its session is closed
   kLeasePasses,   // its session's lease would end
+  kOtherCall,     // another call is computed beside it, see Event::beside
+};
+
+// Whether the rows of a call are there when it is submitted.
+enum class Flow {
+  kComplete,  // all of them
+  kFlows,     // they come while it is computed
+  kStalls,    // some stay away for so long that the call gives up and comes again, complete
+  kBreaks,    // some never come
+  kRefused,   // they come, but are not what they should be
 };
 
 inline constexpr int kNoEpoch = -2;       // the call carries none
@@ -141,6 +152,8 @@ struct Event {
   int session = kNoSession;
   Cancel cancel = Cancel::kNever;
   Meanwhile meanwhile = Meanwhile::kNothing;
+  Flow flow = Flow::kComplete;
+  std::vector<Event> beside;  // one call, for Meanwhile::kOtherCall: neither stages anything, and this one is of attempt 0
   double factor = 1;
   int token_factors = 0;  // variant, see MakeTokenFactors()
   int row_start = 0, row_count = 0;
@@ -181,8 +194,13 @@ std::string ToString(const Event& event);
 
 // What a call answered: the reason ("OK" without one), and the numbers of an answer that is OK.
 struct Reply {
+  Reply() = default;
+  Reply(std::string given_reason, std::vector<double> given_numbers)
+      : reason(std::move(given_reason)), numbers(std::move(given_numbers)) {}
+
   std::string reason = "OK";
   std::vector<double> numbers;
+  std::vector<Reply> beside;  // to a call that was computed beside this one
 };
 
 // Numbers in named sections: the observable state of everything.

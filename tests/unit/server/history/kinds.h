@@ -79,7 +79,34 @@ struct KindTable {
     return true;
   }
 
+  // Half of the rows that flow come as they should.
+  static bool Flows(G& g, E& e) {
+    constexpr Flow kFlows[] = {Flow::kFlows, Flow::kFlows, Flow::kFlows, Flow::kStalls, Flow::kBreaks, Flow::kRefused};
+    e.flow = kFlows[g.Pick(6)];
+    return true;
+  }
+  // A call of one or two heads with another one beside it, of other micro-batches; they stage nothing, and there is room for both.
+  static bool Beside(G& g, E& e) {
+    if (!g.CallOn(e, g.OneIn(3) ? SomeHeads(g, 2) : std::vector<int>{g.PickTrainable()})) return false;
+    E other;
+    other.kind = e.kind;
+    const int head = g.OneIn(3) ? g.PickTrainable() : e.targets[0].head;
+    if (!g.CallOn(other, {head})) return false;
+    other.session = kNoSession;
+    other.attempt = 0;
+    if (g.OneIn(4)) {
+      other.backward = other.names_micro_batch = false;
+      other.targets[0].step.reset();
+    } else if (other.micro_batch == e.micro_batch) {
+      other.micro_batch = (e.micro_batch + 1) % kMicroBatchIds;
+    }
+    e.meanwhile = Meanwhile::kOtherCall;
+    e.beside = {other};
+    return true;
+  }
+
   static void AddCalls(std::vector<Kind>& kinds);
+  static void AddFlows(std::vector<Kind>& kinds);
   static void AddDecisions(std::vector<Kind>& kinds);
   static void AddSteps(std::vector<Kind>& kinds);
   static void AddWeights(std::vector<Kind>& kinds);

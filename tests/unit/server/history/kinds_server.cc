@@ -446,6 +446,7 @@ void KindTable::AddServer(std::vector<Kind>& kinds) {
 std::vector<Kind> Kinds() {
   std::vector<Kind> kinds;
   KindTable::AddCalls(kinds);
+  KindTable::AddFlows(kinds);
   KindTable::AddDecisions(kinds);
   KindTable::AddSteps(kinds);
   KindTable::AddWeights(kinds);

@@ -18,8 +18,13 @@ namespace headwater::history {
 
 // What the server may answer: one of these reasons ("OK" among them only if it is the only one); with "OK" these numbers.
 struct Expected {
+  Expected() = default;
+  Expected(std::vector<std::string> expected_reasons, std::vector<double> expected_numbers)
+      : reasons(std::move(expected_reasons)), numbers(std::move(expected_numbers)) {}
+
   std::vector<std::string> reasons = {"OK"};
   std::vector<double> numbers;
+  std::vector<Expected> beside;  // of a call that is computed beside this one
 };
 
 struct ModelCounts {
@@ -137,6 +142,9 @@ class Model {
   void Announce(const Event& event);
   Expected Call(const Event& event);
   Expected Compute(const Event& event);
+  Expected ComputeWhole(const Event& event);
+  // The call beside this one, while this one is in progress in `targets`. True if it lost one of them.
+  bool CallBeside(const Event& event, const std::set<int>& targets);
   std::vector<double> AnswerOf(const Event& event) const;
   // Adds factor x what the contribution's call adds to its heads' accumulators.
   void AddContribution(const ModelContribution& contribution, double factor, int token_factors);
@@ -206,6 +214,7 @@ class Model {
   std::map<int, int> lives_;
   int epoch_count_ = 0;
   int session_count_ = 0;
+  std::vector<Expected> beside_;  // of the call that is computed
 };
 
 }  // namespace headwater::history

@@ -1,6 +1,7 @@
 // Model: micro-batches, from the header to the decision.
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "model.h"
 
@@ -239,19 +240,50 @@ std::vector<double> Model::AnswerOf(const Event& event) const {
   return numbers;
 }
 
-// Header accepted, rows there.
+// Header accepted.
 Expected Model::Compute(const Event& event) {
+  beside_.clear();
+  Expected expected = ComputeWhole(event);
+  expected.beside = std::exchange(beside_, {});
+  return expected;
+}
+
+bool Model::CallBeside(const Event& event, const std::set<int>& targets) {
+  std::set<int> begun;
+  for (const int head : targets) {
+    if (At(head).open.records.try_emplace(event.micro_batch).second) begun.insert(head);
+  }
+  Expected beside = Call(event.beside.at(0));
+  beside_ = {std::move(beside)};
+  bool lost = false;
+  for (const int head : targets) {
+    lost = lost || At(head).state == 'X';
+    if (begun.contains(head)) At(head).open.records.erase(event.micro_batch);
+  }
+  return lost;
+}
+
+// The rows are there, or come.
+Expected Model::ComputeWhole(const Event& event) {
   const Payload& payload = payloads_[static_cast<size_t>(event.payload)];
   const std::set<int> targets = event.backward ? TrainableHeads(event) : std::set<int>();
   const uint64_t content = ContentOf(event);
   size_t known = 0, equal = 0;
+  bool any_present = false;
   for (const int head : targets) {
     const auto found = At(head).open.records.find(event.micro_batch);
     if (found == At(head).open.records.end() || !IsPresent(found->second)) continue;
+    any_present = true;
     if (found->second.state == 'S' && found->second.attempt < event.attempt) continue;
     ++known;
     equal += found->second.content == content;
   }
+  // Only what is not known is computed while its rows come; else they have to be there first.
+  const bool flows = event.flow != Flow::kComplete && !any_present;
+  std::string rows_problem;
+  if (event.flow == Flow::kBreaks) rows_problem = "STRIPE_LOST";
+  if (event.flow == Flow::kRefused && event.backward) rows_problem = "PROTOCOL_VIOLATION";
+  if (!flows && !rows_problem.empty()) return Refuse(rows_problem);
   if (known > 0 && known < targets.size()) return Refuse("MICRO_BATCH_CONFLICT");
   if (equal < known && !event.first_wins) return Refuse("MICRO_BATCH_CONFLICT");
   const bool adds = !targets.empty() && known == 0;
@@ -271,10 +303,30 @@ Expected Model::Compute(const Event& event) {
   // Only what waits for its decision takes its place among the rows that are kept.
   const bool no_place = event.is_explicit && held_count() >= kMaxHeldCount;
   if (adds && form == kHeld && (!may_hold || no_place)) AddUnique(problems, "STAGING_FULL");
+  int known_state = 0, known_form = 0;
+  if (!adds && !targets.empty()) {
+    // Of the first head that is named: with FIRST_WINS they may know different micro-batches.
+    const auto first = std::find_if(event.targets.begin(), event.targets.end(),
+                                    [&targets](const Target& target) { return targets.contains(target.head); });
+    const ModelRecord& record = At(first->head).open.records.at(event.micro_batch);
+    known_state = record.state == 'S' ? kStateStaged : kStateCommitted;
+    known_form = record.form;
+  }
+  const bool lost = event.meanwhile == Meanwhile::kOtherCall && CallBeside(event, adds ? targets : std::set<int>()) && adds;
+  if (flows) {
+    // Looked at whenever rows are awaited.
+    if (event.cancel == Cancel::kWhileComputing) AddUnique(problems, "CANCELLED");
+    const bool is_asked = event.backward && event.flow == Flow::kFlows;
+    if (event.cancel == Cancel::kAtDecision && is_asked) AddUnique(problems, "CANCELLED");
+    if (lost && problems.empty()) return Refuse("STEP_LOST");
+    AddUnique(problems, rows_problem);
+    if (Fails(event, "Upload")) AddUnique(problems, ErrorReasonName(event.failure));
+  }
+  const bool ends_undecided = flows && !problems.empty();
   bool loses = false;
   if (Fails(event, "Compute")) {
     AddUnique(problems, ErrorReasonName(event.failure));
-    loses = adds && form == kDirect && event.failure == ErrorReason::kEngineFailed;
+    loses = adds && form == kDirect && event.failure == ErrorReason::kEngineFailed && !ends_undecided;
   }
   const std::map<int, ModelCounts> counts = CountsOf(event);
   bool is_finite = true, in_vocab = true;
@@ -322,6 +374,10 @@ Expected Model::Compute(const Event& event) {
       contribution.teacher_lives.push_back(target.teacher >= 0 ? lives_[target.teacher] : 0);
     }
     for (const int head : targets) {
+      if (At(head).state == 'X') {
+        contribution.heads.erase(head);
+        continue;
+      }
       ModelRecord& record = At(head).open.records[event.micro_batch];
       record.state = event.is_explicit ? 'S' : 'C';
       record.attempt = event.attempt;
@@ -336,21 +392,17 @@ Expected Model::Compute(const Event& event) {
     } else {
       AddContribution(contribution, 1, 0);
     }
-  } else if (!targets.empty()) {
-    // Of the first head that is named: with FIRST_WINS they may know different micro-batches.
-    const auto first = std::find_if(event.targets.begin(), event.targets.end(),
-                                    [&targets](const Target& target) { return targets.contains(target.head); });
-    const ModelRecord& record = At(first->head).open.records.at(event.micro_batch);
-    state = record.state == 'S' ? kStateStaged : kStateCommitted;
-    form = record.form;
   } else {
-    form = 0;
+    state = known_state;
+    form = known_form;
   }
+  if (lost) return Refuse("STEP_LOST");  // but what another head's accumulator has stays there
   if (event.meanwhile == Meanwhile::kCloseSession && sessions_.erase(event.session) > 0) DropSession(event.session);
   expected.numbers.push_back(state);
   expected.numbers.push_back(form);
   expected.numbers.push_back(!adds && known > 0 && equal == known);
   expected.numbers.push_back(!adds && equal < known);
+  expected.numbers.push_back(event.backward ? static_cast<double>(content >> 16) : 0);
   if (event.meanwhile == Meanwhile::kSameCall || event.meanwhile == Meanwhile::kDiscard || event.meanwhile == Meanwhile::kCommit) {
     expected.numbers.push_back(adds);  // answered MICRO_BATCH_IN_PROGRESS
   }

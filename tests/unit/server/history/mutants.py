@@ -52,6 +52,42 @@ MUTANTS = [
     ),
     ("keeps_what_a_higher_attempt_dropped", "server/heads/head_submit.cc", "if (*dropped) head.DropPending(micro_batch);", ""),
     (
+        "computes_what_is_known_while_its_rows_come",
+        "server/heads/step_ledger.cc",
+        "if (found != open_.micro_batches.end() && IsPresent(found->second)) return false;",
+        "if (found != open_.micro_batches.end() && found->second.state == ContributionState::kCommitted) return false;",
+    ),
+    (
+        "commits_rows_that_were_cancelled_as_they_came",
+        "server/heads/head_submit.cc",
+        "if (absl::Status status = CheckWanted(); !status.ok() || !adds_) return status;",
+        "if (!adds_) return absl::OkStatus();",
+    ),
+    (
+        "loses_a_head_to_rows_that_never_came",
+        "server/heads/head_submit.cc",
+        "form_ == ContributionForm::kDirect && (!flows || flow.decided());",
+        "form_ == ContributionForm::kDirect;",
+    ),
+    (
+        "refuses_rows_that_stall",
+        "server/heads/head_submit.cc",
+        "if (!flows || flow.decided() || !submission_.incoming->stalled()) return status;",
+        "if (!status.ok()) return status;",
+    ),
+    (
+        "acknowledges_what_a_lost_head_has_forgotten",
+        "server/heads/head_submit.cc",
+        "  const absl::Status status = CheckNotLost();\n  for (Head* target : targets_) {\n    // Also",
+        "  const absl::Status status;\n  for (Head* target : targets_) {\n    // Also",
+    ),
+    (
+        "forgets_what_the_other_head_of_a_lost_one_has",
+        "server/heads/head_submit.cc",
+        "target->ledger_.FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();",
+        "if (status.ok()) target->ledger_.FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();",
+    ),
+    (
         "commits_held_rows_with_a_teacher_that_changed",
         "server/heads/head_decide.cc",
         "if (teacher->weight_version_ == weight_version) return absl::OkStatus();",

@@ -106,7 +106,9 @@ TEST(ServerHistoryTest, AgreesWithTheModel) {
                              "CHECKSUM_MISMATCH",
                              "CANCELLED",
                              "ENGINE_FAILED",
-                             "NOT_SESSION_OWNER"}) {
+                             "NOT_SESSION_OWNER",
+                             "STRIPE_LOST",
+                             "PROTOCOL_VIOLATION"}) {
     EXPECT_GE(reasons[reason], 1) << reason;
   }
 }
@@ -164,6 +166,7 @@ INSTANTIATE_TEST_SUITE_P(ServerHistoryTest, PlantedBugTest,
                                            PlantedBug{"AddsAContributionTwice", {.engine = EngineBug::kAddsTwice}},
                                            PlantedBug{"LeaksAStagingSlot", {.engine = EngineBug::kLeaksSlot}},
                                            PlantedBug{"KeepsADiscardedGradient", {.engine = EngineBug::kKeepsGradient}},
+                                           PlantedBug{"AddsWhatWasNotDecided", {.engine = EngineBug::kAddsUndecided}},
                                            PlantedBug{"RestoresAnOlderCheckpoint", {.keeps_older_checkpoint = true}},
                                            PlantedBug{"NeverExpiresASession", {.session_clock_stands = true}},
                                            PlantedBug{"EndsALeaseInACall", {.forgets_call_of_session = true}}),

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <climits>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -191,6 +192,7 @@ Reply World::Run(const Event& event) {
   files_->set_capacity_bytes(INT64_MAX);
   engine_->control().failing_call = nullptr;
   engine_->control().during_compute = nullptr;
+  reply.beside = std::exchange(beside_, {});
   return reply;
 }
 
@@ -267,6 +269,43 @@ absl::StatusOr<heads::SessionRegistry::Use> World::UseSession(int session) {
 
 // ---- micro-batches ---------------------------------------------------------------------------------------------------
 
+class World::Rows : public heads::IncomingRows {
+ public:
+  // `cancelled` becomes true at the decision, if the event says so.
+  Rows(const Event& event, int64_t row_count, bool* cancelled)
+      : event_(event), row_count_(row_count), cancelled_(cancelled), digest_(ToDigest(ContentOf(event))) {}
+
+  absl::Status AwaitRows(int64_t row_end) override {
+    if (row_end < row_count_) return absl::OkStatus();
+    if (event_.flow == Flow::kStalls) {
+      stalled_ = true;
+      return MakeError(ErrorReason::kCancelled, "the rows stay away");
+    }
+    return event_.flow == Flow::kBreaks ? Error() : absl::OkStatus();
+  }
+  bool stalled() const override { return stalled_; }
+  absl::StatusOr<Digest> Finish(const DigestBuilder*) override {
+    if (event_.flow == Flow::kRefused) return Error();
+    if (event_.cancel == Cancel::kAtDecision) *cancelled_ = true;
+    return digest_;
+  }
+  void GradHiddenReady(int64_t) override {}
+
+  // What becomes of the call when it waits for all of its rows.
+  absl::Status Error() const {
+    if (event_.flow == Flow::kBreaks) return MakeError(ErrorReason::kStripeLost, "by order of the history");
+    if (event_.flow == Flow::kRefused) return MakeError(ErrorReason::kProtocolViolation, "by order of the history");
+    return absl::OkStatus();
+  }
+
+ private:
+  const Event& event_;
+  const int64_t row_count_;
+  bool* const cancelled_;
+  const Digest digest_;
+  bool stalled_ = false;
+};
+
 Reply World::Call(const Event& event) {
   absl::StatusOr<heads::SessionRegistry::Use> use = UseSession(event.session);
   if (!use.ok()) return ToReply(use);
@@ -332,14 +371,27 @@ Reply World::Call(const Event& event) {
 
   bool cancelled = event.cancel == Cancel::kBefore;
   bool in_progress = false;
-  computing_ = true;
+  const bool is_beside = std::exchange(computing_, true);
   engine_->control().during_compute = [&] {
     if (event.cancel == Cancel::kWhileComputing) cancelled = true;
     DoMeanwhile(event, submission, &in_progress);
   };
-  const absl::StatusOr<heads::SubmissionOutcome> outcome = Head::Submit(submission, *engine_, [&cancelled] { return cancelled; });
-  computing_ = false;
-  for (const heads::SessionId& session : std::exchange(ended_meanwhile_, {})) registry_->DropSession(session);
+  const auto is_cancelled = [&cancelled] { return cancelled; };
+  Rows rows(event, payload.row_count, &cancelled);
+  if (event.flow != Flow::kComplete) submission.incoming = &rows;
+  absl::StatusOr<heads::SubmissionOutcome> outcome = Head::Submit(submission, *engine_, is_cancelled);
+  if (outcome.ok() && outcome->needs_all_rows) {
+    submission.incoming = nullptr;
+    if (absl::Status status = rows.Error(); status.ok()) {
+      outcome = Head::Submit(submission, *engine_, is_cancelled);
+    } else {
+      outcome = status;
+    }
+  }
+  computing_ = is_beside;
+  if (!is_beside) {
+    for (const heads::SessionId& session : std::exchange(ended_meanwhile_, {})) registry_->DropSession(session);
+  }
   if (!outcome.ok()) return ToReply(outcome);
 
   Reply reply;
@@ -357,6 +409,9 @@ Reply World::Call(const Event& event) {
                           static_cast<int>(outcome->payload_differs)}) {
     reply.numbers.push_back(value);
   }
+  uint64_t content = 0;
+  std::memcpy(&content, outcome->digest.data(), sizeof(content));
+  reply.numbers.push_back(event.backward ? static_cast<double>(content >> 16) : 0);
   if (event.meanwhile == Meanwhile::kSameCall || event.meanwhile == Meanwhile::kDiscard || event.meanwhile == Meanwhile::kCommit) {
     reply.numbers.push_back(in_progress);
   }
@@ -396,7 +451,22 @@ void World::DoMeanwhile(const Event& event, const heads::Submission& submission,
       now_ += kMaxLeaseSeconds + 1;
       sessions_->Expire();
       return;
+    case Meanwhile::kOtherCall:
+      CallBeside(event.beside.at(0));
+      return;
   }
+}
+
+void World::CallBeside(const Event& event) {
+  EngineControl& control = engine_->control();
+  control.failing_call = event.failing_call;
+  if (event.failing_call != nullptr) control.failure = MakeError(event.failure, "by order of the history");
+  Reply reply;
+  std::thread thread([&] { reply = Call(event); });
+  thread.join();
+  control.failing_call = nullptr;
+  control.during_compute = nullptr;
+  beside_.push_back(std::move(reply));
 }
 
 Reply World::Decide(const Event& event) {

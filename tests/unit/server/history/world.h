@@ -59,7 +59,10 @@ class World {
   void OnSessionEnd(const heads::SessionId& session);
 
   Reply Call(const Event& event);
+  class Rows;  // of a call whose rows flow
   void DoMeanwhile(const Event& event, const heads::Submission& submission, bool* in_progress);
+  // Another call while one is computed, in a thread of its own; returns when it has ended.
+  void CallBeside(const Event& event);
   Reply Decide(const Event& event);
   Reply AddGradient(const Event& event);
   Reply OnHead(const Event& event, const HeadPointer& head);
@@ -86,6 +89,7 @@ class World {
   std::unique_ptr<heads::SessionRegistry> sessions_;
   std::map<int, HeadPointer> deleted_;  // by name: pointers that calls may still hold
   bool computing_ = false;
+  std::vector<Reply> beside_;  // replies to calls that were computed beside the one that runs
   std::vector<heads::SessionId> ended_meanwhile_;
   int held_count_ = 0;
 
