@@ -81,7 +81,7 @@ class TeacherStream {
 class TeacherJoin {
  public:
   // What a row takes of `max_bytes` beside its data.
-  static constexpr int64_t kRowOverheadBytes = 64;
+  static constexpr int64_t kRowOverheadBytes = 128;
 
   // `clock` tells how long things wait; only differences of its times matter.
   TeacherJoin(const JoinLimits& limits, std::function<absl::Time()> clock);

@@ -1,0 +1,441 @@
+// TeacherJoin: teachers' rows and trainers' claims, in either order, kept as long as they are needed and no longer.
+#include "server/transport/teacher_join.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <random>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "head_test_util.h"
+
+namespace headwater::transport {
+namespace {
+
+constexpr int64_t kWidth = 3;
+constexpr int64_t kRowBytes = kWidth * int64_t{sizeof(float)};
+constexpr JoinOwner kOwner = {1};
+
+using Indices = std::vector<int32_t>;
+
+class TeacherJoinTest : public ::testing::Test {
+ protected:
+  JoinedSet Set(const std::string& key = "key", int64_t rows = 8, const std::string& tenant = "default") {
+    return {tenant, key, rows, kWidth, DataType::kFloat32};
+  }
+  // Row `index` of a set, as the teacher of `version` computes it.
+  static std::vector<float> RowOf(int64_t index, int version = 0) {
+    const float value = static_cast<float>(index * 10 + version * 1000);
+    return {value, value + 1, value + 2};
+  }
+  static std::vector<float> RowsOf(const Indices& indices, int version = 0) {
+    std::vector<float> rows;
+    for (const int32_t index : indices) {
+      const std::vector<float> row = RowOf(index, version);
+      rows.insert(rows.end(), row.begin(), row.end());
+    }
+    return rows;
+  }
+  absl::Status Add(TeacherStream& stream, int64_t start, const std::vector<float>& rows) {
+    return stream.Add(start, static_cast<int64_t>(rows.size()) / kWidth, rows.data(),
+                      static_cast<int64_t>(rows.size() * sizeof(float)), "chunk");
+  }
+  // A whole stream.
+  absl::Status Send(const Indices& indices, int version = 0, const std::optional<JoinOwner>& owner = std::nullopt,
+                    const std::string& key = "key") {
+    absl::StatusOr<std::unique_ptr<TeacherStream>> stream = join_.Open(Set(key), indices, owner);
+    if (!stream.ok()) return stream.status();
+    if (absl::Status status = Add(**stream, 0, RowsOf(indices, version)); !status.ok()) return status;
+    return (*stream)->Finish();
+  }
+  std::shared_ptr<JoinedRows> Claim(const Indices& indices, const std::string& user = "", const std::string& key = "key") {
+    absl::StatusOr<std::shared_ptr<JoinedRows>> claim = join_.Claim(Set(key), static_cast<int64_t>(indices.size()), indices, user);
+    EXPECT_OK(claim);
+    return *std::move(claim);
+  }
+  static std::vector<float> Gather(const JoinedRows& claim) {
+    std::vector<float> rows(static_cast<size_t>(claim.row_count() * kWidth));
+    EXPECT_OK(claim.Gather(0, claim.row_count(), rows.data()));
+    return rows;
+  }
+  static absl::Status AwaitAll(JoinedRows& claim, absl::Duration timeout = absl::ZeroDuration()) {
+    return claim.Await(claim.row_count(), absl::Now() + timeout, nullptr);
+  }
+  // Gathers, and ends as a micro-batch that was decided.
+  void Use(const Indices& indices, const std::string& user, int version = 0) {
+    const std::shared_ptr<JoinedRows> claim = Claim(indices, user);
+    ASSERT_OK(AwaitAll(*claim));
+    EXPECT_EQ(Gather(*claim), RowsOf(indices, version));
+    claim->MarkUsed();
+  }
+
+  absl::Time now_ = absl::UnixEpoch();
+  TeacherJoin join_{{.max_bytes = 8 * (kRowBytes + TeacherJoin::kRowOverheadBytes), .max_wait = absl::Seconds(30)},
+                    [this] { return now_; }};
+};
+
+TEST_F(TeacherJoinTest, ATrainerTakesRowsThatCameBefore) {
+  ASSERT_OK(Send({0, 1, 2, 3}));
+  const auto claim = Claim({3, 1});
+  EXPECT_EQ(claim->row_count(), 2);
+  EXPECT_EQ(claim->row_bytes(), kRowBytes);
+  EXPECT_EQ(claim->ready_rows(), 2);
+  EXPECT_OK(AwaitAll(*claim));
+  EXPECT_EQ(Gather(*claim), RowsOf({3, 1}));
+  std::vector<float> one(kWidth);
+  EXPECT_OK(claim->Gather(1, 1, one.data()));
+  EXPECT_EQ(one, RowOf(1));
+}
+
+TEST_F(TeacherJoinTest, ATrainerWaitsForRowsThatComeLater) {
+  const auto claim = Claim({2, 5, 7});
+  EXPECT_EQ(claim->ready_rows(), 0);
+  const absl::Status early = AwaitAll(*claim);
+  EXPECT_REASON(early, kJoinIncomplete);
+  EXPECT_EQ(GetErrorMetadata(early).at("missingRow"), "2");
+  EXPECT_EQ(GetErrorMetadata(early).at("joinKey"), "key");
+  std::vector<float> nothing(3 * kWidth);
+  EXPECT_REASON(claim->Gather(0, 3, nothing.data()), kJoinIncomplete);
+  auto stream = join_.Open(Set(), {7, 5, 2}, std::nullopt);
+  ASSERT_OK(stream);
+  // In any order, by any chunks; what is there can be taken while the rest comes.
+  ASSERT_OK(Add(**stream, 2, RowOf(2)));
+  EXPECT_EQ(claim->ready_rows(), 1);
+  EXPECT_OK(claim->Await(1, absl::InfinitePast(), nullptr));
+  const absl::Status later = AwaitAll(*claim);
+  EXPECT_EQ(GetErrorMetadata(later).at("missingRow"), "5");
+  std::thread teacher([&] {
+    absl::SleepFor(absl::Milliseconds(20));
+    EXPECT_OK(Add(**stream, 0, RowsOf({7, 5})));
+    EXPECT_OK((*stream)->Finish());
+  });
+  EXPECT_OK(AwaitAll(*claim, absl::Seconds(30)));
+  teacher.join();
+  EXPECT_EQ(Gather(*claim), RowsOf({2, 5, 7}));
+}
+
+TEST_F(TeacherJoinTest, WithoutIndicesRowsAreInOrder) {
+  auto stream = join_.Open(Set("all", 4), {}, std::nullopt);
+  ASSERT_OK(stream);
+  EXPECT_EQ((*stream)->row_count(), 4);
+  ASSERT_OK(Add(**stream, 0, RowsOf({0, 1, 2, 3})));
+  ASSERT_OK((*stream)->Finish());
+  auto claim = join_.Claim(Set("all", 4), 3, {}, "");
+  ASSERT_OK(claim);
+  EXPECT_EQ(Gather(**claim), RowsOf({0, 1, 2}));
+}
+
+TEST_F(TeacherJoinTest, WaitsAreBounded) {
+  TeacherJoin join({.max_bytes = 1 << 20, .max_wait = absl::Milliseconds(30)}, absl::Now);
+  const absl::Time start = absl::Now();
+  auto claim = join.Claim(Set(), 1, {4}, "");
+  ASSERT_OK(claim);
+  const absl::Status status = (*claim)->Await(1, absl::InfiniteFuture(), nullptr);
+  EXPECT_REASON(status, kJoinIncomplete);
+  EXPECT_EQ(GetErrorMetadata(status).at("missingRow"), "4");
+  EXPECT_GE(absl::Now() - start, absl::Milliseconds(30));
+  std::atomic<bool> cancelled = false;
+  const auto other = Claim({1});
+  std::thread canceller([&] {
+    absl::SleepFor(absl::Milliseconds(10));
+    cancelled = true;
+  });
+  EXPECT_REASON(other->Await(1, absl::InfiniteFuture(), [&] { return cancelled.load(); }), kCancelled);
+  canceller.join();
+}
+
+TEST_F(TeacherJoinTest, ChunksAreChecked) {
+  auto stream = join_.Open(Set(), {0, 1, 2}, std::nullopt);
+  ASSERT_OK(stream);
+  const std::vector<float> rows = RowsOf({0, 1, 2, 3});
+  const auto add = [&](int64_t start, int64_t count, int64_t bytes) {
+    return (*stream)->Add(start, count, rows.data(), bytes, "chunk");
+  };
+  EXPECT_REASON(add(-1, 1, kRowBytes), kChunkOutOfRange);
+  EXPECT_REASON(add(0, 0, 0), kChunkOutOfRange);
+  EXPECT_REASON(add(1, 3, 3 * kRowBytes), kChunkOutOfRange);
+  EXPECT_REASON(add(INT64_MAX, 1, kRowBytes), kChunkOutOfRange);
+  EXPECT_REASON(add(1, INT64_MAX, kRowBytes), kChunkOutOfRange);
+  EXPECT_REASON(add(0, 1, kRowBytes - 1), kDataLengthMismatch);
+  ASSERT_OK(add(1, 1, kRowBytes));
+  EXPECT_REASON(add(0, 2, 2 * kRowBytes), kChunkOutOfRange);
+  const absl::Status unfinished = (*stream)->Finish();
+  EXPECT_REASON(unfinished, kProtocolViolation);
+  EXPECT_EQ(GetErrorMetadata(unfinished).at("missingRow"), "0");
+  ASSERT_OK(add(0, 1, kRowBytes));
+  ASSERT_OK(add(2, 1, kRowBytes));
+  EXPECT_OK((*stream)->Finish());
+}
+
+TEST_F(TeacherJoinTest, ARowComesOnce) {
+  ASSERT_OK(Send({0, 1}));
+  const absl::Status again = Send({2, 1});
+  EXPECT_REASON(again, kChunkOutOfRange);
+  EXPECT_EQ(GetErrorMetadata(again).at("row"), "1");
+  EXPECT_REASON(Send({3, 3}), kChunkOutOfRange);  // twice in one stream
+  auto open = join_.Open(Set(), {4}, std::nullopt);
+  ASSERT_OK(open);
+  EXPECT_REASON(Send({4}), kChunkOutOfRange);  // on its way
+  open->reset();
+  // Refused streams and broken ones leave nothing behind.
+  EXPECT_OK(Send({2, 3, 4}));
+  EXPECT_EQ(Gather(*Claim({0, 1, 2, 3, 4})), RowsOf({0, 1, 2, 3, 4}));
+}
+
+TEST_F(TeacherJoinTest, ABrokenStreamTakesItsRowsBack) {
+  const auto claim = Claim({0, 1});
+  ASSERT_OK(Send({1}));
+  {
+    auto stream = join_.Open(Set(), {0, 2}, std::nullopt);
+    ASSERT_OK(stream);
+    ASSERT_OK(Add(**stream, 0, RowOf(0)));
+    EXPECT_EQ(claim->ready_rows(), 2);
+  }
+  EXPECT_EQ(claim->ready_rows(), 0);
+  const absl::Status status = AwaitAll(*claim);
+  EXPECT_EQ(GetErrorMetadata(status).at("missingRow"), "0");
+  ASSERT_OK(Send({0, 2}, 1));
+  EXPECT_EQ(Gather(*claim)[0], RowOf(0, 1)[0]);
+}
+
+TEST_F(TeacherJoinTest, BothSidesDeclareTheSameSet) {
+  ASSERT_OK(Send({0}));
+  for (const char* field : {"total_row_count", "hidden_size", "data_type"}) {
+    JoinedSet other = Set();
+    if (field[0] == 't') other.total_row_count = 9;
+    if (field[0] == 'h') other.hidden_size = 4;
+    if (field[0] == 'd') other.data_type = DataType::kBFloat16;
+    for (const bool is_trainer : {false, true}) {
+      const absl::Status status =
+          is_trainer ? join_.Claim(other, 1, {1}, "").status() : join_.Open(other, {1}, std::nullopt).status();
+      EXPECT_REASON(status, kJoinIncomplete) << field;
+      EXPECT_EQ(GetErrorMetadata(status).at("field"), field);
+    }
+  }
+  EXPECT_EQ(join_.set_count(), 1);
+}
+
+TEST_F(TeacherJoinTest, TenantsDoNotMeet) {
+  ASSERT_OK(Send({0}));
+  auto other = join_.Claim(Set("key", 8, "others"), 1, {0}, "");
+  ASSERT_OK(other);
+  EXPECT_EQ((*other)->ready_rows(), 0);
+  EXPECT_REASON(AwaitAll(**other), kJoinIncomplete);
+  // Not even by declaring the key otherwise.
+  EXPECT_OK(join_.Claim(Set("key", 5, "third"), 1, {0}, ""));
+}
+
+TEST_F(TeacherJoinTest, ADecisionSpendsRowsAndFreesTheKey) {
+  ASSERT_OK(Send({0, 1, 2}));
+  const int64_t reserved = join_.reserved_bytes();
+  EXPECT_EQ(reserved, 3 * (kRowBytes + TeacherJoin::kRowOverheadBytes));
+  {
+    // An attempt that was not decided leaves them for the next one.
+    const auto claim = Claim({0, 1}, "step 0");
+    EXPECT_EQ(claim->ready_rows(), 2);
+  }
+  Use({0, 1}, "step 0");
+  // For a repeat of it they are there; to others they are not.
+  EXPECT_EQ(Gather(*Claim({0, 1}, "step 0")), RowsOf({0, 1}));
+  EXPECT_EQ(Claim({2}, "step 1")->ready_rows(), 1);
+  const auto next = Claim({0, 1}, "step 1");
+  EXPECT_EQ(next->ready_rows(), 0);
+  EXPECT_EQ(Claim({0}, "step 0")->ready_rows(), 0);  // the key is used again
+  ASSERT_OK(Send({0, 1}, 1));
+  EXPECT_EQ(Gather(*next), RowsOf({0, 1}, 1));
+}
+
+TEST_F(TeacherJoinTest, ATeacherMaySendSpentRowsAnew) {
+  for (int step = 0; step < 5; ++step) {
+    ASSERT_OK(Send({0, 1, 2, 3, 4, 5}, step));
+    Use({0, 2, 4}, absl::StrCat("even ", step), step);
+    Use({5, 3, 1}, absl::StrCat("odd ", step), step);
+    EXPECT_LE(join_.reserved_bytes(), 6 * (kRowBytes + TeacherJoin::kRowOverheadBytes));
+  }
+  // All of it is spent: the key may even name another set.
+  JoinedSet other = Set();
+  other.total_row_count = 3;
+  EXPECT_OK(join_.Open(other, {}, std::nullopt));
+}
+
+TEST_F(TeacherJoinTest, RowsThatNobodyCanRepeatGoAtOnce) {
+  ASSERT_OK(Send({0, 1}));
+  Use({0, 1}, "");
+  EXPECT_EQ(join_.reserved_bytes(), 0);
+  EXPECT_EQ(join_.set_count(), 0);
+}
+
+TEST_F(TeacherJoinTest, WhoSharesARowKeepsIt) {
+  ASSERT_OK(Send({0, 1}));
+  const auto shares = Claim({1}, "two");
+  Use({0, 1}, "one");
+  EXPECT_EQ(shares->ready_rows(), 1);
+  EXPECT_EQ(Gather(*shares), RowOf(1));
+  shares->MarkUsed();
+}
+
+TEST_F(TeacherJoinTest, AnUndecidedContributionKeepsItsRows) {
+  ASSERT_OK(Send({0, 1}));
+  auto pending = Claim({0, 1}, "explicit");
+  pending->MarkUsed();  // computed, and waits for its commit
+  now_ += absl::Hours(1);
+  join_.Expire();
+  EXPECT_EQ(Gather(*Claim({0, 1}, "explicit")), RowsOf({0, 1}));  // an attempt that supersedes it
+  pending.reset();
+  EXPECT_EQ(Claim({0, 1}, "another")->ready_rows(), 0);
+}
+
+TEST_F(TeacherJoinTest, RowsGoWithTheirSession) {
+  ASSERT_OK(Send({0, 1}, 0, kOwner));
+  ASSERT_OK(Send({2}));
+  const auto claim = Claim({2, 0});
+  EXPECT_EQ(claim->ready_rows(), 2);
+  join_.DropOwner({9});
+  EXPECT_EQ(claim->ready_rows(), 2);
+  join_.DropOwner(kOwner);
+  EXPECT_EQ(claim->ready_rows(), 1);
+  EXPECT_REASON(AwaitAll(*claim), kJoinIncomplete);
+  EXPECT_EQ(join_.reserved_bytes(), kRowBytes + TeacherJoin::kRowOverheadBytes);
+  // Another teacher goes on where that one ended.
+  ASSERT_OK(Send({0, 1}, 1));
+  EXPECT_OK(AwaitAll(*claim));
+  auto stream = join_.Open(Set("lost"), {0}, kOwner);
+  ASSERT_OK(stream);
+  join_.DropOwner(kOwner);
+  EXPECT_REASON(Add(**stream, 0, RowOf(0)), kSessionNotFound);
+}
+
+TEST_F(TeacherJoinTest, RowsThatNobodyAsksForExpire) {
+  ASSERT_OK(Send({0, 1}));
+  now_ += absl::Seconds(20);
+  EXPECT_EQ(Claim({0})->ready_rows(), 1);  // asks
+  now_ += absl::Seconds(20);
+  join_.Expire();
+  EXPECT_EQ(join_.reserved_bytes(), 2 * (kRowBytes + TeacherJoin::kRowOverheadBytes));  // of one piece
+  EXPECT_EQ(Claim({0})->ready_rows(), 1);
+  EXPECT_EQ(Claim({1})->ready_rows(), 0);
+  const auto claimed = Claim({0});
+  now_ += absl::Seconds(60);
+  join_.Expire();
+  EXPECT_EQ(claimed->ready_rows(), 1);
+}
+
+TEST_F(TeacherJoinTest, NothingIsLeftInTheEnd) {
+  ASSERT_OK(Send({0, 1}));
+  Use({0}, "spent");
+  { const auto waits = Claim({5}, "never comes"); }
+  { auto stream = join_.Open(Set("broken"), {}, kOwner); }
+  EXPECT_EQ(join_.set_count(), 1);
+  now_ += absl::Seconds(31);
+  join_.Expire();
+  EXPECT_EQ(join_.reserved_bytes(), 0);
+  EXPECT_EQ(join_.set_count(), 0);
+}
+
+TEST_F(TeacherJoinTest, BytesAreBounded) {
+  EXPECT_REASON(join_.Open(Set("big", 9), {}, std::nullopt), kInFlightBytesExceeded);
+  EXPECT_REASON(join_.Open(Set("huge", INT64_MAX), {}, std::nullopt), kInFlightBytesExceeded);
+  EXPECT_EQ(join_.set_count(), 0);
+  ASSERT_OK(Send({0, 1, 2, 3, 4, 5}));
+  const absl::Status full = Send({0, 1, 2}, 0, std::nullopt, "other");
+  EXPECT_REASON(full, kInFlightBytesExceeded);
+  EXPECT_EQ(GetErrorMetadata(full).at("limit"), "max_join_bytes");
+  EXPECT_EQ(GetErrorMetadata(full).at("availableBytes"), absl::StrCat(2 * (kRowBytes + TeacherJoin::kRowOverheadBytes)));
+  // Spent rows make room, whole pieces at a time.
+  Use({0, 1, 2, 3, 4}, "some");
+  EXPECT_REASON(Send({0, 1, 2}, 0, std::nullopt, "other"), kInFlightBytesExceeded);
+  Use({5}, "last");
+  EXPECT_OK(Send({0, 1, 2}, 0, std::nullopt, "other"));
+  EXPECT_EQ(Claim({0}, "some")->ready_rows(), 0);
+}
+
+TEST_F(TeacherJoinTest, RowsOfManyPiecesAreGathered) {
+  TeacherJoin join({.max_bytes = int64_t{64} << 20, .max_wait = absl::Seconds(30)}, absl::Now);
+  constexpr int64_t kRows = 1000, kWide = 1024;  // about four pieces
+  const JoinedSet set = {"default", "wide", kRows, kWide, DataType::kFloat32};
+  Indices order(kRows);
+  for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
+  std::shuffle(order.begin(), order.end(), std::mt19937(3));
+  std::vector<float> rows(static_cast<size_t>(kRows * kWide));
+  for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<float>(order[i / kWide]) + static_cast<float>(i % kWide) / 2048;
+  auto stream = join.Open(set, order, std::nullopt);
+  ASSERT_OK(stream);
+  for (int64_t start = 0; start < kRows; start += 300) {
+    const int64_t count = std::min<int64_t>(300, kRows - start);
+    ASSERT_OK((*stream)->Add(start, count, rows.data() + start * kWide, count * kWide * 4, "chunk"));
+  }
+  ASSERT_OK((*stream)->Finish());
+  auto claim = join.Claim(set, kRows, {}, "all");
+  ASSERT_OK(claim);
+  std::vector<float> gathered(rows.size());
+  ASSERT_OK((*claim)->Await(kRows, absl::InfiniteFuture(), nullptr));
+  ASSERT_OK((*claim)->Gather(0, kRows, gathered.data()));
+  for (size_t i = 0; i < gathered.size(); ++i) {
+    ASSERT_EQ(gathered[i], static_cast<float>(i / kWide) + static_cast<float>(i % kWide) / 2048) << i;
+  }
+  (*claim)->MarkUsed();
+}
+
+TEST_F(TeacherJoinTest, ManyTeachersAndTrainersAtOnce) {
+  // Each of four teachers streams its part of every step's set, each of four trainers takes another part of it; the key is used
+  // again step after step. Sessions end now and then.
+  TeacherJoin join({.max_bytes = 1 << 20, .max_wait = absl::Seconds(30)}, absl::Now);
+  constexpr int kParts = 4, kSteps = 60;
+  constexpr int64_t kRows = 16;
+  std::atomic<int> decided[kSteps] = {};
+  std::vector<std::thread> threads;
+  for (int part = 0; part < kParts; ++part) {
+    threads.emplace_back([&, part] {  // a teacher: every fourth row
+      for (int step = 0; step < kSteps; ++step) {
+        while (step > 0 && decided[step - 1] < kParts) absl::SleepFor(absl::Microseconds(100));
+        Indices indices;
+        for (int64_t row = part; row < kRows; row += kParts) indices.push_back(static_cast<int32_t>(row));
+        for (int attempt = 0; attempt < 2; ++attempt) {
+          auto stream = join.Open(Set("key", kRows), indices, kOwner);
+          ASSERT_OK(stream);
+          ASSERT_OK(Add(**stream, 0, RowsOf({indices[0], indices[1]}, step)));
+          if (attempt == 0 && step % 3 == 0) continue;  // breaks, and begins anew
+          ASSERT_OK(Add(**stream, 2, RowsOf({indices[2], indices[3]}, step)));
+          ASSERT_OK((*stream)->Finish());
+          break;
+        }
+      }
+    });
+    threads.emplace_back([&, part] {  // a trainer: a quarter of the rows
+      Indices indices;
+      for (int64_t row = part * 4; row < part * 4 + 4; ++row) indices.push_back(static_cast<int32_t>(row));
+      for (int step = 0; step < kSteps; ++step) {
+        while (step > 0 && decided[step - 1] < kParts) absl::SleepFor(absl::Microseconds(100));
+        auto claim = join.Claim(Set("key", kRows), 4, indices, absl::StrCat(step, "/", part));
+        ASSERT_OK(claim);
+        std::vector<float> rows(4 * kWidth);
+        absl::Status gathered;
+        do {  // a stream that breaks takes back what was there
+          ASSERT_OK((*claim)->Await(4, absl::InfiniteFuture(), nullptr));
+          gathered = (*claim)->Gather(0, 4, rows.data());
+        } while (HasReason(gathered, ErrorReason::kJoinIncomplete));
+        ASSERT_OK(gathered);
+        EXPECT_EQ(rows, RowsOf(indices, step));
+        (*claim)->MarkUsed();
+        claim->reset();
+        ++decided[step];
+      }
+    });
+  }
+  threads.emplace_back([&] {
+    while (decided[kSteps - 1] < kParts) {
+      join.Expire();
+      absl::SleepFor(absl::Milliseconds(1));
+    }
+  });
+  for (std::thread& thread : threads) thread.join();
+  join.DropOwner(kOwner);
+  EXPECT_EQ(join.reserved_bytes(), 0);
+  EXPECT_EQ(join.set_count(), 0);
+}
+
+}  // namespace
+}  // namespace headwater::transport
