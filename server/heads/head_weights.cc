@@ -163,7 +163,10 @@ absl::Status Head::SetTensors(const Epoch& epoch, const std::vector<TensorUpdate
       MarkLost(written);
     } else if (changed) {
       absl::MutexLock state_lock(&state_mutex_);
-      if (sets(HeadTensor::kWeight)) has_weight_ = false;
+      if (sets(HeadTensor::kWeight)) {
+        has_weight_ = false;
+        weight_checksum_.clear();
+      }
       if (sets(HeadTensor::kBias)) has_bias_ = false;
     }
     return written;

@@ -25,6 +25,36 @@ constexpr absl::Duration kPollInterval = absl::Milliseconds(5);
 // Rows are allocated in pieces of about this size, so that memory follows the rows that come and that go.
 constexpr int64_t kSlabBytes = 1 << 20;
 
+// Distinct numbers, as runs.
+class IndexRuns {
+ public:
+  int64_t count() const { return count_; }
+  bool Contains(int64_t index) const {
+    const auto after = runs_.upper_bound(index);
+    return after != runs_.begin() && std::prev(after)->second > index;
+  }
+  void Add(int64_t index) {
+    if (Contains(index)) return;
+    ++count_;
+    int64_t start = index, end = index + 1;
+    const auto after = runs_.lower_bound(index);
+    if (after != runs_.begin() && std::prev(after)->second == index) start = std::prev(after)->first;
+    if (after != runs_.end() && after->first == end) {
+      end = after->second;
+      runs_.erase(after);
+    }
+    runs_[start] = end;
+  }
+  void Clear() {
+    runs_.clear();
+    count_ = 0;
+  }
+
+ private:
+  std::map<int64_t, int64_t> runs_;  // [first, second)
+  int64_t count_ = 0;
+};
+
 }  // namespace
 
 // ---- what is kept ----------------------------------------------------------------------------------------------------
@@ -42,7 +72,7 @@ class TeacherJoin::State : public std::enable_shared_from_this<TeacherJoin::Stat
     std::unique_ptr<uint8_t[]> data;  // the stream's alone to set, before the first row is published
   };
   struct Row {
-    // kAbsent: only claimed. kComing: a stream has announced it. kSpent: there, for a repeat of `user` alone.
+    // kAbsent: only claimed. kComing: of a stream that has not ended. kSpent: there, for a repeat of `user` alone.
     enum class State { kAbsent, kComing, kThere, kSpent };
     State state = State::kAbsent;
     int64_t claim_count = 0;
@@ -56,6 +86,7 @@ class TeacherJoin::State : public std::enable_shared_from_this<TeacherJoin::Stat
     JoinedSet declared;
     int64_t row_bytes = 0;
     std::unordered_map<int64_t, Row> rows;  // by index in the set; absent ones only while they are claimed
+    IndexRuns used;                         // rows that some decided micro-batch had; empty again when that is all of them
     int64_t stream_count = 0;               // in progress
     int64_t claim_count = 0;
     uint64_t losses = 0;  // counts when rows go that were there
@@ -150,9 +181,9 @@ absl::StatusOr<std::shared_ptr<TeacherJoin::State::Set>> TeacherJoin::State::Dec
   if (set != nullptr) {
     absl::Status same = CheckDeclared(set->declared, wanted);
     if (same.ok()) return set;
-    // A key whose rows are all spent is free for another set.
+    // A key whose rows have all been used is free for another set.
     const bool is_spent =
-        set->stream_count == 0 && set->claim_count == 0 &&
+        set->stream_count == 0 && set->claim_count == 0 && set->used.count() == 0 &&
         std::all_of(set->rows.begin(), set->rows.end(), [](const auto& entry) { return entry.second.state == Row::State::kSpent; });
     if (!is_spent) return same;
   }
@@ -308,7 +339,7 @@ class TeacherJoin::State::Stream : public TeacherStream {
     }
     std::fill(first, first + count, true);
     arrived_count_ += count;
-    return Publish(row_start, count);
+    return absl::OkStatus();
   }
 
   absl::Status Finish() override {
@@ -319,16 +350,25 @@ class TeacherJoin::State::Stream : public TeacherStream {
                                     " is the first one missing"),
                        {{"field", "chunk"}, {"missingRow", absl::StrCat(missing)}});
     }
+    const int64_t rows_of_slab = RowsOfSlab(row_bytes_);
     absl::MutexLock lock(&state_->mutex_);
-    finished_ = true;
-    --set_->stream_count;
     std::vector<int64_t> idle;
     for (int64_t i = 0; i < row_count_; ++i) {
       const auto row = set_->rows.find(IndexOf(i));
-      if (row != set_->rows.end() && IsMine(row->second, i) && row->second.claim_count == 0) idle.push_back(row->first);
+      if (row == set_->rows.end() || !IsMine(row->second, i)) {
+        return MakeError(ErrorReason::kSessionNotFound, "the session that the rows belong to has ended");
+      }
     }
+    for (int64_t i = 0; i < row_count_; ++i) {
+      Row& row = set_->rows.at(IndexOf(i));
+      row.state = Row::State::kThere;
+      row.data = SlabOf(i)->data.get() + i % rows_of_slab * row_bytes_;
+      if (row.claim_count == 0) idle.push_back(IndexOf(i));
+    }
+    finished_ = true;
+    --set_->stream_count;
     state_->NoteIdle(set_, idle);
-    state_->ForgetIfEmpty(*set_);  // all of them may have been used already, and dropped since
+    set_->changed.SignalAll();
     slabs_.clear();
     return absl::OkStatus();
   }
@@ -353,21 +393,6 @@ class TeacherJoin::State::Stream : public TeacherStream {
       i += piece;
     }
     return true;
-  }
-
-  absl::Status Publish(int64_t row_start, int64_t count) {
-    const int64_t rows_of_slab = RowsOfSlab(row_bytes_);
-    absl::MutexLock lock(&state_->mutex_);
-    for (int64_t i = row_start; i < row_start + count; ++i) {
-      const auto row = set_->rows.find(IndexOf(i));
-      if (row == set_->rows.end() || !IsMine(row->second, i)) {
-        return MakeError(ErrorReason::kSessionNotFound, "the session that the rows belong to has ended");
-      }
-      row->second.state = Row::State::kThere;
-      row->second.data = SlabOf(i)->data.get() + i % rows_of_slab * row_bytes_;
-    }
-    set_->changed.SignalAll();
-    return absl::OkStatus();
   }
 
   const std::shared_ptr<State> state_;
@@ -402,15 +427,19 @@ absl::StatusOr<std::unique_ptr<TeacherStream>> TeacherJoin::State::Open(const Jo
   for (int64_t i = 0; i < row_count; ++i) {
     const int64_t index = row_indices.empty() ? i : row_indices[static_cast<size_t>(i)];
     auto row = set->rows.try_emplace(index).first;
-    if (row->second.state == Row::State::kSpent) {
+    const bool was_used = set->used.Contains(index);
+    if (!was_used && row->second.state == Row::State::kSpent) {
       Drop(*set, row);
       row = set->rows.try_emplace(index).first;
     }
-    if (row->second.state != Row::State::kAbsent) {
+    if (was_used || row->second.state != Row::State::kAbsent) {
       status = MakeError(ErrorReason::kChunkOutOfRange,
                          absl::StrCat("header.row_indices must name rows that have not come, row ", index, " of the set ",
-                                      row->second.state == Row::State::kComing ? "is coming already" : "is there"),
+                                      was_used ? "has come and was used; the key serves again when all rows of the set were"
+                                      : row->second.state == Row::State::kComing ? "is coming already"
+                                                                                 : "is there"),
                          {{"field", "header.row_indices"}, {"joinKey", wanted.join_key}, {"row", absl::StrCat(index)}});
+      if (row->second.state == Row::State::kAbsent) Drop(*set, row);
       break;
     }
     row->second.state = Row::State::kComing;
@@ -448,7 +477,10 @@ class TeacherJoin::State::RowClaim : public JoinedRows {
       const auto entry = set_->rows.find(IndexOf(i));
       Row& row = entry->second;
       --row.claim_count;
-      if (used && row.state == Row::State::kThere) row.user = user_;
+      if (used && row.state == Row::State::kThere) {
+        row.user = user_;
+        set_->used.Add(entry->first);
+      }
       if (row.claim_count > 0) {
         if (row.state == Row::State::kSpent && row.wanted_anew) state_->Drop(*set_, entry);
         continue;
@@ -464,6 +496,7 @@ class TeacherJoin::State::RowClaim : public JoinedRows {
         idle.push_back(entry->first);
       }
     }
+    if (set_->used.count() == set_->declared.total_row_count) set_->used.Clear();
     state_->NoteIdle(set_, idle);
     state_->ForgetIfEmpty(*set_);
   }

@@ -1,10 +1,11 @@
 // TeacherJoin: where the rows of a teacher's process and the micro-batches of the trainers that need them meet, in either order.
 //
 // A set of rows has a name (tenant and join_key), a number of rows and a shape, which whoever comes first declares. Teachers'
-// streams bring disjoint rows of it; trainers' terms claim rows of it. A row goes when it is spent: when the last micro-batch that
-// had claimed it was decided. What is spent is kept for a while nevertheless, for a repeat of the very micro-batch that used it
-// (its answer may have been lost on the way); to all others it is as if it were not there, and a teacher may bring the row anew: so
-// a key can be used again, step after step. Spent rows go first when memory is needed.
+// streams bring disjoint rows of it, each row once; they can be had when their stream has ended well, so that one that breaks can
+// begin anew. Trainers' terms claim rows of it. A row goes when it is spent: when the last micro-batch that had claimed it was
+// decided. What is spent is kept for a while nevertheless, for a repeat of the very micro-batch that used it (its answer may have
+// been lost on the way); to all others it is as if it were not there. When all rows of a set have been used the key is free again.
+// Spent rows go first when memory is needed.
 //
 // Thread-safe, but for a TeacherStream, which has one thread. Knows no gRPC and no heads.
 #ifndef HEADWATER_SERVER_TRANSPORT_TEACHER_JOIN_H_
@@ -70,11 +71,12 @@ class TeacherStream {
   virtual ~TeacherStream() = default;
   virtual int64_t row_count() const = 0;  // of this stream
   virtual int64_t row_bytes() const = 0;
-  // Copies rows [row_start, row_start + count) of this stream, `[count, row_bytes()]`, from where trainers can have them at once.
-  // Rows come in any order. kChunkOutOfRange: outside of the stream, no rows, or rows that came before; kDataLengthMismatch unless
-  // `data_bytes` is count x row_bytes(). `field` names the chunk in messages.
+  // Copies rows [row_start, row_start + count) of this stream, `[count, row_bytes()]`. Rows come in any order. kChunkOutOfRange:
+  // outside of the stream, no rows, or rows that came before; kDataLengthMismatch unless `data_bytes` is count x row_bytes().
+  // `field` names the chunk in messages.
   virtual absl::Status Add(int64_t row_start, int64_t count, const void* data, int64_t data_bytes, const std::string& field) = 0;
-  // The teacher has half-closed: kProtocolViolation with the first missing row unless every row has come; then they are kept.
+  // The teacher has half-closed: kProtocolViolation with the first missing row unless every row has come; kSessionNotFound if their
+  // session has ended. Then trainers can have them.
   virtual absl::Status Finish() = 0;
 };
 

@@ -84,6 +84,12 @@ void KindTable::AddFlows(std::vector<Kind>& kinds) {
              e.cancel = Cancel::kWhileComputing;
              return g.Call(e) && Flows(g, e);
            }},
+          {"cancelled when all rows are there", 6,
+           [](G& g, E& e) {
+             e.cancel = Cancel::kAtDecision;
+             e.is_explicit = e.allow_held = g.OneIn(3);
+             return g.Call(e) && Flows(g, e);
+           }},
           {"cancelled before rows flow", 3,
            [](G& g, E& e) {
              e.cancel = Cancel::kBefore;

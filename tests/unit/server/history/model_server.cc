@@ -25,7 +25,7 @@ Expected Model::SetTensors(const Event& event) {
     if (!was_loading) {
       Lose(target.head);
     } else {
-      if (sets(HeadTensor::kWeight)) head.has_weight = false;
+      if (sets(HeadTensor::kWeight)) head.has_weight = head.has_checksum = false;
       if (sets(HeadTensor::kBias)) head.has_bias = false;
     }
     return Refuse(ErrorReasonName(event.failure));
