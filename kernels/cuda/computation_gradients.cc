@@ -104,6 +104,10 @@ absl::Status Computation::AddGradHidden(Work* work, const Slice& slice, bool pro
   HEADWATER_RETURN_IF_ERROR(ForEachPart(*work, slice, [&](const Part& part, const Slice& rows) {
     return WriteGradHidden(*part.member, *part.chunk, part.shared, {rows.first - part.first, rows.count});
   }));
+  const bool any_leaves = std::any_of(work->parts.begin(), work->parts.end(), [](const Part& part) {
+    return part.member->micro_batch->grad_hidden.memory == MemorySpace::kHost;
+  });
+  if (!any_leaves) return absl::OkStatus();
   HEADWATER_RETURN_IF_ERROR(core_.Order(stream_, core_.download_stream()));
   return ForEachPart(*work, slice, [&](const Part& part, const Slice& rows) {
     return SendGradHidden({part.member, part.chunk, part.shared.out, {rows.first - part.first, rows.count}});
