@@ -136,6 +136,7 @@ class Computation {
   // The rows' sum for the digest: what lies on the device is summed there, rows that the products read from a copy with that copy,
   // and what is left by this thread at last.
   absl::Status BeginDigest();
+  bool SumsCopy(const Part& part) const;
   absl::Status DigestOnDevice(const void* rows, int64_t count, int64_t row_bytes, int32_t stream_index, const int32_t* numbers);
   absl::Status FinishDigest();
   // The slices of a work in the exponential form; they depend on where its tensors are and on nothing of the moment.
@@ -224,9 +225,9 @@ class Computation {
   bool interrupted_ = false;
   // The digest of the only member's rows, if it is asked for.
   DigestBuilder digest_;
-  uint64_t* device_sum_ = nullptr;       // [2]
-  uint64_t* host_sum_ = nullptr;         // [2], page-locked
-  const Chunk* copied_chunk_ = nullptr;  // its copies of hidden are summed up; null: this thread does it
+  uint64_t* device_sum_ = nullptr;           // [2]
+  uint64_t* host_sum_ = nullptr;             // [2], page-locked
+  std::vector<const Chunk*> summed_chunks_;  // copies of their hidden states are in the sum
 };
 
 }  // namespace headwater::cuda

@@ -52,9 +52,6 @@ absl::Status Computation::BeginDigest() {
   host_sum_ = host_.Take<uint64_t>(2);
   host_.Keep();
   HEADWATER_RETURN_IF_ERROR(Check(cudaMemsetAsync(device_sum_, 0, kSumBytes, stream_), "clearing a sum"));
-  const std::vector<Chunk>& chunks = member.plan->chunks;
-  const bool copied_once = chunks.size() == 1 && chunks.front().terms.size() == 1;
-  if (micro_batch.hidden.memory == MemorySpace::kHost && copied_once) copied_chunk_ = &chunks.front();
   const std::vector<RowsView> streams = StreamsOf(micro_batch);
   for (size_t i = 0; i < streams.size(); ++i) {
     const RowsView& rows = streams[i];
@@ -63,6 +60,14 @@ absl::Status Computation::BeginDigest() {
     HEADWATER_RETURN_IF_ERROR(DigestOnDevice(rows.data, rows.row_count, RowBytes(rows), static_cast<int32_t>(i), nullptr));
   }
   return absl::OkStatus();
+}
+
+bool Computation::SumsCopy(const Part& part) const {
+  if (device_sum_ == nullptr || decided_ || part.member->micro_batch->hidden.memory != MemorySpace::kHost) return false;
+  if (part.chunk->terms.size() > 1) return false;
+  // In order of rows: those of weight 0 have chunks of their own behind the others.
+  return summed_chunks_.empty() || summed_chunks_.back() == part.chunk ||
+         summed_chunks_.back()->batch_rows.back() < part.chunk->batch_rows.front();
 }
 
 absl::Status Computation::DigestOnDevice(const void* rows, int64_t count, int64_t row_bytes, int32_t stream_index,
@@ -79,7 +84,7 @@ absl::Status Computation::FinishDigest() {
   const Member& member = members_.front();
   const MicroBatch& micro_batch = *member.micro_batch;
   if (!micro_batch.digest_rows) return absl::OkStatus();
-  bool any_on_device = copied_chunk_ != nullptr;
+  bool any_on_device = !summed_chunks_.empty();
   const std::vector<RowsView> streams = StreamsOf(micro_batch);
   for (size_t i = 0; i < streams.size(); ++i) {
     const RowsView& rows = streams[i];
@@ -93,9 +98,10 @@ absl::Status Computation::FinishDigest() {
       return core_.digester().Add(rows, place, first, count, static_cast<int32_t>(i), &digest_);
     };
     int64_t next = 0;
-    if (i == 0 && copied_chunk_ != nullptr) {
-      // Only the rows that no product needed.
-      for (const int64_t row : copied_chunk_->batch_rows) {
+    for (const Chunk* chunk : summed_chunks_) {
+      if (i > 0) break;
+      // Only the rows that no product has needed so far.
+      for (const int64_t row : chunk->batch_rows) {
         HEADWATER_RETURN_IF_ERROR(add(next, row - next));
         next = row + 1;
       }
@@ -260,7 +266,8 @@ absl::Status Computation::PlaceSlice(Work* work, const Slice& slice) {
     const RowsView& hidden = part.member->micro_batch->hidden;
     const bool on_device = hidden.memory == MemorySpace::kDevice;
     const int64_t offset = rows.first - part.first;
-    if (part.chunk == copied_chunk_) {
+    if (SumsCopy(part)) {
+      if (summed_chunks_.empty() || summed_chunks_.back() != part.chunk) summed_chunks_.push_back(part.chunk);
       const int64_t row_bytes = RowBytes(hidden);
       HEADWATER_RETURN_IF_ERROR(DigestOnDevice(static_cast<const char*>(part.shared.raw_hidden) + offset * row_bytes, rows.count,
                                                row_bytes, 0, part.shared.batch_rows + offset));
