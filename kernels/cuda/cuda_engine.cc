@@ -111,7 +111,8 @@ class CudaEngine final : public LossEngine {
 
   std::string name() const override { return "cuda"; }
   std::vector<EngineDevice> devices() const override {
-    return {{"cuda:" + std::to_string(core_->options().device_index), core_->device_model(), core_->options().memory_budget_bytes}};
+    return {{"cuda:" + std::to_string(core_->options().device_index), core_->device_model(), core_->options().memory_budget_bytes,
+             core_->device_uuid()}};
   }
   const EngineOptions& options() const override { return core_->options(); }
   int64_t planned_bytes() const override { return core_->planned_bytes(); }

@@ -1,6 +1,7 @@
 #include "kernels/cuda/engine_core.h"
 
 #include <algorithm>
+#include <cstring>
 #include <exception>
 #include <string>
 #include <utility>
@@ -64,6 +65,8 @@ absl::Status EngineCore::Open() {
   cudaDeviceProp properties;
   HEADWATER_RETURN_IF_ERROR(CudaStatus(cudaGetDeviceProperties(&properties, options_.device_index), "asking for the device"));
   device_model_ = properties.name;
+  static_assert(sizeof(properties.uuid) == sizeof(device_uuid_));
+  std::memcpy(device_uuid_.data(), &properties.uuid, sizeof(device_uuid_));
   const int capability = 10 * properties.major + properties.minor;
   if (capability < kOldestCapability) {
     return NoDevice(device_model_ + " has compute capability " + std::to_string(properties.major) + "." +

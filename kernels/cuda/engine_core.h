@@ -8,6 +8,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -39,6 +40,7 @@ class EngineCore {
 
   const EngineOptions& options() const { return options_; }  // with defaults filled in
   const std::string& device_model() const { return device_model_; }
+  const std::array<uint8_t, 16>& device_uuid() const { return device_uuid_; }
   // True where the kernels for sm_90a may be used.
   bool hopper() const { return hopper_; }
 
@@ -95,6 +97,7 @@ class EngineCore {
 
   EngineOptions options_;
   std::string device_model_;
+  std::array<uint8_t, 16> device_uuid_{};
   bool hopper_ = false;
 
   std::mutex work_mutex_;

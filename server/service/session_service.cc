@@ -71,6 +71,7 @@ grpc::Status SessionServiceImpl::GetServerInfo(grpc::ServerContext* context, con
           encoded->set_name(device.name);
           encoded->set_model(device.model);
           encoded->set_memory_budget_bytes(device.memory_budget_bytes);
+          if (device.uuid != decltype(device.uuid){}) encoded->set_uuid(device.uuid.data(), device.uuid.size());
         }
         if (devices.size() == 1) response->mutable_devices(0)->set_memory_planned_bytes(core_.engine->planned_bytes());
         EncodeLimits(core_.options.limits, response->mutable_limits());

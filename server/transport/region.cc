@@ -104,15 +104,15 @@ class NamedRegion final : public Region {
 
 class ImportedRegion final : public Region {
  public:
-  ImportedRegion(std::shared_ptr<RegionCounts> counts, std::unique_ptr<DeviceRegion> memory, std::unique_ptr<DeviceEvent> event,
-                 int64_t bytes)
+  ImportedRegion(std::shared_ptr<RegionCounts> counts, std::unique_ptr<DeviceRegion> memory,
+                 std::shared_ptr<const DeviceEvent> event, int64_t bytes)
       : Region(RegionKind::kDevice, bytes, std::move(counts)), memory_(std::move(memory)), event_(std::move(event)) {}
   uint8_t* data() const override { return static_cast<uint8_t*>(memory_->data()); }
   const DeviceEvent* after() const override { return event_.get(); }
 
  private:
   const std::unique_ptr<DeviceRegion> memory_;
-  const std::unique_ptr<DeviceEvent> event_;
+  const std::shared_ptr<const DeviceEvent> event_;
 };
 
 }  // namespace
@@ -202,7 +202,7 @@ absl::StatusOr<std::shared_ptr<const Region>> OpenNamedRegion(LossEngine& engine
 }
 
 absl::StatusOr<std::shared_ptr<const Region>> OpenDeviceRegion(LossEngine& engine, std::shared_ptr<RegionCounts> counts,
-                                                               const DeviceHandle& memory, const std::optional<DeviceHandle>& event,
+                                                               const DeviceHandle& memory, std::shared_ptr<const DeviceEvent> event,
                                                                int64_t bytes) {
   auto opened = engine.OpenDeviceMemory(memory, bytes);
   if (!opened.ok()) return opened.status();
@@ -210,14 +210,8 @@ absl::StatusOr<std::shared_ptr<const Region>> OpenDeviceRegion(LossEngine& engin
     return Invalid("size_bytes", absl::StrCat("at most ", (*opened)->bytes(), ", the bytes of the allocation"),
                    absl::StrCat(bytes));
   }
-  std::unique_ptr<DeviceEvent> after;
-  if (event.has_value()) {
-    auto opened_event = engine.OpenDeviceEvent(*event);
-    if (!opened_event.ok()) return opened_event.status();
-    after = *std::move(opened_event);
-  }
   return std::shared_ptr<const Region>(
-      std::make_shared<ImportedRegion>(std::move(counts), *std::move(opened), std::move(after), bytes));
+      std::make_shared<ImportedRegion>(std::move(counts), *std::move(opened), std::move(event), bytes));
 }
 
 }  // namespace headwater::transport

@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 
 #include "absl/base/thread_annotations.h"
@@ -79,7 +78,7 @@ absl::StatusOr<std::shared_ptr<const Region>> OpenNamedRegion(LossEngine& engine
                                                               const std::string& folder, const std::string& name, int64_t offset,
                                                               int64_t bytes);
 absl::StatusOr<std::shared_ptr<const Region>> OpenDeviceRegion(LossEngine& engine, std::shared_ptr<RegionCounts> counts,
-                                                               const DeviceHandle& memory, const std::optional<DeviceHandle>& event,
+                                                               const DeviceHandle& memory, std::shared_ptr<const DeviceEvent> event,
                                                                int64_t bytes);
 
 // OK if `fd` is memory that can be mapped without a risk: a memfd of at least one byte on tmpfs, readable and writable, sealed

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -146,7 +147,30 @@ absl::StatusOr<std::string> RegionRegistry::AddNamed(const RegionOwner& owner, c
 
 absl::StatusOr<std::string> RegionRegistry::AddDevice(const RegionOwner& owner, const DeviceHandle& memory,
                                                       const std::optional<DeviceHandle>& event, int64_t bytes) {
-  return Add(owner, 0, bytes, [&] { return OpenDeviceRegion(engine_, counts_, memory, event, bytes); });
+  return Add(owner, 0, bytes, [&]() -> absl::StatusOr<std::shared_ptr<const Region>> {
+    std::shared_ptr<const DeviceEvent> after;
+    if (event.has_value()) {
+      auto opened = OpenEvent(*event);
+      if (!opened.ok()) return opened.status();
+      after = *std::move(opened);
+    }
+    return OpenDeviceRegion(engine_, counts_, memory, std::move(after), bytes);
+  });
+}
+
+absl::StatusOr<std::shared_ptr<const DeviceEvent>> RegionRegistry::OpenEvent(const DeviceHandle& handle) {
+  absl::MutexLock lock(&events_mutex_);
+  for (auto entry = events_.begin(); entry != events_.end();) {
+    entry = entry->second.expired() ? events_.erase(entry) : std::next(entry);
+  }
+  if (const auto found = events_.find(handle); found != events_.end()) {
+    if (auto event = found->second.lock(); event != nullptr) return event;
+  }
+  auto opened = engine_.OpenDeviceEvent(handle);
+  if (!opened.ok()) return opened.status();
+  std::shared_ptr<const DeviceEvent> event = *std::move(opened);
+  events_[handle] = event;
+  return event;
 }
 
 absl::Status RegionRegistry::Remove(const RegionOwner& owner, const std::string& id, absl::Time deadline,

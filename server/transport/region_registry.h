@@ -113,8 +113,8 @@ class RegionRegistry {
   // IsRegionName() accepts. The caller has asked whether the operator allows names.
   absl::StatusOr<std::string> AddNamed(const RegionOwner& owner, const std::string& name, int64_t offset, int64_t bytes,
                                        const std::string& folder = "/dev/shm");
-  // The allocation that a CUDA IPC handle names; calls wait for what `event` was last recorded after. kFeatureNotBuilt without a
-  // device.
+  // The allocation that a CUDA IPC handle names; calls wait for what `event` was last recorded after. Regions with the same event
+  // handle share one DeviceEvent. kFeatureNotBuilt without a device.
   absl::StatusOr<std::string> AddDevice(const RegionOwner& owner, const DeviceHandle& memory,
                                         const std::optional<DeviceHandle>& event, int64_t bytes);
 
@@ -144,6 +144,7 @@ class RegionRegistry {
     int64_t opening = 0;  // being registered now; counted by the quota
     std::map<std::string, std::shared_ptr<const Region>> regions;
   };
+  absl::StatusOr<std::shared_ptr<const DeviceEvent>> OpenEvent(const DeviceHandle& handle);
   absl::StatusOr<std::string> Add(const RegionOwner& owner, int64_t offset, int64_t bytes,
                                   const std::function<absl::StatusOr<std::shared_ptr<const Region>>()>& open);
 
@@ -152,6 +153,8 @@ class RegionRegistry {
   const std::shared_ptr<RegionCounts> counts_ = std::make_shared<RegionCounts>();
   mutable absl::Mutex mutex_;
   std::map<RegionOwner, Owned> owned_ ABSL_GUARDED_BY(mutex_);
+  absl::Mutex events_mutex_;  // held while one is opened
+  std::map<DeviceHandle, std::weak_ptr<const DeviceEvent>> events_ ABSL_GUARDED_BY(events_mutex_);
 };
 
 }  // namespace headwater::transport

@@ -328,6 +328,11 @@ TEST_F(Regions, OfDeviceMemoryCarryTheirEvent) {
   EXPECT_EQ(ReasonOf(regions_.AddDevice(Owner(1), handle, unknown, 1).status()), "INVALID_FIELD");
   EXPECT_EQ(ReasonOf(regions_.AddDevice(Owner(1), handle, std::nullopt, 1025).status()), "INVALID_FIELD");
   EXPECT_EQ(engine_.open_devices, 2);
+  const auto also_ordered = regions_.AddDevice(Owner(1), handle, handle, 8);
+  ASSERT_TRUE(also_ordered.ok());
+  EXPECT_EQ(engine_.open_events, 1);  // of the same handle, shared
+  EXPECT_EQ(Find(*also_ordered, 0, 8)->after(), Find(*ordered, 0, 8)->after());
+  ASSERT_TRUE(regions_.Remove(Owner(1), *also_ordered).ok());
   EXPECT_EQ(engine_.open_events, 1);
   auto use = Find(*ordered, 16, 496);
   ASSERT_TRUE(use.ok());

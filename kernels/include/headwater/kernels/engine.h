@@ -248,6 +248,7 @@ struct EngineDevice {
   std::string name;   // "cpu", "cuda:0"
   std::string model;  // as the vendor calls it
   int64_t memory_budget_bytes = 0;
+  std::array<uint8_t, 16> uuid{};  // of a GPU, as its driver tells it; zeros for what has none
 };
 
 // Host memory that the engine reads and writes without a detour; page-locked by engines with a device. Must not outlive its engine.

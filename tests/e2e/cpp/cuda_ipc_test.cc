@@ -1,0 +1,348 @@
+// Rows in device memory, from this process to a headwaterd of its own: in place by CUDA IPC, copied on the device where their
+// memory cannot be exported, and through shared host memory; each bitwise the same micro-batch as by gRPC. Needs a GPU and the CUDA
+// engine's module; skips with the reason otherwise. With several GPUs each of them is the client's once; the server is on the
+// first.
+//
+//   ctest --test-dir build/release -R e2e_cuda_ipc_test --output-on-failure
+#include <dlfcn.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "client/cpp/src/channel.h"
+#include "client/cpp/src/memory/cuda_driver.h"
+#include "client/cpp/src/memory/memory_paths.h"
+#include "headwater/client/client.h"
+#include "headwater/client/error.h"
+#include "headwater/v1/session_service.grpc.pb.h"
+#include "tests/e2e/cpp/child_process.h"
+#include "tests/e2e/cpp/placed_call.h"
+#include "tests/e2e/cpp/server_process.h"
+#include "tests/e2e/cpp/test_tensors.h"
+
+namespace headwater::e2e {
+namespace {
+
+using client::ErrorReason;
+using client::internal::CallRows;
+using client::internal::CuContext;
+using client::internal::CudaDriver;
+using client::internal::CuDevicePointer;
+using client::internal::CuResult;
+using client::internal::CuStream;
+using client::internal::MakeChannel;
+using client::internal::MemoryPath;
+using client::internal::MemoryPaths;
+using client::internal::PathDemand;
+using client::internal::Placement;
+using ::testing::HasSubstr;
+
+constexpr int64_t kRows = 2048;
+constexpr int64_t kHiddenSize = 128;
+constexpr int64_t kVocabSize = 1000;
+constexpr int64_t kBytes = kRows * kHiddenSize * 4;
+constexpr char kChildTarget[] = "HEADWATER_CUDA_IPC_CHILD_TARGET";
+
+// Further functions of the driver that only tests call.
+template <typename Function>
+Function DriverFunction(const char* name) {
+  void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  void* const symbol = library == nullptr ? nullptr : dlsym(library, name);
+  if (symbol == nullptr) throw std::runtime_error(std::string("the driver has no ") + name);
+  return reinterpret_cast<Function>(symbol);
+}
+
+int DeviceCount() {
+  int count = 0;
+  return DriverFunction<CuResult (*)(int*)>("cuDeviceGetCount")(&count) == 0 ? count : 0;
+}
+
+// Device memory of `bytes` bytes on a device, freed at the end. `pooled`: of a memory pool, which cuIpcGetMemHandle() refuses.
+class DeviceBuffer {
+ public:
+  DeviceBuffer(const CudaDriver& driver, int device, int64_t bytes, bool pooled = false) : driver_(driver) {
+    Check(driver.DevicePrimaryCtxRetain(&context_, device));
+    const CudaDriver::Scope scope(driver_, context_);
+    if (pooled) {
+      using AllocAsync = CuResult (*)(CuDevicePointer*, size_t, CuStream);
+      Check(DriverFunction<AllocAsync>("cuMemAllocAsync")(&pointer_, static_cast<size_t>(bytes), nullptr));
+      Check(driver.StreamSynchronize(nullptr));
+    } else {
+      Check(driver.MemAlloc(&pointer_, static_cast<size_t>(bytes)));
+    }
+  }
+  ~DeviceBuffer() {
+    const CudaDriver::Scope scope(driver_, context_);
+    static_cast<void>(driver_.MemFree(pointer_));
+  }
+  DeviceBuffer(const DeviceBuffer&) = delete;
+  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
+
+  char* data() const { return reinterpret_cast<char*>(static_cast<uintptr_t>(pointer_)); }
+  CuContext context() const { return context_; }
+  void Write(const void* from, int64_t bytes, int64_t offset = 0) { Copy(data() + offset, from, bytes); }
+  std::string Read(int64_t bytes, int64_t offset = 0) const {
+    std::string values(static_cast<size_t>(bytes), '\0');
+    Copy(values.data(), data() + offset, bytes);
+    return values;
+  }
+
+ private:
+  static void Check(CuResult result) {
+    if (result != 0) throw std::runtime_error("CUDA error " + std::to_string(result));
+  }
+  void Copy(void* to, const void* from, int64_t bytes) const {
+    const CudaDriver::Scope scope(driver_, context_);
+    Check(driver_.MemcpyAsync(reinterpret_cast<uintptr_t>(to), reinterpret_cast<uintptr_t>(from), static_cast<size_t>(bytes),
+                              nullptr));
+    Check(driver_.StreamSynchronize(nullptr));
+  }
+
+  const CudaDriver& driver_;
+  CuContext context_ = nullptr;
+  CuDevicePointer pointer_ = 0;
+};
+
+class CudaIpc : public ::testing::Test {
+ protected:
+  void SetUp() override {
+#ifndef HEADWATER_HAS_CUDA_MODULE
+    GTEST_SKIP() << "this build has no CUDA engine (HEADWATER_CUDA=ON)";
+#endif
+    const auto driver = CudaDriver::Get();
+    if (!driver.ok()) GTEST_SKIP() << driver.status().message();
+    driver_ = *driver;
+    const char* const target = std::getenv(kChildTarget);
+    if (target != nullptr) {
+      Connect(target);
+      return;
+    }
+    server_ = std::make_unique<ServerProcess>(
+        std::vector<std::string>{"--engine=cuda", "--descriptor_socket=" + directory_.path() + "/memory.sock"});
+    Connect(server_->target());
+    client::HeadSpec spec;
+    spec.vocab_size = kVocabSize;
+    spec.hidden_size = kHiddenSize;
+    spec.trainable = true;
+    client::Client client = server_->Connect();
+    head_ = std::make_unique<client::Head>(Value(client.CreateHead("h", spec)));
+    const std::vector<float> weight = RandomFloats(1, kVocabSize * kHiddenSize, 0.1F);
+    Value(head_->UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight)));
+    header_ = LossHeader(*head_, 0, RandomTargets(3, kRows, kVocabSize));
+    by_grpc_ = Call(*loss_, header_, BytesOf(hidden_));
+    ASSERT_TRUE(by_grpc_.status.ok()) << by_grpc_.status << server_->log();
+  }
+  void Connect(const std::string& target) {
+    channel_ = MakeChannel(target, {});
+    paths_ = MemoryPaths::Create(target, channel_, {}, {});
+    loss_ = v1::LossService::NewStub(channel_);
+  }
+  static CallRows DeviceRows(void* read, void* write, void* stream = nullptr) {
+    CallRows rows;
+    rows.reads.push_back({read, kBytes, true});
+    if (write != nullptr) rows.write = {write, kBytes, true};
+    rows.stream = stream;
+    return rows;
+  }
+  absl::StatusOr<Placement> Place(const CallRows& rows, PathDemand demand = PathDemand::kBest) {
+    return paths_->Place(rows, "", demand, SoonEnough());
+  }
+  // The micro-batch again, with rows placed; it must be known to the server by its digest.
+  void CallWith(Placement* placement, const char* transport) {
+    SetPlacement(*placement, &header_);
+    header_.set_attempt(++attempt_);
+    const PlacedReply reply = Call(*loss_, header_);
+    ASSERT_TRUE(reply.status.ok()) << reply.status << server_->log();
+    EXPECT_TRUE(reply.summary.replayed());
+    EXPECT_EQ(reply.summary.digest(), by_grpc_.summary.digest());
+    EXPECT_EQ(reply.summary.transport(), transport);
+    EXPECT_EQ(reply.summary.terms(0).sums().loss_sum(), by_grpc_.summary.terms(0).sums().loss_sum());
+    const absl::Status finished = placement->Finish();
+    ASSERT_TRUE(finished.ok()) << finished;
+  }
+
+  const CudaDriver* driver_ = nullptr;
+  TemporaryDirectory directory_;
+  std::unique_ptr<ServerProcess> server_;
+  std::shared_ptr<grpc::Channel> channel_;
+  std::shared_ptr<MemoryPaths> paths_;
+  std::unique_ptr<v1::LossService::Stub> loss_;
+  std::unique_ptr<client::Head> head_;
+  const std::vector<float> hidden_ = RandomFloats(2, kRows* kHiddenSize, 1);
+  v1::MicroBatchHeader header_;
+  PlacedReply by_grpc_;
+  int64_t attempt_ = 0;
+};
+
+TEST_F(CudaIpc, RowsAreReadAndWrittenWhereTheyLie) {
+  for (int device = 0; device < DeviceCount(); ++device) {
+    SCOPED_TRACE(device);
+    DeviceBuffer hidden(*driver_, device, kBytes);
+    DeviceBuffer grad(*driver_, device, kBytes);
+    hidden.Write(hidden_.data(), kBytes);
+    Placement placement = Value(Place(DeviceRows(hidden.data(), grad.data()), PathDemand::kCudaIpc));
+    EXPECT_EQ(placement.path(), MemoryPath::kCudaIpc);
+    EXPECT_EQ(placement.why_not_better(), "");
+    CallWith(&placement, "cuda_ipc");
+    EXPECT_EQ(grad.Read(kBytes), by_grpc_.grad_hidden);
+    EXPECT_EQ(hidden.Read(kBytes), BytesOf(hidden_));
+    const Placement again = Value(Place(DeviceRows(hidden.data(), grad.data())));
+    EXPECT_EQ(again.reads()[0].region_id, placement.reads()[0].region_id);  // registered once
+  }
+}
+
+TEST_F(CudaIpc, RowsMayBePartsOfOneAllocation) {
+  DeviceBuffer both(*driver_, 0, 3 * kBytes);
+  both.Write(hidden_.data(), kBytes, kBytes + 512);
+  Placement placement = Value(Place(DeviceRows(both.data() + kBytes + 512, both.data() + 256)));
+  EXPECT_EQ(placement.reads()[0].region_id, placement.write()->region_id);
+  EXPECT_EQ(placement.reads()[0].offset_bytes, kBytes + 512);
+  CallWith(&placement, "cuda_ipc");
+  EXPECT_EQ(both.Read(kBytes, 256), by_grpc_.grad_hidden);
+  const absl::Status beyond = Place(DeviceRows(both.data() + 2 * kBytes + 4, nullptr)).status();
+  EXPECT_EQ(beyond.code(), absl::StatusCode::kInvalidArgument) << beyond;
+}
+
+TEST_F(CudaIpc, RowsThatStartAtAnyElementAreTheSame) {
+  DeviceBuffer both(*driver_, 0, 3 * kBytes);
+  both.Write(hidden_.data(), kBytes, kBytes + 4);
+  Placement placement = Value(Place(DeviceRows(both.data() + kBytes + 4, both.data() + 12)));
+  CallWith(&placement, "cuda_ipc");
+  EXPECT_EQ(both.Read(kBytes, 12), by_grpc_.grad_hidden);
+}
+
+TEST_F(CudaIpc, TheServerWaitsForTheStreamsWork) {
+  DeviceBuffer source(*driver_, 0, kBytes);
+  DeviceBuffer hidden(*driver_, 0, kBytes);
+  DeviceBuffer grad(*driver_, 0, kBytes);
+  DeviceBuffer large(*driver_, 0, int64_t{512} << 20);
+  source.Write(hidden_.data(), kBytes);
+  const CudaDriver::Scope scope(*driver_, hidden.context());
+  CuStream streams[2] = {};
+  for (CuStream& stream : streams) ASSERT_EQ(driver_->StreamCreate(&stream, 1), 0);
+  for (int round = 0; round < 6; ++round) {
+    const std::vector<float> zeros(static_cast<size_t>(kRows * kHiddenSize));
+    hidden.Write(zeros.data(), kBytes);
+    CuStream const stream = streams[round % 2];
+    // Some 10 ms of work, then the rows.
+    for (int i = 0; i < 40; ++i) {
+      const CuDevicePointer half = reinterpret_cast<uintptr_t>(large.data()) + (size_t{256} << 20);
+      ASSERT_EQ(driver_->MemcpyAsync(reinterpret_cast<uintptr_t>(large.data()), half, size_t{256} << 20, stream), 0);
+    }
+    ASSERT_EQ(driver_->MemcpyAsync(reinterpret_cast<uintptr_t>(hidden.data()), reinterpret_cast<uintptr_t>(source.data()), kBytes,
+                                   stream),
+              0);
+    Placement placement = Value(Place(DeviceRows(hidden.data(), grad.data(), stream)));
+    CallWith(&placement, "cuda_ipc");
+    EXPECT_EQ(grad.Read(kBytes), by_grpc_.grad_hidden);
+  }
+  for (CuStream const stream : streams) driver_->StreamDestroy(stream);
+}
+
+TEST_F(CudaIpc, MemoryOfAPoolIsCopiedOnTheDevice) {
+  DeviceBuffer hidden(*driver_, 0, kBytes, /*pooled=*/true);
+  DeviceBuffer grad(*driver_, 0, kBytes, /*pooled=*/true);
+  hidden.Write(hidden_.data(), kBytes);
+  for (int round = 0; round < 3; ++round) {
+    Placement placement = Value(Place(DeviceRows(hidden.data(), grad.data())));
+    EXPECT_EQ(placement.path(), MemoryPath::kCudaIpc);
+    EXPECT_THAT(placement.why_not_better(), HasSubstr("cannot be exported"));
+    CallWith(&placement, "cuda_ipc");
+    EXPECT_EQ(grad.Read(kBytes), by_grpc_.grad_hidden);
+  }
+}
+
+TEST_F(CudaIpc, SharedHostMemoryServesDeviceRowsToo) {
+  DeviceBuffer hidden(*driver_, 0, kBytes);
+  DeviceBuffer grad(*driver_, 0, kBytes);
+  hidden.Write(hidden_.data(), kBytes);
+  Placement placement = Value(Place(DeviceRows(hidden.data(), grad.data()), PathDemand::kSharedMemory));
+  EXPECT_EQ(placement.path(), MemoryPath::kSharedMemory);
+  CallWith(&placement, "shared_memory");
+  EXPECT_EQ(grad.Read(kBytes), by_grpc_.grad_hidden);
+}
+
+TEST_F(CudaIpc, AnAllocationThatWasMadeAnewIsRegisteredAnew) {
+  std::string region;
+  CuDevicePointer address = 0;
+  bool same_address = false;
+  for (int round = 0; round < 4; ++round) {
+    DeviceBuffer hidden(*driver_, 0, kBytes);
+    DeviceBuffer grad(*driver_, 0, kBytes);
+    hidden.Write(hidden_.data(), kBytes);
+    Placement placement = Value(Place(DeviceRows(hidden.data(), grad.data())));
+    EXPECT_NE(placement.reads()[0].region_id, region);
+    region = placement.reads()[0].region_id;
+    same_address = same_address || address == reinterpret_cast<uintptr_t>(hidden.data());
+    address = reinterpret_cast<uintptr_t>(hidden.data());
+    CallWith(&placement, "cuda_ipc");
+    EXPECT_EQ(grad.Read(kBytes), by_grpc_.grad_hidden);
+  }
+  EXPECT_TRUE(same_address) << "the driver gave no address twice: this run shows less than it should";
+}
+
+TEST_F(CudaIpc, AbandonedMemoryIsTheCallersAlone) {
+  DeviceBuffer hidden(*driver_, 0, kBytes);
+  hidden.Write(hidden_.data(), kBytes);
+  Placement placement = Value(Place(DeviceRows(hidden.data(), nullptr)));
+  const std::string region = placement.reads()[0].region_id;
+  placement.Abandon();
+  DeviceBuffer grad(*driver_, 0, kBytes);
+  Placement another = Value(Place(DeviceRows(hidden.data(), grad.data())));
+  EXPECT_NE(another.reads()[0].region_id, region);
+  CallWith(&another, "cuda_ipc");
+  EXPECT_EQ(grad.Read(kBytes), by_grpc_.grad_hidden);
+}
+
+TEST_F(CudaIpc, HandlesThatNobodyMadeAreRefused) {
+  const auto sessions = v1::SessionService::NewStub(channel_);
+  v1::OpenSessionResponse session;
+  grpc::ClientContext open;
+  ASSERT_TRUE(sessions->OpenSession(&open, {}, &session).ok());
+  v1::RegisterSharedMemoryRequest request;
+  request.set_session_id(session.session_id());
+  request.set_cuda_ipc_handle(std::string(64, '\7'));
+  request.set_size_bytes(4096);
+  v1::RegisterSharedMemoryResponse response;
+  grpc::ClientContext context;
+  const grpc::Status status = sessions->RegisterSharedMemory(&context, request, &response);
+  EXPECT_EQ(ErrorReason(client::internal::FromGrpcStatus(status, "")), "INVALID_FIELD");
+  DeviceBuffer hidden(*driver_, 0, kBytes);
+  DeviceBuffer grad(*driver_, 0, kBytes);
+  hidden.Write(hidden_.data(), kBytes);
+  Placement placement = Value(Place(DeviceRows(hidden.data(), grad.data())));
+  CallWith(&placement, "cuda_ipc");  // the device is well
+}
+
+// Run by the next test in a process of its own.
+TEST_F(CudaIpc, ChildThatDies) {
+  if (std::getenv(kChildTarget) == nullptr) GTEST_SKIP() << "runs only as a child of another test";
+  DeviceBuffer hidden(*driver_, 0, kBytes);
+  hidden.Write(hidden_.data(), kBytes);
+  const Placement placement = Value(Place(DeviceRows(hidden.data(), nullptr), PathDemand::kCudaIpc));
+  kill(getpid(), SIGKILL);
+}
+
+TEST_F(CudaIpc, AClientThatDiesHarmsNobody) {
+  ASSERT_EQ(setenv(kChildTarget, server_->target().c_str(), 1), 0);
+  const ProgramResult child = RunProgram({"/proc/self/exe", "--gtest_filter=CudaIpc.ChildThatDies"});
+  unsetenv(kChildTarget);
+  EXPECT_EQ(child.exit_code, -SIGKILL) << child.out << child.err;
+  DeviceBuffer hidden(*driver_, 0, kBytes);
+  DeviceBuffer grad(*driver_, 0, kBytes);
+  hidden.Write(hidden_.data(), kBytes);
+  Placement placement = Value(Place(DeviceRows(hidden.data(), grad.data())));
+  CallWith(&placement, "cuda_ipc");
+  EXPECT_EQ(grad.Read(kBytes), by_grpc_.grad_hidden);
+}
+
+}  // namespace
+}  // namespace headwater::e2e

@@ -1,0 +1,438 @@
+// The client's memory paths against the real headwaterd: what is placed where, what is said when it cannot be, and that a
+// micro-batch is the same micro-batch whichever way its rows take.
+#include "client/cpp/src/memory/memory_paths.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "client/cpp/src/channel.h"
+#include "client/cpp/src/memory/shared_region.h"
+#include "headwater/client/client.h"
+#include "headwater/client/error.h"
+#include "headwater/v1/session_service.grpc.pb.h"
+#include "tests/e2e/cpp/child_process.h"
+#include "tests/e2e/cpp/placed_call.h"
+#include "tests/e2e/cpp/server_process.h"
+#include "tests/e2e/cpp/test_tensors.h"
+
+namespace headwater::e2e {
+namespace {
+
+using client::ErrorReason;
+using client::internal::CallRows;
+using client::internal::MakeChannel;
+using client::internal::MemoryPath;
+using client::internal::MemoryPaths;
+using client::internal::MemoryPathsOptions;
+using client::internal::PathDemand;
+using client::internal::Placement;
+using client::internal::SharedRowsBuffer;
+using ::testing::HasSubstr;
+
+constexpr int64_t kRows = 1000;
+constexpr int64_t kHiddenSize = 24;
+constexpr int64_t kVocabSize = 50;
+constexpr int64_t kBytes = kRows * kHiddenSize * 4;
+
+class MemoryPathsTest : public ::testing::Test {
+ protected:
+  void Start(std::vector<std::string> flags = {}) {
+    if (flags.empty()) flags = {"--descriptor_socket=" + socket_path()};
+    server_ = std::make_unique<ServerProcess>(flags);
+    Connect();
+  }
+  void Connect(const MemoryPathsOptions& options = {}) {
+    paths_.reset();
+    channel_ = MakeChannel(server_->target(), {});
+    paths_ = MemoryPaths::Create(server_->target(), channel_, {}, options);
+    loss_ = v1::LossService::NewStub(channel_);
+    sessions_ = v1::SessionService::NewStub(channel_);
+  }
+  std::string socket_path() const { return directory_.path() + "/memory.sock"; }
+  client::Head MakeHead(const std::string& name, bool trainable = true) {
+    client::HeadSpec spec;
+    spec.vocab_size = kVocabSize;
+    spec.hidden_size = kHiddenSize;
+    spec.trainable = trainable;
+    client::Client client = server_->Connect();
+    client::Head head = Value(client.CreateHead(name, spec));
+    const std::vector<float> weight = RandomFloats(1, kVocabSize * kHiddenSize, 0.3F);
+    Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight)));
+    return head;
+  }
+  static CallRows HostRows(void* read, void* write) {
+    CallRows rows;
+    rows.reads.push_back({read, kBytes, false});
+    if (write != nullptr) rows.write = {write, kBytes, false};
+    return rows;
+  }
+  absl::StatusOr<Placement> Place(const CallRows& rows, PathDemand demand = PathDemand::kBest) {
+    return paths_->Place(rows, "", demand, SoonEnough());
+  }
+
+  TemporaryDirectory directory_;
+  std::unique_ptr<ServerProcess> server_;
+  std::shared_ptr<grpc::Channel> channel_;
+  std::shared_ptr<MemoryPaths> paths_;
+  std::unique_ptr<v1::LossService::Stub> loss_;
+  std::unique_ptr<v1::SessionService::Stub> sessions_;
+};
+
+TEST_F(MemoryPathsTest, RowsOfTheSharedRegionStayWhereTheyAre) {
+  Start();
+  const SharedRowsBuffer hidden = Value(paths_->AllocateRows(kBytes));
+  const SharedRowsBuffer grad = Value(paths_->AllocateRows(kBytes));
+  const Placement first = Value(Place(HostRows(hidden.data(), grad.data())));
+  EXPECT_EQ(first.path(), MemoryPath::kSharedMemory);
+  EXPECT_EQ(first.why_not_better(), "");
+  EXPECT_EQ(first.session_id().size(), 32u);
+  ASSERT_TRUE(first.write().has_value());
+  EXPECT_EQ(first.reads()[0].region_id, first.write()->region_id);
+  EXPECT_EQ(first.write()->offset_bytes - first.reads()[0].offset_bytes,
+            static_cast<char*>(grad.data()) - static_cast<char*>(hidden.data()));
+  // A part of them, and without registering anything again.
+  CallRows part;
+  part.reads.push_back({static_cast<char*>(hidden.data()) + 64, 128, false});
+  const Placement second = Value(Place(part));
+  EXPECT_EQ(second.reads()[0].region_id, first.reads()[0].region_id);
+  EXPECT_EQ(second.reads()[0].offset_bytes, first.reads()[0].offset_bytes + 64);
+  EXPECT_FALSE(second.write().has_value());
+}
+
+TEST_F(MemoryPathsTest, AMicroBatchIsTheSameWhicheverWayItsRowsTake) {
+  Start();
+  const client::Head head = MakeHead("h");
+  const std::vector<float> hidden = RandomFloats(2, kRows * kHiddenSize, 1);
+  const std::vector<int32_t> targets = RandomTargets(3, kRows, kVocabSize);
+  v1::MicroBatchHeader header = LossHeader(head, 0, targets);
+  const PlacedReply by_grpc = Call(*loss_, header, BytesOf(hidden));
+  ASSERT_TRUE(by_grpc.status.ok()) << by_grpc.status;
+  ASSERT_EQ(by_grpc.grad_hidden.size(), static_cast<size_t>(kBytes));
+  EXPECT_EQ(by_grpc.summary.transport(), "grpc");
+  int64_t attempt = 0;
+  const auto expect_the_same = [&](const PlacedReply& reply, const void* grad) {
+    ASSERT_TRUE(reply.status.ok()) << reply.status;
+    EXPECT_TRUE(reply.summary.replayed());  // so the server found the digest to be the same
+    EXPECT_EQ(reply.summary.digest(), by_grpc.summary.digest());
+    EXPECT_EQ(reply.summary.transport(), "shared_memory");
+    EXPECT_EQ(reply.summary.terms(0).sums().loss_sum(), by_grpc.summary.terms(0).sums().loss_sum());
+    EXPECT_EQ(reply.grad_hidden, "");
+    EXPECT_EQ(std::memcmp(grad, by_grpc.grad_hidden.data(), kBytes), 0);
+  };
+  {  // in place
+    const SharedRowsBuffer rows = Value(paths_->AllocateRows(kBytes));
+    const SharedRowsBuffer grad = Value(paths_->AllocateRows(kBytes));
+    std::memcpy(rows.data(), hidden.data(), kBytes);
+    Placement placement = Value(Place(HostRows(rows.data(), grad.data())));
+    SetPlacement(placement, &header);
+    header.set_attempt(++attempt);
+    const PlacedReply reply = Call(*loss_, header);
+    ASSERT_TRUE(placement.Finish().ok());
+    expect_the_same(reply, grad.data());
+  }
+  {  // through slots
+    std::vector<float> rows = hidden;
+    std::vector<float> grad(hidden.size(), -1);
+    Placement placement = Value(Place(HostRows(rows.data(), grad.data())));
+    std::fill(rows.begin(), rows.end(), 0.0F);  // they were copied
+    SetPlacement(placement, &header);
+    header.set_attempt(++attempt);
+    const PlacedReply reply = Call(*loss_, header);
+    EXPECT_EQ(grad[0], -1);
+    ASSERT_TRUE(placement.Finish().ok());
+    expect_the_same(reply, grad.data());
+  }
+  {  // the rows by the region, the gradient by gRPC
+    const SharedRowsBuffer rows = Value(paths_->AllocateRows(kBytes));
+    std::memcpy(rows.data(), hidden.data(), kBytes);
+    const Placement placement = Value(Place(HostRows(rows.data(), nullptr)));
+    header.clear_grad_hidden_rows();
+    SetPlacement(placement, &header);
+    header.set_attempt(++attempt);
+    const PlacedReply reply = Call(*loss_, header);
+    ASSERT_TRUE(reply.status.ok()) << reply.status;
+    EXPECT_TRUE(reply.summary.replayed());
+    EXPECT_EQ(reply.grad_hidden, by_grpc.grad_hidden);
+  }
+}
+
+TEST_F(MemoryPathsTest, ATeachersRowsMayLieInARegionToo) {
+  Start();
+  const client::Head student = MakeHead("student");
+  const client::Head teacher = MakeHead("teacher", false);
+  std::vector<float> hidden = RandomFloats(2, kRows * kHiddenSize, 1);
+  std::vector<float> teacher_hidden = RandomFloats(4, kRows * kHiddenSize, 1);
+  v1::MicroBatchHeader header = LossHeader(student, 0, RandomTargets(3, kRows, kVocabSize));
+  header.mutable_terms(0)->mutable_jensen_shannon();
+  header.mutable_terms(0)->clear_targets();
+  header.mutable_terms(0)->mutable_teacher_hidden()->set_head(teacher.name());
+  header.mutable_terms(0)->mutable_teacher_hidden()->set_data_type(v1::DATA_TYPE_FLOAT32);
+  const PlacedReply by_grpc = Call(*loss_, header, BytesOf(hidden), BytesOf(teacher_hidden));
+  ASSERT_TRUE(by_grpc.status.ok()) << by_grpc.status;
+  std::vector<float> grad(hidden.size());
+  CallRows rows = HostRows(hidden.data(), grad.data());
+  rows.reads.push_back({teacher_hidden.data(), kBytes, false});
+  Placement placement = Value(Place(rows));
+  SetPlacement(placement, &header);
+  header.set_attempt(1);
+  const PlacedReply reply = Call(*loss_, header);
+  ASSERT_TRUE(reply.status.ok()) << reply.status;
+  ASSERT_TRUE(placement.Finish().ok());
+  EXPECT_TRUE(reply.summary.replayed());
+  EXPECT_EQ(BytesOf(grad), by_grpc.grad_hidden);
+}
+
+TEST_F(MemoryPathsTest, RangesOfARegionAreCheckedAtUse) {
+  Start();
+  const client::Head head = MakeHead("h");
+  const SharedRowsBuffer rows = Value(paths_->AllocateRows(kBytes));
+  std::fill_n(static_cast<float*>(rows.data()), kRows * kHiddenSize, 0.5F);
+  const Placement placement = Value(Place(HostRows(rows.data(), nullptr)));
+  const std::vector<int32_t> targets = RandomTargets(3, kRows, kVocabSize);
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  int64_t id = 0;
+  const auto reason = [&](int64_t read_offset, std::optional<int64_t> write_offset, const std::string& region = "") {
+    v1::MicroBatchHeader header = LossHeader(head, id++, targets);
+    SetPlacement(placement, &header);
+    header.mutable_hidden_rows()->set_offset_bytes(read_offset);
+    if (!region.empty()) header.mutable_hidden_rows()->set_region_id(region);
+    if (write_offset.has_value()) {
+      header.mutable_grad_hidden_rows()->set_region_id(placement.reads()[0].region_id);
+      header.mutable_grad_hidden_rows()->set_offset_bytes(*write_offset);
+    }
+    return ErrorReason(Call(*loss_, header).status);
+  };
+  for (const int64_t offset : {int64_t{-4}, kMost - 3, kMost, int64_t{1} << 40, int64_t{8} << 20, int64_t{2}}) {
+    EXPECT_EQ(reason(offset, std::nullopt), "INVALID_FIELD") << offset;
+    EXPECT_EQ(reason(placement.reads()[0].offset_bytes, offset), "INVALID_FIELD") << offset;
+  }
+  EXPECT_NE(reason(placement.reads()[0].offset_bytes, placement.reads()[0].offset_bytes), "");  // grad_hidden over its own rows
+  EXPECT_EQ(reason(0, std::nullopt, "0123456789abcdef0123456789abcdef"), "REGION_NOT_FOUND");
+  EXPECT_EQ(reason(placement.reads()[0].offset_bytes, std::nullopt), "");  // and the server goes on
+}
+
+TEST_F(MemoryPathsTest, ARegionOfAnotherSessionIsNotThere) {
+  Start();
+  const client::Head head = MakeHead("h");
+  const SharedRowsBuffer rows = Value(paths_->AllocateRows(kBytes));
+  const Placement placement = Value(Place(HostRows(rows.data(), nullptr)));
+  v1::OpenSessionResponse other;
+  grpc::ClientContext context;
+  ASSERT_TRUE(sessions_->OpenSession(&context, {}, &other).ok());
+  v1::MicroBatchHeader header = LossHeader(head, 0, RandomTargets(3, kRows, kVocabSize));
+  SetPlacement(placement, &header);
+  header.set_session_id(other.session_id());
+  const absl::Status foreign = Call(*loss_, header).status;
+  header.mutable_hidden_rows()->set_region_id("0123456789abcdef0123456789abcdef");
+  const absl::Status never = Call(*loss_, header).status;
+  EXPECT_EQ(ErrorReason(foreign), "REGION_NOT_FOUND");
+  EXPECT_EQ(foreign.message(), never.message());
+}
+
+TEST_F(MemoryPathsTest, RegionsAreRegisteredAgainAfterTheServersRestart) {
+  Start();
+  const SharedRowsBuffer rows = Value(paths_->AllocateRows(kBytes));
+  std::vector<float> elsewhere(static_cast<size_t>(kRows * kHiddenSize));
+  Placement placement = Value(Place(HostRows(rows.data(), elsewhere.data())));
+  const std::string session = placement.session_id();
+  const std::string region = placement.reads()[0].region_id;
+  const int64_t offset = placement.reads()[0].offset_bytes;
+  server_->process().Signal(SIGKILL);
+  server_->process().Wait();
+  server_->Start();
+  // What the call is answered now is SESSION_NOT_FOUND.
+  absl::Status renewed;
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  do {
+    renewed = placement.Renew("", SoonEnough());
+  } while (renewed.code() == absl::StatusCode::kUnavailable && std::chrono::steady_clock::now() < deadline);
+  ASSERT_TRUE(renewed.ok()) << renewed;
+  EXPECT_NE(placement.session_id(), session);
+  EXPECT_NE(placement.reads()[0].region_id, region);
+  EXPECT_EQ(placement.reads()[0].offset_bytes, offset);
+  const client::Head head = MakeHead("h");
+  v1::MicroBatchHeader header = LossHeader(head, 0, RandomTargets(3, kRows, kVocabSize));
+  SetPlacement(placement, &header);
+  EXPECT_TRUE(Call(*loss_, header).status.ok());
+  EXPECT_TRUE(Place(HostRows(rows.data(), nullptr)).ok());
+}
+
+TEST_F(MemoryPathsTest, ARegionThatTheServerLostIsRegisteredAgain) {
+  Start();
+  const SharedRowsBuffer rows = Value(paths_->AllocateRows(kBytes));
+  Placement placement = Value(Place(HostRows(rows.data(), nullptr)));
+  grpc::ClientContext context;
+  v1::UnregisterSharedMemoryRequest request;
+  request.set_session_id(placement.session_id());
+  request.set_region_id(placement.reads()[0].region_id);
+  v1::UnregisterSharedMemoryResponse response;
+  ASSERT_TRUE(sessions_->UnregisterSharedMemory(&context, request, &response).ok());
+  ASSERT_TRUE(placement.Renew(placement.session_id(), SoonEnough()).ok());
+  EXPECT_NE(placement.reads()[0].region_id, request.region_id());
+}
+
+TEST_F(MemoryPathsTest, ACallersOwnSessionGetsItsOwnRegistrations) {
+  Start();
+  const SharedRowsBuffer rows = Value(paths_->AllocateRows(kBytes));
+  const Placement own = Value(Place(HostRows(rows.data(), nullptr)));
+  v1::OpenSessionResponse session;
+  grpc::ClientContext context;
+  ASSERT_TRUE(sessions_->OpenSession(&context, {}, &session).ok());
+  const Placement theirs =
+      Value(paths_->Place(HostRows(rows.data(), nullptr), session.session_id(), PathDemand::kBest, SoonEnough()));
+  EXPECT_EQ(theirs.session_id(), session.session_id());
+  EXPECT_NE(theirs.reads()[0].region_id, own.reads()[0].region_id);
+  EXPECT_EQ(theirs.reads()[0].offset_bytes, own.reads()[0].offset_bytes);
+  const absl::StatusOr<Placement> nobodys =
+      paths_->Place(HostRows(rows.data(), nullptr), std::string(32, 's'), PathDemand::kBest, SoonEnough());
+  EXPECT_EQ(ErrorReason(nobodys.status()), "SESSION_NOT_FOUND");
+}
+
+TEST_F(MemoryPathsTest, SlotsAreUsedAgainAndBounded) {
+  Start();
+  MemoryPathsOptions options;
+  options.max_shared_bytes = int64_t{8} << 20;
+  options.copy_threads = 2;
+  Connect(options);
+  std::vector<float> hidden(static_cast<size_t>(kRows * kHiddenSize));
+  std::string region;
+  for (int i = 0; i < 200; ++i) {
+    const Placement placement = Value(Place(HostRows(hidden.data(), hidden.data())));
+    if (i == 0) region = placement.reads()[0].region_id;
+    EXPECT_EQ(placement.reads()[0].region_id, region);
+  }
+  std::vector<SharedRowsBuffer> held;
+  for (int i = 0; i < 8; ++i) held.push_back(Value(paths_->AllocateRows((int64_t{1} << 20) - 4096)));
+  const absl::Status full = paths_->AllocateRows(int64_t{1} << 20).status();
+  EXPECT_EQ(ErrorReason(full), "MEMORY_BUDGET_EXCEEDED");
+  EXPECT_EQ(ErrorReason(paths_->AllocateRows(int64_t{9} << 20).status()), "MEMORY_BUDGET_EXCEEDED");
+  EXPECT_EQ(ErrorReason(paths_->AllocateRows(0).status()), "MEMORY_BUDGET_EXCEEDED");
+  const absl::Status no_slot = Place(HostRows(hidden.data(), nullptr)).status();
+  EXPECT_EQ(ErrorReason(no_slot), "TRANSPORT_UNAVAILABLE");
+  EXPECT_THAT(std::string(no_slot.message()), HasSubstr("no shared memory is left"));
+  held.pop_back();
+  EXPECT_TRUE(Place(HostRows(hidden.data(), nullptr)).ok());
+}
+
+TEST_F(MemoryPathsTest, WhatWasAbandonedIsNotUsedAgain) {
+  Start();
+  std::vector<float> hidden(static_cast<size_t>(kRows * kHiddenSize));
+  std::string slot_region;
+  {
+    Placement placement = Value(Place(HostRows(hidden.data(), nullptr)));
+    slot_region = placement.reads()[0].region_id;
+    placement.Abandon();
+  }
+  EXPECT_NE(Value(Place(HostRows(hidden.data(), nullptr))).reads()[0].region_id, slot_region);
+  // Rows in place: the server has given the region back before the caller hears of it.
+  const SharedRowsBuffer rows = Value(paths_->AllocateRows(kBytes));
+  Placement placement = Value(Place(HostRows(rows.data(), nullptr)));
+  placement.Abandon();
+  grpc::ClientContext context;
+  v1::UnregisterSharedMemoryRequest request;
+  request.set_session_id(placement.session_id());
+  request.set_region_id(placement.reads()[0].region_id);
+  v1::UnregisterSharedMemoryResponse response;
+  const grpc::Status gone = sessions_->UnregisterSharedMemory(&context, request, &response);
+  EXPECT_EQ(ErrorReason(client::internal::FromGrpcStatus(gone, "")), "REGION_NOT_FOUND");
+  EXPECT_TRUE(Place(HostRows(rows.data(), nullptr)).ok());  // and registers it again when it is needed
+}
+
+TEST_F(MemoryPathsTest, SaysWhyAPathIsNotThere) {
+  Start({"--log_level=error"});  // without a descriptor socket
+  std::vector<float> hidden(static_cast<size_t>(kRows * kHiddenSize));
+  const absl::Status none = Place(HostRows(hidden.data(), nullptr)).status();
+  EXPECT_EQ(ErrorReason(none), "TRANSPORT_UNAVAILABLE");
+  EXPECT_THAT(std::string(none.message()), HasSubstr("started without --descriptor_socket"));
+  EXPECT_EQ(none, Place(HostRows(hidden.data(), nullptr), PathDemand::kSharedMemory).status());
+  const absl::Status host = Place(HostRows(hidden.data(), nullptr), PathDemand::kCudaIpc).status();
+  EXPECT_THAT(std::string(host.message()), HasSubstr("host memory"));
+  CallRows device = HostRows(hidden.data(), nullptr);
+  device.reads[0].on_device = true;
+  const absl::Status no_device = Place(device, PathDemand::kCudaIpc).status();
+  EXPECT_FALSE(no_device.ok());
+  EXPECT_FALSE(paths_->CopyDevice(hidden.data(), hidden.data() + 8, 8, nullptr).ok());
+
+  // A socket that is not there any more: another mount namespace looks the same.
+  Start({"--descriptor_socket=" + socket_path()});
+  ASSERT_EQ(unlink(socket_path().c_str()), 0);
+  const absl::Status gone = Place(HostRows(hidden.data(), nullptr)).status();
+  EXPECT_EQ(ErrorReason(gone), "TRANSPORT_UNAVAILABLE");
+  EXPECT_THAT(std::string(gone.message()), HasSubstr("cannot be reached from here: No such file"));
+  const SharedRowsBuffer rows = Value(paths_->AllocateRows(kBytes));  // still memory
+  std::memset(rows.data(), 1, kBytes);
+}
+
+TEST_F(MemoryPathsTest, ASocketOfAnotherServerIsNotedBeforeAnythingIsRegistered) {
+  Start();
+  const auto region = Value(client::internal::SharedRegion::Make(4096, false));
+  const absl::Status other = client::internal::PassDescriptor(socket_path(), region->fd(), 4096, std::string(16, 'x')).status();
+  EXPECT_THAT(std::string(other.message()), HasSubstr("belongs to another server"));
+}
+
+TEST_F(MemoryPathsTest, NamesServeWhereThereIsNoSocket) {
+  Start({"--named_regions"});
+  const client::Head head = MakeHead("h");
+  const std::vector<float> hidden = RandomFloats(2, kRows * kHiddenSize, 1);
+  v1::MicroBatchHeader header = LossHeader(head, 0, RandomTargets(3, kRows, kVocabSize));
+  const PlacedReply by_grpc = Call(*loss_, header, BytesOf(hidden));
+  ASSERT_TRUE(by_grpc.status.ok()) << by_grpc.status;
+  std::vector<float> rows = hidden;
+  std::vector<float> grad(hidden.size());
+  Placement placement = Value(Place(HostRows(rows.data(), grad.data())));
+  SetPlacement(placement, &header);
+  header.set_attempt(1);
+  const PlacedReply reply = Call(*loss_, header);
+  ASSERT_TRUE(reply.status.ok()) << reply.status;
+  ASSERT_TRUE(placement.Finish().ok());
+  EXPECT_TRUE(reply.summary.replayed());
+  EXPECT_EQ(BytesOf(grad), by_grpc.grad_hidden);
+}
+
+TEST_F(MemoryPathsTest, ManyThreadsPlaceAtOnce) {
+  Start();
+  const client::Head head = MakeHead("h", false);
+  std::vector<std::thread> threads;
+  std::atomic<int> failures{0};
+  for (uint32_t number = 0; number < 4; ++number) {
+    threads.emplace_back([&, number] {
+      const std::vector<float> hidden = RandomFloats(number, kRows * kHiddenSize, 1);
+      const std::vector<int32_t> targets = RandomTargets(number, kRows, kVocabSize);
+      v1::MicroBatchHeader plain = LossHeader(head, 0, targets);
+      plain.clear_micro_batch();
+      plain.mutable_terms(0)->mutable_head()->clear_step();
+      const PlacedReply expected = Call(*loss_, plain, BytesOf(hidden));
+      for (int i = 0; i < 10; ++i) {
+        std::vector<float> rows = hidden;
+        std::vector<float> grad(hidden.size());
+        auto placement = Place(HostRows(rows.data(), grad.data()));
+        v1::MicroBatchHeader header = plain;
+        if (!placement.ok()) {
+          ++failures;
+          continue;
+        }
+        SetPlacement(*placement, &header);
+        const PlacedReply reply = Call(*loss_, header);
+        if (!reply.status.ok() || !placement->Finish().ok() || BytesOf(grad) != expected.grad_hidden) ++failures;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(failures, 0);
+}
+
+}  // namespace
+}  // namespace headwater::e2e

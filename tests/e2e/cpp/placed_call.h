@@ -1,0 +1,115 @@
+// Micro-batches whose rows are named, chunked, or both, by the plain stubs: what the client core does with a Placement.
+#ifndef HEADWATER_TESTS_E2E_CPP_PLACED_CALL_H_
+#define HEADWATER_TESTS_E2E_CPP_PLACED_CALL_H_
+
+#include <grpcpp/grpcpp.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "client/cpp/src/error.h"
+#include "client/cpp/src/memory/memory_paths.h"
+#include "headwater/client/client.h"
+#include "headwater/client/error.h"
+#include "headwater/v1/loss_service.grpc.pb.h"
+
+namespace headwater::e2e {
+
+inline client::internal::Deadline SoonEnough() { return std::chrono::system_clock::now() + std::chrono::seconds(30); }
+
+// What a call brought.
+struct PlacedReply {
+  absl::Status status;
+  v1::MicroBatchSummary summary;
+  std::string grad_hidden;  // of chunks
+};
+
+// FORWARD_BACKWARD cross entropy of fp32 rows at step 0.
+inline v1::MicroBatchHeader LossHeader(const client::Head& head, int64_t micro_batch, const std::vector<int32_t>& targets) {
+  v1::MicroBatchHeader header;
+  header.set_micro_batch(micro_batch);
+  header.set_compute_mode(v1::COMPUTE_MODE_FORWARD_BACKWARD);
+  header.set_row_count(static_cast<int64_t>(targets.size()));
+  header.set_hidden_size(head.spec().hidden_size);
+  header.set_data_type(v1::DATA_TYPE_FLOAT32);
+  v1::LossTerm* const term = header.add_terms();
+  term->mutable_head()->set_head(head.name());
+  term->mutable_head()->set_head_epoch(head.epoch());
+  term->mutable_head()->set_step(0);
+  term->mutable_cross_entropy();
+  term->mutable_targets()->set_data_type(v1::DATA_TYPE_INT32);
+  term->mutable_targets()->add_shape(static_cast<int64_t>(targets.size()));
+  term->mutable_targets()->set_data(targets.data(), targets.size() * sizeof(int32_t));
+  return header;
+}
+
+inline void SetRows(const client::internal::PlacedRows& placed, v1::SharedRows* rows) {
+  rows->set_region_id(placed.region_id);
+  rows->set_offset_bytes(placed.offset_bytes);
+}
+
+// hidden, then term 0's teacher if it has one.
+inline void SetPlacement(const client::internal::Placement& placement, v1::MicroBatchHeader* header) {
+  header->set_session_id(placement.session_id());
+  SetRows(placement.reads()[0], header->mutable_hidden_rows());
+  if (placement.reads().size() > 1) {
+    SetRows(placement.reads()[1], header->mutable_terms(0)->mutable_teacher_hidden()->mutable_rows());
+  }
+  if (placement.write().has_value()) SetRows(*placement.write(), header->mutable_grad_hidden_rows());
+}
+
+// Sends the header, `hidden` and `teacher` as chunks if they are not empty, and reads to the end.
+inline PlacedReply Call(v1::LossService::Stub& stub, const v1::MicroBatchHeader& header, const std::string& hidden = "",
+                        const std::string& teacher = "") {
+  grpc::ClientContext context;
+  context.set_deadline(SoonEnough());
+  const auto stream = stub.ComputeLoss(&context);
+  v1::ComputeLossRequest request;
+  *request.mutable_header() = header;
+  bool open = stream->Write(request);
+  const auto send = [&](v1::ChunkRole role, const std::string& rows) {
+    constexpr size_t kChunkRows = 100;
+    const size_t row_bytes = rows.size() / static_cast<size_t>(header.row_count());
+    for (size_t start = 0; open && start < rows.size(); start += kChunkRows * row_bytes) {
+      v1::ComputeLossRequest message;
+      const std::string data = rows.substr(start, kChunkRows * row_bytes);
+      message.mutable_chunk()->set_role(role);
+      message.mutable_chunk()->set_row_start(static_cast<int64_t>(start / row_bytes));
+      message.mutable_chunk()->set_row_count(static_cast<int64_t>(data.size() / row_bytes));
+      message.mutable_chunk()->set_data(data);
+      open = stream->Write(message);
+    }
+  };
+  if (!hidden.empty()) send(v1::CHUNK_ROLE_HIDDEN, hidden);
+  if (!teacher.empty()) send(v1::CHUNK_ROLE_TEACHER_HIDDEN, teacher);
+  stream->WritesDone();
+  PlacedReply reply;
+  v1::ComputeLossResponse response;
+  while (stream->Read(&response)) {
+    if (response.has_summary()) {
+      reply.summary = response.summary();
+    } else {
+      const size_t start = static_cast<size_t>(response.chunk().row_start()) *
+                           (response.chunk().data().size() / static_cast<size_t>(response.chunk().row_count()));
+      reply.grad_hidden.resize(std::max(reply.grad_hidden.size(), start + response.chunk().data().size()));
+      std::memcpy(reply.grad_hidden.data() + start, response.chunk().data().data(), response.chunk().data().size());
+    }
+  }
+  const grpc::Status status = stream->Finish();
+  if (!status.ok()) reply.status = client::internal::FromGrpcStatus(status, "the server");
+  return reply;
+}
+
+template <typename T>
+std::string BytesOf(const std::vector<T>& values) {
+  return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T)};
+}
+
+}  // namespace headwater::e2e
+
+#endif  // HEADWATER_TESTS_E2E_CPP_PLACED_CALL_H_
