@@ -37,7 +37,8 @@ absl::StatusOr<std::string> Register(ServerCore& core, RegisterRequest request) 
   if (const auto* descriptor = std::get_if<DescriptorSource>(&request.source)) {
     if (core.descriptors == nullptr) {
       return MakeError(ErrorReason::kStorageNotConfigured,
-                       "descriptor_token: this server has no descriptor socket: start it with --descriptor_socket");
+                       "descriptor_token: this server has no descriptor socket: start it with --descriptor_socket",
+                       {{"field", "descriptor_token"}, {"expected", "--descriptor_socket"}});
     }
     auto memory = core.descriptors->Take(descriptor->token);
     if (!memory.ok()) return memory.status();
@@ -46,7 +47,8 @@ absl::StatusOr<std::string> Register(ServerCore& core, RegisterRequest request) 
   if (const auto* named = std::get_if<NamedSource>(&request.source)) {
     if (!core.options.named_regions) {
       return MakeError(ErrorReason::kStorageNotConfigured,
-                       "shared_memory_name: this server takes no named regions: start it with --named_regions");
+                       "shared_memory_name: this server takes no named regions: start it with --named_regions",
+                       {{"field", "shared_memory_name"}, {"expected", "--named_regions"}});
     }
     return core.regions.AddNamed(request.session, named->name, request.offset_bytes, request.size_bytes);
   }
