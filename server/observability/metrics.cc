@@ -94,6 +94,7 @@ enum FamilyIndex {
   kInFlightBytes,
   kUploadBytes,
   kHeldBytes,
+  kJoinBytes,
   kRegions,
   kRegionBytes,
   kMemoryPlanned,
@@ -136,6 +137,7 @@ constexpr Description kDescriptions[kFamilyCount] = {
     {"headwater_in_flight_bytes", "gauge", "none", "Tensor bytes reserved by ComputeLoss and AddGradient calls in progress."},
     {"headwater_upload_bytes", "gauge", "none", "Host memory reserved by unfinished weight uploads."},
     {"headwater_held_bytes", "gauge", "none", "Host memory of the rows of HELD contributions."},
+    {"headwater_join_bytes", "gauge", "none", "Host memory of teachers' rows that wait to be joined, or are kept for a repeat."},
     {"headwater_regions", "gauge", "`kind` (shared, named, device)",
      "Regions of clients' memory that are open: sealed memory passed as a descriptor, files under /dev/shm, device memory."},
     {"headwater_region_bytes", "gauge", "`kind` (shared, named, device)", "Bytes of those regions."},
@@ -235,6 +237,7 @@ struct Metrics::Families : public prometheus::Collectable {
   prometheus::Gauge& in_flight_bytes = Gauges(kInFlightBytes).Add({});
   prometheus::Gauge& upload_bytes = Gauges(kUploadBytes).Add({});
   prometheus::Gauge& held_bytes = Gauges(kHeldBytes).Add({});
+  prometheus::Gauge& join_bytes = Gauges(kJoinBytes).Add({});
   prometheus::Family<prometheus::Gauge>& regions = Gauges(kRegions);
   std::array<prometheus::Gauge*, kRegionKindCount> regions_children{};
   prometheus::Family<prometheus::Gauge>& region_bytes = Gauges(kRegionBytes);
@@ -267,6 +270,7 @@ struct Metrics::Families : public prometheus::Collectable {
     in_flight_bytes.Set(static_cast<double>(readings.in_flight_bytes));
     upload_bytes.Set(static_cast<double>(readings.upload_bytes));
     held_bytes.Set(static_cast<double>(readings.held_bytes));
+    join_bytes.Set(static_cast<double>(readings.join_bytes));
     sessions.Set(static_cast<double>(readings.session_count));
     waiting_calls.Set(static_cast<double>(readings.waiting_calls));
     memory_budget.Set(static_cast<double>(readings.memory_budget_bytes));

@@ -96,6 +96,7 @@ struct GaugeReadings {
   int64_t in_flight_bytes = 0;
   int64_t upload_bytes = 0;
   int64_t held_bytes = 0;
+  int64_t join_bytes = 0;
   int64_t session_count = 0;
   int64_t waiting_calls = 0;
   std::array<int64_t, kRegionKindCount> region_count{};

@@ -551,16 +551,36 @@ absl::Status ValidateTransferRowsHeader(const v1::TransferRowsHeader& header) {
   return CheckAtLeast("header.stripe_index", header.stripe_index(), 1);
 }
 
-absl::Status ValidateStreamTeacherHeader(const v1::StreamTeacherHeader& header, const Limits& limits) {
-  if (auto session = DecodeOptionalSession(header.session_id(), "header.session_id"); !session.ok()) return session.status();
-  HEADWATER_RETURN_IF_ERROR(ValidateJoinKey(header.join_key(), "header.join_key"));
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.total_row_count", header.total_row_count(), 1));
-  HEADWATER_RETURN_IF_ERROR(ValidateRowIndices(header.has_row_indices(), header.row_indices(), "header.row_indices",
-                                               {v1::DATA_TYPE_INT32, "INT32", -1, limits.max_micro_batch_rows},
-                                               header.total_row_count()));
-  if (auto type = DecodeFloatType(header.data_type(), "header.data_type"); !type.ok()) return type.status();
-  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.hidden_size", header.hidden_size(), 1));
-  return CheckLimit("header.hidden_size", header.hidden_size(), "max_hidden_size", limits.max_hidden_size);
+absl::StatusOr<StreamTeacherRequest> DecodeStreamTeacherHeader(const v1::StreamTeacherHeader& header, const Limits& limits) {
+  StreamTeacherRequest request;
+  auto session = DecodeOptionalSession(header.session_id(), "header.session_id");
+  if (!session.ok()) return session.status();
+  request.session = *session;
+  if (header.tenant().empty()) return MissingField("header.tenant", "tenants/{tenant}");
+  auto tenant = heads::ParseTenantName(header.tenant(), "header.tenant");
+  if (!tenant.ok()) return tenant.status();
+  transport::JoinedSet& set = request.set;
+  set.tenant = *std::move(tenant);
+  set.join_key = header.join_key();
+  HEADWATER_RETURN_IF_ERROR(ValidateJoinKey(set.join_key, "header.join_key"));
+  set.total_row_count = header.total_row_count();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.total_row_count", set.total_row_count, 1));
+  if (header.has_row_indices()) {
+    HEADWATER_RETURN_IF_ERROR(ValidateRowIndices(true, header.row_indices(), "header.row_indices",
+                                                 {v1::DATA_TYPE_INT32, "INT32", -1, limits.max_micro_batch_rows},
+                                                 set.total_row_count));
+    request.row_indices = CopyElements<int32_t>(header.row_indices());
+    if (request.row_indices.empty()) {
+      return FieldError(ErrorReason::kShapeMismatch, "header.row_indices.shape", "at least one row", "[0]");
+    }
+  }
+  auto data_type = DecodeFloatType(header.data_type(), "header.data_type");
+  if (!data_type.ok()) return data_type.status();
+  set.data_type = *data_type;
+  set.hidden_size = header.hidden_size();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.hidden_size", set.hidden_size, 1));
+  HEADWATER_RETURN_IF_ERROR(CheckLimit("header.hidden_size", set.hidden_size, "max_hidden_size", limits.max_hidden_size));
+  return request;
 }
 
 }  // namespace headwater::service

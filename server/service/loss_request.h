@@ -19,6 +19,7 @@
 #include "server/heads/head.h"
 #include "server/heads/head_name.h"
 #include "server/service/limits.h"
+#include "server/transport/teacher_join.h"
 
 namespace headwater::service {
 
@@ -107,7 +108,14 @@ absl::StatusOr<DecisionRequest> DecodeDiscard(const v1::DiscardMicroBatchRequest
 
 // What can be checked of the requests whose RPCs are not built.
 absl::Status ValidateTransferRowsHeader(const v1::TransferRowsHeader& header);
-absl::Status ValidateStreamTeacherHeader(const v1::StreamTeacherHeader& header, const Limits& limits);
+
+// A teacher's stream of rows.
+struct StreamTeacherRequest {
+  std::optional<heads::SessionId> session;
+  transport::JoinedSet set;
+  std::vector<int32_t> row_indices;  // of the stream's rows, in [0, set.total_row_count); empty: all rows in order
+};
+absl::StatusOr<StreamTeacherRequest> DecodeStreamTeacherHeader(const v1::StreamTeacherHeader& header, const Limits& limits);
 
 // ---- pieces that other requests share -----------------------------------------------------------------------------------
 

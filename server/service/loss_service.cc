@@ -8,6 +8,7 @@
 #include "server/service/loss_request.h"
 #include "server/service/rpc_scope.h"
 #include "server/service/stream_io.h"
+#include "server/service/stream_teacher_call.h"
 
 namespace headwater::service {
 
@@ -67,12 +68,12 @@ grpc::Status LossServiceImpl::TransferRows(grpc::ServerContext* context,
 }
 
 grpc::Status LossServiceImpl::StreamTeacher(grpc::ServerContext* context, grpc::ServerReader<v1::StreamTeacherRequest>* reader,
-                                            v1::StreamTeacherResponse*) {
+                                            v1::StreamTeacherResponse* response) {
   return RunRpc(core_, *context, RpcMethod::kStreamTeacher, [&](RpcScope& scope) -> absl::Status {
-    v1::StreamTeacherRequest message;
-    HEADWATER_RETURN_IF_ERROR(ReadHeader(core_, *context, scope, *reader, &message));
-    HEADWATER_RETURN_IF_ERROR(ValidateStreamTeacherHeader(message.header(), core_.options.limits));
-    return FeatureNotBuilt("header", "stream_teacher");
+    StreamTeacherCall call(core_);
+    HEADWATER_RETURN_IF_ERROR((ReadAll<v1::StreamTeacherRequest>(
+        core_, *context, scope, *reader, [&](v1::StreamTeacherRequest* message) { return call.OnMessage(message); })));
+    return call.Finish(response);
   });
 }
 

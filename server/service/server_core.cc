@@ -69,6 +69,7 @@ class ServerCore::Reaper {
     const absl::Duration head_interval = std::clamp(timeout / 4, kInterval, absl::Seconds(10));
     absl::Time next_heads = absl::Now() + head_interval;
     while (!AwaitStop()) {
+      core_.join.Expire();
       if (const int64_t expired = core_.sessions.Expire(); expired > 0) {
         core_.metrics.CountSessionEnds(observability::SessionEnd::kExpired, expired);
         Log(LogLevel::kWarning, "sessions_expired", {{"count", expired}});
@@ -99,6 +100,7 @@ ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<Loss
       held(options.limits.max_held_bytes),
       uploads(options.limits.max_upload_bytes),
       regions(*engine, transport::RegionLimits{options.limits.max_session_regions, options.limits.max_region_bytes}),
+      join(transport::JoinLimits{options.limits.max_join_bytes, options.limits.max_join_wait}, heads::MonotonicNow),
       registry(*engine,
                heads::RegistryLimits{options.limits.max_heads, options.limits.max_heads_per_tenant,
                                      options.limits.max_tenant_memory_bytes},
@@ -107,6 +109,7 @@ ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<Loss
                [this](const heads::SessionId& session) {
                  metrics.CountSessionDiscards(registry.DropSession(session));
                  regions.DropOwner(session);
+                 join.DropOwner(session);
                }),
       queue(options.limits.max_queue_depth),
       waiting(options.limits.max_waiting_calls, options.limits.max_step_wait),
@@ -232,6 +235,7 @@ observability::GaugeReadings ServerCore::ReadGauges() const {
   readings.upload_bytes = uploads.reserved_bytes();
   for (const EngineDevice& device : engine->devices()) readings.memory_budget_bytes += device.memory_budget_bytes;
   readings.held_bytes = held.reserved_bytes();
+  readings.join_bytes = join.reserved_bytes();
   readings.session_count = sessions.size();
   const transport::RegionRegistry::Totals mapped = regions.totals();
   readings.region_count = mapped.regions;

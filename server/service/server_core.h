@@ -29,6 +29,7 @@
 #include "server/transport/byte_budget.h"
 #include "server/transport/descriptor_socket.h"
 #include "server/transport/region_registry.h"
+#include "server/transport/teacher_join.h"
 
 namespace headwater::service {
 
@@ -95,6 +96,7 @@ class ServerCore {
   UploadStore uploads;
   std::unique_ptr<checkpoint::CheckpointStore> checkpoints;  // null: not configured
   transport::RegionRegistry regions;
+  transport::TeacherJoin join;                               // before the heads: what is undecided holds on to rows of it
   std::unique_ptr<transport::DescriptorSocket> descriptors;  // null: not configured
   heads::HeadRegistry registry;
   heads::SessionRegistry sessions;

@@ -179,6 +179,7 @@ std::unique_ptr<Message> BadInput::ValidRequest(const std::string& rpc, bool chu
     set("header.stripe_index", Int(1));
     set("header.stripe_count", Int(2));
   } else if (rpc == "StreamTeacher") {
+    set("header.tenant", Text("tenants/default"));
     set("header.join_key", Text("key"));
     set("header.total_row_count", Int(9));
     set("header.data_type", Int(v1::DATA_TYPE_FLOAT32));

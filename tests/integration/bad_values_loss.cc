@@ -349,12 +349,14 @@ std::vector<BadValue> LossServiceBadValues() {
 
   const std::string teacher = "StreamTeacher";
   rows.push_back({teacher, "header", "unset", Clear(), "MISSING_FIELD", "message"});
-  rows.push_back({teacher, "header", "valid", Make(), "FEATURE_NOT_BUILT"});
   rows.push_back({teacher, "chunk", "before the header", Make(), "PROTOCOL_VIOLATION", "header"});
   rows.push_back({teacher, "header.join_key", "empty", Text(""), "MISSING_FIELD"});
   rows.push_back({teacher, "header.join_key", "long", Text(std::string(257, 'k')), "INVALID_FIELD"});
   rows.push_back({teacher, "header.total_row_count", "zero", Int(0), "INVALID_FIELD"});
-  rows.push_back({teacher, "header.row_indices", "unset", Clear(), "MISSING_FIELD"});
+  rows.push_back({teacher, "header.tenant", "unset", Clear(), "MISSING_FIELD"});
+  rows.push_back({teacher, "header.tenant", "malformed", Text("default"), "INVALID_NAME"});
+  rows.push_back({teacher, "header.row_indices.data", "twice the same", Text(Elements(std::vector<int32_t>{4, 4})),
+                  "CHUNK_OUT_OF_RANGE", "header.row_indices"});
   rows.push_back(
       {teacher, "header.row_indices.data", "beyond the set", Text(Elements(std::vector<int32_t>{0, 9})), "INVALID_FIELD"});
   AddTensorRows(teacher, "header.row_indices", v1::DATA_TYPE_FLOAT32, -1, {}, &rows);
