@@ -354,6 +354,14 @@ std::vector<BadValue> LossServiceBadValues() {
   rows.push_back({teacher, "header.join_key", "long", Text(std::string(257, 'k')), "INVALID_FIELD"});
   rows.push_back({teacher, "header.total_row_count", "zero", Int(0), "INVALID_FIELD"});
   rows.push_back({teacher, "header.tenant", "unset", Clear(), "MISSING_FIELD"});
+  rows.push_back(
+      {teacher,
+       "header.row_indices",
+       "of no rows",
+       Make(),
+       "SHAPE_MISMATCH",
+       "header.row_indices.shape",
+       {{"header.row_indices.shape", Clear()}, {"header.row_indices.shape", Ints({0})}, {"header.row_indices.data", Text("")}}});
   rows.push_back({teacher, "header.tenant", "malformed", Text("default"), "INVALID_NAME"});
   rows.push_back({teacher, "header.row_indices.data", "twice the same", Text(Elements(std::vector<int32_t>{4, 4})),
                   "CHUNK_OUT_OF_RANGE", "header.row_indices"});
