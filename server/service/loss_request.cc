@@ -573,6 +573,9 @@ absl::StatusOr<StreamTeacherRequest> DecodeStreamTeacherHeader(const v1::StreamT
     if (request.row_indices.empty()) {
       return FieldError(ErrorReason::kShapeMismatch, "header.row_indices.shape", "at least one row", "[0]");
     }
+  } else {
+    HEADWATER_RETURN_IF_ERROR(
+        CheckLimit("header.total_row_count", set.total_row_count, "max_micro_batch_rows", limits.max_micro_batch_rows));
   }
   auto data_type = DecodeFloatType(header.data_type(), "header.data_type");
   if (!data_type.ok()) return data_type.status();

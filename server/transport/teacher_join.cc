@@ -127,8 +127,8 @@ class TeacherJoin::State : public std::enable_shared_from_this<TeacherJoin::Stat
   Rows::iterator Drop(Set& set, Rows::iterator row) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Spent rows that nobody reads, the oldest first, until `bytes` are free.
   void DropSpent(int64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Drops those rows of `idle` that are idle since then, or only those of them that are spent.
-  void DropIdle(const Idle& idle, bool only_spent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Drops those rows of `idle` that are idle since then, or only those of them that are spent. True if some are left.
+  bool DropIdle(const Idle& idle, bool only_spent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void NoteIdle(const std::shared_ptr<Set>& set, const std::vector<int64_t>& rows) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void ForgetIfEmpty(const Set& set) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -205,22 +205,26 @@ TeacherJoin::State::Rows::iterator TeacherJoin::State::Drop(Set& set, Rows::iter
   return ++row;
 }
 
-void TeacherJoin::State::DropIdle(const Idle& idle, bool only_spent) {
+bool TeacherJoin::State::DropIdle(const Idle& idle, bool only_spent) {
+  bool any_left = false;
   for (const auto& [start, end] : idle.runs) {
     for (int64_t index = start; index < end; ++index) {
       const auto row = idle.set->rows.find(index);
       if (row == idle.set->rows.end() || row->second.idle_since != idle.serial || row->second.claim_count > 0) continue;
-      if (only_spent && row->second.state != Row::State::kSpent) continue;
-      Drop(*idle.set, row);
+      if (only_spent && row->second.state != Row::State::kSpent) {
+        any_left = true;
+      } else {
+        Drop(*idle.set, row);
+      }
     }
   }
   ForgetIfEmpty(*idle.set);
+  return any_left;
 }
 
 void TeacherJoin::State::DropSpent(int64_t bytes) {
-  for (const Idle& idle : idle_) {
-    if (budget_.available_bytes() >= bytes) return;
-    DropIdle(idle, /*only_spent=*/true);
+  for (auto idle = idle_.begin(); idle != idle_.end() && budget_.available_bytes() < bytes;) {
+    idle = DropIdle(*idle, /*only_spent=*/true) ? std::next(idle) : idle_.erase(idle);
   }
 }
 

@@ -353,6 +353,13 @@ std::vector<BadValue> LossServiceBadValues() {
   rows.push_back({teacher, "header.join_key", "empty", Text(""), "MISSING_FIELD"});
   rows.push_back({teacher, "header.join_key", "long", Text(std::string(257, 'k')), "INVALID_FIELD"});
   rows.push_back({teacher, "header.total_row_count", "zero", Int(0), "INVALID_FIELD"});
+  rows.push_back({teacher,
+                  "header.total_row_count",
+                  "above the limit, in one stream",
+                  Int((1 << 18) + 1),
+                  "LIMIT_EXCEEDED",
+                  kThePath,
+                  {{"header.row_indices", Clear()}}});
   rows.push_back({teacher, "header.tenant", "unset", Clear(), "MISSING_FIELD"});
   rows.push_back(
       {teacher,
