@@ -499,6 +499,7 @@ absl::Status Head::SubmissionRun::Hold() ABSL_NO_THREAD_SAFETY_ANALYSIS {
     const SubmittedTerm& submitted = submission_.terms[index];
     if (!submitted.head->spec_.trainable) continue;  // adds nothing
     LossTerm& term = held.terms.emplace_back(terms_[index]);
+    term.teacher_hidden = submitted.term.teacher_hidden;  // hold() may have moved the rows
     term.token_loss = term.lse = term.target_log_probability = term.entropy = nullptr;
     term.argmax = nullptr;
     if (submitted.teacher_head == nullptr || !teachers.insert(submitted.teacher_head.get()).second) continue;

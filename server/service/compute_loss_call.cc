@@ -2,24 +2,45 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
 #include <utility>
 #include <variant>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "server/observability/metrics.h"
+#include "server/scheduler/work_queue.h"
 #include "server/service/canonical_header.h"
 #include "server/service/field_check.h"
 #include "server/service/loss_terms.h"
-#include "server/service/message_order.h"
 #include "server/service/proto_encoding.h"
 #include "server/service/retry_after.h"
+#include "server/transport/pinned_pool.h"
+#include "server/transport/region_registry.h"
+#include "server/transport/row_exchange.h"
 
 namespace headwater::service {
 namespace {
 
 using observability::MicroBatchOutcome;
+using transport::RegionAccess;
+using transport::RegionUse;
+using transport::RowExchange;
+
+// Rows that are worth beginning with: the first slice of the CUDA engine.
+constexpr int64_t kFirstRows = 1024;
+// A micro-batch begins before it is complete if the rest will be there within this, at the pace of what has come.
+constexpr absl::Duration kNearlyComplete = absl::Milliseconds(250);
+// How long rows may hold up the engine: when somebody else needs it, and at all.
+constexpr absl::Duration kStallWithOthers = absl::Milliseconds(1);
+constexpr absl::Duration kStall = absl::Milliseconds(20);
+// How often a wait looks at what does not wake it: a lost engine, say.
+constexpr absl::Duration kLook = absl::Milliseconds(50);
+// How long after the end of a stream it is known whether it was cut.
+constexpr absl::Duration kEndKnown = absl::Milliseconds(50);
 
 MicroBatchOutcome OutcomeOf(const heads::SubmissionOutcome& outcome) {
   if (outcome.replayed || outcome.payload_differs) return MicroBatchOutcome::kReplayed;
@@ -40,21 +61,40 @@ MicroBatchOutcome OutcomeOf(const absl::Status& error) {
   return cancelled ? MicroBatchOutcome::kCancelled : MicroBatchOutcome::kRefused;
 }
 
+// Whether memory of the client is read or written where it lies.
+observability::Transport PathOf(const std::optional<RegionUse>& region) {
+  if (!region.has_value()) return observability::Transport::kGrpc;
+  return region->memory() == MemorySpace::kDevice ? observability::Transport::kCudaIpc : observability::Transport::kSharedMemory;
+}
+
+std::string RowsName(const char* rows, size_t term, size_t term_count) {
+  return term_count == 1 ? rows : absl::StrCat(rows, " of terms[", term, "]");
+}
+
 }  // namespace
+
+// Rows that come in.
+struct ComputeLossCall::Source {
+  int32_t digest_stream = 0;  // 0: hidden states; 1 + term: its teacher's
+  int64_t row_start = 0;      // in the micro-batch
+  int64_t row_count = 0;
+  int64_t row_bytes = 0;
+  std::optional<RegionUse> region;                // else they come as chunks, to `block`
+  std::shared_ptr<transport::PinnedBlock> block;  // null if there are no rows
+  int64_t bytes() const { return row_count * row_bytes; }
+};
 
 // All that a submission's terms and rows point to.
 struct ComputeLossCall::Payload {
   MicroBatchRequest request;
-  std::unique_ptr<transport::RowAssembler> hidden;
-  std::vector<std::unique_ptr<transport::RowAssembler>> teacher_hidden;  // one for each term; null without a teacher
-  transport::ByteBudget::Reservation held;                               // of max_held_bytes, once it is held
+  std::vector<Source> sources;
+  transport::ByteBudget::Reservation held;  // of max_held_bytes, once it is held
 
   // Of rows and per-row data.
   int64_t bytes() const {
-    int64_t bytes = request.row_count * hidden->row_bytes();
-    for (size_t i = 0; i < request.terms.size(); ++i) {
-      const LossTermRequest& term = request.terms[i];
-      if (teacher_hidden[i] != nullptr) bytes += term.row_count * teacher_hidden[i]->row_bytes();
+    int64_t bytes = 0;
+    for (const Source& source : sources) bytes += source.bytes();
+    for (const LossTermRequest& term : request.terms) {
       if (term.targets.has_value()) bytes += term.row_count * int64_t{sizeof(int32_t)};
       if (term.token_weights.has_value()) bytes += term.row_count * int64_t{sizeof(float)};
     }
@@ -71,11 +111,70 @@ struct ComputeLossCall::TokenOutputs {
   std::vector<int32_t> argmax;
 };
 
+// What the head is given of rows that may still be on their way.
+class ComputeLossCall::Incoming final : public heads::IncomingRows {
+ public:
+  explicit Incoming(ComputeLossCall& call) : call_(call) {}
+
+  absl::Status AwaitRows(int64_t row_end) override {
+    const absl::Time begun = absl::Now();
+    while (true) {
+      const absl::Duration patience = call_.core_.queue.others_wait() ? kStallWithOthers : kStall;
+      const absl::Time give_up = begun + patience;
+      const auto there = call_.transfer_->exchange().AwaitRows(row_end, std::min(give_up, absl::Now() + kStallWithOthers));
+      if (!there.ok()) return there.status();
+      if (*there) return absl::OkStatus();
+      if (absl::Now() < give_up) continue;
+      stalled_ = true;
+      return MakeError(ErrorReason::kCancelled, "the rows stay away for too long to hold the engine for them");
+    }
+  }
+
+  bool stalled() const override { return stalled_; }
+
+  absl::StatusOr<Digest> Finish(const DigestBuilder* rows) override {
+    if (absl::Status status = call_.transfer_->exchange().CheckInput(); !status.ok()) return status;
+    AllRowsThere();
+    const std::string header = CanonicalHeader(call_.payload_->request);
+    return rows != nullptr ? rows->Finish(header) : call_.transfer_->Digested().Finish(header);
+  }
+
+  // Rows of the gradient leave when all rows have come, not before: what leaves can neither be taken back nor computed again.
+  void GradHiddenReady(int64_t row_end) override {
+    {
+      absl::MutexLock lock(&mutex_);
+      grad_ready_ = std::max(grad_ready_, row_end);
+      if (!all_rows_there_) return;
+    }
+    Send(row_end);
+  }
+
+ private:
+  void AllRowsThere() {
+    int64_t ready = 0;
+    {
+      absl::MutexLock lock(&mutex_);
+      all_rows_there_ = true;
+      ready = grad_ready_;
+    }
+    if (ready > 0) Send(ready);
+  }
+  void Send(int64_t row_end) {
+    if (call_.sends_grad_) call_.transfer_->GradReady(row_end, /*here=*/false);
+  }
+
+  ComputeLossCall& call_;
+  bool stalled_ = false;
+  absl::Mutex mutex_;
+  bool all_rows_there_ ABSL_GUARDED_BY(mutex_) = false;
+  int64_t grad_ready_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
 ComputeLossCall::ComputeLossCall(ServerCore& core, std::string client, heads::WaitLimits limits)
     : core_(core), client_(std::move(client)), limits_(std::move(limits)), payload_(std::make_shared<Payload>()) {}
 
 ComputeLossCall::~ComputeLossCall() {
-  if (!counted_) core_.metrics.CountMicroBatch(MicroBatchOutcome::kCancelled);  // its stream ended before Finish()
+  if (!counted_) core_.metrics.CountMicroBatch(MicroBatchOutcome::kCancelled);  // its stream ended before Run()
 }
 
 absl::Status ComputeLossCall::Done(absl::Status status) {
@@ -86,33 +185,90 @@ absl::Status ComputeLossCall::Done(absl::Status status) {
   return status;
 }
 
-absl::Status ComputeLossCall::OnMessage(v1::ComputeLossRequest* message) {
-  return Done(TakeInOrder(
-      message, header_seen_,
-      [this](const v1::MicroBatchHeader& header) {
-        header_seen_ = true;
-        return OnHeader(header);
-      },
-      [this](v1::RowChunk* chunk) { return OnChunk(chunk); }));
-}
+// ---- the header ------------------------------------------------------------------------------------------------------
+
+absl::Status ComputeLossCall::Accept(const v1::MicroBatchHeader& header) { return Done(OnHeader(header)); }
 
 absl::Status ComputeLossCall::OnHeader(const v1::MicroBatchHeader& header) {
-  header_time_ = last_row_time_ = absl::Now();
+  header_time_ = absl::Now();
   auto request = DecodeMicroBatchHeader(header, core_.options.limits);
   if (!request.ok()) return request.status();
   payload_->request = *std::move(request);
   head_name_ = payload_->request.terms.front().head.head.ToString();
+  if (payload_->request.transfer.has_value()) {
+    auto entry = core_.transfers.Announce(*payload_->request.transfer);
+    if (!entry.ok()) return entry.status();
+    entry_.emplace(*std::move(entry));
+  }
+  if (payload_->request.session.has_value()) {
+    const heads::SessionId& session = *payload_->request.session;
+    client_ = "session " + absl::BytesToHexString({reinterpret_cast<const char*>(session.data()), session.size()});
+  }
   auto use = core_.UseSession(payload_->request.session);
   if (!use.ok()) return use.status();
   session_use_ = *std::move(use);
   HEADWATER_RETURN_IF_ERROR(BuildTerms(core_.registry, &payload_->request, &submission_));
   HEADWATER_RETURN_IF_ERROR(CheckTargets(payload_->request, submission_));
+  HEADWATER_RETURN_IF_ERROR(FindRows());
   FillSubmission();
   HEADWATER_RETURN_IF_ERROR(AwaitSteps());
   HEADWATER_RETURN_IF_ERROR(heads::Head::CheckSubmission(submission_));
   HEADWATER_RETURN_IF_ERROR(ReserveBytes());
   // The header is accepted: from here on a higher attempt takes effect.
-  return submission_.attempt > 0 && submission_.micro_batch.has_value() ? heads::Head::Announce(submission_) : absl::OkStatus();
+  if (submission_.attempt > 0 && submission_.micro_batch.has_value()) {
+    HEADWATER_RETURN_IF_ERROR(heads::Head::Announce(submission_));
+  }
+  return PlaceRows();
+}
+
+absl::Status ComputeLossCall::FindRows() {
+  const MicroBatchRequest& request = payload_->request;
+  const auto find = [&](const SharedRowsRequest& rows, int64_t bytes, RegionAccess access, DataType type, const std::string& field,
+                        std::optional<RegionUse>* region) {
+    auto use = core_.regions.Find(*request.session, rows.region_id, rows.offset_bytes, bytes, access, ElementBytes(type), field);
+    if (!use.ok()) return use.status();
+    region->emplace(*std::move(use));
+    return absl::OkStatus();
+  };
+  Source& hidden = payload_->sources.emplace_back();
+  hidden.row_count = request.row_count;
+  hidden.row_bytes = request.hidden_size * ElementBytes(request.data_type);
+  if (request.hidden_rows.has_value()) {
+    HEADWATER_RETURN_IF_ERROR(
+        find(*request.hidden_rows, hidden.bytes(), RegionAccess::kRead, request.data_type, "header.hidden_rows", &hidden.region));
+  }
+  path_ = PathOf(hidden.region);
+  for (size_t i = 0; i < request.terms.size(); ++i) {
+    const LossTermRequest& term = request.terms[i];
+    if (!term.teacher.has_value()) continue;
+    if (term.teacher->joined.has_value()) return FeatureNotBuilt(TermField(i) + ".joined_teacher", "joined_teacher");
+    Source& teacher = payload_->sources.emplace_back();
+    const RowsView& view = submission_.terms[i].term.teacher_hidden;
+    teacher.digest_stream = 1 + static_cast<int32_t>(i);
+    teacher.row_start = term.row_start;
+    teacher.row_count = view.row_count;
+    teacher.row_bytes = view.column_count * ElementBytes(view.data_type);
+    if (!term.teacher->rows.has_value()) continue;
+    HEADWATER_RETURN_IF_ERROR(find(*term.teacher->rows, teacher.bytes(), RegionAccess::kRead, view.data_type,
+                                   TermField(i) + ".teacher_hidden.rows", &teacher.region));
+  }
+  if (request.grad_hidden_rows.has_value()) {
+    const int64_t bytes = request.row_count * request.hidden_size * ElementBytes(request.grad_hidden_data_type);
+    HEADWATER_RETURN_IF_ERROR(find(*request.grad_hidden_rows, bytes, RegionAccess::kWrite, request.grad_hidden_data_type,
+                                   "header.grad_hidden_rows", &grad_region_));
+  }
+  for (const Source& source : payload_->sources) {
+    if (!source.region.has_value()) continue;
+    if (grad_region_.has_value() && RegionUse::Overlap(*source.region, *grad_region_)) {
+      return FieldError(ErrorReason::kInvalidField, "header.grad_hidden_rows", "memory apart from the rows that are read",
+                        "memory that overlaps it");
+    }
+    if (request.late_token_factors && source.region->memory() == MemorySpace::kDevice) {
+      return FieldError(ErrorReason::kInvalidCombination, "header.late_token_factors",
+                        "false, because rows lie in device memory, which the server does not keep", "true");
+    }
+  }
+  return absl::OkStatus();
 }
 
 // Everything of the submission but terms, rows and outputs.
@@ -126,7 +282,10 @@ void ComputeLossCall::FillSubmission() {
   submission_.first_wins = request.first_wins;
   submission_.refuse_non_finite = request.refuse_non_finite;
   submission_.late_token_factors = request.late_token_factors;
-  if (request.allow_held || request.late_token_factors) {
+  const bool on_device = std::any_of(payload_->sources.begin(), payload_->sources.end(), [](const Source& source) {
+    return source.region.has_value() && source.region->memory() == MemorySpace::kDevice;
+  });
+  if ((request.allow_held || request.late_token_factors) && !on_device) {
     submission_.hold = [this] { return HoldPayload(); };
   }
   submission_.hidden = {nullptr, request.row_count, request.hidden_size, request.data_type};
@@ -146,105 +305,89 @@ absl::Status ComputeLossCall::AwaitSteps() {
 absl::Status ComputeLossCall::ReserveBytes() {
   const Limits& limits = core_.options.limits;
   const MicroBatchRequest& request = payload_->request;
-  payload_->hidden = std::make_unique<transport::RowAssembler>(request.row_count, request.hidden_size, request.data_type);
-  int64_t row_bytes = request.row_count * payload_->hidden->row_bytes();
-  int64_t output_rows = 0;
-  for (size_t i = 0; i < request.terms.size(); ++i) {
-    output_rows += request.terms[i].row_count;
-    payload_->teacher_hidden.push_back(nullptr);
-    if (!request.terms[i].teacher.has_value()) continue;
-    const RowsView& view = submission_.terms[i].term.teacher_hidden;
-    payload_->teacher_hidden[i] = std::make_unique<transport::RowAssembler>(view.row_count, view.column_count, view.data_type);
-    row_bytes += view.row_count * payload_->teacher_hidden[i]->row_bytes();
+  int64_t row_bytes = 0;
+  int64_t bytes = 0;  // that take memory of the server
+  for (const Source& source : payload_->sources) {
+    row_bytes += source.bytes();
+    bytes += source.region.has_value() ? source.region->staged_bytes() : source.bytes();
   }
   HEADWATER_RETURN_IF_ERROR(CheckLimit("header.row_count", row_bytes, "max_micro_batch_bytes", limits.max_micro_batch_bytes));
 
   // All per-token outputs travel in the summary, which is one message.
   constexpr int64_t kTermBytes = 512;
+  int64_t output_rows = 0;
+  for (const LossTermRequest& term : request.terms) output_rows += term.row_count;
   const int64_t output_bytes = output_rows * 4 * std::popcount(request.outputs);
   const int64_t summary_bytes = output_bytes + kTermBytes * static_cast<int64_t>(request.terms.size());
   HEADWATER_RETURN_IF_ERROR(
       CheckLimit("header.outputs", summary_bytes, "max_message_bytes", limits.max_message_bytes - kMessageOverheadBytes));
 
-  int64_t bytes = row_bytes + output_bytes;
-  if (request.return_grad_hidden) bytes += request.row_count * request.hidden_size * ElementBytes(request.grad_hidden_data_type);
+  bytes += output_bytes;
+  if (grad_region_.has_value()) {
+    bytes += grad_region_->staged_bytes();
+  } else if (request.return_grad_hidden) {
+    bytes += request.row_count * request.hidden_size * ElementBytes(request.grad_hidden_data_type);
+  }
   HEADWATER_RETURN_IF_ERROR(CheckLimit("header.row_count", bytes, "max_in_flight_bytes", limits.max_in_flight_bytes));
   return core_.ReserveInFlight(bytes, "the micro-batch", &reservation_);
 }
 
-absl::StatusOr<std::shared_ptr<const void>> ComputeLossCall::HoldPayload() {
-  const int64_t bytes = payload_->bytes();
-  if (core_.held.TryReserve(bytes, &payload_->held)) return std::shared_ptr<const void>(payload_);
-  const int64_t available = core_.held.available_bytes();
-  return MakeError(
-      ErrorReason::kStagingFull,
-      absl::StrCat("the contribution would be held as ", bytes, " bytes of rows, and ", available, " of ",
-                   core_.held.capacity_bytes(), " (max_held_bytes) are free; commit or discard others, then try again"),
-      {{"limit", "max_held_bytes"},
-       {"maximum", absl::StrCat(core_.held.capacity_bytes())},
-       {"requestedBytes", absl::StrCat(bytes)},
-       {"availableBytes", absl::StrCat(available)},
-       {kRetryAfterMsKey, "100"}});
-}
+// ---- memory ----------------------------------------------------------------------------------------------------------
 
-absl::StatusOr<std::pair<transport::RowAssembler*, int32_t>> ComputeLossCall::StreamOf(const v1::RowChunk& chunk) {
-  const int32_t term = chunk.term_index();
-  const int32_t term_count = static_cast<int32_t>(payload_->request.terms.size());
-  switch (chunk.role()) {
-    case v1::CHUNK_ROLE_HIDDEN:
-      if (term == 0) return std::pair(payload_->hidden.get(), int32_t{0});
-      return FieldError(ErrorReason::kInvalidField, "chunk.term_index", "0, because the rows belong to all terms",
-                        absl::StrCat(term));
-    case v1::CHUNK_ROLE_TEACHER_HIDDEN: {
-      if (term < 0 || term >= term_count) {
-        return FieldError(ErrorReason::kInvalidField, "chunk.term_index", absl::StrCat("a term in [0, ", term_count, ")"),
-                          absl::StrCat(term));
-      }
-      transport::RowAssembler* const rows = payload_->teacher_hidden[static_cast<size_t>(term)].get();
-      if (rows != nullptr) return std::pair(rows, 1 + term);
-      return FieldError(ErrorReason::kProtocolViolation, "chunk.role",
-                        absl::StrCat("HIDDEN, because terms[", term, "] has no teacher_hidden"), "TEACHER_HIDDEN");
+absl::Status ComputeLossCall::PlaceRows() {
+  const MicroBatchRequest& request = payload_->request;
+  std::vector<Transfer::Tensor> tensors;
+  for (Source& source : payload_->sources) {
+    Transfer::Tensor& tensor = tensors.emplace_back();
+    const size_t term = static_cast<size_t>(std::max(source.digest_stream - 1, 0));
+    const bool is_hidden = source.digest_stream == 0;
+    tensor.rows.name = is_hidden ? "hidden" : RowsName("teacher_hidden", term, request.terms.size());
+    tensor.rows.row_start = source.row_start;
+    tensor.rows.row_count = source.row_count;
+    tensor.rows.row_bytes = source.row_bytes;
+    tensor.digest_stream = source.digest_stream;
+    if (source.region.has_value()) {
+      tensor.by_chunks = false;
+      tensor.why_not = absl::StrCat("because ", is_hidden ? "header.hidden_rows" : TermField(term) + ".teacher_hidden.rows",
+                                    " says where the rows are");
+    } else if (source.row_count > 0) {
+      auto block = core_.rows.Allocate(source.bytes());
+      if (!block.ok()) return block.status();
+      source.block = *std::move(block);
+      tensor.rows.data = source.block->data();
+      tensor.owner = source.block;
     }
-    case v1::CHUNK_ROLE_UNSPECIFIED:
-      return MissingField("chunk.role", "HIDDEN or TEACHER_HIDDEN");
-    default:
-      return FieldError(ErrorReason::kInvalidField, "chunk.role", "HIDDEN or TEACHER_HIDDEN",
-                        absl::StrCat(static_cast<int>(chunk.role())));
+    PointAt(source, tensor.rows.data, MemorySpace::kHost);
   }
+  transfer_ = std::make_shared<Transfer>(
+      core_,
+      Transfer::Options{request.row_count, static_cast<int64_t>(request.terms.size()), request.stripe_count, request.backward},
+      std::move(tensors));
+  return PlaceGrad();
 }
 
-absl::Status ComputeLossCall::OnChunk(v1::RowChunk* chunk) {
-  const auto stream = StreamOf(*chunk);
-  if (!stream.ok()) return stream.status();
-  const auto [rows, digest_stream] = *stream;
-  const int64_t data_bytes = static_cast<int64_t>(chunk->data().size());
-  HEADWATER_RETURN_IF_ERROR(CheckLimit("chunk.data", data_bytes, "max_chunk_bytes", core_.options.limits.max_chunk_bytes));
-  HEADWATER_RETURN_IF_ERROR(rows->Check(chunk->row_start(), chunk->row_count(), data_bytes, "chunk"));
-  if (submission_.backward) {  // before Add(), which may take the data
-    digest_.AddRows(digest_stream, chunk->row_start(), chunk->row_count(), rows->row_bytes(), chunk->data().data());
-  }
-  HEADWATER_RETURN_IF_ERROR(rows->Add(chunk->row_start(), chunk->row_count(), chunk->mutable_data(), "chunk"));
-  core_.metrics.CountBytes(observability::Direction::kIn, data_bytes);
-  last_row_time_ = absl::Now();
+void ComputeLossCall::PointAt(const Source& source, const void* data, MemorySpace memory) {
+  RowsView& view = source.digest_stream == 0 ? submission_.hidden
+                                             : submission_.terms[static_cast<size_t>(source.digest_stream - 1)].term.teacher_hidden;
+  view.data = data;
+  view.memory = memory;
+}
+
+absl::Status ComputeLossCall::PlaceGrad() {
+  const MicroBatchRequest& request = payload_->request;
+  if (!request.return_grad_hidden || request.row_count == 0) return absl::OkStatus();
+  submission_.grad_hidden = {nullptr, request.row_count, request.hidden_size, request.grad_hidden_data_type};
+  if (grad_region_.has_value()) return absl::OkStatus();
+  const int64_t row_bytes = request.hidden_size * ElementBytes(request.grad_hidden_data_type);
+  auto block = core_.rows.Allocate(request.row_count * row_bytes);
+  if (!block.ok()) return block.status();
+  submission_.grad_hidden.data = (*block)->data();
+  transfer_->OpenGrad(request.row_count, row_bytes, (*block)->data(), *block);
+  sends_grad_ = true;
   return absl::OkStatus();
 }
 
-// The client has half-closed: every row must be there.
-absl::Status ComputeLossCall::CompleteRows() {
-  HEADWATER_RETURN_IF_ERROR(CheckHeaderSeen(header_seen_));
-  HEADWATER_RETURN_IF_ERROR(payload_->hidden->CheckComplete("hidden"));
-  submission_.hidden = payload_->hidden->view();
-  const bool one_term = submission_.terms.size() == 1;
-  for (size_t i = 0; i < submission_.terms.size(); ++i) {
-    const transport::RowAssembler* const rows = payload_->teacher_hidden[i].get();
-    if (rows == nullptr) continue;
-    HEADWATER_RETURN_IF_ERROR(rows->CheckComplete(one_term ? "teacher_hidden" : absl::StrCat("teacher_hidden of terms[", i, "]")));
-    submission_.terms[i].term.teacher_hidden = rows->view();
-  }
-  return absl::OkStatus();
-}
-
-void ComputeLossCall::AllocateOutputs() {
+void ComputeLossCall::AllocateTokenOutputs() {
   const MicroBatchRequest& request = payload_->request;
   token_outputs_.resize(request.terms.size());
   for (size_t i = 0; i < request.terms.size(); ++i) {
@@ -261,32 +404,192 @@ void ComputeLossCall::AllocateOutputs() {
     term.entropy = allocate(v1::TOKEN_OUTPUT_ENTROPY, &outputs.entropy);
     term.argmax = allocate(v1::TOKEN_OUTPUT_ARGMAX, &outputs.argmax);
   }
-  if (request.return_grad_hidden && request.row_count > 0) {
-    const int64_t row_bytes = request.hidden_size * ElementBytes(request.grad_hidden_data_type);
-    grad_hidden_.reset(new uint8_t[static_cast<size_t>(request.row_count * row_bytes)]);  // the engine writes every row
-    submission_.grad_hidden = {grad_hidden_.get(), request.row_count, request.hidden_size, request.grad_hidden_data_type};
+}
+
+absl::Status ComputeLossCall::PrepareRegions() {
+  for (Source& source : payload_->sources) {
+    if (!source.region.has_value()) continue;
+    HEADWATER_RETURN_IF_ERROR(source.region->Prepare());
+    PointAt(source, source.region->data(), source.region->memory());
+    HEADWATER_RETURN_IF_ERROR(AddEvent(*source.region, source.row_bytes));
+    core_.metrics.CountBytes(observability::Direction::kIn, source.bytes(), PathOf(source.region));
+  }
+  if (!grad_region_.has_value() || submission_.grad_hidden.row_count == 0) return absl::OkStatus();
+  HEADWATER_RETURN_IF_ERROR(grad_region_->Prepare());
+  submission_.grad_hidden.data = grad_region_->data();
+  submission_.grad_hidden.memory = grad_region_->memory();
+  return AddEvent(*grad_region_, submission_.grad_hidden.column_count * ElementBytes(submission_.grad_hidden.data_type));
+}
+
+absl::Status ComputeLossCall::AddEvent(const RegionUse& region, int64_t row_bytes) {
+  const DeviceEvent* const event = region.after();
+  if (event == nullptr || event == submission_.after || region.bytes() == 0) return absl::OkStatus();
+  if (submission_.after == nullptr) {
+    submission_.after = event;
+    return absl::OkStatus();
+  }
+  // The engine waits for one event only; another one is over once a row behind it has been read.
+  DigestBuilder unused;
+  const RowsView row = {region.data(), 1, row_bytes / int64_t{sizeof(float)}, DataType::kFloat32, MemorySpace::kDevice};
+  return core_.engine->DigestRows({&row, 1}, event, &unused);
+}
+
+absl::StatusOr<std::shared_ptr<const void>> ComputeLossCall::HoldPayload() {
+  const int64_t bytes = payload_->bytes();
+  if (!core_.held.TryReserve(bytes, &payload_->held)) {
+    const int64_t available = core_.held.available_bytes();
+    return MakeError(
+        ErrorReason::kStagingFull,
+        absl::StrCat("the contribution would be held as ", bytes, " bytes of rows, and ", available, " of ",
+                     core_.held.capacity_bytes(), " (max_held_bytes) are free; commit or discard others, then try again"),
+        {{"limit", "max_held_bytes"},
+         {"requestedBytes", absl::StrCat(bytes)},
+         {"availableBytes", absl::StrCat(available)},
+         {kRetryAfterMsKey, "500"}});
+  }
+  // What lies in the client's memory is the client's again when the call ends.
+  for (Source& source : payload_->sources) {
+    if (!source.region.has_value() || source.bytes() == 0) continue;
+    auto block = core_.rows.Allocate(source.bytes());
+    if (!block.ok()) return block.status();
+    std::memcpy((*block)->data(), source.region->data(), static_cast<size_t>(source.bytes()));
+    source.block = *std::move(block);
+    source.region.reset();
+    PointAt(source, source.block->data(), MemorySpace::kHost);
+  }
+  return std::shared_ptr<const void>(payload_);
+}
+
+// ---- the computation -------------------------------------------------------------------------------------------------
+
+absl::Status ComputeLossCall::Run() {
+  accept_time_ = absl::Now();
+  if (entry_.has_value()) entry_->Open(transfer_);
+  AllocateTokenOutputs();
+  HEADWATER_RETURN_IF_ERROR(Done(PrepareRegions()));
+  HEADWATER_RETURN_IF_ERROR(Done(Compute()));
+  CountOutcome();
+  if (grad_region_.has_value() && submission_.grad_hidden.row_count > 0) {
+    core_.metrics.CountBytes(observability::Direction::kOut, grad_region_->bytes(), PathOf(grad_region_));
+    HEADWATER_RETURN_IF_ERROR(grad_region_->Finish());
+  }
+  return AwaitGradSent();
+}
+
+absl::Status ComputeLossCall::Compute() {
+  const int64_t row_count = payload_->request.row_count;
+  const bool large = scheduler::JobSizeOf(row_count) == scheduler::JobSize::kLarge;
+  submission_.engine_digests = std::any_of(payload_->sources.begin(), payload_->sources.end(),
+                                           [](const Source& source) { return source.region.has_value(); });
+  may_begin_early_ = large;
+  Incoming incoming(*this);
+  // Small ones are complete when they begin, so that the engine can compute many of them together.
+  submission_.incoming = large ? &incoming : nullptr;
+  while (true) {
+    HEADWATER_RETURN_IF_ERROR(AwaitStart());
+    if (submission_.incoming == nullptr && submission_.backward) {
+      auto digest = DigestOfAll();
+      if (!digest.ok()) return digest.status();
+      submission_.digest = *digest;
+    }
+    const absl::Status status = Submit();
+    if (!status.ok()) return HasReason(status, ErrorReason::kProtocolViolation) ? ExplainEnd(status) : status;
+    if (!outcome_->needs_all_rows) return absl::OkStatus();
+    submission_.incoming = nullptr;
+    submission_.engine_digests = false;
+    may_begin_early_ = false;
   }
 }
 
-absl::Status ComputeLossCall::Finish() {
-  HEADWATER_RETURN_IF_ERROR(Done(CompleteRows()));
-  AllocateOutputs();
-  if (submission_.backward) submission_.digest = digest_.Finish(CanonicalHeader(payload_->request));
+bool ComputeLossCall::EnoughToBegin() const {
+  const RowExchange& exchange = transfer_->exchange();
+  if (!may_begin_early_ || exchange.ready_rows() < std::min(kFirstRows, payload_->request.row_count)) return false;
+  const int64_t received = exchange.received_bytes();
+  const int64_t missing = exchange.total_bytes() - received;
+  return received > 0 &&
+         (absl::Now() - accept_time_) * (static_cast<double>(missing) / static_cast<double>(received)) <= kNearlyComplete;
+}
 
+absl::Status ComputeLossCall::AwaitStart() {
+  RowExchange& exchange = transfer_->exchange();
+  const absl::Duration idle = core_.options.stream_idle_timeout;
+  const absl::Duration stripe_wait = core_.options.limits.max_stripe_wait;
+  while (true) {
+    const int64_t seen = exchange.version();
+    if (absl::Status status = exchange.CheckInput(); !status.ok()) return ExplainEnd(status);
+    if (exchange.complete() || EnoughToBegin()) return absl::OkStatus();
+    const absl::Time now = absl::Now();
+    if (limits_.cancelled != nullptr && limits_.cancelled()) {
+      return MakeError(ErrorReason::kCancelled, "the call was cancelled while its rows came; nothing was added");
+    }
+    if (now >= limits_.deadline) {
+      return MakeError(ErrorReason::kDeadlineExceeded, "the deadline passed while the rows came; nothing was added");
+    }
+    const absl::Time idle_end = exchange.last_row_time() + idle;
+    if (now >= idle_end) {
+      return MakeError(ErrorReason::kCancelled, absl::StrCat("the client has sent no rows for ", absl::FormatDuration(idle),
+                                                             " (stream_idle_timeout); nothing was added"));
+    }
+    const absl::Time stripes_end = accept_time_ + stripe_wait;
+    const int32_t joined = transfer_->joined();
+    if (joined < transfer_->stripe_count() && now >= stripes_end) {
+      return MakeError(ErrorReason::kStripeLost,
+                       absl::StrCat(joined, " of ", transfer_->stripe_count(), " streams have come within ",
+                                    absl::FormatDuration(stripe_wait), " (max_stripe_wait), and rows are missing"));
+    }
+    exchange.AwaitChange(seen, std::min({limits_.deadline, idle_end, now + kLook}));
+  }
+}
+
+absl::Status ComputeLossCall::ExplainEnd(const absl::Status& status) {
+  RowExchange& exchange = transfer_->exchange();
+  const absl::Time known = absl::Now() + kEndKnown;
+  while (exchange.status().ok() && absl::Now() < known) exchange.AwaitChange(exchange.version(), known);
+  const absl::Status broken = exchange.status();
+  return broken.ok() ? status : broken;
+}
+
+absl::StatusOr<Digest> ComputeLossCall::DigestOfAll() {
+  DigestBuilder digest = transfer_->Digested();
+  // Rows in regions have not been looked at yet.
+  std::vector<RowsView> streams(submission_.terms.size() + 1);
+  bool any = false;
+  for (const Source& source : payload_->sources) {
+    if (!source.region.has_value()) continue;
+    const size_t stream = static_cast<size_t>(source.digest_stream);
+    streams[stream] = stream == 0 ? submission_.hidden : submission_.terms[stream - 1].term.teacher_hidden;
+    any = true;
+  }
+  if (any) HEADWATER_RETURN_IF_ERROR(core_.engine->DigestRows(streams, submission_.after, &digest));
+  return digest.Finish(CanonicalHeader(payload_->request));
+}
+
+absl::Status ComputeLossCall::Submit() {
   absl::StatusOr<heads::SubmissionOutcome> outcome = MakeError(ErrorReason::kInternal, "the queue did not run the job");
   const absl::Status queued = core_.queue.Run(
-      client_,
+      client_, scheduler::JobSizeOf(payload_->request.row_count),
       [&] {
         engine_start_time_ = absl::Now();
         outcome = heads::Head::Submit(submission_, *core_.engine, limits_.cancelled);
         engine_end_time_ = absl::Now();
       },
       limits_.cancelled, limits_.deadline);
-  if (!queued.ok()) return Done(queued);
-  if (!outcome.ok()) return Done(outcome.status());
+  if (!queued.ok()) return queued;
+  if (!outcome.ok()) return outcome.status();
   outcome_ = *std::move(outcome);
-  CountOutcome();
   return absl::OkStatus();
+}
+
+absl::Status ComputeLossCall::AwaitGradSent() {
+  if (!sends_grad_) return absl::OkStatus();
+  RowExchange& exchange = transfer_->exchange();
+  transfer_->GradReady(payload_->request.row_count, /*here=*/true);
+  while (true) {
+    const int64_t seen = exchange.version();
+    if (absl::Status status = exchange.status(); !status.ok()) return status;
+    if (transfer_->grad_sent()) return absl::OkStatus();
+    exchange.AwaitChange(seen, absl::InfiniteFuture());  // each stream's client is watched while it should take something
+  }
 }
 
 void ComputeLossCall::CountOutcome() {
@@ -294,6 +597,7 @@ void ComputeLossCall::CountOutcome() {
   observability::Metrics& metrics = core_.metrics;
   const MicroBatchOutcome what = OutcomeOf(*outcome_);
   metrics.CountMicroBatch(what);
+  metrics.CountTransport(path_);
   if (what == MicroBatchOutcome::kCommitted) metrics.CountCommit();
   for (size_t i = 0; i < outcome_->terms.size(); ++i) {
     const bool jsd = std::holds_alternative<JensenShannonRequest>(payload_->request.terms[i].loss);
@@ -302,26 +606,13 @@ void ComputeLossCall::CountOutcome() {
                         sums.valid_token_count);
     metrics.CountNonFiniteRows(sums.non_finite_row_count);
   }
-  metrics.ObservePhase(observability::Phase::kUpload, last_row_time_ - header_time_);
-  metrics.ObservePhase(observability::Phase::kQueue, engine_start_time_ - last_row_time_);
-  metrics.ObservePhase(observability::Phase::kEngine, engine_end_time_ - engine_start_time_);
-}
-
-bool ComputeLossCall::NextChunk(v1::RowChunk* chunk) {
-  constexpr int64_t kChunkBytes = 1 << 20;
-  const MutableRowsView& grad = submission_.grad_hidden;
-  if (grad.data == nullptr || next_grad_row_ >= grad.row_count) return false;
-  const int64_t row_bytes = grad.column_count * ElementBytes(grad.data_type);
-  const int64_t chunk_bytes = std::min(kChunkBytes, core_.options.limits.max_chunk_bytes);
-  const int64_t rows = std::min(grad.row_count - next_grad_row_, std::max<int64_t>(1, chunk_bytes / row_bytes));
-  chunk->set_role(v1::CHUNK_ROLE_GRAD_HIDDEN);
-  chunk->set_term_index(0);
-  chunk->set_row_start(next_grad_row_);
-  chunk->set_row_count(rows);
-  chunk->set_data(static_cast<const uint8_t*>(grad.data) + next_grad_row_ * row_bytes, static_cast<size_t>(rows * row_bytes));
-  next_grad_row_ += rows;
-  core_.metrics.CountBytes(observability::Direction::kOut, rows * row_bytes);
-  return true;
+  const absl::Time last_row_time = transfer_->exchange().last_row_time();
+  const auto observe = [&](observability::Phase phase, absl::Duration duration) {
+    metrics.ObservePhase(phase, std::max(duration, absl::ZeroDuration()));  // phases overlap
+  };
+  observe(observability::Phase::kUpload, last_row_time - header_time_);
+  observe(observability::Phase::kQueue, engine_start_time_ - last_row_time);
+  observe(observability::Phase::kEngine, engine_end_time_ - engine_start_time_);
 }
 
 void ComputeLossCall::FillSummary(v1::MicroBatchSummary* summary) {
@@ -354,16 +645,17 @@ void ComputeLossCall::FillSummary(v1::MicroBatchSummary* summary) {
   summary->set_form(static_cast<v1::ContributionForm>(outcome.form));
   summary->set_replayed(outcome.replayed);
   summary->set_payload_differs(outcome.payload_differs);
-  if (submission_.backward) summary->set_digest(submission_.digest.data(), submission_.digest.size());
+  if (submission_.backward) summary->set_digest(outcome.digest.data(), outcome.digest.size());
   if (outcome.step.has_value()) summary->set_step(*outcome.step);
   const absl::Time now = absl::Now();
+  const absl::Time last_row_time = transfer_->exchange().last_row_time();
   core_.metrics.ObservePhase(observability::Phase::kDownload, now - engine_end_time_);
   v1::Timing* const timing = summary->mutable_timing();
-  EncodeDuration(last_row_time_ - header_time_, timing->mutable_upload());
-  EncodeDuration(engine_start_time_ - last_row_time_, timing->mutable_queue());
+  EncodeDuration(last_row_time - header_time_, timing->mutable_upload());
+  EncodeDuration(engine_start_time_ - last_row_time, timing->mutable_queue());
   EncodeDuration(engine_end_time_ - engine_start_time_, timing->mutable_engine());
   EncodeDuration(now - engine_end_time_, timing->mutable_download());
-  summary->set_transport("grpc");
+  summary->set_transport(observability::TransportName(path_));
 }
 
 }  // namespace headwater::service

@@ -1,10 +1,15 @@
-// ComputeLossCall: one ComputeLoss stream, without its I/O: messages in, messages out. Drives decoding, admission, assembly of the
-// rows, the digest, the queue and the head. The gRPC handler only moves messages, so another transport can drive the same class.
+// ComputeLossCall: one micro-batch on its way through the server, whatever carries its bytes: decoding, admission, memory for its
+// rows, the queue, the head, the summary.
 //
-//   call.OnMessage(header); call.OnMessage(chunk)...; call.Finish();          // any error ends the call; the header may have to
-//   wait while (call.NextChunk(&chunk)) send(chunk);  call.FillSummary(&summary);  // after Finish() was OK
+//   call.Accept(header);    // may wait for the step; any error ends the call
+//   ... streams join call.transfer() and bring rows ...
+//   call.Run();             // waits for rows and for its turn; when this returns OK an EAGER micro-batch is committed, and
+//   call.FillSummary(&summary);  //   grad_hidden has been sent, or written to where the client wants it
 //
-// Not thread-safe.
+// Computing begins when the first useful rows are there, if the others seem to be near: the engine reads what comes (IncomingRows).
+// Rows that stay away then make it give its turn to others, and wait until all rows are there.
+//
+// One thread; but for what the engine's threads tell of the gradient.
 #ifndef HEADWATER_SERVER_SERVICE_COMPUTE_LOSS_CALL_H_
 #define HEADWATER_SERVER_SERVICE_COMPUTE_LOSS_CALL_H_
 
@@ -12,7 +17,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -22,71 +26,92 @@
 #include "headwater/v1/loss_service.pb.h"
 #include "server/heads/head.h"
 #include "server/heads/session_registry.h"
+#include "server/observability/metrics.h"
 #include "server/service/loss_request.h"
 #include "server/service/server_core.h"
+#include "server/service/transfer.h"
+#include "server/service/transfer_registry.h"
 #include "server/transport/byte_budget.h"
-#include "server/transport/row_assembler.h"
+#include "server/transport/region_registry.h"
 
 namespace headwater::service {
 
 class ComputeLossCall {
  public:
-  // `client` is the identity that the fair queue knows; `limits` bounds its waits: `limits.cancelled` is asked from this thread and
-  // from the queue's.
+  // `client` is the identity that the fair queue knows; `limits` bounds the waits.
   ComputeLossCall(ServerCore& core, std::string client, heads::WaitLimits limits);
   // Counts what became of the micro-batch.
   ~ComputeLossCall();
+  ComputeLossCall(const ComputeLossCall&) = delete;
+  ComputeLossCall& operator=(const ComputeLossCall&) = delete;
 
-  // Takes the header or a chunk. The header is checked against the heads before any row is accepted; one for the step after the
-  // open one waits for it here. May move data out of `message`.
-  absl::Status OnMessage(v1::ComputeLossRequest* message);
-  // The client has half-closed: computes, and commits or stages. When this returns OK an EAGER micro-batch is committed.
-  absl::Status Finish();
-
-  // Next rows of grad_hidden, in ascending order; false when there are no more.
-  bool NextChunk(v1::RowChunk* chunk);
+  // Checks the header against the heads, before any row is taken; one for the step after the open one waits for it.
+  absl::Status Accept(const v1::MicroBatchHeader& header);
+  // Where rows come in and leave. After Accept().
+  const std::shared_ptr<Transfer>& transfer() const { return transfer_; }
+  absl::Status Run();
   void FillSummary(v1::MicroBatchSummary* summary);
 
   // The first term's head once the header was valid; for logs.
   const std::string& head_name() const { return head_name_; }
 
  private:
+  class Incoming;
   struct Payload;
+  struct Source;
   struct TokenOutputs;
 
   absl::Status OnHeader(const v1::MicroBatchHeader& header);
-  absl::Status OnChunk(v1::RowChunk* chunk);
-  // The assembler that the chunk goes to, and its stream in the digest.
-  absl::StatusOr<std::pair<transport::RowAssembler*, int32_t>> StreamOf(const v1::RowChunk& chunk);
+  // Where the rows come from: the regions that the header names, or chunks.
+  absl::Status FindRows();
   void FillSubmission();
   absl::Status AwaitSteps();
   absl::Status ReserveBytes();
+  // Gets memory for what comes as chunks, and for the gradient.
+  absl::Status PlaceRows();
+  absl::Status PlaceGrad();
+  // Where the submission finds the rows.
+  void PointAt(const Source& source, const void* data, MemorySpace memory);
+  void AllocateTokenOutputs();
+  // Lets rows in regions be read and written.
+  absl::Status PrepareRegions();
+  absl::Status AddEvent(const transport::RegionUse& region, int64_t row_bytes);
   // Submission::hold: the payload, once it has its place in the budget.
   absl::StatusOr<std::shared_ptr<const void>> HoldPayload();
-  absl::Status CompleteRows();
-  void AllocateOutputs();
+
+  absl::Status Compute();
+  // Waits until the micro-batch may be submitted: all rows are there, or enough to begin with.
+  absl::Status AwaitStart();
+  bool EnoughToBegin() const;
+  // Why rows are missing, once their streams have ended: that a client is gone is known a moment later.
+  absl::Status ExplainEnd(const absl::Status& status);
+  absl::StatusOr<Digest> DigestOfAll();
+  absl::Status Submit();
+  absl::Status AwaitGradSent();
   void CountOutcome();
   absl::Status Done(absl::Status status);
 
   ServerCore& core_;
-  const std::string client_;
+  std::string client_;
   const heads::WaitLimits limits_;
 
   heads::SessionRegistry::Use session_use_;
+  std::optional<TransferRegistry::Entry> entry_;
   std::shared_ptr<Payload> payload_;  // shared with the contribution if it is held as rows
   std::string head_name_;
   heads::Submission submission_;  // points into the payload and the members around it
   transport::ByteBudget::Reservation reservation_;
-  DigestBuilder digest_;
-  std::unique_ptr<uint8_t[]> grad_hidden_;
+  std::shared_ptr<Transfer> transfer_;
   std::vector<TokenOutputs> token_outputs_;  // one for each term
   std::optional<heads::SubmissionOutcome> outcome_;
-  int64_t next_grad_row_ = 0;
-  bool header_seen_ = false;
+  observability::Transport path_ = observability::Transport::kGrpc;  // of the hidden states
+  std::optional<transport::RegionUse> grad_region_;
+  bool sends_grad_ = false;
+  bool may_begin_early_ = false;
   bool counted_ = false;
 
   absl::Time header_time_;
-  absl::Time last_row_time_;
+  absl::Time accept_time_;
   absl::Time engine_start_time_;
   absl::Time engine_end_time_;
 };

@@ -153,21 +153,51 @@ absl::Status ValidateRowIndices(bool present, const v1::Tensor& tensor, const st
   return absl::OkStatus();
 }
 
+// Rows in a region of the session.
+absl::StatusOr<std::optional<SharedRowsRequest>> DecodeSharedRows(bool present, const v1::SharedRows& rows, bool has_session,
+                                                                  const std::string& field) {
+  if (!present) return std::optional<SharedRowsRequest>();
+  if (!has_session) return MissingField("header.session_id", absl::StrCat("the session of the region that ", field, " names"));
+  if (rows.region_id().empty()) return MissingField(field + ".region_id", "the id that RegisterSharedMemory answered");
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".offset_bytes", rows.offset_bytes(), 0));
+  return std::optional<SharedRowsRequest>({rows.region_id(), rows.offset_bytes()});
+}
+
+absl::StatusOr<TeacherRequest> DecodeJoinedTeacher(const v1::JoinedTeacher& joined, const std::string& field, int64_t term_rows) {
+  auto name = DecodeHeadName(joined.head(), field + ".head");
+  if (!name.ok()) return name.status();
+  auto epoch = DecodeOptionalEpoch(joined.head_epoch(), field + ".head_epoch");
+  if (!epoch.ok()) return epoch.status();
+  auto data_type = DecodeFloatType(joined.data_type(), field + ".data_type");
+  if (!data_type.ok()) return data_type.status();
+  auto version = DecodeWeightVersion(joined.has_expected_weight_version(), joined.expected_weight_version(),
+                                     field + ".expected_weight_version");
+  if (!version.ok()) return version.status();
+  JoinedTeacherRequest rows;
+  rows.join_key = joined.join_key();
+  HEADWATER_RETURN_IF_ERROR(ValidateJoinKey(rows.join_key, field + ".join_key"));
+  rows.total_row_count = joined.total_row_count();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".total_row_count", rows.total_row_count, 1));
+  if (joined.has_row_indices()) {
+    HEADWATER_RETURN_IF_ERROR(ValidateRowIndices(true, joined.row_indices(), field + ".row_indices",
+                                                 {v1::DATA_TYPE_INT32, "INT32", term_rows}, rows.total_row_count));
+    rows.row_indices = CopyElements<int32_t>(joined.row_indices());
+  } else if (term_rows > rows.total_row_count) {
+    return FieldError(ErrorReason::kInvalidField, field + ".total_row_count",
+                      absl::StrCat("at least the term's ", term_rows, " rows, because there are no row_indices"),
+                      absl::StrCat(rows.total_row_count));
+  }
+  return TeacherRequest{*std::move(name), *epoch, *data_type, *version, std::nullopt, std::move(rows)};
+}
+
 // The teacher of a JSD term. Teachers that are not built are validated, then refused.
-absl::StatusOr<TeacherRequest> DecodeTeacher(const v1::LossTerm& term, const std::string& field, int64_t term_rows) {
+absl::StatusOr<TeacherRequest> DecodeTeacher(const v1::LossTerm& term, const std::string& field, int64_t term_rows,
+                                             bool has_session) {
   switch (term.teacher_source_case()) {
     case v1::LossTerm::kTeacherHidden:
       break;
-    case v1::LossTerm::kJoinedTeacher: {
-      const v1::JoinedTeacher& joined = term.joined_teacher();
-      const std::string joined_field = field + ".joined_teacher";
-      if (auto name = DecodeHeadName(joined.head(), joined_field + ".head"); !name.ok()) return name.status();
-      HEADWATER_RETURN_IF_ERROR(ValidateJoinKey(joined.join_key(), joined_field + ".join_key"));
-      HEADWATER_RETURN_IF_ERROR(CheckAtLeast(joined_field + ".total_row_count", joined.total_row_count(), 1));
-      HEADWATER_RETURN_IF_ERROR(ValidateRowIndices(joined.has_row_indices(), joined.row_indices(), joined_field + ".row_indices",
-                                                   {v1::DATA_TYPE_INT32, "INT32", term_rows}, joined.total_row_count()));
-      return FeatureNotBuilt(joined_field, "joined_teacher");
-    }
+    case v1::LossTerm::kJoinedTeacher:
+      return DecodeJoinedTeacher(term.joined_teacher(), field + ".joined_teacher", term_rows);
     case v1::LossTerm::kCachedTeacher:
       if (term.cached_teacher().cache_key().empty()) return MissingField(field + ".cached_teacher.cache_key", "a name");
       return FeatureNotBuilt(field + ".cached_teacher", "cached_teacher");
@@ -188,11 +218,13 @@ absl::StatusOr<TeacherRequest> DecodeTeacher(const v1::LossTerm& term, const std
   auto version = DecodeWeightVersion(teacher.has_expected_weight_version(), teacher.expected_weight_version(),
                                      teacher_field + ".expected_weight_version");
   if (!version.ok()) return version.status();
-  return TeacherRequest{*std::move(name), *epoch, *data_type, *version};
+  auto rows = DecodeSharedRows(teacher.has_rows(), teacher.rows(), has_session, teacher_field + ".rows");
+  if (!rows.ok()) return rows.status();
+  return TeacherRequest{*std::move(name), *epoch, *data_type, *version, *std::move(rows), std::nullopt};
 }
 
 absl::StatusOr<LossTermRequest> DecodeTerm(const v1::LossTerm& term, const std::string& field, int64_t micro_batch_rows,
-                                           const Limits& limits) {
+                                           bool has_session, const Limits& limits) {
   LossTermRequest decoded;
   auto head = DecodeHeadStep(term.has_head(), term.head(), field + ".head", /*step_required=*/false);
   if (!head.ok()) return head.status();
@@ -231,7 +263,7 @@ absl::StatusOr<LossTermRequest> DecodeTerm(const v1::LossTerm& term, const std::
       if (!loss.ok()) return loss.status();
       targets_required = loss->options.hard_loss_weight > 0;
       decoded.loss = *std::move(loss);
-      auto teacher = DecodeTeacher(term, field, decoded.row_count);
+      auto teacher = DecodeTeacher(term, field, decoded.row_count, has_session);
       if (!teacher.ok()) return teacher.status();
       decoded.teacher = *std::move(teacher);
       break;
@@ -358,7 +390,7 @@ absl::Status DecodeTerms(const v1::MicroBatchHeader& header, const Limits& limit
   const bool wants_log_probability = (decoded->outputs & TokenOutputBit(v1::TOKEN_OUTPUT_TARGET_LOG_PROBABILITY)) != 0;
   for (int i = 0; i < header.terms_size(); ++i) {
     const std::string field = absl::StrCat("header.terms[", i, "]");
-    auto term = DecodeTerm(header.terms(i), field, decoded->row_count, limits);
+    auto term = DecodeTerm(header.terms(i), field, decoded->row_count, decoded->session.has_value(), limits);
     if (!term.ok()) return term.status();
     if (wants_log_probability && !term->targets.has_value()) {
       return FieldError(ErrorReason::kInvalidCombination, "header.outputs",
@@ -427,6 +459,34 @@ absl::StatusOr<std::optional<Id>> DecodeOptionalId(const std::string& bytes, con
 
 constexpr char kEpochWords[] = "the head's epoch";
 constexpr char kSessionWords[] = "the id that OpenSession answered";
+constexpr char kTransferWords[] = "the micro-batch's transfer_id";
+
+// How the rows travel: over how many streams, or in which regions.
+absl::Status DecodePath(const v1::MicroBatchHeader& header, const Limits& limits, MicroBatchRequest* decoded) {
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.stripe_count", header.stripe_count(), 0));
+  decoded->stripe_count = std::max(header.stripe_count(), 1);
+  HEADWATER_RETURN_IF_ERROR(CheckLimit("header.stripe_count", decoded->stripe_count, "max_stripes", limits.max_stripes));
+  if (decoded->stripe_count > 1) {
+    auto transfer = DecodeId<TransferId>(header.transfer_id(), "header.transfer_id", "drawn at random for this call");
+    if (!transfer.ok()) return transfer.status();
+    decoded->transfer = *transfer;
+  } else if (!header.transfer_id().empty()) {
+    return FieldError(ErrorReason::kInvalidCombination, "header.transfer_id", "nothing, because stripe_count is not above 1",
+                      absl::StrCat(header.transfer_id().size(), " bytes"));
+  }
+  const bool session = decoded->session.has_value();
+  auto hidden = DecodeSharedRows(header.has_hidden_rows(), header.hidden_rows(), session, "header.hidden_rows");
+  if (!hidden.ok()) return hidden.status();
+  decoded->hidden_rows = *std::move(hidden);
+  auto grad_hidden = DecodeSharedRows(header.has_grad_hidden_rows(), header.grad_hidden_rows(), session, "header.grad_hidden_rows");
+  if (!grad_hidden.ok()) return grad_hidden.status();
+  decoded->grad_hidden_rows = *std::move(grad_hidden);
+  if (decoded->grad_hidden_rows.has_value() && !decoded->return_grad_hidden) {
+    return FieldError(ErrorReason::kInvalidCombination, "header.grad_hidden_rows", "nothing, because grad_hidden is not returned",
+                      "a region");
+  }
+  return absl::OkStatus();
+}
 
 }  // namespace
 
@@ -514,6 +574,7 @@ absl::StatusOr<MicroBatchRequest> DecodeMicroBatchHeader(const v1::MicroBatchHea
   if (!data_type.ok()) return data_type.status();
   decoded.data_type = *data_type;
   HEADWATER_RETURN_IF_ERROR(DecodeGradHidden(header, &decoded));
+  HEADWATER_RETURN_IF_ERROR(DecodePath(header, limits, &decoded));
   // Before the terms, whose `step` would be blamed for what the whole call is.
   if (!decoded.backward) {
     HEADWATER_RETURN_IF_ERROR(CheckWithoutMicroBatch(header, decoded, "because the call is FORWARD_ONLY"));
@@ -542,13 +603,14 @@ absl::StatusOr<DecisionRequest> DecodeDiscard(const v1::DiscardMicroBatchRequest
   return DecodeDecision(request, limits);
 }
 
-absl::Status ValidateTransferRowsHeader(const v1::TransferRowsHeader& header) {
-  constexpr size_t kTransferIdBytes = 16;
-  if (header.transfer_id().size() != kTransferIdBytes) {
-    return FieldError(ErrorReason::kInvalidField, "header.transfer_id", "the 16 bytes of the micro-batch's header",
-                      absl::StrCat(header.transfer_id().size(), " bytes"));
-  }
-  return CheckAtLeast("header.stripe_index", header.stripe_index(), 1);
+absl::StatusOr<TransferRowsRequest> DecodeTransferRowsHeader(const v1::TransferRowsHeader& header) {
+  TransferRowsRequest decoded;
+  auto transfer = DecodeId<TransferId>(header.transfer_id(), "header.transfer_id", kTransferWords);
+  if (!transfer.ok()) return transfer.status();
+  decoded.transfer = *transfer;
+  decoded.stripe_index = header.stripe_index();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.stripe_index", decoded.stripe_index, 1));
+  return decoded;
 }
 
 absl::StatusOr<StreamTeacherRequest> DecodeStreamTeacherHeader(const v1::StreamTeacherHeader& header, const Limits& limits) {

@@ -19,6 +19,7 @@
 #include "server/heads/head.h"
 #include "server/heads/head_name.h"
 #include "server/service/limits.h"
+#include "server/service/transfer_registry.h"
 #include "server/transport/teacher_join.h"
 
 namespace headwater::service {
@@ -46,11 +47,27 @@ struct JensenShannonRequest {
   CrossEntropyRequest hard_loss;
 };
 
+// Rows in a region of the call's session.
+struct SharedRowsRequest {
+  std::string region_id;
+  int64_t offset_bytes = 0;
+};
+
+// Teacher rows that another process sends.
+struct JoinedTeacherRequest {
+  std::string join_key;
+  int64_t total_row_count = 0;
+  std::vector<int32_t> row_indices;  // of the term's rows; empty: row i of the term is row i of the set
+};
+
 struct TeacherRequest {
   heads::HeadName head;
   std::optional<heads::Epoch> epoch;
   DataType data_type = DataType::kFloat32;
   std::optional<int64_t> expected_weight_version;
+  // Where the rows come from; at most one of them, else they come as chunks.
+  std::optional<SharedRowsRequest> rows;
+  std::optional<JoinedTeacherRequest> joined;
 };
 
 struct LossTermRequest {
@@ -84,7 +101,17 @@ struct MicroBatchRequest {
   DataType grad_hidden_data_type = DataType::kFloat32;
   double grad_hidden_scale = 1;
   bool allow_held = false;
-  bool late_token_factors = false;  // only with explicit_commit
+  bool late_token_factors = false;     // only with explicit_commit
+  std::optional<TransferId> transfer;  // there if and only if stripe_count > 1
+  int32_t stripe_count = 1;
+  std::optional<SharedRowsRequest> hidden_rows;
+  std::optional<SharedRowsRequest> grad_hidden_rows;  // only with return_grad_hidden
+};
+
+// A stripe of a transfer.
+struct TransferRowsRequest {
+  TransferId transfer{};
+  int32_t stripe_index = 0;  // >= 1
 };
 
 // A step of a head.
@@ -106,8 +133,7 @@ absl::StatusOr<MicroBatchRequest> DecodeMicroBatchHeader(const v1::MicroBatchHea
 absl::StatusOr<DecisionRequest> DecodeCommit(const v1::CommitMicroBatchRequest& request, const Limits& limits);
 absl::StatusOr<DecisionRequest> DecodeDiscard(const v1::DiscardMicroBatchRequest& request, const Limits& limits);
 
-// What can be checked of the requests whose RPCs are not built.
-absl::Status ValidateTransferRowsHeader(const v1::TransferRowsHeader& header);
+absl::StatusOr<TransferRowsRequest> DecodeTransferRowsHeader(const v1::TransferRowsHeader& header);
 
 // A teacher's stream of rows.
 struct StreamTeacherRequest {

@@ -3,12 +3,13 @@
 #include <utility>
 #include <vector>
 
-#include "server/service/compute_loss_call.h"
+#include "server/service/compute_loss_stream.h"
 #include "server/service/field_check.h"
 #include "server/service/loss_request.h"
 #include "server/service/rpc_scope.h"
 #include "server/service/stream_io.h"
 #include "server/service/stream_teacher_call.h"
+#include "server/service/transfer_rows_stream.h"
 
 namespace headwater::service {
 
@@ -36,35 +37,10 @@ absl::Status Decide(ServerCore& core, RpcScope& scope, const DecisionRequest& de
 
 }  // namespace
 
-grpc::Status LossServiceImpl::ComputeLoss(grpc::ServerContext* context,
-                                          grpc::ServerReaderWriter<v1::ComputeLossResponse, v1::ComputeLossRequest>* stream) {
-  return RunRpc(core_, *context, RpcMethod::kComputeLoss, [&](RpcScope& scope) -> absl::Status {
-    ComputeLossCall call(core_, scope.client(), scope.wait_limits());
-    HEADWATER_RETURN_IF_ERROR(
-        (ReadAll<v1::ComputeLossRequest>(core_, *context, scope, *stream, [&](v1::ComputeLossRequest* message) {
-          const absl::Status status = call.OnMessage(message);
-          scope.set_head(call.head_name());
-          return status;
-        })));
-    HEADWATER_RETURN_IF_ERROR(call.Finish());
-    WatchedWriter writer(core_, *context, *stream);
-    v1::ComputeLossResponse response;
-    while (call.NextChunk(response.mutable_chunk())) {
-      if (!writer.Write(response)) return scope.CancelledError();
-    }
-    call.FillSummary(response.mutable_summary());
-    return writer.Write(response) ? absl::OkStatus() : scope.CancelledError();
-  });
-}
+RawReactor* LossServiceImpl::ComputeLoss(grpc::CallbackServerContext* context) { return ComputeLossStream::Start(core_, *context); }
 
-grpc::Status LossServiceImpl::TransferRows(grpc::ServerContext* context,
-                                           grpc::ServerReaderWriter<v1::TransferRowsResponse, v1::TransferRowsRequest>* stream) {
-  return RunRpc(core_, *context, RpcMethod::kTransferRows, [&](RpcScope& scope) -> absl::Status {
-    v1::TransferRowsRequest message;
-    HEADWATER_RETURN_IF_ERROR(ReadHeader(core_, *context, scope, *stream, &message));
-    HEADWATER_RETURN_IF_ERROR(ValidateTransferRowsHeader(message.header()));
-    return FeatureNotBuilt("header", "transfer_rows");
-  });
+RawReactor* LossServiceImpl::TransferRows(grpc::CallbackServerContext* context) {
+  return TransferRowsStream::Start(core_, *context);
 }
 
 grpc::Status LossServiceImpl::StreamTeacher(grpc::ServerContext* context, grpc::ServerReader<v1::StreamTeacherRequest>* reader,

@@ -3,19 +3,22 @@
 #define HEADWATER_SERVER_SERVICE_LOSS_SERVICE_H_
 
 #include "headwater/v1/loss_service.grpc.pb.h"
+#include "server/service/raw_stream.h"
 #include "server/service/server_core.h"
 
 namespace headwater::service {
 
-class LossServiceImpl final : public v1::LossService::Service {
+// ComputeLoss and TransferRows move tensors, so they get their messages as raw bytes, by callbacks.
+using LossServiceBase = v1::LossService::WithRawCallbackMethod_ComputeLoss<
+    v1::LossService::WithRawCallbackMethod_TransferRows<v1::LossService::Service>>;
+
+class LossServiceImpl final : public LossServiceBase {
  public:
   // `core` must outlive the service.
   explicit LossServiceImpl(ServerCore& core) : core_(core) {}
 
-  grpc::Status ComputeLoss(grpc::ServerContext* context,
-                           grpc::ServerReaderWriter<v1::ComputeLossResponse, v1::ComputeLossRequest>* stream) override;
-  grpc::Status TransferRows(grpc::ServerContext* context,
-                            grpc::ServerReaderWriter<v1::TransferRowsResponse, v1::TransferRowsRequest>* stream) override;
+  RawReactor* ComputeLoss(grpc::CallbackServerContext* context) override;
+  RawReactor* TransferRows(grpc::CallbackServerContext* context) override;
   grpc::Status StreamTeacher(grpc::ServerContext* context, grpc::ServerReader<v1::StreamTeacherRequest>* reader,
                              v1::StreamTeacherResponse* response) override;
   grpc::Status CommitMicroBatch(grpc::ServerContext* context, const v1::CommitMicroBatchRequest* request,

@@ -58,7 +58,7 @@ LogLevel LevelOf(RpcMethod method, const absl::Status& status) {
 
 }  // namespace
 
-RpcScope::RpcScope(ServerCore& core, grpc::ServerContext& context, RpcMethod method)
+RpcScope::RpcScope(ServerCore& core, grpc::ServerContextBase& context, RpcMethod method)
     : core_(core), context_(context), method_(method), start_time_(absl::Now()) {
   const auto& metadata = context_.client_metadata();
   const auto found = metadata.find(kRequestIdKey);

@@ -25,7 +25,7 @@ inline constexpr char kRequestIdKey[] = "x-request-id";
 
 class RpcScope {
  public:
-  RpcScope(ServerCore& core, grpc::ServerContext& context, observability::RpcMethod method);
+  RpcScope(ServerCore& core, grpc::ServerContextBase& context, observability::RpcMethod method);
 
   // Names the head in the log line.
   void set_head(const std::string& name) { head_ = name; }
@@ -47,7 +47,7 @@ class RpcScope {
 
  private:
   ServerCore& core_;
-  grpc::ServerContext& context_;
+  grpc::ServerContextBase& context_;
   const observability::RpcMethod method_;
   const absl::Time start_time_;
   std::string request_id_;
@@ -58,7 +58,7 @@ class RpcScope {
 
 // Runs `body(scope)`, which returns absl::Status, as the RPC `method`. With `always`, even while starting or draining.
 template <typename Body>
-grpc::Status RunRpc(ServerCore& core, grpc::ServerContext& context, observability::RpcMethod method, Body&& body,
+grpc::Status RunRpc(ServerCore& core, grpc::ServerContextBase& context, observability::RpcMethod method, Body&& body,
                     bool always = false) {
   RpcScope scope(core, context, method);
   auto admission = core.Admit();

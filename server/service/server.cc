@@ -163,6 +163,7 @@ bool Server::Drain(absl::Duration timeout) {
   state_->drained = true;
   const absl::Time deadline = absl::Now() + timeout;
   state_->core->SetPhase(ServerCore::Phase::kDraining);
+  state_->core->transfers.Drain();
   state_->SetHealth(false);
   // While accepted calls finish, new ones still get an answer that says why they are refused.
   state_->drained_cleanly = state_->core->AwaitIdle(deadline);

@@ -15,6 +15,15 @@ namespace headwater::service {
 using observability::Log;
 using observability::LogLevel;
 
+namespace {
+
+// Each sends to one stream at a time until the socket is full; from there on gRPC's threads go on.
+constexpr int64_t kSenderThreads = 8;
+// How long row memory is kept that no micro-batch has needed.
+constexpr absl::Duration kIdleRows = absl::Seconds(30);
+
+}  // namespace
+
 const char* ServerVersion() { return HEADWATER_VERSION; }
 
 absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptions& options, std::unique_ptr<LossEngine> engine) {
@@ -70,6 +79,8 @@ class ServerCore::Reaper {
     absl::Time next_heads = absl::Now() + head_interval;
     while (!AwaitStop()) {
       core_.join.Expire();
+      core_.transfers.Expire(absl::Now());
+      core_.rows.Trim(absl::Now() - kIdleRows);
       if (const int64_t expired = core_.sessions.Expire(); expired > 0) {
         core_.metrics.CountSessionEnds(observability::SessionEnd::kExpired, expired);
         Log(LogLevel::kWarning, "sessions_expired", {{"count", expired}});
@@ -98,6 +109,7 @@ ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<Loss
       metrics(ServerVersion(), engine->name()),
       in_flight(options.limits.max_in_flight_bytes),
       held(options.limits.max_held_bytes),
+      rows(*engine, options.limits.max_in_flight_bytes),
       uploads(options.limits.max_upload_bytes),
       regions(*engine, transport::RegionLimits{options.limits.max_session_regions, options.limits.max_region_bytes}),
       join(transport::JoinLimits{options.limits.max_join_bytes, options.limits.max_join_wait}, heads::MonotonicNow),
@@ -111,11 +123,14 @@ ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<Loss
                  regions.DropOwner(session);
                  join.DropOwner(session);
                }),
-      queue(options.limits.max_queue_depth),
+      queue(options.limits.max_queue_depth, options.queue_widths),
       waiting(options.limits.max_waiting_calls, options.limits.max_step_wait),
       watchdog(options.stream_idle_timeout),
+      transfers(options.limits.max_stripe_wait),
       incarnation(heads::NewEpoch()),
-      start_time(absl::Now()) {
+      start_time(absl::Now()),
+      calls(options.max_threads),
+      senders(kSenderThreads) {
   metrics.SetGaugeSource([this] { return ReadGauges(); });
 }
 
@@ -218,7 +233,7 @@ absl::Status ServerCore::ReserveInFlight(int64_t bytes, const char* what, transp
 bool ServerCore::AwaitIdle(absl::Time deadline) {
   absl::MutexLock lock(&phase_mutex_);
   return phase_mutex_.AwaitWithDeadline(absl::Condition(
-                                            +[](int64_t* calls) { return *calls == 0; }, &calls_in_progress_),
+                                            +[](int64_t* count) { return *count == 0; }, &calls_in_progress_),
                                         deadline);
 }
 

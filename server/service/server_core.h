@@ -21,13 +21,16 @@
 #include "server/heads/session_registry.h"
 #include "server/observability/metrics.h"
 #include "server/scheduler/work_queue.h"
+#include "server/service/call_threads.h"
 #include "server/service/engine_watch.h"
 #include "server/service/server_options.h"
 #include "server/service/stream_watchdog.h"
+#include "server/service/transfer_registry.h"
 #include "server/service/upload_store.h"
 #include "server/service/waiting_room.h"
 #include "server/transport/byte_budget.h"
 #include "server/transport/descriptor_socket.h"
+#include "server/transport/pinned_pool.h"
 #include "server/transport/region_registry.h"
 #include "server/transport/teacher_join.h"
 
@@ -93,6 +96,7 @@ class ServerCore {
   observability::Metrics metrics;
   transport::ByteBudget in_flight;
   transport::ByteBudget held;  // rows of HELD contributions
+  transport::PinnedPool rows;  // of micro-batches, in and out
   UploadStore uploads;
   std::unique_ptr<checkpoint::CheckpointStore> checkpoints;  // null: not configured
   transport::RegionRegistry regions;
@@ -103,8 +107,11 @@ class ServerCore {
   scheduler::WorkQueue queue;
   WaitingRoom waiting;
   StreamWatchdog watchdog;
+  TransferRegistry transfers;
   const heads::Epoch incarnation;
   const absl::Time start_time;
+  CallThreads calls;    // one for each ComputeLoss
+  CallThreads senders;  // begin to send what the engine has got ready
 
  private:
   class Reaper;

@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "server/scheduler/work_queue.h"
 #include "server/service/limits.h"
 
 namespace headwater::service {
@@ -29,6 +30,7 @@ struct ServerOptions {
   int descriptor_socket_mode = 0600;        // its permissions
   bool descriptor_socket_any_user = false;  // also from processes of other users than the server's own and root
   bool named_regions = false;               // whether sessions may register files under /dev/shm by name
+  scheduler::QueueWidths queue_widths;      // micro-batches at the engine at once
   std::string engine_note;                  // why the engine is not a faster one
   // Called once, on any thread, when the engine's device is lost: health is NOT_SERVING then, and calls are answered ENGINE_FAILED.
   // Heads cannot be had back: the process should Drain() and end. Must not call the server.

@@ -185,16 +185,25 @@ void RowExchange::GradReady(int64_t row_end) {
   Changed();
 }
 
-RowExchange::GradRows RowExchange::NextGrad() {
-  absl::MutexLock lock(&mutex_);
+RowExchange::GradRows RowExchange::PeekGrad() const {
   if (!broken_.ok() || grad_taken_ >= grad_ready_) return {};
   // A short piece only at the very end: the rows behind it come soon.
   const int64_t count = std::min(grad_piece_rows_, grad_rows_ - grad_taken_);
   if (grad_taken_ + count > grad_ready_) return {};
-  const GradRows rows{grad_taken_, count};
-  grad_taken_ += count;
-  if (grad_taken_ == grad_rows_) Changed();
+  return {grad_taken_, count};
+}
+
+RowExchange::GradRows RowExchange::NextGrad() {
+  absl::MutexLock lock(&mutex_);
+  const GradRows rows = PeekGrad();
+  grad_taken_ += rows.row_count;
+  if (rows.row_count > 0 && grad_taken_ == grad_rows_) Changed();
   return rows;
+}
+
+bool RowExchange::has_grad() const {
+  absl::MutexLock lock(&mutex_);
+  return PeekGrad().row_count > 0;
 }
 
 bool RowExchange::grad_taken() const {

@@ -93,6 +93,8 @@ class RowExchange {
   void GradReady(int64_t row_end);
   // The next rows, in ascending order; none if there are none yet, or no more, or the exchange is broken.
   GradRows NextGrad();
+  // Whether NextGrad() has any.
+  bool has_grad() const;
   // Everything was handed out, or there is no gradient.
   bool grad_taken() const;
 
@@ -117,6 +119,7 @@ class RowExchange {
   int64_t ReadyRows() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Changed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status InputStatus() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  GradRows PeekGrad() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const int64_t row_count_;
   int64_t total_bytes_ = 0;

@@ -73,6 +73,7 @@ class BadInput : public ::testing::Test {
     std::string pattern = (std::filesystem::temp_directory_path() / "headwater-bad-XXXXXX").string();
     root_ = mkdtemp(pattern.data());
     ServerSetup setup;
+    setup.options.limits.max_stripe_wait = absl::Milliseconds(20);
     setup.options.load_root = root_;
     setup.options.checkpoint_directory = absl::StrCat(root_, "/checkpoints");
     return setup;
@@ -174,10 +175,8 @@ std::unique_ptr<Message> BadInput::ValidRequest(const std::string& rpc, bool chu
     set_step("heads");
     set("micro_batch", Int(1));
   } else if (rpc == "TransferRows") {
-    set_step("header.head");
-    set("header.micro_batch", Int(5));
+    set("header.transfer_id", Text(std::string(16, 'i')));
     set("header.stripe_index", Int(1));
-    set("header.stripe_count", Int(2));
   } else if (rpc == "StreamTeacher") {
     set("header.tenant", Text("tenants/default"));
     set("header.join_key", Text("key"));

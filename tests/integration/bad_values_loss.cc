@@ -56,9 +56,13 @@ Prepare JoinedTeacher() {
   return Join({{"header.terms.jensen_shannon", Make()},
                {"header.terms.joined_teacher.head", Text(kTeacherName)},
                {"header.terms.joined_teacher.join_key", Text("key")},
-               {"header.terms.joined_teacher.total_row_count", Int(9)}},
+               {"header.terms.joined_teacher.total_row_count", Int(9)},
+               {"header.terms.joined_teacher.data_type", Int(v1::DATA_TYPE_FLOAT32)}},
               Tensor("header.terms.joined_teacher.row_indices", v1::DATA_TYPE_INT32, 3, Elements(std::vector<int32_t>{0, 4, 8})));
 }
+
+// An id that is well-formed; the session is looked up when the header is.
+Prepare AnySession() { return {{"header.session_id", Text(std::string(32, 's'))}}; }
 
 // Type, shape and length of a one-dimensional tensor; the caller adds rows for its values.
 void AddTensorRows(const std::string& rpc, const std::string& path, v1::DataType wrong_type, int64_t wrong_size,
@@ -107,6 +111,21 @@ std::vector<BadValue> HeaderRows() {
       {rpc, "header.row_count", "above the limit", Int((1 << 18) + 1), "LIMIT_EXCEEDED"},
       {rpc, "header.row_count", "far above", Int(std::numeric_limits<int64_t>::max()), "LIMIT_EXCEEDED"},
       {rpc, "header.row_count", "not the targets'", Int(4), "SHAPE_MISMATCH", "header.terms[0].targets.shape"},
+      {rpc, "header.stripe_count", "negative", Int(-1), "INVALID_FIELD"},
+      {rpc, "header.stripe_count", "above the limit", Int(17), "LIMIT_EXCEEDED"},
+      {rpc, "header.transfer_id", "empty, with stripes", Text(""), "MISSING_FIELD", kThePath, {{"header.stripe_count", Int(2)}}},
+      {rpc, "header.transfer_id", "short", Text("id"), "INVALID_FIELD", kThePath, {{"header.stripe_count", Int(2)}}},
+      {rpc, "header.transfer_id", "without stripes", Text(std::string(16, 't')), "INVALID_COMBINATION"},
+      {rpc, "header.hidden_rows", "without a session", Make(), "MISSING_FIELD", "header.session_id"},
+      {rpc, "header.hidden_rows.region_id", "empty", Text(""), "MISSING_FIELD", kThePath, AnySession()},
+      {rpc, "header.hidden_rows.offset_bytes", "negative", Int(-1), "INVALID_FIELD", kThePath,
+       Join(AnySession(), {{"header.hidden_rows.region_id", Text("region")}})},
+      {rpc, "header.grad_hidden_rows", "without a session", Make(), "MISSING_FIELD", "header.session_id"},
+      {rpc, "header.grad_hidden_rows", "not returned", Make(), "INVALID_COMBINATION", kThePath,
+       Join(AnySession(), {{"header.grad_hidden_rows.region_id", Text("region")}, {"header.return_grad_hidden", Int(0)}})},
+      {rpc, "header.grad_hidden_rows.region_id", "empty", Text(""), "MISSING_FIELD", kThePath, AnySession()},
+      {rpc, "header.grad_hidden_rows.offset_bytes", "negative", Int(-1), "INVALID_FIELD", kThePath,
+       Join(AnySession(), {{"header.grad_hidden_rows.region_id", Text("region")}})},
       {rpc, "header.hidden_size", "zero", Int(0), "INVALID_FIELD"},
       {rpc, "header.hidden_size", "above the limit", Int((1 << 16) + 1), "LIMIT_EXCEEDED"},
       {rpc, "header.hidden_size", "not the head's", Int(6), "SHAPE_MISMATCH"},
@@ -219,11 +238,24 @@ std::vector<BadValue> JsdRows() {
       {rpc, teacher + "expected_weight_version", "another", Int(99), "WEIGHT_VERSION_MISMATCH", "teacher.expected_weight_version",
        Jsd()},
       {rpc, "header.terms.joined_teacher", "given", Make(), "FEATURE_NOT_BUILT", kThePath, JoinedTeacher()},
+      {rpc, joined + "head_epoch", "long", Text(std::string(17, 'x')), "INVALID_FIELD", kThePath, JoinedTeacher()},
+      {rpc, joined + "data_type", "unset", Clear(), "MISSING_FIELD", kThePath, JoinedTeacher()},
+      {rpc, joined + "data_type", "INT32", Int(v1::DATA_TYPE_INT32), "DATA_TYPE_MISMATCH", kThePath, JoinedTeacher()},
+      {rpc, joined + "expected_weight_version", "negative", Int(-1), "INVALID_FIELD", kThePath, JoinedTeacher()},
+      {rpc, joined + "total_row_count", "below the term's rows", Int(2), "INVALID_FIELD", kThePath,
+       Join(JoinedTeacher(), {{joined + "row_indices", Clear()}})},
+      {rpc, teacher + "rows", "without a session", Make(), "MISSING_FIELD", "header.session_id",
+       Join(Jsd(), {{teacher + "rows.region_id", Text("region")}})},
+      {rpc, teacher + "rows.region_id", "empty", Text(""), "MISSING_FIELD", kThePath, Join(Jsd(), AnySession())},
+      {rpc, teacher + "rows.offset_bytes", "negative", Int(-1), "INVALID_FIELD", kThePath,
+       Join(Join(Jsd(), AnySession()), {{teacher + "rows.region_id", Text("region")}})},
       {rpc, joined + "head", "empty", Text(""), "MISSING_FIELD", kThePath, JoinedTeacher()},
       {rpc, joined + "head", "malformed", Text("x/y"), "INVALID_NAME", kThePath, JoinedTeacher()},
       {rpc, joined + "join_key", "empty", Text(""), "MISSING_FIELD", kThePath, JoinedTeacher()},
       {rpc, joined + "join_key", "long", Text(std::string(257, 'k')), "INVALID_FIELD", kThePath, JoinedTeacher()},
-      {rpc, joined + "row_indices", "unset", Clear(), "MISSING_FIELD", kThePath, JoinedTeacher()},
+      {rpc, joined + "row_indices", "fewer than the term's rows", Make(), "SHAPE_MISMATCH",
+       "header.terms[0].joined_teacher.row_indices.shape",
+       Join(JoinedTeacher(), {{joined + "row_indices.shape", Clear()}, {joined + "row_indices.shape", Ints({2})}})},
       {rpc, joined + "row_indices.data", "beyond the set", Text(Elements(std::vector<int32_t>{0, 4, 9})), "INVALID_FIELD", kThePath,
        JoinedTeacher()},
       {rpc, joined + "total_row_count", "zero", Int(0), "INVALID_FIELD", kThePath, JoinedTeacher()},
@@ -338,13 +370,13 @@ std::vector<BadValue> LossServiceBadValues() {
   rows.push_back({"CommitMicroBatch", factors + ".data", "not finite", Text(Elements(std::vector<float>{1, std::nanf(""), 1})),
                   "INVALID_FIELD", kThePath, with_factors});
 
-  AddHeadStepRows("TransferRows", "header.head", false, true, &rows);
-  AddMicroBatchRows("TransferRows", "header.", &rows);
   rows.push_back({"TransferRows", "header", "unset", Clear(), "MISSING_FIELD", "message"});
-  rows.push_back({"TransferRows", "header", "valid", Make(), "FEATURE_NOT_BUILT"});
+  rows.push_back({"TransferRows", "header.transfer_id", "of nobody", Text(std::string(16, 't')), "TRANSFER_NOT_FOUND", ""});
+  rows.push_back({"TransferRows", "header.transfer_id", "empty", Text(""), "MISSING_FIELD"});
+  rows.push_back({"TransferRows", "header.transfer_id", "short", Text("transfer"), "INVALID_FIELD"});
+  rows.push_back({"TransferRows", "header.transfer_id", "long", Text(std::string(17, 't')), "INVALID_FIELD"});
   rows.push_back({"TransferRows", "header.stripe_index", "the primary's", Int(0), "INVALID_FIELD"});
-  rows.push_back({"TransferRows", "header.stripe_index", "beyond the count", Int(2), "INVALID_FIELD"});
-  rows.push_back({"TransferRows", "header.stripe_count", "one", Int(1), "INVALID_FIELD"});
+  rows.push_back({"TransferRows", "header.stripe_index", "negative", Int(-1), "INVALID_FIELD"});
   rows.push_back({"TransferRows", "chunk", "before the header", Make(), "PROTOCOL_VIOLATION", "header"});
 
   const std::string teacher = "StreamTeacher";

@@ -32,6 +32,7 @@ class DeviceLost : public ::testing::Test {
       ++told_;
     };
     setup.options.limits.max_queue_depth = 8;
+    setup.options.queue_widths = {1, 1};
     server_ = std::make_unique<WireServer>(setup);
   }
   int HealthOf(const std::string& service) { return Health(server_->NewChannel(), service); }

@@ -48,6 +48,13 @@ struct OpenStream {
   }
 };
 
+// A server whose engine takes one micro-batch at a time: the next one waits in the queue.
+ServerSetup OneAtATime() {
+  ServerSetup setup;
+  setup.options.queue_widths = {1, 1};
+  return setup;
+}
+
 bool NothingInFlight(const WireServer& server) {
   return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 0";
 }
@@ -89,7 +96,7 @@ TEST(Faults, KilledClientInTheMiddleOfAnUpload) {
 }
 
 TEST(Faults, CancelWhileQueued) {
-  WireServer server;
+  WireServer server(OneAtATime());
   const TestHead head = server.MakeHead("h", SmallSpec());
   const TestHead other = server.MakeHead("other", SmallSpec());
   const std::string before = server.Snapshot(head);
@@ -108,7 +115,7 @@ TEST(Faults, CancelWhileQueued) {
 }
 
 TEST(Faults, DeadlineWhileQueued) {
-  WireServer server;
+  WireServer server(OneAtATime());
   const TestHead head = server.MakeHead("h", SmallSpec());
   const TestHead other = server.MakeHead("other", SmallSpec());
   const std::string before = server.Snapshot(head);
@@ -231,7 +238,7 @@ TEST(Faults, CompressedMessagesAreRefused) {
 }
 
 TEST(Faults, TheQueueIsBounded) {
-  ServerSetup setup;
+  ServerSetup setup = OneAtATime();
   setup.options.limits.max_queue_depth = 2;
   WireServer server(setup);
   const TestHead head = server.MakeHead("h", SmallSpec());

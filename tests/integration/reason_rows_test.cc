@@ -58,6 +58,8 @@ struct ReasonRow {
 const std::map<std::string, std::string>& ReasonsToCome() {
   static const auto* const reasons = new std::map<std::string, std::string>{
       {"UNAUTHENTICATED", "tokens and certificates are not checked yet: whoever reaches the port is let in"},
+      {"TRANSPORT_UNAVAILABLE",
+       "clients say so of themselves: they were told to take a path that does not work from where they are"},
       {"PERMISSION_DENIED", "tokens are not checked yet: whoever reaches the port may make every call"},
   };
   return *reasons;
@@ -415,6 +417,39 @@ Rows ServerStateRows() {
                         return answer;
                       },
                   .by_grpc = true});
+  const auto impatient = [](ServerSetup& setup) { setup.options.limits.max_stripe_wait = absl::Milliseconds(20); };
+  rows.push_back({.reason = "TRANSFER_NOT_FOUND",
+                  .provoke =
+                      [](Trial& t) {
+                        grpc::ClientContext context;
+                        const auto stripe = t.server().loss().TransferRows(&context);
+                        v1::TransferRowsRequest request;
+                        request.mutable_header()->set_transfer_id(std::string(16, 't'));
+                        request.mutable_header()->set_stripe_index(1);
+                        stripe->Write(request);
+                        v1::TransferRowsResponse response;
+                        EXPECT_FALSE(stripe->Read(&response));
+                        return t.Tell(stripe->Finish());
+                      },
+                  .setup = {.adjust = impatient}});
+  rows.push_back({.reason = "STRIPE_LOST",
+                  .provoke =
+                      [](Trial& t) {
+                        // Its second stream never comes, and the first one brings nothing.
+                        v1::ComputeLossRequest request;
+                        *request.mutable_header() = t.HeaderOf({.id = 0});
+                        request.mutable_header()->set_transfer_id(std::string(16, 't'));
+                        request.mutable_header()->set_stripe_count(2);
+                        grpc::ClientContext context;
+                        const auto primary = t.server().loss().ComputeLoss(&context);
+                        primary->Write(request);
+                        v1::ComputeLossResponse response;
+                        EXPECT_FALSE(primary->Read(&response));
+                        const std::string answer = t.Tell(primary->Finish());
+                        EXPECT_TRUE(t.NothingInFlight());
+                        return answer;
+                      },
+                  .setup = {.adjust = impatient}});
   return rows;
 }
 

@@ -1,0 +1,50 @@
+// ComputeLossStream: one ComputeLoss call, the primary stream of a transfer. A call thread runs it, which waits; chunks are taken,
+// and rows of the gradient sent, by gRPC's threads meanwhile.
+#ifndef HEADWATER_SERVER_SERVICE_COMPUTE_LOSS_STREAM_H_
+#define HEADWATER_SERVER_SERVICE_COMPUTE_LOSS_STREAM_H_
+
+#include <grpcpp/server_context.h>
+
+#include <memory>
+#include <optional>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "headwater/v1/loss_service.pb.h"
+#include "server/service/chunk_codec.h"
+#include "server/service/rpc_scope.h"
+#include "server/service/server_core.h"
+#include "server/service/transfer.h"
+
+namespace headwater::service {
+
+class ComputeLossStream final : public RowStream {
+ public:
+  // The reactor for gRPC.
+  static RawReactor* Start(ServerCore& core, grpc::CallbackServerContext& context);
+  ComputeLossStream(ServerCore& core, grpc::CallbackServerContext& context) : RowStream(core, context) {}
+
+  void OnTransferEnd(bool) override {}
+
+ private:
+  void OnFirstMessage(bool ok, grpc::ByteBuffer* message) override;
+  void OnStreamGone(Transfer* transfer) override;
+  void OnRefused(const absl::Status&) override {}  // the transfer is broken, which the call's thread sees
+
+  // The whole call, on a call thread.
+  void Run();
+  absl::Status Serve(RpcScope& scope, v1::ComputeLossResponse* last);
+  absl::StatusOr<v1::MicroBatchHeader> AwaitHeader(RpcScope& scope);
+
+  absl::Mutex mutex_;
+  absl::CondVar first_came_;
+  std::optional<ReceivedMessage> first_ ABSL_GUARDED_BY(mutex_);
+  bool first_done_ ABSL_GUARDED_BY(mutex_) = false;
+  std::shared_ptr<Transfer> transfer_;  // of the call's thread, once the header is accepted
+};
+
+}  // namespace headwater::service
+
+#endif  // HEADWATER_SERVER_SERVICE_COMPUTE_LOSS_STREAM_H_

@@ -1,0 +1,103 @@
+#include "server/service/raw_stream.h"
+
+#include <exception>
+#include <utility>
+
+namespace headwater::service {
+
+RawStream::RawStream(ServerCore& core, grpc::CallbackServerContext& context) : core_(core), context_(context) {
+  watch_.emplace(&core_.watchdog, [this] { context_.TryCancel(); });
+}
+
+RawReactor* RawStream::Own() {
+  self_ = shared_from_this();
+  return this;
+}
+
+bool RawStream::Enter() {
+  absl::MutexLock lock(&mutex_);
+  if (ending_) return false;
+  ++starting_;
+  return true;
+}
+
+void RawStream::Leave() {
+  bool end = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    end = --starting_ == 0 && ending_;
+  }
+  if (end) FinishNow();
+}
+
+void RawStream::Read(bool watched) {
+  if (!Enter()) return;
+  read_watched_ = watched;
+  if (watched) watch_->Begin();
+  StartRead(&read_message_);
+  Leave();
+}
+
+bool RawStream::Write(grpc::ByteBuffer message) {
+  if (!Enter()) return false;
+  written_message_.Swap(&message);
+  watch_->Begin();
+  StartWrite(&written_message_);
+  Leave();
+  return true;
+}
+
+void RawStream::Finish(grpc::Status status, std::optional<grpc::ByteBuffer> last_message) {
+  bool now = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    if (ending_) return;
+    status_ = std::move(status);
+    last_message_ = std::move(last_message);
+    ending_ = true;
+    now = starting_ == 0;
+  }
+  if (now) FinishNow();
+}
+
+void RawStream::FinishNow() {
+  // Kept here: gRPC may be done with the call, and the object be gone, before the calls below return.
+  const std::shared_ptr<RawStream> alive = shared_from_this();
+  watch_->Begin();  // before: OnDone() takes the watch away
+  if (last_message_.has_value()) {
+    StartWriteAndFinish(&*last_message_, grpc::WriteOptions(), status_);
+  } else {
+    RawReactor::Finish(status_);
+  }
+}
+
+void RawStream::EndWatch() {
+  absl::MutexLock lock(&mutex_);
+  if (!ending_) watch_->End();
+}
+
+void RawStream::OnReadDone(bool ok) {
+  if (read_watched_) EndWatch();
+  try {
+    OnMessage(ok, &read_message_);
+  } catch (const std::exception&) {  // std::bad_alloc: one call fails, the server stays
+    context_.TryCancel();
+  }
+}
+
+void RawStream::OnWriteDone(bool ok) {
+  EndWatch();
+  OnWritten(ok);
+}
+
+void RawStream::OnCancel() {
+  gone_.store(true);
+  OnGone();
+}
+
+void RawStream::OnDone() {
+  watch_.reset();  // waits for one that is cancelling the call just now
+  const std::shared_ptr<RawStream> share = std::move(self_);
+}
+
+}  // namespace headwater::service

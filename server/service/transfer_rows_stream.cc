@@ -1,0 +1,97 @@
+#include "server/service/transfer_rows_stream.h"
+
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "headwater/kernels/error.h"
+#include "headwater/v1/loss_service.pb.h"
+#include "server/service/field_check.h"
+#include "server/service/loss_request.h"
+
+namespace headwater::service {
+
+RawReactor* TransferRowsStream::Start(ServerCore& core, grpc::CallbackServerContext& context) {
+  const auto stream = std::make_shared<TransferRowsStream>(core, context);
+  RawReactor* const reactor = stream->Own();
+  auto admission = core.Admit();
+  if (!admission.ok()) {
+    stream->End(admission.status());
+    return reactor;
+  }
+  stream->admission_.emplace(*std::move(admission));
+  stream->Read(/*watched=*/true);
+  return reactor;
+}
+
+TransferRowsStream::TransferRowsStream(ServerCore& core, grpc::CallbackServerContext& context)
+    : RowStream(core, context), scope_(core, context, observability::RpcMethod::kTransferRows) {}
+
+void TransferRowsStream::End(absl::Status status) {
+  if (!ended_.exchange(true)) Answer(std::move(status));
+}
+
+void TransferRowsStream::Answer(absl::Status status) {
+  const grpc::Status answer = scope_.Finish(std::move(status));
+  admission_.reset();
+  Finish(answer);
+}
+
+void TransferRowsStream::OnFirstMessage(bool ok, grpc::ByteBuffer* message) {
+  if (!ok) {
+    return End(gone() ? scope_.CancelledError()
+                      : FieldError(ErrorReason::kProtocolViolation, "header", "a header first", "the stream's end"));
+  }
+  try {
+    v1::TransferRowsRequest request;
+    if (!ReceivedMessage(message).Parse(&request)) {
+      return End(FieldError(ErrorReason::kProtocolViolation, "message", "a message of the API", "other bytes"));
+    }
+    if (request.has_chunk()) return End(FieldError(ErrorReason::kProtocolViolation, "header", "a header first", "a chunk"));
+    if (!request.has_header()) return End(MissingField("message", "a header first"));
+    const auto header = DecodeTransferRowsHeader(request.header());
+    if (!header.ok()) return End(header.status());
+    FindTransfer(header->transfer, header->stripe_index);
+  } catch (const std::exception& error) {  // std::bad_alloc: one call fails, the server stays
+    End(MakeError(ErrorReason::kInternal, std::string("the call failed: ") + error.what()));
+  }
+}
+
+void TransferRowsStream::FindTransfer(const TransferId& id, int32_t index) {
+  {
+    absl::MutexLock lock(&mutex_);
+    id_ = id;
+  }
+  const auto self = std::static_pointer_cast<TransferRowsStream>(shared_from_this());
+  const int64_t number = core().transfers.Find(id, [self, index](absl::StatusOr<std::shared_ptr<Transfer>> transfer) {
+    absl::Status status = transfer.ok() ? (*transfer)->Join(self, index) : transfer.status();
+    if (!status.ok()) self->End(std::move(status));
+  });
+  {
+    absl::MutexLock lock(&mutex_);
+    number_ = number;
+  }
+  if (gone()) OnStreamGone(nullptr);  // it may have gone before there was a number to leave with
+}
+
+void TransferRowsStream::OnStreamGone(Transfer* transfer) {
+  std::optional<TransferId> id;
+  int64_t number = 0;
+  {
+    absl::MutexLock lock(&mutex_);
+    id = id_;
+    number = number_;
+  }
+  if (id.has_value() && number != 0) core().transfers.Leave(*id, number);
+  if (transfer != nullptr) transfer->OnStripeLost();
+  if (!ended_.exchange(true)) Answer(scope_.CancelledError());
+}
+
+void TransferRowsStream::OnRefused(const absl::Status& status) { End(status); }
+
+void TransferRowsStream::OnTransferEnd(bool succeeded) {
+  End(succeeded ? absl::OkStatus()
+                : MakeError(ErrorReason::kStripeLost, "the transfer has failed; why is told by its primary stream"));
+}
+
+}  // namespace headwater::service

@@ -1,0 +1,643 @@
+// One micro-batch over several streams: rows on any of them in any order, stripes that come early, late, twice or never, that
+// break, stop reading or hardly send, and rows that stall.
+#include <gmock/gmock.h>
+#include <grpcpp/grpcpp.h>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "tests/integration/wire_server.h"
+
+namespace headwater::testing {
+namespace {
+
+using ::testing::AnyOf;
+using ::testing::HasSubstr;
+
+constexpr int64_t kColumns = 5;
+constexpr int64_t kRowBytes = kColumns * 4;
+
+std::string Rows(int64_t row_count, uint32_t seed = 5) { return Bytes(Random(static_cast<size_t>(row_count * kColumns), seed, 1)); }
+
+v1::RowChunk Chunk(const std::string& rows, int64_t row_start, int64_t row_count) {
+  v1::RowChunk chunk;
+  chunk.set_role(v1::CHUNK_ROLE_HIDDEN);
+  chunk.set_row_start(row_start);
+  chunk.set_row_count(row_count);
+  chunk.set_data(rows.substr(static_cast<size_t>(row_start * kRowBytes), static_cast<size_t>(row_count * kRowBytes)));
+  return chunk;
+}
+
+// The bytes of grad_hidden, from wherever its chunks come.
+struct Grad {
+  explicit Grad(int64_t row_count) : bytes(static_cast<size_t>(row_count * kRowBytes), '\0') {}
+  void Take(const v1::RowChunk& chunk) {
+    EXPECT_EQ(chunk.role(), v1::CHUNK_ROLE_GRAD_HIDDEN);
+    EXPECT_EQ(static_cast<int64_t>(chunk.data().size()), chunk.row_count() * kRowBytes);
+    bytes.replace(static_cast<size_t>(chunk.row_start() * kRowBytes), chunk.data().size(), chunk.data());
+    rows += chunk.row_count();
+  }
+  std::string bytes;
+  int64_t rows = 0;
+};
+
+// A stripe on a connection of its own.
+class Stripe {
+ public:
+  Stripe(WireServer& server, const std::string& transfer_id, int32_t index)
+      : channel_(server.NewChannel()), stub_(v1::LossService::NewStub(channel_)), stream_(stub_->TransferRows(&context_)) {
+    v1::TransferRowsRequest request;
+    request.mutable_header()->set_transfer_id(transfer_id);
+    request.mutable_header()->set_stripe_index(index);
+    stream_->Write(request);
+  }
+  ~Stripe() {
+    context_.TryCancel();
+    if (!ended_) stream_->Finish();
+  }
+  bool Send(const v1::RowChunk& chunk) {
+    v1::TransferRowsRequest request;
+    *request.mutable_chunk() = chunk;
+    return stream_->Write(request);
+  }
+  void HalfClose() { stream_->WritesDone(); }
+  void Cancel() { context_.TryCancel(); }
+  // Reads to the end.
+  grpc::Status End(Grad* grad = nullptr) {
+    v1::TransferRowsResponse response;
+    while (stream_->Read(&response)) {
+      if (grad != nullptr) grad->Take(response.chunk());
+    }
+    ended_ = true;
+    return stream_->Finish();
+  }
+
+ private:
+  std::shared_ptr<grpc::Channel> channel_;
+  std::unique_ptr<v1::LossService::Stub> stub_;
+  grpc::ClientContext context_;
+  std::unique_ptr<grpc::ClientReaderWriter<v1::TransferRowsRequest, v1::TransferRowsResponse>> stream_;
+  bool ended_ = false;
+};
+
+class Primary {
+ public:
+  Primary(WireServer& server, const v1::MicroBatchHeader& header)
+      : channel_(server.NewChannel()), stub_(v1::LossService::NewStub(channel_)), stream_(stub_->ComputeLoss(&context_)) {
+    v1::ComputeLossRequest request;
+    *request.mutable_header() = header;
+    stream_->Write(request);
+  }
+  ~Primary() {
+    context_.TryCancel();
+    if (!ended_) stream_->Finish();
+  }
+  bool Send(const v1::RowChunk& chunk) {
+    v1::ComputeLossRequest request;
+    *request.mutable_chunk() = chunk;
+    return stream_->Write(request);
+  }
+  void HalfClose() { stream_->WritesDone(); }
+  void Cancel() { context_.TryCancel(); }
+  grpc::Status End(Grad* grad = nullptr, v1::MicroBatchSummary* summary = nullptr) {
+    v1::ComputeLossResponse response;
+    while (stream_->Read(&response)) {
+      if (response.has_chunk() && grad != nullptr) grad->Take(response.chunk());
+      if (response.has_summary() && summary != nullptr) *summary = response.summary();
+    }
+    ended_ = true;
+    return stream_->Finish();
+  }
+
+ private:
+  std::shared_ptr<grpc::Channel> channel_;
+  std::unique_ptr<v1::LossService::Stub> stub_;
+  grpc::ClientContext context_;
+  std::unique_ptr<grpc::ClientReaderWriter<v1::ComputeLossRequest, v1::ComputeLossResponse>> stream_;
+  bool ended_ = false;
+};
+
+std::string Id(char letter) { return std::string(16, letter); }
+
+v1::MicroBatchHeader Striped(v1::MicroBatchHeader header, const std::string& id, int32_t stripe_count) {
+  header.set_transfer_id(id);
+  header.set_stripe_count(stripe_count);
+  return header;
+}
+
+bool NothingInFlight(const WireServer& server) {
+  return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 0";
+}
+
+// A server on which what somebody waits for in vain does not take long.
+ServerSetup Impatient() {
+  ServerSetup setup;
+  setup.options.limits.max_stripe_wait = absl::Milliseconds(100);
+  return setup;
+}
+
+class Stripes : public ::testing::Test {
+ protected:
+  void Start(const ServerSetup& setup) {
+    server_ = std::make_unique<WireServer>(setup);
+    head_ = server_->MakeHead("h", SmallSpec());
+    before_ = server_->Snapshot(head_);
+  }
+  v1::MicroBatchHeader Header(int64_t micro_batch, int64_t row_count, const std::string& id, int32_t stripe_count) {
+    return Striped(CrossEntropyHeader(head_, 0, micro_batch, std::vector<int32_t>(static_cast<size_t>(row_count), 1)), id,
+                   stripe_count);
+  }
+  // Nothing of the failed attempt is left, and the next one is computed.
+  void ExpectUnchangedAndServing(int64_t row_count) {
+    EXPECT_TRUE(Await([&] { return NothingInFlight(*server_); }));
+    EXPECT_TRUE(server_->Snapshot(head_) == before_);
+    v1::MicroBatchHeader header = CrossEntropyHeader(head_, 0, 0, std::vector<int32_t>(static_cast<size_t>(row_count), 1));
+    header.set_attempt(1);
+    EXPECT_EQ(ReasonOf(server_->Compute(header, Rows(row_count)).status), "OK");
+  }
+
+  std::unique_ptr<WireServer> server_;
+  TestHead head_;
+  std::string before_;
+};
+
+TEST_F(Stripes, CarryAnyRowsInEitherOrderOfArrival) {
+  Start({});
+  constexpr int64_t kRows = 60;
+  const std::string rows = Rows(kRows);
+  const TestHead witness = server_->MakeHead("witness", SmallSpec());
+  const LossReply expected = server_->Compute(CrossEntropyHeader(witness, 0, 0, std::vector<int32_t>(kRows, 1)), rows);
+  ASSERT_EQ(ReasonOf(expected.status), "OK");
+  const std::string gradient = server_->Gradient(witness);
+  int64_t micro_batch = 0;
+  for (const bool primary_first : {true, false}) {
+    SCOPED_TRACE(primary_first);
+    const std::string id = Id(primary_first ? 'a' : 'b');
+    const v1::MicroBatchHeader header = Header(micro_batch++, kRows, id, 3);
+    std::unique_ptr<Primary> primary;
+    if (primary_first) primary = std::make_unique<Primary>(*server_, header);
+    Stripe one(*server_, id, 1);
+    Stripe two(*server_, id, 2);
+    for (int64_t row = 40; row < kRows; row += 5) one.Send(Chunk(rows, row, 5));
+    two.Send(Chunk(rows, 20, 20));
+    one.HalfClose();
+    if (!primary_first) primary = std::make_unique<Primary>(*server_, header);
+    primary->HalfClose();  // it carries nothing up
+    two.Send(Chunk(rows, 0, 20));
+    two.HalfClose();
+    Grad grad(kRows);
+    v1::MicroBatchSummary summary;
+    EXPECT_EQ(ReasonOf(primary->End(&grad, &summary)), "OK");
+    EXPECT_EQ(ReasonOf(one.End(&grad)), "OK");
+    EXPECT_EQ(ReasonOf(two.End(&grad)), "OK");
+    EXPECT_EQ(grad.rows, kRows);
+    EXPECT_TRUE(grad.bytes == expected.grad_hidden);
+    EXPECT_EQ(summary.state(), v1::CONTRIBUTION_STATE_COMMITTED);
+    EXPECT_EQ(summary.transport(), "grpc");
+    EXPECT_EQ(summary.terms(0).sums().SerializeAsString(), expected.summary.terms(0).sums().SerializeAsString());
+    // The same micro-batch over one stream is the same micro-batch.
+    v1::MicroBatchHeader plain = header;
+    plain.clear_transfer_id();
+    plain.clear_stripe_count();
+    const LossReply replay = server_->Compute(plain, rows);
+    EXPECT_TRUE(replay.summary.replayed());
+    EXPECT_EQ(replay.summary.digest(), summary.digest());
+    if (primary_first) {
+      EXPECT_TRUE(server_->Gradient(head_) == gradient);
+    }
+  }
+  EXPECT_TRUE(Await([&] { return NothingInFlight(*server_); }));
+}
+
+TEST_F(Stripes, AreNotNeededWhenTheOthersBringEveryRow) {
+  Start({});
+  const std::string rows = Rows(6);
+  Primary primary(*server_, Header(0, 6, Id('a'), 4));
+  Stripe stripe(*server_, Id('a'), 2);
+  EXPECT_TRUE(stripe.Send(Chunk(rows, 0, 3)));
+  EXPECT_TRUE(primary.Send(Chunk(rows, 3, 3)));  // nobody half-closes, and two stripes never come
+  Grad grad(6);
+  EXPECT_EQ(ReasonOf(primary.End(&grad)), "OK");
+  EXPECT_EQ(ReasonOf(stripe.End(&grad)), "OK");
+  EXPECT_EQ(grad.rows, 6);
+}
+
+TEST_F(Stripes, MoveManyRowsBothWays) {
+  Start({});
+  constexpr int64_t kRows = 50000;  // begins before it is complete; 1 MiB each way
+  const std::string rows = Rows(kRows);
+  const TestHead witness = server_->MakeHead("witness", SmallSpec());
+  v1::MicroBatchHeader header = CrossEntropyHeader(witness, 0, 0, std::vector<int32_t>(kRows, 1));
+  const LossReply expected = server_->Compute(header, rows, "", {.chunk_rows = 5000});
+  ASSERT_EQ(ReasonOf(expected.status), "OK");
+  constexpr int32_t kStripes = 4;
+  Primary primary(*server_, Header(0, kRows, Id('a'), kStripes));
+  std::vector<std::thread> threads;
+  std::vector<Grad> grads(kStripes, Grad(kRows));
+  for (int32_t index = 1; index < kStripes; ++index) {
+    threads.emplace_back([&, index] {
+      Stripe stripe(*server_, Id('a'), index);
+      for (int64_t row = index * 1000; row < kRows; row += kStripes * 1000) EXPECT_TRUE(stripe.Send(Chunk(rows, row, 1000)));
+      stripe.HalfClose();
+      EXPECT_EQ(ReasonOf(stripe.End(&grads[static_cast<size_t>(index)])), "OK");
+    });
+  }
+  for (int64_t row = 0; row < kRows; row += kStripes * 1000) EXPECT_TRUE(primary.Send(Chunk(rows, row, 1000)));
+  primary.HalfClose();
+  EXPECT_EQ(ReasonOf(primary.End(&grads[0])), "OK");
+  for (std::thread& thread : threads) thread.join();
+  int64_t received = 0;
+  std::string sum(rows.size(), '\0');
+  for (const Grad& grad : grads) {
+    received += grad.rows;
+    for (size_t i = 0; i < sum.size(); ++i) sum[i] = static_cast<char>(sum[i] | grad.bytes[i]);
+  }
+  EXPECT_EQ(received, kRows);
+  EXPECT_TRUE(sum == expected.grad_hidden);
+  EXPECT_TRUE(server_->Gradient(head_) == server_->Gradient(witness));
+}
+
+TEST_F(Stripes, OfNobodyAreSentAway) {
+  Start(Impatient());
+  Stripe stripe(*server_, Id('x'), 1);
+  const WireError unheard = DecodeError(stripe.End());
+  EXPECT_EQ(unheard.reason, "TRANSFER_NOT_FOUND");
+  EXPECT_THAT(unheard.message, HasSubstr("max_stripe_wait"));
+  // One that has ended is known, so that nobody waits for it.
+  ServerSetup patient;
+  patient.options.limits.max_stripe_wait = absl::Minutes(10);
+  Start(patient);
+  const std::string rows = Rows(3);
+  Primary primary(*server_, Header(0, 3, Id('a'), 2));
+  primary.Send(Chunk(rows, 0, 3));
+  EXPECT_EQ(ReasonOf(primary.End()), "OK");
+  EXPECT_EQ(ReasonOf(Stripe(*server_, Id('a'), 1).End()), "TRANSFER_NOT_FOUND");
+  // So are those that waited for a primary stream that is refused.
+  Stripe early(*server_, Id('b'), 1);
+  Primary refused(*server_, Striped(CrossEntropyHeader(head_, 7, 0, {1}), Id('b'), 2));
+  EXPECT_EQ(ReasonOf(refused.End()), "STEP_MISMATCH");
+  EXPECT_EQ(ReasonOf(early.End()), "TRANSFER_NOT_FOUND");
+  // An id names one call.
+  Primary again(*server_, Header(1, 3, Id('a'), 2));
+  EXPECT_EQ(DecodeError(again.End()).at("field"), "header.transfer_id");
+}
+
+TEST_F(Stripes, HaveEachTheirIndex) {
+  Start({});
+  const std::string rows = Rows(4);
+  Primary primary(*server_, Header(0, 4, Id('a'), 2));
+  Stripe first(*server_, Id('a'), 1);
+  ASSERT_TRUE(first.Send(Chunk(rows, 0, 2)));
+  // Both are refused; the transfer goes on.
+  const WireError beyond = DecodeError(Stripe(*server_, Id('a'), 2).End());
+  EXPECT_EQ(beyond.reason, "INVALID_FIELD");
+  EXPECT_EQ(beyond.at("field"), "header.stripe_index");
+  ASSERT_TRUE(Await([&] {
+    const WireError twice = DecodeError(Stripe(*server_, Id('a'), 1).End());
+    return twice.reason == "INVALID_FIELD" && twice.at("field") == "header.stripe_index";
+  }));
+  primary.Send(Chunk(rows, 2, 2));
+  EXPECT_EQ(ReasonOf(primary.End()), "OK");
+  EXPECT_EQ(ReasonOf(first.End()), "OK");
+}
+
+TEST_F(Stripes, ThatNeverComeEndTheAttempt) {
+  Start(Impatient());
+  Primary primary(*server_, Header(0, 4, Id('a'), 3));
+  Stripe stripe(*server_, Id('a'), 1);
+  primary.Send(Chunk(Rows(4), 0, 2));
+  const WireError error = DecodeError(primary.End());
+  EXPECT_EQ(error.reason, "STRIPE_LOST");
+  EXPECT_EQ(error.code, grpc::StatusCode::ABORTED);
+  EXPECT_EQ(ReasonOf(stripe.End()), "STRIPE_LOST");
+  ExpectUnchangedAndServing(4);
+}
+
+TEST_F(Stripes, ThatAllEndWithoutEveryRowAreToldWhichIsMissing) {
+  Start({});
+  Primary primary(*server_, Header(0, 4, Id('a'), 2));
+  Stripe stripe(*server_, Id('a'), 1);
+  primary.Send(Chunk(Rows(4), 0, 1));
+  primary.HalfClose();
+  stripe.Send(Chunk(Rows(4), 2, 2));
+  stripe.HalfClose();
+  const WireError error = DecodeError(primary.End());
+  EXPECT_EQ(error.reason, "PROTOCOL_VIOLATION");
+  EXPECT_EQ(error.at("firstMissingRow"), "1");
+  EXPECT_EQ(ReasonOf(stripe.End()), "STRIPE_LOST");
+  ExpectUnchangedAndServing(4);
+}
+
+// When a stripe breaks.
+enum class Moment { kWaiting, kJoined, kSent, kHalfClosed, kComputing };
+
+class BrokenStripe : public Stripes, public ::testing::WithParamInterface<Moment> {};
+
+INSTANTIATE_TEST_SUITE_P(Moments, BrokenStripe,
+                         ::testing::Values(Moment::kWaiting, Moment::kJoined, Moment::kSent, Moment::kHalfClosed,
+                                           Moment::kComputing));
+
+TEST_P(BrokenStripe, EndsTheAttemptAndChangesNothing) {
+  ServerSetup setup = Impatient();
+  setup.options.limits.max_stripe_wait = absl::Seconds(1);
+  Start(setup);
+  constexpr int64_t kRows = 3000;  // so many that it may begin early
+  const std::string rows = Rows(kRows);
+  auto stripe = std::make_unique<Stripe>(*server_, Id('a'), 1);
+  if (GetParam() == Moment::kWaiting) stripe.reset();
+  if (GetParam() == Moment::kComputing) server_->gate().Close();
+  Primary primary(*server_, Header(0, kRows, Id('a'), 2));
+  primary.Send(Chunk(rows, 0, 2000));
+  if (GetParam() >= Moment::kSent) stripe->Send(Chunk(rows, 2000, 500));
+  if (GetParam() == Moment::kHalfClosed) stripe->HalfClose();
+  if (GetParam() == Moment::kComputing) server_->gate().AwaitWaiting();  // it has begun with the rows that are there
+  ASSERT_TRUE(Await([&] { return !NothingInFlight(*server_); }));
+  if (stripe != nullptr) {
+    stripe->Cancel();
+    EXPECT_THAT(stripe->End().error_code(), AnyOf(grpc::StatusCode::CANCELLED, grpc::StatusCode::ABORTED));
+  }
+  if (GetParam() == Moment::kComputing) server_->gate().Open();
+  EXPECT_EQ(ReasonOf(primary.End()), "STRIPE_LOST");
+  ExpectUnchangedAndServing(kRows);
+}
+
+TEST_F(Stripes, ThePrimarysEndIsTheStripes) {
+  Start({});
+  Primary primary(*server_, Header(0, 4, Id('a'), 2));
+  Stripe stripe(*server_, Id('a'), 1);
+  stripe.Send(Chunk(Rows(4), 0, 2));
+  ASSERT_TRUE(Await([&] { return !NothingInFlight(*server_); }));
+  primary.Cancel();
+  EXPECT_EQ(primary.End().error_code(), grpc::StatusCode::CANCELLED);
+  EXPECT_THAT(ReasonOf(stripe.End()), AnyOf("STRIPE_LOST", "TRANSFER_NOT_FOUND"));
+  ExpectUnchangedAndServing(4);
+}
+
+TEST_F(Stripes, AChunkThatIsRefusedEndsTheTransfer) {
+  const std::string rows = Rows(4);
+  struct Row {
+    const char* what;
+    v1::RowChunk chunk;
+    std::string reason;
+  };
+  std::vector<Row> bad = {{"rows that another stream has brought", Chunk(rows, 0, 2), "CHUNK_OUT_OF_RANGE"},
+                          {"rows beyond the end", Chunk(rows, 3, 1), "CHUNK_OUT_OF_RANGE"},
+                          {"no role", Chunk(rows, 2, 1), "MISSING_FIELD"},
+                          {"the gradient's role", Chunk(rows, 2, 1), "INVALID_FIELD"},
+                          {"a term that there is not", Chunk(rows, 2, 1), "INVALID_FIELD"},
+                          {"too few bytes", Chunk(rows, 2, 1), "DATA_LENGTH_MISMATCH"},
+                          {"nothing", v1::RowChunk(), "MISSING_FIELD"}};
+  bad[1].chunk.set_row_count(2);
+  bad[2].chunk.clear_role();
+  bad[3].chunk.set_role(v1::CHUNK_ROLE_GRAD_HIDDEN);
+  bad[4].chunk.set_role(v1::CHUNK_ROLE_TEACHER_HIDDEN);
+  bad[4].chunk.set_term_index(1);
+  bad[5].chunk.mutable_data()->pop_back();
+  Start({});
+  char letter = 'a';
+  for (const Row& row : bad) {
+    SCOPED_TRACE(row.what);
+    const std::string id = Id(letter++);
+    Primary primary(*server_, Header(0, 4, id, 2));
+    Stripe stripe(*server_, id, 1);
+    Stripe* const bad_stripe = &stripe;
+    ASSERT_TRUE(primary.Send(Chunk(rows, 0, 2)));
+    ASSERT_TRUE(Await([&] { return server_->MetricLine("headwater_in_flight_bytes") != "headwater_in_flight_bytes 0"; }));
+    bad_stripe->Send(row.chunk);
+    const std::string by_stripe = ReasonOf(stripe.End());
+    const std::string by_primary = ReasonOf(primary.End());
+    // Whichever of the two brings the rows second is refused.
+    EXPECT_EQ(by_primary, row.reason);
+    EXPECT_THAT(by_stripe, AnyOf(row.reason, "STRIPE_LOST"));
+    EXPECT_TRUE(Await([&] { return NothingInFlight(*server_); }));
+  }
+  ExpectUnchangedAndServing(4);
+}
+
+TEST_F(Stripes, ASecondHeaderOrNoMessageIsRefused) {
+  Start({});
+  const auto stub = v1::LossService::NewStub(server_->NewChannel());
+  for (const bool second_header : {true, false}) {
+    const std::string id = Id(second_header ? 'a' : 'b');
+    Primary primary(*server_, Header(0, 4, id, 2));
+    grpc::ClientContext context;
+    const auto stream = stub->TransferRows(&context);
+    v1::TransferRowsRequest request;
+    request.mutable_header()->set_transfer_id(id);
+    request.mutable_header()->set_stripe_index(1);
+    stream->Write(request);
+    if (!second_header) request.Clear();
+    stream->Write(request);
+    v1::TransferRowsResponse response;
+    EXPECT_FALSE(stream->Read(&response));
+    EXPECT_EQ(ReasonOf(stream->Finish()), second_header ? "PROTOCOL_VIOLATION" : "MISSING_FIELD");
+    EXPECT_EQ(ReasonOf(primary.End()), second_header ? "PROTOCOL_VIOLATION" : "MISSING_FIELD");
+  }
+  ExpectUnchangedAndServing(4);
+}
+
+// ---- rows that stay away ---------------------------------------------------------------------------------------------
+
+TEST_F(Stripes, ASlowUploaderHoldsNobodyUp) {
+  ServerSetup setup;
+  setup.options.queue_widths = {1, 1};  // one turn for everybody
+  Start(setup);
+  constexpr int64_t kRows = 3000;
+  const std::string rows = Rows(kRows);
+  const TestHead witness = server_->MakeHead("witness", SmallSpec());
+  const LossReply expected =
+      server_->Compute(CrossEntropyHeader(witness, 0, 0, std::vector<int32_t>(kRows, 1)), rows, "", {.chunk_rows = 1000});
+  ASSERT_EQ(ReasonOf(expected.status), "OK");
+  for (const int32_t stripe_count : {1, 2}) {
+    SCOPED_TRACE(stripe_count);
+    v1::MicroBatchHeader header = Header(stripe_count, kRows, Id('a'), 2);
+    if (stripe_count == 1) {
+      header.clear_transfer_id();
+      header.clear_stripe_count();
+    }
+    server_->gate().Close();
+    Primary slow(*server_, header);
+    slow.Send(Chunk(rows, 0, 2000));
+    server_->gate().AwaitWaiting();  // it has begun, with two thirds of its rows
+    server_->gate().Open();
+    // Another one of the same size goes through while the rest stays away, again and again.
+    const TestHead other = server_->MakeHead(absl::StrCat("other", stripe_count), SmallSpec());
+    for (int64_t id = 0; id < 3; ++id) {
+      const LossReply fast =
+          server_->Compute(CrossEntropyHeader(other, 0, id, std::vector<int32_t>(kRows, 1)), rows, "", {.chunk_rows = 1000});
+      ASSERT_EQ(ReasonOf(fast.status), "OK");
+    }
+    EXPECT_EQ(server_->Find(head_, stripe_count).state(), v1::CONTRIBUTION_STATE_UNSPECIFIED);
+    slow.Send(Chunk(rows, 2000, 1000));
+    slow.HalfClose();
+    Grad grad(kRows);
+    v1::MicroBatchSummary summary;
+    EXPECT_EQ(ReasonOf(slow.End(&grad, &summary)), "OK");
+    EXPECT_EQ(summary.state(), v1::CONTRIBUTION_STATE_COMMITTED);
+    EXPECT_EQ(grad.rows, kRows);
+    EXPECT_TRUE(grad.bytes == expected.grad_hidden);
+    EXPECT_EQ(summary.terms(0).sums().SerializeAsString(), expected.summary.terms(0).sums().SerializeAsString());
+    if (stripe_count == 1) {
+      EXPECT_TRUE(server_->Gradient(head_) == server_->Gradient(witness));
+    }
+  }
+}
+
+TEST_F(Stripes, AStalledOneThatIsCutChangesNothing) {
+  Start({});
+  constexpr int64_t kRows = 3000;
+  const std::string rows = Rows(kRows);
+  server_->gate().Close();
+  Primary slow(*server_, Header(0, kRows, Id('a'), 2));
+  slow.Send(Chunk(rows, 0, 2000));
+  server_->gate().AwaitWaiting();
+  slow.Cancel();
+  EXPECT_EQ(slow.End().error_code(), grpc::StatusCode::CANCELLED);
+  server_->gate().Open();
+  ExpectUnchangedAndServing(kRows);
+}
+
+TEST_F(Stripes, AnExplicitOneAndARepeatStreamLikeOthers) {
+  Start({});
+  constexpr int64_t kRows = 3000;
+  const std::string rows = Rows(kRows);
+  v1::MicroBatchHeader header = Header(0, kRows, "", 0);
+  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
+  const LossReply staged = server_->Compute(header, rows, "", {.chunk_rows = 500});
+  ASSERT_EQ(ReasonOf(staged.status), "OK") << staged.status.error_message();
+  EXPECT_EQ(staged.summary.form(), v1::CONTRIBUTION_FORM_STAGED);
+  const LossReply repeat = server_->Compute(header, rows, "", {.chunk_rows = 700});
+  ASSERT_EQ(ReasonOf(repeat.status), "OK");
+  EXPECT_TRUE(repeat.summary.replayed());
+  EXPECT_TRUE(repeat.grad_hidden == staged.grad_hidden);
+  EXPECT_EQ(repeat.summary.digest(), staged.summary.digest());
+  std::string other = rows;
+  other[5] = static_cast<char>(other[5] ^ 1);
+  EXPECT_EQ(ReasonOf(server_->Compute(header, other, "", {.chunk_rows = 700}).status), "MICRO_BATCH_CONFLICT");
+  EXPECT_EQ(ReasonOf(server_->Commit(head_, 0, 0, 1)), "OK");
+}
+
+// ---- clients that hang -----------------------------------------------------------------------------------------------
+
+TEST_F(Stripes, AStripeThatTakesNothingIsCutOff) {
+  ServerSetup setup;
+  setup.options.stream_idle_timeout = absl::Milliseconds(400);
+  server_ = std::make_unique<WireServer>(setup);
+  const TestHead head = server_->MakeHead("h", SmallSpec(13, 64));
+  constexpr int64_t kRows = 1 << 17;  // 32 MiB of grad_hidden: far more than flow control lets through unread
+  constexpr int64_t kChunkRows = 1 << 13;
+  Stripe stripe(*server_, Id('a'), 1);
+  Primary primary(*server_, Striped(CrossEntropyHeader(head, 0, 0, std::vector<int32_t>(kRows, 1)), Id('a'), 2));
+  v1::RowChunk chunk;
+  chunk.set_role(v1::CHUNK_ROLE_HIDDEN);
+  chunk.set_row_count(kChunkRows);
+  chunk.set_data(std::string(kChunkRows * 256, '\0'));
+  for (int64_t row = 0; row < kRows; row += kChunkRows) {
+    chunk.set_row_start(row);
+    ASSERT_TRUE(row / kChunkRows % 2 == 0 ? primary.Send(chunk) : stripe.Send(chunk));
+  }
+  // The primary stream reads all that it gets, the stripe nothing: rows that were handed to it are lost, and that is said.
+  EXPECT_EQ(ReasonOf(primary.End()), "STRIPE_LOST");
+  EXPECT_TRUE(Await([&] { return NothingInFlight(*server_); }));
+  // It was committed before: the client finds it in the step.
+  EXPECT_EQ(server_->Find(head, 0).state(), v1::CONTRIBUTION_STATE_COMMITTED);
+}
+
+// A client of HTTP/2 by hand, which can send a message byte by byte.
+class SlowClient {
+ public:
+  explicit SlowClient(const std::string& unix_address) : socket_(socket(AF_UNIX, SOCK_STREAM, 0)) {
+    sockaddr_un address = {};
+    address.sun_family = AF_UNIX;
+    const std::string path = unix_address.substr(std::string("unix:").size());
+    std::memcpy(address.sun_path, path.data(), path.size());
+    connected_ = connect(socket_, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0;
+    Send("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
+    Send(Frame(/*type=*/4, /*flags=*/0, /*stream=*/0, ""));  // SETTINGS
+    std::string block;
+    for (const auto& [name, value] :
+         std::vector<std::pair<std::string, std::string>>{{":method", "POST"},
+                                                          {":scheme", "http"},
+                                                          {":path", "/headwater.v1.LossService/ComputeLoss"},
+                                                          {":authority", "localhost"},
+                                                          {"te", "trailers"},
+                                                          {"content-type", "application/grpc"}}) {
+      block.push_back('\0');  // a literal that is not indexed, its name and value as they are
+      block.push_back(static_cast<char>(name.size()));
+      block += name;
+      block.push_back(static_cast<char>(value.size()));
+      block += value;
+    }
+    Send(Frame(/*type=*/1, /*flags=END_HEADERS*/ 4, /*stream=*/1, block));
+  }
+  ~SlowClient() { close(socket_); }
+  bool connected() const { return connected_; }
+  // DATA of the call.
+  bool SendData(const std::string& bytes) { return Send(Frame(/*type=*/0, /*flags=*/0, /*stream=*/1, bytes)); }
+
+ private:
+  static std::string Frame(int type, int flags, int stream, const std::string& payload) {
+    std::string frame;
+    for (const int shift : {16, 8, 0}) frame.push_back(static_cast<char>(payload.size() >> shift));
+    frame.push_back(static_cast<char>(type));
+    frame.push_back(static_cast<char>(flags));
+    for (const int shift : {24, 16, 8, 0}) frame.push_back(static_cast<char>(stream >> shift));
+    return frame + payload;
+  }
+  bool Send(const std::string& bytes) {
+    return send(socket_, bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size());
+  }
+
+  const int socket_;
+  bool connected_ = false;
+};
+
+// A gRPC message: its length before it.
+std::string Framed(const std::string& message) {
+  std::string framed(1, '\0');
+  for (const int shift : {24, 16, 8, 0}) framed.push_back(static_cast<char>(message.size() >> shift));
+  return framed + message;
+}
+
+TEST_F(Stripes, AByteNowAndThenIsNotEnough) {
+  ServerSetup setup;
+  setup.options.stream_idle_timeout = absl::Milliseconds(200);
+  Start(setup);
+  v1::ComputeLossRequest header;
+  *header.mutable_header() = CrossEntropyHeader(head_, 0, 0, {1, 2, 3});
+  v1::ComputeLossRequest chunk;
+  *chunk.mutable_chunk() = Chunk(Rows(3), 0, 3);
+  for (const bool with_header : {false, true}) {
+    SCOPED_TRACE(with_header);
+    const std::string ended = "headwater_requests_total{code=\"CANCELLED\",method=\"ComputeLoss\"}";
+    const std::string ends_before = server_->MetricLine(ended);
+    SlowClient client(server_->address());
+    ASSERT_TRUE(client.connected());
+    if (with_header) client.SendData(Framed(header.SerializeAsString()));
+    const std::string slowly = Framed((with_header ? chunk : header).SerializeAsString());
+    // Each byte long before the timeout; the message would take five times as long.
+    bool cut = false;
+    for (size_t i = 0; i < slowly.size() && !cut; ++i) {
+      client.SendData(slowly.substr(i, 1));
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      cut = server_->MetricLine(ended) != ends_before;
+    }
+    EXPECT_TRUE(cut);
+    EXPECT_TRUE(Await([&] { return NothingInFlight(*server_); }));
+  }
+  ExpectUnchangedAndServing(3);
+}
+
+}  // namespace
+}  // namespace headwater::testing
