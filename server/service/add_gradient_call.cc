@@ -43,7 +43,7 @@ absl::Status AddGradientCall::OnHeader(const v1::AddGradientHeader& header) {
   const Limits& limits = core_.options.limits;
   HEADWATER_RETURN_IF_ERROR(CheckLimit("header.row_count", total_bytes(), "max_micro_batch_bytes", limits.max_micro_batch_bytes));
   HEADWATER_RETURN_IF_ERROR(CheckLimit("header.row_count", total_bytes(), "max_in_flight_bytes", limits.max_in_flight_bytes));
-  HEADWATER_RETURN_IF_ERROR(core_.ReserveInFlight(total_bytes(), "the gradient", &reservation_));
+  HEADWATER_RETURN_IF_ERROR(core_.ReserveInFlight(client_, total_bytes(), "the gradient", &reservation_));
   rows_.emplace(total_bytes());
   return absl::OkStatus();
 }

@@ -20,7 +20,9 @@ namespace headwater::service {
 class AddGradientCall {
  public:
   // `limits` bounds the wait for the step; `limits.cancelled` is asked until the rows are added.
-  AddGradientCall(ServerCore& core, heads::WaitLimits limits) : core_(core), limits_(std::move(limits)) {}
+  // `client` is the identity that the budget knows.
+  AddGradientCall(ServerCore& core, std::string client, heads::WaitLimits limits)
+      : core_(core), client_(std::move(client)), limits_(std::move(limits)) {}
 
   // Takes the header, which is checked against the head before any byte is accepted and may have to wait for its step, or a chunk.
   absl::Status OnMessage(v1::AddGradientRequest* message);
@@ -36,6 +38,7 @@ class AddGradientCall {
   int64_t total_bytes() const { return request_.row_count * row_bytes_; }
 
   ServerCore& core_;
+  const std::string client_;
   const heads::WaitLimits limits_;
   GradientRequest request_;
   heads::SessionRegistry::Use session_use_;

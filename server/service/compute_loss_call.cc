@@ -21,6 +21,7 @@
 #include "server/transport/pinned_pool.h"
 #include "server/transport/region_registry.h"
 #include "server/transport/row_exchange.h"
+#include "server/transport/teacher_join.h"
 
 namespace headwater::service {
 namespace {
@@ -39,6 +40,7 @@ constexpr absl::Duration kStallWithOthers = absl::Milliseconds(1);
 constexpr absl::Duration kStall = absl::Milliseconds(20);
 // How often a wait looks at what does not wake it: a lost engine, say.
 constexpr absl::Duration kLook = absl::Milliseconds(50);
+constexpr absl::Duration kLookAtJoined = absl::Milliseconds(2);
 // How long after the end of a stream it is known whether it was cut.
 constexpr absl::Duration kEndKnown = absl::Milliseconds(50);
 
@@ -79,8 +81,11 @@ struct ComputeLossCall::Source {
   int64_t row_start = 0;      // in the micro-batch
   int64_t row_count = 0;
   int64_t row_bytes = 0;
-  std::optional<RegionUse> region;                // else they come as chunks, to `block`
-  std::shared_ptr<transport::PinnedBlock> block;  // null if there are no rows
+  // Where they are, or who brings them; else they come as chunks.
+  std::optional<RegionUse> region;
+  std::shared_ptr<transport::JoinedRows> joined;
+  int64_t joined_rows = 0;                        // of `joined` that are in `block`
+  std::shared_ptr<transport::PinnedBlock> block;  // of what is not in a region; null if there are no rows
   int64_t bytes() const { return row_count * row_bytes; }
 };
 
@@ -119,6 +124,7 @@ class ComputeLossCall::Incoming final : public heads::IncomingRows {
   absl::Status AwaitRows(int64_t row_end) override {
     const absl::Time begun = absl::Now();
     while (true) {
+      if (absl::Status status = call_.PullJoined(); !status.ok()) return status;
       const absl::Duration patience = call_.core_.queue.others_wait() ? kStallWithOthers : kStall;
       const absl::Time give_up = begun + patience;
       const auto there = call_.transfer_->exchange().AwaitRows(row_end, std::min(give_up, absl::Now() + kStallWithOthers));
@@ -214,6 +220,7 @@ absl::Status ComputeLossCall::OnHeader(const v1::MicroBatchHeader& header) {
   HEADWATER_RETURN_IF_ERROR(AwaitSteps());
   HEADWATER_RETURN_IF_ERROR(heads::Head::CheckSubmission(submission_));
   HEADWATER_RETURN_IF_ERROR(ReserveBytes());
+  HEADWATER_RETURN_IF_ERROR(ClaimJoined());
   // The header is accepted: from here on a higher attempt takes effect.
   if (submission_.attempt > 0 && submission_.micro_batch.has_value()) {
     HEADWATER_RETURN_IF_ERROR(heads::Head::Announce(submission_));
@@ -241,7 +248,6 @@ absl::Status ComputeLossCall::FindRows() {
   for (size_t i = 0; i < request.terms.size(); ++i) {
     const LossTermRequest& term = request.terms[i];
     if (!term.teacher.has_value()) continue;
-    if (term.teacher->joined.has_value()) return FeatureNotBuilt(TermField(i) + ".joined_teacher", "joined_teacher");
     Source& teacher = payload_->sources.emplace_back();
     const RowsView& view = submission_.terms[i].term.teacher_hidden;
     teacher.digest_stream = 1 + static_cast<int32_t>(i);
@@ -329,7 +335,35 @@ absl::Status ComputeLossCall::ReserveBytes() {
     bytes += request.row_count * request.hidden_size * ElementBytes(request.grad_hidden_data_type);
   }
   HEADWATER_RETURN_IF_ERROR(CheckLimit("header.row_count", bytes, "max_in_flight_bytes", limits.max_in_flight_bytes));
-  return core_.ReserveInFlight(bytes, "the micro-batch", &reservation_);
+  return core_.ReserveInFlight(client_, bytes, "the micro-batch", &reservation_);
+}
+
+absl::Status ComputeLossCall::ClaimJoined() {
+  const MicroBatchRequest& request = payload_->request;
+  auto claims = std::make_shared<std::vector<std::shared_ptr<transport::JoinedRows>>>();
+  for (Source& source : payload_->sources) {
+    if (source.digest_stream == 0) continue;
+    const size_t index = static_cast<size_t>(source.digest_stream - 1);
+    const LossTermRequest& term = request.terms[index];
+    if (!term.teacher->joined.has_value()) continue;
+    const JoinedTeacherRequest& joined = *term.teacher->joined;
+    const RowsView& view = submission_.terms[index].term.teacher_hidden;
+    const transport::JoinedSet set = {term.teacher->head.tenant, joined.join_key, joined.total_row_count, view.column_count,
+                                      view.data_type};
+    // A repeat of this micro-batch is the same user of the rows, whatever its attempt.
+    const HeadStepRequest& head = request.terms.front().head;
+    const std::string user =
+        request.micro_batch.has_value()
+            ? absl::StrCat(head.head.ToString(), "/", head.epoch.has_value() ? heads::EpochToHex(*head.epoch) : "", "/",
+                           head.step.value_or(-1), "/", *request.micro_batch)
+            : "";
+    auto claim = core_.join.Claim(set, source.row_count, joined.row_indices, user);
+    if (!claim.ok()) return claim.status();
+    source.joined = *std::move(claim);
+    claims->push_back(source.joined);
+  }
+  if (!claims->empty()) submission_.until_decided = std::move(claims);
+  return absl::OkStatus();
 }
 
 // ---- memory ----------------------------------------------------------------------------------------------------------
@@ -350,7 +384,12 @@ absl::Status ComputeLossCall::PlaceRows() {
       tensor.by_chunks = false;
       tensor.why_not = absl::StrCat("because ", is_hidden ? "header.hidden_rows" : TermField(term) + ".teacher_hidden.rows",
                                     " says where the rows are");
-    } else if (source.row_count > 0) {
+    } else if (source.joined != nullptr) {
+      tensor.by_chunks = false;
+      tensor.why_not = absl::StrCat("because ", TermField(term), ".joined_teacher says that another process sends the rows");
+      tensor.rows.by_input = false;
+    }
+    if (!source.region.has_value() && source.row_count > 0) {
       auto block = core_.rows.Allocate(source.bytes());
       if (!block.ok()) return block.status();
       source.block = *std::move(block);
@@ -460,6 +499,45 @@ absl::StatusOr<std::shared_ptr<const void>> ComputeLossCall::HoldPayload() {
   return std::shared_ptr<const void>(payload_);
 }
 
+absl::Status ComputeLossCall::PullJoined() {
+  RowExchange& exchange = transfer_->exchange();
+  for (size_t i = 0; i < payload_->sources.size(); ++i) {
+    Source& source = payload_->sources[i];
+    const int64_t ready = source.joined != nullptr ? source.joined->ready_rows() : 0;
+    if (ready <= source.joined_rows) continue;
+    const int64_t count = ready - source.joined_rows;
+    const auto place = exchange.Claim(i, source.joined_rows, count, count * source.row_bytes, "joined_teacher");
+    if (!place.ok()) return place.status();
+    HEADWATER_RETURN_IF_ERROR(source.joined->Gather(source.joined_rows, count, *place));
+    transfer_->AddToDigest(i, source.joined_rows, count);
+    exchange.Deliver(i, source.joined_rows, count);
+    source.joined_rows = ready;
+  }
+  return absl::OkStatus();
+}
+
+bool ComputeLossCall::Joins() const { return submission_.until_decided != nullptr; }
+
+// Waits for joined rows alone, when nothing else is missing.
+absl::Status ComputeLossCall::AwaitJoined() {
+  RowExchange& exchange = transfer_->exchange();
+  const auto cancelled = [&] { return !exchange.status().ok() || (limits_.cancelled != nullptr && limits_.cancelled()); };
+  for (const Source& source : payload_->sources) {
+    if (source.joined == nullptr || source.joined_rows == source.row_count) continue;
+    HEADWATER_RETURN_IF_ERROR(source.joined->Await(source.row_count, limits_.deadline, cancelled));
+  }
+  return PullJoined();
+}
+
+bool ComputeLossCall::OnlyJoinedMissing() const {
+  int64_t missing = 0;
+  for (const Source& source : payload_->sources) {
+    if (source.joined != nullptr) missing += (source.row_count - source.joined_rows) * source.row_bytes;
+  }
+  const RowExchange& exchange = transfer_->exchange();
+  return missing > 0 && exchange.total_bytes() - exchange.received_bytes() == missing;
+}
+
 // ---- the computation -------------------------------------------------------------------------------------------------
 
 absl::Status ComputeLossCall::Run() {
@@ -469,6 +547,9 @@ absl::Status ComputeLossCall::Run() {
   HEADWATER_RETURN_IF_ERROR(Done(PrepareRegions()));
   HEADWATER_RETURN_IF_ERROR(Done(Compute()));
   CountOutcome();
+  for (const Source& source : payload_->sources) {
+    if (source.joined != nullptr) source.joined->MarkUsed();
+  }
   if (grad_region_.has_value() && submission_.grad_hidden.row_count > 0) {
     core_.metrics.CountBytes(observability::Direction::kOut, grad_region_->bytes(), PathOf(grad_region_));
     HEADWATER_RETURN_IF_ERROR(grad_region_->Finish());
@@ -515,9 +596,14 @@ absl::Status ComputeLossCall::AwaitStart() {
   const absl::Duration idle = core_.options.stream_idle_timeout;
   const absl::Duration stripe_wait = core_.options.limits.max_stripe_wait;
   while (true) {
+    HEADWATER_RETURN_IF_ERROR(PullJoined());
     const int64_t seen = exchange.version();
     if (absl::Status status = exchange.CheckInput(); !status.ok()) return ExplainEnd(status);
     if (exchange.complete() || EnoughToBegin()) return absl::OkStatus();
+    if (OnlyJoinedMissing()) {
+      if (absl::Status status = AwaitJoined(); !status.ok()) return exchange.status().ok() ? status : exchange.status();
+      continue;
+    }
     const absl::Time now = absl::Now();
     if (limits_.cancelled != nullptr && limits_.cancelled()) {
       return MakeError(ErrorReason::kCancelled, "the call was cancelled while its rows came; nothing was added");
@@ -537,7 +623,7 @@ absl::Status ComputeLossCall::AwaitStart() {
                        absl::StrCat(joined, " of ", transfer_->stripe_count(), " streams have come within ",
                                     absl::FormatDuration(stripe_wait), " (max_stripe_wait), and rows are missing"));
     }
-    exchange.AwaitChange(seen, std::min({limits_.deadline, idle_end, now + kLook}));
+    exchange.AwaitChange(seen, std::min({limits_.deadline, idle_end, now + (Joins() ? kLookAtJoined : kLook)}));
   }
 }
 

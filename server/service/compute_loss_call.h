@@ -67,6 +67,8 @@ class ComputeLossCall {
   void FillSubmission();
   absl::Status AwaitSteps();
   absl::Status ReserveBytes();
+  // Claims the teacher rows that other processes send.
+  absl::Status ClaimJoined();
   // Gets memory for what comes as chunks, and for the gradient.
   absl::Status PlaceRows();
   absl::Status PlaceGrad();
@@ -78,6 +80,12 @@ class ComputeLossCall {
   absl::Status AddEvent(const transport::RegionUse& region, int64_t row_bytes);
   // Submission::hold: the payload, once it has its place in the budget.
   absl::StatusOr<std::shared_ptr<const void>> HoldPayload();
+
+  bool Joins() const;
+  // Takes what has come of joined rows.
+  absl::Status PullJoined();
+  bool OnlyJoinedMissing() const;
+  absl::Status AwaitJoined();
 
   absl::Status Compute();
   // Waits until the micro-batch may be submitted: all rows are there, or enough to begin with.

@@ -275,7 +275,7 @@ grpc::Status HeadServiceImpl::GetGradientNorm(grpc::ServerContext* context, cons
 grpc::Status HeadServiceImpl::AddGradient(grpc::ServerContext* context, grpc::ServerReader<v1::AddGradientRequest>* reader,
                                           v1::AddGradientResponse* response) {
   return RunRpc(core_, *context, RpcMethod::kAddGradient, [&](RpcScope& scope) -> absl::Status {
-    AddGradientCall call(core_, scope.wait_limits());
+    AddGradientCall call(core_, scope.client(), scope.wait_limits());
     HEADWATER_RETURN_IF_ERROR(
         (ReadAll<v1::AddGradientRequest>(core_, *context, scope, *reader, [&](v1::AddGradientRequest* message) {
           const absl::Status status = call.OnMessage(message);

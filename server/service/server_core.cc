@@ -217,12 +217,15 @@ absl::StatusOr<heads::SessionRegistry::Use> ServerCore::UseSession(const std::op
   return sessions.Begin(*session);
 }
 
-absl::Status ServerCore::ReserveInFlight(int64_t bytes, const char* what, transport::ByteBudget::Reservation* reservation) {
-  if (in_flight.TryReserve(bytes, reservation)) return absl::OkStatus();
+absl::Status ServerCore::ReserveInFlight(const std::string& client, int64_t bytes, const char* what,
+                                         transport::ByteBudget::Reservation* reservation) {
+  if (in_flight.TryReserve(client, bytes, heads::MonotonicNow(), reservation)) return absl::OkStatus();
   const int64_t available = in_flight.available_bytes();
+  const bool kept = available >= bytes;
   return MakeError(ErrorReason::kInFlightBytesExceeded,
                    absl::StrCat(what, " needs ", bytes, " bytes, and ", available, " of ", in_flight.capacity_bytes(),
-                                " (max_in_flight_bytes) are free; try again"),
+                                kept ? " (max_in_flight_bytes) are free but kept for others who have asked before; try again"
+                                     : " (max_in_flight_bytes) are free; try again"),
                    {{"limit", "max_in_flight_bytes"},
                     {"maximum", absl::StrCat(in_flight.capacity_bytes())},
                     {"requestedBytes", absl::StrCat(bytes)},

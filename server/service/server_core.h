@@ -30,6 +30,7 @@
 #include "server/service/waiting_room.h"
 #include "server/transport/byte_budget.h"
 #include "server/transport/descriptor_socket.h"
+#include "server/transport/fair_budget.h"
 #include "server/transport/pinned_pool.h"
 #include "server/transport/region_registry.h"
 #include "server/transport/teacher_join.h"
@@ -81,8 +82,10 @@ class ServerCore {
 
   // The call's hold on its session; an empty one without a session. kSessionNotFound.
   absl::StatusOr<heads::SessionRegistry::Use> UseSession(const std::optional<heads::SessionId>& session);
-  // kInFlightBytesExceeded, naming `what`, unless `bytes` of tensors are free.
-  absl::Status ReserveInFlight(int64_t bytes, const char* what, transport::ByteBudget::Reservation* reservation);
+  // kInFlightBytesExceeded, naming `what`, unless `bytes` of tensors are free, beside what is kept for others who were refused
+  // before this client.
+  absl::Status ReserveInFlight(const std::string& client, int64_t bytes, const char* what,
+                               transport::ByteBudget::Reservation* reservation);
 
   // What the memory budget has room for beside the heads that exist.
   int64_t AvailableBytes() const;
@@ -94,7 +97,7 @@ class ServerCore {
   const ServerOptions options;
   const std::unique_ptr<LossEngine> engine;
   observability::Metrics metrics;
-  transport::ByteBudget in_flight;
+  transport::FairBudget in_flight;
   transport::ByteBudget held;  // rows of HELD contributions
   transport::PinnedPool rows;  // of micro-batches, in and out
   UploadStore uploads;

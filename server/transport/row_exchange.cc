@@ -122,8 +122,10 @@ int64_t RowExchange::ReadyRows() const {
 absl::Status RowExchange::InputStatus() const {
   if (!broken_.ok()) return broken_;
   if (!input_closed_ || missing_rows_ == 0) return absl::OkStatus();
-  const auto short_one = std::find_if(inputs_.begin(), inputs_.end(),
-                                      [](const Input& input) { return input.delivered.row_count() < input.tensor.row_count; });
+  const auto short_one = std::find_if(inputs_.begin(), inputs_.end(), [](const Input& input) {
+    return input.tensor.by_input && input.delivered.row_count() < input.tensor.row_count;
+  });
+  if (short_one == inputs_.end()) return absl::OkStatus();
   const std::string rows = absl::StrCat(short_one->tensor.row_count);
   const std::string received = absl::StrCat(short_one->delivered.row_count());
   const std::string first_missing = absl::StrCat(short_one->delivered.prefix());

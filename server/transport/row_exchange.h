@@ -49,6 +49,7 @@ class RowExchange {
     int64_t row_count = 0;    // >= 0
     int64_t row_bytes = 0;    // >= 1
     uint8_t* data = nullptr;  // `[row_count, row_bytes]`, outlives the exchange; null: it is there from the start
+    bool by_input = true;     // whether its rows can only come before CloseInput()
   };
   // Consecutive rows of the gradient.
   struct GradRows {
@@ -68,7 +69,8 @@ class RowExchange {
   absl::StatusOr<uint8_t*> Claim(size_t index, int64_t row_start, int64_t row_count, int64_t data_bytes, const std::string& field);
   // The claimed rows have been written.
   void Deliver(size_t index, int64_t row_start, int64_t row_count);
-  // Nobody will claim rows any more; whoever waits for missing ones gets kProtocolViolation, which names the first missing one.
+  // No rows of tensors `by_input` will be claimed any more; whoever waits for such gets kProtocolViolation, which names the first
+  // missing one.
   void CloseInput();
   // complete() needs CloseInput() from now on: the last row is not the last word. Before rows come.
   void RequireClose();

@@ -74,6 +74,7 @@ class BadInput : public ::testing::Test {
     root_ = mkdtemp(pattern.data());
     ServerSetup setup;
     setup.options.limits.max_stripe_wait = absl::Milliseconds(20);
+    setup.options.limits.max_join_wait = absl::Milliseconds(20);
     setup.options.load_root = root_;
     setup.options.checkpoint_directory = absl::StrCat(root_, "/checkpoints");
     return setup;
