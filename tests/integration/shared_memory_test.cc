@@ -5,11 +5,14 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -272,6 +275,188 @@ TEST_F(SharedMemory, DeviceMemoryNeedsADevice) {
   const WireError error = DecodeError(Register(request));
   EXPECT_EQ(error.reason, "FEATURE_NOT_BUILT");
   EXPECT_EQ(error.at("feature"), "cuda_ipc");
+}
+
+// ---- calls that name regions
+
+// A region of the test's, mapped here.
+class MappedRegion {
+ public:
+  explicit MappedRegion(int64_t bytes) : memory_(MakeMemory(bytes)), bytes_(static_cast<size_t>(bytes)) {
+    data_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, memory_.get(), 0);
+    if (data_ == MAP_FAILED) throw std::runtime_error("mmap");
+  }
+  ~MappedRegion() { munmap(data_, bytes_); }
+  MappedRegion(const MappedRegion&) = delete;
+  MappedRegion& operator=(const MappedRegion&) = delete;
+
+  int fd() const { return memory_.get(); }
+  int64_t bytes() const { return static_cast<int64_t>(bytes_); }
+  char* data() const { return static_cast<char*>(data_); }
+
+ private:
+  const FileDescriptor memory_;
+  const size_t bytes_;
+  void* data_;
+};
+
+// Micro-batches of three rows, 60 bytes: hidden states at 0, the gradient at kGrad.
+class SharedRows : public SharedMemory {
+ protected:
+  static constexpr int64_t kGrad = 64;
+  static constexpr size_t kRowsBytes = static_cast<size_t>(kRows * kColumns) * sizeof(float);
+
+  std::string Add(const MappedRegion& region) {
+    std::string id;
+    Require(Register(WithToken(Pass(region.fd(), region.bytes()), region.bytes()), &id), "RegisterSharedMemory");
+    return id;
+  }
+  v1::MicroBatchHeader Header(const TestHead& head, int64_t micro_batch, const std::string& id, const std::string& session) {
+    v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, micro_batch, {1, 2, 3});
+    header.set_session_id(session);
+    header.mutable_hidden_rows()->set_region_id(id);
+    header.mutable_grad_hidden_rows()->set_region_id(id);
+    header.mutable_grad_hidden_rows()->set_offset_bytes(kGrad);
+    return header;
+  }
+};
+
+TEST_F(SharedRows, GiveBitwiseTheSameGradients) {
+  Start();
+  const TestHead chunked = server_->MakeHead("chunked", SmallSpec());
+  const TestHead shared = server_->MakeHead("shared", SmallSpec());
+  const MappedRegion region(kPage);
+  const std::string id = Add(region);
+  for (int64_t micro_batch = 0; micro_batch < 3; ++micro_batch) {
+    const std::string rows = Rows(static_cast<uint32_t>(micro_batch + 5));
+    const LossReply by_chunks = server_->Compute(CrossEntropyHeader(chunked, 0, micro_batch, {1, 2, 3}), rows);
+    Require(by_chunks.status, "ComputeLoss by chunks");
+    std::memcpy(region.data(), rows.data(), rows.size());
+    const LossReply in_place = server_->Compute(Header(shared, micro_batch, id, session_), "");
+    Require(in_place.status, "ComputeLoss by a region");
+    EXPECT_EQ(in_place.grad_hidden, "");
+    EXPECT_EQ(std::string(region.data() + kGrad, kRowsBytes), by_chunks.grad_hidden);
+    EXPECT_EQ(in_place.summary.terms(0).sums().loss_sum(), by_chunks.summary.terms(0).sums().loss_sum());
+    EXPECT_EQ(in_place.summary.transport(), "shared_memory");
+    EXPECT_EQ(by_chunks.summary.transport(), "grpc");
+  }
+  EXPECT_EQ(server_->Gradient(shared), server_->Gradient(chunked));
+  const std::string count = "headwater_transport_micro_batches_total{transport=";
+  EXPECT_EQ(server_->MetricLine(count + "\"shared_memory\"}"), count + "\"shared_memory\"} 3");
+  EXPECT_EQ(server_->MetricLine(count + "\"grpc\"}"), count + "\"grpc\"} 3");
+}
+
+TEST_F(SharedRows, OfARepeatHaveTheSameDigest) {
+  Start();
+  const TestHead head = server_->MakeHead("h", SmallSpec());
+  const std::string rows = Rows(5);
+  const LossReply first = server_->Compute(CrossEntropyHeader(head, 0, 0, {1, 2, 3}), rows);
+  Require(first.status, "ComputeLoss");
+  const std::string before = server_->Gradient(head);
+  const MappedRegion region(kPage);
+  const std::string id = Add(region);
+  std::memcpy(region.data(), rows.data(), rows.size());
+  const LossReply again = server_->Compute(Header(head, 0, id, session_), "");
+  Require(again.status, "ComputeLoss again");
+  EXPECT_TRUE(again.summary.replayed());
+  EXPECT_EQ(again.summary.digest(), first.summary.digest());
+  region.data()[3] = static_cast<char>(region.data()[3] ^ 1);
+  EXPECT_EQ(ReasonOf(server_->Compute(Header(head, 0, id, session_), "").status), "MICRO_BATCH_CONFLICT");
+  EXPECT_EQ(server_->Gradient(head), before);
+}
+
+TEST_F(SharedRows, StayMappedForTheCallWhoseClientDies) {
+  Start();
+  const TestHead head = server_->MakeHead("h", SmallSpec());
+  const MappedRegion region(kPage);
+  const std::string id = Add(region);
+  const std::string before = server_->Gradient(head);
+  server_->gate().Close();
+  LossReply reply;
+  std::thread call([&] { reply = server_->Compute(Header(head, 0, id, session_), ""); });
+  server_->gate().AwaitWaiting();
+  grpc::ClientContext context;
+  v1::CloseSessionRequest request;
+  request.set_session_id(session_);
+  v1::CloseSessionResponse response;
+  Require(server_->sessions().CloseSession(&context, request, &response), "CloseSession");
+  EXPECT_EQ(SharedRegions(), "headwater_regions{kind=\"shared\"} 1");  // in use
+  server_->gate().Open();
+  call.join();
+  EXPECT_TRUE(Await([&] { return SharedRegions() == "headwater_regions{kind=\"shared\"} 0"; }));
+  EXPECT_TRUE(reply.status.ok() ? server_->Gradient(head) != before : server_->Gradient(head) == before);
+  Require(server_->Compute(CrossEntropyHeader(head, 0, 1, {1, 2, 3}), Rows(6)).status, "ComputeLoss afterwards");
+}
+
+TEST_F(SharedRows, AreNotGivenBackWhileACallUsesThem) {
+  Start();
+  const TestHead head = server_->MakeHead("h", SmallSpec());
+  const MappedRegion region(kPage);
+  const std::string id = Add(region);
+  server_->gate().Close();
+  LossReply reply;
+  std::thread call([&] { reply = server_->Compute(Header(head, 0, id, session_), ""); });
+  server_->gate().AwaitWaiting();
+  std::atomic<bool> given_back{false};
+  std::thread unregister([&] {
+    EXPECT_EQ(ReasonOf(Unregister(session_, id)), "OK");
+    given_back = true;
+  });
+  // New calls no longer find it, while the first one still has it.
+  EXPECT_TRUE(Await([&] {
+    v1::MicroBatchHeader header = Header(head, 1, id, session_);
+    header.mutable_hidden_rows()->set_offset_bytes(2);  // refused in either case, so that nothing waits at the gate
+    return ReasonOf(server_->Compute(header, "").status) == "REGION_NOT_FOUND";
+  }));
+  EXPECT_FALSE(given_back);
+  server_->gate().Open();
+  call.join();
+  unregister.join();
+  EXPECT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
+  EXPECT_EQ(SharedRegions(), "headwater_regions{kind=\"shared\"} 0");
+}
+
+TEST_F(SharedRows, OfANamedRegionThatWasTruncatedAreRefused) {
+  const std::string name = absl::StrCat("headwater-test-rows-", getpid());
+  const NamedFile file(name, kPage);
+  Start(true);
+  const TestHead head = server_->MakeHead("h", SmallSpec());
+  v1::RegisterSharedMemoryRequest request;
+  request.set_session_id(session_);
+  request.set_shared_memory_name(name);
+  request.set_size_bytes(kPage);
+  std::string id;
+  Require(Register(request, &id), "RegisterSharedMemory");
+  Require(server_->Compute(Header(head, 0, id, session_), "").status, "ComputeLoss");
+  const std::string before = server_->Snapshot(head);
+  ASSERT_EQ(truncate(("/dev/shm/" + name).c_str(), 100), 0);  // the gradient's bytes are gone
+  const std::string reason = ReasonOf(server_->Compute(Header(head, 1, id, session_), "").status);
+  EXPECT_EQ(reason, "INVALID_FIELD");
+  ASSERT_EQ(truncate(("/dev/shm/" + name).c_str(), 0), 0);  // and now the rows' too
+  const WireError error = DecodeError(server_->Compute(Header(head, 2, id, session_), "").status);
+  EXPECT_EQ(error.reason, "INVALID_FIELD");
+  EXPECT_THAT(error.message, Not(HasSubstr(name)));
+  EXPECT_EQ(server_->Find(head, 2).state(), v1::CONTRIBUTION_STATE_UNSPECIFIED);
+  Require(server_->Compute(CrossEntropyHeader(head, 0, 3, {1, 2, 3}), Rows(6)).status, "ComputeLoss afterwards");
+}
+
+TEST_F(SharedRows, LeaveNothingBehind) {
+  Start();
+  const TestHead head = server_->MakeHead("h", SmallSpec());
+  const MappedRegion region(kPage);
+  const std::string id = Add(region);
+  const int before = OpenDescriptors();
+  for (int64_t micro_batch = 0; micro_batch < 200; ++micro_batch) {
+    v1::MicroBatchHeader header = Header(head, micro_batch, id, session_);
+    if (micro_batch % 4 == 1) header.mutable_hidden_rows()->set_offset_bytes(kPage);   // outside
+    if (micro_batch % 4 == 2) header.mutable_grad_hidden_rows()->set_offset_bytes(8);  // over the rows
+    if (micro_batch % 4 == 3) header.mutable_hidden_rows()->set_region_id("none");
+    EXPECT_EQ(server_->Compute(header, "").status.ok(), micro_batch % 4 == 0);
+  }
+  EXPECT_EQ(SharedRegions(), "headwater_regions{kind=\"shared\"} 1");
+  EXPECT_TRUE(Await([&] { return server_->MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 0"; }));
+  EXPECT_LE(OpenDescriptors(), before);
+  EXPECT_EQ(ReasonOf(Unregister(session_, id)), "OK");
 }
 
 }  // namespace

@@ -24,15 +24,20 @@ CuDevicePointer ToDevice(const void* address) { return reinterpret_cast<uintptr_
 }  // namespace
 
 absl::StatusOr<const CudaDriver*> CudaDriver::Get() {
-  static const auto* const loaded = [] {
-    auto* const driver = new CudaDriver;
-    return new absl::StatusOr<const CudaDriver*>([&]() -> absl::StatusOr<const CudaDriver*> {
-      if (absl::Status status = driver->Load(); !status.ok()) return status;
-      if (driver->Init(0) != 0) return absl::FailedPreconditionError("NVIDIA's driver finds no GPU that this process may use");
-      return driver;
-    }());
+  struct Loaded {
+    CudaDriver driver;
+    absl::Status status;
+  };
+  static const Loaded* const loaded = [] {
+    auto* const made = new Loaded;
+    made->status = made->driver.Load();
+    if (made->status.ok() && made->driver.Init(0) != 0) {
+      made->status = absl::FailedPreconditionError("NVIDIA's driver finds no GPU that this process may use");
+    }
+    return made;
   }();
-  return *loaded;
+  if (!loaded->status.ok()) return loaded->status;
+  return &loaded->driver;
 }
 
 absl::Status CudaDriver::Load() {
