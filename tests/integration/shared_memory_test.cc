@@ -370,19 +370,25 @@ TEST_F(SharedRows, StayMappedForTheCallWhoseClientDies) {
   const TestHead head = server_->MakeHead("h", SmallSpec());
   const MappedRegion region(kPage);
   const std::string id = Add(region);
+  const std::string rows = Rows(5);
+  std::memcpy(region.data(), rows.data(), rows.size());
   const std::string before = server_->Gradient(head);
   server_->gate().Close();
   LossReply reply;
   std::thread call([&] { reply = server_->Compute(Header(head, 0, id, session_), ""); });
   server_->gate().AwaitWaiting();
-  grpc::ClientContext context;
-  v1::CloseSessionRequest request;
-  request.set_session_id(session_);
-  v1::CloseSessionResponse response;
-  Require(server_->sessions().CloseSession(&context, request, &response), "CloseSession");
+  std::thread close([&] {  // waits for the head, which computes
+    grpc::ClientContext context;
+    v1::CloseSessionRequest request;
+    request.set_session_id(session_);
+    v1::CloseSessionResponse response;
+    EXPECT_EQ(ReasonOf(server_->sessions().CloseSession(&context, request, &response)), "OK");
+  });
+  EXPECT_TRUE(Await([&] { return ReasonOf(Unregister(session_, "none")) == "SESSION_NOT_FOUND"; }));
   EXPECT_EQ(SharedRegions(), "headwater_regions{kind=\"shared\"} 1");  // in use
   server_->gate().Open();
   call.join();
+  close.join();
   EXPECT_TRUE(Await([&] { return SharedRegions() == "headwater_regions{kind=\"shared\"} 0"; }));
   EXPECT_TRUE(reply.status.ok() ? server_->Gradient(head) != before : server_->Gradient(head) == before);
   Require(server_->Compute(CrossEntropyHeader(head, 0, 1, {1, 2, 3}), Rows(6)).status, "ComputeLoss afterwards");

@@ -43,6 +43,14 @@ ServerRegions::ServerRegions(const std::string& target, std::shared_ptr<grpc::Ch
       stub_(v1::SessionService::NewStub(channel_)),
       session_(std::make_shared<Session>(target, WithSession(options))) {}
 
+ServerRegions::~ServerRegions() {
+  for (Farewell& farewell : farewells_) farewell.context.TryCancel();  // nobody adds or removes any more
+  std::unique_lock<std::mutex> lock(farewells_mutex_);
+  farewell_over_.wait(lock, [&] {
+    return std::all_of(farewells_.begin(), farewells_.end(), [](const Farewell& farewell) { return farewell.over; });
+  });
+}
+
 void ServerRegions::CloseSession() {
   std::shared_ptr<Session> closed;
   std::lock_guard<std::mutex> one_at_a_time(registering_);
@@ -202,23 +210,38 @@ bool ServerRegions::Drop(const Backing& backing, std::optional<Deadline> wait) {
       entry = regions_.erase(entry);
     }
   }
-  struct Call {
-    grpc::ClientContext context;
-    v1::UnregisterSharedMemoryRequest request;
-    v1::UnregisterSharedMemoryResponse response;
-  };
+  if (!wait.has_value()) {
+    // The answers change nothing: a region that could not be given back goes with its session.
+    std::vector<Farewell*> begun;
+    {
+      std::lock_guard<std::mutex> lock(farewells_mutex_);
+      farewells_.remove_if([](const Farewell& farewell) { return farewell.over; });
+      for (size_t i = 0; i < dropped.size(); ++i) begun.push_back(&farewells_.emplace_back());
+    }
+    // Without the lock: gRPC may call back at once.
+    for (size_t i = 0; i < dropped.size(); ++i) {
+      Farewell* const farewell = begun[i];
+      farewell->context.set_deadline(std::chrono::system_clock::now() + kDropTimeout);
+      farewell->request.set_session_id(dropped[i].first);
+      farewell->request.set_region_id(dropped[i].second);
+      stub_->async()->UnregisterSharedMemory(&farewell->context, &farewell->request, &farewell->response,
+                                             [this, farewell](const grpc::Status&) {
+                                               std::lock_guard<std::mutex> lock(farewells_mutex_);
+                                               farewell->over = true;
+                                               farewell_over_.notify_all();
+                                             });
+    }
+    return false;
+  }
   bool unused = true;
   for (const auto& [session, region] : dropped) {
-    auto call = std::make_shared<Call>();
-    call->context.set_deadline(wait.value_or(std::chrono::system_clock::now() + kDropTimeout));
-    call->request.set_session_id(session);
-    call->request.set_region_id(region);
-    if (!wait.has_value()) {
-      // The answer changes nothing: a region that could not be given back goes with its session.
-      stub_->async()->UnregisterSharedMemory(&call->context, &call->request, &call->response, [call](const grpc::Status&) {});
-      continue;
-    }
-    const grpc::Status answer = stub_->UnregisterSharedMemory(&call->context, call->request, &call->response);
+    grpc::ClientContext context;
+    context.set_deadline(*wait);
+    v1::UnregisterSharedMemoryRequest request;
+    request.set_session_id(session);
+    request.set_region_id(region);
+    v1::UnregisterSharedMemoryResponse response;
+    const grpc::Status answer = stub_->UnregisterSharedMemory(&context, request, &response);
     const std::string reason = answer.ok() ? "" : ErrorReason(FromGrpcStatus(answer, target_));
     // Calls of a session that has ended may still run: only the server's word for the region counts.
     unused = unused && (answer.ok() || reason == "REGION_NOT_FOUND");

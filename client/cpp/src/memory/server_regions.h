@@ -5,7 +5,9 @@
 #include <grpcpp/grpcpp.h>
 
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -29,6 +31,10 @@ absl::Status TransportUnavailable(const std::string& why);
 // Thread-safe.
 class ServerRegions {
  public:
+  // Cancels what nobody waits for, and waits for its end.
+  ~ServerRegions();
+  ServerRegions(const ServerRegions&) = delete;
+  ServerRegions& operator=(const ServerRegions&) = delete;
   // Makes no call yet.
   ServerRegions(const std::string& target, std::shared_ptr<grpc::Channel> channel, const ClientOptions& options);
 
@@ -65,6 +71,15 @@ class ServerRegions {
     std::chrono::steady_clock::time_point end;
   };
 
+  // A call that nobody waits for. It belongs to this object, so that gRPC's own threads never hold the last reference to a channel:
+  // they cannot shut gRPC down.
+  struct Farewell {
+    grpc::ClientContext context;
+    v1::UnregisterSharedMemoryRequest request;
+    v1::UnregisterSharedMemoryResponse response;
+    bool over = false;  // guarded by farewells_mutex_
+  };
+
   absl::StatusOr<v1::ServerInfo> Info(Deadline deadline, bool again);
   absl::StatusOr<std::string> Token(const SharedRegion& region, Deadline deadline);
   template <typename Fill>
@@ -83,6 +98,10 @@ class ServerRegions {
   std::optional<Finding> device_problem_;
   std::map<Key, std::string> regions_;
   std::map<uint64_t, Finding> refused_;  // by Backing::key()
+
+  std::mutex farewells_mutex_;
+  std::condition_variable farewell_over_;
+  std::list<Farewell> farewells_;
 };
 
 }  // namespace headwater::client::internal
