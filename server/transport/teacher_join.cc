@@ -352,7 +352,10 @@ class TeacherJoin::State::Stream : public TeacherStream {
       return MakeError(ErrorReason::kProtocolViolation,
                        absl::StrCat("the stream has ended with ", arrived_count_, " of its ", row_count_, " rows; row ", missing,
                                     " is the first one missing"),
-                       {{"field", "chunk"}, {"missingRow", absl::StrCat(missing)}});
+                       {{"field", "chunk"},
+                        {"expected", absl::StrCat(row_count_, " rows")},
+                        {"actual", absl::StrCat(arrived_count_)},
+                        {"missingRow", absl::StrCat(missing)}});
     }
     const int64_t rows_of_slab = RowsOfSlab(row_bytes_);
     absl::MutexLock lock(&state_->mutex_);
@@ -437,12 +440,18 @@ absl::StatusOr<std::unique_ptr<TeacherStream>> TeacherJoin::State::Open(const Jo
       row = set->rows.try_emplace(index).first;
     }
     if (was_used || row->second.state != Row::State::kAbsent) {
+      const std::string actual =
+          absl::StrCat("row ", index,
+                       was_used ? ", which has come and was used; the key serves again when all rows of the set were"
+                       : row->second.state == Row::State::kComing ? ", which is coming already"
+                                                                  : ", which is there");
       status = MakeError(ErrorReason::kChunkOutOfRange,
-                         absl::StrCat("header.row_indices must name rows that have not come, row ", index, " of the set ",
-                                      was_used ? "has come and was used; the key serves again when all rows of the set were"
-                                      : row->second.state == Row::State::kComing ? "is coming already"
-                                                                                 : "is there"),
-                         {{"field", "header.row_indices"}, {"joinKey", wanted.join_key}, {"row", absl::StrCat(index)}});
+                         absl::StrCat("header.row_indices must be rows that have not come, there is ", actual),
+                         {{"field", "header.row_indices"},
+                          {"expected", "rows that have not come"},
+                          {"actual", actual},
+                          {"joinKey", wanted.join_key},
+                          {"row", absl::StrCat(index)}});
       if (row->second.state == Row::State::kAbsent) Drop(*set, row);
       break;
     }
