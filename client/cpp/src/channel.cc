@@ -4,7 +4,10 @@
 
 namespace headwater::client::internal {
 
-std::shared_ptr<grpc::Channel> MakeChannel(const std::string& target, const ClientOptions& options) {
+namespace {
+
+// What all channels of this client are made with.
+grpc::ChannelArguments CommonArguments(const ClientOptions& options) {
   // gRPC would shut itself down with the last connection, and that waits for a poller that may sleep for ten seconds.
   [[maybe_unused]] static const bool kept_initialized = (grpc_init(), true);
   grpc::ChannelArguments arguments;
@@ -13,6 +16,18 @@ std::shared_ptr<grpc::Channel> MakeChannel(const std::string& target, const Clie
   arguments.SetInt(GRPC_ARG_SERVICE_CONFIG_DISABLE_RESOLUTION, 1);
   arguments.SetInt(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, static_cast<int>(options.max_message_bytes));
   arguments.SetInt(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, static_cast<int>(options.max_message_bytes));
+  return arguments;
+}
+
+}  // namespace
+
+grpc::ChannelArguments DataChannelArguments(const ClientOptions& options) {
+  grpc::ChannelArguments arguments = CommonArguments(options);
+  return arguments;
+}
+
+std::shared_ptr<grpc::Channel> MakeChannel(const std::string& target, const ClientOptions& options) {
+  grpc::ChannelArguments arguments = CommonArguments(options);
   // Channels with equal arguments share one socket otherwise, and one socket is one core's worth of bandwidth.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   // A proxy that the environment names for web traffic would silently take `localhost` too.

@@ -7,6 +7,8 @@
 #include "client/cpp/src/convert.h"
 #include "client/cpp/src/head_handle.h"
 #include "client/cpp/src/health.h"
+#include "client/cpp/src/row_memory.h"
+#include "client/cpp/src/tensor_stream.h"
 
 namespace headwater::client {
 
@@ -105,6 +107,22 @@ absl::Status Client::DeleteHead(const std::string& name, bool force, const CallO
   request.set_force(force);
   return connection_->Call(connection_->heads(), &Heads::DeleteHead, request, Repeat::kIfNothingWasDone, options).status();
 }
+
+absl::StatusOr<RowsBuffer> Client::AllocateRows(int64_t row_count, int64_t hidden_size, DataType data_type) {
+  RowsView view;
+  view.data = this;  // not null: the sizes are what is checked
+  view.data_type = data_type;
+  view.row_count = row_count;
+  view.hidden_size = hidden_size;
+  if (absl::Status status = internal::CheckRows("rows", view); !status.ok()) return status;
+  absl::StatusOr<internal::RowMemory> memory = internal::AllocateRowMemory(connection_, row_count * view.row_bytes());
+  if (!memory.ok()) return memory.status();
+  return RowsBuffer(std::move(memory->owner), memory->data, data_type, row_count, hidden_size, memory->shared);
+}
+
+TransportStats Client::stats() const { return connection_->row_transport().stats(); }
+
+Teacher Client::OpenTeacher(const std::string& join_key, int64_t total_rows) { return Teacher(connection_, join_key, total_rows); }
 
 absl::StatusOr<ServerInfo> Client::GetServerInfo(const CallOptions& options) {
   absl::StatusOr<v1::ServerInfo> info = connection_->Call(connection_->server(), &v1::SessionService::Stub::GetServerInfo,

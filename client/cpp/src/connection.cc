@@ -12,6 +12,7 @@ namespace {
 constexpr int64_t kMessageOverheadBytes = 64 << 10;
 constexpr int64_t kMinMessageBytes = 128 << 10;
 constexpr int64_t kMaxMessageBytes = int64_t{1} << 30;
+constexpr int kMaxStripes = 64;
 
 absl::Status CheckOption(bool valid, const char* field, int64_t actual, const std::string& expected) {
   if (valid) return absl::OkStatus();
@@ -36,7 +37,11 @@ absl::Status CheckOptions(const ClientOptions& options) {
         CheckOption(retry.max_backoff >= retry.initial_backoff, "retry.max_backoff", retry.max_backoff.count(),
                     "milliseconds, at least initial_backoff"),
         CheckOption(options.session_lease.count() >= 0, "session_lease", options.session_lease.count(), "milliseconds >= 0"),
-        CheckOption(options.replay_bytes >= 0, "replay_bytes", options.replay_bytes, ">= 0")}) {
+        CheckOption(options.replay_bytes >= 0, "replay_bytes", options.replay_bytes, ">= 0"),
+        CheckOption(options.stripes >= 1 && options.stripes <= kMaxStripes, "stripes", options.stripes,
+                    absl::StrCat("[1, ", kMaxStripes, "]")),
+        CheckOption(options.transport >= Transport::kAuto && options.transport <= Transport::kCudaIpc, "transport",
+                    static_cast<int64_t>(options.transport), "a Transport")}) {
     if (!status.ok()) return status;
   }
   return absl::OkStatus();
@@ -62,7 +67,8 @@ Connection::Connection(std::string target, const ClientOptions& options, std::sh
       heads_(v1::HeadService::NewStub(channel_)),
       server_(v1::SessionService::NewStub(channel_)),
       session_(target_, options_),
-      replay_log_(options_.replay_bytes) {}
+      replay_log_(options_.replay_bytes),
+      row_transport_(target_, options_, channel_) {}
 
 Deadline Connection::DeadlineOf(const CallOptions& call) const {
   return std::chrono::system_clock::now() + (call.timeout.count() > 0 ? call.timeout : options_.timeout);

@@ -17,6 +17,7 @@
 #include "client/cpp/src/replay_log.h"
 #include "client/cpp/src/retry.h"
 #include "client/cpp/src/session.h"
+#include "client/cpp/src/transfer/row_transport.h"
 #include "headwater/client/client.h"
 #include "headwater/v1/head_service.grpc.pb.h"
 #include "headwater/v1/loss_service.grpc.pb.h"
@@ -38,6 +39,7 @@ class Connection {
   v1::SessionService::Stub& server() { return *server_; }
   Session& session() { return session_; }
   ReplayLog& replay_log() { return replay_log_; }
+  RowTransport& row_transport() { return row_transport_; }
   // Back-off of asynchronous calls; its tasks are short.
   DelayedTasks& timers() { return timers_; }
   // Recoveries on behalf of asynchronous calls, one after the other.
@@ -123,6 +125,7 @@ class Connection {
   const std::unique_ptr<v1::SessionService::Stub> server_;
   Session session_;
   ReplayLog replay_log_;
+  RowTransport row_transport_;
   DelayedTasks timers_;
   DelayedTasks recoveries_;
 };

@@ -17,7 +17,7 @@ class DelayedTasks {
   using Clock = std::chrono::steady_clock;
 
   DelayedTasks() = default;
-  // Waits for the task that is running; none may be waiting.
+  // Waits for the task that is running; those that are waiting never run.
   ~DelayedTasks();
   DelayedTasks(const DelayedTasks&) = delete;
   DelayedTasks& operator=(const DelayedTasks&) = delete;

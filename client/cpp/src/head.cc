@@ -32,6 +32,7 @@ LossInput MakeInput(const RowsView& hidden, const MicroBatchOptions& options) {
   input.grad_hidden_data_type = options.grad_hidden_data_type.value_or(hidden.data_type);
   input.want_grad_hidden = options.return_grad_hidden.value_or(!options.forward_only);
   input.grad_hidden = options.grad_hidden;
+  input.grad_hidden_memory = options.grad_hidden_memory;
 
   v1::MicroBatchHeader& header = input.header;
   if (options.micro_batch.has_value()) header.set_micro_batch(*options.micro_batch);
@@ -72,13 +73,21 @@ void AddTerm(LossInput& input, const LossTerm& term, const HeadHandle& head, con
   } else {
     *proto.mutable_jensen_shannon() = ToProto(*jsd);
   }
-  if (teacher != nullptr) {
+  const bool has_version = jsd != nullptr && jsd->expected_teacher_weight_version.has_value();
+  if (teacher != nullptr && term.joined_teacher.has_value()) {
+    const JoinedTeacherOptions& joined = *term.joined_teacher;
+    v1::JoinedTeacher* source = proto.mutable_joined_teacher();
+    source->set_head(teacher->state->name);
+    source->set_join_key(joined.join_key);
+    source->set_total_row_count(joined.total_rows);
+    if (!joined.row_indices.empty()) *source->mutable_row_indices() = ToProto(joined.row_indices);
+    source->set_data_type(ToProto(joined.data_type.value_or(input.hidden.data_type)));
+    if (has_version) source->set_expected_weight_version(*jsd->expected_teacher_weight_version);
+  } else if (teacher != nullptr) {
     v1::TeacherHidden* source = proto.mutable_teacher_hidden();
     source->set_head(teacher->state->name);
     source->set_data_type(ToProto(term.teacher_hidden.data_type));
-    if (jsd != nullptr && jsd->expected_teacher_weight_version.has_value()) {
-      source->set_expected_weight_version(*jsd->expected_teacher_weight_version);
-    }
+    if (has_version) source->set_expected_weight_version(*jsd->expected_teacher_weight_version);
   }
   input.teacher_hidden.push_back(teacher == nullptr ? RowsView() : term.teacher_hidden);
 }
@@ -97,6 +106,11 @@ absl::Status AddTerms(LossInput& input, absl::Span<const LossTerm> terms, const 
     const HeadHandle* const teacher = term.teacher.has_value() ? handle_of(*term.teacher) : nullptr;
     if (head.connection != caller.connection) return OtherClientError("terms.head");
     if (teacher != nullptr && teacher->connection != caller.connection) return OtherClientError("terms.teacher");
+    if (term.joined_teacher.has_value() && (teacher == nullptr || term.teacher_hidden.data != nullptr)) {
+      return internal::MakeLocalError(v1::ERROR_REASON_INVALID_COMBINATION, absl::StatusCode::kInvalidArgument,
+                                      "terms.joined_teacher: expected with a teacher's head, and without teacher_hidden",
+                                      {{"field", "terms.joined_teacher"}});
+    }
     std::optional<int64_t> step = term.step;
     if (!step.has_value() && (head.state->spec.trainable || &head == &caller)) step = options.step;
     internal::AddHead(input, head.state, step);
@@ -113,6 +127,7 @@ Future<Result> StartTerms(const std::shared_ptr<HeadHandle>& caller, RowsView hi
                           const MicroBatchOptions& micro_batch, const CallOptions& options, HeadHandle* (*handle_of)(const Head&)) {
   auto state = std::make_shared<internal::FutureState<Result>>();
   LossInput input = MakeInput(hidden, micro_batch);
+  input.cuda_stream = options.cuda_stream;
   if (absl::Status status = AddTerms(input, terms, *caller, micro_batch, handle_of); !status.ok()) {
     state->Set(std::move(status));
   } else {
@@ -159,6 +174,17 @@ Future<LossResult> Head::Jsd(RowsView hidden, const Head& teacher, RowsView teac
   term.loss = loss;
   term.teacher = teacher;
   term.teacher_hidden = teacher_hidden;
+  return StartTerms<LossResult>(handle_, hidden, {&term, 1}, micro_batch, options,
+                                [](const Head& head) { return head.handle_.get(); });
+}
+
+Future<LossResult> Head::Jsd(RowsView hidden, const Head& teacher, const JoinedTeacherOptions& joined,
+                             absl::Span<const int32_t> targets, const JsdOptions& loss, const MicroBatchOptions& micro_batch,
+                             const CallOptions& options) {
+  LossTerm term = MakeTerm(targets, micro_batch);
+  term.loss = loss;
+  term.teacher = teacher;
+  term.joined_teacher = joined;
   return StartTerms<LossResult>(handle_, hidden, {&term, 1}, micro_batch, options,
                                 [](const Head& head) { return head.handle_.get(); });
 }

@@ -12,144 +12,12 @@
 #include "client/cpp/src/decision.h"
 #include "client/cpp/src/retried_call.h"
 #include "client/cpp/src/tensor_stream.h"
+#include "client/cpp/src/transfer/micro_batch_transfer.h"
 
 namespace headwater::client::internal {
 namespace {
 
 using SetResult = std::function<void(absl::StatusOr<MultiResult>)>;
-
-// Rows that go up, chunk by chunk.
-class RowSource {
- public:
-  RowSource(v1::ChunkRole role, int term_index, const RowsView& rows) : role_(role), term_index_(term_index), rows_(rows) {}
-
-  bool done() const { return next_row_ == rows_.row_count; }
-
-  void FillChunk(int64_t chunk_bytes, v1::RowChunk& chunk) {
-    const int64_t row_bytes = rows_.row_bytes();
-    const int64_t rows = std::min(std::max<int64_t>(1, chunk_bytes / row_bytes), rows_.row_count - next_row_);
-    chunk.set_role(role_);
-    chunk.set_term_index(term_index_);
-    chunk.set_row_start(next_row_);
-    chunk.set_row_count(rows);
-    chunk.set_data(static_cast<const unsigned char*>(rows_.data) + next_row_ * row_bytes, static_cast<size_t>(rows * row_bytes));
-    next_row_ += rows;
-  }
-
- private:
-  v1::ChunkRole role_;
-  int term_index_;
-  RowsView rows_;
-  int64_t next_row_ = 0;
-};
-
-// What an attempt reads and writes on the caller's side.
-struct RowsOfCall {
-  std::vector<RowSource> sources;  // with rows left
-  int64_t row_count = 0;
-  unsigned char* grad_destination = nullptr;  // null: grad_hidden is not wanted
-  int64_t grad_row_bytes = 0;
-};
-
-using AttemptDone = std::function<void(absl::Status status, v1::MicroBatchSummary* summary)>;
-
-// One attempt. gRPC calls OnWriteDone and OnReadDone one at a time each, but the two concurrently: the writing half of the members
-// belongs to the one, the reading half to the other, and OnDone, which comes last, sees both.
-class LossStream : public grpc::ClientBidiReactor<v1::ComputeLossRequest, v1::ComputeLossResponse> {
- public:
-  LossStream(Connection& connection, v1::MicroBatchHeader header, RowsOfCall rows, AttemptDone done)
-      : connection_(connection), done_(std::move(done)), rows_(std::move(rows)) {
-    *request_.mutable_header() = std::move(header);
-  }
-
-  void Start(grpc::ClientContext& context) {
-    context_ = &context;
-    connection_.loss().async()->ComputeLoss(&context, this);
-    StartRead(&response_);
-    Write();
-    StartCall();
-  }
-
-  void OnWriteDone(bool ok) override {
-    // Not ok: the server answered before it had read everything, or the connection broke. OnDone tells which.
-    if (!ok || rows_.sources.empty()) return;
-    rows_.sources.front().FillChunk(connection_.options().chunk_bytes, *request_.mutable_chunk());
-    if (rows_.sources.front().done()) rows_.sources.erase(rows_.sources.begin());
-    Write();
-  }
-
-  void OnReadDone(bool ok) override {
-    if (!ok) return;
-    if (absl::Status status = TakeResponse(); !status.ok()) {
-      answer_error_ = std::move(status);
-      context_->TryCancel();
-      return;
-    }
-    StartRead(&response_);
-  }
-
-  void OnDone(const grpc::Status& status) override {
-    const AttemptDone done = std::move(done_);  // which may destroy this object
-    absl::Status result = Result(status);
-    done(std::move(result), summary_.has_value() ? &*summary_ : nullptr);
-  }
-
- private:
-  // Sends request_, and the end of the stream with the last one.
-  void Write() {
-    if (rows_.sources.empty()) {
-      StartWriteLast(&request_, grpc::WriteOptions());
-    } else {
-      StartWrite(&request_);
-    }
-  }
-
-  absl::Status TakeResponse() {
-    if (summary_.has_value()) return MakeAnswerError("a message after the summary");
-    if (response_.has_summary()) {
-      summary_.emplace(std::move(*response_.mutable_summary()));
-      return absl::OkStatus();
-    }
-    if (!response_.has_chunk()) return MakeAnswerError("a message without chunk or summary");
-    const v1::RowChunk& chunk = response_.chunk();
-    if (rows_.grad_destination == nullptr || chunk.role() != v1::CHUNK_ROLE_GRAD_HIDDEN) {
-      return MakeAnswerError(absl::StrCat("a chunk of role ", v1::ChunkRole_Name(chunk.role()), " that was not asked for"));
-    }
-    if (chunk.row_start() != rows_received_ || chunk.row_count() < 1 || chunk.row_count() > rows_.row_count - rows_received_ ||
-        chunk.data().size() != static_cast<size_t>(chunk.row_count() * rows_.grad_row_bytes)) {
-      return MakeAnswerError(absl::StrCat("grad_hidden rows [", chunk.row_start(), ", +", chunk.row_count(), ") with ",
-                                          chunk.data().size(), " bytes, expected them to go on at row ", rows_received_, " of ",
-                                          rows_.row_count, " with ", rows_.grad_row_bytes, " bytes a row"));
-    }
-    std::memcpy(rows_.grad_destination + rows_received_ * rows_.grad_row_bytes, chunk.data().data(), chunk.data().size());
-    rows_received_ += chunk.row_count();
-    return absl::OkStatus();
-  }
-
-  absl::Status Result(const grpc::Status& status) {
-    if (!answer_error_.ok()) return answer_error_;
-    if (!status.ok()) return connection_.FromGrpc(status);
-    if (!summary_.has_value()) return MakeAnswerError("the stream ended without a summary");
-    if (rows_.grad_destination != nullptr && rows_received_ != rows_.row_count) {
-      return MakeAnswerError(absl::StrCat("grad_hidden ended after ", rows_received_, " of ", rows_.row_count, " rows"));
-    }
-    return absl::OkStatus();
-  }
-
-  Connection& connection_;
-  AttemptDone done_;
-  grpc::ClientContext* context_ = nullptr;
-
-  // Writing, but for what does not change in rows_.
-  v1::ComputeLossRequest request_;
-  RowsOfCall rows_;
-
-  // Reading.
-  v1::ComputeLossResponse response_;
-  absl::Status answer_error_;
-  std::optional<v1::MicroBatchSummary> summary_;
-  int64_t rows_received_ = 0;
-};
 
 const HeadUse* FindHead(const HeadUses& heads, const std::string& name) {
   const auto use = std::find_if(heads.begin(), heads.end(), [&name](const HeadUse& head) { return head.state->name == name; });
@@ -163,10 +31,8 @@ class LossCall : public RetriedCall {
       : RetriedCall(std::move(connection), input.heads, input.header.commit_mode() == v1::COMMIT_MODE_EXPLICIT, deadline,
                     call_mode),
         input_(std::move(input)),
-        set_result_(std::move(set_result)) {
-    if (!input_.want_grad_hidden || !input_.grad_hidden.empty()) return;
-    grad_hidden_ = TensorBuffer(input_.grad_hidden_data_type, {input_.hidden.row_count, input_.hidden.hidden_size});
-  }
+        set_result_(std::move(set_result)),
+        transfer_(this->connection().row_transport(), MakeTensors(input_, grad_hidden_)) {}
 
  private:
   void StartAttempt() override {
@@ -178,21 +44,32 @@ class LossCall : public RetriedCall {
     header.set_session_id(session_id());
     for (v1::LossTerm& term : *header.mutable_terms()) {
       term.mutable_head()->set_head_epoch(FindHead(heads(), term.head().head())->epoch);
-      if (!term.has_teacher_hidden()) continue;
-      term.mutable_teacher_hidden()->set_head_epoch(FindHead(heads(), term.teacher_hidden().head())->epoch);
+      if (term.has_teacher_hidden()) {
+        term.mutable_teacher_hidden()->set_head_epoch(FindHead(heads(), term.teacher_hidden().head())->epoch);
+      } else if (term.has_joined_teacher()) {
+        term.mutable_joined_teacher()->set_head_epoch(FindHead(heads(), term.joined_teacher().head())->epoch);
+      }
     }
     attempt_ = header.attempt();
-    stream_ = std::make_unique<LossStream>(
-        connection(), std::move(header), MakeRows(), [this](absl::Status status, v1::MicroBatchSummary* summary) {
-          absl::StatusOr<MultiResult> result =
-              status.ok() ? FromProto(*summary, input_.header) : absl::StatusOr<MultiResult>(std::move(status));
-          if (!result.ok()) return Failed(result.status());
-          Complete(*result);
-          Succeeded();
-          const SetResult set_result = std::move(set_result_);  // once it has run this object may be gone
-          set_result(std::move(result));
-        });
-    stream_->Start(context());
+    transfer_.StartAttempt(std::move(header), deadline(), [this](absl::StatusOr<MicroBatchAnswer> answer) {
+      absl::StatusOr<MultiResult> result = Read(answer);
+      if (!result.ok()) return Failed(result.status());
+      Complete(*result);
+      Succeeded();
+      const SetResult set_result = std::move(set_result_);  // once it has run this object may be gone
+      set_result(std::move(result));
+    });
+  }
+
+  void CancelAttempt() override { transfer_.Cancel(); }
+
+  absl::StatusOr<MultiResult> Read(const absl::StatusOr<MicroBatchAnswer>& answer) const {
+    if (!answer.ok()) return answer.status();
+    v1::MicroBatchSummary summary;
+    if (!summary.ParseFromString(answer->summary)) return MakeAnswerError("a summary that cannot be decoded");
+    absl::StatusOr<MultiResult> result = FromProto(summary, input_.header);
+    if (result.ok() && result->transport.empty()) result->transport = answer->transport;
+    return result;
   }
 
   void SetError(absl::Status status) override {
@@ -200,22 +77,21 @@ class LossCall : public RetriedCall {
     set_result(std::move(status));
   }
 
-  RowsOfCall MakeRows() {
-    RowsOfCall rows;
-    rows.row_count = input_.hidden.row_count;
-    const auto add = [&rows](v1::ChunkRole role, int term_index, const RowsView& view) {
-      if (view.row_count > 0 && view.hidden_size > 0) rows.sources.emplace_back(role, term_index, view);
-    };
-    add(v1::CHUNK_ROLE_HIDDEN, 0, input_.hidden);
-    for (size_t i = 0; i < input_.teacher_hidden.size(); ++i) {
-      add(v1::CHUNK_ROLE_TEACHER_HIDDEN, static_cast<int>(i), input_.teacher_hidden[i]);
+  static CallTensors MakeTensors(const LossInput& input, TensorBuffer& own_grad_hidden) {
+    CallTensors tensors;
+    tensors.hidden = input.hidden;
+    tensors.teacher_hidden = input.teacher_hidden;
+    tensors.cuda_stream = input.cuda_stream;
+    if (!input.want_grad_hidden) return tensors;
+    tensors.grad_row_bytes = input.hidden.hidden_size * ElementBytes(input.grad_hidden_data_type);
+    if (input.grad_hidden.empty()) {
+      own_grad_hidden = TensorBuffer(input.grad_hidden_data_type, {input.hidden.row_count, input.hidden.hidden_size});
+      tensors.grad_hidden = own_grad_hidden.data();
+    } else {
+      tensors.grad_hidden = input.grad_hidden.data();
+      tensors.grad_memory = input.grad_hidden_memory;
     }
-    if (input_.want_grad_hidden) {
-      rows.grad_row_bytes = input_.hidden.hidden_size * ElementBytes(input_.grad_hidden_data_type);
-      rows.grad_destination =
-          input_.grad_hidden.empty() ? static_cast<unsigned char*>(grad_hidden_.data()) : input_.grad_hidden.data();
-    }
-    return rows;
+    return tensors;
   }
 
   // What the summary does not say, and what the client keeps.
@@ -252,10 +128,17 @@ class LossCall : public RetriedCall {
     copy->input = input_;
     copy->input.header.set_attempt(attempt_);
     copy->input.grad_hidden = {};
-    const auto take = [&copy, &entry](RowsView& view) {
-      const size_t bytes = static_cast<size_t>(view.row_count * view.row_bytes());
-      copy->rows.emplace_back(static_cast<const char*>(view.data), bytes);
-      entry.bytes += static_cast<int64_t>(bytes);
+    copy->input.cuda_stream = nullptr;
+    const auto take = [this, &copy, &entry](RowsView& view) {
+      const int64_t bytes = view.row_count * view.row_bytes();
+      std::string& rows = copy->rows.emplace_back(static_cast<size_t>(bytes), '\0');
+      entry.bytes += bytes;
+      if (view.memory == Memory::kHost) {
+        if (bytes > 0) std::memcpy(rows.data(), view.data, static_cast<size_t>(bytes));
+      } else if (!connection().row_transport().memory().CopyDevice(rows.data(), view.data, bytes, input_.cuda_stream).ok()) {
+        entry.bytes = connection().options().replay_bytes + 1;  // does not fit: the step cannot be repeated
+      }
+      view.memory = Memory::kHost;
     };
     take(copy->input.hidden);
     for (RowsView& view : copy->input.teacher_hidden) take(view);
@@ -279,7 +162,7 @@ class LossCall : public RetriedCall {
   SetResult set_result_;
   int64_t attempt_ = 0;
   TensorBuffer grad_hidden_;
-  std::unique_ptr<LossStream> stream_;  // of the last attempt
+  MicroBatchTransfer transfer_;
 };
 
 absl::Status CheckInput(const LossInput& input) {

@@ -23,6 +23,8 @@ struct LossInput {
   DataType grad_hidden_data_type = DataType::kFloat32;
   bool want_grad_hidden = false;
   absl::Span<unsigned char> grad_hidden;  // empty: the result owns it
+  Memory grad_hidden_memory = Memory::kHost;
+  void* cuda_stream = nullptr;
 };
 
 // Adds a head to the input if it is not there.

@@ -25,6 +25,7 @@ void RetriedCall::Cancel() {
     cancelled_ = true;
     if (context_ != nullptr) context_->TryCancel();
   }
+  CancelAttempt();
   connection_->timers().Hurry(this);
 }
 

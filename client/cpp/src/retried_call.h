@@ -34,6 +34,8 @@ class RetriedCall {
 
   // Makes the RPC, with heads(), session_id() and context(); its end calls Succeeded() or Failed().
   virtual void StartAttempt() = 0;
+  // Ends an attempt that does not use context(), and every later one. By the caller's side.
+  virtual void CancelAttempt() {}
   // Sets the result: the last access to this object.
   virtual void SetError(absl::Status status) = 0;
 
@@ -48,6 +50,7 @@ class RetriedCall {
   // At their epochs of this attempt.
   const HeadUses& heads() const { return heads_; }
   const std::string& session_id() const { return session_id_; }
+  Deadline deadline() const { return retry_.deadline(); }
   CallMode mode() const { return mode_; }
   // Attempts made so far, this one included.
   int attempt_count() const { return attempt_count_; }

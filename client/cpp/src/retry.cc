@@ -24,6 +24,8 @@ bool RetryState::MayRepeat(const absl::Status& status) const {
   if (absl::IsResourceExhausted(status)) {
     return reason == "QUEUE_FULL" || reason == "IN_FLIGHT_BYTES_EXCEEDED" || reason == "STAGING_FULL";
   }
+  // Connections of one micro-batch broke or did not meet, and nothing was added.
+  if (reason == "STRIPE_LOST" || reason == "TRANSFER_NOT_FOUND") return true;
   // Held up by this very call's earlier attempt, whose answer was lost: it ends by itself.
   return reason == "MICRO_BATCH_IN_PROGRESS" && answer_lost_ && repeat_ == Repeat::kSafe;
 }

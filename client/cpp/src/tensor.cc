@@ -16,6 +16,20 @@ const char* DataTypeName(DataType type) {
   return "unknown";
 }
 
+const char* TransportName(Transport transport) {
+  switch (transport) {
+    case Transport::kAuto:
+      return "auto";
+    case Transport::kGrpc:
+      return "grpc";
+    case Transport::kSharedMemory:
+      return "shared_memory";
+    case Transport::kCudaIpc:
+      return "cuda_ipc";
+  }
+  return "unknown";
+}
+
 const char* HeadStateName(HeadState state) {
   switch (state) {
     case HeadState::kLoading:

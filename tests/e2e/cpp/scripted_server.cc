@@ -38,6 +38,11 @@ class ScriptedServer::Loss : public v1::LossService::Service {
     const auto script = script_.compute_loss;
     return script(context, stream);
   }
+  grpc::Status TransferRows(grpc::ServerContext* context, TransferStream* stream) override {
+    script_.Record("TransferRows", *context);
+    const auto script = script_.transfer_rows;
+    return script ? script(context, stream) : grpc::Status(grpc::StatusCode::UNIMPLEMENTED, "");
+  }
   grpc::Status CommitMicroBatch(grpc::ServerContext* context, const v1::CommitMicroBatchRequest* request,
                                 v1::CommitMicroBatchResponse*) override {
     script_.Record("CommitMicroBatch", *context);
@@ -128,7 +133,10 @@ class ScriptedServer::Sessions : public v1::SessionService::Service {
 
   grpc::Status GetServerInfo(grpc::ServerContext* context, const v1::GetServerInfoRequest*, v1::ServerInfo* response) override {
     script_.Record("GetServerInfo", *context);
-    response->set_incarnation(script_.WithState([](State& state) { return state.incarnation; }));
+    script_.WithState([response](State& state) {
+      response->set_incarnation(state.incarnation);
+      response->mutable_limits()->set_max_stripes(state.max_stripes);
+    });
     return grpc::Status::OK;
   }
   grpc::Status OpenSession(grpc::ServerContext* context, const v1::OpenSessionRequest*,

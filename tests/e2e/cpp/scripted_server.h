@@ -28,6 +28,7 @@ grpc::Status ErrorWithReason(grpc::StatusCode code, const std::string& reason, i
 class ScriptedServer {
  public:
   using LossStream = grpc::ServerReaderWriter<v1::ComputeLossResponse, v1::ComputeLossRequest>;
+  using TransferStream = grpc::ServerReaderWriter<v1::TransferRowsResponse, v1::TransferRowsRequest>;
   using UploadStream = grpc::ServerReaderWriter<v1::UploadWeightsResponse, v1::UploadWeightsRequest>;
 
   struct Call {
@@ -44,6 +45,7 @@ class ScriptedServer {
     bool trainable = true;
     std::chrono::milliseconds lease{30000};
     std::vector<std::string> sessions;  // that are open
+    int64_t max_stripes = 0;            // 0: a server that knows of none
   };
 
   ScriptedServer();
@@ -52,6 +54,7 @@ class ScriptedServer {
   std::string target() const { return "127.0.0.1:" + std::to_string(port_); }
 
   std::function<grpc::Status(grpc::ServerContext*, LossStream*)> compute_loss;
+  std::function<grpc::Status(grpc::ServerContext*, TransferStream*)> transfer_rows;  // not set: UNIMPLEMENTED
   std::function<grpc::Status(UploadStream*)> upload_weights;
   std::function<grpc::Status(const v1::ListHeadsRequest&, v1::ListHeadsResponse*)> list_heads;
   // Of these, what is not set answers with unary_status.

@@ -286,7 +286,17 @@ absl::StatusOr<Placement> MemoryPaths::Place(const CallRows& rows, const std::st
   placement->paths = state_;
   for (const RowsMemory& memory : rows.reads) placement->reads.push_back({memory, nullptr, nullptr, nullptr, nullptr, {}});
   if (rows.write.has_value()) placement->write = PlacedTensor{*rows.write, nullptr, nullptr, nullptr, nullptr, {}};
+  const auto on_device = [](const RowsMemory& memory) { return memory.on_device; };
+  const bool any_on_device =
+      std::any_of(rows.reads.begin(), rows.reads.end(), on_device) || (rows.write.has_value() && rows.write->on_device);
   const auto place = [&]() -> absl::Status {
+    // Where there is no path no session is opened for it.
+    if (any_on_device || demand != PathDemand::kCudaIpc) {
+      bool named = false;
+      absl::Status works = state_->server.HostMemoryWorks(deadline, &named);
+      if (!works.ok() && any_on_device) works = state_->server.DeviceMemoryWorks(deadline);
+      if (!works.ok()) return works;
+    }
     auto session = state_->server.SessionOr(session_id, deadline);
     if (!session.ok()) return session.status();
     placement->session_id = *std::move(session);

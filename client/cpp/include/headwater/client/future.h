@@ -89,7 +89,7 @@ class [[nodiscard]] Future {
     }
     return *this;
   }
-  // Cancels a call that is still under way and waits until it has ended (milliseconds: nothing waits for the server).
+  // Cancels a call that is under way and waits until the caller's memory is free: milliseconds; with shared memory 10 s at most.
   // A micro-batch whose commit had begun on the server is committed all the same; Head::GetStep() tells.
   ~Future() { Abandon(); }
 

@@ -1,0 +1,88 @@
+#include "client/cpp/src/c_api_options.h"
+
+#include <functional>
+#include <map>
+#include <vector>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "client/cpp/src/error.h"
+
+namespace headwater::client::internal {
+namespace {
+
+// Takes a value; false if it is none.
+using Setter = std::function<bool(const std::string& value, ClientOptions& options)>;
+
+template <typename Target>
+Setter Integer(Target ClientOptions::*member) {
+  return [member](const std::string& value, ClientOptions& options) {
+    int64_t number = 0;
+    if (!absl::SimpleAtoi(value, &number) || number != static_cast<Target>(number)) return false;
+    options.*member = static_cast<Target>(number);
+    return true;
+  };
+}
+
+Setter Milliseconds(std::chrono::milliseconds ClientOptions::*member) {
+  return [member](const std::string& value, ClientOptions& options) {
+    int64_t number = 0;
+    // Far from the overflow of any clock.
+    if (!absl::SimpleAtoi(value, &number) || number < 0 || number > INT32_MAX) return false;
+    options.*member = std::chrono::milliseconds(number);
+    return true;
+  };
+}
+
+bool SetTransport(const std::string& value, ClientOptions& options) {
+  for (const Transport transport : {Transport::kAuto, Transport::kGrpc, Transport::kSharedMemory, Transport::kCudaIpc}) {
+    if (value != TransportName(transport)) continue;
+    options.transport = transport;
+    return true;
+  }
+  return false;
+}
+
+bool SetClientName(const std::string& value, ClientOptions& options) {
+  options.client_name = value;
+  return value.size() <= 128;
+}
+
+const std::map<std::string, Setter>& Setters() {
+  static const auto* const setters = new std::map<std::string, Setter>{
+      {"transport", SetTransport},
+      {"stripes", Integer(&ClientOptions::stripes)},
+      {"chunk_bytes", Integer(&ClientOptions::chunk_bytes)},
+      {"max_message_bytes", Integer(&ClientOptions::max_message_bytes)},
+      {"connect_timeout_ms", Milliseconds(&ClientOptions::connect_timeout)},
+      {"session_lease_ms", Milliseconds(&ClientOptions::session_lease)},
+      {"client_name", SetClientName},
+  };
+  return *setters;
+}
+
+absl::Status InvalidOption(const std::string& field, const std::string& message) {
+  return MakeLocalError(v1::ERROR_REASON_INVALID_FIELD, absl::StatusCode::kInvalidArgument, message, {{"field", field}});
+}
+
+}  // namespace
+
+absl::StatusOr<ClientOptions> ParseClientOptions(const std::string& text) {
+  ClientOptions options;
+  options.client_name = "headwater-c";
+  // Whoever is above says it in its own way.
+  options.on_notice = [](const std::string&) {};
+  for (const absl::string_view line : absl::StrSplit(text, '\n', absl::SkipWhitespace())) {
+    const std::pair<std::string, std::string> option = absl::StrSplit(absl::StripAsciiWhitespace(line), absl::MaxSplits('=', 1));
+    const auto setter = Setters().find(option.first);
+    if (setter == Setters().end()) return InvalidOption(option.first, absl::StrCat("there is no option ", option.first));
+    if (!setter->second(option.second, options)) {
+      return InvalidOption(option.first, absl::StrCat("option ", option.first, " cannot be ", option.second));
+    }
+  }
+  return options;
+}
+
+}  // namespace headwater::client::internal

@@ -1,0 +1,130 @@
+#include "client/cpp/src/transfer/rows_call.h"
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/cpp/src/error.h"
+
+namespace headwater::client::internal {
+namespace {
+
+constexpr int64_t kOneStreamBytes = int64_t{2} << 20;
+constexpr int64_t kBytesPerFurtherStream = int64_t{4} << 20;
+
+}  // namespace
+
+int StripesFor(int64_t bytes_up, int64_t bytes_down, int max_stripes) {
+  const int64_t more = std::max<int64_t>(0, std::max(bytes_up, bytes_down) - kOneStreamBytes);
+  const int64_t stripes = 1 + (more + kBytesPerFurtherStream - 1) / kBytesPerFurtherStream;
+  return static_cast<int>(std::min<int64_t>(stripes, max_stripes));
+}
+
+absl::Status RowsCall::CheckWanted(Deadline deadline) const {
+  if (cancelled()) return MakeLocalError(v1::ERROR_REASON_CANCELLED, absl::StatusCode::kCancelled, "the call was cancelled");
+  if (std::chrono::system_clock::now() < deadline) return absl::OkStatus();
+  return MakeLocalError(v1::ERROR_REASON_DEADLINE_EXCEEDED, absl::StatusCode::kDeadlineExceeded,
+                        absl::StrCat("the deadline passed before the call to ", transport_.target(), " could begin"));
+}
+
+void RowsCall::Cancel() {
+  std::shared_ptr<TransferCall> call;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    cancelled_ = true;
+    if (question_ != nullptr) question_->TryCancel();
+    call = call_;
+  }
+  if (call != nullptr) call->Cancel();
+}
+
+bool RowsCall::cancelled() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return cancelled_;
+}
+
+bool RowsCall::TryConnect(int64_t bytes_up, int64_t bytes_down) {
+  std::optional<ServerFacts> facts = transport_.facts();
+  if (!facts.has_value()) return false;
+  leases_ = transport_.connections().TryAcquire(facts->peer, StripesFor(bytes_up, bytes_down, facts->max_stripes));
+  facts_ = *std::move(facts);
+  return !leases_.empty();
+}
+
+absl::Status RowsCall::Connect(int64_t bytes_up, int64_t bytes_down, Deadline deadline) {
+  if (absl::Status status = CheckWanted(deadline); !status.ok()) return status;
+  if (TryConnect(bytes_up, bytes_down)) return absl::OkStatus();
+  // Connections are missing: the first ones, or they broke, so that another server process may answer now.
+  grpc::ClientContext context;
+  context.set_deadline(deadline);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    question_ = &context;
+    if (cancelled_) context.TryCancel();
+  }
+  absl::StatusOr<ServerFacts> facts = transport_.AskForFacts(context);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    question_ = nullptr;
+  }
+  if (!facts.ok()) return facts.status();
+  facts_ = *std::move(facts);
+  absl::StatusOr<std::vector<ConnectionLease>> leases = transport_.connections().Acquire(
+      facts_.peer, StripesFor(bytes_up, bytes_down, facts_.max_stripes), deadline, [this] { return cancelled(); });
+  if (!leases.ok()) {
+    if (absl::IsUnavailable(leases.status())) transport_.ForgetFacts();
+    return leases.status();
+  }
+  leases_ = *std::move(leases);
+  return absl::OkStatus();
+}
+
+void RowsCall::Send(TransferRequest request) {
+  request.chunk_bytes = transport_.options().chunk_bytes;
+  if (facts_.max_chunk_bytes > 0) request.chunk_bytes = std::min(request.chunk_bytes, facts_.max_chunk_bytes);
+  request.target = transport_.target();
+  auto call = std::make_shared<TransferCall>(std::move(request), std::exchange(leases_, {}), transport_.timers(),
+                                             transport_.workers(), [this](TransferResult result) {
+                                               {
+                                                 std::lock_guard<std::mutex> lock(mutex_);
+                                                 call_.reset();
+                                               }
+                                               if (absl::IsUnavailable(result.status)) transport_.ForgetFacts();
+                                               if (result.no_stripes) transport_.UseOneStream(facts_.peer);
+                                               Ended(std::move(result));
+                                             });
+  bool cancel = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    call_ = call;
+    cancel = cancelled_;
+  }
+  if (cancel) call->Cancel();
+  call->Start();
+}
+
+absl::StatusOr<std::unique_ptr<unsigned char[]>> RowsCall::Allocate(int64_t bytes) {
+  std::unique_ptr<unsigned char[]> memory(new (std::nothrow) unsigned char[static_cast<size_t>(bytes)]);
+  if (memory == nullptr) {
+    return MakeLocalError(v1::ERROR_REASON_MEMORY_BUDGET_EXCEEDED, absl::StatusCode::kResourceExhausted,
+                          absl::StrCat("no memory for ", bytes, " bytes of rows on this side"),
+                          {{"requestedBytes", absl::StrCat(bytes)}});
+  }
+  return memory;
+}
+
+absl::StatusOr<const unsigned char*> RowsCall::HostRows(const RowsView& rows, void* cuda_stream) {
+  if (rows.memory == Memory::kHost) return static_cast<const unsigned char*>(rows.data);
+  for (const auto& [data, copy] : copies_) {
+    if (data == rows.data) return copy.get();
+  }
+  const int64_t bytes = rows.row_count * rows.row_bytes();
+  absl::StatusOr<std::unique_ptr<unsigned char[]>> copy = Allocate(bytes);
+  if (!copy.ok()) return copy.status();
+  if (absl::Status status = transport_.memory().CopyDevice(copy->get(), rows.data, bytes, cuda_stream); !status.ok()) return status;
+  copies_.emplace_back(rows.data, *std::move(copy));
+  return copies_.back().second.get();
+}
+
+}  // namespace headwater::client::internal

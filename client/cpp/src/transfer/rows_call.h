@@ -1,0 +1,72 @@
+// RowsCall: what a call that carries rows does before and around its streams.
+#ifndef HEADWATER_CLIENT_SRC_TRANSFER_ROWS_CALL_H_
+#define HEADWATER_CLIENT_SRC_TRANSFER_ROWS_CALL_H_
+
+#include <grpcpp/grpcpp.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/cpp/src/transfer/row_transport.h"
+#include "client/cpp/src/transfer/transfer_call.h"
+
+namespace headwater::client::internal {
+
+// Streams for so many bytes each way: more of them for more bytes, `max_stripes` at most. Starting a stream costs about as much as
+// sending a few hundred kilobytes.
+int StripesFor(int64_t bytes_up, int64_t bytes_down, int max_stripes);
+
+// One attempt at a time; members are used by one thread at a time, except for Cancel(). Must live until an attempt that has begun
+// has ended.
+class RowsCall {
+ public:
+  virtual ~RowsCall() = default;
+  RowsCall(const RowsCall&) = delete;
+  RowsCall& operator=(const RowsCall&) = delete;
+
+  // Ends the attempt that is under way, and every later one at its beginning.
+  void Cancel();
+
+ protected:
+  explicit RowsCall(RowTransport& transport) : transport_(transport) {}
+
+  RowTransport& transport() { return transport_; }
+  bool cancelled() const;
+  // Whether an attempt may begin, or go on: CANCELLED, DEADLINE_EXCEEDED.
+  absl::Status CheckWanted(Deadline deadline) const;
+
+  // Gets connections for so many bytes each way. The first is false if it would have to block.
+  bool TryConnect(int64_t bytes_up, int64_t bytes_down);
+  absl::Status Connect(int64_t bytes_up, int64_t bytes_down, Deadline deadline);
+  // Once connected.
+  int stripes() const { return static_cast<int>(leases_.size()); }
+  // Sends over these connections; `request.chunk_bytes` and `.target` are filled in here.
+  void Send(TransferRequest request);
+  // The attempt has ended.
+  virtual void Ended(TransferResult result) = 0;
+
+  // Rows in host memory: the view itself, or a copy of device memory, which is made once. Blocks for the copy.
+  absl::StatusOr<const unsigned char*> HostRows(const RowsView& rows, void* cuda_stream);
+  // Memory of this side; RESOURCE_EXHAUSTED.
+  static absl::StatusOr<std::unique_ptr<unsigned char[]>> Allocate(int64_t bytes);
+
+ private:
+  RowTransport& transport_;
+  ServerFacts facts_;
+  std::vector<ConnectionLease> leases_;
+  std::vector<std::pair<const void*, std::unique_ptr<unsigned char[]>>> copies_;
+
+  mutable std::mutex mutex_;
+  bool cancelled_ = false;
+  grpc::ClientContext* question_ = nullptr;  // to the server, which Connect() waits for
+  std::shared_ptr<TransferCall> call_;
+};
+
+}  // namespace headwater::client::internal
+
+#endif  // HEADWATER_CLIENT_SRC_TRANSFER_ROWS_CALL_H_

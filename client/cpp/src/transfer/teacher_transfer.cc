@@ -1,0 +1,51 @@
+#include "client/cpp/src/transfer/teacher_transfer.h"
+
+#include <utility>
+
+namespace headwater::client::internal {
+namespace {
+
+constexpr char kStreamTeacher[] = "/headwater.v1.LossService/StreamTeacher";
+
+}  // namespace
+
+void TeacherTransfer::StartAttempt(Deadline deadline, Done done) {
+  deadline_ = deadline;
+  done_ = std::move(done);
+  transport().workers().Run([this] { Begin(); });
+}
+
+void TeacherTransfer::Begin() {
+  absl::Status status = Connect(0, 0, deadline_);
+  if (status.ok()) status = SendRows();
+  if (!status.ok()) Deliver(std::move(status));
+}
+
+absl::Status TeacherTransfer::SendRows() {
+  v1::StreamTeacherRequest first;
+  *first.mutable_header() = header_;
+  TransferRequest request;
+  request.method = kStreamTeacher;
+  request.first_message = first.SerializeAsString();
+  request.answer_is_message = true;
+  request.deadline = deadline_;
+  if (bytes() > 0) {
+    absl::StatusOr<const unsigned char*> data = HostRows(rows_, cuda_stream_);
+    if (!data.ok()) return data.status();
+    request.rows.push_back({v1::CHUNK_ROLE_TEACHER_HIDDEN, 0, *data, rows_.row_count, rows_.row_bytes(), 0});
+  }
+  Send(std::move(request));
+  return absl::OkStatus();
+}
+
+void TeacherTransfer::Ended(TransferResult result) {
+  if (!result.status.ok()) return Deliver(std::move(result.status));
+  Deliver(std::move(result.answer));
+}
+
+void TeacherTransfer::Deliver(absl::StatusOr<std::string> answer) {
+  const Done done = std::move(done_);
+  done(std::move(answer));
+}
+
+}  // namespace headwater::client::internal

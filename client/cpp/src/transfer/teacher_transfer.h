@@ -1,0 +1,44 @@
+// TeacherTransfer: one stream of teacher rows for a join.
+#ifndef HEADWATER_CLIENT_SRC_TRANSFER_TEACHER_TRANSFER_H_
+#define HEADWATER_CLIENT_SRC_TRANSFER_TEACHER_TRANSFER_H_
+
+#include <functional>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "client/cpp/src/transfer/rows_call.h"
+#include "headwater/client/tensor.h"
+#include "headwater/v1/loss_service.pb.h"
+
+namespace headwater::client::internal {
+
+// By gRPC, on one stream: what limits a teacher is its own computing.
+class TeacherTransfer : public RowsCall {
+ public:
+  // Gets the serialized StreamTeacherResponse.
+  using Done = std::function<void(absl::StatusOr<std::string>)>;
+
+  // `rows` are checked against overflow (CheckRows).
+  TeacherTransfer(RowTransport& transport, v1::StreamTeacherHeader header, RowsView rows, void* cuda_stream)
+      : RowsCall(transport), header_(std::move(header)), rows_(rows), cuda_stream_(cuda_stream) {}
+
+  // Starts an attempt, after the end of the one before; `done` as of MicroBatchTransfer.
+  void StartAttempt(Deadline deadline, Done done);
+
+ private:
+  void Begin();
+  absl::Status SendRows();
+  void Ended(TransferResult result) override;
+  void Deliver(absl::StatusOr<std::string> answer);
+  int64_t bytes() const { return rows_.row_count * rows_.row_bytes(); }
+
+  const v1::StreamTeacherHeader header_;
+  const RowsView rows_;
+  void* const cuda_stream_;
+  Deadline deadline_;
+  Done done_;
+};
+
+}  // namespace headwater::client::internal
+
+#endif  // HEADWATER_CLIENT_SRC_TRANSFER_TEACHER_TRANSFER_H_

@@ -1,0 +1,41 @@
+#include "client/cpp/src/transfer/workers.h"
+
+#include <utility>
+
+namespace headwater::client::internal {
+
+Workers::~Workers() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+    changed_.notify_all();
+  }
+  for (std::thread& thread : threads_) thread.join();
+}
+
+void Workers::Run(std::function<void()> task) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  tasks_.push_back(std::move(task));
+  if (static_cast<size_t>(idle_) < tasks_.size() && threads_.size() < static_cast<size_t>(max_threads_)) {
+    threads_.emplace_back([this] { Loop(); });
+  }
+  changed_.notify_one();
+}
+
+void Workers::Loop() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    ++idle_;
+    changed_.wait(lock, [this] { return stopping_ || !tasks_.empty(); });
+    --idle_;
+    if (tasks_.empty()) return;
+    std::function<void()> task = std::move(tasks_.front());
+    tasks_.pop_front();
+    lock.unlock();
+    task();
+    task = nullptr;  // what it held may come back to this object when it goes
+    lock.lock();
+  }
+}
+
+}  // namespace headwater::client::internal

@@ -1,0 +1,335 @@
+/* The C ABI of the client core from C, against a server that runs. Arguments: target, serialized MicroBatchHeader of a micro-batch
+ * of rows x hidden_size float32 with gradients, another one of a head that does not exist, rows, hidden_size, file for the summary.
+ * Exit code 0 if everything was as it should be; otherwise the first thing that was not is on stderr. */
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "headwater/client/c_api.h"
+
+#define SECOND 1000000000LL
+
+static void fail(int line, const char* what) {
+  fprintf(stderr, "line %d: %s\n", line, what);
+  exit(1);
+}
+#define EXPECT(condition)                         \
+  do {                                            \
+    if (!(condition)) fail(__LINE__, #condition); \
+  } while (0)
+
+/* Whether the details name a reason: the details are protobuf, the reason stands in them as it is. */
+static int has_reason(const hw_client_error* error, const char* reason) {
+  int64_t size = 0;
+  const char* details = hw_client_error_details(error, &size);
+  const int64_t length = (int64_t)strlen(reason);
+  for (int64_t i = 0; i + length <= size; ++i) {
+    if (memcmp(details + i, reason, (size_t)length) == 0) return 1;
+  }
+  return 0;
+}
+
+static void expect_error(int line, hw_client_error* error, int32_t code, const char* reason) {
+  if (error == NULL) fail(line, "expected an error, got none");
+  if (hw_client_error_code(error) != code || (reason != NULL && !has_reason(error, reason))) {
+    fprintf(stderr, "expected code %d, %s; got %d: ", code, reason == NULL ? "" : reason, hw_client_error_code(error));
+    fail(line, hw_client_error_message(error));
+  }
+  if (strlen(hw_client_error_message(error)) < 5) fail(line, "an error without a sentence");
+  hw_client_error_free(error);
+}
+#define EXPECT_ERROR(call, code, reason) expect_error(__LINE__, (call), (code), (reason))
+
+static void expect_ok(int line, hw_client_error* error) {
+  if (error != NULL) fail(line, hw_client_error_message(error));
+}
+#define EXPECT_OK(call) expect_ok(__LINE__, (call))
+
+static char* read_file(const char* path, int64_t* size) {
+  FILE* file = fopen(path, "rb");
+  if (file == NULL) fail(__LINE__, path);
+  char* data = malloc(1 << 20);
+  *size = (int64_t)fread(data, 1, 1 << 20, file);
+  fclose(file);
+  return data;
+}
+
+static hw_client_rows make_rows(float* data, int64_t rows, int64_t hidden_size) {
+  hw_client_rows result;
+  memset(&result, 0, sizeof(result));
+  result.struct_bytes = sizeof(result);
+  result.data = data;
+  result.row_count = rows;
+  result.hidden_size = hidden_size;
+  result.data_type = HW_CLIENT_FLOAT32;
+  result.memory = HW_CLIENT_HOST;
+  return result;
+}
+
+static void pause_ms(long ms) {
+  const struct timespec time = {ms / 1000, ms % 1000 * 1000000};
+  nanosleep(&time, NULL);
+}
+
+/* What a callback leaves; written before `ended`, read after it. */
+typedef struct outcome {
+  hw_client_call* call;
+  int32_t code;
+  int free_it;
+  int ended;
+} outcome;
+
+static void on_done(void* context) {
+  outcome* result = context;
+  const void* answer = NULL;
+  int64_t size = 0;
+  int32_t ended = 0;
+  hw_client_call* call = NULL;
+  while ((call = __atomic_load_n(&result->call, __ATOMIC_ACQUIRE)) == NULL) pause_ms(1);
+  EXPECT_OK(hw_client_call_wait(call, -1, &ended));
+  EXPECT(ended == 1);
+  hw_client_error* error = hw_client_call_result(call, &answer, &size);
+  result->code = error == NULL ? 0 : hw_client_error_code(error);
+  hw_client_error_free(error);
+  if (result->free_it) hw_client_call_free(call);
+  __atomic_store_n(&result->ended, 1, __ATOMIC_RELEASE);
+}
+
+static void wait_for(const outcome* result) {
+  for (int i = 0; i < 30000 && !__atomic_load_n(&result->ended, __ATOMIC_ACQUIRE); ++i) pause_ms(1);
+  EXPECT(__atomic_load_n(&result->ended, __ATOMIC_ACQUIRE) == 1);
+}
+
+static void check_wrong_arguments(hw_client* client, const hw_client_micro_batch* good) {
+  hw_client* other = NULL;
+  hw_client_call* call = NULL;
+  hw_client_memory* memory = NULL;
+  const void* answer = NULL;
+  int64_t size = 0;
+  EXPECT_ERROR(hw_client_connect(NULL, NULL, &other), 3, "MISSING_FIELD");
+  EXPECT_ERROR(hw_client_connect("localhost:1", NULL, NULL), 3, "MISSING_FIELD");
+  EXPECT_ERROR(hw_client_connect("localhost:1", "no_such_option=1", &other), 3, "INVALID_FIELD");
+  EXPECT_ERROR(hw_client_connect("localhost:1", "stripes=many", &other), 3, "INVALID_FIELD");
+  EXPECT_ERROR(hw_client_connect("localhost:1", "stripes=99999999999", &other), 3, "INVALID_FIELD");
+  EXPECT_ERROR(hw_client_connect("localhost:1", "stripes=0", &other), 3, "INVALID_FIELD");
+  EXPECT_ERROR(hw_client_connect("localhost:1", "transport=pigeon", &other), 3, "INVALID_FIELD");
+  EXPECT_ERROR(hw_client_connect("localhost:1", "stripes", &other), 3, "INVALID_FIELD");
+  EXPECT_ERROR(hw_client_connect("unix:/nonexistent/socket", "connect_timeout_ms=50", &other), 14, NULL);
+  EXPECT(other == NULL);
+  hw_client_free(NULL);
+  hw_client_call_free(NULL);
+  hw_client_call_cancel(NULL);
+  hw_client_memory_free(NULL);
+  hw_client_error_free(NULL);
+  EXPECT(hw_client_info(NULL, NULL, 0) == -1);
+  EXPECT(hw_client_memory_data(NULL) == NULL);
+  EXPECT_ERROR(hw_client_allocate(NULL, 1, &memory), 3, "MISSING_FIELD");
+  EXPECT_ERROR(hw_client_allocate(client, 0, &memory), 3, "INVALID_FIELD");
+  EXPECT_ERROR(hw_client_allocate(client, 1, NULL), 3, "MISSING_FIELD");
+  EXPECT_ERROR(hw_client_forget_session(client, NULL, 5), 3, "MISSING_FIELD");
+  EXPECT_ERROR(hw_client_call_wait(NULL, 0, NULL), 3, "MISSING_FIELD");
+  EXPECT_ERROR(hw_client_call_result(NULL, &answer, &size), 3, "MISSING_FIELD");
+
+  EXPECT_ERROR(hw_client_submit(NULL, good, &call), 3, "MISSING_FIELD");
+  EXPECT_ERROR(hw_client_submit(client, NULL, &call), 3, "MISSING_FIELD");
+  EXPECT_ERROR(hw_client_submit(client, good, NULL), 3, "MISSING_FIELD");
+  hw_client_micro_batch bad = *good;
+  bad.struct_bytes = 8;
+  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "struct_bytes");
+  struct {
+    hw_client_micro_batch known;
+    int64_t beyond;
+  } longer = {*good, 0};
+  longer.known.struct_bytes = sizeof(longer);
+  longer.beyond = 1;
+  EXPECT_ERROR(hw_client_submit(client, &longer.known, &call), 3, "struct_bytes");
+  bad = *good;
+  bad.timeout_ns = 0;
+  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "timeout_ns");
+  bad = *good;
+  bad.header = NULL;
+  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "MISSING_FIELD");
+  bad = *good;
+  bad.header_bytes = 3;
+  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "INVALID_FIELD");
+  bad = *good;
+  bad.header_bytes = -1;
+  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "INVALID_FIELD");
+  bad = *good;
+  bad.hidden.row_count -= 1;
+  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "SHAPE_MISMATCH");
+  bad = *good;
+  bad.hidden.row_count = INT64_MAX / 2;
+  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "INVALID_FIELD");
+  bad = *good;
+  bad.hidden.hidden_size += 1;
+  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "SHAPE_MISMATCH");
+  bad = *good;
+  bad.hidden.data_type = HW_CLIENT_BFLOAT16;
+  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "DATA_TYPE_MISMATCH");
+  bad = *good;
+  bad.hidden.data_type = 9;
+  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "data_type");
+  bad = *good;
+  bad.hidden.memory = 7;
+  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "memory");
+  bad = *good;
+  bad.hidden.data = NULL;
+  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "INVALID_FIELD");
+  bad = *good;
+  bad.hidden.struct_bytes = 1;
+  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "struct_bytes");
+  bad = *good;
+  memset(&bad.grad_hidden, 0, sizeof(bad.grad_hidden));
+  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "grad_hidden");
+  bad = *good;
+  bad.teacher_count = 2;
+  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "teachers");
+  bad = *good;
+  bad.teachers = &bad.hidden;
+  bad.teacher_count = 1;
+  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "teachers");
+  hw_client_teacher_rows teacher;
+  memset(&teacher, 0, sizeof(teacher));
+  EXPECT_ERROR(hw_client_stream_teacher(client, &teacher, &call), 3, "struct_bytes");
+  teacher.struct_bytes = sizeof(teacher);
+  teacher.timeout_ns = SECOND;
+  EXPECT_ERROR(hw_client_stream_teacher(client, &teacher, &call), 3, "MISSING_FIELD");
+  teacher.header = "\xff";
+  teacher.header_bytes = 1;
+  EXPECT_ERROR(hw_client_stream_teacher(client, &teacher, &call), 3, "INVALID_FIELD");
+  EXPECT(call == NULL);
+}
+
+static void check_gradient(const float* gradient, int64_t count) {
+  int64_t written = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    EXPECT(gradient[i] != 12345.0F);
+    written += gradient[i] != 0.0F;
+  }
+  EXPECT(written > count / 2);
+}
+
+int main(int argc, char** argv) {
+  EXPECT(argc == 7);
+  EXPECT(hw_client_abi_version() == HW_CLIENT_ABI_VERSION);
+  int64_t header_bytes = 0;
+  char* header = read_file(argv[2], &header_bytes);
+  int64_t other_bytes = 0;
+  char* other_header = read_file(argv[3], &other_bytes);
+  const int64_t rows = atoll(argv[4]);
+  const int64_t hidden_size = atoll(argv[5]);
+  const int64_t count = rows * hidden_size;
+
+  hw_client* client = NULL;
+  EXPECT_OK(hw_client_connect(argv[1], "transport=auto\nstripes=4\nclient_name=program\n", &client));
+  float* hidden = malloc((size_t)count * sizeof(float));
+  float* gradient = malloc((size_t)count * sizeof(float));
+  for (int64_t i = 0; i < count; ++i) {
+    hidden[i] = (float)(i % 13) / 13.0F - 0.4F;
+    gradient[i] = 12345.0F;
+  }
+  hw_client_micro_batch micro_batch;
+  memset(&micro_batch, 0, sizeof(micro_batch));
+  micro_batch.struct_bytes = sizeof(micro_batch);
+  micro_batch.header = header;
+  micro_batch.header_bytes = header_bytes;
+  micro_batch.timeout_ns = 60 * SECOND;
+  micro_batch.hidden = make_rows(hidden, rows, hidden_size);
+  micro_batch.grad_hidden = make_rows(gradient, rows, hidden_size);
+  check_wrong_arguments(client, &micro_batch);
+
+  /* Waiting. */
+  hw_client_call* call = NULL;
+  EXPECT_OK(hw_client_submit(client, &micro_batch, &call));
+  int32_t ended = 0;
+  EXPECT_OK(hw_client_call_wait(call, 60 * SECOND, &ended));
+  EXPECT(ended == 1);
+  const void* summary = NULL;
+  int64_t summary_bytes = 0;
+  EXPECT_OK(hw_client_call_result(call, &summary, &summary_bytes));
+  EXPECT(summary_bytes > 16);
+  FILE* file = fopen(argv[6], "wb");
+  EXPECT(file != NULL && fwrite(summary, 1, (size_t)summary_bytes, file) == (size_t)summary_bytes);
+  fclose(file);
+  hw_client_call_cancel(call); /* too late, and no harm */
+  EXPECT_OK(hw_client_call_result(call, &summary, &summary_bytes));
+  hw_client_call_free(call);
+  check_gradient(gradient, count);
+  char info[1000];
+  EXPECT(hw_client_info(client, info, sizeof(info)) < (int64_t)sizeof(info));
+  EXPECT(strstr(info, "host_transport=") != NULL && strstr(info, "bytes.cuda_ipc=0\n") != NULL);
+  EXPECT(strstr(info, "micro_batches.grpc=1\n") != NULL || strstr(info, "micro_batches.shared_memory=1\n") != NULL);
+  char few[8];
+  EXPECT(hw_client_info(client, few, sizeof(few)) == (int64_t)strlen(info) && strlen(few) == 7);
+
+  /* Callbacks, one of which frees its call. */
+  for (int free_it = 0; free_it < 2; ++free_it) {
+    outcome result = {NULL, -1, free_it, 0};
+    micro_batch.done = on_done;
+    micro_batch.context = &result;
+    EXPECT_OK(hw_client_submit(client, &micro_batch, &call));
+    __atomic_store_n(&result.call, call, __ATOMIC_RELEASE);
+    wait_for(&result);
+    EXPECT(result.code == 0);
+    if (!free_it) hw_client_call_free(call);
+  }
+  micro_batch.done = NULL;
+  micro_batch.context = NULL;
+
+  /* Errors of the server, the deadline, cancelling. */
+  hw_client_micro_batch other = micro_batch;
+  other.header = other_header;
+  other.header_bytes = other_bytes;
+  EXPECT_OK(hw_client_submit(client, &other, &call));
+  EXPECT_OK(hw_client_call_wait(call, -1, &ended));
+  EXPECT_ERROR(hw_client_call_result(call, &summary, &summary_bytes), 5, "HEAD_NOT_FOUND");
+  EXPECT_ERROR(hw_client_call_result(call, &summary, &summary_bytes), 5, "HEAD_NOT_FOUND");
+  hw_client_call_free(call);
+  other = micro_batch;
+  other.timeout_ns = 1;
+  EXPECT_OK(hw_client_submit(client, &other, &call));
+  EXPECT_OK(hw_client_call_wait(call, -1, &ended));
+  EXPECT_ERROR(hw_client_call_result(call, &summary, &summary_bytes), 4, "DEADLINE_EXCEEDED");
+  hw_client_call_free(call);
+  for (int i = 0; i < 20; ++i) {
+    EXPECT_OK(hw_client_submit(client, &micro_batch, &call));
+    if (i % 2 == 0) hw_client_call_cancel(call);
+    if (i % 4 < 2) pause_ms(i % 3);
+    hw_client_call_free(call); /* `gradient` may be written until here, and not after */
+    for (int64_t j = 0; j < count; ++j) gradient[j] = 12345.0F;
+    pause_ms(1);
+    for (int64_t j = 0; j < count; ++j) EXPECT(gradient[j] == 12345.0F);
+  }
+
+  /* Memory of the library's, which outlives the handle; so does a call. */
+  hw_client_memory* rows_memory = NULL;
+  hw_client_memory* gradient_memory = NULL;
+  EXPECT_OK(hw_client_allocate(client, count * (int64_t)sizeof(float), &rows_memory));
+  EXPECT_OK(hw_client_allocate(client, count * (int64_t)sizeof(float), &gradient_memory));
+  memcpy(hw_client_memory_data(rows_memory), hidden, (size_t)count * sizeof(float));
+  EXPECT(((uintptr_t)hw_client_memory_data(rows_memory)) % 4096 == 0);
+  micro_batch.hidden.data = hw_client_memory_data(rows_memory);
+  micro_batch.grad_hidden.data = hw_client_memory_data(gradient_memory);
+  float* in_place = hw_client_memory_data(gradient_memory);
+  for (int64_t i = 0; i < count; ++i) in_place[i] = 12345.0F;
+  outcome result = {NULL, -1, 1, 0};
+  micro_batch.done = on_done;
+  micro_batch.context = &result;
+  EXPECT_OK(hw_client_submit(client, &micro_batch, &call));
+  hw_client_free(client);
+  __atomic_store_n(&result.call, call, __ATOMIC_RELEASE);
+  wait_for(&result);
+  EXPECT(result.code == 0);
+  check_gradient(in_place, count);
+  hw_client_memory_free(rows_memory);
+  hw_client_memory_free(gradient_memory);
+
+  free(header);
+  free(other_header);
+  free(hidden);
+  free(gradient);
+  return 0;
+}

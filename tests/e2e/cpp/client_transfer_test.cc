@@ -1,0 +1,409 @@
+// Rows on several streams, against a server whose double checks the wire: what is lost, late, doubled, cut, cancelled or refused.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "headwater/client/client.h"
+#include "tests/e2e/cpp/client_stripe_double.h"
+#include "tests/e2e/cpp/scripted_server.h"
+#include "tests/e2e/cpp/test_tensors.h"
+
+namespace headwater::e2e {
+namespace {
+
+using namespace headwater::client;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using std::chrono::steady_clock;
+using testing::Each;
+using testing::ElementsAre;
+using testing::Gt;
+using testing::IsEmpty;
+using testing::SizeIs;
+using Phase = StripeDouble::Phase;
+using Moment = StripeDouble::Moment;
+
+constexpr int64_t kHiddenSize = 1024;
+constexpr int64_t kRowBytes = kHiddenSize * 4;
+constexpr int64_t kRows = 3584;  // 14 MiB: four streams
+constexpr int kStreams = 4;
+// Late by more than this is a defect, not a busy machine.
+constexpr seconds kSlack{15};
+
+// Memory that can be taken away.
+class Pages {
+ public:
+  explicit Pages(int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {
+    data_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data_ == MAP_FAILED) throw std::bad_alloc();
+  }
+  ~Pages() { munmap(data_, bytes_); }
+  Pages(const Pages&) = delete;
+  Pages& operator=(const Pages&) = delete;
+
+  float* floats() { return static_cast<float*>(data_); }
+  absl::Span<unsigned char> span() { return {static_cast<unsigned char*>(data_), bytes_}; }
+  // Whoever touches them now ends the test program, or breaks its connection.
+  void TakeAway() { ASSERT_EQ(mprotect(data_, bytes_, PROT_NONE), 0); }
+  void GiveBack() { ASSERT_EQ(mprotect(data_, bytes_, PROT_READ | PROT_WRITE), 0); }
+
+ private:
+  size_t bytes_;
+  void* data_;
+};
+
+class ClientTransfer : public testing::Test {
+ protected:
+  ClientTransfer() : rows_(kRows * kRowBytes), grad_(kRows * kRowBytes) {
+    for (int64_t i = 0; i < kRows * kHiddenSize; ++i) rows_.floats()[i] = static_cast<float>(i % 8191) + 0.5F;
+  }
+  ~ClientTransfer() override { EXPECT_THAT(double_.complaints(), IsEmpty()); }
+
+  void Connect(int max_attempts = 1, int stripes = 8, int64_t chunk_bytes = ClientOptions().chunk_bytes) {
+    ClientOptions options;
+    options.retry = {.max_attempts = max_attempts, .initial_backoff = milliseconds(1), .max_backoff = milliseconds(2)};
+    options.transport = Transport::kGrpc;
+    options.stripes = stripes;
+    options.chunk_bytes = chunk_bytes;
+    client_.emplace(Value(Client::Connect(server_.target(), options)));
+    head_.emplace(Value(client_->OpenHead("h")));
+  }
+
+  Future<LossResult> Submit(int64_t row_count = kRows, const CallOptions& call = {}) {
+    const std::vector<int32_t> targets(static_cast<size_t>(row_count), 1);
+    RowsView view;
+    view.data = rows_.floats();
+    view.row_count = row_count;
+    view.hidden_size = kHiddenSize;
+    MicroBatchOptions options;
+    options.step = 0;
+    options.micro_batch = 0;
+    options.grad_hidden = grad_.span().subspan(0, static_cast<size_t>(row_count * kRowBytes));
+    std::fill(options.grad_hidden.begin(), options.grad_hidden.end(), static_cast<unsigned char>(0xee));
+    return head_->CrossEntropy(view, targets, {}, options, call);
+  }
+
+  void ExpectGradients(int64_t row_count = kRows) {
+    for (int64_t i = 0; i < row_count * kHiddenSize; ++i) {
+      if (grad_.floats()[i] != -rows_.floats()[i]) {
+        FAIL() << "row " << i / kHiddenSize << " of the gradient is wrong";
+      }
+    }
+  }
+
+  ScriptedServer server_;
+  StripeDouble double_{server_, 8};
+  Pages rows_;
+  Pages grad_;
+  std::optional<Client> client_;
+  std::optional<Head> head_;
+};
+
+TEST_F(ClientTransfer, RowsTakeAsManyConnectionsAsTheyAreWorth) {
+  Connect();
+  const LossResult result = Value(Submit().Get());
+  ExpectGradients();
+  EXPECT_EQ(result.transport, "grpc");
+  EXPECT_EQ(double_.streams(), kStreams);
+  EXPECT_EQ(double_.header().stripe_count(), kStreams);
+  EXPECT_THAT(double_.peers(), SizeIs(kStreams)) << "streams shared a connection";
+  const TransportStats stats = client_->stats();
+  EXPECT_EQ(stats.stripes, kStreams);
+  EXPECT_EQ(stats.grpc.micro_batches, 1);
+  EXPECT_EQ(stats.grpc.bytes, 2 * kRows * kRowBytes);
+  EXPECT_EQ(stats.host_transport, "grpc");
+
+  Value(Submit(256).Get());  // 1 MiB
+  ExpectGradients(256);
+  EXPECT_EQ(double_.streams(), 1);
+  EXPECT_EQ(double_.header().stripe_count(), 0);
+  EXPECT_EQ(client_->stats().stripes, 1);
+
+  const std::set<std::string> first_peers = double_.peers();
+  Value(Submit().Get());
+  ExpectGradients();
+  EXPECT_THAT(double_.peers(), testing::IsSupersetOf(first_peers)) << "connections were not used again";
+}
+
+TEST_F(ClientTransfer, OptionAndServerLimitTheStreams) {
+  Connect(1, /*stripes=*/2);
+  Value(Submit().Get());
+  EXPECT_EQ(double_.streams(), 2);
+  server_.WithState([](ScriptedServer::State& state) { state.max_stripes = 0; });
+  Connect();
+  Value(Submit().Get());
+  ExpectGradients();
+  EXPECT_EQ(double_.streams(), 1);
+  EXPECT_TRUE(double_.header().transfer_id().empty());
+}
+
+TEST_F(ClientTransfer, TeacherRowsTravelBesideTheOthersFirstRowsFirst) {
+  Connect();
+  LossTerm term;
+  term.loss = JsdOptions();
+  term.teacher = *head_;
+  term.teacher_hidden.data = rows_.floats();
+  term.teacher_hidden.row_count = kRows;
+  term.teacher_hidden.hidden_size = kHiddenSize;
+  std::mutex mutex;
+  MicroBatchOptions options;
+  options.step = 0;
+  options.micro_batch = 0;
+  options.grad_hidden = grad_.span();
+  Value(head_->Multi(term.teacher_hidden, {&term, 1}, options).Get());
+  ExpectGradients();
+  EXPECT_EQ(double_.streams(), 8);  // 28 MiB up
+}
+
+TEST_F(ClientTransfer, SlowStreamGetsFewerRows) {
+  Connect(1, /*stripes=*/2, /*chunk_bytes=*/16 << 10);
+  double_.at = [](const Moment& moment) {
+    if (moment.stream == 1 && moment.phase == Phase::kChunk) std::this_thread::sleep_for(milliseconds(20));
+    return grpc::Status::OK;
+  };
+  Value(Submit().Get());
+  ExpectGradients();
+  const std::vector<int64_t> rows = double_.rows_by_stream();
+  ASSERT_THAT(rows, SizeIs(2));
+  EXPECT_LT(rows[1], rows[0]);
+}
+
+TEST_F(ClientTransfer, GradientsMayComeOnAnyStreamInAnyOrder) {
+  Connect();
+  double_.plan = [](int streams, int64_t row_count) {
+    std::vector<StripeDouble::GradRun> runs;
+    for (int64_t start = row_count - 7; start > -7; start -= 7) {
+      runs.push_back({static_cast<int>(start + 7) % streams, std::max<int64_t>(0, start), std::min<int64_t>(7, start + 7)});
+    }
+    return runs;
+  };
+  Value(Submit().Get());
+  ExpectGradients();
+  double_.plan = [](int streams, int64_t row_count) {
+    return std::vector<StripeDouble::GradRun>{{streams - 1, 0, row_count / 8},
+                                              {0, row_count / 8, row_count / 8},
+                                              {streams - 1, row_count / 4, row_count / 4},
+                                              {streams - 1, row_count / 2, row_count / 4},
+                                              {1, 3 * (row_count / 4), row_count / 4}};
+  };
+  server_.WithState([](ScriptedServer::State& state) { state.max_stripes = 8; });
+  EXPECT_TRUE(Submit().Get().ok());
+  ExpectGradients();
+}
+
+TEST_F(ClientTransfer, WrongGradientsAreErrorsAndNeverWrittenTwiceOrOutside) {
+  Connect();
+  using Runs = std::vector<StripeDouble::GradRun>;
+  const auto whole = [](int64_t row_count) {
+    Runs runs;
+    for (int64_t i = 0; i < 16; ++i) runs.push_back({static_cast<int>(i % 4), i * row_count / 16, row_count / 16});
+    return runs;
+  };
+  for (const StripeDouble::GradRun& extra : Runs{{2, 0, 1}, {0, kRows - 1, 1}, {1, kRows, 1}, {3, kRows - 1, 2}, {2, 100, 300}}) {
+    double_.plan = [&](int, int64_t row_count) {
+      Runs runs = whole(row_count);
+      runs.push_back(extra);
+      return runs;
+    };
+    const absl::Status status = Submit().Get().status();
+    EXPECT_EQ(ErrorReason(status), "INTERNAL") << status;
+  }
+  double_.plan = [&](int, int64_t row_count) {
+    Runs runs = whole(row_count);
+    runs.erase(runs.begin() + 5);
+    return runs;
+  };
+  const absl::Status missing = Submit().Get().status();
+  EXPECT_EQ(ErrorReason(missing), "INTERNAL") << missing;
+  double_.plan = nullptr;
+  Value(Submit().Get());
+  ExpectGradients();
+}
+
+TEST_F(ClientTransfer, LostStreamIsRepeatedUnderTheNextAttempt) {
+  Connect(/*max_attempts=*/2);
+  for (const int stream : {0, 1, 3}) {
+    for (const Phase phase : {Phase::kHeader, Phase::kChunk, Phase::kAllRows, Phase::kGradChunk, Phase::kEnd}) {
+      SCOPED_TRACE(testing::Message() << "stream " << stream << ", phase " << static_cast<int>(phase));
+      std::atomic<int> losses = 0;
+      double_.at = [&](const Moment& moment) {
+        if (moment.stream != stream || moment.phase != phase || moment.attempt != 0) return grpc::Status::OK;
+        ++losses;
+        return grpc::Status(grpc::StatusCode::UNAVAILABLE, "cut");
+      };
+      const LossResult result = Value(Submit().Get());
+      EXPECT_EQ(result.attempt, losses == 0 ? 0 : 1);  // a stream that got no rows has no phase of them
+      ExpectGradients();
+    }
+  }
+}
+
+TEST_F(ClientTransfer, StripeOfWhichTheServerNeverHeardEndsTheAttempt) {
+  Connect(/*max_attempts=*/2);
+  std::atomic<int> refused = 0;
+  const auto serve = server_.transfer_rows;
+  server_.transfer_rows = [&](grpc::ServerContext* context, ScriptedServer::TransferStream* stream) {
+    if (refused.exchange(1) == 0) return grpc::Status(grpc::StatusCode::UNAVAILABLE, "cut");
+    return serve(context, stream);
+  };
+  const auto start = steady_clock::now();
+  EXPECT_EQ(Value(Submit().Get()).attempt, 1);
+  ExpectGradients();
+  EXPECT_LT(steady_clock::now() - start, kSlack);
+}
+
+TEST_F(ClientTransfer, PrimaryStreamSaysWhy) {
+  Connect(/*max_attempts=*/3);
+  double_.at = [](const Moment& moment) {
+    if (moment.phase != Phase::kHeader) return grpc::Status::OK;
+    if (moment.stream != 0) return ErrorWithReason(grpc::StatusCode::ABORTED, "STRIPE_LOST");
+    std::this_thread::sleep_for(milliseconds(100));
+    return ErrorWithReason(grpc::StatusCode::FAILED_PRECONDITION, "STEP_SEALED");
+  };
+  EXPECT_EQ(ErrorReason(Submit().Get().status()), "STEP_SEALED");
+  EXPECT_EQ(double_.attempts(), 1);
+}
+
+TEST_F(ClientTransfer, ServerThatRefusesStripesGetsOneStream) {
+  Connect();
+  server_.transfer_rows = nullptr;
+  Value(Submit().Get());
+  ExpectGradients();
+  EXPECT_EQ(double_.streams(), 1);
+  const size_t refusals = server_.CallsOf("TransferRows").size();
+  EXPECT_GT(refusals, 0u);
+  Value(Submit().Get());
+  EXPECT_EQ(server_.CallsOf("TransferRows").size(), refusals) << "it was asked again";
+}
+
+// Runs a call until `stream` is at `phase`, where the server stands still; false if it never gets there.
+class ClientTransferStalled : public ClientTransfer, public testing::WithParamInterface<std::tuple<int, Phase>> {
+ protected:
+  void StallThere() {
+    double_.at = [this](const Moment& moment) {
+      if (moment.stream != std::get<0>(GetParam()) || moment.phase != std::get<1>(GetParam())) return grpc::Status::OK;
+      there_ = true;
+      return StripeDouble::Stall(moment.context);
+    };
+  }
+  void WaitUntilThere() {
+    const auto deadline = steady_clock::now() + kSlack;
+    while (!there_ && steady_clock::now() < deadline) std::this_thread::sleep_for(milliseconds(1));
+    ASSERT_TRUE(there_);
+  }
+  // The memory of a call that has ended is the caller's alone.
+  void ExpectMemoryIsLeftAlone() {
+    rows_.TakeAway();
+    grad_.TakeAway();
+    std::this_thread::sleep_for(milliseconds(50));
+    rows_.GiveBack();
+    grad_.GiveBack();
+    double_.at = nullptr;
+    Value(Submit().Get());
+    ExpectGradients();
+  }
+
+  std::atomic<bool> there_ = false;
+};
+
+TEST_P(ClientTransferStalled, CancelLeavesTheCallersMemoryAlone) {
+  Connect();
+  StallThere();
+  Future<LossResult> future = Submit();
+  WaitUntilThere();
+  const auto start = steady_clock::now();
+  future.Cancel();
+  const absl::Status status = future.Get().status();
+  EXPECT_EQ(ErrorReason(status), "CANCELLED") << status;
+  EXPECT_LT(steady_clock::now() - start, kSlack);
+  ExpectMemoryIsLeftAlone();
+}
+
+TEST_P(ClientTransferStalled, DeadlineLeavesTheCallersMemoryAlone) {
+  Connect();
+  Value(Submit().Get());  // so that the deadline is not spent on connections
+  StallThere();
+  const absl::Status status = Submit(kRows, {.timeout = milliseconds(1500)}).Get().status();
+  EXPECT_EQ(ErrorReason(status), "DEADLINE_EXCEEDED") << status;
+  ExpectMemoryIsLeftAlone();
+}
+
+INSTANTIATE_TEST_SUITE_P(Phases, ClientTransferStalled,
+                         testing::Combine(testing::Values(0, 2), testing::Values(Phase::kHeader, Phase::kChunk, Phase::kAllRows,
+                                                                                 Phase::kGradChunk, Phase::kEnd)));
+
+TEST_F(ClientTransfer, SeveralMicroBatchesShareTheConnections) {
+  Connect();
+  double_.at = nullptr;
+  std::vector<std::vector<unsigned char>> gradients(6, std::vector<unsigned char>(static_cast<size_t>(kRows * kRowBytes)));
+  std::vector<Future<LossResult>> futures;
+  const std::vector<int32_t> targets(kRows, 1);
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    RowsView view;
+    view.data = rows_.floats();
+    view.row_count = kRows;
+    view.hidden_size = kHiddenSize;
+    MicroBatchOptions options;
+    options.step = 0;
+    options.micro_batch = static_cast<int64_t>(i);
+    options.grad_hidden = absl::MakeSpan(gradients[i]);
+    futures.push_back(head_->CrossEntropy(view, targets, {}, options));
+  }
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    Value(futures[i].Get());
+    std::memcpy(grad_.floats(), gradients[i].data(), gradients[i].size());
+    ExpectGradients();
+  }
+  std::set<std::string> peers;
+  for (const char* method : {"ComputeLoss", "TransferRows"}) {
+    for (const ScriptedServer::Call& call : server_.CallsOf(method)) peers.insert(call.peer);
+  }
+  EXPECT_LE(peers.size(), 8u);
+}
+
+TEST_F(ClientTransfer, DemandedPathThatIsNotThereIsRefused) {
+  for (const Transport transport : {Transport::kSharedMemory, Transport::kCudaIpc}) {
+    ClientOptions options;
+    options.transport = transport;
+    client_.emplace(Value(Client::Connect(server_.target(), options)));
+    head_.emplace(Value(client_->OpenHead("h")));
+    const absl::Status status = Submit().Get().status();
+    EXPECT_EQ(ErrorReason(status), "TRANSPORT_UNAVAILABLE") << status;
+    EXPECT_GT(status.message().size(), 10u);
+  }
+  EXPECT_EQ(double_.attempts(), 0);
+}
+
+TEST_F(ClientTransfer, WorsePathIsExplainedOnce) {
+  std::mutex mutex;
+  std::vector<std::string> notices;
+  ClientOptions options;
+  options.on_notice = [&](const std::string& sentence) {
+    std::lock_guard<std::mutex> lock(mutex);
+    notices.push_back(sentence);
+  };
+  client_.emplace(Value(Client::Connect(server_.target(), options)));
+  head_.emplace(Value(client_->OpenHead("h")));
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(Value(Submit().Get()).transport, "grpc");
+  EXPECT_THAT(notices, SizeIs(1));
+  EXPECT_EQ(client_->stats().why_not_better, notices[0]);
+}
+
+TEST_F(ClientTransfer, WrongStripesAreRefused) {
+  for (const int stripes : {0, -1, 65}) {
+    ClientOptions options;
+    options.stripes = stripes;
+    EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), options).status()), "INVALID_FIELD") << stripes;
+  }
+}
+
+}  // namespace
+}  // namespace headwater::e2e

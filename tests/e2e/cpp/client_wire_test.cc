@@ -1,0 +1,256 @@
+// The hand-made encoding and decoding of messages with rows, against protobuf's; the bookkeeping of rows against a plain one.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "client/cpp/src/transfer/chunk_wire.h"
+#include "client/cpp/src/transfer/row_queue.h"
+#include "headwater/v1/loss_service.pb.h"
+
+namespace headwater::e2e {
+namespace {
+
+using namespace headwater::client::internal;
+
+// A message cut at the given places.
+SlicedMessage Sliced(const std::string& bytes, const std::vector<size_t>& cuts) {
+  std::vector<grpc::Slice> slices;
+  size_t from = 0;
+  for (const size_t cut : cuts) {
+    slices.emplace_back(bytes.substr(from, cut - from));
+    from = cut;
+  }
+  slices.emplace_back(bytes.substr(from));
+  SlicedMessage message;
+  EXPECT_TRUE(message.Assign(grpc::ByteBuffer(slices.data(), slices.size())));
+  return message;
+}
+
+std::string RowsOf(const SlicedMessage& message, const DecodedResponse& response) {
+  return message.Substring(response.rows.offset, response.rows.bytes);
+}
+
+// Tag and varint, or tag, length and bytes.
+std::string Varint(uint64_t value) {
+  std::string out;
+  for (; value >= 128; value >>= 7) out.push_back(static_cast<char>(value | 128));
+  out.push_back(static_cast<char>(value));
+  return out;
+}
+std::string VarintField(int field, uint64_t value) { return Varint(static_cast<uint64_t>(field) << 3) + Varint(value); }
+std::string BytesField(int field, const std::string& bytes) {
+  return Varint(static_cast<uint64_t>(field) << 3 | 2) + Varint(bytes.size()) + bytes;
+}
+
+TEST(ChunkWire, PrefixIsWhatProtobufReads) {
+  for (const ChunkHeader& header :
+       {ChunkHeader{v1::CHUNK_ROLE_HIDDEN, 0, 0, 1}, ChunkHeader{v1::CHUNK_ROLE_TEACHER_HIDDEN, 3, 7, 200},
+        ChunkHeader{v1::CHUNK_ROLE_HIDDEN, 0, int64_t{1} << 40, int64_t{1} << 33}}) {
+    for (const size_t size : {0u, 1u, 127u, 128u, 70000u}) {
+      const std::string rows(size, 'r');
+      const std::string bytes = EncodeChunkPrefix(header, static_cast<int64_t>(size)) + rows;
+      v1::ComputeLossRequest loss;
+      ASSERT_TRUE(loss.ParseFromString(bytes));
+      v1::TransferRowsRequest stripe;
+      ASSERT_TRUE(stripe.ParseFromString(bytes));
+      v1::StreamTeacherRequest teacher;
+      ASSERT_TRUE(teacher.ParseFromString(bytes));
+      EXPECT_EQ(loss.chunk().SerializeAsString(), stripe.chunk().SerializeAsString());
+      EXPECT_EQ(loss.chunk().SerializeAsString(), teacher.chunk().SerializeAsString());
+      EXPECT_EQ(loss.chunk().role(), header.role);
+      EXPECT_EQ(loss.chunk().term_index(), header.term_index);
+      EXPECT_EQ(loss.chunk().row_start(), header.row_start);
+      EXPECT_EQ(loss.chunk().row_count(), header.row_count);
+      EXPECT_EQ(loss.chunk().data(), rows);
+    }
+  }
+}
+
+TEST(ChunkWire, ProtobufsMessagesAreReadWhereverTheyAreCut) {
+  v1::ComputeLossResponse response;
+  response.mutable_chunk()->set_role(v1::CHUNK_ROLE_GRAD_HIDDEN);
+  response.mutable_chunk()->set_row_start(300);
+  response.mutable_chunk()->set_row_count(5);
+  response.mutable_chunk()->set_data("the rows of a chunk");
+  const std::string bytes = response.SerializeAsString();
+  for (size_t first = 0; first <= bytes.size(); ++first) {
+    for (size_t second = first; second <= bytes.size(); ++second) {
+      const SlicedMessage message = Sliced(bytes, {first, second});
+      const absl::StatusOr<DecodedResponse> decoded = DecodeResponse(message);
+      ASSERT_TRUE(decoded.ok()) << first << " " << second;
+      EXPECT_TRUE(decoded->has_chunk);
+      EXPECT_EQ(decoded->chunk.role, v1::CHUNK_ROLE_GRAD_HIDDEN);
+      EXPECT_EQ(decoded->chunk.row_start, 300);
+      EXPECT_EQ(decoded->chunk.row_count, 5);
+      EXPECT_EQ(RowsOf(message, *decoded), "the rows of a chunk");
+    }
+  }
+  v1::ComputeLossResponse summary;
+  summary.mutable_summary()->set_digest("0123456789abcdef");
+  const std::string summary_bytes = summary.SerializeAsString();
+  for (size_t cut = 0; cut <= summary_bytes.size(); ++cut) {
+    const SlicedMessage message = Sliced(summary_bytes, {cut});
+    const absl::StatusOr<DecodedResponse> decoded = DecodeResponse(message);
+    ASSERT_TRUE(decoded.ok());
+    ASSERT_TRUE(decoded->summary.has_value());
+    EXPECT_EQ(message.Substring(decoded->summary->offset, decoded->summary->bytes), summary.summary().SerializeAsString());
+  }
+}
+
+TEST(ChunkWire, FieldsComeInAnyOrderAmongUnknownOnes) {
+  std::vector<std::string> fields = {
+      VarintField(1, 3),
+      VarintField(2, 0),
+      VarintField(3, 11),
+      VarintField(4, 2),
+      BytesField(15, "eight by"),
+      VarintField(9, 1234567),
+      BytesField(2000, "unknown"),
+      Varint(10 << 3 | 5) + "1234",
+      Varint(11 << 3 | 1) + "12345678",
+      Varint(12 << 3 | 3) + VarintField(1, 9) + Varint(13 << 3 | 3) + Varint(13 << 3 | 4) + Varint(12 << 3 | 4)};
+  std::mt19937 generator(5);
+  for (int round = 0; round < 200; ++round) {
+    std::shuffle(fields.begin(), fields.end(), generator);
+    std::string chunk;
+    for (const std::string& field : fields) chunk += field;
+    const std::string bytes = BytesField(77, "before") + BytesField(1, chunk) + VarintField(78, 1);
+    const SlicedMessage message = Sliced(bytes, {generator() % bytes.size()});
+    const absl::StatusOr<DecodedResponse> decoded = DecodeResponse(message);
+    ASSERT_TRUE(decoded.ok());
+    EXPECT_EQ(decoded->chunk.role, v1::CHUNK_ROLE_GRAD_HIDDEN);
+    EXPECT_EQ(decoded->chunk.row_start, 11);
+    EXPECT_EQ(decoded->chunk.row_count, 2);
+    EXPECT_EQ(RowsOf(message, *decoded), "eight by");
+  }
+}
+
+TEST(ChunkWire, OfSeveralAlternativesTheLastOneCounts) {
+  const std::string chunk = BytesField(1, VarintField(4, 1) + BytesField(15, "row"));
+  const std::string summary = BytesField(2, VarintField(4, 1));
+  EXPECT_TRUE(DecodeResponse(Sliced(chunk + summary, {}))->summary.has_value());
+  EXPECT_FALSE(DecodeResponse(Sliced(chunk + summary, {}))->has_chunk);
+  EXPECT_TRUE(DecodeResponse(Sliced(summary + chunk, {}))->has_chunk);
+  EXPECT_FALSE(DecodeResponse(Sliced(summary + chunk, {}))->summary.has_value());
+  const std::string merged = BytesField(1, VarintField(3, 5) + BytesField(15, "old")) + BytesField(1, VarintField(4, 2));
+  const absl::StatusOr<DecodedResponse> decoded = DecodeResponse(Sliced(merged, {}));
+  EXPECT_EQ(decoded->chunk.row_start, 5);
+  EXPECT_EQ(decoded->chunk.row_count, 2);
+  EXPECT_FALSE(DecodeResponse(Sliced("", {}))->has_chunk);
+}
+
+TEST(ChunkWire, BrokenBytesAreErrors) {
+  v1::ComputeLossResponse response;
+  response.mutable_chunk()->set_role(v1::CHUNK_ROLE_GRAD_HIDDEN);
+  response.mutable_chunk()->set_row_count(1);
+  response.mutable_chunk()->set_data("abcdef");
+  const std::string bytes = response.SerializeAsString();
+  for (size_t length = 1; length < bytes.size(); ++length) {
+    EXPECT_FALSE(DecodeResponse(Sliced(bytes.substr(0, length), {})).ok()) << length;
+  }
+  const std::string longest(9, '\xff');
+  for (const std::string& broken : {std::string("\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01"), "\x0a" + longest + "\xff\x01",
+                                    std::string("\x00\x01", 2), std::string("\x0b"), std::string("\x0c"), std::string("\x0e"),
+                                    BytesField(1,
+                                               "\x7a\x05"
+                                               "abc"),
+                                    BytesField(1, std::string("\x08")), Varint(9 << 3 | 3) + Varint(8 << 3 | 4)}) {
+    EXPECT_FALSE(DecodeResponse(Sliced(broken, {})).ok());
+  }
+  EXPECT_FALSE(DecodeResponse(Sliced(std::string(1000, '\x0b'), {})).ok()) << "groups without end";
+}
+
+TEST(ChunkWire, AgreesWithProtobufOnMutatedMessages) {
+  std::mt19937 generator(17);
+  v1::ComputeLossResponse response;
+  response.mutable_chunk()->set_role(v1::CHUNK_ROLE_GRAD_HIDDEN);
+  response.mutable_chunk()->set_row_start(130);
+  response.mutable_chunk()->set_row_count(3);
+  response.mutable_chunk()->set_data(std::string(40, 'x'));
+  const std::string good = response.SerializeAsString();
+  int compared = 0;
+  for (int round = 0; round < 20000; ++round) {
+    std::string bytes = good;
+    for (unsigned change = generator() % 3 + 1; change > 0; --change) {
+      const size_t at = generator() % std::min<size_t>(bytes.size(), 16);
+      bytes[at] = static_cast<char>(generator());
+    }
+    const SlicedMessage message = Sliced(bytes, {generator() % bytes.size()});
+    const absl::StatusOr<DecodedResponse> decoded = DecodeResponse(message);
+    v1::ComputeLossResponse reference;
+    if (!reference.ParseFromString(bytes) || !reference.has_chunk() || !decoded.ok() || !decoded->has_chunk) continue;
+    ++compared;
+    EXPECT_EQ(decoded->chunk.role, reference.chunk().role());
+    EXPECT_EQ(decoded->chunk.term_index, reference.chunk().term_index());
+    EXPECT_EQ(decoded->chunk.row_start, reference.chunk().row_start());
+    EXPECT_EQ(decoded->chunk.row_count, reference.chunk().row_count());
+    EXPECT_EQ(RowsOf(message, *decoded), reference.chunk().data());
+  }
+  EXPECT_GT(compared, 1000);
+}
+
+TEST(RowQueue, FirstRowsOfEveryTensorComeFirstAndEachOnce) {
+  const std::vector<unsigned char> memory(100 * 8);
+  RowQueue queue(
+      {{v1::CHUNK_ROLE_HIDDEN, 0, memory.data(), 100, 8, 0}, {v1::CHUNK_ROLE_TEACHER_HIDDEN, 1, memory.data(), 50, 4, 30}});
+  std::vector<int64_t> next = {0, 0};
+  bool last = false;
+  while (const auto chunk = queue.Next(40)) {
+    EXPECT_FALSE(last);
+    last = chunk->last;
+    const size_t source = chunk->header.role == v1::CHUNK_ROLE_HIDDEN ? 0 : 1;
+    EXPECT_EQ(chunk->header.row_start, next[source]);
+    EXPECT_EQ(chunk->data, memory.data() + next[source] * (source == 0 ? 8 : 4));
+    EXPECT_LE(chunk->bytes, 40);
+    // In rows of the micro-batch, no tensor is ahead of another by more than a chunk.
+    if (source == 1 && next[0] < 100) {
+      EXPECT_LE(30 + next[1], next[0]);
+    }
+    if (source == 0 && next[1] < 50) {
+      EXPECT_LE(next[0], 30 + next[1]);
+    }
+    next[source] += chunk->header.row_count;
+  }
+  EXPECT_TRUE(last);
+  EXPECT_THAT(next, testing::ElementsAre(100, 50));
+}
+
+TEST(RowQueue, RowLongerThanAChunkIsAChunk) {
+  const std::vector<unsigned char> memory(30);
+  RowQueue queue({{v1::CHUNK_ROLE_HIDDEN, 0, memory.data(), 3, 10, 0}});
+  EXPECT_EQ(queue.Next(1)->bytes, 10);
+  EXPECT_EQ(queue.Next(1)->bytes, 10);
+  EXPECT_TRUE(queue.Next(1)->last);
+  EXPECT_FALSE(queue.Next(1).has_value());
+  EXPECT_FALSE(RowQueue({}).Next(1).has_value());
+}
+
+TEST(RowCoverage, TakesEveryRowOnce) {
+  std::mt19937 generator(3);
+  for (int round = 0; round < 200; ++round) {
+    const int64_t rows = 1 + generator() % 60;
+    RowCoverage coverage(rows);
+    std::vector<bool> taken(static_cast<size_t>(rows));
+    for (int i = 0; i < 100; ++i) {
+      const int64_t start = static_cast<int64_t>(generator() % 64) - 2;
+      const int64_t count = static_cast<int64_t>(generator() % 8) - 1;
+      bool free = start >= 0 && count >= 1 && start + count <= rows;
+      for (int64_t row = start; free && row < start + count; ++row) free = !taken[static_cast<size_t>(row)];
+      ASSERT_EQ(coverage.Take(start, count), free) << start << " " << count;
+      for (int64_t row = start; free && row < start + count; ++row) taken[static_cast<size_t>(row)] = true;
+      ASSERT_EQ(coverage.taken(), std::count(taken.begin(), taken.end(), true));
+    }
+    EXPECT_EQ(coverage.complete(), std::count(taken.begin(), taken.end(), true) == rows);
+  }
+  EXPECT_FALSE(RowCoverage(5).Take(4, INT64_MAX));
+  EXPECT_FALSE(RowCoverage(5).Take(INT64_MAX, 1));
+  EXPECT_FALSE(RowCoverage(0).Take(0, 1));
+  EXPECT_TRUE(RowCoverage(0).complete());
+}
+
+}  // namespace
+}  // namespace headwater::e2e
