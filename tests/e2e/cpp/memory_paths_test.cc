@@ -280,8 +280,14 @@ TEST_F(MemoryPathsTest, ARegionThatTheServerLostIsRegisteredAgain) {
   request.set_region_id(placement.reads()[0].region_id);
   v1::UnregisterSharedMemoryResponse response;
   ASSERT_TRUE(sessions_->UnregisterSharedMemory(&context, request, &response).ok());
-  ASSERT_TRUE(placement.Renew(placement.session_id(), SoonEnough()).ok());
+  Placement another = Value(Place(HostRows(rows.data(), nullptr)));
+  EXPECT_EQ(another.reads()[0].region_id, request.region_id());  // it does not know yet
+  ASSERT_TRUE(placement.Renew("", SoonEnough()).ok());
+  EXPECT_EQ(placement.session_id(), request.session_id());
   EXPECT_NE(placement.reads()[0].region_id, request.region_id());
+  // Once, whoever finds out.
+  ASSERT_TRUE(another.Renew(placement.session_id(), SoonEnough()).ok());
+  EXPECT_EQ(another.reads()[0].region_id, placement.reads()[0].region_id);
 }
 
 TEST_F(MemoryPathsTest, ACallersOwnSessionGetsItsOwnRegistrations) {

@@ -229,11 +229,26 @@ absl::Status Placement::Finish() {
 }
 
 absl::Status Placement::Renew(const std::string& session_id, Deadline deadline) {
-  state_->paths->server.Forget(state_->session_id);
-  auto session = state_->paths->server.SessionOr(session_id, deadline);
-  if (!session.ok()) return session.status();
-  state_->session_id = *std::move(session);
-  const absl::Status status = state_->ForEach([&](PlacedTensor& tensor, bool) { return state_->Register(&tensor, deadline); });
+  ServerRegions& server = state_->paths->server;
+  const auto renew = [&]() -> absl::Status {
+    auto session = server.SessionOr(session_id, deadline);
+    if (!session.ok()) return session.status();
+    if (*session == state_->session_id) {
+      static_cast<void>(state_->ForEach([&](PlacedTensor& tensor, bool) {
+        server.Lost(state_->session_id, tensor.backing(), tensor.rows.region_id);
+        return absl::OkStatus();
+      }));
+    } else {
+      server.Forget(state_->session_id);
+      state_->session_id = *std::move(session);
+    }
+    return state_->ForEach([&](PlacedTensor& tensor, bool) { return state_->Register(&tensor, deadline); });
+  };
+  absl::Status status = renew();
+  if (session_id.empty() && ErrorReason(status) == "SESSION_NOT_FOUND") {  // it was the own session that is gone
+    server.Forget(state_->session_id);
+    status = renew();
+  }
   state_->CollectRows();
   return status;
 }

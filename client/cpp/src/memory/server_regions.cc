@@ -197,7 +197,7 @@ absl::StatusOr<std::string> ServerRegions::Register(const std::string& session_i
 }
 
 bool ServerRegions::Drop(const Backing& backing, std::optional<Deadline> wait) {
-  std::vector<std::pair<std::string, std::string>> dropped;  // session, region
+  std::vector<Region> dropped;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     refused_.erase(backing.key());
@@ -211,26 +211,7 @@ bool ServerRegions::Drop(const Backing& backing, std::optional<Deadline> wait) {
     }
   }
   if (!wait.has_value()) {
-    // The answers change nothing: a region that could not be given back goes with its session.
-    std::vector<Farewell*> begun;
-    {
-      std::lock_guard<std::mutex> lock(farewells_mutex_);
-      farewells_.remove_if([](const Farewell& farewell) { return farewell.over; });
-      for (size_t i = 0; i < dropped.size(); ++i) begun.push_back(&farewells_.emplace_back());
-    }
-    // Without the lock: gRPC may call back at once.
-    for (size_t i = 0; i < dropped.size(); ++i) {
-      Farewell* const farewell = begun[i];
-      farewell->context.set_deadline(std::chrono::system_clock::now() + kDropTimeout);
-      farewell->request.set_session_id(dropped[i].first);
-      farewell->request.set_region_id(dropped[i].second);
-      stub_->async()->UnregisterSharedMemory(&farewell->context, &farewell->request, &farewell->response,
-                                             [this, farewell](const grpc::Status&) {
-                                               std::lock_guard<std::mutex> lock(farewells_mutex_);
-                                               farewell->over = true;
-                                               farewell_over_.notify_all();
-                                             });
-    }
+    GiveBack(dropped);
     return false;
   }
   bool unused = true;
@@ -247,6 +228,39 @@ bool ServerRegions::Drop(const Backing& backing, std::optional<Deadline> wait) {
     unused = unused && (answer.ok() || reason == "REGION_NOT_FOUND");
   }
   return unused;
+}
+
+// The answers change nothing: a region that could not be given back goes with its session.
+void ServerRegions::GiveBack(const std::vector<Region>& regions) {
+  std::vector<Farewell*> begun;
+  {
+    std::lock_guard<std::mutex> lock(farewells_mutex_);
+    farewells_.remove_if([](const Farewell& farewell) { return farewell.over; });
+    for (size_t i = 0; i < regions.size(); ++i) begun.push_back(&farewells_.emplace_back());
+  }
+  // Without the lock: gRPC may call back at once.
+  for (size_t i = 0; i < regions.size(); ++i) {
+    Farewell* const farewell = begun[i];
+    farewell->context.set_deadline(std::chrono::system_clock::now() + kDropTimeout);
+    farewell->request.set_session_id(regions[i].first);
+    farewell->request.set_region_id(regions[i].second);
+    stub_->async()->UnregisterSharedMemory(&farewell->context, &farewell->request, &farewell->response,
+                                           [this, farewell](const grpc::Status&) {
+                                             std::lock_guard<std::mutex> lock(farewells_mutex_);
+                                             farewell->over = true;
+                                             farewell_over_.notify_all();
+                                           });
+  }
+}
+
+void ServerRegions::Lost(const std::string& session_id, const Backing& backing, const std::string& region_id) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto known = regions_.find(Key(session_id, backing.key()));
+    if (known == regions_.end() || known->second != region_id) return;
+    regions_.erase(known);
+  }
+  GiveBack({{session_id, region_id}});  // it may be there: another region of the call was the lost one
 }
 
 void ServerRegions::Forget(const std::string& session_id) {

@@ -14,6 +14,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -60,7 +61,10 @@ class ServerRegions {
   // Gives a backing's regions back in all sessions. `wait`: until the server uses them no more (false: it may still); otherwise the
   // answers are not waited for.
   bool Drop(const Backing& backing, std::optional<Deadline> wait);
-  // The session has ended, or the server does not know one of its regions: its registrations are made again when they are needed.
+  // The server does not know `region_id`, or another region of the same call: the backing is registered again when it is needed, if
+  // that has not been done since.
+  void Lost(const std::string& session_id, const Backing& backing, const std::string& region_id);
+  // The session has ended: its registrations are made again when they are needed.
   void Forget(const std::string& session_id);
 
  private:
@@ -79,6 +83,9 @@ class ServerRegions {
     v1::UnregisterSharedMemoryResponse response;
     bool over = false;  // guarded by farewells_mutex_
   };
+
+  using Region = std::pair<std::string, std::string>;  // session, id
+  void GiveBack(const std::vector<Region>& regions);
 
   absl::StatusOr<v1::ServerInfo> Info(Deadline deadline, bool again);
   absl::StatusOr<std::string> Token(const SharedRegion& region, Deadline deadline);
