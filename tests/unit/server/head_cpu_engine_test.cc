@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <random>
+#include <thread>
 
 #include "head_test_util.h"
 #include "server/checkpoint/checkpoint_store.h"
@@ -20,6 +21,7 @@ using headwater::testing::ReadWeight;
 using headwater::testing::SetWeights;
 using headwater::testing::SmallSpec;
 using headwater::testing::TemporaryDirectory;
+using headwater::testing::TestRows;
 
 constexpr int64_t kVocab = 37;
 constexpr int64_t kWidth = 11;
@@ -136,6 +138,69 @@ TEST_P(HeadCpuEngineTest, WhatIsNotAddedLeavesTheAccumulatorBitwise) {
   }
   ASSERT_OK(head->DiscardGradient(KeyOf(*head)));
   EXPECT_EQ(ReadGradWeight(*head), std::vector<float>(before.size()));
+}
+
+TEST_P(HeadCpuEngineTest, RowsThatFlowAddWhatWholeOnesDo) {
+  const std::shared_ptr<Head> flowing = NewHead(*engine_, Spec());
+  const std::shared_ptr<Head> whole = NewHead(*engine_, Spec());
+  for (int64_t id = 0; id < 3; ++id) {
+    const Payload payload = RandomPayload(static_cast<uint64_t>(id));
+    TestRows rows(payload);
+    MicroBatchCall flows(flowing, 0, id, payload), comes(whole, 0, id, payload);
+    flows.submission().incoming = &rows;
+    flows.submission().engine_digests = true;
+    if (id == 2) flows.Explicit(), comes.Explicit();
+    const auto flowed = flows.Run(*engine_), came = comes.Run(*engine_);
+    ASSERT_OK(flowed);
+    ASSERT_OK(came);
+    EXPECT_EQ(rows.awaited.back(), kRows);
+    EXPECT_EQ(rows.ready.back(), kRows);
+    EXPECT_EQ(flows.grad_hidden(), comes.grad_hidden());
+    EXPECT_EQ(flowed->terms[0].loss_sum, came->terms[0].loss_sum);
+    DigestBuilder digest;
+    digest.AddRows(0, 0, kRows, kWidth * int64_t{sizeof(float)}, payload.hidden.data());
+    EXPECT_EQ(rows.engine_digest, digest.Finish("header"));
+  }
+  for (const std::shared_ptr<Head>& head : {flowing, whole}) EXPECT_TRUE(*head->Commit(KeyOf(*head), 2, 0, 0.5));
+  EXPECT_EQ(ReadGradWeight(*flowing), ReadGradWeight(*whole));
+}
+
+TEST_P(HeadCpuEngineTest, RowsThatEndBeforeTheDecisionLeaveTheAccumulatorBitwise) {
+  const std::shared_ptr<Head> head = NewHead(*engine_, Spec());
+  ASSERT_OK(MicroBatchCall(head, 0, 0, RandomPayload(1)).Run(*engine_));
+  const std::vector<float> before = ReadGradWeight(*head);
+  for (const bool is_explicit : {false, true}) {
+    for (int how = 0; how < 3; ++how) {
+      const Payload payload = RandomPayload(2);
+      TestRows rows(payload);
+      MicroBatchCall call(head, 0, 1, payload);
+      if (is_explicit) call.Explicit();
+      call.submission().incoming = &rows;
+      if (how == 0) rows.on_await = [](int64_t) { return MakeError(ErrorReason::kStripeLost, "a stripe broke"); };
+      if (how == 1) rows.on_finish = [] { return MakeError(ErrorReason::kProtocolViolation, "rows are missing"); };
+      if (how == 2) rows.Stall();
+      const auto outcome = call.Run(*engine_);
+      EXPECT_EQ(outcome.ok() && outcome->needs_all_rows, how == 2) << outcome.status();
+      EXPECT_EQ(ReadGradWeight(*head), before) << is_explicit << how;
+      EXPECT_EQ(head->Describe().state, HeadState::kReady);
+    }
+  }
+  EXPECT_OK(MicroBatchCall(head, 0, 1, RandomPayload(2)).Run(*engine_));
+}
+
+TEST_P(HeadCpuEngineTest, SmallMicroBatchesOfOneHeadMayComeTogether) {
+  const std::shared_ptr<Head> together = NewHead(*engine_, Spec());
+  const std::shared_ptr<Head> apart = NewHead(*engine_, Spec());
+  constexpr int64_t kCalls = 8;
+  std::vector<std::thread> threads;
+  for (int64_t id = 0; id < kCalls; ++id) {
+    ASSERT_OK(MicroBatchCall(apart, 0, id, RandomPayload(static_cast<uint64_t>(id))).Run(*engine_));
+    threads.emplace_back(
+        [&, id] { EXPECT_OK(MicroBatchCall(together, 0, id, RandomPayload(static_cast<uint64_t>(id))).Run(*engine_)); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_OK(together->Seal(KeyOf(*together), int64_t{kCalls}));
+  EXPECT_LE(Difference(ReadGradWeight(*together), ReadGradWeight(*apart)), 1e-6);  // their order is open
 }
 
 TEST_P(HeadCpuEngineTest, ANonFiniteGradientIsRefusedAndDiscarded) {

@@ -26,6 +26,7 @@ using headwater::testing::MicroBatchCall;
 using headwater::testing::Payload;
 using headwater::testing::ReadGradWeight;
 using headwater::testing::SmallSpec;
+using headwater::testing::TestRows;
 
 const Payload kTwoRows = {{1, 2, 3, 4, 5, 6}, {2, 4}};
 const Payload kRowOfToken1 = {{-5, 0, 7}, {1}};
@@ -40,46 +41,6 @@ std::vector<float> Sum(std::vector<float> a, const std::vector<float>& b) {
   for (size_t i = 0; i < a.size(); ++i) a[i] += b[i];
   return a;
 }
-
-// Rows that are there at once, unless it is told otherwise.
-class TestRows : public IncomingRows {
- public:
-  explicit TestRows(const Payload& payload) : digest_(DigestOf(payload)) {}
-
-  absl::Status AwaitRows(int64_t row_end) override {
-    awaited.push_back(row_end);
-    return on_await != nullptr ? on_await(row_end) : absl::OkStatus();
-  }
-  bool stalled() const override { return is_stalled; }
-  absl::StatusOr<Digest> Finish(const DigestBuilder* rows) override {
-    ++finishes;
-    if (rows != nullptr) engine_digest = rows->Finish("header");
-    if (on_finish != nullptr) {
-      if (absl::Status status = on_finish(); !status.ok()) return status;
-    }
-    return digest_;
-  }
-  void GradHiddenReady(int64_t row_end) override { ready.push_back(row_end); }
-
-  // Stalls at the second wait.
-  void Stall() {
-    on_await = [this](int64_t row_end) {
-      if (row_end < 2) return absl::OkStatus();
-      is_stalled = true;
-      return MakeError(ErrorReason::kCancelled, "the rows stay away");
-    };
-  }
-
-  std::function<absl::Status(int64_t)> on_await;
-  std::function<absl::Status()> on_finish;
-  bool is_stalled = false;
-  std::vector<int64_t> awaited, ready;
-  int finishes = 0;
-  std::optional<Digest> engine_digest;
-
- private:
-  const Digest digest_;
-};
 
 // A call whose rows flow.
 struct FlowingCall {

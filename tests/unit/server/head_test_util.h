@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "fake_engine.h"
+#include "headwater/kernels/digest.h"
 #include "headwater/kernels/error.h"
 #include "server/heads/head.h"
 
@@ -72,6 +73,46 @@ class MicroBatchCall {
 
 // A digest of rows, for tests: equal payloads have equal ones.
 Digest DigestOf(const Payload& payload);
+
+// Rows of a submission that flow: they are there at once, unless it is told otherwise.
+class TestRows : public heads::IncomingRows {
+ public:
+  explicit TestRows(const Payload& payload) : digest_(DigestOf(payload)) {}
+
+  absl::Status AwaitRows(int64_t row_end) override {
+    awaited.push_back(row_end);
+    return on_await != nullptr ? on_await(row_end) : absl::OkStatus();
+  }
+  bool stalled() const override { return is_stalled; }
+  absl::StatusOr<Digest> Finish(const DigestBuilder* rows) override {
+    ++finishes;
+    if (rows != nullptr) engine_digest = rows->Finish("header");
+    if (on_finish != nullptr) {
+      if (absl::Status status = on_finish(); !status.ok()) return status;
+    }
+    return digest_;
+  }
+  void GradHiddenReady(int64_t row_end) override { ready.push_back(row_end); }
+
+  // Stalls at the second wait.
+  void Stall() {
+    on_await = [this](int64_t row_end) {
+      if (row_end < 2) return absl::OkStatus();
+      is_stalled = true;
+      return MakeError(ErrorReason::kCancelled, "the rows stay away");
+    };
+  }
+
+  std::function<absl::Status(int64_t)> on_await;
+  std::function<absl::Status()> on_finish;
+  bool is_stalled = false;
+  std::vector<int64_t> awaited, ready;
+  int finishes = 0;
+  std::optional<Digest> engine_digest;
+
+ private:
+  const Digest digest_;
+};
 
 // A head with weights 0, 1, 2, ... (mod 7) on `engine`.
 std::shared_ptr<heads::Head> MakeReadyHead(LossEngine& engine, const HeadSpec& spec, const std::string& id = "student",
