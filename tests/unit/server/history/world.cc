@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "flowing_rows.h"
 #include "server/checkpoint/xxh3.h"
 
 namespace headwater::history {
@@ -269,43 +270,6 @@ absl::StatusOr<heads::SessionRegistry::Use> World::UseSession(int session) {
 
 // ---- micro-batches ---------------------------------------------------------------------------------------------------
 
-class World::Rows : public heads::IncomingRows {
- public:
-  // `cancelled` becomes true at the decision, if the event says so.
-  Rows(const Event& event, int64_t row_count, bool* cancelled)
-      : event_(event), row_count_(row_count), cancelled_(cancelled), digest_(ToDigest(ContentOf(event))) {}
-
-  absl::Status AwaitRows(int64_t row_end) override {
-    if (row_end < row_count_) return absl::OkStatus();
-    if (event_.flow == Flow::kStalls) {
-      stalled_ = true;
-      return MakeError(ErrorReason::kCancelled, "the rows stay away");
-    }
-    return event_.flow == Flow::kBreaks ? Error() : absl::OkStatus();
-  }
-  bool stalled() const override { return stalled_; }
-  absl::StatusOr<Digest> Finish(const DigestBuilder*) override {
-    if (event_.flow == Flow::kRefused) return Error();
-    if (event_.cancel == Cancel::kAtDecision) *cancelled_ = true;
-    return digest_;
-  }
-  void GradHiddenReady(int64_t) override {}
-
-  // What becomes of the call when it waits for all of its rows.
-  absl::Status Error() const {
-    if (event_.flow == Flow::kBreaks) return MakeError(ErrorReason::kStripeLost, "by order of the history");
-    if (event_.flow == Flow::kRefused) return MakeError(ErrorReason::kProtocolViolation, "by order of the history");
-    return absl::OkStatus();
-  }
-
- private:
-  const Event& event_;
-  const int64_t row_count_;
-  bool* const cancelled_;
-  const Digest digest_;
-  bool stalled_ = false;
-};
-
 Reply World::Call(const Event& event) {
   absl::StatusOr<heads::SessionRegistry::Use> use = UseSession(event.session);
   if (!use.ok()) return ToReply(use);
@@ -377,7 +341,7 @@ Reply World::Call(const Event& event) {
     DoMeanwhile(event, submission, &in_progress);
   };
   const auto is_cancelled = [&cancelled] { return cancelled; };
-  Rows rows(event, payload.row_count, &cancelled);
+  FlowingRows rows(event, payload.row_count, ToDigest(ContentOf(event)), &cancelled);
   if (event.flow != Flow::kComplete) submission.incoming = &rows;
   absl::StatusOr<heads::SubmissionOutcome> outcome = Head::Submit(submission, *engine_, is_cancelled);
   if (outcome.ok() && outcome->needs_all_rows) {

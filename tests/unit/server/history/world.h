@@ -59,7 +59,6 @@ class World {
   void OnSessionEnd(const heads::SessionId& session);
 
   Reply Call(const Event& event);
-  class Rows;  // of a call whose rows flow
   void DoMeanwhile(const Event& event, const heads::Submission& submission, bool* in_progress);
   // Another call while one is computed, in a thread of its own; returns when it has ended.
   void CallBeside(const Event& event);
