@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""A loss in PyTorch's own process as transport_bench drives it, on the same GPU as the server and the engine.
+
+Reads lines `run COUNT`, computes loss and both gradients so many times, and answers each with `done`; says `ready` first, or
+`unavailable: why`. The losses are those of tests/bench/engine/peers.py.
+"""
+
+import argparse
+import contextlib
+import pathlib
+import sys
+
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "engine"))
+import peers
+
+
+def say(line):
+    """A line for the benchmark, which reads standard output."""
+    sys.__stdout__.write(line + "\n")
+    sys.__stdout__.flush()
+
+
+def prepare(options):
+    """A function that computes loss and gradients once; None if the peer is not installed."""
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def normal(count, columns, deviation):
+        values = torch.randn(count, columns, device="cuda", dtype=torch.bfloat16, generator=generator)
+        return values.mul_(deviation).requires_grad_()
+
+    hidden, weight = normal(options.rows, options.hidden, 1), normal(options.vocab, options.hidden, options.hidden**-0.5)
+    targets = torch.randint(options.vocab, (options.rows,), device="cuda", generator=generator)
+    loss = peers.cross_entropy_peers(hidden, weight, targets).get(options.peer)
+    if loss is None:
+        return None
+
+    def run():
+        hidden.grad = weight.grad = None
+        loss().backward()
+
+    for _ in range(3):
+        run()  # compiles
+    torch.cuda.synchronize()
+    return run
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peer", required=True)
+    parser.add_argument("--rows", type=int, required=True)
+    parser.add_argument("--hidden", type=int, required=True)
+    parser.add_argument("--vocab", type=int, required=True)
+    options = parser.parse_args()
+    # What libraries print is not for the benchmark.
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            run = prepare(options)
+        except (RuntimeError, ImportError) as error:
+            say(f"unavailable: {str(error).splitlines()[0]}")
+            return
+        if run is None:
+            say(f"unavailable: {options.peer} is not installed")
+            return
+        say("ready")
+        for line in sys.stdin:
+            for _ in range(int(line.split()[1])):
+                run()
+            torch.cuda.synchronize()
+            say("done")
+
+
+if __name__ == "__main__":
+    main()

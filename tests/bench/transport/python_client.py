@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""The Python client as transport_bench drives it: submits micro-batches on command, as a trainer does.
+
+Reads lines `submit STEP FIRST_ID COUNT` and answers each with `done`; says `ready` first, or `unavailable: why`.
+"""
+
+import argparse
+import sys
+import traceback
+
+import numpy as np
+
+import headwater
+
+
+def say(line):
+    """A line for the benchmark."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def make_rows(client, options):
+    """Hidden states, bfloat16 (rows, hidden), where the path wants them."""
+    values = np.random.default_rng(2).standard_normal((options.rows, options.hidden), dtype=np.float32)
+    if options.transport == "cuda_ipc":
+        import torch
+
+        return torch.from_numpy(values).to("cuda", torch.bfloat16)
+    rows = headwater.BFloat16.from_float32(values)
+    if options.transport != "shared_memory":
+        return rows
+    shared = client.empty_rows(options.rows, options.hidden, "bfloat16")
+    target = shared.bits if isinstance(shared, headwater.BFloat16) else shared.view(np.uint16)
+    target[...] = rows.bits
+    return shared
+
+
+def prepare(options):
+    """A function that submits micro-batches `first` to `first + count - 1` of a step."""
+    client = headwater.connect(options.address, transport=options.transport)
+    head = client.head("student")
+    rows = make_rows(client, options)
+    targets = np.random.default_rng(3).integers(0, options.vocab, options.rows, dtype=np.int32)
+
+    def submit(step, first, count):
+        for micro_batch in range(first, first + count):
+            out = head.cross_entropy(rows, targets, step=step, micro_batch=micro_batch)
+            if out.transport != options.transport:
+                raise RuntimeError(f"the rows went over {out.transport}, not {options.transport}")
+            if out.valid_token_count != options.rows or not out.loss_sum > 0 or out.grad_hidden is None:
+                raise RuntimeError("the server computed nonsense")
+
+    return submit
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--transport", required=True, choices=("grpc", "shared_memory", "cuda_ipc"))
+    parser.add_argument("--rows", type=int, required=True)
+    parser.add_argument("--hidden", type=int, required=True)
+    parser.add_argument("--vocab", type=int, required=True)
+    options = parser.parse_args()
+    try:
+        submit = prepare(options)
+    except (headwater.HeadwaterError, ImportError) as error:
+        say(f"unavailable: {error}".replace("\n", " "))
+        return
+    say("ready")
+    for line in sys.stdin:
+        try:
+            submit(*map(int, line.split()[1:]))
+        except Exception as error:  # told to the benchmark, which ends
+            traceback.print_exc()
+            say(f"{type(error).__name__}: {error}".replace("\n", " "))
+            return
+        say("done")
+
+
+if __name__ == "__main__":
+    main()
