@@ -28,7 +28,8 @@ struct Command {
   std::string help;      // paragraphs behind the summary
   size_t min_arguments = 0;
   size_t max_arguments = 0;
-  std::vector<std::string> flags;  // that it takes, besides the ones that all commands take
+  std::vector<std::string> flags;         // that it takes, besides the ones that all commands take
+  bool first_argument_is_server = false;  // the first argument, if there is one, is --server
   std::function<absl::StatusOr<ExitCode>(client::Client& client, const std::vector<std::string>& arguments, Output& output)> run;
 };
 
@@ -39,6 +40,7 @@ Command TakeCommand();
 Command LoadCommand();
 Command SaveCommand();
 Command PlanCommand();
+Command BenchCommand();
 
 }  // namespace headwater::ctl
 

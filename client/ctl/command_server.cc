@@ -53,7 +53,13 @@ std::vector<std::pair<const char*, int64_t>> ListLimits(const client::ServerLimi
           {"max_step_wait_s", limits.max_step_wait_s},
           {"max_heads_per_tenant", limits.max_heads_per_tenant},
           {"max_tenant_memory_bytes", limits.max_tenant_memory_bytes},
-          {"max_terms", limits.max_terms}};
+          {"max_terms", limits.max_terms},
+          {"max_stripes", limits.max_stripes},
+          {"max_stripe_wait_s", limits.max_stripe_wait_s},
+          {"max_session_regions", limits.max_session_regions},
+          {"max_region_bytes", limits.max_region_bytes},
+          {"max_join_bytes", limits.max_join_bytes},
+          {"max_join_wait_s", limits.max_join_wait_s}};
 }
 
 std::string InfoText(const client::ServerInfo& info, const std::string& start_time) {
@@ -66,6 +72,8 @@ std::string InfoText(const client::ServerInfo& info, const std::string& start_ti
   std::string features;
   for (const std::string& feature : info.features) absl::StrAppend(&features, features.empty() ? "" : ", ", feature);
   server.AddRow({"features", features});
+  server.AddRow({"shared memory", info.descriptor_socket.empty() ? "no descriptor socket" : info.descriptor_socket});
+  if (info.named_regions) server.AddRow({"named regions", "allowed"});
 
   Table devices({"DEVICE", "BUDGET", "PLANNED", "MODEL"}, {Align::kLeft, Align::kRight, Align::kRight, Align::kLeft});
   for (const client::DeviceInfo& device : info.devices) {
@@ -97,6 +105,8 @@ absl::StatusOr<ExitCode> RunInfo(client::Client& client, const std::vector<std::
                                              {"engine", info->engine},
                                              {"engine_note", info->engine_note},
                                              {"start_time", start_time},
+                                             {"descriptor_socket", info->descriptor_socket},
+                                             {"named_regions", info->named_regions},
                                              {"devices", devices},
                                              {"limits", limits},
                                              {"features", info->features}});

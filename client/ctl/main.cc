@@ -1,20 +1,15 @@
 // headwaterctl: looks at a Headwater server and administers its heads.
-#include <chrono>
 #include <iostream>
 #include <string>
 #include <vector>
 
 #include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/time.h"
 #include "client/ctl/arguments.h"
 #include "client/ctl/command.h"
+#include "client/ctl/connection.h"
 #include "client/ctl/table.h"
 
-ABSL_FLAG(std::string, server, "localhost:50051", "where headwaterd listens: host:port or unix:PATH");
-ABSL_FLAG(std::string, tenant, "default", "whose heads short names mean, and `heads` lists");
-ABSL_FLAG(absl::Duration, timeout, absl::Minutes(30), "longest time of one call");
-ABSL_FLAG(absl::Duration, connect_timeout, absl::Seconds(5), "how long to wait for the server to answer");
 ABSL_FLAG(bool, json, false, "print one JSON document instead of text");
 
 namespace headwater::ctl {
@@ -54,12 +49,8 @@ const Command* FindCommand(const std::vector<Command>& commands, const std::stri
 
 int RunCommand(const Command& command, const std::vector<std::string>& arguments) {
   Output output(absl::GetFlag(FLAGS_json));
-  client::ClientOptions options;
-  options.tenant = absl::GetFlag(FLAGS_tenant);
-  options.session_lease = std::chrono::milliseconds(0);  // nothing is left undecided
-  options.timeout = absl::ToChronoMilliseconds(absl::GetFlag(FLAGS_timeout));
-  options.connect_timeout = absl::ToChronoMilliseconds(absl::GetFlag(FLAGS_connect_timeout));
-  absl::StatusOr<client::Client> client = client::Client::Connect(absl::GetFlag(FLAGS_server), options);
+  if (command.first_argument_is_server && !arguments.empty()) SetServerAddress(arguments[0]);
+  absl::StatusOr<client::Client> client = Connect();
   if (!client.ok()) {
     output.PrintError(client.status());
     return kExitFailed;
@@ -73,7 +64,7 @@ int RunCommand(const Command& command, const std::vector<std::string>& arguments
 
 int Main(const std::vector<std::string>& arguments) {
   const std::vector<Command> commands = {HealthCommand(), InfoCommand(), HeadsCommand(), TakeCommand(),
-                                         LoadCommand(),   SaveCommand(), PlanCommand()};
+                                         LoadCommand(),   SaveCommand(), PlanCommand(),  BenchCommand()};
   absl::StatusOr<CommandLine> line = ParseArguments(arguments);
   if (!line.ok()) return ReportUsage(std::string(line.status().message()));
   if (line->positional.empty()) {

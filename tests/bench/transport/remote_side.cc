@@ -225,7 +225,8 @@ void RemoteSide::RunManyClients(int count) {
           options.step = step_;
           options.micro_batch = first_id + i * settings_.clients + static_cast<int64_t>(number);
           options.grad_hidden = absl::MakeSpan(trainer.grad_hidden[0]);
-          const client::LossResult result = ValueOf(trainer.student.CrossEntropy(hidden, targets, {}, options).Get(), "CrossEntropy");
+          const client::LossResult result =
+              ValueOf(trainer.student.CrossEntropy(hidden, targets, {}, options).Get(), "CrossEntropy");
           if (result.valid_token_count != part) throw std::runtime_error("the server computed nonsense");
         }
       } catch (...) {

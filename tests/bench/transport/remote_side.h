@@ -45,8 +45,8 @@ struct Work {
   Rows rows = Rows::kOwn;
   int in_flight = 1;
   bool frozen = false;
-  bool is_explicit = false;                       // then committed, with factor 1
-  bool held = false;                              // only with is_explicit: as an upstream gradient for each token needs it
+  bool is_explicit = false;  // then committed, with factor 1
+  bool held = false;         // only with is_explicit: as an upstream gradient for each token needs it
 };
 
 // Trainers of two heads of the server, `student` (trainable) and `frozen`, with the benchmark's weight. One thread. Functions throw

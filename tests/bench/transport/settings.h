@@ -15,16 +15,16 @@ struct TransportSettings {
   int64_t rows = 8192;          // of a micro-batch
   int64_t hidden_size = 4096;
   int64_t vocab_size = 128256;
-  int clients = 64;            // of the case with many clients, whose rows together are a micro-batch's
+  int clients = 64;                // of the case with many clients, whose rows together are a micro-batch's
   std::vector<std::string> cases;  // parts of their names; empty: all
   bool list = false;               // print the cases' names and end
   bool smoke = false;              // ratios are not judged: tests of the program itself
   BlockOptions blocks;
-  std::string headwaterd;                          // empty: beside this program
-  std::string python = "python3";                  // empty: no Python
+  std::string headwaterd;                         // empty: beside this program
+  std::string python = "python3";                 // empty: no Python
   std::string scripts = "tests/bench/transport";  // folder of the workers in Python
-  std::string algorithms;                          // file of the engines' algorithm cache; empty: in a temporary folder
-  std::string output;                              // CSV file; empty: none
+  std::string algorithms;                         // file of the engines' algorithm cache; empty: in a temporary folder
+  std::string output;                             // CSV file; empty: none
   std::string commit = "unknown";
 };
 
@@ -35,9 +35,9 @@ TransportSettings ParseTransportFlags(int argc, char** argv);
 struct Tensors {
   explicit Tensors(const TransportSettings& settings);
 
-  std::vector<uint16_t> weight;   // bf16 [vocab_size, hidden_size]
-  std::vector<uint16_t> hidden;   // bf16 [rows, hidden_size]
-  std::vector<int32_t> targets;   // [rows], all valid
+  std::vector<uint16_t> weight;  // bf16 [vocab_size, hidden_size]
+  std::vector<uint16_t> hidden;  // bf16 [rows, hidden_size]
+  std::vector<int32_t> targets;  // [rows], all valid
 };
 
 }  // namespace headwater::bench

@@ -137,8 +137,8 @@ class Bench {
                 static_cast<long long>(settings_.rows), static_cast<long long>(settings_.hidden_size),
                 static_cast<long long>(settings_.vocab_size), settings_.blocks.warmup_seconds, settings_.blocks.block_seconds,
                 settings_.blocks.rounds);
-    std::printf("%-28s %9s %9s %-10s %7s %6s %7s %7s %9s %5s %5s %3s\n", "case", "ms", "base ms", "base", "ratio", "limit", "spread",
-                "burst", "products", "MHz", "W", "C");
+    std::printf("%-28s %9s %9s %-10s %7s %6s %7s %7s %9s %5s %5s %3s\n", "case", "ms", "base ms", "base", "ratio", "limit",
+                "spread", "burst", "products", "MHz", "W", "C");
     for (const Case& bench_case : AllCases()) {
       if (IsWanted(bench_case.name)) RunCase(bench_case);
     }
@@ -154,9 +154,8 @@ class Bench {
   }
 
   bool IsWanted(const std::string& name) const {
-    return settings_.cases.empty() || std::any_of(settings_.cases.begin(), settings_.cases.end(), [&](const std::string& part) {
-             return name.find(part) != std::string::npos;
-           });
+    return settings_.cases.empty() || std::any_of(settings_.cases.begin(), settings_.cases.end(),
+                                                  [&](const std::string& part) { return name.find(part) != std::string::npos; });
   }
 
   void LeaveOut(const Case& bench_case, const std::string& why) {

@@ -31,7 +31,7 @@ class Worker {
   std::string ReadLine();
 
   pid_t pid_ = -1;
-  int input_ = -1;   // the worker's
+  int input_ = -1;  // the worker's
   int output_ = -1;
   std::string read_;  // behind the last line
   std::string why_not_;

@@ -1,0 +1,159 @@
+#include "client/ctl/bench_report.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "client/ctl/bench_plot_script.h"
+#include "client/ctl/table.h"
+
+extern char** environ;
+
+namespace headwater::ctl {
+namespace {
+
+using Align = Table::Align;
+
+std::string Milliseconds(double value) { return absl::StrFormat(value < 10 ? "%.3f" : "%.2f", value); }
+
+// Runs `python3 -c SCRIPT ARGUMENTS...` with `input`; 127 if there is no python3. Errors of the script go to /dev/null if `quiet`.
+absl::StatusOr<int> RunPython(const std::string& script, std::vector<std::string> arguments, const std::string& input, bool quiet) {
+  arguments.insert(arguments.begin(), {"python3", "-c", script});
+  std::vector<char*> argv;
+  for (std::string& argument : arguments) argv.push_back(argument.data());
+  argv.push_back(nullptr);
+  int ends[2];
+  if (pipe2(ends, O_CLOEXEC) != 0) return absl::InternalError(absl::StrCat("pipe2: ", std::strerror(errno)));
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_adddup2(&actions, ends[0], STDIN_FILENO);
+  posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, "/dev/null", O_WRONLY, 0);
+  if (quiet) posix_spawn_file_actions_addopen(&actions, STDERR_FILENO, "/dev/null", O_WRONLY, 0);
+  pid_t pid = 0;
+  const int error = posix_spawnp(&pid, argv[0], &actions, nullptr, argv.data(), environ);
+  posix_spawn_file_actions_destroy(&actions);
+  close(ends[0]);
+  // A script that ends early must not end this program.
+  void (*const before)(int) = signal(SIGPIPE, SIG_IGN);
+  for (size_t written = 0; error == 0 && written < input.size();) {
+    const ssize_t count = write(ends[1], input.data() + written, input.size() - written);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) break;
+    written += static_cast<size_t>(count);
+  }
+  signal(SIGPIPE, before);
+  close(ends[1]);
+  if (error != 0) return 127;
+  int status = 0;
+  while (waitpid(pid, &status, 0) < 0) {
+    if (errno != EINTR) return absl::InternalError(absl::StrCat("waitpid: ", std::strerror(errno)));
+  }
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+Table TableOf(const BenchReport& report, const std::string& sweep, std::vector<std::string> titles) {
+  std::vector<Align> alignment(titles.size(), Align::kRight);
+  alignment[0] = Align::kLeft;
+  titles.insert(titles.end(), {"MS", "P90 MS", "ENGINE MS", "OVER ENGINE", "ROWS/S"});
+  alignment.resize(titles.size(), Align::kRight);
+  const bool by_size = sweep == "size";
+  const bool by_concurrency = sweep == "concurrency";
+  Table table(titles, alignment);
+  for (const BenchRow& row : report.rows) {
+    if (row.sweep != sweep) continue;
+    std::vector<std::string> cells = {row.transport};
+    if (by_size) cells.push_back(FormatCount(row.rows));
+    if (by_concurrency) cells.push_back(absl::StrCat(row.in_flight));
+    // With several in flight a micro-batch waits for others: what counts is how often a result comes.
+    const double ms = by_concurrency ? row.period_ms : row.median_ms;
+    cells.insert(cells.end(), {Milliseconds(ms), Milliseconds(row.p90_ms), Milliseconds(row.engine_ms),
+                               row.engine_ms > 0 ? absl::StrFormat("%.3f x", ms / row.engine_ms) : "-",
+                               FormatCount(static_cast<int64_t>(row.rows_per_second))});
+    table.AddRow(std::move(cells));
+  }
+  return table;
+}
+
+}  // namespace
+
+std::string BenchText(const BenchReport& report) {
+  int64_t rows = 0;
+  for (const BenchRow& row : report.rows) {
+    if (row.sweep == "transport") rows = row.rows;
+  }
+  std::string text =
+      absl::StrCat(report.server, ": ", report.engine, ", ", report.device, "\nhead [", FormatCount(report.spec.vocab_size), ", ",
+                   FormatCount(report.spec.hidden_size), "] ", client::DataTypeName(report.spec.data_type),
+                   ", cross entropy, forward and backward, added at once; ENGINE MS is the server's own time\n");
+  absl::StrAppend(&text, "\nOne micro-batch of ", FormatCount(rows), " rows at a time\n",
+                  TableOf(report, "transport", {"PATH"}).ToString());
+  for (const BenchGap& gap : report.gaps) absl::StrAppend(&text, gap.transport, "  not measured: ", gap.why, "\n");
+  absl::StrAppend(&text, "\nSeveral in flight; MS is from one result to the next, P90 MS from call to result\n",
+                  TableOf(report, "concurrency", {"PATH", "IN FLIGHT"}).ToString());
+  absl::StrAppend(&text, "\nOne at a time, by rows\n", TableOf(report, "size", {"PATH", "ROWS"}).ToString());
+  return text;
+}
+
+nlohmann::json BenchJson(const BenchReport& report) {
+  nlohmann::json rows = nlohmann::json::array();
+  for (const BenchRow& row : report.rows) {
+    rows.push_back({{"sweep", row.sweep},
+                    {"transport", row.transport},
+                    {"in_flight", row.in_flight},
+                    {"rows", row.rows},
+                    {"micro_batches", row.micro_batches},
+                    {"median_ms", row.median_ms},
+                    {"p90_ms", row.p90_ms},
+                    {"period_ms", row.period_ms},
+                    {"engine_ms", row.engine_ms},
+                    {"rows_per_second", row.rows_per_second}});
+  }
+  nlohmann::json gaps = nlohmann::json::array();
+  for (const BenchGap& gap : report.gaps) gaps.push_back({{"transport", gap.transport}, {"why", gap.why}});
+  return {{"server", report.server},
+          {"engine", report.engine},
+          {"device", report.device},
+          {"vocab_size", report.spec.vocab_size},
+          {"hidden_size", report.spec.hidden_size},
+          {"data_type", client::DataTypeName(report.spec.data_type)},
+          {"measurements", rows},
+          {"not_measured", gaps}};
+}
+
+std::string BenchCsv(const BenchReport& report) {
+  std::string text =
+      "sweep,transport,in_flight,rows,hidden_size,vocab_size,data_type,micro_batches,median_ms,p90_ms,period_ms,engine_ms,"
+      "rows_per_second\n";
+  for (const BenchRow& row : report.rows) {
+    absl::StrAppendFormat(&text, "%s,%s,%d,%d,%d,%d,%s,%d,%.6g,%.6g,%.6g,%.6g,%.8g\n", row.sweep, row.transport, row.in_flight,
+                          row.rows, report.spec.hidden_size, report.spec.vocab_size, client::DataTypeName(report.spec.data_type),
+                          row.micro_batches, row.median_ms, row.p90_ms, row.period_ms, row.engine_ms, row.rows_per_second);
+  }
+  return text;
+}
+
+absl::Status CheckPlotting() {
+  const absl::StatusOr<int> status = RunPython("import matplotlib", {}, "", /*quiet=*/true);
+  if (!status.ok()) return status.status();
+  if (*status == 0) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat(*status == 127 ? "--png needs a python3 with matplotlib, and there is no python3 on the PATH"
+                                  : "--png needs matplotlib, which the python3 on the PATH does not have",
+                   "; --csv needs neither, and its figures can be drawn elsewhere"));
+}
+
+absl::Status DrawBench(const std::string& csv, const std::string& path) {
+  const absl::StatusOr<int> status = RunPython(kBenchPlotScript, {path}, csv, /*quiet=*/false);
+  if (!status.ok()) return status.status();
+  if (*status == 0) return absl::OkStatus();
+  return absl::InternalError(absl::StrCat("the plot could not be drawn into ", path, " (python3 ended with ", *status, ")"));
+}
+
+}  // namespace headwater::ctl

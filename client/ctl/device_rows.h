@@ -1,0 +1,27 @@
+// Rows in the memory of a GPU, for the bench: this program needs neither CUDA's headers nor its runtime, only the driver at run
+// time.
+#ifndef HEADWATER_CLIENT_CTL_DEVICE_ROWS_H_
+#define HEADWATER_CLIENT_CTL_DEVICE_ROWS_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/statusor.h"
+
+namespace headwater::ctl {
+
+// An allocation on GPU 0, as the driver counts the visible ones. Freed with the object.
+class DeviceRows {
+ public:
+  // FAILED_PRECONDITION, saying why, where there is no driver or no GPU; RESOURCE_EXHAUSTED if it has no room.
+  static absl::StatusOr<std::unique_ptr<DeviceRows>> Allocate(int64_t bytes);
+  virtual ~DeviceRows() = default;
+
+  virtual void* data() const = 0;
+  // Copies `bytes` of host memory to its beginning.
+  virtual absl::Status Fill(const void* from, int64_t bytes) = 0;
+};
+
+}  // namespace headwater::ctl
+
+#endif  // HEADWATER_CLIENT_CTL_DEVICE_ROWS_H_
