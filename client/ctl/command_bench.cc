@@ -1,14 +1,10 @@
 // `bench`: what the server's engine takes, and what each path of the rows adds to it, as seen from here.
 #include <algorithm>
 #include <fstream>
-#include <functional>
-#include <map>
 #include <memory>
-#include <optional>
 #include <set>
 #include <utility>
 
-#include "absl/flags/declare.h"
 #include "absl/flags/flag.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -20,11 +16,7 @@
 #include "client/ctl/command.h"
 #include "client/ctl/connection.h"
 #include "client/ctl/head_flags.h"
-#include "headwater/client/error.h"
 
-ABSL_DECLARE_FLAG(int64_t, vocab_size);
-ABSL_DECLARE_FLAG(int64_t, hidden_size);
-ABSL_DECLARE_FLAG(std::string, data_type);
 ABSL_FLAG(int64_t, rows, 0, "rows of a micro-batch; not given: 8192 on a GPU, 512 without");
 ABSL_FLAG(std::vector<std::string>, sizes, {}, "rows of the sweep over sizes; not given: an eighth, a quarter and half of --rows");
 ABSL_FLAG(std::vector<std::string>, concurrency, std::vector<std::string>({"2", "4", "8"}),

@@ -1,0 +1,186 @@
+// `headwaterctl bench` as its user sees it: figures, files, what it leaves behind.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <csignal>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "headwater/client/client.h"
+#include "tests/e2e/cpp/server_process.h"
+#include "tests/e2e/cpp/test_tensors.h"
+
+namespace headwater::e2e {
+namespace {
+
+using nlohmann::json;
+
+// A small head, and all sweeps.
+const std::vector<std::string> kSmall = {"--vocab_size=64", "--hidden_size=16",  "--rows=32",
+                                         "--sizes=8,32",    "--concurrency=1,3", "--duration=20ms"};
+
+class Bench : public testing::Test {
+ protected:
+  // `words` come behind the command and its address.
+  std::vector<std::string> Command(const std::vector<std::string>& words) const {
+    std::vector<std::string> arguments = {HEADWATERCTL, "bench", server_.target()};
+    arguments.insert(arguments.end(), words.begin(), words.end());
+    return arguments;
+  }
+  ProgramResult Run(std::vector<std::string> words) const {
+    words.insert(words.end(), kSmall.begin(), kSmall.end());
+    return RunProgram(Command(words));
+  }
+  size_t HeadCount() const { return Value(server_.Connect().ListHeads()).size(); }
+
+  ServerProcess server_;
+};
+
+// The cells of a CSV file, by title.
+std::vector<std::map<std::string, std::string>> ReadCsv(const std::string& text) {
+  std::vector<std::map<std::string, std::string>> rows;
+  std::vector<std::string> titles;
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    const std::vector<std::string> cells = absl::StrSplit(line, ',');
+    if (titles.empty()) {
+      titles = cells;
+      continue;
+    }
+    EXPECT_EQ(cells.size(), titles.size()) << line;
+    std::map<std::string, std::string>& row = rows.emplace_back();
+    for (size_t i = 0; i < cells.size() && i < titles.size(); ++i) row[titles[i]] = cells[i];
+  }
+  return rows;
+}
+
+TEST_F(Bench, MeasuresThePathsAndLeavesNothingBehind) {
+  TemporaryDirectory directory;
+  const std::string csv = directory.path() + "/bench.csv";
+  const ProgramResult result = Run({"--transports=grpc,cuda_ipc", "--csv=" + csv});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  for (const char* words :
+       {"engine cpu", "head [64, 16] float32", "One micro-batch of 32 rows at a time", "OVER ENGINE", "IN FLIGHT"}) {
+    EXPECT_TRUE(absl::StrContains(result.out, words)) << words << "\n" << result.out;
+  }
+  EXPECT_TRUE(absl::StrContains(result.out, "cuda_ipc  not measured: ")) << result.out;
+  EXPECT_EQ(HeadCount(), 0u);
+
+  const std::vector<std::map<std::string, std::string>> rows = ReadCsv(ReadFile(csv));
+  // One row for the path, two of concurrency, two of sizes.
+  ASSERT_EQ(rows.size(), 5u) << ReadFile(csv);
+  std::multiset<std::string> kinds;
+  for (const std::map<std::string, std::string>& row : rows) {
+    kinds.insert(absl::StrCat(row.at("sweep"), " ", row.at("in_flight"), " ", row.at("rows")));
+    EXPECT_EQ(row.at("transport"), "grpc");
+    EXPECT_EQ(row.at("vocab_size"), "64");
+    EXPECT_GE(std::stoi(row.at("micro_batches")), 3);
+    EXPECT_GT(std::stod(row.at("engine_ms")), 0);
+    EXPECT_GE(std::stod(row.at("p90_ms")), std::stod(row.at("median_ms")));
+    EXPECT_GT(std::stod(row.at("median_ms")), std::stod(row.at("engine_ms")) / 2);
+    // Rows a second are those of one micro-batch in the time from one result to the next.
+    EXPECT_NEAR(std::stod(row.at("rows_per_second")), 1000 * std::stod(row.at("rows")) / std::stod(row.at("period_ms")),
+                0.001 * std::stod(row.at("rows_per_second")));
+  }
+  EXPECT_EQ(kinds, (std::multiset<std::string>{"transport 1 32", "concurrency 1 32", "concurrency 3 32", "size 1 8", "size 1 32"}));
+}
+
+TEST_F(Bench, JsonHasTheSameFigures) {
+  const ProgramResult result = Run({"--transports=grpc", "--json"});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  const json document = json::parse(result.out, nullptr, false);
+  ASSERT_FALSE(document.is_discarded()) << result.out;
+  EXPECT_EQ(document["measurements"].size(), 5u);
+  EXPECT_EQ(document["vocab_size"], 64);
+  EXPECT_EQ(document["server"], server_.target());
+  EXPECT_EQ(document["not_measured"].size(), 0u);
+}
+
+TEST_F(Bench, APathThatCannotBeTakenAloneIsAFailureThatSaysWhy) {
+  const ProgramResult result = Run({"--transports=cuda_ipc"});
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(result.err, "no path could be measured: cuda_ipc: ")) << result.err;
+  EXPECT_EQ(HeadCount(), 0u);
+}
+
+TEST_F(Bench, AHeadThatDoesNotFitIsMadeSmaller) {
+  ServerProcess small({"--memory_budget_bytes=2000000"});
+  const ProgramResult result =
+      RunProgram({HEADWATERCTL, "bench", small.target(), "--vocab_size=65536", "--hidden_size=16", "--rows=8", "--sizes=8",
+                  "--concurrency=2", "--duration=10ms", "--transports=grpc", "--json"});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  const json document = json::parse(result.out, nullptr, false);
+  ASSERT_FALSE(document.is_discarded()) << result.out;
+  EXPECT_LT(document["vocab_size"], 65536);
+  EXPECT_GE(document["vocab_size"], 1024);
+}
+
+TEST_F(Bench, ThePlotNeedsMatplotlibAndSaysSoFirst) {
+  TemporaryDirectory directory;
+  const std::string png = directory.path() + "/bench.png";
+  std::vector<std::string> nowhere = Command({"--png=" + png});
+  nowhere.insert(nowhere.begin(), {"/usr/bin/env", "PATH=" + directory.path()});
+  const ProgramResult without = RunProgram(nowhere);
+  EXPECT_EQ(without.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(without.err, "--png needs a python3 with matplotlib, and there is no python3 on the PATH"))
+      << without.err;
+  EXPECT_TRUE(absl::StrContains(without.err, "--csv needs neither")) << without.err;
+
+  // A Python without the library.
+  WriteFile(directory.path() + "/python3", "#!/bin/sh\nexit 1\n");
+  ASSERT_EQ(RunProgram({"/bin/chmod", "755", directory.path() + "/python3"}).exit_code, 0);
+  const ProgramResult bare = RunProgram(nowhere);
+  EXPECT_EQ(bare.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(bare.err, "--png needs matplotlib, which the python3 on the PATH does not have")) << bare.err;
+  EXPECT_FALSE(absl::StrContains(bare.err, "making a head")) << bare.err;
+
+  if (RunProgram({"/usr/bin/env", "python3", "-c", "import matplotlib"}).exit_code != 0) {
+    GTEST_SKIP() << "the python3 on the PATH has no matplotlib: no plot is drawn";
+  }
+  const ProgramResult drawn = Run({"--transports=grpc", "--png=" + png});
+  EXPECT_EQ(drawn.exit_code, 0) << drawn.err;
+  EXPECT_EQ(ReadFile(png).substr(0, 4), "\x89PNG");
+}
+
+TEST_F(Bench, AnInterruptedOneDeletesItsHead) {
+  TemporaryDirectory directory;
+  const std::string err = directory.path() + "/err";
+  ChildProcess bench(Command({"--vocab_size=64", "--hidden_size=16", "--rows=8", "--transports=grpc", "--duration=30s"}),
+                     directory.path() + "/out", err);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (HeadCount() == 0 && std::chrono::steady_clock::now() < deadline)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  ASSERT_EQ(HeadCount(), 1u);
+  bench.Signal(SIGINT);
+  EXPECT_EQ(bench.Wait(), 1);
+  EXPECT_TRUE(absl::StrContains(ReadFile(err), "interrupted")) << ReadFile(err);
+  EXPECT_EQ(HeadCount(), 0u);
+}
+
+TEST_F(Bench, WrongCommandLinesEndWithTwo) {
+  for (const std::vector<std::string>& words : std::vector<std::vector<std::string>>{{"--transports=pigeon"},
+                                                                                     {"--transports="},
+                                                                                     {"--concurrency=0"},
+                                                                                     {"--concurrency=1000"},
+                                                                                     {"--sizes=many"},
+                                                                                     {"--rows=-1"},
+                                                                                     {"--duration=1h"},
+                                                                                     {"--trainable"},
+                                                                                     {"elsewhere"}}) {
+    const ProgramResult result = RunProgram(Command(words));
+    EXPECT_EQ(result.exit_code, 2) << words[0] << "\n" << result.err;
+    EXPECT_TRUE(absl::StrContains(result.err, "hint: ")) << result.err;
+  }
+  EXPECT_EQ(HeadCount(), 0u);
+}
+
+}  // namespace
+}  // namespace headwater::e2e
