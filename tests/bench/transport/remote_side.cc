@@ -78,6 +78,8 @@ struct RemoteSide::Trainer {
     client::ClientOptions options;
     options.transport = transport;
     options.client_name = "transport_bench";
+    options.timeout = std::chrono::seconds(60);
+    options.on_notice = [](const std::string&) {};
     return options;
   }
 
@@ -243,6 +245,11 @@ void RemoteSide::RunManyClients(int count) {
 void RemoteSide::NewStep() {
   step_ = ValueOf(TrainerOf(Transport::kGrpc).student.DiscardGradient(step_), "DiscardGradient").open_step;
   next_id_ = 0;
+}
+
+void RemoteSide::Reconnect() {
+  trainers_.clear();
+  many_.clear();
 }
 
 int64_t RemoteSide::ReserveIds(int64_t count) {

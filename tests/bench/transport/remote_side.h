@@ -70,6 +70,9 @@ class RemoteSide {
   // Empties the open step: a case begins with it.
   void NewStep();
 
+  // Lets go of all connections, of which one may be in a bad way; they are made anew when they are needed.
+  void Reconnect();
+
   // Compares one micro-batch, gradient included, with what the engine found in this process: the relative error of the loss, and
   // that of grad_hidden (the norm of the difference over the norm).
   struct Difference {

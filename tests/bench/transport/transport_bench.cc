@@ -140,7 +140,14 @@ class Bench {
     std::printf("%-28s %9s %9s %-10s %7s %6s %7s %7s %9s %5s %5s %3s\n", "case", "ms", "base ms", "base", "ratio", "limit",
                 "spread", "burst", "products", "MHz", "W", "C");
     for (const Case& bench_case : AllCases()) {
-      if (IsWanted(bench_case.name)) RunCase(bench_case);
+      if (!IsWanted(bench_case.name)) continue;
+      try {
+        RunCase(bench_case);
+      } catch (const std::runtime_error& error) {
+        // The others may still be measured: a run on a GPU is dear.
+        LeaveOut(bench_case, error.what());
+        remote_.Reconnect();
+      }
     }
     std::printf("%d figures miss what is required, %d could not be taken\n", missed_, left_out_);
     return (missed_ == 0 || settings_.smoke) && left_out_ == 0;
@@ -291,7 +298,7 @@ class Bench {
     std::fflush(stdout);
     if (missed) ++missed_;
     // After every case: a run that is cut short has kept what it has.
-    if (const std::string error = figures_.Write(); !error.empty()) throw std::runtime_error(error);
+    if (const std::string error = figures_.Write(); !error.empty()) throw std::invalid_argument(error);
   }
 
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();

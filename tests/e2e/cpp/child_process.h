@@ -35,6 +35,7 @@ class ChildProcess {
 
   void Signal(int signal);
   bool Running();
+  pid_t pid() const { return pid_; }
   // Waits for the end: the exit code, or minus the signal that ended it.
   int Wait();
 

@@ -112,14 +112,14 @@ TEST_F(Bench, APathThatCannotBeTakenAloneIsAFailureThatSaysWhy) {
 }
 
 TEST_F(Bench, AHeadThatDoesNotFitIsMadeSmaller) {
-  ServerProcess small({"--memory_budget_bytes=2000000"});
+  ServerProcess small({"--memory_budget_bytes=67108864"});
   const ProgramResult result =
-      RunProgram({HEADWATERCTL, "bench", small.target(), "--vocab_size=65536", "--hidden_size=16", "--rows=8", "--sizes=8",
+      RunProgram({HEADWATERCTL, "bench", small.target(), "--vocab_size=1048576", "--hidden_size=16", "--rows=8", "--sizes=8",
                   "--concurrency=2", "--duration=10ms", "--transports=grpc", "--json"});
   ASSERT_EQ(result.exit_code, 0) << result.err;
   const json document = json::parse(result.out, nullptr, false);
   ASSERT_FALSE(document.is_discarded()) << result.out;
-  EXPECT_LT(document["vocab_size"], 65536);
+  EXPECT_LT(document["vocab_size"], 1048576);
   EXPECT_GE(document["vocab_size"], 1024);
 }
 

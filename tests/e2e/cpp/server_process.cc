@@ -9,7 +9,8 @@
 
 namespace headwater::e2e {
 
-ServerProcess::ServerProcess(std::vector<std::string> flags) : flags_(std::move(flags)) {
+ServerProcess::ServerProcess(std::vector<std::string> flags, bool shares_memory) : flags_(std::move(flags)) {
+  if (shares_memory) flags_.push_back("--descriptor_socket=" + descriptor_socket());
   std::filesystem::create_directory(load_root());
   Start();
 }

@@ -14,10 +14,13 @@ namespace headwater::e2e {
 class ServerProcess {
  public:
   // Starts it and waits until it says where it listens. `flags` come behind the ones for sockets and directories.
-  explicit ServerProcess(std::vector<std::string> flags = {});
+  // `shares_memory`: clients can hand it memory, on a socket of its own.
+  explicit ServerProcess(std::vector<std::string> flags = {}, bool shares_memory = false);
 
   // `unix:PATH`.
   std::string target() const { return "unix:" + directory_.path() + "/socket"; }
+  // Where descriptors of memory are taken, if it shares memory.
+  std::string descriptor_socket() const { return directory_.path() + "/memory"; }
   std::string load_root() const { return directory_.path() + "/load"; }
   std::string log() const { return ReadFile(directory_.path() + "/stderr"); }
   ChildProcess& process() { return *process_; }

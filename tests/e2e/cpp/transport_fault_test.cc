@@ -1,0 +1,289 @@
+// What goes wrong while rows travel, on each path that this machine has: trainers that let go, die, or repeat themselves, a server
+// that dies. After every fault the server serves on, and the accumulator holds exactly what was accepted: it is compared bit by bit
+// with that of a witness, which only ever got the good micro-batches.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <csignal>
+#include <functional>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "headwater/client/client.h"
+#include "tests/e2e/cpp/server_process.h"
+#include "tests/e2e/cpp/test_tensors.h"
+
+namespace headwater::e2e {
+namespace {
+
+using namespace headwater::client;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using std::chrono::steady_clock;
+
+constexpr int64_t kVocabSize = 61;
+constexpr int64_t kHiddenSize = 64;
+constexpr int64_t kFewRows = 5;
+constexpr int64_t kManyRows = 1 << 16;  // 16 MiB: several stripes, and much more than sockets and flow control hold
+
+bool Await(const std::function<bool()>& holds) {
+  const auto deadline = steady_clock::now() + seconds(20);
+  while (!holds()) {
+    if (steady_clock::now() > deadline) return false;
+    std::this_thread::sleep_for(milliseconds(20));
+  }
+  return true;
+}
+
+MicroBatchOptions Submission(int64_t micro_batch) {
+  MicroBatchOptions options;
+  options.step = 0;
+  options.micro_batch = micro_batch;
+  return options;
+}
+
+class TransportFault : public testing::TestWithParam<Transport> {
+ protected:
+  TransportFault()
+      : server_({"--stream_idle_timeout=3s"}, /*shares_memory=*/true),
+        client_(server_.Connect({.connect_timeout = seconds(20), .transport = GetParam()})),
+        witness_client_(server_.Connect({.connect_timeout = seconds(20), .transport = Transport::kGrpc})) {
+    student_.emplace(MakeHead(client_, "student"));
+    witness_.emplace(MakeHead(witness_client_, "witness"));
+  }
+
+  Head MakeHead(Client& client, const std::string& name) {
+    HeadSpec spec;
+    spec.vocab_size = kVocabSize;
+    spec.hidden_size = kHiddenSize;
+    spec.trainable = true;
+    Head head = Value(client.CreateHead(name, spec));
+    Value(head.UploadWeights(HeadTensor::kWeight, TensorView::Float32(weight_)));
+    return head;
+  }
+
+  RowsView Few() const { return RowsView::Float32(absl::MakeConstSpan(rows_).first(kFewRows * kHiddenSize), kHiddenSize); }
+  RowsView Many() const { return RowsView::Float32(rows_, kHiddenSize); }
+  absl::Span<const int32_t> FewTargets() const { return absl::MakeConstSpan(targets_).first(kFewRows); }
+
+  // A micro-batch that both heads get: it must be accepted, over the wanted path.
+  void Good(int64_t micro_batch, const RowsView& rows) {
+    const auto targets = absl::MakeConstSpan(targets_).first(static_cast<size_t>(rows.row_count));
+    const LossResult result = Value(student_->CrossEntropy(rows, targets, {}, Submission(micro_batch)).Get());
+    EXPECT_EQ(result.transport, TransportName(GetParam()));
+    EXPECT_FALSE(result.replayed);
+    Value(witness_->CrossEntropy(rows, targets, {}, Submission(micro_batch)).Get());
+  }
+  void Good(int64_t micro_batch) { Good(micro_batch, Few()); }
+
+  void ExpectSameAccumulators() {
+    const TensorBuffer actual = Value(student_->Gradient(0));
+    const TensorBuffer expected = Value(witness_->Gradient(0));
+    ASSERT_EQ(actual.bytes(), expected.bytes());
+    EXPECT_EQ(std::memcmp(actual.data(), expected.data(), static_cast<size_t>(actual.bytes())), 0);
+    EXPECT_EQ(Value(student_->GetStep()).open.totals.micro_batch_count, Value(witness_->GetStep()).open.totals.micro_batch_count);
+  }
+
+  ServerProcess server_;
+  Client client_;
+  Client witness_client_;
+  const std::vector<float> weight_ = RandomFloats(1, kVocabSize* kHiddenSize, 0.3F);
+  const std::vector<float> rows_ = RandomFloats(2, kManyRows* kHiddenSize, 1.0F);
+  const std::vector<int32_t> targets_ = RandomTargets(3, kManyRows, kVocabSize);
+  std::optional<Head> student_, witness_;
+};
+
+TEST_P(TransportFault, ADroppedFutureAddsNothing) {
+  Good(0);
+  for (int64_t round = 0; round < 5; ++round) {
+    // Explicit: whatever the server had done already stays undecided, so that nothing of it is certain to be added.
+    MicroBatchOptions options = Submission(100 + round);
+    options.commit = CommitMode::kExplicit;
+    Future<LossResult> future = student_->CrossEntropy(Many(), targets_, {}, options);
+    std::this_thread::sleep_for(milliseconds(3 * round));
+  }
+  EXPECT_TRUE(Await([&] { return Value(student_->GetStep()).open.micro_batches.size() == 1; }));
+  Good(1);
+  Good(2, Many());
+  ExpectSameAccumulators();
+}
+
+TEST_P(TransportFault, ACancelledEagerOneIsAddedOnceOrNotAtAll) {
+  Good(0);
+  for (int64_t round = 0; round < 5; ++round) {
+    const int64_t id = 1 + round;
+    Future<LossResult> future = student_->CrossEntropy(Many(), targets_, {}, Submission(id));
+    std::this_thread::sleep_for(milliseconds(4 * round));
+    future.Cancel();
+    (void)future.Get();
+    // Sent again it is in the step exactly once, whatever had become of the first.
+    LossResult again;
+    EXPECT_TRUE(Await([&] {
+      absl::StatusOr<LossResult> result = student_
+                                              ->CrossEntropy(Many(), targets_, {},
+                                                             [&] {
+                                                               MicroBatchOptions options = Submission(id);
+                                                               options.attempt = 1;
+                                                               return options;
+                                                             }())
+                                              .Get();
+      if (!result.ok()) return false;
+      again = *std::move(result);
+      return true;
+    }));
+    Value(witness_->CrossEntropy(Many(), targets_, {}, Submission(id)).Get());
+  }
+  ExpectSameAccumulators();
+}
+
+TEST_P(TransportFault, ARefusalWhileRowsTravelArrives) {
+  MicroBatchOptions options = Submission(0);
+  options.step = 9;
+  const auto start = steady_clock::now();
+  const absl::Status status = student_->CrossEntropy(Many(), targets_, {}, options).Get().status();
+  EXPECT_EQ(ErrorReason(status), "STEP_MISMATCH") << status;
+  EXPECT_LE(steady_clock::now() - start, seconds(10));
+  Good(0);
+  ExpectSameAccumulators();
+}
+
+TEST_P(TransportFault, ARepeatIsReplayedAndOtherRowsAreAConflict) {
+  Good(0, Many());
+  const LossResult again = Value(student_->CrossEntropy(Many(), targets_, {}, Submission(0)).Get());
+  EXPECT_TRUE(again.replayed);
+  std::vector<float> others = rows_;
+  others.back() += 1;
+  const absl::Status conflict =
+      student_->CrossEntropy(RowsView::Float32(others, kHiddenSize), targets_, {}, Submission(0)).Get().status();
+  EXPECT_EQ(ErrorReason(conflict), "MICRO_BATCH_CONFLICT") << conflict;
+  Good(1);
+  ExpectSameAccumulators();
+}
+
+TEST_P(TransportFault, ADiscardedExplicitOneLeavesNothing) {
+  Good(0);
+  MicroBatchOptions options = Submission(7);
+  options.commit = CommitMode::kExplicit;
+  const LossResult result = Value(student_->CrossEntropy(Many(), targets_, {}, options).Get());
+  EXPECT_EQ(result.transport, TransportName(GetParam()));
+  ExpectSameAccumulators();
+  EXPECT_TRUE(Value(result.contribution->Discard().Get()).dropped);
+  Good(1);
+  ExpectSameAccumulators();
+}
+
+TEST_P(TransportFault, NotFiniteRowsAreRefusedWhole) {
+  Good(0);
+  std::vector<float> rows = rows_;
+  rows[rows.size() / 2] = std::numeric_limits<float>::quiet_NaN();
+  MicroBatchOptions options = Submission(7);
+  options.non_finite_policy = NonFinitePolicy::kRefuse;
+  const absl::Status status = student_->CrossEntropy(RowsView::Float32(rows, kHiddenSize), targets_, {}, options).Get().status();
+  EXPECT_EQ(ErrorReason(status), "NON_FINITE_VALUES") << status;
+  Good(1, Many());
+  ExpectSameAccumulators();
+}
+
+TEST_P(TransportFault, ManyAtOnceAreEachAddedOnce) {
+  constexpr int64_t kMicroBatches = 24;
+  std::vector<Future<LossResult>> futures;
+  for (int64_t id = 0; id < kMicroBatches; ++id) {
+    // Small ones and large ones.
+    const int64_t rows = id % 3 == 0 ? kManyRows / 4 : 1 + id;
+    RowsView view = Many();
+    view.row_count = rows;
+    const auto targets = absl::MakeConstSpan(targets_).first(static_cast<size_t>(rows));
+    futures.push_back(student_->CrossEntropy(view, targets, {}, Submission(id)));
+  }
+  int64_t tokens = 0;
+  for (Future<LossResult>& future : futures) tokens += Value(future.Get()).valid_token_count;
+  const StepTotals totals = Value(student_->Seal(0, kMicroBatches)).totals;
+  EXPECT_EQ(totals.micro_batch_count, kMicroBatches);
+  EXPECT_EQ(totals.valid_token_count, tokens);
+}
+
+TEST_P(TransportFault, AKilledServerIsACleanErrorAndTheClientComesBack) {
+  Good(0);
+  Future<LossResult> future = student_->CrossEntropy(Many(), targets_, {}, Submission(1), {.timeout = seconds(20)});
+  server_.process().Signal(SIGKILL);
+  EXPECT_EQ(server_.process().Wait(), -SIGKILL);
+  const auto start = steady_clock::now();
+  const absl::Status status = future.Get().status();
+  EXPECT_TRUE(status.code() == absl::StatusCode::kUnavailable || status.code() == absl::StatusCode::kDeadlineExceeded) << status;
+  EXPECT_LE(steady_clock::now() - start, seconds(25));
+  server_.Start();
+  EXPECT_TRUE(Await([&] { return client_.CheckHealth().ok() && witness_client_.CheckHealth().ok(); }));
+  // Another server, without heads: the rows find their path again, whose regions it does not know.
+  student_.emplace(MakeHead(client_, "student"));
+  witness_.emplace(MakeHead(witness_client_, "witness"));
+  Good(0);
+  Good(1, Many());
+  ExpectSameAccumulators();
+}
+
+INSTANTIATE_TEST_SUITE_P(Paths, TransportFault, testing::Values(Transport::kGrpc, Transport::kSharedMemory),
+                         [](const testing::TestParamInfo<Transport>& path) {
+                           return path.param == Transport::kGrpc ? "Grpc" : "SharedMemory";
+                         });
+
+// A trainer that is killed; transport_victim.cc.
+struct VictimCase {
+  const char* transport;
+  const char* moment;
+};
+
+class KilledClient : public testing::TestWithParam<VictimCase> {};
+
+// Whether the server has memory of another process mapped.
+bool HasMappedRegions(ServerProcess& server) {
+  return ReadFile("/proc/" + std::to_string(server.process().pid()) + "/maps").find("/memfd:") != std::string::npos;
+}
+
+TEST_P(KilledClient, LeavesNothingBehind) {
+  ServerProcess server({"--stream_idle_timeout=3s"}, /*shares_memory=*/true);
+  Client client = server.Connect({.connect_timeout = seconds(20), .transport = Transport::kGrpc});
+  HeadSpec spec;
+  spec.vocab_size = kVocabSize;
+  spec.hidden_size = kHiddenSize;
+  spec.trainable = true;
+  Head head = Value(client.CreateHead("student", spec));
+  const std::vector<float> weight = RandomFloats(1, kVocabSize * kHiddenSize, 0.3F);
+  Value(head.UploadWeights(HeadTensor::kWeight, TensorView::Float32(weight)));
+  const std::vector<float> rows = RandomFloats(2, kFewRows * kHiddenSize, 1.0F);
+  const std::vector<int32_t> targets = RandomTargets(3, kFewRows, kVocabSize);
+  Value(head.CrossEntropy(RowsView::Float32(rows, kHiddenSize), targets, {}, Submission(0)).Get());
+  const TensorBuffer before = Value(head.Gradient(0));
+
+  TemporaryDirectory directory;
+  {
+    ChildProcess victim({TRANSPORT_VICTIM, server.target(), GetParam().transport, GetParam().moment}, directory.path() + "/out",
+                        directory.path() + "/err");
+    ASSERT_TRUE(Await([&] { return !ReadFile(directory.path() + "/out").empty() || !victim.Running(); }));
+    ASSERT_EQ(ReadFile(directory.path() + "/out"), "ready\n") << ReadFile(directory.path() + "/err");
+    if (std::string(GetParam().transport) == "shared_memory") {
+      EXPECT_TRUE(HasMappedRegions(server));
+    }
+    std::this_thread::sleep_for(milliseconds(50));
+    victim.Signal(SIGKILL);
+    EXPECT_EQ(victim.Wait(), -SIGKILL);
+  }
+  // Its undecided micro-batches go, and its regions, when its lease ends; the accumulator is as it was.
+  EXPECT_TRUE(Await([&] { return Value(head.GetStep()).open.micro_batches.size() == 1; }));
+  EXPECT_TRUE(Await([&] { return !HasMappedRegions(server); }));
+  const TensorBuffer after = Value(head.Gradient(0));
+  EXPECT_EQ(std::memcmp(before.data(), after.data(), static_cast<size_t>(before.bytes())), 0);
+  EXPECT_TRUE(head.CrossEntropy(RowsView::Float32(rows, kHiddenSize), targets, {}, Submission(1)).Get().ok());
+}
+
+INSTANTIATE_TEST_SUITE_P(Paths, KilledClient,
+                         testing::Values(VictimCase{"grpc", "submitting"}, VictimCase{"grpc", "undecided"},
+                                         VictimCase{"shared_memory", "submitting"}, VictimCase{"shared_memory", "undecided"}),
+                         [](const testing::TestParamInfo<VictimCase>& path) {
+                           return std::string(path.param.transport == std::string("grpc") ? "Grpc" : "SharedMemory") +
+                                  (path.param.moment == std::string("submitting") ? "WhileSubmitting" : "HoldingAContribution");
+                         });
+
+}  // namespace
+}  // namespace headwater::e2e
