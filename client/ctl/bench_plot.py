@@ -22,13 +22,17 @@ paths.set_ylabel("ms")
 paths.set_title("one micro-batch at a time, " + shape.format(**bars[0]) if bars else "")
 paths.legend()
 
+
+def curve(axes, sweep, transport, across, up):
+    """A path's points of a sweep, in order."""
+    points = sorted((across(row), up(row)) for row in rows if (row["sweep"], row["transport"]) == (sweep, transport))
+    if points:
+        axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=transport)
+
+
 for name in dict.fromkeys(row["transport"] for row in rows):
-    points = sorted((row["in_flight"], row["rows_per_second"]) for row in rows if (row["sweep"], row["transport"]) == ("concurrency", name))
-    if points:
-        concurrency.plot(*zip(*points), marker="o", label=name)
-    points = sorted((row["rows"], row["median_ms"] / row["engine_ms"]) for row in rows if (row["sweep"], row["transport"]) == ("size", name))
-    if points:
-        sizes.plot(*zip(*points), marker="o", label=name)
+    curve(concurrency, "concurrency", name, lambda row: row["in_flight"], lambda row: row["rows_per_second"])
+    curve(sizes, "size", name, lambda row: row["rows"], lambda row: row["median_ms"] / row["engine_ms"])
 concurrency.set_xscale("log", base=2)
 concurrency.set_ylim(bottom=0)
 concurrency.set_xlabel("micro-batches in flight")

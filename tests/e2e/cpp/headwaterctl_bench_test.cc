@@ -142,10 +142,14 @@ TEST_F(Bench, ThePlotNeedsMatplotlibAndSaysSoFirst) {
   EXPECT_TRUE(absl::StrContains(bare.err, "--png needs matplotlib, which the python3 on the PATH does not have")) << bare.err;
   EXPECT_FALSE(absl::StrContains(bare.err, "making a head")) << bare.err;
 
-  if (RunProgram({"/usr/bin/env", "python3", "-c", "import matplotlib"}).exit_code != 0) {
-    GTEST_SKIP() << "the python3 on the PATH has no matplotlib: no plot is drawn";
+  const std::string path = "PATH=/usr/bin:/bin";
+  if (RunProgram({"/usr/bin/env", path, "python3", "-c", "import matplotlib"}).exit_code != 0) {
+    GTEST_SKIP() << "the system's python3 has no matplotlib: no plot is drawn";
   }
-  const ProgramResult drawn = Run({"--transports=grpc", "--png=" + png});
+  std::vector<std::string> with = Command({"--transports=grpc", "--png=" + png});
+  with.insert(with.end(), kSmall.begin(), kSmall.end());
+  with.insert(with.begin(), {"/usr/bin/env", path});
+  const ProgramResult drawn = RunProgram(with);
   EXPECT_EQ(drawn.exit_code, 0) << drawn.err;
   EXPECT_EQ(ReadFile(png).substr(0, 4), "\x89PNG");
 }

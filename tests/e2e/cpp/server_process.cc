@@ -8,6 +8,15 @@
 #include <utility>
 
 namespace headwater::e2e {
+namespace {
+
+// A bundle's programs lie elsewhere than those of the build, and run on a GPU.
+std::string FromEnvironmentOr(const char* name, const char* standard) {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? standard : value;
+}
+
+}  // namespace
 
 ServerProcess::ServerProcess(std::vector<std::string> flags, bool shares_memory) : flags_(std::move(flags)) {
   if (shares_memory) flags_.push_back("--descriptor_socket=" + descriptor_socket());
@@ -19,13 +28,13 @@ void ServerProcess::Start() {
   const std::string port_file = directory_.path() + "/port";
   std::filesystem::remove(port_file);
   std::filesystem::remove(directory_.path() + "/socket");
-  std::vector<std::string> arguments = {HEADWATERD,
+  std::vector<std::string> arguments = {FromEnvironmentOr("HEADWATER_TEST_SERVER", HEADWATERD),
                                         "--listen_addresses=" + target(),
                                         "--port_file=" + port_file,
                                         "--metrics_address=",
                                         "--checkpoint_directory=" + directory_.path() + "/checkpoints",
                                         "--load_root=" + load_root(),
-                                        "--engine=cpu",
+                                        "--engine=" + FromEnvironmentOr("HEADWATER_TEST_ENGINE", "cpu"),
                                         "--threads=2",
                                         "--drain_timeout=5s",
                                         "--log_level=warning"};

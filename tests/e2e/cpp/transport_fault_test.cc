@@ -5,8 +5,12 @@
 
 #include <chrono>
 #include <csignal>
+#include <cstdlib>
+#include <cstring>
 #include <functional>
+#include <limits>
 #include <optional>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -241,6 +245,11 @@ bool HasMappedRegions(ServerProcess& server) {
   return ReadFile("/proc/" + std::to_string(server.process().pid()) + "/maps").find("/memfd:") != std::string::npos;
 }
 
+std::string VictimProgram() {
+  const char* const program = std::getenv("HEADWATER_TEST_VICTIM");
+  return program == nullptr ? TRANSPORT_VICTIM : program;
+}
+
 TEST_P(KilledClient, LeavesNothingBehind) {
   ServerProcess server({"--stream_idle_timeout=3s"}, /*shares_memory=*/true);
   Client client = server.Connect({.connect_timeout = seconds(20), .transport = Transport::kGrpc});
@@ -258,7 +267,7 @@ TEST_P(KilledClient, LeavesNothingBehind) {
 
   TemporaryDirectory directory;
   {
-    ChildProcess victim({TRANSPORT_VICTIM, server.target(), GetParam().transport, GetParam().moment}, directory.path() + "/out",
+    ChildProcess victim({VictimProgram(), server.target(), GetParam().transport, GetParam().moment}, directory.path() + "/out",
                         directory.path() + "/err");
     ASSERT_TRUE(Await([&] { return !ReadFile(directory.path() + "/out").empty() || !victim.Running(); }));
     ASSERT_EQ(ReadFile(directory.path() + "/out"), "ready\n") << ReadFile(directory.path() + "/err");

@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""Draws the figures of docs/benchmarks/transport.csv, and writes their table into docs/benchmarks/transport.md.
+
+    tests/bench/transport/plot.py [--figures FILE.csv] [--plot FILE.svg] [--page FILE.md]
+
+The plot needs matplotlib; --plot '' leaves it out.
+"""
+
+import argparse
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "common"))
+import figures
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+MARK = "<!-- figures -->"
+PREFIX = figures.GPU_PREFIX + "transport_"
+RATIO = "_ratio"
+# What the project aims at, beyond what it requires.
+AIMS = {
+    "grpc": 1.08,
+    "grpc_two_in_flight": 1.01,
+    "shared_memory": 1.02,
+    "cuda_ipc": 1.01,
+    "grpc_frozen_head": 1.10,
+    "grpc_explicit": 1.02,
+    "shared_memory_explicit": 1.02,
+    "cuda_ipc_explicit": 1.02,
+    "grpc_held": 1.35,
+    "shared_memory_held": 1.35,
+    "cuda_ipc_held": 1.35,
+    "grpc_python": 1.02,
+    "shared_memory_python": 1.02,
+    "cuda_ipc_python": 1.02,
+    "grpc_many_clients": 1.0526,
+    "grpc_against_torch_compile": 1.05,
+}
+
+
+def cases_of(values):
+    """The names of the cases, in the file's order."""
+    names = [case[len(PREFIX) : -len(RATIO)] for case in values if case.startswith(PREFIX) and case.endswith(RATIO)]
+    return [name for name in names if not name.endswith("_burst")]
+
+
+def table_of(values):
+    """Lines of Markdown."""
+    lines = [
+        "| case | ms | against | ms | ratio | required | aim | spread | burst | x products | MHz | W |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+
+    def value(case, form="{:.3f}"):
+        return form.format(float(values[case]["value"])) if case in values else ""
+
+    for name in cases_of(values):
+        case = PREFIX + name
+        row = values[case + RATIO]
+        mark = " **missed**" if figures.is_missed(row) else ""
+        cells = [
+            name,
+            value(f"{case}_ms"),
+            row["unit"].removeprefix("x "),
+            value(f"{case}_base_ms"),
+            value(case + RATIO) + mark,
+            row["required"],
+            f"{AIMS[name]:g}" if name in AIMS else "",
+            value(f"{case}_spread"),
+            value(f"{case}_burst_ratio"),
+            value(f"{case}_of_products"),
+            value(f"{case}_sm_mhz", "{:.0f}"),
+            value(f"{case}_watts", "{:.0f}"),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    others = [row for case, row in values.items() if not case.startswith(PREFIX)]
+    if others:
+        lines += ["", "| figure | value | unit | required |", "|---|---|---|---|"]
+        lines += [f"| {row['case']} | {row['value']} | {row['unit']} | {row['required']} |" for row in others]
+    return lines
+
+
+def draw(values, plot):
+    """Bars of the ratios, with what is required."""
+    import matplotlib
+
+    matplotlib.use("svg" if str(plot).endswith(".svg") else "agg")
+    from matplotlib import pyplot
+
+    names = cases_of(values)
+    ratios = [float(values[PREFIX + name + RATIO]["value"]) for name in names]
+    figure, axes = pyplot.subplots(figsize=(10, 0.35 * len(names) + 1.5))
+    axes.barh(range(len(names)), ratios, 0.6)
+    for place, (name, ratio) in enumerate(zip(names, ratios, strict=True)):
+        required = values[PREFIX + name + RATIO]["required"]
+        if required:
+            axes.plot([float(required)] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1.5)
+        axes.annotate(f" {ratio:.3f}", (ratio, place), va="center", fontsize=8)
+    labels = [f"{name} / {values[PREFIX + name + RATIO]['unit'].removeprefix('x ')}" for name in names]
+    axes.set_yticks(range(len(names)), labels)
+    axes.invert_yaxis()
+    axes.axvline(1, color="grey", linewidth=0.8, linestyle="--")
+    axes.set_xlim(0.5, max(1.6, *ratios) + 0.1)
+    axes.set_xlabel("time over that of what stands behind the stroke; black: required")
+    figure.tight_layout()
+    figure.savefig(plot, metadata={"Date": None} if str(plot).endswith(".svg") else None)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--figures", type=pathlib.Path, default=ROOT / "docs/benchmarks/transport.csv")
+    parser.add_argument("--plot", default=str(ROOT / "docs/benchmarks/transport.svg"))
+    parser.add_argument("--page", type=pathlib.Path, default=ROOT / "docs/benchmarks/transport.md")
+    options = parser.parse_args()
+    rows = figures.read(options.figures)
+    values = {row["case"]: row for row in rows}
+    if not cases_of(values):
+        raise SystemExit(f"{options.figures} has no figures of a GPU")
+    figures.write_block(options.page, MARK, [figures.origin(rows), "", *table_of(values)])
+    if options.plot:
+        draw(values, options.plot)
+
+
+if __name__ == "__main__":
+    main()
