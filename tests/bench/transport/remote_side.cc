@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstring>
@@ -168,6 +169,7 @@ client::LossResult RemoteSide::Finish(client::Future<client::LossResult> future,
   if (result.valid_token_count != settings_.rows || !(result.loss_sum > 0)) {
     throw std::runtime_error("the server computed nonsense");
   }
+  times_.push_back(result.timing);
   if (work.is_explicit) {
     const client::ContributionForm wanted = work.held ? client::ContributionForm::kHeld : client::ContributionForm::kStaged;
     if (result.form != wanted) throw std::runtime_error("the contribution was held in another form than wanted");
@@ -203,6 +205,20 @@ void RemoteSide::Run(const Work& work, int count) {
     Finish(std::move(in_flight.front()), work);
     in_flight.pop_front();
   }
+}
+
+RemoteSide::ServerTimes RemoteSide::TakeTimes() {
+  const auto median = [this](std::chrono::nanoseconds client::Timing::*part) {
+    std::vector<double> values;
+    for (const client::Timing& time : times_) values.push_back(std::chrono::duration<double, std::milli>(time.*part).count());
+    if (values.empty()) return 0.0;
+    std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2), values.end());
+    return values[values.size() / 2];
+  };
+  const ServerTimes medians = {median(&client::Timing::upload), median(&client::Timing::queue), median(&client::Timing::engine),
+                               median(&client::Timing::download)};
+  times_.clear();
+  return medians;
 }
 
 void RemoteSide::RunManyClients(int count) {

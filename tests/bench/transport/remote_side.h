@@ -65,6 +65,11 @@ class RemoteSide {
 
   // Submits `count` micro-batches of all rows.
   void Run(const Work& work, int count);
+  // Where the server's time went in the micro-batches of Run() since the last TakeTimes(), in ms; medians, all 0 without any.
+  struct ServerTimes {
+    double upload = 0, queue = 0, engine = 0, download = 0;
+  };
+  ServerTimes TakeTimes();
   // One client for each part of the rows, all at once, over gRPC: each submits its part `count` times.
   void RunManyClients(int count);
   // Empties the open step: a case begins with it.
@@ -100,6 +105,7 @@ class RemoteSide {
   LocalSide* local_ = nullptr;
   std::map<client::Transport, std::unique_ptr<Trainer>> trainers_;
   std::vector<std::unique_ptr<Trainer>> many_;
+  std::vector<client::Timing> times_;
   int64_t step_ = 0;
   int64_t next_id_ = 0;
 };

@@ -193,6 +193,7 @@ class Bench {
     std::unique_ptr<Worker> worker = MakeWorker(bench_case);
     if (worker != nullptr && !worker->why_not().empty()) return LeaveOut(bench_case, worker->why_not());
     if (worker == nullptr && NeedsWorker(bench_case)) return LeaveOut(bench_case, "--python is empty");
+    times_ = {};
     const BlockTimes times =
         TimeAlternately(BaseWork(bench_case, worker.get()), CandidateWork(bench_case, worker.get()), settings_.blocks, monitor_);
     Report(bench_case, times);
@@ -248,7 +249,11 @@ class Bench {
       case Kind::kWork:
         break;
     }
-    return [this, work = bench_case.work](int count) { remote_.Run(work, count); };
+    return [this, work = bench_case.work](int count) {
+      remote_.TakeTimes();  // the base's, where it is remote too
+      remote_.Run(work, count);
+      times_ = remote_.TakeTimes();
+    };
   }
 
   Repeat BaseWork(const Case& bench_case, Worker* worker) {
@@ -290,11 +295,21 @@ class Bench {
       figures_.Add({name + "_celsius", times.candidate_card.celsius, "degrees", {}});
       figures_.Add({name + "_throttle_reasons", static_cast<double>(times.candidate_card.throttle_reasons), "NVML bits", {}});
     }
+    if (times_.engine > 0) {
+      figures_.Add({name + "_server_upload_ms", times_.upload, "ms", {}});
+      figures_.Add({name + "_server_queue_ms", times_.queue, "ms", {}});
+      figures_.Add({name + "_server_engine_ms", times_.engine, "ms", {}});
+      figures_.Add({name + "_server_download_ms", times_.download, "ms", {}});
+    }
     const bool missed = bench_case.at_most.has_value() && !(times.ratio <= *bench_case.at_most);
     std::printf("%-28s %9.3f %9.3f %-10s %7.4f %6.2f %7.4f %7.4f %9.4f %5.0f %5.0f %3.0f%s\n", bench_case.name.c_str(),
                 times.candidate_ms, times.floor_ms, BaseName(bench_case.base), times.ratio, bench_case.at_most.value_or(0),
                 times.ratio_spread, times.burst_ratio, of_products, times.candidate_card.sm_mhz, times.candidate_card.watts,
                 times.candidate_card.celsius, missed ? "  over what is required" : "");
+    if (times_.engine > 0) {
+      std::printf("%-28s %9s server: upload %.2f, queue %.2f, engine %.2f, download %.2f ms\n", "", "", times_.upload, times_.queue,
+                  times_.engine, times_.download);
+    }
     std::fflush(stdout);
     if (missed) ++missed_;
     // After every case: a run that is cut short has kept what it has.
@@ -310,6 +325,7 @@ class Bench {
   std::unique_ptr<LocalSide> local_;
   CardMonitor monitor_;
   testing::FigureFile figures_;
+  RemoteSide::ServerTimes times_;  // of the candidate's last block
   double products_ms_ = 0;
   int missed_ = 0;
   int left_out_ = 0;
