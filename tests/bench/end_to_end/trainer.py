@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """One trainer of the end-to-end benchmark: a model, a way to compute its head's loss, tokens per second, memory. Started by `run`.
 
-Prints one JSON object as its last line. With --probe it also looks for the largest micro-batch that fits.
+Prints a line with a JSON object. With --probe it then looks for the largest micro-batch that fits, and prints another line with both.
 """
 
 from __future__ import annotations
@@ -58,6 +58,10 @@ class InProcessHead:
     def step(self, optimizer):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+    def forget(self):
+        """What a step has left that was broken off."""
+        self.weight.grad = None
 
     def close(self):
         self.weight = None
@@ -121,6 +125,10 @@ class RemoteHead:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         future.result()
+
+    def forget(self):
+        """What a step has left that was broken off."""
+        self._head.discard_gradient()
 
     def close(self):
         self._head.delete(force=True)
@@ -253,9 +261,10 @@ def probe(options, shape, device, dtype):
             tried[sequences] = True
         except torch.cuda.OutOfMemoryError:
             tried[sequences] = False
+        if not tried[sequences]:  # outside of the handler, which keeps the graph
             body.zero_grad(set_to_none=True)
-            if head.parameters():
-                head.weight.grad = None
+            gc.collect()
+            head.forget()
         gc.collect()
         torch.cuda.empty_cache()
         return tried[sequences]
@@ -275,6 +284,12 @@ def probe(options, shape, device, dtype):
             bad = middle
     head.close()
     return {"largest_sequences": good, "smallest_that_fails": bad, "largest_tokens": good * shape.context}
+
+
+def say(result):
+    """A line for `run`, which takes the last one that has come."""
+    sys.stdout.write(json.dumps(result) + "\n")
+    sys.stdout.flush()
 
 
 def run_rank(rank, options, shape, queue):
@@ -319,13 +334,13 @@ def main():
         result = queue.get()
     else:
         result = measure(options, shape, options.device, dtype)
-        if options.probe:
-            gc.collect()
-            if options.device.startswith("cuda"):
-                torch.cuda.empty_cache()
-            result.update(probe(options, shape, options.device, dtype))
     result["shape"] = dataclasses.asdict(shape)
-    sys.stdout.write(json.dumps(result) + "\n")
+    say(result)
+    if options.probe and options.mode != "data_parallel":
+        gc.collect()
+        torch.cuda.empty_cache()
+        result.update(probe(options, shape, options.device, dtype))
+        say(result)
 
 
 if __name__ == "__main__":
