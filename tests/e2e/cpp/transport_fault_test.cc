@@ -9,12 +9,14 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "client/ctl/device_rows.h"
 #include "headwater/client/client.h"
 #include "tests/e2e/cpp/server_process.h"
 #include "tests/e2e/cpp/test_tensors.h"
@@ -30,7 +32,8 @@ using std::chrono::steady_clock;
 constexpr int64_t kVocabSize = 61;
 constexpr int64_t kHiddenSize = 64;
 constexpr int64_t kFewRows = 5;
-constexpr int64_t kManyRows = 1 << 16;  // 16 MiB: several stripes, and much more than sockets and flow control hold
+constexpr int64_t kManyRows = 1 << 16;  // several stripes, and much more than sockets and flow control hold
+constexpr int64_t kManyBytes = kManyRows * kHiddenSize * 4;
 
 bool Await(const std::function<bool()>& holds) {
   const auto deadline = steady_clock::now() + seconds(20);
@@ -68,19 +71,51 @@ class TransportFault : public testing::TestWithParam<Transport> {
     return head;
   }
 
-  RowsView Few() const { return RowsView::Float32(absl::MakeConstSpan(rows_).first(kFewRows * kHiddenSize), kHiddenSize); }
-  RowsView Many() const { return RowsView::Float32(rows_, kHiddenSize); }
-  absl::Span<const int32_t> FewTargets() const { return absl::MakeConstSpan(targets_).first(kFewRows); }
+  // Device memory is the third path's alone.
+  void SetUp() override {
+    if (GetParam() != Transport::kCudaIpc) return;
+    if (Value(client_.GetServerInfo()).engine != "cuda") GTEST_SKIP() << "the server's engine has no device";
+    absl::StatusOr<std::unique_ptr<ctl::DeviceRows>> rows = ctl::DeviceRows::Allocate(2 * kManyBytes);
+    if (!rows.ok()) GTEST_SKIP() << rows.status();
+    device_rows_ = *std::move(rows);
+  }
 
-  // A micro-batch that both heads get: it must be accepted, over the wanted path.
-  void Good(int64_t micro_batch, const RowsView& rows) {
-    const auto targets = absl::MakeConstSpan(targets_).first(static_cast<size_t>(rows.row_count));
-    const LossResult result = Value(student_->CrossEntropy(rows, targets, {}, Submission(micro_batch)).Get());
-    EXPECT_EQ(result.transport, TransportName(GetParam()));
-    EXPECT_FALSE(result.replayed);
+  // The first rows of `values` where the path wants them; on the device they replace what was there.
+  RowsView View(const std::vector<float>& values, int64_t row_count) {
+    RowsView view = RowsView::Float32(absl::MakeConstSpan(values).first(static_cast<size_t>(row_count * kHiddenSize)), kHiddenSize);
+    if (device_rows_ == nullptr) return view;
+    EXPECT_EQ(device_rows_->Fill(view.data, row_count * view.row_bytes()), absl::OkStatus());
+    view.data = device_rows_->data();
+    view.memory = Memory::kCuda;
+    return view;
+  }
+  RowsView Many() { return View(rows_, kManyRows); }
+
+  // Submits to the student over the path. On the device every gradient goes to one place: only the accumulators are compared.
+  Future<LossResult> Submit(const RowsView& rows, MicroBatchOptions options, const CallOptions& call = {}) {
+    if (device_rows_ != nullptr) {
+      options.grad_hidden = absl::MakeSpan(static_cast<unsigned char*>(device_rows_->data()) + kManyBytes,
+                                           static_cast<size_t>(rows.row_count * rows.row_bytes()));
+      options.grad_hidden_memory = Memory::kCuda;
+    }
+    return student_->CrossEntropy(rows, absl::MakeConstSpan(targets_).first(static_cast<size_t>(rows.row_count)), {}, options,
+                                  call);
+  }
+
+  // The same micro-batch for the witness.
+  void Witness(int64_t micro_batch, int64_t row_count) {
+    const RowsView rows =
+        RowsView::Float32(absl::MakeConstSpan(rows_).first(static_cast<size_t>(row_count * kHiddenSize)), kHiddenSize);
+    const auto targets = absl::MakeConstSpan(targets_).first(static_cast<size_t>(row_count));
     Value(witness_->CrossEntropy(rows, targets, {}, Submission(micro_batch)).Get());
   }
-  void Good(int64_t micro_batch) { Good(micro_batch, Few()); }
+  // A micro-batch that both heads get: it must be accepted, over the wanted path.
+  void Good(int64_t micro_batch, int64_t row_count = kFewRows) {
+    const LossResult result = Value(Submit(View(rows_, row_count), Submission(micro_batch)).Get());
+    EXPECT_EQ(result.transport, TransportName(GetParam()));
+    EXPECT_FALSE(result.replayed);
+    Witness(micro_batch, row_count);
+  }
 
   void ExpectSameAccumulators() {
     const TensorBuffer actual = Value(student_->Gradient(0));
@@ -97,6 +132,7 @@ class TransportFault : public testing::TestWithParam<Transport> {
   const std::vector<float> rows_ = RandomFloats(2, kManyRows* kHiddenSize, 1.0F);
   const std::vector<int32_t> targets_ = RandomTargets(3, kManyRows, kVocabSize);
   std::optional<Head> student_, witness_;
+  std::unique_ptr<ctl::DeviceRows> device_rows_;  // rows, then their gradient
 };
 
 TEST_P(TransportFault, ADroppedFutureAddsNothing) {
@@ -105,12 +141,12 @@ TEST_P(TransportFault, ADroppedFutureAddsNothing) {
     // Explicit: whatever the server had done already stays undecided, so that nothing of it is certain to be added.
     MicroBatchOptions options = Submission(100 + round);
     options.commit = CommitMode::kExplicit;
-    Future<LossResult> future = student_->CrossEntropy(Many(), targets_, {}, options);
+    Future<LossResult> future = Submit(Many(), options);
     std::this_thread::sleep_for(milliseconds(3 * round));
   }
   EXPECT_TRUE(Await([&] { return Value(student_->GetStep()).open.micro_batches.size() == 1; }));
   Good(1);
-  Good(2, Many());
+  Good(2, kManyRows);
   ExpectSameAccumulators();
 }
 
@@ -118,26 +154,21 @@ TEST_P(TransportFault, ACancelledEagerOneIsAddedOnceOrNotAtAll) {
   Good(0);
   for (int64_t round = 0; round < 5; ++round) {
     const int64_t id = 1 + round;
-    Future<LossResult> future = student_->CrossEntropy(Many(), targets_, {}, Submission(id));
+    Future<LossResult> future = Submit(Many(), Submission(id));
     std::this_thread::sleep_for(milliseconds(4 * round));
     future.Cancel();
     (void)future.Get();
     // Sent again it is in the step exactly once, whatever had become of the first.
     LossResult again;
     EXPECT_TRUE(Await([&] {
-      absl::StatusOr<LossResult> result = student_
-                                              ->CrossEntropy(Many(), targets_, {},
-                                                             [&] {
-                                                               MicroBatchOptions options = Submission(id);
-                                                               options.attempt = 1;
-                                                               return options;
-                                                             }())
-                                              .Get();
+      MicroBatchOptions options = Submission(id);
+      options.attempt = 1;
+      absl::StatusOr<LossResult> result = Submit(Many(), options).Get();
       if (!result.ok()) return false;
       again = *std::move(result);
       return true;
     }));
-    Value(witness_->CrossEntropy(Many(), targets_, {}, Submission(id)).Get());
+    Witness(id, kManyRows);
   }
   ExpectSameAccumulators();
 }
@@ -146,7 +177,7 @@ TEST_P(TransportFault, ARefusalWhileRowsTravelArrives) {
   MicroBatchOptions options = Submission(0);
   options.step = 9;
   const auto start = steady_clock::now();
-  const absl::Status status = student_->CrossEntropy(Many(), targets_, {}, options).Get().status();
+  const absl::Status status = Submit(Many(), options).Get().status();
   EXPECT_EQ(ErrorReason(status), "STEP_MISMATCH") << status;
   EXPECT_LE(steady_clock::now() - start, seconds(10));
   Good(0);
@@ -154,13 +185,12 @@ TEST_P(TransportFault, ARefusalWhileRowsTravelArrives) {
 }
 
 TEST_P(TransportFault, ARepeatIsReplayedAndOtherRowsAreAConflict) {
-  Good(0, Many());
-  const LossResult again = Value(student_->CrossEntropy(Many(), targets_, {}, Submission(0)).Get());
+  Good(0, kManyRows);
+  const LossResult again = Value(Submit(Many(), Submission(0)).Get());
   EXPECT_TRUE(again.replayed);
   std::vector<float> others = rows_;
   others.back() += 1;
-  const absl::Status conflict =
-      student_->CrossEntropy(RowsView::Float32(others, kHiddenSize), targets_, {}, Submission(0)).Get().status();
+  const absl::Status conflict = Submit(View(others, kManyRows), Submission(0)).Get().status();
   EXPECT_EQ(ErrorReason(conflict), "MICRO_BATCH_CONFLICT") << conflict;
   Good(1);
   ExpectSameAccumulators();
@@ -170,7 +200,7 @@ TEST_P(TransportFault, ADiscardedExplicitOneLeavesNothing) {
   Good(0);
   MicroBatchOptions options = Submission(7);
   options.commit = CommitMode::kExplicit;
-  const LossResult result = Value(student_->CrossEntropy(Many(), targets_, {}, options).Get());
+  const LossResult result = Value(Submit(Many(), options).Get());
   EXPECT_EQ(result.transport, TransportName(GetParam()));
   ExpectSameAccumulators();
   EXPECT_TRUE(Value(result.contribution->Discard().Get()).dropped);
@@ -184,22 +214,22 @@ TEST_P(TransportFault, NotFiniteRowsAreRefusedWhole) {
   rows[rows.size() / 2] = std::numeric_limits<float>::quiet_NaN();
   MicroBatchOptions options = Submission(7);
   options.non_finite_policy = NonFinitePolicy::kRefuse;
-  const absl::Status status = student_->CrossEntropy(RowsView::Float32(rows, kHiddenSize), targets_, {}, options).Get().status();
+  const absl::Status status = Submit(View(rows, kManyRows), options).Get().status();
   EXPECT_EQ(ErrorReason(status), "NON_FINITE_VALUES") << status;
-  Good(1, Many());
+  Good(1, kManyRows);
   ExpectSameAccumulators();
 }
 
 TEST_P(TransportFault, ManyAtOnceAreEachAddedOnce) {
   constexpr int64_t kMicroBatches = 24;
   std::vector<Future<LossResult>> futures;
+  const RowsView all = Many();
   for (int64_t id = 0; id < kMicroBatches; ++id) {
     // Small ones and large ones.
     const int64_t rows = id % 3 == 0 ? kManyRows / 4 : 1 + id;
-    RowsView view = Many();
+    RowsView view = all;
     view.row_count = rows;
-    const auto targets = absl::MakeConstSpan(targets_).first(static_cast<size_t>(rows));
-    futures.push_back(student_->CrossEntropy(view, targets, {}, Submission(id)));
+    futures.push_back(Submit(view, Submission(id)));
   }
   int64_t tokens = 0;
   for (Future<LossResult>& future : futures) tokens += Value(future.Get()).valid_token_count;
@@ -210,7 +240,7 @@ TEST_P(TransportFault, ManyAtOnceAreEachAddedOnce) {
 
 TEST_P(TransportFault, AKilledServerIsACleanErrorAndTheClientComesBack) {
   Good(0);
-  Future<LossResult> future = student_->CrossEntropy(Many(), targets_, {}, Submission(1), {.timeout = seconds(20)});
+  Future<LossResult> future = Submit(Many(), Submission(1), {.timeout = seconds(20)});
   server_.process().Signal(SIGKILL);
   EXPECT_EQ(server_.process().Wait(), -SIGKILL);
   const auto start = steady_clock::now();
@@ -223,14 +253,23 @@ TEST_P(TransportFault, AKilledServerIsACleanErrorAndTheClientComesBack) {
   student_.emplace(MakeHead(client_, "student"));
   witness_.emplace(MakeHead(witness_client_, "witness"));
   Good(0);
-  Good(1, Many());
+  Good(1, kManyRows);
   ExpectSameAccumulators();
 }
 
-INSTANTIATE_TEST_SUITE_P(Paths, TransportFault, testing::Values(Transport::kGrpc, Transport::kSharedMemory),
-                         [](const testing::TestParamInfo<Transport>& path) {
-                           return path.param == Transport::kGrpc ? "Grpc" : "SharedMemory";
-                         });
+std::string PathName(const testing::TestParamInfo<Transport>& path) {
+  switch (path.param) {
+    case Transport::kSharedMemory:
+      return "SharedMemory";
+    case Transport::kCudaIpc:
+      return "CudaIpc";
+    default:
+      return "Grpc";
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Paths, TransportFault, testing::Values(Transport::kGrpc, Transport::kSharedMemory, Transport::kCudaIpc),
+                         PathName);
 
 // A trainer that is killed; transport_victim.cc.
 struct VictimCase {
