@@ -242,6 +242,12 @@ def data_parallel(body, head, device):
     return body, DataParallelHead(head, module)
 
 
+def is_out_of_memory(error):
+    """Whether it says so in one of PyTorch's ways; its libraries have words of their own."""
+    text = str(error)
+    return isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in text or "ALLOC_FAILED" in text
+
+
 def probe(options, shape, device, dtype):
     """The most sequences of a micro-batch that fit: doubled until one does not, then between the two, within --probe-seconds."""
     deadline = time.monotonic() + options.probe_seconds
@@ -259,7 +265,9 @@ def probe(options, shape, device, dtype):
             head.step(optimizer)
             synchronize(device)
             tried[sequences] = True
-        except torch.cuda.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             tried[sequences] = False
         if not tried[sequences]:  # outside of the handler, which keeps the graph
             body.zero_grad(set_to_none=True)
