@@ -318,7 +318,9 @@ TEST_F(RegionFault, OneByteAtATimeIsCutOffAndHoldsNobodyUp) {
 // A primary stream and a further one of the same micro-batch, each of which has sent a half of the rows.
 struct StripedCall {
   StripedCall(v1::LossService::Stub& loss, v1::MicroBatchHeader header, const std::vector<float>& rows, bool second_half) {
-    header.set_transfer_id("0123456789abcdef");
+    // Each call has an id of its own.
+    static int calls = 0;
+    header.set_transfer_id("0123456789abcde" + std::string(1, static_cast<char>('0' + calls++)));
     header.set_stripe_count(2);
     primary = loss.ComputeLoss(&primary_context);
     v1::ComputeLossRequest request;
