@@ -65,7 +65,7 @@ class NamedMemory {
 class RegionFault : public testing::Test {
  protected:
   RegionFault()
-      : server_({"--stream_idle_timeout=1s", "--named_regions"}, /*shares_memory=*/true),
+      : server_({"--stream_idle_timeout=1s", "--max_stripe_wait=2s", "--named_regions"}, /*shares_memory=*/true),
         client_(server_.Connect({.connect_timeout = seconds(20), .transport = client::Transport::kGrpc})),
         wire_(server_.target()) {
     client::HeadSpec spec;
