@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """One trainer of the end-to-end benchmark: a model, a way to compute its head's loss, tokens per second, memory. Started by `run`.
 
-Prints a line with a JSON object. With --probe it then looks for the largest micro-batch that fits, and prints another line with both.
+Prints a line with a JSON object. With --probe it then looks for the largest micro-batch that fits, and prints another line with
+both.
 """
 
 from __future__ import annotations

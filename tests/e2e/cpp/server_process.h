@@ -1,5 +1,5 @@
-// ServerProcess: the real headwaterd on a Unix socket in a temporary directory. HEADWATER_TEST_SERVER names another program than the
-// build's, HEADWATER_TEST_ENGINE another engine than cpu.
+// ServerProcess: the real headwaterd on a Unix socket in a temporary directory. HEADWATER_TEST_SERVER names another program than
+// the build's, HEADWATER_TEST_ENGINE another engine than cpu.
 #ifndef HEADWATER_TESTS_E2E_CPP_SERVER_PROCESS_H_
 #define HEADWATER_TESTS_E2E_CPP_SERVER_PROCESS_H_
 
