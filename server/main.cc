@@ -104,9 +104,10 @@ HEADWATER_LIMIT_FLAG(max_region_bytes, "bytes of one shared memory region; 0: no
 HEADWATER_LIMIT_FLAG(max_join_bytes, "host memory of all teacher rows that wait to be joined, in bytes; 0: none is kept");
 ABSL_FLAG(absl::Duration, max_join_wait, headwater::service::Limits{}.max_join_wait,
           "how long one side of a join waits for the other, and how long teacher rows stay that nobody asks for");
-ABSL_FLAG(int32_t, max_threads, headwater::service::ServerOptions{}.max_threads,
-          "threads of gRPC, at least 8: each call in progress holds one; a call beyond them is answered RESOURCE_EXHAUSTED by gRPC "
-          "itself, without a reason");
+ABSL_FLAG(
+    int32_t, max_threads, headwater::service::ServerOptions{}.max_threads,
+    "calls that hold a thread, at least 8: that many ComputeLoss, one more of which is answered QUEUE_FULL, and that many of all "
+    "others, one more of which is answered RESOURCE_EXHAUSTED by gRPC itself, without a reason");
 ABSL_FLAG(int32_t, max_pollers, headwater::service::ServerOptions{}.max_pollers, "threads that wait for new calls, at least 1");
 ABSL_FLAG(absl::Duration, stream_idle_timeout, headwater::service::ServerOptions{}.stream_idle_timeout,
           "a stream whose client sends nothing, or takes no answer, for so long is cancelled");
@@ -336,10 +337,12 @@ int Serve() {
 }  // namespace headwater
 
 int main(int argc, char** argv) {
-  // Large buffers stay in the heap instead of going back to the kernel and being faulted in again at every message.
+  // Large buffers stay in the heap instead of going back to the kernel and being faulted in again at every message: that halves the
+  // CPU time of a byte. Few heaps, because messages are freed by other threads than those that receive them.
   mallopt(M_MMAP_THRESHOLD, 512 << 20);
   mallopt(M_TRIM_THRESHOLD, 1 << 30);
   mallopt(M_TOP_PAD, 64 << 20);
+  mallopt(M_ARENA_MAX, 8);
   absl::SetProgramUsageMessage(headwater::kUsage);
   const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
   if (rest.size() > 1) return headwater::Fail(std::string("unexpected argument \"") + rest[1] + "\"; see --help");

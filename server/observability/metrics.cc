@@ -87,6 +87,8 @@ enum FamilyIndex {
   kSessionDiscards,
   kRestoredHeads,
   kExpiredHeads,
+  kEarlyStarts,
+  kStalls,
   kHeads,
   kSessions,
   kWaitingCalls,
@@ -95,6 +97,7 @@ enum FamilyIndex {
   kUploadBytes,
   kHeldBytes,
   kJoinBytes,
+  kRowMemory,
   kRegions,
   kRegionBytes,
   kMemoryPlanned,
@@ -130,6 +133,8 @@ constexpr Description kDescriptions[kFamilyCount] = {
     {"headwater_session_discards_total", "counter", "none", "Undecided contributions dropped because their session ended."},
     {"headwater_restored_heads_total", "counter", "none", "Heads brought back from a checkpoint at the server's start."},
     {"headwater_expired_heads_total", "counter", "none", "Heads deleted because no call named them for --idle_head_timeout."},
+    {"headwater_early_starts_total", "counter", "none", "Micro-batches that took their turn before all of their rows had come."},
+    {"headwater_stalls_total", "counter", "none", "Of those, the ones that gave it up because their rows stayed away."},
     {"headwater_heads", "gauge", "none", "Heads that exist."},
     {"headwater_sessions", "gauge", "none", "Sessions that are open."},
     {"headwater_waiting_calls", "gauge", "none", "Calls that wait for the next step, or for micro-batches of one."},
@@ -138,6 +143,8 @@ constexpr Description kDescriptions[kFamilyCount] = {
     {"headwater_upload_bytes", "gauge", "none", "Host memory reserved by unfinished weight uploads."},
     {"headwater_held_bytes", "gauge", "none", "Host memory of the rows of HELD contributions."},
     {"headwater_join_bytes", "gauge", "none", "Host memory of teachers' rows that wait to be joined, or are kept for a repeat."},
+    {"headwater_row_memory_bytes", "gauge", "`state` (used, idle)",
+     "Host memory of micro-batches' rows and gradients: in use, HELD contributions included, and kept for the next ones."},
     {"headwater_regions", "gauge", "`kind` (shared, named, device)",
      "Regions of clients' memory that are open: sealed memory passed as a descriptor, files under /dev/shm, device memory."},
     {"headwater_region_bytes", "gauge", "`kind` (shared, named, device)", "Bytes of those regions."},
@@ -231,6 +238,8 @@ struct Metrics::Families : public prometheus::Collectable {
   prometheus::Counter& session_discards = Counters(kSessionDiscards).Add({});
   prometheus::Counter& restored_heads = Counters(kRestoredHeads).Add({});
   prometheus::Counter& expired_heads = Counters(kExpiredHeads).Add({});
+  prometheus::Counter& early_starts = Counters(kEarlyStarts).Add({});
+  prometheus::Counter& stalls = Counters(kStalls).Add({});
 
   prometheus::Gauge& heads = Gauges(kHeads).Add({});
   prometheus::Gauge& queue_depth = Gauges(kQueueDepth).Add({});
@@ -238,6 +247,8 @@ struct Metrics::Families : public prometheus::Collectable {
   prometheus::Gauge& upload_bytes = Gauges(kUploadBytes).Add({});
   prometheus::Gauge& held_bytes = Gauges(kHeldBytes).Add({});
   prometheus::Gauge& join_bytes = Gauges(kJoinBytes).Add({});
+  prometheus::Gauge& used_row_bytes = Gauges(kRowMemory).Add({{"state", "used"}});
+  prometheus::Gauge& idle_row_bytes = Gauges(kRowMemory).Add({{"state", "idle"}});
   prometheus::Family<prometheus::Gauge>& regions = Gauges(kRegions);
   std::array<prometheus::Gauge*, kRegionKindCount> regions_children{};
   prometheus::Family<prometheus::Gauge>& region_bytes = Gauges(kRegionBytes);
@@ -271,6 +282,8 @@ struct Metrics::Families : public prometheus::Collectable {
     upload_bytes.Set(static_cast<double>(readings.upload_bytes));
     held_bytes.Set(static_cast<double>(readings.held_bytes));
     join_bytes.Set(static_cast<double>(readings.join_bytes));
+    used_row_bytes.Set(static_cast<double>(readings.used_row_bytes));
+    idle_row_bytes.Set(static_cast<double>(readings.idle_row_bytes));
     sessions.Set(static_cast<double>(readings.session_count));
     waiting_calls.Set(static_cast<double>(readings.waiting_calls));
     memory_budget.Set(static_cast<double>(readings.memory_budget_bytes));
@@ -399,6 +412,10 @@ void Metrics::CountSessionDiscards(int64_t micro_batches) {
 void Metrics::CountRestoredHeads(int64_t heads) { families_->restored_heads.Increment(static_cast<double>(heads)); }
 
 void Metrics::CountExpiredHeads(int64_t heads) { families_->expired_heads.Increment(static_cast<double>(heads)); }
+
+void Metrics::CountEarlyStart() { families_->early_starts.Increment(); }
+
+void Metrics::CountStall() { families_->stalls.Increment(); }
 
 void Metrics::ObservePhase(Phase phase, absl::Duration duration) {
   const double seconds = absl::ToDoubleSeconds(duration);

@@ -97,6 +97,8 @@ struct GaugeReadings {
   int64_t upload_bytes = 0;
   int64_t held_bytes = 0;
   int64_t join_bytes = 0;
+  int64_t used_row_bytes = 0;
+  int64_t idle_row_bytes = 0;
   int64_t session_count = 0;
   int64_t waiting_calls = 0;
   std::array<int64_t, kRegionKindCount> region_count{};
@@ -129,6 +131,9 @@ class Metrics {
   void CountSessionDiscards(int64_t micro_batches);  // undecided when their session ended
   void CountRestoredHeads(int64_t heads);
   void CountExpiredHeads(int64_t heads);
+  // A micro-batch has taken its turn before it was complete; it has given it up because its rows stayed away.
+  void CountEarlyStart();
+  void CountStall();
   void ObservePhase(Phase phase, absl::Duration duration);
 
   // `read` is called at every scrape, on the scraping thread, until it is replaced. Empty: no readings.

@@ -573,9 +573,11 @@ absl::Status ComputeLossCall::Compute() {
       if (!digest.ok()) return digest.status();
       submission_.digest = *digest;
     }
+    if (!transfer_->exchange().complete()) core_.metrics.CountEarlyStart();
     const absl::Status status = Submit();
     if (!status.ok()) return HasReason(status, ErrorReason::kProtocolViolation) ? ExplainEnd(status) : status;
     if (!outcome_->needs_all_rows) return absl::OkStatus();
+    if (incoming.stalled()) core_.metrics.CountStall();
     submission_.incoming = nullptr;
     submission_.engine_digests = false;
     may_begin_early_ = false;

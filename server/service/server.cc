@@ -28,6 +28,7 @@ namespace {
 using observability::Log;
 using observability::LogLevel;
 
+constexpr int kWindowBytes = 4 << 20;
 constexpr const char* kServiceNames[] = {"headwater.v1.LossService", "headwater.v1.HeadService", "headwater.v1.SessionService"};
 
 // The reflection library registers its plugin for every server; this takes it out again unless it was asked for.
@@ -100,6 +101,11 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   builder.SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::NUM_CQS, 1);
   builder.SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::MAX_POLLERS, options.max_pollers);
   builder.SetResourceQuota(grpc::ResourceQuota("headwater").SetMaxThreads(options.max_threads));
+  // Frames and a window in which a chunk fits, from the first message on. gRPC would find larger ones by probing, which costs
+  // pings, and more: about a tenth of both sides' CPU time. The window is also what a stream may bring that nobody reads yet.
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kWindowBytes);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, kWindowBytes);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);  // two servers on one port would share its clients at random
   // A client that vanished without a word is noticed within 40 s; one that pings more often than every 5 s is sent away.
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 20000);

@@ -254,6 +254,8 @@ observability::GaugeReadings ServerCore::ReadGauges() const {
   for (const EngineDevice& device : engine->devices()) readings.memory_budget_bytes += device.memory_budget_bytes;
   readings.held_bytes = held.reserved_bytes();
   readings.join_bytes = join.reserved_bytes();
+  readings.used_row_bytes = rows.used_bytes();
+  readings.idle_row_bytes = rows.idle_bytes();
   readings.session_count = sessions.size();
   const transport::RegionRegistry::Totals mapped = regions.totals();
   readings.region_count = mapped.regions;

@@ -20,7 +20,7 @@ struct ServerOptions {
   bool restore_heads = true;                                // with a checkpoint directory: bring back the heads that were saved
   std::string load_root;                                    // empty: no LoadWeights
   std::string metrics_address;                              // host:port; empty: no endpoint
-  int max_threads = 256;                                    // gRPC threads: calls in progress at once
+  int max_threads = 256;                                    // ComputeLoss at once, and other calls at once
   int max_pollers = 2;                                      // threads that wait for new calls, for each completion queue
   absl::Duration stream_idle_timeout = absl::Seconds(120);  // a stream whose client sends or takes nothing for so long is cancelled
   absl::Duration idle_head_timeout = absl::ZeroDuration();  // heads that no call has named for so long are deleted; 0: never

@@ -450,6 +450,27 @@ Rows ServerStateRows() {
                         return answer;
                       },
                   .setup = {.adjust = impatient}});
+  rows.push_back({.reason = "REGION_NOT_FOUND", .provoke = [](Trial& t) {
+                    const std::string session = t.OpenSession();
+                    return t.SubmitEdited({.id = 0}, [&](v1::MicroBatchHeader& header) {
+                      header.set_session_id(session);
+                      header.mutable_hidden_rows()->set_region_id("nobody's");
+                    });
+                  }});
+  rows.push_back({.reason = "JOIN_INCOMPLETE",
+                  .provoke =
+                      [](Trial& t) {
+                        return t.SubmitEdited({.id = 0}, [&](v1::MicroBatchHeader& header) {
+                          v1::LossTerm* const term = header.mutable_terms(0);
+                          term->mutable_jensen_shannon();
+                          term->mutable_joined_teacher()->set_head(t.Head("teacher").name());
+                          term->mutable_joined_teacher()->set_join_key("nobody's");
+                          term->mutable_joined_teacher()->set_total_row_count(header.row_count());
+                          term->mutable_joined_teacher()->set_data_type(v1::DATA_TYPE_FLOAT32);
+                        });
+                      },
+                  .prepare = [](Trial& t) { t.Head("teacher"); },
+                  .setup = {.adjust = [](ServerSetup& setup) { setup.options.limits.max_join_wait = absl::Milliseconds(20); }}});
   return rows;
 }
 

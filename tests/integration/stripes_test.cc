@@ -479,6 +479,7 @@ TEST_F(Stripes, ASlowUploaderHoldsNobodyUp) {
       ASSERT_EQ(ReasonOf(fast.status), "OK");
     }
     EXPECT_EQ(server_->Find(head_, stripe_count).state(), v1::CONTRIBUTION_STATE_UNSPECIFIED);
+    EXPECT_EQ(server_->MetricLine("headwater_stalls_total"), absl::StrCat("headwater_stalls_total ", stripe_count));
     slow.Send(Chunk(rows, 2000, 1000));
     slow.HalfClose();
     Grad grad(kRows);

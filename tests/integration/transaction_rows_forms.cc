@@ -8,6 +8,11 @@
 namespace headwater::testing {
 namespace {
 
+// The engine takes one micro-batch at a time: the next one waits in the queue.
+TrialSetup OneAtATime() {
+  return {.adjust = [](ServerSetup& setup) { setup.options.queue_widths = {1, 1}; }};
+}
+
 bool AwaitUpload(Trial& t) {
   return Await([&] { return t.server().MetricLine("headwater_in_flight_bytes") != "headwater_in_flight_bytes 0"; });
 }
@@ -116,7 +121,8 @@ std::vector<TransactionRow> DirectRows() {
                     engine.End();
                   },
                   SubmitFirstBesideAnother,
-                  {kEagerLine}});
+                  {kEagerLine},
+                  OneAtATime()});
   rows.push_back({"DeadlineInTheQueue",
                   "DIRECT: before the first product the deadline aborts",
                   [](Trial& t) {
@@ -127,7 +133,8 @@ std::vector<TransactionRow> DirectRows() {
                     engine.End();
                   },
                   SubmitFirstBesideAnother,
-                  {kEagerLine}});
+                  {kEagerLine},
+                  OneAtATime()});
   rows.push_back({"CancelledAfterTheFirstProduct",
                   "DIRECT: from the first product on, cancellation no longer aborts; GetStep tells, and a repeat adds nothing",
                   [](Trial& t) {

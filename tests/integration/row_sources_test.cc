@@ -1,0 +1,326 @@
+// Rows that do not come as chunks of the call: in a region of the client's memory, or from a teacher's process. Whatever the way,
+// the micro-batch is the same: loss, gradients, digest.
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <grpcpp/grpcpp.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "tests/integration/wire_server.h"
+
+namespace headwater::testing {
+namespace {
+
+constexpr int64_t kColumns = 5;
+constexpr int64_t kTeacherColumns = 4;
+
+std::string Rows(int64_t row_count, int64_t columns = kColumns, uint32_t seed = 5) {
+  return Bytes(Random(static_cast<size_t>(row_count * columns), seed, 1));
+}
+
+bool NothingInFlight(const WireServer& server) {
+  return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 0";
+}
+
+// A file under /dev/shm that is registered by name.
+class NamedMemory {
+ public:
+  explicit NamedMemory(int64_t bytes)
+      : name_(absl::StrCat("headwater-test-", getpid(), "-", ++count_)),
+        bytes_(bytes),
+        file_(shm_open(("/" + name_).c_str(), O_RDWR | O_CREAT | O_EXCL, 0600)) {
+    EXPECT_GE(file_, 0);
+    EXPECT_EQ(ftruncate(file_, bytes), 0);
+  }
+  ~NamedMemory() {
+    close(file_);
+    shm_unlink(("/" + name_).c_str());
+  }
+  void Put(const std::string& data, int64_t offset) {
+    EXPECT_EQ(pwrite(file_, data.data(), data.size(), offset), static_cast<ssize_t>(data.size()));
+  }
+  std::string Get(int64_t offset, int64_t bytes) {
+    std::string data(static_cast<size_t>(bytes), '\0');
+    EXPECT_EQ(pread(file_, data.data(), data.size(), offset), bytes);
+    return data;
+  }
+  void Truncate(int64_t bytes) { EXPECT_EQ(ftruncate(file_, bytes), 0); }
+  std::string Register(WireServer& server, const std::string& session) {
+    grpc::ClientContext context;
+    v1::RegisterSharedMemoryRequest request;
+    request.set_session_id(session);
+    request.set_shared_memory_name(name_);
+    request.set_size_bytes(bytes_);
+    v1::RegisterSharedMemoryResponse response;
+    Require(server.sessions().RegisterSharedMemory(&context, request, &response), "RegisterSharedMemory");
+    return response.region_id();
+  }
+
+ private:
+  static inline std::atomic<int> count_{0};
+  const std::string name_;
+  const int64_t bytes_;
+  const int file_;
+};
+
+class RowSources : public ::testing::Test {
+ protected:
+  void Start(ServerSetup setup = {}) {
+    setup.options.named_regions = true;
+    server_ = std::make_unique<WireServer>(setup);
+    session_ = server_->OpenSession(60000);
+    v1::HeadSpec teacher = SmallSpec(13, kTeacherColumns);
+    teacher.set_trainable(false);
+    teacher.clear_optimizer();
+    teacher_ = server_->MakeHead("teacher", teacher, 7);
+  }
+  static v1::MicroBatchHeader Header(const TestHead& head, int64_t micro_batch, int64_t row_count) {
+    return CrossEntropyHeader(head, 0, micro_batch, std::vector<int32_t>(static_cast<size_t>(row_count), 1));
+  }
+  v1::MicroBatchHeader Jsd(const TestHead& head, int64_t micro_batch, int64_t row_count) {
+    v1::MicroBatchHeader header = Header(head, micro_batch, row_count);
+    header.mutable_terms(0)->mutable_jensen_shannon();
+    header.mutable_terms(0)->clear_targets();
+    header.mutable_terms(0)->mutable_teacher_hidden()->set_head(teacher_.name());
+    header.mutable_terms(0)->mutable_teacher_hidden()->set_data_type(v1::DATA_TYPE_FLOAT32);
+    return header;
+  }
+  v1::MicroBatchHeader Joined(const TestHead& head, int64_t micro_batch, int64_t row_count, const std::string& key) {
+    v1::MicroBatchHeader header = Jsd(head, micro_batch, row_count);
+    v1::JoinedTeacher* const joined = header.mutable_terms(0)->mutable_joined_teacher();
+    joined->set_head(teacher_.name());
+    joined->set_join_key(key);
+    joined->set_total_row_count(row_count);
+    joined->set_data_type(v1::DATA_TYPE_FLOAT32);
+    return header;
+  }
+  grpc::Status StreamTeacher(const std::string& key, int64_t total, const std::string& rows, const std::vector<int32_t>& indices) {
+    grpc::ClientContext context;
+    v1::StreamTeacherResponse response;
+    const auto stream = server_->loss().StreamTeacher(&context, &response);
+    v1::StreamTeacherRequest request;
+    v1::StreamTeacherHeader* const header = request.mutable_header();
+    header->set_join_key(key);
+    header->set_total_row_count(total);
+    header->set_data_type(v1::DATA_TYPE_FLOAT32);
+    header->set_hidden_size(kTeacherColumns);
+    header->set_tenant("tenants/default");
+    if (!indices.empty()) *header->mutable_row_indices() = Int32Tensor(indices);
+    stream->Write(request);
+    request.mutable_chunk()->set_role(v1::CHUNK_ROLE_TEACHER_HIDDEN);
+    request.mutable_chunk()->set_row_count(static_cast<int64_t>(rows.size()) / (kTeacherColumns * 4));
+    request.mutable_chunk()->set_data(rows);
+    stream->Write(request);
+    stream->WritesDone();
+    return stream->Finish();
+  }
+  void ExpectSame(const LossReply& reply, const LossReply& expected, const std::string& grad_hidden) {
+    ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
+    EXPECT_EQ(reply.summary.terms(0).sums().SerializeAsString(), expected.summary.terms(0).sums().SerializeAsString());
+    EXPECT_TRUE(grad_hidden == expected.grad_hidden);
+  }
+
+  std::unique_ptr<WireServer> server_;
+  std::string session_;
+  TestHead teacher_;
+};
+
+TEST_F(RowSources, RowsAndGradientInARegionAreTheSameMicroBatch) {
+  Start();
+  for (const int64_t rows : {int64_t{3}, int64_t{3000}}) {
+    SCOPED_TRACE(rows);
+    const TestHead head = server_->MakeHead(absl::StrCat("h", rows), SmallSpec());
+    const int64_t bytes = rows * kColumns * 4;
+    NamedMemory memory(2 * bytes + 128);
+    memory.Put(Rows(rows), 64);
+    const std::string region = memory.Register(*server_, session_);
+    v1::MicroBatchHeader header = Header(head, 0, rows);
+    header.set_session_id(session_);
+    header.mutable_hidden_rows()->set_region_id(region);
+    header.mutable_hidden_rows()->set_offset_bytes(64);
+    header.mutable_grad_hidden_rows()->set_region_id(region);
+    header.mutable_grad_hidden_rows()->set_offset_bytes(64 + bytes);
+    const LossReply shared = server_->Compute(header, "");
+    ASSERT_EQ(ReasonOf(shared.status), "OK") << shared.status.error_message();
+    EXPECT_EQ(shared.summary.transport(), "shared_memory");
+    EXPECT_TRUE(shared.grad_hidden.empty());
+    const std::string gradient = server_->Gradient(head);
+    // By gRPC it is a repeat: the digest is the same.
+    const LossReply repeat = server_->Compute(Header(head, 0, rows), Rows(rows), "", {.chunk_rows = 1000});
+    EXPECT_TRUE(repeat.summary.replayed());
+    EXPECT_EQ(repeat.summary.digest(), shared.summary.digest());
+    ExpectSame(shared, repeat, memory.Get(64 + bytes, bytes));
+    EXPECT_TRUE(server_->Gradient(head) == gradient);
+    // And only the gradient, or only the rows, may lie there.
+    header.clear_grad_hidden_rows();
+    const LossReply half = server_->Compute(header, "");
+    ExpectSame(half, repeat, half.grad_hidden);
+    EXPECT_TRUE(half.summary.replayed());
+  }
+  EXPECT_TRUE(Await([&] { return NothingInFlight(*server_); }));
+}
+
+TEST_F(RowSources, ATeachersRowsMayLieInARegionToo) {
+  Start();
+  const TestHead head = server_->MakeHead("h", SmallSpec());
+  constexpr int64_t kRows = 2000;
+  NamedMemory memory(kRows * kTeacherColumns * 4);
+  memory.Put(Rows(kRows, kTeacherColumns, 9), 0);
+  v1::MicroBatchHeader header = Jsd(head, 0, kRows);
+  header.set_session_id(session_);
+  header.mutable_terms(0)->mutable_teacher_hidden()->mutable_rows()->set_region_id(memory.Register(*server_, session_));
+  const LossReply mixed = server_->Compute(header, Rows(kRows), "", {.chunk_rows = 500});
+  ASSERT_EQ(ReasonOf(mixed.status), "OK") << mixed.status.error_message();
+  EXPECT_EQ(mixed.summary.transport(), "grpc");  // the hidden states' path
+  const LossReply plain = server_->Compute(Jsd(head, 0, kRows), Rows(kRows), Rows(kRows, kTeacherColumns, 9), {.chunk_rows = 500});
+  EXPECT_TRUE(plain.summary.replayed());
+  EXPECT_EQ(plain.summary.digest(), mixed.summary.digest());
+  ExpectSame(mixed, plain, mixed.grad_hidden);
+  // Chunks of what lies elsewhere are refused.
+  header.set_micro_batch(1);
+  EXPECT_EQ(ReasonOf(server_->Compute(header, Rows(kRows), Rows(kRows, kTeacherColumns, 9), {.chunk_rows = 500}).status),
+            "PROTOCOL_VIOLATION");
+}
+
+TEST_F(RowSources, WhatIsHeldOutlivesTheRegion) {
+  Start();
+  const TestHead head = server_->MakeHead("h", SmallSpec());
+  const TestHead witness = server_->MakeHead("witness", SmallSpec());
+  constexpr int64_t kRows = 3;
+  ASSERT_EQ(ReasonOf(server_->Compute(Header(witness, 0, kRows), Rows(kRows)).status), "OK");
+  NamedMemory memory(kRows * kColumns * 4);
+  memory.Put(Rows(kRows), 0);
+  v1::MicroBatchHeader header = Header(head, 0, kRows);
+  header.set_session_id(session_);
+  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
+  header.set_late_token_factors(true);
+  header.mutable_hidden_rows()->set_region_id(memory.Register(*server_, session_));
+  const LossReply held = server_->Compute(header, "");
+  ASSERT_EQ(ReasonOf(held.status), "OK") << held.status.error_message();
+  EXPECT_EQ(held.summary.form(), v1::CONTRIBUTION_FORM_HELD);
+  memory.Put(std::string(kRows * kColumns * 4, '\1'), 0);  // the client's again
+  v1::CommitMicroBatchRequest commit;
+  *commit.add_heads() = server_->At(head, 0);
+  commit.set_micro_batch(0);
+  commit.set_session_id(session_);
+  EXPECT_EQ(ReasonOf(server_->Commit(commit)), "OK");
+  EXPECT_EQ(Floats(server_->Gradient(head)), Floats(server_->Gradient(witness)));
+}
+
+TEST_F(RowSources, RangesThatCannotBeUsedAreRefused) {
+  Start();
+  const TestHead head = server_->MakeHead("h", SmallSpec());
+  const std::string before = server_->Snapshot(head);
+  NamedMemory memory(128);
+  memory.Put(Rows(3), 0);
+  const std::string region = memory.Register(*server_, session_);
+  struct Row {
+    const char* what;
+    std::string session;
+    std::string region;
+    int64_t offset;
+    int64_t grad_offset;  // -1: none
+    std::string reason;
+    std::string field;
+  };
+  const Row rows[] = {
+      {"nobody's region", session_, "nobody", 0, -1, "REGION_NOT_FOUND", ""},
+      {"another session's", server_->OpenSession(60000), region, 0, -1, "REGION_NOT_FOUND", ""},
+      {"beyond the end", session_, region, 72, -1, "INVALID_FIELD", "header.hidden_rows"},
+      {"an offset that wraps", session_, region, INT64_MAX - 3, -1, "INVALID_FIELD", "header.hidden_rows"},
+      {"half an element", session_, region, 2, -1, "INVALID_FIELD", "header.hidden_rows"},
+      {"a gradient over the rows", session_, region, 0, 56, "INVALID_FIELD", "header.grad_hidden_rows"},
+      {"a gradient beyond the end", session_, region, 0, 72, "INVALID_FIELD", "header.grad_hidden_rows"},
+  };
+  for (const Row& row : rows) {
+    SCOPED_TRACE(row.what);
+    v1::MicroBatchHeader header = Header(head, 0, 3);
+    header.set_session_id(row.session);
+    header.mutable_hidden_rows()->set_region_id(row.region);
+    header.mutable_hidden_rows()->set_offset_bytes(row.offset);
+    if (row.grad_offset >= 0) {
+      header.mutable_grad_hidden_rows()->set_region_id(row.region);
+      header.mutable_grad_hidden_rows()->set_offset_bytes(row.grad_offset);
+    }
+    const WireError error = DecodeError(server_->Compute(header, "").status);
+    EXPECT_EQ(error.reason, row.reason) << error.message;
+    if (!row.field.empty()) {
+      EXPECT_THAT(error.at("field"), ::testing::StartsWith(row.field));
+    }
+  }
+  // Truncated after it was registered: the server goes on.
+  v1::MicroBatchHeader header = Header(head, 0, 3);
+  header.set_session_id(session_);
+  header.mutable_hidden_rows()->set_region_id(region);
+  memory.Truncate(10);
+  EXPECT_EQ(ReasonOf(server_->Compute(header, "").status), "INVALID_FIELD");
+  EXPECT_TRUE(Await([&] { return NothingInFlight(*server_); }));
+  EXPECT_TRUE(server_->Snapshot(head) == before);
+}
+
+TEST_F(RowSources, JoinedRowsAreTheSameMicroBatchInEitherOrder) {
+  Start();
+  for (const int64_t rows : {int64_t{4}, int64_t{3000}}) {
+    for (const bool teacher_first : {true, false}) {
+      SCOPED_TRACE(absl::StrCat(rows, teacher_first ? " teacher first" : " trainer first"));
+      const std::string id = absl::StrCat("h", rows, teacher_first ? "t" : "s");
+      const TestHead head = server_->MakeHead(id, SmallSpec());
+      const std::string teacher_rows = Rows(rows, kTeacherColumns, 9);
+      grpc::Status streamed;
+      std::thread teacher;
+      const auto stream = [&] { streamed = StreamTeacher(id, rows, teacher_rows, {}); };
+      if (teacher_first) {
+        stream();
+      } else {
+        teacher = std::thread([&] {
+          EXPECT_TRUE(Await([&] { return !NothingInFlight(*server_); }));  // the trainer is there, and waits
+          stream();
+        });
+      }
+      const LossReply joined = server_->Compute(Joined(head, 0, rows, id), Rows(rows), "", {.chunk_rows = 500});
+      if (teacher.joinable()) teacher.join();
+      EXPECT_EQ(ReasonOf(streamed), "OK") << streamed.error_message();
+      ASSERT_EQ(ReasonOf(joined.status), "OK") << joined.status.error_message();
+      const LossReply plain = server_->Compute(Jsd(head, 0, rows), Rows(rows), teacher_rows, {.chunk_rows = 500});
+      EXPECT_TRUE(plain.summary.replayed());
+      EXPECT_EQ(plain.summary.digest(), joined.summary.digest());
+      ExpectSame(joined, plain, joined.grad_hidden);
+    }
+  }
+}
+
+TEST_F(RowSources, JoinedRowsThatNeverComeEndTheCallAndChangeNothing) {
+  ServerSetup setup;
+  setup.options.limits.max_join_wait = absl::Milliseconds(100);
+  Start(setup);
+  const TestHead head = server_->MakeHead("h", SmallSpec());
+  const std::string before = server_->Snapshot(head);
+  ASSERT_EQ(ReasonOf(StreamTeacher("key", 4, Rows(2, kTeacherColumns, 9), {0, 2})), "OK");
+  const WireError error = DecodeError(server_->Compute(Joined(head, 0, 4, "key"), Rows(4)).status);
+  EXPECT_EQ(error.reason, "JOIN_INCOMPLETE");
+  EXPECT_EQ(error.at("missingRow"), "1");
+  EXPECT_TRUE(Await([&] { return NothingInFlight(*server_); }));
+  EXPECT_TRUE(server_->Snapshot(head) == before);
+}
+
+TEST_F(RowSources, AClientThatGoesWhileItsTeacherIsAwaitedLeavesNothing) {
+  Start();
+  const TestHead head = server_->MakeHead("h", SmallSpec());
+  const std::string before = server_->Snapshot(head);
+  const LossReply late = server_->Compute(Joined(head, 0, 4, "key"), Rows(4), "", {.deadline_ms = 100});
+  EXPECT_EQ(late.status.error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+  EXPECT_TRUE(Await([&] { return NothingInFlight(*server_); }));
+  EXPECT_TRUE(server_->Snapshot(head) == before);
+}
+
+}  // namespace
+}  // namespace headwater::testing

@@ -1,0 +1,145 @@
+#include "server/service/transfer_registry.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "headwater/kernels/error.h"
+#include "server/service/call_threads.h"
+
+namespace headwater::service {
+namespace {
+
+TransferId Id(uint8_t byte) {
+  TransferId id;
+  id.fill(byte);
+  return id;
+}
+
+// What a stripe was told; nothing yet.
+using Told = std::optional<absl::Status>;
+
+OnTransfer Tell(Told* told) {
+  return [told](const absl::StatusOr<std::shared_ptr<Transfer>>& transfer) {
+    EXPECT_FALSE(told->has_value()) << "told twice";
+    *told = transfer.status();
+  };
+}
+
+TEST(TransferRegistry, LetsStripesWaitForTheirPrimary) {
+  TransferRegistry registry(absl::Seconds(10));
+  Told early;
+  registry.Find(Id(1), Tell(&early));
+  Told other;
+  registry.Find(Id(2), Tell(&other));
+  EXPECT_EQ(registry.waiting(), 2);
+  {
+    auto entry = registry.Announce(Id(1));
+    ASSERT_TRUE(entry.ok());
+    EXPECT_FALSE(early.has_value());
+    // An announced one is waited for as long as it takes.
+    registry.Expire(absl::Now() + absl::Seconds(1));
+    registry.Drain();
+    EXPECT_FALSE(early.has_value());
+    EXPECT_TRUE(HasReason(*other, ErrorReason::kTransferNotFound));
+    entry->Open(nullptr);
+    ASSERT_TRUE(early.has_value());
+    EXPECT_TRUE(early->ok());
+  }
+  Told late;
+  registry.Find(Id(1), Tell(&late));
+  EXPECT_TRUE(HasReason(*late, ErrorReason::kTransferNotFound));
+  Told draining;
+  registry.Find(Id(3), Tell(&draining));
+  EXPECT_TRUE(HasReason(*draining, ErrorReason::kTransferNotFound));
+  EXPECT_EQ(registry.waiting(), 0);
+}
+
+TEST(TransferRegistry, TellsThoseWhosePrimaryIsRefused) {
+  TransferRegistry registry(absl::Seconds(10));
+  Told stripe;
+  registry.Find(Id(1), Tell(&stripe));
+  { const auto entry = registry.Announce(Id(1)); }
+  EXPECT_TRUE(HasReason(*stripe, ErrorReason::kTransferNotFound));
+}
+
+TEST(TransferRegistry, SendsAwayWhoHasWaitedForTooLong) {
+  TransferRegistry registry(absl::Seconds(10));
+  Told stripe;
+  registry.Find(Id(1), Tell(&stripe));
+  registry.Expire(absl::Now() + absl::Seconds(9));
+  EXPECT_FALSE(stripe.has_value());
+  registry.Expire(absl::Now() + absl::Seconds(11));
+  EXPECT_TRUE(HasReason(*stripe, ErrorReason::kTransferNotFound));
+  EXPECT_EQ(registry.waiting(), 0);
+}
+
+TEST(TransferRegistry, ForgetsWhoLeaves) {
+  TransferRegistry registry(absl::Seconds(10));
+  Told gone;
+  Told there;
+  const int64_t number = registry.Find(Id(1), Tell(&gone));
+  registry.Find(Id(1), Tell(&there));
+  registry.Leave(Id(1), number);
+  registry.Leave(Id(1), number);
+  registry.Leave(Id(9), 7);
+  registry.Drain();
+  EXPECT_FALSE(gone.has_value());
+  EXPECT_TRUE(there.has_value());
+}
+
+TEST(TransferRegistry, AnIdNamesOneCallAndIsNotUsedAgainSoon) {
+  TransferRegistry registry(absl::Seconds(10));
+  {
+    const auto first = registry.Announce(Id(1));
+    ASSERT_TRUE(first.ok());
+    const absl::Status twice = registry.Announce(Id(1)).status();
+    EXPECT_TRUE(HasReason(twice, ErrorReason::kInvalidField));
+    EXPECT_EQ(GetErrorMetadata(twice).at("field"), "header.transfer_id");
+  }
+  EXPECT_TRUE(HasReason(registry.Announce(Id(1)).status(), ErrorReason::kInvalidField));
+  // What is remembered is bounded.
+  for (int i = 0; i < 5000; ++i) {
+    TransferId id = Id(9);
+    id[0] = static_cast<uint8_t>(i);
+    id[1] = static_cast<uint8_t>(i >> 8);
+    ASSERT_TRUE(registry.Announce(id).ok());
+  }
+  EXPECT_TRUE(registry.Announce(Id(1)).ok());
+}
+
+TEST(CallThreads, RunsAtOnceWhatItAcceptsAndNoMore) {
+  std::atomic<int> running{0};
+  std::atomic<bool> go{false};
+  {
+    CallThreads threads(3);
+    const auto wait = [&] {
+      ++running;
+      while (!go) absl::SleepFor(absl::Milliseconds(1));
+    };
+    for (int i = 0; i < 3; ++i) EXPECT_TRUE(threads.TryRun(wait));
+    while (running < 3) absl::SleepFor(absl::Milliseconds(1));
+    EXPECT_FALSE(threads.TryRun(wait));
+    go = true;
+    // A place is free again once a task has ended; the thread that ran it is used again.
+    while (!threads.TryRun(wait)) absl::SleepFor(absl::Milliseconds(1));
+  }
+  EXPECT_EQ(running, 4);
+}
+
+TEST(CallThreads, RunsWhatIsPostedEvenIfAllAreBusy) {
+  std::atomic<int> done{0};
+  {
+    CallThreads threads(2);
+    for (int i = 0; i < 1000; ++i) threads.Post([&] { ++done; });
+  }
+  EXPECT_EQ(done, 1000);
+}
+
+}  // namespace
+}  // namespace headwater::service
