@@ -1,0 +1,58 @@
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "server/transport/byte_budget.h"
+#include "server/transport/growing_buffer.h"
+
+namespace headwater::transport {
+namespace {
+
+constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+
+TEST(GrowingBuffer, AllocatesWithTheBytesThatCome) {
+  GrowingBuffer buffer(int64_t{1} << 40);
+  EXPECT_EQ(buffer.capacity(), 0);
+  const std::string piece(1 << 20, 'p');
+  for (int i = 1; i <= 20; ++i) {
+    ASSERT_TRUE(buffer.Append(piece.data(), 1 << 20));
+    EXPECT_EQ(buffer.size(), int64_t{i} << 20);
+    EXPECT_LE(buffer.capacity(), std::max(GrowingBuffer::kFirstBytes, 2 * buffer.size()));
+  }
+  EXPECT_EQ(buffer.data()[(20 << 20) - 1], 'p');
+}
+
+TEST(GrowingBuffer, StopsAtItsLimit) {
+  GrowingBuffer buffer(10);
+  EXPECT_TRUE(buffer.Append("0123456789", 10));
+  EXPECT_EQ(buffer.capacity(), 10);
+  EXPECT_FALSE(buffer.Append("x", 1));
+  EXPECT_FALSE(buffer.Append("x", kMost));
+  EXPECT_TRUE(buffer.Append("", 0));
+  EXPECT_EQ(buffer.size(), 10);
+}
+
+TEST(ByteBudget, GivesBackWhatWasReserved) {
+  ByteBudget budget(100);
+  ByteBudget::Reservation first;
+  ASSERT_TRUE(budget.TryReserve(100, &first));
+  ByteBudget::Reservation second;
+  EXPECT_FALSE(budget.TryReserve(1, &second));
+  EXPECT_FALSE(budget.TryReserve(kMost, &second));
+  EXPECT_TRUE(budget.TryReserve(0, &second));
+  EXPECT_EQ(budget.available_bytes(), 0);
+  {
+    const ByteBudget::Reservation moved = std::move(first);
+    EXPECT_EQ(moved.bytes(), 100);
+    EXPECT_EQ(budget.reserved_bytes(), 100);
+  }
+  EXPECT_EQ(budget.reserved_bytes(), 0);
+  ASSERT_TRUE(budget.TryReserve(60, &second));
+  EXPECT_EQ(budget.reserved_bytes(), 60);
+}
+
+}  // namespace
+}  // namespace headwater::transport
