@@ -171,8 +171,9 @@ client::LossResult RemoteSide::Finish(client::Future<client::LossResult> future,
   }
   times_.push_back(result.timing);
   if (work.is_explicit) {
-    const client::ContributionForm wanted = work.held ? client::ContributionForm::kHeld : client::ContributionForm::kStaged;
-    if (result.form != wanted) throw std::runtime_error("the contribution was held in another form than wanted");
+    if ((result.form == client::ContributionForm::kHeld) != work.held) {
+      throw std::runtime_error("the contribution was held in another form than wanted");
+    }
     ValueOf(result.contribution->Commit().Get(), "Commit");
   }
   return result;
