@@ -16,9 +16,23 @@ DelayedTasks::~DelayedTasks() {
 
 void DelayedTasks::Run(const void* owner, std::chrono::nanoseconds delay, std::function<void()> task) {
   std::lock_guard<std::mutex> lock(mutex_);
-  tasks_.push_back({owner, Clock::now() + delay, std::move(task)});
+  const Clock::time_point due = Clock::now() + delay;
+  const auto next = NextTask();
+  // Most tasks are for the case that something takes too long, and are forgotten again: the thread need not wake up for them.
+  const bool is_next = next == tasks_.end() || due < next->due;
+  tasks_.push_back({owner, due, std::move(task)});
   if (!thread_.joinable()) thread_ = std::thread([this] { Loop(); });
-  changed_.notify_all();
+  if (is_next) changed_.notify_all();
+}
+
+void DelayedTasks::Forget(const void* owner) {
+  std::list<Task> forgotten;  // destroyed outside the lock
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto task = tasks_.begin(); task != tasks_.end();) {
+    const auto next = std::next(task);
+    if (task->owner == owner) forgotten.splice(forgotten.end(), tasks_, task);
+    task = next;
+  }
 }
 
 void DelayedTasks::Hurry(const void* owner) {

@@ -29,6 +29,9 @@ class DelayedTasks {
   // What waits for `owner` is due now.
   void Hurry(const void* owner);
 
+  // What waits for `owner` never runs.
+  void Forget(const void* owner);
+
  private:
   struct Task {
     const void* owner;

@@ -12,8 +12,9 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// gRPC has let go of everything microseconds after the streams' end unless a connection stands still.
-constexpr milliseconds kReleaseGrace{200};
+// A cancelled stream ends, and gRPC lets go of what it had to send, within microseconds; but where the other side stands still both
+// wait for the end of a write that is under way.
+constexpr milliseconds kReleaseGrace{1000};
 // When a stripe has failed, the primary stream's own end is waited for, because it says why: briefly where the stripe's connection
 // broke, so that the server may know nothing of it; longer where the server itself ended the stripe.
 constexpr milliseconds kCutStripeGrace{50};
@@ -138,6 +139,7 @@ void TransferCall::Start() {
     first.mutable_header()->set_stripe_index(static_cast<int32_t>(i));
     streams_[i]->Prepare(kTransferRows, first.SerializeAsString());
   }
+  BreakAfter(request_.deadline - std::chrono::system_clock::now() + kReleaseGrace);
   // Once all streams have started this object may be gone.
   const std::shared_ptr<TransferCall> kept = self_;
   std::vector<Stream*> streams;
@@ -162,6 +164,16 @@ void TransferCall::CancelStreams() {
     }
   }
   for (const std::shared_ptr<grpc::ClientContext>& context : contexts) context->TryCancel();
+  BreakAfter(kReleaseGrace);
+}
+
+void TransferCall::BreakAfter(std::chrono::nanoseconds grace) {
+  timers_.Run(this, grace, [weak = weak_from_this()] {
+    const std::shared_ptr<TransferCall> call = weak.lock();
+    if (call == nullptr) return;
+    std::lock_guard<std::mutex> lock(call->mutex_);
+    for (const std::unique_ptr<Stream>& stream : call->streams_) stream->BreakConnection();
+  });
 }
 
 absl::Status TransferCall::TakeResponse(int stream, const SlicedMessage& message) {
@@ -240,12 +252,7 @@ void TransferCall::StreamEnded(int index, const grpc::Status& status) {
     if (cancel) CancelStreams();
     if (cut_after.has_value()) CutAfter(*cut_after);
   } else if (references_ > 1) {
-    timers_.Run(this, kReleaseGrace, [weak = weak_from_this()] {
-      const std::shared_ptr<TransferCall> call = weak.lock();
-      if (call == nullptr) return;
-      std::lock_guard<std::mutex> call_lock(call->mutex_);
-      for (const std::unique_ptr<Stream>& stream : call->streams_) stream->BreakConnection();
-    });
+    BreakAfter(kReleaseGrace);
   }
   Release(/*by_stream=*/true);  // the last access to this object
 }
@@ -263,6 +270,7 @@ void TransferCall::Release(bool by_stream) {
 void TransferCall::Finish() {
   const std::shared_ptr<TransferCall> kept = std::move(self_);
   const Done done = std::move(done_);
+  timers_.Forget(this);
   TransferResult result = MakeResult();
   // Before the caller is told: its next call must find the connections idle, and if it lets go of everything this thread, which may
   // be gRPC's, must not be the one that holds the last channel, whose end waits for gRPC's threads.

@@ -48,7 +48,8 @@ struct TransferResult {
 // each row exactly once.
 //
 // The result comes after the last access to the caller's memory, also where the call is cancelled or cut: when all streams have
-// ended and gRPC refers to none of the slices. If it still does kReleaseGrace after the streams' end, the connections are broken.
+// ended and gRPC refers to none of the slices. If that is not so kReleaseGrace after they were cancelled, or after the deadline,
+// the connections are broken.
 class TransferCall : public std::enable_shared_from_this<TransferCall> {
  public:
   using Done = std::function<void(TransferResult)>;
@@ -74,7 +75,10 @@ class TransferCall : public std::enable_shared_from_this<TransferCall> {
 
   // Outside the lock. Of a stream that has ended, or not begun, this is right too.
   void CancelStreams();
+  // Cancels what is left then.
   void CutAfter(std::chrono::milliseconds grace);
+  // Breaks the connections if the call has not ended by then.
+  void BreakAfter(std::chrono::nanoseconds grace);
   TransferResult MakeResult();
   void Finish();
   // A slice of the caller's memory is referred to, or not any more. Each stream counts as one until it has ended.

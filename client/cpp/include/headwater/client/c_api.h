@@ -173,8 +173,8 @@ HW_CLIENT_API hw_client_error* hw_client_call_result(const hw_client_call* call,
  * same. */
 HW_CLIENT_API void hw_client_call_cancel(hw_client_call* call);
 /* Cancels a call that is under way, waits until it has ended, and frees it; `done` has been called by then, unless this is called
- * from it. The wait takes milliseconds, a quarter of a second if the server stands still; where rows lie in shared memory the
- * server must let go of them first: 10 s at most. NULL is fine. */
+ * from it. The wait takes milliseconds, a second if the server stands still; where rows lie in shared memory the server must let
+ * go of them first: 10 s at most. NULL is fine. */
 HW_CLIENT_API void hw_client_call_free(hw_client_call* call);
 
 #ifdef __cplusplus
