@@ -72,6 +72,7 @@ TEST(ClientRealTransfer, SizesFromNothingToManyStreamsGiveTheSameAsOneStream) {
     EXPECT_EQ(result.loss_sum, reference.loss_sum) << row_count;
     EXPECT_TRUE(gradient == expected) << row_count;
     EXPECT_EQ(result.transport, "grpc");
+    EXPECT_EQ(client.stats().stripes, row_count == 5000 ? 3 : 1);
   }
 }
 
@@ -154,8 +155,122 @@ TEST(ClientRealTransfer, PathThatDoesNotExistHereIsSaidSo) {
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
 }
 
-TEST(ClientRealTransfer, AllocatedRowsWorkOnEveryPath) {
+TEST(ClientRealTransfer, SharedMemoryCarriesEveryKindOfMicroBatchAndARestart) {
+  const TemporaryDirectory directory;
+  ServerProcess server({"--descriptor_socket=" + directory.path() + "/memory"});
+  ClientOptions options;
+  options.retry = {.max_attempts = 100, .initial_backoff = milliseconds(20), .max_backoff = milliseconds(100)};
+  Client client = server.Connect(options);
+  Client other = server.Connect(OverGrpc());
+  const std::vector<float> rows = RandomFloats(7, 700 * kHiddenSize, 1.0F);
+  const std::vector<int32_t> targets = RandomTargets(8, 700, kVocabSize);
+  const std::vector<float> weight = RandomFloats(1, kVocabSize * kHiddenSize, 0.1F);
+  for (int round = 0; round < 2; ++round) {
+    SCOPED_TRACE(round);
+    HeadSpec spec = FrozenSpec();
+    spec.trainable = true;
+    Head head = Value(client.AttachHead("trained", spec));
+    Value(head.UploadWeights(HeadTensor::kWeight, TensorView::Float32(weight)));
+    Head same = Value(other.OpenHead("trained"));
+    MicroBatchOptions micro_batch;
+    micro_batch.step = 0;
+    std::vector<LossResult> results;
+    for (const CommitMode commit : {CommitMode::kEager, CommitMode::kExplicit}) {
+      micro_batch.commit = commit;
+      for (Head* const by : {&head, &same}) {
+        micro_batch.micro_batch = static_cast<int64_t>(results.size());
+        results.push_back(Value(by->CrossEntropy(RowsView::Float32(rows, kHiddenSize), targets, {}, micro_batch).Get()));
+        EXPECT_EQ(results.back().transport, by == &head ? "shared_memory" : "grpc");
+        if (commit == CommitMode::kExplicit) Value(results.back().contribution->Commit({.factor = 0.5}).Get());
+      }
+    }
+    for (const LossResult& result : results) {
+      EXPECT_EQ(result.loss_sum, results[0].loss_sum);
+      EXPECT_EQ(result.grad_hidden.float32(), results[0].grad_hidden.float32());
+    }
+    EXPECT_EQ(Value(head.Seal(0, 4)).totals.valid_token_count, 4 * 700);
+    if (round == 1) break;
+    server.process().Signal(SIGKILL);
+    server.process().Wait();
+    server.Start();
+  }
+  EXPECT_EQ(client.stats().shared_memory.micro_batches, 4);
+  EXPECT_EQ(client.stats().why_not_better, "");
+}
+
+TEST(ClientRealTransfer, TeachersRowsMeetTheTrainersInEitherOrder) {
   const ServerProcess server;
+  Client trainer = server.Connect(OverGrpc());
+  Client teachers_process = server.Connect(OverGrpc());
+  Head head = MakeHead(trainer);
+  HeadSpec teacher_spec = FrozenSpec();
+  teacher_spec.hidden_size = 64;
+  Head teacher_head = Value(trainer.CreateHead("teacher", teacher_spec));
+  const std::vector<float> weight = RandomFloats(4, kVocabSize * 64, 0.3F);
+  Value(teacher_head.UploadWeights(HeadTensor::kWeight, TensorView::Float32(weight)));
+  constexpr int64_t kRows = 300;
+  const std::vector<float> rows = RandomFloats(7, kRows * kHiddenSize, 1.0F);
+  const std::vector<float> teacher_rows = RandomFloats(9, kRows * 64, 1.0F);
+  const LossResult expected =
+      Value(head.Jsd(RowsView::Float32(rows, kHiddenSize), teacher_head, RowsView::Float32(teacher_rows, 64), {}, {}, {}).Get());
+
+  // Two streams bring the odd and the even rows.
+  std::vector<std::vector<float>> halves(2);
+  std::vector<std::vector<int32_t>> indices(2);
+  for (int32_t row = 0; row < kRows; ++row) {
+    std::vector<float>& half = halves[static_cast<size_t>(row % 2)];
+    half.insert(half.end(), teacher_rows.begin() + row * 64, teacher_rows.begin() + (row + 1) * 64);
+    indices[static_cast<size_t>(row % 2)].push_back(row);
+  }
+  for (const bool teacher_first : {true, false}) {
+    const std::string key = teacher_first ? "first" : "last";
+    const Teacher teacher = teachers_process.OpenTeacher(key, kRows);
+    const auto stream = [&](size_t half) {
+      return Value(teacher.Stream(RowsView::Float32(halves[half], 64), indices[half]).Get()).row_count;
+    };
+    EXPECT_EQ(stream(0), kRows / 2);
+    if (teacher_first) {
+      EXPECT_EQ(stream(1), kRows / 2);
+    }
+    JoinedTeacherOptions joined;
+    joined.join_key = key;
+    joined.total_rows = kRows;
+    Future<LossResult> future = head.Jsd(RowsView::Float32(rows, kHiddenSize), teacher_head, joined, {}, {}, {});
+    if (!teacher_first) {
+      EXPECT_FALSE(future.WaitFor(milliseconds(100)));
+      EXPECT_EQ(stream(1), kRows / 2);
+    }
+    const LossResult result = Value(future.Get());
+    EXPECT_EQ(result.loss_sum, expected.loss_sum);
+    EXPECT_EQ(result.grad_hidden.float32(), expected.grad_hidden.float32());
+  }
+
+  const Teacher late = teachers_process.OpenTeacher("late", kRows);
+  JoinedTeacherOptions joined;
+  joined.join_key = "late";
+  joined.total_rows = kRows;
+  const absl::Status missing =
+      head.Jsd(RowsView::Float32(rows, kHiddenSize), teacher_head, joined, {}, {}, {}, {.timeout = milliseconds(500)})
+          .Get()
+          .status();
+  EXPECT_THAT(ErrorReason(missing), testing::AnyOf("JOIN_INCOMPLETE", "DEADLINE_EXCEEDED")) << missing;
+  const std::vector<int32_t> twice(kRows / 2, 3);
+  EXPECT_EQ(late.Stream(RowsView::Float32(halves[0], 64), twice).Get().status().code(), absl::StatusCode::kInvalidArgument);
+  Future<StreamedRows> cancelled = late.Stream(RowsView::Float32(halves[0], 64), indices[0]);
+  cancelled.Cancel();
+  cancelled.Get().IgnoreError();
+  // A term cannot have both.
+  LossTerm term;
+  term.loss = JsdOptions();
+  term.teacher = teacher_head;
+  term.teacher_hidden = RowsView::Float32(teacher_rows, 64);
+  term.joined_teacher = joined;
+  EXPECT_EQ(ErrorReason(head.Multi(RowsView::Float32(rows, kHiddenSize), {&term, 1}, {}).Get().status()), "INVALID_COMBINATION");
+}
+
+TEST(ClientRealTransfer, AllocatedRowsWorkOnEveryPath) {
+  const TemporaryDirectory directory;
+  const ServerProcess server({"--descriptor_socket=" + directory.path() + "/memory"});
   for (const Transport transport : {Transport::kAuto, Transport::kGrpc}) {
     ClientOptions options;
     options.transport = transport;
@@ -169,7 +284,9 @@ TEST(ClientRealTransfer, AllocatedRowsWorkOnEveryPath) {
     const std::vector<int32_t> targets(64, 3);
     MicroBatchOptions micro_batch;
     micro_batch.grad_hidden = gradient.span();
-    Value(head.CrossEntropy(rows.view(), targets, {}, micro_batch).Get());
+    const LossResult result = Value(head.CrossEntropy(rows.view(), targets, {}, micro_batch).Get());
+    EXPECT_EQ(result.transport, transport == Transport::kAuto ? "shared_memory" : "grpc");
+    EXPECT_EQ(rows.shared(), transport == Transport::kAuto);
     std::vector<unsigned char> expected(values.size() * 4);
     Value(Submit(head, values, absl::MakeSpan(expected)).Get());
     EXPECT_EQ(std::memcmp(gradient.data(), expected.data(), expected.size()), 0);

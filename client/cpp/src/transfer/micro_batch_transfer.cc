@@ -228,7 +228,7 @@ void MicroBatchTransfer::EndedPlaced(TransferResult result) {
   const std::string reason = ErrorReason(result.status);
   if ((reason == "REGION_NOT_FOUND" || reason == "SESSION_NOT_FOUND") && !repeated_ && !cancelled()) {
     repeated_ = true;
-    transport().memory().Forget(header_.session_id());
+    if (reason == "SESSION_NOT_FOUND") transport().memory().Forget(header_.session_id());
     if (reason == "REGION_NOT_FOUND" || !session_given_) {
       absl::Status renewed = placement_->Renew(session_given_ ? header_.session_id() : "", deadline_);
       if (!renewed.ok()) {
