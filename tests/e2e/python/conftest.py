@@ -1,5 +1,7 @@
 """Backends that the tests run on: headwaterd with 1 and 3 vocabulary shards behind a Unix socket, and the engine in this process.
 
+Rows go through the client core, and with "python" through grpcio alone.
+
 HEADWATERD names the server; without it, bin/headwaterd of the build that HEADWATER_BUILD_DIR names. HEADWATER_TEST_ENGINE is their
 engine, "cpu" or "cuda"; without it, "cpu".
 """
@@ -22,7 +24,8 @@ import headwater.local
 
 START_TIMEOUT_S = 60
 ENGINE = os.environ.get("HEADWATER_TEST_ENGINE", "cpu")
-BACKENDS = ("remote-1", "remote-3", "local-1", "local-3")
+# Place, number of shards, and transport. Whatever is tested on all of them is tested through the client core and through grpcio.
+BACKENDS = ("remote-1", "remote-3-python", "local-1", "local-3")
 
 
 def pytest_configure(config):
@@ -42,7 +45,7 @@ def server_binary() -> str:
 
 
 class Server:
-    """A headwaterd of our own, in a temporary directory."""
+    """A headwaterd of our own, in a temporary directory, which flags call {directory}."""
 
     def __init__(self, directory: Path, *flags: str):
         self.directory = directory
@@ -62,7 +65,7 @@ class Server:
             f"--load_root={self.load_root}",
             "--log_level=warning",
             f"--engine={ENGINE}",
-            *flags,
+            *(flag.replace("{directory}", str(directory)) for flag in flags),
         ]
         self._ready = ready
         self.start()
@@ -149,13 +152,16 @@ def backends():
     """Backends by kind, each started when it is first asked for."""
     with contextlib.ExitStack() as stack:
         made: dict[str, Backend] = {}
+        servers: dict[str, Server] = {}
 
         def get(kind: str) -> Backend:
             if kind not in made:
-                place, shards = kind.split("-")
+                place, shards, *transport = kind.split("-")
                 if place == "remote":
-                    server = stack.enter_context(running_server(f"--shards={shards}"))
-                    client = stack.enter_context(headwater.connect(server.address))
+                    if shards not in servers:
+                        servers[shards] = stack.enter_context(running_server(f"--shards={shards}"))
+                    server = servers[shards]
+                    client = stack.enter_context(headwater.connect(server.address, transport=transport[0] if transport else "auto"))
                     made[kind] = Backend(kind, client, server.load_root, server.checkpoints, server.address)
                 else:
                     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hw-")))
@@ -181,6 +187,12 @@ def backend(request, backends):
 @pytest.fixture(params=("remote-1", "local-1"))
 def one_shard(request, backends):
     """For tests in which the number of shards plays no part."""
+    return backends(request.param)
+
+
+@pytest.fixture(params=("remote-1", "remote-1-python", "local-1"))
+def each_way(request, backends):
+    """For what depends on how rows travel, but not on the number of shards."""
     return backends(request.param)
 
 

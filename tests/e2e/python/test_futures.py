@@ -22,9 +22,9 @@ def rows(rng):
 
 
 @pytest.fixture
-def head(one_shard, make_head, rng):
+def head(each_way, make_head, rng):
     weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
-    return make_head(one_shard.client, weight, optimizer=headwater.SGD(), staging_slots=2)
+    return make_head(each_way.client, weight, optimizer=headwater.SGD(), staging_slots=2)
 
 
 def test_every_blocking_call_has_a_future():
@@ -100,10 +100,10 @@ def test_callbacks_get_the_future(head):
     assert done.wait(30) and seen == [future]
 
 
-@pytest.fixture
-def slow(rng):
-    """A server that can be frozen, and a head on it."""
-    with running_server() as server, headwater.connect(server.address) as client:
+@pytest.fixture(params=("auto", "python"))
+def slow(request, rng):
+    """A server that can be frozen, and a head on it, by way of the client core and of grpcio alone."""
+    with running_server() as server, headwater.connect(server.address, transport=request.param) as client:
         yield server, client.create_head("slow", rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32))
 
 

@@ -14,20 +14,20 @@ A_WHILE_S = 0.3
 
 
 @pytest.fixture
-def one_shard(backends):
+def each_way(backends):
     return backends("local-1")
 
 
 @pytest.fixture
-def student(one_shard, make_head, rng):
+def student(each_way, make_head, rng):
     weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
-    return make_head(one_shard.client, weight, optimizer=headwater.SGD(), staging_slots=2)
+    return make_head(each_way.client, weight, optimizer=headwater.SGD(), staging_slots=2)
 
 
 @pytest.fixture
-def teacher(one_shard, make_head, rng):
+def teacher(each_way, make_head, rng):
     weight = rng.standard_normal((VOCAB_SIZE, TEACHER_SIZE)).astype(np.float32)
-    return make_head(one_shard.client, weight, trainable=False)
+    return make_head(each_way.client, weight, trainable=False)
 
 
 @pytest.fixture

@@ -48,13 +48,13 @@ def server():
         yield server
 
 
-@pytest.fixture
-def connect(server):
-    """Heads of clients with these options."""
+@pytest.fixture(params=("auto", "python"))
+def connect(request, server):
+    """Heads of clients with these options, by way of the client core and of grpcio alone."""
     clients = []
 
     def connect(**options):
-        clients.append(headwater.connect(server.address, **{"retries": QUICK, **options}))
+        clients.append(headwater.connect(server.address, **{"retries": QUICK, "transport": request.param, **options}))
         head = clients[-1].head("scripted")
         server.calls.clear()
         return head

@@ -1,5 +1,6 @@
 """Sessions: opened when first needed, kept alive, owners of what is undecided, gone with their process."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -37,12 +38,18 @@ def until(condition):
         time.sleep(0.02)
 
 
+@pytest.fixture(params=("auto", "python"))
+def connect(request):
+    """headwater.connect, by way of the client core and of grpcio alone."""
+    return functools.partial(headwater.connect, transport=request.param)
+
+
 def session_ids(server, method):
     return [getattr(call[0], "header", call[0]).session_id for call in server.calls[method]]
 
 
-def test_a_session_is_opened_by_the_first_explicit_micro_batch(server):
-    with headwater.connect(server.address, session_lease=7.5) as client:
+def test_a_session_is_opened_by_the_first_explicit_micro_batch(server, connect):
+    with connect(server.address, session_lease=7.5) as client:
         head = client.head("scripted")
         head.cross_entropy(HIDDEN, TARGETS, micro_batch=0)
         head.cross_entropy(HIDDEN, TARGETS, backward=False)
@@ -62,15 +69,15 @@ def test_a_session_is_opened_by_the_first_explicit_micro_batch(server):
     assert [request.session_id for request in server.calls["CloseSession"]] == [session]
 
 
-def test_without_sessions_nobody_owns_anything(server):
-    with headwater.connect(server.address, session=False) as client:
+def test_without_sessions_nobody_owns_anything(server, connect):
+    with connect(server.address, session=False) as client:
         submit(client.head("scripted")).commit()
     assert session_ids(server, "ComputeLoss") == [b""] and server.calls["CommitMicroBatch"][0].session_id == b""
     assert server.count("OpenSession") == server.count("CloseSession") == 0
 
 
-def test_the_lease_is_renewed_on_a_connection_of_its_own(server):
-    with headwater.connect(server.address, session_lease=0.3) as client:
+def test_the_lease_is_renewed_on_a_connection_of_its_own(server, connect):
+    with connect(server.address, session_lease=0.3) as client:
         submit(client.head("scripted"))
         server.fail("KeepAlive", CUT)  # that may pass
         until(lambda: server.count("KeepAlive") >= 4)
@@ -81,8 +88,8 @@ def test_the_lease_is_renewed_on_a_connection_of_its_own(server):
     assert server.count("KeepAlive") == renewals
 
 
-def test_a_session_that_is_gone_is_opened_anew(server):
-    with headwater.connect(server.address) as client:
+def test_a_session_that_is_gone_is_opened_anew(server, connect):
+    with connect(server.address) as client:
         head = client.head("scripted")
         server.fail("ComputeLoss", LOST)
         out = submit(head)
@@ -96,8 +103,8 @@ def test_a_session_that_is_gone_is_opened_anew(server):
             out.discard()
 
 
-def test_a_lease_that_ended_is_noticed_before_the_next_call(server):
-    with headwater.connect(server.address, session_lease=0.3) as client:
+def test_a_lease_that_ended_is_noticed_before_the_next_call(server, connect):
+    with connect(server.address, session_lease=0.3) as client:
         head = client.head("scripted")
         server.fail("KeepAlive", LOST)
         submit(head, 0)
@@ -106,16 +113,16 @@ def test_a_lease_that_ended_is_noticed_before_the_next_call(server):
         assert session_ids(server, "ComputeLoss") == [(1).to_bytes(32, "big"), (2).to_bytes(32, "big")]
 
 
-def test_a_server_that_grants_no_session_is_an_error(server):
-    with headwater.connect(server.address, retries=None) as client:
+def test_a_server_that_grants_no_session_is_an_error(server, connect):
+    with connect(server.address, retries=None) as client:
         server.fail("OpenSession", Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED"))
         with refused("QUOTA_EXCEEDED", headwater.ResourceExhaustedError):
             submit(client.head("scripted"))
         assert server.count("ComputeLoss") == 0
 
 
-def test_a_client_that_is_forgotten_ends_its_thread(server):
-    client = headwater.connect(server.address, session_lease=0.3)
+def test_a_client_that_is_forgotten_ends_its_thread(server, connect):
+    client = connect(server.address, session_lease=0.3)
     submit(client.head("scripted"))
     until(lambda: server.count("KeepAlive") >= 1)
     del client
@@ -128,8 +135,8 @@ def test_a_client_that_is_forgotten_ends_its_thread(server):
     until(is_quiet)
 
 
-def test_a_forked_process_leaves_the_session_alone(server):
-    with headwater.connect(server.address) as client:
+def test_a_forked_process_leaves_the_session_alone(server, connect):
+    with connect(server.address) as client:
         head = client.head("scripted")
         out = submit(head)
         child = os.fork()
@@ -148,9 +155,9 @@ def test_a_forked_process_leaves_the_session_alone(server):
 
 
 @pytest.mark.parametrize("bad", [{"session_lease": 0}, {"session": "yes"}, {"retries": 3}, {"replay_bytes": -1}, {"tenant": "A/B"}])
-def test_options_are_checked(server, bad):
+def test_options_are_checked(server, bad, connect):
     with pytest.raises(headwater.InvalidArgumentError):
-        headwater.connect(server.address, **bad)
+        connect(server.address, **bad)
 
 
 # ---- on a real server ---------------------------------------------------------------------------------------------------
@@ -161,10 +168,10 @@ def head(remote, make_head, rng):
     return make_head(remote.client, rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32), staging_slots=1)
 
 
-def test_only_the_owner_decides(remote, head):
+def test_only_the_owner_decides(remote, head, connect):
     out = submit(head)
     for options in ({}, {"session": False}):
-        with headwater.connect(remote.address, **options) as stranger:
+        with connect(remote.address, **options) as stranger:
             other = stranger.head(head.name)
             for call in (other.commit, other.discard):
                 with refused("NOT_SESSION_OWNER", headwater.PermissionDeniedError):
@@ -172,9 +179,9 @@ def test_only_the_owner_decides(remote, head):
     assert out.commit() is False
 
 
-def test_a_higher_attempt_discards_whoever_owns_the_lower_one(remote, head):
+def test_a_higher_attempt_discards_whoever_owns_the_lower_one(remote, head, connect):
     out = submit(head)
-    with headwater.connect(remote.address) as successor:
+    with connect(remote.address) as successor:
         other = successor.head(head.name)
         assert other.discard(micro_batch=0, attempt=1) is True
         assert submit(other, attempt=2).commit() is False
@@ -182,8 +189,8 @@ def test_a_higher_attempt_discards_whoever_owns_the_lower_one(remote, head):
         out.commit()
 
 
-def test_closing_a_client_discards_what_it_left_undecided(remote, head):
-    with headwater.connect(remote.address) as other:
+def test_closing_a_client_discards_what_it_left_undecided(remote, head, connect):
+    with connect(remote.address) as other:
         theirs = other.head(head.name)
         theirs.cross_entropy(HIDDEN, TARGETS, micro_batch=0)
         submit(theirs, 1)
@@ -220,8 +227,8 @@ sys.stdin.read()
     assert submit(head, 1, attempt=1).commit() is False
 
 
-def test_a_busy_session_does_not_end(remote, head):
-    with headwater.connect(remote.address, session_lease=1.0) as client:
+def test_a_busy_session_does_not_end(remote, head, connect):
+    with connect(remote.address, session_lease=1.0) as client:
         out = submit(client.head(head.name))
         time.sleep(2.5)
         assert out.commit() is False
