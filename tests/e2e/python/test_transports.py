@@ -1,0 +1,443 @@
+"""The paths that rows take, the memory that they lie in, and what a client says about both."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from conftest import running_server
+from expectations import refused
+
+import headwater
+from headwater._memory import BlockPool, ordinary_block
+
+NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 700, 512, 64  # 1.4 MB of float32 rows: above what memory is kept for
+PATHS = {"cuda_ipc", "shared_memory", "grpc", "python"}
+
+
+@pytest.fixture(scope="module")
+def sharing():
+    """A server of this host that shares memory, and its socket."""
+    with running_server("--descriptor_socket={directory}/memory.sock") as server:
+        yield server
+
+
+@pytest.fixture(params=("python", "grpc", "shared_memory"))
+def client(request, sharing):
+    with headwater.connect(sharing.address, transport=request.param) as client:
+        yield client
+
+
+@pytest.fixture
+def head(client, make_head, rng):
+    weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+    return make_head(client, weight, optimizer=headwater.SGD(), staging_slots=2)
+
+
+@pytest.fixture
+def rows(rng):
+    hidden = rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32)
+    return hidden, rng.integers(0, VOCAB_SIZE, NUM_TOKENS).astype(np.int32)
+
+
+# ---- which path ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_path_is_taken_and_named(sharing, make_head, rows):
+    with headwater.connect(sharing.address) as client:
+        head = make_head(client, np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
+        assert head.cross_entropy(*rows, micro_batch=0).transport == "shared_memory"
+        found = client.transports()
+        assert set(found) == PATHS and found["shared_memory"] is found["grpc"] is found["python"] is None
+        assert client.transports_future().result(30) == found
+
+
+@pytest.mark.parametrize(("transport", "path"), [("python", "grpc"), ("grpc", "grpc"), ("shared_memory", "shared_memory")])
+def test_a_path_can_be_demanded(sharing, make_head, rows, transport, path):
+    with headwater.connect(sharing.address, transport=transport) as client:
+        head = make_head(client, np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
+        assert head.cross_entropy(*rows, micro_batch=0).transport == path
+
+
+def test_a_path_that_is_not_there_is_refused_with_its_reason(remote, sharing):
+    for transport, options in (("shared_memory", {}), ("cuda_ipc", {}), ("shared_memory", {"session": False})):
+        with refused("TRANSPORT_UNAVAILABLE", headwater.TransportUnavailableError) as info:
+            headwater.connect(remote.address, transport=transport, **options)
+        assert transport in str(info.value) and info.value.code == "FAILED_PRECONDITION"
+    with headwater.connect(sharing.address, session=False) as client:
+        assert "session" in client.transports()["shared_memory"]
+    for bad in ({"transport": "pigeon"}, {"stripes": 0}, {"stripes": 65}, {"stripes": 1.5}):
+        with pytest.raises(headwater.InvalidArgumentError):
+            headwater.connect(remote.address, **bad)
+
+
+def test_why_not_is_one_sentence_for_each_path(remote, make_head, rows):
+    with headwater.connect(remote.address) as client:
+        head = make_head(client, np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
+        assert head.cross_entropy(*rows, micro_batch=0).transport == "grpc"
+        found = client.transports()
+        assert set(found) == PATHS and found["grpc"] is found["python"] is None
+        assert "--descriptor_socket" in found["shared_memory"]
+        assert client.transport_note
+        for sentence in (found["shared_memory"], found["cuda_ipc"], client.transport_note):
+            assert sentence.strip() and "\n" not in sentence
+    with headwater.connect(remote.address, transport="python") as client:
+        assert "grpcio" in client.transport_note
+        assert all("grpcio" in client.transports()[path] for path in PATHS - {"python"})
+
+
+def test_in_process_nothing_is_sent(backends):
+    client = backends("local-1").client
+    assert set(client.transports()) == PATHS and None not in client.transports().values()
+    assert client.transport_note == ""
+
+
+def run(program, **environment):
+    """Runs a program; its standard output and error."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def test_without_the_client_core_grpcio_does(remote, tmp_path):
+    program = f"""
+import logging
+import numpy as np
+import headwater
+logging.basicConfig(level=logging.INFO)
+with headwater.connect({remote.address!r}) as client:
+    head = client.create_head("without-core", np.ones((8, 4), np.float32))
+    out = head.cross_entropy(np.ones((3, 4), np.float32), [1, 2, 3], micro_batch=0)
+    head.delete()
+    print(out.transport, "|", client.transport_note, "|", client.transports()["grpc"])
+try:
+    headwater.connect({remote.address!r}, transport="grpc")
+except headwater.TransportUnavailableError as error:
+    print(error)
+"""
+    missing = tmp_path / "libheadwater_client.so"
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"no library")
+    for path, why in ((missing, "is not there"), (broken, "cannot be loaded")):
+        output, log = run(program, HEADWATER_CLIENT_LIBRARY=str(path))
+        answer, error = output.splitlines()
+        transport, note, reason = answer.split(" | ")
+        assert transport == "grpc" and why in note and str(path) in note and reason == note and why in error
+        assert [line for line in log.splitlines() if why in line and line.startswith("INFO")]
+
+
+# ---- what comes back ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
+def test_every_path_answers_alike(sharing, make_head, rows, dtype):
+    hidden, targets = rows
+    if dtype == "bfloat16":
+        hidden = headwater.BFloat16.from_float32(hidden)
+    else:
+        hidden = hidden.astype(dtype)
+    weight = np.random.default_rng(0).standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32) / 8
+    teacher_hidden = np.random.default_rng(1).standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float16)
+    answers = []
+    for transport in ("python", "grpc", "shared_memory"):
+        with headwater.connect(sharing.address, transport=transport) as client:
+            head = make_head(client, weight, staging_slots=1)
+            teacher = make_head(client, weight[::-1].copy(), trainable=False)
+            outs = [
+                head.cross_entropy(hidden, targets, micro_batch=0, outputs=("token_loss", "argmax")),
+                head.cross_entropy(hidden, np.where(np.arange(NUM_TOKENS) % 3, -100, targets), micro_batch=1),
+                head.jsd(hidden, teacher, teacher_hidden, micro_batch=2, commit="explicit", grad_hidden_dtype="float32"),
+                head.cross_entropy(hidden, targets, backward=False),
+                head.cross_entropy(hidden, targets, micro_batch=3, return_grad_hidden=False),
+            ]
+            assert outs[2].commit(0.5) is False
+            assert outs[3].grad_hidden is None and outs[4].grad_hidden is None
+            grads = [getattr(out.grad_hidden, "bits", out.grad_hidden) for out in outs[:3]]
+            answers.append(([out.loss_sum for out in outs], [out.digest for out in outs], grads, outs[0].argmax, head.gradient()))
+    for losses, digests, grads, argmax, gradient in answers[1:]:
+        assert losses == answers[0][0] and digests == answers[0][1]
+        for ours, theirs in zip(grads, answers[0][2], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_array_equal(argmax, answers[0][3])
+        np.testing.assert_array_equal(gradient, answers[0][4])
+
+
+def test_errors_are_those_of_grpcio(head, rows):
+    hidden, targets = rows
+    with refused("STEP_MISMATCH", headwater.StepMismatchError) as info:
+        head.cross_entropy(hidden, targets, step=3, micro_batch=0)
+    assert info.value.metadata["openStep"] == "0" and info.value.code == "FAILED_PRECONDITION"
+    future = head.cross_entropy_future(hidden, targets, step=3, micro_batch=0)
+    assert future.exception(30).metadata == info.value.metadata and str(future.exception()) == str(info.value)
+    head.cross_entropy(hidden, targets, micro_batch=0)
+    with refused("MICRO_BATCH_CONFLICT", headwater.MicroBatchConflictError):
+        head.cross_entropy(-hidden, targets, micro_batch=0)
+
+
+def test_a_closed_client_says_so(sharing, head, rows):
+    client = headwater.connect(sharing.address)
+    theirs = client.head(head.name)
+    client.close()
+    client.close()
+    for call in (
+        lambda: theirs.cross_entropy(*rows, micro_batch=0),
+        lambda: theirs.cross_entropy_future(*rows, micro_batch=0).result(30),
+    ):
+        with pytest.raises((headwater.ClientClosedError, RuntimeError)):
+            call()
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_in_shared_memory(client, head, rows):
+    hidden, targets = rows
+    expected = head.cross_entropy(hidden, targets, backward=False).loss_sum
+    own = client.empty_rows(NUM_TOKENS, HIDDEN_SIZE)
+    assert own.shape == hidden.shape and own.dtype == np.float32 and own.flags.c_contiguous and own.flags.writeable
+    own[:] = hidden
+    grad = client.empty_rows(NUM_TOKENS, HIDDEN_SIZE)
+    out = head.cross_entropy(own, targets, micro_batch=0, grad_hidden_out=grad)
+    assert out.grad_hidden is grad and out.loss_sum == expected
+    # A part of them, by a view.
+    view = own[100:300]
+    part = head.cross_entropy(view, targets[100:300], micro_batch=1)
+    np.testing.assert_array_equal(part.grad_hidden, grad[100:300])
+    small = client.empty_rows(1, 1, "float16")
+    assert small.shape == (1, 1) and small.dtype == np.float16
+    assert client.empty_rows(2, 3, "bfloat16").shape == (2, 3)
+    for bad in ((0, 4), (4, 0), (4, 2.5)):
+        with pytest.raises(headwater.InvalidArgumentError):
+            client.empty_rows(*bad)
+
+
+def test_shared_memory_outlives_its_client(sharing):
+    client = headwater.connect(sharing.address)
+    rows = client.empty_rows(1000, 1000)
+    client.close()
+    rows[:] = 7
+    assert rows.sum() == 7_000_000
+    del rows
+
+
+def test_torch_tensors_over_shared_memory(client, head, rows):
+    torch = pytest.importorskip("torch")
+    import headwater.torch
+
+    hidden, targets = rows
+    array = client.empty_rows(NUM_TOKENS, HIDDEN_SIZE)
+    array[:] = hidden
+    leaf = torch.from_numpy(array).requires_grad_()
+    headwater.torch.CrossEntropyLoss(head)(leaf, targets).backward()
+    other = torch.from_numpy(hidden.copy()).requires_grad_()
+    headwater.torch.CrossEntropyLoss(head)(other, targets).backward()
+    torch.testing.assert_close(leaf.grad, other.grad, rtol=0, atol=0)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        tensor = headwater.torch.empty_rows(client, 5, 6, dtype)
+        assert tensor.shape == (5, 6) and tensor.dtype == dtype
+        tensor.fill_(1)
+        assert tensor.sum() == 30
+
+
+def test_grad_hidden_is_written_where_the_caller_wants_it(client, head, rows):
+    hidden, targets = rows
+    expected = head.cross_entropy(hidden, targets, micro_batch=0).grad_hidden
+    out = np.full_like(hidden, np.nan)
+    assert head.cross_entropy(hidden, targets, micro_batch=1, grad_hidden_out=out).grad_hidden is out
+    np.testing.assert_array_equal(out, expected)
+    # Rows that are left out of the upload have a gradient of 0.
+    ignored = np.where(np.arange(NUM_TOKENS) % 2, -100, targets)
+    head.cross_entropy(hidden, ignored, micro_batch=2, grad_hidden_out=out)
+    np.testing.assert_array_equal(out[::2], expected[::2])
+    assert not out[1::2].any()
+    half = np.empty(hidden.shape, np.float16)
+    head.cross_entropy(hidden, targets, micro_batch=3, grad_hidden_dtype="float16", grad_hidden_out=half)
+    np.testing.assert_allclose(half, expected, rtol=1e-3, atol=1e-6)
+    bits = headwater.BFloat16(np.empty(hidden.shape, np.uint16))
+    head.cross_entropy(hidden, targets, micro_batch=4, grad_hidden_dtype="bfloat16", grad_hidden_out=bits)
+    np.testing.assert_allclose(bits.to_float32(), expected, rtol=1e-2, atol=1e-6)
+
+
+def test_memory_for_grad_hidden_is_checked(head, rows):
+    hidden, targets = rows
+    read_only = np.empty_like(hidden)
+    read_only.flags.writeable = False
+    for reason, arguments in (
+        ("SHAPE_MISMATCH", {"grad_hidden_out": np.empty((NUM_TOKENS, HIDDEN_SIZE - 1), np.float32)}),
+        ("DATA_TYPE_MISMATCH", {"grad_hidden_out": np.empty(hidden.shape, np.float16)}),
+        ("DATA_TYPE_MISMATCH", {"grad_hidden_out": np.empty_like(hidden), "grad_hidden_dtype": "float16"}),
+        ("INVALID_FIELD", {"grad_hidden_out": np.empty((HIDDEN_SIZE, NUM_TOKENS), np.float32).T}),
+        ("INVALID_FIELD", {"grad_hidden_out": read_only}),
+        ("INVALID_COMBINATION", {"grad_hidden_out": np.empty_like(hidden), "return_grad_hidden": False}),
+    ):
+        with refused(reason, headwater.InvalidArgumentError):
+            head.cross_entropy(hidden, targets, micro_batch=0, **arguments)
+    assert not head.step_state().open.micro_batches
+
+
+def test_memory_of_answers_is_used_again_once_nobody_looks(head, rows):
+    hidden, targets = rows
+    out = head.cross_entropy(hidden, targets, micro_batch=0)
+    address, expected = out.grad_hidden.ctypes.data, out.grad_hidden.copy()
+    view = out.grad_hidden[5:7]
+    del out
+    other = head.cross_entropy(-hidden, targets, micro_batch=1)
+    assert other.grad_hidden.ctypes.data != address
+    np.testing.assert_array_equal(view, expected[5:7])
+    del view, other
+    places = {head.cross_entropy(hidden, targets, micro_batch=index).grad_hidden.ctypes.data for index in range(2, 6)}
+    assert len(places) == 1
+
+
+def test_blocks_that_are_free_are_bounded(monkeypatch):
+    freed = []
+    pool = BlockPool(ordinary_block)
+    monkeypatch.setattr(headwater._memory, "_MAX_FREE_BYTES", 8 << 20)
+    monkeypatch.setattr(headwater._memory._ArrayBlock, "free", lambda block: freed.append(block.nbytes))
+    arrays = [pool.empty((3 << 20,), "float32") for _ in range(5)]  # 12 MiB each
+    assert not freed
+    del arrays
+    small = pool.empty((1 << 20,), "float32")
+    assert freed == [12 << 20] * 5
+    del small
+    pool.close()
+    assert freed == [12 << 20] * 5 + [4 << 20]
+
+
+def test_memory_is_kept_while_a_device_reads_it():
+    class Event:
+        done = False
+
+        def query(self):
+            return self.done
+
+    pool, event = BlockPool(ordinary_block), Event()
+    array = pool.empty((1 << 20,), "float32")
+    address = array.ctypes.data
+    pool.keep(array, event)
+    del array
+    other = pool.empty((1 << 20,), "float32")
+    assert other.ctypes.data != address
+    event.done = True
+    assert address in {pool.empty((1 << 20,), "float32").ctypes.data, pool.empty((1 << 20,), "float32").ctypes.data}
+
+
+# ---- threads ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=("grpc", "shared_memory"))
+def slow(request, rng):
+    """A server of its own that can be frozen, and a head on it through the client core."""
+    with running_server("--descriptor_socket={directory}/memory.sock") as server:
+        with headwater.connect(server.address, transport=request.param) as client:
+            yield server, client.create_head("slow", rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32))
+
+
+def loss_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("headwater-loss")]
+
+
+def test_no_thread_waits_for_a_future(slow, rows):
+    server, head = slow
+    head.cross_entropy(*rows, micro_batch=0)
+    before = len(loss_threads())
+    with server.frozen():
+        futures = [head.cross_entropy_future(*rows, micro_batch=index) for index in range(1, 41)]
+        time.sleep(0.2)
+        assert not any(future.done() for future in futures) and len(loss_threads()) == before
+        futures[-1].cancel()  # which waits for its turn
+        futures[0].cancel()  # which is under way
+        with refused("CANCELLED", headwater.CancelledError):
+            futures[0].result(30)
+    outs = [future.result(60) for future in futures[1:-1]]
+    assert {out.loss_sum for out in outs} == {outs[0].loss_sum}
+    assert futures[-1].done()
+
+
+def test_a_blocking_call_lets_other_threads_run(slow, rows):
+    server, head = slow
+    ticks = 0
+    with server.frozen():
+        waiter = threading.Thread(target=lambda: head.cross_entropy(*rows, micro_batch=0))
+        waiter.start()
+        deadline = time.monotonic() + 0.3
+        while time.monotonic() < deadline:
+            ticks += 1
+        assert waiter.is_alive()
+    waiter.join(60)
+    assert not waiter.is_alive() and ticks > 1000
+
+
+def test_in_asyncio(slow, rows):
+    _, head = slow
+
+    async def step():
+        return await asyncio.gather(*(head.cross_entropy_future(*rows, micro_batch=index) for index in range(24)))
+
+    outs = asyncio.run(step())
+    assert len(outs) == 24 and all(not out.replayed for out in outs)
+    assert head.seal(expected_micro_batches=24).totals.micro_batch_count == 24
+
+
+def test_ctrl_c_ends_a_blocking_call(slow):
+    server, head = slow
+    program = f"""
+import numpy as np
+import headwater
+with headwater.connect({server.address!r}) as client:
+    head = client.head({head.name!r})
+    print("calling", flush=True)
+    try:
+        head.cross_entropy(np.ones(({NUM_TOKENS}, {HIDDEN_SIZE}), np.float32), [1] * {NUM_TOKENS}, micro_batch=0)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "calling\n"
+            with server.frozen():
+                time.sleep(0.3)
+                process.send_signal(signal.SIGINT)
+                began = time.monotonic()
+                assert process.stdout.readline() == "interrupted\n"
+                assert time.monotonic() - began < 10
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+def test_a_program_that_ends_with_calls_under_way_ends(slow):
+    server, head = slow
+    program = f"""
+import sys
+import numpy as np
+import headwater
+client = headwater.connect({server.address!r})
+head = client.head({head.name!r})
+rows = np.ones(({NUM_TOKENS}, {HIDDEN_SIZE}), np.float32)
+head.cross_entropy(rows, [1] * {NUM_TOKENS}, micro_batch=0)
+kept = client.empty_rows(1000, 1000)
+print("ready", flush=True)
+sys.stdin.readline()
+futures = [head.cross_entropy_future(rows, [1] * {NUM_TOKENS}, micro_batch=index) for index in range(1, 9)]
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            with server.frozen():
+                _, errors = process.communicate("\n", timeout=60)
+            assert process.returncode == 0 and not errors, errors
+        finally:
+            process.kill()
