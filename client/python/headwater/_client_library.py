@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from ctypes import POINTER, Structure, byref, c_char_p, c_int32, c_int64, c_ubyte, c_void_p
+from ctypes import POINTER, Structure, byref, c_char_p, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +80,9 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("hw_client_error_free", None, [c_void_p]),
     ("hw_client_connect", c_void_p, [c_char_p, c_char_p, POINTER(c_void_p)]),
     ("hw_client_free", None, [c_void_p]),
-    ("hw_client_session", c_void_p, [c_void_p, c_int64, POINTER(c_ubyte), POINTER(c_int64)]),
     ("hw_client_forget_session", c_void_p, [c_void_p, c_char_p, c_int64]),
     ("hw_client_info", c_int64, [c_void_p, c_char_p, c_int64]),
-    ("hw_client_allocate", c_void_p, [c_void_p, c_int64, c_int64, POINTER(c_void_p)]),
+    ("hw_client_allocate", c_void_p, [c_void_p, c_int64, POINTER(c_void_p)]),
     ("hw_client_memory_data", c_void_p, [c_void_p]),  # an address
     ("hw_client_memory_shared", c_int32, [c_void_p]),
     ("hw_client_memory_free", None, [c_void_p]),
@@ -274,16 +273,9 @@ class Connection:
             self._unused.wait_for(lambda: self._users == 0)
         library().hw_client_free(self._handle)
 
-    def session(self, timeout_s: float) -> bytes:
-        """The id of the session, which is opened if there is none."""
-        id_, size = (c_ubyte * 32)(), c_int64()
-        with self._in_use() as handle:
-            _check(library().hw_client_session(handle, _nanoseconds(timeout_s), id_, byref(size)))
-        return bytes(id_)[: size.value]
-
     def forget_session(self, session_id: bytes) -> None:
-        """The server does not know this session any more."""
-        with self._in_use() as handle:
+        """Forgets what was registered for a session that has ended."""
+        with contextlib.suppress(ClientClosedError), self._in_use() as handle:
             _check(library().hw_client_forget_session(handle, session_id, len(session_id)))
 
     def info(self) -> dict[str, str]:
@@ -299,11 +291,11 @@ class Connection:
         lines = (line.partition("=") for line in text.value.decode(errors="replace").splitlines())
         return {key: value for key, separator, value in lines if separator}
 
-    def allocate(self, nbytes: int, timeout_s: float) -> Memory:
-        """Zeroed memory, shared with the server where that is possible."""
+    def allocate(self, nbytes: int) -> Memory:
+        """Memory that the server can map, where the system has such memory."""
         handle = c_void_p()
         with self._in_use() as client:
-            _check(library().hw_client_allocate(client, nbytes, _nanoseconds(timeout_s), byref(handle)))
+            _check(library().hw_client_allocate(client, nbytes, byref(handle)))
         return Memory(handle, nbytes)
 
     def submit(

@@ -20,9 +20,6 @@ from headwater._requests import ComputeRequest
 from headwater._transfers import Answer, answer_memory
 from headwater.v1 import loss_service_pb2
 
-# Bound of an allocation, in seconds: the server registers the memory.
-_ALLOCATE_TIMEOUT_S = 10.0
-
 
 class LibraryMemory(RowMemory):
     """Rows as the client core takes them: CUDA tensors as they are. Answers lie in shared memory where there is any."""
@@ -34,9 +31,9 @@ class LibraryMemory(RowMemory):
 
     def _allocate(self, nbytes: int) -> Block:
         try:
-            return self._connection.allocate(nbytes, _ALLOCATE_TIMEOUT_S)
+            return self._connection.allocate(nbytes)
         except HeadwaterError:
-            return ordinary_block(nbytes)  # the call that it is for says what is wrong
+            return ordinary_block(nbytes)  # no shared memory, or the client is closed
 
     def device_rows(self, tensor: Any, data_type: str) -> Rows:
         """The tensor itself."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc
 
-from headwater._client_library import Connection
 from headwater._errors import HeadwaterError, from_rpc_error
 from headwater.v1 import session_service_pb2, session_service_pb2_grpc
 
@@ -30,7 +29,15 @@ class Session:
     only weakly: a client that is forgotten without `close` lets its lease run out.
     """
 
-    def __init__(self, make_channel: Callable[[], grpc.Channel], lease_s: float, client_name: str):
+    def __init__(
+        self,
+        make_channel: Callable[[], grpc.Channel],
+        lease_s: float,
+        client_name: str,
+        on_forgotten: Callable[[bytes], object] | None = None,
+    ):
+        """`on_forgotten` is told the id of a session that the server does not know any more."""
+        self._on_forgotten = on_forgotten
         self._make_channel = make_channel
         self._lease_s = lease_s
         self._client_name = client_name
@@ -60,34 +67,28 @@ class Session:
             if self._stub is None:
                 self._channel = self._make_channel()
                 self._stub = session_service_pb2_grpc.SessionServiceStub(self._channel)
-            self._id, granted_s = self._open(timeout_s)
-            if self._keeps_alive:
-                arguments = (weakref.ref(self), self._stub, self._stop, self._id, granted_s)
-                threading.Thread(target=_keep_alive, args=arguments, name="headwater-keep-alive", daemon=True).start()
+            request = session_service_pb2.OpenSessionRequest(client_name=self._client_name)
+            request.lease.FromNanoseconds(int(self._lease_s * 1e9))
+            try:
+                reply = self._stub.OpenSession(request, timeout=timeout_s)
+            except grpc.RpcError as error:
+                raise from_rpc_error(error) from None
+            self._id = reply.session_id
+            granted_s = reply.lease.ToNanoseconds() * 1e-9
+            arguments = (weakref.ref(self), self._stub, self._stop, self._id, granted_s)
+            threading.Thread(target=_keep_alive, args=arguments, name="headwater-keep-alive", daemon=True).start()
             return self._id
-
-    @property
-    def _keeps_alive(self) -> bool:
-        """Whether the lease is renewed here."""
-        return True
-
-    def _open(self, timeout_s: float) -> tuple[bytes, float]:
-        """A new session's id, and its lease in seconds."""
-        request = session_service_pb2.OpenSessionRequest(client_name=self._client_name)
-        request.lease.FromNanoseconds(int(self._lease_s * 1e9))
-        try:
-            reply = self._stub.OpenSession(request, timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
-        return reply.session_id, reply.lease.ToNanoseconds() * 1e-9
 
     def forget(self, session_id: bytes) -> None:
         """The server does not know this session any more; the next `open` opens another."""
         with self._lock:
-            if self._id == session_id:
-                self._id = b""
-                self._stop.set()
-                self._stop = threading.Event()
+            if self._id != session_id:
+                return
+            self._id = b""
+            self._stop.set()
+            self._stop = threading.Event()
+        if self._on_forgotten is not None:
+            self._on_forgotten(session_id)
 
     def close(self) -> None:
         """Ends the session on the server, as far as that answers, and the thread. Idempotent."""
@@ -105,28 +106,6 @@ class Session:
                         session_service_pb2.CloseSessionRequest(session_id=session_id), timeout=_CLOSE_TIMEOUT_S
                     )
             channel.close()
-
-
-class LibrarySession(Session):
-    """The session of the client core's connection, which the core keeps alive. Memory that is shared belongs to it."""
-
-    def __init__(self, connection: Connection, make_channel: Callable[[], grpc.Channel], lease_s: float, client_name: str):
-        super().__init__(make_channel, lease_s, client_name)
-        self._connection = connection
-
-    @property
-    def _keeps_alive(self) -> bool:
-        # Twice does no harm, and tells when the server does not know it any more.
-        return self.on_lost is not None
-
-    def _open(self, timeout_s: float) -> tuple[bytes, float]:
-        return self._connection.session(timeout_s), self._lease_s
-
-    def forget(self, session_id: bytes) -> None:
-        """The server does not know this session any more; the next `open` opens another."""
-        super().forget(session_id)
-        with contextlib.suppress(HeadwaterError):
-            self._connection.forget_session(session_id)
 
 
 def _keep_alive(session: weakref.ref[Session], stub: Any, stop: threading.Event, session_id: bytes, lease_s: float) -> None:

@@ -13,13 +13,9 @@ from headwater import _channel
 from headwater._client_library import Connection, LibraryNotFound, library
 from headwater._errors import HeadwaterError, from_rpc_error, make_error
 from headwater._library_transfers import LibraryTransfers
-from headwater._session import LibrarySession, Session
+from headwater._session import Session
 from headwater._transfers import PythonTransfers, Transfers
 from headwater.v1 import session_service_pb2
-
-# Size of the allocation that shows whether memory can be shared, and its bound in seconds.
-_PROBE_BYTES = 4096
-_PROBE_TIMEOUT_S = 10.0
 
 _log = logging.getLogger("headwater")
 
@@ -40,8 +36,8 @@ class Paths:
     ):
         """`sessions` is the stub of SessionService; `python` is what is used where the client core is not."""
         self.session: Session | None = None
+        self._demanded = transport
         self._sessions = sessions
-        self._has_session = session_lease_s is not None
         self._connection: Connection | None = None
         self._why_python = 'transport="python" asks for grpcio'
         self.transfers: Transfers
@@ -55,7 +51,7 @@ class Paths:
                         "transport": transport,
                         "stripes": stripes,
                         "connect_timeout_ms": max(1, int(connect_timeout_s * 1e3)),
-                        "session_lease_ms": 0 if session_lease_s is None else max(1, int(session_lease_s * 1e3)),
+                        **({} if session_lease_s is None else {"session_lease_ms": max(1, int(session_lease_s * 1e3))}),
                         "client_name": client_name,
                     },
                 )
@@ -64,14 +60,10 @@ class Paths:
                 if transport != "auto":
                     raise _unavailable(transport, self._why_python) from None
                 _log.info("headwater: rows go through grpcio, which is slower: %s", error)
-        if self._connection is None:
-            self.transfers = python
-            if session_lease_s is not None:
-                self.session = Session(lambda: _channel.make_channel(address), session_lease_s, client_name)
-            return
-        self.transfers = LibraryTransfers(self._connection)
+        self.transfers = python if self._connection is None else LibraryTransfers(self._connection)
         if session_lease_s is not None:
-            self.session = LibrarySession(self._connection, lambda: _channel.make_channel(address), session_lease_s, client_name)
+            on_forgotten = None if self._connection is None else self._connection.forget_session
+            self.session = Session(lambda: _channel.make_channel(address), session_lease_s, client_name, on_forgotten)
         if transport in ("shared_memory", "cuda_ipc"):
             try:
                 why = self._why_not(transport, self._server(connect_timeout_s), demanded=True)
@@ -103,20 +95,18 @@ class Paths:
             return self._why_python
         if path == "grpc":
             return None
-        if not self._has_session:
-            return "this client has no session (session=False), and shared memory belongs to one"
+        if self._demanded == "grpc":
+            return 'transport="grpc" asks for gRPC'
         if path == "cuda_ipc":
             return _why_no_device(connection, server, demanded)
         if not server.descriptor_socket and not server.named_regions:
             return "the server shares no memory: it was started without --descriptor_socket"
         if server.descriptor_socket and not server.named_regions and not os.path.exists(server.descriptor_socket):
             return f"the server's descriptor socket {server.descriptor_socket} is not here: it runs elsewhere, or in a container"
-        try:
-            if connection.allocate(_PROBE_BYTES, _PROBE_TIMEOUT_S).shared:
-                return None
-        except HeadwaterError as error:
-            return f"the server has not registered memory: {error}"
-        return connection.info().get("why_not_better") or "the server has not registered memory"
+        info = connection.info()
+        if info.get("host_transport") == "grpc" and not demanded:
+            return info.get("why_not_better") or "the server has not registered this client's memory"
+        return None
 
 
 def _why_no_device(connection: Connection, server: Any, demanded: bool) -> str | None:

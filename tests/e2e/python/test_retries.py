@@ -48,7 +48,7 @@ def server():
         yield server
 
 
-@pytest.fixture(params=("auto", "python"))
+@pytest.fixture(params=("grpc", "python"))
 def connect(request, server):
     """Heads of clients with these options, by way of the client core and of grpcio alone."""
     clients = []

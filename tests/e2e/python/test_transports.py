@@ -64,13 +64,17 @@ def test_a_path_can_be_demanded(sharing, make_head, rows, transport, path):
         assert head.cross_entropy(*rows, micro_batch=0).transport == path
 
 
-def test_a_path_that_is_not_there_is_refused_with_its_reason(remote, sharing):
-    for transport, options in (("shared_memory", {}), ("cuda_ipc", {}), ("shared_memory", {"session": False})):
+def test_a_path_that_is_not_there_is_refused_with_its_reason(remote, sharing, make_head, rows):
+    for transport in ("shared_memory", "cuda_ipc"):
         with refused("TRANSPORT_UNAVAILABLE", headwater.TransportUnavailableError) as info:
-            headwater.connect(remote.address, transport=transport, **options)
+            headwater.connect(remote.address, transport=transport)
         assert transport in str(info.value) and info.value.code == "FAILED_PRECONDITION"
-    with headwater.connect(sharing.address, session=False) as client:
-        assert "session" in client.transports()["shared_memory"]
+    # Shared memory belongs to a session, and what is undecided would belong to it as well.
+    with headwater.connect(sharing.address, session=False, transport="shared_memory") as client:
+        head = make_head(client, np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
+        assert head.cross_entropy(*rows, micro_batch=0).transport == "shared_memory"
+        with refused("TRANSPORT_UNAVAILABLE", headwater.TransportUnavailableError):
+            head.cross_entropy(*rows, micro_batch=1, commit="explicit")
     for bad in ({"transport": "pigeon"}, {"stripes": 0}, {"stripes": 65}, {"stripes": 1.5}):
         with pytest.raises(headwater.InvalidArgumentError):
             headwater.connect(remote.address, **bad)
@@ -119,7 +123,7 @@ logging.basicConfig(level=logging.INFO)
 with headwater.connect({remote.address!r}) as client:
     head = client.create_head("without-core", np.ones((8, 4), np.float32))
     out = head.cross_entropy(np.ones((3, 4), np.float32), [1, 2, 3], micro_batch=0)
-    head.delete()
+    head.delete(force=True)
     print(out.transport, "|", client.transport_note, "|", client.transports()["grpc"])
 try:
     headwater.connect({remote.address!r}, transport="grpc")
@@ -259,7 +263,7 @@ def test_grad_hidden_is_written_where_the_caller_wants_it(client, head, rows):
     # Rows that are left out of the upload have a gradient of 0.
     ignored = np.where(np.arange(NUM_TOKENS) % 2, -100, targets)
     head.cross_entropy(hidden, ignored, micro_batch=2, grad_hidden_out=out)
-    np.testing.assert_array_equal(out[::2], expected[::2])
+    np.testing.assert_allclose(out[::2], expected[::2], rtol=1e-3, atol=1e-5)  # products of another size
     assert not out[1::2].any()
     half = np.empty(hidden.shape, np.float16)
     head.cross_entropy(hidden, targets, micro_batch=3, grad_hidden_dtype="float16", grad_hidden_out=half)
