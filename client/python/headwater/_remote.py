@@ -342,13 +342,21 @@ class RemoteBackend:
             check_rows_message_size(header.ByteSize(), _channel.MAX_MESSAGE_BYTES)
             return self.transfers.stream_teacher(header, rows, remaining_s)
 
-        def once(remaining_s: float, tries: int) -> int:
-            if not owned:
-                return stream(b"", remaining_s)
-            return self.in_session(remaining_s, lambda session_id: stream(session_id, remaining_s), opens=True)
+        cut = False
 
-        # A repeat of one that was cut would meet its own rows.
-        return self.retrying(timeout_s, once, repeatable=False)
+        def once(remaining_s: float, tries: int) -> int:
+            nonlocal cut
+            try:
+                if not owned:
+                    return stream(b"", remaining_s)
+                return self.in_session(remaining_s, lambda session_id: stream(session_id, remaining_s), opens=True)
+            except HeadwaterError as error:
+                if cut and error.reason == "CHUNK_OUT_OF_RANGE":
+                    return int(rows.shape[0])  # the stream whose answer was cut off had worked
+                cut |= error.code == "UNAVAILABLE" and not error.reason
+                raise
+
+        return self.retrying(timeout_s, once)
 
     def note_attempt(self, keys: Sequence[StepKey], micro_batch: int, attempt: int) -> None:
         """Remembers the attempt that is submitted."""

@@ -12,8 +12,6 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "client" / "examples" / "python
 
 @pytest.mark.parametrize("example", ["distill.py", "teacher_process.py"])
 def test_distilling_lowers_the_divergence(one_shard, example):
-    if one_shard.remote and example == "teacher_process.py":
-        pytest.skip("headwaterd has no StreamTeacher")
     arguments = [one_shard.address] if one_shard.remote else []
     done = subprocess.run([sys.executable, EXAMPLES / example, *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -14,11 +14,6 @@ A_WHILE_S = 0.3
 
 
 @pytest.fixture
-def each_way(backends):
-    return backends("local-1")
-
-
-@pytest.fixture
 def student(each_way, make_head, rng):
     weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
     return make_head(each_way.client, weight, optimizer=headwater.SGD(), staging_slots=2)
