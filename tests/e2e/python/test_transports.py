@@ -392,12 +392,13 @@ def test_in_asyncio(slow, rows):
     assert head.seal(expected_micro_batches=24).totals.micro_batch_count == 24
 
 
+@pytest.mark.parametrize("slow", ("grpc",), indirect=True)
 def test_ctrl_c_ends_a_blocking_call(slow):
     server, head = slow
     program = f"""
 import numpy as np
 import headwater
-with headwater.connect({server.address!r}) as client:
+with headwater.connect({server.address!r}, transport="grpc") as client:
     head = client.head({head.name!r})
     print("calling", flush=True)
     try:
@@ -419,13 +420,14 @@ with headwater.connect({server.address!r}) as client:
             process.kill()
 
 
+@pytest.mark.parametrize("slow", ("grpc",), indirect=True)
 def test_a_program_that_ends_with_calls_under_way_ends(slow):
     server, head = slow
     program = f"""
 import sys
 import numpy as np
 import headwater
-client = headwater.connect({server.address!r})
+client = headwater.connect({server.address!r}, transport="grpc")
 head = client.head({head.name!r})
 rows = np.ones(({NUM_TOKENS}, {HIDDEN_SIZE}), np.float32)
 head.cross_entropy(rows, [1] * {NUM_TOKENS}, micro_batch=0)
