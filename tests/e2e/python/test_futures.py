@@ -100,7 +100,7 @@ def test_callbacks_get_the_future(head):
     assert done.wait(30) and seen == [future]
 
 
-@pytest.fixture(params=("auto", "python"))
+@pytest.fixture(params=("grpc", "python"))
 def slow(request, rng):
     """A server that can be frozen, and a head on it, by way of the client core and of grpcio alone."""
     with running_server() as server, headwater.connect(server.address, transport=request.param) as client:
