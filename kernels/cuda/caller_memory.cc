@@ -87,6 +87,20 @@ absl::StatusOr<Place> PlaceOf(const void* data, MemorySpace memory, const Engine
   return attributes.type == cudaMemoryTypeHost ? Place::kPageLocked : Place::kPageable;
 }
 
+absl::Status CopyFromDevice(EngineCore& core, const RowsView& rows, void* out) {
+  constexpr const char* kWhat = "copying rows from device memory";
+  const absl::StatusOr<Place> place = PlaceOf(rows.data, rows.memory, core, "rows");
+  if (!place.ok()) return place.status();
+  const int64_t bytes = rows.row_count * rows.column_count * ElementBytes(rows.data_type);
+  if (bytes == 0) return absl::OkStatus();
+  cudaStream_t stream = nullptr;
+  HEADWATER_RETURN_IF_ERROR(core.Check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), kWhat));
+  cudaError_t error = cudaMemcpyAsync(out, rows.data, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream);
+  if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+  static_cast<void>(cudaStreamDestroy(stream));
+  return core.Check(error, kWhat);
+}
+
 absl::StatusOr<std::unique_ptr<HostMemory>> AllocatePageLocked(std::shared_ptr<EngineCore> core, int64_t bytes) {
   core->MakeCurrent();
   void* data = nullptr;

@@ -19,6 +19,9 @@ enum class Place { kPageable, kPageLocked, kOwnDevice, kOtherDevice };
 // memory as the device's own would cost the whole engine. The engine's device is current.
 absl::StatusOr<Place> PlaceOf(const void* data, MemorySpace memory, const EngineCore& core, const std::string& field);
 
+// Copies rows of device memory to host memory, on a stream of its own, and waits for it. The engine's device is current.
+absl::Status CopyFromDevice(EngineCore& core, const RowsView& rows, void* out);
+
 // LossEngine's methods. Any thread.
 absl::StatusOr<std::unique_ptr<HostMemory>> AllocatePageLocked(std::shared_ptr<EngineCore> core, int64_t bytes);
 absl::StatusOr<std::unique_ptr<HostMemory>> RegisterPageLocked(std::shared_ptr<EngineCore> core, void* data, int64_t bytes);

@@ -173,6 +173,14 @@ class CudaEngine final : public LossEngine {
     return absl::OkStatus();
   }
 
+  absl::Status CopyRows(const RowsView& rows, const DeviceEvent* after, void* out) override {
+    if (rows.memory == MemorySpace::kHost) return LossEngine::CopyRows(rows, after, out);
+    HEADWATER_RETURN_IF_ERROR(core_->health());
+    core_->MakeCurrent();
+    HEADWATER_RETURN_IF_ERROR(AwaitEvent(*core_, after));
+    return CopyFromDevice(*core_, rows, out);
+  }
+
   absl::StatusOr<std::unique_ptr<HostMemory>> AllocateHostMemory(int64_t bytes) override {
     return AllocatePageLocked(core_, bytes);
   }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
 #include <utility>
 #include <variant>
 
@@ -87,6 +86,30 @@ struct ComputeLossCall::Source {
   int64_t joined_rows = 0;                        // of `joined` that are in `block`
   std::shared_ptr<transport::PinnedBlock> block;  // of what is not in a region; null if there are no rows
   int64_t bytes() const { return row_count * row_bytes; }
+};
+
+// Copies of what lies in the client's memory, which is the client's again when the call ends.
+struct ComputeLossCall::Kept {
+  std::vector<std::shared_ptr<transport::PinnedBlock>> blocks;  // by source; null: it needs none
+  absl::Mutex mutex;
+  int64_t running ABSL_GUARDED_BY(mutex) = 0;  // parts that are being copied
+  absl::Status status ABSL_GUARDED_BY(mutex);
+
+  void Begin() {
+    absl::MutexLock lock(&mutex);
+    ++running;
+  }
+  void End(const absl::Status& result) {
+    absl::MutexLock lock(&mutex);
+    --running;
+    status.Update(result);
+  }
+  absl::Status Await() {
+    absl::MutexLock lock(&mutex);
+    mutex.Await(absl::Condition(
+        +[](int64_t* count) { return *count == 0; }, &running));
+    return status;
+  }
 };
 
 // All that a submission's terms and rows point to.
@@ -269,10 +292,6 @@ absl::Status ComputeLossCall::FindRows() {
       return FieldError(ErrorReason::kInvalidField, "header.grad_hidden_rows", "memory apart from the rows that are read",
                         "memory that overlaps it");
     }
-    if (request.late_token_factors && source.region->memory() == MemorySpace::kDevice) {
-      return FieldError(ErrorReason::kInvalidCombination, "header.late_token_factors",
-                        "false, because rows lie in device memory, which the server does not keep", "true");
-    }
   }
   return absl::OkStatus();
 }
@@ -288,10 +307,7 @@ void ComputeLossCall::FillSubmission() {
   submission_.first_wins = request.first_wins;
   submission_.refuse_non_finite = request.refuse_non_finite;
   submission_.late_token_factors = request.late_token_factors;
-  const bool on_device = std::any_of(payload_->sources.begin(), payload_->sources.end(), [](const Source& source) {
-    return source.region.has_value() && source.region->memory() == MemorySpace::kDevice;
-  });
-  if ((request.allow_held || request.late_token_factors) && !on_device) {
+  if (request.allow_held || request.late_token_factors) {
     submission_.hold = [this] { return HoldPayload(); };
   }
   submission_.hidden = {nullptr, request.row_count, request.hidden_size, request.data_type};
@@ -486,17 +502,48 @@ absl::StatusOr<std::shared_ptr<const void>> ComputeLossCall::HoldPayload() {
          {"availableBytes", absl::StrCat(available)},
          {kRetryAfterMsKey, "500"}});
   }
-  // What lies in the client's memory is the client's again when the call ends.
-  for (Source& source : payload_->sources) {
-    if (!source.region.has_value() || source.bytes() == 0) continue;
-    auto block = core_.rows.Allocate(source.bytes());
-    if (!block.ok()) return block.status();
-    std::memcpy((*block)->data(), source.region->data(), static_cast<size_t>(source.bytes()));
-    source.block = *std::move(block);
+  if (kept_ == nullptr) HEADWATER_RETURN_IF_ERROR(BeginToKeep());
+  HEADWATER_RETURN_IF_ERROR(kept_->Await());
+  for (size_t i = 0; i < payload_->sources.size(); ++i) {
+    Source& source = payload_->sources[i];
+    if (kept_->blocks[i] == nullptr) continue;
+    source.block = std::move(kept_->blocks[i]);
     source.region.reset();
     PointAt(source, source.block->data(), MemorySpace::kHost);
   }
   return std::shared_ptr<const void>(payload_);
+}
+
+absl::Status ComputeLossCall::BeginToKeep() {
+  constexpr int64_t kPartBytes = 4 << 20;
+  auto kept = std::make_shared<Kept>();
+  kept->blocks.resize(payload_->sources.size());
+  for (size_t i = 0; i < payload_->sources.size(); ++i) {
+    const Source& source = payload_->sources[i];
+    if (!source.region.has_value() || source.bytes() == 0) continue;
+    auto block = core_.rows.Allocate(source.bytes());
+    if (!block.ok()) return block.status();
+    kept->blocks[i] = *std::move(block);
+  }
+  for (size_t i = 0; i < payload_->sources.size(); ++i) {
+    const Source& source = payload_->sources[i];
+    if (kept->blocks[i] == nullptr) continue;
+    // A device's copy is one; those of host memory are made by several threads. The payload keeps the region mapped meanwhile.
+    const int64_t rows_a_part =
+        source.region->memory() == MemorySpace::kDevice ? source.row_count : std::max<int64_t>(1, kPartBytes / source.row_bytes);
+    for (int64_t row = 0; row < source.row_count; row += rows_a_part) {
+      const int64_t count = std::min(rows_a_part, source.row_count - row);
+      const int64_t offset = row * source.row_bytes;
+      const RowsView part = {static_cast<const uint8_t*>(source.region->data()) + offset, count,
+                             source.row_bytes / int64_t{sizeof(uint16_t)}, DataType::kBFloat16, source.region->memory()};
+      uint8_t* const out = static_cast<uint8_t*>(kept->blocks[i]->data()) + offset;
+      kept->Begin();
+      core_.senders.Post([engine = core_.engine.get(), payload = payload_, kept, block = kept->blocks[i], part,
+                          after = submission_.after, out] { kept->End(engine->CopyRows(part, after, out)); });
+    }
+  }
+  kept_ = std::move(kept);
+  return absl::OkStatus();
 }
 
 absl::Status ComputeLossCall::PullJoined() {
@@ -545,6 +592,8 @@ absl::Status ComputeLossCall::Run() {
   if (entry_.has_value()) entry_->Open(transfer_);
   AllocateTokenOutputs();
   HEADWATER_RETURN_IF_ERROR(Done(PrepareRegions()));
+  // It will be HELD: the copies are made while the engine computes.
+  if (submission_.late_token_factors) HEADWATER_RETURN_IF_ERROR(Done(BeginToKeep()));
   HEADWATER_RETURN_IF_ERROR(Done(Compute()));
   CountOutcome();
   for (const Source& source : payload_->sources) {

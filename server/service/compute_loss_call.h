@@ -58,6 +58,7 @@ class ComputeLossCall {
  private:
   class Incoming;
   struct Payload;
+  struct Kept;
   struct Source;
   struct TokenOutputs;
 
@@ -78,6 +79,8 @@ class ComputeLossCall {
   // Lets rows in regions be read and written.
   absl::Status PrepareRegions();
   absl::Status AddEvent(const transport::RegionUse& region, int64_t row_bytes);
+  // Begins to copy the rows that lie in the client's memory.
+  absl::Status BeginToKeep();
   // Submission::hold: the payload, once it has its place in the budget.
   absl::StatusOr<std::shared_ptr<const void>> HoldPayload();
 
@@ -106,6 +109,7 @@ class ComputeLossCall {
   heads::SessionRegistry::Use session_use_;
   std::optional<TransferRegistry::Entry> entry_;
   std::shared_ptr<Payload> payload_;  // shared with the contribution if it is held as rows
+  std::shared_ptr<Kept> kept_;        // null: nothing is copied
   std::string head_name_;
   heads::Submission submission_;  // points into the payload and the members around it
   transport::ByteBudget::Reservation reservation_;

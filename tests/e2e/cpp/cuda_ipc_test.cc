@@ -213,8 +213,8 @@ TEST_F(CudaIpc, RowsMayBePartsOfOneAllocation) {
 
 TEST_F(CudaIpc, RowsThatStartAtAnyElementAreTheSame) {
   DeviceBuffer both(*driver_, 0, 3 * kBytes);
-  both.Write(hidden_.data(), kBytes, kBytes + 4);
-  Placement placement = Value(Place(DeviceRows(both.data() + kBytes + 4, both.data() + 12)));
+  both.Write(hidden_.data(), kBytes, kBytes + 20);
+  Placement placement = Value(Place(DeviceRows(both.data() + kBytes + 20, both.data() + 12)));
   CallWith(&placement, "cuda_ipc");
   EXPECT_EQ(both.Read(kBytes, 12), by_grpc_.grad_hidden);
 }

@@ -299,6 +299,9 @@ class LossEngine {
   // Adds the rows of `streams` to `digest`: stream i of the digest is streams[i]; one without data is left out. Host and device
   // memory. From any thread, also while others compute.
   virtual absl::Status DigestRows(absl::Span<const RowsView> streams, const DeviceEvent* after, DigestBuilder* digest);
+  // Copies rows to `out`, host memory with room for all of them. Host and device memory. From any thread, also while others
+  // compute.
+  virtual absl::Status CopyRows(const RowsView& rows, const DeviceEvent* after, void* out);
 
   // `bytes` (>= 1) of host memory, aligned to 64 bytes, uninitialised. kMemoryBudgetExceeded if there is none. Slow: a caller that
   // needs it often keeps it.
