@@ -28,10 +28,9 @@ absl::Status SearchShard(EngineCore& core, CudaHead& head, int32_t rank) {
     float* logits = workspace.Take<float>(rows * stride);
     void* hidden = workspace.TakeBytes(rows * shard.stride * BytesOf(shard.element));
     float* grad_hidden = workspace.Take<float>(rows * shard.stride);
-    bool exponentials_only = false;
+    bool matrix_only = false;  // exponentials, or an M whose logits come slice by slice
     if (!workspace.fits()) {
-      if (!core.hopper() || shard.element != Element::kBFloat16) break;
-      exponentials_only = true;
+      matrix_only = true;
       workspace.Rewind(0);
       logits = static_cast<float*>(workspace.TakeBytes(rows * stride * 2));
       hidden = workspace.TakeBytes(rows * shard.stride * BytesOf(shard.element));
@@ -44,7 +43,7 @@ absl::Status SearchShard(EngineCore& core, CudaHead& head, int32_t rank) {
     shape.rows = rows;
     shape.vocab = shard.columns;
     shape.width = shard.width;
-    if (!exponentials_only) {
+    if (!matrix_only) {
       shape.kind = ProductKind::kLogits;
       shape.a_stride = shape.b_stride = shard.stride;
       shape.out_stride = stride;

@@ -228,10 +228,9 @@ absl::Status Computation::RunWork(Work* work) {
     const Form form = term.FormOf(work->rows);
     const int64_t padded = PaddedWidth(term.head->spec().hidden_size);
     const int64_t element_bytes = BytesOf(term.MatrixElement());
-    const int64_t product_bytes = form == Form::kExponentials ? 2 : BytesOf(term.ProductElement(form));
-    work->kept_matrix = slot.TakeBytes(work->rows * ProductStride(term.head->shard_weights(0).columns) * product_bytes);
+    work->kept_matrix = slot.TakeBytes(work->rows * ProductStride(term.head->shard_weights(0).columns) * term.MatrixPitch(form));
     // Exponentials that overflow are done again in the workspace, and only then kept.
-    if (form != Form::kExponentials) own.products[0] = work->kept_matrix;
+    if (form != Form::kExponentials) (own.matrices.empty() ? own.products : own.matrices)[0] = work->kept_matrix;
     own.hidden = slot.TakeBytes(work->rows * padded * element_bytes);
     own.scaled = slot.TakeBytes(work->rows * padded * element_bytes);
     own.targets = slot.Take<int32_t>(work->rows);
@@ -250,11 +249,7 @@ absl::Status Computation::RunWork(Work* work) {
   if (term.FormOf(work->rows) == Form::kExponentials) {
     HEADWATER_RETURN_IF_ERROR(RunExponentials(work));
   } else {
-    const Slice all = {0, work->rows};
-    HEADWATER_RETURN_IF_ERROR(UploadSlice(work, all));
-    if (term.plan->jsd != nullptr) HEADWATER_RETURN_IF_ERROR(UploadTeacherRows(work));
-    HEADWATER_RETURN_IF_ERROR(PlaceSlice(work, all));
-    HEADWATER_RETURN_IF_ERROR(RunRows(work, all));
+    HEADWATER_RETURN_IF_ERROR(RunLogits(work));
   }
   HEADWATER_RETURN_IF_ERROR(Check(cudaMemcpyAsync(work->reports, own.reports, static_cast<size_t>(work->rows) * sizeof(RowReport),
                                                   cudaMemcpyDeviceToHost, stream_),
@@ -314,11 +309,11 @@ absl::Status Computation::ComputeExponentials(Work* work, const Slice& slice) {
     params.hidden = Rows(work->hidden, slice.first, slice.count);
     params.shard = term.head->shard_weights(rank);
     if (params.shard.columns == 0) continue;
-    const ConstMatrix matrix = MatrixOf(*work, slice, rank);
+    const MutableMatrix matrix = MatrixOut(*work, slice, rank);
     params.targets = own.targets + slice.first;
     params.target_arguments = own.target_arguments + slice.first;
     params.transform = term.finish.transform;
-    params.exponentials = const_cast<void*>(matrix.data);
+    params.exponentials = matrix.data;
     params.e_stride = matrix.stride;
     params.partial_sums = own.partial_sums;
     HEADWATER_RETURN_IF_ERROR(Check(LaunchEProduct(params, stream_), "the exponentials' product"));
@@ -347,9 +342,38 @@ absl::Status Computation::RunOverflowed(Work* work, int64_t first) {
   work->overflowed = true;
   const int64_t slice_rows = std::max<int64_t>(work->rows / 2, 1);
   for (; first < work->rows; first += slice_rows) {
-    HEADWATER_RETURN_IF_ERROR(RunRows(work, {first, std::min(slice_rows, work->rows - first)}));
+    const Slice slice = {first, std::min(slice_rows, work->rows - first)};
+    HEADWATER_RETURN_IF_ERROR(RunRows(work, slice));
+    if (!work->backward) continue;
+    if (work->groups.order == nullptr) HEADWATER_RETURN_IF_ERROR(MakeGroups(work));
+    HEADWATER_RETURN_IF_ERROR(AddGradHidden(work, slice, /*product_is_there=*/false));
+    HEADWATER_RETURN_IF_ERROR(AddGradWeight(work, slice));
   }
   return absl::OkStatus();
+}
+
+absl::Status Computation::RunLogits(Work* work) {
+  const TermRun& term = *work->term;
+  const int64_t slice_rows = work->own.matrices.empty() ? work->rows : term.slice_rows;
+  const bool is_sliced = slice_rows < work->rows;
+  // Rows that stay on the device do so all at once: one product is better than several.
+  const bool leaves_early =
+      is_sliced && work->wants_grad_hidden && work->parts.front().member->micro_batch->grad_hidden.memory == MemorySpace::kHost;
+  for (int64_t first = 0; first < work->rows; first += slice_rows) {
+    const Slice slice = {first, std::min(slice_rows, work->rows - first)};
+    HEADWATER_RETURN_IF_ERROR(UploadSlice(work, slice));
+    // Beside the student's products. A slice's hidden states come by the same stream, and are placed first.
+    if (is_sliced) HEADWATER_RETURN_IF_ERROR(PlaceSlice(work, slice));
+    if (term.plan->jsd != nullptr) HEADWATER_RETURN_IF_ERROR(UploadTeacherRows(work, slice));
+    if (!is_sliced) HEADWATER_RETURN_IF_ERROR(PlaceSlice(work, slice));
+    HEADWATER_RETURN_IF_ERROR(RunRows(work, slice));
+    if (leaves_early) HEADWATER_RETURN_IF_ERROR(AddGradHidden(work, slice, /*product_is_there=*/false));
+  }
+  if (!work->backward) return absl::OkStatus();
+  const Slice all = {0, work->rows};
+  HEADWATER_RETURN_IF_ERROR(MakeGroups(work));
+  if (!leaves_early) HEADWATER_RETURN_IF_ERROR(AddGradHidden(work, all, /*product_is_there=*/false));
+  return AddGradWeight(work, all);
 }
 
 absl::Status Computation::ComputeLogits(const ShardWeights& shard, const ConstMatrix& hidden, const double* wide_hidden,
@@ -473,7 +497,7 @@ absl::Status Computation::RunRows(Work* work, const Slice& slice) {
   const bool jsd = plan.jsd != nullptr;
   if (jsd) {
     // They may still be coming while the student's products run.
-    HEADWATER_RETURN_IF_ERROR(PlaceTeacherRows(work));
+    HEADWATER_RETURN_IF_ERROR(PlaceTeacherRows(work, slice));
     HEADWATER_RETURN_IF_ERROR(ComputeTeacherProducts(work, slice));
   }
   bool matrix_is_there = false;
@@ -481,10 +505,10 @@ absl::Status Computation::RunRows(Work* work, const Slice& slice) {
     const LogitsView student = StudentView(*work, 0);
     const LogitsView teacher = TeacherView(*work, 0);
     if (DivergenceRowsFit(student, teacher, term.divergence, term.MatrixElement())) {
-      HEADWATER_RETURN_IF_ERROR(Check(
-          LaunchDivergenceRows(student, teacher, rows, term.divergence, plan.term->loss_scale, term.MatrixElement(), work->backward,
-                               own.reports + slice.first, own.row_factor + slice.first, own.target_factor + slice.first, stream_),
-          "the divergence's row pass"));
+      HEADWATER_RETURN_IF_ERROR(Check(LaunchDivergenceRows(student, teacher, rows, term.divergence, plan.term->loss_scale,
+                                                           MatrixOut(*work, slice, 0), work->backward, own.reports + slice.first,
+                                                           own.row_factor + slice.first, own.target_factor + slice.first, stream_),
+                                      "the divergence's row pass"));
       matrix_is_there = true;
     }
   }
@@ -508,19 +532,16 @@ absl::Status Computation::RunRows(Work* work, const Slice& slice) {
       for (int32_t rank = 0; rank < shard_count; ++rank) {
         const LogitsView student = StudentView(*work, rank);
         if (student.columns == 0) continue;
-        HEADWATER_RETURN_IF_ERROR(
-            Check(jsd ? LaunchDivergenceGradient(student, TeacherView(*work, rank), rows, term.divergence, term.cross_entropy,
-                                                 own.coefficients + slice.first, term.MatrixElement(), stream_)
-                      : LaunchCrossEntropyGradient(student, rows, term.cross_entropy, own.coefficients + slice.first,
-                                                   term.MatrixElement(), stream_),
-                  "the gradient of the logits"));
+        const MutableMatrix matrix = MatrixOut(*work, slice, rank);
+        HEADWATER_RETURN_IF_ERROR(Check(
+            jsd ? LaunchDivergenceGradient(student, TeacherView(*work, rank), rows, term.divergence, term.cross_entropy,
+                                           own.coefficients + slice.first, matrix, stream_)
+                : LaunchCrossEntropyGradient(student, rows, term.cross_entropy, own.coefficients + slice.first, matrix, stream_),
+            "the gradient of the logits"));
       }
     }
   }
-  if (!work->backward) return absl::OkStatus();
-  if (work->groups.order == nullptr) HEADWATER_RETURN_IF_ERROR(MakeGroups(work));
-  HEADWATER_RETURN_IF_ERROR(AddGradHidden(work, slice, /*product_is_there=*/false));
-  return AddGradWeight(work, slice);
+  return absl::OkStatus();
 }
 
 absl::Status Computation::RunDivergence(Work* work, const Slice& slice) {
@@ -551,9 +572,14 @@ absl::Status Computation::RunDivergence(Work* work, const Slice& slice) {
 }
 
 ConstMatrix Computation::MatrixOf(const Work& work, const Slice& slice, int32_t rank) const {
+  const MutableMatrix matrix = MatrixOut(work, slice, rank);
+  return {matrix.data, matrix.rows, matrix.columns, matrix.stride, matrix.element};
+}
+
+MutableMatrix Computation::MatrixOut(const Work& work, const Slice& slice, int32_t rank) const {
   const TermRun& term = *work.term;
   const ShardWeights shard = term.head->shard_weights(rank);
-  ConstMatrix matrix;
+  MutableMatrix matrix;
   matrix.data = work.own.products[static_cast<size_t>(rank)];
   matrix.rows = slice.count;
   matrix.columns = shard.columns;
@@ -563,6 +589,8 @@ ConstMatrix Computation::MatrixOf(const Work& work, const Slice& slice, int32_t 
     // Those of all rows are kept.
     if (work.kept_matrix != nullptr) matrix.data = work.kept_matrix;
     matrix.data = Advance(matrix.data, matrix.element, slice.first * matrix.stride);
+  } else if (!work.own.matrices.empty()) {
+    matrix.data = Advance(work.own.matrices[static_cast<size_t>(rank)], matrix.element, slice.first * matrix.stride);
   } else {
     matrix.stride *= BytesOf(term.ProductElement(term.large_form)) / BytesOf(matrix.element);
   }

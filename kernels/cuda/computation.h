@@ -4,6 +4,9 @@
 // Order within a chunk and term: logits (or exponentials), row work, grad_hidden, grad_weight; all on the core's stream. The host
 // waits in between only for the exponential form's overflow flag, and that while the grad_hidden product runs.
 //
+// Large parts of other rows whose logits would not fit go slice by slice likewise, as far as M, or as grad_hidden if that leaves
+// for the host.
+//
 // Large parts in the exponential form go slice by slice as far as grad_hidden: while one slice is computed, the next one's rows
 // come in, and the gradient of the one before leaves, on streams of their own. Their grad_weight is one product over all slices. So
 // with a flow the host waits for later rows while the device has earlier ones, and nothing is added before all are there.
@@ -148,8 +151,8 @@ class Computation {
                             cudaStream_t stream);
   // Brings a slice's hidden states to where the products read them, and computes their targets' logits.
   absl::Status PlaceSlice(Work* work, const Slice& slice);
-  absl::Status UploadTeacherRows(Work* work);
-  absl::Status PlaceTeacherRows(Work* work);
+  absl::Status UploadTeacherRows(Work* work, const Slice& slice);
+  absl::Status PlaceTeacherRows(Work* work, const Slice& slice);
   // Brings rows of a tensor on the device to where the products read them; in place where it already is that.
   absl::Status PlaceRows(ConstMatrix source, int64_t first, bool contiguous, const int32_t* index, int64_t count, Element element,
                          bool in_place_allowed, void* out, uint8_t* non_finite, ConstMatrix* placed);
@@ -163,6 +166,8 @@ class Computation {
   absl::Status RunExponentials(Work* work);
   absl::Status ComputeExponentials(Work* work, const Slice& slice);
   absl::Status RunOverflowed(Work* work, int64_t first);
+  absl::Status RunLogits(Work* work);
+  // As far as M.
   absl::Status RunRows(Work* work, const Slice& slice);
   // out [hidden.rows, out_stride] = hidden . weight^T of a shard: fp32, or, with `wide_hidden`, fp64 through `panel`.
   absl::Status ComputeLogits(const ShardWeights& shard, const ConstMatrix& hidden, const double* wide_hidden, void* panel,
@@ -189,6 +194,7 @@ class Computation {
   LogitsView StudentView(const Work& work, int32_t rank) const;
   LogitsView TeacherView(const Work& work, int32_t rank) const;
   ConstMatrix MatrixOf(const Work& work, const Slice& slice, int32_t rank) const;
+  MutableMatrix MatrixOut(const Work& work, const Slice& slice, int32_t rank) const;
   static absl::Span<const int64_t> BatchRowsOf(const Chunk& chunk, const Slice& slice) {
     return absl::MakeConstSpan(chunk.batch_rows).subspan(static_cast<size_t>(slice.first), static_cast<size_t>(slice.count));
   }

@@ -305,19 +305,20 @@ absl::Status Computation::PlaceSlice(Work* work, const Slice& slice) {
   return absl::OkStatus();
 }
 
-absl::Status Computation::UploadTeacherRows(Work* work) {
+absl::Status Computation::UploadTeacherRows(Work* work, const Slice& slice) {
   const Part& part = work->parts.front();  // terms with a teacher are not computed together
   const RowsView& teacher = part.term->plan->term->teacher_hidden;
   if (teacher.memory == MemorySpace::kDevice) return absl::OkStatus();
-  std::vector<int64_t> term_rows(part.rows->rows.size());
-  std::transform(part.rows->rows.begin(), part.rows->rows.end(), term_rows.begin(),
-                 [](const ChunkRow& row) { return row.term_row; });
+  std::vector<int64_t> term_rows(static_cast<size_t>(slice.count));
+  const auto first = part.rows->rows.begin() + slice.first;
+  std::transform(first, first + slice.count, term_rows.begin(), [](const ChunkRow& row) { return row.term_row; });
   // Beside the student's product, into memory that earlier work may still use.
-  HEADWATER_RETURN_IF_ERROR(core_.Order(stream_, core_.upload_stream()));
-  return CopyRowsIn(teacher, term_rows, work->own.raw_teacher, core_.upload_stream());
+  if (slice.first == 0) HEADWATER_RETURN_IF_ERROR(core_.Order(stream_, core_.upload_stream()));
+  return CopyRowsIn(teacher, term_rows, static_cast<char*>(work->own.raw_teacher) + slice.first * RowBytes(teacher),
+                    core_.upload_stream());
 }
 
-absl::Status Computation::PlaceTeacherRows(Work* work) {
+absl::Status Computation::PlaceTeacherRows(Work* work, const Slice& slice) {
   TermBuffers& own = work->own;
   const Part& part = work->parts.front();
   const Element element = work->term->MatrixElement();
@@ -332,8 +333,13 @@ absl::Status Computation::PlaceTeacherRows(Work* work) {
     first = 0;
   }
   // What is not finite in the teacher's rows shows in the loss: no row of theirs can be ignored by the products.
-  HEADWATER_RETURN_IF_ERROR(PlaceRows(source, first, contiguous, own.teacher_rows, work->rows, element, /*in_place_allowed=*/true,
-                                      own.teacher_hidden, nullptr, &work->teacher));
+  const int64_t padded = PaddedWidth(teacher.column_count);
+  void* out = own.teacher_hidden == nullptr ? nullptr : Advance(own.teacher_hidden, element, slice.first * padded);
+  ConstMatrix placed;
+  HEADWATER_RETURN_IF_ERROR(PlaceRows(source, first + slice.first, contiguous, own.teacher_rows + slice.first, slice.count, element,
+                                      /*in_place_allowed=*/true, out, nullptr, &placed));
+  // Slices follow each other, in place or not.
+  work->teacher = {Advance(placed.data, element, -slice.first * placed.stride), work->rows, placed.columns, placed.stride, element};
   if (own.wide_teacher_hidden == nullptr) return absl::OkStatus();
   return Check(LaunchConvert(work->teacher.data, element, work->rows * work->teacher.stride, own.wide_teacher_hidden,
                              Element::kFloat64, stream_),

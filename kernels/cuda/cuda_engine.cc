@@ -32,14 +32,12 @@ namespace {
 // Micro-batches of up to this many rows are computed together with others that wait.
 constexpr int64_t kMaxJoinedRows = 1024;
 
-// Bytes of a slot that a term's part of a chunk takes: see Computation::RunTerm().
+// Bytes of a slot that a term's part of a chunk takes: see Computation::RunWork().
 int64_t KeptBytes(const TermRun& term, int64_t rows) {
-  const Form form = term.FormOf(rows);
   const int64_t padded = PaddedWidth(term.head->spec().hidden_size);
   const int64_t element_bytes = BytesOf(term.MatrixElement());
-  const int64_t product_bytes = form == Form::kExponentials ? 2 : BytesOf(term.ProductElement(form));
   Workspace workspace;
-  workspace.TakeBytes(rows * ProductStride(term.head->shard_weights(0).columns) * product_bytes);
+  workspace.TakeBytes(rows * ProductStride(term.head->shard_weights(0).columns) * term.MatrixPitch(term.FormOf(rows)));
   for (int i = 0; i < 2; ++i) workspace.TakeBytes(rows * padded * element_bytes);
   for (int i = 0; i < 4; ++i) workspace.TakeBytes(rows * 4);
   workspace.TakeBytes((rows + 1) * 4);
@@ -314,17 +312,18 @@ class CudaEngine final : public LossEngine {
   // Plans the chunks, and finds out whether they need the whole workspace, and not only what the debt leaves.
   absl::Status CutIntoChunks(Call* call) const {
     const MicroBatch& micro_batch = call->micro_batch;
-    const std::vector<TermRun>& terms = call->terms;
+    std::vector<TermRun>& terms = call->terms;
     MicroBatchPlan* plan = &call->plan;
     const int64_t bytes = core_->workspace().bytes();
     ChunkLimits limits;
     limits.grain = kRowGrain;
-    limits.max_rows = RowsThatFit(terms, micro_batch, bytes);
     limits.exact = core_->options().token_chunk_rows > 0;
     const int64_t batch_rows = std::max<int64_t>(micro_batch.hidden.row_count, 1);
     if (limits.exact) {
       limits.max_rows = core_->options().token_chunk_rows;
       if (ChunkBytes(terms, micro_batch, std::min(limits.max_rows, batch_rows)) > bytes) limits.max_rows = 0;
+    } else {
+      limits.max_rows = FitChunks(micro_batch, bytes, &terms);
     }
     if (limits.max_rows == 0) {
       const int64_t needed = ChunkBytes(terms, micro_batch, limits.exact ? core_->options().token_chunk_rows : 1);

@@ -15,8 +15,8 @@
 // Factor. M has all of row_factor but its power of two, so that a row's share of grad_weight is rounded once; or, in a row of which
 // one column has most, so much that its largest entries are nearly exact (device/exact_entries.cuh).
 //
-// In place. M of row n is written over the student's products of row n when the second exchange has come; it comes after every CTA
-// has summed its slice of row n, so all of the row was in shared memory before.
+// In place, or apart. M of row n may be written over the student's products of row n when the second exchange has come; it comes
+// after every CTA has summed its slice of row n, so all of the row was in shared memory before.
 //
 // Digits. Columns that all have |d| < 1/2 (a nearly distilled student) take polynomials of d, where every term is of second order
 // by itself; logits are subtracted from each other before the log-sum-exps are. A column with q > 1/2 gets what the others leave:
@@ -400,7 +400,7 @@ __global__ void __launch_bounds__(cluster_row::kMaxThreads, 1) DivergenceRowsKer
             mean = 0.0f;
             for_each([](float& s, float& t, int) { s = t = 0.0f; });
           }
-          uint16_t* const out = params.matrix + static_cast<int64_t>(row) * 2 * params.strides[0];
+          uint16_t* const out = params.matrix + row * params.matrix_stride;
           const int32_t room = length - 4 * lane;
           const uint64_t own_out = reinterpret_cast<uint64_t>(out + begin + 4 * lane);
           const float mean_factor = mean * factor.rest;
@@ -573,15 +573,16 @@ bool DivergenceRowsFit(const LogitsView& student, const LogitsView& teacher, con
 }
 
 cudaError_t LaunchDivergenceRows(const LogitsView& student, const LogitsView& teacher, const ChunkRows& rows,
-                                 const DivergenceTerm& term, double loss_scale, Element matrix_element, bool want_gradient,
+                                 const DivergenceTerm& term, double loss_scale, const MutableMatrix& matrix, bool want_gradient,
                                  RowReport* reports, float* row_factor, float* target_factor, cudaStream_t stream) {
   if (rows.row_count == 0) return cudaSuccess;
   const Form form = FormOf(term);
   const bool transformed = IsTransformed(student) || IsTransformed(teacher);
-  const bool half = matrix_element == Element::kFloat16;
+  const bool half = matrix.element == Element::kFloat16;
   const Layout layout = cluster_row::LayoutFor(term.common_columns);
   const int resident = ResidentClusters(form, transformed, half, layout);
   if (resident == 0 || rows.row_count > INT32_MAX / 2) return cudaErrorInvalidConfiguration;
+  if (matrix.stride % 8 != 0 || reinterpret_cast<uintptr_t>(matrix.data) % 16 != 0) return cudaErrorInvalidValue;
 
   KernelParams params{};
   const LogitsView* const views[kInputs] = {&student, &teacher};
@@ -599,7 +600,8 @@ cudaError_t LaunchDivergenceRows(const LogitsView& student, const LogitsView& te
     params.no_column[side] = scales[side] < 0 ? kNoColumn : -kNoColumn;
   }
   params.ratio = static_cast<float>(scales[0] / scales[1]);
-  params.matrix = static_cast<uint16_t*>(const_cast<void*>(student.products));
+  params.matrix = static_cast<uint16_t*>(matrix.data);
+  params.matrix_stride = matrix.stride;
   params.token_weights = rows.token_weights;
   params.reports = reports;
   params.row_factor = row_factor;

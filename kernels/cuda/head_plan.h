@@ -9,7 +9,8 @@
 //   least     what 128 rows (or EngineOptions::token_chunk_rows) of the form that needs most do, so that every loss can be computed
 // A chunk takes fixed + rows * per_row bytes (ChunkCost), by the form (term_form.h) of its term:
 //   exponentials  2 bytes a logit
-//   rows          4 bytes a logit; a divergence has two logits a column, and three with several shards: the teacher's cut anew
+//   rows          4 bytes a logit; a divergence has two logits a column, and three with several shards: the teacher's cut anew.
+//                 Where that is too much for all rows of a micro-batch: 2 bytes, and those of a slice of the rows
 //   wide          8 bytes a logit, likewise; and a panel of kPanelBytes for converted weights
 // and beside the logits, for each row, its hidden states and their gradient in all the types that they pass through.
 #ifndef HEADWATER_KERNELS_CUDA_HEAD_PLAN_H_
@@ -26,6 +27,8 @@ namespace headwater::cuda {
 // Rows at once where memory allows more: the products gain nothing from larger ones.
 inline constexpr int64_t kMaxExponentialRows = 8192;
 inline constexpr int64_t kMaxRows = 4096;
+// Rows of a chunk whose logits are computed slice by slice (term_form.h).
+inline constexpr int64_t kMaxSlicedRows = kMaxExponentialRows;
 // fp64 (fp32) copies of 16- or 32-bit weights are made this much at a time.
 inline constexpr int64_t kPanelBytes = int64_t{64} << 20;
 // The part of the workspace that cuBLASLt has for itself.
@@ -50,8 +53,8 @@ struct ChunkCost {
 // plan of a larger one is larger.
 ChunkCost CostOfChunk(const HeadSpec& spec, int32_t shard_count, int64_t logit_bytes, bool divergence);
 
-// `options` with all defaults filled in; `spec` valid. Saturates. token_chunk_rows is that of a cross entropy with any options; on
-// Hopper, one with few options may take up to twice as many at once.
+// `options` with all defaults filled in; `spec` valid. Saturates. token_chunk_rows is what a cross entropy with any options has
+// logits of at once; its chunks may have more rows, and so on Hopper may one with few options.
 HeadPlan PlanHeadOnCuda(const HeadSpec& spec, const EngineOptions& options);
 
 }  // namespace headwater::cuda

@@ -1,4 +1,4 @@
-// The gradient matrix M of rows, written over their products.
+// The gradient matrix M of rows, written over their products or apart from them.
 //
 // Mapping   one block a row, or four rows with fp32 products beside which a bias or class weights are read; a thread takes 16 bytes
 //           of products at a time and loads the next while it computes.
@@ -29,15 +29,11 @@ constexpr int kThreads = 512;
 
 // What a gradient is written with.
 struct MatrixTarget {
-  void* data;  // the products'
+  uint2* data;
+  int64_t stride;  // of data
   Element element;
   int32_t columns;  // written ones: the padding too
 };
-
-template <typename T>
-__device__ __forceinline__ uint2* MatrixRow(const MatrixTarget& target, int64_t stride, int64_t row) {
-  return reinterpret_cast<uint2*>(static_cast<T*>(target.data) + row * stride);
-}
 
 // The hard loss of one row.
 template <typename T>
@@ -98,7 +94,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   constexpr int32_t kStep = kThreads * kVector<double>;
   const int64_t row = blockIdx.x;
   const double* products = view.products + row * view.stride;
-  uint2* out = MatrixRow<double>(matrix, view.stride, row);
+  uint2* out = matrix.data + row * matrix.stride;
   const RowCoefficients& of_row = coefficients[row];
   if (of_row.scale == 0) {
     row_block::WriteZeroRow<double, kThreads>(out, matrix.columns);
@@ -178,7 +174,7 @@ __global__ void __launch_bounds__(kQuickThreads<kRows>, kHasBias || kClasses == 
   const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), row_count - first_row));
   const int32_t columns = view.columns;
   const float* products = view.products + first_row * view.stride;
-  uint2* const out = MatrixRow<float>(matrix, view.stride, first_row);
+  uint2* const out = matrix.data + first_row * matrix.stride;
 
   // The first products travel while the rows' factors are made.
   const int32_t thread_first = static_cast<int32_t>(threadIdx.x) * 4;
@@ -269,8 +265,7 @@ __global__ void __launch_bounds__(kQuickThreads<kRows>, kHasBias || kClasses == 
       if (j < static_cast<uint32_t>(matrix.columns)) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-          // A product is two elements of M: 8 bytes are two of them.
-          if (kRows == 1 || r < rows) out[r * (view.stride / 2) + j / 4] = packed[v][r];
+          if (kRows == 1 || r < rows) out[r * matrix.stride + j / 4] = packed[v][r];
         }
       }
     }
@@ -329,7 +324,7 @@ __global__ void __launch_bounds__(kDivergenceThreads, 2) DivergenceGradientKerne
   const RowView<T>& view = params.sides.student;
   const T* student = view.products + row * view.stride;
   const T* teacher = params.sides.teacher.products + row * params.sides.teacher.stride;
-  uint2* out = MatrixRow<T>(params.matrix, view.stride, row);
+  uint2* out = params.matrix.data + row * params.matrix.stride;
   const RowCoefficients& of_row = params.coefficients[row];
   if (of_row.scale == 0) {
     row_block::WriteZeroRow<T, kDivergenceThreads>(out, params.matrix.columns);
@@ -431,17 +426,18 @@ cudaError_t RunDivergenceGradient(const LogitsView& student, const LogitsView& t
   return RunDivergenceGradient<T, DivergenceForm::kMixture>(params, has_transform, rows.row_count, stream);
 }
 
-MatrixTarget MakeMatrixTarget(const LogitsView& logits, Element element) {
-  return {const_cast<void*>(logits.products), element, row_block::MatrixColumns(logits)};
+MatrixTarget MakeMatrixTarget(const LogitsView& logits, const MutableMatrix& matrix) {
+  return {static_cast<uint2*>(matrix.data), matrix.stride * BytesOf(matrix.element) / 8, matrix.element,
+          row_block::MatrixColumns(logits, matrix.stride)};
 }
 
 }  // namespace
 
 cudaError_t LaunchCrossEntropyGradient(const LogitsView& logits, const ChunkRows& rows, const CrossEntropyOptions& options,
-                                       const RowCoefficients* coefficients, Element matrix_element, cudaStream_t stream) {
-  if (!row_block::MatrixFits(logits.element, matrix_element)) return cudaErrorInvalidValue;
+                                       const RowCoefficients* coefficients, const MutableMatrix& out, cudaStream_t stream) {
+  if (!row_block::MatrixFits(logits.element, out)) return cudaErrorInvalidValue;
   if (rows.row_count == 0 || logits.columns == 0) return cudaSuccess;
-  const MatrixTarget matrix = MakeMatrixTarget(logits, matrix_element);
+  const MatrixTarget matrix = MakeMatrixTarget(logits, out);
   const bool want_classes = options.term.label_smoothing > 0;
   const float* class_weights = options.term.class_weights;
   if (class_weights != nullptr) class_weights += logits.vocab_start;
@@ -464,10 +460,10 @@ cudaError_t LaunchCrossEntropyGradient(const LogitsView& logits, const ChunkRows
 
 cudaError_t LaunchDivergenceGradient(const LogitsView& student, const LogitsView& teacher, const ChunkRows& rows,
                                      const DivergenceTerm& term, const CrossEntropyOptions& options,
-                                     const RowCoefficients* coefficients, Element matrix_element, cudaStream_t stream) {
-  if (student.element != teacher.element || !row_block::MatrixFits(student.element, matrix_element)) return cudaErrorInvalidValue;
+                                     const RowCoefficients* coefficients, const MutableMatrix& out, cudaStream_t stream) {
+  if (student.element != teacher.element || !row_block::MatrixFits(student.element, out)) return cudaErrorInvalidValue;
   if (rows.row_count == 0 || student.columns == 0) return cudaSuccess;
-  const MatrixTarget matrix = MakeMatrixTarget(student, matrix_element);
+  const MatrixTarget matrix = MakeMatrixTarget(student, out);
   if (student.element == Element::kFloat64) {
     return RunDivergenceGradient<double>(student, teacher, rows, term, options, coefficients, matrix, stream);
   }

@@ -2,7 +2,7 @@
 // sm_80 on, any number of shards.
 //
 // A chunk goes through: products -> statistics, one per shard -> FinishRows (merges the shards, one thread a row, in fp64, by
-// kernels/core/row_loss.h) -> for a divergence its sums, one per shard, and FinishDivergence -> the gradient, in place.
+// kernels/core/row_loss.h) -> for a divergence its sums, one per shard, and FinishDivergence -> the gradient, in place or apart.
 //
 // The gradient's matrix M and the two factors that stand beside it, for every form (the E form's too):
 //   grad_hidden_i  = row_factor_i * (M W)_i + target_factor_i * w_{y_i}
@@ -32,6 +32,12 @@ struct LogitsView {
   Element bias_element = Element::kFloat32;
   Transform transform;
 };
+
+// M over the products: half of the bytes of each row of them.
+inline MutableMatrix InPlaceMatrix(const LogitsView& logits, int64_t rows, Element element) {
+  const int64_t stride = logits.stride * BytesOf(logits.element) / BytesOf(element);
+  return {const_cast<void*>(logits.products), rows, logits.columns, stride, element};
+}
 
 // What does not depend on the row.
 struct CrossEntropyOptions {
@@ -92,10 +98,11 @@ cudaError_t LaunchFinishRows(const RowStats* stats, int32_t shard_count, const d
                              const FinishOptions& options, RowReport* reports, RowCoefficients* coefficients, float* row_factor,
                              float* target_factor, cudaStream_t stream);
 
-// M in place of the products: row i's M begins where its products begin, so its stride is stride * BytesOf(element) /
-// BytesOf(matrix_element). Columns from `columns` to RoundUp(columns, 8) become 0.
+// Row i of M begins at matrix.data + i * matrix.stride elements, at a multiple of 16 bytes: either where the row's products begin
+// (InPlaceMatrix()), or in memory that holds no products of this launch. matrix.element is half of the products' size;
+// matrix.rows and matrix.columns are not looked at. Columns from `columns` to RoundUp(columns, 8) become 0.
 cudaError_t LaunchCrossEntropyGradient(const LogitsView& logits, const ChunkRows& rows, const CrossEntropyOptions& options,
-                                       const RowCoefficients* coefficients, Element matrix_element, cudaStream_t stream);
+                                       const RowCoefficients* coefficients, const MutableMatrix& matrix, cudaStream_t stream);
 
 // --- Divergence ------------------------------------------------------------------------------------------------------------------
 
@@ -142,20 +149,21 @@ cudaError_t LaunchFinishDivergence(const DivergenceSums* sums, int32_t shard_cou
                                    const DivergenceTerm& term, const FinishOptions& options, bool has_cross_entropy,
                                    RowReport* reports, RowCoefficients* coefficients, float* row_factor, float* target_factor,
                                    cudaStream_t stream);
-// M over the student's products, as LaunchCrossEntropyGradient; the hard loss's share is added if coefficients have one.
+// M as LaunchCrossEntropyGradient writes it, in place of the student's products or apart; the hard loss's share is added if
+// coefficients have one.
 cudaError_t LaunchDivergenceGradient(const LogitsView& student, const LogitsView& teacher, const ChunkRows& rows,
                                      const DivergenceTerm& term, const CrossEntropyOptions& options,
-                                     const RowCoefficients* coefficients, Element matrix_element, cudaStream_t stream);
+                                     const RowCoefficients* coefficients, const MutableMatrix& matrix, cudaStream_t stream);
 
 // --- Divergence on Hopper, one shard, one read -----------------------------------------------------------------------------------
 
 // True if LaunchDivergenceRows() takes this case: sm_90, fp32 products of one shard, a row of both fits a cluster's shared memory,
 // no hard loss, strides multiples of 4 elements.
 bool DivergenceRowsFit(const LogitsView& student, const LogitsView& teacher, const DivergenceTerm& term, Element matrix_element);
-// Everything from LaunchSoftStats to LaunchDivergenceGradient in one pass that reads each product once. M in place of the
-// student's products. `want_gradient` false: reports only.
+// Everything from LaunchSoftStats to LaunchDivergenceGradient in one pass that reads each product once. M in place of
+// the student's products or apart, likewise. `want_gradient` false: reports only.
 cudaError_t LaunchDivergenceRows(const LogitsView& student, const LogitsView& teacher, const ChunkRows& rows,
-                                 const DivergenceTerm& term, double loss_scale, Element matrix_element, bool want_gradient,
+                                 const DivergenceTerm& term, double loss_scale, const MutableMatrix& matrix, bool want_gradient,
                                  RowReport* reports, float* row_factor, float* target_factor, cudaStream_t stream);
 
 }  // namespace headwater::cuda

@@ -34,6 +34,54 @@ bool IsOperand(const RowsView& view, DataType type) {
          reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
 }
 
+// Slices of fewer rows starve the products.
+constexpr int64_t kLeastSliceRows = 1024;
+
+constexpr int64_t CeilDivide(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+// Rows of a micro-batch that have a gradient, or a bound of them.
+int64_t RowsWithGradient(const std::vector<TermRun>& terms, const MicroBatch& micro_batch) {
+  if (terms.size() != 1) return micro_batch.hidden.row_count;
+  const LossTerm& term = *terms.front().plan->term;
+  int64_t count = 0;
+  for (int64_t i = 0; i < term.row_count; ++i) {
+    const size_t row = static_cast<size_t>(i);
+    const bool ignored = !term.targets.empty() && term.targets[row] == term.ignore_index;
+    if (!ignored && (term.token_weights.empty() || term.token_weights[row] != 0)) ++count;
+  }
+  return count;
+}
+
+// The most rows, in steps of 128 above 128, that fit in place.
+int64_t RowsThatFit(const std::vector<TermRun>& terms, const MicroBatch& micro_batch, int64_t bytes) {
+  int64_t rows = kMaxExponentialRows;
+  for (const TermRun& term : terms) rows = std::min(rows, term.large_form == Form::kExponentials ? kMaxExponentialRows : kMaxRows);
+  while (rows > 0 && ChunkBytes(terms, micro_batch, rows) > bytes) rows -= rows > 128 ? 128 : 1;
+  return rows;
+}
+
+void SetSliceRows(int64_t rows, std::vector<TermRun>* terms) {
+  for (TermRun& term : *terms) {
+    if (term.large_form == Form::kRows) term.slice_rows = rows;
+  }
+}
+
+// The logits of `rows` rows. The teacher's memory is at least `least_teacher_bytes`.
+void LayOutLogits(const TermRun& term, Form form, int64_t rows, int64_t least_teacher_bytes, Workspace* workspace,
+                  TermBuffers* buffers) {
+  const int32_t shard_count = term.head->shard_count();
+  const int64_t product_bytes = form == Form::kExponentials ? 2 : BytesOf(term.ProductElement(form));
+  const auto shard_bytes = [&](int32_t rank) {
+    return rows * ProductStride(term.head->shard_weights(rank).columns) * product_bytes;
+  };
+  for (int32_t rank = 0; rank < shard_count; ++rank) buffers->products.push_back(workspace->TakeBytes(shard_bytes(rank)));
+  if (term.plan->jsd == nullptr) return;
+  const int64_t teacher_bytes = rows * ProductStride(term.teacher->spec().transform.valid_vocab_size) * product_bytes;
+  buffers->teacher_products = workspace->TakeBytes(std::max(teacher_bytes, least_teacher_bytes));
+  if (shard_count == 1) return;
+  for (int32_t rank = 0; rank < shard_count; ++rank) buffers->cut_teacher.push_back(workspace->TakeBytes(shard_bytes(rank)));
+}
+
 }  // namespace
 
 Element TermRun::MatrixElement() const { return large_form == Form::kWide ? Element::kFloat32 : ElementOf(head->spec().data_type); }
@@ -98,17 +146,31 @@ TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) 
   }
   int64_t largest_columns = 0;
   int64_t largest_partials = 0;
-  const int64_t product_bytes = form == Form::kExponentials ? 2 : BytesOf(term.ProductElement(form));
-  for (int32_t rank = 0; rank < shard_count; ++rank) {
+  for (int32_t rank = 0; rank < static_cast<int32_t>(shard_count); ++rank) {
     const int64_t columns = term.head->shard_weights(rank).columns;
     largest_columns = std::max(largest_columns, columns);
     largest_partials = std::max(largest_partials, form == Form::kExponentials ? EProductPartialCount(rows, columns) : 0);
-    buffers.products.push_back(workspace->TakeBytes(rows * ProductStride(columns) * product_bytes));
+    if (term.IsSliced(form)) buffers.matrices.push_back(workspace->TakeBytes(rows * ProductStride(columns) * element_bytes));
   }
-  // The product M W and the scaled hidden states come when the teacher's logits are no longer needed.
+  // The product M W and the scaled hidden states come when the teacher's logits are no longer needed; nor are the student's, where
+  // M has a place of its own.
   const int64_t finish_bytes =
       RoundUp(rows * padded * 4, Workspace::kAlignment) + RoundUp(rows * padded * element_bytes, Workspace::kAlignment);
   Workspace late;
+  if (term.IsSliced(form)) {
+    const int64_t slice_rows = std::min(rows, term.slice_rows);
+    Workspace counted;
+    TermBuffers unused;
+    LayOutLogits(term, form, slice_rows, 0, &counted, &unused);
+    const int64_t bytes = std::max(counted.used(), finish_bytes);
+    void* space = workspace->TakeBytes(bytes);
+    Workspace early(space, bytes);
+    LayOutLogits(term, form, slice_rows, 0, &early, &buffers);
+    late = Workspace(space, bytes);
+  } else {
+    LayOutLogits(term, form, rows, finish_bytes, workspace, &buffers);
+    late = Workspace(jsd ? buffers.teacher_products : workspace->TakeBytes(finish_bytes), finish_bytes);
+  }
   if (jsd) {
     const HeadSpec& teacher = term.teacher->spec();
     const int64_t teacher_padded = PaddedWidth(teacher.hidden_size);
@@ -120,21 +182,10 @@ TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) 
     }
     if (!term.teacher_in_place) buffers.teacher_hidden = workspace->TakeBytes(rows * teacher_padded * element_bytes);
     if (wide) buffers.wide_teacher_hidden = workspace->Take<double>(rows * teacher_padded);
-    const int64_t teacher_bytes = rows * ProductStride(teacher_columns) * product_bytes;
-    buffers.teacher_products = workspace->TakeBytes(std::max(teacher_bytes, finish_bytes));
-    late = Workspace(buffers.teacher_products, finish_bytes);
-    if (shard_count > 1) {
-      buffers.teacher_bias = workspace->TakeBytes(teacher_columns * ElementBytes(teacher.data_type));
-      for (int32_t rank = 0; rank < shard_count; ++rank) {
-        const int64_t columns = term.head->shard_weights(rank).columns;
-        buffers.cut_teacher.push_back(workspace->TakeBytes(rows * ProductStride(columns) * product_bytes));
-      }
-    }
+    if (shard_count > 1) buffers.teacher_bias = workspace->TakeBytes(teacher_columns * ElementBytes(teacher.data_type));
     buffers.soft_student = workspace->Take<SoftStats>(shard_count * rows);
     buffers.soft_teacher = workspace->Take<SoftStats>(shard_count * rows);
     buffers.divergence_sums = workspace->Take<DivergenceSums>(shard_count * rows);
-  } else {
-    late = Workspace(workspace->TakeBytes(finish_bytes), finish_bytes);
   }
   buffers.product = late.Take<float>(rows * padded);
   buffers.scaled = late.TakeBytes(rows * padded * element_bytes);
@@ -188,11 +239,28 @@ int64_t ChunkBytes(const std::vector<TermRun>& terms, const MicroBatch& micro_ba
   return largest;
 }
 
-int64_t RowsThatFit(const std::vector<TermRun>& terms, const MicroBatch& micro_batch, int64_t bytes) {
-  int64_t rows = kMaxExponentialRows;
-  for (const TermRun& term : terms) rows = std::min(rows, term.large_form == Form::kExponentials ? kMaxExponentialRows : kMaxRows);
-  while (rows > 0 && ChunkBytes(terms, micro_batch, rows) > bytes) rows -= rows > 128 ? 128 : 1;
-  return rows;
+int64_t FitChunks(const MicroBatch& micro_batch, int64_t bytes, std::vector<TermRun>* terms) {
+  SetSliceRows(0, terms);
+  const int64_t in_place = RowsThatFit(*terms, micro_batch, bytes);
+  const bool any_wide =
+      std::any_of(terms->begin(), terms->end(), [](const TermRun& term) { return term.large_form == Form::kWide; });
+  const bool adds = micro_batch.backward && std::any_of(terms->begin(), terms->end(), [](const TermRun& term) {
+                      return term.large_form == Form::kRows && term.plan->grad_weight != GradWeightMode::kNone;
+                    });
+  if (in_place == 0 || !adds || any_wide) return in_place;
+  const int64_t all_rows = RowsWithGradient(*terms, micro_batch);
+  const int64_t chunks = CeilDivide(all_rows, in_place);
+  for (int64_t fewer = CeilDivide(all_rows, kMaxSlicedRows); fewer < chunks; ++fewer) {
+    const int64_t rows = RoundUp(CeilDivide(all_rows, fewer), kRowGrain);
+    for (int64_t slices = 2;; ++slices) {
+      const int64_t slice_rows = RoundUp(CeilDivide(rows, slices), kRowGrain);
+      if (slice_rows < kLeastSliceRows) break;
+      SetSliceRows(slice_rows, terms);
+      if (ChunkBytes(*terms, micro_batch, rows) <= bytes) return rows;
+    }
+  }
+  SetSliceRows(0, terms);
+  return in_place;
 }
 
 }  // namespace headwater::cuda

@@ -2,6 +2,7 @@
 //
 //   kExponentials  bf16 cross entropy on Hopper: own product, exponentials instead of logits; 2 bytes a logit
 //   kRows          16-bit operands of one type: fp32 products and row passes; 4 bytes a logit, 8 with a teacher
+//                  or, in slices: 2 bytes a logit for M, and 4 or 8 for the rows of one slice at a time
 //   kWide          everything else (fp32 heads, types that differ): fp64 products; 8 bytes a logit, 16 with a teacher
 #ifndef HEADWATER_KERNELS_CUDA_TERM_FORM_H_
 #define HEADWATER_KERNELS_CUDA_TERM_FORM_H_
@@ -32,6 +33,9 @@ struct TermRun {
   // The products read the caller's own memory: on the device, of the right type and stride, and no row is left out.
   bool hidden_in_place = false;
   bool teacher_in_place = false;
+  // kRows: rows whose logits exist at once, while M of the whole chunk has a place of its own. 0: M is written over the logits of
+  // all rows.
+  int64_t slice_rows = 0;
   CrossEntropyOptions cross_entropy;  // its class weights are device memory
   FinishOptions finish;
   DivergenceTerm divergence;
@@ -39,6 +43,10 @@ struct TermRun {
   Form FormOf(int64_t rows) const {
     return large_form == Form::kExponentials && rows <= kLargestSmallBatch ? Form::kRows : large_form;
   }
+  // Whether M has a place of its own, without gaps.
+  bool IsSliced(Form form) const { return form == Form::kRows && slice_rows > 0; }
+  // Bytes from one entry of a row of M to the row's next, gaps between rows included.
+  int64_t MatrixPitch(Form form) const { return form == Form::kExponentials || IsSliced(form) ? 2 : BytesOf(ProductElement(form)); }
   // Of hidden states and M: the head's 16-bit type, or fp32 in the wide form.
   Element MatrixElement() const;
   // Of the logits' products.
@@ -69,8 +77,9 @@ struct TermBuffers {
   double* wide_hidden = nullptr;   // [rows, padded] fp64
   double* wide_teacher_hidden = nullptr;
   void* panel = nullptr;             // kPanelBytes: converted weights
-  std::vector<void*> products;       // by shard: [rows, ProductStride] of ProductElement(), or E
-  void* teacher_products = nullptr;  // [rows, stride of all teacher columns]
+  std::vector<void*> products;       // by shard: [rows, ProductStride] of ProductElement(), or E; in slices a slice's rows
+  std::vector<void*> matrices;       // by shard, only in slices: M [rows, ProductStride] of MatrixElement()
+  void* teacher_products = nullptr;  // [rows, stride of all teacher columns]; in slices a slice's rows, as in cut_teacher
   std::vector<void*> cut_teacher;    // by shard, only with several: the teacher's logits of the student's columns
   void* teacher_bias = nullptr;      // [teacher's valid vocabulary], only with several shards
   float* product = nullptr;          // [rows, padded] fp32: M W
@@ -109,8 +118,10 @@ ChunkBuffers LayOutChunk(const std::vector<TermRun>& terms, const MicroBatch& mi
 
 // Bytes of a chunk of `rows` rows, class weights included.
 int64_t ChunkBytes(const std::vector<TermRun>& terms, const MicroBatch& micro_batch, int64_t rows);
-// The most rows, in steps of 128 above 128, whose chunk fits `bytes`; 0 if not even one does.
-int64_t RowsThatFit(const std::vector<TermRun>& terms, const MicroBatch& micro_batch, int64_t bytes);
+// The most rows a chunk may have so that it fits `bytes`, in steps of 128 above 128; 0 if not even one does. Sets the terms'
+// slice_rows: where one chunk cannot take all rows in place, slices are chosen if they make fewer chunks, since every chunk reads
+// and writes the whole accumulator.
+int64_t FitChunks(const MicroBatch& micro_batch, int64_t bytes, std::vector<TermRun>* terms);
 
 }  // namespace headwater::cuda
 

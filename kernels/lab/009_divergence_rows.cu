@@ -178,10 +178,12 @@ void CheckCase(const Case& c) {
   const DeviceArray<RowReport> reports(c.rows), forward_reports(c.rows);
   const DeviceArray<float> row_factor(c.rows), target_factor(c.rows);
   const double loss_scale = 8;
-  LAB_CUDA(LaunchDivergenceRows(student_view, teacher_view, rows, term, loss_scale, c.matrix, false, forward_reports.get(), nullptr,
-                                nullptr, nullptr));
-  LAB_CUDA(LaunchDivergenceRows(student_view, teacher_view, rows, term, loss_scale, c.matrix, true, reports.get(), row_factor.get(),
-                                target_factor.get(), nullptr));
+  LAB_CUDA(LaunchDivergenceRows(student_view, teacher_view, rows, term, loss_scale,
+                                headwater::cuda::InPlaceMatrix(student_view, c.rows, c.matrix), false, forward_reports.get(),
+                                nullptr, nullptr, nullptr));
+  LAB_CUDA(LaunchDivergenceRows(student_view, teacher_view, rows, term, loss_scale,
+                                headwater::cuda::InPlaceMatrix(student_view, c.rows, c.matrix), true, reports.get(),
+                                row_factor.get(), target_factor.get(), nullptr));
   LAB_CUDA(cudaDeviceSynchronize());
   const std::vector<float> matrix_bits = student.ToHost(), factors = row_factor.ToHost(), target_factors = target_factor.ToHost();
   const std::vector<RowReport> report = reports.ToHost(), forward_report = forward_reports.ToHost();
@@ -189,8 +191,9 @@ void CheckCase(const Case& c) {
 
   // Once more from the same products: the same bits, in reports too.
   LAB_CUDA(cudaMemcpy(student.get(), student_values.data(), student.bytes(), cudaMemcpyHostToDevice));
-  LAB_CUDA(LaunchDivergenceRows(student_view, teacher_view, rows, term, loss_scale, c.matrix, true, reports.get(), row_factor.get(),
-                                target_factor.get(), nullptr));
+  LAB_CUDA(LaunchDivergenceRows(student_view, teacher_view, rows, term, loss_scale,
+                                headwater::cuda::InPlaceMatrix(student_view, c.rows, c.matrix), true, reports.get(),
+                                row_factor.get(), target_factor.get(), nullptr));
   LAB_CUDA(cudaDeviceSynchronize());
   const std::vector<float> again = student.ToHost();
   const std::vector<RowReport> report_again = reports.ToHost();
@@ -281,8 +284,9 @@ void CheckNotFinite(float value, bool in_teacher, double beta) {
   chunk.row_count = rows;
   const DeviceArray<RowReport> reports(rows);
   const DeviceArray<float> row_factor(rows), target_factor(rows);
-  LAB_CUDA(LaunchDivergenceRows(views[0], views[1], chunk, term, 1, Element::kBFloat16, true, reports.get(), row_factor.get(),
-                                target_factor.get(), nullptr));
+  LAB_CUDA(LaunchDivergenceRows(views[0], views[1], chunk, term, 1,
+                                headwater::cuda::InPlaceMatrix(views[0], rows, Element::kBFloat16), true, reports.get(),
+                                row_factor.get(), target_factor.get(), nullptr));
   LAB_CUDA(cudaDeviceSynchronize());
   const std::vector<RowReport> report = reports.ToHost();
   double wrong = 0;
@@ -377,8 +381,9 @@ void Time(const char* name, int64_t rows, int64_t vocab, Rows kind, double beta)
         LAB_CUDA(cudaMemcpyAsync(student.get(), teacher.get(), student.bytes(), cudaMemcpyDeviceToDevice, nullptr));
         LAB_CUDA(cudaMemcpyAsync(student.get(), products.get(), student.bytes() / 4, cudaMemcpyDeviceToDevice, nullptr));
       } else {
-        LAB_CUDA(LaunchDivergenceRows(views[0], views[1], chunk, term, 1, Element::kBFloat16, true, reports.get(), row_factor.get(),
-                                      target_factor.get(), nullptr));
+        LAB_CUDA(LaunchDivergenceRows(views[0], views[1], chunk, term, 1,
+                                      headwater::cuda::InPlaceMatrix(views[0], rows, Element::kBFloat16), true, reports.get(),
+                                      row_factor.get(), target_factor.get(), nullptr));
       }
       LAB_CUDA(cudaEventRecord(stop, nullptr));
       LAB_CUDA(cudaEventSynchronize(stop));

@@ -191,7 +191,8 @@ class Chunk {
   }
   void Gradient() {
     for (const LogitsView& view : views) {
-      LAB_CUDA(LaunchCrossEntropyGradient(view, rows, finish.cross_entropy, coefficients_.get(), c_.matrix, nullptr));
+      LAB_CUDA(LaunchCrossEntropyGradient(view, rows, finish.cross_entropy, coefficients_.get(),
+                                          headwater::cuda::InPlaceMatrix(view, c_.rows, c_.matrix), nullptr));
     }
   }
 

@@ -228,6 +228,40 @@ TEST(ManyRowsTest, AreStagedAndCommitted) {
   }
 }
 
+// More rows than an engine has logits of at once: it cuts the micro-batch into chunks, or a chunk's logits into slices. An odd
+// number, so that the last one is smaller.
+TEST(ManyRowsTest, MoreThanHaveLogitsAtOnce) {
+  std::vector<ProblemOptions> cases = CrossEntropyOptionCases();
+  cases = {cases.front(), cases.back()};
+  cases.push_back({});
+  cases.back().name = "Jsd";
+  cases.back().jsd = true;
+  cases.push_back(cases.back());
+  cases.back().name = "JsdWithHardLoss";
+  cases.back().bias = true;
+  cases.back().hard_loss_weight = 0.3;
+  cases.back().teacher_hidden_size = 20;
+  for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
+    for (ProblemOptions options : cases) {
+      options = WithType(options, type);
+      options.rows = 5501;
+      options.vocab_size = 131;
+      options.hidden_size = 36;
+      options.ignored_share = 0.03;
+      const Problem problem = MakeProblem(options);
+      const Expected expected = ComputeExpected(problem);
+      for (const int32_t shard_count : {1, 3}) {
+        SCOPED_TRACE(options.name + " " + DataTypeName(type) + ", shards " + std::to_string(shard_count));
+        EngineOptions engine_options;
+        engine_options.shard_count = shard_count;
+        const Outcome outcome = RunOnce(problem, engine_options, {});
+        ExpectOutcomeMatches(problem, expected, outcome);
+        EXPECT_TRUE(outcome.BitwiseEquals(RunOnce(problem, engine_options, {})));
+      }
+    }
+  }
+}
+
 // Small micro-batches before and after a large one, on one accumulator.
 TEST(ManyRowsTest, LargeAndSmallMicroBatchesMix) {
   const Problem problem = MakeProblem(Plain());

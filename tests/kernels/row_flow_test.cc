@@ -240,6 +240,14 @@ std::vector<FlowCase> MakeFlowCases() {
         return engine;
       }())
       .token_outputs = false;
+  // Every output, and a teacher: slices of the logits.
+  add("LargeOutputs", options);
+  {
+    ProblemOptions soft = options;
+    soft.jsd = true;
+    soft.teacher_hidden_size = 12;
+    add("LargeJsd", soft);
+  }
   options.rows = 700;
   add("Medium", options).token_outputs = false;
   options.rows = 1;

@@ -40,7 +40,8 @@ struct SideTransform {
 struct KernelParams {
   const float* inputs[kInputs];  // student's, teacher's products
   int64_t strides[kInputs];
-  uint16_t* matrix;  // [row_count, 2 * strides[0]], over the student's products
+  uint16_t* matrix;       // [row_count, matrix_stride], over the student's products or apart
+  int64_t matrix_stride;  // a multiple of 8
   const float* token_weights;
   RowReport* reports;
   float* row_factor;

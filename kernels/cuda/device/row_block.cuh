@@ -385,16 +385,18 @@ __device__ __forceinline__ uint2 PackMatrix(const double (&values)[2], Element) 
   return {__float_as_uint(static_cast<float>(values[0])), __float_as_uint(static_cast<float>(values[1]))};
 }
 
-// Whether M of `element` can stand over products of `products`: half their size.
-inline bool MatrixFits(Element products, Element element) {
-  return products == Element::kFloat64 ? element == Element::kFloat32
-                                       : element == Element::kBFloat16 || element == Element::kFloat16;
+// Whether M can be written beside products of `products`, or over them: half their size, rows at multiples of 16 bytes.
+inline bool MatrixFits(Element products, const MutableMatrix& matrix) {
+  const int64_t stride_bytes = matrix.stride * BytesOf(matrix.element);
+  if (stride_bytes % 16 != 0 || reinterpret_cast<uintptr_t>(matrix.data) % 16 != 0) return false;
+  return products == Element::kFloat64 ? matrix.element == Element::kFloat32
+                                       : matrix.element == Element::kBFloat16 || matrix.element == Element::kFloat16;
 }
 
 // Columns of M that are written: up to the padding that the products after it read, as far as a row has it.
-inline int32_t MatrixColumns(const LogitsView& logits) {
+inline int32_t MatrixColumns(const LogitsView& logits, int64_t matrix_stride) {
   const int64_t padded = RoundUp(logits.columns, 8);
-  return static_cast<int32_t>(padded < 2 * logits.stride ? padded : 2 * logits.stride);
+  return static_cast<int32_t>(padded < matrix_stride ? padded : matrix_stride);
 }
 
 // Zeros for a whole row of M, which begins at `row`.
