@@ -7,6 +7,8 @@
 //           after a barrier behind the reading of all of them; its bytes lie under products of this step's first half or of
 //           earlier steps, never under products that are still to be read. Rows do not touch each other.
 // Numerics  an element is fp32 (fp64) arithmetic, rounded once.
+#include <type_traits>
+
 #include "kernels/cuda/device/row_block.cuh"
 #include "kernels/cuda/device/row_math.cuh"
 #include "kernels/cuda/row_passes.h"
@@ -219,23 +221,31 @@ __global__ void __launch_bounds__(kQuickThreads<kRows>, kHasBias || kClasses == 
     }
     load(first + kStep * kVectors);
     bool rare = zeros;
+    const auto to_gradients = [&](auto all_near) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
+      for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        float quarter[4];
-        row_block::ToLogitsQuick<kHasCap>(view, gradient[v][r], quarter);
+        for (int r = 0; r < kRows; ++r) {
+          float quarter[4];
+          row_block::ToLogitsQuick<kHasCap, decltype(all_near)::value>(view, gradient[v][r], quarter);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float e = row_math::Exp2Approx(row_math::ExponentOver(gradient[v][r][i], row[r].k));
-          float value = row[r].probability_factor * e;
-          if constexpr (kClasses == Classes::kEqual) value -= row[r].class_factor;
-          if constexpr (kClasses == Classes::kWeighted) value = fmaf(-row[r].class_factor, weights[v][i], value);
-          if constexpr (kHasCap) value *= quarter[i];
-          gradient[v][r][i] = value;
+          for (int i = 0; i < 4; ++i) {
+            const float e = row_math::Exp2Approx(row_math::ExponentOver(gradient[v][r][i], row[r].k));
+            // Rounded as it stands: the same bits whichever way the warp goes.
+            float value = __fmul_rn(row[r].probability_factor, e);
+            if constexpr (kClasses == Classes::kEqual) value = fmaf(row[r].probability_factor, e, -row[r].class_factor);
+            if constexpr (kClasses == Classes::kWeighted) value = fmaf(-row[r].class_factor, weights[v][i], value);
+            if constexpr (kHasCap) value *= quarter[i];
+            gradient[v][r][i] = value;
+          }
+          rare |= row_block::HasExceptions(first + v * kStep, columns, row[r].target);
         }
-        rare |= row_block::HasExceptions(first + v * kStep, columns, row[r].target);
       }
+    };
+    if (row_block::AllNear<kHasCap>(view, gradient)) {
+      to_gradients(std::true_type());
+    } else {
+      to_gradients(std::false_type());
     }
     if (rare) {
 #pragma unroll

@@ -310,12 +310,23 @@ __global__ void __launch_bounds__(kQuickThreads, kHasBias || kClasses == Classes
       for (int r = 0; r < kRows; ++r) row_block::ToArguments<kHasBias>(view, bias[v], next[v][r], z[v][r]);
     }
     load(first + kQuickStep * kVectors);
+    if (row_block::AllNear<kHasCap>(view, z)) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
+      for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        float unused[4];
-        row_block::ToLogitsQuick<kHasCap>(view, z[v][r], unused);
+        for (int r = 0; r < kRows; ++r) {
+          float unused[4];
+          row_block::ToLogitsQuick<kHasCap, true>(view, z[v][r], unused);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          float unused[4];
+          row_block::ToLogitsQuick<kHasCap, false>(view, z[v][r], unused);
+        }
       }
     }
 #pragma unroll
@@ -348,7 +359,7 @@ __global__ void __launch_bounds__(kQuickThreads, kHasBias || kClasses == Classes
       LoadVector(products + r * view.stride + j, vector);
       if (kHasBias) LoadSide(view.bias, j, columns, bias);
       row_block::ToArguments<kHasBias>(view, bias, vector, again);
-      row_block::ToLogitsQuick<kHasCap>(view, again, unused);
+      row_block::ToLogitsQuick<kHasCap, false>(view, again, unused);
 #pragma unroll
       for (int i = 3; i >= 0; --i) {
         if (j + i < columns && j + i != target[r] && again[i] == row_max) column = j + i;

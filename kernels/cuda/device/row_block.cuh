@@ -41,6 +41,7 @@ struct RowView {
   T cap = 0;
   T inverse_cap = 0;
   T cap_exponent = 0;  // of SoftcapQuick()
+  T half_inverse_cap = 0;
 };
 
 template <typename T>
@@ -55,6 +56,7 @@ RowView<T> MakeRowView(const LogitsView& logits) {
   view.cap = static_cast<T>(logits.transform.softcap);
   view.inverse_cap = logits.transform.softcap == 0 ? T(0) : static_cast<T>(1 / logits.transform.softcap);
   view.cap_exponent = logits.transform.softcap == 0 ? T(0) : static_cast<T>(row_math::SoftcapExponent(logits.transform.softcap));
+  view.half_inverse_cap = logits.transform.softcap == 0 ? T(0) : static_cast<T>(0.5 / logits.transform.softcap);
   return view;
 }
 
@@ -281,17 +283,41 @@ __device__ __forceinline__ void ToArguments(const RowView<float>& view, const fl
     arguments[i] = __fmul_rn(kHasBias ? __fadd_rn(products[i], bias[i]) : products[i], view.logit_scale);
   }
 }
-template <bool kHasCap>
+// kAllNear: by AllNear(); it changes no bits.
+template <bool kHasCap, bool kAllNear>
 __device__ __forceinline__ void ToLogitsQuick(const RowView<float>& view, float (&values)[4], float (&quarter)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     quarter[i] = 1;
     if constexpr (kHasCap) {
-      const row_math::QuickCappedLogit capped =
-          row_math::SoftcapQuick(values[i], __fmul_rn(values[i], view.cap_exponent), view.cap);
+      const float exponent = __fmul_rn(values[i], view.cap_exponent);
+      const row_math::QuickCappedLogit capped = kAllNear
+                                                    ? row_math::SoftcapNear(values[i], exponent, view.half_inverse_cap)
+                                                    : row_math::SoftcapQuick(values[i], exponent, view.cap, view.half_inverse_cap);
       values[i] = capped.z;
       quarter[i] = capped.quarter_derivative;
     }
+  }
+}
+
+// Whether the softcap's arguments that the warp's threads have here are all near: most logits of a model are, and need half of the
+// instructions. NaN counts as near: it stays NaN. Rounding is monotonic, so the largest stands for all.
+template <bool kHasCap, int kVectors, int kRows>
+__device__ __forceinline__ bool AllNear(const RowView<float>& view, const float (&arguments)[kVectors][kRows][4]) {
+  if constexpr (kHasCap) {
+    float largest = 0;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) largest = fmaxf(largest, fabsf(arguments[v][r][i]));
+      }
+    }
+    // Whoever of the warp is here.
+    return __all_sync(__activemask(), row_math::IsNearSoftcap(__fmul_rn(largest, view.cap_exponent))) != 0;
+  } else {
+    return true;
   }
 }
 

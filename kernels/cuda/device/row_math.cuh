@@ -166,20 +166,31 @@ struct QuickCappedLogit {
 // What SoftcapQuick() takes instead of a: a times this.
 HEADWATER_ROW_MATH double SoftcapExponent(double cap) { return 2 / (kLn2 * cap); }
 
-// Softcap() in 14 instructions: z is good to 5e-7 of itself, the derivative to 5e-7 of itself at arguments within the cap and to
-// another 2e-7 for each cap beyond. By r = 1 / (1 + e^{2|u|}): tanh |u| = 1 - 2r, and the derivative is 4r(1 - r), which cancels
-// nowhere; for small u = a / cap a polynomial in `exponent`^2, exponent = 2 log2(e) u.
-HEADWATER_ROW_MATH QuickCappedLogit SoftcapQuick(float a, float exponent, float cap) {
-  const float magnitude = fabsf(exponent);
-  const float r = DivideApprox(1.0f, 1.0f + Exp2Approx(magnitude));
-  const float far = fmaf(-2.0f * cap, r, cap);
+// Whether an argument is near: |u| < 1/2, u = a / cap, exponent = 2 log2(e) u.
+HEADWATER_ROW_MATH bool IsNearSoftcap(float exponent) { return fabsf(exponent) < 1.44269502f; }
+
+// Softcap() of a near argument, in 8 instructions and without an exponential: a polynomial in `exponent`^2. The derivative is
+// 1 - tanh^2, which cancels little there.
+HEADWATER_ROW_MATH QuickCappedLogit SoftcapNear(float a, float exponent, float half_inverse_cap) {
   const float square = exponent * exponent;
   // tanh(u) / u - 1, interpolated at Chebyshev's points of u^2 <= 1/4: the remainder is below 5e-8.
   float near = fmaf(square, 3.74424781e-06f, -9.25143759e-05f);
   near = fmaf(square, near, 1.92321371e-03f);
   near = fmaf(square, near, -4.00377251e-02f);
   near = fmaf(a, square * near, a);
-  return {magnitude < 1.44269502f ? near : copysignf(far, a), fmaf(-r, r, r)};
+  const float half = near * half_inverse_cap;
+  return {near, fmaf(-half, half, 0.25f)};
+}
+
+// Softcap() of any argument: z is good to 5e-7 of itself, the derivative to 5e-7 of itself at arguments within the cap and to
+// another 2e-7 for each cap beyond. Where they are not near, by r = 1 / (1 + e^{2|u|}): tanh |u| = 1 - 2r, and the derivative is
+// 4r(1 - r), which cancels nowhere. A near argument has the bits of SoftcapNear().
+HEADWATER_ROW_MATH QuickCappedLogit SoftcapQuick(float a, float exponent, float cap, float half_inverse_cap) {
+  const QuickCappedLogit near = SoftcapNear(a, exponent, half_inverse_cap);
+  const float r = DivideApprox(1.0f, 1.0f + Exp2Approx(fabsf(exponent)));
+  const float far = fmaf(-2.0f * cap, r, cap);
+  const bool is_near = IsNearSoftcap(exponent);
+  return {is_near ? near.z : copysignf(far, a), is_near ? near.quarter_derivative : fmaf(-r, r, r)};
 }
 
 // --- Divergence ------------------------------------------------------------------------------------------------------------------

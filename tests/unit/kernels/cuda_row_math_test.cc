@@ -100,13 +100,13 @@ TEST(RowMathQuickTest, SoftcapNeitherCancelsNorOverflows) {
     const auto exponent = static_cast<float>(SoftcapExponent(cap));
     for (const double magnitude : Magnitudes(40)) {
       const auto a = static_cast<float>(-magnitude * cap);
-      const QuickCappedLogit capped = SoftcapQuick(a, a * exponent, static_cast<float>(cap));
+      const QuickCappedLogit capped = SoftcapQuick(a, a * exponent, static_cast<float>(cap), static_cast<float>(0.5 / cap));
       const Real u = static_cast<Real>(a) / cap;
       const Real cosine = std::cosh(u);
       worst_z = std::max(worst_z, RelativeError(capped.z, cap * std::tanh(u)));
       const double allowed = 1 + magnitude;
       worst_derivative = std::max(worst_derivative, RelativeError(4 * capped.quarter_derivative, 1 / (cosine * cosine)) / allowed);
-      EXPECT_EQ(SoftcapQuick(-a, -a * exponent, static_cast<float>(cap)).z, -capped.z);
+      EXPECT_EQ(SoftcapQuick(-a, -a * exponent, static_cast<float>(cap), static_cast<float>(0.5 / cap)).z, -capped.z);
     }
   }
   testing::Test::RecordProperty("z_units", std::to_string(worst_z / kUnit<float>));
@@ -114,14 +114,14 @@ TEST(RowMathQuickTest, SoftcapNeitherCancelsNorOverflows) {
   EXPECT_LE(worst_z, 6 * kUnit<float>);
   EXPECT_LE(worst_derivative, 6 * kUnit<float>);
   const float infinity = static_cast<float>(kInfinity), cap = 30;
-  EXPECT_EQ(SoftcapQuick(infinity, infinity, cap).z, cap);
-  EXPECT_EQ(SoftcapQuick(-infinity, -infinity, cap).z, -cap);
-  EXPECT_EQ(SoftcapQuick(-infinity, -infinity, cap).quarter_derivative, 0);
-  EXPECT_EQ(SoftcapQuick(0, 0, cap).z, 0);
-  EXPECT_EQ(SoftcapQuick(0, 0, cap).quarter_derivative, 0.25f);
+  EXPECT_EQ(SoftcapQuick(infinity, infinity, cap, 0.5f / cap).z, cap);
+  EXPECT_EQ(SoftcapQuick(-infinity, -infinity, cap, 0.5f / cap).z, -cap);
+  EXPECT_EQ(SoftcapQuick(-infinity, -infinity, cap, 0.5f / cap).quarter_derivative, 0);
+  EXPECT_EQ(SoftcapQuick(0, 0, cap, 0.5f / cap).z, 0);
+  EXPECT_EQ(SoftcapQuick(0, 0, cap, 0.5f / cap).quarter_derivative, 0.25f);
   const auto nan = static_cast<float>(kRowNan);
-  EXPECT_TRUE(std::isnan(SoftcapQuick(nan, nan, cap).z));
-  EXPECT_TRUE(std::isnan(SoftcapQuick(nan, nan, cap).quarter_derivative));
+  EXPECT_TRUE(std::isnan(SoftcapQuick(nan, nan, cap, 0.5f / cap).z));
+  EXPECT_TRUE(std::isnan(SoftcapQuick(nan, nan, cap, 0.5f / cap).quarter_derivative));
 }
 
 TEST(RowMathQuickTest, ExponentialsRelativeToAPowerOfTwo) {
