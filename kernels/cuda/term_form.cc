@@ -34,9 +34,6 @@ bool IsOperand(const RowsView& view, DataType type) {
          reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
 }
 
-// Slices of fewer rows starve the products.
-constexpr int64_t kLeastSliceRows = 1024;
-
 constexpr int64_t CeilDivide(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
 // Rows of a micro-batch that have a gradient, or a bound of them.
@@ -250,11 +247,13 @@ int64_t FitChunks(const MicroBatch& micro_batch, int64_t bytes, std::vector<Term
   if (in_place == 0 || !adds || any_wide) return in_place;
   const int64_t all_rows = RowsWithGradient(*terms, micro_batch);
   const int64_t chunks = CeilDivide(all_rows, in_place);
+  // Products of fewer rows than they would have in place cost more than is gained.
+  const int64_t least_slice_rows = RoundUp(CeilDivide(all_rows, chunks), kRowGrain);
   for (int64_t fewer = CeilDivide(all_rows, kMaxSlicedRows); fewer < chunks; ++fewer) {
     const int64_t rows = RoundUp(CeilDivide(all_rows, fewer), kRowGrain);
     for (int64_t slices = 2;; ++slices) {
       const int64_t slice_rows = RoundUp(CeilDivide(rows, slices), kRowGrain);
-      if (slice_rows < kLeastSliceRows) break;
+      if (slice_rows < least_slice_rows) break;
       SetSliceRows(slice_rows, terms);
       if (ChunkBytes(*terms, micro_batch, rows) <= bytes) return rows;
     }
