@@ -49,6 +49,11 @@ std::shared_ptr<Transfer> RowStream::transfer() {
   return transfer_;
 }
 
+absl::Status RowStream::refusal() {
+  absl::MutexLock lock(&transfer_mutex_);
+  return refusal_;
+}
+
 void RowStream::Carry(std::shared_ptr<Transfer> transfer, int32_t stripe_index) {
   stripe_index_ = stripe_index;
   {
@@ -78,6 +83,11 @@ void RowStream::OnMessage(bool ok, grpc::ByteBuffer* message) {
     status = MakeError(ErrorReason::kInternal, std::string("the call failed: ") + error.what());
   }
   if (status.ok()) return Read(/*watched=*/false);
+  {
+    // Before the transfer ends, and this stream with it.
+    absl::MutexLock lock(&transfer_mutex_);
+    refusal_ = status;
+  }
   transfer->OnRefused(status);
   OnRefused(status);
 }

@@ -47,6 +47,8 @@ class RowStream : public RawStream {
   virtual void OnStreamGone(Transfer* transfer) = 0;
   // `status` is why the transfer was broken by this very stream: a chunk that was refused.
   virtual void OnRefused(const absl::Status& status) = 0;
+  // That status, from before the transfer knows of it; OK if there is none.
+  absl::Status refusal();
 
  private:
   void OnMessage(bool ok, grpc::ByteBuffer* message) final;
@@ -56,6 +58,7 @@ class RowStream : public RawStream {
 
   absl::Mutex transfer_mutex_;
   std::shared_ptr<Transfer> transfer_ ABSL_GUARDED_BY(transfer_mutex_);
+  absl::Status refusal_ ABSL_GUARDED_BY(transfer_mutex_);
   int32_t stripe_index_ = 0;
   std::atomic<bool> writing_{false};
 };

@@ -90,6 +90,7 @@ void TransferRowsStream::OnStreamGone(Transfer* transfer) {
 void TransferRowsStream::OnRefused(const absl::Status& status) { End(status); }
 
 void TransferRowsStream::OnTransferEnd(bool succeeded) {
+  if (absl::Status refused = refusal(); !refused.ok()) return End(std::move(refused));  // it may be why the transfer ends
   End(succeeded ? absl::OkStatus()
                 : MakeError(ErrorReason::kStripeLost, "the transfer has failed; why is told by its primary stream"));
 }
