@@ -63,7 +63,10 @@ ChildProcess::~ChildProcess() {
 }
 
 void ChildProcess::Signal(int signal) {
-  if (!exit_code_.has_value()) kill(pid_, signal);
+  if (exit_code_.has_value() || kill(pid_, signal) != 0 || signal != SIGSTOP) return;
+  // One thread takes the signal and stops the others; on a busy machine they go on until it has its turn.
+  siginfo_t info;
+  waitid(P_PID, static_cast<id_t>(pid_), &info, WSTOPPED | WEXITED | WNOWAIT);
 }
 
 bool ChildProcess::Running() {

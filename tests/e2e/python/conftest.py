@@ -99,6 +99,8 @@ class Server:
     def frozen(self):
         """Stops it for a while: calls hang without depending on how fast the machine is."""
         self.process.send_signal(signal.SIGSTOP)
+        # One thread takes the signal and stops the others; on a busy machine they go on until it has its turn.
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
         try:
             yield
         finally:
