@@ -244,8 +244,8 @@ int64_t FitChunks(const MicroBatch& micro_batch, int64_t bytes, std::vector<Term
   const bool adds = micro_batch.backward && std::any_of(terms->begin(), terms->end(), [](const TermRun& term) {
                       return term.large_form == Form::kRows && term.plan->grad_weight != GradWeightMode::kNone;
                     });
-  if (in_place == 0 || !adds || any_wide) return in_place;
   const int64_t all_rows = RowsWithGradient(*terms, micro_batch);
+  if (in_place == 0 || !adds || any_wide || all_rows == 0) return in_place;
   const int64_t chunks = CeilDivide(all_rows, in_place);
   // Products of fewer rows than they would have in place cost more than is gained.
   const int64_t least_slice_rows = RoundUp(CeilDivide(all_rows, chunks), kRowGrain);

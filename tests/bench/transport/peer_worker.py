@@ -32,7 +32,7 @@ def prepare(options):
 
     hidden, weight = normal(options.rows, options.hidden, 1), normal(options.vocab, options.hidden, options.hidden**-0.5)
     targets = torch.randint(options.vocab, (options.rows,), device="cuda", generator=generator)
-    loss = peers.cross_entropy_peers(hidden, weight, targets).get(options.peer)
+    loss = peers.cross_entropy_peers(hidden, weight, targets, options).get(options.peer)
     if loss is None:
         return None
 
