@@ -589,6 +589,7 @@ bool ComputeLossCall::OnlyJoinedMissing() const {
 
 absl::Status ComputeLossCall::Run() {
   accept_time_ = absl::Now();
+  place_ = core_.start_order.Join(accept_time_);
   if (entry_.has_value()) entry_->Open(transfer_);
   AllocateTokenOutputs();
   HEADWATER_RETURN_IF_ERROR(Done(PrepareRegions()));
@@ -636,6 +637,7 @@ absl::Status ComputeLossCall::Compute() {
 bool ComputeLossCall::EnoughToBegin() const {
   const RowExchange& exchange = transfer_->exchange();
   if (!may_begin_early_ || exchange.ready_rows() < std::min(kFirstRows, payload_->request.row_count)) return false;
+  if (!core_.start_order.IsFirst(place_, absl::Now())) return false;
   const int64_t received = exchange.received_bytes();
   const int64_t missing = exchange.total_bytes() - received;
   return received > 0 &&
@@ -707,6 +709,7 @@ absl::Status ComputeLossCall::Submit() {
       client_, scheduler::JobSizeOf(payload_->request.row_count),
       [&] {
         engine_start_time_ = absl::Now();
+        place_.Release();
         outcome = heads::Head::Submit(submission_, *core_.engine, limits_.cancelled);
         engine_end_time_ = absl::Now();
       },

@@ -124,6 +124,7 @@ class ComputeLossCall {
 
   absl::Time header_time_;
   absl::Time accept_time_;
+  scheduler::StartOrder::Place place_;  // until it begins
   absl::Time engine_start_time_;
   absl::Time engine_end_time_;
 };

@@ -20,6 +20,7 @@
 #include "server/heads/head_registry.h"
 #include "server/heads/session_registry.h"
 #include "server/observability/metrics.h"
+#include "server/scheduler/start_order.h"
 #include "server/scheduler/work_queue.h"
 #include "server/service/call_threads.h"
 #include "server/service/engine_watch.h"
@@ -108,6 +109,7 @@ class ServerCore {
   heads::HeadRegistry registry;
   heads::SessionRegistry sessions;
   scheduler::WorkQueue queue;
+  scheduler::StartOrder start_order;  // of micro-batches whose rows still come
   WaitingRoom waiting;
   StreamWatchdog watchdog;
   TransferRegistry transfers;
