@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/integration/open_stream.h"
 #include "tests/integration/wire_server.h"
 
 extern char** environ;
@@ -24,29 +25,8 @@ using ::testing::HasSubstr;
 
 std::string Rows(int64_t row_count, uint32_t seed = 5) { return Bytes(Random(static_cast<size_t>(row_count * 5), seed, 1)); }
 
-// A stream that has sent its header and the first `sent_rows` of 3 rows.
-struct OpenStream {
-  grpc::ClientContext context;
-  std::unique_ptr<grpc::ClientReaderWriter<v1::ComputeLossRequest, v1::ComputeLossResponse>> stream;
-
-  OpenStream(v1::LossService::Stub& stub, const v1::MicroBatchHeader& header, int64_t sent_rows) {
-    stream = stub.ComputeLoss(&context);
-    v1::ComputeLossRequest request;
-    *request.mutable_header() = header;
-    stream->Write(request);
-    if (sent_rows == 0) return;
-    request.mutable_chunk()->set_role(v1::CHUNK_ROLE_HIDDEN);
-    request.mutable_chunk()->set_row_count(sent_rows);
-    request.mutable_chunk()->set_data(Rows(3).substr(0, static_cast<size_t>(sent_rows * 20)));
-    stream->Write(request);
-  }
-  grpc::Status End() {
-    v1::ComputeLossResponse response;
-    while (stream->Read(&response)) {
-    }
-    return stream->Finish();
-  }
-};
+// The first ones of the three rows that most tests here send.
+std::string FirstRows(size_t row_count) { return Rows(3).substr(0, row_count * 20); }
 
 // A server whose engine takes one micro-batch at a time: the next one waits in the queue.
 ServerSetup OneAtATime() {
@@ -63,7 +43,7 @@ TEST(Faults, CancelWhileUploading) {
   WireServer server;
   const TestHead head = server.MakeHead("h", SmallSpec());
   const std::string before = server.Snapshot(head);
-  OpenStream call(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), 2);
+  OpenStream call(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), FirstRows(2), 2);
   ASSERT_TRUE(Await([&] { return !NothingInFlight(server); }));
   call.context.TryCancel();
   EXPECT_EQ(call.End().error_code(), grpc::StatusCode::CANCELLED);
@@ -103,7 +83,7 @@ TEST(Faults, CancelWhileQueued) {
   server.gate().Close();
   std::thread first([&] { Require(server.Compute(CrossEntropyHeader(other, 0, 0, {1, 2, 3}), Rows(3)).status, "first"); });
   server.gate().AwaitWaiting();
-  OpenStream queued(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), 3);
+  OpenStream queued(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), FirstRows(3), 3);
   queued.stream->WritesDone();
   EXPECT_TRUE(Await([&] { return server.MetricLine("headwater_queue_depth") == "headwater_queue_depth 1"; }));
   queued.context.TryCancel();
@@ -137,7 +117,7 @@ TEST(Faults, CancelWhileComputingAnExplicitOne) {
   v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, {1, 2, 3});
   header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
   server.gate().Close();
-  OpenStream call(server.loss(), header, 3);
+  OpenStream call(server.loss(), header, FirstRows(3), 3);
   call.stream->WritesDone();
   server.gate().AwaitWaiting();
   call.context.TryCancel();
@@ -159,7 +139,7 @@ TEST(Faults, AnEagerOneThatHasBegunIsCommittedThoughItsClientIsGone) {
   const TestHead witness = server.MakeHead("witness", SmallSpec());
   Require(server.Compute(CrossEntropyHeader(witness, 0, 0, {1, 2, 3}), Rows(3)).status, "witness");
   server.gate().Close();
-  OpenStream call(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), 3);
+  OpenStream call(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), FirstRows(3), 3);
   call.stream->WritesDone();
   server.gate().AwaitWaiting();
   call.context.TryCancel();
@@ -192,7 +172,7 @@ TEST(Faults, TheStreamThatSendsNothingIsEnded) {
   WireServer server(setup);
   const TestHead head = server.MakeHead("h", SmallSpec());
   const std::string before = server.Snapshot(head);
-  OpenStream call(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), 1);
+  OpenStream call(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), FirstRows(1), 1);
   EXPECT_EQ(call.End().error_code(), grpc::StatusCode::CANCELLED);
   EXPECT_TRUE(Await([&] { return NothingInFlight(server); }));
   EXPECT_EQ(server.Snapshot(head), before);
@@ -270,7 +250,7 @@ TEST(Faults, BytesInFlightAreBounded) {
   setup.options.limits.max_in_flight_bytes = 120;
   WireServer server(setup);
   const TestHead head = server.MakeHead("h", SmallSpec());
-  OpenStream holder(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), 1);  // at the limit
+  OpenStream holder(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), FirstRows(1), 1);  // at the limit
   ASSERT_TRUE(Await([&] { return !NothingInFlight(server); }));
   const std::string before = server.Snapshot(head);
   const WireError error = DecodeError(server.Compute(CrossEntropyHeader(head, 0, 1, {1}), Rows(1)).status);
@@ -372,7 +352,7 @@ TEST(Faults, DrainFinishesAcceptedWorkAndRefusesNewOne) {
 TEST(Faults, DrainThatRunsOutOfTimeCancels) {
   WireServer server;
   const TestHead head = server.MakeHead("h", SmallSpec());
-  OpenStream stalled(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), 1);
+  OpenStream stalled(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), FirstRows(1), 1);
   ASSERT_TRUE(Await([&] { return !NothingInFlight(server); }));
   EXPECT_FALSE(server.server().Drain(absl::Milliseconds(50)));
   EXPECT_FALSE(stalled.End().ok());

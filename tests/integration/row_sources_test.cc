@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "tests/integration/open_stream.h"
 #include "tests/integration/wire_server.h"
 
 namespace headwater::testing {
@@ -316,8 +317,11 @@ TEST_F(RowSources, AClientThatGoesWhileItsTeacherIsAwaitedLeavesNothing) {
   Start();
   const TestHead head = server_->MakeHead("h", SmallSpec());
   const std::string before = server_->Snapshot(head);
-  const LossReply late = server_->Compute(Joined(head, 0, 4, "key"), Rows(4), "", {.deadline_ms = 100});
-  EXPECT_EQ(late.status.error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+  OpenStream call(server_->loss(), Joined(head, 0, 4, "key"), Rows(4), 4);
+  call.stream->WritesDone();
+  ASSERT_TRUE(Await([&] { return !NothingInFlight(*server_); }));
+  call.context.TryCancel();
+  EXPECT_EQ(call.End().error_code(), grpc::StatusCode::CANCELLED);
   EXPECT_TRUE(Await([&] { return NothingInFlight(*server_); }));
   EXPECT_TRUE(server_->Snapshot(head) == before);
 }

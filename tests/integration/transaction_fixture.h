@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "tests/integration/open_stream.h"
 #include "tests/integration/wire_server.h"
 
 namespace headwater::testing {
@@ -27,35 +28,6 @@ inline v1::MicroBatchHeader ExplicitHeader(const TestHead& head, int64_t step, i
   header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
   return header;
 }
-
-// A ComputeLoss stream that has sent its header and nothing else yet.
-struct OpenStream {
-  grpc::ClientContext context;
-  std::unique_ptr<grpc::ClientReaderWriter<v1::ComputeLossRequest, v1::ComputeLossResponse>> stream;
-  v1::MicroBatchSummary summary;
-
-  OpenStream(v1::LossService::Stub& stub, const v1::MicroBatchHeader& header) {
-    stream = stub.ComputeLoss(&context);
-    v1::ComputeLossRequest request;
-    *request.mutable_header() = header;
-    stream->Write(request);
-  }
-  void Send(const std::string& rows) {
-    v1::ComputeLossRequest request;
-    request.mutable_chunk()->set_role(v1::CHUNK_ROLE_HIDDEN);
-    request.mutable_chunk()->set_row_count(static_cast<int64_t>(rows.size()) / (kColumns * 4));
-    request.mutable_chunk()->set_data(rows);
-    stream->Write(request);
-  }
-  grpc::Status End() {
-    stream->WritesDone();
-    v1::ComputeLossResponse response;
-    while (stream->Read(&response)) {
-      if (response.has_summary()) summary = response.summary();
-    }
-    return stream->Finish();
-  }
-};
 
 inline void ExpectClose(const std::vector<float>& actual, const std::vector<float>& expected, float tolerance = 2e-6F) {
   ASSERT_EQ(actual.size(), expected.size());
