@@ -17,6 +17,7 @@
 #include "server/service/loss_terms.h"
 #include "server/service/proto_encoding.h"
 #include "server/service/retry_after.h"
+#include "server/transport/grad_gate.h"
 #include "server/transport/pinned_pool.h"
 #include "server/transport/region_registry.h"
 #include "server/transport/row_exchange.h"
@@ -146,57 +147,45 @@ class ComputeLossCall::Incoming final : public heads::IncomingRows {
 
   absl::Status AwaitRows(int64_t row_end) override {
     const absl::Time begun = absl::Now();
+    RowExchange& exchange = call_.transfer_->exchange();
     while (true) {
       if (absl::Status status = call_.PullJoined(); !status.ok()) return status;
       const absl::Duration patience = call_.core_.queue.others_wait() ? kStallWithOthers : kStall;
       const absl::Time give_up = begun + patience;
-      const auto there = call_.transfer_->exchange().AwaitRows(row_end, std::min(give_up, absl::Now() + kStallWithOthers));
+      const auto there = exchange.AwaitRows(row_end, std::min(give_up, absl::Now() + kStallWithOthers));
       if (!there.ok()) return there.status();
-      if (*there) return absl::OkStatus();
-      if (absl::Now() < give_up) continue;
-      stalled_ = true;
+      if (*there) {
+        if (exchange.complete()) Send(gate_.Open());
+        return absl::OkStatus();
+      }
+      // Rows that were sent of the gradient because all have come just now cannot be computed again.
+      if (absl::Now() < give_up || !gate_.Shut()) continue;
       return MakeError(ErrorReason::kCancelled, "the rows stay away for too long to hold the engine for them");
     }
   }
 
-  bool stalled() const override { return stalled_; }
+  bool stalled() const override { return gate_.is_shut(); }
 
   absl::StatusOr<Digest> Finish(const DigestBuilder* rows) override {
     if (absl::Status status = call_.transfer_->exchange().CheckInput(); !status.ok()) return status;
-    AllRowsThere();
+    Send(gate_.Open());
     const std::string header = CanonicalHeader(call_.payload_->request);
     return rows != nullptr ? rows->Finish(header) : call_.transfer_->Digested().Finish(header);
   }
 
-  // Rows of the gradient leave when all rows have come, not before: what leaves can neither be taken back nor computed again.
+  // Looks itself whether all rows have come: where nothing is added the engine does not ask before its end.
   void GradHiddenReady(int64_t row_end) override {
-    {
-      absl::MutexLock lock(&mutex_);
-      grad_ready_ = std::max(grad_ready_, row_end);
-      if (!all_rows_there_) return;
-    }
-    Send(row_end);
+    const int64_t may_leave = gate_.Ready(row_end);
+    Send(may_leave == 0 && call_.transfer_->exchange().complete() ? gate_.Open() : may_leave);
   }
 
  private:
-  void AllRowsThere() {
-    int64_t ready = 0;
-    {
-      absl::MutexLock lock(&mutex_);
-      all_rows_there_ = true;
-      ready = grad_ready_;
-    }
-    if (ready > 0) Send(ready);
-  }
   void Send(int64_t row_end) {
-    if (call_.sends_grad_) call_.transfer_->GradReady(row_end, /*here=*/false);
+    if (row_end > 0 && call_.sends_grad_) call_.transfer_->GradReady(row_end, /*here=*/false);
   }
 
   ComputeLossCall& call_;
-  bool stalled_ = false;
-  absl::Mutex mutex_;
-  bool all_rows_there_ ABSL_GUARDED_BY(mutex_) = false;
-  int64_t grad_ready_ ABSL_GUARDED_BY(mutex_) = 0;
+  transport::GradGate gate_;
 };
 
 ComputeLossCall::ComputeLossCall(ServerCore& core, std::string client, heads::WaitLimits limits)
