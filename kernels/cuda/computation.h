@@ -27,6 +27,7 @@
 #include "kernels/cuda/caller_memory.h"
 #include "kernels/cuda/engine_core.h"
 #include "kernels/cuda/host_stage.h"
+#include "kernels/cuda/row_slices.h"
 #include "kernels/cuda/staged_contribution.h"
 #include "kernels/cuda/term_form.h"
 
@@ -65,11 +66,7 @@ class Computation {
   bool interrupted() const { return interrupted_; }
 
  private:
-  // Rows [first, first + count) of a term's part of a chunk.
-  struct Slice {
-    int64_t first;
-    int64_t count;
-  };
+  using Slice = RowSlice;  // of a term's part of a chunk
   // A term's rows in a chunk of a member.
   struct Part {
     const Member* member;

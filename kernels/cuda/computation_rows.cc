@@ -12,11 +12,6 @@
 namespace headwater::cuda {
 namespace {
 
-// Slices of a large part. The first one is what must be there before anything runs; from twice that on the products lose nothing by
-// being cut.
-constexpr int64_t kFirstSliceRows = 1024;
-constexpr int64_t kSliceRows = 2048;
-
 constexpr size_t kSumBytes = 2 * sizeof(uint64_t);
 
 bool Aligned16(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
@@ -114,29 +109,18 @@ absl::Status Computation::FinishDigest() {
   return absl::OkStatus();
 }
 
-std::vector<Computation::Slice> Computation::SlicesOf(const Work& work) const {
-  std::vector<Slice> slices;
-  int64_t first = 0;
+std::vector<RowSlice> Computation::SlicesOf(const Work& work) const {
+  SliceNeeds needs;
   const Part& part = work.parts.front();
   if (work.parts.size() == 1 && part.chunk->terms.size() == 1) {
     const MicroBatch& micro_batch = *part.member->micro_batch;
-    const bool comes_in = micro_batch.hidden.memory == MemorySpace::kHost;
-    const bool goes_out = work.wants_grad_hidden && micro_batch.grad_hidden.memory == MemorySpace::kHost;
-    // What goes out does so while grad_weight is computed, if that is.
-    const bool is_last_out = goes_out && work.term->plan->grad_weight == GradWeightMode::kNone;
-    const auto take = [&](int64_t count) {
-      if (work.rows - first < count + kFirstSliceRows) return false;
-      slices.push_back({first, count});
-      first += count;
-      return true;
-    };
-    if ((comes_in || is_last_out) && take(kFirstSliceRows) && take(kSliceRows) && is_last_out) {
-      while (take(kSliceRows)) {
-      }
-    }
+    needs.comes_in = micro_batch.hidden.memory == MemorySpace::kHost;
+    // What leaves does so while grad_weight is computed, if that is, and now.
+    const bool weight_follows =
+        work.term->plan->grad_weight != GradWeightMode::kNone && (work.staged == nullptr || !work.staged->keeps_rows);
+    needs.ends_by_way = work.wants_grad_hidden && micro_batch.grad_hidden.memory == MemorySpace::kHost && !weight_follows;
   }
-  slices.push_back({first, work.rows - first});
-  return slices;
+  return SliceRows(work.rows, needs);
 }
 
 absl::Status Computation::ForEachRun(absl::Span<const int64_t> rows,

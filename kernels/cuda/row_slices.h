@@ -1,0 +1,34 @@
+// How many rows of a large part are computed at once while others come in and gradients leave (computation.h). Arithmetic only.
+#ifndef HEADWATER_KERNELS_CUDA_ROW_SLICES_H_
+#define HEADWATER_KERNELS_CUDA_ROW_SLICES_H_
+
+#include <cstdint>
+#include <vector>
+
+namespace headwater::cuda {
+
+// Rows [first, first + count).
+struct RowSlice {
+  int64_t first = 0;
+  int64_t count = 0;
+};
+
+struct SliceNeeds {
+  bool comes_in = false;     // the rows come from the host
+  bool ends_by_way = false;  // their gradient leaves for the host, and no product follows that hides its way
+};
+
+// Slices of `rows` (>= 1) rows in order, without gaps; one if nothing is needed. All but the last have a multiple of
+// kFirstSliceRows rows, so that cutting adds no tile to a product; none has fewer than that, if there is more than one. The last
+// one has less than twice that if the gradient's way follows it.
+std::vector<RowSlice> SliceRows(int64_t rows, const SliceNeeds& needs);
+
+// What must be there before anything runs, and what is left to leave at the end: on one H200 with H = 4096 and V = 128256 it is
+// computed in 3.3 ms, and 8 MiB leave in 1 ms over gRPC. Half of it would fill half of the device.
+inline constexpr int64_t kFirstSliceRows = 1024;
+// From here on the products lose nothing by being cut.
+inline constexpr int64_t kSliceRows = 2048;
+
+}  // namespace headwater::cuda
+
+#endif  // HEADWATER_KERNELS_CUDA_ROW_SLICES_H_

@@ -1,0 +1,64 @@
+#include "kernels/cuda/row_slices.h"
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+namespace headwater::cuda {
+namespace {
+
+constexpr SliceNeeds kNothing;
+constexpr SliceNeeds kComesIn = {true, false};
+constexpr SliceNeeds kLeavesLast = {false, true};
+constexpr SliceNeeds kBoth = {true, true};
+
+std::vector<int64_t> Counts(int64_t rows, const SliceNeeds& needs) {
+  std::vector<int64_t> counts;
+  for (const RowSlice& slice : SliceRows(rows, needs)) counts.push_back(slice.count);
+  return counts;
+}
+
+using Rows = std::vector<int64_t>;
+
+TEST(RowSlices, RowsThatAreThereAndStayAreNotCut) {
+  EXPECT_EQ(Counts(1, kNothing), Rows({1}));
+  EXPECT_EQ(Counts(8192, kNothing), Rows({8192}));
+}
+
+TEST(RowSlices, TheFirstRowsAreComputedWhileTheOthersCome) {
+  EXPECT_EQ(Counts(8192, kComesIn), Rows({1024, 2048, 5120}));
+  EXPECT_EQ(Counts(4096, kComesIn), Rows({1024, 2048, 1024}));
+  EXPECT_EQ(Counts(4095, kComesIn), Rows({1024, 3071}));
+  EXPECT_EQ(Counts(2048, kComesIn), Rows({1024, 1024}));
+  EXPECT_EQ(Counts(2047, kComesIn), Rows({2047}));
+}
+
+TEST(RowSlices, LittleIsLeftToLeaveAtTheEnd) {
+  EXPECT_EQ(Counts(8192, kBoth), Rows({1024, 2048, 2048, 2048, 1024}));
+  EXPECT_EQ(Counts(8192, kLeavesLast), Rows({1024, 2048, 2048, 2048, 1024}));
+  EXPECT_EQ(Counts(8191, kBoth), Rows({1024, 2048, 2048, 1024, 2047}));
+  EXPECT_EQ(Counts(7168, kBoth), Rows({1024, 2048, 2048, 1024, 1024}));
+  EXPECT_EQ(Counts(3072, kBoth), Rows({1024, 1024, 1024}));
+  EXPECT_EQ(Counts(3071, kBoth), Rows({1024, 2047}));
+  EXPECT_EQ(Counts(2047, kBoth), Rows({2047}));
+}
+
+TEST(RowSlices, CoverAllRowsInOrderAndCutBetweenTiles) {
+  for (const SliceNeeds& needs : {kNothing, kComesIn, kLeavesLast, kBoth}) {
+    for (int64_t rows = 1; rows <= 8192; ++rows) {
+      const std::vector<RowSlice> slices = SliceRows(rows, needs);
+      int64_t next = 0;
+      for (const RowSlice& slice : slices) {
+        ASSERT_EQ(slice.first, next) << rows;
+        ASSERT_EQ(slice.first % kFirstSliceRows, 0) << rows;
+        ASSERT_GE(slice.count, slices.size() > 1 ? kFirstSliceRows : 1) << rows;
+        next += slice.count;
+      }
+      ASSERT_EQ(next, rows);
+      ASSERT_LT(slices.back().count, needs.ends_by_way ? 2 * kFirstSliceRows : 8193) << rows;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace headwater::cuda
