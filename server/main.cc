@@ -338,11 +338,13 @@ int Serve() {
 
 int main(int argc, char** argv) {
   // Large buffers stay in the heap instead of going back to the kernel and being faulted in again at every message: that halves the
-  // CPU time of a byte. Few heaps, because messages are freed by other threads than those that receive them.
+  // CPU time of a byte. Few heaps, because messages are freed by other threads than those that receive them, and because each one
+  // ends up as large as the largest that any call takes. Large requests are too rare for two locks, and small ones have caches of
+  // the threads.
   mallopt(M_MMAP_THRESHOLD, 512 << 20);
   mallopt(M_TRIM_THRESHOLD, 1 << 30);
   mallopt(M_TOP_PAD, 64 << 20);
-  mallopt(M_ARENA_MAX, 8);
+  mallopt(M_ARENA_MAX, 2);
   absl::SetProgramUsageMessage(headwater::kUsage);
   const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
   if (rest.size() > 1) return headwater::Fail(std::string("unexpected argument \"") + rest[1] + "\"; see --help");
