@@ -20,18 +20,13 @@ RetriedCall::RetriedCall(std::shared_ptr<Connection> connection, HeadUses heads,
       retry_(connection_->options().retry, deadline, Repeat::kSafe) {}
 
 void RetriedCall::Cancel() {
+  cancel_.request_stop();
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    cancelled_ = true;
     if (context_ != nullptr) context_->TryCancel();
   }
   CancelAttempt();
   connection_->timers().Hurry(this);
-}
-
-bool RetriedCall::cancelled() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return cancelled_;
 }
 
 absl::Status RetriedCall::CancelledError() const {
@@ -41,7 +36,7 @@ absl::Status RetriedCall::CancelledError() const {
 void RetriedCall::Begin() {
   if (cancelled()) return SetError(CancelledError());
   if (in_session_) {
-    absl::StatusOr<std::string> id = connection_->session().Id(retry_.deadline());
+    absl::StatusOr<std::string> id = connection_->session().Id({retry_.deadline(), cancel_.get_token()});
     if (!id.ok()) return Failed(id.status());
     session_id_ = *std::move(id);
   }
@@ -63,7 +58,7 @@ void RetriedCall::Begin() {
     std::lock_guard<std::mutex> lock(mutex_);
     context_ = std::make_unique<grpc::ClientContext>();
     context_->set_deadline(retry_.deadline());
-    if (cancelled_) context_->TryCancel();
+    if (cancelled()) context_->TryCancel();
   }
   StartAttempt();
 }
@@ -96,9 +91,13 @@ void RetriedCall::Failed(absl::Status status) {
   } else {
     return SetError(std::move(status));
   }
-  // Under the lock, so that Cancel() either is seen here or finds the task. From here on the timers' thread may end the call.
+  // Under the lock, so that Cancel() either is seen here or finds the task, which takes it first: until it is released the call
+  // cannot end.
   std::lock_guard<std::mutex> lock(mutex_);
-  connection_->timers().Run(this, cancelled_ ? std::chrono::nanoseconds(0) : delay, [this] { Begin(); });
+  connection_->timers().Run(this, cancelled() ? std::chrono::nanoseconds(0) : delay, [this] {
+    { std::lock_guard<std::mutex> begun(mutex_); }
+    Begin();
+  });
 }
 
 }  // namespace headwater::client::internal

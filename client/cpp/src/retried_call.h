@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <mutex>
+#include <stop_token>
 #include <string>
 
 #include "client/cpp/src/connection.h"
@@ -58,7 +59,7 @@ class RetriedCall {
  private:
   void Begin();
   void Leave();
-  bool cancelled();
+  bool cancelled() const { return cancel_.stop_requested(); }
   absl::Status CancelledError() const;
 
   const std::shared_ptr<Connection> connection_;
@@ -73,8 +74,8 @@ class RetriedCall {
   int recovery_count_ = 0;
   int session_loss_count_ = 0;
 
+  std::stop_source cancel_;
   std::mutex mutex_;  // against Cancel()
-  bool cancelled_ = false;
   std::unique_ptr<grpc::ClientContext> context_;
 };
 

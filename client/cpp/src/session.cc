@@ -13,6 +13,8 @@ using std::chrono::nanoseconds;
 
 // How long the end of a connection may wait for a server that does not answer. The lease ends by itself.
 constexpr std::chrono::seconds kCloseTimeout{1};
+// How long a server may take to open a session, at least: whoever gave up before finds it open afterwards.
+constexpr std::chrono::seconds kOpenTimeout{30};
 // However short a lease is granted.
 constexpr nanoseconds kShortestPause = std::chrono::milliseconds(10);
 // How soon a renewal that failed is tried again, if the lease is not much shorter.
@@ -24,11 +26,18 @@ nanoseconds RenewalPause(nanoseconds lease) { return std::max(lease / 3, kShorte
 }  // namespace
 
 Session::~Session() {
+  std::shared_ptr<Opening> opening;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
     if (renewal_ != nullptr) renewal_->TryCancel();
     changed_.notify_all();
+    opening = opening_;
+  }
+  if (opening != nullptr) {
+    opening->context.TryCancel();  // without the lock: gRPC may call back at once
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return opening->over; });
   }
   if (thread_.joinable()) thread_.join();
   if (id_.empty()) return;
@@ -40,30 +49,49 @@ Session::~Session() {
   stub_->CloseSession(&context, request, &response);
 }
 
-absl::StatusOr<std::string> Session::Id(Deadline deadline) {
+absl::StatusOr<std::string> Session::Id(const Wait& wait) {
   if (options_.session_lease.count() == 0) return std::string();
-  std::lock_guard<std::mutex> one_at_a_time(opening_);
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
     if (!id_.empty()) return id_;
+    if (absl::Status status = wait.Check(); !status.ok()) return status;
+    std::shared_ptr<Opening> opening = opening_;
+    const bool mine = opening == nullptr || opening->over;
+    if (mine) {
+      opening = opening_ = std::make_shared<Opening>();
+      if (stub_ == nullptr) stub_ = v1::SessionService::NewStub(MakeChannel(target_, options_));
+      lock.unlock();  // gRPC may call back at once
+      Open(opening.get(), wait.deadline);
+      lock.lock();
+    }
+    if (!changed_.wait_until(lock, wait.cancel, wait.deadline, [&] { return opening->over; })) return wait.Ended();
+    if (opening->status.ok()) return opening->response.session_id();
+    // Another one's opening may have been made for a deadline that was nearer.
+    if (mine || !absl::IsDeadlineExceeded(opening->status)) return opening->status;
   }
-  if (stub_ == nullptr) stub_ = v1::SessionService::NewStub(MakeChannel(target_, options_));
-  grpc::ClientContext context;
-  context.set_deadline(deadline);
-  v1::OpenSessionRequest request;
-  request.set_client_name(options_.client_name);
-  *request.mutable_lease() = ToProto(options_.session_lease);
-  v1::OpenSessionResponse response;
-  if (const grpc::Status status = stub_->OpenSession(&context, request, &response); !status.ok()) {
-    return FromGrpcStatus(status, target_);
-  }
-  if (response.session_id().empty()) return MakeAnswerError("a session without an id");
+}
+
+void Session::Open(Opening* opening, Deadline deadline) {
+  opening->context.set_deadline(std::max<Deadline>(deadline, std::chrono::system_clock::now() + kOpenTimeout));
+  opening->request.set_client_name(options_.client_name);
+  *opening->request.mutable_lease() = ToProto(options_.session_lease);
+  stub_->async()->OpenSession(&opening->context, &opening->request, &opening->response,
+                              [this, opening](const grpc::Status& answer) { Opened(opening, answer); });
+}
+
+void Session::Opened(Opening* opening, const grpc::Status& answer) {
   std::lock_guard<std::mutex> lock(mutex_);
-  id_ = response.session_id();
-  lease_ = FromProto(response.lease());
-  if (!thread_.joinable()) thread_ = std::thread([this] { KeepAlive(); });
+  if (!answer.ok()) {
+    opening->status = FromGrpcStatus(answer, target_);
+  } else if (opening->response.session_id().empty()) {
+    opening->status = MakeAnswerError("a session without an id");
+  } else {
+    id_ = opening->response.session_id();
+    lease_ = FromProto(opening->response.lease());
+    if (!thread_.joinable()) thread_ = std::thread([this] { KeepAlive(); });
+  }
+  opening->over = true;
   changed_.notify_all();
-  return id_;
 }
 
 void Session::Forget(const std::string& id) {

@@ -3,13 +3,16 @@
 #define HEADWATER_CLIENT_SRC_SESSION_H_
 
 #include <condition_variable>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/cpp/src/channel.h"
+#include "client/cpp/src/wait.h"
 #include "headwater/v1/session_service.grpc.pb.h"
 
 namespace headwater::client::internal {
@@ -23,23 +26,34 @@ class Session {
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
-  // The id of the session, which is opened if there is none. Empty if the options want no session. Blocks until `deadline` at most.
-  absl::StatusOr<std::string> Id(Deadline deadline);
+  // The id of the session, which is opened if there is none. Empty if the options want no session. Blocks. The opening goes on when
+  // those who wait for it give up, and serves the next one who asks.
+  absl::StatusOr<std::string> Id(const Wait& wait);
 
   // The server does not know `id` any more: the next Id() opens another.
   void Forget(const std::string& id);
 
  private:
+  // An OpenSession. It belongs to this object, as gRPC's threads must never hold the last reference to a channel.
+  struct Opening {
+    grpc::ClientContext context;
+    v1::OpenSessionRequest request;
+    v1::OpenSessionResponse response;
+    bool over = false;  // these two guarded by mutex_
+    absl::Status status;
+  };
+
+  void Open(Opening* opening, Deadline deadline);
+  void Opened(Opening* opening, const grpc::Status& answer);
   void KeepAlive();
 
   const std::string target_;
   const ClientOptions options_;
 
-  std::mutex opening_;                              // one OpenSession at a time; taken before mutex_
-  std::unique_ptr<v1::SessionService::Stub> stub_;  // made under opening_, before the thread
-
   std::mutex mutex_;
-  std::condition_variable changed_;
+  std::condition_variable_any changed_;
+  std::unique_ptr<v1::SessionService::Stub> stub_;  // made with the first opening
+  std::shared_ptr<Opening> opening_;                // the last one
   std::string id_;
   std::chrono::nanoseconds lease_{0};
   grpc::ClientContext* renewal_ = nullptr;  // the KeepAlive that is under way

@@ -385,7 +385,8 @@ TEST_F(MemoryPathsTest, SaysWhyAPathIsNotThere) {
 TEST_F(MemoryPathsTest, ASocketOfAnotherServerIsNotedBeforeAnythingIsRegistered) {
   Start();
   const auto region = Value(client::internal::SharedRegion::Make(4096, false));
-  const absl::Status other = client::internal::PassDescriptor(socket_path(), region->fd(), 4096, std::string(16, 'x')).status();
+  const absl::Status other =
+      client::internal::PassDescriptor(socket_path(), region->fd(), 4096, std::string(16, 'x'), SoonEnough()).status();
   EXPECT_THAT(std::string(other.message()), HasSubstr("belongs to another server"));
 }
 

@@ -100,11 +100,12 @@ def test_callbacks_get_the_future(head):
     assert done.wait(30) and seen == [future]
 
 
-@pytest.fixture(params=("grpc", "python"))
+@pytest.fixture(params=("auto", "shared_memory", "grpc", "python"))
 def slow(request, rng):
-    """A server that can be frozen, and a head on it, by way of the client core and of grpcio alone."""
-    with running_server() as server, headwater.connect(server.address, transport=request.param) as client:
-        yield server, client.create_head("slow", rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32))
+    """A server that can be frozen, and a head on it, by each way that its rows can take."""
+    with running_server("--descriptor_socket={directory}/memory.sock") as server:
+        with headwater.connect(server.address, transport=request.param) as client:
+            yield server, client.create_head("slow", rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32))
 
 
 def in_it_once_or_not_at_all(head, rows, micro_batch):

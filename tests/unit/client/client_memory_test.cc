@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -227,11 +228,13 @@ TEST(SharedRegion, RunsWhatUndoesPageLockingBeforeItGoes) {
   EXPECT_TRUE(mapped_at_end);
 }
 
+Wait Soon() { return std::chrono::system_clock::now() + std::chrono::seconds(30); }
+
 TEST(SharedRegion, SaysWhatIsWrongWithTheSocket) {
   const auto region = *SharedRegion::Make(kMegabyte, false);
-  const absl::Status none = PassDescriptor("/tmp/headwater-no-such-socket", region->fd(), region->bytes(), "").status();
+  const absl::Status none = PassDescriptor("/tmp/headwater-no-such-socket", region->fd(), region->bytes(), "", Soon()).status();
   EXPECT_THAT(std::string(none.message()), ::testing::HasSubstr("cannot be reached from here: No such file"));
-  const absl::Status longer = PassDescriptor(std::string(200, '/'), region->fd(), region->bytes(), "").status();
+  const absl::Status longer = PassDescriptor(std::string(200, '/'), region->fd(), region->bytes(), "", Soon()).status();
   EXPECT_THAT(std::string(longer.message()), ::testing::HasSubstr("too long"));
 }
 

@@ -104,9 +104,9 @@ struct Placement::State {
     return write.has_value() ? visit(*write, true) : absl::OkStatus();
   }
 
-  absl::Status Register(PlacedTensor* tensor, Deadline deadline) {
-    auto id = tensor->region != nullptr ? paths->server.Register(session_id, *tensor->region, deadline)
-                                        : paths->server.Register(session_id, *tensor->device, deadline);
+  absl::Status Register(PlacedTensor* tensor, const Wait& wait) {
+    auto id = tensor->region != nullptr ? paths->server.Register(session_id, *tensor->region, wait)
+                                        : paths->server.Register(session_id, *tensor->device, wait);
     if (!id.ok()) return id.status();
     tensor->rows.region_id = *std::move(id);
     return absl::OkStatus();
@@ -118,15 +118,15 @@ struct Placement::State {
   }
 
   // ---- where a tensor goes
-  absl::Status PlaceInHostMemory(PlacedTensor* tensor, Deadline deadline) {
+  absl::Status PlaceInHostMemory(PlacedTensor* tensor, const Wait& wait) {
     bool named = false;
-    if (absl::Status status = paths->server.HostMemoryWorks(deadline, &named); !status.ok()) return status;
+    if (absl::Status status = paths->server.HostMemoryWorks(wait, &named); !status.ok()) return status;
     if (!tensor->mine.on_device) {
       auto found = std::static_pointer_cast<const SharedRegion>(paths->host.Find(tensor->mine.data, tensor->mine.bytes));
       if (found != nullptr && found->name().empty() != named) {
         tensor->rows.offset_bytes = static_cast<uint8_t*>(tensor->mine.data) - found->data();
         tensor->region = std::move(found);
-        return Register(tensor, deadline);
+        return Register(tensor, wait);
       }
     }
     auto block = paths->host.Allocate(tensor->mine.bytes);
@@ -134,15 +134,15 @@ struct Placement::State {
     tensor->block = *std::move(block);
     tensor->region = std::static_pointer_cast<const SharedRegion>(tensor->block->backing());
     tensor->rows.offset_bytes = tensor->block->offset();
-    return Register(tensor, deadline);
+    return Register(tensor, wait);
   }
-  absl::Status PlaceInDeviceMemory(PlacedTensor* tensor, Deadline deadline) {
-    if (absl::Status status = paths->server.DeviceMemoryWorks(deadline); !status.ok()) return status;
+  absl::Status PlaceInDeviceMemory(PlacedTensor* tensor, const Wait& wait) {
+    if (absl::Status status = paths->server.DeviceMemoryWorks(wait); !status.ok()) return status;
     const auto exported = paths->device.Export(tensor->mine.data, tensor->mine.bytes);
     if (exported.ok()) {
       tensor->device = *exported;
       tensor->rows.offset_bytes = static_cast<uint8_t*>(tensor->mine.data) - tensor->device->data();
-      return Register(tensor, deadline);
+      return Register(tensor, wait);
     }
     if (exported.status().code() == absl::StatusCode::kInvalidArgument) return exported.status();
     auto block = paths->device.Allocate(tensor->context, tensor->mine.bytes);
@@ -154,11 +154,11 @@ struct Placement::State {
     tensor->block = *std::move(block);
     tensor->device = std::static_pointer_cast<const DeviceBacking>(tensor->block->backing());
     tensor->rows.offset_bytes = tensor->block->offset();
-    return Register(tensor, deadline);
+    return Register(tensor, wait);
   }
-  absl::Status PlaceTensor(PlacedTensor* tensor, PathDemand demand, Deadline deadline) {
+  absl::Status PlaceTensor(PlacedTensor* tensor, PathDemand demand, const Wait& wait) {
     if (!tensor->mine.on_device) {
-      if (demand != PathDemand::kCudaIpc) return PlaceInHostMemory(tensor, deadline);
+      if (demand != PathDemand::kCudaIpc) return PlaceInHostMemory(tensor, wait);
       return TransportUnavailable("rows lie in host memory, which cuda_ipc does not share");
     }
     auto context = paths->device.ContextOf(tensor->mine.data, tensor->mine.bytes);
@@ -169,12 +169,12 @@ struct Placement::State {
     }
     tensor->context = *std::move(context);
     if (demand != PathDemand::kSharedMemory) {
-      const absl::Status status = PlaceInDeviceMemory(tensor, deadline);
+      const absl::Status status = PlaceInDeviceMemory(tensor, wait);
       if (status.ok() || !PathFails(status) || demand == PathDemand::kCudaIpc) return status;
       why_not_better = absl::StrCat(Sentence(status), ", so device memory goes through the host");
       *tensor = {tensor->mine, nullptr, nullptr, std::move(tensor->context), nullptr, {}};
     }
-    return PlaceInHostMemory(tensor, deadline);
+    return PlaceInHostMemory(tensor, wait);
   }
 
   // ---- the rows' way into what was placed
@@ -228,10 +228,10 @@ absl::Status Placement::Finish() {
   return tensor.context->CopyAfterEvent(tensor.mine.data, tensor.block->data(), tensor.mine.bytes);
 }
 
-absl::Status Placement::Renew(const std::string& session_id, Deadline deadline) {
+absl::Status Placement::Renew(const std::string& session_id, const Wait& wait) {
   ServerRegions& server = state_->paths->server;
   const auto renew = [&]() -> absl::Status {
-    auto session = server.SessionOr(session_id, deadline);
+    auto session = server.SessionOr(session_id, wait);
     if (!session.ok()) return session.status();
     if (*session == state_->session_id) {
       static_cast<void>(state_->ForEach([&](PlacedTensor& tensor, bool) {
@@ -242,7 +242,7 @@ absl::Status Placement::Renew(const std::string& session_id, Deadline deadline) 
       server.Forget(state_->session_id);
       state_->session_id = *std::move(session);
     }
-    return state_->ForEach([&](PlacedTensor& tensor, bool) { return state_->Register(&tensor, deadline); });
+    return state_->ForEach([&](PlacedTensor& tensor, bool) { return state_->Register(&tensor, wait); });
   };
   absl::Status status = renew();
   if (session_id.empty() && ErrorReason(status) == "SESSION_NOT_FOUND") {  // it was the own session that is gone
@@ -296,7 +296,7 @@ MemoryPaths::MemoryPaths(std::shared_ptr<MemoryPathsState> state) : state_(std::
 MemoryPaths::~MemoryPaths() { state_->server.CloseSession(); }
 
 absl::StatusOr<Placement> MemoryPaths::Place(const CallRows& rows, const std::string& session_id, PathDemand demand,
-                                             Deadline deadline) {
+                                             const Wait& wait) {
   auto placement = std::make_unique<Placement::State>();
   placement->paths = state_;
   for (const RowsMemory& memory : rows.reads) placement->reads.push_back({memory, nullptr, nullptr, nullptr, nullptr, {}});
@@ -308,16 +308,16 @@ absl::StatusOr<Placement> MemoryPaths::Place(const CallRows& rows, const std::st
     // Where there is no path no session is opened for it.
     if (any_on_device || demand != PathDemand::kCudaIpc) {
       bool named = false;
-      absl::Status works = state_->server.HostMemoryWorks(deadline, &named);
-      if (!works.ok() && any_on_device) works = state_->server.DeviceMemoryWorks(deadline);
+      absl::Status works = state_->server.HostMemoryWorks(wait, &named);
+      if (!works.ok() && any_on_device) works = state_->server.DeviceMemoryWorks(wait);
       if (!works.ok()) return works;
     }
-    auto session = state_->server.SessionOr(session_id, deadline);
+    auto session = state_->server.SessionOr(session_id, wait);
     if (!session.ok()) return session.status();
     placement->session_id = *std::move(session);
     return placement->ForEach([&](PlacedTensor& tensor, bool) {
       tensor = {tensor.mine, nullptr, nullptr, nullptr, nullptr, {}};
-      return placement->PlaceTensor(&tensor, demand, deadline);
+      return placement->PlaceTensor(&tensor, demand, wait);
     });
   };
   absl::Status status = place();

@@ -1,12 +1,12 @@
 // MemoryPaths: how the rows of a call reach a server of the same host without the network.
 //
 //   std::shared_ptr<MemoryPaths> paths = MemoryPaths::Create(target, channel, client_options, {});
-//   auto placement = paths->Place(rows, "", PathDemand::kBest, deadline);  // or why not, in one sentence
+//   auto placement = paths->Place(rows, "", PathDemand::kBest, {deadline, cancel});  // or why not, in one sentence
 //   header.set_session_id(placement->session_id());
 //   ... header.hidden_rows <- placement->reads()[0], header.grad_hidden_rows <- *placement->write(), and no chunks
 //   the server answered OK:            placement->Finish();          // grad_hidden is in the caller's memory now
 //   it answered another status:        nothing; the placement serves the next attempt, or goes
-//   it answered REGION_NOT_FOUND or SESSION_NOT_FOUND:  placement->Renew(session id, deadline), then the attempt again
+//   it answered REGION_NOT_FOUND or SESSION_NOT_FOUND:  placement->Renew(session id, {deadline, cancel}), then the attempt again
 //   the call ended without its answer (cancelled, deadline, broken connection):  placement->Abandon(), before the caller is told
 //
 // Paths. Rows in memory of AllocateRows() are used in place (shared_memory). Other host memory is copied, by several threads, into
@@ -30,6 +30,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/cpp/src/channel.h"
+#include "client/cpp/src/wait.h"
 #include "headwater/client/client.h"
 
 namespace headwater::client::internal {
@@ -85,7 +86,7 @@ class Placement {
   absl::Status Finish();
   // The server has forgotten the regions or the session: registers again, for `session_id` (empty: an own session). The rows stay
   // where they are. Blocks.
-  absl::Status Renew(const std::string& session_id, Deadline deadline);
+  absl::Status Renew(const std::string& session_id, const Wait& wait);
   // The call ended without the server's answer, so that the server may still read and write. Returns when it does no more, or after
   // 10 s without an answer to that; slots that it may still write to are never used again.
   void Abandon();
@@ -138,12 +139,13 @@ class MemoryPaths {
   // Places the rows of a call. `session_id`: the session that the call must name because it owns the contribution; empty: one of
   // this object's own, which is opened when it is first needed. (A call that must have no session, so that nobody owns its
   // contribution, cannot be placed.) Copies rows that lie elsewhere, and records the stream's work so far. Blocks for copies and
-  // registrations, until `deadline` at most.
+  // registrations, as long as `wait` says at most: a server that stands still delays no cancelled call. What it had begun to open
+  // or register then serves the next call.
   //
   // FAILED_PRECONDITION / TRANSPORT_UNAVAILABLE: the path does not work for these rows; the message says why in one sentence. What
   // does not depend on the rows is found out once a minute, so that asking again costs nothing. Other errors are those of
   // OpenSession and RegisterSharedMemory.
-  absl::StatusOr<Placement> Place(const CallRows& rows, const std::string& session_id, PathDemand demand, Deadline deadline);
+  absl::StatusOr<Placement> Place(const CallRows& rows, const std::string& session_id, PathDemand demand, const Wait& wait);
 
   // Memory that Place() uses without a copy. Makes no call. RESOURCE_EXHAUSTED / MEMORY_BUDGET_EXCEEDED beyond max_shared_bytes;
   // FAILED_PRECONDITION / TRANSPORT_UNAVAILABLE where the system has no shared memory.

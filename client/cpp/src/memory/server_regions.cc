@@ -15,6 +15,8 @@ using SteadyClock = std::chrono::steady_clock;
 // How long a path that did not work is not tried again.
 constexpr std::chrono::seconds kFindingLife{60};
 constexpr std::chrono::seconds kDropTimeout{10};
+// How long a server may take to register memory, at least: whoever gave up before finds it registered afterwards.
+constexpr std::chrono::seconds kRegisterTimeout{30};
 
 // Regions need a session, whatever the options say of contributions.
 ClientOptions WithSession(ClientOptions options) {
@@ -44,6 +46,7 @@ ServerRegions::ServerRegions(const std::string& target, std::shared_ptr<grpc::Ch
       session_(std::make_shared<Session>(target, WithSession(options))) {}
 
 ServerRegions::~ServerRegions() {
+  CloseSession();
   for (Farewell& farewell : farewells_) farewell.context.TryCancel();  // nobody adds or removes any more
   std::unique_lock<std::mutex> lock(farewells_mutex_);
   farewell_over_.wait(lock, [&] {
@@ -52,16 +55,26 @@ ServerRegions::~ServerRegions() {
 }
 
 void ServerRegions::CloseSession() {
-  std::shared_ptr<Session> closed;
-  std::lock_guard<std::mutex> one_at_a_time(registering_);
+  std::shared_ptr<Session> session;
+  std::vector<std::shared_ptr<Registration>> sent;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    closed = std::move(session_);
+    closed_ = true;
+    session = std::move(session_);
     session_ = nullptr;
+    for (const auto& [key, registration] : registrations_) {
+      if (registration->sent) sent.push_back(registration);
+    }
   }
+  for (const auto& registration : sent) registration->context.TryCancel();  // without the lock: gRPC may call back at once
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock,
+                [&] { return std::all_of(sent.begin(), sent.end(), [](const auto& registration) { return registration->over; }); });
+  lock.unlock();
+  session.reset();
 }
 
-absl::StatusOr<std::string> ServerRegions::SessionOr(const std::string& session_id, Deadline deadline) {
+absl::StatusOr<std::string> ServerRegions::SessionOr(const std::string& session_id, const Wait& wait) {
   if (!session_id.empty()) return session_id;
   std::shared_ptr<Session> session;
   {
@@ -69,33 +82,33 @@ absl::StatusOr<std::string> ServerRegions::SessionOr(const std::string& session_
     session = session_;
   }
   if (session == nullptr) return absl::CancelledError("the client is being closed");
-  return session->Id(deadline);
+  return session->Id(wait);
 }
 
 ServerRegions::Finding ServerRegions::Unusable(const std::string& why) {
   return {TransportUnavailable(why), SteadyClock::now() + kFindingLife};
 }
 
-absl::StatusOr<v1::ServerInfo> ServerRegions::Info(Deadline deadline, bool again) {
+absl::StatusOr<v1::ServerInfo> ServerRegions::Info(const Wait& wait, bool again) {
   if (!again) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (info_.has_value()) return *info_;
   }
-  grpc::ClientContext context;
-  context.set_deadline(deadline);
+  WaitingContext context(wait);
   v1::ServerInfo info;
-  if (const grpc::Status status = stub_->GetServerInfo(&context, {}, &info); !status.ok()) return FromGrpcStatus(status, target_);
+  const grpc::Status status = stub_->GetServerInfo(context.get(), {}, &info);
+  if (!status.ok()) return FromGrpcStatus(status, target_);
   std::lock_guard<std::mutex> lock(mutex_);
   info_ = info;
   return info;
 }
 
-absl::Status ServerRegions::HostMemoryWorks(Deadline deadline, bool* named) {
+absl::Status ServerRegions::HostMemoryWorks(const Wait& wait, bool* named) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (host_problem_.has_value() && SteadyClock::now() < host_problem_->end) return host_problem_->status;
   }
-  auto info = Info(deadline, false);
+  auto info = Info(wait, false);
   if (!info.ok()) return info.status();
   *named = info->descriptor_socket().empty();
   if (!*named || info->named_regions()) return absl::OkStatus();
@@ -105,12 +118,12 @@ absl::Status ServerRegions::HostMemoryWorks(Deadline deadline, bool* named) {
   return host_problem_->status;
 }
 
-absl::Status ServerRegions::DeviceMemoryWorks(Deadline deadline) {
+absl::Status ServerRegions::DeviceMemoryWorks(const Wait& wait) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (device_problem_.has_value() && SteadyClock::now() < device_problem_->end) return device_problem_->status;
   }
-  auto info = Info(deadline, false);
+  auto info = Info(wait, false);
   if (!info.ok()) return info.status();
   const auto& features = info->features();
   if (std::find(features.begin(), features.end(), "cuda_ipc") != features.end()) return absl::OkStatus();
@@ -125,13 +138,14 @@ bool ServerRegions::PassesByName() const {
   return info_.has_value() && info_->descriptor_socket().empty() && info_->named_regions();
 }
 
-absl::StatusOr<std::string> ServerRegions::Token(const SharedRegion& region, Deadline deadline) {
+absl::StatusOr<std::string> ServerRegions::Token(const SharedRegion& region, const Wait& wait) {
   absl::Status failure;
   for (const bool again : {false, true}) {  // the server may have been started again since it was asked
-    auto info = Info(deadline, again);
+    auto info = Info(wait, again);
     if (!info.ok()) return info.status();
-    auto token = PassDescriptor(info->descriptor_socket(), region.fd(), region.bytes(), info->incarnation());
+    auto token = PassDescriptor(info->descriptor_socket(), region.fd(), region.bytes(), info->incarnation(), wait);
     if (token.ok()) return token;
+    if (absl::Status status = wait.Check(); !status.ok()) return status;  // which says nothing of the path
     failure = token.status();
   }
   std::lock_guard<std::mutex> lock(mutex_);
@@ -140,55 +154,98 @@ absl::StatusOr<std::string> ServerRegions::Token(const SharedRegion& region, Dea
 }
 
 template <typename Fill>
-absl::StatusOr<std::string> ServerRegions::RegisterOnce(const std::string& session_id, const Backing& backing, Deadline deadline,
+absl::StatusOr<std::string> ServerRegions::RegisterOnce(const std::string& session_id, const Backing& backing, const Wait& wait,
                                                         Fill&& fill) {
   const Key key(session_id, backing.key());
-  const auto known = [&]() -> std::optional<absl::StatusOr<std::string>> {
-    std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
     if (const auto found = regions_.find(key); found != regions_.end()) return found->second;
     const auto refused = refused_.find(backing.key());
     if (refused != refused_.end() && SteadyClock::now() < refused->second.end) return refused->second.status;
-    return std::nullopt;
-  };
-  if (const auto answer = known(); answer.has_value()) return *answer;
-  std::lock_guard<std::mutex> one_at_a_time(registering_);
-  if (const auto answer = known(); answer.has_value()) return *answer;
-  v1::RegisterSharedMemoryRequest request;
-  request.set_session_id(session_id);
-  request.set_size_bytes(backing.bytes());
-  if (absl::Status status = fill(&request); !status.ok()) return status;
-  grpc::ClientContext context;
-  context.set_deadline(deadline);
-  v1::RegisterSharedMemoryResponse response;
-  const grpc::Status answer = stub_->RegisterSharedMemory(&context, request, &response);
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (answer.ok()) {
-    refused_.erase(backing.key());
-    return regions_[key] = response.region_id();
+    if (closed_) return absl::CancelledError("the client is being closed");
+    if (absl::Status status = wait.Check(); !status.ok()) return status;
+    std::shared_ptr<Registration> registration;
+    if (const auto found = registrations_.find(key); found != registrations_.end()) registration = found->second;
+    const bool mine = registration == nullptr || registration->over;
+    if (mine) {
+      std::erase_if(registrations_, [](const auto& entry) { return entry.second->over; });
+      registration = registrations_[key] = std::make_shared<Registration>();
+      lock.unlock();
+      registration->request.set_session_id(session_id);
+      registration->request.set_size_bytes(backing.bytes());
+      if (absl::Status status = fill(&registration->request); status.ok()) {
+        Send(key, registration.get(), wait.deadline);
+      } else {
+        const bool alone = !wait.Check().ok();
+        End(registration.get(), std::move(status), alone);
+      }
+      lock.lock();
+    }
+    if (!changed_.wait_until(lock, wait.cancel, wait.deadline, [&] { return registration->over; })) return wait.Ended();
+    if (registration->unwanted || (registration->alone && !mine)) continue;
+    if (registration->status.ok()) return registration->response.region_id();
+    return registration->status;
   }
-  const absl::Status status = FromGrpcStatus(answer, target_);
-  if (IsOfTheCall(status)) return status;
-  const Finding finding = Unusable(absl::StrCat("the server cannot use the memory: ", Sentence(status)));
-  refused_[backing.key()] = finding;
-  return finding.status;
 }
 
-absl::StatusOr<std::string> ServerRegions::Register(const std::string& session_id, const SharedRegion& region, Deadline deadline) {
-  return RegisterOnce(session_id, region, deadline, [&](v1::RegisterSharedMemoryRequest* request) -> absl::Status {
+void ServerRegions::Send(const Key& key, Registration* registration, Deadline deadline) {
+  bool closed = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    closed = closed_;
+    registration->sent = !closed;
+  }
+  if (closed) return End(registration, absl::CancelledError("the client is being closed"), /*alone=*/false);
+  registration->context.set_deadline(std::max<Deadline>(deadline, std::chrono::system_clock::now() + kRegisterTimeout));
+  stub_->async()->RegisterSharedMemory(
+      &registration->context, &registration->request, &registration->response,
+      [this, key, registration](const grpc::Status& answer) { Registered(key, registration, answer); });
+}
+
+void ServerRegions::End(Registration* registration, absl::Status status, bool alone) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  registration->status = std::move(status);
+  registration->alone = alone;
+  registration->over = true;
+  changed_.notify_all();
+}
+
+void ServerRegions::Registered(const Key& key, Registration* registration, const grpc::Status& answer) {
+  std::vector<Region> unwanted;
+  absl::Status status = answer.ok() ? absl::OkStatus() : FromGrpcStatus(answer, target_);
+  const bool alone = absl::IsDeadlineExceeded(status);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (answer.ok() && registration->unwanted) {
+      unwanted.emplace_back(key.first, registration->response.region_id());
+    } else if (answer.ok()) {
+      refused_.erase(key.second);
+      regions_[key] = registration->response.region_id();
+    } else if (!IsOfTheCall(status)) {
+      const Finding finding = Unusable(absl::StrCat("the server cannot use the memory: ", Sentence(status)));
+      status = finding.status;
+      if (!registration->unwanted) refused_[key.second] = finding;
+    }
+  }
+  GiveBack(unwanted);
+  End(registration, std::move(status), alone);  // the last access to this object
+}
+
+absl::StatusOr<std::string> ServerRegions::Register(const std::string& session_id, const SharedRegion& region, const Wait& wait) {
+  return RegisterOnce(session_id, region, wait, [&](v1::RegisterSharedMemoryRequest* request) -> absl::Status {
     if (!region.name().empty()) {
       request->set_shared_memory_name(region.name());
       return absl::OkStatus();
     }
-    auto token = Token(region, deadline);
+    auto token = Token(region, wait);
     if (!token.ok()) return token.status();
     request->set_descriptor_token(*std::move(token));
     return absl::OkStatus();
   });
 }
 
-absl::StatusOr<std::string> ServerRegions::Register(const std::string& session_id, const DeviceBacking& backing,
-                                                    Deadline deadline) {
-  return RegisterOnce(session_id, backing, deadline, [&](v1::RegisterSharedMemoryRequest* request) {
+absl::StatusOr<std::string> ServerRegions::Register(const std::string& session_id, const DeviceBacking& backing, const Wait& wait) {
+  return RegisterOnce(session_id, backing, wait, [&](v1::RegisterSharedMemoryRequest* request) {
     const CuIpcHandle& event = backing.context()->event_handle();
     request->set_cuda_ipc_handle(backing.handle().reserved, sizeof(backing.handle().reserved));
     request->set_cuda_event_handle(event.reserved, sizeof(event.reserved));
@@ -196,7 +253,7 @@ absl::StatusOr<std::string> ServerRegions::Register(const std::string& session_i
   });
 }
 
-bool ServerRegions::Drop(const Backing& backing, std::optional<Deadline> wait) {
+bool ServerRegions::Drop(const Backing& backing, std::optional<Deadline> until) {
   std::vector<Region> dropped;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -209,15 +266,19 @@ bool ServerRegions::Drop(const Backing& backing, std::optional<Deadline> wait) {
       dropped.emplace_back(entry->first.first, std::move(entry->second));
       entry = regions_.erase(entry);
     }
+    for (const auto& [key, registration] : registrations_) {
+      if (key.second == backing.key() && !registration->over) registration->unwanted = true;
+    }
+    if (until.has_value()) ++dropping_[backing.key()];
   }
-  if (!wait.has_value()) {
+  if (!until.has_value()) {
     GiveBack(dropped);
     return false;
   }
   bool unused = true;
   for (const auto& [session, region] : dropped) {
     grpc::ClientContext context;
-    context.set_deadline(*wait);
+    context.set_deadline(*until);
     v1::UnregisterSharedMemoryRequest request;
     request.set_session_id(session);
     request.set_region_id(region);
@@ -227,7 +288,11 @@ bool ServerRegions::Drop(const Backing& backing, std::optional<Deadline> wait) {
     // Calls of a session that has ended may still run: only the server's word for the region counts.
     unused = unused && (answer.ok() || reason == "REGION_NOT_FOUND");
   }
-  return unused;
+  // A call that shares the backing may have taken the regions first: its answer is this one's too.
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (--dropping_[backing.key()] == 0) dropping_.erase(backing.key());
+  changed_.notify_all();
+  return changed_.wait_until(lock, *until, [&] { return dropping_.count(backing.key()) == 0; }) && unused;
 }
 
 // The answers change nothing: a region that could not be given back goes with its session.
@@ -267,6 +332,9 @@ void ServerRegions::Forget(const std::string& session_id) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto entry = regions_.begin(); entry != regions_.end();) {
     entry = entry->first.first == session_id ? regions_.erase(entry) : std::next(entry);
+  }
+  for (const auto& [key, registration] : registrations_) {
+    if (key.first == session_id && !registration->over) registration->unwanted = true;
   }
   if (session_ != nullptr) session_->Forget(session_id);
   info_.reset();

@@ -2,15 +2,18 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
-#include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <functional>
+#include <stop_token>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -19,7 +22,9 @@
 namespace headwater::client::internal {
 namespace {
 
-constexpr int kWaitMs = 10000;
+// How long a descriptor socket may take, and how soon one whose queue of connections is full is asked again.
+constexpr std::chrono::seconds kSocketTimeout{10};
+constexpr int kFullQueueMs = 5;
 constexpr char kMagic[4] = {'H', 'W', 'M', 'D'};
 constexpr size_t kTokenBytes = 32;
 constexpr size_t kIncarnationBytes = 16;
@@ -40,6 +45,44 @@ struct Descriptor {
 };
 
 absl::Status Failed(const std::string& what) { return absl::UnavailableError(absl::StrCat(what, ": ", std::strerror(errno))); }
+
+// The conversation with a descriptor socket, step by step, on a socket that does not block. A cancelled wait wakes it up.
+class Conversation {
+ public:
+  explicit Conversation(const Wait& wait)
+      : wait_(wait),
+        end_(std::min<Deadline>(wait.deadline, std::chrono::system_clock::now() + kSocketTimeout)),
+        socket_(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)),
+        wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+        on_cancel_(wait.cancel, [this] { eventfd_write(wake_.fd, 1); }) {}
+
+  int fd() const { return socket_.fd; }
+
+  // Repeats a system call until it does not ask for patience: its result, or -1 with errno (ETIMEDOUT if it has asked for too
+  // long). `events`: what to wait for; 0: nothing tells, it has to be asked again.
+  template <typename Call>
+  ssize_t Do(short events, Call&& call) {
+    if (socket_.fd < 0 || wake_.fd < 0) return -1;
+    for (;;) {
+      const ssize_t result = call();
+      if (result >= 0 || (errno != EAGAIN && errno != EINTR)) return result;
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(end_ - std::chrono::system_clock::now()).count();
+      if (wait_.cancel.stop_requested() || left <= 0) {
+        errno = ETIMEDOUT;
+        return -1;
+      }
+      pollfd ready[] = {{wake_.fd, POLLIN, 0}, {socket_.fd, events, 0}};
+      poll(ready, events == 0 ? 1 : 2, static_cast<int>(events == 0 ? std::min<int64_t>(left, kFullQueueMs) : left));
+    }
+  }
+
+ private:
+  const Wait& wait_;
+  const Deadline end_;
+  const Descriptor socket_;
+  const Descriptor wake_;
+  const std::stop_callback<std::function<void()>> on_cancel_;  // goes first
+};
 
 }  // namespace
 
@@ -98,18 +141,16 @@ bool SharedRegion::has_end() const {
   return end_ != nullptr;
 }
 
-absl::StatusOr<std::string> PassDescriptor(const std::string& socket_path, int memfd, int64_t bytes,
-                                           const std::string& incarnation) {
+absl::StatusOr<std::string> PassDescriptor(const std::string& socket_path, int memfd, int64_t bytes, const std::string& incarnation,
+                                           const Wait& wait) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   const std::string reach = absl::StrCat("the server's descriptor socket ", socket_path, " cannot be reached from here");
   if (socket_path.size() >= sizeof(address.sun_path)) return absl::UnavailableError(absl::StrCat(reach, ": its path is too long"));
   std::memcpy(address.sun_path, socket_path.c_str(), socket_path.size() + 1);
-  const Descriptor connection(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  const timeval wait = {kWaitMs / 1000, 0};
-  if (connection.fd < 0 || setsockopt(connection.fd, SOL_SOCKET, SO_SNDTIMEO, &wait, sizeof(wait)) != 0 ||
-      setsockopt(connection.fd, SOL_SOCKET, SO_RCVTIMEO, &wait, sizeof(wait)) != 0 ||
-      connect(connection.fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) {
+  Conversation server(wait);
+  // While the queue of a Unix socket is full connect() fails, and nothing tells when it is not.
+  if (server.Do(0, [&] { return connect(server.fd(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)); }) != 0) {
     return Failed(reach);
   }
 
@@ -130,16 +171,11 @@ absl::StatusOr<std::string> PassDescriptor(const std::string& socket_path, int m
   header->cmsg_type = SCM_RIGHTS;
   header->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(header), &memfd, sizeof(int));
-  ssize_t moved = 0;
-  do {
-    moved = sendmsg(connection.fd, &message, MSG_NOSIGNAL);
-  } while (moved < 0 && errno == EINTR);
+  ssize_t moved = server.Do(POLLOUT, [&] { return sendmsg(server.fd(), &message, MSG_NOSIGNAL); });
   if (moved != static_cast<ssize_t>(request.size())) return Failed("the server's descriptor socket takes nothing");
 
   std::array<char, 8 + 256> answer{};
-  do {
-    moved = recv(connection.fd, answer.data(), answer.size(), 0);
-  } while (moved < 0 && errno == EINTR);
+  moved = server.Do(POLLIN, [&] { return recv(server.fd(), answer.data(), answer.size(), 0); });
   if (moved < 0) return Failed("the server's descriptor socket does not answer");
   uint32_t code = 0;
   std::memcpy(&code, answer.data() + 4, sizeof(code));

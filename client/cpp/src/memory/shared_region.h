@@ -10,6 +10,7 @@
 
 #include "absl/status/statusor.h"
 #include "client/cpp/src/memory/arena.h"
+#include "client/cpp/src/wait.h"
 
 namespace headwater::client::internal {
 
@@ -44,9 +45,10 @@ class SharedRegion final : public Backing {
 };
 
 // Passes a memfd to the server's descriptor socket, by the protocol of docs/api.md; the token. An error says in one sentence what
-// failed. `incarnation`: of the server that is meant (GetServerInfo). Blocks for 10 s at most.
-absl::StatusOr<std::string> PassDescriptor(const std::string& socket_path, int memfd, int64_t bytes,
-                                           const std::string& incarnation);
+// failed. `incarnation`: of the server that is meant (GetServerInfo). Blocks as long as `wait` says, and for 10 s at most. A server
+// that gets the memfd of somebody who has gone forgets it.
+absl::StatusOr<std::string> PassDescriptor(const std::string& socket_path, int memfd, int64_t bytes, const std::string& incarnation,
+                                           const Wait& wait);
 
 // Random bytes as text of hexadecimal digits.
 std::string RandomDigits(int bytes);

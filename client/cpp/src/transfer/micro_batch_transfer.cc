@@ -73,7 +73,7 @@ void MicroBatchTransfer::StartAttempt(v1::MicroBatchHeader header, Deadline dead
     if (absl::Status status = SendRows(); !status.ok()) Deliver(std::move(status));
     return;
   }
-  transport().workers().Run([this] { Begin(); });
+  RunBeginning([this] { Begin(); });
 }
 
 void MicroBatchTransfer::Begin() {
@@ -87,6 +87,16 @@ void MicroBatchTransfer::Begin() {
   if (!status.ok()) Deliver(std::move(status));
 }
 
+void MicroBatchTransfer::BeginAgain() {
+  absl::Status status = placement_->Renew(session_given_ ? header_.session_id() : "", Until(deadline_));
+  if (!status.ok()) {
+    placement_.reset();
+    return Deliver(std::move(status));
+  }
+  header_.set_session_id(placement_->session_id());
+  Begin();
+}
+
 absl::Status MicroBatchTransfer::Place() {
   const Transport demanded = transport().options().transport;
   // Without rows there is nothing to share, whatever is demanded.
@@ -96,7 +106,7 @@ absl::Status MicroBatchTransfer::Place() {
     status = TransportUnavailable("an explicit micro-batch without a session cannot name shared memory");
   } else if (placement_.has_value()) {
     if (!header_.session_id().empty() && placement_->session_id() != header_.session_id()) {
-      status = placement_->Renew(header_.session_id(), deadline_);
+      status = placement_->Renew(header_.session_id(), Until(deadline_));
     }
   } else {
     CallRows rows;
@@ -108,7 +118,8 @@ absl::Status MicroBatchTransfer::Place() {
       rows.write = RowsMemory{tensors_.grad_hidden, tensors_.bytes_down(), tensors_.grad_memory == Memory::kCuda};
     }
     rows.stream = tensors_.cuda_stream;
-    absl::StatusOr<Placement> placement = transport().memory().Place(rows, header_.session_id(), DemandOf(demanded), deadline_);
+    absl::StatusOr<Placement> placement =
+        transport().memory().Place(rows, header_.session_id(), DemandOf(demanded), Until(deadline_));
     if (placement.ok()) {
       placement_.emplace(*std::move(placement));
       transport().SetWhyNotBetter(placement_->why_not_better());
@@ -117,6 +128,8 @@ absl::Status MicroBatchTransfer::Place() {
   }
   if (status.ok()) return status;
   placement_.reset();
+  // What has ended the wait says nothing of the path, and ends the attempt on any.
+  if (absl::Status wanted = CheckWanted(deadline_); !wanted.ok()) return wanted;
   // A session that is gone is replaced by those who opened it.
   if (demanded != Transport::kAuto || ErrorReason(status) == "SESSION_NOT_FOUND") return status;
   transport().SetWhyNotBetter(std::string(status.message()));
@@ -197,16 +210,16 @@ void MicroBatchTransfer::SendRequest(TransferRequest request) {
 void MicroBatchTransfer::Ended(TransferResult result) {
   if (placement_.has_value()) {
     // What follows may copy or call the server.
-    return transport().workers().Run([this, result = std::move(result)]() mutable { EndedPlaced(std::move(result)); });
+    return transport().endings().Run(this, [this, result = std::move(result)]() mutable { EndedPlaced(std::move(result)); });
   }
   if (result.no_stripes && !repeated_ && !cancelled()) {
     repeated_ = true;
-    return transport().workers().Run([this] { Begin(); });
+    return RunBeginning([this] { Begin(); });
   }
   if (!result.status.ok()) return Deliver(std::move(result.status));
   MicroBatchAnswer answer{std::move(result.answer), "grpc"};
   if (grad_copy_ == nullptr) return Deliver(std::move(answer));
-  transport().workers().Run([this, answer = std::move(answer)]() mutable {
+  transport().endings().Run(this, [this, answer = std::move(answer)]() mutable {
     absl::Status status =
         transport().memory().CopyDevice(tensors_.grad_hidden, grad_copy_.get(), tensors_.bytes_down(), tensors_.cuda_stream);
     if (!status.ok()) return Deliver(std::move(status));
@@ -229,15 +242,7 @@ void MicroBatchTransfer::EndedPlaced(TransferResult result) {
   if ((reason == "REGION_NOT_FOUND" || reason == "SESSION_NOT_FOUND") && !repeated_ && !cancelled()) {
     repeated_ = true;
     if (reason == "SESSION_NOT_FOUND") transport().memory().Forget(header_.session_id());
-    if (reason == "REGION_NOT_FOUND" || !session_given_) {
-      absl::Status renewed = placement_->Renew(session_given_ ? header_.session_id() : "", deadline_);
-      if (!renewed.ok()) {
-        placement_.reset();
-        return Deliver(std::move(renewed));
-      }
-      header_.set_session_id(placement_->session_id());
-      return Begin();
-    }
+    if (reason == "REGION_NOT_FOUND" || !session_given_) return RunBeginning([this] { BeginAgain(); });
   }
   Deliver(std::move(result.status));
 }

@@ -49,6 +49,8 @@ class MicroBatchTransfer : public RowsCall {
 
  private:
   void Begin();
+  // The server has forgotten the session or a region of the placement.
+  void BeginAgain();
   // Places the rows in shared memory if that is possible and wanted. An error ends the attempt.
   absl::Status Place();
   void SendPlaced();

@@ -10,7 +10,7 @@
 namespace headwater::client::internal {
 namespace {
 
-// Blocking work of that many calls at once; more waits its turn.
+// Beginnings, and endings, of that many calls at once; more wait their turn.
 constexpr int kMaxWorkers = 16;
 
 }  // namespace
@@ -21,7 +21,8 @@ RowTransport::RowTransport(std::string target, const ClientOptions& options, std
       channel_(std::move(channel)),
       connections_(options_),
       memory_(MemoryPaths::Create(target_, channel_, options_, {})),
-      workers_(kMaxWorkers) {}
+      endings_(kMaxWorkers),
+      beginnings_(kMaxWorkers) {}
 
 std::optional<ServerFacts> RowTransport::facts() const {
   std::lock_guard<std::mutex> lock(mutex_);

@@ -36,7 +36,10 @@ class RowTransport {
   ConnectionPool& connections() { return connections_; }
   MemoryPaths& memory() { return *memory_; }
   DelayedTasks& timers() { return timers_; }
-  Workers& workers() { return workers_; }
+  // For what begins a call, and may wait for the server: connecting, placing rows.
+  Workers& beginnings() { return beginnings_; }
+  // For what ends one: it never waits behind calls that a server which stands still keeps from beginning.
+  Workers& endings() { return endings_; }
 
   // What is known without asking.
   std::optional<ServerFacts> facts() const;
@@ -67,7 +70,8 @@ class RowTransport {
   ConnectionPool connections_;
   const std::shared_ptr<MemoryPaths> memory_;
   DelayedTasks timers_;
-  Workers workers_;  // last: its tasks use the others
+  Workers endings_;
+  Workers beginnings_;  // these two last: their tasks use the others
 };
 
 }  // namespace headwater::client::internal

@@ -29,19 +29,27 @@ absl::Status RowsCall::CheckWanted(Deadline deadline) const {
 }
 
 void RowsCall::Cancel() {
+  cancel_.request_stop();  // wakes up what waits for the server
   std::shared_ptr<TransferCall> call;
+  std::function<void()> waiting;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    cancelled_ = true;
-    if (question_ != nullptr) question_->TryCancel();
     call = call_;
+    waiting = transport_.beginnings().Withdraw(this);
   }
   if (call != nullptr) call->Cancel();
+  if (waiting) transport_.endings().Run(this, std::move(waiting));  // which the beginnings that have begun would keep waiting
 }
 
-bool RowsCall::cancelled() const {
+void RowsCall::RunBeginning(std::function<void()> begin) {
+  // Under the lock, so that Cancel() either is seen here or finds the task, which takes it first: until it is released the attempt
+  // cannot end.
   std::lock_guard<std::mutex> lock(mutex_);
-  return cancelled_;
+  Workers& workers = cancelled() ? transport_.endings() : transport_.beginnings();
+  workers.Run(this, [this, begin = std::move(begin)] {
+    { std::lock_guard<std::mutex> begun(mutex_); }
+    begin();
+  });
 }
 
 bool RowsCall::TryConnect(int64_t bytes_up, int64_t bytes_down) {
@@ -56,18 +64,10 @@ absl::Status RowsCall::Connect(int64_t bytes_up, int64_t bytes_down, Deadline de
   if (absl::Status status = CheckWanted(deadline); !status.ok()) return status;
   if (TryConnect(bytes_up, bytes_down)) return absl::OkStatus();
   // Connections are missing: the first ones, or they broke, so that another server process may answer now.
-  grpc::ClientContext context;
-  context.set_deadline(deadline);
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    question_ = &context;
-    if (cancelled_) context.TryCancel();
-  }
-  absl::StatusOr<ServerFacts> facts = transport_.AskForFacts(context);
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    question_ = nullptr;
-  }
+  absl::StatusOr<ServerFacts> facts = [&] {
+    WaitingContext context(Until(deadline));
+    return transport_.AskForFacts(*context.get());
+  }();
   if (!facts.ok()) return facts.status();
   facts_ = *std::move(facts);
   absl::StatusOr<std::vector<ConnectionLease>> leases = transport_.connections().Acquire(
@@ -85,7 +85,7 @@ void RowsCall::Send(TransferRequest request) {
   if (facts_.max_chunk_bytes > 0) request.chunk_bytes = std::min(request.chunk_bytes, facts_.max_chunk_bytes);
   request.target = transport_.target();
   auto call = std::make_shared<TransferCall>(std::move(request), std::exchange(leases_, {}), transport_.timers(),
-                                             transport_.workers(), [this](TransferResult result) {
+                                             transport_.endings(), [this](TransferResult result) {
                                                {
                                                  std::lock_guard<std::mutex> lock(mutex_);
                                                  call_.reset();
@@ -98,7 +98,7 @@ void RowsCall::Send(TransferRequest request) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     call_ = call;
-    cancel = cancelled_;
+    cancel = cancelled();
   }
   if (cancel) call->Cancel();
   call->Start();

@@ -4,8 +4,10 @@
 
 #include <grpcpp/grpcpp.h>
 
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <stop_token>
 #include <string>
 #include <utility>
 #include <vector>
@@ -36,9 +38,14 @@ class RowsCall {
   explicit RowsCall(RowTransport& transport) : transport_(transport) {}
 
   RowTransport& transport() { return transport_; }
-  bool cancelled() const;
+  bool cancelled() const { return cancel_.stop_requested(); }
+  // Until `deadline`, or Cancel().
+  Wait Until(Deadline deadline) const { return {deadline, cancel_.get_token()}; }
   // Whether an attempt may begin, or go on: CANCELLED, DEADLINE_EXCEEDED.
   absl::Status CheckWanted(Deadline deadline) const;
+
+  // Runs what begins an attempt, or begins it again, on a thread that may block; at once if the call is cancelled.
+  void RunBeginning(std::function<void()> begin);
 
   // Gets connections for so many bytes each way. The first is false if it would have to block.
   bool TryConnect(int64_t bytes_up, int64_t bytes_down);
@@ -61,9 +68,9 @@ class RowsCall {
   std::vector<ConnectionLease> leases_;
   std::vector<std::pair<const void*, std::unique_ptr<unsigned char[]>>> copies_;
 
-  mutable std::mutex mutex_;
-  bool cancelled_ = false;
-  grpc::ClientContext* question_ = nullptr;  // to the server, which Connect() waits for
+  std::stop_source cancel_;
+
+  std::mutex mutex_;
   std::shared_ptr<TransferCall> call_;
 };
 

@@ -12,7 +12,7 @@ constexpr char kStreamTeacher[] = "/headwater.v1.LossService/StreamTeacher";
 void TeacherTransfer::StartAttempt(Deadline deadline, Done done) {
   deadline_ = deadline;
   done_ = std::move(done);
-  transport().workers().Run([this] { Begin(); });
+  RunBeginning([this] { Begin(); });
 }
 
 void TeacherTransfer::Begin() {

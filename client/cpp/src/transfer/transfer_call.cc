@@ -263,7 +263,7 @@ void TransferCall::Release(bool by_stream) {
     Finish();
   } else {
     // gRPC lets go of slices deep inside its own work, where nothing else may be done.
-    workers_.Run([this] { Finish(); });
+    workers_.Run(this, [this] { Finish(); });
   }
 }
 

@@ -1,5 +1,6 @@
 #include "client/cpp/src/transfer/workers.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace headwater::client::internal {
@@ -13,13 +14,22 @@ Workers::~Workers() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-void Workers::Run(std::function<void()> task) {
+void Workers::Run(const void* owner, std::function<void()> task) {
   std::lock_guard<std::mutex> lock(mutex_);
-  tasks_.push_back(std::move(task));
+  tasks_.push_back({owner, std::move(task)});
   if (static_cast<size_t>(idle_) < tasks_.size() && threads_.size() < static_cast<size_t>(max_threads_)) {
     threads_.emplace_back([this] { Loop(); });
   }
   changed_.notify_one();
+}
+
+std::function<void()> Workers::Withdraw(const void* owner) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = std::find_if(tasks_.begin(), tasks_.end(), [owner](const Task& task) { return task.owner == owner; });
+  if (found == tasks_.end()) return nullptr;
+  std::function<void()> run = std::move(found->run);
+  tasks_.erase(found);
+  return run;
 }
 
 void Workers::Loop() {
@@ -29,7 +39,7 @@ void Workers::Loop() {
     changed_.wait(lock, [this] { return stopping_ || !tasks_.empty(); });
     --idle_;
     if (tasks_.empty()) return;
-    std::function<void()> task = std::move(tasks_.front());
+    std::function<void()> task = std::move(tasks_.front().run);
     tasks_.pop_front();
     lock.unlock();
     task();

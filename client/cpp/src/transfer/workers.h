@@ -1,4 +1,4 @@
-// Workers: threads for what may block: connecting, copying into shared memory, registering it.
+// Workers: threads for what may block.
 #ifndef HEADWATER_CLIENT_SRC_TRANSFER_WORKERS_H_
 #define HEADWATER_CLIENT_SRC_TRANSFER_WORKERS_H_
 
@@ -20,16 +20,23 @@ class Workers {
   Workers(const Workers&) = delete;
   Workers& operator=(const Workers&) = delete;
 
-  // A task must not destroy this object.
-  void Run(std::function<void()> task);
+  // A task must not destroy this object. `owner` names it for Withdraw().
+  void Run(const void* owner, std::function<void()> task);
+  // The task of `owner` that has not begun yet, which does not run any more; empty if there is none.
+  std::function<void()> Withdraw(const void* owner);
 
  private:
+  struct Task {
+    const void* owner;
+    std::function<void()> run;
+  };
+
   void Loop();
 
   const int max_threads_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::function<void()>> tasks_;
+  std::deque<Task> tasks_;
   int idle_ = 0;
   bool stopping_ = false;
   std::vector<std::thread> threads_;

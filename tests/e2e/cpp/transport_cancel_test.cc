@@ -1,0 +1,300 @@
+// Calls that are given up while a server stands still: before it has said what it takes, opened a session, taken a descriptor or
+// registered a region, behind others that wait for that, and while it may still write. Whatever step a call had come to, it ends at
+// once, and the next call finds everything as if nothing had happened.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <filesystem>
+#include <future>
+#include <memory>
+#include <optional>
+#include <stop_token>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "client/cpp/src/channel.h"
+#include "client/cpp/src/memory/memory_paths.h"
+#include "headwater/client/client.h"
+#include "headwater/client/error.h"
+#include "tests/e2e/cpp/server_process.h"
+#include "tests/e2e/cpp/test_tensors.h"
+
+namespace headwater::e2e {
+namespace {
+
+using client::Client;
+using client::ErrorReason;
+using client::Future;
+using client::Head;
+using client::LossResult;
+using client::internal::CallRows;
+using client::internal::MakeChannel;
+using client::internal::MemoryPaths;
+using client::internal::PathDemand;
+using client::internal::Placement;
+using client::internal::SharedRowsBuffer;
+using client::internal::Wait;
+using std::chrono::minutes;
+using std::chrono::seconds;
+using std::chrono::steady_clock;
+
+// What is tested ends at once, or at a deadline that nobody lives to see: any bound between them tells the two apart.
+constexpr seconds kSoon{60};
+constexpr minutes kNever{10};
+// The first region has 8 MiB: rows that do not fit need another.
+constexpr int64_t kFewBytes = int64_t{1} << 20;
+constexpr int64_t kManyBytes = int64_t{9} << 20;
+
+Wait Until(std::chrono::nanoseconds timeout, const std::stop_source& cancel = std::stop_source()) {
+  return {std::chrono::system_clock::now() + std::chrono::duration_cast<std::chrono::system_clock::duration>(timeout),
+          cancel.get_token()};
+}
+
+// Stops a server, until it goes.
+class Frozen {
+ public:
+  explicit Frozen(ServerProcess& server) : server_(server) { server_.process().Signal(SIGSTOP); }
+  Frozen(const Frozen&) = delete;
+  Frozen& operator=(const Frozen&) = delete;
+  ~Frozen() { server_.process().Signal(SIGCONT); }
+
+ private:
+  ServerProcess& server_;
+};
+
+template <typename T>
+bool EndsSoon(const std::future<T>& task) {
+  return task.wait_for(kSoon) == std::future_status::ready;
+}
+
+template <typename T>
+bool UnderWay(const std::future<T>& task) {
+  return task.wait_for(seconds(0)) != std::future_status::ready;
+}
+
+CallRows Rows(void* data, int64_t bytes) {
+  CallRows rows;
+  rows.reads.push_back({data, bytes, false});
+  return rows;
+}
+
+class PlacementCancel : public testing::Test {
+ protected:
+  // The only session that there may be is the one that a call which gave up had begun to open.
+  void Start(bool by_name) {
+    std::vector<std::string> flags = {"--max_sessions=1"};
+    if (by_name) flags.push_back("--named_regions");
+    paths_.reset();
+    server_ = std::make_unique<ServerProcess>(flags, /*shares_memory=*/!by_name);
+    paths_ = MemoryPaths::Create(server_->target(), MakeChannel(server_->target(), {}), {}, {});
+  }
+
+  absl::StatusOr<Placement> Place(const CallRows& rows, const Wait& wait) {
+    return paths_->Place(rows, "", PathDemand::kBest, wait);
+  }
+  // Regions that the server has open: it maps what was passed, and reads and writes what has a name through its descriptor.
+  int64_t OpenRegions() {
+    const std::string process = "/proc/" + std::to_string(server_->process().pid());
+    const std::string maps = ReadFile(process + "/maps");
+    int64_t count = 0;
+    const std::string passed = "/memfd:headwater";
+    for (size_t at = maps.find(passed); at != std::string::npos; at = maps.find(passed, at + 1)) ++count;
+    for (const auto& descriptor : std::filesystem::directory_iterator(process + "/fd")) {
+      std::error_code gone;
+      count += std::filesystem::read_symlink(descriptor.path(), gone).string().rfind("/dev/shm/headwater-", 0) == 0 ? 1 : 0;
+    }
+    return count;
+  }
+
+  std::unique_ptr<ServerProcess> server_;
+  std::shared_ptr<MemoryPaths> paths_;
+};
+
+enum class Step { kAsking, kOpeningASession, kPassingADescriptor, kRegistering };
+
+struct GivenUp {
+  Step step;
+  bool by_deadline;
+};
+
+class PlacementGivenUp : public PlacementCancel, public testing::WithParamInterface<GivenUp> {};
+
+TEST_P(PlacementGivenUp, EndsAtOnceAndSpoilsNothing) {
+  const Step step = GetParam().step;
+  Start(step == Step::kRegistering);
+  std::vector<char> memory(kManyBytes, 1);
+  if (step == Step::kOpeningASession) {
+    const absl::StatusOr<Placement> nobodys =
+        paths_->Place(Rows(memory.data(), kFewBytes), std::string(32, 's'), PathDemand::kBest, Until(kNever));
+    ASSERT_EQ(ErrorReason(nobodys.status()), "SESSION_NOT_FOUND");  // but what the server takes is known now
+  } else if (step != Step::kAsking) {
+    ASSERT_TRUE(Place(Rows(memory.data(), kFewBytes), Until(kNever)).ok());
+  }
+  const CallRows rows = Rows(memory.data(), kManyBytes);
+  std::future<absl::Status> placed;
+  {
+    const Frozen frozen(*server_);
+    for (int round = 0; round < 3; ++round) {
+      std::stop_source cancel;
+      const Wait wait = GetParam().by_deadline ? Until(std::chrono::milliseconds(300)) : Until(kNever, cancel);
+      placed = std::async(std::launch::async, [this, &rows, wait] { return Place(rows, wait).status(); });
+      // Mostly in the middle of the step, but at any time it is the same.
+      if (!GetParam().by_deadline) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        EXPECT_TRUE(UnderWay(placed));
+        cancel.request_stop();
+      }
+      ASSERT_TRUE(EndsSoon(placed));
+      EXPECT_EQ(ErrorReason(placed.get()), GetParam().by_deadline ? "DEADLINE_EXCEEDED" : "CANCELLED");
+    }
+  }
+  absl::StatusOr<Placement> placement = Place(rows, Until(kNever));
+  ASSERT_TRUE(placement.ok()) << placement.status();
+  // Nothing was registered twice.
+  EXPECT_EQ(OpenRegions(), step == Step::kPassingADescriptor || step == Step::kRegistering ? 2 : 1);
+}
+
+std::string NameOf(const testing::TestParamInfo<GivenUp>& given_up) {
+  const char* const names[] = {"Asking", "OpeningASession", "PassingADescriptor", "Registering"};
+  return std::string(names[static_cast<int>(given_up.param.step)]) + (given_up.param.by_deadline ? "Late" : "Cancelled");
+}
+
+INSTANTIATE_TEST_SUITE_P(Steps, PlacementGivenUp,
+                         testing::Values(GivenUp{Step::kAsking, false}, GivenUp{Step::kOpeningASession, false},
+                                         GivenUp{Step::kPassingADescriptor, false}, GivenUp{Step::kRegistering, false},
+                                         GivenUp{Step::kAsking, true}, GivenUp{Step::kOpeningASession, true},
+                                         GivenUp{Step::kPassingADescriptor, true}, GivenUp{Step::kRegistering, true}),
+                         NameOf);
+
+// Whichever of them it is that talks to the server.
+TEST_F(PlacementCancel, OneOfTwoThatWaitForTheSameRegionGoesAlone) {
+  for (const bool by_name : {false, true}) {
+    for (const size_t leaver : {0, 1}) {
+      Start(by_name);
+      std::vector<char> memory(kFewBytes, 1);
+      ASSERT_TRUE(Place(Rows(memory.data(), kFewBytes), Until(kNever)).ok());
+      // In one region, which the server does not know yet.
+      const SharedRowsBuffer buffer = Value(paths_->AllocateRows(kManyBytes));
+      const auto half = [&buffer](size_t i) {
+        return Rows(static_cast<char*>(buffer.data()) + i * static_cast<size_t>(kManyBytes / 2), kManyBytes / 2);
+      };
+      std::stop_source cancels[2];
+      std::future<absl::StatusOr<Placement>> placed[2];
+      {
+        const Frozen frozen(*server_);
+        for (size_t i = 0; i < 2; ++i) {
+          placed[i] = std::async(std::launch::async, [&, i] { return Place(half(i), Until(kNever, cancels[i])); });
+          std::this_thread::sleep_for(std::chrono::milliseconds(50));  // so that mostly the first one is the first
+        }
+        cancels[leaver].request_stop();
+        const bool ended = EndsSoon(placed[leaver]);
+        EXPECT_TRUE(ended);
+        if (ended) {
+          EXPECT_EQ(ErrorReason(placed[leaver].get().status()), "CANCELLED");
+        }
+        EXPECT_TRUE(UnderWay(placed[1 - leaver]));
+      }
+      const Placement other = Value(placed[1 - leaver].get());
+      const Placement again = Value(Place(half(leaver), Until(kNever)));
+      EXPECT_EQ(again.reads()[0].region_id, other.reads()[0].region_id);
+    }
+  }
+}
+
+// Both calls' gradients lie in the region: until the server has answered for it neither caller may have its memory back, whichever
+// of them it was that asked.
+TEST_F(PlacementCancel, TwoThatShareARegionAreAbandonedTogether) {
+  Start(/*by_name=*/false);
+  const SharedRowsBuffer first = Value(paths_->AllocateRows(kFewBytes));
+  const SharedRowsBuffer second = Value(paths_->AllocateRows(kFewBytes));
+  std::vector<Placement> placements;
+  for (const SharedRowsBuffer* buffer : {&first, &second}) {
+    placements.push_back(Value(Place(Rows(buffer->data(), kFewBytes), Until(kNever))));
+  }
+  std::vector<std::future<void>> abandoned;
+  {
+    const Frozen frozen(*server_);
+    const auto start = steady_clock::now();
+    for (Placement& placement : placements) {
+      abandoned.push_back(std::async(std::launch::async, [&placement] { placement.Abandon(); }));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    const bool all_under_way = std::all_of(abandoned.begin(), abandoned.end(), [](const auto& task) { return UnderWay(task); });
+    // A server that says nothing is waited for that long, and no longer.
+    if (steady_clock::now() - start < seconds(9)) {
+      EXPECT_TRUE(all_under_way);
+    }
+  }
+  for (std::future<void>& task : abandoned) EXPECT_TRUE(EndsSoon(task));
+  EXPECT_TRUE(Place(Rows(first.data(), kFewBytes), Until(kNever)).ok());
+}
+
+// By the public interface, and many more calls than may wait at a time.
+TEST(TransportCancel, AnyOfManyCallsEndsAtOnce) {
+  constexpr int64_t kHiddenSize = 16;
+  constexpr int64_t kVocabSize = 31;
+  constexpr int64_t kRows = 8;
+  constexpr int64_t kCalls = 40;
+  const std::vector<float> weight = RandomFloats(1, kVocabSize * kHiddenSize, 0.3F);
+  const std::vector<float> rows = RandomFloats(2, kRows * kHiddenSize, 1.0F);
+  const std::vector<int32_t> targets = RandomTargets(3, kRows, kVocabSize);
+  ServerProcess server({}, /*shares_memory=*/true);
+  for (const client::Transport transport : {client::Transport::kSharedMemory, client::Transport::kAuto}) {
+    Client client = server.Connect({.timeout = kNever, .connect_timeout = kSoon, .transport = transport});
+    client::HeadSpec spec;
+    spec.vocab_size = kVocabSize;
+    spec.hidden_size = kHiddenSize;
+    spec.trainable = true;
+    Head head = Value(client.CreateHead(std::string("h-") + client::TransportName(transport), spec));
+    Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight)));
+    std::vector<std::optional<Future<LossResult>>> futures;
+    std::future<void> dropped;
+    {
+      const Frozen frozen(server);
+      for (int64_t id = 0; id < kCalls; ++id) {
+        client::MicroBatchOptions options;
+        options.step = 0;
+        options.micro_batch = id;
+        futures.emplace_back(head.CrossEntropy(client::RowsView::Float32(rows, kHiddenSize), targets, {}, options));
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      for (const size_t cancelled : {kCalls - 1, int64_t{0}}) {  // one that waits for its turn, and one that waits for the server
+        futures[cancelled]->Cancel();
+        ASSERT_TRUE(futures[cancelled]->WaitFor(kSoon));
+        EXPECT_EQ(ErrorReason(futures[cancelled]->Get().status()), "CANCELLED");
+        futures[cancelled].reset();
+      }
+      dropped = std::async(std::launch::async, [&] {
+        futures[1].reset();
+        futures[kCalls - 2].reset();
+      });
+      ASSERT_TRUE(EndsSoon(dropped));
+      EXPECT_FALSE(futures[2]->Ready());
+    }
+    int64_t ended = 0;
+    for (auto& future : futures) {
+      if (!future.has_value()) continue;
+      const absl::StatusOr<LossResult> result = future->Get();
+      ASSERT_TRUE(result.ok()) << result.status();
+      EXPECT_EQ(result->transport, "shared_memory");
+      ++ended;
+    }
+    EXPECT_EQ(ended, kCalls - 4);
+    EXPECT_EQ(Value(head.Seal(0,
+                              [&] {
+                                std::vector<int64_t> ids;
+                                for (int64_t id = 2; id < kCalls - 2; ++id) ids.push_back(id);
+                                return ids;
+                              }()))
+                  .totals.micro_batch_count,
+              ended);
+  }
+}
+
+}  // namespace
+}  // namespace headwater::e2e
