@@ -126,6 +126,7 @@ class TransportFault : public testing::TestWithParam<Transport> {
     EXPECT_EQ(Value(student_->GetStep()).open.totals.micro_batch_count, Value(witness_->GetStep()).open.totals.micro_batch_count);
   }
 
+  std::unique_ptr<ctl::DeviceRows> device_rows_;  // rows, then their gradient; goes last, as the client and the server have it open
   ServerProcess server_;
   Client client_;
   Client witness_client_;
@@ -133,7 +134,6 @@ class TransportFault : public testing::TestWithParam<Transport> {
   const std::vector<float> rows_ = RandomFloats(2, kManyRows* kHiddenSize, 1.0F);
   const std::vector<int32_t> targets_ = RandomTargets(3, kManyRows, kVocabSize);
   std::optional<Head> student_, witness_;
-  std::unique_ptr<ctl::DeviceRows> device_rows_;  // rows, then their gradient
 };
 
 TEST_P(TransportFault, ADroppedFutureAddsNothing) {

@@ -53,7 +53,10 @@ absl::Status CudaDriver::Load() {
   find(&GetErrorName, "cuGetErrorName");
   find(&CtxPushCurrent, "cuCtxPushCurrent_v2");
   find(&CtxPopCurrent, "cuCtxPopCurrent_v2");
+  find(&CtxGetDevice, "cuCtxGetDevice");
+  find(&DevicePrimaryCtxGetState, "cuDevicePrimaryCtxGetState");
   find(&DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
+  find(&DevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2");
   find(&PointerGetAttribute, "cuPointerGetAttribute");
   find(&MemGetAddressRange, "cuMemGetAddressRange_v2");
   find(&IpcGetMemHandle, "cuIpcGetMemHandle");

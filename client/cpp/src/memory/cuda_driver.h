@@ -25,6 +25,8 @@ struct CuIpcHandle {  // CUipcMemHandle, CUipcEventHandle
 
 class CudaDriver {
  public:
+  // Without any function: Get() has the real ones.
+  CudaDriver() = default;
   // The driver of this process, initialized; loaded at the first call. FAILED_PRECONDITION, saying why, without one. Never goes.
   static absl::StatusOr<const CudaDriver*> Get();
 
@@ -62,7 +64,10 @@ class CudaDriver {
   CuResult (*GetErrorName)(CuResult error, const char** name) = nullptr;
   CuResult (*CtxPushCurrent)(CuContext context) = nullptr;
   CuResult (*CtxPopCurrent)(CuContext* context) = nullptr;
+  CuResult (*CtxGetDevice)(CuDevice* device) = nullptr;
+  CuResult (*DevicePrimaryCtxGetState)(CuDevice device, unsigned* flags, int* active) = nullptr;
   CuResult (*DevicePrimaryCtxRetain)(CuContext* context, CuDevice device) = nullptr;
+  CuResult (*DevicePrimaryCtxRelease)(CuDevice device) = nullptr;
   CuResult (*PointerGetAttribute)(void* data, int attribute, CuDevicePointer pointer) = nullptr;
   CuResult (*MemGetAddressRange)(CuDevicePointer* base, size_t* bytes, CuDevicePointer pointer) = nullptr;
   CuResult (*IpcGetMemHandle)(CuIpcHandle* handle, CuDevicePointer pointer) = nullptr;
@@ -81,7 +86,6 @@ class CudaDriver {
   CuResult (*MemHostUnregister)(void* data) = nullptr;
 
  private:
-  CudaDriver() = default;
   // Fills the functions in. FAILED_PRECONDITION without the library, or if it lacks one.
   absl::Status Load();
 };

@@ -25,6 +25,7 @@ absl::StatusOr<std::shared_ptr<DeviceContext>> DeviceContext::Make(const CudaDri
   std::shared_ptr<DeviceContext> made(new DeviceContext(driver, context));
   const CudaDriver::Scope scope(driver, context);
   if (!scope.status().ok()) return scope.status();
+  if (absl::Status status = made->Hold(); !status.ok()) return status;
   for (const absl::Status& status :
        {driver.Check(driver.EventCreate(&made->event_, kDisableTiming | kInterprocess), "cuEventCreate"),
         made->event_ == nullptr ? absl::OkStatus()
@@ -35,11 +36,32 @@ absl::StatusOr<std::shared_ptr<DeviceContext>> DeviceContext::Make(const CudaDri
   return made;
 }
 
+absl::Status DeviceContext::Hold() {
+  CuDevice device = 0;
+  if (absl::Status status = driver_.Check(driver_.CtxGetDevice(&device), "cuCtxGetDevice"); !status.ok()) return status;
+  unsigned flags = 0;
+  int active = 0;
+  absl::Status status = driver_.Check(driver_.DevicePrimaryCtxGetState(device, &flags, &active), "cuDevicePrimaryCtxGetState");
+  if (!status.ok() || active == 0) return status;  // one that is not active would be made now
+  CuContext primary = nullptr;
+  status = driver_.Check(driver_.DevicePrimaryCtxRetain(&primary, device), "cuDevicePrimaryCtxRetain");
+  if (!status.ok()) return status;
+  if (primary == context_) {
+    held_ = device;
+  } else {
+    static_cast<void>(driver_.DevicePrimaryCtxRelease(device));
+  }
+  return absl::OkStatus();
+}
+
 DeviceContext::~DeviceContext() {
-  const CudaDriver::Scope scope(driver_, context_);
-  if (!scope.status().ok()) return;  // the driver is being unloaded, and frees everything itself
-  if (own_stream_ != nullptr) static_cast<void>(driver_.StreamDestroy(own_stream_));
-  if (event_ != nullptr) static_cast<void>(driver_.EventDestroy(event_));
+  {
+    const CudaDriver::Scope scope(driver_, context_);
+    if (!scope.status().ok()) return;  // the driver is being unloaded, and frees everything itself
+    if (own_stream_ != nullptr) static_cast<void>(driver_.StreamDestroy(own_stream_));
+    if (event_ != nullptr) static_cast<void>(driver_.EventDestroy(event_));
+  }
+  if (held_.has_value()) static_cast<void>(driver_.DevicePrimaryCtxRelease(*held_));
 }
 
 absl::Status DeviceContext::Record(CuStream stream) {

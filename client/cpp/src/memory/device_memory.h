@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "absl/status/statusor.h"
@@ -16,7 +17,9 @@
 
 namespace headwater::client::internal {
 
-// One CUDA context of this process, as far as rows are concerned. Thread-safe.
+// One CUDA context of this process, as far as rows are concerned. Thread-safe. The primary context of a device, which is the one
+// that nearly everybody uses, lives as long as this object at least, though all others let go of it; another one must be kept by
+// those who made it.
 class DeviceContext {
  public:
   static absl::StatusOr<std::shared_ptr<DeviceContext>> Make(const CudaDriver& driver, CuContext context);
@@ -40,8 +43,12 @@ class DeviceContext {
  private:
   DeviceContext(const CudaDriver& driver, CuContext context) : driver_(driver), context_(context) {}
 
+  // Holds the context, if it is a primary one.
+  absl::Status Hold();
+
   const CudaDriver& driver_;
   const CuContext context_;
+  std::optional<CuDevice> held_;  // the device whose primary context it is
   CuEvent event_ = nullptr;
   CuIpcHandle event_handle_{};
   CuStream own_stream_ = nullptr;
