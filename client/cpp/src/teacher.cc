@@ -44,9 +44,13 @@ class TeacherCall {
   void Ended(absl::StatusOr<std::string> answer) {
     if (!answer.ok()) {
       if (const auto delay = retry_.AfterFailure(answer.status()); delay.has_value()) {
-        // Under the lock, so that Cancel() either is seen here or finds the task. From here on the timers' thread may end the call.
+        // Under the lock, so that Cancel() either is seen here or finds the task, which takes it first: until it is released the
+        // call cannot end.
         std::lock_guard<std::mutex> lock(mutex_);
-        return connection_->timers().Run(this, cancelled_ ? std::chrono::nanoseconds(0) : *delay, [this] { Start(); });
+        return connection_->timers().Run(this, cancelled_ ? std::chrono::nanoseconds(0) : *delay, [this] {
+          { std::lock_guard<std::mutex> begun(mutex_); }
+          Start();
+        });
       }
       return Set(answer.status());
     }
