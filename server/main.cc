@@ -35,12 +35,18 @@
 // ---- where ----------------------------------------------------------------------------------------------------------------
 ABSL_FLAG(std::vector<std::string>, listen_addresses, {"127.0.0.1:50051"},
           "comma-separated addresses to serve on: host:port (port 0 picks one) or unix:PATH");
-ABSL_FLAG(
-    std::string, port_file, "",
-    "file that gets the addresses served on, one a line, once the server is ready; empty: none. They are also printed on stdout");
+ABSL_FLAG(std::string, port_file, "",
+          "file that gets the addresses served on, one a line, those for admin last, once the server is ready; empty: none. They "
+          "are also "
+          "printed on stdout");
 ABSL_FLAG(std::string, metrics_address, "127.0.0.1:9464",
           "host:port of the Prometheus endpoint /metrics (port 0 picks one); empty: none");
 ABSL_FLAG(bool, reflection, false, "serve gRPC server reflection");
+ABSL_FLAG(
+    std::string, unix_socket_mode, "0600",
+    "permissions of the Unix sockets among --listen_addresses and --admin_listen_addresses, in octal; to connect needs to write");
+ABSL_FLAG(std::string, unix_socket_owner, "",
+          "USER, USER:GROUP or :GROUP, by name or number, that those sockets are given to; empty: the process's own");
 ABSL_FLAG(
     std::string, descriptor_socket, "",
     "path of a Unix socket that takes descriptors of shared memory from clients of this host (docs/api.md, \"Shared memory\"); "
@@ -51,6 +57,20 @@ ABSL_FLAG(bool, descriptor_socket_any_user, false,
 ABSL_FLAG(bool, named_regions, false,
           "let clients register files under /dev/shm whose names begin with headwater-; whoever may call the server can then read "
           "and write every such file that the server's user can; slower than descriptors");
+// ---- access ---------------------------------------------------------------------------------------------------------------
+ABSL_FLAG(std::vector<std::string>, admin_listen_addresses, {},
+          "comma-separated addresses as in --listen_addresses that take every call; with any, --listen_addresses take no call that "
+          "needs the permission admin; empty: no ports of its own for admin");
+ABSL_FLAG(std::string, tls_certificate, "",
+          "file with the certificate chain, in PEM, of all host:port addresses but --metrics_address; read again when it changes; "
+          "empty: no TLS");
+ABSL_FLAG(std::string, tls_key, "", "file with the key of --tls_certificate, in PEM, without a passphrase; likewise");
+ABSL_FLAG(std::string, tls_client_ca, "",
+          "file with certificates of authorities, in PEM: clients must show a certificate that one of them has signed (mTLS); "
+          "likewise; empty: none is asked for");
+ABSL_FLAG(std::string, token_file, "",
+          "file with the tokens that calls must come with, and what each allows (docs/security.md); read again when it changes; "
+          "empty: every call is allowed");
 // ---- engine ---------------------------------------------------------------------------------------------------------------
 ABSL_FLAG(std::string, engine, "auto", "auto, cpu or cuda; auto is cuda where it can be had, else cpu");
 ABSL_FLAG(int32_t, device, 0, "index of the GPU, as CUDA counts the visible ones; --engine=cuda");
@@ -177,19 +197,32 @@ absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
   return options;
 }
 
+// Permissions in octal.
+absl::StatusOr<int> ParseMode(const char* flag, const std::string& text) {
+  int mode = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), mode, 8);
+  if (error == std::errc() && end == text.data() + text.size() && mode >= 0 && mode <= 0777) return mode;
+  return absl::InvalidArgumentError(absl::StrCat(flag, ": expected permissions from 0 to 0777, in octal, got \"", text, "\""));
+}
+
 absl::StatusOr<service::ServerOptions> ServerOptionsFromFlags() {
   service::ServerOptions options;
   options.listen_addresses = absl::GetFlag(FLAGS_listen_addresses);
   options.metrics_address = absl::GetFlag(FLAGS_metrics_address);
   options.reflection = absl::GetFlag(FLAGS_reflection);
   options.descriptor_socket = absl::GetFlag(FLAGS_descriptor_socket);
-  const std::string mode = absl::GetFlag(FLAGS_descriptor_socket_mode);
-  const auto [mode_end, mode_error] = std::from_chars(mode.data(), mode.data() + mode.size(), options.descriptor_socket_mode, 8);
-  if (mode_error != std::errc() || mode_end != mode.data() + mode.size() || options.descriptor_socket_mode < 0 ||
-      options.descriptor_socket_mode > 0777) {
-    return absl::InvalidArgumentError("--descriptor_socket_mode: expected permissions from 0 to 0777, in octal, got \"" + mode +
-                                      "\"");
-  }
+  auto descriptor_mode = ParseMode("--descriptor_socket_mode", absl::GetFlag(FLAGS_descriptor_socket_mode));
+  if (!descriptor_mode.ok()) return descriptor_mode.status();
+  options.descriptor_socket_mode = *descriptor_mode;
+  auto unix_mode = ParseMode("--unix_socket_mode", absl::GetFlag(FLAGS_unix_socket_mode));
+  if (!unix_mode.ok()) return unix_mode.status();
+  options.unix_socket_mode = *unix_mode;
+  options.unix_socket_owner = absl::GetFlag(FLAGS_unix_socket_owner);
+  options.admin_listen_addresses = absl::GetFlag(FLAGS_admin_listen_addresses);
+  options.tls_certificate = absl::GetFlag(FLAGS_tls_certificate);
+  options.tls_key = absl::GetFlag(FLAGS_tls_key);
+  options.tls_client_ca = absl::GetFlag(FLAGS_tls_client_ca);
+  options.token_file = absl::GetFlag(FLAGS_token_file);
   options.descriptor_socket_any_user = absl::GetFlag(FLAGS_descriptor_socket_any_user);
   options.named_regions = absl::GetFlag(FLAGS_named_regions);
   options.checkpoint_directory = absl::GetFlag(FLAGS_checkpoint_directory);
@@ -238,8 +271,13 @@ absl::StatusOr<service::ServerOptions> ServerOptionsFromFlags() {
 
 // Tells where the server is: on stdout, and in --port_file, which is renamed in so that a reader never sees half of it.
 absl::Status Announce(const service::Server& server) {
-  const std::string addresses = absl::StrJoin(server.addresses(), "\n");
-  for (const std::string& address : server.addresses()) std::cout << "listening on " << address << "\n";
+  std::vector<std::string> all = server.addresses();
+  for (const std::string& address : all) std::cout << "listening on " << address << "\n";
+  for (const std::string& address : server.admin_addresses()) {
+    std::cout << "admin on " << address << "\n";
+    all.push_back(address);
+  }
+  const std::string addresses = absl::StrJoin(all, "\n");
   if (server.metrics_port() != 0) std::cout << "metrics on port " << server.metrics_port() << "\n";
   std::cout << std::flush;
   const std::string path = absl::GetFlag(FLAGS_port_file);

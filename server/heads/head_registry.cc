@@ -49,6 +49,8 @@ void AddNote(const std::string& text, std::string& note) { absl::StrAppend(&note
 
 }  // namespace
 
+absl::Status HeadNotFound(const HeadName& name) { return NotFound(name.ToString()); }
+
 HeadRegistry::HeadRegistry(LossEngine& engine, const RegistryLimits& limits, const HeadLimits& head_limits,
                            std::function<absl::Time()> clock)
     : engine_(engine), limits_(limits), head_limits_(head_limits), clock_(std::move(clock)) {}

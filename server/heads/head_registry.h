@@ -31,6 +31,9 @@ struct RegistryLimits {
   int64_t max_tenant_memory_bytes = 0;  // sum of the plans of a tenant's heads; 0: no limit
 };
 
+// kHeadNotFound: what everybody is told of a head that is not there for them.
+absl::Status HeadNotFound(const HeadName& name);
+
 // What creating a head that exists does.
 enum class IfExists { kFail, kAttachIfSameSpec };
 

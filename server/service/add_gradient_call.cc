@@ -30,7 +30,7 @@ absl::Status AddGradientCall::OnHeader(const v1::AddGradientHeader& header) {
   auto use = core_.UseSession(request_.session);
   if (!use.ok()) return use.status();
   session_use_ = *std::move(use);
-  auto head = core_.registry.Find(request_.name);
+  auto head = caller_.Find(core_.registry, request_.name);
   if (!head.ok()) return head.status();
   head_ = *std::move(head);
   const HeadSpec& spec = head_->spec();

@@ -10,6 +10,7 @@
 #include "headwater/v1/head_service.pb.h"
 #include "server/heads/head.h"
 #include "server/heads/session_registry.h"
+#include "server/service/access.h"
 #include "server/service/head_request.h"
 #include "server/service/server_core.h"
 #include "server/transport/byte_budget.h"
@@ -21,8 +22,8 @@ class AddGradientCall {
  public:
   // `limits` bounds the wait for the step; `limits.cancelled` is asked until the rows are added.
   // `client` is the identity that the budget knows.
-  AddGradientCall(ServerCore& core, std::string client, heads::WaitLimits limits)
-      : core_(core), client_(std::move(client)), limits_(std::move(limits)) {}
+  AddGradientCall(ServerCore& core, Caller caller, std::string client, heads::WaitLimits limits)
+      : core_(core), caller_(std::move(caller)), client_(std::move(client)), limits_(std::move(limits)) {}
 
   // Takes the header, which is checked against the head before any byte is accepted and may have to wait for its step, or a chunk.
   absl::Status OnMessage(v1::AddGradientRequest* message);
@@ -38,6 +39,7 @@ class AddGradientCall {
   int64_t total_bytes() const { return request_.row_count * row_bytes_; }
 
   ServerCore& core_;
+  const Caller caller_;
   const std::string client_;
   const heads::WaitLimits limits_;
   GradientRequest request_;

@@ -188,8 +188,12 @@ class ComputeLossCall::Incoming final : public heads::IncomingRows {
   transport::GradGate gate_;
 };
 
-ComputeLossCall::ComputeLossCall(ServerCore& core, std::string client, heads::WaitLimits limits)
-    : core_(core), client_(std::move(client)), limits_(std::move(limits)), payload_(std::make_shared<Payload>()) {}
+ComputeLossCall::ComputeLossCall(ServerCore& core, Caller caller, std::string client, heads::WaitLimits limits)
+    : core_(core),
+      caller_(std::move(caller)),
+      client_(std::move(client)),
+      limits_(std::move(limits)),
+      payload_(std::make_shared<Payload>()) {}
 
 ComputeLossCall::~ComputeLossCall() {
   if (!counted_) core_.metrics.CountMicroBatch(MicroBatchOutcome::kCancelled);  // its stream ended before Run()
@@ -225,7 +229,7 @@ absl::Status ComputeLossCall::OnHeader(const v1::MicroBatchHeader& header) {
   auto use = core_.UseSession(payload_->request.session);
   if (!use.ok()) return use.status();
   session_use_ = *std::move(use);
-  HEADWATER_RETURN_IF_ERROR(BuildTerms(core_.registry, &payload_->request, &submission_));
+  HEADWATER_RETURN_IF_ERROR(BuildTerms(caller_, core_.registry, &payload_->request, &submission_));
   HEADWATER_RETURN_IF_ERROR(CheckTargets(payload_->request, submission_));
   HEADWATER_RETURN_IF_ERROR(FindRows());
   FillSubmission();

@@ -27,6 +27,7 @@
 #include "server/heads/head.h"
 #include "server/heads/session_registry.h"
 #include "server/observability/metrics.h"
+#include "server/service/access.h"
 #include "server/service/loss_request.h"
 #include "server/service/server_core.h"
 #include "server/service/transfer.h"
@@ -39,7 +40,7 @@ namespace headwater::service {
 class ComputeLossCall {
  public:
   // `client` is the identity that the fair queue knows; `limits` bounds the waits.
-  ComputeLossCall(ServerCore& core, std::string client, heads::WaitLimits limits);
+  ComputeLossCall(ServerCore& core, Caller caller, std::string client, heads::WaitLimits limits);
   // Counts what became of the micro-batch.
   ~ComputeLossCall();
   ComputeLossCall(const ComputeLossCall&) = delete;
@@ -103,6 +104,7 @@ class ComputeLossCall {
   absl::Status Done(absl::Status status);
 
   ServerCore& core_;
+  const Caller caller_;
   std::string client_;
   const heads::WaitLimits limits_;
 

@@ -40,7 +40,7 @@ void ComputeLossStream::Run() {
 absl::Status ComputeLossStream::Serve(RpcScope& scope, v1::ComputeLossResponse* last) {
   auto header = AwaitHeader(scope);
   if (!header.ok()) return header.status();
-  ComputeLossCall call(core(), scope.client(), scope.wait_limits());
+  ComputeLossCall call(core(), scope.caller(), scope.client(), scope.wait_limits());
   absl::Status status = call.Accept(*header);
   scope.set_head(call.head_name());
   if (status.ok()) {

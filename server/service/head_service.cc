@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -20,10 +21,25 @@ namespace {
 
 using observability::RpcMethod;
 
+// The first `count` heads of a tenant after `after` that the caller may see, by name.
+std::vector<std::shared_ptr<heads::Head>> ListHeadsFor(const Caller& caller, const heads::HeadRegistry& registry,
+                                                       const std::string& tenant, std::string after, int64_t count) {
+  std::vector<std::shared_ptr<heads::Head>> seen;
+  while (true) {
+    const int64_t wanted = count - static_cast<int64_t>(seen.size());
+    const auto heads = registry.List(tenant, after, wanted);
+    for (const auto& head : heads) {
+      if (caller.CheckHead(head->name()).ok()) seen.push_back(head);
+    }
+    if (static_cast<int64_t>(heads.size()) < wanted || static_cast<int64_t>(seen.size()) == count) return seen;
+    after = heads.back()->name().ToString();
+  }
+}
+
 // Finds the head that a decoded request names, and names it in the log.
 absl::StatusOr<std::shared_ptr<heads::Head>> FindHead(ServerCore& core, RpcScope& scope, const heads::HeadName& name) {
   scope.set_head(name.ToString());
-  return core.registry.Find(name);
+  return scope.caller().Find(core.registry, name);
 }
 
 // The same for a request that works on a step of the head: waits if it is the next one.
@@ -55,10 +71,12 @@ absl::Status StorageNotConfigured(const char* flag) {
 
 grpc::Status HeadServiceImpl::CreateHead(grpc::ServerContext* context, const v1::CreateHeadRequest* request,
                                          v1::CreateHeadResponse* response) {
-  return RunRpc(core_, *context, RpcMethod::kCreateHead, [&](RpcScope& scope) -> absl::Status {
+  return RunRpc(entrance_, *context, RpcMethod::kCreateHead, [&](RpcScope& scope) -> absl::Status {
     auto create = DecodeCreate(*request, core_.options.limits);
     if (!create.ok()) return create.status();
     scope.set_head(create->name.ToString());
+    HEADWATER_RETURN_IF_ERROR(scope.caller().CheckTenant(create->name.tenant));
+    HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(create->name));
     if (create->validate_only) {
       auto plan = core_.engine->PlanHead(create->spec);
       if (!plan.ok()) return plan.status();
@@ -76,7 +94,7 @@ grpc::Status HeadServiceImpl::CreateHead(grpc::ServerContext* context, const v1:
 }
 
 grpc::Status HeadServiceImpl::GetHead(grpc::ServerContext* context, const v1::GetHeadRequest* request, v1::Head* response) {
-  return RunRpc(core_, *context, RpcMethod::kGetHead, [&](RpcScope& scope) -> absl::Status {
+  return RunRpc(entrance_, *context, RpcMethod::kGetHead, [&](RpcScope& scope) -> absl::Status {
     auto name = DecodeHeadName(request->name(), "name");
     if (!name.ok()) return name.status();
     auto head = FindHead(core_, scope, *name);
@@ -88,11 +106,12 @@ grpc::Status HeadServiceImpl::GetHead(grpc::ServerContext* context, const v1::Ge
 
 grpc::Status HeadServiceImpl::ListHeads(grpc::ServerContext* context, const v1::ListHeadsRequest* request,
                                         v1::ListHeadsResponse* response) {
-  return RunRpc(core_, *context, RpcMethod::kListHeads, [&](RpcScope&) -> absl::Status {
+  return RunRpc(entrance_, *context, RpcMethod::kListHeads, [&](RpcScope& scope) -> absl::Status {
     auto list = DecodeList(*request);
     if (!list.ok()) return list.status();
+    const std::string& tenant = request->parent().empty() ? scope.caller().tenant() : list->tenant;
     // One more than a page, to know whether there is a next one.
-    const auto heads = core_.registry.List(list->tenant, list->after, list->page_size + 1);
+    const auto heads = ListHeadsFor(scope.caller(), core_.registry, tenant, list->after, list->page_size + 1);
     const size_t count = std::min(heads.size(), static_cast<size_t>(list->page_size));
     for (size_t i = 0; i < count; ++i) EncodeHead(heads[i]->Describe(), core_.AvailableBytes(), response->add_heads());
     if (heads.size() > count) response->set_next_page_token(heads[count - 1]->name().ToString());
@@ -102,16 +121,17 @@ grpc::Status HeadServiceImpl::ListHeads(grpc::ServerContext* context, const v1::
 
 grpc::Status HeadServiceImpl::DeleteHead(grpc::ServerContext* context, const v1::DeleteHeadRequest* request,
                                          v1::DeleteHeadResponse*) {
-  return RunRpc(core_, *context, RpcMethod::kDeleteHead, [&](RpcScope& scope) -> absl::Status {
+  return RunRpc(entrance_, *context, RpcMethod::kDeleteHead, [&](RpcScope& scope) -> absl::Status {
     auto head = DecodeDelete(*request);
     if (!head.ok()) return head.status();
     scope.set_head(head->name.ToString());
+    HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(head->name));
     return core_.registry.Delete(head->name, head->epoch, request->force(), core_.checkpoints.get());
   });
 }
 
 grpc::Status HeadServiceImpl::TakeHead(grpc::ServerContext* context, const v1::TakeHeadRequest* request, v1::Head* response) {
-  return RunRpc(core_, *context, RpcMethod::kTakeHead, [&](RpcScope& scope) -> absl::Status {
+  return RunRpc(entrance_, *context, RpcMethod::kTakeHead, [&](RpcScope& scope) -> absl::Status {
     auto take = DecodeTake(*request);
     if (!take.ok()) return take.status();
     auto head = FindHead(core_, scope, take->name);
@@ -124,8 +144,8 @@ grpc::Status HeadServiceImpl::TakeHead(grpc::ServerContext* context, const v1::T
 
 grpc::Status HeadServiceImpl::UploadWeights(grpc::ServerContext* context,
                                             grpc::ServerReaderWriter<v1::UploadWeightsResponse, v1::UploadWeightsRequest>* stream) {
-  return RunRpc(core_, *context, RpcMethod::kUploadWeights, [&](RpcScope& scope) -> absl::Status {
-    UploadCall call(core_, scope.wait_limits());
+  return RunRpc(entrance_, *context, RpcMethod::kUploadWeights, [&](RpcScope& scope) -> absl::Status {
+    UploadCall call(core_, scope.caller(), scope.wait_limits());
     HEADWATER_RETURN_IF_ERROR(
         (ReadAll<v1::UploadWeightsRequest>(core_, *context, scope, *stream, [&](v1::UploadWeightsRequest* message) {
           v1::UploadWeightsResponse response;
@@ -141,7 +161,7 @@ grpc::Status HeadServiceImpl::UploadWeights(grpc::ServerContext* context,
 }
 
 grpc::Status HeadServiceImpl::LoadWeights(grpc::ServerContext* context, const v1::LoadWeightsRequest* request, v1::Head* response) {
-  return RunRpc(core_, *context, RpcMethod::kLoadWeights, [&](RpcScope& scope) -> absl::Status {
+  return RunRpc(entrance_, *context, RpcMethod::kLoadWeights, [&](RpcScope& scope) -> absl::Status {
     auto load = DecodeLoad(*request);
     if (!load.ok()) return load.status();
     auto head = FindHead(core_, scope, load->name);
@@ -167,7 +187,7 @@ grpc::Status HeadServiceImpl::LoadWeights(grpc::ServerContext* context, const v1
 
 grpc::Status HeadServiceImpl::DownloadWeights(grpc::ServerContext* context, const v1::DownloadWeightsRequest* request,
                                               grpc::ServerWriter<v1::DownloadTensorResponse>* writer) {
-  return RunRpc(core_, *context, RpcMethod::kDownloadWeights, [&](RpcScope& scope) -> absl::Status {
+  return RunRpc(entrance_, *context, RpcMethod::kDownloadWeights, [&](RpcScope& scope) -> absl::Status {
     auto download = DecodeDownloadWeights(*request);
     if (!download.ok()) return download.status();
     auto head = FindHead(core_, scope, download->name);
@@ -178,7 +198,7 @@ grpc::Status HeadServiceImpl::DownloadWeights(grpc::ServerContext* context, cons
 
 grpc::Status HeadServiceImpl::GetStep(grpc::ServerContext* context, const v1::GetStepRequest* request,
                                       v1::GetStepResponse* response) {
-  return RunRpc(core_, *context, RpcMethod::kGetStep, [&](RpcScope& scope) -> absl::Status {
+  return RunRpc(entrance_, *context, RpcMethod::kGetStep, [&](RpcScope& scope) -> absl::Status {
     auto decoded = DecodeGetStep(*request);
     if (!decoded.ok()) return decoded.status();
     auto head = FindHead(core_, scope, decoded->name);
@@ -193,7 +213,7 @@ grpc::Status HeadServiceImpl::GetStep(grpc::ServerContext* context, const v1::Ge
 
 grpc::Status HeadServiceImpl::SealStep(grpc::ServerContext* context, const v1::SealStepRequest* request,
                                        v1::SealStepResponse* response) {
-  return RunRpc(core_, *context, RpcMethod::kSealStep, [&](RpcScope& scope) -> absl::Status {
+  return RunRpc(entrance_, *context, RpcMethod::kSealStep, [&](RpcScope& scope) -> absl::Status {
     auto seal = DecodeSeal(*request, core_.options.limits);
     if (!seal.ok()) return seal.status();
     auto head = FindHeadAtStep(core_, scope, *seal);
@@ -211,7 +231,7 @@ grpc::Status HeadServiceImpl::SealStep(grpc::ServerContext* context, const v1::S
 
 grpc::Status HeadServiceImpl::ApplyOptimizerStep(grpc::ServerContext* context, const v1::ApplyOptimizerStepRequest* request,
                                                  v1::ApplyOptimizerStepResponse* response) {
-  return RunRpc(core_, *context, RpcMethod::kApplyOptimizerStep, [&](RpcScope& scope) -> absl::Status {
+  return RunRpc(entrance_, *context, RpcMethod::kApplyOptimizerStep, [&](RpcScope& scope) -> absl::Status {
     auto apply = DecodeApply(*request, core_.options.limits);
     if (!apply.ok()) return apply.status();
     auto head = FindHeadAtStep(core_, scope, *apply);
@@ -232,7 +252,7 @@ grpc::Status HeadServiceImpl::ApplyOptimizerStep(grpc::ServerContext* context, c
 
 grpc::Status HeadServiceImpl::DiscardGradient(grpc::ServerContext* context, const v1::DiscardGradientRequest* request,
                                               v1::DiscardGradientResponse* response) {
-  return RunRpc(core_, *context, RpcMethod::kDiscardGradient, [&](RpcScope& scope) -> absl::Status {
+  return RunRpc(entrance_, *context, RpcMethod::kDiscardGradient, [&](RpcScope& scope) -> absl::Status {
     auto step = DecodeDiscardGradient(*request);
     if (!step.ok()) return step.status();
     auto head = FindHeadAtStep(core_, scope, *step);
@@ -248,7 +268,7 @@ grpc::Status HeadServiceImpl::DiscardGradient(grpc::ServerContext* context, cons
 
 grpc::Status HeadServiceImpl::DownloadGradient(grpc::ServerContext* context, const v1::DownloadGradientRequest* request,
                                                grpc::ServerWriter<v1::DownloadTensorResponse>* writer) {
-  return RunRpc(core_, *context, RpcMethod::kDownloadGradient, [&](RpcScope& scope) -> absl::Status {
+  return RunRpc(entrance_, *context, RpcMethod::kDownloadGradient, [&](RpcScope& scope) -> absl::Status {
     auto download = DecodeDownloadGradient(*request);
     if (!download.ok()) return download.status();
     auto head = FindHeadAtStep(core_, scope, *download);
@@ -259,7 +279,7 @@ grpc::Status HeadServiceImpl::DownloadGradient(grpc::ServerContext* context, con
 
 grpc::Status HeadServiceImpl::GetGradientNorm(grpc::ServerContext* context, const v1::GetGradientNormRequest* request,
                                               v1::GetGradientNormResponse* response) {
-  return RunRpc(core_, *context, RpcMethod::kGetGradientNorm, [&](RpcScope& scope) -> absl::Status {
+  return RunRpc(entrance_, *context, RpcMethod::kGetGradientNorm, [&](RpcScope& scope) -> absl::Status {
     auto step = DecodeGradientNorm(*request);
     if (!step.ok()) return step.status();
     auto head = FindHeadAtStep(core_, scope, *step);
@@ -274,8 +294,8 @@ grpc::Status HeadServiceImpl::GetGradientNorm(grpc::ServerContext* context, cons
 
 grpc::Status HeadServiceImpl::AddGradient(grpc::ServerContext* context, grpc::ServerReader<v1::AddGradientRequest>* reader,
                                           v1::AddGradientResponse* response) {
-  return RunRpc(core_, *context, RpcMethod::kAddGradient, [&](RpcScope& scope) -> absl::Status {
-    AddGradientCall call(core_, scope.client(), scope.wait_limits());
+  return RunRpc(entrance_, *context, RpcMethod::kAddGradient, [&](RpcScope& scope) -> absl::Status {
+    AddGradientCall call(core_, scope.caller(), scope.client(), scope.wait_limits());
     HEADWATER_RETURN_IF_ERROR(
         (ReadAll<v1::AddGradientRequest>(core_, *context, scope, *reader, [&](v1::AddGradientRequest* message) {
           const absl::Status status = call.OnMessage(message);
@@ -288,7 +308,7 @@ grpc::Status HeadServiceImpl::AddGradient(grpc::ServerContext* context, grpc::Se
 
 grpc::Status HeadServiceImpl::SaveCheckpoint(grpc::ServerContext* context, const v1::SaveCheckpointRequest* request,
                                              v1::SaveCheckpointResponse* response) {
-  return RunRpc(core_, *context, RpcMethod::kSaveCheckpoint, [&](RpcScope& scope) -> absl::Status {
+  return RunRpc(entrance_, *context, RpcMethod::kSaveCheckpoint, [&](RpcScope& scope) -> absl::Status {
     auto save = DecodeSave(*request);
     if (!save.ok()) return save.status();
     auto head = FindHead(core_, scope, save->name);
@@ -307,7 +327,7 @@ grpc::Status HeadServiceImpl::SaveCheckpoint(grpc::ServerContext* context, const
 
 grpc::Status HeadServiceImpl::RestoreCheckpoint(grpc::ServerContext* context, const v1::RestoreCheckpointRequest* request,
                                                 v1::Head* response) {
-  return RunRpc(core_, *context, RpcMethod::kRestoreCheckpoint, [&](RpcScope& scope) -> absl::Status {
+  return RunRpc(entrance_, *context, RpcMethod::kRestoreCheckpoint, [&](RpcScope& scope) -> absl::Status {
     auto restore = DecodeRestore(*request);
     if (!restore.ok()) return restore.status();
     auto head = FindHead(core_, scope, restore->name);

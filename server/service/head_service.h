@@ -3,14 +3,15 @@
 #define HEADWATER_SERVER_SERVICE_HEAD_SERVICE_H_
 
 #include "headwater/v1/head_service.grpc.pb.h"
+#include "server/service/rpc_scope.h"
 #include "server/service/server_core.h"
 
 namespace headwater::service {
 
 class HeadServiceImpl final : public v1::HeadService::Service {
  public:
-  // `core` must outlive the service.
-  explicit HeadServiceImpl(ServerCore& core) : core_(core) {}
+  // The core must outlive the service.
+  explicit HeadServiceImpl(const Entrance& entrance) : entrance_(entrance), core_(entrance.core) {}
 
   grpc::Status CreateHead(grpc::ServerContext* context, const v1::CreateHeadRequest* request,
                           v1::CreateHeadResponse* response) override;
@@ -43,6 +44,7 @@ class HeadServiceImpl final : public v1::HeadService::Service {
                                  v1::Head* response) override;
 
  private:
+  const Entrance entrance_;
   ServerCore& core_;
 };
 

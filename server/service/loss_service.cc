@@ -25,7 +25,7 @@ absl::Status Decide(ServerCore& core, RpcScope& scope, const DecisionRequest& de
   if (!use.ok()) return use.status();
   std::vector<heads::DecisionTarget> targets;
   for (const HeadAtStep& head_at_step : decision.heads) {
-    auto head = core.registry.Find(head_at_step.name);
+    auto head = scope.caller().Find(core.registry, head_at_step.name);
     if (!head.ok()) return head.status();
     targets.push_back({*std::move(head), head_at_step.key});
   }
@@ -45,8 +45,8 @@ RawReactor* LossServiceImpl::TransferRows(grpc::CallbackServerContext* context) 
 
 grpc::Status LossServiceImpl::StreamTeacher(grpc::ServerContext* context, grpc::ServerReader<v1::StreamTeacherRequest>* reader,
                                             v1::StreamTeacherResponse* response) {
-  return RunRpc(core_, *context, RpcMethod::kStreamTeacher, [&](RpcScope& scope) -> absl::Status {
-    StreamTeacherCall call(core_);
+  return RunRpc(entrance_, *context, RpcMethod::kStreamTeacher, [&](RpcScope& scope) -> absl::Status {
+    StreamTeacherCall call(core_, scope.caller());
     HEADWATER_RETURN_IF_ERROR((ReadAll<v1::StreamTeacherRequest>(
         core_, *context, scope, *reader, [&](v1::StreamTeacherRequest* message) { return call.OnMessage(message); })));
     return call.Finish(response);
@@ -55,7 +55,7 @@ grpc::Status LossServiceImpl::StreamTeacher(grpc::ServerContext* context, grpc::
 
 grpc::Status LossServiceImpl::CommitMicroBatch(grpc::ServerContext* context, const v1::CommitMicroBatchRequest* request,
                                                v1::CommitMicroBatchResponse* response) {
-  return RunRpc(core_, *context, RpcMethod::kCommitMicroBatch, [&](RpcScope& scope) -> absl::Status {
+  return RunRpc(entrance_, *context, RpcMethod::kCommitMicroBatch, [&](RpcScope& scope) -> absl::Status {
     auto decision = DecodeCommit(*request, core_.options.limits);
     if (!decision.ok()) return decision.status();
     return Decide(core_, scope, *decision, [&](const std::vector<heads::DecisionTarget>& targets) {
@@ -71,7 +71,7 @@ grpc::Status LossServiceImpl::CommitMicroBatch(grpc::ServerContext* context, con
 
 grpc::Status LossServiceImpl::DiscardMicroBatch(grpc::ServerContext* context, const v1::DiscardMicroBatchRequest* request,
                                                 v1::DiscardMicroBatchResponse* response) {
-  return RunRpc(core_, *context, RpcMethod::kDiscardMicroBatch, [&](RpcScope& scope) -> absl::Status {
+  return RunRpc(entrance_, *context, RpcMethod::kDiscardMicroBatch, [&](RpcScope& scope) -> absl::Status {
     auto decision = DecodeDiscard(*request, core_.options.limits);
     if (!decision.ok()) return decision.status();
     return Decide(core_, scope, *decision, [&](const std::vector<heads::DecisionTarget>& targets) {

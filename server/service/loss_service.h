@@ -4,6 +4,7 @@
 
 #include "headwater/v1/loss_service.grpc.pb.h"
 #include "server/service/raw_stream.h"
+#include "server/service/rpc_scope.h"
 #include "server/service/server_core.h"
 
 namespace headwater::service {
@@ -14,8 +15,8 @@ using LossServiceBase = v1::LossService::WithRawCallbackMethod_ComputeLoss<
 
 class LossServiceImpl final : public LossServiceBase {
  public:
-  // `core` must outlive the service.
-  explicit LossServiceImpl(ServerCore& core) : core_(core) {}
+  // The core must outlive the service.
+  explicit LossServiceImpl(const Entrance& entrance) : entrance_(entrance), core_(entrance.core) {}
 
   RawReactor* ComputeLoss(grpc::CallbackServerContext* context) override;
   RawReactor* TransferRows(grpc::CallbackServerContext* context) override;
@@ -27,6 +28,7 @@ class LossServiceImpl final : public LossServiceBase {
                                  v1::DiscardMicroBatchResponse* response) override;
 
  private:
+  const Entrance entrance_;
   ServerCore& core_;
 };
 

@@ -29,16 +29,17 @@ CrossEntropySpec ToSpec(const CrossEntropyRequest& request) {
   return spec;
 }
 
-absl::StatusOr<heads::SubmittedTerm> FindHeads(const heads::HeadRegistry& registry, const LossTermRequest& term) {
+absl::StatusOr<heads::SubmittedTerm> FindHeads(const Caller& caller, const heads::HeadRegistry& registry,
+                                               const LossTermRequest& term) {
   heads::SubmittedTerm submitted;
-  auto head = registry.Find(term.head.head);
+  auto head = caller.Find(registry, term.head.head);
   if (!head.ok()) return head.status();
   submitted.head = *std::move(head);
   submitted.head_epoch = term.head.epoch;
   submitted.step = term.head.step;
   submitted.expected_weight_version = term.expected_weight_version;
   if (!term.teacher.has_value()) return submitted;
-  auto teacher = registry.Find(term.teacher->head);
+  auto teacher = caller.Find(registry, term.teacher->head);
   if (!teacher.ok()) return teacher.status();
   submitted.teacher_head = *std::move(teacher);
   submitted.teacher_head_epoch = term.teacher->epoch;
@@ -114,11 +115,12 @@ void FillEngineTerm(const LossTermRequest& term, LossTerm* engine_term) {
 
 std::string TermField(size_t index) { return absl::StrCat("header.terms[", index, "]"); }
 
-absl::Status BuildTerms(const heads::HeadRegistry& registry, MicroBatchRequest* request, heads::Submission* submission) {
+absl::Status BuildTerms(const Caller& caller, const heads::HeadRegistry& registry, MicroBatchRequest* request,
+                        heads::Submission* submission) {
   bool any_trainable = false;
   for (size_t i = 0; i < request->terms.size(); ++i) {
     LossTermRequest& term = request->terms[i];
-    auto submitted = FindHeads(registry, term);
+    auto submitted = FindHeads(caller, registry, term);
     if (!submitted.ok()) return submitted.status();
     const HeadSpec& spec = submitted->head->spec();
     any_trainable = any_trainable || spec.trainable;

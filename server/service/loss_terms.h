@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "server/heads/head.h"
 #include "server/heads/head_registry.h"
+#include "server/service/access.h"
 #include "server/service/loss_request.h"
 
 namespace headwater::service {
@@ -17,8 +18,9 @@ std::string TermField(size_t index);
 
 // Finds the heads of all terms, checks what the header says against what they are, and fills in `submission->terms` but for rows
 // and outputs. Spans point into `request`, which must stay where it is; class weights are cut to the columns that have probability.
-// kHeadNotFound, kShapeMismatch, kMissingField, kInvalidCombination, kVocabSizeMismatch.
-absl::Status BuildTerms(const heads::HeadRegistry& registry, MicroBatchRequest* request, heads::Submission* submission);
+// kHeadNotFound, kPermissionDenied, kShapeMismatch, kMissingField, kInvalidCombination, kVocabSizeMismatch.
+absl::Status BuildTerms(const Caller& caller, const heads::HeadRegistry& registry, MicroBatchRequest* request,
+                        heads::Submission* submission);
 
 // kTargetOutOfVocab. For terms that BuildTerms() has made.
 absl::Status CheckTargets(const MicroBatchRequest& request, const heads::Submission& submission);

@@ -58,13 +58,27 @@ LogLevel LevelOf(RpcMethod method, const absl::Status& status) {
 
 }  // namespace
 
-RpcScope::RpcScope(ServerCore& core, grpc::ServerContextBase& context, RpcMethod method)
-    : core_(core), context_(context), method_(method), start_time_(absl::Now()) {
+std::vector<absl::string_view> AuthorizationOf(const std::multimap<grpc::string_ref, grpc::string_ref>& metadata) {
+  std::vector<absl::string_view> values;
+  const auto [begin, end] = metadata.equal_range(kAuthorizationKey);
+  for (auto value = begin; value != end; ++value) values.emplace_back(value->second.data(), value->second.size());
+  return values;
+}
+
+RpcScope::RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, RpcMethod method)
+    : core_(entrance.core), context_(context), method_(method), role_(entrance.role), start_time_(absl::Now()) {
   const auto& metadata = context_.client_metadata();
   const auto found = metadata.find(kRequestIdKey);
   request_id_ = found != metadata.end() && IsValidRequestId(found->second) ? std::string(found->second.data(), found->second.size())
                                                                            : heads::EpochToHex(heads::NewEpoch());
   context_.AddInitialMetadata(kRequestIdKey, request_id_);
+}
+
+absl::Status RpcScope::Authorize() {
+  auto caller = core_.access->Authorize(FindAccessRow(method_), role_, AuthorizationOf(context_.client_metadata()));
+  if (!caller.ok()) return caller.status();
+  caller_ = *std::move(caller);
+  return absl::OkStatus();
 }
 
 absl::Time RpcScope::deadline() const {
@@ -85,13 +99,16 @@ absl::Status RpcScope::CancelledError() const {
 }
 
 grpc::Status RpcScope::Finish(absl::Status status) {
-  if (!status.ok()) {
+  // Who may not call is not told how the server is, either.
+  const bool refused = HasReason(status, ErrorReason::kUnauthenticated) || HasReason(status, ErrorReason::kPermissionDenied);
+  if (!status.ok() && !refused) {
     if (HasReason(status, ErrorReason::kEngineFailed)) core_.CheckEngine();
     if (absl::Status lost = core_.lost(); !lost.ok() && !Cancelled()) status = std::move(lost);
   }
   const absl::Duration duration = absl::Now() - start_time_;
   core_.metrics.CountRequest(method_, status, duration);
   std::vector<LogField> fields = {{"request_id", request_id_}, {"method", observability::RpcMethodName(method_)}};
+  if (!caller_.token_name().empty()) fields.emplace_back("token", caller_.token_name());
   if (!head_.empty()) fields.emplace_back("head", head_);
   fields.emplace_back("code", observability::CanonicalCodeName(status.code()));
   if (!status.ok()) {

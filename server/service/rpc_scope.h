@@ -4,17 +4,23 @@
 
 #include <grpcpp/server_context.h>
 #include <grpcpp/support/status.h>
+#include <grpcpp/support/string_ref.h>
 
 #include <exception>
 #include <functional>
+#include <map>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/error.h"
 #include "server/heads/head.h"
 #include "server/observability/metrics.h"
+#include "server/service/access.h"
 #include "server/service/server_core.h"
 
 namespace headwater::service {
@@ -23,9 +29,24 @@ namespace headwater::service {
 // echoed in the initial metadata.
 inline constexpr char kRequestIdKey[] = "x-request-id";
 
+// Where calls come in: the core that serves them, and what the ports take. Without a role it is what every port takes.
+struct Entrance {
+  Entrance(ServerCore& server_core, PortRole port_role = PortRole::kData) : core(server_core), role(port_role) {}
+  ServerCore& core;
+  PortRole role;
+};
+
+// The tokens that came with a call.
+std::vector<absl::string_view> AuthorizationOf(const std::multimap<grpc::string_ref, grpc::string_ref>& metadata);
+
 class RpcScope {
  public:
-  RpcScope(ServerCore& core, grpc::ServerContextBase& context, observability::RpcMethod method);
+  RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, observability::RpcMethod method);
+
+  // Before anything else: whether the call may be made. kUnauthenticated, kPermissionDenied.
+  absl::Status Authorize();
+  // Who makes it. Once Authorize() has said OK.
+  const Caller& caller() const { return caller_; }
 
   // Names the head in the log line.
   void set_head(const std::string& name) { head_ = name; }
@@ -49,6 +70,8 @@ class RpcScope {
   ServerCore& core_;
   grpc::ServerContextBase& context_;
   const observability::RpcMethod method_;
+  const PortRole role_;
+  Caller caller_;
   const absl::Time start_time_;
   std::string request_id_;
   std::string head_;
@@ -56,12 +79,14 @@ class RpcScope {
   bool cancelled_ ABSL_GUARDED_BY(cancelled_mutex_) = false;
 };
 
-// Runs `body(scope)`, which returns absl::Status, as the RPC `method`. With `always`, even while starting or draining.
+// Runs `body(scope)`, which returns absl::Status, as the RPC `method`, if its caller may. With `always`, even while starting or
+// draining.
 template <typename Body>
-grpc::Status RunRpc(ServerCore& core, grpc::ServerContextBase& context, observability::RpcMethod method, Body&& body,
+grpc::Status RunRpc(const Entrance& entrance, grpc::ServerContextBase& context, observability::RpcMethod method, Body&& body,
                     bool always = false) {
-  RpcScope scope(core, context, method);
-  auto admission = core.Admit();
+  RpcScope scope(entrance, context, method);
+  if (absl::Status status = scope.Authorize(); !status.ok()) return scope.Finish(std::move(status));
+  auto admission = entrance.core.Admit();
   if (!admission.ok() && !always) return scope.Finish(admission.status());
   try {
     return scope.Finish(body(scope));

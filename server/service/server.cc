@@ -8,19 +8,21 @@
 
 #include <algorithm>
 #include <chrono>
+#include <deque>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "absl/strings/match.h"
-#include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "server/observability/logging.h"
+#include "server/service/foreign_rpc_guard.h"
 #include "server/service/head_service.h"
+#include "server/service/listen_address.h"
 #include "server/service/loss_service.h"
 #include "server/service/server_core.h"
 #include "server/service/session_service.h"
+#include "server/service/tls.h"
 
 namespace headwater::service {
 namespace {
@@ -47,52 +49,65 @@ class ReflectionOption final : public grpc::ServerBuilderOption {
   const bool enabled_;
 };
 
-// "0.0.0.0:0" with the port that was picked; Unix sockets as they are.
-std::string BoundAddress(const std::string& address, int port) {
-  if (absl::StartsWith(address, "unix:")) return address;
-  return absl::StrCat(address.substr(0, address.rfind(':')), ":", port);
+// One warning for each address that anybody on the network can reach without showing who they are, or with a token that can be read
+// on the way.
+void WarnOfOpenAddress(const ServerOptions& options, const std::string& address) {
+  if (IsLocalAddress(address) || !options.tls_client_ca.empty()) return;
+  const bool tls = !options.tls_certificate.empty();
+  const bool tokens = !options.token_file.empty();
+  if (tls && tokens) return;
+  Log(LogLevel::kWarning, "unprotected",
+      {{"address", address},
+       {"message", tls ? "whoever reaches this address may do everything: set token_file or tls_client_ca"
+                   : tokens
+                       ? "tokens and tensors can be read on the way to this address: set tls_certificate and tls_key"
+                       : "whoever reaches this address may read and do everything: set tls_certificate, tls_key and token_file"}});
 }
 
 }  // namespace
 
-struct Server::State {
-  // Destroyed from the bottom up: the gRPC server first, the core last.
-  std::unique_ptr<ServerCore> core;
-  std::unique_ptr<LossServiceImpl> loss_service;
-  std::unique_ptr<HeadServiceImpl> head_service;
-  std::unique_ptr<SessionServiceImpl> session_service;
+// Ports of one role: a gRPC server with services of its own, which know the role.
+struct Server::Ports {
+  explicit Ports(const Entrance& entrance) : loss_service(entrance), head_service(entrance), session_service(entrance) {}
+  // Destroyed from the bottom up: the gRPC server first.
+  LossServiceImpl loss_service;
+  HeadServiceImpl head_service;
+  SessionServiceImpl session_service;
   std::vector<std::string> addresses;
+  std::unique_ptr<grpc::Server> grpc_server;
+
+  // Unavailable if an address cannot be listened on.
+  absl::Status Listen(const ServerOptions& options, const std::vector<std::string>& wanted, const Entrance& entrance,
+                      const std::shared_ptr<grpc::ServerCredentials>& credentials, const SocketAccess& socket_access,
+                      const grpc::ResourceQuota& quota);
+};
+
+struct Server::State {
+  // Destroyed from the bottom up: the gRPC servers first, the core last.
+  std::unique_ptr<ServerCore> core;
   int metrics_port = 0;
+  std::deque<Ports> ports;
   absl::Mutex drain_mutex;
   bool drained ABSL_GUARDED_BY(drain_mutex) = false;
   bool drained_cleanly ABSL_GUARDED_BY(drain_mutex) = false;
-  std::unique_ptr<grpc::Server> grpc_server;
 
   void SetHealth(bool serving) {
-    grpc::HealthCheckServiceInterface* const health = grpc_server->GetHealthCheckService();
-    health->SetServingStatus("", serving);
-    for (const char* name : kServiceNames) health->SetServingStatus(name, serving);
+    for (const Ports& group : ports) {
+      grpc::HealthCheckServiceInterface* const health = group.grpc_server->GetHealthCheckService();
+      health->SetServingStatus("", serving);
+      for (const char* name : kServiceNames) health->SetServingStatus(name, serving);
+    }
   }
 };
 
-absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options, std::unique_ptr<LossEngine> engine) {
-  if (options.listen_addresses.empty()) return absl::InvalidArgumentError("listen_addresses: expected at least one, got none");
-  auto core = ServerCore::Create(options, std::move(engine));
-  if (!core.ok()) return core.status();
-  auto state = std::make_unique<State>();
-  state->core = *std::move(core);
-  state->loss_service = std::make_unique<LossServiceImpl>(*state->core);
-  state->head_service = std::make_unique<HeadServiceImpl>(*state->core);
-  state->session_service = std::make_unique<SessionServiceImpl>(*state->core);
-
-  // Once, and never undone: when the last user of gRPC goes, the library's own shutdown can wait 10 s for its background poller.
-  static const bool grpc_stays = (grpc_init(), true);
-  static_cast<void>(grpc_stays);
-  grpc::EnableDefaultHealthCheckService(true);
-  // The reference keeps the linker from dropping the library; the option takes the plugin out again.
-  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+absl::Status Server::Ports::Listen(const ServerOptions& options, const std::vector<std::string>& wanted, const Entrance& entrance,
+                                   const std::shared_ptr<grpc::ServerCredentials>& credentials, const SocketAccess& socket_access,
+                                   const grpc::ResourceQuota& quota) {
   grpc::ServerBuilder builder;
   builder.SetOption(std::make_unique<ReflectionOption>(options.reflection));
+  std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> guards;
+  guards.push_back(std::make_unique<ForeignRpcGuard>(entrance));
+  builder.experimental().SetInterceptorCreators(std::move(guards));
   builder.SetMaxReceiveMessageSize(static_cast<int>(options.limits.max_message_bytes));
   builder.SetMaxSendMessageSize(static_cast<int>(options.limits.max_message_bytes));
   // Tensors do not shrink, and a compressed message could unfold to many times its size.
@@ -100,7 +115,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_GZIP, false);
   builder.SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::NUM_CQS, 1);
   builder.SetSyncServerOption(grpc::ServerBuilder::SyncServerOption::MAX_POLLERS, options.max_pollers);
-  builder.SetResourceQuota(grpc::ResourceQuota("headwater").SetMaxThreads(options.max_threads));
+  builder.SetResourceQuota(quota);
   // Frames and a window in which a chunk fits, from the first message on. gRPC would find larger ones by probing, which costs
   // pings, and more: about a tenth of both sides' CPU time. The window is also what a stream may bring that nobody reads yet.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kWindowBytes);
@@ -111,19 +126,64 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 20000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20000);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000);
-  std::vector<int> ports(options.listen_addresses.size(), 0);
+  std::vector<int> ports(wanted.size(), 0);
   for (size_t i = 0; i < ports.size(); ++i) {
-    builder.AddListeningPort(options.listen_addresses[i], grpc::InsecureServerCredentials(), &ports[i]);
+    builder.AddListeningPort(wanted[i], IsUnixAddress(wanted[i]) ? grpc::InsecureServerCredentials() : credentials, &ports[i]);
   }
-  builder.RegisterService(state->loss_service.get());
-  builder.RegisterService(state->head_service.get());
-  builder.RegisterService(state->session_service.get());
-  state->grpc_server = builder.BuildAndStart();
-  if (state->grpc_server == nullptr || std::find(ports.begin(), ports.end(), 0) != ports.end()) {
+  builder.RegisterService(&loss_service);
+  builder.RegisterService(&head_service);
+  builder.RegisterService(&session_service);
+  {
+    const PrivateFiles sockets;
+    grpc_server = builder.BuildAndStart();
+  }
+  if (grpc_server == nullptr || std::find(ports.begin(), ports.end(), 0) != ports.end()) {
     return absl::UnavailableError("cannot listen on all of the addresses; is another server there?");
   }
+  for (size_t i = 0; i < ports.size(); ++i) {
+    if (IsUnixAddress(wanted[i])) {
+      if (absl::Status status = SetSocketAccess(wanted[i], socket_access); !status.ok()) return status;
+    }
+    addresses.push_back(BoundAddress(wanted[i], ports[i]));
+    WarnOfOpenAddress(options, addresses.back());
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options, std::unique_ptr<LossEngine> engine) {
+  if (options.listen_addresses.empty()) return absl::InvalidArgumentError("listen_addresses: expected at least one, got none");
+  for (const auto* addresses : {&options.listen_addresses, &options.admin_listen_addresses}) {
+    for (const std::string& address : *addresses) {
+      if (absl::Status status = CheckListenAddress(address); !status.ok()) return status;
+    }
+  }
+  auto credentials = MakeServerCredentials(options);
+  if (!credentials.ok()) return credentials.status();
+  auto socket_access = MakeSocketAccess(options.unix_socket_owner, options.unix_socket_mode);
+  if (!socket_access.ok()) return socket_access.status();
+  auto core = ServerCore::Create(options, std::move(engine));
+  if (!core.ok()) return core.status();
+  auto state = std::make_unique<State>();
+  state->core = *std::move(core);
+
+  // Once, and never undone: when the last user of gRPC goes, the library's own shutdown can wait 10 s for its background poller.
+  static const bool grpc_stays = (grpc_init(), true);
+  static_cast<void>(grpc_stays);
+  grpc::EnableDefaultHealthCheckService(true);
+  // The reference keeps the linker from dropping the library; the option takes the plugin out again.
+  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  grpc::ResourceQuota quota("headwater");
+  quota.SetMaxThreads(options.max_threads);
+  const auto listen = [&](const std::vector<std::string>& wanted, PortRole role) {
+    const Entrance entrance(*state->core, role);
+    return state->ports.emplace_back(entrance).Listen(options, wanted, entrance, *credentials, *socket_access, quota);
+  };
+  const bool apart = !options.admin_listen_addresses.empty();
+  if (absl::Status status = listen(options.listen_addresses, apart ? PortRole::kData : PortRole::kAll); !status.ok()) return status;
+  if (apart) {
+    if (absl::Status status = listen(options.admin_listen_addresses, PortRole::kAll); !status.ok()) return status;
+  }
   state->SetHealth(false);
-  for (size_t i = 0; i < ports.size(); ++i) state->addresses.push_back(BoundAddress(options.listen_addresses[i], ports[i]));
   if (!options.metrics_address.empty()) {
     auto port = state->core->metrics.Listen(options.metrics_address);
     if (!port.ok()) return port.status();
@@ -176,14 +236,18 @@ bool Server::Drain(absl::Duration timeout) {
   // After a clean drain only last answers on their way and health watches are left: they get a moment. Otherwise calls that ran
   // into the timeout are, and they are cancelled now.
   const auto moment = state_->drained_cleanly ? std::chrono::seconds(1) : std::chrono::seconds(0);
-  state_->grpc_server->Shutdown(std::chrono::system_clock::now() + moment);
-  state_->grpc_server->Wait();
+  const auto end = std::chrono::system_clock::now() + moment;
+  for (Ports& group : state_->ports) group.grpc_server->Shutdown(end);
+  for (Ports& group : state_->ports) group.grpc_server->Wait();
   state_->core->queue.Drain();
   Log(LogLevel::kInfo, "drained", {{"clean", state_->drained_cleanly ? "true" : "false"}});
   return state_->drained_cleanly;
 }
 
-const std::vector<std::string>& Server::addresses() const { return state_->addresses; }
+const std::vector<std::string>& Server::addresses() const { return state_->ports.front().addresses; }
+std::vector<std::string> Server::admin_addresses() const {
+  return state_->ports.size() > 1 ? state_->ports.back().addresses : std::vector<std::string>();
+}
 int Server::metrics_port() const { return state_->metrics_port; }
 void Server::CheckEngine() { state_->core->CheckEngine(); }
 std::string Server::SerializeMetrics() const { return state_->core->metrics.Serialize(); }

@@ -41,6 +41,8 @@ class Server {
 
   // Addresses that clients can connect to, in the order of the options, with the ports that were picked.
   const std::vector<std::string>& addresses() const;
+  // The same for admin_listen_addresses.
+  std::vector<std::string> admin_addresses() const;
   // Port of the metrics endpoint; 0 without one.
   int metrics_port() const;
   // What a scrape returns.
@@ -48,6 +50,7 @@ class Server {
   LossEngine& engine();
 
  private:
+  struct Ports;
   struct State;
   explicit Server(std::unique_ptr<State> state);
   std::unique_ptr<State> state_;

@@ -35,6 +35,8 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptio
   if (options.idle_head_checkpoint && options.checkpoint_directory.empty()) {
     return absl::InvalidArgumentError("idle_head_checkpoint: expected a checkpoint_directory with it, got none");
   }
+  auto access = AccessControl::Create(options.token_file);
+  if (!access.ok()) return access.status();
   std::unique_ptr<checkpoint::CheckpointStore> checkpoints;
   if (!options.checkpoint_directory.empty()) {
     auto opened = checkpoint::CheckpointStore::Open(options.checkpoint_directory);
@@ -42,6 +44,7 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptio
     checkpoints = *std::move(opened);
   }
   std::unique_ptr<ServerCore> core(new ServerCore(options, std::move(engine)));
+  core->access = *std::move(access);
   core->checkpoints = std::move(checkpoints);
   if (!options.descriptor_socket.empty()) {
     transport::DescriptorSocketOptions socket;

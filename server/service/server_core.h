@@ -22,6 +22,7 @@
 #include "server/observability/metrics.h"
 #include "server/scheduler/start_order.h"
 #include "server/scheduler/work_queue.h"
+#include "server/service/access.h"
 #include "server/service/call_threads.h"
 #include "server/service/engine_watch.h"
 #include "server/service/server_options.h"
@@ -102,6 +103,7 @@ class ServerCore {
   transport::ByteBudget held;  // rows of HELD contributions
   transport::PinnedPool rows;  // of micro-batches, in and out
   UploadStore uploads;
+  std::unique_ptr<const AccessControl> access;
   std::unique_ptr<checkpoint::CheckpointStore> checkpoints;  // null: not configured
   transport::RegionRegistry regions;
   transport::TeacherJoin join;                               // before the heads: what is undecided holds on to rows of it

@@ -15,6 +15,15 @@ namespace headwater::service {
 
 struct ServerOptions {
   std::vector<std::string> listen_addresses;  // host:port (port 0 picks one) or unix:PATH; at least one
+  // The same, for all calls; with any, `listen_addresses` take no calls that need the permission admin.
+  std::vector<std::string> admin_listen_addresses;
+  // Files, in PEM, that are read again when they change: of host:port addresses, all of them; Unix sockets have no TLS.
+  std::string tls_certificate;    // the chain, the server's own first; empty: no TLS
+  std::string tls_key;            // goes with it
+  std::string tls_client_ca;      // clients must show a certificate that one of these has signed; empty: none is asked for
+  std::string token_file;         // token_file.h; empty: every call is allowed
+  int unix_socket_mode = 0600;    // permissions of Unix sockets among the addresses
+  std::string unix_socket_owner;  // USER, USER:GROUP or :GROUP, by name or number; empty: the process's
   Limits limits;
   std::string checkpoint_directory;                         // empty: no checkpoints
   bool restore_heads = true;                                // with a checkpoint directory: bring back the heads that were saved

@@ -61,7 +61,7 @@ absl::StatusOr<std::string> Register(ServerCore& core, RegisterRequest request) 
 grpc::Status SessionServiceImpl::GetServerInfo(grpc::ServerContext* context, const v1::GetServerInfoRequest*,
                                                v1::ServerInfo* response) {
   return RunRpc(
-      core_, *context, RpcMethod::kGetServerInfo,
+      entrance_, *context, RpcMethod::kGetServerInfo,
       [&](RpcScope&) -> absl::Status {
         response->set_version(ServerVersion());
         response->set_incarnation(core_.incarnation.data(), core_.incarnation.size());
@@ -88,7 +88,7 @@ grpc::Status SessionServiceImpl::GetServerInfo(grpc::ServerContext* context, con
 
 grpc::Status SessionServiceImpl::OpenSession(grpc::ServerContext* context, const v1::OpenSessionRequest* request,
                                              v1::OpenSessionResponse* response) {
-  return RunRpc(core_, *context, RpcMethod::kOpenSession, [&](RpcScope&) -> absl::Status {
+  return RunRpc(entrance_, *context, RpcMethod::kOpenSession, [&](RpcScope&) -> absl::Status {
     auto open = DecodeOpenSession(*request, core_.options.limits);
     if (!open.ok()) return open.status();
     auto grant = core_.sessions.Open(open->client_name, open->lease);
@@ -102,7 +102,7 @@ grpc::Status SessionServiceImpl::OpenSession(grpc::ServerContext* context, const
 
 grpc::Status SessionServiceImpl::KeepAlive(grpc::ServerContext* context, const v1::KeepAliveRequest* request,
                                            v1::KeepAliveResponse* response) {
-  return RunRpc(core_, *context, RpcMethod::kKeepAlive, [&](RpcScope&) -> absl::Status {
+  return RunRpc(entrance_, *context, RpcMethod::kKeepAlive, [&](RpcScope&) -> absl::Status {
     auto session = DecodeSession(request->session_id(), "session_id");
     if (!session.ok()) return session.status();
     auto lease = core_.sessions.Renew(*session);
@@ -114,7 +114,7 @@ grpc::Status SessionServiceImpl::KeepAlive(grpc::ServerContext* context, const v
 
 grpc::Status SessionServiceImpl::CloseSession(grpc::ServerContext* context, const v1::CloseSessionRequest* request,
                                               v1::CloseSessionResponse*) {
-  return RunRpc(core_, *context, RpcMethod::kCloseSession, [&](RpcScope&) -> absl::Status {
+  return RunRpc(entrance_, *context, RpcMethod::kCloseSession, [&](RpcScope&) -> absl::Status {
     auto session = DecodeSession(request->session_id(), "session_id");
     if (!session.ok()) return session.status();
     if (core_.sessions.Close(*session)) core_.metrics.CountSessionEnds(observability::SessionEnd::kClosed, 1);
@@ -124,7 +124,7 @@ grpc::Status SessionServiceImpl::CloseSession(grpc::ServerContext* context, cons
 
 grpc::Status SessionServiceImpl::RegisterSharedMemory(grpc::ServerContext* context, const v1::RegisterSharedMemoryRequest* request,
                                                       v1::RegisterSharedMemoryResponse* response) {
-  return RunRpc(core_, *context, RpcMethod::kRegisterSharedMemory, [&](RpcScope&) -> absl::Status {
+  return RunRpc(entrance_, *context, RpcMethod::kRegisterSharedMemory, [&](RpcScope&) -> absl::Status {
     auto decoded = DecodeRegisterSharedMemory(*request);
     if (!decoded.ok()) return decoded.status();
     auto use = core_.UseSession(decoded->session);  // what is registered while the session ends goes when this goes
@@ -139,7 +139,7 @@ grpc::Status SessionServiceImpl::RegisterSharedMemory(grpc::ServerContext* conte
 grpc::Status SessionServiceImpl::UnregisterSharedMemory(grpc::ServerContext* context,
                                                         const v1::UnregisterSharedMemoryRequest* request,
                                                         v1::UnregisterSharedMemoryResponse*) {
-  return RunRpc(core_, *context, RpcMethod::kUnregisterSharedMemory, [&](RpcScope& scope) -> absl::Status {
+  return RunRpc(entrance_, *context, RpcMethod::kUnregisterSharedMemory, [&](RpcScope& scope) -> absl::Status {
     auto decoded = DecodeUnregisterSharedMemory(*request);
     if (!decoded.ok()) return decoded.status();
     auto use = core_.UseSession(decoded->session);

@@ -3,14 +3,15 @@
 #define HEADWATER_SERVER_SERVICE_SESSION_SERVICE_H_
 
 #include "headwater/v1/session_service.grpc.pb.h"
+#include "server/service/rpc_scope.h"
 #include "server/service/server_core.h"
 
 namespace headwater::service {
 
 class SessionServiceImpl final : public v1::SessionService::Service {
  public:
-  // `core` must outlive the service.
-  explicit SessionServiceImpl(ServerCore& core) : core_(core) {}
+  // The core must outlive the service.
+  explicit SessionServiceImpl(const Entrance& entrance) : entrance_(entrance), core_(entrance.core) {}
 
   grpc::Status GetServerInfo(grpc::ServerContext* context, const v1::GetServerInfoRequest* request,
                              v1::ServerInfo* response) override;
@@ -26,6 +27,7 @@ class SessionServiceImpl final : public v1::SessionService::Service {
                                       v1::UnregisterSharedMemoryResponse* response) override;
 
  private:
+  const Entrance entrance_;
   ServerCore& core_;
 };
 

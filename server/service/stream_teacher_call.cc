@@ -19,6 +19,7 @@ absl::Status StreamTeacherCall::OnMessage(v1::StreamTeacherRequest* message) {
 absl::Status StreamTeacherCall::OnHeader(const v1::StreamTeacherHeader& header) {
   auto request = DecodeStreamTeacherHeader(header, core_.options.limits);
   if (!request.ok()) return request.status();
+  HEADWATER_RETURN_IF_ERROR(caller_.CheckTenant(request->set.tenant));
   auto use = core_.UseSession(request->session);
   if (!use.ok()) return use.status();
   session_use_ = *std::move(use);

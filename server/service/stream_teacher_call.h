@@ -3,10 +3,12 @@
 #define HEADWATER_SERVER_SERVICE_STREAM_TEACHER_CALL_H_
 
 #include <memory>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "headwater/v1/loss_service.pb.h"
 #include "server/heads/session_registry.h"
+#include "server/service/access.h"
 #include "server/service/server_core.h"
 #include "server/transport/teacher_join.h"
 
@@ -14,7 +16,7 @@ namespace headwater::service {
 
 class StreamTeacherCall {
  public:
-  explicit StreamTeacherCall(ServerCore& core) : core_(core) {}
+  StreamTeacherCall(ServerCore& core, Caller caller) : core_(core), caller_(std::move(caller)) {}
 
   // Takes the header, with which the rows get their place, or a chunk, whose rows are copied there.
   absl::Status OnMessage(v1::StreamTeacherRequest* message);
@@ -26,6 +28,7 @@ class StreamTeacherCall {
   absl::Status OnChunk(const v1::RowChunk& chunk);
 
   ServerCore& core_;
+  const Caller caller_;
   heads::SessionRegistry::Use session_use_;
   std::unique_ptr<transport::TeacherStream> stream_;  // once the header is accepted
 };

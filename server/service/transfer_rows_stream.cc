@@ -14,6 +14,10 @@ namespace headwater::service {
 RawReactor* TransferRowsStream::Start(ServerCore& core, grpc::CallbackServerContext& context) {
   const auto stream = std::make_shared<TransferRowsStream>(core, context);
   RawReactor* const reactor = stream->Own();
+  if (absl::Status status = stream->scope_.Authorize(); !status.ok()) {
+    stream->End(std::move(status));
+    return reactor;
+  }
   auto admission = core.Admit();
   if (!admission.ok()) {
     stream->End(admission.status());

@@ -22,6 +22,8 @@ absl::Status UploadCall::OnHeader(const v1::UploadWeightsHeader& header, v1::Upl
   if (!request.ok()) return request.status();
   request_ = *std::move(request);
   head_name_ = request_.name.ToString();
+  const bool outside = !request_.closes_step.has_value();
+  HEADWATER_RETURN_IF_ERROR(caller_.CheckHead(request_.name, outside ? kUploadOutsideStep : Permission::kCompute));
   auto head = core_.registry.Find(request_.name);
   if (!head.ok()) return head.status();
   head_ = *std::move(head);

@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "headwater/v1/head_service.pb.h"
 #include "server/heads/head.h"
+#include "server/service/access.h"
 #include "server/service/head_request.h"
 #include "server/service/server_core.h"
 #include "server/service/upload_store.h"
@@ -19,7 +20,8 @@ namespace headwater::service {
 class UploadCall {
  public:
   // `limits` bounds the wait of one with `closes_step`.
-  UploadCall(ServerCore& core, heads::WaitLimits limits) : core_(core), limits_(std::move(limits)) {}
+  UploadCall(ServerCore& core, Caller caller, heads::WaitLimits limits)
+      : core_(core), caller_(std::move(caller)), limits_(std::move(limits)) {}
 
   // Takes the header, which fills `response` with the offset to go on from, or a chunk, which leaves it empty.
   absl::Status OnMessage(v1::UploadWeightsRequest* message, v1::UploadWeightsResponse* response);
@@ -38,6 +40,7 @@ class UploadCall {
   absl::Status UseTensor(std::shared_ptr<const uint8_t> bytes);
 
   ServerCore& core_;
+  const Caller caller_;
   const heads::WaitLimits limits_;
   UploadRequest request_;
   std::string head_name_;

@@ -40,7 +40,7 @@ KINDS = [
     (
         "posix",
         r"(sys|linux|netinet|arpa|net)/\w+\.h|(unistd|fcntl|dirent|dlfcn|malloc|pthread|sched|poll|netdb|pwd|getopt|syscall|"
-        r"semaphore|execinfo|libgen|glob|ifaddrs|spawn|ftw|link)\.h",
+        r"semaphore|execinfo|libgen|glob|grp|ifaddrs|spawn|ftw|link)\.h",
     ),
     ("beside", r"\w+\.h"),  # a file of the same folder; the product names its headers by their full path
 ]

@@ -1,0 +1,20 @@
+// TLS of the ports: checked at the start, and read again by gRPC when the files change.
+#ifndef HEADWATER_SERVER_SERVICE_TLS_H_
+#define HEADWATER_SERVER_SERVICE_TLS_H_
+
+#include <grpcpp/security/server_credentials.h>
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "server/service/server_options.h"
+
+namespace headwater::service {
+
+// Credentials for host:port addresses: TLS 1.2 or later with the options' files, or none at all without tls_certificate.
+// InvalidArgument for options without meaning, and for files that cannot be used: not there, not PEM, a key of another certificate.
+absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(const ServerOptions& options);
+
+}  // namespace headwater::service
+
+#endif  // HEADWATER_SERVER_SERVICE_TLS_H_

@@ -1,0 +1,542 @@
+// Who may do what: the access table over every RPC that there is, on every port; tenants and patterns; files that change.
+#include <gmock/gmock.h>
+#include <google/protobuf/descriptor.h>
+#include <google/protobuf/message.h>
+#include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/grpcpp.h>
+#include <gtest/gtest.h>
+#include <openssl/ssl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "headwater/v1/head_service.grpc.pb.h"
+#include "headwater/v1/loss_service.grpc.pb.h"
+#include "headwater/v1/session_service.grpc.pb.h"
+#include "server/service/access_table.h"
+#include "server/service/token_file.h"
+#include "tests/integration/access_fixture.h"
+#include "tests/integration/raw_call.h"
+#include "tests/integration/wire_server.h"
+
+namespace headwater::testing {
+namespace {
+
+using grpc::StatusCode;
+using service::Permission;
+using ::testing::Contains;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+const std::vector<std::string> kTokens = {
+    TokenEntry("nothing", ""),
+    TokenEntry("computes", R"("compute": ["*"])"),
+    TokenEntry("administers", R"("admin": ["*"])"),
+    TokenEntry("all", R"("compute": ["*"], "admin": ["*"])"),
+    TokenEntry("some", R"("compute": ["student-*"], "admin": ["student-1"])"),
+    TokenEntry("team", R"("tenant": "team", "compute": ["*"], "admin": ["*"])"),
+};
+
+// The RPCs of a service, from its descriptor; those of services whose descriptors gRPC does not bring along, by hand.
+std::vector<std::string> MethodsOf(const std::string& service) {
+  if (service == "grpc.health.v1.Health") return {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"};
+  const auto* const descriptor = google::protobuf::DescriptorPool::generated_pool()->FindServiceByName(service);
+  EXPECT_NE(descriptor, nullptr) << service << ": without a descriptor its RPCs are not known to this test";
+  std::vector<std::string> methods;
+  for (int i = 0; descriptor != nullptr && i < descriptor->method_count(); ++i) {
+    methods.push_back(absl::StrCat("/", service, "/", descriptor->method(i)->name()));
+  }
+  return methods;
+}
+
+// Every service of the files of the API, and what gRPC adds.
+std::set<std::string> AllServices() {
+  std::set<std::string> services = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"};
+  for (const auto* const file :
+       {v1::Head::descriptor()->file(), v1::MicroBatchHeader::descriptor()->file(), v1::ServerInfo::descriptor()->file()}) {
+    for (int i = 0; i < file->service_count(); ++i) services.insert(file->service(i)->full_name());
+  }
+  return services;
+}
+
+std::vector<std::string> AllMethods() {
+  std::vector<std::string> methods;
+  for (const std::string& service : AllServices()) {
+    for (const std::string& method : MethodsOf(service)) methods.push_back(method);
+  }
+  return methods;
+}
+
+// What a server itself says that it serves.
+std::set<std::string> ServicesOf(const std::shared_ptr<grpc::Channel>& channel, const std::string& token) {
+  grpc::GenericStub stub(channel);
+  grpc::CompletionQueue queue;
+  grpc::ClientContext context;
+  context.AddMetadata("authorization", "Bearer " + token);
+  const grpc::Slice request(std::string("\x3a\x01*"));  // list_services
+  const auto call = stub.PrepareUnaryCall(&context, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+                                          grpc::ByteBuffer(&request, 1), &queue);
+  call->StartCall();
+  grpc::ByteBuffer buffer;
+  grpc::Status status;
+  call->Finish(&buffer, &status, nullptr);
+  void* tag = nullptr;
+  bool ok = false;
+  queue.Next(&tag, &ok);
+  EXPECT_TRUE(status.ok()) << status.error_message();
+  grpc::Slice slice;
+  std::set<std::string> names;
+  if (!buffer.DumpToSingleSlice(&slice).ok()) return names;
+  // Its classes are linked, though the distribution does not package their headers.
+  using google::protobuf::Message;
+  const auto* const type =
+      google::protobuf::DescriptorPool::generated_pool()->FindMessageTypeByName("grpc.reflection.v1alpha.ServerReflectionResponse");
+  if (type == nullptr) return names;
+  const std::unique_ptr<Message> response(google::protobuf::MessageFactory::generated_factory()->GetPrototype(type)->New());
+  EXPECT_TRUE(response->ParseFromArray(slice.begin(), static_cast<int>(slice.size())));
+  const Message& list = response->GetReflection()->GetMessage(*response, type->FindFieldByName("list_services_response"));
+  const auto* const services = list.GetDescriptor()->FindFieldByName("service");
+  for (int i = 0; i < list.GetReflection()->FieldSize(list, services); ++i) {
+    const Message& service = list.GetReflection()->GetRepeatedMessage(list, services, i);
+    names.insert(service.GetReflection()->GetString(service, service.GetDescriptor()->FindFieldByName("name")));
+  }
+  return names;
+}
+
+bool IsRefusal(const grpc::Status& status) {
+  return status.error_code() == StatusCode::UNAUTHENTICATED || status.error_code() == StatusCode::PERMISSION_DENIED;
+}
+
+TEST(AccessTable, HasARowForEveryRpcAndNoOther) {
+  const std::vector<std::string> methods = AllMethods();
+  for (const std::string& method : methods) EXPECT_NE(service::FindAccessRow(method), nullptr) << method << " has no row";
+  std::set<std::string> seen;
+  for (const service::AccessRow& row : service::AccessTable()) {
+    EXPECT_TRUE(seen.insert(row.path).second) << row.path << " has two rows";
+    if (absl::StartsWith(row.path, "/grpc.reflection.v1.")) continue;
+    EXPECT_THAT(methods, Contains(row.path));
+  }
+  for (size_t i = 0; i < static_cast<size_t>(observability::RpcMethod::kCount); ++i) {
+    const auto method = static_cast<observability::RpcMethod>(i);
+    const service::AccessRow* const row = service::FindAccessRow(method);
+    ASSERT_NE(row, nullptr) << observability::RpcMethodName(method);
+    EXPECT_TRUE(absl::EndsWith(row->path, absl::StrCat("/", observability::RpcMethodName(method)))) << row->path;
+  }
+}
+
+TEST(AccessTable, IsEnforcedForEveryRpcOnEveryPort) {
+  SecuredServer server(kTokens);
+  const std::vector<std::string> methods = AllMethods();
+  // Nothing is served that this test does not know.
+  std::set<std::string> served = ServicesOf(server.Connect("data"), TokenText("nothing"));
+  served.insert("grpc.health.v1.Health");  // which reflection leaves out
+  EXPECT_EQ(served, AllServices());
+  int tried = 0;
+  for (const std::string& port : server.ports()) {
+    const std::shared_ptr<grpc::Channel> channel = server.Connect(port);
+    const bool takes_admin = absl::StartsWith(port, "admin");
+    for (const std::string& method : methods) {
+      SCOPED_TRACE(absl::StrCat(method, " on ", port));
+      const Permission needs = service::FindAccessRow(method)->needs;
+      const auto code = [&](const std::vector<std::string>& authorization) {
+        ++tried;
+        return CallEmpty(channel, method, authorization).error_code();
+      };
+      if (needs == Permission::kNone) {
+        EXPECT_FALSE(IsRefusal(CallEmpty(channel, method, {})));
+        continue;
+      }
+      EXPECT_EQ(code({}), StatusCode::UNAUTHENTICATED);
+      EXPECT_EQ(code(Bearer("wrong")), StatusCode::UNAUTHENTICATED);
+      EXPECT_EQ(code({"Bearer"}), StatusCode::UNAUTHENTICATED);
+      EXPECT_EQ(code({"Basic " + TokenText("all")}), StatusCode::UNAUTHENTICATED);
+      EXPECT_EQ(code({"Bearer wrong", "Bearer " + TokenText("all")}), StatusCode::UNAUTHENTICATED);
+      const bool upload = absl::EndsWith(method, "/UploadWeights");  // either permission, by what its header says
+      const bool admin = needs == Permission::kAdmin;
+      const auto expect = [&](const std::string& token, bool allowed) {
+        const grpc::Status status = CallEmpty(channel, method, Bearer(TokenText(token)));
+        ++tried;
+        if (allowed) {
+          EXPECT_FALSE(IsRefusal(status)) << token << ": " << status.error_message();
+        } else {
+          EXPECT_EQ(status.error_code(), StatusCode::PERMISSION_DENIED) << token;
+        }
+      };
+      expect("nothing", needs == Permission::kToken);
+      expect("computes", !admin);
+      expect("administers", needs != Permission::kCompute && (!admin || takes_admin) ? true : upload);
+      expect("all", !admin || takes_admin);
+    }
+  }
+  EXPECT_GT(tried, 4 * 25 * 9);
+}
+
+TEST(AccessTable, NobodyGetsInWithoutACertificateThatIsGood) {
+  SecuredServer server(kTokens);
+  const TestAuthority stranger("strangers");
+  for (const std::string port : {"data", "admin"}) {
+    for (const std::string& method : AllMethods()) {
+      SCOPED_TRACE(absl::StrCat(method, " on ", port));
+      const std::vector<std::string> token = Bearer(TokenText("all"));
+      const Credentials expired = server.client_authority().Issue("client", /*expired=*/true);
+      EXPECT_EQ(CallEmpty(server.Connect(port, expired), method, token).error_code(), StatusCode::UNAVAILABLE);
+      EXPECT_EQ(CallEmpty(server.Connect(port, stranger.Issue("client")), method, token).error_code(), StatusCode::UNAVAILABLE);
+      EXPECT_EQ(CallEmpty(server.ConnectWithoutCertificate(port), method, token).error_code(), StatusCode::UNAVAILABLE);
+    }
+    const auto plain = grpc::CreateChannel(server.address(port), grpc::InsecureChannelCredentials());
+    EXPECT_EQ(CallEmpty(plain, "/grpc.health.v1.Health/Check", {}).error_code(), StatusCode::UNAVAILABLE);
+  }
+}
+
+// The status of a call on a head.
+struct Actor {
+  std::shared_ptr<grpc::Channel> channel;
+  std::string token;
+
+  void Authorize(grpc::ClientContext* context) const { context->AddMetadata("authorization", "Bearer " + TokenText(token)); }
+  grpc::Status Create(const std::string& name) const {
+    grpc::ClientContext context;
+    Authorize(&context);
+    v1::CreateHeadRequest request;
+    request.set_name(name);
+    *request.mutable_spec() = SmallSpec();
+    v1::CreateHeadResponse response;
+    return v1::HeadService::NewStub(channel)->CreateHead(&context, request, &response);
+  }
+  grpc::Status Get(const std::string& name, v1::Head* head = nullptr) const {
+    grpc::ClientContext context;
+    Authorize(&context);
+    v1::GetHeadRequest request;
+    request.set_name(name);
+    v1::Head ignored;
+    return v1::HeadService::NewStub(channel)->GetHead(&context, request, head == nullptr ? &ignored : head);
+  }
+  grpc::Status Take(const std::string& name) const {
+    grpc::ClientContext context;
+    Authorize(&context);
+    v1::TakeHeadRequest request;
+    request.set_name(name);
+    v1::Head response;
+    return v1::HeadService::NewStub(channel)->TakeHead(&context, request, &response);
+  }
+  grpc::Status Delete(const std::string& name) const {
+    grpc::ClientContext context;
+    Authorize(&context);
+    v1::DeleteHeadRequest request;
+    request.set_name(name);
+    v1::DeleteHeadResponse response;
+    return v1::HeadService::NewStub(channel)->DeleteHead(&context, request, &response);
+  }
+  std::vector<std::string> List(const std::string& parent, int page_size = 0) const {
+    std::vector<std::string> names;
+    v1::ListHeadsRequest request;
+    request.set_parent(parent);
+    request.set_page_size(page_size);
+    do {
+      grpc::ClientContext context;
+      Authorize(&context);
+      v1::ListHeadsResponse response;
+      const grpc::Status status = v1::HeadService::NewStub(channel)->ListHeads(&context, request, &response);
+      EXPECT_TRUE(status.ok()) << status.error_message();
+      for (const v1::Head& head : response.heads()) names.push_back(head.name());
+      request.set_page_token(response.next_page_token());
+    } while (!request.page_token().empty());
+    return names;
+  }
+  // Opens an upload of a head's weight and ends it: what the header was answered.
+  grpc::Status Upload(const v1::Head& head, bool closes_step) const {
+    grpc::ClientContext context;
+    Authorize(&context);
+    const auto stream = v1::HeadService::NewStub(channel)->UploadWeights(&context);
+    v1::UploadWeightsRequest request;
+    v1::UploadWeightsHeader* const header = request.mutable_header();
+    header->set_name(head.name());
+    header->set_epoch(head.epoch());
+    header->set_upload_id("u");
+    header->set_tensor(v1::HEAD_TENSOR_WEIGHT);
+    header->set_data_type(v1::DATA_TYPE_FLOAT32);
+    header->set_total_bytes(13 * 5 * 4);
+    if (closes_step) header->set_closes_step(0);
+    stream->Write(request);
+    stream->WritesDone();
+    v1::UploadWeightsResponse response;
+    while (stream->Read(&response)) {
+    }
+    return stream->Finish();
+  }
+  grpc::Status Compute(const v1::MicroBatchHeader& micro_batch) const {
+    grpc::ClientContext context;
+    Authorize(&context);
+    const auto stream = v1::LossService::NewStub(channel)->ComputeLoss(&context);
+    v1::ComputeLossRequest request;
+    *request.mutable_header() = micro_batch;
+    stream->Write(request);
+    stream->WritesDone();
+    v1::ComputeLossResponse response;
+    while (stream->Read(&response)) {
+    }
+    return stream->Finish();
+  }
+  grpc::Status StreamTeacher(const std::string& tenant) const {
+    grpc::ClientContext context;
+    Authorize(&context);
+    v1::StreamTeacherResponse response;
+    const auto writer = v1::LossService::NewStub(channel)->StreamTeacher(&context, &response);
+    v1::StreamTeacherRequest request;
+    v1::StreamTeacherHeader* const header = request.mutable_header();
+    header->set_tenant(tenant);
+    header->set_join_key("key");
+    header->set_total_row_count(1);
+    header->set_hidden_size(4);
+    header->set_data_type(v1::DATA_TYPE_FLOAT32);
+    writer->Write(request);
+    writer->WritesDone();
+    return writer->Finish();
+  }
+};
+
+TEST(Tenants, AreAsIfTheOthersWereNotThere) {
+  SecuredServer server(kTokens);
+  const std::shared_ptr<grpc::Channel> channel = server.Connect("admin");
+  const Actor ours{channel, "all"};
+  const Actor theirs{channel, "team"};
+  ASSERT_EQ(ReasonOf(ours.Create("tenants/default/heads/ours")), "OK");
+  ASSERT_EQ(ReasonOf(theirs.Create("tenants/team/heads/theirs")), "OK");
+  // Word for word what there is to say of a head that is not there.
+  const grpc::Status none = theirs.Get("tenants/team/heads/ours");
+  const grpc::Status hidden = theirs.Get("tenants/default/heads/ours");
+  EXPECT_EQ(ReasonOf(none), "HEAD_NOT_FOUND");
+  EXPECT_EQ(ReasonOf(hidden), "HEAD_NOT_FOUND");
+  EXPECT_EQ(hidden.error_message(), "there is no head tenants/default/heads/ours");
+  EXPECT_EQ(none.error_message(), "there is no head tenants/team/heads/ours");
+  EXPECT_EQ(ReasonOf(theirs.Take("tenants/default/heads/ours")), "HEAD_NOT_FOUND");
+  EXPECT_EQ(ReasonOf(theirs.Delete("tenants/default/heads/ours")), "HEAD_NOT_FOUND");
+  EXPECT_EQ(ReasonOf(theirs.Create("tenants/default/heads/ours")), "PERMISSION_DENIED");
+  EXPECT_EQ(ReasonOf(theirs.Create("tenants/default/heads/other")), "PERMISSION_DENIED");
+  TestHead head;
+  ASSERT_EQ(ReasonOf(ours.Get("tenants/default/heads/ours", &head.head)), "OK");
+  EXPECT_EQ(ReasonOf(theirs.Compute(CrossEntropyHeader(head, 0, 0, {1}))), "HEAD_NOT_FOUND");
+  EXPECT_EQ(ReasonOf(ours.Compute(CrossEntropyHeader(head, 0, 0, {1}))), "WEIGHTS_NOT_LOADED");
+  EXPECT_EQ(ReasonOf(theirs.StreamTeacher("tenants/default")), "PERMISSION_DENIED");
+  EXPECT_EQ(ReasonOf(theirs.StreamTeacher("tenants/team")), "PROTOCOL_VIOLATION");  // its rows are missing
+  EXPECT_EQ(theirs.List("tenants/default"), std::vector<std::string>());
+  EXPECT_EQ(theirs.List(""), std::vector<std::string>{"tenants/team/heads/theirs"});
+  EXPECT_EQ(ours.List(""), std::vector<std::string>{"tenants/default/heads/ours"});
+}
+
+TEST(Patterns, SayWhichHeadsATokenIsFor) {
+  SecuredServer server(kTokens);
+  const std::shared_ptr<grpc::Channel> channel = server.Connect("admin_unix");
+  const Actor owner{channel, "all"};
+  const Actor some{channel, "some"};
+  const std::string prefix = "tenants/default/heads/";
+  for (const std::string id : {"a", "student-1", "student-2", "teacher"}) ASSERT_EQ(ReasonOf(owner.Create(prefix + id)), "OK");
+  EXPECT_EQ(ReasonOf(some.Get(prefix + "student-2")), "OK");
+  EXPECT_NE(ReasonOf(some.Take(prefix + "student-2")), "PERMISSION_DENIED");
+  EXPECT_EQ(ReasonOf(some.Delete(prefix + "student-2")), "PERMISSION_DENIED");
+  EXPECT_EQ(ReasonOf(some.Get(prefix + "teacher")), "PERMISSION_DENIED");
+  EXPECT_EQ(ReasonOf(some.Get(prefix + "no-such-head")), "PERMISSION_DENIED");  // and so says nothing of what is there
+  EXPECT_EQ(ReasonOf(some.Create(prefix + "student-3")), "PERMISSION_DENIED");
+  for (const int page_size : {0, 1}) {
+    EXPECT_EQ(some.List("", page_size), (std::vector<std::string>{prefix + "student-1", prefix + "student-2"}));
+  }
+  // A teacher that a micro-batch names is computed with, too.
+  TestHead student;
+  ASSERT_EQ(ReasonOf(some.Get(prefix + "student-1", &student.head)), "OK");
+  v1::MicroBatchHeader header = CrossEntropyHeader(student, 0, 0, {1});
+  v1::LossTerm* const term = header.mutable_terms(0);
+  term->clear_cross_entropy();
+  term->mutable_jensen_shannon()->set_beta(0.5);
+  term->mutable_teacher_hidden()->set_head(prefix + "teacher");
+  term->mutable_teacher_hidden()->set_data_type(v1::DATA_TYPE_FLOAT32);
+  const grpc::Status refused = some.Compute(header);
+  EXPECT_EQ(ReasonOf(refused), "PERMISSION_DENIED") << refused.error_message();
+  EXPECT_EQ(DecodeError(refused).at("head"), prefix + "teacher");
+  EXPECT_EQ(DecodeError(refused).at("permission"), "compute");
+  // Weights come from outside by an administrator, at the end of a step by whoever trains.
+  const Actor computes{channel, "computes"};
+  EXPECT_EQ(ReasonOf(computes.Upload(student.head, /*closes_step=*/false)), "PERMISSION_DENIED");
+  EXPECT_EQ(ReasonOf(computes.Upload(student.head, /*closes_step=*/true)), "STEP_NOT_SEALED");
+  EXPECT_EQ(ReasonOf(Actor{channel, "administers"}.Upload(student.head, /*closes_step=*/true)), "PERMISSION_DENIED");
+  EXPECT_EQ(ReasonOf(some.Delete(prefix + "student-1")), "OK");
+}
+
+TEST(Patterns, MatchAsGlobsDo) {
+  using service::MatchesPattern;
+  EXPECT_TRUE(MatchesPattern("*", "anything"));
+  EXPECT_TRUE(MatchesPattern("a*", "a"));
+  EXPECT_TRUE(MatchesPattern("*-*-c", "a-b-b-c"));
+  EXPECT_TRUE(MatchesPattern("a*b*c", "aXbYbc"));
+  EXPECT_TRUE(MatchesPattern("head", "head"));
+  EXPECT_FALSE(MatchesPattern("head", "head2"));
+  EXPECT_FALSE(MatchesPattern("head", "hea"));
+  EXPECT_FALSE(MatchesPattern("a*b", "abc"));
+  EXPECT_FALSE(MatchesPattern("", "a"));
+  EXPECT_FALSE(MatchesPattern("h.ad", "head"));
+  EXPECT_FALSE(MatchesPattern(std::string(30, '*') + "x", std::string(64, 'a')));
+}
+
+TEST(Rotation, TokensAreReadAgainAndABadFileChangesNothing) {
+  SecuredServer server({TokenEntry("old", R"("compute": ["*"])")});
+  const std::shared_ptr<grpc::Channel> channel = server.Connect("data");
+  const std::string method = "/headwater.v1.SessionService/GetServerInfo";
+  const auto ok = [&](const std::string& token) { return CallEmpty(channel, method, Bearer(TokenText(token))).error_code(); };
+  // CallEmpty() cancels a call that has answered.
+  const auto known = [&](const std::string& token) { return ok(token) != StatusCode::UNAUTHENTICATED; };
+  EXPECT_TRUE(known("old"));
+  EXPECT_FALSE(known("new"));
+  WriteFile(server.token_path(), TokenFileText({TokenEntry("new", R"("compute": ["*"])")}));
+  EXPECT_TRUE(Await([&] { return known("new"); }));
+  EXPECT_FALSE(known("old"));
+  WriteFile(server.token_path(), "{\"tokens\": [");
+  EXPECT_TRUE(known("new"));
+  WriteFile(server.token_path(), TokenFileText({TokenEntry("newest", "")}));
+  EXPECT_TRUE(Await([&] { return known("newest"); }));
+  EXPECT_FALSE(known("new"));
+}
+
+TEST(Rotation, CertificatesAreReadAgain) {
+  SecuredServer server(kTokens);
+  const TestAuthority new_servers("new servers");
+  const TestAuthority new_clients("new clients");
+  const Credentials new_client = new_clients.Issue("client");
+  const auto get = [&](const std::string& root, const std::optional<Credentials>& client) {
+    grpc::SslCredentialsOptions options;
+    options.pem_root_certs = root;
+    options.pem_cert_chain = client->certificate;
+    options.pem_private_key = client->key;
+    grpc::ChannelArguments arguments;
+    arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+    const auto channel = grpc::CreateCustomChannel(server.address("data"), grpc::SslCredentials(options), arguments);
+    return headwater::testing::Health(channel, "") == 1;
+  };
+  const std::shared_ptr<grpc::Channel> before = server.Connect("data");
+  EXPECT_EQ(headwater::testing::Health(before, ""), 1);
+  EXPECT_FALSE(get(new_servers.certificate(), new_client));
+  const Credentials fresh = new_servers.Issue("server");
+  WriteFile(server.key_path(), fresh.key);
+  WriteFile(server.certificate_path(), fresh.certificate);
+  WriteFile(server.client_ca_path(), new_clients.certificate());
+  EXPECT_TRUE(Await([&] { return get(new_servers.certificate(), new_client); }));
+  EXPECT_EQ(headwater::testing::Health(before, ""), 1);  // a connection that was made stays
+  EXPECT_FALSE(get(server.server_authority().certificate(), server.client_authority().Issue("client")));
+}
+
+// The version that a client with a good certificate and the port agree on, if the client knows those from 1.0 to `most`.
+std::string Negotiate(const SecuredServer& server, int most) {
+  const Credentials client = server.client_authority().Issue("client");
+  WriteFile(server.token_path() + ".crt", client.certificate);
+  WriteFile(server.token_path() + ".key", client.key);
+  const std::string address = server.address("data");
+  SSL_CTX* const context = SSL_CTX_new(TLS_client_method());
+  SSL_CTX_set_security_level(context, 0);
+  SSL_CTX_set_min_proto_version(context, TLS1_VERSION);
+  SSL_CTX_set_max_proto_version(context, most);
+  EXPECT_EQ(SSL_CTX_use_certificate_file(context, (server.token_path() + ".crt").c_str(), SSL_FILETYPE_PEM), 1);
+  EXPECT_EQ(SSL_CTX_use_PrivateKey_file(context, (server.token_path() + ".key").c_str(), SSL_FILETYPE_PEM), 1);
+  BIO* const connection = BIO_new_ssl_connect(context);
+  SSL* ssl = nullptr;
+  BIO_get_ssl(connection, &ssl);
+  const unsigned char http2[] = {2, 'h', '2'};
+  SSL_set_alpn_protos(ssl, http2, sizeof(http2));
+  BIO_set_conn_hostname(connection, address.c_str());
+  const bool connected = BIO_do_connect(connection) == 1 && BIO_do_handshake(connection) == 1;
+  const std::string version = connected ? SSL_get_version(ssl) : "";
+  BIO_free_all(connection);
+  SSL_CTX_free(context);
+  return version;
+}
+
+TEST(Tls, IsOfVersion12Or13) {
+  SecuredServer server(kTokens);
+  EXPECT_EQ(Negotiate(server, TLS1_VERSION), "");
+  EXPECT_EQ(Negotiate(server, TLS1_1_VERSION), "");
+  EXPECT_EQ(Negotiate(server, TLS1_2_VERSION), "TLSv1.2");
+  EXPECT_EQ(Negotiate(server, TLS1_3_VERSION), "TLSv1.3");
+}
+
+TEST(UnixSockets, HaveTheirModeAndOwner) {
+  WireServer usual;
+  struct stat about {};
+  ASSERT_EQ(stat((usual.directory() + "/socket").c_str(), &about), 0);
+  EXPECT_EQ(about.st_mode & 0777, 0600u);
+  ServerSetup setup;
+  setup.options.unix_socket_mode = 0660;
+  setup.options.unix_socket_owner = absl::StrCat(getuid(), ":", getgid());
+  WireServer server(setup);
+  ASSERT_EQ(stat((server.directory() + "/socket").c_str(), &about), 0);
+  EXPECT_EQ(about.st_mode & 0777, 0660u);
+  EXPECT_EQ(about.st_uid, getuid());
+  EXPECT_EQ(about.st_gid, getgid());
+}
+
+std::string StartError(const std::function<void(service::ServerOptions*)>& edit) {
+  ServerSetup setup;
+  edit(&setup.options);
+  try {
+    WireServer server(setup);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(Options, WithoutMeaningAreRefusedAtTheStart) {
+  SecuredServer other(kTokens);  // its files
+  EXPECT_THAT(StartError([&](auto* o) { o->tls_certificate = other.certificate_path(); }), HasSubstr("expected both or neither"));
+  EXPECT_THAT(StartError([&](auto* o) { o->tls_client_ca = other.client_ca_path(); }), HasSubstr("tls_client_ca"));
+  EXPECT_THAT(StartError([&](auto* o) {
+                o->tls_certificate = other.client_ca_path();
+                o->tls_key = other.key_path();
+              }),
+              HasSubstr("tls_key"));
+  EXPECT_THAT(StartError([&](auto* o) {
+                o->tls_certificate = "/no/such/file";
+                o->tls_key = other.key_path();
+              }),
+              HasSubstr("tls_certificate"));
+  EXPECT_THAT(StartError([&](auto* o) { o->token_file = "/no/such/file"; }), HasSubstr("token_file"));
+  EXPECT_THAT(StartError([&](auto* o) { o->unix_socket_mode = 01000; }), HasSubstr("unix_socket_mode"));
+  EXPECT_THAT(StartError([&](auto* o) { o->unix_socket_owner = "no-such-user"; }), HasSubstr("unix_socket_owner"));
+  EXPECT_THAT(StartError([&](auto* o) { o->admin_listen_addresses = {"unix-abstract:name"}; }), HasSubstr("to listen on"));
+}
+
+std::string TokensError(const std::string& text) {
+  const auto tokens = service::ParseTokens(text);
+  return tokens.ok() ? "" : std::string(tokens.status().message());
+}
+
+TEST(TokenFiles, AreParsedStrictly) {
+  const std::string digest(64, 'a');
+  const auto one = [&](const std::string& rest) { return TokensError("{\"tokens\": [{" + rest + "}]}"); };
+  const std::string good = "\"name\": \"n\", \"sha256\": \"" + digest + "\"";
+  EXPECT_EQ(one(good), "");
+  EXPECT_EQ(TokensError("{\"tokens\": []}"), "");
+  EXPECT_THAT(TokensError("[]"), HasSubstr("object"));
+  EXPECT_THAT(TokensError("{}"), HasSubstr("tokens: expected an array"));
+  EXPECT_THAT(TokensError("{\"tokens\": [], \"more\": 1}"), HasSubstr("no other members"));
+  EXPECT_THAT(TokensError("{\"tokens\": [1]}"), HasSubstr("tokens[0]: expected an object"));
+  EXPECT_THAT(one("\"sha256\": \"" + digest + "\""), HasSubstr("tokens[0].name"));
+  EXPECT_THAT(one("\"name\": \"a b\", \"sha256\": \"" + digest + "\""), HasSubstr("tokens[0].name"));
+  EXPECT_THAT(one("\"name\": \"n\", \"sha256\": \"" + digest.substr(1) + "\""), HasSubstr("tokens[0].sha256"));
+  EXPECT_THAT(one("\"name\": \"n\", \"token\": \"secret\""), Not(HasSubstr("secret")));
+  EXPECT_THAT(one("\"name\": \"n\", \"sha256\": \"secret\""), Not(HasSubstr("secret")));
+  EXPECT_THAT(one(good + ", \"tenant\": \"Team\""), HasSubstr("tokens[0].tenant"));
+  EXPECT_THAT(one(good + ", \"tenant\": 1"), HasSubstr("tokens[0].tenant"));
+  EXPECT_THAT(one(good + ", \"compute\": \"*\""), HasSubstr("tokens[0].compute"));
+  EXPECT_THAT(one(good + ", \"compute\": [\"a/b\"]"), HasSubstr("tokens[0].compute"));
+  EXPECT_THAT(one(good + ", \"admin\": [true]"), HasSubstr("tokens[0].admin"));
+  EXPECT_THAT(one(good + ", \"name\": \"again\""), HasSubstr("repeated key"));
+  EXPECT_THAT(TokensError("{\"tokens\": [{" + good + "}, {" + good + "}]}"), HasSubstr("tokens[1].name"));
+}
+
+}  // namespace
+}  // namespace headwater::testing
