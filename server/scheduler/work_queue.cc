@@ -122,6 +122,11 @@ bool WorkQueue::others_wait() const {
   return waiting_count_ > 0 || running_[0] + running_[1] > 1;
 }
 
+bool WorkQueue::idle() const {
+  absl::MutexLock lock(&mutex_);
+  return waiting_count_ + running_[0] + running_[1] == 0;
+}
+
 void WorkQueue::Drain() {
   absl::MutexLock lock(&mutex_);
   draining_ = true;

@@ -56,6 +56,8 @@ class WorkQueue {
 
   // For a running job: whether another one waits, or runs and so may stand behind it at the engine.
   bool others_wait() const;
+  // Nothing waits or runs.
+  bool idle() const;
 
   // Refuses new jobs from now on and waits until the accepted ones have run.
   void Drain();

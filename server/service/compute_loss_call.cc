@@ -11,6 +11,7 @@
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "server/observability/metrics.h"
+#include "server/scheduler/stall_clock.h"
 #include "server/scheduler/work_queue.h"
 #include "server/service/canonical_header.h"
 #include "server/service/field_check.h"
@@ -35,9 +36,8 @@ using transport::RowExchange;
 constexpr int64_t kFirstRows = 1024;
 // A micro-batch begins before it is complete if the rest will be there within this, at the pace of what has come.
 constexpr absl::Duration kNearlyComplete = absl::Milliseconds(250);
-// How long rows may hold up the engine: when somebody else needs it, and at all.
-constexpr absl::Duration kStallWithOthers = absl::Milliseconds(1);
-constexpr absl::Duration kStall = absl::Milliseconds(20);
+// How often a computation that waits for rows looks whether others wait.
+constexpr absl::Duration kLookAtOthers = absl::Milliseconds(1);
 // How often a wait looks at what does not wake it: a lost engine, say.
 constexpr absl::Duration kLook = absl::Milliseconds(50);
 constexpr absl::Duration kLookAtJoined = absl::Milliseconds(2);
@@ -146,15 +146,16 @@ class ComputeLossCall::Incoming final : public heads::IncomingRows {
   explicit Incoming(ComputeLossCall& call) : call_(call) {}
 
   absl::Status AwaitRows(int64_t row_end) override {
-    const absl::Time begun = absl::Now();
     RowExchange& exchange = call_.transfer_->exchange();
+    clock_.BeginWait(absl::Now());
     while (true) {
       if (absl::Status status = call_.PullJoined(); !status.ok()) return status;
-      const absl::Duration patience = call_.core_.queue.others_wait() ? kStallWithOthers : kStall;
-      const absl::Time give_up = begun + patience;
-      const auto there = exchange.AwaitRows(row_end, std::min(give_up, absl::Now() + kStallWithOthers));
+      const absl::Time now = absl::Now();
+      const absl::Time give_up = clock_.GiveUpAt(now, call_.core_.queue.others_wait());
+      const auto there = exchange.AwaitRows(row_end, std::min(give_up, now + kLookAtOthers));
       if (!there.ok()) return there.status();
       if (*there) {
+        clock_.EndWait(absl::Now());
         if (exchange.complete()) Send(gate_.Open());
         return absl::OkStatus();
       }
@@ -185,6 +186,7 @@ class ComputeLossCall::Incoming final : public heads::IncomingRows {
   }
 
   ComputeLossCall& call_;
+  scheduler::StallClock clock_;
   transport::GradGate gate_;
 };
 
@@ -630,7 +632,8 @@ absl::Status ComputeLossCall::Compute() {
 bool ComputeLossCall::EnoughToBegin() const {
   const RowExchange& exchange = transfer_->exchange();
   if (!may_begin_early_ || exchange.ready_rows() < std::min(kFirstRows, payload_->request.row_count)) return false;
-  if (!core_.start_order.IsFirst(place_, absl::Now())) return false;
+  // Behind others it would gain nothing, and take their patience with rows that they wait for themselves.
+  if (!core_.queue.idle() || !core_.start_order.IsFirst(place_, absl::Now())) return false;
   const int64_t received = exchange.received_bytes();
   const int64_t missing = exchange.total_bytes() - received;
   return received > 0 &&

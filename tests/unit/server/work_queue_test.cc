@@ -71,7 +71,9 @@ TEST(WorkQueueTest, SizesFollowFromRows) {
 TEST(WorkQueueTest, TwoLargeJobsRunAtOnceAndManySmallOnes) {
   WorkQueue queue(10, {.small = 3, .large = 2});
   EXPECT_FALSE(queue.others_wait());
+  EXPECT_TRUE(queue.idle());
   auto large = std::make_unique<Blocker>(queue);
+  EXPECT_FALSE(queue.idle());
   EXPECT_FALSE(queue.others_wait());  // asked by the one that runs
   Blocker second(queue);
   EXPECT_TRUE(queue.others_wait());
