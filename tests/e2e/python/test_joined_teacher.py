@@ -117,7 +117,7 @@ def impatient(request, backends):
     if request.param == "local":
         yield backends("local-1").client, A_WHILE_S
         return
-    with running_server("--max_join_wait=1s") as server, headwater.connect(server.address, transport=request.param) as client:
+    with running_server("--max_join_wait=3s") as server, headwater.connect(server.address, transport=request.param) as client:
         yield client, None
 
 
