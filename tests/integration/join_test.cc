@@ -2,13 +2,13 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <chrono>
 #include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "server/transport/pinned_pool.h"
 #include "tests/integration/wire_server.h"
 
 namespace headwater::testing {
@@ -108,6 +108,13 @@ class Join : public ::testing::Test {
                           const SendOptions& send = {}) {
     return server_.Compute(Header(student, micro_batch, indices), HiddenRows(micro_batch), "", send);
   }
+  // Until so many micro-batches that join have claimed their rows; then they get memory for hidden rows, the teacher's and a
+  // gradient.
+  void AwaitClaims(int64_t count) {
+    const std::string name = "headwater_row_memory_bytes{state=\"used\"}";
+    const int64_t bytes = count * 3 * transport::PinnedPool::kLeastBytes;
+    EXPECT_TRUE(Await([&] { return server_.MetricLine(name) == absl::StrCat(name, " ", bytes); })) << server_.MetricLine(name);
+  }
   void ExpectSame(const LossReply& joined, const LossReply& direct) {
     ASSERT_EQ(ReasonOf(joined.status), "OK") << joined.status.error_message();
     ASSERT_EQ(ReasonOf(direct.status), "OK") << direct.status.error_message();
@@ -138,8 +145,8 @@ TEST_F(Join, ATeacherThatCameBeforeIsAsOneInTheStream) {
 TEST_F(Join, ATrainerThatCameBeforeWaits) {
   LossReply joined;
   std::thread trainer([&] { joined = ComputeJoined(student_, 0, {2, 3, 5}); });
+  AwaitClaims(1);
   // Two processes bring its rows.
-  std::this_thread::sleep_for(std::chrono::milliseconds(30));
   EXPECT_EQ(ReasonOf(Stream({5, 7})), "OK");
   EXPECT_EQ(ReasonOf(Stream({3, 2})), "OK");
   trainer.join();
@@ -162,7 +169,7 @@ TEST_F(Join, SeveralTrainersShareASet) {
     threads.emplace_back(
         [&, i] { replies[i] = ComputeJoined(i < 2 ? student_ : other_, static_cast<int64_t>(i % 2), parts[i % 2]); });
   }
-  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // all four have claimed their rows
+  AwaitClaims(4);
   EXPECT_EQ(ReasonOf(Stream({1, 3, 5})), "OK");
   EXPECT_EQ(ReasonOf(Stream({0, 2, 4, 6, 7})), "OK");
   for (std::thread& thread : threads) thread.join();
