@@ -8,6 +8,7 @@
 #include "headwater/client/client.h"
 #include "headwater/v1/loss_service.pb.h"
 #include "tests/e2e/cpp/child_process.h"
+#include "tests/e2e/cpp/loss_header.h"
 #include "tests/e2e/cpp/server_process.h"
 #include "tests/e2e/cpp/test_tensors.h"
 
@@ -20,21 +21,6 @@ constexpr int64_t kRows = 96;
 constexpr int64_t kHiddenSize = 64;
 constexpr int64_t kVocabSize = 50;
 
-v1::MicroBatchHeader MakeHeader(const std::string& head, const std::vector<int32_t>& targets) {
-  v1::MicroBatchHeader header;
-  header.set_compute_mode(v1::COMPUTE_MODE_FORWARD_BACKWARD);
-  header.set_row_count(kRows);
-  header.set_hidden_size(kHiddenSize);
-  header.set_data_type(v1::DATA_TYPE_FLOAT32);
-  v1::LossTerm* term = header.add_terms();
-  term->mutable_head()->set_head(head);
-  term->mutable_cross_entropy();
-  term->mutable_targets()->set_data_type(v1::DATA_TYPE_INT32);
-  term->mutable_targets()->add_shape(kRows);
-  term->mutable_targets()->set_data(targets.data(), targets.size() * sizeof(int32_t));
-  return header;
-}
-
 TEST(ClientCApi, ProgramInC) {
   const ServerProcess server;
   Client client = server.Connect();
@@ -45,12 +31,16 @@ TEST(ClientCApi, ProgramInC) {
   const std::vector<float> weight = RandomFloats(1, kVocabSize * kHiddenSize, 1.0F);
   Value(head.UploadWeights(HeadTensor::kWeight, TensorView::Float32(weight)));
   const std::vector<int32_t> targets = RandomTargets(2, kRows, kVocabSize);
-  v1::MicroBatchHeader header = MakeHeader(head.name(), targets);
-  header.mutable_terms(0)->mutable_head()->set_head_epoch(head.epoch());
+  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, targets);
+  header.clear_micro_batch();  // the head is frozen
+  header.mutable_terms(0)->mutable_head()->clear_step();
+  v1::MicroBatchHeader other = header;
+  other.mutable_terms(0)->mutable_head()->set_head("tenants/default/heads/none");
+  other.mutable_terms(0)->mutable_head()->clear_head_epoch();
 
   const TemporaryDirectory directory;
   WriteFile(directory.path() + "/header", header.SerializeAsString());
-  WriteFile(directory.path() + "/other", MakeHeader("tenants/default/heads/none", targets).SerializeAsString());
+  WriteFile(directory.path() + "/other", other.SerializeAsString());
   const ProgramResult result =
       RunProgram({CLIENT_C_API_PROGRAM, server.target(), directory.path() + "/header", directory.path() + "/other",
                   std::to_string(kRows), std::to_string(kHiddenSize), directory.path() + "/summary"});

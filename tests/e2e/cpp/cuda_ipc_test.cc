@@ -24,6 +24,7 @@
 #include "headwater/client/error.h"
 #include "headwater/v1/session_service.grpc.pb.h"
 #include "tests/e2e/cpp/child_process.h"
+#include "tests/e2e/cpp/loss_header.h"
 #include "tests/e2e/cpp/placed_call.h"
 #include "tests/e2e/cpp/server_process.h"
 #include "tests/e2e/cpp/test_tensors.h"
@@ -136,7 +137,7 @@ class CudaIpc : public ::testing::Test {
     head_ = std::make_unique<client::Head>(Value(client.CreateHead("h", spec)));
     const std::vector<float> weight = RandomFloats(1, kVocabSize * kHiddenSize, 0.1F);
     Value(head_->UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight)));
-    header_ = LossHeader(*head_, 0, RandomTargets(3, kRows, kVocabSize));
+    header_ = CrossEntropyHeader(*head_, 0, 0, RandomTargets(3, kRows, kVocabSize));
     by_grpc_ = Call(*loss_, header_, BytesOf(hidden_));
     ASSERT_TRUE(by_grpc_.status.ok()) << by_grpc_.status << server_->log();
   }

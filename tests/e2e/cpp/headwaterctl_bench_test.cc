@@ -1,20 +1,19 @@
 // `headwaterctl bench` as its user sees it: figures, files, what it leaves behind.
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <csignal>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <sstream>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "headwater/client/client.h"
+#include "tests/e2e/cpp/await.h"
 #include "tests/e2e/cpp/server_process.h"
 #include "tests/e2e/cpp/test_tensors.h"
 
@@ -159,10 +158,7 @@ TEST_F(Bench, AnInterruptedOneDeletesItsHead) {
   const std::string err = directory.path() + "/err";
   ChildProcess bench(Command({"--vocab_size=64", "--hidden_size=16", "--rows=8", "--transports=grpc", "--duration=30s"}),
                      directory.path() + "/out", err);
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-  while (HeadCount() == 0 && std::chrono::steady_clock::now() < deadline)
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  ASSERT_EQ(HeadCount(), 1u);
+  ASSERT_TRUE(Await([&] { return HeadCount() == 1; }));
   bench.Signal(SIGINT);
   EXPECT_EQ(bench.Wait(), 1);
   EXPECT_TRUE(absl::StrContains(ReadFile(err), "interrupted")) << ReadFile(err);

@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -23,7 +22,9 @@
 #include "headwater/client/client.h"
 #include "headwater/client/error.h"
 #include "headwater/v1/session_service.grpc.pb.h"
+#include "tests/e2e/cpp/await.h"
 #include "tests/e2e/cpp/child_process.h"
+#include "tests/e2e/cpp/loss_header.h"
 #include "tests/e2e/cpp/placed_call.h"
 #include "tests/e2e/cpp/server_process.h"
 #include "tests/e2e/cpp/test_tensors.h"
@@ -117,7 +118,7 @@ TEST_F(MemoryPathsTest, AMicroBatchIsTheSameWhicheverWayItsRowsTake) {
   const client::Head head = MakeHead("h");
   const std::vector<float> hidden = RandomFloats(2, kRows * kHiddenSize, 1);
   const std::vector<int32_t> targets = RandomTargets(3, kRows, kVocabSize);
-  v1::MicroBatchHeader header = LossHeader(head, 0, targets);
+  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, targets);
   const PlacedReply by_grpc = Call(*loss_, header, BytesOf(hidden));
   ASSERT_TRUE(by_grpc.status.ok()) << by_grpc.status;
   ASSERT_EQ(by_grpc.grad_hidden.size(), static_cast<size_t>(kBytes));
@@ -175,7 +176,7 @@ TEST_F(MemoryPathsTest, ATeachersRowsMayLieInARegionToo) {
   const client::Head teacher = MakeHead("teacher", false);
   std::vector<float> hidden = RandomFloats(2, kRows * kHiddenSize, 1);
   std::vector<float> teacher_hidden = RandomFloats(4, kRows * kHiddenSize, 1);
-  v1::MicroBatchHeader header = LossHeader(student, 0, RandomTargets(3, kRows, kVocabSize));
+  v1::MicroBatchHeader header = CrossEntropyHeader(student, 0, 0, RandomTargets(3, kRows, kVocabSize));
   header.mutable_terms(0)->mutable_jensen_shannon();
   header.mutable_terms(0)->clear_targets();
   header.mutable_terms(0)->mutable_teacher_hidden()->set_head(teacher.name());
@@ -205,7 +206,7 @@ TEST_F(MemoryPathsTest, RangesOfARegionAreCheckedAtUse) {
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   int64_t id = 0;
   const auto reason = [&](int64_t read_offset, std::optional<int64_t> write_offset, const std::string& region = "") {
-    v1::MicroBatchHeader header = LossHeader(head, id++, targets);
+    v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, id++, targets);
     SetPlacement(placement, &header);
     header.mutable_hidden_rows()->set_offset_bytes(read_offset);
     if (!region.empty()) header.mutable_hidden_rows()->set_region_id(region);
@@ -232,7 +233,7 @@ TEST_F(MemoryPathsTest, ARegionOfAnotherSessionIsNotThere) {
   v1::OpenSessionResponse other;
   grpc::ClientContext context;
   ASSERT_TRUE(sessions_->OpenSession(&context, {}, &other).ok());
-  v1::MicroBatchHeader header = LossHeader(head, 0, RandomTargets(3, kRows, kVocabSize));
+  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, RandomTargets(3, kRows, kVocabSize));
   SetPlacement(placement, &header);
   header.set_session_id(other.session_id());
   const absl::Status foreign = Call(*loss_, header).status;
@@ -255,16 +256,16 @@ TEST_F(MemoryPathsTest, RegionsAreRegisteredAgainAfterTheServersRestart) {
   server_->Start();
   // What the call is answered now is SESSION_NOT_FOUND.
   absl::Status renewed;
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-  do {
+  EXPECT_TRUE(Await([&] {
     renewed = placement.Renew("", SoonEnough());
-  } while (renewed.code() == absl::StatusCode::kUnavailable && std::chrono::steady_clock::now() < deadline);
+    return renewed.code() != absl::StatusCode::kUnavailable;
+  }));
   ASSERT_TRUE(renewed.ok()) << renewed;
   EXPECT_NE(placement.session_id(), session);
   EXPECT_NE(placement.reads()[0].region_id, region);
   EXPECT_EQ(placement.reads()[0].offset_bytes, offset);
   const client::Head head = MakeHead("h");
-  v1::MicroBatchHeader header = LossHeader(head, 0, RandomTargets(3, kRows, kVocabSize));
+  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, RandomTargets(3, kRows, kVocabSize));
   SetPlacement(placement, &header);
   EXPECT_TRUE(Call(*loss_, header).status.ok());
   EXPECT_TRUE(Place(HostRows(rows.data(), nullptr)).ok());
@@ -394,7 +395,7 @@ TEST_F(MemoryPathsTest, NamesServeWhereThereIsNoSocket) {
   Start({"--named_regions"});
   const client::Head head = MakeHead("h");
   const std::vector<float> hidden = RandomFloats(2, kRows * kHiddenSize, 1);
-  v1::MicroBatchHeader header = LossHeader(head, 0, RandomTargets(3, kRows, kVocabSize));
+  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, RandomTargets(3, kRows, kVocabSize));
   const PlacedReply by_grpc = Call(*loss_, header, BytesOf(hidden));
   ASSERT_TRUE(by_grpc.status.ok()) << by_grpc.status;
   std::vector<float> rows = hidden;
@@ -418,7 +419,7 @@ TEST_F(MemoryPathsTest, ManyThreadsPlaceAtOnce) {
     threads.emplace_back([&, number] {
       const std::vector<float> hidden = RandomFloats(number, kRows * kHiddenSize, 1);
       const std::vector<int32_t> targets = RandomTargets(number, kRows, kVocabSize);
-      v1::MicroBatchHeader plain = LossHeader(head, 0, targets);
+      v1::MicroBatchHeader plain = CrossEntropyHeader(head, 0, 0, targets);
       plain.clear_micro_batch();
       plain.mutable_terms(0)->mutable_head()->clear_step();
       const PlacedReply expected = Call(*loss_, plain, BytesOf(hidden));

@@ -14,9 +14,9 @@
 
 #include "client/cpp/src/error.h"
 #include "client/cpp/src/memory/memory_paths.h"
-#include "headwater/client/client.h"
 #include "headwater/client/error.h"
 #include "headwater/v1/loss_service.grpc.pb.h"
+#include "tests/e2e/cpp/loss_header.h"
 
 namespace headwater::e2e {
 
@@ -28,25 +28,6 @@ struct PlacedReply {
   v1::MicroBatchSummary summary;
   std::string grad_hidden;  // of chunks
 };
-
-// FORWARD_BACKWARD cross entropy of fp32 rows at step 0.
-inline v1::MicroBatchHeader LossHeader(const client::Head& head, int64_t micro_batch, const std::vector<int32_t>& targets) {
-  v1::MicroBatchHeader header;
-  header.set_micro_batch(micro_batch);
-  header.set_compute_mode(v1::COMPUTE_MODE_FORWARD_BACKWARD);
-  header.set_row_count(static_cast<int64_t>(targets.size()));
-  header.set_hidden_size(head.spec().hidden_size);
-  header.set_data_type(v1::DATA_TYPE_FLOAT32);
-  v1::LossTerm* const term = header.add_terms();
-  term->mutable_head()->set_head(head.name());
-  term->mutable_head()->set_head_epoch(head.epoch());
-  term->mutable_head()->set_step(0);
-  term->mutable_cross_entropy();
-  term->mutable_targets()->set_data_type(v1::DATA_TYPE_INT32);
-  term->mutable_targets()->add_shape(static_cast<int64_t>(targets.size()));
-  term->mutable_targets()->set_data(targets.data(), targets.size() * sizeof(int32_t));
-  return header;
-}
 
 inline void SetRows(const client::internal::PlacedRows& placed, v1::SharedRows* rows) {
   rows->set_region_id(placed.region_id);

@@ -116,25 +116,6 @@ grpc::Status RawWire::Compute(const v1::MicroBatchHeader& header, const std::str
   return stream->Finish();
 }
 
-v1::MicroBatchHeader CrossEntropyHeader(const client::Head& head, int64_t step, int64_t micro_batch,
-                                        const std::vector<int32_t>& targets) {
-  v1::MicroBatchHeader header;
-  header.set_micro_batch(micro_batch);
-  header.set_compute_mode(v1::COMPUTE_MODE_FORWARD_BACKWARD);
-  header.set_row_count(static_cast<int64_t>(targets.size()));
-  header.set_hidden_size(head.spec().hidden_size);
-  header.set_data_type(v1::DATA_TYPE_FLOAT32);
-  v1::LossTerm* const term = header.add_terms();
-  term->mutable_head()->set_head(head.name());
-  term->mutable_head()->set_head_epoch(head.epoch());
-  term->mutable_head()->set_step(step);
-  term->mutable_targets()->set_data_type(v1::DATA_TYPE_INT32);
-  term->mutable_targets()->add_shape(static_cast<int64_t>(targets.size()));
-  term->mutable_targets()->set_data(reinterpret_cast<const char*>(targets.data()), targets.size() * sizeof(int32_t));
-  term->mutable_cross_entropy();
-  return header;
-}
-
 SharedMemory::SharedMemory(int64_t bytes, bool sealed) : bytes_(bytes) {
   descriptor_ = memfd_create("headwater-test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (descriptor_ < 0 || ftruncate(descriptor_, bytes) != 0 || fallocate(descriptor_, 0, 0, bytes) != 0 ||

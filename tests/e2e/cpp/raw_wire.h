@@ -8,9 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <vector>
 
-#include "headwater/client/client.h"
 #include "headwater/v1/error.pb.h"
 #include "headwater/v1/loss_service.grpc.pb.h"
 #include "headwater/v1/session_service.grpc.pb.h"
@@ -40,10 +38,6 @@ class RawWire {
   std::unique_ptr<v1::LossService::Stub> loss_;
   std::unique_ptr<v1::SessionService::Stub> sessions_;
 };
-
-// A forward and backward of cross entropy on float32 rows.
-v1::MicroBatchHeader CrossEntropyHeader(const client::Head& head, int64_t step, int64_t micro_batch,
-                                        const std::vector<int32_t>& targets);
 
 // Memory that a client makes to share it. Unmapped and closed with the object.
 class SharedMemory {

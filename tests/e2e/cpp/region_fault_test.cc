@@ -7,13 +7,14 @@
 
 #include <chrono>
 #include <cstring>
-#include <functional>
 #include <limits>
 #include <optional>
 #include <thread>
 #include <vector>
 
 #include "headwater/client/client.h"
+#include "tests/e2e/cpp/await.h"
+#include "tests/e2e/cpp/loss_header.h"
 #include "tests/e2e/cpp/raw_wire.h"
 #include "tests/e2e/cpp/server_process.h"
 #include "tests/e2e/cpp/test_tensors.h"
@@ -30,15 +31,6 @@ constexpr int64_t kHiddenSize = 16;
 constexpr int64_t kRowBytes = kHiddenSize * 4;
 constexpr int64_t kRows = 64;
 constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
-
-bool Await(const std::function<bool()>& holds) {
-  const auto deadline = steady_clock::now() + seconds(20);
-  while (!holds()) {
-    if (steady_clock::now() > deadline) return false;
-    std::this_thread::sleep_for(milliseconds(20));
-  }
-  return true;
-}
 
 // A file under /dev/shm, as clients of named regions make it.
 class NamedMemory {

@@ -8,7 +8,6 @@
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -19,6 +18,7 @@
 
 #include "client/ctl/device_rows.h"
 #include "headwater/client/client.h"
+#include "tests/e2e/cpp/await.h"
 #include "tests/e2e/cpp/server_process.h"
 #include "tests/e2e/cpp/test_tensors.h"
 
@@ -35,15 +35,6 @@ constexpr int64_t kHiddenSize = 64;
 constexpr int64_t kFewRows = 5;
 constexpr int64_t kManyRows = 1 << 16;  // several stripes, and much more than sockets and flow control hold
 constexpr int64_t kManyBytes = kManyRows * kHiddenSize * 4;
-
-bool Await(const std::function<bool()>& holds) {
-  const auto deadline = steady_clock::now() + seconds(20);
-  while (!holds()) {
-    if (steady_clock::now() > deadline) return false;
-    std::this_thread::sleep_for(milliseconds(20));
-  }
-  return true;
-}
 
 MicroBatchOptions Submission(int64_t micro_batch) {
   MicroBatchOptions options;
