@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 
@@ -14,7 +15,7 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 
 constexpr int64_t kGradChunkBytes = 256 << 10;
-constexpr seconds kPatience{20};
+constexpr seconds kPatience{60};
 
 bool HasHeader(const v1::ComputeLossRequest& request) { return request.has_header(); }
 bool HasHeader(const v1::TransferRowsRequest& request) { return request.has_header(); }
@@ -42,14 +43,51 @@ struct StripeDouble::Transfer {
   int stream_count() const { return std::max(1, header.stripe_count()); }
 };
 
+// A stream's time in the server.
+class StripeDouble::Served {
+ public:
+  explicit Served(StripeDouble& served) : double_(served) {
+    std::lock_guard<std::mutex> lock(double_.mutex_);
+    ++double_.served_;
+  }
+  ~Served() {
+    std::lock_guard<std::mutex> lock(double_.mutex_);
+    --double_.served_;
+    double_.changed_.notify_all();
+  }
+  Served(const Served&) = delete;
+  Served& operator=(const Served&) = delete;
+
+ private:
+  StripeDouble& double_;
+};
+
 StripeDouble::StripeDouble(ScriptedServer& server, int64_t max_stripes) {
   server.WithState([max_stripes](ScriptedServer::State& state) { state.max_stripes = max_stripes; });
   server.compute_loss = [this](grpc::ServerContext* context, ScriptedServer::LossStream* stream) {
+    const Served served(*this);
     return Primary(context, stream);
   };
   server.transfer_rows = [this](grpc::ServerContext* context, ScriptedServer::TransferStream* stream) {
+    const Served served(*this);
     return Stripe(context, stream);
   };
+}
+
+void StripeDouble::AwaitQuiet(std::unique_lock<std::mutex>& lock) {
+  if (!changed_.wait_for(lock, kPatience, [&] { return served_ == 0; })) complaints_.push_back("streams did not end");
+}
+
+void StripeDouble::SetAt(At at) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  AwaitQuiet(lock);
+  at_ = std::move(at);
+}
+
+void StripeDouble::SetPlan(Plan plan) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  AwaitQuiet(lock);
+  plan_ = std::move(plan);
 }
 
 grpc::Status StripeDouble::Stall(grpc::ServerContext* context) {
@@ -70,7 +108,7 @@ std::shared_ptr<StripeDouble::Transfer> StripeDouble::TransferOf(const std::stri
 }
 
 grpc::Status StripeDouble::Ask(Transfer& transfer, const Moment& moment) {
-  grpc::Status status = at ? at(moment) : grpc::Status::OK;
+  grpc::Status status = at_ ? at_(moment) : grpc::Status::OK;
   if (status.ok()) return status;
   std::lock_guard<std::mutex> lock(mutex_);
   transfer.broken = true;
@@ -171,7 +209,7 @@ void StripeDouble::TakeChunk(Transfer& transfer, int stream, const Request& mess
 std::vector<StripeDouble::GradRun> StripeDouble::PlanOf(const Transfer& transfer) const {
   const int streams = transfer.stream_count();
   const int64_t row_count = transfer.header.row_count();
-  if (plan) return plan(streams, row_count);
+  if (plan_) return plan_(streams, row_count);
   std::vector<GradRun> runs;
   const int64_t rows = std::max<int64_t>(1, kGradChunkBytes / (transfer.header.hidden_size() * 4));
   for (int64_t start = 0; start < row_count; start += rows) {

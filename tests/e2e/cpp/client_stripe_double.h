@@ -38,12 +38,17 @@ class StripeDouble {
 
   // Takes over the server's ComputeLoss and TransferRows.
   StripeDouble(ScriptedServer& server, int64_t max_stripes);
+  // Waits for the streams that it serves; their clients must be gone.
+  ~StripeDouble() { SetAt(nullptr); }
 
   // Not OK: the stream ends so, and the other streams of the attempt with STRIPE_LOST, as far as the server has heard of them. May
   // wait; thread-safe.
-  std::function<grpc::Status(const Moment&)> at;
-  // The gradient's way back; not set: chunks of 256 KiB on the streams in turn.
-  std::function<std::vector<GradRun>(int streams, int64_t row_count)> plan;
+  using At = std::function<grpc::Status(const Moment&)>;
+  // The gradient's way back; null: chunks of 256 KiB on the streams in turn.
+  using Plan = std::function<std::vector<GradRun>(int streams, int64_t row_count)>;
+  // For the calls to come. Wait for the streams of those that have ended for their client, which may still use what was set before.
+  void SetAt(At at);
+  void SetPlan(Plan plan);
 
   // What was wrong with what came; empty: nothing.
   std::vector<std::string> complaints() const;
@@ -59,6 +64,7 @@ class StripeDouble {
 
  private:
   struct Transfer;
+  class Served;
 
   grpc::Status Primary(grpc::ServerContext* context, ScriptedServer::LossStream* stream);
   grpc::Status Stripe(grpc::ServerContext* context, ScriptedServer::TransferStream* stream);
@@ -72,9 +78,14 @@ class StripeDouble {
   std::shared_ptr<Transfer> TransferOf(const std::string& id);
   void Complain(const std::string& complaint);
   std::vector<GradRun> PlanOf(const Transfer& transfer) const;
+  // Until no stream is served.
+  void AwaitQuiet(std::unique_lock<std::mutex>& lock);
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
+  At at_;      // changes only while no stream is served
+  Plan plan_;  // the same
+  int served_ = 0;
   std::map<std::string, std::shared_ptr<Transfer>> transfers_;
   std::shared_ptr<Transfer> last_;
   int attempts_ = 0;
