@@ -13,6 +13,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -52,80 +53,68 @@ struct Grad {
   int64_t rows = 0;
 };
 
-// A stripe on a connection of its own.
-class Stripe {
+// A stream of rows, on a connection of its own.
+template <typename Request, typename Response>
+class RowStream {
  public:
-  Stripe(WireServer& server, const std::string& transfer_id, int32_t index)
-      : channel_(server.NewChannel()), stub_(v1::LossService::NewStub(channel_)), stream_(stub_->TransferRows(&context_)) {
-    v1::TransferRowsRequest request;
-    request.mutable_header()->set_transfer_id(transfer_id);
-    request.mutable_header()->set_stripe_index(index);
-    stream_->Write(request);
-  }
-  ~Stripe() {
+  RowStream(const RowStream&) = delete;
+  RowStream& operator=(const RowStream&) = delete;
+  ~RowStream() {
     context_.TryCancel();
     if (!ended_) stream_->Finish();
   }
   bool Send(const v1::RowChunk& chunk) {
-    v1::TransferRowsRequest request;
+    Request request;
     *request.mutable_chunk() = chunk;
     return stream_->Write(request);
   }
   void HalfClose() { stream_->WritesDone(); }
   void Cancel() { context_.TryCancel(); }
   // Reads to the end.
-  grpc::Status End(Grad* grad = nullptr) {
-    v1::TransferRowsResponse response;
+  grpc::Status End(Grad* grad = nullptr, v1::MicroBatchSummary* summary = nullptr) {
+    Response response;
     while (stream_->Read(&response)) {
+      if constexpr (std::is_same_v<Response, v1::ComputeLossResponse>) {
+        if (response.has_summary()) {
+          if (summary != nullptr) *summary = response.summary();
+          continue;
+        }
+      }
       if (grad != nullptr) grad->Take(response.chunk());
     }
     ended_ = true;
     return stream_->Finish();
   }
 
- private:
+ protected:
+  explicit RowStream(const WireServer& server) : channel_(server.NewChannel()), stub_(v1::LossService::NewStub(channel_)) {}
+
   std::shared_ptr<grpc::Channel> channel_;
   std::unique_ptr<v1::LossService::Stub> stub_;
   grpc::ClientContext context_;
-  std::unique_ptr<grpc::ClientReaderWriter<v1::TransferRowsRequest, v1::TransferRowsResponse>> stream_;
+  std::unique_ptr<grpc::ClientReaderWriter<Request, Response>> stream_;
+
+ private:
   bool ended_ = false;
 };
 
-class Primary {
- public:
-  Primary(WireServer& server, const v1::MicroBatchHeader& header)
-      : channel_(server.NewChannel()), stub_(v1::LossService::NewStub(channel_)), stream_(stub_->ComputeLoss(&context_)) {
+struct Stripe : RowStream<v1::TransferRowsRequest, v1::TransferRowsResponse> {
+  Stripe(const WireServer& server, const std::string& transfer_id, int32_t index) : RowStream(server) {
+    stream_ = stub_->TransferRows(&context_);
+    v1::TransferRowsRequest request;
+    request.mutable_header()->set_transfer_id(transfer_id);
+    request.mutable_header()->set_stripe_index(index);
+    stream_->Write(request);
+  }
+};
+
+struct Primary : RowStream<v1::ComputeLossRequest, v1::ComputeLossResponse> {
+  Primary(const WireServer& server, const v1::MicroBatchHeader& header) : RowStream(server) {
+    stream_ = stub_->ComputeLoss(&context_);
     v1::ComputeLossRequest request;
     *request.mutable_header() = header;
     stream_->Write(request);
   }
-  ~Primary() {
-    context_.TryCancel();
-    if (!ended_) stream_->Finish();
-  }
-  bool Send(const v1::RowChunk& chunk) {
-    v1::ComputeLossRequest request;
-    *request.mutable_chunk() = chunk;
-    return stream_->Write(request);
-  }
-  void HalfClose() { stream_->WritesDone(); }
-  void Cancel() { context_.TryCancel(); }
-  grpc::Status End(Grad* grad = nullptr, v1::MicroBatchSummary* summary = nullptr) {
-    v1::ComputeLossResponse response;
-    while (stream_->Read(&response)) {
-      if (response.has_chunk() && grad != nullptr) grad->Take(response.chunk());
-      if (response.has_summary() && summary != nullptr) *summary = response.summary();
-    }
-    ended_ = true;
-    return stream_->Finish();
-  }
-
- private:
-  std::shared_ptr<grpc::Channel> channel_;
-  std::unique_ptr<v1::LossService::Stub> stub_;
-  grpc::ClientContext context_;
-  std::unique_ptr<grpc::ClientReaderWriter<v1::ComputeLossRequest, v1::ComputeLossResponse>> stream_;
-  bool ended_ = false;
 };
 
 std::string Id(char letter) { return std::string(16, letter); }
