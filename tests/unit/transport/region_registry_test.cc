@@ -50,20 +50,12 @@ class LockingEngine : public ::headwater::testing::FakeEngine {
     std::atomic<int64_t>& count;
     const int64_t amount;
   };
-  class Locked final : public HostMemory {
+  // Memory of the test's, as HostMemory or DeviceRegion; counts as `amount`.
+  template <typename Base>
+  class Memory final : public Base {
    public:
-    Locked(void* data, int64_t bytes, std::atomic<int64_t>& count) : data_(data), bytes_(bytes), counted_(count, bytes) {}
-    void* data() const override { return data_; }
-    int64_t bytes() const override { return bytes_; }
-
-   private:
-    void* const data_;
-    const int64_t bytes_;
-    const Counted counted_;
-  };
-  class Device final : public DeviceRegion {
-   public:
-    Device(void* data, int64_t bytes, std::atomic<int64_t>& count) : data_(data), bytes_(bytes), counted_(count, 1) {}
+    Memory(void* data, int64_t bytes, std::atomic<int64_t>& count, int64_t amount)
+        : data_(data), bytes_(bytes), counted_(count, amount) {}
     void* data() const override { return data_; }
     int64_t bytes() const override { return bytes_; }
 
@@ -82,11 +74,12 @@ class LockingEngine : public ::headwater::testing::FakeEngine {
 
   absl::StatusOr<std::unique_ptr<HostMemory>> RegisterHostMemory(void* data, int64_t bytes) override {
     if (refuse_locking) return MakeError(ErrorReason::kMemoryBudgetExceeded, "no page-locked memory is left");
-    return std::make_unique<Locked>(data, bytes, locked_bytes);
+    return std::make_unique<Memory<HostMemory>>(data, bytes, locked_bytes, bytes);
   }
   absl::StatusOr<std::unique_ptr<DeviceRegion>> OpenDeviceMemory(const DeviceHandle& handle, int64_t) override {
     if (handle[0] == 0) return MakeError(ErrorReason::kInvalidField, "cuda_ipc_handle: the handle cannot be opened here");
-    return std::make_unique<Device>(device_memory.data(), static_cast<int64_t>(device_memory.size()), open_devices);
+    return std::make_unique<Memory<DeviceRegion>>(device_memory.data(), static_cast<int64_t>(device_memory.size()), open_devices,
+                                                  1);
   }
   absl::StatusOr<std::unique_ptr<DeviceEvent>> OpenDeviceEvent(const DeviceHandle& handle) override {
     if (handle[0] == 0) return MakeError(ErrorReason::kInvalidField, "cuda_event_handle: the handle cannot be opened here");
