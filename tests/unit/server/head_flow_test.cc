@@ -25,6 +25,7 @@ using headwater::testing::MakeReadyHead;
 using headwater::testing::MicroBatchCall;
 using headwater::testing::Payload;
 using headwater::testing::ReadGradWeight;
+using headwater::testing::RunUntilItSleeps;
 using headwater::testing::SmallSpec;
 using headwater::testing::TestRows;
 
@@ -215,16 +216,10 @@ TEST_F(HeadFlowTest, AHigherAttemptEndsOneThatFlows) {
   FlowingCall flowing(head_, 0, 0, kTwoRows);
   MicroBatchCall higher(head_, 0, 0, kTwoRows);
   higher.submission().attempt = 1;
-  absl::Notification awaiting;
-  std::thread announcer([&] {
-    awaiting.WaitForNotification();
-    EXPECT_OK(Head::Announce(higher.submission()));
-  });
+  std::thread announcer;
   flowing.rows.on_await = [&](int64_t row_end) {
-    if (row_end == 1) {
-      awaiting.Notify();
-      absl::SleepFor(absl::Milliseconds(50));  // long enough for the announcement to have left its mark
-    }
+    // The announcement leaves its mark, and waits for this computation.
+    if (row_end == 1) announcer = RunUntilItSleeps([&] { EXPECT_OK(Head::Announce(higher.submission())); });
     return absl::OkStatus();
   };
   EXPECT_REASON(flowing.call.Run(engine_), kAttemptSuperseded);

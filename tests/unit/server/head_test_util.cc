@@ -1,8 +1,16 @@
 #include "head_test_util.h"
 
+#include <unistd.h>
+
+#include <atomic>
 #include <cstring>
+#include <fstream>
+#include <iterator>
 #include <string_view>
 #include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 
 namespace headwater::testing {
 
@@ -94,6 +102,26 @@ std::vector<float> ReadWeight(const heads::Head& head) {
   std::vector<float> values(static_cast<size_t>(count));
   EXPECT_OK(head.ReadWeights(HeadTensor::kMasterWeight, 0, count, values.data(), std::nullopt));
   return values;
+}
+
+std::thread RunUntilItSleeps(std::function<void()> call) {
+  std::atomic<pid_t> id = 0;
+  std::thread thread([&id, call = std::move(call)] {
+    id = gettid();
+    call();
+  });
+  // Several looks in a row: memory may have to be waited for as well, but not for long.
+  int asleep = 0;
+  for (const absl::Time end = absl::Now() + absl::Seconds(20); asleep < 3 && absl::Now() < end;) {
+    absl::SleepFor(absl::Milliseconds(1));
+    if (id == 0) continue;
+    std::ifstream file(absl::StrCat("/proc/self/task/", id.load(), "/stat"));
+    const std::string stat(std::istreambuf_iterator<char>(file), {});
+    const size_t name_end = stat.rfind(") ");  // then comes the state
+    asleep = name_end != std::string::npos && stat[name_end + 2] == 'S' ? asleep + 1 : 0;
+  }
+  EXPECT_EQ(asleep, 3) << "the call has not waited";
+  return thread;
 }
 
 heads::StepKey KeyOf(const heads::Head& head) {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "fake_engine.h"
@@ -121,6 +122,10 @@ absl::Status SetWeights(heads::Head& head, const std::vector<float>& weight, con
 
 std::vector<float> ReadGradWeight(const heads::Head& head);
 std::vector<float> ReadWeight(const heads::Head& head);
+
+// Runs `call` on a thread of its own; returns once it sleeps in there, because it waits for a lock, say. For calls that leave their
+// mark before they wait. The test fails if it does not sleep within 20 s.
+std::thread RunUntilItSleeps(std::function<void()> call);
 
 // The step that `head` has open, with its epoch.
 heads::StepKey KeyOf(const heads::Head& head);

@@ -23,6 +23,7 @@ using headwater::testing::MicroBatchCall;
 using headwater::testing::Payload;
 using headwater::testing::ReadGradWeight;
 using headwater::testing::ReadWeight;
+using headwater::testing::RunUntilItSleeps;
 using headwater::testing::SmallSpec;
 
 const Payload kRowOfToken2 = {{1, 2, 3}, {2}};
@@ -100,9 +101,8 @@ TEST_F(HeadTransactionsTest, ARunningLowerAttemptGivesUpUnlessItCommits) {
     absl::StatusOr<SubmissionOutcome> outcome;
     std::thread lower([&] { outcome = first.Run(engine_); });
     computing.WaitForNotification();
-    std::thread higher([&] { EXPECT_OK(Head::Announce(second.submission())); });
-    // The announcement waits for the computation; long enough for it to have left its mark.
-    absl::SleepFor(absl::Milliseconds(50));
+    // The announcement leaves its mark, and waits for the computation.
+    std::thread higher = RunUntilItSleeps([&] { EXPECT_OK(Head::Announce(second.submission())); });
     announced.Notify();
     lower.join();
     higher.join();
