@@ -86,7 +86,7 @@ TEST_P(Sessions, OwnWhatIsUndecided) {
 
 TEST_P(Sessions, ThatEndLeaveTombstonesForWhatIsUndecided) {
   const TestHead head = server_->MakeHead("h", SmallSpec());
-  const std::string session = server_->OpenSession(150);
+  const std::string session = server_->OpenSession(600);
   v1::MicroBatchHeader eager = CrossEntropyHeader(head, 0, 0, {1, 2, 3});
   eager.set_session_id(session);
   Require(server_->Compute(eager, Rows(4)).status, "committed");
@@ -107,10 +107,10 @@ TEST_P(Sessions, ThatEndLeaveTombstonesForWhatIsUndecided) {
 
 TEST_P(Sessions, AreRenewedByAnyCallThatNamesThem) {
   const TestHead head = server_->MakeHead("h", SmallSpec());
-  const std::string kept = server_->OpenSession(400);
-  const std::string worked = server_->OpenSession(400);
+  const std::string kept = server_->OpenSession(800);
+  const std::string worked = server_->OpenSession(800);
   Require(Stage(head, 0, kept).status, "staged");
-  for (int i = 0; i < 10; ++i) {
+  for (int i = 0; i < 12; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
     EXPECT_EQ(ReasonOf(KeepAlive(kept)), "OK");
     v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 1 + i, {1, 2, 3});
@@ -123,12 +123,12 @@ TEST_P(Sessions, AreRenewedByAnyCallThatNamesThem) {
 
 TEST_P(Sessions, DoNotEndWhileACallRuns) {
   const TestHead head = server_->MakeHead("h", SmallSpec());
-  const std::string session = server_->OpenSession(100);
+  const std::string session = server_->OpenSession(600);
   server_->gate().Close();
   LossReply reply;
   std::thread call([&] { reply = Stage(head, 0, session); });
   server_->gate().AwaitWaiting();
-  std::this_thread::sleep_for(std::chrono::milliseconds(400));
+  std::this_thread::sleep_for(std::chrono::milliseconds(900));
   EXPECT_EQ(server_->MetricLine("headwater_sessions"), "headwater_sessions 1");
   server_->gate().Open();
   call.join();

@@ -208,7 +208,7 @@ TEST_F(SharedMemory, RegionsOfASessionAreBounded) {
 TEST_F(SharedMemory, AClientThatDiesGivesEverythingBack) {
   Start();
   const int before = OpenDescriptors();
-  const std::string dying = server_->OpenSession(200);
+  const std::string dying = server_->OpenSession(1000);
   session_ = dying;
   for (int i = 0; i < 5; ++i) MakeRegion((i + 1) * kPage);
   EXPECT_EQ(SharedRegions(), "headwater_regions{kind=\"shared\"} 5");
