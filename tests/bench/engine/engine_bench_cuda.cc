@@ -27,6 +27,7 @@
 #include "headwater/kernels/engine.h"
 #include "tests/bench/common/alternating_blocks.h"
 #include "tests/bench/common/cuda_floor.h"
+#include "tests/bench/common/flags.h"
 #include "tests/kernels/cuda_fp64.h"
 #include "tests/kernels/cuda_problem.h"
 #include "tests/kernels/figure_file.h"
@@ -85,14 +86,6 @@ struct Settings {
   std::exit(2);
 }
 
-// A number in [low, high].
-double NumberOf(const std::string& flag, const std::string& value, double low, double high) {
-  char* end = nullptr;
-  const double number = std::strtod(value.c_str(), &end);
-  if (value.empty() || *end != 0 || !(number >= low && number <= high)) Usage(flag);
-  return number;
-}
-
 std::vector<std::string> CasesOf(const std::string& flag, const std::string& value) {
   std::vector<std::string> names;
   for (size_t start = 0; start <= value.size();) {
@@ -109,33 +102,26 @@ std::vector<std::string> CasesOf(const std::string& flag, const std::string& val
 Settings ParseFlags(int argc, char** argv) {
   Settings settings;
   for (int i = 1; i < argc; ++i) {
-    const std::string flag = argv[i];
-    const size_t equals = flag.find('=');
-    const std::string name = flag.substr(0, equals);
-    const std::string value = equals == std::string::npos ? "" : flag.substr(equals + 1);
+    const Flag flag(argv[i], Usage);
+    const std::string& name = flag.name();
+    const std::string& value = flag.value();
     if (name == "--cases") {
-      settings.cases = CasesOf(flag, value);
-    } else if (name == "--seconds") {
-      settings.blocks.block_seconds = NumberOf(flag, value, 0.01, 60);
-    } else if (name == "--warmup") {
-      settings.blocks.warmup_seconds = NumberOf(flag, value, 0, 60);
-    } else if (name == "--rounds") {
-      settings.blocks.rounds = static_cast<int>(NumberOf(flag, value, 1, 100));
-    } else if (name == "--idle") {
-      settings.blocks.idle_seconds = NumberOf(flag, value, 0, 60);
+      settings.cases = CasesOf(flag.text(), value);
+    } else if (flag.SetsBlocks(&settings.blocks)) {
+      continue;
     } else if (name == "--workspace-mib") {
-      settings.workspace_bytes = static_cast<int64_t>(NumberOf(flag, value, 1, 1 << 20)) << 20;
+      settings.workspace_bytes = static_cast<int64_t>(flag.Number(1, 1 << 20)) << 20;
     } else if (name == "--algorithms") {
       settings.algorithms = value;
     } else if (name == "--output") {
       settings.output = value;
     } else if (name == "--commit") {
       settings.commit = value;
-    } else if (flag == "--list") {
+    } else if (flag.text() == "--list") {
       for (const BenchCase& bench_case : kCases) std::printf("%s\n", bench_case.name);
       std::exit(0);
     } else {
-      Usage(flag);
+      Usage(flag.text());
     }
   }
   return settings;

@@ -8,6 +8,8 @@
 #include <cstring>
 #include <random>
 
+#include "tests/bench/common/flags.h"
+
 namespace headwater::bench {
 namespace {
 
@@ -19,14 +21,6 @@ namespace {
                "--algorithms=FILE --output=FILE.csv --commit=NAME\n",
                flag.c_str());
   std::exit(2);
-}
-
-// A number in [low, high].
-double NumberOf(const std::string& flag, const std::string& value, double low, double high) {
-  char* end = nullptr;
-  const double number = std::strtod(value.c_str(), &end);
-  if (value.empty() || *end != 0 || !(number >= low && number <= high)) Usage(flag);
-  return number;
 }
 
 std::vector<std::string> Split(const std::string& value) {
@@ -66,34 +60,27 @@ std::vector<uint16_t> NormalBits(int64_t count, double deviation, uint64_t seed)
 TransportSettings ParseTransportFlags(int argc, char** argv) {
   TransportSettings settings;
   for (int i = 1; i < argc; ++i) {
-    const std::string flag = argv[i];
-    const size_t equals = flag.find('=');
-    const std::string name = flag.substr(0, equals);
-    const std::string value = equals == std::string::npos ? "" : flag.substr(equals + 1);
+    const Flag flag(argv[i], Usage);
+    const std::string& name = flag.name();
+    const std::string& value = flag.value();
     if (name == "--engine" && (value == "cuda" || value == "cpu")) {
       settings.engine = value;
     } else if (name == "--rows") {
-      settings.rows = static_cast<int64_t>(NumberOf(flag, value, 1, 1 << 18));
+      settings.rows = static_cast<int64_t>(flag.Number(1, 1 << 18));
     } else if (name == "--hidden") {
-      settings.hidden_size = static_cast<int64_t>(NumberOf(flag, value, 1, 1 << 16));
+      settings.hidden_size = static_cast<int64_t>(flag.Number(1, 1 << 16));
     } else if (name == "--vocab") {
-      settings.vocab_size = static_cast<int64_t>(NumberOf(flag, value, 2, 1 << 20));
+      settings.vocab_size = static_cast<int64_t>(flag.Number(2, 1 << 20));
     } else if (name == "--clients") {
-      settings.clients = static_cast<int>(NumberOf(flag, value, 1, 64));
+      settings.clients = static_cast<int>(flag.Number(1, 64));
     } else if (name == "--cases") {
       settings.cases = Split(value);
-    } else if (flag == "--list") {
+    } else if (flag.text() == "--list") {
       settings.list = true;
-    } else if (flag == "--smoke") {
+    } else if (flag.text() == "--smoke") {
       settings.smoke = true;
-    } else if (name == "--seconds") {
-      settings.blocks.block_seconds = NumberOf(flag, value, 0.01, 60);
-    } else if (name == "--warmup") {
-      settings.blocks.warmup_seconds = NumberOf(flag, value, 0, 60);
-    } else if (name == "--rounds") {
-      settings.blocks.rounds = static_cast<int>(NumberOf(flag, value, 1, 100));
-    } else if (name == "--idle") {
-      settings.blocks.idle_seconds = NumberOf(flag, value, 0, 60);
+    } else if (flag.SetsBlocks(&settings.blocks)) {
+      continue;
     } else if (name == "--headwaterd") {
       settings.headwaterd = value;
     } else if (name == "--python") {
@@ -107,7 +94,7 @@ TransportSettings ParseTransportFlags(int argc, char** argv) {
     } else if (name == "--commit") {
       settings.commit = value;
     } else {
-      Usage(flag);
+      Usage(flag.text());
     }
   }
   if (settings.rows % settings.clients != 0) Usage("--clients must divide --rows");
