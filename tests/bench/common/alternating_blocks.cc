@@ -6,21 +6,12 @@
 #include <thread>
 #include <vector>
 
+#include "tests/bench/common/statistics.h"
+
 namespace headwater::bench {
 namespace {
 
 constexpr double kBurstSeconds = 0.06;
-
-double MedianOf(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const size_t middle = values.size() / 2;
-  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
-}
-
-double SpreadOf(const std::vector<double>& values) {
-  const auto [smallest, largest] = std::minmax_element(values.begin(), values.end());
-  return (*largest - *smallest) / MedianOf(values);
-}
 
 // Milliseconds of one call.
 double Time(const Repeat& work, int count) {
@@ -65,10 +56,10 @@ BlockTimes TimeAlternately(const Repeat& floor, const Repeat& candidate, const B
     floor_ms.push_back(block(floor, floor_count, &times.floor_card));
     ratios.push_back(candidate_ms.back() / (0.5 * (floor_ms[floor_ms.size() - 2] + floor_ms.back())));
   }
-  times.floor_ms = MedianOf(floor_ms);
-  times.candidate_ms = MedianOf(candidate_ms);
-  times.ratio = MedianOf(ratios);
-  times.ratio_spread = SpreadOf(ratios);
+  times.floor_ms = Median(floor_ms);
+  times.candidate_ms = Median(candidate_ms);
+  times.ratio = Median(ratios);
+  times.ratio_spread = Spread(ratios);
   if (options.idle_seconds > 0) {
     const double floor_burst = Burst(floor, times.floor_ms, options);
     times.burst_ratio = Burst(candidate, times.candidate_ms, options) / floor_burst;
@@ -87,9 +78,9 @@ BlockTimes TimeAgainst(double floor_ms, const Repeat& candidate, const BlockOpti
     times.candidate_card = monitor.End();
   }
   times.floor_ms = floor_ms;
-  times.candidate_ms = MedianOf(candidate_ms);
+  times.candidate_ms = Median(candidate_ms);
   times.ratio = times.candidate_ms / floor_ms;
-  times.ratio_spread = SpreadOf(candidate_ms);
+  times.ratio_spread = Spread(candidate_ms);
   if (options.idle_seconds > 0) times.burst_ratio = Burst(candidate, times.candidate_ms, options) / floor_ms;
   return times;
 }

@@ -1,12 +1,12 @@
 #include "tests/bench/engine/bench_support.h"
 
-#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
 
 #include "kernels/reference/storage.h"
+#include "tests/bench/common/statistics.h"
 
 namespace headwater::bench {
 namespace {
@@ -130,17 +130,6 @@ MicroBatchResult Compute(LossEngine& engine, EngineHead& head, Rows& rows, GradW
   MicroBatchResult result = ValueOrFail(engine.Compute(micro_batch));
   rows.ExpectPlausible(result.terms[0]);
   return result;
-}
-
-double Median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const size_t middle = values.size() / 2;
-  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
-}
-
-double Spread(const std::vector<double>& values) {
-  const auto [smallest, largest] = std::minmax_element(values.begin(), values.end());
-  return (*largest - *smallest) / Median(values);
 }
 
 void TimeInterleaved(int rounds, std::vector<Candidate>* candidates) {

@@ -70,10 +70,6 @@ std::unique_ptr<EngineHead> MakeHead(LossEngine& engine, const HeadSpec& spec);
 // Forward and backward with grad_hidden and grad_weight.
 MicroBatchResult Compute(LossEngine& engine, EngineHead& head, Rows& rows, GradWeightMode mode = GradWeightMode::kAccumulate);
 
-double Median(std::vector<double> values);
-// (largest - smallest) / median.
-double Spread(const std::vector<double>& values);
-
 struct Candidate {
   std::string name;
   std::function<void()> body;

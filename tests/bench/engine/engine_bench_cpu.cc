@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "headwater/kernels/engine.h"
+#include "tests/bench/common/statistics.h"
 #include "tests/bench/engine/bench_support.h"
 
 namespace headwater::bench {

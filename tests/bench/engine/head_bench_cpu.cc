@@ -9,6 +9,7 @@
 
 #include "headwater/kernels/engine.h"
 #include "server/heads/head.h"
+#include "tests/bench/common/statistics.h"
 #include "tests/bench/engine/bench_support.h"
 
 namespace headwater::bench {
