@@ -498,27 +498,26 @@ TEST_F(Stripes, ASlowUploaderHoldsNobodyUp) {
 
 TEST_F(Stripes, BehindAnotherOneItWaitsForAllOfItsRows) {
   Start({});
-  constexpr int64_t kRows = 3000;
-  const std::string rows = Rows(kRows);
+  const std::string rows = Rows(kStalledRows);
   const TestHead other = server_->MakeHead("other", SmallSpec());
   server_->gate().Close();
-  Primary first(*server_, CrossEntropyHeader(head_, 0, 0, std::vector<int32_t>(kRows, 1)));
-  first.Send(Chunk(rows, 0, 2000));
+  Primary first(*server_, CrossEntropyHeader(head_, 0, 0, std::vector<int32_t>(kStalledRows, 1)));
+  first.Send(Chunk(rows, 0, kRowsBefore));
   server_->gate().AwaitWaiting();
-  Primary second(*server_, CrossEntropyHeader(other, 0, 0, std::vector<int32_t>(kRows, 1)));
-  second.Send(Chunk(rows, 0, 2000));
+  Primary second(*server_, CrossEntropyHeader(other, 0, 0, std::vector<int32_t>(kStalledRows, 1)));
+  second.Send(Chunk(rows, 0, kRowsBefore));
   for (int i = 0; i < 10; ++i) server_->Find(head_, 0);  // long enough for it to begin, if it did
   for (Primary* primary : {&second, &first}) {
-    primary->Send(Chunk(rows, 2000, 1000));
+    primary->Send(Chunk(rows, kRowsBefore, kStalledRows - kRowsBefore));
     primary->HalfClose();
   }
   server_->gate().Open();
   for (Primary* primary : {&first, &second}) {
-    Grad grad(kRows);
+    Grad grad(kStalledRows);
     v1::MicroBatchSummary summary;
     EXPECT_EQ(ReasonOf(primary->End(&grad, &summary)), "OK");
     EXPECT_EQ(summary.state(), v1::CONTRIBUTION_STATE_COMMITTED);
-    EXPECT_EQ(grad.rows, kRows);
+    EXPECT_EQ(grad.rows, kStalledRows);
   }
   EXPECT_EQ(server_->MetricLine("headwater_early_starts_total"), "headwater_early_starts_total 1");
   EXPECT_TRUE(server_->Gradient(head_) == server_->Gradient(other));
