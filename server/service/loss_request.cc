@@ -140,17 +140,18 @@ absl::Status ValidateJoinKey(const std::string& join_key, const std::string& fie
   return FieldError(ErrorReason::kInvalidField, field, "1 to 256 bytes", absl::StrCat(join_key.size(), " bytes"));
 }
 
-absl::Status ValidateRowIndices(bool present, const v1::Tensor& tensor, const std::string& field, const TensorRule& rule,
-                                int64_t total_row_count) {
-  if (!present) return MissingField(field, "INT32 indices of the rows");
+// Indices of rows of a set of `total_row_count`.
+absl::StatusOr<std::vector<int32_t>> DecodeRowIndices(const v1::Tensor& tensor, const std::string& field, const TensorRule& rule,
+                                                      int64_t total_row_count) {
   HEADWATER_RETURN_IF_ERROR(CheckVector(tensor, field, rule));
-  for (const int32_t index : CopyElements<int32_t>(tensor)) {
+  std::vector<int32_t> indices = CopyElements<int32_t>(tensor);
+  for (const int32_t index : indices) {
     if (index < 0 || index >= total_row_count) {
       return FieldError(ErrorReason::kInvalidField, field + ".data", absl::StrCat("indices in [0, ", total_row_count, ")"),
                         absl::StrCat(index));
     }
   }
-  return absl::OkStatus();
+  return indices;
 }
 
 // Rows in a region of the session.
@@ -179,9 +180,10 @@ absl::StatusOr<TeacherRequest> DecodeJoinedTeacher(const v1::JoinedTeacher& join
   rows.total_row_count = joined.total_row_count();
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".total_row_count", rows.total_row_count, 1));
   if (joined.has_row_indices()) {
-    HEADWATER_RETURN_IF_ERROR(ValidateRowIndices(true, joined.row_indices(), field + ".row_indices",
-                                                 {v1::DATA_TYPE_INT32, "INT32", term_rows}, rows.total_row_count));
-    rows.row_indices = CopyElements<int32_t>(joined.row_indices());
+    auto indices = DecodeRowIndices(joined.row_indices(), field + ".row_indices", {v1::DATA_TYPE_INT32, "INT32", term_rows},
+                                    rows.total_row_count);
+    if (!indices.ok()) return indices.status();
+    rows.row_indices = *std::move(indices);
   } else if (term_rows > rows.total_row_count) {
     return FieldError(ErrorReason::kInvalidField, field + ".total_row_count",
                       absl::StrCat("at least the term's ", term_rows, " rows, because there are no row_indices"),
@@ -628,10 +630,10 @@ absl::StatusOr<StreamTeacherRequest> DecodeStreamTeacherHeader(const v1::StreamT
   set.total_row_count = header.total_row_count();
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.total_row_count", set.total_row_count, 1));
   if (header.has_row_indices()) {
-    HEADWATER_RETURN_IF_ERROR(ValidateRowIndices(true, header.row_indices(), "header.row_indices",
-                                                 {v1::DATA_TYPE_INT32, "INT32", -1, limits.max_micro_batch_rows},
-                                                 set.total_row_count));
-    request.row_indices = CopyElements<int32_t>(header.row_indices());
+    auto indices = DecodeRowIndices(header.row_indices(), "header.row_indices",
+                                    {v1::DATA_TYPE_INT32, "INT32", -1, limits.max_micro_batch_rows}, set.total_row_count);
+    if (!indices.ok()) return indices.status();
+    request.row_indices = *std::move(indices);
     if (request.row_indices.empty()) {
       return FieldError(ErrorReason::kShapeMismatch, "header.row_indices.shape", "at least one row", "[0]");
     }
