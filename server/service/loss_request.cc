@@ -164,16 +164,24 @@ absl::StatusOr<std::optional<SharedRowsRequest>> DecodeSharedRows(bool present, 
   return std::optional<SharedRowsRequest>({rows.region_id(), rows.offset_bytes()});
 }
 
-absl::StatusOr<TeacherRequest> DecodeJoinedTeacher(const v1::JoinedTeacher& joined, const std::string& field, int64_t term_rows) {
-  auto name = DecodeHeadName(joined.head(), field + ".head");
+// Which head the teacher is, and of what type its rows are: what each source of them says alike.
+template <typename Source>
+absl::StatusOr<TeacherRequest> DecodeTeacherHead(const Source& source, const std::string& field) {
+  auto name = DecodeHeadName(source.head(), field + ".head");
   if (!name.ok()) return name.status();
-  auto epoch = DecodeOptionalEpoch(joined.head_epoch(), field + ".head_epoch");
+  auto epoch = DecodeOptionalEpoch(source.head_epoch(), field + ".head_epoch");
   if (!epoch.ok()) return epoch.status();
-  auto data_type = DecodeFloatType(joined.data_type(), field + ".data_type");
+  auto data_type = DecodeFloatType(source.data_type(), field + ".data_type");
   if (!data_type.ok()) return data_type.status();
-  auto version = DecodeWeightVersion(joined.has_expected_weight_version(), joined.expected_weight_version(),
+  auto version = DecodeWeightVersion(source.has_expected_weight_version(), source.expected_weight_version(),
                                      field + ".expected_weight_version");
   if (!version.ok()) return version.status();
+  return TeacherRequest{*std::move(name), *epoch, *data_type, *version, std::nullopt, std::nullopt};
+}
+
+absl::StatusOr<TeacherRequest> DecodeJoinedTeacher(const v1::JoinedTeacher& joined, const std::string& field, int64_t term_rows) {
+  auto teacher = DecodeTeacherHead(joined, field);
+  if (!teacher.ok()) return teacher;
   JoinedTeacherRequest rows;
   rows.join_key = joined.join_key();
   HEADWATER_RETURN_IF_ERROR(ValidateJoinKey(rows.join_key, field + ".join_key"));
@@ -189,7 +197,8 @@ absl::StatusOr<TeacherRequest> DecodeJoinedTeacher(const v1::JoinedTeacher& join
                       absl::StrCat("at least the term's ", term_rows, " rows, because there are no row_indices"),
                       absl::StrCat(rows.total_row_count));
   }
-  return TeacherRequest{*std::move(name), *epoch, *data_type, *version, std::nullopt, std::move(rows)};
+  teacher->joined = std::move(rows);
+  return teacher;
 }
 
 // The teacher of a JSD term. Teachers that are not built are validated, then refused.
@@ -209,20 +218,14 @@ absl::StatusOr<TeacherRequest> DecodeTeacher(const v1::LossTerm& term, const std
     case v1::LossTerm::TEACHER_SOURCE_NOT_SET:
       return MissingField(field + ".teacher_hidden", "a teacher, because the loss is jensen_shannon");
   }
-  const v1::TeacherHidden& teacher = term.teacher_hidden();
   const std::string teacher_field = field + ".teacher_hidden";
-  auto name = DecodeHeadName(teacher.head(), teacher_field + ".head");
-  if (!name.ok()) return name.status();
-  auto epoch = DecodeOptionalEpoch(teacher.head_epoch(), teacher_field + ".head_epoch");
-  if (!epoch.ok()) return epoch.status();
-  auto data_type = DecodeFloatType(teacher.data_type(), teacher_field + ".data_type");
-  if (!data_type.ok()) return data_type.status();
-  auto version = DecodeWeightVersion(teacher.has_expected_weight_version(), teacher.expected_weight_version(),
-                                     teacher_field + ".expected_weight_version");
-  if (!version.ok()) return version.status();
-  auto rows = DecodeSharedRows(teacher.has_rows(), teacher.rows(), has_session, teacher_field + ".rows");
+  auto teacher = DecodeTeacherHead(term.teacher_hidden(), teacher_field);
+  if (!teacher.ok()) return teacher;
+  auto rows =
+      DecodeSharedRows(term.teacher_hidden().has_rows(), term.teacher_hidden().rows(), has_session, teacher_field + ".rows");
   if (!rows.ok()) return rows.status();
-  return TeacherRequest{*std::move(name), *epoch, *data_type, *version, *std::move(rows), std::nullopt};
+  teacher->rows = *std::move(rows);
+  return teacher;
 }
 
 absl::StatusOr<LossTermRequest> DecodeTerm(const v1::LossTerm& term, const std::string& field, int64_t micro_batch_rows,
