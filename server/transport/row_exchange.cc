@@ -1,7 +1,6 @@
 #include "server/transport/row_exchange.h"
 
 #include <algorithm>
-#include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -18,29 +17,6 @@ absl::Status OutOfRange(const std::string& field, const std::string& expected, i
 }
 
 }  // namespace
-
-bool RowRanges::Overlaps(int64_t start, int64_t count) const {
-  const auto after = ends_.lower_bound(start);
-  if (after != ends_.end() && after->first < start + count) return true;
-  return after != ends_.begin() && std::prev(after)->second > start;
-}
-
-void RowRanges::Add(int64_t start, int64_t count) {
-  row_count_ += count;
-  int64_t end = start + count;
-  auto after = ends_.lower_bound(start);
-  if (after != ends_.end() && after->first == end) {
-    end = after->second;
-    after = ends_.erase(after);
-  }
-  if (after != ends_.begin() && std::prev(after)->second == start) {
-    std::prev(after)->second = end;
-  } else {
-    ends_.emplace_hint(after, start, end);
-  }
-}
-
-int64_t RowRanges::prefix() const { return !ends_.empty() && ends_.begin()->first == 0 ? ends_.begin()->second : 0; }
 
 RowExchange::RowExchange(int64_t row_count, std::vector<Tensor> tensors) : row_count_(row_count), last_row_time_(absl::Now()) {
   for (Tensor& tensor : tensors) {

@@ -16,6 +16,7 @@
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "server/transport/byte_budget.h"
+#include "server/transport/row_ranges.h"
 
 namespace headwater::transport {
 namespace {
@@ -24,36 +25,6 @@ namespace {
 constexpr absl::Duration kPollInterval = absl::Milliseconds(5);
 // Rows are allocated in pieces of about this size, so that memory follows the rows that come and that go.
 constexpr int64_t kSlabBytes = 1 << 20;
-
-// Distinct numbers, as runs.
-class IndexRuns {
- public:
-  int64_t count() const { return count_; }
-  bool Contains(int64_t index) const {
-    const auto after = runs_.upper_bound(index);
-    return after != runs_.begin() && std::prev(after)->second > index;
-  }
-  void Add(int64_t index) {
-    if (Contains(index)) return;
-    ++count_;
-    int64_t start = index, end = index + 1;
-    const auto after = runs_.lower_bound(index);
-    if (after != runs_.begin() && std::prev(after)->second == index) start = std::prev(after)->first;
-    if (after != runs_.end() && after->first == end) {
-      end = after->second;
-      runs_.erase(after);
-    }
-    runs_[start] = end;
-  }
-  void Clear() {
-    runs_.clear();
-    count_ = 0;
-  }
-
- private:
-  std::map<int64_t, int64_t> runs_;  // [first, second)
-  int64_t count_ = 0;
-};
 
 }  // namespace
 
@@ -86,7 +57,7 @@ class TeacherJoin::State : public std::enable_shared_from_this<TeacherJoin::Stat
     JoinedSet declared;
     int64_t row_bytes = 0;
     std::unordered_map<int64_t, Row> rows;  // by index in the set; absent ones only while they are claimed
-    IndexRuns used;                         // rows that some decided micro-batch had; empty again when that is all of them
+    RowRanges used;                         // rows that some decided micro-batch had; empty again when that is all of them
     int64_t stream_count = 0;               // in progress
     int64_t claim_count = 0;
     uint64_t losses = 0;  // counts when rows go that were there
@@ -183,7 +154,7 @@ absl::StatusOr<std::shared_ptr<TeacherJoin::State::Set>> TeacherJoin::State::Dec
     if (same.ok()) return set;
     // A key whose rows have all been used is free for another set.
     const bool is_spent =
-        set->stream_count == 0 && set->claim_count == 0 && set->used.count() == 0 &&
+        set->stream_count == 0 && set->claim_count == 0 && set->used.row_count() == 0 &&
         std::all_of(set->rows.begin(), set->rows.end(), [](const auto& entry) { return entry.second.state == Row::State::kSpent; });
     if (!is_spent) return same;
   }
@@ -434,7 +405,7 @@ absl::StatusOr<std::unique_ptr<TeacherStream>> TeacherJoin::State::Open(const Jo
   for (int64_t i = 0; i < row_count; ++i) {
     const int64_t index = row_indices.empty() ? i : row_indices[static_cast<size_t>(i)];
     auto row = set->rows.try_emplace(index).first;
-    const bool was_used = set->used.Contains(index);
+    const bool was_used = set->used.Overlaps(index, 1);
     if (!was_used && row->second.state == Row::State::kSpent) {
       Drop(*set, row);
       row = set->rows.try_emplace(index).first;
@@ -492,7 +463,7 @@ class TeacherJoin::State::RowClaim : public JoinedRows {
       --row.claim_count;
       if (used && row.state == Row::State::kThere) {
         row.user = user_;
-        set_->used.Add(entry->first);
+        if (!set_->used.Overlaps(entry->first, 1)) set_->used.Add(entry->first, 1);
       }
       if (row.claim_count > 0) {
         if (row.state == Row::State::kSpent && row.wanted_anew) state_->Drop(*set_, entry);
@@ -509,7 +480,7 @@ class TeacherJoin::State::RowClaim : public JoinedRows {
         idle.push_back(entry->first);
       }
     }
-    if (set_->used.count() == set_->declared.total_row_count) set_->used.Clear();
+    if (set_->used.row_count() == set_->declared.total_row_count) set_->used = RowRanges();
     state_->NoteIdle(set_, idle);
     state_->ForgetIfEmpty(*set_);
   }
