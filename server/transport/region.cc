@@ -69,7 +69,7 @@ class NamedRegion final : public Region {
     return engine_.AllocateHostMemory(bytes);
   }
   absl::Status Read(int64_t offset, int64_t bytes, void* to, const std::string& field) const override {
-    return Move(offset, bytes, field, [&](int64_t done, size_t left) {
+    return Move(bytes, field, [&](int64_t done, size_t left) {
       return pread(file_.get(), static_cast<uint8_t*>(to) + done, left, offset_ + offset + done);
     });
   }
@@ -77,7 +77,7 @@ class NamedRegion final : public Region {
     // A write beyond the end would make the file longer.
     struct stat status {};
     if (fstat(file_.get(), &status) != 0 || status.st_size < offset_ + offset + bytes) return Shorter(field);
-    return Move(offset, bytes, field, [&](int64_t done, size_t left) {
+    return Move(bytes, field, [&](int64_t done, size_t left) {
       return pwrite(file_.get(), static_cast<const uint8_t*>(from) + done, left, offset_ + offset + done);
     });
   }
@@ -87,7 +87,7 @@ class NamedRegion final : public Region {
     return Invalid(field, "a named region as long as it was when it was registered", "a shorter one");
   }
   template <typename Step>
-  static absl::Status Move(int64_t, int64_t bytes, const std::string& field, Step&& step) {
+  static absl::Status Move(int64_t bytes, const std::string& field, Step&& step) {
     for (int64_t done = 0; done < bytes;) {
       const ssize_t moved = step(done, static_cast<size_t>(bytes - done));
       if (moved < 0 && errno == EINTR) continue;
