@@ -6,8 +6,8 @@
 #include <iterator>
 #include <limits>
 #include <utility>
-#include <vector>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
@@ -31,17 +31,11 @@ absl::Status Invalid(const std::string& field, const std::string& expected, cons
 }
 
 absl::StatusOr<std::string> NewId() {
-  std::array<uint8_t, 16> bytes;
+  std::string bytes(16, '\0');
   if (getentropy(bytes.data(), bytes.size()) != 0) {
     return MakeError(ErrorReason::kInternal, "the operating system gives no random numbers");
   }
-  constexpr char kDigits[] = "0123456789abcdef";
-  std::string id;
-  for (const uint8_t byte : bytes) {
-    id.push_back(kDigits[byte >> 4]);
-    id.push_back(kDigits[byte & 15]);
-  }
-  return id;
+  return absl::BytesToHexString(bytes);
 }
 
 }  // namespace
