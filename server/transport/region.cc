@@ -23,16 +23,11 @@ constexpr int kPopulateWrite = MADV_POPULATE_WRITE;
 constexpr int kPopulateWrite = 23;  // Linux 5.14
 #endif
 
-absl::Status Invalid(const std::string& field, const std::string& expected, const std::string& actual) {
-  return MakeError(ErrorReason::kInvalidField, absl::StrCat(field, ": expected ", expected, ", got ", actual),
-                   {{"field", field}, {"expected", expected}, {"actual", actual}});
-}
-
 // The range lies within `source_bytes`.
 absl::Status CheckWithin(int64_t offset, int64_t bytes, int64_t source_bytes) {
   if (bytes <= source_bytes && offset <= source_bytes - bytes) return absl::OkStatus();
-  return Invalid("size_bytes", absl::StrCat("offset_bytes + size_bytes within the source's ", source_bytes, " bytes"),
-                 absl::StrCat(offset, " + ", bytes));
+  return InvalidRegion("size_bytes", absl::StrCat("offset_bytes + size_bytes within the source's ", source_bytes, " bytes"),
+                       absl::StrCat(offset, " + ", bytes));
 }
 
 // A memfd, mapped and page-locked.
@@ -84,7 +79,7 @@ class NamedRegion final : public Region {
 
  private:
   static absl::Status Shorter(const std::string& field) {
-    return Invalid(field, "a named region as long as it was when it was registered", "a shorter one");
+    return InvalidRegion(field, "a named region as long as it was when it was registered", "a shorter one");
   }
   template <typename Step>
   static absl::Status Move(int64_t bytes, const std::string& field, Step&& step) {
@@ -117,6 +112,11 @@ class ImportedRegion final : public Region {
 
 }  // namespace
 
+absl::Status InvalidRegion(const std::string& field, const std::string& expected, const std::string& actual) {
+  return MakeError(ErrorReason::kInvalidField, absl::StrCat(field, ": expected ", expected, ", got ", actual),
+                   {{"field", field}, {"expected", expected}, {"actual", actual}});
+}
+
 Region::Ticket::Ticket(RegionKind region_kind, int64_t region_bytes, std::shared_ptr<RegionCounts> region_counts)
     : kind(region_kind), bytes(region_bytes), counts(std::move(region_counts)) {
   counts->regions[static_cast<size_t>(kind)] += 1;
@@ -142,24 +142,25 @@ absl::Status CheckSealedMemory(int fd, const std::string& field, int64_t* size) 
   struct statfs system {};
   struct stat status {};
   if (seals < 0 || fstatfs(fd, &system) != 0 || static_cast<int64_t>(system.f_type) != kTmpfsMagic || fstat(fd, &status) != 0) {
-    return Invalid(field, "a descriptor of memory made by memfd_create(MFD_ALLOW_SEALING), without MFD_HUGETLB", "another one");
+    return InvalidRegion(field, "a descriptor of memory made by memfd_create(MFD_ALLOW_SEALING), without MFD_HUGETLB",
+                         "another one");
   }
   if ((seals & kNeededSeals) != kNeededSeals) {
-    return Invalid(field, "memory sealed with F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_SEAL",
-                   absl::StrCat("memory without", (seals & F_SEAL_SHRINK) == 0 ? " F_SEAL_SHRINK"
-                                                  : (seals & F_SEAL_GROW) == 0 ? " F_SEAL_GROW"
-                                                                               : " F_SEAL_SEAL"));
+    return InvalidRegion(field, "memory sealed with F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_SEAL",
+                         absl::StrCat("memory without", (seals & F_SEAL_SHRINK) == 0 ? " F_SEAL_SHRINK"
+                                                        : (seals & F_SEAL_GROW) == 0 ? " F_SEAL_GROW"
+                                                                                     : " F_SEAL_SEAL"));
   }
   const int flags = fcntl(fd, F_GETFL);
   constexpr int kReadOnlySeals = F_SEAL_WRITE | 0x0010;  // F_SEAL_FUTURE_WRITE
   if (flags < 0 || (flags & O_ACCMODE) != O_RDWR || (seals & kReadOnlySeals) != 0) {
-    return Invalid(field, "memory that can be read and written", "memory that can only be read");
+    return InvalidRegion(field, "memory that can be read and written", "memory that can only be read");
   }
-  if (status.st_size < 1) return Invalid(field, "memory of at least one byte", "0 bytes");
+  if (status.st_size < 1) return InvalidRegion(field, "memory of at least one byte", "0 bytes");
   // Memory that nobody has touched would be allocated, and charged, where it is touched first: here.
   if (int64_t{status.st_blocks} < status.st_size / 512) {
-    return Invalid(field, "memory that is allocated in full (fallocate, or write to every page)",
-                   absl::StrCat(int64_t{status.st_blocks} * 512, " of ", int64_t{status.st_size}, " bytes"));
+    return InvalidRegion(field, "memory that is allocated in full (fallocate, or write to every page)",
+                         absl::StrCat(int64_t{status.st_blocks} * 512, " of ", int64_t{status.st_size}, " bytes"));
   }
   *size = status.st_size;
   return absl::OkStatus();
@@ -194,8 +195,8 @@ absl::StatusOr<std::shared_ptr<const Region>> OpenNamedRegion(LossEngine& engine
   FileDescriptor file(open(absl::StrCat(folder, "/", name).c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
   struct stat status {};
   if (!file.valid() || fstat(file.get(), &status) != 0 || !S_ISREG(status.st_mode) || status.st_nlink != 1) {
-    return Invalid("shared_memory_name", "a file under /dev/shm of the server's host that its user may read and write",
-                   "none, or something else");
+    return InvalidRegion("shared_memory_name", "a file under /dev/shm of the server's host that its user may read and write",
+                         "none, or something else");
   }
   if (absl::Status within = CheckWithin(offset, bytes, status.st_size); !within.ok()) return within;
   return std::shared_ptr<const Region>(std::make_shared<NamedRegion>(engine, std::move(counts), std::move(file), offset, bytes));
@@ -207,8 +208,8 @@ absl::StatusOr<std::shared_ptr<const Region>> OpenDeviceRegion(LossEngine& engin
   auto opened = engine.OpenDeviceMemory(memory, bytes);
   if (!opened.ok()) return opened.status();
   if ((*opened)->bytes() < bytes) {
-    return Invalid("size_bytes", absl::StrCat("at most ", (*opened)->bytes(), ", the bytes of the allocation"),
-                   absl::StrCat(bytes));
+    return InvalidRegion("size_bytes", absl::StrCat("at most ", (*opened)->bytes(), ", the bytes of the allocation"),
+                         absl::StrCat(bytes));
   }
   return std::shared_ptr<const Region>(
       std::make_shared<ImportedRegion>(std::move(counts), *std::move(opened), std::move(event), bytes));

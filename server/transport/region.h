@@ -81,6 +81,9 @@ absl::StatusOr<std::shared_ptr<const Region>> OpenDeviceRegion(LossEngine& engin
                                                                const DeviceHandle& memory, std::shared_ptr<const DeviceEvent> event,
                                                                int64_t bytes);
 
+// kInvalidField: what is said of a region is not so, or not allowed.
+absl::Status InvalidRegion(const std::string& field, const std::string& expected, const std::string& actual);
+
 // OK if `fd` is memory that can be mapped without a risk: a memfd of at least one byte on tmpfs, readable and writable, sealed
 // against shrinking, growing and further seals, and allocated in full. kInvalidField naming `field` otherwise. `size` gets its
 // bytes.

@@ -25,11 +25,6 @@ absl::Status NotFound() {
                    "the session has no such region: it was unregistered, or registered in another session; register it again");
 }
 
-absl::Status Invalid(const std::string& field, const std::string& expected, const std::string& actual) {
-  return MakeError(ErrorReason::kInvalidField, absl::StrCat(field, ": expected ", expected, ", got ", actual),
-                   {{"field", field}, {"expected", expected}, {"actual", actual}});
-}
-
 absl::StatusOr<std::string> NewId() {
   std::string bytes(16, '\0');
   if (getentropy(bytes.data(), bytes.size()) != 0) {
@@ -81,12 +76,12 @@ RegionRegistry::~RegionRegistry() = default;
 
 absl::StatusOr<std::string> RegionRegistry::Add(const RegionOwner& owner, int64_t offset, int64_t bytes,
                                                 const std::function<absl::StatusOr<std::shared_ptr<const Region>>()>& open) {
-  if (bytes < 1) return Invalid("size_bytes", "at least 1", absl::StrCat(bytes));
+  if (bytes < 1) return InvalidRegion("size_bytes", "at least 1", absl::StrCat(bytes));
   if (offset < 0 || offset > std::numeric_limits<int64_t>::max() - bytes) {
-    return Invalid("offset_bytes", absl::StrCat("a number in [0, 2^63 - 1 - ", bytes, "]"), absl::StrCat(offset));
+    return InvalidRegion("offset_bytes", absl::StrCat("a number in [0, 2^63 - 1 - ", bytes, "]"), absl::StrCat(offset));
   }
   if (offset % kAlignment != 0) {
-    return Invalid("offset_bytes", absl::StrCat("a multiple of ", kAlignment), absl::StrCat(offset));
+    return InvalidRegion("offset_bytes", absl::StrCat("a multiple of ", kAlignment), absl::StrCat(offset));
   }
   if (bytes > limits_.max_region_bytes) {
     return MakeError(ErrorReason::kLimitExceeded,
@@ -219,12 +214,13 @@ absl::StatusOr<RegionUse> RegionRegistry::Find(const RegionOwner& owner, const s
   }
   const int64_t size = use.region_->bytes();
   if (bytes < 0 || offset < 0 || bytes > size || offset > size - bytes) {
-    return Invalid(absl::StrCat(field, ".offset_bytes"), absl::StrCat(bytes, " bytes of rows within the region's ", size, " bytes"),
-                   absl::StrCat("an offset of ", offset));
+    return InvalidRegion(absl::StrCat(field, ".offset_bytes"),
+                         absl::StrCat(bytes, " bytes of rows within the region's ", size, " bytes"),
+                         absl::StrCat("an offset of ", offset));
   }
   if (offset % element_bytes != 0) {
-    return Invalid(absl::StrCat(field, ".offset_bytes"), absl::StrCat("a multiple of the element's ", element_bytes, " bytes"),
-                   absl::StrCat(offset));
+    return InvalidRegion(absl::StrCat(field, ".offset_bytes"),
+                         absl::StrCat("a multiple of the element's ", element_bytes, " bytes"), absl::StrCat(offset));
   }
   use.offset_ = offset;
   use.bytes_ = bytes;
