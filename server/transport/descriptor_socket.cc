@@ -74,8 +74,6 @@ Packet Receive(int fd) {
   return packet;
 }
 
-absl::Status Refused(ErrorReason reason, const std::string& message) { return MakeError(reason, message); }
-
 absl::Status CheckPacket(const Packet& packet) {
   uint32_t version = 0;
   int64_t bytes = 0;
@@ -83,18 +81,19 @@ absl::Status CheckPacket(const Packet& packet) {
   std::memcpy(&bytes, packet.data.data() + 8, sizeof(bytes));
   if (packet.truncated || packet.bytes != static_cast<ssize_t>(kDescriptorRequestBytes) ||
       std::memcmp(packet.data.data(), kDescriptorMagic, sizeof(kDescriptorMagic)) != 0) {
-    return Refused(ErrorReason::kProtocolViolation, "expected a packet of 16 bytes that begins with HWMD");
+    return MakeError(ErrorReason::kProtocolViolation, "expected a packet of 16 bytes that begins with HWMD");
   }
   if (version != kDescriptorProtocolVersion) {
-    return Refused(ErrorReason::kProtocolViolation, absl::StrCat("expected version 1 of the protocol, got ", version));
+    return MakeError(ErrorReason::kProtocolViolation, absl::StrCat("expected version 1 of the protocol, got ", version));
   }
   if (packet.descriptors.size() != 1) {
-    return Refused(ErrorReason::kProtocolViolation, absl::StrCat("expected one descriptor, got ", packet.descriptors.size()));
+    return MakeError(ErrorReason::kProtocolViolation, absl::StrCat("expected one descriptor, got ", packet.descriptors.size()));
   }
   int64_t size = 0;
   if (absl::Status status = CheckSealedMemory(packet.descriptors.front().get(), "descriptor", &size); !status.ok()) return status;
   if (size == bytes) return absl::OkStatus();
-  return Refused(ErrorReason::kInvalidField, absl::StrCat("expected memory of the ", bytes, " bytes that were named, got ", size));
+  return MakeError(ErrorReason::kInvalidField,
+                   absl::StrCat("expected memory of the ", bytes, " bytes that were named, got ", size));
 }
 
 }  // namespace
@@ -196,12 +195,12 @@ class DescriptorSocket::Impl {
     if (packet.bytes <= 0) return;  // it went away
     if (!connection.allowed) {
       return Answer(connection.socket.get(),
-                    Refused(ErrorReason::kPermissionDenied, "expected a process of the server's own user, or root"));
+                    MakeError(ErrorReason::kPermissionDenied, "expected a process of the server's own user, or root"));
     }
     if (absl::Status status = CheckPacket(packet); !status.ok()) return Answer(connection.socket.get(), status);
     std::array<char, kDescriptorTokenBytes> token;
     if (getentropy(token.data(), token.size()) != 0) {
-      return Answer(connection.socket.get(), Refused(ErrorReason::kInternal, "the operating system gives no random numbers"));
+      return Answer(connection.socket.get(), MakeError(ErrorReason::kInternal, "the operating system gives no random numbers"));
     }
     {
       absl::MutexLock lock(&mutex_);
@@ -209,7 +208,7 @@ class DescriptorSocket::Impl {
           std::count_if(waiting_.begin(), waiting_.end(), [&](const auto& entry) { return entry.second.user == connection.user; });
       if (static_cast<int64_t>(waiting_.size()) >= options_.max_tokens || of_user >= options_.max_user_tokens) {
         return Answer(connection.socket.get(),
-                      Refused(ErrorReason::kQuotaExceeded, "too many descriptors wait to be registered; register them, or wait"));
+                      MakeError(ErrorReason::kQuotaExceeded, "too many descriptors wait to be registered; register them, or wait"));
       }
       waiting_.emplace(std::string(token.data(), token.size()),
                        Waiting{std::move(packet.descriptors.front()), connection.user,
