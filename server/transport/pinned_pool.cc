@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <iterator>
+#include <list>
 #include <utility>
 #include <vector>
 
@@ -37,6 +38,8 @@ class PinnedPool::State : public std::enable_shared_from_this<State> {
   using Freed = std::vector<std::unique_ptr<HostMemory>>;  // declared before the lock is taken: to free is slow, too
 
   void GiveBack(std::unique_ptr<HostMemory> memory);
+  // Gives up the longest unused idle memory.
+  void GiveUpOldest(Freed* freed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Gives up idle memory, the longest unused first, until at most `bytes` of it are left.
   void Shrink(int64_t bytes, Freed* freed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -117,22 +120,20 @@ void PinnedPool::State::GiveBack(std::unique_ptr<HostMemory> memory) {
   idle_bytes_ += size;
 }
 
+void PinnedPool::State::GiveUpOldest(Freed* freed) {
+  idle_bytes_ -= idle_.front().memory->bytes();
+  freed->push_back(std::move(idle_.front().memory));
+  idle_.pop_front();
+}
+
 void PinnedPool::State::Shrink(int64_t bytes, Freed* freed) {
-  while (!idle_.empty() && idle_bytes_ > bytes) {
-    idle_bytes_ -= idle_.front().memory->bytes();
-    freed->push_back(std::move(idle_.front().memory));
-    idle_.pop_front();
-  }
+  while (!idle_.empty() && idle_bytes_ > bytes) GiveUpOldest(freed);
 }
 
 void PinnedPool::State::Trim(absl::Time since) {
   Freed freed;
   absl::MutexLock lock(&mutex_);
-  while (!idle_.empty() && idle_.front().since < since) {
-    idle_bytes_ -= idle_.front().memory->bytes();
-    freed.push_back(std::move(idle_.front().memory));
-    idle_.pop_front();
-  }
+  while (!idle_.empty() && idle_.front().since < since) GiveUpOldest(&freed);
 }
 
 void PinnedPool::State::Close() {

@@ -7,8 +7,6 @@
 #define HEADWATER_SERVER_TRANSPORT_PINNED_POOL_H_
 
 #include <cstdint>
-#include <list>
-#include <map>
 #include <memory>
 
 #include "absl/base/thread_annotations.h"
