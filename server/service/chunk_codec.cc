@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <climits>
 #include <cstring>
+#include <string>
 #include <utility>
 
 namespace headwater::service {
@@ -168,6 +169,25 @@ void AppendVarint(uint64_t value, std::string* out) {
   out->push_back(static_cast<char>(value));
 }
 
+// Of a message with a chunk of grad_hidden, the bytes before its data.
+std::string GradChunkPrefix(int64_t row_start, int64_t row_count, int64_t data_bytes) {
+  std::string fields;
+  fields.push_back(static_cast<char>(Tag(1, kVarint)));
+  AppendVarint(v1::CHUNK_ROLE_GRAD_HIDDEN, &fields);
+  if (row_start != 0) {
+    fields.push_back(static_cast<char>(Tag(3, kVarint)));
+    AppendVarint(static_cast<uint64_t>(row_start), &fields);
+  }
+  fields.push_back(static_cast<char>(Tag(4, kVarint)));
+  AppendVarint(static_cast<uint64_t>(row_count), &fields);
+  fields.push_back(static_cast<char>(Tag(15, kDelimited)));
+  AppendVarint(static_cast<uint64_t>(data_bytes), &fields);
+  std::string prefix;
+  prefix.push_back(static_cast<char>(Tag(1, kDelimited)));
+  AppendVarint(fields.size() + static_cast<uint64_t>(data_bytes), &prefix);
+  return prefix + fields;
+}
+
 // protobuf's view of slices; nothing is copied.
 class SliceStream final : public google::protobuf::io::ZeroCopyInputStream {
  public:
@@ -252,24 +272,6 @@ ReceivedMessage::ReceivedMessage(grpc::ByteBuffer* buffer) {
 bool ReceivedMessage::Parse(google::protobuf::MessageLite* message) const {
   SliceStream stream(spans_);
   return message->ParseFromZeroCopyStream(&stream);
-}
-
-std::string GradChunkPrefix(int64_t row_start, int64_t row_count, int64_t data_bytes) {
-  std::string fields;
-  fields.push_back(static_cast<char>(Tag(1, kVarint)));
-  AppendVarint(v1::CHUNK_ROLE_GRAD_HIDDEN, &fields);
-  if (row_start != 0) {
-    fields.push_back(static_cast<char>(Tag(3, kVarint)));
-    AppendVarint(static_cast<uint64_t>(row_start), &fields);
-  }
-  fields.push_back(static_cast<char>(Tag(4, kVarint)));
-  AppendVarint(static_cast<uint64_t>(row_count), &fields);
-  fields.push_back(static_cast<char>(Tag(15, kDelimited)));
-  AppendVarint(static_cast<uint64_t>(data_bytes), &fields);
-  std::string prefix;
-  prefix.push_back(static_cast<char>(Tag(1, kDelimited)));
-  AppendVarint(fields.size() + static_cast<uint64_t>(data_bytes), &prefix);
-  return prefix + fields;
 }
 
 grpc::ByteBuffer EncodeGradChunk(int64_t row_start, int64_t row_count, const uint8_t* data, int64_t data_bytes,

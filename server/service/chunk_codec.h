@@ -7,7 +7,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "absl/types/span.h"
@@ -55,8 +54,6 @@ class ReceivedMessage {
 // [data, data + data_bytes), which `owner` keeps alive until gRPC has let go of it.
 grpc::ByteBuffer EncodeGradChunk(int64_t row_start, int64_t row_count, const uint8_t* data, int64_t data_bytes,
                                  std::shared_ptr<const void> owner);
-// The bytes before the data.
-std::string GradChunkPrefix(int64_t row_start, int64_t row_count, int64_t data_bytes);
 
 // Any message, copied.
 grpc::ByteBuffer EncodeMessage(const google::protobuf::MessageLite& message);
