@@ -175,6 +175,13 @@ class Grid {
   std::array<std::atomic<T*>, kRows * kColumns> children_{};
 };
 
+// The child of a family with a single label.
+template <size_t kCount>
+prometheus::Counter& ChildOf(Grid<prometheus::Counter, kCount>& children, prometheus::Family<prometheus::Counter>& family,
+                             const char* label, const char* const (&names)[kCount], size_t index) {
+  return children.Get(index, 0, [&]() -> prometheus::Counter& { return family.Add({{label, names[index]}}); });
+}
+
 size_t PurposeIndex(const std::string& purpose) {
   for (size_t i = 0; i + 1 < kPurposeCount; ++i) {
     if (purpose == kPurposeNames[i]) return i;
@@ -332,11 +339,7 @@ void Metrics::CountRequest(RpcMethod method, const absl::Status& status, absl::D
       .Observe(absl::ToDoubleSeconds(duration));
   if (status.ok()) return;
   const size_t reason = static_cast<size_t>(GetErrorReason(status));
-  f.refusals_children.Get(reason, 0,
-                          [&]() -> prometheus::Counter& {
-                            return f.refusals.Add({{"reason", kReasonNames[reason]}});
-                          })
-      .Increment();
+  ChildOf(f.refusals_children, f.refusals, "reason", kReasonNames, reason).Increment();
 }
 
 void Metrics::CountBytes(Direction direction, int64_t bytes, Transport transport) {
@@ -352,56 +355,33 @@ void Metrics::CountBytes(Direction direction, int64_t bytes, Transport transport
 }
 
 void Metrics::CountTransport(Transport transport) {
-  const size_t path = static_cast<size_t>(transport);
   Families& f = *families_;
-  f.transports_children
-      .Get(path, 0,
-           [&]() -> prometheus::Counter& {
-             return f.transports.Add({{"transport", kTransportNames[path]}});
-           })
-      .Increment();
+  ChildOf(f.transports_children, f.transports, "transport", kTransportNames, static_cast<size_t>(transport)).Increment();
 }
 
 void Metrics::CountTokens(LossKind loss, int64_t valid_tokens) {
-  const size_t index = static_cast<size_t>(loss);
   Families& f = *families_;
-  f.tokens_children.Get(index, 0,
-                        [&]() -> prometheus::Counter& {
-                          return f.tokens.Add({{"loss", kLossNames[index]}});
-                        })
-      .Increment(static_cast<double>(valid_tokens));
+  ChildOf(f.tokens_children, f.tokens, "loss", kLossNames, static_cast<size_t>(loss)).Increment(static_cast<double>(valid_tokens));
 }
 
 void Metrics::CountNonFiniteRows(int64_t rows) { families_->non_finite_rows.Increment(static_cast<double>(rows)); }
 
 void Metrics::CountMicroBatch(MicroBatchOutcome outcome) {
-  const size_t index = static_cast<size_t>(outcome);
   Families& f = *families_;
-  f.micro_batches_children
-      .Get(index, 0,
-           [&]() -> prometheus::Counter& {
-             return f.micro_batches.Add({{"outcome", kOutcomeNames[index]}});
-           })
-      .Increment();
+  ChildOf(f.micro_batches_children, f.micro_batches, "outcome", kOutcomeNames, static_cast<size_t>(outcome)).Increment();
   if (outcome == MicroBatchOutcome::kDiscarded) f.discards.Increment();
 }
 
 void Metrics::CountCommit() { families_->commits.Increment(); }
 
 void Metrics::CountStep(StepOutcome outcome) {
-  const size_t index = static_cast<size_t>(outcome);
   Families& f = *families_;
-  f.steps_children.Get(index, 0, [&]() -> prometheus::Counter& { return f.steps.Add({{"how", kStepNames[index]}}); }).Increment();
+  ChildOf(f.steps_children, f.steps, "how", kStepNames, static_cast<size_t>(outcome)).Increment();
 }
 
 void Metrics::CountSessionEnds(SessionEnd how, int64_t sessions) {
-  const size_t index = static_cast<size_t>(how);
   Families& f = *families_;
-  f.session_ends_children
-      .Get(index, 0,
-           [&]() -> prometheus::Counter& {
-             return f.session_ends.Add({{"how", kSessionEndNames[index]}});
-           })
+  ChildOf(f.session_ends_children, f.session_ends, "how", kSessionEndNames, static_cast<size_t>(how))
       .Increment(static_cast<double>(sessions));
 }
 
