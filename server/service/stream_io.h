@@ -6,7 +6,6 @@
 #include <grpcpp/server_context.h>
 
 #include "absl/status/status.h"
-#include "server/service/field_check.h"
 #include "server/service/rpc_scope.h"
 #include "server/service/server_core.h"
 #include "server/service/stream_watchdog.h"
@@ -33,24 +32,6 @@ absl::Status ReadAll(ServerCore& core, grpc::ServerContext& context, RpcScope& s
     if (absl::Status status = take(&message); !status.ok()) return status;
   }
   return watch.expired() || scope.Cancelled() ? scope.CancelledError() : absl::OkStatus();
-}
-
-// Reads the first message, which must be a header.
-template <typename Stream, typename Message>
-absl::Status ReadHeader(ServerCore& core, grpc::ServerContext& context, RpcScope& scope, Stream& stream, Message* message) {
-  StreamWatchdog::Watch watch(&core.watchdog, [&context] { context.TryCancel(); });
-  if (!ReadMessage(watch, stream, message)) {
-    if (watch.expired() || scope.Cancelled()) return scope.CancelledError();
-    return FieldError(ErrorReason::kProtocolViolation, "header", "a header first", "the stream's end");
-  }
-  switch (message->message_case()) {
-    case Message::kHeader:
-      return absl::OkStatus();
-    case Message::MESSAGE_NOT_SET:
-      return MissingField("message", "a header first");
-    default:
-      return FieldError(ErrorReason::kProtocolViolation, "header", "a header first", "a chunk");
-  }
 }
 
 // The answers of a stream. Write() returns false when the client is gone, or has taken nothing for too long.
