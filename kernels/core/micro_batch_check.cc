@@ -7,7 +7,7 @@
 #include <variant>
 
 #include "headwater/kernels/error.h"
-#include "kernels/core/return_if_error.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater {
 namespace {

@@ -5,7 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "absl/status/status.h"
-#include "kernels/core/return_if_error.h"  // IWYU pragma: export
+#include "headwater/kernels/return_if_error.h"  // IWYU pragma: export
 
 namespace headwater::cuda {
 

@@ -8,16 +8,9 @@
 
 #include "absl/status/status.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"  // IWYU pragma: export
 
 namespace headwater::service {
-
-// Returns from the enclosing function if `expression` is an error.
-#define HEADWATER_RETURN_IF_ERROR(expression)                 \
-  do {                                                        \
-    if (absl::Status status_ = (expression); !status_.ok()) { \
-      return status_;                                         \
-    }                                                         \
-  } while (false)
 
 absl::Status FieldError(ErrorReason reason, const std::string& field, const std::string& expected, const std::string& actual);
 

@@ -1,6 +1,6 @@
 // HEADWATER_RETURN_IF_ERROR(expression): returns from the function if `expression`, a status, is an error.
-#ifndef HEADWATER_KERNELS_CORE_RETURN_IF_ERROR_H_
-#define HEADWATER_KERNELS_CORE_RETURN_IF_ERROR_H_
+#ifndef HEADWATER_KERNELS_RETURN_IF_ERROR_H_
+#define HEADWATER_KERNELS_RETURN_IF_ERROR_H_
 
 #include "absl/status/status.h"
 
@@ -14,4 +14,4 @@
   } while (false)
 #define HEADWATER_RETURN_IF_ERROR(expression) HEADWATER_RETURN_IF_ERROR_AS(HEADWATER_STATUS_NAME(__COUNTER__), expression)
 
-#endif  // HEADWATER_KERNELS_CORE_RETURN_IF_ERROR_H_
+#endif  // HEADWATER_KERNELS_RETURN_IF_ERROR_H_
