@@ -6,6 +6,7 @@
 #include "headwater/kernels/error.h"
 #include "server/service/compute_loss_call.h"
 #include "server/service/field_check.h"
+#include "server/service/message_order.h"
 #include "server/service/retry_after.h"
 
 namespace headwater::service {
@@ -60,15 +61,14 @@ absl::StatusOr<v1::MicroBatchHeader> ComputeLossStream::AwaitHeader(RpcScope& sc
   if (!first_.has_value()) {
     // A stream that is cut ends like one that is half-closed; which it was is known a moment later.
     if (gone() || scope.Cancelled()) return scope.CancelledError();
-    return FieldError(ErrorReason::kProtocolViolation, "header", "a header first", "the stream's end");
+    return CheckHeaderSeen(false);
   }
   v1::ComputeLossRequest request;
   const bool parsed = first_->Parse(&request);
   first_.reset();
   if (absl::Status lost = core().lost(); !lost.ok()) return lost;
   if (!parsed) return FieldError(ErrorReason::kProtocolViolation, "message", "a message of the API", "other bytes");
-  if (request.has_chunk()) return FieldError(ErrorReason::kProtocolViolation, "header", "a header first", "a chunk");
-  if (!request.has_header()) return MissingField("message", "a header or a chunk");
+  HEADWATER_RETURN_IF_ERROR(CheckHeaderFirst(request));
   return std::move(*request.mutable_header());
 }
 

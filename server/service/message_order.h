@@ -24,6 +24,20 @@ absl::Status TakeInOrder(Message* message, bool header_seen, OnHeader&& on_heade
   return MissingField("message", "a header or a chunk");
 }
 
+// The first message, where it is read by itself: kProtocolViolation for a chunk, kMissingField for neither.
+template <typename Message>
+absl::Status CheckHeaderFirst(const Message& message) {
+  switch (message.message_case()) {
+    case Message::kHeader:
+      return absl::OkStatus();
+    case Message::kChunk:
+      return FieldError(ErrorReason::kProtocolViolation, "header", "a header first", "a chunk");
+    case Message::MESSAGE_NOT_SET:
+      break;
+  }
+  return MissingField("message", "a header first");
+}
+
 // The stream has ended: kProtocolViolation unless there was a header.
 inline absl::Status CheckHeaderSeen(bool header_seen) {
   if (header_seen) return absl::OkStatus();

@@ -8,6 +8,7 @@
 #include "headwater/v1/loss_service.pb.h"
 #include "server/service/field_check.h"
 #include "server/service/loss_request.h"
+#include "server/service/message_order.h"
 
 namespace headwater::service {
 
@@ -42,17 +43,13 @@ void TransferRowsStream::Answer(absl::Status status) {
 }
 
 void TransferRowsStream::OnFirstMessage(bool ok, grpc::ByteBuffer* message) {
-  if (!ok) {
-    return End(gone() ? scope_.CancelledError()
-                      : FieldError(ErrorReason::kProtocolViolation, "header", "a header first", "the stream's end"));
-  }
+  if (!ok) return End(gone() ? scope_.CancelledError() : CheckHeaderSeen(false));
   try {
     v1::TransferRowsRequest request;
     if (!ReceivedMessage(message).Parse(&request)) {
       return End(FieldError(ErrorReason::kProtocolViolation, "message", "a message of the API", "other bytes"));
     }
-    if (request.has_chunk()) return End(FieldError(ErrorReason::kProtocolViolation, "header", "a header first", "a chunk"));
-    if (!request.has_header()) return End(MissingField("message", "a header first"));
+    if (absl::Status status = CheckHeaderFirst(request); !status.ok()) return End(std::move(status));
     const auto header = DecodeTransferRowsHeader(request.header());
     if (!header.ok()) return End(header.status());
     FindTransfer(header->transfer, header->stripe_index);
