@@ -29,6 +29,8 @@ bool IsValidRequestId(const grpc::string_ref& id) {
 bool IsFrequent(RpcMethod method) {
   switch (method) {
     case RpcMethod::kComputeLoss:
+    case RpcMethod::kTransferRows:
+    case RpcMethod::kStreamTeacher:
     case RpcMethod::kCommitMicroBatch:
     case RpcMethod::kDiscardMicroBatch:
     case RpcMethod::kGetHead:
