@@ -5,47 +5,10 @@
 #include <utility>
 
 #include "headwater/kernels/error.h"
+#include "kernels/cuda/held_memory.h"
 
 namespace headwater::cuda {
 namespace {
-
-class AllocatedMemory final : public HostMemory {
- public:
-  AllocatedMemory(std::shared_ptr<EngineCore> core, void* data, int64_t bytes)
-      : core_(std::move(core)), data_(data), bytes_(bytes) {}
-  AllocatedMemory(const AllocatedMemory&) = delete;
-  AllocatedMemory& operator=(const AllocatedMemory&) = delete;
-  ~AllocatedMemory() override {
-    core_->MakeCurrent();
-    if (cudaFreeHost(data_) != cudaSuccess) static_cast<void>(cudaGetLastError());
-  }
-  void* data() const override { return data_; }
-  int64_t bytes() const override { return bytes_; }
-
- private:
-  const std::shared_ptr<EngineCore> core_;
-  void* const data_;
-  const int64_t bytes_;
-};
-
-class RegisteredMemory final : public HostMemory {
- public:
-  RegisteredMemory(std::shared_ptr<EngineCore> core, void* data, int64_t bytes)
-      : core_(std::move(core)), data_(data), bytes_(bytes) {}
-  RegisteredMemory(const RegisteredMemory&) = delete;
-  RegisteredMemory& operator=(const RegisteredMemory&) = delete;
-  ~RegisteredMemory() override {
-    core_->MakeCurrent();
-    if (cudaHostUnregister(data_) != cudaSuccess) static_cast<void>(cudaGetLastError());
-  }
-  void* data() const override { return data_; }
-  int64_t bytes() const override { return bytes_; }
-
- private:
-  const std::shared_ptr<EngineCore> core_;
-  void* const data_;
-  const int64_t bytes_;
-};
 
 // A lost device is said to be lost; everything else is memory that cannot be had.
 absl::Status NotLocked(EngineCore& core, cudaError_t error, const char* what, int64_t bytes) {
@@ -106,14 +69,14 @@ absl::StatusOr<std::unique_ptr<HostMemory>> AllocatePageLocked(std::shared_ptr<E
   void* data = nullptr;
   const cudaError_t error = cudaHostAlloc(&data, static_cast<size_t>(bytes), cudaHostAllocPortable);
   if (error != cudaSuccess) return NotLocked(*core, error, "allocating page-locked memory", bytes);
-  return std::unique_ptr<HostMemory>(std::make_unique<AllocatedMemory>(std::move(core), data, bytes));
+  return std::unique_ptr<HostMemory>(std::make_unique<HeldMemory<HostMemory>>(std::move(core), data, bytes, &cudaFreeHost));
 }
 
 absl::StatusOr<std::unique_ptr<HostMemory>> RegisterPageLocked(std::shared_ptr<EngineCore> core, void* data, int64_t bytes) {
   core->MakeCurrent();
   const cudaError_t error = cudaHostRegister(data, static_cast<size_t>(bytes), cudaHostRegisterPortable);
   if (error != cudaSuccess) return NotLocked(*core, error, "page-locking memory", bytes);
-  return std::unique_ptr<HostMemory>(std::make_unique<RegisteredMemory>(std::move(core), data, bytes));
+  return std::unique_ptr<HostMemory>(std::make_unique<HeldMemory<HostMemory>>(std::move(core), data, bytes, &cudaHostUnregister));
 }
 
 }  // namespace headwater::cuda

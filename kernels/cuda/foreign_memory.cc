@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "headwater/kernels/error.h"
+#include "kernels/cuda/held_memory.h"
 
 namespace headwater::cuda {
 namespace {
@@ -17,24 +18,6 @@ constexpr std::chrono::seconds kEventPatience(30);
 // Work is mostly done, or nearly, when its event is named.
 constexpr std::chrono::microseconds kBusyWait(200);
 constexpr std::chrono::microseconds kPause(25);
-
-class ForeignRegion final : public DeviceRegion {
- public:
-  ForeignRegion(std::shared_ptr<EngineCore> core, void* data, int64_t bytes) : core_(std::move(core)), data_(data), bytes_(bytes) {}
-  ForeignRegion(const ForeignRegion&) = delete;
-  ForeignRegion& operator=(const ForeignRegion&) = delete;
-  ~ForeignRegion() override {
-    core_->MakeCurrent();
-    if (cudaIpcCloseMemHandle(data_) != cudaSuccess) static_cast<void>(cudaGetLastError());
-  }
-  void* data() const override { return data_; }
-  int64_t bytes() const override { return bytes_; }
-
- private:
-  const std::shared_ptr<EngineCore> core_;
-  void* const data_;
-  const int64_t bytes_;
-};
 
 class ForeignEvent final : public DeviceEvent {
  public:
@@ -132,7 +115,7 @@ absl::StatusOr<std::unique_ptr<DeviceRegion>> OpenForeignMemory(std::shared_ptr<
   void* data = nullptr;
   const cudaError_t error = cudaIpcOpenMemHandle(&data, ipc, cudaIpcMemLazyEnablePeerAccess);
   if (error != cudaSuccess) return CannotOpen(*core, error, "cuda_ipc_handle", "opening another process's memory");
-  auto region = std::make_unique<ForeignRegion>(core, data, bytes);
+  auto region = std::make_unique<HeldMemory<DeviceRegion>>(core, data, bytes, &cudaIpcCloseMemHandle);
   const int64_t there = BytesBehind(data);
   if (there < bytes) {
     return MakeError(ErrorReason::kInvalidField,
