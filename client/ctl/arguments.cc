@@ -27,7 +27,8 @@ bool Contains(const std::vector<std::string>& values, const std::string& value) 
 
 }  // namespace
 
-const std::vector<std::string> kCommonFlags = {"server", "tenant", "timeout", "connect_timeout", "json"};
+const std::vector<std::string> kCommonFlags = {
+    "server", "tenant", "timeout", "connect_timeout", "ca_certificate", "client_certificate", "client_key", "token_file", "json"};
 
 absl::Status UsageError(const std::string& message) {
   absl::Status status = absl::InvalidArgumentError(message);

@@ -50,6 +50,33 @@ bool SetClientName(const std::string& value, ClientOptions& options) {
   return value.size() <= 128;
 }
 
+bool SetBool(const std::string& value, bool* out) {
+  if (value != "0" && value != "1") return false;
+  *out = value == "1";
+  return true;
+}
+
+Setter Tls(std::string TlsOptions::*member) {
+  return [member](const std::string& value, ClientOptions& options) {
+    if (!options.tls.has_value()) options.tls.emplace();
+    *options.tls.*member = value;
+    return !value.empty();
+  };
+}
+
+bool SetTls(const std::string& value, ClientOptions& options) {
+  bool wanted = false;
+  if (!SetBool(value, &wanted) || (!wanted && options.tls.has_value())) return false;
+  if (wanted && !options.tls.has_value()) options.tls.emplace();
+  return true;
+}
+
+// Whatever is wrong with it is found later, and told without quoting it.
+bool SetToken(const std::string& value, ClientOptions& options) {
+  options.token = value;
+  return true;
+}
+
 const std::map<std::string, Setter>& Setters() {
   static const auto* const setters = new std::map<std::string, Setter>{
       {"transport", SetTransport},
@@ -59,6 +86,14 @@ const std::map<std::string, Setter>& Setters() {
       {"connect_timeout_ms", Milliseconds(&ClientOptions::connect_timeout)},
       {"session_lease_ms", Milliseconds(&ClientOptions::session_lease)},
       {"client_name", SetClientName},
+      {"tls", SetTls},
+      {"ca_certificate", Tls(&TlsOptions::ca_certificate)},
+      {"client_certificate", Tls(&TlsOptions::client_certificate)},
+      {"client_key", Tls(&TlsOptions::client_key)},
+      {"server_name", Tls(&TlsOptions::server_name)},
+      {"token", SetToken},
+      {"allow_plaintext_token",
+       [](const std::string& value, ClientOptions& options) { return SetBool(value, &options.allow_plaintext_token); }},
   };
   return *setters;
 }

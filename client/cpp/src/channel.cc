@@ -1,6 +1,11 @@
 #include "client/cpp/src/channel.h"
 
 #include <grpc/grpc.h>
+#include <grpcpp/create_channel_posix.h>
+
+#include <utility>
+
+#include "client/cpp/src/security.h"
 
 namespace headwater::client::internal {
 
@@ -22,9 +27,8 @@ grpc::ChannelArguments CommonArguments(const ClientOptions& options) {
   return arguments;
 }
 
-}  // namespace
-
-grpc::ChannelArguments DataChannelArguments(const ClientOptions& options) {
+// What carries rows beside that.
+grpc::ChannelArguments DataArguments(const ClientOptions& options) {
   grpc::ChannelArguments arguments = CommonArguments(options);
   // Frames and a window in which a chunk fits, from the first message on. gRPC would find larger ones by probing, for a fifth more
   // CPU time on one connection.
@@ -34,8 +38,8 @@ grpc::ChannelArguments DataChannelArguments(const ClientOptions& options) {
   return arguments;
 }
 
-std::shared_ptr<grpc::Channel> MakeChannel(const std::string& target, const ClientOptions& options) {
-  grpc::ChannelArguments arguments = CommonArguments(options);
+// What has a socket of its own, made by gRPC.
+std::shared_ptr<grpc::Channel> Create(const std::string& target, const ClientOptions& options, grpc::ChannelArguments arguments) {
   // Channels with equal arguments share one socket otherwise, and one socket is one core's worth of bandwidth.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   // A proxy that the environment names for web traffic would silently take `localhost` too.
@@ -44,7 +48,27 @@ std::shared_ptr<grpc::Channel> MakeChannel(const std::string& target, const Clie
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
   arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 1000);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
-  return grpc::CreateCustomChannel(target, grpc::InsecureChannelCredentials(), arguments);
+  AddTlsArguments(options, &arguments);
+  return grpc::experimental::CreateCustomChannelWithInterceptors(target, MakeCredentials(options), arguments,
+                                                                 MakeInterceptors(options));
+}
+
+}  // namespace
+
+std::shared_ptr<grpc::Channel> MakeDataChannel(const std::string& peer, const ClientOptions& options) {
+  return Create(peer, options, DataArguments(options));
+}
+
+std::shared_ptr<grpc::Channel> MakeDataChannel(const std::string& peer, const std::string& authority, int socket_fd,
+                                               const ClientOptions& options) {
+  grpc::ChannelArguments arguments = DataArguments(options);
+  arguments.SetString(GRPC_ARG_DEFAULT_AUTHORITY, authority);
+  return grpc::experimental::CreateCustomInsecureChannelWithInterceptorsFromFd(peer, socket_fd, arguments,
+                                                                               MakeInterceptors(options));
+}
+
+std::shared_ptr<grpc::Channel> MakeChannel(const std::string& target, const ClientOptions& options) {
+  return Create(target, options, CommonArguments(options));
 }
 
 }  // namespace headwater::client::internal

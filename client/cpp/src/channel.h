@@ -14,11 +14,15 @@ namespace headwater::client::internal {
 
 using Deadline = std::chrono::system_clock::time_point;
 
+// All of them with the options' TLS and token; PrepareSecurity() has checked them.
+
 // A channel with a socket of its own, without gRPC's retries, hedging, service configs and proxies. Connects when it is used.
 std::shared_ptr<grpc::Channel> MakeChannel(const std::string& target, const ClientOptions& options);
 
-// What channels that carry rows are made with.
-grpc::ChannelArguments DataChannelArguments(const ClientOptions& options);
+// One that carries rows: to an address, or, without TLS, over a connected socket, which it takes.
+std::shared_ptr<grpc::Channel> MakeDataChannel(const std::string& peer, const ClientOptions& options);
+std::shared_ptr<grpc::Channel> MakeDataChannel(const std::string& peer, const std::string& authority, int socket_fd,
+                                               const ClientOptions& options);
 
 }  // namespace headwater::client::internal
 

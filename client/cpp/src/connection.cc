@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "client/cpp/src/security.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -51,12 +52,18 @@ absl::Status CheckOptions(const ClientOptions& options) {
 
 absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(const std::string& target, const ClientOptions& options) {
   if (absl::Status status = CheckOptions(options); !status.ok()) return status;
-  std::shared_ptr<grpc::Channel> channel = MakeChannel(target, options);
+  ClientOptions prepared = options;
+  if (absl::Status status = PrepareSecurity(target, &prepared); !status.ok()) return status;
+  std::shared_ptr<grpc::Channel> channel = MakeChannel(target, prepared);
   if (!channel->WaitForConnected(std::chrono::system_clock::now() + options.connect_timeout)) {
-    return absl::UnavailableError(
-        absl::StrCat("no headwater server answers at ", target, " within ", options.connect_timeout.count(), " ms"));
+    return absl::UnavailableError(absl::StrCat(
+        "no headwater server answers at ", target, " within ", options.connect_timeout.count(), " ms",
+        prepared.tls.has_value() ? absl::StrCat("; its certificate must be for ", prepared.tls->server_name,
+                                                " and signed by an authority of tls.ca_certificate, and it may ask for a "
+                                                "client's")
+                                 : "; a server that has TLS does not answer without (ClientOptions.tls)"));
   }
-  return std::shared_ptr<Connection>(new Connection(target, options, std::move(channel)));
+  return std::shared_ptr<Connection>(new Connection(target, prepared, std::move(channel)));
 }
 
 Connection::Connection(std::string target, const ClientOptions& options, std::shared_ptr<grpc::Channel> channel)

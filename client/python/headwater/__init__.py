@@ -43,6 +43,7 @@ from headwater._futures import Future
 from headwater._head import Head
 from headwater._requests import check_bool, check_choice
 from headwater._retry import DEFAULT_RETRIES, RetryPolicy
+from headwater._security import TLS, make_security
 from headwater._teacher import Teacher
 from headwater._terms import JOIN, JSD, CrossEntropy
 from headwater._types import (
@@ -85,6 +86,9 @@ def connect(
     replay_bytes: int = 1 << 30,
     transport: str = "auto",
     stripes: int = 8,
+    tls: TLS | bool | None = None,
+    token: str | None = None,
+    allow_plaintext_token: bool = False,
 ) -> Client:
     """Connects to a server.
 
@@ -110,6 +114,10 @@ def connect(
             which it was, `Client.transports` and `Client.transport_note` why no better one.
         stripes: connections that one micro-batch is spread over at most, in [1, 64]; fewer where the server allows fewer or the
             rows are few. "grpc" only.
+        tls: encrypt, and check that the server is who it should be: a `headwater.TLS`, or True for the authorities of the system.
+            Not for a Unix socket.
+        token: sent with every call, for a server that asks for one. Not in plain text but to loopback addresses and Unix sockets.
+        allow_plaintext_token: send it nevertheless, in a network that nobody else can listen on.
     Returns:
         A Client; close it, or use it in a `with` statement. A process that is forked from this one must connect again.
     Raises:
@@ -122,6 +130,7 @@ def connect(
 
     check_number(session_lease, "session_lease", low=0, low_open=True)
     check_integer(replay_bytes, "replay_bytes")
+    security = make_security(tls, token, allow_plaintext_token, address)
     policy = RetryPolicy(max_attempts=1) if retries is None else retries
     if not isinstance(policy, RetryPolicy):
         raise invalid_argument("INVALID_FIELD", f"retries must be a headwater.RetryPolicy or None, got {policy!r}", field="retries")
@@ -135,6 +144,7 @@ def connect(
         session_lease_s=session_lease if check_bool(session, "session") else None,
         transport=transport,
         stripes=stripes,
+        security=security,
     )
     if check_bool(replay, "replay"):
         backend = ReplayBackend(backend, replay_bytes, connect_timeout_s)
@@ -146,6 +156,7 @@ __all__ = [
     "JOIN",
     "JSD",
     "SGD",
+    "TLS",
     "AbortedError",
     "AdamW",
     "AlreadyExistsError",

@@ -13,6 +13,7 @@ import grpc
 from headwater._arrays import HostArray
 from headwater._errors import ClientClosedError, HeadwaterError, from_rpc_error, make_error
 from headwater._futures import current_scope
+from headwater._security import Security
 from headwater.v1 import head_service_pb2, loss_service_pb2
 
 # Bytes of tensor data in one message, either way.
@@ -35,9 +36,9 @@ CHANNEL_OPTIONS = (
 )
 
 
-def make_channel(address: str) -> grpc.Channel:
+def make_channel(address: str, security: Security) -> grpc.Channel:
     """A connection of its own."""
-    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return security.make_channel(address, CHANNEL_OPTIONS)
 
 
 def client_name() -> str:

@@ -33,6 +33,7 @@ from headwater._messages import (
 )
 from headwater._requests import CommitRequest, ComputeRequest, GradientRequest, JoinedRows, StepKey
 from headwater._retry import AttemptBook, RetryPolicy, with_retries
+from headwater._security import Security
 from headwater._submission import Submission
 from headwater._transfers import PythonTransfers, Transfers
 from headwater._transport import Paths
@@ -76,13 +77,14 @@ class RemoteBackend:
         session_lease_s: float | None,
         transport: str = "auto",
         stripes: int = 8,
+        security: Security,
     ):
         """`session_lease_s` None: no session."""
         self.address = address
         self._calls = _channel.Calls()
         self._retries = retries
         self.attempts = AttemptBook()
-        self._channel = _channel.make_channel(address)
+        self._channel = _channel.make_channel(address, security)
         self._heads = head_service_pb2_grpc.HeadServiceStub(self._channel)
         self._losses = loss_service_pb2_grpc.LossServiceStub(self._channel)
         self._sessions = session_service_pb2_grpc.SessionServiceStub(self._channel)
@@ -96,7 +98,7 @@ class RemoteBackend:
             raise make_error(
                 "UNAVAILABLE",
                 "",
-                f"no server answered at {address} within {connect_timeout_s:g} s; is headwaterd running there?",
+                f"no server answered at {address} within {connect_timeout_s:g} s; is headwaterd running there? ({security.hint()})",
                 {"address": address},
             ) from None
         try:
@@ -105,6 +107,7 @@ class RemoteBackend:
                 connect_timeout_s,
                 transport=transport,
                 stripes=stripes,
+                security=security,
                 session_lease_s=session_lease_s,
                 sessions=self._sessions,
                 python=PythonTransfers(self._losses, self._calls),

@@ -13,6 +13,7 @@ from headwater import _channel
 from headwater._client_library import Connection, LibraryNotFound, library
 from headwater._errors import HeadwaterError, from_rpc_error, make_error
 from headwater._library_transfers import LibraryTransfers
+from headwater._security import Security
 from headwater._session import Session
 from headwater._transfers import PythonTransfers, Transfers
 from headwater.v1 import session_service_pb2
@@ -33,6 +34,7 @@ class Paths:
         session_lease_s: float | None,
         sessions: Any,
         python: PythonTransfers,
+        security: Security,
     ):
         """`sessions` is the stub of SessionService; `python` is what is used where the client core is not."""
         self.session: Session | None = None
@@ -53,6 +55,7 @@ class Paths:
                         "connect_timeout_ms": max(1, int(connect_timeout_s * 1e3)),
                         **({} if session_lease_s is None else {"session_lease_ms": max(1, int(session_lease_s * 1e3))}),
                         "client_name": client_name,
+                        **security.core_options(),
                     },
                 )
             except LibraryNotFound as error:
@@ -63,7 +66,7 @@ class Paths:
         self.transfers = python if self._connection is None else LibraryTransfers(self._connection)
         if session_lease_s is not None:
             on_forgotten = None if self._connection is None else self._connection.forget_session
-            self.session = Session(lambda: _channel.make_channel(address), session_lease_s, client_name, on_forgotten)
+            self.session = Session(lambda: _channel.make_channel(address, security), session_lease_s, client_name, on_forgotten)
         if transport in ("shared_memory", "cuda_ipc"):
             try:
                 why = self._why_not(transport, self._server(connect_timeout_s), demanded=True)

@@ -54,6 +54,11 @@ void ServerProcess::Start() {
   }
 }
 
+std::string ServerProcess::address() const {
+  const std::string addresses = ReadFile(directory_.path() + "/port");
+  return addresses.substr(0, addresses.find('\n'));
+}
+
 client::Client ServerProcess::Connect(const client::ClientOptions& options) const {
   absl::StatusOr<client::Client> client = client::Client::Connect(target(), options);
   if (!client.ok()) {

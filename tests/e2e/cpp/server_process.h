@@ -20,6 +20,8 @@ class ServerProcess {
 
   // `unix:PATH`.
   std::string target() const { return "unix:" + directory_.path() + "/socket"; }
+  // What it says that it listens on first: of another kind if the flags say so.
+  std::string address() const;
   // Where descriptors of memory are taken, if it shares memory.
   std::string descriptor_socket() const { return directory_.path() + "/memory"; }
   std::string load_root() const { return directory_.path() + "/load"; }

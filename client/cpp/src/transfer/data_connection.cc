@@ -1,7 +1,6 @@
 #include "client/cpp/src/transfer/data_connection.h"
 
 #include <fcntl.h>
-#include <grpcpp/create_channel_posix.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -144,8 +143,9 @@ std::string AuthorityOf(const std::string& peer) {
 absl::StatusOr<std::shared_ptr<DataConnection>> DataConnection::Open(const std::string& peer, const ClientOptions& options,
                                                                      Deadline deadline, const std::function<bool()>& cancelled) {
   const std::optional<SocketAddress> address = ParsePeer(peer);
-  if (!address.has_value()) {
-    return std::shared_ptr<DataConnection>(new DataConnection(peer, MakeChannel(peer, options), -1));
+  // gRPC speaks TLS only on sockets that it has made itself.
+  if (!address.has_value() || options.tls.has_value()) {
+    return std::shared_ptr<DataConnection>(new DataConnection(peer, MakeDataChannel(peer, options), -1));
   }
   const absl::StatusOr<int> socket_fd = Connect(peer, *address, deadline, cancelled);
   if (!socket_fd.ok()) return socket_fd.status();
@@ -155,10 +155,8 @@ absl::StatusOr<std::shared_ptr<DataConnection>> DataConnection::Open(const std::
     close(*socket_fd);
     return CannotConnect(peer, error);
   }
-  grpc::ChannelArguments arguments = DataChannelArguments(options);
-  arguments.SetString(GRPC_ARG_DEFAULT_AUTHORITY, AuthorityOf(peer));
   return std::shared_ptr<DataConnection>(
-      new DataConnection(peer, grpc::CreateCustomInsecureChannelFromFd(peer, *socket_fd, arguments), second_fd));
+      new DataConnection(peer, MakeDataChannel(peer, AuthorityOf(peer), *socket_fd, options), second_fd));
 }
 
 DataConnection::~DataConnection() {

@@ -23,9 +23,9 @@ namespace headwater::client::internal {
 // It is never made anew: one that broke is replaced by another. Thread-safe.
 class DataConnection {
  public:
-  // Connects to `peer`, as grpc::ClientContext::peer() names the server. An address that is not of the internet or Unix family is
-  // left to an ordinary channel. UNAVAILABLE if nobody answers there; DEADLINE_EXCEEDED, or CANCELLED as soon as `cancelled` says
-  // so.
+  // Connects to `peer`, as grpc::ClientContext::peer() names the server. An address that is not of the internet or Unix family, and
+  // TLS, are left to an ordinary channel: what it was writing when the other side stood still is let go of by its keepalive.
+  // UNAVAILABLE if nobody answers there; DEADLINE_EXCEEDED, or CANCELLED as soon as `cancelled` says so.
   static absl::StatusOr<std::shared_ptr<DataConnection>> Open(const std::string& peer, const ClientOptions& options,
                                                               Deadline deadline, const std::function<bool()>& cancelled);
   ~DataConnection();

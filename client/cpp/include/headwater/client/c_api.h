@@ -62,6 +62,13 @@ HW_CLIENT_API void hw_client_error_free(hw_client_error* error);
  *   connect_timeout_ms=10000 > 0
  *   session_lease_ms=30000   lease that the library's own sessions ask for, > 0
  *   client_name=headwater-c  shown in the server's logs; at most 128 bytes
+ *   tls=0                    1: TLS, also by any of the next four
+ *   ca_certificate=PATH      authorities, in PEM, that may have signed the server's certificate; without it those of the system
+ *   client_certificate=PATH  what is shown to a server that asks for it, in PEM,
+ *   client_key=PATH          and its key
+ *   server_name=NAME         the name that the server's certificate must be for; without it the host of `target`
+ *   token=TOKEN              sent with every call; not in plain text but to loopback addresses and Unix sockets, unless
+ *   allow_plaintext_token=0  is 1
  */
 HW_CLIENT_API hw_client_error* hw_client_connect(const char* target, const char* options, hw_client** out);
 /* Lets go of the connection; NULL is fine. Calls that are under way and memory that was allocated stay valid; the connection and

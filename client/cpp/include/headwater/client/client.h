@@ -34,6 +34,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -47,6 +48,18 @@
 namespace headwater::client {
 
 // Options of a connection.
+// TLS to the server. Files are in PEM, and are read again when they change: connections that are made from then on take the new
+// ones.
+struct TlsOptions {
+  // Authorities that may have signed the server's certificate; empty: those of the system.
+  std::string ca_certificate;
+  // What this client shows to a server that asks for it (mTLS): the chain and its key; both or neither.
+  std::string client_certificate;
+  std::string client_key;
+  // The name that the server's certificate must be for; empty: the host of the target.
+  std::string server_name;
+};
+
 struct ClientOptions {
   // Deadline of every call that names no other, repetitions included. > 0.
   std::chrono::milliseconds timeout{std::chrono::minutes(5)};
@@ -70,6 +83,13 @@ struct ClientOptions {
   Transport transport = Transport::kAuto;
   // Connections that the rows of a micro-batch are spread over at most, in [1, 64]; small ones take fewer.
   int stripes = 8;
+  // Absent: nothing is encrypted. Not for Unix sockets.
+  std::optional<TlsOptions> tls{};
+  // Sent with every call, for a server that asks for one (--token_file); empty: none. Printable ASCII without blanks. A token is
+  // not sent in plain text but to loopback addresses and Unix sockets.
+  std::string token{};
+  // It is nevertheless: to a network that nobody else can listen on.
+  bool allow_plaintext_token = false;
   // Gets the sentence why a better path is not taken, once; called by any thread, must not block. Empty: it goes to the standard
   // error output.
   std::function<void(const std::string& sentence)> on_notice{};
@@ -79,7 +99,7 @@ struct ClientOptions {
 class Client {
  public:
   // Connects to `target`: `host:port` or `unix:/path/to/socket`. Waits until the server is reached; a server that is still starting
-  // is waited for. Without TLS. HTTP proxies of the environment are not used.
+  // is waited for. HTTP proxies of the environment are not used.
   //
   // INVALID_ARGUMENT if an option is out of range; UNAVAILABLE if nobody answers within `connect_timeout`.
   static absl::StatusOr<Client> Connect(const std::string& target, const ClientOptions& options = {});

@@ -1,0 +1,151 @@
+#include "client/cpp/src/security.h"
+
+#include <grpcpp/security/tls_certificate_provider.h>
+#include <grpcpp/security/tls_credentials_options.h>
+
+#include <algorithm>
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <tuple>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "client/cpp/src/error.h"
+
+namespace headwater::client::internal {
+namespace {
+
+// How often gRPC looks at the files, in seconds; its least.
+constexpr unsigned int kRefreshSeconds = 1;
+// A connection whose other side stands still is given up after this: gRPC would keep what it was writing for as long.
+constexpr int kKeepaliveMs = 20000;
+constexpr size_t kMostTokenBytes = 4096;
+
+absl::Status Invalid(const char* field, const std::string& expected) {
+  return MakeLocalError(v1::ERROR_REASON_INVALID_FIELD, absl::StatusCode::kInvalidArgument,
+                        absl::StrCat("ClientOptions.", field, ": expected ", expected), {{"field", field}, {"expected", expected}});
+}
+
+bool IsUnix(absl::string_view target) { return absl::StartsWith(target, "unix:") || absl::StartsWith(target, "unix-abstract:"); }
+
+// The host of host:port, with or without a scheme.
+std::string HostOf(absl::string_view target) {
+  for (const absl::string_view scheme : {"dns:", "ipv4:", "ipv6:"}) absl::ConsumePrefix(&target, scheme);
+  target.remove_prefix(target.rfind('/') == absl::string_view::npos ? 0 : target.rfind('/') + 1);
+  if (absl::StartsWith(target, "[")) return std::string(target.substr(1, target.find(']') - 1));
+  const size_t colon = target.find(':');
+  return std::string(colon == target.rfind(':') ? target.substr(0, colon) : target);  // more than one: a bare IPv6 address
+}
+
+bool IsLoopback(const std::string& host) {
+  return host == "localhost" || host == "::1" ||
+         (absl::StartsWith(host, "127.") && host.find_first_not_of("0123456789.") == std::string::npos);
+}
+
+absl::Status CheckPem(const char* field, const std::string& path) {
+  if (path.empty()) return absl::OkStatus();
+  std::ifstream file(path);
+  std::ostringstream text;
+  text << file.rdbuf();
+  if (file && absl::StrContains(text.str(), "-----BEGIN ")) return absl::OkStatus();
+  return Invalid(field, absl::StrCat("a PEM file that can be read, got ", path));
+}
+
+class TokenInterceptor final : public grpc::experimental::Interceptor {
+ public:
+  explicit TokenInterceptor(const std::string& authorization) : authorization_(authorization) {}
+  void Intercept(grpc::experimental::InterceptorBatchMethods* methods) override {
+    if (methods->QueryInterceptionHookPoint(grpc::experimental::InterceptionHookPoints::PRE_SEND_INITIAL_METADATA)) {
+      methods->GetSendInitialMetadata()->emplace("authorization", authorization_);
+    }
+    methods->Proceed();
+  }
+
+ private:
+  const std::string authorization_;
+};
+
+class TokenFactory final : public grpc::experimental::ClientInterceptorFactoryInterface {
+ public:
+  explicit TokenFactory(const std::string& token) : authorization_(absl::StrCat("Bearer ", token)) {}
+  grpc::experimental::Interceptor* CreateClientInterceptor(grpc::experimental::ClientRpcInfo*) override {
+    return new TokenInterceptor(authorization_);
+  }
+
+ private:
+  const std::string authorization_;
+};
+
+}  // namespace
+
+absl::Status PrepareSecurity(const std::string& target, ClientOptions* options) {
+  const std::string host = HostOf(target);
+  if (options->tls.has_value()) {
+    TlsOptions& tls = *options->tls;
+    if (IsUnix(target)) return Invalid("tls", "none for a Unix socket, which has no TLS");
+    if (tls.client_certificate.empty() != tls.client_key.empty()) {
+      return Invalid("tls.client_key", "a client_certificate and its client_key, or neither");
+    }
+    for (const auto& [field, path] :
+         {std::pair{"tls.ca_certificate", &tls.ca_certificate}, std::pair{"tls.client_certificate", &tls.client_certificate},
+          std::pair{"tls.client_key", &tls.client_key}}) {
+      if (absl::Status status = CheckPem(field, *path); !status.ok()) return status;
+    }
+    if (tls.server_name.empty()) tls.server_name = host;
+  }
+  if (options->token.empty()) return absl::OkStatus();
+  if (options->token.size() > kMostTokenBytes ||
+      !std::all_of(options->token.begin(), options->token.end(), [](char c) { return c > ' ' && c < 0x7f; })) {
+    return Invalid("token", absl::StrCat("1 to ", kMostTokenBytes, " printable ASCII characters without blanks"));
+  }
+  if (!options->tls.has_value() && !IsUnix(target) && !IsLoopback(host) && !options->allow_plaintext_token) {
+    return Invalid("token", absl::StrCat("TLS on the way to ", host,
+                                         ", where everybody on the way could read the token (allow_plaintext_token sends it "
+                                         "nevertheless)"));
+  }
+  return absl::OkStatus();
+}
+
+std::shared_ptr<grpc::ChannelCredentials> MakeCredentials(const ClientOptions& options) {
+  if (!options.tls.has_value()) return grpc::InsecureChannelCredentials();
+  const TlsOptions& tls = *options.tls;
+  static auto* const mutex = new std::mutex;
+  static auto* const known =
+      new std::map<std::tuple<std::string, std::string, std::string>, std::weak_ptr<grpc::ChannelCredentials>>;
+  std::lock_guard<std::mutex> lock(*mutex);
+  std::erase_if(*known, [](const auto& entry) { return entry.second.expired(); });
+  auto& place = (*known)[{tls.ca_certificate, tls.client_certificate, tls.client_key}];
+  if (auto credentials = place.lock(); credentials != nullptr) return credentials;
+  grpc::experimental::TlsChannelCredentialsOptions credentials_options;
+  if (!tls.ca_certificate.empty() || !tls.client_certificate.empty()) {
+    credentials_options.set_certificate_provider(std::make_shared<grpc::experimental::FileWatcherCertificateProvider>(
+        tls.client_key, tls.client_certificate, tls.ca_certificate, kRefreshSeconds));
+    if (!tls.ca_certificate.empty()) credentials_options.watch_root_certs();
+    if (!tls.client_certificate.empty()) credentials_options.watch_identity_key_cert_pairs();
+  }
+  auto credentials = grpc::experimental::TlsCredentials(credentials_options);
+  place = credentials;
+  return credentials;
+}
+
+void AddTlsArguments(const ClientOptions& options, grpc::ChannelArguments* arguments) {
+  if (!options.tls.has_value()) return;
+  // The certificate must be for the server's name also where the connection is made to one of its addresses.
+  arguments->SetSslTargetNameOverride(options.tls->server_name);
+  arguments->SetString(GRPC_ARG_DEFAULT_AUTHORITY, options.tls->server_name);
+  arguments->SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMs);
+  arguments->SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveMs);
+  arguments->SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+}
+
+std::vector<std::unique_ptr<grpc::experimental::ClientInterceptorFactoryInterface>> MakeInterceptors(const ClientOptions& options) {
+  std::vector<std::unique_ptr<grpc::experimental::ClientInterceptorFactoryInterface>> factories;
+  if (!options.token.empty()) factories.push_back(std::make_unique<TokenFactory>(options.token));
+  return factories;
+}
+
+}  // namespace headwater::client::internal

@@ -1,0 +1,264 @@
+// The C++ client and headwaterctl with TLS and tokens, against the real server: every path of the rows, and what is refused.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "headwater/client/client.h"
+#include "tests/e2e/cpp/server_process.h"
+#include "tests/e2e/cpp/test_tensors.h"
+#include "tests/integration/test_certificates.h"
+
+namespace headwater::e2e {
+namespace {
+
+using namespace headwater::client;
+using headwater::testing::Credentials;
+using headwater::testing::TestAuthority;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+constexpr int64_t kHiddenSize = 512;
+constexpr int64_t kVocabSize = 32;
+constexpr int64_t kRows = 5000;  // 10 MB: three streams
+
+// "secret-trainer" and "secret-reader", by `printf %s TOKEN | sha256sum`.
+constexpr char kTokens[] = R"({"tokens": [
+  {"name": "trainer", "sha256": "TRAINER", "compute": ["*"], "admin": ["*"]},
+  {"name": "reader", "sha256": "READER", "compute": ["other-*"]}]})";
+
+std::string Sha256(const std::string& text) {
+  const ProgramResult result = RunProgram({"/bin/sh", "-c", absl::StrCat("printf %s ", text, " | sha256sum | cut -d' ' -f1")});
+  return result.out.substr(0, 64);
+}
+
+std::string Replaced(std::string text, const std::string& from, const std::string& to) {
+  return text.replace(text.find(from), from.size(), to);
+}
+
+class Access : public ::testing::Test {
+ protected:
+  Access() {
+    Put("ca.crt", authority_.certificate());
+    Put("clients.crt", client_authority_.certificate());
+    PutPair("server", authority_.Issue("server"));
+    PutPair("client", client_authority_.Issue("client"));
+    PutPair("expired", client_authority_.Issue("client", /*expired=*/true));
+    Put("tokens.json", Replaced(Replaced(kTokens, "TRAINER", Sha256("secret-trainer")), "READER", Sha256("secret-reader")));
+    Put("trainer.token", "secret-trainer\n");
+  }
+
+  std::string Path(const std::string& name) const { return directory_.path() + "/" + name; }
+  void Put(const std::string& name, const std::string& text) const { headwater::testing::WriteFile(Path(name), text); }
+  void PutPair(const std::string& name, const Credentials& pair) const {
+    Put(name + ".crt", pair.certificate);
+    Put(name + ".key", pair.key);
+  }
+  // The server's, with client certificates; later addresses win over the Unix socket that the process starts with.
+  std::vector<std::string> SecureFlags() const {
+    return {"--listen_addresses=127.0.0.1:0",         "--tls_certificate=" + Path("server.crt"), "--tls_key=" + Path("server.key"),
+            "--tls_client_ca=" + Path("clients.crt"), "--token_file=" + Path("tokens.json"),     "--log_level=debug"};
+  }
+  ClientOptions SecureOptions(const std::string& token = "secret-trainer") const {
+    ClientOptions options;
+    options.transport = Transport::kGrpc;
+    options.tls = TlsOptions{Path("ca.crt"), Path("client.crt"), Path("client.key"), ""};
+    options.token = token;
+    return options;
+  }
+
+  TemporaryDirectory directory_;
+  const TestAuthority authority_{"servers"};
+  const TestAuthority client_authority_{"clients"};
+};
+
+Head MakeHead(Client& client, const std::string& name = "h") {
+  HeadSpec spec;
+  spec.vocab_size = kVocabSize;
+  spec.hidden_size = kHiddenSize;
+  Head head = Value(client.AttachHead(name, spec));
+  Value(head.UploadWeights(HeadTensor::kWeight, TensorView::Float32(RandomFloats(1, kVocabSize * kHiddenSize, 0.1F))));
+  return head;
+}
+
+LossResult Compute(Head& head, int64_t row_count = kRows) {
+  const std::vector<float> rows = RandomFloats(7, row_count * kHiddenSize, 1.0F);
+  std::vector<unsigned char> gradient(rows.size() * 4);
+  const std::vector<int32_t> targets(static_cast<size_t>(row_count), 3);
+  MicroBatchOptions options;
+  options.grad_hidden = absl::MakeSpan(gradient);
+  return Value(head.CrossEntropy(RowsView::Float32(rows, kHiddenSize), targets, {}, options).Get());
+}
+
+TEST_F(Access, EveryConnectionOfAMicroBatchHasTlsAndTheToken) {
+  const ServerProcess server(SecureFlags());
+  Client client = Value(Client::Connect(server.address(), SecureOptions()));
+  Head head = MakeHead(client);
+  const LossResult striped = Compute(head);
+  EXPECT_EQ(striped.transport, "grpc");
+  EXPECT_EQ(client.stats().stripes, 3);
+  ClientOptions one_stream = SecureOptions();
+  one_stream.stripes = 1;
+  Client other = Value(Client::Connect(server.address(), one_stream));
+  Head same = Value(other.OpenHead("h"));
+  EXPECT_EQ(Compute(same).loss_sum, striped.loss_sum);
+  EXPECT_EQ(Value(client.CheckHealth()), HealthStatus::kServing);
+  EXPECT_EQ(Value(client.ListHeads()).size(), 1u);
+  EXPECT_THAT(server.log(), HasSubstr("trainer"));       // the token's name
+  EXPECT_THAT(server.log(), Not(HasSubstr("secret-")));  // not the token
+  EXPECT_THAT(server.log(), Not(HasSubstr("unprotected")));
+}
+
+TEST_F(Access, TokensGoOverUnixSocketsLoopbackAndSharedMemory) {
+  const ServerProcess server({"--token_file=" + Path("tokens.json")}, /*shares_memory=*/true);
+  ClientOptions options;
+  options.token = "secret-trainer";
+  for (const Transport transport : {Transport::kGrpc, Transport::kSharedMemory}) {
+    options.transport = transport;
+    Client client = server.Connect(options);
+    Head head = MakeHead(client);
+    EXPECT_EQ(Compute(head).transport, transport == Transport::kGrpc ? "grpc" : "shared_memory");
+    EXPECT_EQ(client.stats().stripes, transport == Transport::kGrpc ? 3 : 0);
+  }
+  const ServerProcess tcp({"--token_file=" + Path("tokens.json"), "--listen_addresses=127.0.0.1:0"});
+  options.transport = Transport::kGrpc;
+  Client client = Value(Client::Connect(tcp.address(), options));
+  Head head = MakeHead(client);
+  Compute(head);
+  EXPECT_EQ(client.stats().stripes, 3);
+}
+
+TEST_F(Access, WhatIsNotAllowedIsRefused) {
+  const ServerProcess server(SecureFlags());
+  Client trainer = Value(Client::Connect(server.address(), SecureOptions()));
+  Head head = MakeHead(trainer);
+  Client nobody = Value(Client::Connect(server.address(), SecureOptions("")));
+  Client wrong = Value(Client::Connect(server.address(), SecureOptions("secret-nobody")));
+  for (Client* const client : {&nobody, &wrong}) {
+    EXPECT_EQ(ErrorReason(client->OpenHead("h").status()), "UNAUTHENTICATED");
+    EXPECT_EQ(client->OpenHead("h").status().code(), absl::StatusCode::kUnauthenticated);
+    EXPECT_EQ(Value(client->CheckHealth()), HealthStatus::kServing);
+  }
+  Client reader = Value(Client::Connect(server.address(), SecureOptions("secret-reader")));
+  const absl::Status denied = reader.OpenHead("h").status();
+  EXPECT_EQ(ErrorReason(denied), "PERMISSION_DENIED");
+  EXPECT_EQ(denied.code(), absl::StatusCode::kPermissionDenied);
+  EXPECT_EQ(Value(reader.ListHeads()).size(), 0u);
+
+  const auto cannot = [&](const ClientOptions& secured) {
+    ClientOptions options = secured;
+    options.connect_timeout = std::chrono::milliseconds(1500);
+    return Client::Connect(server.address(), options).status().code() == absl::StatusCode::kUnavailable;
+  };
+  ClientOptions options = SecureOptions();
+  options.tls->client_certificate = Path("expired.crt");
+  options.tls->client_key = Path("expired.key");
+  // With TLS 1.3 a client hears only at its first call that its certificate was not taken.
+  const auto refused = [&] {
+    absl::StatusOr<Client> client = Client::Connect(server.address(), options);
+    return !client.ok() || !client->OpenHead("h", {.timeout = std::chrono::seconds(20)}).ok();
+  };
+  EXPECT_TRUE(refused());
+  options = SecureOptions();
+  options.tls->client_certificate.clear();
+  options.tls->client_key.clear();
+  EXPECT_TRUE(refused());
+  options = SecureOptions();
+  options.tls->ca_certificate = Path("clients.crt");
+  EXPECT_TRUE(cannot(options));
+  options = SecureOptions();
+  options.tls->server_name = "another.example";
+  EXPECT_TRUE(cannot(options));
+  options = SecureOptions();
+  options.tls.reset();
+  EXPECT_TRUE(cannot(options));
+}
+
+std::string ConnectError(const std::string& target, const ClientOptions& options) {
+  const absl::Status status = Client::Connect(target, options).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+  return std::string(status.message());
+}
+
+TEST_F(Access, OptionsThatWouldGiveAwayATokenAreRefusedBeforeAnythingIsSent) {
+  ClientOptions options;
+  options.token = "secret-trainer";
+  for (const std::string target :
+       {"10.1.2.3:1", "server.example:1", "dns:///server.example:1", "127.evil.example:1", "[2001:db8::1]:1"}) {
+    EXPECT_THAT(ConnectError(target, options), HasSubstr("plaintext_token")) << target;
+  }
+  options.allow_plaintext_token = true;
+  options.connect_timeout = std::chrono::milliseconds(1);
+  EXPECT_EQ(Client::Connect("127.0.0.1:1", options).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(Client::Connect("[2001:db8::1]:1", options).status().code(), absl::StatusCode::kUnavailable);
+  options.token = "secret with blanks";
+  EXPECT_THAT(ConnectError("127.0.0.1:1", options), Not(HasSubstr("secret")));
+  options = SecureOptions();
+  EXPECT_THAT(ConnectError("unix:/tmp/socket", options), HasSubstr("Unix"));
+  options.tls->client_key.clear();
+  EXPECT_THAT(ConnectError("127.0.0.1:1", options), HasSubstr("neither"));
+  options = SecureOptions();
+  options.tls->ca_certificate = Path("no-such-file");
+  EXPECT_THAT(ConnectError("127.0.0.1:1", options), HasSubstr("ca_certificate"));
+}
+
+TEST_F(Access, AClientTakesUpNewFiles) {
+  ServerProcess server(SecureFlags());
+  Client client = Value(Client::Connect(server.address(), SecureOptions()));
+  Head head = MakeHead(client);
+  const TestAuthority servers("new servers");
+  const TestAuthority clients("new clients");
+  PutPair("server", servers.Issue("server"));
+  Put("clients.crt", clients.certificate());
+  Put("ca.crt", servers.certificate());
+  PutPair("client", clients.Issue("client"));
+  // The connections for rows are made now, until server and client have both seen the new files.
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  ClientOptions fresh = SecureOptions();
+  fresh.connect_timeout = std::chrono::seconds(5);
+  bool connected = false;
+  while (!connected && std::chrono::steady_clock::now() < deadline) {
+    absl::StatusOr<Client> again = Client::Connect(server.address(), fresh);
+    connected = again.ok() && again->OpenHead("h").ok();
+  }
+  EXPECT_TRUE(connected);
+  EXPECT_EQ(Compute(head).transport, "grpc");
+}
+
+TEST_F(Access, HeadwaterctlTakesFilesFromFlagsAndTheEnvironment) {
+  const ServerProcess server(SecureFlags());
+  const std::vector<std::string> base = {HEADWATERCTL, "--server=" + server.address()};
+  const auto run = [&](std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), base.begin(), base.end());
+    return RunProgram(arguments);
+  };
+  const std::vector<std::string> tls = {"--ca_certificate=" + Path("ca.crt"), "--client_certificate=" + Path("client.crt"),
+                                        "--client_key=" + Path("client.key")};
+  std::vector<std::string> all = tls;
+  all.insert(all.end(), {"--token_file=" + Path("trainer.token"), "info"});
+  EXPECT_EQ(run(all).exit_code, 0) << run(all).err;
+  std::vector<std::string> without = tls;
+  without.push_back("info");
+  const ProgramResult refused = run(without);
+  EXPECT_EQ(refused.exit_code, 1);
+  EXPECT_THAT(refused.err, HasSubstr("UNAUTHENTICATED"));
+  setenv("HEADWATER_CA_CERTIFICATE", Path("ca.crt").c_str(), 1);
+  setenv("HEADWATER_CLIENT_CERTIFICATE", Path("client.crt").c_str(), 1);
+  setenv("HEADWATER_CLIENT_KEY", Path("client.key").c_str(), 1);
+  setenv("HEADWATER_TOKEN_FILE", Path("trainer.token").c_str(), 1);
+  const ProgramResult from_environment = run({"info"});
+  EXPECT_EQ(from_environment.exit_code, 0) << from_environment.err;
+  for (const char* variable :
+       {"HEADWATER_CA_CERTIFICATE", "HEADWATER_CLIENT_CERTIFICATE", "HEADWATER_CLIENT_KEY", "HEADWATER_TOKEN_FILE"}) {
+    unsetenv(variable);
+  }
+  all[3] = "--token_file=" + Path("no-such-file");
+  EXPECT_THAT(run(all).err, HasSubstr("--token_file"));
+}
+
+}  // namespace
+}  // namespace headwater::e2e

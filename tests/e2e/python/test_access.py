@@ -1,0 +1,185 @@
+"""TLS and tokens from Python: over the client core and over grpcio alone; what is refused, and that no token is shown."""
+
+import hashlib
+import json
+import logging
+import subprocess
+
+import numpy as np
+import pytest
+from conftest import running_server
+
+import headwater
+
+NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 3000, 512, 32  # 6 MB of float32 rows: more than one stream
+TOKENS = {
+    "secret-trainer": {"name": "trainer", "tenant": "team", "compute": ["*"], "admin": ["*"]},
+    "secret-reader": {"name": "reader", "tenant": "team", "compute": ["other-*"]},
+    "secret-stranger": {"name": "stranger", "compute": ["*"], "admin": ["*"]},
+}
+
+
+def openssl(directory, *arguments):
+    subprocess.run(["openssl", *arguments], cwd=directory, check=True, capture_output=True)
+
+
+def make_key(directory, name, *arguments):
+    """A key and a request, or with arguments for it a certificate that signs itself."""
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", f"{name}.key"]
+    openssl(directory, "req", *key, "-subj", f"/CN={name}", *arguments)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Certificates of a server and a client, and a token file."""
+    directory = tmp_path_factory.mktemp("access")
+    for authority in ("ca", "others"):
+        make_key(directory, authority, "-x509", "-days", "2", "-out", f"{authority}.crt")
+    (directory / "san").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    for name in ("server", "client"):
+        make_key(directory, name, "-out", f"{name}.csr")
+        signed = ["-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "san"]
+        openssl(directory, "x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.crt", *signed)
+    entries = [{**entry, "sha256": hashlib.sha256(token.encode()).hexdigest()} for token, entry in TOKENS.items()]
+    (directory / "tokens.json").write_text(json.dumps({"tokens": entries}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def secured(files):
+    """A server with everything, and its address."""
+    with running_server(
+        "--listen_addresses=127.0.0.1:0",
+        f"--tls_certificate={files}/server.crt",
+        f"--tls_key={files}/server.key",
+        f"--tls_client_ca={files}/ca.crt",
+        f"--token_file={files}/tokens.json",
+    ) as server:
+        yield server, server.output.read_text().split("listening on ")[1].split()[0]
+
+
+@pytest.fixture
+def tls(files):
+    return headwater.TLS(
+        ca_certificate=f"{files}/ca.crt", client_certificate=f"{files}/client.crt", client_key=f"{files}/client.key"
+    )
+
+
+@pytest.mark.parametrize("transport", ["grpc", "python"])
+def test_a_client_trains_with_tls_and_a_token(secured, tls, transport, rng):
+    server, address = secured
+    hidden = rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32)
+    targets = rng.integers(0, VOCAB_SIZE, NUM_TOKENS).astype(np.int32)
+    weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+    with headwater.connect(address, tls=tls, token="secret-trainer", tenant="team", transport=transport) as client:
+        assert client.health() == "SERVING"
+        head = client.create_head(f"h-{transport}", weight, optimizer=headwater.SGD())
+        result = head.cross_entropy(hidden, targets, micro_batch=0)
+        explicit = head.cross_entropy(hidden, targets, micro_batch=1, commit="explicit")  # which opens a session
+        explicit.commit()
+        head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=2)
+        assert np.isfinite(result.loss_sum)
+        head.delete(force=True)
+    assert "secret-" not in server.log_text()
+
+
+def test_tokens_go_over_a_unix_socket(files, rng):
+    hidden = rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32)
+    with running_server(f"--token_file={files}/tokens.json", "--descriptor_socket={directory}/memory.sock") as server:
+        for transport in ("shared_memory", "grpc", "python"):
+            with headwater.connect(server.address, token="secret-trainer", tenant="team", transport=transport) as client:
+                head = client.create_head("h", np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
+                head.cross_entropy(hidden, np.zeros(NUM_TOKENS, np.int32), micro_batch=0)
+                head.delete(force=True)
+
+
+def test_what_is_not_allowed_is_refused(secured, tls):
+    _, address = secured
+    with headwater.connect(address, tls=tls, token="secret-trainer", tenant="team") as client:
+        client.create_head("mine", np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
+    for token in (None, "secret-nobody"):
+        with headwater.connect(address, tls=tls, token=token, tenant="team", transport="python") as client:
+            assert client.health() == "SERVING"
+            with pytest.raises(headwater.UnauthenticatedError):
+                client.head("mine")
+    with headwater.connect(address, tls=tls, token="secret-reader", tenant="team") as client:
+        with pytest.raises(headwater.PermissionDeniedError):
+            client.head("mine")
+        assert client.heads() == []
+    with headwater.connect(address, tls=tls, token="secret-stranger", tenant="team") as client:
+        with pytest.raises(headwater.NotFoundError):
+            client.head("mine")
+
+
+@pytest.mark.parametrize("change", [None, {"ca_certificate": "others.crt"}, {"server_name": "another.example"}])
+def test_nobody_connects_without_the_right_certificates(secured, tls, files, change):
+    _, address = secured
+    if change is not None:
+        fields = {**vars(tls), **change}
+        fields["ca_certificate"] = f"{files}/{fields['ca_certificate'].rsplit('/', 1)[-1]}"
+        change = headwater.TLS(**fields)
+    with pytest.raises(headwater.UnavailableError):
+        headwater.connect(address, tls=change, token="secret-trainer", connect_timeout_s=2)
+
+
+@pytest.mark.parametrize(
+    ("address", "options"),
+    [
+        ("10.1.2.3:1", {"token": "secret-trainer"}),
+        ("server.example:1", {"token": "secret-trainer"}),
+        ("127.evil.example:1", {"token": "secret-trainer"}),
+        ("[2001:db8::1]:1", {"token": "secret-trainer"}),
+        ("localhost:1", {"token": "secret with blanks"}),
+        ("localhost:1", {"token": ""}),
+        ("localhost:1", {"token": b"secret-trainer"}),
+        ("localhost:1", {"tls": "secret"}),
+        ("unix:/tmp/socket", {"tls": True}),
+        ("localhost:1", {"tls": headwater.TLS(client_key="/no/such/file")}),
+        ("localhost:1", {"tls": headwater.TLS(ca_certificate="/no/such/file")}),
+    ],
+)
+def test_options_are_checked_before_anything_is_sent(address, options):
+    with pytest.raises(headwater.InvalidArgumentError) as refusal:
+        headwater.connect(address, **options)
+    assert "secret-trainer" not in str(refusal.value) and "blanks" not in str(refusal.value).replace("without blanks", "")
+
+
+def test_a_token_is_sent_in_plain_text_only_on_request(caplog):
+    with caplog.at_level(logging.DEBUG), pytest.raises(headwater.UnavailableError) as error:
+        headwater.connect("[2001:db8::1]:1", token="secret-trainer", allow_plaintext_token=True, connect_timeout_s=0.1)
+    assert "secret" not in str(error.value) + caplog.text
+
+
+@pytest.mark.parametrize(
+    ("address", "protection", "warnings"),
+    [
+        ("0.0.0.0:0", (), 1),
+        ("0.0.0.0:0", ("tokens",), 1),
+        ("0.0.0.0:0", ("tls",), 1),
+        ("0.0.0.0:0", ("tls", "tokens"), 0),
+        ("127.0.0.1:0", (), 0),
+        ("localhost:0", ("tokens",), 0),
+    ],
+)
+def test_a_server_that_is_open_to_the_network_says_so(files, address, protection, warnings):
+    flags = {
+        "tls": [f"--tls_certificate={files}/server.crt", f"--tls_key={files}/server.key"],
+        "tokens": [f"--token_file={files}/tokens.json"],
+    }
+    with running_server(f"--listen_addresses={address}", *(flag for name in protection for flag in flags[name])) as server:
+        assert server.log_text().count("unprotected") == warnings
+
+
+def test_admin_has_addresses_of_its_own(files):
+    with running_server(
+        f"--token_file={files}/tokens.json", "--admin_listen_addresses=unix:{directory}/admin.sock", "--unix_socket_mode=0600"
+    ) as server:
+        options = {"token": "secret-trainer", "tenant": "team"}
+        weight = np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32)
+        with headwater.connect(server.address, **options) as data:
+            with pytest.raises(headwater.PermissionDeniedError):
+                data.create_head("h", weight)
+            with headwater.connect(f"unix:{server.directory}/admin.sock", **options) as admin:
+                admin.create_head("h", weight)
+            head = data.head("h")
+            head.cross_entropy(np.ones((4, HIDDEN_SIZE), np.float32), np.zeros(4, np.int32), micro_batch=0)
