@@ -1,0 +1,48 @@
+# The headers that most code reads, gRPC's and the generated ones above all, compiled once for the libraries and once for the tests.
+
+# headwater_take_headers(TARGET HOST): HOST's precompiled headers, and the folders that they are read from should the compiler not take
+# them.
+function(headwater_take_headers target host)
+  if(TARGET ${host} AND NOT target STREQUAL host)
+    target_precompile_headers(${target} REUSE_FROM ${host})
+    target_include_directories(${target} SYSTEM PRIVATE $<TARGET_PROPERTY:${host},INCLUDE_DIRECTORIES>)
+  endif()
+endfunction()
+
+# headwater_precompile(TARGET): for a static library.
+function(headwater_precompile target)
+  headwater_take_headers(${target} headwater_precompiled)
+endfunction()
+
+if(NOT HEADWATER_PRECOMPILED_HEADERS)
+  return()
+endif()
+set(CMAKE_PCH_WARN_INVALID OFF)
+
+set(headers
+  <algorithm> <array> <atomic> <chrono> <cmath> <cstdint> <cstring> <deque> <functional> <limits> <map> <memory> <mutex> <optional> <set>
+  <string> <string_view> <thread> <unordered_map> <utility> <variant> <vector>
+  <absl/status/status.h> <absl/status/statusor.h> <absl/strings/str_cat.h> <absl/synchronization/mutex.h> <absl/time/clock.h>
+  <absl/time/time.h>)
+set(libraries absl::status absl::statusor absl::strings absl::synchronization absl::time)
+if(TARGET headwater_proto)
+  list(APPEND headers <grpcpp/grpcpp.h>)
+  foreach(service head loss session)
+    list(APPEND headers ${PROJECT_BINARY_DIR}/proto/headwater/v1/${service}_service.grpc.pb.h)
+  endforeach()
+  list(APPEND libraries headwater_proto)
+endif()
+
+file(WRITE ${PROJECT_BINARY_DIR}/empty.cc "")
+add_library(headwater_precompiled OBJECT ${PROJECT_BINARY_DIR}/empty.cc)
+target_link_libraries(headwater_precompiled PRIVATE headwater_build_flags ${libraries})
+target_precompile_headers(headwater_precompiled PRIVATE ${headers})
+
+if(HEADWATER_BUILD_TESTS)
+  # A program, because it is compiled with -fPIE as the tests are.
+  file(WRITE ${PROJECT_BINARY_DIR}/empty_program.cc "int main() { return 0; }\n")
+  add_executable(headwater_precompiled_for_tests ${PROJECT_BINARY_DIR}/empty_program.cc)
+  target_link_libraries(headwater_precompiled_for_tests PRIVATE headwater_build_flags ${libraries} GTest::gmock)
+  target_precompile_headers(headwater_precompiled_for_tests PRIVATE ${headers} <gmock/gmock.h> <gtest/gtest.h>)
+  headwater_test_code(headwater_precompiled_for_tests)
+endif()
