@@ -291,7 +291,7 @@ std::vector<TransactionRow> SessionRows() {
   rows.push_back({"TheLeaseEnds",
                   "when the lease ends its uncommitted contributions go (committed ones stay)",
                   [](Trial& t) {
-                    const std::string session = t.OpenSession(300);
+                    const std::string session = t.OpenSession(1500);
                     EXPECT_EQ(t.Submit({.id = 0, .session = session}), "COMMITTED DIRECT");
                     EXPECT_EQ(t.Submit({.id = 1, .explicit_commit = true, .session = session}), "STAGED STAGED");
                     EXPECT_EQ(t.Submit({.id = 2, .explicit_commit = true, .late_token_factors = true, .session = session}),
@@ -313,14 +313,14 @@ std::vector<TransactionRow> SessionRows() {
   rows.push_back({"TheLeaseIsRenewed",
                   "a lease is renewed by any call or KeepAlive",
                   [](Trial& t) {
-                    const std::string kept = t.OpenSession(1500), busy = t.OpenSession(1500);
+                    const std::string kept = t.OpenSession(3000), busy = t.OpenSession(3000);
                     const Batch held = {.id = 1, .explicit_commit = true, .late_token_factors = true, .session = busy};
                     EXPECT_EQ(t.Submit({.id = 0, .explicit_commit = true, .session = kept}), "STAGED STAGED");
                     EXPECT_EQ(t.Submit(held), "STAGED HELD");
-                    Sleep(800);
+                    Sleep(1600);
                     EXPECT_EQ(t.KeepAlive(kept), "OK");
                     EXPECT_EQ(t.Submit(held), "STAGED HELD replayed");
-                    Sleep(800);
+                    Sleep(1600);
                     EXPECT_EQ(t.Commit({.id = 0, .session = kept}), "OK");
                     EXPECT_EQ(t.Commit({.id = 1, .session = busy}), "OK");
                   },
@@ -332,12 +332,12 @@ std::vector<TransactionRow> SessionRows() {
   rows.push_back({"NoLeaseEndsWhileACallRuns",
                   "a session never ends while one of its calls runs",
                   [](Trial& t) {
-                    const std::string session = t.OpenSession(400);
+                    const std::string session = t.OpenSession(1200);
                     t.Head();
                     t.server().gate().Close();
                     const auto call = t.Open({.id = 0, .explicit_commit = true, .session = session}, 3);
                     t.server().gate().AwaitWaiting();
-                    Sleep(600);
+                    Sleep(1500);
                     t.server().gate().Open();
                     EXPECT_EQ(call->End(), "STAGED STAGED");
                     EXPECT_EQ(t.Commit({.id = 0, .session = session}), "OK");
