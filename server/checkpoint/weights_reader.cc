@@ -41,10 +41,20 @@ float FromBFloat16(uint16_t bits) {
   return value;
 }
 
+// Without a type for it, which not every compiler has.
 float FromFloat16(uint16_t bits) {
-  _Float16 half;
-  std::memcpy(&half, &bits, sizeof(half));
-  return static_cast<float>(half);
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16;
+  const uint32_t exponent = bits >> 10 & 0x1F;
+  const uint32_t mantissa = bits & 0x3FF;
+  float magnitude;
+  if (exponent == 0) {
+    magnitude = static_cast<float>(mantissa) * 0x1p-24F;  // zero and subnormal numbers
+  } else {
+    // Exponents of 31, infinities and NaNs, stay the largest there is.
+    const uint32_t wide = (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13;
+    std::memcpy(&magnitude, &wide, sizeof(magnitude));
+  }
+  return sign != 0 ? -magnitude : magnitude;
 }
 
 absl::Status InvalidPath(const std::string& path, const char* problem) {

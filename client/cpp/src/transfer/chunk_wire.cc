@@ -19,8 +19,9 @@ constexpr int kTermIndexField = 2;
 constexpr int kRowStartField = 3;
 constexpr int kRowCountField = 4;
 constexpr int kDataField = 15;
-// Protobuf's own limit.
-constexpr int kMaxGroupDepth = 100;
+// Protobuf's own limits: of groups and messages in one another, and of a tag or a length.
+constexpr int kMaxDepth = 100;
+constexpr int64_t kMaxTagBytes = 5;
 
 void AppendVarint(uint64_t value, std::string& out) {
   for (; value >= 0x80; value >>= 7) out.push_back(static_cast<char>(value | 0x80));
@@ -61,18 +62,24 @@ class WireReader {
     return false;
   }
 
+  // As protobuf reads one: in at most five bytes, of which bits beyond 32 are dropped.
   bool ReadTag(int& field, WireType& type) {
-    uint64_t tag = 0;
-    if (!ReadVarint(tag) || tag > UINT32_MAX || (tag >> 3) == 0 || (tag & 7) > 5) return false;
+    uint64_t value = 0;
+    const int64_t before = offset_;
+    if (!ReadVarint(value) || offset_ - before > kMaxTagBytes) return false;
+    const auto tag = static_cast<uint32_t>(value);
+    if ((tag >> 3) == 0 || (tag & 7) > 5) return false;
     field = static_cast<int>(tag >> 3);
     type = static_cast<WireType>(tag & 7);
     return true;
   }
 
-  // The length of what follows, which lies before `end`.
+  // The length of what follows, which lies before `end`. Protobuf takes no more than five bytes for one.
   bool ReadLength(int64_t end, int64_t& length) {
     uint64_t value = 0;
-    if (!ReadVarint(value) || offset_ > end || value > static_cast<uint64_t>(end - offset_)) return false;
+    const int64_t before = offset_;
+    if (!ReadVarint(value) || offset_ - before > kMaxTagBytes || offset_ > end || value > static_cast<uint64_t>(end - offset_))
+      return false;
     length = static_cast<int64_t>(value);
     return true;
   }
@@ -103,7 +110,7 @@ class WireReader {
       case WireType::kBytes:
         return ReadLength(end, length) && Skip(length);
       case WireType::kGroupStart: {
-        if (depth == kMaxGroupDepth) return false;
+        if (depth == kMaxDepth) return false;
         for (;;) {
           int inner_field = 0;
           WireType inner_type = WireType::kVarint;
@@ -156,7 +163,7 @@ bool ReadChunk(WireReader& reader, int64_t end, DecodedResponse& response) {
       if (!reader.ReadLength(end, length)) return false;
       response.rows = {reader.offset(), length};
       if (!reader.Skip(length)) return false;
-    } else if (!reader.SkipField(field, type, end)) {
+    } else if (!reader.SkipField(field, type, end, /*depth=*/1)) {
       return false;
     }
   }

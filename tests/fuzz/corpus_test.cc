@@ -1,0 +1,44 @@
+// Gives a fuzz target each file of its corpus, and each input of a finding that was mended. A target that finds something ends the
+// process.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "tests/fuzz/support/target.h"
+
+namespace {
+
+std::vector<std::filesystem::path> Files(const std::string& folder) {
+  std::vector<std::filesystem::path> files;
+  const std::filesystem::path directory = std::filesystem::path(HEADWATER_FUZZ_DIRECTORY) / folder / HEADWATER_FUZZ_TARGET;
+  if (!std::filesystem::is_directory(directory)) return files;
+  for (const auto& entry : std::filesystem::directory_iterator(directory)) files.push_back(entry.path());
+  std::sort(files.begin(), files.end());
+  return files;
+}
+
+void GiveAll(const std::vector<std::filesystem::path>& files) {
+  for (const std::filesystem::path& file : files) {
+    SCOPED_TRACE(file.filename().string());
+    std::ifstream stream(file, std::ios::binary);
+    const std::vector<char> bytes((std::istreambuf_iterator<char>(stream)), std::istreambuf_iterator<char>());
+    std::cerr << file.filename().string() << std::endl;  // the last line of one that ends the process
+    EXPECT_EQ(LLVMFuzzerTestOneInput(reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()), 0);
+  }
+}
+
+TEST(Corpus, FindsNothing) {
+  const std::vector<std::filesystem::path> files = Files("corpus");
+  ASSERT_FALSE(files.empty());
+  GiveAll(files);
+}
+
+TEST(Regressions, StayMended) { GiveAll(Files("regressions")); }
+
+}  // namespace

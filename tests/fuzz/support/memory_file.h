@@ -1,0 +1,32 @@
+// A file that is a string. Reads that leave it are the product's to expect (kFileCorrupt); negative ones are a finding.
+#ifndef HEADWATER_TESTS_FUZZ_SUPPORT_MEMORY_FILE_H_
+#define HEADWATER_TESTS_FUZZ_SUPPORT_MEMORY_FILE_H_
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "server/checkpoint/file_system.h"
+#include "tests/fuzz/support/check.h"
+
+namespace headwater::fuzz {
+
+class MemoryFile final : public checkpoint::ReadableFile {
+ public:
+  explicit MemoryFile(std::string bytes) : bytes_(std::move(bytes)) {}
+
+  int64_t size() const override { return static_cast<int64_t>(bytes_.size()); }
+  absl::Status ReadAt(int64_t offset, int64_t byte_count, void* out) const override {
+    FUZZ_CHECK(offset >= 0 && byte_count >= 0);
+    if (offset > size() || byte_count > size() - offset) return MakeError(ErrorReason::kFileCorrupt, "the file ends before");
+    std::copy_n(bytes_.data() + offset, byte_count, static_cast<char*>(out));
+    return absl::OkStatus();
+  }
+
+ private:
+  const std::string bytes_;
+};
+
+}  // namespace headwater::fuzz
+
+#endif  // HEADWATER_TESTS_FUZZ_SUPPORT_MEMORY_FILE_H_

@@ -1,0 +1,45 @@
+// Structure-aware mutation of any message, through reflection: a field at a random place gets a value that a check may have
+// forgotten, is removed, made, copied or moved. (libprotobuf-mutator does more of the kind, and no distribution that the project
+// builds on packages it.)
+#ifndef HEADWATER_TESTS_FUZZ_SUPPORT_MESSAGE_MUTATOR_H_
+#define HEADWATER_TESTS_FUZZ_SUPPORT_MESSAGE_MUTATOR_H_
+
+#include <google/protobuf/message.h>
+
+#include <cstdint>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace headwater::fuzz {
+
+class MessageMutator {
+ public:
+  // `words`: values that strings and bytes are given now and then.
+  MessageMutator(uint32_t seed, std::vector<std::string> words) : random_(seed), words_(std::move(words)) {}
+
+  // One to four changes, each somewhere in `message` or in what it holds.
+  void Mutate(google::protobuf::Message* message);
+
+  // A number in [0, bound), bound > 0.
+  uint32_t Below(uint32_t bound) { return static_cast<uint32_t>(random_() % bound); }
+
+ private:
+  void MutateOnce(google::protobuf::Message* message);
+  void MutateField(google::protobuf::Message* message, const google::protobuf::FieldDescriptor* field);
+  void MutateRepeated(google::protobuf::Message* message, const google::protobuf::FieldDescriptor* field);
+  // Sets the field, or its element `index` if that is not negative, to a mutation of what it was.
+  void MutateValue(google::protobuf::Message* message, const google::protobuf::FieldDescriptor* field, int index);
+  void AddElement(google::protobuf::Message* message, const google::protobuf::FieldDescriptor* field);
+
+  int64_t Integer(int64_t old);
+  double Real(double old);
+  std::string Bytes(std::string old, bool text);
+
+  std::mt19937 random_;
+  const std::vector<std::string> words_;
+};
+
+}  // namespace headwater::fuzz
+
+#endif  // HEADWATER_TESTS_FUZZ_SUPPORT_MESSAGE_MUTATOR_H_

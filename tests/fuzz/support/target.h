@@ -1,0 +1,50 @@
+// A fuzz target is one source that defines LLVMFuzzerTestOneInput(). libFuzzer calls it with what it makes up; corpus_test.cc, in
+// builds without libFuzzer, with the files of the target's corpus.
+#ifndef HEADWATER_TESTS_FUZZ_SUPPORT_TARGET_H_
+#define HEADWATER_TESTS_FUZZ_SUPPORT_TARGET_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+// Returns 0; a finding ends the process.
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
+
+namespace headwater::fuzz {
+
+// Takes pieces from the front of an input; every input can be read to any length, as zeros beyond its end.
+class InputReader {
+ public:
+  InputReader(const uint8_t* data, size_t size) : data_(data), size_(size) {}
+
+  uint8_t Byte() {
+    if (size_ == 0) return 0;
+    --size_;
+    return *data_++;
+  }
+  // Up to a byte 1, which is skipped, or up to the end.
+  std::string Text() {
+    std::string text;
+    while (size_ > 0) {
+      const uint8_t byte = Byte();
+      if (byte == 1) break;
+      text.push_back(static_cast<char>(byte));
+    }
+    return text;
+  }
+  std::string Rest() {
+    std::string rest(reinterpret_cast<const char*>(data_), size_);
+    size_ = 0;
+    return rest;
+  }
+
+ private:
+  const uint8_t* data_;
+  size_t size_;
+};
+
+}  // namespace headwater::fuzz
+
+#endif  // HEADWATER_TESTS_FUZZ_SUPPORT_TARGET_H_

@@ -1,0 +1,95 @@
+// The client's hand-written decoder of answers against protobuf's own. Input: a byte that says how the message is cut into slices,
+// then the message.
+#include <string>
+#include <vector>
+
+#include "client/cpp/src/transfer/chunk_wire.h"
+#include "headwater/v1/loss_service.pb.h"
+#include "tests/fuzz/support/check.h"
+#include "tests/fuzz/support/slices.h"
+#include "tests/fuzz/support/target.h"
+#include "tests/fuzz/support/wire_form.h"
+
+namespace headwater::fuzz {
+namespace {
+
+using client::internal::DecodedResponse;
+using client::internal::SlicedMessage;
+
+constexpr int kSummaryField = 2;
+
+void ExpectSameChunk(const DecodedResponse& decoded, const SlicedMessage& message, const v1::RowChunk& expected) {
+  FUZZ_CHECK(decoded.has_chunk);
+  FUZZ_CHECK(decoded.chunk.role == expected.role());
+  FUZZ_CHECK(decoded.chunk.term_index == expected.term_index());
+  FUZZ_CHECK(decoded.chunk.row_start == expected.row_start());
+  FUZZ_CHECK(decoded.chunk.row_count == expected.row_count());
+  FUZZ_CHECK(decoded.rows.bytes == static_cast<int64_t>(expected.data().size()));
+  FUZZ_CHECK(message.Substring(decoded.rows.offset, decoded.rows.bytes) == expected.data());
+}
+
+void CheckResponse(const std::string& bytes, const SlicedMessage& message) {
+  const absl::StatusOr<DecodedResponse> decoded = client::internal::DecodeResponse(message);
+  v1::ComputeLossResponse expected;
+  const bool parsed = expected.ParseFromString(bytes);
+  if (parsed) FUZZ_CHECK(decoded.ok(), std::string(decoded.status().message()));
+  const WireForm form = ReadWireForm(bytes);
+  int summaries = 0;
+  for (const WireForm::Bytes& field : form.bytes) summaries += field.number == kSummaryField ? 1 : 0;
+  if (decoded.ok()) {
+    const auto inside = [&](const client::internal::MessagePart& part) {
+      return part.offset >= 0 && part.bytes >= 0 && part.offset <= message.size() && part.bytes <= message.size() - part.offset;
+    };
+    FUZZ_CHECK(inside(decoded->rows));
+    if (decoded->summary.has_value()) FUZZ_CHECK(inside(*decoded->summary));
+    FUZZ_CHECK(form.valid);
+    v1::TransferRowsResponse stripe;
+    if (summaries == 0) {
+      // Without a summary both types of message are the same bytes.
+      FUZZ_CHECK(parsed && stripe.ParseFromString(bytes));
+      FUZZ_CHECK(stripe.has_chunk() == decoded->has_chunk);
+      if (stripe.has_chunk()) ExpectSameChunk(*decoded, message, stripe.chunk());
+    }
+  }
+  // A summary in pieces, or one that a chunk replaces, is none that an encoder makes; and one that cannot be read is found later.
+  if (!decoded.ok() || !parsed || summaries > 1) return;
+  FUZZ_CHECK(decoded->has_chunk == expected.has_chunk());
+  FUZZ_CHECK(decoded->summary.has_value() == expected.has_summary());
+  if (expected.has_chunk()) ExpectSameChunk(*decoded, message, expected.chunk());
+  if (expected.has_summary()) {
+    v1::MicroBatchSummary summary;
+    FUZZ_CHECK(summary.ParseFromString(message.Substring(decoded->summary->offset, decoded->summary->bytes)));
+    FUZZ_CHECK(summary.SerializeAsString() == expected.summary().SerializeAsString());
+  }
+}
+
+// What the client sends is read by protobuf as it was meant.
+void CheckRequest(const v1::RowChunk& chunk) {
+  const client::internal::ChunkHeader header = {chunk.role(), chunk.term_index(), chunk.row_start(), chunk.row_count()};
+  v1::ComputeLossRequest request;
+  FUZZ_CHECK(request.ParseFromString(EncodeChunkPrefix(header, static_cast<int64_t>(chunk.data().size())) + chunk.data()));
+  v1::RowChunk plain = chunk;
+  plain.DiscardUnknownFields();
+  FUZZ_CHECK(request.has_chunk());
+  FUZZ_CHECK(request.chunk().SerializeAsString() == plain.SerializeAsString());
+}
+
+}  // namespace
+}  // namespace headwater::fuzz
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using namespace headwater::fuzz;  // NOLINT(google-build-using-namespace)
+  InputReader input(data, size);
+  const uint8_t cut = input.Byte();
+  const std::string bytes = input.Rest();
+  std::vector<grpc::Slice> slices;
+  for (const std::vector<uint8_t>& slice : Cut(bytes, cut)) slices.emplace_back(slice.data(), slice.size());
+  const grpc::ByteBuffer buffer(slices.data(), slices.size());
+  headwater::client::internal::SlicedMessage message;
+  // gRPC gives no slices of an empty buffer.
+  if (!message.Assign(buffer)) return 0;
+  CheckResponse(bytes, message);
+  headwater::v1::ComputeLossResponse response;
+  if (response.ParseFromString(bytes) && response.has_chunk()) CheckRequest(response.chunk());
+  return 0;
+}

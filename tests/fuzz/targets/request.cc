@@ -1,0 +1,304 @@
+// The validators of all requests. Input: a headwater.fuzz.Request. What is refused is refused with a reason that may be shown; what
+// is taken is within the limits, however it was spelled.
+#include <cmath>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "server/service/canonical_header.h"
+#include "server/service/head_request.h"
+#include "server/service/loss_request.h"
+#include "tests/fuzz/fuzz.pb.h"
+#include "tests/fuzz/support/check.h"
+#include "tests/fuzz/support/message_input.h"
+#include "tests/fuzz/support/target.h"
+
+namespace headwater::fuzz {
+namespace {
+
+// Small, so that inputs reach them.
+service::Limits SmallLimits() {
+  service::Limits limits;
+  limits.max_micro_batch_rows = 16;
+  limits.max_vocab_size = 64;
+  limits.max_hidden_size = 16;
+  limits.max_step_micro_batches = 8;
+  limits.max_staging_slots = 3;
+  limits.max_terms = 3;
+  limits.max_stripes = 4;
+  return limits;
+}
+
+const service::Limits& Limits() {
+  static const service::Limits limits = SmallLimits();
+  return limits;
+}
+
+void Check(const heads::HeadName& name) { FUZZ_CHECK(heads::ParseHeadName(name.ToString(), "name").ok()); }
+
+void Check(const service::SharedRowsRequest& rows) { FUZZ_CHECK(!rows.region_id.empty() && rows.offset_bytes >= 0); }
+
+void Check(const service::CrossEntropyRequest& loss) {
+  FUZZ_CHECK(loss.label_smoothing >= 0 && loss.label_smoothing < 1 && loss.z_loss >= 0 && std::isfinite(loss.z_loss));
+  if (!loss.class_weights.has_value()) return;
+  FUZZ_CHECK(static_cast<int64_t>(loss.class_weights->size()) <= Limits().max_vocab_size);
+  for (const float weight : *loss.class_weights) FUZZ_CHECK(std::isfinite(weight) && weight >= 0);
+}
+
+void Check(const service::TeacherRequest& teacher, int64_t term_rows) {
+  Check(teacher.head);
+  FUZZ_CHECK(!teacher.rows.has_value() || !teacher.joined.has_value());
+  FUZZ_CHECK(!teacher.expected_weight_version.has_value() || *teacher.expected_weight_version >= 0);
+  if (teacher.rows.has_value()) Check(*teacher.rows);
+  if (!teacher.joined.has_value()) return;
+  const service::JoinedTeacherRequest& joined = *teacher.joined;
+  FUZZ_CHECK(!joined.join_key.empty() && joined.join_key.size() <= 256 && joined.total_row_count >= 1);
+  if (joined.row_indices.empty()) FUZZ_CHECK(term_rows <= joined.total_row_count || term_rows == 0);
+  if (!joined.row_indices.empty()) FUZZ_CHECK(static_cast<int64_t>(joined.row_indices.size()) == term_rows);
+  for (const int32_t index : joined.row_indices) FUZZ_CHECK(index >= 0 && index < joined.total_row_count);
+}
+
+void Check(const service::LossTermRequest& term, const service::MicroBatchRequest& micro_batch) {
+  Check(term.head.head);
+  FUZZ_CHECK(term.row_start >= 0 && term.row_count >= 0 && term.row_start <= micro_batch.row_count);
+  FUZZ_CHECK(term.row_count <= micro_batch.row_count - term.row_start);
+  const auto rows = static_cast<size_t>(term.row_count);
+  if (term.targets.has_value()) FUZZ_CHECK(term.targets->size() == rows);
+  if (term.token_weights.has_value()) {
+    FUZZ_CHECK(term.token_weights->size() == rows);
+    for (const float weight : *term.token_weights) FUZZ_CHECK(std::isfinite(weight));
+  }
+  FUZZ_CHECK(std::isfinite(term.loss_scale));
+  FUZZ_CHECK(!term.expected_weight_version.has_value() || *term.expected_weight_version >= 0);
+  if (micro_batch.micro_batch.has_value()) FUZZ_CHECK(term.head.step.has_value() && *term.head.step >= 0);
+  const auto* const jsd = std::get_if<service::JensenShannonRequest>(&term.loss);
+  FUZZ_CHECK(term.teacher.has_value() == (jsd != nullptr));
+  if (jsd == nullptr) {
+    FUZZ_CHECK(term.targets.has_value());
+    return Check(std::get<service::CrossEntropyRequest>(term.loss));
+  }
+  const JsdSpec& options = jsd->options;
+  FUZZ_CHECK(options.beta >= 0 && options.beta <= 1 && options.hard_loss_weight >= 0 && options.hard_loss_weight <= 1);
+  FUZZ_CHECK(options.student_temperature > 0 && std::isfinite(options.student_temperature));
+  FUZZ_CHECK(options.teacher_temperature > 0 && std::isfinite(options.teacher_temperature));
+  FUZZ_CHECK(term.targets.has_value() || options.hard_loss_weight == 0);
+  Check(jsd->hard_loss);
+  Check(*term.teacher, term.row_count);
+}
+
+void Check(const service::MicroBatchRequest& request) {
+  FUZZ_CHECK(request.row_count >= 0 && request.row_count <= Limits().max_micro_batch_rows);
+  FUZZ_CHECK(request.hidden_size >= 1 && request.hidden_size <= Limits().max_hidden_size);
+  FUZZ_CHECK(!request.terms.empty() && static_cast<int64_t>(request.terms.size()) <= Limits().max_terms);
+  FUZZ_CHECK(request.stripe_count >= 1 && request.stripe_count <= Limits().max_stripes);
+  FUZZ_CHECK(request.transfer.has_value() == (request.stripe_count > 1));
+  FUZZ_CHECK(request.attempt >= 0 && (!request.micro_batch.has_value() || *request.micro_batch >= 0));
+  FUZZ_CHECK(!request.micro_batch.has_value() || request.backward);
+  FUZZ_CHECK(!request.late_token_factors || request.explicit_commit);
+  FUZZ_CHECK(!request.grad_hidden_rows.has_value() || request.return_grad_hidden);
+  FUZZ_CHECK(std::isfinite(request.grad_hidden_scale));
+  FUZZ_CHECK((!request.hidden_rows.has_value() && !request.grad_hidden_rows.has_value()) || request.session.has_value());
+  if (request.hidden_rows.has_value()) Check(*request.hidden_rows);
+  if (request.grad_hidden_rows.has_value()) Check(*request.grad_hidden_rows);
+  for (const service::LossTermRequest& term : request.terms) Check(term, request);
+  FUZZ_CHECK(service::CanonicalHeader(request) == service::CanonicalHeader(service::MicroBatchRequest(request)));
+}
+
+void Check(const service::DecisionRequest& request) {
+  FUZZ_CHECK(!request.heads.empty() && static_cast<int64_t>(request.heads.size()) <= Limits().max_terms);
+  std::set<std::string> names;
+  for (const service::HeadAtStep& head : request.heads) {
+    Check(head.name);
+    FUZZ_CHECK(names.insert(head.name.ToString()).second);
+  }
+  FUZZ_CHECK(request.micro_batch >= 0 && request.attempt >= 0 && std::isfinite(request.arguments.factor));
+  if (!request.arguments.token_factors.has_value()) return;
+  FUZZ_CHECK(static_cast<int64_t>(request.arguments.token_factors->size()) <= Limits().max_micro_batch_rows);
+  for (const float factor : *request.arguments.token_factors) FUZZ_CHECK(std::isfinite(factor));
+}
+
+void Check(const service::TransferRowsRequest& request) { FUZZ_CHECK(request.stripe_index >= 1); }
+
+void Check(const service::StreamTeacherRequest& request) {
+  FUZZ_CHECK(request.set.total_row_count >= 1 && request.set.hidden_size >= 1 &&
+             request.set.hidden_size <= Limits().max_hidden_size);
+  FUZZ_CHECK(!request.set.join_key.empty() && request.set.join_key.size() <= 256);
+  FUZZ_CHECK(static_cast<int64_t>(request.row_indices.size()) <= Limits().max_micro_batch_rows);
+  for (const int32_t index : request.row_indices) FUZZ_CHECK(index >= 0 && index < request.set.total_row_count);
+  // Without indices the stream has all rows.
+  FUZZ_CHECK(!request.row_indices.empty() || request.set.total_row_count <= Limits().max_micro_batch_rows);
+}
+
+void Check(const service::CreateRequest& request) {
+  Check(request.name);
+  const HeadSpec& spec = request.spec;
+  FUZZ_CHECK(spec.vocab_size >= 1 && spec.vocab_size <= Limits().max_vocab_size);
+  FUZZ_CHECK(spec.hidden_size >= 1 && spec.hidden_size <= Limits().max_hidden_size);
+  FUZZ_CHECK(spec.staging_slots >= 0 && spec.staging_slots <= Limits().max_staging_slots && spec.initial_step >= 0);
+  FUZZ_CHECK(spec.trainable || spec.staging_slots == 0);
+  FUZZ_CHECK(std::isfinite(spec.transform.logit_scale) && spec.transform.logit_scale != 0);
+  FUZZ_CHECK(!spec.transform.softcap.has_value() || (std::isfinite(*spec.transform.softcap) && *spec.transform.softcap > 0));
+  FUZZ_CHECK(spec.transform.valid_vocab_size >= 1 && spec.transform.valid_vocab_size <= spec.vocab_size);
+}
+
+void Check(const service::ListRequest& request) { FUZZ_CHECK(request.page_size >= 0); }
+
+void Check(const service::HeadAtEpoch& request) { Check(request.name); }
+
+void Check(const service::UploadRequest& request) {
+  Check(request.name);
+  FUZZ_CHECK(!request.upload_id.empty() && request.upload_id.size() <= 64 && request.total_bytes >= 1);
+  FUZZ_CHECK(request.checksum.empty() || request.checksum.size() == 16);
+  FUZZ_CHECK(!request.closes_step.has_value() || *request.closes_step >= 0);
+}
+
+void Check(const service::LoadRequest& request) {
+  Check(request.name);
+  FUZZ_CHECK(!request.path.empty() && request.path.size() <= 1024 && request.path.front() != '/');
+  FUZZ_CHECK(("/" + request.path + "/").find("/../") == std::string::npos);
+  for (const std::string* text : {&request.path, &request.weight_tensor, &request.bias_tensor}) {
+    FUZZ_CHECK(text->size() <= 1024 && text->find('\0') == std::string::npos);
+  }
+}
+
+void Check(const service::DownloadWeightsRequest& request) {
+  Check(request.name);
+  FUZZ_CHECK(request.offset_bytes >= 0);
+}
+
+void Check(const service::DownloadGradientRequest& request) {
+  Check(request.name);
+  FUZZ_CHECK(request.offset_bytes >= 0 && std::isfinite(request.factor) && request.key.step >= 0);
+}
+
+void Check(const heads::ExpectedMicroBatches& expected) {
+  if (const auto* const count = std::get_if<int64_t>(&expected)) {
+    FUZZ_CHECK(*count >= 0 && *count <= Limits().max_step_micro_batches);
+    return;
+  }
+  const auto& ids = std::get<std::vector<int64_t>>(expected);
+  FUZZ_CHECK(static_cast<int64_t>(ids.size()) <= Limits().max_step_micro_batches);
+  const std::set<int64_t> distinct(ids.begin(), ids.end());
+  FUZZ_CHECK(distinct.size() == ids.size() && (distinct.empty() || *distinct.begin() >= 0));
+}
+
+void Check(const service::SealRequest& request) {
+  Check(request.name);
+  FUZZ_CHECK(request.key.step >= 0);
+  Check(request.expected);
+}
+
+void Check(const service::ApplyRequest& request) {
+  Check(request.name);
+  FUZZ_CHECK(request.key.step >= 0);
+  if (request.expected.has_value()) Check(*request.expected);
+  const heads::ApplyArguments& arguments = request.arguments;
+  FUZZ_CHECK(std::isfinite(arguments.learning_rate) && arguments.learning_rate >= 0 && std::isfinite(arguments.gradient_factor));
+  FUZZ_CHECK(std::isfinite(arguments.other_grad_norm_squared) && arguments.other_grad_norm_squared >= 0);
+  FUZZ_CHECK(!arguments.max_grad_norm.has_value() || (std::isfinite(*arguments.max_grad_norm) && *arguments.max_grad_norm > 0));
+}
+
+void Check(const service::StepRequest& request) {
+  Check(request.name);
+  FUZZ_CHECK(request.key.step >= 0 && std::isfinite(request.factor));
+}
+
+void Check(const service::CheckpointRequest& request) {
+  Check(request.name);
+  FUZZ_CHECK(!request.checkpoint.empty() && request.checkpoint.size() <= 128 && request.checkpoint.front() != '.');
+  FUZZ_CHECK(request.checkpoint.find('/') == std::string::npos && request.checkpoint.find('\0') == std::string::npos);
+}
+
+void Check(const service::GradientRequest& request) {
+  Check(request.name);
+  FUZZ_CHECK(request.key.step >= 0 && request.micro_batch >= 0 && request.attempt >= 0 && request.row_start >= 0 &&
+             request.row_count >= 1 && std::isfinite(request.factor));
+  FUZZ_CHECK(!service::CanonicalHeader(request).empty());
+}
+
+void Check(const service::OpenSessionRequest& request) {
+  FUZZ_CHECK(request.client_name.size() <= 128 && request.lease > absl::ZeroDuration() && request.lease < absl::InfiniteDuration());
+}
+
+void Check(const service::RegisterRequest& request) {
+  FUZZ_CHECK(request.size_bytes >= 1 && request.offset_bytes >= 0);
+  int64_t end = 0;
+  FUZZ_CHECK(!__builtin_add_overflow(request.size_bytes, request.offset_bytes, &end));
+  if (std::holds_alternative<service::DeviceSource>(request.source)) FUZZ_CHECK(request.offset_bytes == 0);
+}
+
+void Check(const service::UnregisterRequest& request) { FUZZ_CHECK(!request.region_id.empty()); }
+
+template <typename Decoded>
+void CheckDecoded(const absl::StatusOr<Decoded>& decoded) {
+  if (decoded.ok()) {
+    Check(*decoded);
+  } else {
+    CheckRefusal(decoded.status());
+  }
+}
+
+void CheckRequest(const Request& request) {
+  namespace s = service;
+  switch (request.request_case()) {
+    case Request::kMicroBatch:
+      return CheckDecoded(s::DecodeMicroBatchHeader(request.micro_batch(), Limits()));
+    case Request::kCommit:
+      return CheckDecoded(s::DecodeCommit(request.commit(), Limits()));
+    case Request::kDiscard:
+      return CheckDecoded(s::DecodeDiscard(request.discard(), Limits()));
+    case Request::kTransferRows:
+      return CheckDecoded(s::DecodeTransferRowsHeader(request.transfer_rows()));
+    case Request::kStreamTeacher:
+      return CheckDecoded(s::DecodeStreamTeacherHeader(request.stream_teacher(), Limits()));
+    case Request::kCreateHead:
+      return CheckDecoded(s::DecodeCreate(request.create_head(), Limits()));
+    case Request::kListHeads:
+      return CheckDecoded(s::DecodeList(request.list_heads()));
+    case Request::kDeleteHead:
+      return CheckDecoded(s::DecodeDelete(request.delete_head()));
+    case Request::kTakeHead:
+      return CheckDecoded(s::DecodeTake(request.take_head()));
+    case Request::kUploadWeights:
+      return CheckDecoded(s::DecodeUploadHeader(request.upload_weights()));
+    case Request::kLoadWeights:
+      return CheckDecoded(s::DecodeLoad(request.load_weights()));
+    case Request::kDownloadWeights:
+      return CheckDecoded(s::DecodeDownloadWeights(request.download_weights()));
+    case Request::kDownloadGradient:
+      return CheckDecoded(s::DecodeDownloadGradient(request.download_gradient()));
+    case Request::kGetStep:
+      return CheckDecoded(s::DecodeGetStep(request.get_step()));
+    case Request::kSealStep:
+      return CheckDecoded(s::DecodeSeal(request.seal_step(), Limits()));
+    case Request::kApply:
+      return CheckDecoded(s::DecodeApply(request.apply(), Limits()));
+    case Request::kDiscardGradient:
+      return CheckDecoded(s::DecodeDiscardGradient(request.discard_gradient()));
+    case Request::kGradientNorm:
+      return CheckDecoded(s::DecodeGradientNorm(request.gradient_norm()));
+    case Request::kSave:
+      return CheckDecoded(s::DecodeSave(request.save()));
+    case Request::kRestore:
+      return CheckDecoded(s::DecodeRestore(request.restore()));
+    case Request::kAddGradient:
+      return CheckDecoded(s::DecodeAddGradientHeader(request.add_gradient()));
+    case Request::kOpenSession:
+      return CheckDecoded(s::DecodeOpenSession(request.open_session(), Limits()));
+    case Request::kRegisterMemory:
+      return CheckDecoded(s::DecodeRegisterSharedMemory(request.register_memory()));
+    case Request::kUnregisterMemory:
+      return CheckDecoded(s::DecodeUnregisterSharedMemory(request.unregister_memory()));
+    case Request::REQUEST_NOT_SET:
+      return;
+  }
+}
+
+}  // namespace
+}  // namespace headwater::fuzz
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  headwater::fuzz::Request request;
+  if (headwater::fuzz::ReadMessageInput(data, size, &request)) headwater::fuzz::CheckRequest(request);
+  return 0;
+}

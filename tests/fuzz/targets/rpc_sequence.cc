@@ -1,0 +1,165 @@
+// Whole sequences of calls, plausible and not, to a server in this process over a Unix socket, on the CPU engine with tiny shapes
+// and tiny limits. Input: a headwater.fuzz.Sequence. Nothing may crash or hang; what was acknowledged must be in its step; a
+// refusal tells its reason and nothing about the server; and when the heads are gone so is everything that was reserved.
+#include <sanitizer/lsan_interface.h>
+
+#include <atomic>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "server/observability/logging.h"
+#include "tests/fuzz/fuzz.pb.h"
+#include "tests/fuzz/support/check.h"
+#include "tests/fuzz/support/message_input.h"
+#include "tests/fuzz/support/safetensors_file.h"
+#include "tests/fuzz/support/scratch_directory.h"
+#include "tests/fuzz/support/sequence_client.h"
+#include "tests/fuzz/support/target.h"
+
+namespace {
+
+// What libFuzzer counts as coverage here: each call with each of its answers, and after each answer of the call before. The server
+// is not instrumented, so that it is the one that the other tests have built.
+constexpr size_t kCounters = 1 << 15;
+__attribute__((section("__libfuzzer_extra_counters"))) uint8_t counters[kCounters];
+
+}  // namespace
+
+// Not there without LeakSanitizer.
+extern "C" int __lsan_do_recoverable_leak_check() __attribute__((weak));
+
+namespace headwater::fuzz {
+namespace {
+
+namespace fs = std::filesystem;
+
+// How many sequences share a look for leaks, which stops the whole process.
+constexpr int kLeakCheckInterval = 2000;
+
+testing::ServerSetup Setup(const std::string& directory) {
+  testing::ServerSetup setup;
+  setup.engine.shard_count = 2;
+  setup.engine.memory_budget_bytes = 64 << 20;
+  service::ServerOptions& options = setup.options;
+  options.checkpoint_directory = directory + "/checkpoints";
+  options.load_root = directory + "/models";
+  options.descriptor_socket = directory + "/descriptors";
+  options.stream_idle_timeout = absl::Milliseconds(500);
+  service::Limits& limits = options.limits;
+  limits.max_message_bytes = 128 << 10;
+  limits.max_chunk_bytes = 4096;
+  limits.max_micro_batch_rows = 64;
+  limits.max_micro_batch_bytes = 16 << 10;
+  limits.max_vocab_size = 64;
+  limits.max_hidden_size = 16;
+  limits.max_heads = 3;
+  limits.max_heads_per_tenant = 2;
+  limits.max_step_micro_batches = 6;
+  limits.max_staging_slots = 2;
+  limits.max_queue_depth = 4;
+  limits.max_in_flight_bytes = 32 << 10;
+  limits.max_upload_bytes = 16 << 10;
+  limits.max_sessions = 4;
+  limits.max_session_lease = absl::Seconds(2);  // also of those that a raw call has opened, whose ids nobody knows
+  limits.max_held_bytes = 1024;
+  limits.max_waiting_calls = 3;
+  limits.max_step_wait = absl::Milliseconds(10);
+  limits.max_terms = 3;
+  limits.max_stripes = 3;
+  limits.max_stripe_wait = absl::Milliseconds(20);
+  limits.max_session_regions = 2;
+  limits.max_region_bytes = 8192;
+  limits.max_join_bytes = 4096;
+  limits.max_join_wait = absl::Milliseconds(20);
+  return setup;
+}
+
+void WriteModel(const std::string& directory) {
+  fs::create_directories(directory + "/models");
+  std::ofstream(directory + "/models/m.safetensors", std::ios::binary)
+      << SafetensorsFile(R"({"weight": {"dtype": "F32", "shape": [13, 5], "data_offsets": [0, 260]}})", '\x3c');
+}
+
+// The server that all sequences share.
+class Fixture {
+ public:
+  Fixture() {
+    // A line for each call would be most of what a campaign does.
+    FUZZ_CHECK(observability::ConfigureLogging("off", "text").ok());
+    fs::create_directories(directory_.path() + "/checkpoints");
+    WriteModel(directory_.path());
+    server_ = std::make_unique<testing::WireServer>(Setup(directory_.path()));
+    channel_ = server_->NewChannel();
+  }
+
+  void Run(const Sequence& sequence) {
+    previous_ = 0;
+    {
+      SequenceClient client(*server_, channel_, directory_.path() + "/descriptors",
+                            [this](const std::string& call, const std::string& answer) { Count(call, answer); });
+      client.Run(sequence);
+      client.CleanUp();
+    }
+    CheckAtRest();
+    for (const fs::directory_entry& entry : fs::directory_iterator(directory_.path() + "/checkpoints")) fs::remove_all(entry);
+    if (++runs_ % kLeakCheckInterval == 0) CheckLeaks();
+  }
+
+ private:
+  void Count(const std::string& call, const std::string& answer) {
+    const size_t hash = std::hash<std::string>()(absl::StrCat(call, " ", answer));
+    const size_t previous = previous_.exchange(hash);
+    counters[hash % (kCounters / 2)] = 1;
+    counters[kCounters / 2 + (hash * 31 + previous) % (kCounters / 2)] = 1;
+  }
+
+  // Nothing is reserved, waits or is held for clients that have gone.
+  void CheckAtRest() const {
+    std::string left;
+    const bool rest = testing::Await([&] {
+      left.clear();
+      const std::string metrics = server_->server().SerializeMetrics();
+      for (const absl::string_view line : absl::StrSplit(metrics, '\n')) {
+        for (const char* name :
+             {"heads", "sessions", "waiting_calls", "queue_depth", "in_flight_bytes", "upload_bytes", "held_bytes", "join_bytes",
+              "row_memory_bytes{state=\"used\"}", "regions", "region_bytes", "memory_planned_bytes"}) {
+          const std::string prefix = absl::StrCat("headwater_", name);
+          if (!absl::StartsWith(line, prefix) || absl::EndsWith(line, " 0")) continue;
+          const char next = line[prefix.size()];
+          if (next == ' ' || next == '{') absl::StrAppend(&left, line, "; ");
+        }
+      }
+      return left.empty();
+    });
+    FUZZ_CHECK(rest, left);
+  }
+
+  static void CheckLeaks() {
+    if (&__lsan_do_recoverable_leak_check != nullptr) FUZZ_CHECK(__lsan_do_recoverable_leak_check() == 0);
+  }
+
+  const ScratchDirectory directory_;
+  std::unique_ptr<testing::WireServer> server_;
+  std::shared_ptr<grpc::Channel> channel_;
+  std::atomic<size_t> previous_{0};
+  int runs_ = 0;
+};
+
+}  // namespace
+}  // namespace headwater::fuzz
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using namespace headwater::fuzz;  // NOLINT(google-build-using-namespace)
+  Sequence sequence;
+  if (!ReadMessageInput(data, size, &sequence)) return 0;
+  static Fixture fixture;
+  fixture.Run(sequence);
+  return 0;
+}

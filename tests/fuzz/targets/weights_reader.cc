@@ -1,0 +1,121 @@
+// Weights of a model folder under the load root. Input: a byte with the head's type and bias; then, each up to a byte 1, the path,
+// the names of both tensors, and the folder's index; then the JSON header of the folder's safetensors file (see safetensors.cc).
+#include "server/checkpoint/weights_reader.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <fstream>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "tests/fuzz/support/check.h"
+#include "tests/fuzz/support/safetensors_file.h"
+#include "tests/fuzz/support/scratch_directory.h"
+#include "tests/fuzz/support/target.h"
+
+namespace headwater::fuzz {
+namespace {
+
+// The bytes of tensors: everywhere under the root, and beside it.
+constexpr char kInside = '\x3c';
+constexpr char kOutside = '\x41';
+constexpr int64_t kVocabSize = 3;
+constexpr int64_t kHiddenSize = 2;
+
+void Write(const std::string& path, const std::string& bytes) {
+  std::ofstream file(path, std::ios::binary | std::ios::trunc);
+  file << bytes;
+  FUZZ_CHECK(file.good());
+}
+
+// root/model.safetensors, root/m with an index and a file of that name; and, where no path may lead, a file beside the root that
+// root/link points to.
+class Folders {
+ public:
+  Folders() : root_(directory_.path() + "/root") {
+    FUZZ_CHECK(mkdir(root_.c_str(), 0700) == 0 && mkdir((root_ + "/m").c_str(), 0700) == 0);
+    const std::string secret = R"({"weight": {"dtype": "F32", "shape": [3, 2], "data_offsets": [0, 24]}})";
+    Write(directory_.path() + "/secret.safetensors", SafetensorsFile(secret, kOutside));
+    FUZZ_CHECK(symlink("../secret.safetensors", (root_ + "/link.safetensors").c_str()) == 0);
+    FUZZ_CHECK(symlink("../..", (root_ + "/m/up").c_str()) == 0);
+  }
+  const std::string& root() const { return root_; }
+
+  void Fill(const std::string& index, const std::string& file) {
+    Write(root_ + "/model.safetensors", file);
+    Write(root_ + "/m/model.safetensors", file);
+    const std::string path = root_ + "/m/model.safetensors.index.json";
+    if (index.empty()) {
+      unlink(path.c_str());
+    } else {
+      Write(path, index);
+    }
+  }
+
+ private:
+  const ScratchDirectory directory_;
+  const std::string root_;
+};
+
+void CheckTensor(const checkpoint::WeightsReader& reader, HeadTensor tensor, int64_t elements, const HeadSpec& spec) {
+  const DataType type = reader.data_type(tensor);
+  FUZZ_CHECK(type == spec.data_type || type == DataType::kFloat32);
+  const size_t bytes = static_cast<size_t>(elements * ElementBytes(type));
+  std::vector<char> values(bytes);
+  if (const absl::Status status = reader.Read(tensor, 0, elements, values.data()); !status.ok()) {
+    CheckRefusal(status);  // a file whose claims are larger than it
+    return;
+  }
+  // All bytes that the folder's files hold are alike, so all elements are; the file beside the root would show.
+  for (size_t i = 0; i < bytes; ++i) FUZZ_CHECK(values[i] == values[i % static_cast<size_t>(ElementBytes(type))]);
+  FUZZ_CHECK(values.back() != kOutside);
+  // Each element alone is the same.
+  std::vector<char> one(static_cast<size_t>(ElementBytes(type)));
+  for (int64_t i = 0; i < elements; ++i) {
+    FUZZ_CHECK(reader.Read(tensor, i, 1, one.data()).ok());
+    FUZZ_CHECK(std::string(one.begin(), one.end()) == std::string(values.begin(), values.begin() + ElementBytes(type)));
+  }
+  const int64_t most = std::numeric_limits<int64_t>::max();
+  const int64_t least = std::numeric_limits<int64_t>::min();
+  const std::pair<int64_t, int64_t> outside[] = {{-1, 1},      {0, -1},    {0, elements + 1}, {elements, 1}, {elements - 1, 2},
+                                                 {most, most}, {least, 1}, {1, most},         {1, least}};
+  std::vector<char> none(bytes + 64);
+  for (const auto& [start, count] : outside) {
+    FUZZ_CHECK(HasReason(reader.Read(tensor, start, count, none.data()), ErrorReason::kChunkOutOfRange));
+  }
+}
+
+}  // namespace
+}  // namespace headwater::fuzz
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using namespace headwater::fuzz;  // NOLINT(google-build-using-namespace)
+  using headwater::DataType;
+  using headwater::HeadTensor;
+  static Folders folders;
+  InputReader input(data, size);
+  const uint8_t flags = input.Byte();
+  headwater::HeadSpec spec;
+  spec.vocab_size = kVocabSize;
+  spec.hidden_size = kHiddenSize;
+  spec.has_bias = flags % 2 == 1;
+  constexpr DataType kTypes[] = {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16};
+  spec.data_type = kTypes[flags / 2 % 3];
+  const std::string path = input.Text();
+  const std::string weight_tensor = input.Text();
+  const std::string bias_tensor = input.Text();
+  const std::string index = input.Text();
+  folders.Fill(index, SafetensorsFile(input.Rest(), kInside));
+  const auto reader = headwater::checkpoint::WeightsReader::Open(folders.root(), path, weight_tensor, bias_tensor, spec);
+  if (!reader.ok()) {
+    CheckRefusal(reader.status());
+    return 0;
+  }
+  FUZZ_CHECK((*reader)->has_bias() == spec.has_bias);
+  CheckTensor(**reader, HeadTensor::kWeight, kVocabSize * kHiddenSize, spec);
+  if (spec.has_bias) CheckTensor(**reader, HeadTensor::kBias, kVocabSize, spec);
+  return 0;
+}
