@@ -9,15 +9,20 @@ headwater_library(headwater_fuzz_sequence
   DEPS headwater_fuzz_messages headwater_wire_test_support
   PRIVATE_DEPS absl::strings)
 
+add_library(headwater_fuzz_corpus_test OBJECT corpus_test.cc)
+target_link_libraries(headwater_fuzz_corpus_test PRIVATE headwater_build_flags GTest::gtest)
+target_compile_definitions(headwater_fuzz_corpus_test PRIVATE HEADWATER_FUZZ_DIRECTORY="${CMAKE_CURRENT_SOURCE_DIR}")
 foreach(target ${HEADWATER_FUZZ_PARSERS} rpc_sequence)
+  set(label unit)
+  if(target STREQUAL "rpc_sequence")
+    set(label integration)
+  endif()
   headwater_test(fuzz_${target}_test
-    LABELS unit
-    SOURCES corpus_test.cc targets/${target}.cc
+    LABELS ${label}
+    SOURCES $<TARGET_OBJECTS:headwater_fuzz_corpus_test> targets/${target}.cc
     DEPS headwater_fuzz_messages headwater_fuzz_sequence headwater_service headwater_client)
   # chunk_response reads a header that is the client's own.
   target_include_directories(fuzz_${target}_test PRIVATE ${PROJECT_SOURCE_DIR}/client/cpp/include)
-  target_compile_definitions(fuzz_${target}_test PRIVATE
-    HEADWATER_FUZZ_TARGET="${target}" HEADWATER_FUZZ_DIRECTORY="${CMAKE_CURRENT_SOURCE_DIR}")
 endforeach()
 
 # libFuzzer for the whole server, in gcc's build of it too: its runtime is a library, which clang's package brings. Built only when asked for.

@@ -1,5 +1,6 @@
 // Gives a fuzz target each file of its corpus, and each input of a finding that was mended. A target that finds something ends the
 // process.
+#include <errno.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,9 +15,16 @@
 
 namespace {
 
+// Of fuzz_TARGET_test, the program that this is in.
+std::string Target() {
+  const std::string program = program_invocation_short_name;
+  const size_t begin = program.find('_') + 1;
+  return program.substr(begin, program.rfind('_') - begin);
+}
+
 std::vector<std::filesystem::path> Files(const std::string& folder) {
   std::vector<std::filesystem::path> files;
-  const std::filesystem::path directory = std::filesystem::path(HEADWATER_FUZZ_DIRECTORY) / folder / HEADWATER_FUZZ_TARGET;
+  const std::filesystem::path directory = std::filesystem::path(HEADWATER_FUZZ_DIRECTORY) / folder / Target();
   if (!std::filesystem::is_directory(directory)) return files;
   for (const auto& entry : std::filesystem::directory_iterator(directory)) files.push_back(entry.path());
   std::sort(files.begin(), files.end());

@@ -112,9 +112,8 @@ void Check(const service::DecisionRequest& request) {
     FUZZ_CHECK(names.insert(head.name.ToString()).second);
   }
   FUZZ_CHECK(request.micro_batch >= 0 && request.attempt >= 0 && std::isfinite(request.arguments.factor));
-  if (!request.arguments.token_factors.has_value()) return;
-  FUZZ_CHECK(static_cast<int64_t>(request.arguments.token_factors->size()) <= Limits().max_micro_batch_rows);
-  for (const float factor : *request.arguments.token_factors) FUZZ_CHECK(std::isfinite(factor));
+  FUZZ_CHECK(static_cast<int64_t>(request.arguments.token_factors.size()) <= Limits().max_micro_batch_rows);
+  for (const float factor : request.arguments.token_factors) FUZZ_CHECK(std::isfinite(factor));
 }
 
 void Check(const service::TransferRowsRequest& request) { FUZZ_CHECK(request.stripe_index >= 1); }

@@ -14,6 +14,8 @@
 namespace headwater::fuzz {
 namespace {
 
+__extension__ using Wide = __int128;
+
 int64_t BitsOf(const std::string& type) {
   if (type == "F64" || type == "I64" || type == "U64" || type == "C64") return 64;
   if (type == "F32" || type == "I32" || type == "U32") return 32;
@@ -29,15 +31,15 @@ void CheckTensors(const checkpoint::SafetensorsHeader& header, int64_t file_byte
   std::vector<std::pair<int64_t, int64_t>> ranges;
   for (const auto& [name, tensor] : header.tensors) {
     FUZZ_CHECK(static_cast<int64_t>(tensor.shape.size()) <= checkpoint::kMaxSafetensorsDimensions);
-    __int128 bits = BitsOf(tensor.data_type);
+    Wide bits = BitsOf(tensor.data_type);
     bool empty = false;
     for (const int64_t size : tensor.shape) {
       FUZZ_CHECK(size >= 0);
       empty = empty || size == 0;
-      if (bits < (static_cast<__int128>(1) << 100)) bits *= size;
+      if (bits < (static_cast<Wide>(1) << 100)) bits *= size;
     }
     FUZZ_CHECK(tensor.begin >= 8 && tensor.begin <= tensor.end && tensor.end <= file_bytes);
-    FUZZ_CHECK((empty ? 0 : bits) == static_cast<__int128>(tensor.end - tensor.begin) * 8);
+    FUZZ_CHECK((empty ? 0 : bits) == static_cast<Wide>(tensor.end - tensor.begin) * 8);
     ranges.emplace_back(tensor.begin, tensor.end);
   }
   std::sort(ranges.begin(), ranges.end());
