@@ -11,7 +11,10 @@ headwater_library(headwater_fuzz_sequence
 
 add_library(headwater_fuzz_corpus_test OBJECT corpus_test.cc)
 target_link_libraries(headwater_fuzz_corpus_test PRIVATE headwater_build_flags GTest::gtest)
+headwater_test_code(headwater_fuzz_corpus_test)
 target_compile_definitions(headwater_fuzz_corpus_test PRIVATE HEADWATER_FUZZ_DIRECTORY="${CMAKE_CURRENT_SOURCE_DIR}")
+headwater_test_code(headwater_fuzz_messages)
+headwater_test_code(headwater_fuzz_sequence)
 foreach(target ${HEADWATER_FUZZ_PARSERS} rpc_sequence)
   set(label unit)
   if(target STREQUAL "rpc_sequence")
