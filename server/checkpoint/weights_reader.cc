@@ -159,13 +159,18 @@ class Model {
   // The file that holds a tensor which Has() knows.
   absl::StatusOr<const TensorFile*> FileOf(const std::string& tensor) {
     const std::string& path = file_of_.at(tensor);
-    const auto known = open_.find(path);
-    if (known != open_.end()) return &known->second;
-    absl::StatusOr<TensorFile> file = OpenFile(path);
-    if (absl::IsNotFound(file.status())) return CorruptError("a file that the model's index names is not there");
-    if (!file.ok()) return file.status();
-    if (!file->header.tensors.contains(tensor)) return CorruptError("a file does not have the tensor that the model's index says");
-    return &(open_[path] = *std::move(file));
+    auto known = open_.find(path);
+    if (known == open_.end()) {
+      absl::StatusOr<TensorFile> file = OpenFile(path);
+      if (absl::IsNotFound(file.status())) return CorruptError("a file that the model's index names is not there");
+      if (!file.ok()) return file.status();
+      known = open_.emplace(path, *std::move(file)).first;
+    }
+    // Also of a file that is open for another tensor: the index may say more of it than it has.
+    if (!known->second.header.tensors.contains(tensor)) {
+      return CorruptError("a file does not have the tensor that the model's index says");
+    }
+    return &known->second;
   }
 
  private:

@@ -1,6 +1,7 @@
 #include "tests/fuzz/support/message_input.h"
 
 #include <google/protobuf/io/tokenizer.h>
+#include <google/protobuf/stubs/logging.h>
 #include <google/protobuf/text_format.h>
 
 namespace headwater::fuzz {
@@ -15,6 +16,9 @@ class Silent final : public google::protobuf::io::ErrorCollector {
 }  // namespace
 
 bool ReadMessageInput(const uint8_t* data, size_t size, google::protobuf::Message* message) {
+  // Nor what it logs of bytes that are no text.
+  static const bool silent_parser = google::protobuf::SetLogHandler(nullptr) == nullptr;
+  static_cast<void>(silent_parser);
   message->Clear();
   if (size == 0 || data[0] != '#') return message->ParseFromArray(data, static_cast<int>(size));
   Silent silent;

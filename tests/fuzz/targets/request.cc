@@ -70,7 +70,7 @@ void Check(const service::LossTermRequest& term, const service::MicroBatchReques
   }
   FUZZ_CHECK(std::isfinite(term.loss_scale));
   FUZZ_CHECK(!term.expected_weight_version.has_value() || *term.expected_weight_version >= 0);
-  if (micro_batch.micro_batch.has_value()) FUZZ_CHECK(term.head.step.has_value() && *term.head.step >= 0);
+  if (term.head.step.has_value()) FUZZ_CHECK(*term.head.step >= 0 && micro_batch.backward);
   const auto* const jsd = std::get_if<service::JensenShannonRequest>(&term.loss);
   FUZZ_CHECK(term.teacher.has_value() == (jsd != nullptr));
   if (jsd == nullptr) {
