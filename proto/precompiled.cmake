@@ -1,11 +1,10 @@
 # The headers that most code reads, gRPC's and the generated ones above all, compiled once for the libraries and once for the tests.
 
-# headwater_take_headers(TARGET HOST): HOST's precompiled headers, and the folders that they are read from should the compiler not take
-# them.
+# headwater_take_headers(TARGET HOST): HOST's precompiled headers, and the folder of generated ones should the compiler not take them.
 function(headwater_take_headers target host)
   if(TARGET ${host} AND NOT target STREQUAL host)
     target_precompile_headers(${target} REUSE_FROM ${host})
-    target_include_directories(${target} SYSTEM PRIVATE $<TARGET_PROPERTY:${host},INCLUDE_DIRECTORIES>)
+    target_include_directories(${target} SYSTEM PRIVATE ${PROJECT_BINARY_DIR}/proto)
   endif()
 endfunction()
 
@@ -18,6 +17,12 @@ if(NOT HEADWATER_PRECOMPILED_HEADERS)
   return()
 endif()
 set(CMAKE_PCH_WARN_INVALID OFF)
+# Newer versions of GCC warn in more places, and it forgets with precompiled headers which code is a library's.
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 13)
+  foreach(warning array-bounds stringop-overflow stringop-overread restrict maybe-uninitialized dangling-pointer)
+    target_compile_options(headwater_build_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wno-error=${warning}>)
+  endforeach()
+endif()
 
 set(headers
   <algorithm> <array> <atomic> <chrono> <cmath> <cstdint> <cstring> <deque> <functional> <limits> <map> <memory> <mutex> <optional> <set>
