@@ -364,7 +364,7 @@ class NamedRegions : public Regions {
 };
 
 TEST_F(NamedRegions, AreCopiedInAndOut) {
-  Make("headwater-a", std::string(100, 'a') + "rows" + std::string(24, 'b'));
+  Make("headwater-a", absl::StrCat(std::string(100, 'a'), "rows", std::string(24, 'b')));
   const auto id = AddNamed("headwater-a", 64, 64);
   ASSERT_TRUE(id.ok()) << id.status();
   auto read = Find(*id, 36, 4);
