@@ -9,6 +9,7 @@ import functools
 import itertools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from ctypes import POINTER, Structure, byref, c_char_p, c_int32, c_int64, c_void_p
@@ -213,13 +214,25 @@ class Call:
 # Calls that end with a callback, by the number that the library gets as context, and what is to be done then.
 _pending: dict[int, tuple[Call, Callable[[Call], Any]]] = {}
 _numbers = itertools.count(1)
+# Callbacks that have begun and not returned, by the same number.
+_running: dict[int, None] = {}
+# The threads of the library stay behind in the parent of a fork.
+os.register_at_fork(after_in_child=_pending.clear)
+os.register_at_fork(after_in_child=_running.clear)
 
 
 @_Done
 def _ended(context: int) -> None:
     # On a thread of the library, which must not block.
+    _running[context] = None
     call, done = _pending.pop(context)
-    done(call)
+    try:
+        done(call)
+    finally:
+        # The last thing of all, and no call, after which another thread might have its turn: when nothing is noted here any more,
+        # no thread of the library is in Python.
+        del call, done
+        del _running[context]
 
 
 _no_callback = _Done(0)
@@ -363,5 +376,8 @@ _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 def _close_connections() -> None:
     for connection in list(_connections):
         connection.close()
-    for call, _ in list(_pending.values()):
-        call.free()
+    # A thread that came back to an interpreter that is gone would be ended within the library, and the process with it.
+    while _pending or _running:
+        for call, _ in list(_pending.values()):
+            call.free()
+        time.sleep(0.001)
