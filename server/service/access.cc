@@ -60,12 +60,14 @@ absl::Status Caller::CheckHead(const heads::HeadName& name, Permission needs) co
     if (name.tenant != grant_->tenant) return heads::HeadNotFound(name);
     if (!Has(needs, name.head)) return Denied(needs, name.ToString());
   }
-  if (needs == Permission::kAdmin && role_ == PortRole::kData) {
-    return MakeError(ErrorReason::kPermissionDenied,
-                     absl::StrCat(path_, " needs a port that takes admin calls (admin_listen_addresses), and this one does not"),
-                     {{"permission", PermissionName(needs)}, {"method", path_}, {"expected", "admin_listen_addresses"}});
-  }
-  return absl::OkStatus();
+  return CheckPort(needs);
+}
+
+absl::Status Caller::CheckPort(Permission needs) const {
+  if (needs != Permission::kAdmin || role_ != PortRole::kData) return absl::OkStatus();
+  return MakeError(ErrorReason::kPermissionDenied,
+                   absl::StrCat(path_, " needs a port that takes admin calls (admin_listen_addresses), and this one does not"),
+                   {{"permission", PermissionName(needs)}, {"method", path_}, {"expected", "admin_listen_addresses"}});
 }
 
 absl::StatusOr<std::shared_ptr<heads::Head>> Caller::Find(const heads::HeadRegistry& registry, const heads::HeadName& name) const {
@@ -125,12 +127,7 @@ absl::StatusOr<Caller> AccessControl::Authorize(const AccessRow* row, PortRole r
     const bool uploads = row == FindAccessRow(observability::RpcMethod::kUploadWeights) && administers;
     if (!allowed && !uploads) return caller.Denied(row->needs, "");
   }
-  if (row->needs == Permission::kAdmin && role == PortRole::kData) {
-    return MakeError(
-        ErrorReason::kPermissionDenied,
-        absl::StrCat(row->path, " needs a port that takes admin calls (admin_listen_addresses), and this one does not"),
-        {{"permission", PermissionName(row->needs)}, {"method", row->path}, {"expected", "admin_listen_addresses"}});
-  }
+  if (absl::Status status = caller.CheckPort(row->needs); !status.ok()) return status;
   return caller;
 }
 

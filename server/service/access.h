@@ -52,6 +52,8 @@ class Caller {
   friend class AccessControl;
   bool Has(Permission needs, const std::string& head) const;
   absl::Status Denied(Permission needs, const std::string& head) const;
+  // kPermissionDenied for what needs admin, on a port that does not take it.
+  absl::Status CheckPort(Permission needs) const;
 
   std::shared_ptr<const TokenGrant> grant_;  // null: a server without tokens, or a call that needs none
   bool free_ = false;                        // a server without tokens

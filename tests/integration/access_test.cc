@@ -2,7 +2,6 @@
 #include <gmock/gmock.h>
 #include <google/protobuf/descriptor.h>
 #include <google/protobuf/message.h>
-#include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 #include <openssl/ssl.h>
@@ -77,31 +76,19 @@ std::vector<std::string> AllMethods() {
 
 // What a server itself says that it serves.
 std::set<std::string> ServicesOf(const std::shared_ptr<grpc::Channel>& channel, const std::string& token) {
-  grpc::GenericStub stub(channel);
-  grpc::CompletionQueue queue;
-  grpc::ClientContext context;
-  context.AddMetadata("authorization", "Bearer " + token);
-  const grpc::Slice request(std::string("\x3a\x01*"));  // list_services
-  const auto call = stub.PrepareUnaryCall(&context, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
-                                          grpc::ByteBuffer(&request, 1), &queue);
-  call->StartCall();
-  grpc::ByteBuffer buffer;
-  grpc::Status status;
-  call->Finish(&buffer, &status, nullptr);
-  void* tag = nullptr;
-  bool ok = false;
-  queue.Next(&tag, &ok);
+  std::string answer;
+  const grpc::Status status =
+      CallRaw(channel, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", "\x3a\x01*",  // list_services
+              &answer, token);
   EXPECT_TRUE(status.ok()) << status.error_message();
-  grpc::Slice slice;
   std::set<std::string> names;
-  if (!buffer.DumpToSingleSlice(&slice).ok()) return names;
   // Its classes are linked, though the distribution does not package their headers.
   using google::protobuf::Message;
   const auto* const type =
       google::protobuf::DescriptorPool::generated_pool()->FindMessageTypeByName("grpc.reflection.v1alpha.ServerReflectionResponse");
   if (type == nullptr) return names;
   const std::unique_ptr<Message> response(google::protobuf::MessageFactory::generated_factory()->GetPrototype(type)->New());
-  EXPECT_TRUE(response->ParseFromArray(slice.begin(), static_cast<int>(slice.size())));
+  EXPECT_TRUE(response->ParseFromString(answer));
   const Message& list = response->GetReflection()->GetMessage(*response, type->FindFieldByName("list_services_response"));
   const auto* const services = list.GetDescriptor()->FindFieldByName("service");
   for (int i = 0; i < list.GetReflection()->FieldSize(list, services); ++i) {

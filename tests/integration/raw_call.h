@@ -12,12 +12,13 @@
 
 namespace headwater::testing {
 
-// Calls a unary method by name with encoded bytes.
+// Calls a unary method by name with encoded bytes, and with a token unless that is empty.
 inline grpc::Status CallRaw(const std::shared_ptr<grpc::Channel>& channel, const std::string& method, const std::string& request,
-                            std::string* response) {
+                            std::string* response, const std::string& token = "") {
   grpc::GenericStub stub(channel);
   grpc::CompletionQueue queue;
   grpc::ClientContext context;
+  if (!token.empty()) context.AddMetadata("authorization", "Bearer " + token);
   context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));
   const grpc::Slice slice(request);
   const grpc::ByteBuffer request_buffer(&slice, 1);
