@@ -41,6 +41,7 @@ from headwater._errors import (
 )
 from headwater._futures import Future
 from headwater._head import Head
+from headwater._recovery import StateFiles, StateStore, train
 from headwater._requests import check_bool, check_choice
 from headwater._retry import DEFAULT_RETRIES, RetryPolicy
 from headwater._security import TLS, make_security
@@ -84,6 +85,7 @@ def connect(
     retries: RetryPolicy | None = DEFAULT_RETRIES,
     replay: bool = False,
     replay_bytes: int = 1 << 30,
+    replay_steps: int | None = None,
     transport: str = "auto",
     stripes: int = 8,
     tls: TLS | bool | None = None,
@@ -102,11 +104,14 @@ def connect(
             explicit micro-batch, renewed by a daemon thread on a connection of its own, and closed with the client.
         session_lease: seconds, > 0; the server may shorten it.
         retries: how often calls that can be repeated without harm are tried: 5 times by default, after 0.1 s and more. None: once.
-        replay: follow a server that was started again: keep what the open step consists of, and when the head comes back at the
-            step that this client works on, take it, submit everything again in the same order, and go on. If it comes back at an
-            older step, calls are `StepLostError`, whose `restored_step` and `checkpoint` say where to go back to.
-        replay_bytes: bound of what is kept, >= 0. A step with more, or with a joined teacher's micro-batches (`JOIN`), is not kept,
-            which is warned of once.
+        replay: follow a server that was started again: keep what was sent, and how steps were closed; when a head comes back at
+            the step that this client works on, or at an older one that is still kept, take it, send everything since again in the
+            same order, and go on. If it comes back at one that is not, calls are `StepLostError`, whose `restored_step` and
+            `checkpoint` say where to go back to.
+        replay_bytes: bound of what is kept, >= 0. The oldest closed steps go first. An open step with more, or with a joined
+            teacher's micro-batches (`JOIN`), is not kept, which is warned of once.
+        replay_steps: closed steps that are kept, >= 0; 0: only the open one. None: as many as `replay_bytes` have room for. Fewer
+            than there are between two checkpoints are of use only now and then.
         transport: what micro-batches take. "auto": the best that works: CUDA tensors are read and written in place ("cuda_ipc"),
             rows in host memory lie in memory that is shared with the server ("shared_memory"), or go over several connections
             ("grpc"). One of these names demands it. "python": grpcio alone, slower; "auto" falls back to it where
@@ -130,6 +135,8 @@ def connect(
 
     check_number(session_lease, "session_lease", low=0, low_open=True)
     check_integer(replay_bytes, "replay_bytes")
+    if replay_steps is not None:
+        check_integer(replay_steps, "replay_steps")
     security = make_security(tls, token, allow_plaintext_token, address)
     policy = RetryPolicy(max_attempts=1) if retries is None else retries
     if not isinstance(policy, RetryPolicy):
@@ -147,7 +154,7 @@ def connect(
         security=security,
     )
     if check_bool(replay, "replay"):
-        backend = ReplayBackend(backend, replay_bytes, connect_timeout_s)
+        backend = ReplayBackend(backend, replay_bytes, replay_steps, connect_timeout_s)
     return Client(backend, timeout_s=timeout_s, tenant=tenant)
 
 
@@ -192,6 +199,8 @@ __all__ = [
     "SealResult",
     "ServerInfo",
     "StagingFullError",
+    "StateFiles",
+    "StateStore",
     "Step",
     "StepConflictError",
     "StepLostError",
@@ -208,4 +217,5 @@ __all__ = [
     "VocabShard",
     "__version__",
     "connect",
+    "train",
 ]

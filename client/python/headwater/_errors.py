@@ -130,6 +130,12 @@ class TransportUnavailableError(FailedPreconditionError):
     """`connect(transport=...)` demands a path that tensors cannot take here; the message says why."""
 
 
+def _checkpoints(metadata: Mapping[str, str]) -> dict[str, int]:
+    """What `checkpoints` says: "step-20=20,step-10=10"."""
+    pairs = (pair.rpartition("=") for pair in metadata.get("checkpoints", "").split(","))
+    return {name: int(step) for name, _, step in pairs if name and step.isdecimal()}
+
+
 class _OutdatedError(AbortedError):
     """What errors about a head that has moved on say of it; None where the answer does not tell."""
 
@@ -150,6 +156,11 @@ class _OutdatedError(AbortedError):
         except (KeyError, ValueError):
             return None
 
+    @property
+    def checkpoints(self) -> dict[str, int]:
+        """The head's checkpoints by name, newest first, with the step that each begins; empty where the answer does not tell."""
+        return _checkpoints(self.metadata)
+
 
 class EpochFencedError(_OutdatedError):
     """The head was restored, re-created or taken over since this `Head` was made. Get a new one with `Client.head`.
@@ -166,6 +177,8 @@ class StepLostError(_OutdatedError):
         restored_step: the step that the head is at now. If it is the trainer's, `Head.take` and submitting the step again goes on;
             if it is older, the trainer goes back to its own checkpoint of that name first.
         checkpoint: the checkpoint that the head came back from; empty if the engine failed: then restore one.
+        checkpoints: the head's checkpoints by name, newest first, with the step that each begins.
+        trainer_step: the step that this client's call was for. None where it named none, or without `connect(replay=True)`.
         open_step, head_epoch: the head's open step and epoch now. None where the answer does not tell.
     """
 
@@ -179,6 +192,11 @@ class StepLostError(_OutdatedError):
         """Name of the checkpoint that the head came back from; empty if it did not."""
         return self.metadata.get("checkpoint", "")
 
+    @property
+    def trainer_step(self) -> int | None:
+        """The step that the call was for."""
+        return self._integer("trainerStep")
+
 
 class StepConflictError(AbortedError):
     """The step was already closed by a call with other arguments."""
@@ -190,6 +208,11 @@ class MicroBatchConflictError(AbortedError):
 
 class StepMismatchError(FailedPreconditionError):
     """The call names a step that is not the open one; `metadata["openStep"]` says which is."""
+
+    @property
+    def checkpoints(self) -> dict[str, int]:
+        """The head's checkpoints by name, newest first, with the step that each begins; empty where the answer does not tell."""
+        return _checkpoints(self.metadata)
 
 
 class StagingFullError(ResourceExhaustedError):

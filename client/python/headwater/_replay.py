@@ -1,8 +1,9 @@
-"""Going on after the server was started again: a log of what the open steps consist of, and a backend that repeats it.
+"""Going on after the server was started again: a log of what was sent, and a backend that repeats it.
 
 A restarted server brings a head back from its newest checkpoint, and refuses calls on its steps (`STEP_LOST`) until a trainer takes
-it. If the restored step is the one that this client works on, all that is missing is what was submitted since that step was opened:
-this backend keeps that, takes the head, submits it again in the same order, and goes on with the call that failed.
+it. What is missing then is what was submitted since the restored step was opened, and the calls that have closed steps since: this
+backend keeps that as far back as it has room, takes the head, sends it again in the same order, and goes on with the call that
+failed.
 """
 
 from __future__ import annotations
@@ -10,19 +11,19 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-import warnings
+import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from headwater._arrays import HostArray
 from headwater._backend import ApplyArguments, Expected, UploadOptions
-from headwater._errors import ClientClosedError, EpochFencedError, HeadwaterError, StepLostError
+from headwater._errors import AbortedError, ClientClosedError, EpochFencedError, HeadwaterError, StepLostError, StepMismatchError
 from headwater._futures import Cancel, Done
 from headwater._remote import RemoteBackend
+from headwater._replay_log import Entry, ReplayLog
 from headwater._requests import CommitRequest, ComputeRequest, GradientRequest, StepKey, copy_request, request_bytes
 from headwater._types import ApplyResult, DiscardGradientResult, HeadInfo, HeadSpec, LossResult, SaveResult, SealResult, StepStatus
 
@@ -35,20 +36,12 @@ _BACKGROUND_TIMEOUT_S = 60.0
 _BACKGROUND_RETRY_S = 1.0
 
 
-@dataclass(frozen=True, eq=False)
-class _Entry:
-    """One call that is to be repeated. `run` gets the backend, what brings keys up to date, and seconds."""
-
-    kind: str  # "compute", "commit", "discard", "add_gradient" or "seal"
-    keys: tuple[StepKey, ...]  # of the heads that it adds to
-    heads: Mapping[str, bytes]  # epochs of all heads that it names: those, teachers', frozen ones'
-    micro_batch: int | None
-    nbytes: int
-    run: Callable[[RemoteBackend, Callable[[Any], Any], float], Any]
-
-    def is_about(self, heads: Sequence[str], micro_batch: int) -> bool:
-        """Whether it belongs to this micro-batch."""
-        return self.micro_batch == micro_batch and {key.head for key in self.keys} == set(heads)
+def _still_lost(error: AbortedError, why: str, steps: Mapping[str, int]) -> AbortedError:
+    """The error, with why it could not be helped, and with this client's step."""
+    metadata = {**error.metadata, "noReplay": why}
+    if len(steps) == 1:
+        metadata["trainerStep"] = str(next(iter(steps.values())))
+    return type(error)(f"{error.message} (no replay: {why})", reason=error.reason, metadata=metadata)
 
 
 def _epochs(keys: Sequence[StepKey]) -> dict[str, bytes]:
@@ -58,26 +51,21 @@ def _epochs(keys: Sequence[StepKey]) -> dict[str, bytes]:
 class ReplayBackend:
     """A remote backend that follows a restart. Thread-safe.
 
-    A micro-batch of several heads is repeated only while none of their steps is closed; after that its error is final.
+    A micro-batch of several heads is repeated only if all of them came back at its step or before; otherwise the error is final.
     """
 
-    def __init__(self, inner: RemoteBackend, max_bytes: int, timeout_s: float):
+    def __init__(self, inner: RemoteBackend, max_bytes: int, max_steps: int | None, timeout_s: float):
         self._inner = inner
-        self._max_bytes = max_bytes
+        self._log = ReplayLog(max_bytes, max_steps)
         self._lock = threading.RLock()
         # The server's incarnation under which an epoch was learned, by head and epoch.
         self._learned: dict[tuple[str, bytes], bytes] = {}
         # The epoch that followed another one, by head and that one.
         self._successors: dict[tuple[str, bytes], bytes] = {}
-        self._entries: list[_Entry] = []
-        self._bytes = 0
-        self._overflowed: dict[str, int] = {}  # by head: the step whose log was dropped
-        self._warned = False
-        self._floor: dict[str, int] = {}  # by head: the steps before this one are closed
         self._checksums: dict[str, bytes] = {}  # of frozen heads' weights
         self._timeout_s = timeout_s
         # Entries that a recovery has not got round to yet; nothing else may be sent before them.
-        self._unsent: list[_Entry] = []
+        self._unsent: list[Entry] = []
         this = weakref.ref(self)
 
         def on_lost() -> None:
@@ -128,6 +116,8 @@ class ReplayBackend:
         if key not in self._learned:
             # Asked afterwards: if the server was started again in between, the epoch is not followed, rather than wrongly.
             self._learned[key] = self._inner.server_info(self._timeout_s).incarnation
+        if info.open_step is not None:
+            self._log.begin(info.name, info.open_step)
         return info
 
     # ---- calls that follow a restart ----------------------------------------------------------------------------------
@@ -153,64 +143,81 @@ class ReplayBackend:
             carried = {name: self.current_epoch(name, epoch) for name, epoch in heads.items()}
             try:
                 result = call(max(deadline - time.monotonic(), 0.001), recoveries > 0)
-            except (StepLostError, EpochFencedError):
+            except (StepLostError, EpochFencedError) as error:
                 recoveries += 1
-                if recoveries > _MAX_RECOVERIES or not self._recover(carried, steps, deadline):
-                    raise
+                why = f"{_MAX_RECOVERIES} restarts in one call" if recoveries > _MAX_RECOVERIES else None
+                why = why or self._recover(carried, steps, deadline)
+                if why is not None:
+                    raise _still_lost(error, why, steps) from error.__cause__
                 continue
             with self._lock:
                 if recoveries < _MAX_RECOVERIES and self._is_outdated(carried):
                     recoveries += 1
                     continue  # answered by a server that is gone, and not in the log that was repeated
                 for name, step in steps.items():
-                    self._drop_before(name, step)
+                    self._log.opened(name, step)
                 if log is not None:
                     log(result)
             return result
 
-    def _recover(self, carried: Mapping[str, bytes], steps: Mapping[str, int], deadline: float) -> bool:
-        """Takes the heads of the log, and those that a failed call has carried, and repeats the log. False: it cannot be done."""
+    def _recover(self, carried: Mapping[str, bytes], steps: Mapping[str, int], deadline: float) -> str | None:
+        """Takes the heads of the log, and those that a failed call has carried, and repeats the log. Why not, if it cannot."""
         with self._lock:
             if self._is_outdated(carried):
-                return True  # another thread has done it
+                return None  # another thread has done it
             incarnation = self._inner.server_info(max(deadline - time.monotonic(), 0.001)).incarnation
             if all(self._learned.get(head, incarnation) == incarnation for head in carried.items()):
-                return False  # no restart: another run has taken the head, or its engine failed
-            if any(any(map(self._is_closed, entry.keys)) for entry in self._entries):
-                return False  # of several heads, some of whose steps are closed: the others cannot have it without them
-            logged = [key for entry in self._entries for key in entry.keys]
+                return "the server has not been started again: another run has taken the head, or its engine failed"
             heads = self._logged_heads() | dict(carried)
-            wanted = self._floor | dict(steps) | {key.head: key.step for key in logged}
             states = {name: self._inner.get_head(name, max(deadline - time.monotonic(), 0.001)) for name in heads}
+            wanted: dict[str, int | None] = {}
             for name, state in states.items():
+                known = self._log.known_step(name)
+                asked = steps.get(name, known)
                 # A call for a later step than the log's: this trainer does not close steps itself, and the other one had closed it.
-                if state.open_step is not None and state.open_step == steps.get(name, -1) > wanted[name]:
-                    self._drop_before(name, state.open_step)
-                    wanted[name] = state.open_step
-                if not self._can_follow(state, heads[name], wanted.get(name)):
-                    return False
-            self._unsent = list(self._entries)
+                if state.open_step is not None and known is not None and state.open_step == asked > known:
+                    self._log.opened(name, state.open_step)
+                wanted[name] = asked if known is None or (asked is not None and asked > known) else known
+                if (why := self._cannot_follow(state, heads[name], wanted[name])) is not None:
+                    return why
+            entries = self._log.since({name: -1 if state.open_step is None else state.open_step for name, state in states.items()})
+            if entries is None:
+                return (
+                    "what would be repeated is not what it was: a micro-batch is in a step that one of its heads has closed and "
+                    "another one has not, or has read a trainable teacher whose weights are not those of then"
+                )
+            self._unsent = entries
             for name, state in states.items():
                 if state.epoch != heads[name] or state.state == "RESTORED":
-                    epoch = self._take(state, wanted.get(name), deadline)
+                    epoch = self._take(state, self._log.first_step(name), wanted[name], deadline)
                     self._learned[(name, epoch)] = incarnation
                     self._successors[(name, heads[name])] = epoch
             self._send(deadline)
             self._inner.open_session(max(deadline - time.monotonic(), 0.001))
-            return True
+            return None
 
-    def _can_follow(self, state: HeadInfo, epoch: bytes, step: int | None) -> bool:
-        """Whether a head that has come back is what this client left, but for the open step's contributions."""
+    def _cannot_follow(self, state: HeadInfo, epoch: bytes, step: int | None) -> str | None:
+        """Whether a head that has come back is what this client left, but for what the log holds: if not, why."""
         if not state.spec.trainable:
             known = self._checksums.get(state.name, b"")
-            return state.state == "READY" and (not known or not state.weight_checksum or known == state.weight_checksum)
+            if state.state == "READY" and (not known or not state.weight_checksum or known == state.weight_checksum):
+                return None
+            return f"{state.name} came back with other weights"
         if state.epoch == epoch and state.state == "READY":
-            return True
-        if self._overflowed.get(state.name) == state.open_step:
-            return False
-        return state.state in ("READY", "RESTORED") and step == state.open_step
+            return None
+        first = self._log.first_step(state.name)
+        if state.state not in ("READY", "RESTORED"):
+            return f"{state.name} is {state.state}"
+        if state.open_step is None or step is None or first is None or state.open_step > step:
+            return f"{state.name} is at step {state.open_step}, this client at step {step}"
+        if state.open_step < first:
+            return (
+                f"{state.name} came back at step {state.open_step}, this client is at step {step}, and its log reaches back to "
+                f"step {first}: {self._log.why(state.name)}"
+            )
+        return None
 
-    def _take(self, state: HeadInfo, step: int | None, deadline: float) -> bytes:
+    def _take(self, state: HeadInfo, first: int | None, last: int | None, deadline: float) -> bytes:
         """Takes a head that waits for a trainer; of several trainers one does, and the others go on with its epoch."""
         if state.state != "RESTORED":
             return state.epoch
@@ -218,7 +225,8 @@ class ReplayBackend:
             return self._inner.take_head(state.name, state.epoch, max(deadline - time.monotonic(), 0.001)).epoch
         except EpochFencedError:
             now = self._inner.get_head(state.name, max(deadline - time.monotonic(), 0.001))
-            if now.open_step != step or now.state != "READY":
+            reached = now.open_step is not None and first is not None and last is not None and first <= now.open_step <= last
+            if not reached or now.state != "READY":
                 raise
             return now.epoch
 
@@ -228,12 +236,18 @@ class ReplayBackend:
             entry = self._unsent[0]
             try:
                 entry.run(self._inner, self._update, max(deadline - time.monotonic(), 0.001))
-            except (StepLostError, EpochFencedError):
+            except (StepLostError, EpochFencedError) as error:
                 carried = {name: self.current_epoch(name, epoch) for name, epoch in entry.heads.items()}
                 steps = {key.head: key.step for key in entry.keys}
-                if time.monotonic() >= deadline or not self._recover(carried, steps, deadline):
+                if time.monotonic() >= deadline:
                     raise
+                if (why := self._recover(carried, steps, deadline)) is not None:
+                    raise _still_lost(error, why, steps) from error.__cause__
                 return  # the recovery has begun anew, and ended
+            except StepMismatchError as error:
+                # Another trainer repeats too, and has closed this step with its gradient discarded, as it did before.
+                if int(error.metadata.get("openStep", "-1")) <= min(key.step for key in entry.keys):
+                    raise
             if self._unsent and self._unsent[0] is entry:
                 del self._unsent[0]
 
@@ -255,63 +269,24 @@ class ReplayBackend:
 
     def _logged_heads(self) -> dict[str, bytes]:
         """All heads of the log, with their epochs of now."""
-        named = {name: epoch for entry in self._entries for name, epoch in entry.heads.items()}
-        return {name: self.current_epoch(name, epoch) for name, epoch in named.items()}
+        return {name: self.current_epoch(name, epoch) for name, epoch in self._log.heads().items()}
 
     # ---- the log ------------------------------------------------------------------------------------------------------
 
-    def _append(self, entry: _Entry) -> None:
-        if any(self._overflowed.get(key.head) == key.step for key in entry.keys):
-            return
-        self._entries.append(entry)
-        self._bytes += entry.nbytes
-        if self._bytes > self._max_bytes:
-            self._drop_log((), f"it has more than replay_bytes={self._max_bytes} bytes of micro-batches")
-
-    def _drop_log(self, keys: Sequence[StepKey], why: str) -> None:
-        """The open step of what is logged, and of `keys`, cannot be repeated."""
-        self._overflowed.update({key.head: key.step for key in keys})
-        for logged in self._entries:
-            self._overflowed.update({key.head: key.step for key in logged.keys})
-        self._entries.clear()
-        self._bytes = 0
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"headwater: the open step is not kept for replay: {why}. A restart of the server in it will be a StepLostError",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-    def _remove(self, drops: Callable[[_Entry], bool]) -> None:
-        gone = [entry for entry in self._entries if drops(entry)]
-        if gone:
-            self._entries = [entry for entry in self._entries if entry not in gone]
-            self._unsent = [entry for entry in self._unsent if entry not in gone]
-            self._bytes -= sum(entry.nbytes for entry in gone)
-
-    def _drop_before(self, name: str, step: int) -> None:
-        """Steps of this head before `step` are closed."""
-        if self._floor.get(name, -1) >= step:
-            return
-        self._floor[name] = step
-        if self._overflowed.get(name, step) < step:
-            del self._overflowed[name]
-        self._remove(lambda entry: all(map(self._is_closed, entry.keys)))
-
-    def _is_closed(self, key: StepKey) -> bool:
-        return key.step < self._floor.get(key.head, 0)
+    def _remove(self, entries: Sequence[Entry]) -> None:
+        """Neither kept nor sent any more."""
+        self._log.remove(entries)
+        self._unsent = [entry for entry in self._unsent if all(entry is not gone for gone in entries)]
 
     def _forget(self, name: str) -> None:
         """This client has given the head another state: nothing is to be repeated on it."""
         with self._lock:
-            self._overflowed.pop(name, None)
-            self._floor.pop(name, None)
-            self._remove(lambda entry: any(key.head == name for key in entry.keys))
+            self._log.forget(name)
+            self._unsent = [entry for entry in self._unsent if all(key.head != name for key in entry.keys)]
 
-    def _find(self, kind: str, keys: Sequence[StepKey], micro_batch: int) -> _Entry | None:
-        heads = [key.head for key in keys]
-        return next((entry for entry in self._entries if entry.kind == kind and entry.is_about(heads, micro_batch)), None)
+    def _keep(self, kind: str, keys: Sequence[StepKey], micro_batch: int | None, nbytes: int, run: Callable[..., Any]) -> None:
+        """Enters a call that names no other heads than those it is about."""
+        self._log.add(Entry(kind, tuple(keys), _epochs(keys), micro_batch, nbytes, run))
 
     # ---- the backend's calls ------------------------------------------------------------------------------------------
 
@@ -332,19 +307,23 @@ class ReplayBackend:
                 return
             if any(term.teacher is not None and term.teacher.sent is None for term in request.terms):
                 # The rows of a joined teacher are gone with the server, and whoever has sent them does not know.
-                self._drop_log(keys, "it has micro-batches whose teacher's rows came from another stream (headwater.JOIN)")
+                self._log.drop(keys, "it has micro-batches whose teacher's rows came from another stream (headwater.JOIN)")
                 return
-            known = self._find("compute", keys, micro_batch)
+            known = self._log.find("compute", keys, micro_batch)
             if known is not None and result.replayed:
                 return
             if known is not None:
-                self._remove(lambda entry: entry is known)
+                self._remove([known])
             own = copy_request(request)
 
             def run(inner: RemoteBackend, update: Callable[[Any], Any], remaining_s: float) -> LossResult:
                 return inner.compute(update(own), remaining_s)
 
-            self._append(_Entry("compute", keys, heads, micro_batch, request_bytes(own), run))
+            read = {
+                term.teacher.head: self._log.teacher_step(term.teacher.head) for term in request.terms if term.teacher is not None
+            }
+            teachers = {name: step for name, step in read.items() if step is not None}
+            self._log.add(Entry("compute", keys, heads, micro_batch, request_bytes(own), run, teachers))
 
         return self._follow(heads, steps, timeout_s, lambda left_s, _: self._inner.compute(self._update(request), left_s), log)
 
@@ -365,7 +344,7 @@ class ReplayBackend:
         keys, micro_batch = request.keys, request.micro_batch
 
         def log(replayed: bool) -> None:
-            if self._find("compute", keys, micro_batch) is None or self._find("commit", keys, micro_batch) is not None:
+            if self._log.find("compute", keys, micro_batch) is None or self._log.find("commit", keys, micro_batch) is not None:
                 return
             factors = request.token_factors
             own = dataclasses.replace(request, token_factors=None if factors is None else factors.copy())
@@ -373,7 +352,7 @@ class ReplayBackend:
             def run(inner: RemoteBackend, update: Callable[[Any], Any], left_s: float) -> bool:
                 return inner.commit(update(own), left_s)
 
-            self._append(_Entry("commit", keys, _epochs(keys), micro_batch, 0 if factors is None else factors.nbytes, run))
+            self._keep("commit", keys, micro_batch, 0 if factors is None else factors.nbytes, run)
 
         return self._follow_keys(keys, timeout_s, lambda _, left_s, __: self._inner.commit(self._update(request), left_s), log)
 
@@ -381,13 +360,13 @@ class ReplayBackend:
         own_keys = tuple(keys)
 
         def log(dropped: bool) -> None:
-            heads = [key.head for key in own_keys]
-            self._remove(lambda entry: entry.is_about(heads, micro_batch))
+            known = (self._log.find(kind, own_keys, micro_batch) for kind in ("compute", "commit", "discard", "add_gradient"))
+            self._remove([entry for entry in known if entry is not None])
 
             def run(inner: RemoteBackend, update: Callable[[Any], Any], left_s: float) -> bool:
                 return inner.discard(update(own_keys), micro_batch, attempt, left_s)
 
-            self._append(_Entry("discard", own_keys, _epochs(own_keys), micro_batch, 0, run))
+            self._keep("discard", own_keys, micro_batch, 0, run)
 
         return self._follow_keys(
             own_keys, timeout_s, lambda now, left_s, _: self._inner.discard(now, micro_batch, attempt, left_s), log
@@ -397,14 +376,14 @@ class ReplayBackend:
         keys = (request.key,)
 
         def log(replayed: bool) -> None:
-            if self._find("add_gradient", keys, request.micro_batch) is not None:
+            if self._log.find("add_gradient", keys, request.micro_batch) is not None:
                 return
             own = dataclasses.replace(request, rows=request.rows.copy())
 
             def run(inner: RemoteBackend, update: Callable[[Any], Any], left_s: float) -> bool:
                 return inner.add_gradient(update(own), left_s)
 
-            self._append(_Entry("add_gradient", keys, _epochs(keys), request.micro_batch, own.rows.nbytes, run))
+            self._keep("add_gradient", keys, request.micro_batch, own.rows.nbytes, run)
 
         return self._follow_keys(
             keys, timeout_s, lambda _, left_s, __: self._inner.add_gradient(self._update(request), left_s), log
@@ -416,8 +395,9 @@ class ReplayBackend:
             def run(inner: RemoteBackend, update: Callable[[Any], Any], left_s: float) -> SealResult:
                 return inner.seal(update(key), expected, True, left_s)
 
-            self._remove(lambda entry: entry.kind == "seal" and entry.keys[0].head == key.head)
-            self._append(_Entry("seal", (key,), _epochs((key,)), None, 0, run))
+            known = self._log.find("seal", (key,), None)
+            self._remove([] if known is None else [known])
+            self._keep("seal", (key,), None, 0, run)
 
         return self._follow_keys(
             (key,),
@@ -427,22 +407,43 @@ class ReplayBackend:
         )
 
     def apply(self, key: StepKey, expected: Expected | None, arguments: ApplyArguments, timeout_s: float) -> ApplyResult:
-        def call(now: tuple[StepKey, ...], left_s: float, followed: bool) -> ApplyResult:
-            if followed and expected is not None:
+        def call(inner: RemoteBackend, now: StepKey, left_s: float, again: bool) -> ApplyResult:
+            if again and expected is not None:
+                # Other trainers may still be repeating their part.
                 began = time.monotonic()
-                self._inner.seal(now[0], expected, True, left_s)
+                inner.seal(now, expected, True, left_s)
                 left_s = max(left_s - (time.monotonic() - began), 0.001)
-            return self._inner.apply(now[0], expected, arguments, left_s)
+            return inner.apply(now, expected, arguments, left_s)
 
-        return self._follow_keys((key,), timeout_s, call, lambda result: self._drop_before(key.head, result.open_step))
+        def run(inner: RemoteBackend, update: Callable[[Any], Any], left_s: float) -> ApplyResult:
+            return call(inner, update(key), left_s, True)
+
+        return self._follow_keys(
+            (key,),
+            timeout_s,
+            lambda now, left_s, followed: call(self._inner, now[0], left_s, followed),
+            lambda result: self._closed("apply", key, result.open_step, 0, run),
+        )
 
     def discard_gradient(self, key: StepKey, timeout_s: float) -> DiscardGradientResult:
+        def run(inner: RemoteBackend, update: Callable[[Any], Any], left_s: float) -> DiscardGradientResult:
+            return inner.discard_gradient(update(key), left_s)
+
         return self._follow_keys(
             (key,),
             timeout_s,
             lambda now, left_s, _: self._inner.discard_gradient(now[0], left_s),
-            lambda result: self._drop_before(key.head, result.open_step),
+            lambda result: self._closed("discard_gradient", key, result.open_step, 0, run),
         )
+
+    def _closed(self, kind: str, key: StepKey, open_step: int | None, nbytes: int, run: Callable[..., Any]) -> None:
+        """A call has closed a step, or has done its part of that."""
+        known = self._log.find(kind, (key,), None)
+        if known is not None:
+            self._remove([known])
+        if open_step is not None:
+            self._log.opened(key.head, open_step)
+        self._keep(kind, (key,), None, nbytes, run)
 
     def gradient(self, key: StepKey, tensor: str, factor: float, timeout_s: float) -> np.ndarray:
         return self._follow_keys((key,), timeout_s, lambda now, left_s, _: self._inner.gradient(now[0], tensor, factor, left_s))
@@ -471,12 +472,22 @@ class ReplayBackend:
             self._forget(name)
             return self._learn(info)
 
-        def log(info: HeadInfo) -> None:
-            if info.open_step is not None:
-                self._drop_before(name, info.open_step)
+        own: list[HostArray] = []
 
+        def run(inner: RemoteBackend, update: Callable[[Any], Any], left_s: float) -> HeadInfo:
+            now = dataclasses.replace(options, upload_id=uuid.uuid4().hex, on_progress=None)
+            return inner.upload(name, update(key).epoch, tensor, own[0], now, left_s)
+
+        def log(info: HeadInfo) -> None:
+            if self._log.has_room(key, array.nbytes):
+                own.append(array.copy())
+                self._closed(f"replace {tensor}", key, info.open_step, array.nbytes, run)
+            elif info.open_step is not None:
+                self._log.opened(name, info.open_step)
+
+        key = StepKey(name, epoch, step)
         return self._follow_keys(
-            (StepKey(name, epoch, step),),
+            (key,),
             timeout_s,
             lambda now, left_s, _: self._inner.upload(name, now[0].epoch, tensor, array, options, left_s),
             log,

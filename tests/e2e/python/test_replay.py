@@ -181,7 +181,7 @@ def test_the_trainers_optimizer_goes_on_too(server, data):
 
 def test_an_older_checkpoint_is_told(server, data):
     """The log reaches back to the open step, no further: the trainer goes back to its own checkpoint of that name."""
-    with connect(server) as client:
+    with connect(server, replay_steps=0) as client:
         head = client.create_head("student", data.weight, optimizer=headwater.SGD())
         head.save("first")
         for _ in range(2):
@@ -201,6 +201,7 @@ def test_an_older_checkpoint_is_told(server, data):
             error = info.value
             assert (error.restored_step, error.checkpoint, error.open_step) == (0, "first", 0)
             assert error.head_epoch == head.info().epoch != epoch
+            assert error.trainer_step == 2 and "replay_steps=0" in str(error)
         assert head.info().state == "RESTORED" and head.info().restored_checkpoint == "first"
         head.take()
         assert head.step == 0
@@ -208,6 +209,135 @@ def test_an_older_checkpoint_is_told(server, data):
         assert head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0).state == "COMMITTED"
         restart(server)  # and from here on it follows again
         assert head.seal(expected_micro_batches=1).totals.micro_batch_count == 1
+
+
+def train_in_every_way(client, data, name, interrupt):
+    """Steps that are closed in each way there is, after one checkpoint at the beginning; the final weights and the last totals."""
+    head = client.create_head(name, data.weight, np.zeros(VOCAB_SIZE, np.float32), optimizer=headwater.AdamW(), staging_slots=1)
+    head.save("first")
+
+    def submit(step):
+        for micro_batch in range(2):
+            head.cross_entropy(data.hidden[step, micro_batch], data.targets[step, micro_batch], micro_batch=micro_batch)
+        staged = head.cross_entropy(data.hidden[step, 2], data.targets[step, 2], micro_batch=2, commit="explicit")
+        interrupt(f"in step {head.step}")
+        staged.commit(0.5)
+
+    submit(0)
+    head.apply_optimizer_step(learning_rate=0.05, expected_micro_batches=3, max_grad_norm=0.5, other_grad_norm_squared=0.25)
+    submit(1)
+    head.discard_gradient()
+    submit(2)
+    head.seal(expected_micro_batches=3)
+    weight, bias = head.weight(), head.bias()
+    head.replace_weight(weight - 0.1 * head.gradient(), bias - 0.1)
+    interrupt("between steps")
+    submit(0)
+    head.seal(expected_micro_batches=3)
+    interrupt("sealed")
+    head.apply_optimizer_step(learning_rate=0.05, weight_decay=0.1)
+    submit(1)
+    sealed = head.seal(expected_micro_batches=3)
+    assert head.step == 4
+    return head.weight(), head.bias(), sealed.totals, sealed.gradient_norm_squared
+
+
+def test_the_log_reaches_back_over_steps(server, data):
+    """The only checkpoint is of the beginning; bitwise, whenever the server is killed, and when it is killed again and again."""
+    places = ["in step 0", "in step 1", "in step 2", "between steps", "in step 3", "sealed", "in step 4"]
+    with connect(server) as client:
+        undisturbed = train_in_every_way(client, data, "undisturbed", lambda place: None)
+        for number, chosen in enumerate([{place} for place in places[2:]] + [set(places)]):
+            killed = []
+
+            def interrupt(place, chosen=chosen, killed=killed):
+                if place in chosen:
+                    restart(server)
+                    killed.append(place)
+
+            result = train_in_every_way(client, data, f"student-{number}", interrupt)
+            assert set(killed) == chosen
+            for actual, expected in zip(result[:2], undisturbed[:2], strict=True):
+                np.testing.assert_array_equal(actual, expected, err_msg=str(chosen))
+            assert result[2:] == undisturbed[2:]
+
+
+def test_the_log_reaches_back_as_far_as_it_is_asked_to_and_has_room(server, data):
+    rows = data.hidden[0, 0], data.targets[0, 0]
+    size = rows[0].nbytes + 4 * NUM_TOKENS
+    for options, why in (({"replay_steps": 2}, "replay_steps=2"), ({"replay_bytes": 3 * size}, f"replay_bytes={3 * size}")):
+        name = why.replace("=", "-").replace("_", "-")
+        with connect(server, **options) as client, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            head = client.create_head(name, data.weight, optimizer=headwater.SGD())
+            head.save("step-0")
+
+            def step(head=head):
+                head.cross_entropy(*rows, micro_batch=0)
+                head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1)
+
+            step()
+            step()
+            head.cross_entropy(*rows, micro_batch=0)
+            restart(server)
+            assert head.seal(expected_micro_batches=1).totals.micro_batch_count == 1
+            assert head.step_state().open.step == 2
+            head.apply_optimizer_step(learning_rate=0.1)
+            head.cross_entropy(*rows, micro_batch=0)
+            restart(server)
+            with refused("STEP_LOST", headwater.StepLostError) as info:
+                head.gradient()
+            assert (info.value.restored_step, info.value.trainer_step) == (0, 3)
+            assert why in str(info.value)
+
+
+def test_two_trainers_repeat_several_steps(server, data):
+    """Each repeats its own part of each step, and waits for the other one's."""
+    with connect(server, session_lease=1.0) as one, connect(server, session_lease=1.0) as two:
+        first = one.create_head("student", data.weight, optimizer=headwater.SGD())
+        first.save("step-0")
+        second = two.head(first.name)
+
+        def submit(step):
+            for micro_batch, head in enumerate((first, second)):
+                head.step = step
+                head.cross_entropy(data.hidden[step, micro_batch], data.targets[step, micro_batch], micro_batch=micro_batch)
+
+        for step in range(2):
+            submit(step)
+            first.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=2)
+        submit(2)
+        expected = first.gradient()
+        restart(server)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            sealed = pool.submit(first.seal, expected_micro_batches=2, wait=True, timeout_s=60).result(90)
+        assert sealed.totals.micro_batch_count == 2
+        np.testing.assert_allclose(first.gradient(), expected, rtol=1e-5, atol=1e-5)
+        assert first.apply_optimizer_step(learning_rate=0.1).open_step == 3
+
+
+def test_a_micro_batch_that_has_read_weights_which_do_not_come_back_is_not_repeated(server, data):
+    """The teacher is trained too, and was saved after the student: it would answer with other weights than it did."""
+    with connect(server) as client:
+        teacher = client.create_head("teacher", data.teacher, optimizer=headwater.SGD())
+        student = client.create_head("student", data.weight, optimizer=headwater.SGD())
+        teacher.save("first")
+        student.save("first")
+
+        def distil():
+            student.jsd(data.hidden[0, 0], teacher, data.hidden[0, 1], micro_batch=0)
+
+        distil()
+        teacher.cross_entropy(data.hidden[0, 2], data.targets[0, 2], micro_batch=0)
+        teacher.apply_optimizer_step(learning_rate=1.0, expected_micro_batches=1)
+        expected = student.gradient()
+        restart(server)
+        np.testing.assert_array_equal(student.gradient(), expected)  # the teacher's weights come back in their turn
+        teacher.save("second")
+        restart(server)
+        with refused("STEP_LOST", headwater.StepLostError) as info:
+            student.gradient()
+        assert "not what it was" in str(info.value)
 
 
 def test_without_replay_a_restart_is_told(server, data):

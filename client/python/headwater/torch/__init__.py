@@ -16,11 +16,12 @@ page-locked or `empty_rows` memory are handed over without a copy of this packag
 finds back to them.
 """
 
+from headwater._recovery import StateStore
 from headwater.torch._attach import ModuleHead, attach
 from headwater.torch._losses import CrossEntropyLoss, JSDLoss, cross_entropy, jsd
 from headwater.torch._micro_batches import MicroBatchSource
 from headwater.torch._rows import empty_rows
-from headwater.torch._trainer_state import StateStore, TrainerState
+from headwater.torch._trainer_state import TrainerState
 from headwater.torch._training_loop import StepOutcome, TrainingLoop
 
 __all__ = [

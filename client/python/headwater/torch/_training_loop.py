@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from headwater._backend import Expected
-from headwater._errors import FailedPreconditionError, HeadwaterError, NotFoundError, invalid_argument
+from headwater._errors import FailedPreconditionError, invalid_argument
 from headwater._head import Head, _check_expected
-from headwater._types import HeadInfo, SealResult, StepTotals, check_integer, check_number
+from headwater._recovery import Meeting, StateStore, follow
+from headwater._types import SealResult, StepTotals, check_integer, check_number
 from headwater.torch import _gradients
 from headwater.torch._attach import ModuleHead
 from headwater.torch._micro_batches import MicroBatchSource
-from headwater.torch._trainer_state import StateStore
 
 # As torch.nn.utils.clip_grad_norm_ and the server have it.
 _CLIP_EPSILON = 1e-6
@@ -45,10 +45,15 @@ class TrainingLoop:
         state = headwater.torch.TrainerState("checkpoints", model=model.body, optimizer=optimizer)
         loop = headwater.torch.TrainingLoop(head, optimizer, state=state, checkpoint_every=100, max_grad_norm=1.0)
         loss_fn = headwater.torch.CrossEntropyLoss(head)
-        for step in range(loop.resume(), 1000):
+
+        def train_step(step):
             for inputs, targets in micro_batches(step):
                 loop.backward(loss_fn(model.body(inputs), targets) / MICRO_BATCHES)
-            loop.step(learning_rate=1e-3)
+
+        loop.run(train_step, 1000, learning_rate=1e-3)
+
+    `run` is `for step in range(loop.resume(), 1000): train_step(step); loop.step(learning_rate=1e-3)`, which goes back to a
+    checkpoint when the server was lost.
 
     `step` counts the micro-batches that the loss functions of the heads have drawn, seals them, clips by the norm of body and heads
     together, applies the heads' optimizers and the body's, and saves what is due. Weights that this trainer owns or shares with a
@@ -117,11 +122,7 @@ class TrainingLoop:
         self._gradient_factor = check_number(gradient_factor, "gradient_factor", nonzero=True)
         self._state = state
         self._every = None if checkpoint_every is None else check_integer(checkpoint_every, "checkpoint_every", low=1)
-        if not isinstance(checkpoint_name, str) or "{step}" not in checkpoint_name:
-            raise invalid_argument(
-                "INVALID_NAME", f"checkpoint_name must contain {{step}}, got {checkpoint_name!r}", field="checkpoint_name"
-            )
-        self._checkpoint_name = checkpoint_name
+        self._meeting = Meeting(self._heads, state, checkpoint_name, timeout_s)
         self._timeout = {"timeout_s": timeout_s}
         self._body_norm_squared = body_norm_squared
         sources = [MicroBatchSource(rank, world_size) for _ in self._heads]
@@ -157,6 +158,43 @@ class TrainingLoop:
         step = self._heads[0].step
         assert step is not None  # it is trainable
         return step
+
+    def run(
+        self,
+        train_step: Callable[[int], Any],
+        steps: int,
+        *,
+        learning_rate: float | Callable[[int], float] | None = None,
+        on_step: Callable[[StepOutcome], Any] | None = None,
+        patience_s: float = 600.0,
+    ) -> None:
+        """Resumes, and trains until step `steps` is open. When the server was lost, goes back to the newest step that all have.
+
+        `train_step` must do the same for the same step whenever it is called. With several trainers a lost server is raised in each
+        of them, because they must go back together: start them again.
+
+        Args:
+            train_step: called with the step: submits its micro-batches and calls `backward`. The step is closed afterwards.
+            learning_rate: as in `step`, or what gives it for a step.
+            on_step: called with what became of each step.
+            patience_s: how long the server may be away, in seconds, each time.
+        Raises:
+            FailedPreconditionError: as `resume` and `step`.
+            StepLostError, UnavailableError: after several setbacks in a row, or when the server stays away.
+        """
+
+        def advance(step: int) -> None:
+            train_step(step)
+            outcome = self.step(learning_rate(step) if callable(learning_rate) else learning_rate)
+            if on_step is not None:
+                on_step(outcome)
+
+        if self.world_size == 1:
+            follow(self.resume, advance, lambda: self.open_step, steps, patience_s)
+            return
+        self.resume()
+        while self.open_step < steps:
+            advance(self.open_step)
 
     def backward(self, loss: torch.Tensor) -> None:
         """`loss.backward()`, scaled by the GradScaler if there is one."""
@@ -358,11 +396,7 @@ class TrainingLoop:
         if self._state is not None and (self.rank == 0 or self._state.every_rank):
             self._state.save(step)
         self._barrier()
-        name = self._checkpoint_name.format(step=step)
-        if self.rank == 0:
-            for head in self._heads:
-                head.save(name, overwrite=True, **self._timeout)
-        return name
+        return self._meeting.save(step) if self.rank == 0 else self._meeting.name(step)
 
     def resume(self, step: int | None = None, *, take: bool = True) -> int:
         """Brings heads and trainer to the newest step that both have, and returns it. Call it first, and after errors.
@@ -382,17 +416,17 @@ class TrainingLoop:
         """
         if take:
             if self.rank == 0:
-                target = self._bring_heads_back(step)
+                target = self._meeting.bring_heads_back(step)
             self._barrier()
         if not (take and self.rank == 0):
             for head in self._heads:
                 head._adopt(head.info(**self._timeout))
             target = self.open_step
             if any(head.step != target for head in self._heads) or step not in (None, target):
-                raise self._nothing_in_common([head.step for head in self._heads], step)
+                raise self._meeting.nothing_in_common([head.step for head in self._heads], step)
         for head in self._frozen:
             head._adopt(head.info(**self._timeout))
-        fresh = self._load_state(target)
+        fresh = self._meeting.load_state(target)
         for head, source in zip(self._heads, self._sources, strict=True):
             source.begin_again(target, None if take else self._attempts(head))
         for head in self._shared:
@@ -406,54 +440,6 @@ class TrainingLoop:
                 self.save_checkpoint()
             self._barrier()
         return target
-
-    def _bring_heads_back(self, step: int | None) -> int:
-        infos = [head.info(**self._timeout) for head in self._heads]
-        steps = [info.open_step for info in infos]
-        if step is not None:
-            candidates = [check_integer(step, "step")]
-        else:
-            candidates = [] if self._state is None else sorted(self._state.steps(), reverse=True)
-            begins = all(info.open_step == head.spec.initial_step for head, info in zip(self._heads, infos, strict=True))
-            if not candidates and len(set(steps)) == 1 and (self._state is None or begins):
-                candidates = [int(steps[0] or 0)]
-        for candidate in candidates:
-            if all(self._bring_to(head, info, candidate) for head, info in zip(self._heads, infos, strict=True)):
-                return candidate
-        raise self._nothing_in_common(steps, step)
-
-    def _bring_to(self, head: Head, info: HeadInfo, step: int) -> bool:
-        """Takes the head at the beginning of a step; False if it has no checkpoint of it."""
-        if info.open_step == step and info.state in ("READY", "RESTORED"):
-            head.take(**self._timeout)
-            return True
-        head._adopt(head.info(**self._timeout))
-        try:
-            head.restore(self._checkpoint_name.format(step=step), **self._timeout)
-        except NotFoundError:
-            return False
-        return head.step == step
-
-    def _load_state(self, step: int) -> bool:
-        """Whether this is the beginning of a run, with nothing to load."""
-        if self._state is None:
-            return step == self._heads[0].spec.initial_step
-        if step in self._state.steps():
-            self._state.load(step)
-            return False
-        if step == self._heads[0].spec.initial_step:
-            return True
-        raise self._nothing_in_common([step], step)
-
-    def _nothing_in_common(self, steps: Sequence[int | None], wanted: int | None) -> HeadwaterError:
-        own = "unknown" if self._state is None else self._state.steps()
-        names = ", ".join(f"{head.name} at step {step}" for head, step in zip(self._heads, steps, strict=False))
-        return FailedPreconditionError(
-            f"heads and trainer have no step in common{'' if wanted is None else f' with step {wanted}'}: {names}, the trainer's "
-            f"checkpoints are of {own}. Restore a head by name, or delete it to begin again",
-            reason="STEP_MISMATCH",
-            metadata={"openStep": str(steps[0])},
-        )
 
     def _attempts(self, head: Head) -> dict[int, int]:
         """The attempts with which micro-batches of the open step are submitted anew by a process that was started again.
