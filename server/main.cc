@@ -92,6 +92,12 @@ ABSL_FLAG(std::string, checkpoint_directory, "", "where checkpoints are kept; ma
 ABSL_FLAG(
     bool, restore_heads, true,
     "bring back at the start every head that was saved in --checkpoint_directory and not deleted, from its newest checkpoint");
+ABSL_FLAG(int64_t, keep_checkpoints, headwater::service::ServerOptions{}.keep_checkpoints,
+          "checkpoints of a head that stay among those whose names differ only in the number at their end (step-100, step-200); "
+          "older ones are removed when a newer one is on the disk; 0: all stay");
+ABSL_FLAG(bool, drain_checkpoint, false,
+          "after SIGTERM or SIGINT, save the heads that have changed since they were last saved, as checkpoint drain, within "
+          "--drain_timeout, half of which is kept for that");
 ABSL_FLAG(std::string, load_root, "", "folder that LoadWeights may read from; empty: LoadWeights is refused");
 // ---- limits ---------------------------------------------------------------------------------------------------------------
 #define HEADWATER_LIMIT_FLAG(name, help) ABSL_FLAG(int64_t, name, headwater::service::Limits{}.name, help)
@@ -227,6 +233,8 @@ absl::StatusOr<service::ServerOptions> ServerOptionsFromFlags() {
   options.named_regions = absl::GetFlag(FLAGS_named_regions);
   options.checkpoint_directory = absl::GetFlag(FLAGS_checkpoint_directory);
   options.restore_heads = absl::GetFlag(FLAGS_restore_heads);
+  options.keep_checkpoints = absl::GetFlag(FLAGS_keep_checkpoints);
+  options.drain_checkpoint = absl::GetFlag(FLAGS_drain_checkpoint);
   options.load_root = absl::GetFlag(FLAGS_load_root);
   options.idle_head_timeout = absl::GetFlag(FLAGS_idle_head_timeout);
   options.idle_head_checkpoint = absl::GetFlag(FLAGS_idle_head_checkpoint);
@@ -367,7 +375,9 @@ int Serve() {
       {{"signal", int64_t{signal_number}}, {"timeout_s", absl::ToDoubleSeconds(absl::GetFlag(FLAGS_drain_timeout))}});
   const bool clean = (*server)->Drain(absl::GetFlag(FLAGS_drain_timeout));
   if (!(*server)->engine().health().ok()) EndLost();
+  const bool saved = (*server)->heads_saved();
   server->reset();
+  if (clean && !saved) return Fail("not every head could be saved; the log says which");
   return clean ? 0 : Fail("the drain timeout passed; calls were cancelled");
 }
 

@@ -9,11 +9,13 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "headwater/kernels/error.h"
 #include "server/checkpoint/manifest.h"
 #include "server/checkpoint/safetensors.h"
 #include "server/checkpoint/strict_json.h"
 #include "server/checkpoint/xxh3.h"
+#include "server/observability/logging.h"
 
 namespace headwater::checkpoint {
 namespace {
@@ -26,6 +28,7 @@ constexpr char kFirstSequence[] = "first_sequence";
 constexpr int64_t kMaxLiveMarkBytes = 4096;
 constexpr size_t kMaxNameLength = 128;
 constexpr int64_t kPieceBytes = int64_t{8} << 20;
+constexpr size_t kMaxListedSteps = 16;
 
 // The number of the checkpoint after number `last`, which may come from a file.
 int64_t NumberAfter(int64_t last) { return last < INT64_MAX ? last + 1 : last; }
@@ -38,6 +41,15 @@ constexpr HeadTensor kSavedTensors[] = {HeadTensor::kWeight,        HeadTensor::
 bool IsAlphanumeric(char c) { return (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9'); }
 
 std::string Join(const std::string& directory, const std::string& name) { return absl::StrCat(directory, "/", name); }
+
+// What the names of a series have in common, with # for their numbers.
+std::string SeriesOf(const std::string& checkpoint) {
+  const size_t number = checkpoint.find_last_not_of("0123456789") + 1;
+  return number < checkpoint.size() ? absl::StrCat(checkpoint.substr(0, number), "#") : checkpoint;
+}
+
+// `a` was begun after `b`.
+bool IsNewer(const CheckpointInfo& a, const CheckpointInfo& b) { return a.sequence > b.sequence; }
 
 // Tells apart the temporary directories of calls that run at once.
 std::string RandomSuffix() {
@@ -248,7 +260,7 @@ bool IsValidCheckpointName(const std::string& name) {
 
 // ---- opening, and what crashes left ----------------------------------------------------------------------------------
 
-absl::StatusOr<std::unique_ptr<CheckpointStore>> CheckpointStore::Open(const std::string& root, FileSystem& files) {
+absl::StatusOr<std::unique_ptr<CheckpointStore>> CheckpointStore::Open(const std::string& root, FileSystem& files, int64_t keep) {
   for (size_t end = root.find('/', 1);; end = root.find('/', end + 1)) {
     const std::string directory = root.substr(0, end);
     if (!files.IsDirectory(directory)) {
@@ -258,7 +270,7 @@ absl::StatusOr<std::unique_ptr<CheckpointStore>> CheckpointStore::Open(const std
     }
     if (end == std::string::npos) break;
   }
-  std::unique_ptr<CheckpointStore> store(new CheckpointStore(root, files));
+  std::unique_ptr<CheckpointStore> store(new CheckpointStore(root, files, keep));
   const auto heads = store->AllHeads();
   if (!heads.ok()) return heads.status();
   for (const auto& [tenant, head_id] : *heads) {
@@ -405,7 +417,49 @@ absl::StatusOr<int64_t> CheckpointStore::Save(const std::string& tenant, const s
   if (status.ok()) status = Publish(head_directory, temporary, info.name, overwrite);
   files_.RemoveTree(temporary).IgnoreError();  // what failed, or was replaced; else it is removed at the next start
   if (!status.ok()) return status;
+  if (keep_ > 0) Prune(tenant, head_id, info.name, sequences->first);
   return total_bytes;
+}
+
+// ---- removing --------------------------------------------------------------------------------------------------------
+
+absl::Status CheckpointStore::RemoveCheckpoint(const std::string& head_directory, const std::string& checkpoint) {
+  const std::string place = Join(head_directory, checkpoint);
+  const std::string temporary = Join(head_directory, absl::StrCat(kTemporaryPrefix, RandomSuffix()));
+  absl::MutexLock lock(&publish_mutex_);
+  if (absl::Status status = files_.Rename(place, temporary); !status.ok()) return status;
+  // Its files must not go before its name has.
+  if (absl::Status status = files_.SyncDirectory(head_directory); !status.ok()) {
+    files_.Rename(temporary, place).IgnoreError();
+    return status;
+  }
+  return files_.RemoveTree(temporary);  // else it is removed at the next start
+}
+
+void CheckpointStore::Prune(const std::string& tenant, const std::string& head_id, const std::string& saved,
+                            int64_t first_sequence) {
+  using observability::Log;
+  using observability::LogLevel;
+  absl::StatusOr<std::vector<CheckpointInfo>> series = List(tenant, head_id);
+  absl::Status status = series.status();
+  if (status.ok()) {
+    // Those of former heads of this name are not this one's to remove.
+    std::erase_if(*series, [&](const CheckpointInfo& info) {
+      return info.name == saved || info.sequence < first_sequence || SeriesOf(info.name) != SeriesOf(saved);
+    });
+    std::stable_sort(series->begin(), series->end(), IsNewer);
+    for (size_t index = static_cast<size_t>(keep_) - 1; index < series->size() && status.ok(); ++index) {
+      status = RemoveCheckpoint(HeadDirectory(tenant, head_id), (*series)[index].name);
+      if (status.ok()) {
+        Log(LogLevel::kInfo, "checkpoint_removed",
+            {{"tenant", tenant}, {"head", head_id}, {"checkpoint", (*series)[index].name}, {"newest", saved}});
+      }
+    }
+  }
+  if (!status.ok()) {
+    Log(LogLevel::kWarning, "checkpoints_not_removed",
+        {{"tenant", tenant}, {"head", head_id}, {"newest", saved}, {"note", std::string(status.message())}});
+  }
 }
 
 absl::StatusOr<CheckpointStore::Sequences> CheckpointStore::NextSequence(const std::string& tenant, const std::string& head_id) {
@@ -463,8 +517,7 @@ absl::StatusOr<CheckpointStore::Comebacks> CheckpointStore::FindComebacks(const 
   for (CheckpointInfo& info : *checkpoints) {
     if (info.sequence >= *first_sequence) comebacks.newest_first.push_back(std::move(info));
   }
-  std::stable_sort(comebacks.newest_first.begin(), comebacks.newest_first.end(),
-                   [](const CheckpointInfo& a, const CheckpointInfo& b) { return a.sequence > b.sequence; });
+  std::stable_sort(comebacks.newest_first.begin(), comebacks.newest_first.end(), IsNewer);
   return comebacks;
 }
 
@@ -530,6 +583,15 @@ std::string CheckpointStore::Directory(const std::string& tenant, const std::str
 absl::StatusOr<CheckpointInfo> CheckpointStore::Load(const std::string& tenant, const std::string& head_id,
                                                      const std::string& checkpoint, EngineHead& head) const {
   absl::StatusOr<Manifest> manifest = OpenManifest(tenant, head_id, checkpoint);
+  if (HasReason(manifest.status(), ErrorReason::kCheckpointNotFound)) {
+    const std::string steps = Steps(tenant, head_id);
+    ErrorMetadata metadata = GetErrorMetadata(manifest.status());
+    metadata["checkpoints"] = steps;
+    return MakeError(ErrorReason::kCheckpointNotFound,
+                     absl::StrCat(std::string(manifest.status().message()),
+                                  steps.empty() ? "; it has none" : "; it has, with their steps, " + steps),
+                     std::move(metadata));
+  }
   if (!manifest.ok()) return manifest.status();
   if (const auto difference = FindSpecDifference(manifest->info.spec, head.spec()); difference.has_value()) {
     const std::string text = absl::StrCat(difference->field, " is ", difference->first, " and ", difference->second);
@@ -549,6 +611,15 @@ absl::StatusOr<CheckpointInfo> CheckpointStore::Load(const std::string& tenant, 
     if (absl::Status status = WriteInto(head, verified[index], tensors, manifest->files[index].rows); !status.ok()) return status;
   }
   return manifest->info;
+}
+
+std::string CheckpointStore::Steps(const std::string& tenant, const std::string& head_id) const {
+  absl::StatusOr<std::vector<CheckpointInfo>> checkpoints = List(tenant, head_id);
+  if (!checkpoints.ok()) return "";
+  std::stable_sort(checkpoints->begin(), checkpoints->end(), IsNewer);
+  checkpoints->resize(std::min(checkpoints->size(), kMaxListedSteps));
+  return absl::StrJoin(*checkpoints, ",",
+                       [](std::string* out, const CheckpointInfo& info) { absl::StrAppend(out, info.name, "=", info.step); });
 }
 
 absl::StatusOr<std::vector<CheckpointInfo>> CheckpointStore::List(const std::string& tenant, const std::string& head_id,

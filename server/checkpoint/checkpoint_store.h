@@ -14,6 +14,9 @@
 // Checkpoints of a head are numbered in the order in which they were begun. The first one of a head marks it as live, just before
 // it is published, with its number: a head that is deleted and created anew under the same name never comes back from what the
 // former one left. Forget() removes the mark. A mark without any checkpoint of its own (the first Save() failed) means nothing.
+//
+// Checkpoints whose names differ only in the number at their end (step-100, step-200) are a series. Of each series of a live head
+// the newest `keep` stay; older ones are removed once a newer one is durable. A name without a number is a series of its own.
 #ifndef HEADWATER_SERVER_CHECKPOINT_CHECKPOINT_STORE_H_
 #define HEADWATER_SERVER_CHECKPOINT_CHECKPOINT_STORE_H_
 
@@ -49,12 +52,13 @@ struct Manifest;  // manifest.h
 class CheckpointStore {
  public:
   // `root` is made if it is not there. Removes temporary directories of earlier crashes.
-  static absl::StatusOr<std::unique_ptr<CheckpointStore>> Open(const std::string& root) { return Open(root, PosixFileSystem()); }
-  // The same on another file system, which must outlive the store.
-  static absl::StatusOr<std::unique_ptr<CheckpointStore>> Open(const std::string& root, FileSystem& files);
+  // `files` must outlive the store. `keep`: checkpoints of a series that stay; 0: all.
+  static absl::StatusOr<std::unique_ptr<CheckpointStore>> Open(const std::string& root, FileSystem& files = PosixFileSystem(),
+                                                               int64_t keep = 0);
 
   // Writes all tensors that `head` has (stored weights only where there is no separate master). kCheckpointAlreadyExists unless
-  // `overwrite`; kDiskFull; kInvalidName. Returns the bytes written. The head must not change meanwhile.
+  // `overwrite`; kDiskFull; kInvalidName. Returns the bytes written. The head must not change meanwhile. Older checkpoints of the
+  // series that do not stay are removed then; one that cannot be is told in the log, and tried again by the next Save().
   absl::StatusOr<int64_t> Save(const std::string& tenant, const std::string& head_id, const CheckpointInfo& info,
                                const EngineHead& head, bool overwrite);
   // kCheckpointNotFound, kFileCorrupt.
@@ -64,6 +68,9 @@ class CheckpointStore {
   // kCheckpointSpecMismatch. After it, only kEngineFailed or kInternal: part of `head` has been overwritten then.
   absl::StatusOr<CheckpointInfo> Load(const std::string& tenant, const std::string& head_id, const std::string& checkpoint,
                                       EngineHead& head) const;
+  // What a trainer may restore, newest first: "step-20=20,step-10=10", names with the steps that they begin, 16 at most. Empty if
+  // there is nothing, or it cannot be read.
+  std::string Steps(const std::string& tenant, const std::string& head_id) const;
   // Complete checkpoints of a head by name; damaged ones are left out, and their names added to `damaged` (may be null).
   absl::StatusOr<std::vector<CheckpointInfo>> List(const std::string& tenant, const std::string& head_id,
                                                    std::vector<std::string>* damaged = nullptr) const;
@@ -83,7 +90,7 @@ class CheckpointStore {
   absl::Status Forget(const std::string& tenant, const std::string& head_id);
 
  private:
-  CheckpointStore(std::string root, FileSystem& files) : root_(std::move(root)), files_(files) {}
+  CheckpointStore(std::string root, FileSystem& files, int64_t keep) : root_(std::move(root)), files_(files), keep_(keep) {}
   // {tenant, head} of every directory that can be a head's, sorted.
   absl::StatusOr<std::vector<std::pair<std::string, std::string>>> AllHeads() const;
   // Finishes or undoes what a crash left in one head's directory.
@@ -95,6 +102,11 @@ class CheckpointStore {
   // Gives the complete directory `temporary` its name; replaces an older one if `overwrite`.
   absl::Status Publish(const std::string& head_directory, const std::string& temporary, const std::string& checkpoint,
                        bool overwrite);
+
+  // Removes what `saved`, the newest of its series, makes superfluous.
+  void Prune(const std::string& tenant, const std::string& head_id, const std::string& saved, int64_t first_sequence);
+  // Removes a complete checkpoint; after a crash it is whole or gone.
+  absl::Status RemoveCheckpoint(const std::string& head_directory, const std::string& checkpoint);
 
   // Numbers of one head's checkpoints, in this process.
   struct Sequences {
@@ -114,6 +126,7 @@ class CheckpointStore {
 
   const std::string root_;
   FileSystem& files_;
+  const int64_t keep_;
   absl::Mutex publish_mutex_;  // one rename sequence at a time
   absl::Mutex sequence_mutex_;
   std::map<std::string, Sequences> sequences_ ABSL_GUARDED_BY(sequence_mutex_);  // by head directory, since the first Save()

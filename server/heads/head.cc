@@ -37,7 +37,10 @@ Head::~Head() {
 
 absl::Status Head::EpochError(const Epoch& epoch) const {
   ErrorMetadata metadata = {{"expected", EpochToHex(epoch_)}, {"actual", EpochToHex(epoch)}, {"headEpoch", EpochToHex(epoch_)}};
-  if (spec_.trainable) metadata["openStep"] = absl::StrCat(ledger_.open().step);
+  if (spec_.trainable) {
+    metadata["openStep"] = absl::StrCat(ledger_.open().step);
+    metadata["checkpoints"] = ledger_.checkpoints();
+  }
   return MakeError(
       ErrorReason::kEpochFenced,
       absl::StrCat("the epoch of ", name_.ToString(), " is ", EpochToHex(epoch_), ", the call carries ", EpochToHex(epoch)),
@@ -45,8 +48,11 @@ absl::Status Head::EpochError(const Epoch& epoch) const {
 }
 
 absl::Status Head::LostError() const {
-  ErrorMetadata metadata = {
-      {"head", name_.ToString()}, {"headEpoch", EpochToHex(epoch_)}, {"openStep", absl::StrCat(ledger_.open().step)}};
+  const std::string& checkpoints = ledger_.checkpoints();
+  ErrorMetadata metadata = {{"head", name_.ToString()},
+                            {"headEpoch", EpochToHex(epoch_)},
+                            {"openStep", absl::StrCat(ledger_.open().step)},
+                            {"checkpoints", checkpoints}};
   if (state_ == HeadState::kLost) {
     return MakeError(ErrorReason::kStepLost,
                      absl::StrCat(name_.ToString(), " is lost since the engine failed (", lost_cause_,
@@ -55,10 +61,12 @@ absl::Status Head::LostError() const {
   }
   metadata["restoredStep"] = absl::StrCat(ledger_.open().step);
   metadata["checkpoint"] = restored_checkpoint_;
-  return MakeError(ErrorReason::kStepLost,
-                   absl::StrCat("the server has been started again: ", name_.ToString(), " came back at step ", ledger_.open().step,
-                                " from checkpoint ", restored_checkpoint_, "; take the head to go on from there"),
-                   std::move(metadata));
+  return MakeError(
+      ErrorReason::kStepLost,
+      absl::StrCat("the server has been started again: ", name_.ToString(), " came back at step ", ledger_.open().step,
+                   " from checkpoint ", restored_checkpoint_,
+                   "; take the head to go on from there, or restore one of its checkpoints, with their steps ", checkpoints),
+      std::move(metadata));
 }
 
 absl::Status Head::Check(const Epoch* epoch, Need need, bool for_step) const {

@@ -323,6 +323,9 @@ class Head : public std::enable_shared_from_this<Head> {
   // required for a trainable head.
   absl::StatusOr<SavedCheckpoint> Save(const std::optional<Epoch>& epoch, checkpoint::CheckpointStore& store,
                                        const std::string& checkpoint_name, bool overwrite);
+  // The same, replacing an older one of that name, for a READY head that has changed since it was last saved; true if it was. Waits
+  // for calls that compute, but not beyond `deadline`: kDeadlineExceeded.
+  absl::StatusOr<bool> SaveIfChanged(checkpoint::CheckpointStore& store, const std::string& checkpoint_name, absl::Time deadline);
   // Sets weights, optimizer state and step; a new epoch, version + 1, an empty open step. If the checkpoint is not there, damaged
   // or of another spec, the head is as before.
   absl::Status Restore(const Epoch& epoch, checkpoint::CheckpointStore& store, const std::string& checkpoint_name);
@@ -414,6 +417,10 @@ class Head : public std::enable_shared_from_this<Head> {
   absl::Status WriteTensors(const std::vector<TensorUpdate>& updates, bool& changed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
   // Swaps the shadow in; the sealed step is to be closed then.
   absl::Status WriteShadow() ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
+  // Save(), with the lock held.
+  absl::StatusOr<SavedCheckpoint> SaveLocked(const std::optional<Epoch>& epoch, checkpoint::CheckpointStore& store,
+                                             const std::string& checkpoint_name, bool overwrite)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
   // Weights, optimizer state and step from a checkpoint. With `comes_back` a trainable head is RESTORED then, else READY.
   absl::Status LoadCheckpoint(checkpoint::CheckpointStore& store, const std::string& checkpoint_name, bool comes_back)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
@@ -459,6 +466,8 @@ class Head : public std::enable_shared_from_this<Head> {
   int64_t weight_version_ ABSL_GUARDED_BY(state_mutex_) = 0;
   int64_t update_count_ ABSL_GUARDED_BY(state_mutex_) = 0;
   std::string weight_checksum_ ABSL_GUARDED_BY(state_mutex_);
+  // Version of the weights and open step in the newest checkpoint; nothing if that is of another time.
+  std::optional<std::pair<int64_t, int64_t>> saved_ ABSL_GUARDED_BY(state_mutex_);
   std::optional<AppliedStep> last_apply_ ABSL_GUARDED_BY(state_mutex_);
   std::map<HeadTensor, std::string> last_replace_ ABSL_GUARDED_BY(state_mutex_);  // checksums that closed the last closed step
   std::map<int64_t, int64_t> superseding_ ABSL_GUARDED_BY(state_mutex_);  // micro-batch: attempt that waits to abort lower ones

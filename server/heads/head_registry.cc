@@ -248,6 +248,18 @@ std::vector<HeadName> HeadRegistry::ExpireIdle(absl::Duration timeout, checkpoin
   return expired;
 }
 
+// ---- saving ----------------------------------------------------------------------------------------------------------
+
+std::vector<std::pair<HeadName, absl::Status>> HeadRegistry::SaveChanged(checkpoint::CheckpointStore& store,
+                                                                         const std::string& checkpoint_name, absl::Time deadline) {
+  std::vector<std::pair<HeadName, absl::Status>> outcomes;
+  for (const std::shared_ptr<Head>& head : ListAll()) {
+    const absl::StatusOr<bool> saved = head->SaveIfChanged(store, checkpoint_name, deadline);
+    if (!saved.ok() || *saved) outcomes.emplace_back(head->name(), saved.status());
+  }
+  return outcomes;
+}
+
 // ---- coming back -----------------------------------------------------------------------------------------------------
 
 std::shared_ptr<Head> HeadRegistry::BringBack(const std::vector<checkpoint::CheckpointInfo>& newest_first,
@@ -265,6 +277,7 @@ std::shared_ptr<Head> HeadRegistry::BringBack(const std::vector<checkpoint::Chec
       return *std::move(head);
     }
     AddNote(absl::StrCat("checkpoint ", info.name, " cannot be loaded: ", std::string(status.message())), comeback.note);
+    comeback.skipped.emplace_back(info.name, std::string(status.message()));
   }
   AddNote(kNoneLeft, comeback.note);
   return nullptr;
@@ -274,7 +287,7 @@ std::vector<HeadRegistry::Comeback> HeadRegistry::RestoreAll(checkpoint::Checkpo
   std::vector<Comeback> comebacks;
   const auto live = store.LiveHeads();
   if (!live.ok()) {
-    comebacks.push_back({{}, "", absl::StrCat("the checkpoints cannot be listed: ", std::string(live.status().message()))});
+    comebacks.push_back({{}, "", absl::StrCat("the checkpoints cannot be listed: ", std::string(live.status().message())), {}});
     return comebacks;
   }
   for (const auto& [tenant, head_id] : *live) {
@@ -293,6 +306,7 @@ std::vector<HeadRegistry::Comeback> HeadRegistry::RestoreAll(checkpoint::Checkpo
     }
     for (const std::string& name : found->damaged) {
       AddNote(absl::StrCat("the manifest of checkpoint ", name, " is damaged"), comeback.note);
+      comeback.skipped.emplace_back(name, "the manifest is damaged");
     }
     if (found->newest_first.empty()) {
       AddNote(kNoneLeft, comeback.note);

@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -81,8 +82,15 @@ class HeadRegistry {
     HeadName name;
     std::string checkpoint;  // that was taken; empty if none could be
     std::string note;        // what went wrong on the way; empty if nothing
+    // Checkpoints that are damaged, with what is wrong with them. Their ages are known only where their manifests are whole.
+    std::vector<std::pair<std::string, std::string>> skipped;
   };
   std::vector<Comeback> RestoreAll(checkpoint::CheckpointStore& store);
+
+  // Saves every READY head that has changed since it was last saved, as `checkpoint_name`, replacing an older one of that name.
+  // None is begun after `deadline`. For each that was saved, or could not be: its name, and how that went.
+  std::vector<std::pair<HeadName, absl::Status>> SaveChanged(checkpoint::CheckpointStore& store, const std::string& checkpoint_name,
+                                                             absl::Time deadline);
 
   int64_t size() const;  // heads being created and deleted included
   LossEngine& engine() const { return engine_; }

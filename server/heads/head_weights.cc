@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/checkpoint/xxh3.h"
@@ -277,6 +278,36 @@ absl::Status Head::ReadWeights(HeadTensor tensor, int64_t element_start, int64_t
 absl::StatusOr<Head::SavedCheckpoint> Head::Save(const std::optional<Epoch>& epoch, checkpoint::CheckpointStore& store,
                                                  const std::string& checkpoint_name, bool overwrite) {
   absl::MutexLock compute_lock(&compute_mutex_);
+  return SaveLocked(epoch, store, checkpoint_name, overwrite);
+}
+
+absl::StatusOr<bool> Head::SaveIfChanged(checkpoint::CheckpointStore& store, const std::string& checkpoint_name,
+                                         absl::Time deadline) {
+  while (!compute_mutex_.TryLock()) {
+    if (absl::Now() >= deadline) {
+      return MakeError(ErrorReason::kDeadlineExceeded, absl::StrCat("calls on ", name_.ToString(), " are still being computed"));
+    }
+    absl::SleepFor(kPollInterval);
+  }
+  std::optional<Epoch> epoch;
+  {
+    absl::MutexLock state_lock(&state_mutex_);
+    const bool is_saved = saved_ == std::make_pair(weight_version_, ledger_.open().step);
+    if (!retired_ && state_ == HeadState::kReady && !is_saved) epoch = epoch_;
+  }
+  absl::StatusOr<bool> saved = false;
+  if (epoch.has_value() && absl::Now() >= deadline) {
+    saved = MakeError(ErrorReason::kDeadlineExceeded, absl::StrCat("no time is left to save ", name_.ToString()));
+  } else if (epoch.has_value()) {
+    const absl::Status status = SaveLocked(epoch, store, checkpoint_name, /*overwrite=*/true).status();
+    saved = status.ok() ? absl::StatusOr<bool>(true) : status;
+  }
+  compute_mutex_.Unlock();
+  return saved;
+}
+
+absl::StatusOr<Head::SavedCheckpoint> Head::SaveLocked(const std::optional<Epoch>& epoch, checkpoint::CheckpointStore& store,
+                                                       const std::string& checkpoint_name, bool overwrite) {
   checkpoint::CheckpointInfo info;
   {
     absl::MutexLock state_lock(&state_mutex_);
@@ -291,6 +322,10 @@ absl::StatusOr<Head::SavedCheckpoint> Head::Save(const std::optional<Epoch>& epo
   info.spec = spec_;
   absl::StatusOr<int64_t> total_bytes = store.Save(name_.tenant, name_.head, info, *engine_head_, overwrite);
   if (!total_bytes.ok()) return total_bytes.status();
+  const std::string checkpoints = store.Steps(name_.tenant, name_.head);
+  absl::MutexLock state_lock(&state_mutex_);
+  saved_ = {weight_version_, info.step};
+  ledger_.SetCheckpoints(checkpoints);
   return SavedCheckpoint{info.step, *total_bytes};
 }
 
@@ -308,8 +343,10 @@ absl::Status Head::LoadCheckpoint(checkpoint::CheckpointStore& store, const std:
     MarkLost(checksum.status());
     return checksum.status();
   }
+  const std::string checkpoints = store.Steps(name_.tenant, name_.head);
   absl::MutexLock state_lock(&state_mutex_);
   StartAfresh(info->step);
+  ledger_.SetCheckpoints(checkpoints);
   if (comes_back && spec_.trainable) {
     state_ = HeadState::kRestored;
     restored_checkpoint_ = checkpoint_name;
@@ -319,6 +356,8 @@ absl::Status Head::LoadCheckpoint(checkpoint::CheckpointStore& store, const std:
   update_count_ = info->update_count;
   ++weight_version_;
   weight_checksum_ = *std::move(checksum);
+  saved_.reset();
+  if (comes_back) saved_ = {weight_version_, info->step};  // the newest one; a restart would not find one that a trainer chose
   return absl::OkStatus();
 }
 

@@ -101,8 +101,10 @@ bool StepRecord::HasUndecided() const {
 
 absl::Status StepLedger::CheckStep(int64_t step) const {
   if (step == open_.step) return absl::OkStatus();
-  return MakeError(ErrorReason::kStepMismatch, absl::StrCat("the open step is ", open_.step, ", the call names step ", step),
-                   {{"openStep", absl::StrCat(open_.step)}, {"step", absl::StrCat(step)}});
+  return MakeError(ErrorReason::kStepMismatch,
+                   absl::StrCat("the open step is ", open_.step, ", the call names step ", step,
+                                checkpoints_.empty() ? "" : "; the checkpoints, with their steps, are " + checkpoints_),
+                   {{"openStep", absl::StrCat(open_.step)}, {"step", absl::StrCat(step)}, {"checkpoints", checkpoints_}});
 }
 
 absl::Status StepLedger::CheckNotInProgress(int64_t step, int64_t micro_batch) const {

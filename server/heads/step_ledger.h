@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <string>
 #include <variant>
 #include <vector>
 
@@ -104,7 +105,11 @@ class StepLedger {
   const StepRecord& open() const { return open_; }
   const std::optional<StepRecord>& last_closed() const { return last_closed_; }
 
-  // kStepMismatch unless `step` is the open (or sealed) one.
+  // What a trainer may restore if it is at another step: "step-20=20,step-10=10", for messages.
+  void SetCheckpoints(const std::string& checkpoints) { checkpoints_ = checkpoints; }
+  const std::string& checkpoints() const { return checkpoints_; }
+
+  // kStepMismatch, with both steps and the checkpoints, unless `step` is the open (or sealed) one.
   absl::Status CheckStep(int64_t step) const;
   // As CheckStep(), and kMicroBatchInProgress.
   absl::Status CheckNotInProgress(int64_t step, int64_t micro_batch) const;
@@ -170,6 +175,7 @@ class StepLedger {
   std::map<int64_t, std::optional<Digest>> pending_digests_;  // of the micro-batches in progress; absent: not known yet
   StepRecord open_;
   std::optional<StepRecord> last_closed_;
+  std::string checkpoints_;
 };
 
 }  // namespace headwater::heads

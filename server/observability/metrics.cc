@@ -86,6 +86,7 @@ enum FamilyIndex {
   kSessionEnds,
   kSessionDiscards,
   kRestoredHeads,
+  kSkippedCheckpoints,
   kExpiredHeads,
   kEarlyStarts,
   kStalls,
@@ -132,6 +133,8 @@ constexpr Description kDescriptions[kFamilyCount] = {
     {"headwater_sessions_ended_total", "counter", "`how` (closed, expired)", "Sessions that ended."},
     {"headwater_session_discards_total", "counter", "none", "Undecided contributions dropped because their session ended."},
     {"headwater_restored_heads_total", "counter", "none", "Heads brought back from a checkpoint at the server's start."},
+    {"headwater_skipped_checkpoints_total", "counter", "none",
+     "Checkpoints passed over at the server's start because they are damaged; the log names them."},
     {"headwater_expired_heads_total", "counter", "none", "Heads deleted because no call named them for --idle_head_timeout."},
     {"headwater_early_starts_total", "counter", "none", "Micro-batches that took their turn before all of their rows had come."},
     {"headwater_stalls_total", "counter", "none", "Of those, the ones that gave it up because their rows stayed away."},
@@ -244,6 +247,7 @@ struct Metrics::Families : public prometheus::Collectable {
   Grid<prometheus::Counter, static_cast<size_t>(SessionEnd::kCount)> session_ends_children;
   prometheus::Counter& session_discards = Counters(kSessionDiscards).Add({});
   prometheus::Counter& restored_heads = Counters(kRestoredHeads).Add({});
+  prometheus::Counter& skipped_checkpoints = Counters(kSkippedCheckpoints).Add({});
   prometheus::Counter& expired_heads = Counters(kExpiredHeads).Add({});
   prometheus::Counter& early_starts = Counters(kEarlyStarts).Add({});
   prometheus::Counter& stalls = Counters(kStalls).Add({});
@@ -390,6 +394,10 @@ void Metrics::CountSessionDiscards(int64_t micro_batches) {
 }
 
 void Metrics::CountRestoredHeads(int64_t heads) { families_->restored_heads.Increment(static_cast<double>(heads)); }
+
+void Metrics::CountSkippedCheckpoints(int64_t checkpoints) {
+  families_->skipped_checkpoints.Increment(static_cast<double>(checkpoints));
+}
 
 void Metrics::CountExpiredHeads(int64_t heads) { families_->expired_heads.Increment(static_cast<double>(heads)); }
 

@@ -130,6 +130,7 @@ class Metrics {
   void CountSessionEnds(SessionEnd how, int64_t sessions);
   void CountSessionDiscards(int64_t micro_batches);  // undecided when their session ended
   void CountRestoredHeads(int64_t heads);
+  void CountSkippedCheckpoints(int64_t checkpoints);  // damaged, at the start
   void CountExpiredHeads(int64_t heads);
   // A micro-batch has taken its turn before it was complete; it has given it up because its rows stayed away.
   void CountEarlyStart();

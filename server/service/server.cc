@@ -90,6 +90,7 @@ struct Server::State {
   absl::Mutex drain_mutex;
   bool drained ABSL_GUARDED_BY(drain_mutex) = false;
   bool drained_cleanly ABSL_GUARDED_BY(drain_mutex) = false;
+  bool heads_saved ABSL_GUARDED_BY(drain_mutex) = true;
 
   void SetHealth(bool serving) {
     for (const Ports& group : ports) {
@@ -232,7 +233,15 @@ bool Server::Drain(absl::Duration timeout) {
   state_->core->transfers.Drain();
   state_->SetHealth(false);
   // While accepted calls finish, new ones still get an answer that says why they are refused.
-  state_->drained_cleanly = state_->core->AwaitIdle(deadline);
+  if (state_->core->options.drain_checkpoint && timeout > absl::ZeroDuration() && state_->core->lost().ok()) {
+    // Half of the time is for saving, however long calls take. What changes after that is saved again, if there is time.
+    state_->core->AwaitIdle(deadline - timeout / 2);
+    state_->heads_saved = state_->core->SaveHeads(deadline);
+    state_->drained_cleanly = state_->core->AwaitIdle(deadline);
+    state_->heads_saved = state_->core->SaveHeads(deadline);
+  } else {
+    state_->drained_cleanly = state_->core->AwaitIdle(deadline);
+  }
   // After a clean drain only last answers on their way and health watches are left: they get a moment. Otherwise calls that ran
   // into the timeout are, and they are cancelled now.
   const auto moment = state_->drained_cleanly ? std::chrono::seconds(1) : std::chrono::seconds(0);
@@ -242,6 +251,11 @@ bool Server::Drain(absl::Duration timeout) {
   state_->core->queue.Drain();
   Log(LogLevel::kInfo, "drained", {{"clean", state_->drained_cleanly ? "true" : "false"}});
   return state_->drained_cleanly;
+}
+
+bool Server::heads_saved() const {
+  absl::MutexLock lock(&state_->drain_mutex);
+  return state_->heads_saved;
 }
 
 const std::vector<std::string>& Server::addresses() const { return state_->ports.front().addresses; }

@@ -35,6 +35,8 @@ class Server {
   // True if all accepted calls had ended by `timeout`; those that had not are cancelled. Then the server listens no more.
   // Idempotent.
   bool Drain(absl::Duration timeout);
+  // False if Drain() was to save the heads (ServerOptions::drain_checkpoint) and one of them could not be.
+  bool heads_saved() const;
 
   // Looks at the engine's device now, instead of within 50 ms.
   void CheckEngine();

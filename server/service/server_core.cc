@@ -35,11 +35,18 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptio
   if (options.idle_head_checkpoint && options.checkpoint_directory.empty()) {
     return absl::InvalidArgumentError("idle_head_checkpoint: expected a checkpoint_directory with it, got none");
   }
+  if (options.drain_checkpoint && options.checkpoint_directory.empty()) {
+    return absl::InvalidArgumentError("drain_checkpoint: expected a checkpoint_directory with it, got none");
+  }
+  if (options.keep_checkpoints < 0) {
+    return absl::InvalidArgumentError(absl::StrCat("keep_checkpoints: expected >= 0, got ", options.keep_checkpoints));
+  }
   auto access = AccessControl::Create(options.token_file);
   if (!access.ok()) return access.status();
   std::unique_ptr<checkpoint::CheckpointStore> checkpoints;
   if (!options.checkpoint_directory.empty()) {
-    auto opened = checkpoint::CheckpointStore::Open(options.checkpoint_directory);
+    auto opened =
+        checkpoint::CheckpointStore::Open(options.checkpoint_directory, checkpoint::PosixFileSystem(), options.keep_checkpoints);
     if (!opened.ok()) return opened.status();
     checkpoints = *std::move(opened);
   }
@@ -211,8 +218,23 @@ void ServerCore::RestoreHeads() {
     restored += is_back;
     Log(is_back && comeback.note.empty() ? LogLevel::kInfo : LogLevel::kWarning, is_back ? "head_restored" : "head_not_restored",
         {{"head", comeback.name.ToString()}, {"checkpoint", comeback.checkpoint}, {"note", comeback.note}});
+    for (const auto& [checkpoint, why] : comeback.skipped) {
+      Log(LogLevel::kWarning, "checkpoint_skipped",
+          {{"head", comeback.name.ToString()}, {"checkpoint", checkpoint}, {"note", why}});
+    }
+    metrics.CountSkippedCheckpoints(static_cast<int64_t>(comeback.skipped.size()));
   }
   metrics.CountRestoredHeads(restored);
+}
+
+bool ServerCore::SaveHeads(absl::Time deadline) {
+  bool all_saved = true;
+  for (const auto& [name, status] : registry.SaveChanged(*checkpoints, kDrainCheckpoint, deadline)) {
+    Log(status.ok() ? LogLevel::kInfo : LogLevel::kError, status.ok() ? "head_saved" : "head_not_saved",
+        {{"head", name.ToString()}, {"checkpoint", kDrainCheckpoint}, {"note", std::string(status.message())}});
+    all_saved = all_saved && status.ok();
+  }
+  return all_saved;
 }
 
 absl::StatusOr<heads::SessionRegistry::Use> ServerCore::UseSession(const std::optional<heads::SessionId>& session) {

@@ -39,6 +39,9 @@
 
 namespace headwater::service {
 
+// What heads are saved as when the server drains.
+inline constexpr char kDrainCheckpoint[] = "drain";
+
 // The version that GetServerInfo tells.
 const char* ServerVersion();
 
@@ -79,6 +82,9 @@ class ServerCore {
   // Waits until no accepted call is in progress; false when `deadline` comes first.
   bool AwaitIdle(absl::Time deadline);
 
+  // Saves the heads that have changed, as kDrainCheckpoint (needs a checkpoint directory); one line of log for each. False if one
+  // could not be, or not before `deadline`.
+  bool SaveHeads(absl::Time deadline);
   // Brings back the heads of an earlier server (heads::HeadRegistry::RestoreAll), if the options say so; one line of log for each.
   void RestoreHeads();
 

@@ -27,6 +27,8 @@ struct ServerOptions {
   Limits limits;
   std::string checkpoint_directory;                         // empty: no checkpoints
   bool restore_heads = true;                                // with a checkpoint directory: bring back the heads that were saved
+  int64_t keep_checkpoints = 3;                             // of a series of a head's; 0: all
+  bool drain_checkpoint = false;                            // save the heads that have changed when the server drains
   std::string load_root;                                    // empty: no LoadWeights
   std::string metrics_address;                              // host:port; empty: no endpoint
   int max_threads = 256;                                    // ComputeLoss at once, and other calls at once

@@ -60,24 +60,17 @@ def main() -> None:
         loop = headwater.torch.TrainingLoop(head, optimizer, state=state, checkpoint_every=CHECKPOINT_EVERY, max_grad_norm=1.0)
         loss_fn = headwater.torch.CrossEntropyLoss(head)
 
-        step = loop.resume()
-        print(f"begins at step {step}")
-        while step < steps:
-            try:
-                total = 0.0
-                for micro_batch in range(MICRO_BATCHES):
-                    inputs, targets = batch(step, micro_batch)
-                    loss = loss_fn(model(inputs), targets) / MICRO_BATCHES
-                    loop.backward(loss)
-                    total += loss.item()
-                outcome = loop.step()
-            except headwater.StepLostError as error:  # the server was started again
-                print(f"step {step} was lost: {error.message}")
-                step = loop.resume()
-                continue
+        def train_step(step: int) -> None:
+            total = 0.0
+            for micro_batch in range(MICRO_BATCHES):
+                inputs, targets = batch(step, micro_batch)
+                loss = loss_fn(model(inputs), targets) / MICRO_BATCHES
+                loop.backward(loss)
+                total += loss.item()
             if step % CHECKPOINT_EVERY == 0 or step == steps - 1:
-                print(f"step {step}: loss {total:.4f} nats, gradient norm {outcome.global_grad_norm:.3f}")
-            step = loop.open_step
+                print(f"step {step}: loss {total:.4f} nats", flush=True)
+
+        loop.run(train_step, steps)
 
 
 if __name__ == "__main__":

@@ -71,8 +71,8 @@ class CheckpointStoreTest : public ::testing::Test {
     if (seed != 0) Fill(*head, seed);
     return head;
   }
-  std::unique_ptr<CheckpointStore> OpenStore() {
-    absl::StatusOr<std::unique_ptr<CheckpointStore>> store = CheckpointStore::Open(root(), files_);
+  std::unique_ptr<CheckpointStore> OpenStore(int64_t keep = 0) {
+    absl::StatusOr<std::unique_ptr<CheckpointStore>> store = CheckpointStore::Open(root(), files_, keep);
     EXPECT_OK(store);
     return *std::move(store);
   }
@@ -430,6 +430,95 @@ INSTANTIATE_TEST_SUITE_P(Ways, CheckpointCrashTest,
                          ::testing::Values(WayOfSaving{"New", false, true}, WayOfSaving{"Exchange", true, true},
                                            WayOfSaving{"TwoRenames", true, false}),
                          [](const auto& param_info) { return param_info.param.name; });
+
+// ---- removing --------------------------------------------------------------------------------------------------------
+
+TEST_F(CheckpointStoreTest, TheNewestOfASeriesStay) {
+  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 2, 9);
+  std::unique_ptr<CheckpointStore> store = OpenStore();
+  for (const char* name : {"step-1", "step-2", "step-3"}) ASSERT_OK(Save(*store, *head, name));
+  EXPECT_EQ(Entries().size(), 3u);  // without a bound all stay
+
+  store = OpenStore(2);
+  for (const char* name : {"best", "4", "run-7.final", "step", "other-1"}) ASSERT_OK(Save(*store, *head, name));
+  EXPECT_EQ(Entries().size(), 8u);  // each is of another series
+  ASSERT_OK(Save(*store, *head, "step-4"));
+  EXPECT_EQ(Entries(), (std::vector<std::string>{"4", "best", "other-1", "run-7.final", "step", "step-3", "step-4"}));
+  // By age, not by number; one that is replaced is new again.
+  ASSERT_OK(Save(*store, *head, "step-3", true, 3));
+  ASSERT_OK(Save(*store, *head, "step-1", false, 1));
+  EXPECT_EQ(Entries(), (std::vector<std::string>{"4", "best", "other-1", "run-7.final", "step", "step-1", "step-3"}));
+  const std::string steps = store->Steps("default", "student");
+  EXPECT_TRUE(absl::StartsWith(steps, "step-1=1,step-3=3,other-1=7,")) << steps;
+  EXPECT_EQ(store->Steps("default", "nobody"), "");
+  const absl::Status missing = store->Load("default", "student", "step-4", *head).status();
+  EXPECT_REASON(missing, kCheckpointNotFound);
+  EXPECT_EQ(GetErrorMetadata(missing).at("checkpoints"), steps);
+}
+
+TEST_F(CheckpointStoreTest, OtherHeadsAndFormerOnesKeepTheirs) {
+  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 1, 9);
+  const std::unique_ptr<CheckpointStore> store = OpenStore(1);
+  ASSERT_OK(store->Save("default", "other", Info("step-1", head->spec(), 1), *head, false));
+  ASSERT_OK(Save(*store, *head, "step-1"));
+  EXPECT_OK(store->Forget("default", "student"));
+  ASSERT_OK(Save(*store, *head, "step-2"));
+  ASSERT_OK(Save(*store, *head, "step-3"));
+  EXPECT_EQ(Entries(), (std::vector<std::string>{"step-1", "step-3"}));
+  EXPECT_EQ(store->List("default", "other")->size(), 1u);
+}
+
+// The new one is durable before an old one goes; an old one is whole or gone.
+TEST_F(CheckpointStoreTest, RemovingSurvivesACrashAndAFullDiskAtEveryPoint) {
+  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 2, 9);
+  const auto begin = [&] {
+    files_.Reset();
+    std::filesystem::remove_all(root() + "/default");
+    std::unique_ptr<CheckpointStore> store = OpenStore(2);
+    for (const char* name : {"step-1", "step-2"}) EXPECT_OK(Save(*store, *head, name));
+    files_.Reset();
+    return store;
+  };
+  std::unique_ptr<CheckpointStore> store = begin();
+  ASSERT_OK(Save(*store, *head, "step-3"));
+  const std::vector<std::string> changes = files_.changes();
+  int removed = 0;
+  int kept_three = 0;
+  for (const bool crashes : {true, false}) {
+    for (int point = 0; point < static_cast<int>(changes.size()); ++point) {
+      SCOPED_TRACE(absl::StrCat(crashes ? "crash at " : "disk full at ", point, ": ", changes[static_cast<size_t>(point)]));
+      store = begin();
+      if (crashes) {
+        files_.CrashAt(point);
+      } else {
+        files_.FailAt(point, MakeError(ErrorReason::kDiskFull, "no space left"));
+      }
+      const absl::StatusOr<int64_t> saved = Save(*store, *head, "step-3");
+      files_.Reset();
+      store = OpenStore(2);
+      const std::vector<std::string> names = Comebacks(*store);
+      EXPECT_EQ(names.size(), Entries().size());
+      for (const std::string& name : names) EXPECT_OK(store->Load("default", "student", name, *head));
+      EXPECT_NE(std::find(names.begin(), names.end(), "step-2"), names.end());
+      const bool has_new = names.front() == "step-3";
+      if (saved.ok()) {
+        EXPECT_TRUE(has_new);
+      } else {
+        EXPECT_EQ(names.size(), has_new ? 3u : 2u);
+      }
+      if (!has_new) {
+        EXPECT_EQ(names, (std::vector<std::string>{"step-2", "step-1"}));
+      }
+      removed += names.size() == 2 && has_new;
+      kept_three += names.size() == 3;
+      // What stayed because it could not be removed goes with the next one.
+      ASSERT_OK(Save(*store, *head, "step-4"));
+      EXPECT_EQ(Comebacks(*store).size(), 2u);
+    }
+  }
+  EXPECT_GT(removed, 0);
+  EXPECT_GT(kept_three, 0);
+}
 
 // ---- heads that come back --------------------------------------------------------------------------------------------
 

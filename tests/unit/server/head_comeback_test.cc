@@ -130,12 +130,18 @@ TEST_F(HeadComebackTest, HeadsComeBackFromTheirNewestCheckpoint) {
   EXPECT_REASON(lost, kStepLost);
   EXPECT_EQ(GetErrorMetadata(lost).at("restoredStep"), "5");
   EXPECT_EQ(GetErrorMetadata(lost).at("checkpoint"), "newest");
+  EXPECT_EQ(GetErrorMetadata(lost).at("checkpoints"), "newest=5,zz-first=4");
   // The restarted trainer's own creation attaches.
   spec.initial_step = 0;
   const absl::StatusOr<HeadRegistry::Created> attached = registry_->Create(kName, spec, IfExists::kAttachIfSameSpec);
   ASSERT_OK(attached);
   EXPECT_EQ(attached->head, back);
   EXPECT_OK(back->Take(info.epoch));
+  const absl::Status mismatch = back->Seal({back->Describe().epoch, 9}, int64_t{0}).status();
+  EXPECT_REASON(mismatch, kStepMismatch);
+  EXPECT_EQ(GetErrorMetadata(mismatch).at("openStep"), "5");
+  EXPECT_EQ(GetErrorMetadata(mismatch).at("step"), "9");
+  EXPECT_EQ(GetErrorMetadata(mismatch).at("checkpoints"), "newest=5,zz-first=4");
   EXPECT_EQ(ReadWeight(*back), weight);
   DoStep(back);
 
@@ -155,6 +161,8 @@ TEST_F(HeadComebackTest, ADamagedCheckpointGivesWayToTheNextOlderOne) {
   ASSERT_EQ(comebacks.size(), 1u);
   EXPECT_EQ(comebacks[0].checkpoint, "a");
   EXPECT_TRUE(absl::StrContains(comebacks[0].note, "checkpoint b cannot be loaded")) << comebacks[0].note;
+  ASSERT_EQ(comebacks[0].skipped.size(), 1u);
+  EXPECT_EQ(comebacks[0].skipped[0].first, "b");
   EXPECT_EQ((*registry_->Find(kName))->Describe().open_step, 1);
 
   Damage(PathOf("a", "manifest.json"));
@@ -185,6 +193,7 @@ TEST_F(HeadComebackTest, OnlyDamagedManifestsAreTold) {
   ASSERT_EQ(comebacks.size(), 1u);
   EXPECT_EQ(comebacks[0].checkpoint, "");
   EXPECT_TRUE(absl::StrContains(comebacks[0].note, "x is damaged")) << comebacks[0].note;
+  EXPECT_EQ(comebacks[0].skipped.size(), 1u);
   EXPECT_TRUE(absl::StrContains(comebacks[0].note, "there is no whole checkpoint")) << comebacks[0].note;
   EXPECT_EQ(registry_->size(), 0);
 }
@@ -415,6 +424,44 @@ TEST_F(HeadComebackTest, AHeadThatCannotBeSavedStays) {
   EXPECT_FALSE(head->InUse());
   memory_.set_capacity_bytes(INT64_MAX);
   EXPECT_EQ(registry_->ExpireIdle(absl::Hours(1), store_.get(), true).size(), 1u);
+}
+
+TEST_F(HeadComebackTest, HeadsThatHaveChangedAreSaved) {
+  const std::shared_ptr<Head> saved = NewHead();
+  Save(saved, "x");
+  const std::shared_ptr<Head> changed = NewHead({"default", "b"});
+  Save(changed, "x");
+  DoStep(changed);
+  NewHead({"default", "teacher"}, FrozenSpec(), 2);
+  EXPECT_OK(registry_->Create({"default", "loading"}, SmallSpec()));
+  const auto names = [&](absl::Time deadline) {
+    std::vector<std::string> all;
+    for (const auto& [name, status] : registry_->SaveChanged(*store_, "drain", deadline)) {
+      all.push_back(absl::StrCat(name.head, status.ok() ? "" : absl::StrCat(" ", headwater::testing::ReasonOf(status))));
+    }
+    return all;
+  };
+  const absl::Time later = absl::InfiniteFuture();
+  EXPECT_EQ(names(absl::InfinitePast()), (std::vector<std::string>{"b DEADLINE_EXCEEDED", "teacher DEADLINE_EXCEEDED"}));
+  memory_.set_capacity_bytes(1);
+  EXPECT_EQ(names(later), (std::vector<std::string>{"b DISK_FULL", "teacher DISK_FULL"}));
+  memory_.set_capacity_bytes(INT64_MAX);
+  EXPECT_EQ(names(later), (std::vector<std::string>{"b", "teacher"}));
+  EXPECT_TRUE(names(later).empty());
+  // A step that is closed changes a head even if its weights stay; so does what a trainer restores.
+  EXPECT_OK(changed->DiscardGradient(KeyOf(*changed)));
+  EXPECT_OK(saved->Restore(saved->Describe().epoch, *store_, "x"));
+  EXPECT_EQ(names(later), (std::vector<std::string>{"a", "b"}));
+
+  const std::vector<HeadRegistry::Comeback> comebacks = Restart();
+  ASSERT_EQ(comebacks.size(), 3u);
+  for (const HeadRegistry::Comeback& comeback : comebacks) EXPECT_EQ(comeback.checkpoint, "drain");
+  EXPECT_EQ((*registry_->Find({"default", "b"}))->Describe().open_step, 2);
+  // Brought back, and taken: that is what the checkpoint is.
+  const std::shared_ptr<Head> back = *registry_->Find(kName);
+  EXPECT_TRUE(names(later).empty());
+  EXPECT_OK(back->Take(back->Describe().epoch));
+  EXPECT_TRUE(names(later).empty());
 }
 
 TEST_F(HeadComebackTest, HeadsWithNothingToSaveExpireWithout) {

@@ -1,0 +1,264 @@
+"""Servers and trainers that are killed and started again around `headwater.train`: the run ends where an undisturbed one does."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import recovery_trainer as program
+from conftest import START_TIMEOUT_S, running_server
+from expectations import refused
+
+import headwater
+import headwater.local
+
+STEPS = 7
+PATIENT = headwater.RetryPolicy(max_attempts=200, initial_backoff=0.05, max_backoff=0.25)
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """Weights of head and body after all steps, and the body's momentum."""
+    with running_server() as server, headwater.connect(server.address) as client:
+        return program.Trainer(client, server.directory / "state").run(STEPS)
+
+
+def assert_same(actual, expected):
+    for value, other in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(value, other)
+
+
+@pytest.mark.parametrize("replay", (False, True), ids=("back to checkpoints", "replayed"))
+def test_a_server_that_is_killed_now_and_then(undisturbed, replay):
+    """With a log the trainer notices nothing; without, it goes back to its checkpoint and the head's of the same name."""
+    with running_server() as server, headwater.connect(server.address, retries=PATIENT, replay=replay) as client:
+        trainer = program.Trainer(client, server.directory / "state")
+        places = [(0, "begun"), (2, "micro-batch"), (4, "closed"), (5, "sealed")]
+
+        def interrupt(*place):
+            if place in places:
+                places.remove(place)
+                server.kill()
+                server.start()
+
+        trainer.interrupt = interrupt
+        assert_same(trainer.run(STEPS), undisturbed)
+        assert not places
+        assert (len(trainer.steps) > STEPS) != replay
+
+
+def test_a_server_that_is_away_for_a_while(undisturbed):
+    """Longer than the client tries by itself."""
+    with running_server() as server:
+        with headwater.connect(server.address, retries=None, timeout_s=20) as client:
+            trainer = program.Trainer(client, server.directory / "state")
+            killed = []
+
+            def interrupt(step, where):
+                if (step, where) == (3, "micro-batch") and not killed:
+                    killed.append(step)
+                    server.kill()
+                    trainer.helpers.submit(lambda: (time.sleep(0.5), server.start()))
+
+            trainer.interrupt = interrupt
+            assert_same(trainer.run(STEPS), undisturbed)
+            # One that stays away is told.
+            server.kill()
+            with pytest.raises(headwater.UnavailableError):
+                headwater.train(
+                    trainer.head,
+                    trainer.train_step,
+                    STEPS + 1,
+                    state=trainer.state,
+                    checkpoint_every=1,
+                    patience_s=0.5,
+                    timeout_s=1,
+                )
+
+
+def test_trainer_and_server_are_both_killed(undisturbed):
+    """By SIGKILL, in the middle of steps; at the end, the trainer is behind the server, which goes back to the trainer's step."""
+    with running_server() as server:
+        command = [sys.executable, program.__file__, server.address, str(server.directory / "state"), str(STEPS)]
+        for hang in ("2:micro-batch", "4:sealed", "5:begun"):
+            with subprocess.Popen([*command, hang], stdout=subprocess.PIPE) as process:
+                assert process.stdout.readline() == b"hangs\n"
+                if hang != "5:begun":
+                    server.kill()
+                process.send_signal(signal.SIGKILL)
+                assert process.wait(START_TIMEOUT_S) == -signal.SIGKILL
+            if hang != "5:begun":
+                server.start()
+        with headwater.connect(server.address) as client:
+            assert client.head("student").step == 5  # the server has gone on, the trainer's newest state is of step 4
+            trainer = program.Trainer(client, server.directory / "state")
+            assert_same(trainer.run(STEPS), undisturbed)
+            assert trainer.steps[0] == 4
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(undisturbed):
+    """At the server's start, where log and metric say so, and when a trainer asks for it."""
+    with running_server("--metrics_address=127.0.0.1:0") as server:
+        with headwater.connect(server.address) as client:
+            program.Trainer(client, server.directory / "state").run(5)
+        saved = server.checkpoints / "default" / "student"
+        assert sorted(path.name for path in saved.iterdir() if path.is_dir()) == ["step-0", "step-2", "step-4"]
+        server.stop()
+        shard = next((saved / "step-4").glob("*.safetensors"))
+        damaged = bytearray(shard.read_bytes())
+        damaged[-1] ^= 1
+        shard.write_bytes(damaged)
+        server.log = (server.directory / "log").open("a+b")
+        server.start()
+        assert "checkpoint_skipped" in server.log_text() and "step-4" in server.log_text()
+        assert server.metrics()["headwater_skipped_checkpoints_total"] == 1
+        with headwater.connect(server.address) as client:
+            head = client.head("student")
+            assert head.info().restored_checkpoint == "step-2"
+            with refused("STEP_LOST", headwater.StepLostError) as info:
+                head.gradient()
+            assert info.value.checkpoints == {"step-4": 4, "step-2": 2, "step-0": 0}
+            trainer = program.Trainer(client, server.directory / "state")
+            assert_same(trainer.run(STEPS), undisturbed)
+            assert trainer.steps[0] == 2
+
+
+def test_a_trainer_and_a_server_that_have_no_step_in_common_are_told(undisturbed):
+    with running_server() as server, headwater.connect(server.address) as client:
+        trainer = program.Trainer(client, server.directory / "state")
+        trainer.run(3)
+        for path in (server.directory / "state").iterdir():
+            path.unlink()
+        (server.directory / "state" / "step-9").write_bytes(b"")
+        with refused("STEP_MISMATCH", headwater.FailedPreconditionError) as info:
+            trainer.run(STEPS)
+        assert info.value.metadata == {"openStep": "3", "checkpoints": "step-2=2,step-0=0", "trainerSteps": "9"}
+        head = client.head("student")
+        head.step = 8
+        with refused("STEP_MISMATCH", headwater.StepMismatchError) as info:
+            head.gradient()
+        assert info.value.checkpoints == {"step-2": 2, "step-0": 0} and info.value.metadata["openStep"] == "3"
+        with refused("CHECKPOINT_NOT_FOUND", headwater.NotFoundError) as info:
+            head.restore("step-9")
+        assert info.value.metadata["checkpoints"] == "step-2=2,step-0=0"
+
+
+def test_the_server_keeps_a_few_checkpoints_of_a_series():
+    with running_server("--keep_checkpoints=2") as server, headwater.connect(server.address) as client:
+        head = client.create_head("student", np.ones((5, 4), np.float32))
+        for name in ("best", "step-1", "step-2", "step-3"):
+            head.save(name)
+        saved = server.checkpoints / "default" / "student"
+        assert sorted(path.name for path in saved.iterdir() if path.is_dir()) == ["best", "step-2", "step-3"]
+
+
+@pytest.mark.parametrize("replay", (False, True), ids=("told", "replayed"))
+def test_a_server_that_is_told_to_end_saves_what_has_changed(replay):
+    """SIGTERM: the next server opens the step that was open, and a client with a log of that step goes on."""
+    rows, targets = program.rows(0, 0)
+    with (
+        running_server("--drain_checkpoint", "--drain_timeout=60s") as server,
+        headwater.connect(server.address, retries=PATIENT, replay=replay, replay_steps=0) as client,
+    ):
+        head = client.create_head("student", program.initial(1, program.VOCAB_SIZE), optimizer=headwater.AdamW())
+        head.save("step-0")
+        teacher = client.create_head("teacher", program.initial(2, program.VOCAB_SIZE), trainable=False)  # never saved
+        head.cross_entropy(rows, targets, micro_batch=0)
+        head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1)
+        weight = head.weight()
+        head.cross_entropy(rows, targets, micro_batch=0)
+        expected = head.gradient()
+        server.process.terminate()
+        assert server.process.wait(START_TIMEOUT_S) == 0
+        server.start()
+        np.testing.assert_array_equal(head.weight(), weight)
+        np.testing.assert_array_equal(client.head("teacher").weight(), teacher.weight())
+        if replay:
+            np.testing.assert_array_equal(head.gradient(), expected)
+            assert head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1).open_step == 2
+        else:
+            with refused("STEP_LOST", headwater.StepLostError) as info:
+                head.gradient()
+            assert (info.value.restored_step, info.value.checkpoint) == (1, "drain")
+            assert info.value.checkpoints == {"drain": 1, "step-0": 0}
+
+
+def test_the_loop_needs_no_server(undisturbed, tmp_path):
+    with headwater.local.connect(checkpoint_dir=tmp_path / "heads") as client:
+        first = program.Trainer(client, tmp_path / "state")
+
+        def interrupt(step, where):
+            if (step, where) == (4, "sealed"):
+                raise KeyboardInterrupt
+
+        first.interrupt = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            first.run(STEPS)
+        second = program.Trainer(client, tmp_path / "state")
+        for value, other in zip(second.run(STEPS), undisturbed, strict=True):
+            np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-5)
+        assert second.steps[0] == 4
+
+
+def test_the_example_may_be_killed(tmp_path):
+    example = Path(__file__).resolve().parents[3] / "client" / "examples" / "python" / "recover.py"
+    weights = []
+    with running_server() as server:
+        for name, ends in (("undisturbed", ()), ("disturbed", (3, 12))):
+            command = [sys.executable, example, tmp_path / name, server.address, "15"]
+            for end in ends:
+                with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+                    next(line for line in process.stdout if line.startswith(f"step {end}:"))
+                    process.kill()
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, done.stderr
+            weights.append(re.search(r"weights (\w+)", done.stdout)[1])
+            with headwater.connect(server.address) as client:
+                client.head("example-recover").delete(force=True)
+    assert weights[0] == weights[1]
+
+
+def test_a_step_that_is_not_closed_and_heads_that_part_are_told(tmp_path):
+    with headwater.local.connect(checkpoint_dir=tmp_path / "heads") as client:
+        heads = [client.create_head(name, np.ones((5, 4), np.float32)) for name in ("a", "b")]
+        state = headwater.StateFiles(tmp_path / "state", save=lambda path: path.touch(), load=lambda path: None)
+        options = {"state": state, "checkpoint_every": 1}
+        with pytest.raises(headwater.FailedPreconditionError, match="step 0 was not closed"):
+            headwater.train(heads, lambda step: None, 1, **options)
+        with pytest.raises(headwater.FailedPreconditionError, match="every head"):
+            headwater.train(heads, lambda step: heads[0].discard_gradient(), 1, **options)
+        with refused("INVALID_COMBINATION", headwater.InvalidArgumentError):
+            headwater.train([], lambda step: None, 1, **options)
+        with refused("INVALID_NAME", headwater.InvalidArgumentError):
+            headwater.train(heads, lambda step: None, 1, checkpoint_name="latest", **options)
+
+
+def test_state_files_are_whole_or_not_there(tmp_path):
+    written = []
+
+    def save(path):
+        path.write_text("state")
+        written.append(path)
+        if len(written) == 4:
+            raise OSError("no space left")
+
+    read = []
+    state = headwater.StateFiles(tmp_path / "deep" / "state", save=save, load=lambda path: read.append(path.read_text()), keep=2)
+    assert state.steps() == []
+    for step in (1, 2, 10):
+        state.save(step)
+    assert state.steps() == [2, 10]
+    with pytest.raises(OSError, match="no space"):
+        state.save(11)
+    assert state.steps() == [2, 10]
+    assert len(list((tmp_path / "deep" / "state").iterdir())) == 2
+    state.save(2)  # older than the other one, and what is to be loaded next
+    assert state.steps() == [2, 10]
+    state.load(10)
+    assert read == ["state"]
+    with refused("CHECKPOINT_NOT_FOUND", headwater.NotFoundError):
+        state.load(11)
