@@ -320,7 +320,7 @@ class ReplayBackend:
                 return inner.compute(update(own), remaining_s)
 
             read = {
-                term.teacher.head: self._log.teacher_step(term.teacher.head) for term in request.terms if term.teacher is not None
+                term.teacher.head: self._log.known_step(term.teacher.head) for term in request.terms if term.teacher is not None
             }
             teachers = {name: step for name, step in read.items() if step is not None}
             self._log.add(Entry("compute", keys, heads, micro_batch, request_bytes(own), run, teachers))

@@ -72,8 +72,8 @@ class ReplayLog:
         return self._why.get(name, "nothing is known of the head")
 
     def known_step(self, name: str) -> int | None:
-        """The newest step that is known to have been open; None if none is."""
-        return self._open.get(name)
+        """The newest step that is known to have been open; None for a head that is not known, or has no steps."""
+        return self._open.get(name, self._first.get(name))
 
     def heads(self) -> dict[str, bytes]:
         """All heads that are named, with the epochs that the newest calls carried."""
@@ -82,10 +82,6 @@ class ReplayLog:
     def find(self, kind: str, keys: Sequence[StepKey], micro_batch: int | None) -> Entry | None:
         """The entry of this kind about a micro-batch, or a step, of these keys."""
         return self._by_subject.get(_subject(kind, keys, micro_batch))
-
-    def teacher_step(self, name: str) -> int | None:
-        """The step that a head's weights are of, as far as is known; None for a frozen one."""
-        return self._open.get(name, self._first.get(name))
 
     def has_room(self, key: StepKey, nbytes: int) -> bool:
         """Whether weights that close a step are worth a copy. If not, the log begins after that step."""

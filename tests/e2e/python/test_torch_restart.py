@@ -14,7 +14,7 @@ import torch
 import torch_restart as programs
 from conftest import START_TIMEOUT_S, server_binary
 from expectations import refused
-from torch_language_model import LanguageModel, train_with
+from torch_language_model import LanguageModel, micro_batch, train_with
 
 import headwater
 import headwater.torch
@@ -269,6 +269,32 @@ def test_a_server_that_is_killed_costs_the_steps_since_the_last_checkpoint(serve
         trainer.train(range(2, 6))
         for name, value in trainer.weights().items():
             assert torch.equal(value, expected[name]), name  # one trainer commits in order: bit by bit
+
+
+def test_run_goes_back_by_itself(server, tmp_path):
+    """Twice: to a checkpoint when the server was lost, and on with the rest."""
+    with headwater.connect(server.address) as client:
+        undisturbed = Trainer(client, "undisturbed", tmp_path / "undisturbed", tied="trainer", every=2)
+        undisturbed.loop.resume()
+        undisturbed.train(range(6))
+        expected = undisturbed.weights()
+        trainer = Trainer(client, "disturbed", tmp_path / "disturbed", tied="trainer", every=2)
+        calls = killing(trainer, server, 3, "sealed")
+        steps, outcomes = [], []
+
+        def train_step(step):
+            steps.append(step)
+            for index in range(2):
+                inputs, targets = micro_batch(step, index)
+                trainer.loop.backward(trainer.loss_fn(trainer.model.body(inputs), targets) / 2)
+
+        trainer.loop.run(train_step, 6, learning_rate=lambda step: 3e-3, on_step=outcomes.append)
+        assert calls["backward"] and steps == [0, 1, 2, 3, 2, 3, 4, 5]
+        assert [outcome.checkpoint for outcome in outcomes] == [None, "step-2", None, None, "step-4", None, "step-6"]
+        for name, value in trainer.weights().items():
+            assert torch.equal(value, expected[name]), name
+        trainer.loop.run(train_step, 6)  # there is nothing left to do
+        assert len(steps) == 8
 
 
 @pytest.mark.parametrize("moment", ("micro-batch", "sealed"))
