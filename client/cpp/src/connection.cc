@@ -39,6 +39,7 @@ absl::Status CheckOptions(const ClientOptions& options) {
                     "milliseconds, at least initial_backoff"),
         CheckOption(options.session_lease.count() >= 0, "session_lease", options.session_lease.count(), "milliseconds >= 0"),
         CheckOption(options.replay_bytes >= 0, "replay_bytes", options.replay_bytes, ">= 0"),
+        CheckOption(options.replay_steps.value_or(0) >= 0, "replay_steps", options.replay_steps.value_or(0), ">= 0"),
         CheckOption(options.stripes >= 1 && options.stripes <= kMaxStripes, "stripes", options.stripes,
                     absl::StrCat("[1, ", kMaxStripes, "]")),
         CheckOption(options.transport >= Transport::kAuto && options.transport <= Transport::kCudaIpc, "transport",
@@ -74,7 +75,7 @@ Connection::Connection(std::string target, const ClientOptions& options, std::sh
       heads_(v1::HeadService::NewStub(channel_)),
       server_(v1::SessionService::NewStub(channel_)),
       session_(target_, options_),
-      replay_log_(options_.replay_bytes),
+      replay_log_(options_.replay_bytes, options_.replay_steps),
       row_transport_(target_, options_, channel_) {}
 
 Deadline Connection::DeadlineOf(const CallOptions& call) const {

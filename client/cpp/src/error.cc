@@ -5,6 +5,7 @@
 #include "absl/strings/cord.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/types/optional.h"
 #include "headwater/client/error.h"
 
@@ -54,7 +55,15 @@ std::optional<LostStep> RestoredFrom(const absl::Status& status) {
   const std::optional<int64_t> step = StepIn(metadata, "restoredStep");
   const auto checkpoint = metadata.find("checkpoint");
   if (!step.has_value() || checkpoint == metadata.end()) return std::nullopt;
-  return LostStep{*step, checkpoint->second};
+  LostStep lost{*step, checkpoint->second, {}};
+  if (const auto listed = metadata.find("checkpoints"); listed != metadata.end()) {
+    for (const absl::string_view pair : absl::StrSplit(listed->second, ',')) {
+      const std::pair<absl::string_view, absl::string_view> parts = absl::StrSplit(pair, absl::MaxSplits('=', 1));
+      int64_t begins = 0;
+      if (absl::SimpleAtoi(parts.second, &begins)) lost.checkpoints.emplace_back(std::string(parts.first), begins);
+    }
+  }
+  return lost;
 }
 
 std::optional<int64_t> OpenStep(const absl::Status& status) { return StepIn(ErrorMetadata(status), "openStep"); }

@@ -2,6 +2,7 @@
 #ifndef HEADWATER_CLIENT_SRC_HEAD_STATE_H_
 #define HEADWATER_CLIENT_SRC_HEAD_STATE_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -26,7 +27,8 @@ class HeadState {
         epoch_(head.epoch()),
         incarnation_(std::move(incarnation)),
         weight_checksum_(head.weight_checksum()),
-        known_open_step_(head.open_step()) {}
+        known_open_step_(head.open_step()),
+        first_logged_step_(head.open_step()) {}
 
   const std::string name;
   const HeadSpec spec;
@@ -44,18 +46,37 @@ class HeadState {
     std::lock_guard<std::mutex> lock(mutex_);
     return weight_checksum_;
   }
+  // What this client has sent for this step and later ones is in the replay log.
+  int64_t first_logged_step() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return first_logged_step_;
+  }
+  void RaiseFirstLoggedStep(int64_t step) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    first_logged_step_ = std::max(first_logged_step_, step);
+  }
   // The open step is this one or a later one.
   int64_t known_open_step() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return known_open_step_;
   }
 
+  // The head has another state, of the caller's making.
   void Adopt(const v1::Head& head, std::string incarnation) {
     std::lock_guard<std::mutex> lock(mutex_);
     epoch_ = head.epoch();
     incarnation_ = std::move(incarnation);
     weight_checksum_ = head.weight_checksum();
     known_open_step_ = head.open_step();
+    first_logged_step_ = head.open_step();
+  }
+  // The head was taken at some step, and has been brought back to where it was.
+  void AdoptRecovered(const v1::Head& head, std::string incarnation) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    epoch_ = head.epoch();
+    incarnation_ = std::move(incarnation);
+    weight_checksum_ = head.weight_checksum();
+    known_open_step_ = std::max(known_open_step_, head.open_step());
   }
 
   // A call on `step` has succeeded: no earlier step is open.
@@ -88,6 +109,7 @@ class HeadState {
   std::string incarnation_;
   std::string weight_checksum_;
   int64_t known_open_step_;
+  int64_t first_logged_step_;
   std::map<std::pair<int64_t, int64_t>, int64_t> attempts_;
 };
 

@@ -102,6 +102,73 @@ void LogSeal(ReplayLog& log, const HeadUses& heads, const v1::SealStepRequest& r
   log.Add(std::move(entry));
 }
 
+void LogApply(ReplayLog& log, const HeadUses& heads, const v1::ApplyOptimizerStepRequest& request) {
+  LogEntry entry;
+  entry.heads = heads;
+  entry.closes = true;
+  entry.bytes = static_cast<int64_t>(request.ByteSizeLong());
+  entry.repeat = std::make_shared<Repetition>([request](Connection& target, const HeadUses& uses, Deadline deadline) {
+    v1::ApplyOptimizerStepRequest fresh = request;
+    *fresh.mutable_head() = uses[0].ToHeadStep();
+    if (fresh.has_expected()) {
+      // Other trainers repeat their part at the same time.
+      v1::SealStepRequest seal;
+      *seal.mutable_head() = fresh.head();
+      *seal.mutable_expected() = fresh.expected();
+      seal.set_wait(true);
+      absl::Status sealed = target.Call(target.heads(), &Heads::SealStep, seal, internal::Repeat::kSafe, deadline).status();
+      if (!sealed.ok()) return sealed;
+    }
+    return target.Call(target.heads(), &Heads::ApplyOptimizerStep, fresh, internal::Repeat::kSafe, deadline).status();
+  });
+  log.Add(std::move(entry));
+}
+
+void LogDiscardGradient(ReplayLog& log, const HeadUses& heads) {
+  LogEntry entry;
+  entry.heads = heads;
+  entry.closes = true;
+  entry.repeat = std::make_shared<Repetition>([](Connection& target, const HeadUses& uses, Deadline deadline) {
+    v1::DiscardGradientRequest request;
+    *request.mutable_head() = uses[0].ToHeadStep();
+    return target.Call(target.heads(), &Heads::DiscardGradient, request, internal::Repeat::kSafe, deadline).status();
+  });
+  log.Add(std::move(entry));
+}
+
+void LogReplace(ReplayLog& log, const HeadUses& heads, const TensorView& weight, const std::optional<TensorView>& bias) {
+  struct Copy {
+    HeadTensor tensor;
+    TensorView view;
+    std::string bytes;
+  };
+  auto copies = std::make_shared<std::vector<Copy>>();
+  const auto take = [&copies](HeadTensor tensor, const TensorView& view) {
+    copies->push_back({tensor, view, std::string(static_cast<const char*>(view.data), static_cast<size_t>(view.bytes()))});
+  };
+  take(HeadTensor::kWeight, weight);
+  if (bias.has_value()) take(HeadTensor::kBias, *bias);
+  for (Copy& copy : *copies) copy.view.data = copy.bytes.data();
+  LogEntry entry;
+  entry.heads = heads;
+  entry.closes = true;
+  entry.bytes = weight.bytes() + (bias.has_value() ? bias->bytes() : 0);
+  entry.repeat = std::make_shared<Repetition>([copies](Connection& target, const HeadUses& uses, Deadline deadline) {
+    // Not kept beyond this call: the connection is the recovery's.
+    const std::shared_ptr<Connection> borrowed(std::shared_ptr<Connection>(), &target);
+    absl::Status status;
+    for (const Copy& copy : *copies) {
+      internal::Upload upload(borrowed, copy.tensor, copy.view);
+      status = target.Retry(internal::Repeat::kSafe, deadline, [&](grpc::ClientContext&) {
+        return upload.Send(uses[0].state->name, uses[0].epoch, uses[0].step, deadline).status();
+      });
+      if (!status.ok()) break;
+    }
+    return status;
+  });
+  log.Add(std::move(entry));
+}
+
 }  // namespace
 
 absl::StatusOr<SealResult> Head::Seal(int64_t step, const ExpectedMicroBatches& expected, const SealOptions& seal,
@@ -172,9 +239,11 @@ absl::StatusOr<ApplyResult> Head::Apply(int64_t step, const ApplyOptions& apply,
   if (apply.epsilon.has_value()) request.set_epsilon(*apply.epsilon);
   if (apply.momentum.has_value()) request.set_momentum(*apply.momentum);
   absl::StatusOr<v1::ApplyOptimizerStepResponse> response =
-      CallOnStep(*handle_, step, &Heads::ApplyOptimizerStep, std::move(request), options,
-                 [&](const v1::ApplyOptimizerStepResponse&, const HeadUses&) {
-                   handle_->connection->replay_log().StepIsOpen(handle_->state, step + 1);
+      CallOnStep(*handle_, step, &Heads::ApplyOptimizerStep, request, options,
+                 [&](const v1::ApplyOptimizerStepResponse&, const HeadUses& heads) {
+                   ReplayLog& log = handle_->connection->replay_log();
+                   log.StepIsOpen(handle_->state, step + 1);
+                   if (log.enabled()) LogApply(log, heads, request);
                  });
   if (!response.ok()) return response.status();
   return ApplyResult{.open_step = response->open_step(),
@@ -189,8 +258,10 @@ absl::StatusOr<ApplyResult> Head::Apply(int64_t step, const ApplyOptions& apply,
 absl::StatusOr<DiscardGradientResult> Head::DiscardGradient(int64_t step, const CallOptions& options) {
   absl::StatusOr<v1::DiscardGradientResponse> response =
       CallOnStep(*handle_, step, &Heads::DiscardGradient, v1::DiscardGradientRequest(), options,
-                 [&](const v1::DiscardGradientResponse&, const HeadUses&) {
-                   handle_->connection->replay_log().StepIsOpen(handle_->state, step + 1);
+                 [&](const v1::DiscardGradientResponse&, const HeadUses& heads) {
+                   ReplayLog& log = handle_->connection->replay_log();
+                   log.StepIsOpen(handle_->state, step + 1);
+                   if (log.enabled()) LogDiscardGradient(log, heads);
                  });
   if (!response.ok()) return response.status();
   return DiscardGradientResult{response->open_step(), response->replayed()};
@@ -258,8 +329,12 @@ absl::StatusOr<HeadInfo> Head::ReplaceWeights(int64_t step, TensorView weight, s
     // A restart in between takes one half of the shadow with it: both tensors belong to one attempt.
     head = weight_upload.Send(name(), heads[0].epoch, step, deadline);
     if (head.ok() && bias.has_value()) head = bias_upload.Send(name(), heads[0].epoch, step, deadline);
-    if (head.ok()) connection.replay_log().StepIsOpen(handle_->state, step + 1);
-    return head.status();
+    if (!head.ok()) return head.status();
+    ReplayLog& log = connection.replay_log();
+    log.StepIsOpen(handle_->state, step + 1);
+    const int64_t bytes = weight.bytes() + (bias.has_value() ? bias->bytes() : 0);
+    if (log.enabled() && log.HasRoomFor(*handle_->state, step, bytes)) LogReplace(log, heads, weight, bias);
+    return absl::OkStatus();
   });
   if (!status.ok()) return status;
   return FromProto(*head);

@@ -99,8 +99,11 @@ absl::Status Head::Delete(bool force, const CallOptions& options) {
   request.set_name(name());
   request.set_epoch(epoch());
   request.set_force(force);
-  return handle_->connection->Call(handle_->connection->heads(), &Heads::DeleteHead, request, Repeat::kIfNothingWasDone, options)
-      .status();
+  const absl::Status status =
+      handle_->connection->Call(handle_->connection->heads(), &Heads::DeleteHead, request, Repeat::kIfNothingWasDone, options)
+          .status();
+  if (status.ok()) handle_->connection->replay_log().Forget(*handle_->state);  // nothing is to be repeated on it
+  return status;
 }
 
 }  // namespace headwater::client

@@ -119,6 +119,9 @@ class LossCall : public RetriedCall {
     entry.heads = heads();
     entry.micro_batch = input_.header.micro_batch();
     entry.is_loss = true;
+    for (const HeadUse& use : heads()) {
+      if (!use.step.has_value() && use.state->spec.trainable) entry.reads.emplace_back(use.state, use.state->known_open_step());
+    }
     // The rows stay the caller's only until the result is there.
     struct Copy {
       LossInput input;

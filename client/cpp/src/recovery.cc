@@ -48,7 +48,7 @@ class Recovery {
       if (absl::Status status = Repeat(entry); !status.ok()) return status;
     }
     // Only now: a head whose step is not whole keeps its stale epoch, and every call on it is told so.
-    for (const HeadUse& use : heads_) use.state->Adopt(fresh_.at(use.state->name), *incarnation);
+    for (const HeadUse& use : heads_) use.state->AdoptRecovered(fresh_.at(use.state->name), *incarnation);
     return absl::OkStatus();
   }
 
@@ -96,21 +96,26 @@ class Recovery {
       }
     }
     use.epoch = head->epoch();
+    steps_[state.name] = head->open_step();
     fresh_[state.name] = *std::move(head);
     return absl::OkStatus();
   }
 
   // Whether the log reaches back to the step that the head came back at.
   absl::Status CheckStep(const HeadUse& use, const v1::Head& head) {
-    const int64_t first = use.state->known_open_step();
-    const int64_t last = std::max(first, use.step.value_or(first));
-    const int64_t incomplete = log_.IncompleteStep(*use.state);
-    if (head.open_step() < first || head.open_step() > last) {
+    const int64_t first = use.state->first_logged_step();
+    const int64_t known = use.state->known_open_step();
+    const int64_t last = std::max(known, use.step.value_or(known));
+    if (head.open_step() > last) {
       return absl::FailedPreconditionError(absl::StrCat("step ", head.open_step(), " is open, this client is at ", last));
     }
-    if (incomplete >= head.open_step()) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("step ", incomplete, " took more than the ", connection_.options().replay_bytes, " bytes of replay_bytes"));
+    if (head.open_step() < first) {
+      const ClientOptions& options = connection_.options();
+      return absl::FailedPreconditionError(absl::StrCat(
+          "step ", head.open_step(), " is open, this client is at ", last, ", and its log reaches back to step ", first,
+          ": earlier ones did not fit into the ", options.replay_bytes, " bytes of replay_bytes, ",
+          options.replay_steps.has_value() ? absl::StrCat("are more than replay_steps ", *options.replay_steps, ", ") : "",
+          "or were not this client's"));
     }
     return absl::OkStatus();
   }
@@ -128,7 +133,23 @@ class Recovery {
     if (closed > 0) {
       return absl::FailedPreconditionError("a micro-batch of several heads is in a step that one of them has closed");
     }
-    return (*entry.repeat)(connection_, heads, deadline_);
+    for (const auto& [teacher, step] : entry.reads) {
+      if (steps_.at(teacher->name) != step) {
+        return absl::FailedPreconditionError(
+            absl::StrCat("a micro-batch has read ", teacher->name, " at step ", step, ", which came back otherwise"));
+      }
+    }
+    absl::Status status = (*entry.repeat)(connection_, heads, deadline_);
+    // Another trainer repeats too, and has closed this step with its gradient discarded, as it did before.
+    if (open == 1 && ErrorReason(status) == "STEP_MISMATCH") {
+      for (const HeadUse& use : heads) {
+        if (use.step.has_value() && OpenStep(status).value_or(*use.step) > *use.step) status = absl::OkStatus();
+      }
+    }
+    if (status.ok() && entry.closes) {
+      for (const HeadUse& use : heads) steps_[use.state->name] = use.step.value_or(0) + 1;
+    }
+    return status;
   }
 
   Connection& connection_;
@@ -136,6 +157,7 @@ class Recovery {
   HeadUses heads_;
   const Deadline deadline_;
   std::map<std::string, v1::Head> fresh_;
+  std::map<std::string, int64_t> steps_;  // by head: the step that it has been brought to
 };
 
 }  // namespace

@@ -17,6 +17,11 @@ bool Share(const HeadUses& heads, HeadUses& others) {
                      [&others](const HeadUse& use) { return Find(others, use.state.get()) != others.end(); });
 }
 
+bool IsClosed(const LogEntry& entry) {
+  return std::all_of(entry.heads.begin(), entry.heads.end(),
+                     [](const HeadUse& use) { return !use.step.has_value() || *use.step < use.state->known_open_step(); });
+}
+
 }  // namespace
 
 bool ReplayLog::TryEnter(const HeadUses& heads) {
@@ -64,22 +69,42 @@ void ReplayLog::AddDiscard(LogEntry entry) {
 
 void ReplayLog::AddLocked(LogEntry entry) {
   for (const HeadUse& use : entry.heads) {
-    const auto incomplete = incomplete_step_.find(use.state.get());
-    if (use.step.has_value() && incomplete != incomplete_step_.end() && *use.step <= incomplete->second) return;
+    if (use.step.has_value() && *use.step < use.state->first_logged_step()) return;
   }
   bytes_ += entry.bytes;
   entries_.push_back(std::move(entry));
-  if (bytes_ <= max_bytes_) return;
-  // Half a step is of no use: what is here goes, and the room is for the steps to come.
-  for (const LogEntry& dropped : entries_) {
-    for (const HeadUse& use : dropped.heads) {
-      if (!use.step.has_value()) continue;
-      int64_t& step = incomplete_step_.try_emplace(use.state.get(), -1).first->second;
-      step = std::max(step, *use.step);
+  while (bytes_ > max_bytes_) {
+    auto dropped = std::find_if(entries_.begin(), entries_.end(), IsClosed);
+    // Half a step is of no use: if the open ones are too large, what is here goes, and the room is for the steps to come.
+    const bool all = dropped == entries_.end();
+    if (all) dropped = entries_.begin();
+    for (const auto end = all ? entries_.end() : std::next(dropped); dropped != end; ++dropped) {
+      for (const HeadUse& use : dropped->heads) {
+        if (use.step.has_value()) use.state->RaiseFirstLoggedStep(*use.step + 1);
+      }
     }
+    Shorten();
   }
-  entries_.clear();
-  bytes_ = 0;
+}
+
+bool ReplayLog::HasRoomFor(HeadState& head, int64_t step, int64_t bytes) {
+  if (bytes <= max_bytes_ && max_steps_ != 0) return true;
+  std::lock_guard<std::mutex> lock(mutex_);
+  head.RaiseFirstLoggedStep(step + 1);
+  Shorten();
+  return false;
+}
+
+void ReplayLog::Shorten() {
+  for (auto it = entries_.begin(); it != entries_.end();) {
+    const auto next = std::next(it);
+    // A call on several heads stays until it may go on each of them.
+    const bool superfluous = std::all_of(it->heads.begin(), it->heads.end(), [](const HeadUse& use) {
+      return !use.step.has_value() || *use.step < use.state->first_logged_step();
+    });
+    if (superfluous) Erase(it);
+    it = next;
+  }
 }
 
 void ReplayLog::Erase(std::list<LogEntry>::iterator entry) {
@@ -91,15 +116,9 @@ void ReplayLog::StepIsOpen(const std::shared_ptr<HeadState>& head, int64_t step)
   head->SawStep(step);
   if (!enabled()) return;
   std::lock_guard<std::mutex> lock(mutex_);
-  for (auto it = entries_.begin(); it != entries_.end();) {
-    const auto next = std::next(it);
-    // A call on several heads stays until all of them have closed its step.
-    const bool closed = std::all_of(it->heads.begin(), it->heads.end(), [](const HeadUse& use) {
-      return !use.step.has_value() || *use.step < use.state->known_open_step();
-    });
-    if (closed) Erase(it);
-    it = next;
-  }
+  if (!max_steps_.has_value() || head->first_logged_step() >= step - *max_steps_) return;
+  head->RaiseFirstLoggedStep(step - *max_steps_);
+  Shorten();
 }
 
 void ReplayLog::Forget(const HeadState& head) {
@@ -109,7 +128,6 @@ void ReplayLog::Forget(const HeadState& head) {
     if (Find(it->heads, &head) != it->heads.end()) Erase(it);
     it = next;
   }
-  incomplete_step_.erase(&head);
 }
 
 ReplayLog::Gate::Gate(ReplayLog& log) : log_(log) {
@@ -156,12 +174,6 @@ std::vector<LogEntry> ReplayLog::EntriesOf(const HeadUses& heads) {
     if (Share(entry.heads, searched)) result.push_back(entry);
   }
   return result;
-}
-
-int64_t ReplayLog::IncompleteStep(const HeadState& head) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto step = incomplete_step_.find(&head);
-  return step == incomplete_step_.end() ? -1 : step->second;
 }
 
 }  // namespace headwater::client::internal

@@ -1,4 +1,4 @@
-// ReplayLog: what the open steps consist of, as far as this client made them.
+// ReplayLog: what the open steps consist of, and how earlier ones were closed, as far as this client did it.
 #ifndef HEADWATER_CLIENT_SRC_REPLAY_LOG_H_
 #define HEADWATER_CLIENT_SRC_REPLAY_LOG_H_
 
@@ -9,7 +9,9 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -28,6 +30,9 @@ struct LogEntry {
   HeadUses heads;  // all that it names; those with a step are trainable
   int64_t micro_batch = -1;
   bool is_loss = false;  // a computed micro-batch, whose rows a discard makes superfluous
+  bool closes = false;   // an answered call that closed the step
+  // Trainable heads that it reads (teachers), with the steps that they were at.
+  std::vector<std::pair<std::shared_ptr<HeadState>, int64_t>> reads;
   int64_t bytes = 0;
   std::shared_ptr<const Repetition> repeat;
 };
@@ -38,7 +43,9 @@ struct LogEntry {
 // take-over of a head and the repetition of its step.
 class ReplayLog {
  public:
-  explicit ReplayLog(int64_t max_bytes) : max_bytes_(max_bytes) {}
+  // Keeps `max_steps` closed steps of each head, or as many as there is room for. HeadState::first_logged_step() says how far back
+  // it reaches.
+  ReplayLog(int64_t max_bytes, std::optional<int64_t> max_steps) : max_bytes_(max_bytes), max_steps_(max_steps) {}
 
   bool enabled() const { return max_bytes_ > 0; }
 
@@ -49,11 +56,14 @@ class ReplayLog {
   // The attempt has ended, and is in the log if it succeeded.
   void Leave(const HeadUses& heads);
 
-  // A call on open steps has succeeded. Drops everything if it does not fit any more.
+  // A call on open steps, or one that closed them, has succeeded. What does not fit any more is dropped: the oldest closed steps,
+  // or everything, if the open ones alone are too large.
   void Add(LogEntry entry);
+  // Whether weights that close a step are worth a copy. If not, the log begins after that step.
+  bool HasRoomFor(HeadState& head, int64_t step, int64_t bytes);
   // A micro-batch was discarded: `entry` replaces its rows.
   void AddDiscard(LogEntry entry);
-  // `step` is the head's open step or an earlier one: what is older is closed.
+  // `step` is the head's open step or an earlier one: what is older is closed. Before the entry of the call that closed it.
   void StepIsOpen(const std::shared_ptr<HeadState>& head, int64_t step);
   // The head has a new epoch and an empty step.
   void Forget(const HeadState& head);
@@ -74,19 +84,19 @@ class ReplayLog {
   bool WaitUntilIdle(const HeadUses& heads, Deadline deadline);
   // The calls on `heads` (a closure), oldest first.
   std::vector<LogEntry> EntriesOf(const HeadUses& heads);
-  // The newest step of the head of which something was dropped for want of room; -1 if there is none.
-  int64_t IncompleteStep(const HeadState& head);
 
  private:
   void AddLocked(LogEntry entry);
   void Erase(std::list<LogEntry>::iterator entry);
+  // Drops what is before the first logged step of each of its heads.
+  void Shorten();
 
   const int64_t max_bytes_;
+  const std::optional<int64_t> max_steps_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::list<LogEntry> entries_;  // as their calls succeeded
   int64_t bytes_ = 0;
-  std::map<const HeadState*, int64_t> incomplete_step_;
   std::map<const HeadState*, int> in_flight_;
   bool recovering_ = false;
 };

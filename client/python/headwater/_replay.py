@@ -20,7 +20,15 @@ import numpy as np
 
 from headwater._arrays import HostArray
 from headwater._backend import ApplyArguments, Expected, UploadOptions
-from headwater._errors import AbortedError, ClientClosedError, EpochFencedError, HeadwaterError, StepLostError, StepMismatchError
+from headwater._errors import (
+    AbortedError,
+    ClientClosedError,
+    EpochFencedError,
+    HeadwaterError,
+    NotFoundError,
+    StepLostError,
+    StepMismatchError,
+)
 from headwater._futures import Cancel, Done
 from headwater._remote import RemoteBackend
 from headwater._replay_log import Entry, ReplayLog
@@ -169,7 +177,14 @@ class ReplayBackend:
             if all(self._learned.get(head, incarnation) == incarnation for head in carried.items()):
                 return "the server has not been started again: another run has taken the head, or its engine failed"
             heads = self._logged_heads() | dict(carried)
-            states = {name: self._inner.get_head(name, max(deadline - time.monotonic(), 0.001)) for name in heads}
+            states = {}
+            for name in heads:
+                try:
+                    states[name] = self._inner.get_head(name, max(deadline - time.monotonic(), 0.001))
+                except NotFoundError:
+                    self._log.forget(name)  # deleted, or never saved: what was sent to it is gone with it
+                    if name in carried or name in self._log.heads():
+                        return f"{name} is not there any more"
             wanted: dict[str, int | None] = {}
             for name, state in states.items():
                 known = self._log.known_step(name)

@@ -63,12 +63,18 @@ class ClientReplay : public testing::Test {
       if (status.ok()) server_.WithState([](ScriptedServer::State& state) { ++state.open_step; });
       return status;
     };
+    server_.discard_gradient = [this](const v1::DiscardGradientRequest& request) {
+      grpc::Status status = Accept(request.head(), absl::StrCat("discard gradient ", request.head().step()));
+      if (status.ok()) server_.WithState([](ScriptedServer::State& state) { ++state.open_step; });
+      return status;
+    };
     Connect(1 << 20);
   }
 
-  void Connect(int64_t replay_bytes) {
+  void Connect(int64_t replay_bytes, std::optional<int64_t> replay_steps = std::nullopt) {
     ClientOptions options;
     options.replay_bytes = replay_bytes;
+    options.replay_steps = replay_steps;
     options.retry = {.max_attempts = 3, .initial_backoff = milliseconds(1), .max_backoff = milliseconds(2)};
     client_.emplace(Value(Client::Connect(server_.target(), options)));
     head_.emplace(Value(client_->OpenHead("h")));
@@ -88,8 +94,9 @@ class ClientReplay : public testing::Test {
       return ErrorWithReason(grpc::StatusCode::ABORTED, "EPOCH_FENCED");
     }
     if (state.head_state == v1::HEAD_STATE_RESTORED) {
-      return ErrorWithReason(grpc::StatusCode::ABORTED, "STEP_LOST", 0,
-                             {{"restoredStep", absl::StrCat(state.open_step)}, {"checkpoint", "newest"}});
+      return ErrorWithReason(
+          grpc::StatusCode::ABORTED, "STEP_LOST", 0,
+          {{"restoredStep", absl::StrCat(state.open_step)}, {"checkpoint", "newest"}, {"checkpoints", "newest=4,a=b=3,"}});
     }
     std::lock_guard<std::mutex> lock(mutex_);
     if (!refused_.empty() && call.find(refused_) == 0) {
@@ -189,6 +196,7 @@ TEST_F(ClientReplay, HeadThatCameBackAtAnOlderStepIsLost) {
   ASSERT_TRUE(RestoredFrom(status).has_value());
   EXPECT_EQ(RestoredFrom(status)->restored_step, kStep - 1);
   EXPECT_EQ(RestoredFrom(status)->checkpoint, "newest");
+  EXPECT_EQ(RestoredFrom(status)->checkpoints, (std::vector<std::pair<std::string, int64_t>>{{"newest", 4}}));
   EXPECT_THAT(std::string(status.message()), HasSubstr("no replay: "));
   EXPECT_EQ(TakeCount(), 0u);
   EXPECT_TRUE(accepted().empty());
@@ -196,6 +204,57 @@ TEST_F(ClientReplay, HeadThatCameBackAtAnOlderStepIsLost) {
   EXPECT_EQ(Value(head_->Take()).open_step, kStep - 1);
   EXPECT_TRUE(Submit(0, 1, CommitMode::kEager, kStep - 1).ok());
   EXPECT_THAT(accepted(), ElementsAre("loss 0 4"));
+}
+
+TEST_F(ClientReplay, ClosedStepsAreRepeatedToo) {
+  ASSERT_TRUE(Submit(0, 1).ok());
+  ASSERT_TRUE(head_->Apply(kStep, {.learning_rate = 0.1, .expected = ExpectedMicroBatches(int64_t{1})}).ok());
+  ASSERT_TRUE(Submit(0, 2, CommitMode::kEager, kStep + 1).ok());
+  ASSERT_TRUE(head_->DiscardGradient(kStep + 1).ok());
+  ASSERT_TRUE(Submit(0, 3, CommitMode::kEager, kStep + 2).ok());
+  ASSERT_TRUE(head_->Seal(kStep + 2, 1).ok());
+  ASSERT_TRUE(head_->Apply(kStep + 2, {.learning_rate = 0.1}).ok());
+  ASSERT_TRUE(Submit(0, 4, CommitMode::kEager, kStep + 3).ok());
+  Restart(kStep);
+  ASSERT_TRUE(Submit(1, 5, CommitMode::kEager, kStep + 3).ok());
+  const std::vector<std::string> all = {"loss 0 4",  "seal", "apply 5", "loss 0 8",  "discard gradient 6",
+                                        "loss 0 12", "seal", "apply 7", "loss 0 16", "loss 1 20"};
+  EXPECT_EQ(accepted(), all);
+  // Also from the middle; and the client has not forgotten where it was.
+  Restart(kStep + 2);
+  ASSERT_TRUE(head_->Seal(kStep + 3, 2).ok());
+  EXPECT_THAT(accepted(), ElementsAre("loss 0 12", "seal", "apply 7", "loss 0 16", "loss 1 20", "seal"));
+  Restart(kStep);
+  ASSERT_TRUE(head_->Apply(kStep + 3, {.learning_rate = 0.1}).ok());
+  EXPECT_EQ(accepted().size(), all.size() + 2);
+  EXPECT_EQ(accepted().back(), "apply 8");
+}
+
+TEST_F(ClientReplay, TheLogReachesBackAsFarAsItIsAskedToAndHasRoom) {
+  for (const bool by_steps : {true, false}) {
+    SCOPED_TRACE(by_steps);
+    server_.WithState([](ScriptedServer::State& state) {
+      state.open_step = kStep;
+      state.head_state = v1::HEAD_STATE_READY;
+    });
+    Connect(by_steps ? 1 << 20 : 1000, by_steps ? std::optional<int64_t>(1) : std::nullopt);
+    int64_t step = kStep;
+    for (; step < kStep + 10; ++step) {
+      ASSERT_TRUE(Submit(0, 1, CommitMode::kEager, step).ok());
+      ASSERT_TRUE(head_->Apply(step, {.learning_rate = 0.1, .expected = ExpectedMicroBatches(int64_t{1})}).ok());
+    }
+    ASSERT_TRUE(Submit(0, 1, CommitMode::kEager, step).ok());
+    Restart(step - 2);
+    const absl::Status status = by_steps ? Submit(1, 1, CommitMode::kEager, step) : absl::OkStatus();
+    if (by_steps) {
+      EXPECT_EQ(ErrorReason(status), "STEP_LOST");
+      EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat("reaches back to step ", step - 1)));
+      Restart(step - 1);
+    }
+    EXPECT_TRUE(Submit(1, 1, CommitMode::kEager, step).ok());
+    Restart(kStep);
+    EXPECT_EQ(ErrorReason(Submit(2, 1, CommitMode::kEager, step)), "STEP_LOST");
+  }
 }
 
 TEST_F(ClientReplay, WithoutReplayALostStepIsFinal) {

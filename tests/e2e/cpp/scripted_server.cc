@@ -122,6 +122,12 @@ class ScriptedServer::Heads : public v1::HeadService::Service {
     const auto script = script_.apply;
     return script ? script(*request) : script_.unary_status;
   }
+  grpc::Status DiscardGradient(grpc::ServerContext* context, const v1::DiscardGradientRequest* request,
+                               v1::DiscardGradientResponse*) override {
+    script_.Record("DiscardGradient", *context);
+    const auto script = script_.discard_gradient;
+    return script ? script(*request) : script_.unary_status;
+  }
 
  private:
   ScriptedServer& script_;

@@ -62,6 +62,7 @@ class ScriptedServer {
   std::function<grpc::Status(const v1::DiscardMicroBatchRequest&)> discard;
   std::function<grpc::Status(const v1::SealStepRequest&)> seal;
   std::function<grpc::Status(const v1::ApplyOptimizerStepRequest&)> apply;
+  std::function<grpc::Status(const v1::DiscardGradientRequest&)> discard_gradient;
   std::function<grpc::Status(const v1::AddGradientHeader&, const std::string& bytes)> add_gradient;
   grpc::Status unary_status;   // of everything that has no function
   std::atomic<int> calls = 0;  // but for those of sessions, GetHead, TakeHead and GetServerInfo

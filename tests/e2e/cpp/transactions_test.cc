@@ -266,12 +266,13 @@ void KillAndStart(ServerProcess& server) {
   server.Start();
 }
 
-// Two steps with every kind of contribution; `disturb` comes in the middle of the second one.
+// Two steps with every kind of contribution; `disturb` comes in the middle of the second one. Saved at the beginning of each, or of
+// the first one alone.
 template <typename Disturb>
-std::vector<float> TrainTwoSteps(Head head, Head teacher, Disturb disturb) {
+std::vector<float> TrainTwoSteps(Head head, Head teacher, bool save_both, Disturb disturb) {
   for (int64_t step = 0; step < 2; ++step) {
     const uint32_t seed = 10 + 10 * static_cast<uint32_t>(step);
-    Value(head.Save(step == 0 ? "step-0" : "step-1"));
+    if (step == 0 || save_both) Value(head.Save(step == 0 ? "step-0" : "step-1"));
     const auto submit = [&](int64_t id, CommitMode commit) {
       const std::vector<float> hidden = Hidden(seed + static_cast<uint32_t>(id));
       return Value(head.CrossEntropy(Rows(hidden), Targets(seed), {}, Id(step, id, commit)).Get());
@@ -323,21 +324,53 @@ TEST(Transactions, KilledServerAndReplayEndAtTheUndisturbedWeightBitForBit) {
   {
     ServerProcess quiet;
     Client client = quiet.Connect();
-    undisturbed = TrainTwoSteps(MakeHead(client, "student", 1), make_teacher(client), [](int) {});
+    undisturbed = TrainTwoSteps(MakeHead(client, "student", 1), make_teacher(client), true, [](int) {});
   }
   Client client = server.Connect(WithReplay());
-  Head head = MakeHead(client, "student", 1);
   const Head teacher = make_teacher(client);
-  int restarts = 0;
-  const std::string epoch = head.epoch();
-  const std::vector<float> disturbed = TrainTwoSteps(head, teacher, [&](int) {
+  for (const bool save_both : {true, false}) {  // false: the log reaches back over a step that was closed
+    SCOPED_TRACE(save_both);
+    Head head = MakeHead(client, save_both ? "student" : "other", 1);
+    int restarts = 0;
+    const std::string epoch = head.epoch();
+    const std::vector<float> disturbed = TrainTwoSteps(head, teacher, save_both, [&](int) {
+      KillAndStart(server);
+      ++restarts;
+    });
+    EXPECT_EQ(restarts, 2);
+    EXPECT_NE(head.epoch(), epoch);
+    EXPECT_TRUE(SameBits(disturbed, undisturbed));
+    EXPECT_FALSE(SameBits(disturbed, Weight(1)));
+    EXPECT_TRUE(head.Delete(true).ok());
+  }
+}
+
+TEST(Transactions, WeightsOfTheTrainersOwnAreRepeatedToo) {
+  ServerProcess server;
+  for (const bool has_room : {true, false}) {
+    ClientOptions options = WithReplay();
+    if (!has_room) options.replay_bytes = 4096;  // less than the weights
+    Client client = server.Connect(options);
+    Head head = MakeHead(client, has_room ? "student" : "other", 1);
+    Value(head.Save("begin"));
+    const std::vector<float> hidden = Hidden(2);
+    Value(head.CrossEntropy(Rows(hidden), Targets(3), {}, Id(0, 0)).Get());
+    Value(head.Seal(0, 1));
+    Value(head.ReplaceWeights(0, TensorView::Float32(Weight(7))));
+    Value(head.DiscardGradient(1));
+    Value(head.CrossEntropy(Rows(hidden), Targets(3), {}, Id(2, 0)).Get());
+    const TensorBuffer before = Value(head.Gradient(2));
     KillAndStart(server);
-    ++restarts;
-  });
-  EXPECT_EQ(restarts, 2);
-  EXPECT_NE(head.epoch(), epoch);
-  EXPECT_TRUE(SameBits(disturbed, undisturbed));
-  EXPECT_FALSE(SameBits(disturbed, Weight(1)));
+    const absl::StatusOr<TensorBuffer> again = head.Gradient(2);
+    if (has_room) {
+      ASSERT_TRUE(again.ok()) << again.status();
+      EXPECT_EQ(std::memcmp(again->data(), before.data(), static_cast<size_t>(before.bytes())), 0);
+      EXPECT_TRUE(SameBits(WeightOf(head), Weight(7)));
+    } else {
+      EXPECT_EQ(ErrorReason(again.status()), "STEP_LOST") << again.status();
+      EXPECT_EQ(RestoredFrom(again.status())->checkpoints.size(), 1u);
+    }
+  }
 }
 
 TEST(Transactions, HeadsOfOneMicroBatchAreRecoveredTogether) {

@@ -4,14 +4,17 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 import recovery_trainer as program
 from conftest import START_TIMEOUT_S, running_server
 from expectations import refused
+from headwater.v1 import head_service_pb2, head_service_pb2_grpc
 
 import headwater
 import headwater.local
@@ -185,6 +188,35 @@ def test_a_server_that_is_told_to_end_saves_what_has_changed(replay):
                 head.gradient()
             assert (info.value.restored_step, info.value.checkpoint) == (1, "drain")
             assert info.value.checkpoints == {"drain": 1, "step-0": 0}
+
+
+def test_a_call_that_does_not_end_does_not_keep_heads_from_being_saved():
+    """Half of the time is for saving; the call is cancelled at the end of the other half, which the exit status says."""
+    flags = ("--drain_checkpoint", "--drain_timeout=4s", "--metrics_address=127.0.0.1:0")
+    with running_server(*flags) as server, headwater.connect(server.address, retries=PATIENT) as client:
+        head = client.create_head("student", program.initial(1, program.VOCAB_SIZE), optimizer=headwater.SGD())
+        head.discard_gradient()
+        header = head_service_pb2.AddGradientHeader(micro_batch=0, row_count=1, factor=1)
+        header.head.head, header.head.head_epoch, header.head.step = head.name, head.epoch, 1
+        released = threading.Event()
+
+        def requests():
+            yield head_service_pb2.AddGradientRequest(header=header)
+            released.wait(START_TIMEOUT_S)
+
+        with grpc.insecure_channel(server.address) as channel:
+            call = head_service_pb2_grpc.HeadServiceStub(channel).AddGradient.future(requests())
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not server.metrics()["headwater_in_flight_bytes"]:
+                assert time.monotonic() < deadline and not call.done()
+                time.sleep(0.02)
+            server.process.terminate()
+            assert server.process.wait(START_TIMEOUT_S) == 1
+            released.set()
+        assert "calls were cancelled" in server.log_text()
+        server.start()
+        info = head.info()
+        assert (info.state, info.open_step, info.restored_checkpoint) == ("RESTORED", 1, "drain")
 
 
 def test_the_loop_needs_no_server(undisturbed, tmp_path):

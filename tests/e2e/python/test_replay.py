@@ -362,6 +362,23 @@ def test_a_head_that_was_never_saved_is_gone(server, data):
             head.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1)
 
 
+def test_a_head_that_is_gone_does_not_hold_up_the_others(server, data):
+    """Of two heads one was never saved, and one was deleted by somebody else."""
+    with connect(server) as client, headwater.connect(server.address) as other:
+        heads = [client.create_head(name, data.weight, optimizer=headwater.SGD()) for name in ("saved", "unsaved", "deleted")]
+        for head in heads:
+            if head is not heads[1]:
+                head.save("first")
+            head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
+        other.head("deleted").delete(force=True)
+        expected = heads[0].gradient()
+        restart(server)
+        np.testing.assert_array_equal(heads[0].gradient(), expected)
+        for head in heads[1:]:
+            with refused("HEAD_NOT_FOUND", headwater.NotFoundError):
+                head.gradient()
+
+
 def test_a_new_run_is_not_followed(server, data):
     """An epoch that changes without a restart belongs to somebody else."""
     with connect(server) as client, headwater.connect(server.address) as other:

@@ -23,10 +23,11 @@
 // connections otherwise. MicroBatchResult::transport says which it was, stats() why it was not a better one; the first time that
 // is also said in a line on the standard error output.
 //
-// Replay. With ClientOptions::replay_bytes the client keeps the open step's micro-batches, decisions and gradients. When the server
-// has been started again and the head came back at that very step, the client takes the head, repeats them and goes on; the caller
-// sees a slow call. Of several trainers one takes the head and the others join it. Otherwise STEP_LOST is final (RestoredFrom()).
-// Several calls in flight are repeated in the order in which they had succeeded.
+// Replay. With ClientOptions::replay_bytes the client keeps what it sends: micro-batches, decisions, gradients, and the calls that
+// close steps. When the server has been started again and the head came back at the open step, or at an older one that is still
+// kept, the client takes the head, repeats what came since and goes on; the caller sees a slow call. Of several trainers one takes
+// the head and the others join it. Otherwise STEP_LOST is final (RestoredFrom()), and its message says why. Several calls in flight
+// are repeated in the order in which they had succeeded.
 #ifndef HEADWATER_CLIENT_CLIENT_H_
 #define HEADWATER_CLIENT_CLIENT_H_
 
@@ -76,9 +77,11 @@ struct ClientOptions {
   std::chrono::milliseconds session_lease{std::chrono::seconds(30)};
   // Shown in the server's logs; at most 128 bytes.
   std::string client_name = "headwater-cpp";
-  // Room for the replay of the open step, >= 0; 0: no replay. A step that takes more is not kept: STEP_LOST is final then, and its
-  // message says why. Rows are copied when their micro-batch has succeeded.
+  // Room for what is kept for replay, >= 0; 0: no replay. The oldest closed steps go first; an open step that takes more is not
+  // kept: STEP_LOST is final then. Rows are copied when their micro-batch has succeeded.
   int64_t replay_bytes = 0;
+  // Closed steps that are kept beside the open one, >= 0; absent: as many as there is room for.
+  std::optional<int64_t> replay_steps{};
   // Anything but kAuto demands a path: a micro-batch that cannot go that way fails with TRANSPORT_UNAVAILABLE, which says why.
   Transport transport = Transport::kAuto;
   // Connections that the rows of a micro-batch are spread over at most, in [1, 64]; small ones take fewer.

@@ -14,6 +14,8 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 
@@ -37,6 +39,8 @@ struct LostStep {
   int64_t restored_step = 0;  // the step that is open on the head now, and empty
   std::string checkpoint;  // where its weights come from. If `restored_step` is older than the trainer's, the trainer loads its own
                            // part of this checkpoint
+  // What Head::Restore() can be given, newest first, with the steps that they begin.
+  std::vector<std::pair<std::string, int64_t>> checkpoints;
 };
 
 // Absent unless the reason is STEP_LOST and the head came back from a checkpoint (and not lost for good).
