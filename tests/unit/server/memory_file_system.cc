@@ -1,5 +1,6 @@
 #include "memory_file_system.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -31,7 +32,11 @@ class MemoryFileSystem::Writer : public checkpoint::WritableFile {
     node_->append(static_cast<const char*>(data), static_cast<size_t>(byte_count));
     return absl::OkStatus();
   }
-  absl::Status SyncAndClose() override { return absl::OkStatus(); }
+  absl::Status SyncAndClose() override {
+    absl::MutexLock lock(&files_.mutex_);
+    std::erase(files_.unsynced_, node_);
+    return absl::OkStatus();
+  }
 
  private:
   MemoryFileSystem& files_;
@@ -93,11 +98,46 @@ int64_t MemoryFileSystem::StoredBytes() const {
 absl::Status MemoryFileSystem::CreateDirectory(const std::string& path) {
   absl::MutexLock lock(&mutex_);
   if (absl::Status status = CheckParent(path); !status.ok()) return status;
-  return nodes_.emplace(path, nullptr).second ? absl::OkStatus() : IsThere("making a directory");
+  if (nodes_.contains(path)) return IsThere("making a directory");
+  Note(path);
+  nodes_.emplace(path, nullptr);
+  return absl::OkStatus();
 }
 
 absl::Status MemoryFileSystem::SyncDirectory(const std::string& path) {
-  return IsDirectory(path) ? absl::OkStatus() : NotThere("opening a directory");
+  if (!IsDirectory(path)) return NotThere("opening a directory");
+  absl::MutexLock lock(&mutex_);
+  // The journal up to the last change in this directory.
+  const auto last =
+      std::find_if(changes_.rbegin(), changes_.rend(), [&path](const Change& change) { return change.directory == path; });
+  changes_.erase(changes_.begin(), last.base());
+  return absl::OkStatus();
+}
+
+void MemoryFileSystem::Note(const std::string& path) {
+  if (watches_) changes_.push_back({path.substr(0, path.rfind('/')), nodes_});
+}
+
+void MemoryFileSystem::WatchSyncs(bool watch) {
+  absl::MutexLock lock(&mutex_);
+  watches_ = watch;
+  changes_.clear();
+  unsynced_.clear();
+}
+
+void MemoryFileSystem::LosePower(uint64_t choice) {
+  absl::MutexLock lock(&mutex_);
+  const size_t kept = choice % (changes_.size() + 1);
+  if (kept < changes_.size()) nodes_ = changes_[kept].before;
+  for (const Node& file : unsynced_) file->resize((choice / 64) % (file->size() + 1));
+  watches_ = false;
+  changes_.clear();
+  unsynced_.clear();
+}
+
+int64_t MemoryFileSystem::stored_bytes() const {
+  absl::MutexLock lock(&mutex_);
+  return StoredBytes();
 }
 
 absl::StatusOr<std::vector<std::string>> MemoryFileSystem::ListDirectory(const std::string& path) const {
@@ -121,9 +161,11 @@ bool MemoryFileSystem::IsDirectory(const std::string& path) const {
 absl::StatusOr<std::unique_ptr<checkpoint::WritableFile>> MemoryFileSystem::CreateFile(const std::string& path) {
   absl::MutexLock lock(&mutex_);
   if (absl::Status status = CheckParent(path); !status.ok()) return status;
-  const auto [entry, added] = nodes_.emplace(path, std::make_shared<std::string>());
-  if (!added) return IsThere("creating a file");
-  return std::make_unique<Writer>(*this, entry->second);
+  if (nodes_.contains(path)) return IsThere("creating a file");
+  Note(path);
+  const Node& file = nodes_[path] = std::make_shared<std::string>();
+  if (watches_) unsynced_.push_back(file);
+  return std::make_unique<Writer>(*this, file);
 }
 
 absl::StatusOr<std::unique_ptr<checkpoint::ReadableFile>> MemoryFileSystem::OpenFile(const std::string& path) const {
@@ -139,6 +181,7 @@ absl::Status MemoryFileSystem::Rename(const std::string& from, const std::string
   if (!nodes_.contains(from)) return NotThere("renaming");
   if (absl::Status status = CheckParent(to); !status.ok()) return status;
   if (nodes_.contains(to)) return IsThere("renaming");
+  Note(to);
   PutTree(to, TakeTree(from));
   return absl::OkStatus();
 }
@@ -146,6 +189,7 @@ absl::Status MemoryFileSystem::Rename(const std::string& from, const std::string
 absl::Status MemoryFileSystem::Exchange(const std::string& a, const std::string& b) {
   absl::MutexLock lock(&mutex_);
   if (!nodes_.contains(a) || !nodes_.contains(b)) return NotThere("exchanging");
+  Note(b);
   std::map<std::string, Node> first = TakeTree(a);
   PutTree(a, TakeTree(b));
   PutTree(b, std::move(first));
@@ -154,6 +198,7 @@ absl::Status MemoryFileSystem::Exchange(const std::string& a, const std::string&
 
 absl::Status MemoryFileSystem::RemoveTree(const std::string& path) {
   absl::MutexLock lock(&mutex_);
+  Note(path);
   TakeTree(path);
   return absl::OkStatus();
 }

@@ -1,8 +1,8 @@
 // A file system in memory: checkpoints of tests that must be fast, or must outlive the "process" that wrote them.
 //
-// Behaves as PosixFileSystem() does, errors included (memory_file_system_test.cc runs both through the same operations), but that
-// nothing is lost without a sync. Parents of relative paths and of `/x` always exist. Links do not. Thread-safe; files that are
-// open stay readable after they have been removed, and must not outlive the file system.
+// Behaves as PosixFileSystem() does, errors included (memory_file_system_test.cc runs both through the same operations). What was
+// not synced is lost only where a test lets the power fail. Parents of relative paths and of `/x` always exist. Links do not.
+// Thread-safe; files that are open stay readable after they have been removed, and must not outlive the file system.
 #ifndef HEADWATER_TESTS_UNIT_SERVER_MEMORY_FILE_SYSTEM_H_
 #define HEADWATER_TESTS_UNIT_SERVER_MEMORY_FILE_SYSTEM_H_
 
@@ -38,13 +38,28 @@ class MemoryFileSystem : public checkpoint::FileSystem {
   void SetContents(const std::string& path, const std::string& bytes);
   // Bytes of all files together may be at most this; an Append() beyond it is kDiskFull. INT64_MAX at first.
   void set_capacity_bytes(int64_t capacity_bytes);
+  int64_t stored_bytes() const;
+
+  // From now on it is noted what has not reached the disk: bytes of files that were not synced, and changes to directories that
+  // were not synced, which reach the disk in the order in which they were made, as in a journal. `false` forgets all that.
+  void WatchSyncs(bool watch);
+  // The power fails: of the changes to directories a beginning stays, of the bytes that were written to each file too; `choice`
+  // says how much of either. No file may be open, and the watch ends.
+  void LosePower(uint64_t choice);
 
  private:
   class Writer;
   class Reader;
   // Bytes of a file; null stands for a directory.
   using Node = std::shared_ptr<std::string>;
+  // A change to a directory that is not synced yet, with all entries as they were before it.
+  struct Change {
+    std::string directory;
+    std::map<std::string, Node> before;
+  };
 
+  // To be called before `path` appears, goes, or changes its place.
+  void Note(const std::string& path) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckParent(const std::string& path) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Takes `path` and what is below it out of `nodes_`, by the rest of the path.
   std::map<std::string, Node> TakeTree(const std::string& path) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -54,6 +69,9 @@ class MemoryFileSystem : public checkpoint::FileSystem {
   mutable absl::Mutex mutex_;
   std::map<std::string, Node> nodes_ ABSL_GUARDED_BY(mutex_);  // by path
   int64_t capacity_bytes_ ABSL_GUARDED_BY(mutex_) = INT64_MAX;
+  bool watches_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<Change> changes_ ABSL_GUARDED_BY(mutex_);  // since the last sync that covered them, oldest first
+  std::vector<Node> unsynced_ ABSL_GUARDED_BY(mutex_);   // files that were written and not synced
 };
 
 }  // namespace headwater::testing

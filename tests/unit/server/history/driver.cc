@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <memory>
 #include <mutex>
 #include <thread>
 
@@ -9,6 +10,8 @@
 #include "absl/strings/str_join.h"
 #include "generator.h"
 #include "model.h"
+#include "simulation.h"
+#include "source.h"
 
 namespace headwater::history {
 namespace {
@@ -22,13 +25,13 @@ class Comparison {
       : payloads_(MakePayloads(seed)), model_(payloads_), world_(payloads_, 1 + static_cast<int>(seed % 3), bugs) {}
 
   const Model& model() const { return model_; }
-  const std::string& answer() const { return reply_.reason; }
+  const Reply& reply() const { return reply_; }
 
   // Empty if they agree.
   std::string Run(const Event& event) {
     reply_ = world_.Run(event);
     Event known = event;
-    if (event.op == Op::kCrash && !reply_.numbers.empty()) known.crash_saved = static_cast<int>(reply_.numbers[0]);
+    if (event.crash_at > 0 && !reply_.numbers.empty()) known.crash_changed = reply_.numbers[0] != 0;
     if (std::string difference = Difference(reply_, model_.Run(known)); !difference.empty()) return difference;
     actual_view_.Clear();
     expected_view_.Clear();
@@ -70,19 +73,13 @@ void Coverage::Add(const Coverage& other) {
   for (const auto& [kind, count] : other.kinds) kinds[kind] += count;
   for (const auto& [answer, count] : other.answers) answers[answer] += count;
   late_events += other.late_events;
+  events += other.events;
+  faults.Add(other.faults);
 }
 
-std::vector<Event> MakeHistory(uint64_t seed, int length) {
-  Model model(MakePayloads(seed));
-  Generator generator(seed, model);
-  View view;
+std::vector<Event> MakeHistory(uint64_t seed, int length, const WorldBugs& bugs) {
   std::vector<Event> events;
-  for (int index = 0; index < length; ++index) {
-    events.push_back(generator.Next());
-    model.Run(events.back());
-    view.Clear();
-    model.Observe(view);
-  }
+  RunHistory(seed, length, bugs, nullptr, &events);
   return events;
 }
 
@@ -95,23 +92,41 @@ std::optional<Failure> RunEvents(uint64_t seed, const std::vector<Event>& events
   return std::nullopt;
 }
 
-std::optional<Failure> RunHistory(uint64_t seed, int length, const WorldBugs& bugs, Coverage* coverage) {
+std::optional<Failure> RunHistory(uint64_t seed, int length, const WorldBugs& bugs, Coverage* coverage,
+                                  std::vector<Event>* events) {
   Comparison comparison(seed, bugs);
-  Generator generator(seed, comparison.model());
+  Coverage own;
+  Coverage& seen = coverage != nullptr ? *coverage : own;
+  std::unique_ptr<Source> source;
+  if (seed % 2 == 1) {
+    source = std::make_unique<Generator>(seed, comparison.model());
+  } else {
+    source = std::make_unique<Simulation>(seed, seen.faults);
+  }
   for (int index = 0; index < length; ++index) {
-    const Event event = generator.Next();
+    const Event event = source->Next();
+    if (events != nullptr) events->push_back(event);
     std::string difference = comparison.Run(event);
     if (!difference.empty()) return Failure{index, std::move(difference)};
+    difference = source->Answered(event, comparison.reply());
+    if (!difference.empty()) return Failure{index, std::move(difference), /*by_client=*/true};
+    ++seen.events;
+    seen.faults.Count(event, comparison.reply());
     if (coverage == nullptr) continue;
-    ++coverage->kinds[event.kind];
-    ++coverage->answers[absl::StrCat(event.kind, ": ", comparison.answer())];
-    coverage->late_events += event.late;
+    ++seen.kinds[event.kind];
+    ++seen.answers[{event.kind, comparison.reply().reason}];
+    seen.late_events += event.late;
   }
   return std::nullopt;
 }
 
 std::string Report(uint64_t seed, const Failure& failure, const WorldBugs& bugs) {
-  const std::vector<Event> events = MakeHistory(seed, failure.event + 1);
+  const std::vector<Event> events = MakeHistory(seed, failure.event + 1, bugs);
+  std::string text =
+      absl::StrCat("history ", seed, " fails at event ", failure.event, ":\n", EventLine(failure.event, events.back()),
+                   failure.what, "to run it again:\n  HISTORY_SEED=", seed, " HISTORY_LENGTH=", failure.event + 1,
+                   " server_history_test --gtest_filter='*RunsOneHistory*'\n");
+  if (failure.by_client) return text;  // what the clients knew is not in the events
   std::vector<int> kept;
   for (int index = 0; index <= failure.event; ++index) kept.push_back(index);
   const auto run = [&](const std::vector<int>& indices) {
@@ -137,32 +152,29 @@ std::string Report(uint64_t seed, const Failure& failure, const WorldBugs& bugs)
       shortest = std::move(still);
     }
   }
-  std::string text = absl::StrCat("history ", seed, " fails at event ", failure.event, ":\n",
-                                  EventLine(failure.event, events.back()), failure.what);
-  absl::StrAppend(&text, "to run it again:\n  HISTORY_SEED=", seed, " HISTORY_LENGTH=", failure.event + 1,
-                  " server_history_test --gtest_filter='*RunsOneHistory*'\nthe fewest events that were found to fail:\n");
+  absl::StrAppend(&text, "the fewest events that were found to fail:\n");
   for (const int index : kept) text += EventLine(index, events[static_cast<size_t>(index)]);
   absl::StrAppend(&text, shortest->what, "to run those:\n  HISTORY_SEED=", seed, " HISTORY_LENGTH=", failure.event + 1,
                   " HISTORY_EVENTS=", absl::StrJoin(kept, ","), " server_history_test --gtest_filter='*RunsOneHistory*'\n");
   return text;
 }
 
-Totals RunHistories(uint64_t first_seed, int count, int length, const WorldBugs& bugs, size_t max_failures) {
+Totals RunHistories(uint64_t first_seed, int64_t count, int length, const WorldBugs& bugs, const RunOptions& options) {
   Totals totals;
   std::mutex mutex;
-  std::atomic<int> next = 0;
+  std::atomic<int64_t> next = 0;
   std::atomic<size_t> failures = 0;
   std::atomic<bool> enough = false;
   const auto work = [&] {
     Coverage coverage;
     int64_t histories = 0;
-    for (int number = next++; number < count && !enough; number = next++, ++histories) {
+    for (int64_t number = next++; number < count && !enough; number = next++, ++histories) {
       const uint64_t seed = first_seed + static_cast<uint64_t>(number);
-      const std::optional<Failure> failure = RunHistory(seed, length, bugs, &coverage);
+      const std::optional<Failure> failure = RunHistory(seed, length, bugs, &coverage, nullptr);
       if (!failure.has_value()) continue;
-      if (failures++ >= max_failures) break;
-      if (failures >= max_failures) enough = true;
-      std::string report = Report(seed, *failure, bugs);
+      if (failures++ >= options.max_failures) break;
+      if (failures >= options.max_failures) enough = true;
+      std::string report = options.cuts_failures ? Report(seed, *failure, bugs) : failure->what;
       const std::lock_guard<std::mutex> lock(mutex);
       totals.failures.push_back(std::move(report));
     }
@@ -171,7 +183,8 @@ Totals RunHistories(uint64_t first_seed, int count, int length, const WorldBugs&
     totals.histories += histories;
   };
   std::vector<std::thread> threads;
-  for (unsigned i = 0; i < std::max(1u, std::thread::hardware_concurrency()); ++i) threads.emplace_back(work);
+  const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  for (int i = 0; i < (options.threads > 0 ? options.threads : cores); ++i) threads.emplace_back(work);
   for (std::thread& thread : threads) thread.join();
   return totals;
 }

@@ -24,6 +24,7 @@ void AddTo(std::vector<float>& sum, const std::vector<float>& values, float fact
 }  // namespace
 
 absl::Status EngineControl::Take(const char* call) {
+  if (await_points != nullptr) await_points->Pass();
   if (failing_call == nullptr || std::string_view(failing_call) != call) return absl::OkStatus();
   failing_call = nullptr;
   return failure;
@@ -65,7 +66,9 @@ absl::Status HistoryHead::ReadTensor(HeadTensor tensor, int64_t element_start, i
 absl::Status HistoryHead::WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) {
   const absl::Status failure = control_.Take("WriteTensor");
   if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
+  if (control_.bug == EngineBug::kSwapsByHalf && tensor == HeadTensor::kBias) return failure;
   std::memcpy(Tensor(tensor).data() + element_start, in, static_cast<size_t>(element_count) * sizeof(float));
+  control_.Done();
   return failure;
 }
 
@@ -76,6 +79,7 @@ absl::Status HistoryHead::ZeroGradient() {
   for (const HeadTensor tensor : {HeadTensor::kGradWeight, HeadTensor::kGradBias}) {
     std::fill(Tensor(tensor).begin(), Tensor(tensor).end(), 0.0f);
   }
+  control_.Done();
   return failure;
 }
 
@@ -85,6 +89,7 @@ absl::Status HistoryHead::AddToGradient(HeadTensor tensor, int64_t element_start
   if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
   float* sum = Tensor(tensor).data() + element_start;
   for (int64_t i = 0; i < element_count; ++i) sum[i] += static_cast<float>(factor) * in[i];
+  control_.Done();
   return failure;
 }
 
@@ -112,7 +117,7 @@ absl::StatusOr<GradientStats> HistoryHead::ComputeGradientStats() const {
 
 absl::Status HistoryHead::ApplyOptimizer(const OptimizerStep& step) {
   const absl::Status failure = control_.Take("ApplyOptimizer");
-  if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
+  if (HasReason(failure, ErrorReason::kShardNotReady) && control_.bug != EngineBug::kAppliesByHalf) return failure;
   update_count_ = step.update_count;
   const auto update = [&](HeadTensor weight, HeadTensor gradient, HeadTensor moment1, HeadTensor moment2) {
     for (size_t i = 0; i < Tensor(weight).size(); ++i) {
@@ -128,6 +133,7 @@ absl::Status HistoryHead::ApplyOptimizer(const OptimizerStep& step) {
   };
   update(HeadTensor::kWeight, HeadTensor::kGradWeight, HeadTensor::kMoment1Weight, HeadTensor::kMoment2Weight);
   update(HeadTensor::kBias, HeadTensor::kGradBias, HeadTensor::kMoment1Bias, HeadTensor::kMoment2Bias);
+  control_.Done();
   return failure;
 }
 
@@ -151,6 +157,7 @@ class HistoryStaged : public StagedContribution {
       }
     }
     Release();
+    control_.Done();
     return failure;
   }
 
@@ -171,6 +178,7 @@ absl::StatusOr<MemoryPlan> HistoryEngine::PlanHead(const HeadSpec& spec) const {
 }
 
 absl::StatusOr<std::unique_ptr<EngineHead>> HistoryEngine::CreateHead(const HeadSpec& spec) {
+  if (absl::Status status = control_.Take("CreateHead"); !status.ok()) return status;
   return std::make_unique<HistoryHead>(spec, *PlanHead(spec), options_.shard_count, control_);
 }
 
@@ -239,6 +247,8 @@ absl::StatusOr<MicroBatchResult> HistoryEngine::Compute(const MicroBatch& micro_
     }
     non_finite_rows += sums.non_finite_row_count;
   }
+  const bool is_repeat = micro_batch.backward && micro_batch.grad_weight == GradWeightMode::kNone;
+  if (control_.bug == EngineBug::kRepeatsOtherwise && is_repeat && grad_hidden != nullptr) ++grad_hidden[0];
   if (micro_batch.refuse_non_finite && non_finite_rows > 0) {
     return MakeError(ErrorReason::kNonFiniteValues, "there are non-finite rows");
   }
@@ -259,6 +269,7 @@ absl::StatusOr<MicroBatchResult> HistoryEngine::Compute(const MicroBatch& micro_
       AddTo(head->Tensor(HeadTensor::kGradBias), gradient.bias, 1);
     }
   }
+  control_.Done();
   if (!failure.ok()) return failure;
   return result;
 }

@@ -22,12 +22,23 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "await_points.h"
 #include "headwater/kernels/engine.h"
 
 namespace headwater::history {
 
 // What a planted bug does.
-enum class EngineBug { kNone, kDropsCommit, kAddsTwice, kLeaksSlot, kKeepsGradient, kAddsUndecided };
+enum class EngineBug {
+  kNone,
+  kDropsCommit,
+  kAddsTwice,
+  kLeaksSlot,
+  kKeepsGradient,
+  kAddsUndecided,
+  kRepeatsOtherwise,  // a row that is computed again gets another gradient
+  kAppliesByHalf,     // an update that a shard was not ready for is made by the others
+  kSwapsByHalf        // of new weights the bias is forgotten
+};
 
 class HistoryHead;
 
@@ -40,9 +51,14 @@ struct EngineControl {
   absl::Status failure;
   std::function<void()> during_compute;  // called once, then empty
   std::vector<HistoryHead*> heads;       // those that live, in the order of their creation
+  AwaitPoints* await_points = nullptr;   // passed before and after each call that changes or computes something
 
-  // The failure that is due in a call of this name.
+  // A call of this name begins: the failure that is due in it.
   absl::Status Take(const char* call);
+  // A call has done its work.
+  void Done() const {
+    if (await_points != nullptr) await_points->Pass();
+  }
 };
 
 class HistoryHead : public EngineHead {

@@ -172,7 +172,8 @@ std::string ToString(const Event& event) {
   flag("save_first", event.save_first);
   flag("deleted_handle", event.deleted_handle);
   if (event.seconds != 0) add("seconds", event.seconds);
-  if (event.changes != 0) add("changes", event.changes);
+  if (event.crash_at != 0) add("the process ends at await point", event.crash_at);
+  if (event.power_loss.has_value()) add("power fails", static_cast<int64_t>(*event.power_loss));
   if (event.failing_call != nullptr) absl::StrAppend(&text, " ", event.failing_call, " fails: ", ErrorReasonName(event.failure));
   return text;
 }

@@ -74,6 +74,7 @@ enum class Op {
   kReadGradient,
   kGradientNorm,
   kGetSteps,
+  kGetHead,
   kCheckEpoch,
   kSetTensors,
   kReadWeights,
@@ -90,7 +91,6 @@ enum class Op {
   kAdvance,         // the clock
   kExpireSessions,  // after advancing the clock
   kRestart,         // the process; all but the files is gone
-  kCrash,           // the same in the middle of a save
 };
 
 // When a call's client goes away.
@@ -139,7 +139,8 @@ struct Target {
 
 struct Event {
   const char* kind = "";
-  bool late = false;  // delivered after events that were sent later, or a second time
+  bool late = false;   // delivered after events that were sent later, or a second time
+  bool again = false;  // delivered a second time
   Op op = Op::kAdvance;
   std::vector<Target> targets;
 
@@ -177,8 +178,11 @@ struct Event {
   bool save_first = false;
   bool deleted_handle = false;  // by a pointer to a head that has been deleted since
   int seconds = 0;
-  int changes = 0;                     // to the files before a crash
-  int crash_saved = 0;                 // whether the checkpoint was complete then: the server says, because both are right
+  int disk_left = 0;  // bytes, when the disk is full: fewer than a checkpoint has
+  // The process ends at this await point of the call, or, if the call has fewer, when it has done all but answer; 0: it does not.
+  int crash_at = 0;
+  std::optional<uint64_t> power_loss;  // it ends because the power fails, see MemoryFileSystem::LosePower()
+  bool crash_changed = false;          // whether the files had changed by then: the server says, because both are right
   const char* failing_call = nullptr;  // of the engine, see EngineControl
   ErrorReason failure = ErrorReason::kEngineFailed;
 
@@ -192,6 +196,9 @@ std::string ToString(const Event& event);
 
 // ---- what is compared ------------------------------------------------------------------------------------------------
 
+// How far a call had come when the process ended.
+enum class Crash { kNone, kBefore, kWithin, kUnanswered };
+
 // What a call answered: the reason ("OK" without one), and the numbers of an answer that is OK.
 struct Reply {
   Reply() = default;
@@ -201,6 +208,7 @@ struct Reply {
   std::string reason = "OK";
   std::vector<double> numbers;
   std::vector<Reply> beside;  // to a call that was computed beside this one
+  Crash crash = Crash::kNone;
 };
 
 // Numbers in named sections: the observable state of everything.

@@ -6,6 +6,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "await_points.h"
 #include "events.h"
 #include "headwater/kernels/error.h"
 #include "server/heads/head.h"
@@ -15,10 +16,11 @@ namespace headwater::history {
 class FlowingRows : public heads::IncomingRows {
  public:
   // `cancelled` becomes true at the decision, if the event says so.
-  FlowingRows(const Event& event, int64_t row_count, const Digest& digest, bool* cancelled)
-      : event_(event), row_count_(row_count), cancelled_(cancelled), digest_(digest) {}
+  FlowingRows(const Event& event, int64_t row_count, const Digest& digest, AwaitPoints& await_points, bool* cancelled)
+      : event_(event), row_count_(row_count), await_points_(await_points), cancelled_(cancelled), digest_(digest) {}
 
   absl::Status AwaitRows(int64_t row_end) override {
+    await_points_.Pass();
     if (row_end < row_count_) return absl::OkStatus();
     if (event_.flow == Flow::kStalls) {
       stalled_ = true;
@@ -28,6 +30,7 @@ class FlowingRows : public heads::IncomingRows {
   }
   bool stalled() const override { return stalled_; }
   absl::StatusOr<Digest> Finish(const DigestBuilder*) override {
+    await_points_.Pass();
     if (event_.flow == Flow::kRefused) return Error();
     if (event_.cancel == Cancel::kAtDecision) *cancelled_ = true;
     return digest_;
@@ -44,6 +47,7 @@ class FlowingRows : public heads::IncomingRows {
  private:
   const Event& event_;
   const int64_t row_count_;
+  AwaitPoints& await_points_;
   bool* const cancelled_;
   const Digest digest_;
   bool stalled_ = false;

@@ -11,10 +11,12 @@ namespace headwater::history {
 namespace {
 
 constexpr size_t kRememberedCalls = 24;
+constexpr int kCallsPerCrash = 80;
 
 // May arrive late or twice.
 bool CanBeLate(const Event& event) {
-  if (event.failing_call != nullptr || event.meanwhile != Meanwhile::kNothing || event.deleted_handle) return false;
+  if (event.crash_at > 0 || event.failing_call != nullptr || event.meanwhile != Meanwhile::kNothing || event.deleted_handle)
+    return false;
   switch (event.op) {
     case Op::kCall:
     case Op::kAnnounce:
@@ -308,6 +310,7 @@ Event Generator::Next() {
       delayed_.push_back(std::exchange(event, Choose()));
     } else if (OneIn(10)) {  // delivered twice
       delayed_.push_back(event);
+      delayed_.back().again = true;
     }
   }
   if (event.op == Op::kAnnounce) announced_.push_back(event);
@@ -315,7 +318,8 @@ Event Generator::Next() {
     sent_.push_back(event);
     if (sent_.size() > kRememberedCalls) sent_.erase(sent_.begin());
   }
-  if (event.op == Op::kRestart || event.op == Op::kCrash) announced_.clear();
+  if (OneIn(kCallsPerCrash) && CanBeLate(event)) Crash(event, OneIn(4) ? 1 : OneIn(2) ? 3 : 60);
+  if (event.op == Op::kRestart || event.crash_at > 0) announced_.clear();
   return event;
 }
 

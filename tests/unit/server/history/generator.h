@@ -12,14 +12,16 @@
 
 #include "events.h"
 #include "model.h"
+#include "source.h"
 
 namespace headwater::history {
 
-class Generator {
+class Generator : public Source {
  public:
   Generator(uint64_t seed, const Model& model) : random_(seed), model_(model) {}
 
-  Event Next();
+  Event Next() override;
+  std::string Answered(const Event&, const Reply&) override { return ""; }
   // Names of all kinds of events, for checking that all of them occur.
   static std::vector<std::string> KindNames();
 
@@ -56,6 +58,12 @@ class Generator {
   bool Apply(Event& event);
   bool Replace(Event& event);
   bool AddGradient(Event& event);
+  // The process ends in the event, at one of its first `points` await points.
+  bool Crash(Event& event, int points) {
+    event.crash_at = 1 + Pick(points);
+    if (OneIn(2)) event.power_loss = random_();
+    return true;
+  }
   void Fail(Event& event, const char* call, ErrorReason reason) const {
     event.failing_call = call;
     event.failure = reason;

@@ -196,6 +196,7 @@ void KindTable::AddSteps(std::vector<Kind>& kinds) {
              if (g.OneIn(2)) e.targets[0].epoch = g.PickStaleEpoch(e.targets[0].head);
              return true;
            }},
+          {"get head", 3, [](G& g, E& e) { return g.OnHead(e, Op::kGetHead); }},
           {"check an epoch", 3,
            [](G& g, E& e) {
              if (!g.OnHead(e, Op::kCheckEpoch)) return false;
@@ -282,6 +283,7 @@ void KindTable::AddWeights(std::vector<Kind>& kinds) {
                       e.checkpoint = CheckpointName(g.Pick(3));
                       e.overwrite = g.OneIn(2);
                       e.disk_full = true;
+                      e.disk_left = g.OneIn(2) ? 0 : g.Pick(200);
                       return g.OnHead(e, Op::kSave, IsReady);
                     }},
                    {"save under a name that is none", 1,
@@ -393,10 +395,10 @@ void KindTable::AddServer(std::vector<Kind>& kinds) {
                                  }},
                                 {"the server dies while it saves", 5,
                                  [](G& g, E& e) {
-                                   if (!g.OnHead(e, Op::kCrash, IsReady)) return false;
+                                   if (!g.OnHead(e, Op::kSave, IsReady)) return false;
                                    e.checkpoint = CheckpointName(g.Pick(3));
-                                   e.changes = 1 + g.Pick(24);
-                                   return true;
+                                   e.overwrite = true;
+                                   return g.Crash(e, 60);
                                  }},
                                 {"open a session", 16,
                                  [](G& g, E& e) {

@@ -5,7 +5,15 @@
 
 namespace headwater::history {
 
+std::vector<double> Model::HeadNumbers(int name) {
+  ModelHead& head = At(name);
+  if (head.epoch < 0) head.epoch = epoch_count_++;
+  return {static_cast<double>(head.epoch), static_cast<double>(head.state),
+          static_cast<double>(head.spec.trainable ? head.open.number : -1), static_cast<double>(head.version)};
+}
+
 Expected Model::Run(const Event& event) {
+  if (event.crash_at > 0) return CrashIn(event);
   switch (event.op) {
     case Op::kCall:
     case Op::kAnnounce:
@@ -35,6 +43,9 @@ Expected Model::Run(const Event& event) {
       const std::string problem = CheckHead(event.targets[0].head, event.targets[0].epoch, steps, steps ? 'N' : 'A');
       return problem.empty() ? Expected() : Refuse(problem);
     }
+    case Op::kGetHead:
+      if (std::string problem = FindHeads(event); !problem.empty()) return Refuse(problem);
+      return event.deleted_handle ? Expected() : Expected{{"OK"}, HeadNumbers(event.targets[0].head)};
     case Op::kSetTensors:
       return SetTensors(event);
     case Op::kReadWeights:
@@ -62,7 +73,7 @@ Expected Model::Run(const Event& event) {
       {
         const double lease = std::min(event.seconds + 0.5, kMaxLeaseSeconds);
         sessions_[session_count_++] = {lease, now_ + lease};
-        return {{"OK"}, {lease}};
+        return {{"OK"}, {lease, session_count_ - 1.0}};
       }
     case Op::kRenewSession: {
       if (std::string problem = UseSession(event.session); !problem.empty()) return Refuse(problem);
@@ -88,8 +99,6 @@ Expected Model::Run(const Event& event) {
     }
     case Op::kRestart:
       return Restart();
-    case Op::kCrash:
-      return Crash(event);
   }
   return {};
 }

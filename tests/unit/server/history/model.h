@@ -195,7 +195,9 @@ class Model {
   bool HasRoom(int head, const HeadSpec& spec) const;
   Expected ExpireIdle(const Event& event);
   Expected Restart();
-  Expected Crash(const Event& event);
+  Expected CrashIn(const Event& event);
+  // What a client is told of a head; a new epoch gets its number here.
+  std::vector<double> HeadNumbers(int head);
   void ExpireSessions();
   ModelHead NewHead(const HeadSpec& spec) const;
 

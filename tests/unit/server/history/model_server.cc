@@ -48,7 +48,7 @@ Expected Model::SetTensors(const Event& event) {
   head.state = head.has_weight && (head.has_bias || !head.spec.has_bias) ? 'R' : 'L';
   head.update_count = 0;
   ++head.version;
-  return {};
+  return {{"OK"}, HeadNumbers(target.head)};
 }
 
 Expected Model::ReadWeights(const Event& event) {
@@ -58,6 +58,7 @@ Expected Model::ReadWeights(const Event& event) {
   if (std::string problem = CheckHead(target.head, kNoEpoch, false, 'R'); !problem.empty()) return Refuse(problem);
   const ModelHead& head = At(target.head);
   if (event.version.has_value() && *event.version != head.version) return Refuse("WEIGHT_VERSION_MISMATCH");
+  if (Fails(event, "ReadTensor")) return Refuse(ErrorReasonName(event.failure));
   return {{"OK"}, {head.tensors.weight.begin(), head.tensors.weight.end()}};
 }
 
@@ -79,7 +80,10 @@ Expected Model::Save(const Event& event) {
   if (std::string problem = CheckHead(target.head, target.epoch, false, 'R'); !problem.empty()) return Refuse(problem);
   if (event.checkpoint.front() == '.') return Refuse("INVALID_NAME");
   if (checkpoints_[target.head].contains(event.checkpoint) && !event.overwrite) return Refuse("CHECKPOINT_ALREADY_EXISTS");
-  if (event.disk_full) return Refuse("DISK_FULL");
+  Reasons problems;
+  if (event.disk_full) problems.push_back("DISK_FULL");
+  if (Fails(event, "ReadTensor")) problems.push_back(ErrorReasonName(event.failure));
+  if (!problems.empty()) return {problems, {}};
   SaveAs(target.head, event.checkpoint);
   return {{"OK"}, {static_cast<double>(head.open.number)}};
 }
@@ -112,7 +116,7 @@ Expected Model::Restore(const Event& event) {
   }
   StartAgain(target.head, checkpoint.step);
   LoadInto(head, checkpoint);
-  return {};
+  return {{"OK"}, HeadNumbers(target.head)};
 }
 
 // ---- heads -----------------------------------------------------------------------------------------------------------
@@ -154,12 +158,17 @@ Expected Model::Create(const Event& event) {
     if (event.if_exists == heads::IfExists::kFail) return Refuse("HEAD_ALREADY_EXISTS");
     if (found->second.spec.vocab_size != spec.vocab_size) return Refuse("HEAD_SPEC_MISMATCH");
     found->second.last_use = now_;
-    return {{"OK"}, {0}};
+    Expected expected{{"OK"}, HeadNumbers(name)};
+    expected.numbers.push_back(0);
+    return expected;
   }
   if (!HasRoom(name, spec)) return Refuse("QUOTA_EXCEEDED");
+  if (Fails(event, "CreateHead")) return Refuse(ErrorReasonName(event.failure));
   heads_[name] = NewHead(spec);
   ++lives_[name];
-  return {{"OK"}, {1}};
+  Expected expected{{"OK"}, HeadNumbers(name)};
+  expected.numbers.push_back(1);
+  return expected;
 }
 
 bool Model::InUse(const ModelHead& head) const {
@@ -240,14 +249,19 @@ Expected Model::Restart() {
   return expected;
 }
 
-// The checkpoint is whole or not there. A save that was answered is there; one that was refused is not.
-Expected Model::Crash(const Event& event) {
-  const Target& target = event.targets[0];
-  const bool may_save = heads_.contains(target.head) && CheckHead(target.head, target.epoch, false, 'R').empty();
-  const bool saved = may_save && event.crash_saved != 0;
-  if (saved) SaveAs(target.head, event.checkpoint);
+// What the call was about in the files is done or not, never by half; all else is gone anyway.
+Expected Model::CrashIn(const Event& event) {
+  if (event.crash_changed) {
+    Event whole = event;
+    whole.crash_at = 0;
+    Model after(*this);
+    if (after.Run(whole).reasons != Reasons{"OK"}) return Refuse("that the files change");
+    checkpoints_ = std::move(after.checkpoints_);
+    saved_ = std::move(after.saved_);
+    live_ = std::move(after.live_);
+  }
   Expected expected = Restart();
-  expected.numbers.insert(expected.numbers.begin(), saved);
+  expected.numbers.insert(expected.numbers.begin(), event.crash_changed);
   return expected;
 }
 

@@ -281,6 +281,9 @@ Expected Model::ReadGradient(const Event& event) {
   const Target& target = event.targets[0];
   if (std::string problem = CheckKey(target); !problem.empty()) return Refuse(problem);
   const ModelHead& head = At(target.head);
+  if (Fails(event, event.op == Op::kGradientNorm ? "ComputeGradientStats" : "ReadTensor")) {
+    return Refuse(ErrorReasonName(event.failure));
+  }
   if (event.op == Op::kGradientNorm) return {{"OK"}, {NormSquared(head), NonFiniteCount(head)}};
   return {{"OK"}, {head.gradient.begin(), head.gradient.end()}};
 }
@@ -301,7 +304,7 @@ Expected Model::Take(const Event& event) {
   }
   StartAgain(target.head, head.open.number);
   if (head.state == 'B') head.state = 'R';
-  return {};
+  return {{"OK"}, HeadNumbers(target.head)};
 }
 
 }  // namespace headwater::history

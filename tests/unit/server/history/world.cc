@@ -22,52 +22,58 @@ struct World::CallMemory {
   std::vector<std::vector<float>> lse;
 };
 
-// Can end the process, as it were: after so many changes no further one is made.
+// The process can end before and after each change.
 struct World::Files : headwater::testing::MemoryFileSystem {
  public:
-  explicit Files(bool keeps_older) : keeps_older_(keeps_older) {}
-  void CrashAfter(int changes) { changes_left_ = changes; }
+  Files(const WorldBugs& bugs, AwaitPoints& await_points) : bugs_(bugs), await_points_(await_points) {}
+
+  template <typename Change>
+  auto Do(const Change& change) {
+    await_points_.Pass();
+    auto result = change();
+    await_points_.Pass();
+    return result;
+  }
 
   absl::Status CreateDirectory(const std::string& path) override {
-    return IsAlive() ? MemoryFileSystem::CreateDirectory(path) : Dead();
+    return Do([&] { return MemoryFileSystem::CreateDirectory(path); });
   }
   absl::Status SyncDirectory(const std::string& path) override {
-    return IsAlive() ? MemoryFileSystem::SyncDirectory(path) : Dead();
+    return Do([&] { return bugs_.never_syncs ? absl::OkStatus() : MemoryFileSystem::SyncDirectory(path); });
   }
   absl::StatusOr<std::unique_ptr<checkpoint::WritableFile>> CreateFile(const std::string& path) override {
-    if (!IsAlive()) return Dead();
-    auto file = MemoryFileSystem::CreateFile(path);
+    auto file = Do([&] { return MemoryFileSystem::CreateFile(path); });
     if (!file.ok()) return file;
     return std::make_unique<File>(*this, *std::move(file));
   }
   absl::Status Rename(const std::string& from, const std::string& to) override {
-    return IsAlive() ? MemoryFileSystem::Rename(from, to) : Dead();
+    return Do([&] { return MemoryFileSystem::Rename(from, to); });
   }
   absl::Status Exchange(const std::string& a, const std::string& b) override {
-    if (!IsAlive()) return Dead();
-    return keeps_older_ ? absl::OkStatus() : MemoryFileSystem::Exchange(a, b);
+    return Do([&] { return bugs_.keeps_older_checkpoint ? absl::OkStatus() : MemoryFileSystem::Exchange(a, b); });
   }
-  absl::Status RemoveTree(const std::string& path) override { return IsAlive() ? MemoryFileSystem::RemoveTree(path) : Dead(); }
+  absl::Status RemoveTree(const std::string& path) override {
+    return Do([&] { return MemoryFileSystem::RemoveTree(path); });
+  }
 
  private:
   class File : public checkpoint::WritableFile {
    public:
     File(Files& files, std::unique_ptr<checkpoint::WritableFile> file) : files_(files), file_(std::move(file)) {}
     absl::Status Append(const void* data, int64_t byte_count) override {
-      return files_.IsAlive() ? file_->Append(data, byte_count) : Dead();
+      return files_.Do([&] { return file_->Append(data, byte_count); });
     }
-    absl::Status SyncAndClose() override { return files_.IsAlive() ? file_->SyncAndClose() : Dead(); }
+    absl::Status SyncAndClose() override {
+      return files_.Do([&] { return file_->SyncAndClose(); });
+    }
 
    private:
     Files& files_;
     const std::unique_ptr<checkpoint::WritableFile> file_;
   };
 
-  static absl::Status Dead() { return MakeError(ErrorReason::kInternal, "the process has ended"); }
-  bool IsAlive() { return changes_left_ > 0 && changes_left_-- > 0; }
-
-  const bool keeps_older_;
-  int changes_left_ = INT_MAX;
+  const WorldBugs bugs_;
+  AwaitPoints& await_points_;
 };
 
 namespace {
@@ -100,6 +106,20 @@ std::string ChecksumOf(const std::vector<float>& values) {
   return hasher.Digest();
 }
 
+char StateOf(const HeadInfo& info) {
+  switch (info.state) {
+    case heads::HeadState::kLoading:
+      return 'L';
+    case heads::HeadState::kReady:
+      return 'R';
+    case heads::HeadState::kLost:
+      return 'X';
+    case heads::HeadState::kRestored:
+      return 'B';
+  }
+  return '?';
+}
+
 void AddTotals(std::vector<double>& numbers, const heads::StepTotals& totals) {
   for (const int64_t count : {totals.micro_batch_count, totals.valid_token_count}) numbers.push_back(static_cast<double>(count));
   for (const double sum : {totals.loss_sum, totals.token_weight_sum, static_cast<double>(totals.non_finite_row_count)}) {
@@ -112,7 +132,7 @@ void AddTotals(std::vector<double>& numbers, const heads::StepTotals& totals) {
 // ---- the process -----------------------------------------------------------------------------------------------------
 
 World::World(const std::vector<Payload>& payloads, int shard_count, const WorldBugs& bugs)
-    : payloads_(payloads), shard_count_(shard_count), bugs_(bugs), files_(std::make_unique<Files>(bugs.keeps_older_checkpoint)) {
+    : payloads_(payloads), shard_count_(shard_count), bugs_(bugs), files_(std::make_unique<Files>(bugs, await_points_)) {
   Start();
 }
 
@@ -121,6 +141,7 @@ World::~World() { Stop(); }
 void World::Start() {
   engine_ = std::make_unique<HistoryEngine>(shard_count_);
   engine_->control().bug = bugs_.engine;
+  engine_->control().await_points = &await_points_;
   heads::RegistryLimits limits;
   limits.max_heads = kMaxHeads;
   limits.max_heads_per_tenant = kMaxHeadsPerTenant;
@@ -161,6 +182,13 @@ heads::Epoch World::EpochOf(int number) const {
   return number >= 0 && number < static_cast<int>(epochs_.size()) ? epochs_[static_cast<size_t>(number)] : foreign;
 }
 
+heads::Epoch World::EpochOf(const Target& target) const {
+  if (bugs_.ignores_epochs) {
+    if (const absl::StatusOr<HeadPointer> head = registry_->Find(NameOf(target.head)); head.ok()) return (*head)->Describe().epoch;
+  }
+  return EpochOf(target.epoch);
+}
+
 int World::NumberOf(const heads::Epoch& epoch) {
   const auto found = std::find(epochs_.rbegin(), epochs_.rend(), epoch);
   if (found != epochs_.rend()) return static_cast<int>(epochs_.rend() - found) - 1;
@@ -188,7 +216,8 @@ Reply World::Run(const Event& event) {
   EngineControl& control = engine_->control();
   control.failing_call = event.failing_call;
   if (event.failing_call != nullptr) control.failure = MakeError(event.failure, "by order of the history");
-  if (event.disk_full) files_->set_capacity_bytes(0);
+  if (event.disk_full) files_->set_capacity_bytes(files_->stored_bytes() + event.disk_left);
+  if (event.crash_at > 0) return CrashIn(event);
   Reply reply = Dispatch(event);
   files_->set_capacity_bytes(INT64_MAX);
   engine_->control().failing_call = nullptr;
@@ -198,6 +227,7 @@ Reply World::Run(const Event& event) {
 }
 
 Reply World::Dispatch(const Event& event) {
+  await_points_.Pass();
   switch (event.op) {
     case Op::kCall:
     case Op::kAnnounce:
@@ -221,7 +251,7 @@ Reply World::Dispatch(const Event& event) {
       auto grant = sessions_->Open("history", absl::Seconds(event.seconds + 0.5));
       if (!grant.ok()) return ToReply(grant);
       session_ids_.push_back(grant->id);
-      return {"OK", {absl::ToDoubleSeconds(grant->lease)}};
+      return {"OK", {absl::ToDoubleSeconds(grant->lease), static_cast<double>(session_ids_.size() - 1)}};
     }
     case Op::kRenewSession: {
       auto lease = sessions_->Renew(*SessionOf(event.session));
@@ -237,8 +267,6 @@ Reply World::Dispatch(const Event& event) {
       return {"OK", {static_cast<double>(sessions_->Expire())}};
     case Op::kRestart:
       return Restart();
-    case Op::kCrash:
-      return Crash(event);
     default: {
       absl::StatusOr<HeadPointer> head = Find(event, event.targets[0].head);
       if (!head.ok()) return ToReply(head);
@@ -285,7 +313,7 @@ Reply World::Call(const Event& event) {
     if (!head.ok()) return ToReply(head);
     if (*head == nullptr) return {};
     term.head = *head;
-    if (target.epoch != kNoEpoch) term.head_epoch = EpochOf(target.epoch);
+    if (target.epoch != kNoEpoch) term.head_epoch = EpochOf(target);
     term.step = target.step;
     term.expected_weight_version = target.version;
     const size_t start = static_cast<size_t>(target.row_start), count = static_cast<size_t>(target.row_count);
@@ -314,6 +342,7 @@ Reply World::Call(const Event& event) {
   submission.session = SessionOf(event.session);
   if (event.allow_held || event.late_factors) {
     submission.hold = [this, memory]() -> absl::StatusOr<std::shared_ptr<const void>> {
+      await_points_.Pass();
       if (held_count_ >= kMaxHeldCount) return MakeError(ErrorReason::kStagingFull, "as many are held as may be");
       ++held_count_;
       return std::shared_ptr<const void>(memory.get(), [this, memory](const void*) { --held_count_; });
@@ -340,8 +369,11 @@ Reply World::Call(const Event& event) {
     if (event.cancel == Cancel::kWhileComputing) cancelled = true;
     DoMeanwhile(event, submission, &in_progress);
   };
-  const auto is_cancelled = [&cancelled] { return cancelled; };
-  FlowingRows rows(event, payload.row_count, ToDigest(ContentOf(event)), &cancelled);
+  const auto is_cancelled = [this, &cancelled] {
+    await_points_.Pass();
+    return cancelled;
+  };
+  FlowingRows rows(event, payload.row_count, ToDigest(ContentOf(event)), await_points_, &cancelled);
   if (event.flow != Flow::kComplete) submission.incoming = &rows;
   absl::StatusOr<heads::SubmissionOutcome> outcome = Head::Submit(submission, *engine_, is_cancelled);
   if (outcome.ok() && outcome->needs_all_rows) {
@@ -480,6 +512,16 @@ Reply World::AddGradient(const Event& event) {
 
 // ---- one head --------------------------------------------------------------------------------------------------------
 
+std::vector<double> World::HeadNumbers(const Head& head) {
+  const HeadInfo info = head.Describe();
+  return {static_cast<double>(NumberOf(info.epoch)), static_cast<double>(StateOf(info)),
+          static_cast<double>(info.open_step.value_or(-1)), static_cast<double>(info.weight_version)};
+}
+
+Reply World::AndHead(const absl::Status& status, const Head& head) {
+  return status.ok() ? Reply("OK", HeadNumbers(head)) : ToReply(status);
+}
+
 Reply World::OnHead(const Event& event, const HeadPointer& head) {
   const Target& target = event.targets[0];
   const heads::StepKey key = KeyOf(target);
@@ -528,6 +570,8 @@ Reply World::OnHead(const Event& event, const HeadPointer& head) {
     }
     case Op::kGetSteps:
       return ToReply(head->GetSteps(key.epoch));
+    case Op::kGetHead:
+      return AndHead(absl::OkStatus(), *head);
     case Op::kCheckEpoch:
       return ToReply(head->CheckEpoch(key.epoch));
     case Op::kSetTensors:
@@ -543,9 +587,9 @@ Reply World::OnHead(const Event& event, const HeadPointer& head) {
       return ToReply(saved, {saved.ok() ? static_cast<double>(saved->step) : 0});
     }
     case Op::kRestore:
-      return ToReply(head->Restore(key.epoch, *store_, event.checkpoint));
+      return AndHead(head->Restore(key.epoch, *store_, event.checkpoint), *head);
     case Op::kTake:
-      return ToReply(head->Take(epoch));
+      return AndHead(head->Take(epoch), *head);
     default:
       return {"not an event on a head", {}};
   }
@@ -571,14 +615,14 @@ Reply World::SetTensors(const Event& event, const HeadPointer& head) {
     values.push_back(MakeNumbers(event.numbers, head->spec().vocab_size * (tensor == HeadTensor::kBias ? 1 : kWidth)));
     if (event.tensors.size() == 1) {
       const int64_t bytes = static_cast<int64_t>(values[0].size() * sizeof(float)) - (event.wrong_size ? 4 : 0);
-      return ToReply(head->SetTensor(epoch, tensor, DataType::kFloat32, values[0].data(), bytes));
+      return AndHead(head->SetTensor(epoch, tensor, DataType::kFloat32, values[0].data(), bytes), *head);
     }
     updates.push_back({tensor, DataType::kFloat32, [data = values.back().data()](int64_t start, int64_t count, void* out) {
                          std::memcpy(out, data + start, static_cast<size_t>(count) * sizeof(float));
                          return absl::OkStatus();
                        }});
   }
-  return ToReply(head->SetTensors(epoch, updates));
+  return AndHead(head->SetTensors(epoch, updates), *head);
 }
 
 // ---- the server ------------------------------------------------------------------------------------------------------
@@ -586,7 +630,10 @@ Reply World::SetTensors(const Event& event, const HeadPointer& head) {
 Reply World::Create(const Event& event) {
   const int head = event.targets[0].head;
   auto created = registry_->Create(NameOf(head), SpecOf(head, event.other_spec), event.if_exists);
-  return ToReply(created, {created.ok() && created->created ? 1.0 : 0.0});
+  if (!created.ok()) return ToReply(created);
+  Reply reply{"OK", HeadNumbers(*created->head)};
+  reply.numbers.push_back(created->created);
+  return reply;
 }
 
 Reply World::Delete(const Event& event) {
@@ -622,27 +669,50 @@ Reply World::Restart() {
     if (!comeback.checkpoint.empty()) reply.numbers.push_back(IndexOf(comeback.name));
   }
   std::sort(reply.numbers.begin(), reply.numbers.end());
+  if (bugs_.comes_back_in_silence) {
+    for (const HeadPointer& head : registry_->ListAll()) head->Take(std::nullopt).IgnoreError();
+  }
   return reply;
 }
 
-Reply World::Crash(const Event& event) {
-  const Target& target = event.targets[0];
-  const heads::HeadName name = NameOf(target.head);
-  const auto sequence = [&] {
+int64_t World::StoredBy(const Event& event) const {
+  if (event.op != Op::kSave && event.op != Op::kDelete) return 0;
+  const heads::HeadName name = NameOf(event.targets[0].head);
+  if (event.op == Op::kSave) {
     const auto info = store_->Read(name.tenant, name.head, event.checkpoint);
     return info.ok() ? info->sequence : 0;
-  };
-  const int64_t before = sequence();
-  bool answered = false;
-  if (absl::StatusOr<HeadPointer> head = registry_->Find(name); head.ok()) {
-    files_->CrashAfter(event.changes);
-    answered = (*head)->Save(EpochOf(target.epoch), *store_, event.checkpoint, /*overwrite=*/true).ok();
-    files_->CrashAfter(INT_MAX);
   }
+  const auto live = store_->LiveHeads();
+  return live.ok() && std::find(live->begin(), live->end(), std::pair(name.tenant, name.head)) != live->end();
+}
+
+Reply World::CrashIn(const Event& event) {
+  const int64_t before = StoredBy(event);
+  const size_t epoch_count = epochs_.size(), session_count = session_ids_.size();
+  files_->WatchSyncs(event.power_loss.has_value());
+  await_points_.EndAt(event.crash_at);
+  std::optional<Reply> unanswered;
+  try {
+    unanswered = Dispatch(event);
+  } catch (const ProcessEnd&) {
+  }
+  const bool begun = await_points_.passed() > 1;
+  await_points_.EndAt(0);
+  files_->set_capacity_bytes(INT64_MAX);
+  if (event.power_loss.has_value()) files_->LosePower(*event.power_loss);
+  computing_ = false;
+  ended_meanwhile_.clear();
+  // Nobody has heard of these.
+  epochs_.resize(epoch_count);
+  session_ids_.resize(session_count);
   Reply reply = Restart();
-  const bool saved = sequence() != before;
-  if (answered && !saved) return {"an answered save is gone", {}};
-  reply.numbers.insert(reply.numbers.begin(), saved);
+  const bool changed = StoredBy(event) != before;
+  const bool stores = event.op == Op::kSave || (event.op == Op::kDelete && before != 0);
+  if (unanswered.has_value() && stores && changed != (unanswered->reason == "OK")) {
+    return {changed ? "what was refused has been done" : "what was done is gone", {}};
+  }
+  reply.numbers.insert(reply.numbers.begin(), changed);
+  reply.crash = unanswered.has_value() ? Crash::kUnanswered : begun ? Crash::kWithin : Crash::kBefore;
   return reply;
 }
 
@@ -721,10 +791,7 @@ void World::Observe(View& view) {
   for (const auto& [index, head] : all) {
     const HeadInfo info = head->Describe();
     const HistoryHead& numbers = *EngineHeadOf(index);
-    const char state = info.state == heads::HeadState::kLoading ? 'L'
-                       : info.state == heads::HeadState::kReady ? 'R'
-                       : info.state == heads::HeadState::kLost  ? 'X'
-                                                                : 'B';
+    const char state = StateOf(info);
     view.Section(kNames[index]);
     view.Section("epoch");
     view.Add(NumberOf(info.epoch));

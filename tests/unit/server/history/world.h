@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "await_points.h"
 #include "engine.h"
 #include "events.h"
 #include "server/checkpoint/checkpoint_store.h"
@@ -24,6 +25,9 @@ struct WorldBugs {
   bool keeps_older_checkpoint = false;   // replacing a checkpoint leaves the older one in its place
   bool session_clock_stands = false;     // no lease ever ends
   bool forgets_call_of_session = false;  // a running call does not keep its session's lease
+  bool ignores_epochs = false;           // a call counts as one of the life that it finds
+  bool never_syncs = false;              // directories are not synced
+  bool comes_back_in_silence = false;    // a head that comes back does not say so
 };
 
 class World {
@@ -52,7 +56,8 @@ class World {
   int NumberOf(const heads::Epoch& epoch);
   std::optional<heads::SessionId> SessionOf(int number) const;
   // The key of a call's first target.
-  heads::StepKey KeyOf(const Target& target) const { return {EpochOf(target.epoch), target.step.value_or(0)}; }
+  heads::StepKey KeyOf(const Target& target) const { return {EpochOf(target), target.step.value_or(0)}; }
+  heads::Epoch EpochOf(const Target& target) const;
   absl::Status AwaitStep(const Event& event, const HeadPointer& head, const Target& target) const;
   absl::StatusOr<heads::SessionRegistry::Use> UseSession(int session);
   // Drops what ended sessions left, or remembers to when the call that runs has ended.
@@ -71,7 +76,13 @@ class World {
   Reply Delete(const Event& event);
   Reply ExpireIdle(const Event& event);
   Reply Restart();
-  Reply Crash(const Event& event);
+  Reply CrashIn(const Event& event);
+  // What of the files an event can change: the number of the checkpoint that it saves, or whether a head comes back.
+  int64_t StoredBy(const Event& event) const;
+  // What a client is told of a head: the number of its epoch, its state, its open step.
+  std::vector<double> HeadNumbers(const heads::Head& head);
+  // The reply of a call that says them if it went well.
+  Reply AndHead(const absl::Status& status, const heads::Head& head);
   void Damage(const Event& event);
   HistoryHead* EngineHeadOf(int head);
   static int IndexOf(const heads::HeadName& name);
@@ -81,6 +92,7 @@ class World {
   const int shard_count_;
   const WorldBugs bugs_;
   double now_ = 0;
+  AwaitPoints await_points_;
   std::unique_ptr<Files> files_;
   std::unique_ptr<checkpoint::CheckpointStore> store_;
   std::unique_ptr<HistoryEngine> engine_;

@@ -1,0 +1,82 @@
+#include "client_rules.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "client/cpp/src/error.h"
+#include "client/cpp/src/replay_log.h"
+#include "client/cpp/src/retry.h"
+
+namespace headwater::history {
+namespace {
+
+using namespace client::internal;
+
+absl::Status ToStatus(const std::string& reason) {
+  if (reason.empty()) return absl::UnavailableError("the connection broke");
+  v1::ErrorReason value = v1::ERROR_REASON_UNSPECIFIED;
+  if (!v1::ErrorReason_Parse("ERROR_REASON_" + reason, &value)) return absl::InternalError(reason);
+  const bool exhausted = reason == "STAGING_FULL" || reason == "QUOTA_EXCEEDED";
+  const bool unavailable = reason == "SHARD_NOT_READY" || reason == "STRIPE_LOST";
+  return MakeLocalError(value,
+                        exhausted     ? absl::StatusCode::kResourceExhausted
+                        : unavailable ? absl::StatusCode::kUnavailable
+                                      : absl::StatusCode::kFailedPrecondition,
+                        "by the simulated server");
+}
+
+}  // namespace
+
+struct RetryRules::Impl {
+  RetryState state;
+};
+
+RetryRules::RetryRules(bool safe)
+    : impl_(new Impl{RetryState(client::RetryPolicy(), Deadline::max(), safe ? Repeat::kSafe : Repeat::kIfNothingWasDone)}) {}
+RetryRules::~RetryRules() = default;
+
+bool RetryRules::RepeatsAfter(const std::string& reason) { return impl_->state.AfterFailure(ToStatus(reason)).has_value(); }
+
+struct ClientLog::Impl {
+  explicit Impl(int64_t max_bytes) : log(max_bytes), head(std::make_shared<HeadState>(v1::Head(), "")) {}
+
+  ReplayLog log;
+  std::shared_ptr<HeadState> head;
+  std::map<const Repetition*, Event> events;  // of what may be in the log
+};
+
+ClientLog::ClientLog(int64_t max_bytes) : impl_(new Impl(max_bytes)) {}
+ClientLog::~ClientLog() = default;
+
+void ClientLog::Add(const Event& event) {
+  LogEntry entry;
+  entry.heads = {{.state = impl_->head, .step = event.targets[0].step}};
+  entry.micro_batch = event.micro_batch;
+  entry.is_loss = event.is_call();
+  entry.bytes = event.is_call() ? 100 : 20;
+  // Never run here: who replays asks which event it stands for.
+  entry.repeat = std::make_shared<Repetition>();
+  impl_->events.emplace(entry.repeat.get(), event);
+  impl_->log.StepIsOpen(impl_->head, *event.targets[0].step);
+  event.op == Op::kDiscard ? impl_->log.AddDiscard(std::move(entry)) : impl_->log.Add(std::move(entry));
+}
+
+void ClientLog::StepIsOpen(int64_t step) { impl_->log.StepIsOpen(impl_->head, step); }
+
+void ClientLog::Forget() {
+  impl_->log.Forget(*impl_->head);
+  impl_->events.clear();
+  impl_->head = std::make_shared<HeadState>(v1::Head(), "");
+}
+
+std::vector<Event> ClientLog::Entries() const {
+  std::vector<Event> events;
+  for (const LogEntry& entry : impl_->log.EntriesOf({{.state = impl_->head}}))
+    events.push_back(impl_->events.at(entry.repeat.get()));
+  return events;
+}
+
+bool ClientLog::IsComplete(int64_t step) const { return impl_->log.IncompleteStep(*impl_->head) < step; }
+
+}  // namespace headwater::history
