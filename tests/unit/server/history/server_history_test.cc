@@ -31,7 +31,7 @@ constexpr bool kSanitized = true;
 constexpr bool kSanitized = false;
 #endif
 
-constexpr int kDefaultHistories = kSanitized ? 100 : 3000;
+constexpr int kDefaultHistories = kSanitized ? 60 : 8000;
 constexpr int kDefaultLength = 200;
 constexpr int kLongRun = 50000;
 constexpr int kFirstSeed = 1;
