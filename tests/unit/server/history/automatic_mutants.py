@@ -38,6 +38,7 @@ TESTS = (
     "head_registry_test",
     "head_comeback_test",
     "head_weights_test",
+    "head_details_test",
 )
 HISTORY_TEST = "server_history_test"
 HEADER = """#pragma once

@@ -39,7 +39,7 @@ RetryRules::~RetryRules() = default;
 bool RetryRules::RepeatsAfter(const std::string& reason) { return impl_->state.AfterFailure(ToStatus(reason)).has_value(); }
 
 struct ClientLog::Impl {
-  explicit Impl(int64_t max_bytes) : log(max_bytes), head(std::make_shared<HeadState>(v1::Head(), "")) {}
+  explicit Impl(int64_t max_bytes) : log(max_bytes, /*max_steps=*/0), head(std::make_shared<HeadState>(v1::Head(), "")) {}
 
   ReplayLog log;
   std::shared_ptr<HeadState> head;
@@ -77,6 +77,6 @@ std::vector<Event> ClientLog::Entries() const {
   return events;
 }
 
-bool ClientLog::IsComplete(int64_t step) const { return impl_->log.IncompleteStep(*impl_->head) < step; }
+bool ClientLog::IsComplete(int64_t step) const { return impl_->head->first_logged_step() <= step; }
 
 }  // namespace headwater::history
