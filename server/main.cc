@@ -31,6 +31,7 @@
 #include "server/service/engine_choice.h"
 #include "server/service/flags_document.h"
 #include "server/service/server.h"
+#include "server/transport/connection_gate.h"
 
 // ---- where ----------------------------------------------------------------------------------------------------------------
 ABSL_FLAG(std::vector<std::string>, listen_addresses, {"127.0.0.1:50051"},
@@ -130,6 +131,22 @@ HEADWATER_LIMIT_FLAG(max_region_bytes, "bytes of one shared memory region; 0: no
 HEADWATER_LIMIT_FLAG(max_join_bytes, "host memory of all teacher rows that wait to be joined, in bytes; 0: none is kept");
 ABSL_FLAG(absl::Duration, max_join_wait, headwater::service::Limits{}.max_join_wait,
           "how long one side of a join waits for the other, and how long teacher rows stay that nobody asks for");
+HEADWATER_LIMIT_FLAG(max_connections,
+                     "connections to --listen_addresses, and as many to --admin_listen_addresses; one more is closed at once");
+HEADWATER_LIMIT_FLAG(max_connection_streams, "calls in progress on one connection; a client of gRPC waits with the next one");
+HEADWATER_LIMIT_FLAG(
+    max_metadata_bytes,
+    "bytes of a call's metadata as HTTP/2 counts them: names, values, and 32 for each; more is RESOURCE_EXHAUSTED");
+HEADWATER_LIMIT_FLAG(max_health_watches,
+                     "calls of grpc.health.v1.Health/Watch in progress, which need no token; one more is RESOURCE_EXHAUSTED");
+ABSL_FLAG(absl::Duration, max_stream_time, headwater::service::Limits{}.max_stream_time,
+          "how long a streaming call may take from its begin to its end, whoever is slow; then it is DEADLINE_EXCEEDED");
+ABSL_FLAG(absl::Duration, max_handshake_time, headwater::service::Limits{}.max_handshake_time,
+          "how long a new connection may take until TLS and HTTP/2 are agreed on; then it is closed");
+ABSL_FLAG(absl::Duration, max_connection_idle, headwater::service::Limits{}.max_connection_idle,
+          "a connection without a call for so long is closed; clients of gRPC make a new one when they need it");
+ABSL_FLAG(absl::Duration, min_ping_interval, headwater::service::Limits{}.min_ping_interval,
+          "a connection whose client pings more often than this is closed at the third time");
 ABSL_FLAG(
     int32_t, max_threads, headwater::service::ServerOptions{}.max_threads,
     "calls that hold a thread, at least 8: that many ComputeLoss, one more of which is answered QUEUE_FULL, and that many of all "
@@ -137,6 +154,13 @@ ABSL_FLAG(
 ABSL_FLAG(int32_t, max_pollers, headwater::service::ServerOptions{}.max_pollers, "threads that wait for new calls, at least 1");
 ABSL_FLAG(absl::Duration, stream_idle_timeout, headwater::service::ServerOptions{}.stream_idle_timeout,
           "a stream whose client sends nothing, or takes no answer, for so long is cancelled");
+ABSL_FLAG(
+    double, max_cancel_rate, headwater::service::ServerOptions{}.max_cancel_rate,
+    "calls a second that the clients of one host may cancel, and ten times as many at once; beyond that, a host:port connection is "
+    "closed at the 17th call that its client cancels");
+ABSL_FLAG(
+    absl::Duration, engine_stall_timeout, headwater::service::ServerOptions{}.engine_stall_timeout,
+    "an engine that computes and gets no further for so long is stuck: the process ends as when the device is lost; 0: never");
 ABSL_FLAG(absl::Duration, idle_head_timeout, headwater::service::ServerOptions{}.idle_head_timeout,
           "a head that no call has named for so long is deleted, whatever its open step holds; 0: never");
 ABSL_FLAG(bool, idle_head_checkpoint, false,
@@ -265,9 +289,19 @@ absl::StatusOr<service::ServerOptions> ServerOptionsFromFlags() {
   limits.max_region_bytes = absl::GetFlag(FLAGS_max_region_bytes);
   limits.max_join_bytes = absl::GetFlag(FLAGS_max_join_bytes);
   limits.max_join_wait = absl::GetFlag(FLAGS_max_join_wait);
+  limits.max_connections = absl::GetFlag(FLAGS_max_connections);
+  limits.max_connection_streams = absl::GetFlag(FLAGS_max_connection_streams);
+  limits.max_metadata_bytes = absl::GetFlag(FLAGS_max_metadata_bytes);
+  limits.max_health_watches = absl::GetFlag(FLAGS_max_health_watches);
+  limits.max_stream_time = absl::GetFlag(FLAGS_max_stream_time);
+  limits.max_handshake_time = absl::GetFlag(FLAGS_max_handshake_time);
+  limits.max_connection_idle = absl::GetFlag(FLAGS_max_connection_idle);
+  limits.min_ping_interval = absl::GetFlag(FLAGS_min_ping_interval);
   options.max_threads = absl::GetFlag(FLAGS_max_threads);
   options.max_pollers = absl::GetFlag(FLAGS_max_pollers);
   options.stream_idle_timeout = absl::GetFlag(FLAGS_stream_idle_timeout);
+  options.max_cancel_rate = absl::GetFlag(FLAGS_max_cancel_rate);
+  options.engine_stall_timeout = absl::GetFlag(FLAGS_engine_stall_timeout);
   if (options.max_threads < 8 || options.max_pollers < 1) {
     return absl::InvalidArgumentError("--max_threads: expected >= 8; --max_pollers: expected >= 1");
   }
@@ -346,6 +380,15 @@ int Serve() {
   auto chosen = service::ChooseEngine(absl::GetFlag(FLAGS_engine), *engine_options);
   if (!chosen.ok()) return Fail(std::string(chosen.status().message()));
   options->engine_note = chosen->note;
+  const int64_t connections = options->limits.max_connections * (options->admin_listen_addresses.empty() ? 1 : 2);
+  if (const int64_t room = transport::MakeRoomForConnections(connections); room < transport::DescriptorsFor(connections)) {
+    observability::Log(observability::LogLevel::kWarning, "few_descriptors",
+                       {{"limit", room},
+                        {"needed", transport::DescriptorsFor(connections)},
+                        {"message",
+                         "max_connections cannot all be open at once: raise the limit of open files (ulimit -n, "
+                         "LimitNOFILE), or lower it"}});
+  }
   observability::Log(observability::LogLevel::kInfo, "starting",
                      {{"engine", chosen->engine->name()},
                       {"shards", int64_t{engine_options->shard_count}},

@@ -59,7 +59,15 @@ std::vector<std::pair<const char*, int64_t>> ListLimits(const client::ServerLimi
           {"max_session_regions", limits.max_session_regions},
           {"max_region_bytes", limits.max_region_bytes},
           {"max_join_bytes", limits.max_join_bytes},
-          {"max_join_wait_s", limits.max_join_wait_s}};
+          {"max_join_wait_s", limits.max_join_wait_s},
+          {"max_connections", limits.max_connections},
+          {"max_connection_streams", limits.max_connection_streams},
+          {"max_metadata_bytes", limits.max_metadata_bytes},
+          {"max_stream_time_s", limits.max_stream_time_s},
+          {"max_handshake_time_s", limits.max_handshake_time_s},
+          {"max_connection_idle_s", limits.max_connection_idle_s},
+          {"min_ping_interval_s", limits.min_ping_interval_s},
+          {"max_health_watches", limits.max_health_watches}};
 }
 
 std::string InfoText(const client::ServerInfo& info, const std::string& start_time) {

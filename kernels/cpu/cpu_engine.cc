@@ -123,6 +123,8 @@ class CpuEngine final : public LossEngine {
     return core_->planned_bytes;
   }
 
+  int64_t progress() const override { return core_->executors.progress(); }
+
   absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override {
     absl::Status status = CheckHeads(micro_batch, [this](const EngineHead& head) {
       const auto* own = dynamic_cast<const CpuHead*>(&head);

@@ -25,6 +25,12 @@ ShardExecutors::ShardExecutors(int32_t shard_count, int32_t thread_count, Probe 
   for (int32_t rank = 0; rank < shard_count; ++rank) pools_.push_back(std::make_unique<ThreadPool>(threads));
 }
 
+int64_t ShardExecutors::progress() const {
+  int64_t runs = 0;
+  for (const auto& pool : pools_) runs += pool->runs();
+  return runs;
+}
+
 absl::Status ShardExecutors::Run(Work work) {
   std::vector<absl::Status> statuses(communicators_.size());
   ranks_.Run(shard_count(), [&](int32_t rank) { statuses[static_cast<size_t>(rank)] = RunOne(rank, work); });

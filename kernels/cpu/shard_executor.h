@@ -35,6 +35,9 @@ class ShardExecutors {
   int32_t shard_count() const { return static_cast<int32_t>(communicators_.size()); }
   int32_t threads_per_shard() const { return pools_.front()->thread_count(); }
 
+  // Rises with every piece of work that all threads of a shard have done. Any thread.
+  int64_t progress() const;
+
   // Runs `work`, which changes nothing that outlives it, on every shard. A rank that fails or throws aborts the communicator, so
   // that no other waits for it, and the call fails with the first such rank's error as kEngineFailed. The ranks then get a new
   // communicator: later calls are not affected.

@@ -29,6 +29,7 @@ void ThreadPool::Run(int32_t part_count, absl::FunctionRef<void(int32_t)> work) 
     std::unique_lock<std::mutex> lock(mutex_);
     finished_.wait(lock, [this] { return running_ == 0; });
   }
+  runs_.fetch_add(1, std::memory_order_relaxed);
 }
 
 void ThreadPool::WorkerMain(int32_t index) {

@@ -2,6 +2,7 @@
 #ifndef HEADWATER_KERNELS_CPU_THREAD_POOL_H_
 #define HEADWATER_KERNELS_CPU_THREAD_POOL_H_
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -25,10 +26,13 @@ class ThreadPool {
   // Calls work(0) ... work(part_count - 1), part i on thread i, and returns when all are done. part_count in
   // [1, thread_count()]. `work` must not throw. Allocates nothing.
   void Run(int32_t part_count, absl::FunctionRef<void(int32_t)> work);
+  // How often Run() has ended. Any thread.
+  int64_t runs() const { return runs_.load(std::memory_order_relaxed); }
 
  private:
   void WorkerMain(int32_t index);
 
+  std::atomic<int64_t> runs_{0};
   std::mutex mutex_;
   std::condition_variable started_;
   std::condition_variable finished_;

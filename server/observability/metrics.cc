@@ -90,6 +90,8 @@ enum FamilyIndex {
   kExpiredHeads,
   kEarlyStarts,
   kStalls,
+  kRefusedConnections,
+  kDroppedConnections,
   kHeads,
   kSessions,
   kWaitingCalls,
@@ -101,6 +103,7 @@ enum FamilyIndex {
   kRowMemory,
   kRegions,
   kRegionBytes,
+  kConnections,
   kMemoryPlanned,
   kMemoryBudget,
   kServing,
@@ -138,6 +141,9 @@ constexpr Description kDescriptions[kFamilyCount] = {
     {"headwater_expired_heads_total", "counter", "none", "Heads deleted because no call named them for --idle_head_timeout."},
     {"headwater_early_starts_total", "counter", "none", "Micro-batches that took their turn before all of their rows had come."},
     {"headwater_stalls_total", "counter", "none", "Of those, the ones that gave it up because their rows stayed away."},
+    {"headwater_connections_refused_total", "counter", "none", "Connections closed at once because --max_connections were open."},
+    {"headwater_connections_dropped_total", "counter", "none",
+     "Connections closed because their client cancelled calls faster than --max_cancel_rate."},
     {"headwater_heads", "gauge", "none", "Heads that exist."},
     {"headwater_sessions", "gauge", "none", "Sessions that are open."},
     {"headwater_waiting_calls", "gauge", "none", "Calls that wait for the next step, or for micro-batches of one."},
@@ -151,6 +157,7 @@ constexpr Description kDescriptions[kFamilyCount] = {
     {"headwater_regions", "gauge", "`kind` (shared, named, device)",
      "Regions of clients' memory that are open: sealed memory passed as a descriptor, files under /dev/shm, device memory."},
     {"headwater_region_bytes", "gauge", "`kind` (shared, named, device)", "Bytes of those regions."},
+    {"headwater_connections", "gauge", "none", "Connections that are open."},
     {"headwater_memory_planned_bytes", "gauge",
      "`purpose` (weight, bias, grad_weight, grad_bias, master_weight, optimizer_state, staging, workspace, other)",
      "Memory that the heads' plans take."},
@@ -251,6 +258,8 @@ struct Metrics::Families : public prometheus::Collectable {
   prometheus::Counter& expired_heads = Counters(kExpiredHeads).Add({});
   prometheus::Counter& early_starts = Counters(kEarlyStarts).Add({});
   prometheus::Counter& stalls = Counters(kStalls).Add({});
+  prometheus::Counter& refused_connections = Counters(kRefusedConnections).Add({});
+  prometheus::Counter& dropped_connections = Counters(kDroppedConnections).Add({});
 
   prometheus::Gauge& heads = Gauges(kHeads).Add({});
   prometheus::Gauge& queue_depth = Gauges(kQueueDepth).Add({});
@@ -265,6 +274,7 @@ struct Metrics::Families : public prometheus::Collectable {
   prometheus::Family<prometheus::Gauge>& region_bytes = Gauges(kRegionBytes);
   std::array<prometheus::Gauge*, kRegionKindCount> region_bytes_children{};
   prometheus::Gauge& sessions = Gauges(kSessions).Add({});
+  prometheus::Gauge& connections = Gauges(kConnections).Add({});
   prometheus::Gauge& waiting_calls = Gauges(kWaitingCalls).Add({});
   prometheus::Family<prometheus::Gauge>& memory_planned = Gauges(kMemoryPlanned);
   std::array<prometheus::Gauge*, kPurposeCount> memory_planned_children{};
@@ -296,6 +306,7 @@ struct Metrics::Families : public prometheus::Collectable {
     used_row_bytes.Set(static_cast<double>(readings.used_row_bytes));
     idle_row_bytes.Set(static_cast<double>(readings.idle_row_bytes));
     sessions.Set(static_cast<double>(readings.session_count));
+    connections.Set(static_cast<double>(readings.connections));
     waiting_calls.Set(static_cast<double>(readings.waiting_calls));
     memory_budget.Set(static_cast<double>(readings.memory_budget_bytes));
     serving.Set(readings.serving ? 1 : 0);
@@ -404,6 +415,10 @@ void Metrics::CountExpiredHeads(int64_t heads) { families_->expired_heads.Increm
 void Metrics::CountEarlyStart() { families_->early_starts.Increment(); }
 
 void Metrics::CountStall() { families_->stalls.Increment(); }
+
+void Metrics::CountRefusedConnection() { families_->refused_connections.Increment(); }
+
+void Metrics::CountDroppedConnection() { families_->dropped_connections.Increment(); }
 
 void Metrics::ObservePhase(Phase phase, absl::Duration duration) {
   const double seconds = absl::ToDoubleSeconds(duration);

@@ -101,6 +101,7 @@ struct GaugeReadings {
   int64_t idle_row_bytes = 0;
   int64_t session_count = 0;
   int64_t waiting_calls = 0;
+  int64_t connections = 0;
   std::array<int64_t, kRegionKindCount> region_count{};
   std::array<int64_t, kRegionKindCount> region_bytes{};
   int64_t memory_budget_bytes = 0;
@@ -135,6 +136,8 @@ class Metrics {
   // A micro-batch has taken its turn before it was complete; it has given it up because its rows stayed away.
   void CountEarlyStart();
   void CountStall();
+  void CountRefusedConnection();
+  void CountDroppedConnection();
   void ObservePhase(Phase phase, absl::Duration duration);
 
   // `read` is called at every scrape, on the scraping thread, until it is replaced. Empty: no readings.

@@ -28,6 +28,16 @@ absl::Status Unauthenticated(const char* got) {
                    {{"expected", "a token"}, {"actual", got}});
 }
 
+// Whether the token allows such calls, on some head at least.
+bool AllowsSome(const AccessRow* row, const TokenGrant& grant) {
+  const bool computes = !grant.compute.empty();
+  const bool administers = !grant.admin.empty();
+  // An upload may turn out to be the administrator's.
+  if (row == FindAccessRow(observability::RpcMethod::kUploadWeights) && administers) return true;
+  return row->needs == Permission::kToken || (row->needs == Permission::kRead && (computes || administers)) ||
+         (row->needs == Permission::kCompute && computes) || (row->needs == Permission::kAdmin && administers);
+}
+
 }  // namespace
 
 bool Caller::Has(Permission needs, const std::string& head) const {
@@ -108,6 +118,7 @@ absl::StatusOr<Caller> AccessControl::Authorize(const AccessRow* row, PortRole r
   }
   Caller caller;
   caller.role_ = role;
+  caller.row_ = row;
   caller.needs_ = row->needs;
   caller.path_ = row->path;
   caller.free_ = tokens_ == nullptr;
@@ -116,19 +127,21 @@ absl::StatusOr<Caller> AccessControl::Authorize(const AccessRow* row, PortRole r
     if (authorization.size() > 1) return Unauthenticated("several");
     const absl::string_view token = BearerToken(authorization.front());
     if (token.empty()) return Unauthenticated("another form of it");
+    caller.version_ = tokens_->version();  // before: a grant that is newer than this is looked at once more
     caller.grant_ = tokens_->Find(token);
     if (caller.grant_ == nullptr) return Unauthenticated("one that it does not know");
-    const TokenGrant& grant = *caller.grant_;
-    const bool computes = !grant.compute.empty();
-    const bool administers = !grant.admin.empty();
-    const bool allowed = row->needs == Permission::kToken || (row->needs == Permission::kRead && (computes || administers)) ||
-                         (row->needs == Permission::kCompute && computes) || (row->needs == Permission::kAdmin && administers);
-    // An upload may turn out to be the administrator's.
-    const bool uploads = row == FindAccessRow(observability::RpcMethod::kUploadWeights) && administers;
-    if (!allowed && !uploads) return caller.Denied(row->needs, "");
+    if (!AllowsSome(row, *caller.grant_)) return caller.Denied(row->needs, "");
   }
   if (absl::Status status = caller.CheckPort(row->needs); !status.ok()) return status;
   return caller;
+}
+
+absl::Status AccessControl::Recheck(const Caller& caller) const {
+  if (caller.grant_ == nullptr || tokens_->version() == caller.version_) return absl::OkStatus();
+  const std::shared_ptr<const TokenGrant> grant = tokens_->FindSha256(caller.grant_->sha256);
+  if (grant == nullptr) return Unauthenticated("one that it does not know any more");
+  if (grant->tenant != caller.grant_->tenant || !AllowsSome(caller.row_, *grant)) return caller.Denied(caller.needs_, "");
+  return absl::OkStatus();
 }
 
 }  // namespace headwater::service

@@ -3,6 +3,7 @@
 #ifndef HEADWATER_SERVER_SERVICE_ACCESS_H_
 #define HEADWATER_SERVER_SERVICE_ACCESS_H_
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -56,6 +57,8 @@ class Caller {
   absl::Status CheckPort(Permission needs) const;
 
   std::shared_ptr<const TokenGrant> grant_;  // null: a server without tokens, or a call that needs none
+  const AccessRow* row_ = nullptr;           // of the call
+  int64_t version_ = 0;                      // of the token file that the grant is from
   bool free_ = false;                        // a server without tokens
   PortRole role_ = PortRole::kData;
   Permission needs_ = Permission::kAdmin;
@@ -72,6 +75,8 @@ class AccessControl {
   // kUnauthenticated without a token that is known, kPermissionDenied for one that allows such calls on no head at all, and for a
   // port that does not take them.
   absl::StatusOr<Caller> Authorize(const AccessRow* row, PortRole role, const std::vector<absl::string_view>& authorization) const;
+  // For a call that goes on: as Authorize(), of what the token file says by now. Costs nothing while that has not changed.
+  absl::Status Recheck(const Caller& caller) const;
 
  private:
   std::unique_ptr<TokenFile> tokens_;  // null: none

@@ -3,11 +3,13 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "server/service/compute_loss_call.h"
 #include "server/service/field_check.h"
 #include "server/service/message_order.h"
 #include "server/service/retry_after.h"
+#include "server/service/slow_uploads.h"
 
 namespace headwater::service {
 
@@ -16,13 +18,15 @@ using observability::RpcMethod;
 RawReactor* ComputeLossStream::Start(ServerCore& core, grpc::CallbackServerContext& context) {
   const auto stream = std::make_shared<ComputeLossStream>(core, context);
   RawReactor* const reactor = stream->Own();
-  if (core.calls.TryRun([stream] { stream->Run(); })) return reactor;
-  stream->Finish(RunRpc(core, context, RpcMethod::kComputeLoss, [&core](RpcScope&) {
-    return MakeError(ErrorReason::kQueueFull,
-                     absl::StrCat("each ComputeLoss holds a thread: expected at most ", core.options.max_threads,
-                                  " at once (max_threads), and that many are in progress; try again"),
-                     {{"limit", "max_threads"}, {"maximum", absl::StrCat(core.options.max_threads)}, {kRetryAfterMsKey, "100"}});
-  }));
+  // Nobody's message is waited for who may not call.
+  const auto caller =
+      core.access->Authorize(FindAccessRow(RpcMethod::kComputeLoss), PortRole::kData, AuthorizationOf(context.client_metadata()));
+  if (!caller.ok()) {
+    stream->Finish(RunRpc(core, context, RpcMethod::kComputeLoss, [&](RpcScope&) { return caller.status(); }));
+    return reactor;
+  }
+  stream->Allow([access = core.access.get(), caller = *caller] { return access->Recheck(caller); });
+  stream->Read(/*watched=*/true);
   return reactor;
 }
 
@@ -39,30 +43,26 @@ void ComputeLossStream::Run() {
 }
 
 absl::Status ComputeLossStream::Serve(RpcScope& scope, v1::ComputeLossResponse* last) {
-  auto header = AwaitHeader(scope);
+  auto header = Header();
   if (!header.ok()) return header.status();
+  std::optional<SlowUploads::Place> upload;
   ComputeLossCall call(core(), scope.caller(), scope.client(), scope.wait_limits());
   absl::Status status = call.Accept(*header);
   scope.set_head(call.head_name());
   if (status.ok()) {
     transfer_ = call.transfer();
+    upload.emplace(core().slow_uploads, std::shared_ptr<transport::RowExchange>(transfer_, &transfer_->exchange()), absl::Now());
     status = transfer_->Join(std::static_pointer_cast<RowStream>(shared_from_this()), 0);
     if (status.ok()) status = call.Run();
   }
   if (status.ok()) call.FillSummary(last->mutable_summary());
-  // Whatever was met first, that the client is gone is why.
-  return status.ok() || !scope.Cancelled() ? status : scope.CancelledError();
+  if (status.ok() || !scope.Cancelled()) return status;
+  // Whatever was met first, that the client is gone, or was sent away, is why.
+  const absl::Status why = why_ended();
+  return why.ok() ? scope.CancelledError() : why;
 }
 
-absl::StatusOr<v1::MicroBatchHeader> ComputeLossStream::AwaitHeader(RpcScope& scope) {
-  Read(/*watched=*/true);
-  absl::MutexLock lock(&mutex_);
-  while (!first_done_) first_came_.Wait(&mutex_);
-  if (!first_.has_value()) {
-    // A stream that is cut ends like one that is half-closed; which it was is known a moment later.
-    if (gone() || scope.Cancelled()) return scope.CancelledError();
-    return CheckHeaderSeen(false);
-  }
+absl::StatusOr<v1::MicroBatchHeader> ComputeLossStream::Header() {
   v1::ComputeLossRequest request;
   const bool parsed = first_->Parse(&request);
   first_.reset();
@@ -72,22 +72,34 @@ absl::StatusOr<v1::MicroBatchHeader> ComputeLossStream::AwaitHeader(RpcScope& sc
   return std::move(*request.mutable_header());
 }
 
+absl::Status ComputeLossStream::EndWithoutHeader(RpcScope& scope) {
+  if (absl::Status why = why_ended(); !why.ok()) return why;
+  // A stream that is cut ends like one that is half-closed; which it was is known a moment later, when nobody hears it any more.
+  if (gone() || scope.Cancelled()) return scope.CancelledError();
+  core().CountCancelled(context().peer());  // it may have been; and if not, a call that says nothing is no better
+  return CheckHeaderSeen(false);
+}
+
 void ComputeLossStream::OnFirstMessage(bool ok, grpc::ByteBuffer* message) {
-  absl::MutexLock lock(&mutex_);
-  if (ok) first_.emplace(message);
-  first_done_ = true;
-  first_came_.Signal();
+  if (!ok) {
+    return Finish(RunRpc(core(), context(), RpcMethod::kComputeLoss, [this](RpcScope& scope) { return EndWithoutHeader(scope); }));
+  }
+  first_.emplace(message);
+  const auto self = std::static_pointer_cast<ComputeLossStream>(shared_from_this());
+  if (core().calls.TryRun([self] { self->Run(); })) return;
+  core().slow_uploads.GiveWay(absl::Now());
+  const int most = core().options.max_threads;
+  Finish(RunRpc(core(), context(), RpcMethod::kComputeLoss, [most](RpcScope&) {
+    return MakeError(ErrorReason::kQueueFull,
+                     absl::StrCat("each ComputeLoss holds a thread: expected at most ", most,
+                                  " at once (max_threads), and that many are in progress; try again"),
+                     {{"limit", "max_threads"}, {"maximum", absl::StrCat(most)}, {kRetryAfterMsKey, "100"}});
+  }));
 }
 
 void ComputeLossStream::OnStreamGone(Transfer* transfer) {
-  if (transfer != nullptr) {
-    transfer->exchange().Break(
-        MakeError(ErrorReason::kCancelled, "the client cancelled the call, or went away; nothing was added"));
-    return;
-  }
-  absl::MutexLock lock(&mutex_);
-  first_done_ = true;
-  first_came_.Signal();
+  if (transfer == nullptr) return;  // nobody waits: the read that is in progress ends by itself
+  transfer->exchange().Break(MakeError(ErrorReason::kCancelled, "the client cancelled the call, or went away; nothing was added"));
 }
 
 }  // namespace headwater::service

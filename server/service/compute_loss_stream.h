@@ -1,5 +1,5 @@
-// ComputeLossStream: one ComputeLoss call, the primary stream of a transfer. A call thread runs it, which waits; chunks are taken,
-// and rows of the gradient sent, by gRPC's threads meanwhile.
+// ComputeLossStream: one ComputeLoss call, the primary stream of a transfer. From its header on a call thread runs it, which waits;
+// chunks are taken, and rows of the gradient sent, by gRPC's threads meanwhile. A client that sends no header holds no thread.
 #ifndef HEADWATER_SERVER_SERVICE_COMPUTE_LOSS_STREAM_H_
 #define HEADWATER_SERVER_SERVICE_COMPUTE_LOSS_STREAM_H_
 
@@ -8,10 +8,8 @@
 #include <memory>
 #include <optional>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/synchronization/mutex.h"
 #include "headwater/v1/loss_service.pb.h"
 #include "server/service/chunk_codec.h"
 #include "server/service/rpc_scope.h"
@@ -36,13 +34,12 @@ class ComputeLossStream final : public RowStream {
   // The whole call, on a call thread.
   void Run();
   absl::Status Serve(RpcScope& scope, v1::ComputeLossResponse* last);
-  absl::StatusOr<v1::MicroBatchHeader> AwaitHeader(RpcScope& scope);
+  absl::StatusOr<v1::MicroBatchHeader> Header();
+  // The whole call, of one that has no header to begin with: on gRPC's thread.
+  absl::Status EndWithoutHeader(RpcScope& scope);
 
-  absl::Mutex mutex_;
-  absl::CondVar first_came_;
-  std::optional<ReceivedMessage> first_ ABSL_GUARDED_BY(mutex_);
-  bool first_done_ ABSL_GUARDED_BY(mutex_) = false;
-  std::shared_ptr<Transfer> transfer_;  // of the call's thread, once the header is accepted
+  std::optional<ReceivedMessage> first_;  // before the call's thread begins, then of it
+  std::shared_ptr<Transfer> transfer_;    // of the call's thread, once the header is accepted
 };
 
 }  // namespace headwater::service

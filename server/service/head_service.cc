@@ -51,10 +51,10 @@ absl::StatusOr<std::shared_ptr<heads::Head>> FindHeadAtStep(ServerCore& core, Rp
   return head;
 }
 
-absl::Status SendDownload(ServerCore& core, grpc::ServerContext& context, const absl::StatusOr<TensorStream>& stream,
-                          grpc::ServerWriter<v1::DownloadTensorResponse>& responses) {
+absl::Status SendDownload(ServerCore& core, grpc::ServerContext& context, RpcScope& scope,
+                          const absl::StatusOr<TensorStream>& stream, grpc::ServerWriter<v1::DownloadTensorResponse>& responses) {
   if (!stream.ok()) return stream.status();
-  WatchedWriter writer(core, context, responses);
+  WatchedWriter writer(core, context, scope, responses);
   return SendTensor(*stream, core.options.limits.max_chunk_bytes, [&](const v1::DownloadTensorResponse& response) {
     core.metrics.CountBytes(observability::Direction::kOut, static_cast<int64_t>(response.chunk().data().size()));
     return writer.Write(response);
@@ -192,7 +192,7 @@ grpc::Status HeadServiceImpl::DownloadWeights(grpc::ServerContext* context, cons
     if (!download.ok()) return download.status();
     auto head = FindHead(core_, scope, download->name);
     if (!head.ok()) return head.status();
-    return SendDownload(core_, *context, OpenWeights(*std::move(head), *download), *writer);
+    return SendDownload(core_, *context, scope, OpenWeights(*std::move(head), *download), *writer);
   });
 }
 
@@ -273,7 +273,7 @@ grpc::Status HeadServiceImpl::DownloadGradient(grpc::ServerContext* context, con
     if (!download.ok()) return download.status();
     auto head = FindHeadAtStep(core_, scope, *download);
     if (!head.ok()) return head.status();
-    return SendDownload(core_, *context, OpenGradient(*std::move(head), *download), *writer);
+    return SendDownload(core_, *context, scope, OpenGradient(*std::move(head), *download), *writer);
   });
 }
 

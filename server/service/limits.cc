@@ -12,6 +12,9 @@ namespace {
 // Five per-token outputs of four bytes.
 constexpr int64_t kTokenOutputBytes = 5 * 4;
 constexpr absl::Duration kMaxDuration = absl::Hours(1000);
+// gRPC counts milliseconds in 31 bits.
+constexpr absl::Duration kMaxGrpcDuration = absl::Hours(500);
+constexpr int64_t kMostOfAll = INT32_MAX;
 
 }  // namespace
 
@@ -32,6 +35,10 @@ absl::Status ValidateLimits(const Limits& limits) {
       {"max_heads_per_tenant", limits.max_heads_per_tenant},
       {"max_terms", limits.max_terms},
       {"max_stripes", limits.max_stripes},
+      {"max_connections", limits.max_connections},
+      {"max_connection_streams", limits.max_connection_streams},
+      {"max_metadata_bytes", limits.max_metadata_bytes},
+      {"max_health_watches", limits.max_health_watches},
   };
   for (const auto& [name, value] : positive) {
     if (value < 1) return absl::InvalidArgumentError(absl::StrCat(name, ": expected at least 1, got ", value));
@@ -48,10 +55,9 @@ absl::Status ValidateLimits(const Limits& limits) {
     if (value < 0) return absl::InvalidArgumentError(absl::StrCat(name, ": expected at least 0, got ", value));
   }
   const std::pair<const char*, absl::Duration> durations[] = {
-      {"max_session_lease", limits.max_session_lease},
-      {"max_step_wait", limits.max_step_wait},
-      {"max_stripe_wait", limits.max_stripe_wait},
-      {"max_join_wait", limits.max_join_wait},
+      {"max_session_lease", limits.max_session_lease}, {"max_step_wait", limits.max_step_wait},
+      {"max_stripe_wait", limits.max_stripe_wait},     {"max_join_wait", limits.max_join_wait},
+      {"max_stream_time", limits.max_stream_time},
   };
   for (const auto& [name, value] : durations) {
     if (value <= absl::ZeroDuration() || value > kMaxDuration) {
@@ -62,8 +68,25 @@ absl::Status ValidateLimits(const Limits& limits) {
   if (limits.max_staging_slots < 0 || limits.max_staging_slots > INT32_MAX) {
     return absl::InvalidArgumentError(absl::StrCat("max_staging_slots: expected 0 to 2^31 - 1, got ", limits.max_staging_slots));
   }
-  if (limits.max_stripes > INT32_MAX) {
-    return absl::InvalidArgumentError(absl::StrCat("max_stripes: expected at most 2^31 - 1, got ", limits.max_stripes));
+  const std::pair<const char*, absl::Duration> of_grpc[] = {
+      {"max_handshake_time", limits.max_handshake_time},
+      {"max_connection_idle", limits.max_connection_idle},
+      {"min_ping_interval", limits.min_ping_interval},
+  };
+  for (const auto& [name, value] : of_grpc) {
+    if (value < absl::Milliseconds(1) || value > kMaxGrpcDuration) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(name, ": expected a duration from 1ms to 500h, got ", absl::FormatDuration(value)));
+    }
+  }
+  const std::pair<const char*, int64_t> counted_in_31_bits[] = {
+      {"max_stripes", limits.max_stripes},
+      {"max_connections", limits.max_connections},
+      {"max_connection_streams", limits.max_connection_streams},
+      {"max_metadata_bytes", limits.max_metadata_bytes},
+  };
+  for (const auto& [name, value] : counted_in_31_bits) {
+    if (value > kMostOfAll) return absl::InvalidArgumentError(absl::StrCat(name, ": expected at most 2^31 - 1, got ", value));
   }
   if (limits.max_message_bytes > INT_MAX) {
     return absl::InvalidArgumentError(

@@ -37,6 +37,15 @@ struct Limits {
   int64_t max_region_bytes = int64_t{64} << 30;
   int64_t max_join_bytes = int64_t{4} << 30;
   absl::Duration max_join_wait = absl::Minutes(1);
+  // Of what carries the calls: bounds for clients that nobody has asked yet who they are.
+  int64_t max_connections = 4096;
+  int64_t max_connection_streams = 1024;
+  int64_t max_metadata_bytes = 8 << 10;
+  int64_t max_health_watches = 256;
+  absl::Duration max_stream_time = absl::Hours(1);
+  absl::Duration max_handshake_time = absl::Seconds(10);
+  absl::Duration max_connection_idle = absl::Minutes(10);
+  absl::Duration min_ping_interval = absl::Seconds(5);
 };
 
 // Room in a message for everything that is not a chunk's data or a per-token output.

@@ -20,11 +20,6 @@ namespace {
 
 constexpr char kUnix[] = "unix:";
 
-std::string SocketPath(const std::string& address) {
-  const std::string path = address.substr(sizeof(kUnix) - 1);
-  return absl::StartsWith(path, "//") ? path.substr(2) : path;
-}
-
 // The number, or what `find` says of the name.
 template <typename Id, typename Find>
 absl::StatusOr<Id> FindId(const std::string& text, const char* what, Find find) {
@@ -51,6 +46,18 @@ absl::Status CheckListenAddress(const std::string& address) {
 }
 
 bool IsUnixAddress(const std::string& address) { return absl::StartsWith(address, kUnix); }
+
+std::string SocketPath(const std::string& address) {
+  const std::string path = address.substr(sizeof(kUnix) - 1);
+  return absl::StartsWith(path, "//") ? path.substr(2) : path;
+}
+
+std::pair<std::string, int> HostAndPort(const std::string& address) {
+  const size_t colon = address.rfind(':');
+  int port = 0;
+  if (!absl::SimpleAtoi(address.substr(colon + 1), &port)) port = 0;
+  return {address.substr(0, colon), port};
+}
 
 bool IsLocalAddress(const std::string& address) {
   if (IsUnixAddress(address)) return true;

@@ -6,6 +6,7 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -16,6 +17,10 @@ namespace headwater::service {
 absl::Status CheckListenAddress(const std::string& address);
 // unix:PATH.
 bool IsUnixAddress(const std::string& address);
+// PATH of unix:PATH and unix://PATH.
+std::string SocketPath(const std::string& address);
+// Of host:port, which CheckListenAddress() has accepted.
+std::pair<std::string, int> HostAndPort(const std::string& address);
 // Whether only processes of this host can reach it.
 bool IsLocalAddress(const std::string& address);
 // "0.0.0.0:0" with the port that was picked; Unix sockets as they are.

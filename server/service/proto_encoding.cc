@@ -146,6 +146,14 @@ void EncodeLimits(const Limits& limits, v1::Limits* out) {
   out->set_max_region_bytes(limits.max_region_bytes);
   out->set_max_join_bytes(limits.max_join_bytes);
   out->set_max_join_wait_s(WholeSeconds(limits.max_join_wait));
+  out->set_max_connections(limits.max_connections);
+  out->set_max_connection_streams(limits.max_connection_streams);
+  out->set_max_metadata_bytes(limits.max_metadata_bytes);
+  out->set_max_stream_time_s(WholeSeconds(limits.max_stream_time));
+  out->set_max_handshake_time_s(WholeSeconds(limits.max_handshake_time));
+  out->set_max_connection_idle_s(WholeSeconds(limits.max_connection_idle));
+  out->set_max_health_watches(limits.max_health_watches);
+  out->set_min_ping_interval_s(WholeSeconds(limits.min_ping_interval));
 }
 
 }  // namespace headwater::service

@@ -6,13 +6,17 @@
 namespace headwater::service {
 
 RawStream::RawStream(ServerCore& core, grpc::CallbackServerContext& context) : core_(core), context_(context) {
-  watch_.emplace(&core_.watchdog, [this] { context_.TryCancel(); });
+  watch_.emplace(&core_.watchdog, [this](const absl::Status& why) { EndCall(context_, why); });
 }
 
 RawReactor* RawStream::Own() {
   self_ = shared_from_this();
   return this;
 }
+
+void RawStream::Allow(std::function<absl::Status()> allowed) { watch_->Allow(std::move(allowed)); }
+
+absl::Status RawStream::why_ended() const { return watch_->why(); }
 
 bool RawStream::Enter() {
   absl::MutexLock lock(&mutex_);

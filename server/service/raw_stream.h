@@ -2,7 +2,7 @@
 // place: nothing is started after the end, the end comes once, and the object lives until gRPC and everybody else has let go of it.
 //
 // The client is watched (StreamWatchdog) while a message of it is expected, and while it should take one: if it does neither for
-// ServerOptions::stream_idle_timeout, the call is cancelled.
+// ServerOptions::stream_idle_timeout, the call is cancelled; and so it is after Limits::max_stream_time in all.
 #ifndef HEADWATER_SERVER_SERVICE_RAW_STREAM_H_
 #define HEADWATER_SERVER_SERVICE_RAW_STREAM_H_
 
@@ -12,6 +12,7 @@
 #include <grpcpp/support/status.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -42,6 +43,11 @@ class RawStream : public RawReactor, public std::enable_shared_from_this<RawStre
   bool Write(grpc::ByteBuffer message);
   // Ends the call: with a last message, if there is one. Once. Not with a last message while something is being written.
   void Finish(grpc::Status status, std::optional<grpc::ByteBuffer> last_message = std::nullopt);
+
+  // Asks this about once a second: an error ends the call with it. Before Finish().
+  void Allow(std::function<absl::Status()> allowed);
+  // Why the watchdog ended the call; OK if it did not. Before Finish().
+  absl::Status why_ended() const;
 
   // The client has cancelled or gone away, its deadline has passed, or it was cancelled here.
   bool gone() const { return gone_.load(); }

@@ -4,11 +4,13 @@
 #include <cctype>
 #include <chrono>
 #include <cstring>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "absl/time/clock.h"
 #include "server/observability/logging.h"
+#include "server/service/line_budget.h"
 #include "server/service/status_mapping.h"
 
 namespace headwater::service {
@@ -83,6 +85,10 @@ absl::Status RpcScope::Authorize() {
   return absl::OkStatus();
 }
 
+std::function<absl::Status()> RpcScope::AllowedStill() const {
+  return [access = core_.access.get(), caller = caller_] { return access->Recheck(caller); };
+}
+
 absl::Time RpcScope::deadline() const {
   const std::chrono::system_clock::time_point deadline = context_.deadline();
   return deadline == std::chrono::system_clock::time_point::max() ? absl::InfiniteFuture() : absl::FromChrono(deadline);
@@ -109,6 +115,11 @@ grpc::Status RpcScope::Finish(absl::Status status) {
   }
   const absl::Duration duration = absl::Now() - start_time_;
   core_.metrics.CountRequest(method_, status, duration);
+  if (HasReason(status, ErrorReason::kCancelled)) core_.CountCancelled(context_.peer());
+  const LogLevel level = LevelOf(method_, status);
+  std::optional<int64_t> left_out = 0;
+  if (level == LogLevel::kWarning) left_out = FailedCallLines().Take();
+  if (!left_out.has_value()) return ToGrpcStatus(status);
   std::vector<LogField> fields = {{"request_id", request_id_}, {"method", observability::RpcMethodName(method_)}};
   if (!caller_.token_name().empty()) fields.emplace_back("token", caller_.token_name());
   if (!head_.empty()) fields.emplace_back("head", head_);
@@ -119,7 +130,8 @@ grpc::Status RpcScope::Finish(absl::Status status) {
   }
   fields.emplace_back("duration_ms", absl::ToDoubleMilliseconds(duration));
   fields.emplace_back("peer", context_.peer());
-  observability::Log(LevelOf(method_, status), "rpc", fields);
+  if (*left_out > 0) fields.emplace_back("lines_left_out", *left_out);
+  observability::Log(level, "rpc", fields);
   return ToGrpcStatus(status);
 }
 

@@ -21,6 +21,7 @@
 #include "server/heads/head.h"
 #include "server/observability/metrics.h"
 #include "server/service/access.h"
+#include "server/service/call_label.h"
 #include "server/service/server_core.h"
 
 namespace headwater::service {
@@ -48,8 +49,14 @@ class RpcScope {
   // Who makes it. Once Authorize() has said OK.
   const Caller& caller() const { return caller_; }
 
+  // For StreamWatchdog: whether the caller may still do what it does; its token may have been withdrawn. Valid as long as the core.
+  std::function<absl::Status()> AllowedStill() const;
+
   // Names the head in the log line.
-  void set_head(const std::string& name) { head_ = name; }
+  void set_head(const std::string& name) {
+    head_ = name;
+    CallLabel::NameHead(name);
+  }
   // Identity of the client for the fair queue.
   std::string client() const { return context_.peer(); }
   absl::Time deadline() const;
@@ -85,6 +92,7 @@ template <typename Body>
 grpc::Status RunRpc(const Entrance& entrance, grpc::ServerContextBase& context, observability::RpcMethod method, Body&& body,
                     bool always = false) {
   RpcScope scope(entrance, context, method);
+  const CallLabel label(observability::RpcMethodName(method));
   if (absl::Status status = scope.Authorize(); !status.ok()) return scope.Finish(std::move(status));
   auto admission = entrance.core.Admit();
   if (!admission.ok() && !always) return scope.Finish(admission.status());

@@ -7,12 +7,14 @@
 #include <grpcpp/resource_quota.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <deque>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "server/observability/logging.h"
@@ -23,6 +25,7 @@
 #include "server/service/server_core.h"
 #include "server/service/session_service.h"
 #include "server/service/tls.h"
+#include "server/transport/connection_gate.h"
 
 namespace headwater::service {
 namespace {
@@ -31,7 +34,14 @@ using observability::Log;
 using observability::LogLevel;
 
 constexpr int kWindowBytes = 4 << 20;
+
+int Milliseconds(absl::Duration duration) { return static_cast<int>(absl::ToInt64Milliseconds(duration)); }
+
 constexpr const char* kServiceNames[] = {"headwater.v1.LossService", "headwater.v1.HeadService", "headwater.v1.SessionService"};
+
+absl::Status CannotListen(const absl::Status& why) {
+  return absl::UnavailableError(absl::StrCat("cannot listen on all of the addresses: ", why.message()));
+}
 
 // The reflection library registers its plugin for every server; this takes it out again unless it was asked for.
 class ReflectionOption final : public grpc::ServerBuilderOption {
@@ -69,12 +79,15 @@ void WarnOfOpenAddress(const ServerOptions& options, const std::string& address)
 // Ports of one role: a gRPC server with services of its own, which know the role.
 struct Server::Ports {
   explicit Ports(const Entrance& entrance) : loss_service(entrance), head_service(entrance), session_service(entrance) {}
-  // Destroyed from the bottom up: the gRPC server first.
+  // Destroyed from the bottom up: first nothing is accepted any more, then the gRPC server goes.
   LossServiceImpl loss_service;
   HeadServiceImpl head_service;
   SessionServiceImpl session_service;
   std::vector<std::string> addresses;
   std::unique_ptr<grpc::Server> grpc_server;
+  // By whether they are of a Unix socket: what the gate lets in goes to gRPC through these.
+  std::array<std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor>, 2> acceptors;
+  std::unique_ptr<transport::ConnectionGate> gate;
 
   // Unavailable if an address cannot be listened on.
   absl::Status Listen(const ServerOptions& options, const std::vector<std::string>& wanted, const Entrance& entrance,
@@ -104,13 +117,14 @@ struct Server::State {
 absl::Status Server::Ports::Listen(const ServerOptions& options, const std::vector<std::string>& wanted, const Entrance& entrance,
                                    const std::shared_ptr<grpc::ServerCredentials>& credentials, const SocketAccess& socket_access,
                                    const grpc::ResourceQuota& quota) {
+  const Limits& limits = options.limits;
   grpc::ServerBuilder builder;
   builder.SetOption(std::make_unique<ReflectionOption>(options.reflection));
   std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> guards;
   guards.push_back(std::make_unique<ForeignRpcGuard>(entrance));
   builder.experimental().SetInterceptorCreators(std::move(guards));
-  builder.SetMaxReceiveMessageSize(static_cast<int>(options.limits.max_message_bytes));
-  builder.SetMaxSendMessageSize(static_cast<int>(options.limits.max_message_bytes));
+  builder.SetMaxReceiveMessageSize(static_cast<int>(limits.max_message_bytes));
+  builder.SetMaxSendMessageSize(static_cast<int>(limits.max_message_bytes));
   // Tensors do not shrink, and a compressed message could unfold to many times its size.
   builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_DEFLATE, false);
   builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_GZIP, false);
@@ -122,32 +136,53 @@ absl::Status Server::Ports::Listen(const ServerOptions& options, const std::vect
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kWindowBytes);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, kWindowBytes);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_BDP_PROBE, 0);
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);  // two servers on one port would share its clients at random
-  // A client that vanished without a word is noticed within 40 s; one that pings more often than every 5 s is sent away.
+  // A client that vanished without a word is noticed within 40 s; one that pings too often is sent away.
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 20000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20000);
-  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000);
-  std::vector<int> ports(wanted.size(), 0);
-  for (size_t i = 0; i < ports.size(); ++i) {
-    builder.AddListeningPort(wanted[i], IsUnixAddress(wanted[i]) ? grpc::InsecureServerCredentials() : credentials, &ports[i]);
-  }
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, Milliseconds(limits.min_ping_interval));
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, static_cast<int>(limits.max_connection_streams));
+  builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, static_cast<int>(limits.max_metadata_bytes));
+  builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, Milliseconds(limits.max_handshake_time));
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS, Milliseconds(limits.max_connection_idle));
   builder.RegisterService(&loss_service);
   builder.RegisterService(&head_service);
   builder.RegisterService(&session_service);
-  {
-    const PrivateFiles sockets;
-    grpc_server = builder.BuildAndStart();
-  }
-  if (grpc_server == nullptr || std::find(ports.begin(), ports.end(), 0) != ports.end()) {
-    return absl::UnavailableError("cannot listen on all of the addresses; is another server there?");
-  }
-  for (size_t i = 0; i < ports.size(); ++i) {
-    if (IsUnixAddress(wanted[i])) {
-      if (absl::Status status = SetSocketAccess(wanted[i], socket_access); !status.ok()) return status;
+
+  transport::ConnectionGateOptions gate_options;
+  gate_options.max_connections = limits.max_connections;
+  gate_options.cancels_a_second = options.max_cancel_rate;
+  gate_options.on_refused = [&metrics = entrance.core.metrics] { metrics.CountRefusedConnection(); };
+  gate_options.on_dropped = [&metrics = entrance.core.metrics] { metrics.CountDroppedConnection(); };
+  gate = std::make_unique<transport::ConnectionGate>(std::move(gate_options));
+  for (const std::string& address : wanted) {
+    const bool is_unix = IsUnixAddress(address);
+    auto& acceptor = acceptors[is_unix ? 1 : 0];
+    if (acceptor == nullptr) {
+      using Type = grpc::ServerBuilder::experimental_type::ExternalConnectionType;
+      acceptor = builder.experimental().AddExternalConnectionAcceptor(Type::FROM_FD,
+                                                                      is_unix ? grpc::InsecureServerCredentials() : credentials);
     }
-    addresses.push_back(BoundAddress(wanted[i], ports[i]));
+    const auto take = [to = acceptor.get()](int listener_fd, int fd) {
+      grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
+      connection.listener_fd = listener_fd;
+      connection.fd = fd;
+      to->HandleNewConnection(&connection);
+    };
+    if (is_unix) {
+      const PrivateFiles sockets;
+      if (absl::Status status = gate->ListenUnix(SocketPath(address), take); !status.ok()) return CannotListen(status);
+      if (absl::Status status = SetSocketAccess(address, socket_access); !status.ok()) return status;
+      addresses.push_back(address);
+    } else {
+      const auto [host, port] = HostAndPort(address);
+      auto bound = gate->ListenTcp(host, port, take);
+      if (!bound.ok()) return CannotListen(bound.status());
+      addresses.push_back(BoundAddress(address, *bound));
+    }
     WarnOfOpenAddress(options, addresses.back());
   }
+  grpc_server = builder.BuildAndStart();
+  if (grpc_server == nullptr) return absl::UnavailableError("gRPC's server cannot be started");
   return absl::OkStatus();
 }
 
@@ -185,6 +220,19 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
     if (absl::Status status = listen(options.admin_listen_addresses, PortRole::kAll); !status.ok()) return status;
   }
   state->SetHealth(false);
+  ServerCore::PortHooks hooks;
+  hooks.count_connections = [state = state.get()] {
+    int64_t count = 0;
+    for (const Ports& group : state->ports) count += group.gate->connections();
+    return count;
+  };
+  hooks.on_cancelled = [state = state.get()](const std::string& peer) {
+    for (Ports& group : state->ports) group.gate->OnCancelled(peer, absl::Now());
+  };
+  state->core->SetPortHooks(std::move(hooks));
+  for (Ports& group : state->ports) {
+    if (absl::Status status = group.gate->Start(); !status.ok()) return status;
+  }
   if (!options.metrics_address.empty()) {
     auto port = state->core->metrics.Listen(options.metrics_address);
     if (!port.ok()) return port.status();
@@ -202,6 +250,7 @@ Server::Server(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 Server::~Server() {
   Drain(absl::ZeroDuration());
+  state_->core->SetPortHooks({});
   state_->core->StopWatchingEngine();  // it tells the gRPC server, which goes before the core
 }
 
@@ -246,6 +295,7 @@ bool Server::Drain(absl::Duration timeout) {
   // into the timeout are, and they are cancelled now.
   const auto moment = state_->drained_cleanly ? std::chrono::seconds(1) : std::chrono::seconds(0);
   const auto end = std::chrono::system_clock::now() + moment;
+  for (Ports& group : state_->ports) group.gate->Stop();
   for (Ports& group : state_->ports) group.grpc_server->Shutdown(end);
   for (Ports& group : state_->ports) group.grpc_server->Wait();
   state_->core->queue.Drain();

@@ -9,6 +9,7 @@
 #include "headwater/kernels/error.h"
 #include "server/observability/logging.h"
 #include "server/service/retry_after.h"
+#include "server/service/watched_engine.h"
 
 namespace headwater::service {
 
@@ -49,6 +50,16 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptio
         checkpoint::CheckpointStore::Open(options.checkpoint_directory, checkpoint::PosixFileSystem(), options.keep_checkpoints);
     if (!opened.ok()) return opened.status();
     checkpoints = *std::move(opened);
+  }
+  if (!(options.max_cancel_rate > 0)) {
+    return absl::InvalidArgumentError(absl::StrCat("max_cancel_rate: expected a number > 0, got ", options.max_cancel_rate));
+  }
+  if (options.engine_stall_timeout < absl::ZeroDuration()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("engine_stall_timeout: expected a duration >= 0, got ", absl::FormatDuration(options.engine_stall_timeout)));
+  }
+  if (options.engine_stall_timeout > absl::ZeroDuration()) {
+    engine = std::make_unique<WatchedEngine>(std::move(engine), options.engine_stall_timeout);
   }
   std::unique_ptr<ServerCore> core(new ServerCore(options, std::move(engine)));
   core->access = *std::move(access);
@@ -135,7 +146,7 @@ ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<Loss
                }),
       queue(options.limits.max_queue_depth, options.queue_widths),
       waiting(options.limits.max_waiting_calls, options.limits.max_step_wait),
-      watchdog(options.stream_idle_timeout),
+      watchdog(options.stream_idle_timeout, options.limits.max_stream_time),
       transfers(options.limits.max_stripe_wait),
       incarnation(heads::NewEpoch()),
       start_time(absl::Now()),
@@ -245,6 +256,7 @@ absl::StatusOr<heads::SessionRegistry::Use> ServerCore::UseSession(const std::op
 absl::Status ServerCore::ReserveInFlight(const std::string& client, int64_t bytes, const char* what,
                                          transport::ByteBudget::Reservation* reservation) {
   if (in_flight.TryReserve(client, bytes, heads::MonotonicNow(), reservation)) return absl::OkStatus();
+  slow_uploads.GiveWay(absl::Now());
   const int64_t available = in_flight.available_bytes();
   const bool kept = available >= bytes;
   return MakeError(ErrorReason::kInFlightBytesExceeded,
@@ -271,8 +283,22 @@ int64_t ServerCore::AvailableBytes() const {
   return std::max<int64_t>(0, budget - engine->planned_bytes());
 }
 
+void ServerCore::SetPortHooks(PortHooks hooks) {
+  absl::MutexLock lock(&hooks_mutex_);
+  hooks_ = std::move(hooks);
+}
+
+void ServerCore::CountCancelled(const std::string& peer) {
+  absl::MutexLock lock(&hooks_mutex_);
+  if (hooks_.on_cancelled) hooks_.on_cancelled(peer);
+}
+
 observability::GaugeReadings ServerCore::ReadGauges() const {
   observability::GaugeReadings readings;
+  {
+    absl::MutexLock lock(&hooks_mutex_);
+    if (hooks_.count_connections) readings.connections = hooks_.count_connections();
+  }
   readings.queue_depth = queue.depth();
   readings.in_flight_bytes = in_flight.reserved_bytes();
   readings.upload_bytes = uploads.reserved_bytes();

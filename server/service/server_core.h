@@ -26,6 +26,7 @@
 #include "server/service/call_threads.h"
 #include "server/service/engine_watch.h"
 #include "server/service/server_options.h"
+#include "server/service/slow_uploads.h"
 #include "server/service/stream_watchdog.h"
 #include "server/service/transfer_registry.h"
 #include "server/service/upload_store.h"
@@ -97,6 +98,14 @@ class ServerCore {
 
   // What the memory budget has room for beside the heads that exist.
   int64_t AvailableBytes() const;
+  // What the core asks and tells the ports; called on any thread until they are replaced. Null: nobody is there.
+  struct PortHooks {
+    std::function<int64_t()> count_connections;
+    std::function<void(const std::string& peer)> on_cancelled;
+  };
+  void SetPortHooks(PortHooks hooks);
+  // The client of a connection has cancelled a call.
+  void CountCancelled(const std::string& peer);
   // Current readings for the metrics.
   observability::GaugeReadings ReadGauges() const;
 
@@ -119,6 +128,8 @@ class ServerCore {
   scheduler::WorkQueue queue;
   scheduler::StartOrder start_order;  // of micro-batches whose rows still come
   WaitingRoom waiting;
+  SlowUploads slow_uploads;
+  std::atomic<int64_t> reading_threads{0};  // that read streams (ReadAll)
   StreamWatchdog watchdog;
   TransferRegistry transfers;
   const heads::Epoch incarnation;
@@ -137,7 +148,9 @@ class ServerCore {
   int64_t calls_in_progress_ ABSL_GUARDED_BY(phase_mutex_) = 0;
   std::atomic<bool> is_lost_{false};                 // lost() without the lock, for calls that look often
   absl::Status lost_ ABSL_GUARDED_BY(phase_mutex_);  // not OK in Phase::kLost
-  std::unique_ptr<Reaper> reaper_;                   // these two last: they use the members above
+  mutable absl::Mutex hooks_mutex_;
+  PortHooks hooks_ ABSL_GUARDED_BY(hooks_mutex_);
+  std::unique_ptr<Reaper> reaper_;  // these two last: they use the members above
   std::unique_ptr<EngineWatch> engine_watch_;
 };
 

@@ -34,6 +34,8 @@ struct ServerOptions {
   int max_threads = 256;                                    // ComputeLoss at once, and other calls at once
   int max_pollers = 2;                                      // threads that wait for new calls, for each completion queue
   absl::Duration stream_idle_timeout = absl::Seconds(120);  // a stream whose client sends or takes nothing for so long is cancelled
+  double max_cancel_rate = 100;                             // calls a second that the clients of one host may cancel
+  absl::Duration engine_stall_timeout = absl::Minutes(5);   // a computing engine that gets no further for so long is lost; 0: never
   absl::Duration idle_head_timeout = absl::ZeroDuration();  // heads that no call has named for so long are deleted; 0: never
   bool idle_head_checkpoint = false;                        // they are saved before; needs a checkpoint directory
   bool reflection = false;

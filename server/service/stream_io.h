@@ -5,7 +5,14 @@
 
 #include <grpcpp/server_context.h>
 
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
 #include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "headwater/kernels/error.h"
+#include "server/service/retry_after.h"
 #include "server/service/rpc_scope.h"
 #include "server/service/server_core.h"
 #include "server/service/stream_watchdog.h"
@@ -22,24 +29,41 @@ bool ReadMessage(StreamWatchdog::Watch& watch, Stream& stream, Message* message)
 }
 
 // Calls `take(&message)` for each message until the client half-closes. Returns the first error of `take`, kCancelled /
-// kDeadlineExceeded if the stream was cut, or ServerCore::lost().
+// kDeadlineExceeded if the stream was cut, why the watchdog ended it, kQueueFull if
+// too many threads read already, or ServerCore::lost().
 template <typename Message, typename Stream, typename Take>
 absl::Status ReadAll(ServerCore& core, grpc::ServerContext& context, RpcScope& scope, Stream& stream, Take&& take) {
-  StreamWatchdog::Watch watch(&core.watchdog, [&context] { context.TryCancel(); });
+  // The thread stands still while the client sends nothing: half of them stay for calls that do not.
+  struct Reading {
+    std::atomic<int64_t>& threads;
+    const int64_t before = threads.fetch_add(1);
+    ~Reading() { threads.fetch_sub(1); }
+  } reading{core.reading_threads};
+  if (const int64_t most = std::max(1, core.options.max_threads / 2); reading.before >= most) {
+    return MakeError(ErrorReason::kQueueFull,
+                     absl::StrCat("each stream that is read holds a thread: expected at most ", most,
+                                  " at once (half of max_threads), and that many are in progress; try again"),
+                     {{"limit", "max_threads"}, {"maximum", absl::StrCat(most)}, {kRetryAfterMsKey, "500"}});
+  }
+  StreamWatchdog::Watch watch(&core.watchdog, [&context](const absl::Status& why) { EndCall(context, why); });
+  watch.Allow(scope.AllowedStill());
   Message message;
   while (ReadMessage(watch, stream, &message)) {
     if (absl::Status lost = core.lost(); !lost.ok()) return lost;
     if (absl::Status status = take(&message); !status.ok()) return status;
   }
-  return watch.expired() || scope.Cancelled() ? scope.CancelledError() : absl::OkStatus();
+  if (absl::Status why = watch.why(); !why.ok()) return why;
+  return scope.Cancelled() ? scope.CancelledError() : absl::OkStatus();
 }
 
 // The answers of a stream. Write() returns false when the client is gone, or has taken nothing for too long.
 template <typename Stream>
 class WatchedWriter {
  public:
-  WatchedWriter(ServerCore& core, grpc::ServerContext& context, Stream& stream)
-      : watch_(&core.watchdog, [&context] { context.TryCancel(); }), stream_(stream) {}
+  WatchedWriter(ServerCore& core, grpc::ServerContext& context, RpcScope& scope, Stream& stream)
+      : watch_(&core.watchdog, [&context](const absl::Status& why) { EndCall(context, why); }), stream_(stream) {
+    watch_.Allow(scope.AllowedStill());
+  }
 
   template <typename Message>
   bool Write(const Message& message) {

@@ -5,6 +5,9 @@
 #include <limits>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "headwater/kernels/error.h"
+
 namespace headwater::service {
 namespace {
 
@@ -17,8 +20,10 @@ int64_t NowNs() {
 
 }  // namespace
 
-StreamWatchdog::StreamWatchdog(absl::Duration idle_timeout)
-    : idle_timeout_(std::max(idle_timeout, absl::Milliseconds(4))), thread_([this] { Run(); }) {}
+StreamWatchdog::StreamWatchdog(absl::Duration idle_timeout, absl::Duration max_time)
+    : idle_timeout_(std::max(idle_timeout, absl::Milliseconds(4))),
+      max_time_(std::max(max_time, absl::Milliseconds(4))),
+      thread_([this] { Run(); }) {}
 
 StreamWatchdog::~StreamWatchdog() {
   {
@@ -28,18 +33,33 @@ StreamWatchdog::~StreamWatchdog() {
   thread_.join();
 }
 
+absl::Status StreamWatchdog::Judge(const Watch& watch, int64_t now_ns) const {
+  if (watch.begun_ns_.load() <= now_ns - absl::ToInt64Nanoseconds(idle_timeout_)) {
+    return MakeError(ErrorReason::kCancelled, absl::StrCat("the client has neither sent nor taken anything for ",
+                                                           absl::FormatDuration(idle_timeout_), " (stream_idle_timeout)"));
+  }
+  if (watch.created_ns_ <= now_ns - absl::ToInt64Nanoseconds(max_time_)) {
+    return MakeError(ErrorReason::kDeadlineExceeded,
+                     absl::StrCat("the stream was not over after ", absl::FormatDuration(max_time_), " (max_stream_time)"));
+  }
+  return watch.allowed_ ? watch.allowed_() : absl::OkStatus();
+}
+
 void StreamWatchdog::Run() {
+  const absl::Duration interval = std::min({idle_timeout_ / 4, max_time_ / 4, absl::Seconds(1)});
   absl::MutexLock lock(&mutex_);
-  while (!mutex_.AwaitWithTimeout(absl::Condition(&stopping_), idle_timeout_ / 4)) {
-    const int64_t oldest_ns = NowNs() - absl::ToInt64Nanoseconds(idle_timeout_);
+  while (!mutex_.AwaitWithTimeout(absl::Condition(&stopping_), interval)) {
+    const int64_t now_ns = NowNs();
     for (Watch* const watch : watches_) {
-      if (watch->begun_ns_.load() <= oldest_ns && !watch->expired_.exchange(true)) watch->on_idle_();
+      if (!watch->why_.ok()) continue;
+      watch->why_ = Judge(*watch, now_ns);
+      if (!watch->why_.ok()) watch->end_(watch->why_);
     }
   }
 }
 
-StreamWatchdog::Watch::Watch(StreamWatchdog* watchdog, std::function<void()> on_idle)
-    : watchdog_(watchdog), on_idle_(std::move(on_idle)), begun_ns_(kNotWaiting) {
+StreamWatchdog::Watch::Watch(StreamWatchdog* watchdog, std::function<void(const absl::Status&)> end)
+    : watchdog_(watchdog), end_(std::move(end)), created_ns_(NowNs()), begun_ns_(kNotWaiting) {
   absl::MutexLock lock(&watchdog_->mutex_);
   watchdog_->watches_.insert(this);
 }
@@ -52,5 +72,15 @@ StreamWatchdog::Watch::~Watch() {
 void StreamWatchdog::Watch::Begin() { begun_ns_.store(NowNs()); }
 
 void StreamWatchdog::Watch::End() { begun_ns_.store(kNotWaiting); }
+
+void StreamWatchdog::Watch::Allow(std::function<absl::Status()> allowed) {
+  absl::MutexLock lock(&watchdog_->mutex_);
+  allowed_ = std::move(allowed);
+}
+
+absl::Status StreamWatchdog::Watch::why() const {
+  absl::MutexLock lock(&watchdog_->mutex_);
+  return why_;
+}
 
 }  // namespace headwater::service

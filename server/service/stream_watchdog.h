@@ -1,16 +1,20 @@
-// StreamWatchdog: ends streams whose client is there but neither sends nor takes anything, so that none holds a thread and its
-// budget for ever.
+// StreamWatchdog: ends streams that should not go on: whose client is there but neither sends nor takes anything, that take too
+// long altogether, or whose token has been withdrawn; so that none holds a thread and its budget for ever.
 #ifndef HEADWATER_SERVER_SERVICE_STREAM_WATCHDOG_H_
 #define HEADWATER_SERVER_SERVICE_STREAM_WATCHDOG_H_
+
+#include <grpc/grpc.h>
 
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <set>
+#include <string>
 #include <thread>
+#include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 
@@ -18,8 +22,9 @@ namespace headwater::service {
 
 class StreamWatchdog {
  public:
-  // Streams that are idle for `idle_timeout` (> 0) are ended within 5/4 of it.
-  explicit StreamWatchdog(absl::Duration idle_timeout);
+  // Streams that are idle for `idle_timeout`, or not over after `max_time` (both > 0), are ended within 5/4 of it, and within a
+  // second.
+  StreamWatchdog(absl::Duration idle_timeout, absl::Duration max_time);
   ~StreamWatchdog();  // no watch may be left
   StreamWatchdog(const StreamWatchdog&) = delete;
   StreamWatchdog& operator=(const StreamWatchdog&) = delete;
@@ -28,32 +33,47 @@ class StreamWatchdog {
   // between, however long it takes, is not the client's fault.
   class Watch {
    public:
-    // `on_idle` is called at most once, on the watchdog's thread, and never after the destructor has returned.
-    Watch(StreamWatchdog* watchdog, std::function<void()> on_idle);
+    // `end` is called at most once with what the client is to be told (kCancelled, kDeadlineExceeded, or what `Allow` says), on the
+    // watchdog's thread, and never after the destructor has returned.
+    Watch(StreamWatchdog* watchdog, std::function<void(const absl::Status&)> end);
     ~Watch();
     Watch(const Watch&) = delete;
     Watch& operator=(const Watch&) = delete;
     void Begin();
     void End();
-    bool expired() const { return expired_.load(); }
+    // Asks this, too, about once a second: an error ends the stream.
+    void Allow(std::function<absl::Status()> allowed);
+    // Why the stream was ended; OK if it was not.
+    absl::Status why() const;
 
    private:
     friend class StreamWatchdog;
     StreamWatchdog* const watchdog_;
-    const std::function<void()> on_idle_;
-    std::atomic<int64_t> begun_ns_;  // kNotWaiting outside of Begin() and End()
-    std::atomic<bool> expired_{false};
+    const std::function<void(const absl::Status&)> end_;
+    const int64_t created_ns_;
+    std::atomic<int64_t> begun_ns_;          // kNotWaiting outside of Begin() and End()
+    std::function<absl::Status()> allowed_;  // guarded by the watchdog's mutex, like the next
+    absl::Status why_;
   };
 
  private:
   void Run();
+  absl::Status Judge(const Watch& watch, int64_t now_ns) const;
 
   const absl::Duration idle_timeout_;
+  const absl::Duration max_time_;
   absl::Mutex mutex_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::set<Watch*> watches_ ABSL_GUARDED_BY(mutex_);
   std::thread thread_;
 };
+
+// Ends a call of gRPC's with a status that its client gets. `context` is grpc::ServerContext or grpc::CallbackServerContext.
+template <typename Context>
+void EndCall(Context& context, const absl::Status& why) {
+  grpc_call_cancel_with_status(context.c_call(), static_cast<grpc_status_code>(why.code()), std::string(why.message()).c_str(),
+                               nullptr);
+}
 
 }  // namespace headwater::service
 

@@ -197,6 +197,10 @@ std::shared_ptr<const TokenGrant> TokenFile::Find(absl::string_view token) const
   if (EVP_Digest(token.data(), token.size(), digest.data(), &size, EVP_sha256(), nullptr) != 1 || size != digest.size()) {
     return nullptr;
   }
+  return FindSha256(digest);
+}
+
+std::shared_ptr<const TokenGrant> TokenFile::FindSha256(const std::array<uint8_t, 32>& sha256) const {
   std::shared_ptr<const TokenGrants> grants;
   {
     absl::MutexLock lock(&mutex_);
@@ -205,7 +209,7 @@ std::shared_ptr<const TokenGrant> TokenFile::Find(absl::string_view token) const
   // All are looked at, each in whole, whatever comes out.
   const std::shared_ptr<const TokenGrant>* found = nullptr;
   for (const auto& grant : *grants) {
-    if (CRYPTO_memcmp(grant->sha256.data(), digest.data(), digest.size()) == 0) found = &grant;
+    if (CRYPTO_memcmp(grant->sha256.data(), sha256.data(), sha256.size()) == 0) found = &grant;
   }
   return found == nullptr ? nullptr : *found;
 }
@@ -239,6 +243,7 @@ void TokenFile::Reload() {
   Log(LogLevel::kInfo, "token_file_taken", {{"tokens", static_cast<int64_t>(grants->size())}});
   auto taken = std::make_shared<const TokenGrants>(*std::move(grants));
   absl::MutexLock lock(&mutex_);
+  version_.fetch_add(1);
   grants_ = std::move(taken);
 }
 

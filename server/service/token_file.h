@@ -4,6 +4,7 @@
 #define HEADWATER_SERVER_SERVICE_TOKEN_FILE_H_
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -47,6 +48,10 @@ class TokenFile {
 
   // Null if the token is not known. Takes as long for any token of that length.
   std::shared_ptr<const TokenGrant> Find(absl::string_view token) const;
+  // The same by the token's SHA-256.
+  std::shared_ptr<const TokenGrant> FindSha256(const std::array<uint8_t, 32>& sha256) const;
+  // Rises when other contents are taken, before they can be found.
+  int64_t version() const { return version_.load(); }
 
  private:
   TokenFile(std::string path, absl::Duration interval, std::string text, TokenGrants grants);
@@ -58,6 +63,7 @@ class TokenFile {
   const absl::Duration interval_;
   std::string text_;     // of the thread: what the grants are from
   std::string trouble_;  // of the thread: what was logged last
+  std::atomic<int64_t> version_{1};
   mutable absl::Mutex mutex_;
   std::shared_ptr<const TokenGrants> grants_ ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;

@@ -25,6 +25,7 @@ RawReactor* TransferRowsStream::Start(ServerCore& core, grpc::CallbackServerCont
     return reactor;
   }
   stream->admission_.emplace(*std::move(admission));
+  stream->Allow(stream->scope_.AllowedStill());
   stream->Read(/*watched=*/true);
   return reactor;
 }

@@ -390,6 +390,40 @@ TEST(Rotation, TokensAreReadAgainAndABadFileChangesNothing) {
   EXPECT_FALSE(known("new"));
 }
 
+TEST(Rotation, AStreamWhoseTokenIsWithdrawnEnds) {
+  SecuredServer server(kTokens);
+  const std::shared_ptr<grpc::Channel> admin_channel = server.Connect("admin_unix");
+  const std::shared_ptr<grpc::Channel> data_channel = server.Connect("data_unix");
+  const auto stays = v1::HeadService::NewStub(admin_channel);
+  const auto goes = v1::LossService::NewStub(data_channel);
+  grpc::ClientContext admin_context;
+  admin_context.AddMetadata("authorization", "Bearer " + TokenText("administers"));
+  const auto upload = stays->UploadWeights(&admin_context);
+  grpc::ClientContext context;
+  context.AddMetadata("authorization", "Bearer " + TokenText("computes"));
+  const auto stream = goes->ComputeLoss(&context);
+  // Both have been let in when an answer comes that was asked for later.
+  for (const auto& channel : {admin_channel, data_channel}) EXPECT_EQ(headwater::testing::Health(channel, ""), 1);
+  std::vector<std::string> others;
+  for (const std::string& entry : kTokens) {
+    if (entry.find("\"computes\"") == std::string::npos) others.push_back(entry);
+  }
+  ASSERT_EQ(others.size() + 1, kTokens.size());
+  WriteFile(server.token_path(), TokenFileText(others));
+  v1::ComputeLossResponse response;
+  while (stream->Read(&response)) {
+  }
+  const grpc::Status ended = stream->Finish();
+  EXPECT_EQ(ended.error_code(), grpc::StatusCode::UNAUTHENTICATED);
+  EXPECT_THAT(ended.error_message(), HasSubstr("one that it does not know"));
+  // The other one's stream goes on until it is half-closed, without a header.
+  upload->WritesDone();
+  v1::UploadWeightsResponse upload_response;
+  while (upload->Read(&upload_response)) {
+  }
+  EXPECT_EQ(DecodeError(upload->Finish()).reason, "PROTOCOL_VIOLATION");
+}
+
 TEST(Rotation, CertificatesAreReadAgain) {
   SecuredServer server(kTokens);
   const TestAuthority new_servers("new servers");

@@ -7,6 +7,7 @@
 //   a micro-batch of 13 rows    the device is lost, told to on_device_lost; the call fails
 //   of 14 rows                  the same, but only health() says so
 //   of 15 rows                  the device is lost, and the call never comes back
+//   of 16 rows                  the call never comes back, and nobody says why
 //
 // Compiled with FAKE_MODULE_VERSION, it says that instead of its version.
 #include <atomic>
@@ -51,7 +52,7 @@ class FakeCudaEngine final : public LossEngine {
     if (rows >= 13 && rows <= 15 && !is_lost_.exchange(true) && rows != 14 && options_.on_device_lost) {
       options_.on_device_lost(Lost());
     }
-    while (rows == 15) std::this_thread::sleep_for(std::chrono::seconds(1));
+    while (rows == 15 || rows == 16) std::this_thread::sleep_for(std::chrono::seconds(1));
     if (is_lost_.load()) return Lost();
     return engine_->Compute(micro_batch);
   }

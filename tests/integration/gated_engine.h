@@ -46,6 +46,15 @@ class Gate {
     absl::MutexLock lock(&mutex_);
     return health_;
   }
+  // As if a computation had got on.
+  void GetOn() {
+    absl::MutexLock lock(&mutex_);
+    ++progress_;
+  }
+  int64_t progress() {
+    absl::MutexLock lock(&mutex_);
+    return progress_;
+  }
   absl::Status Pass() {
     absl::MutexLock lock(&mutex_);
     ++waiting_;
@@ -59,6 +68,7 @@ class Gate {
   absl::Mutex mutex_;
   bool open_ ABSL_GUARDED_BY(mutex_) = true;
   int waiting_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t progress_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);
   absl::Status health_ ABSL_GUARDED_BY(mutex_);
 };
@@ -75,6 +85,7 @@ class GatedEngine final : public LossEngine {
   absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override { return engine_->CreateHead(spec); }
   int64_t planned_bytes() const override { return engine_->planned_bytes(); }
   absl::Status health() const override { return gate_->health(); }
+  int64_t progress() const override { return engine_->progress() + gate_->progress(); }
   absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override {
     if (absl::Status status = gate_->Pass(); !status.ok()) return status;
     return engine_->Compute(micro_batch);

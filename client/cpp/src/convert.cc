@@ -256,7 +256,15 @@ ServerInfo FromProto(const v1::ServerInfo& info) {
                    .max_session_regions = limits.max_session_regions(),
                    .max_region_bytes = limits.max_region_bytes(),
                    .max_join_bytes = limits.max_join_bytes(),
-                   .max_join_wait_s = limits.max_join_wait_s()};
+                   .max_join_wait_s = limits.max_join_wait_s(),
+                   .max_connections = limits.max_connections(),
+                   .max_connection_streams = limits.max_connection_streams(),
+                   .max_metadata_bytes = limits.max_metadata_bytes(),
+                   .max_stream_time_s = limits.max_stream_time_s(),
+                   .max_handshake_time_s = limits.max_handshake_time_s(),
+                   .max_connection_idle_s = limits.max_connection_idle_s(),
+                   .min_ping_interval_s = limits.min_ping_interval_s(),
+                   .max_health_watches = limits.max_health_watches()};
   result.features.assign(info.features().begin(), info.features().end());
   result.start_time = FromProto(info.start_time());
   result.descriptor_socket = info.descriptor_socket();

@@ -195,6 +195,20 @@ TEST(CudaModule, ADeviceThatIsLostEndsTheProcess) {
   }
 }
 
+// A call that never comes back, of an engine that says nothing: the server notices, and ends as if the device were lost.
+TEST(CudaModule, AnEngineThatIsStuckEndsTheProcess) {
+  const Variable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
+  ServerProcess server({"--engine=cuda", "--engine_stall_timeout=3s", "--device_lost_grace=1s"});
+  client::Client client = server.Connect();
+  client::Head head = MakeHead(client);
+  std::thread call([&] { EXPECT_FALSE(Compute(head, 16).ok()); });
+  EXPECT_EQ(server.process().Wait(), kDeviceLostStatus) << server.log();
+  EXPECT_THAT(server.log(), AllOf(HasSubstr("event=engine_stuck"), HasSubstr("work=Compute"), HasSubstr("method=ComputeLoss"),
+                                  HasSubstr("head=tenants/default/heads/"), HasSubstr("event=engine_lost"),
+                                  HasSubstr("not every call was answered")));
+  call.join();
+}
+
 // A call that never comes back from the device: the process ends when the grace is over, not before, and not much later.
 TEST(CudaModule, TheGraceIsALimit) {
   const Variable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);

@@ -290,6 +290,9 @@ class LossEngine {
   // call fails with it then, and only a new process helps. Any thread.
   virtual absl::Status health() const { return absl::OkStatus(); }
 
+  // Rises while a computation that may take long gets on; an engine none of whose calls takes long may leave it at 0. Any thread.
+  virtual int64_t progress() const { return 0; }
+
   // Computes one micro-batch. Checks everything that could make it read or write out of bounds (sizes, types, targets) and fails
   // with the reasons of error.h before anything is changed; kStagingFull if kStage finds no slot; kShardNotReady if a shard could
   // not begin (outputs may have been written). A failure after that is kEngineFailed; with kAccumulate the heads are lost then. The

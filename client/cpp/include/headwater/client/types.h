@@ -481,6 +481,14 @@ struct ServerLimits {
   int64_t max_region_bytes = 0;
   int64_t max_join_bytes = 0;
   int64_t max_join_wait_s = 0;
+  int64_t max_connections = 0;
+  int64_t max_connection_streams = 0;
+  int64_t max_metadata_bytes = 0;
+  int64_t max_stream_time_s = 0;
+  int64_t max_handshake_time_s = 0;
+  int64_t max_connection_idle_s = 0;
+  int64_t min_ping_interval_s = 0;
+  int64_t max_health_watches = 0;
 };
 
 struct ServerInfo {

@@ -1,0 +1,54 @@
+// LineBudget: how many lines of log failed calls may make, so that a client cannot fill the disk, or a processor, with refusals.
+#ifndef HEADWATER_SERVER_SERVICE_LINE_BUDGET_H_
+#define HEADWATER_SERVER_SERVICE_LINE_BUDGET_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+
+namespace headwater::service {
+
+// Thread-safe.
+class LineBudget {
+ public:
+  // `a_second` lines (> 0) each second, and as many as `at_once` after a quiet time.
+  LineBudget(double a_second, double at_once) : a_second_(a_second), at_once_(at_once), left_(at_once) {}
+
+  // How many lines were left out since the last that was not, if one may be written now; nullopt: this one is left out, too.
+  std::optional<int64_t> Take(absl::Time now = absl::Now()) {
+    absl::MutexLock lock(&mutex_);
+    left_ = std::min(at_once_, left_ + a_second_ * std::max(0.0, absl::ToDoubleSeconds(now - last_)));
+    last_ = now;
+    if (left_ < 1) {
+      ++left_out_;
+      return std::nullopt;
+    }
+    left_ -= 1;
+    const int64_t left_out = left_out_;
+    left_out_ = 0;
+    return left_out;
+  }
+
+ private:
+  const double a_second_;
+  const double at_once_;
+  absl::Mutex mutex_;
+  double left_ ABSL_GUARDED_BY(mutex_);
+  absl::Time last_ ABSL_GUARDED_BY(mutex_) = absl::Now();
+  int64_t left_out_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+// Of the process: for lines of calls that were refused, cancelled or cut.
+inline LineBudget& FailedCallLines() {
+  static auto* const budget = new LineBudget(100, 1000);
+  return *budget;
+}
+
+}  // namespace headwater::service
+
+#endif  // HEADWATER_SERVER_SERVICE_LINE_BUDGET_H_

@@ -1,0 +1,60 @@
+#include "server/service/slow_uploads.h"
+
+#include <utility>
+
+#include "absl/status/status.h"
+#include "headwater/kernels/error.h"
+#include "server/service/retry_after.h"
+
+namespace headwater::service {
+namespace {
+
+constexpr absl::Duration kPatience = absl::Seconds(2);
+constexpr absl::Duration kFirstTime = absl::Seconds(5);
+constexpr double kLeastBytesPerSecond = 64 << 10;
+
+}  // namespace
+
+SlowUploads::Place::Place(SlowUploads& uploads, std::shared_ptr<transport::RowExchange> rows, absl::Time now) : uploads_(uploads) {
+  absl::MutexLock lock(&uploads_.mutex_);
+  upload_ = uploads_.uploads_.insert(uploads_.uploads_.end(), {std::move(rows), now});
+}
+
+SlowUploads::Place::~Place() {
+  absl::MutexLock lock(&uploads_.mutex_);
+  uploads_.uploads_.erase(upload_);
+}
+
+bool SlowUploads::GiveWay(absl::Time now) {
+  std::shared_ptr<transport::RowExchange> stillest;
+  std::shared_ptr<transport::RowExchange> slowest;
+  absl::Duration longest = kPatience;
+  double least = kLeastBytesPerSecond;
+  {
+    absl::MutexLock lock(&mutex_);
+    for (const Upload& upload : uploads_) {
+      const transport::RowExchange& rows = *upload.rows;
+      if (rows.complete() || !rows.status().ok()) continue;
+      if (const absl::Duration still = now - rows.last_row_time(); still > longest) {
+        longest = still;
+        stillest = upload.rows;
+      }
+      const absl::Duration age = now - upload.begin;
+      if (age < kFirstTime) continue;
+      if (const double rate = static_cast<double>(rows.received_bytes()) / absl::ToDoubleSeconds(age); rate < least) {
+        least = rate;
+        slowest = upload.rows;
+      }
+    }
+  }
+  const auto& ended = stillest != nullptr ? stillest : slowest;
+  if (ended == nullptr) return false;
+  ended->Break(
+      MakeError(ErrorReason::kQueueFull,
+                "others wait for what this upload holds, and its rows have stopped coming, or come too slowly; nothing was "
+                "added; try again",
+                {{kRetryAfterMsKey, "1000"}}));
+  return true;
+}
+
+}  // namespace headwater::service

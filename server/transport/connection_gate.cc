@@ -1,0 +1,344 @@
+#include "server/transport/connection_gate.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <system_error>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace headwater::transport {
+namespace {
+
+constexpr int kAcceptsAtOnce = 64;  // before the others' turn
+// For what the process opens beside connections: files, other sockets, the engine's.
+constexpr int64_t kOtherDescriptors = 256;
+// Data that a client does not acknowledge for so long ends the connection, as the pings of an idle one do.
+constexpr unsigned kTcpUserTimeoutMs = 20000;
+
+constexpr double kCancelsAtOnce = 10;  // seconds' worth of them
+// Of a connection, whatever others of its host do.
+constexpr int64_t kFreeCancels = 16;
+constexpr size_t kMostHosts = 4096;
+
+constexpr uint64_t kStopKey = UINT64_MAX;
+constexpr uint64_t kListenerKey = uint64_t{1} << 32;  // + its index; the key of a duplicate is its number
+
+absl::Status Unavailable(const std::string& address, const char* what) {
+  return absl::UnavailableError(absl::StrCat(address, ": ", what, ": ", std::strerror(errno)));
+}
+
+bool SetOption(int fd, int level, int name, int value) { return setsockopt(fd, level, name, &value, sizeof(value)) == 0; }
+
+// A socket that listens on the address, for IPv6 also on that of IPv4 if it is the wildcard; invalid, with errno, if that cannot
+// be.
+FileDescriptor ListenOn(const sockaddr* address, socklen_t bytes) {
+  FileDescriptor socket_fd(socket(address->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!socket_fd.valid()) return socket_fd;
+  const int fd = socket_fd.get();
+  if (address->sa_family != AF_UNIX && !SetOption(fd, SOL_SOCKET, SO_REUSEADDR, 1)) return FileDescriptor();
+  if (address->sa_family == AF_INET6) {
+    const auto* six = reinterpret_cast<const sockaddr_in6*>(address);
+    const bool all = IN6_IS_ADDR_UNSPECIFIED(&six->sin6_addr);
+    if (!SetOption(fd, IPPROTO_IPV6, IPV6_V6ONLY, all ? 0 : 1)) return FileDescriptor();
+  }
+  if (bind(fd, address, bytes) != 0 || listen(fd, SOMAXCONN) != 0) {
+    const int error = errno;
+    socket_fd.Close();
+    errno = error;
+  }
+  return socket_fd;
+}
+
+int PortOf(int fd) {
+  sockaddr_storage address{};
+  socklen_t bytes = sizeof(address);
+  if (getsockname(fd, reinterpret_cast<sockaddr*>(&address), &bytes) != 0) return 0;
+  const auto* four = reinterpret_cast<const sockaddr_in*>(&address);
+  const auto* six = reinterpret_cast<const sockaddr_in6*>(&address);
+  return ntohs(address.ss_family == AF_INET6 ? six->sin6_port : four->sin_port);
+}
+
+void SetPort(sockaddr* address, int port) {
+  if (address->sa_family == AF_INET6) {
+    reinterpret_cast<sockaddr_in6*>(address)->sin6_port = htons(static_cast<uint16_t>(port));
+  } else {
+    reinterpret_cast<sockaddr_in*>(address)->sin_port = htons(static_cast<uint16_t>(port));
+  }
+}
+
+// The other side, as gRPC calls it; empty for what has no address.
+std::string PeerOf(int fd) {
+  sockaddr_storage address{};
+  socklen_t bytes = sizeof(address);
+  if (getpeername(fd, reinterpret_cast<sockaddr*>(&address), &bytes) != 0) return "";
+  std::array<char, INET6_ADDRSTRLEN> host{};
+  if (address.ss_family == AF_INET) {
+    const auto* four = reinterpret_cast<const sockaddr_in*>(&address);
+    inet_ntop(AF_INET, &four->sin_addr, host.data(), host.size());
+    return absl::StrCat("ipv4:", host.data(), ":", ntohs(four->sin_port));
+  }
+  if (address.ss_family != AF_INET6) return "";
+  const auto* six = reinterpret_cast<const sockaddr_in6*>(&address);
+  if (IN6_IS_ADDR_V4MAPPED(&six->sin6_addr)) {
+    inet_ntop(AF_INET, six->sin6_addr.s6_addr + 12, host.data(), host.size());
+    return absl::StrCat("ipv4:", host.data(), ":", ntohs(six->sin6_port));
+  }
+  inet_ntop(AF_INET6, &six->sin6_addr, host.data(), host.size());
+  return absl::StrCat("ipv6:%5B", host.data(), "%5D:", ntohs(six->sin6_port));
+}
+
+bool SomebodyListens(const sockaddr_un& address) {
+  const FileDescriptor probe(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!probe.valid()) return true;
+  return connect(probe.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0 || errno != ECONNREFUSED;
+}
+
+}  // namespace
+
+ConnectionGate::ConnectionGate(ConnectionGateOptions options) : options_(std::move(options)) {}
+
+ConnectionGate::~ConnectionGate() {
+  Stop();
+  for (const auto& [duplicate, peer] : duplicates_) close(duplicate);
+  for (const Listener& listener : listeners_) {
+    struct stat file {};
+    // Another server may have put its own there meanwhile.
+    if (!listener.path.empty() && lstat(listener.path.c_str(), &file) == 0 && file.st_ino == listener.inode) {
+      unlink(listener.path.c_str());
+    }
+  }
+}
+
+absl::StatusOr<int> ConnectionGate::ListenTcp(const std::string& host, int port, Take take) {
+  const std::string address = absl::StrCat(host, ":", port);
+  // IPv6's wildcard takes connections of IPv4 too, where there is IPv6.
+  const bool all = host == "0.0.0.0" || host == "[::]" || host == "::";
+  if (all) {
+    sockaddr_in6 six{};
+    six.sin6_family = AF_INET6;
+    six.sin6_addr = in6addr_any;
+    six.sin6_port = htons(static_cast<uint16_t>(port));
+    FileDescriptor socket_fd = ListenOn(reinterpret_cast<const sockaddr*>(&six), sizeof(six));
+    if (socket_fd.valid()) {
+      const int bound = PortOf(socket_fd.get());
+      listeners_.push_back({std::move(socket_fd), std::move(take), true, "", 0});
+      return bound;
+    }
+    if (errno == EADDRINUSE || errno == EACCES) return Unavailable(address, "cannot listen");
+  }
+  std::string name = all ? "0.0.0.0" : host;
+  if (name.size() > 2 && name.front() == '[' && name.back() == ']') name = name.substr(1, name.size() - 2);
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_PASSIVE;
+  addrinfo* found = nullptr;
+  if (const int error = getaddrinfo(name.c_str(), nullptr, &hints, &found); error != 0) {
+    return absl::UnavailableError(absl::StrCat(address, ": cannot find the host: ", gai_strerror(error)));
+  }
+  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> owner(found, &freeaddrinfo);
+  int bound = port;
+  bool any = false;
+  int first_error = 0;
+  for (addrinfo* info = found; info != nullptr; info = info->ai_next) {
+    if (info->ai_family != AF_INET && info->ai_family != AF_INET6) continue;
+    SetPort(info->ai_addr, bound);
+    FileDescriptor socket_fd = ListenOn(info->ai_addr, info->ai_addrlen);
+    if (!socket_fd.valid()) {
+      if (first_error == 0) first_error = errno;
+      continue;
+    }
+    bound = PortOf(socket_fd.get());  // the same for the host's other addresses
+    listeners_.push_back({std::move(socket_fd), take, true, "", 0});
+    any = true;
+  }
+  if (any) return bound;
+  errno = first_error;
+  return Unavailable(address, "cannot listen");
+}
+
+absl::Status ConnectionGate::ListenUnix(const std::string& path, Take take) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (path.size() >= sizeof(address.sun_path)) {
+    return absl::UnavailableError(
+        absl::StrCat("unix:", path, ": expected a path of at most ", sizeof(address.sun_path) - 1, " bytes, got ", path.size()));
+  }
+  std::memcpy(address.sun_path, path.data(), path.size());
+  struct stat file {};
+  if (lstat(path.c_str(), &file) == 0 && S_ISSOCK(file.st_mode)) {
+    if (SomebodyListens(address)) return absl::UnavailableError(absl::StrCat("unix:", path, ": another server listens there"));
+    unlink(path.c_str());
+  }
+  FileDescriptor socket_fd = ListenOn(reinterpret_cast<const sockaddr*>(&address), sizeof(address));
+  if (!socket_fd.valid()) return Unavailable("unix:" + path, "cannot listen");
+  if (lstat(path.c_str(), &file) != 0) return Unavailable("unix:" + path, "cannot listen");
+  listeners_.push_back({std::move(socket_fd), std::move(take), false, path, file.st_ino});
+  return absl::OkStatus();
+}
+
+absl::Status ConnectionGate::Start() {
+  epoll_ = FileDescriptor(epoll_create1(EPOLL_CLOEXEC));
+  stop_ = FileDescriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  spare_ = FileDescriptor(open("/dev/null", O_RDONLY | O_CLOEXEC));
+  if (!epoll_.valid() || !stop_.valid() || !spare_.valid()) return Unavailable("the server", "cannot accept connections");
+  const auto watch = [this](int fd, uint64_t key) {
+    epoll_event event{};
+    event.events = EPOLLIN;
+    event.data.u64 = key;
+    return epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0;
+  };
+  bool watched = watch(stop_.get(), kStopKey);
+  for (size_t i = 0; i < listeners_.size(); ++i) watched = watched && watch(listeners_[i].socket.get(), kListenerKey + i);
+  if (!watched) return Unavailable("the server", "cannot accept connections");
+  try {
+    thread_ = std::thread([this] { Run(); });
+  } catch (const std::system_error& error) {
+    return absl::UnavailableError(absl::StrCat("the server cannot accept connections: ", error.what()));
+  }
+  return absl::OkStatus();
+}
+
+void ConnectionGate::Stop() {
+  if (thread_.joinable()) {
+    const uint64_t one = 1;
+    while (write(stop_.get(), &one, sizeof(one)) < 0 && errno == EINTR) {
+    }
+    thread_.join();
+  }
+  for (Listener& listener : listeners_) listener.socket.Close();
+}
+
+void ConnectionGate::Run() {
+  std::array<epoll_event, 256> events{};
+  while (true) {
+    const int count = epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), -1);
+    // Those that have gone first: they make room.
+    for (int i = 0; i < count; ++i) {
+      const uint64_t key = events[static_cast<size_t>(i)].data.u64;
+      if (key < kListenerKey && (events[static_cast<size_t>(i)].events & EPOLLHUP) != 0) Forget(static_cast<int>(key));
+    }
+    for (int i = 0; i < count; ++i) {
+      const uint64_t key = events[static_cast<size_t>(i)].data.u64;
+      if (key == kStopKey) return;
+      if (key >= kListenerKey) Accept(listeners_[static_cast<size_t>(key - kListenerKey)]);
+    }
+  }
+}
+
+void ConnectionGate::Accept(const Listener& listener) {
+  for (int i = 0; i < kAcceptsAtOnce; ++i) {
+    const int fd = accept4(listener.socket.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd < 0) {
+      if (errno == EINTR || errno == ECONNABORTED) continue;
+      if (errno == EMFILE || errno == ENFILE) RefuseWithTheSpare(listener.socket.get());
+      return;
+    }
+    if (!LetIn(listener, fd)) {
+      options_.on_refused();  // before the client can know
+      close(fd);
+    }
+  }
+}
+
+bool ConnectionGate::LetIn(const Listener& listener, int fd) {
+  if (connections_.load() >= options_.max_connections) return false;
+  const int duplicate = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+  if (duplicate < 0) return false;
+  epoll_event event{};
+  event.events = EPOLLET;  // EPOLLHUP comes unasked: both directions are shut down, which the owner does at the end
+  event.data.u64 = static_cast<uint64_t>(duplicate);
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, duplicate, &event) != 0) {
+    close(duplicate);
+    return false;
+  }
+  const std::string peer = listener.tcp ? PeerOf(fd) : "";
+  if (!peer.empty()) {
+    absl::MutexLock lock(&peers_mutex_);
+    peers_[peer] = {duplicate, 0};
+  }
+  duplicates_.emplace(duplicate, peer);
+  connections_.fetch_add(1);
+  if (listener.tcp) {
+    SetOption(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+    SetOption(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, kTcpUserTimeoutMs);
+  }
+  listener.take(listener.socket.get(), fd);
+  return true;
+}
+
+void ConnectionGate::RefuseWithTheSpare(int listener_fd) {
+  spare_.Close();
+  if (const int fd = accept4(listener_fd, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); fd >= 0) {
+    options_.on_refused();
+    close(fd);
+  }
+  spare_ = FileDescriptor(open("/dev/null", O_RDONLY | O_CLOEXEC));
+}
+
+void ConnectionGate::Forget(int duplicate) {
+  const auto found = duplicates_.find(duplicate);
+  if (found == duplicates_.end()) return;
+  {
+    // Its port may have been taken anew already: then the name is another connection's.
+    absl::MutexLock lock(&peers_mutex_);
+    const auto peer = peers_.find(found->second);
+    if (peer != peers_.end() && peer->second.duplicate == duplicate) peers_.erase(peer);
+  }
+  duplicates_.erase(found);
+  close(duplicate);
+  connections_.fetch_sub(1);
+}
+
+void ConnectionGate::OnCancelled(const std::string& peer, absl::Time now) {
+  const double most = kCancelsAtOnce * options_.cancels_a_second;
+  {
+    absl::MutexLock lock(&peers_mutex_);
+    const auto found = peers_.find(peer);
+    if (found == peers_.end()) return;
+    if (hosts_.size() >= kMostHosts) hosts_.clear();  // rather forget than grow: those who go on are soon known again
+    const auto [place, is_new] = hosts_.try_emplace(peer.substr(0, peer.rfind(':')), Host{most, now});
+    Host& host = place->second;
+    const double gained = options_.cancels_a_second * std::max(0.0, absl::ToDoubleSeconds(now - host.last_cancel));
+    host.cancels_left = std::min(most, host.cancels_left + gained);
+    host.last_cancel = now;
+    const bool exhausted = host.cancels_left < 1;
+    if (!exhausted) host.cancels_left -= 1;
+    if (++found->second.cancels <= kFreeCancels || !exhausted) return;
+    shutdown(found->second.duplicate, SHUT_RDWR);  // which its owner sees as its end, and so does the gate
+    peers_.erase(found);
+  }
+  options_.on_dropped();
+}
+
+int64_t DescriptorsFor(int64_t connections) { return 2 * connections + kOtherDescriptors; }
+
+int64_t MakeRoomForConnections(int64_t connections) {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return 0;
+  const rlim_t wanted = static_cast<rlim_t>(DescriptorsFor(connections));
+  if (limit.rlim_cur < wanted) {
+    limit.rlim_cur = std::min(wanted, limit.rlim_max);
+    setrlimit(RLIMIT_NOFILE, &limit);
+    getrlimit(RLIMIT_NOFILE, &limit);
+  }
+  return static_cast<int64_t>(std::min<rlim_t>(limit.rlim_cur, INT64_MAX));
+}
+
+}  // namespace headwater::transport

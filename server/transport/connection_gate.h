@@ -1,0 +1,113 @@
+// ConnectionGate: the listening sockets of a group of ports, and the bound on how many connections they let in.
+//
+// The gate accepts, counts, and hands what it lets in over; what comes above the bound is closed at once. So a client that opens
+// connections without end costs an accept and a close for each, and never the descriptors that others need. A connection counts
+// until whoever got it has shut it down, which a duplicate of its descriptor tells.
+#ifndef HEADWATER_SERVER_TRANSPORT_CONNECTION_GATE_H_
+#define HEADWATER_SERVER_TRANSPORT_CONNECTION_GATE_H_
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "server/transport/file_descriptor.h"
+
+namespace headwater::transport {
+
+struct ConnectionGateOptions {
+  int64_t max_connections = 4096;    // >= 1, over all sockets
+  double cancels_a_second = 100;     // > 0: OnCancelled() of one host, ten times as many at once
+  std::function<void()> on_refused;  // a connection above max_connections, on the gate's thread; must not call the gate
+  std::function<void()> on_dropped;  // a connection with too many OnCancelled(); likewise, on any thread
+};
+
+// Thread-safe from Start() on.
+class ConnectionGate {
+ public:
+  // Takes over `fd`, a connected socket that does not block, and must shut it down (shutdown(2)) at its end.
+  using Take = std::function<void(int listener_fd, int fd)>;
+
+  explicit ConnectionGate(ConnectionGateOptions options);
+  // Stops. What was handed over stays as it is.
+  ~ConnectionGate();
+  ConnectionGate(const ConnectionGate&) = delete;
+  ConnectionGate& operator=(const ConnectionGate&) = delete;
+
+  // Listens on every address that the host's name stands for; 0.0.0.0 and [::] are all of IPv4 and IPv6. The port, which is picked
+  // if it is 0. Unavailable if none can be listened on.
+  absl::StatusOr<int> ListenTcp(const std::string& host, int port, Take take);
+  // Listens on a Unix socket. A file that a dead server left is replaced; Unavailable if somebody listens on it. The file goes with
+  // the gate.
+  absl::Status ListenUnix(const std::string& path, Take take);
+
+  // Begins to accept. Once, after all Listen*(). Unavailable if the system has no more threads or descriptors.
+  absl::Status Start();
+  // Listens no more, and hands over nothing when it has returned. Idempotent.
+  void Stop();
+
+  // A client has cancelled a call. One whose host cancels too many is cut off, unless it has cancelled 16 at most itself. `peer`:
+  // as gRPC calls it, ipv4:HOST:PORT or ipv6:%5BHOST%5D:PORT; clients of Unix sockets have no name, and are not counted.
+  void OnCancelled(const std::string& peer, absl::Time now);
+
+  int64_t connections() const { return connections_.load(); }
+
+ private:
+  struct Listener {
+    FileDescriptor socket;
+    Take take;
+    bool tcp = false;
+    std::string path;  // of a Unix socket
+    ino_t inode = 0;   // of its file
+  };
+  // A connection of TCP.
+  struct Peer {
+    int duplicate = -1;
+    int64_t cancels = 0;
+  };
+  // What the connections of one host may still cancel together.
+  struct Host {
+    double cancels_left = 0;
+    absl::Time last_cancel;
+  };
+
+  void Run();
+  // Accepts what waits, a bounded number at once.
+  void Accept(const Listener& listener);
+  // False if the connection was not let in.
+  bool LetIn(const Listener& listener, int fd);
+  // Closes one connection that waits, with a descriptor kept for this, when the process has no other.
+  void RefuseWithTheSpare(int listener_fd);
+  void Forget(int duplicate);
+
+  const ConnectionGateOptions options_;
+  std::vector<Listener> listeners_;
+  FileDescriptor epoll_;
+  FileDescriptor stop_;                    // eventfd
+  FileDescriptor spare_;                   // of the thread
+  std::map<int, std::string> duplicates_;  // of the thread, with the peers' names; closed with the gate
+  absl::Mutex peers_mutex_;
+  std::map<std::string, Peer> peers_ ABSL_GUARDED_BY(peers_mutex_);
+  std::map<std::string, Host> hosts_ ABSL_GUARDED_BY(peers_mutex_);  // that have cancelled calls lately
+  std::atomic<int64_t> connections_{0};
+  std::thread thread_;
+};
+
+// Raises the process's limit of open descriptors, as far as it may, so that `connections` fit. What it is then.
+int64_t MakeRoomForConnections(int64_t connections);
+// Descriptors that the process needs for so many connections.
+int64_t DescriptorsFor(int64_t connections);
+
+}  // namespace headwater::transport
+
+#endif  // HEADWATER_SERVER_TRANSPORT_CONNECTION_GATE_H_

@@ -1,0 +1,381 @@
+// What bounds connections and streams, each at its limit and one beyond: how many there are, how large their metadata is, how long
+// they take.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tests/integration/http2_client.h"
+#include "tests/integration/open_stream.h"
+#include "tests/integration/raw_call.h"
+#include "tests/integration/wire_server.h"
+
+namespace headwater::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+std::string Rows(int count) { return Bytes(Random(static_cast<size_t>(count) * 5, 5, 1)); }
+
+// A server that listens on a port of loopback beside its socket.
+struct TcpServer {
+  explicit TcpServer(ServerSetup setup = {}) : server(Listening(std::move(setup))) {
+    const std::string& address = server.server().addresses().front();
+    port = std::stoi(address.substr(address.rfind(':') + 1));
+  }
+  static ServerSetup Listening(ServerSetup setup) {
+    setup.options.listen_addresses = {"127.0.0.1:0"};
+    return setup;
+  }
+  bool AwaitConnections(int count) {
+    return Await([&] { return server.MetricLine("headwater_connections") == "headwater_connections " + std::to_string(count); });
+  }
+  WireServer server;
+  int port = 0;
+};
+
+grpc::Status Ask(const std::shared_ptr<grpc::Channel>& channel, std::chrono::seconds deadline, const std::string& padding = "") {
+  grpc::ClientContext context;
+  context.set_deadline(std::chrono::system_clock::now() + deadline);
+  if (!padding.empty()) context.AddMetadata("x-padding", padding);
+  v1::ServerInfo info;
+  return v1::SessionService::NewStub(channel)->GetServerInfo(&context, {}, &info);
+}
+
+constexpr std::chrono::seconds kLong(60);
+
+TEST(ConnectionLimits, OneMoreThanMaxConnectionsIsClosedAtOnce) {
+  ServerSetup setup;
+  setup.options.limits.max_connections = 3;
+  TcpServer tcp(setup);
+  std::deque<Http2Client> open;
+  for (int i = 0; i < 3; ++i) ASSERT_TRUE(open.emplace_back(tcp.port).connected());
+  ASSERT_TRUE(tcp.AwaitConnections(3));
+  Http2Client fourth(tcp.port);  // the kernel connects; the server's answer is the end
+  EXPECT_TRUE(fourth.AwaitEnd());
+  EXPECT_EQ(tcp.server.MetricLine("headwater_connections_refused_total"), "headwater_connections_refused_total 1");
+  EXPECT_EQ(Ask(tcp.server.NewChannel(), kLong).error_code(), grpc::StatusCode::UNAVAILABLE);  // the socket's count as well
+  open.pop_front();
+  ASSERT_TRUE(tcp.AwaitConnections(2));
+  EXPECT_TRUE(Ask(tcp.server.NewChannel(), kLong).ok());
+  // The others were not touched.
+  EXPECT_TRUE(open.front().Send(kHttp2Preface + Http2Client::Encode({kSettingsFrame, 0, 0, ""})));
+  EXPECT_EQ(open.front().Read()->type, kSettingsFrame);
+}
+
+TEST(ConnectionLimits, ThousandsThatComeAndGoLeaveNothing) {
+  ServerSetup setup;
+  setup.options.limits.max_connections = 50;
+  TcpServer tcp(setup);
+  ASSERT_TRUE(Ask(tcp.server.NewChannel(), kLong).ok());
+  ASSERT_TRUE(tcp.AwaitConnections(0));
+  for (int i = 0; i < 2000; ++i) ASSERT_TRUE(Http2Client(tcp.port).connected());
+  EXPECT_TRUE(tcp.AwaitConnections(0));
+  EXPECT_TRUE(Ask(tcp.server.NewChannel(), kLong).ok());
+}
+
+TEST(ConnectionLimits, AHandshakeThatIsNotFinishedEnds) {
+  ServerSetup setup;
+  setup.options.limits.max_handshake_time = absl::Milliseconds(200);
+  TcpServer tcp(setup);
+  Http2Client silent(tcp.port);
+  Http2Client half(tcp.port);
+  EXPECT_TRUE(half.Send("PRI * HTTP/2.0\r\n"));
+  EXPECT_TRUE(silent.AwaitEnd());
+  EXPECT_TRUE(half.AwaitEnd());
+  EXPECT_TRUE(tcp.AwaitConnections(0));
+  EXPECT_TRUE(Ask(tcp.server.NewChannel(), kLong).ok());
+}
+
+TEST(ConnectionLimits, AnIdleOneIsClosedAndMadeAnewWhenItIsNeeded) {
+  ServerSetup setup;
+  setup.options.limits.max_connection_idle = absl::Milliseconds(200);
+  TcpServer tcp(setup);
+  const std::shared_ptr<grpc::Channel> channel = tcp.server.NewChannel();
+  ASSERT_TRUE(Ask(channel, kLong).ok());
+  EXPECT_TRUE(tcp.AwaitConnections(0));
+  // A call that comes at the moment of closing may be told UNAVAILABLE, as by any gRPC server.
+  EXPECT_TRUE(Await([&] { return Ask(channel, kLong).ok(); }));
+}
+
+TEST(ConnectionLimits, TwoPingsTooEarlyAreBorneAndTheThirdEndsIt) {
+  TcpServer tcp;
+  Http2Client client(tcp.port);
+  const std::string ping = Http2Client::Encode({kPingFrame, 0, 0, "12345678"});
+  ASSERT_TRUE(client.Send(kHttp2Preface + Http2Client::Encode({kSettingsFrame, 0, 0, ""}) + ping + ping + ping));
+  for (int answered = 0; answered < 3;) {  // the first is none too early
+    const auto frame = client.Read();
+    ASSERT_TRUE(frame.has_value());
+    ASSERT_NE(frame->type, kGoAwayFrame);
+    answered += frame->type == kPingFrame && frame->flags == 1 ? 1 : 0;
+  }
+  ASSERT_TRUE(client.Send(ping));
+  std::string goodbye;
+  while (const auto frame = client.Read()) {
+    if (frame->type == kGoAwayFrame) goodbye = frame->payload;
+  }
+  EXPECT_THAT(goodbye, HasSubstr("too_many_pings"));
+  EXPECT_TRUE(tcp.AwaitConnections(0));
+}
+
+// ComputeLoss as HTTP/2 says it: fields without indexing or Huffman codes.
+std::string CallHeaders() {
+  std::string block;
+  const auto add = [&block](const std::string& name, const std::string& value) {
+    block += std::string(1, '\0') + static_cast<char>(name.size()) + name + static_cast<char>(value.size()) + value;
+  };
+  add(":method", "POST");
+  add(":scheme", "http");
+  add(":path", "/headwater.v1.LossService/ComputeLoss");
+  add(":authority", "127.0.0.1");
+  add("te", "trailers");
+  add("content-type", "application/grpc");
+  return block;
+}
+
+// The preface, and this many calls that are reset as soon as they have begun.
+std::string Resets(int count) {
+  std::string bytes = kHttp2Preface + Http2Client::Encode({kSettingsFrame, 0, 0, ""});
+  for (int i = 0; i < count; ++i) {
+    const uint32_t stream = 2 * static_cast<uint32_t>(i) + 1;
+    bytes += Http2Client::Encode({kHeadersFrame, kEndHeaders, stream, CallHeaders()}) +
+             Http2Client::Encode({kResetFrame, 0, stream, std::string("\0\0\0\x08", 4)});
+  }
+  return bytes;
+}
+
+TEST(ConnectionLimits, OneThatCancelsTooManyCallsIsCutOffAtThe17th) {
+  ServerSetup setup;
+  setup.options.max_cancel_rate = 0.001;  // time gives nothing
+  TcpServer tcp(setup);
+  const auto ended_calls = [&](int count) {
+    return Await([&] {
+      return tcp.server.MetricLine("headwater_request_seconds_count{method=\"ComputeLoss\"}") ==
+             "headwater_request_seconds_count{method=\"ComputeLoss\"} " + std::to_string(count);
+    });
+  };
+  Http2Client modest(tcp.port);
+  ASSERT_TRUE(modest.Send(Resets(16)));
+  EXPECT_TRUE(ended_calls(16));
+  EXPECT_TRUE(tcp.AwaitConnections(1));
+  Http2Client one_more(tcp.port);
+  ASSERT_TRUE(one_more.Send(Resets(17)));
+  EXPECT_TRUE(one_more.AwaitEnd());
+  EXPECT_TRUE(ended_calls(33));
+  EXPECT_EQ(tcp.server.MetricLine("headwater_connections_dropped_total"), "headwater_connections_dropped_total 1");
+  EXPECT_TRUE(tcp.AwaitConnections(1));
+}
+
+TEST(ConnectionLimits, CancelsWithinTheRateAreBorne) {
+  ServerSetup setup;
+  setup.options.max_cancel_rate = 5;  // 50 at once
+  TcpServer tcp(setup);
+  Http2Client client(tcp.port);
+  ASSERT_TRUE(client.Send(Resets(50)));
+  EXPECT_TRUE(Await([&] {
+    return tcp.server.MetricLine("headwater_request_seconds_count{method=\"ComputeLoss\"}") ==
+           "headwater_request_seconds_count{method=\"ComputeLoss\"} 50";
+  }));
+  EXPECT_TRUE(tcp.AwaitConnections(1));
+  EXPECT_EQ(tcp.server.MetricLine("headwater_connections_dropped_total"), "headwater_connections_dropped_total 0");
+}
+
+TEST(StreamLimits, OnOneConnection) {
+  ServerSetup setup;
+  setup.options.limits.max_connection_streams = 2;
+  WireServer server(setup);
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  const std::shared_ptr<grpc::Channel> channel = server.NewChannel();
+  const auto loss = v1::LossService::NewStub(channel);
+  OpenStream first(*loss, CrossEntropyHeader(head, 0, 0, {1, 2, 3}), Rows(1), 1);
+  OpenStream second(*loss, CrossEntropyHeader(head, 0, 1, {1, 2, 3}), Rows(1), 1);
+  // Each takes 60 bytes in and 60 out.
+  ASSERT_TRUE(Await([&] { return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 240"; }));
+  EXPECT_EQ(Ask(channel, std::chrono::seconds(1)).error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);  // it never got there
+  EXPECT_TRUE(Ask(server.NewChannel(), kLong).ok());
+  first.context.TryCancel();
+  first.End();
+  EXPECT_TRUE(Ask(channel, kLong).ok());
+  second.context.TryCancel();
+  second.End();
+}
+
+TEST(StreamLimits, OfMetadata) {
+  ServerSetup setup;
+  setup.options.limits.max_metadata_bytes = 4096;
+  WireServer server(setup);
+  // The largest padding that is let through; what goes with it is a few hundred bytes. On connections of their own: gRPC may lose
+  // track of the compression of one whose metadata it has refused.
+  size_t good = 0;
+  size_t bad = 8192;
+  while (bad - good > 1) {
+    const size_t middle = (good + bad) / 2;
+    const grpc::Status status = Ask(server.NewChannel(), kLong, std::string(middle, 'x'));
+    if (status.ok()) {
+      good = middle;
+    } else {
+      EXPECT_EQ(status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED) << middle << ": " << status.error_message();
+      bad = middle;
+    }
+  }
+  EXPECT_LT(good, 4096U - 32U);
+  EXPECT_GT(good, 4096U - 1024U);
+}
+
+TEST(StreamLimits, OfTheirTime) {
+  ServerSetup setup;
+  setup.options.limits.max_stream_time = absl::Milliseconds(400);
+  WireServer server(setup);
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  const std::string before = server.Snapshot(head);
+  OpenStream slow(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), Rows(1), 1);
+  const grpc::Status ended = slow.End();
+  EXPECT_EQ(ended.error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+  EXPECT_THAT(ended.error_message(), HasSubstr("max_stream_time"));
+  EXPECT_TRUE(Await([&] { return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 0"; }));
+  EXPECT_EQ(server.Snapshot(head), before);
+  // An upload, whose thread reads.
+  grpc::ClientContext context;
+  const auto upload = server.heads().UploadWeights(&context);
+  v1::UploadWeightsResponse response;
+  while (upload->Read(&response)) {
+  }
+  EXPECT_EQ(upload->Finish().error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+}
+
+TEST(StreamLimits, OfTheirIdleTimeAreToldTheClient) {
+  ServerSetup setup;
+  setup.options.stream_idle_timeout = absl::Milliseconds(200);
+  WireServer server(setup);
+  grpc::ClientContext context;
+  const auto upload = server.heads().UploadWeights(&context);
+  v1::UploadWeightsResponse response;
+  while (upload->Read(&response)) {
+  }
+  const grpc::Status ended = upload->Finish();
+  EXPECT_EQ(ended.error_code(), grpc::StatusCode::CANCELLED);
+  EXPECT_THAT(ended.error_message(), HasSubstr("stream_idle_timeout"));
+}
+
+// A watch of the health that has begun: its first answer has come.
+struct Watch {
+  explicit Watch(const std::shared_ptr<grpc::Channel>& channel) : stub(channel) {
+    call = stub.PrepareCall(&context, "/grpc.health.v1.Health/Watch", &queue);
+    call->StartCall(nullptr);
+    Next();
+    const grpc::Slice nothing;
+    call->WriteLast(grpc::ByteBuffer(&nothing, 1), grpc::WriteOptions(), nullptr);
+    Next();
+    call->Read(&answer, nullptr);
+    begun = Next();
+  }
+  grpc::Status End() {
+    if (begun) context.TryCancel();
+    grpc::Status status;
+    call->Finish(&status, nullptr);
+    Next();
+    return status;
+  }
+  bool Next() {
+    void* tag = nullptr;
+    bool ok = false;
+    return queue.Next(&tag, &ok) && ok;
+  }
+  grpc::GenericStub stub;
+  grpc::CompletionQueue queue;
+  grpc::ClientContext context;
+  std::unique_ptr<grpc::GenericClientAsyncReaderWriter> call;
+  grpc::ByteBuffer answer;
+  bool begun = false;
+};
+
+TEST(StreamLimits, OfHealthWatches) {
+  ServerSetup setup;
+  setup.options.limits.max_health_watches = 2;
+  WireServer server(setup);
+  const std::shared_ptr<grpc::Channel> channel = server.NewChannel();
+  Watch first(channel);
+  Watch second(channel);
+  EXPECT_TRUE(first.begun);
+  EXPECT_TRUE(second.begun);
+  Watch third(channel);
+  EXPECT_FALSE(third.begun);
+  const grpc::Status refused = third.End();
+  EXPECT_EQ(refused.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_THAT(refused.error_message(), HasSubstr("max_health_watches"));
+  EXPECT_EQ(Health(channel, ""), 1);  // a question is no watch
+  first.End();
+  EXPECT_TRUE(Await([&] {
+    Watch again(channel);
+    const bool begun = again.begun;
+    again.End();
+    return begun;
+  }));
+  second.End();
+}
+
+// Health is truthful whatever the load: every thread that calls may hold is held.
+TEST(Overload, HealthIsAnsweredWhenNoThreadIsFree) {
+  ServerSetup setup;
+  setup.options.max_threads = 8;
+  WireServer server(setup);
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  std::deque<OpenStream> held;
+  for (int64_t id = 0; id < 8; ++id) held.emplace_back(server.loss(), CrossEntropyHeader(head, 0, id, {1, 2, 3}), Rows(1), 1);
+  ASSERT_TRUE(Await([&] { return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 960"; }));
+  const WireError error = DecodeError(server.Compute(CrossEntropyHeader(head, 0, 9, {1}), Rows(1)).status);
+  EXPECT_EQ(error.reason, "QUEUE_FULL");
+  EXPECT_EQ(error.at("limit"), "max_threads");
+  EXPECT_TRUE(error.retry_ms.has_value());
+  EXPECT_EQ(Health(server.NewChannel(), ""), 1);
+  for (OpenStream& stream : held) {
+    stream.context.TryCancel();
+    stream.End();
+  }
+}
+
+// Uploads that stand still hold every thread: another client's call makes them give way, and gets in.
+TEST(Overload, UploadsThatStandStillGiveWay) {
+  ServerSetup setup;
+  setup.options.max_threads = 8;
+  WireServer server(setup);
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  const std::string before = server.Snapshot(head);
+  std::deque<OpenStream> held;
+  for (int64_t id = 0; id < 8; ++id) held.emplace_back(server.loss(), CrossEntropyHeader(head, 0, id, {1, 2, 3}), Rows(1), 1);
+  ASSERT_TRUE(Await([&] { return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 960"; }));
+  EXPECT_EQ(server.Snapshot(head), before);
+  EXPECT_TRUE(Await([&] {
+    const grpc::Status status = server.Compute(CrossEntropyHeader(head, 0, 9, {1}), Rows(1)).status;
+    EXPECT_TRUE(status.ok() || ReasonOf(status) == "QUEUE_FULL") << ReasonOf(status);
+    return status.ok();
+  }));
+  for (OpenStream& stream : held) {
+    stream.context.TryCancel();
+    stream.End();
+  }
+  EXPECT_EQ(server.Steps(head).open().micro_batches_size(), 1);
+}
+
+// The same for the bytes in flight.
+TEST(Overload, BytesOfUploadsThatStandStillAreGivenBack) {
+  ServerSetup setup;
+  setup.options.limits.max_micro_batch_bytes = 60;
+  setup.options.limits.max_in_flight_bytes = 120;
+  WireServer server(setup);
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  OpenStream holder(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), Rows(1), 1);
+  ASSERT_TRUE(Await([&] { return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 120"; }));
+  EXPECT_TRUE(Await([&] { return server.Compute(CrossEntropyHeader(head, 0, 1, {1}), Rows(1)).status.ok(); }));
+  const WireError error = DecodeError(holder.End());
+  EXPECT_EQ(error.reason, "QUEUE_FULL");
+  EXPECT_THAT(error.message, HasSubstr("its rows have stopped coming"));
+  EXPECT_TRUE(error.retry_ms.has_value());
+}
+
+}  // namespace
+}  // namespace headwater::testing
