@@ -9,7 +9,6 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/strings/str_join.h"
 #include "headwater/kernels/error.h"
 #include "server/checkpoint/manifest.h"
 #include "server/checkpoint/safetensors.h"
@@ -28,7 +27,7 @@ constexpr char kFirstSequence[] = "first_sequence";
 constexpr int64_t kMaxLiveMarkBytes = 4096;
 constexpr size_t kMaxNameLength = 128;
 constexpr int64_t kPieceBytes = int64_t{8} << 20;
-constexpr size_t kMaxListedSteps = 16;
+constexpr size_t kMaxStepsBytes = 512;  // errors carry it twice, in headers that are bounded
 
 // The number of the checkpoint after number `last`, which may come from a file.
 int64_t NumberAfter(int64_t last) { return last < INT64_MAX ? last + 1 : last; }
@@ -617,9 +616,13 @@ std::string CheckpointStore::Steps(const std::string& tenant, const std::string&
   absl::StatusOr<std::vector<CheckpointInfo>> checkpoints = List(tenant, head_id);
   if (!checkpoints.ok()) return "";
   std::stable_sort(checkpoints->begin(), checkpoints->end(), IsNewer);
-  checkpoints->resize(std::min(checkpoints->size(), kMaxListedSteps));
-  return absl::StrJoin(*checkpoints, ",",
-                       [](std::string* out, const CheckpointInfo& info) { absl::StrAppend(out, info.name, "=", info.step); });
+  std::string text;
+  for (const CheckpointInfo& info : *checkpoints) {
+    const std::string entry = absl::StrCat(text.empty() ? "" : ",", info.name, "=", info.step);
+    if (text.size() + entry.size() > kMaxStepsBytes) break;
+    text += entry;
+  }
+  return text;
 }
 
 absl::StatusOr<std::vector<CheckpointInfo>> CheckpointStore::List(const std::string& tenant, const std::string& head_id,

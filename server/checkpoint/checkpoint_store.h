@@ -68,8 +68,8 @@ class CheckpointStore {
   // kCheckpointSpecMismatch. After it, only kEngineFailed or kInternal: part of `head` has been overwritten then.
   absl::StatusOr<CheckpointInfo> Load(const std::string& tenant, const std::string& head_id, const std::string& checkpoint,
                                       EngineHead& head) const;
-  // What a trainer may restore, newest first: "step-20=20,step-10=10", names with the steps that they begin, 16 at most. Empty if
-  // there is nothing, or it cannot be read.
+  // What a trainer may restore, newest first: "step-20=20,step-10=10", names with the steps that they begin, as many as 512 bytes
+  // hold. Empty if there is nothing, or it cannot be read.
   std::string Steps(const std::string& tenant, const std::string& head_id) const;
   // Complete checkpoints of a head by name; damaged ones are left out, and their names added to `damaged` (may be null).
   absl::StatusOr<std::vector<CheckpointInfo>> List(const std::string& tenant, const std::string& head_id,

@@ -451,6 +451,11 @@ TEST_F(CheckpointStoreTest, TheNewestOfASeriesStay) {
   const std::string steps = store->Steps("default", "student");
   EXPECT_TRUE(absl::StartsWith(steps, "step-1=1,step-3=3,other-1=7,")) << steps;
   EXPECT_EQ(store->Steps("default", "nobody"), "");
+  // Whole entries, and not more than an error can carry.
+  for (const char letter : {'a', 'b', 'c', 'd', 'e'})
+    ASSERT_OK(store->Save("a", "long", Info(std::string(128, letter), head->spec(), 7), *head, false));
+  EXPECT_EQ(store->Steps("a", "long"),
+            absl::StrCat(std::string(128, 'e'), "=7,", std::string(128, 'd'), "=7,", std::string(128, 'c'), "=7"));
   const absl::Status missing = store->Load("default", "student", "step-4", *head).status();
   EXPECT_REASON(missing, kCheckpointNotFound);
   EXPECT_EQ(GetErrorMetadata(missing).at("checkpoints"), steps);
