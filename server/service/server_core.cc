@@ -102,6 +102,7 @@ class ServerCore::Reaper {
       core_.join.Expire();
       core_.transfers.Expire(absl::Now());
       core_.rows.Trim(absl::Now() - kIdleRows);
+      core_.uploads.DropDead();
       if (const int64_t expired = core_.sessions.Expire(); expired > 0) {
         core_.metrics.CountSessionEnds(observability::SessionEnd::kExpired, expired);
         Log(LogLevel::kWarning, "sessions_expired", {{"count", expired}});

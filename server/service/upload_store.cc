@@ -83,6 +83,11 @@ void UploadStore::Lease::Drop() {
   store_->uploads_.remove(upload_);
 }
 
+void UploadStore::DropDead() {
+  absl::MutexLock lock(&mutex_);
+  DropDeadLocked();
+}
+
 void UploadStore::DropDeadLocked() {
   uploads_.remove_if([](const std::shared_ptr<Upload>& upload) { return upload->head.expired(); });
 }

@@ -57,6 +57,9 @@ class UploadStore {
   // or closes_step; kMemoryBudgetExceeded if there is no room. `request.total_bytes` must be right for the head.
   absl::StatusOr<Lease> Open(const std::shared_ptr<heads::Head>& head, const UploadRequest& request);
 
+  // Drops the uploads whose head is gone, and gives their memory back.
+  void DropDead();
+
   int64_t reserved_bytes() const { return budget_.reserved_bytes(); }
 
  private:

@@ -23,14 +23,14 @@
 #include "tests/fuzz/support/sequence_client.h"
 #include "tests/fuzz/support/target.h"
 
-namespace {
+namespace headwater::fuzz {
 
 // What libFuzzer counts as coverage here: each call with each of its answers, and after each answer of the call before. The server
-// is not instrumented, so that it is the one that the other tests have built.
+// is not instrumented, so that it is the one that the other tests have built. Only libFuzzer reads them.
 constexpr size_t kCounters = 1 << 15;
-__attribute__((section("__libfuzzer_extra_counters"))) uint8_t counters[kCounters];
+__attribute__((used, section("__libfuzzer_extra_counters"))) uint8_t counters[kCounters];
 
-}  // namespace
+}  // namespace headwater::fuzz
 
 // Not there without LeakSanitizer.
 extern "C" int __lsan_do_recoverable_leak_check() __attribute__((weak));
