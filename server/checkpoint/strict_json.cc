@@ -61,6 +61,8 @@ class Checker : public nlohmann::json_sax<nlohmann::json> {
 absl::Status CorruptError(const std::string& message) { return MakeError(ErrorReason::kFileCorrupt, message); }
 
 absl::StatusOr<nlohmann::json> ParseStrictJson(const std::string& text, const std::string& what) {
+  // The parser would take one for the end of the text, and whatever stands behind it for nothing.
+  if (text.find('\0') != std::string::npos) return CorruptError(absl::StrCat(what, " is not JSON"));
   Checker checker;
   if (!nlohmann::json::sax_parse(text, &checker)) return CorruptError(absl::StrCat(what, " ", checker.problem()));
   nlohmann::json value = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
