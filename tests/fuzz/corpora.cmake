@@ -15,7 +15,20 @@ headwater_test_code(headwater_fuzz_corpus_test)
 target_compile_definitions(headwater_fuzz_corpus_test PRIVATE HEADWATER_FUZZ_DIRECTORY="${CMAKE_CURRENT_SOURCE_DIR}")
 headwater_test_code(headwater_fuzz_messages)
 headwater_test_code(headwater_fuzz_sequence)
-foreach(target ${HEADWATER_FUZZ_PARSERS} rpc_sequence)
+# libFuzzer's runtime is a library, which clang's package brings.
+find_program(FUZZ_CLANG clang)
+set(fuzz_runtime "")
+if(FUZZ_CLANG AND HEADWATER_SANITIZE MATCHES "address")
+  execute_process(
+    COMMAND ${FUZZ_CLANG} -print-file-name=libclang_rt.fuzzer-${CMAKE_SYSTEM_PROCESSOR}.a
+    OUTPUT_VARIABLE fuzz_runtime OUTPUT_STRIP_TRAILING_WHITESPACE)
+endif()
+# A parser has no threads for TSan to watch; and what the `fuzz` preset is there for is ASan's look at it.
+set(targets rpc_sequence)
+if(NOT HEADWATER_SANITIZE MATCHES "thread" AND NOT EXISTS "${fuzz_runtime}")
+  list(APPEND targets ${HEADWATER_FUZZ_PARSERS})
+endif()
+foreach(target ${targets})
   set(label unit)
   if(target STREQUAL "rpc_sequence")
     set(label integration)
@@ -27,28 +40,26 @@ foreach(target ${HEADWATER_FUZZ_PARSERS} rpc_sequence)
   # chunk_response reads a header that is the client's own.
   target_include_directories(fuzz_${target}_test PRIVATE ${PROJECT_SOURCE_DIR}/client/cpp/include)
 endforeach()
+if(TARGET fuzz_algorithm_cache_test)
+  # Of the CUDA engine, which is not built everywhere.
+  target_sources(fuzz_algorithm_cache_test PRIVATE ${PROJECT_SOURCE_DIR}/kernels/cuda/algorithm_cache.cc)
+endif()
 
-# libFuzzer for the whole server, in gcc's build of it too: its runtime is a library, which clang's package brings. Built only when asked for.
-find_program(FUZZ_CLANG clang)
-if(FUZZ_CLANG AND HEADWATER_SANITIZE MATCHES "address")
-  execute_process(
-    COMMAND ${FUZZ_CLANG} -print-file-name=libclang_rt.fuzzer-${CMAKE_SYSTEM_PROCESSOR}.a
-    OUTPUT_VARIABLE fuzz_runtime OUTPUT_STRIP_TRAILING_WHITESPACE)
-  if(EXISTS ${fuzz_runtime})
-    find_package(Python3 REQUIRED COMPONENTS Interpreter)
-    set(planted ${CMAKE_CURRENT_BINARY_DIR}/planted/rpc_sequence.cc)
-    add_custom_command(
-      OUTPUT ${planted}
-      COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/plant.py rpc_sequence ${planted}
-      DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/plant.py ${PROJECT_SOURCE_DIR}/server/service/upload_store.cc
-      VERBATIM)
-    add_library(fuzz_rpc_sequence_objects OBJECT EXCLUDE_FROM_ALL targets/rpc_sequence.cc support/sequence_mutator.cc)
-    target_link_libraries(fuzz_rpc_sequence_objects PRIVATE headwater_build_flags headwater_fuzz_sequence)
-    foreach(name fuzz_rpc_sequence fuzz_rpc_sequence_planted)
-      add_executable(${name} EXCLUDE_FROM_ALL $<TARGET_OBJECTS:fuzz_rpc_sequence_objects>)
-      target_link_libraries(${name} PRIVATE headwater_build_flags headwater_fuzz_sequence ${fuzz_runtime})
-      set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/fuzz)
-    endforeach()
-    target_sources(fuzz_rpc_sequence_planted PRIVATE ${planted})
-  endif()
+# libFuzzer for the whole server, in gcc's build of it too. Built only when asked for.
+if(EXISTS "${fuzz_runtime}")
+  find_package(Python3 REQUIRED COMPONENTS Interpreter)
+  set(planted ${CMAKE_CURRENT_BINARY_DIR}/planted/rpc_sequence.cc)
+  add_custom_command(
+    OUTPUT ${planted}
+    COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/plant.py rpc_sequence ${planted}
+    DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/plant.py ${PROJECT_SOURCE_DIR}/server/service/upload_store.cc
+    VERBATIM)
+  add_library(fuzz_rpc_sequence_objects OBJECT EXCLUDE_FROM_ALL targets/rpc_sequence.cc support/sequence_mutator.cc)
+  target_link_libraries(fuzz_rpc_sequence_objects PRIVATE headwater_build_flags headwater_fuzz_sequence)
+  foreach(name fuzz_rpc_sequence fuzz_rpc_sequence_planted)
+    add_executable(${name} EXCLUDE_FROM_ALL $<TARGET_OBJECTS:fuzz_rpc_sequence_objects>)
+    target_link_libraries(${name} PRIVATE headwater_build_flags headwater_fuzz_sequence ${fuzz_runtime})
+    set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/fuzz)
+  endforeach()
+  target_sources(fuzz_rpc_sequence_planted PRIVATE ${planted})
 endif()

@@ -1,6 +1,8 @@
 # libFuzzer programs over the parsers. Only what they need is built, and only that is instrumented: not the server, and not protobuf.
 find_package(Python3 REQUIRED COMPONENTS Interpreter)
 find_path(FUZZ_XXHASH_INCLUDE_DIR xxhash.h REQUIRED)
+find_package(OpenSSL REQUIRED)
+find_package(spdlog REQUIRED)
 set(product ${PROJECT_SOURCE_DIR})
 set(parser_sources
   ${product}/client/cpp/src/error.cc
@@ -8,6 +10,7 @@ set(parser_sources
   ${product}/kernels/core/digest.cc
   ${product}/kernels/core/error.cc
   ${product}/kernels/core/types.cc
+  ${product}/kernels/cuda/algorithm_cache.cc
   ${product}/server/checkpoint/checkpoint_store.cc
   ${product}/server/checkpoint/file_system.cc
   ${product}/server/checkpoint/manifest.cc
@@ -16,11 +19,13 @@ set(parser_sources
   ${product}/server/checkpoint/weights_reader.cc
   ${product}/server/checkpoint/xxh3.cc
   ${product}/server/heads/head_name.cc
+  ${product}/server/observability/logging.cc
   ${product}/server/service/canonical_header.cc
   ${product}/server/service/chunk_codec.cc
   ${product}/server/service/field_check.cc
   ${product}/server/service/head_request.cc
   ${product}/server/service/loss_request.cc
+  ${product}/server/service/token_file.cc
   ${product}/server/transport/descriptor_socket.cc
   ${product}/server/transport/region.cc
   ${product}/server/transport/region_registry.cc)
@@ -46,6 +51,7 @@ set_source_files_properties(${product}/server/transport/region.cc ${product}/ser
 add_library(headwater_fuzzed STATIC ${parser_sources})
 target_link_libraries(headwater_fuzzed
   PUBLIC absl::cord absl::status absl::statusor absl::strings absl::str_format absl::synchronization absl::time xxhash
+    spdlog::spdlog OpenSSL::Crypto
   PRIVATE headwater_fuzz_flags)
 
 # fuzz_program(NAME OBJECTS...): what the objects have need not come from the library.

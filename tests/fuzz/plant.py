@@ -13,17 +13,23 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 # target: file; text that occurs once; what it becomes. Above each, what the product does then.
 BUGS = {
+    # Takes algorithms of more words than there are.
+    "algorithm_cache": (
+        "kernels/cuda/algorithm_cache.cc",
+        "value.size() != words->size()",
+        "value.size() < words->size()",
+    ),
     # Reads beyond the message for an unknown field of fixed size at its end.
     "chunk_request": (
         "server/service/chunk_codec.cc",
         "    if (length > left_) return false;\n    Skip(length);",
         "    Skip(length);",
     ),
-    # Takes rows that end after their chunk.
+    # Takes a length in more bytes than protobuf does.
     "chunk_response": (
         "client/cpp/src/transfer/chunk_wire.cc",
-        "value > static_cast<uint64_t>(end - offset_)",
-        "value > static_cast<uint64_t>(end - offset_) + 1",
+        "offset_ - before > kMaxTagBytes || offset_ > end",
+        "offset_ - before > kMaxTagBytes + 1 || offset_ > end",
     ),
     # Takes two descriptors for one.
     "descriptor_message": (
@@ -32,7 +38,7 @@ BUGS = {
         "if (packet.descriptors.empty()) {",
     ),
     # Forgets the row's number where rows come in chunks.
-    "digest": ("kernels/core/digest.cc", "static_cast<uint64_t>(row_start + row)", "static_cast<uint64_t>(row)"),
+    "digest": ("kernels/core/digest.cc", "static_cast<uint64_t>(row_start + row)", "static_cast<uint64_t>(0 * row_start + row)"),
     # Takes a shard without rows.
     "manifest": ("server/checkpoint/manifest.cc", "file.rows.vocab_end <= next_row", "file.rows.vocab_end < next_row"),
     # Takes a name of 65 characters.
@@ -56,6 +62,12 @@ BUGS = {
         "server/checkpoint/strict_json.cc",
         'return keys_.back().insert(name).second || Refuse("has a repeated key");',
         "return keys_.back().insert(name).second || true;",
+    ),
+    # Takes a pattern's stars at its end for one.
+    "token_file": (
+        "server/service/token_file.cc",
+        "while (p < pattern.size() && pattern[p] == '*') ++p;",
+        "if (p < pattern.size() && pattern[p] == '*') ++p;",
     ),
     # Reads one element beyond a tensor.
     "weights_reader": (

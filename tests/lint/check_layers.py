@@ -75,6 +75,7 @@ LAYERS = {
     "tests": TESTS,
     "tests/kernels": KERNELS | {"tests", "test_library", "kernels_reference", "beside", "cuda"},
     "tests/unit/kernels": TESTS | {"cuda"},
+    "tests/fuzz": TESTS | {"cuda"},
     "tests/bench": TESTS | {"cuda"},
 }
 # Folders whose device code (DEVICE_SUFFIXES) may include less.

@@ -23,12 +23,22 @@ namespace headwater::fuzz {
 inline constexpr size_t kMaxSentDescriptors = 3;
 inline constexpr int64_t kMemoryBytes = 4096;
 
+// libFuzzer's clock is a signal.
+template <typename Call>
+auto Uninterrupted(const Call& call) {
+  auto result = call();
+  while (result < 0 && errno == EINTR) result = call();
+  return result;
+}
+
 inline transport::FileDescriptor ConnectTo(const std::string& path) {
   transport::FileDescriptor client(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   path.copy(address.sun_path, sizeof(address.sun_path) - 1);
-  FUZZ_CHECK(connect(client.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0, std::strerror(errno));
+  const int connected =
+      Uninterrupted([&] { return connect(client.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)); });
+  FUZZ_CHECK(connected == 0, std::strerror(errno));
   return client;
 }
 
@@ -67,7 +77,12 @@ inline bool SendPacket(int socket, const std::string& bytes, const std::vector<i
     header->cmsg_len = CMSG_LEN(payload);
     std::memcpy(CMSG_DATA(header), descriptors.data(), payload);
   }
-  return sendmsg(socket, &message, MSG_NOSIGNAL) >= 0;
+  return Uninterrupted([&] { return sendmsg(socket, &message, MSG_NOSIGNAL); }) >= 0;
+}
+
+// The answer, or what recv() says instead.
+inline ssize_t ReceiveAnswer(int socket, char* data, size_t size) {
+  return Uninterrupted([&] { return recv(socket, data, size, 0); });
 }
 
 }  // namespace headwater::fuzz

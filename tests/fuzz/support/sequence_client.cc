@@ -74,7 +74,7 @@ std::string NewToken(const std::string& path) {
   const transport::FileDescriptor client = ConnectTo(path);
   std::array<char, 512> answer{};
   if (!SendPacket(client.get(), DescriptorPacket(), {memory.get()})) return "";
-  const ssize_t bytes = recv(client.get(), answer.data(), answer.size(), 0);
+  const ssize_t bytes = ReceiveAnswer(client.get(), answer.data(), answer.size());
   return bytes >= 40 ? std::string(answer.data() + 8, 32) : "";
 }
 

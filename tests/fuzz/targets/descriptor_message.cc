@@ -62,7 +62,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   // A server that hangs is one here too, which libFuzzer's timeout finds.
   if (!SendPacket(client.get(), packet, std::vector<int>(count, Descriptor(kind)))) return 0;
   std::array<char, 1024> answer{};
-  const ssize_t bytes = recv(client.get(), answer.data(), answer.size(), 0);
+  const ssize_t bytes = ReceiveAnswer(client.get(), answer.data(), answer.size());
   if (packet.empty()) {
     FUZZ_CHECK(bytes <= 0);  // a packet of nothing looks like the end
     return 0;

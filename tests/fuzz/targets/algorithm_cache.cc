@@ -1,0 +1,83 @@
+// The file that keeps what a search for algorithms found. Input: the file. One that is not as it should be counts as empty, as a
+// whole; what is taken from one that is stays through the next Put().
+#include "kernels/cuda/algorithm_cache.h"
+
+#include <algorithm>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+
+#include "tests/fuzz/support/check.h"
+#include "tests/fuzz/support/scratch_directory.h"
+#include "tests/fuzz/support/target.h"
+
+namespace headwater::fuzz {
+namespace {
+
+using Entries = std::map<std::string, cuda::AlgorithmWords>;
+
+// A number of 64 bits in hexadecimal, digit by digit.
+std::optional<uint64_t> ReadWord(const std::string& text) {
+  uint64_t word = 0;
+  for (const char c : text) {
+    const size_t digit = std::string("0123456789abcdef").find(c >= 'A' && c <= 'F' ? static_cast<char>(c - 'A' + 'a') : c);
+    if (digit == std::string::npos || word >> 60 != 0) return std::nullopt;
+    word = word << 4 | digit;
+  }
+  return text.empty() ? std::nullopt : std::optional(word);
+}
+
+// The entries as the header tells the format.
+Entries Expected(const std::string& text) {
+  const nlohmann::json root = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (!root.is_object() || !root.contains("format") || !root.contains("algorithms")) return {};
+  if (root["format"] != "headwater-algorithms-1" || !root["algorithms"].is_object()) return {};
+  Entries entries;
+  for (const auto& [key, list] : root["algorithms"].items()) {
+    cuda::AlgorithmWords words{};
+    if (!list.is_array() || list.size() != words.size()) return {};
+    for (size_t i = 0; i < words.size(); ++i) {
+      const std::optional<uint64_t> word = list[i].is_string() ? ReadWord(list[i].get<std::string>()) : std::nullopt;
+      if (!word.has_value()) return {};
+      words[i] = *word;
+    }
+    entries[key] = words;
+  }
+  return entries;
+}
+
+// All that the text could be taken for, so that what must not be taken is asked for too.
+void CheckKeys(const cuda::AlgorithmCache& cache, const std::string& text, const Entries& expected) {
+  for (const auto& [key, words] : expected) FUZZ_CHECK(cache.Find(key) == words, key);
+  const nlohmann::json root = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (!root.is_object() || !root.contains("algorithms") || !root["algorithms"].is_object()) return;
+  for (const auto& [key, list] : root["algorithms"].items()) {
+    FUZZ_CHECK(cache.Find(key).has_value() == (expected.count(key) == 1), key);
+  }
+}
+
+}  // namespace
+}  // namespace headwater::fuzz
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using namespace headwater::fuzz;  // NOLINT(google-build-using-namespace)
+  using headwater::cuda::AlgorithmCache;
+  static const ScratchDirectory directory;
+  static const std::string path = directory.path() + "/algorithms";
+  InputReader input(data, size);
+  const std::string text = input.Rest();
+  std::ofstream(path, std::ios::binary | std::ios::trunc) << text;
+  const Entries expected = Expected(text);
+  AlgorithmCache cache(path);
+  CheckKeys(cache, text, expected);
+  if (expected.empty()) return 0;
+  // Written again, with an entry more, it says the same.
+  const headwater::cuda::AlgorithmWords words = {1, 2, 3, 4, 5, 6, 7, ~uint64_t{0}};
+  FUZZ_CHECK(cache.Put("another", words).ok());
+  const AlgorithmCache again(path);
+  FUZZ_CHECK(again.Find("another") == words);
+  for (const auto& [key, value] : expected) FUZZ_CHECK(key == "another" || again.Find(key) == value, key);
+  return 0;
+}
