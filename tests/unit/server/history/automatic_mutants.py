@@ -64,6 +64,8 @@ class Build:
         self.mutants = {}  # number -> (source, mutant)
 
     def make(self, jobs):
+        # What is linked beside the mutants must be of today.
+        self.call(["ninja", "-C", str(self.build), "-j", str(jobs), *TESTS, HISTORY_TEST])
         (self.out / "mutant.h").write_text(HEADER)
         (self.out / "choice.cc").write_text(CHOICE)
         starts, number = [], 1
@@ -115,7 +117,13 @@ class Build:
         line = next(line for line in reversed(listing.stdout.splitlines()) if f"-o tests/{test} " in line)
         # Before the library that has the originals: the linker takes the first.
         line = line.replace(f"-o tests/{test} ", f"{objects} -o {self.out / test} ", 1)
-        subprocess.run(line, shell=True, cwd=self.build, check=True, capture_output=True)
+        self.call(line, shell=True, cwd=self.build)
+
+    @staticmethod
+    def call(command, **options):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+        if done.returncode != 0:
+            sys.exit(f"{command} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
 
     def run(self, test, mutant, timeout, variables):
         environment = {"PATH": "/usr/bin:/bin", "HEADWATER_MUTANT": str(mutant), **variables}
@@ -164,7 +172,7 @@ def main():
 
     def is_equivalent(number):
         source, mutant = build.mutants[number]
-        return any(source.name == name and re.search(pattern, mutant.what) for name, pattern, _ in EQUIVALENT)
+        return any(name in ("*", source.name) and re.search(pattern, mutant.what) for name, pattern, _ in EQUIVALENT)
 
     numbers = sorted(build.mutants)
     equivalent = {number for number in numbers if is_equivalent(number)}

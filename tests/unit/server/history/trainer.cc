@@ -10,6 +10,9 @@ namespace {
 constexpr int kMaxSessionLosses = 3;
 constexpr int64_t kLogBytes[] = {1 << 20, 1 << 20, 250};  // the last is too small for most steps
 
+// Two of them in turn.
+std::string NameOfCheckpoint(int64_t step) { return absl::StrCat("s", step % 2); }
+
 bool IsLost(const std::string& reason) { return reason == "STEP_LOST" || reason == "EPOCH_FENCED"; }
 
 }  // namespace
@@ -80,7 +83,7 @@ std::optional<Event> Trainer::ChooseFind() const {
 Event Trainer::ChooseRepair() const {
   if (!job_.saved.empty()) {
     Event event = WithEpoch(OnHead(Op::kRestore));
-    event.checkpoint = absl::StrCat("s", *job_.saved.rbegin());
+    event.checkpoint = NameOfCheckpoint(*job_.saved.rbegin());
     return event;
   }
   Event event = WithEpoch(OnHead(Op::kDelete));
@@ -158,7 +161,7 @@ std::optional<Event> Trainer::Choose() {
   if (!replays_.empty()) return WithEpoch(replays_.front());
   if (rank_ == 0 && wants_save_) {
     Event event = WithEpoch(OnHead(Op::kSave));
-    event.checkpoint = absl::StrCat("s", step_);
+    event.checkpoint = NameOfCheckpoint(step_);
     event.overwrite = true;
     event.disk_full = Pick(12) == 0;
     event.disk_left = event.disk_full ? Pick(200) : 0;
