@@ -1,15 +1,16 @@
 #include "server/heads/epoch.h"
 
-#include <random>
+#include <unistd.h>
+
+#include <cstdlib>
 
 namespace headwater::heads {
 
 Epoch NewEpoch() {
-  // libstdc++ reads the CPU's or the kernel's generator for each value; no state of ours that a fork or a restart could repeat.
-  std::random_device device;
-  std::uniform_int_distribution<int> byte(0, 255);
   Epoch epoch;
-  for (uint8_t& value : epoch) value = static_cast<uint8_t>(byte(device));
+  // From the kernel itself, as the ids of sessions: no state of ours that a fork or a restart could repeat. It gives so few bytes
+  // always; a server that could repeat an epoch would mix up two lives of a head, so it must not go on.
+  if (getentropy(epoch.data(), epoch.size()) != 0) std::abort();
   return epoch;
 }
 
