@@ -123,6 +123,33 @@ TEST(MemoryFileSystemTest, ItsSpaceIsBounded) {
   EXPECT_EQ(files.Contents("b"), "x");
 }
 
+TEST(MemoryFileSystemTest, WithThePowerGoesWhatWasNotSynced) {
+  MemoryFileSystem files;
+  for (const char* directory : {"/a", "/b"}) EXPECT_OK(files.CreateDirectory(directory));
+  files.WatchSyncs(true);
+  const auto write = [&files](const char* path, bool sync) {
+    const std::unique_ptr<WritableFile> file = *files.CreateFile(path);
+    EXPECT_OK(file->Append("1234", 4));
+    if (sync) EXPECT_OK(file->SyncAndClose());
+  };
+  write("/a/synced", true);
+  EXPECT_OK(files.SyncDirectory("/a"));
+  write("/a/torn", false);
+  EXPECT_OK(files.SyncDirectory("/a"));
+  write("/b/entry", true);
+  EXPECT_OK(files.Rename("/a/synced", "/b/moved"));
+  // One of two changes stays, and of the torn file two bytes.
+  files.LosePower(130);
+  EXPECT_EQ(files.Contents("/a/synced"), "1234");
+  EXPECT_EQ(files.Contents("/a/torn"), "12");
+  EXPECT_EQ(files.Contents("/b/entry"), "1234");
+  EXPECT_FALSE(files.OpenFile("/b/moved").ok());
+  // The watch is over.
+  EXPECT_OK(files.Rename("/a/synced", "/b/moved"));
+  files.LosePower(0);
+  EXPECT_EQ(files.Contents("/b/moved"), "1234");
+}
+
 TEST(MemoryFileSystemTest, ManyThreadsUseIt) {
   MemoryFileSystem files;
   std::vector<std::thread> threads;
