@@ -82,6 +82,11 @@ ABSL_FLAG(
     bool, timed_search, true,
     "try the matrix products out when a head is created, and take the fastest; without it the CUDA engine takes those that the "
     "library proposes, the same ones at every start");
+ABSL_FLAG(
+    bool, deterministic, false,
+    "add contributions in ascending id, each by a computation of its own, so that the bits of a step's gradient do not depend on "
+    "the order in which they came, on retries, restarts or the number of trainers (docs/concepts.md, \"Deterministic mode\"); "
+    "micro-batches take 4/3 of the engine's time; switches --timed_search off");
 ABSL_FLAG(int32_t, shards, 1, "vocabulary shards of each head, at least 1");
 ABSL_FLAG(std::vector<std::string>, shard_weights, {}, "relative sizes of the shards, as many as --shards; empty: even");
 ABSL_FLAG(int32_t, threads, 0, "CPU threads of the engine over all shards; 0: the cores that the process may use; --engine=cpu");
@@ -129,6 +134,7 @@ ABSL_FLAG(absl::Duration, max_stripe_wait, headwater::service::Limits{}.max_stri
 HEADWATER_LIMIT_FLAG(max_session_regions, "shared memory regions of one session; 0: none may be registered");
 HEADWATER_LIMIT_FLAG(max_region_bytes, "bytes of one shared memory region; 0: none may be registered");
 HEADWATER_LIMIT_FLAG(max_join_bytes, "host memory of all teacher rows that wait to be joined, in bytes; 0: none is kept");
+HEADWATER_LIMIT_FLAG(ordered_window, "--deterministic: contributions of a step that may be there before lower ids are");
 ABSL_FLAG(absl::Duration, max_join_wait, headwater::service::Limits{}.max_join_wait,
           "how long one side of a join waits for the other, and how long teacher rows stay that nobody asks for");
 HEADWATER_LIMIT_FLAG(max_connections,
@@ -220,7 +226,8 @@ absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
     return absl::InvalidArgumentError(absl::StrCat("--device: expected >= 0, got ", options.device_index));
   }
   options.algorithm_cache_path = service::AlgorithmCachePath(absl::GetFlag(FLAGS_algorithm_cache));
-  options.timed_search = absl::GetFlag(FLAGS_timed_search);
+  options.deterministic = absl::GetFlag(FLAGS_deterministic);
+  options.timed_search = absl::GetFlag(FLAGS_timed_search) && !options.deterministic;
   if (options.thread_count < 0 || options.memory_budget_bytes < 0 || options.workspace_bytes < 0) {
     return absl::InvalidArgumentError("--threads, --memory_budget_bytes and --workspace_bytes: expected >= 0");
   }
@@ -240,6 +247,7 @@ absl::StatusOr<service::ServerOptions> ServerOptionsFromFlags() {
   options.listen_addresses = absl::GetFlag(FLAGS_listen_addresses);
   options.metrics_address = absl::GetFlag(FLAGS_metrics_address);
   options.reflection = absl::GetFlag(FLAGS_reflection);
+  options.deterministic = absl::GetFlag(FLAGS_deterministic);
   options.descriptor_socket = absl::GetFlag(FLAGS_descriptor_socket);
   auto descriptor_mode = ParseMode("--descriptor_socket_mode", absl::GetFlag(FLAGS_descriptor_socket_mode));
   if (!descriptor_mode.ok()) return descriptor_mode.status();
@@ -297,6 +305,7 @@ absl::StatusOr<service::ServerOptions> ServerOptionsFromFlags() {
   limits.max_handshake_time = absl::GetFlag(FLAGS_max_handshake_time);
   limits.max_connection_idle = absl::GetFlag(FLAGS_max_connection_idle);
   limits.min_ping_interval = absl::GetFlag(FLAGS_min_ping_interval);
+  limits.ordered_window = absl::GetFlag(FLAGS_ordered_window);
   options.max_threads = absl::GetFlag(FLAGS_max_threads);
   options.max_pollers = absl::GetFlag(FLAGS_max_pollers);
   options.stream_idle_timeout = absl::GetFlag(FLAGS_stream_idle_timeout);

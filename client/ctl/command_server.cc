@@ -67,7 +67,8 @@ std::vector<std::pair<const char*, int64_t>> ListLimits(const client::ServerLimi
           {"max_handshake_time_s", limits.max_handshake_time_s},
           {"max_connection_idle_s", limits.max_connection_idle_s},
           {"min_ping_interval_s", limits.min_ping_interval_s},
-          {"max_health_watches", limits.max_health_watches}};
+          {"max_health_watches", limits.max_health_watches},
+          {"ordered_window", limits.ordered_window}};
 }
 
 std::string InfoText(const client::ServerInfo& info, const std::string& start_time) {
@@ -82,6 +83,7 @@ std::string InfoText(const client::ServerInfo& info, const std::string& start_ti
   server.AddRow({"features", features});
   server.AddRow({"shared memory", info.descriptor_socket.empty() ? "no descriptor socket" : info.descriptor_socket});
   if (info.named_regions) server.AddRow({"named regions", "allowed"});
+  if (info.deterministic) server.AddRow({"deterministic", "contributions are added in ascending id"});
 
   Table devices({"DEVICE", "BUDGET", "PLANNED", "MODEL"}, {Align::kLeft, Align::kRight, Align::kRight, Align::kLeft});
   for (const client::DeviceInfo& device : info.devices) {
@@ -115,6 +117,7 @@ absl::StatusOr<ExitCode> RunInfo(client::Client& client, const std::vector<std::
                                              {"start_time", start_time},
                                              {"descriptor_socket", info->descriptor_socket},
                                              {"named_regions", info->named_regions},
+                                             {"deterministic", info->deterministic},
                                              {"devices", devices},
                                              {"limits", limits},
                                              {"features", info->features}});

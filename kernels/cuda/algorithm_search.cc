@@ -72,7 +72,8 @@ absl::Status SearchShard(EngineCore& core, CudaHead& head, int32_t rank) {
 }  // namespace
 
 absl::Status SearchAlgorithms(EngineCore& core, CudaHead& head) {
-  if (!core.options().timed_search || head.spec().data_type == DataType::kFloat32) return absl::OkStatus();
+  if (!core.options().timed_search || core.options().deterministic || head.spec().data_type == DataType::kFloat32)
+    return absl::OkStatus();
   // The whole workspace is used; what other heads are owed lies there.
   HEADWATER_RETURN_IF_ERROR(core.debt().Settle());
   for (int32_t rank = 0; rank < head.shard_count(); ++rank) HEADWATER_RETURN_IF_ERROR(SearchShard(core, head, rank));

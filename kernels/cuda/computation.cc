@@ -357,8 +357,8 @@ absl::Status Computation::RunLogits(Work* work) {
   const int64_t slice_rows = work->own.matrices.empty() ? work->rows : term.slice_rows;
   const bool is_sliced = slice_rows < work->rows;
   // Rows that stay on the device do so all at once: one product is better than several.
-  const bool leaves_early =
-      is_sliced && work->wants_grad_hidden && work->parts.front().member->micro_batch->grad_hidden.memory == MemorySpace::kHost;
+  const bool leaves_early = is_sliced && work->wants_grad_hidden && !core_.options().deterministic &&
+                            work->parts.front().member->micro_batch->grad_hidden.memory == MemorySpace::kHost;
   for (int64_t first = 0; first < work->rows; first += slice_rows) {
     const Slice slice = {first, std::min(slice_rows, work->rows - first)};
     HEADWATER_RETURN_IF_ERROR(UploadSlice(work, slice));

@@ -10,6 +10,8 @@
 
 namespace headwater::cuda {
 bool Computation::PutsOff(const Work& work) const {
+  // What is put off is added together with what comes later, and that depends on other calls.
+  if (core_.options().deterministic) return false;
   return !whole_workspace_ && work.staged == nullptr && core_.debt().Takes(*work.term->head, work.term->MatrixElement(), work.rows);
 }
 

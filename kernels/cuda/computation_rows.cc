@@ -111,6 +111,7 @@ absl::Status Computation::FinishDigest() {
 
 std::vector<RowSlice> Computation::SlicesOf(const Work& work) const {
   SliceNeeds needs;
+  if (core_.options().deterministic) return SliceRows(work.rows, needs);
   const Part& part = work.parts.front();
   if (work.parts.size() == 1 && part.chunk->terms.size() == 1) {
     const MicroBatch& micro_batch = *part.member->micro_batch;

@@ -195,9 +195,10 @@ class CudaEngine final : public LossEngine {
  private:
   // Whether other calls' rows could be computed with this one's.
   bool IsSmall(const Call& call) const {
-    return call.micro_batch.flow == nullptr && call.terms.size() == 1 && call.terms.front().large_form == Form::kExponentials &&
-           call.micro_batch.hidden.row_count <= kMaxJoinedRows && call.micro_batch.grad_weight != GradWeightMode::kStage &&
-           core_->options().shard_count == 1 && core_->options().token_chunk_rows == 0;
+    return !core_->options().deterministic && call.micro_batch.flow == nullptr && call.terms.size() == 1 &&
+           call.terms.front().large_form == Form::kExponentials && call.micro_batch.hidden.row_count <= kMaxJoinedRows &&
+           call.micro_batch.grad_weight != GradWeightMode::kStage && core_->options().shard_count == 1 &&
+           core_->options().token_chunk_rows == 0;
   }
 
   // Small calls that wait for the device at the same time are computed together: the first of them to get it takes the others

@@ -44,6 +44,7 @@ struct CheckpointInfo {
   int64_t step = 0;          // the open step when it was saved
   int64_t update_count = 0;  // optimizer updates so far
   int64_t total_bytes = 0;
+  std::string numerics;  // what fixes the order of its sums; empty in those of older versions
   int64_t sequence = 0;  // rises with each checkpoint of a head: set by Save(); 0 in those of older versions
 };
 

@@ -179,6 +179,7 @@ std::string FormatManifest(const Manifest& manifest) {
                      {"step", manifest.info.step},
                      {"update_count", manifest.info.update_count},
                      {"sequence", manifest.info.sequence},
+                     {"numerics", manifest.info.numerics},
                      {"files", files}};
   const std::string text = body.dump();
   Xxh3Hasher hasher;
@@ -212,6 +213,7 @@ absl::StatusOr<Manifest> ReadManifest(const ReadableFile& file) {
   int64_t staging_slots = 0;
   reader.ReadIfThere("staging_slots", &staging_slots);
   reader.ReadIfThere("sequence", &manifest.info.sequence);
+  if (reader.Find("numerics") != nullptr) reader.Read("numerics", &manifest.info.numerics);
   reader.Note(staging_slots <= INT32_MAX);
   const json* spec = FindMember(*body, "spec", json::value_t::object);
   const json* files = FindMember(*body, "files", json::value_t::array);

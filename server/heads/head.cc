@@ -26,6 +26,7 @@ Head::Head(const HeadName& name, const HeadSpec& spec, const HeadLimits& limits,
       last_use_nanos_(absl::ToUnixNanos(create_time_)),
       engine_head_(std::move(engine_head)),
       ledger_(spec.initial_step),
+      window_(limits.deterministic && spec.trainable ? std::make_unique<OrderedWindow>(limits.ordered_window) : nullptr),
       epoch_(NewEpoch()) {}
 
 Head::~Head() {
@@ -98,7 +99,8 @@ absl::Status Head::LockAndCheck(const Epoch* epoch, Need need, bool for_step) co
 absl::Status Head::CheckOpenStep(const StepKey& key) const {
   absl::MutexLock state_lock(&state_mutex_);
   if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
-  return ledger_.CheckStep(key.step);
+  if (absl::Status status = ledger_.CheckStep(key.step); !status.ok()) return status;
+  return CheckNothingWaits();
 }
 
 absl::Status Head::CheckEpoch(const Epoch& epoch) const { return LockAndCheck(&epoch, Need::kAnyState, false); }
@@ -115,7 +117,9 @@ HeadInfo Head::Describe() const {
   info.state = state_;
   info.weight_version = weight_version_;
   if (spec_.trainable) info.open_step = ledger_.open().step;
+  if (window_ != nullptr) info.waiting_count = window_->waiting_count();
   info.weight_checksum = weight_checksum_;
+  info.restore_note = restore_note_;
   if (state_ == HeadState::kRestored) info.restored_checkpoint = restored_checkpoint_;
   return info;
 }
@@ -154,6 +158,7 @@ void Head::SettleDropped() const {
 void Head::DropAllPending() {
   for (const auto& [id, pending] : pending_) pending->Drop();
   pending_.clear();
+  if (window_ != nullptr) window_->Clear();
 }
 
 void Head::DropPending(int64_t micro_batch) {

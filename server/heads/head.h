@@ -17,6 +17,11 @@
 // beside the one that failed ends with kStepLost. A head is RESTORED when the server has brought it back from a
 // checkpoint: Take(), Restore() and SetTensor(s) with the current epoch make it READY.
 //
+// In deterministic mode (HeadLimits::deterministic) contributions are added in ascending id, each by a computation of its own over
+// rows that were kept, always of the same kind: so a step's gradient is bitwise the same whatever the order in which they came,
+// were repeated or decided. What is committed before its turn waits in an OrderedWindow; that is no other state than COMMITTED, and
+// nobody can take it back. Calls on a head do not share its compute lock in this mode.
+//
 // An undecided contribution may belong to several heads (a micro-batch with several terms). It is dropped in all of them as soon as
 // one of them drops it; the others notice at their next call, before anything else.
 #ifndef HEADWATER_SERVER_HEADS_HEAD_H_
@@ -40,6 +45,7 @@
 #include "headwater/kernels/engine.h"
 #include "server/heads/epoch.h"
 #include "server/heads/head_name.h"
+#include "server/heads/ordered_window.h"
 #include "server/heads/pending_contribution.h"
 #include "server/heads/session_registry.h"
 #include "server/heads/step_ledger.h"
@@ -61,11 +67,13 @@ struct HeadInfo {
   HeadState state;
   int64_t weight_version;
   std::optional<int64_t> open_step;  // trainable heads
+  int64_t waiting_count = 0;         // contributions that are committed and wait for their turn (deterministic mode)
   std::vector<VocabShard> shards;
   MemoryPlan plan;
   absl::Time create_time;
   std::string weight_checksum;      // XXH3-128 (canonical) of the stored weight when it was set from outside: 16 bytes, or empty
   std::string restored_checkpoint;  // that a RESTORED head came back from
+  std::string restore_note;         // what there is to know about the checkpoint that was restored last; empty: nothing
 };
 
 // The step that a call is about.
@@ -122,7 +130,10 @@ struct Submission {
   std::optional<SessionId> session;  // owns the contribution while it is undecided; the caller holds a SessionRegistry::Use
   // Called, at most once, when the contribution is to be held as rows: keeps alive all that the terms and `hidden` point to, until
   // the returned pointer is dropped; or says why that cannot be (kStagingFull). Null: a micro-batch that finds no slot is refused.
+  // In deterministic mode every contribution is held.
   std::function<absl::StatusOr<std::shared_ptr<const void>>()> hold;
+  // The same for one that others wait for, in deterministic mode: it must find room, or nobody would get on. Null: `hold`.
+  std::function<absl::StatusOr<std::shared_ptr<const void>>()> hold_first;
   RowsView hidden;
   MutableRowsView grad_hidden;  // data null: not wanted
   double grad_hidden_scale = 1;
@@ -156,12 +167,6 @@ struct SubmissionOutcome {
 struct DecisionTarget {
   std::shared_ptr<Head> head;
   StepKey key;
-};
-
-// What a commit multiplies the contribution by.
-struct CommitArguments {
-  double factor = 1;                 // finite in fp32
-  std::vector<float> token_factors;  // finite, one for each row of the micro-batch; empty: none. Only for a HELD contribution
 };
 
 // A trainer's own part of the weight's gradient: rows [row_start, row_start + row_count) of it.
@@ -208,6 +213,8 @@ struct SealReply {
 
 struct HeadLimits {
   int64_t max_step_micro_batches = 1 << 20;  // records of one step, tombstones included
+  bool deterministic = false;                // contributions are added in ascending id
+  int64_t ordered_window = 1024;             // that may be there before their predecessors; >= 1
 };
 
 // Brings elements [element_start, element_start + element_count) of a tensor; called in ascending order, without gaps.
@@ -271,6 +278,11 @@ class Head : public std::enable_shared_from_this<Head> {
   // Adds a trainer's own part as a committed contribution. True if this call added it, false for a repeat with the same digest.
   absl::StatusOr<bool> AddGradient(const StepKey& key, int64_t micro_batch, int64_t attempt, const Digest& digest,
                                    const GradientPart& part, const std::function<bool()>& cancelled);
+  // In deterministic mode AddGradient() is refused (kOrderedWindowFull) until its predecessors are in: its rows are not kept. Waits
+  // for that; OK as well when the deadline comes. kCancelled.
+  absl::Status AwaitTurn(const StepKey& key, int64_t micro_batch, const WaitLimits& limits) const;
+  // Whether AwaitTurn() has nothing to wait for.
+  bool HasItsTurn(const StepKey& key, int64_t micro_batch) const;
   // Drops what a session that has ended left undecided; a tombstone stays for each. Returns how many micro-batches this call
   // dropped.
   int64_t DropSession(const SessionId& session);
@@ -327,7 +339,8 @@ class Head : public std::enable_shared_from_this<Head> {
   // for calls that compute, but not beyond `deadline`: kDeadlineExceeded.
   absl::StatusOr<bool> SaveIfChanged(checkpoint::CheckpointStore& store, const std::string& checkpoint_name, absl::Time deadline);
   // Sets weights, optimizer state and step; a new epoch, version + 1, an empty open step. If the checkpoint is not there, damaged
-  // or of another spec, the head is as before.
+  // or of another spec, the head is as before. In deterministic mode so it is if the checkpoint was saved where sums are made in
+  // another order (kCheckpointSpecMismatch); else HeadInfo::restore_note says so.
   absl::Status Restore(const Epoch& epoch, checkpoint::CheckpointStore& store, const std::string& checkpoint_name);
   // The same for a head that was just created because the server has come back: a trainable one is RESTORED then.
   absl::Status ComeBack(checkpoint::CheckpointStore& store, const std::string& checkpoint_name);
@@ -361,7 +374,7 @@ class Head : public std::enable_shared_from_this<Head> {
   absl::Status Check(const Epoch* epoch, Need need, bool for_step) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   // The same with the lock taken for a moment.
   absl::Status LockAndCheck(const Epoch* epoch, Need need, bool for_step) const ABSL_LOCKS_EXCLUDED(state_mutex_);
-  // The same for a call on the open or sealed step.
+  // The same for a call on the gradient of the open or sealed step.
   absl::Status CheckOpenStep(const StepKey& key) const ABSL_LOCKS_EXCLUDED(state_mutex_);
   // kChunkOutOfRange; kInvalidField if the head does not have the tensor.
   absl::Status CheckElements(HeadTensor tensor, int64_t element_start, int64_t element_count) const;
@@ -371,7 +384,7 @@ class Head : public std::enable_shared_from_this<Head> {
 
   // Turns what another head has dropped into tombstones.
   void SettleDropped() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
-  // Drops everything undecided. The ledger is the caller's to change.
+  // Drops everything that is undecided or waits: its step is closed, or lost. The ledger is the caller's to change.
   void DropAllPending() ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   // Drops what is undecided of one micro-batch, if anything is; the ledger knows already.
   void DropPending(int64_t micro_batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
@@ -405,6 +418,37 @@ class Head : public std::enable_shared_from_this<Head> {
                                    const std::optional<SessionId>& session);
   // Carries a commit out, with the compute locks of all heads concerned held.
   static absl::Status AddPending(const PendingContribution& pending, const CommitArguments& arguments, LossEngine& engine);
+  static absl::Status AddHeld(HeldRows held, const CommitArguments& arguments, LossEngine& engine);
+  // A commit of what FindPending() has found: adds it, or puts it in its place in the order. Likewise.
+  static absl::Status CarryOut(const std::vector<DecisionTarget>& targets, int64_t micro_batch, const PendingContribution& pending,
+                               const CommitArguments& arguments, const CommitFactor& factor);
+  // AddGradient() once its arguments are known to be right, but for what follows in the order.
+  absl::StatusOr<bool> AddOwnPart(const StepKey& key, int64_t micro_batch, int64_t attempt, const Digest& digest,
+                                  const GradientPart& part, const std::function<bool()>& cancelled);
+  // kShapeMismatch.
+  static absl::Status CheckTokenFactors(const CommitArguments& arguments, int64_t row_count);
+
+  // Deterministic mode; head_ordered.cc. A new micro-batch may come: kOrderPassed, kOrderedWindowFull.
+  absl::Status CheckOrder(int64_t micro_batch) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
+  absl::Status WindowFull(int64_t micro_batch, const std::string& why) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
+  // Higher ones need not wait for a micro-batch that its trainer has discarded.
+  void CloseGap(int64_t micro_batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
+  bool IsItsTurn(const StepKey& key, int64_t micro_batch) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
+  bool HasWaiting() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_) { return window_ != nullptr && window_->waiting_count() > 0; }
+  // kStepNotSealed while the accumulator lacks what has been committed.
+  absl::Status CheckNothingWaits() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
+  // This head's part of a contribution that is held.
+  std::shared_ptr<const WaitingAddition> MakeWaiting(int64_t micro_batch, const HeldRows& held,
+                                                     const CommitArguments& arguments) const;
+  std::shared_ptr<const WaitingAddition> NextInOrder() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
+  // Adds those whose turn has come, one after the other; with no lock held. An engine failure, or a teacher that is no longer what
+  // it was, makes the head LOST; any other error leaves what waits as it is.
+  absl::Status AddInOrder() ABSL_LOCKS_EXCLUDED(compute_mutex_, state_mutex_);
+  // The same for several heads; only what made one LOST is an error.
+  static absl::Status AddInOrder(const std::vector<Head*>& heads);
+  // Null if contributions wait that the sealed step is to have first.
+  absl::StatusOr<std::optional<ApplyReply>> TryApply(const StepKey& key, const std::optional<ExpectedMicroBatches>& expected,
+                                                     const ApplyArguments& arguments);
 
   // After an engine call that changes the head: an engine failure makes the head LOST. Returns `status`.
   absl::Status AfterChange(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
@@ -424,6 +468,9 @@ class Head : public std::enable_shared_from_this<Head> {
   // Weights, optimizer state and step from a checkpoint. With `comes_back` a trainable head is RESTORED then, else READY.
   absl::Status LoadCheckpoint(checkpoint::CheckpointStore& store, const std::string& checkpoint_name, bool comes_back)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
+  // A sentence if a checkpoint comes from where sums are made in another order, else nothing; in deterministic mode that is an
+  // error (kCheckpointSpecMismatch).
+  absl::StatusOr<std::string> CompareNumerics(const checkpoint::CheckpointStore& store, const std::string& checkpoint_name) const;
   absl::StatusOr<std::string> ChecksumWeight() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
   bool HasAllTensors() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_) { return has_weight_ && (has_bias_ || !spec_.has_bias); }
 
@@ -456,10 +503,12 @@ class Head : public std::enable_shared_from_this<Head> {
   std::map<HeadTensor, ShadowEntry> shadow_ ABSL_GUARDED_BY(state_mutex_);
 
   mutable StepLedger ledger_ ABSL_GUARDED_BY(state_mutex_);
+  const std::unique_ptr<OrderedWindow> window_ ABSL_PT_GUARDED_BY(state_mutex_);  // null: not in deterministic mode
   Epoch epoch_ ABSL_GUARDED_BY(state_mutex_);
   HeadState state_ ABSL_GUARDED_BY(state_mutex_) = HeadState::kLoading;
   std::string lost_cause_ ABSL_GUARDED_BY(state_mutex_);
   std::string restored_checkpoint_ ABSL_GUARDED_BY(state_mutex_);
+  std::string restore_note_ ABSL_GUARDED_BY(state_mutex_);
   bool has_weight_ ABSL_GUARDED_BY(state_mutex_) = false;
   bool has_bias_ ABSL_GUARDED_BY(state_mutex_) = false;
   bool retired_ ABSL_GUARDED_BY(state_mutex_) = false;

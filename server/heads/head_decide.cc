@@ -80,6 +80,12 @@ std::set<Head*, std::less<>> HeadsOf(const std::vector<DecisionTarget>& targets)
   return heads;
 }
 
+std::vector<Head*> PointersOf(const std::vector<DecisionTarget>& targets) {
+  std::vector<Head*> heads;
+  for (const DecisionTarget& target : targets) heads.push_back(target.head.get());
+  return heads;
+}
+
 // The rows of one term with factors of their own.
 std::vector<float> ScaledWeights(const LossTerm& term, const std::vector<float>& token_factors) {
   std::vector<float> weights(static_cast<size_t>(term.row_count));
@@ -137,12 +143,20 @@ absl::StatusOr<std::shared_ptr<PendingContribution>> Head::FindPending(const std
 absl::Status Head::AddPending(const PendingContribution& pending, const CommitArguments& arguments, LossEngine& engine) {
   if (!pending.is_held()) return pending.staged()->Commit(arguments.factor);
   HeldRows held = pending.held();
-  if (!arguments.token_factors.empty() && static_cast<int64_t>(arguments.token_factors.size()) != held.hidden.row_count) {
-    const std::string expected = absl::StrCat(held.hidden.row_count), actual = absl::StrCat(arguments.token_factors.size());
-    return MakeError(ErrorReason::kShapeMismatch,
-                     absl::StrCat("token_factors has ", actual, " entries, the micro-batch has ", expected, " rows"),
-                     {{"field", "token_factors"}, {"expected", expected}, {"actual", actual}});
-  }
+  if (absl::Status status = CheckTokenFactors(arguments, held.hidden.row_count); !status.ok()) return status;
+  return AddHeld(std::move(held), arguments, engine);
+}
+
+absl::Status Head::CheckTokenFactors(const CommitArguments& arguments, int64_t row_count) {
+  const int64_t count = static_cast<int64_t>(arguments.token_factors.size());
+  if (count == 0 || count == row_count) return absl::OkStatus();
+  const std::string expected = absl::StrCat(row_count), actual = absl::StrCat(count);
+  return MakeError(ErrorReason::kShapeMismatch,
+                   absl::StrCat("token_factors has ", actual, " entries, the micro-batch has ", expected, " rows"),
+                   {{"field", "token_factors"}, {"expected", expected}, {"actual", actual}});
+}
+
+absl::Status Head::AddHeld(HeldRows held, const CommitArguments& arguments, LossEngine& engine) {
   std::vector<std::vector<float>> weights;
   weights.reserve(held.terms.size());
   for (LossTerm& term : held.terms) {
@@ -178,31 +192,46 @@ absl::StatusOr<bool> Head::Commit(const std::vector<DecisionTarget>& targets, in
       teachers.push_back(held.teachers[i].lock());
       if (teachers.back() != nullptr) heads.insert(teachers.back().get());
     }
-    const ComputeLocks locks(heads);
-    absl::StatusOr<std::shared_ptr<PendingContribution>> pending = FindPending(targets, micro_batch, attempt, *factor, session);
-    if (!pending.ok()) return pending.status();
-    if (*pending == nullptr) return false;
-    if (*pending != *before) continue;  // another attempt has come meanwhile
-    for (size_t i = 0; i < teachers.size(); ++i) {
-      if (absl::Status status = CheckHeldTeacher(teachers[i].get(), held.teacher_weight_versions[i]); !status.ok()) return status;
-    }
-
-    LossEngine& engine = targets.front().head->engine_;
-    if (absl::Status status = AddPending(**pending, arguments, engine); !status.ok()) {
-      if (IsEngineFailure(status)) {
-        for (const DecisionTarget& target : targets) target.head->MarkLost(status);
+    {
+      const ComputeLocks locks(heads);
+      absl::StatusOr<std::shared_ptr<PendingContribution>> pending = FindPending(targets, micro_batch, attempt, *factor, session);
+      if (!pending.ok()) return pending.status();
+      if (*pending == nullptr) return false;
+      if (*pending != *before) continue;  // another attempt has come meanwhile
+      for (size_t i = 0; i < teachers.size(); ++i) {
+        if (absl::Status status = CheckHeldTeacher(teachers[i].get(), held.teacher_weight_versions[i]); !status.ok()) return status;
       }
-      return status;
+      if (absl::Status status = CarryOut(targets, micro_batch, **pending, arguments, *factor); !status.ok()) return status;
     }
-    for (const DecisionTarget& target : targets) {
-      absl::MutexLock state_lock(&target.head->state_mutex_);
-      // Cannot fail: FindPending() has found it staged, and the compute lock is held since.
-      target.head->ledger_.FinishCommit(micro_batch, *factor).IgnoreError();
-      target.head->DropPending(micro_batch);
-      target.head->changed_.SignalAll();
-    }
+    // In deterministic mode it has taken its place only.
+    if (absl::Status status = AddInOrder(PointersOf(targets)); !status.ok()) return status;
     return true;
   }
+}
+
+absl::Status Head::CarryOut(const std::vector<DecisionTarget>& targets, int64_t micro_batch, const PendingContribution& pending,
+                            const CommitArguments& arguments, const CommitFactor& factor) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  const bool in_order = targets.front().head->window_ != nullptr;
+  const HeldRows held = pending.held();
+  if (in_order) {
+    if (absl::Status status = CheckTokenFactors(arguments, held.hidden.row_count); !status.ok()) return status;
+  } else if (absl::Status status = AddPending(pending, arguments, targets.front().head->engine_); !status.ok()) {
+    if (IsEngineFailure(status)) {
+      for (const DecisionTarget& target : targets) target.head->MarkLost(status);
+    }
+    return status;
+  }
+  for (const DecisionTarget& target : targets) {
+    Head& head = *target.head;
+    const std::shared_ptr<const WaitingAddition> waiting = in_order ? head.MakeWaiting(micro_batch, held, arguments) : nullptr;
+    absl::MutexLock state_lock(&head.state_mutex_);
+    // Cannot fail: FindPending() has found it staged, and the compute lock is held since.
+    head.ledger_.FinishCommit(micro_batch, factor).IgnoreError();
+    head.DropPending(micro_batch);
+    if (in_order) head.window_->Wait(waiting);
+    head.changed_.SignalAll();
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Head::CheckHeldTeacher(Head* teacher, int64_t weight_version) {
@@ -249,19 +278,31 @@ absl::StatusOr<bool> Head::Discard(const std::vector<DecisionTarget>& targets, i
   if (absl::Status status = CheckTargets(targets); !status.ok()) return status;
   // One that is being computed is answered at once.
   if (absl::Status status = CheckDiscard(targets, micro_batch, attempt, session); !status.ok()) return status;
-  const ComputeLocks locks(HeadsOf(targets));
-  if (absl::Status status = CheckDiscard(targets, micro_batch, attempt, session); !status.ok()) return status;
   bool dropped = false;
-  for (const DecisionTarget& target : targets) {
-    Head& head = *target.head;
-    absl::MutexLock state_lock(&head.state_mutex_);
-    absl::StatusOr<bool> here = head.ledger_.Discard(target.key.step, micro_batch, attempt, head.limits_.max_step_micro_batches);
-    if (!here.ok()) return here.status();
-    dropped = dropped || *here;
-    head.DropPending(micro_batch);
-    head.changed_.SignalAll();
+  {
+    const ComputeLocks locks(HeadsOf(targets));
+    if (absl::Status status = CheckDiscard(targets, micro_batch, attempt, session); !status.ok()) return status;
+    for (const DecisionTarget& target : targets) {
+      Head& head = *target.head;
+      absl::MutexLock state_lock(&head.state_mutex_);
+      absl::StatusOr<bool> here = head.ledger_.Discard(target.key.step, micro_batch, attempt, head.limits_.max_step_micro_batches);
+      if (!here.ok()) return here.status();
+      dropped = dropped || *here;
+      head.DropPending(micro_batch);
+      head.CloseGap(micro_batch);
+      head.changed_.SignalAll();
+    }
   }
+  // Others may have waited for it.
+  if (absl::Status status = AddInOrder(PointersOf(targets)); !status.ok()) return status;
   return dropped;
+}
+
+void Head::CloseGap(int64_t micro_batch) {
+  if (window_ == nullptr) return;
+  const auto found = ledger_.open().micro_batches.find(micro_batch);
+  if (found == ledger_.open().micro_batches.end() || found->second.state != ContributionState::kDiscarded) return;
+  window_->Close(micro_batch);
 }
 
 absl::StatusOr<bool> Head::Discard(const StepKey& key, int64_t micro_batch, int64_t attempt) {
@@ -296,7 +337,12 @@ absl::Status Head::CheckAddGradient(const StepKey& key, int64_t micro_batch, int
          {"rowCount", absl::StrCat(row_count)},
          {"expected", absl::StrCat(spec_.vocab_size)}});
   }
-  return ledger_.CheckBegin(key.step, micro_batch, attempt, limits_.max_step_micro_batches);
+  if (absl::Status status = ledger_.CheckBegin(key.step, micro_batch, attempt, limits_.max_step_micro_batches); !status.ok()) {
+    return status;
+  }
+  if (absl::Status status = CheckOrder(micro_batch); !status.ok()) return status;
+  if (window_ == nullptr || IsItsTurn(key, micro_batch)) return absl::OkStatus();
+  return WindowFull(micro_batch, "and a trainer's own gradient is not kept meanwhile");
 }
 
 absl::StatusOr<bool> Head::AddGradient(const StepKey& key, int64_t micro_batch, int64_t attempt, const Digest& digest,
@@ -308,8 +354,17 @@ absl::StatusOr<bool> Head::AddGradient(const StepKey& key, int64_t micro_batch, 
   }
   absl::Status check = CheckAddGradient(key, micro_batch, attempt, part.row_start, part.row_count);
   if (!check.ok()) return check;
+  absl::StatusOr<bool> added = AddOwnPart(key, micro_batch, attempt, digest, part, cancelled);
+  if (!added.ok()) return added;
+  // Others may have waited for it.
+  if (absl::Status status = AddInOrder({this}); !status.ok()) return status;
+  return added;
+}
+
+absl::StatusOr<bool> Head::AddOwnPart(const StepKey& key, int64_t micro_batch, int64_t attempt, const Digest& digest,
+                                      const GradientPart& part, const std::function<bool()>& cancelled) {
   absl::MutexLock compute_lock(&compute_mutex_);
-  check = CheckAddGradient(key, micro_batch, attempt, part.row_start, part.row_count);
+  absl::Status check = CheckAddGradient(key, micro_batch, attempt, part.row_start, part.row_count);
   if (!check.ok()) return check;
   if (cancelled != nullptr && cancelled()) {
     return MakeError(ErrorReason::kCancelled, "the call was cancelled before its gradient was added; nothing was added");
@@ -321,6 +376,7 @@ absl::StatusOr<bool> Head::AddGradient(const StepKey& key, int64_t micro_batch, 
     if (!decision.ok()) return decision.status();
     if (*decision != BeginDecision::kCompute) return false;
     DropPending(micro_batch);  // of a lower attempt, which this one supersedes
+    if (window_ != nullptr) window_->Reopen(micro_batch);
   }
   const absl::Status added = engine_head_->AddToGradient(HeadTensor::kGradWeight, part.row_start * spec_.hidden_size,
                                                          part.row_count * spec_.hidden_size, part.factor, part.data);
@@ -334,6 +390,7 @@ absl::StatusOr<bool> Head::AddGradient(const StepKey& key, int64_t micro_batch, 
     return added;
   }
   absl::MutexLock state_lock(&state_mutex_);
+  if (window_ != nullptr) window_->MarkAdded(micro_batch);
   changed_.SignalAll();
   if (absl::Status status = ledger_.FinishCommitted(micro_batch, ContributionForm::kDirect, ContributionCounts()); !status.ok())
     return status;

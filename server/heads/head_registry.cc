@@ -274,6 +274,7 @@ std::shared_ptr<Head> HeadRegistry::BringBack(const std::vector<checkpoint::Chec
     const absl::Status status = (*head)->ComeBack(store, info.name);
     if (status.ok()) {
       comeback.checkpoint = info.name;
+      if (const std::string note = (*head)->Describe().restore_note; !note.empty()) AddNote(note, comeback.note);
       return *std::move(head);
     }
     AddNote(absl::StrCat("checkpoint ", info.name, " cannot be loaded: ", std::string(status.message())), comeback.note);

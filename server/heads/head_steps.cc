@@ -69,22 +69,33 @@ absl::Status Head::AwaitMicroBatches(const StepKey& key, const ExpectedMicroBatc
 
 absl::StatusOr<SealReply> Head::Seal(const StepKey& key, const ExpectedMicroBatches& expected, const WaitLimits& wait) {
   if (absl::Status status = AwaitMicroBatches(key, expected, wait); !status.ok()) return status;
-  absl::MutexLock compute_lock(&compute_mutex_);
-  SealReply reply;
-  {
-    absl::MutexLock state_lock(&state_mutex_);
-    if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
-    absl::StatusOr<bool> sealed_now = ledger_.Seal(key.step, expected);
-    if (!sealed_now.ok()) return sealed_now.status();
-    reply.replayed = !*sealed_now;
-    reply.totals = ledger_.open().Totals();
-    changed_.SignalAll();
+  std::optional<bool> sealed_first;
+  while (true) {
+    {
+      absl::MutexLock compute_lock(&compute_mutex_);
+      SealReply reply;
+      bool waits = false;
+      {
+        absl::MutexLock state_lock(&state_mutex_);
+        if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
+        absl::StatusOr<bool> sealed_now = ledger_.Seal(key.step, expected);
+        if (!sealed_now.ok()) return sealed_now.status();
+        if (!sealed_first.has_value()) sealed_first = *sealed_now;
+        reply.replayed = !*sealed_first;
+        reply.totals = ledger_.open().Totals();
+        waits = HasWaiting();
+        changed_.SignalAll();
+      }
+      // If this, or what follows, fails the step is sealed nevertheless, and the same call again tells the rest.
+      if (!waits) {
+        absl::StatusOr<GradientStats> stats = engine_head_->ComputeGradientStats();
+        if (!stats.ok()) return stats.status();
+        reply.stats = *stats;
+        return reply;
+      }
+    }
+    if (absl::Status status = AddInOrder(); !status.ok()) return status;
   }
-  // If this fails the step is sealed nevertheless, and the same call again tells the rest.
-  absl::StatusOr<GradientStats> stats = engine_head_->ComputeGradientStats();
-  if (!stats.ok()) return stats.status();
-  reply.stats = *stats;
-  return reply;
 }
 
 absl::Status Head::CheckApply(const ApplyArguments& arguments) const {
@@ -127,6 +138,16 @@ absl::Status Head::CheckApply(const ApplyArguments& arguments) const {
 
 absl::StatusOr<ApplyReply> Head::Apply(const StepKey& key, const std::optional<ExpectedMicroBatches>& expected,
                                        const ApplyArguments& arguments) {
+  while (true) {
+    absl::StatusOr<std::optional<ApplyReply>> reply = TryApply(key, expected, arguments);
+    if (!reply.ok()) return reply.status();
+    if (reply->has_value()) return **std::move(reply);
+    if (absl::Status status = AddInOrder(); !status.ok()) return status;
+  }
+}
+
+absl::StatusOr<std::optional<ApplyReply>> Head::TryApply(const StepKey& key, const std::optional<ExpectedMicroBatches>& expected,
+                                                         const ApplyArguments& arguments) {
   absl::MutexLock compute_lock(&compute_mutex_);
   ApplyReply reply;
   OptimizerStep step;
@@ -160,6 +181,7 @@ absl::StatusOr<ApplyReply> Head::Apply(const StepKey& key, const std::optional<E
           absl::StrCat("expected must say which micro-batches step ", key.step, " consists of, because it is still open"),
           {{"field", "expected"}, {"expected", "a count or ids"}, {"actual", "nothing"}, {"step", absl::StrCat(key.step)}});
     }
+    if (HasWaiting()) return std::optional<ApplyReply>();
     if (absl::Status status = ledger_.CheckClose(key.step, StepState::kApplied); !status.ok()) return status;
     reply.totals = ledger_.open().Totals();
     step.update_count = update_count_ + 1;

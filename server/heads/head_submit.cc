@@ -105,6 +105,7 @@ absl::Status Head::CheckAsStudent(const SubmittedTerm& term, bool is_target, con
   const int64_t micro_batch = *submission.micro_batch;
   absl::Status begin = ledger_.CheckBegin(*term.step, micro_batch, submission.attempt, limits_.max_step_micro_batches);
   if (!begin.ok()) return begin;
+  if (absl::Status status = CheckOrder(micro_batch); !status.ok()) return status;
   const bool needs_slot = NeedsSlot(submission) && submission.hold == nullptr;
   if (spec_.staging_slots == 0 && needs_slot && !ledger_.open().micro_batches.contains(micro_batch)) {
     return MakeError(ErrorReason::kStagingFull,
@@ -203,7 +204,12 @@ class Head::SubmissionRun {
   absl::Status Decide(const DigestBuilder* rows);
   // Commits, or puts aside, what was computed.
   absl::Status Settle(MicroBatchResult& result);
+  // Lets the rows be kept.
+  absl::StatusOr<HeldRows> KeepRows();
   absl::Status Hold();
+  // EAGER, in deterministic mode: commits it, to be added when its turn comes.
+  absl::Status TakeItsPlace();
+  bool in_order() const { return !targets_.empty() && targets_.front()->window_ != nullptr; }
   // Not OK once the submission should give up: it was cancelled, a higher attempt waits, or another run has lost a head.
   absl::Status CheckWanted() const;
   // kStepLost if one of the targets has been lost since Begin(). With the state locks of all of them.
@@ -268,8 +274,13 @@ absl::StatusOr<SubmissionOutcome> Head::Submit(const Submission& submission, Los
   absl::StatusOr<SubmissionOutcome> outcome;
   {
     const bool may_stage = NeedsSlot(submission) && !TargetsOf(submission).empty();
-    const ComputeLocks locks(heads, may_stage ? ComputeMode::kExclusive : ComputeMode::kShared);
+    // In deterministic mode nothing is computed together with others: that would show in the answer's last bits.
+    const bool alone = may_stage || std::any_of(heads.begin(), heads.end(), [](Head* head) { return head->limits_.deterministic; });
+    const ComputeLocks locks(heads, alone ? ComputeMode::kExclusive : ComputeMode::kShared);
     outcome = SubmissionRun(submission, engine, cancelled).Run();
+  }
+  if (outcome.ok() && outcome->state == ContributionState::kCommitted && !outcome->replayed) {
+    if (absl::Status status = AddInOrder(TargetsOf(submission)); !status.ok()) outcome = status;
   }
   count_calls(-1);
   return outcome;
@@ -395,7 +406,8 @@ absl::Status Head::SubmissionRun::Begin() ABSL_NO_THREAD_SAFETY_ANALYSIS {
   }
   adds_ = status.ok() && !outcome_.needs_all_rows && !begun.empty();
   for (Head* target : begun) {
-    target->DropPending(id());                              // of a lower attempt, which this one supersedes
+    target->DropPending(id());  // of a lower attempt, which this one supersedes
+    if (adds_ && target->window_ != nullptr) target->window_->Reopen(id());
     if (!adds_) target->ledger_.Abort(id()).IgnoreError();  // cannot fail: it has just begun
   }
   outcome_.replayed = status.ok() && !known_by.empty() && !outcome_.needs_all_rows && !outcome_.payload_differs;
@@ -404,7 +416,12 @@ absl::Status Head::SubmissionRun::Begin() ABSL_NO_THREAD_SAFETY_ANALYSIS {
 
 absl::Status Head::SubmissionRun::ChooseForm() ABSL_NO_THREAD_SAFETY_ANALYSIS {
   form_ = ContributionForm::kDirect;
-  if (submission_.late_token_factors) form_ = ContributionForm::kHeld;
+  if (submission_.late_token_factors || in_order()) form_ = ContributionForm::kHeld;
+  if (in_order() && submission_.hold == nullptr) {
+    return MakeError(ErrorReason::kStagingFull, "in deterministic mode every contribution is held, and the call does not allow it",
+                     {{"head", targets_.front()->name_.ToString()}});
+  }
+  if (in_order()) return absl::OkStatus();
   if (!NeedsSlot(submission_)) return absl::OkStatus();
   form_ = ContributionForm::kStaged;
   for (Head* target : targets_) {
@@ -463,6 +480,7 @@ absl::Status Head::SubmissionRun::Settle(MicroBatchResult& result) {
     return Abort(status);
   }
   if (form_ == ContributionForm::kHeld && submission_.explicit_commit) return Hold();
+  if (in_order()) return TakeItsPlace();
   if (submission_.explicit_commit) {
     return FinishPending(std::make_shared<PendingContribution>(TargetSet(), submission_.attempt, submission_.session,
                                                                std::move(result.staged), submission_.until_decided));
@@ -488,9 +506,15 @@ absl::Status Head::SubmissionRun::Settle(MicroBatchResult& result) {
   return FinishCommitted();
 }
 
-absl::Status Head::SubmissionRun::Hold() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-  absl::StatusOr<std::shared_ptr<const void>> storage = submission_.hold();
-  if (!storage.ok()) return Abort(storage.status());
+absl::StatusOr<HeldRows> Head::SubmissionRun::KeepRows() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  bool is_first = false;
+  for (Head* target : targets_) {
+    absl::MutexLock state_lock(&target->state_mutex_);
+    is_first = is_first || (target->window_ != nullptr && target->window_->IsFront(id()));
+  }
+  const auto& hold = is_first && submission_.hold_first != nullptr ? submission_.hold_first : submission_.hold;
+  absl::StatusOr<std::shared_ptr<const void>> storage = hold();
+  if (!storage.ok()) return storage.status();
   HeldRows held;
   held.hidden = submission_.hidden;
   held.storage = *std::move(storage);
@@ -504,10 +528,35 @@ absl::Status Head::SubmissionRun::Hold() ABSL_NO_THREAD_SAFETY_ANALYSIS {
     term.argmax = nullptr;
     if (submitted.teacher_head == nullptr || !teachers.insert(submitted.teacher_head.get()).second) continue;
     held.teachers.push_back(submitted.teacher_head);
+    held.teacher_heads.push_back(term.teacher_head);
     held.teacher_weight_versions.push_back(submitted.teacher_head->weight_version_);
   }
-  return FinishPending(std::make_shared<PendingContribution>(TargetSet(), submission_.attempt, submission_.session, std::move(held),
-                                                             submission_.until_decided));
+  return held;
+}
+
+absl::Status Head::SubmissionRun::Hold() {
+  absl::StatusOr<HeldRows> held = KeepRows();
+  if (!held.ok()) return Abort(held.status());
+  return FinishPending(std::make_shared<PendingContribution>(TargetSet(), submission_.attempt, submission_.session,
+                                                             *std::move(held), submission_.until_decided));
+}
+
+absl::Status Head::SubmissionRun::TakeItsPlace() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  absl::StatusOr<HeldRows> held = KeepRows();
+  if (!held.ok()) return Abort(held.status());
+  absl::Status status;
+  {
+    const StateLocks state_locks(targets_);
+    status = CheckNotLost();
+    for (Head* target : targets_) {
+      if (!status.ok()) break;
+      target->ledger_.FinishCommitted(id(), form_, CountsOf(target))
+          .IgnoreError();  // cannot fail: it has been in progress since Begin()
+      target->window_->Wait(target->MakeWaiting(id(), *held, CommitArguments()));
+      target->changed_.SignalAll();
+    }
+  }
+  return status.ok() ? status : Abort(status);
 }
 
 absl::Status Head::SubmissionRun::Abort(const absl::Status& status) {

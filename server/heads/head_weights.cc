@@ -10,6 +10,7 @@
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/checkpoint/xxh3.h"
 #include "server/heads/head.h"
+#include "server/heads/numerics.h"
 
 namespace headwater::heads {
 namespace {
@@ -320,6 +321,7 @@ absl::StatusOr<Head::SavedCheckpoint> Head::SaveLocked(const std::optional<Epoch
   }
   info.name = checkpoint_name;
   info.spec = spec_;
+  info.numerics = DescribeNumerics(engine_, *engine_head_);
   absl::StatusOr<int64_t> total_bytes = store.Save(name_.tenant, name_.head, info, *engine_head_, overwrite);
   if (!total_bytes.ok()) return total_bytes.status();
   const std::string checkpoints = store.Steps(name_.tenant, name_.head);
@@ -329,7 +331,28 @@ absl::StatusOr<Head::SavedCheckpoint> Head::SaveLocked(const std::optional<Epoch
   return SavedCheckpoint{info.step, *total_bytes};
 }
 
+absl::StatusOr<std::string> Head::CompareNumerics(const checkpoint::CheckpointStore& store,
+                                                  const std::string& checkpoint_name) const {
+  const absl::StatusOr<checkpoint::CheckpointInfo> info = store.Read(name_.tenant, name_.head, checkpoint_name);
+  if (!info.ok()) return "";  // Load() says so too
+  const std::string here = DescribeNumerics(engine_, *engine_head_);
+  if (info->numerics == here) return "";
+  const std::string there = info->numerics.empty() ? "not known" : info->numerics;
+  if (limits_.deterministic && !info->numerics.empty()) {
+    return MakeError(
+        ErrorReason::kCheckpointSpecMismatch,
+        absl::StrCat("checkpoint ", checkpoint_name, " of ", name_.ToString(), " was saved where sums are made otherwise: ", there,
+                     "; here: ", here,
+                     ". In deterministic mode it is not restored: start the server as it was, or without --deterministic"),
+        {{"checkpoint", checkpoint_name}, {"field", "numerics"}, {"expected", here}, {"actual", there}});
+  }
+  return absl::StrCat("sums may differ in their last bits from those of the run that saved checkpoint ", checkpoint_name,
+                      ": it was saved with ", there, "; here: ", here);
+}
+
 absl::Status Head::LoadCheckpoint(checkpoint::CheckpointStore& store, const std::string& checkpoint_name, bool comes_back) {
+  absl::StatusOr<std::string> note = CompareNumerics(store, checkpoint_name);
+  if (!note.ok()) return note.status();
   absl::StatusOr<checkpoint::CheckpointInfo> info = store.Load(name_.tenant, name_.head, checkpoint_name, *engine_head_);
   if (!info.ok()) return AfterChange(info.status());
   if (spec_.trainable) {
@@ -347,6 +370,7 @@ absl::Status Head::LoadCheckpoint(checkpoint::CheckpointStore& store, const std:
   absl::MutexLock state_lock(&state_mutex_);
   StartAfresh(info->step);
   ledger_.SetCheckpoints(checkpoints);
+  restore_note_ = *std::move(note);
   if (comes_back && spec_.trainable) {
     state_ = HeadState::kRestored;
     restored_checkpoint_ = checkpoint_name;

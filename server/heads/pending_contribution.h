@@ -24,7 +24,14 @@ struct HeldRows {
   std::vector<LossTerm> terms;                   // without outputs; they and `hidden` point into `storage`
   std::shared_ptr<const void> storage;           // keeps the memory, and its place in the budget
   std::vector<std::weak_ptr<Head>> teachers;     // distinct teachers' heads; they may go before the decision
-  std::vector<int64_t> teacher_weight_versions;  // one for each of `teachers`
+  std::vector<const EngineHead*> teacher_heads;  // of each of `teachers`; to compare, never to use
+  std::vector<int64_t> teacher_weight_versions;  // likewise
+};
+
+// What a commit multiplies the contribution by.
+struct CommitArguments {
+  double factor = 1;                 // finite in fp32
+  std::vector<float> token_factors;  // finite, one for each row of the micro-batch; empty: none. Only for a HELD contribution
 };
 
 // Thread-safe. The memory goes as soon as one of the heads drops it. Dropping needs the compute lock of at least one of the heads,

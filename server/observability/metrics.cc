@@ -95,6 +95,7 @@ enum FamilyIndex {
   kHeads,
   kSessions,
   kWaitingCalls,
+  kWaitingContributions,
   kQueueDepth,
   kInFlightBytes,
   kUploadBytes,
@@ -147,6 +148,8 @@ constexpr Description kDescriptions[kFamilyCount] = {
     {"headwater_heads", "gauge", "none", "Heads that exist."},
     {"headwater_sessions", "gauge", "none", "Sessions that are open."},
     {"headwater_waiting_calls", "gauge", "none", "Calls that wait for the next step, or for micro-batches of one."},
+    {"headwater_waiting_contributions", "gauge", "none",
+     "Contributions that are committed and wait for lower ids (deterministic mode)."},
     {"headwater_queue_depth", "gauge", "none", "Micro-batches that wait for the engine."},
     {"headwater_in_flight_bytes", "gauge", "none", "Tensor bytes reserved by ComputeLoss and AddGradient calls in progress."},
     {"headwater_upload_bytes", "gauge", "none", "Host memory reserved by unfinished weight uploads."},
@@ -276,6 +279,7 @@ struct Metrics::Families : public prometheus::Collectable {
   prometheus::Gauge& sessions = Gauges(kSessions).Add({});
   prometheus::Gauge& connections = Gauges(kConnections).Add({});
   prometheus::Gauge& waiting_calls = Gauges(kWaitingCalls).Add({});
+  prometheus::Gauge& waiting_contributions = Gauges(kWaitingContributions).Add({});
   prometheus::Family<prometheus::Gauge>& memory_planned = Gauges(kMemoryPlanned);
   std::array<prometheus::Gauge*, kPurposeCount> memory_planned_children{};
   prometheus::Gauge& memory_budget = Gauges(kMemoryBudget).Add({});
@@ -308,6 +312,7 @@ struct Metrics::Families : public prometheus::Collectable {
     sessions.Set(static_cast<double>(readings.session_count));
     connections.Set(static_cast<double>(readings.connections));
     waiting_calls.Set(static_cast<double>(readings.waiting_calls));
+    waiting_contributions.Set(static_cast<double>(readings.waiting_contributions));
     memory_budget.Set(static_cast<double>(readings.memory_budget_bytes));
     serving.Set(readings.serving ? 1 : 0);
     for (size_t i = 0; i < kRegionKindCount; ++i) {

@@ -102,6 +102,7 @@ struct GaugeReadings {
   int64_t session_count = 0;
   int64_t waiting_calls = 0;
   int64_t connections = 0;
+  int64_t waiting_contributions = 0;
   std::array<int64_t, kRegionKindCount> region_count{};
   std::array<int64_t, kRegionKindCount> region_bytes{};
   int64_t memory_budget_bytes = 0;

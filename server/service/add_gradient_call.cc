@@ -37,6 +37,7 @@ absl::Status AddGradientCall::OnHeader(const v1::AddGradientHeader& header) {
   HEADWATER_RETURN_IF_ERROR(CheckRange("header.row_start", request_.row_start, 0, spec.vocab_size - 1));
   HEADWATER_RETURN_IF_ERROR(CheckRange("header.row_count", request_.row_count, 1, spec.vocab_size - request_.row_start));
   HEADWATER_RETURN_IF_ERROR(core_.waiting.AwaitStep(*head_, request_.key, limits_));
+  HEADWATER_RETURN_IF_ERROR(core_.waiting.AwaitTurn(*head_, request_.key, request_.micro_batch, limits_));
   HEADWATER_RETURN_IF_ERROR(
       head_->CheckAddGradient(request_.key, request_.micro_batch, request_.attempt, request_.row_start, request_.row_count));
   row_bytes_ = spec.hidden_size * int64_t{sizeof(float)};

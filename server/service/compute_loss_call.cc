@@ -302,8 +302,9 @@ void ComputeLossCall::FillSubmission() {
   submission_.first_wins = request.first_wins;
   submission_.refuse_non_finite = request.refuse_non_finite;
   submission_.late_token_factors = request.late_token_factors;
-  if (request.allow_held || request.late_token_factors) {
-    submission_.hold = [this] { return HoldPayload(); };
+  if (request.allow_held || request.late_token_factors || core_.options.deterministic) {
+    submission_.hold = [this] { return HoldPayload(/*anyway=*/false); };
+    submission_.hold_first = [this] { return HoldPayload(/*anyway=*/true); };
   }
   submission_.hidden = {nullptr, request.row_count, request.hidden_size, request.data_type};
   submission_.grad_hidden_scale = request.grad_hidden_scale;
@@ -484,9 +485,11 @@ absl::Status ComputeLossCall::AddEvent(const RegionUse& region, int64_t row_byte
   return core_.engine->DigestRows({&row, 1}, event, &unused);
 }
 
-absl::StatusOr<std::shared_ptr<const void>> ComputeLossCall::HoldPayload() {
+absl::StatusOr<std::shared_ptr<const void>> ComputeLossCall::HoldPayload(bool anyway) {
   const int64_t bytes = payload_->bytes();
-  if (!core_.held.TryReserve(bytes, &payload_->held)) {
+  if (anyway) {
+    core_.held.ReserveAnyway(bytes, &payload_->held);
+  } else if (!core_.held.TryReserve(bytes, &payload_->held)) {
     const int64_t available = core_.held.available_bytes();
     return MakeError(
         ErrorReason::kStagingFull,
@@ -589,7 +592,8 @@ absl::Status ComputeLossCall::Run() {
   AllocateTokenOutputs();
   HEADWATER_RETURN_IF_ERROR(Done(PrepareRegions()));
   // It will be HELD: the copies are made while the engine computes.
-  if (submission_.late_token_factors) HEADWATER_RETURN_IF_ERROR(Done(BeginToKeep()));
+  const bool in_order = core_.options.deterministic && submission_.micro_batch.has_value();
+  if (submission_.late_token_factors || in_order) HEADWATER_RETURN_IF_ERROR(Done(BeginToKeep()));
   HEADWATER_RETURN_IF_ERROR(Done(Compute()));
   CountOutcome();
   for (const Source& source : payload_->sources) {
@@ -607,10 +611,11 @@ absl::Status ComputeLossCall::Compute() {
   const bool large = scheduler::JobSizeOf(row_count) == scheduler::JobSize::kLarge;
   submission_.engine_digests = std::any_of(payload_->sources.begin(), payload_->sources.end(),
                                            [](const Source& source) { return source.region.has_value(); });
-  may_begin_early_ = large;
+  // In deterministic mode all of them are: how rows came must not show in the last bits.
+  may_begin_early_ = large && !core_.options.deterministic;
   Incoming incoming(*this);
   // Small ones are complete when they begin, so that the engine can compute many of them together.
-  submission_.incoming = large ? &incoming : nullptr;
+  submission_.incoming = may_begin_early_ ? &incoming : nullptr;
   while (true) {
     HEADWATER_RETURN_IF_ERROR(AwaitStart());
     if (submission_.incoming == nullptr && submission_.backward) {

@@ -83,7 +83,8 @@ class ComputeLossCall {
   // Begins to copy the rows that lie in the client's memory.
   absl::Status BeginToKeep();
   // Submission::hold: the payload, once it has its place in the budget.
-  absl::StatusOr<std::shared_ptr<const void>> HoldPayload();
+  // `anyway`: even if the budget is used up.
+  absl::StatusOr<std::shared_ptr<const void>> HoldPayload(bool anyway);
 
   bool Joins() const;
   // Takes what has come of joined rows.

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "server/checkpoint/weights_reader.h"
+#include "server/observability/logging.h"
 #include "server/service/add_gradient_call.h"
 #include "server/service/field_check.h"
 #include "server/service/head_request.h"
@@ -19,6 +20,8 @@
 namespace headwater::service {
 namespace {
 
+using observability::Log;
+using observability::LogLevel;
 using observability::RpcMethod;
 
 // The first `count` heads of a tenant after `after` that the caller may see, by name.
@@ -335,7 +338,12 @@ grpc::Status HeadServiceImpl::RestoreCheckpoint(grpc::ServerContext* context, co
     HEADWATER_RETURN_IF_ERROR((*head)->CheckEpoch(*restore->epoch));
     if (core_.checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
     HEADWATER_RETURN_IF_ERROR((*head)->Restore(*restore->epoch, *core_.checkpoints, restore->checkpoint));
-    EncodeHead((*head)->Describe(), core_.AvailableBytes(), response);
+    const heads::HeadInfo info = (*head)->Describe();
+    if (!info.restore_note.empty()) {
+      Log(LogLevel::kWarning, "checkpoint_restored",
+          {{"head", info.name.ToString()}, {"checkpoint", restore->checkpoint}, {"note", info.restore_note}});
+    }
+    EncodeHead(info, core_.AvailableBytes(), response);
     return absl::OkStatus();
   });
 }

@@ -39,6 +39,7 @@ absl::Status ValidateLimits(const Limits& limits) {
       {"max_connection_streams", limits.max_connection_streams},
       {"max_metadata_bytes", limits.max_metadata_bytes},
       {"max_health_watches", limits.max_health_watches},
+      {"ordered_window", limits.ordered_window},
   };
   for (const auto& [name, value] : positive) {
     if (value < 1) return absl::InvalidArgumentError(absl::StrCat(name, ": expected at least 1, got ", value));

@@ -46,6 +46,7 @@ struct Limits {
   absl::Duration max_handshake_time = absl::Seconds(10);
   absl::Duration max_connection_idle = absl::Minutes(10);
   absl::Duration min_ping_interval = absl::Seconds(5);
+  int64_t ordered_window = 1024;
 };
 
 // Room in a message for everything that is not a chunk's data or a per-token output.

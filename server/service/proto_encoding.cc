@@ -154,6 +154,7 @@ void EncodeLimits(const Limits& limits, v1::Limits* out) {
   out->set_max_connection_idle_s(WholeSeconds(limits.max_connection_idle));
   out->set_max_health_watches(limits.max_health_watches);
   out->set_min_ping_interval_s(WholeSeconds(limits.min_ping_interval));
+  out->set_ordered_window(limits.ordered_window);
 }
 
 }  // namespace headwater::service

@@ -42,6 +42,9 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptio
   if (options.keep_checkpoints < 0) {
     return absl::InvalidArgumentError(absl::StrCat("keep_checkpoints: expected >= 0, got ", options.keep_checkpoints));
   }
+  if (options.deterministic && !engine->options().deterministic) {
+    return absl::InvalidArgumentError("deterministic: expected an engine that was made with EngineOptions::deterministic");
+  }
   auto access = AccessControl::Create(options.token_file);
   if (!access.ok()) return access.status();
   std::unique_ptr<checkpoint::CheckpointStore> checkpoints;
@@ -138,7 +141,7 @@ ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<Loss
       registry(*engine,
                heads::RegistryLimits{options.limits.max_heads, options.limits.max_heads_per_tenant,
                                      options.limits.max_tenant_memory_bytes},
-               heads::HeadLimits{options.limits.max_step_micro_batches}),
+               heads::HeadLimits{options.limits.max_step_micro_batches, options.deterministic, options.limits.ordered_window}),
       sessions(heads::SessionLimits{options.limits.max_sessions, options.limits.max_session_lease},
                [this](const heads::SessionId& session) {
                  metrics.CountSessionDiscards(registry.DropSession(session));
@@ -315,7 +318,9 @@ observability::GaugeReadings ServerCore::ReadGauges() const {
   readings.waiting_calls = waiting.size();
   for (const auto& head : registry.ListAll()) {
     ++readings.head_count;
-    for (const MemoryPlan::Item& item : head->Describe().plan.items) readings.planned_bytes[item.purpose] += item.bytes;
+    const heads::HeadInfo info = head->Describe();
+    readings.waiting_contributions += info.waiting_count;
+    for (const MemoryPlan::Item& item : info.plan.items) readings.planned_bytes[item.purpose] += item.bytes;
   }
   absl::MutexLock lock(&phase_mutex_);
   readings.serving = phase_ == Phase::kServing;

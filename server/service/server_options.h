@@ -39,6 +39,7 @@ struct ServerOptions {
   absl::Duration idle_head_timeout = absl::ZeroDuration();  // heads that no call has named for so long are deleted; 0: never
   bool idle_head_checkpoint = false;                        // they are saved before; needs a checkpoint directory
   bool reflection = false;
+  bool deterministic = false;               // contributions are added in ascending id; the engine must have been made so too
   std::string descriptor_socket;            // path of the Unix socket that takes descriptors of shared memory; empty: none
   int descriptor_socket_mode = 0600;        // its permissions
   bool descriptor_socket_any_user = false;  // also from processes of other users than the server's own and root

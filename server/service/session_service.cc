@@ -81,6 +81,7 @@ grpc::Status SessionServiceImpl::GetServerInfo(grpc::ServerContext* context, con
         EncodeTime(core_.start_time, response->mutable_start_time());
         if (core_.descriptors != nullptr) response->set_descriptor_socket(core_.descriptors->path());
         response->set_named_regions(core_.options.named_regions);
+        response->set_deterministic(core_.options.deterministic);
         return absl::OkStatus();
       },
       /*always=*/true);

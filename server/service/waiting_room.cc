@@ -50,6 +50,12 @@ absl::Status WaitingRoom::AwaitStep(heads::Head& head, const heads::StepKey& key
   return Run(call, [&](const heads::WaitLimits& limits) { return head.AwaitStep(key, limits); });
 }
 
+absl::Status WaitingRoom::AwaitTurn(const heads::Head& head, const heads::StepKey& key, int64_t micro_batch,
+                                    const heads::WaitLimits& call) {
+  if (head.HasItsTurn(key, micro_batch)) return absl::OkStatus();
+  return Run(call, [&](const heads::WaitLimits& limits) { return head.AwaitTurn(key, micro_batch, limits); });
+}
+
 absl::StatusOr<heads::SealReply> WaitingRoom::Seal(heads::Head& head, const heads::StepKey& key,
                                                    const heads::ExpectedMicroBatches& expected, const heads::WaitLimits& call) {
   absl::StatusOr<heads::SealReply> reply = head.Seal(key, expected);

@@ -1,5 +1,6 @@
-// WaitingRoom: calls that came before their turn. A call for the step after the open one waits until that is open, and a seal may
-// wait for its micro-batches: bounded in number and in time, and sent away as soon as the server drains. Thread-safe.
+// WaitingRoom: calls that came before their turn. A call for the step after the open one waits until that is open, a seal may
+// wait for its micro-batches, and what is added in order for its turn: bounded in number and in time, and sent away as soon as the
+// server drains. Thread-safe.
 #ifndef HEADWATER_SERVER_SERVICE_WAITING_ROOM_H_
 #define HEADWATER_SERVER_SERVICE_WAITING_ROOM_H_
 
@@ -22,6 +23,9 @@ class WaitingRoom {
   // `retryAfterMs`), kDraining, kCancelled, kDeadlineExceeded. OK as well when `max_wait` has passed, or when there is nothing to
   // wait for: the call itself then answers what there is to say about the step.
   absl::Status AwaitStep(heads::Head& head, const heads::StepKey& key, const heads::WaitLimits& call);
+
+  // Waits until nothing is missing before the micro-batch, in deterministic mode (Head::AwaitTurn()). Likewise.
+  absl::Status AwaitTurn(const heads::Head& head, const heads::StepKey& key, int64_t micro_batch, const heads::WaitLimits& call);
 
   // Head::Seal() that waits for micro-batches that are missing or undecided. Errors as above and Seal()'s; when `max_wait` has
   // passed, what is still missing.

@@ -2,6 +2,7 @@
 #ifndef HEADWATER_SERVER_TRANSPORT_BYTE_BUDGET_H_
 #define HEADWATER_SERVER_TRANSPORT_BYTE_BUDGET_H_
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <utility>
@@ -10,7 +11,7 @@ namespace headwater::transport {
 
 class ByteBudget {
  public:
-  // At most `capacity_bytes` (>= 0) are reserved at any time.
+  // At most `capacity_bytes` (>= 0) are reserved at any time, but for ReserveAnyway().
   explicit ByteBudget(int64_t capacity_bytes) : capacity_bytes_(capacity_bytes) {}
   ByteBudget(const ByteBudget&) = delete;
   ByteBudget& operator=(const ByteBudget&) = delete;
@@ -57,9 +58,18 @@ class ByteBudget {
     return true;
   }
 
+  // Reserves `bytes` (>= 0) even if they are more than what is free.
+  void ReserveAnyway(int64_t bytes, Reservation* reservation) {
+    reserved_bytes_.fetch_add(bytes);
+    Reservation made;
+    made.budget_ = this;
+    made.bytes_ = bytes;
+    *reservation = std::move(made);
+  }
+
   int64_t capacity_bytes() const { return capacity_bytes_; }
   int64_t reserved_bytes() const { return reserved_bytes_.load(); }
-  int64_t available_bytes() const { return capacity_bytes_ - reserved_bytes_.load(); }
+  int64_t available_bytes() const { return std::max<int64_t>(0, capacity_bytes_ - reserved_bytes_.load()); }
 
  private:
   const int64_t capacity_bytes_;

@@ -310,6 +310,19 @@ Rows StepStateRows() {
 
 Rows ServerStateRows() {
   Rows rows;
+  TrialSetup ordered;
+  ordered.adjust = [](ServerSetup& setup) {
+    setup.options.deterministic = setup.engine.deterministic = true;
+    setup.options.limits.ordered_window = 1;
+  };
+  rows.push_back({"ORDERED_WINDOW_FULL", [](Trial& t) { return t.Submit({.id = 2}); },
+                  [](Trial& t) { EXPECT_EQ(t.Submit({.id = 1}), "COMMITTED HELD"); }, ordered});
+  rows.push_back({"ORDER_PASSED", [](Trial& t) { return t.Submit({.id = 0, .attempt = 1}); },
+                  [](Trial& t) {
+                    t.Discard({.id = 0});
+                    EXPECT_EQ(t.Submit({.id = 1}), "COMMITTED HELD");
+                  },
+                  ordered});
   rows.push_back({"STAGING_FULL", [](Trial& t) { return t.Submit({.id = 1, .explicit_commit = true}); }, StageFirst});
   rows.push_back({"QUEUE_FULL",
                   [](Trial& t) {

@@ -264,11 +264,13 @@ ServerInfo FromProto(const v1::ServerInfo& info) {
                    .max_handshake_time_s = limits.max_handshake_time_s(),
                    .max_connection_idle_s = limits.max_connection_idle_s(),
                    .min_ping_interval_s = limits.min_ping_interval_s(),
-                   .max_health_watches = limits.max_health_watches()};
+                   .max_health_watches = limits.max_health_watches(),
+                   .ordered_window = limits.ordered_window()};
   result.features.assign(info.features().begin(), info.features().end());
   result.start_time = FromProto(info.start_time());
   result.descriptor_socket = info.descriptor_socket();
   result.named_regions = info.named_regions();
+  result.deterministic = info.deterministic();
   return result;
 }
 

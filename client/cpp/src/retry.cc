@@ -22,7 +22,8 @@ bool RetryState::MayRepeat(const absl::Status& status) const {
   // The server's own UNAVAILABLE says that nothing was done; the connection's says nothing.
   if (absl::IsUnavailable(status)) return repeat_ == Repeat::kSafe || !reason.empty();
   if (absl::IsResourceExhausted(status)) {
-    return reason == "QUEUE_FULL" || reason == "IN_FLIGHT_BYTES_EXCEEDED" || reason == "STAGING_FULL";
+    return reason == "QUEUE_FULL" || reason == "IN_FLIGHT_BYTES_EXCEEDED" || reason == "STAGING_FULL" ||
+           reason == "ORDERED_WINDOW_FULL";
   }
   // Connections of one micro-batch broke or did not meet, and nothing was added.
   if (reason == "STRIPE_LOST" || reason == "TRANSFER_NOT_FOUND") return true;

@@ -206,6 +206,7 @@ class RemoteBackend:
             start_time_s=seconds_of(reply.start_time),
             descriptor_socket=reply.descriptor_socket,
             named_regions=reply.named_regions,
+            deterministic=reply.deterministic,
         )
 
     def transports(self, timeout_s: float) -> dict[str, str | None]:

@@ -191,6 +191,7 @@ class ServerInfo:
     start_time_s: float = 0.0  # seconds since 1970
     descriptor_socket: str = ""  # path of the Unix socket through which memory is shared; empty: there is none
     named_regions: bool = False  # whether memory may be shared by a name under /dev/shm
+    deterministic: bool = False  # whether contributions are added in ascending id
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ TEST(Limits, AcceptsTheOutermostValuesAndNothingBeyond) {
   };
   const Row rows[] = {
       {"max_stripes", &Limits::max_stripes, 1, INT32_MAX},
+      {"ordered_window", &Limits::ordered_window, 1, INT64_MAX},
       {"max_session_regions", &Limits::max_session_regions, 0, INT64_MAX},
       {"max_region_bytes", &Limits::max_region_bytes, 0, INT64_MAX},
       {"max_join_bytes", &Limits::max_join_bytes, 0, INT64_MAX},
@@ -95,6 +96,7 @@ TEST(Limits, AreToldAsTheyAreWithSecondsRoundedUp) {
   limits.max_session_regions = 5;
   limits.max_region_bytes = 7;
   limits.max_join_bytes = 11;
+  limits.ordered_window = 17;
   limits.max_join_wait = absl::Seconds(13);
   limits.max_connections = 17;
   limits.max_connection_streams = 19;
@@ -111,6 +113,7 @@ TEST(Limits, AreToldAsTheyAreWithSecondsRoundedUp) {
   EXPECT_EQ(told.max_session_regions(), 5);
   EXPECT_EQ(told.max_region_bytes(), 7);
   EXPECT_EQ(told.max_join_bytes(), 11);
+  EXPECT_EQ(told.ordered_window(), 17);
   EXPECT_EQ(told.max_join_wait_s(), 13);
   EXPECT_EQ(told.max_connections(), 17);
   EXPECT_EQ(told.max_connection_streams(), 19);

@@ -35,6 +35,17 @@ TEST(GrowingBuffer, StopsAtItsLimit) {
   EXPECT_EQ(buffer.size(), 10);
 }
 
+TEST(ByteBudget, MayBeExceededOnPurpose) {
+  ByteBudget budget(100);
+  ByteBudget::Reservation first, second;
+  budget.ReserveAnyway(150, &first);
+  EXPECT_EQ(budget.reserved_bytes(), 150);
+  EXPECT_EQ(budget.available_bytes(), 0);
+  EXPECT_FALSE(budget.TryReserve(1, &second));
+  first.Release();
+  EXPECT_TRUE(budget.TryReserve(100, &second));
+}
+
 TEST(ByteBudget, GivesBackWhatWasReserved) {
   ByteBudget budget(100);
   ByteBudget::Reservation first;

@@ -234,6 +234,11 @@ struct EngineOptions {
   // included, whatever it changes) on each shard's own thread, at the same time on several: an error is that shard's failure.
   std::function<absl::Status(ShardPhase phase, int32_t rank)> shard_probe;
 
+  // Nothing that depends on other calls: no micro-batch is computed together with another, each grad_weight product is run with its
+  // own micro-batch, rows are cut the same way wherever tensors lie, and algorithms are not searched by time. What an engine does
+  // not do anyway it need not look at.
+  bool deterministic = false;
+
   // CUDA only; other engines do not look at what follows.
   int32_t device_index = 0;          // of the GPU, as CUDA counts the visible ones
   std::string algorithm_cache_path;  // file that keeps the products' algorithms from start to start; empty: none is kept

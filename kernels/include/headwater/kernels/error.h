@@ -56,6 +56,7 @@ namespace headwater {
   X(kWeightVersionMismatch, WEIGHT_VERSION_MISMATCH, kFailedPrecondition)   \
   X(kJoinIncomplete, JOIN_INCOMPLETE, kFailedPrecondition)                  \
   X(kTransportUnavailable, TRANSPORT_UNAVAILABLE, kFailedPrecondition)      \
+  X(kOrderPassed, ORDER_PASSED, kFailedPrecondition)                        \
   X(kEpochFenced, EPOCH_FENCED, kAborted)                                   \
   X(kStepLost, STEP_LOST, kAborted)                                         \
   X(kStepConflict, STEP_CONFLICT, kAborted)                                 \
@@ -70,6 +71,7 @@ namespace headwater {
   X(kQuotaExceeded, QUOTA_EXCEEDED, kResourceExhausted)                     \
   X(kInFlightBytesExceeded, IN_FLIGHT_BYTES_EXCEEDED, kResourceExhausted)   \
   X(kDiskFull, DISK_FULL, kResourceExhausted)                               \
+  X(kOrderedWindowFull, ORDERED_WINDOW_FULL, kResourceExhausted)            \
   X(kDraining, DRAINING, kUnavailable)                                      \
   X(kStarting, STARTING, kUnavailable)                                      \
   X(kShardNotReady, SHARD_NOT_READY, kUnavailable)                          \

@@ -7,12 +7,12 @@
 //       head->CrossEntropy(RowsView::Float32(hidden, hidden_size), targets, {}, {.step = 0, .micro_batch = 0}).Get();
 //
 // Repetitions. Calls whose repetition is safe are made again by RetryPolicy, and none by gRPC: after UNAVAILABLE (the connection
-// was cut, the server starts or drains) and where the server has no room (QUEUE_FULL, IN_FLIGHT_BYTES_EXCEEDED, STAGING_FULL). A
-// micro-batch is sent again under the next attempt's number; Commit, Discard, Seal, Apply, DiscardGradient, AddGradient and
-// ReplaceWeights with the same arguments: the server knows them again. UploadWeights resumes where it was cut. A call that would
-// not be the same twice (CreateHead, DeleteHead, Take(only_if_current), Restore, LoadWeights, Save without `overwrite`) is repeated
-// only after an answer which says that nothing was done. Wrong arguments, conflicts, fenced epochs and lost steps are final at
-// once.
+// was cut, the server starts or drains) and where the server has no room (QUEUE_FULL, IN_FLIGHT_BYTES_EXCEEDED, STAGING_FULL,
+// ORDERED_WINDOW_FULL). A micro-batch is sent again under the next attempt's number; Commit, Discard, Seal, Apply, DiscardGradient,
+// AddGradient and ReplaceWeights with the same arguments: the server knows them again. UploadWeights resumes where it was cut. A
+// call that would not be the same twice (CreateHead, DeleteHead, Take(only_if_current), Restore, LoadWeights, Save without
+// `overwrite`) is repeated only after an answer which says that nothing was done. Wrong arguments, conflicts, fenced epochs and
+// lost steps are final at once.
 //
 // Sessions. What this client leaves undecided belongs to its session, which is opened at the first CommitMode::kExplicit, kept
 // alive by a thread on a connection of its own, and closed with the connection: undecided micro-batches go then. A session that has

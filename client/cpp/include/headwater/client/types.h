@@ -489,6 +489,7 @@ struct ServerLimits {
   int64_t max_connection_idle_s = 0;
   int64_t min_ping_interval_s = 0;
   int64_t max_health_watches = 0;
+  int64_t ordered_window = 0;
 };
 
 struct ServerInfo {
@@ -502,6 +503,7 @@ struct ServerInfo {
   std::chrono::system_clock::time_point start_time;
   std::string descriptor_socket;  // path of the Unix socket that takes memory descriptors; empty: there is none
   bool named_regions = false;     // whether regions may be registered by a name under /dev/shm
+  bool deterministic = false;     // whether contributions are added in ascending id
 };
 
 // Answer of grpc.health.v1. Values may be added.
