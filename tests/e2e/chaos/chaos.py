@@ -1,0 +1,328 @@
+"""A training run under disturbances drawn by a seed, and the same run undisturbed: they must end in the same bits.
+
+A server in deterministic mode and two trainers, each a process of its own, each trainer behind a link of its own. Disturbances: the
+server or a trainer is killed with SIGKILL and started again; a link is cut, halted, or slow; the disk of the checkpoints is full.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import re
+import resource
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+import links
+import trainer
+
+KINDS = {"kill server": 4, "kill trainer": 4, "cut link": 5, "halt link": 2, "slow link": 2, "fill disk": 3}  # with their weights
+DISK_BYTES = 4 << 20
+START_TIMEOUT_S = 60
+# Training that does not get on for so long never will.
+STUCK_TIMEOUT_S = 180
+FINAL_TIMEOUT_S = 300
+
+
+class Failure(Exception):
+    """The run has not ended as it should have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    step: int  # not before this one is worked on
+    delay_s: float  # after that
+    kind: str
+    rank: int  # of the trainer or link
+    seconds: float  # how long it lasts
+
+
+def draw_events(seed: int, count: int, steps: int) -> list[Event]:
+    rng = random.Random(seed)
+    kinds = rng.choices(list(KINDS), list(KINDS.values()), k=count)
+    places = sorted(rng.randrange(max(1, steps - 2)) for _ in range(count))
+    return [
+        Event(step, rng.uniform(0, 0.2), kind, rng.randrange(trainer.WORLD_SIZE), rng.uniform(0.05, 0.8))
+        for step, kind in zip(places, kinds, strict=True)
+    ]
+
+
+class Disk:
+    """Where checkpoints lie: a small file system of its own where mounting is allowed, else the size of files is bounded."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        directory.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(directory)]
+        try:
+            self.is_mounted = subprocess.run(command, capture_output=True).returncode == 0
+        except OSError:
+            self.is_mounted = False
+        self.kind = "a file system of its own" if self.is_mounted else "a bound on the size of files"
+        self._hog = directory / ".hog"
+
+    def fill(self, server: int) -> None:
+        if not self.is_mounted:
+            self._bound(server, 1024)
+            return
+        with contextlib.suppress(OSError), self._hog.open("wb", buffering=0) as hog:
+            while True:
+                hog.write(bytes(1 << 16))
+
+    def empty(self, server: int) -> None:
+        if self.is_mounted:
+            self._hog.unlink(missing_ok=True)
+        else:
+            self._bound(server, resource.RLIM_INFINITY)
+
+    @staticmethod
+    def _bound(server: int, size: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            hard = resource.prlimit(server, resource.RLIMIT_FSIZE)[1]
+            resource.prlimit(server, resource.RLIMIT_FSIZE, (size if hard == resource.RLIM_INFINITY else min(size, hard), hard))
+
+    def close(self) -> None:
+        if self.is_mounted:
+            subprocess.run(["umount", "-l", str(self.directory)], capture_output=True)
+
+
+class Run:
+    """One training run, in a directory of its own."""
+
+    def __init__(self, directory: Path, *, binary: str, seed: int, steps: int, shards: int, link_kind: str, say=print):
+        directory.mkdir()
+        self.directory = directory
+        self.steps = steps
+        self.say = say
+        self._seed = seed
+        self._closing = contextlib.ExitStack()
+        self.disk = Disk(directory / "checkpoints")
+        self._closing.callback(self.disk.close)
+        port = links.free_port()
+        self.links = links.make_links(link_kind, trainer.WORLD_SIZE, port)
+        for link in self.links:
+            self._closing.callback(link.close)
+        addresses = ",".join(sorted({link.listen_address for link in self.links}))
+        self._ready = directory / "ready"
+        self._server_command = [
+            binary,
+            f"--listen_addresses={addresses}",
+            f"--port_file={self._ready}",
+            "--metrics_address=127.0.0.1:0",
+            f"--checkpoint_directory={self.disk.directory}",
+            "--deterministic",
+            "--engine=cpu",
+            "--threads=2",
+            f"--shards={shards}",
+            "--log_level=warning",
+        ]
+        self.metrics: Counter[str] = Counter()
+        self.fired: Counter[str] = Counter()
+        self._generations = [-1] * trainer.WORLD_SIZE
+        self._trainers: list[subprocess.Popen | None] = [None] * trainer.WORLD_SIZE
+        self._closing.callback(self._stop)
+        self._go(0)
+        self._start_server()
+        for rank in range(trainer.WORLD_SIZE):
+            self._start_trainer(rank)
+            # The first one makes the head and its first checkpoint.
+            self._await(lambda rank=rank: bool(self._statuses(rank)), START_TIMEOUT_S, "the first step of a trainer")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._closing.close()
+
+    # ---- processes ------------------------------------------------------------------------------------------------------------
+
+    def _start_server(self) -> None:
+        self._ready.unlink(missing_ok=True)
+        self._output = self.directory / "server-output"
+        # SIGXFSZ stays ignored, as Python has it: a write beyond the bound fails.
+        with self._output.open("wb") as output, (self.directory / "server-log").open("ab") as log:
+            self._server = subprocess.Popen(self._server_command, stdout=output, stderr=log, restore_signals=False)
+        self._await(self._ready.exists, START_TIMEOUT_S, "the server's start")
+
+    def _start_trainer(self, rank: int) -> None:
+        self._generations[rank] += 1
+        link = self.links[rank]
+        command = [
+            *link.command,
+            sys.executable,
+            trainer.__file__,
+            f"--address={link.address}",
+            f"--directory={self.directory}",
+            f"--rank={rank}",
+            f"--generation={self._generations[rank]}",
+            f"--steps={self.steps}",
+            f"--seed={self._seed}",
+        ]
+        with (self.directory / f"trainer-{rank}-log").open("ab") as log:
+            # gRPC would take a proxy of the environment for addresses that are not loopback.
+            environment = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
+            self._trainers[rank] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+    def _stop(self) -> None:
+        for process in (*self._trainers, getattr(self, "_server", None)):
+            if process is not None and process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def _check(self) -> None:
+        for rank, process in enumerate(self._trainers):
+            if process is not None and process.poll() not in (None, 0):
+                raise Failure(f"trainer {rank} ended with status {process.returncode}; see {self.directory}/trainer-{rank}-log")
+        if self._server.poll() is not None:
+            raise Failure(f"the server ended with status {self._server.returncode}; see {self.directory}/server-log")
+
+    def _await(self, holds, timeout_s: float, what: str) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not holds():
+            self._check()
+            if time.monotonic() > deadline:
+                raise Failure(f"{what} has not come within {timeout_s:.0f} s; logs are in {self.directory}")
+            time.sleep(0.01)
+
+    # ---- what the run has come to ---------------------------------------------------------------------------------------------
+
+    def _statuses(self, rank: int) -> list[dict]:
+        return [json.loads(file.read_text()) for file in self.directory.glob(f"status-{rank}-*[0-9]") if file.suffix == ""]
+
+    def step(self) -> int:
+        """That the slower trainer works on."""
+        return min(max((status["step"] for status in self._statuses(rank)), default=0) for rank in range(trainer.WORLD_SIZE))
+
+    def counts(self) -> Counter:
+        total: Counter[str] = Counter()
+        for rank in range(trainer.WORLD_SIZE):
+            for status in self._statuses(rank):
+                total.update({key: value for key, value in status.items() if key != "step"})
+        return total
+
+    def _scrape(self) -> None:
+        """Adds what the server has counted since its start."""
+        port = self._output.read_text().split("metrics on port ")[1].split()[0]
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+            for line in page.read().decode().splitlines():
+                found = re.match(r'headwater_micro_batches_total\{outcome="(\w+)"\} (\d+)', line)
+                if found:
+                    self.metrics[found[1]] += int(found[2])
+                elif line.startswith("headwater_restored_heads_total "):
+                    self.metrics["restored heads"] += int(float(line.split()[1]))
+
+    # ---- disturbances ---------------------------------------------------------------------------------------------------------
+
+    def fire(self, event: Event) -> None:
+        self.fired[event.kind] += 1
+        if event.kind == "kill server":
+            self._scrape()
+            self._server.kill()
+            self._server.wait()
+            time.sleep(event.seconds / 4)
+            self._start_server()
+        elif event.kind == "kill trainer":
+            process = self._trainers[event.rank]
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            self._check_ended(event.rank)
+            time.sleep(event.seconds / 4)
+            self._start_trainer(event.rank)
+        elif event.kind == "fill disk":
+            self.disk.fill(self._server.pid)
+            time.sleep(event.seconds)
+            self.disk.empty(self._server.pid)
+        else:
+            link = self.links[event.rank]
+            {"cut link": link.cut, "halt link": link.halt, "slow link": link.slow}[event.kind](event.seconds)
+
+    def _check_ended(self, rank: int) -> None:
+        status = self._trainers[rank].returncode
+        if status not in (0, -9):
+            raise Failure(f"trainer {rank} ended with status {status}; see {self.directory}/trainer-{rank}-log")
+
+    def disturb(self, events: list[Event]) -> None:
+        for number, event in enumerate(events):
+            self._go(event.step + 1)
+            self._await(lambda event=event: self.step() >= event.step, STUCK_TIMEOUT_S, f"step {event.step}, for event {number}")
+            time.sleep(event.delay_s)
+            self.say(f"{number:4} step {self.step():4}: {event.kind} {event.rank} {event.seconds:.2f} s")
+            self.fire(event)
+        self._go(self.steps)
+
+    def _go(self, step: int) -> None:
+        trainer.write(self.directory / "go", str(step).encode())
+
+    def finish(self) -> dict[str, str]:
+        """Waits for the end; digests of all that the run has come to."""
+        self._await(
+            lambda: all(process.poll() == 0 for process in self._trainers), FINAL_TIMEOUT_S + self.steps, "the end of the run"
+        )
+        self._scrape()
+        result = {}
+        final = self.disk.directory / "default" / trainer.HEAD / "final"
+        manifest = json.loads((final / "manifest.json").read_text())["manifest"]
+        result["step"] = str(manifest["step"])
+        result["update_count"] = str(manifest["update_count"])
+        for file in sorted(final.glob("*.safetensors")):
+            result[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+        for rank in range(trainer.WORLD_SIZE):
+            body = (self.directory / f"body-{rank}-{self.steps}").read_bytes()
+            result[f"body of trainer {rank}"] = hashlib.sha256(body).hexdigest()
+        return result
+
+
+def campaign(directory: Path, *, binary: str, seed: int, events: int, steps: int, shards: int, link_kind: str, say=print) -> dict:
+    """Both runs, compared. What there is to report; Failure if they differ, or one does not end."""
+    options = {"binary": binary, "seed": seed, "steps": steps, "shards": shards, "say": say}
+    outcome: dict = {}
+
+    def undisturbed() -> None:
+        try:
+            with Run(directory / "undisturbed", link_kind="proxy", **options) as run:
+                run.disturb([])
+                outcome["expected"] = run.finish()
+        except Exception as error:  # told by the other thread
+            outcome["error"] = error
+
+    beside = threading.Thread(target=undisturbed)
+    beside.start()
+    start = time.monotonic()
+    try:
+        with Run(directory / "disturbed", link_kind=link_kind, **options) as run:
+            run.disturb(draw_events(seed, events, steps))
+            actual = run.finish()
+            report = {
+                "seed": seed,
+                "events": sum(run.fired.values()),
+                "steps": steps,
+                "shards": shards,
+                "links": run.links[0].kind,
+                "disk": run.disk.kind,
+                "seconds": round(time.monotonic() - start),
+                "by kind": dict(run.fired),
+                "trainers": dict(run.counts()),
+                "server": dict(run.metrics),
+            }
+    finally:
+        beside.join()
+    if "error" in outcome:
+        raise outcome["error"]
+    if actual != outcome["expected"]:
+        raise Failure(f"the runs differ: undisturbed {outcome['expected']}, disturbed {actual}; {directory}")
+    return report
+
+
+def server_binary() -> str:
+    path = os.environ.get("HEADWATERD") or os.path.join(os.environ.get("HEADWATER_BUILD_DIR", ""), "bin", "headwaterd")
+    if not os.access(path, os.X_OK):
+        raise Failure("set HEADWATERD to headwaterd, or HEADWATER_BUILD_DIR to a build with bin/headwaterd")
+    return path
