@@ -1,5 +1,7 @@
 #include "server/service/server_core.h"
 
+#include <malloc.h>
+
 #include <algorithm>
 #include <thread>
 #include <utility>
@@ -22,6 +24,8 @@ namespace {
 constexpr int64_t kSenderThreads = 8;
 // How long row memory is kept that no micro-batch has needed.
 constexpr absl::Duration kIdleRows = absl::Seconds(30);
+// How long nothing must be done until what the allocator keeps goes back to the system.
+constexpr absl::Duration kIdleHeap = absl::Seconds(10);
 
 }  // namespace
 
@@ -106,6 +110,7 @@ class ServerCore::Reaper {
       core_.transfers.Expire(absl::Now());
       core_.rows.Trim(absl::Now() - kIdleRows);
       core_.uploads.DropDead();
+      TrimHeapWhenIdle();
       if (const int64_t expired = core_.sessions.Expire(); expired > 0) {
         core_.metrics.CountSessionEnds(observability::SessionEnd::kExpired, expired);
         Log(LogLevel::kWarning, "sessions_expired", {{"count", expired}});
@@ -117,12 +122,31 @@ class ServerCore::Reaper {
       next_heads = absl::Now() + head_interval;
     }
   }
+  // Once for each time that the server is idle: no call runs, and none has moved rows lately. What was freed after a burst of
+  // calls, or of attacks, would stay with the process for ever otherwise.
+  void TrimHeapWhenIdle() {
+    bool busy = core_.rows.used_bytes() > 0 || core_.rows.idle_bytes() > 0;
+    {
+      absl::MutexLock lock(&core_.phase_mutex_);
+      busy = busy || core_.calls_in_progress_ > 0;
+    }
+    const absl::Time now = absl::Now();
+    if (busy) {
+      last_busy_ = now;
+      heap_trimmed_ = false;
+    } else if (!heap_trimmed_ && now - last_busy_ >= kIdleHeap) {
+      malloc_trim(0);
+      heap_trimmed_ = true;
+    }
+  }
   bool AwaitStop() {
     absl::MutexLock lock(&mutex_);
     return mutex_.AwaitWithTimeout(absl::Condition(&stopping_), kInterval);
   }
 
   ServerCore& core_;
+  absl::Time last_busy_ = absl::Now();  // of the thread, like the next
+  bool heap_trimmed_ = false;
   absl::Mutex mutex_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;  // last: it uses the members above

