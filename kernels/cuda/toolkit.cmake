@@ -76,9 +76,6 @@ if(HEADWATER_CUDA_ENABLED)
   # Architectures are told to the compiler by hand: CMake has no way to ask for machine code of 8.0 and 9.0a and the portable form
   # of 8.0, which newer GPUs compile at the first start.
   set(CMAKE_CUDA_ARCHITECTURES OFF)
-  if(HEADWATER_CCACHE AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
-    set(CMAKE_CUDA_COMPILER_LAUNCHER ${HEADWATER_CCACHE})
-  endif()
   enable_language(CUDA)
   # C++17: nvcc 13 with gcc 12 crashes on C++20's <functional>.
   set(CMAKE_CUDA_STANDARD 17)
