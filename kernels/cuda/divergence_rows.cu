@@ -28,7 +28,8 @@
 //
 // Traffic. 10 bytes a column: N4096 V128256 is 5.25 GB; a copy of as many bytes takes 1.23 ms on an H200, this pass 1.55 ms.
 //
-// Work. 5 exponentials and logarithms a column (16 a clock) with 0 < beta < 1, not near: 2 in phase 0, 3 in phase 1, since p is
+// Work. 5 exponentials and logarithms a column (16 a clock) with 0 < beta < 1, not near: 2 in phase 0, of which the multiply-add
+// units take a quarter (2% of the pass; half is slower, and so is any of phase 1's), 3 in phase 1, since p is
 // q 2^d, and where q vanishes only the sum of p is missing, which phase 0 has. Both phases run at that rate, 2.6 us of a row of
 // 16384 columns a multiprocessor; the rest is what a row waits for its cluster, and 15 clusters of 8, which leave 12 of 132
 // multiprocessors idle. Without effect or slower: two CTAs of 8 warps a multiprocessor in clusters of 16 (14 of them fit: 1.62
@@ -73,6 +74,7 @@ using cluster_row::Maximum;
 using cluster_row::Ring;
 using cluster_row::StoreVector;
 using cluster_row::Sum;
+using divergence_row::Exp2ByPolynomial;
 using divergence_row::FactorParts;
 using divergence_row::kAbsent;
 using divergence_row::kNearLimit;
@@ -180,9 +182,9 @@ __global__ void __launch_bounds__(cluster_row::kMaxThreads, 1) DivergenceRowsKer
         for (int i = 0; i < kSlotVectors; ++i) {
           const float4 s = LoadVector(address + i * kVectorBytes), t = LoadVector(address + i * kVectorBytes + kInputBytes);
           own.x += (Exp2(fmaf(s.x, a, -offsets.x)) + Exp2(fmaf(s.y, a, -offsets.x))) +
-                   (Exp2(fmaf(s.z, a, -offsets.x)) + Exp2(fmaf(s.w, a, -offsets.x)));
+                   (Exp2(fmaf(s.z, a, -offsets.x)) + Exp2ByPolynomial(fmaf(s.w, a, -offsets.x)));
           own.y += (Exp2(fmaf(t.x, b, -offsets.y)) + Exp2(fmaf(t.y, b, -offsets.y))) +
-                   (Exp2(fmaf(t.z, b, -offsets.y)) + Exp2(fmaf(t.w, b, -offsets.y)));
+                   (Exp2(fmaf(t.z, b, -offsets.y)) + Exp2ByPolynomial(fmaf(t.w, b, -offsets.y)));
         }
       }
       float2 partial[1] = {own};
@@ -229,7 +231,7 @@ __global__ void __launch_bounds__(cluster_row::kMaxThreads, 1) DivergenceRowsKer
         float2 total[1];
         exponentials.Receive<Sum, Sum>(total, cluster);
         // A sample far below the row's largest logit, or a row that is not finite. Every thread of the cluster sees the same sums.
-        if (!(total[0].x > 1e-30f && total[0].x < 1e36f && total[0].y > 1e-30f && total[0].y < 1e36f)) {
+        if (!(total[0].x > 1e-20f && total[0].x < 1e36f && total[0].y > 1e-20f && total[0].y < 1e36f)) {
           float2 largest[1] = {make_float2(Maximum::kNothing, Maximum::kNothing)};
           for_each([&](float s, float t, int) {
             largest[0].x = fmaxf(largest[0].x, s * params.log2_scales[0]);
