@@ -31,6 +31,7 @@ absl::Status Misplaced(const std::string& field, const char* expected, const cha
 absl::StatusOr<Place> PlaceOf(const void* data, MemorySpace memory, const EngineCore& core, const std::string& field) {
   const bool on_device = memory == MemorySpace::kDevice;
   if (data == nullptr) return on_device ? Place::kOwnDevice : Place::kPageable;
+  if (core.IsForeign(data)) return on_device ? absl::StatusOr<Place>(Place::kForeignDevice) : Misplaced(field, "host", "device");
   cudaPointerAttributes attributes = {};
   if (cudaPointerGetAttributes(&attributes, data) != cudaSuccess) {
     static_cast<void>(cudaGetLastError());

@@ -13,7 +13,9 @@
 
 namespace headwater::cuda {
 
-enum class Place { kPageable, kPageLocked, kOwnDevice, kOtherDevice };
+// kForeignDevice: another process's, of a GPU that may be another one. Kernels read and write it; products, which read an operand
+// several times over, get a copy, because the way may be a link with a tenth of the memory's rate.
+enum class Place { kPageable, kPageLocked, kOwnDevice, kForeignDevice, kOtherDevice };
 
 // Where a tensor is. kInvalidField, with `field` in the metadata, if that is not what `memory` says: a kernel that reads host
 // memory as the device's own would cost the whole engine. The engine's device is current.

@@ -265,7 +265,8 @@ absl::Status Computation::PlaceSlice(Work* work, const Slice& slice) {
     ConstMatrix placed;
     HEADWATER_RETURN_IF_ERROR(PlaceRows(source, (on_device ? first.batch_row : first.chunk_row) + offset,
                                         on_device ? part.rows->ContiguousInBatch() : part.rows->ContiguousInChunk(),
-                                        own.source_rows + rows.first, rows.count, element, is_alone && !keeps_rows, out,
+                                        own.source_rows + rows.first, rows.count, element,
+                                        is_alone && !keeps_rows && part.member->hidden_place != Place::kForeignDevice, out,
                                         own.non_finite + rows.first, &placed));
     // Slices of a part follow each other, in place or not.
     work->hidden = {is_alone ? Advance(placed.data, element, -offset * placed.stride) : own.hidden, work->rows, placed.columns,
@@ -317,12 +318,13 @@ absl::Status Computation::PlaceTeacherRows(Work* work, const Slice& slice) {
     contiguous = true;
     first = 0;
   }
+  const bool is_near = (*part.member->teacher_places)[part.rows->term] != Place::kForeignDevice;
   // What is not finite in the teacher's rows shows in the loss: no row of theirs can be ignored by the products.
   const int64_t padded = PaddedWidth(teacher.column_count);
   void* out = own.teacher_hidden == nullptr ? nullptr : Advance(own.teacher_hidden, element, slice.first * padded);
   ConstMatrix placed;
   HEADWATER_RETURN_IF_ERROR(PlaceRows(source, first + slice.first, contiguous, own.teacher_rows + slice.first, slice.count, element,
-                                      /*in_place_allowed=*/true, out, nullptr, &placed));
+                                      is_near, out, nullptr, &placed));
   // Slices follow each other, in place or not.
   work->teacher = {Advance(placed.data, element, -slice.first * placed.stride), work->rows, placed.columns, placed.stride, element};
   if (own.wide_teacher_hidden == nullptr) return absl::OkStatus();

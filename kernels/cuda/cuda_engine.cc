@@ -87,7 +87,9 @@ absl::Status PlacedMicroBatch::Place(const MicroBatch& of_caller, const EngineCo
 struct Call {
   Call(const PlacedMicroBatch& batch, bool hopper) : placed(batch), micro_batch(batch.micro_batch), plan(PlanTerms(micro_batch)) {
     terms.reserve(plan.terms.size());
-    for (TermPlan& term : plan.terms) terms.push_back(MakeTermRun(micro_batch, &term, hopper));
+    for (size_t i = 0; i < plan.terms.size(); ++i) {
+      terms.push_back(MakeTermRun(micro_batch, &plan.terms[i], hopper, batch.hidden, batch.teachers[i]));
+    }
     result.terms.reserve(plan.terms.size());  // nothing may fail once accumulators have changed
   }
   Member member() { return {&micro_batch, placed.hidden, placed.grad_hidden, &placed.teachers, &plan, &terms, &staged}; }

@@ -237,6 +237,28 @@ void EngineCore::Release(int64_t own_bytes) {
   if (--head_count_ == 0) static_cast<void>(ResizeWorkspace(0));
 }
 
+void EngineCore::NoteForeign(const void* data, int64_t bytes) {
+  std::lock_guard<std::mutex> lock(foreign_mutex_);
+  Foreign& foreign = foreign_[reinterpret_cast<uintptr_t>(data)];
+  foreign.bytes = std::max(foreign.bytes, bytes);
+  ++foreign.openings;
+}
+
+void EngineCore::ForgetForeign(const void* data) {
+  std::lock_guard<std::mutex> lock(foreign_mutex_);
+  const auto found = foreign_.find(reinterpret_cast<uintptr_t>(data));
+  if (found != foreign_.end() && --found->second.openings == 0) foreign_.erase(found);
+}
+
+bool EngineCore::IsForeign(const void* data) const {
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  std::lock_guard<std::mutex> lock(foreign_mutex_);
+  auto found = foreign_.upper_bound(address);
+  if (found == foreign_.begin()) return false;
+  --found;
+  return address - found->first < static_cast<uint64_t>(found->second.bytes);
+}
+
 int64_t EngineCore::planned_bytes() const {
   std::lock_guard<std::mutex> lock(plan_mutex_);
   return own_bytes_ + workspace_bytes_;

@@ -10,6 +10,7 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -79,6 +80,10 @@ class EngineCore {
   // memory there.
   void MakeCurrent() const { static_cast<void>(cudaSetDevice(options_.device_index)); }
   RowDigester& digester() { return *digester_; }
+  // Memory of other processes that may be another GPU's, as long as it is open: noted once for each time that it is opened.
+  void NoteForeign(const void* data, int64_t bytes);
+  void ForgetForeign(const void* data);
+  bool IsForeign(const void* data) const;
 
   // Admits a head whose own tensors take `own_bytes` and that needs `workspace_bytes` of the shared workspace, cuBLASLt's part
   // (Products::kWorkspaceBytes) included; makes the workspace larger if need be. kMemoryBudgetExceeded (`plan_text` is part of the
@@ -90,6 +95,10 @@ class EngineCore {
 
  private:
   friend class WorkLock;
+  struct Foreign {
+    int64_t bytes = 0;
+    int64_t openings = 0;
+  };
   explicit EngineCore(EngineOptions options);
   absl::Status Open();
   absl::Status ResizeWorkspace(int64_t bytes);
@@ -119,6 +128,9 @@ class EngineCore {
   int64_t own_bytes_ = 0;
   int64_t workspace_bytes_ = 0;
   int64_t head_count_ = 0;
+
+  mutable std::mutex foreign_mutex_;
+  std::map<uintptr_t, Foreign> foreign_;  // by first byte
 
   mutable std::mutex health_mutex_;
   absl::Status health_;

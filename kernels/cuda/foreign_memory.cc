@@ -71,6 +71,30 @@ class ForeignEvent final : public DeviceEvent {
   cudaStream_t stream_ = nullptr;  // waits for the event, and for nothing else
 };
 
+class ForeignRegion final : public DeviceRegion {
+ public:
+  ForeignRegion(std::shared_ptr<EngineCore> core, void* data, int64_t bytes)
+      : core_(core), memory_(std::move(core), data, bytes, &cudaIpcCloseMemHandle) {
+    // The handle does not tell which GPU's memory it is; where there is one only, it is that one's.
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess) static_cast<void>(cudaGetLastError());
+    is_noted_ = devices != 1;
+    if (is_noted_) core_->NoteForeign(data, bytes);
+  }
+  ForeignRegion(const ForeignRegion&) = delete;
+  ForeignRegion& operator=(const ForeignRegion&) = delete;
+  ~ForeignRegion() override {
+    if (is_noted_) core_->ForgetForeign(memory_.data());
+  }
+  void* data() const override { return memory_.data(); }
+  int64_t bytes() const override { return memory_.bytes(); }
+
+ private:
+  const std::shared_ptr<EngineCore> core_;
+  const HeldMemory<DeviceRegion> memory_;
+  bool is_noted_ = false;
+};
+
 absl::Status CannotOpen(EngineCore& core, cudaError_t error, const char* field, const char* what) {
   static_cast<void>(core.Check(error, what));
   HEADWATER_RETURN_IF_ERROR(core.health());
@@ -115,7 +139,7 @@ absl::StatusOr<std::unique_ptr<DeviceRegion>> OpenForeignMemory(std::shared_ptr<
   void* data = nullptr;
   const cudaError_t error = cudaIpcOpenMemHandle(&data, ipc, cudaIpcMemLazyEnablePeerAccess);
   if (error != cudaSuccess) return CannotOpen(*core, error, "cuda_ipc_handle", "opening another process's memory");
-  auto region = std::make_unique<HeldMemory<DeviceRegion>>(core, data, bytes, &cudaIpcCloseMemHandle);
+  auto region = std::make_unique<ForeignRegion>(core, data, bytes);
   const int64_t there = BytesBehind(data);
   if (there < bytes) {
     return MakeError(ErrorReason::kInvalidField,

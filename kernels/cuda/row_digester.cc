@@ -37,7 +37,8 @@ absl::Status RowDigester::Add(const RowsView& rows, Place place, int64_t first, 
   if (count == 0) return absl::OkStatus();
   const int64_t row_bytes = rows.column_count * ElementBytes(rows.data_type);
   const char* data = static_cast<const char*>(rows.data) + first * row_bytes;
-  if (place == Place::kOwnDevice) return AddFromDevice(data, row_bytes, first, count, stream_index, digest);
+  if (place == Place::kOwnDevice || place == Place::kForeignDevice)
+    return AddFromDevice(data, row_bytes, first, count, stream_index, digest);
   if (place == Place::kOtherDevice) return AddFromOtherDevice(data, row_bytes, first, count, stream_index, digest);
   digest->AddRows(stream_index, first, count, row_bytes, data);
   return absl::OkStatus();

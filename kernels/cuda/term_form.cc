@@ -83,7 +83,7 @@ void LayOutLogits(const TermRun& term, Form form, int64_t rows, int64_t least_te
 
 Element TermRun::MatrixElement() const { return large_form == Form::kWide ? Element::kFloat32 : ElementOf(head->spec().data_type); }
 
-TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper) {
+TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper, Place hidden_place, Place teacher_place) {
   TermRun run;
   run.plan = plan;
   run.head = static_cast<CudaHead*>(plan->head);
@@ -116,8 +116,8 @@ TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper) 
   run.finish.matrix_element = run.MatrixElement();
   if (TakesAllRows(term)) {
     const DataType element = static_cast<DataType>(run.MatrixElement());
-    run.hidden_in_place = IsOperand(micro_batch.hidden, element);
-    run.teacher_in_place = plan->jsd != nullptr && IsOperand(term.teacher_hidden, element);
+    run.hidden_in_place = hidden_place == Place::kOwnDevice && IsOperand(micro_batch.hidden, element);
+    run.teacher_in_place = plan->jsd != nullptr && teacher_place == Place::kOwnDevice && IsOperand(term.teacher_hidden, element);
   }
   return run;
 }

@@ -12,6 +12,7 @@
 
 #include "headwater/kernels/engine.h"
 #include "kernels/core/micro_batch_plan.h"
+#include "kernels/cuda/caller_memory.h"
 #include "kernels/cuda/cuda_head.h"
 #include "kernels/cuda/head_plan.h"
 #include "kernels/cuda/row_passes.h"
@@ -53,8 +54,9 @@ struct TermRun {
   Element ProductElement(Form form) const { return form == Form::kWide ? Element::kFloat64 : Element::kFloat32; }
 };
 
-// The form, with the constants of FinishOptions and DivergenceTerm; class_weights are set later.
-TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper);
+// The form, with the constants of FinishOptions and DivergenceTerm; class_weights are set later. The places are those of the
+// micro-batch's hidden states and of the term's teacher's.
+TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper, Place hidden_place, Place teacher_place);
 
 // Elements from row to row of the products (and of E) with `columns` of a shard.
 constexpr int64_t ProductStride(int64_t columns) { return RoundUp(columns, 8); }
