@@ -345,6 +345,28 @@ absl::StatusOr<SharedRowsBuffer> MemoryPaths::AllocateRows(int64_t bytes) {
   return buffer;
 }
 
+absl::StatusOr<SharedRowsBuffer> MemoryPaths::AllocateStaging(const void* device_data, int64_t bytes) {
+  absl::StatusOr<SharedRowsBuffer> buffer = AllocateRows(bytes);
+  if (!buffer.ok()) return buffer;
+  const auto context = state_->device.ContextOf(device_data, bytes);
+  if (context.ok()) {
+    const auto* block = static_cast<const Arena::Block*>(buffer->block_.get());
+    LockForDevice(static_cast<const SharedRegion&>(*block->backing()), *context);
+  }
+  return buffer;
+}
+
+absl::Status MemoryPaths::OrderCopies(const void* device_data, int64_t bytes, void* stream) {
+  const auto context = state_->device.ContextOf(device_data, bytes);
+  return context.ok() ? (*context)->Record(static_cast<CuStream>(stream)) : TransportUnavailable(Sentence(context.status()));
+}
+
+absl::Status MemoryPaths::CopyToDevice(void* device_data, const void* from, int64_t bytes) {
+  const auto context = state_->device.ContextOf(device_data, bytes);
+  if (!context.ok()) return TransportUnavailable(Sentence(context.status()));
+  return (*context)->CopyAfterEvent(device_data, from, bytes);
+}
+
 absl::Status MemoryPaths::CopyDevice(void* to, const void* from, int64_t bytes, void* stream) {
   absl::Status failure;
   for (const void* const side : {static_cast<const void*>(to), from}) {

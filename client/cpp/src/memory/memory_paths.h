@@ -151,9 +151,16 @@ class MemoryPaths {
   // FAILED_PRECONDITION / TRANSPORT_UNAVAILABLE where the system has no shared memory.
   absl::StatusOr<SharedRowsBuffer> AllocateRows(int64_t bytes);
 
-  // Copies between host and device memory in either direction, or within the device, for rows that go by gRPC: after the work so
-  // far of `stream`. Blocks for the copy. TRANSPORT_UNAVAILABLE without CUDA.
+  // Host memory through which rows of device memory go by gRPC: page-locked for the device of `device_data` where that can be had,
+  // and used again, because fresh and pageable memory costs several times the copy. Errors are AllocateRows()'s.
+  absl::StatusOr<SharedRowsBuffer> AllocateStaging(const void* device_data, int64_t bytes);
+  // Copies between host and device memory in either direction, or within the device, after the work so far of `stream`. Blocks for
+  // the copy. TRANSPORT_UNAVAILABLE without CUDA.
   absl::Status CopyDevice(void* to, const void* from, int64_t bytes, void* stream);
+  // CopyToDevice() comes after the work so far of `stream` on that device's memory.
+  absl::Status OrderCopies(const void* device_data, int64_t bytes, void* stream);
+  // Copies host memory to the device beside all its streams' later work. Blocks for the copy. Errors are CopyDevice()'s.
+  absl::Status CopyToDevice(void* device_data, const void* from, int64_t bytes);
 
   // A session that the caller has found to be gone: its registrations are forgotten.
   void Forget(const std::string& session_id);

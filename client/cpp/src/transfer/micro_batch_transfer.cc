@@ -175,12 +175,18 @@ absl::Status MicroBatchTransfer::SendRows() {
   if (tensors_.grad_hidden != nullptr) {
     request.grad_hidden = static_cast<unsigned char*>(tensors_.grad_hidden);
     if (tensors_.grad_memory == Memory::kCuda && tensors_.bytes_down() > 0) {
-      if (grad_copy_ == nullptr) {
-        absl::StatusOr<std::unique_ptr<unsigned char[]>> copy = Allocate(tensors_.bytes_down());
+      MemoryPaths& memory = transport().memory();
+      if (!grad_copy_.has_value()) {
+        absl::StatusOr<HostCopy> copy = Allocate(tensors_.grad_hidden, tensors_.bytes_down());
         if (!copy.ok()) return copy.status();
         grad_copy_ = *std::move(copy);
       }
-      request.grad_hidden = grad_copy_.get();
+      // The stream may be used otherwise while the call is under way: what it gets later must not hold the gradient up.
+      if (absl::Status status = memory.OrderCopies(tensors_.grad_hidden, tensors_.bytes_down(), tensors_.cuda_stream);
+          !status.ok()) {
+        return status;
+      }
+      request.grad_hidden = grad_copy_->data();
     }
     request.grad_row_count = tensors_.hidden.row_count;
     request.grad_row_bytes = tensors_.grad_row_bytes;
@@ -218,10 +224,9 @@ void MicroBatchTransfer::Ended(TransferResult result) {
   }
   if (!result.status.ok()) return Deliver(std::move(result.status));
   MicroBatchAnswer answer{std::move(result.answer), "grpc"};
-  if (grad_copy_ == nullptr) return Deliver(std::move(answer));
+  if (!grad_copy_.has_value()) return Deliver(std::move(answer));
   transport().endings().Run(this, [this, answer = std::move(answer)]() mutable {
-    absl::Status status =
-        transport().memory().CopyDevice(tensors_.grad_hidden, grad_copy_.get(), tensors_.bytes_down(), tensors_.cuda_stream);
+    absl::Status status = transport().memory().CopyToDevice(tensors_.grad_hidden, grad_copy_->data(), tensors_.bytes_down());
     if (!status.ok()) return Deliver(std::move(status));
     Deliver(std::move(answer));
   });

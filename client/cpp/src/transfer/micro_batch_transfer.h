@@ -63,7 +63,7 @@ class MicroBatchTransfer : public RowsCall {
 
   CallTensors tensors_;
   std::optional<Placement> placement_;
-  std::unique_ptr<unsigned char[]> grad_copy_;  // where gradients for device memory arrive
+  std::optional<HostCopy> grad_copy_;  // where gradients for device memory arrive
 
   v1::MicroBatchHeader header_;
   Deadline deadline_;

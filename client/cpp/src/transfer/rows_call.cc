@@ -104,27 +104,34 @@ void RowsCall::Send(TransferRequest request) {
   call->Start();
 }
 
-absl::StatusOr<std::unique_ptr<unsigned char[]>> RowsCall::Allocate(int64_t bytes) {
-  std::unique_ptr<unsigned char[]> memory(new (std::nothrow) unsigned char[static_cast<size_t>(bytes)]);
-  if (memory == nullptr) {
+absl::StatusOr<RowsCall::HostCopy> RowsCall::Allocate(const void* device_data, int64_t bytes) {
+  HostCopy copy;
+  absl::StatusOr<SharedRowsBuffer> staging = transport_.memory().AllocateStaging(device_data, bytes);
+  if (staging.ok()) {
+    copy.staging = *std::move(staging);
+    return copy;
+  }
+  copy.ordinary.reset(new (std::nothrow) unsigned char[static_cast<size_t>(bytes)]);
+  if (copy.ordinary == nullptr) {
     return MakeLocalError(v1::ERROR_REASON_MEMORY_BUDGET_EXCEEDED, absl::StatusCode::kResourceExhausted,
                           absl::StrCat("no memory for ", bytes, " bytes of rows on this side"),
                           {{"requestedBytes", absl::StrCat(bytes)}});
   }
-  return memory;
+  return copy;
 }
 
 absl::StatusOr<const unsigned char*> RowsCall::HostRows(const RowsView& rows, void* cuda_stream) {
   if (rows.memory == Memory::kHost) return static_cast<const unsigned char*>(rows.data);
   for (const auto& [data, copy] : copies_) {
-    if (data == rows.data) return copy.get();
+    if (data == rows.data) return copy.data();
   }
   const int64_t bytes = rows.row_count * rows.row_bytes();
-  absl::StatusOr<std::unique_ptr<unsigned char[]>> copy = Allocate(bytes);
+  absl::StatusOr<HostCopy> copy = Allocate(rows.data, bytes);
   if (!copy.ok()) return copy.status();
-  if (absl::Status status = transport_.memory().CopyDevice(copy->get(), rows.data, bytes, cuda_stream); !status.ok()) return status;
+  if (absl::Status status = transport_.memory().CopyDevice(copy->data(), rows.data, bytes, cuda_stream); !status.ok())
+    return status;
   copies_.emplace_back(rows.data, *std::move(copy));
-  return copies_.back().second.get();
+  return copies_.back().second.data();
 }
 
 }  // namespace headwater::client::internal

@@ -59,14 +59,20 @@ class RowsCall {
 
   // Rows in host memory: the view itself, or a copy of device memory, which is made once. Blocks for the copy.
   absl::StatusOr<const unsigned char*> HostRows(const RowsView& rows, void* cuda_stream);
-  // Memory of this side; RESOURCE_EXHAUSTED.
-  static absl::StatusOr<std::unique_ptr<unsigned char[]>> Allocate(int64_t bytes);
+  // Host memory that stands for device memory.
+  struct HostCopy {
+    SharedRowsBuffer staging;
+    std::unique_ptr<unsigned char[]> ordinary;  // where there is no staging
+    unsigned char* data() const { return ordinary != nullptr ? ordinary.get() : static_cast<unsigned char*>(staging.data()); }
+  };
+  // Memory of this side for rows of the device memory at `device_data`; RESOURCE_EXHAUSTED.
+  absl::StatusOr<HostCopy> Allocate(const void* device_data, int64_t bytes);
 
  private:
   RowTransport& transport_;
   ServerFacts facts_;
   std::vector<ConnectionLease> leases_;
-  std::vector<std::pair<const void*, std::unique_ptr<unsigned char[]>>> copies_;
+  std::vector<std::pair<const void*, HostCopy>> copies_;
 
   std::stop_source cancel_;
 
