@@ -1,7 +1,7 @@
 """The attackers of the benchmark, each a process of its own on the lowest priority: attack.py NAME PORT SECONDS [key=value...]
 
-Speaks HTTP/2 by hand, in plain text, to a port of 127.0.0.1. Prints what it did as a line of JSON at the end: at SIGTERM, or after
-SECONDS. Exits 1 if it never reached the server.
+Speaks HTTP/2 by hand, in plain text, to a port of 127.0.0.1. Prints `begun` when it has reached the server, and what it did as a
+line of JSON at the end: at SIGTERM, or after SECONDS. Exits 1 if it never reached the server.
 """
 
 import asyncio
@@ -63,6 +63,8 @@ class Attack:
 
     async def open(self, http2=True):
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        if not self.counts:
+            print("begun", flush=True)
         self.count("connections")
         if http2:
             writer.write(PREFACE + frame(SETTINGS, 0, 0))
@@ -109,10 +111,10 @@ async def slow_loris(attack):
 
 
 async def connections(attack):
-    """Opens `total` connections, some of which say nothing, some the preface, some nonsense, and drops them."""
+    """Opens `total` connections, silent ones, ones with the preface, ones with nonsense, and drops them, within `over` seconds."""
     total = int(attack.options.get("total", 10000))
+    seconds = float(attack.options.get("over", 10))
     begin = time.monotonic()
-    seconds = attack.end - begin
 
     async def one(i):
         try:
