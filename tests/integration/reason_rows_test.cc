@@ -316,7 +316,7 @@ Rows ServerStateRows() {
     setup.options.limits.ordered_window = 1;
   };
   rows.push_back({"ORDERED_WINDOW_FULL", [](Trial& t) { return t.Submit({.id = 2}); },
-                  [](Trial& t) { EXPECT_EQ(t.Submit({.id = 1}), "COMMITTED HELD"); }, ordered});
+                  [](Trial& t) { EXPECT_EQ(t.Submit({.id = 1, .explicit_commit = true}), "STAGED HELD"); }, ordered});
   rows.push_back({"ORDER_PASSED", [](Trial& t) { return t.Submit({.id = 0, .attempt = 1}); },
                   [](Trial& t) {
                     t.Discard({.id = 0});
