@@ -372,17 +372,18 @@ absl::Status Head::SubmissionRun::Begin() ABSL_NO_THREAD_SAFETY_ANALYSIS {
   if (targets_.empty()) return absl::OkStatus();
   // All at once: runs that share the compute locks may be about the same micro-batch.
   const StateLocks state_locks(targets_);
-  std::vector<Head*> begun;
+  std::vector<std::pair<Head*, std::optional<MicroBatchRecord>>> begun;  // with what they knew of it before
   std::string known_by, new_to;
   absl::Status status = CheckNotLost();
   for (Head* target : targets_) {
     if (!status.ok()) break;
     if (!outcome_.step.has_value()) outcome_.step = target->ledger_.open().step;
+    const std::optional<MicroBatchRecord> before = target->ledger_.Find(id());
     const absl::StatusOr<BeginDecision> decision = BeginIn(target);
     status = decision.status();
     if (!status.ok()) break;
     if (*decision == BeginDecision::kCompute) {
-      begun.push_back(target);
+      begun.emplace_back(target, before);
       new_to = target->name_.ToString();
       continue;
     }
@@ -405,10 +406,14 @@ absl::Status Head::SubmissionRun::Begin() ABSL_NO_THREAD_SAFETY_ANALYSIS {
                        {{"microBatch", absl::StrCat(id())}, {"knownBy", known_by}, {"notKnownBy", new_to}});
   }
   adds_ = status.ok() && !outcome_.needs_all_rows && !begun.empty();
-  for (Head* target : begun) {
+  for (const auto& [target, before] : begun) {
+    if (!adds_) {
+      // One head took it and another did not, or its rows have to be there first: nothing has happened.
+      target->ledger_.TakeBack(id(), before);
+      continue;
+    }
     target->DropPending(id());  // of a lower attempt, which this one supersedes
-    if (adds_ && target->window_ != nullptr) target->window_->Reopen(id());
-    if (!adds_) target->ledger_.Abort(id()).IgnoreError();  // cannot fail: it has just begun
+    if (target->window_ != nullptr) target->window_->Reopen(id());
   }
   outcome_.replayed = status.ok() && !known_by.empty() && !outcome_.needs_all_rows && !outcome_.payload_differs;
   return status;

@@ -289,6 +289,20 @@ absl::Status StepLedger::Abort(int64_t micro_batch) {
   return absl::OkStatus();
 }
 
+void StepLedger::TakeBack(int64_t micro_batch, const std::optional<MicroBatchRecord>& before) {
+  pending_digests_.erase(micro_batch);
+  if (before.has_value()) {
+    open_.micro_batches[micro_batch] = *before;
+  } else {
+    open_.micro_batches.erase(micro_batch);
+  }
+}
+
+std::optional<MicroBatchRecord> StepLedger::Find(int64_t micro_batch) const {
+  const auto found = open_.micro_batches.find(micro_batch);
+  return found == open_.micro_batches.end() ? std::nullopt : std::optional<MicroBatchRecord>(found->second);
+}
+
 absl::StatusOr<bool> StepLedger::CheckCommit(int64_t step, int64_t micro_batch, int64_t attempt, const CommitFactor& factor) const {
   if (absl::Status status = CheckStep(step); !status.ok()) return status;
   if (!std::isfinite(static_cast<float>(factor.factor))) {

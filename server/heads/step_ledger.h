@@ -137,6 +137,10 @@ class StepLedger {
   absl::Status FinishStaged(int64_t micro_batch, ContributionForm form, const ContributionCounts& counts);
   // The micro-batch failed before it added anything: it is forgotten, but for the fence and the tombstone that it may have had.
   absl::Status Abort(int64_t micro_batch);
+  // What the open step knows of it.
+  std::optional<MicroBatchRecord> Find(int64_t micro_batch) const;
+  // It was begun, and refused in the same breath: the record is again what Find() told before.
+  void TakeBack(int64_t micro_batch, const std::optional<MicroBatchRecord>& before);
 
   // True if the commit is to be carried out now, false if an equal one was before, for this attempt or a lower one. The caller adds
   // the contribution and then calls FinishCommit(); nothing can come in between, because it holds the head's lock.
