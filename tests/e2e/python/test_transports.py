@@ -400,9 +400,11 @@ def test_in_asyncio(slow, rows):
 def test_ctrl_c_ends_a_blocking_call(slow, transport):
     server, head = slow
     program = f"""
+import signal
 import sys
 import numpy as np
 import headwater
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored if these tests run in the background
 with headwater.connect({server.address!r}, transport={transport!r}) as client:
     head = client.head({head.name!r})
     print("calling", flush=True)
