@@ -138,7 +138,7 @@ class LossCall : public RetriedCall {
       entry.bytes += bytes;
       if (view.memory == Memory::kHost) {
         if (bytes > 0) std::memcpy(rows.data(), view.data, static_cast<size_t>(bytes));
-      } else if (!connection().row_transport().memory().CopyDevice(rows.data(), view.data, bytes, input_.cuda_stream).ok()) {
+      } else if (!connection().row_transport().memory().CopyToHost(rows.data(), view.data, bytes, input_.cuda_stream).ok()) {
         entry.bytes = connection().options().replay_bytes + 1;  // does not fit: the step cannot be repeated
       }
       view.memory = Memory::kHost;

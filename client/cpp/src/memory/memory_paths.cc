@@ -367,18 +367,11 @@ absl::Status MemoryPaths::CopyToDevice(void* device_data, const void* from, int6
   return (*context)->CopyAfterEvent(device_data, from, bytes);
 }
 
-absl::Status MemoryPaths::CopyDevice(void* to, const void* from, int64_t bytes, void* stream) {
-  absl::Status failure;
-  for (const void* const side : {static_cast<const void*>(to), from}) {
-    auto context = state_->device.ContextOf(side, bytes);
-    if (!context.ok()) {
-      failure = context.status();
-      continue;
-    }
-    if (absl::Status status = (*context)->CopyOn(static_cast<CuStream>(stream), to, from, bytes); !status.ok()) return status;
-    return (*context)->Synchronize(static_cast<CuStream>(stream));
-  }
-  return TransportUnavailable(Sentence(failure));
+absl::Status MemoryPaths::CopyToHost(void* to, const void* device_data, int64_t bytes, void* stream) {
+  const auto context = state_->device.ContextOf(device_data, bytes);
+  if (!context.ok()) return TransportUnavailable(Sentence(context.status()));
+  if (absl::Status status = (*context)->CopyOn(static_cast<CuStream>(stream), to, device_data, bytes); !status.ok()) return status;
+  return (*context)->Synchronize(static_cast<CuStream>(stream));
 }
 
 void MemoryPaths::Forget(const std::string& session_id) { state_->server.Forget(session_id); }

@@ -154,12 +154,11 @@ class MemoryPaths {
   // Host memory through which rows of device memory go by gRPC: page-locked for the device of `device_data` where that can be had,
   // and used again, because fresh and pageable memory costs several times the copy. Errors are AllocateRows()'s.
   absl::StatusOr<SharedRowsBuffer> AllocateStaging(const void* device_data, int64_t bytes);
-  // Copies between host and device memory in either direction, or within the device, after the work so far of `stream`. Blocks for
-  // the copy. TRANSPORT_UNAVAILABLE without CUDA.
-  absl::Status CopyDevice(void* to, const void* from, int64_t bytes, void* stream);
+  // Copies device memory to the host after the work so far of `stream`. Blocks for the copy. TRANSPORT_UNAVAILABLE without CUDA.
+  absl::Status CopyToHost(void* to, const void* device_data, int64_t bytes, void* stream);
   // CopyToDevice() comes after the work so far of `stream` on that device's memory.
   absl::Status OrderCopies(const void* device_data, int64_t bytes, void* stream);
-  // Copies host memory to the device beside all its streams' later work. Blocks for the copy. Errors are CopyDevice()'s.
+  // Copies host memory to the device beside all its streams' later work. Blocks for the copy. Errors are CopyToHost()'s.
   absl::Status CopyToDevice(void* device_data, const void* from, int64_t bytes);
 
   // A session that the caller has found to be gone: its registrations are forgotten.

@@ -128,7 +128,7 @@ absl::StatusOr<const unsigned char*> RowsCall::HostRows(const RowsView& rows, vo
   const int64_t bytes = rows.row_count * rows.row_bytes();
   absl::StatusOr<HostCopy> copy = Allocate(rows.data, bytes);
   if (!copy.ok()) return copy.status();
-  if (absl::Status status = transport_.memory().CopyDevice(copy->data(), rows.data, bytes, cuda_stream); !status.ok())
+  if (absl::Status status = transport_.memory().CopyToHost(copy->data(), rows.data, bytes, cuda_stream); !status.ok())
     return status;
   copies_.emplace_back(rows.data, *std::move(copy));
   return copies_.back().second.data();
