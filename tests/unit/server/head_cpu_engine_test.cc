@@ -44,16 +44,7 @@ HeadSpec Spec() {
   return spec;
 }
 
-Payload RandomPayload(uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::normal_distribution<float> normal;
-  Payload payload;
-  for (int64_t row = 0; row < kRows; ++row) {
-    payload.targets.push_back(row % 5 == 4 ? kDefaultIgnoreIndex : static_cast<int32_t>(random() % kVocab));
-    for (int64_t i = 0; i < kWidth; ++i) payload.hidden.push_back(normal(random));
-  }
-  return payload;
-}
+Payload RandomPayload(uint64_t seed) { return headwater::testing::RandomPayload(seed, kRows, kVocab, kWidth); }
 
 // ||a - b|| / ||b||.
 double Difference(const std::vector<float>& a, const std::vector<float>& b) {

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <random>
 #include <string_view>
 #include <utility>
 
@@ -13,6 +14,18 @@
 #include "absl/time/clock.h"
 
 namespace headwater::testing {
+
+Payload RandomPayload(uint64_t seed, int64_t row_count, int64_t vocab_size, int64_t hidden_size) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal;
+  Payload payload;
+  for (int64_t row = 0; row < row_count; ++row) {
+    payload.targets.push_back(row % 5 == 4 ? kDefaultIgnoreIndex
+                                           : static_cast<int32_t>(random() % static_cast<uint64_t>(vocab_size)));
+    for (int64_t i = 0; i < hidden_size; ++i) payload.hidden.push_back(normal(random));
+  }
+  return payload;
+}
 
 Digest DigestOf(const Payload& payload) {
   const auto hash = [](const void* data, size_t bytes) {

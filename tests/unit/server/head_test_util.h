@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -73,6 +74,9 @@ class MicroBatchCall {
 };
 
 // A digest of rows, for tests: equal payloads have equal ones.
+// Normally distributed rows; every fifth is ignored.
+Payload RandomPayload(uint64_t seed, int64_t row_count, int64_t vocab_size, int64_t hidden_size);
+
 Digest DigestOf(const Payload& payload);
 
 // Rows of a submission that flow: they are there at once, unless it is told otherwise.
