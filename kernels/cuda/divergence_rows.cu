@@ -26,16 +26,16 @@
 //
 // Not finite. The exponentials' sums come out as NaN, and so do the row's loss and M. No loop's length depends on values.
 //
-// Traffic. 10 bytes a column: N4096 V128256 is 5.25 GB; a copy of as many bytes takes 1.23 ms on an H200, this pass 1.55 ms.
+// Traffic. 10 bytes a column: N4096 V128256 is 5.25 GB; a copy of as many bytes takes 1.23 ms on an H200, this pass 1.55 to 1.6.
 //
 // Work. 5 exponentials and logarithms a column (16 a clock) with 0 < beta < 1, not near: 2 in phase 0, of which the multiply-add
-// units take a quarter (2% of the pass; half is slower, and so is any of phase 1's), 3 in phase 1, since p is
-// q 2^d, and where q vanishes only the sum of p is missing, which phase 0 has. Both phases run at that rate, 2.6 us of a row of
-// 16384 columns a multiprocessor; the rest is what a row waits for its cluster, and 15 clusters of 8, which leave 12 of 132
-// multiprocessors idle. Without effect or slower: two CTAs of 8 warps a multiprocessor in clusters of 16 (14 of them fit: 1.62
-// ms); summing the exponentials on the way into registers, with the cluster's waits exposed (1.86 ms); one decision for near or
-// not a slice instead of one a vector (1.71 ms, though 7% faster in clusters of 2); a warp apart for the copies, which leaves 96
-// registers a thread and spills as much again as it reads (2.36 ms).
+// units take a quarter (2% of the pass; half is slower, and so is any of phase 1's), 3 in phase 1, since p is q 2^d, and where q
+// vanishes only the sum of p is missing, which phase 0 has. Both phases run at that rate, 2.6 us of a row of 16384 columns a
+// multiprocessor; the rest is what a row waits for its cluster, and 15 clusters of 8, which leave 12 of 132 multiprocessors
+// idle. Without effect or slower: two CTAs of 8 warps a multiprocessor in clusters of 16 (14 of them fit: 1.62 ms); summing the
+// exponentials on the way into registers, with the cluster's waits exposed (1.86 ms); one decision for near or not a slice
+// instead of one a vector (1.71 ms, though 7% faster in clusters of 2); a warp apart for the copies, which leaves 96 registers a
+// thread and spills as much again as it reads (2.36 ms).
 #include <atomic>
 #include <cmath>
 #include <cstdint>
