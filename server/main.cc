@@ -3,6 +3,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <charconv>
 #include <cstdio>
@@ -11,6 +12,7 @@
 #include <iostream>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -23,14 +25,24 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/engine.h"
+#include "headwater/kernels/error.h"
+#include "server/group/group_assembly.h"
+#include "server/group/join_leader.h"
+#include "server/group/local_cuda_group.h"
+#include "server/group/rank_codec.h"
+#include "server/group/restarter.h"
+#include "server/observability/log_level_file.h"
 #include "server/observability/logging.h"
 #include "server/observability/metrics.h"
 #include "server/service/engine_choice.h"
 #include "server/service/flags_document.h"
+#include "server/service/listen_address.h"
 #include "server/service/server.h"
+#include "server/service/server_core.h"
 #include "server/transport/connection_gate.h"
 
 // ---- where ----------------------------------------------------------------------------------------------------------------
@@ -88,11 +100,37 @@ ABSL_FLAG(
     "the order in which they came, on retries, restarts or the number of trainers (docs/concepts.md, \"Deterministic mode\"); "
     "micro-batches take 4/3 of the engine's time; switches --timed_search off");
 ABSL_FLAG(int32_t, shards, 1, "vocabulary shards of each head, at least 1");
-ABSL_FLAG(std::vector<std::string>, shard_weights, {}, "relative sizes of the shards, as many as --shards; empty: even");
-ABSL_FLAG(int32_t, threads, 0, "CPU threads of the engine over all shards; 0: the cores that the process may use; --engine=cpu");
+ABSL_FLAG(int32_t, gpus, 1,
+          "GPUs of this machine, from --device on, that hold a shard of each head each and compute together; --engine=cuda");
+ABSL_FLAG(std::vector<std::string>, shard_weights, {},
+          "relative sizes of the shards, as many as --shards or --gpus, or one more than --workers; empty: even");
+ABSL_FLAG(int32_t, threads, 0,
+          "CPU threads of the engine over all shards, or of each rank with --workers; 0: the cores that the process may use; "
+          "--engine=cpu");
 ABSL_FLAG(int64_t, memory_budget_bytes, 0,
           "memory of all heads, in bytes; 0: 80 % of the device's (of the cgroup's limit on the CPU)");
 ABSL_FLAG(int64_t, workspace_bytes, 0, "working memory of the engine for each shard group, in bytes; 0: the engine's default");
+// ---- several processes as one server --------------------------------------------------------------------------------------------
+ABSL_FLAG(
+    int32_t, workers, 0,
+    "processes that join this one (--join) and hold a shard of each head, as this one does; it is SERVING once all of them are "
+    "there; 0: none; --engine=cpu (docs/operations.md, \"Several processes\")");
+ABSL_FLAG(std::string, worker_token, "",
+          "name of the token in --token_file that workers join with; it needs the permission admin; empty: none may, if there is a "
+          "--token_file");
+ABSL_FLAG(
+    std::string, join, "",
+    "host:port, or unix:PATH, of a server with --workers that this process joins, again and again, until it is ended; of the other "
+    "flags only those named join_, --group_listen_host, --memory_budget_bytes, --tls_certificate and --tls_key (which the worker "
+    "shows) and the ones of the log count then");
+ABSL_FLAG(std::string, join_ca, "", "file with the certificates, in PEM, that the other server's must be signed by; empty: no TLS");
+ABSL_FLAG(std::string, join_token_file, "",
+          "file with the token for --join, whose name the other server's --worker_token is; empty: none");
+ABSL_FLAG(
+    std::string, group_listen_host, "0.0.0.0",
+    "IP address at which the ranks of a group reach this process, at a port of the system's choice; what they send each other "
+    "there is neither encrypted nor signed");
+ABSL_FLAG(absl::Duration, rank_timeout, absl::Seconds(5), "a worker from which nothing has come for so long is lost, at least 1s");
 // ---- storage --------------------------------------------------------------------------------------------------------------
 ABSL_FLAG(std::string, checkpoint_directory, "", "where checkpoints are kept; made if it is not there; empty: no checkpoints");
 ABSL_FLAG(
@@ -165,6 +203,10 @@ ABSL_FLAG(
     "calls a second that the clients of one host may cancel, and ten times as many at once; beyond that, a host:port connection is "
     "closed at the 17th call that its client cancels");
 ABSL_FLAG(
+    int32_t, max_reset_backlog, headwater::service::ServerOptions{}.max_reset_backlog,
+    "calls of one host:port connection that may wait for the server although its client has reset them: with more than these and "
+    "--max_connection_streams, the connection is closed");
+ABSL_FLAG(
     absl::Duration, engine_stall_timeout, headwater::service::ServerOptions{}.engine_stall_timeout,
     "an engine that computes and gets no further for so long is stuck: the process ends as when the device is lost; 0: never");
 ABSL_FLAG(absl::Duration, idle_head_timeout, headwater::service::ServerOptions{}.idle_head_timeout,
@@ -177,7 +219,21 @@ ABSL_FLAG(
     absl::Duration, device_lost_grace, absl::Seconds(5),
     "how long calls in progress may take to be answered once the engine's device is lost, from 0 to 1h; then the process ends, "
     "with status 75");
+ABSL_FLAG(
+    double, product_tflops, 0,
+    "what bare matrix products reach on this machine, in TFLOP/s: what the metrics measure utilisation against; 0: measured at "
+    "the start with --engine=cpu, not known with --engine=cuda");
 ABSL_FLAG(std::string, log_level, "info", "debug, info, warning, error or off");
+ABSL_FLAG(
+    std::string, log_level_file, "",
+    "file whose only word is the level instead, read every second, so that it can be changed while the server runs; while it is "
+    "not there, or empty, --log_level holds; empty: none");
+ABSL_FLAG(
+    std::string, trace_dir, "",
+    "folder for Chrome traces of micro-batches and steps: a file for each call whose metadata traceparent says that its trace is "
+    "recorded (docs/operations.md, \"Traces\"); made if it is not there; empty: none");
+ABSL_FLAG(int64_t, max_trace_files, headwater::service::ServerOptions{}.max_trace_files,
+          "files that stay in --trace_dir, at least 1; the oldest go");
 ABSL_FLAG(std::string, log_format, "text", "text (key=value) or json; one line for each event, on stderr");
 ABSL_FLAG(bool, print_metrics_doc, false, "print docs/metrics.md and exit");
 ABSL_FLAG(bool, print_flags_doc, false, "print the table of flags in docs/operations.md and exit");
@@ -197,6 +253,25 @@ constexpr int kDeviceLostStatus = 75;
 // What tells the main thread that it was; blocked like the signals of an operator, and without effect if sent from outside.
 constexpr int kDeviceLostSignal = SIGUSR2;
 
+constexpr int32_t kMaxWorkers = 255;
+constexpr int32_t kMaxGpus = 64;
+// Of --max_threads, for calls beside those of the workers.
+constexpr int32_t kThreadsBesideWorkers = 8;
+// Of --max_message_bytes: a worker sends a piece of a tensor in one message, and what goes with it.
+constexpr int64_t kLeastWorkerMessageBytes = 2 * group::kDataBytes;
+// For ranks whose leader waits as long as it takes.
+constexpr absl::Duration kLongestStall = absl::Hours(1000);
+// How long a worker waits until it tries to join again, and a leader whose group could not be formed until it begins anew.
+constexpr absl::Duration kJoinInterval = absl::Milliseconds(300);
+constexpr absl::Duration kFormingPause = absl::Milliseconds(300);
+// How long a leader that has lost its group tells new calls so, before it begins anew: they would find nobody there otherwise.
+constexpr absl::Duration kLastAnswers = absl::Milliseconds(500);
+
+group::Restarter& Restart() {
+  static group::Restarter* const restarter = new group::Restarter();
+  return *restarter;
+}
+
 int Fail(const std::string& message) {
   std::cerr << "headwaterd: " << message << "\n";
   return 1;
@@ -204,7 +279,9 @@ int Fail(const std::string& message) {
 
 absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
   EngineOptions options;
-  options.shard_count = absl::GetFlag(FLAGS_shards);
+  const int32_t workers = absl::GetFlag(FLAGS_workers);
+  const int32_t gpus = absl::GetFlag(FLAGS_gpus);
+  options.shard_count = workers > 0 ? workers + 1 : gpus > 1 ? gpus : absl::GetFlag(FLAGS_shards);
   options.thread_count = absl::GetFlag(FLAGS_threads);
   options.memory_budget_bytes = absl::GetFlag(FLAGS_memory_budget_bytes);
   options.workspace_bytes = absl::GetFlag(FLAGS_workspace_bytes);
@@ -215,11 +292,23 @@ absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
     }
     options.shard_weights.push_back(weight);
   }
+  if (workers < 0 || workers > kMaxWorkers) {
+    return absl::InvalidArgumentError(absl::StrCat("--workers: expected 0 to ", kMaxWorkers, ", got ", workers));
+  }
+  if (workers > 0 && absl::GetFlag(FLAGS_shards) != 1) {
+    return absl::InvalidArgumentError("--workers: expected --shards=1 with it: each process holds one shard");
+  }
+  if (gpus < 1 || gpus > kMaxGpus) {
+    return absl::InvalidArgumentError(absl::StrCat("--gpus: expected 1 to ", kMaxGpus, ", got ", gpus));
+  }
+  if (gpus > 1 && (workers > 0 || absl::GetFlag(FLAGS_shards) != 1 || absl::GetFlag(FLAGS_engine) != "cuda")) {
+    return absl::InvalidArgumentError("--gpus: expected --engine=cuda, --shards=1 and no --workers with more than one");
+  }
   if (options.shard_count < 1)
     return absl::InvalidArgumentError(absl::StrCat("--shards: expected >= 1, got ", options.shard_count));
   if (!options.shard_weights.empty() && options.shard_weights.size() != static_cast<size_t>(options.shard_count)) {
     return absl::InvalidArgumentError(absl::StrCat("--shard_weights: expected ", options.shard_count,
-                                                   " numbers, as --shards says, got ", options.shard_weights.size()));
+                                                   " numbers, one for each shard, got ", options.shard_weights.size()));
   }
   options.device_index = absl::GetFlag(FLAGS_device);
   if (options.device_index < 0) {
@@ -261,6 +350,10 @@ absl::StatusOr<service::ServerOptions> ServerOptionsFromFlags() {
   options.tls_key = absl::GetFlag(FLAGS_tls_key);
   options.tls_client_ca = absl::GetFlag(FLAGS_tls_client_ca);
   options.token_file = absl::GetFlag(FLAGS_token_file);
+  options.worker_token = absl::GetFlag(FLAGS_worker_token);
+  if (!options.worker_token.empty() && (absl::GetFlag(FLAGS_workers) == 0 || options.token_file.empty())) {
+    return absl::InvalidArgumentError("--worker_token: expected --workers and --token_file with it");
+  }
   options.descriptor_socket_any_user = absl::GetFlag(FLAGS_descriptor_socket_any_user);
   options.named_regions = absl::GetFlag(FLAGS_named_regions);
   options.checkpoint_directory = absl::GetFlag(FLAGS_checkpoint_directory);
@@ -310,6 +403,10 @@ absl::StatusOr<service::ServerOptions> ServerOptionsFromFlags() {
   options.max_pollers = absl::GetFlag(FLAGS_max_pollers);
   options.stream_idle_timeout = absl::GetFlag(FLAGS_stream_idle_timeout);
   options.max_cancel_rate = absl::GetFlag(FLAGS_max_cancel_rate);
+  options.trace_dir = absl::GetFlag(FLAGS_trace_dir);
+  options.max_trace_files = absl::GetFlag(FLAGS_max_trace_files);
+  options.product_tflops = absl::GetFlag(FLAGS_product_tflops);
+  options.max_reset_backlog = absl::GetFlag(FLAGS_max_reset_backlog);
   options.engine_stall_timeout = absl::GetFlag(FLAGS_engine_stall_timeout);
   if (options.max_threads < 8 || options.max_pollers < 1) {
     return absl::InvalidArgumentError("--max_threads: expected >= 8; --max_pollers: expected >= 1");
@@ -343,10 +440,12 @@ absl::Status Announce(const service::Server& server) {
   return absl::OkStatus();
 }
 
-// Ends the process as it is. Nothing is destroyed: what holds a lost device may wait for it, or fail, in its destructor.
+// Ends the process as it is; or lets it begin anew, if it is a group's leader, which comes back by itself. Nothing is destroyed:
+// what holds a lost device may wait for it, or fail, in its destructor.
 [[noreturn]] void EndLost() {
   std::cout << std::flush;
   std::cerr << std::flush;
+  if (absl::GetFlag(FLAGS_workers) > 0) Restart().BeginAnew();
   _exit(kDeviceLostStatus);
 }
 
@@ -364,6 +463,105 @@ void OnDeviceLost(const absl::Status&) {
   });
 }
 
+// Whether an operator's signal waits to be taken.
+bool IsAskedToEnd() {
+  sigset_t pending;
+  return sigpending(&pending) == 0 && (sigismember(&pending, SIGTERM) == 1 || sigismember(&pending, SIGINT) == 1);
+}
+
+// The engine of a leader, whose workers the server waits for.
+absl::StatusOr<service::ChosenEngine> MakeGroup(const EngineOptions& engine, service::ServerOptions* options) {
+  if (absl::GetFlag(FLAGS_engine) == "cuda") {
+    return absl::UnimplementedError(
+        "--workers: expected --engine=cpu: workers with GPUs are not built; --gpus takes several of this machine");
+  }
+  group::AssemblyOptions assembly;
+  assembly.workers = absl::GetFlag(FLAGS_workers);
+  if (options->max_threads < assembly.workers + kThreadsBesideWorkers) {
+    return absl::InvalidArgumentError(absl::StrCat("--max_threads: expected at least ", assembly.workers + kThreadsBesideWorkers,
+                                                   ", one for each of --workers and ", kThreadsBesideWorkers, " more, got ",
+                                                   options->max_threads));
+  }
+  if (options->limits.max_message_bytes < kLeastWorkerMessageBytes) {
+    return absl::InvalidArgumentError(absl::StrCat("--max_message_bytes: expected at least ", kLeastWorkerMessageBytes,
+                                                   " with --workers, got ", options->limits.max_message_bytes));
+  }
+  if (!options->token_file.empty() && options->worker_token.empty()) {
+    return absl::InvalidArgumentError("--worker_token: expected the name of a token of --token_file: no worker may join without");
+  }
+  assembly.engine = engine;
+  if (assembly.engine.thread_count == 0) {
+    assembly.engine.thread_count = std::max<int32_t>(1, static_cast<int32_t>(std::thread::hardware_concurrency()));
+  }
+  assembly.version = service::ServerVersion();
+  assembly.listen_host = absl::GetFlag(FLAGS_group_listen_host);
+  assembly.silence_timeout = absl::GetFlag(FLAGS_rank_timeout);
+  if (assembly.silence_timeout < absl::Seconds(1)) return absl::InvalidArgumentError("--rank_timeout: expected at least 1s");
+  const absl::Duration stall_timeout = options->engine_stall_timeout;
+  assembly.stall_timeout = stall_timeout == absl::ZeroDuration() ? kLongestStall : std::min(stall_timeout, kLongestStall);
+  auto made = group::GroupAssembly::Create(std::move(assembly));
+  if (!made.ok()) return made.status();
+  options->group = *std::move(made);
+  const std::string note = absl::StrCat("running on the CPU, as a group of ", absl::GetFlag(FLAGS_workers) + 1, " processes");
+  return service::ChosenEngine{options->group->TakeEngine(), note};
+}
+
+// The engine of several GPUs.
+absl::StatusOr<service::ChosenEngine> MakeGpus(const EngineOptions& options) {
+  auto engine = group::CreateLocalCudaGroup(options);
+  if (!engine.ok()) {
+    return MakeError(GetErrorReason(engine.status()), "--engine=cuda: " + std::string(engine.status().message()),
+                     GetErrorMetadata(engine.status()));
+  }
+  return service::ChosenEngine{*std::move(engine), ""};
+}
+
+// The process is a worker until it is asked to end.
+int Join(const sigset_t& signals) {
+  group::LeaderAddress leader;
+  leader.address = absl::GetFlag(FLAGS_join);
+  leader.ca = absl::GetFlag(FLAGS_join_ca);
+  leader.certificate = absl::GetFlag(FLAGS_tls_certificate);
+  leader.key = absl::GetFlag(FLAGS_tls_key);
+  leader.token_file = absl::GetFlag(FLAGS_join_token_file);
+  if (absl::GetFlag(FLAGS_workers) != 0) return Fail("--join: expected no --workers with it");
+  if (absl::Status status = service::CheckListenAddress(leader.address); !status.ok()) {
+    return Fail("--join: " + std::string(status.message()));
+  }
+  if (absl::GetFlag(FLAGS_memory_budget_bytes) < 0) return Fail("--memory_budget_bytes: expected >= 0");
+  if (leader.certificate.empty() != leader.key.empty()) return Fail("--tls_certificate and --tls_key: expected both or neither");
+  if (!leader.certificate.empty() && leader.ca.empty()) {
+    return Fail("--tls_certificate: expected --join_ca with it: without TLS no certificate is shown");
+  }
+  if (!leader.token_file.empty() && leader.ca.empty() && !service::IsLocalAddress(leader.address)) {
+    observability::Log(observability::LogLevel::kWarning, "unprotected",
+                       {{"address", leader.address},
+                        {"message", "the worker's token, and all rows, can be read on the way to this address: set join_ca"}});
+  }
+  group::WorkerOptions worker;
+  worker.version = service::ServerVersion();
+  worker.leader_host = group::LeaderHost(leader.address);
+  worker.listen_host = absl::GetFlag(FLAGS_group_listen_host);
+  worker.memory_budget_bytes = absl::GetFlag(FLAGS_memory_budget_bytes);
+  // It has nothing that it could save, and its leader notices its end at once: the thread is left to itself.
+  std::thread([leader, worker] {
+    std::string last;
+    while (true) {
+      const std::string ended(group::JoinLeader(leader, worker).message());
+      if (ended != last) observability::Log(observability::LogLevel::kWarning, "left_group", {{"message", ended}});
+      last = ended;
+      absl::SleepFor(kJoinInterval);
+    }
+  }).detach();
+  observability::Log(observability::LogLevel::kInfo, "joining", {{"leader", leader.address}});
+  int signal_number = 0;
+  while (sigwait(&signals, &signal_number) != 0 || signal_number == kDeviceLostSignal) {
+  }
+  std::cout << std::flush;
+  std::cerr << std::flush;
+  _exit(0);
+}
+
 int Serve() {
   // Block the signals in every thread; this one takes them when it is ready to.
   sigset_t signals;
@@ -375,10 +573,16 @@ int Serve() {
 
   absl::Status logging = observability::ConfigureLogging(absl::GetFlag(FLAGS_log_level), absl::GetFlag(FLAGS_log_format));
   if (!logging.ok()) return Fail(std::string(logging.message()));
+  std::optional<observability::LogLevelFile> level_file;
+  if (const std::string path = absl::GetFlag(FLAGS_log_level_file); !path.empty()) {
+    level_file.emplace(path, absl::GetFlag(FLAGS_log_level));
+  }
+  if (!absl::GetFlag(FLAGS_join).empty()) return Join(signals);
   auto engine_options = EngineOptionsFromFlags();
   if (!engine_options.ok()) return Fail(std::string(engine_options.status().message()));
   auto options = ServerOptionsFromFlags();
   if (!options.ok()) return Fail(std::string(options.status().message()));
+  const bool is_group = absl::GetFlag(FLAGS_workers) > 0;
   const absl::Duration grace = absl::GetFlag(FLAGS_device_lost_grace);
   if (grace < absl::ZeroDuration() || grace > absl::Hours(1)) {
     return Fail("--device_lost_grace: expected a duration from 0 to 1h, got " + absl::FormatDuration(grace));
@@ -386,7 +590,9 @@ int Serve() {
   // Whichever comes first: the engine tells it, or the server notices.
   engine_options->on_device_lost = OnDeviceLost;
   options->on_engine_lost = OnDeviceLost;
-  auto chosen = service::ChooseEngine(absl::GetFlag(FLAGS_engine), *engine_options);
+  auto chosen = is_group                        ? MakeGroup(*engine_options, &*options)
+                : absl::GetFlag(FLAGS_gpus) > 1 ? MakeGpus(*engine_options)
+                                                : service::ChooseEngine(absl::GetFlag(FLAGS_engine), *engine_options);
   if (!chosen.ok()) return Fail(std::string(chosen.status().message()));
   options->engine_note = chosen->note;
   const int64_t connections = options->limits.max_connections * (options->admin_listen_addresses.empty() ? 1 : 2);
@@ -406,16 +612,29 @@ int Serve() {
                       {"note", chosen->note}});
   auto server = service::Server::Start(*options, std::move(chosen->engine));
   if (!server.ok()) return Fail(std::string(server.status().message()));
-  if (absl::Status ready = (*server)->BecomeReady(); !ready.ok()) {
+  if (is_group) {  // whose workers must be able to find it
+    if (absl::Status announced = Announce(**server); !announced.ok()) return Fail(std::string(announced.message()));
+    Restart().KeepAddresses((*server)->addresses(), (*server)->admin_addresses());
+  }
+  if (absl::Status ready = (*server)->BecomeReady(IsAskedToEnd); !ready.ok()) {
+    if (is_group && IsAskedToEnd()) return 0;
     if (!(*server)->engine().health().ok()) EndLost();
+    if (is_group && !HasReason(ready, ErrorReason::kInvalidCombination)) {
+      observability::Log(observability::LogLevel::kError, "not_formed", {{"message", std::string(ready.message())}});
+      absl::SleepFor(kFormingPause);
+      EndLost();
+    }
     return Fail("self-test: " + std::string(ready.message()));
   }
-  if (absl::Status announced = Announce(**server); !announced.ok()) return Fail(std::string(announced.message()));
+  if (!is_group) {
+    if (absl::Status announced = Announce(**server); !announced.ok()) return Fail(std::string(announced.message()));
+  }
 
   int signal_number = 0;
   while (sigwait(&signals, &signal_number) != 0 || (signal_number == kDeviceLostSignal && (*server)->engine().health().ok())) {
   }
   if (signal_number == kDeviceLostSignal) {
+    if (is_group) absl::SleepFor(kLastAnswers);
     (*server)->CheckEngine();  // health is NOT_SERVING now, and calls are being answered
     if ((*server)->Drain(grace)) {
       observability::Log(observability::LogLevel::kError, "ended", {{"note", "the device is lost; every call was answered"}});
@@ -445,6 +664,10 @@ int main(int argc, char** argv) {
   mallopt(M_TRIM_THRESHOLD, 1 << 30);
   mallopt(M_TOP_PAD, 64 << 20);
   mallopt(M_ARENA_MAX, 2);
+  headwater::Restart().KeepArguments(argc, argv);
+  // Distributions build Abseil with its search for deadlocks, which costs every lock of gRPC's and of ours a good deal, and is for
+  // tests to do.
+  absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore);
   absl::SetProgramUsageMessage(headwater::kUsage);
   const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
   if (rest.size() > 1) return headwater::Fail(std::string("unexpected argument \"") + rest[1] + "\"; see --help");

@@ -41,6 +41,7 @@ Command LoadCommand();
 Command SaveCommand();
 Command PlanCommand();
 Command BenchCommand();
+Command TopCommand();
 
 }  // namespace headwater::ctl
 

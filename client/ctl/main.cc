@@ -63,8 +63,8 @@ int RunCommand(const Command& command, const std::vector<std::string>& arguments
 }
 
 int Main(const std::vector<std::string>& arguments) {
-  const std::vector<Command> commands = {HealthCommand(), InfoCommand(), HeadsCommand(), TakeCommand(),
-                                         LoadCommand(),   SaveCommand(), PlanCommand(),  BenchCommand()};
+  const std::vector<Command> commands = {HealthCommand(), InfoCommand(), HeadsCommand(), TakeCommand(), LoadCommand(),
+                                         SaveCommand(),   PlanCommand(), BenchCommand(), TopCommand()};
   absl::StatusOr<CommandLine> line = ParseArguments(arguments);
   if (!line.ok()) return ReportUsage(std::string(line.status().message()));
   if (line->positional.empty()) {

@@ -58,6 +58,11 @@ class Meeting {
     changed_.notify_all();
   }
 
+  absl::Status status() const {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return reason_;
+  }
+
  private:
   absl::Status Wait(std::unique_lock<std::mutex>& lock) {
     if (!reason_.ok()) return reason_;
@@ -73,7 +78,7 @@ class Meeting {
   }
 
   const int32_t world_size_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable changed_;
   int32_t arrived_ = 0;
   uint64_t generation_ = 0;
@@ -104,6 +109,7 @@ class InProcessCommunicator final : public Communicator {
 
   absl::Status Barrier() override { return meeting_->Wait(); }
   void Abort(const absl::Status& reason) override { meeting_->Abort(reason); }
+  absl::Status status() const override { return meeting_->status(); }
 
  private:
   static constexpr const char* kGather = "gather of double";
@@ -144,27 +150,26 @@ class SingleCommunicator final : public Communicator {
  public:
   int32_t rank() const override { return 0; }
   int32_t world_size() const override { return 1; }
-  absl::Status AllReduceSum(float*, int64_t) override { return reason(); }
-  absl::Status AllReduceSum(double*, int64_t) override { return reason(); }
-  absl::Status AllReduceMax(float*, int64_t) override { return reason(); }
-  absl::Status AllReduceMax(double*, int64_t) override { return reason(); }
+  absl::Status AllReduceSum(float*, int64_t) override { return status(); }
+  absl::Status AllReduceSum(double*, int64_t) override { return status(); }
+  absl::Status AllReduceMax(float*, int64_t) override { return status(); }
+  absl::Status AllReduceMax(double*, int64_t) override { return status(); }
   absl::Status AllGather(const double* data, int64_t count, double* out) override {
     std::copy_n(data, count, out);
-    return reason();
+    return status();
   }
-  absl::Status Barrier() override { return reason(); }
+  absl::Status Barrier() override { return status(); }
   void Abort(const absl::Status& reason) override {
     std::lock_guard<std::mutex> lock(mutex_);
     if (reason_.ok()) reason_ = reason;
   }
-
- private:
-  absl::Status reason() {
+  absl::Status status() const override {
     std::lock_guard<std::mutex> lock(mutex_);
     return reason_;
   }
 
-  std::mutex mutex_;
+ private:
+  mutable std::mutex mutex_;
   absl::Status reason_;
 };
 

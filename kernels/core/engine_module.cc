@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "absl/base/config.h"
+#include "headwater/kernels/device_group_id.h"
 #include "headwater/kernels/error.h"
 
 namespace headwater {
@@ -51,6 +52,7 @@ std::vector<std::string> Places() {
 
 struct Module {
   EngineModuleCreateFunction* create = nullptr;
+  EngineModuleMakeGroupIdFunction* make_group_id = nullptr;
 };
 
 // The loader's last message, with the module's path cut to its name: the reason travels to clients.
@@ -76,7 +78,9 @@ absl::StatusOr<Module> Load(const std::string& path) {
   }
   Module module;
   module.create = reinterpret_cast<EngineModuleCreateFunction*>(dlsym(handle, kCudaCreateEngineSymbol));
-  if (module.create == nullptr) return NotBuilt("the file is no module of it: " + LoaderError(path));
+  module.make_group_id = reinterpret_cast<EngineModuleMakeGroupIdFunction*>(dlsym(handle, kCudaMakeGroupIdSymbol));
+  if (module.create == nullptr || module.make_group_id == nullptr)
+    return NotBuilt("the file is no module of it: " + LoaderError(path));
   return module;
 }
 
@@ -114,6 +118,15 @@ absl::StatusOr<std::unique_ptr<LossEngine>> CreateCudaEngine(const EngineOptions
   if (engine != nullptr) return engine;
   if (status.ok()) return MakeError(ErrorReason::kInternal, "the CUDA engine's module made no engine and did not say why");
   return status;
+}
+
+absl::StatusOr<std::string> MakeCudaGroupId() {
+  const absl::StatusOr<Module> module = FindAndLoad();
+  if (!module.ok()) return module.status();
+  std::string id;
+  absl::Status status = module->make_group_id(&id);
+  if (!status.ok()) return status;
+  return id;
 }
 
 }  // namespace headwater

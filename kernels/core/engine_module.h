@@ -1,5 +1,5 @@
-// The boundary between a program and the module library that holds the CUDA engine (libheadwater_cuda.so): two C symbols, and a
-// version that must be the same on both sides, because C++ objects cross it.
+// The boundary between a program and the module library that holds the CUDA engine (libheadwater_cuda.so): three C symbols, and
+// a version that must be the same on both sides, because C++ objects cross it.
 //
 // The module is loaded with RTLD_NOW | RTLD_LOCAL and never unloaded. Why it is no ordinary library: docs/adr/0010-cuda-module.md.
 #ifndef HEADWATER_KERNELS_CORE_ENGINE_MODULE_H_
@@ -13,7 +13,7 @@
 namespace headwater {
 
 // Rises when engine.h or types.h change in a way that code compiled against the former text would misread.
-inline constexpr int kEngineInterfaceNumber = 1;
+inline constexpr int kEngineInterfaceNumber = 3;
 
 // What both sides must have been compiled with: version, interface number, sizes of what crosses the boundary, and the ABIs of
 // compiler, standard library and Abseil.
@@ -29,6 +29,9 @@ using EngineModuleVersionFunction = const char*();
 // A new engine, or null with the reason in `*status`. Throws nothing.
 inline constexpr char kCudaCreateEngineSymbol[] = "headwater_cuda_create_engine";
 using EngineModuleCreateFunction = LossEngine*(const EngineOptions* options, absl::Status* status);
+// Sets `*id` to a new EngineGroup::device_group_id. Throws nothing.
+inline constexpr char kCudaMakeGroupIdSymbol[] = "headwater_cuda_make_group_id";
+using EngineModuleMakeGroupIdFunction = absl::Status(std::string* id);
 
 }  // namespace headwater
 

@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "headwater/kernels/communicator.h"
 #include "headwater/kernels/error.h"
 
 namespace headwater {
@@ -24,6 +25,20 @@ absl::Status CheckEngineOptions(const EngineOptions& options) {
   }
   for (const int64_t weight : options.shard_weights) {
     if (weight < 1) return OptionError("shard_weights", ">= 1 each", weight);
+  }
+  const EngineGroup& group = options.group;
+  if (group.world_size < 1) return OptionError("group.world_size", ">= 1", group.world_size);
+  if (group.rank < 0 || group.rank >= group.world_size) {
+    return OptionError("group.rank", "in [0, " + std::to_string(group.world_size) + ")", group.rank);
+  }
+  if (group.world_size > 1) {
+    if (options.shard_count != group.world_size) {
+      return OptionError("shard_count", "the group's world size, " + std::to_string(group.world_size), options.shard_count);
+    }
+    if (group.communicator == nullptr) return OptionError("the group's communicators", "one", 0);
+    if (group.communicator->rank() != group.rank || group.communicator->world_size() != group.world_size) {
+      return OptionError("group.communicator", "of rank " + std::to_string(group.rank), group.communicator->rank());
+    }
   }
   if (options.memory_budget_bytes < 0) return OptionError("memory_budget_bytes", ">= 0", options.memory_budget_bytes);
   if (options.workspace_bytes < 0) return OptionError("workspace_bytes", ">= 0", options.workspace_bytes);

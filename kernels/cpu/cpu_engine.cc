@@ -123,6 +123,7 @@ class CpuEngine final : public LossEngine {
     return core_->planned_bytes;
   }
 
+  absl::Status health() const override { return core_->executors.health(); }
   int64_t progress() const override { return core_->executors.progress(); }
 
   absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override {
@@ -143,7 +144,8 @@ class CpuEngine final : public LossEngine {
     std::lock_guard<std::mutex> lock(core_->work_mutex);
     absl::StatusOr<CpuMicroBatchPlan> plan = PlanMicroBatch(micro_batch, core_->options);
     if (!plan.ok()) return plan.status();
-    ClearGradHidden(micro_batch, *plan);
+    const bool is_first = core_->executors.holds(0);
+    if (is_first) ClearGradHidden(micro_batch, *plan);
     MicroBatchResult result;
     result.terms.reserve(plan->terms.size());  // nothing may fail once accumulators have changed
     absl::Status decision;
@@ -161,13 +163,14 @@ class CpuEngine final : public LossEngine {
           },
           [&](const ShardContext& context) {
             if (micro_batch.flow != nullptr) {
-              // The first rank runs on this thread, and asks for all of them.
+              // The first rank runs on this thread, and asks for all of them; in a group each rank is answered alike.
               double refused = 0;
-              if (context.rank == 0) {
+              if (context.rank == 0 || core_->executors.is_group()) {
                 decision = micro_batch.flow->Decide(micro_batch.digest_rows ? &row_sum : nullptr);
                 refused = decision.ok() ? 0 : 1;
               }
-              absl::Status told = context.communicator.AllReduceMax(&refused, 1);
+              absl::Status told;
+              if (!core_->executors.is_group()) told = context.communicator.AllReduceMax(&refused, 1);
               if (!told.ok() || refused > 0) return told;
             }
             return run_of(context)->Run();
@@ -176,7 +179,7 @@ class CpuEngine final : public LossEngine {
     if (status.ok()) status = decision;
     if (!status.ok()) return status;
     const MutableRowsView& out = micro_batch.grad_hidden;
-    if (micro_batch.flow != nullptr && out.data != nullptr && out.row_count > 0 && !HasGradient(*plan)) {
+    if (micro_batch.flow != nullptr && is_first && out.data != nullptr && out.row_count > 0 && !HasGradient(*plan)) {
       micro_batch.flow->GradHiddenReady(out.row_count);  // every row is 0
     }
     status = FinishTerms(&*plan, &result.terms);

@@ -62,7 +62,9 @@ absl::Status CpuHead::Allocate() {
     if (status.ok()) *memory = *std::move(mapped);
   };
   const int64_t state_tensors = OptimizerStateTensors(spec().optimizer);
-  for (HeadShard& shard : shards_) {
+  for (size_t rank = 0; rank < shards_.size(); ++rank) {
+    if (!core_->executors.holds(static_cast<int32_t>(rank))) continue;
+    HeadShard& shard = shards_[rank];
     const int64_t weights = shard.rows.size() * spec().hidden_size;
     const int64_t biases = spec().has_bias ? shard.rows.size() : 0;
     map(weights * ElementBytes(spec().data_type), &shard.weight);
@@ -123,7 +125,7 @@ absl::Status CpuHead::ReadTensor(HeadTensor tensor, int64_t element_start, int64
   if (!status.ok()) return status;
   for (int32_t rank = 0; rank < shard_count(); ++rank) {
     const Piece piece = PieceOf(rank, tensor, element_start, element_count);
-    if (piece.count == 0) continue;
+    if (piece.count == 0 || !core_->executors.holds(rank)) continue;
     const Place place = PlaceOf(shard(rank), tensor);
     const char* from = place.memory->As<char>() + piece.first * place.element_bytes;
     if (IsMaster(tensor) && place.element_bytes != 4) {
@@ -142,7 +144,7 @@ absl::Status CpuHead::WriteTensor(HeadTensor tensor, int64_t element_start, int6
   const auto write = [&](int32_t rank) {
     WritePiece(shard(rank), tensor, PieceOf(rank, tensor, element_start, element_count), in);
   };
-  if (ShardsWith(tensor, element_start, element_count) > 1) {
+  if (core_->executors.is_group() || ShardsWith(tensor, element_start, element_count) > 1) {
     return ChangeOnParts([&](const HeadShard&, int32_t rank, int32_t part, int32_t) {
       if (part == 0) write(rank);
     });

@@ -19,7 +19,9 @@ namespace headwater::cpu {
 // What the heads of an engine share: executors, the lock that gives them to one call at a time, and the sum of the plans.
 struct EngineCore {
   EngineCore(EngineOptions filled_options)
-      : options(std::move(filled_options)), executors(options.shard_count, options.thread_count, options.shard_probe) {}
+      : options(std::move(filled_options)),
+        executors(options.shard_count, options.thread_count, options.shard_probe,
+                  options.group.world_size > 1 ? options.group.communicator : nullptr) {}
 
   const EngineOptions options;  // with defaults filled in
   std::mutex work_mutex;        // held while executors run
@@ -72,6 +74,7 @@ class CpuHead final : public HeadBase {
   absl::Status ApplyOptimizer(const OptimizerStep& step) override;
 
   const HeadPlan& cpu_plan() const { return plan_; }
+  // Without memory if another rank of the group holds it.
   const HeadShard& shard(int32_t rank) const { return shards_[static_cast<size_t>(rank)]; }
   int32_t shard_count() const { return static_cast<int32_t>(shards_.size()); }
   const EngineCore& core() const { return *core_; }
@@ -98,7 +101,7 @@ class CpuHead final : public HeadBase {
 
   const std::shared_ptr<EngineCore> core_;
   const HeadPlan plan_;
-  std::vector<HeadShard> shards_;  // one for each executor
+  std::vector<HeadShard> shards_;  // of the whole head
 };
 
 }  // namespace headwater::cpu

@@ -55,24 +55,26 @@ WorkspaceLayout LayOut(const HeadPlan& plan, const HeadSpec& spec, int64_t shard
   return layout;
 }
 
-int64_t WorkspaceBytes(HeadPlan* plan, const HeadSpec& spec, int32_t threads) {
+// Of all shards, which share the budget; or of the largest one, if each is on an engine of its own, so that all cut rows alike.
+int64_t WorkspaceBytes(HeadPlan* plan, const HeadSpec& spec, int32_t threads, bool is_group) {
   int64_t total = 0;
   plan->layouts.clear();
   const int32_t shard_count = static_cast<int32_t>(plan->shards.size());
   for (const RowRange& shard : plan->shards) {
     plan->layouts.push_back(LayOut(*plan, spec, shard.size(), threads, shard_count));
-    total = SaturatingAdd(total, plan->layouts.back().total_bytes);
+    const int64_t bytes = plan->layouts.back().total_bytes;
+    total = is_group ? std::max(total, bytes) : SaturatingAdd(total, bytes);
   }
   return total;
 }
 
 // The largest value in [low, kMaxRows] of *rows for which the workspace stays within `budget`, or `low`.
-void LargestRows(int64_t low, int64_t budget, int64_t* rows, HeadPlan* plan, const HeadSpec& spec, int32_t threads) {
+void LargestRows(int64_t low, int64_t budget, int64_t* rows, HeadPlan* plan, const HeadSpec& spec, int32_t threads, bool is_group) {
   int64_t fits = low;
   int64_t too_many = kMaxRows + 1;
   while (too_many - fits > 1) {
     *rows = fits + (too_many - fits) / 2;
-    (WorkspaceBytes(plan, spec, threads) <= budget ? fits : too_many) = *rows;
+    (WorkspaceBytes(plan, spec, threads, is_group) <= budget ? fits : too_many) = *rows;
   }
   *rows = fits;
 }
@@ -80,6 +82,7 @@ void LargestRows(int64_t low, int64_t budget, int64_t* rows, HeadPlan* plan, con
 }  // namespace
 
 HeadPlan PlanHeadOnCpu(const HeadSpec& spec, const EngineOptions& options, int32_t threads_per_shard) {
+  const bool is_group = options.group.world_size > 1;
   HeadPlan plan;
   plan.shards = SplitVocab(spec.vocab_size, options.shard_count, options.shard_weights);
   plan.panel_rows = PanelRows(spec.hidden_size, 4);
@@ -91,14 +94,21 @@ HeadPlan PlanHeadOnCpu(const HeadSpec& spec, const EngineOptions& options, int32
     const int64_t budget = options.workspace_bytes > 0 ? options.workspace_bytes : kDefaultWorkspaceBytes;
     plan.narrow_rows = kMinNarrowRows;
     plan.wide_rows = kMinWideRows;
-    LargestRows(kMinNarrowRows, budget, &plan.narrow_rows, &plan, spec, threads_per_shard);
-    LargestRows(kMinWideRows, budget, &plan.wide_rows, &plan, spec, threads_per_shard);
+    LargestRows(kMinNarrowRows, budget, &plan.narrow_rows, &plan, spec, threads_per_shard, is_group);
+    LargestRows(kMinWideRows, budget, &plan.wide_rows, &plan, spec, threads_per_shard, is_group);
     plan.wide_rows = std::min(plan.wide_rows, plan.narrow_rows);
   }
 
   plan.memory.token_chunk_rows = plan.narrow_rows;
-  AddTensorItems(spec, spec.hidden_size, &plan.memory);
-  AddPlanItem("workspace", WorkspaceBytes(&plan, spec, threads_per_shard), &plan.memory);
+  int64_t workspace_bytes = WorkspaceBytes(&plan, spec, threads_per_shard, is_group);
+  HeadSpec held = spec;
+  if (is_group) {
+    const size_t rank = static_cast<size_t>(options.group.rank);
+    held.vocab_size = plan.shards[rank].size();
+    workspace_bytes = plan.layouts[rank].total_bytes;
+  }
+  AddTensorItems(held, held.hidden_size, &plan.memory);
+  AddPlanItem("workspace", workspace_bytes, &plan.memory);
   return plan;
 }
 

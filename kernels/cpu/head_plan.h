@@ -52,7 +52,8 @@ struct HeadPlan {
   std::vector<WorkspaceLayout> layouts;  // by shard
 };
 
-// `options` with all defaults filled in but workspace_bytes and token_chunk_rows; `spec` valid. Saturates.
+// `options` with all defaults filled in but workspace_bytes and token_chunk_rows; `spec` valid. The memory is that of the shards
+// which such an engine holds: in a group, of its rank's. Saturates.
 HeadPlan PlanHeadOnCpu(const HeadSpec& spec, const EngineOptions& options, int32_t threads_per_shard);
 
 }  // namespace headwater::cpu

@@ -10,6 +10,8 @@
 namespace headwater::cpu {
 namespace {
 
+constexpr char kCouldNotBegin[] = " could not begin, and nothing was changed: ";
+
 absl::Status ShardError(ErrorReason reason, int32_t rank, const char* what, const std::string& cause) {
   const std::string shard = std::to_string(rank);
   return MakeError(reason, "shard " + shard + what + cause, {{"shard", shard}});
@@ -19,10 +21,24 @@ std::string Text(const absl::Status& status) { return std::string(status.message
 
 }  // namespace
 
-ShardExecutors::ShardExecutors(int32_t shard_count, int32_t thread_count, Probe probe)
-    : probe_(std::move(probe)), communicators_(MakeInProcessCommunicators(shard_count)), ranks_(shard_count) {
-  const int32_t threads = std::max(1, thread_count / shard_count);
-  for (int32_t rank = 0; rank < shard_count; ++rank) pools_.push_back(std::make_unique<ThreadPool>(threads));
+ShardExecutors::ShardExecutors(int32_t shard_count, int32_t thread_count, Probe probe, std::shared_ptr<Communicator> group)
+    : probe_(std::move(probe)),
+      group_(std::move(group)),
+      shard_count_(shard_count),
+      first_rank_(group_ == nullptr ? 0 : group_->rank()),
+      ranks_(group_ == nullptr ? shard_count : 1) {
+  MakeCommunicators();
+  const int32_t threads = std::max(1, thread_count / held_count());
+  for (int32_t i = 0; i < held_count(); ++i) pools_.push_back(std::make_unique<ThreadPool>(threads));
+}
+
+void ShardExecutors::MakeCommunicators() {
+  communicators_.clear();
+  if (group_ != nullptr) {
+    communicators_.push_back(group_);
+    return;
+  }
+  for (auto& communicator : MakeInProcessCommunicators(shard_count_)) communicators_.push_back(std::move(communicator));
 }
 
 int64_t ShardExecutors::progress() const {
@@ -31,35 +47,48 @@ int64_t ShardExecutors::progress() const {
   return runs;
 }
 
-absl::Status ShardExecutors::Run(Work work) {
+absl::Status ShardExecutors::health() const {
+  std::lock_guard<std::mutex> lock(health_mutex_);
+  return health_;
+}
+
+absl::Status ShardExecutors::RunHeld(absl::FunctionRef<absl::Status(int32_t)> program) {
   std::vector<absl::Status> statuses(communicators_.size());
-  ranks_.Run(shard_count(), [&](int32_t rank) { statuses[static_cast<size_t>(rank)] = RunOne(rank, work); });
+  ranks_.Run(held_count(), [&](int32_t index) { statuses[static_cast<size_t>(index)] = program(first_rank_ + index); });
   return Finish(statuses);
+}
+
+absl::Status ShardExecutors::Run(Work work) {
+  return RunHeld([&](int32_t rank) { return RunOne(rank, work); });
 }
 
 absl::Status ShardExecutors::RunDecided(Work prepare, Work act) {
   std::vector<absl::Status> ready(communicators_.size());
-  std::vector<absl::Status> statuses(communicators_.size());
-  ranks_.Run(shard_count(), [&](int32_t rank) {
-    const size_t index = static_cast<size_t>(rank);
-    ready[index] = PrepareOne(rank, prepare);
+  int32_t first_unready = shard_count_;  // of those elsewhere too; set by the first rank held
+  const absl::Status status = RunHeld([&](int32_t rank) {
+    absl::Status& own = ready[static_cast<size_t>(rank - first_rank_)];
+    own = PrepareOne(rank, prepare);
     const auto decide_and_act = [&](const ShardContext& context) {
-      double not_ready = ready[index].ok() ? 0 : 1;
-      absl::Status status = context.communicator.AllReduceMax(&not_ready, 1);
-      if (!status.ok() || not_ready > 0) return status;
-      status = CallProbe(ShardPhase::kAct, rank);
-      return status.ok() ? act(context) : status;
+      // Positive if any is not ready, and largest for the first of them.
+      double vote = own.ok() ? 0 : shard_count_ - rank;
+      absl::Status told = context.communicator.AllReduceMax(&vote, 1);
+      if (!told.ok()) return told;
+      if (vote > 0) {
+        if (rank == first_rank_) first_unready = shard_count_ - static_cast<int32_t>(vote);
+        return absl::OkStatus();
+      }
+      told = CallProbe(ShardPhase::kAct, rank);
+      return told.ok() ? act(context) : told;
     };
-    statuses[index] = RunOne(rank, decide_and_act);
+    return RunOne(rank, decide_and_act);
   });
-  const absl::Status status = Finish(statuses);
-  if (!status.ok()) return status;
-  const auto failed = std::find_if(ready.begin(), ready.end(), [](const absl::Status& rank) { return !rank.ok(); });
-  return failed == ready.end() ? absl::OkStatus() : *failed;
+  if (!status.ok() || first_unready == shard_count_) return status;
+  if (holds(first_unready)) return ready[static_cast<size_t>(first_unready - first_rank_)];
+  return ShardError(ErrorReason::kShardNotReady, first_unready, kCouldNotBegin, "it says why");
 }
 
 ShardContext ShardExecutors::ContextOf(int32_t rank) const {
-  const size_t index = static_cast<size_t>(rank);
+  const size_t index = static_cast<size_t>(rank - first_rank_);
   return {rank, *communicators_[index], *pools_[index]};
 }
 
@@ -68,13 +97,12 @@ absl::Status ShardExecutors::CallProbe(ShardPhase phase, int32_t rank) const {
 }
 
 absl::Status ShardExecutors::PrepareOne(int32_t rank, Work prepare) {
-  constexpr char kWhat[] = " could not begin, and nothing was changed: ";
   try {
     absl::Status status = CallProbe(ShardPhase::kPrepare, rank);
     if (status.ok()) status = prepare(ContextOf(rank));
-    return status.ok() ? status : ShardError(ErrorReason::kShardNotReady, rank, kWhat, Text(status));
+    return status.ok() ? status : ShardError(ErrorReason::kShardNotReady, rank, kCouldNotBegin, Text(status));
   } catch (const std::exception& error) {
-    return ShardError(ErrorReason::kShardNotReady, rank, kWhat, error.what());
+    return ShardError(ErrorReason::kShardNotReady, rank, kCouldNotBegin, error.what());
   }
 }
 
@@ -97,7 +125,12 @@ absl::Status ShardExecutors::RunOne(int32_t rank, Work program) {
 absl::Status ShardExecutors::Finish(const std::vector<absl::Status>& statuses) {
   const auto failed = std::find_if(statuses.begin(), statuses.end(), [](const absl::Status& rank) { return !rank.ok(); });
   if (failed == statuses.end()) return absl::OkStatus();
-  communicators_ = MakeInProcessCommunicators(shard_count());  // the old one is aborted for good; nobody waits in it any more
+  if (group_ != nullptr) {
+    std::lock_guard<std::mutex> lock(health_mutex_);
+    if (health_.ok()) health_ = *failed;
+  } else {
+    MakeCommunicators();  // the old ones are aborted for good; nobody waits in them any more
+  }
   return *failed;
 }
 

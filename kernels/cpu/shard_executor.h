@@ -1,10 +1,11 @@
-// The executors of an engine: one thread, its helpers and one communicator rank for each shard.
+// The executors of an engine: one thread, its helpers and one communicator rank for each shard that it holds.
 #ifndef HEADWATER_KERNELS_CPU_SHARD_EXECUTOR_H_
 #define HEADWATER_KERNELS_CPU_SHARD_EXECUTOR_H_
 
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -22,25 +23,34 @@ struct ShardContext {
   ThreadPool& pool;
 };
 
-// Runs the same program on all shards. With one shard the caller's thread is the executor. One call at a time.
+// Runs the same program on all shards that the engine holds: all of a head's, or, as a rank of a group, its own. With one shard the
+// caller's thread is the executor. One call at a time. In a group the other ranks run the same programs, and Run()'s must not use
+// the communicator there.
 class ShardExecutors {
  public:
   using Work = absl::FunctionRef<absl::Status(const ShardContext&)>;
   // EngineOptions::shard_probe.
   using Probe = std::function<absl::Status(ShardPhase, int32_t)>;
 
-  // Splits `thread_count` threads over `shard_count` executors; each gets at least one.
-  ShardExecutors(int32_t shard_count, int32_t thread_count, Probe probe = nullptr);
+  // Splits `thread_count` threads over `shard_count` executors; each gets at least one. With a `group` there is one executor, for
+  // the group's rank, with all threads.
+  ShardExecutors(int32_t shard_count, int32_t thread_count, Probe probe = nullptr, std::shared_ptr<Communicator> group = nullptr);
 
-  int32_t shard_count() const { return static_cast<int32_t>(communicators_.size()); }
+  // Shards of a head, held here or not.
+  int32_t shard_count() const { return shard_count_; }
+  // Whether the shard is one of this engine's.
+  bool holds(int32_t rank) const { return rank >= first_rank_ && rank < first_rank_ + held_count(); }
+  bool is_group() const { return group_ != nullptr; }
   int32_t threads_per_shard() const { return pools_.front()->thread_count(); }
 
   // Rises with every piece of work that all threads of a shard have done. Any thread.
   int64_t progress() const;
+  // kEngineFailed from the moment on when work has failed on a rank of a group. Any thread.
+  absl::Status health() const;
 
   // Runs `work`, which changes nothing that outlives it, on every shard. A rank that fails or throws aborts the communicator, so
   // that no other waits for it, and the call fails with the first such rank's error as kEngineFailed. The ranks then get a new
-  // communicator: later calls are not affected.
+  // communicator, and later calls are not affected; but a group has only one, and is lost.
   absl::Status Run(Work work);
 
   // Runs work that is decided once for all shards. `prepare` does all that may fail and changes nothing; it must not use the
@@ -50,6 +60,10 @@ class ShardExecutors {
   absl::Status RunDecided(Work prepare, Work act);
 
  private:
+  int32_t held_count() const { return static_cast<int32_t>(communicators_.size()); }
+  void MakeCommunicators();
+  // Runs `program` on every shard that is held.
+  absl::Status RunHeld(absl::FunctionRef<absl::Status(int32_t)> program);
   ShardContext ContextOf(int32_t rank) const;
   // `program` on this rank; failures and exceptions as kEngineFailed, the communicator aborted.
   absl::Status RunOne(int32_t rank, Work program);
@@ -59,9 +73,15 @@ class ShardExecutors {
   absl::Status Finish(const std::vector<absl::Status>& statuses);
 
   const Probe probe_;
-  std::vector<std::unique_ptr<Communicator>> communicators_;
+  const std::shared_ptr<Communicator> group_;  // null: all shards are here
+  const int32_t shard_count_;
+  const int32_t first_rank_;
+  // By shard that is held.
+  std::vector<std::shared_ptr<Communicator>> communicators_;
   std::vector<std::unique_ptr<ThreadPool>> pools_;
   ThreadPool ranks_;  // one thread a rank
+  mutable std::mutex health_mutex_;
+  absl::Status health_;  // guarded by health_mutex_
 };
 
 }  // namespace headwater::cpu

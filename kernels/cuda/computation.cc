@@ -1,6 +1,7 @@
 #include "kernels/cuda/computation.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "kernels/cuda/conversions.h"
 #include "kernels/cuda/e_product.h"
@@ -50,6 +51,7 @@ int64_t JoinedBytes(const std::vector<Member>& members) {
 
 Computation::Computation(EngineCore& core, std::vector<Member> members, bool whole_workspace)
     : core_(core),
+      group_(core.group()),
       members_(std::move(members)),
       whole_workspace_(whole_workspace),
       stream_(core.stream()),
@@ -65,6 +67,9 @@ Computation::~Computation() {
 
 absl::Status Computation::Run() {
   const ProfileRange range("micro_batch");
+  // Of small ones that are computed together the first one's name stands for all.
+  std::optional<ProfileRange> named;
+  if (const char* const label = members_.front().micro_batch->label; label != nullptr) named.emplace(label);
   drained_ = false;
   HEADWATER_RETURN_IF_ERROR(BeginDigest());
   for (const Member& member : members_) {
@@ -77,7 +82,7 @@ absl::Status Computation::Run() {
   drained_ = true;
   const Member& first = members_.front();
   const MutableRowsView& out = first.micro_batch->grad_hidden;
-  if (flow_ != nullptr && out.data != nullptr && out.row_count > 0 && IsOnHost(first.grad_hidden_place) &&
+  if (flow_ != nullptr && has_results() && out.data != nullptr && out.row_count > 0 && IsOnHost(first.grad_hidden_place) &&
       !HasGradient(*first.plan)) {
     flow_->GradHiddenReady(out.row_count);  // every row is 0
   }
@@ -119,7 +124,10 @@ absl::Status Computation::RunChunks(const Member& member) {
   for (const Chunk& chunk : member.plan->chunks) {
     workspace_.Rewind(mark);
     // The chunk before may still be on its way out.
-    if (&chunk != &member.plan->chunks.front()) HEADWATER_RETURN_IF_ERROR(core_.Order(core_.download_stream(), stream_));
+    if (&chunk != &member.plan->chunks.front()) {
+      HEADWATER_RETURN_IF_ERROR(core_.Order(core_.download_stream(), stream_));
+      if (group_ != nullptr) HEADWATER_RETURN_IF_ERROR(core_.Order(gradient_stream(), stream_));
+    }
     const int64_t rows = static_cast<int64_t>(chunk.batch_rows.size());
     if (!host_.HasRoom(HostBytes(rows) * static_cast<int64_t>(1 + chunk.terms.size()))) HEADWATER_RETURN_IF_ERROR(Drain());
     ChunkBuffers shared;
@@ -182,7 +190,8 @@ absl::Status Computation::OpenChunk(const Member& member, const Chunk& chunk, Ch
     output_rows[i] = static_cast<int32_t>(on_device ? chunk.batch_rows[static_cast<size_t>(i)] : i);
   }
   HEADWATER_RETURN_IF_ERROR(Upload(buffers->output_rows, output_rows, rows));
-  if (buffers->sum == nullptr) return absl::OkStatus();
+  // The only term of a rank's chunk writes it.
+  if (buffers->sum == nullptr || (group_ != nullptr && chunk.terms.size() == 1)) return absl::OkStatus();
   const size_t bytes = static_cast<size_t>(rows * PaddedWidth(micro_batch.hidden.column_count)) * sizeof(float);
   return Check(cudaMemsetAsync(buffers->sum, 0, bytes, stream_), "clearing the sum of grad_hidden");
 }
@@ -193,11 +202,17 @@ absl::Status Computation::CloseChunk(const Member& member, const Chunk& chunk, c
   const int64_t rows = static_cast<int64_t>(chunk.batch_rows.size());
   if (chunk.terms.size() > 1) {
     const Slice all = {0, rows};
+    HEADWATER_RETURN_IF_ERROR(SumOverRanks(chunk, buffers, member.micro_batch->hidden.column_count, all));
     HEADWATER_RETURN_IF_ERROR(WriteGradHidden(member, chunk, buffers, all));
-    HEADWATER_RETURN_IF_ERROR(core_.Order(stream_, core_.download_stream()));
+    HEADWATER_RETURN_IF_ERROR(core_.Order(gradient_stream(), core_.download_stream()));
     HEADWATER_RETURN_IF_ERROR(SendGradHidden({&member, &chunk, buffers.out, all}));
   }
   HEADWATER_RETURN_IF_ERROR(SendPostponed());
+  if (group_ != nullptr) {
+    // All ranks say the same of the rows that rank 0 has written.
+    HEADWATER_RETURN_IF_ERROR(group_->sums().Broadcast(buffers.non_finite, rows, gradient_stream()));
+    HEADWATER_RETURN_IF_ERROR(core_.Order(gradient_stream(), stream_));
+  }
   uint8_t* non_finite = host_.Take<uint8_t>(rows);
   for (size_t i = first_pending; i < first_pending + count; ++i) pending_[i].non_finite_out = non_finite;
   return Check(cudaMemcpyAsync(non_finite, buffers.non_finite, static_cast<size_t>(rows), cudaMemcpyDeviceToHost, stream_),
@@ -270,41 +285,46 @@ ChunkRows Computation::RowsOf(const Work& work, const Slice& slice) const {
 absl::Status Computation::RunExponentials(Work* work) {
   const ProfileRange range("exponentials");
   TermBuffers& own = work->own;
-  const int64_t sum_count = work->term->head->shard_count() * work->rows;
+  const int64_t sum_count = work->term->head->merged_shards() * work->rows;
   HEADWATER_RETURN_IF_ERROR(Check(cudaMemsetAsync(own.overflow, 0, sizeof(int32_t), stream_), "clearing a flag"));
   HEADWATER_RETURN_IF_ERROR(
       Check(cudaMemsetAsync(own.sums, 0, static_cast<size_t>(sum_count) * sizeof(double), stream_), "clearing sums"));
   int32_t* overflow = host_.Take<int32_t>(1);
+  // The other ranks' sums come, and the losses are told, while the grad_hidden product runs.
+  const cudaStream_t finish = group_ != nullptr && work->wants_grad_hidden ? group_->merge_stream() : stream_;
   const std::vector<Slice> slices = SlicesOf(*work);
   for (size_t i = 0; i < slices.size(); ++i) {
     const Slice& slice = slices[i];
     const bool is_last = i + 1 == slices.size();
     HEADWATER_RETURN_IF_ERROR(UploadSlice(work, slice));
     HEADWATER_RETURN_IF_ERROR(PlaceSlice(work, slice));
-    HEADWATER_RETURN_IF_ERROR(ComputeExponentials(work, slice));
+    HEADWATER_RETURN_IF_ERROR(ComputeExponentials(work, slice, finish));
     // Without grad_hidden nobody needs to know before the last slice, and the device goes on without a pause.
     if (!work->wants_grad_hidden && !is_last) continue;
     HEADWATER_RETURN_IF_ERROR(
-        Check(cudaMemcpyAsync(overflow, own.overflow, sizeof(int32_t), cudaMemcpyDeviceToHost, stream_), "the way back of a flag"));
-    HEADWATER_RETURN_IF_ERROR(Check(cudaEventRecord(core_.flag_event(), stream_), "recording an event"));
+        Check(cudaMemcpyAsync(overflow, own.overflow, sizeof(int32_t), cudaMemcpyDeviceToHost, finish), "the way back of a flag"));
+    HEADWATER_RETURN_IF_ERROR(Check(cudaEventRecord(core_.flag_event(), finish), "recording an event"));
     // The device has this to do while the host looks at the flag and brings the next slice.
-    if (work->wants_grad_hidden) HEADWATER_RETURN_IF_ERROR(MultiplyByWeight(work, slice, 0));
+    if (work->wants_grad_hidden && work->term->head->shard_weights(0).columns > 0) {
+      HEADWATER_RETURN_IF_ERROR(MultiplyByWeight(work, slice, 0));
+    }
+    if (finish != stream_) HEADWATER_RETURN_IF_ERROR(core_.Order(finish, stream_));
     if (is_last) HEADWATER_RETURN_IF_ERROR(MakeGroups(work));
     if (!is_last && flow_ == nullptr) HEADWATER_RETURN_IF_ERROR(UploadSlice(work, slices[i + 1]));
-    HEADWATER_RETURN_IF_ERROR(Check(cudaEventSynchronize(core_.flag_event()), "the exponentials' product"));
+    HEADWATER_RETURN_IF_ERROR(core_.AwaitEvent(core_.flag_event(), "the exponentials' product"));
     if (*overflow != 0) return RunOverflowed(work, work->wants_grad_hidden ? slice.first : 0);
     HEADWATER_RETURN_IF_ERROR(AddGradHidden(work, slice, /*product_is_there=*/true));
   }
   return AddGradWeight(work, {0, work->rows});
 }
 
-absl::Status Computation::ComputeExponentials(Work* work, const Slice& slice) {
+absl::Status Computation::ComputeExponentials(Work* work, const Slice& slice, cudaStream_t finish) {
   TermRun& term = *work->term;
   TermBuffers& own = work->own;
-  const int32_t shard_count = term.head->shard_count();
-  // [shards, rows of the slice], slice after slice.
-  double* sums = own.sums + shard_count * slice.first;
-  for (int32_t rank = 0; rank < shard_count; ++rank) {
+  const int32_t merged_shards = term.head->merged_shards();
+  // [merged shards, rows of the slice], slice after slice.
+  double* sums = own.sums + merged_shards * slice.first;
+  for (int32_t rank = 0; rank < term.head->shard_count(); ++rank) {
     EProductParams params;
     params.hidden = Rows(work->hidden, slice.first, slice.count);
     params.shard = term.head->shard_weights(rank);
@@ -318,14 +338,16 @@ absl::Status Computation::ComputeExponentials(Work* work, const Slice& slice) {
     params.partial_sums = own.partial_sums;
     HEADWATER_RETURN_IF_ERROR(Check(LaunchEProduct(params, stream_), "the exponentials' product"));
     HEADWATER_RETURN_IF_ERROR(
-        Check(LaunchSumPartials(own.partial_sums, slice.count, params.shard.columns, sums + rank * slice.count, stream_),
+        Check(LaunchSumPartials(own.partial_sums, slice.count, params.shard.columns, OwnPart(sums, rank, slice.count), stream_),
               "the rows' sums"));
   }
+  if (finish != stream_) HEADWATER_RETURN_IF_ERROR(core_.Order(stream_, finish));
+  HEADWATER_RETURN_IF_ERROR(Collect(sums, slice.count, finish));
   // Several parts have one shard.
   return ForEachPart(*work, slice, [&](const Part& part, const Slice& rows) {
-    return Check(LaunchFinishERows(sums + (rows.first - slice.first), shard_count, own.target_arguments + rows.first,
+    return Check(LaunchFinishERows(sums + (rows.first - slice.first), merged_shards, own.target_arguments + rows.first,
                                    RowsOf(*work, rows), part.term->finish, own.reports + rows.first, own.row_factor + rows.first,
-                                   own.target_factor + rows.first, own.overflow, stream_),
+                                   own.target_factor + rows.first, own.overflow, finish),
                  "the rows' losses");
   });
 }
@@ -357,8 +379,8 @@ absl::Status Computation::RunLogits(Work* work) {
   const int64_t slice_rows = work->own.matrices.empty() ? work->rows : term.slice_rows;
   const bool is_sliced = slice_rows < work->rows;
   // Rows that stay on the device do so all at once: one product is better than several.
-  const bool leaves_early = is_sliced && work->wants_grad_hidden && !core_.options().deterministic &&
-                            work->parts.front().member->micro_batch->grad_hidden.memory == MemorySpace::kHost;
+  const bool leaves_early =
+      is_sliced && work->wants_grad_hidden && !core_.options().deterministic && work->parts.front().member->gradient_leaves;
   for (int64_t first = 0; first < work->rows; first += slice_rows) {
     const Slice slice = {first, std::min(slice_rows, work->rows - first)};
     HEADWATER_RETURN_IF_ERROR(UploadSlice(work, slice));
@@ -418,14 +440,15 @@ absl::Status Computation::ComputeProducts(Work* work, const Slice& slice) {
 absl::Status Computation::ComputeTeacherProducts(Work* work, const Slice& slice) {
   const TermRun& term = *work->term;
   const Element element = term.ProductElement(term.large_form);
-  const int64_t stride = ProductStride(term.teacher->spec().transform.valid_vocab_size);
+  const int64_t stride = ProductStride(TeacherColumns(term));
   TermBuffers& own = work->own;
   for (int32_t rank = 0; rank < term.teacher->shard_count(); ++rank) {
     const ShardWeights shard = term.teacher->shard_weights(rank);
     if (shard.columns == 0) continue;
     const double* wide_hidden = own.wide_teacher_hidden == nullptr ? nullptr : own.wide_teacher_hidden + slice.first * shard.stride;
     HEADWATER_RETURN_IF_ERROR(ComputeLogits(shard, Rows(work->teacher, slice.first, slice.count), wide_hidden, own.panel,
-                                            Advance(own.teacher_products, element, shard.vocab_start), stride));
+                                            Advance(own.teacher_products, element, group_ == nullptr ? shard.vocab_start : 0),
+                                            stride));
     if (own.teacher_bias != nullptr && shard.bias != nullptr) {
       HEADWATER_RETURN_IF_ERROR(
           Check(cudaMemcpyAsync(Advance(own.teacher_bias, shard.element, shard.vocab_start), shard.bias,
@@ -465,7 +488,7 @@ LogitsView Computation::StudentView(const Work& work, int32_t rank) const {
 LogitsView Computation::TeacherView(const Work& work, int32_t rank) const {
   const TermRun& term = *work.term;
   const HeadSpec& teacher = term.teacher->spec();
-  const int64_t teacher_columns = teacher.transform.valid_vocab_size;
+  const int64_t teacher_columns = TeacherColumns(term);
   LogitsView view;
   view.element = term.large_form == Form::kWide ? Element::kFloat64 : Element::kFloat32;
   view.bias_element = static_cast<Element>(teacher.data_type);
@@ -474,6 +497,7 @@ LogitsView Computation::TeacherView(const Work& work, int32_t rank) const {
     view.products = work.own.teacher_products;
     view.stride = ProductStride(teacher_columns);
     view.columns = teacher_columns;
+    view.vocab_start = term.teacher->shard_weights(0).vocab_start;
     view.bias = term.teacher->shard_weights(0).bias;
     return view;
   }
@@ -493,6 +517,7 @@ absl::Status Computation::RunRows(Work* work, const Slice& slice) {
   const TermPlan& plan = *term.plan;
   const ChunkRows rows = RowsOf(*work, slice);
   const int32_t shard_count = term.head->shard_count();
+  const int32_t merged_shards = term.head->merged_shards();
   HEADWATER_RETURN_IF_ERROR(ComputeProducts(work, slice));
   const bool jsd = plan.jsd != nullptr;
   if (jsd) {
@@ -501,7 +526,7 @@ absl::Status Computation::RunRows(Work* work, const Slice& slice) {
     HEADWATER_RETURN_IF_ERROR(ComputeTeacherProducts(work, slice));
   }
   bool matrix_is_there = false;
-  if (jsd && !plan.wants_cross_entropy && shard_count == 1 && core_.hopper()) {
+  if (jsd && !plan.wants_cross_entropy && merged_shards == 1 && core_.hopper()) {
     const LogitsView student = StudentView(*work, 0);
     const LogitsView teacher = TeacherView(*work, 0);
     if (DivergenceRowsFit(student, teacher, term.divergence, term.MatrixElement())) {
@@ -515,14 +540,15 @@ absl::Status Computation::RunRows(Work* work, const Slice& slice) {
   if (!matrix_is_there) {
     if (plan.wants_cross_entropy) {
       for (int32_t rank = 0; rank < shard_count; ++rank) {
-        HEADWATER_RETURN_IF_ERROR(
-            Check(LaunchRowStats(StudentView(*work, rank), rows, term.cross_entropy, own.stats + rank * slice.count, stream_),
-                  "the rows' statistics"));
+        HEADWATER_RETURN_IF_ERROR(Check(
+            LaunchRowStats(StudentView(*work, rank), rows, term.cross_entropy, OwnPart(own.stats, rank, slice.count), stream_),
+            "the rows' statistics"));
       }
+      HEADWATER_RETURN_IF_ERROR(Collect(own.stats, slice.count, stream_));
       HEADWATER_RETURN_IF_ERROR(ForEachPart(*work, slice, [&](const Part& part, const Slice& of_part) {
-        return Check(LaunchFinishRows(own.stats + (of_part.first - slice.first), shard_count, own.target_arguments + of_part.first,
-                                      RowsOf(*work, of_part), part.term->finish, own.reports + of_part.first,
-                                      own.coefficients + of_part.first, own.row_factor + of_part.first,
+        return Check(LaunchFinishRows(own.stats + (of_part.first - slice.first), merged_shards,
+                                      own.target_arguments + of_part.first, RowsOf(*work, of_part), part.term->finish,
+                                      own.reports + of_part.first, own.coefficients + of_part.first, own.row_factor + of_part.first,
                                       own.target_factor + of_part.first, stream_),
                      "the rows' losses");
       }));
@@ -548,24 +574,28 @@ absl::Status Computation::RunDivergence(Work* work, const Slice& slice) {
   TermRun& term = *work->term;
   TermBuffers& own = work->own;
   const int32_t shard_count = term.head->shard_count();
+  const int32_t merged_shards = term.head->merged_shards();
   const ChunkRows rows = RowsOf(*work, slice);
   RowCoefficients* coefficients = own.coefficients + slice.first;
   for (int32_t rank = 0; rank < shard_count; ++rank) {
     HEADWATER_RETURN_IF_ERROR(
         Check(LaunchSoftStats(StudentView(*work, rank), TeacherView(*work, rank), slice.count, term.divergence,
-                              own.soft_student + rank * slice.count, own.soft_teacher + rank * slice.count, stream_),
+                              OwnPart(own.soft_student, rank, slice.count), OwnPart(own.soft_teacher, rank, slice.count), stream_),
               "the divergence's statistics"));
   }
+  HEADWATER_RETURN_IF_ERROR(Collect(own.soft_student, slice.count, stream_));
+  HEADWATER_RETURN_IF_ERROR(Collect(own.soft_teacher, slice.count, stream_));
   HEADWATER_RETURN_IF_ERROR(
-      Check(LaunchFinishSoftStats(own.soft_student, own.soft_teacher, shard_count, slice.count, coefficients, stream_),
+      Check(LaunchFinishSoftStats(own.soft_student, own.soft_teacher, merged_shards, slice.count, coefficients, stream_),
             "the divergence's statistics"));
   for (int32_t rank = 0; rank < shard_count; ++rank) {
     HEADWATER_RETURN_IF_ERROR(
         Check(LaunchDivergenceSums(StudentView(*work, rank), TeacherView(*work, rank), slice.count, term.divergence, coefficients,
-                                   own.divergence_sums + rank * slice.count, stream_),
+                                   OwnPart(own.divergence_sums, rank, slice.count), stream_),
               "the divergence's sums"));
   }
-  return Check(LaunchFinishDivergence(own.divergence_sums, shard_count, rows, term.divergence, term.finish,
+  HEADWATER_RETURN_IF_ERROR(Collect(own.divergence_sums, slice.count, stream_));
+  return Check(LaunchFinishDivergence(own.divergence_sums, merged_shards, rows, term.divergence, term.finish,
                                       term.plan->wants_cross_entropy, own.reports + slice.first, coefficients,
                                       own.row_factor + slice.first, own.target_factor + slice.first, stream_),
                "the rows' divergences");

@@ -7,6 +7,11 @@
 // Large parts of other rows whose logits would not fit go slice by slice likewise, as far as M, or as grad_hidden if that leaves
 // for the host.
 //
+// In a group of GPUs each rank does this with its own shard, all in the same order: how rows are cut is agreed on before. The ranks
+// meet for the targets' logits, for the rows' statistics, and where grad_hidden is added up on rank 0, which alone has what leaves:
+// in the exponential form the statistics travel beside the grad_hidden product, and in any form grad_hidden does beside what
+// follows it. Their errors are the same on all ranks, or break the group.
+//
 // Large parts in the exponential form go slice by slice as far as grad_hidden: while one slice is computed, the next one's rows
 // come in, and the gradient of the one before leaves, on streams of their own. Their grad_weight is one product over all slices. So
 // with a flow the host waits for later rows while the device has earlier ones, and nothing is added before all are there.
@@ -25,6 +30,7 @@
 #include "headwater/kernels/engine.h"
 #include "kernels/core/micro_batch_plan.h"
 #include "kernels/cuda/caller_memory.h"
+#include "kernels/cuda/device_group.h"
 #include "kernels/cuda/engine_core.h"
 #include "kernels/cuda/host_stage.h"
 #include "kernels/cuda/row_slices.h"
@@ -43,6 +49,10 @@ struct Member {
   std::vector<TermRun>* terms = nullptr;  // of `plan`
   // An entry for each head that is staged.
   const std::vector<std::unique_ptr<StagedHead>>* staged = nullptr;
+  // What decides how rows are cut. In a group the same on all ranks: true if it is so on any.
+  bool rows_come = false;        // hidden states from the host
+  bool gradient_leaves = false;  // grad_hidden for the host
+  bool awaits_all_rows = false;  // before anything else
 };
 
 // Whether micro-batches can be computed together: each has one chunk with one term, all in the exponential form with one head on
@@ -133,6 +143,8 @@ class Computation {
   absl::Status AwaitRows(int64_t row_end);
   // To be called before anything is added to an accumulator.
   absl::Status Decide();
+  // What the flow has answered, on all ranks of a group: if one was refused, all were.
+  absl::Status Answered(absl::Status answer);
   // The rows' sum for the digest: what lies on the device is summed there, rows that the products read from a copy with that copy,
   // and what is left by this thread at last.
   absl::Status BeginDigest();
@@ -161,7 +173,8 @@ class Computation {
 
   // The forms: from hidden states to M, factors and reports.
   absl::Status RunExponentials(Work* work);
-  absl::Status ComputeExponentials(Work* work, const Slice& slice);
+  // `finish`: the stream that has the rows' losses then.
+  absl::Status ComputeExponentials(Work* work, const Slice& slice, cudaStream_t finish);
   absl::Status RunOverflowed(Work* work, int64_t first);
   absl::Status RunLogits(Work* work);
   // As far as M.
@@ -180,6 +193,21 @@ class Computation {
   absl::Status AddGradWeight(Work* work, const Slice& slice);
   // Writes rows of a chunk whose gradient was summed up; none else.
   absl::Status WriteGradHidden(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers, const Slice& slice);
+  // Adds up rows of a chunk's sum on rank 0 of a group.
+  absl::Status SumOverRanks(const Chunk& chunk, const ChunkBuffers& buffers, int64_t width, const Slice& slice);
+  // A rank's share, where its shard has no columns.
+  absl::Status ClearShare(Work* work, const Slice& slice);
+  // Makes statistics [ranks, count] of those that each rank has written in its place; without a group they are all there.
+  template <typename T>
+  absl::Status Collect(T* statistics, int64_t count, cudaStream_t stream) {
+    if (group_ == nullptr) return absl::OkStatus();
+    return group_->merges().AllGather(statistics, count * static_cast<int64_t>(sizeof(T)), stream);
+  }
+  // Where a shard that is here has its own in them.
+  template <typename T>
+  T* OwnPart(T* statistics, int32_t index, int64_t count) const {
+    return statistics + (core_.first_shard() + index) * count;
+  }
   // Enqueues a delivery behind what the download stream waits for, or keeps it for SendPostponed().
   absl::Status SendGradHidden(const Delivery& delivery);
   absl::Status SendPostponed();
@@ -197,6 +225,10 @@ class Computation {
   }
   // Calls visit(index of the first, its row, count) for runs of rows that follow each other.
   static absl::Status ForEachRun(absl::Span<const int64_t> rows, absl::FunctionRef<absl::Status(int64_t, int64_t, int64_t)> visit);
+  // Whether results are this engine's to write.
+  bool has_results() const { return group_ == nullptr || group_->is_first(); }
+  // Where what is written of grad_hidden is enqueued.
+  cudaStream_t gradient_stream() const { return group_ == nullptr ? stream_ : group_->sum_stream(); }
   static bool IsOnHost(Place place) { return place == Place::kPageable || place == Place::kPageLocked; }
   // Where rows of a member's grad_hidden are written: the caller's device memory, or on the way to the host.
   static GradHiddenTarget OutputOf(const Member& member, const ChunkBuffers& buffers, const int32_t* map, uint8_t* non_finite);
@@ -212,6 +244,7 @@ class Computation {
   absl::Status Check(cudaError_t error, const char* what) { return core_.Check(error, what); }
 
   EngineCore& core_;
+  DeviceGroup* const group_;  // null: this engine is alone
   const std::vector<Member> members_;
   const bool whole_workspace_;
   const cudaStream_t stream_;

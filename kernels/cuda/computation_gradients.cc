@@ -79,7 +79,12 @@ absl::Status Computation::FinishPart(Work* work, const Part& part, const Slice& 
   const ConstMatrix product = {work->own.product + product_row * shard.stride, slice.count, shard.width, shard.stride,
                                Element::kFloat32};
   GradHiddenTarget target;
-  if (part.shared.sum != nullptr) {
+  if (group_ != nullptr && part.chunk->terms.size() == 1) {
+    // What the ranks add up: in fp32, in the chunk's order, without a factor.
+    target.out = part.shared.sum;
+    target.out_stride = shard.stride;
+    target.map = work->own.chunk_rows + slice.first;
+  } else if (part.shared.sum != nullptr) {
     target.sum = part.shared.sum;
     target.sum_stride = shard.stride;
     target.map = work->own.chunk_rows + slice.first;
@@ -97,20 +102,25 @@ absl::Status Computation::AddGradHidden(Work* work, const Slice& slice, bool pro
   if (!work->wants_grad_hidden) return absl::OkStatus();
   const ProfileRange range("grad_hidden");
   for (int32_t rank = 0; rank < work->term->head->shard_count(); ++rank) {
-    if (work->term->head->shard_weights(rank).columns == 0) continue;
+    if (work->term->head->shard_weights(rank).columns == 0) {
+      HEADWATER_RETURN_IF_ERROR(ClearShare(work, slice));
+      continue;
+    }
     if (!product_is_there || rank > 0) HEADWATER_RETURN_IF_ERROR(MultiplyByWeight(work, slice, rank));
     HEADWATER_RETURN_IF_ERROR(FinishGradHidden(work, slice, rank));
   }
   // Where other terms of the chunk add to these rows, the chunk's end sees to them.
   if (work->parts.front().chunk->terms.size() > 1) return absl::OkStatus();
   HEADWATER_RETURN_IF_ERROR(ForEachPart(*work, slice, [&](const Part& part, const Slice& rows) {
-    return WriteGradHidden(*part.member, *part.chunk, part.shared, {rows.first - part.first, rows.count});
+    const Slice of_chunk = {rows.first - part.first, rows.count};
+    HEADWATER_RETURN_IF_ERROR(SumOverRanks(*part.chunk, part.shared, work->hidden.columns, of_chunk));
+    return WriteGradHidden(*part.member, *part.chunk, part.shared, of_chunk);
   }));
   const bool any_leaves = std::any_of(work->parts.begin(), work->parts.end(), [](const Part& part) {
     return part.member->micro_batch->grad_hidden.memory == MemorySpace::kHost;
   });
   if (!any_leaves) return absl::OkStatus();
-  HEADWATER_RETURN_IF_ERROR(core_.Order(stream_, core_.download_stream()));
+  HEADWATER_RETURN_IF_ERROR(core_.Order(gradient_stream(), core_.download_stream()));
   return ForEachPart(*work, slice, [&](const Part& part, const Slice& rows) {
     return SendGradHidden({part.member, part.chunk, part.shared.out, {rows.first - part.first, rows.count}});
   });
@@ -173,16 +183,34 @@ absl::Status Computation::AddGradWeight(Work* work, const Slice& slice) {
 absl::Status Computation::WriteGradHidden(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers,
                                           const Slice& slice) {
   const MutableRowsView& out = member.micro_batch->grad_hidden;
-  if (!chunk.backward || out.data == nullptr || buffers.sum == nullptr) return absl::OkStatus();
+  if (!chunk.backward || out.data == nullptr || buffers.sum == nullptr || !has_results()) return absl::OkStatus();
   const int64_t stride = PaddedWidth(out.column_count);
   const ConstMatrix sum = {buffers.sum + slice.first * stride, slice.count, out.column_count, stride, Element::kFloat32};
   const GradHiddenTarget target = OutputOf(member, buffers, buffers.output_rows + slice.first, buffers.non_finite + slice.first);
-  return Check(LaunchWriteGradHidden(sum, target, stream_), "writing grad_hidden");
+  return Check(LaunchWriteGradHidden(sum, target, gradient_stream()), "writing grad_hidden");
+}
+
+absl::Status Computation::SumOverRanks(const Chunk& chunk, const ChunkBuffers& buffers, int64_t width, const Slice& slice) {
+  if (group_ == nullptr || !chunk.backward || buffers.sum == nullptr) return absl::OkStatus();
+  const int64_t stride = PaddedWidth(width);
+  HEADWATER_RETURN_IF_ERROR(core_.Order(stream_, gradient_stream()));
+  return group_->sums().ReduceSum(buffers.sum + slice.first * stride, slice.count * stride, gradient_stream());
+}
+
+absl::Status Computation::ClearShare(Work* work, const Slice& slice) {
+  const Part& part = work->parts.front();
+  if (group_ == nullptr || part.chunk->terms.size() > 1) return absl::OkStatus();
+  const int64_t stride = PaddedWidth(work->hidden.columns);
+  return Check(cudaMemsetAsync(part.shared.sum + (slice.first - part.first) * stride, 0,
+                               static_cast<size_t>(slice.count * stride) * sizeof(float), stream_),
+               "clearing a rank's share of grad_hidden");
 }
 
 absl::Status Computation::SendGradHidden(const Delivery& delivery) {
   const MutableRowsView& out = delivery.member->micro_batch->grad_hidden;
-  if (!delivery.chunk->backward || out.data == nullptr || out.memory == MemorySpace::kDevice) return absl::OkStatus();
+  if (!delivery.chunk->backward || out.data == nullptr || out.memory == MemorySpace::kDevice || !has_results()) {
+    return absl::OkStatus();
+  }
   if (delivery.member->grad_hidden_place != Place::kPageable) return Send(delivery);
   // That copy would not return before the rows are there, and the device have nothing to do meanwhile.
   postponed_.push_back(delivery);

@@ -22,10 +22,15 @@ int64_t RowBytes(const RowsView& view) { return view.column_count * ElementBytes
 
 absl::Status Computation::AwaitRows(int64_t row_end) {
   if (flow_ == nullptr || row_end <= awaited_) return absl::OkStatus();
-  absl::Status status = flow_->AwaitRows(row_end);
-  interrupted_ = !status.ok();
   awaited_ = row_end;
-  return status;
+  return Answered(flow_->AwaitRows(row_end));
+}
+
+absl::Status Computation::Answered(absl::Status answer) {
+  if (group_ != nullptr) answer = group_->Agree(answer);
+  // A broken group's is no answer.
+  interrupted_ = !answer.ok() && (group_ == nullptr || group_->status().ok());
+  return answer;
 }
 
 absl::Status Computation::Decide() {
@@ -33,15 +38,14 @@ absl::Status Computation::Decide() {
   const MicroBatch& micro_batch = *members_.front().micro_batch;
   HEADWATER_RETURN_IF_ERROR(AwaitRows(micro_batch.hidden.row_count));
   HEADWATER_RETURN_IF_ERROR(FinishDigest());
-  absl::Status status = flow_->Decide(micro_batch.digest_rows ? &digest_ : nullptr);
-  interrupted_ = !status.ok();
   decided_ = true;
-  return status;
+  return Answered(flow_->Decide(micro_batch.digest_rows ? &digest_ : nullptr));
 }
 
 absl::Status Computation::BeginDigest() {
   const Member& member = members_.front();
   const MicroBatch& micro_batch = *member.micro_batch;
+  if (member.awaits_all_rows) HEADWATER_RETURN_IF_ERROR(AwaitRows(micro_batch.hidden.row_count));
   if (flow_ == nullptr || !micro_batch.digest_rows) return absl::OkStatus();
   device_sum_ = workspace_.Take<uint64_t>(2);
   host_sum_ = host_.Take<uint64_t>(2);
@@ -104,7 +108,7 @@ absl::Status Computation::FinishDigest() {
     HEADWATER_RETURN_IF_ERROR(add(next, rows.row_count - next));
   }
   if (!any_on_device) return absl::OkStatus();
-  HEADWATER_RETURN_IF_ERROR(Check(cudaEventSynchronize(core_.sum_event()), "summing rows up"));
+  HEADWATER_RETURN_IF_ERROR(core_.AwaitEvent(core_.sum_event(), "summing rows up"));
   digest_.AddSum(host_sum_[0], host_sum_[1]);
   return absl::OkStatus();
 }
@@ -114,12 +118,11 @@ std::vector<RowSlice> Computation::SlicesOf(const Work& work) const {
   if (core_.options().deterministic) return SliceRows(work.rows, needs);
   const Part& part = work.parts.front();
   if (work.parts.size() == 1 && part.chunk->terms.size() == 1) {
-    const MicroBatch& micro_batch = *part.member->micro_batch;
-    needs.comes_in = micro_batch.hidden.memory == MemorySpace::kHost;
-    // What leaves does so while grad_weight is computed, if that is, and now.
-    const bool weight_follows =
-        work.term->plan->grad_weight != GradWeightMode::kNone && (work.staged == nullptr || !work.staged->keeps_rows);
-    needs.ends_by_way = work.wants_grad_hidden && micro_batch.grad_hidden.memory == MemorySpace::kHost && !weight_follows;
+    needs.comes_in = part.member->rows_come;
+    // What leaves does so while grad_weight is computed, if that is, and now. Whether rows are kept is each rank's own matter.
+    const bool weight_follows = work.term->plan->grad_weight != GradWeightMode::kNone &&
+                                (group_ != nullptr || work.staged == nullptr || !work.staged->keeps_rows);
+    needs.ends_by_way = work.wants_grad_hidden && part.member->gradient_leaves && !weight_follows;
   }
   return SliceRows(work.rows, needs);
 }
@@ -146,7 +149,7 @@ absl::Status Computation::CopyRowsIn(const RowsView& view, absl::Span<const int6
 
 absl::Status Computation::ClearGradHidden(const Member& member) {
   const MutableRowsView& out = member.micro_batch->grad_hidden;
-  if (out.data == nullptr || out.row_count == 0) return absl::OkStatus();
+  if (out.data == nullptr || out.row_count == 0 || !has_results()) return absl::OkStatus();
   const int64_t row_bytes = out.column_count * ElementBytes(out.data_type);
   bool any = false;
   absl::Status status;
@@ -288,7 +291,9 @@ absl::Status Computation::PlaceSlice(Work* work, const Slice& slice) {
                                     term.finish.transform.logit_scale, own.target_arguments + slice.first, stream_),
               "the targets' logits"));
   }
-  return absl::OkStatus();
+  if (group_ == nullptr || !term.plan->wants_cross_entropy) return absl::OkStatus();
+  // One rank has the target, and the others 0.
+  return group_->merges().AllReduceSum(own.target_arguments + slice.first, slice.count, stream_);
 }
 
 absl::Status Computation::UploadTeacherRows(Work* work, const Slice& slice) {

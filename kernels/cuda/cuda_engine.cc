@@ -18,6 +18,7 @@
 #include "kernels/cuda/caller_memory.h"
 #include "kernels/cuda/computation.h"
 #include "kernels/cuda/cuda_head.h"
+#include "kernels/cuda/device_group.h"
 #include "kernels/cuda/engine_core.h"
 #include "kernels/cuda/foreign_memory.h"
 #include "kernels/cuda/gradient_debt.h"
@@ -83,6 +84,30 @@ absl::Status PlacedMicroBatch::Place(const MicroBatch& of_caller, const EngineCo
   return absl::OkStatus();
 }
 
+// What ranks of a group tell each other about a micro-batch before they compute it: each value by its place.
+enum CutValue : size_t { kRowsInPlace, kRows, kSliceRows, kRowsCome, kGradientLeaves, kAwaitsAllRows, kCheck, kCutValues };
+
+// A number that is another one for almost any other call; exact as a double.
+double CheckOf(const MicroBatch& micro_batch, const std::vector<TermRun>& terms) {
+  uint64_t check = 14695981039346656037u;
+  const auto add = [&check](int64_t value) { check = (check ^ static_cast<uint64_t>(value)) * 1099511628211u; };
+  add(micro_batch.hidden.row_count);
+  add(micro_batch.hidden.column_count);
+  add(static_cast<int64_t>(micro_batch.hidden.data_type));
+  add(micro_batch.backward ? 1 : 0);
+  add(micro_batch.grad_hidden.data == nullptr ? 0 : 1);
+  add(static_cast<int64_t>(micro_batch.grad_weight));
+  add(micro_batch.flow == nullptr ? 0 : 1);
+  for (const TermRun& term : terms) {
+    add(static_cast<int64_t>(term.large_form));
+    add(term.plan->term->row_start);
+    add(term.plan->term->row_count);
+    add(term.plan->wants_cross_entropy ? 1 : 0);
+    for (const int32_t target : term.plan->term->targets) add(target);
+  }
+  return static_cast<double>(check >> 12);
+}
+
 // A Compute() call.
 struct Call {
   Call(const PlacedMicroBatch& batch, bool hopper) : placed(batch), micro_batch(batch.micro_batch), plan(PlanTerms(micro_batch)) {
@@ -91,8 +116,13 @@ struct Call {
       terms.push_back(MakeTermRun(micro_batch, &plan.terms[i], hopper, batch.hidden, batch.teachers[i]));
     }
     result.terms.reserve(plan.terms.size());  // nothing may fail once accumulators have changed
+    rows_come = micro_batch.hidden.memory == MemorySpace::kHost;
+    gradient_leaves = micro_batch.grad_hidden.memory == MemorySpace::kHost;
   }
-  Member member() { return {&micro_batch, placed.hidden, placed.grad_hidden, &placed.teachers, &plan, &terms, &staged}; }
+  Member member() {
+    return {&micro_batch, placed.hidden, placed.grad_hidden, &placed.teachers, &plan,
+            &terms,       &staged,       rows_come,          gradient_leaves,  awaits_all_rows};
+  }
 
   const PlacedMicroBatch& placed;
   const MicroBatch& micro_batch;
@@ -102,6 +132,9 @@ struct Call {
   MicroBatchResult result;
   absl::Status status;
   bool needs_whole_workspace = false;
+  bool rows_come = false;  // Member's
+  bool gradient_leaves = false;
+  bool awaits_all_rows = false;
   bool done = false;  // guarded by CudaEngine::calls_mutex_
 };
 
@@ -144,10 +177,12 @@ class CudaEngine final : public LossEngine {
     }));
     HEADWATER_RETURN_IF_ERROR(CheckMicroBatch(micro_batch, /*has_device=*/true));
     HEADWATER_RETURN_IF_ERROR(core_->health());
+    HEADWATER_RETURN_IF_ERROR(CheckTeachers(micro_batch));
     core_->MakeCurrent();
     PlacedMicroBatch placed;
-    HEADWATER_RETURN_IF_ERROR(placed.Place(micro_batch, *core_));
-    HEADWATER_RETURN_IF_ERROR(AwaitEvent(*core_, micro_batch.after));
+    absl::Status ready = placed.Place(micro_batch, *core_);
+    if (ready.ok()) ready = AwaitEvent(*core_, micro_batch.after);
+    if (!ready.ok()) return Refuse(ready);
     Call call(placed, core_->hopper());
     if (IsSmall(call)) {
       RunWithOthers(&call);
@@ -200,7 +235,31 @@ class CudaEngine final : public LossEngine {
     return !core_->options().deterministic && call.micro_batch.flow == nullptr && call.terms.size() == 1 &&
            call.terms.front().large_form == Form::kExponentials && call.micro_batch.hidden.row_count <= kMaxJoinedRows &&
            call.micro_batch.grad_weight != GradWeightMode::kStage && core_->options().shard_count == 1 &&
-           core_->options().token_chunk_rows == 0;
+           core_->group() == nullptr && core_->options().token_chunk_rows == 0;
+  }
+
+  // A rank has the teacher's logits of its own shard only, which must be the student's columns.
+  absl::Status CheckTeachers(const MicroBatch& micro_batch) const {
+    if (core_->group() == nullptr) return absl::OkStatus();
+    for (const LossTerm& term : micro_batch.terms) {
+      if (term.teacher_head == nullptr) continue;
+      const auto& student = static_cast<const CudaHead&>(*term.head);
+      const auto& teacher = static_cast<const CudaHead&>(*term.teacher_head);
+      if (student.shard_rows() == teacher.shard_rows()) continue;
+      return MakeError(ErrorReason::kFeatureNotBuilt,
+                       "GPUs of a group compute a divergence only between heads of the same vocab_size: the student has " +
+                           std::to_string(student.spec().vocab_size) + ", the teacher " + std::to_string(teacher.spec().vocab_size),
+                       {{"feature", "groups"}});
+    }
+    return absl::OkStatus();
+  }
+
+  // Tells the other ranks that this one cannot compute what it was given.
+  absl::Status Refuse(const absl::Status& reason) {
+    if (core_->group() == nullptr) return reason;
+    WorkLock lock(*core_);
+    const absl::StatusOr<Exchanged> told = core_->group()->Exchange(false, std::vector<double>(kCutValues));
+    return told.ok() ? reason : told.status();
   }
 
   // Small calls that wait for the device at the same time are computed together: the first of them to get it takes the others
@@ -282,6 +341,7 @@ class CudaEngine final : public LossEngine {
 
   absl::Status TryGroup(const std::vector<Call*>& group) {
     HEADWATER_RETURN_IF_ERROR(core_->health());
+    if (core_->group() != nullptr) return TryOnRank(group.front());
     std::vector<Member> members;
     bool whole = false;
     for (Call* call : group) {
@@ -298,27 +358,108 @@ class CudaEngine final : public LossEngine {
       whole = JoinedBytes(members) > bytes - GradientDebt::ShareOf(bytes);
     }
     absl::Status interruption;
-    const absl::Status status = core_->RunDecided([](int32_t) { return absl::OkStatus(); },
-                                                  [&] {
-                                                    if (whole) HEADWATER_RETURN_IF_ERROR(core_->debt().Settle());
-                                                    for (Call* call : group) HEADWATER_RETURN_IF_ERROR(ClearSlots(call->staged));
-                                                    Computation computation(*core_, members, whole);
-                                                    const absl::Status run = computation.Run();
-                                                    if (!computation.interrupted()) return run;
-                                                    // Not the engine's failure: its caller wants no more.
-                                                    interruption = run;
-                                                    return absl::OkStatus();
-                                                  });
+    const absl::Status status =
+        core_->RunDecided([](int32_t) { return absl::OkStatus(); }, [&] { return Run(group, members, whole, &interruption); });
     return status.ok() ? interruption : status;
+  }
+
+  // On one rank of a group: with all others at the same time, who cut the rows alike.
+  absl::Status TryOnRank(Call* call) {
+    absl::Status ready = core_->Prepare([](int32_t) { return absl::OkStatus(); });
+    ChunkLimits limits;
+    if (ready.ok()) ready = FindLimits(call, &limits);
+    HEADWATER_RETURN_IF_ERROR(AgreeOnLimits(ready, &limits, call));
+    PlanCall(limits, call);
+    if (call->micro_batch.grad_weight == GradWeightMode::kStage) {
+      HEADWATER_RETURN_IF_ERROR(core_->group()->Agree(TakeSlots(&call->plan)));
+    }
+    call->staged = Stage(&call->plan, call->terms);
+    BeginOutputs(&call->plan);
+    absl::Status interruption;
+    const absl::Status status =
+        core_->Act([&] { return Run({call}, {call->member()}, call->needs_whole_workspace, &interruption); });
+    return status.ok() ? interruption : status;
+  }
+
+  // Exchanges what decides how a call's rows are cut, and makes it the same on all ranks: the fewest rows that any of them has room
+  // for, in slices only if all have chosen the same ones. `ready`: whether this rank can compute it at all.
+  absl::Status AgreeOnLimits(const absl::Status& ready, ChunkLimits* limits, Call* call) const {
+    const MicroBatch& micro_batch = call->micro_batch;
+    const int64_t slice_rows = SliceRowsOf(call->terms);
+    const int64_t bytes = core_->workspace().bytes();
+    std::vector<TermRun> uncut = call->terms;
+    const int64_t in_place = slice_rows == 0 ? limits->max_rows : FitChunksInPlace(micro_batch, bytes, &uncut);
+    bool device_streams = micro_batch.hidden.memory == MemorySpace::kDevice;
+    for (const LossTerm& term : micro_batch.terms) {
+      device_streams =
+          device_streams || (term.teacher_hidden.data != nullptr && term.teacher_hidden.memory == MemorySpace::kDevice);
+    }
+    std::vector<double> mine(kCutValues);
+    mine[kRowsInPlace] = static_cast<double>(in_place);
+    mine[kRows] = static_cast<double>(limits->max_rows);
+    mine[kSliceRows] = static_cast<double>(slice_rows);
+    mine[kRowsCome] = call->rows_come ? 1 : 0;
+    mine[kGradientLeaves] = call->gradient_leaves ? 1 : 0;
+    mine[kAwaitsAllRows] = micro_batch.digest_rows && device_streams ? 1 : 0;
+    mine[kCheck] = CheckOf(micro_batch, call->terms);
+    const absl::StatusOr<Exchanged> exchanged = core_->group()->Exchange(ready.ok(), mine);
+    if (!exchanged.ok()) return exchanged.status();
+    HEADWATER_RETURN_IF_ERROR(ready);
+    if (exchanged->first_failed >= 0) {
+      const std::string shard = std::to_string(exchanged->first_failed);
+      return MakeError(ErrorReason::kShardNotReady, "shard " + shard + " could not begin, and nothing was changed: it says why",
+                       {{"shard", shard}});
+    }
+    const auto any = [&](CutValue value) {
+      return std::any_of(exchanged->values.begin(), exchanged->values.end(), [&](const auto& rank) { return rank[value] != 0; });
+    };
+    const auto least = [&](CutValue value) {
+      double found = mine[value];
+      for (const std::vector<double>& rank : exchanged->values) found = std::min(found, rank[value]);
+      return static_cast<int64_t>(found);
+    };
+    const auto same = [&](CutValue value) {
+      return std::all_of(exchanged->values.begin(), exchanged->values.end(),
+                         [&](const auto& rank) { return rank[value] == mine[value]; });
+    };
+    if (!same(kCheck)) {
+      return MakeError(ErrorReason::kInternal, "the ranks of the group were given different micro-batches");
+    }
+    call->rows_come = any(kRowsCome);
+    call->gradient_leaves = any(kGradientLeaves);
+    call->awaits_all_rows = any(kAwaitsAllRows);
+    if (same(kRows) && same(kSliceRows)) return absl::OkStatus();
+    if (slice_rows > 0) call->terms = std::move(uncut);
+    limits->max_rows = least(kRowsInPlace);
+    return absl::OkStatus();
+  }
+
+  // For RunDecided() and Act().
+  absl::Status Run(const std::vector<Call*>& group, const std::vector<Member>& members, bool whole, absl::Status* interruption) {
+    if (whole) HEADWATER_RETURN_IF_ERROR(core_->debt().Settle());
+    for (Call* call : group) HEADWATER_RETURN_IF_ERROR(ClearSlots(call->staged));
+    Computation computation(*core_, members, whole);
+    const absl::Status run = computation.Run();
+    if (!computation.interrupted()) return run;
+    // Not the engine's failure: its caller wants no more.
+    *interruption = run;
+    return absl::OkStatus();
   }
 
   // Plans the chunks, and finds out whether they need the whole workspace, and not only what the debt leaves.
   absl::Status CutIntoChunks(Call* call) const {
+    ChunkLimits limits;
+    HEADWATER_RETURN_IF_ERROR(FindLimits(call, &limits));
+    PlanCall(limits, call);
+    return absl::OkStatus();
+  }
+
+  // Chooses how many rows are computed at once.
+  absl::Status FindLimits(Call* call, ChunkLimits* found) const {
     const MicroBatch& micro_batch = call->micro_batch;
     std::vector<TermRun>& terms = call->terms;
-    MicroBatchPlan* plan = &call->plan;
     const int64_t bytes = core_->workspace().bytes();
-    ChunkLimits limits;
+    ChunkLimits& limits = *found;
     limits.grain = kRowGrain;
     limits.exact = core_->options().token_chunk_rows > 0;
     const int64_t batch_rows = std::max<int64_t>(micro_batch.hidden.row_count, 1);
@@ -335,11 +476,15 @@ class CudaEngine final : public LossEngine {
                            std::to_string(needed) + "; give the engine a larger workspace",
                        {{"requestedBytes", std::to_string(needed)}, {"availableBytes", std::to_string(bytes)}});
     }
-    PlanChunks(limits, plan);
-    int64_t rows = 0;
-    for (const Chunk& chunk : plan->chunks) rows = std::max(rows, static_cast<int64_t>(chunk.batch_rows.size()));
-    call->needs_whole_workspace = ChunkBytes(terms, micro_batch, rows) > bytes - GradientDebt::ShareOf(bytes);
     return absl::OkStatus();
+  }
+
+  void PlanCall(const ChunkLimits& limits, Call* call) const {
+    PlanChunks(limits, &call->plan);
+    int64_t rows = 0;
+    for (const Chunk& chunk : call->plan.chunks) rows = std::max(rows, static_cast<int64_t>(chunk.batch_rows.size()));
+    const int64_t bytes = core_->workspace().bytes();
+    call->needs_whole_workspace = ChunkBytes(call->terms, call->micro_batch, rows) > bytes - GradientDebt::ShareOf(bytes);
   }
 
   // One entry for each slot of the plan, which gives its slots away.

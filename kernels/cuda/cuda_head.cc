@@ -79,7 +79,8 @@ absl::Status CudaHead::Allocate() {
   };
   const int64_t stored_bytes = ElementBytes(spec().data_type);
   const int64_t state_tensors = OptimizerStateTensors(spec().optimizer);
-  for (const RowRange& rows : shard_rows()) {
+  for (int32_t index = 0; index < core_->held_shards(); ++index) {
+    const RowRange& rows = shard_rows()[static_cast<size_t>(RankOf(index))];
     const int64_t weights = rows.size() * PaddedWidth(spec().hidden_size);
     const int64_t biases = spec().has_bias ? rows.size() : 0;
     ShardStorage storage;
@@ -129,7 +130,7 @@ ShardWeights CudaHead::shard_weights(int32_t rank) const {
   shard.bias = storage.bias.As<void>();
   shard.element = ElementOf(spec().data_type);
   shard.vocab_start = storage.rows.start;
-  shard.columns = ValidRows(rank);
+  shard.columns = ValidRows(RankOf(rank));
   shard.width = spec().hidden_size;
   shard.stride = PaddedWidth(spec().hidden_size);
   return shard;
@@ -162,7 +163,7 @@ absl::Status CudaHead::ReadTensor(HeadTensor tensor, int64_t element_start, int6
   const DataType type = TensorDataType(tensor);
   TensorCopy copy(*core_);
   for (int32_t rank = 0; rank < shard_count(); ++rank) {
-    const Piece piece = PieceOf(rank, tensor, element_start, element_count);
+    const Piece piece = PieceOf(RankOf(rank), tensor, element_start, element_count);
     if (piece.count == 0) continue;
     char* to = static_cast<char*>(out) + piece.offset * ElementBytes(type);
     HEADWATER_RETURN_IF_ERROR(copy.Read(PlaceOf(rank, tensor), piece.first, piece.count, ElementOf(type), to));
@@ -177,12 +178,12 @@ absl::Status CudaHead::WriteTensor(HeadTensor tensor, int64_t element_start, int
   const auto write = [&] {
     HEADWATER_RETURN_IF_ERROR(SettleGradient(tensor));
     for (int32_t rank = 0; rank < shard_count(); ++rank) {
-      const Piece piece = PieceOf(rank, tensor, element_start, element_count);
+      const Piece piece = PieceOf(RankOf(rank), tensor, element_start, element_count);
       if (piece.count > 0) HEADWATER_RETURN_IF_ERROR(WritePiece(&copy, tensor, rank, piece, in));
     }
     return absl::OkStatus();
   };
-  if (ShardsWith(tensor, element_start, element_count) > 1) {
+  if (core_->group() != nullptr || ShardsWith(tensor, element_start, element_count) > 1) {
     return core_->RunDecided([](int32_t) { return absl::OkStatus(); }, write);
   }
   // Nothing to decide: no other shard takes part.
@@ -229,7 +230,7 @@ absl::Status CudaHead::AddToGradient(HeadTensor tensor, int64_t element_start, i
   TensorCopy copy(*core_);
   return core_->RunDecidedByShard([&](int32_t rank) {
     HEADWATER_RETURN_IF_ERROR(SettleGradient(tensor));
-    const Piece piece = PieceOf(rank, tensor, element_start, element_count);
+    const Piece piece = PieceOf(RankOf(rank), tensor, element_start, element_count);
     if (piece.count == 0) return absl::OkStatus();
     return copy.AddProduct(in + piece.offset, alpha, PlaceOf(rank, tensor), piece.first, piece.count);
   });

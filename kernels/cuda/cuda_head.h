@@ -1,4 +1,5 @@
-// A head in the memory of the device, split into shards. Its calls take the engine's work lock, and leave nothing running.
+// A head in the memory of the device, split into shards, or one shard of it in a group. Its calls take the engine's work lock, and
+// leave nothing running.
 //
 // Rows of weight-shaped tensors are PaddedWidth(hidden_size) elements apart; the padding is 0 and stays 0, so that whole tensors
 // can be worked on as flat arrays.
@@ -62,8 +63,10 @@ class CudaHead final : public HeadBase {
   absl::Status ApplyOptimizer(const OptimizerStep& step) override;
 
   const EngineCore& core() const { return *core_; }
-  // The engine's; shards without rows included.
+  // Shards that are here, by which everything below is counted; without rows included.
   int32_t shard_count() const { return static_cast<int32_t>(storage_.size()); }
+  // Shards whose rows' statistics are merged: those of the other ranks included.
+  int32_t merged_shards() const { return static_cast<int32_t>(shard_rows().size()); }
   // What products read: the shard's rows below valid_vocab_size.
   ShardWeights shard_weights(int32_t rank) const;
   WeightTarget accumulator(int32_t rank) const;                          // null for a frozen head
@@ -73,6 +76,7 @@ class CudaHead final : public HeadBase {
  private:
   CudaHead(std::shared_ptr<EngineCore> core, const HeadSpec& spec, HeadPlan plan);
   absl::Status Allocate();
+  int32_t RankOf(int32_t index) const { return core_->first_shard() + index; }
   // Where a shard has a tensor. For a master that is not separate: the stored tensor.
   TensorPlace PlaceOf(int32_t rank, HeadTensor tensor) const;
   absl::Status WritePiece(TensorCopy* copy, HeadTensor tensor, int32_t rank, const Piece& piece, const void* in);

@@ -5,9 +5,11 @@
 #include <exception>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "headwater/kernels/error.h"
 #include "kernels/core/saturating.h"
+#include "kernels/cuda/device_group.h"
 #include "kernels/cuda/gradient_debt.h"
 #include "kernels/cuda/row_digester.h"
 
@@ -97,11 +99,18 @@ absl::Status EngineCore::Open() {
   absl::StatusOr<DeviceMemory> zeros = DeviceMemory::Allocate(kZeroBytes);
   if (!zeros.ok()) return zeros.status();
   zeros_ = *std::move(zeros);
-  return digester_->Open();
+  HEADWATER_RETURN_IF_ERROR(digester_->Open());
+  if (options_.group.world_size == 1) return absl::OkStatus();
+  HEADWATER_RETURN_IF_ERROR(debt_->Prepare());
+  absl::StatusOr<std::unique_ptr<DeviceGroup>> group = DeviceGroup::Join(options_.group);
+  if (!group.ok()) return group.status();
+  group_ = *std::move(group);
+  return absl::OkStatus();
 }
 
 EngineCore::~EngineCore() {
   if (stream_ != nullptr) MakeCurrent();
+  group_.reset();
   for (const cudaEvent_t event : {order_event_, flag_event_, sum_event_}) {
     if (event != nullptr) static_cast<void>(cudaEventDestroy(event));
   }
@@ -124,16 +133,28 @@ absl::Status EngineCore::Check(cudaError_t error, const char* what) {
     first = health_.ok();
     if (first) health_ = status;
   }
+  if (first && group_ != nullptr) group_->Abort(status);
   if (first && options_.on_device_lost) options_.on_device_lost(status);
   return status;
 }
 
 absl::Status EngineCore::Synchronize(const char* what) {
+  const DeviceGroup::Wait wait(group_.get());
+  std::vector<cudaStream_t> streams = {upload_stream_, stream_, download_stream_};
+  if (group_ != nullptr) streams.insert(streams.end(), {group_->merge_stream(), group_->sum_stream()});
   // All of them, whatever the first one says: what they copy belongs to callers.
-  const absl::Status statuses[] = {Check(cudaStreamSynchronize(upload_stream_), what), Check(cudaStreamSynchronize(stream_), what),
-                                   Check(cudaStreamSynchronize(download_stream_), what)};
-  for (const absl::Status& status : statuses) HEADWATER_RETURN_IF_ERROR(status);
-  return absl::OkStatus();
+  absl::Status first;
+  for (const cudaStream_t stream : streams) {
+    const absl::Status status = Check(cudaStreamSynchronize(stream), what);
+    if (first.ok()) first = status;
+  }
+  return first.ok() && group_ != nullptr ? group_->status() : first;
+}
+
+absl::Status EngineCore::AwaitEvent(cudaEvent_t event, const char* what) {
+  const DeviceGroup::Wait wait(group_.get());
+  HEADWATER_RETURN_IF_ERROR(Check(cudaEventSynchronize(event), what));
+  return group_ == nullptr ? absl::OkStatus() : group_->status();
 }
 
 absl::Status EngineCore::Order(cudaStream_t earlier, cudaStream_t later) {
@@ -143,17 +164,19 @@ absl::Status EngineCore::Order(cudaStream_t earlier, cudaStream_t later) {
 }
 
 absl::Status EngineCore::health() const {
-  std::lock_guard<std::mutex> lock(health_mutex_);
-  return health_;
+  {
+    std::lock_guard<std::mutex> lock(health_mutex_);
+    if (!health_.ok()) return health_;
+  }
+  return group_ == nullptr ? absl::OkStatus() : group_->status();
 }
 
 absl::Status EngineCore::CallProbe(ShardPhase phase, int32_t rank) const {
   return options_.shard_probe == nullptr ? absl::OkStatus() : options_.shard_probe(phase, rank);
 }
 
-absl::Status EngineCore::RunDecided(absl::FunctionRef<absl::Status(int32_t rank)> prepare, absl::FunctionRef<absl::Status()> act) {
-  HEADWATER_RETURN_IF_ERROR(health());
-  for (int32_t rank = 0; rank < options_.shard_count; ++rank) {
+absl::Status EngineCore::Prepare(absl::FunctionRef<absl::Status(int32_t rank)> prepare) {
+  for (int32_t rank = first_shard(); rank < first_shard() + held_shards(); ++rank) {
     const absl::Status status = Caught([&] {
       absl::Status ready = CallProbe(ShardPhase::kPrepare, rank);
       return ready.ok() ? prepare(rank) : ready;
@@ -163,22 +186,41 @@ absl::Status EngineCore::RunDecided(absl::FunctionRef<absl::Status(int32_t rank)
                         " could not begin, and nothing was changed: ", std::string(status.message()));
     }
   }
-  for (int32_t rank = 0; rank < options_.shard_count; ++rank) {
+  return absl::OkStatus();
+}
+
+absl::Status EngineCore::TryAct(absl::FunctionRef<absl::Status()> act) {
+  for (int32_t rank = first_shard(); rank < first_shard() + held_shards(); ++rank) {
     const absl::Status status = Caught([&] { return CallProbe(ShardPhase::kAct, rank); });
     if (!status.ok()) return ShardError(ErrorReason::kEngineFailed, rank, " failed: ", std::string(status.message()));
   }
   absl::Status status = Caught(act);
+  // What this rank has not enqueued the others would wait for.
+  if (!status.ok() && group_ != nullptr) group_->Abort(status);
   const absl::Status finished = Synchronize("work on the device");
   if (status.ok()) status = finished;
   if (status.ok() || HasReason(status, ErrorReason::kEngineFailed)) return status;
   return MakeError(ErrorReason::kEngineFailed, std::string(status.message()), GetErrorMetadata(status));
 }
 
-absl::Status EngineCore::RunDecidedByShard(absl::FunctionRef<absl::Status(int32_t rank)> act) {
+absl::Status EngineCore::Act(absl::FunctionRef<absl::Status()> act) {
+  absl::Status status = TryAct(act);
+  if (!status.ok() && group_ != nullptr) group_->Abort(status);
+  return status;
+}
+
+absl::Status EngineCore::RunDecided(absl::FunctionRef<absl::Status(int32_t rank)> prepare, absl::FunctionRef<absl::Status()> act) {
+  HEADWATER_RETURN_IF_ERROR(health());
+  absl::Status ready = Prepare(prepare);
+  if (group_ != nullptr) ready = group_->Agree(ready);
+  return ready.ok() ? Act(act) : ready;
+}
+
+absl::Status EngineCore::RunDecidedByShard(absl::FunctionRef<absl::Status(int32_t index)> act) {
   return RunDecided([](int32_t) { return absl::OkStatus(); },
                     [&] {
-                      for (int32_t rank = 0; rank < options_.shard_count; ++rank) {
-                        absl::Status status = act(rank);
+                      for (int32_t index = 0; index < held_shards(); ++index) {
+                        absl::Status status = act(index);
                         if (!status.ok()) return status;
                       }
                       return absl::OkStatus();

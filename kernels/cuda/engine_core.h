@@ -1,8 +1,9 @@
 // What the heads of a CudaEngine share: the device, its stream, the workspace, the products, and the rule by which work that
 // changes a head is decided once for all its shards.
 //
-// All shards of this process stand on one device and run in lockstep on one stream: a phase of every shard, then the merge, then
-// the next phase. The work mutex gives device, workspace and bounce buffer to one call at a time.
+// All shards of an engine stand on one device and run in lockstep on one stream: a phase of every shard, then the merge, then the
+// next phase. The work mutex gives device, workspace and bounce buffer to one call at a time. A rank of a group has one shard, and
+// merges with those of the other ranks (device_group.h).
 #ifndef HEADWATER_KERNELS_CUDA_ENGINE_CORE_H_
 #define HEADWATER_KERNELS_CUDA_ENGINE_CORE_H_
 
@@ -24,6 +25,7 @@
 
 namespace headwater::cuda {
 
+class DeviceGroup;
 class GradientDebt;
 class RowDigester;
 
@@ -42,6 +44,11 @@ class EngineCore {
   const EngineOptions& options() const { return options_; }  // with defaults filled in
   const std::string& device_model() const { return device_model_; }
   const std::array<uint8_t, 16>& device_uuid() const { return device_uuid_; }
+  // Null for an engine that is alone.
+  DeviceGroup* group() const { return group_.get(); }
+  // The shards that are here: [first_shard(), first_shard() + held_shards()) of the shard_count that a head is split into.
+  int32_t first_shard() const { return options_.group.rank; }
+  int32_t held_shards() const { return group_ == nullptr ? options_.shard_count : 1; }
   // True where the kernels for sm_90a may be used.
   bool hopper() const { return hopper_; }
 
@@ -61,16 +68,22 @@ class EngineCore {
   const PinnedMemory& bounce() const { return bounce_; }
   GradientDebt& debt() { return *debt_; }  // at the end of the workspace
 
-  // Waits for the streams. Every error that ends here or in Check() is looked at: one that the device does not recover from makes
-  // health() bad.
+  // Waits for the streams, a group's too. Every error that ends here or in Check() is looked at: one that the device does not
+  // recover from makes health() bad. kEngineFailed if the group is broken, whose work ends without results then.
   absl::Status Synchronize(const char* what);
+  // The same for an event.
+  absl::Status AwaitEvent(cudaEvent_t event, const char* what);
 
   // Work that is decided once for all shards. `prepare` does all that may fail on a shard and changes nothing; if it fails anywhere
   // the call fails as kShardNotReady (metadata: shard). Then `act` runs for all shards, and is waited for; it fails as
-  // kEngineFailed, and what it changes is lost then. Exceptions are failures.
+  // kEngineFailed, and what it changes is lost then. Exceptions are failures. In a group `prepare` and `act` are about the shard
+  // that is here, all ranks decide together, and a failure of `act` breaks the group.
   absl::Status RunDecided(absl::FunctionRef<absl::Status(int32_t rank)> prepare, absl::FunctionRef<absl::Status()> act);
-  // The same with `act` by shard, in order.
-  absl::Status RunDecidedByShard(absl::FunctionRef<absl::Status(int32_t rank)> act);
+  // The same with `act` by shard that is here, counted from 0, in order.
+  absl::Status RunDecidedByShard(absl::FunctionRef<absl::Status(int32_t index)> act);
+  // RunDecided()'s two halves, for work whose ranks tell each other more than that they are ready: the first on this rank alone.
+  absl::Status Prepare(absl::FunctionRef<absl::Status(int32_t rank)> prepare);
+  absl::Status Act(absl::FunctionRef<absl::Status()> act);
 
   // --- Any thread ---------------------------------------------------------------------------------------------------------------
   absl::Status health() const;
@@ -103,6 +116,7 @@ class EngineCore {
   absl::Status Open();
   absl::Status ResizeWorkspace(int64_t bytes);
   absl::Status CallProbe(ShardPhase phase, int32_t rank) const;
+  absl::Status TryAct(absl::FunctionRef<absl::Status()> act);
 
   EngineOptions options_;
   std::string device_model_;
@@ -123,6 +137,7 @@ class EngineCore {
   std::unique_ptr<Products> products_;
   std::unique_ptr<GradientDebt> debt_;
   std::unique_ptr<RowDigester> digester_;
+  std::unique_ptr<DeviceGroup> group_;
 
   mutable std::mutex plan_mutex_;
   int64_t own_bytes_ = 0;

@@ -1,10 +1,11 @@
-// The two symbols that libheadwater_cuda.so exports; see kernels/core/engine_module.h.
+// The symbols that libheadwater_cuda.so exports; see kernels/core/engine_module.h.
 #include <exception>
 #include <memory>
 #include <string>
 #include <type_traits>
 
 #include "headwater/kernels/error.h"
+#include "kernels/comm/device_communicator.h"
 #include "kernels/core/engine_module.h"
 #include "kernels/cuda/cuda_engine.h"
 
@@ -27,8 +28,20 @@ HEADWATER_MODULE_EXPORT headwater::LossEngine* headwater_cuda_create_engine(cons
   return nullptr;
 }
 
+HEADWATER_MODULE_EXPORT absl::Status headwater_cuda_make_group_id(std::string* id) {
+  try {
+    absl::StatusOr<std::string> made = headwater::MakeDeviceGroupId();
+    if (!made.ok()) return made.status();
+    *id = *std::move(made);
+    return absl::OkStatus();
+  } catch (const std::exception& error) {
+    return headwater::MakeError(headwater::ErrorReason::kInternal, std::string("no id for a group: ") + error.what());
+  }
+}
+
 }  // extern "C"
 
 // What is exported is what is looked for.
 static_assert(std::is_same_v<decltype(headwater_cuda_module_version), headwater::EngineModuleVersionFunction>);
 static_assert(std::is_same_v<decltype(headwater_cuda_create_engine), headwater::EngineModuleCreateFunction>);
+static_assert(std::is_same_v<decltype(headwater_cuda_make_group_id), headwater::EngineModuleMakeGroupIdFunction>);

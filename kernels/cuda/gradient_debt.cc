@@ -44,7 +44,17 @@ int64_t GradientDebt::Capacity(const CudaHead& head) const {
 }
 
 bool GradientDebt::Takes(const CudaHead& head, Element element, int64_t rows) const {
-  return rows <= kMaxMicroBatchRows && element == Element::kBFloat16 && head.shard_count() == 1 && Capacity(head) > 0;
+  return rows <= kMaxMicroBatchRows && element == Element::kBFloat16 && head.shard_count() == 1 &&
+         head.shard_weights(0).columns > 0 && Capacity(head) > 0;
+}
+
+absl::Status GradientDebt::Prepare() {
+  if (upload_.bytes() > 0) return absl::OkStatus();
+  absl::StatusOr<PinnedMemory> memory = PinnedMemory::Allocate((2 * kMaxRows + 1) * 4);
+  if (!memory.ok()) return memory.status();
+  upload_ = *std::move(memory);
+  targets_.reserve(static_cast<size_t>(kMaxRows));
+  return absl::OkStatus();
 }
 
 absl::Status GradientDebt::Copy(void* to, const void* from, int64_t bytes) {
@@ -56,12 +66,7 @@ absl::Status GradientDebt::Copy(void* to, const void* from, int64_t bytes) {
 absl::Status GradientDebt::Open(CudaHead* head, int64_t rows) {
   if (head_ != nullptr && (head_ != head || rows_ + rows > capacity_)) HEADWATER_RETURN_IF_ERROR(Settle());
   if (head_ != nullptr) return absl::OkStatus();
-  if (upload_.bytes() == 0) {
-    absl::StatusOr<PinnedMemory> memory = PinnedMemory::Allocate((2 * kMaxRows + 1) * 4);
-    if (!memory.ok()) return memory.status();
-    upload_ = *std::move(memory);
-    targets_.reserve(static_cast<size_t>(kMaxRows));
-  }
+  HEADWATER_RETURN_IF_ERROR(Prepare());
   capacity_ = Capacity(*head);
   const int64_t share = ShareOf(core_.workspace().bytes());
   const int64_t start = RoundUp(core_.workspace().bytes() - share, Workspace::kAlignment);

@@ -29,6 +29,9 @@ class GradientDebt {
 
   explicit GradientDebt(EngineCore& core) : core_(core) {}
 
+  // Takes the page-locked memory that is needed, so that no work in a group takes it: that may wait for all GPUs of the process,
+  // whose ranks wait for each other.
+  absl::Status Prepare();
   // Whether operands of this kind can wait: bf16 on one shard (fp16 operands of different micro-batches have different scales), few
   // rows, and a workspace whose share holds them.
   bool Takes(const CudaHead& head, Element element, int64_t rows) const;

@@ -1,5 +1,8 @@
 // What a head takes on the device. Arithmetic only: nothing of CUDA is needed to plan.
 //
+// A rank of a group plans its own shard; the workspace and the rows of a chunk are what the widest shard of the head needs, so that
+// all ranks have the same.
+//
 // Tensors of a head are its own. The workspace is the engine's, shared by its heads (their work is serialised) and as large as the
 // largest that one of them plans:
 //   workspace = cuBLASLt's 64 MiB + max(least, min(workspace_bytes - 64 MiB, most))
@@ -38,7 +41,7 @@ inline constexpr int64_t kRowGrain = 128;
 
 struct HeadPlan {
   MemoryPlan memory;             // "workspace" is the engine's, shared by its heads
-  std::vector<RowRange> shards;  // one for each of the engine's shards; may be empty
+  std::vector<RowRange> shards;  // one for each of the engine's, or group's, shards; may be empty
   int64_t own_bytes = 0;         // memory.total_bytes without the workspace
   int64_t workspace_bytes = 0;   // cuBLASLt's part included
 };
@@ -52,6 +55,9 @@ struct ChunkCost {
 // Of a chunk with one term whose logits take `logit_bytes` (2, 4 or 8) each. A teacher is taken to be of the head's own size: the
 // plan of a larger one is larger.
 ChunkCost CostOfChunk(const HeadSpec& spec, int32_t shard_count, int64_t logit_bytes, bool divergence);
+
+// Of one rank's share of such a chunk, in a group of `world_size`, whose shard has `columns` of the vocabulary.
+ChunkCost CostOfRankChunk(const HeadSpec& spec, int32_t world_size, int64_t columns, int64_t logit_bytes, bool divergence);
 
 // `options` with all defaults filled in; `spec` valid. Saturates. token_chunk_rows is what a cross entropy with any options has
 // logits of at once; its chunks may have more rows, and so on Hopper may one with few options.

@@ -15,7 +15,8 @@ bool Is16Bit(DataType type) { return type != DataType::kFloat32; }
 
 // Whether the terms of a chunk add to a common grad_hidden before it is written.
 bool SumsGradHidden(const std::vector<TermRun>& terms) {
-  return terms.size() > 1 || (!terms.empty() && terms.front().head->shards().size() > 1);
+  return terms.size() > 1 ||
+         (!terms.empty() && (terms.front().head->core().group() != nullptr || terms.front().head->shards().size() > 1));
 }
 
 bool TakesAllRows(const LossTerm& term) {
@@ -73,7 +74,7 @@ void LayOutLogits(const TermRun& term, Form form, int64_t rows, int64_t least_te
   };
   for (int32_t rank = 0; rank < shard_count; ++rank) buffers->products.push_back(workspace->TakeBytes(shard_bytes(rank)));
   if (term.plan->jsd == nullptr) return;
-  const int64_t teacher_bytes = rows * ProductStride(term.teacher->spec().transform.valid_vocab_size) * product_bytes;
+  const int64_t teacher_bytes = rows * ProductStride(TeacherColumns(term)) * product_bytes;
   buffers->teacher_products = workspace->TakeBytes(std::max(teacher_bytes, least_teacher_bytes));
   if (shard_count == 1) return;
   for (int32_t rank = 0; rank < shard_count; ++rank) buffers->cut_teacher.push_back(workspace->TakeBytes(shard_bytes(rank)));
@@ -122,6 +123,11 @@ TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper, 
   return run;
 }
 
+int64_t TeacherColumns(const TermRun& term) {
+  return term.teacher->core().group() == nullptr ? term.teacher->spec().transform.valid_vocab_size
+                                                 : term.teacher->shard_weights(0).columns;
+}
+
 TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) {
   TermBuffers buffers;
   const Form form = term.FormOf(rows);
@@ -130,6 +136,7 @@ TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) 
   const int64_t element_bytes = BytesOf(term.MatrixElement());
   const int64_t padded = PaddedWidth(term.head->spec().hidden_size);
   const int64_t shard_count = static_cast<int64_t>(term.head->shard_count());
+  const int64_t merged_shards = static_cast<int64_t>(term.head->merged_shards());
 
   for (int32_t** list : {&buffers.targets, &buffers.source_rows, &buffers.chunk_rows, &buffers.output_rows, &buffers.order}) {
     *list = workspace->Take<int32_t>(rows);
@@ -180,9 +187,9 @@ TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) 
     if (!term.teacher_in_place) buffers.teacher_hidden = workspace->TakeBytes(rows * teacher_padded * element_bytes);
     if (wide) buffers.wide_teacher_hidden = workspace->Take<double>(rows * teacher_padded);
     if (shard_count > 1) buffers.teacher_bias = workspace->TakeBytes(teacher_columns * ElementBytes(teacher.data_type));
-    buffers.soft_student = workspace->Take<SoftStats>(shard_count * rows);
-    buffers.soft_teacher = workspace->Take<SoftStats>(shard_count * rows);
-    buffers.divergence_sums = workspace->Take<DivergenceSums>(shard_count * rows);
+    buffers.soft_student = workspace->Take<SoftStats>(merged_shards * rows);
+    buffers.soft_teacher = workspace->Take<SoftStats>(merged_shards * rows);
+    buffers.divergence_sums = workspace->Take<DivergenceSums>(merged_shards * rows);
   }
   buffers.product = late.Take<float>(rows * padded);
   buffers.scaled = late.TakeBytes(rows * padded * element_bytes);
@@ -190,9 +197,9 @@ TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) 
   if (term.head->spec().has_bias) buffers.bias_scratch = workspace->TakeBytes(GradBiasScratchBytes(largest_columns));
   buffers.target_arguments = workspace->Take<double>(rows);
   buffers.partial_sums = workspace->Take<float>(largest_partials);
-  buffers.sums = workspace->Take<double>(shard_count * rows);
+  buffers.sums = workspace->Take<double>(merged_shards * rows);
   buffers.overflow = workspace->Take<int32_t>(1);
-  buffers.stats = workspace->Take<RowStats>(shard_count * rows);
+  buffers.stats = workspace->Take<RowStats>(merged_shards * rows);
   buffers.coefficients = workspace->Take<RowCoefficients>(rows);
   buffers.reports = workspace->Take<RowReport>(rows);
   buffers.row_factor = workspace->Take<float>(rows);
@@ -236,9 +243,19 @@ int64_t ChunkBytes(const std::vector<TermRun>& terms, const MicroBatch& micro_ba
   return largest;
 }
 
-int64_t FitChunks(const MicroBatch& micro_batch, int64_t bytes, std::vector<TermRun>* terms) {
+int64_t FitChunksInPlace(const MicroBatch& micro_batch, int64_t bytes, std::vector<TermRun>* terms) {
   SetSliceRows(0, terms);
-  const int64_t in_place = RowsThatFit(*terms, micro_batch, bytes);
+  return RowsThatFit(*terms, micro_batch, bytes);
+}
+
+int64_t SliceRowsOf(const std::vector<TermRun>& terms) {
+  int64_t rows = 0;
+  for (const TermRun& term : terms) rows = std::max(rows, term.slice_rows);
+  return rows;
+}
+
+int64_t FitChunks(const MicroBatch& micro_batch, int64_t bytes, std::vector<TermRun>* terms) {
+  const int64_t in_place = FitChunksInPlace(micro_batch, bytes, terms);
   const bool any_wide =
       std::any_of(terms->begin(), terms->end(), [](const TermRun& term) { return term.large_form == Form::kWide; });
   const bool adds = micro_batch.backward && std::any_of(terms->begin(), terms->end(), [](const TermRun& term) {

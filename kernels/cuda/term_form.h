@@ -61,6 +61,9 @@ TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper, 
 // Elements from row to row of the products (and of E) with `columns` of a shard.
 constexpr int64_t ProductStride(int64_t columns) { return RoundUp(columns, 8); }
 
+// The teacher's columns that the engine has logits of: all, or in a group its shard's.
+int64_t TeacherColumns(const TermRun& term);
+
 // What one term needs for `rows` rows of a chunk. All device memory.
 struct TermBuffers {
   // Uploaded: [rows] each.
@@ -81,7 +84,7 @@ struct TermBuffers {
   void* panel = nullptr;             // kPanelBytes: converted weights
   std::vector<void*> products;       // by shard: [rows, ProductStride] of ProductElement(), or E; in slices a slice's rows
   std::vector<void*> matrices;       // by shard, only in slices: M [rows, ProductStride] of MatrixElement()
-  void* teacher_products = nullptr;  // [rows, stride of all teacher columns]; in slices a slice's rows, as in cut_teacher
+  void* teacher_products = nullptr;  // [rows, stride of TeacherColumns()]; in slices a slice's rows, as in cut_teacher
   std::vector<void*> cut_teacher;    // by shard, only with several: the teacher's logits of the student's columns
   void* teacher_bias = nullptr;      // [teacher's valid vocabulary], only with several shards
   float* product = nullptr;          // [rows, padded] fp32: M W
@@ -91,9 +94,9 @@ struct TermBuffers {
 
   double* target_arguments = nullptr;
   float* partial_sums = nullptr;
-  double* sums = nullptr;  // [shards, rows]
+  double* sums = nullptr;  // [merged shards, rows]
   int32_t* overflow = nullptr;
-  RowStats* stats = nullptr;  // [shards, rows]
+  RowStats* stats = nullptr;  // [merged shards, rows], as what follows for a divergence
   SoftStats* soft_student = nullptr;
   SoftStats* soft_teacher = nullptr;
   DivergenceSums* divergence_sums = nullptr;
@@ -124,6 +127,10 @@ int64_t ChunkBytes(const std::vector<TermRun>& terms, const MicroBatch& micro_ba
 // slice_rows: where one chunk cannot take all rows in place, slices are chosen if they make fewer chunks, since every chunk reads
 // and writes the whole accumulator.
 int64_t FitChunks(const MicroBatch& micro_batch, int64_t bytes, std::vector<TermRun>* terms);
+// The same without slices.
+int64_t FitChunksInPlace(const MicroBatch& micro_batch, int64_t bytes, std::vector<TermRun>* terms);
+// What FitChunks() chose; 0: no slices.
+int64_t SliceRowsOf(const std::vector<TermRun>& terms);
 
 }  // namespace headwater::cuda
 

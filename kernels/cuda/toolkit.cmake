@@ -29,6 +29,8 @@ macro(headwater_find_cuda)
     find_path(HEADWATER_CUDART_INCLUDE cuda_runtime_api.h ${places} PATH_SUFFIXES include)
     find_library(HEADWATER_CUBLASLT cublasLt ${places} PATH_SUFFIXES lib64 lib)
     find_library(HEADWATER_CUDART libcudart_static.a ${places} PATH_SUFFIXES lib64 lib)
+    # Only its header: the library is looked for at run time, when GPUs are to work together.
+    find_path(HEADWATER_NCCL_INCLUDE nccl.h HINTS $ENV{NCCL_HOME} ${toolkit} PATH_SUFFIXES include)
     if(HEADWATER_CUDA_VERSION VERSION_LESS HEADWATER_CUDA_OLDEST)
       set(HEADWATER_CUDA_MISSING "nvcc is of CUDA ${HEADWATER_CUDA_VERSION}, expected ${HEADWATER_CUDA_OLDEST} or newer")
     elseif(NOT HEADWATER_CUBLASLT OR NOT HEADWATER_CUBLASLT_INCLUDE)

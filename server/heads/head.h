@@ -122,6 +122,7 @@ struct Submission {
   std::vector<SubmittedTerm> terms;
   std::optional<int64_t> micro_batch;  // absent: nothing is added (forward only, frozen head)
   int64_t attempt = 0;
+  std::string label;  // MicroBatch::label: the call's request id
   bool backward = false;
   bool explicit_commit = false;
   bool first_wins = false;  // on_mismatch
@@ -238,6 +239,8 @@ class Head : public std::enable_shared_from_this<Head> {
 
   const HeadName& name() const { return name_; }
   const HeadSpec& spec() const { return spec_; }
+  // MemoryPlan::token_chunk_rows of its plan.
+  int64_t token_chunk_rows() const { return engine_head_->plan().token_chunk_rows; }
   HeadInfo Describe() const;
   // kEpochFenced (with both epochs in hex, and openStep) unless `epoch` is the head's; kStepLost if it has been restored since.
   absl::Status CheckEpoch(const Epoch& epoch) const;

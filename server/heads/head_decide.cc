@@ -23,9 +23,9 @@ absl::StatusOr<CommitFactor> ToCommitFactor(const CommitArguments& arguments) {
   CommitFactor factor;
   factor.factor = arguments.factor;
   if (arguments.token_factors.empty()) return factor;
-  for (size_t i = 0; i < arguments.token_factors.size(); ++i) {
-    if (std::isfinite(arguments.token_factors[i])) continue;
-    const std::string actual = absl::StrCat(arguments.token_factors[i], " at index ", i);
+  const auto begin = arguments.token_factors.begin(), end = arguments.token_factors.end();
+  if (const auto wrong = std::find_if_not(begin, end, [](float x) { return std::isfinite(x); }); wrong != end) {
+    const std::string actual = absl::StrCat(*wrong, " at index ", wrong - begin);
     return MakeError(ErrorReason::kInvalidField, absl::StrCat("token_factors must be finite, there is ", actual),
                      {{"field", "token_factors"}, {"expected", "finite"}, {"actual", actual}});
   }

@@ -39,7 +39,7 @@ absl::Status CheckSameSpec(const Head& head, const HeadSpec& wanted) {
 
 // The sum, at most INT64_MAX: plans saturate there.
 int64_t SaturatingAdd(int64_t a, int64_t b) {
-  int64_t sum = 0;
+  int64_t sum;
   return __builtin_add_overflow(a, b, &sum) ? INT64_MAX : sum;
 }
 

@@ -41,6 +41,13 @@ absl::Status Cancelled() {
   return MakeError(ErrorReason::kCancelled, "the call was cancelled before its micro-batch was decided; nothing was added");
 }
 
+// To be computed again: the caller's memory may be gone by then, and has its values already.
+LossTerm WithoutOutputs(LossTerm term) {
+  term.token_loss = term.lse = term.target_log_probability = term.entropy = nullptr;
+  term.argmax = nullptr;
+  return term;
+}
+
 std::set<Head*, std::less<>> HeadsOf(const Submission& submission) {
   std::set<Head*, std::less<>> heads;
   for (const SubmittedTerm& term : submission.terms) {
@@ -369,7 +376,6 @@ absl::StatusOr<BeginDecision> Head::SubmissionRun::BeginIn(Head* target) {
 
 absl::Status Head::SubmissionRun::Begin() ABSL_NO_THREAD_SAFETY_ANALYSIS {
   if (submission_.incoming == nullptr) outcome_.digest = submission_.digest;
-  if (targets_.empty()) return absl::OkStatus();
   // All at once: runs that share the compute locks may be about the same micro-batch.
   const StateLocks state_locks(targets_);
   std::vector<std::pair<Head*, std::optional<MicroBatchRecord>>> begun;  // with what they knew of it before
@@ -456,6 +462,7 @@ absl::StatusOr<MicroBatchResult> Head::SubmissionRun::Compute(RowFlow* flow) {
   micro_batch.flow = flow;
   micro_batch.digest_rows = flow != nullptr && submission_.engine_digests && submission_.backward;
   micro_batch.after = submission_.after;
+  micro_batch.label = submission_.label.empty() ? nullptr : submission_.label.c_str();
   return engine_.Compute(micro_batch);
 }
 
@@ -480,10 +487,7 @@ absl::Status Head::SubmissionRun::Settle(MicroBatchResult& result) {
     return Abort(
         MakeError(ErrorReason::kInternal, "the engine returned no staged contribution", {{"microBatch", absl::StrCat(id())}}));
   }
-  if (absl::Status status = CheckWanted(); !status.ok()) {
-    result.staged.reset();
-    return Abort(status);
-  }
+  if (absl::Status status = CheckWanted(); !status.ok()) return Abort(status);
   if (form_ == ContributionForm::kHeld && submission_.explicit_commit) return Hold();
   if (in_order()) return TakeItsPlace();
   if (submission_.explicit_commit) {
@@ -496,10 +500,7 @@ absl::Status Head::SubmissionRun::Settle(MicroBatchResult& result) {
     result.staged.reset();
     if (!added.ok()) return Failed(added);
   } else {
-    for (LossTerm& term : terms_) {
-      term.token_loss = term.lse = term.target_log_probability = term.entropy = nullptr;
-      term.argmax = nullptr;
-    }
+    for (LossTerm& term : terms_) term = WithoutOutputs(term);
     MicroBatch again;
     again.hidden = submission_.hidden;
     again.terms = terms_;
@@ -527,10 +528,8 @@ absl::StatusOr<HeldRows> Head::SubmissionRun::KeepRows() ABSL_NO_THREAD_SAFETY_A
   for (size_t index = 0; index < terms_.size(); ++index) {
     const SubmittedTerm& submitted = submission_.terms[index];
     if (!submitted.head->spec_.trainable) continue;  // adds nothing
-    LossTerm& term = held.terms.emplace_back(terms_[index]);
+    LossTerm& term = held.terms.emplace_back(WithoutOutputs(terms_[index]));
     term.teacher_hidden = submitted.term.teacher_hidden;  // hold() may have moved the rows
-    term.token_loss = term.lse = term.target_log_probability = term.entropy = nullptr;
-    term.argmax = nullptr;
     if (submitted.teacher_head == nullptr || !teachers.insert(submitted.teacher_head.get()).second) continue;
     held.teachers.push_back(submitted.teacher_head);
     held.teacher_heads.push_back(term.teacher_head);
@@ -549,19 +548,14 @@ absl::Status Head::SubmissionRun::Hold() {
 absl::Status Head::SubmissionRun::TakeItsPlace() ABSL_NO_THREAD_SAFETY_ANALYSIS {
   absl::StatusOr<HeldRows> held = KeepRows();
   if (!held.ok()) return Abort(held.status());
-  absl::Status status;
-  {
-    const StateLocks state_locks(targets_);
-    status = CheckNotLost();
-    for (Head* target : targets_) {
-      if (!status.ok()) break;
-      target->ledger_.FinishCommitted(id(), form_, CountsOf(target))
-          .IgnoreError();  // cannot fail: it has been in progress since Begin()
-      target->window_->Wait(target->MakeWaiting(id(), *held, CommitArguments()));
-      target->changed_.SignalAll();
-    }
+  const StateLocks state_locks(targets_);
+  for (Head* target : targets_) {
+    // Cannot fail: it has been in progress since Begin(), and in this mode nobody else has computed, and lost the head, meanwhile.
+    target->ledger_.FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();
+    target->window_->Wait(target->MakeWaiting(id(), *held, CommitArguments()));
+    target->changed_.SignalAll();
   }
-  return status.ok() ? status : Abort(status);
+  return absl::OkStatus();
 }
 
 absl::Status Head::SubmissionRun::Abort(const absl::Status& status) {
@@ -611,9 +605,9 @@ absl::Status Head::SubmissionRun::FinishCommitted() ABSL_NO_THREAD_SAFETY_ANALYS
 
 ContributionCounts Head::SubmissionRun::CountsOf(const Head* head) const {
   ContributionCounts counts;
-  for (size_t index = 0; index < submission_.terms.size(); ++index) {
-    if (submission_.terms[index].head.get() != head) continue;
-    const LossSums& sums = outcome_.terms[index];
+  size_t index = 0;
+  for (const LossSums& sums : outcome_.terms) {
+    if (submission_.terms[index++].head.get() != head) continue;
     counts.valid_token_count += sums.valid_token_count;
     counts.loss_sum += sums.loss_sum;
     counts.token_weight_sum += sums.token_weight_sum;

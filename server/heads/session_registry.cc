@@ -34,13 +34,12 @@ absl::StatusOr<SessionRegistry::Grant> SessionRegistry::Open(const std::string& 
   if (getentropy(grant.id.data(), grant.id.size()) != 0) {
     return MakeError(ErrorReason::kInternal, "the operating system gives no random numbers");
   }
-  bool full = false;
-  {
+  const auto is_full = [this] {
     absl::MutexLock lock(&mutex_);
-    full = IsFull();
-  }
+    return IsFull();
+  };
   // Sessions that nobody has looked at since their lease ended must not keep others out.
-  if (full) Expire();
+  if (is_full()) Expire();
   absl::MutexLock lock(&mutex_);
   if (IsFull()) {
     return MakeError(ErrorReason::kQuotaExceeded,

@@ -93,7 +93,7 @@ LogField::LogField(const char* field_key, double number) : key(field_key), numer
   value = text;
 }
 
-absl::Status ConfigureLogging(const std::string& level, const std::string& format) {
+absl::Status SetLogLevel(const std::string& level) {
   spdlog::level::level_enum chosen = spdlog::level::info;
   if (level == "debug") {
     chosen = spdlog::level::debug;
@@ -106,10 +106,15 @@ absl::Status ConfigureLogging(const std::string& level, const std::string& forma
   } else if (level != "info") {
     return absl::InvalidArgumentError("log level: expected debug, info, warning, error or off, got \"" + level + "\"");
   }
+  Logger().set_level(chosen);
+  return absl::OkStatus();
+}
+
+absl::Status ConfigureLogging(const std::string& level, const std::string& format) {
   if (format != "text" && format != "json") {
     return absl::InvalidArgumentError("log format: expected text or json, got \"" + format + "\"");
   }
-  Logger().set_level(chosen);
+  if (absl::Status status = SetLogLevel(level); !status.ok()) return status;
   g_format = format == "json" ? LogFormat::kJson : LogFormat::kText;
   return absl::OkStatus();
 }

@@ -1,15 +1,20 @@
 #include "server/observability/metrics.h"
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
 #include <exception>
+#include <fstream>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
 #include "prometheus/counter.h"
 #include "prometheus/exposer.h"
 #include "prometheus/gauge.h"
@@ -52,12 +57,16 @@ constexpr const char* kOutcomeNames[] = {"committed", "staged",   "held",       
                                          "discarded", "conflict", "superseded", "refused",   "cancelled"};
 constexpr const char* kStepNames[] = {"applied", "discarded", "replaced"};
 constexpr const char* kSessionEndNames[] = {"closed", "expired"};
+constexpr const char* kTraceNames[] = {"written", "left_out", "failed"};
 constexpr const char* kPurposeNames[] = {"weight",          "bias",    "grad_weight", "grad_bias", "master_weight",
                                          "optimizer_state", "staging", "workspace",   "other"};
 constexpr size_t kPurposeCount = std::size(kPurposeNames);
 
 // Seconds; a micro-batch takes from a millisecond to minutes.
 const std::vector<double> kSecondsBuckets = {0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60};
+
+// Shares of a whole, up to 1.
+const std::vector<double> kRatioBuckets = {0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1};
 
 // One family: what the registry and the document say about it.
 struct Description {
@@ -73,8 +82,13 @@ enum FamilyIndex {
   kRefusals,
   kQueueSeconds,
   kUploadSeconds,
-  kEngineSeconds,
+  kComputeSeconds,
   kDownloadSeconds,
+  kCommitSeconds,
+  kComputeBusy,
+  kProductFlops,
+  kProductRate,
+  kChunkFill,
   kBytes,
   kTransports,
   kTokens,
@@ -90,11 +104,13 @@ enum FamilyIndex {
   kExpiredHeads,
   kEarlyStarts,
   kStalls,
+  kTraces,
   kRefusedConnections,
   kDroppedConnections,
   kHeads,
   kSessions,
   kWaitingCalls,
+  kAbandonedCalls,
   kWaitingContributions,
   kQueueDepth,
   kInFlightBytes,
@@ -105,10 +121,15 @@ enum FamilyIndex {
   kRegions,
   kRegionBytes,
   kConnections,
+  kMaxQueueDepth,
+  kMaxInFlightBytes,
+  kMaxConnections,
   kMemoryPlanned,
   kMemoryBudget,
   kServing,
   kBuildInfo,
+  kProcessStart,
+  kProcessMemory,
   kFamilyCount,
 };
 
@@ -118,8 +139,22 @@ constexpr Description kDescriptions[kFamilyCount] = {
     {"headwater_refusals_total", "counter", "`reason`", "Failed RPCs by the reason that was sent (docs/errors.md)."},
     {"headwater_queue_seconds", "histogram", "none", "Time from a micro-batch's last row to the engine's start."},
     {"headwater_upload_seconds", "histogram", "none", "Time from a micro-batch's header to its last row."},
-    {"headwater_engine_seconds", "histogram", "none", "Time that a micro-batch was in the engine."},
+    {"headwater_compute_seconds", "histogram", "none", "Time that a micro-batch was in the engine."},
     {"headwater_download_seconds", "histogram", "none", "Time from the engine's end to the last chunk of grad_hidden."},
+    {"headwater_commit_seconds", "histogram", "none",
+     "Time that CommitMicroBatch took to add a contribution, once its step was open; EAGER ones are added while they are "
+     "computed."},
+    {"headwater_compute_busy_seconds_total", "counter", "none", "Time in which at least one micro-batch was in the engine."},
+    {"headwater_product_flops_total", "counter", "none",
+     "Floating point operations of the matrix products that the micro-batches needed at least: for each term 2 x rows x vocabulary "
+     "x "
+     "hidden size for the logits, as much for the teacher's, for grad_hidden, and for grad_weight if it was added or staged."},
+    {"headwater_product_flops_per_second", "gauge", "none",
+     "Bare matrix products' rate on this machine, the floor: --product_tflops, else measured at the start (CPU engine). Not served "
+     "where it is not known."},
+    {"headwater_token_chunk_fill_ratio", "histogram", "none",
+     "Rows of a micro-batch over the rows that its token chunks have room for. Each micro-batch is looked at alone, though the "
+     "engine may compute small ones together."},
     {"headwater_bytes_total", "counter", "`direction` (in, out), `transport` (grpc, shared_memory, cuda_ipc)",
      "Tensor bytes moved, by the path that they took."},
     {"headwater_transport_micro_batches_total", "counter", "`transport` (grpc, shared_memory, cuda_ipc)",
@@ -142,12 +177,16 @@ constexpr Description kDescriptions[kFamilyCount] = {
     {"headwater_expired_heads_total", "counter", "none", "Heads deleted because no call named them for --idle_head_timeout."},
     {"headwater_early_starts_total", "counter", "none", "Micro-batches that took their turn before all of their rows had come."},
     {"headwater_stalls_total", "counter", "none", "Of those, the ones that gave it up because their rows stayed away."},
+    {"headwater_traces_total", "counter", "`outcome` (written, left_out, failed)",
+     "Calls that asked to be traced, with --trace_dir; `left_out`: they came too fast."},
     {"headwater_connections_refused_total", "counter", "none", "Connections closed at once because --max_connections were open."},
     {"headwater_connections_dropped_total", "counter", "none",
-     "Connections closed because their client cancelled calls faster than --max_cancel_rate."},
+     "Connections closed because their client cancelled calls faster than --max_cancel_rate, or had more of them wait than "
+     "--max_reset_backlog."},
     {"headwater_heads", "gauge", "none", "Heads that exist."},
     {"headwater_sessions", "gauge", "none", "Sessions that are open."},
     {"headwater_waiting_calls", "gauge", "none", "Calls that wait for the next step, or for micro-batches of one."},
+    {"headwater_abandoned_calls", "gauge", "none", "ComputeLoss in progress whose client has gone."},
     {"headwater_waiting_contributions", "gauge", "none",
      "Contributions that are committed and wait for lower ids (deterministic mode)."},
     {"headwater_queue_depth", "gauge", "none", "Micro-batches that wait for the engine."},
@@ -161,12 +200,17 @@ constexpr Description kDescriptions[kFamilyCount] = {
      "Regions of clients' memory that are open: sealed memory passed as a descriptor, files under /dev/shm, device memory."},
     {"headwater_region_bytes", "gauge", "`kind` (shared, named, device)", "Bytes of those regions."},
     {"headwater_connections", "gauge", "none", "Connections that are open."},
+    {"headwater_max_queue_depth", "gauge", "none", "--max_queue_depth."},
+    {"headwater_max_in_flight_bytes", "gauge", "none", "--max_in_flight_bytes."},
+    {"headwater_max_connections", "gauge", "none", "--max_connections."},
     {"headwater_memory_planned_bytes", "gauge",
      "`purpose` (weight, bias, grad_weight, grad_bias, master_weight, optimizer_state, staging, workspace, other)",
-     "Memory that the heads' plans take."},
+     "Memory of the engine's device that the heads' plans take; they take it when they are created."},
     {"headwater_memory_budget_bytes", "gauge", "none", "Memory that all heads together may take."},
     {"headwater_serving", "gauge", "none", "1 while health is SERVING, else 0."},
     {"headwater_build_info", "gauge", "`version`, `engine`", "Always 1."},
+    {"process_start_time_seconds", "gauge", "none", "When the process began, since 1970-01-01 00:00 UTC."},
+    {"process_resident_memory_bytes", "gauge", "none", "Host memory of the process that is resident, shared memory included."},
 };
 
 // Children of a family by up to two enumerated labels, made at first use.
@@ -193,6 +237,14 @@ template <size_t kCount>
 prometheus::Counter& ChildOf(Grid<prometheus::Counter, kCount>& children, prometheus::Family<prometheus::Counter>& family,
                              const char* label, const char* const (&names)[kCount], size_t index) {
   return children.Get(index, 0, [&]() -> prometheus::Counter& { return family.Add({{label, names[index]}}); });
+}
+
+// The process's resident memory, as the kernel tells it; 0 where it does not.
+double ResidentBytes() {
+  std::ifstream statm("/proc/self/statm");
+  double total = 0, resident = 0;
+  if (!(statm >> total >> resident)) return 0;
+  return resident * static_cast<double>(sysconf(_SC_PAGESIZE));
 }
 
 size_t PurposeIndex(const std::string& purpose) {
@@ -225,35 +277,47 @@ struct Metrics::Families : public prometheus::Collectable {
   prometheus::Family<prometheus::Histogram>& Histograms(FamilyIndex index) {
     return prometheus::BuildHistogram().Name(kDescriptions[index].name).Help(kDescriptions[index].help).Register(registry);
   }
+  // A counter with one label, all of whose children are there from the start: the first event is an increase then, too.
+  template <size_t kCount>
+  prometheus::Family<prometheus::Counter>& Counters(FamilyIndex index, const char* label, const char* const (&names)[kCount]) {
+    prometheus::Family<prometheus::Counter>& family = Counters(index);
+    for (const char* name : names) family.Add({{label, name}});
+    return family;
+  }
   prometheus::Histogram& SecondsHistogram(FamilyIndex index) { return Histograms(index).Add({}, kSecondsBuckets); }
 
   prometheus::Family<prometheus::Counter>& requests = Counters(kRequests);
   Grid<prometheus::Counter, kMethodCount, kCodeCount> requests_children;
   prometheus::Family<prometheus::Histogram>& request_seconds = Histograms(kRequestSeconds);
   Grid<prometheus::Histogram, kMethodCount> request_seconds_children;
-  prometheus::Family<prometheus::Counter>& refusals = Counters(kRefusals);
+  prometheus::Family<prometheus::Counter>& refusals = Counters(kRefusals, "reason", kReasonNames);
   Grid<prometheus::Counter, kReasonCount> refusals_children;
 
   prometheus::Histogram& queue_seconds = SecondsHistogram(kQueueSeconds);
   prometheus::Histogram& upload_seconds = SecondsHistogram(kUploadSeconds);
-  prometheus::Histogram& engine_seconds = SecondsHistogram(kEngineSeconds);
+  prometheus::Histogram& compute_seconds = SecondsHistogram(kComputeSeconds);
   prometheus::Histogram& download_seconds = SecondsHistogram(kDownloadSeconds);
+  prometheus::Histogram& commit_seconds = SecondsHistogram(kCommitSeconds);
+  prometheus::Counter& compute_busy = Counters(kComputeBusy).Add({});
+  prometheus::Counter& product_flops = Counters(kProductFlops).Add({});
+  prometheus::Family<prometheus::Gauge>& product_rate = Gauges(kProductRate);
+  prometheus::Histogram& chunk_fill = Histograms(kChunkFill).Add({}, kRatioBuckets);
 
   prometheus::Family<prometheus::Counter>& bytes = Counters(kBytes);
   Grid<prometheus::Counter, static_cast<size_t>(Direction::kCount), kTransportCount> bytes_children;
-  prometheus::Family<prometheus::Counter>& transports = Counters(kTransports);
+  prometheus::Family<prometheus::Counter>& transports = Counters(kTransports, "transport", kTransportNames);
   Grid<prometheus::Counter, kTransportCount> transports_children;
-  prometheus::Family<prometheus::Counter>& tokens = Counters(kTokens);
+  prometheus::Family<prometheus::Counter>& tokens = Counters(kTokens, "loss", kLossNames);
   Grid<prometheus::Counter, static_cast<size_t>(LossKind::kCount)> tokens_children;
   prometheus::Counter& non_finite_rows = Counters(kNonFiniteRows).Add({});
-  prometheus::Family<prometheus::Counter>& micro_batches = Counters(kMicroBatches);
+  prometheus::Family<prometheus::Counter>& micro_batches = Counters(kMicroBatches, "outcome", kOutcomeNames);
   Grid<prometheus::Counter, static_cast<size_t>(MicroBatchOutcome::kCount)> micro_batches_children;
   prometheus::Counter& commits = Counters(kCommits).Add({});
   prometheus::Counter& discards = Counters(kDiscards).Add({});
-  prometheus::Family<prometheus::Counter>& steps = Counters(kSteps);
+  prometheus::Family<prometheus::Counter>& steps = Counters(kSteps, "how", kStepNames);
   Grid<prometheus::Counter, static_cast<size_t>(StepOutcome::kCount)> steps_children;
 
-  prometheus::Family<prometheus::Counter>& session_ends = Counters(kSessionEnds);
+  prometheus::Family<prometheus::Counter>& session_ends = Counters(kSessionEnds, "how", kSessionEndNames);
   Grid<prometheus::Counter, static_cast<size_t>(SessionEnd::kCount)> session_ends_children;
   prometheus::Counter& session_discards = Counters(kSessionDiscards).Add({});
   prometheus::Counter& restored_heads = Counters(kRestoredHeads).Add({});
@@ -261,6 +325,8 @@ struct Metrics::Families : public prometheus::Collectable {
   prometheus::Counter& expired_heads = Counters(kExpiredHeads).Add({});
   prometheus::Counter& early_starts = Counters(kEarlyStarts).Add({});
   prometheus::Counter& stalls = Counters(kStalls).Add({});
+  prometheus::Family<prometheus::Counter>& traces = Counters(kTraces, "outcome", kTraceNames);
+  Grid<prometheus::Counter, static_cast<size_t>(TraceOutcome::kCount)> traces_children;
   prometheus::Counter& refused_connections = Counters(kRefusedConnections).Add({});
   prometheus::Counter& dropped_connections = Counters(kDroppedConnections).Add({});
 
@@ -279,12 +345,18 @@ struct Metrics::Families : public prometheus::Collectable {
   prometheus::Gauge& sessions = Gauges(kSessions).Add({});
   prometheus::Gauge& connections = Gauges(kConnections).Add({});
   prometheus::Gauge& waiting_calls = Gauges(kWaitingCalls).Add({});
+  prometheus::Gauge& abandoned_calls = Gauges(kAbandonedCalls).Add({});
   prometheus::Gauge& waiting_contributions = Gauges(kWaitingContributions).Add({});
+  prometheus::Gauge& max_queue_depth = Gauges(kMaxQueueDepth).Add({});
+  prometheus::Gauge& max_in_flight_bytes = Gauges(kMaxInFlightBytes).Add({});
+  prometheus::Gauge& max_connections = Gauges(kMaxConnections).Add({});
   prometheus::Family<prometheus::Gauge>& memory_planned = Gauges(kMemoryPlanned);
   std::array<prometheus::Gauge*, kPurposeCount> memory_planned_children{};
   prometheus::Gauge& memory_budget = Gauges(kMemoryBudget).Add({});
   prometheus::Gauge& serving = Gauges(kServing).Add({});
   prometheus::Family<prometheus::Gauge>& build_info = Gauges(kBuildInfo);
+  prometheus::Gauge& process_start = Gauges(kProcessStart).Add({});
+  prometheus::Gauge& process_memory = Gauges(kProcessMemory).Add({});
 
   mutable absl::Mutex source_mutex;
   std::function<GaugeReadings()> source ABSL_GUARDED_BY(source_mutex);
@@ -300,7 +372,10 @@ struct Metrics::Families : public prometheus::Collectable {
     return registry.Collect();
   }
 
-  void Refresh(const GaugeReadings& readings) const {
+  void Refresh(const GaugeReadings& readings) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(source_mutex) {
+    // What was counted elsewhere; a counter takes increases only.
+    compute_busy.Increment(std::max(0.0, absl::ToDoubleSeconds(readings.busy) - compute_busy.Value()));
+    process_memory.Set(ResidentBytes());
     heads.Set(static_cast<double>(readings.head_count));
     queue_depth.Set(static_cast<double>(readings.queue_depth));
     in_flight_bytes.Set(static_cast<double>(readings.in_flight_bytes));
@@ -312,6 +387,7 @@ struct Metrics::Families : public prometheus::Collectable {
     sessions.Set(static_cast<double>(readings.session_count));
     connections.Set(static_cast<double>(readings.connections));
     waiting_calls.Set(static_cast<double>(readings.waiting_calls));
+    abandoned_calls.Set(static_cast<double>(readings.abandoned_calls));
     waiting_contributions.Set(static_cast<double>(readings.waiting_contributions));
     memory_budget.Set(static_cast<double>(readings.memory_budget_bytes));
     serving.Set(readings.serving ? 1 : 0);
@@ -335,7 +411,13 @@ Metrics::Metrics(const std::string& version, const std::string& engine) : famili
     families_->regions_children[i] = &families_->regions.Add({{"kind", kRegionKindNames[i]}});
     families_->region_bytes_children[i] = &families_->region_bytes.Add({{"kind", kRegionKindNames[i]}});
   }
+  for (const char* direction : kDirectionNames) {
+    for (const char* transport : kTransportNames) {
+      families_->bytes.Add({{"direction", direction}, {"transport", transport}});
+    }
+  }
   families_->build_info.Add({{"version", version}, {"engine", engine}}).Set(1);
+  families_->process_start.Set(absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch()));
 }
 
 Metrics::~Metrics() = default;
@@ -384,6 +466,10 @@ void Metrics::CountTokens(LossKind loss, int64_t valid_tokens) {
   ChildOf(f.tokens_children, f.tokens, "loss", kLossNames, static_cast<size_t>(loss)).Increment(static_cast<double>(valid_tokens));
 }
 
+void Metrics::CountProductFlops(double flops) { families_->product_flops.Increment(flops); }
+
+void Metrics::ObserveChunkFill(double ratio) { families_->chunk_fill.Observe(ratio); }
+
 void Metrics::CountNonFiniteRows(int64_t rows) { families_->non_finite_rows.Increment(static_cast<double>(rows)); }
 
 void Metrics::CountMicroBatch(MicroBatchOutcome outcome) {
@@ -421,6 +507,11 @@ void Metrics::CountEarlyStart() { families_->early_starts.Increment(); }
 
 void Metrics::CountStall() { families_->stalls.Increment(); }
 
+void Metrics::CountTrace(TraceOutcome outcome) {
+  Families& f = *families_;
+  ChildOf(f.traces_children, f.traces, "outcome", kTraceNames, static_cast<size_t>(outcome)).Increment();
+}
+
 void Metrics::CountRefusedConnection() { families_->refused_connections.Increment(); }
 
 void Metrics::CountDroppedConnection() { families_->dropped_connections.Increment(); }
@@ -432,11 +523,21 @@ void Metrics::ObservePhase(Phase phase, absl::Duration duration) {
       return families_->queue_seconds.Observe(seconds);
     case Phase::kUpload:
       return families_->upload_seconds.Observe(seconds);
-    case Phase::kEngine:
-      return families_->engine_seconds.Observe(seconds);
+    case Phase::kCompute:
+      return families_->compute_seconds.Observe(seconds);
     case Phase::kDownload:
       return families_->download_seconds.Observe(seconds);
+    case Phase::kCommit:
+      return families_->commit_seconds.Observe(seconds);
   }
+}
+
+void Metrics::SetProductRate(double flops_per_second) { families_->product_rate.Add({}).Set(flops_per_second); }
+
+void Metrics::SetLimits(const GaugeLimits& limits) {
+  families_->max_queue_depth.Set(static_cast<double>(limits.queue_depth));
+  families_->max_in_flight_bytes.Set(static_cast<double>(limits.in_flight_bytes));
+  families_->max_connections.Set(static_cast<double>(limits.connections));
 }
 
 void Metrics::SetGaugeSource(std::function<GaugeReadings()> read) {
@@ -457,6 +558,22 @@ absl::StatusOr<int> Metrics::Listen(const std::string& address) {
   return ports.empty() ? 0 : ports.front();
 }
 
+namespace {
+
+// " 0.5, 1"
+std::string ListOf(const std::vector<double>& bounds) {
+  std::string text;
+  for (const double bound : bounds) {
+    std::string number = std::to_string(bound);
+    number.erase(number.find_last_not_of('0') + 1);
+    if (number.back() == '.') number.pop_back();
+    text += (text.empty() ? " " : ", ") + number;
+  }
+  return text;
+}
+
+}  // namespace
+
 std::string MetricsDocument() {
   std::string text =
       "# Metrics\n"
@@ -471,14 +588,7 @@ std::string MetricsDocument() {
   for (const Description& family : kDescriptions) {
     text += "| `" + std::string(family.name) + "` | " + family.type + " | " + family.labels + " | " + family.help + " |\n";
   }
-  text += "\nHistogram buckets, in seconds:";
-  for (const double bound : kSecondsBuckets) {
-    std::string number = std::to_string(bound);
-    number.erase(number.find_last_not_of('0') + 1);
-    if (number.back() == '.') number.pop_back();
-    text += (bound == kSecondsBuckets.front() ? " " : ", ") + number;
-  }
-  return text + ".\n";
+  return text + "\nHistogram buckets, in seconds:" + ListOf(kSecondsBuckets) + ". Of ratios:" + ListOf(kRatioBuckets) + ".\n";
 }
 
 }  // namespace headwater::observability

@@ -48,6 +48,7 @@ namespace headwater::observability {
   X(OpenSession)                 \
   X(KeepAlive)                   \
   X(CloseSession)                \
+  X(Join)                        \
   X(RegisterSharedMemory)        \
   X(UnregisterSharedMemory)
 
@@ -84,10 +85,18 @@ enum class MicroBatchOutcome {
 };
 enum class StepOutcome { kApplied, kDiscarded, kReplaced, kCount };
 enum class SessionEnd { kClosed, kExpired, kCount };
-enum class Phase { kQueue, kUpload, kEngine, kDownload };
+enum class TraceOutcome { kWritten, kLeftOut, kFailed, kCount };
+enum class Phase { kQueue, kUpload, kCompute, kDownload, kCommit };
 
 // `grpc`, `shared_memory`, `cuda_ipc`: also what MicroBatchSummary.transport says. The pointer is static.
 const char* TransportName(Transport transport);
+
+// Limits that something above is counted against; constant.
+struct GaugeLimits {
+  int64_t queue_depth = 0;
+  int64_t in_flight_bytes = 0;
+  int64_t connections = 0;
+};
 
 // What is read from the server when somebody scrapes.
 struct GaugeReadings {
@@ -101,12 +110,14 @@ struct GaugeReadings {
   int64_t idle_row_bytes = 0;
   int64_t session_count = 0;
   int64_t waiting_calls = 0;
+  int64_t abandoned_calls = 0;
   int64_t connections = 0;
   int64_t waiting_contributions = 0;
   std::array<int64_t, kRegionKindCount> region_count{};
   std::array<int64_t, kRegionKindCount> region_bytes{};
   int64_t memory_budget_bytes = 0;
   bool serving = false;
+  absl::Duration busy;                           // since the start: time in which micro-batches were in the engine
   std::map<std::string, int64_t> planned_bytes;  // by purpose of MemoryPlan; unknown purposes are counted as `other`
 };
 
@@ -125,6 +136,10 @@ class Metrics {
   // A micro-batch that succeeded, by the path of its hidden states.
   void CountTransport(Transport transport);
   void CountTokens(LossKind loss, int64_t valid_tokens);
+  // Floating point operations (a multiply-add is two) of the matrix products that a micro-batch needs at least.
+  void CountProductFlops(double flops);
+  // How full the token chunks of a micro-batch were, in (0, 1].
+  void ObserveChunkFill(double ratio);
   void CountNonFiniteRows(int64_t rows);
   void CountMicroBatch(MicroBatchOutcome outcome);
   void CountCommit();  // a contribution went into an accumulator: EAGER, or by CommitMicroBatch
@@ -137,9 +152,15 @@ class Metrics {
   // A micro-batch has taken its turn before it was complete; it has given it up because its rows stayed away.
   void CountEarlyStart();
   void CountStall();
+  void CountTrace(TraceOutcome outcome);
   void CountRefusedConnection();
   void CountDroppedConnection();
   void ObservePhase(Phase phase, absl::Duration duration);
+
+  // Floating point operations a second of bare matrix products on this machine: what utilisation is measured against. Without it
+  // the metric is not served.
+  void SetProductRate(double flops_per_second);
+  void SetLimits(const GaugeLimits& limits);
 
   // `read` is called at every scrape, on the scraping thread, until it is replaced. Empty: no readings.
   void SetGaugeSource(std::function<GaugeReadings()> read);

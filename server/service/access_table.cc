@@ -44,6 +44,9 @@ constexpr AccessRow kRows[] = {
     {"/headwater.v1.SessionService/RegisterSharedMemory", Permission::kCompute},
     {"/headwater.v1.SessionService/UnregisterSharedMemory", Permission::kCompute},
 
+    // A worker gets the rows and the weights of all heads.
+    {"/headwater.v1.GroupService/Join", Permission::kAdmin},
+
     // Probes of an orchestrator have no token, and are told nothing but whether the server serves.
     {"/grpc.health.v1.Health/Check", Permission::kNone},
     {"/grpc.health.v1.Health/Watch", Permission::kNone},
@@ -56,7 +59,7 @@ constexpr size_t kMethodCount = static_cast<size_t>(RpcMethod::kCount);
 
 std::array<const AccessRow*, kMethodCount> RowsByMethod() {
   std::array<const AccessRow*, kMethodCount> rows{};
-  for (const char* service : {"LossService", "HeadService", "SessionService"}) {
+  for (const char* service : {"LossService", "HeadService", "SessionService", "GroupService"}) {
     for (size_t i = 0; i < kMethodCount; ++i) {
       const std::string path =
           std::string("/headwater.v1.") + service + "/" + observability::RpcMethodName(static_cast<RpcMethod>(i));

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <utility>
-#include <variant>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
@@ -16,6 +15,7 @@
 #include "server/service/canonical_header.h"
 #include "server/service/field_check.h"
 #include "server/service/loss_terms.h"
+#include "server/service/micro_batch_account.h"
 #include "server/service/proto_encoding.h"
 #include "server/service/retry_after.h"
 #include "server/transport/grad_gate.h"
@@ -43,25 +43,6 @@ constexpr absl::Duration kLook = absl::Milliseconds(50);
 constexpr absl::Duration kLookAtJoined = absl::Milliseconds(2);
 // How long after the end of a stream it is known whether it was cut.
 constexpr absl::Duration kEndKnown = absl::Milliseconds(50);
-
-MicroBatchOutcome OutcomeOf(const heads::SubmissionOutcome& outcome) {
-  if (outcome.replayed || outcome.payload_differs) return MicroBatchOutcome::kReplayed;
-  switch (outcome.state) {
-    case heads::ContributionState::kCommitted:
-      return MicroBatchOutcome::kCommitted;
-    case heads::ContributionState::kStaged:
-      return outcome.form == heads::ContributionForm::kHeld ? MicroBatchOutcome::kHeld : MicroBatchOutcome::kStaged;
-    default:
-      return MicroBatchOutcome::kEvaluated;
-  }
-}
-
-MicroBatchOutcome OutcomeOf(const absl::Status& error) {
-  if (HasReason(error, ErrorReason::kMicroBatchConflict)) return MicroBatchOutcome::kConflict;
-  if (HasReason(error, ErrorReason::kAttemptSuperseded)) return MicroBatchOutcome::kSuperseded;
-  const bool cancelled = HasReason(error, ErrorReason::kCancelled) || HasReason(error, ErrorReason::kDeadlineExceeded);
-  return cancelled ? MicroBatchOutcome::kCancelled : MicroBatchOutcome::kRefused;
-}
 
 // Whether memory of the client is read or written where it lies.
 observability::Transport PathOf(const std::optional<RegionUse>& region) {
@@ -147,7 +128,8 @@ class ComputeLossCall::Incoming final : public heads::IncomingRows {
 
   absl::Status AwaitRows(int64_t row_end) override {
     RowExchange& exchange = call_.transfer_->exchange();
-    clock_.BeginWait(absl::Now());
+    const absl::Time start = absl::Now();
+    clock_.BeginWait(start);
     while (true) {
       if (absl::Status status = call_.PullJoined(); !status.ok()) return status;
       const absl::Time now = absl::Now();
@@ -156,6 +138,7 @@ class ComputeLossCall::Incoming final : public heads::IncomingRows {
       if (!there.ok()) return there.status();
       if (*there) {
         clock_.EndWait(absl::Now());
+        if (trace() != nullptr) trace()->AddSpan("engine waits", absl::StrCat("for rows to ", row_end), start, absl::Now());
         if (exchange.complete()) Send(gate_.Open());
         return absl::OkStatus();
       }
@@ -169,6 +152,9 @@ class ComputeLossCall::Incoming final : public heads::IncomingRows {
 
   absl::StatusOr<Digest> Finish(const DigestBuilder* rows) override {
     if (absl::Status status = call_.transfer_->exchange().CheckInput(); !status.ok()) return status;
+    if (const absl::Time now = absl::Now(); trace() != nullptr) {
+      trace()->AddSpan("commit", "decision: all rows are there", now, now);
+    }
     Send(gate_.Open());
     const std::string header = CanonicalHeader(call_.payload_->request);
     return rows != nullptr ? rows->Finish(header) : call_.transfer_->Digested().Finish(header);
@@ -176,6 +162,7 @@ class ComputeLossCall::Incoming final : public heads::IncomingRows {
 
   // Looks itself whether all rows have come: where nothing is added the engine does not ask before its end.
   void GradHiddenReady(int64_t row_end) override {
+    if (trace() != nullptr) trace()->AddRows("engine: grad_hidden", row_end, call_.times_.engine_start);
     const int64_t may_leave = gate_.Ready(row_end);
     Send(may_leave == 0 && call_.transfer_->exchange().complete() ? gate_.Open() : may_leave);
   }
@@ -185,16 +172,19 @@ class ComputeLossCall::Incoming final : public heads::IncomingRows {
     if (row_end > 0 && call_.sends_grad_) call_.transfer_->GradReady(row_end, /*here=*/false);
   }
 
+  observability::CallTrace* trace() const { return call_.identity_.trace.get(); }
+
   ComputeLossCall& call_;
   scheduler::StallClock clock_;
   transport::GradGate gate_;
 };
 
-ComputeLossCall::ComputeLossCall(ServerCore& core, Caller caller, std::string client, heads::WaitLimits limits)
+ComputeLossCall::ComputeLossCall(ServerCore& core, Caller caller, std::string client, heads::WaitLimits limits, Identity identity)
     : core_(core),
       caller_(std::move(caller)),
       client_(std::move(client)),
       limits_(std::move(limits)),
+      identity_(std::move(identity)),
       payload_(std::make_shared<Payload>()) {}
 
 ComputeLossCall::~ComputeLossCall() {
@@ -214,7 +204,7 @@ absl::Status ComputeLossCall::Done(absl::Status status) {
 absl::Status ComputeLossCall::Accept(const v1::MicroBatchHeader& header) { return Done(OnHeader(header)); }
 
 absl::Status ComputeLossCall::OnHeader(const v1::MicroBatchHeader& header) {
-  header_time_ = absl::Now();
+  times_.header = absl::Now();
   auto request = DecodeMicroBatchHeader(header, core_.options.limits);
   if (!request.ok()) return request.status();
   payload_->request = *std::move(request);
@@ -294,6 +284,7 @@ absl::Status ComputeLossCall::FindRows() {
 // Everything of the submission but terms, rows and outputs.
 void ComputeLossCall::FillSubmission() {
   const MicroBatchRequest& request = payload_->request;
+  submission_.label = identity_.request_id;
   submission_.micro_batch = request.micro_batch;
   submission_.attempt = request.attempt;
   submission_.session = request.session;
@@ -709,10 +700,11 @@ absl::Status ComputeLossCall::Submit() {
   const absl::Status queued = core_.queue.Run(
       client_, scheduler::JobSizeOf(payload_->request.row_count),
       [&] {
-        engine_start_time_ = absl::Now();
+        const observability::BusyClock::Work work(core_.busy);
+        times_.engine_start = absl::Now();
         place_.Release();
         outcome = heads::Head::Submit(submission_, *core_.engine, limits_.cancelled);
-        engine_end_time_ = absl::Now();
+        times_.engine_end = absl::Now();
       },
       limits_.cancelled, limits_.deadline);
   if (!queued.ok()) return queued;
@@ -735,25 +727,26 @@ absl::Status ComputeLossCall::AwaitGradSent() {
 
 void ComputeLossCall::CountOutcome() {
   counted_ = true;
-  observability::Metrics& metrics = core_.metrics;
-  const MicroBatchOutcome what = OutcomeOf(*outcome_);
-  metrics.CountMicroBatch(what);
-  metrics.CountTransport(path_);
-  if (what == MicroBatchOutcome::kCommitted) metrics.CountCommit();
-  for (size_t i = 0; i < outcome_->terms.size(); ++i) {
-    const bool jsd = std::holds_alternative<JensenShannonRequest>(payload_->request.terms[i].loss);
-    const LossSums& sums = outcome_->terms[i];
-    metrics.CountTokens(jsd ? observability::LossKind::kJensenShannon : observability::LossKind::kCrossEntropy,
-                        sums.valid_token_count);
-    metrics.CountNonFiniteRows(sums.non_finite_row_count);
-  }
-  const absl::Time last_row_time = transfer_->exchange().last_row_time();
-  const auto observe = [&](observability::Phase phase, absl::Duration duration) {
-    metrics.ObservePhase(phase, std::max(duration, absl::ZeroDuration()));  // phases overlap
+  times_.last_row = transfer_->exchange().last_row_time();
+  CountMicroBatch(core_.metrics, submission_, *outcome_, path_, times_);
+}
+
+void ComputeLossCall::Trace(absl::Time end) const {
+  observability::CallTrace* const trace = identity_.trace.get();
+  if (trace == nullptr) return;
+  const auto add = [&](const char* phase, absl::Time from, absl::Time to) {
+    if (to > from) trace->AddSpan(phase, phase, from, to);  // of a phase that another one overlapped nothing may be left
   };
-  observe(observability::Phase::kUpload, last_row_time - header_time_);
-  observe(observability::Phase::kQueue, engine_start_time_ - last_row_time);
-  observe(observability::Phase::kEngine, engine_end_time_ - engine_start_time_);
+  add("upload", times_.header, times_.last_row);
+  add("queue", times_.last_row, times_.engine_start);
+  add("compute", times_.engine_start, times_.engine_end);
+  add("download", times_.engine_end, end);
+  trace->SetAttribute("transport", observability::TransportName(path_));
+  trace->SetAttribute("rows", absl::StrCat(payload_->request.row_count));
+  trace->SetAttribute("product_flops", absl::StrCat(ProductFlopsOf(submission_, *outcome_)));
+  trace->SetAttribute("engine_detail", submission_.incoming != nullptr
+                                           ? "rows as the engine waited for them, and as their gradient was ready"
+                                           : "none: computed as a whole, perhaps together with others");
 }
 
 void ComputeLossCall::FillSummary(v1::MicroBatchSummary* summary) {
@@ -789,14 +782,14 @@ void ComputeLossCall::FillSummary(v1::MicroBatchSummary* summary) {
   if (submission_.backward) summary->set_digest(outcome.digest.data(), outcome.digest.size());
   if (outcome.step.has_value()) summary->set_step(*outcome.step);
   const absl::Time now = absl::Now();
-  const absl::Time last_row_time = transfer_->exchange().last_row_time();
-  core_.metrics.ObservePhase(observability::Phase::kDownload, now - engine_end_time_);
+  core_.metrics.ObservePhase(observability::Phase::kDownload, now - times_.engine_end);
   v1::Timing* const timing = summary->mutable_timing();
-  EncodeDuration(last_row_time - header_time_, timing->mutable_upload());
-  EncodeDuration(engine_start_time_ - last_row_time, timing->mutable_queue());
-  EncodeDuration(engine_end_time_ - engine_start_time_, timing->mutable_engine());
-  EncodeDuration(now - engine_end_time_, timing->mutable_download());
+  EncodeDuration(times_.last_row - times_.header, timing->mutable_upload());
+  EncodeDuration(times_.engine_start - times_.last_row, timing->mutable_queue());
+  EncodeDuration(times_.engine_end - times_.engine_start, timing->mutable_engine());
+  EncodeDuration(now - times_.engine_end, timing->mutable_download());
   summary->set_transport(observability::TransportName(path_));
+  Trace(now);
 }
 
 }  // namespace headwater::service

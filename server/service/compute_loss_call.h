@@ -26,9 +26,11 @@
 #include "headwater/v1/loss_service.pb.h"
 #include "server/heads/head.h"
 #include "server/heads/session_registry.h"
+#include "server/observability/call_trace.h"
 #include "server/observability/metrics.h"
 #include "server/service/access.h"
 #include "server/service/loss_request.h"
+#include "server/service/micro_batch_account.h"
 #include "server/service/server_core.h"
 #include "server/service/transfer.h"
 #include "server/service/transfer_registry.h"
@@ -40,7 +42,12 @@ namespace headwater::service {
 class ComputeLossCall {
  public:
   // `client` is the identity that the fair queue knows; `limits` bounds the waits.
-  ComputeLossCall(ServerCore& core, Caller caller, std::string client, heads::WaitLimits limits);
+  // `identity` goes to logs, profiles and traces.
+  struct Identity {
+    std::string request_id;
+    std::shared_ptr<observability::CallTrace> trace;  // null: the call is not traced
+  };
+  ComputeLossCall(ServerCore& core, Caller caller, std::string client, heads::WaitLimits limits, Identity identity);
   // Counts what became of the micro-batch.
   ~ComputeLossCall();
   ComputeLossCall(const ComputeLossCall&) = delete;
@@ -52,6 +59,8 @@ class ComputeLossCall {
   const std::shared_ptr<Transfer>& transfer() const { return transfer_; }
   absl::Status Run();
   void FillSummary(v1::MicroBatchSummary* summary);
+  // Whether its heads have the outcome, so that nothing that happens to the call later takes it back. On the thread of Run().
+  bool computed() const { return outcome_.has_value() && !outcome_->needs_all_rows; }
 
   // The first term's head once the header was valid; for logs.
   const std::string& head_name() const { return head_name_; }
@@ -102,12 +111,15 @@ class ComputeLossCall {
   absl::Status Submit();
   absl::Status AwaitGradSent();
   void CountOutcome();
+  // Where the time went, up to `end`.
+  void Trace(absl::Time end) const;
   absl::Status Done(absl::Status status);
 
   ServerCore& core_;
   const Caller caller_;
   std::string client_;
   const heads::WaitLimits limits_;
+  const Identity identity_;
 
   heads::SessionRegistry::Use session_use_;
   std::optional<TransferRegistry::Entry> entry_;
@@ -125,11 +137,9 @@ class ComputeLossCall {
   bool may_begin_early_ = false;
   bool counted_ = false;
 
-  absl::Time header_time_;
   absl::Time accept_time_;
   scheduler::StartOrder::Place place_;  // until it begins
-  absl::Time engine_start_time_;
-  absl::Time engine_end_time_;
+  MicroBatchTimes times_;
 };
 
 }  // namespace headwater::service

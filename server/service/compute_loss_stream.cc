@@ -34,6 +34,7 @@ void ComputeLossStream::Run() {
   v1::ComputeLossResponse last;
   const grpc::Status status =
       RunRpc(core(), context(), RpcMethod::kComputeLoss, [&](RpcScope& scope) { return Serve(scope, &last); });
+  if (progress_.exchange(Progress::kEnded) == Progress::kAbandoned) core().abandoned_calls.fetch_sub(1);
   if (status.ok()) {
     Finish(status, EncodeMessage(last));
   } else {
@@ -46,7 +47,7 @@ absl::Status ComputeLossStream::Serve(RpcScope& scope, v1::ComputeLossResponse* 
   auto header = Header();
   if (!header.ok()) return header.status();
   std::optional<SlowUploads::Place> upload;
-  ComputeLossCall call(core(), scope.caller(), scope.client(), scope.wait_limits());
+  ComputeLossCall call(core(), scope.caller(), scope.client(), scope.wait_limits(), {scope.request_id(), scope.trace()});
   absl::Status status = call.Accept(*header);
   scope.set_head(call.head_name());
   if (status.ok()) {
@@ -57,9 +58,13 @@ absl::Status ComputeLossStream::Serve(RpcScope& scope, v1::ComputeLossResponse* 
   }
   if (status.ok()) call.FillSummary(last->mutable_summary());
   if (status.ok() || !scope.Cancelled()) return status;
+  // No client brings this about; its heads may be lost, and that nothing was added would not be true.
+  if (HasReason(status, ErrorReason::kEngineFailed)) return status;
   // Whatever was met first, that the client is gone, or was sent away, is why.
   const absl::Status why = why_ended();
-  return why.ok() ? scope.CancelledError() : why;
+  if (!why.ok()) return why;
+  return scope.CancelledError(call.computed() ? "; it had been computed: GetStep tells whether its micro-batch is in"
+                                              : "; nothing was added");
 }
 
 absl::StatusOr<v1::MicroBatchHeader> ComputeLossStream::Header() {
@@ -99,7 +104,9 @@ void ComputeLossStream::OnFirstMessage(bool ok, grpc::ByteBuffer* message) {
 
 void ComputeLossStream::OnStreamGone(Transfer* transfer) {
   if (transfer == nullptr) return;  // nobody waits: the read that is in progress ends by itself
-  transfer->exchange().Break(MakeError(ErrorReason::kCancelled, "the client cancelled the call, or went away; nothing was added"));
+  transfer->exchange().Break(MakeError(ErrorReason::kCancelled, "the client cancelled the call, or went away"));
+  Progress running = Progress::kRunning;
+  if (progress_.compare_exchange_strong(running, Progress::kAbandoned)) core().abandoned_calls.fetch_add(1);
 }
 
 }  // namespace headwater::service

@@ -5,6 +5,7 @@
 
 #include <grpcpp/server_context.h>
 
+#include <atomic>
 #include <memory>
 #include <optional>
 
@@ -38,6 +39,9 @@ class ComputeLossStream final : public RowStream {
   // The whole call, of one that has no header to begin with: on gRPC's thread.
   absl::Status EndWithoutHeader(RpcScope& scope);
 
+  // Whether the call is in progress, and whether its client has gone meanwhile.
+  enum class Progress { kRunning, kAbandoned, kEnded };
+  std::atomic<Progress> progress_{Progress::kRunning};
   std::optional<ReceivedMessage> first_;  // before the call's thread begins, then of it
   std::shared_ptr<Transfer> transfer_;    // of the call's thread, once the header is accepted
 };

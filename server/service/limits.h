@@ -39,7 +39,7 @@ struct Limits {
   absl::Duration max_join_wait = absl::Minutes(1);
   // Of what carries the calls: bounds for clients that nobody has asked yet who they are.
   int64_t max_connections = 4096;
-  int64_t max_connection_streams = 1024;
+  int64_t max_connection_streams = 256;
   int64_t max_metadata_bytes = 8 << 10;
   int64_t max_health_watches = 256;
   absl::Duration max_stream_time = absl::Hours(1);

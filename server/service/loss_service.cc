@@ -1,8 +1,10 @@
 #include "server/service/loss_service.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
+#include "absl/time/clock.h"
 #include "server/service/compute_loss_stream.h"
 #include "server/service/field_check.h"
 #include "server/service/loss_request.h"
@@ -29,9 +31,11 @@ absl::Status Decide(ServerCore& core, RpcScope& scope, const DecisionRequest& de
     if (!head.ok()) return head.status();
     targets.push_back({*std::move(head), head_at_step.key});
   }
+  const absl::Time start = absl::Now();
   for (const heads::DecisionTarget& target : targets) {
     HEADWATER_RETURN_IF_ERROR(core.waiting.AwaitStep(*target.head, target.key, scope.wait_limits()));
   }
+  if (scope.trace() != nullptr) scope.trace()->AddSpan("wait", "wait for the step", start, absl::Now());
   return decide(targets);
 }
 
@@ -59,10 +63,15 @@ grpc::Status LossServiceImpl::CommitMicroBatch(grpc::ServerContext* context, con
     auto decision = DecodeCommit(*request, core_.options.limits);
     if (!decision.ok()) return decision.status();
     return Decide(core_, scope, *decision, [&](const std::vector<heads::DecisionTarget>& targets) {
+      const absl::Time start = absl::Now();
       auto committed =
           heads::Head::Commit(targets, decision->micro_batch, decision->attempt, decision->arguments, decision->session);
       if (!committed.ok()) return committed.status();
-      if (*committed) core_.metrics.CountCommit();
+      if (scope.trace() != nullptr) scope.trace()->AddSpan("commit", "commit", start, absl::Now());
+      if (*committed) {
+        core_.metrics.CountCommit();
+        core_.metrics.ObservePhase(observability::Phase::kCommit, std::max(absl::Now() - start, absl::ZeroDuration()));
+      }
       response->set_replayed(!*committed);
       return absl::OkStatus();
     });

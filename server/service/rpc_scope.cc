@@ -8,8 +8,10 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "server/observability/logging.h"
+#include "server/service/counted_credentials.h"
 #include "server/service/line_budget.h"
 #include "server/service/status_mapping.h"
 
@@ -47,6 +49,22 @@ bool IsFrequent(RpcMethod method) {
   }
 }
 
+// What micro-batches and steps are made of; other calls are not traced.
+bool IsTraced(RpcMethod method) {
+  switch (method) {
+    case RpcMethod::kComputeLoss:
+    case RpcMethod::kStreamTeacher:
+    case RpcMethod::kCommitMicroBatch:
+    case RpcMethod::kDiscardMicroBatch:
+    case RpcMethod::kSealStep:
+    case RpcMethod::kApplyOptimizerStep:
+    case RpcMethod::kAddGradient:
+      return true;
+    default:
+      return false;
+  }
+}
+
 LogLevel LevelOf(RpcMethod method, const absl::Status& status) {
   switch (status.code()) {
     case absl::StatusCode::kOk:
@@ -69,13 +87,22 @@ std::vector<absl::string_view> AuthorizationOf(const std::multimap<grpc::string_
   return values;
 }
 
-RpcScope::RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, RpcMethod method)
+RpcScope::RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, grpc_call* call, RpcMethod method)
     : core_(entrance.core), context_(context), method_(method), role_(entrance.role), start_time_(absl::Now()) {
+  OnCallTaken(*core_.backlog, call, context_.peer());
   const auto& metadata = context_.client_metadata();
   const auto found = metadata.find(kRequestIdKey);
   request_id_ = found != metadata.end() && IsValidRequestId(found->second) ? std::string(found->second.data(), found->second.size())
                                                                            : heads::EpochToHex(heads::NewEpoch());
   context_.AddInitialMetadata(kRequestIdKey, request_id_);
+  // More than one is none, as the standard has it.
+  if (metadata.count(observability::kTraceparentKey) != 1) return;
+  const grpc::string_ref& traceparent = metadata.find(observability::kTraceparentKey)->second;
+  trace_context_ = observability::ParseTraceparent({traceparent.data(), traceparent.size()});
+  if (!trace_context_.has_value()) return;
+  span_id_ = observability::NewSpanId();
+  if (!trace_context_->sampled || core_.traces == nullptr || !IsTraced(method)) return;
+  trace_ = std::make_shared<observability::CallTrace>(*trace_context_, span_id_, request_id_, observability::RpcMethodName(method));
 }
 
 absl::Status RpcScope::Authorize() {
@@ -101,9 +128,11 @@ bool RpcScope::Cancelled() {
   return cancelled_;
 }
 
-absl::Status RpcScope::CancelledError() const {
-  if (absl::Now() >= deadline()) return MakeError(ErrorReason::kDeadlineExceeded, "the call's deadline passed; nothing was added");
-  return MakeError(ErrorReason::kCancelled, "the client cancelled the call, or went away; nothing was added");
+absl::Status RpcScope::CancelledError(absl::string_view outcome) const {
+  if (absl::Now() >= deadline()) {
+    return MakeError(ErrorReason::kDeadlineExceeded, absl::StrCat("the call's deadline passed", outcome));
+  }
+  return MakeError(ErrorReason::kCancelled, absl::StrCat("the client cancelled the call, or went away", outcome));
 }
 
 grpc::Status RpcScope::Finish(absl::Status status) {
@@ -116,11 +145,24 @@ grpc::Status RpcScope::Finish(absl::Status status) {
   const absl::Duration duration = absl::Now() - start_time_;
   core_.metrics.CountRequest(method_, status, duration);
   if (HasReason(status, ErrorReason::kCancelled)) core_.CountCancelled(context_.peer());
+  if (trace_ != nullptr && !refused) {
+    if (!head_.empty()) trace_->SetAttribute("head", head_);
+    trace_->SetAttribute("code", observability::CanonicalCodeName(status.code()));
+    if (!status.ok()) trace_->SetAttribute("reason", ErrorReasonName(GetErrorReason(status)));
+    trace_->SetAttribute("engine", core_.engine->name());
+    trace_->AddSpan("call", observability::RpcMethodName(method_), start_time_, start_time_ + duration);
+    core_.traces->Write(trace_);
+  }
   const LogLevel level = LevelOf(method_, status);
   std::optional<int64_t> left_out = 0;
   if (level == LogLevel::kWarning) left_out = FailedCallLines().Take();
   if (!left_out.has_value()) return ToGrpcStatus(status);
   std::vector<LogField> fields = {{"request_id", request_id_}, {"method", observability::RpcMethodName(method_)}};
+  if (trace_context_.has_value()) {
+    fields.emplace_back("trace_id", trace_context_->trace_id);
+    fields.emplace_back("span_id", span_id_);
+    fields.emplace_back("parent_span_id", trace_context_->parent_id);
+  }
   if (!caller_.token_name().empty()) fields.emplace_back("token", caller_.token_name());
   if (!head_.empty()) fields.emplace_back("head", head_);
   fields.emplace_back("code", observability::CanonicalCodeName(status.code()));

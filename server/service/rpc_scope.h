@@ -9,6 +9,8 @@
 #include <exception>
 #include <functional>
 #include <map>
+#include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,6 +21,7 @@
 #include "absl/time/time.h"
 #include "headwater/kernels/error.h"
 #include "server/heads/head.h"
+#include "server/observability/call_trace.h"
 #include "server/observability/metrics.h"
 #include "server/service/access.h"
 #include "server/service/call_label.h"
@@ -29,6 +32,9 @@ namespace headwater::service {
 // Metadata key of the request id: taken from the client if it is 1 to 128 characters of [A-Za-z0-9._:/-], made here otherwise, and
 // echoed in the initial metadata.
 inline constexpr char kRequestIdKey[] = "x-request-id";
+
+// A call may also bring the W3C metadata `traceparent`: the log names its trace, and, if the caller records the trace,
+// micro-batches and steps are written to files (ServerOptions::trace_dir).
 
 // Where calls come in: the core that serves them, and what the ports take. Without a role it is what every port takes.
 struct Entrance {
@@ -42,7 +48,10 @@ std::vector<absl::string_view> AuthorizationOf(const std::multimap<grpc::string_
 
 class RpcScope {
  public:
-  RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, observability::RpcMethod method);
+  // `context` is grpc::ServerContext or grpc::CallbackServerContext. One scope for each call.
+  template <typename Context>
+  RpcScope(const Entrance& entrance, Context& context, observability::RpcMethod method)
+      : RpcScope(entrance, context, context.c_call(), method) {}
 
   // Before anything else: whether the call may be made. kUnauthenticated, kPermissionDenied.
   absl::Status Authorize();
@@ -51,6 +60,10 @@ class RpcScope {
 
   // For StreamWatchdog: whether the caller may still do what it does; its token may have been withdrawn. Valid as long as the core.
   std::function<absl::Status()> AllowedStill() const;
+
+  const std::string& request_id() const { return request_id_; }
+  // Null: the call is not traced.
+  const std::shared_ptr<observability::CallTrace>& trace() const { return trace_; }
 
   // Names the head in the log line.
   void set_head(const std::string& name) {
@@ -66,14 +79,17 @@ class RpcScope {
   }
   // True once the client has cancelled, gone away, or its deadline has passed. From any thread.
   bool Cancelled();
-  // kDeadlineExceeded or kCancelled, for a call that ended because of Cancelled().
-  absl::Status CancelledError() const;
+  // kDeadlineExceeded or kCancelled, for a call that ended because of Cancelled(). `outcome`: what became of its work, if that is
+  // known; the end of the message.
+  absl::Status CancelledError(absl::string_view outcome = "") const;
 
   // Logs, counts and maps. Once, at the end. A call that fails while the engine's device is lost is answered ServerCore::lost(),
   // whatever it met first, and by then the server has turned to NOT_SERVING.
   grpc::Status Finish(absl::Status status);
 
  private:
+  RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, grpc_call* call, observability::RpcMethod method);
+
   ServerCore& core_;
   grpc::ServerContextBase& context_;
   const observability::RpcMethod method_;
@@ -81,6 +97,9 @@ class RpcScope {
   Caller caller_;
   const absl::Time start_time_;
   std::string request_id_;
+  std::optional<observability::TraceContext> trace_context_;
+  std::string span_id_;  // this call's, if it belongs to a trace
+  std::shared_ptr<observability::CallTrace> trace_;
   std::string head_;
   absl::Mutex cancelled_mutex_;
   bool cancelled_ ABSL_GUARDED_BY(cancelled_mutex_) = false;
@@ -88,11 +107,10 @@ class RpcScope {
 
 // Runs `body(scope)`, which returns absl::Status, as the RPC `method`, if its caller may. With `always`, even while starting or
 // draining.
-template <typename Body>
-grpc::Status RunRpc(const Entrance& entrance, grpc::ServerContextBase& context, observability::RpcMethod method, Body&& body,
-                    bool always = false) {
+template <typename Context, typename Body>
+grpc::Status RunRpc(const Entrance& entrance, Context& context, observability::RpcMethod method, Body&& body, bool always = false) {
   RpcScope scope(entrance, context, method);
-  const CallLabel label(observability::RpcMethodName(method));
+  const CallLabel label(observability::RpcMethodName(method), scope.request_id());
   if (absl::Status status = scope.Authorize(); !status.ok()) return scope.Finish(std::move(status));
   auto admission = entrance.core.Admit();
   if (!admission.ok() && !always) return scope.Finish(admission.status());

@@ -17,8 +17,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "server/group/group_assembly.h"
 #include "server/observability/logging.h"
 #include "server/service/foreign_rpc_guard.h"
+#include "server/service/group_service.h"
 #include "server/service/head_service.h"
 #include "server/service/listen_address.h"
 #include "server/service/loss_service.h"
@@ -37,7 +39,8 @@ constexpr int kWindowBytes = 4 << 20;
 
 int Milliseconds(absl::Duration duration) { return static_cast<int>(absl::ToInt64Milliseconds(duration)); }
 
-constexpr const char* kServiceNames[] = {"headwater.v1.LossService", "headwater.v1.HeadService", "headwater.v1.SessionService"};
+constexpr const char* kServiceNames[] = {"headwater.v1.LossService", "headwater.v1.HeadService", "headwater.v1.SessionService",
+                                         "headwater.v1.GroupService"};
 
 absl::Status CannotListen(const absl::Status& why) {
   return absl::UnavailableError(absl::StrCat("cannot listen on all of the addresses: ", why.message()));
@@ -78,11 +81,13 @@ void WarnOfOpenAddress(const ServerOptions& options, const std::string& address)
 
 // Ports of one role: a gRPC server with services of its own, which know the role.
 struct Server::Ports {
-  explicit Ports(const Entrance& entrance) : loss_service(entrance), head_service(entrance), session_service(entrance) {}
+  explicit Ports(const Entrance& entrance)
+      : loss_service(entrance), head_service(entrance), session_service(entrance), group_service(entrance) {}
   // Destroyed from the bottom up: first nothing is accepted any more, then the gRPC server goes.
   LossServiceImpl loss_service;
   HeadServiceImpl head_service;
   SessionServiceImpl session_service;
+  GroupServiceImpl group_service;
   std::vector<std::string> addresses;
   std::unique_ptr<grpc::Server> grpc_server;
   // By whether they are of a Unix socket: what the gate lets in goes to gRPC through these.
@@ -96,6 +101,10 @@ struct Server::Ports {
 };
 
 struct Server::State {
+  ~State() {
+    if (core != nullptr) core->backlog->SetDrop({});
+  }
+
   // Destroyed from the bottom up: the gRPC servers first, the core last.
   std::unique_ptr<ServerCore> core;
   int metrics_port = 0;
@@ -124,7 +133,9 @@ absl::Status Server::Ports::Listen(const ServerOptions& options, const std::vect
   guards.push_back(std::make_unique<ForeignRpcGuard>(entrance));
   builder.experimental().SetInterceptorCreators(std::move(guards));
   builder.SetMaxReceiveMessageSize(static_cast<int>(limits.max_message_bytes));
-  builder.SetMaxSendMessageSize(static_cast<int>(limits.max_message_bytes));
+  // A worker gets in one message what a client has brought in one or more, in wider types perhaps: none of these may be too large,
+  // because it would cost the group. All else that is sent has limits of its own.
+  builder.SetMaxSendMessageSize(options.group != nullptr ? -1 : static_cast<int>(limits.max_message_bytes));
   // Tensors do not shrink, and a compressed message could unfold to many times its size.
   builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_DEFLATE, false);
   builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_GZIP, false);
@@ -147,6 +158,7 @@ absl::Status Server::Ports::Listen(const ServerOptions& options, const std::vect
   builder.RegisterService(&loss_service);
   builder.RegisterService(&head_service);
   builder.RegisterService(&session_service);
+  builder.RegisterService(&group_service);
 
   transport::ConnectionGateOptions gate_options;
   gate_options.max_connections = limits.max_connections;
@@ -193,18 +205,18 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
       if (absl::Status status = CheckListenAddress(address); !status.ok()) return status;
     }
   }
-  auto credentials = MakeServerCredentials(options);
-  if (!credentials.ok()) return credentials.status();
   auto socket_access = MakeSocketAccess(options.unix_socket_owner, options.unix_socket_mode);
   if (!socket_access.ok()) return socket_access.status();
   auto core = ServerCore::Create(options, std::move(engine));
   if (!core.ok()) return core.status();
-  auto state = std::make_unique<State>();
-  state->core = *std::move(core);
-
   // Once, and never undone: when the last user of gRPC goes, the library's own shutdown can wait 10 s for its background poller.
   static const bool grpc_stays = (grpc_init(), true);
   static_cast<void>(grpc_stays);
+  auto credentials = MakeServerCredentials(options, (*core)->backlog);
+  if (!credentials.ok()) return credentials.status();
+  auto state = std::make_unique<State>();
+  state->core = *std::move(core);
+
   grpc::EnableDefaultHealthCheckService(true);
   // The reference keeps the linker from dropping the library; the option takes the plugin out again.
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
@@ -230,6 +242,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
     for (Ports& group : state->ports) group.gate->OnCancelled(peer, absl::Now());
   };
   state->core->SetPortHooks(std::move(hooks));
+  state->core->backlog->SetDrop([state = state.get()](const std::string& peer) {
+    for (Ports& group : state->ports) group.gate->Drop(peer, absl::Now());
+  });
   for (Ports& group : state->ports) {
     if (absl::Status status = group.gate->Start(); !status.ok()) return status;
   }
@@ -254,12 +269,16 @@ Server::~Server() {
   state_->core->StopWatchingEngine();  // it tells the gRPC server, which goes before the core
 }
 
-absl::Status Server::BecomeReady() {
+absl::Status Server::BecomeReady(const std::function<bool()>& cancelled) {
+  if (const auto& group = state_->core->options.group; group != nullptr) {
+    if (absl::Status status = group->Form(cancelled); !status.ok()) return status;
+  }
   const absl::Time start = absl::Now();
   if (absl::Status status = SelfTest(*state_->core->engine); !status.ok()) {
     Log(LogLevel::kError, "self_test_failed", {{"message", std::string(status.message())}});
     return status;
   }
+  state_->core->FindProductRate();
   state_->core->RestoreHeads();
   absl::MutexLock lock(&state_->drain_mutex);
   if (state_->drained) return absl::OkStatus();
@@ -291,6 +310,7 @@ bool Server::Drain(absl::Duration timeout) {
   } else {
     state_->drained_cleanly = state_->core->AwaitIdle(deadline);
   }
+  if (state_->core->options.group != nullptr) state_->core->options.group->Dismiss();
   // After a clean drain only last answers on their way and health watches are left: they get a moment. Otherwise calls that ran
   // into the timeout are, and they are cancelled now.
   const auto moment = state_->drained_cleanly ? std::chrono::seconds(1) : std::chrono::seconds(0);

@@ -2,6 +2,7 @@
 #ifndef HEADWATER_SERVER_SERVICE_SERVER_H_
 #define HEADWATER_SERVER_SERVICE_SERVER_H_
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -29,9 +30,9 @@ class Server {
   Server(const Server&) = delete;
   Server& operator=(const Server&) = delete;
 
-  // Runs SelfTest(engine) and brings back the heads of an earlier server, if the options say so. An error leaves the server
-  // NOT_SERVING. Once.
-  absl::Status BecomeReady();
+  // Waits for the workers, if the options name any, as long as `cancelled` is false; runs SelfTest(engine) and brings back the
+  // heads of an earlier server, if the options say so. An error leaves the server NOT_SERVING. Once.
+  absl::Status BecomeReady(const std::function<bool()>& cancelled = [] { return false; });
   // True if all accepted calls had ended by `timeout`; those that had not are cancelled. Then the server listens no more.
   // Idempotent.
   bool Drain(absl::Duration timeout);

@@ -3,12 +3,14 @@
 #include <malloc.h>
 
 #include <algorithm>
+#include <cmath>
 #include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/product_rate.h"
 #include "server/observability/logging.h"
 #include "server/service/retry_after.h"
 #include "server/service/watched_engine.h"
@@ -61,6 +63,12 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptio
   if (!(options.max_cancel_rate > 0)) {
     return absl::InvalidArgumentError(absl::StrCat("max_cancel_rate: expected a number > 0, got ", options.max_cancel_rate));
   }
+  if (!(options.product_tflops >= 0) || !std::isfinite(options.product_tflops)) {
+    return absl::InvalidArgumentError(absl::StrCat("product_tflops: expected a number >= 0, got ", options.product_tflops));
+  }
+  if (options.max_reset_backlog < 0) {
+    return absl::InvalidArgumentError(absl::StrCat("max_reset_backlog: expected >= 0, got ", options.max_reset_backlog));
+  }
   if (options.engine_stall_timeout < absl::ZeroDuration()) {
     return absl::InvalidArgumentError(
         absl::StrCat("engine_stall_timeout: expected a duration >= 0, got ", absl::FormatDuration(options.engine_stall_timeout)));
@@ -71,6 +79,11 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptio
   std::unique_ptr<ServerCore> core(new ServerCore(options, std::move(engine)));
   core->access = *std::move(access);
   core->checkpoints = std::move(checkpoints);
+  if (!options.trace_dir.empty()) {
+    auto traces = observability::TraceWriter::Open(options.trace_dir, options.max_trace_files, core->metrics);
+    if (!traces.ok()) return traces.status();
+    core->traces = *std::move(traces);
+  }
   if (!options.descriptor_socket.empty()) {
     transport::DescriptorSocketOptions socket;
     socket.path = options.descriptor_socket;
@@ -122,10 +135,11 @@ class ServerCore::Reaper {
       next_heads = absl::Now() + head_interval;
     }
   }
-  // Once for each time that the server is idle: no call runs, and none has moved rows lately. What was freed after a burst of
-  // calls, or of attacks, would stay with the process for ever otherwise.
+  // Once for each time that the server is idle, and once more when it has let go of the rows' memory. What was freed after a burst
+  // of calls, or of attacks, would stay with the process for ever otherwise.
   void TrimHeapWhenIdle() {
-    bool busy = core_.rows.used_bytes() > 0 || core_.rows.idle_bytes() > 0;
+    bool busy = core_.rows.used_bytes() > 0 || core_.rows.idle_bytes() != idle_row_bytes_;
+    idle_row_bytes_ = core_.rows.idle_bytes();
     {
       absl::MutexLock lock(&core_.phase_mutex_);
       busy = busy || core_.calls_in_progress_ > 0;
@@ -147,6 +161,7 @@ class ServerCore::Reaper {
   ServerCore& core_;
   absl::Time last_busy_ = absl::Now();  // of the thread, like the next
   bool heap_trimmed_ = false;
+  int64_t idle_row_bytes_ = 0;
   absl::Mutex mutex_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;  // last: it uses the members above
@@ -174,12 +189,15 @@ ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<Loss
                }),
       queue(options.limits.max_queue_depth, options.queue_widths),
       waiting(options.limits.max_waiting_calls, options.limits.max_step_wait),
+      backlog(std::make_shared<transport::CallBacklog>(options.limits.max_connection_streams + options.max_reset_backlog,
+                                                       options.max_cancel_rate)),
       watchdog(options.stream_idle_timeout, options.limits.max_stream_time),
       transfers(options.limits.max_stripe_wait),
       incarnation(heads::NewEpoch()),
       start_time(absl::Now()),
       calls(options.max_threads),
       senders(kSenderThreads) {
+  metrics.SetLimits({options.limits.max_queue_depth, options.limits.max_in_flight_bytes, options.limits.max_connections});
   metrics.SetGaugeSource([this] { return ReadGauges(); });
 }
 
@@ -234,10 +252,17 @@ void ServerCore::LoseEngine(const absl::Status& health) {
   ErrorMetadata metadata = GetErrorMetadata(health);
   metadata["engine"] = engine->name();
   absl::MutexLock lock(&phase_mutex_);
-  lost_ = MakeError(ErrorReason::kEngineFailed,
-                    absl::StrCat("the engine's device is lost, and this server ends so that a new one can begin: ",
-                                 std::string(health.message())),
-                    std::move(metadata));
+  const std::string why(health.message());
+  lost_ =
+      options.group == nullptr
+          ? MakeError(ErrorReason::kEngineFailed,
+                      absl::StrCat("the engine's device is lost, and this server ends so that a new one can begin: ", why),
+                      std::move(metadata))
+          : MakeError(ErrorReason::kStepLost,
+                      absl::StrCat("the server's group has lost a rank, and with it what its heads held; it comes back with their "
+                                   "newest checkpoints when all ranks are there again: ",
+                                   why),
+                      std::move(metadata));
   phase_ = Phase::kLost;
   is_lost_.store(true);
   waiting.Close();
@@ -247,6 +272,16 @@ absl::Status ServerCore::lost() const {
   if (!is_lost_.load()) return absl::OkStatus();
   absl::MutexLock lock(&phase_mutex_);
   return lost_;
+}
+
+void ServerCore::FindProductRate() {
+  constexpr double kTera = 1e12;
+  if (options.product_tflops > 0) return metrics.SetProductRate(options.product_tflops * kTera);
+  // Nobody would see it without an address; and a group's other machines cannot be measured from here.
+  if (options.metrics_address.empty() || engine->name() != "cpu" || options.group != nullptr) return;
+  const double rate = MeasureCpuProductRate(engine->options().thread_count);
+  metrics.SetProductRate(rate);
+  Log(LogLevel::kInfo, "product_rate", {{"tflops", rate / kTera}});
 }
 
 void ServerCore::RestoreHeads() {
@@ -328,6 +363,7 @@ observability::GaugeReadings ServerCore::ReadGauges() const {
     if (hooks_.count_connections) readings.connections = hooks_.count_connections();
   }
   readings.queue_depth = queue.depth();
+  readings.busy = busy.total();
   readings.in_flight_bytes = in_flight.reserved_bytes();
   readings.upload_bytes = uploads.reserved_bytes();
   for (const EngineDevice& device : engine->devices()) readings.memory_budget_bytes += device.memory_budget_bytes;
@@ -340,6 +376,7 @@ observability::GaugeReadings ServerCore::ReadGauges() const {
   readings.region_count = mapped.regions;
   readings.region_bytes = mapped.bytes;
   readings.waiting_calls = waiting.size();
+  readings.abandoned_calls = abandoned_calls.load();
   for (const auto& head : registry.ListAll()) {
     ++readings.head_count;
     const heads::HeadInfo info = head->Describe();

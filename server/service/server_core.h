@@ -19,7 +19,9 @@
 #include "server/heads/epoch.h"
 #include "server/heads/head_registry.h"
 #include "server/heads/session_registry.h"
+#include "server/observability/busy_clock.h"
 #include "server/observability/metrics.h"
+#include "server/observability/trace_writer.h"
 #include "server/scheduler/start_order.h"
 #include "server/scheduler/work_queue.h"
 #include "server/service/access.h"
@@ -32,6 +34,7 @@
 #include "server/service/upload_store.h"
 #include "server/service/waiting_room.h"
 #include "server/transport/byte_budget.h"
+#include "server/transport/call_backlog.h"
 #include "server/transport/descriptor_socket.h"
 #include "server/transport/fair_budget.h"
 #include "server/transport/pinned_pool.h"
@@ -86,6 +89,8 @@ class ServerCore {
   // Saves the heads that have changed, as kDrainCheckpoint (needs a checkpoint directory); one line of log for each. False if one
   // could not be, or not before `deadline`.
   bool SaveHeads(absl::Time deadline);
+  // Tells the metrics what bare matrix products reach here: as the options say, else, on the CPU engine, as measured now.
+  void FindProductRate();
   // Brings back the heads of an earlier server (heads::HeadRegistry::RestoreAll), if the options say so; one line of log for each.
   void RestoreHeads();
 
@@ -114,6 +119,8 @@ class ServerCore {
   const ServerOptions options;
   const std::unique_ptr<LossEngine> engine;
   observability::Metrics metrics;
+  std::unique_ptr<observability::TraceWriter> traces;  // null: no call is traced
+  observability::BusyClock busy;                       // while a micro-batch is in the engine
   transport::FairBudget in_flight;
   transport::ByteBudget held;  // rows of HELD contributions
   transport::PinnedPool rows;  // of micro-batches, in and out
@@ -129,6 +136,8 @@ class ServerCore {
   scheduler::StartOrder start_order;  // of micro-batches whose rows still come
   WaitingRoom waiting;
   SlowUploads slow_uploads;
+  const std::shared_ptr<transport::CallBacklog> backlog;
+  std::atomic<int64_t> abandoned_calls{0};  // ComputeLoss in progress whose client has gone
   std::atomic<int64_t> reading_threads{0};  // that read streams (ReadAll)
   StreamWatchdog watchdog;
   TransferRegistry transfers;

@@ -3,6 +3,7 @@
 #define HEADWATER_SERVER_SERVICE_SERVER_OPTIONS_H_
 
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,10 @@
 #include "absl/time/time.h"
 #include "server/scheduler/work_queue.h"
 #include "server/service/limits.h"
+
+namespace headwater::group {
+class GroupAssembly;
+}
 
 namespace headwater::service {
 
@@ -31,10 +36,14 @@ struct ServerOptions {
   bool drain_checkpoint = false;                            // save the heads that have changed when the server drains
   std::string load_root;                                    // empty: no LoadWeights
   std::string metrics_address;                              // host:port; empty: no endpoint
+  std::string trace_dir;                                    // where traced calls are written; empty: none is
+  int64_t max_trace_files = 1000;                           // that stay there
+  double product_tflops = 0;                                // of bare matrix products here; 0: measured on the CPU engine
   int max_threads = 256;                                    // ComputeLoss at once, and other calls at once
   int max_pollers = 2;                                      // threads that wait for new calls, for each completion queue
   absl::Duration stream_idle_timeout = absl::Seconds(120);  // a stream whose client sends or takes nothing for so long is cancelled
   double max_cancel_rate = 100;                             // calls a second that the clients of one host may cancel
+  int max_reset_backlog = 64;                               // calls of a connection that are reset before the server gets to them
   absl::Duration engine_stall_timeout = absl::Minutes(5);   // a computing engine that gets no further for so long is lost; 0: never
   absl::Duration idle_head_timeout = absl::ZeroDuration();  // heads that no call has named for so long are deleted; 0: never
   bool idle_head_checkpoint = false;                        // they are saved before; needs a checkpoint directory
@@ -45,7 +54,11 @@ struct ServerOptions {
   bool descriptor_socket_any_user = false;  // also from processes of other users than the server's own and root
   bool named_regions = false;               // whether sessions may register files under /dev/shm by name
   scheduler::QueueWidths queue_widths;      // micro-batches at the engine at once
-  std::string engine_note;                  // why the engine is not a faster one
+  // The workers that the engine, which is this assembly's, waits for; null: it waits for none. When the engine is lost its calls
+  // are answered STEP_LOST: the process should Drain(), begin anew, and bring the heads back once the workers have joined again.
+  std::shared_ptr<group::GroupAssembly> group;
+  std::string worker_token;  // with a token file: the name of the token that workers join with; empty: none may
+  std::string engine_note;   // why the engine is not a faster one
   // Called once, on any thread, when the engine's device is lost: health is NOT_SERVING then, and calls are answered ENGINE_FAILED.
   // Heads cannot be had back: the process should Drain() and end. Must not call the server.
   std::function<void(const absl::Status&)> on_engine_lost;

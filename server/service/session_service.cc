@@ -29,7 +29,8 @@ std::vector<std::string> Features(const ServerCore& core) {
   if (core.checkpoints != nullptr) features.push_back("checkpoints");
   if (!core.options.load_root.empty()) features.push_back("load_weights");
   if (core.descriptors != nullptr || core.options.named_regions) features.push_back("shared_memory");
-  if (core.engine->name() == "cuda") features.push_back("cuda_ipc");
+  // Several GPUs take their rows from host memory.
+  if (core.engine->name() == "cuda" && core.engine->devices().size() == 1) features.push_back("cuda_ipc");
   return features;
 }
 

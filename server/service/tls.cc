@@ -8,11 +8,13 @@
 #include <openssl/x509.h>
 
 #include <string>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "server/observability/logging.h"
+#include "server/service/counted_credentials.h"
 
 namespace headwater::service {
 namespace {
@@ -61,13 +63,14 @@ absl::Status CheckFiles(const ServerOptions& options) {
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(const ServerOptions& options) {
+absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(const ServerOptions& options,
+                                                                               std::shared_ptr<transport::CallBacklog> backlog) {
   if (options.tls_certificate.empty() != options.tls_key.empty()) {
     return absl::InvalidArgumentError("tls_certificate and tls_key: expected both or neither");
   }
   if (options.tls_certificate.empty()) {
     if (!options.tls_client_ca.empty()) return absl::InvalidArgumentError("tls_client_ca: expected a tls_certificate with it");
-    return grpc::InsecureServerCredentials();
+    return CountCalls(grpc_insecure_server_credentials_create(), std::move(backlog));
   }
   if (absl::Status status = CheckFiles(options); !status.ok()) return status;
   grpc::experimental::TlsServerCredentialsOptions tls(std::make_shared<grpc::experimental::FileWatcherCertificateProvider>(
@@ -78,7 +81,7 @@ absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(c
     tls.set_cert_request_type(GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
   }
   // gRPC speaks TLS 1.2 and 1.3 only.
-  return grpc::experimental::TlsServerCredentials(tls);
+  return CountCalls(grpc_tls_server_credentials_create(tls.c_credentials_options()), std::move(backlog));
 }
 
 }  // namespace headwater::service

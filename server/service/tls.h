@@ -8,12 +8,15 @@
 
 #include "absl/status/statusor.h"
 #include "server/service/server_options.h"
+#include "server/transport/call_backlog.h"
 
 namespace headwater::service {
 
-// Credentials for host:port addresses: TLS 1.2 or later with the options' files, or none at all without tls_certificate.
+// Credentials for host:port addresses: TLS 1.2 or later with the options' files, or none at all without tls_certificate. Calls are
+// counted (counted_credentials.h).
 // InvalidArgument for options without meaning, and for files that cannot be used: not there, not PEM, a key of another certificate.
-absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(const ServerOptions& options);
+absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(const ServerOptions& options,
+                                                                               std::shared_ptr<transport::CallBacklog> backlog);
 
 }  // namespace headwater::service
 

@@ -30,6 +30,7 @@ class EngineMeter {
   struct Entry {
     const char* work;
     std::string method;
+    std::string request_id;
     std::string head;
   };
 
@@ -41,7 +42,7 @@ class EngineMeter {
   class Work {
    public:
     Work(EngineMeter& meter, const char* work) : meter_(meter) {
-      Entry entry{work, CallLabel::Method(), CallLabel::Head()};
+      Entry entry{work, CallLabel::Method(), CallLabel::RequestId(), CallLabel::Head()};
       absl::MutexLock lock(&meter_.mutex_);
       entry_ = meter_.calls_.insert(meter_.calls_.end(), std::move(entry));
     }
@@ -84,6 +85,7 @@ class EngineMeter {
     Log(LogLevel::kError, "engine_stuck",
         {{"work", oldest.work},
          {"method", oldest.method},
+         {"request_id", oldest.request_id},
          {"head", oldest.head},
          {"calls", static_cast<int64_t>(calls_.size())},
          {"stall_timeout_s", absl::ToDoubleSeconds(stall_timeout_)}});

@@ -17,6 +17,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <system_error>
 #include <utility>
@@ -102,6 +103,14 @@ std::string PeerOf(int fd) {
   }
   inet_ntop(AF_INET6, &six->sin6_addr, host.data(), host.size());
   return absl::StrCat("ipv6:%5B", host.data(), "%5D:", ntohs(six->sin6_port));
+}
+
+// Ends a connection, which its owner sees, and so does the gate. What the client has sent is thrown away: megabytes, which the
+// owner would read before it comes to the end.
+void CutOff(int fd) {
+  shutdown(fd, SHUT_RDWR);
+  while (recv(fd, nullptr, std::numeric_limits<int>::max(), MSG_TRUNC | MSG_DONTWAIT) > 0) {
+  }
 }
 
 bool SomebodyListens(const sockaddr_un& address) {
@@ -302,26 +311,46 @@ void ConnectionGate::Forget(int duplicate) {
     if (peer != peers_.end() && peer->second.duplicate == duplicate) peers_.erase(peer);
   }
   duplicates_.erase(found);
+  // Closing alone would not do it while the owner has the connection open: what it reports later would be taken for the next
+  // connection whose duplicate gets this number.
+  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, duplicate, nullptr);
   close(duplicate);
   connections_.fetch_sub(1);
 }
 
-void ConnectionGate::OnCancelled(const std::string& peer, absl::Time now) {
+ConnectionGate::Host& ConnectionGate::HostOf(const std::string& peer, absl::Time now) {
   const double most = kCancelsAtOnce * options_.cancels_a_second;
+  if (hosts_.size() >= kMostHosts) hosts_.clear();  // rather forget than grow: those who go on are soon known again
+  const auto [place, is_new] = hosts_.try_emplace(peer.substr(0, peer.rfind(':')), Host{most, now});
+  Host& host = place->second;
+  const double gained = options_.cancels_a_second * std::max(0.0, absl::ToDoubleSeconds(now - host.last_cancel));
+  host.cancels_left = std::min(most, host.cancels_left + gained);
+  host.last_cancel = now;
+  return host;
+}
+
+void ConnectionGate::OnCancelled(const std::string& peer, absl::Time now) {
   {
     absl::MutexLock lock(&peers_mutex_);
     const auto found = peers_.find(peer);
     if (found == peers_.end()) return;
-    if (hosts_.size() >= kMostHosts) hosts_.clear();  // rather forget than grow: those who go on are soon known again
-    const auto [place, is_new] = hosts_.try_emplace(peer.substr(0, peer.rfind(':')), Host{most, now});
-    Host& host = place->second;
-    const double gained = options_.cancels_a_second * std::max(0.0, absl::ToDoubleSeconds(now - host.last_cancel));
-    host.cancels_left = std::min(most, host.cancels_left + gained);
-    host.last_cancel = now;
+    Host& host = HostOf(peer, now);
     const bool exhausted = host.cancels_left < 1;
     if (!exhausted) host.cancels_left -= 1;
     if (++found->second.cancels <= kFreeCancels || !exhausted) return;
-    shutdown(found->second.duplicate, SHUT_RDWR);  // which its owner sees as its end, and so does the gate
+    CutOff(found->second.duplicate);
+    peers_.erase(found);
+  }
+  options_.on_dropped();
+}
+
+void ConnectionGate::Drop(const std::string& peer, absl::Time now) {
+  {
+    absl::MutexLock lock(&peers_mutex_);
+    const auto found = peers_.find(peer);
+    if (found == peers_.end()) return;
+    HostOf(peer, now).cancels_left = 0;
+    CutOff(found->second.duplicate);
     peers_.erase(found);
   }
   options_.on_dropped();

@@ -29,7 +29,7 @@ struct ConnectionGateOptions {
   int64_t max_connections = 4096;    // >= 1, over all sockets
   double cancels_a_second = 100;     // > 0: OnCancelled() of one host, ten times as many at once
   std::function<void()> on_refused;  // a connection above max_connections, on the gate's thread; must not call the gate
-  std::function<void()> on_dropped;  // a connection with too many OnCancelled(); likewise, on any thread
+  std::function<void()> on_dropped;  // a connection with too many OnCancelled(), or Drop(); likewise, on any thread
 };
 
 // Thread-safe from Start() on.
@@ -59,6 +59,8 @@ class ConnectionGate {
   // A client has cancelled a call. One whose host cancels too many is cut off, unless it has cancelled 16 at most itself. `peer`:
   // as gRPC calls it, ipv4:HOST:PORT or ipv6:%5BHOST%5D:PORT; clients of Unix sockets have no name, and are not counted.
   void OnCancelled(const std::string& peer, absl::Time now);
+  // Cuts a client off at once, and has the others of its host cancel no more than 16 calls each for now. `peer`: likewise.
+  void Drop(const std::string& peer, absl::Time now);
 
   int64_t connections() const { return connections_.load(); }
 
@@ -89,6 +91,8 @@ class ConnectionGate {
   // Closes one connection that waits, with a descriptor kept for this, when the process has no other.
   void RefuseWithTheSpare(int listener_fd);
   void Forget(int duplicate);
+  // The host of the peer, with what it may cancel now.
+  Host& HostOf(const std::string& peer, absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(peers_mutex_);
 
   const ConnectionGateOptions options_;
   std::vector<Listener> listeners_;

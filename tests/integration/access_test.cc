@@ -17,6 +17,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "headwater/v1/group_service.pb.h"
 #include "headwater/v1/head_service.grpc.pb.h"
 #include "headwater/v1/loss_service.grpc.pb.h"
 #include "headwater/v1/session_service.grpc.pb.h"
@@ -59,8 +60,8 @@ std::vector<std::string> MethodsOf(const std::string& service) {
 // Every service of the files of the API, and what gRPC adds.
 std::set<std::string> AllServices() {
   std::set<std::string> services = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"};
-  for (const auto* const file :
-       {v1::Head::descriptor()->file(), v1::MicroBatchHeader::descriptor()->file(), v1::ServerInfo::descriptor()->file()}) {
+  for (const auto* const file : {v1::Head::descriptor()->file(), v1::MicroBatchHeader::descriptor()->file(),
+                                 v1::ServerInfo::descriptor()->file(), v1::RankHello::descriptor()->file()}) {
     for (int i = 0; i < file->service_count(); ++i) services.insert(file->service(i)->full_name());
   }
   return services;

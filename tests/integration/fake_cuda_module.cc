@@ -1,6 +1,7 @@
-// A module with the CUDA engine's two symbols and a CpuEngine behind them, so that everything around the real one can be tested
+// A module with the CUDA engine's symbols and a CpuEngine behind them, so that everything around the real one can be tested
 // without a GPU: how it is found, checked and told its options, and what a server does when its device is lost.
 //
+//   device_index 6        computes, but wrong by a thousandth
 //   device_index 7        there is no such GPU: FEATURE_NOT_BUILT
 //   device_index 8        null, without a reason
 //   device_index 9        INVALID_FIELD
@@ -9,9 +10,15 @@
 //   of 15 rows                  the device is lost, and the call never comes back
 //   of 16 rows                  the call never comes back, and nobody says why
 //
+// While there is a file `hold` in the folder that HEADWATER_FAKE_HOLD names, the last shard stops in the middle of what changes a
+// head: when the others may have changed already. It makes a file `held` there.
+//
 // Compiled with FAKE_MODULE_VERSION, it says that instead of its version.
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <thread>
@@ -54,7 +61,9 @@ class FakeCudaEngine final : public LossEngine {
     }
     while (rows == 15 || rows == 16) std::this_thread::sleep_for(std::chrono::seconds(1));
     if (is_lost_.load()) return Lost();
-    return engine_->Compute(micro_batch);
+    auto result = engine_->Compute(micro_batch);
+    if (result.ok() && options_.device_index == 6) result->terms.front().loss_sum += 0.001;
+    return result;
   }
 
  private:
@@ -64,6 +73,14 @@ class FakeCudaEngine final : public LossEngine {
   const EngineOptions options_;
   std::atomic<bool> is_lost_{false};
 };
+
+// EngineOptions::shard_probe.
+absl::Status HoldTheLastShard(const std::filesystem::path& folder, int32_t last_rank, ShardPhase phase, int32_t rank) {
+  if (phase != ShardPhase::kAct || rank != last_rank || !std::filesystem::exists(folder / "hold")) return absl::OkStatus();
+  std::ofstream(folder / "held") << "held\n";
+  while (std::filesystem::exists(folder / "hold")) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  return absl::OkStatus();
+}
 
 }  // namespace
 }  // namespace headwater
@@ -91,10 +108,22 @@ HEADWATER_FAKE_EXPORT headwater::LossEngine* headwater_cuda_create_engine(const 
     *status = headwater::MakeError(headwater::ErrorReason::kInvalidField, "device_index must be in [0, 9), got 9");
     return nullptr;
   }
-  auto engine = headwater::CreateCpuEngine(*options);
+  headwater::EngineOptions cpu_options = *options;
+  if (const char* const folder = std::getenv("HEADWATER_FAKE_HOLD"); folder != nullptr) {
+    cpu_options.shard_probe = [path = std::filesystem::path(folder), last_rank = options->shard_count - 1](
+                                  headwater::ShardPhase phase, int32_t rank) {
+      return headwater::HoldTheLastShard(path, last_rank, phase, rank);
+    };
+  }
+  auto engine = headwater::CreateCpuEngine(cpu_options);
   if (engine.ok()) return new headwater::FakeCudaEngine(*std::move(engine), *options);
   *status = engine.status();
   return nullptr;
+}
+
+HEADWATER_FAKE_EXPORT absl::Status headwater_cuda_make_group_id(std::string* id) {
+  *id = "fake group";
+  return absl::OkStatus();
 }
 
 }  // extern "C"

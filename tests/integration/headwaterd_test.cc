@@ -164,6 +164,12 @@ TEST_F(Headwaterd, RefusesWhatItCannotDoWithOneSentence) {
   EXPECT_THAT(refused({"--max_join_wait=-1s"}), HasSubstr("max_join_wait: expected a duration > 0"));
   EXPECT_THAT(refused({"--max_join_bytes=-1"}), HasSubstr("max_join_bytes: expected at least 0, got -1"));
   EXPECT_THAT(refused({"--max_threads=1"}), HasSubstr("--max_threads"));
+  EXPECT_THAT(refused({"--worker_token=worker"}), HasSubstr("--worker_token: expected --workers and --token_file with it"));
+  EXPECT_THAT(refused({"--workers=1", "--token_file=/nonexistent"}), HasSubstr("--worker_token: expected the name of a token"));
+  EXPECT_THAT(refused({"--workers=2", "--max_threads=9"}), HasSubstr("--max_threads: expected at least 10"));
+  EXPECT_THAT(refused({"--workers=1", "--max_message_bytes=1048575"}), HasSubstr("--max_message_bytes: expected at least 1048576"));
+  EXPECT_THAT(refused({"--join=127.0.0.1:1", "--tls_certificate=a"}), HasSubstr("--tls_certificate and --tls_key: expected both"));
+  EXPECT_THAT(refused({"--join=127.0.0.1:1", "--tls_certificate=a", "--tls_key=b"}), HasSubstr("expected --join_ca with it"));
   EXPECT_THAT(refused({"--log_level=loud"}), HasSubstr("expected debug, info, warning, error or off"));
   EXPECT_THAT(refused({"--listen_addresses=unix:/nonexistent-folder/s", "--metrics_address="}), HasSubstr("cannot listen"));
   EXPECT_THAT(refused({"word"}), HasSubstr("unexpected argument \"word\""));

@@ -22,7 +22,8 @@ struct Http2Frame {
 };
 
 inline constexpr uint8_t kHeadersFrame = 1;
-inline constexpr uint8_t kEndHeaders = 4;
+inline constexpr uint8_t kEndStream = 1;   // flag
+inline constexpr uint8_t kEndHeaders = 4;  // flag
 inline constexpr uint8_t kResetFrame = 3;
 inline constexpr uint8_t kSettingsFrame = 4;
 inline constexpr uint8_t kPingFrame = 6;

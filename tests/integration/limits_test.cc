@@ -123,15 +123,15 @@ TEST(ConnectionLimits, TwoPingsTooEarlyAreBorneAndTheThirdEndsIt) {
   EXPECT_TRUE(tcp.AwaitConnections(0));
 }
 
-// ComputeLoss as HTTP/2 says it: fields without indexing or Huffman codes.
-std::string CallHeaders() {
+// A call as HTTP/2 says it: fields without indexing or Huffman codes.
+std::string CallHeaders(const std::string& method = "ComputeLoss") {
   std::string block;
   const auto add = [&block](const std::string& name, const std::string& value) {
     block += std::string(1, '\0') + static_cast<char>(name.size()) + name + static_cast<char>(value.size()) + value;
   };
   add(":method", "POST");
   add(":scheme", "http");
-  add(":path", "/headwater.v1.LossService/ComputeLoss");
+  add(":path", "/headwater.v1.LossService/" + method);
   add(":authority", "127.0.0.1");
   add("te", "trailers");
   add("content-type", "application/grpc");
@@ -183,6 +183,61 @@ TEST(ConnectionLimits, CancelsWithinTheRateAreBorne) {
   }));
   EXPECT_TRUE(tcp.AwaitConnections(1));
   EXPECT_EQ(tcp.server.MetricLine("headwater_connections_dropped_total"), "headwater_connections_dropped_total 0");
+}
+
+// Calls of a method that there is not wait for the server for ever, as far as it can tell.
+TEST(ConnectionLimits, OneWithMoreCallsThatWaitThanItCanHaveInProgressIsCutOff) {
+  ServerSetup setup;
+  setup.options.max_cancel_rate = 0.001;  // time gives nothing
+  setup.options.limits.max_connection_streams = 1;
+  setup.options.max_reset_backlog = 3;
+  TcpServer tcp(setup);
+  Http2Client client(tcp.port);
+  ASSERT_TRUE(client.Send(Resets(1)));  // whose call it is gets known
+  ASSERT_TRUE(Await([&] {
+    return tcp.server.MetricLine("headwater_request_seconds_count{method=\"ComputeLoss\"}") ==
+           "headwater_request_seconds_count{method=\"ComputeLoss\"} 1";
+  }));
+  uint32_t stream = 1;
+  const auto call = [&] {
+    stream += 2;
+    return client.Send(Http2Client::Encode({kHeadersFrame, kEndHeaders | kEndStream, stream, CallHeaders("Unknown")}));
+  };
+  for (int i = 0; i < 1 + 3; ++i) {
+    ASSERT_TRUE(call());
+    bool answered = false;
+    while (!answered) {
+      const auto frame = client.Read();
+      ASSERT_TRUE(frame.has_value()) << i;
+      answered = frame->type == kHeadersFrame && frame->stream == stream;
+    }
+  }
+  EXPECT_EQ(tcp.server.MetricLine("headwater_connections_dropped_total"), "headwater_connections_dropped_total 0");
+  Http2Client other(tcp.port);
+  ASSERT_TRUE(other.Send(kHttp2Preface + Http2Client::Encode({kSettingsFrame, 0, 0, ""})));
+  ASSERT_TRUE(tcp.AwaitConnections(2));
+  ASSERT_TRUE(call());
+  EXPECT_TRUE(client.AwaitEnd());
+  EXPECT_TRUE(Await(
+      [&] { return tcp.server.MetricLine("headwater_connections_dropped_total") == "headwater_connections_dropped_total 1"; }));
+  EXPECT_TRUE(tcp.AwaitConnections(1));
+}
+
+TEST(ConnectionLimits, AFloodOfResetsEndsAndOthersGoOn) {
+  ServerSetup setup;
+  setup.options.limits.max_connection_streams = 8;
+  setup.options.max_reset_backlog = 8;
+  TcpServer tcp(setup);
+  const std::shared_ptr<grpc::Channel> channel = tcp.server.NewChannel();
+  for (int i = 0; i < 3; ++i) {
+    Http2Client client(tcp.port);
+    client.Send(Resets(5000));  // may be cut off on the way
+    EXPECT_TRUE(client.AwaitEnd());
+    EXPECT_TRUE(Ask(channel, kLong).ok());
+  }
+  EXPECT_TRUE(Await(
+      [&] { return tcp.server.MetricLine("headwater_connections_dropped_total") == "headwater_connections_dropped_total 3"; }));
+  EXPECT_TRUE(tcp.AwaitConnections(1));  // the channel's
 }
 
 TEST(StreamLimits, OnOneConnection) {

@@ -7,11 +7,17 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "tests/integration/open_stream.h"
 #include "tests/integration/raw_call.h"
 #include "tests/integration/wire_server.h"
 
@@ -330,12 +336,26 @@ TEST(Metrics, TellWhatHappened) {
            "headwater_queue_depth 0\n",
            "headwater_memory_planned_bytes{purpose=\"weight\"} 260\n",
            "headwater_bytes_total{direction=\"out\",transport=\"grpc\"} 180\n",
-           "headwater_engine_seconds_count 3\n",
+           "headwater_compute_seconds_count 3\n",
+           "headwater_commit_seconds_count 0\n",
+           "headwater_token_chunk_fill_ratio_count 3\n",
+           // 2 rows that are not ignored, 13 x 5: two products in each of three calls, and grad_weight's in two of them.
+           "headwater_product_flops_total 2080\n",
+           "headwater_max_queue_depth 64\n",
+           // Nothing of it has happened, and yet it is there.
+           "headwater_refusals_total{reason=\"INTERNAL\"} 0\n",
            "headwater_serving 1\n",
        }) {
     EXPECT_THAT(text, HasSubstr(line));
   }
   EXPECT_THAT(text, Not(HasSubstr("secret-name")));
+  EXPECT_THAT(text, HasSubstr("headwater_product_flops_per_second "));  // measured
+  header.set_micro_batch(2);
+  header.mutable_terms(0)->mutable_head()->set_step(1);
+  Require(server.Compute(header, rows).status, "staged");
+  Require(server.Commit(head, 1, 2, 1), "committed");
+  EXPECT_EQ(server.MetricLine("headwater_commit_seconds_count"), "headwater_commit_seconds_count 1");
+  EXPECT_NE(server.MetricLine("headwater_compute_busy_seconds_total"), "headwater_compute_busy_seconds_total 0");
 }
 
 TEST(Server, ListensOnSeveralAddressesAndTellsThePort) {
@@ -351,10 +371,133 @@ TEST(Server, ListensOnSeveralAddressesAndTellsThePort) {
   EXPECT_EQ(ReasonOf(stub->GetServerInfo(&context, {}, &info)), "OK");
 }
 
+constexpr char kTraceId[] = "0af7651916cd43dd8448eb211c80319c";
+
+// What a call was traced as, once there are `count` files; the newest one.
+std::string AwaitTrace(const std::string& folder, size_t count) {
+  std::vector<std::filesystem::path> files;
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (files.size() != count && std::chrono::steady_clock::now() < deadline) {
+    files.clear();
+    for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+      if (entry.path().extension() == ".json") files.push_back(entry.path());
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  EXPECT_EQ(files.size(), count);
+  if (files.empty()) return "";
+  std::ifstream file(*std::max_element(files.begin(), files.end()));
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+TEST(Traces, OfMicroBatchesAreWrittenIfTheCallerRecordsThem) {
+  constexpr int64_t kRows = 3000;  // enough for the engine to take them as they come
+  std::string folder = (std::filesystem::temp_directory_path() / "server-test-XXXXXX").string();
+  ASSERT_NE(mkdtemp(folder.data()), nullptr);
+  {
+    ServerSetup setup;
+    setup.options.trace_dir = folder;
+    WireServer server(setup);
+    const TestHead head = server.MakeHead("traced", SmallSpec());
+    const auto compute = [&](int64_t micro_batch, const char* flags, bool is_explicit, int seed = 1) {
+      grpc::ClientContext context;
+      context.AddMetadata("x-request-id", "request-of-the-test");
+      context.AddMetadata("traceparent", std::string("00-") + kTraceId + "-b7ad6b7169203331-" + flags);
+      const auto stream = server.loss().ComputeLoss(&context);
+      v1::ComputeLossRequest request;
+      *request.mutable_header() = CrossEntropyHeader(head, 0, micro_batch, std::vector<int32_t>(kRows, 1));
+      if (is_explicit) request.mutable_header()->set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
+      stream->Write(request);
+      request.mutable_chunk()->set_role(v1::CHUNK_ROLE_HIDDEN);
+      request.mutable_chunk()->set_row_count(kRows);
+      request.mutable_chunk()->set_data(Bytes(Random(kRows * 5, seed, 1)));
+      stream->Write(request);
+      stream->WritesDone();
+      v1::ComputeLossResponse response;
+      while (stream->Read(&response)) {
+      }
+      return stream->Finish();
+    };
+    Require(compute(0, "01", false), "recorded");
+    const std::string trace = AwaitTrace(folder, 1);
+    for (const char* part :
+         {kTraceId, "\"parent_span_id\":\"b7ad6b7169203331\"", "\"request_id\":\"request-of-the-test\"",
+          "\"method\":\"ComputeLoss\"", "\"code\":\"OK\"", "\"name\":\"upload\"", "\"name\":\"compute\"", "\"name\":\"download\"",
+          "\"name\":\"engine: grad_hidden\"", " to 3000\"", "\"name\":\"decision: all rows are there\"", "\"rows\":\"3000\"",
+          "\"transport\":\"grpc\"", "\"head\":\"tenants/default/heads/traced\""}) {
+      EXPECT_THAT(trace, HasSubstr(part));
+    }
+    Require(compute(1, "00", false), "not recorded");
+    EXPECT_FALSE(compute(0, "03", false, /*seed=*/2).ok());  // other rows; what is refused is traced, too
+    EXPECT_THAT(AwaitTrace(folder, 2), HasSubstr("\"reason\":\"MICRO_BATCH_CONFLICT\""));
+    Require(compute(2, "00", true), "staged");
+    grpc::ClientContext context;
+    context.AddMetadata("traceparent", std::string("00-") + kTraceId + "-b7ad6b7169203331-01");
+    v1::CommitMicroBatchRequest commit;
+    *commit.add_heads() = server.At(head, 0);
+    commit.set_micro_batch(2);
+    commit.set_factor(1);
+    v1::CommitMicroBatchResponse response;
+    Require(server.loss().CommitMicroBatch(&context, commit, &response), "committed");
+    const std::string committed = AwaitTrace(folder, 3);
+    EXPECT_THAT(committed, HasSubstr("\"name\":\"commit\""));
+    EXPECT_THAT(committed, HasSubstr("\"method\":\"CommitMicroBatch\""));
+    // Counted once the file is there.
+    EXPECT_TRUE(Await([&] {
+      return server.MetricLine("headwater_traces_total{outcome=\"written\"}") == "headwater_traces_total{outcome=\"written\"} 3";
+    }));
+  }
+  std::filesystem::remove_all(folder);
+}
+
+TEST(Server, TellsTheProductRateThatItIsGiven) {
+  ServerSetup setup;
+  setup.options.product_tflops = 1.5;
+  WireServer server(setup);
+  EXPECT_THAT(server.server().SerializeMetrics(), HasSubstr("headwater_product_flops_per_second 1500000000000\n"));
+  WireServer without;  // nobody scrapes it, so nothing is measured
+  EXPECT_THAT(without.server().SerializeMetrics(), Not(HasSubstr("headwater_product_flops_per_second ")));
+  setup.options.product_tflops = -1;
+  EXPECT_THROW(WireServer refused(setup), std::runtime_error);
+}
+
 TEST(Server, ThatCannotListenSaysSo) {
   ServerSetup setup;
   setup.options.listen_addresses = {"unix:/nonexistent-folder/socket"};
   EXPECT_THROW(WireServer server(setup), std::runtime_error);
+}
+
+// Who has gone is not told, but the log is: the truth.
+TEST(Server, TheLogOfAnAbandonedCallTellsWhetherItWasComputed) {
+  ::testing::internal::CaptureStderr();
+  {
+    WireServer server;
+    const TestHead head = server.MakeHead("h", SmallSpec());
+    const auto rows = [](int count) { return Bytes(Random(static_cast<size_t>(count) * 5, 5, 1)); };
+    const auto nothing_in_flight = [&] {
+      return Await([&] { return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 0"; });
+    };
+    OpenStream upload(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), rows(1), 1);
+    EXPECT_TRUE(Await([&] { return server.MetricLine("headwater_in_flight_bytes") == "headwater_in_flight_bytes 120"; }));
+    upload.context.TryCancel();
+    upload.End();
+    EXPECT_TRUE(nothing_in_flight());
+    server.gate().Close();
+    OpenStream call(server.loss(), CrossEntropyHeader(head, 0, 1, {1, 2, 3}), rows(3), 3);
+    call.stream->WritesDone();
+    server.gate().AwaitWaiting();
+    EXPECT_TRUE(Await([&] { return server.MetricLine("headwater_abandoned_calls") == "headwater_abandoned_calls 0"; }));
+    call.context.TryCancel();
+    call.End();
+    EXPECT_TRUE(Await([&] { return server.MetricLine("headwater_abandoned_calls") == "headwater_abandoned_calls 1"; }));
+    server.gate().Open();
+    EXPECT_TRUE(nothing_in_flight());
+    EXPECT_TRUE(Await([&] { return server.MetricLine("headwater_abandoned_calls") == "headwater_abandoned_calls 0"; }));
+    EXPECT_EQ(server.Find(head, 1).state(), v1::CONTRIBUTION_STATE_COMMITTED);
+  }
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  EXPECT_THAT(log, HasSubstr("went away; nothing was added"));
+  EXPECT_THAT(log, HasSubstr("went away; it had been computed: GetStep tells whether its micro-batch is in"));
 }
 
 }  // namespace

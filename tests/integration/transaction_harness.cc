@@ -255,6 +255,11 @@ void Trial::Cancel(OpenCall& call) {
   Require(server_->sessions().GetServerInfo(&context, v1::GetServerInfoRequest(), &info), "GetServerInfo");
 }
 
+void Trial::CancelHeld(OpenCall& call) {
+  Cancel(call);
+  EXPECT_TRUE(AwaitMetric("headwater_abandoned_calls", 1));
+}
+
 std::string Trial::Commit(const Decision& decision) {
   grpc::ClientContext context;
   SetDeadline(decision.deadline_ms, &context);

@@ -161,6 +161,8 @@ class Trial {
   std::unique_ptr<OpenCall> Open(const Batch& batch, int64_t sent_rows);
   // Cancels, and returns when the server knows: it has answered a later call on the same connection.
   void Cancel(OpenCall& call);
+  // The same for a call that the engine is held up with: returns when the server knows that the call's client has gone.
+  void CancelHeld(OpenCall& call);
   std::string Commit(const Decision& decision);
   std::string Discard(const Decision& decision);
   std::string AddPart(const Part& part);

@@ -32,7 +32,7 @@ class BusyEngine {
     t.server().gate().AwaitWaiting();
   }
   void End() {
-    t_.Cancel(*call_);
+    t_.CancelHeld(*call_);
     t_.server().gate().Open();
     EXPECT_TRUE(t_.NothingInFlight());
   }
@@ -48,7 +48,7 @@ void CancelWhileComputing(Trial& t, const Batch& batch) {
   t.server().gate().Close();
   const auto call = t.Open(batch, 3);
   t.server().gate().AwaitWaiting();
-  t.Cancel(*call);
+  t.CancelHeld(*call);
   t.server().gate().Open();
   EXPECT_TRUE(t.NothingInFlight());
   EXPECT_EQ(t.MicroBatches(), std::vector<std::string>());
@@ -142,7 +142,7 @@ std::vector<TransactionRow> DirectRows() {
                     t.server().gate().Close();
                     const auto call = t.Open({.id = 0}, 3);
                     t.server().gate().AwaitWaiting();
-                    t.Cancel(*call);
+                    t.CancelHeld(*call);
                     t.server().gate().Open();
                     EXPECT_TRUE(Await([&] { return t.MicroBatch(0) == kEagerLine; }));
                     EXPECT_TRUE(t.NothingInFlight());

@@ -65,6 +65,7 @@ LAYERS = {
     "kernels/cuda": KERNELS | {"cuda"},
     "kernels/lab": KERNELS | {"cuda", "kernels_lab", "kernels_reference"},
     "server": SERVER,
+    "server/group": SERVER | {"kernels_inner"},
     "server/heads": SERVER_STATE,
     "server/scheduler": SERVER_STATE,
     "server/checkpoint": SERVER_STATE,

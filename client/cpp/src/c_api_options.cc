@@ -77,6 +77,11 @@ bool SetToken(const std::string& value, ClientOptions& options) {
   return true;
 }
 
+bool SetTraceparent(const std::string& value, ClientOptions& options) {
+  options.traceparent = value;
+  return true;
+}
+
 const std::map<std::string, Setter>& Setters() {
   static const auto* const setters = new std::map<std::string, Setter>{
       {"transport", SetTransport},
@@ -92,6 +97,7 @@ const std::map<std::string, Setter>& Setters() {
       {"client_key", Tls(&TlsOptions::client_key)},
       {"server_name", Tls(&TlsOptions::server_name)},
       {"token", SetToken},
+      {"traceparent", SetTraceparent},
       {"allow_plaintext_token",
        [](const std::string& value, ClientOptions& options) { return SetBool(value, &options.allow_plaintext_token); }},
   };

@@ -55,30 +55,48 @@ absl::Status CheckPem(const char* field, const std::string& path) {
   return Invalid(field, absl::StrCat("a PEM file that can be read, got ", path));
 }
 
-class TokenInterceptor final : public grpc::experimental::Interceptor {
+// One entry of every call's metadata.
+class EntryInterceptor final : public grpc::experimental::Interceptor {
  public:
-  explicit TokenInterceptor(const std::string& authorization) : authorization_(authorization) {}
+  EntryInterceptor(const std::string& key, const std::string& value) : key_(key), value_(value) {}
   void Intercept(grpc::experimental::InterceptorBatchMethods* methods) override {
     if (methods->QueryInterceptionHookPoint(grpc::experimental::InterceptionHookPoints::PRE_SEND_INITIAL_METADATA)) {
-      methods->GetSendInitialMetadata()->emplace("authorization", authorization_);
+      methods->GetSendInitialMetadata()->emplace(key_, value_);
     }
     methods->Proceed();
   }
 
  private:
-  const std::string authorization_;
+  const std::string key_;
+  const std::string value_;
 };
 
-class TokenFactory final : public grpc::experimental::ClientInterceptorFactoryInterface {
+class EntryFactory final : public grpc::experimental::ClientInterceptorFactoryInterface {
  public:
-  explicit TokenFactory(const std::string& token) : authorization_(absl::StrCat("Bearer ", token)) {}
+  EntryFactory(const std::string& key, const std::string& value) : key_(key), value_(value) {}
   grpc::experimental::Interceptor* CreateClientInterceptor(grpc::experimental::ClientRpcInfo*) override {
-    return new TokenInterceptor(authorization_);
+    return new EntryInterceptor(key_, value_);
   }
 
  private:
-  const std::string authorization_;
+  const std::string key_;
+  const std::string value_;
 };
+
+// 00-TRACE_ID-SPAN_ID-FLAGS in lower-case hexadecimal digits, the ids not all 0.
+bool IsTraceparent(absl::string_view text) {
+  constexpr absl::string_view kForm = "00-tttttttttttttttttttttttttttttttt-ssssssssssssssss-ff";
+  if (text.size() != kForm.size() || !absl::StartsWith(text, "00-")) return false;
+  for (size_t i = 3; i < text.size(); ++i) {
+    const bool is_digit = (text[i] >= '0' && text[i] <= '9') || (text[i] >= 'a' && text[i] <= 'f');
+    if (kForm[i] == '-' ? text[i] != '-' : !is_digit) return false;
+  }
+  const auto is_zero = [&](char part) {
+    const size_t begin = kForm.find(part, 3);
+    return text.substr(begin, kForm.find('-', begin) - begin).find_first_not_of('0') == absl::string_view::npos;
+  };
+  return !is_zero('t') && !is_zero('s');
+}
 
 }  // namespace
 
@@ -96,6 +114,10 @@ absl::Status PrepareSecurity(const std::string& target, ClientOptions* options) 
       if (absl::Status status = CheckPem(field, *path); !status.ok()) return status;
     }
     if (tls.server_name.empty()) tls.server_name = host;
+  }
+  if (!options->traceparent.empty() && !IsTraceparent(options->traceparent)) {
+    return Invalid("traceparent",
+                   absl::StrCat("00-TRACE_ID-SPAN_ID-FLAGS as W3C Trace Context says it, got ", options->traceparent));
   }
   if (options->token.empty()) return absl::OkStatus();
   if (options->token.size() > kMostTokenBytes ||
@@ -144,7 +166,10 @@ void AddTlsArguments(const ClientOptions& options, grpc::ChannelArguments* argum
 
 std::vector<std::unique_ptr<grpc::experimental::ClientInterceptorFactoryInterface>> MakeInterceptors(const ClientOptions& options) {
   std::vector<std::unique_ptr<grpc::experimental::ClientInterceptorFactoryInterface>> factories;
-  if (!options.token.empty()) factories.push_back(std::make_unique<TokenFactory>(options.token));
+  if (!options.token.empty()) {
+    factories.push_back(std::make_unique<EntryFactory>("authorization", absl::StrCat("Bearer ", options.token)));
+  }
+  if (!options.traceparent.empty()) factories.push_back(std::make_unique<EntryFactory>("traceparent", options.traceparent));
   return factories;
 }
 

@@ -1,4 +1,4 @@
-// How connections are secured, in one place: TLS, and the token that every call carries.
+// How connections are secured, in one place: TLS, and the token that every call carries; and what else every call carries.
 #ifndef HEADWATER_CLIENT_SRC_SECURITY_H_
 #define HEADWATER_CLIENT_SRC_SECURITY_H_
 
@@ -14,15 +14,15 @@
 
 namespace headwater::client::internal {
 
-// Checks the options about TLS and the token against each other and against `target`, and fills in TlsOptions::server_name.
-// INVALID_ARGUMENT / INVALID_FIELD; never quotes the token.
+// Checks the options about TLS, the token and the trace against each other and against `target`, and fills in
+// TlsOptions::server_name. INVALID_ARGUMENT / INVALID_FIELD; never quotes the token.
 absl::Status PrepareSecurity(const std::string& target, ClientOptions* options);
 
 // Channels with the same files share one, which reads them again when they change.
 std::shared_ptr<grpc::ChannelCredentials> MakeCredentials(const ClientOptions& options);
 // What TLS needs beside them; nothing without TLS.
 void AddTlsArguments(const ClientOptions& options, grpc::ChannelArguments* arguments);
-// Adds the token to every call; none without a token.
+// Add token and trace to every call; none without them.
 std::vector<std::unique_ptr<grpc::experimental::ClientInterceptorFactoryInterface>> MakeInterceptors(const ClientOptions& options);
 
 }  // namespace headwater::client::internal

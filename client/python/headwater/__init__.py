@@ -91,6 +91,7 @@ def connect(
     tls: TLS | bool | None = None,
     token: str | None = None,
     allow_plaintext_token: bool = False,
+    traceparent: str | None = None,
 ) -> Client:
     """Connects to a server.
 
@@ -123,6 +124,8 @@ def connect(
             Not for a Unix socket.
         token: sent with every call, for a server that asks for one. Not in plain text but to loopback addresses and Unix sockets.
         allow_plaintext_token: send it nevertheless, in a network that nobody else can listen on.
+        traceparent: sent with every call: the caller's span, as W3C Trace Context says it (00-TRACE_ID-SPAN_ID-FLAGS). The server's
+            log names it, and a server with --trace_dir writes traces if its flags say that the trace is recorded.
     Returns:
         A Client; close it, or use it in a `with` statement. A process that is forked from this one must connect again.
     Raises:
@@ -137,7 +140,7 @@ def connect(
     check_integer(replay_bytes, "replay_bytes")
     if replay_steps is not None:
         check_integer(replay_steps, "replay_steps")
-    security = make_security(tls, token, allow_plaintext_token, address)
+    security = make_security(tls, token, allow_plaintext_token, traceparent, address)
     policy = RetryPolicy(max_attempts=1) if retries is None else retries
     if not isinstance(policy, RetryPolicy):
         raise invalid_argument("INVALID_FIELD", f"retries must be a headwater.RetryPolicy or None, got {policy!r}", field="retries")

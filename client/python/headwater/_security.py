@@ -1,10 +1,11 @@
-"""How connections are secured: TLS, and the token that every call carries."""
+"""How connections are secured: TLS, and the token that every call carries; and the trace that calls belong to."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import ipaddress
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ import grpc
 
 from headwater._errors import invalid_argument
 
+# Neither id is all 0.
+_TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _MAX_TOKEN_BYTES = 4096
 
 
@@ -39,6 +42,7 @@ class Security:
     tls: TLS | None = None
     token: str | None = dataclasses.field(default=None, repr=False)
     allow_plaintext_token: bool = False
+    traceparent: str | None = None
 
     def check(self, address: str) -> None:
         """Raises InvalidArgumentError, which never quotes the token, for what has no meaning or would give it away."""
@@ -51,6 +55,10 @@ class Security:
             for name in ("ca_certificate", "client_certificate", "client_key"):
                 if (path := getattr(self.tls, name)) is not None:
                     _read(name, path)
+        if self.traceparent is not None and not _TRACEPARENT.fullmatch(self.traceparent):
+            raise _invalid(
+                "traceparent", f"must be 00-TRACE_ID-SPAN_ID-FLAGS as W3C Trace Context says it, got {self.traceparent!r}"
+            )
         if self.token is None:
             return
         if not 1 <= len(self.token) <= _MAX_TOKEN_BYTES or not all(" " < character < "\x7f" for character in self.token):
@@ -73,6 +81,8 @@ class Security:
             options["token"] = self.token
         if self.allow_plaintext_token:
             options["allow_plaintext_token"] = "1"
+        if self.traceparent is not None:
+            options["traceparent"] = self.traceparent
         return options
 
     def make_channel(self, address: str, options: tuple[tuple[str, Any], ...]) -> grpc.Channel:
@@ -85,7 +95,12 @@ class Security:
             if tls.server_name is not None:
                 options = (*options, ("grpc.ssl_target_name_override", tls.server_name))
             channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(*files), options=options)
-        return channel if self.token is None else grpc.intercept_channel(channel, _TokenInterceptor(self.token))
+        entries = []
+        if self.token is not None:
+            entries.append(("authorization", f"Bearer {self.token}"))
+        if self.traceparent is not None:
+            entries.append(("traceparent", self.traceparent))
+        return grpc.intercept_channel(channel, _EntriesInterceptor(entries)) if entries else channel
 
     def hint(self) -> str:
         """What may be the matter where nobody answers."""
@@ -96,7 +111,9 @@ class Security:
         )
 
 
-def make_security(tls: TLS | bool | None, token: str | None, allow_plaintext_token: bool, address: str) -> Security:
+def make_security(
+    tls: TLS | bool | None, token: str | None, allow_plaintext_token: bool, traceparent: str | None, address: str
+) -> Security:
     """The arguments of `connect`."""
     if isinstance(tls, bool):
         tls = TLS() if tls else None
@@ -106,7 +123,9 @@ def make_security(tls: TLS | bool | None, token: str | None, allow_plaintext_tok
         raise _invalid("token", f"must be a string, got a {type(token).__name__}")
     if not isinstance(allow_plaintext_token, bool):
         raise _invalid("allow_plaintext_token", f"must be True or False, got {allow_plaintext_token!r}")
-    security = Security(tls, token, allow_plaintext_token)
+    if traceparent is not None and not isinstance(traceparent, str):
+        raise _invalid("traceparent", f"must be a string, got a {type(traceparent).__name__}")
+    security = Security(tls, token, allow_plaintext_token, traceparent)
     security.check(address)
     return security
 
@@ -153,23 +172,23 @@ class _CallDetails(
     pass
 
 
-class _TokenInterceptor(
+class _EntriesInterceptor(
     grpc.UnaryUnaryClientInterceptor,
     grpc.UnaryStreamClientInterceptor,
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """Adds the token to every call."""
+    """Adds entries to the metadata of every call."""
 
-    def __init__(self, token: str):
-        self._entry = ("authorization", f"Bearer {token}")
+    def __init__(self, entries: list[tuple[str, str]]):
+        self._entries = entries
 
     def _call(self, continuation: Callable[[Any, Any], Any], details: Any, request: Any) -> Any:
         return continuation(
             _CallDetails(
                 details.method,
                 details.timeout,
-                [*(details.metadata or ()), self._entry],
+                [*(details.metadata or ()), *self._entries],
                 details.credentials,
                 details.wait_for_ready,
                 details.compression,

@@ -244,10 +244,12 @@ struct Layout {
 
 inline Layout LayoutFor(int64_t columns) {
   for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
-    const int64_t slices = int64_t{kMaxWarps} * cluster;
-    if (columns > kMaxWarpColumns * slices) continue;
+    if (columns > int64_t{kMaxWarpColumns} * kMaxWarps * cluster) continue;
+    // No more warps than it takes, because each works on whole slots: V = 151936 takes 2.98 ms by 10 warps, 3.34 by 12, 3.78 by 16.
+    const int64_t needed = (columns + int64_t{kMaxWarpColumns} * cluster - 1) / (int64_t{kMaxWarpColumns} * cluster);
+    const int64_t warps = cluster == 1 ? kMaxWarps : (needed + 1) / 2 * 2, slices = warps * cluster;
     const int64_t slice = (columns + slices - 1) / slices;
-    return {cluster, kMaxWarps, static_cast<int>((slice + kSliceAlignment - 1) / kSliceAlignment * kSliceAlignment)};
+    return {cluster, static_cast<int>(warps), static_cast<int>((slice + kSliceAlignment - 1) / kSliceAlignment * kSliceAlignment)};
   }
   return {};
 }

@@ -206,6 +206,22 @@ TEST_F(Access, OptionsThatWouldGiveAwayATokenAreRefusedBeforeAnythingIsSent) {
   EXPECT_THAT(ConnectError("127.0.0.1:1", options), HasSubstr("ca_certificate"));
 }
 
+TEST_F(Access, WhatIsNoTraceparentIsRefusedBeforeAnythingIsSent) {
+  const std::string trace = "0af7651916cd43dd8448eb211c80319c";
+  const std::string parent = "b7ad6b7169203331";
+  ClientOptions options;
+  options.connect_timeout = std::chrono::milliseconds(1);
+  options.traceparent = "00-" + trace + "-" + parent + "-01";
+  EXPECT_EQ(Client::Connect("127.0.0.1:1", options).status().code(), absl::StatusCode::kUnavailable);
+  for (const std::string& bad : {std::string("x"), "01-" + trace + "-" + parent + "-01", "00-" + trace + "-" + parent + "-1",
+                                 "00-" + trace + "-" + parent + "-0G", "00-" + trace + "_" + parent + "-01",
+                                 "00-" + std::string(32, '0') + "-" + parent + "-01",
+                                 "00-" + trace + "-" + std::string(16, '0') + "-01", "00-" + trace + "-" + parent + "-01\n"}) {
+    options.traceparent = bad;
+    EXPECT_THAT(ConnectError("127.0.0.1:1", options), HasSubstr("ClientOptions.traceparent")) << bad;
+  }
+}
+
 TEST_F(Access, AClientTakesUpNewFiles) {
   ServerProcess server(SecureFlags());
   Client client = Value(Client::Connect(server.address(), SecureOptions()));

@@ -174,6 +174,38 @@ TEST(CudaModule, TheEngineIsToldItsOptionsAndTellsItsDeviceAndPlan) {
   EXPECT_EQ(model("--algorithm_cache=/a/file"), "Fake GPU, cache /a/file, timed");
 }
 
+TEST(CudaModule, SeveralGpusAreOneEngine) {
+  const Variable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
+  ServerProcess server({"--engine=cuda", "--gpus=2", "--device=3"});
+  client::Client client = server.Connect();
+  const client::ServerInfo info = Value(client.GetServerInfo());
+  EXPECT_EQ(info.engine, "cuda");
+  ASSERT_EQ(info.devices.size(), 2U);
+  EXPECT_EQ(info.devices[0].name, "cuda:3");
+  EXPECT_EQ(info.devices[1].name, "cuda:4");
+  client::Head head = MakeHead(client);
+  EXPECT_TRUE(Compute(head, 5).ok());
+}
+
+TEST(CudaModule, WhatIsWrongWithSeveralGpusIsSaid) {
+  const Variable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
+  EXPECT_THAT(Refused({"--engine=cuda", "--gpus=0"}).err, HasSubstr("--gpus: expected 1 to 64, got 0"));
+  EXPECT_THAT(Refused({"--engine=auto", "--gpus=2"}).err, HasSubstr("--gpus: expected --engine=cuda, --shards=1"));
+  EXPECT_THAT(Refused({"--engine=cuda", "--gpus=2", "--device=6"}).err, HasSubstr("--engine=cuda: no fake GPU is visible"));
+}
+
+// What computes wrong is never SERVING: the self-test ends the process before anybody is told where it listens.
+TEST(CudaModule, AnEngineThatFailsItsSelfTestDoesNotServe) {
+  const Variable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
+  const ProgramResult result =
+      RunProgram({HEADWATERD, "--engine=cuda", "--device=6", "--listen_addresses=127.0.0.1:0", "--metrics_address="});
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_THAT(result.err,
+              AllOf(HasSubstr("event=self_test_failed"), HasSubstr("headwaterd: self-test: "), HasSubstr("should be 1.28")));
+  EXPECT_THAT(result.err, ::testing::Not(HasSubstr("event=serving")));
+  EXPECT_THAT(result.out, ::testing::Not(HasSubstr("listening on")));
+}
+
 // 13 rows: the engine tells that its device is lost. 14: only its health() says so.
 TEST(CudaModule, ADeviceThatIsLostEndsTheProcess) {
   const Variable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
@@ -204,8 +236,8 @@ TEST(CudaModule, AnEngineThatIsStuckEndsTheProcess) {
   std::thread call([&] { EXPECT_FALSE(Compute(head, 16).ok()); });
   EXPECT_EQ(server.process().Wait(), kDeviceLostStatus) << server.log();
   EXPECT_THAT(server.log(), AllOf(HasSubstr("event=engine_stuck"), HasSubstr("work=Compute"), HasSubstr("method=ComputeLoss"),
-                                  HasSubstr("head=tenants/default/heads/"), HasSubstr("event=engine_lost"),
-                                  HasSubstr("not every call was answered")));
+                                  HasSubstr("request_id="), HasSubstr("head=tenants/default/heads/"),
+                                  HasSubstr("event=engine_lost"), HasSubstr("not every call was answered")));
   call.join();
 }
 

@@ -224,7 +224,7 @@ TEST_F(Headwaterctl, HelpExplainsEveryCommand) {
   const ProgramResult general = Run({"help"});
   EXPECT_EQ(general.exit_code, 0);
   EXPECT_EQ(Run({"--help"}).out, general.out);
-  for (const std::string command : {"health", "info", "heads", "take", "load", "save", "plan", "bench"}) {
+  for (const std::string command : {"health", "info", "heads", "take", "load", "save", "plan", "bench", "top"}) {
     EXPECT_TRUE(absl::StrContains(general.out, absl::StrCat("  ", command))) << general.out;
     const ProgramResult help = Run({"help", command});
     EXPECT_EQ(help.exit_code, 0);

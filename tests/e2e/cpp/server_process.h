@@ -1,5 +1,6 @@
 // ServerProcess: the real headwaterd on a Unix socket in a temporary directory. HEADWATER_TEST_SERVER names another program than
-// the build's, HEADWATER_TEST_ENGINE another engine than cpu.
+// the build's, HEADWATER_TEST_ENGINE another engine than cpu. With HEADWATER_TEST_GROUP it is a group of processes, as many as it
+// would have shards, at least two.
 #ifndef HEADWATER_TESTS_E2E_CPP_SERVER_PROCESS_H_
 #define HEADWATER_TESTS_E2E_CPP_SERVER_PROCESS_H_
 
@@ -24,12 +25,18 @@ class ServerProcess {
   std::string address() const;
   // Where descriptors of memory are taken, if it shares memory.
   std::string descriptor_socket() const { return directory_.path() + "/memory"; }
+  std::string checkpoint_directory() const { return directory_.path() + "/checkpoints"; }
   std::string load_root() const { return directory_.path() + "/load"; }
   std::string log() const { return ReadFile(directory_.path() + "/stderr"); }
   ChildProcess& process() { return *process_; }
 
-  // Starts it again in the same directory, after its end.
+  // Starts it again in the same directory, after its end. Workers that live join it by themselves.
   void Start();
+  // The processes that hold a shard beside it: those of --workers, if the flags have that.
+  size_t worker_count() const { return workers_.size(); }
+  ChildProcess& worker(size_t index) { return *workers_[index]; }
+  // Starts a worker again, after its end.
+  void StartWorker(size_t index);
   // A connection; ends the test program if there is none.
   client::Client Connect(const client::ClientOptions& options = {}) const;
 
@@ -37,6 +44,7 @@ class ServerProcess {
   TemporaryDirectory directory_;
   std::vector<std::string> flags_;
   std::unique_ptr<ChildProcess> process_;
+  std::vector<std::unique_ptr<ChildProcess>> workers_;
 };
 
 }  // namespace headwater::e2e

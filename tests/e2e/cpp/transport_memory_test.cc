@@ -1,7 +1,9 @@
 // The server's memory does not grow with its work: thousands of micro-batches of mixed sizes over each path, and its resident set
 // afterwards against the one after the first hundred.
 //
-// HEADWATER_MEMORY_MICRO_BATCHES says how many (default: 500); the figure in docs/benchmarks/transport.md is of 10,000.
+// HEADWATER_MEMORY_MICRO_BATCHES says how many (default: 500); the figure in docs/benchmarks/transport.md is of 10,000. From that
+// many on the server is left alone for a while before both measurements, until it has given back what its allocator keeps between
+// calls, and it may have less beside 2 %.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -11,6 +13,7 @@
 #include <cstring>
 #include <deque>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "headwater/client/client.h"
@@ -30,6 +33,11 @@ constexpr double kMostGrowth = 0.02;
 // What a server of any size takes in its first thousands of calls, beside 2 %: stacks that threads touch, the allocator's arenas.
 // All tensors that these micro-batches bring are a hundred times that.
 constexpr int64_t kMostGrowthKiB = 24 << 10;
+// As many show the level at rest, where pieces of pages are left over.
+constexpr int64_t kMany = 10000;
+constexpr int64_t kMostGrowthAtRestKiB = 6 << 10;
+// More than the ten seconds after which an idle server gives back what it does not use, and its next look.
+constexpr std::chrono::seconds kRest{14};
 
 int64_t MicroBatchCount() {
   const char* const text = std::getenv("HEADWATER_MEMORY_MICRO_BATCHES");
@@ -65,7 +73,7 @@ TEST_P(ServerMemory, StaysAtItsLevel) {
   // Sizes from one row to the most, every power of two and a little more, in the same order again and again; every third one from
   // memory that is not shared. Up to three are under way, every fifth waits for its decision. A step is closed every 50.
   int64_t step = 0;
-  int64_t first_kib = 0;
+  int64_t first_kib = 0, last_kib = 0;
   const int64_t count = MicroBatchCount();
   std::deque<Future<LossResult>> flights;
   const auto settle = [&](size_t most) {
@@ -94,18 +102,20 @@ TEST_P(ServerMemory, StaysAtItsLevel) {
       step = Value(head.DiscardGradient(step)).open_step;
     }
     const int64_t done = i + 1;
-    if (done == kFirst || done == 2 * kFirst || done == 5 * kFirst || done % (10 * kFirst) == 0) {
+    if (done == kFirst || done == 2 * kFirst || done == 5 * kFirst || done % (10 * kFirst) == 0 || done == count) {
       settle(0);
+      if (count >= kMany && (done == kFirst || done == count)) std::this_thread::sleep_for(kRest);
       const int64_t kib = ResidentKiB(server);
+      last_kib = kib;
       std::printf("%s: %lld KiB after %lld micro-batches\n", TransportName(GetParam()), static_cast<long long>(kib),
                   static_cast<long long>(done));
       std::fflush(stdout);
       if (done == kFirst) first_kib = kib;
     }
   }
-  const int64_t last_kib = ResidentKiB(server);
   EXPECT_GT(first_kib, 0);
-  EXPECT_LE(last_kib, first_kib + std::max(static_cast<int64_t>(kMostGrowth * static_cast<double>(first_kib)), kMostGrowthKiB));
+  const auto growth = static_cast<int64_t>(kMostGrowth * static_cast<double>(first_kib));
+  EXPECT_LE(last_kib, first_kib + (std::max(growth, count >= kMany ? kMostGrowthAtRestKiB : kMostGrowthKiB)));
 }
 
 INSTANTIATE_TEST_SUITE_P(Paths, ServerMemory, testing::Values(Transport::kGrpc, Transport::kSharedMemory),

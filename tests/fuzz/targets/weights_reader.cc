@@ -1,5 +1,6 @@
-// Weights of a model folder under the load root. Input: a byte with the head's type and bias; then, each up to a byte 1, the path,
-// the names of both tensors, and the folder's index; then the JSON header of the folder's safetensors file (see safetensors.cc).
+// Weights of a model folder under the load root. Input: a byte with the head's type and bias, and what the tensors' bytes are;
+// then, each up to a byte 1, the path, the names of both tensors, and the folder's index; then the JSON header of the folder's
+// safetensors file (see safetensors.cc).
 #include "server/checkpoint/weights_reader.h"
 
 #include <sys/stat.h>
@@ -7,6 +8,7 @@
 
 #include <cstdint>
 #include <fstream>
+#include <iterator>
 #include <limits>
 #include <string>
 #include <vector>
@@ -20,7 +22,8 @@ namespace headwater::fuzz {
 namespace {
 
 // The bytes of tensors: everywhere under the root, and beside it.
-constexpr char kInside = '\x3c';
+// As halves: a normal number, a negative subnormal one, no number, zero.
+constexpr char kInside[] = {'\x3c', '\x81', '\x7c', '\0'};
 constexpr char kOutside = '\x41';
 constexpr int64_t kVocabSize = 3;
 constexpr int64_t kHiddenSize = 2;
@@ -31,12 +34,13 @@ void Write(const std::string& path, const std::string& bytes) {
   FUZZ_CHECK(file.good());
 }
 
-// root/model.safetensors, root/m with an index and a file of that name; and, where no path may lead, a file beside the root that
-// root/link points to.
+// root/model.safetensors, root/m with an index and a file of that name, root/folder.safetensors; and, where no path may lead, a
+// file beside the root that root/link points to.
 class Folders {
  public:
   Folders() : root_(directory_.path() + "/root") {
     FUZZ_CHECK(mkdir(root_.c_str(), 0700) == 0 && mkdir((root_ + "/m").c_str(), 0700) == 0);
+    FUZZ_CHECK(mkdir((root_ + "/folder.safetensors").c_str(), 0700) == 0);
     const std::string secret = R"({"weight": {"dtype": "F32", "shape": [3, 2], "data_offsets": [0, 24]}})";
     Write(directory_.path() + "/secret.safetensors", SafetensorsFile(secret, kOutside));
     FUZZ_CHECK(symlink("../secret.safetensors", (root_ + "/link.safetensors").c_str()) == 0);
@@ -108,7 +112,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string weight_tensor = input.Text();
   const std::string bias_tensor = input.Text();
   const std::string index = input.Text();
-  folders.Fill(index, SafetensorsFile(input.Rest(), kInside));
+  folders.Fill(index, SafetensorsFile(input.Rest(), kInside[flags / 6 % std::size(kInside)]));
   const auto reader = headwater::checkpoint::WeightsReader::Open(folders.root(), path, weight_tensor, bias_tensor, spec);
   if (!reader.ok()) {
     CheckRefusal(reader.status());

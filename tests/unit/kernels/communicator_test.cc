@@ -6,7 +6,9 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -15,9 +17,43 @@
 namespace headwater {
 namespace {
 
+enum class Kind { kInProcess, kTcp };
+
+constexpr std::chrono::seconds kPatience(60);
+
+std::string TestSecret() { return "0123456789abcdefFEDCBA9876543210"; }
+
+// Ranks that have met over the loopback interface, whose secrets are the given ones; null where a rank has met nobody.
+std::vector<std::unique_ptr<Communicator>> MeetOverTcp(const std::vector<std::string>& secrets, std::chrono::milliseconds setup,
+                                                       std::chrono::milliseconds stall) {
+  std::vector<std::unique_ptr<TcpMeeting>> meetings;
+  std::vector<std::string> addresses;
+  for (size_t rank = 0; rank < secrets.size(); ++rank) {
+    absl::StatusOr<std::unique_ptr<TcpMeeting>> meeting = TcpMeeting::Listen("127.0.0.1");
+    EXPECT_TRUE(meeting.ok()) << meeting.status();
+    addresses.push_back("127.0.0.1:" + std::to_string((*meeting)->port()));
+    meetings.push_back(*std::move(meeting));
+  }
+  std::vector<std::unique_ptr<Communicator>> communicators(secrets.size());
+  std::vector<std::thread> threads;
+  for (size_t rank = 0; rank < secrets.size(); ++rank) {
+    threads.emplace_back([&, rank] {
+      auto communicator = meetings[rank]->Meet(static_cast<int32_t>(rank), addresses, secrets[rank], setup, stall);
+      if (communicator.ok()) communicators[rank] = *std::move(communicator);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return communicators;
+}
+
+std::vector<std::unique_ptr<Communicator>> MakeCommunicators(Kind kind, int32_t world_size) {
+  if (kind == Kind::kInProcess) return MakeInProcessCommunicators(world_size);
+  return MeetOverTcp(std::vector<std::string>(static_cast<size_t>(world_size), TestSecret()), kPatience, kPatience);
+}
+
 // Runs one thread a rank.
-void RunRanks(int32_t world_size, const std::function<void(Communicator&)>& program) {
-  std::vector<std::unique_ptr<Communicator>> communicators = MakeInProcessCommunicators(world_size);
+void RunRanks(Kind kind, int32_t world_size, const std::function<void(Communicator&)>& program) {
+  std::vector<std::unique_ptr<Communicator>> communicators = MakeCommunicators(kind, world_size);
   std::vector<std::thread> threads;
   for (const std::unique_ptr<Communicator>& communicator : communicators) {
     threads.emplace_back([&program, &communicator] { program(*communicator); });
@@ -25,30 +61,30 @@ void RunRanks(int32_t world_size, const std::function<void(Communicator&)>& prog
   for (std::thread& thread : threads) thread.join();
 }
 
-class InProcessCommunicator : public ::testing::TestWithParam<int32_t> {};
+class Communicators : public ::testing::TestWithParam<std::tuple<Kind, int32_t>> {};
 
-TEST_P(InProcessCommunicator, SumsInRankOrder) {
-  const int32_t world_size = GetParam();
+TEST_P(Communicators, SumsInRankOrder) {
+  const auto [kind, world_size] = GetParam();
   // Counts around the grain in which ranks share the work, and fewer elements than ranks.
-  for (const int64_t count : {1, 3, 63, 64, 65, 1000}) {
+  for (const int64_t count : {1, 3, 63, 64, 65, 1000, 5001}) {
     // Terms whose sum depends on the order of adding.
     const auto term = [](int32_t rank, int64_t i) { return static_cast<float>(std::pow(10.0, (rank * 5 + i) % 9 - 4)) * 1.1f; };
-    RunRanks(world_size, [&](Communicator& communicator) {
-      ASSERT_EQ(communicator.world_size(), world_size);
+    RunRanks(kind, world_size, [&, ranks = world_size](Communicator& communicator) {
+      ASSERT_EQ(communicator.world_size(), ranks);
       std::vector<float> data(static_cast<size_t>(count));
       for (int64_t i = 0; i < count; ++i) data[static_cast<size_t>(i)] = term(communicator.rank(), i);
       ASSERT_TRUE(communicator.AllReduceSum(data.data(), count).ok());
       for (int64_t i = 0; i < count; ++i) {
         float expected = term(0, i);
-        for (int32_t rank = 1; rank < world_size; ++rank) expected += term(rank, i);
+        for (int32_t rank = 1; rank < ranks; ++rank) expected += term(rank, i);
         ASSERT_EQ(data[static_cast<size_t>(i)], expected) << "element " << i << " of " << count;
       }
     });
   }
 }
 
-TEST_P(InProcessCommunicator, MaximumKeepsNan) {
-  RunRanks(GetParam(), [](Communicator& communicator) {
+TEST_P(Communicators, MaximumKeepsNan) {
+  RunRanks(std::get<0>(GetParam()), std::get<1>(GetParam()), [](Communicator& communicator) {
     const int32_t last = communicator.world_size() - 1;
     double data[3] = {static_cast<double>(-communicator.rank()), static_cast<double>(communicator.rank()), 5.0};
     if (communicator.rank() == last) data[2] = std::numeric_limits<double>::quiet_NaN();
@@ -59,8 +95,8 @@ TEST_P(InProcessCommunicator, MaximumKeepsNan) {
   });
 }
 
-TEST_P(InProcessCommunicator, GathersByRank) {
-  RunRanks(GetParam(), [](Communicator& communicator) {
+TEST_P(Communicators, GathersByRank) {
+  RunRanks(std::get<0>(GetParam()), std::get<1>(GetParam()), [](Communicator& communicator) {
     const double data[2] = {communicator.rank() * 10.0, communicator.rank() + 0.5};
     std::vector<double> out(2 * static_cast<size_t>(communicator.world_size()));
     ASSERT_TRUE(communicator.AllGather(data, 2, out.data()).ok());
@@ -72,8 +108,8 @@ TEST_P(InProcessCommunicator, GathersByRank) {
 }
 
 // Calls one after another must not see each other's data, however the threads are scheduled.
-TEST_P(InProcessCommunicator, ManyCallsInARow) {
-  RunRanks(GetParam(), [](Communicator& communicator) {
+TEST_P(Communicators, ManyCallsInARow) {
+  RunRanks(std::get<0>(GetParam()), std::get<1>(GetParam()), [](Communicator& communicator) {
     const int64_t ranks = communicator.world_size();
     for (int64_t round = 0; round < 300; ++round) {
       std::vector<double> data(65, static_cast<double>(round * ranks + communicator.rank()));
@@ -87,29 +123,73 @@ TEST_P(InProcessCommunicator, ManyCallsInARow) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(WorldSizes, InProcessCommunicator, ::testing::Values(1, 2, 3, 7));
+INSTANTIATE_TEST_SUITE_P(WorldSizes, Communicators,
+                         ::testing::Combine(::testing::Values(Kind::kInProcess, Kind::kTcp), ::testing::Values(1, 2, 3, 7)));
 
-TEST(CommunicatorAbort, WakesWaitingRanksAndStays) {
+class CommunicatorAbort : public ::testing::TestWithParam<Kind> {};
+
+TEST_P(CommunicatorAbort, WakesWaitingRanksAndStays) {
   const absl::Status reason = MakeError(ErrorReason::kEngineFailed, "rank 0 gave up");
-  RunRanks(3, [&](Communicator& communicator) {
+  const bool tcp = GetParam() == Kind::kTcp;
+  RunRanks(GetParam(), 3, [&](Communicator& communicator) {
     if (communicator.rank() == 0) {
+      EXPECT_TRUE(communicator.status().ok());
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       communicator.Abort(reason);
       communicator.Abort(MakeError(ErrorReason::kInternal, "a later reason does not count"));
     }
     double data = 1;
-    EXPECT_EQ(communicator.AllReduceSum(&data, 1), reason);
-    EXPECT_EQ(communicator.Barrier(), reason);
+    const absl::Status first = communicator.AllReduceSum(&data, 1);
+    const absl::Status second = communicator.Barrier();
+    EXPECT_EQ(first, second);
+    EXPECT_EQ(communicator.status(), first);
+    if (!tcp || communicator.rank() == 0) {
+      EXPECT_EQ(first, reason);
+    } else {  // all that the others see is that the connection is gone
+      EXPECT_TRUE(HasReason(first, ErrorReason::kEngineFailed)) << first;
+    }
   });
 }
 
-TEST(CommunicatorAbort, DifferentCallsFailOnAllRanks) {
-  RunRanks(2, [](Communicator& communicator) {
+TEST_P(CommunicatorAbort, DifferentCallsFailOnAllRanks) {
+  RunRanks(GetParam(), 2, [](Communicator& communicator) {
     double data[2] = {1, 2};
-    const absl::Status status = communicator.AllReduceSum(data, communicator.rank() == 0 ? 1 : 2);
-    EXPECT_TRUE(HasReason(status, ErrorReason::kInternal)) << status;
+    EXPECT_FALSE(communicator.AllReduceSum(data, communicator.rank() == 0 ? 1 : 2).ok());
     EXPECT_FALSE(communicator.Barrier().ok());
   });
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds, CommunicatorAbort, ::testing::Values(Kind::kInProcess, Kind::kTcp));
+
+// A rank whose process dies closes its connections; one that hangs says nothing.
+TEST(TcpCommunicator, ARankThatIsGoneOrHangsFailsTheOthers) {
+  for (const bool dies : {true, false}) {
+    auto communicators = MeetOverTcp(std::vector<std::string>(3, TestSecret()), kPatience,
+                                     dies ? std::chrono::milliseconds(kPatience) : std::chrono::milliseconds(100));
+    if (dies) communicators[2].reset();
+    std::vector<std::thread> threads;
+    for (size_t rank = 0; rank < 2; ++rank) {
+      threads.emplace_back([&communicators, rank] {
+        std::vector<float> data(100000, 1);  // more than sockets take by themselves
+        const absl::Status status = communicators[rank]->AllReduceSum(data.data(), 100000);
+        EXPECT_TRUE(HasReason(status, ErrorReason::kEngineFailed)) << status;
+        EXPECT_EQ(communicators[rank]->Barrier(), status);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+}
+
+TEST(TcpCommunicator, WhoDoesNotKnowTheSecretMeetsNobody) {
+  std::string other = TestSecret();
+  other.back() ^= 1;  // the half that the one who is called proves
+  for (const std::string& stranger : {other, std::string(32, 'x')}) {
+    // Who is sent away leaves rank 0 waiting for the right one.
+    const std::chrono::milliseconds setup = stranger == other ? kPatience : std::chrono::milliseconds(300);
+    const auto communicators = MeetOverTcp({TestSecret(), stranger}, setup, kPatience);
+    EXPECT_EQ(communicators[0] != nullptr, stranger == other);  // it has shown that it knows the first half
+    EXPECT_EQ(communicators[1], nullptr);
+  }
 }
 
 }  // namespace

@@ -157,6 +157,35 @@ TEST(CudaHeadPlan, ShardsCoverTheVocabulary) {
   EXPECT_EQ(plan.shards[2].end, 1000);
 }
 
+// A rank of a group plans its own shard, and the workspace that the widest one needs.
+TEST(CudaHeadPlan, RanksPlanTheirShards) {
+  HeadSpec spec = Spec(256000, 16384);
+  spec.trainable = true;
+  spec.optimizer = AdamWSpec();
+  const HeadPlan alone = PlanHeadOnCuda(spec, Options(4 * kGiB));
+  EngineOptions options = Options(4 * kGiB);
+  options.shard_count = options.group.world_size = 3;
+  options.shard_weights = {1, 2, 1};
+  int64_t own_bytes = 0;
+  for (int32_t rank = 0; rank < 3; ++rank) {
+    options.group.rank = rank;
+    const HeadPlan plan = PlanHeadOnCuda(spec, options);
+    ASSERT_EQ(plan.shards.size(), 3u);
+    EXPECT_EQ(Planned(plan, "weight"), plan.shards[static_cast<size_t>(rank)].size() * 16384 * 2);
+    EXPECT_EQ(plan.memory.total_bytes, plan.own_bytes + plan.workspace_bytes);
+    own_bytes += plan.own_bytes;
+    options.group.rank = 1;
+    const HeadPlan widest = PlanHeadOnCuda(spec, options);
+    EXPECT_EQ(plan.workspace_bytes, widest.workspace_bytes);
+    EXPECT_EQ(plan.memory.token_chunk_rows, widest.memory.token_chunk_rows);
+    EXPECT_GE(plan.memory.token_chunk_rows, alone.memory.token_chunk_rows);
+  }
+  EXPECT_EQ(own_bytes, alone.own_bytes);
+  // A rank has the logits of its columns, and every rank's statistics.
+  EXPECT_LT(CostOfRankChunk(spec, 4, 64000, 4, true).per_row, CostOfChunk(spec, 1, 4, true).per_row / 2);
+  EXPECT_GT(CostOfRankChunk(spec, 8, 64000, 4, true).per_row, CostOfRankChunk(spec, 4, 64000, 4, true).per_row);
+}
+
 TEST(CudaHeadPlan, SaturatesInsteadOfWrapping) {
   const int64_t most = (int64_t{1} << 31) - 1;
   HeadSpec spec = Spec(most, most, DataType::kFloat32);

@@ -162,6 +162,7 @@ absl::Status FakeHead::ZeroGradient() {
   const Use use(*this);
   const absl::Status failure = control_.Note("ZeroGradient");
   if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
+  EXPECT_TRUE(spec_.trainable) << "a frozen head has no gradient";
   for (const HeadTensor tensor : {HeadTensor::kGradWeight, HeadTensor::kGradBias}) {
     if (tensors_.contains(tensor)) std::fill(tensors_[tensor].begin(), tensors_[tensor].end(), 0.0f);
   }
@@ -348,13 +349,16 @@ absl::StatusOr<MicroBatchResult> FakeEngine::Compute(const MicroBatch& micro_bat
       finite = finite && row_is_finite;
       const float scale = static_cast<float>(term.loss_scale) * weight;
       for (int64_t i = 0; i < width; ++i) {
-        if (grad_hidden != nullptr) grad_hidden[(term.row_start + row) * width + i] += hidden[i];
+        if (grad_hidden != nullptr) {
+          grad_hidden[(term.row_start + row) * width + i] += static_cast<float>(micro_batch.grad_hidden_scale) * hidden[i];
+        }
         if (adds) gradients[head][HeadTensor::kGradWeight][static_cast<size_t>(token * width + i)] += scale * hidden[i];
       }
       if (adds && head->spec_.has_bias) gradients[head][HeadTensor::kGradBias][static_cast<size_t>(token)] += scale;
     }
   }
   EXPECT_FALSE(micro_batch.refuse_non_finite && micro_batch.grad_weight == GradWeightMode::kAccumulate);
+  EXPECT_TRUE(micro_batch.backward || (micro_batch.grad_weight == GradWeightMode::kNone && grad_hidden == nullptr));
   if (micro_batch.refuse_non_finite && !finite) return MakeError(ErrorReason::kNonFiniteValues, "there are non-finite rows");
   if (flow != nullptr) {
     DigestBuilder sum;

@@ -1,9 +1,9 @@
 // FakeEngine: an engine whose numbers are whole, so that sums do not depend on order and every comparison can be bitwise.
 //
 // A row with target v adds loss_scale x token weight x hidden to row v of grad_weight and loss_scale x token weight to
-// grad_bias[v]; its loss is the row's first element; grad_hidden is the row itself, once for each term over it. A row whose hidden
-// has a NaN counts as non-finite. Optimizer: weight -= learning_rate x multiplier x gradient; moments add up gradients (and
-// squares).
+// grad_bias[v]; its loss is the row's first element; grad_hidden is the row itself x grad_hidden_scale, once for each term over it.
+// A row whose hidden has a NaN counts as non-finite. Optimizer: weight -= learning_rate x multiplier x gradient; moments add up
+// gradients (and squares).
 //
 // It records calls by name, can fail the next call of a name, and can stop inside Compute() until it is told to go on. It also
 // checks the engine's threading rule: two calls that touch one head at the same time fail the test, unless both are Compute()

@@ -464,6 +464,33 @@ TEST_F(HeadComebackTest, HeadsThatHaveChangedAreSaved) {
   EXPECT_TRUE(names(later).empty());
 }
 
+TEST_F(HeadComebackTest, WhatIsToBeKnownOfTheSumsIsToldWhenTheServerComesBack) {
+  Save(NewHead(), "x");
+  EXPECT_EQ(Restart()[0].note, "");
+  FakeEngine other(2);
+  HeadRegistry elsewhere(other, RegistryLimits(), HeadLimits());
+  const std::vector<HeadRegistry::Comeback> comebacks = elsewhere.RestoreAll(*store_);
+  ASSERT_EQ(comebacks.size(), 1u);
+  EXPECT_EQ(comebacks[0].checkpoint, "x");
+  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "sums may differ")) << comebacks[0].note;
+}
+
+TEST_F(HeadComebackTest, AHeadsMemoryIsFreeBeforeItsNameIs) {
+  std::weak_ptr<Head> gone;
+  {
+    const std::shared_ptr<Head> head = NewHead();
+    Save(head, "x");
+    gone = head;
+  }
+  bool has_looked = false;
+  files_.OnNextChange([&] {
+    has_looked = true;
+    EXPECT_TRUE(gone.expired());
+  });
+  EXPECT_OK(registry_->Delete(kName, std::nullopt, true, store_.get()));
+  EXPECT_TRUE(has_looked);
+}
+
 TEST_F(HeadComebackTest, HeadsWithNothingToSaveExpireWithout) {
   EXPECT_OK(registry_->Create({"default", "loading"}, SmallSpec()));
   Save(NewHead(), "x");

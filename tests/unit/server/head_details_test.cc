@@ -11,6 +11,7 @@
 #include "head_test_util.h"
 #include "server/heads/head_name.h"
 #include "server/heads/head_registry.h"
+#include "server/heads/numerics.h"
 
 namespace headwater::heads {
 namespace {
@@ -28,13 +29,28 @@ using headwater::testing::SmallSpec;
 const Payload kRow = {{1, 2, 3}, {2}};
 const absl::Status kEngineError = MakeError(ErrorReason::kEngineFailed, "the device is gone");
 
-// An engine whose heads remember the last update that they were asked for.
+// An engine that remembers what its computations were to wait for, and whose heads the last update that they were asked for.
 class RecordingEngine : public FakeEngine {
  public:
+  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override {
+    awaited.push_back(micro_batch.after);
+    terms.push_back(micro_batch.terms.size());
+    outputs.push_back(0);
+    for (const LossTerm& term : micro_batch.terms) {
+      for (const float* output : {term.token_loss, term.lse, term.target_log_probability, term.entropy}) {
+        outputs.back() += output != nullptr ? 1 : 0;
+      }
+      outputs.back() += term.argmax != nullptr ? 1 : 0;
+    }
+    return FakeEngine::Compute(micro_batch);
+  }
   absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override {
     return std::make_unique<RecordingHead>(spec, control(), last_step);
   }
   OptimizerStep last_step;
+  std::vector<const DeviceEvent*> awaited;
+  std::vector<int> outputs;  // how many of each computation
+  std::vector<size_t> terms;
 
  private:
   class RecordingHead : public FakeHead {
@@ -174,6 +190,83 @@ TEST(HeadDetailsTest, HalfOfNewWeightsIsLetGoWhenTheHeadIsLost) {
   engine.control().FailNext("ZeroGradient", kEngineError);
   EXPECT_REASON(head->DiscardGradient(KeyOf(*head)), kEngineFailed);
   EXPECT_TRUE(values.expired());
+}
+
+TEST(HeadDetailsTest, HalfOfNewWeightsIsLetGoWhenARunTakesOver) {
+  FakeEngine engine;
+  const std::shared_ptr<Head> head = MakeReadyHead(engine, WithBias());
+  const std::weak_ptr<const void> values = ReplaceWeightAlone(*head);
+  EXPECT_OK(head->Take(std::nullopt));
+  EXPECT_TRUE(values.expired());
+}
+
+TEST(HeadDetailsTest, EveryComputationOfAMicroBatchWaitsForItsSender) {
+  RecordingEngine engine;
+  HeadSpec spec = SmallSpec();
+  spec.staging_slots = 0;  // so that what must be finite is computed twice
+  const std::shared_ptr<Head> head = MakeReadyHead(engine, spec);
+  const DeviceEvent event;
+  MicroBatchCall call(head, 0, 0, kRow);
+  call.Refuse().submission().hold = [] { return std::make_shared<const int>(0); };
+  call.submission().after = &event;
+  EXPECT_OK(call.Run(engine));
+  EXPECT_EQ(engine.awaited, (std::vector<const DeviceEvent*>{&event, &event}));
+}
+
+TEST(HeadDetailsTest, WhatIsComputedAgainWritesOutputsOnce) {
+  for (const bool held : {false, true}) {
+    RecordingEngine engine;
+    HeadSpec spec = SmallSpec();
+    spec.staging_slots = 0;
+    const std::shared_ptr<Head> head = MakeReadyHead(engine, spec);
+    float values[4];
+    int32_t argmax;
+    MicroBatchCall call(head, 0, 0, kRow);
+    call.submission().hold = [] { return std::make_shared<const int>(0); };
+    LossTerm& term = call.term().term;
+    term.token_loss = values;
+    term.lse = values + 1;
+    term.target_log_probability = values + 2;
+    term.entropy = values + 3;
+    term.argmax = &argmax;
+    held ? call.Explicit() : call.Refuse();
+    EXPECT_OK(call.Run(engine));
+    if (held) {
+      EXPECT_TRUE(*head->Commit(KeyOf(*head), 0, 0, 1));
+    }
+    EXPECT_EQ(engine.outputs, (std::vector<int>{5, 0})) << held;
+  }
+}
+
+TEST(HeadDetailsTest, WhatIsHeldForgetsTermsThatAddNothing) {
+  RecordingEngine engine;
+  const std::shared_ptr<Head> head = MakeReadyHead(engine, SmallSpec());
+  HeadSpec frozen = SmallSpec();
+  frozen.trainable = false;
+  frozen.optimizer = std::monostate();
+  frozen.staging_slots = 0;
+  MicroBatchCall call(head, 0, 0, kRow);
+  call.Explicit().submission().late_token_factors = true;
+  call.submission().hold = [] { return std::make_shared<const int>(0); };
+  {
+    const std::shared_ptr<Head> beside = MakeReadyHead(engine, frozen, "frozen");
+    call.submission().terms.push_back(MicroBatchCall(beside, 0, 0, kRow).term());
+    call.submission().terms.back().term.targets = call.term().term.targets;
+    EXPECT_OK(call.Run(engine));
+    call.submission().terms.pop_back();
+  }
+  // Its head is gone, and the commit does not need it.
+  EXPECT_TRUE(*head->Commit(KeyOf(*head), 0, 0, 1));
+  EXPECT_EQ(engine.terms, (std::vector<size_t>{2, 1}));
+}
+
+TEST(HeadDetailsTest, WhereSumsAreCutIsPartOfTheirNumerics) {
+  FakeEngine engine(2);
+  const auto numerics = [&engine](int64_t vocab_size) {
+    return DescribeNumerics(engine, **engine.CreateHead(SmallSpec(vocab_size)));
+  };
+  EXPECT_EQ(numerics(5), numerics(5));
+  EXPECT_NE(numerics(5), numerics(6));  // as many shards, of other rows
 }
 
 TEST(HeadDetailsTest, AHeadThatIsToGoTakesNoMoreCalls) {

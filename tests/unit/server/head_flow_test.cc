@@ -242,6 +242,7 @@ TEST_F(HeadFlowTest, WhatIsKnownNeedsAllRowsFirst) {
       EXPECT_TRUE(outcome->needs_all_rows);
       EXPECT_FALSE(outcome->replayed);
       EXPECT_EQ(outcome->state, ContributionState::kNone);
+      EXPECT_EQ(outcome->form, ContributionForm::kNone);
       EXPECT_TRUE(flowing.rows.awaited.empty());
     }
   }
@@ -335,6 +336,28 @@ TEST_F(HeadFlowTest, AnEngineThatFailsBeforeTheDecisionLosesNothing) {
   engine_.control().FailNext("Compute", kEngineError);  // after the decision, with the products under way
   FlowingCall flowing(head_, 0, 1, kTwoRows);
   EXPECT_REASON(flowing.call.Run(engine_), kEngineFailed);
+  EXPECT_EQ(head_->Describe().state, HeadState::kLost);
+}
+
+// An engine that does not ask before it adds.
+class HastyEngine : public FakeEngine {
+ public:
+  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override {
+    MicroBatch whole = micro_batch;
+    whole.flow = nullptr;
+    return FakeEngine::Compute(whole);
+  }
+};
+
+TEST_F(HeadFlowTest, AnEngineThatDoesNotAskMayHaveAddedWhatItShouldNot) {
+  HastyEngine engine;
+  head_ = MakeReadyHead(engine, SmallSpec());
+  FlowingCall staged(head_, 0, 1, kTwoRows);
+  EXPECT_REASON(staged.call.Explicit().Run(engine), kInternal);
+  EXPECT_EQ(head_->Describe().state, HeadState::kReady);
+  EXPECT_EQ(StateOf(*head_, 1), ContributionState::kNone);
+  FlowingCall direct(head_, 0, 0, kTwoRows);
+  EXPECT_REASON(direct.call.Run(engine), kInternal);
   EXPECT_EQ(head_->Describe().state, HeadState::kLost);
 }
 

@@ -320,6 +320,14 @@ TEST_P(HeadOrderedTest, ADiscardClosesTheGapUntilItIsPassed) {
   EXPECT_EQ(ReadGradWeight(*head), ReadGradWeight(*plain));
 }
 
+TEST_P(HeadOrderedTest, WhatWasDiscardedInOneStepIsMissingInTheNext) {
+  const std::shared_ptr<Head> head = NewHead();
+  EXPECT_FALSE(*head->Discard(KeyOf(*head), 0, 0));
+  ASSERT_OK(head->DiscardGradient(KeyOf(*head)));
+  ASSERT_OK(Submit(head, 1));
+  EXPECT_EQ(Waiting(*head), 1);
+}
+
 TEST_P(HeadOrderedTest, ASessionsEndLeavesTheGapOpen) {
   const std::vector<float> expected = Reference();
   const std::shared_ptr<Head> head = NewHead();
@@ -396,6 +404,56 @@ TEST_P(HeadOrderedTest, ATrainersOwnPartTakesItsTurn) {
   EXPECT_EQ(ReadGradWeight(*head), ReadGradWeight(*plain));
 }
 
+TEST_P(HeadOrderedTest, AnAttemptThatWasNotAddedLeavesItsGap) {
+  const std::vector<float> own(static_cast<size_t>(kWidth), 0.37F);
+  GradientPart part;
+  part.row_count = 1;
+  part.data = own.data();
+  const std::shared_ptr<Head> head = NewHead();
+  EXPECT_FALSE(*head->Discard(KeyOf(*head), 0, 0));
+  prepare_fails = true;
+  EXPECT_REASON(head->AddGradient(KeyOf(*head), 0, 1, Digest{7}, part, nullptr), kShardNotReady);
+  prepare_fails = false;
+  ASSERT_OK(Submit(head, 1));
+  EXPECT_EQ(Waiting(*head), 1);  // the trainer has begun another attempt of 0, which is to come
+  EXPECT_TRUE(*head->AddGradient(KeyOf(*head), 0, 1, Digest{7}, part, nullptr));
+  EXPECT_EQ(Waiting(*head), 0);
+}
+
+TEST_P(HeadOrderedTest, WhoeverMissesNoPredecessorHasItsTurn) {
+  const std::shared_ptr<Head> plain = NewHead(HeadLimits());
+  EXPECT_TRUE(plain->HasItsTurn(KeyOf(*plain), 5));
+  EXPECT_OK(plain->AwaitTurn(KeyOf(*plain), 5, {absl::InfiniteFuture(), nullptr}));
+
+  const std::shared_ptr<Head> head = NewHead();
+  const StepKey key = KeyOf(*head);
+  EXPECT_TRUE(head->HasItsTurn(key, 0));
+  for (const int64_t id : {1, 3, 9}) EXPECT_FALSE(head->HasItsTurn(key, id)) << id;
+  // The call itself is to find out that it is wrong.
+  EXPECT_TRUE(head->HasItsTurn({NewEpoch(), key.step}, 1));
+  EXPECT_TRUE(head->HasItsTurn({key.epoch, key.step + 1}, 1));
+  ASSERT_OK(Submit(head, 3));
+  EXPECT_TRUE(head->HasItsTurn(key, 3));  // committed: a repeat waits for nothing
+  ASSERT_OK(Submit(head, 0));
+  EXPECT_FALSE(*head->Discard(key, 1, 0));
+  ASSERT_OK(Submit(head, 2));
+  EXPECT_TRUE(head->HasItsTurn(key, 1));  // too late
+  EXPECT_REASON(head->CheckAddGradient(key, 1, 1, 0, 1), kOrderPassed);
+  EXPECT_FALSE(head->HasItsTurn(key, 9));
+  ASSERT_OK(head->Seal(key, std::vector<int64_t>{0, 2, 3}));
+  EXPECT_TRUE(head->HasItsTurn(key, 9));  // nothing comes any more
+
+  const std::shared_ptr<Head> retired = NewHead(), lost = NewHead();
+  const StepKey retired_key = KeyOf(*retired), lost_key = KeyOf(*lost);
+  EXPECT_FALSE(retired->HasItsTurn(retired_key, 1));
+  retired->Retire();
+  EXPECT_TRUE(retired->HasItsTurn(retired_key, 1));
+  EXPECT_FALSE(lost->HasItsTurn(lost_key, 1));
+  act_fails = true;
+  EXPECT_REASON(lost->DiscardGradient(lost_key), kEngineFailed);
+  EXPECT_TRUE(lost->HasItsTurn(lost_key, 1));
+}
+
 // ---- several heads, teachers, failures -------------------------------------------------------------------------------
 
 TEST_P(HeadOrderedTest, EachHeadOfAMicroBatchHasItsOwnOrder) {
@@ -431,6 +489,52 @@ TEST_P(HeadOrderedTest, ATeacherThatChangesMeanwhileLosesTheStep) {
   EXPECT_REASON(Submit(head, 0), kEngineFailed);
   EXPECT_EQ(head->Describe().state, HeadState::kLost);
   EXPECT_EQ(Waiting(*head), 0);
+}
+
+TEST_P(HeadOrderedTest, ATeacherThatGoesMeanwhileLosesTheStep) {
+  const std::shared_ptr<Head> head = NewHead();
+  {
+    const std::shared_ptr<Head> teacher = NewHead(Deterministic(), "teacher");
+    MicroBatchCall call(head, 0, 1, RandomPayload(1));
+    call.submission().hold = [] { return std::make_shared<const int>(0); };
+    call.term().teacher_head = teacher;
+    call.term().term.loss = JsdSpec();
+    call.term().term.teacher_hidden = call.submission().hidden;
+    ASSERT_OK(call.Run(*engine_));
+  }
+  EXPECT_REASON(Submit(head, 0), kEngineFailed);
+  EXPECT_EQ(head->Describe().state, HeadState::kLost);
+}
+
+TEST_P(HeadOrderedTest, OnlyItsOwnTeachersMatterToAHead) {
+  const std::shared_ptr<Head> with = NewHead(), without = NewHead(Deterministic(), "without"),
+                              teacher = NewHead(Deterministic(), "teacher");
+  MicroBatchCall& call = Call(with, 1);
+  SubmittedTerm second = call.term();
+  second.head = without;
+  second.head_epoch = without->Describe().epoch;
+  call.term().teacher_head = teacher;
+  call.term().term.loss = JsdSpec();
+  call.term().term.teacher_hidden = call.submission().hidden;
+  call.submission().terms.push_back(second);
+  ASSERT_OK(call.Run(*engine_));
+  ASSERT_OK(SetWeights(*teacher, RandomWeights(kVocab * kWidth), RandomWeights(kVocab)));
+  EXPECT_OK(Submit(without, 0));
+  EXPECT_EQ(Waiting(*without), 0);
+  EXPECT_REASON(Submit(with, 0), kEngineFailed);
+}
+
+TEST_P(HeadOrderedTest, ADecisionTellsThatTheAdditionLostTheHead) {
+  for (const bool commits : {true, false}) {
+    const std::shared_ptr<Head> head = NewHead();
+    ASSERT_OK(Call(head, 0).Explicit().Run(*engine_));
+    ASSERT_OK(Submit(head, 1));
+    act_fails = true;
+    const StepKey key = KeyOf(*head);
+    EXPECT_REASON(commits ? head->Commit(key, 0, 0, 1) : head->Discard(key, 0, 0), kEngineFailed);
+    act_fails = false;
+    EXPECT_EQ(head->Describe().state, HeadState::kLost);
+  }
 }
 
 TEST_P(HeadOrderedTest, AShardThatIsNotReadyDelaysTheAddition) {

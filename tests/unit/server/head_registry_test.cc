@@ -325,6 +325,21 @@ TEST(HeadRegistryQuotaTest, ATenantsMemoryIsBounded) {
   EXPECT_REASON(registry.Create({"a", "x"}, SmallSpec()), kQuotaExceeded);
 }
 
+// An engine for which no head is small enough to plan.
+class PlanlessEngine : public FakeEngine {
+ public:
+  absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec&) const override {
+    return MakeError(ErrorReason::kMemoryBudgetExceeded, "too large to plan");
+  }
+};
+
+TEST(HeadRegistryQuotaTest, WhatCannotBePlannedIsRefusedBeforeItTakesAnything) {
+  PlanlessEngine engine;
+  HeadRegistry registry(engine, {.max_tenant_memory_bytes = 1 << 20}, HeadLimits());
+  EXPECT_REASON(registry.Create(kName, SmallSpec()), kMemoryBudgetExceeded);
+  EXPECT_EQ(registry.size(), 0);
+}
+
 TEST(HeadRegistryQuotaTest, TheQuotaOfAHeadOfExactlyTheRestIsEnough) {
   FakeEngine engine;
   HeadRegistry registry(engine, {.max_tenant_memory_bytes = engine.PlanHead(SmallSpec())->total_bytes}, HeadLimits());

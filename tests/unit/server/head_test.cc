@@ -69,6 +69,13 @@ TEST_F(HeadTest, EagerIsDirectAndCommitted) {
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
 }
 
+TEST_F(HeadTest, GradHiddenIsScaled) {
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  call.submission().grad_hidden_scale = 0.5;
+  ASSERT_OK(call.Run(engine_));
+  EXPECT_EQ(call.grad_hidden(), (std::vector<float>{0.5, 1, 1.5}));
+}
+
 TEST_F(HeadTest, AReplayIsComputedAndAddsNothing) {
   ASSERT_OK(Submit(0, kRowOfToken2));
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
@@ -594,6 +601,18 @@ TEST_F(HeadTest, ANormThatOverflowsIsNonFinite) {
   EXPECT_REASON(head_->Apply(KeyOf(*head_), int64_t{1}, arguments), kNonFiniteGradient);
   arguments.gradient_factor = 1;
   EXPECT_OK(head_->Apply(KeyOf(*head_), std::nullopt, arguments));
+}
+
+TEST_F(HeadTest, TheLastStepThatCanBeNumberedIsNotClosed) {
+  HeadSpec spec = SmallSpec();
+  spec.initial_step = std::numeric_limits<int64_t>::max();
+  head_ = MakeReadyHead(engine_, spec);
+  const std::vector<float> weight = ReadWeight(*head_);
+  ASSERT_OK(Submit(0, kRowOfToken2, spec.initial_step));
+  EXPECT_REASON(head_->Apply(KeyOf(*head_), int64_t{1}, Rate(1)), kLimitExceeded);
+  EXPECT_REASON(head_->DiscardGradient(KeyOf(*head_)), kLimitExceeded);
+  EXPECT_EQ(ReadWeight(*head_), weight);
+  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
 }
 
 TEST_F(HeadTest, DiscardGradientOfAnOpenStepDropsWhatIsStaged) {

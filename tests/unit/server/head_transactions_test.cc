@@ -120,6 +120,79 @@ TEST_F(HeadTransactionsTest, ARunningLowerAttemptGivesUpUnlessItCommits) {
 
 // ---- several heads ---------------------------------------------------------------------------------------------------
 
+TEST_F(HeadTransactionsTest, ARepeatIsAnsweredWhateverAttemptWaits) {
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  ASSERT_OK(call.Run(engine_));
+  MicroBatchCall higher(head_, 0, 0, kRowOfToken2);
+  higher.submission().attempt = 3;
+  std::thread announcer;
+  const absl::StatusOr<SubmissionOutcome> repeat = call.Run(engine_, [&] {
+    // Asked when the repeat has its locks, so the other attempt waits for them.
+    if (!announcer.joinable()) announcer = RunUntilItSleeps([&] { EXPECT_OK(Head::Announce(higher.submission())); });
+    return false;
+  });
+  ASSERT_TRUE(announcer.joinable());
+  announcer.join();
+  ASSERT_OK(repeat);
+  EXPECT_TRUE(repeat->replayed);
+}
+
+TEST_F(HeadTransactionsTest, AFrozenHeadsTermIsNotAnnounced) {
+  HeadSpec frozen = SmallSpec();
+  frozen.trainable = false;
+  frozen.optimizer = std::monostate();
+  frozen.staging_slots = 0;
+  frozen.initial_step = 4;
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  call.submission().attempt = 1;
+  SubmittedTerm beside = call.term();
+  beside.head = MakeReadyHead(engine_, frozen, "frozen");
+  beside.head_epoch.reset();
+  beside.step.reset();
+  call.submission().terms.push_back(beside);
+  ASSERT_OK(Head::Announce(call.submission()));
+  ASSERT_OK(call.Run(engine_));
+}
+
+TEST_F(HeadTransactionsTest, ATeacherStaysAsItIsWhileItIsRead) {
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  call.term().term.loss = JsdSpec();
+  call.term().teacher_head = other_;
+  std::thread setter;
+  engine_.control().during_compute = [&] {
+    setter = RunUntilItSleeps([&] { EXPECT_OK(headwater::testing::SetWeights(*other_, std::vector<float>(15, 2.0f))); });
+  };
+  const absl::StatusOr<SubmissionOutcome> outcome = call.Run(engine_);
+  ASSERT_TRUE(setter.joinable());
+  setter.join();
+  ASSERT_OK(outcome);
+  EXPECT_EQ(outcome->teacher_weight_versions, std::vector<int64_t>{1});
+  EXPECT_EQ(other_->Describe().weight_version, 2);
+}
+
+TEST_F(HeadTransactionsTest, ATeacherStaysAsItIsWhileWhatIsHeldIsAdded) {
+  HeadLimits in_order;
+  in_order.deterministic = true;
+  for (const bool deterministic : {false, true}) {
+    head_ = MakeReadyHead(engine_, SmallSpec(), "student", deterministic ? in_order : HeadLimits());
+    MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+    call.Explicit().submission().late_token_factors = true;
+    call.submission().hold = Hold();
+    call.term().term.loss = JsdSpec();
+    call.term().teacher_head = other_;
+    ASSERT_OK(call.Run(engine_));
+    std::thread setter;
+    engine_.control().during_compute = [&] {
+      setter = RunUntilItSleeps([&] { EXPECT_OK(headwater::testing::SetWeights(*other_, std::vector<float>(15, 2.0f))); });
+    };
+    EXPECT_TRUE(*head_->Commit(KeyOf(*head_), 0, 0, 1)) << deterministic;
+    engine_.control().during_compute = nullptr;
+    ASSERT_TRUE(setter.joinable());
+    setter.join();
+    EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3})) << deterministic;
+  }
+}
+
 TEST_F(HeadTransactionsTest, AllHeadsTakeAMicroBatchTogether) {
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
   AddSecondTerm(call);
@@ -190,6 +263,19 @@ TEST_F(HeadTransactionsTest, WhatOneHeadDropsIsDroppedInAll) {
   for (const int64_t id : {20, 21}) ASSERT_OK(MicroBatchCall(other_, 0, id, kRowOfToken2).Explicit().Run(engine_));
 }
 
+TEST_F(HeadTransactionsTest, WhatOneHeadDropsIsKeptAliveInNone) {
+  auto token = std::make_shared<const int>(0);
+  const std::weak_ptr<const int> kept = token;
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  AddSecondTerm(call);
+  call.Explicit().submission().until_decided = std::move(token);
+  ASSERT_OK(call.Run(engine_));
+  call.submission().until_decided.reset();
+  EXPECT_FALSE(kept.expired());
+  ASSERT_OK(head_->Take(std::nullopt));
+  EXPECT_TRUE(kept.expired());  // though nobody has called the other head
+}
+
 TEST_F(HeadTransactionsTest, AnEngineFailureAfterTheDecisionLosesAllHeads) {
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
   AddSecondTerm(call);
@@ -237,7 +323,9 @@ TEST_F(HeadTransactionsTest, LateTokenFactorsNeedWhatIsHeld) {
   MicroBatchCall staged(head_, 0, 0, kRowOfToken2);
   ASSERT_OK(staged.Explicit().Run(engine_));
   const std::vector<DecisionTarget> target = {{head_, KeyOf(*head_)}};
-  EXPECT_REASON(Head::Commit(target, 0, 0, {1, {2.0F}}, std::nullopt), kInvalidCombination);
+  const absl::Status refused = Head::Commit(target, 0, 0, {1, {2.0F}}, std::nullopt).status();
+  EXPECT_REASON(refused, kInvalidCombination);
+  EXPECT_EQ(GetErrorMetadata(refused).at("field"), "token_factors");
   MicroBatchCall held(head_, 0, 1, kRowOfToken4);
   held.Explicit().submission().late_token_factors = true;
   EXPECT_REASON(held.Run(engine_), kInvalidCombination);  // nobody would keep the rows
@@ -286,6 +374,21 @@ TEST_F(HeadTransactionsTest, AnEagerOneThatMustBeFiniteIsComputedTwiceWithoutASl
   EXPECT_EQ(outcome->state, ContributionState::kCommitted);
   EXPECT_EQ(holds_, 0);
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
+}
+
+TEST_F(HeadTransactionsTest, WhenTheSecondComputationFailsTheHeadIsLostIfItMayHaveChanged) {
+  HeadSpec spec = SmallSpec();
+  spec.staging_slots = 0;
+  head_ = MakeReadyHead(engine_, spec);
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  call.Refuse().submission().hold = Hold();
+  engine_.control().FailNext("Compute", kNotReady, 1);
+  EXPECT_REASON(call.Run(engine_), kShardNotReady);
+  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
+  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
+  engine_.control().FailNext("Compute", kEngineError, 1);
+  EXPECT_REASON(call.Run(engine_), kEngineFailed);
+  EXPECT_EQ(head_->Describe().state, HeadState::kLost);
 }
 
 TEST_F(HeadTransactionsTest, AHeldOneIsNotComputedWithAnotherTeacher) {
@@ -423,6 +526,23 @@ TEST_F(HeadTransactionsTest, ATrainersGradientIsAContribution) {
   EXPECT_REASON(head_->AddGradient(key, 1, 0, digest, part, nullptr), kShardNotReady);
   EXPECT_EQ(StateOf(*head_, 1), ContributionState::kNone);
   EXPECT_OK(head_->Seal(key, int64_t{1}));
+}
+
+TEST_F(HeadTransactionsTest, AGradientThatCannotBeAddedIsRefusedWhileAnotherCallComputes) {
+  const std::vector<float> row(3);
+  absl::Notification answered;
+  std::thread adder;
+  engine_.control().during_compute = [&] {
+    adder = std::thread([&] {
+      const StepKey key = KeyOf(*head_);
+      EXPECT_REASON(head_->AddGradient(key, 0, 0, Digest{}, {0, 1, row.data(), 1}, nullptr), kMicroBatchInProgress);
+      EXPECT_REASON(head_->AddGradient(key, 1, 0, Digest{}, {5, 1, row.data(), 1}, nullptr), kChunkOutOfRange);
+      answered.Notify();
+    });
+    EXPECT_TRUE(answered.WaitForNotificationWithTimeout(absl::Seconds(30)));
+  };
+  ASSERT_OK(MicroBatchCall(head_, 0, 0, kRowOfToken2).Run(engine_));
+  adder.join();
 }
 
 TEST_F(HeadTransactionsTest, TheTrainersWeightsCloseASealedStepWhole) {

@@ -227,6 +227,44 @@ TEST_F(HeadWeightsTest, ALostHeadWithBiasNeedsBothTensors) {
   EXPECT_OK(Submit(head, 0));
 }
 
+TEST_F(HeadWeightsTest, NoStepOfSettingAReadyHeadMayFail) {
+  const absl::Status not_ready = MakeError(ErrorReason::kShardNotReady, "a shard could not begin");
+  for (const char* call : {"ZeroGradient", "WriteTensor", "ResetOptimizerState", "ReadTensor"}) {
+    const std::shared_ptr<Head> head = MakeReadyHead(engine_, SmallSpec());
+    engine_.control().FailNext(call, kEngineError);
+    EXPECT_REASON(Set(*head, HeadTensor::kWeight, weight_), kEngineFailed) << call;
+    EXPECT_EQ(head->Describe().state, HeadState::kLost) << call;
+    ASSERT_OK(Set(*head, HeadTensor::kWeight, weight_));
+  }
+  // A shard that cannot begin is no harm before the beginning only.
+  const std::shared_ptr<Head> head = MakeReadyHead(engine_, SmallSpec());
+  engine_.control().FailNext("ZeroGradient", not_ready);
+  EXPECT_REASON(Set(*head, HeadTensor::kWeight, weight_), kShardNotReady);
+  EXPECT_EQ(head->Describe().state, HeadState::kReady);
+  engine_.control().FailNext("WriteTensor", not_ready);
+  EXPECT_REASON(Set(*head, HeadTensor::kWeight, weight_), kEngineFailed);
+  EXPECT_EQ(head->Describe().state, HeadState::kLost);
+}
+
+TEST_F(HeadWeightsTest, WhatFailsWhileAHeadIsLoadedIsMissingAgain) {
+  HeadSpec spec = SmallSpec();
+  spec.has_bias = true;
+  const std::vector<std::pair<HeadTensor, HeadTensor>> orders = {{HeadTensor::kBias, HeadTensor::kWeight},
+                                                                 {HeadTensor::kWeight, HeadTensor::kBias}};
+  for (const auto& [first, second] : orders) {
+    const std::shared_ptr<Head> head = NewHead(spec);
+    const auto values = [&](HeadTensor tensor) { return tensor == HeadTensor::kBias ? bias_ : weight_; };
+    ASSERT_OK(Set(*head, first, values(first)));
+    engine_.control().FailNext("WriteTensor", kEngineError);
+    EXPECT_REASON(Set(*head, first, values(first)), kEngineFailed);
+    EXPECT_EQ(head->Describe().weight_checksum, "");
+    ASSERT_OK(Set(*head, second, values(second)));
+    EXPECT_EQ(head->Describe().state, HeadState::kLoading);
+    ASSERT_OK(Set(*head, first, values(first)));
+    EXPECT_EQ(head->Describe().state, HeadState::kReady);
+  }
+}
+
 class HeadCheckpointTest : public HeadWeightsTest {
  protected:
   TemporaryDirectory directory_;
@@ -248,6 +286,9 @@ TEST_F(HeadCheckpointTest, RestoresWeightsOptimizerAndStep) {
   ASSERT_OK(saved);
   EXPECT_EQ(saved->step, 1);
   EXPECT_GT(saved->total_bytes, 15 * 3 * 4);
+  const absl::Status other_step = head->Seal({head->Describe().epoch, 5}, int64_t{0}).status();
+  EXPECT_REASON(other_step, kStepMismatch);
+  EXPECT_EQ(GetErrorMetadata(other_step).at("checkpoints"), "a=1");
   EXPECT_REASON(head->Save(head->Describe().epoch, *store_, "a", false), kCheckpointAlreadyExists);
   EXPECT_EQ(store_->Read("default", "student", "a")->update_count, 1);
 

@@ -245,6 +245,13 @@ TEST_F(StepLedgerTest, AHigherAttemptPassesATombstone) {
   EXPECT_OK(ledger_.CheckBegin(7, 0, 3, kRoom));
 }
 
+TEST_F(StepLedgerTest, ARepeatOfACommittedOneIsAnsweredBehindAnyFence) {
+  Commit(0);
+  EXPECT_FALSE(*ledger_.Supersede(7, 0, 3, kRoom));
+  EXPECT_OK(ledger_.CheckBegin(7, 0, 0, kRoom));
+  EXPECT_EQ(MustBegin(0), BeginDecision::kReplay);
+}
+
 TEST_F(StepLedgerTest, AnAnnouncedAttemptFencesLowerOnesOff) {
   EXPECT_FALSE(*ledger_.Supersede(7, 0, 0, kRoom));
   EXPECT_TRUE(ledger_.open().micro_batches.empty());  // attempt 0 leaves nothing behind
@@ -258,7 +265,9 @@ TEST_F(StepLedgerTest, AnAnnouncedAttemptFencesLowerOnesOff) {
   EXPECT_REASON(ledger_.Begin(7, 0, 1, kFirst, false, kRoom), kAttemptSuperseded);
   EXPECT_REASON(ledger_.Supersede(7, 0, 1, kRoom), kAttemptSuperseded);
   EXPECT_REASON(ledger_.CheckCommit(7, 0, 2, Factor(1)), kMicroBatchNotFound);
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 1, Factor(1)), kAttemptSuperseded);
+  const absl::Status late = ledger_.CheckCommit(7, 0, 1, Factor(1)).status();
+  EXPECT_REASON(late, kAttemptSuperseded);
+  EXPECT_EQ(GetErrorMetadata(late).at("knownAttempt"), "2");
   EXPECT_REASON(ledger_.Seal(7, int64_t{1}), kMicroBatchMissing);
   EXPECT_EQ(MustBegin(0, kFirst, 2), BeginDecision::kCompute);
   EXPECT_OK(ledger_.FinishCommitted(0, ContributionForm::kDirect, kCounts));

@@ -1,8 +1,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <string>
 
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "server/observability/busy_clock.h"
 #include "server/observability/logging.h"
 #include "server/observability/metrics.h"
 
@@ -51,6 +55,42 @@ TEST(Metrics, CountUnderBoundedLabels) {
         "headwater_heads 2\n", "headwater_build_info{engine=\"cpu\",version=\"1.2.3\"} 1\n"}) {
     EXPECT_THAT(text, HasSubstr(line));
   }
+}
+
+TEST(Metrics, ServeWhatIsCountedElsewhereAsCounters) {
+  Metrics metrics("1", "cpu");
+  GaugeReadings readings;
+  readings.busy = absl::Milliseconds(1500);
+  metrics.SetGaugeSource([&] { return readings; });
+  metrics.CountProductFlops(4e9);
+  metrics.ObserveChunkFill(0.5);
+  metrics.ObservePhase(Phase::kCommit, absl::Milliseconds(2));
+  EXPECT_THAT(metrics.Serialize(), HasSubstr("headwater_compute_busy_seconds_total 1.5\n"));
+  readings.busy = absl::Milliseconds(1000);  // a counter never falls
+  EXPECT_THAT(metrics.Serialize(), HasSubstr("headwater_compute_busy_seconds_total 1.5\n"));
+  readings.busy = absl::Milliseconds(2500);
+  const std::string text = metrics.Serialize();
+  for (const char* line : {"headwater_compute_busy_seconds_total 2.5\n", "headwater_product_flops_total 4000000000\n",
+                           "headwater_token_chunk_fill_ratio_bucket{le=\"0.25\"} 0\n",
+                           "headwater_token_chunk_fill_ratio_bucket{le=\"0.5\"} 1\n", "headwater_commit_seconds_count 1\n"}) {
+    EXPECT_THAT(text, HasSubstr(line));
+  }
+}
+
+TEST(BusyClock, CountsOverlappingWorkOnce) {
+  BusyClock clock;
+  EXPECT_EQ(clock.total(), absl::ZeroDuration());
+  const auto start = std::chrono::steady_clock::now();
+  {
+    const BusyClock::Work first(clock);
+    const BusyClock::Work second(clock);
+    absl::SleepFor(absl::Milliseconds(5));
+    EXPECT_GE(clock.total(), absl::Milliseconds(4));  // also while they work
+  }
+  const absl::Duration total = clock.total();
+  EXPECT_LE(total, absl::FromChrono(std::chrono::steady_clock::now() - start));
+  absl::SleepFor(absl::Milliseconds(2));
+  EXPECT_EQ(clock.total(), total);
 }
 
 TEST(Metrics, DocumentNamesEveryFamily) {

@@ -1,16 +1,19 @@
 // Communicator: the only place where the shards of a head meet.
 //
-// Each executor (a thread with a shard, later a GPU or a process) holds one rank. All ranks make the same calls in the same order
+// Each executor (a thread with a shard, a GPU, a process) holds one rank. All ranks make the same calls in the same order
 // with equal counts; a call returns when this rank's result is there. Reductions add in rank order, so results do not depend on
 // timing. Buffers are the caller's.
 #ifndef HEADWATER_KERNELS_COMMUNICATOR_H_
 #define HEADWATER_KERNELS_COMMUNICATOR_H_
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 
 namespace headwater {
 
@@ -31,10 +34,32 @@ class Communicator {
   virtual absl::Status Barrier() = 0;
   // Makes every call of every rank, now waiting or later, return `reason` (an error). For failures; idempotent; any thread.
   virtual void Abort(const absl::Status& reason) = 0;
+  // OK until then; from then on the error that calls return. Never waits; any thread.
+  virtual absl::Status status() const = 0;
 };
 
 // One communicator for each of `world_size` threads of this process.
 std::vector<std::unique_ptr<Communicator>> MakeInProcessCommunicators(int32_t world_size);
+
+// Where a rank of several processes waits for the others: every two of them get a TCP connection. What travels is neither encrypted
+// nor checked: for networks whose hosts are trusted.
+class TcpMeeting {
+ public:
+  virtual ~TcpMeeting() = default;
+  // Listens on `host`, an IPv4 or IPv6 address ("0.0.0.0": all), at a port that the system picks. Unavailable.
+  static absl::StatusOr<std::unique_ptr<TcpMeeting>> Listen(const std::string& host);
+  virtual int32_t port() const = 0;
+
+  // Connects this rank with all others, once. addresses[r]: where rank r listens, "host:port" with an IP address ("[...]:port" for
+  // IPv6) or a name; this rank's own is not looked at. `secret`: random, the same on all ranks and nowhere else, 32 bytes: whoever
+  // does not know it is sent away. Fails (kEngineFailed) if not all are connected within `setup_timeout`.
+  // A call of the communicator fails when a connection is lost, when the ranks did not make the same call, or when for
+  // `stall_timeout` nothing has come from a rank that it waits for; then the communicator is aborted, and with it those of the
+  // others, which lose their connections to this one.
+  virtual absl::StatusOr<std::unique_ptr<Communicator>> Meet(int32_t rank, const std::vector<std::string>& addresses,
+                                                             const std::string& secret, std::chrono::milliseconds setup_timeout,
+                                                             std::chrono::milliseconds stall_timeout) = 0;
+};
 
 }  // namespace headwater
 

@@ -11,6 +11,30 @@
 // the other, or small ones together, each with its own result. Their order, and so the accumulator's last bits, is then left open.
 //
 // Determinism. Same inputs, same plan, same machine: bitwise the same outputs.
+//
+// Groups. Several engines, each perhaps on a device or in a process of its own, can hold one shard of every head each
+// (EngineOptions::group). What then differs for each of them, a rank:
+//   - All ranks get the same calls in the same order, with equal arguments but for what is said here; one call at a time. Calls
+//   that
+//     change a head, and Compute(), are collective: each rank's waits for the others', and their two phases (ShardPhase) are the
+//     group's. A rank that refuses a call for what is wrong with its arguments does so before it meets another.
+//   - Loss sums, per-token outputs and grad_hidden are complete on rank 0; what other ranks leave in theirs is not defined. They
+//   get
+//     memory for the same outputs, so that every rank computes what all need. With EngineGroup::shared_views, host memory of
+//     grad_hidden is the same on all ranks, and each may write its part of it before rank 0 returns.
+//   - RowFlow: each rank has its own, or none has. AwaitRows() and Decide() are called on every rank, and answer alike on all of
+//   them;
+//     digest_rows may be set on rank 0 only. GradHiddenReady() is rank 0's.
+//   - PlanHead(), EngineHead::plan() and planned_bytes() are about the rank's own shard; token_chunk_rows is the same on all ranks.
+//     EngineHead::shards() tells all shards.
+//   - ReadTensor() fills what the rank holds of the range and leaves the rest of `out` alone; it is not collective and may be
+//   called
+//     on one rank only. WriteTensor() and AddToGradient() take what the rank holds of the range and ignore the rest; they are
+//     collective, but each rank may be given another range, of no elements even, if together they cover what is to be written.
+//   - ComputeGradientStats() is about the rank's own shard, and not collective. The group's are the sums in rank order.
+//   - kShardNotReady comes on all ranks, and names the first that was not ready in `shard`. After kEngineFailed on any rank the
+//   whole
+//     group is lost: the communicator is aborted, health() fails on every rank, and new engines are needed.
 #ifndef HEADWATER_KERNELS_ENGINE_H_
 #define HEADWATER_KERNELS_ENGINE_H_
 
@@ -55,6 +79,7 @@ struct MutableRowsView {
   MemorySpace memory = MemorySpace::kHost;
 };
 
+class Communicator;
 class DigestBuilder;
 class EngineHead;
 
@@ -131,6 +156,8 @@ struct MicroBatch {
   bool digest_rows = false;
   // Not null: device memory of this call is read and written only after the work that the event stands for. Of this engine.
   const DeviceEvent* after = nullptr;
+  // Names the work in the device's profilers; a string that outlives the call. Null: it has no name.
+  const char* label = nullptr;
 };
 
 // Sums over a term's valid rows; nats, without loss_scale.
@@ -222,14 +249,27 @@ class EngineHead {
 // the shards tell each other; then all of them act, or none does.
 enum class ShardPhase { kPrepare, kAct };
 
-// How an engine is set up; from flags.
+// The group that an engine is a rank of; see the top of this file.
+struct EngineGroup {
+  int32_t rank = 0;
+  int32_t world_size = 1;  // > 1: the engine holds shard `rank` of every head and no other
+  // Of the group's engines alone, with the same rank and world size: for decisions and small numbers, and all that a CPU engine
+  // has. Nobody else may make calls of it but Abort().
+  std::shared_ptr<Communicator> communicator;
+  std::string device_group_id;  // the bytes of an ncclUniqueId for engines on GPUs, the same on all ranks; else empty
+  bool shared_views = false;    // all ranks are threads of one process and get views of the same host memory
+};
+
+// How an engine is set up; from flags. Ranks of a group have the same values of what decides how work is cut: shard_count,
+// shard_weights, workspace_bytes, token_chunk_rows, thread_count and deterministic.
 struct EngineOptions {
-  int32_t shard_count = 1;             // >= 1; a head with fewer rows gets as many shards as it has rows
+  EngineGroup group;
+  int32_t shard_count = 1;             // >= 1; a head with fewer rows gets as many shards as it has rows. A group's: its world size
   std::vector<int64_t> shard_weights;  // relative sizes of the shards (> 0), for uneven splits; empty: even
   int64_t memory_budget_bytes = 0;     // for all heads; 0: 80 % of the device's memory (of the cgroup's limit on the CPU)
   int64_t workspace_bytes = 0;         // for each shard group; 0: the engine's default. The largest token chunk follows from it
   int64_t token_chunk_rows = 0;        // 0: from the workspace; else exactly this many rows at once (tests)
-  int32_t thread_count = 0;            // CPU threads over all shards; 0: the cores this process may use
+  int32_t thread_count = 0;            // CPU threads over all shards that the engine holds; 0: the cores this process may use
   // For tests that make a shard fail; null in production. Called at the beginning of each phase of every such work (Compute()
   // included, whatever it changes) on each shard's own thread, at the same time on several: an error is that shard's failure.
   std::function<absl::Status(ShardPhase phase, int32_t rank)> shard_probe;

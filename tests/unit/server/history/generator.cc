@@ -12,6 +12,8 @@ namespace {
 
 constexpr size_t kRememberedCalls = 24;
 constexpr int kCallsPerCrash = 80;
+// They are few, and mostly of heads that have no files to be waited for.
+constexpr int kDeletionsPerCrash = 12;
 
 // May arrive late or twice.
 bool CanBeLate(const Event& event) {
@@ -318,7 +320,8 @@ Event Generator::Next() {
     sent_.push_back(event);
     if (sent_.size() > kRememberedCalls) sent_.erase(sent_.begin());
   }
-  if (OneIn(kCallsPerCrash) && CanBeLate(event)) Crash(event, OneIn(4) ? 1 : OneIn(2) ? 3 : 60);
+  const int calls_per_crash = event.op == Op::kDelete ? kDeletionsPerCrash : kCallsPerCrash;
+  if (OneIn(calls_per_crash) && CanBeLate(event)) Crash(event, OneIn(4) ? 1 : OneIn(2) ? 3 : 60);
   if (event.op == Op::kRestart || event.crash_at > 0) announced_.clear();
   return event;
 }

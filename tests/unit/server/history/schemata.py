@@ -134,6 +134,9 @@ class Finder:
             return self.match[index] + 1
         if word in ("if", "while", "switch"):
             opening = index + (2 if self.text(index + 1) == "constexpr" else 1)
+            if [self.text(opening + 1), self.text(opening + 2)] == ["true", ")"]:
+                # What follows a loop without an end is never reached: without the loop a function would have no answer to give.
+                return self.statement(self.match[opening] + 1, last)
             if word != "switch" and opening == index + 1:
                 self.condition(opening, self.match[opening])
             return self.statement(self.match[opening] + 1, last)

@@ -69,6 +69,7 @@ HW_CLIENT_API void hw_client_error_free(hw_client_error* error);
  *   server_name=NAME         the name that the server's certificate must be for; without it the host of `target`
  *   token=TOKEN              sent with every call; not in plain text but to loopback addresses and Unix sockets, unless
  *   allow_plaintext_token=0  is 1
+ *   traceparent=PARENT       sent with every call: the caller's span, as W3C Trace Context says it
  */
 HW_CLIENT_API hw_client_error* hw_client_connect(const char* target, const char* options, hw_client** out);
 /* Lets go of the connection; NULL is fine. Calls that are under way and memory that was allocated stay valid; the connection and

@@ -93,6 +93,10 @@ struct ClientOptions {
   std::string token{};
   // It is nevertheless: to a network that nobody else can listen on.
   bool allow_plaintext_token = false;
+  // Sent with every call: the caller's span, as the metadata `traceparent` of W3C Trace Context says it
+  // (00-TRACE_ID-SPAN_ID-FLAGS). The server's log names it, and a server with --trace_dir writes traces if its flags say that the
+  // trace is recorded. Empty: none.
+  std::string traceparent{};
   // Gets the sentence why a better path is not taken, once; called by any thread, must not block. Empty: it goes to the standard
   // error output.
   std::function<void(const std::string& sentence)> on_notice{};

@@ -1,0 +1,203 @@
+#include "client/ctl/metrics_page.h"
+
+#include <fcntl.h>
+#include <netdb.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/time/clock.h"
+
+namespace headwater::ctl {
+namespace {
+
+constexpr size_t kMostBytes = 16 << 20;
+
+// Closes it at the end.
+class Socket {
+ public:
+  explicit Socket(int fd) : fd_(fd) {}
+  ~Socket() {
+    if (fd_ >= 0) close(fd_);
+  }
+  Socket(const Socket&) = delete;
+  Socket& operator=(const Socket&) = delete;
+  int fd() const { return fd_; }
+
+ private:
+  const int fd_;
+};
+
+absl::Status Unreachable(const std::string& address, const std::string& why) {
+  return absl::UnavailableError(absl::StrCat("cannot get http://", address, "/metrics: ", why));
+}
+
+// Waits until `fd` is ready for `events`; false at the deadline.
+bool AwaitReady(int fd, short events, absl::Time deadline) {
+  while (true) {
+    pollfd entry = {fd, events, 0};
+    const int64_t left = std::clamp<int64_t>(absl::ToInt64Milliseconds(deadline - absl::Now()), 0, 1 << 30);
+    const int ready = poll(&entry, 1, static_cast<int>(left));
+    if (ready > 0) return true;
+    if (ready == 0 || errno != EINTR) return false;
+  }
+}
+
+// Connects, sends `request`, and reads until the other side closes.
+absl::StatusOr<std::string> Exchange(const addrinfo& to, const std::string& request, absl::Time deadline) {
+  const Socket socket(::socket(to.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (socket.fd() < 0) return absl::UnavailableError(std::strerror(errno));
+  if (connect(socket.fd(), to.ai_addr, to.ai_addrlen) != 0) {
+    if (errno != EINPROGRESS) return absl::UnavailableError(std::strerror(errno));
+    if (!AwaitReady(socket.fd(), POLLOUT, deadline)) return absl::UnavailableError("nobody answered in time");
+    int error = 0;
+    socklen_t size = sizeof(error);
+    getsockopt(socket.fd(), SOL_SOCKET, SO_ERROR, &error, &size);
+    if (error != 0) return absl::UnavailableError(std::strerror(error));
+  }
+  for (size_t sent = 0; sent < request.size();) {
+    const ssize_t count = send(socket.fd(), request.data() + sent, request.size() - sent, MSG_NOSIGNAL);
+    if (count > 0) {
+      sent += static_cast<size_t>(count);
+    } else if (errno != EAGAIN && errno != EINTR) {
+      return absl::UnavailableError(std::strerror(errno));
+    } else if (!AwaitReady(socket.fd(), POLLOUT, deadline)) {
+      return absl::UnavailableError("it took no request in time");
+    }
+  }
+  std::string answer;
+  std::string buffer(1 << 16, '\0');
+  while (true) {
+    const ssize_t count = recv(socket.fd(), buffer.data(), buffer.size(), 0);
+    if (count == 0) return answer;
+    if (count > 0) {
+      answer.append(buffer, 0, static_cast<size_t>(count));
+      if (answer.size() > kMostBytes) return absl::UnavailableError("the answer has no end");
+    } else if (errno != EAGAIN && errno != EINTR) {
+      return absl::UnavailableError(std::strerror(errno));
+    } else if (!AwaitReady(socket.fd(), POLLIN, deadline)) {
+      return absl::UnavailableError("the answer was not complete in time");
+    }
+  }
+}
+
+// Reads `{a="x",b="y"}` at the beginning of `*rest`, if there is one, and takes it away; false if it is malformed.
+bool TakeLabels(absl::string_view* rest, std::map<std::string, std::string>* labels) {
+  if (rest->empty() || rest->front() != '{') return true;
+  size_t at = 1;
+  const auto here = [&] { return at < rest->size() ? (*rest)[at] : '\0'; };
+  while (here() != '}') {
+    const size_t equals = rest->find("=\"", at);
+    if (equals == absl::string_view::npos) return false;
+    const std::string name(rest->substr(at, equals - at));
+    std::string value;
+    for (at = equals + 2; here() != '"'; ++at) {
+      if (at >= rest->size()) return false;
+      if (here() == '\\' && ++at >= rest->size()) return false;
+      value += here();
+    }
+    ++at;
+    (*labels)[name] = value;
+    if (here() == ',') ++at;
+  }
+  rest->remove_prefix(at + 1);
+  return true;
+}
+
+bool Includes(const std::map<std::string, std::string>& labels, const std::map<std::string, std::string>& wanted) {
+  return std::all_of(wanted.begin(), wanted.end(), [&](const auto& entry) {
+    const auto found = labels.find(entry.first);
+    return found != labels.end() && found->second == entry.second;
+  });
+}
+
+}  // namespace
+
+absl::StatusOr<std::string> FetchMetrics(const std::string& address, absl::Duration timeout) {
+  const absl::Time deadline = absl::Now() + timeout;
+  const size_t colon = address.rfind(':');
+  if (colon == std::string::npos || colon == 0 || colon + 1 == address.size()) {
+    return absl::InvalidArgumentError(absl::StrCat("expected host:port, got \"", address, "\""));
+  }
+  std::string host = address.substr(0, colon);
+  if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
+  addrinfo hints = {};
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* list = nullptr;
+  if (const int error = getaddrinfo(host.c_str(), address.c_str() + colon + 1, &hints, &list); error != 0) {
+    return Unreachable(address, gai_strerror(error));
+  }
+  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> addresses(list, freeaddrinfo);
+  // HTTP 1.0: the answer is not cut into chunks, and ends with the connection.
+  const std::string request = absl::StrCat("GET /metrics HTTP/1.0\r\nHost: ", address, "\r\nConnection: close\r\n\r\n");
+  absl::StatusOr<std::string> answer = absl::UnavailableError("the host has no address");
+  for (const addrinfo* to = list; to != nullptr && !answer.ok(); to = to->ai_next) answer = Exchange(*to, request, deadline);
+  if (!answer.ok()) return Unreachable(address, std::string(answer.status().message()));
+  const size_t body = answer->find("\r\n\r\n");
+  const absl::string_view first = absl::string_view(*answer).substr(0, answer->find("\r\n"));
+  if (body == std::string::npos || !absl::StartsWith(first, "HTTP/1.")) return Unreachable(address, "the answer is not HTTP");
+  const std::vector<absl::string_view> words = absl::StrSplit(first, ' ');
+  if (words.size() < 2 || words[1] != "200") return Unreachable(address, absl::StrCat("the answer is ", first));
+  return answer->substr(body + 4);
+}
+
+absl::StatusOr<MetricsPage> MetricsPage::Parse(absl::string_view text) {
+  MetricsPage page;
+  for (absl::string_view line : absl::StrSplit(text, '\n')) {
+    absl::string_view rest = absl::StripAsciiWhitespace(line);
+    if (rest.empty() || rest.front() == '#') continue;
+    const size_t end = rest.find_first_of("{ ");
+    Sample sample;
+    const std::string name(rest.substr(0, end));
+    rest.remove_prefix(std::min(end, rest.size()));
+    const bool labels_fit = TakeLabels(&rest, &sample.labels);
+    const std::vector<absl::string_view> words = absl::StrSplit(rest, ' ', absl::SkipEmpty());  // value, and perhaps a time
+    if (!labels_fit || words.empty() || words.size() > 2 || !absl::SimpleAtod(words[0], &sample.value)) {
+      return absl::InvalidArgumentError(absl::StrCat("not a line of a page of metrics: ", line.substr(0, 200)));
+    }
+    page.samples_[name].push_back(std::move(sample));
+  }
+  return page;
+}
+
+std::optional<double> MetricsPage::Sum(const std::string& name, const std::map<std::string, std::string>& labels) const {
+  const auto family = samples_.find(name);
+  if (family == samples_.end()) return std::nullopt;
+  std::optional<double> sum;
+  for (const Sample& sample : family->second) {
+    if (Includes(sample.labels, labels)) sum = sum.value_or(0) + sample.value;
+  }
+  return sum;
+}
+
+std::map<std::string, double> MetricsPage::SumBy(const std::string& name, const std::string& label,
+                                                 const std::map<std::string, std::string>& labels) const {
+  std::map<std::string, double> sums;
+  const auto family = samples_.find(name);
+  if (family == samples_.end()) return sums;
+  for (const Sample& sample : family->second) {
+    const auto value = sample.labels.find(label);
+    if (value != sample.labels.end() && Includes(sample.labels, labels)) sums[value->second] += sample.value;
+  }
+  return sums;
+}
+
+std::string MetricsPage::Label(const std::string& name, const std::string& label) const {
+  const auto family = samples_.find(name);
+  if (family == samples_.end() || family->second.empty()) return "";
+  const auto value = family->second.front().labels.find(label);
+  return value == family->second.front().labels.end() ? "" : value->second;
+}
+
+}  // namespace headwater::ctl

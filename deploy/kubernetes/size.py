@@ -1,0 +1,109 @@
+"""Says what a server needs for its heads: reads plans that the server made, prints a patch for deploy/kubernetes/base.
+
+    headwaterctl --json plan --vocab_size=128256 --hidden_size=4096 --data_type=bfloat16 --trainable --optimizer=adamw >head.json
+    deploy/kubernetes/size.py --engine cpu head.json [head.json ...]
+
+Name a plan once for each head of its kind. The rules are in docs/deployment.md, "Sizing".
+"""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+GIB = 1 << 30
+# What is not rows or heads: code, threads, buffers of gRPC; with CUDA also the driver's part on the host.
+PROCESS_BYTES = {"cpu": GIB, "cuda": 2 * GIB}
+SAVED = ("weight", "bias", "master_weight", "optimizer_state")
+SHORTEST_DRAIN_S = 60
+# Between --drain_timeout and the kubelet's SIGKILL.
+GRACE_BEYOND_DRAIN_S = 30
+
+
+def purposes(plan: dict) -> dict[str, int]:
+    return {item["purpose"]: int(item["bytes"]) for item in plan["memory_plan"]["items"]}
+
+
+def round_up(value: float, step: int) -> int:
+    return math.ceil(value / step) * step
+
+
+def size(
+    plans: list[dict], engine: str, keep: int, disk_bytes_per_s: float, in_flight: int, held: int, joined: int
+) -> dict[str, int]:
+    """Bytes and seconds by name; see "Sizing"."""
+    heads = [purposes(plan) for plan in plans]
+    # The workspace is shared; all else belongs to one head.
+    budget = sum(sum(head.values()) - head["workspace"] for head in heads) + max(head["workspace"] for head in heads)
+    budget = round_up(budget, GIB)
+    saved = [sum(head.get(purpose, 0) for purpose in SAVED) for head in heads]
+    # A weight may be sent as fp32 whatever it is stored as: at most twice the bytes of a 16-bit one.
+    upload = round_up(2 * max(head["weight"] for head in heads), GIB)
+    host = (budget if engine == "cpu" else 0) + in_flight + upload + held + joined + PROCESS_BYTES[engine]
+    # Half of the drain is kept for saving, all heads one after the other.
+    drain = round_up(max(SHORTEST_DRAIN_S, 2 * sum(saved) / disk_bytes_per_s), 60)
+    return {
+        "memory_budget_bytes": budget,
+        "max_in_flight_bytes": in_flight,
+        "max_upload_bytes": upload,
+        "max_held_bytes": held,
+        "max_join_bytes": joined,
+        "host_memory_bytes": round_up(host, GIB),
+        # Those that are kept, the one that is being written, and `drain`.
+        "volume_bytes": round_up((keep + 2) * sum(saved) * 1.1, GIB),
+        "drain_timeout_s": drain,
+        "grace_s": drain + GRACE_BEYOND_DRAIN_S,
+    }
+
+
+def patch(sizes: dict[str, int], keep: int) -> str:
+    """A part of a kustomization.yaml. Flags go to the end: of several the last one counts."""
+    byte_flags = ("memory_budget_bytes", "max_in_flight_bytes", "max_upload_bytes", "max_held_bytes", "max_join_bytes")
+    flags = [f"--{name}={sizes[name]}" for name in byte_flags]
+    flags += [f"--keep_checkpoints={keep}", f"--drain_timeout={sizes['drain_timeout_s']}s"]
+    memory = f"{sizes['host_memory_bytes'] // GIB}Gi"
+    operations = [("add", "/spec/template/spec/containers/0/args/-", flag) for flag in flags]
+    operations += [
+        ("replace", f"/spec/template/spec/containers/0/resources/{kind}/memory", memory) for kind in ("requests", "limits")
+    ]
+    operations += [
+        ("replace", "/spec/template/spec/terminationGracePeriodSeconds", sizes["grace_s"]),
+        ("replace", "/spec/volumeClaimTemplates/0/spec/resources/requests/storage", f"{sizes['volume_bytes'] // GIB}Gi"),
+    ]
+    lines = ["patches:", "  - target:", "      kind: StatefulSet", "      name: headwater", "    patch: |-"]
+    for operation, path, value in operations:
+        lines += [f"      - op: {operation}", f"        path: {path}", f"        value: {value}"]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("plans", type=Path, nargs="+", help="what `headwaterctl --json plan` printed, once for each head")
+    parser.add_argument("--engine", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--keep_checkpoints", type=int, default=3)
+    parser.add_argument(
+        "--disk_mb_per_s", type=float, default=200.0, help="what the volume writes for sure, in 10^6 bytes a second"
+    )
+    parser.add_argument("--max_in_flight_bytes", type=int, default=4 * GIB)
+    parser.add_argument("--max_held_bytes", type=int, default=GIB)
+    parser.add_argument("--max_join_bytes", type=int, default=GIB)
+    parser.add_argument("--json", action="store_true", help="print the numbers instead of the patch")
+    arguments = parser.parse_args()
+    if arguments.keep_checkpoints < 1 or arguments.disk_mb_per_s <= 0:
+        sys.exit("size: --keep_checkpoints must be at least 1, --disk_mb_per_s above 0")
+    plans = [json.loads(path.read_text()) for path in arguments.plans]
+    sizes = size(
+        plans,
+        arguments.engine,
+        arguments.keep_checkpoints,
+        arguments.disk_mb_per_s * 1e6,
+        arguments.max_in_flight_bytes,
+        arguments.max_held_bytes,
+        arguments.max_join_bytes,
+    )
+    print(json.dumps(sizes, indent=1) if arguments.json else patch(sizes, arguments.keep_checkpoints))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+// Collectives of a group's GPUs: work on streams, between the ranks of a group that each have one GPU (NCCL).
+//
+// All ranks make the same calls of one communicator in the same order with equal counts. A call enqueues and returns; results are
+// there when the stream has come so far. Sums have an order that depends on the group's size and the machine's links alone.
+// Nothing here waits for other ranks on the host but joining and leaving, and those no longer than kMeetingSeconds.
+#ifndef HEADWATER_KERNELS_COMM_DEVICE_COMMUNICATOR_H_
+#define HEADWATER_KERNELS_COMM_DEVICE_COMMUNICATOR_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace headwater {
+
+class DeviceCommunicator {
+ public:
+  // Leaves the group; work that was enqueued is done.
+  virtual ~DeviceCommunicator() = default;
+
+  // Device memory of the rank's own GPU. kEngineFailed once the group is broken.
+
+  // data[i] becomes the sum over the ranks' data[i], on every rank.
+  virtual absl::Status AllReduceSum(double* data, int64_t count, cudaStream_t stream) = 0;
+  // The same on rank 0; what other ranks have in `data` stays.
+  virtual absl::Status ReduceSum(float* data, int64_t count, cudaStream_t stream) = 0;
+  // data [world_size][bytes], of which this rank has filled its own part, becomes all ranks' parts.
+  virtual absl::Status AllGather(void* data, int64_t bytes, cudaStream_t stream) = 0;
+  // data [bytes] becomes rank 0's.
+  virtual absl::Status Broadcast(void* data, int64_t bytes, cudaStream_t stream) = 0;
+
+  // What has gone wrong so far, on the device or in Abort(). Never waits; any thread.
+  virtual absl::Status status() = 0;
+  // Ends what is enqueued, without its results, so that nobody waits for it any longer; every later call returns `reason`.
+  // Idempotent; any thread.
+  virtual void Abort(const absl::Status& reason) = 0;
+};
+
+// How long ranks wait for each other to join.
+inline constexpr double kMeetingSeconds = 120;
+
+// The bytes that tell a new group from all others: for one of its ranks, to be handed to the others. kFeatureNotBuilt, saying why,
+// where NCCL is not there.
+absl::StatusOr<std::string> MakeDeviceGroupId();
+
+// Joins a group with the calling thread's current GPU, which no other rank has. `most_blocks`: thread blocks that its work takes of
+// a GPU at most. Waits until all ranks have come; `interrupted`, asked meanwhile, ends that with its error. kFeatureNotBuilt where
+// NCCL is not there, kInvalidField for an id that is none, kEngineFailed where the ranks cannot meet.
+absl::StatusOr<std::unique_ptr<DeviceCommunicator>> JoinDeviceGroup(int32_t rank, int32_t world_size, const std::string& id,
+                                                                    int32_t most_blocks,
+                                                                    const std::function<absl::Status()>& interrupted);
+
+}  // namespace headwater
+
+#endif  // HEADWATER_KERNELS_COMM_DEVICE_COMMUNICATOR_H_

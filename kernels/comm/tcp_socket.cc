@@ -1,0 +1,160 @@
+#include "kernels/comm/tcp_socket.h"
+
+#include <fcntl.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <thread>
+
+#include "headwater/kernels/error.h"
+
+namespace headwater::comm {
+namespace {
+
+constexpr std::chrono::milliseconds kRetryInterval(50);
+
+using AddressList = std::unique_ptr<addrinfo, void (*)(addrinfo*)>;
+
+absl::StatusOr<AddressList> Resolve(const std::string& host, const std::string& port, bool passive) {
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICSERV | (passive ? AI_PASSIVE | AI_NUMERICHOST : 0);
+  addrinfo* found = nullptr;
+  const int error = getaddrinfo(host.c_str(), port.c_str(), &hints, &found);
+  if (error != 0) {
+    return MakeError(ErrorReason::kEngineFailed, "the address " + host + ":" + port + " cannot be used: " + gai_strerror(error));
+  }
+  return AddressList(found, freeaddrinfo);
+}
+
+// Until the socket is ready for `events`.
+absl::Status AwaitReady(int fd, short events, Clock::time_point deadline) {
+  while (true) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    if (left < 0) return absl::DeadlineExceededError("nothing came in time");
+    pollfd waiting = {fd, events, 0};
+    const int ready = poll(&waiting, 1, static_cast<int>(std::min<int64_t>(left + 1, 1000)));
+    if (ready > 0) return absl::OkStatus();
+    if (ready < 0 && errno != EINTR) return SocketError("poll", errno);
+  }
+}
+
+void SendAtOnce(int fd) {
+  const int on = 1;
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+}
+
+absl::StatusOr<Socket> TryConnect(const addrinfo& address, Clock::time_point deadline) {
+  Socket made(socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!made.open()) return SocketError("socket", errno);
+  if (connect(made.fd(), address.ai_addr, address.ai_addrlen) != 0) {
+    if (errno != EINPROGRESS) return SocketError("connect", errno);
+    absl::Status ready = AwaitReady(made.fd(), POLLOUT, deadline);
+    if (!ready.ok()) return ready;
+    int error = 0;
+    socklen_t size = sizeof(error);
+    if (getsockopt(made.fd(), SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
+    if (error != 0) return SocketError("connect", error);
+  }
+  SendAtOnce(made.fd());
+  return made;
+}
+
+}  // namespace
+
+absl::Status SocketError(const std::string& what, int error_number) {
+  return MakeError(ErrorReason::kEngineFailed, what + ": " + std::strerror(error_number));
+}
+
+absl::StatusOr<Socket> ListenTcp(const std::string& host, int32_t* port) {
+  const absl::StatusOr<AddressList> list = Resolve(host, "0", /*passive=*/true);
+  if (!list.ok()) return list.status();
+  const addrinfo& address = **list;
+  Socket made(socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!made.open()) return SocketError("socket", errno);
+  if (bind(made.fd(), address.ai_addr, address.ai_addrlen) != 0) return SocketError("bind to " + host, errno);
+  if (listen(made.fd(), SOMAXCONN) != 0) return SocketError("listen on " + host, errno);
+  sockaddr_storage bound{};
+  socklen_t size = sizeof(bound);
+  if (getsockname(made.fd(), reinterpret_cast<sockaddr*>(&bound), &size) != 0) return SocketError("getsockname", errno);
+  *port = ntohs(bound.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6&>(bound).sin6_port
+                                            : reinterpret_cast<const sockaddr_in&>(bound).sin_port);
+  return made;
+}
+
+absl::StatusOr<Socket> ConnectTcp(const std::string& address, Clock::time_point deadline) {
+  const size_t colon = address.rfind(':');
+  if (colon == std::string::npos) return MakeError(ErrorReason::kEngineFailed, "\"" + address + "\" is no host:port");
+  std::string host = address.substr(0, colon);
+  if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
+  const absl::StatusOr<AddressList> list = Resolve(host, address.substr(colon + 1), /*passive=*/false);
+  if (!list.ok()) return list.status();
+  absl::Status last;
+  do {
+    for (const addrinfo* one = list->get(); one != nullptr; one = one->ai_next) {
+      absl::StatusOr<Socket> made = TryConnect(*one, deadline);
+      if (made.ok()) return made;
+      last = made.status();
+    }
+    std::this_thread::sleep_for(kRetryInterval);
+  } while (Clock::now() < deadline);
+  return MakeError(ErrorReason::kEngineFailed, address + " cannot be reached: " + std::string(last.message()));
+}
+
+absl::StatusOr<Socket> AcceptTcp(const Socket& listener, Clock::time_point deadline) {
+  while (true) {
+    absl::Status ready = AwaitReady(listener.fd(), POLLIN, deadline);
+    if (!ready.ok()) return ready;
+    Socket made(accept4(listener.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (made.open()) {
+      SendAtOnce(made.fd());
+      return made;
+    }
+    if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) return SocketError("accept", errno);
+  }
+}
+
+absl::Status SendAll(const Socket& socket, const void* data, size_t bytes, Clock::time_point deadline) {
+  const char* next = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const ssize_t sent = send(socket.fd(), next, bytes, MSG_NOSIGNAL);
+    if (sent > 0) {
+      next += sent;
+      bytes -= static_cast<size_t>(sent);
+    } else if (errno == EAGAIN) {
+      absl::Status ready = AwaitReady(socket.fd(), POLLOUT, deadline);
+      if (!ready.ok()) return ready;
+    } else if (errno != EINTR) {
+      return SocketError("send", errno);
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ReceiveAll(const Socket& socket, void* data, size_t bytes, Clock::time_point deadline) {
+  char* next = static_cast<char*>(data);
+  while (bytes > 0) {
+    const ssize_t received = recv(socket.fd(), next, bytes, 0);
+    if (received == 0) return SocketError("receive", ECONNRESET);
+    if (received > 0) {
+      next += received;
+      bytes -= static_cast<size_t>(received);
+    } else if (errno == EAGAIN) {
+      absl::Status ready = AwaitReady(socket.fd(), POLLIN, deadline);
+      if (!ready.ok()) return ready;
+    } else if (errno != EINTR) {
+      return SocketError("receive", errno);
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace headwater::comm

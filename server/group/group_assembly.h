@@ -1,0 +1,103 @@
+// GroupAssembly: how a leader and the workers that join it become one group.
+//
+// The engine is there at once, so that a server can be started around it and listen; it computes once the workers have joined.
+// Which worker becomes which rank is the order in which they came.
+#ifndef HEADWATER_SERVER_GROUP_GROUP_ASSEMBLY_H_
+#define HEADWATER_SERVER_GROUP_GROUP_ASSEMBLY_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "headwater/kernels/communicator.h"
+#include "headwater/v1/group_service.pb.h"
+#include "server/group/group_engine.h"
+#include "server/group/rank_link.h"
+
+namespace headwater::group {
+
+struct AssemblyOptions {
+  EngineOptions engine;  // of each rank; shard_count, and shard_weights if any, for workers + 1 ranks; thread_count not 0
+  int32_t workers = 1;   // >= 1
+  std::string version;   // that workers must have
+  std::string listen_host = "0.0.0.0";                // where the leader's communicator listens
+  absl::Duration setup_timeout = absl::Seconds(60);   // to connect, and to make the engines, once all workers are there
+  absl::Duration stall_timeout = absl::Minutes(5);    // for a word of each other within a computation
+  absl::Duration silence_timeout = absl::Seconds(5);  // for a sign of life
+};
+
+// The call by which a worker joins, as the leader's handler sees it.
+class JoinCall {
+ public:
+  virtual ~JoinCall() = default;
+  // False once the call has ended. Each by one thread at a time.
+  virtual bool Read(v1::JoinRequest* message) = 0;
+  virtual bool Send(const v1::JoinResponse& message) = 0;
+  // Any thread.
+  virtual void Cancel() = 0;
+  virtual bool Cancelled() = 0;
+  // The worker's address, as it can be put before ":port".
+  virtual std::string host() const = 0;
+};
+
+class GroupAssembly {
+ public:
+  // Unavailable if its communicator cannot listen.
+  static absl::StatusOr<std::unique_ptr<GroupAssembly>> Create(AssemblyOptions options);
+
+  // Once: the group's engine, without ranks yet. May outlive this.
+  std::unique_ptr<GroupEngine> TakeEngine() { return std::move(unowned_engine_); }
+
+  // Serves a worker's call until it ends, or until the group does. kInvalidCombination for another version, kProtocolViolation for
+  // no worker, kFeatureNotBuilt if all workers are there already.
+  absl::Status Serve(JoinCall& call);
+
+  // Waits for all workers, as long as `cancelled` is false, and forms the group; after that the engine computes. Once, while the
+  // engine lives. kCancelled; what a worker or the leader's own rank could not do: another attempt needs another assembly.
+  absl::Status Form(const std::function<bool()>& cancelled);
+
+  // Ends the workers' calls, once no call of the engine is left: that is no failure of the group. Any thread, while the engine
+  // lives.
+  void Dismiss() { engine_.Dismiss(); }
+
+ private:
+  // A worker that has joined.
+  struct Slot {
+    std::string address;
+    std::shared_ptr<RankLink> link;
+    int32_t rank = 0;  // 0: not known yet
+    bool is_ready = false;
+    v1::RankReady ready;
+  };
+
+  GroupAssembly(AssemblyOptions options, std::unique_ptr<TcpMeeting> meeting);
+  // kFeatureNotBuilt if all workers are there.
+  absl::Status CheckRoom();
+  absl::Status Room() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  // Waits until the worker's rank is known.
+  absl::Status AwaitRank(JoinCall& call, const std::shared_ptr<Slot>& slot);
+  void Welcome(const Slot& slot, v1::RankWelcome* welcome) ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  absl::StatusOr<std::unique_ptr<LossEngine>> MakeOwnEngine(const std::vector<std::string>& addresses, const std::string& secret);
+  absl::Status AwaitReady(const std::vector<std::shared_ptr<Slot>>& slots);
+
+  const AssemblyOptions options_;
+  const std::unique_ptr<TcpMeeting> meeting_;
+  std::unique_ptr<GroupEngine> unowned_engine_;
+  GroupEngine& engine_;
+  absl::Mutex mutex_;
+  std::vector<std::shared_ptr<Slot>> slots_ ABSL_GUARDED_BY(mutex_);
+  bool complete_ ABSL_GUARDED_BY(mutex_) = false;  // ranks, addresses and the secret are known
+  std::vector<std::string> addresses_ ABSL_GUARDED_BY(mutex_);
+  std::string secret_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace headwater::group
+
+#endif  // HEADWATER_SERVER_GROUP_GROUP_ASSEMBLY_H_

@@ -1,0 +1,90 @@
+// GroupCore: what the engine, the heads and the contributions of a group share: the ranks, their order of calls, and how the group
+// is.
+#ifndef HEADWATER_SERVER_GROUP_GROUP_CORE_H_
+#define HEADWATER_SERVER_GROUP_GROUP_CORE_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "server/group/rank.h"
+#include "server/group/rank_threads.h"
+
+namespace headwater::group {
+
+class GroupCore {
+ public:
+  GroupCore() = default;
+  GroupCore(const GroupCore&) = delete;
+  GroupCore& operator=(const GroupCore&) = delete;
+
+  // Once: the ranks, in order.
+  void Form(std::vector<std::unique_ptr<Rank>> ranks);
+  bool formed() const { return formed_.load(std::memory_order_acquire); }
+  // Only once formed.
+  size_t size() const { return ranks_.size(); }
+  Rank& rank(size_t index) const { return *ranks_[index]; }
+
+  // kEngineFailed once the group is lost, as which it is found here too if a rank's own health says so. Any thread.
+  absl::Status health();
+  // Loses the group: every call of every rank, now or later, fails. The first reason stays. Any thread.
+  void Lose(const absl::Status& reason);
+  // The same in peace: health() stays as it is from now on.
+  void Dismiss();
+  bool dismissed() const { return dismissed_.load(); }
+
+  // The group's calls are made one after the other, each under this, as a scoped lock. kStarting before the group is formed.
+  class ABSL_SCOPED_LOCKABLE Turn {
+   public:
+    explicit Turn(GroupCore& core) ABSL_EXCLUSIVE_LOCK_FUNCTION(core.turn_mutex_);
+    ~Turn() ABSL_UNLOCK_FUNCTION();
+    // Not OK: no call can be made.
+    const absl::Status& status() const { return status_; }
+
+   private:
+    GroupCore& core_;
+    absl::Status status_;
+  };
+
+  // Calls program(rank) for every rank at the same time, in a Turn. Answers what they agree on: OK if all do; what a rank met if it
+  // failed (kEngineFailed), or if its answer is another one than the first's, and then the group is lost; else what the first rank,
+  // or that which was not ready (kShardNotReady), says.
+  absl::Status OnAll(RankThreads::Program program);
+  // The same for a call that the first rank may end in another way than the others, who cannot tell: its answer counts.
+  absl::Status OnAllAsFirst(RankThreads::Program program);
+
+  uint64_t NewId() { return next_id_.fetch_add(1); }
+  // What the ranks need no longer. They learn of it before the next call, or at once if there is none now.
+  void Release(absl::Span<const uint64_t> contributions, absl::Span<const uint64_t> heads);
+
+  std::atomic<int64_t> planned_bytes{0};  // of the living heads, over all ranks
+
+ private:
+  std::vector<absl::Status> RunAll(RankThreads::Program program);
+  void FlushReleases() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_mutex_);
+
+  std::vector<std::unique_ptr<Rank>> ranks_;
+  std::unique_ptr<RankThreads> threads_;
+  std::atomic<bool> formed_{false};
+  std::atomic<bool> dismissed_{false};
+  std::atomic<uint64_t> next_id_{1};
+  absl::Mutex turn_mutex_;
+  std::atomic<std::thread::id> turn_owner_{};
+  absl::Mutex release_mutex_;
+  std::vector<uint64_t> released_contributions_ ABSL_GUARDED_BY(release_mutex_);
+  std::vector<uint64_t> released_heads_ ABSL_GUARDED_BY(release_mutex_);
+  absl::Mutex lost_mutex_;
+  absl::Status lost_ ABSL_GUARDED_BY(lost_mutex_);
+  absl::Status last_health_ ABSL_GUARDED_BY(lost_mutex_);  // when it was dismissed
+};
+
+}  // namespace headwater::group
+
+#endif  // HEADWATER_SERVER_GROUP_GROUP_CORE_H_

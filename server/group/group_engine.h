@@ -1,0 +1,70 @@
+// GroupEngine: several ranks as one engine.
+//
+// Everything above it sees a LossEngine whose heads have as many shards as the group has ranks. Calls are ordered by one lock, each
+// is made on all ranks at the same time, and rank 0's results count. Ranks are threads of this process, other processes, or both.
+//
+// The group is lost, once and for all, when a rank fails, is gone or is told to have hung: health() says so, every call fails, and
+// a new group is needed. A failure of one rank in the middle of a change costs all heads, therefore, not only that call's.
+#ifndef HEADWATER_SERVER_GROUP_GROUP_ENGINE_H_
+#define HEADWATER_SERVER_GROUP_GROUP_ENGINE_H_
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "server/group/group_core.h"
+
+namespace headwater::group {
+
+class GroupEngine final : public LossEngine {
+ public:
+  // Without ranks yet: until Form(), calls that compute or make a head fail with kStarting. `options` are the group's: shard_count
+  // ranks, with defaults filled in as far as they are to be told before Form(). With `shared_budget` the ranks have one budget,
+  // memory_budget_bytes, together; else each has its own.
+  GroupEngine(std::string name, EngineOptions options, bool shared_budget);
+  ~GroupEngine() override;
+
+  // Once: the ranks in order, the first of which must be in this process.
+  void Form(std::vector<std::unique_ptr<Rank>> ranks);
+  // Any thread.
+  void Lose(const absl::Status& reason) { core_->Lose(reason); }
+  // Gives the ranks up, in peace: health() stays as it is, whatever becomes of them; later calls fail.
+  void Dismiss() { core_->Dismiss(); }
+  bool dismissed() const { return core_->dismissed(); }
+
+  std::string name() const override { return name_; }
+  std::vector<EngineDevice> devices() const override;
+  const EngineOptions& options() const override { return options_; }
+  absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override;
+  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override;
+  int64_t planned_bytes() const override { return core_->planned_bytes.load(); }
+  absl::Status health() const override { return core_->health(); }
+  int64_t progress() const override;
+  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override;
+  // The first rank's, which is as good for all of them.
+  absl::StatusOr<std::unique_ptr<HostMemory>> AllocateHostMemory(int64_t bytes) override;
+  absl::StatusOr<std::unique_ptr<HostMemory>> RegisterHostMemory(void* data, int64_t bytes) override;
+
+ private:
+  LossEngine* first_engine() const;  // null before Form()
+  absl::StatusOr<MemoryPlan> PlanOnAll(const HeadSpec& spec) const;
+
+  const std::string name_;
+  const EngineOptions options_;
+  const bool shared_budget_;
+  const std::shared_ptr<GroupCore> core_;
+};
+
+// Makes an engine out of one rank's options.
+using EngineMaker = std::function<absl::StatusOr<std::unique_ptr<LossEngine>>(const EngineOptions&)>;
+
+// A group of CPU engines on threads of this process, one for each of options.shard_count ranks; they share the memory budget and
+// the threads. What CreateCpuEngine() refuses.
+absl::StatusOr<std::unique_ptr<LossEngine>> CreateLocalCpuGroup(const EngineOptions& options);
+
+}  // namespace headwater::group
+
+#endif  // HEADWATER_SERVER_GROUP_GROUP_ENGINE_H_

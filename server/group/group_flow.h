@@ -1,0 +1,77 @@
+// GroupFlow: a micro-batch's rows and decision, from the caller to the first rank and from there to all others.
+#ifndef HEADWATER_SERVER_GROUP_GROUP_FLOW_H_
+#define HEADWATER_SERVER_GROUP_GROUP_FLOW_H_
+
+#include <optional>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "server/group/rank.h"
+
+namespace headwater::group {
+
+// The first rank's engine calls it as a RowFlow; the other ranks wait in it as in a RankFlow, on threads of their own.
+class GroupFlow final : public RowFlow, public RankFlow {
+ public:
+  // `flow` is the caller's, of which the first `rows_here` rows have been awaited already.
+  GroupFlow(RowFlow& flow, int64_t rows_here) : flow_(flow), rows_(rows_here), awaited_(rows_here) {}
+
+  absl::Status AwaitRows(int64_t row_end) override {
+    absl::Status status;
+    if (row_end > awaited_) {
+      awaited_ = row_end;
+      status = flow_.AwaitRows(row_end);
+    }
+    absl::MutexLock lock(&mutex_);
+    if (status.ok()) {
+      rows_ = awaited_;
+    } else {
+      rows_status_ = status;
+    }
+    return status;
+  }
+
+  absl::Status Decide(const DigestBuilder* rows) override {
+    absl::Status status = flow_.Decide(rows);
+    absl::MutexLock lock(&mutex_);
+    decision_ = status;
+    return status;
+  }
+
+  void GradHiddenReady(int64_t row_end) override { flow_.GradHiddenReady(row_end); }
+
+  // The first rank has ended: what nobody has told by now nobody will. `status`: how it ended.
+  void End(const absl::Status& status) {
+    absl::MutexLock lock(&mutex_);
+    const absl::Status ended = status.ok() ? absl::InternalError("the first rank has ended without a word") : status;
+    if (rows_status_.ok()) rows_status_ = ended;
+    if (!decision_.has_value()) decision_ = ended;
+  }
+
+  absl::StatusOr<int64_t> AwaitMore(int64_t have) override {
+    const auto told = [this, have]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return rows_ > have || !rows_status_.ok(); };
+    absl::MutexLock lock(&mutex_);
+    mutex_.Await(absl::Condition(&told));
+    if (rows_ > have) return rows_;
+    return rows_status_;
+  }
+
+  absl::Status AwaitDecision() override {
+    const auto told = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return decision_.has_value(); };
+    absl::MutexLock lock(&mutex_);
+    mutex_.Await(absl::Condition(&told));
+    return *decision_;
+  }
+
+ private:
+  RowFlow& flow_;
+  absl::Mutex mutex_;
+  int64_t rows_ ABSL_GUARDED_BY(mutex_);
+  absl::Status rows_status_ ABSL_GUARDED_BY(mutex_);
+  std::optional<absl::Status> decision_ ABSL_GUARDED_BY(mutex_);
+  int64_t awaited_;  // by the first rank's thread
+};
+
+}  // namespace headwater::group
+
+#endif  // HEADWATER_SERVER_GROUP_GROUP_FLOW_H_

@@ -1,0 +1,159 @@
+#include "server/group/local_rank.h"
+
+#include <deque>
+#include <string>
+#include <utility>
+
+#include "headwater/kernels/communicator.h"
+#include "headwater/kernels/error.h"
+
+namespace headwater::group {
+namespace {
+
+absl::Status NoSuchHead(uint64_t head) {
+  return MakeError(ErrorReason::kEngineFailed, "the rank has no head " + std::to_string(head));
+}
+
+// What a rank that is not the first gives its engine for a flow.
+class Follower final : public RowFlow {
+ public:
+  explicit Follower(RankFlow& flow) : flow_(flow) {}
+  absl::Status AwaitRows(int64_t row_end) override {
+    while (here_ < row_end) {
+      absl::StatusOr<int64_t> here = flow_.AwaitMore(here_);
+      if (!here.ok()) return here.status();
+      here_ = *here;
+    }
+    return absl::OkStatus();
+  }
+  absl::Status Decide(const DigestBuilder*) override { return flow_.AwaitDecision(); }
+  void GradHiddenReady(int64_t) override {}
+
+ private:
+  RankFlow& flow_;
+  int64_t here_ = 0;
+};
+
+// Outputs of a rank that nobody looks at. Memory that is not written takes none.
+class Scratch {
+ public:
+  // Puts memory of its own in the place of `*output` if that is asked for.
+  template <typename T>
+  void Replace(int64_t count, T** output) {
+    if (*output == nullptr) return;
+    *output = static_cast<T*>(Take(static_cast<size_t>(count) * sizeof(T)));
+  }
+  void* Take(size_t bytes) { return memory_.emplace_back(new char[bytes + 1]).get(); }
+
+ private:
+  std::deque<std::unique_ptr<char[]>> memory_;
+};
+
+}  // namespace
+
+EngineHead* LocalRank::FindHead(uint64_t head) const {
+  const auto found = heads_.find(head);
+  return found == heads_.end() ? nullptr : found->second.get();
+}
+
+void LocalRank::Abort(const absl::Status& reason) {
+  if (const auto& communicator = engine_->options().group.communicator; communicator != nullptr) communicator->Abort(reason);
+}
+
+absl::Status LocalRank::CreateHead(uint64_t head, const HeadSpec& spec) {
+  absl::StatusOr<std::unique_ptr<EngineHead>> created = engine_->CreateHead(spec);
+  if (!created.ok()) return created.status();
+  heads_[head] = *std::move(created);
+  return absl::OkStatus();
+}
+
+absl::Status LocalRank::Release(absl::Span<const uint64_t> contributions, absl::Span<const uint64_t> heads) {
+  for (const uint64_t id : contributions) contributions_.erase(id);
+  for (const uint64_t id : heads) heads_.erase(id);
+  return absl::OkStatus();
+}
+
+absl::Status LocalRank::ReadTensor(uint64_t head, HeadTensor tensor, int64_t start, int64_t count, void* out) {
+  EngineHead* const found = FindHead(head);
+  return found == nullptr ? NoSuchHead(head) : found->ReadTensor(tensor, start, count, out);
+}
+
+absl::Status LocalRank::WriteTensor(uint64_t head, HeadTensor tensor, int64_t start, int64_t count, const void* in) {
+  EngineHead* const found = FindHead(head);
+  return found == nullptr ? NoSuchHead(head) : found->WriteTensor(tensor, start, count, in);
+}
+
+absl::Status LocalRank::ZeroGradient(uint64_t head) {
+  EngineHead* const found = FindHead(head);
+  return found == nullptr ? NoSuchHead(head) : found->ZeroGradient();
+}
+
+absl::Status LocalRank::AddToGradient(uint64_t head, HeadTensor tensor, int64_t start, int64_t count, double factor,
+                                      const float* in) {
+  EngineHead* const found = FindHead(head);
+  return found == nullptr ? NoSuchHead(head) : found->AddToGradient(tensor, start, count, factor, in);
+}
+
+absl::Status LocalRank::ResetOptimizerState(uint64_t head) {
+  EngineHead* const found = FindHead(head);
+  return found == nullptr ? NoSuchHead(head) : found->ResetOptimizerState();
+}
+
+absl::StatusOr<GradientStats> LocalRank::ComputeGradientStats(uint64_t head) {
+  EngineHead* const found = FindHead(head);
+  if (found == nullptr) return NoSuchHead(head);
+  return found->ComputeGradientStats();
+}
+
+absl::Status LocalRank::ApplyOptimizer(uint64_t head, const OptimizerStep& step) {
+  EngineHead* const found = FindHead(head);
+  return found == nullptr ? NoSuchHead(head) : found->ApplyOptimizer(step);
+}
+
+absl::StatusOr<RankResult> LocalRank::Compute(const RankCall& call) {
+  const EngineGroup& group = engine_->options().group;
+  MicroBatch micro_batch = call.micro_batch;
+  std::vector<LossTerm> terms(micro_batch.terms.begin(), micro_batch.terms.end());
+  for (size_t i = 0; i < terms.size(); ++i) {
+    terms[i].head = FindHead(call.heads[i].head);
+    terms[i].teacher_head = FindHead(call.heads[i].teacher);
+  }
+  Scratch scratch;
+  std::unique_ptr<Follower> follower;
+  if (group.rank > 0) {
+    for (LossTerm& term : terms) {
+      scratch.Replace(term.row_count, &term.token_loss);
+      scratch.Replace(term.row_count, &term.lse);
+      scratch.Replace(term.row_count, &term.target_log_probability);
+      scratch.Replace(term.row_count, &term.entropy);
+      scratch.Replace(term.row_count, &term.argmax);
+    }
+    MutableRowsView& out = micro_batch.grad_hidden;
+    if (out.data != nullptr && !group.shared_views) {
+      out.memory = MemorySpace::kHost;
+      out.data = scratch.Take(static_cast<size_t>(out.row_count * out.column_count * ElementBytes(out.data_type)));
+    }
+    micro_batch.digest_rows = false;
+    if (call.flow != nullptr) micro_batch.flow = (follower = std::make_unique<Follower>(*call.flow)).get();
+  }
+  micro_batch.terms = terms;
+  absl::StatusOr<MicroBatchResult> result = engine_->Compute(micro_batch);
+  if (!result.ok()) return result.status();
+  RankResult summary;
+  summary.terms = std::move(result->terms);
+  summary.staged = result->staged != nullptr;
+  if (summary.staged) contributions_[call.contribution] = std::move(result->staged);
+  return summary;
+}
+
+absl::Status LocalRank::Commit(uint64_t contribution, double factor) {
+  const auto found = contributions_.find(contribution);
+  if (found == contributions_.end()) {
+    return MakeError(ErrorReason::kEngineFailed, "the rank has no contribution " + std::to_string(contribution));
+  }
+  absl::Status status = found->second->Commit(factor);
+  if (!HasReason(status, ErrorReason::kShardNotReady)) contributions_.erase(found);
+  return status;
+}
+
+}  // namespace headwater::group

@@ -1,0 +1,268 @@
+#include "server/group/rank_codec.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <variant>
+
+#include "headwater/kernels/error.h"
+
+namespace headwater::group {
+namespace {
+
+// Bits of RankCompute.Term.outputs.
+enum Output : int32_t { kTokenLoss = 1, kLse = 2, kTargetLogProbability = 4, kEntropy = 8, kArgmax = 16 };
+
+absl::Status Malformed(const char* what) {
+  return MakeError(ErrorReason::kEngineFailed, std::string("the leader's message is malformed: ") + what);
+}
+
+template <typename T>
+void EncodeSpan(absl::Span<const T> values, std::string* out) {
+  out->assign(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
+}
+
+template <typename T>
+absl::Span<const T> DecodeSpan(const std::string& bytes, std::deque<std::vector<T>>* memory) {
+  std::vector<T>& values = memory->emplace_back(bytes.size() / sizeof(T));
+  if (!values.empty()) std::memcpy(values.data(), bytes.data(), values.size() * sizeof(T));
+  return values;
+}
+
+bool IsDataType(int type) { return type >= 1 && type <= 3; }
+
+void EncodeCrossEntropy(const CrossEntropySpec& spec, v1::RankCompute::CrossEntropy* out) {
+  out->set_label_smoothing(spec.label_smoothing);
+  out->set_z_loss(spec.z_loss);
+  EncodeSpan(spec.class_weights, out->mutable_class_weights());
+}
+
+CrossEntropySpec DecodeCrossEntropy(const v1::RankCompute::CrossEntropy& message, std::deque<std::vector<float>>* memory) {
+  CrossEntropySpec spec;
+  spec.label_smoothing = message.label_smoothing();
+  spec.z_loss = message.z_loss();
+  spec.class_weights = DecodeSpan<float>(message.class_weights(), memory);
+  return spec;
+}
+
+}  // namespace
+
+void EncodeStatus(const absl::Status& status, v1::RankStatus* out) {
+  out->set_code(static_cast<int32_t>(status.code()));
+  if (status.ok()) return;
+  out->set_reason(static_cast<int32_t>(GetErrorReason(status)));
+  out->set_message(std::string(status.message()));
+  for (const auto& [key, value] : GetErrorMetadata(status)) (*out->mutable_metadata())[key] = value;
+}
+
+absl::Status DecodeStatus(const v1::RankStatus& status) {
+  if (status.code() == 0) return absl::OkStatus();
+  ErrorMetadata metadata(status.metadata().begin(), status.metadata().end());
+  const bool known = status.reason() >= 0 && status.reason() <= static_cast<int32_t>(ErrorReason::kNotSessionOwner);
+  return MakeError(known ? static_cast<ErrorReason>(status.reason()) : ErrorReason::kInternal, status.message(),
+                   std::move(metadata));
+}
+
+void EncodeOptimizer(const OptimizerSpec& optimizer, v1::OptimizerSpec* out) {
+  if (const auto* adamw = std::get_if<AdamWSpec>(&optimizer)) {
+    v1::AdamW* const to = out->mutable_adamw();
+    to->set_beta1(adamw->beta1);
+    to->set_beta2(adamw->beta2);
+    to->set_epsilon(adamw->epsilon);
+    to->set_weight_decay(adamw->weight_decay);
+  } else if (const auto* sgd = std::get_if<SgdSpec>(&optimizer)) {
+    v1::Sgd* const to = out->mutable_sgd();
+    to->set_momentum(sgd->momentum);
+    to->set_dampening(sgd->dampening);
+    to->set_nesterov(sgd->nesterov);
+    to->set_weight_decay(sgd->weight_decay);
+  }
+}
+
+OptimizerSpec DecodeOptimizer(const v1::OptimizerSpec& optimizer) {
+  if (optimizer.has_adamw()) {
+    const v1::AdamW& from = optimizer.adamw();
+    return AdamWSpec{from.beta1(), from.beta2(), from.epsilon(), from.weight_decay()};
+  }
+  if (optimizer.has_sgd()) {
+    const v1::Sgd& from = optimizer.sgd();
+    return SgdSpec{from.momentum(), from.dampening(), from.nesterov(), from.weight_decay()};
+  }
+  return std::monostate();
+}
+
+void EncodeHeadSpec(const HeadSpec& spec, v1::HeadSpec* out) {
+  out->set_vocab_size(spec.vocab_size);
+  out->set_hidden_size(spec.hidden_size);
+  out->set_data_type(static_cast<v1::DataType>(spec.data_type));
+  out->set_has_bias(spec.has_bias);
+  v1::LogitTransform* const transform = out->mutable_transform();
+  transform->set_logit_scale(spec.transform.logit_scale);
+  if (spec.transform.softcap.has_value()) transform->set_softcap(*spec.transform.softcap);
+  transform->set_valid_vocab_size(spec.transform.valid_vocab_size);
+  out->set_trainable(spec.trainable);
+  if (!std::holds_alternative<std::monostate>(spec.optimizer)) EncodeOptimizer(spec.optimizer, out->mutable_optimizer());
+  out->set_staging_slots(spec.staging_slots);
+  out->set_initial_step(spec.initial_step);
+}
+
+HeadSpec DecodeHeadSpec(const v1::HeadSpec& spec) {
+  HeadSpec result;
+  result.vocab_size = spec.vocab_size();
+  result.hidden_size = spec.hidden_size();
+  result.data_type = static_cast<DataType>(spec.data_type());
+  result.has_bias = spec.has_bias();
+  result.transform.logit_scale = spec.transform().logit_scale();
+  if (spec.transform().has_softcap()) result.transform.softcap = spec.transform().softcap();
+  result.transform.valid_vocab_size = spec.transform().valid_vocab_size();
+  result.trainable = spec.trainable();
+  result.optimizer = DecodeOptimizer(spec.optimizer());
+  result.staging_slots = spec.staging_slots();
+  result.initial_step = spec.initial_step();
+  return result;
+}
+
+void EncodeCompute(const RankCall& call, v1::RankCompute* out) {
+  const MicroBatch& micro_batch = call.micro_batch;
+  out->set_row_count(micro_batch.hidden.row_count);
+  out->set_hidden_size(micro_batch.hidden.column_count);
+  out->set_data_type(static_cast<v1::DataType>(micro_batch.hidden.data_type));
+  out->set_backward(micro_batch.backward);
+  out->set_wants_grad_hidden(micro_batch.grad_hidden.data != nullptr);
+  out->set_grad_hidden_type(static_cast<v1::DataType>(micro_batch.grad_hidden.data_type));
+  out->set_grad_hidden_scale(micro_batch.grad_hidden_scale);
+  out->set_grad_weight(static_cast<int32_t>(micro_batch.grad_weight));
+  out->set_refuse_non_finite(micro_batch.refuse_non_finite);
+  out->set_flow(call.flow != nullptr);
+  out->set_contribution(call.contribution);
+  for (size_t i = 0; i < micro_batch.terms.size(); ++i) {
+    const LossTerm& term = micro_batch.terms[i];
+    v1::RankCompute::Term* const to = out->add_terms();
+    to->set_head(call.heads[i].head);
+    to->set_row_start(term.row_start);
+    to->set_row_count(term.row_count);
+    EncodeSpan(term.targets, to->mutable_targets());
+    to->set_ignore_index(term.ignore_index);
+    EncodeSpan(term.token_weights, to->mutable_token_weights());
+    to->set_loss_scale(term.loss_scale);
+    if (const auto* jsd = std::get_if<JsdSpec>(&term.loss)) {
+      to->set_jsd(true);
+      to->set_teacher_head(call.heads[i].teacher);
+      to->set_beta(jsd->beta);
+      to->set_student_temperature(jsd->student_temperature);
+      to->set_teacher_temperature(jsd->teacher_temperature);
+      to->set_hard_loss_weight(jsd->hard_loss_weight);
+      to->set_truncate_to_common(jsd->truncate_to_common);
+      to->set_teacher_hidden_size(term.teacher_hidden.column_count);
+      to->set_teacher_data_type(static_cast<v1::DataType>(term.teacher_hidden.data_type));
+      EncodeCrossEntropy(jsd->hard_loss, to->mutable_cross_entropy());
+    } else {
+      EncodeCrossEntropy(std::get<CrossEntropySpec>(term.loss), to->mutable_cross_entropy());
+    }
+    to->set_outputs((term.token_loss != nullptr ? kTokenLoss : 0) | (term.lse != nullptr ? kLse : 0) |
+                    (term.target_log_probability != nullptr ? kTargetLogProbability : 0) |
+                    (term.entropy != nullptr ? kEntropy : 0) | (term.argmax != nullptr ? kArgmax : 0));
+  }
+}
+
+const void* ReceivedCall::AddStream(int64_t row_start, int64_t row_count, int64_t row_bytes) {
+  Stream& stream = streams_.emplace_back();
+  stream.row_start = row_start;
+  stream.row_count = row_count;
+  stream.row_bytes = row_bytes;
+  stream.memory.reset(new char[static_cast<size_t>(row_count * row_bytes) + 1]);
+  return stream.memory.get();
+}
+
+absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(const v1::RankCompute& message) {
+  if (message.row_count() < 0 || message.hidden_size() < 0 || !IsDataType(message.data_type())) return Malformed("rows");
+  std::unique_ptr<ReceivedCall> call(new ReceivedCall());
+  call->outputs_.reset(new char[8]);
+  MicroBatch& micro_batch = call->micro_batch_;
+  RowsView& hidden = micro_batch.hidden;
+  hidden.row_count = message.row_count();
+  hidden.column_count = message.hidden_size();
+  hidden.data_type = static_cast<DataType>(message.data_type());
+  hidden.data = call->AddStream(0, hidden.row_count, hidden.column_count * ElementBytes(hidden.data_type));
+  micro_batch.backward = message.backward();
+  if (message.wants_grad_hidden()) {
+    if (!IsDataType(message.grad_hidden_type())) return Malformed("grad_hidden");
+    micro_batch.grad_hidden = {call->outputs_.get(), hidden.row_count, hidden.column_count,
+                               static_cast<DataType>(message.grad_hidden_type()), MemorySpace::kHost};
+  }
+  micro_batch.grad_hidden_scale = message.grad_hidden_scale();
+  micro_batch.grad_weight = static_cast<GradWeightMode>(message.grad_weight());
+  micro_batch.refuse_non_finite = message.refuse_non_finite();
+  for (const v1::RankCompute::Term& from : message.terms()) {
+    LossTerm& term = call->terms_.emplace_back();
+    call->heads_.push_back({from.head(), from.teacher_head()});
+    term.row_start = from.row_start();
+    term.row_count = from.row_count();
+    if (term.row_start < 0 || term.row_count < 0) return Malformed("a term's rows");
+    term.targets = DecodeSpan<int32_t>(from.targets(), &call->targets_);
+    term.ignore_index = from.ignore_index();
+    term.token_weights = DecodeSpan<float>(from.token_weights(), &call->floats_);
+    term.loss_scale = from.loss_scale();
+    if (from.jsd()) {
+      JsdSpec jsd;
+      jsd.beta = from.beta();
+      jsd.student_temperature = from.student_temperature();
+      jsd.teacher_temperature = from.teacher_temperature();
+      jsd.hard_loss_weight = from.hard_loss_weight();
+      jsd.truncate_to_common = from.truncate_to_common();
+      jsd.hard_loss = DecodeCrossEntropy(from.cross_entropy(), &call->floats_);
+      term.loss = jsd;
+      if (from.teacher_hidden_size() < 0 || !IsDataType(from.teacher_data_type())) return Malformed("a teacher's rows");
+      RowsView& teacher = term.teacher_hidden;
+      teacher.row_count = term.row_count;
+      teacher.column_count = from.teacher_hidden_size();
+      teacher.data_type = static_cast<DataType>(from.teacher_data_type());
+      teacher.data = call->AddStream(term.row_start, term.row_count, teacher.column_count * ElementBytes(teacher.data_type));
+    } else {
+      term.loss = DecodeCrossEntropy(from.cross_entropy(), &call->floats_);
+      call->streams_.emplace_back();
+    }
+    const auto wanted = [&](Output output) { return (from.outputs() & output) != 0; };
+    float* const floats = reinterpret_cast<float*>(call->outputs_.get());
+    if (wanted(kTokenLoss)) term.token_loss = floats;
+    if (wanted(kLse)) term.lse = floats;
+    if (wanted(kTargetLogProbability)) term.target_log_probability = floats;
+    if (wanted(kEntropy)) term.entropy = floats;
+    if (wanted(kArgmax)) term.argmax = reinterpret_cast<int32_t*>(call->outputs_.get());
+  }
+  call->contribution_ = message.contribution();
+  call->has_flow_ = message.flow();
+  return call;
+}
+
+RankCall ReceivedCall::ToCall(RankFlow* flow) {
+  RankCall call;
+  call.micro_batch = micro_batch_;
+  call.micro_batch.terms = terms_;
+  call.heads = heads_;
+  call.flow = flow;
+  call.contribution = contribution_;
+  return call;
+}
+
+absl::Status ReceivedCall::AddRows(int32_t number, const std::string& data) {
+  if (number < 0 || static_cast<size_t>(number) >= streams_.size()) return Malformed("a stream that there is not");
+  Stream& stream = streams_[static_cast<size_t>(number)];
+  const int64_t bytes = static_cast<int64_t>(data.size());
+  if (bytes > stream.row_count * stream.row_bytes - stream.bytes_here) return Malformed("more rows than there are");
+  std::memcpy(stream.memory.get() + stream.bytes_here, data.data(), data.size());
+  stream.bytes_here += bytes;
+  return absl::OkStatus();
+}
+
+int64_t ReceivedCall::rows_here() const {
+  int64_t here = row_count();
+  for (const Stream& stream : streams_) {
+    const int64_t whole = stream.row_bytes == 0 ? stream.row_count : stream.bytes_here / stream.row_bytes;
+    if (whole < stream.row_count) here = std::min(here, stream.row_start + whole);
+  }
+  return here;
+}
+
+}  // namespace headwater::group

@@ -1,0 +1,69 @@
+// What goes between a leader and its workers, as messages of proto/headwater/v1/group_service.proto and back.
+#ifndef HEADWATER_SERVER_GROUP_RANK_CODEC_H_
+#define HEADWATER_SERVER_GROUP_RANK_CODEC_H_
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "headwater/kernels/engine.h"
+#include "headwater/v1/group_service.pb.h"
+#include "server/group/rank.h"
+
+namespace headwater::group {
+
+// Bytes of tensors in one message.
+inline constexpr int64_t kDataBytes = int64_t{1} << 19;
+
+void EncodeStatus(const absl::Status& status, v1::RankStatus* out);
+absl::Status DecodeStatus(const v1::RankStatus& status);
+
+void EncodeHeadSpec(const HeadSpec& spec, v1::HeadSpec* out);
+HeadSpec DecodeHeadSpec(const v1::HeadSpec& spec);
+void EncodeOptimizer(const OptimizerSpec& optimizer, v1::OptimizerSpec* out);
+OptimizerSpec DecodeOptimizer(const v1::OptimizerSpec& optimizer);
+
+// All of a call but its rows.
+void EncodeCompute(const RankCall& call, v1::RankCompute* out);
+
+// A call that came as messages, with memory for everything that it points to. Rows fill up as they come.
+class ReceivedCall {
+ public:
+  // kEngineFailed for a message that no leader sends.
+  static absl::StatusOr<std::unique_ptr<ReceivedCall>> Decode(const v1::RankCompute& message);
+
+  // `flow` takes the rows' place; null: they must all be here.
+  RankCall ToCall(RankFlow* flow);
+  absl::Status AddRows(int32_t stream, const std::string& data);
+  // Rows that are complete in all streams.
+  int64_t rows_here() const;
+  int64_t row_count() const { return micro_batch_.hidden.row_count; }
+  bool has_flow() const { return has_flow_; }
+
+ private:
+  struct Stream {
+    std::unique_ptr<char[]> memory;
+    int64_t row_start = 0;  // in the micro-batch
+    int64_t row_count = 0;
+    int64_t row_bytes = 0;
+    int64_t bytes_here = 0;
+  };
+  ReceivedCall() = default;
+  const void* AddStream(int64_t row_start, int64_t row_count, int64_t row_bytes);
+
+  MicroBatch micro_batch_;
+  std::vector<LossTerm> terms_;
+  std::vector<TermHeads> heads_;
+  std::deque<std::vector<float>> floats_;
+  std::deque<std::vector<int32_t>> targets_;
+  std::vector<Stream> streams_;      // by number; without rows where a term has none
+  std::unique_ptr<char[]> outputs_;  // something to point to: nobody reads it, and LocalRank writes elsewhere
+  uint64_t contribution_ = 0;
+  bool has_flow_ = false;
+};
+
+}  // namespace headwater::group
+
+#endif  // HEADWATER_SERVER_GROUP_RANK_CODEC_H_

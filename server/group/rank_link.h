@@ -1,0 +1,65 @@
+// RankLink: the leader's end of the call by which a worker has joined.
+//
+// The call's handler hands over what comes (Deliver) and tells its end (Close); a RemoteRank sends commands and takes replies.
+#ifndef HEADWATER_SERVER_GROUP_RANK_LINK_H_
+#define HEADWATER_SERVER_GROUP_RANK_LINK_H_
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "headwater/v1/group_service.pb.h"
+
+namespace headwater::group {
+
+class RankLink {
+ public:
+  // `send` returns false once the call has ended; `cancel` ends it, so that a `send` in progress returns. Neither is called after
+  // Close().
+  RankLink(std::function<bool(const v1::JoinResponse&)> send, std::function<void()> cancel);
+  // Leaves a call alone that nothing was sent by.
+  ~RankLink();
+  RankLink(const RankLink&) = delete;
+  RankLink& operator=(const RankLink&) = delete;
+
+  // Sends in the background, and waits only while too much has not been sent: a worker that takes nothing must not keep anybody
+  // beyond Break(). kEngineFailed once the link is closed.
+  absl::Status Send(const v1::JoinResponse& message);
+  // The next reply, in the order in which they came; waits for it. kEngineFailed once the link is closed.
+  absl::StatusOr<v1::RankReply> AwaitReply();
+  // Ends the call. The first reason stays. Any thread.
+  void Break(const absl::Status& reason);
+
+  // The handler's. Messages that are no replies count as signs of life.
+  void Deliver(v1::JoinRequest message);
+  // Waits for a `send` in progress.
+  void Close(const absl::Status& reason);
+
+  // Not OK once broken or closed. Any thread, as the others below.
+  absl::Status status() const;
+  int64_t messages() const;  // that have come
+  int64_t progress() const;  // as the worker told last
+
+ private:
+  void SendQueued();
+
+  const std::function<bool(const v1::JoinResponse&)> send_;
+  mutable absl::Mutex mutex_;
+  std::function<void()> cancel_ ABSL_GUARDED_BY(mutex_);
+  std::deque<v1::JoinResponse> queue_ ABSL_GUARDED_BY(mutex_);  // to be sent
+  int64_t queued_bytes_ ABSL_GUARDED_BY(mutex_) = 0;            // of data
+  std::deque<v1::RankReply> replies_ ABSL_GUARDED_BY(mutex_);
+  absl::Status status_ ABSL_GUARDED_BY(mutex_);
+  int64_t messages_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t progress_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::thread sender_;  // last: it uses the members above
+};
+
+}  // namespace headwater::group
+
+#endif  // HEADWATER_SERVER_GROUP_RANK_LINK_H_

@@ -1,0 +1,332 @@
+#include "server/group/rank_worker.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "headwater/kernels/communicator.h"
+#include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
+#include "server/group/local_rank.h"
+#include "server/group/rank_codec.h"
+
+namespace headwater::group {
+namespace {
+
+absl::Status LeaderGone() { return MakeError(ErrorReason::kEngineFailed, "the leader is gone"); }
+
+absl::Status Malformed(const char* what) {
+  return MakeError(ErrorReason::kEngineFailed, absl::StrCat("the leader's message is malformed: ", what));
+}
+
+// Writes of the commands' thread and of the one that tells that the worker lives.
+class Voice {
+ public:
+  Voice(WorkerChannel& channel, absl::Duration interval) : channel_(channel), interval_(interval) {}
+  ~Voice() {
+    {
+      absl::MutexLock lock(&mutex_);
+      stopping_ = true;
+    }
+    if (thread_.joinable()) thread_.join();
+  }
+
+  bool Write(const v1::JoinRequest& message) {
+    absl::MutexLock lock(&write_mutex_);
+    return channel_.Write(message);
+  }
+  // From now on tells every now and then that the worker lives.
+  void StayAlive() {
+    thread_ = std::thread([this] { Main(); });
+  }
+  // The engine's progress goes with it; null: there is none any more.
+  void Watch(const LossEngine* engine) {
+    absl::MutexLock lock(&mutex_);
+    engine_ = engine;
+  }
+
+ private:
+  void Main() {
+    while (true) {
+      v1::JoinRequest alive;
+      {
+        absl::MutexLock lock(&mutex_);
+        if (mutex_.AwaitWithTimeout(absl::Condition(&stopping_), interval_)) return;
+        alive.mutable_alive()->set_progress(engine_ == nullptr ? 0 : engine_->progress());
+      }
+      if (!Write(alive)) return;
+    }
+  }
+
+  WorkerChannel& channel_;
+  const absl::Duration interval_;
+  absl::Mutex write_mutex_;
+  absl::Mutex mutex_;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  const LossEngine* engine_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  std::thread thread_;
+};
+
+// Takes a micro-batch's rows, and the decision, off the channel when they are asked for.
+class ChannelFlow final : public RankFlow {
+ public:
+  ChannelFlow(WorkerChannel& channel, ReceivedCall& call) : channel_(channel), call_(call) {}
+
+  absl::StatusOr<int64_t> AwaitMore(int64_t have) override {
+    while (call_.rows_here() <= have) HEADWATER_RETURN_IF_ERROR(Read());
+    return call_.rows_here();
+  }
+
+  absl::Status AwaitDecision() override {
+    while (!decided_) HEADWATER_RETURN_IF_ERROR(Read());
+    return decision_;
+  }
+
+ private:
+  absl::Status Read() {
+    v1::JoinResponse message;
+    if (!channel_.Read(&message)) return LeaderGone();
+    if (message.has_decision()) {
+      decided_ = true;
+      decision_ = DecodeStatus(message.decision().status());
+      return absl::OkStatus();
+    }
+    if (!message.has_data()) return Malformed("a command where rows should come");
+    if (message.data().has_ended()) {
+      absl::Status ended = DecodeStatus(message.data().ended());
+      return ended.ok() ? Malformed("rows that end without a reason") : ended;
+    }
+    return call_.AddRows(message.data().stream(), message.data().data());
+  }
+
+  WorkerChannel& channel_;
+  ReceivedCall& call_;
+  bool decided_ = false;
+  absl::Status decision_;
+};
+
+class Worker {
+ public:
+  Worker(WorkerChannel& channel, const WorkerOptions& options)
+      : channel_(channel), options_(options), voice_(channel, options.alive_interval) {}
+
+  absl::Status Run() {
+    HEADWATER_RETURN_IF_ERROR(Begin());
+    absl::Status status = Execute();
+    voice_.Watch(nullptr);
+    rank_->Abort(status);
+    return status;
+  }
+
+ private:
+  absl::Status Begin() {
+    absl::StatusOr<std::unique_ptr<TcpMeeting>> meeting = TcpMeeting::Listen(options_.listen_host);
+    if (!meeting.ok()) return meeting.status();
+    v1::JoinRequest hello;
+    hello.mutable_hello()->set_version(options_.version);
+    hello.mutable_hello()->set_port((*meeting)->port());
+    v1::JoinResponse message;
+    if (!voice_.Write(hello) || !channel_.Read(&message)) return LeaderGone();
+    if (!message.has_welcome()) return Malformed("no welcome");
+    voice_.StayAlive();
+    absl::Status status = Settle(message.welcome(), **meeting);
+    v1::JoinRequest ready;
+    EncodeStatus(status, ready.mutable_ready()->mutable_status());
+    if (status.ok()) {
+      const EngineDevice device = rank_->device();
+      ready.mutable_ready()->set_device(device.name);
+      ready.mutable_ready()->set_model(device.model);
+      ready.mutable_ready()->set_memory_budget_bytes(device.memory_budget_bytes);
+      voice_.Watch(&rank_->engine());
+    }
+    if (!voice_.Write(ready)) return LeaderGone();
+    return status;
+  }
+
+  absl::Status Settle(const v1::RankWelcome& welcome, TcpMeeting& meeting) {
+    if (welcome.engine() != "cpu") {
+      return MakeError(ErrorReason::kFeatureNotBuilt, absl::StrCat("a worker has no engine ", welcome.engine()));
+    }
+    std::vector<std::string> addresses(welcome.addresses().begin(), welcome.addresses().end());
+    for (std::string& address : addresses) {
+      if (absl::StartsWith(address, ":")) address = options_.leader_host + address;
+    }
+    if (static_cast<int32_t>(addresses.size()) != welcome.world_size()) return Malformed("the addresses");
+    if (welcome.rank() < 1 || welcome.rank() >= welcome.world_size()) return Malformed("the rank");
+    auto communicator =
+        meeting.Meet(welcome.rank(), addresses, welcome.secret(), std::chrono::milliseconds(welcome.setup_timeout_ms()),
+                     std::chrono::milliseconds(welcome.stall_timeout_ms()));
+    if (!communicator.ok()) return communicator.status();
+    EngineOptions engine_options;
+    engine_options.group.rank = welcome.rank();
+    engine_options.group.world_size = welcome.world_size();
+    engine_options.group.communicator = *std::move(communicator);
+    engine_options.shard_count = welcome.world_size();
+    engine_options.shard_weights.assign(welcome.shard_weights().begin(), welcome.shard_weights().end());
+    engine_options.memory_budget_bytes = options_.memory_budget_bytes;
+    engine_options.workspace_bytes = welcome.workspace_bytes();
+    engine_options.token_chunk_rows = welcome.token_chunk_rows();
+    engine_options.thread_count = welcome.thread_count();
+    engine_options.deterministic = welcome.deterministic();
+    auto engine = CreateCpuEngine(engine_options);
+    if (!engine.ok()) return engine.status();
+    rank_ = std::make_unique<LocalRank>(*std::move(engine));
+    return absl::OkStatus();
+  }
+
+  // Until something ends it.
+  absl::Status Execute() {
+    v1::JoinResponse command;
+    while (channel_.Read(&command)) {
+      // What a computation that ended early has left on its way.
+      if (command.has_data() || command.has_decision()) continue;
+      v1::JoinRequest answer;
+      v1::RankReply* const reply = answer.mutable_reply();
+      absl::Status status;
+      try {
+        status = ExecuteOne(command, reply);
+      } catch (const std::exception& error) {
+        status = MakeError(ErrorReason::kEngineFailed, absl::StrCat("the worker failed: ", error.what()));
+      }
+      // The others may be waiting for this rank.
+      if (HasReason(status, ErrorReason::kEngineFailed)) rank_->Abort(status);
+      EncodeStatus(status, reply->mutable_status());
+      if (!voice_.Write(answer)) break;
+      if (absl::Status health = rank_->health(); !health.ok()) return health;
+    }
+    return LeaderGone();
+  }
+
+  absl::Status ExecuteOne(const v1::JoinResponse& command, v1::RankReply* reply) {
+    switch (command.kind_case()) {
+      case v1::JoinResponse::kPlanHead:
+        return PlanHead(command.plan_head(), reply);
+      case v1::JoinResponse::kCreateHead:
+        return rank_->CreateHead(command.create_head().head(), DecodeHeadSpec(command.create_head().spec()));
+      case v1::JoinResponse::kRelease: {
+        const v1::RankRelease& release = command.release();
+        return rank_->Release(std::vector<uint64_t>(release.contributions().begin(), release.contributions().end()),
+                              std::vector<uint64_t>(release.heads().begin(), release.heads().end()));
+      }
+      case v1::JoinResponse::kReadTensor:
+        return ReadTensor(command.read_tensor(), reply);
+      case v1::JoinResponse::kWriteTensor:
+        return WriteTensor(command.write_tensor());
+      case v1::JoinResponse::kHeadCommand:
+        return RunHeadCommand(command.head_command(), reply);
+      case v1::JoinResponse::kApplyOptimizer: {
+        const v1::RankApplyOptimizer& apply = command.apply_optimizer();
+        return rank_->ApplyOptimizer(apply.head(), {apply.learning_rate(), apply.gradient_multiplier(),
+                                                    DecodeOptimizer(apply.settings()), apply.update_count()});
+      }
+      case v1::JoinResponse::kCompute:
+        return Compute(command.compute(), reply);
+      case v1::JoinResponse::kCommit:
+        return rank_->Commit(command.commit().contribution(), command.commit().factor());
+      default:
+        return Malformed("no command");
+    }
+  }
+
+  absl::Status PlanHead(const v1::RankPlanHead& command, v1::RankReply* reply) {
+    const absl::StatusOr<MemoryPlan> plan = rank_->PlanHead(DecodeHeadSpec(command.spec()));
+    if (!plan.ok()) return plan.status();
+    for (const MemoryPlan::Item& item : plan->items) {
+      reply->add_plan_purposes(item.purpose);
+      reply->add_plan_bytes(item.bytes);
+    }
+    reply->set_plan_total_bytes(plan->total_bytes);
+    reply->set_token_chunk_rows(plan->token_chunk_rows);
+    return absl::OkStatus();
+  }
+
+  // Bytes of an element, or an error for a range that the head does not have.
+  absl::StatusOr<int64_t> ElementBytesOf(uint64_t head, int32_t tensor, int64_t start, int64_t count) const {
+    const EngineHead* const found = rank_->FindHead(head);
+    if (found == nullptr || tensor < 1 || tensor > static_cast<int32_t>(HeadTensor::kMoment2Bias)) return Malformed("a tensor");
+    const int64_t total = found->ElementCount(static_cast<HeadTensor>(tensor));
+    if (start < 0 || count < 0 || start > total || count > total - start) return Malformed("a range");
+    return ElementBytes(found->TensorDataType(static_cast<HeadTensor>(tensor)));
+  }
+
+  absl::Status ReadTensor(const v1::RankReadTensor& command, v1::RankReply* reply) {
+    const auto element_bytes = ElementBytesOf(command.head(), command.tensor(), command.start(), command.count());
+    if (!element_bytes.ok()) return element_bytes.status();
+    const int64_t part = kDataBytes / *element_bytes;
+    for (int64_t done = 0; done < command.count();) {
+      const int64_t count = std::min(part, command.count() - done);
+      reply->mutable_data()->resize(static_cast<size_t>(count * *element_bytes));
+      HEADWATER_RETURN_IF_ERROR(rank_->ReadTensor(command.head(), static_cast<HeadTensor>(command.tensor()), command.start() + done,
+                                                  count, reply->mutable_data()->data()));
+      done += count;
+      if (done == command.count()) return absl::OkStatus();
+      v1::JoinRequest answer;
+      *answer.mutable_reply() = *reply;
+      answer.mutable_reply()->set_more(true);
+      if (!voice_.Write(answer)) return LeaderGone();
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status WriteTensor(const v1::RankWriteTensor& command) {
+    const auto element_bytes = ElementBytesOf(command.head(), command.tensor(), command.start(), command.count());
+    if (!element_bytes.ok()) return element_bytes.status();
+    std::string data;
+    const size_t bytes = static_cast<size_t>(command.count() * *element_bytes);
+    data.reserve(bytes);
+    while (data.size() < bytes) {
+      v1::JoinResponse message;
+      if (!channel_.Read(&message)) return LeaderGone();
+      if (!message.has_data() || message.data().data().size() > bytes - data.size()) return Malformed("a tensor's elements");
+      data += message.data().data();
+    }
+    const HeadTensor tensor = static_cast<HeadTensor>(command.tensor());
+    if (!command.has_factor()) return rank_->WriteTensor(command.head(), tensor, command.start(), command.count(), data.data());
+    return rank_->AddToGradient(command.head(), tensor, command.start(), command.count(), command.factor(),
+                                reinterpret_cast<const float*>(data.data()));
+  }
+
+  absl::Status RunHeadCommand(const v1::RankHeadCommand& command, v1::RankReply* reply) {
+    if (command.kind() == v1::RankHeadCommand::ZERO_GRADIENT) return rank_->ZeroGradient(command.head());
+    if (command.kind() == v1::RankHeadCommand::RESET_OPTIMIZER_STATE) return rank_->ResetOptimizerState(command.head());
+    const absl::StatusOr<GradientStats> stats = rank_->ComputeGradientStats(command.head());
+    if (!stats.ok()) return stats.status();
+    reply->set_norm_squared(stats->norm_squared);
+    reply->set_non_finite_count(stats->non_finite_count);
+    return absl::OkStatus();
+  }
+
+  absl::Status Compute(const v1::RankCompute& command, v1::RankReply* reply) {
+    absl::StatusOr<std::unique_ptr<ReceivedCall>> call = ReceivedCall::Decode(command);
+    if (!call.ok()) return call.status();
+    ChannelFlow flow(channel_, **call);
+    for (int64_t here = (*call)->rows_here(); !(*call)->has_flow() && here < (*call)->row_count();) {
+      const absl::StatusOr<int64_t> more = flow.AwaitMore(here);
+      if (!more.ok()) return more.status();
+      here = *more;
+    }
+    const absl::StatusOr<RankResult> result = rank_->Compute((*call)->ToCall((*call)->has_flow() ? &flow : nullptr));
+    if (!result.ok()) return result.status();
+    reply->set_staged(result->staged);
+    return absl::OkStatus();
+  }
+
+  WorkerChannel& channel_;
+  const WorkerOptions& options_;
+  std::unique_ptr<LocalRank> rank_;
+  Voice voice_;  // last: it looks at the engine
+};
+
+}  // namespace
+
+absl::Status RunWorker(WorkerChannel& channel, const WorkerOptions& options) { return Worker(channel, options).Run(); }
+
+}  // namespace headwater::group

@@ -1,0 +1,38 @@
+// The worker's end of a group: a rank that executes what its leader commands.
+#ifndef HEADWATER_SERVER_GROUP_RANK_WORKER_H_
+#define HEADWATER_SERVER_GROUP_RANK_WORKER_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "headwater/kernels/engine.h"
+#include "headwater/v1/group_service.pb.h"
+
+namespace headwater::group {
+
+// The call by which a worker has joined, as the worker sees it.
+class WorkerChannel {
+ public:
+  virtual ~WorkerChannel() = default;
+  // False once the call has ended. Each by one thread at a time.
+  virtual bool Read(v1::JoinResponse* message) = 0;
+  virtual bool Write(const v1::JoinRequest& message) = 0;
+};
+
+struct WorkerOptions {
+  std::string version;                  // of this build
+  std::string leader_host;              // where the leader's communicator is, at the port that it tells
+  std::string listen_host = "0.0.0.0";  // where this rank's communicator listens
+  int64_t memory_budget_bytes = 0;      // as EngineOptions
+  absl::Duration alive_interval = absl::Milliseconds(500);
+};
+
+// Joins, makes its engine, and executes commands until the call ends or the group is lost; then everything that it made is gone.
+// The reason for which it ended, never OK.
+absl::Status RunWorker(WorkerChannel& channel, const WorkerOptions& options);
+
+}  // namespace headwater::group
+
+#endif  // HEADWATER_SERVER_GROUP_RANK_WORKER_H_

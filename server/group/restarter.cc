@@ -1,0 +1,37 @@
+#include "server/group/restarter.h"
+
+#include <linux/close_range.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "absl/strings/str_join.h"
+
+namespace headwater::group {
+
+void Restarter::KeepAddresses(const std::vector<std::string>& addresses, const std::vector<std::string>& admin_addresses) {
+  addresses_ = {"--listen_addresses=" + absl::StrJoin(addresses, ",")};
+  if (!admin_addresses.empty()) addresses_.push_back("--admin_listen_addresses=" + absl::StrJoin(admin_addresses, ","));
+}
+
+std::vector<std::string> Restarter::Arguments() const {
+  std::vector<std::string> all = arguments_;
+  for (const std::string& address : addresses_) {
+    // Those of the last time are there already; the last one of a flag counts.
+    all.erase(std::remove(all.begin(), all.end(), address), all.end());
+    all.push_back(address);
+  }
+  return all;
+}
+
+void Restarter::BeginAnew() const {
+  std::vector<std::string> all = Arguments();
+  std::vector<char*> pointers;
+  for (std::string& argument : all) pointers.push_back(argument.data());
+  pointers.push_back(nullptr);
+  syscall(SYS_close_range, 3U, ~0U, CLOSE_RANGE_CLOEXEC);
+  execv("/proc/self/exe", pointers.data());
+}
+
+}  // namespace headwater::group

@@ -1,0 +1,282 @@
+// Several GPUs against one of them, in one process and run, by the protocol of alternating_blocks.h: the time of a micro-batch on
+// an engine that is alone, and on a group that holds the same head in shards. bf16, grad_weight added in fp32. Each rank is driven
+// by a thread of its own.
+//
+//   group_bench_cuda [--gpus=2] [--cases=NAME,...] [--memory=device|pinned] [--seconds=1] [--warmup=2] [--rounds=2] [--idle=0]
+//                    [--workspace-mib=4096] [--algorithms=FILE] [--output=FILE.csv] [--commit=NAME] [--list]
+//
+// Rows and grad_hidden are in device memory, the rows on every rank's own, or in page-locked host memory. Writes a table to
+// standard output, and the figures into the file (figure_file.h). Ends with 1 if a figure misses what is required.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "headwater/kernels/engine.h"
+#include "tests/bench/common/alternating_blocks.h"
+#include "tests/bench/common/flags.h"
+#include "tests/kernels/cuda_fp64.h"
+#include "tests/kernels/cuda_group.h"
+#include "tests/kernels/cuda_problem.h"
+#include "tests/kernels/figure_file.h"
+
+namespace headwater::bench {
+namespace {
+
+using testing::Buffer;
+using testing::BufferKind;
+using testing::CheckCuda;
+using testing::CheckStatus;
+
+constexpr int64_t kVocab = 128256;
+constexpr int64_t kWidth = 4096;
+
+struct BenchCase {
+  const char* name;
+  int64_t rows;
+  bool divergence;
+  // So many times as fast as one GPU, on 2, 4 and 8; 0: nothing is required.
+  double at_least[3];
+};
+constexpr BenchCase kCases[] = {
+    {"ce_n8192_h4096_v128256", 8192, false, {1.85, 3.6, 6.7}},
+    {"ce_n32768_h4096_v128256", 32768, false, {0, 0, 7.2}},
+    {"jsd_n8192_hs4096_ht4096_v128256", 8192, true, {0, 0, 6.5}},
+};
+
+struct Settings {
+  int32_t gpus = 2;
+  std::vector<std::string> cases;  // empty: all
+  bool pinned = false;
+  BlockOptions blocks;
+  int64_t workspace_bytes = int64_t{4} << 30;
+  std::string algorithms, output, commit = "unknown";
+};
+
+[[noreturn]] void Usage(const std::string& flag) {
+  std::fprintf(
+      stderr,
+      "unknown flag or value: %s\n--gpus=N --cases=NAME,... --memory=device|pinned --seconds=S --warmup=S --rounds=N --idle=S "
+      "--workspace-mib=N --algorithms=FILE --output=FILE --commit=NAME --list\n",
+      flag.c_str());
+  std::exit(2);
+}
+
+Settings ParseFlags(int argc, char** argv) {
+  Settings settings;
+  settings.blocks.idle_seconds = 0;
+  for (int i = 1; i < argc; ++i) {
+    const Flag flag(argv[i], Usage);
+    const std::string& name = flag.name();
+    const std::string& value = flag.value();
+    if (name == "--gpus") {
+      settings.gpus = static_cast<int32_t>(flag.Number(2, 8));
+    } else if (name == "--cases") {
+      for (size_t start = 0; start <= value.size();) {
+        const size_t end = std::min(value.find(',', start), value.size());
+        settings.cases.push_back(value.substr(start, end - start));
+        const bool known = std::any_of(std::begin(kCases), std::end(kCases),
+                                       [&](const BenchCase& bench_case) { return settings.cases.back() == bench_case.name; });
+        if (!known) Usage(flag.text());
+        start = end + 1;
+      }
+    } else if (name == "--memory") {
+      if (value != "device" && value != "pinned") Usage(flag.text());
+      settings.pinned = value == "pinned";
+    } else if (flag.SetsBlocks(&settings.blocks)) {
+      continue;
+    } else if (name == "--workspace-mib") {
+      settings.workspace_bytes = static_cast<int64_t>(flag.Number(1, 1 << 20)) << 20;
+    } else if (name == "--algorithms") {
+      settings.algorithms = value;
+    } else if (name == "--output") {
+      settings.output = value;
+    } else if (name == "--commit") {
+      settings.commit = value;
+    } else if (flag.text() == "--list") {
+      for (const BenchCase& bench_case : kCases) std::printf("%s\n", bench_case.name);
+      std::exit(0);
+    } else {
+      Usage(flag.text());
+    }
+  }
+  return settings;
+}
+
+// bf16 of the normal distribution, on the current GPU.
+Buffer Normal(int64_t count, uint64_t seed, double deviation) {
+  Buffer values(BufferKind::kDevice, count * 2);
+  CheckCuda(testing::FillNormal(values.as<uint16_t>(), count, seed, deviation), "FillNormal");
+  CheckCuda(cudaDeviceSynchronize(), "FillNormal");
+  return values;
+}
+
+// One engine's heads and rows.
+class Side {
+ public:
+  Side(LossEngine& engine, const BenchCase& bench_case, bool pinned) : case_(bench_case), engine_(engine) {
+    const double deviation = 1 / std::sqrt(static_cast<double>(kWidth));
+    student_ = MakeHead(/*trainable=*/true, 11, deviation);
+    if (case_.divergence) teacher_ = MakeHead(/*trainable=*/false, 12, deviation);
+    memory_ = pinned ? MemorySpace::kHost : MemorySpace::kDevice;
+    hidden_ = Rows(21, pinned);
+    if (case_.divergence) teacher_hidden_ = Rows(22, pinned);
+    grad_hidden_ = Buffer(pinned ? BufferKind::kPinned : BufferKind::kDevice, hidden_.bytes());
+    std::mt19937_64 random(31);
+    for (int64_t i = 0; i < case_.rows; ++i) {
+      targets_.push_back(static_cast<int32_t>(std::uniform_int_distribution<int64_t>(0, kVocab - 1)(random)));
+    }
+    CheckStatus(student_->ZeroGradient(), "ZeroGradient");
+  }
+
+  // Returns the loss.
+  double Compute() {
+    LossTerm term;
+    term.head = student_.get();
+    term.row_count = case_.rows;
+    term.targets = targets_;
+    term.loss_scale = 0.37 / static_cast<double>(case_.rows);
+    if (case_.divergence) {
+      term.loss = JsdSpec();
+      term.teacher_head = teacher_.get();
+      term.teacher_hidden = {teacher_hidden_.as<void>(), case_.rows, kWidth, DataType::kBFloat16, memory_};
+    }
+    MicroBatch micro_batch;
+    micro_batch.hidden = {hidden_.as<void>(), case_.rows, kWidth, DataType::kBFloat16, memory_};
+    micro_batch.grad_hidden = {grad_hidden_.as<void>(), case_.rows, kWidth, DataType::kBFloat16, memory_};
+    micro_batch.backward = true;
+    micro_batch.grad_weight = GradWeightMode::kAccumulate;
+    micro_batch.terms = absl::MakeConstSpan(&term, 1);
+    const absl::StatusOr<MicroBatchResult> result = engine_.Compute(micro_batch);
+    CheckStatus(result.status(), "Compute");
+    const LossSums& sums = result->terms[0];
+    const double mean = sums.loss_sum / static_cast<double>(sums.valid_token_count);
+    if (!(mean > 0.01 && mean < 20) || sums.non_finite_row_count != 0) throw std::runtime_error("the engine computed nonsense");
+    return sums.loss_sum;
+  }
+
+ private:
+  std::unique_ptr<EngineHead> MakeHead(bool trainable, uint64_t seed, double deviation) {
+    std::unique_ptr<EngineHead> head = testing::MakeHeadOn(engine_, testing::BFloat16Head({"", 0, kWidth, kVocab}, trainable));
+    const Buffer weight = Normal(kVocab * kWidth, seed, deviation);
+    std::vector<uint16_t> host(static_cast<size_t>(kVocab * kWidth));
+    testing::CopyMemory(host.data(), weight.as<void>(), weight.bytes());
+    CheckStatus(head->WriteTensor(HeadTensor::kWeight, 0, kVocab * kWidth, host.data()), "WriteTensor");
+    return head;
+  }
+
+  Buffer Rows(uint64_t seed, bool pinned) const {
+    Buffer rows = Normal(case_.rows * kWidth, seed, 1);
+    if (!pinned) return rows;
+    Buffer host(BufferKind::kPinned, rows.bytes());
+    testing::CopyMemory(host.as<void>(), rows.as<void>(), rows.bytes());
+    return host;
+  }
+
+  const BenchCase& case_;
+  LossEngine& engine_;
+  std::unique_ptr<EngineHead> student_, teacher_;
+  MemorySpace memory_ = MemorySpace::kDevice;
+  Buffer hidden_, teacher_hidden_, grad_hidden_;
+  std::vector<int32_t> targets_;
+};
+
+BlockTimes Measure(const BenchCase& bench_case, const Settings& settings, LossEngine& alone, testing::CudaGroup& group,
+                   CardMonitor& monitor) {
+  Side one(alone, bench_case, settings.pinned);
+  std::vector<std::unique_ptr<Side>> ranks(static_cast<size_t>(settings.gpus));
+  group.Run([&](int32_t rank) {
+    ranks[static_cast<size_t>(rank)] = std::make_unique<Side>(group.engine(rank), bench_case, settings.pinned);
+  });
+  const double expected = one.Compute();
+  std::vector<double> losses(ranks.size());
+  group.Run([&](int32_t rank) { losses[static_cast<size_t>(rank)] = ranks[static_cast<size_t>(rank)]->Compute(); });
+  if (!(std::abs(losses[0] - expected) <= 1e-5 * std::abs(expected))) {
+    throw std::runtime_error("the group's loss is " + std::to_string(losses[0]) + ", one GPU's " + std::to_string(expected));
+  }
+  const Repeat floor = [&](int count) {
+    CheckCuda(cudaSetDevice(0), "cudaSetDevice");
+    for (int i = 0; i < count; ++i) one.Compute();
+  };
+  const Repeat candidate = [&](int count) {
+    group.Run([&](int32_t rank) {
+      for (int i = 0; i < count; ++i) ranks[static_cast<size_t>(rank)]->Compute();
+    });
+  };
+  const BlockTimes times = TimeAlternately(floor, candidate, settings.blocks, monitor);
+  group.Run([&](int32_t rank) { ranks[static_cast<size_t>(rank)].reset(); });
+  return times;
+}
+
+int RunAll(const Settings& settings) {
+  const std::string machine = testing::GpuName();
+  testing::FigureFile figures(settings.output, machine + " x " + std::to_string(settings.gpus), settings.commit);
+  CheckCuda(cudaSetDevice(0), "cudaSetDevice");
+  EngineOptions options;
+  options.workspace_bytes = settings.workspace_bytes;
+  options.algorithm_cache_path = settings.algorithms;
+  // Both sides have a head on the first GPU.
+  absl::StatusOr<std::unique_ptr<LossEngine>> alone = CreateCudaEngine(options);
+  CheckStatus(alone.status(), "CreateCudaEngine");
+  testing::CudaGroup group(settings.gpus, options, std::chrono::seconds(300));
+  CardMonitor monitor(testing::GpuBusId());
+  std::printf("%d x %s; rows in %s memory; %g s warm-up, blocks of %g s, %d rounds\n", settings.gpus, machine.c_str(),
+              settings.pinned ? "page-locked" : "device", settings.blocks.warmup_seconds, settings.blocks.block_seconds,
+              settings.blocks.rounds);
+  std::printf("%-34s %9s %9s %8s %7s %8s\n", "case", "group ms", "one ms", "speed-up", "spread", "required");
+  int missed = 0;
+  for (const BenchCase& bench_case : kCases) {
+    const bool chosen =
+        settings.cases.empty() || std::find(settings.cases.begin(), settings.cases.end(), bench_case.name) != settings.cases.end();
+    if (!chosen) continue;
+    const BlockTimes times = Measure(bench_case, settings, **alone, group, monitor);
+    const double speed_up = 1 / times.ratio;
+    const double required = settings.gpus == 2   ? bench_case.at_least[0]
+                            : settings.gpus == 4 ? bench_case.at_least[1]
+                            : settings.gpus == 8 ? bench_case.at_least[2]
+                                                 : 0;
+    const bool misses = !(speed_up >= required);
+    missed += misses ? 1 : 0;
+    const std::string name = "cuda_group" + std::to_string(settings.gpus) + (settings.pinned ? "_pinned_" : "_") + bench_case.name;
+    figures.Add({name + "_ratio", times.ratio, "x one GPU", required > 0 ? std::optional<double>(1 / required) : std::nullopt});
+    figures.Add({name + "_speed_up", speed_up, "x one GPU", {}});
+    figures.Add({name + "_spread", times.ratio_spread, "(max-min)/median", {}});
+    figures.Add({name + "_ms", times.candidate_ms, "ms", {}});
+    figures.Add({name + "_one_ms", times.floor_ms, "ms", {}});
+    std::printf("%-34s %9.3f %9.3f %8.3f %7.4f %8.2f%s\n", bench_case.name, times.candidate_ms, times.floor_ms, speed_up,
+                times.ratio_spread, required, misses ? "  below what is required" : "");
+    std::fflush(stdout);
+    const std::string error = figures.Write();
+    if (!error.empty()) throw std::runtime_error(error);
+  }
+  return missed > 0 ? 1 : 0;
+}
+
+}  // namespace
+}  // namespace headwater::bench
+
+int main(int argc, char** argv) {
+  const headwater::bench::Settings settings = headwater::bench::ParseFlags(argc, argv);
+  const std::string reason = headwater::testing::ReasonForNoGroup(settings.gpus);
+  if (!reason.empty()) {
+    std::fprintf(stderr, "%s\n", reason.c_str());
+    return 1;
+  }
+  try {
+    return headwater::bench::RunAll(settings);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
+}

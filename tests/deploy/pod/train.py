@@ -1,0 +1,75 @@
+"""Trains a small language model in numpy, its head remote: 50 steps, one line of JSON for each, on stdout.
+
+python train.py ADDRESS     # a server; waits until it serves
+python train.py local       # the engine in this process
+
+The body is an embedding and one hidden layer with plain gradient descent; everything random comes from one seed.
+"""
+
+import json
+import os
+import sys
+
+import numpy as np
+
+import headwater
+import headwater.local
+
+STEPS, MICRO_BATCHES, ROWS = 50, 2, 96
+VOCAB_SIZE, HIDDEN_SIZE, EMBEDDING_SIZE = 512, 64, 32
+LEARNING_RATE, BODY_LEARNING_RATE = 3e-3, 0.5
+START_TIMEOUT_S = 120.0
+
+
+class Body:
+    """hidden = tanh(embedding[token] @ layer), with its gradient by hand."""
+
+    def __init__(self, rng: np.random.Generator):
+        self.embedding = rng.standard_normal((VOCAB_SIZE, EMBEDDING_SIZE)).astype(np.float32)
+        self.layer = (rng.standard_normal((EMBEDDING_SIZE, HIDDEN_SIZE)) / np.sqrt(EMBEDDING_SIZE)).astype(np.float32)
+        self.clear()
+
+    def clear(self) -> None:
+        self.embedding_gradient = np.zeros_like(self.embedding)
+        self.layer_gradient = np.zeros_like(self.layer)
+
+    def forward(self, tokens: np.ndarray) -> np.ndarray:
+        return np.tanh(self.embedding[tokens] @ self.layer)
+
+    def backward(self, tokens: np.ndarray, hidden: np.ndarray, grad_hidden: np.ndarray) -> None:
+        inner = grad_hidden * (1 - hidden * hidden)
+        self.layer_gradient += self.embedding[tokens].T @ inner
+        np.add.at(self.embedding_gradient, tokens, inner @ self.layer.T)
+
+    def step(self) -> None:
+        self.embedding -= BODY_LEARNING_RATE * self.embedding_gradient
+        self.layer -= BODY_LEARNING_RATE * self.layer_gradient
+        self.clear()
+
+
+def main() -> None:
+    place = sys.argv[1] if len(sys.argv) > 1 else os.environ["HEADWATER_SERVER"]
+    rng = np.random.default_rng(20)
+    body = Body(rng)
+    weight = (rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)) / np.sqrt(HIDDEN_SIZE)).astype(np.float32)
+    client = headwater.local.connect() if place == "local" else headwater.connect(place, connect_timeout_s=START_TIMEOUT_S)
+    with client:
+        head = client.create_head("pod", weight, optimizer=headwater.AdamW(weight_decay=0.01))
+        for step in range(STEPS):
+            loss_sum, transports = 0.0, set()
+            for micro_batch in range(MICRO_BATCHES):
+                tokens = rng.integers(0, VOCAB_SIZE, ROWS)
+                targets = (tokens * 7 + 3) % VOCAB_SIZE
+                hidden = body.forward(tokens)
+                out = head.cross_entropy(hidden, targets, step=step, micro_batch=micro_batch, loss_scale=1 / (ROWS * MICRO_BATCHES))
+                body.backward(tokens, hidden, out.grad_hidden)
+                loss_sum += out.loss_sum
+                transports.add(out.transport)
+            head.apply_optimizer_step(step=step, learning_rate=LEARNING_RATE, expected_micro_batches=MICRO_BATCHES)
+            body.step()
+            loss = loss_sum / (ROWS * MICRO_BATCHES)
+            print(json.dumps({"step": step, "loss": loss, "transport": sorted(map(str, transports))}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The files of the image: complete, nothing else, the same every time, and told in full by the SBOM."""
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+IMAGE = Path(__file__).resolve().parents[2] / "deploy/image"
+pytestmark = pytest.mark.skipif(shutil.which("dpkg-query") is None, reason="the image is made of Debian's or Ubuntu's packages")
+
+
+def make_root(out: Path, *options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-B", str(IMAGE / "make_root.py"), "--build", os.environ["HEADWATER_BUILD_DIR"]]
+    command += ["--version", "1.2.3", "--revision", "0" * 40, "--epoch", "1700000000", *options, str(out)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("image") / "out"
+    done = make_root(out, "--lock", "none")
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def listing(folder: Path) -> dict[str, tuple]:
+    """Each file by name: its type, mode and time, and a digest of its contents."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        contents = os.readlink(path).encode() if path.is_symlink() else path.read_bytes() if path.is_file() else b""
+        found[str(path.relative_to(folder))] = (status.st_mode, status.st_mtime, hashlib.sha256(contents).hexdigest())
+    return found
+
+
+def test_two_runs_make_the_same_files(made, tmp_path):
+    done = make_root(tmp_path / "again", "--lock", "none")
+    assert done.returncode == 0, done.stderr
+    for folder in ("root", "state"):
+        assert listing(tmp_path / "again" / folder) == listing(made / folder)
+
+
+def test_nothing_but_the_programs_can_be_started(made):
+    root = made / "root"
+    programs = {path.name for path in (root / "usr/local/bin").iterdir()}
+    assert programs == {"headwaterd", "headwaterctl"}
+    assert [path for path in root.rglob("*") if "bin" in path.parts and path.is_file() and path.name not in programs] == []
+    assert [
+        path for path in root.rglob("*") if not path.is_symlink() and path.lstat().st_mode & (stat.S_ISUID | stat.S_ISGID)
+    ] == []
+    writable = [path.name for path in root.rglob("*") if not path.is_symlink() and path.lstat().st_mode & stat.S_IWOTH]
+    assert writable == ["tmp"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may change its root")
+def test_the_programs_find_all_they_need_in_it(made):
+    for program in ("headwaterd", "headwaterctl"):
+        done = subprocess.run(
+            ["/usr/sbin/chroot", str(made / "root"), f"/usr/local/bin/{program}", "--help"], capture_output=True, text=True, env={}
+        )
+        assert "error while loading" not in done.stderr
+        assert "headwater" in done.stdout
+
+
+def test_the_sbom_tells_every_library_and_program(made):
+    root = made / "root"
+    document = json.loads((made / "sbom.spdx.json").read_text())
+    assert document["spdxVersion"] == "SPDX-2.3" and document == json.loads(
+        (root / "usr/share/doc/headwater/sbom.spdx.json").read_text()
+    )
+    told = {file["fileName"].removeprefix("./"): file for file in document["files"]}
+    there = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() and path.read_bytes()[:4] == b"\x7fELF"}
+    assert there <= told.keys() and len(there) > 10
+    for name, file in told.items():
+        sums = {entry["algorithm"]: entry["checksumValue"] for entry in file["checksums"]}
+        assert sums["SHA256"] == hashlib.sha256((root / name).read_bytes()).hexdigest()
+    identifiers = [entry["SPDXID"] for entry in document["packages"] + document["files"]]
+    assert len(set(identifiers)) == len(identifiers)
+    owned = {link["relatedSpdxElement"] for link in document["relationships"] if link["relationshipType"] == "CONTAINS"}
+    assert owned == {file["SPDXID"] for file in document["files"]}
+    # Each package is as dpkg knows it, and its licence is in the image.
+    packages = {package["name"]: package for package in document["packages"]}
+    assert packages["headwater"]["versionInfo"] == "1.2.3" and packages["headwater"]["sourceInfo"].endswith("0" * 40)
+    for name, package in packages.items():
+        if name != "headwater":
+            shown = subprocess.run(["dpkg-query", "--show", "--showformat", "${Version}", name], capture_output=True, text=True)
+            assert package["versionInfo"] == shown.stdout and package["externalRefs"][0]["referenceLocator"].startswith("pkg:deb/")
+            assert (root / f"usr/share/doc/{name}/copyright").stat().st_size > 0
+
+
+def test_versions_that_are_not_the_locked_ones_stop_the_build(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(IMAGE))
+    import make_root as scripts
+    import make_sbom
+
+    packages = [make_sbom.Package(name, "1.0", "amd64", name) for name in ("libc6", "libgrpc29")]
+    monkeypatch.setattr(scripts, "LOCK_FILE", tmp_path / "packages.lock")
+    with pytest.raises(SystemExit, match="has no versions for debian-12"):
+        scripts.check_lock(packages, "debian-12", "check")
+    scripts.check_lock(packages, "debian-12", "update")
+    scripts.check_lock(packages, "debian-12", "check")
+    lock = json.loads((tmp_path / "packages.lock").read_text())
+    lock["debian-12"]["libc6"] = "0.9"
+    (tmp_path / "packages.lock").write_text(json.dumps(lock))
+    with pytest.raises(SystemExit, match=r"libc6 1\.0, locked 0\.9$"):
+        scripts.check_lock(packages, "debian-12", "check")
+    scripts.check_lock(packages, "debian-12", "none")

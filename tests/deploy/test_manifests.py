@@ -1,0 +1,494 @@
+"""The manifests: they render, Kubernetes takes them, they keep the rules, and their flags and probes work on a real server."""
+
+import copy
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import manifests
+import pytest
+import yaml
+from headwater.v1 import head_service_pb2, head_service_pb2_grpc, tensor_pb2
+
+pytestmark = pytest.mark.skipif(bool(manifests.why_not_rendered()), reason=manifests.why_not_rendered())
+VALIDATOR = "kubernetes-validate==1.37.0"
+# Objects of custom resources, which have no schema in Kubernetes.
+CUSTOM = {
+    "cert-manager.io/v1/Certificate",
+    "cert-manager.io/v1/Issuer",
+    "leaderworkerset.x-k8s.io/v1/LeaderWorkerSet",
+    "monitoring.coreos.com/v1/PrometheusRule",
+    "monitoring.coreos.com/v1/ServiceMonitor",
+}
+CTL = "/usr/local/bin/headwaterctl"
+START_TIMEOUT_S = 60
+
+
+def name_of(path: Path) -> str:
+    return path.name
+
+
+def program(name: str) -> str:
+    path = os.path.join(os.environ.get("HEADWATER_BUILD_DIR", ""), "bin", name)
+    if not os.access(path, os.X_OK):
+        pytest.fail(f"set HEADWATER_BUILD_DIR to a build with bin/{name}", pytrace=False)
+    return path
+
+
+def sizing():
+    """The module deploy/kubernetes/size.py."""
+    spec = importlib.util.spec_from_file_location("size", manifests.ROOT / "deploy/kubernetes/size.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def validator() -> str:
+    """A folder with kubernetes-validate for PYTHONPATH; from PyPI into the build tree, unless it is there."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    folder = manifests.ROOT / "build" / f"kubernetes-validate-{version}"
+    if not folder.exists():
+        new = folder.with_name(f"{folder.name}.{os.getpid()}")
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-input",
+            "--no-compile",
+            "--retries",
+            "1",
+            "--target",
+            str(new),
+        ]
+        done = subprocess.run([*pip, VALIDATOR], capture_output=True, text=True)
+        if done.returncode:
+            shutil.rmtree(new, ignore_errors=True)
+            pytest.skip(f"PyPI does not give {VALIDATOR}: {done.stderr.strip()[-300:]}")
+        new.rename(folder)
+    return str(folder)
+
+
+def validate(packages: str, pairs: list) -> dict:
+    script = Path(__file__).with_name("check_schemas.py")
+    environment = {**os.environ, "PYTHONPATH": packages}
+    done = subprocess.run([sys.executable, str(script)], input=json.dumps(pairs), capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_every_overlay_is_valid_for_the_two_newest_versions_of_kubernetes(validator):
+    pairs = [(folder.name, document) for folder in manifests.OVERLAYS for document in manifests.objects(folder)]
+    assert len(pairs) > len(manifests.OVERLAYS) >= 10
+    # One that is wrong, so that a check that finds nothing has looked.
+    broken = copy.deepcopy(next(document for _, document in pairs if document["kind"] == "StatefulSet"))
+    broken["spec"]["template"]["spec"]["containers"][0]["readOnlyRoot"] = True
+    # Most objects are in several overlays.
+    different = {json.dumps(document, sort_keys=True): (where, document) for where, document in pairs}
+    report = validate(validator, [*different.values(), ("broken", broken)])
+    assert len(report["versions"]) == 2
+    assert [error for error in report["errors"] if not error.startswith("broken: ")] == []
+    assert len([error for error in report["errors"] if error.startswith("broken: ")]) == 2
+    assert set(report["unknown"]) <= CUSTOM
+
+
+@pytest.mark.parametrize("folder", manifests.OVERLAYS, ids=name_of)
+def test_every_pod_keeps_the_rules(folder):
+    specs = list(manifests.pod_specs(manifests.objects(folder)))
+    assert specs
+    for name, spec in specs:
+        assert manifests.violations(spec) == [], name
+
+
+def break_rule(path: str, value):
+    """A change of the pod at a path such as containers.0.image; None removes it."""
+
+    def change(spec):
+        *way, last = path.split(".")
+        for step in way:
+            spec = spec[int(step) if step.isdigit() else step]
+        if value is None:
+            del spec[last]
+        else:
+            spec[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [
+        ("hostNetwork", True),
+        ("hostPID", True),
+        ("securityContext.runAsNonRoot", None),
+        ("securityContext.seccompProfile", None),
+        ("automountServiceAccountToken", None),
+        ("terminationGracePeriodSeconds", 120),
+        ("volumes.0.hostPath", {"path": "/"}),
+        ("volumes.0.emptyDir.sizeLimit", None),
+        ("containers.0.securityContext.allowPrivilegeEscalation", True),
+        ("containers.0.securityContext.privileged", True),
+        ("containers.0.securityContext.readOnlyRootFilesystem", None),
+        ("containers.0.securityContext.capabilities", {"drop": ["ALL"], "add": ["SYS_ADMIN"]}),
+        ("containers.0.securityContext.runAsUser", 0),
+        ("containers.0.resources.requests.cpu", None),
+        ("containers.0.resources.limits", None),
+        ("containers.0.image", "headwater:latest"),
+        ("containers.0.startupProbe", None),
+        ("containers.0.readinessProbe", None),
+        ("containers.0.livenessProbe", None),
+    ],
+)
+def test_the_rules_see_what_breaks_them(path, value):
+    documents = manifests.objects(manifests.ROOT / "deploy/kubernetes/overlays/service")
+    _, spec = next(manifests.pod_specs(documents))
+    break_rule(path, value)(spec)
+    assert len(manifests.violations(spec)) == 1
+
+
+@pytest.mark.parametrize("folder", manifests.OVERLAYS, ids=name_of)
+def test_flags_exist_and_their_bytes_fit_the_memory_limit(folder):
+    table = subprocess.run([program("headwaterd"), "--print_flags_doc"], capture_output=True, text=True, check=True).stdout
+    known = {line.split("`")[1].removeprefix("--") for line in table.splitlines() if line.startswith("| `--")}
+    for name, spec in manifests.pod_specs(manifests.objects(folder)):
+        container = manifests.server(spec)
+        flags = manifests.flags(container)
+        assert set(flags) <= known, name
+        on_host = ["max_in_flight_bytes", "max_upload_bytes", "max_held_bytes", "max_join_bytes"]
+        engine = "cpu" if "join" in flags else flags["engine"]
+        if engine == "cpu":
+            on_host.append("memory_budget_bytes")
+        needed = sum(int(flags.get(flag, 0)) for flag in on_host) + sizing().PROCESS_BYTES[engine]
+        assert needed <= manifests.quantity(container["resources"]["limits"]["memory"]), name
+
+
+def service_overlays():
+    return [folder for folder in manifests.OVERLAYS if folder.name.startswith("service")]
+
+
+@pytest.mark.parametrize("folder", service_overlays(), ids=name_of)
+def test_a_service_denies_by_default_and_selects_its_own_pods(folder):
+    documents = manifests.objects(folder)
+    by_kind = {}
+    for document in documents:
+        by_kind.setdefault(document["kind"], []).append(document)
+    (stateful_set,) = by_kind["StatefulSet"]
+    labels = stateful_set["spec"]["template"]["metadata"]["labels"].items()
+    for selector in (
+        stateful_set["spec"]["selector"]["matchLabels"],
+        by_kind["PodDisruptionBudget"][0]["spec"]["selector"]["matchLabels"],
+        by_kind["Service"][0]["spec"]["selector"],
+    ):
+        assert selector and selector.items() <= labels
+    deny, allow = sorted(by_kind["NetworkPolicy"], key=lambda policy: policy["metadata"]["name"] != "default-deny")
+    assert deny["spec"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    assert allow["spec"]["podSelector"]["matchLabels"].items() <= labels
+    assert all(rule["from"] and rule["ports"] for rule in allow["spec"]["ingress"]) and "egress" not in allow["spec"]
+    assert stateful_set["spec"]["template"]["spec"]["topologySpreadConstraints"]
+    ports = {port["name"] for port in manifests.server(stateful_set["spec"]["template"]["spec"])["ports"]}
+    assert {port["port"] for rule in allow["spec"]["ingress"] for port in rule["ports"]} == ports
+
+
+def test_prometheus_finds_the_service():
+    documents = manifests.objects(manifests.ROOT / "deploy/kubernetes/overlays/service-monitored")
+    by_kind = {document["kind"]: document for document in documents}
+    monitor, service = by_kind["ServiceMonitor"], by_kind["Service"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= {port["name"] for port in service["spec"]["ports"]}
+    assert monitor["metadata"]["namespace"] == service["metadata"]["namespace"]
+    assert {"PrometheusRule", "ConfigMap"} <= by_kind.keys()
+
+
+def test_the_sidecar_is_the_same_in_pods_and_jobs():
+    folder = manifests.ROOT / "deploy/kubernetes/components/sidecar"
+    pod = yaml.safe_load((folder / "pod.yaml").read_text())
+    job = yaml.safe_load((folder / "job.yaml").read_text())
+    assert pod["spec"] == job["spec"]["template"]["spec"]
+
+
+def test_the_sidecar_leaves_what_the_pod_had(tmp_path):
+    trainer = yaml.safe_load((manifests.ROOT / "deploy/kubernetes/overlays/sidecar-job/trainer.yaml").read_text())
+    spec = trainer["spec"]["template"]["spec"]
+    spec["initContainers"] = [{"name": "data", "image": "data:1", "args": ["fetch"]}]
+    spec["containers"][0]["env"] = [{"name": "MINE", "value": "1"}]
+    (tmp_path / "trainer.yaml").write_text(yaml.safe_dump(trainer))
+    components = [
+        os.path.relpath(manifests.ROOT / "deploy/kubernetes/components" / name, tmp_path) for name in ("sidecar", "sidecar-dra")
+    ]
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump({"resources": ["trainer.yaml"], "components": components}))
+    _, spec = next(manifests.pod_specs(manifests.objects(tmp_path)))
+    assert [container["name"] for container in spec["initContainers"]] == ["headwater", "data"]
+    assert spec["initContainers"][1]["args"] == ["fetch"] and spec["initContainers"][0]["args"][-1] == "--memory_budget_bytes=0"
+    assert [claim["name"] for claim in spec["resourceClaims"]] == ["gpu"]
+    assert {entry["name"] for entry in spec["containers"][0]["env"]} == {"MINE", "HEADWATER_SERVER"}
+
+
+def wait_until(condition, what: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+class Place:
+    """A server with a manifest's flags, its folders and ports replaced by ones of the test's own."""
+
+    def __init__(self, folder: Path, spec: dict):
+        self.folder, self.spec = folder, spec
+        for name in ("run", "state", "tls", "tokens"):
+            (folder / name).mkdir(mode=0o700)
+        self.port_file = folder / "ports"
+        self.terminated = False
+
+    def replace(self, text: str) -> str:
+        for inside, outside in (
+            ("/var/lib/headwater", "state"),
+            ("/run/headwater", "run"),
+            ("/etc/headwater/tls", "tls"),
+            ("/etc/headwater/tokens", "tokens"),
+        ):
+            text = text.replace(inside, str(self.folder / outside))
+        return text.replace("0.0.0.0:50051", "127.0.0.1:0").replace("0.0.0.0:9464", "127.0.0.1:0")
+
+    def start(self) -> None:
+        arguments = [self.replace(argument) for argument in manifests.server(self.spec)["args"]]
+        # The manifests for a GPU run here without; all of their other flags are as they are.
+        arguments += ["--engine=cpu", f"--port_file={self.port_file}", "--memory_budget_bytes=67108864"]
+        self.log = (self.folder / "log").open("w+b")
+        self.process = subprocess.Popen([program("headwaterd"), *arguments], stdout=subprocess.DEVNULL, stderr=self.log)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self.port_file.exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                self.process.wait()
+                pytest.fail(f"headwaterd did not get ready: {(self.folder / 'log').read_text()}", pytrace=False)
+            time.sleep(0.02)
+
+    def tcp(self) -> str:
+        return next(line for line in self.port_file.read_text().splitlines() if line.startswith("127.0.0.1:"))
+
+    def ask(self, *arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run([program("headwaterctl"), *arguments], capture_output=True, text=True, env={}, timeout=60)
+
+    def probe(self, probe: dict) -> bool:
+        """Whether the kubelet would take it for a success: a gRPC probe speaks no TLS, a command says it by its status."""
+        if "grpc" in probe:
+            return self.ask(f"--server={self.tcp()}", "--connect_timeout=10s", "health").returncode == 0
+        command, *arguments = (self.replace(word) for word in probe["exec"]["command"])
+        assert command == CTL
+        return self.ask(*arguments).returncode == 0
+
+    def terminate(self) -> None:
+        """Once: a second SIGTERM would end it at once."""
+        if not self.terminated:
+            self.terminated = True
+            self.process.send_signal(signal.SIGTERM)
+
+    def stop(self) -> int:
+        self.terminate()
+        try:
+            return self.process.wait(self.spec["terminationGracePeriodSeconds"])
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self.log.close()
+
+
+def make_certificates(folder: Path) -> None:
+    """What cert-manager puts into the secret: ca.crt, tls.crt, tls.key."""
+    (folder / "san").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    new = ["openssl", "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    for command in (
+        [*new, "-x509", "-days", "2", "-subj", "/CN=CA", "-keyout", "ca.key", "-out", "ca.crt"],
+        [*new, "-subj", "/CN=headwater", "-keyout", "tls.key", "-out", "tls.csr"],
+        [*"openssl x509 -req -days 1 -in tls.csr -CA ca.crt -CAkey ca.key -CAcreateserial -extfile san -out tls.crt".split()],
+    ):
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("name", ["service", "service-tls", "sidecar-pod"])
+def test_a_server_with_these_flags_answers_these_probes_and_drains(name, tmp_path_factory):
+    # A socket's path is short.
+    folder = tmp_path_factory.mktemp("hw")
+    assert len(str(folder)) < 80
+    _, spec = next(manifests.pod_specs(manifests.objects(manifests.ROOT / "deploy/kubernetes/overlays" / name)))
+    place = Place(folder, spec)
+    tls = name == "service-tls"
+    if tls:
+        make_certificates(folder / "tls")
+        (folder / "tokens/tokens.json").write_text(json.dumps({"tokens": [{"name": "a", "sha256": "ab" * 32, "compute": ["*"]}]}))
+    place.start()
+    try:
+        container = manifests.server(spec)
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert ("exec" in container[kind]) == (tls or name.startswith("sidecar"))
+            wait_until(functools.partial(place.probe, container[kind]), f"{kind} fails")
+        assert not place.probe(
+            {"exec": {"command": [CTL, f"--server=unix:{folder}/run/nobody", "--connect_timeout=100ms", "health"]}}
+        )
+        if tls:
+            # Why the probes of base do not do: without TLS nothing is answered, and without a certificate neither.
+            assert place.ask(f"--server={place.tcp()}", "--connect_timeout=1s", "health").returncode != 0
+            certificate = f"--ca_certificate={folder}/tls/ca.crt"
+            assert place.ask(f"--server={place.tcp()}", certificate, "--connect_timeout=1s", "health").returncode != 0
+            # A probe has no token, and whoever has none gets no further.
+            assert "UNAUTHENTICATED" in place.ask(f"--server=unix:{folder}/run/headwater.sock", "info").stderr
+        assert (folder / "state/checkpoints").is_dir()
+    finally:
+        status = place.stop()
+    assert status == 0
+
+
+def test_a_leaderworkerset_has_the_pods_of_the_statefulsets():
+    sets, group = (
+        manifests.objects(manifests.ROOT / "deploy/kubernetes/overlays" / name) for name in ("multi-node", "multi-node-lws")
+    )
+    stateful = {document["metadata"]["name"]: document["spec"] for document in sets if document["kind"] == "StatefulSet"}
+    (spec,) = (document["spec"]["leaderWorkerTemplate"] for document in group if document["kind"] == "LeaderWorkerSet")
+    (claim,) = (document["spec"] for document in group if document["kind"] == "PersistentVolumeClaim")
+    assert not [document for document in group if document["kind"] == "StatefulSet"]
+    assert claim == stateful["headwater"]["volumeClaimTemplates"][0]["spec"]
+    workers = stateful["headwater-worker"]["replicas"]
+    assert spec["size"] == 1 + workers
+    assert manifests.flags(manifests.server(stateful["headwater"]["template"]["spec"]))["workers"] == str(workers)
+    # But for the name of the volume's claim, and of the leader.
+    state = spec["leaderTemplate"]["spec"]["volumes"].pop()
+    assert state == {"name": "state", "persistentVolumeClaim": {"claimName": "headwater-state"}}
+    assert spec["leaderTemplate"] == stateful["headwater"]["template"]
+    join = spec["workerTemplate"]["spec"]["containers"][0]["args"]
+    join[0] = join[0].replace("$(LWS_LEADER_ADDRESS)", "headwater-0.headwater")
+    assert spec["workerTemplate"] == stateful["headwater-worker"]["template"]
+
+
+def test_a_group_with_these_flags_serves_when_it_is_whole(tmp_path_factory):
+    documents = manifests.objects(manifests.ROOT / "deploy/kubernetes/overlays/multi-node")
+    specs = dict(manifests.pod_specs(documents))
+    leader, worker = specs["StatefulSet/headwater"], manifests.server(specs["StatefulSet/headwater-worker"])
+    place = Place(tmp_path_factory.mktemp("hw"), leader)
+    place.start()
+    workers = []
+    try:
+        assert not place.probe(manifests.server(leader)["readinessProbe"])
+        arguments = [argument.replace("headwater-0.headwater:50051", place.tcp()) for argument in worker["args"]]
+        assert f"--join={place.tcp()}" in arguments
+        arguments += ["--memory_budget_bytes=67108864", "--log_level=warning"]
+        for _ in range(2):
+            workers.append(subprocess.Popen([program("headwaterd"), *arguments]))
+        wait_until(lambda: place.probe(manifests.server(leader)["readinessProbe"]), "the group does not form")
+        command, *question = (
+            word.replace("headwater-0.headwater:50051", place.tcp()) for word in worker["readinessProbe"]["exec"]["command"]
+        )
+        assert command == CTL and place.ask(*question).returncode == 0
+        # One that is lost takes the group's readiness with it; another one brings it back.
+        workers[0].kill()
+        wait_until(lambda: place.ask(*question).returncode != 0, "it stays ready")
+        workers.append(subprocess.Popen([program("headwaterd"), *arguments]))
+        wait_until(lambda: place.ask(*question).returncode == 0, "the group does not come back")
+        assert place.process.poll() is None
+    finally:
+        status = place.stop()
+        for process in workers:
+            process.kill()
+            process.wait()
+    assert status == 0
+
+
+def test_probes_tell_of_a_drain_and_of_a_process_that_stands_still(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hw")
+    _, spec = next(manifests.pod_specs(manifests.objects(manifests.ROOT / "deploy/kubernetes/overlays/sidecar-pod")))
+    probes = manifests.server(spec)
+    place = Place(folder, spec)
+    place.start()
+    release = threading.Event()
+    weight = bytes(4 * 8 * 4)
+
+    def requests(head):
+        header = head_service_pb2.UploadWeightsHeader(name=head.name, epoch=head.epoch, upload_id="u", total_bytes=len(weight))
+        header.tensor, header.data_type = head_service_pb2.HEAD_TENSOR_WEIGHT, tensor_pb2.DATA_TYPE_FLOAT32
+        yield head_service_pb2.UploadWeightsRequest(header=header)
+        release.wait(START_TIMEOUT_S)
+        yield head_service_pb2.UploadWeightsRequest(chunk=head_service_pb2.ByteChunk(data=weight))
+
+    try:
+        place.process.send_signal(signal.SIGSTOP)
+        assert not place.probe(probes["livenessProbe"])
+        place.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: place.probe(probes["livenessProbe"]), "it does not go on")
+        with grpc.insecure_channel(f"unix:{folder}/run/headwater.sock") as channel:
+            stub = head_service_pb2_grpc.HeadServiceStub(channel)
+            spec_of_head = head_service_pb2.HeadSpec(vocab_size=8, hidden_size=4, data_type=tensor_pb2.DATA_TYPE_FLOAT32)
+            request = head_service_pb2.CreateHeadRequest(name="tenants/default/heads/h", spec=spec_of_head)
+            head = stub.CreateHead(request, timeout=START_TIMEOUT_S).head
+            upload = stub.UploadWeights(requests(head), timeout=START_TIMEOUT_S)
+            assert next(upload).WhichOneof("message") == "resume_offset_bytes"
+            place.terminate()
+            wait_until(lambda: not place.probe(probes["readinessProbe"]), "it stays ready")
+            assert place.process.poll() is None
+            release.set()
+            assert next(upload).head.state == head_service_pb2.HEAD_STATE_READY
+    finally:
+        release.set()
+        place.process.send_signal(signal.SIGCONT)
+        status = place.stop()
+    assert status == 0
+    assert (folder / "state/checkpoints/default/h/drain").is_dir()
+
+
+def test_the_statefulset_has_the_figures_that_its_head_needs(tmp_path):
+    """The documented head, planned by a real server."""
+    address = f"unix:{tmp_path}/s"
+    if len(address) > 100:
+        address = f"unix:/tmp/hw-{os.getpid()}.sock"
+    log = (tmp_path / "log").open("wb")
+    process = subprocess.Popen(
+        [
+            program("headwaterd"),
+            f"--listen_addresses={address}",
+            "--metrics_address=",
+            "--engine=cpu",
+            "--memory_budget_bytes=40000000000",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=log,
+    )
+    try:
+        shape = ["--vocab_size=128256", "--hidden_size=4096", "--data_type=bfloat16", "--trainable", "--optimizer=adamw"]
+        command = [program("headwaterctl"), f"--server={address}", "--connect_timeout=60s", "--json", "plan", *shape]
+        plan = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    finally:
+        process.terminate()
+        process.wait(START_TIMEOUT_S)
+        log.close()
+    size = sizing()
+    sizes = size.size([plan], "cpu", 3, 200e6, 4 * size.GIB, size.GIB, size.GIB)
+    (stateful_set,) = (
+        document for document in manifests.objects(manifests.ROOT / "deploy/kubernetes/base") if document["kind"] == "StatefulSet"
+    )
+    spec = stateful_set["spec"]["template"]["spec"]
+    flags = manifests.flags(manifests.server(spec))
+    for name in ("memory_budget_bytes", "max_in_flight_bytes", "max_upload_bytes", "max_held_bytes", "max_join_bytes"):
+        assert int(flags[name]) == sizes[name], name
+    assert manifests.seconds(flags["drain_timeout"]) == sizes["drain_timeout_s"]
+    assert spec["terminationGracePeriodSeconds"] == sizes["grace_s"]
+    assert manifests.quantity(manifests.server(spec)["resources"]["limits"]["memory"]) == sizes["host_memory_bytes"]
+    claim = stateful_set["spec"]["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]["storage"]
+    assert manifests.quantity(claim) == sizes["volume_bytes"]
+    # The patch that the script prints makes the same of it.
+    folder = tmp_path / "sized"
+    folder.mkdir()
+    base = os.path.relpath(manifests.ROOT / "deploy/kubernetes/base", folder)
+    (folder / "kustomization.yaml").write_text(f"resources:\n  - {base}\n" + size.patch(sizes, 3) + "\n")
+    (sized,) = (document for document in manifests.objects(folder) if document["kind"] == "StatefulSet")
+    sized_flags = manifests.flags(manifests.server(sized["spec"]["template"]["spec"]))
+    assert sized_flags == flags and sized["spec"]["volumeClaimTemplates"] == stateful_set["spec"]["volumeClaimTemplates"]

@@ -1,0 +1,188 @@
+"""Clients of releases work with today's server: the wire API has lost nothing, and a release's messages train a head."""
+
+import copy
+import os
+import signal
+import subprocess
+import tempfile
+import time
+
+import grpc
+import numpy as np
+import pytest
+import wire_descriptors
+
+RELEASES = sorted(wire_descriptors.KEPT.glob("*.json"))
+START_TIMEOUT_S, CALL_TIMEOUT_S = 60, 60
+ROWS, HIDDEN_SIZE, VOCAB_SIZE, LEARNING_RATE = 12, 8, 40, 0.25
+FLOAT32, INT32 = 1, 4
+WEIGHT, HIDDEN, FORWARD_BACKWARD, EAGER = 1, 1, 1, 1
+
+
+def release_name(path):
+    return path.stem
+
+
+def test_releases_are_kept():
+    assert RELEASES
+
+
+@pytest.mark.parametrize("path", RELEASES, ids=release_name)
+def test_nothing_of_a_release_is_missing_or_changed(path):
+    assert wire_descriptors.broken(wire_descriptors.kept(path), wire_descriptors.today()) == []
+
+
+def renumber(files):
+    wire_descriptors.messages(files)["headwater.v1.HeadSpec"].field[1].number += 100
+
+
+def retype(files):
+    wire_descriptors.messages(files)["headwater.v1.RowChunk"].field[2].type = wire_descriptors.Field.TYPE_INT32
+
+
+def rename(files):
+    wire_descriptors.messages(files)["headwater.v1.RowChunk"].field[2].name = "first_row"
+
+
+def repeat(files):
+    wire_descriptors.messages(files)["headwater.v1.Tensor"].field[2].label = wire_descriptors.Field.LABEL_REPEATED
+
+
+def drop_message(files):
+    del files.file[1].message_type[-1]
+
+
+def drop_value(files):
+    del files.file[0].enum_type[0].value[-1]
+
+
+def drop_method(files):
+    del next(file for file in files.file if file.service).service[0].method[0]
+
+
+def stop_streaming(files):
+    next(file for file in files.file if file.service).service[0].method[0].client_streaming = False
+
+
+def lose_presence(files):
+    field = next(field for field in wire_descriptors.messages(files)["headwater.v1.HeadStep"].field if field.proto3_optional)
+    field.proto3_optional = False
+
+
+@pytest.mark.parametrize(
+    "change", [renumber, retype, rename, repeat, drop_message, drop_value, drop_method, stop_streaming, lose_presence]
+)
+def test_what_breaks_clients_is_seen_and_additions_are_not(change):
+    old = wire_descriptors.today()
+    new = copy.deepcopy(old)
+    change(new)
+    assert wire_descriptors.broken(old, new) != []
+    added = copy.deepcopy(old)
+    wire_descriptors.messages(added)["headwater.v1.HeadSpec"].field.add(name="more", number=1000, type=5, label=1)
+    assert wire_descriptors.broken(old, added) == []
+
+
+@pytest.fixture(scope="module")
+def channel():
+    binary = os.path.join(os.environ.get("HEADWATER_BUILD_DIR", ""), "bin/headwaterd")
+    with tempfile.TemporaryDirectory(prefix="hw-") as folder:
+        address, ready = f"unix:{folder}/s", os.path.join(folder, "ready")
+        flags = [
+            f"--listen_addresses={address}",
+            f"--port_file={ready}",
+            "--metrics_address=",
+            "--engine=cpu",
+            "--log_level=warning",
+        ]
+        process = subprocess.Popen([binary, *flags], stdout=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not os.path.exists(ready):
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.02)
+            with grpc.insecure_channel(address) as made:
+                yield made
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(START_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+
+
+def cross_entropy(hidden, weight, targets):
+    """Loss sum, gradient of hidden and of the weight, in double precision."""
+    logits = hidden.astype(np.float64) @ weight.astype(np.float64).T
+    logits -= logits.max(1, keepdims=True)
+    log_probabilities = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    difference = np.exp(log_probabilities)
+    difference[np.arange(ROWS), targets] -= 1
+    return -log_probabilities[np.arange(ROWS), targets].sum(), difference @ weight, difference.T @ hidden
+
+
+@pytest.mark.parametrize("path", RELEASES, ids=release_name)
+def test_messages_of_a_release_train_a_head_on_this_server(path, channel):
+    release = wire_descriptors.kept(path)
+    kinds = wire_descriptors.Messages(release)
+    methods = wire_descriptors.methods(release)
+
+    def call(name, *requests):
+        """The answers to one call, all messages by the release's descriptors."""
+        request_type, answer_type, streams_in, streams_out = methods["/headwater.v1." + name]
+        answer = getattr(kinds, answer_type.rsplit(".", 1)[1])
+        assert {type(request).DESCRIPTOR.full_name for request in requests} == {request_type.removeprefix(".")}
+        kind = f"{'stream' if streams_in else 'unary'}_{'stream' if streams_out else 'unary'}"
+        method = getattr(channel, kind)("/headwater.v1." + name, lambda message: message.SerializeToString(), answer.FromString)
+        result = method(iter(requests) if streams_in else requests[0], timeout=CALL_TIMEOUT_S)
+        return list(result) if streams_out else [result]
+
+    rng = np.random.default_rng(8)
+    weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+    hidden = rng.standard_normal((ROWS, HIDDEN_SIZE)).astype(np.float32)
+    targets = rng.integers(0, VOCAB_SIZE, ROWS).astype(np.int32)
+    name = f"tenants/default/heads/release-{path.stem.replace('.', '-')}"
+
+    (info,) = call("SessionService/GetServerInfo", kinds.GetServerInfoRequest())
+    assert info.version
+
+    spec = kinds.HeadSpec(vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE, data_type=FLOAT32, trainable=True)
+    spec.optimizer.sgd.SetInParent()
+    (made,) = call("HeadService/CreateHead", kinds.CreateHeadRequest(name=name, spec=spec))
+    assert made.created and made.head.spec.vocab_size == VOCAB_SIZE
+
+    upload = kinds.UploadWeightsHeader(
+        name=name, epoch=made.head.epoch, upload_id="u", tensor=WEIGHT, data_type=FLOAT32, total_bytes=weight.nbytes
+    )
+    chunk = kinds.ByteChunk(offset_bytes=0, data=weight.tobytes())
+    answers = call("HeadService/UploadWeights", kinds.UploadWeightsRequest(header=upload), kinds.UploadWeightsRequest(chunk=chunk))
+    epoch = answers[-1].head.epoch
+
+    at = kinds.HeadStep(head=name, head_epoch=epoch, step=0)
+    term = kinds.LossTerm(head=at, targets=kinds.Tensor(data_type=INT32, shape=[ROWS], data=targets.tobytes()))
+    term.cross_entropy.SetInParent()
+    header = kinds.MicroBatchHeader(micro_batch=0, row_count=ROWS, hidden_size=HIDDEN_SIZE, data_type=FLOAT32, terms=[term])
+    header.compute_mode, header.commit_mode, header.return_grad_hidden = FORWARD_BACKWARD, EAGER, True
+    rows = kinds.RowChunk(role=HIDDEN, row_start=0, row_count=ROWS, data=hidden.tobytes())
+    answers = call("LossService/ComputeLoss", kinds.ComputeLossRequest(header=header), kinds.ComputeLossRequest(chunk=rows))
+    loss_sum, grad_hidden, grad_weight = cross_entropy(hidden, weight, targets)
+    (sums,) = (term.sums for term in answers[-1].summary.terms)
+    assert sums.loss_sum == pytest.approx(loss_sum, rel=1e-5) and sums.valid_token_count == ROWS
+    computed = np.frombuffer(b"".join(answer.chunk.data for answer in answers[:-1]), np.float32).reshape(ROWS, HIDDEN_SIZE)
+    np.testing.assert_allclose(computed, grad_hidden, atol=1e-5)
+
+    (step,) = call("HeadService/GetStep", kinds.GetStepRequest(head=at))
+    assert [entry.micro_batch for entry in step.open.micro_batches] == [0] and step.open.totals.valid_token_count == ROWS
+    apply = kinds.ApplyOptimizerStepRequest(head=at, learning_rate=LEARNING_RATE)
+    apply.expected.count = 1
+    (applied,) = call("HeadService/ApplyOptimizerStep", apply)
+    assert applied.open_step == 1
+
+    answers = call("HeadService/DownloadWeights", kinds.DownloadWeightsRequest(name=name, tensor=WEIGHT, data_type=FLOAT32))
+    trained = np.frombuffer(b"".join(answer.chunk.data for answer in answers[1:]), np.float32).reshape(VOCAB_SIZE, HIDDEN_SIZE)
+    assert list(answers[0].header.shape) == [VOCAB_SIZE, HIDDEN_SIZE]
+    np.testing.assert_allclose(trained, weight - LEARNING_RATE * grad_weight, atol=1e-5)
+
+    (page,) = call("HeadService/ListHeads", kinds.ListHeadsRequest(parent="tenants/default"))
+    assert name in [head.name for head in page.heads]
+    call("HeadService/DeleteHead", kinds.DeleteHeadRequest(name=name, epoch=epoch, force=True))

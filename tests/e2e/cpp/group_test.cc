@@ -1,0 +1,198 @@
+// A server of several processes: what becomes of its clients' calls, its health and its heads when one of them dies or hangs.
+//
+// HEADWATER_GROUP_KILLS: how often a process is killed; each time the test prints how long it took to answer and to come back.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <iostream>
+#include <limits>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "headwater/client/client.h"
+#include "tests/e2e/cpp/await.h"
+#include "tests/e2e/cpp/fp64_head.h"
+#include "tests/e2e/cpp/server_process.h"
+#include "tests/e2e/cpp/test_tensors.h"
+
+namespace headwater::e2e {
+namespace {
+
+using namespace headwater::client;
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kVocabSize = 211;
+constexpr int64_t kHiddenSize = 23;
+constexpr int64_t kRows = 37;
+constexpr int64_t kManyRows = 16384;  // of a micro-batch that something happens to
+// Of fp32 against fp64 over several steps of AdamW; a contribution that is lost or added twice costs much more.
+constexpr double kTolerance = 1e-4;
+
+int KillCount() {
+  const char* const text = std::getenv("HEADWATER_GROUP_KILLS");
+  return text == nullptr ? 3 : std::atoi(text);
+}
+
+ClientOptions Impatient() {
+  ClientOptions options;
+  options.retry.max_attempts = 1;
+  options.session_lease = std::chrono::milliseconds(0);
+  return options;
+}
+
+Head MakeHead(Client client) {
+  HeadSpec spec;
+  spec.vocab_size = kVocabSize;
+  spec.hidden_size = kHiddenSize;
+  spec.has_bias = true;
+  spec.trainable = true;
+  spec.optimizer = AdamW{.weight_decay = 0.1};
+  Head head = Value(client.CreateHead("student", spec));
+  const std::vector<float> weight = RandomFloats(1, kVocabSize * kHiddenSize, 0.3F);
+  Value(head.UploadWeights(HeadTensor::kWeight, TensorView::Float32(weight)));
+  const std::vector<float> bias(static_cast<size_t>(kVocabSize));
+  Value(head.UploadWeights(HeadTensor::kBias, TensorView::Float32(bias)));
+  return head;
+}
+
+MicroBatchOptions Submission(int64_t step, int64_t micro_batch) {
+  MicroBatchOptions options;
+  options.step = step;
+  options.micro_batch = micro_batch;
+  return options;
+}
+
+// A step on the server and in double precision, saved.
+void TrainStep(Head& head, int64_t step, Fp64Head* reference) {
+  for (int64_t i = 0; i < 2; ++i) {
+    const uint32_t seed = static_cast<uint32_t>(100 + 2 * step + i);
+    const std::vector<float> hidden = RandomFloats(seed, kRows * kHiddenSize, 1.0F);
+    const std::vector<int32_t> targets = RandomTargets(seed, kRows, kVocabSize);
+    const LossResult result =
+        Value(head.CrossEntropy(RowsView::Float32(hidden, kHiddenSize), targets, {}, Submission(step, i)).Get());
+    const Fp64Head::Loss expected = reference->CrossEntropy(hidden, targets, 1.0, 1.0);
+    EXPECT_LE(std::abs(result.loss_sum / expected.sum - 1), kTolerance);
+    EXPECT_LE(RelativeError(result.grad_hidden.float32(), expected.grad_hidden), kTolerance);
+  }
+  Value(head.Apply(step, {.learning_rate = 0.01, .expected = 2}));
+  reference->Apply(0.01, 0.1, std::numeric_limits<double>::infinity());
+  Value(head.Save("step-" + std::to_string(step + 1)));
+}
+
+// Submits micro-batches of the open step until one fails; why.
+absl::Status SubmitUntilFailure(Head& head, int64_t step) {
+  const std::vector<float> hidden = RandomFloats(7, kManyRows * kHiddenSize, 1.0F);
+  const std::vector<int32_t> targets = RandomTargets(7, kManyRows, kVocabSize);
+  for (int64_t i = 0;; ++i) {
+    const auto result = head.CrossEntropy(RowsView::Float32(hidden, kHiddenSize), targets, {}, Submission(step, i)).Get();
+    if (!result.ok()) return result.status();
+  }
+}
+
+// The head once the server has it back. The process may be in the middle of beginning anew, and not listen.
+Head AwaitHead(const ServerProcess& server, Client* client) {
+  std::optional<Head> head;
+  EXPECT_TRUE(Await([&] {
+    absl::StatusOr<Client> connected = Client::Connect(server.target(), Impatient());
+    if (!connected.ok()) return false;
+    *client = *std::move(connected);
+    absl::StatusOr<Head> opened = client->OpenHead("student");
+    if (opened.ok()) head = *std::move(opened);
+    return opened.ok();
+  })) << server.log();
+  return head.has_value() ? *head : throw std::runtime_error("the head does not come back");
+}
+
+double SecondsSince(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+// Something happens to a worker in the middle of a micro-batch; and then it is there again.
+class Group : public ::testing::Test {
+ protected:
+  Group() : Group({}) {}
+  explicit Group(const std::vector<std::string>& more_flags)
+      : server_(Flags(more_flags)), client_(server_.Connect(Impatient())), head_(MakeHead(client_)) {
+    TrainStep(head_, 0, &reference_);
+  }
+
+  static std::vector<std::string> Flags(const std::vector<std::string>& more) {
+    std::vector<std::string> flags = {"--workers=2", "--shard_weights=3,1,2"};
+    flags.insert(flags.end(), more.begin(), more.end());
+    return flags;
+  }
+
+  void LoseRank(size_t worker, int signal) {
+    absl::Status status;
+    std::thread caller([&] { status = SubmitUntilFailure(head_, step_); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(50 + 37 * (step_ % 7)));
+    const Clock::time_point start = Clock::now();
+    server_.worker(worker).Signal(signal);
+    caller.join();
+    const double answered = SecondsSince(start);
+    if (status.code() == absl::StatusCode::kAborted) {
+      EXPECT_EQ(ErrorReason(status), "STEP_LOST") << status;
+    } else {  // it came when the server was already beginning anew
+      EXPECT_TRUE(status.code() == absl::StatusCode::kUnavailable || status.code() == absl::StatusCode::kCancelled) << status;
+    }
+    server_.worker(worker).Signal(SIGKILL);
+    server_.worker(worker).Wait();
+    server_.StartWorker(worker);
+    head_ = AwaitHead(server_, &client_);
+    std::cout << "worker " << worker << ": " << absl::StatusCodeToString(status.code()) << " after " << answered
+              << " s, back after " << SecondsSince(start) << " s\n";
+    EXPECT_EQ(Value(head_.Info()).state, HeadState::kRestored);
+    EXPECT_EQ(Value(head_.Take()).open_step, step_);
+    EXPECT_LE(RelativeError(Value(head_.DownloadWeights()).float32(), reference_.weight()), kTolerance);
+    TrainStep(head_, step_, &reference_);
+    ++step_;
+    EXPECT_LE(RelativeError(Value(head_.DownloadWeights()).float32(), reference_.weight()), kTolerance);
+  }
+
+  ServerProcess server_;
+  Fp64Head reference_{kVocabSize, kHiddenSize, RandomFloats(1, kVocabSize* kHiddenSize, 0.3F),
+                      std::vector<float>(static_cast<size_t>(kVocabSize))};
+  Client client_;
+  Head head_;
+  int64_t step_ = 1;
+};
+
+TEST_F(Group, ComesBackByItselfWhenAWorkerThatWasKilledIsBack) {
+  for (int round = 0; round < KillCount(); ++round) LoseRank(static_cast<size_t>(round % 2), SIGKILL);
+}
+
+class WatchfulGroup : public Group {
+ protected:
+  WatchfulGroup() : Group({"--rank_timeout=4s"}) {}
+};
+
+TEST_F(WatchfulGroup, NoticesAWorkerThatHangs) { LoseRank(1, SIGSTOP); }
+
+// The checkpoints of three ranks are no different from those of one.
+TEST_F(Group, CheckpointsAreRestoredOnAnotherNumberOfShards) {
+  const TensorBuffer before = Value(head_.DownloadWeights());
+  ServerProcess other({"--shards=2"});
+  const std::string from = server_.checkpoint_directory();
+  other.process().Signal(SIGTERM);
+  ASSERT_EQ(other.process().Wait(), 0) << other.log();
+  std::filesystem::copy(from, other.checkpoint_directory(),
+                        std::filesystem::copy_options::recursive | std::filesystem::copy_options::overwrite_existing);
+  other.Start();
+  Head restored = AwaitHead(other, &client_);
+  EXPECT_EQ(Value(restored.Take()).open_step, 1);
+  const TensorBuffer after = Value(restored.DownloadWeights());
+  ASSERT_EQ(after.element_count(), before.element_count());
+  EXPECT_EQ(std::memcmp(after.data(), before.data(), static_cast<size_t>(before.element_count()) * sizeof(float)), 0);
+  TrainStep(restored, 1, &reference_);
+  EXPECT_LE(RelativeError(Value(restored.DownloadWeights()).float32(), reference_.weight()), kTolerance);
+}
+
+}  // namespace
+}  // namespace headwater::e2e

@@ -1,0 +1,124 @@
+// A worker joins a server over TLS, with a certificate and a token; who may not is refused, and the server waits on.
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "headwater/kernels/error.h"
+#include "server/group/group_assembly.h"
+#include "server/group/join_leader.h"
+#include "server/service/server.h"
+#include "server/service/server_core.h"
+#include "tests/integration/access_fixture.h"
+#include "tests/integration/test_certificates.h"
+
+namespace headwater::testing {
+namespace {
+
+class GroupJoin : public ::testing::Test {
+ protected:
+  GroupJoin() {
+    std::string pattern = (std::filesystem::temp_directory_path() / "headwater-test-XXXXXX").string();
+    EXPECT_NE(mkdtemp(pattern.data()), nullptr);
+    directory_ = pattern;
+    const Credentials server = servers_.Issue("server");
+    const Credentials client = clients_.Issue("worker");
+    WriteFile(Path("server.crt"), server.certificate);
+    WriteFile(Path("server.key"), server.key);
+    WriteFile(Path("clients.crt"), clients_.certificate());
+    WriteFile(Path("servers.crt"), servers_.certificate());
+    WriteFile(Path("worker.crt"), client.certificate);
+    WriteFile(Path("worker.key"), client.key);
+    WriteFile(Path("tokens.json"),
+              TokenFileText({TokenEntry("worker", R"("admin": ["*"])"), TokenEntry("operator", R"("admin": ["*"])"),
+                             TokenEntry("trainer", R"("compute": ["*"])")}));
+    for (const char* name : {"worker", "operator", "trainer"}) WriteFile(Path(name), TokenText(name) + "\n");
+
+    group::AssemblyOptions assembly;
+    assembly.engine.shard_count = 2;
+    assembly.engine.thread_count = 1;
+    assembly.version = service::ServerVersion();
+    assembly.listen_host = "127.0.0.1";
+    assembly.silence_timeout = absl::Seconds(60);
+    auto made = group::GroupAssembly::Create(assembly);
+    EXPECT_TRUE(made.ok()) << made.status();
+    service::ServerOptions options;
+    options.group = *std::move(made);
+    options.worker_token = "worker";
+    options.listen_addresses = {"127.0.0.1:0"};
+    options.tls_certificate = Path("server.crt");
+    options.tls_key = Path("server.key");
+    options.tls_client_ca = Path("clients.crt");
+    options.token_file = Path("tokens.json");
+    auto started = service::Server::Start(options, options.group->TakeEngine());
+    EXPECT_TRUE(started.ok()) << started.status();
+    server_ = *std::move(started);
+  }
+  ~GroupJoin() override {
+    server_.reset();
+    std::error_code ignored;
+    std::filesystem::remove_all(directory_, ignored);
+  }
+
+  std::string Path(const std::string& name) const { return directory_ + "/" + name; }
+
+  // Joins to the end of it.
+  absl::Status Join(const std::string& token) const {
+    group::LeaderAddress leader;
+    leader.address = server_->addresses().front();
+    leader.ca = Path("servers.crt");
+    leader.certificate = Path("worker.crt");
+    leader.key = Path("worker.key");
+    leader.token_file = token.empty() ? "" : Path(token);
+    group::WorkerOptions worker;
+    worker.version = service::ServerVersion();
+    worker.leader_host = group::LeaderHost(leader.address);
+    worker.listen_host = "127.0.0.1";
+    return group::JoinLeader(leader, worker);
+  }
+
+  const TestAuthority servers_{"servers"};
+  const TestAuthority clients_{"clients"};
+  std::string directory_;
+  std::unique_ptr<service::Server> server_;
+};
+
+TEST_F(GroupJoin, OnlyTheWorkersTokenJoinsAndTheServerServesThen) {
+  EXPECT_EQ(Join("").code(), absl::StatusCode::kUnauthenticated);
+  EXPECT_EQ(Join("trainer").code(), absl::StatusCode::kPermissionDenied);
+  EXPECT_EQ(Join("operator").code(), absl::StatusCode::kPermissionDenied);
+  EXPECT_EQ(Join("nothing that is there").code(), absl::StatusCode::kInvalidArgument);
+  absl::Status ended;
+  std::thread worker([&] { ended = Join("worker"); });
+  const absl::Status ready = server_->BecomeReady();  // runs the self-test on both ranks
+  EXPECT_TRUE(ready.ok()) << ready;
+  EXPECT_EQ(server_->engine().devices().size(), 2u);
+  EXPECT_EQ(Join("worker").code(), absl::StatusCode::kUnimplemented);  // it has all that it wants
+  EXPECT_TRUE(server_->Drain(absl::Seconds(60)));
+  EXPECT_TRUE(server_->engine().health().ok());  // that the worker goes with it is no failure
+  worker.join();
+  EXPECT_FALSE(ended.ok());
+}
+
+// What a worker has is every tenant's: it does not keep getting it because it has come in time.
+TEST_F(GroupJoin, AWorkerWhoseTokenIsTakenOutIsSentAway) {
+  absl::Status ended;
+  std::thread worker([&] { ended = Join("worker"); });
+  const absl::Status ready = server_->BecomeReady();
+  EXPECT_TRUE(ready.ok()) << ready;
+  WriteFile(Path("tokens.json"), TokenFileText({TokenEntry("operator", R"("admin": ["*"])")}));
+  worker.join();
+  EXPECT_FALSE(ended.ok());
+  EXPECT_TRUE(HasReason(server_->engine().health(), ErrorReason::kEngineFailed)) << server_->engine().health();
+  EXPECT_EQ(Join("worker").code(), absl::StatusCode::kUnauthenticated);
+}
+
+TEST_F(GroupJoin, AServerWhoseWorkersDoNotComeCanBeGivenUp) {
+  EXPECT_TRUE(HasReason(server_->BecomeReady([] { return true; }), ErrorReason::kCancelled));
+}
+
+}  // namespace
+}  // namespace headwater::testing

@@ -1,0 +1,309 @@
+"""A headwaterd that trains a little and is scraped by a real Prometheus, for tests and for the plot in the docs.
+
+monitored_run.py BUILD_DIR OUT.png [SECONDS]      # docs/monitoring.png: 90 seconds
+"""
+
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+
+import headwater
+
+ROOT = Path(__file__).resolve().parents[2]
+RULES = ROOT / "deploy" / "monitoring" / "headwater.rules.yaml"
+START_TIMEOUT_S = 60
+SCRAPE_INTERVAL_S = 0.5
+
+
+def await_condition(condition, what: str, timeout_s: float = START_TIMEOUT_S):
+    """Returns the first true value of `condition`, whose errors count as false."""
+    deadline = time.monotonic() + timeout_s
+    last = None
+    while time.monotonic() < deadline:
+        try:
+            if value := condition():
+                return value
+        except OSError as error:
+            last = error
+        time.sleep(0.05)
+    raise TimeoutError(f"waited {timeout_s} s for {what}; last: {last}")
+
+
+def find_prometheus() -> tuple[str, str] | None:
+    """prometheus and promtool, of Debian's package `prometheus`; None without them."""
+    found = shutil.which("prometheus"), shutil.which("promtool")
+    return found if all(found) else None
+
+
+def configuration(metrics_port: int) -> str:
+    """The configuration that docs/operations.md shows, with short intervals."""
+    return f"""\
+global:
+  scrape_interval: {int(SCRAPE_INTERVAL_S * 1000)}ms
+  evaluation_interval: 1s
+rule_files:
+  - {RULES}
+scrape_configs:
+  - job_name: headwater
+    static_configs:
+      - targets: ["127.0.0.1:{metrics_port}"]
+"""
+
+
+class PrometheusEnded(Exception):
+    """It has not got as far as to answer. No OSError, which would be waited out."""
+
+
+class Prometheus:
+    """A Prometheus of our own. Its port is drawn beforehand, since it cannot tell which one it was given."""
+
+    def __init__(self, directory: Path, metrics_port: int):
+        self.config = directory / "prometheus.yml"
+        self.config.write_text(configuration(metrics_port))
+        self._log = (directory / "prometheus.log").open("w+b")
+        for _ in range(5):  # somebody else may have taken the port meanwhile
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                self.port = probe.getsockname()[1]
+            self.process = subprocess.Popen(
+                [
+                    find_prometheus()[0],
+                    f"--config.file={self.config}",
+                    f"--storage.tsdb.path={directory / 'data'}",
+                    f"--web.listen-address=127.0.0.1:{self.port}",
+                ],
+                stdout=self._log,
+                stderr=self._log,
+            )
+            with contextlib.suppress(TimeoutError, PrometheusEnded):
+                await_condition(self._is_ready, "Prometheus")
+                return
+            self.stop()
+        raise RuntimeError(f"Prometheus did not start: {(directory / 'prometheus.log').read_text()[-2000:]}")
+
+    def _is_ready(self) -> bool:
+        if self.process.poll() is not None:
+            raise PrometheusEnded
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/-/ready", timeout=10) as answer:
+            return answer.status == 200
+
+    def get(self, path: str, **parameters: object):
+        """The `data` of an answer of its HTTP API."""
+        url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            document = json.load(answer)
+        assert document["status"] == "success", document
+        return document["data"]
+
+    def query(self, expression: str) -> list[dict]:
+        return self.get("query", query=expression)["result"]
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+
+class Server:
+    """A headwaterd with metrics."""
+
+    def __init__(self, binary: str, directory: Path, *flags: str):
+        ready = directory / "ready"
+        self.address = f"unix:{directory}/hw.sock"
+        command = [
+            binary,
+            f"--listen_addresses={self.address}",
+            f"--port_file={ready}",
+            "--metrics_address=127.0.0.1:0",
+            f"--checkpoint_directory={directory / 'checkpoints'}",
+            f"--descriptor_socket={directory / 'fd.sock'}",
+            "--engine=cpu",
+            "--log_level=warning",
+            *flags,
+        ]
+        with (directory / "out").open("wb") as out, (directory / "log").open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=out, stderr=log)
+
+        def announced() -> bool:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"headwaterd did not start: {(directory / 'log').read_text()[-2000:]}")
+            return ready.exists()
+
+        await_condition(announced, "headwaterd")
+        self.log = directory / "log"
+        self.metrics_port = int((directory / "out").read_text().split("metrics on port ")[1].split()[0])
+
+    def scrape(self) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as page:
+            return page.read().decode()
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+
+class Training(threading.Thread):
+    """Trains until told to stop, by gRPC and by shared memory in turns.
+
+    A step has eager and explicit micro-batches, a repeat, a discard, a distillation and an optimizer step.
+    """
+
+    VOCAB_SIZE, HIDDEN_SIZE, TOKENS = 2000, 64, 256
+
+    def __init__(self, address: str):
+        super().__init__(daemon=True)
+        self._address = address
+        self._stopping = threading.Event()
+        self.steps = 0
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            rng = np.random.default_rng(0)
+            with contextlib.ExitStack() as stack:
+                clients = [
+                    stack.enter_context(headwater.connect(self._address, transport=transport))
+                    for transport in ("grpc", "shared_memory")
+                ]
+                weight = rng.standard_normal((self.VOCAB_SIZE, self.HIDDEN_SIZE)).astype(np.float32)
+                clients[0].create_head("student", weight, optimizer=headwater.AdamW(), staging_slots=2)
+                clients[0].create_head("teacher", weight, trainable=False)
+                heads = [(client.head("student"), client.head("teacher")) for client in clients]
+                while not self._stopping.is_set():
+                    self._step(*heads[self.steps % len(heads)], rng)
+                    self.steps += 1
+        except BaseException as error:
+            self.error = error
+
+    def _step(self, student, teacher, rng) -> None:
+        step = self.steps
+        hidden = rng.standard_normal((self.TOKENS, self.HIDDEN_SIZE)).astype(np.float32)
+        targets = rng.integers(0, self.VOCAB_SIZE, self.TOKENS)
+        student.cross_entropy(hidden, targets, micro_batch=0, step=step)
+        student.cross_entropy(hidden, targets, micro_batch=0, step=step)  # a retry
+        student.cross_entropy(hidden, targets, micro_batch=1, step=step, commit="explicit").commit(1.0)
+        student.cross_entropy(hidden, targets, micro_batch=2, step=step, commit="explicit").discard()
+        student.jsd(hidden, teacher, hidden[::-1].copy(), micro_batch=3, step=step)
+        student.apply_optimizer_step(learning_rate=1e-3, step=step, expected_micro_batches=[0, 1, 3])
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self.join()
+        if self.error is not None:
+            raise self.error
+
+
+@contextlib.contextmanager
+def monitored_training(binary: str):
+    """A server, a training run on it and a Prometheus that scrapes it, for a `with` statement."""
+    # The socket's path must be short.
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hw-")))
+        server = Server(binary, directory)
+        stack.callback(server.stop)
+        prometheus = Prometheus(directory, server.metrics_port)
+        stack.callback(prometheus.stop)
+        training = Training(server.address)
+        training.start()
+        stack.callback(training.stop)
+        yield server, prometheus, training
+
+
+# Of each panel: title, unit's name, factor, expressions with their legends.
+PLOTS = [
+    (
+        "Tokens a second",
+        1,
+        [("sum by (loss) (rate(headwater_tokens_total[10s]))", "{loss}")],
+    ),
+    (
+        "Micro-batches a second, by outcome",
+        1,
+        [("sum by (outcome) (rate(headwater_micro_batches_total[10s])) > 0", "{outcome}")],
+    ),
+    (
+        "A micro-batch on average, ms",
+        1000,
+        [
+            (f"rate(headwater_{phase}_seconds_sum[10s]) / rate(headwater_{phase}_seconds_count[10s])", phase)
+            for phase in ("upload", "queue", "compute", "download", "commit")
+        ],
+    ),
+    (
+        "Tensor bytes a second, MB",
+        1e-6,
+        [("sum by (transport, direction) (rate(headwater_bytes_total[10s])) > 0", "{transport} {direction}")],
+    ),
+    (
+        "Utilisation of the floor, and share of the time that is busy",
+        1,
+        [
+            (
+                "rate(headwater_product_flops_total[10s]) / rate(headwater_compute_busy_seconds_total[10s])"
+                " / headwater_product_flops_per_second",
+                "of the floor",
+            ),
+            ("rate(headwater_compute_busy_seconds_total[10s])", "busy"),
+        ],
+    ),
+    (
+        "Memory, MB",
+        1e-6,
+        [
+            ("process_resident_memory_bytes", "resident"),
+            ('headwater_memory_planned_bytes{purpose="workspace"}', "planned, workspace"),
+            ('sum(headwater_memory_planned_bytes{purpose!="workspace"})', "planned, heads"),
+        ],
+    ),
+]
+
+
+def plot(prometheus: Prometheus, start: float, end: float, path: Path) -> int:
+    """Draws what Prometheus has from `start` to `end`, in seconds since 1970; the number of curves."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(3, 2, figsize=(11, 8.5), dpi=64, layout="constrained")
+    curves = 0
+    for axis, (title, factor, queries) in zip(axes.flat, PLOTS, strict=True):
+        for expression, legend in queries:
+            for series in prometheus.get("query_range", query=expression, start=start, end=end, step=1)["result"]:
+                points = [(float(when) - start, float(value) * factor) for when, value in series["values"]]
+                axis.plot(*zip(*points, strict=True), label=legend.format(**series["metric"]), linewidth=1.2)
+                curves += 1
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("seconds", fontsize=8)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+        axis.tick_params(labelsize=8)
+        axis.legend(fontsize=7)
+    figure.savefig(path)
+    pyplot.close(figure)
+    return curves
+
+
+def main() -> int:
+    build, out = sys.argv[1:3]
+    seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 90
+    with monitored_training(f"{build}/bin/headwaterd") as (_, prometheus, training):
+        start = time.time()
+        time.sleep(seconds)
+        curves = plot(prometheus, start + 15, time.time(), Path(out))
+        print(f"{training.steps} steps, {curves} curves, {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""Metrics, rules and dashboard against each other, and all of them against a real Prometheus that scrapes a real server."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # whatever the working directory is
+
+from monitored_run import ROOT, RULES, SCRAPE_INTERVAL_S, await_condition, find_prometheus, monitored_training, plot
+
+MONITORING = ROOT / "deploy" / "monitoring"
+RULE_TESTS = Path(__file__).resolve().parent / "headwater.rules.test.yaml"
+METRIC = re.compile(r"(?<![\w:.])(?:headwater|process)_[a-z0-9_]+")
+RECORDED = re.compile(r"headwater:[a-z0-9_:]+")
+
+needs_prometheus = pytest.mark.skipif(
+    find_prometheus() is None, reason="needs prometheus and promtool (Debian's and Ubuntu's package prometheus)"
+)
+
+
+def promtool(*arguments: object, text: str | None = None) -> str:
+    done = subprocess.run([find_prometheus()[1], *map(str, arguments)], input=text, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def expressions() -> dict[str, str]:
+    """The dashboard's expressions with Grafana's variables filled in, by `title: legend`."""
+    panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
+    found = {}
+    for panel in panels:
+        for target in panel.get("targets", []):
+            expression = target["expr"].replace("$job", ".*").replace("$instance", ".*").replace("$__rate_interval", "20s")
+            assert "$" not in expression, expression
+            found[f"{panel['title']}: {target['legendFormat']}"] = expression
+    return found
+
+
+def families_in(text: str) -> set[str]:
+    """Names of metrics, without what histograms add to theirs."""
+    return {re.sub(r"_(bucket|sum|count)$", "", name) for name in METRIC.findall(text)}
+
+
+def documented() -> set[str]:
+    return set(re.findall(r"^\| `([a-z0-9_]+)`", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE))
+
+
+def alert_names() -> list[str]:
+    return re.findall(r"- alert: (\w+)", RULES.read_text())
+
+
+def test_generated_files_are_as_generated():
+    subprocess.run([sys.executable, MONITORING / "generate.py", "--check"], check=True)
+
+
+def test_generating_finds_a_change(tmp_path):
+    spec = importlib.util.spec_from_file_location("generate", MONITORING / "generate.py")
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    generate.FOLDER = tmp_path
+    (tmp_path / "headwater.rules.yaml").write_text("groups:\n  # a comment\n  - name: x\n")
+    assert generate.prometheus_rule().endswith("spec:\n  groups:\n    - name: x\n")
+
+
+def test_rules_and_dashboard_use_documented_metrics_only():
+    known = documented()
+    assert len(known) > 40
+    for name, expression in expressions().items():
+        used = families_in(expression)
+        assert used and used <= known, name
+    rules = re.sub(r"^ *(- alert|- record|summary|description|runbook_url):.*$|#.*$", "", RULES.read_text(), flags=re.MULTILINE)
+    assert families_in(rules) <= known
+    recorded = set(re.findall(r"- record: (\S+)", RULES.read_text()))
+    assert set(RECORDED.findall(rules)) <= recorded
+
+
+def test_the_dashboard_shows_every_metric():
+    shown = set().union(*(families_in(expression) for expression in expressions().values()))
+    assert documented() - shown == set()
+
+
+def test_panels_do_not_overlap():
+    panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = set()
+    for place in (panel["gridPos"] for panel in panels):
+        assert place["x"] + place["w"] <= 24
+        own = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
+        assert not own & cells
+        cells |= own
+
+
+@pytest.mark.parametrize("alert", alert_names())
+def test_each_alert_has_its_paragraph_and_its_test(alert):
+    rule = RULES.read_text().split(f"- alert: {alert}\n")[1].split("- alert: ")[0]
+    assert f"runbook_url: docs/operations.md#{alert.lower()}\n" in rule
+    paragraph = (ROOT / "docs" / "operations.md").read_text().split(f"\n#### {alert}\n")
+    assert len(paragraph) == 2 and len(paragraph[1].split("\n#")[0].split()) > 20
+    assert alert in RULE_TESTS.read_text().split("exp_samples:", 1)[1]
+
+
+@needs_prometheus
+def test_rules_hold_what_their_tests_say():
+    assert "SUCCESS" in promtool("test", "rules", RULE_TESTS)
+    assert f"{RULES.read_text().count('- record: ') + len(alert_names())} rules found" in promtool("check", "rules", RULES)
+
+
+@needs_prometheus
+def test_a_real_prometheus_sees_a_real_run(tmp_path):
+    build = os.environ.get("HEADWATER_BUILD_DIR")
+    binary = os.environ.get("HEADWATERD") or (build and f"{build}/bin/headwaterd")
+    if not binary:
+        pytest.fail("set HEADWATERD to headwaterd, or HEADWATER_BUILD_DIR to a build with bin/headwaterd", pytrace=False)
+    with monitored_training(binary) as (server, prometheus, training):
+        promtool("check", "config", prometheus.config)
+        # Conventions of names and units, of what is really served.
+        assert promtool("check", "metrics", text=server.scrape()).strip() == ""
+
+        await_condition(lambda: training.steps >= 4 or training.error, "four steps")
+        # Those that succeed: one that comes later than the short interval allows, on a busy machine, is none.
+        await_condition(lambda: prometheus.query('sum(sum_over_time(up{job="headwater"}[1h])) >= 12'), "scrapes")
+        assert training.error is None
+        # What a rate needs: two scrapes after the first event.
+        for phase in ("upload", "queue", "compute", "download", "commit"):
+            await_condition(lambda phase=phase: prometheus.query(f"rate(headwater_{phase}_seconds_count[20s]) > 0"), phase)
+
+        scraped = {re.sub(r"_(bucket|sum|count)$", "", name) for name in prometheus.get("label/__name__/values")}
+        wanted = documented() | set(re.findall(r"- record: (\S+)", RULES.read_text()))
+        assert wanted - scraped == set()
+        # Nothing is served that the document does not know.
+        assert {name for name in scraped if name.startswith(("headwater_", "process_"))} <= documented()
+
+        # Every panel shows something, but for what only refusals have.
+        for name, expression in expressions().items():
+            result = prometheus.query(expression)
+            assert result or name.startswith("Calls refused"), f"{name}: {expression}"
+        value = {
+            name: float(prometheus.query(f"sum({name})")[0]["value"][1])
+            for name in (
+                "headwater_product_flops_per_second",
+                "headwater_product_flops_total",
+                "headwater_compute_busy_seconds_total",
+            )
+        }
+        reached = value["headwater_product_flops_total"] / value["headwater_compute_busy_seconds_total"]
+        assert 0 < reached < 2 * value["headwater_product_flops_per_second"]  # the measurement was no fantasy
+        for transport in ("grpc", "shared_memory"):
+            assert prometheus.query(f'headwater_transport_micro_batches_total{{transport="{transport}"}} > 0')
+        for outcome in ("committed", "staged", "replayed", "discarded"):
+            assert prometheus.query(f'headwater_micro_batches_total{{outcome="{outcome}"}} > 0')
+
+        groups = prometheus.get("rules")["groups"]
+        rules = [rule for group in groups for rule in group["rules"]]
+        await_condition(
+            lambda: all(rule["health"] == "ok" for group in prometheus.get("rules")["groups"] for rule in group["rules"]), "rules"
+        )
+        assert len(rules) == RULES.read_text().count("- record: ") + len(alert_names())
+        assert prometheus.query('ALERTS{alertstate="firing"}') == []
+
+        now = float(prometheus.query("time()")[1])
+        image = tmp_path / "plot.png"
+        assert plot(prometheus, now - 20 * SCRAPE_INTERVAL_S, now, image) >= 15
+        assert image.read_bytes().startswith(b"\x89PNG") and image.stat().st_size > 10000

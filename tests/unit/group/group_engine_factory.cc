@@ -1,0 +1,33 @@
+// The suite's engine: GroupEngine over CPU ranks, on threads of this process, or behind links as in other processes if the
+// environment has HEADWATER_GROUP_LINKS. Where a test does not say how many shards it wants, there are two.
+#include <cstdlib>
+
+#include "server/group/group_engine.h"
+#include "tests/kernels/comparison.h"
+#include "tests/kernels/kernel_suite.h"
+#include "tests/unit/group/worker_threads.h"
+
+namespace headwater::testing {
+
+const EngineFactory& SuiteEngineFactory() {
+  static const EngineFactory factory = [](const EngineOptions& options) -> absl::StatusOr<std::unique_ptr<LossEngine>> {
+    EngineOptions filled = options;
+    if (filled.shard_count == 1 && filled.shard_probe == nullptr && filled.shard_weights.empty()) filled.shard_count = 2;
+    const bool links = std::getenv("HEADWATER_GROUP_LINKS") != nullptr && filled.shard_count > 1;
+    if (!links || filled.shard_probe != nullptr) return group::CreateLocalCpuGroup(filled);  // a probe goes into no other process
+    auto group = ThreadedGroup::Create(filled);
+    if (!group.ok()) return group.status();
+    return std::unique_ptr<LossEngine>(*std::move(group));
+  };
+  return factory;
+}
+
+SuiteWorkspaces SuiteWorkspaceSizes() { return {int64_t{1} << 20, int64_t{64} << 20}; }
+
+bool SuiteKeepsStagedRows(int64_t rows, int64_t hidden_size, int32_t) { return rows <= hidden_size; }
+
+double SuiteGradWeightFactor() { return kPlainFactor; }
+
+double SuiteAccumulationError() { return 0; }
+
+}  // namespace headwater::testing

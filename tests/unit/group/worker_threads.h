@@ -1,0 +1,99 @@
+// Groups whose other ranks are behind links, as in other processes, but on threads of this one: everything between a leader and its
+// workers but gRPC.
+#ifndef HEADWATER_TESTS_UNIT_GROUP_WORKER_THREADS_H_
+#define HEADWATER_TESTS_UNIT_GROUP_WORKER_THREADS_H_
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "headwater/kernels/engine.h"
+#include "server/group/group_assembly.h"
+#include "server/group/rank_worker.h"
+
+namespace headwater::testing {
+
+// Both ends of a call.
+class TestCall final : public group::JoinCall, public group::WorkerChannel {
+ public:
+  // The leader's end.
+  bool Read(v1::JoinRequest* message) override { return Take(requests_, message); }
+  bool Send(const v1::JoinResponse& message) override { return Put(message, responses_); }
+  void Cancel() override {
+    absl::MutexLock lock(&mutex_);
+    ended_ = true;
+  }
+  bool Cancelled() override {
+    absl::MutexLock lock(&mutex_);
+    return ended_;
+  }
+  std::string host() const override { return "127.0.0.1"; }
+  // The worker's end.
+  bool Read(v1::JoinResponse* message) override { return Take(responses_, message); }
+  bool Write(const v1::JoinRequest& message) override { return Put(message, requests_); }
+
+ private:
+  template <typename Message>
+  bool Take(std::deque<Message>& queue, Message* message) {
+    const auto come = [&]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return !queue.empty() || ended_; };
+    absl::MutexLock lock(&mutex_);
+    mutex_.Await(absl::Condition(&come));
+    if (queue.empty()) return false;
+    *message = std::move(queue.front());
+    queue.pop_front();
+    return true;
+  }
+  template <typename Message>
+  bool Put(const Message& message, std::deque<Message>& queue) {
+    absl::MutexLock lock(&mutex_);
+    if (ended_) return false;
+    queue.push_back(message);
+    return true;
+  }
+
+  absl::Mutex mutex_;
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;
+  std::deque<v1::JoinRequest> requests_;
+  std::deque<v1::JoinResponse> responses_;
+};
+
+// A leader's engine and its workers.
+class ThreadedGroup final : public LossEngine {
+ public:
+  // As a group of options.shard_count ranks, at least 2.
+  static absl::StatusOr<std::unique_ptr<ThreadedGroup>> Create(const EngineOptions& options);
+  ~ThreadedGroup() override;
+
+  // Ends the call of a worker: 1 for the first.
+  void Cut(size_t worker) { calls_[worker - 1]->Cancel(); }
+  // Why a worker has ended; waits for it.
+  absl::Status AwaitEnd(size_t worker);
+
+  std::string name() const override { return engine_->name(); }
+  std::vector<EngineDevice> devices() const override { return engine_->devices(); }
+  const EngineOptions& options() const override { return engine_->options(); }
+  absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override { return engine_->PlanHead(spec); }
+  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override { return engine_->CreateHead(spec); }
+  int64_t planned_bytes() const override { return engine_->planned_bytes(); }
+  absl::Status health() const override { return engine_->health(); }
+  int64_t progress() const override { return engine_->progress(); }
+  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override { return engine_->Compute(micro_batch); }
+
+ private:
+  ThreadedGroup() = default;
+
+  std::unique_ptr<group::GroupAssembly> assembly_;
+  std::unique_ptr<LossEngine> engine_;
+  std::vector<std::unique_ptr<TestCall>> calls_;
+  std::vector<absl::Status> ends_;
+  std::vector<std::thread> handlers_;
+  std::vector<std::thread> workers_;
+};
+
+}  // namespace headwater::testing
+
+#endif  // HEADWATER_TESTS_UNIT_GROUP_WORKER_THREADS_H_

@@ -1,0 +1,251 @@
+// Traces of calls: the metadata, the file's contents, and how many files there may be. The log's level from a file.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "server/observability/call_trace.h"
+#include "server/observability/log_level_file.h"
+#include "server/observability/logging.h"
+#include "server/observability/metrics.h"
+#include "server/observability/trace_context.h"
+#include "server/observability/trace_writer.h"
+
+namespace headwater::observability {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::HasSubstr;
+using ::testing::SizeIs;
+
+constexpr char kTrace[] = "0af7651916cd43dd8448eb211c80319c";
+constexpr char kParent[] = "b7ad6b7169203331";
+
+class Folder {
+ public:
+  Folder() {
+    std::string pattern = (fs::temp_directory_path() / "trace-test-XXXXXX").string();
+    path_ = mkdtemp(pattern.data());
+  }
+  ~Folder() { fs::remove_all(path_); }
+  std::string path(const std::string& name = "") const { return name.empty() ? path_ : path_ + "/" + name; }
+  std::vector<std::string> names() const {
+    std::vector<std::string> found;
+    for (const auto& entry : fs::directory_iterator(path_)) found.push_back(entry.path().filename().string());
+    std::sort(found.begin(), found.end());
+    return found;
+  }
+
+ private:
+  std::string path_;
+};
+
+// At once: a reader never sees half of it.
+void WriteFile(const std::string& path, const std::string& text) {
+  std::ofstream(path + ".tmp") << text;
+  fs::rename(path + ".tmp", path);
+}
+
+bool Await(const std::function<bool()>& condition) {
+  const absl::Time end = absl::Now() + absl::Seconds(60);
+  while (!condition() && absl::Now() < end) absl::SleepFor(absl::Milliseconds(10));
+  return condition();
+}
+
+std::shared_ptr<CallTrace> MakeTrace(const std::string& span_id = NewSpanId()) {
+  return std::make_shared<CallTrace>(TraceContext{kTrace, kParent, true}, span_id, "request-7", "ComputeLoss");
+}
+
+TEST(Traceparent, IsReadAsTheStandardSays) {
+  const std::string good = absl::StrCat("00-", kTrace, "-", kParent, "-01");
+  const auto parsed = ParseTraceparent(good);
+  ASSERT_TRUE(parsed.has_value());
+  EXPECT_EQ(parsed->trace_id, kTrace);
+  EXPECT_EQ(parsed->parent_id, kParent);
+  EXPECT_TRUE(parsed->sampled);
+  const auto with_flags = [&](const char* flags) { return ParseTraceparent(good.substr(0, 53) + flags); };
+  EXPECT_FALSE(with_flags("00")->sampled);
+  EXPECT_FALSE(with_flags("fe")->sampled);
+  EXPECT_TRUE(with_flags("ff")->sampled);
+  // A version of the future may say more.
+  EXPECT_TRUE(ParseTraceparent("cc" + good.substr(2) + "-what-comes").has_value());
+  EXPECT_TRUE(ParseTraceparent("cc" + good.substr(2)).has_value());
+
+  std::string upper = good;
+  upper[5] = 'F';
+  for (const std::string& bad :
+       {std::string(), good.substr(1), good.substr(0, 54), good + "-", good + "0", "ff" + good.substr(2), upper,
+        "0g" + good.substr(2), "cc" + good.substr(2) + "x", std::string(55, '-'), std::string(55, '0'),
+        absl::StrCat("00-", std::string(32, '0'), "-", kParent, "-01"),
+        absl::StrCat("00-", kTrace, "-", std::string(16, '0'), "-01"), absl::StrCat("00-", kTrace, "_", kParent, "-01"),
+        absl::StrCat("00-", kTrace, "-", kParent, "-0\n")}) {
+    EXPECT_FALSE(ParseTraceparent(bad).has_value()) << bad;
+  }
+  EXPECT_NE(NewSpanId(), NewSpanId());
+  EXPECT_THAT(NewSpanId(), SizeIs(16));
+}
+
+TEST(CallTrace, IsAFileOfChromesFormat) {
+  const auto trace = MakeTrace("00f067aa0ba902b7");
+  const absl::Time start = absl::FromUnixSeconds(1700000000);
+  trace->AddSpan("upload", "upload", start, start + absl::Microseconds(250));
+  trace->AddSpan("commit", "decision", start + absl::Milliseconds(1), start + absl::Milliseconds(1));
+  trace->AddSpan("upload", "again", start + absl::Milliseconds(2), start + absl::Milliseconds(1));  // never negative
+  trace->AddRows("rows", 10, start);
+  trace->AddRows("rows", 10, start);  // nothing new
+  trace->AddRows("rows", 25, start);
+  trace->SetAttribute("head", "tenants/t/heads/\xff\"h");
+  const nlohmann::json document = nlohmann::json::parse(trace->ToJson());
+  EXPECT_EQ(document["otherData"]["request_id"], "request-7");
+  EXPECT_EQ(document["otherData"]["trace_id"], kTrace);
+  EXPECT_EQ(document["otherData"]["parent_span_id"], kParent);
+  std::vector<nlohmann::json> spans;
+  std::vector<std::string> tracks;
+  for (const nlohmann::json& event : document["traceEvents"]) {
+    if (event["ph"] != "M") spans.push_back(event);
+    if (event["name"] == "thread_name") tracks.push_back(event["args"]["name"]);
+  }
+  EXPECT_THAT(tracks, ::testing::ElementsAre("upload", "commit", "rows"));
+  ASSERT_THAT(spans, SizeIs(5));
+  EXPECT_EQ(spans[0]["ph"], "X");
+  EXPECT_EQ(spans[0]["ts"], 1.7e15);
+  EXPECT_EQ(spans[0]["dur"], 250);
+  EXPECT_EQ(spans[0]["args"]["parent_span_id"], "00f067aa0ba902b7");
+  EXPECT_EQ(spans[1]["ph"], "i");
+  EXPECT_EQ(spans[1]["tid"], 1);
+  EXPECT_EQ(spans[2]["tid"], 0);
+  EXPECT_EQ(spans[2]["ph"], "i");
+  EXPECT_EQ(spans[3]["name"], "rows 0 to 10");
+  EXPECT_EQ(spans[4]["name"], "rows 10 to 25");
+  // Microseconds since 1970 are doubles of a quarter of one each.
+  EXPECT_NEAR(spans[4]["ts"].get<double>(), spans[3]["ts"].get<double>() + spans[3]["dur"].get<double>(), 1);
+}
+
+TEST(CallTrace, HasAnEnd) {
+  const auto trace = MakeTrace();
+  for (size_t i = 0; i < CallTrace::kMostSpans + 3; ++i) trace->AddSpan("x", "x", absl::Now(), absl::Now());
+  const nlohmann::json document = nlohmann::json::parse(trace->ToJson());
+  EXPECT_EQ(document["otherData"]["spans_left_out"], "3");
+  EXPECT_THAT(document["traceEvents"], SizeIs(CallTrace::kMostSpans + 2));  // the process's name, and the track's
+}
+
+TEST(CallTrace, HasRoomForItsEndBesideManyRows) {
+  const auto trace = MakeTrace();
+  for (size_t i = 1; i <= CallTrace::kMostSpans; ++i) trace->AddRows("rows", static_cast<int64_t>(i), absl::Now());
+  trace->AddSpan("call", "the call", absl::Now(), absl::Now());
+  const std::string text = trace->ToJson();
+  EXPECT_THAT(text, HasSubstr("\"name\":\"the call\""));
+  EXPECT_EQ(nlohmann::json::parse(text)["otherData"]["spans_left_out"], "32");
+}
+
+TEST(TraceWriter, KeepsTheNewestFiles) {
+  Folder folder;
+  WriteFile(folder.path("headwater-20200101T000000.000000Z-a-b.json"), "of an earlier server");
+  WriteFile(folder.path("headwater-20200101T000001.000000Z-a-b.json"), "of an earlier server");
+  WriteFile(folder.path("somebody-elses.json"), "stays");
+  Metrics metrics("1", "cpu");
+  {
+    auto writer = TraceWriter::Open(folder.path(), 3, metrics);
+    ASSERT_TRUE(writer.ok()) << writer.status();
+    (*writer)->Write(MakeTrace("1111111111111111"));
+    (*writer)->Write(MakeTrace("2222222222222222"));
+  }  // what waits is written
+  std::vector<std::string> names = folder.names();
+  ASSERT_THAT(names, SizeIs(4));
+  EXPECT_EQ(names[0], "headwater-20200101T000001.000000Z-a-b.json");
+  EXPECT_TRUE(absl::EndsWith(names[1], absl::StrCat("-", kTrace, "-1111111111111111.json"))) << names[1];
+  EXPECT_TRUE(absl::EndsWith(names[2], absl::StrCat("-", kTrace, "-2222222222222222.json"))) << names[2];
+  EXPECT_EQ(names[3], "somebody-elses.json");
+  EXPECT_THAT(metrics.Serialize(), HasSubstr("headwater_traces_total{outcome=\"written\"} 2\n"));
+  std::ifstream file(folder.path(names[1]));
+  EXPECT_TRUE(nlohmann::json::accept(file));
+}
+
+TEST(TraceWriter, LeavesOutWhatComesTooFast) {
+  Folder folder;
+  Metrics metrics("1", "cpu");
+  constexpr int kCalls = 1000;
+  {
+    auto writer = TraceWriter::Open(folder.path("new/folder"), 1000, metrics);
+    ASSERT_TRUE(writer.ok()) << writer.status();
+    for (int i = 0; i < kCalls; ++i) (*writer)->Write(MakeTrace());
+  }
+  const auto count = [&](const char* outcome) {
+    const std::string text = metrics.Serialize();
+    const std::string name = absl::StrCat("headwater_traces_total{outcome=\"", outcome, "\"} ");
+    return std::stoll(text.substr(text.find(name) + name.size()));
+  };
+  const int64_t files = std::distance(fs::directory_iterator(folder.path("new/folder")), fs::directory_iterator());
+  EXPECT_EQ(count("written"), files);
+  EXPECT_EQ(count("written") + count("left_out"), kCalls);
+  EXPECT_GE(count("written"), 1);
+  EXPECT_GE(count("left_out"), 1);
+}
+
+TEST(TraceWriter, SaysWhatCannotBeUsedOrWritten) {
+  Folder folder;
+  Metrics metrics("1", "cpu");
+  WriteFile(folder.path("file"), "");
+  EXPECT_THAT(std::string(TraceWriter::Open(folder.path("file"), 3, metrics).status().message()),
+              HasSubstr("trace_dir: cannot use "));
+  EXPECT_THAT(std::string(TraceWriter::Open(folder.path(), 0, metrics).status().message()),
+              HasSubstr("max_trace_files: expected >= 1"));
+  {
+    auto writer = TraceWriter::Open(folder.path("gone"), 3, metrics);
+    ASSERT_TRUE(writer.ok()) << writer.status();
+    fs::remove(folder.path("gone"));
+    (*writer)->Write(MakeTrace());
+  }
+  EXPECT_THAT(metrics.Serialize(), HasSubstr("headwater_traces_total{outcome=\"failed\"} 1\n"));
+}
+
+// The log is the process's stderr.
+class LogLevelFileTest : public ::testing::Test {
+ protected:
+  ~LogLevelFileTest() override { EXPECT_TRUE(ConfigureLogging("info", "text").ok()); }
+  // Whether debug lines come now.
+  static bool IsDebug() {
+    ::testing::internal::CaptureStderr();
+    Log(LogLevel::kDebug, "probe", {});
+    return absl::StrContains(::testing::internal::GetCapturedStderr(), "event=probe");
+  }
+  Folder folder_;
+};
+
+TEST_F(LogLevelFileTest, ChangesTheLevelWhileTheProcessRuns) {
+  const std::string path = folder_.path("level");
+  const LogLevelFile file(path, "info");
+  EXPECT_FALSE(IsDebug());
+  WriteFile(path, "debug\n");
+  EXPECT_TRUE(Await(IsDebug));
+  WriteFile(path, "louder\n");  // is not taken; what held holds
+  absl::SleepFor(absl::Milliseconds(1500));
+  EXPECT_TRUE(IsDebug());
+  WriteFile(path, " error ");
+  EXPECT_TRUE(Await([] { return !IsDebug(); }));
+  WriteFile(path, "debug");
+  EXPECT_TRUE(Await(IsDebug));
+  fs::remove(path);
+  EXPECT_TRUE(Await([] { return !IsDebug(); }));
+}
+
+TEST_F(LogLevelFileTest, IsReadAtTheStart) {
+  WriteFile(folder_.path("level"), "debug");
+  const LogLevelFile file(folder_.path("level"), "warning");
+  EXPECT_TRUE(IsDebug());
+}
+
+}  // namespace
+}  // namespace headwater::observability
