@@ -1,45 +1,189 @@
-// `plan`: what a head would take.
+// `plan`: what a head would take, over all ranks of a server and on each of them.
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
+#include "client/ctl/arguments.h"
 #include "client/ctl/command.h"
 #include "client/ctl/head_flags.h"
 #include "client/ctl/table.h"
 
+ABSL_FLAG(
+    int32_t, ranks, 0,
+    "also plan the head for a server of so many ranks like this one, evenly: --gpus of headwaterd, or one more than --workers "
+    "(not given: the server as it is)");
+
 namespace headwater::ctl {
 namespace {
 
-absl::StatusOr<ExitCode> RunPlan(client::Client& client, const std::vector<std::string>&, Output& output) {
-  absl::StatusOr<client::HeadSpec> spec = HeadSpecFromFlags({});
-  if (!spec.ok()) return spec.status();
-  absl::StatusOr<client::HeadInfo> head = client.PlanHead("headwaterctl-plan", *spec);
-  if (!head.ok()) return head.status();
-  const client::MemoryPlan& plan = head->memory_plan;
-  const bool fits = plan.total_bytes <= plan.available_bytes;
-  Table table({"PURPOSE", "BYTES", ""}, {Table::Align::kLeft, Table::Align::kRight, Table::Align::kRight});
+using Align = Table::Align;
+
+constexpr int32_t kMostRanks = 256;  // headwaterd's --workers and the leader
+
+// What one rank of a server that has several would hold of a head.
+struct RankShare {
+  client::VocabShard shard;
+  int64_t tensor_bytes = 0;
+  int64_t workspace_bytes = 0;
+  int64_t budget_bytes = 0;
+  int64_t available_bytes = 0;  // of it, beside the other heads
+
+  int64_t total_bytes() const { return tensor_bytes + workspace_bytes; }
+  bool fits() const { return total_bytes() <= available_bytes; }
+};
+
+// `bytes` of what grows with the rows of a head, as far as `rows` of `all_rows` go.
+int64_t Share(int64_t bytes, int64_t rows, int64_t all_rows) {
+  return bytes / all_rows * rows + bytes % all_rows * rows / all_rows;  // no product overflows
+}
+
+// Of a server whose devices are its ranks; empty for one of one rank.
+std::vector<RankShare> SharesOf(const client::HeadInfo& head, const client::ServerInfo& server) {
+  std::vector<RankShare> shares;
+  const size_t ranks = server.devices.size();
+  if (ranks < 2 || head.shards.size() != ranks) return shares;
+  int64_t workspace_bytes = 0;
+  for (const auto& item : head.memory_plan.items) {
+    if (item.purpose == "workspace") workspace_bytes = item.bytes;
+  }
+  int64_t budget_bytes = 0;
+  for (const client::DeviceInfo& device : server.devices) budget_bytes += device.memory_budget_bytes;
+  // Other heads are split as this one would be.
+  const int64_t planned_bytes = budget_bytes - head.memory_plan.available_bytes;
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    RankShare share;
+    share.shard = head.shards[rank];
+    const int64_t rows = share.shard.vocab_end - share.shard.vocab_start;
+    share.tensor_bytes = Share(head.memory_plan.total_bytes - workspace_bytes, rows, head.spec.vocab_size);
+    share.workspace_bytes = workspace_bytes / static_cast<int64_t>(ranks);
+    share.budget_bytes = server.devices[rank].memory_budget_bytes;
+    share.available_bytes = std::max<int64_t>(0, share.budget_bytes - Share(planned_bytes, rows, head.spec.vocab_size));
+    shares.push_back(std::move(share));
+  }
+  return shares;
+}
+
+Table PlanTable(const client::MemoryPlan& plan) {
+  Table table({"PURPOSE", "BYTES", ""}, {Align::kLeft, Align::kRight, Align::kRight});
   for (const auto& item : plan.items) {
     if (item.bytes > 0) table.AddRow({item.purpose, FormatCount(item.bytes), FormatBytes(item.bytes)});
   }
   table.AddRow({"total", FormatCount(plan.total_bytes), FormatBytes(plan.total_bytes)});
   table.AddRow({"available", FormatCount(plan.available_bytes), FormatBytes(plan.available_bytes)});
-  output.Print(absl::StrCat(table.ToString(), "\nrows computed at once: ", plan.token_chunk_rows, "\n",
-                            fits ? "the head fits\n" : "the head does not fit\n"),
-               {{"memory_plan", ToJson(plan)}, {"fits", fits}});
+  return table;
+}
+
+Table ShareTable(const std::vector<RankShare>& shares) {
+  Table table({"RANK", "DEVICE", "ROWS", "TENSORS", "WORKSPACE", "TOTAL", "AVAILABLE", "BUDGET", ""},
+              {Align::kRight, Align::kLeft, Align::kLeft, Align::kRight, Align::kRight, Align::kRight, Align::kRight, Align::kRight,
+               Align::kLeft});
+  for (size_t rank = 0; rank < shares.size(); ++rank) {
+    const RankShare& share = shares[rank];
+    table.AddRow({absl::StrCat(rank), share.shard.device,
+                  absl::StrCat("[", share.shard.vocab_start, ", ", share.shard.vocab_end, ")"), FormatBytes(share.tensor_bytes),
+                  FormatBytes(share.workspace_bytes), FormatBytes(share.total_bytes()), FormatBytes(share.available_bytes),
+                  FormatBytes(share.budget_bytes), share.fits() ? "" : "too small"});
+  }
+  return table;
+}
+
+nlohmann::json SharesToJson(const std::vector<RankShare>& shares) {
+  nlohmann::json document = nlohmann::json::array();
+  for (const RankShare& share : shares) {
+    document.push_back({{"device", share.shard.device},
+                        {"vocab_start", share.shard.vocab_start},
+                        {"vocab_end", share.shard.vocab_end},
+                        {"tensor_bytes", share.tensor_bytes},
+                        {"workspace_bytes", share.workspace_bytes},
+                        {"total_bytes", share.total_bytes()},
+                        {"available_bytes", share.available_bytes},
+                        {"budget_bytes", share.budget_bytes}});
+  }
+  return document;
+}
+
+std::string Verdict(bool fits) { return fits ? "the head fits\n" : "the head does not fit\n"; }
+
+// The plan of the rank that holds most of the head. Its available_bytes are a device's whole budget: such a server has no heads
+// yet.
+absl::StatusOr<client::MemoryPlan> PlanLargestRank(client::Client& client, const client::HeadSpec& spec, int32_t ranks,
+                                                   const client::ServerInfo& server) {
+  if (server.devices.size() != 1) {
+    return absl::InvalidArgumentError(absl::StrCat("--ranks: expected a server of one rank to plan on, this one has ",
+                                                   server.devices.size(), "; without it the plan is this server's"));
+  }
+  client::HeadSpec held = spec;
+  held.vocab_size = (spec.vocab_size + ranks - 1) / ranks;
+  if (held.valid_vocab_size.has_value()) held.valid_vocab_size = std::min(*held.valid_vocab_size, held.vocab_size);
+  absl::StatusOr<client::HeadInfo> head = client.PlanHead("headwaterctl-plan", held);
+  if (!head.ok()) return head.status();
+  head->memory_plan.available_bytes = server.devices[0].memory_budget_bytes;
+  return head->memory_plan;
+}
+
+absl::StatusOr<ExitCode> RunPlan(client::Client& client, const std::vector<std::string>&, Output& output) {
+  const int32_t ranks = absl::GetFlag(FLAGS_ranks);
+  if (FlagGiven("ranks") && (ranks < 1 || ranks > kMostRanks)) {
+    return UsageError(absl::StrCat("--ranks: expected 1 to ", kMostRanks, ", got ", ranks));
+  }
+  absl::StatusOr<client::HeadSpec> spec = HeadSpecFromFlags({});
+  if (!spec.ok()) return spec.status();
+  if (ranks > spec->vocab_size) {
+    return UsageError(absl::StrCat("--ranks: expected at most --vocab_size, ", spec->vocab_size, ", got ", ranks));
+  }
+  absl::StatusOr<client::HeadInfo> head = client.PlanHead("headwaterctl-plan", *spec);
+  if (!head.ok()) return head.status();
+  absl::StatusOr<client::ServerInfo> server = client.GetServerInfo();
+  if (!server.ok()) return server.status();
+  const client::MemoryPlan& plan = head->memory_plan;
+  if (ranks > 0) {
+    absl::StatusOr<client::MemoryPlan> rank_plan = PlanLargestRank(client, *spec, ranks, *server);
+    if (!rank_plan.ok()) return rank_plan.status();
+    const bool fits = rank_plan->total_bytes <= rank_plan->available_bytes;
+    const int64_t rows = (spec->vocab_size + ranks - 1) / ranks;
+    output.Print(absl::StrCat("each of ", ranks, " ranks holds at most ", FormatCount(rows), " rows of the vocabulary:\n",
+                              PlanTable(*rank_plan).ToString(), "\nrows computed at once: ", rank_plan->token_chunk_rows, "\n",
+                              Verdict(fits)),
+                 {{"memory_plan", ToJson(plan)},
+                  {"ranks", ranks},
+                  {"rows_per_rank", rows},
+                  {"rank_plan", ToJson(*rank_plan)},
+                  {"fits", fits}});
+    return fits ? kExitOk : kExitFailed;
+  }
+  const std::vector<RankShare> shares = SharesOf(*head, *server);
+  const bool fits = plan.total_bytes <= plan.available_bytes &&
+                    std::all_of(shares.begin(), shares.end(), [](const RankShare& share) { return share.fits(); });
+  nlohmann::json document = {{"memory_plan", ToJson(plan)}, {"fits", fits}};
+  if (!shares.empty()) document["rank_shares"] = SharesToJson(shares);
+  output.Print(absl::StrCat(PlanTable(plan).ToString(), shares.empty() ? "" : absl::StrCat("\n", ShareTable(shares).ToString()),
+                            "\nrows computed at once: ", plan.token_chunk_rows, "\n", Verdict(fits)),
+               document);
   return fits ? kExitOk : kExitFailed;
 }
 
 }  // namespace
 
 Command PlanCommand() {
+  std::vector<std::string> flags = {"ranks"};
+  flags.insert(flags.end(), kHeadFlags.begin(), kHeadFlags.end());
   return {.name = "plan",
           .synopsis = "",
           .summary = "prints the memory that a head would take, without making it",
           .help =
               "The server plans the head that the flags describe. Exits with 1 if it does not fit the memory that is available\n"
-              "now, or is refused.\n"
+              "now, or is refused. If the server has several ranks (--gpus, --workers), each has a line: the rows that it would\n"
+              "hold, what they and the workspace take (an even share of all ranks' workspaces), and what is available there.\n"
               "\n"
-              "  headwaterctl plan --vocab_size=128256 --hidden_size=4096 --data_type=bfloat16 --trainable --optimizer=adamw\n",
+              "With --ranks a server of one rank plans what each of so many ranks like itself would hold, against one budget.\n"
+              "\n"
+              "  headwaterctl plan --vocab_size=128256 --hidden_size=4096 --data_type=bfloat16 --trainable --optimizer=adamw\n"
+              "  headwaterctl plan --vocab_size=262144 --hidden_size=8192 --data_type=bfloat16 --trainable --ranks=4\n",
           .min_arguments = 0,
           .max_arguments = 0,
-          .flags = kHeadFlags,
+          .flags = std::move(flags),
           .run = RunPlan};
 }
 

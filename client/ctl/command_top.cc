@@ -10,6 +10,8 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "client/ctl/arguments.h"
@@ -17,6 +19,7 @@
 #include "client/ctl/command_top_view.h"
 #include "client/ctl/connection.h"
 #include "client/ctl/metrics_page.h"
+#include "client/ctl/table.h"
 
 ABSL_FLAG(
     std::string, metrics, "",
@@ -39,9 +42,16 @@ std::string MetricsAddress() {
   const std::string given = absl::GetFlag(FLAGS_metrics);
   if (!given.empty()) return given;
   const std::string server = ServerAddress();
-  const size_t colon = server.rfind(':');
-  if (absl::StartsWith(server, "unix:") || colon == std::string::npos) return absl::StrCat("127.0.0.1", kDefaultPort);
-  return absl::StrCat(server.substr(0, colon), kDefaultPort);
+  if (absl::StartsWith(server, "unix:")) return absl::StrCat("127.0.0.1", kDefaultPort);
+  // gRPC also takes a scheme in front of the address, with slashes perhaps.
+  absl::string_view address = server;
+  for (const absl::string_view scheme : {"dns:", "ipv4:", "ipv6:"}) {
+    if (absl::ConsumePrefix(&address, scheme)) break;
+  }
+  if (const size_t slash = address.rfind('/'); slash != absl::string_view::npos) address.remove_prefix(slash + 1);
+  const size_t colon = address.rfind(':');
+  if (colon == absl::string_view::npos) return absl::StrCat("127.0.0.1", kDefaultPort);
+  return absl::StrCat(address.substr(0, colon), kDefaultPort);
 }
 
 // A page, and when it came.
@@ -73,9 +83,9 @@ bool IsTerminal() {
 // On a terminal over what was there, else below it.
 void Show(const std::string& text, bool terminal) {
   if (terminal) {
-    std::cout << kHome << absl::StrReplaceAll(text, {{"\n", kEraseLine}}) << kEraseBelow << std::flush;
+    std::cout << kHome << absl::StrReplaceAll(Printable(text, /*lines=*/true), {{"\n", kEraseLine}}) << kEraseBelow << std::flush;
   } else {
-    std::cout << text << std::endl;
+    std::cout << Printable(text, /*lines=*/true) << std::endl;
   }
 }
 
@@ -95,7 +105,7 @@ absl::StatusOr<ExitCode> RunTop(client::Client& client, const std::vector<std::s
     if (!after.ok()) {
       // Somebody who watches sees it come back; a script is told.
       if (!terminal) return after.status();
-      Show(absl::StrCat(after.status().message(), "\n"), terminal);
+      Show(absl::StrCat(Printable(std::string(after.status().message())), "\n"), terminal);
       continue;
     }
     const TopFigures figures =

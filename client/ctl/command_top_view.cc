@@ -165,7 +165,7 @@ std::string TopText(const std::string& server, const TopFigures& figures, const 
                   head.open_step.has_value() ? absl::StrCat(*head.open_step) : "-", absl::StrCat(head.weight_version),
                   FormatBytes(head.memory_plan.total_bytes)});
   }
-  const std::string below = !heads_note.empty() ? absl::StrCat("heads: ", heads_note, "\n")
+  const std::string below = !heads_note.empty() ? absl::StrCat("heads: ", Printable(heads_note), "\n")
                             : heads.empty()     ? "no heads\n"
                                                 : table.ToString();
   return absl::StrCat(summary.ToString(), "\n", transports.ToString(), "\n", below);

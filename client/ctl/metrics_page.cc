@@ -140,7 +140,11 @@ absl::StatusOr<std::string> FetchMetrics(const std::string& address, absl::Durat
   }
   const std::unique_ptr<addrinfo, void (*)(addrinfo*)> addresses(list, freeaddrinfo);
   // HTTP 1.0: the answer is not cut into chunks, and ends with the connection.
-  const std::string request = absl::StrCat("GET /metrics HTTP/1.0\r\nHost: ", address, "\r\nConnection: close\r\n\r\n");
+  // A zone is this host's own name for a link, which the other side is not told.
+  const size_t zone = host.find('%');
+  const std::string told =
+      zone == std::string::npos ? address : absl::StrCat("[", host.substr(0, zone), "]", address.substr(colon));
+  const std::string request = absl::StrCat("GET /metrics HTTP/1.0\r\nHost: ", told, "\r\nConnection: close\r\n\r\n");
   absl::StatusOr<std::string> answer = absl::UnavailableError("the host has no address");
   for (const addrinfo* to = list; to != nullptr && !answer.ok(); to = to->ai_next) answer = Exchange(*to, request, deadline);
   if (!answer.ok()) return Unreachable(address, std::string(answer.status().message()));

@@ -13,8 +13,9 @@
 
 namespace headwater::ctl {
 
-// GET http://ADDRESS/metrics, where `address` is host:port ([::1]:9464 for IPv6), in plain text; at most 16 MiB, within `timeout`.
-// Unavailable, saying why, if it cannot be had or the answer is not 200; InvalidArgument for another form of address.
+// GET http://ADDRESS/metrics, where `address` is host:port ([::1]:9464 for IPv6, with a zone [fe80::1%eth0]:9464), in plain text;
+// at most 16 MiB, within `timeout`. Unavailable, saying why, if it cannot be had or the answer is not 200; InvalidArgument for
+// another form of address.
 absl::StatusOr<std::string> FetchMetrics(const std::string& address, absl::Duration timeout);
 
 // The samples of a page in Prometheus' text format.

@@ -91,9 +91,10 @@ nlohmann::json ToJson(const client::HeadInfo& head) {
 
 void Output::Print(const std::string& text, const nlohmann::json& document) const {
   if (json_) {
-    std::cout << document.dump(2) << "\n";
+    // Text from elsewhere need not be UTF-8; that must not turn a result into a crash.
+    std::cout << document.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
   } else {
-    std::cout << text;
+    std::cout << Printable(text, /*lines=*/true);
   }
   std::cout.flush();
 }
@@ -107,7 +108,7 @@ void Output::PrintError(const absl::Status& status) const {
   const std::string code = absl::StatusCodeToString(status.code());
   const std::string hint = HintFor(reason, status.code());
   std::cerr << "headwaterctl: " << code << (reason.empty() ? "" : absl::StrCat(" / ", reason)) << ": "
-            << std::string(status.message()) << "\n";
+            << Printable(std::string(status.message())) << "\n";
   if (!hint.empty()) std::cerr << "hint: " << hint << "\n";
   if (json_) {
     const nlohmann::json error = {{"code", code},
@@ -115,7 +116,6 @@ void Output::PrintError(const absl::Status& status) const {
                                   {"message", std::string(status.message())},
                                   {"metadata", client::ErrorMetadata(status)},
                                   {"hint", hint}};
-    // Text from elsewhere need not be UTF-8; that must not turn an error into a crash.
     std::cout << nlohmann::json{{"error", error}}.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
   }
 }

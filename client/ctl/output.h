@@ -16,7 +16,7 @@ class Output {
   explicit Output(bool json) : json_(json) {}
 
   bool json() const { return json_; }
-  // The result of a command: `text` as it is, or `document`.
+  // The result of a command: the lines of `text`, control characters shown as Printable() does, or `document`.
   void Print(const std::string& text, const nlohmann::json& document) const;
   // A line about work under way, on stderr; nothing with --json.
   void Progress(const std::string& line) const;

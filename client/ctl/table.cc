@@ -34,13 +34,34 @@ std::string FormatCount(int64_t count) {
 
 std::string FormatHex(const std::string& bytes) { return absl::BytesToHexString(bytes); }
 
+std::string Printable(const std::string& text, bool lines) {
+  std::string shown;
+  shown.reserve(text.size());
+  for (size_t at = 0; at < text.size(); ++at) {
+    const auto byte = static_cast<unsigned char>(text[at]);
+    const auto next = at + 1 < text.size() ? static_cast<unsigned char>(text[at + 1]) : 0;
+    if (byte == 0xc2 && next >= 0x80 && next < 0xa0) {  // two bytes of UTF-8
+      absl::StrAppendFormat(&shown, "\\x%02x", next);
+      ++at;
+    } else if ((byte < 0x20 && !(lines && byte == '\n')) || byte == 0x7f) {
+      absl::StrAppendFormat(&shown, "\\x%02x", byte);
+    } else {
+      shown += text[at];
+    }
+  }
+  return shown;
+}
+
 Table::Table(std::vector<std::string> titles, std::vector<Align> alignment) : alignment_(std::move(alignment)) {
   if (std::any_of(titles.begin(), titles.end(), [](const std::string& title) { return !title.empty(); })) {
     rows_.push_back(std::move(titles));
   }
 }
 
-void Table::AddRow(std::vector<std::string> cells) { rows_.push_back(std::move(cells)); }
+void Table::AddRow(std::vector<std::string> cells) {
+  for (std::string& cell : cells) cell = Printable(cell);
+  rows_.push_back(std::move(cells));
+}
 
 std::string Table::ToString() const {
   std::vector<size_t> widths(alignment_.size());

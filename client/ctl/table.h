@@ -14,6 +14,9 @@ std::string FormatBytes(int64_t bytes);
 std::string FormatCount(int64_t count);
 // Bytes as hexadecimal digits.
 std::string FormatHex(const std::string& bytes);
+// Text from elsewhere as it may be shown on a terminal: control characters, those of ASCII and U+0080 to U+009F, become "\\x1b".
+// `lines`: but for newlines.
+std::string Printable(const std::string& text, bool lines = false);
 
 // Columns of text, as wide as their widest cell, two spaces apart.
 class Table {
@@ -23,7 +26,7 @@ class Table {
   // One column for each entry. An empty title in every column: no title line.
   explicit Table(std::vector<std::string> titles, std::vector<Align> alignment);
 
-  // REQUIRES: one cell for each column.
+  // REQUIRES: one cell for each column. Control characters of cells are shown as Printable() does.
   void AddRow(std::vector<std::string> cells);
   // Lines that end with a newline, without trailing spaces.
   std::string ToString() const;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "server/checkpoint/weights_reader.h"
+#include "server/group/shard_plan.h"
 #include "server/observability/logging.h"
 #include "server/service/add_gradient_call.h"
 #include "server/service/field_check.h"
@@ -86,6 +87,7 @@ grpc::Status HeadServiceImpl::CreateHead(grpc::ServerContext* context, const v1:
       response->mutable_head()->set_name(create->name.ToString());
       EncodeSpec(create->spec, response->mutable_head()->mutable_spec());
       EncodePlan(*plan, core_.AvailableBytes(), response->mutable_head()->mutable_memory_plan());
+      EncodeShards(group::PlanShards(*core_.engine, create->spec.vocab_size), response->mutable_head());
       return absl::OkStatus();
     }
     auto made = core_.registry.Create(create->name, create->spec, create->if_exists);

@@ -75,6 +75,15 @@ void EncodePlan(const MemoryPlan& plan, int64_t available_bytes, v1::MemoryPlan*
   out->set_token_chunk_rows(plan.token_chunk_rows);
 }
 
+void EncodeShards(const std::vector<VocabShard>& shards, v1::Head* out) {
+  for (const VocabShard& shard : shards) {
+    v1::VocabShard* const encoded = out->add_shards();
+    encoded->set_vocab_start(shard.vocab_start);
+    encoded->set_vocab_end(shard.vocab_end);
+    encoded->set_device(shard.device);
+  }
+}
+
 void EncodeHead(const heads::HeadInfo& info, int64_t available_bytes, v1::Head* out) {
   out->set_name(info.name.ToString());
   EncodeSpec(info.spec, out->mutable_spec());
@@ -82,12 +91,7 @@ void EncodeHead(const heads::HeadInfo& info, int64_t available_bytes, v1::Head* 
   out->set_state(static_cast<v1::HeadState>(info.state));
   out->set_weight_version(info.weight_version);
   if (info.open_step.has_value()) out->set_open_step(*info.open_step);
-  for (const VocabShard& shard : info.shards) {
-    v1::VocabShard* const encoded = out->add_shards();
-    encoded->set_vocab_start(shard.vocab_start);
-    encoded->set_vocab_end(shard.vocab_end);
-    encoded->set_device(shard.device);
-  }
+  EncodeShards(info.shards, out);
   EncodePlan(info.plan, available_bytes, out->mutable_memory_plan());
   EncodeTime(info.create_time, out->mutable_create_time());
   out->set_weight_checksum(info.weight_checksum);

@@ -3,6 +3,7 @@
 #define HEADWATER_SERVER_SERVICE_PROTO_ENCODING_H_
 
 #include <string>
+#include <vector>
 
 #include "absl/time/time.h"
 #include "google/protobuf/duration.pb.h"
@@ -22,6 +23,7 @@ void EncodeLossSums(const LossSums& sums, v1::LossSums* out);
 void EncodeSpec(const HeadSpec& spec, v1::HeadSpec* out);
 // `available_bytes`: what the memory budget has room for beside this plan.
 void EncodePlan(const MemoryPlan& plan, int64_t available_bytes, v1::MemoryPlan* out);
+void EncodeShards(const std::vector<VocabShard>& shards, v1::Head* out);
 void EncodeHead(const heads::HeadInfo& info, int64_t available_bytes, v1::Head* out);
 void EncodeTotals(const heads::StepTotals& totals, v1::StepTotals* out);
 void EncodeStep(const heads::StepRecord& record, v1::Step* out);

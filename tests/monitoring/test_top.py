@@ -48,7 +48,7 @@ def pages(*answers: str, status: int = 200):
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            body = (left.pop(0) if len(left) > 1 else left[0]).encode()
+            body = (left.pop(0) if len(left) > 1 else left[0]).encode(errors="surrogateescape")
             self.send_response(status)
             self.end_headers()
             self.wfile.write(body)
@@ -219,3 +219,51 @@ def test_into_a_pipe_looks_follow_each_other_without_escapes(server):
             lines.append(line)
         process.kill()
     assert not any("\x1b" in line for line in lines)
+
+
+def test_control_characters_do_not_reach_the_terminal(server):
+    page = PAGE.format(tokens=1, refusals=0, sum=0, count=0, flops=0)
+    page = page.replace('a\\"b,c}d', "1\x1b]0;title\x07\x7f\u009b2J")
+    assert "\x1b" in page
+    with pages(page) as address:
+        done = top(server, "--once", "--interval=100ms", f"--metrics={address}")
+        seen = json.loads(top(server, "--once", "--json", "--interval=100ms", f"--metrics={address}").stdout)
+    assert done.returncode == 0, done.stderr
+    assert "1\\x1b]0;title\\x07\\x7f\\x9b2J" in done.stdout
+    assert not set(done.stdout) & {"\x1b", "\x07", "\x7f", "\u009b"}
+    assert seen["version"] == "1\x1b]0;title\x07\x7f\u009b2J"
+    # Nor by way of an error: this is not HTTP, but what is shown of it.
+    with pages("headwater_serving \x1b[2J\n") as address:
+        done = top(server, "--once", f"--metrics={address}")
+    assert done.returncode == 1 and "\x1b" not in done.stderr and "\\x1b[2J" in done.stderr
+
+
+def test_bytes_that_are_no_text_end_nothing(server):
+    page = PAGE.format(tokens=1, refusals=0, sum=0, count=0, flops=0)
+    with pages(page.replace('a\\"b,c}d', "\udcff")) as address:
+        done = top(server, "--once", "--json", "--interval=100ms", f"--metrics={address}")
+    assert done.returncode == 0 and json.loads(done.stdout)["version"] == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "metrics"), [("", "127.0.0.1:9464"), ("ipv4:", "127.0.0.1:9464"), ("dns:///", "127.0.0.1:9464")]
+)
+def test_the_metrics_are_looked_for_on_the_servers_host(scheme, metrics):
+    with tempfile.TemporaryDirectory(prefix="hw-") as directory:
+        port_file = Path(directory, "port")
+        flags = ["--listen_addresses=127.0.0.1:0", "--metrics_address=", "--engine=cpu", f"--port_file={port_file}"]
+        process = subprocess.Popen([f"{BUILD}/bin/headwaterd", *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            await_condition(port_file.exists, "the server listens")
+            address = port_file.read_text().strip()
+            # Whoever listens there is not this server.
+            done = subprocess.run(
+                [f"{BUILD}/bin/headwaterctl", f"--server={scheme}{address}", "top", "--once", "--interval=100ms"],
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+        finally:
+            process.kill()
+            process.wait()
+    assert f"http://{metrics}/metrics" in done.stderr or done.returncode == 0

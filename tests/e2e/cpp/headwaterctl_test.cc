@@ -97,6 +97,76 @@ TEST_F(Headwaterctl, PlanAddsUpAndMakesNothing) {
   EXPECT_EQ(huge.exit_code, 1) << huge.out;
 }
 
+// Of a server of one rank: what each of several like it would hold.
+TEST_F(Headwaterctl, PlansTheLargestOfSeveralRanks) {
+  const std::vector<std::string> head = {"plan",        "--vocab_size=1003", "--hidden_size=64", "--data_type=bfloat16",
+                                         "--trainable", "--optimizer=adamw"};
+  const auto with = [&](const std::string& flag) {
+    std::vector<std::string> flags = head;
+    flags.push_back(flag);
+    return flags;
+  };
+  const json plan = RunJson(with("--ranks=4"));
+  EXPECT_EQ(plan["ranks"], 4);
+  EXPECT_EQ(plan["rows_per_rank"], 251);
+  EXPECT_TRUE(plan["fits"]);
+  const auto bytes = [](const json& of, const std::string& purpose) {
+    for (const json& item : of["items"]) {
+      if (item["purpose"] == purpose) return item["bytes"].get<int64_t>();
+    }
+    return int64_t{-1};
+  };
+  EXPECT_EQ(bytes(plan["rank_plan"], "weight"), 251 * 64 * 2);
+  EXPECT_EQ(bytes(plan["rank_plan"], "optimizer_state"), 251 * 64 * 8);
+  EXPECT_EQ(bytes(plan["memory_plan"], "weight"), 1003 * 64 * 2);
+  const json info = RunJson({"info"});
+  EXPECT_EQ(plan["rank_plan"]["available_bytes"], info["devices"][0]["memory_budget_bytes"]);
+  const ProgramResult text = Run(with("--ranks=4"));
+  EXPECT_TRUE(absl::StrContains(text.out, "each of 4 ranks holds at most 251 rows of the vocabulary:")) << text.out;
+  EXPECT_TRUE(absl::StrContains(text.out, "the head fits")) << text.out;
+  // One rank is the server itself, but for what other heads take.
+  EXPECT_EQ(RunJson(with("--ranks=1"))["rank_plan"]["items"], RunJson(head)["memory_plan"]["items"]);
+  for (const char* wrong : {"--ranks=0", "--ranks=-1", "--ranks=257"}) EXPECT_EQ(Run(with(wrong)).exit_code, 2) << wrong;
+  EXPECT_EQ(Run(with("--ranks=256")).exit_code, 0);
+  EXPECT_EQ(Run({"plan", "--vocab_size=3", "--hidden_size=4", "--ranks=4"}).exit_code, 2);
+}
+
+// Of a server of several: each as it is.
+TEST(HeadwaterctlOfAGroup, PlansEachRank) {
+  ServerProcess server({"--workers=2", "--shard_weights=3,1,2", "--memory_budget_bytes=2000000000"});
+  const auto run = [&](std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), {HEADWATERCTL, "--server=" + server.target()});
+    return RunProgram(arguments);
+  };
+  const std::vector<std::string> head = {"plan", "--vocab_size=600", "--hidden_size=16", "--data_type=float32", "--trainable"};
+  const ProgramResult text = run(head);
+  EXPECT_EQ(text.exit_code, 0) << text.err;
+  for (const char* rows : {"[0, 300)", "[300, 400)", "[400, 600)"}) EXPECT_TRUE(absl::StrContains(text.out, rows)) << text.out;
+  std::vector<std::string> as_json = head;
+  as_json.push_back("--json");
+  const json plan = json::parse(run(as_json).out);
+  ASSERT_EQ(plan["rank_shares"].size(), 3U);
+  int64_t tensor_bytes = 0;
+  for (const json& share : plan["rank_shares"]) {
+    tensor_bytes += share["tensor_bytes"].get<int64_t>();
+    EXPECT_LE(share["total_bytes"], share["available_bytes"]);
+    EXPECT_FALSE(share["device"].get<std::string>().empty());
+  }
+  // fp32 weight, gradient and one staging slot.
+  EXPECT_EQ(tensor_bytes, int64_t{600} * 16 * 12);
+  EXPECT_EQ(plan["rank_shares"][0]["tensor_bytes"], int64_t{300} * 16 * 12);
+  EXPECT_EQ(plan["rank_shares"][0]["budget_bytes"], 2000000000);  // the workers' are what their machine has
+  // All budgets together would do, but not that of the rank that holds half of the rows.
+  std::vector<std::string> large = {"plan", "--vocab_size=300000", "--hidden_size=2048", "--data_type=bfloat16", "--trainable"};
+  const ProgramResult refused = run(large);
+  EXPECT_EQ(refused.exit_code, 1) << refused.out;
+  EXPECT_TRUE(absl::StrContains(refused.out, "too small")) << refused.out;
+  as_json.push_back("--ranks=2");
+  const ProgramResult of_others = run(as_json);
+  EXPECT_EQ(of_others.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(of_others.err, "expected a server of one rank to plan on, this one has 3")) << of_others.err;
+}
+
 TEST_F(Headwaterctl, LoadsFromLocalFileAndSaves) {
   TemporaryDirectory directory;
   const std::string path = directory.path() + "/head.safetensors";
