@@ -139,7 +139,7 @@ constexpr Description kDescriptions[kFamilyCount] = {
     {"headwater_refusals_total", "counter", "`reason`", "Failed RPCs by the reason that was sent (docs/errors.md)."},
     {"headwater_queue_seconds", "histogram", "none", "Time from a micro-batch's last row to the engine's start."},
     {"headwater_upload_seconds", "histogram", "none", "Time from a micro-batch's header to its last row."},
-    {"headwater_compute_seconds", "histogram", "none", "Time that a micro-batch was in the engine."},
+    {"headwater_compute_seconds", "histogram", "none", "Time that a micro-batch was in the engine, whatever came of it."},
     {"headwater_download_seconds", "histogram", "none", "Time from the engine's end to the last chunk of grad_hidden."},
     {"headwater_commit_seconds", "histogram", "none",
      "Time that CommitMicroBatch took to add a contribution, once its step was open; EAGER ones are added while they are "
@@ -548,6 +548,9 @@ void Metrics::SetGaugeSource(std::function<GaugeReadings()> read) {
 std::string Metrics::Serialize() const { return prometheus::TextSerializer().Serialize(families_->Collect()); }
 
 absl::StatusOr<int> Metrics::Listen(const std::string& address) {
+  if (address.find('%') != std::string::npos) {  // which the HTTP server takes for an address that is taken
+    return absl::InvalidArgumentError("metrics_address: expected an address without a zone, got \"" + address + "\"");
+  }
   try {
     families_->exposer = std::make_unique<prometheus::Exposer>(address, /*num_threads=*/1);
   } catch (const std::exception& error) {

@@ -21,6 +21,7 @@ namespace fs = std::filesystem;
 
 constexpr char kPrefix[] = "headwater-";
 constexpr char kSuffix[] = ".json";
+constexpr char kUnfinished[] = ".json.tmp";
 // A disk that is full would say so at every call otherwise.
 constexpr absl::Duration kWarnAgain = absl::Minutes(1);
 
@@ -31,13 +32,18 @@ absl::StatusOr<std::unique_ptr<TraceWriter>> TraceWriter::Open(const std::string
   std::error_code error;
   fs::create_directories(directory, error);
   std::vector<std::string> names;
+  std::vector<std::string> unfinished;
   if (!error) {
     for (fs::directory_iterator entry(directory, error), end; !error && entry != end; entry.increment(error)) {
       const std::string name = entry->path().filename().string();
-      if (absl::StartsWith(name, kPrefix) && absl::EndsWith(name, kSuffix)) names.push_back(name);
+      if (!absl::StartsWith(name, kPrefix)) continue;
+      if (absl::EndsWith(name, kSuffix)) names.push_back(name);
+      if (absl::EndsWith(name, kUnfinished)) unfinished.push_back(name);
     }
   }
   if (error) return absl::InvalidArgumentError(absl::StrCat("trace_dir: cannot use ", directory, ": ", error.message()));
+  // Of a process that was ended in the middle of one. One that cannot be removed harms nobody.
+  for (const std::string& name : unfinished) fs::remove(fs::path(directory) / name, error);
   std::sort(names.begin(), names.end());  // by time
   return std::unique_ptr<TraceWriter>(new TraceWriter(directory, most_files, {names.begin(), names.end()}, metrics));
 }

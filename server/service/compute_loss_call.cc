@@ -708,6 +708,8 @@ absl::Status ComputeLossCall::Submit() {
       },
       limits_.cancelled, limits_.deadline);
   if (!queued.ok()) return queued;
+  // Whatever came of it, and whether its client is still there: an engine would look stuck otherwise while it only refuses.
+  core_.metrics.ObservePhase(observability::Phase::kCompute, times_.engine_end - times_.engine_start);
   if (!outcome.ok()) return outcome.status();
   outcome_ = *std::move(outcome);
   return absl::OkStatus();

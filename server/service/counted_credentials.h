@@ -18,7 +18,7 @@ namespace headwater::service {
 std::shared_ptr<grpc::ServerCredentials> CountCalls(grpc_server_credentials* credentials,
                                                     std::shared_ptr<transport::CallBacklog> backlog);
 
-// A handler has begun with the call, once for each. Without effect for calls that came with other credentials.
+// gRPC has got to the call, once for each. Without effect for calls that came with other credentials.
 void OnCallTaken(transport::CallBacklog& backlog, grpc_call* call, const std::string& peer);
 
 }  // namespace headwater::service

@@ -12,7 +12,6 @@
 #include "absl/strings/str_cat.h"
 #include "server/observability/logging.h"
 #include "server/service/access_table.h"
-#include "server/service/counted_credentials.h"
 #include "server/service/line_budget.h"
 
 namespace headwater::service {
@@ -41,7 +40,6 @@ class Guard final : public grpc::experimental::Interceptor {
 
  private:
   void Check(grpc::experimental::InterceptorBatchMethods& methods) {
-    OnCallTaken(*entrance_.core.backlog, info_.server_context()->c_call(), info_.server_context()->peer());
     const AccessRow* const row = FindAccessRow(info_.method());
     const auto caller = entrance_.core.access->Authorize(row, entrance_.role, AuthorizationOf(*methods.GetRecvInitialMetadata()));
     const int64_t most = entrance_.core.options.limits.max_health_watches;

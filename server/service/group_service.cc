@@ -6,6 +6,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "headwater/kernels/error.h"
 #include "server/group/group_assembly.h"
 #include "server/service/server_core.h"
@@ -30,12 +31,14 @@ class StreamCall final : public group::JoinCall {
   bool Cancelled() override { return context_.IsCancelled() || !allowed_still_().ok(); }
 
   std::string host() const override {
-    // "ipv4:10.0.0.1:4711", "ipv6:%5B::1%5D:4711" or "unix:...", which is a process of this host.
+    // "ipv4:10.0.0.1:4711", "ipv6:%5B::1%5D:4711", with a zone "ipv6:%5Bfe80::1%252%5D:4711", or "unix:...", which is a process of
+    // this host.
     std::string peer = context_.peer();
     if (absl::StartsWith(peer, "ipv4:")) return peer.substr(5, peer.rfind(':') - 5);
     if (!absl::StartsWith(peer, "ipv6:")) return "127.0.0.1";
     const size_t start = peer.find_first_of("[B") + 1;
-    return absl::StrCat("[", peer.substr(start, peer.find_last_of("]%") - start), "]");
+    const std::string host = peer.substr(start, peer.find_last_of("]%") - start);
+    return absl::StrCat("[", absl::StrReplaceAll(host, {{"%25", "%"}}), "]");
   }
 
  private:

@@ -79,7 +79,6 @@ void CountMicroBatch(observability::Metrics& metrics, const heads::Submission& s
   };
   observe(Phase::kUpload, times.last_row - times.header);
   observe(Phase::kQueue, times.engine_start - times.last_row);
-  observe(Phase::kCompute, times.engine_end - times.engine_start);
 }
 
 }  // namespace headwater::service

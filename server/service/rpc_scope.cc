@@ -11,7 +11,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "server/observability/logging.h"
-#include "server/service/counted_credentials.h"
 #include "server/service/line_budget.h"
 #include "server/service/status_mapping.h"
 
@@ -87,9 +86,8 @@ std::vector<absl::string_view> AuthorizationOf(const std::multimap<grpc::string_
   return values;
 }
 
-RpcScope::RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, grpc_call* call, RpcMethod method)
+RpcScope::RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, RpcMethod method)
     : core_(entrance.core), context_(context), method_(method), role_(entrance.role), start_time_(absl::Now()) {
-  OnCallTaken(*core_.backlog, call, context_.peer());
   const auto& metadata = context_.client_metadata();
   const auto found = metadata.find(kRequestIdKey);
   request_id_ = found != metadata.end() && IsValidRequestId(found->second) ? std::string(found->second.data(), found->second.size())

@@ -48,10 +48,8 @@ std::vector<absl::string_view> AuthorizationOf(const std::multimap<grpc::string_
 
 class RpcScope {
  public:
-  // `context` is grpc::ServerContext or grpc::CallbackServerContext. One scope for each call.
-  template <typename Context>
-  RpcScope(const Entrance& entrance, Context& context, observability::RpcMethod method)
-      : RpcScope(entrance, context, context.c_call(), method) {}
+  // One scope for each call.
+  RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, observability::RpcMethod method);
 
   // Before anything else: whether the call may be made. kUnauthenticated, kPermissionDenied.
   absl::Status Authorize();
@@ -88,8 +86,6 @@ class RpcScope {
   grpc::Status Finish(absl::Status status);
 
  private:
-  RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, grpc_call* call, observability::RpcMethod method);
-
   ServerCore& core_;
   grpc::ServerContextBase& context_;
   const observability::RpcMethod method_;

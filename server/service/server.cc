@@ -19,6 +19,7 @@
 #include "absl/time/clock.h"
 #include "server/group/group_assembly.h"
 #include "server/observability/logging.h"
+#include "server/service/call_arrivals.h"
 #include "server/service/foreign_rpc_guard.h"
 #include "server/service/group_service.h"
 #include "server/service/head_service.h"
@@ -130,6 +131,7 @@ absl::Status Server::Ports::Listen(const ServerOptions& options, const std::vect
   grpc::ServerBuilder builder;
   builder.SetOption(std::make_unique<ReflectionOption>(options.reflection));
   std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> guards;
+  guards.push_back(std::make_unique<CallArrivals>(*entrance.core.backlog));
   guards.push_back(std::make_unique<ForeignRpcGuard>(entrance));
   builder.experimental().SetInterceptorCreators(std::move(guards));
   builder.SetMaxReceiveMessageSize(static_cast<int>(limits.max_message_bytes));

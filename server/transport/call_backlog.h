@@ -22,8 +22,8 @@ namespace headwater::transport {
 // Thread-safe.
 class CallBacklog {
  public:
-  // At most `most` (>= 1) calls of a connection wait. Calls that nobody ever gets to, because they were reset before or because
-  // there is no such method, are forgotten, `forgotten_a_second` (> 0) of each connection.
+  // At most `most` (>= 1) calls of a connection wait. Calls that nobody ever gets to, because they were reset before, are
+  // forgotten, `forgotten_a_second` (> 0) of each connection.
   CallBacklog(int64_t most, double forgotten_a_second);
   CallBacklog(const CallBacklog&) = delete;
   CallBacklog& operator=(const CallBacklog&) = delete;

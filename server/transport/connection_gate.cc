@@ -89,20 +89,7 @@ std::string PeerOf(int fd) {
   sockaddr_storage address{};
   socklen_t bytes = sizeof(address);
   if (getpeername(fd, reinterpret_cast<sockaddr*>(&address), &bytes) != 0) return "";
-  std::array<char, INET6_ADDRSTRLEN> host{};
-  if (address.ss_family == AF_INET) {
-    const auto* four = reinterpret_cast<const sockaddr_in*>(&address);
-    inet_ntop(AF_INET, &four->sin_addr, host.data(), host.size());
-    return absl::StrCat("ipv4:", host.data(), ":", ntohs(four->sin_port));
-  }
-  if (address.ss_family != AF_INET6) return "";
-  const auto* six = reinterpret_cast<const sockaddr_in6*>(&address);
-  if (IN6_IS_ADDR_V4MAPPED(&six->sin6_addr)) {
-    inet_ntop(AF_INET, six->sin6_addr.s6_addr + 12, host.data(), host.size());
-    return absl::StrCat("ipv4:", host.data(), ":", ntohs(six->sin6_port));
-  }
-  inet_ntop(AF_INET6, &six->sin6_addr, host.data(), host.size());
-  return absl::StrCat("ipv6:%5B", host.data(), "%5D:", ntohs(six->sin6_port));
+  return PeerName(address);
 }
 
 // Ends a connection, which its owner sees, and so does the gate. What the client has sent is thrown away: megabytes, which the
@@ -120,6 +107,25 @@ bool SomebodyListens(const sockaddr_un& address) {
 }
 
 }  // namespace
+
+std::string PeerName(const sockaddr_storage& address) {
+  std::array<char, INET6_ADDRSTRLEN> host{};
+  if (address.ss_family == AF_INET) {
+    const auto* four = reinterpret_cast<const sockaddr_in*>(&address);
+    inet_ntop(AF_INET, &four->sin_addr, host.data(), host.size());
+    return absl::StrCat("ipv4:", host.data(), ":", ntohs(four->sin_port));
+  }
+  if (address.ss_family != AF_INET6) return "";
+  const auto* six = reinterpret_cast<const sockaddr_in6*>(&address);
+  if (IN6_IS_ADDR_V4MAPPED(&six->sin6_addr)) {
+    inet_ntop(AF_INET, six->sin6_addr.s6_addr + 12, host.data(), host.size());
+    return absl::StrCat("ipv4:", host.data(), ":", ntohs(six->sin6_port));
+  }
+  inet_ntop(AF_INET6, &six->sin6_addr, host.data(), host.size());
+  // An address of one link has its zone, which gRPC calls by its number.
+  const std::string zone = six->sin6_scope_id == 0 ? "" : absl::StrCat("%25", six->sin6_scope_id);
+  return absl::StrCat("ipv6:%5B", host.data(), zone, "%5D:", ntohs(six->sin6_port));
+}
 
 ConnectionGate::ConnectionGate(ConnectionGateOptions options) : options_(std::move(options)) {}
 

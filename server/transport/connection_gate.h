@@ -6,6 +6,7 @@
 #ifndef HEADWATER_SERVER_TRANSPORT_CONNECTION_GATE_H_
 #define HEADWATER_SERVER_TRANSPORT_CONNECTION_GATE_H_
 
+#include <sys/socket.h>
 #include <sys/types.h>
 
 #include <atomic>
@@ -24,6 +25,10 @@
 #include "server/transport/file_descriptor.h"
 
 namespace headwater::transport {
+
+// What gRPC calls a client with that address: ipv4:HOST:PORT, ipv6:%5BHOST%5D:PORT, or with a zone ipv6:%5BHOST%25ZONE%5D:PORT;
+// empty for what has no such address.
+std::string PeerName(const sockaddr_storage& address);
 
 struct ConnectionGateOptions {
   int64_t max_connections = 4096;    // >= 1, over all sockets

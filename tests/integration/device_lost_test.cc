@@ -60,7 +60,8 @@ TEST_F(DeviceLost, HealthTellsBeforeTheCallThatMetItIsAnswered) {
   EXPECT_EQ(HealthOf("headwater.v1.LossService"), 1);
   server_->gate().Lose(Illegal());
   ExpectLost(Compute(head).status, "the call that meets it");
-  for (const char* service : {"", "headwater.v1.LossService", "headwater.v1.HeadService", "headwater.v1.SessionService"}) {
+  for (const char* service :
+       {"", "headwater.v1.LossService", "headwater.v1.HeadService", "headwater.v1.SessionService", "headwater.v1.GroupService"}) {
     EXPECT_EQ(HealthOf(service), 2) << service;
   }
   EXPECT_TRUE(Await([&] { return told_ == 1; }));  // by the watch that met it too, if that was a moment earlier

@@ -7,6 +7,7 @@
 #include <deque>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tests/integration/http2_client.h"
@@ -185,8 +186,8 @@ TEST(ConnectionLimits, CancelsWithinTheRateAreBorne) {
   EXPECT_EQ(tcp.server.MetricLine("headwater_connections_dropped_total"), "headwater_connections_dropped_total 0");
 }
 
-// Calls of a method that there is not wait for the server for ever, as far as it can tell.
-TEST(ConnectionLimits, OneWithMoreCallsThatWaitThanItCanHaveInProgressIsCutOff) {
+// gRPC answers by itself, without a handler, what has no method. Such calls do not wait for the server.
+TEST(ConnectionLimits, CallsOfAMethodThatThereIsNotDoNotWait) {
   ServerSetup setup;
   setup.options.max_cancel_rate = 0.001;  // time gives nothing
   setup.options.limits.max_connection_streams = 1;
@@ -198,29 +199,51 @@ TEST(ConnectionLimits, OneWithMoreCallsThatWaitThanItCanHaveInProgressIsCutOff) 
     return tcp.server.MetricLine("headwater_request_seconds_count{method=\"ComputeLoss\"}") ==
            "headwater_request_seconds_count{method=\"ComputeLoss\"} 1";
   }));
-  uint32_t stream = 1;
-  const auto call = [&] {
-    stream += 2;
-    return client.Send(Http2Client::Encode({kHeadersFrame, kEndHeaders | kEndStream, stream, CallHeaders("Unknown")}));
-  };
-  for (int i = 0; i < 1 + 3; ++i) {
-    ASSERT_TRUE(call());
+  for (uint32_t stream = 3; stream < 3 + 2 * 4 * (1 + 3); stream += 2) {
+    ASSERT_TRUE(client.Send(Http2Client::Encode({kHeadersFrame, kEndHeaders | kEndStream, stream, CallHeaders("Unknown")})));
     bool answered = false;
     while (!answered) {
       const auto frame = client.Read();
-      ASSERT_TRUE(frame.has_value()) << i;
+      ASSERT_TRUE(frame.has_value()) << stream;
       answered = frame->type == kHeadersFrame && frame->stream == stream;
     }
   }
   EXPECT_EQ(tcp.server.MetricLine("headwater_connections_dropped_total"), "headwater_connections_dropped_total 0");
-  Http2Client other(tcp.port);
-  ASSERT_TRUE(other.Send(kHttp2Preface + Http2Client::Encode({kSettingsFrame, 0, 0, ""})));
-  ASSERT_TRUE(tcp.AwaitConnections(2));
-  ASSERT_TRUE(call());
-  EXPECT_TRUE(client.AwaitEnd());
-  EXPECT_TRUE(Await(
-      [&] { return tcp.server.MetricLine("headwater_connections_dropped_total") == "headwater_connections_dropped_total 1"; }));
-  EXPECT_TRUE(tcp.AwaitConnections(1));
+}
+
+// gRPC refuses by itself, without a handler, what finds no thread. Such calls do not wait either.
+TEST(ConnectionLimits, CallsThatAreRefusedForWantOfAThreadDoNotWait) {
+  ServerSetup setup;
+  setup.options.max_cancel_rate = 0.001;  // time gives nothing
+  setup.options.max_threads = 8;
+  setup.options.limits.max_connection_streams = 16;
+  setup.options.max_reset_backlog = 1;
+  TcpServer tcp(setup);
+  const TestHead head = tcp.server.MakeHead("h", SmallSpec());
+  std::vector<std::thread> waiting;
+  for (int i = 0; i < setup.options.max_threads; ++i) {
+    waiting.emplace_back([&] {
+      grpc::ClientContext context;
+      v1::SealStepRequest request;
+      *request.mutable_head() = tcp.server.At(head, 0);
+      request.mutable_expected()->mutable_ids()->add_ids(0);
+      request.set_wait(true);
+      v1::SealStepResponse response;
+      tcp.server.heads().SealStep(&context, request, &response);
+    });
+  }
+  // Calls are counted on ports, not on Unix sockets.
+  const auto channel = grpc::CreateChannel("127.0.0.1:" + std::to_string(tcp.port), grpc::InsecureChannelCredentials());
+  EXPECT_TRUE(Await([&] { return Ask(channel, kLong).error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED; }));
+  for (int i = 0; i < 3 * (16 + 1); ++i) {
+    const grpc::Status refused = Ask(channel, kLong);
+    EXPECT_EQ(refused.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED) << i;
+    EXPECT_THAT(refused.error_message(), ::testing::Not(HasSubstr("max_reset_backlog"))) << i;
+  }
+  EXPECT_EQ(tcp.server.MetricLine("headwater_connections_dropped_total"), "headwater_connections_dropped_total 0");
+  EXPECT_EQ(tcp.server.Compute(CrossEntropyHeader(head, 0, 0, {1}), Rows(1)).status.error_code(), grpc::StatusCode::OK);
+  for (std::thread& call : waiting) call.join();
+  EXPECT_TRUE(Await([&] { return Ask(channel, kLong).ok(); }));
 }
 
 TEST(ConnectionLimits, AFloodOfResetsEndsAndOthersGoOn) {

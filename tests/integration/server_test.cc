@@ -31,7 +31,7 @@ using ::testing::Not;
 int Health(WireServer& server, const std::string& service) { return headwater::testing::Health(server.NewChannel(), service); }
 
 const std::vector<std::string> kHealthNames = {"", "headwater.v1.LossService", "headwater.v1.HeadService",
-                                               "headwater.v1.SessionService"};
+                                               "headwater.v1.SessionService", "headwater.v1.GroupService"};
 
 TEST(Health, IsServingOnlyAfterTheSelfTestAndUntilTheDrain) {
   ServerSetup setup;
@@ -336,7 +336,7 @@ TEST(Metrics, TellWhatHappened) {
            "headwater_queue_depth 0\n",
            "headwater_memory_planned_bytes{purpose=\"weight\"} 260\n",
            "headwater_bytes_total{direction=\"out\",transport=\"grpc\"} 180\n",
-           "headwater_compute_seconds_count 3\n",
+           "headwater_compute_seconds_count 4\n",  // the conflict's, too: it was met there
            "headwater_commit_seconds_count 0\n",
            "headwater_token_chunk_fill_ratio_count 3\n",
            // 2 rows that are not ignored, 13 x 5: two products in each of three calls, and grad_weight's in two of them.

@@ -155,6 +155,8 @@ TEST(TraceWriter, KeepsTheNewestFiles) {
   WriteFile(folder.path("headwater-20200101T000000.000000Z-a-b.json"), "of an earlier server");
   WriteFile(folder.path("headwater-20200101T000001.000000Z-a-b.json"), "of an earlier server");
   WriteFile(folder.path("somebody-elses.json"), "stays");
+  // That server was ended in the middle of one.
+  WriteFile(folder.path("headwater-20200101T000002.000000Z-a-b.json.tmp"), "{\"half");
   Metrics metrics("1", "cpu");
   {
     auto writer = TraceWriter::Open(folder.path(), 3, metrics);
@@ -230,8 +232,16 @@ TEST_F(LogLevelFileTest, ChangesTheLevelWhileTheProcessRuns) {
   EXPECT_FALSE(IsDebug());
   WriteFile(path, "debug\n");
   EXPECT_TRUE(Await(IsDebug));
-  WriteFile(path, "louder\n");  // is not taken; what held holds
-  absl::SleepFor(absl::Milliseconds(1500));
+  // Another word is not taken, which the log says; what held holds.
+  ::testing::internal::CaptureStderr();
+  std::string log;
+  WriteFile(path, "louder\n");
+  EXPECT_TRUE(Await([&log] {
+    log += ::testing::internal::GetCapturedStderr();
+    ::testing::internal::CaptureStderr();
+    return absl::StrContains(log, "event=log_level_not_taken");
+  }));
+  ::testing::internal::GetCapturedStderr();
   EXPECT_TRUE(IsDebug());
   WriteFile(path, " error ");
   EXPECT_TRUE(Await([] { return !IsDebug(); }));
