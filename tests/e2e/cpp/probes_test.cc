@@ -1,0 +1,194 @@
+// What probes are told in every state of a server: by grpc.health.v1.Health, as the kubelet asks it, of the server as a whole and
+// of each service, and by `headwaterctl health`, whose exit status a probe with a command goes by. The table is in
+// docs/operations.md.
+//
+// The engine is the stand-in for the CUDA module (tests/integration/fake_cuda_module.cc), which can be held, lost and stuck.
+#include <grpcpp/grpcpp.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <stdlib.h>
+
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "headwater/client/client.h"
+#include "tests/e2e/cpp/await.h"
+#include "tests/e2e/cpp/child_process.h"
+#include "tests/e2e/cpp/server_process.h"
+#include "tests/e2e/cpp/test_tensors.h"
+#include "tests/integration/raw_call.h"
+
+namespace headwater::e2e {
+namespace {
+
+constexpr int64_t kVocabSize = 11;
+constexpr int64_t kHiddenSize = 4;
+// Rows of a micro-batch by which the stand-in's device is lost without the call coming back, or the call alone does not.
+constexpr int64_t kLostRows = 15;
+constexpr int64_t kStuckRows = 16;
+
+// grpc.health.v1.HealthCheckResponse.ServingStatus, or that nobody answers.
+enum Answer { kNobody = -1, kServing = 1, kNotServing = 2 };
+
+const std::vector<std::string>& Services() {
+  static const std::vector<std::string> services = {"", "headwater.v1.LossService", "headwater.v1.HeadService",
+                                                    "headwater.v1.SessionService", "headwater.v1.GroupService"};
+  return services;
+}
+
+// What a kubelet gets: it makes a new connection for each probe.
+int Kubelet(const std::string& target, const std::string& service = "") {
+  grpc::ChannelArguments arguments;
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  return headwater::testing::Health(grpc::CreateCustomChannel(target, grpc::InsecureChannelCredentials(), arguments), service);
+}
+
+ProgramResult Command(const std::string& target) {
+  return RunProgram({HEADWATERCTL, "--server=" + target, "--connect_timeout=10s", "health"});
+}
+
+// All probes say the same, and go on to.
+void ExpectAll(const std::string& target, Answer answer) {
+  for (const std::string& service : Services()) EXPECT_EQ(Kubelet(target, service), answer) << service;
+  const ProgramResult command = Command(target);
+  EXPECT_EQ(command.exit_code, answer == kServing ? 0 : 1) << command.out << command.err;
+  EXPECT_EQ(command.out, answer == kServing ? "SERVING\n" : answer == kNotServing ? "NOT_SERVING\n" : "");
+}
+
+bool AwaitAnswer(const std::string& target, Answer answer) {
+  return Await([&] { return Kubelet(target) == answer; });
+}
+
+client::Client Impatient(const ServerProcess& server) {
+  client::ClientOptions options;
+  options.retry.max_attempts = 1;
+  options.session_lease = std::chrono::milliseconds(0);
+  return server.Connect(options);
+}
+
+client::Head MakeHead(client::Client& client) {
+  client::HeadSpec spec;
+  spec.vocab_size = kVocabSize;
+  spec.hidden_size = kHiddenSize;
+  spec.trainable = true;
+  spec.optimizer = client::AdamW{};
+  client::Head head = Value(client.CreateHead("h", spec));
+  const std::vector<float> weight = RandomFloats(1, kVocabSize * kHiddenSize, 0.3F);
+  Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight)));
+  return head;
+}
+
+absl::Status Compute(client::Head& head, int64_t rows) {
+  const std::vector<float> hidden = RandomFloats(2, rows * kHiddenSize, 1.0F);
+  client::MicroBatchOptions options;
+  options.step = 0;
+  options.micro_batch = 0;
+  return head.CrossEntropy(client::RowsView::Float32(hidden, kHiddenSize), RandomTargets(3, rows, kVocabSize), {}, options)
+      .Get()
+      .status();
+}
+
+class Probes : public ::testing::Test {
+ protected:
+  Probes() {
+    setenv("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE, 1);
+    setenv("HEADWATER_FAKE_HOLD", folder_.path().c_str(), 1);
+  }
+  ~Probes() override {
+    Release();
+    unsetenv("HEADWATER_FAKE_HOLD");
+    unsetenv("HEADWATER_CUDA_MODULE");
+  }
+
+  std::string Path(const std::string& name) const { return folder_.path() + "/" + name; }
+  void Hold() const { WriteFile(Path("hold"), ""); }
+  bool AwaitHeld() const {
+    return Await([&] { return std::filesystem::exists(Path("held")); });
+  }
+  void Release() const { std::filesystem::remove(Path("hold")); }
+
+ private:
+  TemporaryDirectory folder_;
+};
+
+// The self-test is held in its middle: the server listens, and says that it does not serve. Then it passes, or fails.
+TEST_F(Probes, TellOfTheSelfTest) {
+  for (const bool passes : {true, false}) {
+    Hold();
+    const std::string socket = Path("socket");
+    ChildProcess server({HEADWATERD, "--engine=cuda", passes ? "--device=0" : "--device=6", "--listen_addresses=unix:" + socket,
+                         "--metrics_address=", "--log_level=warning"},
+                        Path("out"), Path("err"));
+    ASSERT_TRUE(AwaitHeld()) << ReadFile(Path("err"));
+    ExpectAll("unix:" + socket, kNotServing);
+    Release();
+    if (passes) {
+      EXPECT_TRUE(AwaitAnswer("unix:" + socket, kServing)) << ReadFile(Path("err"));
+      ExpectAll("unix:" + socket, kServing);
+    } else {
+      EXPECT_EQ(server.Wait(), 1) << ReadFile(Path("err"));
+      EXPECT_EQ(Kubelet("unix:" + socket), kNobody);
+    }
+    std::filesystem::remove(Path("held"));
+  }
+}
+
+TEST_F(Probes, TellOfADrain) {
+  ServerProcess server({"--engine=cuda", "--drain_timeout=120s"});
+  client::Client client = Impatient(server);
+  client::Head head = MakeHead(client);
+  ASSERT_TRUE(Compute(head, 5).ok());
+  ExpectAll(server.target(), kServing);
+  Hold();
+  std::thread applying([&] { EXPECT_TRUE(head.Apply(0, {.learning_rate = 0.01, .expected = 1}).ok()); });
+  EXPECT_TRUE(AwaitHeld());
+  server.process().Signal(SIGTERM);
+  EXPECT_TRUE(AwaitAnswer(server.target(), kNotServing));
+  ExpectAll(server.target(), kNotServing);
+  EXPECT_TRUE(server.process().Running());
+  Release();
+  applying.join();
+  EXPECT_EQ(server.process().Wait(), 0) << server.log();
+  EXPECT_EQ(Kubelet(server.target()), kNobody);
+}
+
+// The process is kept from ending by a call that does not come back, for as long as the grace: whoever asks meanwhile is told.
+TEST_F(Probes, TellOfALostDeviceAndOfAStuckEngine) {
+  for (const int64_t rows : {kLostRows, kStuckRows}) {
+    ServerProcess server({"--engine=cuda", "--device_lost_grace=1h", "--engine_stall_timeout=2s"});
+    client::Client client = Impatient(server);
+    client::Head head = MakeHead(client);
+    ExpectAll(server.target(), kServing);
+    std::thread call([&] { EXPECT_FALSE(Compute(head, rows).ok()); });
+    EXPECT_TRUE(AwaitAnswer(server.target(), kNotServing)) << rows << "\n" << server.log();
+    ExpectAll(server.target(), kNotServing);
+    server.process().Signal(SIGKILL);
+    call.join();
+    server.process().Wait();
+    EXPECT_EQ(Kubelet(server.target()), kNobody);
+  }
+}
+
+// Of several processes, one is lost: the leader does not serve until another one has come.
+TEST(GroupProbes, TellOfALostRank) {
+  ServerProcess server({"--workers=2"});
+  ExpectAll(server.target(), kServing);
+  server.worker(1).Signal(SIGKILL);
+  server.worker(1).Wait();
+  // It begins anew in its own place: between two answers there may be none.
+  EXPECT_TRUE(AwaitAnswer(server.target(), kNotServing)) << server.log();
+  EXPECT_TRUE(Await([&] { return Command(server.target()).out == "NOT_SERVING\n"; }));
+  EXPECT_TRUE(server.process().Running());
+  // Nothing but another worker helps.
+  EXPECT_NE(Kubelet(server.target()), kServing);
+  server.StartWorker(1);
+  EXPECT_TRUE(AwaitAnswer(server.target(), kServing)) << server.log();
+  ExpectAll(server.target(), kServing);
+}
+
+}  // namespace
+}  // namespace headwater::e2e
