@@ -16,7 +16,8 @@ RELEASES = sorted(wire_descriptors.KEPT.glob("*.json"))
 START_TIMEOUT_S, CALL_TIMEOUT_S = 60, 60
 ROWS, HIDDEN_SIZE, VOCAB_SIZE, LEARNING_RATE = 12, 8, 40, 0.25
 FLOAT32, INT32 = 1, 4
-WEIGHT, HIDDEN, FORWARD_BACKWARD, EAGER = 1, 1, 1, 1
+WEIGHT, HIDDEN, FORWARD_BACKWARD, EAGER, EXPLICIT = 1, 1, 1, 1, 2
+FACTOR = 0.5  # of the second micro-batch, which is staged and then committed
 
 
 def release_name(path):
@@ -56,8 +57,16 @@ def drop_value(files):
     del files.file[0].enum_type[0].value[-1]
 
 
+def renumber_value(files):
+    next(enum for file in files.file for enum in file.enum_type if enum.name == "CommitMode").value[-1].number += 7
+
+
 def drop_method(files):
     del next(file for file in files.file if file.service).service[0].method[0]
+
+
+def drop_service(files):
+    del next(file for file in files.file if file.service).service[0]
 
 
 def stop_streaming(files):
@@ -70,7 +79,20 @@ def lose_presence(files):
 
 
 @pytest.mark.parametrize(
-    "change", [renumber, retype, rename, repeat, drop_message, drop_value, drop_method, stop_streaming, lose_presence]
+    "change",
+    [
+        renumber,
+        retype,
+        rename,
+        repeat,
+        drop_message,
+        drop_value,
+        renumber_value,
+        drop_method,
+        drop_service,
+        stop_streaming,
+        lose_presence,
+    ],
 )
 def test_what_breaks_clients_is_seen_and_additions_are_not(change):
     old = wire_descriptors.today()
@@ -121,9 +143,8 @@ def cross_entropy(hidden, weight, targets):
     return -log_probabilities[np.arange(ROWS), targets].sum(), difference @ weight, difference.T @ hidden
 
 
-@pytest.mark.parametrize("path", RELEASES, ids=release_name)
-def test_messages_of_a_release_train_a_head_on_this_server(path, channel):
-    release = wire_descriptors.kept(path)
+def train(release, head, channel):
+    """A session, a head, a step of two micro-batches and its end, by messages of the release alone; checks every answer."""
     kinds = wire_descriptors.Messages(release)
     methods = wire_descriptors.methods(release)
 
@@ -141,10 +162,12 @@ def test_messages_of_a_release_train_a_head_on_this_server(path, channel):
     weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
     hidden = rng.standard_normal((ROWS, HIDDEN_SIZE)).astype(np.float32)
     targets = rng.integers(0, VOCAB_SIZE, ROWS).astype(np.int32)
-    name = f"tenants/default/heads/release-{path.stem.replace('.', '-')}"
+    name = f"tenants/default/heads/{head}"
 
     (info,) = call("SessionService/GetServerInfo", kinds.GetServerInfoRequest())
-    assert info.version
+    assert info.version and info.limits.max_heads > 0 and info.devices[0].name
+    (session,) = call("SessionService/OpenSession", kinds.OpenSessionRequest(client_name="of a release"))
+    assert len(session.session_id) == 32
 
     spec = kinds.HeadSpec(vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE, data_type=FLOAT32, trainable=True)
     spec.optimizer.sgd.SetInParent()
@@ -163,6 +186,7 @@ def test_messages_of_a_release_train_a_head_on_this_server(path, channel):
     term.cross_entropy.SetInParent()
     header = kinds.MicroBatchHeader(micro_batch=0, row_count=ROWS, hidden_size=HIDDEN_SIZE, data_type=FLOAT32, terms=[term])
     header.compute_mode, header.commit_mode, header.return_grad_hidden = FORWARD_BACKWARD, EAGER, True
+    header.session_id = session.session_id
     rows = kinds.RowChunk(role=HIDDEN, row_start=0, row_count=ROWS, data=hidden.tobytes())
     answers = call("LossService/ComputeLoss", kinds.ComputeLossRequest(header=header), kinds.ComputeLossRequest(chunk=rows))
     loss_sum, grad_hidden, grad_weight = cross_entropy(hidden, weight, targets)
@@ -171,18 +195,53 @@ def test_messages_of_a_release_train_a_head_on_this_server(path, channel):
     computed = np.frombuffer(b"".join(answer.chunk.data for answer in answers[:-1]), np.float32).reshape(ROWS, HIDDEN_SIZE)
     np.testing.assert_allclose(computed, grad_hidden, atol=1e-5)
 
+    header.micro_batch, header.commit_mode = 1, EXPLICIT
+    call("LossService/ComputeLoss", kinds.ComputeLossRequest(header=header), kinds.ComputeLossRequest(chunk=rows))
+    (kept,) = call("SessionService/KeepAlive", kinds.KeepAliveRequest(session_id=session.session_id))
+    assert kept.lease.seconds > 0
+    commit = kinds.CommitMicroBatchRequest(heads=[at], micro_batch=1, factor=FACTOR, session_id=session.session_id)
+    (committed,) = call("LossService/CommitMicroBatch", commit)
+    assert not committed.replayed
     (step,) = call("HeadService/GetStep", kinds.GetStepRequest(head=at))
-    assert [entry.micro_batch for entry in step.open.micro_batches] == [0] and step.open.totals.valid_token_count == ROWS
+    assert [entry.micro_batch for entry in step.open.micro_batches] == [0, 1]
+    assert step.open.totals.valid_token_count == 2 * ROWS
     apply = kinds.ApplyOptimizerStepRequest(head=at, learning_rate=LEARNING_RATE)
-    apply.expected.count = 1
+    apply.expected.count = 2
     (applied,) = call("HeadService/ApplyOptimizerStep", apply)
     assert applied.open_step == 1
 
     answers = call("HeadService/DownloadWeights", kinds.DownloadWeightsRequest(name=name, tensor=WEIGHT, data_type=FLOAT32))
     trained = np.frombuffer(b"".join(answer.chunk.data for answer in answers[1:]), np.float32).reshape(VOCAB_SIZE, HIDDEN_SIZE)
     assert list(answers[0].header.shape) == [VOCAB_SIZE, HIDDEN_SIZE]
-    np.testing.assert_allclose(trained, weight - LEARNING_RATE * grad_weight, atol=1e-5)
+    np.testing.assert_allclose(trained, weight - LEARNING_RATE * (1 + FACTOR) * grad_weight, atol=1e-5)
 
     (page,) = call("HeadService/ListHeads", kinds.ListHeadsRequest(parent="tenants/default"))
     assert name in [head.name for head in page.heads]
     call("HeadService/DeleteHead", kinds.DeleteHeadRequest(name=name, epoch=epoch, force=True))
+    call("SessionService/CloseSession", kinds.CloseSessionRequest(session_id=session.session_id))
+
+
+@pytest.mark.parametrize("path", RELEASES, ids=release_name)
+def test_messages_of_a_release_train_a_head_on_this_server(path, channel):
+    train(wire_descriptors.kept(path), f"release-{path.stem.replace('.', '-')}", channel)
+
+
+@pytest.mark.parametrize("path", RELEASES, ids=release_name)
+@pytest.mark.parametrize(
+    "message, field",
+    [
+        ("HeadSpec", "hidden_size"),
+        ("MicroBatchHeader", "hidden_size"),
+        ("LossTerm", "targets"),
+        ("CommitMicroBatchRequest", "micro_batch"),
+        ("ApplyOptimizerStepRequest", "learning_rate"),
+    ],
+)
+def test_a_field_that_this_server_needs_and_a_client_does_not_send_is_seen(path, message, field, channel):
+    release = wire_descriptors.kept(path)
+    # To the server it is a field that it does not know, and the one that it needs is not there.
+    fields = wire_descriptors.messages(release)[f"headwater.v1.{message}"].field
+    next(found for found in fields if found.name == field).number += 1000
+    with pytest.raises(grpc.RpcError) as error:
+        train(release, f"lacks-{field.replace('_', '-')}", channel)
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT and field in error.value.details()
