@@ -5,6 +5,7 @@ this runs in the container that compiled, or on a machine with the same distribu
 """
 
 import argparse
+import ctypes
 import json
 import os
 import re
@@ -22,6 +23,10 @@ CERTIFICATES_TOOL = Path("/usr/sbin/update-ca-certificates")  # whose package th
 ROOT_CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 # NVIDIA's container runtime mounts the driver's part into the container.
 DRIVER_LIBRARIES = re.compile(r"lib(cuda|nvidia-.*)\.so.*")
+# The engine's module opens it by this name when several GPUs are to work together; nothing is linked with it.
+NCCL = "libnccl.so.2"
+# Of NVIDIA's files that did not come as packages of the distribution: the name that its own packages have.
+NVIDIA_PACKAGES = (("cublasLt", "libcublaslt"), ("nccl", "libnccl2"))
 
 
 def run(*command: str | Path) -> str:
@@ -48,6 +53,46 @@ def needed_libraries(objects: list[Path]) -> dict[str, Path]:
     return found
 
 
+def find_nccl(wanted: str, module: Path, libraries: dict[str, Path]) -> Path | None:
+    """The NCCL for the image: the file that `wanted` names, for "auto" the one that this machine has, None for "none"."""
+    if wanted == "none":
+        return None
+    if NCCL.encode() not in module.read_bytes():
+        sys.exit(
+            f"make_root: {module.name} was built without NCCL's header; build it with, or say --nccl none: no --gpus above 1 then"
+        )
+    if wanted != "auto":
+        if not Path(wanted).is_file():
+            sys.exit(f"make_root: --nccl: expected auto, none or a file, got {wanted}")
+        return Path(wanted)
+    cached = subprocess.run(["/sbin/ldconfig", "--print-cache"], capture_output=True, text=True).stdout
+    places = [Path(line.split(" => ")[1]) for line in cached.splitlines() if line.strip().startswith(f"{NCCL} ")]
+    # Beside the toolkit's other libraries, and where the wheels nvidia-nccl-cu12 and -cu13 have it.
+    places += [path.parent / NCCL for name, path in libraries.items() if name.startswith("libcublasLt")]
+    places += [Path(folder, "nvidia/nccl/lib", NCCL) for folder in sys.path]
+    for place in places:
+        if place.is_file():
+            return place
+    sys.exit(
+        f"make_root: there is no {NCCL} on this machine, which --gpus needs: install libnccl2 of NVIDIA's package repository or "
+        "the wheel nvidia-nccl-cu12 or -cu13, name the file by --nccl FILE, or say --nccl none: no --gpus above 1 then"
+    )
+
+
+def nvidia_version(file: Path) -> str:
+    """Of a library that did not come as a package: it says so itself, whatever its file is called."""
+    library = ctypes.CDLL(str(file))
+    if "nccl" in file.name:
+        number = ctypes.c_int()
+        if library.ncclGetVersion(ctypes.byref(number)):
+            sys.exit(f"make_root: {file} does not tell its version")
+        version = number.value
+    else:
+        library.cublasLtGetVersion.restype = ctypes.c_size_t
+        version = library.cublasLtGetVersion()
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
 def owners(paths: set[Path]) -> dict[Path, make_sbom.Package]:
     """The distribution's package that each file came with."""
     names: dict[str, str] = {}
@@ -66,12 +111,12 @@ def owners(paths: set[Path]) -> dict[Path, make_sbom.Package]:
     found = {path: packages[names[str(path)].split(":")[0]] for path in paths if str(path) in names}
     for path in paths - found.keys():
         real = path.resolve()
-        if "cublas" not in real.name:
+        names = [name for part, name in NVIDIA_PACKAGES if part in real.name]
+        if not names:
             sys.exit(f"make_root: no package of this machine owns {real}; the SBOM would be wrong without it")
         # CUDA need not have been installed as packages.
-        version = real.name.partition(".so.")[2]
         found[path] = make_sbom.Package(
-            name="libcublaslt", version=version, architecture="", source="", supplier="Organization: NVIDIA"
+            name=names[0], version=nvidia_version(real), architecture="", source="", supplier="Organization: NVIDIA"
         )
     return found
 
@@ -154,14 +199,23 @@ def main() -> None:
     parser.add_argument("--version", required=True)
     parser.add_argument("--revision", required=True, help="commit that was built")
     parser.add_argument("--epoch", type=int, default=0, help="time of all files, in seconds since 1970")
+    parser.add_argument("--nccl", default="auto", help="auto, none or the file of NCCL that the image gets; of --variant cuda")
     parser.add_argument("--lock", choices=("check", "update", "none"), default="check")
     arguments = parser.parse_args()
+    if arguments.variant != "cuda" and arguments.nccl not in ("auto", "none"):
+        sys.exit("make_root: --nccl: expected --variant cuda with a file: the other one has no GPUs")
 
     root, state = arguments.out / "root", arguments.out / "state"
     root.mkdir(parents=True)
     objects = copy_programs(arguments.build, arguments.variant, root)
     # Asked of the build's files, whose paths to libraries are still in them.
     libraries = needed_libraries([arguments.build / "bin" / file.name for file in objects])
+    if arguments.variant == "cuda":
+        nccl = find_nccl(arguments.nccl, arguments.build / "bin" / objects[-1].name, libraries)
+        if nccl is None:
+            print("make_root: without NCCL: the server will refuse --gpus above 1", file=sys.stderr)
+        else:
+            libraries |= {**needed_libraries([nccl]), NCCL: nccl}
 
     (root / "usr/lib64").mkdir()
     for link, target in (("lib", "usr/lib"), ("lib64", "usr/lib64"), ("bin", "usr/local/bin")):
@@ -185,7 +239,7 @@ def main() -> None:
 
     release = dict(line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line)
     distribution = release["ID"].strip('"') + "-" + release["VERSION_ID"].strip('"')
-    check_lock([package for package in packages if not package.supplier], distribution, arguments.lock)
+    check_lock(packages, distribution, arguments.lock)
     copy_system_files(root, state, packages)
     own = make_sbom.Package(
         name="headwater", version=arguments.version, architecture="", source="", supplier="Organization: Headwater"

@@ -3,7 +3,9 @@
     headwaterctl --json plan --vocab_size=128256 --hidden_size=4096 --data_type=bfloat16 --trainable --optimizer=adamw >head.json
     deploy/kubernetes/size.py --engine cpu head.json [head.json ...]
 
-Name a plan once for each head of its kind. The rules are in docs/deployment.md, "Sizing".
+Name a plan once for each head of its kind. Plans with --ranks are for a server of several GPUs (--engine cuda, an overlay with
+components/gpus) or of several processes (--engine cpu, overlays/multi-node); budgets are of one of them. The rules are in
+docs/deployment.md, "Sizing".
 """
 
 import argparse
@@ -15,14 +17,25 @@ from pathlib import Path
 GIB = 1 << 30
 # What is not rows or heads: code, threads, buffers of gRPC; with CUDA also the driver's part on the host.
 PROCESS_BYTES = {"cpu": GIB, "cuda": 2 * GIB}
+# With several GPUs: the driver's part for each but the first, and what NCCL shares between them in /dev/shm.
+FURTHER_GPU_BYTES = GIB
+NCCL_BYTES = GIB
 SAVED = ("weight", "bias", "master_weight", "optimizer_state")
 SHORTEST_DRAIN_S = 60
 # Between --drain_timeout and the kubelet's SIGKILL.
 GRACE_BEYOND_DRAIN_S = 30
 
 
-def purposes(plan: dict) -> dict[str, int]:
-    return {item["purpose"]: int(item["bytes"]) for item in plan["memory_plan"]["items"]}
+def purposes(plan: dict, which: str = "memory_plan") -> dict[str, int]:
+    return {item["purpose"]: int(item["bytes"]) for item in plan[which]["items"]}
+
+
+def ranks_of(plans: list[dict]) -> int:
+    """How many ranks the plans are for, which is one number; 1 without --ranks."""
+    ranks = {plan.get("ranks", 1) for plan in plans}
+    if len(ranks) > 1:
+        sys.exit(f"size: all plans must be for the same number of ranks, these are for {sorted(ranks)}")
+    return ranks.pop()
 
 
 def round_up(value: float, step: int) -> int:
@@ -30,26 +43,33 @@ def round_up(value: float, step: int) -> int:
 
 
 def size(
-    plans: list[dict], engine: str, keep: int, disk_bytes_per_s: float, in_flight: int, held: int, joined: int
+    plans: list[dict], engine: str, keep: int, disk_bytes_per_s: float, in_flight: int, held_rows: int, joined: int
 ) -> dict[str, int]:
     """Bytes and seconds by name; see "Sizing"."""
     heads = [purposes(plan) for plan in plans]
+    ranks = ranks_of(plans)
+    held = [purposes(plan, "rank_plan") for plan in plans] if ranks > 1 else heads
     # The workspace is shared; all else belongs to one head.
-    budget = sum(sum(head.values()) - head["workspace"] for head in heads) + max(head["workspace"] for head in heads)
+    budget = sum(sum(head.values()) - head["workspace"] for head in held) + max(head["workspace"] for head in held)
     budget = round_up(budget, GIB)
     saved = [sum(head.get(purpose, 0) for purpose in SAVED) for head in heads]
     # A weight may be sent as fp32 whatever it is stored as: at most twice the bytes of a 16-bit one.
     upload = round_up(2 * max(head["weight"] for head in heads), GIB)
-    host = (budget if engine == "cpu" else 0) + in_flight + upload + held + joined + PROCESS_BYTES[engine]
+    host = (budget if engine == "cpu" else 0) + in_flight + upload + held_rows + joined + PROCESS_BYTES[engine]
+    if engine == "cuda" and ranks > 1:
+        host += (ranks - 1) * FURTHER_GPU_BYTES + NCCL_BYTES
     # Half of the drain is kept for saving, all heads one after the other.
     drain = round_up(max(SHORTEST_DRAIN_S, 2 * sum(saved) / disk_bytes_per_s), 60)
     return {
+        "ranks": ranks,
         "memory_budget_bytes": budget,
         "max_in_flight_bytes": in_flight,
         "max_upload_bytes": upload,
-        "max_held_bytes": held,
+        "max_held_bytes": held_rows,
         "max_join_bytes": joined,
         "host_memory_bytes": round_up(host, GIB),
+        # Of a worker (--engine cpu): its shard, and the rows of one micro-batch at a time; all that are in flight are a bound.
+        "worker_memory_bytes": round_up(budget + in_flight + PROCESS_BYTES[engine], GIB),
         # Those that are kept, the one that is being written, and `drain`.
         "volume_bytes": round_up((keep + 2) * sum(saved) * 1.1, GIB),
         "drain_timeout_s": drain,
@@ -57,23 +77,42 @@ def size(
     }
 
 
-def patch(sizes: dict[str, int], keep: int) -> str:
+def patch_lines(name: str, operations: list[tuple]) -> list[str]:
+    """An entry of `patches` for the StatefulSet of that name."""
+    lines = ["  - target:", "      kind: StatefulSet", f"      name: {name}", "    patch: |-"]
+    for operation, path, value in operations:
+        lines += [f"      - op: {operation}", f"        path: {path}", f"        value: {value}"]
+    return lines
+
+
+def memory_operations(memory_bytes: int) -> list[tuple]:
+    return [
+        ("replace", f"/spec/template/spec/containers/0/resources/{kind}/memory", f"{memory_bytes // GIB}Gi")
+        for kind in ("requests", "limits")
+    ]
+
+
+def patch(sizes: dict[str, int], keep: int, engine: str) -> str:
     """A part of a kustomization.yaml. Flags go to the end: of several the last one counts."""
+    ranks = sizes["ranks"]
     byte_flags = ("memory_budget_bytes", "max_in_flight_bytes", "max_upload_bytes", "max_held_bytes", "max_join_bytes")
     flags = [f"--{name}={sizes[name]}" for name in byte_flags]
     flags += [f"--keep_checkpoints={keep}", f"--drain_timeout={sizes['drain_timeout_s']}s"]
-    memory = f"{sizes['host_memory_bytes'] // GIB}Gi"
+    if ranks > 1:
+        flags.append(f"--gpus={ranks}" if engine == "cuda" else f"--workers={ranks - 1}")
     operations = [("add", "/spec/template/spec/containers/0/args/-", flag) for flag in flags]
-    operations += [
-        ("replace", f"/spec/template/spec/containers/0/resources/{kind}/memory", memory) for kind in ("requests", "limits")
-    ]
+    operations += memory_operations(sizes["host_memory_bytes"])
+    if ranks > 1 and engine == "cuda":
+        operations.append(("replace", "/spec/template/spec/containers/0/resources/limits/nvidia.com~1gpu", f'"{ranks}"'))
     operations += [
         ("replace", "/spec/template/spec/terminationGracePeriodSeconds", sizes["grace_s"]),
         ("replace", "/spec/volumeClaimTemplates/0/spec/resources/requests/storage", f"{sizes['volume_bytes'] // GIB}Gi"),
     ]
-    lines = ["patches:", "  - target:", "      kind: StatefulSet", "      name: headwater", "    patch: |-"]
-    for operation, path, value in operations:
-        lines += [f"      - op: {operation}", f"        path: {path}", f"        value: {value}"]
+    lines = ["patches:", *patch_lines("headwater", operations)]
+    if ranks > 1 and engine == "cpu":
+        budget = f"--memory_budget_bytes={sizes['memory_budget_bytes']}"
+        worker = [("add", "/spec/template/spec/containers/0/args/-", budget), ("replace", "/spec/replicas", ranks - 1)]
+        lines += patch_lines("headwater-worker", worker + memory_operations(sizes["worker_memory_bytes"]))
     return "\n".join(lines)
 
 
@@ -102,7 +141,7 @@ def main() -> None:
         arguments.max_held_bytes,
         arguments.max_join_bytes,
     )
-    print(json.dumps(sizes, indent=1) if arguments.json else patch(sizes, arguments.keep_checkpoints))
+    print(json.dumps(sizes, indent=1) if arguments.json else patch(sizes, arguments.keep_checkpoints, arguments.engine))
 
 
 if __name__ == "__main__":

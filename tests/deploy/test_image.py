@@ -94,6 +94,75 @@ def test_the_sbom_tells_every_library_and_program(made):
             assert (root / f"usr/share/doc/{name}/copyright").stat().st_size > 0
 
 
+MODULE = Path(os.environ.get("HEADWATER_BUILD_DIR", ""), "bin/libheadwater_cuda.so")
+has_nccl = MODULE.exists() and b"libnccl.so.2" in MODULE.read_bytes()
+needs_nccl_build = pytest.mark.skipif(not has_nccl, reason="this build has no CUDA engine for several GPUs")
+
+
+@needs_nccl_build
+def test_the_image_with_the_cuda_engine_has_the_nccl_that_gpus_need(tmp_path):
+    done = make_root(tmp_path / "out", "--variant", "cuda", "--lock", "none")
+    if "there is no libnccl.so.2 on this machine" in done.stderr:
+        pytest.skip("this machine has no NCCL")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    (library,) = (tmp_path / "out/root/usr/lib").glob("*/libnccl.so.2")
+    document = json.loads((tmp_path / "out/sbom.spdx.json").read_text())
+    packages = {package["name"]: package for package in document["packages"]}
+    for name in ("libnccl2", "libcublaslt"):
+        assert [int(part) for part in packages[name]["versionInfo"].split(".")] > [2]
+        assert packages[name]["supplier"] == "Organization: NVIDIA" or "externalRefs" in packages[name]
+    assert any(file["fileName"].endswith("/libnccl.so.2") for file in document["files"])
+    if os.geteuid() == 0:
+        # In the root alone the engine finds it, and goes on to what is not there: a GPU.
+        command = ["/usr/sbin/chroot", str(tmp_path / "out/root"), "/usr/local/bin/headwaterd", "--engine=cuda", "--gpus=2"]
+        environment = {"HEADWATER_CUDA_MODULE": "/usr/local/bin/libheadwater_cuda.so"}
+
+        def refusal() -> str:
+            return subprocess.run([*command, "--metrics_address="], capture_output=True, text=True, env=environment).stderr
+
+        assert refusal().startswith("headwaterd: --engine=cuda: ") and "cannot be loaded" not in refusal()
+        library.unlink()
+        assert "GPUs cannot work together here: libnccl.so.2 cannot be loaded" in refusal()
+
+
+@needs_nccl_build
+@pytest.mark.parametrize(
+    "options, complaint",
+    [
+        (("--variant", "cuda", "--nccl", "/nowhere/libnccl.so.2"), "--nccl: expected auto, none or a file, got /nowhere"),
+        (("--variant", "cpu", "--nccl", "/nowhere/libnccl.so.2"), "--nccl: expected --variant cuda with a file"),
+    ],
+)
+def test_another_nccl_must_be_there(options, complaint, tmp_path):
+    done = make_root(tmp_path / "out", "--lock", "none", *options)
+    assert done.returncode == 1 and complaint in done.stderr, done.stderr
+
+
+def test_nccl_is_found_beside_the_toolkit_or_as_a_wheel_or_the_build_ends(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(IMAGE))
+    import make_root as scripts
+
+    monkeypatch.setattr(scripts, "NCCL", "libnccl-of-this-test.so.2")
+    module, toolkit, wheels = tmp_path / "module.so", tmp_path / "toolkit", tmp_path / "wheels"
+    module.write_bytes(b"...libnccl-of-this-test.so.2...")
+    wheel = wheels / "nvidia/nccl/lib"
+    for folder in (toolkit, wheel):
+        folder.mkdir(parents=True)
+    libraries = {"libcublasLt.so.13": toolkit / "libcublasLt.so.13"}
+    monkeypatch.syspath_prepend(str(wheels))
+    with pytest.raises(SystemExit, match=r"there is no libnccl-of-this-test\.so\.2 on this machine, which --gpus needs"):
+        scripts.find_nccl("auto", module, libraries)
+    (wheel / "libnccl-of-this-test.so.2").touch()
+    assert scripts.find_nccl("auto", module, libraries) == wheel / "libnccl-of-this-test.so.2"
+    (toolkit / "libnccl-of-this-test.so.2").touch()
+    assert scripts.find_nccl("auto", module, libraries) == toolkit / "libnccl-of-this-test.so.2"
+    assert scripts.find_nccl(str(module), module, libraries) == module
+    module.write_bytes(b"without")
+    assert scripts.find_nccl("none", module, libraries) is None
+    with pytest.raises(SystemExit, match="was built without NCCL's header"):
+        scripts.find_nccl("auto", module, libraries)
+
+
 def test_versions_that_are_not_the_locked_ones_stop_the_build(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(IMAGE))
     import make_root as scripts
