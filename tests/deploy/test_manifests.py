@@ -530,13 +530,20 @@ def test_the_statefulset_has_the_figures_that_its_head_needs(tmp_path):
     try:
         shape = ["--vocab_size=128256", "--hidden_size=4096", "--data_type=bfloat16", "--trainable", "--optimizer=adamw"]
         command = [program("headwaterctl"), f"--server={address}", "--connect_timeout=60s", "--json", "plan", *shape]
-        plan = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        plan, halves = (
+            json.loads(subprocess.run([*command, *more], capture_output=True, text=True, check=True).stdout)
+            for more in ((), ("--ranks=2",))
+        )
     finally:
         process.terminate()
         process.wait(START_TIMEOUT_S)
         log.close()
     size = sizing()
     sizes = size.size([plan], "cpu", 3, 200e6, 4 * size.GIB, size.GIB, size.GIB)
+    # Each of two ranks has half of the head, and a workspace of its own; what is saved is the same.
+    of_two = size.size([halves], "cpu", 3, 200e6, 4 * size.GIB, size.GIB, size.GIB)
+    assert sizes["memory_budget_bytes"] / 2 <= of_two["memory_budget_bytes"] < sizes["memory_budget_bytes"] / 2 + size.GIB
+    assert (of_two["ranks"], of_two["volume_bytes"]) == (2, sizes["volume_bytes"])
     (stateful_set,) = (
         document for document in manifests.objects(manifests.ROOT / "deploy/kubernetes/base") if document["kind"] == "StatefulSet"
     )
