@@ -11,6 +11,7 @@
 
 #include "headwater/kernels/communicator.h"
 #include "headwater/kernels/error.h"
+#include "kernels/comm/collective_clock.h"
 #include "kernels/core/shard_layout.h"
 
 namespace headwater {
@@ -99,17 +100,23 @@ class InProcessCommunicator final : public Communicator {
   absl::Status AllReduceMax(double* data, int64_t count) override { return Reduce(data, count, "max of double", Max<double>); }
 
   absl::Status AllGather(const double* data, int64_t count, double* out) override {
+    comm::CollectiveClock::Collective collective(clock_);
     absl::Status status = meeting_->Publish(rank_, {const_cast<double*>(data), count, kGather});
     if (!status.ok()) return status;
+    collective.EveryRankIsHere();
     for (int32_t rank = 0; rank < world_size(); ++rank) {
       std::copy_n(static_cast<const double*>(meeting_->post(rank).data), count, out + rank * count);
     }
     return meeting_->Wait();
   }
 
-  absl::Status Barrier() override { return meeting_->Wait(); }
+  absl::Status Barrier() override {
+    const comm::CollectiveClock::Collective collective(clock_);
+    return meeting_->Wait();
+  }
   void Abort(const absl::Status& reason) override { meeting_->Abort(reason); }
   absl::Status status() const override { return meeting_->status(); }
+  CommunicatorTimes times() const override { return clock_.times(); }
 
  private:
   static constexpr const char* kGather = "gather of double";
@@ -129,8 +136,10 @@ class InProcessCommunicator final : public Communicator {
 
   template <typename T>
   absl::Status Reduce(T* data, int64_t count, const char* operation, T (*combine)(T, T)) {
+    comm::CollectiveClock::Collective collective(clock_);
     absl::Status status = meeting_->Publish(rank_, {data, count, operation});
     if (!status.ok()) return status;
+    collective.EveryRankIsHere();
     const RowRange part = SplitEvenly({0, count}, rank_, world_size(), kGrain);
     for (int64_t i = part.start; i < part.end; ++i) {
       T value = static_cast<const T*>(meeting_->post(0).data)[i];
@@ -143,6 +152,7 @@ class InProcessCommunicator final : public Communicator {
 
   const std::shared_ptr<Meeting> meeting_;
   const int32_t rank_;
+  comm::CollectiveClock clock_;
 };
 
 // One rank: every result is what it brought.
@@ -167,6 +177,7 @@ class SingleCommunicator final : public Communicator {
     std::lock_guard<std::mutex> lock(mutex_);
     return reason_;
   }
+  CommunicatorTimes times() const override { return {}; }
 
  private:
   mutable std::mutex mutex_;

@@ -7,42 +7,32 @@
 // has one order, so all ranks have the same bits.
 //
 // Each message has a header, by which ranks that did not make the same call find out.
+#include "kernels/comm/tcp_communicator.h"
+
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <mutex>
 #include <utility>
 
-#include "headwater/kernels/communicator.h"
 #include "headwater/kernels/error.h"
-#include "kernels/comm/tcp_socket.h"
+#include "kernels/comm/collective_clock.h"
 #include "kernels/core/shard_layout.h"
 
-namespace headwater {
+namespace headwater::comm {
 namespace {
 
-using comm::Clock;
-using comm::Socket;
-
-constexpr size_t kSecretBytes = 32;
-constexpr std::array<char, 8> kGreeting = {'h', 'w', 'g', 'r', 'o', 'u', 'p', '1'};
 // Reductions of at most so many bytes take one exchange.
 constexpr int64_t kSmallBytes = 8192;
 constexpr int64_t kGrain = 64;
-
-// What a rank that connects says first. The one that accepts answers with the secret's second half.
-struct Greeting {
-  std::array<char, 8> magic = kGreeting;
-  int32_t rank = 0;
-  std::array<char, kSecretBytes / 2> proof{};
-};
+// Silence is counted in looks of at most so long: a process that was stopped for a while has not heard the others either.
+constexpr std::chrono::seconds kLongestLook(1);
 
 struct Header {
   uint64_t sequence = 0;
@@ -52,12 +42,6 @@ struct Header {
 };
 
 enum Operation : int64_t { kGather = 1, kSumFloat, kSumDouble, kMaxFloat, kMaxDouble, kBarrier };
-
-bool SameBytes(const char* a, const char* b, size_t count) {  // in a time that does not depend on them
-  unsigned char difference = 0;
-  for (size_t i = 0; i < count; ++i) difference = static_cast<unsigned char>(difference | (a[i] ^ b[i]));
-  return difference == 0;
-}
 
 template <typename T>
 T Add(T a, T b) {
@@ -87,8 +71,9 @@ class TcpCommunicator final : public Communicator {
   absl::Status AllGather(const double* data, int64_t count, double* out) override { return Gather(data, count, kGather, out); }
 
   absl::Status Barrier() override {
+    CollectiveClock::Collective collective(clock_);
     return Exchange(
-        {++sequence_, 0, kBarrier}, [](size_t) { return Out{}; }, [](size_t) { return In{}; });
+        &collective, {++sequence_, 0, kBarrier}, [](size_t) { return Out{}; }, [](size_t) { return In{}; });
   }
 
   void Abort(const absl::Status& reason) override {
@@ -109,6 +94,8 @@ class TcpCommunicator final : public Communicator {
     return reason_;
   }
 
+  CommunicatorTimes times() const override { return clock_.times(); }
+
  private:
   struct Out {
     const void* data = nullptr;
@@ -125,6 +112,7 @@ class TcpCommunicator final : public Communicator {
     size_t sent = 0;
     size_t received = 0;
     Header header;
+    Clock::duration silence{0};  // for which nothing has come from the rank, or been taken by it once all has come
     size_t to_send() const { return sizeof(Header) + out.bytes - sent; }
     size_t to_receive() const { return sizeof(Header) + in.bytes - received; }
   };
@@ -132,8 +120,9 @@ class TcpCommunicator final : public Communicator {
   template <typename T>
   absl::Status Gather(const T* data, int64_t count, Operation operation, T* out) {
     const size_t bytes = static_cast<size_t>(count) * sizeof(T);
+    CollectiveClock::Collective collective(clock_);
     absl::Status status = Exchange(
-        {++sequence_, count, operation},
+        &collective, {++sequence_, count, operation},
         [&](size_t) {
           return Out{data, bytes};
         },
@@ -156,8 +145,9 @@ class TcpCommunicator final : public Communicator {
     scratch_.resize(ranks * static_cast<size_t>(own.size()) * sizeof(T));
     T* const gathered = reinterpret_cast<T*>(scratch_.data());
     const auto bytes_of = [](const RowRange& range) { return static_cast<size_t>(range.size()) * sizeof(T); };
+    CollectiveClock::Collective collective(clock_);
     absl::Status status = Exchange(
-        {++sequence_, count, operation},
+        &collective, {++sequence_, count, operation},
         [&](size_t rank) {
           return Out{data + part_of(rank).start, bytes_of(part_of(rank))};
         },
@@ -173,7 +163,7 @@ class TcpCommunicator final : public Communicator {
     }
     if (is_small) return absl::OkStatus();
     return Exchange(
-        {++sequence_, count, operation},
+        &collective, {++sequence_, count, operation},
         [&](size_t) {
           return Out{data + own.start, bytes_of(own)};
         },
@@ -184,7 +174,7 @@ class TcpCommunicator final : public Communicator {
 
   // out_of(rank), in_of(rank): what goes to, and comes from, each other rank.
   template <typename OutOf, typename InOf>
-  absl::Status Exchange(const Header& header, const OutOf& out_of, const InOf& in_of) {
+  absl::Status Exchange(CollectiveClock::Collective* collective, const Header& header, const OutOf& out_of, const InOf& in_of) {
     std::vector<Progress>& all = progress_;
     all.assign(peers_.size(), Progress());
     for (size_t rank = 0; rank < peers_.size(); ++rank) {
@@ -192,7 +182,7 @@ class TcpCommunicator final : public Communicator {
       all[rank].out = out_of(rank);
       all[rank].in = in_of(rank);
     }
-    absl::Status status = Move(header);
+    absl::Status status = Move(collective, header);
     if (!status.ok()) {
       Abort(status);
       std::lock_guard<std::mutex> lock(mutex_);
@@ -201,30 +191,42 @@ class TcpCommunicator final : public Communicator {
     return status;
   }
 
-  absl::Status Move(const Header& header) {
-    Clock::time_point last_progress = Clock::now();
+  absl::Status Move(CollectiveClock::Collective* collective, const Header& header) {
+    Clock::time_point last_look = Clock::now();
+    bool all_here = false;
     while (true) {
       {
         std::lock_guard<std::mutex> lock(mutex_);
         if (!reason_.ok()) return reason_;
       }
+      const Clock::time_point now = Clock::now();
+      const Clock::duration look = std::min<Clock::duration>(now - last_look, kLongestLook);
+      last_look = now;
+      Clock::duration longest_silence{0};
+      bool none_missing = true;
       polled_.assign(1, pollfd{wake_.fd(), POLLIN, 0});
-      bool moved = false;
       for (size_t rank = 0; rank < peers_.size(); ++rank) {
         if (!peers_[rank].open()) continue;
-        absl::Status status = MoveOne(header, rank, &moved);
+        Progress& one = progress_[rank];
+        one.silence += look;
+        absl::Status status = MoveOne(header, rank);
         if (!status.ok()) return status;
-        const Progress& one = progress_[rank];
+        none_missing = none_missing && one.received >= sizeof(Header);
         const int events = (one.to_send() > 0 ? POLLOUT : 0) | (one.to_receive() > 0 ? POLLIN : 0);
-        if (events != 0) polled_.push_back({peers_[rank].fd(), static_cast<short>(events), 0});
+        if (events == 0) continue;
+        polled_.push_back({peers_[rank].fd(), static_cast<short>(events), 0});
+        longest_silence = std::max(longest_silence, one.silence);
+      }
+      if (none_missing && !all_here) {
+        all_here = true;
+        collective->EveryRankIsHere();
       }
       if (polled_.size() == 1) return absl::OkStatus();
-      const Clock::time_point now = Clock::now();
-      if (moved) last_progress = now;
-      if (now - last_progress >= stall_timeout_) return Stalled();
-      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(stall_timeout_ - (now - last_progress)).count();
-      if (poll(polled_.data(), polled_.size(), static_cast<int>(std::min<int64_t>(left + 1, 1000))) < 0 && errno != EINTR) {
-        return comm::SocketError("poll", errno);
+      if (longest_silence >= stall_timeout_) return Stalled();
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(stall_timeout_ - longest_silence);
+      const auto wait = std::min<std::chrono::milliseconds>(left + std::chrono::milliseconds(1), kLongestLook);
+      if (poll(polled_.data(), polled_.size(), static_cast<int>(wait.count())) < 0 && errno != EINTR) {
+        return SocketError("poll", errno);
       }
     }
   }
@@ -232,17 +234,20 @@ class TcpCommunicator final : public Communicator {
   absl::Status Stalled() const {
     std::string silent;
     for (size_t rank = 0; rank < peers_.size(); ++rank) {
-      if (peers_[rank].open() && progress_[rank].to_receive() > 0) silent += (silent.empty() ? "" : ", ") + std::to_string(rank);
+      const Progress& one = progress_[rank];
+      const bool goes_on = one.to_send() > 0 || one.to_receive() > 0;
+      if (!peers_[rank].open() || !goes_on || one.silence < stall_timeout_) continue;
+      silent += (silent.empty() ? "" : ", ") + std::to_string(rank);
     }
     return MakeError(ErrorReason::kEngineFailed, "rank " + std::to_string(rank_) + " has heard nothing of rank " + silent +
                                                      " for " + std::to_string(stall_timeout_.count()) + " ms");
   }
 
   // What the socket takes and gives now.
-  absl::Status MoveOne(const Header& header, size_t rank, bool* moved) {
+  absl::Status MoveOne(const Header& header, size_t rank) {
     Progress& one = progress_[rank];
     const auto lost = [&](int error) {
-      return comm::SocketError("the connection with rank " + std::to_string(rank) + " is lost", error);
+      return SocketError("the connection with rank " + std::to_string(rank) + " is lost", error);
     };
     while (one.to_send() > 0) {
       const size_t of_header = one.sent < sizeof(Header) ? one.sent : sizeof(Header);
@@ -257,7 +262,8 @@ class TcpCommunicator final : public Communicator {
       if (sent < 0 && errno == EINTR) continue;
       if (sent < 0) return lost(errno);
       one.sent += static_cast<size_t>(sent);
-      *moved = true;
+      // That its socket has room is no word of a rank from which something should come.
+      if (one.to_receive() == 0) one.silence = Clock::duration::zero();
     }
     while (one.to_receive() > 0) {
       const size_t of_header = one.received < sizeof(Header) ? one.received : sizeof(Header);
@@ -269,7 +275,7 @@ class TcpCommunicator final : public Communicator {
       if (received < 0 && errno == EINTR) continue;
       if (received <= 0) return lost(received == 0 ? ECONNRESET : errno);
       one.received += static_cast<size_t>(received);
-      *moved = true;
+      one.silence = Clock::duration::zero();
       if (one.received == sizeof(Header) && !(one.header == header)) {
         return MakeError(ErrorReason::kEngineFailed, "ranks disagree: operation " + std::to_string(header.operation) + " of " +
                                                          std::to_string(header.count) + " elements meets " +
@@ -284,6 +290,7 @@ class TcpCommunicator final : public Communicator {
   const std::vector<Socket> peers_;
   const std::chrono::milliseconds stall_timeout_;
   const Socket wake_;
+  CollectiveClock clock_;
   uint64_t sequence_ = 0;
   std::vector<Progress> progress_;  // by rank
   std::vector<pollfd> polled_;
@@ -292,81 +299,11 @@ class TcpCommunicator final : public Communicator {
   absl::Status reason_;  // guarded by mutex_
 };
 
-class TcpMeetingImpl final : public TcpMeeting {
- public:
-  TcpMeetingImpl(Socket listener, int32_t port) : listener_(std::move(listener)), port_(port) {}
-  int32_t port() const override { return port_; }
-
-  absl::StatusOr<std::unique_ptr<Communicator>> Meet(int32_t rank, const std::vector<std::string>& addresses,
-                                                     const std::string& secret, std::chrono::milliseconds setup_timeout,
-                                                     std::chrono::milliseconds stall_timeout) override {
-    if (secret.size() != kSecretBytes) return MakeError(ErrorReason::kInternal, "a group's secret has 32 bytes");
-    const Clock::time_point deadline = Clock::now() + setup_timeout;
-    std::vector<Socket> peers(addresses.size());
-    for (int32_t peer = 0; peer < rank; ++peer) {
-      absl::StatusOr<Socket> socket = Call(rank, addresses[static_cast<size_t>(peer)], secret, deadline);
-      if (!socket.ok()) return Failed(rank, socket.status());
-      peers[static_cast<size_t>(peer)] = *std::move(socket);
-    }
-    for (int32_t missing = static_cast<int32_t>(addresses.size()) - rank - 1; missing > 0;) {
-      absl::StatusOr<Socket> socket = comm::AcceptTcp(listener_, deadline);
-      if (!socket.ok()) return Failed(rank, socket.status());
-      const int32_t peer = Answer(*socket, secret, deadline);
-      // Whoever it was, it is no rank that is missing.
-      if (peer <= rank || peer >= static_cast<int32_t>(addresses.size()) || peers[static_cast<size_t>(peer)].open()) continue;
-      peers[static_cast<size_t>(peer)] = *std::move(socket);
-      --missing;
-    }
-    return std::unique_ptr<Communicator>(std::make_unique<TcpCommunicator>(rank, std::move(peers), stall_timeout));
-  }
-
- private:
-  static absl::Status Failed(int32_t rank, const absl::Status& cause) {
-    return MakeError(ErrorReason::kEngineFailed,
-                     "rank " + std::to_string(rank) + " could not meet the others: " + std::string(cause.message()));
-  }
-
-  static absl::StatusOr<Socket> Call(int32_t rank, const std::string& address, const std::string& secret,
-                                     Clock::time_point deadline) {
-    absl::StatusOr<Socket> socket = comm::ConnectTcp(address, deadline);
-    if (!socket.ok()) return socket;
-    Greeting greeting;
-    greeting.rank = rank;
-    std::copy_n(secret.begin(), greeting.proof.size(), greeting.proof.begin());
-    absl::Status status = comm::SendAll(*socket, &greeting, sizeof(greeting), deadline);
-    std::array<char, kSecretBytes / 2> proof{};
-    if (status.ok()) status = comm::ReceiveAll(*socket, proof.data(), proof.size(), deadline);
-    if (!status.ok()) return status;
-    if (!SameBytes(proof.data(), secret.data() + proof.size(), proof.size())) {
-      return MakeError(ErrorReason::kEngineFailed, "who answers at " + address + " does not know the group's secret");
-    }
-    return socket;
-  }
-
-  // The rank that has connected; -1 if it is none.
-  static int32_t Answer(const Socket& socket, const std::string& secret, Clock::time_point deadline) {
-    // A stranger that says nothing holds up nobody for long.
-    deadline = std::min(deadline, Clock::now() + std::chrono::seconds(2));
-    Greeting greeting;
-    if (!comm::ReceiveAll(socket, &greeting, sizeof(greeting), deadline).ok() || greeting.magic != kGreeting ||
-        !SameBytes(greeting.proof.data(), secret.data(), greeting.proof.size()) ||
-        !comm::SendAll(socket, secret.data() + greeting.proof.size(), kSecretBytes / 2, deadline).ok()) {
-      return -1;
-    }
-    return greeting.rank;
-  }
-
-  const Socket listener_;
-  const int32_t port_;
-};
-
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<TcpMeeting>> TcpMeeting::Listen(const std::string& host) {
-  int32_t port = 0;
-  absl::StatusOr<Socket> listener = comm::ListenTcp(host, &port);
-  if (!listener.ok()) return listener.status();
-  return std::unique_ptr<TcpMeeting>(std::make_unique<TcpMeetingImpl>(*std::move(listener), port));
+std::unique_ptr<Communicator> MakeTcpCommunicator(int32_t rank, std::vector<Socket> peers,
+                                                  std::chrono::milliseconds stall_timeout) {
+  return std::make_unique<TcpCommunicator>(rank, std::move(peers), stall_timeout);
 }
 
-}  // namespace headwater
+}  // namespace headwater::comm

@@ -18,8 +18,6 @@
 namespace headwater::comm {
 namespace {
 
-constexpr std::chrono::milliseconds kRetryInterval(50);
-
 using AddressList = std::unique_ptr<addrinfo, void (*)(addrinfo*)>;
 
 absl::StatusOr<AddressList> Resolve(const std::string& host, const std::string& port, bool passive) {
@@ -36,14 +34,14 @@ absl::StatusOr<AddressList> Resolve(const std::string& host, const std::string& 
 }
 
 // Until the socket is ready for `events`.
-absl::Status AwaitReady(int fd, short events, Clock::time_point deadline) {
+absl::Status AwaitReady(int fd, short events, const Patience& patience) {
   while (true) {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
-    if (left < 0) return absl::DeadlineExceededError("nothing came in time");
     pollfd waiting = {fd, events, 0};
-    const int ready = poll(&waiting, 1, static_cast<int>(std::min<int64_t>(left + 1, 1000)));
+    const int ready = poll(&waiting, 1, static_cast<int>(kLook.count()));
     if (ready > 0) return absl::OkStatus();
     if (ready < 0 && errno != EINTR) return SocketError("poll", errno);
+    absl::Status status = patience.Check();
+    if (!status.ok()) return status;
   }
 }
 
@@ -52,12 +50,12 @@ void SendAtOnce(int fd) {
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
 }
 
-absl::StatusOr<Socket> TryConnect(const addrinfo& address, Clock::time_point deadline) {
+absl::StatusOr<Socket> TryConnect(const addrinfo& address, const Patience& patience) {
   Socket made(socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!made.open()) return SocketError("socket", errno);
   if (connect(made.fd(), address.ai_addr, address.ai_addrlen) != 0) {
     if (errno != EINPROGRESS) return SocketError("connect", errno);
-    absl::Status ready = AwaitReady(made.fd(), POLLOUT, deadline);
+    absl::Status ready = AwaitReady(made.fd(), POLLOUT, patience);
     if (!ready.ok()) return ready;
     int error = 0;
     socklen_t size = sizeof(error);
@@ -69,6 +67,11 @@ absl::StatusOr<Socket> TryConnect(const addrinfo& address, Clock::time_point dea
 }
 
 }  // namespace
+
+absl::Status Patience::Check() const {
+  if (cancelled()) return absl::CancelledError("nobody wants it any longer");
+  return Clock::now() < deadline ? absl::OkStatus() : absl::DeadlineExceededError("nothing came in time");
+}
 
 absl::Status SocketError(const std::string& what, int error_number) {
   return MakeError(ErrorReason::kEngineFailed, what + ": " + std::strerror(error_number));
@@ -90,39 +93,42 @@ absl::StatusOr<Socket> ListenTcp(const std::string& host, int32_t* port) {
   return made;
 }
 
-absl::StatusOr<Socket> ConnectTcp(const std::string& address, Clock::time_point deadline) {
+absl::StatusOr<Socket> ConnectTcp(const std::string& address, const Patience& patience) {
   const size_t colon = address.rfind(':');
   if (colon == std::string::npos) return MakeError(ErrorReason::kEngineFailed, "\"" + address + "\" is no host:port");
   std::string host = address.substr(0, colon);
   if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
   const absl::StatusOr<AddressList> list = Resolve(host, address.substr(colon + 1), /*passive=*/false);
   if (!list.ok()) return list.status();
-  absl::Status last;
-  do {
+  while (true) {
+    absl::Status last;
     for (const addrinfo* one = list->get(); one != nullptr; one = one->ai_next) {
-      absl::StatusOr<Socket> made = TryConnect(*one, deadline);
+      absl::StatusOr<Socket> made = TryConnect(*one, patience);
       if (made.ok()) return made;
       last = made.status();
     }
-    std::this_thread::sleep_for(kRetryInterval);
-  } while (Clock::now() < deadline);
-  return MakeError(ErrorReason::kEngineFailed, address + " cannot be reached: " + std::string(last.message()));
+    std::this_thread::sleep_for(kLook);
+    const absl::Status status = patience.Check();
+    if (absl::IsDeadlineExceeded(status)) {
+      return absl::DeadlineExceededError(address + " cannot be reached: " + std::string(last.message()));
+    }
+    if (!status.ok()) return status;
+  }
 }
 
-absl::StatusOr<Socket> AcceptTcp(const Socket& listener, Clock::time_point deadline) {
+absl::StatusOr<Socket> AcceptTcp(const Socket& listener) {
   while (true) {
-    absl::Status ready = AwaitReady(listener.fd(), POLLIN, deadline);
-    if (!ready.ok()) return ready;
     Socket made(accept4(listener.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (made.open()) {
       SendAtOnce(made.fd());
       return made;
     }
-    if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) return SocketError("accept", errno);
+    if (errno == EAGAIN) return Socket();
+    if (errno != EINTR && errno != ECONNABORTED) return SocketError("accept", errno);
   }
 }
 
-absl::Status SendAll(const Socket& socket, const void* data, size_t bytes, Clock::time_point deadline) {
+absl::Status SendAll(const Socket& socket, const void* data, size_t bytes, const Patience& patience) {
   const char* next = static_cast<const char*>(data);
   while (bytes > 0) {
     const ssize_t sent = send(socket.fd(), next, bytes, MSG_NOSIGNAL);
@@ -130,7 +136,7 @@ absl::Status SendAll(const Socket& socket, const void* data, size_t bytes, Clock
       next += sent;
       bytes -= static_cast<size_t>(sent);
     } else if (errno == EAGAIN) {
-      absl::Status ready = AwaitReady(socket.fd(), POLLOUT, deadline);
+      absl::Status ready = AwaitReady(socket.fd(), POLLOUT, patience);
       if (!ready.ok()) return ready;
     } else if (errno != EINTR) {
       return SocketError("send", errno);
@@ -139,7 +145,7 @@ absl::Status SendAll(const Socket& socket, const void* data, size_t bytes, Clock
   return absl::OkStatus();
 }
 
-absl::Status ReceiveAll(const Socket& socket, void* data, size_t bytes, Clock::time_point deadline) {
+absl::Status ReceiveAll(const Socket& socket, void* data, size_t bytes, const Patience& patience) {
   char* next = static_cast<char*>(data);
   while (bytes > 0) {
     const ssize_t received = recv(socket.fd(), next, bytes, 0);
@@ -148,7 +154,7 @@ absl::Status ReceiveAll(const Socket& socket, void* data, size_t bytes, Clock::t
       next += received;
       bytes -= static_cast<size_t>(received);
     } else if (errno == EAGAIN) {
-      absl::Status ready = AwaitReady(socket.fd(), POLLIN, deadline);
+      absl::Status ready = AwaitReady(socket.fd(), POLLIN, patience);
       if (!ready.ok()) return ready;
     } else if (errno != EINTR) {
       return SocketError("receive", errno);

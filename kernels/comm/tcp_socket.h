@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <utility>
 
@@ -36,19 +37,30 @@ class Socket {
   int fd_ = -1;
 };
 
+// How long something is waited for.
+struct Patience {
+  Clock::time_point deadline;
+  const std::function<bool()>& cancelled;  // asked several times a second
+
+  // OK as long as it lasts; else DeadlineExceeded or Cancelled, which the functions below return then.
+  absl::Status Check() const;
+};
+// Between two questions.
+inline constexpr std::chrono::milliseconds kLook(50);
+
 // All sockets are non-blocking and closed by exec. Errors are kEngineFailed and name `what`.
 absl::Status SocketError(const std::string& what, int error_number);
 
 // Listens at a port of the system's choice, which goes to *port.
 absl::StatusOr<Socket> ListenTcp(const std::string& host, int32_t* port);
-// Tries again until `deadline` as long as nobody listens there.
-absl::StatusOr<Socket> ConnectTcp(const std::string& address, Clock::time_point deadline);
-// The next connection. DeadlineExceeded.
-absl::StatusOr<Socket> AcceptTcp(const Socket& listener, Clock::time_point deadline);
+// Tries again as long as nobody listens there.
+absl::StatusOr<Socket> ConnectTcp(const std::string& address, const Patience& patience);
+// The next connection, if one is there; else a socket that is not open.
+absl::StatusOr<Socket> AcceptTcp(const Socket& listener);
 
-// Moves exactly `bytes`. DeadlineExceeded; another error for a connection that is lost.
-absl::Status SendAll(const Socket& socket, const void* data, size_t bytes, Clock::time_point deadline);
-absl::Status ReceiveAll(const Socket& socket, void* data, size_t bytes, Clock::time_point deadline);
+// Moves exactly `bytes`. kEngineFailed for a connection that is lost.
+absl::Status SendAll(const Socket& socket, const void* data, size_t bytes, const Patience& patience);
+absl::Status ReceiveAll(const Socket& socket, void* data, size_t bytes, const Patience& patience);
 
 }  // namespace headwater::comm
 

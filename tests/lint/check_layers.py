@@ -61,7 +61,7 @@ LAYERS = {
     "kernels/include": PLAIN | {"kernels_api", "c_abi"},
     "kernels": KERNELS,
     "kernels/reference": KERNELS | {"kernels_reference"},
-    "kernels/comm": KERNELS | {"cuda", "nccl"},
+    "kernels/comm": KERNELS | {"cuda", "nccl", "tls"},
     "kernels/cuda": KERNELS | {"cuda"},
     "kernels/lab": KERNELS | {"cuda", "kernels_lab", "kernels_reference"},
     "server": SERVER,

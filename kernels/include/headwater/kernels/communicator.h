@@ -8,6 +8,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,6 +17,12 @@
 #include "absl/status/statusor.h"
 
 namespace headwater {
+
+// What one rank has spent in collectives so far; the rest of its time it did something else.
+struct CommunicatorTimes {
+  std::chrono::nanoseconds waiting{0};        // until all other ranks were in the same call
+  std::chrono::nanoseconds communicating{0};  // from then until this rank's result was there
+};
 
 class Communicator {
  public:
@@ -36,6 +43,8 @@ class Communicator {
   virtual void Abort(const absl::Status& reason) = 0;
   // OK until then; from then on the error that calls return. Never waits; any thread.
   virtual absl::Status status() const = 0;
+  // Also of the call in progress. Any thread.
+  virtual CommunicatorTimes times() const = 0;
 };
 
 // One communicator for each of `world_size` threads of this process.
@@ -51,14 +60,17 @@ class TcpMeeting {
   virtual int32_t port() const = 0;
 
   // Connects this rank with all others, once. addresses[r]: where rank r listens, "host:port" with an IP address ("[...]:port" for
-  // IPv6) or a name; this rank's own is not looked at. `secret`: random, the same on all ranks and nowhere else, 32 bytes: whoever
-  // does not know it is sent away. Fails (kEngineFailed) if not all are connected within `setup_timeout`.
+  // IPv6) or a name; this rank's own is not looked at. `secret`: random, the same on all ranks and nowhere else, 32 bytes. Every
+  // two ranks show each other that they know it, without telling it to anybody; whoever does not is sent away, and who says nothing
+  // keeps nobody waiting. Fails with kEngineFailed if not all are connected within `setup_timeout`, or if a rank is refused; with
+  // kCancelled soon after `cancelled`, which is asked on this thread several times a second, has returned true.
   // A call of the communicator fails when a connection is lost, when the ranks did not make the same call, or when for
-  // `stall_timeout` nothing has come from a rank that it waits for; then the communicator is aborted, and with it those of the
-  // others, which lose their connections to this one.
-  virtual absl::StatusOr<std::unique_ptr<Communicator>> Meet(int32_t rank, const std::vector<std::string>& addresses,
-                                                             const std::string& secret, std::chrono::milliseconds setup_timeout,
-                                                             std::chrono::milliseconds stall_timeout) = 0;
+  // `stall_timeout` nothing has come from one of the ranks that it waits for, whatever comes from others; the time does not run
+  // while the process is stopped. Then the communicator is aborted, and with it those of the others, which lose their connections
+  // to this one.
+  virtual absl::StatusOr<std::unique_ptr<Communicator>> Meet(
+      int32_t rank, const std::vector<std::string>& addresses, const std::string& secret, std::chrono::milliseconds setup_timeout,
+      std::chrono::milliseconds stall_timeout, const std::function<bool()>& cancelled = [] { return false; }) = 0;
 };
 
 }  // namespace headwater

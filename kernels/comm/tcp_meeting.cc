@@ -1,0 +1,201 @@
+// How the ranks of several processes find each other: each calls those below it, and takes the calls of those above.
+//
+// Who calls a rank has to show that it is one (tcp_handshake.h). All callers do so at the same time, in one poll loop: those that
+// say nothing are only there, until their time is over or others come.
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <list>
+#include <thread>
+#include <utility>
+
+#include "headwater/kernels/communicator.h"
+#include "headwater/kernels/error.h"
+#include "kernels/comm/tcp_communicator.h"
+#include "kernels/comm/tcp_handshake.h"
+#include "kernels/comm/tcp_socket.h"
+
+namespace headwater {
+namespace comm {
+namespace {
+
+// Callers of whom it is not known yet who they are: one more sends the first of them away.
+constexpr size_t kMaxVisitors = 64;
+// How long each may take to show it.
+constexpr std::chrono::seconds kVisitTime(10);
+
+// Of a few bytes, for which a new connection always has room.
+bool SendNow(const Socket& socket, const void* data, size_t bytes) {
+  return send(socket.fd(), data, bytes, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
+}
+
+// Takes the calls of the ranks above the own one.
+class Reception {
+ public:
+  // Calls are taken at `listener`, and their connections go to `peers`.
+  Reception(int32_t rank, const std::string& secret, const Socket& listener, std::vector<Socket>* peers)
+      : rank_(rank), secret_(secret), listener_(listener), peers_(*peers) {}
+
+  // Until all of those ranks are there.
+  absl::Status AwaitAll(const Patience& patience) {
+    while (missing() > 0) {
+      absl::Status status = patience.Check();
+      if (status.ok()) status = AwaitSomething();
+      if (status.ok()) status = LetIn();
+      if (!status.ok()) return status;
+      const Clock::time_point now = Clock::now();
+      visitors_.remove_if([&](Visitor& visitor) { return now >= visitor.end || !Hear(&visitor); });
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  struct Visitor {
+    Socket socket;
+    Clock::time_point end;
+    Challenge challenge;
+    Claim claim;
+    size_t received = 0;  // bytes of the claim
+  };
+
+  int64_t missing() const {
+    return std::count_if(peers_.begin() + rank_ + 1, peers_.end(), [](const Socket& peer) { return !peer.open(); });
+  }
+
+  absl::Status AwaitSomething() {
+    polled_.assign(1, pollfd{listener_.fd(), POLLIN, 0});
+    for (const Visitor& visitor : visitors_) polled_.push_back({visitor.socket.fd(), POLLIN, 0});
+    if (poll(polled_.data(), polled_.size(), static_cast<int>(kLook.count())) < 0 && errno != EINTR)
+      return SocketError("poll", errno);
+    return absl::OkStatus();
+  }
+
+  // Whoever waits at the door, but no more at once than there are places.
+  absl::Status LetIn() {
+    for (size_t count = 0; count < kMaxVisitors; ++count) {
+      absl::StatusOr<Socket> socket = AcceptTcp(listener_);
+      if (!socket.ok() || !socket->open()) return socket.status();
+      const absl::StatusOr<Challenge> challenge = MakeChallenge();
+      if (!challenge.ok()) return challenge.status();
+      if (!SendNow(*socket, &*challenge, sizeof(Challenge))) continue;
+      if (visitors_.size() == kMaxVisitors) visitors_.pop_front();
+      visitors_.push_back({*std::move(socket), Clock::now() + kVisitTime, *challenge, {}, 0});
+    }
+    return absl::OkStatus();
+  }
+
+  // What the visitor says. False when it is one no longer.
+  bool Hear(Visitor* visitor) {
+    while (visitor->received < sizeof(Claim)) {
+      char* const to = reinterpret_cast<char*>(&visitor->claim) + visitor->received;
+      const ssize_t received = recv(visitor->socket.fd(), to, sizeof(Claim) - visitor->received, 0);
+      if (received < 0 && errno == EINTR) continue;
+      if (received < 0 && errno == EAGAIN) return true;
+      if (received <= 0) return false;
+      visitor->received += static_cast<size_t>(received);
+    }
+    const Claim& claim = visitor->claim;
+    const bool could_be = claim.rank > rank_ && claim.rank < static_cast<int32_t>(peers_.size());
+    if (!could_be || !IsTrue(secret_, rank_, visitor->challenge, claim)) {
+      const Verdict refused;
+      SendNow(visitor->socket, &refused, sizeof(refused));
+      return false;
+    }
+    const Verdict verdict = MakeVerdict(secret_, rank_, visitor->challenge, claim);
+    // A rank that is there already has given its earlier connection up.
+    if (SendNow(visitor->socket, &verdict, sizeof(verdict))) peers_[static_cast<size_t>(claim.rank)] = std::move(visitor->socket);
+    return false;
+  }
+
+  const int32_t rank_;
+  const std::string& secret_;
+  const Socket& listener_;
+  std::vector<Socket>& peers_;
+  std::list<Visitor> visitors_;  // the first to come first
+  std::vector<pollfd> polled_;
+};
+
+// Of a rank that is called: *is_refused if it will not have the caller, or cannot be what it should.
+absl::Status ShakeHands(const Socket& socket, int32_t rank, int32_t called, const std::string& secret, const Patience& patience,
+                        bool* is_refused) {
+  Challenge challenge;
+  absl::Status status = ReceiveAll(socket, &challenge, sizeof(challenge), patience);
+  if (!status.ok()) return status;
+  const absl::StatusOr<Claim> claim = MakeClaim(secret, rank, called, challenge);
+  *is_refused = !claim.ok();
+  if (!claim.ok()) return claim.status();
+  Verdict verdict;
+  status = SendAll(socket, &*claim, sizeof(Claim), patience);
+  if (status.ok()) status = ReceiveAll(socket, &verdict, sizeof(verdict), patience);
+  if (!status.ok()) return status;
+  *is_refused = !IsTrue(secret, called, challenge, *claim, verdict);
+  if (!*is_refused) return absl::OkStatus();
+  return MakeError(ErrorReason::kEngineFailed, verdict.is_taken == 1 ? "who answers does not know the group's secret"
+                                                                     : "it says that this is none of its ranks");
+}
+
+// A connection with a rank below. One that is lost before both know each other is made again.
+absl::StatusOr<Socket> Call(int32_t rank, int32_t called, const std::string& address, const std::string& secret,
+                            const Patience& patience) {
+  while (true) {
+    absl::StatusOr<Socket> socket = ConnectTcp(address, patience);
+    if (!socket.ok()) return socket;
+    bool is_refused = false;
+    const absl::Status status = ShakeHands(*socket, rank, called, secret, patience, &is_refused);
+    if (status.ok()) return socket;
+    if (is_refused || !HasReason(status, ErrorReason::kEngineFailed)) {
+      return absl::Status(status.code(),
+                          "rank " + std::to_string(called) + " at " + address + ": " + std::string(status.message()));
+    }
+    std::this_thread::sleep_for(kLook);
+    const absl::Status left = patience.Check();
+    if (!left.ok()) return left;
+  }
+}
+
+class TcpMeetingImpl final : public TcpMeeting {
+ public:
+  TcpMeetingImpl(Socket listener, int32_t port) : listener_(std::move(listener)), port_(port) {}
+  int32_t port() const override { return port_; }
+
+  absl::StatusOr<std::unique_ptr<Communicator>> Meet(int32_t rank, const std::vector<std::string>& addresses,
+                                                     const std::string& secret, std::chrono::milliseconds setup_timeout,
+                                                     std::chrono::milliseconds stall_timeout,
+                                                     const std::function<bool()>& cancelled) override {
+    if (secret.size() != kSecretBytes) return MakeError(ErrorReason::kInternal, "a group's secret has 32 bytes");
+    const Patience patience = {Clock::now() + setup_timeout, cancelled};
+    std::vector<Socket> peers(addresses.size());
+    for (int32_t peer = 0; peer < rank; ++peer) {
+      absl::StatusOr<Socket> socket = Call(rank, peer, addresses[static_cast<size_t>(peer)], secret, patience);
+      if (!socket.ok()) return Failed(rank, socket.status());
+      peers[static_cast<size_t>(peer)] = *std::move(socket);
+    }
+    const absl::Status status = Reception(rank, secret, listener_, &peers).AwaitAll(patience);
+    if (!status.ok()) return Failed(rank, status);
+    return MakeTcpCommunicator(rank, std::move(peers), stall_timeout);
+  }
+
+ private:
+  static absl::Status Failed(int32_t rank, const absl::Status& cause) {
+    if (absl::IsCancelled(cause)) return MakeError(ErrorReason::kCancelled, "the other ranks are awaited no longer");
+    return MakeError(ErrorReason::kEngineFailed,
+                     "rank " + std::to_string(rank) + " could not meet the others: " + std::string(cause.message()));
+  }
+
+  const Socket listener_;
+  const int32_t port_;
+};
+
+}  // namespace
+}  // namespace comm
+
+absl::StatusOr<std::unique_ptr<TcpMeeting>> TcpMeeting::Listen(const std::string& host) {
+  int32_t port = 0;
+  absl::StatusOr<comm::Socket> listener = comm::ListenTcp(host, &port);
+  if (!listener.ok()) return listener.status();
+  return std::unique_ptr<TcpMeeting>(std::make_unique<comm::TcpMeetingImpl>(*std::move(listener), port));
+}
+
+}  // namespace headwater

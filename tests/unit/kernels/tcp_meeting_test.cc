@@ -1,0 +1,237 @@
+// How ranks find each other over TCP in the company of strangers; and how they notice one that hangs beside others that do not.
+#include <poll.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "headwater/kernels/communicator.h"
+#include "headwater/kernels/error.h"
+#include "kernels/comm/tcp_handshake.h"
+#include "kernels/comm/tcp_socket.h"
+
+namespace headwater::comm {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr std::chrono::seconds kPatience(60);
+constexpr char kSecret[] = "0123456789abcdefFEDCBA9876543210";
+constexpr char kOtherSecret[] = "0123456789abcdefFEDCBA9876543211";
+
+const std::function<bool()> kNever = [] { return false; };
+
+Patience Patient() { return {Clock::now() + kPatience, kNever}; }
+
+std::unique_ptr<TcpMeeting> Listen() {
+  auto meeting = TcpMeeting::Listen("127.0.0.1");
+  EXPECT_TRUE(meeting.ok()) << meeting.status();
+  return *std::move(meeting);
+}
+
+std::string AddressOf(int32_t port) { return "127.0.0.1:" + std::to_string(port); }
+
+absl::StatusOr<std::unique_ptr<Communicator>> Meet(TcpMeeting& meeting, int32_t rank, const std::vector<std::string>& addresses,
+                                                   const std::string& secret = kSecret,
+                                                   const std::function<bool()>& cancelled = kNever) {
+  return meeting.Meet(rank, addresses, secret, kPatience, kPatience, cancelled);
+}
+
+Socket Connect(const std::string& address) {
+  auto socket = ConnectTcp(address, Patient());
+  EXPECT_TRUE(socket.ok()) << socket.status();
+  return *std::move(socket);
+}
+
+Socket AwaitCaller(const Socket& listener) {
+  while (true) {
+    auto socket = AcceptTcp(listener);
+    EXPECT_TRUE(socket.ok()) << socket.status();
+    if (!socket.ok() || socket->open()) return *std::move(socket);
+    pollfd waiting = {listener.fd(), POLLIN, 0};
+    poll(&waiting, 1, 1000);
+  }
+}
+
+// By hand, as a rank that calls another one.
+Socket CallAs(int32_t rank, int32_t called, const std::string& address) {
+  Socket socket = Connect(address);
+  Challenge challenge;
+  EXPECT_TRUE(ReceiveAll(socket, &challenge, sizeof(challenge), Patient()).ok());
+  const auto claim = MakeClaim(kSecret, rank, called, challenge);
+  EXPECT_TRUE(claim.ok()) << claim.status();
+  EXPECT_TRUE(SendAll(socket, &*claim, sizeof(Claim), Patient()).ok());
+  Verdict verdict;
+  EXPECT_TRUE(ReceiveAll(socket, &verdict, sizeof(verdict), Patient()).ok());
+  EXPECT_TRUE(IsTrue(kSecret, called, challenge, *claim, verdict));
+  return socket;
+}
+
+TEST(TcpHandshake, AProofIsGoodForOneConnectionOnly) {
+  const Challenge challenge = *MakeChallenge();
+  const Claim claim = *MakeClaim(kSecret, 2, 1, challenge);
+  EXPECT_TRUE(IsTrue(kSecret, 1, challenge, claim));
+  EXPECT_FALSE(IsTrue(kOtherSecret, 1, challenge, claim));
+  EXPECT_FALSE(IsTrue(kSecret, 0, challenge, claim));
+  EXPECT_FALSE(IsTrue(kSecret, 1, *MakeChallenge(), claim));
+  Claim other = claim;
+  other.rank = 3;
+  EXPECT_FALSE(IsTrue(kSecret, 1, challenge, other));
+  other = claim;
+  other.nonce[0] ^= 1;
+  EXPECT_FALSE(IsTrue(kSecret, 1, challenge, other));
+
+  const Verdict verdict = MakeVerdict(kSecret, 1, challenge, claim);
+  EXPECT_TRUE(IsTrue(kSecret, 1, challenge, claim, verdict));
+  EXPECT_FALSE(IsTrue(kOtherSecret, 1, challenge, claim, verdict));
+  EXPECT_FALSE(IsTrue(kSecret, 1, challenge, other, verdict));
+  EXPECT_FALSE(IsTrue(kSecret, 1, challenge, claim, Verdict()));
+  EXPECT_FALSE(IsTrue(kSecret, 1, challenge, claim, {1, claim.proof}));  // given back what it has said itself
+  EXPECT_FALSE(IsTrue(kSecret, 1, challenge, claim, {0, verdict.proof}));
+
+  Challenge strange = challenge;
+  strange.magic[0] ^= 1;
+  EXPECT_TRUE(HasReason(MakeClaim(kSecret, 2, 1, strange).status(), ErrorReason::kEngineFailed));
+}
+
+// More than are let in at once, and enough for a minute if each had a second.
+TEST(TcpMeeting, StrangersThatSayNothingKeepNobodyWaiting) {
+  const auto meeting = Listen();
+  const auto other = Listen();
+  const std::vector<std::string> addresses = {AddressOf(meeting->port()), AddressOf(other->port())};
+  std::vector<Socket> strangers;
+  for (int i = 0; i < 100; ++i) strangers.push_back(Connect(addresses[0]));
+  absl::StatusOr<std::unique_ptr<Communicator>> second;
+  std::thread thread([&] { second = Meet(*other, 1, addresses); });
+  const auto first = Meet(*meeting, 0, addresses);
+  thread.join();
+  EXPECT_TRUE(first.ok()) << first.status();
+  EXPECT_TRUE(second.ok()) << second.status();
+}
+
+TEST(TcpMeeting, WhoDoesNotKnowTheSecretIsRefusedAndTheRankIsAwaitedStill) {
+  const auto meeting = Listen();
+  const auto stranger = Listen();
+  const auto other = Listen();
+  const std::vector<std::string> addresses = {AddressOf(meeting->port()), AddressOf(other->port())};
+  absl::StatusOr<std::unique_ptr<Communicator>> first;
+  std::thread thread([&] { first = Meet(*meeting, 0, addresses); });
+  const auto refused = Meet(*stranger, 1, addresses, kOtherSecret);
+  EXPECT_TRUE(HasReason(refused.status(), ErrorReason::kEngineFailed)) << refused.status();
+  EXPECT_THAT(refused.status().message(), HasSubstr("it says that this is none of its ranks"));
+  {  // one that is no rank above the called one, whatever it knows
+    const Socket socket = Connect(addresses[0]);
+    Challenge challenge;
+    ASSERT_TRUE(ReceiveAll(socket, &challenge, sizeof(challenge), Patient()).ok());
+    const Claim claim = *MakeClaim(kSecret, 2, 0, challenge);
+    ASSERT_TRUE(SendAll(socket, &claim, sizeof(claim), Patient()).ok());
+    Verdict verdict;
+    ASSERT_TRUE(ReceiveAll(socket, &verdict, sizeof(verdict), Patient()).ok());
+    EXPECT_EQ(verdict.is_taken, 0);
+  }
+  const auto second = Meet(*other, 1, addresses);
+  thread.join();
+  EXPECT_TRUE(first.ok()) << first.status();
+  EXPECT_TRUE(second.ok()) << second.status();
+}
+
+// Whoever answers learns nothing that it could show to another rank.
+TEST(TcpMeeting, TheSecretIsNotTold) {
+  int32_t port = 0;
+  const auto listener = ListenTcp("127.0.0.1", &port);
+  ASSERT_TRUE(listener.ok()) << listener.status();
+  const auto meeting = Listen();
+  absl::StatusOr<std::unique_ptr<Communicator>> communicator;
+  std::thread thread([&] { communicator = Meet(*meeting, 1, {AddressOf(port), ""}); });
+  const Socket caller = AwaitCaller(*listener);
+  const Challenge challenge = *MakeChallenge();
+  ASSERT_TRUE(SendAll(caller, &challenge, sizeof(challenge), Patient()).ok());
+  Claim claim;
+  ASSERT_TRUE(ReceiveAll(caller, &claim, sizeof(claim), Patient()).ok());
+  const std::string told(reinterpret_cast<const char*>(&claim), sizeof(claim));
+  for (size_t start = 0; start + 4 <= kSecretBytes; ++start) {
+    EXPECT_EQ(told.find(std::string(kSecret + start, 4)), std::string::npos) << start;
+  }
+  const Verdict verdict = {1, claim.proof};
+  ASSERT_TRUE(SendAll(caller, &verdict, sizeof(verdict), Patient()).ok());
+  thread.join();
+  EXPECT_TRUE(HasReason(communicator.status(), ErrorReason::kEngineFailed)) << communicator.status();
+  EXPECT_THAT(communicator.status().message(), HasSubstr("does not know the group's secret"));
+}
+
+TEST(TcpMeeting, AConnectionThatIsLostIsMadeAgain) {
+  int32_t port = 0;
+  const auto listener = ListenTcp("127.0.0.1", &port);
+  ASSERT_TRUE(listener.ok()) << listener.status();
+  const auto meeting = Listen();
+  absl::StatusOr<std::unique_ptr<Communicator>> communicator;
+  std::thread thread([&] { communicator = Meet(*meeting, 1, {AddressOf(port), ""}); });
+  AwaitCaller(*listener);  // and hangs up
+  const Socket caller = AwaitCaller(*listener);
+  const Challenge challenge = *MakeChallenge();
+  ASSERT_TRUE(SendAll(caller, &challenge, sizeof(challenge), Patient()).ok());
+  Claim claim;
+  ASSERT_TRUE(ReceiveAll(caller, &claim, sizeof(claim), Patient()).ok());
+  ASSERT_TRUE(IsTrue(kSecret, 0, challenge, claim));
+  const Verdict verdict = MakeVerdict(kSecret, 0, challenge, claim);
+  ASSERT_TRUE(SendAll(caller, &verdict, sizeof(verdict), Patient()).ok());
+  thread.join();
+  EXPECT_TRUE(communicator.ok()) << communicator.status();
+}
+
+TEST(TcpMeeting, CanBeGivenUpWhoeverIsAwaited) {
+  int32_t port = 0;
+  const auto silent = ListenTcp("127.0.0.1", &port);
+  ASSERT_TRUE(silent.ok()) << silent.status();
+  for (const int32_t rank : {0, 1}) {
+    const auto meeting = Listen();
+    int asked = 0;
+    const auto communicator = Meet(*meeting, rank, {AddressOf(port), ""}, kSecret, [&] { return ++asked > 2; });
+    EXPECT_TRUE(HasReason(communicator.status(), ErrorReason::kCancelled)) << communicator.status();
+  }
+  const auto meeting = Listen();
+  auto late = meeting->Meet(0, {"", ""}, kSecret, std::chrono::milliseconds(100), kPatience);
+  EXPECT_TRUE(HasReason(late.status(), ErrorReason::kEngineFailed)) << late.status();
+}
+
+TEST(TcpCommunicator, ARankThatHangsIsNoticedBesideABusyOne) {
+  constexpr int64_t kCount = 1 << 20;
+  constexpr size_t kHeaderBytes = 24;
+  const auto meeting = Listen();
+  const std::string address = AddressOf(meeting->port());
+  absl::StatusOr<std::unique_ptr<Communicator>> communicator;
+  std::thread meet([&] { communicator = meeting->Meet(0, {address, "", ""}, kSecret, kPatience, std::chrono::seconds(1)); });
+  const Socket busy = CallAs(1, 0, address);
+  const Socket hung = CallAs(2, 0, address);
+  meet.join();
+  ASSERT_TRUE(communicator.ok()) << communicator.status();
+
+  std::atomic<bool> noticed = false;
+  std::thread trickle([&] {
+    // The same call as the other's, which never ends but always goes on.
+    char header[kHeaderBytes];
+    ASSERT_TRUE(ReceiveAll(busy, header, sizeof(header), Patient()).ok());
+    ASSERT_TRUE(SendAll(busy, header, sizeof(header), Patient()).ok());
+    const Clock::time_point end = Clock::now() + std::chrono::seconds(20);
+    while (!noticed && Clock::now() < end && SendAll(busy, "", 1, Patient()).ok()) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    EXPECT_TRUE(noticed || Clock::now() < end) << "the rank that hangs was not noticed";
+  });
+  std::vector<float> data(kCount, 1);
+  const absl::Status status = (*communicator)->AllReduceSum(data.data(), kCount);
+  noticed = true;
+  trickle.join();
+  EXPECT_TRUE(HasReason(status, ErrorReason::kEngineFailed)) << status;
+  EXPECT_THAT(status.message(), HasSubstr("2 for 1000 ms"));
+}
+
+}  // namespace
+}  // namespace headwater::comm
