@@ -190,7 +190,7 @@ ABSL_FLAG(absl::Duration, max_handshake_time, headwater::service::Limits{}.max_h
 ABSL_FLAG(absl::Duration, max_connection_idle, headwater::service::Limits{}.max_connection_idle,
           "a connection without a call for so long is closed; clients of gRPC make a new one when they need it");
 ABSL_FLAG(absl::Duration, min_ping_interval, headwater::service::Limits{}.min_ping_interval,
-          "a connection whose client pings more often than this is closed at the third time");
+          "a connection whose client pings more often than this is closed at the third time; with --workers at most 30s");
 ABSL_FLAG(
     int32_t, max_threads, headwater::service::ServerOptions{}.max_threads,
     "calls that hold a thread, at least 8: that many ComputeLoss, one more of which is answered QUEUE_FULL, and that many of all "
@@ -208,7 +208,8 @@ ABSL_FLAG(
     "--max_connection_streams, the connection is closed");
 ABSL_FLAG(
     absl::Duration, engine_stall_timeout, headwater::service::ServerOptions{}.engine_stall_timeout,
-    "an engine that computes and gets no further for so long is stuck: the process ends as when the device is lost; 0: never");
+    "an engine that computes and gets no further for so long is stuck: the process ends as when the device is lost; with --workers "
+    "at least twice --rank_timeout; 0: never");
 ABSL_FLAG(absl::Duration, idle_head_timeout, headwater::service::ServerOptions{}.idle_head_timeout,
           "a head that no call has named for so long is deleted, whatever its open step holds; 0: never");
 ABSL_FLAG(bool, idle_head_checkpoint, false,
@@ -259,6 +260,10 @@ constexpr int32_t kMaxGpus = 64;
 constexpr int32_t kThreadsBesideWorkers = 8;
 // Of --max_message_bytes: a worker sends a piece of a tensor in one message, and what goes with it.
 constexpr int64_t kLeastWorkerMessageBytes = 2 * group::kDataBytes;
+// Of --engine_stall_timeout, in --rank_timeout.
+constexpr int64_t kLeastStalls = 2;
+// Of --min_ping_interval, in what workers leave between two pings: one may come late, and the next one not.
+constexpr double kLongestMinPingInterval = 0.5;
 // For ranks whose leader waits as long as it takes.
 constexpr absl::Duration kLongestStall = absl::Hours(1000);
 // How long a worker waits until it tries to join again, and a leader whose group could not be formed until it begins anew.
@@ -497,7 +502,20 @@ absl::StatusOr<service::ChosenEngine> MakeGroup(const EngineOptions& engine, ser
   assembly.listen_host = absl::GetFlag(FLAGS_group_listen_host);
   assembly.silence_timeout = absl::GetFlag(FLAGS_rank_timeout);
   if (assembly.silence_timeout < absl::Seconds(1)) return absl::InvalidArgumentError("--rank_timeout: expected at least 1s");
+  // A rank that hangs is found out first, and the leader hears of a worker's progress only with its signs of life.
   const absl::Duration stall_timeout = options->engine_stall_timeout;
+  if (const absl::Duration least = kLeastStalls * assembly.silence_timeout;
+      stall_timeout != absl::ZeroDuration() && stall_timeout < least) {
+    return absl::InvalidArgumentError(absl::StrCat("--engine_stall_timeout: expected 0, or with --workers at least ", kLeastStalls,
+                                                   " times --rank_timeout, ", absl::FormatDuration(least), ", got ",
+                                                   absl::FormatDuration(stall_timeout)));
+  }
+  const absl::Duration longest_interval = kLongestMinPingInterval * group::kWorkerPingInterval;
+  if (const absl::Duration interval = options->limits.min_ping_interval; interval > longest_interval) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--min_ping_interval: expected at most ", absl::FormatDuration(longest_interval), " with --workers, which ping every ",
+        absl::FormatDuration(group::kWorkerPingInterval), ", got ", absl::FormatDuration(interval)));
+  }
   assembly.stall_timeout = stall_timeout == absl::ZeroDuration() ? kLongestStall : std::min(stall_timeout, kLongestStall);
   auto made = group::GroupAssembly::Create(std::move(assembly));
   if (!made.ok()) return made.status();
@@ -614,7 +632,8 @@ int Serve() {
   if (!server.ok()) return Fail(std::string(server.status().message()));
   if (is_group) {  // whose workers must be able to find it
     if (absl::Status announced = Announce(**server); !announced.ok()) return Fail(std::string(announced.message()));
-    Restart().KeepAddresses((*server)->addresses(), (*server)->admin_addresses());
+    Restart().KeepAddresses((*server)->addresses(), (*server)->admin_addresses(), options->metrics_address,
+                            (*server)->metrics_port());
   }
   if (absl::Status ready = (*server)->BecomeReady(IsAskedToEnd); !ready.ok()) {
     if (is_group && IsAskedToEnd()) return 0;

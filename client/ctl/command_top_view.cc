@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/time.h"
@@ -94,6 +95,14 @@ TopFigures FiguresOf(const MetricsPage& before, const MetricsPage& after, double
     const double product_rate = gauge("headwater_product_flops_per_second");
     if (product_rate > 0) figures.floor = *figures.product_flops / product_rate;
   }
+  for (const auto& [rank, total] : after.SumBy("headwater_rank_seconds_total", "rank")) {
+    int64_t number = 0;
+    if (!absl::SimpleAtoi(rank, &number)) continue;
+    const auto share = [&, &name = rank](const char* activity) {
+      return std::min(1.0, rate("headwater_rank_seconds_total", {{"rank", name}, {"activity", activity}}));
+    };
+    figures.ranks[number] = {share("compute"), share("wait"), share("communicate")};
+  }
   figures.chunk_fill = mean("headwater_token_chunk_fill_ratio");
   figures.queue_depth = gauge("headwater_queue_depth");
   figures.max_queue_depth = gauge("headwater_max_queue_depth");
@@ -130,6 +139,10 @@ std::string TopText(const std::string& server, const TopFigures& figures, const 
   if (figures.floor.has_value()) absl::StrAppend(&engine, " = ", FormatShare(*figures.floor), " of the floor");
   if (figures.chunk_fill.has_value()) absl::StrAppend(&engine, ", chunks ", FormatShare(*figures.chunk_fill), " full");
   summary.AddRow({"engine", engine});
+  for (const auto& [rank, shares] : figures.ranks) {
+    summary.AddRow({absl::StrCat("rank ", rank), absl::StrCat(FormatShare(shares.compute), " computes, ", FormatShare(shares.wait),
+                                                              " waits, ", FormatShare(shares.communicate), " communicates")});
+  }
   std::string times;
   for (const char* phase : kPhases) {
     const auto taken = figures.phase_seconds.find(phase);
@@ -181,6 +194,10 @@ nlohmann::json TopJson(const std::string& server, const TopFigures& figures, con
                              {"bytes_in_per_s", traffic.bytes_in},
                              {"bytes_out_per_s", traffic.bytes_out}};
   }
+  nlohmann::json ranks = nlohmann::json::array();
+  for (const auto& [rank, shares] : figures.ranks) {
+    ranks.push_back({{"rank", rank}, {"compute", shares.compute}, {"wait", shares.wait}, {"communicate", shares.communicate}});
+  }
   nlohmann::json head_list = nlohmann::json::array();
   for (const client::HeadInfo& head : heads) head_list.push_back(ToJson(head));
   return {{"server", server},
@@ -198,6 +215,7 @@ nlohmann::json TopJson(const std::string& server, const TopFigures& figures, con
           {"transports", transports},
           {"phase_seconds", figures.phase_seconds},
           {"busy", figures.busy},
+          {"ranks", ranks},
           {"product_flops_per_busy_s", or_null(figures.product_flops)},
           {"floor_utilization", or_null(figures.floor)},
           {"chunk_fill", or_null(figures.chunk_fill)},

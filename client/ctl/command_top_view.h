@@ -2,6 +2,7 @@
 #ifndef HEADWATER_CLIENT_CTL_COMMAND_TOP_VIEW_H_
 #define HEADWATER_CLIENT_CTL_COMMAND_TOP_VIEW_H_
 
+#include <cstdint>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -21,6 +22,10 @@ struct TopFigures {
     double bytes_out = 0;
   };
 
+  struct Rank {
+    double compute = 0, wait = 0, communicate = 0;  // shares of the time
+  };
+
   double seconds = 0;  // between the pages
   bool serving = false;
   std::string version;
@@ -35,6 +40,7 @@ struct TopFigures {
   std::map<std::string, Traffic> transports;    // by transport
   std::map<std::string, double> phase_seconds;  // by phase, on average; those that a micro-batch went through
   double busy = 0;                              // share of the time
+  std::map<int64_t, Rank> ranks;                // of a group of processes, by rank
   std::optional<double> product_flops;          // a second while busy
   std::optional<double> floor;                  // that over the machine's product rate, where it is known
   std::optional<double> chunk_fill;             // on average

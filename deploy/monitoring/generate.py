@@ -124,6 +124,14 @@ ROWS = [
                 "timeseries",
             ),
             (
+                "Ranks of a group",
+                "percentunit",
+                "Share of the time in which each process of a group computed, waited for others, and communicated; a rank that "
+                "computes while all others wait has too large a shard, or a slower machine.",
+                [(rate("headwater_rank_seconds_total"), "rank {{rank}}: {{activity}}")],
+                "timeseries",
+            ),
+            (
                 "Chunk fill",
                 "percentunit",
                 "How full token chunks are, on average; low: micro-batches too small for the engine.",

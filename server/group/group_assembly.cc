@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
@@ -35,6 +36,8 @@ absl::Status NotComplete(const std::string& what) {
   return MakeError(ErrorReason::kEngineFailed, "the group cannot be formed: " + what);
 }
 
+absl::Status NotAwaited() { return MakeError(ErrorReason::kCancelled, "the workers are awaited no longer"); }
+
 }  // namespace
 
 GroupAssembly::GroupAssembly(AssemblyOptions options, std::unique_ptr<TcpMeeting> meeting)
@@ -50,6 +53,7 @@ absl::StatusOr<std::unique_ptr<GroupAssembly>> GroupAssembly::Create(AssemblyOpt
 }
 
 absl::Status GroupAssembly::Serve(JoinCall& call) {
+  HEADWATER_RETURN_IF_ERROR(CheckRoom());  // at once: nobody is listened to who cannot join
   v1::JoinRequest message;
   if (!call.Read(&message) || !message.has_hello()) {
     return MakeError(ErrorReason::kProtocolViolation, "the first message of Join must be hello");
@@ -63,7 +67,6 @@ absl::Status GroupAssembly::Serve(JoinCall& call) {
     return MakeError(ErrorReason::kProtocolViolation, absl::StrCat("hello.port must be from 1 to ", kMaxPort),
                      {{"field", "hello.port"}});
   }
-  HEADWATER_RETURN_IF_ERROR(CheckRoom());
   auto slot = std::make_shared<Slot>();
   slot->address = call.host() + Port(message.hello().port());
   slot->link = std::make_shared<RankLink>([&call](const v1::JoinResponse& response) { return call.Send(response); },
@@ -130,9 +133,10 @@ void GroupAssembly::Welcome(const Slot& slot, v1::RankWelcome* welcome) {
 }
 
 absl::StatusOr<std::unique_ptr<LossEngine>> GroupAssembly::MakeOwnEngine(const std::vector<std::string>& addresses,
-                                                                         const std::string& secret) {
+                                                                         const std::string& secret,
+                                                                         const std::function<bool()>& given_up) {
   auto communicator = meeting_->Meet(0, addresses, secret, absl::ToChronoMilliseconds(options_.setup_timeout),
-                                     absl::ToChronoMilliseconds(options_.stall_timeout));
+                                     absl::ToChronoMilliseconds(options_.stall_timeout), given_up);
   if (!communicator.ok()) return communicator.status();
   EngineOptions own = options_.engine;
   own.group.rank = 0;
@@ -141,19 +145,30 @@ absl::StatusOr<std::unique_ptr<LossEngine>> GroupAssembly::MakeOwnEngine(const s
   return CreateCpuEngine(own);
 }
 
-absl::Status GroupAssembly::AwaitReady(const std::vector<std::shared_ptr<Slot>>& slots) {
+absl::Status GroupAssembly::Refusals(const std::vector<std::shared_ptr<Slot>>& slots, const absl::Status& own, bool are_due) {
+  std::vector<std::string> reasons;
+  const auto note = [&reasons](int32_t rank, const absl::Status& status) {
+    if (!status.ok()) reasons.push_back(absl::StrCat("rank ", rank, ": ", std::string(status.message())));
+  };
+  // The leader gives up for what a worker says, which is the reason then.
+  if (!HasReason(own, ErrorReason::kCancelled)) note(0, own);
+  absl::MutexLock lock(&mutex_);
+  for (const auto& slot : slots) {
+    absl::Status status = slot->is_ready ? DecodeStatus(slot->ready.status()) : slot->link->status();
+    if (status.ok() && !slot->is_ready && are_due) status = absl::DeadlineExceededError("it has not become ready in time");
+    note(slot->rank, status);
+  }
+  return reasons.empty() ? absl::OkStatus() : NotComplete(absl::StrJoin(reasons, "; "));
+}
+
+absl::Status GroupAssembly::AwaitReady(const std::vector<std::shared_ptr<Slot>>& slots, const std::function<bool()>& cancelled) {
   const absl::Time deadline = absl::Now() + options_.setup_timeout;
   absl::MutexLock lock(&mutex_);
   for (const auto& slot : slots) {
-    while (!slot->is_ready) {
-      if (absl::Status status = slot->link->status(); !status.ok()) {
-        return NotComplete(absl::StrCat("rank ", slot->rank, ": ", std::string(status.message())));
-      }
-      if (absl::Now() > deadline) return NotComplete(absl::StrCat("rank ", slot->rank, " has not become ready in time"));
+    while (!slot->is_ready && slot->link->status().ok()) {
+      if (cancelled()) return NotAwaited();
+      if (absl::Now() > deadline) return absl::OkStatus();
       mutex_.AwaitWithTimeout(absl::Condition(&slot->is_ready), kLook);
-    }
-    if (absl::Status status = DecodeStatus(slot->ready.status()); !status.ok()) {
-      return NotComplete(absl::StrCat("rank ", slot->rank, ": ", std::string(status.message())));
     }
   }
   return absl::OkStatus();
@@ -169,7 +184,7 @@ absl::Status GroupAssembly::Form(const std::function<bool()>& cancelled) {
                               ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return slots_.size() == static_cast<size_t>(options_.workers); };
     absl::MutexLock lock(&mutex_);
     while (!mutex_.AwaitWithTimeout(absl::Condition(&all_here), kLook)) {
-      if (cancelled()) return MakeError(ErrorReason::kCancelled, "the workers are awaited no longer");
+      if (cancelled()) return NotAwaited();
     }
     slots = slots_;
     for (size_t i = 0; i < slots.size(); ++i) {
@@ -180,9 +195,11 @@ absl::Status GroupAssembly::Form(const std::function<bool()>& cancelled) {
     secret_ = *secret;
     complete_ = true;
   }
-  absl::StatusOr<std::unique_ptr<LossEngine>> own = MakeOwnEngine(addresses, *secret);
-  absl::Status status = own.status();
-  if (status.ok()) status = AwaitReady(slots);
+  const auto given_up = [&] { return cancelled() || !Refusals(slots, absl::OkStatus(), /*are_due=*/false).ok(); };
+  absl::StatusOr<std::unique_ptr<LossEngine>> own = MakeOwnEngine(addresses, *secret, given_up);
+  absl::Status status = own.ok() ? AwaitReady(slots, cancelled) : absl::OkStatus();
+  if (status.ok()) status = Refusals(slots, own.status(), /*are_due=*/own.ok());
+  if (status.ok()) status = own.status();  // given up
   if (!status.ok()) {
     for (const auto& slot : slots) slot->link->Break(status);
     return status;

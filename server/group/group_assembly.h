@@ -55,13 +55,18 @@ class GroupAssembly {
   // Once: the group's engine, without ranks yet. May outlive this.
   std::unique_ptr<GroupEngine> TakeEngine() { return std::move(unowned_engine_); }
 
-  // Serves a worker's call until it ends, or until the group does. kInvalidCombination for another version, kProtocolViolation for
-  // no worker, kFeatureNotBuilt if all workers are there already.
+  // Serves a worker's call until it ends, or until the group does. kFeatureNotBuilt, before anything is read, if all workers are
+  // there already; kInvalidCombination for another version, kProtocolViolation for no worker.
   absl::Status Serve(JoinCall& call);
 
-  // Waits for all workers, as long as `cancelled` is false, and forms the group; after that the engine computes. Once, while the
-  // engine lives. kCancelled; what a worker or the leader's own rank could not do: another attempt needs another assembly.
+  // Waits for all workers, and forms the group; after that the engine computes. Once, while the engine lives. kCancelled soon after
+  // `cancelled`, which is asked several times a second, has returned true; what workers and the leader's own rank could not do, all
+  // of it: another attempt needs another assembly.
   absl::Status Form(const std::function<bool()>& cancelled);
+
+  // How each rank has spent its time, by rank; workers tell it twice a second. None before the group is formed. Any thread, while
+  // the engine lives.
+  std::vector<RankTimes> rank_times() const { return engine_.rank_times(); }
 
   // Ends the workers' calls, once no call of the engine is left: that is no failure of the group. Any thread, while the engine
   // lives.
@@ -84,8 +89,13 @@ class GroupAssembly {
   // Waits until the worker's rank is known.
   absl::Status AwaitRank(JoinCall& call, const std::shared_ptr<Slot>& slot);
   void Welcome(const Slot& slot, v1::RankWelcome* welcome) ABSL_SHARED_LOCKS_REQUIRED(mutex_);
-  absl::StatusOr<std::unique_ptr<LossEngine>> MakeOwnEngine(const std::vector<std::string>& addresses, const std::string& secret);
-  absl::Status AwaitReady(const std::vector<std::shared_ptr<Slot>>& slots);
+  absl::StatusOr<std::unique_ptr<LossEngine>> MakeOwnEngine(const std::vector<std::string>& addresses, const std::string& secret,
+                                                            const std::function<bool()>& given_up);
+  // Why the group cannot be formed, as far as the ranks have told: all of their reasons. `own`: the leader's. `are_due`: workers
+  // that are not ready are too late.
+  absl::Status Refusals(const std::vector<std::shared_ptr<Slot>>& slots, const absl::Status& own, bool are_due);
+  // Waits until every worker has its engine, has said why not, or is gone; no longer than they may take. kCancelled.
+  absl::Status AwaitReady(const std::vector<std::shared_ptr<Slot>>& slots, const std::function<bool()>& cancelled);
 
   const AssemblyOptions options_;
   const std::unique_ptr<TcpMeeting> meeting_;

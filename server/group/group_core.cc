@@ -8,6 +8,14 @@
 
 namespace headwater::group {
 
+GroupCore::~GroupCore() {
+  {
+    absl::MutexLock lock(&release_mutex_);
+    stopping_ = true;
+  }
+  releaser_.join();
+}
+
 void GroupCore::Form(std::vector<std::unique_ptr<Rank>> ranks) {
   ranks_ = std::move(ranks);
   threads_ = std::make_unique<RankThreads>(ranks_.size());
@@ -57,7 +65,6 @@ void GroupCore::Lose(const absl::Status& reason) {
 
 GroupCore::Turn::Turn(GroupCore& core) : core_(core) {
   core_.turn_mutex_.Lock();
-  core_.turn_owner_.store(std::this_thread::get_id());
   if (!core_.formed()) {
     status_ = MakeError(ErrorReason::kStarting, "the group's ranks are not all there yet");
     return;
@@ -69,10 +76,7 @@ GroupCore::Turn::Turn(GroupCore& core) : core_(core) {
   if (status_.ok()) core_.FlushReleases();
 }
 
-GroupCore::Turn::~Turn() {
-  core_.turn_owner_.store(std::thread::id());
-  core_.turn_mutex_.Unlock();
-}
+GroupCore::Turn::~Turn() { core_.turn_mutex_.Unlock(); }
 
 std::vector<absl::Status> GroupCore::RunAll(RankThreads::Program program) {
   return threads_->Run([&](size_t rank) {
@@ -128,20 +132,27 @@ absl::Status GroupCore::OnAllAsFirst(RankThreads::Program program) {
 }
 
 void GroupCore::Release(absl::Span<const uint64_t> contributions, absl::Span<const uint64_t> heads) {
-  {
-    absl::MutexLock lock(&release_mutex_);
-    released_contributions_.insert(released_contributions_.end(), contributions.begin(), contributions.end());
-    released_heads_.insert(released_heads_.end(), heads.begin(), heads.end());
+  absl::MutexLock lock(&release_mutex_);
+  released_contributions_.insert(released_contributions_.end(), contributions.begin(), contributions.end());
+  released_heads_.insert(released_heads_.end(), heads.begin(), heads.end());
+}
+
+void GroupCore::ReleaseInTurn() {
+  const auto has_work = [this]() ABSL_SHARED_LOCKS_REQUIRED(release_mutex_) {
+    return stopping_ || !released_contributions_.empty() || !released_heads_.empty();
+  };
+  while (true) {
+    {
+      absl::MutexLock lock(&release_mutex_);
+      release_mutex_.Await(absl::Condition(&has_work));
+      if (stopping_) return;
+    }
+    const Turn turn(*this);  // in which they are told
+    if (turn.status().ok()) continue;
+    absl::MutexLock lock(&release_mutex_);  // a group that is lost has nothing left
+    released_contributions_.clear();
+    released_heads_.clear();
   }
-  // In the middle of a call of this very thread (a decision drops what it supersedes) the next call has to do it.
-  if (turn_owner_.load() == std::this_thread::get_id() || !turn_mutex_.TryLock()) return;
-  bool lost = false;
-  {
-    absl::MutexLock lock(&lost_mutex_);
-    lost = !lost_.ok();
-  }
-  if (formed() && !lost) FlushReleases();
-  turn_mutex_.Unlock();
 }
 
 void GroupCore::FlushReleases() {

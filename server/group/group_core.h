@@ -21,7 +21,8 @@ namespace headwater::group {
 
 class GroupCore {
  public:
-  GroupCore() = default;
+  GroupCore() : releaser_([this] { ReleaseInTurn(); }) {}
+  ~GroupCore();  // where ranks may hang, not before Dismiss()
   GroupCore(const GroupCore&) = delete;
   GroupCore& operator=(const GroupCore&) = delete;
 
@@ -61,7 +62,7 @@ class GroupCore {
   absl::Status OnAllAsFirst(RankThreads::Program program);
 
   uint64_t NewId() { return next_id_.fetch_add(1); }
-  // What the ranks need no longer. They learn of it before the next call, or at once if there is none now.
+  // What the ranks need no longer. They learn of it before the next call, or as soon as there is none; never waits for them.
   void Release(absl::Span<const uint64_t> contributions, absl::Span<const uint64_t> heads);
 
   std::atomic<int64_t> planned_bytes{0};  // of the living heads, over all ranks
@@ -69,6 +70,7 @@ class GroupCore {
  private:
   std::vector<absl::Status> RunAll(RankThreads::Program program);
   void FlushReleases() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_mutex_);
+  void ReleaseInTurn();
 
   std::vector<std::unique_ptr<Rank>> ranks_;
   std::unique_ptr<RankThreads> threads_;
@@ -76,13 +78,14 @@ class GroupCore {
   std::atomic<bool> dismissed_{false};
   std::atomic<uint64_t> next_id_{1};
   absl::Mutex turn_mutex_;
-  std::atomic<std::thread::id> turn_owner_{};
   absl::Mutex release_mutex_;
   std::vector<uint64_t> released_contributions_ ABSL_GUARDED_BY(release_mutex_);
   std::vector<uint64_t> released_heads_ ABSL_GUARDED_BY(release_mutex_);
   absl::Mutex lost_mutex_;
   absl::Status lost_ ABSL_GUARDED_BY(lost_mutex_);
   absl::Status last_health_ ABSL_GUARDED_BY(lost_mutex_);  // when it was dismissed
+  bool stopping_ ABSL_GUARDED_BY(release_mutex_) = false;
+  std::thread releaser_;  // last: it uses the members above
 };
 
 }  // namespace headwater::group

@@ -169,6 +169,13 @@ int64_t GroupEngine::progress() const {
   return sum;
 }
 
+std::vector<RankTimes> GroupEngine::rank_times() const {
+  std::vector<RankTimes> times;
+  if (!core_->formed()) return times;
+  for (size_t rank = 0; rank < core_->size(); ++rank) times.push_back(core_->rank(rank).times());
+  return times;
+}
+
 absl::StatusOr<MemoryPlan> GroupEngine::PlanOnAll(const HeadSpec& spec) const {
   std::vector<MemoryPlan> plans(core_->size());
   HEADWATER_RETURN_IF_ERROR(core_->OnAll([&](size_t rank) {

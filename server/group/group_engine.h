@@ -8,7 +8,6 @@
 #ifndef HEADWATER_SERVER_GROUP_GROUP_ENGINE_H_
 #define HEADWATER_SERVER_GROUP_GROUP_ENGINE_H_
 
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -43,6 +42,8 @@ class GroupEngine final : public LossEngine {
   int64_t planned_bytes() const override { return core_->planned_bytes.load(); }
   absl::Status health() const override { return core_->health(); }
   int64_t progress() const override;
+  // By rank; none before Form(). Any thread.
+  std::vector<RankTimes> rank_times() const;
   absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override;
   // The first rank's, which is as good for all of them.
   absl::StatusOr<std::unique_ptr<HostMemory>> AllocateHostMemory(int64_t bytes) override;
@@ -57,9 +58,6 @@ class GroupEngine final : public LossEngine {
   const bool shared_budget_;
   const std::shared_ptr<GroupCore> core_;
 };
-
-// Makes an engine out of one rank's options.
-using EngineMaker = std::function<absl::StatusOr<std::unique_ptr<LossEngine>>(const EngineOptions&)>;
 
 // A group of CPU engines on threads of this process, one for each of options.shard_count ranks; they share the memory budget and
 // the threads. What CreateCpuEngine() refuses.

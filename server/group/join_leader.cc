@@ -65,7 +65,7 @@ absl::Status JoinLeader(const LeaderAddress& leader, const WorkerOptions& option
   // Each attempt connects anew, instead of waiting as long as the failures of earlier ones suggest.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   // A leader whose host is gone says nothing, not even that.
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 60000);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, static_cast<int>(absl::ToInt64Milliseconds(kWorkerPingInterval)));
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10000);
   // Nor is anything sent until the group is formed, and gRPC would stop asking after two pings.
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);

@@ -5,9 +5,13 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/time/time.h"
 #include "server/group/rank_worker.h"
 
 namespace headwater::group {
+
+// How often a worker asks over HTTP/2 whether its leader's host is there: a server must allow that (Limits::min_ping_interval).
+inline constexpr absl::Duration kWorkerPingInterval = absl::Seconds(60);
 
 struct LeaderAddress {
   std::string address;           // host:port, or unix:PATH for a leader on this host

@@ -1,6 +1,7 @@
 #include "server/group/local_rank.h"
 
 #include <deque>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -34,6 +35,25 @@ class Follower final : public RowFlow {
   int64_t here_ = 0;
 };
 
+// Measures how long the engine waits in a flow.
+class MeasuredFlow final : public RowFlow {
+ public:
+  MeasuredFlow(RowFlow& flow, observability::BusyClock& clock) : flow_(flow), clock_(clock) {}
+  absl::Status AwaitRows(int64_t row_end) override {
+    const observability::BusyClock::Work waiting(clock_);
+    return flow_.AwaitRows(row_end);
+  }
+  absl::Status Decide(const DigestBuilder* rows) override {
+    const observability::BusyClock::Work waiting(clock_);
+    return flow_.Decide(rows);
+  }
+  void GradHiddenReady(int64_t row_end) override { flow_.GradHiddenReady(row_end); }
+
+ private:
+  RowFlow& flow_;
+  observability::BusyClock& clock_;
+};
+
 // Outputs of a rank that nobody looks at. Memory that is not written takes none.
 class Scratch {
  public:
@@ -60,6 +80,19 @@ void LocalRank::Abort(const absl::Status& reason) {
   if (const auto& communicator = engine_->options().group.communicator; communicator != nullptr) communicator->Abort(reason);
 }
 
+RankTimes LocalRank::times() const {
+  RankTimes times;
+  times.waiting = flow_waits_.total();
+  if (const auto& communicator = engine_->options().group.communicator; communicator != nullptr) {
+    const CommunicatorTimes collectives = communicator->times();
+    times.waiting += absl::FromChrono(collectives.waiting);
+    times.communicating = absl::FromChrono(collectives.communicating);
+  }
+  // Looked at last, so that it is never less than its parts.
+  times.computing = calls_.total() - times.waiting - times.communicating;
+  return times;
+}
+
 absl::Status LocalRank::CreateHead(uint64_t head, const HeadSpec& spec) {
   absl::StatusOr<std::unique_ptr<EngineHead>> created = engine_->CreateHead(spec);
   if (!created.ok()) return created.status();
@@ -74,43 +107,51 @@ absl::Status LocalRank::Release(absl::Span<const uint64_t> contributions, absl::
 }
 
 absl::Status LocalRank::ReadTensor(uint64_t head, HeadTensor tensor, int64_t start, int64_t count, void* out) {
+  const observability::BusyClock::Work call(calls_);
   EngineHead* const found = FindHead(head);
   return found == nullptr ? NoSuchHead(head) : found->ReadTensor(tensor, start, count, out);
 }
 
 absl::Status LocalRank::WriteTensor(uint64_t head, HeadTensor tensor, int64_t start, int64_t count, const void* in) {
+  const observability::BusyClock::Work call(calls_);
   EngineHead* const found = FindHead(head);
   return found == nullptr ? NoSuchHead(head) : found->WriteTensor(tensor, start, count, in);
 }
 
 absl::Status LocalRank::ZeroGradient(uint64_t head) {
+  const observability::BusyClock::Work call(calls_);
   EngineHead* const found = FindHead(head);
   return found == nullptr ? NoSuchHead(head) : found->ZeroGradient();
 }
 
 absl::Status LocalRank::AddToGradient(uint64_t head, HeadTensor tensor, int64_t start, int64_t count, double factor,
                                       const float* in) {
+  const observability::BusyClock::Work call(calls_);
   EngineHead* const found = FindHead(head);
   return found == nullptr ? NoSuchHead(head) : found->AddToGradient(tensor, start, count, factor, in);
 }
 
 absl::Status LocalRank::ResetOptimizerState(uint64_t head) {
+  const observability::BusyClock::Work call(calls_);
   EngineHead* const found = FindHead(head);
   return found == nullptr ? NoSuchHead(head) : found->ResetOptimizerState();
 }
 
 absl::StatusOr<GradientStats> LocalRank::ComputeGradientStats(uint64_t head) {
+  const observability::BusyClock::Work call(calls_);
   EngineHead* const found = FindHead(head);
   if (found == nullptr) return NoSuchHead(head);
   return found->ComputeGradientStats();
 }
 
 absl::Status LocalRank::ApplyOptimizer(uint64_t head, const OptimizerStep& step) {
+  const observability::BusyClock::Work call(calls_);
   EngineHead* const found = FindHead(head);
   return found == nullptr ? NoSuchHead(head) : found->ApplyOptimizer(step);
 }
 
 absl::StatusOr<RankResult> LocalRank::Compute(const RankCall& call) {
+  const observability::BusyClock::Work work(calls_);
   const EngineGroup& group = engine_->options().group;
   MicroBatch micro_batch = call.micro_batch;
   std::vector<LossTerm> terms(micro_batch.terms.begin(), micro_batch.terms.end());
@@ -137,6 +178,8 @@ absl::StatusOr<RankResult> LocalRank::Compute(const RankCall& call) {
     if (call.flow != nullptr) micro_batch.flow = (follower = std::make_unique<Follower>(*call.flow)).get();
   }
   micro_batch.terms = terms;
+  std::optional<MeasuredFlow> measured;
+  if (micro_batch.flow != nullptr) micro_batch.flow = &measured.emplace(*micro_batch.flow, flow_waits_);
   absl::StatusOr<MicroBatchResult> result = engine_->Compute(micro_batch);
   if (!result.ok()) return result.status();
   RankResult summary;
@@ -147,6 +190,7 @@ absl::StatusOr<RankResult> LocalRank::Compute(const RankCall& call) {
 }
 
 absl::Status LocalRank::Commit(uint64_t contribution, double factor) {
+  const observability::BusyClock::Work call(calls_);
   const auto found = contributions_.find(contribution);
   if (found == contributions_.end()) {
     return MakeError(ErrorReason::kEngineFailed, "the rank has no contribution " + std::to_string(contribution));

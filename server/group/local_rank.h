@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "server/group/rank.h"
+#include "server/observability/busy_clock.h"
 
 namespace headwater::group {
 
@@ -23,6 +24,8 @@ class LocalRank final : public Rank {
   absl::Status health() override { return engine_->health(); }
   void Abort(const absl::Status& reason) override;
   int64_t progress() const override { return engine_->progress(); }
+  // What waits on a device is computing here: of engines whose ranks meet by the communicator alone.
+  RankTimes times() const override;
   absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) override { return engine_->PlanHead(spec); }
   absl::Status CreateHead(uint64_t head, const HeadSpec& spec) override;
   absl::Status Release(absl::Span<const uint64_t> contributions, absl::Span<const uint64_t> heads) override;
@@ -41,6 +44,8 @@ class LocalRank final : public Rank {
 
  private:
   const std::unique_ptr<LossEngine> engine_;
+  observability::BusyClock calls_;
+  observability::BusyClock flow_waits_;  // of those, in the flow
   std::map<uint64_t, std::unique_ptr<EngineHead>> heads_;
   std::map<uint64_t, std::unique_ptr<StagedContribution>> contributions_;  // go before the heads
 };

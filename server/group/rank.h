@@ -12,6 +12,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "headwater/kernels/engine.h"
 
@@ -45,6 +46,14 @@ struct RankResult {
   bool staged = false;
 };
 
+// How a rank has spent its time in calls so far. The first rank's waiting includes that for the caller's rows and decision, that of
+// the others the leader's.
+struct RankTimes {
+  absl::Duration computing;
+  absl::Duration waiting;        // for other ranks to come to a collective, for rows, for a decision
+  absl::Duration communicating;  // in collectives, once all ranks were there
+};
+
 class Rank {
  public:
   virtual ~Rank() = default;
@@ -58,6 +67,8 @@ class Rank {
   virtual void Abort(const absl::Status& reason) = 0;
   // Rises while the rank gets on.
   virtual int64_t progress() const = 0;
+  // As far as it is known here, give or take what passes while one looks. Any thread.
+  virtual RankTimes times() const = 0;
 
   virtual absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) = 0;
   virtual absl::Status CreateHead(uint64_t head, const HeadSpec& spec) = 0;

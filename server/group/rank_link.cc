@@ -11,6 +11,8 @@ namespace {
 // Data that may wait to be sent.
 constexpr int64_t kMaxQueuedBytes = int64_t{8} << 20;
 
+int64_t ReplyBytes(const v1::RankReply& reply) { return static_cast<int64_t>(reply.ByteSizeLong()); }
+
 int64_t DataBytes(const v1::JoinResponse& message) { return static_cast<int64_t>(message.data().data().size()); }
 
 }  // namespace
@@ -63,6 +65,7 @@ absl::StatusOr<v1::RankReply> RankLink::AwaitReply() {
   if (!status_.ok()) return status_;
   v1::RankReply reply = std::move(replies_.front());
   replies_.pop_front();
+  reply_bytes_ -= ReplyBytes(reply);
   return reply;
 }
 
@@ -73,10 +76,18 @@ void RankLink::Break(const absl::Status& reason) {
 }
 
 void RankLink::Deliver(v1::JoinRequest message) {
+  const auto has_room = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+    return (replies_.size() < kMaxReplies && reply_bytes_ < kMaxReplyBytes) || !status_.ok();
+  };
   absl::MutexLock lock(&mutex_);
+  if (!status_.ok()) return;
   ++messages_;
-  if (message.has_alive()) progress_ = message.alive().progress();
-  if (message.has_reply()) replies_.push_back(std::move(*message.mutable_reply()));
+  if (message.has_alive()) alive_ = message.alive();
+  if (!message.has_reply()) return;
+  mutex_.Await(absl::Condition(&has_room));
+  if (!status_.ok()) return;
+  reply_bytes_ += ReplyBytes(message.reply());
+  replies_.push_back(std::move(*message.mutable_reply()));
 }
 
 void RankLink::Close(const absl::Status& reason) {
@@ -96,9 +107,9 @@ int64_t RankLink::messages() const {
   return messages_;
 }
 
-int64_t RankLink::progress() const {
+v1::RankAlive RankLink::alive() const {
   absl::MutexLock lock(&mutex_);
-  return progress_;
+  return alive_;
 }
 
 }  // namespace headwater::group

@@ -4,6 +4,7 @@
 #ifndef HEADWATER_SERVER_GROUP_RANK_LINK_H_
 #define HEADWATER_SERVER_GROUP_RANK_LINK_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -19,6 +20,10 @@ namespace headwater::group {
 
 class RankLink {
  public:
+  // Replies that may wait to be taken: so many, and one more beyond so many bytes.
+  static constexpr size_t kMaxReplies = 64;
+  static constexpr int64_t kMaxReplyBytes = int64_t{8} << 20;
+
   // `send` returns false once the call has ended; `cancel` ends it, so that a `send` in progress returns. Neither is called after
   // Close().
   RankLink(std::function<bool(const v1::JoinResponse&)> send, std::function<void()> cancel);
@@ -35,15 +40,16 @@ class RankLink {
   // Ends the call. The first reason stays. Any thread.
   void Break(const absl::Status& reason);
 
-  // The handler's. Messages that are no replies count as signs of life.
+  // The handler's. Waits while too many replies are here that nobody has taken: a worker that sends what it was not asked for is
+  // not read any further, falls silent with that, and costs no memory. A sign of life is whatever comes.
   void Deliver(v1::JoinRequest message);
   // Waits for a `send` in progress.
   void Close(const absl::Status& reason);
 
   // Not OK once broken or closed. Any thread, as the others below.
   absl::Status status() const;
-  int64_t messages() const;  // that have come
-  int64_t progress() const;  // as the worker told last
+  int64_t messages() const;     // that have come
+  v1::RankAlive alive() const;  // as the worker told last
 
  private:
   void SendQueued();
@@ -54,9 +60,10 @@ class RankLink {
   std::deque<v1::JoinResponse> queue_ ABSL_GUARDED_BY(mutex_);  // to be sent
   int64_t queued_bytes_ ABSL_GUARDED_BY(mutex_) = 0;            // of data
   std::deque<v1::RankReply> replies_ ABSL_GUARDED_BY(mutex_);
+  int64_t reply_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
   int64_t messages_ ABSL_GUARDED_BY(mutex_) = 0;
-  int64_t progress_ ABSL_GUARDED_BY(mutex_) = 0;
+  v1::RankAlive alive_ ABSL_GUARDED_BY(mutex_);
   std::thread sender_;  // last: it uses the members above
 };
 

@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <exception>
 #include <memory>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
@@ -25,6 +27,15 @@ absl::Status LeaderGone() { return MakeError(ErrorReason::kEngineFailed, "the le
 
 absl::Status Malformed(const char* what) {
   return MakeError(ErrorReason::kEngineFailed, absl::StrCat("the leader's message is malformed: ", what));
+}
+
+// What `work` answers, or kEngineFailed with what it throws.
+absl::Status Guarded(absl::FunctionRef<absl::Status()> work) {
+  try {
+    return work();
+  } catch (const std::exception& error) {
+    return MakeError(ErrorReason::kEngineFailed, absl::StrCat("the worker failed: ", error.what()));
+  }
 }
 
 // Writes of the commands' thread and of the one that tells that the worker lives.
@@ -47,10 +58,10 @@ class Voice {
   void StayAlive() {
     thread_ = std::thread([this] { Main(); });
   }
-  // The engine's progress goes with it; null: there is none any more.
-  void Watch(const LossEngine* engine) {
+  // How the rank gets on goes with it; null: there is none any more.
+  void Watch(const Rank* rank) {
     absl::MutexLock lock(&mutex_);
-    engine_ = engine;
+    rank_ = rank;
   }
 
  private:
@@ -60,10 +71,19 @@ class Voice {
       {
         absl::MutexLock lock(&mutex_);
         if (mutex_.AwaitWithTimeout(absl::Condition(&stopping_), interval_)) return;
-        alive.mutable_alive()->set_progress(engine_ == nullptr ? 0 : engine_->progress());
+        Describe(alive.mutable_alive());
       }
       if (!Write(alive)) return;
     }
+  }
+
+  void Describe(v1::RankAlive* alive) const ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+    if (rank_ == nullptr) return;
+    const RankTimes times = rank_->times();
+    alive->set_progress(rank_->progress());
+    alive->set_computing_us(absl::ToInt64Microseconds(times.computing));
+    alive->set_waiting_us(absl::ToInt64Microseconds(times.waiting));
+    alive->set_communicating_us(absl::ToInt64Microseconds(times.communicating));
   }
 
   WorkerChannel& channel_;
@@ -71,7 +91,7 @@ class Voice {
   absl::Mutex write_mutex_;
   absl::Mutex mutex_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  const LossEngine* engine_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  const Rank* rank_ ABSL_GUARDED_BY(mutex_) = nullptr;
   std::thread thread_;
 };
 
@@ -137,7 +157,7 @@ class Worker {
     if (!voice_.Write(hello) || !channel_.Read(&message)) return LeaderGone();
     if (!message.has_welcome()) return Malformed("no welcome");
     voice_.StayAlive();
-    absl::Status status = Settle(message.welcome(), **meeting);
+    absl::Status status = Guarded([&] { return Settle(message.welcome(), **meeting); });
     v1::JoinRequest ready;
     EncodeStatus(status, ready.mutable_ready()->mutable_status());
     if (status.ok()) {
@@ -145,7 +165,7 @@ class Worker {
       ready.mutable_ready()->set_device(device.name);
       ready.mutable_ready()->set_model(device.model);
       ready.mutable_ready()->set_memory_budget_bytes(device.memory_budget_bytes);
-      voice_.Watch(&rank_->engine());
+      voice_.Watch(rank_.get());
     }
     if (!voice_.Write(ready)) return LeaderGone();
     return status;
@@ -176,7 +196,7 @@ class Worker {
     engine_options.token_chunk_rows = welcome.token_chunk_rows();
     engine_options.thread_count = welcome.thread_count();
     engine_options.deterministic = welcome.deterministic();
-    auto engine = CreateCpuEngine(engine_options);
+    auto engine = options_.make_engine(engine_options);
     if (!engine.ok()) return engine.status();
     rank_ = std::make_unique<LocalRank>(*std::move(engine));
     return absl::OkStatus();
@@ -190,12 +210,7 @@ class Worker {
       if (command.has_data() || command.has_decision()) continue;
       v1::JoinRequest answer;
       v1::RankReply* const reply = answer.mutable_reply();
-      absl::Status status;
-      try {
-        status = ExecuteOne(command, reply);
-      } catch (const std::exception& error) {
-        status = MakeError(ErrorReason::kEngineFailed, absl::StrCat("the worker failed: ", error.what()));
-      }
+      const absl::Status status = Guarded([&] { return ExecuteOne(command, reply); });
       // The others may be waiting for this rank.
       if (HasReason(status, ErrorReason::kEngineFailed)) rank_->Abort(status);
       EncodeStatus(status, reply->mutable_status());
@@ -327,6 +342,8 @@ class Worker {
 
 }  // namespace
 
-absl::Status RunWorker(WorkerChannel& channel, const WorkerOptions& options) { return Worker(channel, options).Run(); }
+absl::Status RunWorker(WorkerChannel& channel, const WorkerOptions& options) {
+  return Guarded([&] { return Worker(channel, options).Run(); });
+}
 
 }  // namespace headwater::group

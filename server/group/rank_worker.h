@@ -3,14 +3,20 @@
 #define HEADWATER_SERVER_GROUP_RANK_WORKER_H_
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/engine.h"
 #include "headwater/v1/group_service.pb.h"
 
 namespace headwater::group {
+
+// How often a worker tells that it lives.
+inline constexpr absl::Duration kAliveInterval = absl::Milliseconds(500);
 
 // The call by which a worker has joined, as the worker sees it.
 class WorkerChannel {
@@ -21,16 +27,20 @@ class WorkerChannel {
   virtual bool Write(const v1::JoinRequest& message) = 0;
 };
 
+// Makes an engine out of one rank's options.
+using EngineMaker = std::function<absl::StatusOr<std::unique_ptr<LossEngine>>(const EngineOptions&)>;
+
 struct WorkerOptions {
   std::string version;                  // of this build
   std::string leader_host;              // where the leader's communicator is, at the port that it tells
   std::string listen_host = "0.0.0.0";  // where this rank's communicator listens
   int64_t memory_budget_bytes = 0;      // as EngineOptions
-  absl::Duration alive_interval = absl::Milliseconds(500);
+  absl::Duration alive_interval = kAliveInterval;
+  EngineMaker make_engine = CreateCpuEngine;
 };
 
 // Joins, makes its engine, and executes commands until the call ends or the group is lost; then everything that it made is gone.
-// The reason for which it ended, never OK.
+// What the engine throws ends it too, and the leader is told. The reason for which it ended, never OK.
 absl::Status RunWorker(WorkerChannel& channel, const WorkerOptions& options);
 
 }  // namespace headwater::group

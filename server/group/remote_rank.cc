@@ -54,6 +54,12 @@ absl::Status RemoteRank::health() {
                                                             absl::FormatDuration(silence_timeout_), " (rank_timeout)"));
 }
 
+RankTimes RemoteRank::times() const {
+  const v1::RankAlive alive = link_->alive();
+  return {absl::Microseconds(alive.computing_us()), absl::Microseconds(alive.waiting_us()),
+          absl::Microseconds(alive.communicating_us())};
+}
+
 int64_t RemoteRank::ElementBytesOf(uint64_t head, HeadTensor tensor) const {
   const auto found = data_types_.find(head);
   const bool stored = tensor == HeadTensor::kWeight || tensor == HeadTensor::kBias;

@@ -23,7 +23,8 @@ class RemoteRank final : public Rank {
   EngineDevice device() const override { return device_; }
   absl::Status health() override;
   void Abort(const absl::Status& reason) override { link_->Break(reason); }
-  int64_t progress() const override { return link_->progress(); }
+  int64_t progress() const override { return link_->alive().progress(); }
+  RankTimes times() const override;
   absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) override;
   absl::Status CreateHead(uint64_t head, const HeadSpec& spec) override;
   absl::Status Release(absl::Span<const uint64_t> contributions, absl::Span<const uint64_t> heads) override;

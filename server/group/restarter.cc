@@ -6,13 +6,18 @@
 
 #include <algorithm>
 
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 
 namespace headwater::group {
 
-void Restarter::KeepAddresses(const std::vector<std::string>& addresses, const std::vector<std::string>& admin_addresses) {
+void Restarter::KeepAddresses(const std::vector<std::string>& addresses, const std::vector<std::string>& admin_addresses,
+                              const std::string& metrics_address, int metrics_port) {
   addresses_ = {"--listen_addresses=" + absl::StrJoin(addresses, ",")};
   if (!admin_addresses.empty()) addresses_.push_back("--admin_listen_addresses=" + absl::StrJoin(admin_addresses, ","));
+  if (metrics_port == 0) return;  // there is none
+  addresses_.push_back(
+      absl::StrCat("--metrics_address=", metrics_address.substr(0, metrics_address.rfind(':')), ":", metrics_port));
 }
 
 std::vector<std::string> Restarter::Arguments() const {

@@ -12,8 +12,9 @@ namespace headwater::group {
 class Restarter {
  public:
   void KeepArguments(int count, char** arguments) { arguments_.assign(arguments, arguments + count); }
-  // As Server::addresses() and admin_addresses() tell them.
-  void KeepAddresses(const std::vector<std::string>& addresses, const std::vector<std::string>& admin_addresses);
+  // As Server::addresses(), admin_addresses() and metrics_port() tell them; `metrics_address`: as the flag says, host:port.
+  void KeepAddresses(const std::vector<std::string>& addresses, const std::vector<std::string>& admin_addresses,
+                     const std::string& metrics_address, int metrics_port);
   // What the process will be started with.
   std::vector<std::string> Arguments() const;
   // Nothing is destroyed, and no file stays open but the standard ones. Returns only if the system does not let it. Any thread.

@@ -56,6 +56,8 @@ constexpr const char* kLossNames[] = {"cross_entropy", "jensen_shannon"};
 constexpr const char* kOutcomeNames[] = {"committed", "staged",   "held",       "evaluated", "replayed",
                                          "discarded", "conflict", "superseded", "refused",   "cancelled"};
 constexpr const char* kStepNames[] = {"applied", "discarded", "replaced"};
+constexpr const char* kActivityNames[] = {"compute", "wait", "communicate"};
+static_assert(std::size(kActivityNames) == static_cast<size_t>(RankActivity::kCount));
 constexpr const char* kSessionEndNames[] = {"closed", "expired"};
 constexpr const char* kTraceNames[] = {"written", "left_out", "failed"};
 constexpr const char* kPurposeNames[] = {"weight",          "bias",    "grad_weight", "grad_bias", "master_weight",
@@ -86,6 +88,7 @@ enum FamilyIndex {
   kDownloadSeconds,
   kCommitSeconds,
   kComputeBusy,
+  kRankSeconds,
   kProductFlops,
   kProductRate,
   kChunkFill,
@@ -145,6 +148,10 @@ constexpr Description kDescriptions[kFamilyCount] = {
      "Time that CommitMicroBatch took to add a contribution, once its step was open; EAGER ones are added while they are "
      "computed."},
     {"headwater_compute_busy_seconds_total", "counter", "none", "Time in which at least one micro-batch was in the engine."},
+    {"headwater_rank_seconds_total", "counter", "`rank` (0 to --workers), `activity` (compute, wait, communicate)",
+     "Time that each rank of a group of processes was in calls of the engine: computing; waiting for other ranks to come to a "
+     "collective, for rows and for a decision; moving and adding what ranks tell each other. Workers tell theirs twice a second. "
+     "Served with --workers only."},
     {"headwater_product_flops_total", "counter", "none",
      "Floating point operations of the matrix products that the micro-batches needed at least: for each term 2 x rows x vocabulary "
      "x "
@@ -299,6 +306,7 @@ struct Metrics::Families : public prometheus::Collectable {
   prometheus::Histogram& download_seconds = SecondsHistogram(kDownloadSeconds);
   prometheus::Histogram& commit_seconds = SecondsHistogram(kCommitSeconds);
   prometheus::Counter& compute_busy = Counters(kComputeBusy).Add({});
+  prometheus::Family<prometheus::Counter>& rank_seconds = Counters(kRankSeconds);
   prometheus::Counter& product_flops = Counters(kProductFlops).Add({});
   prometheus::Family<prometheus::Gauge>& product_rate = Gauges(kProductRate);
   prometheus::Histogram& chunk_fill = Histograms(kChunkFill).Add({}, kRatioBuckets);
@@ -375,6 +383,12 @@ struct Metrics::Families : public prometheus::Collectable {
   void Refresh(const GaugeReadings& readings) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(source_mutex) {
     // What was counted elsewhere; a counter takes increases only.
     compute_busy.Increment(std::max(0.0, absl::ToDoubleSeconds(readings.busy) - compute_busy.Value()));
+    for (size_t rank = 0; rank < readings.rank_times.size(); ++rank) {
+      for (size_t activity = 0; activity < std::size(kActivityNames); ++activity) {
+        prometheus::Counter& counter = rank_seconds.Add({{"rank", std::to_string(rank)}, {"activity", kActivityNames[activity]}});
+        counter.Increment(std::max(0.0, absl::ToDoubleSeconds(readings.rank_times[rank][activity]) - counter.Value()));
+      }
+    }
     process_memory.Set(ResidentBytes());
     heads.Set(static_cast<double>(readings.head_count));
     queue_depth.Set(static_cast<double>(readings.queue_depth));

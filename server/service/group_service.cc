@@ -10,6 +10,8 @@
 #include "headwater/kernels/error.h"
 #include "server/group/group_assembly.h"
 #include "server/service/server_core.h"
+#include "server/service/stream_io.h"
+#include "server/service/stream_watchdog.h"
 
 namespace headwater::service {
 
@@ -19,13 +21,16 @@ namespace {
 
 class StreamCall final : public group::JoinCall {
  public:
-  // `allowed_still`: whether the worker may still be there; the call has ended for the group when it may not.
+  // `allowed_still`: whether the worker may still be there; the call has ended for the group when it may not. The watchdog ends a
+  // call that does not even say who it is, as any other stream that says nothing.
   StreamCall(grpc::ServerContext& context, grpc::ServerReaderWriter<v1::JoinResponse, v1::JoinRequest>& stream,
-             std::function<absl::Status()> allowed_still)
-      : context_(context), stream_(stream), allowed_still_(std::move(allowed_still)) {}
+             StreamWatchdog& watchdog, std::function<absl::Status()> allowed_still)
+      : context_(context), stream_(stream), watchdog_(watchdog), allowed_still_(std::move(allowed_still)) {}
 
   // Asked with every message, of which a worker that lives sends several a second.
-  bool Read(v1::JoinRequest* message) override { return stream_.Read(message) && allowed_still_().ok(); }
+  bool Read(v1::JoinRequest* message) override {
+    return (has_begun_ ? stream_.Read(message) : ReadFirst(message)) && allowed_still_().ok();
+  }
   bool Send(const v1::JoinResponse& message) override { return stream_.Write(message); }
   void Cancel() override { context_.TryCancel(); }
   bool Cancelled() override { return context_.IsCancelled() || !allowed_still_().ok(); }
@@ -42,9 +47,17 @@ class StreamCall final : public group::JoinCall {
   }
 
  private:
+  bool ReadFirst(v1::JoinRequest* message) {
+    has_begun_ = true;
+    StreamWatchdog::Watch watch(&watchdog_, [this](const absl::Status& why) { EndCall(context_, why); });
+    return ReadMessage(watch, stream_, message);
+  }
+
   grpc::ServerContext& context_;
   grpc::ServerReaderWriter<v1::JoinResponse, v1::JoinRequest>& stream_;
+  StreamWatchdog& watchdog_;
   const std::function<absl::Status()> allowed_still_;
+  bool has_begun_ = false;
 };
 
 }  // namespace
@@ -65,7 +78,7 @@ grpc::Status GroupServiceImpl::Join(grpc::ServerContext* context,
                        {{"permission", "admin"}, {"method", "/headwater.v1.GroupService/Join"}, {"expected", "worker_token"}});
     }
     const std::function<absl::Status()> allowed_still = scope.AllowedStill();
-    StreamCall call(*context, *stream, allowed_still);
+    StreamCall call(*context, *stream, entrance_.core.watchdog, allowed_still);
     absl::Status ended = assembly->Serve(call);
     absl::Status allowed = allowed_still();
     return allowed.ok() ? ended : allowed;

@@ -11,6 +11,7 @@
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/product_rate.h"
+#include "server/group/group_assembly.h"
 #include "server/observability/logging.h"
 #include "server/service/retry_after.h"
 #include "server/service/watched_engine.h"
@@ -364,6 +365,11 @@ observability::GaugeReadings ServerCore::ReadGauges() const {
   }
   readings.queue_depth = queue.depth();
   readings.busy = busy.total();
+  if (options.group != nullptr) {
+    for (const group::RankTimes& times : options.group->rank_times()) {
+      readings.rank_times.push_back({times.computing, times.waiting, times.communicating});
+    }
+  }
   readings.in_flight_bytes = in_flight.reserved_bytes();
   readings.upload_bytes = uploads.reserved_bytes();
   for (const EngineDevice& device : engine->devices()) readings.memory_budget_bytes += device.memory_budget_bytes;

@@ -1,4 +1,6 @@
 // A worker joins a server over TLS, with a certificate and a token; who may not is refused, and the server waits on.
+#include <gmock/gmock.h>
+#include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
@@ -8,15 +10,19 @@
 #include <thread>
 
 #include "headwater/kernels/error.h"
+#include "headwater/v1/group_service.grpc.pb.h"
 #include "server/group/group_assembly.h"
 #include "server/group/join_leader.h"
 #include "server/service/server.h"
 #include "server/service/server_core.h"
 #include "tests/integration/access_fixture.h"
 #include "tests/integration/test_certificates.h"
+#include "tests/integration/wire_server.h"
 
 namespace headwater::testing {
 namespace {
+
+using ::testing::HasSubstr;
 
 class GroupJoin : public ::testing::Test {
  protected:
@@ -96,6 +102,15 @@ TEST_F(GroupJoin, OnlyTheWorkersTokenJoinsAndTheServerServesThen) {
   const absl::Status ready = server_->BecomeReady();  // runs the self-test on both ranks
   EXPECT_TRUE(ready.ok()) << ready;
   EXPECT_EQ(server_->engine().devices().size(), 2u);
+  // The self-test's time, of both ranks; the worker tells its own a little later.
+  for (const char* rank : {"0", "1"}) {
+    const std::string line = std::string("headwater_rank_seconds_total{activity=\"compute\",rank=\"") + rank + "\"} ";
+    EXPECT_TRUE(Await([&] {
+      const std::string text = server_->SerializeMetrics();
+      const size_t at = text.find(line);
+      return at != std::string::npos && std::stod(text.substr(at + line.size())) > 0;
+    })) << server_->SerializeMetrics();
+  }
   EXPECT_EQ(Join("worker").code(), absl::StatusCode::kUnimplemented);  // it has all that it wants
   EXPECT_TRUE(server_->Drain(absl::Seconds(60)));
   EXPECT_TRUE(server_->engine().health().ok());  // that the worker goes with it is no failure
@@ -118,6 +133,33 @@ TEST_F(GroupJoin, AWorkerWhoseTokenIsTakenOutIsSentAway) {
 
 TEST_F(GroupJoin, AServerWhoseWorkersDoNotComeCanBeGivenUp) {
   EXPECT_TRUE(HasReason(server_->BecomeReady([] { return true; }), ErrorReason::kCancelled));
+}
+
+// Without tokens anybody can call: who says nothing keeps no thread for ever.
+TEST(SilentJoin, IsEndedLikeOtherStreams) {
+  group::AssemblyOptions assembly;
+  assembly.engine.shard_count = 2;
+  assembly.engine.thread_count = 1;
+  assembly.version = service::ServerVersion();
+  assembly.listen_host = "127.0.0.1";
+  auto made = group::GroupAssembly::Create(assembly);
+  ASSERT_TRUE(made.ok()) << made.status();
+  service::ServerOptions options;
+  options.group = *std::move(made);
+  options.listen_addresses = {"127.0.0.1:0"};
+  options.stream_idle_timeout = absl::Milliseconds(200);
+  const auto server = service::Server::Start(options, options.group->TakeEngine());
+  ASSERT_TRUE(server.ok()) << server.status();
+  const auto channel = grpc::CreateChannel((*server)->addresses().front(), grpc::InsecureChannelCredentials());
+  const auto stub = v1::GroupService::NewStub(channel);
+  grpc::ClientContext context;
+  const auto stream = stub->Join(&context);
+  v1::JoinResponse response;
+  while (stream->Read(&response)) {
+  }
+  const grpc::Status ended = stream->Finish();
+  EXPECT_EQ(ended.error_code(), grpc::StatusCode::CANCELLED);
+  EXPECT_THAT(ended.error_message(), HasSubstr("stream_idle_timeout"));
 }
 
 }  // namespace

@@ -167,6 +167,10 @@ TEST_F(Headwaterd, RefusesWhatItCannotDoWithOneSentence) {
   EXPECT_THAT(refused({"--worker_token=worker"}), HasSubstr("--worker_token: expected --workers and --token_file with it"));
   EXPECT_THAT(refused({"--workers=1", "--token_file=/nonexistent"}), HasSubstr("--worker_token: expected the name of a token"));
   EXPECT_THAT(refused({"--workers=2", "--max_threads=9"}), HasSubstr("--max_threads: expected at least 10"));
+  EXPECT_THAT(refused({"--workers=1", "--engine_stall_timeout=9999ms"}),
+              HasSubstr("--engine_stall_timeout: expected 0, or with --workers at least 2 times --rank_timeout, 10s, got 9.999s"));
+  EXPECT_THAT(refused({"--workers=1", "--min_ping_interval=30001ms"}),
+              HasSubstr("--min_ping_interval: expected at most 30s with --workers, which ping every 1m, got 30.001s"));
   EXPECT_THAT(refused({"--workers=1", "--max_message_bytes=1048575"}), HasSubstr("--max_message_bytes: expected at least 1048576"));
   EXPECT_THAT(refused({"--join=127.0.0.1:1", "--tls_certificate=a"}), HasSubstr("--tls_certificate and --tls_key: expected both"));
   EXPECT_THAT(refused({"--join=127.0.0.1:1", "--tls_certificate=a", "--tls_key=b"}), HasSubstr("expected --join_ca with it"));

@@ -146,6 +146,28 @@ def test_figures_are_differences_of_pages(server):
     assert seen["memory"]["planned_by_purpose"] == {"weight": 3e9}
 
 
+def test_ranks_of_a_group_are_told_apart(server):
+    def page(first: tuple, last: tuple) -> str:
+        lines = [
+            f'headwater_rank_seconds_total{{rank="{rank}",activity="{activity}"}} {seconds}'
+            for rank, times in ((0, first), (10, last))
+            for activity, seconds in zip(("compute", "wait", "communicate"), times, strict=True)
+        ]
+        return "headwater_serving 1\n" + "\n".join(lines) + "\n"
+
+    before, after = page((10, 20, 30), (1, 2, 3)), page((10.5, 20.25, 30), (1, 2.125, 3.0625))
+    with pages(before, after) as address:
+        seen = json.loads(top(server, "--once", "--json", "--interval=1s", f"--metrics={address}").stdout)
+    share = pytest.approx
+    assert seen["ranks"] == [
+        {"rank": 0, "compute": share(0.5 / seen["seconds"]), "wait": share(0.25 / seen["seconds"]), "communicate": 0},
+        {"rank": 10, "compute": 0, "wait": share(0.125 / seen["seconds"]), "communicate": share(0.0625 / seen["seconds"])},
+    ]
+    with pages(before, after) as address:
+        text = top(server, "--once", "--interval=1s", f"--metrics={address}").stdout
+    assert "rank 10" in text and "% computes, " in text, text
+
+
 def test_nothing_done_is_told_as_nothing(server):
     page = PAGE.format(tokens=1, refusals=0, sum=0, count=0, flops=0)
     with pages(page) as address:

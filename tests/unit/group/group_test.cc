@@ -1,11 +1,17 @@
-// What a group does when a rank fails or goes; and that it yields what one engine does, to the bit.
+// What a group does when a rank fails, refuses, hangs or goes.
+#include <atomic>
 #include <memory>
+#include <new>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "absl/synchronization/notification.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "headwater/kernels/error.h"
 #include "server/group/group_engine.h"
+#include "server/group/rank_link.h"
 #include "server/group/restarter.h"
 #include "tests/kernels/engine_run.h"
 #include "tests/kernels/problem.h"
@@ -13,6 +19,16 @@
 
 namespace headwater::testing {
 namespace {
+
+using ::testing::HasSubstr;
+
+// Something that happens on another thread, which is waited for.
+bool Await(const std::function<bool()>& condition) {
+  for (const absl::Time end = absl::Now() + absl::Seconds(60); absl::Now() < end; absl::SleepFor(absl::Milliseconds(2))) {
+    if (condition()) return true;
+  }
+  return false;
+}
 
 EngineOptions ThreeRanks() {
   EngineOptions options;
@@ -126,74 +142,217 @@ TEST(GroupAssembly, TakesNoStrangersAndNoMoreThanItWants) {
   EXPECT_TRUE(HasReason((*assembly)->Form([] { return true; }), ErrorReason::kCancelled));
 }
 
+TEST(GroupAssembly, TellsWhyEveryRankRefuses) {
+  const auto group =
+      ThreadedGroup::Create(ThreeRanks(), [](const EngineOptions& options) -> absl::StatusOr<std::unique_ptr<LossEngine>> {
+        if (options.group.rank == 2) throw std::bad_alloc();
+        return MakeError(ErrorReason::kInvalidField, "there is no room here");
+      });
+  EXPECT_TRUE(HasReason(group.status(), ErrorReason::kEngineFailed)) << group.status();
+  EXPECT_THAT(group.status().message(), HasSubstr("rank 1: there is no room here; rank 2: the worker failed: std::bad_alloc"));
+}
+
+TEST(GroupAssembly, TellsWhoIsLateBesideWhoRefuses) {
+  absl::Notification formed;
+  EngineOptions three = ThreeRanks();
+  const auto late = [&](const EngineOptions& options) -> absl::StatusOr<std::unique_ptr<LossEngine>> {
+    if (options.group.rank == 2) return MakeError(ErrorReason::kInvalidField, "there is no room here");
+    formed.WaitForNotification();
+    return CreateCpuEngine(options);
+  };
+  absl::Status status;
+  {
+    auto group = ThreadedGroup::Begin(three, late, absl::Seconds(5));
+    ASSERT_TRUE(group.ok()) << group.status();
+    status = (*group)->Form();
+    formed.Notify();
+  }
+  EXPECT_THAT(status.message(), HasSubstr("rank 1: it has not become ready in time; rank 2: there is no room here"));
+}
+
+TEST(GroupAssembly, AWorkerThatGoesAwayIsNotWaitedForUntilTheEnd) {
+  group::AssemblyOptions options;
+  options.engine.shard_count = 2;
+  options.engine.thread_count = 1;
+  options.version = "this";
+  options.listen_host = "127.0.0.1";
+  options.setup_timeout = absl::Hours(1);
+  auto assembly = group::GroupAssembly::Create(options);
+  ASSERT_TRUE(assembly.ok()) << assembly.status();
+  const auto engine = (*assembly)->TakeEngine();
+  TestCall call;
+  v1::JoinRequest hello;
+  hello.mutable_hello()->set_version("this");
+  hello.mutable_hello()->set_port(1);
+  call.Write(hello);
+  std::thread handler([&] { (*assembly)->Serve(call).IgnoreError(); });
+  std::thread worker([&] {
+    v1::JoinResponse welcome;
+    EXPECT_TRUE(static_cast<group::WorkerChannel&>(call).Read(&welcome));
+    call.Cancel();
+  });
+  const absl::Status formed = (*assembly)->Form([] { return false; });
+  EXPECT_TRUE(HasReason(formed, ErrorReason::kEngineFailed)) << formed;
+  EXPECT_THAT(formed.message(), HasSubstr("rank 1: the worker's call has ended"));
+  worker.join();
+  handler.join();
+}
+
+// A leader that is asked to end ends, whatever its workers do.
+TEST(GroupAssembly, CanBeGivenUpAtAnyTimeOfItsForming) {
+  for (const bool meets : {false, true}) {
+    group::AssemblyOptions options;
+    options.engine.shard_count = 2;
+    options.engine.thread_count = 1;
+    options.version = "this";
+    options.listen_host = "127.0.0.1";
+    options.setup_timeout = absl::Hours(1);
+    auto assembly = group::GroupAssembly::Create(options);
+    ASSERT_TRUE(assembly.ok()) << assembly.status();
+    const auto engine = (*assembly)->TakeEngine();
+    TestCall call;
+    std::atomic<bool> asked = false;
+    absl::Notification go_on;
+    std::thread handler([&] { (*assembly)->Serve(call).IgnoreError(); });
+    std::thread worker([&] {
+      group::WorkerOptions one;
+      one.version = "this";
+      one.leader_host = "127.0.0.1";
+      one.listen_host = "127.0.0.1";
+      one.make_engine = [&](const EngineOptions& engine_options) {
+        asked = true;
+        go_on.WaitForNotification();
+        return CreateCpuEngine(engine_options);
+      };
+      if (meets) {
+        group::RunWorker(call, one).IgnoreError();
+        return;
+      }
+      v1::JoinRequest hello;
+      hello.mutable_hello()->set_version("this");
+      hello.mutable_hello()->set_port(1);
+      call.Write(hello);
+      v1::JoinResponse welcome;
+      EXPECT_TRUE(static_cast<group::WorkerChannel&>(call).Read(&welcome));
+      asked = true;
+    });
+    const absl::Status formed = (*assembly)->Form([&] { return asked.load(); });
+    EXPECT_TRUE(HasReason(formed, ErrorReason::kCancelled)) << formed;
+    go_on.Notify();
+    call.Cancel();
+    worker.join();
+    handler.join();
+  }
+}
+
+TEST(GroupAssembly, DoesNotListenToWhoeverComesTooLate) {
+  const auto group = MakeGroup();
+  TestCall silent;
+  EXPECT_TRUE(HasReason(group->assembly().Serve(silent), ErrorReason::kFeatureNotBuilt));
+}
+
+TEST(RankLink, KeepsNoMoreRepliesThanItSays) {
+  for (const bool large : {false, true}) {
+    const auto cancelled = std::make_shared<std::atomic<bool>>(false);
+    group::RankLink link([](const v1::JoinResponse&) { return true; }, [cancelled] { *cancelled = true; });
+    v1::JoinRequest message;
+    message.mutable_reply()->mutable_data()->resize(large ? size_t{1} << 20 : 0);
+    const int64_t most = large ? group::RankLink::kMaxReplyBytes >> 20 : static_cast<int64_t>(group::RankLink::kMaxReplies);
+    std::thread worker([&] {
+      for (int64_t i = 0; i < 3 * most; ++i) link.Deliver(message);
+    });
+    // One is taken, one more comes in its place, and the next one waits.
+    EXPECT_TRUE(Await([&] { return link.messages() == most + 1; })) << link.messages();
+    EXPECT_TRUE(link.AwaitReply().ok());
+    EXPECT_TRUE(Await([&] { return link.messages() == most + 2; })) << link.messages();
+    link.Break(MakeError(ErrorReason::kEngineFailed, "enough"));
+    worker.join();
+    EXPECT_EQ(link.messages(), most + 2);
+    EXPECT_TRUE(*cancelled);
+    link.Close(absl::OkStatus());
+  }
+}
+
+// Who drops a head waits for nobody; and the ranks learn of it though no call follows.
+TEST(GroupRelease, DoesNotWaitForTheRanks) {
+  std::atomic<LossEngine*> worker_engine = nullptr;
+  EngineOptions two = ThreeRanks();
+  two.shard_count = 2;
+  two.shard_weights = {};
+  const auto made = ThreadedGroup::Create(two, [&](const EngineOptions& options) {
+    auto engine = CreateCpuEngine(options);
+    if (engine.ok()) worker_engine = engine->get();
+    return engine;
+  });
+  ASSERT_TRUE(made.ok()) << made.status();
+  auto head = MakeHead(**made, MakeProblem(ProblemOptions()));
+  ASSERT_GT(worker_engine.load()->planned_bytes(), 0);
+  (*made)->Pause(1, true);
+  absl::Notification released;
+  std::thread owner([&] {
+    head.reset();
+    released.Notify();
+  });
+  EXPECT_TRUE(released.WaitForNotificationWithTimeout(absl::Seconds(20)));
+  EXPECT_GT(worker_engine.load()->planned_bytes(), 0);
+  (*made)->Pause(1, false);
+  owner.join();
+  EXPECT_TRUE(Await([&] { return worker_engine.load()->planned_bytes() == 0; }));
+}
+
+// The others wait for a rank that computes for longer, and are told apart by that.
+TEST(GroupTimes, TellWhoComputesAndWhoWaits) {
+  constexpr absl::Duration kWait = absl::Milliseconds(30);
+  std::atomic<group::GroupAssembly*> assembly = nullptr;
+  const auto made = ThreadedGroup::Create(ThreeRanks(), [&](const EngineOptions& options) {
+    EngineOptions slow = options;
+    slow.shard_probe = [&assembly, rank = options.group.rank, done = std::make_shared<bool>(false)](ShardPhase phase, int32_t) {
+      group::GroupAssembly* const group = assembly.load();
+      if (rank == 2 && phase == ShardPhase::kAct && group != nullptr && !*done) {
+        *done = true;
+        const absl::Duration start = group->rank_times()[0].waiting;
+        EXPECT_TRUE(Await([&] { return group->rank_times()[0].waiting - start >= kWait; }));
+      }
+      return absl::OkStatus();
+    };
+    return CreateCpuEngine(slow);
+  });
+  ASSERT_TRUE(made.ok()) << made.status();
+  const Problem problem = MakeProblem(ProblemOptions());
+  const auto head = MakeHead(**made, problem);
+  const auto before = (*made)->assembly().rank_times();
+  ASSERT_EQ(before.size(), 3u);
+  assembly = &(*made)->assembly();
+  PreparedMicroBatch prepared(problem, {head.get()}, ComputeOptions());
+  ASSERT_TRUE((*made)->Compute(prepared.micro_batch).ok());
+  const auto first = (*made)->assembly().rank_times()[0];
+  EXPECT_GE(first.waiting - before[0].waiting, kWait);
+  EXPECT_GT(first.computing, before[0].computing);
+  EXPECT_GT(first.communicating, absl::ZeroDuration());
+  // Workers tell theirs now and then.
+  EXPECT_TRUE(Await([&] {
+    const auto slow = (*made)->assembly().rank_times()[2];
+    return slow.computing - before[2].computing >= kWait / 2 && slow.communicating > absl::ZeroDuration();
+  }));
+}
+
 TEST(Restarter, KeepsTheArgumentsAndTheAddressesOnce) {
   group::Restarter restarter;
   std::string program = "headwaterd";
   std::string flag = "--listen_addresses=127.0.0.1:0";
   std::vector<char*> arguments = {program.data(), flag.data()};
   restarter.KeepArguments(2, arguments.data());
-  restarter.KeepAddresses({"127.0.0.1:4711", "unix:/tmp/s"}, {});
-  const std::vector<std::string> expected = {program, flag, "--listen_addresses=127.0.0.1:4711,unix:/tmp/s"};
+  restarter.KeepAddresses({"127.0.0.1:4711", "unix:/tmp/s"}, {}, "[::1]:0", 4712);
+  const std::vector<std::string> expected = {program, flag, "--listen_addresses=127.0.0.1:4711,unix:/tmp/s",
+                                             "--metrics_address=[::1]:4712"};
   EXPECT_EQ(restarter.Arguments(), expected);
   // The next life begins with those, and adds no more.
-  std::string added = expected.back();
-  arguments.push_back(added.data());
-  restarter.KeepArguments(3, arguments.data());
+  std::vector<std::string> added(expected.begin() + 2, expected.end());
+  for (std::string& one : added) arguments.push_back(one.data());
+  restarter.KeepArguments(4, arguments.data());
   EXPECT_EQ(restarter.Arguments(), expected);
-}
-
-// Everything that a micro-batch yields on an engine, and the accumulator after it.
-Outcome ComputeOn(LossEngine& engine, const Problem& problem) {
-  std::vector<std::unique_ptr<EngineHead>> heads;
-  std::vector<EngineHead*> pointers;
-  for (const TestHead& test_head : problem.heads) {
-    auto head = engine.CreateHead(test_head.spec);
-    EXPECT_TRUE(head.ok()) << head.status();
-    heads.push_back(*std::move(head));
-    pointers.push_back(heads.back().get());
-    WriteTensorValues(*pointers.back(), HeadTensor::kWeight, test_head.weight);
-    if (test_head.spec.has_bias) WriteTensorValues(*pointers.back(), HeadTensor::kBias, test_head.bias);
-  }
-  PreparedMicroBatch prepared(problem, pointers, ComputeOptions());
-  Outcome outcome;
-  const auto result = engine.Compute(prepared.micro_batch);
-  EXPECT_TRUE(result.ok()) << result.status();
-  if (result.ok()) prepared.Collect(*result, &outcome);
-  for (size_t i = 0; i < pointers.size(); ++i) {
-    Gradient& gradient = outcome.gradients.emplace_back();
-    for (const double value : ReadTensorValues(*pointers[i], HeadTensor::kGradWeight)) {
-      gradient.weight.push_back(static_cast<float>(value));
-    }
-  }
-  return outcome;
-}
-
-// Sums have one order, whatever the ranks are: shards of one engine, threads or processes; and every time.
-TEST(GroupResults, HaveTheBitsOfOneEngineWithAsManyShards) {
-  ProblemOptions options;
-  options.rows = 70;
-  options.vocab_size = 211;
-  options.bias = true;
-  options.label_smoothing = 0.1;
-  for (const bool jsd : {false, true}) {
-    options.jsd = jsd;
-    const Problem problem = MakeProblem(options);
-    EngineOptions shards = ThreeRanks();
-    shards.token_chunk_rows = 16;
-    shards.thread_count = 3;
-    const auto one = CreateCpuEngine(shards);
-    ASSERT_TRUE(one.ok());
-    const Outcome expected = ComputeOn(**one, problem);
-    const auto threads = group::CreateLocalCpuGroup(shards);
-    ASSERT_TRUE(threads.ok());
-    EXPECT_TRUE(ComputeOn(**threads, problem).BitwiseEquals(expected));
-    shards.thread_count = 1;  // of each
-    for (int round = 0; round < 2; ++round) {
-      const auto links = ThreadedGroup::Create(shards);
-      ASSERT_TRUE(links.ok());
-      EXPECT_TRUE(ComputeOn(**links, problem).BitwiseEquals(expected));
-    }
-  }
+  restarter.KeepAddresses({"127.0.0.1:4711"}, {"unix:/tmp/a"}, "", 0);  // no metrics are served
+  EXPECT_EQ(restarter.Arguments().back(), "--admin_listen_addresses=unix:/tmp/a");
 }
 
 }  // namespace

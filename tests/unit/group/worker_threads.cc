@@ -5,13 +5,24 @@
 
 namespace headwater::testing {
 
-absl::StatusOr<std::unique_ptr<ThreadedGroup>> ThreadedGroup::Create(const EngineOptions& options) {
+absl::StatusOr<std::unique_ptr<ThreadedGroup>> ThreadedGroup::Create(const EngineOptions& options,
+                                                                     const group::EngineMaker& make_engine) {
+  auto group = Begin(options, make_engine);
+  if (!group.ok()) return group;
+  if (absl::Status formed = (*group)->Form(); !formed.ok()) return formed;
+  return group;
+}
+
+absl::StatusOr<std::unique_ptr<ThreadedGroup>> ThreadedGroup::Begin(const EngineOptions& options,
+                                                                    const group::EngineMaker& make_engine,
+                                                                    absl::Duration setup_timeout) {
   group::AssemblyOptions assembly;
   assembly.engine = options;
   assembly.engine.thread_count = std::max(1, options.thread_count);
   assembly.workers = options.shard_count - 1;
   assembly.version = "test";
   assembly.listen_host = "127.0.0.1";
+  assembly.setup_timeout = setup_timeout;
   assembly.silence_timeout = absl::Seconds(60);
   auto made = group::GroupAssembly::Create(assembly);
   if (!made.ok()) return made.status();
@@ -23,17 +34,17 @@ absl::StatusOr<std::unique_ptr<ThreadedGroup>> ThreadedGroup::Create(const Engin
   for (size_t i = 0; i < workers; ++i) {
     TestCall* const call = result->calls_.emplace_back(std::make_unique<TestCall>()).get();
     result->handlers_.emplace_back([assembly = result->assembly_.get(), call] { assembly->Serve(*call).IgnoreError(); });
-    result->workers_.emplace_back([call, end = &result->ends_[i], budget = options.memory_budget_bytes] {
+    result->workers_.emplace_back([call, end = &result->ends_[i], budget = options.memory_budget_bytes, make_engine] {
       group::WorkerOptions worker;
       worker.version = "test";
       worker.leader_host = "127.0.0.1";
       worker.listen_host = "127.0.0.1";
       worker.memory_budget_bytes = budget;
+      worker.make_engine = make_engine;
       *end = group::RunWorker(*call, worker);
       call->Cancel();
     });
   }
-  if (absl::Status formed = result->assembly_->Form([] { return false; }); !formed.ok()) return formed;
   return result;
 }
 

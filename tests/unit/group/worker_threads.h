@@ -32,8 +32,20 @@ class TestCall final : public group::JoinCall, public group::WorkerChannel {
     return ended_;
   }
   std::string host() const override { return "127.0.0.1"; }
+  // The worker hears nothing more until the next time.
+  void Pause(bool paused) {
+    absl::MutexLock lock(&mutex_);
+    is_paused_ = paused;
+  }
   // The worker's end.
-  bool Read(v1::JoinResponse* message) override { return Take(responses_, message); }
+  bool Read(v1::JoinResponse* message) override {
+    {
+      const auto heard = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return (!is_paused_ && !responses_.empty()) || ended_; };
+      absl::MutexLock lock(&mutex_);
+      mutex_.Await(absl::Condition(&heard));
+    }
+    return Take(responses_, message);
+  }
   bool Write(const v1::JoinRequest& message) override { return Put(message, requests_); }
 
  private:
@@ -57,6 +69,7 @@ class TestCall final : public group::JoinCall, public group::WorkerChannel {
 
   absl::Mutex mutex_;
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
+  bool is_paused_ ABSL_GUARDED_BY(mutex_) = false;
   std::deque<v1::JoinRequest> requests_;
   std::deque<v1::JoinResponse> responses_;
 };
@@ -64,12 +77,23 @@ class TestCall final : public group::JoinCall, public group::WorkerChannel {
 // A leader's engine and its workers.
 class ThreadedGroup final : public LossEngine {
  public:
-  // As a group of options.shard_count ranks, at least 2.
-  static absl::StatusOr<std::unique_ptr<ThreadedGroup>> Create(const EngineOptions& options);
+  // As a group of options.shard_count ranks, at least 2. `make_engine`: the workers', which tells them apart by
+  // EngineOptions::group.
+  static absl::StatusOr<std::unique_ptr<ThreadedGroup>> Create(const EngineOptions& options,
+                                                               const group::EngineMaker& make_engine = CreateCpuEngine);
+  // The same in two steps; Form() once. The workers may take `setup_timeout`.
+  static absl::StatusOr<std::unique_ptr<ThreadedGroup>> Begin(const EngineOptions& options, const group::EngineMaker& make_engine,
+                                                              absl::Duration setup_timeout = absl::Minutes(1));
+  absl::Status Form() {
+    return assembly_->Form([] { return false; });
+  }
   ~ThreadedGroup() override;
 
   // Ends the call of a worker: 1 for the first.
   void Cut(size_t worker) { calls_[worker - 1]->Cancel(); }
+  // A worker hears nothing from then on, or again: 1 for the first.
+  void Pause(size_t worker, bool paused) { calls_[worker - 1]->Pause(paused); }
+  group::GroupAssembly& assembly() { return *assembly_; }
   // Why a worker has ended; waits for it.
   absl::Status AwaitEnd(size_t worker);
 

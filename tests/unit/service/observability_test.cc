@@ -14,6 +14,7 @@ namespace headwater::observability {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 TEST(Logging, WritesOneUnambiguousLine) {
   const std::vector<LogField> fields = {
@@ -74,6 +75,23 @@ TEST(Metrics, ServeWhatIsCountedElsewhereAsCounters) {
                            "headwater_token_chunk_fill_ratio_bucket{le=\"0.25\"} 0\n",
                            "headwater_token_chunk_fill_ratio_bucket{le=\"0.5\"} 1\n", "headwater_commit_seconds_count 1\n"}) {
     EXPECT_THAT(text, HasSubstr(line));
+  }
+}
+
+TEST(Metrics, TellHowTheRanksOfAGroupSpendTheirTime) {
+  Metrics metrics("1", "cpu");
+  GaugeReadings readings;
+  metrics.SetGaugeSource([&] { return readings; });
+  EXPECT_THAT(metrics.Serialize(), Not(HasSubstr("headwater_rank_seconds_total")));  // no group
+  readings.rank_times = {{absl::Seconds(3), absl::Seconds(2), absl::Seconds(1)}, {absl::Seconds(4), {}, {}}};
+  metrics.Serialize();
+  readings.rank_times[0][0] = absl::Seconds(2);  // a counter never falls
+  readings.rank_times[1][2] = absl::Milliseconds(500);
+  const std::string text = metrics.Serialize();
+  for (const char* line : {"{activity=\"compute\",rank=\"0\"} 3\n", "{activity=\"wait\",rank=\"0\"} 2\n",
+                           "{activity=\"communicate\",rank=\"0\"} 1\n", "{activity=\"compute\",rank=\"1\"} 4\n",
+                           "{activity=\"wait\",rank=\"1\"} 0\n", "{activity=\"communicate\",rank=\"1\"} 0.5\n"}) {
+    EXPECT_THAT(text, HasSubstr(std::string("headwater_rank_seconds_total") + line));
   }
 }
 

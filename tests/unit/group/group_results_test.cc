@@ -1,0 +1,181 @@
+// A group yields what one engine does with as many shards, to the bit, whatever its ranks are, threads or processes: in every
+// option, direct, staged and committed, and after a step of the optimizer. And that is right, in double precision.
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "server/group/group_engine.h"
+#include "tests/kernels/comparison.h"
+#include "tests/kernels/engine_run.h"
+#include "tests/kernels/problem.h"
+#include "tests/unit/group/worker_threads.h"
+
+namespace headwater::testing {
+namespace {
+
+// What a head is trained with; the options are the problem's.
+struct ResultCase {
+  Problem problem;
+  std::string name;
+};
+
+std::vector<ResultCase> MakeCases() {
+  std::vector<ProblemOptions> options = CrossEntropyOptionCases();
+  for (const double beta : {0.0, 0.5, 1.0}) {
+    ProblemOptions jsd;
+    jsd.name = "Jsd" + std::to_string(beta);
+    jsd.jsd = true;
+    jsd.beta = beta;
+    jsd.bias = true;
+    jsd.student_temperature = 2;
+    jsd.teacher_temperature = 0.5;
+    jsd.hard_loss_weight = 0.3;
+    jsd.label_smoothing = 0.1;
+    jsd.teacher_hidden_size = 17;
+    options.push_back(jsd);
+    if (beta == 0.5) {
+      jsd.name += "OfUnequalVocabularies";
+      jsd.teacher_vocab_size = 61;
+      jsd.softcap = 5;
+      options.push_back(jsd);
+    }
+  }
+  ProblemOptions all_ignored;
+  all_ignored.name = "AllIgnored";
+  all_ignored.ignored_share = 1;
+  options.push_back(all_ignored);
+  options.push_back(WithType(CrossEntropyOptionCases().back(), DataType::kBFloat16));
+  options.back().name += "BFloat16";
+
+  std::vector<ResultCase> cases;
+  for (ProblemOptions& one : options) {
+    one.staging_slots = 1;
+    ResultCase made{MakeProblem(one), one.name};
+    // One optimizer and the other, in turn.
+    OptimizerSpec& optimizer = made.problem.heads[0].spec.optimizer;
+    if (cases.size() % 2 == 0) {
+      optimizer = AdamWSpec{0.9, 0.999, 1e-8, 0.01};
+    } else {
+      optimizer = SgdSpec{0.9, 0, true, 0.01};
+    }
+    cases.push_back(std::move(made));
+  }
+  return cases;
+}
+
+// What becomes of the heads.
+struct Trained {
+  Outcome direct;                   // of a micro-batch that is added at once
+  std::vector<Gradient> committed;  // after the same again, staged, and committed with a factor
+  std::vector<Gradient> tensors;    // of the first head after a step, one after the other
+};
+
+Trained Train(LossEngine& engine, const Problem& problem) {
+  std::vector<std::unique_ptr<EngineHead>> heads;
+  std::vector<EngineHead*> pointers;
+  for (const TestHead& test_head : problem.heads) {
+    auto head = engine.CreateHead(test_head.spec);
+    EXPECT_TRUE(head.ok()) << head.status();
+    heads.push_back(*std::move(head));
+    pointers.push_back(heads.back().get());
+    WriteTensorValues(*pointers.back(), HeadTensor::kWeight, test_head.weight);
+    if (test_head.spec.has_bias) WriteTensorValues(*pointers.back(), HeadTensor::kBias, test_head.bias);
+  }
+  const auto read_gradients = [&] {
+    std::vector<Gradient> gradients(pointers.size());
+    for (size_t i = 0; i < pointers.size(); ++i) {
+      for (const double value : ReadTensorValues(*pointers[i], HeadTensor::kGradWeight)) {
+        gradients[i].weight.push_back(static_cast<float>(value));
+      }
+      for (const double value : ReadTensorValues(*pointers[i], HeadTensor::kGradBias)) {
+        gradients[i].bias.push_back(static_cast<float>(value));
+      }
+    }
+    return gradients;
+  };
+
+  Trained trained;
+  PreparedMicroBatch direct(problem, pointers, ComputeOptions());
+  const auto added = engine.Compute(direct.micro_batch);
+  EXPECT_TRUE(added.ok()) << added.status();
+  if (added.ok()) direct.Collect(*added, &trained.direct);
+  trained.direct.gradients = read_gradients();
+
+  ComputeOptions stage;
+  stage.grad_weight = GradWeightMode::kStage;
+  PreparedMicroBatch later(problem, pointers, stage);
+  const auto staged = engine.Compute(later.micro_batch);
+  EXPECT_TRUE(staged.ok()) << staged.status();
+  if (staged.ok()) {
+    const absl::Status committed = staged->staged->Commit(0.75);
+    EXPECT_TRUE(committed.ok()) << committed;
+  }
+  trained.committed = read_gradients();
+
+  OptimizerStep step;
+  step.learning_rate = 0.1;
+  step.gradient_multiplier = 0.5;
+  step.settings = problem.heads[0].spec.optimizer;
+  const absl::Status applied = pointers[0]->ApplyOptimizer(step);
+  EXPECT_TRUE(applied.ok()) << applied;
+  for (const HeadTensor tensor : {HeadTensor::kWeight, HeadTensor::kBias, HeadTensor::kMasterWeight, HeadTensor::kMoment1Weight,
+                                  HeadTensor::kMoment2Weight, HeadTensor::kGradWeight}) {
+    const std::vector<double> values = ReadTensorValues(*pointers[0], tensor);
+    trained.tensors.push_back({{values.begin(), values.end()}, {}});
+  }
+  return trained;
+}
+
+void ExpectSame(const Trained& actual, const Trained& expected) {
+  EXPECT_TRUE(actual.direct.BitwiseEquals(expected.direct));
+  EXPECT_TRUE(actual.committed == expected.committed);
+  EXPECT_TRUE(actual.tensors == expected.tensors);
+}
+
+class GroupResults : public ::testing::TestWithParam<std::vector<int64_t>> {};
+
+TEST_P(GroupResults, HaveTheBitsOfOneEngineWithAsManyShards) {
+  EngineOptions options;
+  options.shard_count = static_cast<int32_t>(GetParam().size());
+  if (GetParam().front() != 1) options.shard_weights = GetParam();
+  options.token_chunk_rows = 5;
+  options.thread_count = options.shard_count;
+  for (const bool deterministic : {false, true}) {
+    options.deterministic = deterministic;
+    const auto one = CreateCpuEngine(options);
+    ASSERT_TRUE(one.ok()) << one.status();
+    const auto threads = group::CreateLocalCpuGroup(options);
+    ASSERT_TRUE(threads.ok()) << threads.status();
+    EngineOptions of_each = options;
+    of_each.thread_count = 1;
+    std::unique_ptr<LossEngine> links;
+    if (options.shard_count > 1) {
+      auto made = ThreadedGroup::Create(of_each);
+      ASSERT_TRUE(made.ok()) << made.status();
+      links = *std::move(made);
+    }
+    for (const ResultCase& one_case : MakeCases()) {
+      SCOPED_TRACE(one_case.name + (deterministic ? ", deterministic" : ""));
+      const Trained expected = Train(**one, one_case.problem);
+      ExpectOutcomeMatches(one_case.problem, ComputeExpected(one_case.problem), expected.direct);
+      {
+        SCOPED_TRACE("threads");
+        ExpectSame(Train(**threads, one_case.problem), expected);
+      }
+      if (links != nullptr) {
+        SCOPED_TRACE("links");
+        ExpectSame(Train(*links, one_case.problem), expected);
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, GroupResults,
+                         ::testing::Values(std::vector<int64_t>{1}, std::vector<int64_t>{1, 1}, std::vector<int64_t>{3, 1, 2},
+                                           std::vector<int64_t>(4, 1), std::vector<int64_t>(8, 1)),
+                         [](const auto& test) { return std::to_string(test.param.size()); });
+
+}  // namespace
+}  // namespace headwater::testing
