@@ -22,6 +22,7 @@ RawReactor* ComputeLossStream::Start(ServerCore& core, grpc::CallbackServerConte
   const auto caller =
       core.access->Authorize(FindAccessRow(RpcMethod::kComputeLoss), PortRole::kData, AuthorizationOf(context.client_metadata()));
   if (!caller.ok()) {
+    stream->taken_.store(true);
     stream->Finish(RunRpc(core, context, RpcMethod::kComputeLoss, [&](RpcScope&) { return caller.status(); }));
     return reactor;
   }
@@ -86,6 +87,7 @@ absl::Status ComputeLossStream::EndWithoutHeader(RpcScope& scope) {
 }
 
 void ComputeLossStream::OnFirstMessage(bool ok, grpc::ByteBuffer* message) {
+  if (taken_.exchange(true)) return;
   if (!ok) {
     return Finish(RunRpc(core(), context(), RpcMethod::kComputeLoss, [this](RpcScope& scope) { return EndWithoutHeader(scope); }));
   }
@@ -100,6 +102,12 @@ void ComputeLossStream::OnFirstMessage(bool ok, grpc::ByteBuffer* message) {
                                   " at once (max_threads), and that many are in progress; try again"),
                      {{"limit", "max_threads"}, {"maximum", absl::StrCat(most)}, {kRetryAfterMsKey, "100"}});
   }));
+}
+
+bool ComputeLossStream::OnEnded(const absl::Status& why) {
+  if (taken_.exchange(true)) return false;
+  Finish(RunRpc(core(), context(), RpcMethod::kComputeLoss, [&](RpcScope&) { return why; }));
+  return true;
 }
 
 void ComputeLossStream::OnStreamGone(Transfer* transfer) {

@@ -31,6 +31,7 @@ class ComputeLossStream final : public RowStream {
   void OnFirstMessage(bool ok, grpc::ByteBuffer* message) override;
   void OnStreamGone(Transfer* transfer) override;
   void OnRefused(const absl::Status&) override {}  // the transfer is broken, which the call's thread sees
+  bool OnEnded(const absl::Status& why) override;
 
   // The whole call, on a call thread.
   void Run();
@@ -39,6 +40,8 @@ class ComputeLossStream final : public RowStream {
   // The whole call, of one that has no header to begin with: on gRPC's thread.
   absl::Status EndWithoutHeader(RpcScope& scope);
 
+  // By whoever answers the call: its thread, or who finds that there will be none.
+  std::atomic<bool> taken_{false};
   // Whether the call is in progress, and whether its client has gone meanwhile.
   enum class Progress { kRunning, kAbandoned, kEnded };
   std::atomic<Progress> progress_{Progress::kRunning};

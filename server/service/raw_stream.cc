@@ -6,11 +6,14 @@
 namespace headwater::service {
 
 RawStream::RawStream(ServerCore& core, grpc::CallbackServerContext& context) : core_(core), context_(context) {
-  watch_.emplace(&core_.watchdog, [this](const absl::Status& why) { EndCall(context_, why); });
+  watch_.emplace(&core_.watchdog, [this](const absl::Status& why) {
+    if (!owned_.load() || !OnEnded(why)) EndCall(context_, why);
+  });
 }
 
 RawReactor* RawStream::Own() {
   self_ = shared_from_this();
+  owned_.store(true);
   return this;
 }
 

@@ -59,6 +59,10 @@ class RawStream : public RawReactor, public std::enable_shared_from_this<RawStre
   virtual void OnWritten(bool ok) = 0;
   // gone() has become true. At most once, concurrently with the others.
   virtual void OnGone() = 0;
+  // The watchdog ends the call; on its thread, where nothing may wait. True: it has been finished with `why`. False: it is
+  // cancelled, at once and whatever is in progress, of which the client is told the code and the sentence, but no reason: gRPC
+  // sends no details with a call that it cancels.
+  virtual bool OnEnded(const absl::Status& why) = 0;
 
   ServerCore& core() { return core_; }
   grpc::CallbackServerContext& context() { return context_; }
@@ -80,6 +84,7 @@ class RawStream : public RawReactor, public std::enable_shared_from_this<RawStre
   grpc::CallbackServerContext& context_;  // until OnDone()
   std::shared_ptr<RawStream> self_;       // gRPC's share
   std::optional<StreamWatchdog::Watch> watch_;
+  std::atomic<bool> owned_{false};  // Own() has been called: the object is whole
   std::atomic<bool> gone_{false};
   bool read_watched_ = false;  // the read in progress
   grpc::ByteBuffer read_message_;

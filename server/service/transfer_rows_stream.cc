@@ -62,6 +62,7 @@ void TransferRowsStream::OnFirstMessage(bool ok, grpc::ByteBuffer* message) {
 void TransferRowsStream::FindTransfer(const TransferId& id, int32_t index) {
   {
     absl::MutexLock lock(&mutex_);
+    if (ended_.load()) return;
     id_ = id;
   }
   const auto self = std::static_pointer_cast<TransferRowsStream>(shared_from_this());
@@ -90,6 +91,16 @@ void TransferRowsStream::OnStreamGone(Transfer* transfer) {
 }
 
 void TransferRowsStream::OnRefused(const absl::Status& status) { End(status); }
+
+bool TransferRowsStream::OnEnded(const absl::Status& why) {
+  {
+    absl::MutexLock lock(&mutex_);
+    // A transfer that knows of the stream has to be told, too, that it is gone.
+    if (id_.has_value() || ended_.exchange(true)) return false;
+  }
+  Answer(why);
+  return true;
+}
 
 void TransferRowsStream::OnTransferEnd(bool succeeded) {
   if (absl::Status refused = refusal(); !refused.ok()) return End(std::move(refused));  // it may be why the transfer ends

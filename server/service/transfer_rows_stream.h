@@ -31,6 +31,7 @@ class TransferRowsStream final : public RowStream {
   void OnFirstMessage(bool ok, grpc::ByteBuffer* message) override;
   void OnStreamGone(Transfer* transfer) override;
   void OnRefused(const absl::Status& status) override;
+  bool OnEnded(const absl::Status& why) override;
 
   void FindTransfer(const TransferId& id, int32_t index);
   // Ends the call; what comes after the first time has no effect.

@@ -340,6 +340,43 @@ TEST(StreamLimits, OfTheirIdleTimeAreToldTheClient) {
   EXPECT_THAT(ended.error_message(), HasSubstr("stream_idle_timeout"));
 }
 
+// Ends `stream` with nothing said by the client, as the server says.
+template <typename Stream, typename Response>
+grpc::Status EndOf(Stream& stream, Response* response) {
+  while (stream.Read(response)) {
+  }
+  return stream.Finish();
+}
+
+// What the server says of streams that never say what they want.
+void ExpectEndsWithoutHeader(WireServer& server, const std::string& reason, const std::string& limit) {
+  for (int repeat = 0; repeat < 3; ++repeat) {
+    grpc::ClientContext compute_context;
+    v1::ComputeLossResponse computed;
+    const grpc::Status compute = EndOf(*server.loss().ComputeLoss(&compute_context), &computed);
+    EXPECT_EQ(ReasonOf(compute), reason);
+    EXPECT_THAT(compute.error_message(), HasSubstr(limit));
+    grpc::ClientContext transfer_context;
+    v1::TransferRowsResponse transferred;
+    const grpc::Status transfer = EndOf(*server.loss().TransferRows(&transfer_context), &transferred);
+    EXPECT_EQ(ReasonOf(transfer), reason);
+    EXPECT_THAT(transfer.error_message(), HasSubstr(limit));
+  }
+}
+
+TEST(StreamLimits, OfStreamsWithoutAHeaderAreToldWithTheirReason) {
+  ServerSetup setup;
+  setup.options.stream_idle_timeout = absl::Milliseconds(100);
+  {
+    WireServer server(setup);
+    ExpectEndsWithoutHeader(server, "CANCELLED", "stream_idle_timeout");
+  }
+  setup.options.stream_idle_timeout = absl::Seconds(60);
+  setup.options.limits.max_stream_time = absl::Milliseconds(100);
+  WireServer server(setup);
+  ExpectEndsWithoutHeader(server, "DEADLINE_EXCEEDED", "max_stream_time");
+}
+
 // A watch of the health that has begun: its first answer has come.
 struct Watch {
   explicit Watch(const std::shared_ptr<grpc::Channel>& channel) : stub(channel) {
