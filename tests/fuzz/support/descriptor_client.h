@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include <array>
-#include <cerrno>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -17,19 +16,12 @@
 
 #include "server/transport/file_descriptor.h"
 #include "tests/fuzz/support/check.h"
+#include "tests/fuzz/support/uninterrupted.h"
 
 namespace headwater::fuzz {
 
 inline constexpr size_t kMaxSentDescriptors = 3;
 inline constexpr int64_t kMemoryBytes = 4096;
-
-// libFuzzer's clock is a signal.
-template <typename Call>
-auto Uninterrupted(const Call& call) {
-  auto result = call();
-  while (result < 0 && errno == EINTR) result = call();
-  return result;
-}
 
 inline transport::FileDescriptor ConnectTo(const std::string& path) {
   transport::FileDescriptor client(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));

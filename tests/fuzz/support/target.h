@@ -3,6 +3,7 @@
 #ifndef HEADWATER_TESTS_FUZZ_SUPPORT_TARGET_H_
 #define HEADWATER_TESTS_FUZZ_SUPPORT_TARGET_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -26,12 +27,11 @@ class InputReader {
   }
   // Up to a byte 1, which is skipped, or up to the end.
   std::string Text() {
-    std::string text;
-    while (size_ > 0) {
-      const uint8_t byte = Byte();
-      if (byte == 1) break;
-      text.push_back(static_cast<char>(byte));
-    }
+    const uint8_t* const end = std::find(data_, data_ + size_, uint8_t{1});
+    std::string text(data_, end);
+    const size_t taken = std::min(text.size() + 1, size_);
+    data_ += taken;
+    size_ -= taken;
     return text;
   }
   std::string Rest() {

@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "tests/fuzz/support/check.h"
 #include "tests/fuzz/support/scratch_directory.h"
@@ -20,18 +21,18 @@ using Entries = std::map<std::string, cuda::AlgorithmWords>;
 
 // A number of 64 bits in hexadecimal, digit by digit.
 std::optional<uint64_t> ReadWord(const std::string& text) {
+  constexpr std::string_view kDigits = "0123456789abcdef";
   uint64_t word = 0;
   for (const char c : text) {
-    const size_t digit = std::string("0123456789abcdef").find(c >= 'A' && c <= 'F' ? static_cast<char>(c - 'A' + 'a') : c);
-    if (digit == std::string::npos || word >> 60 != 0) return std::nullopt;
+    const size_t digit = kDigits.find(c >= 'A' && c <= 'F' ? static_cast<char>(c - 'A' + 'a') : c);
+    if (digit == std::string_view::npos || word >> 60 != 0) return std::nullopt;
     word = word << 4 | digit;
   }
   return text.empty() ? std::nullopt : std::optional(word);
 }
 
 // The entries as the header tells the format.
-Entries Expected(const std::string& text) {
-  const nlohmann::json root = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+Entries Expected(const nlohmann::json& root) {
   if (!root.is_object() || !root.contains("format") || !root.contains("algorithms")) return {};
   if (root["format"] != "headwater-algorithms-1" || !root["algorithms"].is_object()) return {};
   Entries entries;
@@ -48,10 +49,9 @@ Entries Expected(const std::string& text) {
   return entries;
 }
 
-// All that the text could be taken for, so that what must not be taken is asked for too.
-void CheckKeys(const cuda::AlgorithmCache& cache, const std::string& text, const Entries& expected) {
+// All that the file could be taken for, so that what must not be taken is asked for too.
+void CheckKeys(const cuda::AlgorithmCache& cache, const nlohmann::json& root, const Entries& expected) {
   for (const auto& [key, words] : expected) FUZZ_CHECK(cache.Find(key) == words, key);
-  const nlohmann::json root = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!root.is_object() || !root.contains("algorithms") || !root["algorithms"].is_object()) return;
   for (const auto& [key, list] : root["algorithms"].items()) {
     FUZZ_CHECK(cache.Find(key).has_value() == (expected.count(key) == 1), key);
@@ -69,9 +69,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   InputReader input(data, size);
   const std::string text = input.Rest();
   std::ofstream(path, std::ios::binary | std::ios::trunc) << text;
-  const Entries expected = Expected(text);
+  const nlohmann::json root = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const Entries expected = Expected(root);
   AlgorithmCache cache(path);
-  CheckKeys(cache, text, expected);
+  CheckKeys(cache, root, expected);
   if (expected.empty()) return 0;
   // Written again, with an entry more, it says the same.
   const headwater::cuda::AlgorithmWords words = {1, 2, 3, 4, 5, 6, 7, ~uint64_t{0}};

@@ -20,22 +20,18 @@ constexpr size_t kQuotedBytes = 20;
 
 // Which beginnings of `id` the pattern can match, a character of it at a time.
 bool Matches(const std::string& pattern, const std::string& id) {
-  std::vector<bool> reached(id.size() + 1, false);
-  reached[0] = true;
+  std::string reached(id.size() + 1, '\0');
+  char* const at = reached.data();
+  at[0] = 1;
   for (const char c : pattern) {
-    std::vector<bool> next(id.size() + 1, false);
-    bool before = false;
-    for (size_t i = 0; i <= id.size(); ++i) {
-      before = before || reached[i];
-      if (c == '*') {
-        next[i] = before;
-      } else if (i > 0) {
-        next[i] = reached[i - 1] && id[i - 1] == c;
-      }
+    if (c == '*') {
+      for (size_t i = 1; i <= id.size(); ++i) at[i] = static_cast<char>(at[i] | at[i - 1]);
+    } else {
+      for (size_t i = id.size(); i > 0; --i) at[i] = static_cast<char>(at[i - 1] != 0 && id[i - 1] == c);
+      at[0] = 0;
     }
-    reached = std::move(next);
   }
-  return reached.back();
+  return at[id.size()] != 0;
 }
 
 bool IsName(const std::string& text, const std::string& letters) {

@@ -3,20 +3,22 @@
 // safetensors file (see safetensors.cc).
 #include "server/checkpoint/weights_reader.h"
 
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdint>
-#include <fstream>
 #include <iterator>
 #include <limits>
 #include <string>
 #include <vector>
 
+#include "server/transport/file_descriptor.h"
 #include "tests/fuzz/support/check.h"
 #include "tests/fuzz/support/safetensors_file.h"
 #include "tests/fuzz/support/scratch_directory.h"
 #include "tests/fuzz/support/target.h"
+#include "tests/fuzz/support/uninterrupted.h"
 
 namespace headwater::fuzz {
 namespace {
@@ -28,40 +30,53 @@ constexpr char kOutside = '\x41';
 constexpr int64_t kVocabSize = 3;
 constexpr int64_t kHiddenSize = 2;
 
-void Write(const std::string& path, const std::string& bytes) {
-  std::ofstream file(path, std::ios::binary | std::ios::trunc);
-  file << bytes;
-  FUZZ_CHECK(file.good());
+transport::FileDescriptor Create(const std::string& path) {
+  transport::FileDescriptor file(open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+  FUZZ_CHECK(file.valid(), path);
+  return file;
+}
+
+// Makes `bytes` all that the file holds.
+void Write(const transport::FileDescriptor& file, const std::string& bytes) {
+  FUZZ_CHECK(ftruncate(file.get(), 0) == 0);
+  FUZZ_CHECK(Uninterrupted([&] { return pwrite(file.get(), bytes.data(), bytes.size(), 0); }) ==
+             static_cast<ssize_t>(bytes.size()));
 }
 
 // root/model.safetensors, root/m with an index and a file of that name, root/folder.safetensors; and, where no path may lead, a
-// file beside the root that root/link points to.
+// file beside the root that root/link points to. An input takes no more system calls than it must: the files stay open, and both of
+// that name are one.
 class Folders {
  public:
   Folders() : root_(directory_.path() + "/root") {
     FUZZ_CHECK(mkdir(root_.c_str(), 0700) == 0 && mkdir((root_ + "/m").c_str(), 0700) == 0);
     FUZZ_CHECK(mkdir((root_ + "/folder.safetensors").c_str(), 0700) == 0);
     const std::string secret = R"({"weight": {"dtype": "F32", "shape": [3, 2], "data_offsets": [0, 24]}})";
-    Write(directory_.path() + "/secret.safetensors", SafetensorsFile(secret, kOutside));
+    Write(Create(directory_.path() + "/secret.safetensors"), SafetensorsFile(secret, kOutside));
+    model_ = Create(root_ + "/model.safetensors");
+    FUZZ_CHECK(link((root_ + "/model.safetensors").c_str(), (root_ + "/m/model.safetensors").c_str()) == 0);
     FUZZ_CHECK(symlink("../secret.safetensors", (root_ + "/link.safetensors").c_str()) == 0);
     FUZZ_CHECK(symlink("../..", (root_ + "/m/up").c_str()) == 0);
   }
   const std::string& root() const { return root_; }
 
   void Fill(const std::string& index, const std::string& file) {
-    Write(root_ + "/model.safetensors", file);
-    Write(root_ + "/m/model.safetensors", file);
-    const std::string path = root_ + "/m/model.safetensors.index.json";
-    if (index.empty()) {
-      unlink(path.c_str());
-    } else {
-      Write(path, index);
+    Write(model_, file);
+    if (index.empty() && index_.valid()) {
+      index_ = transport::FileDescriptor();
+      FUZZ_CHECK(unlink(index_path_.c_str()) == 0);
     }
+    if (index.empty()) return;
+    if (!index_.valid()) index_ = Create(index_path_);
+    Write(index_, index);
   }
 
  private:
   const ScratchDirectory directory_;
   const std::string root_;
+  const std::string index_path_ = root_ + "/m/model.safetensors.index.json";
+  transport::FileDescriptor model_;
+  transport::FileDescriptor index_;  // not valid: there is none
 };
 
 void CheckTensor(const checkpoint::WeightsReader& reader, HeadTensor tensor, int64_t elements, const HeadSpec& spec) {
