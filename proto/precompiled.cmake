@@ -2,9 +2,15 @@
 
 # headwater_take_headers(TARGET HOST): HOST's precompiled headers, and the folder of generated ones should the compiler not take them.
 function(headwater_take_headers target host)
-  if(TARGET ${host} AND NOT target STREQUAL host)
+  if(NOT TARGET ${host} OR target STREQUAL host)
+    return()
+  endif()
+  target_include_directories(${target} SYSTEM PRIVATE ${PROJECT_BINARY_DIR}/proto)
+  # Clang refuses what was compiled for a program (-fPIE) in a library (-fPIC).
+  get_target_property(kind ${target} TYPE)
+  get_target_property(host_kind ${host} TYPE)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" OR NOT host_kind STREQUAL "EXECUTABLE" OR kind STREQUAL "EXECUTABLE")
     target_precompile_headers(${target} REUSE_FROM ${host})
-    target_include_directories(${target} SYSTEM PRIVATE ${PROJECT_BINARY_DIR}/proto)
   endif()
 endfunction()
 

@@ -139,14 +139,14 @@ class ServerCore::Reaper {
   // Once for each time that the server is idle, and once more when it has let go of the rows' memory. What was freed after a burst
   // of calls, or of attacks, would stay with the process for ever otherwise.
   void TrimHeapWhenIdle() {
-    bool busy = core_.rows.used_bytes() > 0 || core_.rows.idle_bytes() != idle_row_bytes_;
+    bool in_use = core_.rows.used_bytes() > 0 || core_.rows.idle_bytes() != idle_row_bytes_;
     idle_row_bytes_ = core_.rows.idle_bytes();
     {
       absl::MutexLock lock(&core_.phase_mutex_);
-      busy = busy || core_.calls_in_progress_ > 0;
+      in_use = in_use || core_.calls_in_progress_ > 0;
     }
     const absl::Time now = absl::Now();
-    if (busy) {
+    if (in_use) {
       last_busy_ = now;
       heap_trimmed_ = false;
     } else if (!heap_trimmed_ && now - last_busy_ >= kIdleHeap) {
