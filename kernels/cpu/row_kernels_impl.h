@@ -117,6 +117,12 @@ PieceStats BlockStats(const T* a, int64_t count, const StatsOptions& options) {
     z[i] = Logit<kCapped>(a[i], cap, inverse_temperature);
     max = z[i] > max ? z[i] : max;
   }
+  // Clang begins a reduction with the lowest finite number, which stands then if there is nothing above -inf.
+  if (max == -static_cast<T>(sizeof(T) == sizeof(float) ? __FLT_MAX__ : __DBL_MAX__)) {
+    bool is_there = false;
+    for (int64_t i = 0; i < count; ++i) is_there = is_there || z[i] == max;
+    if (!is_there) max = low;
+  }
   // An infinite maximum must not be subtracted from itself where all is -inf: those terms are 0.
   const T offset = max == low ? T(0) : max;
   T sum = 0;

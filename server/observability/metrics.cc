@@ -6,7 +6,6 @@
 #include <array>
 #include <atomic>
 #include <cstddef>
-#include <exception>
 #include <fstream>
 #include <string>
 #include <utility>
@@ -16,11 +15,11 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "prometheus/counter.h"
-#include "prometheus/exposer.h"
 #include "prometheus/gauge.h"
 #include "prometheus/histogram.h"
 #include "prometheus/registry.h"
 #include "prometheus/text_serializer.h"
+#include "server/observability/metrics_endpoint.h"
 
 namespace headwater::observability {
 namespace {
@@ -272,7 +271,7 @@ const char* CanonicalCodeName(absl::StatusCode code) {
   return index < kCodeCount ? kCodeNames[index] : "UNKNOWN";
 }
 
-struct Metrics::Families : public prometheus::Collectable {
+struct Metrics::Families {
   prometheus::Registry registry;
 
   prometheus::Family<prometheus::Counter>& Counters(FamilyIndex index) {
@@ -370,9 +369,9 @@ struct Metrics::Families : public prometheus::Collectable {
   std::function<GaugeReadings()> source ABSL_GUARDED_BY(source_mutex);
 
   // Declared last: it is stopped before anything that a scrape reads goes away.
-  std::unique_ptr<prometheus::Exposer> exposer;
+  std::unique_ptr<MetricsEndpoint> endpoint;
 
-  std::vector<prometheus::MetricFamily> Collect() const override {
+  std::vector<prometheus::MetricFamily> Collect() const {
     {
       absl::MutexLock lock(&source_mutex);
       if (source) Refresh(source());
@@ -417,7 +416,7 @@ struct Metrics::Families : public prometheus::Collectable {
   }
 };
 
-Metrics::Metrics(const std::string& version, const std::string& engine) : families_(std::make_shared<Families>()) {
+Metrics::Metrics(const std::string& version, const std::string& engine) : families_(std::make_unique<Families>()) {
   for (size_t i = 0; i < kPurposeCount; ++i) {
     families_->memory_planned_children[i] = &families_->memory_planned.Add({{"purpose", kPurposeNames[i]}});
   }
@@ -562,17 +561,10 @@ void Metrics::SetGaugeSource(std::function<GaugeReadings()> read) {
 std::string Metrics::Serialize() const { return prometheus::TextSerializer().Serialize(families_->Collect()); }
 
 absl::StatusOr<int> Metrics::Listen(const std::string& address) {
-  if (address.find('%') != std::string::npos) {  // which the HTTP server takes for an address that is taken
-    return absl::InvalidArgumentError("metrics_address: expected an address without a zone, got \"" + address + "\"");
-  }
-  try {
-    families_->exposer = std::make_unique<prometheus::Exposer>(address, /*num_threads=*/1);
-  } catch (const std::exception& error) {
-    return absl::UnavailableError("metrics: cannot listen on " + address + ": " + error.what());
-  }
-  families_->exposer->RegisterCollectable(families_);
-  const std::vector<int> ports = families_->exposer->GetListeningPorts();
-  return ports.empty() ? 0 : ports.front();
+  auto endpoint = MetricsEndpoint::Listen(address, [this] { return Serialize(); });
+  if (!endpoint.ok()) return endpoint.status();
+  families_->endpoint = *std::move(endpoint);
+  return families_->endpoint->port();
 }
 
 namespace {

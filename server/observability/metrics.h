@@ -177,7 +177,7 @@ class Metrics {
 
  private:
   struct Families;
-  std::shared_ptr<Families> families_;  // shared only because the exposer wants a weak pointer
+  std::unique_ptr<Families> families_;
 };
 
 // The contents of docs/metrics.md.

@@ -33,7 +33,7 @@ KINDS = [
     ("test_library", r"(gtest|gmock|benchmark|sanitizer)/.*"),
     ("blas", r"cblas\.h|openblas_config\.h"),
     ("formats", r"nlohmann/.*|xxhash\.h|zlib\.h"),
-    ("logs_and_metrics", r"(spdlog|prometheus)/.*"),
+    ("logs_and_metrics", r"(spdlog|prometheus)/.*|microhttpd\.h"),
     ("tls", r"openssl/.*"),
     ("std", r"\w+|(std\w+|string|limits|float|math|errno|ctype|assert|signal|time|locale|setjmp|wchar|inttypes|fenv)\.h"),
     ("std", r"\w+intrin\.h"),

@@ -121,16 +121,5 @@ TEST(Metrics, DocumentNamesEveryFamily) {
   }
 }
 
-TEST(Metrics, SayWhyTheyCannotBeServed) {
-  Metrics first("1", "cpu");
-  const auto port = first.Listen("127.0.0.1:0");
-  ASSERT_TRUE(port.ok()) << port.status();
-  ASSERT_NE(*port, 0);
-  Metrics second("1", "cpu");
-  const auto taken = second.Listen("127.0.0.1:" + std::to_string(*port));
-  ASSERT_FALSE(taken.ok());
-  EXPECT_THAT(std::string(taken.status().message()), HasSubstr("metrics: cannot listen on"));
-}
-
 }  // namespace
 }  // namespace headwater::observability

@@ -1,0 +1,98 @@
+#include "server/observability/metrics_endpoint.h"
+
+#include <microhttpd.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/status/status.h"
+
+namespace headwater::observability {
+namespace {
+
+MHD_Result Send(MHD_Connection* connection, unsigned code, const std::string& body, const char* header, const char* value) {
+  MHD_Response* response =
+      MHD_create_response_from_buffer(body.size(), const_cast<char*>(body.data()), MHD_RESPMEM_MUST_COPY);  // NOLINT: only read
+  if (response == nullptr) return MHD_NO;
+  MHD_add_response_header(response, header, value);
+  const MHD_Result queued = MHD_queue_response(connection, code, response);
+  MHD_destroy_response(response);
+  return queued;
+}
+
+MHD_Result Answer(void* endpoint, MHD_Connection* connection, const char* url, const char* method, const char* /*version*/,
+                  const char* /*body*/, size_t* body_bytes, void** state) {
+  // Called once with the headers alone, and refused then where a body would come: nothing is asked for with one.
+  static char has_begun;
+  const std::string_view verb = method;
+  if (verb != MHD_HTTP_METHOD_GET && verb != MHD_HTTP_METHOD_HEAD) {
+    return Send(connection, MHD_HTTP_METHOD_NOT_ALLOWED, "expected GET\n", MHD_HTTP_HEADER_ALLOW, "GET, HEAD");
+  }
+  if (*state == nullptr) {
+    *state = &has_begun;
+    return MHD_YES;
+  }
+  *body_bytes = 0;
+  constexpr char kPlain[] = "text/plain; charset=utf-8";
+  if (std::string_view(url) != "/metrics") {
+    return Send(connection, MHD_HTTP_NOT_FOUND, "expected /metrics\n", MHD_HTTP_HEADER_CONTENT_TYPE, kPlain);
+  }
+  try {
+    return Send(connection, MHD_HTTP_OK, static_cast<MetricsEndpoint*>(endpoint)->page()(), MHD_HTTP_HEADER_CONTENT_TYPE,
+                "text/plain; version=0.0.4; charset=utf-8");
+  } catch (const std::exception&) {  // C code is above
+    return Send(connection, MHD_HTTP_INTERNAL_SERVER_ERROR, "the metrics could not be read\n", MHD_HTTP_HEADER_CONTENT_TYPE,
+                kPlain);
+  }
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<MetricsEndpoint>> MetricsEndpoint::Listen(const std::string& address,
+                                                                         std::function<std::string()> page) {
+  const size_t colon = address.rfind(':');
+  if (colon == std::string::npos || colon == 0 || colon + 1 == address.size()) {
+    return absl::InvalidArgumentError("metrics: expected host:port, got '" + address + "'");
+  }
+  std::string host = address.substr(0, colon);
+  if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
+  addrinfo hints = {};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_PASSIVE;
+  addrinfo* list = nullptr;
+  if (const int error = getaddrinfo(host.c_str(), address.c_str() + colon + 1, &hints, &list); error != 0) {
+    return absl::InvalidArgumentError("metrics: expected host:port, got '" + address + "': " + gai_strerror(error));
+  }
+  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> found(list, &freeaddrinfo);
+
+  std::unique_ptr<MetricsEndpoint> endpoint(new MetricsEndpoint(std::move(page)));
+  unsigned flags = MHD_USE_AUTO_INTERNAL_THREAD;
+  if (found->ai_family == AF_INET6) flags |= MHD_USE_IPv6;
+  errno = 0;
+  endpoint->daemon_ = MHD_start_daemon(flags, /*port=*/0, nullptr, nullptr, &Answer, endpoint.get(),  //
+                                       MHD_OPTION_SOCK_ADDR, found->ai_addr,                          //
+                                       MHD_OPTION_CONNECTION_LIMIT, kMaxConnections,                  //
+                                       MHD_OPTION_CONNECTION_TIMEOUT, kIdleTimeoutSeconds, MHD_OPTION_END);
+  if (endpoint->daemon_ == nullptr) {
+    return absl::UnavailableError("metrics: cannot listen on " + address +
+                                  (errno != 0 ? std::string(": ") + std::strerror(errno) : ""));
+  }
+  const MHD_DaemonInfo* bound = MHD_get_daemon_info(endpoint->daemon_, MHD_DAEMON_INFO_BIND_PORT);
+  if (bound != nullptr) endpoint->port_ = bound->port;
+  return endpoint;
+}
+
+MetricsEndpoint::~MetricsEndpoint() {
+  if (daemon_ != nullptr) MHD_stop_daemon(daemon_);
+}
+
+}  // namespace headwater::observability

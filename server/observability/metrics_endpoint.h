@@ -1,0 +1,44 @@
+// MetricsEndpoint: the page that Prometheus scrapes, over plain HTTP.
+#ifndef HEADWATER_SERVER_OBSERVABILITY_METRICS_ENDPOINT_H_
+#define HEADWATER_SERVER_OBSERVABILITY_METRICS_ENDPOINT_H_
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/status/statusor.h"
+
+struct MHD_Daemon;
+
+namespace headwater::observability {
+
+// Answers GET and HEAD of /metrics on a thread of its own, which waits for no client: one that stands still holds up neither others
+// nor the end. Not prometheus-cpp's own exposer: civetweb gives its threads stacks of 100 KiB, of which OpenBLAS' thread-local
+// memory takes 60, and a scrape needed nearly all of the rest.
+class MetricsEndpoint {
+ public:
+  static constexpr unsigned kMaxConnections = 32;      // more are closed at once
+  static constexpr unsigned kIdleTimeoutSeconds = 10;  // of a connection on which nothing comes or goes
+
+  // `address` is host:port, an IPv6 host in brackets; port 0 picks one. `page` makes the text of a scrape; it is called by the
+  // endpoint's thread, until the destructor returns. UNAVAILABLE: cannot listen there; INVALID_ARGUMENT: no address.
+  static absl::StatusOr<std::unique_ptr<MetricsEndpoint>> Listen(const std::string& address, std::function<std::string()> page);
+  ~MetricsEndpoint();
+  MetricsEndpoint(const MetricsEndpoint&) = delete;
+  MetricsEndpoint& operator=(const MetricsEndpoint&) = delete;
+
+  int port() const { return port_; }
+  const std::function<std::string()>& page() const { return page_; }
+
+ private:
+  explicit MetricsEndpoint(std::function<std::string()> page) : page_(std::move(page)) {}
+
+  const std::function<std::string()> page_;
+  MHD_Daemon* daemon_ = nullptr;
+  int port_ = 0;
+};
+
+}  // namespace headwater::observability
+
+#endif  // HEADWATER_SERVER_OBSERVABILITY_METRICS_ENDPOINT_H_
