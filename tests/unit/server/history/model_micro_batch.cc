@@ -349,16 +349,18 @@ Expected Model::ComputeWhole(const Event& event) {
   if (loses) {
     for (const int head : targets) Lose(head);
   }
-  if (!problems.empty()) return {problems, {}};
-
-  Expected expected;
-  expected.numbers = AnswerOf(event);
-  if (event.meanwhile == Meanwhile::kLeasePasses) {
+  // That there is no place is found out when all has been computed, and before those whose sessions have ended give theirs up.
+  const bool is_computed = problems.empty() || (problems == Reasons{"STAGING_FULL"} && may_hold);
+  if (is_computed && event.meanwhile == Meanwhile::kLeasePasses) {
     now_ += kMaxLeaseSeconds + 1;
     // The call's own session does not end while the call runs, and counts from its end.
     if (event.session != kNoSession) sessions_.at(event.session).lease_end = now_ + sessions_.at(event.session).lease;
     ExpireSessions();
   }
+  if (!problems.empty()) return {problems, {}};
+
+  Expected expected;
+  expected.numbers = AnswerOf(event);
   int state = 0;
   if (adds) {
     state = event.is_explicit ? kStateStaged : kStateCommitted;
