@@ -17,7 +17,7 @@ namespace {
 // Far beyond what any call takes that is not stuck, on any machine: a call that needs it hangs.
 constexpr std::chrono::seconds kHang(100);
 // For streams that are left open.
-constexpr std::chrono::milliseconds kShortDeadline(30);
+constexpr std::chrono::milliseconds kShortDeadline(10);
 constexpr int kMaxCalls = 64;
 constexpr int kMaxStripes = 4;
 constexpr size_t kMaxBackground = 8;
@@ -415,18 +415,40 @@ void SequenceClient::RunRaw(const Raw& raw) {
     call->WritesDone(nullptr);
     done();
   }
+  grpc::ByteBuffer answer;
   do {
-    grpc::ByteBuffer answer;
-    call->Read(&answer, nullptr);
+    grpc::ByteBuffer next;
+    call->Read(&next, nullptr);
     open = done();
+    if (open) answer.Swap(&next);
   } while (open);
   grpc::Status status;
   call->Finish(&status, nullptr);
   done();
+  if (status.ok()) Learn(methods[raw.method() % methods.size()], answer);
   Answered("raw", status, raw.end());
 }
 
+void SequenceClient::Learn(const std::string& method, const grpc::ByteBuffer& answer) {
+  grpc::Slice bytes;
+  if (!answer.Valid() || !answer.DumpToSingleSlice(&bytes).ok()) return;
+  const int size = static_cast<int>(bytes.size());
+  v1::OpenSessionResponse opened;
+  v1::CreateHeadResponse created;
+  if (absl::EndsWith(method, "/OpenSession") && opened.ParseFromArray(bytes.begin(), size)) known_.AddSession(opened.session_id());
+  if (absl::EndsWith(method, "/CreateHead") && created.ParseFromArray(bytes.begin(), size)) known_.AddHead(created.head());
+}
+
 void SequenceClient::CleanUp() {
+  {
+    // Also those of calls that were given up before they were answered.
+    v1::ListHeadsRequest list;
+    v1::ListHeadsResponse listed;
+    grpc::ClientContext context;
+    const grpc::Status status = server_.heads().ListHeads(&context, list, &listed);
+    FUZZ_CHECK(status.ok(), status.error_message());
+    for (const v1::Head& head : listed.heads()) known_.AddHead(head);
+  }
   for (const std::string& name : known_.heads()) {
     v1::GetHeadRequest get;
     get.set_name(name);

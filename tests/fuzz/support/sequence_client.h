@@ -40,6 +40,8 @@ class SequenceClient {
   void RunStripe(const Stripe& stripe, const v1::MicroBatchHeader& header);
   void RunTeacher(const Teacher& teacher);
   void RunRaw(const Raw& raw);
+  // What a raw call has made is to be cleaned up, too.
+  void Learn(const std::string& method, const grpc::ByteBuffer& answer);
 
   // A unary call: fills the request in, makes it, and calls `then` with it and the answer if that is OK.
   template <typename Stub, typename Request, typename Response>

@@ -127,12 +127,14 @@ class Fixture {
       left.clear();
       const std::string metrics = server_->server().SerializeMetrics();
       for (const absl::string_view line : absl::StrSplit(metrics, '\n')) {
-        for (const char* name :
-             {"heads", "sessions", "waiting_calls", "queue_depth", "in_flight_bytes", "upload_bytes", "held_bytes", "join_bytes",
-              "row_memory_bytes{state=\"used\"}", "regions", "region_bytes", "memory_planned_bytes"}) {
-          const std::string prefix = absl::StrCat("headwater_", name);
-          if (!absl::StartsWith(line, prefix) || absl::EndsWith(line, " 0")) continue;
-          const char next = line[prefix.size()];
+        if (absl::EndsWith(line, " 0")) continue;
+        for (const absl::string_view name :
+             {"headwater_heads", "headwater_sessions", "headwater_waiting_calls", "headwater_queue_depth",
+              "headwater_in_flight_bytes", "headwater_upload_bytes", "headwater_held_bytes", "headwater_join_bytes",
+              "headwater_row_memory_bytes{state=\"used\"}", "headwater_regions", "headwater_region_bytes",
+              "headwater_memory_planned_bytes"}) {
+          if (!absl::StartsWith(line, name)) continue;
+          const char next = line[name.size()];
           if (next == ' ' || next == '{') absl::StrAppend(&left, line, "; ");
         }
       }
