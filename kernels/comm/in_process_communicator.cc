@@ -110,6 +110,34 @@ class InProcessCommunicator final : public Communicator {
     return meeting_->Wait();
   }
 
+  absl::Status ReduceScatterSum(float* data, absl::Span<const int64_t> bounds) override {
+    comm::CollectiveClock::Collective collective(clock_);
+    absl::Status status = meeting_->Publish(rank_, {data, bounds.back(), kScatterSum});
+    if (!status.ok()) return status;
+    collective.EveryRankIsHere();
+    const size_t own = static_cast<size_t>(rank_);
+    for (int64_t i = bounds[own]; i < bounds[own + 1]; ++i) {
+      float value = static_cast<const float*>(meeting_->post(0).data)[i];
+      for (int32_t rank = 1; rank < world_size(); ++rank) value += static_cast<const float*>(meeting_->post(rank).data)[i];
+      data[i] = value;
+    }
+    return meeting_->Wait();
+  }
+
+  absl::Status AllGatherParts(void* data, absl::Span<const int64_t> bounds) override {
+    comm::CollectiveClock::Collective collective(clock_);
+    absl::Status status = meeting_->Publish(rank_, {data, bounds.back(), kGatherParts});
+    if (!status.ok()) return status;
+    collective.EveryRankIsHere();
+    for (int32_t rank = 0; rank < world_size(); ++rank) {
+      if (rank == rank_) continue;
+      const int64_t start = bounds[static_cast<size_t>(rank)];
+      std::copy_n(static_cast<const char*>(meeting_->post(rank).data) + start, bounds[static_cast<size_t>(rank) + 1] - start,
+                  static_cast<char*>(data) + start);
+    }
+    return meeting_->Wait();
+  }
+
   absl::Status Barrier() override {
     const comm::CollectiveClock::Collective collective(clock_);
     return meeting_->Wait();
@@ -120,6 +148,8 @@ class InProcessCommunicator final : public Communicator {
 
  private:
   static constexpr const char* kGather = "gather of double";
+  static constexpr const char* kScatterSum = "scattered sum of float";
+  static constexpr const char* kGatherParts = "gather of parts";
   // Elements of a part: large enough that ranks do not share cache lines.
   static constexpr int64_t kGrain = 64;
 
@@ -168,6 +198,8 @@ class SingleCommunicator final : public Communicator {
     std::copy_n(data, count, out);
     return status();
   }
+  absl::Status ReduceScatterSum(float*, absl::Span<const int64_t>) override { return status(); }
+  absl::Status AllGatherParts(void*, absl::Span<const int64_t>) override { return status(); }
   absl::Status Barrier() override { return status(); }
   void Abort(const absl::Status& reason) override {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -4,7 +4,8 @@
 // all at the same time in one poll loop, so that no two ranks can wait for each other's buffers to drain. What is gathered goes to
 // all at once. A reduction of few elements gathers all and adds up everywhere; of many, rank r gets the r-th part of all ranks'
 // elements, adds it up in rank order, and sends the sum to all: each element crosses the network twice. Either way an element's sum
-// has one order, so all ranks have the same bits.
+// has one order, so all ranks have the same bits. A sum that is scattered is exchanged piece by piece, so that it takes little
+// memory.
 //
 // Each message has a header, by which ranks that did not make the same call find out.
 #include "kernels/comm/tcp_communicator.h"
@@ -41,7 +42,7 @@ struct Header {
   bool operator==(const Header&) const = default;
 };
 
-enum Operation : int64_t { kGather = 1, kSumFloat, kSumDouble, kMaxFloat, kMaxDouble, kBarrier };
+enum Operation : int64_t { kGather = 1, kSumFloat, kSumDouble, kMaxFloat, kMaxDouble, kBarrier, kScatterSum, kGatherParts };
 
 template <typename T>
 T Add(T a, T b) {
@@ -69,6 +70,37 @@ class TcpCommunicator final : public Communicator {
   absl::Status AllReduceMax(double* data, int64_t count) override { return Reduce(data, count, kMaxDouble, Max<double>); }
 
   absl::Status AllGather(const double* data, int64_t count, double* out) override { return Gather(data, count, kGather, out); }
+
+  absl::Status ReduceScatterSum(float* data, absl::Span<const int64_t> bounds) override {
+    CollectiveClock::Collective collective(clock_);
+    constexpr int64_t kPiece = kReduceScatterBytes / static_cast<int64_t>(sizeof(float));
+    int64_t longest = 0;
+    for (size_t rank = 0; rank < peers_.size(); ++rank) longest = std::max(longest, bounds[rank + 1] - bounds[rank]);
+    for (int64_t start = 0; start < longest; start += kPiece) {
+      const auto piece_of = [&](size_t rank) {
+        const int64_t end = bounds[rank + 1];
+        return RowRange{std::min(bounds[rank] + start, end), std::min(bounds[rank] + start + kPiece, end)};
+      };
+      absl::Status status = SumOwnPart(&collective, data, {++sequence_, longest, kScatterSum}, piece_of, Add<float>);
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status AllGatherParts(void* data, absl::Span<const int64_t> bounds) override {
+    char* const bytes = static_cast<char*>(data);
+    const auto size_of = [&](size_t rank) { return static_cast<size_t>(bounds[rank + 1] - bounds[rank]); };
+    const size_t own = static_cast<size_t>(rank_);
+    CollectiveClock::Collective collective(clock_);
+    return Exchange(
+        &collective, {++sequence_, bounds.back(), kGatherParts},
+        [&](size_t) {
+          return Out{bytes + bounds[own], size_of(own)};
+        },
+        [&](size_t rank) {
+          return In{bytes + bounds[rank], size_of(rank)};
+        });
+  }
 
   absl::Status Barrier() override {
     CollectiveClock::Collective collective(clock_);
@@ -141,35 +173,48 @@ class TcpCommunicator final : public Communicator {
       return is_small ? RowRange{0, count}
                       : SplitEvenly({0, count}, static_cast<int64_t>(rank), static_cast<int64_t>(ranks), kGrain);
     };
-    const RowRange own = part_of(static_cast<size_t>(rank_));
-    scratch_.resize(ranks * static_cast<size_t>(own.size()) * sizeof(T));
-    T* const gathered = reinterpret_cast<T*>(scratch_.data());
-    const auto bytes_of = [](const RowRange& range) { return static_cast<size_t>(range.size()) * sizeof(T); };
     CollectiveClock::Collective collective(clock_);
-    absl::Status status = Exchange(
+    absl::Status status = SumOwnPart(&collective, data, {++sequence_, count, operation}, part_of, combine);
+    if (!status.ok() || is_small) return status;
+    const RowRange own = part_of(static_cast<size_t>(rank_));
+    return Exchange(
         &collective, {++sequence_, count, operation},
-        [&](size_t rank) {
-          return Out{data + part_of(rank).start, bytes_of(part_of(rank))};
+        [&](size_t) {
+          return Out{data + own.start, BytesOf<T>(own)};
         },
         [&](size_t rank) {
-          return In{gathered + static_cast<int64_t>(rank) * own.size(), bytes_of(own)};
+          return In{data + part_of(rank).start, BytesOf<T>(part_of(rank))};
+        });
+  }
+
+  template <typename T>
+  static size_t BytesOf(const RowRange& range) {
+    return static_cast<size_t>(range.size()) * sizeof(T);
+  }
+
+  // Gives each rank this one's elements of its part, part_of(rank), and combines those of this one's part in rank order.
+  template <typename T, typename PartOf>
+  absl::Status SumOwnPart(CollectiveClock::Collective* collective, T* data, const Header& header, const PartOf& part_of,
+                          T (*combine)(T, T)) {
+    const RowRange own = part_of(static_cast<size_t>(rank_));
+    scratch_.resize(peers_.size() * BytesOf<T>(own));
+    T* const gathered = reinterpret_cast<T*>(scratch_.data());
+    absl::Status status = Exchange(
+        collective, header,
+        [&](size_t rank) {
+          return Out{data + part_of(rank).start, BytesOf<T>(part_of(rank))};
+        },
+        [&](size_t rank) {
+          return In{gathered + static_cast<int64_t>(rank) * own.size(), BytesOf<T>(own)};
         });
     if (!status.ok()) return status;
-    if (own.size() > 0) std::memcpy(gathered + rank_ * own.size(), data + own.start, bytes_of(own));
+    if (own.size() > 0) std::memcpy(gathered + rank_ * own.size(), data + own.start, BytesOf<T>(own));
     for (int64_t i = 0; i < own.size(); ++i) {
       T value = gathered[i];
       for (int64_t rank = 1; rank < world_size(); ++rank) value = combine(value, gathered[rank * own.size() + i]);
       data[own.start + i] = value;
     }
-    if (is_small) return absl::OkStatus();
-    return Exchange(
-        &collective, {++sequence_, count, operation},
-        [&](size_t) {
-          return Out{data + own.start, bytes_of(own)};
-        },
-        [&](size_t rank) {
-          return In{data + part_of(rank).start, bytes_of(part_of(rank))};
-        });
+    return absl::OkStatus();
   }
 
   // out_of(rank), in_of(rank): what goes to, and comes from, each other rank.

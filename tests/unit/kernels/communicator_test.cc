@@ -108,6 +108,53 @@ TEST_P(Communicators, GathersByRank) {
   });
 }
 
+// Parts of [0, count) of unequal size, one of them empty if there are three ranks or more.
+std::vector<int64_t> UnevenBounds(int64_t count, int32_t world_size) {
+  std::vector<int64_t> bounds = {0};
+  for (int64_t rank = 1; rank < world_size; ++rank) bounds.push_back(rank == 2 ? bounds.back() : count * rank / (world_size + 1));
+  bounds.push_back(count);
+  return bounds;
+}
+
+TEST_P(Communicators, ScattersSumsInRankOrder) {
+  const auto [kind, world_size] = GetParam();
+  const auto term = [](int32_t rank, int64_t i) { return static_cast<float>(std::pow(10.0, (rank * 5 + i) % 9 - 4)) * 1.1f; };
+  // The last count takes several pieces of the exchange.
+  for (const int64_t count : {int64_t{0}, int64_t{1}, int64_t{100}, 3 * kReduceScatterBytes / 4 + 7}) {
+    const std::vector<int64_t> bounds = UnevenBounds(count, world_size);
+    RunRanks(kind, world_size, [&, ranks = world_size](Communicator& communicator) {
+      const int32_t own = communicator.rank();
+      std::vector<float> data(static_cast<size_t>(count));
+      for (int64_t i = 0; i < count; ++i) data[static_cast<size_t>(i)] = term(own, i);
+      ASSERT_TRUE(communicator.ReduceScatterSum(data.data(), bounds).ok());
+      for (int64_t i = 0; i < count; ++i) {
+        float expected = term(own, i);
+        if (i >= bounds[static_cast<size_t>(own)] && i < bounds[static_cast<size_t>(own) + 1]) {
+          expected = term(0, i);
+          for (int32_t rank = 1; rank < ranks; ++rank) expected += term(rank, i);
+        }
+        ASSERT_EQ(data[static_cast<size_t>(i)], expected) << "element " << i << " of " << count << " on rank " << own;
+      }
+    });
+  }
+}
+
+TEST_P(Communicators, GathersParts) {
+  const auto [kind, world_size] = GetParam();
+  const auto byte = [](size_t rank, int64_t i) { return static_cast<char>(static_cast<int64_t>(rank) * 31 + i % 97); };
+  for (const int64_t count : {int64_t{0}, int64_t{5}, int64_t{300'001}}) {
+    const std::vector<int64_t> bounds = UnevenBounds(count, world_size);
+    RunRanks(kind, world_size, [&](Communicator& communicator) {
+      std::vector<char> data(static_cast<size_t>(count));
+      for (int64_t i = 0; i < count; ++i) data[static_cast<size_t>(i)] = byte(static_cast<size_t>(communicator.rank()), i);
+      ASSERT_TRUE(communicator.AllGatherParts(data.data(), bounds).ok());
+      for (size_t rank = 0; rank + 1 < bounds.size(); ++rank) {
+        for (int64_t i = bounds[rank]; i < bounds[rank + 1]; ++i) ASSERT_EQ(data[static_cast<size_t>(i)], byte(rank, i)) << i;
+      }
+    });
+  }
+}
+
 // Calls one after another must not see each other's data, however the threads are scheduled.
 TEST_P(Communicators, ManyCallsInARow) {
   RunRanks(std::get<0>(GetParam()), std::get<1>(GetParam()), [](Communicator& communicator) {

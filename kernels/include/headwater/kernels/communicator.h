@@ -15,6 +15,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 
 namespace headwater {
 
@@ -23,6 +24,9 @@ struct CommunicatorTimes {
   std::chrono::nanoseconds waiting{0};        // until all other ranks were in the same call
   std::chrono::nanoseconds communicating{0};  // from then until this rank's result was there
 };
+
+// Memory that ReduceScatterSum() takes on each rank, for each rank.
+inline constexpr int64_t kReduceScatterBytes = int64_t{1} << 20;
 
 class Communicator {
  public:
@@ -37,6 +41,12 @@ class Communicator {
   virtual absl::Status AllReduceMax(double* data, int64_t count) = 0;
   // out[r * count + i] becomes rank r's data[i].
   virtual absl::Status AllGather(const double* data, int64_t count, double* out) = 0;
+  // The parts of a buffer that all ranks have alike: part r is [bounds[r], bounds[r + 1]), the world_size + 1 bounds ascend and are
+  // the same on all ranks. Of bounds in elements: data's part `rank` becomes the sum over the ranks' data there, added in rank
+  // order. The other parts, whose elements cross the network once, are left as they were.
+  virtual absl::Status ReduceScatterSum(float* data, absl::Span<const int64_t> bounds) = 0;
+  // Of bounds in bytes: data's other parts become what their ranks have there.
+  virtual absl::Status AllGatherParts(void* data, absl::Span<const int64_t> bounds) = 0;
   // Waits for all ranks.
   virtual absl::Status Barrier() = 0;
   // Makes every call of every rank, now waiting or later, return `reason` (an error). For failures; idempotent; any thread.
