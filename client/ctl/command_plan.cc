@@ -20,6 +20,8 @@ namespace {
 
 using Align = Table::Align;
 
+// What a rank's exchange of gradients takes for each rank: kReduceScatterBytes of the engines.
+constexpr int64_t kExchangeBytes = int64_t{1} << 20;
 constexpr int32_t kMostRanks = 256;  // headwaterd's --workers and the leader
 
 // What one rank of a server that has several would hold of a head.
@@ -39,6 +41,11 @@ int64_t Share(int64_t bytes, int64_t rows, int64_t all_rows) {
   return bytes / all_rows * rows + bytes % all_rows * rows / all_rows;  // no product overflows
 }
 
+// What each rank holds its shard's rows of, whatever the head's parallelism; of the rest a head by rows is whole on every rank.
+bool IsAlwaysSplit(const client::MemoryPlan::Item& item) {
+  return item.purpose == "master_weight" || item.purpose == "optimizer_state";
+}
+
 // Of a server whose devices are its ranks; empty for one of one rank.
 std::vector<RankShare> SharesOf(const client::HeadInfo& head, const client::ServerInfo& server) {
   std::vector<RankShare> shares;
@@ -56,7 +63,11 @@ std::vector<RankShare> SharesOf(const client::HeadInfo& head, const client::Serv
     RankShare share;
     share.shard = head.shards[rank];
     const int64_t rows = share.shard.vocab_end - share.shard.vocab_start;
-    share.tensor_bytes = Share(head.memory_plan.total_bytes - workspace_bytes, rows, head.spec.vocab_size);
+    for (const auto& item : head.memory_plan.items) {
+      if (item.purpose == "workspace") continue;
+      const bool split = head.spec.parallelism == client::Parallelism::kVocabulary || IsAlwaysSplit(item);
+      share.tensor_bytes += split ? Share(item.bytes, rows, head.spec.vocab_size) : item.bytes / static_cast<int64_t>(ranks);
+    }
     share.workspace_bytes = workspace_bytes / static_cast<int64_t>(ranks);
     share.budget_bytes = server.devices[rank].memory_budget_bytes;
     share.available_bytes = std::max<int64_t>(0, share.budget_bytes - Share(planned_bytes, rows, head.spec.vocab_size));
@@ -114,11 +125,22 @@ absl::StatusOr<client::MemoryPlan> PlanLargestRank(client::Client& client, const
     return absl::InvalidArgumentError(absl::StrCat("--ranks: expected a server of one rank to plan on, this one has ",
                                                    server.devices.size(), "; without it the plan is this server's"));
   }
+  const int64_t rows = (spec.vocab_size + ranks - 1) / ranks;
+  const bool is_whole = spec.parallelism == client::Parallelism::kRows;
   client::HeadSpec held = spec;
-  held.vocab_size = (spec.vocab_size + ranks - 1) / ranks;
-  if (held.valid_vocab_size.has_value()) held.valid_vocab_size = std::min(*held.valid_vocab_size, held.vocab_size);
+  if (!is_whole) {
+    held.vocab_size = rows;
+    if (held.valid_vocab_size.has_value()) held.valid_vocab_size = std::min(*held.valid_vocab_size, held.vocab_size);
+  }
   absl::StatusOr<client::HeadInfo> head = client.PlanHead("headwaterctl-plan", held);
   if (!head.ok()) return head.status();
+  for (auto& item : head->memory_plan.items) {
+    if (!is_whole) continue;
+    const int64_t before = item.bytes;
+    if (IsAlwaysSplit(item)) item.bytes = Share(item.bytes, rows, spec.vocab_size);
+    if (item.purpose == "workspace" && spec.trainable && ranks > 1) item.bytes += ranks * kExchangeBytes;
+    head->memory_plan.total_bytes += item.bytes - before;
+  }
   head->memory_plan.available_bytes = server.devices[0].memory_budget_bytes;
   return head->memory_plan;
 }
@@ -143,9 +165,11 @@ absl::StatusOr<ExitCode> RunPlan(client::Client& client, const std::vector<std::
     if (!rank_plan.ok()) return rank_plan.status();
     const bool fits = rank_plan->total_bytes <= rank_plan->available_bytes;
     const int64_t rows = (spec->vocab_size + ranks - 1) / ranks;
-    output.Print(absl::StrCat("each of ", ranks, " ranks holds at most ", FormatCount(rows), " rows of the vocabulary:\n",
-                              PlanTable(*rank_plan).ToString(), "\nrows computed at once: ", rank_plan->token_chunk_rows, "\n",
-                              Verdict(fits)),
+    const bool is_whole = spec->parallelism == client::Parallelism::kRows;
+    output.Print(absl::StrCat("each of ", ranks, " ranks holds ",
+                              is_whole ? "all rows of the vocabulary, and the optimizer's state of at most " : "at most ",
+                              FormatCount(rows), is_whole ? ":\n" : " rows of the vocabulary:\n", PlanTable(*rank_plan).ToString(),
+                              "\nrows computed at once: ", rank_plan->token_chunk_rows, "\n", Verdict(fits)),
                  {{"memory_plan", ToJson(plan)},
                   {"ranks", ranks},
                   {"rows_per_rank", rows},

@@ -20,6 +20,7 @@ ABSL_FLAG(double, momentum, 0.0, "momentum of sgd; above 0 it takes a buffer");
 ABSL_FLAG(
     int32_t, staging_slots, 1,
     "micro-batches that may wait for their commit at once, each 4 x weight elements bytes (not given: 0 without --trainable)");
+ABSL_FLAG(std::string, parallelism, "vocabulary", "how a group of ranks shares the head's work: vocabulary or rows");
 
 namespace headwater::ctl {
 namespace {
@@ -29,6 +30,13 @@ absl::StatusOr<client::DataType> ParseDataType(const std::string& name) {
     if (name == client::DataTypeName(type)) return type;
   }
   return UsageError(absl::StrCat("--data_type=", name, ": expected float32, bfloat16 or float16"));
+}
+
+absl::StatusOr<client::Parallelism> ParseParallelism(const std::string& name) {
+  for (const client::Parallelism parallelism : {client::Parallelism::kVocabulary, client::Parallelism::kRows}) {
+    if (name == client::ParallelismName(parallelism)) return parallelism;
+  }
+  return UsageError(absl::StrCat("--parallelism=", name, ": expected vocabulary or rows"));
 }
 
 absl::StatusOr<client::Optimizer> OptimizerFromFlags() {
@@ -52,9 +60,9 @@ absl::StatusOr<client::Optimizer> OptimizerFromFlags() {
 
 }  // namespace
 
-const std::vector<std::string> kHeadFlags = {"vocab_size",  "hidden_size",  "data_type",        "bias",
-                                             "logit_scale", "softcap",      "valid_vocab_size", "trainable",
-                                             "optimizer",   "weight_decay", "momentum",         "staging_slots"};
+const std::vector<std::string> kHeadFlags = {"vocab_size", "hidden_size",      "data_type",  "bias",      "logit_scale",
+                                             "softcap",    "valid_vocab_size", "trainable",  "optimizer", "weight_decay",
+                                             "momentum",   "staging_slots",    "parallelism"};
 
 absl::StatusOr<client::HeadSpec> HeadSpecFromFlags(const client::HeadSpec& defaults) {
   client::HeadSpec spec = defaults;
@@ -77,6 +85,9 @@ absl::StatusOr<client::HeadSpec> HeadSpecFromFlags(const client::HeadSpec& defau
   if (!optimizer.ok()) return optimizer.status();
   spec.optimizer = *optimizer;
   if (FlagGiven("staging_slots")) spec.staging_slots = absl::GetFlag(FLAGS_staging_slots);
+  const absl::StatusOr<client::Parallelism> parallelism = ParseParallelism(absl::GetFlag(FLAGS_parallelism));
+  if (!parallelism.ok()) return parallelism.status();
+  spec.parallelism = *parallelism;
   return spec;
 }
 

@@ -46,7 +46,8 @@ nlohmann::json SpecToJson(const client::HeadSpec& spec) {
                              {"valid_vocab_size", spec.valid_vocab_size.value_or(spec.vocab_size)},
                              {"trainable", spec.trainable},
                              {"optimizer", OptimizerName(spec.optimizer)},
-                             {"staging_slots", spec.staging_slots.value_or(spec.trainable ? 1 : 0)}};
+                             {"staging_slots", spec.staging_slots.value_or(spec.trainable ? 1 : 0)},
+                             {"parallelism", client::ParallelismName(spec.parallelism)}};
   if (spec.softcap.has_value()) document["softcap"] = *spec.softcap;
   return document;
 }

@@ -16,6 +16,10 @@ inline constexpr int32_t kMaxThreads = 1024;
 // kInvalidField. Options that only one engine looks at are its own to check.
 absl::Status CheckEngineOptions(const EngineOptions& options);
 
+// The refusals of heads with Parallelism::kRows in a group: kFeatureNotBuilt unless `is_built`, kInvalidCombination in
+// deterministic mode.
+absl::Status CheckParallelism(const HeadSpec& spec, const EngineOptions& options, bool is_built);
+
 }  // namespace headwater
 
 #endif  // HEADWATER_KERNELS_CORE_ENGINE_OPTIONS_CHECK_H_

@@ -15,11 +15,13 @@ absl::Status ToFactor(double factor, float* out) {
                    {{"field", "factor"}});
 }
 
-HeadBase::HeadBase(const HeadSpec& spec, MemoryPlan plan, std::vector<RowRange> shard_rows, const std::string& device)
+HeadBase::HeadBase(const HeadSpec& spec, MemoryPlan plan, std::vector<RowRange> shard_rows, const std::string& device,
+                   int32_t slot_count)
     : spec_(spec),
       plan_(std::move(plan)),
       shard_rows_(std::move(shard_rows)),
-      slot_taken_(static_cast<size_t>(spec.staging_slots), false) {
+      slot_count_(slot_count),
+      slot_taken_(static_cast<size_t>(slot_count), false) {
   for (const RowRange& rows : shard_rows_) {
     if (rows.size() > 0) vocab_shards_.push_back({rows.start, rows.end, device});
   }
@@ -85,9 +87,9 @@ int32_t HeadBase::FreeStagingSlots() const {
   return static_cast<int32_t>(std::count(slot_taken_.begin(), slot_taken_.end(), false));
 }
 
-int32_t HeadBase::TakeStagingSlot() {
+int32_t HeadBase::TakeStagingSlot(int32_t first, int32_t end) {
   std::lock_guard<std::mutex> lock(slots_mutex_);
-  for (size_t slot = 0; slot < slot_taken_.size(); ++slot) {
+  for (size_t slot = static_cast<size_t>(first); slot < static_cast<size_t>(end); ++slot) {
     if (slot_taken_[slot]) continue;
     slot_taken_[slot] = true;
     return static_cast<int32_t>(slot);

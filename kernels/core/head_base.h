@@ -32,13 +32,17 @@ class HeadBase : public EngineHead {
   // Rows of a shard below valid_vocab_size: a prefix of it.
   int64_t ValidRows(int32_t rank) const;
 
-  // Takes a free staging slot, or -1. Any thread, as FreeStagingSlot().
-  int32_t TakeStagingSlot();
+  // Takes the first free staging slot from number `first` on and before `end`, or -1. Any thread, as FreeStagingSlot().
+  int32_t TakeStagingSlot(int32_t first, int32_t end);
+  int32_t TakeStagingSlot() { return TakeStagingSlot(0, slot_count()); }
   void FreeStagingSlot(int32_t slot);
 
  protected:
-  // `device`: the name of the shards' device.
-  HeadBase(const HeadSpec& spec, MemoryPlan plan, std::vector<RowRange> shard_rows, const std::string& device);
+  // `device`: the name of the shards' device. `slot_count`: the spec's staging slots, or more, where each rank has its own.
+  HeadBase(const HeadSpec& spec, MemoryPlan plan, std::vector<RowRange> shard_rows, const std::string& device, int32_t slot_count);
+  HeadBase(const HeadSpec& spec, MemoryPlan plan, std::vector<RowRange> shard_rows, const std::string& device)
+      : HeadBase(spec, std::move(plan), std::move(shard_rows), device, spec.staging_slots) {}
+  int32_t slot_count() const { return slot_count_; }
 
   // The part of a range of elements that a shard holds. Elements are counted without any padding.
   struct Piece {
@@ -61,6 +65,7 @@ class HeadBase : public EngineHead {
   const MemoryPlan plan_;
   const std::vector<RowRange> shard_rows_;
   std::vector<VocabShard> vocab_shards_;
+  const int32_t slot_count_;
   mutable std::mutex slots_mutex_;
   std::vector<bool> slot_taken_;  // guarded by slots_mutex_
 };
@@ -71,6 +76,8 @@ class StagingSlot {
   StagingSlot() = default;  // none
   // Takes a slot of `head` if one is free.
   explicit StagingSlot(HeadBase* head) : head_(head), index_(head->TakeStagingSlot()) {}
+  // The same of slots [first, end).
+  StagingSlot(HeadBase* head, int32_t first, int32_t end) : head_(head), index_(head->TakeStagingSlot(first, end)) {}
   StagingSlot(StagingSlot&& other) noexcept : head_(std::exchange(other.head_, nullptr)), index_(std::exchange(other.index_, -1)) {}
   StagingSlot& operator=(StagingSlot&& other) noexcept {
     std::swap(head_, other.head_);

@@ -84,6 +84,9 @@ absl::Status ValidateHeadSpec(const HeadSpec& spec) {
   }
   if (spec.staging_slots < 0) return FieldError("staging_slots", ">= 0", spec.staging_slots);
   if (spec.initial_step < 0) return FieldError("initial_step", ">= 0", spec.initial_step);
+  if (spec.parallelism != Parallelism::kVocabulary && spec.parallelism != Parallelism::kRows) {
+    return FieldError("parallelism", "vocabulary or rows", static_cast<int32_t>(spec.parallelism));
+  }
   if (!spec.trainable && spec.staging_slots > 0) {
     return CombinationError("staging_slots",
                             "a head that is not trainable takes no staging slots, got " + std::to_string(spec.staging_slots));

@@ -50,16 +50,23 @@ void AddPlanItem(const char* purpose, int64_t bytes, MemoryPlan* plan) {
 }
 
 void AddTensorItems(const HeadSpec& spec, int64_t row_stride, MemoryPlan* plan) {
+  AddReplicaItems(spec, row_stride, spec.vocab_size, plan);
+}
+
+void AddReplicaItems(const HeadSpec& spec, int64_t row_stride, int64_t state_rows, MemoryPlan* plan) {
+  const auto fp32_bytes_of = [&](int64_t rows) {
+    return SaturatingMultiply(SaturatingAdd(SaturatingMultiply(rows, row_stride), spec.has_bias ? rows : 0), 4);
+  };
   const int64_t weight_elements = SaturatingMultiply(spec.vocab_size, row_stride);
   const int64_t bias_elements = spec.has_bias ? spec.vocab_size : 0;
-  const int64_t fp32_bytes = SaturatingMultiply(SaturatingAdd(weight_elements, bias_elements), 4);
+  const int64_t state_bytes = fp32_bytes_of(state_rows);
   AddPlanItem("weight", SaturatingMultiply(weight_elements, ElementBytes(spec.data_type)), plan);
   AddPlanItem("bias", SaturatingMultiply(bias_elements, ElementBytes(spec.data_type)), plan);
   AddPlanItem("grad_weight", spec.trainable ? SaturatingMultiply(weight_elements, 4) : 0, plan);
   AddPlanItem("grad_bias", spec.trainable ? SaturatingMultiply(bias_elements, 4) : 0, plan);
-  AddPlanItem("master_weight", HasSeparateMaster(spec) ? fp32_bytes : 0, plan);
-  AddPlanItem("optimizer_state", SaturatingMultiply(OptimizerStateTensors(spec.optimizer), fp32_bytes), plan);
-  AddPlanItem("staging", SaturatingMultiply(spec.staging_slots, fp32_bytes), plan);
+  AddPlanItem("master_weight", HasSeparateMaster(spec) ? state_bytes : 0, plan);
+  AddPlanItem("optimizer_state", SaturatingMultiply(OptimizerStateTensors(spec.optimizer), state_bytes), plan);
+  AddPlanItem("staging", SaturatingMultiply(spec.staging_slots, fp32_bytes_of(spec.vocab_size)), plan);
 }
 
 }  // namespace headwater

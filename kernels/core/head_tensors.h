@@ -24,6 +24,8 @@ void AddPlanItem(const char* purpose, int64_t bytes, MemoryPlan* plan);
 // Appends the items of all tensors, weight to staging, in an engine that stores `row_stride` elements (hidden_size or more) for
 // each row of a weight. Saturates.
 void AddTensorItems(const HeadSpec& spec, int64_t row_stride, MemoryPlan* plan);
+// The same for an engine that holds all rows, but masters and optimizer state of `state_rows` rows only.
+void AddReplicaItems(const HeadSpec& spec, int64_t row_stride, int64_t state_rows, MemoryPlan* plan);
 
 }  // namespace headwater
 

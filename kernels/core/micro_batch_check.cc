@@ -215,4 +215,22 @@ absl::Status CheckMicroBatch(const MicroBatch& micro_batch, bool has_device) {
   return absl::OkStatus();
 }
 
+absl::StatusOr<Parallelism> ParallelismOf(const MicroBatch& micro_batch) {
+  const Parallelism first = micro_batch.terms.front().head->spec().parallelism;
+  for (size_t i = 0; i < micro_batch.terms.size(); ++i) {
+    const LossTerm& term = micro_batch.terms[i];
+    for (const EngineHead* head : {term.head, term.teacher_head}) {
+      if (head == nullptr || head->spec().parallelism == first) continue;
+      return MakeError(
+          ErrorReason::kInvalidCombination,
+          std::string("in a group all heads of a micro-batch, teachers too, must have the same parallelism; there are ") +
+              ParallelismName(first) + " and " + ParallelismName(head->spec().parallelism),
+          {{"field", "terms[" + std::to_string(i) + "]"},
+           {"expected", ParallelismName(first)},
+           {"actual", ParallelismName(head->spec().parallelism)}});
+    }
+  }
+  return first;
+}
+
 }  // namespace headwater

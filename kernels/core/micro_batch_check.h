@@ -4,6 +4,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "headwater/kernels/engine.h"
 
 namespace headwater {
@@ -14,6 +15,10 @@ absl::Status CheckHeads(const MicroBatch& micro_batch, absl::FunctionRef<bool(co
 // Everything that could make an engine read or write out of bounds, and every option without a meaning. Reads each target and
 // weight once; changes nothing. `has_device`: whether tensors may lie in MemorySpace::kDevice.
 absl::Status CheckMicroBatch(const MicroBatch& micro_batch, bool has_device);
+
+// In a group: kInvalidCombination unless all heads of a call, teachers too, have the same Parallelism. Which one. After
+// CheckMicroBatch().
+absl::StatusOr<Parallelism> ParallelismOf(const MicroBatch& micro_batch);
 
 }  // namespace headwater
 

@@ -34,6 +34,16 @@ const char* DataTypeName(DataType type) {
   return "unknown";
 }
 
+const char* ParallelismName(Parallelism parallelism) {
+  switch (parallelism) {
+    case Parallelism::kVocabulary:
+      return "vocabulary";
+    case Parallelism::kRows:
+      return "rows";
+  }
+  return "unknown";
+}
+
 const char* HeadTensorName(HeadTensor tensor) {
   switch (tensor) {
     case HeadTensor::kWeight:

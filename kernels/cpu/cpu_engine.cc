@@ -23,8 +23,9 @@ namespace {
 
 class CpuStagedContribution final : public StagedContribution {
  public:
-  CpuStagedContribution(std::shared_ptr<EngineCore> core, std::vector<std::unique_ptr<StagedHead>> heads)
-      : core_(std::move(core)), heads_(std::move(heads)) {}
+  // `executors`: those that computed it.
+  CpuStagedContribution(std::shared_ptr<EngineCore> core, ShardExecutors& executors, std::vector<std::unique_ptr<StagedHead>> heads)
+      : core_(std::move(core)), executors_(executors), heads_(std::move(heads)) {}
 
   absl::Status Commit(double factor) override {
     if (committed_) return MakeError(ErrorReason::kInternal, "the contribution was committed before");
@@ -34,11 +35,11 @@ class CpuStagedContribution final : public StagedContribution {
     {
       std::lock_guard<std::mutex> lock(core_->work_mutex);
       const SingleThreadedBlas blas;
-      status = core_->executors.RunDecided([](const ShardContext&) { return absl::OkStatus(); },
-                                           [&](const ShardContext& context) {
-                                             for (const auto& head : heads_) AddOnShard(context, *head, alpha);
-                                             return absl::OkStatus();
-                                           });
+      status = executors_.RunDecided([](const ShardContext&) { return absl::OkStatus(); },
+                                     [&](const ShardContext& context) {
+                                       for (const auto& head : heads_) AddOnShard(context, *head, alpha);
+                                       return absl::OkStatus();
+                                     });
     }
     if (HasReason(status, ErrorReason::kShardNotReady)) return status;
     committed_ = true;
@@ -77,6 +78,7 @@ class CpuStagedContribution final : public StagedContribution {
   }
 
   const std::shared_ptr<EngineCore> core_;
+  ShardExecutors& executors_;
   std::vector<std::unique_ptr<StagedHead>> heads_;
   bool committed_ = false;
 };
@@ -91,12 +93,14 @@ class CpuEngine final : public LossEngine {
 
   absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override {
     absl::Status status = ValidateHeadSpec(spec);
+    if (status.ok()) status = CheckParallelism(spec, core_->options, /*is_built=*/true);
     if (!status.ok()) return status;
     return Plan(spec).memory;
   }
 
   absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override {
     absl::Status status = ValidateHeadSpec(spec);
+    if (status.ok()) status = CheckParallelism(spec, core_->options, /*is_built=*/true);
     if (!status.ok()) return status;
     HeadPlan plan = Plan(spec);
     {
@@ -133,6 +137,12 @@ class CpuEngine final : public LossEngine {
     });
     if (status.ok()) status = CheckMicroBatch(micro_batch, /*has_device=*/false);
     if (!status.ok()) return status;
+    ShardExecutors* executors = &core_->executors;
+    if (executors->is_group()) {
+      const absl::StatusOr<Parallelism> parallelism = ParallelismOf(micro_batch);
+      if (!parallelism.ok()) return parallelism.status();
+      if (*parallelism == Parallelism::kRows) executors = &core_->replica_executors;
+    }
     // All rows before anything else, and before the processors are taken: there is no copying that could be hidden under products.
     DigestBuilder row_sum;
     if (micro_batch.flow != nullptr) {
@@ -144,18 +154,18 @@ class CpuEngine final : public LossEngine {
     std::lock_guard<std::mutex> lock(core_->work_mutex);
     absl::StatusOr<CpuMicroBatchPlan> plan = PlanMicroBatch(micro_batch, core_->options);
     if (!plan.ok()) return plan.status();
-    const bool is_first = core_->executors.holds(0);
+    const bool is_first = executors->holds(0);
     if (is_first) ClearGradHidden(micro_batch, *plan);
     MicroBatchResult result;
     result.terms.reserve(plan->terms.size());  // nothing may fail once accumulators have changed
     absl::Status decision;
-    std::vector<std::unique_ptr<ShardRun>> runs(static_cast<size_t>(core_->executors.shard_count()));
+    std::vector<std::unique_ptr<ShardRun>> runs(static_cast<size_t>(executors->shard_count()));
     {
       const SingleThreadedBlas blas;
       const auto run_of = [&runs](const ShardContext& context) -> std::unique_ptr<ShardRun>& {
         return runs[static_cast<size_t>(context.rank)];
       };
-      status = core_->executors.RunDecided(
+      status = executors->RunDecided(
           [&](const ShardContext& context) {
             run_of(context) = std::make_unique<ShardRun>(context, &*plan);
             run_of(context)->Prepare();
@@ -165,12 +175,12 @@ class CpuEngine final : public LossEngine {
             if (micro_batch.flow != nullptr) {
               // The first rank runs on this thread, and asks for all of them; in a group each rank is answered alike.
               double refused = 0;
-              if (context.rank == 0 || core_->executors.is_group()) {
+              if (context.rank == 0 || executors->is_group()) {
                 decision = micro_batch.flow->Decide(micro_batch.digest_rows ? &row_sum : nullptr);
                 refused = decision.ok() ? 0 : 1;
               }
               absl::Status told;
-              if (!core_->executors.is_group()) told = context.communicator.AllReduceMax(&refused, 1);
+              if (!executors->is_group()) told = context.communicator.AllReduceMax(&refused, 1);
               if (!told.ok() || refused > 0) return told;
             }
             return run_of(context)->Run();
@@ -184,7 +194,7 @@ class CpuEngine final : public LossEngine {
     }
     status = FinishTerms(&*plan, &result.terms);
     if (!status.ok()) return status;
-    if (!plan->staged.empty()) result.staged = std::make_unique<CpuStagedContribution>(core_, std::move(plan->staged));
+    if (!plan->staged.empty()) result.staged = std::make_unique<CpuStagedContribution>(core_, *executors, std::move(plan->staged));
     return result;
   }
 

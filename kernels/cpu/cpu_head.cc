@@ -28,11 +28,13 @@ absl::Status OnParts(const ShardContext& context, const HeadShard& shard,
 }  // namespace
 
 CpuHead::CpuHead(std::shared_ptr<EngineCore> core, const HeadSpec& spec, HeadPlan plan)
-    : HeadBase(spec, plan.memory, plan.shards, "cpu"), core_(std::move(core)), plan_(std::move(plan)) {
+    : HeadBase(spec, plan.memory, plan.is_replica() ? plan.group_shards : plan.shards, "cpu"),
+      core_(std::move(core)),
+      plan_(std::move(plan)) {
   for (size_t i = 0; i < plan_.shards.size(); ++i) {
     HeadShard shard;
     shard.rows = plan_.shards[i];
-    shard.valid_rows = ValidRows(static_cast<int32_t>(i));
+    shard.valid_rows = is_replica() ? spec.transform.valid_vocab_size : ValidRows(static_cast<int32_t>(i));
     shard.hidden_size = spec.hidden_size;
     shard.data_type = spec.data_type;
     shard.has_bias = spec.has_bias;
@@ -62,28 +64,31 @@ absl::Status CpuHead::Allocate() {
     if (status.ok()) *memory = *std::move(mapped);
   };
   const int64_t state_tensors = OptimizerStateTensors(spec().optimizer);
-  for (size_t rank = 0; rank < shards_.size(); ++rank) {
+  for (size_t rank = 0; rank < shard_rows().size(); ++rank) {
     if (!core_->executors.holds(static_cast<int32_t>(rank))) continue;
-    HeadShard& shard = shards_[rank];
+    HeadShard& shard = shards_[is_replica() ? 0 : rank];
     const int64_t weights = shard.rows.size() * spec().hidden_size;
     const int64_t biases = spec().has_bias ? shard.rows.size() : 0;
+    const int64_t state_rows = UpdatedRows(static_cast<int32_t>(rank)).size();
+    const int64_t state_weights = state_rows * spec().hidden_size;
+    const int64_t state_biases = spec().has_bias ? state_rows : 0;
     map(weights * ElementBytes(spec().data_type), &shard.weight);
     map(biases * ElementBytes(spec().data_type), &shard.bias);
     if (HasSeparateMaster(spec())) {
-      map(weights * 4, &shard.master_weight);
-      map(biases * 4, &shard.master_bias);
+      map(state_weights * 4, &shard.master_weight);
+      map(state_biases * 4, &shard.master_bias);
     }
     if (spec().trainable) {
       map(weights * 4, &shard.grad_weight);
       map(biases * 4, &shard.grad_bias);
     }
     if (state_tensors > 0) {
-      map(weights * 4, &shard.moment1_weight);
-      map(biases * 4, &shard.moment1_bias);
+      map(state_weights * 4, &shard.moment1_weight);
+      map(state_biases * 4, &shard.moment1_bias);
     }
     if (state_tensors > 1) {
-      map(weights * 4, &shard.moment2_weight);
-      map(biases * 4, &shard.moment2_bias);
+      map(state_weights * 4, &shard.moment2_weight);
+      map(state_biases * 4, &shard.moment2_bias);
     }
     shard.staging.resize(static_cast<size_t>(spec().staging_slots));
     for (MappedMemory& slot : shard.staging) map((weights + biases) * 4, &slot);
@@ -120,13 +125,36 @@ CpuHead::Place CpuHead::PlaceOf(const HeadShard& shard, HeadTensor tensor) const
   return {};
 }
 
+RowRange CpuHead::UpdatedRows(int32_t rank) const {
+  const RowRange& rows = shard_rows()[static_cast<size_t>(rank)];
+  return is_replica() ? rows : RowRange{0, rows.size()};
+}
+
+bool CpuHead::IsReplicated(HeadTensor tensor) const {
+  switch (tensor) {
+    case HeadTensor::kWeight:
+    case HeadTensor::kBias:
+    case HeadTensor::kGradWeight:
+    case HeadTensor::kGradBias:
+      return true;
+    default:
+      return IsMaster(tensor) && !HasSeparateMaster(spec());
+  }
+}
+
+CpuHead::Piece CpuHead::HeldPiece(int32_t rank, HeadTensor tensor, int64_t element_start, int64_t element_count) const {
+  if (is_replica() && IsReplicated(tensor)) return {element_start, element_count, 0};
+  return PieceOf(rank, tensor, element_start, element_count);
+}
+
 absl::Status CpuHead::ReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const {
   absl::Status status = CheckRange(tensor, element_start, element_count);
   if (!status.ok()) return status;
-  for (int32_t rank = 0; rank < shard_count(); ++rank) {
-    const Piece piece = PieceOf(rank, tensor, element_start, element_count);
-    if (piece.count == 0 || !core_->executors.holds(rank)) continue;
-    const Place place = PlaceOf(shard(rank), tensor);
+  for (int32_t rank = 0; rank < core_->executors.shard_count(); ++rank) {
+    if (!core_->executors.holds(rank)) continue;
+    const Piece piece = HeldPiece(rank, tensor, element_start, element_count);
+    if (piece.count == 0) continue;
+    const Place place = PlaceOf(Held(rank), tensor);
     const char* from = place.memory->As<char>() + piece.first * place.element_bytes;
     if (IsMaster(tensor) && place.element_bytes != 4) {
       ToFloat(from, spec().data_type, piece.count, static_cast<float*>(out) + piece.offset);
@@ -141,6 +169,11 @@ absl::Status CpuHead::ReadTensor(HeadTensor tensor, int64_t element_start, int64
 absl::Status CpuHead::WriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) {
   absl::Status status = CheckRange(tensor, element_start, element_count);
   if (!status.ok()) return status;
+  if (is_replica()) {
+    return ChangeOnParts([&](const HeadShard&, int32_t rank, int32_t part, int32_t) {
+      if (part == 0) WriteReplica(rank, tensor, element_start, element_count, in);
+    });
+  }
   const auto write = [&](int32_t rank) {
     WritePiece(shard(rank), tensor, PieceOf(rank, tensor, element_start, element_count), in);
   };
@@ -178,13 +211,13 @@ void CpuHead::WritePiece(const HeadShard& shard, HeadTensor tensor, const Piece&
 
 absl::Status CpuHead::RunOnParts(PartWork work) const {
   std::lock_guard<std::mutex> lock(core_->work_mutex);
-  return core_->executors.Run([&](const ShardContext& context) { return OnParts(context, shard(context.rank), work); });
+  return core_->executors.Run([&](const ShardContext& context) { return OnParts(context, Held(context.rank), work); });
 }
 
 absl::Status CpuHead::ChangeOnParts(PartWork work) {
   std::lock_guard<std::mutex> lock(core_->work_mutex);
   return core_->executors.RunDecided([](const ShardContext&) { return absl::OkStatus(); },
-                                     [&](const ShardContext& context) { return OnParts(context, shard(context.rank), work); });
+                                     [&](const ShardContext& context) { return OnParts(context, Held(context.rank), work); });
 }
 
 absl::Status CpuHead::ZeroGradient() {
@@ -204,7 +237,8 @@ absl::Status CpuHead::AddToGradient(HeadTensor tensor, int64_t element_start, in
   return ChangeOnParts([&](const HeadShard& shard, int32_t rank, int32_t part, int32_t parts) {
     const Piece piece = PieceOf(rank, tensor, element_start, element_count);
     const RowRange range = SplitEvenly({0, piece.count}, part, parts, kPartGrain);
-    float* gradient = PlaceOf(shard, tensor).memory->As<float>() + piece.first;
+    const int64_t first = is_replica() ? element_start + piece.offset : piece.first;
+    float* gradient = PlaceOf(shard, tensor).memory->As<float>() + first;
     float products[kAddBlock];
     for (int64_t start = range.start; start < range.end; start += kAddBlock) {
       const int64_t count = std::min(kAddBlock, range.end - start);
@@ -226,12 +260,15 @@ absl::Status CpuHead::ResetOptimizerState() {
 
 absl::StatusOr<GradientStats> CpuHead::ComputeGradientStats() const {
   const size_t parts_per_shard = static_cast<size_t>(core_->executors.threads_per_shard());
-  std::vector<GradientStats> partial(shards_.size() * parts_per_shard);
+  std::vector<GradientStats> partial(shard_rows().size() * parts_per_shard);
   absl::Status status = RunOnParts([&](const HeadShard& shard, int32_t rank, int32_t part, int32_t parts) {
     const RowKernels& kernels = GetRowKernels();
     GradientStats& stats = partial[static_cast<size_t>(rank) * parts_per_shard + static_cast<size_t>(part)];
+    const RowRange rows = UpdatedRows(rank);
     for (const MappedMemory* memory : {&shard.grad_weight, &shard.grad_bias}) {
-      const RowRange range = SplitEvenly({0, memory->bytes() / 4}, part, parts, kPartGrain);
+      if (memory->bytes() == 0) continue;
+      const int64_t columns = memory == &shard.grad_weight ? spec().hidden_size : 1;
+      const RowRange range = SplitEvenly({rows.start * columns, rows.end * columns}, part, parts, kPartGrain);
       if (range.size() == 0) continue;
       stats.norm_squared += kernels.sum_of_squares(memory->As<float>() + range.start, range.size());
       stats.non_finite_count += kernels.count_non_finite(memory->As<float>() + range.start, range.size());
@@ -249,29 +286,39 @@ absl::StatusOr<GradientStats> CpuHead::ComputeGradientStats() const {
 absl::Status CpuHead::ApplyOptimizer(const OptimizerStep& step) {
   absl::Status status = CheckOptimizerStep(spec(), step);
   if (!status.ok()) return status;
-  return ChangeOnParts([&](const HeadShard& shard, int32_t, int32_t part, int32_t parts) {
+  const auto update = [&](const HeadShard& shard, int32_t rank, int32_t part, int32_t parts) {
+    const RowRange rows = UpdatedRows(rank);
     for (const bool is_weight : {true, false}) {
       if (!is_weight && !spec().has_bias) continue;
-      const auto memory = [&](HeadTensor weight, HeadTensor bias) { return PlaceOf(shard, is_weight ? weight : bias).memory; };
-      const MappedMemory* gradient = memory(HeadTensor::kGradWeight, HeadTensor::kGradBias);
-      const RowRange range = SplitEvenly({0, gradient->bytes() / 4}, part, parts, kPartGrain);
+      const int64_t columns = is_weight ? spec().hidden_size : 1;
+      const RowRange range = SplitEvenly({0, rows.size() * columns}, part, parts, kPartGrain);
       if (range.size() == 0) continue;
-      const auto at = [&](const MappedMemory* tensor) {
+      const auto memory = [&](HeadTensor weight, HeadTensor bias) { return PlaceOf(shard, is_weight ? weight : bias).memory; };
+      // What is held is of all rows, or begins with the first one that this rank updates.
+      const int64_t first = rows.start * columns + range.start;
+      const auto state_at = [&](const MappedMemory* tensor) {
         return tensor->bytes() == 0 ? nullptr : tensor->As<float>() + range.start;
       };
+      const MappedMemory* master = memory(HeadTensor::kMasterWeight, HeadTensor::kMasterBias);
       ParameterPiece piece;
-      piece.parameter = at(memory(HeadTensor::kMasterWeight, HeadTensor::kMasterBias));
-      piece.gradient = at(gradient);
-      piece.moment1 = at(memory(HeadTensor::kMoment1Weight, HeadTensor::kMoment1Bias));
-      piece.moment2 = at(memory(HeadTensor::kMoment2Weight, HeadTensor::kMoment2Bias));
+      piece.parameter = HasSeparateMaster(spec()) ? state_at(master) : master->As<float>() + first;
+      piece.gradient = memory(HeadTensor::kGradWeight, HeadTensor::kGradBias)->As<float>() + first;
+      piece.moment1 = state_at(memory(HeadTensor::kMoment1Weight, HeadTensor::kMoment1Bias));
+      piece.moment2 = state_at(memory(HeadTensor::kMoment2Weight, HeadTensor::kMoment2Bias));
       if (HasSeparateMaster(spec())) {
-        piece.stored = memory(HeadTensor::kWeight, HeadTensor::kBias)->As<uint16_t>() + range.start;
+        piece.stored = memory(HeadTensor::kWeight, HeadTensor::kBias)->As<uint16_t>() + first;
         piece.stored_type = spec().data_type;
       }
       piece.count = range.size();
       UpdateParameters(step, piece);
     }
-  });
+  };
+  std::lock_guard<std::mutex> lock(core_->work_mutex);
+  return core_->executors.RunDecided([](const ShardContext&) { return absl::OkStatus(); },
+                                     [&](const ShardContext& context) {
+                                       absl::Status done = OnParts(context, Held(context.rank), update);
+                                       return done.ok() && is_replica() ? GatherWeights(context) : done;
+                                     });
 }
 
 }  // namespace headwater::cpu

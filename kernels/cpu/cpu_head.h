@@ -21,16 +21,18 @@ struct EngineCore {
   EngineCore(EngineOptions filled_options)
       : options(std::move(filled_options)),
         executors(options.shard_count, options.thread_count, options.shard_probe,
-                  options.group.world_size > 1 ? options.group.communicator : nullptr) {}
+                  options.group.world_size > 1 ? options.group.communicator : nullptr),
+        replica_executors(executors) {}
 
   const EngineOptions options;  // with defaults filled in
   std::mutex work_mutex;        // held while executors run
   ShardExecutors executors;
+  ShardExecutors replica_executors;  // for what is computed with replicas: on this rank of a group alone
   mutable std::mutex plan_mutex;
   int64_t planned_bytes = 0;  // guarded by plan_mutex
 };
 
-// The part of a head that one executor owns. fp32 tensors are null where the head has none.
+// The part of a head that one executor owns: its shard, or all rows, of a replica. fp32 tensors are null where the head has none.
 struct HeadShard {
   RowRange rows;       // of the head
   int64_t valid_rows;  // rows of the shard below valid_vocab_size: a prefix
@@ -41,7 +43,7 @@ struct HeadShard {
 
   MappedMemory weight;         // [rows, hidden_size], storage type
   MappedMemory bias;           // [rows], storage type
-  MappedMemory master_weight;  // fp32; only if separate
+  MappedMemory master_weight;  // fp32; only if separate. Masters and moments of a replica: of the rank's shard
   MappedMemory master_bias;
   MappedMemory grad_weight;  // [rows, hidden_size] fp32
   MappedMemory grad_bias;    // [rows] fp32
@@ -69,12 +71,15 @@ class CpuHead final : public HeadBase {
   absl::Status ZeroGradient() override;
   absl::Status AddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
                              const float* in) override;
+  absl::Status ReduceGradient() override;
   absl::Status ResetOptimizerState() override;
   absl::StatusOr<GradientStats> ComputeGradientStats() const override;
   absl::Status ApplyOptimizer(const OptimizerStep& step) override;
 
   const HeadPlan& cpu_plan() const { return plan_; }
-  // Without memory if another rank of the group holds it.
+  // Parallelism::kRows in a group: calls about one rank run on EngineCore::replica_executors.
+  bool is_replica() const { return plan_.is_replica(); }
+  // By executor's rank. Without memory if another rank of the group holds it.
   const HeadShard& shard(int32_t rank) const { return shards_[static_cast<size_t>(rank)]; }
   int32_t shard_count() const { return static_cast<int32_t>(shards_.size()); }
   const EngineCore& core() const { return *core_; }
@@ -89,9 +94,23 @@ class CpuHead final : public HeadBase {
 
   CpuHead(std::shared_ptr<EngineCore> core, const HeadSpec& spec, HeadPlan plan);
   absl::Status Allocate();
+  // What is held here by the executor of that rank in EngineCore::executors.
+  const HeadShard& Held(int32_t rank) const { return shard(is_replica() ? 0 : rank); }
+  // The rows of what is held that this rank updates, counted from its first one.
+  RowRange UpdatedRows(int32_t rank) const;
+  // Whether a replica has all elements of a tensor.
+  bool IsReplicated(HeadTensor tensor) const;
+  // The part of a range of elements that is held here.
+  Piece HeldPiece(int32_t rank, HeadTensor tensor, int64_t element_start, int64_t element_count) const;
   // The shard's own memory for a tensor. For a master that is not separate: that of the storage tensor.
   Place PlaceOf(const HeadShard& shard, HeadTensor tensor) const;
   void WritePiece(const HeadShard& shard, HeadTensor tensor, const Piece& piece, const void* in);
+  // A range of a replica. In cpu_replica.cc, as the next two.
+  void WriteReplica(int32_t rank, HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in);
+  // The ranks' shards in a tensor of [vocab_size, columns], in units of `unit` for each element.
+  std::vector<int64_t> ShardBounds(int64_t columns, int64_t unit) const;
+  // Gets the other ranks' new weights.
+  absl::Status GatherWeights(const ShardContext& context);
   // work(shard, rank, part, parts)
   using PartWork = absl::FunctionRef<void(const HeadShard&, int32_t, int32_t, int32_t)>;
   // Runs work that changes nothing on all threads of all shards.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "headwater/kernels/communicator.h"
 #include "kernels/core/head_tensors.h"
 #include "kernels/core/saturating.h"
 
@@ -79,10 +80,27 @@ void LargestRows(int64_t low, int64_t budget, int64_t* rows, HeadPlan* plan, con
   *rows = fits;
 }
 
+// As an engine that is alone would plan it, but for the shards, and what belongs to them.
+HeadPlan PlanReplicaOnCpu(const HeadSpec& spec, const EngineOptions& options, int32_t threads) {
+  EngineOptions alone = options;
+  alone.group = EngineGroup();
+  alone.shard_count = 1;
+  alone.shard_weights.clear();
+  HeadPlan plan = PlanHeadOnCpu(spec, alone, threads);
+  plan.group_shards = SplitVocab(spec.vocab_size, options.shard_count, options.shard_weights);
+  plan.memory = MemoryPlan();
+  plan.memory.token_chunk_rows = plan.narrow_rows;
+  AddReplicaItems(spec, spec.hidden_size, plan.group_shards[static_cast<size_t>(options.group.rank)].size(), &plan.memory);
+  const int64_t exchange_bytes = SaturatingMultiply(spec.trainable ? options.group.world_size : 0, kReduceScatterBytes);
+  AddPlanItem("workspace", SaturatingAdd(plan.layouts.front().total_bytes, exchange_bytes), &plan.memory);
+  return plan;
+}
+
 }  // namespace
 
 HeadPlan PlanHeadOnCpu(const HeadSpec& spec, const EngineOptions& options, int32_t threads_per_shard) {
   const bool is_group = options.group.world_size > 1;
+  if (is_group && spec.parallelism == Parallelism::kRows) return PlanReplicaOnCpu(spec, options, threads_per_shard);
   HeadPlan plan;
   plan.shards = SplitVocab(spec.vocab_size, options.shard_count, options.shard_weights);
   plan.panel_rows = PanelRows(spec.hidden_size, 4);

@@ -44,6 +44,9 @@ struct WorkspaceLayout {
 struct HeadPlan {
   MemoryPlan memory;
   std::vector<RowRange> shards;  // one for each executor; may be empty
+  // Parallelism::kRows in a group, where one executor has all rows: the group's shards, by rank. Else empty.
+  std::vector<RowRange> group_shards;
+  bool is_replica() const { return !group_shards.empty(); }
   int64_t narrow_rows = 0;
   int64_t wide_rows = 0;
   int64_t panel_rows = 0;       // weight rows a thread works on at once

@@ -9,9 +9,10 @@ namespace {
 // Whether the gradient of the logits and the rows themselves fit into a slot, on every shard.
 bool RowsFitSlot(const CpuHead& head, int64_t row_count) {
   const int64_t hidden_size = head.spec().hidden_size;
-  for (const RowRange& shard : head.shard_rows()) {
-    const int64_t slot = shard.size() * hidden_size + (head.spec().has_bias ? shard.size() : 0);
-    if (row_count > 0 && slot / row_count < shard.size() + hidden_size) return false;
+  for (int32_t rank = 0; rank < head.shard_count(); ++rank) {
+    const int64_t rows = head.shard(rank).rows.size();
+    const int64_t slot = rows * hidden_size + (head.spec().has_bias ? rows : 0);
+    if (row_count > 0 && slot / row_count < rows + hidden_size) return false;
   }
   return true;
 }
@@ -20,7 +21,7 @@ std::unique_ptr<StagedHead> Stage(PlannedSlot planned) {
   auto staged = std::make_unique<StagedHead>();
   staged->slot = std::move(planned.slot);
   staged->head = static_cast<CpuHead*>(staged->slot.head());
-  const size_t shard_count = staged->head->shard_rows().size();
+  const size_t shard_count = static_cast<size_t>(staged->head->shard_count());
   staged->kept.resize(shard_count);
   staged->used_elements.assign(shard_count, 0);
   staged->has_product.assign(shard_count, 0);

@@ -29,7 +29,19 @@ ShardExecutors::ShardExecutors(int32_t shard_count, int32_t thread_count, Probe 
       ranks_(group_ == nullptr ? shard_count : 1) {
   MakeCommunicators();
   const int32_t threads = std::max(1, thread_count / held_count());
-  for (int32_t i = 0; i < held_count(); ++i) pools_.push_back(std::make_unique<ThreadPool>(threads));
+  for (int32_t i = 0; i < held_count(); ++i) pools_.push_back(std::make_shared<ThreadPool>(threads));
+}
+
+ShardExecutors::ShardExecutors(const ShardExecutors& of_rank)
+    : probe_(of_rank.probe_ == nullptr ? nullptr
+                                       : Probe([probe = of_rank.probe_, rank = of_rank.first_rank_](ShardPhase phase, int32_t) {
+                                           return probe(phase, rank);
+                                         })),
+      shard_count_(1),
+      first_rank_(0),
+      pools_(of_rank.pools_),
+      ranks_(1) {
+  MakeCommunicators();
 }
 
 void ShardExecutors::MakeCommunicators() {

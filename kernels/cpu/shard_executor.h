@@ -35,6 +35,9 @@ class ShardExecutors {
   // Splits `thread_count` threads over `shard_count` executors; each gets at least one. With a `group` there is one executor, for
   // the group's rank, with all threads.
   ShardExecutors(int32_t shard_count, int32_t thread_count, Probe probe = nullptr, std::shared_ptr<Communicator> group = nullptr);
+  // One executor for a head that is whole on a rank of a group: with the threads of the group's executor, `of_rank`, which must not
+  // run at the same time. Its probe is called with that one's rank.
+  explicit ShardExecutors(const ShardExecutors& of_rank);
 
   // Shards of a head, held here or not.
   int32_t shard_count() const { return shard_count_; }
@@ -78,7 +81,7 @@ class ShardExecutors {
   const int32_t first_rank_;
   // By shard that is held.
   std::vector<std::shared_ptr<Communicator>> communicators_;
-  std::vector<std::unique_ptr<ThreadPool>> pools_;
+  std::vector<std::shared_ptr<ThreadPool>> pools_;
   ThreadPool ranks_;  // one thread a rank
   mutable std::mutex health_mutex_;
   absl::Status health_;  // guarded by health_mutex_

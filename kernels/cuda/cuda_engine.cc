@@ -153,12 +153,14 @@ class CudaEngine final : public LossEngine {
 
   absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override {
     absl::Status status = ValidateHeadSpec(spec);
+    if (status.ok()) status = CheckParallelism(spec, core_->options(), /*is_built=*/false);
     if (!status.ok()) return status;
     return PlanHeadOnCuda(spec, core_->options()).memory;
   }
 
   absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override {
     absl::Status status = ValidateHeadSpec(spec);
+    if (status.ok()) status = CheckParallelism(spec, core_->options(), /*is_built=*/false);
     if (!status.ok()) return status;
     HEADWATER_RETURN_IF_ERROR(core_->health());
     absl::StatusOr<std::unique_ptr<CudaHead>> head = CudaHead::Create(core_, spec, PlanHeadOnCuda(spec, core_->options()));

@@ -176,6 +176,7 @@ std::string FormatManifest(const Manifest& manifest) {
                      {"format_version", kFormatVersion},
                      {"spec", SpecToJson(manifest.info.spec)},
                      {"staging_slots", manifest.info.spec.staging_slots},
+                     {"parallelism", ParallelismName(manifest.info.spec.parallelism)},
                      {"step", manifest.info.step},
                      {"update_count", manifest.info.update_count},
                      {"sequence", manifest.info.sequence},
@@ -213,6 +214,10 @@ absl::StatusOr<Manifest> ReadManifest(const ReadableFile& file) {
   int64_t staging_slots = 0;
   reader.ReadIfThere("staging_slots", &staging_slots);
   reader.ReadIfThere("sequence", &manifest.info.sequence);
+  std::string parallelism = ParallelismName(Parallelism::kVocabulary);
+  if (reader.Find("parallelism") != nullptr) reader.Read("parallelism", &parallelism);
+  const bool by_rows = parallelism == ParallelismName(Parallelism::kRows);
+  reader.Note(by_rows || parallelism == ParallelismName(Parallelism::kVocabulary));
   if (reader.Find("numerics") != nullptr) reader.Read("numerics", &manifest.info.numerics);
   reader.Note(staging_slots <= INT32_MAX);
   const json* spec = FindMember(*body, "spec", json::value_t::object);
@@ -222,6 +227,7 @@ absl::StatusOr<Manifest> ReadManifest(const ReadableFile& file) {
     return CorruptError(absl::StrCat(kWhat, " lacks a member, has one of a wrong type, or its files do not cover the vocabulary"));
   }
   manifest.info.spec.staging_slots = static_cast<int32_t>(staging_slots);
+  manifest.info.spec.parallelism = by_rows ? Parallelism::kRows : Parallelism::kVocabulary;
   return manifest;
 }
 

@@ -1,6 +1,7 @@
 #include "server/group/group_core.h"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -19,6 +20,11 @@ GroupCore::~GroupCore() {
 void GroupCore::Form(std::vector<std::unique_ptr<Rank>> ranks) {
   ranks_ = std::move(ranks);
   threads_ = std::make_unique<RankThreads>(ranks_.size());
+  for (size_t rank = 0; rank < ranks_.size(); ++rank) rank_mutexes_.push_back(std::make_unique<absl::Mutex>());
+  {
+    absl::MutexLock lock(&release_mutex_);
+    releases_.resize(ranks_.size());
+  }
   formed_.store(true, std::memory_order_release);
 }
 
@@ -69,14 +75,42 @@ GroupCore::Turn::Turn(GroupCore& core) : core_(core) {
     status_ = MakeError(ErrorReason::kStarting, "the group's ranks are not all there yet");
     return;
   }
-  {
-    absl::MutexLock lock(&core_.lost_mutex_);
-    status_ = core_.lost_;
-  }
+  status_ = core_.lost();
   if (status_.ok()) core_.FlushReleases();
 }
 
 GroupCore::Turn::~Turn() { core_.turn_mutex_.Unlock(); }
+
+GroupCore::RankTurn::RankTurn(GroupCore& core, size_t rank) : core_(core), rank_(rank) {
+  core_.turn_mutex_.ReaderLock();
+  core_.rank_mutexes_[rank_]->Lock();
+  status_ = core_.lost();
+  if (!status_.ok()) return;
+  status_ = core_.FlushReleasesOf(rank_);
+  if (!status_.ok()) core_.Lose(status_);
+}
+
+GroupCore::RankTurn::~RankTurn() {
+  core_.rank_mutexes_[rank_]->Unlock();
+  core_.turn_mutex_.ReaderUnlock();
+}
+
+absl::Status GroupCore::RankTurn::Run(absl::FunctionRef<absl::Status(Rank&)> call) {
+  absl::Status status;
+  try {
+    status = call(*core_.ranks_[rank_]);
+  } catch (const std::exception& error) {
+    status = MakeError(ErrorReason::kEngineFailed, absl::StrCat("rank ", rank_, " failed: ", error.what()));
+  }
+  if (HasReason(status, ErrorReason::kEngineFailed)) core_.Lose(status);
+  absl::Status lost = core_.lost();
+  return lost.ok() ? status : lost;
+}
+
+absl::Status GroupCore::lost() const {
+  absl::MutexLock lock(&lost_mutex_);
+  return lost_;
+}
 
 std::vector<absl::Status> GroupCore::RunAll(RankThreads::Program program) {
   return threads_->Run([&](size_t rank) {
@@ -89,16 +123,12 @@ std::vector<absl::Status> GroupCore::RunAll(RankThreads::Program program) {
 
 absl::Status GroupCore::OnAll(RankThreads::Program program) {
   const std::vector<absl::Status> answers = RunAll(program);
-  {
-    absl::MutexLock lock(&lost_mutex_);
-    if (!lost_.ok()) return lost_;
-  }
+  if (absl::Status lost = this->lost(); !lost.ok()) return lost;
   for (size_t rank = 0; rank < answers.size(); ++rank) {
     if (answers[rank].code() == answers[0].code()) continue;
     Lose(MakeError(ErrorReason::kEngineFailed,
                    absl::StrCat("rank ", rank, " answered ", answers[rank].ToString(), ", and the first ", answers[0].ToString())));
-    absl::MutexLock lock(&lost_mutex_);
-    return lost_;
+    return lost();
   }
   if (HasReason(answers[0], ErrorReason::kShardNotReady)) {
     for (size_t rank = 1; rank < answers.size(); ++rank) {
@@ -110,10 +140,7 @@ absl::Status GroupCore::OnAll(RankThreads::Program program) {
 
 absl::Status GroupCore::OnAllAsFirst(RankThreads::Program program) {
   const std::vector<absl::Status> answers = RunAll(program);
-  {
-    absl::MutexLock lock(&lost_mutex_);
-    if (!lost_.ok()) return lost_;
-  }
+  if (absl::Status lost = this->lost(); !lost.ok()) return lost;
   if (!answers[0].ok()) {
     if (!HasReason(answers[0], ErrorReason::kShardNotReady)) return answers[0];
     for (size_t rank = 1; rank < answers.size(); ++rank) {
@@ -125,46 +152,56 @@ absl::Status GroupCore::OnAllAsFirst(RankThreads::Program program) {
     if (answers[rank].ok()) continue;
     Lose(MakeError(ErrorReason::kEngineFailed,
                    absl::StrCat("rank ", rank, " refused what the first did: ", std::string(answers[rank].message()))));
-    absl::MutexLock lock(&lost_mutex_);
-    return lost_;
+    return lost();
   }
   return absl::OkStatus();
 }
 
 void GroupCore::Release(absl::Span<const uint64_t> contributions, absl::Span<const uint64_t> heads) {
   absl::MutexLock lock(&release_mutex_);
-  released_contributions_.insert(released_contributions_.end(), contributions.begin(), contributions.end());
-  released_heads_.insert(released_heads_.end(), heads.begin(), heads.end());
+  for (Releases& releases : releases_) {
+    releases.contributions.insert(releases.contributions.end(), contributions.begin(), contributions.end());
+    releases.heads.insert(releases.heads.end(), heads.begin(), heads.end());
+  }
 }
 
 void GroupCore::ReleaseInTurn() {
-  const auto has_work = [this]() ABSL_SHARED_LOCKS_REQUIRED(release_mutex_) {
-    return stopping_ || !released_contributions_.empty() || !released_heads_.empty();
+  const auto next = [this]() ABSL_SHARED_LOCKS_REQUIRED(release_mutex_) {
+    return std::find_if(releases_.begin(), releases_.end(), [](const Releases& releases) { return !releases.empty(); });
   };
+  const auto has_work = [&]() ABSL_SHARED_LOCKS_REQUIRED(release_mutex_) { return stopping_ || next() != releases_.end(); };
   while (true) {
+    size_t rank = 0;
     {
       absl::MutexLock lock(&release_mutex_);
       release_mutex_.Await(absl::Condition(&has_work));
       if (stopping_) return;
+      rank = static_cast<size_t>(next() - releases_.begin());
     }
-    const Turn turn(*this);  // in which they are told
+    const RankTurn turn(*this, rank);  // in which it is told
     if (turn.status().ok()) continue;
     absl::MutexLock lock(&release_mutex_);  // a group that is lost has nothing left
-    released_contributions_.clear();
-    released_heads_.clear();
+    for (Releases& releases : releases_) releases = Releases();
   }
 }
 
 void GroupCore::FlushReleases() {
-  std::vector<uint64_t> contributions;
-  std::vector<uint64_t> heads;
+  {
+    const auto is_empty = [](const Releases& releases) { return releases.empty(); };
+    absl::MutexLock lock(&release_mutex_);
+    if (std::all_of(releases_.begin(), releases_.end(), is_empty)) return;
+  }
+  OnAll([&](size_t rank) { return FlushReleasesOf(rank); }).IgnoreError();
+}
+
+absl::Status GroupCore::FlushReleasesOf(size_t rank) {
+  Releases releases;
   {
     absl::MutexLock lock(&release_mutex_);
-    contributions.swap(released_contributions_);
-    heads.swap(released_heads_);
+    std::swap(releases, releases_[rank]);
   }
-  if (contributions.empty() && heads.empty()) return;
-  OnAll([&](size_t rank) { return ranks_[rank]->Release(contributions, heads); }).IgnoreError();
+  if (releases.empty()) return absl::OkStatus();
+  return ranks_[rank]->Release(releases.contributions, releases.heads);
 }
 
 }  // namespace headwater::group

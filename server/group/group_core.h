@@ -1,5 +1,5 @@
 // GroupCore: what the engine, the heads and the contributions of a group share: the ranks, their order of calls, and how the group
-// is.
+// is. A call is made on all ranks, while no other one is (Turn), or on one of them, beside calls on others (RankTurn).
 #ifndef HEADWATER_SERVER_GROUP_GROUP_CORE_H_
 #define HEADWATER_SERVER_GROUP_GROUP_CORE_H_
 
@@ -41,7 +41,8 @@ class GroupCore {
   void Dismiss();
   bool dismissed() const { return dismissed_.load(); }
 
-  // The group's calls are made one after the other, each under this, as a scoped lock. kStarting before the group is formed.
+  // A call on all ranks is made under this, as a scoped lock: no other call is made meanwhile. kStarting before the group is
+  // formed.
   class ABSL_SCOPED_LOCKABLE Turn {
    public:
     explicit Turn(GroupCore& core) ABSL_EXCLUSIVE_LOCK_FUNCTION(core.turn_mutex_);
@@ -54,6 +55,24 @@ class GroupCore {
     absl::Status status_;
   };
 
+  // A call on one rank is made under this: it waits for those on all ranks and for others on this one. Only once formed.
+  class RankTurn {
+   public:
+    RankTurn(GroupCore& core, size_t rank) ABSL_NO_THREAD_SAFETY_ANALYSIS;
+    ~RankTurn() ABSL_NO_THREAD_SAFETY_ANALYSIS;
+    RankTurn(const RankTurn&) = delete;
+    RankTurn& operator=(const RankTurn&) = delete;
+    // Not OK: no call can be made.
+    const absl::Status& status() const { return status_; }
+    // What `call` answers; the group's error if that is lost, as which it is found by a failure of the rank.
+    absl::Status Run(absl::FunctionRef<absl::Status(Rank&)> call);
+
+   private:
+    GroupCore& core_;
+    const size_t rank_;
+    absl::Status status_;
+  };
+
   // Calls program(rank) for every rank at the same time, in a Turn. Answers what they agree on: OK if all do; what a rank met if it
   // failed (kEngineFailed), or if its answer is another one than the first's, and then the group is lost; else what the first rank,
   // or that which was not ready (kShardNotReady), says.
@@ -62,7 +81,7 @@ class GroupCore {
   absl::Status OnAllAsFirst(RankThreads::Program program);
 
   uint64_t NewId() { return next_id_.fetch_add(1); }
-  // What the ranks need no longer. They learn of it before the next call, or as soon as there is none; never waits for them.
+  // What the ranks need no longer. Each learns of it before the next call on it, or as soon as there is none; never waits for them.
   void Release(absl::Span<const uint64_t> contributions, absl::Span<const uint64_t> heads);
 
   std::atomic<int64_t> planned_bytes{0};  // of the living heads, over all ranks
@@ -71,6 +90,9 @@ class GroupCore {
   std::vector<absl::Status> RunAll(RankThreads::Program program);
   void FlushReleases() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_mutex_);
   void ReleaseInTurn();
+  // What one rank has yet to be told. By whoever may call the rank.
+  absl::Status FlushReleasesOf(size_t rank);
+  absl::Status lost() const;
 
   std::vector<std::unique_ptr<Rank>> ranks_;
   std::unique_ptr<RankThreads> threads_;
@@ -78,10 +100,15 @@ class GroupCore {
   std::atomic<bool> dismissed_{false};
   std::atomic<uint64_t> next_id_{1};
   absl::Mutex turn_mutex_;
+  std::vector<std::unique_ptr<absl::Mutex>> rank_mutexes_;  // each held for a call on that rank alone
+  struct Releases {
+    std::vector<uint64_t> contributions;
+    std::vector<uint64_t> heads;
+    bool empty() const { return contributions.empty() && heads.empty(); }
+  };
   absl::Mutex release_mutex_;
-  std::vector<uint64_t> released_contributions_ ABSL_GUARDED_BY(release_mutex_);
-  std::vector<uint64_t> released_heads_ ABSL_GUARDED_BY(release_mutex_);
-  absl::Mutex lost_mutex_;
+  std::vector<Releases> releases_ ABSL_GUARDED_BY(release_mutex_);  // by rank
+  mutable absl::Mutex lost_mutex_;
   absl::Status lost_ ABSL_GUARDED_BY(lost_mutex_);
   absl::Status last_health_ ABSL_GUARDED_BY(lost_mutex_);  // when it was dismissed
   bool stopping_ ABSL_GUARDED_BY(release_mutex_) = false;

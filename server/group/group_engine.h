@@ -2,6 +2,8 @@
 //
 // Everything above it sees a LossEngine whose heads have as many shards as the group has ranks. Calls are ordered by one lock, each
 // is made on all ranks at the same time, and rank 0's results count. Ranks are threads of this process, other processes, or both.
+// Micro-batches of heads that every rank has all of (Parallelism::kRows) are computed by one rank each, the one that has the fewest
+// rows to compute, at the same time by several.
 //
 // The group is lost, once and for all, when a rank fails, is gone or is told to have hung: health() says so, every call fails, and
 // a new group is needed. A failure of one rank in the middle of a change costs all heads, therefore, not only that call's.
@@ -15,6 +17,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "server/group/group_core.h"
+#include "server/group/rank_loads.h"
 
 namespace headwater::group {
 
@@ -52,11 +55,14 @@ class GroupEngine final : public LossEngine {
  private:
   LossEngine* first_engine() const;  // null before Form()
   absl::StatusOr<MemoryPlan> PlanOnAll(const HeadSpec& spec) const;
+  // By one rank, which has all of the heads.
+  absl::StatusOr<MicroBatchResult> ComputeWhole(const MicroBatch& micro_batch, const std::vector<TermHeads>& heads);
 
   const std::string name_;
   const EngineOptions options_;
   const bool shared_budget_;
   const std::shared_ptr<GroupCore> core_;
+  std::unique_ptr<RankLoads> loads_;  // of what is computed by one rank; from Form() on
 };
 
 // A group of CPU engines on threads of this process, one for each of options.shard_count ranks; they share the memory budget and

@@ -7,6 +7,7 @@
 
 #include "headwater/kernels/communicator.h"
 #include "headwater/kernels/error.h"
+#include "server/group/rank_follower.h"
 
 namespace headwater::group {
 namespace {
@@ -14,26 +15,6 @@ namespace {
 absl::Status NoSuchHead(uint64_t head) {
   return MakeError(ErrorReason::kEngineFailed, "the rank has no head " + std::to_string(head));
 }
-
-// What a rank that is not the first gives its engine for a flow.
-class Follower final : public RowFlow {
- public:
-  explicit Follower(RankFlow& flow) : flow_(flow) {}
-  absl::Status AwaitRows(int64_t row_end) override {
-    while (here_ < row_end) {
-      absl::StatusOr<int64_t> here = flow_.AwaitMore(here_);
-      if (!here.ok()) return here.status();
-      here_ = *here;
-    }
-    return absl::OkStatus();
-  }
-  absl::Status Decide(const DigestBuilder*) override { return flow_.AwaitDecision(); }
-  void GradHiddenReady(int64_t) override {}
-
- private:
-  RankFlow& flow_;
-  int64_t here_ = 0;
-};
 
 // Measures how long the engine waits in a flow.
 class MeasuredFlow final : public RowFlow {
@@ -131,6 +112,12 @@ absl::Status LocalRank::AddToGradient(uint64_t head, HeadTensor tensor, int64_t 
   return found == nullptr ? NoSuchHead(head) : found->AddToGradient(tensor, start, count, factor, in);
 }
 
+absl::Status LocalRank::ReduceGradient(uint64_t head) {
+  const observability::BusyClock::Work call(calls_);
+  EngineHead* const found = FindHead(head);
+  return found == nullptr ? NoSuchHead(head) : found->ReduceGradient();
+}
+
 absl::Status LocalRank::ResetOptimizerState(uint64_t head) {
   const observability::BusyClock::Work call(calls_);
   EngineHead* const found = FindHead(head);
@@ -150,15 +137,39 @@ absl::Status LocalRank::ApplyOptimizer(uint64_t head, const OptimizerStep& step)
   return found == nullptr ? NoSuchHead(head) : found->ApplyOptimizer(step);
 }
 
-absl::StatusOr<RankResult> LocalRank::Compute(const RankCall& call) {
-  const observability::BusyClock::Work work(calls_);
-  const EngineGroup& group = engine_->options().group;
-  MicroBatch micro_batch = call.micro_batch;
-  std::vector<LossTerm> terms(micro_batch.terms.begin(), micro_batch.terms.end());
+std::vector<LossTerm> LocalRank::TermsOf(const RankCall& call) const {
+  std::vector<LossTerm> terms(call.micro_batch.terms.begin(), call.micro_batch.terms.end());
   for (size_t i = 0; i < terms.size(); ++i) {
     terms[i].head = FindHead(call.heads[i].head);
     terms[i].teacher_head = FindHead(call.heads[i].teacher);
   }
+  return terms;
+}
+
+absl::StatusOr<RankResult> LocalRank::Run(MicroBatch micro_batch, uint64_t contribution) {
+  const observability::BusyClock::Work work(calls_);
+  std::optional<MeasuredFlow> measured;
+  if (micro_batch.flow != nullptr) micro_batch.flow = &measured.emplace(*micro_batch.flow, flow_waits_);
+  absl::StatusOr<MicroBatchResult> result = engine_->Compute(micro_batch);
+  if (!result.ok()) return result.status();
+  RankResult summary;
+  summary.terms = std::move(result->terms);
+  summary.staged = result->staged != nullptr;
+  if (summary.staged) contributions_[contribution] = std::move(result->staged);
+  return summary;
+}
+
+absl::StatusOr<RankResult> LocalRank::ComputeWhole(const RankCall& call) {
+  MicroBatch micro_batch = call.micro_batch;
+  const std::vector<LossTerm> terms = TermsOf(call);
+  micro_batch.terms = terms;
+  return Run(micro_batch, call.contribution);
+}
+
+absl::StatusOr<RankResult> LocalRank::Compute(const RankCall& call) {
+  const EngineGroup& group = engine_->options().group;
+  MicroBatch micro_batch = call.micro_batch;
+  std::vector<LossTerm> terms = TermsOf(call);
   Scratch scratch;
   std::unique_ptr<Follower> follower;
   if (group.rank > 0) {
@@ -178,15 +189,7 @@ absl::StatusOr<RankResult> LocalRank::Compute(const RankCall& call) {
     if (call.flow != nullptr) micro_batch.flow = (follower = std::make_unique<Follower>(*call.flow)).get();
   }
   micro_batch.terms = terms;
-  std::optional<MeasuredFlow> measured;
-  if (micro_batch.flow != nullptr) micro_batch.flow = &measured.emplace(*micro_batch.flow, flow_waits_);
-  absl::StatusOr<MicroBatchResult> result = engine_->Compute(micro_batch);
-  if (!result.ok()) return result.status();
-  RankResult summary;
-  summary.terms = std::move(result->terms);
-  summary.staged = result->staged != nullptr;
-  if (summary.staged) contributions_[call.contribution] = std::move(result->staged);
-  return summary;
+  return Run(micro_batch, call.contribution);
 }
 
 absl::Status LocalRank::Commit(uint64_t contribution, double factor) {

@@ -4,6 +4,7 @@
 
 #include <map>
 #include <memory>
+#include <vector>
 
 #include "server/group/rank.h"
 #include "server/observability/busy_clock.h"
@@ -34,15 +35,22 @@ class LocalRank final : public Rank {
   absl::Status ZeroGradient(uint64_t head) override;
   absl::Status AddToGradient(uint64_t head, HeadTensor tensor, int64_t start, int64_t count, double factor,
                              const float* in) override;
+  absl::Status ReduceGradient(uint64_t head) override;
   absl::Status ResetOptimizerState(uint64_t head) override;
   absl::StatusOr<GradientStats> ComputeGradientStats(uint64_t head) override;
   absl::Status ApplyOptimizer(uint64_t head, const OptimizerStep& step) override;
   // The first rank writes to the call's outputs, and its flow is the micro-batch's; others write to memory of their own, or, of
   // grad_hidden, their part (EngineGroup::shared_views).
   absl::StatusOr<RankResult> Compute(const RankCall& call) override;
+  absl::StatusOr<RankResult> ComputeWhole(const RankCall& call) override;
   absl::Status Commit(uint64_t contribution, double factor) override;
 
  private:
+  // The terms with this rank's heads.
+  std::vector<LossTerm> TermsOf(const RankCall& call) const;
+  // Computes, and keeps what is staged.
+  absl::StatusOr<RankResult> Run(MicroBatch micro_batch, uint64_t contribution);
+
   const std::unique_ptr<LossEngine> engine_;
   observability::BusyClock calls_;
   observability::BusyClock flow_waits_;  // of those, in the flow

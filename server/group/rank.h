@@ -1,8 +1,8 @@
 // Rank: one rank of a group as the leader drives it, in this process or in another one.
 //
-// Calls block until the rank has answered. The leader makes one call of a rank at a time, in the order that is the group's;
-// health() and Abort() come from any thread. Heads and contributions have the leader's ids, never 0 and never used again. What the
-// calls mean, and which ranges of tensors a rank takes: headwater/kernels/engine.h, "Groups".
+// Calls block until the rank has answered. The leader makes one call of a rank at a time; those that all ranks get, in the order
+// that is the group's. health() and Abort() come from any thread. Heads and contributions have the leader's ids, never 0 and never
+// used again. What the calls mean, and which ranges of tensors a rank takes: headwater/kernels/engine.h, "Groups".
 #ifndef HEADWATER_SERVER_GROUP_RANK_H_
 #define HEADWATER_SERVER_GROUP_RANK_H_
 
@@ -42,7 +42,7 @@ struct RankCall {
 };
 
 struct RankResult {
-  std::vector<LossSums> terms;  // the first rank's
+  std::vector<LossSums> terms;  // the first rank's; ComputeWhole(): this rank's
   bool staged = false;
 };
 
@@ -80,11 +80,15 @@ class Rank {
   virtual absl::Status ZeroGradient(uint64_t head) = 0;
   virtual absl::Status AddToGradient(uint64_t head, HeadTensor tensor, int64_t start, int64_t count, double factor,
                                      const float* in) = 0;
+  virtual absl::Status ReduceGradient(uint64_t head) = 0;
   virtual absl::Status ResetOptimizerState(uint64_t head) = 0;
   virtual absl::StatusOr<GradientStats> ComputeGradientStats(uint64_t head) = 0;
   virtual absl::Status ApplyOptimizer(uint64_t head, const OptimizerStep& step) = 0;
 
   virtual absl::StatusOr<RankResult> Compute(const RankCall& call) = 0;
+  // A micro-batch whose heads are replicas (Parallelism::kRows), by this rank alone: it fills in all outputs, and the flow is the
+  // micro-batch's own, all of whose rows are there; call.flow is not looked at.
+  virtual absl::StatusOr<RankResult> ComputeWhole(const RankCall& call) = 0;
   // The contribution is gone afterwards, unless the answer is kShardNotReady.
   virtual absl::Status Commit(uint64_t contribution, double factor) = 0;
 };

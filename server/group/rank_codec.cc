@@ -12,7 +12,7 @@ namespace headwater::group {
 namespace {
 
 // Bits of RankCompute.Term.outputs.
-enum Output : int32_t { kTokenLoss = 1, kLse = 2, kTargetLogProbability = 4, kEntropy = 8, kArgmax = 16 };
+enum WantedOutput : int32_t { kTokenLoss = 1, kLse = 2, kTargetLogProbability = 4, kEntropy = 8, kArgmax = 16 };
 
 absl::Status Malformed(const char* what) {
   return MakeError(ErrorReason::kEngineFailed, std::string("the leader's message is malformed: ") + what);
@@ -105,6 +105,7 @@ void EncodeHeadSpec(const HeadSpec& spec, v1::HeadSpec* out) {
   if (!std::holds_alternative<std::monostate>(spec.optimizer)) EncodeOptimizer(spec.optimizer, out->mutable_optimizer());
   out->set_staging_slots(spec.staging_slots);
   out->set_initial_step(spec.initial_step);
+  out->set_parallelism(static_cast<v1::Parallelism>(spec.parallelism));
 }
 
 HeadSpec DecodeHeadSpec(const v1::HeadSpec& spec) {
@@ -120,7 +121,48 @@ HeadSpec DecodeHeadSpec(const v1::HeadSpec& spec) {
   result.optimizer = DecodeOptimizer(spec.optimizer());
   result.staging_slots = spec.staging_slots();
   result.initial_step = spec.initial_step();
+  result.parallelism = static_cast<Parallelism>(spec.parallelism());
   return result;
+}
+
+void EncodeLossSums(const LossSums& sums, v1::RankLossSums* out) {
+  out->set_loss_sum(sums.loss_sum);
+  out->set_soft_loss_sum(sums.soft_loss_sum);
+  out->set_hard_loss_sum(sums.hard_loss_sum);
+  out->set_z_loss_sum(sums.z_loss_sum);
+  out->set_token_weight_sum(sums.token_weight_sum);
+  out->set_target_weight_sum(sums.target_weight_sum);
+  out->set_valid_token_count(sums.valid_token_count);
+  out->set_non_finite_row_count(sums.non_finite_row_count);
+}
+
+LossSums DecodeLossSums(const v1::RankLossSums& sums) {
+  LossSums result;
+  result.loss_sum = sums.loss_sum();
+  result.soft_loss_sum = sums.soft_loss_sum();
+  result.hard_loss_sum = sums.hard_loss_sum();
+  result.z_loss_sum = sums.z_loss_sum();
+  result.token_weight_sum = sums.token_weight_sum();
+  result.target_weight_sum = sums.target_weight_sum();
+  result.valid_token_count = sums.valid_token_count();
+  result.non_finite_row_count = sums.non_finite_row_count();
+  return result;
+}
+
+std::vector<Output> OutputsOf(const MicroBatch& micro_batch) {
+  std::vector<Output> outputs;
+  const auto add = [&outputs](void* data, int64_t count, int64_t element_bytes) {
+    if (data != nullptr) outputs.push_back({static_cast<char*>(data), count * element_bytes});
+  };
+  const MutableRowsView& grad_hidden = micro_batch.grad_hidden;
+  add(grad_hidden.data, grad_hidden.row_count * grad_hidden.column_count, ElementBytes(grad_hidden.data_type));
+  for (const LossTerm& term : micro_batch.terms) {
+    for (float* const output : {term.token_loss, term.lse, term.target_log_probability, term.entropy}) {
+      add(output, term.row_count, sizeof(float));
+    }
+    add(term.argmax, term.row_count, sizeof(int32_t));
+  }
+  return outputs;
 }
 
 void EncodeCompute(const RankCall& call, v1::RankCompute* out) {
@@ -175,10 +217,16 @@ const void* ReceivedCall::AddStream(int64_t row_start, int64_t row_count, int64_
   return stream.memory.get();
 }
 
+template <typename T>
+T* ReceivedCall::AddOutput(int64_t count) {
+  const size_t bytes = is_whole_ ? static_cast<size_t>(count) * sizeof(T) : 0;
+  return reinterpret_cast<T*>(outputs_.emplace_back(new char[bytes + 1]).get());
+}
+
 absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(const v1::RankCompute& message) {
   if (message.row_count() < 0 || message.hidden_size() < 0 || !IsDataType(message.data_type())) return Malformed("rows");
   std::unique_ptr<ReceivedCall> call(new ReceivedCall());
-  call->outputs_.reset(new char[8]);
+  call->is_whole_ = message.whole();
   MicroBatch& micro_batch = call->micro_batch_;
   RowsView& hidden = micro_batch.hidden;
   hidden.row_count = message.row_count();
@@ -188,8 +236,9 @@ absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(const v1::Ran
   micro_batch.backward = message.backward();
   if (message.wants_grad_hidden()) {
     if (!IsDataType(message.grad_hidden_type())) return Malformed("grad_hidden");
-    micro_batch.grad_hidden = {call->outputs_.get(), hidden.row_count, hidden.column_count,
-                               static_cast<DataType>(message.grad_hidden_type()), MemorySpace::kHost};
+    const DataType type = static_cast<DataType>(message.grad_hidden_type());
+    micro_batch.grad_hidden = {call->AddOutput<char>(hidden.row_count * hidden.column_count * ElementBytes(type)), hidden.row_count,
+                               hidden.column_count, type, MemorySpace::kHost};
   }
   micro_batch.grad_hidden_scale = message.grad_hidden_scale();
   micro_batch.grad_weight = static_cast<GradWeightMode>(message.grad_weight());
@@ -223,13 +272,12 @@ absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(const v1::Ran
       term.loss = DecodeCrossEntropy(from.cross_entropy(), &call->floats_);
       call->streams_.emplace_back();
     }
-    const auto wanted = [&](Output output) { return (from.outputs() & output) != 0; };
-    float* const floats = reinterpret_cast<float*>(call->outputs_.get());
-    if (wanted(kTokenLoss)) term.token_loss = floats;
-    if (wanted(kLse)) term.lse = floats;
-    if (wanted(kTargetLogProbability)) term.target_log_probability = floats;
-    if (wanted(kEntropy)) term.entropy = floats;
-    if (wanted(kArgmax)) term.argmax = reinterpret_cast<int32_t*>(call->outputs_.get());
+    const auto wanted = [&](WantedOutput output) { return (from.outputs() & output) != 0; };
+    if (wanted(kTokenLoss)) term.token_loss = call->AddOutput<float>(term.row_count);
+    if (wanted(kLse)) term.lse = call->AddOutput<float>(term.row_count);
+    if (wanted(kTargetLogProbability)) term.target_log_probability = call->AddOutput<float>(term.row_count);
+    if (wanted(kEntropy)) term.entropy = call->AddOutput<float>(term.row_count);
+    if (wanted(kArgmax)) term.argmax = call->AddOutput<int32_t>(term.row_count);
   }
   call->contribution_ = message.contribution();
   call->has_flow_ = message.flow();

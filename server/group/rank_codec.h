@@ -25,6 +25,17 @@ HeadSpec DecodeHeadSpec(const v1::HeadSpec& spec);
 void EncodeOptimizer(const OptimizerSpec& optimizer, v1::OptimizerSpec* out);
 OptimizerSpec DecodeOptimizer(const v1::OptimizerSpec& optimizer);
 
+void EncodeLossSums(const LossSums& sums, v1::RankLossSums* out);
+LossSums DecodeLossSums(const v1::RankLossSums& sums);
+
+// A tensor that a rank which computes alone fills in.
+struct Output {
+  char* data = nullptr;
+  int64_t bytes = 0;
+};
+// Those that a call asks for, grad_hidden first, in the order in which they travel.
+std::vector<Output> OutputsOf(const MicroBatch& micro_batch);
+
 // All of a call but its rows.
 void EncodeCompute(const RankCall& call, v1::RankCompute* out);
 
@@ -40,6 +51,8 @@ class ReceivedCall {
   // Rows that are complete in all streams.
   int64_t rows_here() const;
   int64_t row_count() const { return micro_batch_.hidden.row_count; }
+  // RankCompute.whole: there is memory for all outputs.
+  bool is_whole() const { return is_whole_; }
   bool has_flow() const { return has_flow_; }
 
  private:
@@ -58,9 +71,15 @@ class ReceivedCall {
   std::vector<TermHeads> heads_;
   std::deque<std::vector<float>> floats_;
   std::deque<std::vector<int32_t>> targets_;
-  std::vector<Stream> streams_;      // by number; without rows where a term has none
-  std::unique_ptr<char[]> outputs_;  // something to point to: nobody reads it, and LocalRank writes elsewhere
+  std::vector<Stream> streams_;  // by number; without rows where a term has none
+  // Memory for an output that is asked for.
+  template <typename T>
+  T* AddOutput(int64_t count);
+
+  // The outputs; one byte each where nobody reads them, and LocalRank writes elsewhere.
+  std::deque<std::unique_ptr<char[]>> outputs_;
   uint64_t contribution_ = 0;
+  bool is_whole_ = false;
   bool has_flow_ = false;
 };
 

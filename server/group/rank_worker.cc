@@ -19,6 +19,7 @@
 #include "headwater/kernels/return_if_error.h"
 #include "server/group/local_rank.h"
 #include "server/group/rank_codec.h"
+#include "server/group/rank_follower.h"
 
 namespace headwater::group {
 namespace {
@@ -311,6 +312,7 @@ class Worker {
 
   absl::Status RunHeadCommand(const v1::RankHeadCommand& command, v1::RankReply* reply) {
     if (command.kind() == v1::RankHeadCommand::ZERO_GRADIENT) return rank_->ZeroGradient(command.head());
+    if (command.kind() == v1::RankHeadCommand::REDUCE_GRADIENT) return rank_->ReduceGradient(command.head());
     if (command.kind() == v1::RankHeadCommand::RESET_OPTIMIZER_STATE) return rank_->ResetOptimizerState(command.head());
     const absl::StatusOr<GradientStats> stats = rank_->ComputeGradientStats(command.head());
     if (!stats.ok()) return stats.status();
@@ -328,8 +330,28 @@ class Worker {
       if (!more.ok()) return more.status();
       here = *more;
     }
+    if ((*call)->is_whole()) return ComputeWhole(**call, flow, reply);
     const absl::StatusOr<RankResult> result = rank_->Compute((*call)->ToCall((*call)->has_flow() ? &flow : nullptr));
     if (!result.ok()) return result.status();
+    reply->set_staged(result->staged);
+    return absl::OkStatus();
+  }
+
+  absl::Status ComputeWhole(ReceivedCall& received, ChannelFlow& flow, v1::RankReply* reply) {
+    RankCall call = received.ToCall(nullptr);
+    Follower follower(flow);
+    if (received.has_flow()) call.micro_batch.flow = &follower;
+    const absl::StatusOr<RankResult> result = rank_->ComputeWhole(call);
+    if (!result.ok()) return result.status();
+    for (const Output& output : OutputsOf(call.micro_batch)) {
+      for (int64_t done = 0; done < output.bytes; done += kDataBytes) {
+        v1::JoinRequest part;
+        part.mutable_reply()->set_data(output.data + done, static_cast<size_t>(std::min(kDataBytes, output.bytes - done)));
+        part.mutable_reply()->set_more(true);
+        if (!voice_.Write(part)) return LeaderGone();
+      }
+    }
+    for (const LossSums& sums : result->terms) EncodeLossSums(sums, reply->add_terms());
     reply->set_staged(result->staged);
     return absl::OkStatus();
   }

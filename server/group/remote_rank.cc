@@ -124,8 +124,7 @@ absl::Status RemoteRank::ReadTensor(uint64_t head, HeadTensor tensor, int64_t st
   for (char* to = static_cast<char*>(out); reply.ok(); reply = AwaitReply()) {
     const int64_t bytes = static_cast<int64_t>(reply->data().size());
     if (bytes > missing || (bytes < missing && !reply->more())) {
-      return MakeError(ErrorReason::kEngineFailed,
-                       absl::StrCat("rank ", rank_, " sends another number of bytes than it was asked for"));
+      return WrongAnswer("bytes");
     }
     std::memcpy(to, reply->data().data(), reply->data().size());
     to += bytes;
@@ -174,6 +173,8 @@ absl::Status RemoteRank::AddToGradient(uint64_t head, HeadTensor tensor, int64_t
   HEADWATER_RETURN_IF_ERROR(SendData(0, in, count * static_cast<int64_t>(sizeof(float))));
   return AwaitReply().status();
 }
+
+absl::Status RemoteRank::ReduceGradient(uint64_t head) { return Tell(HeadCommand(head, v1::RankHeadCommand::REDUCE_GRADIENT)); }
 
 absl::Status RemoteRank::ResetOptimizerState(uint64_t head) {
   return Tell(HeadCommand(head, v1::RankHeadCommand::RESET_OPTIMIZER_STATE));
@@ -240,6 +241,66 @@ absl::StatusOr<RankResult> RemoteRank::Compute(const RankCall& call) {
   RankResult result;
   result.staged = reply->staged();
   return result;
+}
+
+absl::StatusOr<RankResult> RemoteRank::ComputeWhole(const RankCall& call) {
+  RowFlow* const flow = call.micro_batch.flow;
+  v1::JoinResponse command;
+  EncodeCompute(call, command.mutable_compute());
+  command.mutable_compute()->set_whole(true);
+  command.mutable_compute()->set_flow(flow != nullptr);
+  HEADWATER_RETURN_IF_ERROR(link_->Send(command));
+  HEADWATER_RETURN_IF_ERROR(SendRows(call.micro_batch, 0, call.micro_batch.hidden.row_count));
+  absl::Status decision;
+  if (flow != nullptr) {
+    decision = flow->Decide(nullptr);
+    v1::JoinResponse message;
+    EncodeStatus(decision, message.mutable_decision()->mutable_status());
+    HEADWATER_RETURN_IF_ERROR(link_->Send(message));
+  }
+  const absl::StatusOr<v1::RankReply> reply = AwaitOutputs(call.micro_batch);
+  if (!decision.ok() && !HasReason(reply.status(), ErrorReason::kEngineFailed)) return decision;
+  if (!reply.ok()) return reply.status();
+  RankResult result;
+  for (const v1::RankLossSums& sums : reply->terms()) result.terms.push_back(DecodeLossSums(sums));
+  if (result.terms.size() != call.micro_batch.terms.size()) return WrongAnswer("terms");
+  result.staged = reply->staged();
+  return result;
+}
+
+absl::StatusOr<v1::RankReply> RemoteRank::AwaitOutputs(const MicroBatch& micro_batch) {
+  const std::vector<Output> outputs = OutputsOf(micro_batch);
+  const int64_t row_bytes = micro_batch.grad_hidden.column_count * ElementBytes(micro_batch.grad_hidden.data_type);
+  const bool tells_rows = micro_batch.flow != nullptr && micro_batch.grad_hidden.data != nullptr && row_bytes > 0;
+  size_t index = 0;
+  int64_t done = 0;  // bytes of outputs[index]
+  absl::StatusOr<v1::RankReply> reply = AwaitReply();
+  for (; reply.ok(); reply = AwaitReply()) {
+    const std::string& data = reply->data();
+    for (size_t taken = 0; taken < data.size();) {
+      if (index == outputs.size()) return WrongAnswer("bytes of outputs");
+      const int64_t bytes = std::min(static_cast<int64_t>(data.size() - taken), outputs[index].bytes - done);
+      std::memcpy(outputs[index].data + done, data.data() + taken, static_cast<size_t>(bytes));
+      taken += static_cast<size_t>(bytes);
+      done += bytes;
+      if (index == 0 && tells_rows && done >= row_bytes) micro_batch.flow->GradHiddenReady(done / row_bytes);
+      if (done < outputs[index].bytes) continue;
+      ++index;
+      done = 0;
+    }
+    if (reply->more()) continue;
+    const auto is_empty = [](const Output& output) { return output.bytes == 0; };
+    if (!std::all_of(outputs.begin() + static_cast<std::ptrdiff_t>(index), outputs.end(), is_empty)) {
+      return WrongAnswer("bytes of outputs");
+    }
+    return reply;
+  }
+  return reply;
+}
+
+absl::Status RemoteRank::WrongAnswer(const char* what) const {
+  return MakeError(ErrorReason::kEngineFailed,
+                   absl::StrCat("rank ", rank_, " sends another number of ", what, " than was asked for"));
 }
 
 absl::Status RemoteRank::Commit(uint64_t contribution, double factor) {

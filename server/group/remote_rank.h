@@ -33,10 +33,12 @@ class RemoteRank final : public Rank {
   absl::Status ZeroGradient(uint64_t head) override;
   absl::Status AddToGradient(uint64_t head, HeadTensor tensor, int64_t start, int64_t count, double factor,
                              const float* in) override;
+  absl::Status ReduceGradient(uint64_t head) override;
   absl::Status ResetOptimizerState(uint64_t head) override;
   absl::StatusOr<GradientStats> ComputeGradientStats(uint64_t head) override;
   absl::Status ApplyOptimizer(uint64_t head, const OptimizerStep& step) override;
   absl::StatusOr<RankResult> Compute(const RankCall& call) override;
+  absl::StatusOr<RankResult> ComputeWhole(const RankCall& call) override;
   absl::Status Commit(uint64_t contribution, double factor) override;
 
  private:
@@ -45,10 +47,13 @@ class RemoteRank final : public Rank {
   absl::StatusOr<v1::RankReply> Ask(const v1::JoinResponse& command);
   absl::Status Tell(const v1::JoinResponse& command) { return Ask(command).status(); }
   absl::StatusOr<v1::RankReply> AwaitReply();
+  absl::Status WrongAnswer(const char* what) const;
   absl::Status SendData(int32_t stream, const void* data, int64_t bytes);
   // Rows [row_start, row_end) of all streams.
   absl::Status SendRows(const MicroBatch& micro_batch, int64_t row_start, int64_t row_end);
   absl::Status SendAllRows(const RankCall& call);
+  // The answer to ComputeWhole(), with the outputs, of which rows are told to the micro-batch's flow as they come.
+  absl::StatusOr<v1::RankReply> AwaitOutputs(const MicroBatch& micro_batch);
 
   const int32_t rank_;
   const EngineDevice device_;

@@ -29,6 +29,9 @@ absl::Status CheckSameSpec(const Head& head, const HeadSpec& wanted) {
   if (!difference.has_value() && head.spec().staging_slots != wanted.staging_slots) {
     difference = {"staging_slots", absl::StrCat(head.spec().staging_slots), absl::StrCat(wanted.staging_slots)};
   }
+  if (!difference.has_value() && head.spec().parallelism != wanted.parallelism) {
+    difference = {"parallelism", ParallelismName(head.spec().parallelism), ParallelismName(wanted.parallelism)};
+  }
   if (!difference.has_value()) return absl::OkStatus();
   const std::string name = head.name().ToString();
   return MakeError(

@@ -280,7 +280,10 @@ absl::StatusOr<SubmissionOutcome> Head::Submit(const Submission& submission, Los
   count_calls(1);
   absl::StatusOr<SubmissionOutcome> outcome;
   {
-    const bool may_stage = NeedsSlot(submission) && !TargetsOf(submission).empty();
+    const std::vector<Head*> targets = TargetsOf(submission);
+    const bool may_stage = NeedsSlot(submission) && std::any_of(targets.begin(), targets.end(), [](const Head* head) {
+                             return !head->engine_head_->StagesConcurrently();
+                           });
     // In deterministic mode nothing is computed together with others: that would show in the answer's last bits.
     const bool alone = may_stage || std::any_of(heads.begin(), heads.end(), [](Head* head) { return head->limits_.deterministic; });
     const ComputeLocks locks(heads, alone ? ComputeMode::kExclusive : ComputeMode::kShared);
@@ -306,6 +309,11 @@ absl::StatusOr<SubmissionOutcome> Head::SubmissionRun::Run() ABSL_NO_THREAD_SAFE
   Flow flow(*this);
   const bool flows = submission_.incoming != nullptr;
   absl::StatusOr<MicroBatchResult> result = Compute(flows ? &flow : nullptr);
+  if (HasReason(result.status(), ErrorReason::kStagingFull) && form_ == ContributionForm::kStaged && submission_.hold != nullptr) {
+    // A run beside this one has taken the slot that was free (EngineHead::StagesConcurrently): nothing has happened yet.
+    form_ = ContributionForm::kHeld;
+    result = Compute(flows ? &flow : nullptr);
+  }
   bool may_have_added = form_ == ContributionForm::kDirect && (!flows || flow.decided());
   if (result.ok() && flows && !flow.decided()) {
     result = MakeError(ErrorReason::kInternal, "the engine computed without asking for the decision");

@@ -20,7 +20,8 @@ std::string DescribeNumerics(const LossEngine& engine, const EngineHead& head) {
                       is_cpu ? absl::StrCat("; threads=", options.thread_count)
                              : absl::StrCat("; algorithms=", options.timed_search ? "timed" : "proposed",
                                             "; portable_kernels=", options.portable_kernels ? "yes" : "no"),
-                      "; deterministic=", options.deterministic ? "yes" : "no");
+                      "; deterministic=", options.deterministic ? "yes" : "no",
+                      head.spec().parallelism == Parallelism::kRows ? "; parallelism=rows" : "");
 }
 
 }  // namespace headwater::heads

@@ -106,6 +106,18 @@ absl::StatusOr<HeadSpec> DecodeSpec(const v1::HeadSpec& spec, const std::string&
   }
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".low_rank", spec.low_rank(), 0));
   if (spec.low_rank() != 0) return FeatureNotBuilt(field + ".low_rank", "low_rank");
+  switch (spec.parallelism()) {
+    case v1::PARALLELISM_UNSPECIFIED:
+    case v1::PARALLELISM_VOCABULARY:
+      decoded.parallelism = Parallelism::kVocabulary;
+      break;
+    case v1::PARALLELISM_ROWS:
+      decoded.parallelism = Parallelism::kRows;
+      break;
+    default:
+      return FieldError(ErrorReason::kInvalidField, field + ".parallelism", "PARALLELISM_VOCABULARY or PARALLELISM_ROWS",
+                        absl::StrCat(static_cast<int>(spec.parallelism())));
+  }
   decoded.initial_step = spec.initial_step();
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast(field + ".initial_step", decoded.initial_step, 0));
   return decoded;

@@ -60,6 +60,7 @@ void EncodeSpec(const HeadSpec& spec, v1::HeadSpec* out) {
   }
   out->set_staging_slots(spec.staging_slots);
   out->set_initial_step(spec.initial_step);
+  out->set_parallelism(spec.parallelism == Parallelism::kRows ? v1::PARALLELISM_ROWS : v1::PARALLELISM_VOCABULARY);
 }
 
 void EncodePlan(const MemoryPlan& plan, int64_t available_bytes, v1::MemoryPlan* out) {

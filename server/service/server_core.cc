@@ -30,6 +30,12 @@ constexpr absl::Duration kIdleRows = absl::Seconds(30);
 // How long nothing must be done until what the allocator keeps goes back to the system.
 constexpr absl::Duration kIdleHeap = absl::Seconds(10);
 
+// Each rank of a group may compute a large micro-batch of its own, and one more stands at the door.
+scheduler::QueueWidths WidthsFor(scheduler::QueueWidths widths, const LossEngine& engine) {
+  widths.large = std::max<int64_t>(widths.large, engine.options().shard_count + 1);
+  return widths;
+}
+
 }  // namespace
 
 const char* ServerVersion() { return HEADWATER_VERSION; }
@@ -188,7 +194,7 @@ ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<Loss
                  regions.DropOwner(session);
                  join.DropOwner(session);
                }),
-      queue(options.limits.max_queue_depth, options.queue_widths),
+      queue(options.limits.max_queue_depth, WidthsFor(options.queue_widths, *engine)),
       waiting(options.limits.max_waiting_calls, options.limits.max_step_wait),
       backlog(std::make_shared<transport::CallBacklog>(options.limits.max_connection_streams + options.max_reset_backlog,
                                                        options.max_cancel_rate)),

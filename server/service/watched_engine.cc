@@ -136,6 +136,7 @@ class WatchedHead final : public EngineHead {
   int64_t ElementCount(HeadTensor tensor) const override { return head_->ElementCount(tensor); }
   DataType TensorDataType(HeadTensor tensor) const override { return head_->TensorDataType(tensor); }
   int32_t FreeStagingSlots() const override { return head_->FreeStagingSlots(); }
+  bool StagesConcurrently() const override { return head_->StagesConcurrently(); }
 
   absl::Status ReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const override {
     const EngineMeter::Work work(*meter_, "ReadTensor");
@@ -153,6 +154,10 @@ class WatchedHead final : public EngineHead {
                              const float* in) override {
     const EngineMeter::Work work(*meter_, "AddToGradient");
     return head_->AddToGradient(tensor, element_start, element_count, factor, in);
+  }
+  absl::Status ReduceGradient() override {
+    const EngineMeter::Work work(*meter_, "ReduceGradient");
+    return head_->ReduceGradient();
   }
   absl::Status ResetOptimizerState() override {
     const EngineMeter::Work work(*meter_, "ResetOptimizerState");

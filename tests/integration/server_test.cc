@@ -226,6 +226,16 @@ TEST(Heads, PlanIsToldWithoutMakingAnything) {
   EXPECT_GT(response.head().memory_plan().available_bytes(), 0);
   EXPECT_EQ(response.head().spec().optimizer().adamw().beta2(), 0.999);
   EXPECT_EQ(response.head().spec().staging_slots(), 1);
+  EXPECT_EQ(response.head().spec().parallelism(), v1::PARALLELISM_VOCABULARY);
+  // To a server that is alone both are the same.
+  v1::HeadSpec by_rows = SmallSpec();
+  by_rows.set_parallelism(v1::PARALLELISM_ROWS);
+  v1::Head rows;
+  Require(server.Create("tenants/default/heads/rows", by_rows, &rows), "a head by rows");
+  EXPECT_EQ(rows.spec().parallelism(), v1::PARALLELISM_ROWS);
+  EXPECT_EQ(rows.memory_plan().total_bytes(), response.head().memory_plan().total_bytes());
+  by_rows.set_parallelism(static_cast<v1::Parallelism>(3));
+  EXPECT_EQ(ReasonOf(server.Create("tenants/default/heads/other", by_rows, &rows)), "INVALID_FIELD");
   v1::Head created;
   Require(server.Create("tenants/default/heads/planned", SmallSpec(), &created), "it was not made");
   EXPECT_EQ(created.memory_plan().total_bytes(), response.head().memory_plan().total_bytes());

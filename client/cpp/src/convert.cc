@@ -119,6 +119,7 @@ v1::HeadSpec ToProto(const HeadSpec& spec) {
   }
   if (spec.staging_slots.has_value()) result.set_staging_slots(*spec.staging_slots);
   result.set_initial_step(spec.initial_step);
+  result.set_parallelism(static_cast<v1::Parallelism>(spec.parallelism));
   return result;
 }
 
@@ -180,6 +181,7 @@ HeadSpec FromProto(const v1::HeadSpec& spec) {
   }
   if (spec.has_staging_slots()) result.staging_slots = spec.staging_slots();
   result.initial_step = spec.initial_step();
+  if (spec.parallelism() != v1::PARALLELISM_UNSPECIFIED) result.parallelism = static_cast<Parallelism>(spec.parallelism());
   return result;
 }
 

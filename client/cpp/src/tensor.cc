@@ -16,6 +16,16 @@ const char* DataTypeName(DataType type) {
   return "unknown";
 }
 
+const char* ParallelismName(Parallelism parallelism) {
+  switch (parallelism) {
+    case Parallelism::kVocabulary:
+      return "vocabulary";
+    case Parallelism::kRows:
+      return "rows";
+  }
+  return "unknown";
+}
+
 const char* TransportName(Transport transport) {
   switch (transport) {
     case Transport::kAuto:

@@ -112,6 +112,7 @@ class Client:
         dtype: Any = None,
         staging_slots: int | None = None,
         initial_step: int = 0,
+        parallelism: str = "vocabulary",
         if_exists: str = "fail",
         timeout_s: float | None = None,
     ) -> Head:
@@ -133,6 +134,9 @@ class Client:
             dtype: storage type. None: that of `weight`. float32 weights for a 16-bit head are kept whole in the master weights.
             staging_slots: explicit micro-batches that may wait for their decision at once, over all trainers. None: 1.
             initial_step: number of the first open step.
+            parallelism: how a group of ranks shares the head's work; to a server that is alone both are the same. "vocabulary":
+                each holds a shard, and all compute each micro-batch. "rows": each holds all weights, and a micro-batch is computed
+                by one of them, several at once by several. docs/operations.md says which to take when.
             if_exists: "fail", or "attach": if there is a head of that name with the same specification (`initial_step` does not
                 matter), that one is returned as it is, and `weight` is not uploaded; if its creator is still uploading the weights,
                 this call waits for them. So all ranks, and a trainer that was started again, can make the same call.
@@ -185,6 +189,7 @@ class Client:
             optimizer=optimizer,
             staging_slots=staging_slots,
             initial_step=initial_step,
+            parallelism=parallelism,
         )
         info, created = self._backend.create_head(name, spec, attach, timeout_s)
         if not created and weight_array is not None:

@@ -93,6 +93,7 @@ def save(root: Path | None, name: str, checkpoint: str, overwrite: bool, state: 
 
 def _spec_entry(spec: HeadSpec) -> dict[str, Any]:
     entry = dataclasses.asdict(dataclasses.replace(spec, staging_slots=None, initial_step=0))
+    del entry["parallelism"]  # a checkpoint is the same for both
     entry["optimizer_kind"] = {AdamW: "adamw", SGD: "sgd"}.get(type(spec.optimizer))
     return entry
 

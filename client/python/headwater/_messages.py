@@ -23,6 +23,7 @@ from headwater._requests import (
     TermRequest,
 )
 from headwater._types import (
+    PARALLELISMS,
     SGD,
     AdamW,
     HeadInfo,
@@ -102,6 +103,7 @@ def head_spec_message(spec: HeadSpec) -> Any:
         optimizer=optimizer,
         staging_slots=spec.staging_slots,
         initial_step=spec.initial_step,
+        parallelism=PARALLELISMS[spec.parallelism],
     )
 
 
@@ -128,6 +130,7 @@ def head_spec(message: Any) -> HeadSpec:
         optimizer=optimizer,
         staging_slots=message.staging_slots if message.HasField("staging_slots") else None,
         initial_step=message.initial_step,
+        parallelism=next((name for name, number in PARALLELISMS.items() if number == message.parallelism), "vocabulary"),
     )
 
 

@@ -90,6 +90,10 @@ class SGD:
             raise invalid_argument("INVALID_COMBINATION", "nesterov needs momentum > 0 and dampening == 0", field="nesterov")
 
 
+# How a group of ranks shares a head's work, with the wire API's numbers.
+PARALLELISMS = {"vocabulary": 1, "rows": 2}
+
+
 @dataclass(frozen=True)
 class HeadSpec:
     """What a head is; fixed for its life."""
@@ -105,6 +109,7 @@ class HeadSpec:
     optimizer: AdamW | SGD | None = None
     staging_slots: int | None = None  # explicit micro-batches that may wait for their decision. None: 1 if trainable
     initial_step: int = 0
+    parallelism: str = "vocabulary"  # how a group of ranks shares the work: "vocabulary" or "rows"
 
     def __post_init__(self) -> None:
         check_integer(self.vocab_size, "vocab_size", low=1)
@@ -117,6 +122,13 @@ class HeadSpec:
         if self.staging_slots is not None:
             check_integer(self.staging_slots, "staging_slots")
         check_integer(self.initial_step, "initial_step")
+        if self.parallelism not in PARALLELISMS:
+            raise invalid_argument(
+                "INVALID_FIELD",
+                f"parallelism must be one of {', '.join(PARALLELISMS)}; got {self.parallelism!r}",
+                field="parallelism",
+                actual=self.parallelism,
+            )
         if self.optimizer is not None and not isinstance(self.optimizer, (AdamW, SGD)):
             raise invalid_argument("INVALID_FIELD", "optimizer must be headwater.AdamW, headwater.SGD or None", field="optimizer")
         if self.optimizer is not None and not self.trainable:

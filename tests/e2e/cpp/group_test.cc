@@ -54,8 +54,9 @@ ClientOptions Impatient() {
   return options;
 }
 
-Head MakeHead(Client client) {
+Head MakeHead(Client client, Parallelism parallelism) {
   HeadSpec spec;
+  spec.parallelism = parallelism;
   spec.vocab_size = kVocabSize;
   spec.hidden_size = kHiddenSize;
   spec.has_bias = true;
@@ -78,13 +79,26 @@ MicroBatchOptions Submission(int64_t step, int64_t micro_batch) {
 
 // A step on the server and in double precision, saved.
 void TrainStep(Head& head, int64_t step, Fp64Head* reference) {
-  for (int64_t i = 0; i < 2; ++i) {
-    const uint32_t seed = static_cast<uint32_t>(100 + 2 * step + i);
-    const std::vector<float> hidden = RandomFloats(seed, kRows * kHiddenSize, 1.0F);
-    const std::vector<int32_t> targets = RandomTargets(seed, kRows, kVocabSize);
-    const LossResult result =
-        Value(head.CrossEntropy(RowsView::Float32(hidden, kHiddenSize), targets, {}, Submission(step, i)).Get());
-    const Fp64Head::Loss expected = reference->CrossEntropy(hidden, targets, 1.0, 1.0);
+  std::vector<std::vector<float>> hidden;
+  std::vector<std::vector<int32_t>> targets;
+  for (uint32_t seed = static_cast<uint32_t>(100 + 2 * step); hidden.size() < 2; ++seed) {
+    hidden.push_back(RandomFloats(seed, kRows * kHiddenSize, 1.0F));
+    targets.push_back(RandomTargets(seed, kRows, kVocabSize));
+  }
+  // Both are on their way at once.
+  std::vector<LossResult> results(2);
+  std::vector<std::thread> callers;
+  for (size_t i = 0; i < 2; ++i) {
+    callers.emplace_back([&, i] {
+      results[i] = Value(
+          head.CrossEntropy(RowsView::Float32(hidden[i], kHiddenSize), targets[i], {}, Submission(step, static_cast<int64_t>(i)))
+              .Get());
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  for (size_t i = 0; i < 2; ++i) {
+    const LossResult& result = results[i];
+    const Fp64Head::Loss expected = reference->CrossEntropy(hidden[i], targets[i], 1.0, 1.0);
     EXPECT_LE(std::abs(result.loss_sum / expected.sum - 1), kTolerance);
     EXPECT_LE(RelativeError(result.grad_hidden.float32(), expected.grad_hidden), kTolerance);
   }
@@ -93,11 +107,11 @@ void TrainStep(Head& head, int64_t step, Fp64Head* reference) {
   Value(head.Save("step-" + std::to_string(step + 1)));
 }
 
-// Submits micro-batches of the open step until one fails; why.
-absl::Status SubmitUntilFailure(Head& head, int64_t step) {
+// Submits micro-batches of the open step, every `stride`-th from `first` on, until one fails; why.
+absl::Status SubmitUntilFailure(Head& head, int64_t step, int64_t first, int64_t stride) {
   const std::vector<float> hidden = RandomFloats(7, kManyRows * kHiddenSize, 1.0F);
   const std::vector<int32_t> targets = RandomTargets(7, kManyRows, kVocabSize);
-  for (int64_t i = 0;; ++i) {
+  for (int64_t i = first;; i += stride) {
     const auto result = head.CrossEntropy(RowsView::Float32(hidden, kHiddenSize), targets, {}, Submission(step, i)).Get();
     if (!result.ok()) return result.status();
   }
@@ -123,8 +137,12 @@ double SecondsSince(Clock::time_point start) { return std::chrono::duration<doub
 class Group : public ::testing::Test {
  protected:
   Group() : Group({}) {}
-  explicit Group(const std::vector<std::string>& more_flags)
-      : server_(Flags(more_flags)), client_(server_.Connect(Impatient())), head_(MakeHead(client_)) {
+  explicit Group(const std::vector<std::string>& more_flags, Parallelism parallelism = Parallelism::kVocabulary,
+                 int64_t callers = 1)
+      : server_(Flags(more_flags)),
+        client_(server_.Connect(Impatient())),
+        head_(MakeHead(client_, parallelism)),
+        callers_(callers) {
     TrainStep(head_, 0, &reference_);
   }
 
@@ -136,21 +154,26 @@ class Group : public ::testing::Test {
 
   // What happens to a worker in the middle of micro-batches loses the open step and nothing else, and is answered soon.
   void LoseRank(size_t worker, const std::function<void()>& happen) {
-    absl::Status status;
-    std::thread caller([&] { status = SubmitUntilFailure(head_, step_); });
+    std::vector<absl::Status> answers(static_cast<size_t>(callers_));
+    std::vector<std::thread> callers;
+    for (int64_t i = 0; i < callers_; ++i) {
+      callers.emplace_back([&, i] { answers[static_cast<size_t>(i)] = SubmitUntilFailure(head_, step_, i, callers_); });
+    }
     std::this_thread::sleep_for(std::chrono::milliseconds(50 + 37 * (step_ % 7)));
     const Clock::time_point start = Clock::now();
     happen();
-    caller.join();
+    for (std::thread& caller : callers) caller.join();
     const double answered = SecondsSince(start);
-    EXPECT_EQ(status.code(), absl::StatusCode::kAborted) << status;
-    EXPECT_EQ(ErrorReason(status), "STEP_LOST") << status;
+    for (const absl::Status& status : answers) {
+      EXPECT_EQ(status.code(), absl::StatusCode::kAborted) << status;
+      EXPECT_EQ(ErrorReason(status), "STEP_LOST") << status;
+    }
     EXPECT_LE(answered, kLongestAnswer);
     server_.worker(worker).Signal(SIGKILL);
     server_.worker(worker).Wait();
     server_.StartWorker(worker);
     head_ = AwaitHead(server_, &client_);
-    std::cout << "worker " << worker << ": " << absl::StatusCodeToString(status.code()) << " after " << answered
+    std::cout << "worker " << worker << ": " << absl::StatusCodeToString(answers[0].code()) << " after " << answered
               << " s, back after " << SecondsSince(start) << " s\n";
     EXPECT_EQ(Value(head_.Info()).state, HeadState::kRestored);
     EXPECT_EQ(Value(head_.Take()).open_step, step_);
@@ -169,6 +192,7 @@ class Group : public ::testing::Test {
                       std::vector<float>(static_cast<size_t>(kVocabSize))};
   Client client_;
   Head head_;
+  const int64_t callers_;  // at the same time
   int64_t step_ = 1;
 };
 
@@ -198,15 +222,34 @@ TEST_F(WatchfulGroup, NoticesAWorkerThatIsCutOff) {
   LoseRank(1, [&] { link.Halt(); });
 }
 
+// Every rank has all of the head, and computes a caller's micro-batches alone.
+class RowsGroup : public Group {
+ protected:
+  RowsGroup() : Group({}, Parallelism::kRows, 3) {}
+};
+
+TEST_F(RowsGroup, TrainsInDoublePrecisionsSteps) {
+  EXPECT_EQ(Value(head_.Info()).spec.parallelism, Parallelism::kRows);
+  for (; step_ < 6; ++step_) TrainStep(head_, step_, &reference_);
+  EXPECT_LE(RelativeError(Value(head_.DownloadWeights()).float32(), reference_.weight()), kTolerance);
+}
+
+TEST_F(RowsGroup, ComesBackByItselfWhenAWorkerThatWasKilledIsBack) {
+  for (int round = 0; round < KillCount(); ++round) SignalRank(static_cast<size_t>(round % 2), SIGKILL);
+}
+
 struct Layout {
   const char* name;
   std::vector<std::string> flags;
+  Parallelism parallelism = Parallelism::kVocabulary;
 };
 
 const Layout kOneProcess = {"OneProcess", {}};
 const Layout kTwoShards = {"TwoShards", {"--shards=2"}};
 const Layout kTwoRanks = {"TwoRanks", {"--workers=1"}};
 const Layout kThreeRanks = {"ThreeRanks", {"--workers=2", "--shard_weights=3,1,2"}};
+const Layout kThreeRanksByRows = {"ThreeRanksByRows", {"--workers=2", "--shard_weights=3,1,2"}, Parallelism::kRows};
+const Layout kOneProcessByRows = {"OneProcessByRows", {}, Parallelism::kRows};
 
 // Where a checkpoint is from, and where it is restored: the files are no different.
 class GroupCheckpoints : public ::testing::TestWithParam<std::pair<Layout, Layout>> {};
@@ -216,7 +259,7 @@ TEST_P(GroupCheckpoints, AreRestoredOnAnotherNumberOfRanks) {
   Client client = source.Connect(Impatient());
   Fp64Head reference(kVocabSize, kHiddenSize, RandomFloats(1, kVocabSize * kHiddenSize, 0.3F),
                      std::vector<float>(static_cast<size_t>(kVocabSize)));
-  Head head = MakeHead(client);
+  Head head = MakeHead(client, GetParam().first.parallelism);
   TrainStep(head, 0, &reference);
   const TensorBuffer before = Value(head.DownloadWeights());
 
@@ -239,7 +282,8 @@ TEST_P(GroupCheckpoints, AreRestoredOnAnotherNumberOfRanks) {
 INSTANTIATE_TEST_SUITE_P(Layouts, GroupCheckpoints,
                          ::testing::Values(std::pair(kThreeRanks, kTwoRanks), std::pair(kThreeRanks, kOneProcess),
                                            std::pair(kThreeRanks, kTwoShards), std::pair(kOneProcess, kThreeRanks),
-                                           std::pair(kTwoRanks, kThreeRanks), std::pair(kTwoRanks, kOneProcess)),
+                                           std::pair(kTwoRanks, kThreeRanks), std::pair(kTwoRanks, kOneProcess),
+                                           std::pair(kThreeRanksByRows, kTwoRanks), std::pair(kOneProcessByRows, kThreeRanks)),
                          [](const auto& test) { return std::string(test.param.first.name) + "To" + test.param.second.name; });
 
 }  // namespace

@@ -126,6 +126,18 @@ TEST_F(Headwaterctl, PlansTheLargestOfSeveralRanks) {
   EXPECT_TRUE(absl::StrContains(text.out, "the head fits")) << text.out;
   // One rank is the server itself, but for what other heads take.
   EXPECT_EQ(RunJson(with("--ranks=1"))["rank_plan"]["items"], RunJson(head)["memory_plan"]["items"]);
+  // By rows each holds all weights, and a shard of the optimizer's state.
+  std::vector<std::string> by_rows = with("--ranks=4");
+  by_rows.push_back("--parallelism=rows");
+  const json rows_plan = RunJson(by_rows);
+  const json& rank = rows_plan["rank_plan"];
+  int64_t rank_sum = 0;
+  for (const json& item : rank["items"]) rank_sum += item["bytes"].get<int64_t>();
+  EXPECT_EQ(rank["total_bytes"], rank_sum);
+  EXPECT_EQ(bytes(rank, "weight"), 1003 * 64 * 2);
+  EXPECT_EQ(bytes(rank, "grad_weight"), 1003 * 64 * 4);
+  EXPECT_EQ(bytes(rank, "optimizer_state"), 251 * 64 * 8);
+  EXPECT_EQ(bytes(rank, "workspace"), bytes(rows_plan["memory_plan"], "workspace") + (int64_t{4} << 20));
   for (const char* wrong : {"--ranks=0", "--ranks=-1", "--ranks=257"}) EXPECT_EQ(Run(with(wrong)).exit_code, 2) << wrong;
   EXPECT_EQ(Run(with("--ranks=256")).exit_code, 0);
   EXPECT_EQ(Run({"plan", "--vocab_size=3", "--hidden_size=4", "--ranks=4"}).exit_code, 2);
@@ -171,8 +183,12 @@ TEST_F(Headwaterctl, LoadsFromLocalFileAndSaves) {
   TemporaryDirectory directory;
   const std::string path = directory.path() + "/head.safetensors";
   WriteFile(path, SafetensorsBytes("lm_head.weight", {kVocabSize, kHiddenSize}, weight_));
-  const ProgramResult loaded = Run({"load", "student", path, "--from-file", "--create", "--trainable", "--optimizer=adamw"});
+  const ProgramResult loaded =
+      Run({"load", "student", path, "--from-file", "--create", "--trainable", "--optimizer=adamw", "--parallelism=rows"});
   ASSERT_EQ(loaded.exit_code, 0) << loaded.err;
+  const ProgramResult unknown = Run({"plan", "--vocab_size=8", "--hidden_size=8", "--data_type=float32", "--parallelism=columns"});
+  EXPECT_EQ(unknown.exit_code, 2) << unknown.err;
+  EXPECT_TRUE(absl::StrContains(unknown.err, "expected vocabulary or rows")) << unknown.err;
   client::Client client = server_.Connect();
   client::Head head = Value(client.OpenHead("student"));
   EXPECT_EQ(head.spec().vocab_size, kVocabSize);
@@ -185,6 +201,7 @@ TEST_F(Headwaterctl, LoadsFromLocalFileAndSaves) {
   ASSERT_EQ(heads.size(), 1u);
   EXPECT_EQ(heads[0]["state"], "ready");
   EXPECT_EQ(heads[0]["spec"]["optimizer"], "adamw");
+  EXPECT_EQ(heads[0]["spec"]["parallelism"], "rows");
   const ProgramResult table = Run({"heads"});
   EXPECT_TRUE(absl::StrContains(table.out, "tenants/default/heads/student  ready")) << table.out;
 

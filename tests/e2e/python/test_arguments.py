@@ -181,6 +181,7 @@ BAD_HEADS = {
     "dtype": ("DATA_TYPE_MISMATCH", {"dtype": "float64"}),
     "sizes_without_dtype": ("INVALID_FIELD", {"weight": (4, 4)}),
     "initial_step": ("INVALID_FIELD", {"initial_step": -1}),
+    "parallelism": ("INVALID_FIELD", {"parallelism": "columns"}),
 }
 
 

@@ -334,7 +334,13 @@ def test_attach_returns_the_same_head(backend, make_head, weight):
     other = backend.client.create_head(head.name, np.zeros_like(weight), if_exists="attach", initial_step=7, **options)
     assert not other.created and other.epoch == head.epoch and other.step == 0
     np.testing.assert_array_equal(other.weight(), weight)
-    for change in ({"softcap": 4.0}, {"optimizer": headwater.SGD()}, {"staging_slots": 2}, {"trainable": False, "optimizer": None}):
+    for change in (
+        {"softcap": 4.0},
+        {"optimizer": headwater.SGD()},
+        {"staging_slots": 2},
+        {"parallelism": "rows"},
+        {"trainable": False, "optimizer": None},
+    ):
         with refused("HEAD_SPEC_MISMATCH", headwater.AlreadyExistsError):
             backend.client.create_head(head.name, weight, if_exists="attach", **{**options, **change})
     with refused("INVALID_FIELD", headwater.InvalidArgumentError):

@@ -1,23 +1,34 @@
 // The suite's engine: GroupEngine over CPU ranks, on threads of this process, or behind links as in other processes if the
-// environment has HEADWATER_GROUP_LINKS. Where a test does not say how many shards it wants, there are two.
+// environment has HEADWATER_GROUP_LINKS. Where a test does not say how many shards it wants, there are two. With
+// HEADWATER_GROUP_ROWS all heads are replicas (Parallelism::kRows).
 #include <cstdlib>
 
 #include "server/group/group_engine.h"
 #include "tests/kernels/comparison.h"
 #include "tests/kernels/kernel_suite.h"
+#include "tests/unit/group/replica_engine.h"
 #include "tests/unit/group/worker_threads.h"
 
 namespace headwater::testing {
+namespace {
+
+absl::StatusOr<std::unique_ptr<LossEngine>> MakeGroup(const EngineOptions& options) {
+  const bool links = std::getenv("HEADWATER_GROUP_LINKS") != nullptr && options.shard_count > 1;
+  if (!links || options.shard_probe != nullptr) return group::CreateLocalCpuGroup(options);  // a probe goes into no other process
+  auto group = ThreadedGroup::Create(options);
+  if (!group.ok()) return group.status();
+  return std::unique_ptr<LossEngine>(*std::move(group));
+}
+
+}  // namespace
 
 const EngineFactory& SuiteEngineFactory() {
   static const EngineFactory factory = [](const EngineOptions& options) -> absl::StatusOr<std::unique_ptr<LossEngine>> {
     EngineOptions filled = options;
     if (filled.shard_count == 1 && filled.shard_probe == nullptr && filled.shard_weights.empty()) filled.shard_count = 2;
-    const bool links = std::getenv("HEADWATER_GROUP_LINKS") != nullptr && filled.shard_count > 1;
-    if (!links || filled.shard_probe != nullptr) return group::CreateLocalCpuGroup(filled);  // a probe goes into no other process
-    auto group = ThreadedGroup::Create(filled);
-    if (!group.ok()) return group.status();
-    return std::unique_ptr<LossEngine>(*std::move(group));
+    auto group = MakeGroup(filled);
+    if (!group.ok() || std::getenv("HEADWATER_GROUP_ROWS") == nullptr) return group;
+    return std::unique_ptr<LossEngine>(std::make_unique<ReplicaEngine>(*std::move(group)));
   };
   return factory;
 }

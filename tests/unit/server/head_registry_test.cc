@@ -210,6 +210,7 @@ TEST(HeadRegistryAttachTest, EveryOtherFieldMustBeTheSame) {
       {"optimizer", [](HeadSpec& s) { s.optimizer = SgdSpec(); }},
       {"optimizer", [](HeadSpec& s) { s.optimizer = std::monostate(); }},
       {"staging_slots", [](HeadSpec& s) { s.staging_slots = 3; }},
+      {"parallelism", [](HeadSpec& s) { s.parallelism = Parallelism::kRows; }},
   };
   for (const auto& [field, change] : changes) {
     HeadSpec other = spec;

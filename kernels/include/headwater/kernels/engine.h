@@ -35,6 +35,19 @@
 //   - kShardNotReady comes on all ranks, and names the first that was not ready in `shard`. After kEngineFailed on any rank the
 //   whole
 //     group is lost: the communicator is aborted, health() fails on every rank, and new engines are needed.
+//
+// Heads with Parallelism::kRows in a group. Each rank has a replica: all of the weights, an accumulator and staging slots of its
+// own. The head's gradient is the sum of the accumulators. Of the fp32 masters and the optimizer state a rank holds its shard
+// (EngineHead::shards()). What is different for such heads:
+//   - Compute() and StagedContribution::Commit() are calls on one rank, which computes and answers all of it, as an engine that is
+//     alone; ranks may do so at the same time. All heads of a call, teachers too, must be of this kind (kInvalidCombination).
+//   - What else changes a head is collective as for all heads. WriteTensor() of weights, masters and the accumulator is given the
+//     same whole range on every rank; the accumulator's elements go to the rank that has them in its shard, to the others goes 0.
+//   - ReduceGradient() sums the accumulators up; until another contribution comes, each rank's shard is the gradient's.
+//     ComputeGradientStats() and ApplyOptimizer() want it to have been called. ApplyOptimizer() hands the new weights to all ranks.
+//   - ReadTensor() of the accumulator reads the rank's own.
+//   - CreateHead() and PlanHead() refuse it in deterministic mode (kInvalidCombination), where sums must not depend on which
+//     micro-batches a rank is given, and where it is not built (kFeatureNotBuilt).
 #ifndef HEADWATER_KERNELS_ENGINE_H_
 #define HEADWATER_KERNELS_ENGINE_H_
 
@@ -233,6 +246,9 @@ class EngineHead {
   // once for all shards, as StagedContribution::Commit().
   virtual absl::Status AddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
                                      const float* in) = 0;
+  // Sums the ranks' accumulators up, in rank order, where they are several (Parallelism::kRows in a group; else nothing is done):
+  // each rank's shard becomes the gradient's, and 0 is left in the rest. Decided likewise.
+  virtual absl::Status ReduceGradient() { return absl::OkStatus(); }
   // Sets optimizer state to 0. Decided likewise.
   virtual absl::Status ResetOptimizerState() = 0;
   virtual absl::StatusOr<GradientStats> ComputeGradientStats() const = 0;
@@ -243,6 +259,9 @@ class EngineHead {
 
   // Staging slots that are not taken now.
   virtual int32_t FreeStagingSlots() const = 0;
+  // Whether Compute() with staging may overlap other calls of Compute() on this head. One that finds no slot then has not looked at
+  // its flow, and can be made again.
+  virtual bool StagesConcurrently() const { return false; }
 };
 
 // Work that changes a head on several shards has two phases: every shard prepares, which is all that may fail and changes nothing;

@@ -58,6 +58,15 @@ struct SgdSpec {
 // std::monostate: no optimizer on the server.
 using OptimizerSpec = std::variant<std::monostate, AdamWSpec, SgdSpec>;
 
+// How the engines of a group share a head's work; without a group both are the same.
+enum class Parallelism : int32_t {
+  kVocabulary = 1,  // each rank holds a shard of the vocabulary, and all of them compute each micro-batch
+  kRows = 2,        // each rank holds all weights and an accumulator of its own; a micro-batch is computed by one rank
+};
+
+// `vocabulary`, `rows`.
+const char* ParallelismName(Parallelism parallelism);
+
 // What a head is; fixed for its life. Validated by ValidateHeadSpec() before anything is planned.
 struct HeadSpec {
   int64_t vocab_size = 0;
@@ -69,6 +78,7 @@ struct HeadSpec {
   OptimizerSpec optimizer;    // monostate unless trainable
   int32_t staging_slots = 0;  // 0 unless trainable
   int64_t initial_step = 0;
+  Parallelism parallelism = Parallelism::kVocabulary;
   bool operator==(const HeadSpec&) const = default;
 };
 

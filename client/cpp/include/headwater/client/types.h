@@ -45,6 +45,16 @@ struct Sgd {
 // std::monostate: no optimizer on the server.
 using Optimizer = std::variant<std::monostate, AdamW, Sgd>;
 
+// How a group of ranks shares a head's work; to a server that is alone both are the same. Values may be added; those of the wire
+// API.
+enum class Parallelism : int32_t {
+  kVocabulary = 1,  // each rank holds a shard of the vocabulary, and all of them compute each micro-batch
+  kRows = 2,        // each rank holds all weights; a micro-batch is computed by one rank, several at once by several
+};
+
+// `vocabulary`, `rows`, or `unknown`.
+const char* ParallelismName(Parallelism parallelism);
+
 // What a head is; fixed for its life. logits = softcap * tanh(logit_scale * (x . weight^T + bias) / softcap).
 struct HeadSpec {
   int64_t vocab_size = 0;                     // >= 1; rows of `weight`
@@ -58,6 +68,7 @@ struct HeadSpec {
   Optimizer optimizer{};                      // only with `trainable`
   std::optional<int32_t> staging_slots{};     // EXPLICIT micro-batches that may wait at once. Absent: 1 if trainable, else 0
   int64_t initial_step = 0;                   // >= 0; number of the first open step
+  Parallelism parallelism = Parallelism::kVocabulary;
 };
 
 // A tensor of a head. The values are those of the wire API.
