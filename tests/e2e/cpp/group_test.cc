@@ -19,6 +19,9 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
 #include "headwater/client/client.h"
 #include "tests/e2e/cpp/await.h"
 #include "tests/e2e/cpp/fp64_head.h"
@@ -236,6 +239,30 @@ TEST_F(RowsGroup, TrainsInDoublePrecisionsSteps) {
 
 TEST_F(RowsGroup, ComesBackByItselfWhenAWorkerThatWasKilledIsBack) {
   for (int round = 0; round < KillCount(); ++round) SignalRank(static_cast<size_t>(round % 2), SIGKILL);
+}
+
+class MeasuredGroup : public Group {
+ protected:
+  MeasuredGroup() : Group({"--metrics_address=127.0.0.1:0"}) {}
+
+  // By which each life of the server has served its metrics.
+  std::vector<std::string> MetricsPorts() const {
+    constexpr absl::string_view kLine = "metrics on port ";
+    std::vector<std::string> ports;
+    for (const absl::string_view line : absl::StrSplit(server_.output(), '\n')) {
+      if (absl::StartsWith(line, kLine)) ports.emplace_back(line.substr(kLine.size()));
+    }
+    return ports;
+  }
+};
+
+// Who scrapes it finds it again, though the system picked the port.
+TEST_F(MeasuredGroup, KeepsThePortOfItsMetrics) {
+  SignalRank(0, SIGKILL);
+  const std::vector<std::string> ports = MetricsPorts();
+  ASSERT_GE(ports.size(), 2u) << server_.output();
+  EXPECT_NE(ports.front(), "0");
+  for (const std::string& port : ports) EXPECT_EQ(port, ports.front());
 }
 
 struct Layout {

@@ -29,6 +29,7 @@ class ServerProcess {
   std::string descriptor_socket() const { return directory_.path() + "/memory"; }
   std::string checkpoint_directory() const { return directory_.path() + "/checkpoints"; }
   std::string load_root() const { return directory_.path() + "/load"; }
+  std::string output() const { return ReadFile(directory_.path() + "/stdout"); }
   std::string log() const { return ReadFile(directory_.path() + "/stderr"); }
   ChildProcess& process() { return *process_; }
 
