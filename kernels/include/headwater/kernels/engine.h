@@ -15,26 +15,22 @@
 // Groups. Several engines, each perhaps on a device or in a process of its own, can hold one shard of every head each
 // (EngineOptions::group). What then differs for each of them, a rank:
 //   - All ranks get the same calls in the same order, with equal arguments but for what is said here; one call at a time. Calls
-//   that
-//     change a head, and Compute(), are collective: each rank's waits for the others', and their two phases (ShardPhase) are the
-//     group's. A rank that refuses a call for what is wrong with its arguments does so before it meets another.
+//     that change a head, and Compute(), are collective: each rank's waits for the others', and their two phases (ShardPhase) are
+//     the group's. A rank that refuses a call for what is wrong with its arguments does so before it meets another.
 //   - Loss sums, per-token outputs and grad_hidden are complete on rank 0; what other ranks leave in theirs is not defined. They
-//   get
-//     memory for the same outputs, so that every rank computes what all need. With EngineGroup::shared_views, host memory of
+//     get memory for the same outputs, so that every rank computes what all need. With EngineGroup::shared_views, host memory of
 //     grad_hidden is the same on all ranks, and each may write its part of it before rank 0 returns.
 //   - RowFlow: each rank has its own, or none has. AwaitRows() and Decide() are called on every rank, and answer alike on all of
-//   them;
-//     digest_rows may be set on rank 0 only. GradHiddenReady() is rank 0's.
-//   - PlanHead(), EngineHead::plan() and planned_bytes() are about the rank's own shard; token_chunk_rows is the same on all ranks.
-//     EngineHead::shards() tells all shards.
+//     them; digest_rows may be set on rank 0 only. GradHiddenReady() is rank 0's.
+//   - PlanHead(), EngineHead::plan() and planned_bytes() are about the rank's own shard; token_chunk_rows is the same on all
+//     ranks. EngineHead::shards() tells all shards.
 //   - ReadTensor() fills what the rank holds of the range and leaves the rest of `out` alone; it is not collective and may be
-//   called
-//     on one rank only. WriteTensor() and AddToGradient() take what the rank holds of the range and ignore the rest; they are
-//     collective, but each rank may be given another range, of no elements even, if together they cover what is to be written.
+//     called on one rank only. WriteTensor() and AddToGradient() take what the rank holds of the range and ignore the rest; they
+//     are collective, but each rank may be given another range, of no elements even, if together they cover what is to be
+//     written.
 //   - ComputeGradientStats() is about the rank's own shard, and not collective. The group's are the sums in rank order.
 //   - kShardNotReady comes on all ranks, and names the first that was not ready in `shard`. After kEngineFailed on any rank the
-//   whole
-//     group is lost: the communicator is aborted, health() fails on every rank, and new engines are needed.
+//     whole group is lost: the communicator is aborted, health() fails on every rank, and new engines are needed.
 //
 // Heads with Parallelism::kRows in a group. Each rank has a replica: all of the weights, an accumulator and staging slots of its
 // own. The head's gradient is the sum of the accumulators. Of the fp32 masters and the optimizer state a rank holds its shard
