@@ -7,7 +7,11 @@ namespace headwater::service {
 
 RawStream::RawStream(ServerCore& core, grpc::CallbackServerContext& context) : core_(core), context_(context) {
   watch_.emplace(&core_.watchdog, [this](const absl::Status& why) {
-    if (!owned_.load() || !OnEnded(why)) EndCall(context_, why);
+    try {
+      if (owned_.load() && OnEnded(why)) return;
+    } catch (const std::exception&) {  // std::bad_alloc: one call fails, the server stays
+    }
+    EndCall(context_, why);
   });
 }
 
