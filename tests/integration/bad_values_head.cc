@@ -100,6 +100,7 @@ std::vector<BadValue> CreateRows() {
       {rpc, "spec.low_rank", "negative", Int(-1), "INVALID_FIELD"},
       {rpc, "spec.low_rank", "given", Int(8), "FEATURE_NOT_BUILT"},
       {rpc, "spec.initial_step", "negative", Int(-1), "INVALID_FIELD"},
+      {rpc, "spec.parallelism", "of no known kind", Int(99), "INVALID_FIELD"},
       {rpc, "if_exists", "unknown", Int(9), "INVALID_FIELD"},
       {rpc,
        "if_exists",
