@@ -1,8 +1,9 @@
 #include "server/service/proto_encoding.h"
 
 #include <algorithm>
-#include <variant>
 #include <vector>
+
+#include "server/group/rank_codec.h"
 
 namespace headwater::service {
 namespace {
@@ -35,34 +36,6 @@ void EncodeLossSums(const LossSums& sums, v1::LossSums* out) {
   out->set_target_weight_sum(sums.target_weight_sum);
 }
 
-void EncodeSpec(const HeadSpec& spec, v1::HeadSpec* out) {
-  out->set_vocab_size(spec.vocab_size);
-  out->set_hidden_size(spec.hidden_size);
-  out->set_data_type(static_cast<v1::DataType>(spec.data_type));
-  out->set_has_bias(spec.has_bias);
-  v1::LogitTransform* const transform = out->mutable_transform();
-  transform->set_logit_scale(spec.transform.logit_scale);
-  if (spec.transform.softcap.has_value()) transform->set_softcap(*spec.transform.softcap);
-  transform->set_valid_vocab_size(spec.transform.valid_vocab_size);
-  out->set_trainable(spec.trainable);
-  if (const auto* adamw = std::get_if<AdamWSpec>(&spec.optimizer)) {
-    v1::AdamW* const optimizer = out->mutable_optimizer()->mutable_adamw();
-    optimizer->set_beta1(adamw->beta1);
-    optimizer->set_beta2(adamw->beta2);
-    optimizer->set_epsilon(adamw->epsilon);
-    optimizer->set_weight_decay(adamw->weight_decay);
-  } else if (const auto* sgd = std::get_if<SgdSpec>(&spec.optimizer)) {
-    v1::Sgd* const optimizer = out->mutable_optimizer()->mutable_sgd();
-    optimizer->set_momentum(sgd->momentum);
-    optimizer->set_dampening(sgd->dampening);
-    optimizer->set_nesterov(sgd->nesterov);
-    optimizer->set_weight_decay(sgd->weight_decay);
-  }
-  out->set_staging_slots(spec.staging_slots);
-  out->set_initial_step(spec.initial_step);
-  out->set_parallelism(spec.parallelism == Parallelism::kRows ? v1::PARALLELISM_ROWS : v1::PARALLELISM_VOCABULARY);
-}
-
 void EncodePlan(const MemoryPlan& plan, int64_t available_bytes, v1::MemoryPlan* out) {
   std::vector<MemoryPlan::Item> items = plan.items;
   std::stable_sort(items.begin(), items.end(), [](const auto& a, const auto& b) { return a.bytes > b.bytes; });
@@ -87,7 +60,7 @@ void EncodeShards(const std::vector<VocabShard>& shards, v1::Head* out) {
 
 void EncodeHead(const heads::HeadInfo& info, int64_t available_bytes, v1::Head* out) {
   out->set_name(info.name.ToString());
-  EncodeSpec(info.spec, out->mutable_spec());
+  group::EncodeHeadSpec(info.spec, out->mutable_spec());
   out->set_epoch(info.epoch.data(), info.epoch.size());
   out->set_state(static_cast<v1::HeadState>(info.state));
   out->set_weight_version(info.weight_version);
