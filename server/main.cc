@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <charconv>
 #include <cstdio>
@@ -28,13 +29,16 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "headwater/kernels/device_group_id.h"
 #include "headwater/kernels/engine.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 #include "server/group/group_assembly.h"
 #include "server/group/join_leader.h"
 #include "server/group/local_cuda_group.h"
 #include "server/group/rank_codec.h"
 #include "server/group/restarter.h"
+#include "server/heads/epoch.h"
 #include "server/observability/log_level_file.h"
 #include "server/observability/logging.h"
 #include "server/observability/metrics.h"
@@ -85,8 +89,9 @@ ABSL_FLAG(std::string, token_file, "",
           "file with the tokens that calls must come with, and what each allows (docs/security.md); read again when it changes; "
           "empty: every call is allowed");
 // ---- engine ---------------------------------------------------------------------------------------------------------------
-ABSL_FLAG(std::string, engine, "auto", "auto, cpu or cuda; auto is cuda where it can be had, else cpu");
-ABSL_FLAG(int32_t, device, 0, "index of the GPU, as CUDA counts the visible ones; --engine=cuda");
+ABSL_FLAG(std::string, engine, "auto",
+          "auto, cpu or cuda; auto is cuda where it can be had, else cpu; with --workers cpu, and with --join the other server's");
+ABSL_FLAG(int32_t, device, 0, "index of the GPU, or of the first of --gpus, as CUDA counts the visible ones; --engine=cuda");
 ABSL_FLAG(std::string, algorithm_cache, "auto",
           "file that keeps what the CUDA engine found out about the fastest matrix products, from start to start; auto: "
           "headwater/cublaslt.json in $XDG_CACHE_HOME, else in ~/.cache; empty: none is kept");
@@ -100,29 +105,32 @@ ABSL_FLAG(
     "the order in which they came, on retries, restarts or the number of trainers (docs/concepts.md, \"Deterministic mode\"); "
     "micro-batches take 4/3 of the engine's time; switches --timed_search off");
 ABSL_FLAG(int32_t, shards, 1, "vocabulary shards of each head, at least 1");
-ABSL_FLAG(int32_t, gpus, 1,
-          "GPUs of this machine, from --device on, that hold a shard of each head each and compute together; --engine=cuda");
+ABSL_FLAG(
+    int32_t, gpus, 1,
+    "GPUs of this machine, from --device on, that hold a shard of each head each and compute together, with --workers or --join "
+    "also with those of other processes; --engine=cuda");
 ABSL_FLAG(std::vector<std::string>, shard_weights, {},
-          "relative sizes of the shards, as many as --shards or --gpus, or one more than --workers; empty: even");
+          "relative sizes of the shards, as many as --shards, or as --gpus and --workers together; empty: even");
 ABSL_FLAG(int32_t, threads, 0,
           "CPU threads of the engine over all shards, or of each rank with --workers; 0: the cores that the process may use; "
           "--engine=cpu");
 ABSL_FLAG(int64_t, memory_budget_bytes, 0,
-          "memory of all heads, in bytes; 0: 80 % of the device's (of the cgroup's limit on the CPU)");
+          "memory of all heads, in bytes, on each of --gpus; 0: 80 % of the device's (of the cgroup's limit on the CPU)");
 ABSL_FLAG(int64_t, workspace_bytes, 0, "working memory of the engine for each shard group, in bytes; 0: the engine's default");
 // ---- several processes as one server --------------------------------------------------------------------------------------------
 ABSL_FLAG(
     int32_t, workers, 0,
-    "processes that join this one (--join) and hold a shard of each head, as this one does; it is SERVING once all of them are "
-    "there; 0: none; --engine=cpu (docs/operations.md, \"Several processes\")");
+    "ranks of other processes that join this one (--join) and hold a shard of each head: a process on the CPU is one, one with "
+    "--engine=cuda as many as its --gpus; the server is SERVING once all of them are there; 0: none (docs/operations.md, "
+    "\"Several processes\")");
 ABSL_FLAG(std::string, worker_token, "",
           "name of the token in --token_file that workers join with; it needs the permission admin; empty: none may, if there is a "
           "--token_file");
 ABSL_FLAG(
     std::string, join, "",
     "host:port, or unix:PATH, of a server with --workers that this process joins, again and again, until it is ended; of the other "
-    "flags only those named join_, --group_listen_host, --memory_budget_bytes, --tls_certificate and --tls_key (which the worker "
-    "shows) and the ones of the log count then");
+    "flags only those named join_, --group_listen_host, --engine, --device, --gpus, --algorithm_cache, --memory_budget_bytes, "
+    "--device_lost_grace, --tls_certificate and --tls_key (which the worker shows) and the ones of the log count then");
 ABSL_FLAG(std::string, join_ca, "", "file with the certificates, in PEM, that the other server's must be signed by; empty: no TLS");
 ABSL_FLAG(std::string, join_token_file, "",
           "file with the token for --join, whose name the other server's --worker_token is; empty: none");
@@ -219,7 +227,7 @@ ABSL_FLAG(absl::Duration, drain_timeout, absl::Seconds(30), "how long accepted c
 ABSL_FLAG(
     absl::Duration, device_lost_grace, absl::Seconds(5),
     "how long calls in progress may take to be answered once the engine's device is lost, from 0 to 1h; then the process ends, "
-    "with status 75");
+    "with status 75, or begins anew, with --workers or --join");
 ABSL_FLAG(
     double, product_tflops, 0,
     "what bare matrix products reach on this machine, in TFLOP/s: what the metrics measure utilisation against; 0: measured at "
@@ -256,6 +264,7 @@ constexpr int kDeviceLostSignal = SIGUSR2;
 
 constexpr int32_t kMaxWorkers = 255;
 constexpr int32_t kMaxGpus = 64;
+constexpr int32_t kMaxRanks = 256;  // as many as an engine takes shards
 // Of --max_threads, for calls beside those of the workers.
 constexpr int32_t kThreadsBesideWorkers = 8;
 // Of --max_message_bytes: a worker sends a piece of a tensor in one message, and what goes with it.
@@ -269,6 +278,8 @@ constexpr absl::Duration kLongestStall = absl::Hours(1000);
 // How long a worker waits until it tries to join again, and a leader whose group could not be formed until it begins anew.
 constexpr absl::Duration kJoinInterval = absl::Milliseconds(300);
 constexpr absl::Duration kFormingPause = absl::Milliseconds(300);
+// How long ranks with GPUs may take to meet, and to make their engines: a first context on each of many GPUs takes its time.
+constexpr absl::Duration kCudaSetupTimeout = absl::Minutes(2);
 // How long a leader that has lost its group tells new calls so, before it begins anew: they would find nobody there otherwise.
 constexpr absl::Duration kLastAnswers = absl::Milliseconds(500);
 
@@ -282,11 +293,26 @@ int Fail(const std::string& message) {
   return 1;
 }
 
+// --device and --gpus, of a server and of a worker.
+absl::Status CheckGpus() {
+  const int32_t gpus = absl::GetFlag(FLAGS_gpus);
+  if (gpus < 1 || gpus > kMaxGpus) {
+    return absl::InvalidArgumentError(absl::StrCat("--gpus: expected 1 to ", kMaxGpus, ", got ", gpus));
+  }
+  if (gpus > 1 && absl::GetFlag(FLAGS_engine) != "cuda") {
+    return absl::InvalidArgumentError("--gpus: expected --engine=cuda with more than one");
+  }
+  if (const int32_t device = absl::GetFlag(FLAGS_device); device < 0) {
+    return absl::InvalidArgumentError(absl::StrCat("--device: expected >= 0, got ", device));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
   EngineOptions options;
   const int32_t workers = absl::GetFlag(FLAGS_workers);
   const int32_t gpus = absl::GetFlag(FLAGS_gpus);
-  options.shard_count = workers > 0 ? workers + 1 : gpus > 1 ? gpus : absl::GetFlag(FLAGS_shards);
+  options.shard_count = workers > 0 ? workers + gpus : gpus > 1 ? gpus : absl::GetFlag(FLAGS_shards);
   options.thread_count = absl::GetFlag(FLAGS_threads);
   options.memory_budget_bytes = absl::GetFlag(FLAGS_memory_budget_bytes);
   options.workspace_bytes = absl::GetFlag(FLAGS_workspace_bytes);
@@ -301,13 +327,15 @@ absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
     return absl::InvalidArgumentError(absl::StrCat("--workers: expected 0 to ", kMaxWorkers, ", got ", workers));
   }
   if (workers > 0 && absl::GetFlag(FLAGS_shards) != 1) {
-    return absl::InvalidArgumentError("--workers: expected --shards=1 with it: each process holds one shard");
+    return absl::InvalidArgumentError("--workers: expected --shards=1 with it: each rank holds one shard");
   }
-  if (gpus < 1 || gpus > kMaxGpus) {
-    return absl::InvalidArgumentError(absl::StrCat("--gpus: expected 1 to ", kMaxGpus, ", got ", gpus));
+  HEADWATER_RETURN_IF_ERROR(CheckGpus());
+  if (gpus > 1 && absl::GetFlag(FLAGS_shards) != 1) {
+    return absl::InvalidArgumentError("--gpus: expected --shards=1 with more than one: each GPU holds one shard");
   }
-  if (gpus > 1 && (workers > 0 || absl::GetFlag(FLAGS_shards) != 1 || absl::GetFlag(FLAGS_engine) != "cuda")) {
-    return absl::InvalidArgumentError("--gpus: expected --engine=cuda, --shards=1 and no --workers with more than one");
+  if (workers > 0 && workers + gpus > kMaxRanks) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--workers: expected at most ", kMaxRanks, " with --gpus, got ", workers, " and ", gpus));
   }
   if (options.shard_count < 1)
     return absl::InvalidArgumentError(absl::StrCat("--shards: expected >= 1, got ", options.shard_count));
@@ -316,9 +344,6 @@ absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
                                                    " numbers, one for each shard, got ", options.shard_weights.size()));
   }
   options.device_index = absl::GetFlag(FLAGS_device);
-  if (options.device_index < 0) {
-    return absl::InvalidArgumentError(absl::StrCat("--device: expected >= 0, got ", options.device_index));
-  }
   options.algorithm_cache_path = service::AlgorithmCachePath(absl::GetFlag(FLAGS_algorithm_cache));
   options.deterministic = absl::GetFlag(FLAGS_deterministic);
   options.timed_search = absl::GetFlag(FLAGS_timed_search) && !options.deterministic;
@@ -326,6 +351,12 @@ absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
     return absl::InvalidArgumentError("--threads, --memory_budget_bytes and --workspace_bytes: expected >= 0");
   }
   return options;
+}
+
+absl::Status CheckGrace() {
+  const absl::Duration grace = absl::GetFlag(FLAGS_device_lost_grace);
+  if (grace >= absl::ZeroDuration() && grace <= absl::Hours(1)) return absl::OkStatus();
+  return absl::InvalidArgumentError("--device_lost_grace: expected a duration from 0 to 1h, got " + absl::FormatDuration(grace));
 }
 
 // Permissions in octal.
@@ -445,12 +476,14 @@ absl::Status Announce(const service::Server& server) {
   return absl::OkStatus();
 }
 
-// Ends the process as it is; or lets it begin anew, if it is a group's leader, which comes back by itself. Nothing is destroyed:
-// what holds a lost device may wait for it, or fail, in its destructor.
+// Ends the process as it is; or lets it begin anew, if it is a group's leader or worker, which comes back by itself. Nothing is
+// destroyed: what holds a lost device may wait for it, or fail, in its destructor.
 [[noreturn]] void EndLost() {
+  static absl::Mutex* const first_comer = new absl::Mutex();
+  first_comer->Lock();  // for good: whoever comes later waits until the process is gone
   std::cout << std::flush;
   std::cerr << std::flush;
-  if (absl::GetFlag(FLAGS_workers) > 0) Restart().BeginAnew();
+  if (absl::GetFlag(FLAGS_workers) > 0 || !absl::GetFlag(FLAGS_join).empty()) Restart().BeginAnew();
   _exit(kDeviceLostStatus);
 }
 
@@ -474,11 +507,16 @@ bool IsAskedToEnd() {
   return sigpending(&pending) == 0 && (sigismember(&pending, SIGTERM) == 1 || sigismember(&pending, SIGINT) == 1);
 }
 
+// `error` with `prefix` before its sentence, and its reason.
+absl::Status Prefixed(const std::string& prefix, const absl::Status& error) {
+  return MakeError(GetErrorReason(error), prefix + std::string(error.message()), GetErrorMetadata(error));
+}
+
 // The engine of a leader, whose workers the server waits for.
 absl::StatusOr<service::ChosenEngine> MakeGroup(const EngineOptions& engine, service::ServerOptions* options) {
-  if (absl::GetFlag(FLAGS_engine) == "cuda") {
-    return absl::UnimplementedError(
-        "--workers: expected --engine=cpu: workers with GPUs are not built; --gpus takes several of this machine");
+  const bool is_cuda = absl::GetFlag(FLAGS_engine) == "cuda";
+  if (!is_cuda && absl::GetFlag(FLAGS_engine) != "cpu" && absl::GetFlag(FLAGS_engine) != "auto") {
+    return absl::InvalidArgumentError("--engine: expected auto, cpu or cuda, got \"" + absl::GetFlag(FLAGS_engine) + "\"");
   }
   group::AssemblyOptions assembly;
   assembly.workers = absl::GetFlag(FLAGS_workers);
@@ -495,7 +533,15 @@ absl::StatusOr<service::ChosenEngine> MakeGroup(const EngineOptions& engine, ser
     return absl::InvalidArgumentError("--worker_token: expected the name of a token of --token_file: no worker may join without");
   }
   assembly.engine = engine;
-  if (assembly.engine.thread_count == 0) {
+  if (is_cuda) {
+    const absl::StatusOr<std::string> id = MakeCudaGroupId();
+    if (!id.ok()) return Prefixed("--engine=cuda: ", id.status());
+    assembly.engine_name = "cuda";
+    assembly.make_engine = CreateCudaEngine;
+    assembly.device_group_id = *id;
+    assembly.own_ranks = absl::GetFlag(FLAGS_gpus);
+    assembly.setup_timeout = kCudaSetupTimeout;
+  } else if (assembly.engine.thread_count == 0) {
     assembly.engine.thread_count = std::max<int32_t>(1, static_cast<int32_t>(std::thread::hardware_concurrency()));
   }
   assembly.version = service::ServerVersion();
@@ -520,18 +566,54 @@ absl::StatusOr<service::ChosenEngine> MakeGroup(const EngineOptions& engine, ser
   auto made = group::GroupAssembly::Create(std::move(assembly));
   if (!made.ok()) return made.status();
   options->group = *std::move(made);
-  const std::string note = absl::StrCat("running on the CPU, as a group of ", absl::GetFlag(FLAGS_workers) + 1, " processes");
+  const int32_t workers = absl::GetFlag(FLAGS_workers);
+  const std::string note = is_cuda
+                               ? absl::StrCat("running on ", engine.shard_count, " GPUs, ", workers, " of them of other processes")
+                               : absl::StrCat("running on the CPU, as a group of ", workers + 1, " processes");
   return service::ChosenEngine{options->group->TakeEngine(), note};
 }
 
 // The engine of several GPUs.
 absl::StatusOr<service::ChosenEngine> MakeGpus(const EngineOptions& options) {
   auto engine = group::CreateLocalCudaGroup(options);
-  if (!engine.ok()) {
-    return MakeError(GetErrorReason(engine.status()), "--engine=cuda: " + std::string(engine.status().message()),
-                     GetErrorMetadata(engine.status()));
-  }
+  if (!engine.ok()) return Prefixed("--engine=cuda: ", engine.status());
   return service::ChosenEngine{*std::move(engine), ""};
+}
+
+// What a device has in this process may stay there when the group has ended, and an error of the device's does: the process begins
+// anew, even if what still executes never comes back. Any thread, any number of times.
+void LeaveDevices() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    std::thread([grace = absl::GetFlag(FLAGS_device_lost_grace)] {
+      absl::SleepFor(grace);
+      EndLost();
+    }).detach();
+  });
+}
+
+// One rank of a worker: joins again and again.
+[[noreturn]] void StayJoined(const group::LeaderAddress& leader, group::WorkerOptions worker) {
+  std::atomic<bool> has_device{false};
+  worker.on_device_lost = [](const absl::Status&) { LeaveDevices(); };
+  worker.make_cuda_engine = [&has_device](const EngineOptions& options) {
+    has_device = true;
+    return CreateCudaEngine(options);
+  };
+  worker.on_call_ended = [&has_device] {
+    if (has_device) LeaveDevices();
+  };
+  std::string last;
+  while (true) {
+    const std::string ended(group::JoinLeader(leader, worker).message());
+    if (ended != last) {
+      observability::Log(observability::LogLevel::kWarning, "left_group",
+                         {{"rank_of_process", int64_t{worker.process_index}}, {"message", ended}});
+    }
+    last = ended;
+    absl::SleepFor(kJoinInterval);
+    if (has_device) EndLost();
+  }
 }
 
 // The process is a worker until it is asked to end.
@@ -556,21 +638,27 @@ int Join(const sigset_t& signals) {
                        {{"address", leader.address},
                         {"message", "the worker's token, and all rows, can be read on the way to this address: set join_ca"}});
   }
+  const std::string engine = absl::GetFlag(FLAGS_engine);
+  if (engine != "auto" && engine != "cpu" && engine != "cuda") {
+    return Fail("--engine: expected auto, cpu or cuda, got \"" + engine + "\"");
+  }
+  if (absl::Status status = CheckGpus(); !status.ok()) return Fail(std::string(status.message()));
+  if (absl::Status status = CheckGrace(); !status.ok()) return Fail(std::string(status.message()));
   group::WorkerOptions worker;
   worker.version = service::ServerVersion();
+  worker.engine = engine;
+  worker.process = heads::EpochToHex(heads::NewEpoch());
+  worker.process_ranks = absl::GetFlag(FLAGS_gpus);
+  worker.algorithm_cache_path = service::AlgorithmCachePath(absl::GetFlag(FLAGS_algorithm_cache));
   worker.leader_host = group::LeaderHost(leader.address);
   worker.listen_host = absl::GetFlag(FLAGS_group_listen_host);
   worker.memory_budget_bytes = absl::GetFlag(FLAGS_memory_budget_bytes);
-  // It has nothing that it could save, and its leader notices its end at once: the thread is left to itself.
-  std::thread([leader, worker] {
-    std::string last;
-    while (true) {
-      const std::string ended(group::JoinLeader(leader, worker).message());
-      if (ended != last) observability::Log(observability::LogLevel::kWarning, "left_group", {{"message", ended}});
-      last = ended;
-      absl::SleepFor(kJoinInterval);
-    }
-  }).detach();
+  // It has nothing that it could save, and its leader notices its end at once: the threads are left to themselves.
+  for (int32_t index = 0; index < worker.process_ranks; ++index) {
+    worker.process_index = index;
+    worker.device_index = absl::GetFlag(FLAGS_device) + index;
+    std::thread([leader, worker] { StayJoined(leader, worker); }).detach();
+  }
   observability::Log(observability::LogLevel::kInfo, "joining", {{"leader", leader.address}});
   int signal_number = 0;
   while (sigwait(&signals, &signal_number) != 0 || signal_number == kDeviceLostSignal) {
@@ -601,10 +689,8 @@ int Serve() {
   auto options = ServerOptionsFromFlags();
   if (!options.ok()) return Fail(std::string(options.status().message()));
   const bool is_group = absl::GetFlag(FLAGS_workers) > 0;
+  if (absl::Status status = CheckGrace(); !status.ok()) return Fail(std::string(status.message()));
   const absl::Duration grace = absl::GetFlag(FLAGS_device_lost_grace);
-  if (grace < absl::ZeroDuration() || grace > absl::Hours(1)) {
-    return Fail("--device_lost_grace: expected a duration from 0 to 1h, got " + absl::FormatDuration(grace));
-  }
   // Whichever comes first: the engine tells it, or the server notices.
   engine_options->on_device_lost = OnDeviceLost;
   options->on_engine_lost = OnDeviceLost;

@@ -3,7 +3,10 @@
 #include <sys/random.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <map>
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -11,6 +14,7 @@
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
+#include "kernels/core/engine_options_check.h"
 #include "server/group/local_rank.h"
 #include "server/group/rank_codec.h"
 #include "server/group/remote_rank.h"
@@ -21,6 +25,9 @@ namespace {
 constexpr absl::Duration kLook = absl::Milliseconds(50);
 constexpr size_t kSecretBytes = 32;
 constexpr int32_t kMaxPort = 65535;
+constexpr size_t kMaxProcessBytes = 64;
+// How long workers may take to say why, once the leader's own ranks have failed: perhaps for what has happened to them.
+constexpr absl::Duration kLastWords = absl::Seconds(1);
 
 absl::StatusOr<std::string> NewSecret() {
   std::string secret(kSecretBytes, '\0');
@@ -32,6 +39,17 @@ absl::StatusOr<std::string> NewSecret() {
 
 std::string Port(int32_t port) { return absl::StrCat(":", port); }
 
+// Where this process reaches what listens on `host`, as it can be put before ":port".
+std::string OwnHost(const std::string& host) {
+  if (host == "0.0.0.0") return "127.0.0.1";
+  if (host == "::") return "[::1]";
+  return host.find(':') == std::string::npos ? host : absl::StrCat("[", host, "]");
+}
+
+absl::Status OutOfRange(const char* field, int64_t low, int64_t high) {
+  return MakeError(ErrorReason::kProtocolViolation, absl::StrCat(field, " must be from ", low, " to ", high), {{"field", field}});
+}
+
 absl::Status NotComplete(const std::string& what) {
   return MakeError(ErrorReason::kEngineFailed, "the group cannot be formed: " + what);
 }
@@ -40,16 +58,39 @@ absl::Status NotAwaited() { return MakeError(ErrorReason::kCancelled, "the worke
 
 }  // namespace
 
-GroupAssembly::GroupAssembly(AssemblyOptions options, std::unique_ptr<TcpMeeting> meeting)
+GroupAssembly::GroupAssembly(AssemblyOptions options, std::vector<std::unique_ptr<TcpMeeting>> meetings)
     : options_(std::move(options)),
-      meeting_(std::move(meeting)),
-      unowned_engine_(std::make_unique<GroupEngine>("cpu", options_.engine, /*shared_budget=*/false)),
+      meetings_(std::move(meetings)),
+      unowned_engine_(std::make_unique<GroupEngine>(options_.engine_name, options_.engine, /*shared_budget=*/false)),
       engine_(*unowned_engine_) {}
 
 absl::StatusOr<std::unique_ptr<GroupAssembly>> GroupAssembly::Create(AssemblyOptions options) {
-  absl::StatusOr<std::unique_ptr<TcpMeeting>> meeting = TcpMeeting::Listen(options.listen_host);
-  if (!meeting.ok()) return absl::UnavailableError(meeting.status().message());
-  return std::unique_ptr<GroupAssembly>(new GroupAssembly(std::move(options), *std::move(meeting)));
+  std::vector<std::unique_ptr<TcpMeeting>> meetings;
+  for (int32_t rank = 0; rank < options.own_ranks; ++rank) {
+    absl::StatusOr<std::unique_ptr<TcpMeeting>> meeting = TcpMeeting::Listen(options.listen_host);
+    if (!meeting.ok()) return absl::UnavailableError(meeting.status().message());
+    meetings.push_back(*std::move(meeting));
+  }
+  return std::unique_ptr<GroupAssembly>(new GroupAssembly(std::move(options), std::move(meetings)));
+}
+
+absl::Status GroupAssembly::CheckHello(const v1::RankHello& hello) const {
+  if (hello.version() != options_.version) {
+    return MakeError(ErrorReason::kInvalidCombination,
+                     absl::StrCat("the worker is of version ", hello.version(), ", this server of ", options_.version),
+                     {{"field", "hello.version"}, {"expected", options_.version}, {"actual", hello.version()}});
+  }
+  if (!hello.engine().empty() && hello.engine() != "auto" && hello.engine() != options_.engine_name) {
+    return MakeError(ErrorReason::kInvalidCombination,
+                     absl::StrCat("the worker's engine is ", hello.engine(), ", this server's ", options_.engine_name),
+                     {{"field", "hello.engine"}, {"expected", options_.engine_name}, {"actual", hello.engine()}});
+  }
+  if (hello.port() < 1 || hello.port() > kMaxPort) return OutOfRange("hello.port", 1, kMaxPort);
+  if (hello.process().size() > kMaxProcessBytes) return OutOfRange("the bytes of hello.process", 0, kMaxProcessBytes);
+  if (hello.process_ranks() < 0 || hello.process_ranks() > kMaxShards) return OutOfRange("hello.process_ranks", 0, kMaxShards);
+  const int32_t last = std::max(hello.process_ranks(), 1) - 1;
+  if (hello.process_index() < 0 || hello.process_index() > last) return OutOfRange("hello.process_index", 0, last);
+  return absl::OkStatus();
 }
 
 absl::Status GroupAssembly::Serve(JoinCall& call) {
@@ -58,17 +99,13 @@ absl::Status GroupAssembly::Serve(JoinCall& call) {
   if (!call.Read(&message) || !message.has_hello()) {
     return MakeError(ErrorReason::kProtocolViolation, "the first message of Join must be hello");
   }
-  if (message.hello().version() != options_.version) {
-    return MakeError(ErrorReason::kInvalidCombination,
-                     absl::StrCat("the worker is of version ", message.hello().version(), ", this server of ", options_.version),
-                     {{"field", "hello.version"}, {"expected", options_.version}, {"actual", message.hello().version()}});
-  }
-  if (message.hello().port() < 1 || message.hello().port() > kMaxPort) {
-    return MakeError(ErrorReason::kProtocolViolation, absl::StrCat("hello.port must be from 1 to ", kMaxPort),
-                     {{"field", "hello.port"}});
-  }
+  const v1::RankHello& hello = message.hello();
+  HEADWATER_RETURN_IF_ERROR(CheckHello(hello));
   auto slot = std::make_shared<Slot>();
-  slot->address = call.host() + Port(message.hello().port());
+  slot->address = call.host() + Port(hello.port());
+  slot->process = hello.process();
+  slot->process_index = hello.process_index();
+  slot->process_ranks = std::max(hello.process_ranks(), 1);
   slot->link = std::make_shared<RankLink>([&call](const v1::JoinResponse& response) { return call.Send(response); },
                                           [&call] { call.Cancel(); });
   HEADWATER_RETURN_IF_ERROR(AwaitRank(call, slot));
@@ -104,9 +141,31 @@ absl::Status GroupAssembly::Room() const {
                    {{"feature", "workers"}});
 }
 
+absl::Status GroupAssembly::RoomFor(const Slot& slot) const {
+  HEADWATER_RETURN_IF_ERROR(Room());
+  int32_t taken = 0;  // also by ranks that their processes have yet to bring
+  std::set<std::string> processes;
+  for (const auto& other : slots_) {
+    if (other->process_ranks == 1) {
+      ++taken;
+    } else if (other->process != slot.process) {
+      if (processes.insert(other->process).second) taken += other->process_ranks;
+    } else if (other->process_index == slot.process_index) {
+      return MakeError(ErrorReason::kInvalidCombination,
+                       absl::StrCat("rank ", slot.process_index, " of this process has joined already"),
+                       {{"field", "hello.process_index"}, {"actual", absl::StrCat(slot.process_index)}});
+    }
+  }
+  if (taken + slot.process_ranks <= options_.workers) return absl::OkStatus();
+  return MakeError(ErrorReason::kFeatureNotBuilt,
+                   absl::StrCat("this server waits for ", options_.workers, " ranks, ", taken,
+                                " of them are another process's, and this process brings ", slot.process_ranks),
+                   {{"feature", "workers"}});
+}
+
 absl::Status GroupAssembly::AwaitRank(JoinCall& call, const std::shared_ptr<Slot>& slot) {
   absl::MutexLock lock(&mutex_);
-  HEADWATER_RETURN_IF_ERROR(Room());
+  HEADWATER_RETURN_IF_ERROR(RoomFor(*slot));
   slots_.push_back(slot);
   while (!mutex_.AwaitWithTimeout(absl::Condition(&complete_), kLook)) {
     if (!call.Cancelled()) continue;
@@ -116,13 +175,30 @@ absl::Status GroupAssembly::AwaitRank(JoinCall& call, const std::shared_ptr<Slot
   return absl::OkStatus();
 }
 
+std::vector<std::shared_ptr<GroupAssembly::Slot>> GroupAssembly::Numbered() const {
+  // A process is where its first rank came; one with a single rank is that.
+  std::map<std::string, size_t> places;
+  std::vector<std::pair<std::pair<size_t, int32_t>, std::shared_ptr<Slot>>> ordered;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    const std::shared_ptr<Slot>& slot = slots_[i];
+    const size_t place = slot->process_ranks == 1 ? i : places.try_emplace(slot->process, i).first->second;
+    ordered.emplace_back(std::pair(place, slot->process_index), slot);
+  }
+  std::sort(ordered.begin(), ordered.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::vector<std::shared_ptr<Slot>> slots;
+  for (auto& [place, slot] : ordered) slots.push_back(std::move(slot));
+  return slots;
+}
+
 void GroupAssembly::Welcome(const Slot& slot, v1::RankWelcome* welcome) {
   const EngineOptions& engine = options_.engine;
   welcome->set_rank(slot.rank);
-  welcome->set_world_size(options_.workers + 1);
+  welcome->set_world_size(options_.own_ranks + options_.workers);
   for (const std::string& address : addresses_) welcome->add_addresses(address);
   welcome->set_secret(secret_);
-  welcome->set_engine("cpu");
+  welcome->set_engine(options_.engine_name);
+  welcome->set_device_group_id(options_.device_group_id);
+  welcome->set_timed_search(engine.timed_search);
   for (const int64_t weight : engine.shard_weights) welcome->add_shard_weights(weight);
   welcome->set_workspace_bytes(engine.workspace_bytes);
   welcome->set_token_chunk_rows(engine.token_chunk_rows);
@@ -132,26 +208,38 @@ void GroupAssembly::Welcome(const Slot& slot, v1::RankWelcome* welcome) {
   welcome->set_stall_timeout_ms(absl::ToInt64Milliseconds(options_.stall_timeout));
 }
 
-absl::StatusOr<std::unique_ptr<LossEngine>> GroupAssembly::MakeOwnEngine(const std::vector<std::string>& addresses,
-                                                                         const std::string& secret,
-                                                                         const std::function<bool()>& given_up) {
-  auto communicator = meeting_->Meet(0, addresses, secret, absl::ToChronoMilliseconds(options_.setup_timeout),
-                                     absl::ToChronoMilliseconds(options_.stall_timeout), given_up);
-  if (!communicator.ok()) return communicator.status();
-  EngineOptions own = options_.engine;
-  own.group.rank = 0;
-  own.group.world_size = options_.workers + 1;
-  own.group.communicator = *std::move(communicator);
-  return CreateCpuEngine(own);
+GroupAssembly::OwnRanks GroupAssembly::MakeOwnRanks(const std::vector<std::string>& addresses, const std::string& secret,
+                                                    const std::function<bool()>& given_up) {
+  OwnRanks own;
+  std::vector<EngineOptions> engines(meetings_.size(), options_.engine);
+  std::atomic<bool> has_failed{false};
+  own.failure = RunTogether(
+      meetings_.size(),
+      [&](size_t rank) {
+        auto communicator =
+            meetings_[rank]->Meet(static_cast<int32_t>(rank), addresses, secret, absl::ToChronoMilliseconds(options_.setup_timeout),
+                                  absl::ToChronoMilliseconds(options_.stall_timeout), [&] { return has_failed.load(); });
+        if (!communicator.ok()) return communicator.status();
+        EngineOptions& engine = engines[rank];
+        engine.device_index = options_.engine.device_index + static_cast<int32_t>(rank);
+        engine.group.rank = static_cast<int32_t>(rank);
+        engine.group.world_size = static_cast<int32_t>(addresses.size());
+        engine.group.communicator = *std::move(communicator);
+        engine.group.device_group_id = options_.device_group_id;
+        return absl::OkStatus();
+      },
+      [&](const absl::Status&) { has_failed = true; }, given_up);
+  if (own.failure.status.ok()) own.failure = MakeEnginesTogether(engines, options_.make_engine, given_up, &own.engines);
+  return own;
 }
 
-absl::Status GroupAssembly::Refusals(const std::vector<std::shared_ptr<Slot>>& slots, const absl::Status& own, bool are_due) {
+absl::Status GroupAssembly::Refusals(const std::vector<std::shared_ptr<Slot>>& slots, const FirstFailure& own, bool are_due) {
   std::vector<std::string> reasons;
   const auto note = [&reasons](int32_t rank, const absl::Status& status) {
     if (!status.ok()) reasons.push_back(absl::StrCat("rank ", rank, ": ", std::string(status.message())));
   };
   // The leader gives up for what a worker says, which is the reason then.
-  if (!HasReason(own, ErrorReason::kCancelled)) note(0, own);
+  if (!HasReason(own.status, ErrorReason::kCancelled)) note(static_cast<int32_t>(own.index), own.status);
   absl::MutexLock lock(&mutex_);
   for (const auto& slot : slots) {
     absl::Status status = slot->is_ready ? DecodeStatus(slot->ready.status()) : slot->link->status();
@@ -161,8 +249,9 @@ absl::Status GroupAssembly::Refusals(const std::vector<std::shared_ptr<Slot>>& s
   return reasons.empty() ? absl::OkStatus() : NotComplete(absl::StrJoin(reasons, "; "));
 }
 
-absl::Status GroupAssembly::AwaitReady(const std::vector<std::shared_ptr<Slot>>& slots, const std::function<bool()>& cancelled) {
-  const absl::Time deadline = absl::Now() + options_.setup_timeout;
+absl::Status GroupAssembly::AwaitReady(const std::vector<std::shared_ptr<Slot>>& slots, absl::Duration timeout,
+                                       const std::function<bool()>& cancelled) {
+  const absl::Time deadline = absl::Now() + timeout;
   absl::MutexLock lock(&mutex_);
   for (const auto& slot : slots) {
     while (!slot->is_ready && slot->link->status().ok()) {
@@ -177,7 +266,12 @@ absl::Status GroupAssembly::AwaitReady(const std::vector<std::shared_ptr<Slot>>&
 absl::Status GroupAssembly::Form(const std::function<bool()>& cancelled) {
   absl::StatusOr<std::string> secret = NewSecret();
   if (!secret.ok()) return secret.status();
-  std::vector<std::string> addresses = {Port(meeting_->port())};
+  // As workers reach the ranks, and as the leader does.
+  std::vector<std::string> addresses, own_addresses;
+  for (const auto& meeting : meetings_) {
+    addresses.push_back(Port(meeting->port()));
+    own_addresses.push_back(OwnHost(options_.listen_host) + addresses.back());
+  }
   std::vector<std::shared_ptr<Slot>> slots;
   {
     const auto all_here = [this]()
@@ -186,26 +280,31 @@ absl::Status GroupAssembly::Form(const std::function<bool()>& cancelled) {
     while (!mutex_.AwaitWithTimeout(absl::Condition(&all_here), kLook)) {
       if (cancelled()) return NotAwaited();
     }
-    slots = slots_;
-    for (size_t i = 0; i < slots.size(); ++i) {
-      slots[i]->rank = static_cast<int32_t>(i) + 1;
-      addresses.push_back(slots[i]->address);
+    slots = Numbered();
+    for (const auto& slot : slots) {
+      slot->rank = static_cast<int32_t>(addresses.size());
+      addresses.push_back(slot->address);
+      own_addresses.push_back(slot->address);
     }
     addresses_ = addresses;
     secret_ = *secret;
     complete_ = true;
   }
-  const auto given_up = [&] { return cancelled() || !Refusals(slots, absl::OkStatus(), /*are_due=*/false).ok(); };
-  absl::StatusOr<std::unique_ptr<LossEngine>> own = MakeOwnEngine(addresses, *secret, given_up);
-  absl::Status status = own.ok() ? AwaitReady(slots, cancelled) : absl::OkStatus();
-  if (status.ok()) status = Refusals(slots, own.status(), /*are_due=*/own.ok());
-  if (status.ok()) status = own.status();  // given up
+  const auto given_up = [&] { return cancelled() || !Refusals(slots, FirstFailure(), /*are_due=*/false).ok(); };
+  OwnRanks own = MakeOwnRanks(own_addresses, *secret, given_up);
+  const bool is_ready = own.failure.status.ok();
+  absl::Status status;
+  if (!HasReason(own.failure.status, ErrorReason::kCancelled)) {
+    status = AwaitReady(slots, is_ready ? options_.setup_timeout : kLastWords, cancelled);
+  }
+  if (status.ok()) status = Refusals(slots, own.failure, /*are_due=*/is_ready);
+  if (status.ok()) status = own.failure.status;  // given up
   if (!status.ok()) {
     for (const auto& slot : slots) slot->link->Break(status);
     return status;
   }
   std::vector<std::unique_ptr<Rank>> ranks;
-  ranks.push_back(std::make_unique<LocalRank>(*std::move(own)));
+  for (auto& engine : own.engines) ranks.push_back(std::make_unique<LocalRank>(std::move(engine)));
   for (const auto& slot : slots) {
     const v1::RankReady& ready = slot->ready;
     ranks.push_back(std::make_unique<RemoteRank>(

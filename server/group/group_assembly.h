@@ -1,7 +1,8 @@
 // GroupAssembly: how a leader and the workers that join it become one group.
 //
 // The engine is there at once, so that a server can be started around it and listen; it computes once the workers have joined.
-// Which worker becomes which rank is the order in which they came.
+// The first ranks are the leader's own: one, or one for each of its GPUs. Which worker becomes which rank is the order in which
+// their processes came; the workers of one process follow each other.
 #ifndef HEADWATER_SERVER_GROUP_GROUP_ASSEMBLY_H_
 #define HEADWATER_SERVER_GROUP_GROUP_ASSEMBLY_H_
 
@@ -18,15 +19,22 @@
 #include "absl/time/time.h"
 #include "headwater/kernels/communicator.h"
 #include "headwater/v1/group_service.pb.h"
+#include "server/group/engines_together.h"
 #include "server/group/group_engine.h"
 #include "server/group/rank_link.h"
 
 namespace headwater::group {
 
 struct AssemblyOptions {
-  EngineOptions engine;  // of each rank; shard_count, and shard_weights if any, for workers + 1 ranks; thread_count not 0
-  int32_t workers = 1;   // >= 1
-  std::string version;   // that workers must have
+  // Of each rank; shard_count, and shard_weights if any, for own_ranks + workers ranks; thread_count not 0 for CPU engines. The
+  // leader's own rank r is on the GPU device_index + r.
+  EngineOptions engine;
+  std::string engine_name = "cpu";                    // or "cuda"
+  EngineMaker make_engine = CreateCpuEngine;          // the leader's own ranks'
+  std::string device_group_id;                        // for "cuda": MakeCudaGroupId()'s
+  int32_t own_ranks = 1;                              // >= 1
+  int32_t workers = 1;                                // ranks that join, >= 1
+  std::string version;                                // that workers must have
   std::string listen_host = "0.0.0.0";                // where the leader's communicator listens
   absl::Duration setup_timeout = absl::Seconds(60);   // to connect, and to make the engines, once all workers are there
   absl::Duration stall_timeout = absl::Minutes(5);    // for a word of each other within a computation
@@ -56,7 +64,8 @@ class GroupAssembly {
   std::unique_ptr<GroupEngine> TakeEngine() { return std::move(unowned_engine_); }
 
   // Serves a worker's call until it ends, or until the group does. kFeatureNotBuilt, before anything is read, if all workers are
-  // there already; kInvalidCombination for another version, kProtocolViolation for no worker.
+  // there already, or if its process brings more of them than are missing; kInvalidCombination for another version or engine, or
+  // for a rank of a process that is there, kProtocolViolation for no worker.
   absl::Status Serve(JoinCall& call);
 
   // Waits for all workers, and forms the group; after that the engine computes. Once, while the engine lives. kCancelled soon after
@@ -76,29 +85,46 @@ class GroupAssembly {
   // A worker that has joined.
   struct Slot {
     std::string address;
+    std::string process;  // which of a process's ranks it is, and how many that has
+    int32_t process_index = 0;
+    int32_t process_ranks = 1;
     std::shared_ptr<RankLink> link;
     int32_t rank = 0;  // 0: not known yet
     bool is_ready = false;
     v1::RankReady ready;
   };
 
-  GroupAssembly(AssemblyOptions options, std::unique_ptr<TcpMeeting> meeting);
+  // What the leader's own ranks have come to.
+  struct OwnRanks {
+    std::vector<std::unique_ptr<LossEngine>> engines;  // by rank; none if one of them failed
+    FirstFailure failure;                              // by rank
+  };
+
+  GroupAssembly(AssemblyOptions options, std::vector<std::unique_ptr<TcpMeeting>> meetings);
+  // What is wrong with who joins, whatever others do.
+  absl::Status CheckHello(const v1::RankHello& hello) const;
   // kFeatureNotBuilt if all workers are there.
   absl::Status CheckRoom();
   absl::Status Room() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  // The same for one that is to be `slot`.
+  absl::Status RoomFor(const Slot& slot) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
   // Waits until the worker's rank is known.
   absl::Status AwaitRank(JoinCall& call, const std::shared_ptr<Slot>& slot);
+  // The workers by rank, once all are there.
+  std::vector<std::shared_ptr<Slot>> Numbered() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
   void Welcome(const Slot& slot, v1::RankWelcome* welcome) ABSL_SHARED_LOCKS_REQUIRED(mutex_);
-  absl::StatusOr<std::unique_ptr<LossEngine>> MakeOwnEngine(const std::vector<std::string>& addresses, const std::string& secret,
-                                                            const std::function<bool()>& given_up);
-  // Why the group cannot be formed, as far as the ranks have told: all of their reasons. `own`: the leader's. `are_due`: workers
-  // that are not ready are too late.
-  absl::Status Refusals(const std::vector<std::shared_ptr<Slot>>& slots, const absl::Status& own, bool are_due);
-  // Waits until every worker has its engine, has said why not, or is gone; no longer than they may take. kCancelled.
-  absl::Status AwaitReady(const std::vector<std::shared_ptr<Slot>>& slots, const std::function<bool()>& cancelled);
+  // `addresses`: of all ranks, as the leader reaches them.
+  OwnRanks MakeOwnRanks(const std::vector<std::string>& addresses, const std::string& secret,
+                        const std::function<bool()>& given_up);
+  // Why the group cannot be formed, as far as the ranks have told: all of their reasons. `own`: of the leader's ranks. `are_due`:
+  // workers that are not ready are too late.
+  absl::Status Refusals(const std::vector<std::shared_ptr<Slot>>& slots, const FirstFailure& own, bool are_due);
+  // Waits until every worker has its engine, has said why not, or is gone; no longer than `timeout`. kCancelled.
+  absl::Status AwaitReady(const std::vector<std::shared_ptr<Slot>>& slots, absl::Duration timeout,
+                          const std::function<bool()>& cancelled);
 
   const AssemblyOptions options_;
-  const std::unique_ptr<TcpMeeting> meeting_;
+  const std::vector<std::unique_ptr<TcpMeeting>> meetings_;  // of the leader's own ranks
   std::unique_ptr<GroupEngine> unowned_engine_;
   GroupEngine& engine_;
   absl::Mutex mutex_;

@@ -39,10 +39,11 @@ absl::Status Guarded(absl::FunctionRef<absl::Status()> work) {
   }
 }
 
-// Writes of the commands' thread and of the one that tells that the worker lives.
+// Writes of the commands' thread and of the one that tells that the worker lives, and notices when nobody listens any more.
 class Voice {
  public:
-  Voice(WorkerChannel& channel, absl::Duration interval) : channel_(channel), interval_(interval) {}
+  Voice(WorkerChannel& channel, absl::Duration interval, const std::function<void()>& on_ended)
+      : channel_(channel), interval_(interval), on_ended_(on_ended) {}
   ~Voice() {
     {
       absl::MutexLock lock(&mutex_);
@@ -59,6 +60,14 @@ class Voice {
   void StayAlive() {
     thread_ = std::thread([this] { Main(); });
   }
+  // Nobody listens any more.
+  bool ended() const { return ended_.load(); }
+  // The rank's, which is aborted then: a command that waits for other ranks must come back, whatever has become of them.
+  void Guard(std::shared_ptr<Communicator> communicator) {
+    absl::MutexLock lock(&mutex_);
+    communicator_ = std::move(communicator);
+    if (ended_.load()) communicator_->Abort(LeaderGone());
+  }
   // How the rank gets on goes with it; null: there is none any more.
   void Watch(const Rank* rank) {
     absl::MutexLock lock(&mutex_);
@@ -74,8 +83,17 @@ class Voice {
         if (mutex_.AwaitWithTimeout(absl::Condition(&stopping_), interval_)) return;
         Describe(alive.mutable_alive());
       }
-      if (!Write(alive)) return;
+      if (!Write(alive)) return End();
     }
+  }
+
+  void End() {
+    {
+      absl::MutexLock lock(&mutex_);
+      ended_ = true;
+      if (communicator_ != nullptr) communicator_->Abort(LeaderGone());
+    }
+    if (on_ended_) on_ended_();
   }
 
   void Describe(v1::RankAlive* alive) const ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
@@ -89,9 +107,12 @@ class Voice {
 
   WorkerChannel& channel_;
   const absl::Duration interval_;
+  const std::function<void()>& on_ended_;
+  std::atomic<bool> ended_{false};
   absl::Mutex write_mutex_;
   absl::Mutex mutex_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::shared_ptr<Communicator> communicator_ ABSL_GUARDED_BY(mutex_);
   const Rank* rank_ ABSL_GUARDED_BY(mutex_) = nullptr;
   std::thread thread_;
 };
@@ -137,7 +158,7 @@ class ChannelFlow final : public RankFlow {
 class Worker {
  public:
   Worker(WorkerChannel& channel, const WorkerOptions& options)
-      : channel_(channel), options_(options), voice_(channel, options.alive_interval) {}
+      : channel_(channel), options_(options), voice_(channel, options.alive_interval, options.on_call_ended) {}
 
   absl::Status Run() {
     HEADWATER_RETURN_IF_ERROR(Begin());
@@ -154,6 +175,10 @@ class Worker {
     v1::JoinRequest hello;
     hello.mutable_hello()->set_version(options_.version);
     hello.mutable_hello()->set_port((*meeting)->port());
+    hello.mutable_hello()->set_engine(options_.engine);
+    hello.mutable_hello()->set_process(options_.process);
+    hello.mutable_hello()->set_process_index(options_.process_index);
+    hello.mutable_hello()->set_process_ranks(options_.process_ranks);
     v1::JoinResponse message;
     if (!voice_.Write(hello) || !channel_.Read(&message)) return LeaderGone();
     if (!message.has_welcome()) return Malformed("no welcome");
@@ -173,8 +198,10 @@ class Worker {
   }
 
   absl::Status Settle(const v1::RankWelcome& welcome, TcpMeeting& meeting) {
-    if (welcome.engine() != "cpu") {
-      return MakeError(ErrorReason::kFeatureNotBuilt, absl::StrCat("a worker has no engine ", welcome.engine()));
+    const bool is_cuda = welcome.engine() == "cuda";
+    if ((!is_cuda && welcome.engine() != "cpu") || (options_.engine != "auto" && options_.engine != welcome.engine())) {
+      return MakeError(ErrorReason::kFeatureNotBuilt,
+                       absl::StrCat("the leader's engine is ", welcome.engine(), ", this worker's ", options_.engine));
     }
     std::vector<std::string> addresses(welcome.addresses().begin(), welcome.addresses().end());
     for (std::string& address : addresses) {
@@ -184,12 +211,14 @@ class Worker {
     if (welcome.rank() < 1 || welcome.rank() >= welcome.world_size()) return Malformed("the rank");
     auto communicator =
         meeting.Meet(welcome.rank(), addresses, welcome.secret(), std::chrono::milliseconds(welcome.setup_timeout_ms()),
-                     std::chrono::milliseconds(welcome.stall_timeout_ms()));
+                     std::chrono::milliseconds(welcome.stall_timeout_ms()), [this] { return voice_.ended(); });
     if (!communicator.ok()) return communicator.status();
     EngineOptions engine_options;
     engine_options.group.rank = welcome.rank();
     engine_options.group.world_size = welcome.world_size();
     engine_options.group.communicator = *std::move(communicator);
+    engine_options.group.device_group_id = welcome.device_group_id();
+    voice_.Guard(engine_options.group.communicator);
     engine_options.shard_count = welcome.world_size();
     engine_options.shard_weights.assign(welcome.shard_weights().begin(), welcome.shard_weights().end());
     engine_options.memory_budget_bytes = options_.memory_budget_bytes;
@@ -197,7 +226,11 @@ class Worker {
     engine_options.token_chunk_rows = welcome.token_chunk_rows();
     engine_options.thread_count = welcome.thread_count();
     engine_options.deterministic = welcome.deterministic();
-    auto engine = options_.make_engine(engine_options);
+    engine_options.device_index = options_.device_index;
+    engine_options.algorithm_cache_path = options_.algorithm_cache_path;
+    engine_options.timed_search = welcome.timed_search();
+    engine_options.on_device_lost = options_.on_device_lost;
+    auto engine = is_cuda ? options_.make_cuda_engine(engine_options) : options_.make_engine(engine_options);
     if (!engine.ok()) return engine.status();
     rank_ = std::make_unique<LocalRank>(*std::move(engine));
     return absl::OkStatus();

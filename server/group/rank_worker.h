@@ -12,6 +12,7 @@
 #include "absl/time/time.h"
 #include "headwater/kernels/engine.h"
 #include "headwater/v1/group_service.pb.h"
+#include "server/group/engines_together.h"
 
 namespace headwater::group {
 
@@ -27,16 +28,26 @@ class WorkerChannel {
   virtual bool Write(const v1::JoinRequest& message) = 0;
 };
 
-// Makes an engine out of one rank's options.
-using EngineMaker = std::function<absl::StatusOr<std::unique_ptr<LossEngine>>(const EngineOptions&)>;
-
 struct WorkerOptions {
   std::string version;                  // of this build
   std::string leader_host;              // where the leader's communicator is, at the port that it tells
   std::string listen_host = "0.0.0.0";  // where this rank's communicator listens
-  int64_t memory_budget_bytes = 0;      // as EngineOptions
-  absl::Duration alive_interval = kAliveInterval;
+  std::string engine = "auto";          // "cpu" or "cuda": the leader must have the same; "auto": what it has
+  // Of a process with several ranks: what tells it from all others, and which of its ranks this one is.
+  std::string process;
+  int32_t process_index = 0;
+  int32_t process_ranks = 1;
+  // Of the engine, what is the worker's own to say; all else comes from the leader.
+  int64_t memory_budget_bytes = 0;
+  int32_t device_index = 0;
+  std::string algorithm_cache_path;
+  std::function<void(const absl::Status&)> on_device_lost;
   EngineMaker make_engine = CreateCpuEngine;
+  EngineMaker make_cuda_engine = CreateCudaEngine;
+  absl::Duration alive_interval = kAliveInterval;
+  // Called once when the leader has ended the call, after it was welcomed: what still executes is given up, and comes back unless
+  // a device hangs. From a thread of the worker's; null: nothing is.
+  std::function<void()> on_call_ended;
 };
 
 // Joins, makes its engine, and executes commands until the call ends or the group is lost; then everything that it made is gone.

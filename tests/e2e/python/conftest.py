@@ -30,6 +30,7 @@ BACKENDS = ("remote-1", "remote-3-python", "local-1", "local-3")
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU")
+    config.addinivalue_line("markers", "gpu_group: needs two CUDA GPUs or more")
 
 
 def server_binary() -> str:

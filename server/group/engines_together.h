@@ -1,0 +1,40 @@
+// Engines of one group's ranks that are in this process: they are made at the same time, because making one waits for the others.
+#ifndef HEADWATER_SERVER_GROUP_ENGINES_TOGETHER_H_
+#define HEADWATER_SERVER_GROUP_ENGINES_TOGETHER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "headwater/kernels/engine.h"
+
+namespace headwater::group {
+
+// Makes an engine out of one rank's options.
+using EngineMaker = std::function<absl::StatusOr<std::unique_ptr<LossEngine>>(const EngineOptions&)>;
+
+// The first of several pieces of work that has failed.
+struct FirstFailure {
+  absl::Status status;  // OK: none has
+  size_t index = 0;
+};
+
+// Runs work(0) to work(count - 1) at the same time, each on a thread of its own, and waits for all of them. When the first one has
+// failed, or `given_up`, which is asked on this thread several times a second, has returned true (kCancelled), it calls abort(why)
+// once, on any thread: what still runs should fail soon then. What is thrown is a failure.
+FirstFailure RunTogether(size_t count, absl::FunctionRef<absl::Status(size_t)> work,
+                         absl::FunctionRef<void(const absl::Status&)> abort, absl::FunctionRef<bool()> given_up);
+
+// make(options[i]) for all of `options`, as RunTogether(): all communicators are aborted with the first failure. `engines` has all
+// of them, or, with a failure, none.
+FirstFailure MakeEnginesTogether(const std::vector<EngineOptions>& options, const EngineMaker& make,
+                                 absl::FunctionRef<bool()> given_up, std::vector<std::unique_ptr<LossEngine>>* engines);
+
+}  // namespace headwater::group
+
+#endif  // HEADWATER_SERVER_GROUP_ENGINES_TOGETHER_H_

@@ -1,0 +1,217 @@
+"""GPUs of two processes, joined as two hosts would be: the results of one process with all of them, and what becomes of a worker that
+dies.
+
+Marked gpu_group: on as many GPUs as there are, half of them each. Without a GPU the same runs on a stand-in for the CUDA engine's
+module, whose ranks are CPU engines: then all but the engine is tested, and NCCL.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import START_TIMEOUT_S, running_server, server_binary
+
+import headwater
+
+FAKE_MODULE = Path(os.environ.get("HEADWATER_BUILD_DIR", "")) / "tests" / "libheadwater_fake_cuda.so"
+# Large enough for rows that come slice by slice, and for a vocabulary that no number of ranks divides.
+VOCAB_SIZE, HIDDEN_SIZE = 8191, 256
+ROWS = (37, 600, 5000)
+STEPS = 3
+# Of processes that are there one after the other: quickly ready, with the same products each time.
+FLAGS = ("--engine=cuda", "--notimed_search", "--algorithm_cache=", "--workspace_bytes=536870912", "--threads=1")
+
+
+@pytest.fixture(params=["stand-in", pytest.param("gpus", marks=pytest.mark.gpu_group)])
+def ranks(request, monkeypatch):
+    """How many ranks there are to be, an even number."""
+    if request.param == "stand-in":
+        if not FAKE_MODULE.exists():
+            pytest.skip(f"{FAKE_MODULE} is not built")
+        monkeypatch.setenv("HEADWATER_CUDA_MODULE", str(FAKE_MODULE))
+        return 4
+    gpus = pytest.importorskip("torch").cuda.device_count()
+    if gpus < 2:
+        pytest.skip(f"needs two GPUs, there are {gpus}")
+    return gpus // 2 * 2
+
+
+class Group:
+    """A leader and a worker process, each with half of the ranks on devices of its own."""
+
+    def __init__(self, leader, ranks: int):
+        self.leader = leader
+        self.ranks = ranks
+        self._flags = [f"--gpus={ranks // 2}", f"--device={ranks // 2}"]
+        self.start_worker()
+
+    def start_worker(self) -> None:
+        command = [server_binary(), f"--join={self.leader.address}", "--engine=cuda", "--group_listen_host=127.0.0.1",
+                   "--algorithm_cache=", *self._flags]  # fmt: skip
+        with (self.leader.directory / "worker-log").open("ab") as log:
+            self.worker = subprocess.Popen(command, stderr=log)
+
+    def kill_worker(self) -> None:
+        self.worker.send_signal(signal.SIGKILL)
+        self.worker.wait(START_TIMEOUT_S)
+
+    def logs(self) -> str:
+        return self.leader.log_text() + (self.leader.directory / "worker-log").read_text(errors="replace")
+
+    def await_serving(self) -> None:
+        deadline = time.monotonic() + 2 * START_TIMEOUT_S
+        while True:
+            with contextlib.suppress(headwater.HeadwaterError), headwater.connect(self.leader.address, timeout_s=5) as client:
+                if client.health() == "SERVING":
+                    return
+            assert time.monotonic() < deadline and self.leader.process.poll() is None, self.logs()
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def running_group(ranks: int, *flags: str):
+    """A leader that serves, with its worker."""
+    half = ranks // 2
+    with running_server(*FLAGS, f"--gpus={half}", f"--workers={half}", "--group_listen_host=127.0.0.1", *flags) as leader:
+        group = Group(leader, ranks)
+        try:
+            group.await_serving()
+            yield group
+        finally:
+            group.kill_worker()
+
+
+def values(rng, rows: int, data_type: str, scale: float = 1.0):
+    array = (rng.standard_normal((rows, HIDDEN_SIZE)) * scale).astype(np.float32)
+    return headwater.BFloat16.from_float32(array) if data_type == "bfloat16" else array
+
+
+def bits(array) -> np.ndarray:
+    return array.to_float32() if isinstance(array, headwater.BFloat16) else array
+
+
+class Training:
+    """A student and its teacher, and what a few steps of both losses yield; the same numbers wherever it runs."""
+
+    def __init__(self, client, data_type: str):
+        rng = np.random.default_rng(11)
+        scale = 3 / np.sqrt(HIDDEN_SIZE)
+        self.data_type = data_type
+        self.student = client.create_head(
+            "student", values(rng, VOCAB_SIZE, data_type, scale), optimizer=headwater.AdamW(weight_decay=0.1)
+        )
+        self.teacher = client.create_head("teacher", values(rng, VOCAB_SIZE, data_type, scale), trainable=False)
+        self.outputs = {}  # by name
+
+    def keep(self, name: str, out) -> None:
+        for field in ("loss_sum", "token_loss", "lse", "entropy", "argmax", "grad_hidden"):
+            value = getattr(out, field)
+            if value is not None:
+                self.outputs[f"{name} {field}"] = np.array(bits(value))
+
+    def step(self, step: int) -> None:
+        rng = np.random.default_rng([12, step])
+        micro_batch = 0
+        for rows in ROWS:
+            hidden, taught = values(rng, rows, self.data_type), values(rng, rows, self.data_type)
+            targets = rng.integers(0, VOCAB_SIZE, rows)
+            targets[::7] = -100
+            common = {"loss_scale": 1 / rows, "step": step}
+            out = self.student.cross_entropy(
+                hidden, targets, micro_batch=micro_batch, label_smoothing=0.1, outputs=("token_loss", "lse", "entropy", "argmax"),
+                **common,
+            )  # fmt: skip
+            self.keep(f"step {step} cross entropy of {rows}", out)
+            out = self.student.jsd(
+                hidden, self.teacher, taught, targets=targets, micro_batch=micro_batch + 1, hard_loss_weight=0.25, beta=0.3,
+                outputs=("token_loss",), **common,
+            )  # fmt: skip
+            self.keep(f"step {step} divergence of {rows}", out)
+            micro_batch += 2
+        result = self.student.apply_optimizer_step(
+            learning_rate=0.01, expected_micro_batches=micro_batch, max_grad_norm=1.0, step=step
+        )
+        self.outputs[f"step {step} norm"] = np.array(result.global_grad_norm)
+        self.outputs[f"step {step} weight"] = np.array(bits(self.student.weight(dtype="float32")))
+
+
+def train(address: str, data_type: str, steps: int = STEPS) -> dict:
+    with headwater.connect(address) as client:
+        training = Training(client, data_type)
+        for step in range(steps):
+            training.step(step)
+        return training.outputs
+
+
+def assert_same(actual: dict, expected: dict) -> None:
+    """To the bit."""
+    assert actual.keys() == expected.keys()
+    different = [name for name in expected if not np.array_equal(actual[name], expected[name])]
+    for name in different:
+        distance = np.abs(actual[name].astype(np.float64) - expected[name])
+        print(f"{name}: {np.count_nonzero(distance)} of {distance.size} differ, by up to {distance.max():.2e}")
+    assert not different
+    for value in expected.values():
+        assert np.isfinite(value).all()
+
+
+@pytest.mark.parametrize("data_type", ("float32", "bfloat16"))
+def test_two_processes_compute_what_one_does(ranks, data_type):
+    """As two nodes would be joined: losses, gradients and weights to the bit."""
+    with running_server(*FLAGS, f"--gpus={ranks}") as server:
+        expected = train(server.address, data_type)
+    with running_group(ranks) as group:
+        with headwater.connect(group.leader.address) as client:
+            devices = [device.name for device in client.server_info().devices]
+        assert devices == [f"cuda:{rank}" + (f"@{rank}" if rank >= ranks // 2 else "") for rank in range(ranks)]
+        actual = train(group.leader.address, data_type)
+    assert_same(actual, expected)
+
+
+def test_a_worker_that_is_killed_costs_the_open_step_alone(ranks):
+    """Killed in the middle of a micro-batch: it is answered, the group begins anew, and the training ends with the same bits."""
+    with running_group(ranks) as group:
+        expected = train(group.leader.address, "float32", 2)
+    with running_group(ranks, "--rank_timeout=60s") as group:
+        with headwater.connect(group.leader.address) as client:
+            training = Training(client, "float32")
+            training.step(0)
+            training.student.save("after-0")
+            training.teacher.save("teacher")
+            hidden = values(np.random.default_rng(1), ROWS[-1], "float32")
+            answered = threading.Semaphore(0)
+            errors = []
+
+            def submit_until_failure():
+                try:
+                    for micro_batch in range(1_000_000):
+                        training.student.cross_entropy(hidden, np.zeros(ROWS[-1], np.int64), micro_batch=micro_batch, step=1)
+                        answered.release()
+                except headwater.HeadwaterError as error:
+                    errors.append(error)
+
+            caller = threading.Thread(target=submit_until_failure)
+            caller.start()
+            for _ in range(2):
+                assert answered.acquire(timeout=START_TIMEOUT_S), group.logs()
+            start = time.monotonic()
+            group.kill_worker()
+            caller.join(START_TIMEOUT_S)
+            print(f"answered after {time.monotonic() - start:.2f} s: {errors}")
+            assert not caller.is_alive(), group.logs()
+            assert isinstance(errors[0], headwater.StepLostError), group.logs()
+        group.start_worker()
+        group.await_serving()
+        print(f"back after {time.monotonic() - start:.2f} s")
+        with headwater.connect(group.leader.address) as client:
+            training.student, training.teacher = client.head("student"), client.head("teacher")
+            assert training.student.info().restored_checkpoint == "after-0"
+            training.student.take()
+            training.step(1)
+        assert_same(training.outputs, expected)
