@@ -335,7 +335,7 @@ absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
   }
   if (workers > 0 && workers + gpus > kMaxRanks) {
     return absl::InvalidArgumentError(
-        absl::StrCat("--workers: expected at most ", kMaxRanks, " with --gpus, got ", workers, " and ", gpus));
+        absl::StrCat("--workers: expected at most ", kMaxRanks, " together with --gpus, got ", workers, " and ", gpus));
   }
   if (options.shard_count < 1)
     return absl::InvalidArgumentError(absl::StrCat("--shards: expected >= 1, got ", options.shard_count));

@@ -10,10 +10,9 @@
 #include "client/ctl/head_flags.h"
 #include "client/ctl/table.h"
 
-ABSL_FLAG(
-    int32_t, ranks, 0,
-    "also plan the head for a server of so many ranks like this one, evenly: --gpus of headwaterd, or one more than --workers "
-    "(not given: the server as it is)");
+ABSL_FLAG(int32_t, ranks, 0,
+          "also plan the head for a server of so many ranks like this one, evenly: --gpus of headwaterd, and --workers "
+          "(not given: the server as it is)");
 
 namespace headwater::ctl {
 namespace {
@@ -22,7 +21,7 @@ using Align = Table::Align;
 
 // What a rank's exchange of gradients takes for each rank: kReduceScatterBytes of the engines.
 constexpr int64_t kExchangeBytes = int64_t{1} << 20;
-constexpr int32_t kMostRanks = 256;  // headwaterd's --workers and the leader
+constexpr int32_t kMostRanks = 256;  // headwaterd's --gpus and --workers
 
 // What one rank of a server that has several would hold of a head.
 struct RankShare {

@@ -158,8 +158,8 @@ absl::Status GroupAssembly::RoomFor(const Slot& slot) const {
   }
   if (taken + slot.process_ranks <= options_.workers) return absl::OkStatus();
   return MakeError(ErrorReason::kFeatureNotBuilt,
-                   absl::StrCat("this server waits for ", options_.workers, " ranks, ", taken,
-                                " of them are another process's, and this process brings ", slot.process_ranks),
+                   absl::StrCat("this server waits for ", options_.workers, " ranks of workers, other processes bring ", taken,
+                                " of them, and this one ", slot.process_ranks),
                    {{"feature", "workers"}});
 }
 

@@ -147,7 +147,7 @@ constexpr Description kDescriptions[kFamilyCount] = {
      "Time that CommitMicroBatch took to add a contribution, once its step was open; EAGER ones are added while they are "
      "computed."},
     {"headwater_compute_busy_seconds_total", "counter", "none", "Time in which at least one micro-batch was in the engine."},
-    {"headwater_rank_seconds_total", "counter", "`rank` (0 to --workers), `activity` (compute, wait, communicate)",
+    {"headwater_rank_seconds_total", "counter", "`rank` (from 0 on), `activity` (compute, wait, communicate)",
      "Time that each rank of a group of processes was in calls of the engine: computing; waiting for other ranks to come to a "
      "collective, for rows and for a decision; moving and adding what ranks tell each other. Workers tell theirs twice a second. "
      "Served with --workers only."},

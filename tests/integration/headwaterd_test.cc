@@ -174,6 +174,17 @@ TEST_F(Headwaterd, RefusesWhatItCannotDoWithOneSentence) {
   EXPECT_THAT(refused({"--workers=1", "--max_message_bytes=1048575"}), HasSubstr("--max_message_bytes: expected at least 1048576"));
   EXPECT_THAT(refused({"--join=127.0.0.1:1", "--tls_certificate=a"}), HasSubstr("--tls_certificate and --tls_key: expected both"));
   EXPECT_THAT(refused({"--join=127.0.0.1:1", "--tls_certificate=a", "--tls_key=b"}), HasSubstr("expected --join_ca with it"));
+  EXPECT_THAT(refused({"--workers=1", "--engine=cuda"}), HasSubstr("--engine=cuda: the CUDA engine cannot be had"));
+  EXPECT_THAT(refused({"--workers=1", "--engine=tpu"}), HasSubstr("--engine: expected auto, cpu or cuda, got \"tpu\""));
+  EXPECT_THAT(refused({"--workers=1", "--gpus=2"}), HasSubstr("--gpus: expected --engine=cuda with more than one"));
+  EXPECT_THAT(refused({"--workers=193", "--gpus=64", "--engine=cuda"}),
+              HasSubstr("--workers: expected at most 256 together with --gpus, got 193 and 64"));
+  EXPECT_THAT(refused({"--join=127.0.0.1:1", "--engine=tpu"}), HasSubstr("--engine: expected auto, cpu or cuda, got \"tpu\""));
+  EXPECT_THAT(refused({"--join=127.0.0.1:1", "--gpus=2"}), HasSubstr("--gpus: expected --engine=cuda with more than one"));
+  EXPECT_THAT(refused({"--join=127.0.0.1:1", "--gpus=65", "--engine=cuda"}), HasSubstr("--gpus: expected 1 to 64, got 65"));
+  EXPECT_THAT(refused({"--join=127.0.0.1:1", "--device=-1"}), HasSubstr("--device: expected >= 0, got -1"));
+  EXPECT_THAT(refused({"--join=127.0.0.1:1", "--device_lost_grace=61m"}),
+              HasSubstr("--device_lost_grace: expected a duration from 0 to 1h"));
   EXPECT_THAT(refused({"--log_level=loud"}), HasSubstr("expected debug, info, warning, error or off"));
   EXPECT_THAT(refused({"--listen_addresses=unix:/nonexistent-folder/s", "--metrics_address="}), HasSubstr("cannot listen"));
   EXPECT_THAT(refused({"word"}), HasSubstr("unexpected argument \"word\""));

@@ -190,7 +190,9 @@ TEST(CudaModule, SeveralGpusAreOneEngine) {
 TEST(CudaModule, WhatIsWrongWithSeveralGpusIsSaid) {
   const Variable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
   EXPECT_THAT(Refused({"--engine=cuda", "--gpus=0"}).err, HasSubstr("--gpus: expected 1 to 64, got 0"));
-  EXPECT_THAT(Refused({"--engine=auto", "--gpus=2"}).err, HasSubstr("--gpus: expected --engine=cuda, --shards=1"));
+  EXPECT_THAT(Refused({"--engine=auto", "--gpus=2"}).err, HasSubstr("--gpus: expected --engine=cuda with more than one"));
+  EXPECT_THAT(Refused({"--engine=cuda", "--gpus=2", "--shards=2"}).err,
+              HasSubstr("--gpus: expected --shards=1 with more than one"));
   EXPECT_THAT(Refused({"--engine=cuda", "--gpus=2", "--device=6"}).err, HasSubstr("--engine=cuda: no fake GPU is visible"));
 }
 

@@ -1,5 +1,4 @@
-"""GPUs of two processes, joined as two hosts would be: the results of one process with all of them, and what becomes of a worker that
-dies.
+"""GPUs of two processes, joined as two hosts would be: they compute what one process with all of them does, and a worker may die.
 
 Marked gpu_group: on as many GPUs as there are, half of them each. Without a GPU the same runs on a stand-in for the CUDA engine's
 module, whose ranks are CPU engines: then all but the engine is tested, and NCCL.
@@ -23,7 +22,7 @@ FAKE_MODULE = Path(os.environ.get("HEADWATER_BUILD_DIR", "")) / "tests" / "libhe
 # Large enough for rows that come slice by slice, and for a vocabulary that no number of ranks divides.
 VOCAB_SIZE, HIDDEN_SIZE = 8191, 256
 ROWS = (37, 600, 5000)
-STEPS = 3
+STEPS = 2
 # Of processes that are there one after the other: quickly ready, with the same products each time.
 FLAGS = ("--engine=cuda", "--notimed_search", "--algorithm_cache=", "--workspace_bytes=536870912", "--threads=1")
 
@@ -51,15 +50,23 @@ class Group:
         self._flags = [f"--gpus={ranks // 2}", f"--device={ranks // 2}"]
         self.start_worker()
 
-    def start_worker(self) -> None:
+    def start_worker(self, *flags: str) -> None:
+        """Later flags win."""
         command = [server_binary(), f"--join={self.leader.address}", "--engine=cuda", "--group_listen_host=127.0.0.1",
-                   "--algorithm_cache=", *self._flags]  # fmt: skip
+                   "--algorithm_cache=", *self._flags, *flags]  # fmt: skip
         with (self.leader.directory / "worker-log").open("ab") as log:
             self.worker = subprocess.Popen(command, stderr=log)
 
     def kill_worker(self) -> None:
         self.worker.send_signal(signal.SIGKILL)
         self.worker.wait(START_TIMEOUT_S)
+
+    def await_log(self, *texts: str) -> None:
+        """Until leader and worker together have logged all of them."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not all(text in self.logs() for text in texts):
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.05)
 
     def logs(self) -> str:
         return self.leader.log_text() + (self.leader.directory / "worker-log").read_text(errors="replace")
@@ -215,3 +222,38 @@ def test_a_worker_that_is_killed_costs_the_open_step_alone(ranks):
             training.student.take()
             training.step(1)
         assert_same(training.outputs, expected)
+        # The other way round: a worker begins anew by itself, and is there for the next leader.
+        start = time.monotonic()
+        group.leader.kill()
+        group.leader.start()
+        group.await_serving()
+        print(f"back after {time.monotonic() - start:.2f} s")
+        assert group.worker.poll() is None
+        with headwater.connect(group.leader.address) as client:
+            assert client.head("student").info().restored_checkpoint == "after-0"
+
+
+def test_who_cannot_join_is_told_and_so_is_the_leader(monkeypatch):
+    """Devices of the stand-in: 7 is not there."""
+    if not FAKE_MODULE.exists():
+        pytest.skip(f"{FAKE_MODULE} is not built")
+    monkeypatch.setenv("HEADWATER_CUDA_MODULE", str(FAKE_MODULE))
+    with running_group(4) as group:
+        group.kill_worker()
+        refused = {
+            "--engine=cpu": "the worker's engine is cpu, this server's cuda",
+            "--gpus=3": "this server waits for 2 ranks of workers, other processes bring 0 of them, and this one 3",
+            "--device=6": "no fake GPU is visible",
+        }
+        for flag, message in refused.items():
+            flags = (flag, "--gpus=1") if flag == "--engine=cpu" else (flag,)
+            group.start_worker(*flags)
+            group.await_log(f'event=left_group rank_of_process={0 if flag != "--device=6" else 1} message="{message}"')
+            if flag == "--device=6":
+                group.await_log(f'event=not_formed message="the group cannot be formed: rank 3: {message}')
+            else:
+                group.await_log(f'message="{message}" duration_ms=')
+            group.kill_worker()
+        # The leader is none the worse.
+        group.start_worker()
+        group.await_serving()

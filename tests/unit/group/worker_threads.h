@@ -29,7 +29,13 @@ class TestCall final : public group::JoinCall, public group::WorkerChannel {
   }
   bool Cancelled() override {
     absl::MutexLock lock(&mutex_);
+    is_awaiting_rank_ = true;
     return ended_;
+  }
+  // The leader has taken the worker, and waits for the others: it looks now and then whether the call is still there.
+  bool IsAwaitingRank() {
+    absl::MutexLock lock(&mutex_);
+    return is_awaiting_rank_;
   }
   std::string host() const override { return "127.0.0.1"; }
   // The worker hears nothing more until the next time.
@@ -70,6 +76,7 @@ class TestCall final : public group::JoinCall, public group::WorkerChannel {
   absl::Mutex mutex_;
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
   bool is_paused_ ABSL_GUARDED_BY(mutex_) = false;
+  bool is_awaiting_rank_ ABSL_GUARDED_BY(mutex_) = false;
   std::deque<v1::JoinRequest> requests_;
   std::deque<v1::JoinResponse> responses_;
 };

@@ -1,0 +1,318 @@
+// Groups of processes with several ranks each, as those with several GPUs: who is which rank, who is refused, and what becomes of
+// ranks that wait for one that fails while the engines are made. CPU engines stand in for those on GPUs.
+#include <atomic>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "headwater/kernels/communicator.h"
+#include "headwater/kernels/error.h"
+#include "server/group/engines_together.h"
+#include "server/group/group_engine.h"
+#include "tests/kernels/engine_run.h"
+#include "tests/kernels/problem.h"
+#include "tests/unit/group/worker_threads.h"
+
+namespace headwater::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using Made = absl::StatusOr<std::unique_ptr<LossEngine>>;
+
+constexpr char kGroupId[] = "the id of a group";
+
+bool Await(const std::function<bool()>& condition) {
+  for (const absl::Time end = absl::Now() + absl::Seconds(60); absl::Now() < end; absl::SleepFor(absl::Milliseconds(2))) {
+    if (condition()) return true;
+  }
+  return false;
+}
+
+bool Never() { return false; }
+
+absl::Status NoRoom() { return MakeError(ErrorReason::kInvalidField, "there is no room here"); }
+
+// As engines on GPUs do that meet on the device: until the others have come, or one of them has given up.
+Made WaitForTheOthers(const EngineOptions& options) {
+  EXPECT_TRUE(Await([&] { return !options.group.communicator->status().ok(); }));
+  return options.group.communicator->status();
+}
+
+// Two ranks of the leader's, and four of two other processes.
+group::AssemblyOptions SixRanks() {
+  group::AssemblyOptions options;
+  options.engine.shard_count = 6;
+  options.engine.shard_weights = {3, 1, 2, 1, 1, 2};
+  options.engine.thread_count = 1;
+  options.engine.device_index = 4;
+  options.engine.timed_search = false;
+  options.engine_name = "cuda";
+  options.device_group_id = kGroupId;
+  options.own_ranks = 2;
+  options.workers = 4;
+  options.version = "test";
+  options.listen_host = "127.0.0.1";
+  options.setup_timeout = absl::Hours(1);
+  options.silence_timeout = absl::Seconds(60);
+  return options;
+}
+
+// A leader, and the calls and threads of those that join it.
+class Processes {
+ public:
+  explicit Processes(group::AssemblyOptions options) {
+    auto made = group::GroupAssembly::Create(std::move(options));
+    EXPECT_TRUE(made.ok()) << made.status();
+    assembly_ = *std::move(made);
+    engine_ = assembly_->TakeEngine();
+  }
+  ~Processes() {
+    for (const auto& call : calls_) call->Cancel();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  // Rank `index` of `ranks` of a process joins; returns when the leader has taken it.
+  void Join(const std::string& process, int32_t index, int32_t ranks, const group::EngineMaker& make,
+            std::function<void()> on_call_ended = nullptr) {
+    TestCall* const call = calls_.emplace_back(std::make_unique<TestCall>()).get();
+    threads_.emplace_back([this, call] { assembly_->Serve(*call).IgnoreError(); });
+    threads_.emplace_back([=] {
+      group::WorkerOptions worker;
+      worker.version = "test";
+      worker.leader_host = "127.0.0.1";
+      worker.listen_host = "127.0.0.1";
+      worker.process = process;
+      worker.process_index = index;
+      worker.process_ranks = ranks;
+      worker.device_index = 10 * process.back() + index;
+      worker.make_cuda_engine = make;
+      worker.alive_interval = absl::Milliseconds(5);
+      worker.on_call_ended = on_call_ended;
+      group::RunWorker(*call, worker).IgnoreError();
+      call->Cancel();
+    });
+    EXPECT_TRUE(Await([&] { return call->IsAwaitingRank(); }));
+  }
+  // What the leader answers who says this.
+  absl::Status Hello(const v1::RankHello& hello) {
+    TestCall call;
+    v1::JoinRequest request;
+    *request.mutable_hello() = hello;
+    static_cast<group::WorkerChannel&>(call).Write(request);
+    call.Cancel();
+    return assembly_->Serve(call);
+  }
+  absl::Status Form() { return assembly_->Form(Never); }
+  void Cut(size_t call) { calls_[call]->Cancel(); }
+  LossEngine& engine() { return *engine_; }
+
+ private:
+  std::unique_ptr<group::GroupAssembly> assembly_;
+  std::unique_ptr<LossEngine> engine_;
+  std::vector<std::unique_ptr<TestCall>> calls_;
+  std::vector<std::thread> threads_;
+};
+
+Outcome ComputeOnce(LossEngine& engine, const Problem& problem) {
+  auto head = engine.CreateHead(problem.heads[0].spec);
+  EXPECT_TRUE(head.ok()) << head.status();
+  WriteTensorValues(**head, HeadTensor::kWeight, problem.heads[0].weight);
+  PreparedMicroBatch prepared(problem, {head->get()}, ComputeOptions());
+  auto result = engine.Compute(prepared.micro_batch);
+  EXPECT_TRUE(result.ok()) << result.status();
+  Outcome outcome;
+  prepared.Collect(*result, &outcome);
+  Gradient& gradient = outcome.gradients.emplace_back();
+  for (const double value : ReadTensorValues(**head, HeadTensor::kGradWeight)) gradient.weight.push_back(static_cast<float>(value));
+  return outcome;
+}
+
+TEST(GroupProcesses, TheRanksOfAProcessAreNeighboursWhoeverComesFirst) {
+  absl::Mutex mutex;
+  std::map<int32_t, EngineOptions> seen;  // by rank
+  const auto make = [&](const EngineOptions& options) -> Made {
+    {
+      absl::MutexLock lock(&mutex);
+      seen[options.group.rank] = options;
+      seen[options.group.rank].group.communicator = nullptr;
+    }
+    return CreateCpuEngine(options);
+  };
+  group::AssemblyOptions options = SixRanks();
+  options.make_engine = make;
+  Processes processes(options);
+  processes.Join("b", 1, 2, make);
+  processes.Join("a", 0, 2, make);
+  processes.Join("b", 0, 2, make);
+  processes.Join("a", 1, 2, make);
+  ASSERT_TRUE(processes.Form().ok());
+  EXPECT_EQ(processes.engine().name(), "cuda");
+  // The leader's GPUs from its --device on; the others' are their own to say.
+  const std::vector<int32_t> devices = {4, 5, 980, 981, 970, 971};
+  ASSERT_EQ(seen.size(), devices.size());
+  for (const auto& [rank, one] : seen) {
+    EXPECT_EQ(one.device_index, devices[static_cast<size_t>(rank)]) << rank;
+    EXPECT_EQ(one.group.world_size, 6) << rank;
+    EXPECT_EQ(one.group.device_group_id, kGroupId) << rank;
+    EXPECT_FALSE(one.group.shared_views) << rank;
+    EXPECT_FALSE(one.timed_search) << rank;
+    EXPECT_EQ(one.shard_weights, options.engine.shard_weights) << rank;
+  }
+  // The bits of six ranks in one process.
+  const auto local = group::CreateLocalCpuGroup(options.engine);
+  ASSERT_TRUE(local.ok()) << local.status();
+  const Problem problem = MakeProblem(ProblemOptions());
+  const Outcome outcome = ComputeOnce(processes.engine(), problem);
+  EXPECT_FALSE(outcome.grad_hidden_bytes.empty());
+  EXPECT_TRUE(outcome.BitwiseEquals(ComputeOnce(**local, problem)));
+}
+
+TEST(GroupProcesses, WhoDoesNotFitIsToldWhatWasExpected) {
+  Processes processes(SixRanks());
+  v1::RankHello hello;
+  hello.set_version("test");
+  hello.set_port(1);
+  hello.set_engine("cpu");
+  absl::Status status = processes.Hello(hello);
+  EXPECT_TRUE(HasReason(status, ErrorReason::kInvalidCombination)) << status;
+  EXPECT_THAT(status.message(), HasSubstr("the worker's engine is cpu, this server's cuda"));
+  hello.set_engine("cuda");
+  // Whoever fits leaves as soon as the leader looks after it.
+  for (const int32_t ranks : {0, 1, 4}) {
+    hello.set_process_ranks(ranks);
+    EXPECT_TRUE(HasReason(processes.Hello(hello), ErrorReason::kCancelled)) << ranks;
+  }
+  hello.set_process_ranks(5);
+  status = processes.Hello(hello);
+  EXPECT_TRUE(HasReason(status, ErrorReason::kFeatureNotBuilt)) << status;
+  EXPECT_THAT(status.message(),
+              HasSubstr("this server waits for 4 ranks of workers, other processes bring 0 of them, and this one 5"));
+  for (const int32_t ranks : {-1, 257}) {
+    hello.set_process_ranks(ranks);
+    EXPECT_TRUE(HasReason(processes.Hello(hello), ErrorReason::kProtocolViolation)) << ranks;
+  }
+  hello.set_process_ranks(2);
+  for (const int32_t index : {-1, 2}) {
+    hello.set_process_index(index);
+    EXPECT_TRUE(HasReason(processes.Hello(hello), ErrorReason::kProtocolViolation)) << index;
+  }
+  hello.set_process_index(0);
+  hello.set_process(std::string(65, 'p'));
+  EXPECT_TRUE(HasReason(processes.Hello(hello), ErrorReason::kProtocolViolation));
+
+  // A place that a process has yet to fill is not free.
+  processes.Join("a", 1, 3, CreateCpuEngine);
+  hello.set_process("b");
+  status = processes.Hello(hello);
+  EXPECT_THAT(status.message(), HasSubstr("other processes bring 3 of them, and this one 2"));
+  hello.set_process_ranks(1);
+  EXPECT_TRUE(HasReason(processes.Hello(hello), ErrorReason::kCancelled));
+  hello.set_process("a");
+  hello.set_process_ranks(3);
+  EXPECT_TRUE(HasReason(processes.Hello(hello), ErrorReason::kCancelled));
+  hello.set_process_index(1);
+  status = processes.Hello(hello);
+  EXPECT_TRUE(HasReason(status, ErrorReason::kInvalidCombination)) << status;
+  EXPECT_THAT(status.message(), HasSubstr("rank 1 of this process has joined already"));
+}
+
+TEST(GroupProcesses, AnOwnRankThatFailsKeepsNobodyWaiting) {
+  group::AssemblyOptions options = SixRanks();
+  options.make_engine = [](const EngineOptions& one) -> Made {
+    if (one.group.rank == 1) throw std::runtime_error("the device is on fire");
+    return WaitForTheOthers(one);
+  };
+  Processes processes(options);
+  for (int32_t index = 0; index < 4; ++index) processes.Join("a", index, 4, WaitForTheOthers);
+  const absl::Status formed = processes.Form();
+  EXPECT_TRUE(HasReason(formed, ErrorReason::kEngineFailed)) << formed;
+  EXPECT_THAT(formed.message(),
+              AllOf(HasSubstr("rank 1: making an engine failed: the device is on fire"), Not(HasSubstr("rank 0"))));
+}
+
+TEST(GroupProcesses, AWorkersRankThatFailsKeepsNobodyWaiting) {
+  group::AssemblyOptions options = SixRanks();
+  options.make_engine = WaitForTheOthers;
+  Processes processes(options);
+  for (int32_t index = 0; index < 4; ++index) {
+    processes.Join("a", index, 4,
+                   [index](const EngineOptions& one) { return index == 2 ? Made(NoRoom()) : WaitForTheOthers(one); });
+  }
+  const absl::Status formed = processes.Form();
+  EXPECT_TRUE(HasReason(formed, ErrorReason::kEngineFailed)) << formed;
+  EXPECT_THAT(formed.message(),
+              AllOf(HasSubstr("rank 4: there is no room here"), Not(HasSubstr("rank 0")), Not(HasSubstr("rank 1"))));
+}
+
+TEST(GroupProcesses, AWorkerWhoseCallEndsGivesUpWhatWaits) {
+  group::AssemblyOptions options = SixRanks();
+  options.make_engine = WaitForTheOthers;
+  Processes processes(options);
+  std::atomic<int> waiting = 0;
+  std::atomic<int> came_back = 0;
+  std::atomic<int> told = 0;
+  const auto make = [&](const EngineOptions& one) {
+    ++waiting;
+    Made made = WaitForTheOthers(one);
+    ++came_back;
+    return made;
+  };
+  for (int32_t index = 0; index < 4; ++index) processes.Join("a", index, 4, make, [&told] { ++told; });
+  std::thread leader([&] { EXPECT_FALSE(processes.Form().ok()); });
+  EXPECT_TRUE(Await([&] { return waiting == 4; }));
+  processes.Cut(2);
+  EXPECT_TRUE(Await([&] { return came_back == 4 && told == 4; })) << came_back << " came back, " << told << " were told";
+  leader.join();
+}
+
+TEST(GroupTogether, TellsTheFirstFailureAndAbortsOnce) {
+  for (const bool throws : {false, true}) {
+    std::atomic<bool> aborted = false;
+    std::atomic<int> aborts = 0;
+    const group::FirstFailure failure = group::RunTogether(
+        3,
+        [&](size_t index) -> absl::Status {
+          if (index == 1 && throws) throw std::runtime_error("thrown");
+          if (index == 1) return NoRoom();
+          EXPECT_TRUE(Await([&] { return aborted.load(); }));
+          return MakeError(ErrorReason::kEngineFailed, "given up");
+        },
+        [&](const absl::Status& why) {
+          EXPECT_THAT(why.message(), HasSubstr(throws ? "thrown" : "no room"));
+          ++aborts;
+          aborted = true;
+        },
+        Never);
+    EXPECT_EQ(failure.index, 1u);
+    EXPECT_THAT(failure.status.message(), HasSubstr(throws ? "thrown" : "no room"));
+    EXPECT_EQ(aborts, 1);
+  }
+}
+
+TEST(GroupTogether, IsGivenUpWhileAllWait) {
+  std::atomic<bool> aborted = false;
+  std::atomic<int> waiting = 0;
+  const group::FirstFailure failure = group::RunTogether(
+      2,
+      [&](size_t) -> absl::Status {
+        ++waiting;
+        EXPECT_TRUE(Await([&] { return aborted.load(); }));
+        return MakeError(ErrorReason::kEngineFailed, "given up");
+      },
+      [&](const absl::Status&) { aborted = true; }, [&] { return waiting == 2; });
+  EXPECT_TRUE(HasReason(failure.status, ErrorReason::kCancelled)) << failure.status;
+}
+
+}  // namespace
+}  // namespace headwater::testing
