@@ -649,6 +649,7 @@ int Join(const sigset_t& signals) {
   worker.engine = engine;
   worker.process = heads::EpochToHex(heads::NewEpoch());
   worker.process_ranks = absl::GetFlag(FLAGS_gpus);
+  if (worker.process_ranks > 1) worker.rows = std::make_shared<group::ProcessRows>();
   worker.algorithm_cache_path = service::AlgorithmCachePath(absl::GetFlag(FLAGS_algorithm_cache));
   worker.leader_host = group::LeaderHost(leader.address);
   worker.listen_host = absl::GetFlag(FLAGS_group_listen_host);

@@ -150,6 +150,10 @@ absl::Status GroupAssembly::RoomFor(const Slot& slot) const {
       ++taken;
     } else if (other->process != slot.process) {
       if (processes.insert(other->process).second) taken += other->process_ranks;
+    } else if (other->process_ranks != slot.process_ranks) {
+      return MakeError(ErrorReason::kProtocolViolation,
+                       absl::StrCat("hello.process_ranks must be ", other->process_ranks, ", as another rank of the process says"),
+                       {{"field", "hello.process_ranks"}});
     } else if (other->process_index == slot.process_index) {
       return MakeError(ErrorReason::kInvalidCombination,
                        absl::StrCat("rank ", slot.process_index, " of this process has joined already"),
@@ -309,7 +313,7 @@ absl::Status GroupAssembly::Form(const std::function<bool()>& cancelled) {
     const v1::RankReady& ready = slot->ready;
     ranks.push_back(std::make_unique<RemoteRank>(
         slot->rank, EngineDevice{absl::StrCat(ready.device(), "@", slot->rank), ready.model(), ready.memory_budget_bytes()},
-        slot->link, options_.silence_timeout));
+        slot->link, options_.silence_timeout, /*shares_rows=*/slot->process_index > 0));
   }
   engine_.Form(std::move(ranks));
   return absl::OkStatus();

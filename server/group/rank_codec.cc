@@ -304,6 +304,20 @@ absl::Status ReceivedCall::AddRows(int32_t number, const std::string& data) {
   return absl::OkStatus();
 }
 
+absl::Status ReceivedCall::ShareRowsOf(const ReceivedCall& other) {
+  const auto same = [](const Stream& a, const Stream& b) { return a.row_count == b.row_count && a.row_bytes == b.row_bytes; };
+  if (!std::equal(streams_.begin(), streams_.end(), other.streams_.begin(), other.streams_.end(), same)) {
+    return Malformed("other rows than its neighbour's");
+  }
+  micro_batch_.hidden.data = other.micro_batch_.hidden.data;
+  for (size_t i = 0; i < terms_.size(); ++i) terms_[i].teacher_hidden.data = other.terms_[i].teacher_hidden.data;
+  for (Stream& stream : streams_) {
+    stream.memory.reset();
+    stream.bytes_here = stream.row_count * stream.row_bytes;  // none of its own come
+  }
+  return absl::OkStatus();
+}
+
 int64_t ReceivedCall::rows_here() const {
   int64_t here = row_count();
   for (const Stream& stream : streams_) {

@@ -48,12 +48,16 @@ class ReceivedCall {
   // `flow` takes the rows' place; null: they must all be here.
   RankCall ToCall(RankFlow* flow);
   absl::Status AddRows(int32_t stream, const std::string& data);
+  // Reads another call's rows in the place of its own, of which there must be as many and none may come; `other` must outlive the
+  // computation.
+  absl::Status ShareRowsOf(const ReceivedCall& other);
   // Rows that are complete in all streams.
   int64_t rows_here() const;
   int64_t row_count() const { return micro_batch_.hidden.row_count; }
   // RankCompute.whole: there is memory for all outputs.
   bool is_whole() const { return is_whole_; }
   bool has_flow() const { return has_flow_; }
+  uint64_t contribution() const { return contribution_; }
 
  private:
   struct Stream {

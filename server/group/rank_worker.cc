@@ -117,13 +117,29 @@ class Voice {
   std::thread thread_;
 };
 
-// Takes a micro-batch's rows, and the decision, off the channel when they are asked for.
-class ChannelFlow final : public RankFlow {
+// Takes a micro-batch's rows, and the decision, off the channel when they are asked for, and hands the rows on to the process's
+// other ranks.
+class ChannelFlow : public RankFlow {
  public:
-  ChannelFlow(WorkerChannel& channel, ReceivedCall& call) : channel_(channel), call_(call) {}
+  // `shared`: null if nobody reads the rows but this rank.
+  ChannelFlow(WorkerChannel& channel, const std::shared_ptr<ReceivedCall>& call, ProcessRows* shared)
+      : channel_(channel), call_(*call), shared_(shared) {
+    if (shared_ == nullptr) return;
+    shared_->Begin(call_.contribution(), call);
+    shared_->Come(call_.rows_here());
+  }
+  ~ChannelFlow() override {
+    if (shared_ != nullptr) shared_->End(MakeError(ErrorReason::kEngineFailed, "the rank that gets the rows wants no more"));
+  }
+  ChannelFlow(const ChannelFlow&) = delete;
+  ChannelFlow& operator=(const ChannelFlow&) = delete;
 
   absl::StatusOr<int64_t> AwaitMore(int64_t have) override {
-    while (call_.rows_here() <= have) HEADWATER_RETURN_IF_ERROR(Read());
+    while (call_.rows_here() <= have) {
+      const absl::Status status = Read();
+      if (shared_ != nullptr) status.ok() ? shared_->Come(call_.rows_here()) : shared_->End(status);
+      if (!status.ok()) return status;
+    }
     return call_.rows_here();
   }
 
@@ -151,8 +167,37 @@ class ChannelFlow final : public RankFlow {
 
   WorkerChannel& channel_;
   ReceivedCall& call_;
+  ProcessRows* const shared_;
   bool decided_ = false;
   absl::Status decision_;
+};
+
+// The same for another rank of the process: the decision alone is told to it.
+class NeighbourFlow final : public ChannelFlow {
+ public:
+  NeighbourFlow(WorkerChannel& channel, const std::shared_ptr<ReceivedCall>& call, ProcessRows& rows)
+      : ChannelFlow(channel, call, nullptr), id_(call->contribution()), rows_(rows) {}
+  absl::StatusOr<int64_t> AwaitMore(int64_t have) override { return rows_.AwaitMore(id_, have); }
+
+ private:
+  const uint64_t id_;
+  ProcessRows& rows_;
+};
+
+// The rank that gets its process's rows is there.
+class SharingRows {
+ public:
+  explicit SharingRows(ProcessRows* rows) : rows_(rows) {
+    if (rows_ != nullptr) rows_->Open();
+  }
+  ~SharingRows() {
+    if (rows_ != nullptr) rows_->Close(MakeError(ErrorReason::kEngineFailed, "the rank that gets the rows has left the group"));
+  }
+  SharingRows(const SharingRows&) = delete;
+  SharingRows& operator=(const SharingRows&) = delete;
+
+ private:
+  ProcessRows* const rows_;
 };
 
 class Worker {
@@ -161,6 +206,7 @@ class Worker {
       : channel_(channel), options_(options), voice_(channel, options.alive_interval, options.on_call_ended) {}
 
   absl::Status Run() {
+    const SharingRows sharing(options_.process_index == 0 ? options_.rows.get() : nullptr);
     HEADWATER_RETURN_IF_ERROR(Begin());
     absl::Status status = Execute();
     voice_.Watch(nullptr);
@@ -355,16 +401,38 @@ class Worker {
   }
 
   absl::Status Compute(const v1::RankCompute& command, v1::RankReply* reply) {
-    absl::StatusOr<std::unique_ptr<ReceivedCall>> call = ReceivedCall::Decode(command);
-    if (!call.ok()) return call.status();
-    ChannelFlow flow(channel_, **call);
-    for (int64_t here = (*call)->rows_here(); !(*call)->has_flow() && here < (*call)->row_count();) {
+    absl::StatusOr<std::unique_ptr<ReceivedCall>> decoded = ReceivedCall::Decode(command);
+    if (!decoded.ok()) return decoded.status();
+    const std::shared_ptr<ReceivedCall> call = *std::move(decoded);
+    if (command.shared_rows()) return ComputeShared(call, reply);
+    ChannelFlow flow(channel_, call, call->is_whole() || options_.process_index > 0 ? nullptr : options_.rows.get());
+    HEADWATER_RETURN_IF_ERROR(AwaitRows(*call, flow));
+    return call->is_whole() ? ComputeWhole(*call, flow, reply) : ComputeShard(*call, flow, reply);
+  }
+
+  // Without a flow all rows must be here before the engine is called.
+  static absl::Status AwaitRows(const ReceivedCall& call, RankFlow& flow) {
+    for (int64_t here = 0; !call.has_flow() && here < call.row_count();) {
       const absl::StatusOr<int64_t> more = flow.AwaitMore(here);
       if (!more.ok()) return more.status();
       here = *more;
     }
-    if ((*call)->is_whole()) return ComputeWhole(**call, flow, reply);
-    const absl::StatusOr<RankResult> result = rank_->Compute((*call)->ToCall((*call)->has_flow() ? &flow : nullptr));
+    return absl::OkStatus();
+  }
+
+  // The rows come to another rank of the process.
+  absl::Status ComputeShared(const std::shared_ptr<ReceivedCall>& call, v1::RankReply* reply) {
+    if (options_.rows == nullptr || options_.process_index == 0 || call->is_whole()) return Malformed("shared rows");
+    const absl::StatusOr<std::shared_ptr<const ReceivedCall>> neighbours = options_.rows->Await(call->contribution());
+    if (!neighbours.ok()) return neighbours.status();
+    HEADWATER_RETURN_IF_ERROR(call->ShareRowsOf(**neighbours));
+    NeighbourFlow flow(channel_, call, *options_.rows);
+    HEADWATER_RETURN_IF_ERROR(AwaitRows(*call, flow));
+    return ComputeShard(*call, flow, reply);
+  }
+
+  absl::Status ComputeShard(ReceivedCall& call, RankFlow& flow, v1::RankReply* reply) {
+    const absl::StatusOr<RankResult> result = rank_->Compute(call.ToCall(call.has_flow() ? &flow : nullptr));
     if (!result.ok()) return result.status();
     reply->set_staged(result->staged);
     return absl::OkStatus();

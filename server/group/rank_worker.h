@@ -13,6 +13,7 @@
 #include "headwater/kernels/engine.h"
 #include "headwater/v1/group_service.pb.h"
 #include "server/group/engines_together.h"
+#include "server/group/process_rows.h"
 
 namespace headwater::group {
 
@@ -37,6 +38,7 @@ struct WorkerOptions {
   std::string process;
   int32_t process_index = 0;
   int32_t process_ranks = 1;
+  std::shared_ptr<ProcessRows> rows;  // the same for all of them; null exactly if there is one
   // Of the engine, what is the worker's own to say; all else comes from the leader.
   int64_t memory_budget_bytes = 0;
   int32_t device_index = 0;

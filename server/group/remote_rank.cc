@@ -26,11 +26,13 @@ v1::JoinResponse HeadCommand(uint64_t head, v1::RankHeadCommand::Kind kind) {
 
 }  // namespace
 
-RemoteRank::RemoteRank(int32_t rank, EngineDevice device, std::shared_ptr<RankLink> link, absl::Duration silence_timeout)
+RemoteRank::RemoteRank(int32_t rank, EngineDevice device, std::shared_ptr<RankLink> link, absl::Duration silence_timeout,
+                       bool shares_rows)
     : rank_(rank),
       device_(std::move(device)),
       link_(std::move(link)),
       silence_timeout_(silence_timeout),
+      shares_rows_(shares_rows),
       last_look_(SteadyTime()),
       silence_(absl::ZeroDuration()) {}
 
@@ -227,15 +229,25 @@ absl::Status RemoteRank::SendAllRows(const RankCall& call) {
     HEADWATER_RETURN_IF_ERROR(SendRows(call.micro_batch, sent, *here));
     sent = *here;
   }
-  EncodeStatus(call.flow->AwaitDecision(), message.mutable_decision()->mutable_status());
+  return SendDecision(*call.flow);
+}
+
+absl::Status RemoteRank::SendDecision(RankFlow& flow) {
+  v1::JoinResponse message;
+  EncodeStatus(flow.AwaitDecision(), message.mutable_decision()->mutable_status());
   return link_->Send(message);
 }
 
 absl::StatusOr<RankResult> RemoteRank::Compute(const RankCall& call) {
   v1::JoinResponse command;
   EncodeCompute(call, command.mutable_compute());
+  command.mutable_compute()->set_shared_rows(shares_rows_);
   HEADWATER_RETURN_IF_ERROR(link_->Send(command));
-  HEADWATER_RETURN_IF_ERROR(SendAllRows(call));
+  if (!shares_rows_) {
+    HEADWATER_RETURN_IF_ERROR(SendAllRows(call));
+  } else if (call.flow != nullptr) {
+    HEADWATER_RETURN_IF_ERROR(SendDecision(*call.flow));
+  }
   const absl::StatusOr<v1::RankReply> reply = AwaitReply();
   if (!reply.ok()) return reply.status();
   RankResult result;

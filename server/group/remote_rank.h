@@ -17,8 +17,9 @@ namespace headwater::group {
 class RemoteRank final : public Rank {
  public:
   // The worker is ready. It is taken to have hung when nothing has come from it for `silence_timeout`, counted in looks (health())
-  // of at most a second each: a leader that was stopped for a while has not heard its workers either.
-  RemoteRank(int32_t rank, EngineDevice device, std::shared_ptr<RankLink> link, absl::Duration silence_timeout);
+  // of at most a second each: a leader that was stopped for a while has not heard its workers either. `shares_rows`: those of
+  // Compute() come to it by another rank of its process.
+  RemoteRank(int32_t rank, EngineDevice device, std::shared_ptr<RankLink> link, absl::Duration silence_timeout, bool shares_rows);
 
   EngineDevice device() const override { return device_; }
   absl::Status health() override;
@@ -52,6 +53,7 @@ class RemoteRank final : public Rank {
   // Rows [row_start, row_end) of all streams.
   absl::Status SendRows(const MicroBatch& micro_batch, int64_t row_start, int64_t row_end);
   absl::Status SendAllRows(const RankCall& call);
+  absl::Status SendDecision(RankFlow& flow);
   // The answer to ComputeWhole(), with the outputs, of which rows are told to the micro-batch's flow as they come.
   absl::StatusOr<v1::RankReply> AwaitOutputs(const MicroBatch& micro_batch);
 
@@ -59,6 +61,7 @@ class RemoteRank final : public Rank {
   const EngineDevice device_;
   const std::shared_ptr<RankLink> link_;
   const absl::Duration silence_timeout_;
+  const bool shares_rows_;
   std::map<uint64_t, DataType> data_types_;  // of the heads' storage
   absl::Mutex mutex_;
   int64_t heard_ ABSL_GUARDED_BY(mutex_) = -1;  // messages at the last look

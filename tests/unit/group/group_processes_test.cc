@@ -18,6 +18,8 @@
 #include "headwater/kernels/error.h"
 #include "server/group/engines_together.h"
 #include "server/group/group_engine.h"
+#include "server/group/process_rows.h"
+#include "server/group/rank_codec.h"
 #include "tests/kernels/engine_run.h"
 #include "tests/kernels/problem.h"
 #include "tests/unit/group/worker_threads.h"
@@ -87,6 +89,8 @@ class Processes {
             std::function<void()> on_call_ended = nullptr) {
     TestCall* const call = calls_.emplace_back(std::make_unique<TestCall>()).get();
     threads_.emplace_back([this, call] { assembly_->Serve(*call).IgnoreError(); });
+    std::shared_ptr<group::ProcessRows>& rows = rows_[process];
+    if (rows == nullptr && ranks > 1) rows = std::make_shared<group::ProcessRows>();
     threads_.emplace_back([=] {
       group::WorkerOptions worker;
       worker.version = "test";
@@ -95,6 +99,7 @@ class Processes {
       worker.process = process;
       worker.process_index = index;
       worker.process_ranks = ranks;
+      worker.rows = rows;
       worker.device_index = 10 * process.back() + index;
       worker.make_cuda_engine = make;
       worker.alive_interval = absl::Milliseconds(5);
@@ -114,13 +119,16 @@ class Processes {
     return assembly_->Serve(call);
   }
   absl::Status Form() { return assembly_->Form(Never); }
+  // Calls by the order in which they came.
   void Cut(size_t call) { calls_[call]->Cancel(); }
+  int64_t data_bytes(size_t call) const { return calls_[call]->data_bytes(); }
   LossEngine& engine() { return *engine_; }
 
  private:
   std::unique_ptr<group::GroupAssembly> assembly_;
   std::unique_ptr<LossEngine> engine_;
   std::vector<std::unique_ptr<TestCall>> calls_;
+  std::map<std::string, std::shared_ptr<group::ProcessRows>> rows_;  // by process
   std::vector<std::thread> threads_;
 };
 
@@ -176,6 +184,102 @@ TEST(GroupProcesses, TheRanksOfAProcessAreNeighboursWhoeverComesFirst) {
   const Outcome outcome = ComputeOnce(processes.engine(), problem);
   EXPECT_FALSE(outcome.grad_hidden_bytes.empty());
   EXPECT_TRUE(outcome.BitwiseEquals(ComputeOnce(**local, problem)));
+}
+
+// Rows that come two at a time, and may end early.
+class SlowFlow final : public RowFlow {
+ public:
+  SlowFlow(int64_t rows, absl::Status end_of_rows, absl::Status decision)
+      : rows_(rows), end_of_rows_(std::move(end_of_rows)), decision_(std::move(decision)) {}
+  absl::Status AwaitRows(int64_t row_end) override { return row_end <= rows_ ? absl::OkStatus() : end_of_rows_; }
+  absl::Status Decide(const DigestBuilder*) override { return decision_; }
+  void GradHiddenReady(int64_t) override {}
+
+ private:
+  const int64_t rows_;
+  const absl::Status end_of_rows_;
+  const absl::Status decision_;
+};
+
+TEST(GroupProcesses, RowsComeOnceToAProcess) {
+  group::AssemblyOptions options = SixRanks();
+  options.make_engine = CreateCpuEngine;
+  options.engine.token_chunk_rows = 2;
+  Processes processes(options);
+  for (int32_t index = 0; index < 3; ++index) processes.Join("a", index, 3, CreateCpuEngine);
+  processes.Join("b", 0, 1, CreateCpuEngine);
+  ASSERT_TRUE(processes.Form().ok());
+  for (const bool jsd : {false, true}) {
+    ProblemOptions problem_options;
+    problem_options.jsd = jsd;
+    problem_options.hard_loss_weight = jsd ? 0.3 : 0;
+    const Problem problem = MakeProblem(problem_options);
+    std::vector<std::unique_ptr<EngineHead>> heads;
+    std::vector<EngineHead*> pointers;
+    for (const TestHead& test_head : problem.heads) {
+      auto head = processes.engine().CreateHead(test_head.spec);
+      ASSERT_TRUE(head.ok()) << head.status();
+      WriteTensorValues(**head, HeadTensor::kWeight, test_head.weight);
+      pointers.push_back(heads.emplace_back(*std::move(head)).get());
+    }
+    const auto compute = [&](RowFlow* flow) {
+      PreparedMicroBatch prepared(problem, pointers, ComputeOptions());
+      prepared.micro_batch.flow = flow;
+      return processes.engine().Compute(prepared.micro_batch).status();
+    };
+    std::vector<int64_t> before, after;
+    for (size_t call = 0; call < 4; ++call) before.push_back(processes.data_bytes(call));
+    ASSERT_TRUE(compute(nullptr).ok());
+    for (size_t call = 0; call < 4; ++call) after.push_back(processes.data_bytes(call) - before[call]);
+    EXPECT_GT(after[0], 0);
+    EXPECT_EQ(after, (std::vector<int64_t>{after[0], 0, 0, after[0]}));
+    // A caller that gives up, of whose rows some have come, and one that decides against it, are no failure.
+    const absl::Status gives_up = MakeError(ErrorReason::kCancelled, "the caller gives up");
+    const int64_t rows = PreparedMicroBatch(problem, pointers, ComputeOptions()).micro_batch.hidden.row_count;
+    for (const int64_t here : {int64_t{0}, rows / 2, rows}) {
+      SlowFlow flow(here, gives_up, here == rows ? gives_up : absl::OkStatus());
+      const absl::Status status = compute(&flow);
+      EXPECT_TRUE(HasReason(status, ErrorReason::kCancelled)) << here << ": " << status;
+      ASSERT_TRUE(processes.engine().health().ok()) << processes.engine().health();
+    }
+    SlowFlow flow(rows, absl::OkStatus(), absl::OkStatus());
+    EXPECT_TRUE(compute(&flow).ok());
+  }
+}
+
+TEST(GroupRows, EndOrGoOnWithoutWhoeverComesTooLate) {
+  group::ProcessRows rows;
+  const absl::Status ended = MakeError(ErrorReason::kCancelled, "the caller gives up");
+  const absl::Status closed = MakeError(ErrorReason::kEngineFailed, "it is gone");
+  const auto begin = [&rows](uint64_t id) {
+    auto call = group::ReceivedCall::Decode([] {
+      v1::RankCompute message;
+      message.set_row_count(3);
+      message.set_hidden_size(2);
+      message.set_data_type(v1::DATA_TYPE_FLOAT32);
+      return message;
+    }());
+    ASSERT_TRUE(call.ok()) << call.status();
+    rows.Begin(id, *std::move(call));
+  };
+  rows.Open();
+  begin(7);
+  EXPECT_TRUE(rows.Await(7).ok());
+  std::thread waiting([&] { EXPECT_EQ(rows.AwaitMore(7, 1).value(), 2); });
+  rows.Come(1);
+  rows.Come(2);
+  waiting.join();
+  EXPECT_TRUE(HasReason(rows.Await(6).status(), ErrorReason::kEngineFailed));
+  rows.End(ended);
+  rows.End(closed);  // the first word counts
+  EXPECT_EQ(rows.AwaitMore(7, 0).value(), 2);
+  EXPECT_EQ(rows.AwaitMore(7, 2).status(), ended);
+  std::thread reader([&] { EXPECT_EQ(rows.Await(8).status(), closed); });
+  rows.Close(closed);
+  reader.join();
+  rows.Open();
+  begin(1);
+  EXPECT_TRUE(rows.Await(1).ok());
 }
 
 TEST(GroupProcesses, WhoDoesNotFitIsToldWhatWasExpected) {

@@ -22,7 +22,13 @@ class TestCall final : public group::JoinCall, public group::WorkerChannel {
  public:
   // The leader's end.
   bool Read(v1::JoinRequest* message) override { return Take(requests_, message); }
-  bool Send(const v1::JoinResponse& message) override { return Put(message, responses_); }
+  bool Send(const v1::JoinResponse& message) override {
+    {
+      absl::MutexLock lock(&mutex_);
+      data_bytes_ += static_cast<int64_t>(message.data().data().size());
+    }
+    return Put(message, responses_);
+  }
   void Cancel() override {
     absl::MutexLock lock(&mutex_);
     ended_ = true;
@@ -31,6 +37,11 @@ class TestCall final : public group::JoinCall, public group::WorkerChannel {
     absl::MutexLock lock(&mutex_);
     is_awaiting_rank_ = true;
     return ended_;
+  }
+  // Of rows and tensors that the leader has sent.
+  int64_t data_bytes() {
+    absl::MutexLock lock(&mutex_);
+    return data_bytes_;
   }
   // The leader has taken the worker, and waits for the others: it looks now and then whether the call is still there.
   bool IsAwaitingRank() {
@@ -77,6 +88,7 @@ class TestCall final : public group::JoinCall, public group::WorkerChannel {
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
   bool is_paused_ ABSL_GUARDED_BY(mutex_) = false;
   bool is_awaiting_rank_ ABSL_GUARDED_BY(mutex_) = false;
+  int64_t data_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   std::deque<v1::JoinRequest> requests_;
   std::deque<v1::JoinResponse> responses_;
 };
