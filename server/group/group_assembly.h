@@ -2,8 +2,8 @@
 //
 // The engine is there at once, so that a server can be started around it and listen; it computes once the workers have joined.
 // The first ranks are the leader's own: one, or one for each of its GPUs. Which worker becomes which rank is the order in which
-// their processes came; the workers of one process follow each other, and share the rows
-// that come to the first of them (ProcessRows).
+// their processes came; the workers of one process follow each other, and share the rows that come to the first of them
+// (ProcessRows).
 #ifndef HEADWATER_SERVER_GROUP_GROUP_ASSEMBLY_H_
 #define HEADWATER_SERVER_GROUP_GROUP_ASSEMBLY_H_
 
