@@ -27,13 +27,19 @@ STEPS = 2
 FLAGS = ("--engine=cuda", "--notimed_search", "--algorithm_cache=", "--workspace_bytes=536870912", "--threads=1")
 
 
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Whose devices can do what a test wants of them."""
+    if not FAKE_MODULE.exists():
+        pytest.skip(f"{FAKE_MODULE} is not built")
+    monkeypatch.setenv("HEADWATER_CUDA_MODULE", str(FAKE_MODULE))
+
+
 @pytest.fixture(params=["stand-in", pytest.param("gpus", marks=pytest.mark.gpu_group)])
-def ranks(request, monkeypatch):
+def ranks(request):
     """How many ranks there are to be, an even number."""
     if request.param == "stand-in":
-        if not FAKE_MODULE.exists():
-            pytest.skip(f"{FAKE_MODULE} is not built")
-        monkeypatch.setenv("HEADWATER_CUDA_MODULE", str(FAKE_MODULE))
+        request.getfixturevalue("stand_in")
         return 4
     gpus = pytest.importorskip("torch").cuda.device_count()
     if gpus < 2:
@@ -44,10 +50,9 @@ def ranks(request, monkeypatch):
 class Group:
     """A leader and a worker process, each with half of the ranks on devices of its own."""
 
-    def __init__(self, leader, ranks: int):
+    def __init__(self, leader, ranks: int, worker_flags: tuple[str, ...]):
         self.leader = leader
-        self.ranks = ranks
-        self._flags = [f"--gpus={ranks // 2}", f"--device={ranks // 2}"]
+        self._flags = [f"--gpus={ranks // 2}", f"--device={ranks // 2}", *worker_flags]
         self.start_worker()
 
     def start_worker(self, *flags: str) -> None:
@@ -71,22 +76,23 @@ class Group:
     def logs(self) -> str:
         return self.leader.log_text() + (self.leader.directory / "worker-log").read_text(errors="replace")
 
-    def await_serving(self) -> None:
+    def await_serving(self, not_in: bytes = b"") -> None:
+        """In another incarnation than `not_in`."""
         deadline = time.monotonic() + 2 * START_TIMEOUT_S
         while True:
             with contextlib.suppress(headwater.HeadwaterError), headwater.connect(self.leader.address, timeout_s=5) as client:
-                if client.health() == "SERVING":
+                if client.health() == "SERVING" and client.server_info().incarnation != not_in:
                     return
             assert time.monotonic() < deadline and self.leader.process.poll() is None, self.logs()
             time.sleep(0.05)
 
 
 @contextlib.contextmanager
-def running_group(ranks: int, *flags: str):
-    """A leader that serves, with its worker."""
+def running_group(ranks: int, *flags: str, worker_flags: tuple[str, ...] = ()):
+    """A leader that serves, with its worker. `flags`: the leader's."""
     half = ranks // 2
     with running_server(*FLAGS, f"--gpus={half}", f"--workers={half}", "--group_listen_host=127.0.0.1", *flags) as leader:
-        group = Group(leader, ranks)
+        group = Group(leader, ranks, worker_flags)
         try:
             group.await_serving()
             yield group
@@ -233,11 +239,31 @@ def test_a_worker_that_is_killed_costs_the_open_step_alone(ranks):
             assert client.head("student").info().restored_checkpoint == "after-0"
 
 
-def test_who_cannot_join_is_told_and_so_is_the_leader(monkeypatch):
+# What the stand-in's devices do with so many rows: they are lost, and say so or only look so; they never come back, and say why or
+# do not.
+@pytest.mark.parametrize("rows", (13, 14, 15, 16))
+def test_leader_and_worker_begin_anew_when_their_devices_are_lost(stand_in, rows):
+    flags = ("--device_lost_grace=1s", "--engine_stall_timeout=6s", "--rank_timeout=3s")
+    with running_group(4, *flags, worker_flags=("--device_lost_grace=1s",)) as group:
+        with headwater.connect(group.leader.address) as client:
+            head = client.create_head("student", np.ones((7, 3), np.float32))
+            head.save("saved")
+            incarnation = client.server_info().incarnation
+            assert head.cross_entropy(np.ones((5, 3), np.float32), np.zeros(5, np.int64), micro_batch=0).valid_token_count == 5
+            with pytest.raises((headwater.StepLostError, headwater.UnavailableError)):
+                head.cross_entropy(np.ones((rows, 3), np.float32), np.zeros(rows, np.int64), micro_batch=1)
+        group.await_serving(incarnation)
+        assert group.worker.poll() is None
+        assert group.leader.process.poll() is None
+        with headwater.connect(group.leader.address) as client:
+            head = client.head("student")
+            assert head.info().restored_checkpoint == "saved"
+            head.take()
+            assert head.cross_entropy(np.ones((5, 3), np.float32), np.zeros(5, np.int64), micro_batch=0).valid_token_count == 5
+
+
+def test_who_cannot_join_is_told_and_so_is_the_leader(stand_in):
     """Devices of the stand-in: 7 is not there."""
-    if not FAKE_MODULE.exists():
-        pytest.skip(f"{FAKE_MODULE} is not built")
-    monkeypatch.setenv("HEADWATER_CUDA_MODULE", str(FAKE_MODULE))
     with running_group(4) as group:
         group.kill_worker()
         refused = {
