@@ -507,17 +507,10 @@ bool IsAskedToEnd() {
   return sigpending(&pending) == 0 && (sigismember(&pending, SIGTERM) == 1 || sigismember(&pending, SIGINT) == 1);
 }
 
-// `error` with `prefix` before its sentence, and its reason.
-absl::Status Prefixed(const std::string& prefix, const absl::Status& error) {
-  return MakeError(GetErrorReason(error), prefix + std::string(error.message()), GetErrorMetadata(error));
-}
-
 // The engine of a leader, whose workers the server waits for.
 absl::StatusOr<service::ChosenEngine> MakeGroup(const EngineOptions& engine, service::ServerOptions* options) {
+  HEADWATER_RETURN_IF_ERROR(service::CheckEngineChoice(absl::GetFlag(FLAGS_engine)));
   const bool is_cuda = absl::GetFlag(FLAGS_engine) == "cuda";
-  if (!is_cuda && absl::GetFlag(FLAGS_engine) != "cpu" && absl::GetFlag(FLAGS_engine) != "auto") {
-    return absl::InvalidArgumentError("--engine: expected auto, cpu or cuda, got \"" + absl::GetFlag(FLAGS_engine) + "\"");
-  }
   group::AssemblyOptions assembly;
   assembly.workers = absl::GetFlag(FLAGS_workers);
   if (options->max_threads < assembly.workers + kThreadsBesideWorkers) {
@@ -535,7 +528,7 @@ absl::StatusOr<service::ChosenEngine> MakeGroup(const EngineOptions& engine, ser
   assembly.engine = engine;
   if (is_cuda) {
     const absl::StatusOr<std::string> id = MakeCudaGroupId();
-    if (!id.ok()) return Prefixed("--engine=cuda: ", id.status());
+    if (!id.ok()) return service::EngineChoiceError("cuda", id.status());
     assembly.engine_name = "cuda";
     assembly.make_engine = CreateCudaEngine;
     assembly.device_group_id = *id;
@@ -576,7 +569,7 @@ absl::StatusOr<service::ChosenEngine> MakeGroup(const EngineOptions& engine, ser
 // The engine of several GPUs.
 absl::StatusOr<service::ChosenEngine> MakeGpus(const EngineOptions& options) {
   auto engine = group::CreateLocalCudaGroup(options);
-  if (!engine.ok()) return Prefixed("--engine=cuda: ", engine.status());
+  if (!engine.ok()) return service::EngineChoiceError("cuda", engine.status());
   return service::ChosenEngine{*std::move(engine), ""};
 }
 
@@ -639,9 +632,7 @@ int Join(const sigset_t& signals) {
                         {"message", "the worker's token, and all rows, can be read on the way to this address: set join_ca"}});
   }
   const std::string engine = absl::GetFlag(FLAGS_engine);
-  if (engine != "auto" && engine != "cpu" && engine != "cuda") {
-    return Fail("--engine: expected auto, cpu or cuda, got \"" + engine + "\"");
-  }
+  if (absl::Status status = service::CheckEngineChoice(engine); !status.ok()) return Fail(std::string(status.message()));
   if (absl::Status status = CheckGpus(); !status.ok()) return Fail(std::string(status.message()));
   if (absl::Status status = CheckGrace(); !status.ok()) return Fail(std::string(status.message()));
   group::WorkerOptions worker;

@@ -4,7 +4,6 @@
 #include <string>
 #include <utility>
 
-#include "absl/status/status.h"
 #include "headwater/kernels/error.h"
 
 namespace headwater::service {
@@ -16,23 +15,25 @@ std::string AbsolutePath(const char* variable) {
   return value != nullptr && value[0] == '/' ? value : "";
 }
 
-// `error` with `prefix` before its sentence, and its reason.
-absl::Status Prefixed(const std::string& prefix, const absl::Status& error) {
-  return MakeError(GetErrorReason(error), prefix + std::string(error.message()), GetErrorMetadata(error));
-}
-
 }  // namespace
 
+absl::Status CheckEngineChoice(const std::string& choice) {
+  if (choice == "auto" || choice == "cpu" || choice == "cuda") return absl::OkStatus();
+  return absl::InvalidArgumentError("--engine: expected auto, cpu or cuda, got \"" + choice + "\"");
+}
+
+absl::Status EngineChoiceError(const std::string& choice, const absl::Status& error) {
+  return MakeError(GetErrorReason(error), "--engine=" + choice + ": " + std::string(error.message()), GetErrorMetadata(error));
+}
+
 absl::StatusOr<ChosenEngine> ChooseEngine(const std::string& choice, const EngineOptions& options) {
-  if (choice != "auto" && choice != "cpu" && choice != "cuda") {
-    return absl::InvalidArgumentError("--engine: expected auto, cpu or cuda, got \"" + choice + "\"");
-  }
+  if (absl::Status status = CheckEngineChoice(choice); !status.ok()) return status;
   std::string note = "running on the CPU, as --engine=cpu says";
   if (choice != "cpu") {
     auto engine = CreateCudaEngine(options);
     if (engine.ok()) return ChosenEngine{*std::move(engine), ""};
     if (choice == "cuda" || !HasReason(engine.status(), ErrorReason::kFeatureNotBuilt)) {
-      return Prefixed("--engine=" + choice + ": ", engine.status());
+      return EngineChoiceError(choice, engine.status());
     }
     note = "running on the CPU: " + std::string(engine.status().message());
   }

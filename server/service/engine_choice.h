@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "headwater/kernels/engine.h"
 
@@ -14,6 +15,11 @@ struct ChosenEngine {
   std::unique_ptr<LossEngine> engine;
   std::string note;  // one sentence: why it is not a faster one; empty if it is
 };
+
+// InvalidArgument for an --engine that is none of "auto", "cpu" and "cuda".
+absl::Status CheckEngineChoice(const std::string& choice);
+// Why what --engine wants cannot be had: `error` with the flag before its sentence, and its reason.
+absl::Status EngineChoiceError(const std::string& choice, const absl::Status& error);
 
 // `choice`: "cpu"; "cuda", which fails with one clear sentence where it cannot be had; or "auto", which is "cuda" if its module is
 // there and finds a usable GPU, else falls back to the CPU and says why in the note. What is wrong with the options
