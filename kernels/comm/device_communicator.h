@@ -15,6 +15,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 
 namespace headwater {
 
@@ -33,6 +34,13 @@ class DeviceCommunicator {
   virtual absl::Status AllGather(void* data, int64_t bytes, cudaStream_t stream) = 0;
   // data [bytes] becomes rank 0's.
   virtual absl::Status Broadcast(void* data, int64_t bytes, cudaStream_t stream) = 0;
+
+  // The parts of a buffer that all ranks have alike: part r is [bounds[r], bounds[r + 1]), the world_size + 1 bounds begin with 0,
+  // ascend and are the same on all ranks. Parts may be empty.
+  // Of bounds in elements: data's part `rank` becomes the sum over the ranks' data there; what the other parts hold is not defined.
+  virtual absl::Status ReduceScatterSum(float* data, absl::Span<const int64_t> bounds, cudaStream_t stream) = 0;
+  // Of bounds in bytes: data's other parts become what their ranks have there.
+  virtual absl::Status AllGatherParts(void* data, absl::Span<const int64_t> bounds, cudaStream_t stream) = 0;
 
   // What has gone wrong so far, on the device or in Abort(). Never waits; any thread.
   virtual absl::Status status() = 0;

@@ -78,6 +78,25 @@ class NcclCommunicator final : public DeviceCommunicator {
                 [&] { return nccl_.Broadcast(data, data, static_cast<size_t>(bytes), ncclInt8, 0, comm_, stream); });
   }
 
+  absl::Status ReduceScatterSum(float* data, absl::Span<const int64_t> bounds, cudaStream_t stream) override {
+    constexpr char kWhat[] = "adding up parts over ranks";
+    if (const int64_t count = EqualParts(bounds); count > 0) {
+      return Call(kWhat, [&] {
+        return nccl_.ReduceScatter(data, data + rank_ * count, static_cast<size_t>(count), ncclFloat32, ncclSum, comm_, stream);
+      });
+    }
+    return CallForParts(kWhat, bounds, [&](int32_t owner, int64_t start, size_t count) {
+      return nccl_.Reduce(data + start, data + start, count, ncclFloat32, ncclSum, owner, comm_, stream);
+    });
+  }
+  absl::Status AllGatherParts(void* data, absl::Span<const int64_t> bounds, cudaStream_t stream) override {
+    if (const int64_t bytes = EqualParts(bounds); bytes > 0) return AllGather(data, bytes, stream);
+    return CallForParts("collecting parts from ranks", bounds, [&](int32_t owner, int64_t start, size_t bytes) {
+      char* const part = static_cast<char*>(data) + start;
+      return nccl_.Broadcast(part, part, bytes, ncclInt8, owner, comm_, stream);
+    });
+  }
+
   absl::Status status() override {
     const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
     if (!lock.owns_lock()) return absl::OkStatus();  // whoever has it will see for itself
@@ -136,6 +155,31 @@ class NcclCommunicator final : public DeviceCommunicator {
     const std::lock_guard<std::mutex> lock(mutex_);
     HEADWATER_RETURN_IF_ERROR(reason());
     return Await(call(), what, kCallSeconds, nullptr);
+  }
+
+  // What each of the parts has if all have the same; else 0.
+  static int64_t EqualParts(absl::Span<const int64_t> bounds) {
+    for (size_t part = 1; part + 1 < bounds.size(); ++part) {
+      if (bounds[part + 1] - bounds[part] != bounds[1]) return 0;
+    }
+    return bounds[1];
+  }
+
+  // Calls call(rank of the part, start, count) for all parts that are not empty, as one piece of work.
+  template <typename Function>
+  absl::Status CallForParts(const char* what, absl::Span<const int64_t> bounds, Function call) {
+    return Call(what, [&] {
+      const auto is_well = [](ncclResult_t result) { return result == ncclSuccess || result == ncclInProgress; };
+      ncclResult_t result = nccl_.GroupStart();
+      if (result != ncclSuccess) return result;
+      for (size_t part = 0; is_well(result) && part + 1 < bounds.size(); ++part) {
+        const int64_t count = bounds[part + 1] - bounds[part];
+        if (count > 0) result = call(static_cast<int32_t>(part), bounds[part], static_cast<size_t>(count));
+      }
+      // To be ended whatever has failed in it.
+      const ncclResult_t ended = nccl_.GroupEnd();
+      return is_well(result) ? ended : result;
+    });
   }
 
   const NcclLibrary& nccl_;

@@ -47,6 +47,9 @@ absl::StatusOr<const NcclLibrary*> Load() {
   find("ncclReduce", &library.Reduce);
   find("ncclAllGather", &library.AllGather);
   find("ncclBroadcast", &library.Broadcast);
+  find("ncclReduceScatter", &library.ReduceScatter);
+  find("ncclGroupStart", &library.GroupStart);
+  find("ncclGroupEnd", &library.GroupEnd);
   if (missing != nullptr) return NotThere(std::string(kFile) + " has no " + missing + ", and is too old");
   int version = 0;
   if (library.GetVersion(&version) != ncclSuccess || version < kOldestVersion) {

@@ -22,6 +22,9 @@ struct NcclLibrary {
   decltype(&ncclReduce) Reduce;
   decltype(&ncclAllGather) AllGather;
   decltype(&ncclBroadcast) Broadcast;
+  decltype(&ncclReduceScatter) ReduceScatter;
+  decltype(&ncclGroupStart) GroupStart;
+  decltype(&ncclGroupEnd) GroupEnd;
 };
 
 // Loads it at the first call, and never unloads it. kFeatureNotBuilt, saying why, if it is not there or too old. Any thread.

@@ -51,19 +51,12 @@ absl::Status CheckEngineOptions(const EngineOptions& options) {
   return absl::OkStatus();
 }
 
-absl::Status CheckParallelism(const HeadSpec& spec, const EngineOptions& options, bool is_built) {
-  if (spec.parallelism != Parallelism::kRows || options.group.world_size == 1) return absl::OkStatus();
-  if (!is_built) {
-    return MakeError(ErrorReason::kFeatureNotBuilt, "parallelism must be vocabulary in a group of GPUs: rows is built for the CPU",
-                     {{"field", "parallelism"}, {"feature", "parallelism_rows"}});
-  }
-  if (options.deterministic) {
-    return MakeError(ErrorReason::kInvalidCombination,
-                     "parallelism must be vocabulary in deterministic mode: which micro-batches a rank adds up, and so the "
-                     "gradient's last bits, depends on when they come",
-                     {{"field", "parallelism"}, {"expected", "vocabulary"}, {"actual", "rows"}});
-  }
-  return absl::OkStatus();
+absl::Status CheckParallelism(const HeadSpec& spec, const EngineOptions& options) {
+  if (spec.parallelism != Parallelism::kRows || options.group.world_size == 1 || !options.deterministic) return absl::OkStatus();
+  return MakeError(ErrorReason::kInvalidCombination,
+                   "parallelism must be vocabulary in deterministic mode: which micro-batches a rank adds up, and so the "
+                   "gradient's last bits, depends on when they come",
+                   {{"field", "parallelism"}, {"expected", "vocabulary"}, {"actual", "rows"}});
 }
 
 }  // namespace headwater

@@ -16,9 +16,8 @@ inline constexpr int32_t kMaxThreads = 1024;
 // kInvalidField. Options that only one engine looks at are its own to check.
 absl::Status CheckEngineOptions(const EngineOptions& options);
 
-// The refusals of heads with Parallelism::kRows in a group: kFeatureNotBuilt unless `is_built`, kInvalidCombination in
-// deterministic mode.
-absl::Status CheckParallelism(const HeadSpec& spec, const EngineOptions& options, bool is_built);
+// The refusal of heads with Parallelism::kRows in a group: kInvalidCombination in deterministic mode.
+absl::Status CheckParallelism(const HeadSpec& spec, const EngineOptions& options);
 
 }  // namespace headwater
 

@@ -41,6 +41,12 @@ int64_t HeadBase::ValidRows(int32_t rank) const {
   return std::clamp<int64_t>(spec_.transform.valid_vocab_size - rows.start, 0, rows.size());
 }
 
+std::vector<int64_t> HeadBase::ShardBounds(int64_t units_per_row) const {
+  std::vector<int64_t> bounds = {0};
+  for (const RowRange& rows : shard_rows_) bounds.push_back(rows.end * units_per_row);
+  return bounds;
+}
+
 HeadBase::Piece HeadBase::PieceOf(int32_t rank, HeadTensor tensor, int64_t element_start, int64_t element_count) const {
   const RowRange& rows = shard_rows_[static_cast<size_t>(rank)];
   const int64_t columns = IsWeightShaped(tensor) ? spec_.hidden_size : 1;

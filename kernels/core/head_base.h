@@ -29,6 +29,9 @@ class HeadBase : public EngineHead {
 
   // One for each of the engine's shards; may be empty.
   const std::vector<RowRange>& shard_rows() const { return shard_rows_; }
+  // Where shards begin in a tensor with so many units (elements, bytes) for each row of the vocabulary, and where the last one
+  // ends.
+  std::vector<int64_t> ShardBounds(int64_t units_per_row) const;
   // Rows of a shard below valid_vocab_size: a prefix of it.
   int64_t ValidRows(int32_t rank) const;
 

@@ -44,6 +44,18 @@ bool HasTensor(const HeadSpec& spec, HeadTensor tensor) {
   return false;
 }
 
+bool IsWholeInReplica(const HeadSpec& spec, HeadTensor tensor) {
+  switch (tensor) {
+    case HeadTensor::kWeight:
+    case HeadTensor::kBias:
+    case HeadTensor::kGradWeight:
+    case HeadTensor::kGradBias:
+      return true;
+    default:
+      return IsMaster(tensor) && !HasSeparateMaster(spec);
+  }
+}
+
 void AddPlanItem(const char* purpose, int64_t bytes, MemoryPlan* plan) {
   plan->items.push_back({purpose, bytes});
   plan->total_bytes = SaturatingAdd(plan->total_bytes, bytes);

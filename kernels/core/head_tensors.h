@@ -18,6 +18,9 @@ bool HasSeparateMaster(const HeadSpec& spec);
 int64_t OptimizerStateTensors(const OptimizerSpec& optimizer);
 // True if a head of this kind has the tensor; a master that is not separate is the stored tensor itself.
 bool HasTensor(const HeadSpec& spec, HeadTensor tensor);
+// True if a replica (Parallelism::kRows in a group) has all elements of the tensor: the stored ones, a master that is not separate,
+// and the accumulator. Of the others it has its rank's shard.
+bool IsWholeInReplica(const HeadSpec& spec, HeadTensor tensor);
 
 // Appends an item and adds it to the total.
 void AddPlanItem(const char* purpose, int64_t bytes, MemoryPlan* plan);

@@ -93,14 +93,14 @@ class CpuEngine final : public LossEngine {
 
   absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override {
     absl::Status status = ValidateHeadSpec(spec);
-    if (status.ok()) status = CheckParallelism(spec, core_->options, /*is_built=*/true);
+    if (status.ok()) status = CheckParallelism(spec, core_->options);
     if (!status.ok()) return status;
     return Plan(spec).memory;
   }
 
   absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override {
     absl::Status status = ValidateHeadSpec(spec);
-    if (status.ok()) status = CheckParallelism(spec, core_->options, /*is_built=*/true);
+    if (status.ok()) status = CheckParallelism(spec, core_->options);
     if (!status.ok()) return status;
     HeadPlan plan = Plan(spec);
     {

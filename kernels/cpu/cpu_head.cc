@@ -130,20 +130,8 @@ RowRange CpuHead::UpdatedRows(int32_t rank) const {
   return is_replica() ? rows : RowRange{0, rows.size()};
 }
 
-bool CpuHead::IsReplicated(HeadTensor tensor) const {
-  switch (tensor) {
-    case HeadTensor::kWeight:
-    case HeadTensor::kBias:
-    case HeadTensor::kGradWeight:
-    case HeadTensor::kGradBias:
-      return true;
-    default:
-      return IsMaster(tensor) && !HasSeparateMaster(spec());
-  }
-}
-
 CpuHead::Piece CpuHead::HeldPiece(int32_t rank, HeadTensor tensor, int64_t element_start, int64_t element_count) const {
-  if (is_replica() && IsReplicated(tensor)) return {element_start, element_count, 0};
+  if (is_replica() && IsWholeInReplica(spec(), tensor)) return {element_start, element_count, 0};
   return PieceOf(rank, tensor, element_start, element_count);
 }
 

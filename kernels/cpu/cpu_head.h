@@ -98,17 +98,13 @@ class CpuHead final : public HeadBase {
   const HeadShard& Held(int32_t rank) const { return shard(is_replica() ? 0 : rank); }
   // The rows of what is held that this rank updates, counted from its first one.
   RowRange UpdatedRows(int32_t rank) const;
-  // Whether a replica has all elements of a tensor.
-  bool IsReplicated(HeadTensor tensor) const;
   // The part of a range of elements that is held here.
   Piece HeldPiece(int32_t rank, HeadTensor tensor, int64_t element_start, int64_t element_count) const;
   // The shard's own memory for a tensor. For a master that is not separate: that of the storage tensor.
   Place PlaceOf(const HeadShard& shard, HeadTensor tensor) const;
   void WritePiece(const HeadShard& shard, HeadTensor tensor, const Piece& piece, const void* in);
-  // A range of a replica. In cpu_replica.cc, as the next two.
+  // A range of a replica. In cpu_replica.cc, as the next.
   void WriteReplica(int32_t rank, HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in);
-  // The ranks' shards in a tensor of [vocab_size, columns], in units of `unit` for each element.
-  std::vector<int64_t> ShardBounds(int64_t columns, int64_t unit) const;
   // Gets the other ranks' new weights.
   absl::Status GatherWeights(const ShardContext& context);
   // work(shard, rank, part, parts)

@@ -47,12 +47,6 @@ void CpuHead::WriteReplica(int32_t rank, HeadTensor tensor, int64_t element_star
   }
 }
 
-std::vector<int64_t> CpuHead::ShardBounds(int64_t columns, int64_t unit) const {
-  std::vector<int64_t> bounds = {0};
-  for (const RowRange& rows : shard_rows()) bounds.push_back(rows.end * columns * unit);
-  return bounds;
-}
-
 absl::Status CpuHead::ReduceGradient() {
   if (!is_replica() || !spec().trainable) return absl::OkStatus();
   std::lock_guard<std::mutex> lock(core_->work_mutex);
@@ -62,7 +56,7 @@ absl::Status CpuHead::ReduceGradient() {
                                        for (const MappedMemory* memory : {&replica.grad_weight, &replica.grad_bias}) {
                                          if (memory->bytes() == 0) continue;
                                          const std::vector<int64_t> bounds =
-                                             ShardBounds(memory == &replica.grad_weight ? spec().hidden_size : 1, 1);
+                                             ShardBounds(memory == &replica.grad_weight ? spec().hidden_size : 1);
                                          float* const gradient = memory->As<float>();
                                          absl::Status status = context.communicator.ReduceScatterSum(gradient, bounds);
                                          if (!status.ok()) return status;
@@ -79,9 +73,9 @@ absl::Status CpuHead::GatherWeights(const ShardContext& context) {
   const HeadShard& replica = Held(context.rank);
   const int64_t element_bytes = ElementBytes(spec().data_type);
   absl::Status status =
-      context.communicator.AllGatherParts(replica.weight.As<char>(), ShardBounds(spec().hidden_size, element_bytes));
+      context.communicator.AllGatherParts(replica.weight.As<char>(), ShardBounds(spec().hidden_size * element_bytes));
   if (!status.ok() || !spec().has_bias) return status;
-  return context.communicator.AllGatherParts(replica.bias.As<char>(), ShardBounds(1, element_bytes));
+  return context.communicator.AllGatherParts(replica.bias.As<char>(), ShardBounds(element_bytes));
 }
 
 }  // namespace headwater::cpu

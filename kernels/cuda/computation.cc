@@ -51,8 +51,8 @@ int64_t JoinedBytes(const std::vector<Member>& members) {
 
 Computation::Computation(EngineCore& core, std::vector<Member> members, bool whole_workspace)
     : core_(core),
-      group_(core.group()),
       members_(std::move(members)),
+      group_(members_.front().terms->front().head->group()),
       whole_workspace_(whole_workspace),
       stream_(core.stream()),
       workspace_(core.workspace().As<void>(),

@@ -10,7 +10,7 @@
 // In a group of GPUs each rank does this with its own shard, all in the same order: how rows are cut is agreed on before. The ranks
 // meet for the targets' logits, for the rows' statistics, and where grad_hidden is added up on rank 0, which alone has what leaves:
 // in the exponential form the statistics travel beside the grad_hidden product, and in any form grad_hidden does beside what
-// follows it. Their errors are the same on all ranks, or break the group.
+// follows it. Their errors are the same on all ranks, or break the group. With heads that the rank has all of nobody is met.
 //
 // Large parts in the exponential form go slice by slice as far as grad_hidden: while one slice is computed, the next one's rows
 // come in, and the gradient of the one before leaves, on streams of their own. Their grad_weight is one product over all slices. So
@@ -206,7 +206,7 @@ class Computation {
   // Where a shard that is here has its own in them.
   template <typename T>
   T* OwnPart(T* statistics, int32_t index, int64_t count) const {
-    return statistics + (core_.first_shard() + index) * count;
+    return statistics + (group_ == nullptr ? index : group_->rank()) * count;
   }
   // Enqueues a delivery behind what the download stream waits for, or keeps it for SendPostponed().
   absl::Status SendGradHidden(const Delivery& delivery);
@@ -244,8 +244,8 @@ class Computation {
   absl::Status Check(cudaError_t error, const char* what) { return core_.Check(error, what); }
 
   EngineCore& core_;
-  DeviceGroup* const group_;  // null: this engine is alone
   const std::vector<Member> members_;
+  DeviceGroup* const group_;  // CudaHead::group() of all heads; null: this engine computes alone
   const bool whole_workspace_;
   const cudaStream_t stream_;
   Workspace workspace_;

@@ -110,7 +110,8 @@ double CheckOf(const MicroBatch& micro_batch, const std::vector<TermRun>& terms)
 
 // A Compute() call.
 struct Call {
-  Call(const PlacedMicroBatch& batch, bool hopper) : placed(batch), micro_batch(batch.micro_batch), plan(PlanTerms(micro_batch)) {
+  Call(const PlacedMicroBatch& batch, DeviceGroup* of_group, bool hopper)
+      : placed(batch), micro_batch(batch.micro_batch), group(of_group), plan(PlanTerms(micro_batch)) {
     terms.reserve(plan.terms.size());
     for (size_t i = 0; i < plan.terms.size(); ++i) {
       terms.push_back(MakeTermRun(micro_batch, &plan.terms[i], hopper, batch.hidden, batch.teachers[i]));
@@ -126,6 +127,7 @@ struct Call {
 
   const PlacedMicroBatch& placed;
   const MicroBatch& micro_batch;
+  DeviceGroup* const group;  // that computes it; null: this engine alone
   MicroBatchPlan plan;
   std::vector<TermRun> terms;
   std::vector<std::unique_ptr<StagedHead>> staged;
@@ -153,14 +155,14 @@ class CudaEngine final : public LossEngine {
 
   absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override {
     absl::Status status = ValidateHeadSpec(spec);
-    if (status.ok()) status = CheckParallelism(spec, core_->options(), /*is_built=*/false);
+    if (status.ok()) status = CheckParallelism(spec, core_->options());
     if (!status.ok()) return status;
     return PlanHeadOnCuda(spec, core_->options()).memory;
   }
 
   absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override {
     absl::Status status = ValidateHeadSpec(spec);
-    if (status.ok()) status = CheckParallelism(spec, core_->options(), /*is_built=*/false);
+    if (status.ok()) status = CheckParallelism(spec, core_->options());
     if (!status.ok()) return status;
     HEADWATER_RETURN_IF_ERROR(core_->health());
     absl::StatusOr<std::unique_ptr<CudaHead>> head = CudaHead::Create(core_, spec, PlanHeadOnCuda(spec, core_->options()));
@@ -179,13 +181,15 @@ class CudaEngine final : public LossEngine {
     }));
     HEADWATER_RETURN_IF_ERROR(CheckMicroBatch(micro_batch, /*has_device=*/true));
     HEADWATER_RETURN_IF_ERROR(core_->health());
-    HEADWATER_RETURN_IF_ERROR(CheckTeachers(micro_batch));
+    if (core_->group() != nullptr) HEADWATER_RETURN_IF_ERROR(ParallelismOf(micro_batch).status());
+    DeviceGroup* const group = static_cast<const CudaHead&>(*micro_batch.terms.front().head).group();
+    if (group != nullptr) HEADWATER_RETURN_IF_ERROR(CheckTeachers(micro_batch));
     core_->MakeCurrent();
     PlacedMicroBatch placed;
     absl::Status ready = placed.Place(micro_batch, *core_);
     if (ready.ok()) ready = AwaitEvent(*core_, micro_batch.after);
-    if (!ready.ok()) return Refuse(ready);
-    Call call(placed, core_->hopper());
+    if (!ready.ok()) return group == nullptr ? ready : Refuse(ready, *group);
+    Call call(placed, group, core_->hopper());
     if (IsSmall(call)) {
       RunWithOthers(&call);
     } else {
@@ -236,20 +240,20 @@ class CudaEngine final : public LossEngine {
   bool IsSmall(const Call& call) const {
     return !core_->options().deterministic && call.micro_batch.flow == nullptr && call.terms.size() == 1 &&
            call.terms.front().large_form == Form::kExponentials && call.micro_batch.hidden.row_count <= kMaxJoinedRows &&
-           call.micro_batch.grad_weight != GradWeightMode::kStage && core_->options().shard_count == 1 &&
-           core_->group() == nullptr && core_->options().token_chunk_rows == 0;
+           call.micro_batch.grad_weight != GradWeightMode::kStage && call.terms.front().head->merged_shards() == 1 &&
+           core_->options().token_chunk_rows == 0;
   }
 
   // A rank has the teacher's logits of its own shard only, which must be the student's columns.
-  absl::Status CheckTeachers(const MicroBatch& micro_batch) const {
-    if (core_->group() == nullptr) return absl::OkStatus();
+  static absl::Status CheckTeachers(const MicroBatch& micro_batch) {
     for (const LossTerm& term : micro_batch.terms) {
       if (term.teacher_head == nullptr) continue;
       const auto& student = static_cast<const CudaHead&>(*term.head);
       const auto& teacher = static_cast<const CudaHead&>(*term.teacher_head);
       if (student.shard_rows() == teacher.shard_rows()) continue;
       return MakeError(ErrorReason::kFeatureNotBuilt,
-                       "GPUs of a group compute a divergence only between heads of the same vocab_size: the student has " +
+                       "GPUs that hold heads by vocabulary compute a divergence only between heads of the same vocab_size: the "
+                       "student has " +
                            std::to_string(student.spec().vocab_size) + ", the teacher " + std::to_string(teacher.spec().vocab_size),
                        {{"feature", "groups"}});
     }
@@ -257,10 +261,9 @@ class CudaEngine final : public LossEngine {
   }
 
   // Tells the other ranks that this one cannot compute what it was given.
-  absl::Status Refuse(const absl::Status& reason) {
-    if (core_->group() == nullptr) return reason;
+  absl::Status Refuse(const absl::Status& reason, DeviceGroup& group) {
     WorkLock lock(*core_);
-    const absl::StatusOr<Exchanged> told = core_->group()->Exchange(false, std::vector<double>(kCutValues));
+    const absl::StatusOr<Exchanged> told = group.Exchange(false, std::vector<double>(kCutValues));
     return told.ok() ? reason : told.status();
   }
 
@@ -284,6 +287,7 @@ class CudaEngine final : public LossEngine {
         RunGroup(group);
       } catch (const std::exception& error) {  // memory ran out: the others must not wait for this call for ever
         failure = MakeError(ErrorReason::kEngineFailed, std::string("a micro-batch failed: ") + error.what());
+        if (core_->group() != nullptr) core_->group()->Abort(failure);
       }
       lock.lock();
       leading_ = false;
@@ -343,7 +347,7 @@ class CudaEngine final : public LossEngine {
 
   absl::Status TryGroup(const std::vector<Call*>& group) {
     HEADWATER_RETURN_IF_ERROR(core_->health());
-    if (core_->group() != nullptr) return TryOnRank(group.front());
+    if (group.front()->group != nullptr) return TryOnRank(group.front());
     std::vector<Member> members;
     bool whole = false;
     for (Call* call : group) {
@@ -360,8 +364,7 @@ class CudaEngine final : public LossEngine {
       whole = JoinedBytes(members) > bytes - GradientDebt::ShareOf(bytes);
     }
     absl::Status interruption;
-    const absl::Status status =
-        core_->RunDecided([](int32_t) { return absl::OkStatus(); }, [&] { return Run(group, members, whole, &interruption); });
+    const absl::Status status = core_->RunAlone([&] { return Run(group, members, whole, &interruption); });
     return status.ok() ? interruption : status;
   }
 
@@ -373,7 +376,7 @@ class CudaEngine final : public LossEngine {
     HEADWATER_RETURN_IF_ERROR(AgreeOnLimits(ready, &limits, call));
     PlanCall(limits, call);
     if (call->micro_batch.grad_weight == GradWeightMode::kStage) {
-      HEADWATER_RETURN_IF_ERROR(core_->group()->Agree(TakeSlots(&call->plan)));
+      HEADWATER_RETURN_IF_ERROR(call->group->Agree(TakeSlots(&call->plan)));
     }
     call->staged = Stage(&call->plan, call->terms);
     BeginOutputs(&call->plan);
@@ -404,7 +407,7 @@ class CudaEngine final : public LossEngine {
     mine[kGradientLeaves] = call->gradient_leaves ? 1 : 0;
     mine[kAwaitsAllRows] = micro_batch.digest_rows && device_streams ? 1 : 0;
     mine[kCheck] = CheckOf(micro_batch, call->terms);
-    const absl::StatusOr<Exchanged> exchanged = core_->group()->Exchange(ready.ok(), mine);
+    const absl::StatusOr<Exchanged> exchanged = call->group->Exchange(ready.ok(), mine);
     if (!exchanged.ok()) return exchanged.status();
     HEADWATER_RETURN_IF_ERROR(ready);
     if (exchanged->first_failed >= 0) {

@@ -80,28 +80,32 @@ absl::Status CudaHead::Allocate() {
   const int64_t stored_bytes = ElementBytes(spec().data_type);
   const int64_t state_tensors = OptimizerStateTensors(spec().optimizer);
   for (int32_t index = 0; index < core_->held_shards(); ++index) {
-    const RowRange& rows = shard_rows()[static_cast<size_t>(RankOf(index))];
+    const RowRange& own_rows = shard_rows()[static_cast<size_t>(RankOf(index))];
+    const RowRange rows = is_replica() ? RowRange{0, spec().vocab_size} : own_rows;
     const int64_t weights = rows.size() * PaddedWidth(spec().hidden_size);
     const int64_t biases = spec().has_bias ? rows.size() : 0;
     ShardStorage storage;
     storage.rows = rows;
+    storage.updated = is_replica() ? own_rows : RowRange{0, rows.size()};
+    const int64_t state_weights = storage.updated.size() * PaddedWidth(spec().hidden_size);
+    const int64_t state_biases = spec().has_bias ? storage.updated.size() : 0;
     allocate(weights * stored_bytes, &storage.weight);
     allocate(biases * stored_bytes, &storage.bias);
     if (HasSeparateMaster(spec())) {
-      allocate(weights * 4, &storage.master_weight);
-      allocate(biases * 4, &storage.master_bias);
+      allocate(state_weights * 4, &storage.master_weight);
+      allocate(state_biases * 4, &storage.master_bias);
     }
     if (spec().trainable) {
       allocate(weights * 4, &storage.grad_weight);
       allocate(biases * 4, &storage.grad_bias);
     }
     if (state_tensors > 0) {
-      allocate(weights * 4, &storage.moment1_weight);
-      allocate(biases * 4, &storage.moment1_bias);
+      allocate(state_weights * 4, &storage.moment1_weight);
+      allocate(state_biases * 4, &storage.moment1_bias);
     }
     if (state_tensors > 1) {
-      allocate(weights * 4, &storage.moment2_weight);
-      allocate(biases * 4, &storage.moment2_bias);
+      allocate(state_weights * 4, &storage.moment2_weight);
+      allocate(state_biases * 4, &storage.moment2_bias);
     }
     storage.staging.resize(static_cast<size_t>(spec().staging_slots));
     for (DeviceMemory& slot : storage.staging) allocate((weights + biases) * 4, &slot);
@@ -123,6 +127,17 @@ TensorPlace CudaHead::PlaceOf(int32_t rank, HeadTensor tensor) const {
   return place;
 }
 
+CudaHead::Piece CudaHead::HeldPiece(int32_t rank, HeadTensor tensor, int64_t element_start, int64_t element_count) const {
+  if (is_replica() && IsWholeInReplica(spec(), tensor)) return {element_start, element_count, 0};
+  return PieceOf(RankOf(rank), tensor, element_start, element_count);
+}
+
+CudaHead::Piece CudaHead::UpdatedPiece(int32_t rank, HeadTensor tensor, int64_t element_start, int64_t element_count) const {
+  Piece piece = PieceOf(RankOf(rank), tensor, element_start, element_count);
+  if (is_replica()) piece.first = element_start + piece.offset;
+  return piece;
+}
+
 ShardWeights CudaHead::shard_weights(int32_t rank) const {
   const ShardStorage& storage = storage_[static_cast<size_t>(rank)];
   ShardWeights shard;
@@ -130,7 +145,7 @@ ShardWeights CudaHead::shard_weights(int32_t rank) const {
   shard.bias = storage.bias.As<void>();
   shard.element = ElementOf(spec().data_type);
   shard.vocab_start = storage.rows.start;
-  shard.columns = ValidRows(RankOf(rank));
+  shard.columns = is_replica() ? spec().transform.valid_vocab_size : ValidRows(RankOf(rank));
   shard.width = spec().hidden_size;
   shard.stride = PaddedWidth(spec().hidden_size);
   return shard;
@@ -163,7 +178,7 @@ absl::Status CudaHead::ReadTensor(HeadTensor tensor, int64_t element_start, int6
   const DataType type = TensorDataType(tensor);
   TensorCopy copy(*core_);
   for (int32_t rank = 0; rank < shard_count(); ++rank) {
-    const Piece piece = PieceOf(RankOf(rank), tensor, element_start, element_count);
+    const Piece piece = HeldPiece(rank, tensor, element_start, element_count);
     if (piece.count == 0) continue;
     char* to = static_cast<char*>(out) + piece.offset * ElementBytes(type);
     HEADWATER_RETURN_IF_ERROR(copy.Read(PlaceOf(rank, tensor), piece.first, piece.count, ElementOf(type), to));
@@ -177,6 +192,7 @@ absl::Status CudaHead::WriteTensor(HeadTensor tensor, int64_t element_start, int
   TensorCopy copy(*core_);
   const auto write = [&] {
     HEADWATER_RETURN_IF_ERROR(SettleGradient(tensor));
+    if (is_replica()) return WriteReplica(&copy, tensor, element_start, element_count, in);
     for (int32_t rank = 0; rank < shard_count(); ++rank) {
       const Piece piece = PieceOf(RankOf(rank), tensor, element_start, element_count);
       if (piece.count > 0) HEADWATER_RETURN_IF_ERROR(WritePiece(&copy, tensor, rank, piece, in));
@@ -230,7 +246,7 @@ absl::Status CudaHead::AddToGradient(HeadTensor tensor, int64_t element_start, i
   TensorCopy copy(*core_);
   return core_->RunDecidedByShard([&](int32_t rank) {
     HEADWATER_RETURN_IF_ERROR(SettleGradient(tensor));
-    const Piece piece = PieceOf(RankOf(rank), tensor, element_start, element_count);
+    const Piece piece = UpdatedPiece(rank, tensor, element_start, element_count);
     if (piece.count == 0) return absl::OkStatus();
     return copy.AddProduct(in + piece.offset, alpha, PlaceOf(rank, tensor), piece.first, piece.count);
   });
@@ -261,12 +277,15 @@ absl::StatusOr<GradientStats> CudaHead::ComputeGradientStats() const {
   HEADWATER_RETURN_IF_ERROR(core_->Check(cudaMemsetAsync(results, 0, result_bytes, stream), "clearing gradient statistics"));
   for (size_t shard = 0; shard < storage_.size(); ++shard) {
     // Padding is 0, and adds nothing.
+    const RowRange& rows = storage_[shard].updated;
     const DeviceMemory* tensors[2] = {&storage_[shard].grad_weight, &storage_[shard].grad_bias};
+    const int64_t strides[2] = {PaddedWidth(spec().hidden_size), 1};
     for (size_t i = 0; i < 2; ++i) {
-      if (tensors[i]->bytes() == 0) continue;
-      HEADWATER_RETURN_IF_ERROR(core_->Check(
-          LaunchGradientStats(tensors[i]->As<float>(), tensors[i]->bytes() / 4, scratch, results + 2 * shard + i, stream),
-          "taking gradient statistics"));
+      if (tensors[i]->bytes() == 0 || rows.size() == 0) continue;
+      HEADWATER_RETURN_IF_ERROR(
+          core_->Check(LaunchGradientStats(tensors[i]->As<float>() + rows.start * strides[i], rows.size() * strides[i], scratch,
+                                           results + 2 * shard + i, stream),
+                       "taking gradient statistics"));
     }
   }
   auto* host = core_->bounce().As<GradientStatsResult>();
@@ -282,12 +301,19 @@ absl::StatusOr<GradientStats> CudaHead::ComputeGradientStats() const {
 }
 
 absl::Status CudaHead::UpdateParameters(const OptimizerStep& step, int32_t rank, bool is_weight) {
-  const auto place = [&](HeadTensor weight, HeadTensor bias) { return PlaceOf(rank, is_weight ? weight : bias); };
+  const RowRange& rows = storage_[static_cast<size_t>(rank)].updated;
+  // Where a tensor has the first of them.
+  const auto place = [&](HeadTensor weight, HeadTensor bias) {
+    const HeadTensor tensor = is_weight ? weight : bias;
+    TensorPlace found = PlaceOf(rank, tensor);
+    if (is_replica() && IsWholeInReplica(spec(), tensor)) found.data += rows.start * found.stride * BytesOf(found.element);
+    return found;
+  };
   const TensorPlace parameter = place(HeadTensor::kMasterWeight, HeadTensor::kMasterBias);
   const TensorPlace stored = place(HeadTensor::kWeight, HeadTensor::kBias);
   const auto floats = [](const TensorPlace& tensor) { return reinterpret_cast<float*>(tensor.data); };
   ParameterArrays arrays;
-  arrays.count = storage_[static_cast<size_t>(rank)].rows.size() * parameter.stride;
+  arrays.count = rows.size() * parameter.stride;
   if (arrays.count == 0) return absl::OkStatus();
   arrays.parameter = floats(parameter);
   arrays.gradient = floats(place(HeadTensor::kGradWeight, HeadTensor::kGradBias));
@@ -312,7 +338,7 @@ absl::Status CudaHead::UpdateParameters(const OptimizerStep& step, int32_t rank,
     return core_->Check(cudaMemset2DAsync(static_cast<char*>(data) + parameter.columns * element_bytes,
                                           static_cast<size_t>(parameter.stride * element_bytes), 0,
                                           static_cast<size_t>((parameter.stride - parameter.columns) * element_bytes),
-                                          static_cast<size_t>(storage_[static_cast<size_t>(rank)].rows.size()), stream),
+                                          static_cast<size_t>(rows.size()), stream),
                         "clearing padding");
   };
   for (float* tensor : {arrays.parameter, arrays.moment1, arrays.moment2}) HEADWATER_RETURN_IF_ERROR(clear_padding(tensor, 4));
@@ -325,7 +351,8 @@ absl::Status CudaHead::ApplyOptimizer(const OptimizerStep& step) {
   return core_->RunDecidedByShard([&](int32_t rank) {
     HEADWATER_RETURN_IF_ERROR(core_->debt().SettleFor(*this));
     HEADWATER_RETURN_IF_ERROR(UpdateParameters(step, rank, /*is_weight=*/true));
-    return spec().has_bias ? UpdateParameters(step, rank, /*is_weight=*/false) : absl::OkStatus();
+    if (spec().has_bias) HEADWATER_RETURN_IF_ERROR(UpdateParameters(step, rank, /*is_weight=*/false));
+    return is_replica() ? GatherWeights() : absl::OkStatus();
   });
 }
 

@@ -1,5 +1,5 @@
-// A head in the memory of the device, split into shards, or one shard of it in a group. Its calls take the engine's work lock, and
-// leave nothing running.
+// A head in the memory of the device: split into shards; in a group one shard of it, or all rows (Parallelism::kRows: a replica,
+// cuda_replica.cc). Its calls take the engine's work lock, and leave nothing running.
 //
 // Rows of weight-shaped tensors are PaddedWidth(hidden_size) elements apart; the padding is 0 and stays 0, so that whole tensors
 // can be worked on as flat arrays.
@@ -31,9 +31,11 @@ struct WeightTarget {
   float* bias = nullptr;    // [shard rows], or null
 };
 
-// What one shard holds. Memory is empty where the head has no such tensor.
+// What one shard holds, or a replica: of all rows, but masters and optimizer state of its rank's shard. Memory is empty where the
+// head has no such tensor.
 struct ShardStorage {
   RowRange rows;
+  RowRange updated;            // those of masters and state, which this rank updates, counted from the first of `rows`
   DeviceMemory weight;         // [rows, padded], storage type
   DeviceMemory bias;           // [rows], storage type
   DeviceMemory master_weight;  // fp32; only if separate
@@ -58,15 +60,21 @@ class CudaHead final : public HeadBase {
   absl::Status ZeroGradient() override;
   absl::Status AddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
                              const float* in) override;
+  absl::Status ReduceGradient() override;
   absl::Status ResetOptimizerState() override;
   absl::StatusOr<GradientStats> ComputeGradientStats() const override;
   absl::Status ApplyOptimizer(const OptimizerStep& step) override;
+  bool StagesConcurrently() const override { return is_replica(); }
 
   const EngineCore& core() const { return *core_; }
+  // Parallelism::kRows in a group.
+  bool is_replica() const { return core_->group() != nullptr && spec().parallelism == Parallelism::kRows; }
+  // The group with which micro-batches of this head are computed: null for an engine that is alone, and for a replica.
+  DeviceGroup* group() const { return is_replica() ? nullptr : core_->group(); }
   // Shards that are here, by which everything below is counted; without rows included.
   int32_t shard_count() const { return static_cast<int32_t>(storage_.size()); }
   // Shards whose rows' statistics are merged: those of the other ranks included.
-  int32_t merged_shards() const { return static_cast<int32_t>(shard_rows().size()); }
+  int32_t merged_shards() const { return is_replica() ? 1 : static_cast<int32_t>(shard_rows().size()); }
   // What products read: the shard's rows below valid_vocab_size.
   ShardWeights shard_weights(int32_t rank) const;
   WeightTarget accumulator(int32_t rank) const;                          // null for a frozen head
@@ -79,7 +87,19 @@ class CudaHead final : public HeadBase {
   int32_t RankOf(int32_t index) const { return core_->first_shard() + index; }
   // Where a shard has a tensor. For a master that is not separate: the stored tensor.
   TensorPlace PlaceOf(int32_t rank, HeadTensor tensor) const;
+  // The part of a range of elements that is here.
+  Piece HeldPiece(int32_t rank, HeadTensor tensor, int64_t element_start, int64_t element_count) const;
+  // The part of it that is updated here, of the accumulator.
+  Piece UpdatedPiece(int32_t rank, HeadTensor tensor, int64_t element_start, int64_t element_count) const;
   absl::Status WritePiece(TensorCopy* copy, HeadTensor tensor, int32_t rank, const Piece& piece, const void* in);
+  // A range of a replica. In cuda_replica.cc, as the next three.
+  absl::Status WriteReplica(TensorCopy* copy, HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in);
+  // Enqueues 0 over elements [first, first + count) of a tensor, and the padding between them.
+  absl::Status ClearElements(const TensorPlace& place, int64_t first, int64_t count);
+  // Enqueues the sum over ranks of a tensor of the accumulator.
+  absl::Status ReduceTensor(const DeviceMemory& memory, int64_t row_stride);
+  // Enqueues the exchange of the ranks' new weights.
+  absl::Status GatherWeights();
   // Adds what is put off (gradient_debt.h), where a call is about the accumulator.
   absl::Status SettleGradient(HeadTensor tensor) const;
   // Enqueues the update of a shard's weight, or of its bias.

@@ -14,6 +14,8 @@ namespace {
 // thread blocks it displaces.
 constexpr int32_t kMergeBlocks = 4;
 constexpr int32_t kSumBlocks = 8;
+// A step's exchange has the device for itself.
+constexpr int32_t kStepBlocks = 32;
 constexpr auto kWatchTime = std::chrono::milliseconds(10);
 
 int64_t NowMs() {
@@ -41,18 +43,22 @@ absl::Status DeviceGroup::Open(const EngineGroup& group) {
     return absl::OkStatus();
   };
   HEADWATER_RETURN_IF_ERROR(join(group.device_group_id, kMergeBlocks, &merges_));
-  // Rank 0 names the second one, and the host's communicator tells the others, a byte in each number.
-  std::string id(group.device_group_id.size(), '\0');
-  if (is_first()) {
-    absl::StatusOr<std::string> made = MakeDeviceGroupId();
-    if (!made.ok()) return made.status();
-    id = *std::move(made);
-  }
-  std::vector<double> mine(id.begin(), id.end());
-  std::vector<double> all(mine.size() * static_cast<size_t>(world_size_));
-  HEADWATER_RETURN_IF_ERROR(host_->AllGather(mine.data(), static_cast<int64_t>(mine.size()), all.data()));
-  for (size_t i = 0; i < id.size(); ++i) id[i] = static_cast<char>(all[i]);
-  HEADWATER_RETURN_IF_ERROR(join(id, kSumBlocks, &sums_));
+  // Rank 0 names the others, and the host's communicator tells the other ranks, a byte in each number.
+  const auto join_another = [&](int32_t most_blocks, std::unique_ptr<DeviceCommunicator>* joined) {
+    std::string id(group.device_group_id.size(), '\0');
+    if (is_first()) {
+      absl::StatusOr<std::string> made = MakeDeviceGroupId();
+      if (!made.ok()) return made.status();
+      id = *std::move(made);
+    }
+    std::vector<double> mine(id.begin(), id.end());
+    std::vector<double> all(mine.size() * static_cast<size_t>(world_size_));
+    HEADWATER_RETURN_IF_ERROR(host_->AllGather(mine.data(), static_cast<int64_t>(mine.size()), all.data()));
+    for (size_t i = 0; i < id.size(); ++i) id[i] = static_cast<char>(all[i]);
+    return join(id, most_blocks, joined);
+  };
+  HEADWATER_RETURN_IF_ERROR(join_another(kSumBlocks, &sums_));
+  HEADWATER_RETURN_IF_ERROR(join_another(kStepBlocks, &steps_));
   int lowest = 0, highest = 0;
   HEADWATER_RETURN_IF_ERROR(CudaStatus(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for priorities"));
   for (cudaStream_t* stream : {&merge_stream_, &sum_stream_}) {
@@ -117,10 +123,12 @@ void DeviceGroup::Abort(const absl::Status& reason) {
     broken = status_;
   }
   host_->Abort(broken);
-  // At the same time: either may wait until the device is idle, which it is only when both have ended.
-  std::thread other([&] { sums_->Abort(broken); });
-  merges_->Abort(broken);
-  other.join();
+  // At the same time: each may wait until the device is idle, which it is only when all have ended.
+  std::vector<std::thread> threads;
+  for (DeviceCommunicator* const communicator : communicators()) {
+    threads.emplace_back([&broken, communicator] { communicator->Abort(broken); });
+  }
+  for (std::thread& thread : threads) thread.join();
 }
 
 void DeviceGroup::BeginWait() { waiting_since_ms_ = NowMs(); }
@@ -130,8 +138,9 @@ void DeviceGroup::Watch() {
   while (!changed_.wait_for(lock, kWatchTime, [this] { return leaving_ || !status_.ok(); })) {
     lock.unlock();
     absl::Status status = host_->status();
-    if (status.ok()) status = merges_->status();
-    if (status.ok()) status = sums_->status();
+    for (DeviceCommunicator* const communicator : communicators()) {
+      if (status.ok()) status = communicator->status();
+    }
     const int64_t since = waiting_since_ms_;
     if (status.ok() && since > 0 && NowMs() - since > kStuckSeconds * 1000) {
       status = MakeError(ErrorReason::kEngineFailed,

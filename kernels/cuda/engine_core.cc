@@ -216,6 +216,12 @@ absl::Status EngineCore::RunDecided(absl::FunctionRef<absl::Status(int32_t rank)
   return ready.ok() ? Act(act) : ready;
 }
 
+absl::Status EngineCore::RunAlone(absl::FunctionRef<absl::Status()> act) {
+  HEADWATER_RETURN_IF_ERROR(health());
+  HEADWATER_RETURN_IF_ERROR(Prepare([](int32_t) { return absl::OkStatus(); }));
+  return Act(act);
+}
+
 absl::Status EngineCore::RunDecidedByShard(absl::FunctionRef<absl::Status(int32_t index)> act) {
   return RunDecided([](int32_t) { return absl::OkStatus(); },
                     [&] {

@@ -81,6 +81,9 @@ class EngineCore {
   absl::Status RunDecided(absl::FunctionRef<absl::Status(int32_t rank)> prepare, absl::FunctionRef<absl::Status()> act);
   // The same with `act` by shard that is here, counted from 0, in order.
   absl::Status RunDecidedByShard(absl::FunctionRef<absl::Status(int32_t index)> act);
+  // RunDecided() of what the other ranks of a group take no part in, and are not asked about: replicas' calls. Of an engine that is
+  // alone it is all work.
+  absl::Status RunAlone(absl::FunctionRef<absl::Status()> act);
   // RunDecided()'s two halves, for work whose ranks tell each other more than that they are ready: the first on this rank alone.
   absl::Status Prepare(absl::FunctionRef<absl::Status(int32_t rank)> prepare);
   absl::Status Act(absl::FunctionRef<absl::Status()> act);

@@ -91,15 +91,24 @@ ChunkCost CostOfRankChunk(const HeadSpec& spec, int32_t world_size, int64_t colu
 HeadPlan PlanHeadOnCuda(const HeadSpec& spec, const EngineOptions& options) {
   HeadPlan plan;
   plan.shards = SplitVocab(spec.vocab_size, options.shard_count, options.shard_weights);
+  const int64_t row_stride = Padded(spec.hidden_size);
   Split split = {spec.transform.valid_vocab_size, options.shard_count, options.shard_count};
-  HeadSpec held = spec;
-  if (options.group.world_size > 1) {
-    held.vocab_size = plan.shards[static_cast<size_t>(options.group.rank)].size();
-    int64_t widest = 0;
-    for (const RowRange& shard : plan.shards) widest = std::max(widest, shard.size());
-    split = {widest, 1, options.group.world_size};
+  if (options.group.world_size == 1) {
+    AddTensorItems(spec, row_stride, &plan.memory);
+  } else {
+    const int64_t own_rows = plan.shards[static_cast<size_t>(options.group.rank)].size();
+    if (spec.parallelism == Parallelism::kRows) {
+      split = {spec.transform.valid_vocab_size, 1, 1};
+      AddReplicaItems(spec, row_stride, own_rows, &plan.memory);
+    } else {
+      int64_t widest = 0;
+      for (const RowRange& shard : plan.shards) widest = std::max(widest, shard.size());
+      split = {widest, 1, options.group.world_size};
+      HeadSpec held = spec;
+      held.vocab_size = own_rows;
+      AddTensorItems(held, row_stride, &plan.memory);
+    }
   }
-  AddTensorItems(held, Padded(spec.hidden_size), &plan.memory);
   plan.own_bytes = plan.memory.total_bytes;
 
   const bool exact = options.token_chunk_rows > 0;

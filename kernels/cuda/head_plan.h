@@ -1,7 +1,8 @@
 // What a head takes on the device. Arithmetic only: nothing of CUDA is needed to plan.
 //
 // A rank of a group plans its own shard; the workspace and the rows of a chunk are what the widest shard of the head needs, so that
-// all ranks have the same.
+// all ranks have the same. Of a head by rows (Parallelism::kRows) it plans what an engine that is alone does, but for masters and
+// optimizer state, which are its shard's.
 //
 // Tensors of a head are its own. The workspace is the engine's, shared by its heads (their work is serialised) and as large as the
 // largest that one of them plans:
@@ -41,7 +42,7 @@ inline constexpr int64_t kRowGrain = 128;
 
 struct HeadPlan {
   MemoryPlan memory;             // "workspace" is the engine's, shared by its heads
-  std::vector<RowRange> shards;  // one for each of the engine's, or group's, shards; may be empty
+  std::vector<RowRange> shards;  // one for each of the engine's, or group's, shards, whatever its ranks hold; may be empty
   int64_t own_bytes = 0;         // memory.total_bytes without the workspace
   int64_t workspace_bytes = 0;   // cuBLASLt's part included
 };

@@ -15,11 +15,13 @@ absl::Status CudaStagedContribution::Commit(double factor) {
   absl::Status status;
   {
     WorkLock lock(*core_);
-    status = core_->RunDecided([](int32_t) { return absl::OkStatus(); },
-                               [&] {
-                                 for (const auto& staged : heads_) HEADWATER_RETURN_IF_ERROR(Add(*staged, alpha));
-                                 return absl::OkStatus();
-                               });
+    const auto add_all = [&] {
+      for (const auto& staged : heads_) HEADWATER_RETURN_IF_ERROR(Add(*staged, alpha));
+      return absl::OkStatus();
+    };
+    // All heads of a call are of one kind.
+    const bool is_alone = heads_.front()->head->group() == nullptr;
+    status = is_alone ? core_->RunAlone(add_all) : core_->RunDecided([](int32_t) { return absl::OkStatus(); }, add_all);
   }
   if (HasReason(status, ErrorReason::kShardNotReady)) return status;
   committed_ = true;

@@ -41,7 +41,7 @@ class TensorCopy {
 
   // out [count] of `out_element`: the tensor's own type, or fp32.
   absl::Status Read(const TensorPlace& from, int64_t first, int64_t count, Element out_element, void* out);
-  // in [count] of `in_element`: the tensor's own type, or fp32, rounded to nearest even. `follower`, if not null, is a tensor of
+  // in [count] of `in_element`, rounded to nearest even if the tensor's type is narrower. `follower`, if not null, is a tensor of
   // the same shape that gets the same values, converted from what was stored.
   absl::Status Write(const void* in, Element in_element, const TensorPlace& to, int64_t first, int64_t count,
                      const TensorPlace* follower);

@@ -15,8 +15,9 @@ bool Is16Bit(DataType type) { return type != DataType::kFloat32; }
 
 // Whether the terms of a chunk add to a common grad_hidden before it is written.
 bool SumsGradHidden(const std::vector<TermRun>& terms) {
-  return terms.size() > 1 ||
-         (!terms.empty() && (terms.front().head->core().group() != nullptr || terms.front().head->shards().size() > 1));
+  if (terms.empty()) return false;
+  const CudaHead& head = *terms.front().head;
+  return terms.size() > 1 || head.group() != nullptr || (!head.is_replica() && head.shards().size() > 1);
 }
 
 bool TakesAllRows(const LossTerm& term) {
@@ -124,8 +125,8 @@ TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper, 
 }
 
 int64_t TeacherColumns(const TermRun& term) {
-  return term.teacher->core().group() == nullptr ? term.teacher->spec().transform.valid_vocab_size
-                                                 : term.teacher->shard_weights(0).columns;
+  return term.teacher->group() == nullptr ? term.teacher->spec().transform.valid_vocab_size
+                                          : term.teacher->shard_weights(0).columns;
 }
 
 TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) {

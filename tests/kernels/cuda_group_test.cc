@@ -15,6 +15,7 @@
 #include "gtest/gtest.h"
 #include "headwater/kernels/error.h"
 #include "tests/kernels/comparison.h"
+#include "tests/kernels/cuda_group_heads.h"
 #include "tests/kernels/cuda_support.h"
 #include "tests/kernels/cuda_test_environment.h"
 #include "tests/kernels/engine_run.h"
@@ -26,83 +27,8 @@ namespace {
 
 const bool kSkipsWithoutGpu = SkipTestsWithoutGpu();
 
-constexpr int64_t kWorkspaceBytes = int64_t{256} << 20;
 // Far longer than anything here takes, and far shorter than a hang.
 constexpr auto kSoon = std::chrono::seconds(30);
-
-EngineOptions PlainOptions() {
-  EngineOptions options;
-  options.workspace_bytes = kWorkspaceBytes;
-  options.timed_search = false;
-  return options;
-}
-
-// A problem's heads on all ranks of a group.
-class GroupHeads {
- public:
-  GroupHeads(CudaGroup& group, const std::vector<TestHead>& heads)
-      : group_(group), heads_(static_cast<size_t>(group.world_size())) {
-    group_.Run([&](int32_t rank) {
-      for (const TestHead& in : heads) {
-        std::unique_ptr<EngineHead> head = MakeHeadOn(group_.engine(rank), in.spec);
-        WriteTensorValues(*head, HeadTensor::kWeight, in.weight);
-        if (in.spec.has_bias) WriteTensorValues(*head, HeadTensor::kBias, in.bias);
-        heads_[static_cast<size_t>(rank)].push_back(std::move(head));
-      }
-    });
-  }
-
-  std::vector<EngineHead*> On(int32_t rank) const {
-    std::vector<EngineHead*> heads;
-    for (const auto& head : heads_[static_cast<size_t>(rank)]) heads.push_back(head.get());
-    return heads;
-  }
-
-  // A tensor of a head, each rank's part of it in its place.
-  std::vector<float> Read(int head, HeadTensor tensor) const {
-    std::vector<float> values(static_cast<size_t>(On(0)[static_cast<size_t>(head)]->ElementCount(tensor)));
-    for (int32_t rank = 0; !values.empty() && rank < group_.world_size(); ++rank) {
-      EXPECT_TRUE(
-          On(rank)[static_cast<size_t>(head)]->ReadTensor(tensor, 0, static_cast<int64_t>(values.size()), values.data()).ok());
-    }
-    return values;
-  }
-
-  // Computes on all ranks. The outcome is rank 0's, with the accumulators of all.
-  Outcome Compute(const Problem& problem, const ComputeOptions& options = {},
-                  std::vector<std::unique_ptr<StagedContribution>>* staged = nullptr) {
-    Outcome outcome;
-    if (staged != nullptr) staged->resize(heads_.size());
-    group_.Run([&](int32_t rank) {
-      const PreparedMicroBatch prepared(problem, On(rank), options);
-      absl::StatusOr<MicroBatchResult> result = group_.engine(rank).Compute(prepared.micro_batch);
-      CheckStatus(result.status(), "Compute");
-      if (rank == 0) {
-        prepared.Collect(*result, &outcome);
-      } else {
-        prepared.ExpectGuardsAndInputsIntact();
-      }
-      if (staged != nullptr) (*staged)[static_cast<size_t>(rank)] = std::move(result->staged);
-    });
-    for (size_t head = 0; head < heads_.front().size(); ++head) {
-      outcome.gradients.push_back(
-          {Read(static_cast<int>(head), HeadTensor::kGradWeight), Read(static_cast<int>(head), HeadTensor::kGradBias)});
-    }
-    return outcome;
-  }
-
-  void ZeroGradients() {
-    group_.Run([&](int32_t rank) {
-      for (EngineHead* head : On(rank)) {
-        if (head->spec().trainable) CheckStatus(head->ZeroGradient(), "ZeroGradient");
-      }
-    });
-  }
-
- private:
-  CudaGroup& group_;
-  std::vector<std::vector<std::unique_ptr<EngineHead>>> heads_;  // by rank
-};
 
 Outcome RunOnGroup(CudaGroup& group, const Problem& problem, const ComputeOptions& options = {}) {
   return GroupHeads(group, problem.heads).Compute(problem, options);
@@ -142,12 +68,6 @@ std::vector<ProblemOptions> ExponentialCases() {
   }
   return cases;
 }
-
-struct GroupCase {
-  std::string name;
-  std::vector<int64_t> weights;
-  int32_t world_size() const { return static_cast<int32_t>(weights.size()); }
-};
 
 class CudaGroupTest : public ::testing::TestWithParam<GroupCase> {
  protected:
@@ -492,10 +412,7 @@ TEST_P(CudaGroupTest, DivergencesBetweenOtherVocabulariesAreRefused) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, CudaGroupTest,
-                         ::testing::Values(GroupCase{"Two", {1, 1}}, GroupCase{"TwoUneven", {5, 2}}, GroupCase{"Three", {9, 1, 4}},
-                                           GroupCase{"Four", {1, 1, 1, 1}}, GroupCase{"Eight", {1, 1, 1, 1, 1, 1, 1, 1}}),
-                         [](const auto& test) { return test.param.name; });
+INSTANTIATE_TEST_SUITE_P(Ranks, CudaGroupTest, ::testing::ValuesIn(GroupCases()), [](const auto& test) { return test.param.name; });
 
 // 71 GiB of weights, gradient and AdamW's state: more than one engine is allowed here, and no more than two are together.
 TEST(CudaGroupMemory, AHeadThatOneGpuRefusesRunsOnTwo) {

@@ -1,6 +1,7 @@
 // Several GPUs against one of them, in one process and run, by the protocol of alternating_blocks.h: the time of a micro-batch on
 // an engine that is alone, and on a group that holds the same head in shards. bf16, grad_weight added in fp32. Each rank is driven
-// by a thread of its own.
+// by a thread of its own. In cases rows_* each rank has all of the head (Parallelism::kRows) and computes micro-batches of its own,
+// back to back; what is timed is a whole step: so many micro-batches over all ranks, the gradient's sum, its norm, AdamW.
 //
 //   group_bench_cuda [--gpus=2] [--cases=NAME,...] [--memory=device|pinned] [--seconds=1] [--warmup=2] [--rounds=2] [--idle=0]
 //                    [--workspace-mib=4096] [--algorithms=FILE] [--output=FILE.csv] [--commit=NAME] [--list]
@@ -41,18 +42,21 @@ using testing::CheckStatus;
 
 constexpr int64_t kVocab = 128256;
 constexpr int64_t kWidth = 4096;
+constexpr double kLearningRate = 1e-6;  // the loss of rows that are seen thousands of times stays what it is
 
 struct BenchCase {
   const char* name;
   int64_t rows;
   bool divergence;
+  int64_t step_micro_batches;  // of a step that the ranks share; 0: all ranks compute each micro-batch, and there are no steps
   // So many times as fast as one GPU, on 2, 4 and 8; 0: nothing is required.
   double at_least[3];
 };
 constexpr BenchCase kCases[] = {
-    {"ce_n8192_h4096_v128256", 8192, false, {1.85, 3.6, 6.7}},
-    {"ce_n32768_h4096_v128256", 32768, false, {0, 0, 7.2}},
-    {"jsd_n8192_hs4096_ht4096_v128256", 8192, true, {0, 0, 6.5}},
+    {"ce_n8192_h4096_v128256", 8192, false, 0, {1.85, 3.6, 6.7}},
+    {"ce_n32768_h4096_v128256", 32768, false, 0, {0, 0, 7.2}},
+    {"jsd_n8192_hs4096_ht4096_v128256", 8192, true, 0, {0, 0, 6.5}},
+    {"rows_ce_n8192_h4096_v128256", 8192, false, 64, {0, 0, 7.2}},
 };
 
 struct Settings {
@@ -166,9 +170,38 @@ class Side {
     return sums.loss_sum;
   }
 
+  // The same, and nothing of it is left.
+  double Loss() {
+    const double loss = Compute();
+    CheckStatus(student_->ZeroGradient(), "ZeroGradient");
+    return loss;
+  }
+
+  // The share of `rank` among `ranks` in the case's work: a micro-batch, or a step.
+  void Work(int32_t rank, int32_t ranks) {
+    if (case_.step_micro_batches == 0) {
+      Compute();
+      return;
+    }
+    const int64_t count = case_.step_micro_batches;
+    for (int64_t i = count * rank / ranks; i < count * (rank + 1) / ranks; ++i) Compute();
+    CheckStatus(student_->ReduceGradient(), "ReduceGradient");
+    CheckStatus(student_->ComputeGradientStats().status(), "ComputeGradientStats");
+    OptimizerStep step;
+    step.learning_rate = kLearningRate;
+    step.settings = AdamWSpec();
+    step.update_count = ++update_count_;
+    CheckStatus(student_->ApplyOptimizer(step), "ApplyOptimizer");
+  }
+
  private:
   std::unique_ptr<EngineHead> MakeHead(bool trainable, uint64_t seed, double deviation) {
-    std::unique_ptr<EngineHead> head = testing::MakeHeadOn(engine_, testing::BFloat16Head({"", 0, kWidth, kVocab}, trainable));
+    HeadSpec spec = testing::BFloat16Head({"", 0, kWidth, kVocab}, trainable);
+    if (case_.step_micro_batches > 0) {
+      spec.parallelism = Parallelism::kRows;
+      if (trainable) spec.optimizer = AdamWSpec();
+    }
+    std::unique_ptr<EngineHead> head = testing::MakeHeadOn(engine_, spec);
     const Buffer weight = Normal(kVocab * kWidth, seed, deviation);
     std::vector<uint16_t> host(static_cast<size_t>(kVocab * kWidth));
     testing::CopyMemory(host.data(), weight.as<void>(), weight.bytes());
@@ -190,7 +223,13 @@ class Side {
   MemorySpace memory_ = MemorySpace::kDevice;
   Buffer hidden_, teacher_hidden_, grad_hidden_;
   std::vector<int32_t> targets_;
+  int64_t update_count_ = 0;
 };
+
+void ExpectSameLoss(double loss, double expected) {
+  if (std::abs(loss - expected) <= 1e-5 * std::abs(expected)) return;
+  throw std::runtime_error("the group's loss is " + std::to_string(loss) + ", one GPU's " + std::to_string(expected));
+}
 
 BlockTimes Measure(const BenchCase& bench_case, const Settings& settings, LossEngine& alone, testing::CudaGroup& group,
                    CardMonitor& monitor) {
@@ -199,21 +238,28 @@ BlockTimes Measure(const BenchCase& bench_case, const Settings& settings, LossEn
   group.Run([&](int32_t rank) {
     ranks[static_cast<size_t>(rank)] = std::make_unique<Side>(group.engine(rank), bench_case, settings.pinned);
   });
-  const double expected = one.Compute();
-  std::vector<double> losses(ranks.size());
-  group.Run([&](int32_t rank) { losses[static_cast<size_t>(rank)] = ranks[static_cast<size_t>(rank)]->Compute(); });
-  if (!(std::abs(losses[0] - expected) <= 1e-5 * std::abs(expected))) {
-    throw std::runtime_error("the group's loss is " + std::to_string(losses[0]) + ", one GPU's " + std::to_string(expected));
-  }
   const Repeat floor = [&](int count) {
     CheckCuda(cudaSetDevice(0), "cudaSetDevice");
-    for (int i = 0; i < count; ++i) one.Compute();
+    for (int i = 0; i < count; ++i) one.Work(0, 1);
   };
   const Repeat candidate = [&](int count) {
     group.Run([&](int32_t rank) {
-      for (int i = 0; i < count; ++i) ranks[static_cast<size_t>(rank)]->Compute();
+      for (int i = 0; i < count; ++i) ranks[static_cast<size_t>(rank)]->Work(rank, settings.gpus);
     });
   };
+  const bool has_steps = bench_case.step_micro_batches > 0;
+  // With the weights as they are, and as a step leaves them.
+  for (int steps = 0; steps <= (has_steps ? 1 : 0); ++steps) {
+    floor(steps);
+    candidate(steps);
+    const double expected = one.Loss();
+    std::vector<double> losses(ranks.size());
+    group.Run([&](int32_t rank) { losses[static_cast<size_t>(rank)] = ranks[static_cast<size_t>(rank)]->Loss(); });
+    for (const double loss : losses) {
+      ExpectSameLoss(loss, expected);
+      if (!has_steps) break;  // only the first rank has it
+    }
+  }
   const BlockTimes times = TimeAlternately(floor, candidate, settings.blocks, monitor);
   group.Run([&](int32_t rank) { ranks[static_cast<size_t>(rank)].reset(); });
   return times;
@@ -254,6 +300,9 @@ int RunAll(const Settings& settings) {
     figures.Add({name + "_spread", times.ratio_spread, "(max-min)/median", {}});
     figures.Add({name + "_ms", times.candidate_ms, "ms", {}});
     figures.Add({name + "_one_ms", times.floor_ms, "ms", {}});
+    const double rows = static_cast<double>(bench_case.rows * std::max<int64_t>(bench_case.step_micro_batches, 1));
+    figures.Add({name + "_rows_per_s", rows / times.candidate_ms * 1000, "rows/s", {}});
+    figures.Add({name + "_one_rows_per_s", rows / times.floor_ms * 1000, "rows/s", {}});
     std::printf("%-34s %9.3f %9.3f %8.3f %7.4f %8.2f%s\n", bench_case.name, times.candidate_ms, times.floor_ms, speed_up,
                 times.ratio_spread, required, misses ? "  below what is required" : "");
     std::fflush(stdout);

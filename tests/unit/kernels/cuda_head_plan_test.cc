@@ -186,6 +186,38 @@ TEST(CudaHeadPlan, RanksPlanTheirShards) {
   EXPECT_GT(CostOfRankChunk(spec, 8, 64000, 4, true).per_row, CostOfRankChunk(spec, 4, 64000, 4, true).per_row);
 }
 
+// By rows a rank plans what an engine that is alone does, but for masters and optimizer state.
+TEST(CudaHeadPlan, ReplicasHaveAllButTheStateOfOtherShards) {
+  for (const DataType type : {DataType::kBFloat16, DataType::kFloat32}) {
+    HeadSpec spec = Spec(1001, 77, type);
+    spec.has_bias = true;
+    spec.trainable = true;
+    spec.optimizer = AdamWSpec();
+    spec.staging_slots = 3;
+    const HeadPlan alone = PlanHeadOnCuda(spec, Options(kGiB));
+    spec.parallelism = Parallelism::kRows;
+    EXPECT_EQ(PlanHeadOnCuda(spec, Options(kGiB)).memory.total_bytes, alone.memory.total_bytes);
+    EngineOptions options = Options(kGiB);
+    options.shard_count = options.group.world_size = 3;
+    options.shard_weights = {1, 2, 1};
+    for (int32_t rank = 0; rank < 3; ++rank) {
+      options.group.rank = rank;
+      const HeadPlan plan = PlanHeadOnCuda(spec, options);
+      ASSERT_EQ(plan.shards.size(), 3u);
+      EXPECT_EQ(plan.shards[1].size(), 500);
+      const int64_t state_bytes = plan.shards[static_cast<size_t>(rank)].size() * (80 + 1) * 4;
+      for (const MemoryPlan::Item& item : alone.memory.items) {
+        const int64_t expected = item.purpose == "master_weight"     ? (type == DataType::kFloat32 ? 0 : state_bytes)
+                                 : item.purpose == "optimizer_state" ? 2 * state_bytes
+                                                                     : item.bytes;
+        EXPECT_EQ(Planned(plan, item.purpose), expected) << item.purpose;
+      }
+      EXPECT_EQ(plan.memory.total_bytes, plan.own_bytes + plan.workspace_bytes);
+      EXPECT_EQ(plan.memory.token_chunk_rows, alone.memory.token_chunk_rows);
+    }
+  }
+}
+
 TEST(CudaHeadPlan, SaturatesInsteadOfWrapping) {
   const int64_t most = (int64_t{1} << 31) - 1;
   HeadSpec spec = Spec(most, most, DataType::kFloat32);
