@@ -19,7 +19,7 @@ namespace {
 
 using Align = Table::Align;
 
-// What a rank's exchange of gradients takes for each rank: kReduceScatterBytes of the engines.
+// What a rank's exchange of gradients takes for each rank on the CPU: kReduceScatterBytes of its engine. GPUs exchange in place.
 constexpr int64_t kExchangeBytes = int64_t{1} << 20;
 constexpr int32_t kMostRanks = 256;  // headwaterd's --gpus and --workers
 
@@ -137,7 +137,7 @@ absl::StatusOr<client::MemoryPlan> PlanLargestRank(client::Client& client, const
     if (!is_whole) continue;
     const int64_t before = item.bytes;
     if (IsAlwaysSplit(item)) item.bytes = Share(item.bytes, rows, spec.vocab_size);
-    if (item.purpose == "workspace" && spec.trainable && ranks > 1) item.bytes += ranks * kExchangeBytes;
+    if (item.purpose == "workspace" && spec.trainable && ranks > 1 && server.engine == "cpu") item.bytes += ranks * kExchangeBytes;
     head->memory_plan.total_bytes += item.bytes - before;
   }
   head->memory_plan.available_bytes = server.devices[0].memory_budget_bytes;

@@ -1,8 +1,7 @@
-// Heads that every GPU of a group has all of (Parallelism::kRows): on the engines themselves, each rank by calls of its own, and
-// the suite on the engine that they are together. Skipped where there are fewer GPUs than ranks.
+// Heads that every GPU of a group has all of (Parallelism::kRows), on the engines themselves: each rank by calls of its own.
+// Skipped where there are fewer GPUs than ranks.
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -16,7 +15,6 @@
 #include "gtest/gtest.h"
 #include "headwater/kernels/error.h"
 #include "kernels/core/head_tensors.h"
-#include "server/group/local_cuda_group.h"
 #include "tests/kernels/comparison.h"
 #include "tests/kernels/cuda_group.h"
 #include "tests/kernels/cuda_group_heads.h"
@@ -503,33 +501,6 @@ TEST_P(CudaReplicaTest, AreRefusedInDeterministicMode) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, CudaReplicaTest, ::testing::ValuesIn(GroupCases()),
                          [](const auto& test) { return test.param.name; });
-
-// The suite, on the engine that a server drives.
-std::vector<ReplicaCase> Cases() {
-  std::vector<ReplicaCase> cases;
-  for (const GroupCase& of_ranks : GroupCases()) {
-    ReplicaCase of;
-    of.name = of_ranks.name;
-    of.weights = of_ranks.weights;
-    of.other_weights = of_ranks.weights;
-    std::reverse(of.other_weights.begin(), of.other_weights.end());
-    of.last_weights = {2, 1};
-    of.make_group = [](const std::vector<int64_t>& weights) {
-      EngineOptions options = PlainOptions();
-      options.shard_count = static_cast<int32_t>(weights.size());
-      options.shard_weights = weights;
-      auto group = group::CreateLocalCudaGroup(options);
-      CheckStatus(group.status(), "CreateLocalCudaGroup");
-      return *std::move(group);
-    };
-    of.make_one = [] { return MakeCudaEngine(PlainOptions()); };
-    of.reason_to_skip = [ranks = of_ranks.world_size()] { return ReasonForNoGroup(ranks); };
-    cases.push_back(std::move(of));
-  }
-  return cases;
-}
-
-INSTANTIATE_TEST_SUITE_P(Ranks, Replicas, ::testing::ValuesIn(Cases()), [](const auto& test) { return test.param.name; });
 
 }  // namespace
 }  // namespace headwater::testing
