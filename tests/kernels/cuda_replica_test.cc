@@ -168,6 +168,7 @@ OptimizerStep StepOf(const OptimizerSpec& optimizer, int64_t update_count) {
 TEST_P(CudaReplicaTest, UpdateTheWeightsTogether) {
   SgdSpec momentum;
   momentum.momentum = 0.9;
+  const std::unique_ptr<CudaGroup> group = Make();
   for (const OptimizerSpec& optimizer : {OptimizerSpec(AdamWSpec()), OptimizerSpec(momentum), OptimizerSpec(SgdSpec())}) {
     for (const DataType type : {DataType::kFloat32, DataType::kBFloat16}) {
       SCOPED_TRACE(std::string(DataTypeName(type)) + ", optimizer " + std::to_string(optimizer.index()));
@@ -176,7 +177,6 @@ TEST_P(CudaReplicaTest, UpdateTheWeightsTogether) {
       options.hidden_size = 21;  // rows have padding
       options.bias = true;
       const std::vector<Problem> problems = ProblemsByRank(WithType(options, type), ranks(), optimizer);
-      const std::unique_ptr<CudaGroup> group = Make();
       const GroupHeads heads(*group, problems[0].heads);
       LoadedHeads alone(problems[0].heads, PlainOptions());
       for (int64_t update = 1; update <= 3; ++update) {
