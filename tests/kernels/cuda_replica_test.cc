@@ -448,7 +448,7 @@ TEST_P(CudaReplicaTest, ARankThatFailsBreaksTheGroup) {
   });
 }
 
-TEST_P(CudaReplicaTest, TakeTheMemoryThatIsPlanned) {
+TEST_P(CudaReplicaTest, TakeWhatThePlanSays) {
   HeadSpec spec;
   spec.vocab_size = spec.transform.valid_vocab_size = 64001;
   spec.hidden_size = 1020;
