@@ -30,13 +30,13 @@ RankLink::~RankLink() {
   sender_.join();
 }
 
-absl::Status RankLink::Send(const v1::JoinResponse& message) {
+absl::Status RankLink::Send(v1::JoinResponse message) {
   const auto has_room = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return queued_bytes_ < kMaxQueuedBytes || !status_.ok(); };
   absl::MutexLock lock(&mutex_);
   mutex_.Await(absl::Condition(&has_room));
   if (!status_.ok()) return status_;
-  queue_.push_back(message);
   queued_bytes_ += DataBytes(message);
+  queue_.push_back(std::move(message));
   return absl::OkStatus();
 }
 

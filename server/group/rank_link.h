@@ -34,7 +34,7 @@ class RankLink {
 
   // Sends in the background, and waits only while too much has not been sent: a worker that takes nothing must not keep anybody
   // beyond Break(). kEngineFailed once the link is closed.
-  absl::Status Send(const v1::JoinResponse& message);
+  absl::Status Send(v1::JoinResponse message);
   // The next reply, in the order in which they came; waits for it. kEngineFailed once the link is closed.
   absl::StatusOr<v1::RankReply> AwaitReply();
   // Ends the call. The first reason stays. Any thread.

@@ -138,12 +138,12 @@ absl::Status RemoteRank::ReadTensor(uint64_t head, HeadTensor tensor, int64_t st
 
 absl::Status RemoteRank::SendData(int32_t stream, const void* data, int64_t bytes) {
   const char* from = static_cast<const char*>(data);
-  v1::JoinResponse message;
   for (int64_t done = 0; done < bytes; done += kDataBytes) {
+    v1::JoinResponse message;
     v1::RankData* const part = message.mutable_data();
     part->set_stream(stream);
     part->set_data(from + done, static_cast<size_t>(std::min(kDataBytes, bytes - done)));
-    HEADWATER_RETURN_IF_ERROR(link_->Send(message));
+    HEADWATER_RETURN_IF_ERROR(link_->Send(std::move(message)));
   }
   return absl::OkStatus();
 }
