@@ -4,6 +4,7 @@ Marked gpu_group: on as many GPUs as there are, half of them each. Without a GPU
 module, whose ranks are CPU engines: then all but the engine is tested, and NCCL.
 """
 
+import concurrent.futures
 import contextlib
 import os
 import signal
@@ -185,6 +186,55 @@ def test_two_processes_compute_what_one_does(ranks, data_type):
         assert devices == [f"cuda:{rank}" + (f"@{rank}" if rank >= ranks // 2 else "") for rank in range(ranks)]
         actual = train(group.leader.address, data_type)
     assert_same(actual, expected)
+
+
+def train_by_rows(server) -> tuple[dict, np.ndarray]:
+    """Outputs of micro-batches of which each is computed by one rank, several at once, and the step's gradient."""
+
+    def computing() -> list[float]:
+        times = server.metrics()
+        name = 'headwater_rank_seconds_total{activity="compute",rank="%d"}'
+        return [times[name % rank] for rank in range(len(devices)) if name % rank in times]
+
+    with headwater.connect(server.address) as client:
+        devices = client.server_info().devices
+        rng = np.random.default_rng(13)
+        scale = 3 / np.sqrt(HIDDEN_SIZE)
+        student = client.create_head("rows", values(rng, VOCAB_SIZE, "bfloat16", scale), parallelism="rows")
+        before = computing()
+        hidden = [values(rng, ROWS[1], "bfloat16") for _ in range(8 * len(devices))]
+        targets = rng.integers(0, VOCAB_SIZE, ROWS[1])
+        with concurrent.futures.ThreadPoolExecutor(2 * len(devices)) as callers:
+            results = callers.map(
+                lambda micro_batch: student.cross_entropy(
+                    hidden[micro_batch], targets, micro_batch=micro_batch, loss_scale=1 / ROWS[1], outputs=("token_loss",)
+                ),
+                range(len(hidden)),
+            )
+            outputs = {}
+            for micro_batch, out in enumerate(results):
+                outputs[f"{micro_batch} loss"] = np.array(out.loss_sum)
+                outputs[f"{micro_batch} token_loss"] = out.token_loss
+                outputs[f"{micro_batch} grad_hidden"] = bits(out.grad_hidden)
+        # Workers tell their times twice a second.
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while any(now <= then for now, then in zip(computing(), before, strict=True)):
+            assert time.monotonic() < deadline, (before, computing())
+            time.sleep(0.1)
+        return outputs, np.array(student.gradient())
+
+
+def test_heads_by_rows_are_computed_by_the_ranks_of_both_processes(ranks):
+    """Outputs to the bit, whichever rank computes; the gradient within the rounding of sums of another order."""
+    metrics = "--metrics_address=127.0.0.1:0"
+    with running_server(*FLAGS, f"--gpus={ranks}", metrics) as server:
+        expected, gradient = train_by_rows(server)
+    with running_group(ranks, metrics) as group:
+        actual, other = train_by_rows(group.leader)
+    assert_same(actual, expected)
+    distance = np.linalg.norm((other - gradient).astype(np.float64)) / np.linalg.norm(gradient.astype(np.float64))
+    print(f"gradients differ by {distance:.2e}")
+    assert distance <= 1e-6
 
 
 def test_a_worker_that_is_killed_costs_the_open_step_alone(ranks):
