@@ -57,8 +57,11 @@ float FromFloat16(uint16_t bits) {
   return sign != 0 ? -magnitude : magnitude;
 }
 
+// A name of somebody else's in a message.
+std::string Shown(const std::string& name) { return absl::CHexEscape(name.substr(0, 200)); }
+
 absl::Status InvalidPath(const std::string& path, const char* problem) {
-  const std::string shown = absl::CHexEscape(path.substr(0, 200));
+  const std::string shown = Shown(path);
   return MakeError(
       ErrorReason::kInvalidField,
       absl::StrCat("path must be relative, without `..`, and stay under the server's load root; '", shown, "' ", problem),
@@ -142,7 +145,7 @@ class Model {
     }
     absl::StatusOr<TensorFile> file = model.OpenFile(file_path);
     if (absl::IsNotFound(file.status())) {
-      const std::string shown = absl::CHexEscape(path);
+      const std::string shown = Shown(path);
       return MakeError(ErrorReason::kWeightsNotFound,
                        absl::StrCat("'", shown, "' under the load root is neither a .safetensors file nor a folder with ",
                                     kSingleFile, " or ", kIndexFile),
@@ -210,7 +213,7 @@ absl::StatusOr<std::string> ChooseName(const Model& model, const std::string& as
                                        const char* field) {
   if (!asked.empty() && model.Has(asked)) return asked;
   if (!asked.empty()) {
-    const std::string shown = absl::CHexEscape(asked.substr(0, 200));
+    const std::string shown = Shown(asked);
     return MakeError(ErrorReason::kWeightsNotFound, absl::StrCat("there is no tensor '", shown, "'"),
                      {{"field", field}, {"actual", shown}});
   }

@@ -159,6 +159,11 @@ TEST_F(WeightsReaderTest, PathsStayUnderTheRoot) {
   ASSERT_EQ(mkfifo((root() + "/fifo.safetensors").c_str(), 0600), 0);
   EXPECT_EQ(First("fifo.safetensors"), "FILE_CORRUPT");
   EXPECT_REASON(WeightsReader::Open(root() + "/absent", "in", "", "", spec_), kWeightsNotFound);
+  // A name of 4 KiB that four times as many characters would show.
+  const std::string long_path(4000, '\x01');
+  const absl::Status status = WeightsReader::Open(root(), long_path, "", "", spec_).status();
+  EXPECT_REASON(status, kWeightsNotFound);
+  EXPECT_LT(status.message().size(), 2000u) << status;
   // The message never names the root.
   EXPECT_EQ(std::string(Open("out.safetensors").status().message()).find(directory_.path()), std::string::npos);
 }
