@@ -104,7 +104,13 @@ absl::Status Computation::UploadClassWeights(const Member& member) {
 }
 
 absl::Status Computation::Drain() {
-  HEADWATER_RETURN_IF_ERROR(core_.Synchronize("a micro-batch"));
+  if (products_go_on_) {
+    HEADWATER_RETURN_IF_ERROR(core_.AwaitEvent(core_.results_event(), "a micro-batch"));
+    HEADWATER_RETURN_IF_ERROR(core_.SynchronizeTransfers("a micro-batch"));
+    core_.LetWorkGoOn();
+  } else {
+    HEADWATER_RETURN_IF_ERROR(core_.Synchronize("a micro-batch"));
+  }
   for (const Pending& pending : pending_) {
     const std::vector<ChunkRow>& rows = pending.part->rows;
     for (size_t i = 0; i < rows.size(); ++i) {
@@ -123,6 +129,7 @@ absl::Status Computation::RunChunks(const Member& member) {
   const int64_t mark = workspace_.used();
   for (const Chunk& chunk : member.plan->chunks) {
     workspace_.Rewind(mark);
+    products_go_on_ = false;
     // The chunk before may still be on its way out.
     if (&chunk != &member.plan->chunks.front()) {
       HEADWATER_RETURN_IF_ERROR(core_.Order(core_.download_stream(), stream_));
@@ -134,16 +141,19 @@ absl::Status Computation::RunChunks(const Member& member) {
     HEADWATER_RETURN_IF_ERROR(OpenChunk(member, chunk, &shared));
     const int64_t chunk_mark = workspace_.used();
     const size_t first_pending = pending_.size();
+    Work work{};
     for (const TermChunk& part : chunk.terms) {
       workspace_.Rewind(chunk_mark);
       TermRun* term = &(*member.terms)[part.term];
-      Work work{};
+      work = Work{};
       work.parts = {{&member, &chunk, &part, term, shared, 0, static_cast<int64_t>(part.rows.size())}};
       work.term = term;
       if (chunk.backward && term->plan->slot >= 0) work.staged = (*member.staged)[static_cast<size_t>(term->plan->slot)].get();
       HEADWATER_RETURN_IF_ERROR(RunWork(&work));
     }
     HEADWATER_RETURN_IF_ERROR(CloseChunk(member, chunk, shared, first_pending, chunk.terms.size()));
+    HEADWATER_RETURN_IF_ERROR(AddOwedGradWeight(&work));
+    HEADWATER_RETURN_IF_ERROR(SendPostponed());
   }
   return absl::OkStatus();
 }
@@ -167,7 +177,8 @@ absl::Status Computation::RunTogether() {
   for (size_t i = 0; i < work.parts.size(); ++i) {
     HEADWATER_RETURN_IF_ERROR(CloseChunk(*work.parts[i].member, *work.parts[i].chunk, work.parts[i].shared, i, 1));
   }
-  return absl::OkStatus();
+  HEADWATER_RETURN_IF_ERROR(AddOwedGradWeight(&work));
+  return SendPostponed();
 }
 
 absl::Status Computation::OpenChunk(const Member& member, const Chunk& chunk, ChunkBuffers* buffers) {
@@ -207,7 +218,6 @@ absl::Status Computation::CloseChunk(const Member& member, const Chunk& chunk, c
     HEADWATER_RETURN_IF_ERROR(core_.Order(gradient_stream(), core_.download_stream()));
     HEADWATER_RETURN_IF_ERROR(SendGradHidden({&member, &chunk, buffers.out, all}));
   }
-  HEADWATER_RETURN_IF_ERROR(SendPostponed());
   if (group_ != nullptr) {
     // All ranks say the same of the rows that rank 0 has written.
     HEADWATER_RETURN_IF_ERROR(group_->sums().Broadcast(buffers.non_finite, rows, gradient_stream()));
@@ -266,6 +276,10 @@ absl::Status Computation::RunWork(Work* work) {
   } else {
     HEADWATER_RETURN_IF_ERROR(RunLogits(work));
   }
+  // The results of a chunk's only term leave first. In a group they wait for the sum over ranks, which goes on beside the products;
+  // and the next term needs the workspace.
+  work->results_leave = group_ == nullptr && last.chunk->terms.size() == 1;
+  if (!work->results_leave) HEADWATER_RETURN_IF_ERROR(AddOwedGradWeight(work));
   HEADWATER_RETURN_IF_ERROR(Check(cudaMemcpyAsync(work->reports, own.reports, static_cast<size_t>(work->rows) * sizeof(RowReport),
                                                   cudaMemcpyDeviceToHost, stream_),
                                   "the way back of the losses"));
@@ -315,7 +329,8 @@ absl::Status Computation::RunExponentials(Work* work) {
     if (*overflow != 0) return RunOverflowed(work, work->wants_grad_hidden ? slice.first : 0);
     HEADWATER_RETURN_IF_ERROR(AddGradHidden(work, slice, /*product_is_there=*/true));
   }
-  return AddGradWeight(work, {0, work->rows});
+  work->owes_grad_weight = true;
+  return absl::OkStatus();
 }
 
 absl::Status Computation::ComputeExponentials(Work* work, const Slice& slice, cudaStream_t finish) {
@@ -395,7 +410,8 @@ absl::Status Computation::RunLogits(Work* work) {
   const Slice all = {0, work->rows};
   HEADWATER_RETURN_IF_ERROR(MakeGroups(work));
   if (!leaves_early) HEADWATER_RETURN_IF_ERROR(AddGradHidden(work, all, /*product_is_there=*/false));
-  return AddGradWeight(work, all);
+  work->owes_grad_weight = true;
+  return absl::OkStatus();
 }
 
 absl::Status Computation::ComputeLogits(const ShardWeights& shard, const ConstMatrix& hidden, const double* wide_hidden,

@@ -69,8 +69,10 @@ class Computation {
   Computation(EngineCore& core, std::vector<Member> members, bool whole_workspace);
   ~Computation();
 
-  // Enqueues everything and waits for it; sums and per-token outputs are then in the plan's terms and the caller's memory. What is
-  // still running after an error ends before this goes.
+  // Enqueues everything and waits for all that the caller gets: sums and per-token outputs are then in the plan's terms and the
+  // caller's memory, none of which is read or written any more. The last chunk's grad_weight products may go on
+  // (EngineCore::LetWorkGoOn()), so that the device has work until the next call comes. What is still running after an error ends
+  // before this goes.
   absl::Status Run();
   // Whether Run() failed with the flow's error: nothing was added then.
   bool interrupted() const { return interrupted_; }
@@ -98,11 +100,13 @@ class Computation {
     ConstMatrix hidden;   // [rows, padded]
     ConstMatrix teacher;  // JSD
     int64_t rows;
-    TargetGroups groups;  // order null until they are made
-    int64_t uploaded;     // rows that have been enqueued to come from the host
-    int64_t placed;       // rows that are where the products read them
-    void* kept_matrix;    // M's place in the slot, if rows are kept; else null
-    bool overflowed;      // the exponential form is done again as rows
+    TargetGroups groups;    // order null until they are made
+    int64_t uploaded;       // rows that have been enqueued to come from the host
+    int64_t placed;         // rows that are where the products read them
+    void* kept_matrix;      // M's place in the slot, if rows are kept; else null
+    bool overflowed;        // the exponential form is done again as rows
+    bool owes_grad_weight;  // that of all rows is still to be added
+    bool results_leave;     // everything that the caller gets has been enqueued, but for rows on their way to pageable memory
     // Host copies (page-locked).
     int32_t* targets;
     RowReport* reports;
@@ -133,7 +137,8 @@ class Computation {
   absl::Status UploadClassWeights(const Member& member);
   absl::Status RunChunks(const Member& member);
   absl::Status RunTogether();
-  // What the terms of a chunk share: before their work, and after it (`first_pending`: of the chunk).
+  // What the terms of a chunk share: before their work, and after it (`first_pending`: of the chunk). CloseChunk() leaves what is
+  // postponed.
   absl::Status OpenChunk(const Member& member, const Chunk& chunk, ChunkBuffers* buffers);
   absl::Status CloseChunk(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers, size_t first_pending,
                           size_t count);
@@ -191,6 +196,7 @@ class Computation {
   absl::Status FinishGradHidden(Work* work, const Slice& slice, int32_t rank);
   absl::Status FinishPart(Work* work, const Part& part, const Slice& slice, int64_t product_row, int32_t rank);
   absl::Status AddGradWeight(Work* work, const Slice& slice);
+  absl::Status AddOwedGradWeight(Work* work);
   // Writes rows of a chunk whose gradient was summed up; none else.
   absl::Status WriteGradHidden(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers, const Slice& slice);
   // Adds up rows of a chunk's sum on rank 0 of a group.
@@ -254,6 +260,8 @@ class Computation {
   std::vector<Delivery> postponed_;
   std::deque<ReadyNote> notes_;  // where they are until the driver has told
   bool drained_ = true;
+  // Of the last chunk nothing is behind the core's results_event() but products that add to an accumulator or a slot.
+  bool products_go_on_ = false;
 
   RowFlow* const flow_;   // of the only member, or null
   int64_t awaited_ = -1;  // rows that the flow has been asked for; -1: never

@@ -175,9 +175,21 @@ absl::Status Computation::AddGradWeight(Work* work, const Slice& slice) {
   // What came earlier is added earlier.
   HEADWATER_RETURN_IF_ERROR(core_.debt().SettleFor(*term.head));
   const WeightScratch scratch = {own.alpha + 1, own.bias_scratch};
-  return AddWeightContribution(core_, *term.head, contribution, 1, scratch, [&](int32_t rank) {
+  const auto target = [&](int32_t rank) {
     return work->staged == nullptr ? term.head->accumulator(rank) : term.head->staging_slot(rank, work->staged->slot.index());
-  });
+  };
+  HEADWATER_RETURN_IF_ERROR(AddTargets(core_, *term.head, contribution, 1, target));
+  if (work->results_leave) {
+    HEADWATER_RETURN_IF_ERROR(Check(cudaEventRecord(core_.results_event(), stream_), "recording an event"));
+    products_go_on_ = true;
+  }
+  return AddProducts(core_, *term.head, contribution, 1, scratch, target);
+}
+
+absl::Status Computation::AddOwedGradWeight(Work* work) {
+  if (!work->owes_grad_weight) return absl::OkStatus();
+  work->owes_grad_weight = false;
+  return AddGradWeight(work, {0, work->rows});
 }
 
 absl::Status Computation::WriteGradHidden(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers,

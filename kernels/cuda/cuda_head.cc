@@ -62,6 +62,8 @@ CudaHead::~CudaHead() {
   {
     WorkLock lock(*core_);
     core_->debt().Forget(*this);
+    // Work that nobody has waited for may still read and write it.
+    static_cast<void>(core_->Synchronize("work of a head that goes away"));
     storage_.clear();
   }
   // Given back only now that it is free.

@@ -90,7 +90,7 @@ absl::Status EngineCore::Open() {
   for (cudaStream_t* stream : {&stream_, &upload_stream_, &download_stream_}) {
     HEADWATER_RETURN_IF_ERROR(CudaStatus(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "making a stream"));
   }
-  for (cudaEvent_t* event : {&order_event_, &flag_event_, &sum_event_}) {
+  for (cudaEvent_t* event : {&order_event_, &flag_event_, &sum_event_, &results_event_}) {
     HEADWATER_RETURN_IF_ERROR(CudaStatus(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "making an event"));
   }
   absl::StatusOr<PinnedMemory> bounce = PinnedMemory::Allocate(kBounceBytes);
@@ -111,7 +111,7 @@ absl::Status EngineCore::Open() {
 EngineCore::~EngineCore() {
   if (stream_ != nullptr) MakeCurrent();
   group_.reset();
-  for (const cudaEvent_t event : {order_event_, flag_event_, sum_event_}) {
+  for (const cudaEvent_t event : {order_event_, flag_event_, sum_event_, results_event_}) {
     if (event != nullptr) static_cast<void>(cudaEventDestroy(event));
   }
   for (const cudaStream_t stream : {stream_, upload_stream_, download_stream_}) {
@@ -119,7 +119,7 @@ EngineCore::~EngineCore() {
   }
 }
 
-absl::Status EngineCore::Check(cudaError_t error, const char* what) {
+absl::Status EngineCore::Check(cudaError_t error, const char* what) const {
   if (error == cudaSuccess) return absl::OkStatus();
   absl::Status status = CudaStatus(error, what);
   static_cast<void>(cudaGetLastError());
@@ -148,7 +148,14 @@ absl::Status EngineCore::Synchronize(const char* what) {
     const absl::Status status = Check(cudaStreamSynchronize(stream), what);
     if (first.ok()) first = status;
   }
+  work_goes_on_ = false;
   return first.ok() && group_ != nullptr ? group_->status() : first;
+}
+
+absl::Status EngineCore::SynchronizeTransfers(const char* what) {
+  const absl::Status up = Check(cudaStreamSynchronize(upload_stream_), what);
+  const absl::Status down = Check(cudaStreamSynchronize(download_stream_), what);
+  return up.ok() ? down : up;
 }
 
 absl::Status EngineCore::AwaitEvent(cudaEvent_t event, const char* what) {
@@ -167,6 +174,14 @@ absl::Status EngineCore::health() const {
   {
     std::lock_guard<std::mutex> lock(health_mutex_);
     if (!health_.ok()) return health_;
+  }
+  if (work_goes_on_) {
+    MakeCurrent();
+    const cudaError_t error = cudaStreamQuery(stream_);
+    if (error != cudaErrorNotReady) {
+      work_goes_on_ = false;
+      HEADWATER_RETURN_IF_ERROR(Check(error, "work on the device"));
+    }
   }
   return group_ == nullptr ? absl::OkStatus() : group_->status();
 }
@@ -194,7 +209,12 @@ absl::Status EngineCore::TryAct(absl::FunctionRef<absl::Status()> act) {
     const absl::Status status = Caught([&] { return CallProbe(ShardPhase::kAct, rank); });
     if (!status.ok()) return ShardError(ErrorReason::kEngineFailed, rank, " failed: ", std::string(status.message()));
   }
+  act_goes_on_ = false;
   absl::Status status = Caught(act);
+  if (status.ok() && act_goes_on_) {
+    work_goes_on_ = true;
+    return status;
+  }
   // What this rank has not enqueued the others would wait for.
   if (!status.ok() && group_ != nullptr) group_->Abort(status);
   const absl::Status finished = Synchronize("work on the device");

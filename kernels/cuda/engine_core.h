@@ -10,6 +10,7 @@
 #include <cuda_runtime_api.h>
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -59,9 +60,10 @@ class EngineCore {
   cudaStream_t download_stream() const { return download_stream_; }
   // What `later` is given from now on begins when what `earlier` was given up to now is done.
   absl::Status Order(cudaStream_t earlier, cudaStream_t later);
-  // Events that the host waits for, for two purposes.
+  // Events that the host waits for, each for a purpose.
   cudaEvent_t flag_event() const { return flag_event_; }
   cudaEvent_t sum_event() const { return sum_event_; }
+  cudaEvent_t results_event() const { return results_event_; }
   const DeviceMemory& zeros() const { return zeros_; }  // never written
   Products& products() { return *products_; }
   const DeviceMemory& workspace() const { return workspace_; }
@@ -71,8 +73,9 @@ class EngineCore {
   // Waits for the streams, a group's too. Every error that ends here or in Check() is looked at: one that the device does not
   // recover from makes health() bad. kEngineFailed if the group is broken, whose work ends without results then.
   absl::Status Synchronize(const char* what);
-  // The same for an event.
+  // The same for an event, and for the streams by which rows come and go.
   absl::Status AwaitEvent(cudaEvent_t event, const char* what);
+  absl::Status SynchronizeTransfers(const char* what);
 
   // Work that is decided once for all shards. `prepare` does all that may fail on a shard and changes nothing; if it fails anywhere
   // the call fails as kShardNotReady (metadata: shard). Then `act` runs for all shards, and is waited for; it fails as
@@ -87,11 +90,14 @@ class EngineCore {
   // RunDecided()'s two halves, for work whose ranks tell each other more than that they are ready: the first on this rank alone.
   absl::Status Prepare(absl::FunctionRef<absl::Status(int32_t rank)> prepare);
   absl::Status Act(absl::FunctionRef<absl::Status()> act);
+  // Within `act`: what is on stream() then is not waited for when it succeeds. It may only be about the engine's own memory;
+  // whatever comes later is behind it on the stream. An error of the device shows then, or in health().
+  void LetWorkGoOn() { act_goes_on_ = true; }
 
   // --- Any thread ---------------------------------------------------------------------------------------------------------------
   absl::Status health() const;
   // What Synchronize() does with an error.
-  absl::Status Check(cudaError_t error, const char* what);
+  absl::Status Check(cudaError_t error, const char* what) const;
   // Makes the engine's device this thread's; a WorkLock has done it. Without it a call would be about the first one, and take
   // memory there.
   void MakeCurrent() const { static_cast<void>(cudaSetDevice(options_.device_index)); }
@@ -133,6 +139,9 @@ class EngineCore {
   cudaEvent_t order_event_ = nullptr;
   cudaEvent_t flag_event_ = nullptr;
   cudaEvent_t sum_event_ = nullptr;
+  cudaEvent_t results_event_ = nullptr;
+  bool act_goes_on_ = false;
+  mutable std::atomic<bool> work_goes_on_{false};  // since the last Act(): nobody has waited for it
   DeviceMemory zeros_;
   DeviceMemory products_workspace_;
   DeviceMemory workspace_;
@@ -151,7 +160,7 @@ class EngineCore {
   std::map<uintptr_t, Foreign> foreign_;  // by first byte
 
   mutable std::mutex health_mutex_;
-  absl::Status health_;
+  mutable absl::Status health_;
 };
 
 // Holds the work mutex, with the engine's device current on this thread.

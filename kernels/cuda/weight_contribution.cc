@@ -4,8 +4,22 @@
 
 namespace headwater::cuda {
 
-absl::Status AddWeightContribution(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,
-                                   const WeightScratch& scratch, absl::FunctionRef<WeightTarget(int32_t rank)> target) {
+absl::Status AddTargets(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,
+                        absl::FunctionRef<WeightTarget(int32_t rank)> target) {
+  if (!contribution.has_targets) return absl::OkStatus();
+  for (int32_t rank = 0; rank < head.shard_count(); ++rank) {
+    const ShardWeights shard = head.shard_weights(rank);
+    if (shard.columns == 0) continue;
+    const WeightTarget to = target(rank);
+    HEADWATER_RETURN_IF_ERROR(core.Check(LaunchAddTargetRows(contribution.hidden, contribution.target_factor, contribution.targets,
+                                                             contribution.groups, shard, factor, to.weight, to.bias, core.stream()),
+                                         "adding the targets' rows to grad_weight"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status AddProducts(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,
+                         const WeightScratch& scratch, absl::FunctionRef<WeightTarget(int32_t rank)> target) {
   const cudaStream_t stream = core.stream();
   const float* factor_device = contribution.scaled_factor;
   if (factor_device != nullptr && factor != 1) {
@@ -35,14 +49,14 @@ absl::Status AddWeightContribution(EngineCore& core, const CudaHead& head, const
       HEADWATER_RETURN_IF_ERROR(core.Check(
           LaunchAddGradBias(matrix, contribution.row_factor, factor, scratch.bias, to.bias, stream), "adding to grad_bias"));
     }
-    if (contribution.has_targets) {
-      HEADWATER_RETURN_IF_ERROR(
-          core.Check(LaunchAddTargetRows(contribution.hidden, contribution.target_factor, contribution.targets, contribution.groups,
-                                         shard, factor, to.weight, to.bias, stream),
-                     "adding the targets' rows to grad_weight"));
-    }
   }
   return absl::OkStatus();
+}
+
+absl::Status AddWeightContribution(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,
+                                   const WeightScratch& scratch, absl::FunctionRef<WeightTarget(int32_t rank)> target) {
+  HEADWATER_RETURN_IF_ERROR(AddTargets(core, head, contribution, factor, target));
+  return AddProducts(core, head, contribution, factor, scratch, target);
 }
 
 }  // namespace headwater::cuda

@@ -32,7 +32,13 @@ struct WeightScratch {
   void* bias = nullptr;     // GradBiasScratchBytes() of the widest shard; null without a bias
 };
 
-// Enqueues target(rank) += factor * contribution for every shard.
+// Enqueues target(rank) += factor * contribution for every shard, in two parts that are always added in this order: the targets'
+// rows, for which `hidden` is read, and the products, for which it is not.
+absl::Status AddTargets(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,
+                        absl::FunctionRef<WeightTarget(int32_t rank)> target);
+absl::Status AddProducts(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,
+                         const WeightScratch& scratch, absl::FunctionRef<WeightTarget(int32_t rank)> target);
+// Both.
 absl::Status AddWeightContribution(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,
                                    const WeightScratch& scratch, absl::FunctionRef<WeightTarget(int32_t rank)> target);
 

@@ -237,6 +237,67 @@ class CudaRowFlow : public ::testing::TestWithParam<bool> {
   }
 };
 
+// grad_weight's products may still run when Compute() returns: they need nothing of the caller's.
+TEST_P(CudaRowFlow, TensorsAreTheCallersAgainWithTheResult) {
+  FlowEngine engine = MakeEngine();
+  const Result expected = engine.Reference();
+  cudaStream_t stream = nullptr;
+  CheckCuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  for (const MemorySpace memory : {MemorySpace::kDevice, MemorySpace::kHost}) {
+    const BufferKind kind = memory == MemorySpace::kDevice ? BufferKind::kDevice : BufferKind::kPinned;
+    const Buffer hidden(kind, kBytes);
+    const Buffer grad_hidden(kind, kBytes);
+    for (int i = 0; i < 20; ++i) {
+      CopyMemory(hidden.as<void>(), Hidden().data(), kBytes);
+      CheckStatus(engine.head().ZeroGradient(), "ZeroGradient");
+      const MicroBatch micro_batch = engine.Make(hidden.as<void>(), memory, grad_hidden.as<void>(), memory);
+      CheckStatus(engine.engine().Compute(micro_batch).status(), "Compute");
+      for (const Buffer* mine : {&hidden, &grad_hidden}) {
+        if (kind == BufferKind::kPinned) {
+          std::memset(mine->as<void>(), 0xFF, static_cast<size_t>(kBytes));
+        } else {
+          CheckCuda(cudaMemsetAsync(mine->as<void>(), 0xFF, static_cast<size_t>(kBytes), stream), "cudaMemset");
+        }
+      }
+      CheckCuda(cudaStreamSynchronize(stream), "cudaMemset");
+      const std::vector<float> gradient = engine.ReadGradient();
+      ASSERT_EQ(std::memcmp(gradient.data(), expected.grad_weight.data(), gradient.size() * 4), 0) << "micro-batch " << i;
+    }
+  }
+  CheckCuda(cudaStreamDestroy(stream), "cudaStreamDestroy");
+}
+
+TEST_P(CudaRowFlow, MicroBatchesThatFollowAtOnceHaveTheBitsOfThoseThatWait) {
+  FlowEngine engine = MakeEngine();
+  const auto run = [&engine](bool waits) {
+    const Buffer hidden(BufferKind::kPinned, kBytes);
+    const Buffer grad_hidden(BufferKind::kPinned, kBytes);
+    std::vector<Result> results;
+    CheckStatus(engine.head().ZeroGradient(), "ZeroGradient");
+    for (uint32_t i = 0; i < 6; ++i) {
+      const std::vector<uint16_t> rows = Values(kRows * kWidth, 100 + i, 1);
+      std::memcpy(hidden.as<void>(), rows.data(), static_cast<size_t>(kBytes));
+      const MicroBatch micro_batch = engine.Make(hidden.as<void>(), MemorySpace::kHost, grad_hidden.as<void>(), MemorySpace::kHost);
+      const absl::StatusOr<MicroBatchResult> computed = engine.engine().Compute(micro_batch);
+      CheckStatus(computed.status(), "Compute");
+      Result& result = results.emplace_back();
+      result.sums = computed->terms[0];
+      result.grad_hidden.resize(static_cast<size_t>(kRows * kWidth));
+      std::memcpy(result.grad_hidden.data(), grad_hidden.as<void>(), static_cast<size_t>(kBytes));
+      if (waits) result.grad_weight = engine.ReadGradient();
+    }
+    results.back().grad_weight = engine.ReadGradient();
+    return results;
+  };
+  const std::vector<Result> expected = run(/*waits=*/true);
+  const std::vector<Result> actual = run(/*waits=*/false);
+  for (size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_EQ(actual[i].sums.loss_sum, expected[i].sums.loss_sum) << i;
+    EXPECT_EQ(actual[i].grad_hidden, expected[i].grad_hidden) << i;
+  }
+  EXPECT_EQ(actual.back().grad_weight, expected.back().grad_weight);
+}
+
 TEST_P(CudaRowFlow, PageLockedRowsComeSliceBySlice) {
   FlowEngine engine = MakeEngine();
   const Result expected = engine.Reference();

@@ -251,7 +251,10 @@ class Runner {
   }
 
   BlockTimes Measure(const BlockOptions& options) {
-    const Repeat candidate = [this](int count) { RunEngine(count); };
+    const Repeat candidate = [this](int count) {
+      RunEngine(count);
+      CheckCuda(cudaDeviceSynchronize(), "the engine's last products");
+    };
     if (case_.memory_bound)
       return TimeAgainst(1000 * BytesThatMustMove() / kBytesPerSecond, candidate, options, workplace_.monitor());
     FloorInputs inputs;

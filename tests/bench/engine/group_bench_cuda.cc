@@ -241,6 +241,7 @@ BlockTimes Measure(const BenchCase& bench_case, const Settings& settings, LossEn
   const Repeat floor = [&](int count) {
     CheckCuda(cudaSetDevice(0), "cudaSetDevice");
     for (int i = 0; i < count; ++i) one.Work(0, 1);
+    CheckCuda(cudaDeviceSynchronize(), "the engine's last products");
   };
   const Repeat candidate = [&](int count) {
     group.Run([&](int32_t rank) {

@@ -53,6 +53,7 @@ class GpuSide final : public LocalSide {
   void RunEngine(int count, bool frozen) override {
     calls_.Run(count, frozen, {hidden_.as<void>(), rows_, width_, DataType::kBFloat16, MemorySpace::kDevice},
                {grad_hidden_.as<void>(), rows_, width_, DataType::kBFloat16, MemorySpace::kDevice});
+    CheckCuda(cudaDeviceSynchronize(), "the engine's last products");
   }
   bool has_products() const override { return true; }
   void RunProducts(int count) override {

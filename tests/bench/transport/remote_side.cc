@@ -206,6 +206,16 @@ void RemoteSide::Run(const Work& work, int count) {
     Finish(std::move(in_flight.front()), work);
     in_flight.pop_front();
   }
+  AwaitLastProducts();
+}
+
+void RemoteSide::AwaitLastProducts() {
+  client::MicroBatchOptions options;
+  options.forward_only = true;
+  client::RowsView hidden = client::RowsView::BFloat16(tensors_.hidden, settings_.hidden_size);
+  hidden.row_count = 1;
+  client::Head& student = TrainerOf(Transport::kGrpc).student;
+  ValueOf(student.CrossEntropy(hidden, absl::MakeConstSpan(tensors_.targets).first(1), {}, options).Get(), "CrossEntropy");
 }
 
 RemoteSide::ServerTimes RemoteSide::TakeTimes() {
@@ -257,6 +267,7 @@ void RemoteSide::RunManyClients(int count) {
   for (const std::exception_ptr& failure : failures) {
     if (failure != nullptr) std::rethrow_exception(failure);
   }
+  AwaitLastProducts();
 }
 
 void RemoteSide::NewStep() {

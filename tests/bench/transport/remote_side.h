@@ -98,6 +98,9 @@ class RemoteSide {
   void GradHiddenOf(Trainer& trainer, Rows rows, int slot, client::MicroBatchOptions* options);
   client::Future<client::LossResult> Submit(Trainer& trainer, const Work& work, int slot);
   client::LossResult Finish(client::Future<client::LossResult> future, const Work& work);
+  // The server answers before it has added the last micro-batch's grad_weight: one row is computed behind that, and its time
+  // counted.
+  void AwaitLastProducts();
 
   const TransportSettings& settings_;
   const Tensors& tensors_;
