@@ -45,7 +45,7 @@
 //     ComputeGradientStats() and ApplyOptimizer() want it to have been called. ApplyOptimizer() hands the new weights to all ranks.
 //   - ReadTensor() of the accumulator reads the rank's own.
 //   - CreateHead() and PlanHead() refuse it in deterministic mode (kInvalidCombination), where sums must not depend on which
-//     micro-batches a rank is given, and where it is not built (kFeatureNotBuilt).
+//     micro-batches a rank is given.
 #ifndef HEADWATER_KERNELS_ENGINE_H_
 #define HEADWATER_KERNELS_ENGINE_H_
 
@@ -244,8 +244,9 @@ class EngineHead {
   // once for all shards, as StagedContribution::Commit().
   virtual absl::Status AddToGradient(HeadTensor tensor, int64_t element_start, int64_t element_count, double factor,
                                      const float* in) = 0;
-  // Sums the ranks' accumulators up, in rank order, where they are several (Parallelism::kRows in a group; else nothing is done):
-  // each rank's shard becomes the gradient's, and 0 is left in the rest. Decided likewise.
+  // Sums the ranks' accumulators up where they are several (Parallelism::kRows in a group; else nothing is done): each rank's shard
+  // becomes the gradient's, and 0 is left in the rest. In an order that depends on the group alone: on the CPU the ranks', on GPUs
+  // NCCL's. Decided likewise.
   virtual absl::Status ReduceGradient() { return absl::OkStatus(); }
   // Sets optimizer state to 0. Decided likewise.
   virtual absl::Status ResetOptimizerState() = 0;
