@@ -143,10 +143,8 @@ class Fixture {
     FUZZ_CHECK(rest, left);
   }
 
-  // What leaks does so a little later too; a thread that gRPC is just starting is known to nobody for a moment.
   static void CheckLeaks() {
-    if (&__lsan_do_recoverable_leak_check == nullptr) return;
-    FUZZ_CHECK(testing::Await([] { return __lsan_do_recoverable_leak_check() == 0; }));
+    if (&__lsan_do_recoverable_leak_check != nullptr) FUZZ_CHECK(__lsan_do_recoverable_leak_check() == 0);
   }
 
   const ScratchDirectory directory_;
@@ -158,6 +156,10 @@ class Fixture {
 
 }  // namespace
 }  // namespace headwater::fuzz
+
+// gRPC 1.51 loses the 88 bytes of a thread of its own about once in seven thousand sequences (github.com/grpc/grpc, issue 23349
+// tells of the same). Only what this function allocates itself: what is called from there has other allocators as callers.
+extern "C" const char* __lsan_default_suppressions() { return "leak:^grpc::ThreadManager::MainWorkLoop\n"; }
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace headwater::fuzz;  // NOLINT(google-build-using-namespace)
