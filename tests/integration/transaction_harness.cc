@@ -157,6 +157,7 @@ void Trial::Restart() {
 }
 
 TestHead& Trial::Head(const std::string& id) {
+  absl::MutexLock lock(&state_mutex_);
   const auto found = heads_.find(id);
   if (found != heads_.end()) return found->second;
   const auto spec = setup_.specs.find(id);
@@ -167,6 +168,7 @@ TestHead& Trial::Head(const std::string& id) {
 
 std::vector<std::string> Trial::HeadIds() const {
   std::vector<std::string> ids;
+  absl::MutexLock lock(&state_mutex_);
   for (const auto& [id, head] : heads_) ids.push_back(id);
   return ids;
 }
@@ -224,6 +226,7 @@ LossReply Trial::Compute(const Batch& batch, const SendOptions& send) {
   LossReply reply = server_->Compute(HeaderOf(batch), RowsOf(batch), "", options);
   if (!keeps_reference_ || !reply.status.ok() || reply.summary.replayed() || reply.summary.payload_differs()) return reply;
   if (batch.explicit_commit) {
+    absl::MutexLock lock(&state_mutex_);
     staged_[batch.id] = batch;
   } else {
     AddReference(batch, 1, {});
@@ -273,7 +276,7 @@ std::string Trial::Commit(const Decision& decision) {
   v1::CommitMicroBatchResponse response;
   const grpc::Status status = server_->loss().CommitMicroBatch(&context, request, &response);
   if (keeps_reference_ && status.ok() && !response.replayed()) {
-    AddReference(staged_.at(decision.id), decision.factor, decision.token_factors);
+    AddReference(Staged(decision.id), decision.factor, decision.token_factors);
   }
   return Answer(status, response.replayed() ? "OK replayed" : "OK");
 }
@@ -303,8 +306,9 @@ std::string Trial::AddPart(const Part& part) {
   bool replayed = false;
   const grpc::Status status = server_->AddGradient(header, rows, &replayed);
   if (keeps_reference_ && status.ok() && !replayed) {
-    ReferenceGradient& gradient = ReferenceOf(part.head);
-    for (size_t i = 0; i < rows.size(); ++i) gradient[static_cast<size_t>(part.row_start * kHidden) + i] += part.factor * rows[i];
+    ReferenceGradient share(static_cast<size_t>(kVocab * kHidden));
+    for (size_t i = 0; i < rows.size(); ++i) share[static_cast<size_t>(part.row_start * kHidden) + i] = part.factor * rows[i];
+    AddToReference(part.head, share);
   }
   return Answer(status, replayed ? "OK replayed" : "OK");
 }
@@ -334,7 +338,7 @@ std::string Trial::Apply(const StepEnd& end) {
   request.set_learning_rate(end.learning_rate);
   v1::ApplyOptimizerStepResponse response;
   const grpc::Status status = server_->heads().ApplyOptimizerStep(&context, request, &response);
-  if (status.ok()) reference_.erase(end.head);
+  if (status.ok()) DropReference(end.head);
   return Answer(status, response.replayed() ? "OK replayed" : "OK");
 }
 
@@ -345,7 +349,7 @@ std::string Trial::DiscardGradient(const StepEnd& end) {
   *request.mutable_head() = At(end.head, end.step);
   v1::DiscardGradientResponse response;
   const grpc::Status status = server_->heads().DiscardGradient(&context, request, &response);
-  if (status.ok()) reference_.erase(end.head);
+  if (status.ok()) DropReference(end.head);
   return Answer(status, response.replayed() ? "OK replayed" : "OK");
 }
 
@@ -357,7 +361,7 @@ std::string Trial::Replace(const Replacement& replacement) {
   const grpc::Status status = server_->Upload(head.head, replacement.tensor, values, &updated, replacement.step);
   if (!status.ok()) return Answer(status);
   const bool closed = updated.open_step() == replacement.step + 1;
-  if (closed) reference_.erase(replacement.head);
+  if (closed) DropReference(replacement.head);
   EXPECT_EQ(updated.epoch(), head.head.epoch());
   return closed ? "OK replaced" : "OK";
 }
@@ -393,7 +397,7 @@ std::string Trial::GetStep(const std::string& id) {
 
 std::string Trial::Take(const std::string& id, const std::string& epoch) {
   const grpc::Status status = server_->Take(&Head(id), epoch);
-  if (status.ok()) reference_.erase(id);
+  if (status.ok()) DropReference(id);
   return Answer(status);
 }
 
@@ -418,7 +422,7 @@ std::string Trial::Restore(const std::string& checkpoint, const std::string& id)
   const grpc::Status status = server_->heads().RestoreCheckpoint(&context, request, &restored);
   if (status.ok()) {
     Head(id).head = restored;
-    reference_.erase(id);
+    DropReference(id);
   }
   return Answer(status);
 }
@@ -430,7 +434,7 @@ std::string Trial::SetWeights(uint32_t seed, const std::string& id) {
   const grpc::Status status = server_->Upload(head.head, v1::HEAD_TENSOR_WEIGHT, values, &updated);
   if (status.ok()) {
     head.head = updated;
-    reference_.erase(id);
+    DropReference(id);
   }
   return Answer(status);
 }
@@ -443,7 +447,7 @@ std::string Trial::Delete(const std::string& id, bool force, const std::string& 
   request.set_epoch(epoch);
   v1::DeleteHeadResponse response;
   const grpc::Status status = server_->heads().DeleteHead(&context, request, &response);
-  if (status.ok()) heads_.erase(id);
+  if (status.ok()) Forget(id);
   return Answer(status);
 }
 
@@ -482,7 +486,8 @@ std::string Trial::Line(const v1::MicroBatchState& state) {
 
 std::vector<std::string> Trial::MicroBatches() {
   std::vector<std::string> lines;
-  for (const auto& [id, head] : heads_) {
+  for (const std::string& id : HeadIds()) {
+    const TestHead& head = Head(id);
     if (!head.head.spec().trainable()) continue;
     const v1::GetStepResponse steps = server_->Steps(head);
     for (const v1::MicroBatchState& state : steps.open().micro_batches()) {
@@ -494,10 +499,33 @@ std::vector<std::string> Trial::MicroBatches() {
 
 // ---- the reference ---------------------------------------------------------------------------------------------------
 
-Trial::ReferenceGradient& Trial::ReferenceOf(const std::string& id) {
+Trial::ReferenceGradient Trial::ReferenceOf(const std::string& id) {
+  absl::MutexLock lock(&state_mutex_);
   ReferenceGradient& gradient = reference_[id];
   gradient.resize(static_cast<size_t>(kVocab * kHidden));
   return gradient;
+}
+
+void Trial::AddToReference(const std::string& id, const ReferenceGradient& share) {
+  absl::MutexLock lock(&state_mutex_);
+  ReferenceGradient& gradient = reference_[id];
+  gradient.resize(share.size());
+  for (size_t i = 0; i < share.size(); ++i) gradient[i] += share[i];
+}
+
+void Trial::DropReference(const std::string& id) {
+  absl::MutexLock lock(&state_mutex_);
+  reference_.erase(id);
+}
+
+void Trial::Forget(const std::string& id) {
+  absl::MutexLock lock(&state_mutex_);
+  heads_.erase(id);
+}
+
+Batch Trial::Staged(int64_t id) const {
+  absl::MutexLock lock(&state_mutex_);
+  return staged_.at(id);
 }
 
 // The gradient of cross entropy, row by row: (softmax - one-hot) x.
@@ -506,7 +534,7 @@ void Trial::AddReference(const Batch& batch, double factor, const std::vector<fl
   for (const std::string& id : batch.heads) {
     if (!Head(id).head.spec().trainable()) continue;
     const std::vector<float> weight = Floats(server_->Weights(Head(id)));
-    ReferenceGradient& gradient = ReferenceOf(id);
+    ReferenceGradient share(static_cast<size_t>(kVocab * kHidden));
     for (size_t row = 0; row < kRows; ++row) {
       const float* const x = rows.data() + row * kHidden;
       double sum = 0;
@@ -519,16 +547,18 @@ void Trial::AddReference(const Batch& batch, double factor, const std::vector<fl
       const double scale = batch.loss_scale * factor * (token_factors.empty() ? 1.0 : token_factors[row]);
       for (size_t v = 0; v < kVocab; ++v) {
         const double grad = exponentials[v] / sum - (static_cast<int32_t>(v) == kTargets[row] ? 1 : 0);
-        for (size_t h = 0; h < kHidden; ++h) gradient[v * kHidden + h] += scale * grad * x[h];
+        for (size_t h = 0; h < kHidden; ++h) share[v * kHidden + h] += scale * grad * x[h];
       }
     }
+    AddToReference(id, share);
   }
 }
 
 void Trial::CheckReference() {
-  for (const auto& [id, head] : heads_) {
+  for (const std::string& id : HeadIds()) {
+    const TestHead& head = Head(id);
     if (!head.head.spec().trainable() || head.head.spec().has_bias()) continue;
-    const ReferenceGradient& expected = ReferenceOf(id);
+    const ReferenceGradient expected = ReferenceOf(id);
     const std::vector<float> actual = Floats(Gradient(id));
     ASSERT_EQ(actual.size(), expected.size()) << id;
     double difference = 0, norm = 0;

@@ -181,7 +181,7 @@ class Trial {
   std::string SetWeights(uint32_t seed, const std::string& id = "student");
   std::string Delete(const std::string& id, bool force, const std::string& epoch = "");
   // The trainer does not know the head any more: Head() makes it anew.
-  void Forget(const std::string& id) { heads_.erase(id); }
+  void Forget(const std::string& id);
   std::string OpenSession(int64_t lease_ms = 20000) { return server_->OpenSession(lease_ms); }
   std::string KeepAlive(const std::string& session);
   std::string CloseSession(const std::string& session);
@@ -213,7 +213,10 @@ class Trial {
   v1::HeadStep At(const std::string& id, int64_t step) { return server_->At(Head(id), step); }
   std::string Answer(const grpc::Status& status, const std::string& detail = "");
   void AddReference(const Batch& batch, double factor, const std::vector<float>& token_factors);
-  ReferenceGradient& ReferenceOf(const std::string& id);
+  ReferenceGradient ReferenceOf(const std::string& id);
+  void AddToReference(const std::string& id, const ReferenceGradient& share);
+  void DropReference(const std::string& id);
+  Batch Staged(int64_t id) const;
 
   const TrialSetup setup_;
   const int32_t shard_count_;
@@ -221,11 +224,12 @@ class Trial {
   std::string directory_;  // of checkpoints; empty without
   std::shared_ptr<ShardFault> fault_;
   std::unique_ptr<WireServer> server_;
-  std::map<std::string, TestHead> heads_;
+  mutable absl::Mutex state_mutex_;  // a story may make calls on several threads; what it does to one head it does in turn
+  std::map<std::string, TestHead> heads_ ABSL_GUARDED_BY(state_mutex_);
   mutable absl::Mutex error_mutex_;
   WireError last_error_ ABSL_GUARDED_BY(error_mutex_);
-  std::map<std::string, ReferenceGradient> reference_;
-  std::map<int64_t, Batch> staged_;
+  std::map<std::string, ReferenceGradient> reference_ ABSL_GUARDED_BY(state_mutex_);
+  std::map<int64_t, Batch> staged_ ABSL_GUARDED_BY(state_mutex_);
 };
 
 struct TransactionRow {
