@@ -53,7 +53,7 @@ Made WaitForTheOthers(const EngineOptions& options) {
 
 // Two ranks of the leader's, and four of two other processes.
 group::AssemblyOptions SixRanks() {
-  group::AssemblyOptions options;
+  group::AssemblyOptions options = LocalAssemblyOptions();
   options.engine.shard_count = 6;
   options.engine.shard_weights = {3, 1, 2, 1, 1, 2};
   options.engine.thread_count = 1;
@@ -63,10 +63,7 @@ group::AssemblyOptions SixRanks() {
   options.device_group_id = kGroupId;
   options.own_ranks = 2;
   options.workers = 4;
-  options.version = "test";
-  options.listen_host = "127.0.0.1";
   options.setup_timeout = absl::Hours(1);
-  options.silence_timeout = absl::Seconds(60);
   return options;
 }
 
@@ -92,10 +89,7 @@ class Processes {
     std::shared_ptr<group::ProcessRows>& rows = rows_[process];
     if (rows == nullptr && ranks > 1) rows = std::make_shared<group::ProcessRows>();
     threads_.emplace_back([=] {
-      group::WorkerOptions worker;
-      worker.version = "test";
-      worker.leader_host = "127.0.0.1";
-      worker.listen_host = "127.0.0.1";
+      group::WorkerOptions worker = LocalWorkerOptions();
       worker.process = process;
       worker.process_index = index;
       worker.process_ranks = ranks;

@@ -5,6 +5,22 @@
 
 namespace headwater::testing {
 
+group::AssemblyOptions LocalAssemblyOptions() {
+  group::AssemblyOptions assembly;
+  assembly.version = "test";
+  assembly.listen_host = "127.0.0.1";
+  assembly.silence_timeout = absl::Seconds(60);
+  return assembly;
+}
+
+group::WorkerOptions LocalWorkerOptions() {
+  group::WorkerOptions worker;
+  worker.version = "test";
+  worker.leader_host = "127.0.0.1";
+  worker.listen_host = "127.0.0.1";
+  return worker;
+}
+
 absl::StatusOr<std::unique_ptr<ThreadedGroup>> ThreadedGroup::Create(const EngineOptions& options,
                                                                      const group::EngineMaker& make_engine) {
   auto group = Begin(options, make_engine);
@@ -16,14 +32,11 @@ absl::StatusOr<std::unique_ptr<ThreadedGroup>> ThreadedGroup::Create(const Engin
 absl::StatusOr<std::unique_ptr<ThreadedGroup>> ThreadedGroup::Begin(const EngineOptions& options,
                                                                     const group::EngineMaker& make_engine,
                                                                     absl::Duration setup_timeout) {
-  group::AssemblyOptions assembly;
+  group::AssemblyOptions assembly = LocalAssemblyOptions();
   assembly.engine = options;
   assembly.engine.thread_count = std::max(1, options.thread_count);
   assembly.workers = options.shard_count - 1;
-  assembly.version = "test";
-  assembly.listen_host = "127.0.0.1";
   assembly.setup_timeout = setup_timeout;
-  assembly.silence_timeout = absl::Seconds(60);
   auto made = group::GroupAssembly::Create(assembly);
   if (!made.ok()) return made.status();
   std::unique_ptr<ThreadedGroup> result(new ThreadedGroup());
@@ -35,10 +48,7 @@ absl::StatusOr<std::unique_ptr<ThreadedGroup>> ThreadedGroup::Begin(const Engine
     TestCall* const call = result->calls_.emplace_back(std::make_unique<TestCall>()).get();
     result->handlers_.emplace_back([assembly = result->assembly_.get(), call] { assembly->Serve(*call).IgnoreError(); });
     result->workers_.emplace_back([call, end = &result->ends_[i], budget = options.memory_budget_bytes, make_engine] {
-      group::WorkerOptions worker;
-      worker.version = "test";
-      worker.leader_host = "127.0.0.1";
-      worker.listen_host = "127.0.0.1";
+      group::WorkerOptions worker = LocalWorkerOptions();
       worker.memory_budget_bytes = budget;
       worker.make_engine = make_engine;
       *end = group::RunWorker(*call, worker);

@@ -93,6 +93,10 @@ class TestCall final : public group::JoinCall, public group::WorkerChannel {
   std::deque<v1::JoinResponse> responses_;
 };
 
+// Of a leader and of its workers, in one process: of one version, over loopback, and too patient to end by a timeout.
+group::AssemblyOptions LocalAssemblyOptions();
+group::WorkerOptions LocalWorkerOptions();
+
 // A leader's engine and its workers.
 class ThreadedGroup final : public LossEngine {
  public:
