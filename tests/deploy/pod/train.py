@@ -1,14 +1,19 @@
 """Trains a small language model in numpy, its head remote: 50 steps, one line of JSON for each, on stdout.
 
-python train.py ADDRESS     # a server; waits until it serves
-python train.py local       # the engine in this process
+python train.py                  # the server that HEADWATER_SERVER names
+python train.py local            # the engine in this process
+python train.py --pause_at=STEP  # waits in the middle of that step, after its first micro-batch, for SIGUSR1
 
-The body is an embedding and one hidden layer with plain gradient descent; everything random comes from one seed.
+The body is an embedding and one hidden layer with plain gradient descent; everything random comes from one seed. On a server the
+head is saved every ten steps, and a server that is started again is followed (`replay=True`).
 """
 
+import argparse
 import json
 import os
+import signal
 import sys
+import threading
 
 import numpy as np
 
@@ -18,7 +23,9 @@ import headwater.local
 STEPS, MICRO_BATCHES, ROWS = 50, 2, 96
 VOCAB_SIZE, HIDDEN_SIZE, EMBEDDING_SIZE = 512, 64, 32
 LEARNING_RATE, BODY_LEARNING_RATE = 3e-3, 0.5
-START_TIMEOUT_S = 120.0
+STEPS_PER_CHECKPOINT = 10
+# Calls are tried for as long as a container takes to be started anew on a machine that is busy, within their timeout.
+RETRIES = headwater.RetryPolicy(max_attempts=1000, max_backoff=0.5)
 
 
 class Body:
@@ -48,16 +55,29 @@ class Body:
 
 
 def main() -> None:
-    place = sys.argv[1] if len(sys.argv) > 1 else os.environ["HEADWATER_SERVER"]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("place", nargs="?", choices=["local", "server"], default="server")
+    parser.add_argument("--pause_at", type=int, metavar="STEP")
+    arguments = parser.parse_args()
+    going_on = threading.Event()
+    signal.signal(signal.SIGUSR1, lambda *_: going_on.set())
+    # The first process of a container is not ended by signals that it does not take.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     rng = np.random.default_rng(20)
     body = Body(rng)
     weight = (rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)) / np.sqrt(HIDDEN_SIZE)).astype(np.float32)
-    client = headwater.local.connect() if place == "local" else headwater.connect(place, connect_timeout_s=START_TIMEOUT_S)
+    local = arguments.place == "local"
+    client = headwater.local.connect() if local else headwater.connect(os.environ["HEADWATER_SERVER"], replay=True, retries=RETRIES)
     with client:
         head = client.create_head("pod", weight, optimizer=headwater.AdamW(weight_decay=0.01))
         for step in range(STEPS):
+            if not local and step % STEPS_PER_CHECKPOINT == 0:
+                head.save(f"step-{step}")
             loss_sum, transports = 0.0, set()
             for micro_batch in range(MICRO_BATCHES):
+                if step == arguments.pause_at and micro_batch == 1:
+                    print(json.dumps({"paused": step}), flush=True)
+                    going_on.wait()
                 tokens = rng.integers(0, VOCAB_SIZE, ROWS)
                 targets = (tokens * 7 + 3) % VOCAB_SIZE
                 hidden = body.forward(tokens)
