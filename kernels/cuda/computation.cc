@@ -107,7 +107,7 @@ absl::Status Computation::Drain() {
   if (products_go_on_) {
     HEADWATER_RETURN_IF_ERROR(core_.AwaitEvent(core_.results_event(), "a micro-batch"));
     HEADWATER_RETURN_IF_ERROR(core_.SynchronizeTransfers("a micro-batch"));
-    core_.LetWorkGoOn();
+    core_.LetWorkGoOn(left_idle_);
   } else {
     HEADWATER_RETURN_IF_ERROR(core_.Synchronize("a micro-batch"));
   }

@@ -160,6 +160,8 @@ class Computation {
   std::vector<Slice> SlicesOf(const Work& work) const;
   absl::Status UploadRows(Work* work);
   // Enqueues the copies of a slice's rows, and of those before it, if they come from the host.
+  // Where a part's rows come from the host; empty if they do not.
+  static absl::Span<const std::byte> RawHiddenOf(const Part& part);
   absl::Status UploadSlice(Work* work, const Slice& slice);
   absl::Status UploadHidden(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers, const Slice& slice,
                             cudaStream_t stream);
@@ -262,6 +264,7 @@ class Computation {
   bool drained_ = true;
   // Of the last chunk nothing is behind the core's results_event() but products that add to an accumulator or a slot.
   bool products_go_on_ = false;
+  absl::Span<const std::byte> left_idle_;  // what they do not use
 
   RowFlow* const flow_;   // of the only member, or null
   int64_t awaited_ = -1;  // rows that the flow has been asked for; -1: never

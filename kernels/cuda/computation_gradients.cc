@@ -182,6 +182,8 @@ absl::Status Computation::AddGradWeight(Work* work, const Slice& slice) {
   if (work->results_leave) {
     HEADWATER_RETURN_IF_ERROR(Check(cudaEventRecord(core_.results_event(), stream_), "recording an event"));
     products_go_on_ = true;
+    // They read scaled rows.
+    left_idle_ = RawHiddenOf(work->parts.front());
   }
   return AddProducts(core_, *term.head, contribution, 1, scratch, target);
 }

@@ -214,6 +214,12 @@ absl::Status Computation::UploadHidden(const Member& member, const Chunk& chunk,
   return CopyRowsIn(hidden, rows, static_cast<char*>(buffers.raw_hidden) + slice.first * RowBytes(hidden), stream);
 }
 
+absl::Span<const std::byte> Computation::RawHiddenOf(const Part& part) {
+  if (part.shared.raw_hidden == nullptr) return {};
+  const size_t bytes = part.chunk->batch_rows.size() * static_cast<size_t>(RowBytes(part.member->micro_batch->hidden));
+  return {static_cast<const std::byte*>(part.shared.raw_hidden), bytes};
+}
+
 absl::Status Computation::UploadSlice(Work* work, const Slice& slice) {
   const int64_t end = slice.first + slice.count;
   const Slice missing = {work->uploaded, end - work->uploaded};
@@ -221,8 +227,8 @@ absl::Status Computation::UploadSlice(Work* work, const Slice& slice) {
   // A work's whole rows need no stream of their own: nothing runs beside them.
   const bool is_sliced = slice.count < work->rows;
   const cudaStream_t stream = is_sliced ? core_.upload_stream() : stream_;
-  // They come into memory that the chunk before may still use.
-  if (is_sliced && work->uploaded == 0) HEADWATER_RETURN_IF_ERROR(core_.Order(stream_, stream));
+  // They come into memory that the chunk before may still use, of this call or of the one before.
+  if (is_sliced && work->uploaded == 0) HEADWATER_RETURN_IF_ERROR(core_.OrderForWriting(RawHiddenOf(work->parts.front()), stream));
   work->uploaded = end;
   return ForEachPart(*work, missing, [&](const Part& part, const Slice& rows) {
     return UploadHidden(*part.member, *part.chunk, part.shared, {rows.first - part.first, rows.count}, stream);

@@ -149,6 +149,7 @@ absl::Status EngineCore::Synchronize(const char* what) {
     if (first.ok()) first = status;
   }
   work_goes_on_ = false;
+  next_idle_ = {};
   return first.ok() && group_ != nullptr ? group_->status() : first;
 }
 
@@ -168,6 +169,12 @@ absl::Status EngineCore::Order(cudaStream_t earlier, cudaStream_t later) {
   // A wait is for what the event was recorded for when the wait was enqueued: one event serves all.
   HEADWATER_RETURN_IF_ERROR(Check(cudaEventRecord(order_event_, earlier), "recording an event"));
   return Check(cudaStreamWaitEvent(later, order_event_, 0), "ordering streams");
+}
+
+absl::Status EngineCore::OrderForWriting(absl::Span<const std::byte> memory, cudaStream_t later) {
+  const bool is_idle =
+      !memory.empty() && memory.data() >= idle_.data() && memory.data() + memory.size() <= idle_.data() + idle_.size();
+  return is_idle ? Check(cudaStreamWaitEvent(later, results_event_, 0), "ordering streams") : Order(stream_, later);
 }
 
 absl::Status EngineCore::health() const {
@@ -210,6 +217,7 @@ absl::Status EngineCore::TryAct(absl::FunctionRef<absl::Status()> act) {
     if (!status.ok()) return ShardError(ErrorReason::kEngineFailed, rank, " failed: ", std::string(status.message()));
   }
   act_goes_on_ = false;
+  idle_ = std::exchange(next_idle_, {});
   absl::Status status = Caught(act);
   if (status.ok() && act_goes_on_) {
     work_goes_on_ = true;

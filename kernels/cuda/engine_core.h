@@ -11,6 +11,7 @@
 
 #include <array>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -20,6 +21,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "headwater/kernels/engine.h"
 #include "kernels/cuda/device_memory.h"
 #include "kernels/cuda/products.h"
@@ -91,8 +93,15 @@ class EngineCore {
   absl::Status Prepare(absl::FunctionRef<absl::Status(int32_t rank)> prepare);
   absl::Status Act(absl::FunctionRef<absl::Status()> act);
   // Within `act`: what is on stream() then is not waited for when it succeeds. It may only be about the engine's own memory;
-  // whatever comes later is behind it on the stream. An error of the device shows then, or in health().
-  void LetWorkGoOn() { act_goes_on_ = true; }
+  // whatever comes later is behind it on the stream. An error of the device shows then, or in health(). `idle`: a part of the
+  // workspace that this work has no use for since results_event().
+  void LetWorkGoOn(absl::Span<const std::byte> idle = {}) {
+    act_goes_on_ = true;
+    next_idle_ = idle;
+  }
+  // Within `act`, before it enqueues anything about `memory`, a part of the workspace: `later` writes it from now on, as soon as
+  // what was enqueued before `act` has no use for it.
+  absl::Status OrderForWriting(absl::Span<const std::byte> memory, cudaStream_t later);
 
   // --- Any thread ---------------------------------------------------------------------------------------------------------------
   absl::Status health() const;
@@ -141,6 +150,8 @@ class EngineCore {
   cudaEvent_t sum_event_ = nullptr;
   cudaEvent_t results_event_ = nullptr;
   bool act_goes_on_ = false;
+  absl::Span<const std::byte> idle_;               // while an Act() runs: what the one before has left idle
+  absl::Span<const std::byte> next_idle_;          // for the next one
   mutable std::atomic<bool> work_goes_on_{false};  // since the last Act(): nobody has waited for it
   DeviceMemory zeros_;
   DeviceMemory products_workspace_;

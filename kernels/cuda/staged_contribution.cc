@@ -15,12 +15,14 @@ absl::Status CudaStagedContribution::Commit(double factor) {
   absl::Status status;
   {
     WorkLock lock(*core_);
-    const auto add_all = [&] {
-      for (const auto& staged : heads_) HEADWATER_RETURN_IF_ERROR(Add(*staged, alpha));
-      return absl::OkStatus();
-    };
     // All heads of a call are of one kind.
     const bool is_alone = heads_.front()->head->group() == nullptr;
+    const auto add_all = [&] {
+      for (const auto& staged : heads_) HEADWATER_RETURN_IF_ERROR(Add(*staged, alpha));
+      // Nothing is left of the caller's. What gets the slot next is behind this on the stream.
+      if (is_alone) core_->LetWorkGoOn();
+      return absl::OkStatus();
+    };
     status = is_alone ? core_->RunAlone(add_all) : core_->RunDecided([](int32_t) { return absl::OkStatus(); }, add_all);
   }
   if (HasReason(status, ErrorReason::kShardNotReady)) return status;

@@ -26,6 +26,8 @@ ROWS = (37, 600, 5000)
 STEPS = 2
 # Of gradients that were added up in another order: tensor cores truncate. A contribution that is lost is a tenth of the gradient.
 ROWS_GRADIENT = 1e-4
+# How often the worker is killed; tests/gpu does it 20 times.
+WORKER_KILLS = int(os.environ.get("HEADWATER_WORKER_KILLS", "1"))
 # Of processes that are there one after the other: quickly ready, with the same products each time.
 FLAGS = ("--engine=cuda", "--notimed_search", "--algorithm_cache=", "--workspace_bytes=536870912", "--threads=1")
 
@@ -239,6 +241,35 @@ def test_heads_by_rows_are_computed_by_the_ranks_of_both_processes(ranks):
     assert distance <= ROWS_GRADIENT
 
 
+def kill_in_a_micro_batch(group: Group, student) -> None:
+    """Kills the worker while the leader computes a micro-batch of step 1, which must be answered."""
+    hidden = values(np.random.default_rng(1), ROWS[-1], "float32")
+    answered = threading.Semaphore(0)
+    errors = []
+
+    def submit_until_failure():
+        try:
+            for micro_batch in range(1_000_000):
+                student.cross_entropy(hidden, np.zeros(ROWS[-1], np.int64), micro_batch=micro_batch, step=1)
+                answered.release()
+        except headwater.HeadwaterError as error:
+            errors.append(error)
+
+    caller = threading.Thread(target=submit_until_failure)
+    caller.start()
+    for _ in range(2):
+        assert answered.acquire(timeout=START_TIMEOUT_S), group.logs()
+    start = time.monotonic()
+    group.kill_worker()
+    caller.join(START_TIMEOUT_S)
+    print(f"answered after {time.monotonic() - start:.2f} s: {errors}")
+    assert not caller.is_alive(), group.logs()
+    assert isinstance(errors[0], headwater.StepLostError), group.logs()
+    group.start_worker()
+    group.await_serving()
+    print(f"back after {time.monotonic() - start:.2f} s")
+
+
 def test_a_worker_that_is_killed_costs_the_open_step_alone(ranks):
     """Killed in the middle of a micro-batch: it is answered, the group begins anew, and the training ends with the same bits."""
     with running_group(ranks) as group:
@@ -249,36 +280,16 @@ def test_a_worker_that_is_killed_costs_the_open_step_alone(ranks):
             training.step(0)
             training.student.save("after-0")
             training.teacher.save("teacher")
-            hidden = values(np.random.default_rng(1), ROWS[-1], "float32")
-            answered = threading.Semaphore(0)
-            errors = []
-
-            def submit_until_failure():
-                try:
-                    for micro_batch in range(1_000_000):
-                        training.student.cross_entropy(hidden, np.zeros(ROWS[-1], np.int64), micro_batch=micro_batch, step=1)
-                        answered.release()
-                except headwater.HeadwaterError as error:
-                    errors.append(error)
-
-            caller = threading.Thread(target=submit_until_failure)
-            caller.start()
-            for _ in range(2):
-                assert answered.acquire(timeout=START_TIMEOUT_S), group.logs()
-            start = time.monotonic()
-            group.kill_worker()
-            caller.join(START_TIMEOUT_S)
-            print(f"answered after {time.monotonic() - start:.2f} s: {errors}")
-            assert not caller.is_alive(), group.logs()
-            assert isinstance(errors[0], headwater.StepLostError), group.logs()
-        group.start_worker()
-        group.await_serving()
-        print(f"back after {time.monotonic() - start:.2f} s")
-        with headwater.connect(group.leader.address) as client:
-            training.student, training.teacher = client.head("student"), client.head("teacher")
-            assert training.student.info().restored_checkpoint == "after-0"
-            training.student.take()
-            training.step(1)
+            kill_in_a_micro_batch(group, training.student)
+        for kills_left in reversed(range(WORKER_KILLS)):
+            with headwater.connect(group.leader.address) as client:
+                training.student, training.teacher = client.head("student"), client.head("teacher")
+                assert training.student.info().restored_checkpoint == "after-0"
+                training.student.take()
+                if kills_left:
+                    kill_in_a_micro_batch(group, training.student)
+                else:
+                    training.step(1)
         assert_same(training.outputs, expected)
         # The other way round: a worker begins anew by itself, and is there for the next leader.
         start = time.monotonic()
