@@ -86,12 +86,32 @@ def torch_dtype(data_type: str) -> Any:
 
 
 def current_streams() -> Callable[[], Any]:
-    """A context that makes this thread's CUDA stream current in another thread; one without effect where CUDA is not in use."""
+    """A context that makes this thread's CUDA stream current in a thread of the client's; without CUDA one that does nothing."""
     module = sys.modules.get("torch")
     if module is None or not module.cuda.is_available() or not module.cuda.is_initialized():
         return _Nothing
     stream = module.cuda.current_stream()
-    return lambda: module.cuda.stream(stream)
+    return lambda: _OnStream(module.cuda, stream)
+
+
+class _OnStream:
+    """A stream and its device, current in this thread.
+
+    The device stays so. PyTorch's own context would go back to the one before, in a new thread the first, and to make that current
+    takes hundreds of megabytes of a GPU that this process may have no business with.
+    """
+
+    def __init__(self, cuda: Any, stream: Any):
+        self._cuda = cuda
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._cuda.set_device(self._stream.device)
+        self._before = self._cuda.current_stream(self._stream.device)
+        self._cuda.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        self._cuda.set_stream(self._before)
 
 
 class _Nothing:
