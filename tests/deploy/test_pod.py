@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import selectors
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ PRODUCT = manifests.ROOT / "deploy/kubernetes/overlays/sidecar-pod"
 PLAYED = manifests.ROOT / "tests/deploy/pod"
 rendered = pytest.mark.skipif(bool(manifests.why_not_rendered()), reason=manifests.why_not_rendered())
 FOREVER_S = 1e9
+# No story takes longer, in the loop's own time: one that does is told for ever.
+STORY_S = 1e4
 
 
 # ---- the manifest ---------------------------------------------------------------------------------------------------------
@@ -202,8 +205,7 @@ class Run:
 
     ends_s: float = FOREVER_S
     status: int = 0
-    healthy_from_s: float = 0.0
-    healthy_until_s: float = FOREVER_S
+    healthy: Callable[[float], bool] = lambda _: True
     answers_after_s: float = 0.0  # so long a probe takes
     obeys_after_s: float = 0.0  # so long it lives after SIGTERM
 
@@ -238,7 +240,7 @@ class Stage:
         run, began, ended = self._now[name]
         assert command == ("ask", name)
         await asyncio.sleep(run.answers_after_s)
-        healthy = not ended.done() and run.healthy_from_s <= self.time() - began < run.healthy_until_s
+        healthy = not ended.done() and run.healthy(self.time() - began)
         return (0, "yes") if healthy else (1, "no")
 
     async def signal(self, name, signal):
@@ -268,7 +270,7 @@ def live(pod: Pod, stage: Stage, *, delete_s: float | None = None) -> bool:
         life = pod_life.PodLife(pod, stage, stage.record)
         if delete_s is not None:
             asyncio.get_running_loop().call_later(delete_s, life.delete)
-        return await asyncio.wait_for(life.run(), FOREVER_S)
+        return await asyncio.wait_for(life.run(), STORY_S)
 
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
         return runner.run(lead())
@@ -281,7 +283,7 @@ def ask(name: str, **options: Any) -> Probe:
 def test_sidecars_start_in_order_and_the_containers_after_them_and_all_end_the_other_way_round():
     sidecars = (Sidecar("a", startup=ask("a", period_s=2)), Sidecar("b"), Sidecar("c", startup=ask("c", initial_delay_s=1)))
     stage = Stage(
-        a=[Run(healthy_from_s=3, obeys_after_s=5)],
+        a=[Run(healthy=lambda s: s >= 3, obeys_after_s=5)],
         b=[Run(obeys_after_s=6)],
         c=[Run(obeys_after_s=7)],
         x=[Run(ends_s=100)],
@@ -326,7 +328,7 @@ def test_the_grace_period_is_one_for_all_and_leaves_each_two_seconds():
 
 def test_a_startup_probe_has_as_many_tries_as_it_says_and_its_container_begins_again_after_them():
     pod = Pod("p", (Sidecar("a", startup=ask("a", period_s=2, failure_threshold=3)),), ("x",), 30)
-    stage = Stage(a=[Run(healthy_from_s=4.001, obeys_after_s=7), Run(healthy_from_s=4)], x=[Run(ends_s=1)])
+    stage = Stage(a=[Run(healthy=lambda s: s >= 4.001, obeys_after_s=7), Run(healthy=lambda s: s >= 4)], x=[Run(ends_s=1)])
     assert live(pod, stage)
     assert stage.told[:8] == [
         (0, "a", "started"),
@@ -342,7 +344,7 @@ def test_a_startup_probe_has_as_many_tries_as_it_says_and_its_container_begins_a
 
 def test_a_container_that_hears_no_sigterm_is_killed_before_it_begins_again():
     pod = Pod("p", (Sidecar("a", liveness=ask("a", period_s=10, failure_threshold=2)),), ("x",), 30)
-    stage = Stage(a=[Run(healthy_until_s=20, obeys_after_s=FOREVER_S), Run()], x=[Run(ends_s=100)])
+    stage = Stage(a=[Run(healthy=lambda s: s < 20, obeys_after_s=FOREVER_S), Run()], x=[Run(ends_s=100)])
     assert live(pod, stage)
     assert [told for told in stage.told if told[1] == "a"] == [
         (0, "a", "started"),
@@ -370,11 +372,18 @@ def test_an_answer_that_comes_too_late_is_none():
 
 def test_a_success_may_have_to_come_more_than_once():
     pod = Pod("p", (Sidecar("a", readiness=ask("a", period_s=5, success_threshold=3, failure_threshold=1)),), ("x",), 30)
-    stage = Stage(a=[Run(healthy_until_s=20)], x=[Run(ends_s=21)])
+    stage = Stage(a=[Run(healthy=lambda s: s < 20)], x=[Run(ends_s=21)])
     assert live(pod, stage)
     # Not being ready changes nothing else.
     assert [told for told in stage.told if "readiness" in told[2]] == [(10, "a", "readiness passed"), (20, "a", "readiness failed")]
     assert (21, "x", "ended 0") in stage.told
+
+
+def test_failures_that_are_not_in_a_row_do_not_count():
+    pod = Pod("p", (Sidecar("a", liveness=ask("a", period_s=10, failure_threshold=2)),), ("x",), 30)
+    stage = Stage(a=[Run(healthy=lambda s: s not in (10, 30, 50))], x=[Run(ends_s=100)])
+    assert live(pod, stage)
+    assert [told for told in stage.told if told[1] == "a"][2:] == [(100, "a", "TERM"), (100, "a", "ended 0")]
 
 
 def test_a_sidecar_that_ends_is_started_again_ever_later():
@@ -422,7 +431,7 @@ def test_a_pod_that_is_deleted_ends_its_containers_before_its_sidecars_in_one_gr
 
 def test_a_pod_that_is_deleted_before_its_sidecar_has_started_does_not_begin():
     pod = Pod("p", (Sidecar("a", startup=ask("a", failure_threshold=100)), Sidecar("b")), ("x",), 30)
-    stage = Stage(a=[Run(healthy_from_s=500)], b=[], x=[])
+    stage = Stage(a=[Run(healthy=lambda s: s >= 500)], b=[], x=[])
     assert not live(pod, stage, delete_s=15)
     assert stage.told == [(0, "a", "started"), (15, "pod", "ends"), (15, "a", "TERM"), (15, "a", "ended 0")]
 
