@@ -217,6 +217,7 @@ class Stage:
         self._runs = {name: list(each) for name, each in runs.items()}
         self._now: dict[str, tuple[Run, float, asyncio.Future[int]]] = {}
         self.told: list[tuple[float, str, str]] = []
+        self.over_s: float | None = None
 
     @staticmethod
     def time() -> float:
@@ -251,6 +252,8 @@ class Stage:
     def record(self, event, container="", probe="", **details):
         if event == "ending":
             container = "pod"
+        elif event == "ended":
+            self.over_s = self.time()
         words = {
             "container_started": "started",
             "container_ended": f"ended {details.get('status')}",
@@ -270,7 +273,8 @@ def live(pod: Pod, stage: Stage, *, delete_s: float | None = None) -> bool:
         life = pod_life.PodLife(pod, stage, stage.record)
         if delete_s is not None:
             asyncio.get_running_loop().call_later(delete_s, life.delete)
-        return await asyncio.wait_for(life.run(), STORY_S)
+        async with asyncio.timeout(STORY_S):
+            return await life.run()
 
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
         return runner.run(lead())
@@ -412,6 +416,7 @@ def test_a_pod_that_ends_while_its_sidecar_waits_to_begin_again_does_not_wait_fo
     stage = Stage(a=[Run(ends_s=1), Run(ends_s=1)], x=[Run(ends_s=5)])
     assert live(Pod("p", (Sidecar("a"),), ("x",), 30), stage)
     assert stage.told[-3:] == [(2, "a", "waits 10.0"), (5, "x", "ended 0"), (5, "pod", "ends")]
+    assert stage.over_s == 5
 
 
 def test_a_pod_that_is_deleted_ends_its_containers_before_its_sidecars_in_one_grace_period():
@@ -427,6 +432,14 @@ def test_a_pod_that_is_deleted_ends_its_containers_before_its_sidecars_in_one_gr
         (120, "a", "KILL"),
         (120, "a", "ended 137"),
     ]
+
+
+@pytest.mark.parametrize("delete_s", [10, 11, 20, 21])
+def test_a_pod_that_is_deleted_at_the_moment_of_a_probe_ends_all_the_same(delete_s):
+    probe = ask("a", period_s=10, timeout_s=5)
+    stage = Stage(a=[Run(answers_after_s=1)], x=[Run()])
+    assert live(Pod("p", (Sidecar("a", readiness=probe, liveness=probe),), ("x",), 30), stage, delete_s=delete_s)
+    assert stage.told[-1] == (delete_s, "a", "ended 0")
 
 
 def test_a_pod_that_is_deleted_before_its_sidecar_has_started_does_not_begin():

@@ -193,7 +193,9 @@ class PodLife:
 
     async def _ask(self, name: str, probe: Probe) -> tuple[bool, str]:
         try:
-            status, output = await asyncio.wait_for(self._runtime.execute(name, probe.command), probe.timeout_s)
+            # Not wait_for(), whose cancellation is lost if the answer comes at the same moment.
+            async with asyncio.timeout(probe.timeout_s):
+                status, output = await self._runtime.execute(name, probe.command)
         except TimeoutError:
             return False, f"no answer within {probe.timeout_s} s"
         return status == 0, output
