@@ -434,6 +434,21 @@ def test_a_pod_that_is_deleted_ends_its_containers_before_its_sidecars_in_one_gr
     ]
 
 
+def test_a_pod_that_is_deleted_while_its_sidecar_is_stopped_ends_its_containers_at_once():
+    pod = Pod("p", (Sidecar("a", liveness=ask("a", period_s=10, failure_threshold=1)),), ("x",), 30)
+    stage = Stage(a=[Run(healthy=lambda s: s < 20, obeys_after_s=FOREVER_S)], x=[Run(obeys_after_s=1)])
+    assert live(pod, stage, delete_s=25)
+    assert [told for told in stage.told if told[0] >= 20] == [
+        (20, "a", "liveness failed"),
+        (20, "a", "TERM"),
+        (25, "pod", "ends"),
+        (25, "x", "TERM"),
+        (26, "x", "ended 0"),
+        (50, "a", "KILL"),
+        (50, "a", "ended 137"),
+    ]
+
+
 @pytest.mark.parametrize("delete_s", [10, 11, 20, 21])
 def test_a_pod_that_is_deleted_at_the_moment_of_a_probe_ends_all_the_same(delete_s):
     probe = ask("a", period_s=10, timeout_s=5)

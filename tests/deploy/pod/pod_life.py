@@ -89,8 +89,7 @@ class PodLife:
             self._record("ending", grace_period_s=self._pod.grace_period_s)
             deadline = self._now() + self._pod.grace_period_s
             self._ending.set()
-            await asyncio.gather(*keepers)
-            await asyncio.gather(*(self._end(name, deadline) for name in self._pod.containers))
+            await asyncio.gather(*keepers, *(self._end(name, deadline) for name in self._pod.containers))
             for sidecar in reversed(self._pod.sidecars):
                 await self._end(sidecar.name, deadline)
         statuses = [self._lives[name].result() for name in self._pod.containers if name in self._lives]
@@ -145,7 +144,7 @@ class PodLife:
             life = await self._start(sidecar.name)
             asking = self._tasks.create_task(self._ask_probes(sidecar, started))
             await self._until(life, asking)
-            if asking.done() and not self._ending.is_set():
+            if not self._ending.is_set():
                 await self._end(sidecar.name, self._now() + self._pod.grace_period_s)
             asking.cancel()
             if not self._ending.is_set():
