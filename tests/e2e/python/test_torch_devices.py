@@ -82,8 +82,11 @@ def test_a_trainer_on_the_second_gpu_takes_nothing_of_the_first(transport):
     gpus = pytest.importorskip("torch").cuda.device_count()
     if gpus < 2:
         pytest.skip(f"needs two GPUs, there are {gpus}")
-    with running_server("--engine=cpu") as server, headwater.connect(server.address) as client:
-        client.create_head("student", np.ones((40, 16), np.float32))
+    with (
+        running_server("--engine=cpu", "--descriptor_socket={directory}/memory.sock") as server,
+        headwater.connect(server.address) as client,
+    ):
+        client.create_head("student", np.ones((40, 16), np.float32), optimizer=headwater.SGD())
         out = subprocess.run(
             (sys.executable, "-c", SCRIPT, server.address, transport), check=True, stdout=subprocess.PIPE, text=True, timeout=120
         )
