@@ -104,7 +104,7 @@ TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper, 
   bool narrow = Is16Bit(spec.data_type) && micro_batch.hidden.data_type == spec.data_type;
   if (plan->jsd != nullptr) {
     const HeadSpec& teacher = run.teacher->spec();
-    narrow = narrow && Is16Bit(teacher.data_type) && term.teacher_hidden.data_type == teacher.data_type;
+    narrow = narrow && teacher.data_type == spec.data_type && term.teacher_hidden.data_type == teacher.data_type;
     run.divergence.beta = plan->jsd->beta;
     run.divergence.student_temperature = plan->jsd->student_temperature;
     run.divergence.teacher_temperature = plan->jsd->teacher_temperature;

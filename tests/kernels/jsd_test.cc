@@ -64,6 +64,21 @@ TEST_P(JsdBeta, MatchesFp64In16Bits) {
   }
 }
 
+// A teacher of another type: no product takes 16-bit operands of two.
+TEST_P(JsdBeta, MatchesFp64WithATeacherOfAnotherType) {
+  for (const auto& [type, teacher_type] : {std::pair{DataType::kBFloat16, DataType::kFloat16},
+                                           {DataType::kFloat16, DataType::kBFloat16},
+                                           {DataType::kBFloat16, DataType::kFloat32},
+                                           {DataType::kFloat32, DataType::kFloat16}}) {
+    SCOPED_TRACE(std::string(DataTypeName(type)) + ", teacher " + DataTypeName(teacher_type));
+    Problem problem = MakeProblem(WithType(Small(GetParam()), type));
+    problem.heads[1].spec.data_type = teacher_type;
+    problem.terms[0].teacher_type = teacher_type;
+    RoundToStorage(&problem);
+    ExpectEngineMatches(problem);
+  }
+}
+
 // A vocabulary that no single block of any kernel holds.
 TEST_P(JsdBeta, MatchesFp64OverALargeVocabulary) {
   for (const bool transforms : {false, true}) {
