@@ -32,11 +32,13 @@
 // units take a quarter (2% of the pass; half is slower, and so is any of phase 1's), 3 in phase 1, since p is q 2^d, and where q
 // vanishes only the sum of p is missing, which phase 0 has. Both phases run at that rate, 2.6 us of a row of 16384 columns a
 // multiprocessor; the rest is what a row waits for its cluster, and 15 clusters of 8, which leave 12 of 132 multiprocessors
-// idle. Without effect or slower: two CTAs of 8 warps a multiprocessor in clusters of 16 (14 of them fit: 1.62 ms); summing the
-// exponentials on the way into registers, with the cluster's waits exposed (1.86 ms); one decision for near or not a slice
-// instead of one a vector (1.71 ms, though 7% faster in clusters of 2); a warp apart for the copies, which leaves 96 registers a
-// thread and spills as much again as it reads (2.36 ms); exponentials and differences left in shared memory by phase 0, which saves
-// phase 1 an exponential of three (2.05 ms); branches by vector instead of by slot, for slices that are not whole (1.64 ms).
+// idle. Log-sum-exps from own products' epilogues make this pass 1.40 ms and both products 0.64 ms slower
+// (kernels/lab/013_log_sums.cu). Without effect or slower: two CTAs of 8 warps a multiprocessor in clusters of 16 (14 of them
+// fit: 1.62 ms); summing the exponentials on the way into registers, with the cluster's waits exposed (1.86 ms); one decision for
+// near or not a slice instead of one a vector (1.71 ms, though 7% faster in clusters of 2); a warp apart for the copies, which
+// leaves 96 registers a thread and spills as much again as it reads (2.36 ms); exponentials and differences left in shared memory
+// by phase 0, which saves phase 1 an exponential of three (2.05 ms); branches by vector instead of by slot, for slices that are not
+// whole (1.64 ms).
 #include <atomic>
 #include <cmath>
 #include <cstdint>
