@@ -1,7 +1,10 @@
 // 013: the divergence's log-sum-exps from the products' epilogues: logits and sums against fp64; the row pass with known sums
 // against the product's, which takes them itself; then the logits' product against cuBLASLt's, the row pass alone, and 4096 rows of
-// a divergence with a student of 2048 and a teacher of 4096 against their bare products. Run: 013_log_sums [check | product |
-// chain] Links: kernels/cuda/divergence_rows.cu
+// a divergence with a student of 2048 and a teacher of 4096 against their bare products.
+//
+// Run: 013_log_sums [check | product | chain]
+//
+// Links: kernels/cuda/divergence_rows.cu
 
 #include "blas.cuh"
 #include "known_rows.cuh"
