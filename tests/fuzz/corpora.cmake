@@ -5,7 +5,7 @@ headwater_library(headwater_fuzz_messages
   SOURCES support/message_input.cc support/message_mutator.cc
   DEPS headwater_fuzz_proto)
 headwater_library(headwater_fuzz_sequence
-  SOURCES support/acknowledged.cc support/known_state.cc support/sequence_client.cc
+  SOURCES support/acknowledged.cc support/known_state.cc support/leak_check.cc support/sequence_client.cc
   DEPS headwater_fuzz_messages headwater_wire_test_support
   PRIVATE_DEPS absl::strings)
 
@@ -40,6 +40,7 @@ foreach(target ${targets})
   # chunk_response reads a header that is the client's own.
   target_include_directories(fuzz_${target}_test PRIVATE ${PROJECT_SOURCE_DIR}/client/cpp/include)
 endforeach()
+headwater_test(fuzz_leak_check_test LABELS unit SOURCES leak_check_test.cc DEPS headwater_fuzz_sequence)
 if(TARGET fuzz_algorithm_cache_test)
   # Of the CUDA engine, which is not built everywhere.
   target_sources(fuzz_algorithm_cache_test PRIVATE ${PROJECT_SOURCE_DIR}/kernels/cuda/algorithm_cache.cc)

@@ -1,8 +1,6 @@
 // Whole sequences of calls, plausible and not, to a server in this process over a Unix socket, on the CPU engine with tiny shapes
 // and tiny limits. Input: a headwater.fuzz.Sequence. Nothing may crash or hang; what was acknowledged must be in its step; a
 // refusal tells its reason and nothing about the server; and when the heads are gone so is everything that was reserved.
-#include <sanitizer/lsan_interface.h>
-
 #include <atomic>
 #include <cstdint>
 #include <filesystem>
@@ -17,6 +15,7 @@
 #include "server/observability/logging.h"
 #include "tests/fuzz/fuzz.pb.h"
 #include "tests/fuzz/support/check.h"
+#include "tests/fuzz/support/leak_check.h"
 #include "tests/fuzz/support/message_input.h"
 #include "tests/fuzz/support/safetensors_file.h"
 #include "tests/fuzz/support/scratch_directory.h"
@@ -30,18 +29,14 @@ namespace headwater::fuzz {
 constexpr size_t kCounters = 1 << 15;
 __attribute__((used, section("__libfuzzer_extra_counters"))) uint8_t counters[kCounters];
 
-}  // namespace headwater::fuzz
-
-// Not there without LeakSanitizer.
-extern "C" int __lsan_do_recoverable_leak_check() __attribute__((weak));
-
-namespace headwater::fuzz {
 namespace {
 
 namespace fs = std::filesystem;
 
 // How many sequences share a look for leaks, which stops the whole process.
-constexpr int kLeakCheckInterval = 2000;
+constexpr int kLeakCheckInterval = 500;
+// Which make some 300 threads.
+constexpr int kThreadNumberInterval = 100;
 
 testing::ServerSetup Setup(const std::string& directory) {
   testing::ServerSetup setup;
@@ -109,7 +104,9 @@ class Fixture {
     }
     CheckAtRest();
     for (const fs::directory_entry& entry : fs::directory_iterator(directory_.path() + "/checkpoints")) fs::remove_all(entry);
-    if (++runs_ % kLeakCheckInterval == 0) CheckLeaks();
+    ++runs_;
+    if (runs_ % kThreadNumberInterval == 0) NoteThreadNumber();
+    if (runs_ % kLeakCheckInterval == 0) CheckLeaks();
   }
 
  private:
@@ -143,10 +140,6 @@ class Fixture {
     FUZZ_CHECK(rest, left);
   }
 
-  static void CheckLeaks() {
-    if (&__lsan_do_recoverable_leak_check != nullptr) FUZZ_CHECK(__lsan_do_recoverable_leak_check() == 0);
-  }
-
   const ScratchDirectory directory_;
   std::unique_ptr<testing::WireServer> server_;
   std::shared_ptr<grpc::Channel> channel_;
@@ -156,11 +149,6 @@ class Fixture {
 
 }  // namespace
 }  // namespace headwater::fuzz
-
-// After six thousand sequences and more, the record of a thread of gRPC's (1.51) is told as leaked: gRPC loses it
-// (github.com/grpc/grpc, issue 23349, is alike), or the sanitizer does not see who holds it. Only what this function allocates
-// itself is left out: what is called from there has other allocators as callers.
-extern "C" const char* __lsan_default_suppressions() { return "leak:^grpc::ThreadManager::MainWorkLoop\n"; }
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace headwater::fuzz;  // NOLINT(google-build-using-namespace)
