@@ -22,6 +22,12 @@ constexpr int kMaxCalls = 64;
 constexpr int kMaxStripes = 4;
 constexpr size_t kMaxBackground = 8;
 
+// How a message says that its call ends; in the first way if it says what is none.
+template <typename Message>
+End EndOf(const Message& message) {
+  return End_IsValid(message.end()) ? message.end() : END_HALF_CLOSE;
+}
+
 void SetDeadline(grpc::ClientContext* context, End end) {
   const auto now = std::chrono::system_clock::now();
   if (end == END_DEADLINE) {
@@ -291,13 +297,13 @@ void SequenceClient::RunUpload(const Upload& upload) {
     KnownState::FillIn(messages.back().mutable_chunk(), upload.header().total_bytes());
   }
   grpc::ClientContext context;
-  SetDeadline(&context, upload.end());
+  SetDeadline(&context, EndOf(upload));
   const auto stream = server_.heads().UploadWeights(&context);
   const grpc::Status status = Talk<v1::UploadWeightsRequest, v1::UploadWeightsResponse>(
-      &context, stream.get(), messages, upload.end(), [this](const v1::UploadWeightsResponse& response) {
+      &context, stream.get(), messages, EndOf(upload), [this](const v1::UploadWeightsResponse& response) {
         if (response.has_head()) known_.AddHead(response.head());
       });
-  Answered("upload", status, upload.end());
+  Answered("upload", status, EndOf(upload));
 }
 
 void SequenceClient::RunAddGradient(const AddGradient& add) {
@@ -312,13 +318,13 @@ void SequenceClient::RunAddGradient(const AddGradient& add) {
   }
   acknowledged_.Try(header);
   grpc::ClientContext context;
-  SetDeadline(&context, add.end());
+  SetDeadline(&context, EndOf(add));
   v1::AddGradientResponse response;
   const auto stream = server_.heads().AddGradient(&context, &response);
-  Write(&context, stream.get(), messages, add.end());
+  Write(&context, stream.get(), messages, EndOf(add));
   const grpc::Status status = stream->Finish();
   if (status.ok()) acknowledged_.Added(header);
-  Answered("add_gradient", status, add.end());
+  Answered("add_gradient", status, EndOf(add));
 }
 
 void SequenceClient::RunCompute(const Compute& compute) {
@@ -336,19 +342,19 @@ void SequenceClient::RunCompute(const Compute& compute) {
     stripes.emplace_back([this, &compute, &header, i] { RunStripe(compute.stripes(i), header); });
   }
   grpc::ClientContext context;
-  SetDeadline(&context, compute.end());
+  SetDeadline(&context, EndOf(compute));
   const auto stream = server_.loss().ComputeLoss(&context);
   bool summarized = false;
   v1::MicroBatchSummary summary;
   const grpc::Status status = Talk<v1::ComputeLossRequest, v1::ComputeLossResponse>(
-      &context, stream.get(), messages, compute.end(), [&](const v1::ComputeLossResponse& response) {
+      &context, stream.get(), messages, EndOf(compute), [&](const v1::ComputeLossResponse& response) {
         FUZZ_CHECK(!summarized, "something came behind the summary");
         if (!response.has_summary()) return;
         summarized = true;
         summary = response.summary();
       });
   for (std::thread& stripe : stripes) stripe.join();
-  Answered("compute", status, compute.end());
+  Answered("compute", status, EndOf(compute));
   if (!status.ok()) return;
   FUZZ_CHECK(summarized, "an OK without a summary");
   acknowledged_.Computed(header, summary);
@@ -365,10 +371,10 @@ void SequenceClient::RunStripe(const Stripe& stripe, const v1::MicroBatchHeader&
     KnownState::FillIn(messages.back().mutable_chunk(), header);
   }
   grpc::ClientContext context;
-  SetDeadline(&context, stripe.end());
+  SetDeadline(&context, EndOf(stripe));
   const auto stream = server_.loss().TransferRows(&context);
-  Answered("stripe", Talk<v1::TransferRowsRequest, v1::TransferRowsResponse>(&context, stream.get(), messages, stripe.end()),
-           stripe.end());
+  Answered("stripe", Talk<v1::TransferRowsRequest, v1::TransferRowsResponse>(&context, stream.get(), messages, EndOf(stripe)),
+           EndOf(stripe));
 }
 
 void SequenceClient::RunTeacher(const Teacher& teacher) {
@@ -382,11 +388,11 @@ void SequenceClient::RunTeacher(const Teacher& teacher) {
     KnownState::FillIn(messages.back().mutable_chunk(), teacher.header().data_type(), teacher.header().hidden_size());
   }
   grpc::ClientContext context;
-  SetDeadline(&context, teacher.end());
+  SetDeadline(&context, EndOf(teacher));
   v1::StreamTeacherResponse response;
   const auto stream = server_.loss().StreamTeacher(&context, &response);
-  Write(&context, stream.get(), messages, teacher.end());
-  Answered("teacher", stream->Finish(), teacher.end());
+  Write(&context, stream.get(), messages, EndOf(teacher));
+  Answered("teacher", stream->Finish(), EndOf(teacher));
 }
 
 void SequenceClient::RunRaw(const Raw& raw) {
@@ -394,7 +400,7 @@ void SequenceClient::RunRaw(const Raw& raw) {
   grpc::GenericStub stub(channel_);
   grpc::CompletionQueue queue;
   grpc::ClientContext context;
-  SetDeadline(&context, raw.end());
+  SetDeadline(&context, EndOf(raw));
   const auto call = stub.PrepareCall(&context, methods[raw.method() % methods.size()], &queue);
   // One operation at a time.
   const auto done = [&queue] {
@@ -410,8 +416,8 @@ void SequenceClient::RunRaw(const Raw& raw) {
     call->Write(grpc::ByteBuffer(&slice, 1), nullptr);
     open = done();
   }
-  if (raw.end() == END_CANCEL) context.TryCancel();
-  if (open && raw.end() == END_HALF_CLOSE) {
+  if (EndOf(raw) == END_CANCEL) context.TryCancel();
+  if (open && EndOf(raw) == END_HALF_CLOSE) {
     call->WritesDone(nullptr);
     done();
   }
@@ -426,7 +432,7 @@ void SequenceClient::RunRaw(const Raw& raw) {
   call->Finish(&status, nullptr);
   done();
   if (status.ok()) Learn(methods[raw.method() % methods.size()], answer);
-  Answered("raw", status, raw.end());
+  Answered("raw", status, EndOf(raw));
 }
 
 void SequenceClient::Learn(const std::string& method, const grpc::ByteBuffer& answer) {
