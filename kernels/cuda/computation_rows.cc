@@ -227,8 +227,12 @@ absl::Status Computation::UploadSlice(Work* work, const Slice& slice) {
   // A work's whole rows need no stream of their own: nothing runs beside them.
   const bool is_sliced = slice.count < work->rows;
   const cudaStream_t stream = is_sliced ? core_.upload_stream() : stream_;
-  // They come into memory that the chunk before may still use, of this call or of the one before.
-  if (is_sliced && work->uploaded == 0) HEADWATER_RETURN_IF_ERROR(core_.OrderForWriting(RawHiddenOf(work->parts.front()), stream));
+  // They come into memory that the chunk before may still use. The call before has told what it does not.
+  if (is_sliced && work->uploaded == 0) {
+    const Part& part = work->parts.front();
+    const bool is_first = part.chunk == &part.member->plan->chunks.front();
+    HEADWATER_RETURN_IF_ERROR(is_first ? core_.OrderForWriting(RawHiddenOf(part), stream) : core_.Order(stream_, stream));
+  }
   work->uploaded = end;
   return ForEachPart(*work, missing, [&](const Part& part, const Slice& rows) {
     return UploadHidden(*part.member, *part.chunk, part.shared, {rows.first - part.first, rows.count}, stream);

@@ -236,8 +236,11 @@ class ArrivingRows final : public RowFlow {
   std::optional<Digest> digest_;
 };
 
-// Six micro-batches, each either added by itself, or kept and then committed; `waits`: the device is idle before the next one.
-std::vector<Result> RunSix(FlowEngine& engine, bool is_staged, bool waits) {
+// What becomes of the gradients.
+enum class Use { kAdded, kCommitted, kNothingEveryOther };
+
+// Six micro-batches; `waits`: the device is idle before the next one.
+std::vector<Result> RunSix(FlowEngine& engine, Use use, bool waits) {
   const Buffer hidden(BufferKind::kPinned, kBytes);
   const Buffer grad_hidden(BufferKind::kPinned, kBytes);
   std::vector<Result> results;
@@ -248,10 +251,15 @@ std::vector<Result> RunSix(FlowEngine& engine, bool is_staged, bool waits) {
     MicroBatch micro_batch = engine.Make(hidden.as<void>(), MemorySpace::kHost, grad_hidden.as<void>(), MemorySpace::kHost);
     // So few lie elsewhere in the workspace, and are kept as rows where that is asked for.
     if (i % 3 == 2) engine.Shorten(&micro_batch, 900);
-    if (is_staged) micro_batch.grad_weight = GradWeightMode::kStage;
+    if (use == Use::kCommitted) micro_batch.grad_weight = GradWeightMode::kStage;
+    if (use == Use::kNothingEveryOther && i % 2 == 1) {
+      micro_batch.backward = false;
+      micro_batch.grad_weight = GradWeightMode::kNone;
+      micro_batch.grad_hidden = {};
+    }
     absl::StatusOr<MicroBatchResult> computed = engine.engine().Compute(micro_batch);
     CheckStatus(computed.status(), "Compute");
-    if (is_staged) CheckStatus(computed->staged->Commit(0.5 + i), "Commit");
+    if (use == Use::kCommitted) CheckStatus(computed->staged->Commit(0.5 + i), "Commit");
     Result& result = results.emplace_back();
     result.sums = computed->terms[0];
     result.grad_hidden.resize(static_cast<size_t>(kRows * kWidth));
@@ -264,9 +272,10 @@ std::vector<Result> RunSix(FlowEngine& engine, bool is_staged, bool waits) {
 
 class CudaRowFlow : public ::testing::TestWithParam<bool> {
  protected:
-  FlowEngine MakeEngine() const {
+  FlowEngine MakeEngine(int64_t chunk_rows = 0) const {
     EngineOptions options;
     options.portable_kernels = GetParam();
+    options.token_chunk_rows = chunk_rows;
     return FlowEngine(options);
   }
 };
@@ -302,16 +311,20 @@ TEST_P(CudaRowFlow, TensorsAreTheCallersAgainWithTheResult) {
 }
 
 TEST_P(CudaRowFlow, MicroBatchesThatFollowAtOnceHaveTheBitsOfThoseThatWait) {
-  FlowEngine engine = MakeEngine();
-  for (const bool is_staged : {false, true}) {
-    const std::vector<Result> expected = RunSix(engine, is_staged, /*waits=*/true);
-    for (int round = 0; round < 5; ++round) {
-      const std::vector<Result> actual = RunSix(engine, is_staged, /*waits=*/false);
-      for (size_t i = 0; i < expected.size(); ++i) {
-        EXPECT_EQ(actual[i].sums.loss_sum, expected[i].sums.loss_sum) << i;
-        EXPECT_EQ(actual[i].grad_hidden, expected[i].grad_hidden) << i;
+  // In one chunk, and in several, each of more than one slice.
+  for (const int64_t chunk_rows : {0, 2400}) {
+    FlowEngine engine = MakeEngine(chunk_rows);
+    for (const Use use : {Use::kAdded, Use::kCommitted, Use::kNothingEveryOther}) {
+      SCOPED_TRACE("chunks of " + std::to_string(chunk_rows) + ", use " + std::to_string(static_cast<int>(use)));
+      const std::vector<Result> expected = RunSix(engine, use, /*waits=*/true);
+      for (int round = 0; round < 5; ++round) {
+        const std::vector<Result> actual = RunSix(engine, use, /*waits=*/false);
+        for (size_t i = 0; i < expected.size(); ++i) {
+          EXPECT_EQ(actual[i].sums.loss_sum, expected[i].sums.loss_sum) << i;
+          EXPECT_EQ(actual[i].grad_hidden, expected[i].grad_hidden) << i;
+        }
+        EXPECT_EQ(actual.back().grad_weight, expected.back().grad_weight);
       }
-      EXPECT_EQ(actual.back().grad_weight, expected.back().grad_weight) << "staged: " << is_staged;
     }
   }
 }
