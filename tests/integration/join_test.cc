@@ -328,6 +328,8 @@ TEST_F(Join, AStreamThatIsCutBringsNothing) {
     *request.mutable_header() = StreamHeader({0, 1, 2});
     ASSERT_TRUE(writer->Write(request));
     ASSERT_TRUE(writer->Write(Chunk(0, TeacherRows({0, 1, 2}))));
+    // Else it might come only after what follows has looked for what it has left.
+    EXPECT_TRUE(Await([&] { return server_.MetricLine("headwater_join_bytes") != kNothingKept; }));
     context.TryCancel();
     writer->Finish();
   }
