@@ -159,9 +159,9 @@ class Computation {
   // The slices of a work in the exponential form; they depend on where its tensors are and on nothing of the moment.
   std::vector<Slice> SlicesOf(const Work& work) const;
   absl::Status UploadRows(Work* work);
-  // Enqueues the copies of a slice's rows, and of those before it, if they come from the host.
-  // Where a part's rows come from the host; empty if they do not.
+  // Where a part's rows come to from the host; empty if they do not.
   static absl::Span<const std::byte> RawHiddenOf(const Part& part);
+  // Enqueues the copies of a slice's rows, and of those before it, if they come from the host.
   absl::Status UploadSlice(Work* work, const Slice& slice);
   absl::Status UploadHidden(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers, const Slice& slice,
                             cudaStream_t stream);

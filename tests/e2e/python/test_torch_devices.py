@@ -15,7 +15,7 @@ from headwater._futures import Future
 
 SCRIPT = """
 import ctypes, sys
-import torch, headwater, headwater.torch
+import torch, headwater
 
 torch.cuda.set_device(1)
 with headwater.connect(sys.argv[1], transport=sys.argv[2]) as client:
