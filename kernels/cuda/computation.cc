@@ -15,6 +15,9 @@ namespace {
 // Host bytes that one row of a term takes on its way up and back.
 constexpr int64_t kHostBytesPerRow = 10 * 4 + sizeof(RowReport) + 2;
 
+// Rows from which on a pass over half of them takes longer than the ranks need to meet.
+constexpr int64_t kLeastRowsInParts = 1024;
+
 // Of a term's rows, or of a chunk's.
 int64_t HostBytes(int64_t rows) { return rows * kHostBytesPerRow + 16 * Workspace::kAlignment; }
 
@@ -542,7 +545,10 @@ absl::Status Computation::RunRows(Work* work, const Slice& slice) {
     HEADWATER_RETURN_IF_ERROR(ComputeTeacherProducts(work, slice));
   }
   bool matrix_is_there = false;
-  if (jsd && !plan.wants_cross_entropy && merged_shards == 1 && core_.hopper()) {
+  if (term.shard_passes) {
+    HEADWATER_RETURN_IF_ERROR(RunShardPasses(work, slice));
+    matrix_is_there = true;
+  } else if (jsd && !plan.wants_cross_entropy && merged_shards == 1 && core_.hopper()) {
     const LogitsView student = StudentView(*work, 0);
     const LogitsView teacher = TeacherView(*work, 0);
     if (DivergenceRowsFit(student, teacher, term.divergence, term.MatrixElement())) {
@@ -615,6 +621,68 @@ absl::Status Computation::RunDivergence(Work* work, const Slice& slice) {
                                       term.plan->wants_cross_entropy, own.reports + slice.first, coefficients,
                                       own.row_factor + slice.first, own.target_factor + slice.first, stream_),
                "the rows' divergences");
+}
+
+absl::Status Computation::RunShardPasses(Work* work, const Slice& slice) {
+  const TermRun& term = *work->term;
+  const DivergenceTerm& divergence = term.divergence;
+  TermBuffers& own = work->own;
+  const int32_t ranks = term.head->merged_shards();
+  const int64_t half = RoundUp(slice.count / 2, kRowGrain);
+  std::vector<Slice> parts = {slice};
+  if (slice.count >= kLeastRowsInParts) parts = {{slice.first, half}, {slice.first + half, slice.count - half}};
+  const size_t count = parts.size();
+  const cudaStream_t merges = count > 1 ? group_->merge_stream() : stream_;
+
+  const auto view_of = [&](LogitsView view, const Slice& part) {
+    view.products = Advance(view.products, view.element, (part.first - slice.first) * view.stride);
+    return view;
+  };
+  // Pass number `pass` over a part: sides, sums, gradient.
+  const auto run_pass = [&](size_t pass, const Slice& part) {
+    const LogitsView student = view_of(StudentView(*work, 0), part), teacher = view_of(TeacherView(*work, 0), part);
+    ShardRow* const rows = own.shard_rows + part.first;
+    if (pass == 0) {
+      ShardSides* const sides = OwnPart(own.shard_sides + ranks * part.first, 0, part.count);
+      return Check(LaunchShardSides(student, teacher, part.count, divergence, sides, stream_), "the sides' sums");
+    }
+    if (pass == 1) {
+      ShardSums* const sums = OwnPart(own.shard_sums + ranks * part.first, 0, part.count);
+      return Check(LaunchShardSums(student, teacher, part.count, divergence, term.MatrixElement(), rows, sums, stream_),
+                   "the divergence's sums");
+    }
+    MutableMatrix matrix = MatrixOut(*work, slice, 0);
+    matrix.data = Advance(matrix.data, matrix.element, (part.first - slice.first) * matrix.stride);
+    matrix.rows = part.count;
+    return Check(LaunchShardGradient(student, teacher, part.count, divergence, rows, matrix, stream_),
+                 "the gradient of the logits");
+  };
+  // All ranks' results of such a pass, to the same conclusions on each.
+  const auto merge = [&](size_t pass, const Slice& part) -> absl::Status {
+    const LogitsView student = StudentView(*work, 0), teacher = TeacherView(*work, 0);
+    ShardRow* const rows = own.shard_rows + part.first;
+    HEADWATER_RETURN_IF_ERROR(core_.Order(stream_, merges));
+    if (pass == 0) {
+      ShardSides* const sides = own.shard_sides + ranks * part.first;
+      HEADWATER_RETURN_IF_ERROR(Collect(sides, part.count, merges));
+      return Check(LaunchFinishShardSides(sides, ranks, student, teacher, part.count, divergence, rows, merges), "the rows' sides");
+    }
+    ShardSums* const sums = own.shard_sums + ranks * part.first;
+    HEADWATER_RETURN_IF_ERROR(Collect(sums, part.count, merges));
+    return Check(LaunchFinishShardSums(sums, ranks, student, teacher, RowsOf(*work, part), divergence, term.plan->term->loss_scale,
+                                       term.MatrixElement(), work->backward, rows, own.reports + part.first,
+                                       own.row_factor + part.first, own.target_factor + part.first, merges),
+                 "the rows' divergences");
+  };
+  // A step is a pass over a part; pass by pass, in each part by part. Before a step stream_ waits for the merge that the step
+  // needs, and only then is the merge of the step before enqueued, so that this one runs beside it.
+  const size_t merged_steps = 2 * count, steps = (work->backward ? 3 : 2) * count;
+  for (size_t step = 0; step <= steps; ++step) {
+    if (step >= count) HEADWATER_RETURN_IF_ERROR(core_.Order(merges, stream_));
+    if (step > 0 && step <= merged_steps) HEADWATER_RETURN_IF_ERROR(merge((step - 1) / count, parts[(step - 1) % count]));
+    if (step < steps) HEADWATER_RETURN_IF_ERROR(run_pass(step / count, parts[step % count]));
+  }
+  return core_.Order(merges, stream_);
 }
 
 ConstMatrix Computation::MatrixOf(const Work& work, const Slice& slice, int32_t rank) const {

@@ -9,8 +9,9 @@
 //
 // In a group of GPUs each rank does this with its own shard, all in the same order: how rows are cut is agreed on before. The ranks
 // meet for the targets' logits, for the rows' statistics, and where grad_hidden is added up on rank 0, which alone has what leaves:
-// in the exponential form the statistics travel beside the grad_hidden product, and in any form grad_hidden does beside what
-// follows it. Their errors are the same on all ranks, or break the group. With heads that the rank has all of nobody is met.
+// in the exponential form the statistics travel beside the grad_hidden product, in a divergence those of half of the rows beside
+// the other half's pass, and in any form grad_hidden does beside what follows it. Their errors are the same on all ranks, or break
+// the group. With heads that the rank has all of nobody is met.
 //
 // Large parts in the exponential form go slice by slice as far as grad_hidden: while one slice is computed, the next one's rows
 // come in, and the gradient of the one before leaves, on streams of their own. Their grad_weight is one product over all slices. So
@@ -192,6 +193,9 @@ class Computation {
   absl::Status ComputeProducts(Work* work, const Slice& slice);
   absl::Status ComputeTeacherProducts(Work* work, const Slice& slice);
   absl::Status RunDivergence(Work* work, const Slice& slice);
+  // As far as M, on a rank: by passes over the slice's rows in two parts, of which one has its pass while the other one's results
+  // are collected from the ranks.
+  absl::Status RunShardPasses(Work* work, const Slice& slice);
 
   absl::Status AddGradHidden(Work* work, const Slice& slice, bool product_is_there);
   absl::Status MultiplyByWeight(Work* work, const Slice& slice, int32_t rank);

@@ -100,6 +100,7 @@ double CheckOf(const MicroBatch& micro_batch, const std::vector<TermRun>& terms)
   add(micro_batch.flow == nullptr ? 0 : 1);
   for (const TermRun& term : terms) {
     add(static_cast<int64_t>(term.large_form));
+    add(term.shard_passes ? 1 : 0);
     add(term.plan->term->row_start);
     add(term.plan->term->row_count);
     add(term.plan->wants_cross_entropy ? 1 : 0);

@@ -47,6 +47,7 @@
 
 #include "kernels/cuda/device/cluster_row.cuh"
 #include "kernels/cuda/device/divergence_terms.cuh"
+#include "kernels/cuda/divergence_params.h"
 #include "kernels/cuda/row_passes.h"
 
 namespace headwater::cuda {
@@ -55,11 +56,11 @@ namespace {
 using cluster_row::kInputs;
 using cluster_row::kVectors;
 using divergence_row::Form;
+using divergence_row::FormOf;
+using divergence_row::IsTransformed;
 using divergence_row::KernelParams;
 using divergence_row::kLn2;
-using divergence_row::kLog2E;
-using divergence_row::kNoColumn;
-using divergence_row::kSeries;
+using divergence_row::MakeKernelParams;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -452,12 +453,6 @@ static_assert(SharedBytes(cluster_row::kMaxWarps) <= 232448, "a CTA of sm_90 has
 
 using Kernel = void (*)(KernelParams);
 
-Form FormOf(const DivergenceTerm& term) {
-  return term.beta <= 0 ? Form::kForward : term.beta >= 1 ? Form::kReverse : Form::kMixture;
-}
-
-bool IsTransformed(const LogitsView& logits) { return logits.bias != nullptr || logits.transform.softcap != 0; }
-
 template <Form kForm>
 Kernel KernelOfForm(bool transformed, bool half) {
   if (transformed) return half ? DivergenceRowsKernel<kForm, true, true> : DivergenceRowsKernel<kForm, true, false>;
@@ -530,38 +525,6 @@ int ResidentClusters(Form form, bool transformed, bool half, const Layout& layou
   return clusters;
 }
 
-// Coefficients of the near columns' polynomials, in powers of d = x / ln2. With y = beta (e^x - 1) and K = log1p(y), which is the
-// generating function of a coin's cumulants: L = K / ln2, and a column's loss is q (beta x e^x - K (1 + y)), of order x^2. beta =
-// 1: q (e^x - 1 - x), L = d. beta = 0: q (x e^x + 1 - e^x), and p - q = q (e^x - 1) is in L's place.
-void SetSeries(Form form, double beta, KernelParams* params) {
-  constexpr int kOrder = kSeries + 2;
-  double y[kOrder] = {}, k[kOrder] = {}, loss[kOrder] = {}, factorial = 1;
-  for (int n = 1; n < kOrder; ++n) {
-    factorial *= n;
-    y[n] = beta / factorial;
-    // (1 + y) K' = y'.
-    double sum = n * y[n];
-    for (int i = 1; i < n; ++i) sum -= i * k[i] * y[n - i];
-    k[n] = sum / n;
-    const double x_exp = n / factorial;  // of x e^x
-    if (form == Form::kForward) {
-      loss[n] = x_exp - 1 / factorial;
-    } else if (form == Form::kReverse) {
-      loss[n] = n == 1 ? 0 : 1 / factorial;
-    } else {
-      loss[n] = beta * x_exp - k[n];
-      for (int i = 1; i < n; ++i) loss[n] -= k[i] * y[n - i];
-    }
-  }
-  double power = 1, inverse_factorial = 1;  // ln2^{n - 1}, 1 / n!
-  for (int n = 1; n <= kSeries; ++n, power *= kLn2) {
-    inverse_factorial /= n;
-    const double slope = form == Form::kForward ? kLn2 * inverse_factorial : form == Form::kReverse ? (n == 1 ? 1.0 : 0.0) : k[n];
-    params->slope[n - 1] = static_cast<float>(form == Form::kReverse ? slope : slope * power);
-    params->excess[n - 1] = static_cast<float>(loss[n + 1] * power * kLn2);
-  }
-}
-
 bool SideFits(const LogitsView& logits, int64_t common_columns) {
   return logits.element == Element::kFloat32 && logits.vocab_start == 0 && logits.columns >= common_columns &&
          logits.stride % 4 == 0 && logits.stride >= logits.columns && reinterpret_cast<uintptr_t>(logits.products) % 16 == 0 &&
@@ -591,47 +554,13 @@ cudaError_t LaunchDivergenceRows(const LogitsView& student, const LogitsView& te
   if (resident == 0 || rows.row_count > INT32_MAX / 2) return cudaErrorInvalidConfiguration;
   if (matrix.stride % 8 != 0 || reinterpret_cast<uintptr_t>(matrix.data) % 16 != 0) return cudaErrorInvalidValue;
 
-  KernelParams params{};
-  const LogitsView* const views[kInputs] = {&student, &teacher};
-  const double temperatures[kInputs] = {term.student_temperature, term.teacher_temperature};
-  double scales[kInputs];
-  for (int side = 0; side < kInputs; ++side) {
-    const LogitsView& view = *views[side];
-    params.inputs[side] = static_cast<const float*>(view.products);
-    params.strides[side] = view.stride;
-    const double cap = view.transform.softcap;
-    params.sides[side] = {view.bias, view.bias_element, static_cast<float>(view.transform.logit_scale), static_cast<float>(cap),
-                          cap == 0 ? 0.0f : static_cast<float>(1 / cap)};
-    scales[side] = (transformed ? 1.0 : view.transform.logit_scale) * kLog2E / temperatures[side];
-    params.log2_scales[side] = static_cast<float>(scales[side]);
-    params.no_column[side] = scales[side] < 0 ? kNoColumn : -kNoColumn;
-  }
-  params.ratio = static_cast<float>(scales[0] / scales[1]);
+  KernelParams params = MakeKernelParams(student, teacher, term, loss_scale);
   params.matrix = static_cast<uint16_t*>(matrix.data);
   params.matrix_stride = matrix.stride;
   params.token_weights = rows.token_weights;
   params.reports = reports;
   params.row_factor = row_factor;
   params.target_factor = target_factor;
-  params.gradient_scale = loss_scale * student.transform.logit_scale;
-  params.soft_weight = term.soft_weight;
-  params.matrix_factor = params.gradient_scale * term.soft_weight / term.student_temperature;
-  if (form != Form::kForward) params.matrix_factor *= kLn2;
-  params.inverse_unit = params.inverse_rest_unit = params.top_unit = 1;
-  if (form == Form::kMixture) {
-    // About a column's share of a flat row: logarithms near 0 keep their digits.
-    const int log_unit = static_cast<int>(std::log2(static_cast<double>(term.common_columns)));
-    params.matrix_factor = std::ldexp(params.matrix_factor, -log_unit);
-    params.log_rest = static_cast<float>(std::log2(1 - term.beta));
-    params.log_beta = static_cast<float>(std::log2(term.beta));
-    params.log_unit = static_cast<float>(log_unit);
-    params.inverse_unit = static_cast<float>(std::ldexp(1.0, -log_unit));
-    params.inverse_rest_unit = static_cast<float>(std::ldexp(1 / (1 - term.beta), -log_unit));
-    params.top_unit = static_cast<float>(std::ldexp(1 - term.beta, log_unit));
-    params.beta_log_beta = static_cast<float>(term.beta * std::log2(term.beta));
-    params.rest_log_rest = static_cast<float>((1 - term.beta) * std::log2(1 - term.beta));
-  }
-  SetSeries(form, term.beta, &params);
   params.row_count = static_cast<int32_t>(rows.row_count);
   params.columns = static_cast<int32_t>(term.common_columns);
   params.zero_columns = static_cast<int32_t>(RoundUp(student.columns, 8));

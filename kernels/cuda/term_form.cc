@@ -112,6 +112,9 @@ TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper, 
     run.divergence.common_columns = std::min(spec.transform.valid_vocab_size, teacher.transform.valid_vocab_size);
   }
   run.large_form = narrow ? Form::kRows : Form::kWide;
+  const auto is_plain = [](const HeadSpec& head) { return !head.has_bias && head.transform.softcap.value_or(0) == 0; };
+  run.shard_passes = hopper && narrow && run.head->group() != nullptr && plan->jsd != nullptr && !plan->wants_cross_entropy &&
+                     is_plain(spec) && is_plain(run.teacher->spec());
   const bool plain =
       plan->jsd == nullptr && plan->cross_entropy.label_smoothing == 0 && !plan->wants_weighted && !plan->wants_argmax;
   if (hopper && narrow && plain && spec.data_type == DataType::kBFloat16) run.large_form = Form::kExponentials;
@@ -188,9 +191,15 @@ TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) 
     if (!term.teacher_in_place) buffers.teacher_hidden = workspace->TakeBytes(rows * teacher_padded * element_bytes);
     if (wide) buffers.wide_teacher_hidden = workspace->Take<double>(rows * teacher_padded);
     if (shard_count > 1) buffers.teacher_bias = workspace->TakeBytes(teacher_columns * ElementBytes(teacher.data_type));
-    buffers.soft_student = workspace->Take<SoftStats>(merged_shards * rows);
-    buffers.soft_teacher = workspace->Take<SoftStats>(merged_shards * rows);
-    buffers.divergence_sums = workspace->Take<DivergenceSums>(merged_shards * rows);
+    if (term.shard_passes) {
+      buffers.shard_sides = workspace->Take<ShardSides>(merged_shards * rows);
+      buffers.shard_sums = workspace->Take<ShardSums>(merged_shards * rows);
+      buffers.shard_rows = workspace->Take<ShardRow>(rows);
+    } else {
+      buffers.soft_student = workspace->Take<SoftStats>(merged_shards * rows);
+      buffers.soft_teacher = workspace->Take<SoftStats>(merged_shards * rows);
+      buffers.divergence_sums = workspace->Take<DivergenceSums>(merged_shards * rows);
+    }
   }
   buffers.product = late.Take<float>(rows * padded);
   buffers.scaled = late.TakeBytes(rows * padded * element_bytes);

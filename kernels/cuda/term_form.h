@@ -14,6 +14,7 @@
 #include "kernels/core/micro_batch_plan.h"
 #include "kernels/cuda/caller_memory.h"
 #include "kernels/cuda/cuda_head.h"
+#include "kernels/cuda/divergence_shards.h"
 #include "kernels/cuda/head_plan.h"
 #include "kernels/cuda/row_passes.h"
 #include "kernels/cuda/workspace.h"
@@ -37,6 +38,7 @@ struct TermRun {
   // kRows: rows whose logits exist at once, while M of the whole chunk has a place of its own. 0: M is written over the logits of
   // all rows.
   int64_t slice_rows = 0;
+  bool shard_passes = false;          // a divergence on a rank of a group, by the passes of divergence_shards.h
   CrossEntropyOptions cross_entropy;  // its class weights are device memory
   FinishOptions finish;
   DivergenceTerm divergence;
@@ -100,6 +102,10 @@ struct TermBuffers {
   SoftStats* soft_student = nullptr;
   SoftStats* soft_teacher = nullptr;
   DivergenceSums* divergence_sums = nullptr;
+  // With shard_passes, instead of those three.
+  ShardSides* shard_sides = nullptr;  // [merged shards, rows], as the next
+  ShardSums* shard_sums = nullptr;
+  ShardRow* shard_rows = nullptr;  // [rows]
   RowCoefficients* coefficients = nullptr;
   RowReport* reports = nullptr;
   float* row_factor = nullptr;

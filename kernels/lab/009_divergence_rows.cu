@@ -1,12 +1,16 @@
-// 009: the divergence's row pass of the product (kernels/cuda/divergence_rows.cu) against fp64 on the CPU, over every beta, hard
-// rows, options and edges; then its time against the device's copy of as many bytes. Run: 009_divergence_rows [check | once]
-// Links: kernels/cuda/divergence_rows.cu
+// 009: the divergence's row pass of the product (kernels/cuda/divergence_rows.cu), and the passes of a rank that has some of a
+// row's columns (divergence_shards.cu, all ranks' here on one GPU), against fp64 on the CPU, over every beta, hard rows, options
+// and edges; then their times against the device's copy of as many bytes, and those of the passes for any GPU.
+// Run: 009_divergence_rows [check | once | shards]
+// Links: kernels/cuda/divergence_rows.cu kernels/cuda/divergence_params.cu kernels/cuda/divergence_shards.cu
+// Links: kernels/cuda/divergence.cu kernels/cuda/row_statistics.cu kernels/cuda/row_gradient.cu kernels/cuda/finish_rows.cu
 
 #include <cuda_fp16.h>
 
 #include <cstring>
 
 #include "bench.cuh"
+#include "kernels/cuda/divergence_shards.h"
 #include "kernels/cuda/row_passes.h"
 
 namespace {
@@ -35,6 +39,7 @@ struct Case {
   double student_scale = 1, teacher_scale = 1;
   double student_cap = 0, teacher_cap = 0;
   bool bias = false;
+  int32_t shards = 0;  // 0: the pass over a whole row
 };
 
 // Products; columns from `columns` to `stride` keep the array's poison.
@@ -84,6 +89,73 @@ double Rounded(double value, Element element) {
   if (element == Element::kFloat16) return static_cast<double>(__half2float(__float2half_rn(single)));
   return static_cast<double>(__bfloat162float(__float2bfloat16_rn(single)));
 }
+
+// The first column of a shard, of `columns`: uneven, multiples of 8; the last one's end for shard `shards`.
+int64_t ShardStart(int64_t columns, int32_t shards, int32_t shard) {
+  if (shard == shards) return columns;
+  return columns * shard * (shard + 1) / (shards * (shards + 1)) / 8 * 8;
+}
+
+LogitsView ShardOf(LogitsView view, int64_t start, int64_t end) {
+  view.products = static_cast<const float*>(view.products) + start;
+  view.columns = std::max<int64_t>(std::min(view.columns, end) - start, 0);
+  view.vocab_start = start;
+  return view;
+}
+
+// One of the two ways to M in place and the reports.
+struct Passes {
+  LogitsView student, teacher;
+  headwater::cuda::ChunkRows rows;
+  DivergenceTerm term;
+  double loss_scale = 1;
+  Element matrix = Element::kBFloat16;
+  int32_t shards = 0;
+
+  bool Fit() const {
+    return shards == 0 ? DivergenceRowsFit(student, teacher, term, matrix) : DivergenceShardsFit(student, teacher, matrix);
+  }
+  cudaError_t Run(bool want_gradient, RowReport* reports, float* row_factor, float* target_factor) const {
+    if (shards == 0) {
+      return LaunchDivergenceRows(student, teacher, rows, term, loss_scale,
+                                  headwater::cuda::InPlaceMatrix(student, rows.row_count, matrix), want_gradient, reports,
+                                  row_factor, target_factor, nullptr);
+    }
+    const int64_t count = rows.row_count;
+    const DeviceArray<headwater::cuda::ShardSides> sides(count * shards);
+    const DeviceArray<headwater::cuda::ShardSums> sums(count * shards);
+    const DeviceArray<headwater::cuda::ShardRow> shard_rows(count);
+    const auto for_each = [&](const auto& launch) {
+      for (int32_t shard = 0; shard < shards; ++shard) {
+        const int64_t start = ShardStart(student.columns, shards, shard), end = ShardStart(student.columns, shards, shard + 1);
+        LAB_CUDA(launch(ShardOf(student, start, end), ShardOf(teacher, start, end), shard * count));
+      }
+    };
+    for_each([&](const LogitsView& s, const LogitsView& t, int64_t place) {
+      return LaunchShardSides(s, t, count, term, sides.get() + place, nullptr);
+    });
+    LAB_CUDA(LaunchFinishShardSides(sides.get(), shards, student, teacher, count, term, shard_rows.get(), nullptr));
+    for_each([&](const LogitsView& s, const LogitsView& t, int64_t place) {
+      return LaunchShardSums(s, t, count, term, matrix, shard_rows.get(), sums.get() + place, nullptr);
+    });
+    LAB_CUDA(LaunchFinishShardSums(sums.get(), shards, student, teacher, rows, term, loss_scale, matrix, want_gradient,
+                                   shard_rows.get(), reports, row_factor, target_factor, nullptr));
+    if (want_gradient) {
+      for_each([&](const LogitsView& s, const LogitsView& t, int64_t) {
+        return LaunchShardGradient(s, t, count, term, shard_rows.get(), headwater::cuda::InPlaceMatrix(s, count, matrix), nullptr);
+      });
+    }
+    return cudaDeviceSynchronize();  // before the arrays go
+  }
+  // Where an entry of M is, in 16-bit elements from the first product on.
+  int64_t PlaceInMatrix(int64_t row, int64_t column) const {
+    int64_t start = 0;
+    for (int32_t shard = 0; shard < shards; ++shard) {
+      if (const int64_t next = ShardStart(student.columns, shards, shard); next <= column) start = next;
+    }
+    return row * 2 * student.stride + 2 * start + column - start;
+  }
+};
 
 // log1p and expm1 throughout: exact to fp64's digits near and far.
 void Reference(const Case& c, const std::vector<double>& student, const std::vector<double>& teacher, double* loss,
@@ -167,23 +239,20 @@ void CheckCase(const Case& c) {
   std::snprintf(name, sizeof(name), "%s V%d beta %.1f%s%s%s%s: ", kNames[static_cast<int>(c.kind)], static_cast<int>(c.vocab),
                 c.beta, c.matrix == Element::kFloat16 ? " fp16" : "", c.student_temperature != 1 ? " tempered" : "",
                 c.student_cap != 0 ? " capped" : "", c.bias ? " bias" : "");
-  const std::string what = name;
-  if (!DivergenceRowsFit(student_view, teacher_view, term, c.matrix)) {
-    Check(what + "fits", 1, 0);
-    return;
-  }
+  const std::string what = c.shards == 0 ? name : std::to_string(c.shards) + " shards, " + name;
   headwater::cuda::ChunkRows rows;
   rows.row_count = c.rows;
   rows.token_weights = device_weights.get();
   const DeviceArray<RowReport> reports(c.rows), forward_reports(c.rows);
   const DeviceArray<float> row_factor(c.rows), target_factor(c.rows);
   const double loss_scale = 8;
-  LAB_CUDA(LaunchDivergenceRows(student_view, teacher_view, rows, term, loss_scale,
-                                headwater::cuda::InPlaceMatrix(student_view, c.rows, c.matrix), false, forward_reports.get(),
-                                nullptr, nullptr, nullptr));
-  LAB_CUDA(LaunchDivergenceRows(student_view, teacher_view, rows, term, loss_scale,
-                                headwater::cuda::InPlaceMatrix(student_view, c.rows, c.matrix), true, reports.get(),
-                                row_factor.get(), target_factor.get(), nullptr));
+  const Passes passes = {student_view, teacher_view, rows, term, loss_scale, c.matrix, c.shards};
+  if (!passes.Fit()) {
+    Check(what + "fits", 1, 0);
+    return;
+  }
+  LAB_CUDA(passes.Run(false, forward_reports.get(), nullptr, nullptr));
+  LAB_CUDA(passes.Run(true, reports.get(), row_factor.get(), target_factor.get()));
   LAB_CUDA(cudaDeviceSynchronize());
   const std::vector<float> matrix_bits = student.ToHost(), factors = row_factor.ToHost(), target_factors = target_factor.ToHost();
   const std::vector<RowReport> report = reports.ToHost(), forward_report = forward_reports.ToHost();
@@ -191,9 +260,7 @@ void CheckCase(const Case& c) {
 
   // Once more from the same products: the same bits, in reports too.
   LAB_CUDA(cudaMemcpy(student.get(), student_values.data(), student.bytes(), cudaMemcpyHostToDevice));
-  LAB_CUDA(LaunchDivergenceRows(student_view, teacher_view, rows, term, loss_scale,
-                                headwater::cuda::InPlaceMatrix(student_view, c.rows, c.matrix), true, reports.get(),
-                                row_factor.get(), target_factor.get(), nullptr));
+  LAB_CUDA(passes.Run(true, reports.get(), row_factor.get(), target_factor.get()));
   LAB_CUDA(cudaDeviceSynchronize());
   const std::vector<float> again = student.ToHost();
   const std::vector<RowReport> report_again = reports.ToHost();
@@ -210,7 +277,7 @@ void CheckCase(const Case& c) {
   for (int64_t i = 0; i < c.rows; ++i) {
     repeats = repeats && report[i].soft == report_again[i].soft && report[i].soft == forward_report[i].soft;
     for (int64_t j = c.vocab; j < RoundUp(student_columns, 8); ++j) {
-      outside += std::fabs(MatrixValue(matrix[i * 2 * student_stride + j], c.matrix)) == 0 ? 0 : 1;
+      outside += std::fabs(MatrixValue(matrix[passes.PlaceInMatrix(i, j)], c.matrix)) == 0 ? 0 : 1;
     }
     outside += target_factors[i] == 0.0f ? 0 : 1;
   }
@@ -229,7 +296,7 @@ void CheckCase(const Case& c) {
     const double factor = loss_scale * term.soft_weight * static_cast<double>(token_weights[i]);
     for (int64_t j = 0; j < c.vocab; ++j) {
       const double expected = factor * grad[j];
-      const double got = static_cast<double>(factors[i]) * MatrixValue(matrix[i * 2 * student_stride + j], c.matrix);
+      const double got = static_cast<double>(factors[i]) * MatrixValue(matrix[passes.PlaceInMatrix(i, j)], c.matrix);
       row_difference += (got - expected) * (got - expected);
       row_norm += expected * expected;
       bound_excess = std::max(bound_excess, std::fabs(expected) - report[i].gradient_bound * (1 + 1e-6));
@@ -267,7 +334,7 @@ void CheckCase(const Case& c) {
 }
 
 // A product that is not finite makes its row's loss NaN or infinite, and nobody else's.
-void CheckNotFinite(float value, bool in_teacher, double beta) {
+void CheckNotFinite(float value, bool in_teacher, double beta, int32_t shards) {
   const int64_t rows = 40, vocab = 33000;
   DeviceArray<float> student(rows * vocab), teacher(rows * vocab);
   Fill(student, rows, vocab, vocab, Rows::kFlat, false, 1);
@@ -286,24 +353,24 @@ void CheckNotFinite(float value, bool in_teacher, double beta) {
   chunk.row_count = rows;
   const DeviceArray<RowReport> reports(rows);
   const DeviceArray<float> row_factor(rows), target_factor(rows);
-  LAB_CUDA(LaunchDivergenceRows(views[0], views[1], chunk, term, 1,
-                                headwater::cuda::InPlaceMatrix(views[0], rows, Element::kBFloat16), true, reports.get(),
-                                row_factor.get(), target_factor.get(), nullptr));
+  const Passes passes = {views[0], views[1], chunk, term, 1, Element::kBFloat16, shards};
+  LAB_CUDA(passes.Run(true, reports.get(), row_factor.get(), target_factor.get()));
   LAB_CUDA(cudaDeviceSynchronize());
   const std::vector<RowReport> report = reports.ToHost();
   double wrong = 0;
   for (int64_t i = 0; i < rows; ++i) wrong += (std::fabs(report[i].soft) < INFINITY) == (i != 17) ? 0 : 1;
   Check(std::string("a product ") + std::to_string(value) + (in_teacher ? " of the teacher" : " of the student") + ", beta " +
-            std::to_string(beta),
+            std::to_string(beta) + (shards == 0 ? "" : ", shards"),
         wrong, 0);
 }
 
-void CheckAll() {
+void CheckAll(int32_t shards) {
   for (const int64_t vocab : {1000, 4104, 32000, 128256}) {
     for (const Rows kind :
          {Rows::kFlat, Rows::kWide, Rows::kDistilled, Rows::kDisjoint, Rows::kConfident, Rows::kConfidentElsewhere}) {
       for (const double beta : {0.0, 0.1, 0.5, 0.9, 1.0}) {
         Case c;
+        c.shards = shards;
         c.kind = kind;
         c.vocab = vocab;
         c.beta = beta;
@@ -313,6 +380,7 @@ void CheckAll() {
   }
   for (const double beta : {0.0, 0.3, 1.0}) {
     Case c;
+    c.shards = shards;
     c.beta = beta;
     c.vocab = 9999;
     c.rows = 150;
@@ -329,6 +397,7 @@ void CheckAll() {
     CheckCase(c);
     c.student_scale = -0.5;
     CheckCase(c);
+    if (shards > 0) continue;
     c.bias = true;
     c.student_cap = 30;
     c.teacher_cap = 50;
@@ -338,13 +407,14 @@ void CheckAll() {
   }
   for (const int64_t vocab : {5, 16385, 200000, 262144}) {
     Case c;
+    c.shards = shards;
     c.vocab = vocab;
     CheckCase(c);
   }
   for (const double beta : {0.0, 0.5, 1.0}) {
     for (const bool in_teacher : {false, true}) {
-      CheckNotFinite(NAN, in_teacher, beta);
-      CheckNotFinite(INFINITY, in_teacher, beta);
+      CheckNotFinite(NAN, in_teacher, beta, shards);
+      CheckNotFinite(INFINITY, in_teacher, beta, shards);
     }
   }
 }
@@ -403,6 +473,95 @@ void Time(const char* name, int64_t rows, int64_t vocab, Rows kind, double beta)
   LAB_CUDA(cudaEventDestroy(stop));
 }
 
+// Each pass of one of `ranks` ranks alone, and those that any GPU can do.
+void TimeShard(int32_t ranks, Rows kind, double beta) {
+  const int64_t rows = 4096, columns = RoundUp(128256 / ranks, 8);
+  const DeviceArray<float> products(rows * columns), student(rows * columns), teacher(rows * columns);
+  Fill(products, rows, columns, columns, kind, false, 1);
+  Fill(teacher, rows, columns, columns, kind, true, 1);
+  LogitsView views[2];
+  for (int side = 0; side < 2; ++side) {
+    views[side].products = side == 0 ? student.get() : teacher.get();
+    views[side].stride = views[side].columns = columns;
+  }
+  DivergenceTerm term;
+  term.beta = beta;
+  term.common_columns = columns;
+  headwater::cuda::ChunkRows chunk;
+  chunk.row_count = rows;
+  const DeviceArray<RowReport> reports(rows);
+  const DeviceArray<float> row_factor(rows), target_factor(rows);
+  const DeviceArray<headwater::cuda::ShardSides> sides(rows);
+  const DeviceArray<headwater::cuda::ShardSums> sums(rows);
+  const DeviceArray<headwater::cuda::ShardRow> shard_rows(rows);
+  const DeviceArray<headwater::cuda::SoftStats> soft_student(rows), soft_teacher(rows);
+  const DeviceArray<headwater::cuda::DivergenceSums> divergence_sums(rows);
+  DeviceArray<headwater::cuda::RowCoefficients> coefficients(rows);
+  coefficients.Zero();
+  const headwater::cuda::MutableMatrix matrix = headwater::cuda::InPlaceMatrix(views[0], rows, Element::kBFloat16);
+  headwater::cuda::FinishOptions options;
+  options.divergence_follows = true;
+  cudaEvent_t start, stop;
+  LAB_CUDA(cudaEventCreate(&start));
+  LAB_CUDA(cudaEventCreate(&stop));
+  const auto median = [&](const auto& launch) {
+    std::vector<double> times;
+    for (int i = 0; i < 30; ++i) {
+      LAB_CUDA(cudaMemcpyAsync(student.get(), products.get(), student.bytes(), cudaMemcpyDeviceToDevice, nullptr));
+      LAB_CUDA(cudaEventRecord(start, nullptr));
+      LAB_CUDA(launch());
+      LAB_CUDA(cudaEventRecord(stop, nullptr));
+      LAB_CUDA(cudaEventSynchronize(stop));
+      float ms = 0;
+      LAB_CUDA(cudaEventElapsedTime(&ms, start, stop));
+      times.push_back(static_cast<double>(ms));
+    }
+    return headwater::lab::Median(times);
+  };
+  const double own[5] = {
+      median([&] { return LaunchShardSides(views[0], views[1], rows, term, sides.get(), nullptr); }),
+      median([&] { return LaunchFinishShardSides(sides.get(), 1, views[0], views[1], rows, term, shard_rows.get(), nullptr); }),
+      median(
+          [&] { return LaunchShardSums(views[0], views[1], rows, term, matrix.element, shard_rows.get(), sums.get(), nullptr); }),
+      median([&] {
+        return LaunchFinishShardSums(sums.get(), 1, views[0], views[1], chunk, term, 1, matrix.element, true, shard_rows.get(),
+                                     reports.get(), row_factor.get(), target_factor.get(), nullptr);
+      }),
+      median([&] { return LaunchShardGradient(views[0], views[1], rows, term, shard_rows.get(), matrix, nullptr); })};
+  const double any[5] = {
+      median([&] { return LaunchSoftStats(views[0], views[1], rows, term, soft_student.get(), soft_teacher.get(), nullptr); }),
+      median([&] { return LaunchFinishSoftStats(soft_student.get(), soft_teacher.get(), 1, rows, coefficients.get(), nullptr); }),
+      median(
+          [&] { return LaunchDivergenceSums(views[0], views[1], rows, term, coefficients.get(), divergence_sums.get(), nullptr); }),
+      median([&] {
+        return LaunchFinishDivergence(divergence_sums.get(), 1, chunk, term, options, false, reports.get(), coefficients.get(),
+                                      row_factor.get(), target_factor.get(), nullptr);
+      }),
+      median([&] {
+        return LaunchDivergenceGradient(views[0], views[1], chunk, term, options.cross_entropy, coefficients.get(), matrix,
+                                        nullptr);
+      })};
+  const double bytes = 26.0 * static_cast<double>(rows) * static_cast<double>(columns);
+  const auto print = [&](const char* which, const double(&ms)[5]) {
+    const double sum = ms[0] + ms[1] + ms[2] + ms[3] + ms[4];
+    std::printf(
+        "rank of %d, N4096, %s, beta %.1f, %s: sides %.3f finish %.3f sums %.3f finish %.3f gradient %.3f, all %.3f ms, %.2f "
+        "TB/s\n",
+        ranks, kNames[static_cast<int>(kind)], beta, which, ms[0], ms[1], ms[2], ms[3], ms[4], sum, 1e-9 * bytes / sum);
+  };
+  print("own", own);
+  print("for any GPU", any);
+  std::fflush(stdout);
+  LAB_CUDA(cudaEventDestroy(start));
+  LAB_CUDA(cudaEventDestroy(stop));
+}
+
+void TimeShards() {
+  for (const int32_t ranks : {2, 4, 8}) TimeShard(ranks, Rows::kFlat, 0.5);
+  for (const Rows kind : {Rows::kDistilled, Rows::kConfident}) TimeShard(4, kind, 0.5);
+  for (const double beta : {0.0, 1.0}) TimeShard(4, Rows::kFlat, beta);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -411,7 +570,12 @@ int main(int argc, char** argv) {
     Time("N4096 V128256 beta 0.5 flat", 4096, 128256, Rows::kFlat, 0.5);
     return 0;
   }
-  CheckAll();
+  if (argc >= 2 && std::string(argv[1]) == "shards") {
+    CheckAll(4);
+    TimeShards();
+    return headwater::lab::AnyCheckFailed() ? 1 : 0;
+  }
+  for (const int32_t shards : {0, 2, 4}) CheckAll(shards);
   if (argc < 2 || std::string(argv[1]) != "check") {
     Time("N4096 V128256 beta 0.5 flat", 4096, 128256, Rows::kFlat, 0.5);
     Time("N4096 V128256 beta 0.5 distilled", 4096, 128256, Rows::kDistilled, 0.5);
@@ -421,6 +585,7 @@ int main(int argc, char** argv) {
     Time("N8192 V32000 beta 0.5", 8192, 32000, Rows::kFlat, 0.5);
     Time("N4096 V151936 beta 0.5", 4096, 151936, Rows::kFlat, 0.5);
     Time("N2048 V256000 beta 0.5", 2048, 256000, Rows::kFlat, 0.5);
+    TimeShards();
   }
   return headwater::lab::AnyCheckFailed() ? 1 : 0;
 }

@@ -4,7 +4,7 @@
 //
 // Run: 013_log_sums [check | product | chain]
 //
-// Links: kernels/cuda/divergence_rows.cu
+// Links: kernels/cuda/divergence_rows.cu kernels/cuda/divergence_params.cu
 
 #include "blas.cuh"
 #include "known_rows.cuh"

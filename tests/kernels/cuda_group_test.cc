@@ -57,6 +57,40 @@ std::vector<ProblemOptions> DivergenceCases() {
   return cases;
 }
 
+// Divergences that a rank of Hopper GPUs computes by passes of its own (kernels/cuda/divergence_shards.h): flat and confident rows,
+// some of which disagree, columns that one side does not have, ranks without a column, and rows enough to go in two parts.
+std::vector<ProblemOptions> ShardPassCases() {
+  std::vector<ProblemOptions> cases;
+  for (const double beta : {0.0, 0.1, 0.5, 1.0}) {
+    ProblemOptions options;
+    options.name = "Jsd" + std::to_string(beta);
+    options.jsd = true;
+    options.beta = beta;
+    options.teacher_hidden_size = 40;
+    cases.push_back(options);
+    options.logit_spread = 15;
+    options.name += "Confident";
+    cases.push_back(options);
+    options.logit_spread = 3;
+    options.name += "Tempered";
+    options.student_temperature = 1.7;
+    options.teacher_temperature = 0.8;
+    options.logit_scale = 0.7;
+    options.token_weights = true;
+    options.valid_vocab_size = 90;
+    cases.push_back(options);
+    options.name += "OfThreeColumns";
+    options.vocab_size = 3;
+    options.valid_vocab_size = 0;
+    cases.push_back(options);
+    options.name += "AndManyRows";
+    options.vocab_size = 301;
+    options.rows = 1100;
+    cases.push_back(options);
+  }
+  return cases;
+}
+
 // Many rows, so that Hopper computes exponentials; without what they do not have.
 std::vector<ProblemOptions> ExponentialCases() {
   std::vector<ProblemOptions> cases;
@@ -103,6 +137,21 @@ TEST_P(CudaGroupTest, EveryDivergenceMatchesTheReference) {
   const std::unique_ptr<CudaGroup> group = Make();
   for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {
     for (const ProblemOptions& options : DivergenceCases()) ExpectMatches(*group, WithType(options, type));
+  }
+}
+
+TEST_P(CudaGroupTest, DivergencesWithoutTokenOutputsMatchTheReference) {
+  const std::unique_ptr<CudaGroup> group = Make();
+  ComputeOptions plain;
+  plain.token_outputs = false;  // those are the cross entropy's
+  ComputeOptions forward = plain;
+  forward.backward = forward.grad_hidden = false;
+  forward.grad_weight = GradWeightMode::kNone;
+  for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
+    for (const ProblemOptions& options : ShardPassCases()) {
+      ExpectMatches(*group, WithType(options, type), plain);
+      ExpectMatches(*group, WithType(options, type), forward);
+    }
   }
 }
 
@@ -160,39 +209,50 @@ TEST_P(CudaGroupTest, FewerClassesThanRanks) {
   }
 }
 
-// Rows in slices that come and leave beside the products; against one GPU, which other tests compare with fp64.
+// A problem of many rows on the group, against one GPU, which other tests compare with fp64.
+void ExpectAgreesWithOneGpu(CudaGroup& group, bool jsd) {
+  SCOPED_TRACE(jsd ? "divergence" : "cross entropy");
+  ProblemOptions options;
+  options.rows = 4500;
+  options.vocab_size = 3001;
+  options.hidden_size = 72;
+  options.jsd = jsd;
+  const Problem problem = MakeProblem(WithType(options, DataType::kBFloat16));
+  ComputeOptions compute;
+  compute.token_outputs = false;
+  const Outcome together = RunOnGroup(group, problem, compute);
+  const Outcome alone = RunOnce(problem, PlainOptions(), compute);
+  const double loss = alone.terms[0].sums.loss_sum;
+  EXPECT_NEAR(together.terms[0].sums.loss_sum, loss, 1e-5 * std::abs(loss));
+  const auto difference = [](const auto& a, const auto& b) {
+    double squares = 0, norm = 0;
+    for (size_t i = 0; i < a.size(); ++i) {
+      squares += std::pow(static_cast<double>(a[i]) - static_cast<double>(b[i]), 2);
+      norm += std::pow(static_cast<double>(b[i]), 2);
+    }
+    return std::sqrt(squares / norm);
+  };
+  // bf16's rounding falls the other way here and there; in a divergence everywhere, since one GPU alone has a kernel of its own.
+  EXPECT_LE(difference(together.grad_hidden, alone.grad_hidden), jsd ? 5e-3 : 1e-3);
+  EXPECT_LE(difference(together.gradients[0].weight, alone.gradients[0].weight), jsd ? 5e-3 : 1e-4);
+}
+
+// Rows in slices that come and leave beside the products.
 TEST_P(CudaGroupTest, ManyRowsAgreeWithOneGpu) {
-  for (const bool jsd : {false, true}) {
-    SCOPED_TRACE(jsd ? "divergence" : "cross entropy");
-    ProblemOptions options;
-    options.rows = 4500;
-    options.vocab_size = 3001;
-    options.hidden_size = 72;
-    options.jsd = jsd;
-    const Problem problem = MakeProblem(WithType(options, DataType::kBFloat16));
-    ComputeOptions compute;
-    compute.token_outputs = false;
-    const std::unique_ptr<CudaGroup> group = Make();
-    const Outcome together = RunOnGroup(*group, problem, compute);
-    const Outcome alone = RunOnce(problem, PlainOptions(), compute);
-    const double loss = alone.terms[0].sums.loss_sum;
-    EXPECT_NEAR(together.terms[0].sums.loss_sum, loss, 1e-5 * std::abs(loss));
-    const auto difference = [](const auto& a, const auto& b) {
-      double squares = 0, norm = 0;
-      for (size_t i = 0; i < a.size(); ++i) {
-        squares += std::pow(static_cast<double>(a[i]) - static_cast<double>(b[i]), 2);
-        norm += std::pow(static_cast<double>(b[i]), 2);
-      }
-      return std::sqrt(squares / norm);
-    };
-    // bf16's rounding falls the other way here and there; in a divergence everywhere, since one GPU alone has a kernel of its own.
-    EXPECT_LE(difference(together.grad_hidden, alone.grad_hidden), jsd ? 5e-3 : 1e-3);
-    EXPECT_LE(difference(together.gradients[0].weight, alone.gradients[0].weight), jsd ? 5e-3 : 1e-4);
-  }
+  for (const bool jsd : {false, true}) ExpectAgreesWithOneGpu(*Make(), jsd);
+}
+
+// A workspace that has M of all rows, and logits of half of them: a divergence's come slice by slice.
+TEST_P(CudaGroupTest, SlicesOfLogitsAgreeWithOneGpu) {
+  EngineOptions engine_options = PlainOptions();
+  const int64_t mebibytes = GetParam().world_size() == 2 ? 46 : GetParam().world_size() == 3 ? 36 : 28;
+  engine_options.workspace_bytes = (64 + mebibytes) << 20;
+  ExpectAgreesWithOneGpu(*Make(engine_options), /*jsd=*/true);
 }
 
 TEST_P(CudaGroupTest, RepeatsBitwise) {
-  std::vector<ProblemOptions> cases = {CrossEntropyOptionCases().back(), DivergenceCases().back(), ExponentialCases().front()};
+  std::vector<ProblemOptions> cases = {CrossEntropyOptionCases().back(), DivergenceCases().back(), ExponentialCases().front(),
+                                       ShardPassCases().back()};
   for (const bool deterministic : {false, true}) {
     EngineOptions engine_options = PlainOptions();
     engine_options.deterministic = deterministic;
@@ -204,7 +264,7 @@ TEST_P(CudaGroupTest, RepeatsBitwise) {
         const Problem problem = MakeProblem(WithType(cases[i], DataType::kBFloat16));
         GroupHeads heads(*group, problem.heads);
         ComputeOptions compute;
-        compute.token_outputs = problem.rows < 256;  // exponentials have none of them
+        compute.token_outputs = problem.rows < 256;  // exponentials have none of them, nor have a rank's own passes
         const Outcome outcome = heads.Compute(problem, compute);
         heads.ZeroGradients();
         EXPECT_TRUE(outcome.BitwiseEquals(heads.Compute(problem, compute))) << "on the same group";
