@@ -64,7 +64,8 @@ ChunkCost WidestCost(const HeadSpec& spec, const Split& split) { return CostOf(s
 
 int64_t MostUsefulBytes(const HeadSpec& spec, const Split& split) {
   if (spec.data_type == DataType::kFloat32) return WidestCost(spec, split).Bytes(kMaxRows);
-  const int64_t divergence = CostOf(spec, split, 4, /*divergence=*/true).Bytes(kMaxRows);
+  const bool on_rank = split.merged_shards > split.held_shards;
+  const int64_t divergence = CostOf(spec, split, 4, /*divergence=*/true).Bytes(on_rank ? kMaxRankRows : kMaxRows);
   if (spec.data_type != DataType::kBFloat16) return divergence;
   return std::max(divergence, CostOf(spec, split, 2, /*divergence=*/false).Bytes(kMaxExponentialRows));
 }

@@ -54,7 +54,10 @@ int64_t RowsWithGradient(const std::vector<TermRun>& terms, const MicroBatch& mi
 // The most rows, in steps of 128 above 128, that fit in place.
 int64_t RowsThatFit(const std::vector<TermRun>& terms, const MicroBatch& micro_batch, int64_t bytes) {
   int64_t rows = kMaxExponentialRows;
-  for (const TermRun& term : terms) rows = std::min(rows, term.large_form == Form::kExponentials ? kMaxExponentialRows : kMaxRows);
+  for (const TermRun& term : terms) {
+    const bool on_rank = term.head->group() != nullptr && term.large_form == Form::kRows;
+    rows = std::min(rows, term.large_form == Form::kExponentials ? kMaxExponentialRows : on_rank ? kMaxRankRows : kMaxRows);
+  }
   while (rows > 0 && ChunkBytes(terms, micro_batch, rows) > bytes) rows -= rows > 128 ? 128 : 1;
   return rows;
 }

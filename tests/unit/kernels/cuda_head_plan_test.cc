@@ -186,6 +186,18 @@ TEST(CudaHeadPlan, RanksPlanTheirShards) {
   EXPECT_GT(CostOfRankChunk(spec, 8, 64000, 4, true).per_row, CostOfRankChunk(spec, 4, 64000, 4, true).per_row);
 }
 
+// Logits of a part of the columns are small: there is room for more rows of them.
+TEST(CudaHeadPlan, RanksHaveRoomForMoreRowsOfADivergence) {
+  const HeadSpec spec = Spec(128256, 4096);
+  EngineOptions options = Options(4 * kGiB);
+  options.shard_count = options.group.world_size = 4;
+  const int64_t needed = CostOfRankChunk(spec, 4, 128256 / 4, 4, /*divergence=*/true).Bytes(kMaxRankRows);
+  EXPECT_EQ(PlanHeadOnCuda(spec, options).workspace_bytes, kLibraryBytes + needed);
+  EXPECT_LT(needed, 4 * kGiB - kLibraryBytes);
+  // Alone it has as much as it may take.
+  EXPECT_EQ(PlanHeadOnCuda(spec, Options(4 * kGiB)).workspace_bytes, 4 * kGiB);
+}
+
 // By rows a rank plans what an engine that is alone does, but for masters and optimizer state.
 TEST(CudaHeadPlan, ReplicasHaveAllButTheStateOfOtherShards) {
   for (const DataType type : {DataType::kBFloat16, DataType::kFloat32}) {
