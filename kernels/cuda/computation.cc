@@ -224,12 +224,13 @@ absl::Status Computation::CloseChunk(const Member& member, const Chunk& chunk, c
   if (group_ != nullptr) {
     // All ranks say the same of the rows that rank 0 has written.
     HEADWATER_RETURN_IF_ERROR(group_->sums().Broadcast(buffers.non_finite, rows, gradient_stream()));
-    HEADWATER_RETURN_IF_ERROR(core_.Order(gradient_stream(), stream_));
   }
   uint8_t* non_finite = host_.Take<uint8_t>(rows);
   for (size_t i = first_pending; i < first_pending + count; ++i) pending_[i].non_finite_out = non_finite;
-  return Check(cudaMemcpyAsync(non_finite, buffers.non_finite, static_cast<size_t>(rows), cudaMemcpyDeviceToHost, stream_),
-               "the way back of flags");
+  // In a group the products do not wait for them.
+  return Check(
+      cudaMemcpyAsync(non_finite, buffers.non_finite, static_cast<size_t>(rows), cudaMemcpyDeviceToHost, gradient_stream()),
+      "the way back of flags");
 }
 
 absl::Status Computation::ForEachPart(const Work& work, const Slice& slice,
@@ -279,9 +280,8 @@ absl::Status Computation::RunWork(Work* work) {
   } else {
     HEADWATER_RETURN_IF_ERROR(RunLogits(work));
   }
-  // The results of a chunk's only term leave first. In a group they wait for the sum over ranks, which goes on beside the products;
-  // and the next term needs the workspace.
-  work->results_leave = group_ == nullptr && last.chunk->terms.size() == 1;
+  // The results of a chunk's only term leave first; the next term would need the workspace.
+  work->results_leave = last.chunk->terms.size() == 1;
   if (!work->results_leave) HEADWATER_RETURN_IF_ERROR(AddOwedGradWeight(work));
   HEADWATER_RETURN_IF_ERROR(Check(cudaMemcpyAsync(work->reports, own.reports, static_cast<size_t>(work->rows) * sizeof(RowReport),
                                                   cudaMemcpyDeviceToHost, stream_),

@@ -154,9 +154,15 @@ absl::Status EngineCore::Synchronize(const char* what) {
 }
 
 absl::Status EngineCore::SynchronizeTransfers(const char* what) {
-  const absl::Status up = Check(cudaStreamSynchronize(upload_stream_), what);
-  const absl::Status down = Check(cudaStreamSynchronize(download_stream_), what);
-  return up.ok() ? down : up;
+  const DeviceGroup::Wait wait(group_.get());
+  std::vector<cudaStream_t> streams = {upload_stream_, download_stream_};
+  if (group_ != nullptr) streams.push_back(group_->sum_stream());
+  absl::Status first;
+  for (const cudaStream_t stream : streams) {
+    const absl::Status status = Check(cudaStreamSynchronize(stream), what);
+    if (first.ok()) first = status;
+  }
+  return first.ok() && group_ != nullptr ? group_->status() : first;
 }
 
 absl::Status EngineCore::AwaitEvent(cudaEvent_t event, const char* what) {

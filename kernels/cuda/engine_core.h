@@ -75,7 +75,7 @@ class EngineCore {
   // Waits for the streams, a group's too. Every error that ends here or in Check() is looked at: one that the device does not
   // recover from makes health() bad. kEngineFailed if the group is broken, whose work ends without results then.
   absl::Status Synchronize(const char* what);
-  // The same for an event, and for the streams by which rows come and go.
+  // The same for an event, and for the streams by which rows come and go, a group's sums of gradients among them.
   absl::Status AwaitEvent(cudaEvent_t event, const char* what);
   absl::Status SynchronizeTransfers(const char* what);
 

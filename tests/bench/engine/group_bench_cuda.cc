@@ -246,6 +246,7 @@ BlockTimes Measure(const BenchCase& bench_case, const Settings& settings, LossEn
   const Repeat candidate = [&](int count) {
     group.Run([&](int32_t rank) {
       for (int i = 0; i < count; ++i) ranks[static_cast<size_t>(rank)]->Work(rank, settings.gpus);
+      CheckCuda(cudaDeviceSynchronize(), "a rank's last products");
     });
   };
   const bool has_steps = bench_case.step_micro_batches > 0;
