@@ -22,6 +22,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// NCCL has a call of a communicator that does not block done by a thread made for it, within some tens of microseconds, in which
+// whoever enqueues cannot go on: a call is asked about without a pause at first, then every kPollTime.
+constexpr auto kBusyTime = std::chrono::milliseconds(1);
 constexpr auto kPollTime = std::chrono::microseconds(50);
 // For work that other ranks need not take part in.
 constexpr double kCallSeconds = 30;
@@ -134,15 +137,20 @@ class NcclCommunicator final : public DeviceCommunicator {
   // Waits until a call is finished that returned `result`.
   absl::Status Await(ncclResult_t result, const char* what, double seconds, const std::function<absl::Status()>* interrupted) {
     if (result == ncclInProgress) {
-      const auto deadline = Clock::now() + std::chrono::duration<double>(seconds);
+      const auto start = Clock::now();
       do {
         if (abort_wanted_) return reason();
         if (interrupted != nullptr && *interrupted) HEADWATER_RETURN_IF_ERROR((*interrupted)());
-        if (Clock::now() > deadline) {
+        const auto waited = Clock::now() - start;
+        if (waited > std::chrono::duration<double>(seconds)) {
           return MakeError(ErrorReason::kEngineFailed,
                            std::string(what) + " took more than " + std::to_string(static_cast<int>(seconds)) + " s");
         }
-        std::this_thread::sleep_for(kPollTime);
+        if (waited < kBusyTime) {
+          std::this_thread::yield();
+        } else {
+          std::this_thread::sleep_for(kPollTime);
+        }
         const ncclResult_t asked = nccl_.CommGetAsyncError(comm_, &result);
         if (asked != ncclSuccess) result = asked;
       } while (result == ncclInProgress);
