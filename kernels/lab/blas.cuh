@@ -88,6 +88,12 @@ class BlasProduct {
     std::fflush(stdout);
   }
 
+  // Has the library use so many multiprocessors at most. To be called before an algorithm is chosen.
+  void LimitTo(int32_t multiprocessors) {
+    LAB_BLAS(cublasLtMatmulDescSetAttribute(operation_, CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, &multiprocessors,
+                                            sizeof(multiprocessors)));
+  }
+
   // Takes the heuristic's first algorithm, untimed.
   void TakeFirst() { algorithm_ = Heuristics("product")[0].algo; }
 
