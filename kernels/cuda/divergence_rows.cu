@@ -39,7 +39,6 @@
 // leaves 96 registers a thread and spills as much again as it reads (2.36 ms); exponentials and differences left in shared memory
 // by phase 0, which saves phase 1 an exponential of three (2.05 ms); branches by vector instead of by slot, for slices that are not
 // whole (1.64 ms).
-#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -543,8 +542,7 @@ bool DivergenceRowsFit(const LogitsView& student, const LogitsView& teacher, con
 
 cudaError_t LaunchDivergenceRows(const LogitsView& student, const LogitsView& teacher, const ChunkRows& rows,
                                  const DivergenceTerm& term, double loss_scale, const MutableMatrix& matrix, bool want_gradient,
-                                 RowReport* reports, float* row_factor, float* target_factor, cudaStream_t stream,
-                                 int32_t most_multiprocessors) {
+                                 RowReport* reports, float* row_factor, float* target_factor, cudaStream_t stream) {
   if (rows.row_count == 0) return cudaSuccess;
   const Form form = FormOf(term);
   const bool transformed = IsTransformed(student) || IsTransformed(teacher);
@@ -568,8 +566,7 @@ cudaError_t LaunchDivergenceRows(const LogitsView& student, const LogitsView& te
   params.cluster = layout.cluster;
   params.want_gradient = want_gradient ? 1 : 0;
 
-  const int64_t most = most_multiprocessors == 0 ? resident : std::clamp(most_multiprocessors / layout.cluster, 1, resident);
-  const int64_t clusters = std::min<int64_t>(rows.row_count, most);
+  const int64_t clusters = rows.row_count < resident ? rows.row_count : resident;
   const LaunchShape shape(layout, clusters, stream);
   const cudaError_t status = cudaLaunchKernelEx(&shape.config, KernelOf(form, transformed, half), params);
   return status != cudaSuccess ? status : cudaGetLastError();

@@ -161,12 +161,10 @@ cudaError_t LaunchDivergenceGradient(const LogitsView& student, const LogitsView
 // no hard loss, strides multiples of 4 elements.
 bool DivergenceRowsFit(const LogitsView& student, const LogitsView& teacher, const DivergenceTerm& term, Element matrix_element);
 // Everything from LaunchSoftStats to LaunchDivergenceGradient in one pass that reads each product once. M in place of
-// the student's products or apart, likewise. `want_gradient` false: reports only. `most_multiprocessors`: that it takes, one
-// cluster's at least; 0: all that it can use. The results do not depend on it.
+// the student's products or apart, likewise. `want_gradient` false: reports only.
 cudaError_t LaunchDivergenceRows(const LogitsView& student, const LogitsView& teacher, const ChunkRows& rows,
                                  const DivergenceTerm& term, double loss_scale, const MutableMatrix& matrix, bool want_gradient,
-                                 RowReport* reports, float* row_factor, float* target_factor, cudaStream_t stream,
-                                 int32_t most_multiprocessors = 0);
+                                 RowReport* reports, float* row_factor, float* target_factor, cudaStream_t stream);
 
 }  // namespace headwater::cuda
 

@@ -61,13 +61,12 @@ class BlasProduct {
                        grad_weight);
   }
 
-  // Times up to 32 heuristic algorithms on a card that is warm after so many seconds (60 ms each), then the best five again (250 ms
-  // each), and keeps the best.
-  void Search(Bench& bench, const std::string& name, double warmup_seconds = 0.7) {
+  // Times up to 32 heuristic algorithms on a warm card (60 ms each), then the best five again (250 ms each), and keeps the best.
+  void Search(Bench& bench, const std::string& name) {
     const std::vector<cublasLtMatmulHeuristicResult_t> found = Heuristics(name);
     const int count = static_cast<int>(found.size());
     algorithm_ = found[0].algo;
-    bench.WarmUp(AsCandidate(name), warmup_seconds);
+    bench.WarmUp(AsCandidate(name), 0.7);
     const double first_ms = bench.TimeCalls(AsCandidate(name), 4);
     std::vector<std::pair<double, int>> ranked;
     for (int i = 0; i < count; ++i) {
@@ -97,11 +96,9 @@ class BlasProduct {
   // Takes the heuristic's first algorithm, untimed.
   void TakeFirst() { algorithm_ = Heuristics("product")[0].algo; }
 
-  void Enqueue(cudaStream_t stream) const { Enqueue(stream, a_, b_, c_); }
-  // On other matrices of these shapes and alignments.
-  void Enqueue(cudaStream_t stream, const __nv_bfloat16* a, const __nv_bfloat16* b, void* c) const {
+  void Enqueue(cudaStream_t stream) const {
     const float alpha = 1.0f;
-    LAB_BLAS(cublasLtMatmul(context_.handle, operation_, &alpha, a, layout_a_, b, layout_b_, &beta_, c, layout_c_, c, layout_c_,
+    LAB_BLAS(cublasLtMatmul(context_.handle, operation_, &alpha, a_, layout_a_, b_, layout_b_, &beta_, c_, layout_c_, c_, layout_c_,
                             &algorithm_, context_.workspace.get(), BlasContext::kWorkspaceBytes, stream));
   }
 
