@@ -32,8 +32,6 @@ class DeviceCommunicator {
   virtual absl::Status ReduceSum(float* data, int64_t count, cudaStream_t stream) = 0;
   // data [world_size][bytes], of which this rank has filled its own part, becomes all ranks' parts.
   virtual absl::Status AllGather(void* data, int64_t bytes, cudaStream_t stream) = 0;
-  // data [bytes] becomes rank 0's.
-  virtual absl::Status Broadcast(void* data, int64_t bytes, cudaStream_t stream) = 0;
 
   // The parts of a buffer that all ranks have alike: part r is [bounds[r], bounds[r + 1]), the world_size + 1 bounds begin with 0,
   // ascend and are the same on all ranks. Parts may be empty.

@@ -76,10 +76,6 @@ class NcclCommunicator final : public DeviceCommunicator {
                              stream);
     });
   }
-  absl::Status Broadcast(void* data, int64_t bytes, cudaStream_t stream) override {
-    return Call("telling ranks",
-                [&] { return nccl_.Broadcast(data, data, static_cast<size_t>(bytes), ncclInt8, 0, comm_, stream); });
-  }
 
   absl::Status ReduceScatterSum(float* data, absl::Span<const int64_t> bounds, cudaStream_t stream) override {
     constexpr char kWhat[] = "adding up parts over ranks";

@@ -5,6 +5,7 @@
 #include "kernels/cuda/conversions.h"
 #include "kernels/cuda/gradient_debt.h"
 #include "kernels/cuda/term_form.h"
+#include "kernels/cuda/weight_contribution.h"
 
 namespace headwater::cuda {
 namespace {
@@ -57,6 +58,10 @@ absl::Status SearchShard(EngineCore& core, CudaHead& head, int32_t rank) {
     if (!head.spec().trainable) continue;
     shape.kind = ProductKind::kGradWeight;
     shape.adds = true;
+    shape.vocab = ColumnsAtOnce(head, shard.columns);
+    HEADWATER_RETURN_IF_ERROR(core.products().Search(shape, logits, hidden, head.accumulator(rank).weight, core.stream()));
+    if (shape.vocab == shard.columns) continue;
+    shape.vocab = shard.columns - shape.vocab;
     HEADWATER_RETURN_IF_ERROR(core.products().Search(shape, logits, hidden, head.accumulator(rank).weight, core.stream()));
   }
   HEADWATER_RETURN_IF_ERROR(

@@ -83,6 +83,7 @@ absl::Status Computation::Run() {
   HEADWATER_RETURN_IF_ERROR(Decide());
   HEADWATER_RETURN_IF_ERROR(Drain());
   drained_ = true;
+  HEADWATER_RETURN_IF_ERROR(TellNonFinite());
   const Member& first = members_.front();
   const MutableRowsView& out = first.micro_batch->grad_hidden;
   if (flow_ != nullptr && has_results() && out.data != nullptr && out.row_count > 0 && IsOnHost(first.grad_hidden_place) &&
@@ -125,6 +126,40 @@ absl::Status Computation::Drain() {
   }
   pending_.clear();
   host_.Reset();
+  return absl::OkStatus();
+}
+
+absl::Status Computation::TellNonFinite() {
+  const Member& member = members_.front();
+  if (group_ == nullptr || member.micro_batch->grad_hidden.data == nullptr || !HasGradient(*member.plan)) return absl::OkStatus();
+  std::vector<double> rows;  // places in all terms' flags
+  if (has_results()) {
+    double place = 0;
+    for (const TermPlan& term : member.plan->terms) {
+      for (const uint8_t flag : term.non_finite) {
+        if (flag != 0) rows.push_back(place);
+        ++place;
+      }
+    }
+  }
+  const absl::StatusOr<Exchanged> counts = group_->Exchange(true, {static_cast<double>(rows.size())});
+  if (!counts.ok()) return counts.status();
+  rows.resize(static_cast<size_t>(counts->values.front().front()));
+  if (rows.empty()) return absl::OkStatus();
+  const absl::StatusOr<Exchanged> told = group_->Exchange(true, rows);
+  if (!told.ok()) return told.status();
+  const std::vector<double>& places = told->values.front();
+  auto next = places.begin();
+  double place = 0;
+  for (TermPlan& term : member.plan->terms) {
+    for (uint8_t& flag : term.non_finite) {
+      if (next != places.end() && *next == place) {
+        flag = 1;
+        ++next;
+      }
+      ++place;
+    }
+  }
   return absl::OkStatus();
 }
 
@@ -221,10 +256,7 @@ absl::Status Computation::CloseChunk(const Member& member, const Chunk& chunk, c
     HEADWATER_RETURN_IF_ERROR(core_.Order(gradient_stream(), core_.download_stream()));
     HEADWATER_RETURN_IF_ERROR(SendGradHidden({&member, &chunk, buffers.out, all}));
   }
-  if (group_ != nullptr) {
-    // All ranks say the same of the rows that rank 0 has written.
-    HEADWATER_RETURN_IF_ERROR(group_->sums().Broadcast(buffers.non_finite, rows, gradient_stream()));
-  }
+  if (!has_results()) return absl::OkStatus();
   uint8_t* non_finite = host_.Take<uint8_t>(rows);
   for (size_t i = first_pending; i < first_pending + count; ++i) pending_[i].non_finite_out = non_finite;
   // In a group the products do not wait for them.
@@ -309,6 +341,7 @@ absl::Status Computation::RunExponentials(Work* work) {
   int32_t* overflow = host_.Take<int32_t>(1);
   // The other ranks' sums come, and the losses are told, while the grad_hidden product runs.
   const cudaStream_t finish = group_ != nullptr && work->wants_grad_hidden ? group_->merge_stream() : stream_;
+  const bool sums_early = group_ != nullptr && IsOnlyTerm(*work);
   const std::vector<Slice> slices = SlicesOf(*work);
   for (size_t i = 0; i < slices.size(); ++i) {
     const Slice& slice = slices[i];
@@ -326,11 +359,15 @@ absl::Status Computation::RunExponentials(Work* work) {
       HEADWATER_RETURN_IF_ERROR(MultiplyByWeight(work, slice, 0));
     }
     if (finish != stream_) HEADWATER_RETURN_IF_ERROR(core_.Order(finish, stream_));
+    // The sum over ranks must have its multiprocessors before the product of grad_weight takes all, and takes the host a while to
+    // enqueue: it is not left until the flag is there. If that is set the rows are summed up once more.
+    if (sums_early) HEADWATER_RETURN_IF_ERROR(ComputeGradHidden(work, slice, /*product_is_there=*/true));
     if (is_last) HEADWATER_RETURN_IF_ERROR(MakeGroups(work));
     if (!is_last && flow_ == nullptr) HEADWATER_RETURN_IF_ERROR(UploadSlice(work, slices[i + 1]));
     HEADWATER_RETURN_IF_ERROR(core_.AwaitEvent(core_.flag_event(), "the exponentials' product"));
     if (*overflow != 0) return RunOverflowed(work, work->wants_grad_hidden ? slice.first : 0);
-    HEADWATER_RETURN_IF_ERROR(AddGradHidden(work, slice, /*product_is_there=*/true));
+    if (!sums_early) HEADWATER_RETURN_IF_ERROR(ComputeGradHidden(work, slice, /*product_is_there=*/true));
+    HEADWATER_RETURN_IF_ERROR(DeliverGradHidden(work, slice));
   }
   work->owes_grad_weight = true;
   return absl::OkStatus();
@@ -372,7 +409,8 @@ absl::Status Computation::ComputeExponentials(Work* work, const Slice& slice, cu
 
 absl::Status Computation::RunOverflowed(Work* work, int64_t first) {
   // Some row's exponentials do not fit their offset: from `first` on fp32 logits, as many rows at once as the exponentials' memory
-  // holds. It is all of it: what earlier rows have there is added first.
+  // holds. It is all of it: what earlier rows have there is added first. On a rank their sum may still be under way.
+  if (group_ != nullptr) HEADWATER_RETURN_IF_ERROR(core_.Order(gradient_stream(), stream_));
   const Slice rest = {work->placed, work->rows - work->placed};
   if (rest.count > 0) {
     HEADWATER_RETURN_IF_ERROR(UploadSlice(work, rest));

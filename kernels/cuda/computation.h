@@ -10,8 +10,8 @@
 // In a group of GPUs each rank does this with its own shard, all in the same order: how rows are cut is agreed on before. The ranks
 // meet for the targets' logits, for the rows' statistics, and where grad_hidden is added up on rank 0, which alone has what leaves:
 // in the exponential form the statistics travel beside the grad_hidden product, in a divergence those of half of the rows beside
-// the other half's pass, and in any form grad_hidden does beside what follows it. Their errors are the same on all ranks, or break
-// the group. With heads that the rank has all of nobody is met.
+// the other half's pass, and in any form grad_hidden does beside the first half of the product of grad_weight. Their errors are the
+// same on all ranks, or break the group. With heads that the rank has all of nobody is met.
 //
 // Large parts in the exponential form go slice by slice as far as grad_hidden: while one slice is computed, the next one's rows
 // come in, and the gradient of the one before leaves, on streams of their own. Their grad_weight is one product over all slices. So
@@ -197,7 +197,10 @@ class Computation {
   // are collected from the ranks.
   absl::Status RunShardPasses(Work* work, const Slice& slice);
 
+  // The two that follow it. Before DeliverGradHidden() a rank's results are nowhere but in its own memory.
   absl::Status AddGradHidden(Work* work, const Slice& slice, bool product_is_there);
+  absl::Status ComputeGradHidden(Work* work, const Slice& slice, bool product_is_there);
+  absl::Status DeliverGradHidden(Work* work, const Slice& slice);
   absl::Status MultiplyByWeight(Work* work, const Slice& slice, int32_t rank);
   absl::Status FinishGradHidden(Work* work, const Slice& slice, int32_t rank);
   absl::Status FinishPart(Work* work, const Part& part, const Slice& slice, int64_t product_row, int32_t rank);
@@ -205,6 +208,8 @@ class Computation {
   absl::Status AddOwedGradWeight(Work* work);
   // Writes rows of a chunk whose gradient was summed up; none else.
   absl::Status WriteGradHidden(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers, const Slice& slice);
+  // In a group rank 0 alone sees which rows of grad_hidden are not finite: tells the others, through the host. Once, at the end.
+  absl::Status TellNonFinite();
   // Adds up rows of a chunk's sum on rank 0 of a group.
   absl::Status SumOverRanks(const Chunk& chunk, const ChunkBuffers& buffers, int64_t width, const Slice& slice);
   // A rank's share, where its shard has no columns.
@@ -241,6 +246,7 @@ class Computation {
   bool has_results() const { return group_ == nullptr || group_->is_first(); }
   // Where what is written of grad_hidden is enqueued.
   cudaStream_t gradient_stream() const { return group_ == nullptr ? stream_ : group_->sum_stream(); }
+  static bool IsOnlyTerm(const Work& work) { return work.parts.front().chunk->terms.size() == 1; }
   static bool IsOnHost(Place place) { return place == Place::kPageable || place == Place::kPageLocked; }
   // Where rows of a member's grad_hidden are written: the caller's device memory, or on the way to the host.
   static GradHiddenTarget OutputOf(const Member& member, const ChunkBuffers& buffers, const int32_t* map, uint8_t* non_finite);

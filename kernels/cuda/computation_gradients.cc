@@ -99,6 +99,11 @@ absl::Status Computation::FinishPart(Work* work, const Part& part, const Slice& 
 }
 
 absl::Status Computation::AddGradHidden(Work* work, const Slice& slice, bool product_is_there) {
+  HEADWATER_RETURN_IF_ERROR(ComputeGradHidden(work, slice, product_is_there));
+  return DeliverGradHidden(work, slice);
+}
+
+absl::Status Computation::ComputeGradHidden(Work* work, const Slice& slice, bool product_is_there) {
   if (!work->wants_grad_hidden) return absl::OkStatus();
   const ProfileRange range("grad_hidden");
   for (int32_t rank = 0; rank < work->term->head->shard_count(); ++rank) {
@@ -109,12 +114,17 @@ absl::Status Computation::AddGradHidden(Work* work, const Slice& slice, bool pro
     if (!product_is_there || rank > 0) HEADWATER_RETURN_IF_ERROR(MultiplyByWeight(work, slice, rank));
     HEADWATER_RETURN_IF_ERROR(FinishGradHidden(work, slice, rank));
   }
+  if (!IsOnlyTerm(*work)) return absl::OkStatus();
+  return ForEachPart(*work, slice, [&](const Part& part, const Slice& rows) {
+    return SumOverRanks(*part.chunk, part.shared, work->hidden.columns, {rows.first - part.first, rows.count});
+  });
+}
+
+absl::Status Computation::DeliverGradHidden(Work* work, const Slice& slice) {
   // Where other terms of the chunk add to these rows, the chunk's end sees to them.
-  if (work->parts.front().chunk->terms.size() > 1) return absl::OkStatus();
+  if (!work->wants_grad_hidden || !IsOnlyTerm(*work)) return absl::OkStatus();
   HEADWATER_RETURN_IF_ERROR(ForEachPart(*work, slice, [&](const Part& part, const Slice& rows) {
-    const Slice of_chunk = {rows.first - part.first, rows.count};
-    HEADWATER_RETURN_IF_ERROR(SumOverRanks(*part.chunk, part.shared, work->hidden.columns, of_chunk));
-    return WriteGradHidden(*part.member, *part.chunk, part.shared, of_chunk);
+    return WriteGradHidden(*part.member, *part.chunk, part.shared, {rows.first - part.first, rows.count});
   }));
   const bool any_leaves = std::any_of(work->parts.begin(), work->parts.end(), [](const Part& part) {
     return part.member->micro_batch->grad_hidden.memory == MemorySpace::kHost;

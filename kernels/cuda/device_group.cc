@@ -10,10 +10,10 @@
 namespace headwater::cuda {
 namespace {
 
-// A merge is some kilobytes to a megabyte: latency counts. The sum of grad_hidden has the time of a grad_weight product, whose
-// thread blocks it displaces.
+// A merge is some kilobytes to a megabyte: latency counts. The sum of grad_hidden has the time of half a grad_weight product
+// (ColumnsAtOnce()), whose thread blocks it displaces.
 constexpr int32_t kMergeBlocks = 4;
-constexpr int32_t kSumBlocks = 8;
+constexpr int32_t kSumBlocks = 16;
 // A step's exchange has the device for itself.
 constexpr int32_t kStepBlocks = 32;
 constexpr auto kWatchTime = std::chrono::milliseconds(10);

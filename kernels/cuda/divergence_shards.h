@@ -1,10 +1,11 @@
 // The divergence's row passes where a row's columns lie on several ranks, on Hopper: fp32 products of 16-bit operands, no bias, no
 // softcap, no hard loss. Formulas and digits are those of the pass over a whole row (divergence_rows.cu).
 //
-//   each rank   sides: both sides' exponentials are added up, and its most probable column of the student is found
-//   all         the ranks' sides are collected; each rank finishes them alike, so all know the log-sum-exps and the row's top
-//   column each rank   sums: what its columns add to the loss and to the mean all         the ranks' sums are collected, and
-//   finished alike each rank   gradient: M of its columns
+//   on each rank, sides: both sides' exponentials are added up, and its most probable column of the student is found
+//   the ranks' sides are collected, and finished alike on each, so that all know the log-sum-exps and the row's top column
+//   on each rank, sums: what its columns add to the loss and to the mean
+//   the ranks' sums are collected, and finished alike
+//   on each rank, gradient: M of its columns
 //
 // Every pass reads both products once: 26 bytes a column in all. A pass that keeps what the next one needs would write as much as
 // that one reads again.

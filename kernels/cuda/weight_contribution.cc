@@ -1,8 +1,24 @@
 #include "kernels/cuda/weight_contribution.h"
 
+#include <algorithm>
+
+#include "kernels/cuda/matrix_rows.h"
 #include "kernels/cuda/parameters.h"
 
 namespace headwater::cuda {
+namespace {
+
+// Of fewer columns the product takes less time than what would run in between.
+constexpr int64_t kLeastColumnsInParts = 2048;
+// Rows of grad_weight, and columns of M, then begin where vector loads may.
+constexpr int64_t kPartGrain = 8;
+
+}  // namespace
+
+int64_t ColumnsAtOnce(const CudaHead& head, int64_t columns) {
+  if (head.group() == nullptr || columns < kLeastColumnsInParts) return columns;
+  return RoundUp(columns / 2, kPartGrain);
+}
 
 absl::Status AddTargets(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,
                         absl::FunctionRef<WeightTarget(int32_t rank)> target) {
@@ -37,14 +53,17 @@ absl::Status AddProducts(EngineCore& core, const CudaHead& head, const WeightCon
     shape.kind = ProductKind::kGradWeight;
     shape.element = matrix.element;
     shape.rows = contribution.scaled.rows;
-    shape.vocab = shard.columns;
     shape.width = shard.width;
     shape.a_stride = matrix.stride;
     shape.b_stride = contribution.scaled.stride;
     shape.out_stride = shard.stride;
     shape.adds = true;
-    HEADWATER_RETURN_IF_ERROR(
-        core.products().Run(shape, matrix.data, contribution.scaled.data, to.weight, factor, factor_device, stream));
+    const int64_t at_once = ColumnsAtOnce(head, shard.columns);
+    for (int64_t start = 0; start < shard.columns; start += at_once) {
+      shape.vocab = std::min(at_once, shard.columns - start);
+      HEADWATER_RETURN_IF_ERROR(core.products().Run(shape, Advance(matrix.data, matrix.element, start), contribution.scaled.data,
+                                                    to.weight + start * shard.stride, factor, factor_device, stream));
+    }
     if (to.bias != nullptr) {
       HEADWATER_RETURN_IF_ERROR(core.Check(
           LaunchAddGradBias(matrix, contribution.row_factor, factor, scratch.bias, to.bias, stream), "adding to grad_bias"));

@@ -32,6 +32,11 @@ struct WeightScratch {
   void* bias = nullptr;     // GradBiasScratchBytes() of the widest shard; null without a bias
 };
 
+// Columns of a shard whose grad_weight is one product: all of them; on a rank of a group half. A product keeps the multiprocessors
+// that it gets until it ends, from other streams whatever their priority. Where the first half ends the rows of grad_hidden are
+// written that the ranks have added up meanwhile, and the micro-batch is answered while the device has the second half to do.
+int64_t ColumnsAtOnce(const CudaHead& head, int64_t columns);
+
 // Enqueues target(rank) += factor * contribution for every shard, in two parts that are always added in this order: the targets'
 // rows, for which `hidden` is read, and the products, for which it is not.
 absl::Status AddTargets(EngineCore& core, const CudaHead& head, const WeightContribution& contribution, float factor,

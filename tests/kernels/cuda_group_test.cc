@@ -210,11 +210,11 @@ TEST_P(CudaGroupTest, FewerClassesThanRanks) {
 }
 
 // A problem of many rows on the group, against one GPU, which other tests compare with fp64.
-void ExpectAgreesWithOneGpu(CudaGroup& group, bool jsd) {
+void ExpectAgreesWithOneGpu(CudaGroup& group, bool jsd, int64_t vocab_size) {
   SCOPED_TRACE(jsd ? "divergence" : "cross entropy");
   ProblemOptions options;
   options.rows = 4500;
-  options.vocab_size = 3001;
+  options.vocab_size = vocab_size;
   options.hidden_size = 72;
   options.jsd = jsd;
   const Problem problem = MakeProblem(WithType(options, DataType::kBFloat16));
@@ -237,9 +237,13 @@ void ExpectAgreesWithOneGpu(CudaGroup& group, bool jsd) {
   EXPECT_LE(difference(together.gradients[0].weight, alone.gradients[0].weight), jsd ? 5e-3 : 1e-4);
 }
 
-// Rows in slices that come and leave beside the products.
+// Rows in slices that come and leave beside the products, few columns and so many that their gradient is two products.
 TEST_P(CudaGroupTest, ManyRowsAgreeWithOneGpu) {
-  for (const bool jsd : {false, true}) ExpectAgreesWithOneGpu(*Make(), jsd);
+  for (const bool jsd : {false, true}) {
+    for (const int64_t vocab_size : {int64_t{3001}, 2500 * int64_t{GetParam().world_size()} + 1}) {
+      ExpectAgreesWithOneGpu(*Make(), jsd, vocab_size);
+    }
+  }
 }
 
 // A workspace that has M of all rows, and logits of half of them: a divergence's come slice by slice.
@@ -247,7 +251,7 @@ TEST_P(CudaGroupTest, SlicesOfLogitsAgreeWithOneGpu) {
   EngineOptions engine_options = PlainOptions();
   const int64_t mebibytes = GetParam().world_size() == 2 ? 46 : GetParam().world_size() == 3 ? 36 : 28;
   engine_options.workspace_bytes = (64 + mebibytes) << 20;
-  ExpectAgreesWithOneGpu(*Make(engine_options), /*jsd=*/true);
+  ExpectAgreesWithOneGpu(*Make(engine_options), /*jsd=*/true, 3001);
 }
 
 TEST_P(CudaGroupTest, RepeatsBitwise) {
@@ -305,6 +309,33 @@ TEST_P(CudaGroupTest, CommitsWhatIsStaged) {
       ASSERT_NEAR(committed[i], direct.gradients[0].weight[i], 1e-5 * (1 + std::abs(direct.gradients[0].weight[i])));
     }
   }
+}
+
+// Only the first rank has rows of grad_hidden, and sees that they do not fit their type.
+TEST_P(CudaGroupTest, AllRanksRefuseWhatOneOfThemSees) {
+  ProblemOptions options;
+  options.staging_slots = 1;
+  const Problem clean = MakeProblem(WithType(options, DataType::kFloat16));
+  options.grad_hidden_scale = 1e9;
+  const Problem problem = MakeProblem(WithType(options, DataType::kFloat16));
+  ComputeOptions stage;
+  stage.grad_weight = GradWeightMode::kStage;
+  stage.refuse_non_finite = true;
+  LoadedHeads alone(problem.heads, PlainOptions());
+  const absl::Status expected = alone.TryCompute(problem, stage).status();
+  ASSERT_TRUE(HasReason(expected, ErrorReason::kNonFiniteValues)) << expected;
+  const std::unique_ptr<CudaGroup> group = Make();
+  GroupHeads heads(*group, problem.heads);
+  group->Run([&](int32_t rank) {
+    const PreparedMicroBatch prepared(problem, heads.On(rank), stage);
+    const absl::Status status = group->engine(rank).Compute(prepared.micro_batch).status();
+    EXPECT_TRUE(HasReason(status, ErrorReason::kNonFiniteValues)) << status;
+    EXPECT_EQ(status.message(), expected.message());
+    EXPECT_EQ(heads.On(rank)[0]->FreeStagingSlots(), 1);
+  });
+  std::vector<std::unique_ptr<StagedContribution>> staged;
+  heads.Compute(clean, stage, &staged);
+  for (const auto& contribution : staged) EXPECT_NE(contribution, nullptr);
 }
 
 // Weights and optimizer state stay with their rows.
