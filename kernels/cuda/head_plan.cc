@@ -67,7 +67,8 @@ int64_t MostUsefulBytes(const HeadSpec& spec, const Split& split) {
   const bool on_rank = split.merged_shards > split.held_shards;
   const int64_t divergence = CostOf(spec, split, 4, /*divergence=*/true).Bytes(on_rank ? kMaxRankRows : kMaxRows);
   if (spec.data_type != DataType::kBFloat16) return divergence;
-  return std::max(divergence, CostOf(spec, split, 2, /*divergence=*/false).Bytes(kMaxExponentialRows));
+  const ChunkCost exponentials = CostOf(spec, split, 2, /*divergence=*/false);
+  return std::max(divergence, exponentials.Bytes(on_rank ? kMaxRankExponentialRows : kMaxExponentialRows));
 }
 
 // The rows of a cross entropy that fit into `bytes`; at least 1.

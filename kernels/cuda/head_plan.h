@@ -7,8 +7,9 @@
 // Tensors of a head are its own. The workspace is the engine's, shared by its heads (their work is serialised) and as large as the
 // largest that one of them plans:
 //   workspace = cuBLASLt's 64 MiB + max(least, min(workspace_bytes - 64 MiB, most))
-//   most      what the largest useful chunk needs: a divergence of kMaxRows rows (on a rank of a group kMaxRankRows) in the head's
-//             ordinary form, or kMaxExponentialRows rows of exponentials; more would gain nothing
+//   most      what the largest useful chunk needs: a divergence of kMaxRows rows in the head's ordinary form, or
+//   kMaxExponentialRows
+//             rows of exponentials; on a rank of a group kMaxRankRows or kMaxRankExponentialRows. More would gain nothing
 //   least     what 128 rows (or EngineOptions::token_chunk_rows) of the form that needs most do, so that every loss can be computed
 // A chunk takes fixed + rows * per_row bytes (ChunkCost), by the form (term_form.h) of its term:
 //   exponentials  2 bytes a logit
@@ -30,7 +31,9 @@ namespace headwater::cuda {
 // Rows at once where memory allows more: the products gain nothing from larger ones.
 inline constexpr int64_t kMaxExponentialRows = 8192;
 inline constexpr int64_t kMaxRows = 4096;
-// The same of logits on a rank of a group: of a part of the columns products do gain from more rows, and a row's logits are small.
+// The same on a rank of a group: of a part of the columns products do gain from more rows, and a row is small. The ranks meet a few
+// times in a chunk, and the accumulator is read and written once.
+inline constexpr int64_t kMaxRankExponentialRows = 32768;
 inline constexpr int64_t kMaxRankRows = 8192;
 // Rows of a chunk whose logits are computed slice by slice (term_form.h).
 inline constexpr int64_t kMaxSlicedRows = kMaxExponentialRows;

@@ -11,8 +11,8 @@ std::vector<RowSlice> SliceRows(int64_t rows, const SliceNeeds& needs) {
     first += count;
     return true;
   };
-  if ((needs.comes_in || needs.ends_by_way) && take(kFirstSliceRows) && take(kSliceRows) && needs.ends_by_way) {
-    while (take(kSliceRows)) {
+  if ((needs.comes_in || needs.ends_by_way) && take(kFirstSliceRows) && take(kSliceRows)) {
+    while (take(needs.ends_by_way ? kSliceRows : kMostSliceRows)) {
     }
   }
   if (needs.ends_by_way && rows - first >= 2 * kFirstSliceRows) take(kFirstSliceRows);

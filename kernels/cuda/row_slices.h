@@ -28,6 +28,8 @@ std::vector<RowSlice> SliceRows(int64_t rows, const SliceNeeds& needs);
 inline constexpr int64_t kFirstSliceRows = 1024;
 // From here on the products lose nothing by being cut.
 inline constexpr int64_t kSliceRows = 2048;
+// More of them would come for longer than those before are computed.
+inline constexpr int64_t kMostSliceRows = 8192;
 
 }  // namespace headwater::cuda
 

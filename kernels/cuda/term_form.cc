@@ -51,14 +51,27 @@ int64_t RowsWithGradient(const std::vector<TermRun>& terms, const MicroBatch& mi
   return count;
 }
 
-// The most rows, in steps of 128 above 128, that fit in place.
-int64_t RowsThatFit(const std::vector<TermRun>& terms, const MicroBatch& micro_batch, int64_t bytes) {
-  int64_t rows = kMaxExponentialRows;
-  for (const TermRun& term : terms) {
-    const bool on_rank = term.head->group() != nullptr && term.large_form == Form::kRows;
-    rows = std::min(rows, term.large_form == Form::kExponentials ? kMaxExponentialRows : on_rank ? kMaxRankRows : kMaxRows);
+// Rows of a term at once, where memory allows it.
+int64_t MostRows(const TermRun& term) {
+  const bool on_rank = term.head->group() != nullptr;
+  switch (term.large_form) {
+    case Form::kExponentials:
+      return on_rank ? kMaxRankExponentialRows : kMaxExponentialRows;
+    case Form::kRows:
+      return on_rank ? kMaxRankRows : kMaxRows;
+    case Form::kWide:
+      break;
   }
-  while (rows > 0 && ChunkBytes(terms, micro_batch, rows) > bytes) rows -= rows > 128 ? 128 : 1;
+  return kMaxRows;
+}
+
+// The most rows that fit in place: in steps of what one GPU takes at once, so that no small chunk is left, below that of 128.
+int64_t RowsThatFit(const std::vector<TermRun>& terms, const MicroBatch& micro_batch, int64_t bytes) {
+  int64_t rows = kMaxRankExponentialRows;
+  for (const TermRun& term : terms) rows = std::min(rows, MostRows(term));
+  while (rows > 0 && ChunkBytes(terms, micro_batch, rows) > bytes) {
+    rows -= rows > kMaxExponentialRows ? kMaxExponentialRows : rows > kRowGrain ? kRowGrain : 1;
+  }
   return rows;
 }
 

@@ -186,16 +186,22 @@ TEST(CudaHeadPlan, RanksPlanTheirShards) {
   EXPECT_GT(CostOfRankChunk(spec, 8, 64000, 4, true).per_row, CostOfRankChunk(spec, 4, 64000, 4, true).per_row);
 }
 
-// Logits of a part of the columns are small: there is room for more rows of them.
-TEST(CudaHeadPlan, RanksHaveRoomForMoreRowsOfADivergence) {
-  const HeadSpec spec = Spec(128256, 4096);
-  EngineOptions options = Options(4 * kGiB);
-  options.shard_count = options.group.world_size = 4;
-  const int64_t needed = CostOfRankChunk(spec, 4, 128256 / 4, 4, /*divergence=*/true).Bytes(kMaxRankRows);
-  EXPECT_EQ(PlanHeadOnCuda(spec, options).workspace_bytes, kLibraryBytes + needed);
-  EXPECT_LT(needed, 4 * kGiB - kLibraryBytes);
-  // Alone it has as much as it may take.
-  EXPECT_EQ(PlanHeadOnCuda(spec, Options(4 * kGiB)).workspace_bytes, 4 * kGiB);
+// A part of the columns is small: there is room for more rows.
+TEST(CudaHeadPlan, RanksHaveRoomForMoreRows) {
+  for (const DataType type : {DataType::kFloat16, DataType::kBFloat16}) {
+    const HeadSpec spec = Spec(128256, 4096, type);
+    EngineOptions options = Options(4 * kGiB);
+    options.shard_count = options.group.world_size = 8;
+    const int64_t divergence = CostOfRankChunk(spec, 8, 128256 / 8, 4, /*divergence=*/true).Bytes(kMaxRankRows);
+    const int64_t exponentials = CostOfRankChunk(spec, 8, 128256 / 8, 2, /*divergence=*/false).Bytes(kMaxRankExponentialRows);
+    EXPECT_LT(divergence, exponentials);
+    EXPECT_LT(exponentials, 4 * kGiB - kLibraryBytes);
+    // fp16 has no exponentials.
+    const int64_t needed = type == DataType::kBFloat16 ? exponentials : divergence;
+    EXPECT_EQ(PlanHeadOnCuda(spec, options).workspace_bytes, kLibraryBytes + needed);
+    // Alone it has as much as it may take.
+    EXPECT_EQ(PlanHeadOnCuda(spec, Options(4 * kGiB)).workspace_bytes, 4 * kGiB);
+  }
 }
 
 // By rows a rank plans what an engine that is alone does, but for masters and optimizer state.
