@@ -476,7 +476,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   out.has_gradient = has_gradient ? 1 : 0;
 }
 #else
-// Other architectures: DivergenceShardsFit()'s caller has asked for Hopper.
+// Other architectures take the passes for any GPU (TermRun::shard_passes).
 __global__ void ShardSidesKernel(const __grid_constant__ PassParams, ShardSides*) {}
 template <Form kForm, bool kHalf>
 __global__ void ShardSumsKernel(const __grid_constant__ PassParams, const ShardRow*, ShardSums*) {}
@@ -600,10 +600,6 @@ void WithForm(const DivergenceTerm& term, Element matrix_element, const Launch& 
 unsigned BlocksOf(int64_t rows, int64_t of_block) { return static_cast<unsigned>((rows + of_block - 1) / of_block); }
 
 }  // namespace
-
-bool DivergenceShardsFit(const LogitsView& student, const LogitsView& teacher, Element matrix_element) {
-  return (matrix_element == Element::kBFloat16 || matrix_element == Element::kFloat16) && Fits(student, teacher, 0);
-}
 
 cudaError_t LaunchShardSides(const LogitsView& student, const LogitsView& teacher, int64_t row_count, const DivergenceTerm& term,
                              ShardSides* out, cudaStream_t stream) {

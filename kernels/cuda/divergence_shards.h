@@ -52,8 +52,7 @@ struct ShardRow {
   int32_t has_gradient;  // 0: M is 0, whatever the row holds
 };
 
-// Whether the passes take the case: `student` and `teacher` are a rank's views of the same columns.
-bool DivergenceShardsFit(const LogitsView& student, const LogitsView& teacher, Element matrix_element);
+// `student` and `teacher`: a rank's views of the same columns, strides multiples of 4 elements.
 
 // out [row_count].
 cudaError_t LaunchShardSides(const LogitsView& student, const LogitsView& teacher, int64_t row_count, const DivergenceTerm& term,

@@ -112,9 +112,7 @@ struct Passes {
   Element matrix = Element::kBFloat16;
   int32_t shards = 0;
 
-  bool Fit() const {
-    return shards == 0 ? DivergenceRowsFit(student, teacher, term, matrix) : DivergenceShardsFit(student, teacher, matrix);
-  }
+  bool Fit() const { return shards > 0 || DivergenceRowsFit(student, teacher, term, matrix); }
   cudaError_t Run(bool want_gradient, RowReport* reports, float* row_factor, float* target_factor) const {
     if (shards == 0) {
       return LaunchDivergenceRows(student, teacher, rows, term, loss_scale,
