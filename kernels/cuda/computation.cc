@@ -252,7 +252,7 @@ absl::Status Computation::CloseChunk(const Member& member, const Chunk& chunk, c
   if (chunk.terms.size() > 1) {
     const Slice all = {0, rows};
     HEADWATER_RETURN_IF_ERROR(SumOverRanks(chunk, buffers, member.micro_batch->hidden.column_count, all));
-    HEADWATER_RETURN_IF_ERROR(WriteGradHidden(member, chunk, buffers, all));
+    HEADWATER_RETURN_IF_ERROR(WriteGradHidden(member, chunk, buffers, all, {}));
     HEADWATER_RETURN_IF_ERROR(core_.Order(gradient_stream(), core_.download_stream()));
     HEADWATER_RETURN_IF_ERROR(SendGradHidden({&member, &chunk, buffers.out, all}));
   }
@@ -341,7 +341,7 @@ absl::Status Computation::RunExponentials(Work* work) {
   int32_t* overflow = host_.Take<int32_t>(1);
   // The other ranks' sums come, and the losses are told, while the grad_hidden product runs.
   const cudaStream_t finish = group_ != nullptr && work->wants_grad_hidden ? group_->merge_stream() : stream_;
-  const bool sums_early = group_ != nullptr && IsOnlyTerm(*work);
+  const bool sums_early = SumsShares(*work);
   const std::vector<Slice> slices = SlicesOf(*work);
   for (size_t i = 0; i < slices.size(); ++i) {
     const Slice& slice = slices[i];

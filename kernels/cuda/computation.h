@@ -207,7 +207,9 @@ class Computation {
   absl::Status AddGradWeight(Work* work, const Slice& slice);
   absl::Status AddOwedGradWeight(Work* work);
   // Writes rows of a chunk whose gradient was summed up; none else.
-  absl::Status WriteGradHidden(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers, const Slice& slice);
+  // `factors`: of these rows, if they are shares that the ranks have added up.
+  absl::Status WriteGradHidden(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers, const Slice& slice,
+                               const ShareFactors& factors);
   // In a group rank 0 alone sees which rows of grad_hidden are not finite: tells the others, through the host. Once, at the end.
   absl::Status TellNonFinite();
   // Adds up rows of a chunk's sum on rank 0 of a group.
@@ -247,6 +249,10 @@ class Computation {
   // Where what is written of grad_hidden is enqueued.
   cudaStream_t gradient_stream() const { return group_ == nullptr ? stream_ : group_->sum_stream(); }
   static bool IsOnlyTerm(const Work& work) { return work.parts.front().chunk->terms.size() == 1; }
+  // Whether the product of grad_hidden is added up over ranks where it was written.
+  bool SumsShares(const Work& work) const { return group_ != nullptr && IsOnlyTerm(work); }
+  // Where that product of a slice's rows is written.
+  float* ProductOut(const Work& work, const Slice& slice) const;
   static bool IsOnHost(Place place) { return place == Place::kPageable || place == Place::kPageLocked; }
   // Where rows of a member's grad_hidden are written: the caller's device memory, or on the way to the host.
   static GradHiddenTarget OutputOf(const Member& member, const ChunkBuffers& buffers, const int32_t* map, uint8_t* non_finite);

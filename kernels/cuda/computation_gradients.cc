@@ -39,8 +39,9 @@ absl::Status Computation::MultiplyByWeight(Work* work, const Slice& slice, int32
   shape.width = shard.width;
   shape.a_stride = matrix.stride;
   shape.b_stride = shape.out_stride = shard.stride;
+  float* const out = ProductOut(*work, slice);
   if (shard.element == matrix.element || shard.columns == 0) {
-    return core_.products().Run(shape, matrix.data, shard.weight, work->own.product, 1, nullptr, stream_);
+    return core_.products().Run(shape, matrix.data, shard.weight, out, 1, nullptr, stream_);
   }
   // 16-bit weights in the wide form: panel by panel.
   const int64_t panel_rows = std::max<int64_t>(kPanelBytes / (shard.stride * 4), 1);
@@ -50,10 +51,16 @@ absl::Status Computation::MultiplyByWeight(Work* work, const Slice& slice, int32
     HEADWATER_RETURN_IF_ERROR(Check(LaunchConvert(Advance(shard.weight, shard.element, start * shard.stride), shard.element,
                                                   shape.vocab * shard.stride, work->own.panel, Element::kFloat32, stream_),
                                     "widening weights"));
-    HEADWATER_RETURN_IF_ERROR(core_.products().Run(shape, static_cast<const float*>(matrix.data) + start, work->own.panel,
-                                                   work->own.product, 1, nullptr, stream_));
+    HEADWATER_RETURN_IF_ERROR(
+        core_.products().Run(shape, static_cast<const float*>(matrix.data) + start, work->own.panel, out, 1, nullptr, stream_));
   }
   return absl::OkStatus();
+}
+
+float* Computation::ProductOut(const Work& work, const Slice& slice) const {
+  if (!SumsShares(work)) return work.own.product;
+  // Rows of the only term are the chunk's, in its order.
+  return work.parts.front().shared.sum + slice.first * PaddedWidth(work.term->head->spec().hidden_size);
 }
 
 absl::Status Computation::FinishGradHidden(Work* work, const Slice& slice, int32_t rank) {
@@ -76,15 +83,16 @@ GradHiddenTarget Computation::OutputOf(const Member& member, const ChunkBuffers&
 
 absl::Status Computation::FinishPart(Work* work, const Part& part, const Slice& slice, int64_t product_row, int32_t rank) {
   const ShardWeights shard = work->term->head->shard_weights(rank);
+  if (SumsShares(*work)) {
+    const MutableMatrix share = {ProductOut(*work, slice), slice.count, shard.width, shard.stride, Element::kFloat32};
+    return Check(LaunchFinishShare(share, work->own.row_factor + slice.first, work->own.target_factor + slice.first,
+                                   work->own.targets + slice.first, shard, stream_),
+                 "finishing a rank's share of grad_hidden");
+  }
   const ConstMatrix product = {work->own.product + product_row * shard.stride, slice.count, shard.width, shard.stride,
                                Element::kFloat32};
   GradHiddenTarget target;
-  if (group_ != nullptr && part.chunk->terms.size() == 1) {
-    // What the ranks add up: in fp32, in the chunk's order, without a factor.
-    target.out = part.shared.sum;
-    target.out_stride = shard.stride;
-    target.map = work->own.chunk_rows + slice.first;
-  } else if (part.shared.sum != nullptr) {
+  if (part.shared.sum != nullptr) {
     target.sum = part.shared.sum;
     target.sum_stride = shard.stride;
     target.map = work->own.chunk_rows + slice.first;
@@ -124,7 +132,8 @@ absl::Status Computation::DeliverGradHidden(Work* work, const Slice& slice) {
   // Where other terms of the chunk add to these rows, the chunk's end sees to them.
   if (!work->wants_grad_hidden || !IsOnlyTerm(*work)) return absl::OkStatus();
   HEADWATER_RETURN_IF_ERROR(ForEachPart(*work, slice, [&](const Part& part, const Slice& rows) {
-    return WriteGradHidden(*part.member, *part.chunk, part.shared, {rows.first - part.first, rows.count});
+    return WriteGradHidden(*part.member, *part.chunk, part.shared, {rows.first - part.first, rows.count},
+                           {work->own.row_factor + rows.first, work->own.target_factor + rows.first});
   }));
   const bool any_leaves = std::any_of(work->parts.begin(), work->parts.end(), [](const Part& part) {
     return part.member->micro_batch->grad_hidden.memory == MemorySpace::kHost;
@@ -204,14 +213,14 @@ absl::Status Computation::AddOwedGradWeight(Work* work) {
   return AddGradWeight(work, {0, work->rows});
 }
 
-absl::Status Computation::WriteGradHidden(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers,
-                                          const Slice& slice) {
+absl::Status Computation::WriteGradHidden(const Member& member, const Chunk& chunk, const ChunkBuffers& buffers, const Slice& slice,
+                                          const ShareFactors& factors) {
   const MutableRowsView& out = member.micro_batch->grad_hidden;
   if (!chunk.backward || out.data == nullptr || buffers.sum == nullptr || !has_results()) return absl::OkStatus();
   const int64_t stride = PaddedWidth(out.column_count);
   const ConstMatrix sum = {buffers.sum + slice.first * stride, slice.count, out.column_count, stride, Element::kFloat32};
   const GradHiddenTarget target = OutputOf(member, buffers, buffers.output_rows + slice.first, buffers.non_finite + slice.first);
-  return Check(LaunchWriteGradHidden(sum, target, gradient_stream()), "writing grad_hidden");
+  return Check(LaunchWriteGradHidden(sum, factors, target, gradient_stream()), "writing grad_hidden");
 }
 
 absl::Status Computation::SumOverRanks(const Chunk& chunk, const ChunkBuffers& buffers, int64_t width, const Slice& slice) {

@@ -207,16 +207,67 @@ struct FinishedRow {
   }
 };
 
-// A row as it is.
+// Whether a row's factor can be left until the ranks have added it up: the target's share is divided by it.
+__device__ __forceinline__ bool IsLate(float row_factor, float target_factor) {
+  return fabsf(row_factor) > 1e-30f && fabsf(target_factor / row_factor) < 1e30f;
+}
+
+// A row as it is, or times its late factor.
 struct SummedRow {
   Rows<float> sum;
+  ShareFactors factors;
 
   const float* p;
-  __device__ __forceinline__ void Begin(int64_t row) { p = sum[row]; }
+  float factor;
+  __device__ __forceinline__ void Begin(int64_t row) {
+    p = sum[row];
+    factor = 1.0f;
+    if (factors.row_factor != nullptr && IsLate(factors.row_factor[row], factors.target_factor[row])) {
+      factor = factors.row_factor[row];
+    }
+  }
   __device__ __forceinline__ bool vectorised() const { return sum.vectorised; }
-  __device__ __forceinline__ void Values8(int64_t j, float (&out)[8]) const { Load8(p + j, out); }
-  __device__ __forceinline__ float ValueAt(int64_t j) const { return p[j]; }
+  __device__ __forceinline__ void Values8(int64_t j, float (&out)[8]) const {
+    Load8(p + j, out);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) out[i] *= factor;
+  }
+  __device__ __forceinline__ float ValueAt(int64_t j) const { return factor * p[j]; }
 };
+
+// One warp a row.
+template <class W>
+__global__ void __launch_bounds__(32 * kRowsPerBlock)
+    FinishShareKernel(float* product, int64_t stride, int64_t row_count, int64_t width, const float* row_factor,
+                      const float* target_factor, const int32_t* targets, const Weights<W> weights) {
+  const int64_t row = WarpRow();
+  if (row >= row_count) return;
+  float p_factor = row_factor[row], w_factor = target_factor[row];
+  const int64_t weight_row = weights.RowOf(targets[row]);
+  if (IsLate(p_factor, w_factor)) {
+    if (weight_row < 0 || w_factor == 0.0f) return;
+    w_factor /= p_factor;
+    p_factor = 1.0f;
+  }
+  float* const out = product + row * stride;
+  const W* const w = weight_row < 0 ? nullptr : weights.rows[weight_row];
+  int64_t first = 0;
+  if (weights.rows.vectorised && IsAligned16(out)) {
+    first = width / 8 * 8;
+#pragma unroll 2
+    for (int64_t j = 8 * Lane(); j < first; j += 256) {
+      float values[8], b[8] = {};
+      Load8(out + j, values);
+      if (w != nullptr) Load8(w + j, b);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) values[i] = fmaf(w_factor, b[i], p_factor * values[i]);
+      Store8(out + j, values);
+    }
+  }
+  for (int64_t j = first + Lane(); j < width; j += 32) {
+    out[j] = fmaf(w_factor, w == nullptr ? 0.0f : ValueOf<float>(w[j]), p_factor * out[j]);
+  }
+}
 
 // sum[map[i], :] += source row i. One warp a row.
 template <class Source>
@@ -571,11 +622,26 @@ cudaError_t LaunchFinishGradHidden(const ConstMatrix& product, const float* row_
   });
 }
 
-cudaError_t LaunchWriteGradHidden(const ConstMatrix& sum, const GradHiddenTarget& target, cudaStream_t stream) {
+cudaError_t LaunchFinishShare(const MutableMatrix& product, const float* row_factor, const float* target_factor,
+                              const int32_t* targets, const ShardWeights& shard, cudaStream_t stream) {
+  if (product.element != Element::kFloat32) return cudaErrorInvalidValue;
+  if (product.rows == 0) return cudaSuccess;
+  return WithStored(shard.element, [&](auto w) {
+    using W = typename decltype(w)::type;
+    FinishShareKernel<<<RowBlocks(product.rows), kRowThreads, 0, stream>>>(static_cast<float*>(product.data), product.stride,
+                                                                           product.rows, product.columns, row_factor, target_factor,
+                                                                           targets, WeightsOf<W>(shard));
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t LaunchWriteGradHidden(const ConstMatrix& sum, const ShareFactors& factors, const GradHiddenTarget& target,
+                                  cudaStream_t stream) {
   if (sum.element != Element::kFloat32) return cudaErrorInvalidValue;
   if (sum.rows == 0) return cudaSuccess;
   SummedRow source{};
   source.sum = RowsOf<float>(sum.data, sum.stride);
+  source.factors = factors;
   return LaunchRows(source, sum.rows, sum.columns, target, stream);
 }
 

@@ -37,8 +37,20 @@ struct GradHiddenTarget {
 cudaError_t LaunchFinishGradHidden(const ConstMatrix& product, const float* row_factor, const float* target_factor,
                                    const int32_t* targets, const ShardWeights& shard, const GradHiddenTarget& target,
                                    cudaStream_t stream);
-// The rest of a chunk whose grad_hidden was summed: out[map[i], :] = scale * sum[i, :].
-cudaError_t LaunchWriteGradHidden(const ConstMatrix& sum, const GradHiddenTarget& target, cudaStream_t stream);
+// The same value where ranks add it up, with nearly all rows left as they are: product_i becomes the rank's share of value_i /
+// LateFactor_i, which is row_factor_i unless that would lose digits, and 1 then. Rows whose target lies in another shard are not
+// touched.
+cudaError_t LaunchFinishShare(const MutableMatrix& product, const float* row_factor, const float* target_factor,
+                              const int32_t* targets, const ShardWeights& shard, cudaStream_t stream);
+
+// [rows]. Of a sum of such shares both are there, of other sums none.
+struct ShareFactors {
+  const float* row_factor = nullptr;
+  const float* target_factor = nullptr;
+};
+// The rest of a chunk whose grad_hidden was summed: out[map[i], :] = scale * sum[i, :], of shares times LateFactor_i.
+cudaError_t LaunchWriteGradHidden(const ConstMatrix& sum, const ShareFactors& factors, const GradHiddenTarget& target,
+                                  cudaStream_t stream);
 
 // Rows of a chunk grouped by target, in increasing order of target and then row: group g is order[starts[g], starts[g + 1]).
 struct TargetGroups {

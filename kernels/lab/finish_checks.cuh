@@ -203,7 +203,7 @@ class FinishChecks {
     target.out = summed_out.data();
     target.map = nullptr;
     target.non_finite = nullptr;
-    LAB_CUDA(cuda::LaunchWriteGradHidden(product.matrix(), target, nullptr));
+    LAB_CUDA(cuda::LaunchWriteGradHidden(product.matrix(), {}, target, nullptr));
     const std::vector<double> got = out.Fetch(), got_sum = summed_out.Fetch();
     const std::vector<uint8_t> flags = non_finite.ToHost();
     double worst = 0, worst_sum = 0, wrong_flags = 0;

@@ -174,6 +174,12 @@ TEST_P(CudaGroupTest, ExponentialsMatchTheReference) {
   far.name = "Overflow";
   far.logit_spread = 120;
   ExpectMatches(*group, far, plain);
+  // Factors that are too small to be divided by are applied on every rank, and not where the sum is written.
+  ProblemOptions small = ExponentialCases().front();
+  small.name = "Tiny factors";
+  small.loss_scale = 1e-31;
+  small.grad_hidden_scale = 1e31;
+  ExpectMatches(*group, small, plain);
 }
 
 TEST_P(CudaGroupTest, HowRowsAreCutDoesNotMatter) {
