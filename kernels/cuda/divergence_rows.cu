@@ -80,6 +80,7 @@ using cluster_row::StoreVector;
 using cluster_row::Sum;
 using divergence_row::Exp2ByPolynomial;
 using divergence_row::FactorParts;
+using divergence_row::FitHalf;
 using divergence_row::kAbsent;
 using divergence_row::kNearLimit;
 using divergence_row::LogitOf;
@@ -361,13 +362,7 @@ __global__ void __launch_bounds__(cluster_row::kMaxThreads, 1) DivergenceRowsKer
           const float bound = fmaxf(kForm == Form::kForward ? partial[2].x : fmaf(partial[2].y, fabsf(mean), partial[2].x),
                                     row_has_top ? fabsf(top_entry) * params.top_unit : 0.0f) *
                               fabsf(factor.rest);
-          // As row_math::MatrixScale(): into [2^12, 2^13), from the exponent's bits; 1 for 0 and what is not finite.
-          if (bound > 0.0f && bound < INFINITY) {
-            const int32_t exponent = static_cast<int32_t>(__float_as_uint(bound) >> 23) - 127;
-            const int32_t shift = min(100, max(-100, 12 - exponent));
-            factor.rest *= PowerOfTwo(shift);
-            factor.exponent -= shift;
-          }
+          FitHalf(bound, factor);
         }
         float row_power = PowerOfTwo(factor.exponent);
         if (row_has_top && params.want_gradient != 0) {

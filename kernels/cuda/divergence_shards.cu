@@ -48,6 +48,7 @@ constexpr DivergenceForm kMathForm = kForm == Form::kForward   ? DivergenceForm:
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 using divergence_row::FactorParts;
+using divergence_row::FitHalf;
 using divergence_row::kAbsent;
 using divergence_row::kNearLimit;
 using divergence_row::MakeExact;
@@ -280,6 +281,16 @@ __device__ __forceinline__ int IndexIn(int32_t vector, int32_t column) {
   return index < 4u ? static_cast<int>(index) : -1;
 }
 
+// Column `index` of vector v becomes one of which no exponential is left.
+__device__ __forceinline__ void LeaveOut(const KernelParams& params, int v, int index, Columns& columns) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (i != index) continue;
+    columns.student[v][i] = params.no_column[0];
+    columns.teacher[v][i] = params.no_column[1];
+  }
+}
+
 template <Form kForm, bool kHalf>
 __global__ void __launch_bounds__(kThreads, 3)
     ShardSumsKernel(const __grid_constant__ PassParams pass, const ShardRow* rows, ShardSums* out) {
@@ -297,14 +308,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int index = IndexIn(start + v * kVectorStep + 4 * static_cast<int32_t>(threadIdx.x), top_column);
-      if (index >= 0) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (i != index) continue;
-          columns.student[v][i] = params.no_column[0];
-          columns.teacher[v][i] = params.no_column[1];
-        }
-      }
+      if (index >= 0) LeaveOut(params, v, index, columns);
       mine.Add(params, offsets, columns.student[v], columns.teacher[v]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -371,14 +375,7 @@ __global__ void __launch_bounds__(kThreads, 3) ShardGradientKernel(const __grid_
     for (int v = 0; v < kVectors; ++v) {
       const int32_t vector = start + v * kVectorStep + 4 * static_cast<int32_t>(threadIdx.x);
       const int index = IndexIn(vector, top_column);
-      if (index >= 0) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (i != index) continue;
-          columns.student[v][i] = params.no_column[0];
-          columns.teacher[v][i] = params.no_column[1];
-        }
-      }
+      if (index >= 0) LeaveOut(params, v, index, columns);
       mine.Add(params, offsets, columns.student[v], columns.teacher[v]);
       float entries[4];
 #pragma unroll
@@ -447,13 +444,7 @@ __global__ void __launch_bounds__(kFinishThreads)
     const float most = fmaxf(kForm == Form::kForward ? largest : fmaf(q_largest, static_cast<float>(fabs(mean)), largest),
                              has_top ? top_size : 0.0f) *
                        fabsf(factor.rest);
-    // As row_math::MatrixScale(): into [2^12, 2^13), from the exponent's bits; 1 for 0 and what is not finite.
-    if (most > 0.0f && most < INFINITY) {
-      const int32_t exponent = static_cast<int32_t>(__float_as_uint(most) >> 23) - 127;
-      const int32_t shift = min(100, max(-100, 12 - exponent));
-      factor.rest *= PowerOfTwo(shift);
-      factor.exponent -= shift;
-    }
+    FitHalf(most, factor);
   }
   float row_power = PowerOfTwo(factor.exponent);
   if (has_top && params.want_gradient != 0) {

@@ -269,6 +269,17 @@ __device__ __forceinline__ float PowerOfTwo(int32_t exponent) {
   return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
 }
 
+// Scales an M of fp16 whose largest entry is `most`: into [2^12, 2^13), as row_math::MatrixScale() does, from the exponent's bits;
+// not at all if that is 0 or not finite.
+__device__ __forceinline__ void FitHalf(float most, FactorParts& factor) {
+  if (most > 0.0f && most < INFINITY) {
+    const int32_t exponent = static_cast<int32_t>(__float_as_uint(most) >> 23) - 127;
+    const int32_t shift = min(100, max(-100, 12 - exponent));
+    factor.rest *= PowerOfTwo(shift);
+    factor.exponent -= shift;
+  }
+}
+
 // Scales M so that the row's entries of these sizes are nearly exact in it, by a whole warp; returns what the factor outside M is
 // multiplied by.
 template <bool kHalf>
