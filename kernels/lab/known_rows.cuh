@@ -15,6 +15,7 @@
 
 #include "kernels/cuda/device/cluster_row.cuh"
 #include "kernels/cuda/device/divergence_terms.cuh"
+#include "kernels/cuda/divergence_params.h"
 #include "log_sums.cuh"
 
 namespace headwater::lab {
@@ -316,50 +317,20 @@ static __global__ void __launch_bounds__(cuda::cluster_row::kMaxThreads, 1)
 inline void EnqueueKnownRows(const float* student, const float* teacher, int64_t rows, int64_t columns, double beta,
                              const RowLogSums* log_sums, __nv_bfloat16* matrix, cuda::RowReport* reports, float* row_factor,
                              float* target_factor, cudaStream_t stream) {
-  using cuda::divergence_row::kLn2;
-  using cuda::divergence_row::kLog2E;
-  using cuda::divergence_row::kNoColumn;
-  using cuda::divergence_row::kSeries;
   const cuda::cluster_row::Layout layout = cuda::cluster_row::LayoutFor(columns);
-  const int log_unit = static_cast<int>(std::log2(static_cast<double>(columns)));
-  cuda::divergence_row::KernelParams params{};
-  const float* const inputs[] = {student, teacher};
-  for (int side = 0; side < 2; ++side) {
-    params.inputs[side] = inputs[side];
-    params.strides[side] = columns;
-    params.log2_scales[side] = static_cast<float>(kLog2E);
-    params.no_column[side] = -kNoColumn;
-  }
-  params.ratio = 1;
+  cuda::LogitsView views[2];
+  views[0].products = student;
+  views[1].products = teacher;
+  for (cuda::LogitsView& view : views) view.stride = view.columns = columns;
+  cuda::DivergenceTerm term;
+  term.beta = beta;
+  term.common_columns = columns;
+  cuda::divergence_row::KernelParams params = cuda::divergence_row::MakeKernelParams(views[0], views[1], term, 1);
   params.matrix = reinterpret_cast<uint16_t*>(matrix);
   params.matrix_stride = columns;
   params.reports = reports;
   params.row_factor = row_factor;
   params.target_factor = target_factor;
-  params.gradient_scale = params.soft_weight = 1;
-  params.matrix_factor = std::ldexp(kLn2, -log_unit);
-  params.log_rest = static_cast<float>(std::log2(1 - beta));
-  params.log_beta = static_cast<float>(std::log2(beta));
-  params.log_unit = static_cast<float>(log_unit);
-  params.inverse_unit = static_cast<float>(std::ldexp(1.0, -log_unit));
-  params.inverse_rest_unit = static_cast<float>(std::ldexp(1 / (1 - beta), -log_unit));
-  params.top_unit = static_cast<float>(std::ldexp(1 - beta, log_unit));
-  // The near columns' series: y = beta (e^x - 1), K = log1p(y); L = K / ln2, loss = q (beta x e^x - K (1 + y)).
-  constexpr int kOrder = kSeries + 2;
-  double y[kOrder] = {}, k[kOrder] = {}, loss[kOrder] = {}, factorial = 1;
-  for (int n = 1; n < kOrder; ++n) {
-    factorial *= n;
-    y[n] = beta / factorial;
-    double sum = n * y[n];
-    for (int i = 1; i < n; ++i) sum -= i * k[i] * y[n - i];
-    k[n] = sum / n;
-    loss[n] = beta * n / factorial - k[n];
-    for (int i = 1; i < n; ++i) loss[n] -= k[i] * y[n - i];
-  }
-  for (int n = 1; n <= kSeries; ++n) {
-    params.slope[n - 1] = static_cast<float>(k[n] * std::pow(kLn2, n - 1));
-    params.excess[n - 1] = static_cast<float>(loss[n + 1] * std::pow(kLn2, n));
-  }
   params.row_count = static_cast<int32_t>(rows);
   params.columns = static_cast<int32_t>(columns);
   params.warp_columns = layout.warp_columns;
