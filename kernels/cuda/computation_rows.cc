@@ -119,10 +119,13 @@ std::vector<RowSlice> Computation::SlicesOf(const Work& work) const {
   const Part& part = work.parts.front();
   if (work.parts.size() == 1 && part.chunk->terms.size() == 1) {
     needs.comes_in = part.member->rows_come;
+    // A rank's slices are narrow, and each has its sum over the ranks: it has no more of them than it must.
+    const bool leaves = work.wants_grad_hidden && part.member->gradient_leaves;
+    needs.leaves = leaves && group_ == nullptr;
     // What leaves does so while grad_weight is computed, if that is, and now. Whether rows are kept is each rank's own matter.
     const bool weight_follows = work.term->plan->grad_weight != GradWeightMode::kNone &&
                                 (group_ != nullptr || work.staged == nullptr || !work.staged->keeps_rows);
-    needs.ends_by_way = work.wants_grad_hidden && part.member->gradient_leaves && !weight_follows;
+    needs.ends_by_way = leaves && !weight_follows;
   }
   return SliceRows(work.rows, needs);
 }

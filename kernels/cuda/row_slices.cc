@@ -15,7 +15,11 @@ std::vector<RowSlice> SliceRows(int64_t rows, const SliceNeeds& needs) {
     while (take(needs.ends_by_way ? kSliceRows : kMostSliceRows)) {
     }
   }
-  if (needs.ends_by_way && rows - first >= 2 * kFirstSliceRows) take(kFirstSliceRows);
+  if (needs.ends_by_way && rows - first >= 2 * kFirstSliceRows) {
+    take(kFirstSliceRows);
+  } else if (needs.comes_in && needs.leaves && rows - first >= 2 * kSliceRows) {
+    take((rows - first - kSliceRows) / kFirstSliceRows * kFirstSliceRows);
+  }
   slices.push_back({first, rows - first});
   return slices;
 }

@@ -15,12 +15,14 @@ struct RowSlice {
 
 struct SliceNeeds {
   bool comes_in = false;     // the rows come from the host
-  bool ends_by_way = false;  // their gradient leaves for the host, and no product follows that hides its way
+  bool leaves = false;       // their gradient leaves for the host
+  bool ends_by_way = false;  // it does, and no product follows that the device has to do meanwhile
 };
 
 // Slices of `rows` (>= 1) rows in order, without gaps; one if nothing is needed. All but the last have a multiple of
 // kFirstSliceRows rows, so that cutting adds no tile to a product; none has fewer than that, if there is more than one. The last
-// one has less than twice that if the gradient's way follows it.
+// one has less than twice that if it ends by the gradient's way, and less than twice kSliceRows if rows come in and leave: whoever
+// waits for the answer has it when the last gradient is there, though the device goes on.
 std::vector<RowSlice> SliceRows(int64_t rows, const SliceNeeds& needs);
 
 // What must be there before anything runs, and what is left to leave at the end: on one H200 with H = 4096 and V = 128256 it is

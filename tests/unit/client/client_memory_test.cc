@@ -221,11 +221,28 @@ TEST(SharedRegion, RunsWhatUndoesPageLockingBeforeItGoes) {
   auto region = *SharedRegion::Make(kMegabyte, false);
   const uint8_t* const data = region->data();
   bool mapped_at_end = false;
-  EXPECT_FALSE(region->has_end());
-  region->AtEnd([&] { mapped_at_end = msync(const_cast<uint8_t*>(data), kPage, MS_ASYNC) == 0; });
-  EXPECT_TRUE(region->has_end());
+  int locks = 0;
+  const auto lock = [&]() -> std::function<void()> {
+    ++locks;
+    return [&] { mapped_at_end = msync(const_cast<uint8_t*>(data), kPage, MS_ASYNC) == 0; };
+  };
+  EXPECT_TRUE(region->LockOnce(lock));
+  EXPECT_TRUE(region->LockOnce(lock));
+  EXPECT_EQ(locks, 1);
   region.reset();
   EXPECT_TRUE(mapped_at_end);
+}
+
+TEST(SharedRegion, ThatCannotBePageLockedIsNotTriedAgain) {
+  const auto region = *SharedRegion::Make(kMegabyte, false);
+  int tries = 0;
+  const auto lock = [&]() -> std::function<void()> {
+    ++tries;
+    return nullptr;
+  };
+  EXPECT_FALSE(region->LockOnce(lock));
+  EXPECT_FALSE(region->LockOnce(lock));
+  EXPECT_EQ(tries, 1);
 }
 
 Wait Soon() { return std::chrono::system_clock::now() + std::chrono::seconds(30); }

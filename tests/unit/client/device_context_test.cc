@@ -1,8 +1,10 @@
-// What the client holds of a CUDA context, on a driver that only counts: whoever has handed out device memory may let go of the
-// context before the client goes, as a program does that frees its rows first.
+// What the client holds of a CUDA context, and how it reads device memory, on a driver that only counts: whoever has handed out
+// device memory may let go of the context before the client goes, as a program does that frees its rows first.
 #include <gtest/gtest.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <set>
@@ -10,6 +12,7 @@
 
 #include "client/cpp/src/memory/cuda_driver.h"
 #include "client/cpp/src/memory/device_memory.h"
+#include "client/cpp/src/memory/device_read.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -126,6 +129,98 @@ TEST_F(DeviceContextTest, AProgramsOwnContextIsLeftAlone) {
   EXPECT_EQ(device_.made_contexts, 0);  // which takes hundreds of megabytes
   EXPECT_EQ(device_.mistakes, 0);
   EXPECT_TRUE(device_.alive.empty());
+}
+
+// Copies as the driver makes them: none before somebody waits for the event behind it.
+struct Copies {
+  struct Copy {
+    CuDevicePointer to;
+    CuDevicePointer from;
+    size_t bytes;
+  };
+  std::vector<Copy> enqueued;
+  std::map<CuEvent, size_t> recorded;  // how many copies come before it
+  size_t done = 0;
+  size_t fails_at = SIZE_MAX;  // waiting for so many
+
+  CuResult Run(size_t count) {
+    for (; done < count; ++done) {
+      const Copy& copy = enqueued[done];
+      std::memcpy(reinterpret_cast<void*>(copy.to), reinterpret_cast<const void*>(copy.from), copy.bytes);
+    }
+    return count >= fails_at ? 700 : 0;
+  }
+};
+
+Copies* copies = nullptr;
+
+class DeviceReadTest : public DeviceContextTest {
+ protected:
+  DeviceReadTest() {
+    copies = &copies_;
+    driver_.MemcpyAsync = [](CuDevicePointer to, CuDevicePointer from, size_t bytes, CuStream) {
+      copies->enqueued.push_back({to, from, bytes});
+      return 0;
+    };
+    driver_.EventRecord = [](CuEvent event, CuStream) {
+      copies->recorded[event] = copies->enqueued.size();
+      return 0;
+    };
+    driver_.EventSynchronize = [](CuEvent event) { return copies->Run(copies->recorded.at(event)); };
+    driver_.StreamSynchronize = [](CuStream) { return copies->Run(copies->enqueued.size()); };
+    driver_.GetErrorName = [](CuResult, const char** name) {
+      *name = "CUDA_ERROR_ILLEGAL_ADDRESS";
+      return 0;
+    };
+    device_.own_alive = true;
+    context_ = *DeviceContext::Make(driver_, device_.own());
+    for (size_t i = 0; i < from_.size(); ++i) from_[i] = static_cast<char>(i * 7 / 5);
+  }
+  ~DeviceReadTest() override {
+    context_.reset();
+    EXPECT_EQ(device_.mistakes, 0);
+    EXPECT_TRUE(device_.alive.empty());
+  }
+  absl::StatusOr<std::unique_ptr<DeviceRead>> Begin() {
+    return DeviceRead::Begin(context_, nullptr, to_.data(), from_.data(), static_cast<int64_t>(from_.size()));
+  }
+
+  static constexpr size_t kPiece = DeviceRead::kPieceBytes;
+  Copies copies_;
+  std::shared_ptr<DeviceContext> context_;
+  std::vector<char> from_ = std::vector<char>(2 * kPiece + 5);
+  std::vector<char> to_ = std::vector<char>(from_.size());
+};
+
+TEST_F(DeviceReadTest, WaitsForThePiecesThatAreNeeded) {
+  const auto read = Begin();
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(copies_.enqueued.size(), 3u);
+  EXPECT_EQ(copies_.done, 1u);
+  EXPECT_TRUE((*read)->Await(kPiece).ok());
+  EXPECT_EQ(copies_.done, 1u);
+  EXPECT_TRUE((*read)->Await(kPiece + 1).ok());
+  EXPECT_EQ(copies_.done, 2u);
+  EXPECT_TRUE((*read)->Await(static_cast<int64_t>(from_.size())).ok());
+  EXPECT_EQ(to_, from_);
+}
+
+TEST_F(DeviceReadTest, LetsGoOfTheMemoryOnlyWhenAllIsThere) {
+  auto read = Begin();
+  ASSERT_TRUE(read.ok()) << read.status();
+  read->reset();
+  EXPECT_EQ(copies_.done, 3u);
+}
+
+TEST_F(DeviceReadTest, SaysWhatFailed) {
+  copies_.fails_at = 2;
+  const auto read = Begin();
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_TRUE((*read)->Await(1).ok());
+  EXPECT_EQ((*read)->AwaitAll().message(), "cuEventSynchronize failed: CUDA_ERROR_ILLEGAL_ADDRESS");
+  copies_.fails_at = 1;
+  EXPECT_EQ(Begin().status().code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(copies_.done, copies_.enqueued.size());
 }
 
 }  // namespace

@@ -8,9 +8,10 @@ namespace headwater::cuda {
 namespace {
 
 constexpr SliceNeeds kNothing;
-constexpr SliceNeeds kComesIn = {true, false};
-constexpr SliceNeeds kLeavesLast = {false, true};
-constexpr SliceNeeds kBoth = {true, true};
+constexpr SliceNeeds kComesIn = {true, false, false};
+constexpr SliceNeeds kComesAndLeaves = {true, true, false};
+constexpr SliceNeeds kLeavesLast = {false, true, true};
+constexpr SliceNeeds kBoth = {true, true, true};
 
 std::vector<int64_t> Counts(int64_t rows, const SliceNeeds& needs) {
   std::vector<int64_t> counts;
@@ -37,6 +38,16 @@ TEST(RowSlices, TheFirstRowsAreComputedWhileTheOthersCome) {
   EXPECT_EQ(Counts(32768, kComesIn), Rows({1024, 2048, 8192, 8192, 8192, 5120}));
 }
 
+TEST(RowSlices, TheAnswerDoesNotWaitForManyRowsToLeave) {
+  EXPECT_EQ(Counts(8192, kComesAndLeaves), Rows({1024, 2048, 3072, 2048}));
+  EXPECT_EQ(Counts(8191, kComesAndLeaves), Rows({1024, 2048, 2048, 3071}));
+  EXPECT_EQ(Counts(7168, kComesAndLeaves), Rows({1024, 2048, 2048, 2048}));
+  EXPECT_EQ(Counts(7167, kComesAndLeaves), Rows({1024, 2048, 4095}));
+  EXPECT_EQ(Counts(4096, kComesAndLeaves), Rows({1024, 2048, 1024}));
+  EXPECT_EQ(Counts(32768, kComesAndLeaves), Rows({1024, 2048, 8192, 8192, 8192, 3072, 2048}));
+  EXPECT_EQ(Counts(8192, SliceNeeds{.leaves = true}), Rows({8192}));
+}
+
 TEST(RowSlices, LittleIsLeftToLeaveAtTheEnd) {
   EXPECT_EQ(Counts(8192, kBoth), Rows({1024, 2048, 2048, 2048, 1024}));
   EXPECT_EQ(Counts(8192, kLeavesLast), Rows({1024, 2048, 2048, 2048, 1024}));
@@ -48,7 +59,7 @@ TEST(RowSlices, LittleIsLeftToLeaveAtTheEnd) {
 }
 
 TEST(RowSlices, CoverAllRowsInOrderAndCutBetweenTiles) {
-  for (const SliceNeeds& needs : {kNothing, kComesIn, kLeavesLast, kBoth}) {
+  for (const SliceNeeds& needs : {kNothing, kComesIn, kComesAndLeaves, kLeavesLast, kBoth}) {
     for (int64_t rows = 1; rows <= 32768; rows += rows < 8192 ? 1 : 127) {
       const std::vector<RowSlice> slices = SliceRows(rows, needs);
       int64_t next = 0;
@@ -59,7 +70,10 @@ TEST(RowSlices, CoverAllRowsInOrderAndCutBetweenTiles) {
         next += slice.count;
       }
       ASSERT_EQ(next, rows);
-      const int64_t limit = needs.ends_by_way ? 2 * kFirstSliceRows : needs.comes_in ? kMostSliceRows + kFirstSliceRows : rows + 1;
+      const int64_t limit = needs.ends_by_way ? 2 * kFirstSliceRows
+                            : needs.leaves    ? 2 * kSliceRows
+                            : needs.comes_in  ? kMostSliceRows + kFirstSliceRows
+                                              : rows + 1;
       ASSERT_LT(slices.back().count, limit) << rows;
     }
   }

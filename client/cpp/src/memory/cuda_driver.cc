@@ -64,6 +64,7 @@ absl::Status CudaDriver::Load() {
   find(&EventCreate, "cuEventCreate");
   find(&EventDestroy, "cuEventDestroy_v2");
   find(&EventRecord, "cuEventRecord");
+  find(&EventSynchronize, "cuEventSynchronize");
   find(&StreamWaitEvent, "cuStreamWaitEvent");
   find(&StreamCreate, "cuStreamCreate");
   find(&StreamDestroy, "cuStreamDestroy_v2");

@@ -75,6 +75,7 @@ class CudaDriver {
   CuResult (*EventCreate)(CuEvent* event, unsigned flags) = nullptr;
   CuResult (*EventDestroy)(CuEvent event) = nullptr;
   CuResult (*EventRecord)(CuEvent event, CuStream stream) = nullptr;
+  CuResult (*EventSynchronize)(CuEvent event) = nullptr;
   CuResult (*StreamWaitEvent)(CuStream stream, CuEvent event, unsigned flags) = nullptr;
   CuResult (*StreamCreate)(CuStream* stream, unsigned flags) = nullptr;
   CuResult (*StreamDestroy)(CuStream stream) = nullptr;

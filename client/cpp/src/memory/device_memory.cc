@@ -89,15 +89,14 @@ absl::Status DeviceContext::Synchronize(CuStream stream) {
 absl::Status DeviceContext::CopyAfterEvent(void* to, const void* from, int64_t bytes) {
   const CudaDriver::Scope scope(driver_, context_);
   if (!scope.status().ok()) return scope.status();
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (absl::Status status = driver_.Check(driver_.StreamWaitEvent(own_stream_, event_, 0), "cuStreamWaitEvent"); !status.ok()) {
-      return status;
-    }
-    if (absl::Status status = CopyOn(own_stream_, to, from, bytes); !status.ok()) return status;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (absl::Status status = driver_.Check(driver_.StreamWaitEvent(own_stream_, event_, 0), "cuStreamWaitEvent"); !status.ok()) {
+    return status;
   }
-  return Synchronize(own_stream_);
+  return CopyOn(own_stream_, to, from, bytes);
 }
+
+absl::Status DeviceContext::AwaitCopies() { return Synchronize(own_stream_); }
 
 DeviceBacking::~DeviceBacking() {
   if (!owned_) return;

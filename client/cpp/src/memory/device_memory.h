@@ -37,8 +37,10 @@ class DeviceContext {
   // Copies after the work so far of `stream`, on the stream. Does not wait for it.
   absl::Status CopyOn(CuStream stream, void* to, const void* from, int64_t bytes);
   absl::Status Synchronize(CuStream stream);
-  // Copies after what the event stands for, on a stream of its own, and waits for that.
+  // Copies after what the event stands for, on a stream of its own. Does not wait for it, if the host's memory is page-locked.
   absl::Status CopyAfterEvent(void* to, const void* from, int64_t bytes);
+  // Waits for all that CopyAfterEvent() has begun.
+  absl::Status AwaitCopies();
 
  private:
   DeviceContext(const CudaDriver& driver, CuContext context) : driver_(driver), context_(context) {}

@@ -1,6 +1,7 @@
 #include "client/cpp/src/memory/memory_paths.h"
 
 #include <algorithm>
+#include <functional>
 #include <thread>
 #include <utility>
 #include <variant>
@@ -31,18 +32,18 @@ int CopyThreadCount(int wanted) {
 
 std::string Sentence(const absl::Status& status) { return std::string(status.message()); }
 
-// Page-locks a shared region for the copies of a device, once. Without it they are only slower.
-void LockForDevice(const SharedRegion& region, const std::shared_ptr<DeviceContext>& context) {
-  if (region.has_end()) return;
-  const CudaDriver& driver = context->driver();
-  const CudaDriver::Scope scope(driver, context->context());
-  if (!scope.status().ok() || driver.MemHostRegister(region.data(), static_cast<size_t>(region.bytes()), kPortable) != 0) {
-    region.AtEnd([] {});  // not tried again
-    return;
-  }
-  region.AtEnd([context, data = region.data()] {
-    const CudaDriver::Scope end_scope(context->driver(), context->context());
-    if (end_scope.status().ok()) static_cast<void>(context->driver().MemHostUnregister(data));
+// Page-locks a shared region for the copies of all devices, once; whether it is. If not, they are only slower.
+bool LockForDevice(const SharedRegion& region, const std::shared_ptr<DeviceContext>& context) {
+  return region.LockOnce([&]() -> std::function<void()> {
+    const CudaDriver& driver = context->driver();
+    const CudaDriver::Scope scope(driver, context->context());
+    if (!scope.status().ok() || driver.MemHostRegister(region.data(), static_cast<size_t>(region.bytes()), kPortable) != 0) {
+      return nullptr;
+    }
+    return [context, data = region.data()] {
+      const CudaDriver::Scope end_scope(context->driver(), context->context());
+      if (end_scope.status().ok()) static_cast<void>(context->driver().MemHostUnregister(data));
+    };
   });
 }
 
@@ -225,7 +226,8 @@ absl::Status Placement::Finish() {
     return absl::OkStatus();
   }
   if (tensor.region != nullptr) LockForDevice(*tensor.region, tensor.context);
-  return tensor.context->CopyAfterEvent(tensor.mine.data, tensor.block->data(), tensor.mine.bytes);
+  absl::Status status = tensor.context->CopyAfterEvent(tensor.mine.data, tensor.block->data(), tensor.mine.bytes);
+  return status.ok() ? tensor.context->AwaitCopies() : status;
 }
 
 absl::Status Placement::Renew(const std::string& session_id, const Wait& wait) {
@@ -272,7 +274,8 @@ SharedRowsBuffer::SharedRowsBuffer(SharedRowsBuffer&& other) noexcept
     : paths_(std::move(other.paths_)),
       block_(std::move(other.block_)),
       data_(std::exchange(other.data_, nullptr)),
-      bytes_(std::exchange(other.bytes_, 0)) {}
+      bytes_(std::exchange(other.bytes_, 0)),
+      page_locked_(std::exchange(other.page_locked_, false)) {}
 
 SharedRowsBuffer& SharedRowsBuffer::operator=(SharedRowsBuffer&& other) noexcept {
   if (this == &other) return *this;
@@ -280,6 +283,7 @@ SharedRowsBuffer& SharedRowsBuffer::operator=(SharedRowsBuffer&& other) noexcept
   paths_ = std::move(other.paths_);
   data_ = std::exchange(other.data_, nullptr);
   bytes_ = std::exchange(other.bytes_, 0);
+  page_locked_ = std::exchange(other.page_locked_, false);
   return *this;
 }
 
@@ -351,9 +355,16 @@ absl::StatusOr<SharedRowsBuffer> MemoryPaths::AllocateStaging(const void* device
   const auto context = state_->device.ContextOf(device_data, bytes);
   if (context.ok()) {
     const auto* block = static_cast<const Arena::Block*>(buffer->block_.get());
-    LockForDevice(static_cast<const SharedRegion&>(*block->backing()), *context);
+    buffer->page_locked_ = LockForDevice(static_cast<const SharedRegion&>(*block->backing()), *context);
   }
   return buffer;
+}
+
+absl::StatusOr<std::unique_ptr<DeviceRead>> MemoryPaths::BeginCopyToHost(void* to, const void* device_data, int64_t bytes,
+                                                                         void* stream) {
+  auto context = state_->device.ContextOf(device_data, bytes);
+  if (!context.ok()) return TransportUnavailable(Sentence(context.status()));
+  return DeviceRead::Begin(*std::move(context), static_cast<CuStream>(stream), to, device_data, bytes);
 }
 
 absl::Status MemoryPaths::OrderCopies(const void* device_data, int64_t bytes, void* stream) {
@@ -365,6 +376,11 @@ absl::Status MemoryPaths::CopyToDevice(void* device_data, const void* from, int6
   const auto context = state_->device.ContextOf(device_data, bytes);
   if (!context.ok()) return TransportUnavailable(Sentence(context.status()));
   return (*context)->CopyAfterEvent(device_data, from, bytes);
+}
+
+absl::Status MemoryPaths::AwaitCopies(const void* device_data, int64_t bytes) {
+  const auto context = state_->device.ContextOf(device_data, bytes);
+  return context.ok() ? (*context)->AwaitCopies() : TransportUnavailable(Sentence(context.status()));
 }
 
 absl::Status MemoryPaths::CopyToHost(void* to, const void* device_data, int64_t bytes, void* stream) {

@@ -30,6 +30,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/cpp/src/channel.h"
+#include "client/cpp/src/memory/device_read.h"
 #include "client/cpp/src/wait.h"
 #include "headwater/client/client.h"
 
@@ -108,6 +109,8 @@ class SharedRowsBuffer {
 
   void* data() const { return data_; }
   int64_t bytes() const { return bytes_; }
+  // Whether copies between it and a GPU need no thread that waits. Only staging can be.
+  bool page_locked() const { return page_locked_; }
 
  private:
   friend class MemoryPaths;
@@ -115,6 +118,7 @@ class SharedRowsBuffer {
   std::shared_ptr<void> block_;
   void* data_ = nullptr;
   int64_t bytes_ = 0;
+  bool page_locked_ = false;
 };
 
 struct MemoryPathsOptions {
@@ -156,10 +160,16 @@ class MemoryPaths {
   absl::StatusOr<SharedRowsBuffer> AllocateStaging(const void* device_data, int64_t bytes);
   // Copies device memory to the host after the work so far of `stream`. Blocks for the copy. TRANSPORT_UNAVAILABLE without CUDA.
   absl::Status CopyToHost(void* to, const void* device_data, int64_t bytes, void* stream);
-  // CopyToDevice() comes after the work so far of `stream` on that device's memory.
+  // Begins to copy device memory to page-locked staging, after the work so far of `stream`. Blocks for that work. Errors are
+  // CopyToHost()'s.
+  absl::StatusOr<std::unique_ptr<DeviceRead>> BeginCopyToHost(void* to, const void* device_data, int64_t bytes, void* stream);
+  // Copies to the device come after the work so far of `stream` on that device's memory.
   absl::Status OrderCopies(const void* device_data, int64_t bytes, void* stream);
-  // Copies host memory to the device beside all its streams' later work. Blocks for the copy. Errors are CopyToHost()'s.
+  // Copies host memory to the device beside all its streams' later work; AwaitCopies() tells when it is there. Waits for nothing if
+  // the host's memory is page-locked. Errors are CopyToHost()'s.
   absl::Status CopyToDevice(void* device_data, const void* from, int64_t bytes);
+  // Blocks until all is there that has been copied to the device of `device_data`.
+  absl::Status AwaitCopies(const void* device_data, int64_t bytes);
 
   // A session that the caller has found to be gone: its registrations are forgotten.
   void Forget(const std::string& session_id);

@@ -125,20 +125,17 @@ absl::StatusOr<std::shared_ptr<const SharedRegion>> SharedRegion::Make(int64_t b
 }
 
 SharedRegion::~SharedRegion() {
-  if (end_) end_();
+  if (unlock_) unlock_();
   munmap(data_, static_cast<size_t>(bytes_));
   close(fd_);
   if (!name_.empty()) unlink(absl::StrCat("/dev/shm/", name_).c_str());
 }
 
-void SharedRegion::AtEnd(std::function<void()> end) const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  end_ = std::move(end);
-}
-
-bool SharedRegion::has_end() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return end_ != nullptr;
+bool SharedRegion::LockOnce(const std::function<std::function<void()>()>& lock) const {
+  std::lock_guard<std::mutex> one_at_a_time(mutex_);
+  if (!lock_tried_) unlock_ = lock();
+  lock_tried_ = true;
+  return unlock_ != nullptr;
 }
 
 absl::StatusOr<std::string> PassDescriptor(const std::string& socket_path, int memfd, int64_t bytes, const std::string& incarnation,

@@ -27,10 +27,9 @@ class SharedRegion final : public Backing {
   // Under /dev/shm; empty for a memfd.
   const std::string& name() const { return name_; }
 
-  // Called once, with the region still mapped, before it goes: what undoes the page-locking for CUDA. At most one is kept.
-  void AtEnd(std::function<void()> end) const;
-  // Whether AtEnd() was called.
-  bool has_end() const;
+  // Calls `lock`, which page-locks the region for CUDA and returns what undoes that, or null if it cannot: the first time only.
+  // Whether the region is page-locked. What undoes it is called with the region still mapped, before it goes.
+  bool LockOnce(const std::function<std::function<void()>()>& lock) const;
 
  private:
   SharedRegion(int fd, std::string name, uint8_t* data, int64_t bytes)
@@ -41,7 +40,8 @@ class SharedRegion final : public Backing {
   uint8_t* const data_;
   const int64_t bytes_;
   mutable std::mutex mutex_;
-  mutable std::function<void()> end_;
+  mutable bool lock_tried_ = false;
+  mutable std::function<void()> unlock_;
 };
 
 // Passes a memfd to the server's descriptor socket, by the protocol of docs/api.md; the token. An error says in one sentence what

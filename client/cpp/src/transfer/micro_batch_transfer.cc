@@ -159,10 +159,9 @@ absl::Status MicroBatchTransfer::SendRows() {
   TransferRequest request;
   const auto add = [&](v1::ChunkRole role, int64_t term_index, const RowsView& view, int64_t first_row) -> absl::Status {
     if (!HasRows(view)) return absl::OkStatus();
-    absl::StatusOr<const unsigned char*> data = HostRows(view, tensors_.cuda_stream);
-    if (!data.ok()) return data.status();
-    request.rows.push_back({role, term_index, *data, view.row_count, view.row_bytes(), first_row});
-    return absl::OkStatus();
+    OutgoingRows& rows = request.rows.emplace_back();
+    rows = {role, term_index, nullptr, view.row_count, view.row_bytes(), first_row};
+    return BringToHost(view, tensors_.cuda_stream, &rows);
   };
   if (absl::Status status = add(v1::CHUNK_ROLE_HIDDEN, 0, tensors_.hidden, 0); !status.ok()) return status;
   for (size_t i = 0; i < tensors_.teacher_hidden.size(); ++i) {
@@ -187,6 +186,12 @@ absl::Status MicroBatchTransfer::SendRows() {
         return status;
       }
       request.grad_hidden = grad_copy_->data();
+      // Rows go on as they come, if that makes gRPC's threads wait for nothing.
+      if (grad_copy_->page_locked()) {
+        request.on_grad_rows = [this, &memory](int64_t first, int64_t count) {
+          return memory.CopyToDevice(static_cast<unsigned char*>(tensors_.grad_hidden) + first, grad_copy_->data() + first, count);
+        };
+      }
     }
     request.grad_row_count = tensors_.hidden.row_count;
     request.grad_row_bytes = tensors_.grad_row_bytes;
@@ -218,18 +223,31 @@ void MicroBatchTransfer::Ended(TransferResult result) {
     // What follows may copy or call the server.
     return transport().endings().Run(this, [this, result = std::move(result)]() mutable { EndedPlaced(std::move(result)); });
   }
+  if (!grad_copy_.has_value()) return EndedByRows(std::move(result));
+  // Waits for the copies.
+  transport().endings().Run(this, [this, result = std::move(result)]() mutable { EndedByRows(std::move(result)); });
+}
+
+void MicroBatchTransfer::EndedByRows(TransferResult result) {
+  // Also of an attempt that failed: what it has begun to copy is the caller's memory.
+  absl::Status copied = grad_copy_.has_value() ? FinishGradCopy(result.status.ok()) : absl::OkStatus();
   if (result.no_stripes && !repeated_ && !cancelled()) {
     repeated_ = true;
     return RunBeginning([this] { Begin(); });
   }
   if (!result.status.ok()) return Deliver(std::move(result.status));
-  MicroBatchAnswer answer{std::move(result.answer), "grpc"};
-  if (!grad_copy_.has_value()) return Deliver(std::move(answer));
-  transport().endings().Run(this, [this, answer = std::move(answer)]() mutable {
-    absl::Status status = transport().memory().CopyToDevice(tensors_.grad_hidden, grad_copy_->data(), tensors_.bytes_down());
-    if (!status.ok()) return Deliver(std::move(status));
-    Deliver(std::move(answer));
-  });
+  if (!copied.ok()) return Deliver(std::move(copied));
+  Deliver(MicroBatchAnswer{std::move(result.answer), "grpc"});
+}
+
+absl::Status MicroBatchTransfer::FinishGradCopy(bool answered) {
+  MemoryPaths& memory = transport().memory();
+  if (!grad_copy_->page_locked()) {
+    if (!answered) return absl::OkStatus();
+    absl::Status status = memory.CopyToDevice(tensors_.grad_hidden, grad_copy_->data(), tensors_.bytes_down());
+    if (!status.ok()) return status;
+  }
+  return memory.AwaitCopies(tensors_.grad_hidden, tensors_.bytes_down());
 }
 
 void MicroBatchTransfer::EndedPlaced(TransferResult result) {
@@ -257,6 +275,7 @@ void MicroBatchTransfer::Deliver(absl::StatusOr<MicroBatchAnswer> answer) {
     transport().Count(answer->transport, on_device(), tensors_.bytes_up() + tensors_.bytes_down(), streams_);
     placement_.reset();
   }
+  FinishCopies();
   const Done done = std::move(done_);
   done(std::move(answer));
 }

@@ -58,6 +58,9 @@ class MicroBatchTransfer : public RowsCall {
   void SendRequest(TransferRequest request);
   void Ended(TransferResult result) override;
   void EndedPlaced(TransferResult result);
+  void EndedByRows(TransferResult result);
+  // The gradient's way from the host to the device ends, for an answer or for nothing.
+  absl::Status FinishGradCopy(bool answered);
   void Deliver(absl::StatusOr<MicroBatchAnswer> answer);
   bool on_device() const;
 

@@ -22,6 +22,8 @@ std::optional<RowQueue::Chunk> RowQueue::Next(int64_t max_bytes) {
   chunk.header = {source.role, source.term_index, start, count};
   chunk.data = source.data + start * source.row_bytes;
   chunk.bytes = count * source.row_bytes;
+  chunk.arrival = source.arrival;
+  chunk.arrival_bytes = next_[best] * source.row_bytes;
   chunk.last = with_rows == 1 && next_[best] == source.row_count;
   return chunk;
 }

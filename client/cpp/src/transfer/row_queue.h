@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "client/cpp/src/memory/device_read.h"
 #include "client/cpp/src/transfer/chunk_wire.h"
 
 namespace headwater::client::internal {
@@ -20,6 +21,8 @@ struct OutgoingRows {
   int64_t row_count = 0;  // >= 1
   int64_t row_bytes = 0;  // >= 1
   int64_t first_row = 0;  // of the micro-batch
+  // What brings them to `data`; null: they are there.
+  const DeviceRead* arrival = nullptr;
 };
 
 // Hands out chunks to whichever stream can send next, the first rows of the micro-batch first, whatever tensor they are of: the
@@ -33,6 +36,11 @@ class RowQueue {
     const unsigned char* data = nullptr;
     int64_t bytes = 0;
     bool last = false;  // nothing is left behind it
+    const DeviceRead* arrival = nullptr;
+    int64_t arrival_bytes = 0;  // that must have arrived before `data` is read
+
+    // Blocks until the rows are there, if they are on their way.
+    absl::Status Await() const { return arrival == nullptr ? absl::OkStatus() : arrival->Await(arrival_bytes); }
   };
   // At most `max_bytes`, but a row at least; nothing if all rows have been handed out.
   std::optional<Chunk> Next(int64_t max_bytes);

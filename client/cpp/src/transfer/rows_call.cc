@@ -120,18 +120,36 @@ absl::StatusOr<RowsCall::HostCopy> RowsCall::Allocate(const void* device_data, i
   return copy;
 }
 
-absl::StatusOr<const unsigned char*> RowsCall::HostRows(const RowsView& rows, void* cuda_stream) {
-  if (rows.memory == Memory::kHost) return static_cast<const unsigned char*>(rows.data);
-  for (const auto& [data, copy] : copies_) {
-    if (data == rows.data) return copy.data();
+void RowsCall::FinishCopies() {
+  std::erase_if(copies_, [](auto& known) {
+    const std::unique_ptr<DeviceRead> arrival = std::move(known.second.arrival);
+    return arrival != nullptr && !arrival->AwaitAll().ok();
+  });
+}
+
+absl::Status RowsCall::BringToHost(const RowsView& rows, void* cuda_stream, OutgoingRows* outgoing) {
+  if (rows.memory == Memory::kHost) {
+    outgoing->data = static_cast<const unsigned char*>(rows.data);
+    return absl::OkStatus();
   }
-  const int64_t bytes = rows.row_count * rows.row_bytes();
-  absl::StatusOr<HostCopy> copy = Allocate(rows.data, bytes);
-  if (!copy.ok()) return copy.status();
-  if (absl::Status status = transport_.memory().CopyToHost(copy->data(), rows.data, bytes, cuda_stream); !status.ok())
-    return status;
-  copies_.emplace_back(rows.data, *std::move(copy));
-  return copies_.back().second.data();
+  auto known = std::find_if(copies_.begin(), copies_.end(), [&rows](const auto& copy) { return copy.first == rows.data; });
+  if (known == copies_.end()) {
+    const int64_t bytes = rows.row_count * rows.row_bytes();
+    absl::StatusOr<HostCopy> copy = Allocate(rows.data, bytes);
+    if (!copy.ok()) return copy.status();
+    MemoryPaths& memory = transport_.memory();
+    if (copy->page_locked()) {
+      auto arrival = memory.BeginCopyToHost(copy->data(), rows.data, bytes, cuda_stream);
+      if (!arrival.ok()) return arrival.status();
+      copy->arrival = *std::move(arrival);
+    } else if (absl::Status status = memory.CopyToHost(copy->data(), rows.data, bytes, cuda_stream); !status.ok()) {
+      return status;
+    }
+    known = copies_.emplace(copies_.end(), rows.data, *std::move(copy));
+  }
+  outgoing->data = known->second.data();
+  outgoing->arrival = known->second.arrival.get();
+  return absl::OkStatus();
 }
 
 }  // namespace headwater::client::internal

@@ -57,13 +57,19 @@ class RowsCall {
   // The attempt has ended.
   virtual void Ended(TransferResult result) = 0;
 
-  // Rows in host memory: the view itself, or a copy of device memory, which is made once. Blocks for the copy.
-  absl::StatusOr<const unsigned char*> HostRows(const RowsView& rows, void* cuda_stream);
+  // Rows in host memory, `data` and `arrival` of OutgoingRows: the view itself, or a copy of device memory, which is made once.
+  // Blocks until the copy has begun, or for all of it if there is no page-locked memory.
+  absl::Status BringToHost(const RowsView& rows, void* cuda_stream, OutgoingRows* outgoing);
+  // Before the attempt's result is told: waits for copies that still read the caller's memory, of rows that were not sent any more,
+  // and keeps those that succeed for the next attempt.
+  void FinishCopies();
   // Host memory that stands for device memory.
   struct HostCopy {
     SharedRowsBuffer staging;
     std::unique_ptr<unsigned char[]> ordinary;  // where there is no staging
+    std::unique_ptr<DeviceRead> arrival;        // null: not copied from a device, or there
     unsigned char* data() const { return ordinary != nullptr ? ordinary.get() : static_cast<unsigned char*>(staging.data()); }
+    bool page_locked() const { return staging.page_locked(); }
   };
   // Memory of this side for rows of the device memory at `device_data`; RESOURCE_EXHAUSTED.
   absl::StatusOr<HostCopy> Allocate(const void* device_data, int64_t bytes);

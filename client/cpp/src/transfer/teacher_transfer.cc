@@ -30,9 +30,9 @@ absl::Status TeacherTransfer::SendRows() {
   request.answer_is_message = true;
   request.deadline = deadline_;
   if (bytes() > 0) {
-    absl::StatusOr<const unsigned char*> data = HostRows(rows_, cuda_stream_);
-    if (!data.ok()) return data.status();
-    request.rows.push_back({v1::CHUNK_ROLE_TEACHER_HIDDEN, 0, *data, rows_.row_count, rows_.row_bytes(), 0});
+    OutgoingRows& rows = request.rows.emplace_back();
+    rows = {v1::CHUNK_ROLE_TEACHER_HIDDEN, 0, nullptr, rows_.row_count, rows_.row_bytes(), 0};
+    if (absl::Status status = BringToHost(rows_, cuda_stream_, &rows); !status.ok()) return status;
   }
   Send(std::move(request));
   return absl::OkStatus();
@@ -44,6 +44,7 @@ void TeacherTransfer::Ended(TransferResult result) {
 }
 
 void TeacherTransfer::Deliver(absl::StatusOr<std::string> answer) {
+  FinishCopies();
   const Done done = std::move(done_);
   done(std::move(answer));
 }

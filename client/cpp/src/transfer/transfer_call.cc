@@ -62,6 +62,8 @@ class TransferCall::Stream : public grpc::ClientBidiReactor<grpc::ByteBuffer, gr
       StartWritesDone();
       return;
     }
+    // For a fraction of a millisecond at most: what is copied from a device has begun to come.
+    if (absl::Status status = chunk->Await(); !status.ok()) return call_.Fail(std::move(status));
     const std::string prefix = EncodeChunkPrefix(chunk->header, chunk->bytes);
     call_.Refer();
     const grpc::Slice slices[] = {grpc::Slice(prefix),
@@ -205,8 +207,9 @@ absl::Status TransferCall::TakeResponse(int stream, const SlicedMessage& message
                                         response->rows.bytes, " bytes, expected rows of ", request_.grad_row_bytes,
                                         " bytes in [0, ", request_.grad_row_count, "), each once"));
   }
-  message.CopyTo(response->rows.offset, response->rows.bytes, request_.grad_hidden + chunk.row_start * request_.grad_row_bytes);
-  return absl::OkStatus();
+  const int64_t first = chunk.row_start * request_.grad_row_bytes;
+  message.CopyTo(response->rows.offset, response->rows.bytes, request_.grad_hidden + first);
+  return request_.on_grad_rows ? request_.on_grad_rows(first, response->rows.bytes) : absl::OkStatus();
 }
 
 void TransferCall::Fail(absl::Status status) {

@@ -30,6 +30,9 @@ struct TransferRequest {
   unsigned char* grad_hidden = nullptr;  // where the gradient's rows go; null: none are expected
   int64_t grad_row_count = 0;
   int64_t grad_row_bytes = 0;
+  // Told of bytes [first, first + count) of grad_hidden that are there; may be empty. Called by gRPC's threads, by several at once,
+  // and never after the result. An error fails the call.
+  std::function<absl::Status(int64_t first, int64_t count)> on_grad_rows;
   std::string target;  // the server's name in errors
   Deadline deadline;
 };
