@@ -132,8 +132,10 @@ absl::Status Computation::DeliverGradHidden(Work* work, const Slice& slice) {
   // Where other terms of the chunk add to these rows, the chunk's end sees to them.
   if (!work->wants_grad_hidden || !IsOnlyTerm(*work)) return absl::OkStatus();
   HEADWATER_RETURN_IF_ERROR(ForEachPart(*work, slice, [&](const Part& part, const Slice& rows) {
-    return WriteGradHidden(*part.member, *part.chunk, part.shared, {rows.first - part.first, rows.count},
-                           {work->own.row_factor + rows.first, work->own.target_factor + rows.first});
+    // What several shards of this device have added to the sum has its factors.
+    ShareFactors factors;
+    if (SumsShares(*work)) factors = {work->own.row_factor + rows.first, work->own.target_factor + rows.first};
+    return WriteGradHidden(*part.member, *part.chunk, part.shared, {rows.first - part.first, rows.count}, factors);
   }));
   const bool any_leaves = std::any_of(work->parts.begin(), work->parts.end(), [](const Part& part) {
     return part.member->micro_batch->grad_hidden.memory == MemorySpace::kHost;
