@@ -7,7 +7,6 @@
 #include <cstring>
 #include <mutex>
 #include <optional>
-#include <random>
 #include <string>
 #include <utility>
 
@@ -15,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "client/cpp/src/convert.h"
+#include "client/cpp/src/random_id.h"
 #include "headwater/client/future.h"
 
 namespace headwater::client::internal {
@@ -25,14 +25,6 @@ std::string Checksum(const TensorView& values) {
   XXH128_canonical_t canonical;
   XXH128_canonicalFromHash(&canonical, XXH3_128bits(values.data, static_cast<size_t>(values.bytes())));
   return std::string(reinterpret_cast<const char*>(canonical.digest), sizeof(canonical.digest));
-}
-
-// 128 random bits in hex: two clients never take up each other's upload.
-std::string MakeUploadId() {
-  std::random_device device;
-  std::string id;
-  for (int word = 0; word < 4; ++word) absl::StrAppend(&id, absl::Hex(device(), absl::kZeroPad8));
-  return id;
 }
 
 // One stream of an upload: header up, offset down, bytes up, head down.
@@ -186,7 +178,7 @@ Upload::Upload(std::shared_ptr<Connection> connection, HeadTensor tensor, Tensor
     : connection_(std::move(connection)), values_(values) {
   header_.set_tensor(static_cast<v1::HeadTensor>(tensor));
   header_.set_data_type(ToProto(values.data_type));
-  header_.set_upload_id(MakeUploadId());
+  header_.set_upload_id(RandomHexId());  // so that no client takes up another's upload
   header_.set_total_bytes(values.bytes());
   header_.set_checksum(Checksum(values));
 }

@@ -18,6 +18,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "client/cpp/src/random_id.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -86,20 +87,8 @@ class Conversation {
 
 }  // namespace
 
-std::string RandomDigits(int bytes) {
-  constexpr char kDigits[] = "0123456789abcdef";
-  std::string text;
-  for (int i = 0; i < bytes; ++i) {
-    unsigned char byte = 0;
-    if (getentropy(&byte, 1) != 0) byte = static_cast<unsigned char>(i);  // unknown to Linux since 3.17
-    text.push_back(kDigits[byte >> 4]);
-    text.push_back(kDigits[byte & 15]);
-  }
-  return text;
-}
-
 absl::StatusOr<std::shared_ptr<const SharedRegion>> SharedRegion::Make(int64_t bytes, bool named) {
-  std::string name = named ? absl::StrCat("headwater-", RandomDigits(16)) : std::string();
+  std::string name = named ? absl::StrCat("headwater-", RandomHexId()) : std::string();
   const std::string path = absl::StrCat("/dev/shm/", name);
   Descriptor memory(named ? open(path.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0600)
                           : memfd_create("headwater", MFD_CLOEXEC | MFD_ALLOW_SEALING));

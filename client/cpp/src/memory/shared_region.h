@@ -50,9 +50,6 @@ class SharedRegion final : public Backing {
 absl::StatusOr<std::string> PassDescriptor(const std::string& socket_path, int memfd, int64_t bytes, const std::string& incarnation,
                                            const Wait& wait);
 
-// Random bytes as text of hexadecimal digits.
-std::string RandomDigits(int bytes);
-
 }  // namespace headwater::client::internal
 
 #endif  // HEADWATER_CLIENT_SRC_MEMORY_SHARED_REGION_H_

@@ -1,29 +1,17 @@
 #include "client/cpp/src/transfer/micro_batch_transfer.h"
 
-#include <sys/random.h>
-
 #include <algorithm>
-#include <random>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/src/error.h"
+#include "client/cpp/src/random_id.h"
 #include "headwater/client/error.h"
 
 namespace headwater::client::internal {
 namespace {
 
 constexpr char kComputeLoss[] = "/headwater.v1.LossService/ComputeLoss";
-constexpr size_t kTransferIdBytes = 16;
-
-std::string RandomTransferId() {
-  std::string id(kTransferIdBytes, '\0');
-  if (getrandom(id.data(), id.size(), 0) != static_cast<ssize_t>(id.size())) {
-    std::random_device device;
-    for (char& byte : id) byte = static_cast<char>(device());
-  }
-  return id;
-}
 
 bool HasRows(const RowsView& rows) { return rows.row_count > 0 && rows.hidden_size > 0 && rows.data != nullptr; }
 
@@ -197,7 +185,7 @@ absl::Status MicroBatchTransfer::SendRows() {
     request.grad_row_bytes = tensors_.grad_row_bytes;
   }
   if (stripes() > 1) {
-    request.transfer_id = RandomTransferId();
+    request.transfer_id = RandomId();
     header_.set_transfer_id(request.transfer_id);
     header_.set_stripe_count(stripes());
   } else {
