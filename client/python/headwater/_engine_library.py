@@ -358,12 +358,17 @@ class Engine:
             refuse_non_finite=int(request.refuse_non_finite and grad_weight == "stage"),
         )
         sums, staged = (_LossSums * len(request.terms))(), c_void_p()
-        _check(_library().hw_compute(self._handle, byref(micro_batch), sums, byref(staged)))
-        results = tuple(
-            TermResult(**{name: getattr(values, name) for name, _ in _LossSums._fields_}, **arrays)
-            for values, arrays in zip(sums, outputs, strict=True)
-        )
-        return combine_terms(results, grad_hidden=grad_hidden), Staged(staged) if staged else None
+        try:
+            _check(_library().hw_compute(self._handle, byref(micro_batch), sums, byref(staged)))
+            results = tuple(
+                TermResult(**{name: getattr(values, name) for name, _ in _LossSums._fields_}, **arrays)
+                for values, arrays in zip(sums, outputs, strict=True)
+            )
+            return combine_terms(results, grad_hidden=grad_hidden), Staged(staged) if staged else None
+        except BaseException:  # an interrupt comes when the library has returned
+            if staged:
+                Staged(staged).discard()
+            raise
 
 
 def _new_outputs(names: tuple[str, ...], row_count: int) -> dict[str, np.ndarray]:

@@ -70,6 +70,17 @@ class Head(HeadLosses):
         kind = "trainable" if self._spec.trainable else "frozen"
         return f"<headwater.Head {self._name} [{self._spec.vocab_size}, {self._spec.hidden_size}] {self._spec.data_type} {kind}>"
 
+    def __copy__(self) -> Head:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Head:
+        return self  # a head is elsewhere: the copy of a module that has a loss means the same one
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a headwater.Head belongs to its client and cannot be pickled: send its name, and ask client.head(name) there"
+        )
+
     @property
     def name(self) -> str:
         """`tenants/{tenant}/heads/{head}`."""

@@ -207,6 +207,13 @@ class Ledger:
                 f"micro-batch {micro_batch} of step {step} is committed and cannot be discarded",
                 **key,
             )
+        if record.state == "IN_PROGRESS":
+            raise _error(
+                "ABORTED",
+                "MICRO_BATCH_CONFLICT",
+                f"micro-batch {micro_batch} of step {step} was interrupted while it was added: discard the step's gradient",
+                **key,
+            )
         if record.state == "STAGED" and attempt < record.attempt:
             raise _superseded(record, **key)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headwater._engine_library import Engine
+from headwater._engine_library import Engine, Staged
 from headwater._errors import HeadwaterError, invalid_argument, make_error
 from headwater._ledger import Factors
 from headwater._local_head import LocalHead, Pending, digest_of
@@ -121,6 +121,7 @@ class LocalMicroBatches:
                 staged.discard()
             target.ledger.begin(micro_batch, attempt, digest)
         mode = {"DIRECT": "accumulate", "STAGED": "stage", "HELD": "none"}[form]
+        staged: Staged | None = None
         try:
             result, staged = engine.compute(request, engine_heads, mode)
             if form == "HELD":
@@ -129,24 +130,30 @@ class LocalMicroBatches:
                     mode = "accumulate"
                     engine.compute(_for_commit(request, 1.0, None), engine_heads, mode)
             elif staged is not None and not request.explicit:
-                mode = "accumulate"
-                staged.commit(1.0)
-        except HeadwaterError as error:
-            for target in targets:
-                target.ledger.abort(micro_batch)
-                target.lost |= mode == "accumulate" and error.code == "INTERNAL"
+                mode, own, staged = "accumulate", staged, None
+                own.commit(1.0)
+            for target, key in zip(targets, request.keys, strict=True):
+                counts = _counts_of(key.head, request, result.terms)
+                target.ledger.finish(micro_batch, form=form, committed=not request.explicit, counts=counts)
+            if request.explicit:
+                held = copy_request(request) if form == "HELD" else None
+                teachers = {
+                    term.teacher.head: (heads[term.teacher.head], heads[term.teacher.head].weight_version)
+                    for term in request.terms
+                    if term.teacher is not None
+                }
+                Pending(targets, micro_batch, staged, held, teachers, lambda: self._joins.release(uses)).attach()
+        except BaseException as error:
+            # Also an interrupt: a contribution that nobody knows would keep its slot, and the step could not be sealed. One that is
+            # interrupted while it is added may be in the sum or not: it stays IN_PROGRESS, and the step can only be discarded.
+            if mode != "accumulate" or isinstance(error, HeadwaterError):
+                for target in targets:
+                    target.pending.pop(micro_batch, None)
+                    target.ledger.abort(micro_batch)
+                    target.lost |= mode == "accumulate" and getattr(error, "code", "") == "INTERNAL"
+            if staged is not None:
+                staged.discard()
             raise
-        for target, key in zip(targets, request.keys, strict=True):
-            counts = _counts_of(key.head, request, result.terms)
-            target.ledger.finish(micro_batch, form=form, committed=not request.explicit, counts=counts)
-        if request.explicit:
-            held = copy_request(request) if form == "HELD" else None
-            teachers = {
-                term.teacher.head: (heads[term.teacher.head], heads[term.teacher.head].weight_version)
-                for term in request.terms
-                if term.teacher is not None
-            }
-            Pending(targets, micro_batch, staged, held, teachers, lambda: self._joins.release(uses)).attach()
         return result, attempt
 
     def commit(self, request: CommitRequest, timeout_s: float) -> bool:

@@ -194,16 +194,6 @@ def test_a_dropped_graph_discards(one_shard, make_head, problem):
     assert head.seal(expected_micro_batches=loss_fn.micro_batches).totals.micro_batch_count == 1
 
 
-def test_a_full_staging_area_is_a_clear_error(one_shard, make_head, problem):
-    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
-    loss_fn = headwater.torch.CrossEntropyLoss(head)
-    first = loss_fn(problem.inputs @ trunk.T, problem.targets)
-    with refused("STAGING_FULL", headwater.StagingFullError):
-        loss_fn(problem.inputs @ trunk.T, problem.targets)
-    first.backward()
-    assert loss_fn.micro_batches == [0]
-
-
 def test_backward_after_the_step_has_closed_is_a_clear_error(one_shard, make_head, problem):
     head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
     loss = headwater.torch.CrossEntropyLoss(head)(problem.inputs @ trunk.T, problem.targets)

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from headwater._errors import FailedPreconditionError, MicroBatchConflictError, invalid_argument
+from headwater._errors import FailedPreconditionError, HeadwaterError, MicroBatchConflictError, invalid_argument
 from headwater._head import Head
+from headwater._retry import AMBIGUOUS_CODES
 from headwater._types import LossResult
 from headwater.torch._micro_batches import MicroBatchSource
 
@@ -75,14 +75,19 @@ class Contribution:
         finalizer.atexit = False
         self._abandon = finalizer.detach
 
-    def failed(self) -> None:
-        """The submission was refused: the id is not in the step."""
+    def failed(self, error: BaseException) -> None:
+        """The submission ended with `error`: its id is dropped, and what may be in the step is discarded."""
         self._source.forget(self._ids, self.micro_batch)
+        # An answer with a reason is a refusal: nothing was left there.
+        if not (isinstance(error, HeadwaterError) and error.reason and error.code not in AMBIGUOUS_CODES):
+            self.head._abandoned.watch()
+            self.head._abandoned.add(self.key, self.micro_batch)
 
     def commit(self, factor: float, token_factors: torch.Tensor | None = None) -> None:
         """Adds it, times `factor` and, row by row, times `token_factors`."""
         if self._commit is not None:
             self._commit(factor, token_factors)
+            self._commit = None  # it keeps the LossResult alive, and so grad_hidden
         if self._abandon is not None:
             self._abandon()
 
@@ -121,11 +126,21 @@ class Outcome(abc.ABC):
         if self._contribution is not None and self._decided:
             raise MicroBatchConflictError(f"backward ran twice through {what}; {when}", reason="MICRO_BATCH_CONFLICT")
 
+    def _take_grad_hidden(self) -> torch.Tensor | None:
+        """grad_hidden, which a loss that lives on does not keep where a second backward is refused."""
+        grad_hidden = self._grad_hidden
+        if self._contribution is not None:
+            self._grad_hidden = None
+        return grad_hidden
+
     def _scaled_grad_hidden(self, factor: float | torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
         """grad_hidden times a number or a column of numbers, multiplied in fp32."""
-        if self._grad_hidden is None:
+        grad_hidden = self._take_grad_hidden()
+        if grad_hidden is None:
             return None
-        return (self._grad_hidden.float() * (factor * self._grad_hidden_scale)).to(self._grad_hidden.dtype).reshape(shape)
+        if isinstance(factor, torch.Tensor):
+            factor = factor.to(grad_hidden.device)
+        return (grad_hidden.float() * (factor * self._grad_hidden_scale)).to(grad_hidden.dtype).reshape(shape)
 
 
 _ADDED_BEFORE = "the first one has added its gradient to the head. Compute the loss again to add it again"
@@ -151,7 +166,8 @@ class ScalarOutcome(Outcome):
             self._check_declared(number)
             self._decided = True
             # The server has applied everything already.
-            return None if self._grad_hidden is None else self._grad_hidden.reshape(shape)
+            grad_hidden = self._take_grad_hidden()
+            return None if grad_hidden is None else grad_hidden.reshape(shape)
         factor = number * self._factor
         if self._contribution is not None:
             self._check_first("one headwater loss", _ADDED_BEFORE)
@@ -216,9 +232,7 @@ class TokenOutcome(Outcome):
                 )
             self._contribution.commit(1.0, factors.cpu())
         self._decided = True
-        if self._grad_hidden is None:
-            return None
-        return self._scaled_grad_hidden(factors.to(self._grad_hidden.device).unsqueeze(-1), shape)
+        return self._scaled_grad_hidden(factors.unsqueeze(-1), shape)
 
 
 class RemoteLoss(torch.autograd.Function):
@@ -233,7 +247,13 @@ class RemoteLoss(torch.autograd.Function):
         return outcome.value(hidden.device)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+        # Not once_differentiable: that stays silent where `upstream` requires no gradient, and the second derivative would be lost.
+        if torch.is_grad_enabled():
+            raise invalid_argument(
+                "INVALID_COMBINATION",
+                "a headwater loss has no second derivative: leave create_graph=True out",
+                field="create_graph",
+            )
         grad_hidden = ctx.outcome.backward(upstream, ctx.shape)
         return grad_hidden if ctx.needs_input_grad[0] else None, None, None

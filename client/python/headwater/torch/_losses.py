@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from headwater import _arrays
-from headwater._errors import invalid_argument
+from headwater._errors import StagingFullError, invalid_argument
 from headwater._head import Head
 from headwater._requests import DEFAULT_IGNORE_INDEX
 from headwater._terms import JOIN
@@ -53,6 +53,7 @@ class _Loss(torch.nn.Module):
         self.num_items_in_batch = num_items_in_batch
         self._source = micro_batch_source
         self._timeout_s = timeout_s
+        self._crowded_step: int | None = None  # the step in which a forward has found all staging slots taken
 
     @property
     def micro_batch_source(self) -> MicroBatchSource:
@@ -124,15 +125,28 @@ class _Loss(torch.nn.Module):
         elif contribution is not None:
             keywords.update(commit="explicit", late_token_factors=self.reduction == "none")
         try:
-            result = run(rows, **keywords)
-        except BaseException:
+            result = self._run_or_hold(run, rows, keywords)
+            if contribution is not None and self.loss_scale is None:
+                contribution.staged(result)
+        except BaseException as error:
             if contribution is not None:
-                contribution.failed()
+                contribution.failed(error)
             raise
-        if contribution is not None and self.loss_scale is None:
-            contribution.staged(result)
         outcome = finish(result, contribution=contribution, grad_hidden_scale=self.grad_hidden_scale)
         return RemoteLoss.apply(hidden, anchor, outcome)
+
+    def _run_or_hold(self, run: Callable[..., LossResult], rows: torch.Tensor, keywords: dict[str, Any]) -> LossResult:
+        """Runs it. Where other losses have all staging slots until their backward, the rows are held instead of the gradient."""
+        may_hold = keywords.get("commit") == "explicit" and not keywords["late_token_factors"] and self.head.spec.staging_slots > 0
+        if not may_hold:
+            return run(rows, **keywords)
+        # Not allow_held from the beginning: ignored rows would travel, and a slot that is about to be free would not be awaited.
+        if self._crowded_step != keywords["step"]:
+            try:
+                return run(rows, **keywords)
+            except StagingFullError:
+                self._crowded_step = keywords["step"]  # the rest of the step does not wait for a slot again
+        return run(rows, allow_held=True, **keywords)
 
     def _divisor(
         self, row_count: int, targets: torch.Tensor | None, token_weights: torch.Tensor | None, class_weights: torch.Tensor | None
@@ -146,7 +160,7 @@ class _Loss(torch.nn.Module):
             valid = ids != self.ignore_index
             weights = weights * valid
             if class_weights is not None:
-                weights = weights * class_weights.detach().double().cpu()[ids.clamp(min=0)]
+                weights = weights * class_weights.detach().double().cpu()[ids.clamp(0, class_weights.numel() - 1)]
         return float(weights.sum())
 
 
@@ -155,6 +169,12 @@ def _flat(values: Any, hidden: torch.Tensor, name: str) -> torch.Tensor | None:
     if values is None:
         return None
     values = torch.as_tensor(values)
+    if values.requires_grad and torch.is_grad_enabled():
+        raise invalid_argument(
+            "INVALID_COMBINATION",
+            f'{name} requires a gradient, but gets none: detach it, or multiply the loss of reduction="none" by it',
+            field=name,
+        )
     _arrays.check_shape(tuple(values.shape), tuple(hidden.shape[:-1]), name)
     return values.reshape(-1)
 
@@ -180,8 +200,10 @@ def _check_hidden(hidden: Any, name: str) -> None:
 class CrossEntropyLoss(_Loss):
     """Cross entropy of a remote head: `torch.nn.CrossEntropyLoss` applied to `hidden @ head.weight.T`, without the logits.
 
-    With gradients on, and a trainable head, forward takes a staging slot until backward (or the end of the graph). Backward may be
-    run once. Any upstream gradient is right: a scaled loss, a sum of losses, a GradScaler, a division by accumulation steps.
+    With gradients on, and a trainable head, forward takes a staging slot until backward, or the end of the graph (`del loss`).
+    Where other losses have them all, it waits about a second, once in a step, and then the server holds the rows (HELD): a third
+    more work. A loss that is only looked at belongs under torch.no_grad(). Backward may be run once, without create_graph=True. Any
+    upstream gradient is right: a scaled loss, a sum of losses, a GradScaler, a division by accumulation steps.
 
     Args:
         head: a `headwater.Head`. `head.step` is the step that contributions go to.

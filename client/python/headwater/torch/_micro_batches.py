@@ -34,6 +34,9 @@ class MicroBatchSource:
         self._ids: set[int] = set()
         self._attempts: tuple[int | None, Mapping[int, int]] = (None, {})  # a step, and the attempts that ids of it carry
 
+    def __deepcopy__(self, memo: object) -> MicroBatchSource:
+        return self  # two that draw for one head would draw the same ids
+
     def draw(self, step: int) -> int:
         """A new id of the step; the first of another step starts at `rank` again."""
         with self._lock:

@@ -1,0 +1,210 @@
+"""Losses of headwater.torch off the straight way: interrupted, never backed through, differentiated twice, kept, copied."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expectations import refused
+from torch.utils.checkpoint import checkpoint
+from torch_model import VOCAB_SIZE, Problem, check_gradients, with_ignored
+
+import headwater
+import headwater.torch
+from headwater import _engine_library, _head, _local_head
+
+
+@pytest.fixture
+def problem(rng):
+    return Problem(rng)
+
+
+def interrupting(monkeypatch, owner, name, error):
+    """`owner.name` runs to its end, and then `error` comes instead of the result, as a Ctrl-C does; once."""
+    whole = getattr(owner, name)
+
+    def run(*args, **keywords):
+        whole(*args, **keywords)
+        monkeypatch.setattr(owner, name, whole)
+        raise error
+
+    monkeypatch.setattr(owner, name, run)
+
+
+@pytest.mark.parametrize("error", (KeyboardInterrupt(), RuntimeError("CUDA out of memory")), ids=("interrupt", "out_of_memory"))
+def test_a_forward_that_is_interrupted_behind_the_server_is_discarded(one_shard, make_head, problem, monkeypatch, error):
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    interrupting(monkeypatch, _head.Head, "_finish", error)  # the micro-batch is staged, and has the only slot
+    with pytest.raises(type(error)):
+        loss_fn(problem.inputs @ trunk.T, problem.targets)
+    assert loss_fn.micro_batches == []
+    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
+    loss_fn(problem.inputs @ trunk.T, problem.targets).backward()
+    assert [entry.state for entry in head.step_state().open.micro_batches.values()] == ["DISCARDED", "COMMITTED"]
+    check_gradients(trunk.grad, head, expected)
+    assert head.seal(expected_micro_batches=loss_fn.micro_batches).totals.micro_batch_count == 1
+
+
+def test_a_refused_forward_leaves_nothing_to_discard(one_shard, make_head, problem):
+    head = problem.head(one_shard.client, make_head)
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    with refused("TARGET_OUT_OF_VOCAB"):
+        loss_fn((problem.inputs @ problem.trunk.T).requires_grad_(), torch.full((16,), VOCAB_SIZE))
+    assert loss_fn.micro_batches == [] and not head.step_state().open.micro_batches
+
+
+@pytest.mark.parametrize("where", ("engine", "ledger"))
+def test_an_interrupt_in_the_engine_of_this_process_leaves_no_slot_taken(backends, make_head, problem, monkeypatch, where):
+    client = backends("local-1").client
+    head = problem.head(client, make_head)
+    hidden = (problem.inputs @ problem.trunk.T).numpy()
+    if where == "engine":  # the library has returned, and its answer is not looked at any more
+        interrupting(monkeypatch, _engine_library, "_check", KeyboardInterrupt())
+    else:
+        interrupting(monkeypatch, _local_head.Pending, "attach", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        head.cross_entropy(hidden, problem.targets.numpy(), micro_batch=0, commit="explicit")
+    assert not head.step_state().open.micro_batches
+    for _ in range(2):
+        result = head.cross_entropy(hidden, problem.targets.numpy(), micro_batch=0, commit="explicit")
+    assert result.form == "STAGED"  # the only slot
+    result.commit()
+    assert head.seal(expected_micro_batches=1).totals.micro_batch_count == 1
+
+
+def test_an_interrupt_while_something_is_added_can_only_be_discarded_with_its_step(backends, make_head, problem, monkeypatch):
+    head = problem.head(backends("local-1").client, make_head)
+    hidden, targets = (problem.inputs @ problem.trunk.T).numpy(), problem.targets.numpy()
+    interrupting(monkeypatch, _engine_library, "_check", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        head.cross_entropy(hidden, targets, micro_batch=0)
+    with refused("MICRO_BATCH_CONFLICT"):
+        head.discard(micro_batch=0)  # it has been added: the step must not close as if it had not
+    with refused("MICRO_BATCH_UNCOMMITTED"):
+        head.seal(expected_micro_batches=1)
+    head.discard_gradient()
+    assert head.gradient_norm() == 0
+    head.cross_entropy(hidden, targets, micro_batch=0)
+    assert head.seal(expected_micro_batches=1).totals.micro_batch_count == 1
+
+
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+def test_a_second_derivative_is_refused_before_anything_is_added(one_shard, make_head, problem, reduction):
+    head = problem.head(one_shard.client, make_head)
+    hidden = (problem.inputs @ problem.trunk.T).requires_grad_()
+    loss = headwater.torch.CrossEntropyLoss(head, reduction=reduction)(hidden, problem.targets)
+    upstream = torch.ones_like(loss)
+    with refused("INVALID_COMBINATION"):
+        torch.autograd.grad(loss, hidden, upstream, create_graph=True)
+    assert head.gradient_norm() == 0
+    torch.autograd.grad(loss, hidden, upstream)  # the first one is still to be had
+    assert head.gradient_norm() > 0
+
+
+@pytest.mark.parametrize("reentrant", (True, False))
+def test_a_plain_backward_is_no_second_derivative(one_shard, make_head, problem, reentrant):
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    inputs = problem.inputs.clone().requires_grad_()
+    with torch.enable_grad():
+        checkpoint(lambda rows: loss_fn(rows @ trunk.T, problem.targets), inputs, use_reentrant=reentrant).backward(
+            retain_graph=True
+        )
+    assert trunk.grad.any() and not trunk.grad.requires_grad
+
+
+def test_token_weights_that_require_a_gradient_are_refused(one_shard, make_head, problem):
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    weights = torch.ones(16, requires_grad=True)
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    with refused("INVALID_COMBINATION") as info:
+        loss_fn(problem.inputs @ trunk.T, problem.targets, token_weights=weights)
+    assert 'reduction="none"' in str(info.value) and loss_fn.micro_batches == []
+    loss_fn(problem.inputs @ trunk.T, problem.targets, token_weights=weights.detach()).backward()
+    with torch.no_grad():
+        loss_fn(problem.inputs @ trunk.T, problem.targets, token_weights=weights)
+    # The way that the message names.
+    losses = headwater.torch.CrossEntropyLoss(head, reduction="none")(problem.inputs @ trunk.T, problem.targets)
+    (losses * weights).sum().backward()
+    assert torch.equal(weights.grad, losses.detach())
+
+
+def test_a_loop_without_backward_goes_on(one_shard, make_head, problem):
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    values = []
+    for _ in range(4):  # `loss` is bound anew only when the next forward is through: two losses share one slot
+        loss = loss_fn(problem.inputs @ trunk.T, problem.targets)
+        values.append(loss.item())
+    assert len(set(values)) == 1
+    del loss
+    loss_fn(problem.inputs @ trunk.T, problem.targets).backward()
+    assert head.seal(expected_micro_batches=loss_fn.micro_batches).totals.micro_batch_count == 1
+
+
+@pytest.mark.parametrize("reduction", ("mean", "sum"))
+def test_losses_beyond_the_slots_are_held_and_exact(backend, make_head, problem, reduction):
+    head, trunk = problem.head(backend.client, make_head, staging_slots=1), problem.parameter()
+    targets = with_ignored(problem.targets)
+    expected, _ = problem.reference(lambda hidden, logits: 6 * F.cross_entropy(logits, targets, reduction=reduction))
+    loss_fn = headwater.torch.CrossEntropyLoss(head, reduction=reduction)
+    losses = [loss_fn(problem.inputs @ trunk.T, targets) for _ in range(3)]
+    assert [entry.form for entry in head.step_state().open.micro_batches.values()] == ["STAGED", "HELD", "HELD"]
+    sum(factor * loss for factor, loss in zip((1, 2, 3), losses, strict=True)).backward()
+    check_gradients(trunk.grad, head, expected)
+    head.apply_optimizer_step(learning_rate=0.0, expected_micro_batches=loss_fn.micro_batches)
+    loss = loss_fn(problem.inputs @ trunk.T, targets)
+    assert head.step_state().open.micro_batches[0].form == "STAGED"
+    loss.backward()
+
+
+def test_a_head_without_slots_refuses_what_needs_one(one_shard, make_head, problem):
+    head, trunk = problem.head(one_shard.client, make_head, staging_slots=0), problem.parameter()
+    with refused("STAGING_FULL", headwater.StagingFullError):
+        headwater.torch.CrossEntropyLoss(head)(problem.inputs @ trunk.T, problem.targets)
+
+
+@pytest.mark.parametrize("options", ({}, {"loss_scale": 1.0}, {"reduction": "none"}), ids=("mean", "declared", "none"))
+def test_a_loss_that_is_kept_after_backward_keeps_no_gradient(one_shard, make_head, problem, options):
+    head = problem.head(one_shard.client, make_head)
+    hidden = (problem.inputs @ problem.trunk.T).requires_grad_()
+    loss = headwater.torch.CrossEntropyLoss(head, **options)(hidden, problem.targets)
+    grad_hidden = weakref.ref(loss.grad_fn.outcome._grad_hidden)
+    loss.sum().backward()
+    hidden.grad = None
+    gc.collect()
+    assert grad_hidden() is None and loss.grad_fn is not None
+
+
+def test_class_weights_and_an_ignored_index_beyond_the_vocabulary(one_shard, make_head, problem):
+    weight = torch.linspace(0.5, 2, VOCAB_SIZE)
+    index = VOCAB_SIZE + 3
+    targets = with_ignored(problem.targets, index)
+    expected, value = problem.reference(
+        lambda hidden, logits: F.cross_entropy(logits, targets, weight=weight.double(), ignore_index=index)
+    )
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    loss_fn = headwater.torch.CrossEntropyLoss(head, weight=weight, ignore_index=index, loss_scale=1.0)
+    loss = loss_fn(problem.inputs @ trunk.T, targets)
+    assert abs(loss.item() / value - 1) <= 1e-6
+    loss.backward()
+    check_gradients(trunk.grad, head, expected)
+    with refused("TARGET_OUT_OF_VOCAB"):
+        loss_fn(problem.inputs @ trunk.T, torch.full((16,), VOCAB_SIZE))
+
+
+def test_a_copied_module_means_the_same_head(one_shard, make_head, problem):
+    head = problem.head(one_shard.client, make_head)
+    model = torch.nn.ModuleDict({"body": torch.nn.Linear(2, 2), "loss": headwater.torch.CrossEntropyLoss(head)})
+    copied = copy.deepcopy(model)
+    assert copied["loss"].head is head and copied["body"].weight is not model["body"].weight
+    assert copied["loss"].micro_batch_source is model["loss"].micro_batch_source
+    own = headwater.torch.CrossEntropyLoss(head, micro_batch_source=headwater.torch.MicroBatchSource(0, 1))
+    assert copy.deepcopy(own).micro_batch_source is own.micro_batch_source  # ids stay unique
+    assert copy.copy(head) is head
+    with pytest.raises(TypeError, match="name"):
+        pickle.dumps(head)
