@@ -423,13 +423,13 @@ class Head : public std::enable_shared_from_this<Head> {
   static absl::Status AddPending(const PendingContribution& pending, const CommitArguments& arguments, LossEngine& engine);
   static absl::Status AddHeld(HeldRows held, const CommitArguments& arguments, LossEngine& engine);
   // A commit of what FindPending() has found: adds it, or puts it in its place in the order. Likewise.
-  static absl::Status CarryOut(const std::vector<DecisionTarget>& targets, int64_t micro_batch, const PendingContribution& pending,
+  static absl::Status CarryOut(const std::vector<DecisionTarget>& targets, int64_t micro_batch, PendingContribution& pending,
                                const CommitArguments& arguments, const CommitFactor& factor);
   // AddGradient() once its arguments are known to be right, but for what follows in the order.
   absl::StatusOr<bool> AddOwnPart(const StepKey& key, int64_t micro_batch, int64_t attempt, const Digest& digest,
                                   const GradientPart& part, const std::function<bool()>& cancelled);
-  // kShapeMismatch.
-  static absl::Status CheckTokenFactors(const CommitArguments& arguments, int64_t row_count);
+  // Whether an engine will take what is held times these: kShapeMismatch, kInvalidField.
+  static absl::Status CheckArguments(const CommitArguments& arguments, const HeldRows& held);
 
   // Deterministic mode; head_ordered.cc. A new micro-batch may come: kOrderPassed, kOrderedWindowFull.
   absl::Status CheckOrder(int64_t micro_batch) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);

@@ -100,15 +100,14 @@ std::vector<float> ScaledWeights(const LossTerm& term, const std::vector<float>&
 
 // ---- commit ----------------------------------------------------------------------------------------------------------
 
-absl::StatusOr<std::shared_ptr<PendingContribution>> Head::FindPending(const std::vector<DecisionTarget>& targets,
-                                                                       int64_t micro_batch, int64_t attempt,
-                                                                       const CommitFactor& factor,
-                                                                       const std::optional<SessionId>& session) {
+absl::StatusOr<std::shared_ptr<PendingContribution>> Head::FindPending(
+    const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt, const CommitFactor& factor,
+    const std::optional<SessionId>& session) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  const StateLocks state_locks(PointersOf(targets));  // a commit beside this one is seen in all heads, or in none
   std::shared_ptr<PendingContribution> found;
   size_t committed_count = 0;
   for (const DecisionTarget& target : targets) {
     Head& head = *target.head;
-    absl::MutexLock state_lock(&head.state_mutex_);
     if (absl::Status status = head.Check(&target.key.epoch, Need::kReady, true); !status.ok()) return status;
     absl::StatusOr<bool> to_do = head.ledger_.CheckCommit(target.key.step, micro_batch, attempt, factor);
     if (!to_do.ok()) return to_do.status();
@@ -143,17 +142,37 @@ absl::StatusOr<std::shared_ptr<PendingContribution>> Head::FindPending(const std
 absl::Status Head::AddPending(const PendingContribution& pending, const CommitArguments& arguments, LossEngine& engine) {
   if (!pending.is_held()) return pending.staged()->Commit(arguments.factor);
   HeldRows held = pending.held();
-  if (absl::Status status = CheckTokenFactors(arguments, held.hidden.row_count); !status.ok()) return status;
+  if (absl::Status status = CheckArguments(arguments, held); !status.ok()) return status;
   return AddHeld(std::move(held), arguments, engine);
 }
 
-absl::Status Head::CheckTokenFactors(const CommitArguments& arguments, int64_t row_count) {
+absl::Status Head::CheckArguments(const CommitArguments& arguments, const HeldRows& held) {
   const int64_t count = static_cast<int64_t>(arguments.token_factors.size());
-  if (count == 0 || count == row_count) return absl::OkStatus();
-  const std::string expected = absl::StrCat(row_count), actual = absl::StrCat(count);
-  return MakeError(ErrorReason::kShapeMismatch,
-                   absl::StrCat("token_factors has ", actual, " entries, the micro-batch has ", expected, " rows"),
-                   {{"field", "token_factors"}, {"expected", expected}, {"actual", actual}});
+  if (count != 0 && count != held.hidden.row_count) {
+    const std::string expected = absl::StrCat(held.hidden.row_count), actual = absl::StrCat(count);
+    return MakeError(ErrorReason::kShapeMismatch,
+                     absl::StrCat("token_factors has ", actual, " entries, the micro-batch has ", expected, " rows"),
+                     {{"field", "token_factors"}, {"expected", expected}, {"actual", actual}});
+  }
+  const auto not_finite = [](const char* field, const std::string& what) {
+    return MakeError(ErrorReason::kInvalidField, absl::StrCat(field, " makes ", what, ", which must stay finite"),
+                     {{"field", field}, {"expected", "finite products"}, {"actual", what}});
+  };
+  for (const LossTerm& term : held.terms) {
+    if (const double scale = term.loss_scale * arguments.factor; !std::isfinite(scale)) {
+      return not_finite("factor", absl::StrCat("a loss_scale of ", term.loss_scale, " times ", arguments.factor));
+    }
+    if (count == 0) continue;
+    const std::vector<float> weights = ScaledWeights(term, arguments.token_factors);
+    const auto wrong = std::find_if_not(weights.begin(), weights.end(), [](float weight) { return std::isfinite(weight); });
+    if (wrong == weights.end()) continue;
+    const auto row = static_cast<size_t>(wrong - weights.begin());
+    return not_finite("token_factors",
+                      absl::StrCat("a token weight of ", term.token_weights.empty() ? 1.0F : term.token_weights[row], " times ",
+                                   arguments.token_factors[static_cast<size_t>(term.row_start) + row], " at row ",
+                                   term.row_start + static_cast<int64_t>(row)));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Head::AddHeld(HeldRows held, const CommitArguments& arguments, LossEngine& engine) {
@@ -209,28 +228,32 @@ absl::StatusOr<bool> Head::Commit(const std::vector<DecisionTarget>& targets, in
   }
 }
 
-absl::Status Head::CarryOut(const std::vector<DecisionTarget>& targets, int64_t micro_batch, const PendingContribution& pending,
+absl::Status Head::CarryOut(const std::vector<DecisionTarget>& targets, int64_t micro_batch, PendingContribution& pending,
                             const CommitArguments& arguments, const CommitFactor& factor) ABSL_NO_THREAD_SAFETY_ANALYSIS {
   const bool in_order = targets.front().head->window_ != nullptr;
   const HeldRows held = pending.held();
   if (in_order) {
-    if (absl::Status status = CheckTokenFactors(arguments, held.hidden.row_count); !status.ok()) return status;
+    // Once it has its place nobody can refuse it any more.
+    if (absl::Status status = CheckArguments(arguments, held); !status.ok()) return status;
   } else if (absl::Status status = AddPending(pending, arguments, targets.front().head->engine_); !status.ok()) {
     if (IsEngineFailure(status)) {
       for (const DecisionTarget& target : targets) target.head->MarkLost(status);
     }
     return status;
   }
-  for (const DecisionTarget& target : targets) {
-    Head& head = *target.head;
-    const std::shared_ptr<const WaitingAddition> waiting = in_order ? head.MakeWaiting(micro_batch, held, arguments) : nullptr;
-    absl::MutexLock state_lock(&head.state_mutex_);
-    // Cannot fail: FindPending() has found it staged, and the compute lock is held since.
-    head.ledger_.FinishCommit(micro_batch, factor).IgnoreError();
-    head.DropPending(micro_batch);
-    if (in_order) head.window_->Wait(waiting);
-    head.changed_.SignalAll();
+  {
+    // All at once, and let go of after that: whoever looks at a head meanwhile takes what is dropped for discarded.
+    const StateLocks state_locks(PointersOf(targets));
+    for (const DecisionTarget& target : targets) {
+      Head& head = *target.head;
+      // Cannot fail: FindPending() has found it staged, and the compute lock is held since.
+      head.ledger_.FinishCommit(micro_batch, factor).IgnoreError();
+      head.pending_.erase(micro_batch);
+      if (in_order) head.window_->Wait(head.MakeWaiting(micro_batch, held, arguments));
+      head.changed_.SignalAll();
+    }
   }
+  pending.Drop();
   return absl::OkStatus();
 }
 

@@ -195,6 +195,8 @@ class Head::SubmissionRun {
       : submission_(submission), engine_(engine), cancelled_(cancelled), targets_(TargetsOf(submission)) {}
 
   absl::StatusOr<SubmissionOutcome> Run();
+  // After Run() has thrown; the call's status.
+  absl::Status Thrown(const std::exception& error);
 
  private:
   class Flow;
@@ -238,6 +240,7 @@ class Head::SubmissionRun {
   const std::vector<Head*> targets_;
   std::vector<LossTerm> terms_;
   bool adds_ = false;
+  bool may_have_added_ = false;  // an exception from here on leaves it unknown
   ContributionForm form_ = ContributionForm::kNone;
   SubmissionOutcome outcome_;
 };
@@ -287,7 +290,12 @@ absl::StatusOr<SubmissionOutcome> Head::Submit(const Submission& submission, Los
     // In deterministic mode nothing is computed together with others: that would show in the answer's last bits.
     const bool alone = may_stage || std::any_of(heads.begin(), heads.end(), [](Head* head) { return head->limits_.deterministic; });
     const ComputeLocks locks(heads, alone ? ComputeMode::kExclusive : ComputeMode::kShared);
-    outcome = SubmissionRun(submission, engine, cancelled).Run();
+    SubmissionRun run(submission, engine, cancelled);
+    try {
+      outcome = run.Run();
+    } catch (const std::exception& error) {  // std::bad_alloc
+      outcome = run.Thrown(error);
+    }
   }
   if (outcome.ok() && outcome->state == ContributionState::kCommitted && !outcome->replayed) {
     if (absl::Status status = AddInOrder(TargetsOf(submission)); !status.ok()) outcome = status;
@@ -457,6 +465,11 @@ absl::Status Head::SubmissionRun::ChooseForm() ABSL_NO_THREAD_SAFETY_ANALYSIS {
   return absl::OkStatus();
 }
 
+absl::Status Head::SubmissionRun::Thrown(const std::exception& error) {
+  const absl::Status status = MakeError(ErrorReason::kInternal, absl::StrCat("the call failed: ", error.what()));
+  return may_have_added_ ? Failed(status) : Abort(status);
+}
+
 absl::StatusOr<MicroBatchResult> Head::SubmissionRun::Compute(RowFlow* flow) {
   MicroBatch micro_batch;
   micro_batch.hidden = submission_.hidden;
@@ -471,6 +484,7 @@ absl::StatusOr<MicroBatchResult> Head::SubmissionRun::Compute(RowFlow* flow) {
   micro_batch.digest_rows = flow != nullptr && submission_.engine_digests && submission_.backward;
   micro_batch.after = submission_.after;
   micro_batch.label = submission_.label.empty() ? nullptr : submission_.label.c_str();
+  may_have_added_ = form_ == ContributionForm::kDirect;
   return engine_.Compute(micro_batch);
 }
 
@@ -503,6 +517,7 @@ absl::Status Head::SubmissionRun::Settle(MicroBatchResult& result) {
                                                                std::move(result.staged), submission_.until_decided));
   }
   // EAGER, but refused until now if anything was not finite.
+  may_have_added_ = true;
   if (form_ == ContributionForm::kStaged) {
     const absl::Status added = result.staged->Commit(1.0);
     result.staged.reset();

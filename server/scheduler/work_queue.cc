@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
@@ -108,12 +109,15 @@ absl::Status WorkQueue::Run(const std::string& client, JobSize size, const std::
     }
   }
   const absl::Time start = absl::Now();
+  // Also if `work` throws: its place must not stay taken.
+  const absl::Cleanup end = [&] {
+    const absl::Duration taken = std::max(absl::Now() - start, absl::ZeroDuration());
+    absl::MutexLock lock(&mutex_);
+    typical_job_time_ = (1 - kNewestWeight) * typical_job_time_ + kNewestWeight * taken;
+    --running(size);
+    Admit();
+  };
   work();
-  const absl::Duration taken = std::max(absl::Now() - start, absl::ZeroDuration());
-  absl::MutexLock lock(&mutex_);
-  typical_job_time_ = (1 - kNewestWeight) * typical_job_time_ + kNewestWeight * taken;
-  --running(size);
-  Admit();
   return absl::OkStatus();
 }
 

@@ -4,6 +4,7 @@
 #include <bit>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
@@ -318,7 +319,11 @@ absl::Status ComputeLossCall::ReserveBytes() {
   int64_t bytes = 0;  // that take memory of the server
   for (const Source& source : payload_->sources) {
     row_bytes += source.bytes();
-    bytes += source.region.has_value() ? source.region->staged_bytes() : source.bytes();
+    // Of a region, what PrepareRegions() and BeginToKeep() copy.
+    bytes += source.region.has_value() ? source.region->staged_bytes() + (KeepsCopies() ? source.bytes() : 0) : source.bytes();
+    if (source.digest_stream > 0 && request.terms[static_cast<size_t>(source.digest_stream - 1)].teacher->joined.has_value()) {
+      bytes += source.row_count * transport::TeacherJoin::kRowOverheadBytes;  // of its claim
+    }
   }
   HEADWATER_RETURN_IF_ERROR(CheckLimit("header.row_count", row_bytes, "max_micro_batch_bytes", limits.max_micro_batch_bytes));
 
@@ -503,6 +508,10 @@ absl::StatusOr<std::shared_ptr<const void>> ComputeLossCall::HoldPayload(bool an
   return std::shared_ptr<const void>(payload_);
 }
 
+bool ComputeLossCall::KeepsCopies() const {
+  return submission_.late_token_factors || (core_.options.deterministic && submission_.micro_batch.has_value());
+}
+
 absl::Status ComputeLossCall::BeginToKeep() {
   constexpr int64_t kPartBytes = 4 << 20;
   auto kept = std::make_shared<Kept>();
@@ -582,9 +591,11 @@ absl::Status ComputeLossCall::Run() {
   if (entry_.has_value()) entry_->Open(transfer_);
   AllocateTokenOutputs();
   HEADWATER_RETURN_IF_ERROR(Done(PrepareRegions()));
-  // It will be HELD: the copies are made while the engine computes.
-  const bool in_order = core_.options.deterministic && submission_.micro_batch.has_value();
-  if (submission_.late_token_factors || in_order) HEADWATER_RETURN_IF_ERROR(Done(BeginToKeep()));
+  // The copies are made while the engine computes, and wait for an event that may be of the gradient's region, which is let go.
+  const absl::Cleanup copied = [this] {
+    if (kept_ != nullptr) kept_->Await().IgnoreError();
+  };
+  if (KeepsCopies()) HEADWATER_RETURN_IF_ERROR(Done(BeginToKeep()));
   HEADWATER_RETURN_IF_ERROR(Done(Compute()));
   CountOutcome();
   for (const Source& source : payload_->sources) {

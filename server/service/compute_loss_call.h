@@ -89,7 +89,9 @@ class ComputeLossCall {
   // Lets rows in regions be read and written.
   absl::Status PrepareRegions();
   absl::Status AddEvent(const transport::RegionUse& region, int64_t row_bytes);
-  // Begins to copy the rows that lie in the client's memory.
+  // It will be HELD, so that rows that lie in the client's memory are copied.
+  bool KeepsCopies() const;
+  // Begins to copy them.
   absl::Status BeginToKeep();
   // Submission::hold: the payload, once it has its place in the budget.
   // `anyway`: even if the budget is used up.

@@ -49,12 +49,11 @@ bool SlowUploads::GiveWay(absl::Time now) {
   }
   const auto& ended = stillest != nullptr ? stillest : slowest;
   if (ended == nullptr) return false;
-  ended->Break(
+  return ended->BreakIfIncomplete(
       MakeError(ErrorReason::kQueueFull,
                 "others wait for what this upload holds, and its rows have stopped coming, or come too slowly; nothing was "
                 "added; try again",
                 {{kRetryAfterMsKey, "1000"}}));
-  return true;
 }
 
 }  // namespace headwater::service

@@ -212,7 +212,7 @@ absl::Status Transfer::Take(const ChunkView& chunk, int32_t index) {
 
 void Transfer::OnRefused(const absl::Status& status) {
   // Once every row is there what comes beside is the stream's own affair: the micro-batch may be committed by now.
-  if (!exchange_.complete()) exchange_.Break(status);
+  exchange_.BreakIfIncomplete(status);
 }
 
 void Transfer::OnHalfClosed() {

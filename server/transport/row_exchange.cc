@@ -130,7 +130,7 @@ int64_t RowExchange::ready_rows() const {
 
 bool RowExchange::complete() const {
   absl::MutexLock lock(&mutex_);
-  return missing_rows_ == 0 && (input_closed_ || !close_required_);
+  return IsComplete();
 }
 
 int64_t RowExchange::received_bytes() const {
@@ -196,6 +196,14 @@ void RowExchange::Break(const absl::Status& status) {
   if (!broken_.ok()) return;
   broken_ = status;
   Changed();
+}
+
+bool RowExchange::BreakIfIncomplete(const absl::Status& status) {
+  absl::MutexLock lock(&mutex_);
+  if (!broken_.ok() || IsComplete()) return false;
+  broken_ = status;
+  Changed();
+  return true;
 }
 
 absl::Status RowExchange::status() const {

@@ -87,6 +87,8 @@ class RowExchange {
   // ---- its end
   // The first status (not OK) counts.
   void Break(const absl::Status& status);
+  // The same unless complete(), after which the micro-batch may be committed at any moment. Whether it is what broke the exchange.
+  bool BreakIfIncomplete(const absl::Status& status);
   // OK, or the status of Break().
   absl::Status status() const;
 
@@ -103,6 +105,9 @@ class RowExchange {
     RowRanges delivered;
   };
   int64_t ReadyRows() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool IsComplete() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return missing_rows_ == 0 && (input_closed_ || !close_required_);
+  }
   void Changed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status InputStatus() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   GradRows PeekGrad() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

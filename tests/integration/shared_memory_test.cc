@@ -43,8 +43,9 @@ class SharedMemory : public ::testing::Test {
     server_.reset();
     EXPECT_EQ(rmdir(folder_.c_str()), 0);  // the socket is gone
   }
-  void Start(bool named_regions = false, int64_t max_session_regions = 64) {
+  void Start(bool named_regions = false, int64_t max_session_regions = 64, int64_t max_in_flight_bytes = 0) {
     ServerSetup setup;
+    if (max_in_flight_bytes > 0) setup.options.limits.max_in_flight_bytes = max_in_flight_bytes;
     setup.options.descriptor_socket = folder_ + "/memory.sock";
     setup.options.named_regions = named_regions;
     setup.options.limits.max_session_regions = max_session_regions;
@@ -363,6 +364,21 @@ TEST_F(SharedRows, OfARepeatHaveTheSameDigest) {
   region.data()[3] = static_cast<char>(region.data()[3] ^ 1);
   EXPECT_EQ(ReasonOf(server_->Compute(Header(head, 0, id, session_), "").status), "MICRO_BATCH_CONFLICT");
   EXPECT_EQ(server_->Gradient(head), before);
+}
+
+// Rows in a region take none of the server's memory, but the copies of those that will be held do.
+TEST_F(SharedRows, ThatWillBeHeldCountWhileTheyAreCopied) {
+  Start(false, 64, kRowsBytes - 1);
+  const TestHead head = server_->MakeHead("h", SmallSpec());
+  const MappedRegion region(kPage);
+  const std::string id = Add(region);
+  EXPECT_EQ(ReasonOf(server_->Compute(Header(head, 0, id, session_), "").status), "OK");
+  v1::MicroBatchHeader header = Header(head, 1, id, session_);
+  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
+  header.set_late_token_factors(true);
+  const WireError error = DecodeError(server_->Compute(header, "").status);
+  EXPECT_EQ(error.at("limit"), "max_in_flight_bytes");
+  EXPECT_EQ(error.at("actual"), std::to_string(kRowsBytes));
 }
 
 TEST_F(SharedRows, StayMappedForTheCallWhoseClientDies) {

@@ -555,6 +555,18 @@ TEST_P(HeadOrderedTest, AShardThatIsNotReadyDelaysTheAddition) {
   EXPECT_EQ(ReadGradWeight(*head), ReadGradWeight(*plain));
 }
 
+TEST_P(HeadOrderedTest, ACommitThatCouldNotBeAddedIsRefusedAtOnce) {
+  const std::shared_ptr<Head> head = NewHead();
+  MicroBatchCall& call = Call(head, 0).Explicit();
+  call.submission().terms[0].term.loss_scale = 1e200;
+  ASSERT_OK(call.Run(*engine_));
+  const absl::Status refused = head->Commit(KeyOf(*head), 0, 0, 1e200).status();
+  EXPECT_REASON(refused, kInvalidField);
+  EXPECT_EQ(GetErrorMetadata(refused).at("field"), "factor");
+  EXPECT_TRUE(*head->Commit(KeyOf(*head), 0, 0, 1e-200));
+  ASSERT_OK(head->Seal(KeyOf(*head), int64_t{1}));
+}
+
 TEST_P(HeadOrderedTest, AnEngineThatFailsInAnAdditionLosesTheHead) {
   const std::shared_ptr<Head> head = NewHead();
   ASSERT_OK(Submit(head, 1));

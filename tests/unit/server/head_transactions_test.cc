@@ -246,6 +246,37 @@ TEST_F(HeadTransactionsTest, ADecisionNamesExactlyTheHeads) {
   EXPECT_EQ(ReadGradWeight(*other_), Gradient(2, {2, 4, 6}));
 }
 
+TEST_F(HeadTransactionsTest, AnExceptionIsAFailedCallAndLeavesNothingInProgress) {
+  engine_.control().during_compute = [] { throw std::bad_alloc(); };
+  // Nothing is added before the decision: as if it had never come.
+  MicroBatchCall staged(head_, 0, 0, kRowOfToken2);
+  EXPECT_REASON(staged.Explicit().Run(engine_), kInternal);
+  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
+  // What adds as it computes may have done so.
+  MicroBatchCall direct(other_, 0, 0, kRowOfToken2);
+  EXPECT_REASON(direct.Run(engine_), kInternal);
+  EXPECT_EQ(other_->Describe().state, HeadState::kLost);
+  EXPECT_EQ(head_->Describe().state, HeadState::kReady);
+  engine_.control().during_compute = nullptr;
+  EXPECT_OK(staged.Run(engine_));
+}
+
+TEST_F(HeadTransactionsTest, ACommitIsToldToAllHeadsAtOnce) {
+  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+  AddSecondTerm(call);
+  std::vector<ContributionState> seen;  // by calls on the heads at the moment when the memory is let go
+  call.Explicit().submission().until_decided = std::shared_ptr<const void>(this, [&](const void*) {
+    seen = {StateOf(*head_, 0), StateOf(*other_, 0)};
+  });
+  ASSERT_OK(call.Run(engine_));
+  call.submission().until_decided.reset();
+  EXPECT_TRUE(*Head::Commit(BothHeads(), 0, 0, {}, std::nullopt));
+  EXPECT_EQ(seen, std::vector<ContributionState>(2, ContributionState::kCommitted));
+  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kCommitted);
+  EXPECT_EQ(StateOf(*other_, 0), ContributionState::kCommitted);
+  EXPECT_FALSE(*Head::Commit(BothHeads(), 0, 0, {}, std::nullopt));
+}
+
 TEST_F(HeadTransactionsTest, WhatOneHeadDropsIsDroppedInAll) {
   for (const int how : {0, 1, 2, 3}) {
     MicroBatchCall call(head_, KeyOf(*head_).step, 10 + how, kRowOfToken2);

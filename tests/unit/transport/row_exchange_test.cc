@@ -183,6 +183,23 @@ TEST(RowExchange, BreaksForEverybodyWithTheFirstReason) {
   EXPECT_FALSE(bench.exchange.grad_taken());
 }
 
+TEST(RowExchange, OnceCompleteIsBrokenOnlyByThoseWhoMeanIt) {
+  const absl::Status slow = MakeError(ErrorReason::kQueueFull, "too slow");
+  Bench early(4);
+  EXPECT_TRUE(early.exchange.BreakIfIncomplete(slow));
+  EXPECT_FALSE(early.exchange.BreakIfIncomplete(MakeError(ErrorReason::kCancelled, "later")));
+  EXPECT_EQ(early.exchange.status(), slow);
+  Bench there(4);
+  ASSERT_TRUE(there.Put(0, 0, 4).ok());
+  EXPECT_FALSE(there.exchange.BreakIfIncomplete(slow));
+  EXPECT_TRUE(there.exchange.status().ok());
+  // The last row is not the last word.
+  Bench open(4);
+  open.exchange.RequireClose();
+  ASSERT_TRUE(open.Put(0, 0, 4).ok());
+  EXPECT_TRUE(open.exchange.BreakIfIncomplete(slow));
+}
+
 TEST(RowExchange, HandsOutTheGradientInOrderAsItGetsReady) {
   Bench bench(10);
   bench.exchange.OpenGrad(10, 4);
