@@ -52,6 +52,13 @@ int64_t JoinedBytes(const std::vector<Member>& members) {
   return workspace.used();
 }
 
+int64_t MostHostRows(int64_t term_count) {
+  // The digest's sum has its place before all others.
+  const int64_t bytes = (EngineCore::kBounceBytes - Workspace::kAlignment) / (1 + term_count) - HostBytes(0);
+  const int64_t rows = bytes / kHostBytesPerRow;
+  return std::max<int64_t>(rows >= kRowGrain ? rows / kRowGrain * kRowGrain : rows, 0);
+}
+
 Computation::Computation(EngineCore& core, std::vector<Member> members, bool whole_workspace)
     : core_(core),
       members_(std::move(members)),

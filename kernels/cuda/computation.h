@@ -61,6 +61,9 @@ struct Member {
 bool CanJoin(const Member& a, const Member& b);
 // Workspace that members take together.
 int64_t JoinedBytes(const std::vector<Member>& members);
+// Rows that a chunk of so many terms may have at most, by the page-locked memory for what travels beside the rows; 0 if there is
+// not even room for one.
+int64_t MostHostRows(int64_t term_count);
 
 // Made and run by the holder of the work lock.
 class Computation {
@@ -170,6 +173,7 @@ class Computation {
   absl::Status PlaceSlice(Work* work, const Slice& slice);
   absl::Status UploadTeacherRows(Work* work, const Slice& slice);
   absl::Status PlaceTeacherRows(Work* work, const Slice& slice);
+  bool MayReadInPlace(const RowsView& rows, Place place) const;
   // Brings rows of a tensor on the device to where the products read them; in place where it already is that.
   absl::Status PlaceRows(ConstMatrix source, int64_t first, bool contiguous, const int32_t* index, int64_t count, Element element,
                          bool in_place_allowed, void* out, uint8_t* non_finite, ConstMatrix* placed);

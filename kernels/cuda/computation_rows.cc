@@ -242,6 +242,12 @@ absl::Status Computation::UploadSlice(Work* work, const Slice& slice) {
   });
 }
 
+bool Computation::MayReadInPlace(const RowsView& rows, Place place) const {
+  // A product's algorithm depends on its operands' alignment, which in deterministic mode must not depend on the caller.
+  const bool is_callers = rows.memory == MemorySpace::kDevice;
+  return place != Place::kForeignDevice && !(is_callers && core_.options().deterministic);
+}
+
 absl::Status Computation::PlaceRows(ConstMatrix source, int64_t first, bool contiguous, const int32_t* index, int64_t count,
                                     Element element, bool in_place_allowed, void* out, uint8_t* non_finite, ConstMatrix* placed) {
   const int64_t padded = PaddedWidth(source.columns);
@@ -282,7 +288,7 @@ absl::Status Computation::PlaceSlice(Work* work, const Slice& slice) {
     HEADWATER_RETURN_IF_ERROR(PlaceRows(source, (on_device ? first.batch_row : first.chunk_row) + offset,
                                         on_device ? part.rows->ContiguousInBatch() : part.rows->ContiguousInChunk(),
                                         own.source_rows + rows.first, rows.count, element,
-                                        is_alone && !keeps_rows && part.member->hidden_place != Place::kForeignDevice, out,
+                                        is_alone && !keeps_rows && MayReadInPlace(hidden, part.member->hidden_place), out,
                                         own.non_finite + rows.first, &placed));
     // Slices of a part follow each other, in place or not.
     work->hidden = {is_alone ? Advance(placed.data, element, -offset * placed.stride) : own.hidden, work->rows, placed.columns,
@@ -336,13 +342,13 @@ absl::Status Computation::PlaceTeacherRows(Work* work, const Slice& slice) {
     contiguous = true;
     first = 0;
   }
-  const bool is_near = (*part.member->teacher_places)[part.rows->term] != Place::kForeignDevice;
+  const bool in_place = MayReadInPlace(teacher, (*part.member->teacher_places)[part.rows->term]);
   // What is not finite in the teacher's rows shows in the loss: no row of theirs can be ignored by the products.
   const int64_t padded = PaddedWidth(teacher.column_count);
   void* out = own.teacher_hidden == nullptr ? nullptr : Advance(own.teacher_hidden, element, slice.first * padded);
   ConstMatrix placed;
   HEADWATER_RETURN_IF_ERROR(PlaceRows(source, first + slice.first, contiguous, own.teacher_rows + slice.first, slice.count, element,
-                                      is_near, out, nullptr, &placed));
+                                      in_place, out, nullptr, &placed));
   // Slices follow each other, in place or not.
   work->teacher = {Advance(placed.data, element, -slice.first * placed.stride), work->rows, placed.columns, placed.stride, element};
   if (own.wide_teacher_hidden == nullptr) return absl::OkStatus();

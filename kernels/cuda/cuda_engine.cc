@@ -111,11 +111,12 @@ double CheckOf(const MicroBatch& micro_batch, const std::vector<TermRun>& terms)
 
 // A Compute() call.
 struct Call {
-  Call(const PlacedMicroBatch& batch, DeviceGroup* of_group, bool hopper)
+  Call(const PlacedMicroBatch& batch, DeviceGroup* of_group, bool hopper, bool deterministic)
       : placed(batch), micro_batch(batch.micro_batch), group(of_group), plan(PlanTerms(micro_batch)) {
     terms.reserve(plan.terms.size());
     for (size_t i = 0; i < plan.terms.size(); ++i) {
       terms.push_back(MakeTermRun(micro_batch, &plan.terms[i], hopper, batch.hidden, batch.teachers[i]));
+      terms.back().as_on_host = deterministic;
     }
     result.terms.reserve(plan.terms.size());  // nothing may fail once accumulators have changed
     rows_come = micro_batch.hidden.memory == MemorySpace::kHost;
@@ -190,7 +191,7 @@ class CudaEngine final : public LossEngine {
     absl::Status ready = placed.Place(micro_batch, *core_);
     if (ready.ok()) ready = AwaitEvent(*core_, micro_batch.after);
     if (!ready.ok()) return group == nullptr ? ready : Refuse(ready, *group);
-    Call call(placed, group, core_->hopper());
+    Call call(placed, group, core_->hopper(), core_->options().deterministic);
     if (IsSmall(call)) {
       RunWithOthers(&call);
     } else {
@@ -482,10 +483,16 @@ class CudaEngine final : public LossEngine {
                            std::to_string(needed) + "; give the engine a larger workspace",
                        {{"requestedBytes", std::to_string(needed)}, {"availableBytes", std::to_string(bytes)}});
     }
+    if (MostHostRows(static_cast<int64_t>(terms.size())) == 0) {
+      return MakeError(ErrorReason::kMemoryBudgetExceeded,
+                       "the engine's page-locked memory of " + std::to_string(EngineCore::kBounceBytes) +
+                           " bytes has no room for a row of " + std::to_string(terms.size()) + " terms; give it fewer at once");
+    }
     return absl::OkStatus();
   }
 
-  void PlanCall(const ChunkLimits& limits, Call* call) const {
+  void PlanCall(ChunkLimits limits, Call* call) const {
+    limits.max_rows = std::min(limits.max_rows, MostHostRows(static_cast<int64_t>(call->terms.size())));
     PlanChunks(limits, &call->plan);
     int64_t rows = 0;
     for (const Chunk& chunk : call->plan.chunks) rows = std::max(rows, static_cast<int64_t>(chunk.batch_rows.size()));

@@ -188,11 +188,13 @@ absl::Status EngineCore::health() const {
     std::lock_guard<std::mutex> lock(health_mutex_);
     if (!health_.ok()) return health_;
   }
-  if (work_goes_on_) {
+  // Taken first: a call that ends meanwhile says so again.
+  if (work_goes_on_.exchange(false)) {
     MakeCurrent();
     const cudaError_t error = cudaStreamQuery(stream_);
-    if (error != cudaErrorNotReady) {
-      work_goes_on_ = false;
+    if (error == cudaErrorNotReady) {
+      work_goes_on_ = true;
+    } else {
       HEADWATER_RETURN_IF_ERROR(Check(error, "work on the device"));
     }
   }
@@ -291,7 +293,7 @@ absl::Status EngineCore::ResizeWorkspace(int64_t bytes) {
   HEADWATER_RETURN_IF_ERROR(debt_->Settle());
   HEADWATER_RETURN_IF_ERROR(Synchronize("settling a debt"));
   workspace_ = DeviceMemory();
-  workspace_bytes_ = 0;
+  const int64_t before = std::exchange(workspace_bytes_, 0);
   if (bytes == 0) {
     products_.reset();
     products_workspace_ = DeviceMemory();
@@ -305,11 +307,17 @@ absl::Status EngineCore::ResizeWorkspace(int64_t bytes) {
     products_workspace_ = *std::move(memory);
     products_ = *std::move(products);
   }
-  absl::StatusOr<DeviceMemory> memory = DeviceMemory::Allocate(bytes - Products::kWorkspaceBytes);
-  if (!memory.ok()) return memory.status();
-  workspace_ = *std::move(memory);
-  workspace_bytes_ = bytes;
-  return absl::OkStatus();
+  const auto allocate = [this](int64_t all_bytes) {
+    absl::StatusOr<DeviceMemory> memory = DeviceMemory::Allocate(all_bytes - Products::kWorkspaceBytes);
+    if (!memory.ok()) return memory.status();
+    workspace_ = *std::move(memory);
+    workspace_bytes_ = all_bytes;
+    return absl::OkStatus();
+  };
+  const absl::Status status = allocate(bytes);
+  // Others have the device's memory: the heads that are there go on with what they had.
+  if (!status.ok() && before > 0) HEADWATER_RETURN_IF_ERROR(allocate(before));
+  return status;
 }
 
 void EngineCore::Release(int64_t own_bytes) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "headwater/kernels/error.h"
 #include "kernels/cuda/conversions.h"
 #include "kernels/cuda/gradient_debt.h"
 #include "kernels/cuda/parameters.h"
@@ -33,6 +34,10 @@ TensorCopy::~TensorCopy() {
 
 absl::Status TensorCopy::Open() {
   if (block_elements_ > 0) return absl::OkStatus();
+  if (core_.workspace().bytes() == 0) {
+    return MakeError(ErrorReason::kMemoryBudgetExceeded,
+                     "the engine has no workspace: others took the device's memory while it was made larger for another head");
+  }
   for (cudaEvent_t& event : free_) {
     HEADWATER_RETURN_IF_ERROR(Check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming)));
   }

@@ -163,7 +163,7 @@ TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) 
   }
   buffers.starts = workspace->Take<int32_t>(rows + 1);
   buffers.token_weights = workspace->Take<float>(rows);
-  if (!term.hidden_in_place) buffers.hidden = workspace->TakeBytes(rows * padded * element_bytes);
+  if (term.as_on_host || !term.hidden_in_place) buffers.hidden = workspace->TakeBytes(rows * padded * element_bytes);
   if (wide) {
     buffers.wide_hidden = workspace->Take<double>(rows * padded);
     buffers.panel = workspace->TakeBytes(kPanelBytes);
@@ -200,11 +200,12 @@ TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) 
     const int64_t teacher_padded = PaddedWidth(teacher.hidden_size);
     const int64_t teacher_columns = teacher.transform.valid_vocab_size;
     buffers.teacher_rows = workspace->Take<int32_t>(rows);
-    if (term.plan->term->teacher_hidden.memory == MemorySpace::kHost) {
+    if (term.as_on_host || term.plan->term->teacher_hidden.memory == MemorySpace::kHost) {
       buffers.raw_teacher =
           workspace->TakeBytes(rows * teacher.hidden_size * ElementBytes(term.plan->term->teacher_hidden.data_type));
     }
-    if (!term.teacher_in_place) buffers.teacher_hidden = workspace->TakeBytes(rows * teacher_padded * element_bytes);
+    if (term.as_on_host || !term.teacher_in_place)
+      buffers.teacher_hidden = workspace->TakeBytes(rows * teacher_padded * element_bytes);
     if (wide) buffers.wide_teacher_hidden = workspace->Take<double>(rows * teacher_padded);
     if (shard_count > 1) buffers.teacher_bias = workspace->TakeBytes(teacher_columns * ElementBytes(teacher.data_type));
     if (term.shard_passes) {
@@ -237,12 +238,13 @@ TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) 
 ChunkBuffers LayOutChunk(const std::vector<TermRun>& terms, const MicroBatch& micro_batch, int64_t rows, Workspace* workspace) {
   ChunkBuffers buffers;
   const int64_t width = micro_batch.hidden.column_count;
-  if (micro_batch.hidden.memory == MemorySpace::kHost) {
+  const bool as_on_host = !terms.empty() && terms.front().as_on_host;
+  if (as_on_host || micro_batch.hidden.memory == MemorySpace::kHost) {
     buffers.raw_hidden = workspace->TakeBytes(rows * width * ElementBytes(micro_batch.hidden.data_type));
-    if (micro_batch.digest_rows) buffers.batch_rows = workspace->Take<int32_t>(rows);
+    if (as_on_host || micro_batch.digest_rows) buffers.batch_rows = workspace->Take<int32_t>(rows);
   }
   if (micro_batch.grad_hidden.data != nullptr) {
-    if (micro_batch.grad_hidden.memory == MemorySpace::kHost) {
+    if (as_on_host || micro_batch.grad_hidden.memory == MemorySpace::kHost) {
       buffers.out = workspace->TakeBytes(rows * width * ElementBytes(micro_batch.grad_hidden.data_type));
     }
     if (SumsGradHidden(terms)) buffers.sum = workspace->Take<float>(rows * PaddedWidth(width));
@@ -254,7 +256,7 @@ ChunkBuffers LayOutChunk(const std::vector<TermRun>& terms, const MicroBatch& mi
 
 int64_t ChunkBytes(const std::vector<TermRun>& terms, const MicroBatch& micro_batch, int64_t rows) {
   Workspace workspace;
-  if (micro_batch.digest_rows) workspace.Take<uint64_t>(2);
+  if (micro_batch.digest_rows || (!terms.empty() && terms.front().as_on_host)) workspace.Take<uint64_t>(2);
   for (const TermRun& term : terms) {
     if (term.plan->cross_entropy.class_weights != nullptr) workspace.Take<float>(term.plan->cross_entropy.valid_vocab_size);
   }

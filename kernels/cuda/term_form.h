@@ -35,6 +35,9 @@ struct TermRun {
   // The products read the caller's own memory: on the device, of the right type and stride, and no row is left out.
   bool hidden_in_place = false;
   bool teacher_in_place = false;
+  // Deterministic mode: memory is laid out as if all tensors came from and went to the host, so that rows are cut alike wherever
+  // they lie.
+  bool as_on_host = false;
   // kRows: rows whose logits exist at once, while M of the whole chunk has a place of its own. 0: M is written over the logits of
   // all rows.
   int64_t slice_rows = 0;

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "headwater/kernels/error.h"
 #include "tests/kernels/cuda_problem.h"
 #include "tests/kernels/cuda_test_environment.h"
 
@@ -245,6 +246,46 @@ TEST(DeviceMemoryOfHeads, IsGivenBack) {
   // The workspace may stay with the engine.
   const int64_t planned = (*engine)->PlanHead(spec)->total_bytes;
   EXPECT_LE(with_head, planned + planned / 50 + kGranularityBytes);
+}
+
+// A head whose workspace others leave no room for is refused, and those that are there go on as before.
+TEST(DeviceMemoryOfHeads, OneThatDoesNotFitTakesNothingFromTheOthers) {
+  EngineOptions options;
+  options.timed_search = false;
+  absl::StatusOr<std::unique_ptr<LossEngine>> engine = CreateCudaEngine(options);
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  const HeadSpec small = BFloat16Head({"", 0, 64, 1000}, /*trainable=*/true);
+  const std::unique_ptr<EngineHead> head = MakeHeadOn(**engine, small);
+  const std::vector<uint16_t> weight(static_cast<size_t>(small.vocab_size * small.hidden_size), 0x3f80);  // 1
+  ASSERT_TRUE(head->WriteTensor(HeadTensor::kWeight, 0, static_cast<int64_t>(weight.size()), weight.data()).ok());
+  const int64_t planned = (*engine)->planned_bytes();
+
+  size_t free_bytes = 0;
+  size_t total_bytes = 0;
+  CheckCuda(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+  const HeadSpec large = BFloat16Head({"", 0, 64, 128256}, /*trainable=*/true);
+  ASSERT_GT((*engine)->PlanHead(large)->total_bytes, 2 * kGiB);
+  const Buffer others(BufferKind::kDevice, static_cast<int64_t>(free_bytes) - kGiB);
+  const absl::StatusOr<std::unique_ptr<EngineHead>> refused = (*engine)->CreateHead(large);
+  EXPECT_TRUE(HasReason(refused.status(), ErrorReason::kMemoryBudgetExceeded)) << refused.status();
+  EXPECT_EQ((*engine)->planned_bytes(), planned);
+
+  std::vector<uint16_t> read(weight.size());
+  ASSERT_TRUE(head->ReadTensor(HeadTensor::kWeight, 0, static_cast<int64_t>(read.size()), read.data()).ok());
+  EXPECT_EQ(read, weight);
+  const Buffer hidden(BufferKind::kPinned, 8 * small.hidden_size * 2);
+  std::memset(hidden.as<void>(), 0, static_cast<size_t>(hidden.bytes()));
+  const std::vector<int32_t> targets(8, 3);
+  LossTerm term;
+  term.head = head.get();
+  term.row_count = 8;
+  term.targets = targets;
+  MicroBatch micro_batch;
+  micro_batch.hidden = {hidden.as<void>(), 8, small.hidden_size, DataType::kBFloat16, MemorySpace::kHost};
+  micro_batch.terms = absl::MakeConstSpan(&term, 1);
+  const absl::StatusOr<MicroBatchResult> computed = (*engine)->Compute(micro_batch);
+  ASSERT_TRUE(computed.ok()) << computed.status();
+  EXPECT_NEAR(computed->terms[0].loss_sum, 8 * std::log(1000.0), 1e-3);
 }
 
 }  // namespace

@@ -92,8 +92,8 @@ void ExpectNear(const std::vector<uint16_t>& actual, const std::vector<uint16_t>
 // An engine with one head.
 class FlowEngine {
  public:
-  explicit FlowEngine(EngineOptions options = {}) {
-    options.workspace_bytes = int64_t{1} << 30;
+  explicit FlowEngine(EngineOptions options = {}, int64_t workspace_bytes = int64_t{1} << 30) {
+    options.workspace_bytes = workspace_bytes;
     engine_ = MakeCudaEngine(options);
     HeadSpec spec;
     spec.vocab_size = spec.transform.valid_vocab_size = kVocab;
@@ -279,6 +279,31 @@ class CudaRowFlow : public ::testing::TestWithParam<bool> {
     return FlowEngine(options);
   }
 };
+
+// Deterministic mode cuts rows alike wherever they lie: with each of these workspaces tensors on the host take the room of some
+// hundred rows' exponentials.
+TEST(CudaRowFlowPlaces, InDeterministicModeBitsDoNotDependOnThem) {
+  for (int64_t mebibytes = 24; mebibytes <= 120; mebibytes += 8) {
+    SCOPED_TRACE(std::to_string(mebibytes) + " MiB beyond the products' own");
+    EngineOptions options;
+    options.deterministic = true;
+    FlowEngine engine(options, (64 + mebibytes) << 20);
+    const Result expected = engine.Reference();
+    for (const BufferKind kind : {BufferKind::kPinned, BufferKind::kDevice}) {
+      // On the device once more, at an address that is a multiple of 16 bytes only.
+      const int64_t offset = kind == BufferKind::kDevice ? 16 : 0;
+      const Buffer hidden(kind, kBytes + offset);
+      const Buffer grad_hidden(kind, kBytes + offset);
+      char* const rows = hidden.as<char>() + offset;
+      CopyMemory(rows, Hidden().data(), kBytes);
+      const MemorySpace memory = kind == BufferKind::kDevice ? MemorySpace::kDevice : MemorySpace::kHost;
+      const Result actual = engine.Compute(engine.Make(rows, memory, grad_hidden.as<char>() + offset, memory));
+      EXPECT_EQ(actual.sums.loss_sum, expected.sums.loss_sum);
+      EXPECT_EQ(actual.grad_hidden, expected.grad_hidden);
+      EXPECT_EQ(actual.grad_weight, expected.grad_weight);
+    }
+  }
+}
 
 // grad_weight's products may still run when Compute() returns: they need nothing of the caller's.
 TEST_P(CudaRowFlow, TensorsAreTheCallersAgainWithTheResult) {

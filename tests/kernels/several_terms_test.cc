@@ -56,6 +56,19 @@ TEST(SeveralTerms, OverlappingRangesAreSummed) {
   }
 }
 
+// What travels beside the rows grows with the terms, and has a bound of its own: fewer rows are computed at once then.
+TEST(SeveralTerms, AsManyAsThereMayBeOverManyRows) {
+  ProblemOptions options;
+  options.rows = 8192;
+  options.vocab_size = 32;
+  options.hidden_size = 8;
+  options.loss_scale = 1.0 / 64;
+  Problem problem = MakeProblem(WithType(options, DataType::kBFloat16));
+  const TestTerm term = problem.terms[0];
+  while (problem.terms.size() < 64) problem.terms.push_back(term);
+  ExpectEngineMatches(problem);
+}
+
 TEST(SeveralTerms, AreStagedAndCommittedTogether) {
   const Problem problem = SeveralTerms(2);  // the first head's two terms may take a slot each
   const Expected expected = ComputeExpected(problem);
