@@ -5,6 +5,10 @@
 
 namespace headwater::client::internal {
 
+Workers::Workers(int max_threads, MakeThread make_thread) : max_threads_(max_threads), make_thread_(std::move(make_thread)) {
+  threads_.reserve(static_cast<size_t>(max_threads));  // no thread that was made finds no place
+}
+
 Workers::~Workers() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -18,7 +22,14 @@ void Workers::Run(const void* owner, std::function<void()> task) {
   std::lock_guard<std::mutex> lock(mutex_);
   tasks_.push_back({owner, std::move(task)});
   if (static_cast<size_t>(idle_) < tasks_.size() && threads_.size() < static_cast<size_t>(max_threads_)) {
-    threads_.emplace_back([this] { Loop(); });
+    try {
+      threads_.push_back(make_thread_([this] { Loop(); }));
+    } catch (...) {
+      if (threads_.empty()) {
+        tasks_.pop_back();
+        throw;
+      }
+    }
   }
   changed_.notify_one();
 }
