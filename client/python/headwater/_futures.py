@@ -168,19 +168,52 @@ class Executors:
             self._launch(flight)
         return Future(flight.inner, flight.scope)
 
-    def _launch(self, flight: _Flight) -> None:
-        if not flight.inner.set_running_or_notify_cancel():
-            self._land(flight, None)
-            return
+    def _launch(self, flight: _Flight | None) -> None:
+        """Begins this call, or the first after it that begins; those that do not are told of only then."""
+        ended: list[tuple[_Flight, Exception | None]] = []
         try:
-            cancel = flight.begin(lambda outcome: self._on_thread(flight, lambda: flight.finish(outcome)))
-        except Exception as error:
-            self._land(flight, error)
-            return
-        if cancel is None:
-            self._on_thread(flight, flight.run)
-        else:
-            flight.scope.attach(cancel)
+            while flight is not None and not self._begin(flight, ended):
+                flight = self._next()
+        finally:
+            for over, error in ended:
+                _settle(over, error)
+
+    def _begin(self, flight: _Flight, ended: list[tuple[_Flight, Exception | None]]) -> bool:
+        """Whether the call flies, or has landed by other ways; if not, it is among those that have ended."""
+        error: Exception | None = None
+        if flight.inner.set_running_or_notify_cancel():
+            try:
+                with flight.streams():
+                    cancel = flight.begin(lambda outcome: self._on_thread(flight, lambda: flight.finish(outcome)))
+            except Exception as raised:
+                error = raised
+            except BaseException as raised:  # Ctrl-C, in the caller's thread
+                self._land(flight, raised)
+                raise
+            else:
+                if cancel is None:
+                    self._on_thread(flight, flight.run)
+                else:
+                    flight.scope.attach(cancel)
+                return True
+        if not self._lands(flight):
+            return True
+        ended.append((flight, error))
+        return False
+
+    def _next(self) -> _Flight | None:
+        """The call that takes over a slot; without one the slot is free."""
+        with self._lock:
+            if self._waiting:
+                return self._waiting.popleft()
+            self._flying -= 1
+            return None
+
+    def _lands(self, flight: _Flight) -> bool:
+        """Whether this is the first end of the call: an interrupted beginning may be followed by the call's own."""
+        with self._lock:
+            first, flight.landed = not flight.landed, True
+            return first
 
     def _on_thread(self, flight: _Flight, work: Callable[[], Any]) -> None:
         def end() -> None:
@@ -197,15 +230,10 @@ class Executors:
             end()  # the client is closed, and every call fails at once
 
     def _land(self, flight: _Flight, error: BaseException | None, result: Any = None) -> None:
-        with self._lock:
-            following = self._waiting.popleft() if self._waiting else None
-            self._flying -= following is None
-        if following is not None:
-            self._launch(following)
-        if error is not None:
-            flight.inner.set_exception(error)
-        elif not flight.inner.cancelled():
-            flight.inner.set_result(result)
+        if not self._lands(flight):
+            return
+        self._launch(self._next())
+        _settle(flight, error, result)
 
 
 class _Flight:
@@ -217,11 +245,19 @@ class _Flight:
         self.run = run
         self.inner: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self.scope = CancelScope()
-        self._streams = current_streams()
+        self.streams = current_streams()
+        self.landed = False
 
     def scoped(self, work: Callable[[], Any]) -> Callable[[], Any]:
         """`work` with the flight's scope and the CUDA stream of its beginning."""
-        return _scoped(self.scope, work, self._streams)
+        return _scoped(self.scope, work, self.streams)
+
+
+def _settle(flight: _Flight, error: BaseException | None, result: Any = None) -> None:
+    if error is not None:
+        flight.inner.set_exception(error)
+    elif not flight.inner.cancelled():
+        flight.inner.set_result(result)
 
 
 def as_future(method: Callable[Concatenate[Any, P], R], *, threads: str = "control") -> Callable[Concatenate[Any, P], Future[R]]:

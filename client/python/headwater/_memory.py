@@ -68,8 +68,17 @@ Rows = HostArray | DeviceArray
 
 
 def one_stream(arrays: Iterable[DeviceArray]) -> int:
-    """Handle of a stream that comes after what all these arrays wait for; 0 without arrays."""
+    """Handle of a stream that comes after what all these arrays wait for; 0 without arrays.
+
+    Where they lie on several devices it must be right on each of them: 0, each device's own legacy stream, which comes after its
+    other work but not after that of streams that PyTorch makes; for those this waits.
+    """
     streams = list(dict.fromkeys(array.stream for array in arrays))
+    if len({stream.device for stream in streams}) > 1:
+        for stream in streams:
+            if stream.cuda_stream:
+                stream.synchronize()
+        return 0
     for other in streams[1:]:
         streams[0].wait_stream(other)
     return int(streams[0].cuda_stream) if streams else 0

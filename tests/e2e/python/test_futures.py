@@ -10,6 +10,7 @@ from conftest import running_server
 from expectations import refused
 
 import headwater
+from headwater._futures import LOSS_THREADS, Executors
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 8, 16, 40
 # Methods that ask nothing of the server.
@@ -190,3 +191,80 @@ def test_a_cancelled_task_cancels_the_call(slow, rows):
         asyncio.run(run())
         assert future is not None and (future.done() or isinstance(future.exception(30), headwater.CancelledError))
     in_it_once_or_not_at_all(head, rows, 2)
+
+
+# ---- turns ---------------------------------------------------------------------------------------------------------------
+
+
+class Flights:
+    """Loss calls that end when the test says so."""
+
+    def __init__(self):
+        self.executors = Executors()
+        self.ends = []  # of those that have begun, in order
+
+    def add(self, error=None):
+        def begin(done):
+            if error is not None:
+                raise error
+            self.ends.append(done)
+            return lambda: None
+
+        return self.executors.begin_loss(begin, lambda outcome: outcome(), lambda: pytest.fail("nothing would block"))
+
+
+@pytest.fixture
+def flights():
+    made = Flights()
+    yield made
+    made.executors.shutdown()
+
+
+@pytest.mark.parametrize("error", (None, ValueError("bad rows")))
+def test_any_number_of_calls_that_do_not_begin_hold_up_nothing(flights, error):
+    flying = [flights.add() for _ in range(LOSS_THREADS)]
+    waiting = [flights.add(error) for _ in range(2000)]
+    live = flights.add()
+    assert len(flights.ends) == LOSS_THREADS
+    if error is None:
+        for future in waiting:
+            future.cancel()
+    flights.ends[0](lambda: "the first")
+    assert flying[0].result(60) == "the first"
+    assert len(flights.ends) == LOSS_THREADS + 1
+    flights.ends[-1](lambda: "the live one")
+    assert live.result(60) == "the live one"
+    if error is None:
+        assert all(future.done() for future in waiting)
+    else:
+        assert {future.exception(60) for future in waiting} == {error}
+    # No slot was lost: with one free, another call begins at once.
+    flights.add()
+    assert len(flights.ends) == LOSS_THREADS + 2
+
+
+def test_an_interrupted_beginning_leaves_its_slot_to_others(flights):
+    for _ in range(LOSS_THREADS + 1):
+        with pytest.raises(KeyboardInterrupt):
+            flights.add(KeyboardInterrupt())
+    future = flights.add()
+    flights.ends[0](lambda: "done")
+    assert future.result(60) == "done"
+
+
+def test_a_call_that_lands_twice_gives_one_slot_back(flights):
+    def begin(done):
+        done(lambda: "its own end")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        flights.executors.begin_loss(begin, lambda outcome: outcome(), lambda: pytest.fail("nothing would block"))
+    flights.executors.loss.submit(lambda: None).result(60)
+    flying = [flights.add() for _ in range(LOSS_THREADS + 1)]
+    assert len(flights.ends) == LOSS_THREADS
+    for end in flights.ends[:]:
+        end(lambda: 1)
+    for future in flying[:LOSS_THREADS]:
+        assert future.result(60) == 1
+    flights.ends[-1](lambda: 2)
+    assert flying[-1].result(60) == 2

@@ -11,7 +11,8 @@ import pytest
 from conftest import running_server
 
 import headwater
-from headwater._futures import Future
+from headwater._futures import LOSS_THREADS, Executors, Future
+from headwater._memory import DeviceArray, one_stream
 
 SCRIPT = """
 import ctypes, sys
@@ -74,6 +75,75 @@ def test_a_future_has_its_callers_stream_and_makes_no_other_device_current(monke
         assert Future.run(executor, cuda.current_stream).result(60) is stream
         assert executor.submit(lambda: cuda.current_stream(2)).result(60).name == "default"
     assert cuda.made_current == {2}
+
+
+def test_a_call_that_had_to_wait_begins_with_its_callers_stream(monkeypatch):
+    cuda = FakeCuda()
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+    executors = Executors()
+    ends, begun_on = [], []
+
+    def begin(done):
+        begun_on.append((threading.current_thread(), cuda.current_stream()))
+        ends.append(done)
+        return lambda: None
+
+    def start():
+        return executors.begin_loss(begin, lambda outcome: outcome(), lambda: None)
+
+    before = cuda.current_stream(2)
+    futures = [start() for _ in range(LOSS_THREADS)]
+    stream = types.SimpleNamespace(device=2, name="the caller's")
+    cuda.set_stream(stream)
+    futures.append(start())
+    cuda.set_stream(before)
+    ends[0](lambda: "the first")
+    assert futures[0].result(60) == "the first"
+    thread, current = begun_on[-1]
+    assert len(begun_on) == LOSS_THREADS + 1 and current is stream and thread is not threading.current_thread()
+    assert cuda.current_stream() == before
+    for end in ends[1:]:
+        end(lambda: None)
+    for future in futures:
+        future.result(60)
+    executors.shutdown()
+
+
+class FakeStream:
+    """A CUDA stream that notes what is asked of it."""
+
+    def __init__(self, device, handle):
+        self.device = device
+        self.cuda_stream = handle
+        self.waited_for = []
+        self.synchronized = 0
+
+    def wait_stream(self, other):
+        assert other.device == self.device
+        self.waited_for.append(other)
+
+    def synchronize(self):
+        self.synchronized += 1
+
+
+def rows_of(*streams):
+    return [DeviceArray(None, "float32", stream) for stream in streams]
+
+
+def test_streams_of_one_device_are_merged_into_the_first():
+    first, second = FakeStream(0, 7), FakeStream(0, 8)
+    assert one_stream(rows_of(first, second, first, second)) == 7
+    assert first.waited_for == [second] and not second.waited_for
+    assert not first.synchronized and not second.synchronized
+    assert one_stream([]) == 0
+
+
+def test_streams_of_several_devices_are_never_mixed():
+    first, second, default = FakeStream(0, 7), FakeStream(1, 8), FakeStream(1, 0)
+    assert one_stream(rows_of(first, second, default, first)) == 0
+    assert first.synchronized == second.synchronized == 1
+    assert not default.synchronized  # which 0 comes after by itself
+    assert not first.waited_for and not second.waited_for and not default.waited_for
 
 
 @pytest.mark.gpu_group
