@@ -8,6 +8,7 @@ import ctypes
 import functools
 import itertools
 import os
+import sys
 import threading
 import time
 import weakref
@@ -171,14 +172,16 @@ class Call:
 
     def __init__(self, keep_alive: Any):
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._handle: c_void_p | None = None
         self._submitted = threading.Event()
         self._keep_alive = keep_alive
 
     def submitted(self, handle: c_void_p) -> None:
-        """The library knows the call."""
-        self._handle = handle
-        self._submitted.set()
+        """The library knows the call. Idempotent."""
+        if not self._submitted.is_set():
+            self._handle = handle
+            self._submitted.set()
 
     def cancel(self) -> None:
         """Asks it to end; returns at once."""
@@ -197,8 +200,9 @@ class Call:
         self._submitted.wait()
         try:
             data, size = c_void_p(), c_int64()
-            _check(library().hw_client_call_result(self._handle, byref(data), byref(size)))
-            return ctypes.string_at(data, size.value) if size.value else b""
+            with self._lock:
+                _check(library().hw_client_call_result(self._handle, byref(data), byref(size)))
+                return ctypes.string_at(data, size.value) if size.value else b""
         finally:
             self.free()
 
@@ -206,9 +210,23 @@ class Call:
         """Cancels what is under way and waits for its end, which is near. Idempotent."""
         with self._lock:
             handle, self._handle = self._handle, None
-        if handle is not None:
+        # Another one that frees it may still wait: what the call uses goes with that.
+        if handle is not None and os.getpid() == self._pid:
             library().hw_client_call_free(handle)
-        self._keep_alive = None
+            self._keep_alive = None
+
+    def __del__(self) -> None:
+        # Whoever was to wait for it was interrupted. This may be anywhere, a callback of the library's included, where nothing may
+        # wait for a call that is under way.
+        if self._handle is None or os.getpid() != self._pid:
+            return
+        ended = c_int32()
+        _check(library().hw_client_call_wait(self._handle, 1, byref(ended)))
+        if not ended.value and not sys.is_finalizing():
+            with contextlib.suppress(RuntimeError):  # no thread can be had
+                threading.Thread(target=self.free, name="headwater-free", daemon=True).start()
+                return
+        self.free()
 
 
 # Calls that end with a callback, by the number that the library gets as context, and what is to be done then.
@@ -225,9 +243,11 @@ os.register_at_fork(after_in_child=_running.clear)
 def _ended(context: int) -> None:
     # On a thread of the library, which must not block.
     _running[context] = None
-    call, done = _pending.pop(context)
+    # Nobody is told of a call whose start was interrupted.
+    call, done = _pending.pop(context, (None, None))
     try:
-        done(call)
+        if call is not None and done is not None:
+            done(call)
     finally:
         # The last thing of all, and no call, after which another thread might have its turn: when nothing is noted here any more,
         # no thread of the library is in Python.
@@ -280,8 +300,10 @@ class Connection:
             if self._closed:
                 return
             self._closed = True
-        for call in list(self._calls):
+            calls = list(self._calls)
+        for call in calls:
             call.cancel()
+        del calls
         with self._unused:
             self._unused.wait_for(lambda: self._users == 0)
         library().hw_client_free(self._handle)
@@ -359,11 +381,19 @@ class Connection:
         handle = c_void_p()
         try:
             with self._in_use() as client:
-                self._calls.add(call)
+                with self._unused:
+                    self._calls.add(call)
                 _check(function(client, byref(message), byref(handle)))
                 call.submitted(handle)
-        except BaseException:
+        except HeadwaterError:
             _pending.pop(number, None)
+            raise
+        except BaseException:
+            # Ctrl-C, perhaps as the library's function returned: then the call is under way.
+            _pending.pop(number, None)
+            if handle.value:
+                call.submitted(handle)
+                call.free()
             raise
         if self._closed:
             call.cancel()  # `close` may have looked before the library knew it

@@ -13,7 +13,7 @@ from headwater import _arrays
 from headwater._arrays import HostArray
 from headwater._client_library import CUDA, HOST, Call, Connection
 from headwater._client_library import Rows as RowsStruct
-from headwater._errors import HeadwaterError
+from headwater._errors import CancelledError, HeadwaterError
 from headwater._futures import Cancel, current_scope
 from headwater._memory import Block, BlockPool, DeviceArray, RowMemory, Rows, one_stream, ordinary_block
 from headwater._requests import ComputeRequest
@@ -95,13 +95,17 @@ class LibraryTransfers:
         def on_end(call: Call) -> None:
             def fetch() -> Answer:
                 placed.wait()
+                if not place:
+                    raise CancelledError("the call was given up at its beginning")
                 return Answer(loss_service_pb2.MicroBatchSummary.FromString(call.result()), place[0])
 
             done(fetch)
 
-        call, grad_hidden = self._submit(request, header, timeout_s, on_end)
-        place.append(grad_hidden)
-        placed.set()
+        try:
+            call, grad_hidden = self._submit(request, header, timeout_s, on_end)
+            place.append(grad_hidden)
+        finally:
+            placed.set()
         return call.cancel
 
     def stream_teacher(self, header: Any, rows: Rows, timeout_s: float) -> int:
