@@ -197,13 +197,14 @@ struct Placement::State {
       }
       return tensor.context->CopyOn(stream, tensor.block->data(), tensor.mine.data, tensor.mine.bytes);
     });
-    if (!status.ok()) return status;
     for (const auto& context : contexts) {
-      if (status = context->Record(stream); !status.ok()) return status;
-      if (!through_host) continue;
-      if (status = context->Synchronize(stream); !status.ok()) return status;
+      if (status.ok()) status = context->Record(stream);
+      if (status.ok() && through_host) status = context->Synchronize(stream);
     }
-    return absl::OkStatus();
+    if (status.ok()) return status;
+    // What was placed is free for others from now on: no copy may be under way.
+    for (const auto& context : contexts) static_cast<void>(context->Synchronize(stream));
+    return status;
   }
 };
 

@@ -211,8 +211,8 @@ void MicroBatchTransfer::Ended(TransferResult result) {
     // What follows may copy or call the server.
     return transport().endings().Run(this, [this, result = std::move(result)]() mutable { EndedPlaced(std::move(result)); });
   }
-  if (!grad_copy_.has_value()) return EndedByRows(std::move(result));
-  // Waits for the copies.
+  if (!on_device()) return EndedByRows(std::move(result));
+  // Waits for the copies, and `done_` may copy rows of a device.
   transport().endings().Run(this, [this, result = std::move(result)]() mutable { EndedByRows(std::move(result)); });
 }
 

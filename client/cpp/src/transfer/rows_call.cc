@@ -106,6 +106,7 @@ void RowsCall::Send(TransferRequest request) {
 
 absl::StatusOr<RowsCall::HostCopy> RowsCall::Allocate(const void* device_data, int64_t bytes) {
   HostCopy copy;
+  copy.bytes = bytes;
   absl::StatusOr<SharedRowsBuffer> staging = transport_.memory().AllocateStaging(device_data, bytes);
   if (staging.ok()) {
     copy.staging = *std::move(staging);
@@ -132,9 +133,10 @@ absl::Status RowsCall::BringToHost(const RowsView& rows, void* cuda_stream, Outg
     outgoing->data = static_cast<const unsigned char*>(rows.data);
     return absl::OkStatus();
   }
-  auto known = std::find_if(copies_.begin(), copies_.end(), [&rows](const auto& copy) { return copy.first == rows.data; });
+  const int64_t bytes = rows.row_count * rows.row_bytes();
+  auto known = std::find_if(copies_.begin(), copies_.end(),
+                            [&](const auto& copy) { return copy.first == rows.data && copy.second.bytes >= bytes; });
   if (known == copies_.end()) {
-    const int64_t bytes = rows.row_count * rows.row_bytes();
     absl::StatusOr<HostCopy> copy = Allocate(rows.data, bytes);
     if (!copy.ok()) return copy.status();
     MemoryPaths& memory = transport_.memory();

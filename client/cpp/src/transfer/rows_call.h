@@ -57,7 +57,8 @@ class RowsCall {
   // The attempt has ended.
   virtual void Ended(TransferResult result) = 0;
 
-  // Rows in host memory, `data` and `arrival` of OutgoingRows: the view itself, or a copy of device memory, which is made once.
+  // Rows in host memory, `data` and `arrival` of OutgoingRows: the view itself, or a copy of device memory, which is made once for
+  // all rows that begin at its address and are no more.
   // Blocks until the copy has begun, or for all of it if there is no page-locked memory.
   absl::Status BringToHost(const RowsView& rows, void* cuda_stream, OutgoingRows* outgoing);
   // Before the attempt's result is told: waits for copies that still read the caller's memory, of rows that were not sent any more,
@@ -68,6 +69,7 @@ class RowsCall {
     SharedRowsBuffer staging;
     std::unique_ptr<unsigned char[]> ordinary;  // where there is no staging
     std::unique_ptr<DeviceRead> arrival;        // null: not copied from a device, or there
+    int64_t bytes = 0;
     unsigned char* data() const { return ordinary != nullptr ? ordinary.get() : static_cast<unsigned char*>(staging.data()); }
     bool page_locked() const { return staging.page_locked(); }
   };

@@ -39,6 +39,12 @@ absl::Status TeacherTransfer::SendRows() {
 }
 
 void TeacherTransfer::Ended(TransferResult result) {
+  if (rows_.memory == Memory::kHost) return EndedByRows(std::move(result));
+  // Waits for the copies.
+  transport().endings().Run(this, [this, result = std::move(result)]() mutable { EndedByRows(std::move(result)); });
+}
+
+void TeacherTransfer::EndedByRows(TransferResult result) {
   if (!result.status.ok()) return Deliver(std::move(result.status));
   Deliver(std::move(result.answer));
 }

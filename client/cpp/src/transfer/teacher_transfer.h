@@ -29,6 +29,7 @@ class TeacherTransfer : public RowsCall {
   void Begin();
   absl::Status SendRows();
   void Ended(TransferResult result) override;
+  void EndedByRows(TransferResult result);
   void Deliver(absl::StatusOr<std::string> answer);
   int64_t bytes() const { return rows_.row_count * rows_.row_bytes(); }
 

@@ -1,0 +1,109 @@
+// Rows of device memory on their way through the host, with a driver whose copies are made when somebody waits for them: what is
+// sent is what the tensors hold, and nothing is copied into memory that others may use by then.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "client/cpp/src/channel.h"
+#include "client/cpp/src/memory/memory_paths.h"
+#include "headwater/client/client.h"
+#include "tests/e2e/cpp/fake_cuda_driver.h"
+#include "tests/e2e/cpp/scripted_server.h"
+#include "tests/e2e/cpp/server_process.h"
+#include "tests/e2e/cpp/test_tensors.h"
+
+namespace headwater::e2e {
+namespace {
+
+using namespace headwater::client;
+using client::internal::CallRows;
+using client::internal::MakeChannel;
+using client::internal::MemoryPath;
+using client::internal::MemoryPaths;
+using client::internal::PathDemand;
+using client::internal::Wait;
+
+constexpr int64_t kHiddenSize = 4;
+
+// Memory of the fake device, for as long as the process lives.
+float* DeviceFloats(const std::vector<float>& values) {
+  auto* const data = new std::vector<float>(values);
+  FakeCudaAddMemory(data->data(), data->size() * sizeof(float));
+  return data->data();
+}
+
+TEST(ClientDeviceRows, TensorsThatBeginAtOneAddressAreSentEachInFull) {
+  constexpr int64_t kRows = 3000;
+  ScriptedServer server;
+  std::map<int64_t, std::string> teacher_rows;  // by term
+  server.compute_loss = [&](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
+    v1::ComputeLossRequest request;
+    v1::ComputeLossResponse response;
+    while (stream->Read(&request)) {
+      for (int i = 0; i < request.header().terms_size(); ++i) response.mutable_summary()->add_terms();
+      if (request.chunk().role() == v1::CHUNK_ROLE_TEACHER_HIDDEN) {
+        teacher_rows[request.chunk().term_index()] += request.chunk().data();
+      }
+    }
+    response.mutable_summary()->set_state(v1::CONTRIBUTION_STATE_COMMITTED);
+    stream->Write(response);
+    return grpc::Status::OK;
+  };
+  ClientOptions options;
+  options.transport = Transport::kGrpc;
+  Client client = Value(Client::Connect(server.target(), options));
+  Head head = Value(client.OpenHead("h"));
+  Head teacher = Value(client.OpenHead("teacher"));
+  const std::vector<float> values = RandomFloats(1, kRows * kHiddenSize, 1.0F);
+  const std::vector<float> hidden(values.size(), 0.5F);
+  const float* const on_device = DeviceFloats(values);
+  std::vector<LossTerm> terms;
+  for (const int64_t rows : {int64_t{1}, kRows, kRows / 2}) {
+    LossTerm& term = terms.emplace_back();
+    term.loss = JsdOptions{};
+    term.row_count = rows;
+    term.teacher = teacher;
+    term.teacher_hidden.data = on_device;
+    term.teacher_hidden.row_count = rows;
+    term.teacher_hidden.hidden_size = kHiddenSize;
+    term.teacher_hidden.memory = Memory::kCuda;
+  }
+  MicroBatchOptions micro_batch;
+  micro_batch.step = 0;
+  micro_batch.micro_batch = 0;
+  micro_batch.return_grad_hidden = false;
+  Value(head.Multi(RowsView::Float32(hidden, kHiddenSize), terms, micro_batch).Get());
+  ASSERT_EQ(teacher_rows.size(), terms.size());
+  for (size_t i = 0; i < terms.size(); ++i) {
+    const size_t bytes = static_cast<size_t>(*terms[i].row_count * kHiddenSize) * sizeof(float);
+    // Not by EXPECT_EQ, which would print them.
+    EXPECT_TRUE(teacher_rows[static_cast<int64_t>(i)] == std::string(reinterpret_cast<const char*>(values.data()), bytes)) << i;
+  }
+  EXPECT_EQ(FakeCudaCopiesUnderWay(), 0);
+}
+
+TEST(ClientDeviceRows, NoCopyIsUnderWayIntoRowsThatCouldNotBePlaced) {
+  const ServerProcess server(std::vector<std::string>{}, /*shares_memory=*/true);
+  const auto paths = MemoryPaths::Create(server.target(), MakeChannel(server.target(), {}), {}, {});
+  const std::vector<float> values = RandomFloats(2, 1000 * kHiddenSize, 1.0F);
+  const auto bytes = static_cast<int64_t>(values.size() * sizeof(float));
+  CallRows rows;
+  for (int i = 0; i < 3; ++i) rows.reads.push_back({DeviceFloats(values), bytes, true});
+  const auto place = [&] {
+    return paths->Place(rows, "", PathDemand::kSharedMemory, Wait{std::chrono::system_clock::now() + std::chrono::minutes(1), {}});
+  };
+  FakeCudaFailCopyAfter(2);
+  EXPECT_EQ(place().status().message(), "cuMemcpyAsync failed: CUDA_ERROR_LAUNCH_FAILED");
+  EXPECT_EQ(FakeCudaCopiesUnderWay(), 0);
+  FakeCudaFailCopyAfter(-1);
+  EXPECT_EQ(Value(place()).path(), MemoryPath::kSharedMemory);
+  EXPECT_EQ(FakeCudaCopiesUnderWay(), 0);
+}
+
+}  // namespace
+}  // namespace headwater::e2e

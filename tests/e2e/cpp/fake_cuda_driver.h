@@ -1,0 +1,17 @@
+// A libcuda.so.1 of one device whose memory is the host's: a copy is made when somebody waits for it, and not before.
+#ifndef HEADWATER_TESTS_E2E_CPP_FAKE_CUDA_DRIVER_H_
+#define HEADWATER_TESTS_E2E_CPP_FAKE_CUDA_DRIVER_H_
+
+#include <cstddef>
+
+extern "C" {
+
+// This memory is the device's from now on, and cannot be exported.
+void FakeCudaAddMemory(const void* data, size_t bytes);
+// The copy after `count` more fails to be enqueued; negative: none does.
+void FakeCudaFailCopyAfter(int count);
+// Copies that were enqueued and that nobody has waited for.
+int FakeCudaCopiesUnderWay();
+}
+
+#endif  // HEADWATER_TESTS_E2E_CPP_FAKE_CUDA_DRIVER_H_
