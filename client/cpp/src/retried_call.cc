@@ -1,5 +1,7 @@
 #include "client/cpp/src/retried_call.h"
 
+#include <functional>
+#include <system_error>
 #include <utility>
 
 #include "headwater/client/error.h"
@@ -21,11 +23,14 @@ RetriedCall::RetriedCall(std::shared_ptr<Connection> connection, HeadUses heads,
 
 void RetriedCall::Cancel() {
   cancel_.request_stop();
+  std::function<void()> waiting;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (context_ != nullptr) context_->TryCancel();
+    waiting = connection_->row_transport().beginnings().Withdraw(this);
   }
   CancelAttempt();
+  if (waiting) connection_->row_transport().endings().Run(this, std::move(waiting));  // as of RowsCall::Cancel()
   connection_->timers().Hurry(this);
 }
 
@@ -95,9 +100,25 @@ void RetriedCall::Failed(absl::Status status) {
   // cannot end.
   std::lock_guard<std::mutex> lock(mutex_);
   connection_->timers().Run(this, cancelled() ? std::chrono::nanoseconds(0) : delay, [this] {
-    { std::lock_guard<std::mutex> begun(mutex_); }
+    {
+      std::lock_guard<std::mutex> begun(mutex_);
+      // To wait for a session would hold up everybody's timers.
+      if (in_session_ && !cancelled() && BeginOnWorker()) return;
+    }
     Begin();
   });
+}
+
+bool RetriedCall::BeginOnWorker() {
+  try {
+    connection_->row_transport().beginnings().Run(this, [this] {
+      { std::lock_guard<std::mutex> begun(mutex_); }
+      Begin();
+    });
+  } catch (const std::system_error&) {
+    return false;
+  }
+  return true;
 }
 
 }  // namespace headwater::client::internal

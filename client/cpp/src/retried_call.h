@@ -57,7 +57,10 @@ class RetriedCall {
   int attempt_count() const { return attempt_count_; }
 
  private:
+  // May wait for a session.
   void Begin();
+  // The same on a thread that may block; false if the system gives none. With the lock, as the timer's task in Failed().
+  bool BeginOnWorker();
   void Leave();
   bool cancelled() const { return cancel_.stop_requested(); }
   absl::Status CancelledError() const;
@@ -66,7 +69,7 @@ class RetriedCall {
   HeadUses heads_;
   const bool in_session_;
   const CallMode mode_;
-  // These by one thread at a time: the attempt's end, then the timer that begins the next one.
+  // These by one thread at a time: the attempt's end, then the timer or the worker that begins the next one.
   RetryState retry_;
   std::string session_id_;
   bool entered_ = false;

@@ -2,7 +2,10 @@
 // that counts RPCs: gRPC itself must repeat none.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
+#include <future>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -277,6 +280,37 @@ TEST_F(ClientRetry, SessionIsOpenedOnceKeptAliveApartAndClosed) {
   client_.reset();
   EXPECT_EQ(server_.CallsOf("CloseSession").size(), 1u);
   EXPECT_TRUE(server_.WithState([](ScriptedServer::State& state) { return state.sessions.empty(); }));
+}
+
+TEST_F(ClientRetry, WaitingForASessionHoldsUpNoOtherCallsRepetition) {
+  std::promise<void> opens;
+  const std::shared_future<void> opened = opens.get_future().share();
+  std::atomic<bool> forgets = false;
+  std::atomic<bool> refuses = true;
+  server_.compute_loss = [&](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
+    const v1::MicroBatchHeader header = ReadAll(stream);
+    const bool is_explicit = header.commit_mode() == v1::COMMIT_MODE_EXPLICIT;
+    if (is_explicit && forgets.exchange(false)) return ErrorWithReason(grpc::StatusCode::NOT_FOUND, "SESSION_NOT_FOUND");
+    if (!is_explicit && refuses.exchange(false)) return Unavailable();
+    Answer(stream, header);
+    return grpc::Status::OK;
+  };
+  Connect(Quick(3));
+  Value(Submit(Options(0, CommitMode::kExplicit)).Get());
+  forgets = true;
+  server_.open_session = [opened] { opened.wait(); };
+  Future<LossResult> cancelled = Submit(Options(1, CommitMode::kExplicit));
+  while (server_.CallsOf("OpenSession").size() < 2) std::this_thread::sleep_for(milliseconds(1));
+  Future<LossResult> other = Submit(Options(2));
+  // It ends at once, or with the deadline of the one that waits.
+  EXPECT_TRUE(other.WaitFor(seconds(60)));
+  cancelled.Cancel();
+  EXPECT_EQ(ErrorReason(cancelled.Get().status()), "CANCELLED");
+  Value(other.Get());
+  EXPECT_FALSE(refuses);
+  opens.set_value();
+  Value(Submit(Options(3, CommitMode::kExplicit)).Get());
+  EXPECT_EQ(server_.CallsOf("OpenSession").size(), 2u);
 }
 
 TEST_F(ClientRetry, WithoutALeaseThereIsNoSession) {

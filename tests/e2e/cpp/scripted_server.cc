@@ -148,6 +148,7 @@ class ScriptedServer::Sessions : public v1::SessionService::Service {
   grpc::Status OpenSession(grpc::ServerContext* context, const v1::OpenSessionRequest*,
                            v1::OpenSessionResponse* response) override {
     script_.Record("OpenSession", *context);
+    if (const auto script = script_.open_session; script) script();
     const std::string id = std::string(31, 's') + static_cast<char>('0' + script_.CallsOf("OpenSession").size());
     script_.WithState([&](State& state) {
       state.sessions.push_back(id);

@@ -64,8 +64,9 @@ class ScriptedServer {
   std::function<grpc::Status(const v1::ApplyOptimizerStepRequest&)> apply;
   std::function<grpc::Status(const v1::DiscardGradientRequest&)> discard_gradient;
   std::function<grpc::Status(const v1::AddGradientHeader&, const std::string& bytes)> add_gradient;
-  grpc::Status unary_status;   // of everything that has no function
-  std::atomic<int> calls = 0;  // but for those of sessions, GetHead, TakeHead and GetServerInfo
+  std::function<void()> open_session;  // before it is opened; may be empty
+  grpc::Status unary_status;           // of everything that has no function
+  std::atomic<int> calls = 0;          // but for those of sessions, GetHead, TakeHead and GetServerInfo
 
   // Reads or changes the state.
   template <typename Use>
