@@ -567,6 +567,58 @@ def test_without_state_the_trainer_is_told_its_step(one_shard, make_head, proble
     np.testing.assert_array_equal(mine.weight(), before)
 
 
+@pytest.mark.parametrize("stored", (False, True), ids=("stateless", "state"))
+def test_a_run_that_attaches_to_a_head_of_another_beginning_trains_its_own_weight(one_shard, names, tmp_path, stored):
+    client, name = one_shard.client, names(one_shard.client)
+
+    def begin(seed, directory):
+        model = LanguageModel(tied=True, seed=seed)
+        head = headwater.torch.attach(client, name, model.lm_head, model=model, tied="trainer")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, **ADAMW)
+        state = headwater.torch.TrainerState(directory, model=model, optimizer=optimizer) if stored else None
+        return model, head, headwater.torch.TrainingLoop(head, optimizer, state=state, checkpoint_every=2 if stored else None)
+
+    first, _, _ = begin(0, tmp_path / "first")  # ends before its first step does
+    model, head, loop = begin(1, tmp_path / "second")
+    assert not head.created and not torch.equal(first.lm_head.weight, model.lm_head.weight)
+    assert loop.resume() == 0
+    np.testing.assert_array_equal(head.weight(), model.lm_head.weight.detach().numpy())
+    if not stored:  # the trainer may load its own state afterwards: a second resume leaves the head's weight alone
+        own = model.lm_head.weight.detach().clone()
+        with torch.no_grad():
+            model.lm_head.weight.zero_()
+        assert loop.resume() == 0
+        np.testing.assert_array_equal(head.weight(), own.numpy())
+        with torch.no_grad():
+            model.lm_head.weight.copy_(own)
+    expected = LanguageModel(tied=True, seed=1)
+    train_in_process(expected, 3, 2, torch.optim.AdamW(expected.parameters(), lr=RATE, **ADAMW))
+    train_with(loop, headwater.torch.CrossEntropyLoss(head), model, range(3), 2)
+    for (_, actual), (_, reference) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+        assert relative(actual.detach(), reference.detach().double()) <= TOLERANCE
+
+
+def test_a_state_may_hold_any_object(tmp_path, monkeypatch):
+    class RandomState:
+        def __init__(self):
+            self.generator = np.random.RandomState(7)
+
+        def state_dict(self):
+            return {"numpy": self.generator.get_state()}
+
+        def load_state_dict(self, state):
+            self.generator.set_state(state["numpy"])
+
+    load = torch.load  # as of PyTorch 2.6: only weights, unless told otherwise
+    monkeypatch.setattr(torch, "load", lambda *args, weights_only=True, **rest: load(*args, weights_only=weights_only, **rest))
+    random = RandomState()
+    state = headwater.torch.TrainerState(tmp_path, random=random)
+    state.save(1)
+    drawn = random.generator.rand(4)
+    state.load(1)
+    np.testing.assert_array_equal(random.generator.rand(4), drawn)
+
+
 def test_the_example_goes_on_where_it_was_stopped(one_shard, tmp_path):
     program = Path(__file__).resolve().parents[3] / "client" / "examples" / "python" / "train.py"
     place = one_shard.address if one_shard.remote else "local"

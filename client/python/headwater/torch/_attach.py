@@ -168,7 +168,8 @@ def attach(
         tied: None, "trainer" or "server".
         optimizer: see above.
         trainable: whether gradients are accumulated.
-        if_exists: "attach" or "fail", as in `Client.create_head`. An existing head keeps its own weight.
+        if_exists: "attach" or "fail", as in `Client.create_head`. An existing head keeps its own weight; with
+            optimizer="torch", `TrainingLoop.resume` gives it the layer's at the beginning of a run.
         options: those of `Client.create_head`: softcap, logit_scale, valid_vocab_size, dtype, staging_slots, timeout_s, ...
     Returns:
         The head. `created` says whether it is new.

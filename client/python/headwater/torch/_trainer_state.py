@@ -41,6 +41,7 @@ class TrainerState(StateFiles):
         torch.save({name: value.state_dict() for name, value in self._objects.items()}, path)
 
     def _load_objects(self, path: Path) -> None:
-        states = torch.load(path, map_location="cpu")
+        # The state of an optimizer, scheduler or generator may be any object; the file is the trainer's own.
+        states = torch.load(path, map_location="cpu", weights_only=False)
         for name, value in self._objects.items():
             value.load_state_dict(states[name])

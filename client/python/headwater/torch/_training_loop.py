@@ -151,6 +151,7 @@ class TrainingLoop:
         self._adding_ranks = range(1 if reduced else self.world_size)
         self._parts = [head.gradient_parts(**self._timeout) for head in self._shared]
         self._failure: BaseException | None = None
+        self._begun = False  # whether `resume` has brought this loop to a step before
 
     @property
     def open_step(self) -> int:
@@ -401,10 +402,10 @@ class TrainingLoop:
     def resume(self, step: int | None = None, *, take: bool = True) -> int:
         """Brings heads and trainer to the newest step that both have, and returns it. Call it first, and after errors.
 
-        In a new run nothing is brought back. If the server was started again, or this trainer was, heads whose open step is not the
-        trainer's are set back to the checkpoint that is. Every head is taken: calls of an earlier process are fenced off from then
-        on, and what the open step had accumulated is dropped. Without `state`, the trainer loads its own state of the step that is
-        returned.
+        In a new run nothing is brought back, and heads that the trainer owns get the weight of their layers. If the server was
+        started again, or this trainer was, heads whose open step is not the trainer's are set back to the checkpoint that is.
+        Every head is taken: calls of an earlier process are fenced off from then on, and what the open step had accumulated is
+        dropped. Without `state`, the trainer loads its own state of the step that is returned.
 
         Args:
             step: the step to go to. None: the newest one.
@@ -417,6 +418,7 @@ class TrainingLoop:
         if take:
             if self.rank == 0:
                 target = self._meeting.bring_heads_back(step)
+                self._begin_with_own_weights(target)
             self._barrier()
         if not (take and self.rank == 0):
             for head in self._heads:
@@ -432,7 +434,7 @@ class TrainingLoop:
         for head in self._shared:
             head.pull_weight(**self._timeout)
         self._forget_gradients()
-        self._failure = None
+        self._failure, self._begun = None, True
         if take and self._every is not None:
             if self.rank == 0:
                 self._save_frozen()
@@ -440,6 +442,13 @@ class TrainingLoop:
                 self.save_checkpoint()
             self._barrier()
         return target
+
+    def _begin_with_own_weights(self, step: int) -> None:
+        """At the beginning of a run, a head that was attached to may have the weight of an earlier one: it gets the trainer's."""
+        stored = self._begun if self._state is None else step in self._state.steps()
+        if step == self._heads[0].spec.initial_step and not stored:
+            for head in self._trainer_owned:
+                head.set_weight(head.weight_parameter, head.bias_parameter, **self._timeout)
 
     def _attempts(self, head: Head) -> dict[int, int]:
         """The attempts with which micro-batches of the open step are submitted anew by a process that was started again.
