@@ -265,7 +265,9 @@ absl::StatusOr<std::unique_ptr<CheckpointStore>> CheckpointStore::Open(const std
     if (!files.IsDirectory(directory)) {
       absl::Status status = files.CreateDirectory(directory);
       // A link to a directory exists too.
-      if (!status.ok() && !absl::IsAlreadyExists(status)) return status;
+      if (!status.ok() && !absl::IsAlreadyExists(status)) {
+        return MakeError(GetErrorReason(status), absl::StrCat("the checkpoint directory ", directory, ": ", status.message()));
+      }
     }
     if (end == std::string::npos) break;
   }

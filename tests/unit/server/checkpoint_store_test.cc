@@ -686,6 +686,17 @@ TEST_F(CheckpointStoreTest, ForgettingSurvivesACrashAtEveryPoint) {
   }
 }
 
+TEST_F(CheckpointStoreTest, ADirectoryThatCannotBeMadeIsNamed) {
+  const std::string file = directory_.path() + "/file";
+  auto opened = PosixFileSystem().CreateFile(file);
+  ASSERT_OK(opened);
+  ASSERT_OK((*opened)->SyncAndClose());
+  const auto store = CheckpointStore::Open(file + "/root/deep");
+  ASSERT_FALSE(store.ok());
+  const std::string message(store.status().message());
+  EXPECT_NE(message.find(file + "/root: making a directory failed"), std::string::npos) << message;
+}
+
 TEST_F(CheckpointStoreTest, ConcurrentSavesOfManyNames) {
   const std::unique_ptr<CheckpointStore> store = *CheckpointStore::Open(root());
   SaveFromManyThreads(*store, [](int thread, int repeat) { return absl::StrCat(thread, "-", repeat); });
