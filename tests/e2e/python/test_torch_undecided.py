@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from expectations import refused
 from torch.utils.checkpoint import checkpoint
-from torch_model import VOCAB_SIZE, Problem, check_gradients, with_ignored
+from torch_model import VOCAB_SIZE, Problem, check_gradients, relative, with_ignored
 
 import headwater
 import headwater.torch
@@ -34,7 +34,11 @@ def interrupting(monkeypatch, owner, name, error):
     monkeypatch.setattr(owner, name, run)
 
 
-@pytest.mark.parametrize("error", (KeyboardInterrupt(), RuntimeError("CUDA out of memory")), ids=("interrupt", "out_of_memory"))
+@pytest.mark.parametrize(
+    "error",
+    (KeyboardInterrupt(), RuntimeError("CUDA out of memory"), headwater.DeadlineExceededError("late", reason="DEADLINE_EXCEEDED")),
+    ids=("interrupt", "out_of_memory", "late"),
+)
 def test_a_forward_that_is_interrupted_behind_the_server_is_discarded(one_shard, make_head, problem, monkeypatch, error):
     head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
     loss_fn = headwater.torch.CrossEntropyLoss(head)
@@ -160,6 +164,28 @@ def test_losses_beyond_the_slots_are_held_and_exact(backend, make_head, problem,
     loss = loss_fn(problem.inputs @ trunk.T, targets)
     assert head.step_state().open.micro_batches[0].form == "STAGED"
     loss.backward()
+
+
+def test_rows_of_a_joined_teacher_are_held_too(one_shard, make_head, problem, rng):
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    teacher_problem = Problem(rng)
+    teacher = teacher_problem.head(one_shard.client, make_head, trainable=False, optimizer=None)
+    teacher_hidden = teacher_problem.inputs @ teacher_problem.trunk.T
+    loss_fn = headwater.torch.JSDLoss(head, teacher)
+    losses = [loss_fn(problem.inputs @ trunk.T, teacher_hidden)]
+    for index in range(2):  # the first one finds no slot, and asks again for the rows that have come
+        key = f"{head.name.rsplit('/', 1)[1]}-{index}"
+        one_shard.client.teacher(key, total_rows=16).stream(teacher_hidden)
+        losses.append(loss_fn(problem.inputs @ trunk.T, headwater.JOIN, join_key=key, total_rows=16))
+    assert [entry.form for entry in head.step_state().open.micro_batches.values()] == ["STAGED", "HELD", "HELD"]
+    gradients = []
+    for loss in losses:
+        before = torch.tensor(head.gradient())
+        loss.backward()
+        gradients.append(torch.tensor(head.gradient()) - before)
+    assert len({loss.item() for loss in losses}) == 1
+    for other in gradients[1:]:
+        assert relative(other, gradients[0].double()) <= 1e-5
 
 
 def test_a_head_without_slots_refuses_what_needs_one(one_shard, make_head, problem):
