@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import ctypes
@@ -208,12 +209,17 @@ class Call:
 
     def free(self) -> None:
         """Cancels what is under way and waits for its end, which is near. Idempotent."""
-        with self._lock:
-            handle, self._handle = self._handle, None
-        # Another one that frees it may still wait: what the call uses goes with that.
-        if handle is not None and os.getpid() == self._pid:
-            library().hw_client_call_free(handle)
-            self._keep_alive = None
+        if os.getpid() != self._pid:
+            return
+        free, handle = library().hw_client_call_free, None
+        try:
+            with self._lock:
+                handle, self._handle = self._handle, None
+        finally:  # at Ctrl-C, too: nobody else knows the handle any more
+            # Another one that frees it may still wait: what the call uses goes with that.
+            if handle is not None:
+                free(handle)
+                self._keep_alive = None
 
     def __del__(self) -> None:
         # Whoever was to wait for it was interrupted. This may be anywhere, a callback of the library's included, where nothing may
@@ -224,7 +230,7 @@ class Call:
         _check(library().hw_client_call_wait(self._handle, 1, byref(ended)))
         if not ended.value and not sys.is_finalizing():
             with contextlib.suppress(RuntimeError):  # no thread can be had
-                threading.Thread(target=self.free, name="headwater-free", daemon=True).start()
+                _thread.start_new_thread(self.free, ())  # threading's would take locks, which whoever is here may hold
                 return
         self.free()
 
