@@ -283,6 +283,21 @@ struct hw_client_call {
 
 thread_local hw_client_call* hw_client_call::in_done = nullptr;
 
+namespace {
+
+// Runs `start`, of the call that `out` names already, because it may end before `start` returns. With an error there is no call.
+template <typename StartCall>
+void Start(hw_client_call** out, StartCall start) {
+  try {
+    start();
+  } catch (...) {
+    *out = nullptr;
+    throw;
+  }
+}
+
+}  // namespace
+
 int32_t hw_client_abi_version(void) { return HW_CLIENT_ABI_VERSION; }
 
 int32_t hw_client_error_code(const hw_client_error* error) { return error == nullptr ? 0 : error->code; }
@@ -386,12 +401,14 @@ hw_client_error* hw_client_submit(hw_client* client, const hw_client_micro_batch
     MicroBatchTransfer* const started = transfer.get();
     call->transfer = std::move(transfer);
     *out = call.get();
-    started->StartAttempt(std::move(header), *deadline, [raw = call.release()](absl::StatusOr<MicroBatchAnswer> answer) {
-      if (answer.ok()) {
-        raw->End(std::move(answer->summary));
-      } else {
-        raw->End(answer.status());
-      }
+    Start(out, [&] {
+      started->StartAttempt(std::move(header), *deadline, [raw = call.release()](absl::StatusOr<MicroBatchAnswer> answer) {
+        if (answer.ok()) {
+          raw->End(std::move(answer->summary));
+        } else {
+          raw->End(answer.status());
+        }
+      });
     });
     return absl::OkStatus();
   });
@@ -423,7 +440,9 @@ hw_client_error* hw_client_stream_teacher(hw_client* client, const hw_client_tea
     TeacherTransfer* const started = transfer.get();
     call->transfer = std::move(transfer);
     *out = call.get();
-    started->StartAttempt(*deadline, [raw = call.release()](absl::StatusOr<std::string> answer) { raw->End(std::move(answer)); });
+    Start(out, [&] {
+      started->StartAttempt(*deadline, [raw = call.release()](absl::StatusOr<std::string> answer) { raw->End(std::move(answer)); });
+    });
     return absl::OkStatus();
   });
 }
