@@ -20,6 +20,9 @@ bool SumsGradHidden(const std::vector<TermRun>& terms) {
   return terms.size() > 1 || head.group() != nullptr || (!head.is_replica() && head.shards().size() > 1);
 }
 
+// All terms of a call are alike in this.
+bool AsOnHost(const std::vector<TermRun>& terms) { return !terms.empty() && terms.front().as_on_host; }
+
 bool TakesAllRows(const LossTerm& term) {
   for (const int32_t target : term.targets) {
     if (target == term.ignore_index) return false;
@@ -238,7 +241,7 @@ TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) 
 ChunkBuffers LayOutChunk(const std::vector<TermRun>& terms, const MicroBatch& micro_batch, int64_t rows, Workspace* workspace) {
   ChunkBuffers buffers;
   const int64_t width = micro_batch.hidden.column_count;
-  const bool as_on_host = !terms.empty() && terms.front().as_on_host;
+  const bool as_on_host = AsOnHost(terms);
   if (as_on_host || micro_batch.hidden.memory == MemorySpace::kHost) {
     buffers.raw_hidden = workspace->TakeBytes(rows * width * ElementBytes(micro_batch.hidden.data_type));
     if (as_on_host || micro_batch.digest_rows) buffers.batch_rows = workspace->Take<int32_t>(rows);
@@ -256,7 +259,7 @@ ChunkBuffers LayOutChunk(const std::vector<TermRun>& terms, const MicroBatch& mi
 
 int64_t ChunkBytes(const std::vector<TermRun>& terms, const MicroBatch& micro_batch, int64_t rows) {
   Workspace workspace;
-  if (micro_batch.digest_rows || (!terms.empty() && terms.front().as_on_host)) workspace.Take<uint64_t>(2);
+  if (micro_batch.digest_rows || AsOnHost(terms)) workspace.Take<uint64_t>(2);
   for (const TermRun& term : terms) {
     if (term.plan->cross_entropy.class_weights != nullptr) workspace.Take<float>(term.plan->cross_entropy.valid_vocab_size);
   }

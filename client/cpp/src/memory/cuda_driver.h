@@ -19,7 +19,8 @@ using CuDevicePointer = unsigned long long;  // NOLINT: the driver's own type
 using CuContext = struct CuContextTag*;
 using CuStream = struct CuStreamTag*;
 using CuEvent = struct CuEventTag*;
-struct CuIpcHandle {  // CUipcMemHandle, CUipcEventHandle
+inline constexpr unsigned kCuEventDisableTiming = 2;  // of CUevent_flags
+struct CuIpcHandle {                                  // CUipcMemHandle, CUipcEventHandle
   char reserved[64];
 };
 

@@ -9,7 +9,6 @@ namespace headwater::client::internal {
 namespace {
 
 // Of CUevent_flags, CUstream_flags.
-constexpr unsigned kDisableTiming = 2;
 constexpr unsigned kInterprocess = 4;
 constexpr unsigned kNonBlockingStream = 1;
 
@@ -27,7 +26,7 @@ absl::StatusOr<std::shared_ptr<DeviceContext>> DeviceContext::Make(const CudaDri
   if (!scope.status().ok()) return scope.status();
   if (absl::Status status = made->Hold(); !status.ok()) return status;
   for (const absl::Status& status :
-       {driver.Check(driver.EventCreate(&made->event_, kDisableTiming | kInterprocess), "cuEventCreate"),
+       {driver.Check(driver.EventCreate(&made->event_, kCuEventDisableTiming | kInterprocess), "cuEventCreate"),
         made->event_ == nullptr ? absl::OkStatus()
                                 : driver.Check(driver.IpcGetEventHandle(&made->event_handle_, made->event_), "cuIpcGetEventHandle"),
         driver.Check(driver.StreamCreate(&made->own_stream_, kNonBlockingStream), "cuStreamCreate")}) {

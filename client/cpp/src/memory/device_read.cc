@@ -4,11 +4,6 @@
 #include <utility>
 
 namespace headwater::client::internal {
-namespace {
-
-constexpr unsigned kDisableTiming = 2;  // of CUevent_flags
-
-}  // namespace
 
 absl::StatusOr<std::unique_ptr<DeviceRead>> DeviceRead::Begin(std::shared_ptr<DeviceContext> context, CuStream stream, void* to,
                                                               const void* from, int64_t bytes) {
@@ -19,7 +14,7 @@ absl::StatusOr<std::unique_ptr<DeviceRead>> DeviceRead::Begin(std::shared_ptr<De
   const auto begin = [&]() -> absl::Status {
     for (int64_t first = 0; first < bytes; first += kPieceBytes) {
       CuEvent event = nullptr;
-      absl::Status status = driver.Check(driver.EventCreate(&event, kDisableTiming), "cuEventCreate");
+      absl::Status status = driver.Check(driver.EventCreate(&event, kCuEventDisableTiming), "cuEventCreate");
       if (!status.ok()) return status;
       read->events_.push_back(event);
       status = read->context_->CopyOn(stream, static_cast<char*>(to) + first, static_cast<const char*>(from) + first,
