@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from expectations import refused
 from torch_language_model import LanguageModel, changes, micro_batch, train_in_process, train_with
-from torch_model import Problem, relative
+from torch_model import HIDDEN_SIZE, VOCAB_SIZE, Problem, relative
 
 import headwater
 import headwater.torch
@@ -64,12 +64,14 @@ class Scaler:
                     self.found_inf |= not torch.isfinite(parameter.grad).all()
 
     def step(self, optimizer):
-        assert self.unscaled
+        if not self.unscaled:
+            self.unscale_(optimizer)
         if not self.found_inf:
             optimizer.step()
             self.steps += 1
 
     def update(self, new_scale=None):
+        assert new_scale or self.unscaled, "No inf checks were recorded prior to update."
         self.value, self.found_inf, self.unscaled = new_scale or self.value, False, False
 
     def get_scale(self):
@@ -148,6 +150,53 @@ def test_an_overflow_is_skipped_on_all_sides(one_shard, make_head, problem, wher
     expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
     loop.backward(loss_fn(problem.inputs @ trunk.T, problem.targets))
     assert loop.step().applied and scaler.steps == 1
+    assert relative(problem.weight - torch.tensor(head.weight()), 0.1 * expected[1]) <= 1e-5
+    assert relative(problem.trunk - trunk.detach(), 0.1 * expected[0]) <= 1e-5
+
+
+@pytest.mark.parametrize("owner", ("server", "trainer", "nobody's body"))
+def test_a_scaler_that_sees_no_gradient_of_the_body(one_shard, names, owner):
+    """The body is frozen, so backward leaves nothing to unscale; what comes from the head has no scale on it."""
+    problem, scaler = Problem(np.random.default_rng(5)), Scaler(64.0)
+    layer = torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE)
+    layer.load_state_dict({"weight": problem.weight, "bias": problem.bias})
+    frozen = problem.parameter()
+    if owner == "trainer":
+        options, optimizer = {"optimizer": "torch"}, torch.optim.SGD(layer.parameters(), lr=0.1)
+    else:
+        options, optimizer = {"optimizer": headwater.SGD()}, torch.optim.SGD([frozen], lr=0.1) if owner == "server" else None
+    head = headwater.torch.attach(one_shard.client, names(one_shard.client), layer, **options)
+    loop = headwater.torch.TrainingLoop(head, optimizer, scaler=scaler)
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
+    for step in range(2):  # a scaler unscales once between two updates
+        loop.backward(loss_fn(problem.inputs @ frozen.detach().T, problem.targets))
+        assert loop.step(0.1).applied and scaler.value == 64.0
+        if step == 0:
+            assert relative(problem.weight - torch.tensor(head.weight()), 0.1 * expected[1]) <= 1e-5
+            assert relative(problem.bias - torch.tensor(head.bias()), 0.1 * expected[2]) <= 1e-5
+    assert torch.equal(frozen.detach(), problem.trunk)
+
+
+def test_a_step_that_was_lost_once_it_was_unscaled(one_shard, make_head, problem, monkeypatch):
+    """A scaler unscales once between two updates: what has failed in between must not stand in the way of the next step."""
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    scaler = Scaler(64.0)
+    loop = headwater.torch.TrainingLoop(head, torch.optim.SGD([trunk], lr=0.1), scaler=scaler)
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+
+    def lost(**_):
+        raise headwater.StepLostError("the server was started again", reason="STEP_LOST")
+
+    loop.backward(loss_fn(problem.inputs @ trunk.T, problem.targets))
+    with monkeypatch.context() as patch:
+        patch.setattr(head, "apply_optimizer_step", lost)
+        with refused("STEP_LOST", headwater.StepLostError):
+            loop.step()
+    assert loop.resume() == 0 and scaler.value == 64.0
+    loop.backward(loss_fn(problem.inputs @ trunk.T, problem.targets))
+    assert loop.step().applied and scaler.steps == 1
+    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
     assert relative(problem.weight - torch.tensor(head.weight()), 0.1 * expected[1]) <= 1e-5
     assert relative(problem.trunk - trunk.detach(), 0.1 * expected[0]) <= 1e-5
 

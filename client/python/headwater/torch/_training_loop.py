@@ -71,7 +71,8 @@ class TrainingLoop:
         optimizer: the body's torch optimizer, or None if only heads are trained. It must hold the weights that the trainer owns,
             and must not hold one that a head's optimizer owns.
         parameters: the body's parameters, for norm and clipping. None: those of `optimizer`.
-        scaler: torch.amp.GradScaler. A step whose gradient overflows is skipped on all sides.
+        scaler: torch.amp.GradScaler. A step whose gradient overflows is skipped on all sides; the scale grows with steps in which
+            the body has gradients.
         max_grad_norm: > 0; clips by the global norm. None: no clipping.
         gradient_factor: multiplies the heads' gradients; 1 / world_size where each rank's loss is a mean of its own and the
             framework averages. docs/concepts.md has the table.
@@ -151,6 +152,7 @@ class TrainingLoop:
         self._adding_ranks = range(1 if reduced else self.world_size)
         self._parts = [head.gradient_parts(**self._timeout) for head in self._shared]
         self._failure: BaseException | None = None
+        self._unscaled = False  # whether the scaler has unscaled the body's gradients, and was not updated since
         self._begun = False  # whether `resume` has brought this loop to a step before
 
     @property
@@ -291,6 +293,7 @@ class TrainingLoop:
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         gradient_factor = self._gradient_factor / scale
         if self._scaler is not None and self._optimizer is not None and any(p.grad is not None for p in self._parameters):
+            self._unscaled = True
             self._scaler.unscale_(self._optimizer)
         for head in self._trainer_owned:
             head.pull_gradient(gradient_factor, **self._timeout)
@@ -309,7 +312,7 @@ class TrainingLoop:
                     metadata={"step": str(step)},
                 )
             self._discard()
-            self._scaler.update(scale * self._scaler.get_backoff_factor())
+            self._set_scale(scale * self._scaler.get_backoff_factor())
             return outcome
         clip_factor = 1.0 if self._max_grad_norm is None else min(1.0, self._max_grad_norm / (norm + _CLIP_EPSILON))
         if self.rank == 0:
@@ -352,14 +355,19 @@ class TrainingLoop:
 
     def _step_body(self, clip_factor: float) -> None:
         _gradients.multiply(self._parameters, clip_factor)
-        if self._optimizer is not None:
-            if self._scaler is not None and any(p.grad is not None for p in self._parameters):
-                self._scaler.step(self._optimizer)
-            else:
-                self._optimizer.step()
-        if self._scaler is not None:
+        if self._unscaled:
+            self._scaler.step(self._optimizer)
             self._scaler.update()
+            self._unscaled = False
+        elif self._optimizer is not None:
+            # Not the scaler's: backward has left none of them, and it would unscale what `pull_gradient` has brought.
+            self._optimizer.step()
         self._forget_gradients()
+
+    def _set_scale(self, scale: float) -> None:
+        """Gives the scaler this scale; what it has unscaled is forgotten."""
+        self._scaler.update(scale)
+        self._unscaled = False
 
     def _discard(self) -> None:
         """Closes the step on all sides with nothing changed."""
@@ -434,6 +442,9 @@ class TrainingLoop:
         for head in self._shared:
             head.pull_weight(**self._timeout)
         self._forget_gradients()
+        if self._unscaled:
+            # The step that failed had come as far as this; a scaler unscales only once between two updates.
+            self._set_scale(self._scaler.get_scale())
         self._failure, self._begun = None, True
         if take and self._every is not None:
             if self.rank == 0:
