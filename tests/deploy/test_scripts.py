@@ -1,7 +1,6 @@
 """What the scripts of deploy/ do on machines that are not the one they were written on."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path

@@ -1,0 +1,204 @@
+"""deploy/quickstart starts and ends its server, whatever the checkout's path and however the one before it ended.
+
+The server is the real one. Building and training are left out: a cmake that does nothing stands on the PATH, and the example is
+a few lines that the test writes.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 120
+# Says that it runs, and waits for its standard input to end.
+WAITING = """
+import argparse, pathlib, sys, time
+parser = argparse.ArgumentParser()
+parser.add_argument("--server")
+parser.add_argument("--folder", type=pathlib.Path)
+arguments = parser.parse_args()
+(arguments.folder / "address").write_text(arguments.server)
+(arguments.folder / "running").write_text("")
+while not (arguments.folder / "go on").exists():
+    time.sleep(0.02)
+"""
+# Makes the head that the real one makes, and saves it as whoever was told to "talk to it" may.
+SAVING = """
+import argparse, headwater, numpy
+parser = argparse.ArgumentParser()
+parser.add_argument("--server")
+parser.add_argument("--folder")
+head = headwater.connect(parser.parse_args().server).create_head("language-model", numpy.zeros((8, 4), numpy.float32))
+head.save("mine", overwrite=True)
+"""
+
+
+class Checkout:
+    """What quickstart uses of a checkout, at a path with a space in it that is reached through a link."""
+
+    def __init__(self, folder: Path, example: str):
+        real = folder / "real checkout"
+        shutil.copytree(REPOSITORY / "deploy", real / "deploy")
+        programs = Path(os.environ["HEADWATER_BUILD_DIR"])
+        (real / "build/release/bin").mkdir(parents=True)
+        for name in ("headwaterd", "headwaterctl"):
+            shutil.copy(programs / "bin" / name, real / "build/release/bin")
+        (real / "build/release/python").symlink_to(programs / "python")
+        script = real / "client/examples/python/quickstart/run.py"
+        script.parent.mkdir(parents=True)
+        script.write_text(example)
+        tools = folder / "tools"
+        tools.mkdir()
+        self._write_program(tools / "cmake", "#!/bin/sh\nexit 0\n")
+        # Whatever the real example imports is said to be there.
+        self._write_program(tools / "python", f'#!/bin/sh\nif [ "$1" = -c ]; then exit 0; fi\nexec "{sys.executable}" "$@"\n')
+        self.path = folder / "link"
+        self.path.symlink_to(real)
+        self.output = real / "build/quickstart"
+        self._program = str((real / "build/release/bin/headwaterd").resolve())
+        self._environment = {
+            **os.environ,
+            "PATH": f"{tools}:{os.environ['PATH']}",
+            "HEADWATER_PYTHON": str(tools / "python"),
+        }
+
+    @staticmethod
+    def _write_program(path: Path, text: str) -> None:
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def start(self, *options: str) -> subprocess.Popen:
+        command = [str(self.path / "deploy/quickstart"), "--no-install", "--engine", "cpu", *options]
+        return subprocess.Popen(
+            command, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+
+    def run(self, *options: str) -> tuple[int, str]:
+        process = self.start(*options)
+        text, _ = process.communicate(timeout=TIMEOUT_S)
+        return process.returncode, text
+
+    def start_until_running(self) -> subprocess.Popen:
+        """The example has begun, and goes on until `go_on`."""
+        process = self.start()
+        wait_until(lambda: (self.output / "running").exists() or process.poll() is not None)
+        assert process.poll() is None, process.stdout.read()
+        return process
+
+    def go_on(self) -> None:
+        (self.output / "go on").write_text("")
+
+    def servers(self) -> list[int]:
+        """The processes that run this checkout's headwaterd."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    if os.readlink(entry / "exe") == self._program:
+                        found.append(int(entry.name))
+                except OSError:
+                    continue  # it has ended, or is another user's
+        return found
+
+    def socket_folder(self) -> Path:
+        return Path((self.output / "address").read_text().removeprefix("unix:")).parent
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def make_checkout(tmp_path):
+    made = []
+
+    def make(example: str) -> Checkout:
+        made.append(Checkout(tmp_path, example))
+        return made[-1]
+
+    yield make
+    for checkout in made:
+        for pid in checkout.servers():
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_no_server_stays(make_checkout):
+    checkout = make_checkout(WAITING)
+    process = checkout.start_until_running()
+    assert len(checkout.servers()) == 1
+    checkout.go_on()
+    text, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, text
+    assert checkout.servers() == []
+    assert not checkout.socket_folder().exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_no_server_stays_after_an_interruption(make_checkout, number):
+    checkout = make_checkout(WAITING)
+    process = checkout.start_until_running()
+    # As a terminal does it: to all of the foreground.
+    os.killpg(process.pid, number)
+    process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode != 0
+    assert checkout.servers() == []
+    assert not checkout.socket_folder().exists()
+
+
+def test_a_server_that_a_killed_one_left_is_ended_by_the_next(make_checkout):
+    checkout = make_checkout(WAITING)
+    process = checkout.start_until_running()
+    left, folder = checkout.servers(), checkout.socket_folder()
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=TIMEOUT_S)
+    assert checkout.servers() == left and len(left) == 1
+    checkout.go_on()
+    status, text = checkout.run()
+    assert status == 0, text
+    assert checkout.servers() == []
+    assert not folder.exists()
+
+
+def test_a_second_one_at_the_same_time_is_refused(make_checkout):
+    checkout = make_checkout(WAITING)
+    process = checkout.start_until_running()
+    status, text = checkout.run()
+    assert status == 1
+    assert "another quickstart is running" in text
+    assert len(checkout.servers()) == 1
+    checkout.go_on()
+    text, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, text
+
+
+def test_what_was_saved_on_a_kept_server_is_in_the_way_of_no_later_run(make_checkout):
+    checkout = make_checkout(SAVING)
+    status, text = checkout.run("--keep")
+    assert status == 0, text
+    first = checkout.servers()
+    assert len(first) == 1
+    assert (checkout.output / "checkpoints/default/language-model/mine").is_dir()
+    # The next one ends the server that was kept, and makes the same head again.
+    status, text = checkout.run("--keep")
+    assert status == 0, text
+    assert len(checkout.servers()) == 1 and checkout.servers() != first
+    status, text = checkout.run()
+    assert status == 0, text
+    assert checkout.servers() == []
+
+
+def test_a_file_that_was_cut_short_stops_nobody(make_checkout):
+    checkout = make_checkout("")
+    checkout.output.mkdir(parents=True)
+    (checkout.output / "server.pid").write_text("")
+    status, text = checkout.run()
+    assert status == 0, text
