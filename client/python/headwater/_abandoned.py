@@ -37,7 +37,7 @@ class AbandonedContributions:
     def watch(self) -> None:
         """Makes sure that the thread runs."""
         with self._lock:
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 arguments = (self._queue, self._backend, self._timeout_s)
                 self._thread = threading.Thread(target=_discard_abandoned, args=arguments, name="headwater-discard", daemon=True)
                 self._thread.start()
@@ -53,7 +53,7 @@ class AbandonedContributions:
 
     def settle(self) -> None:
         """Waits until everything that was handed over is discarded: for calls whose outcome depends on it."""
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():  # it stays behind in a fork
             settled = threading.Event()
             self._queue.put(settled)
             settled.wait(self._timeout_s)

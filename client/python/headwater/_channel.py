@@ -64,7 +64,7 @@ class Calls:
     def check_process(self) -> None:
         """Raises ClientClosedError in a fork."""
         if self.is_forked:
-            raise ClientClosedError("this client was made by the process that this one was forked from; connect again here")
+            raise ClientClosedError.of_parent()
 
     def unary(self, method: Any, request: Any, timeout_s: float) -> Any:
         """The answer to one request, or to an iterator of messages. The future that this thread works on can cancel it."""

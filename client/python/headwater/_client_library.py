@@ -281,7 +281,7 @@ class Connection:
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[c_void_p]:
         if os.getpid() != self._pid:
-            raise ClientClosedError("this client was made by the process that this one was forked from; connect again here")
+            raise ClientClosedError.of_parent()
         with self._unused:
             if self._closed:
                 raise ClientClosedError("the client is closed")

@@ -83,6 +83,11 @@ class UnavailableError(HeadwaterError, ConnectionError):
 class ClientClosedError(UnavailableError):
     """This client was closed, or belongs to the process that this one was forked from. Nothing was sent."""
 
+    @classmethod
+    def of_parent(cls) -> ClientClosedError:
+        """That of a client whose threads have stayed behind in a fork."""
+        return cls("this client was made by the process that this one was forked from; connect again here")
+
 
 class UnimplementedError(HeadwaterError, NotImplementedError):
     """The server does not have this part of the API."""

@@ -6,10 +6,12 @@ import asyncio
 import collections
 import concurrent.futures
 import functools
+import os
 import threading
 from collections.abc import Callable, Generator
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
+from headwater._errors import ClientClosedError
 from headwater._memory import current_streams
 
 P = ParamSpec("P")
@@ -88,12 +90,6 @@ class Future(Generic[R]):
         self._scope = scope
 
     @classmethod
-    def run(cls, executor: concurrent.futures.Executor, work: Callable[[], R]) -> Future[R]:
-        """That of `work`, which runs on a thread of the executor's, with the CUDA stream that is current here."""
-        scope = CancelScope()
-        return cls(executor.submit(_scoped(scope, work, current_streams())), scope)
-
-    @classmethod
     def failed(cls, error: Exception) -> Future[R]:
         """That of a call which could not begin."""
         inner: concurrent.futures.Future[R] = concurrent.futures.Future()
@@ -136,18 +132,31 @@ class Executors:
         self.loss = concurrent.futures.ThreadPoolExecutor(LOSS_THREADS, "headwater-loss")
         self.control = concurrent.futures.ThreadPoolExecutor(CONTROL_THREADS, "headwater-control")
         self.waiting = concurrent.futures.ThreadPoolExecutor(WAITING_THREADS, "headwater-waiting")
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._flying = 0
         self._waiting: collections.deque[_Flight] = collections.deque()
 
     def shutdown(self) -> None:
         """Lets running calls end and drops those that have not begun."""
+        if os.getpid() != self._pid:
+            return  # the threads are the parent's, and may have held a lock at the fork
         for threads in (self.loss, self.control, self.waiting):
             threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             waiting, self._waiting = list(self._waiting), collections.deque()
         for flight in waiting:
             flight.inner.cancel()
+
+    def run(self, threads: str, work: Callable[[], R]) -> Future[R]:
+        """That of `work`, which runs on one of these threads ("loss", "control", "waiting"), with this thread's CUDA stream."""
+        if os.getpid() != self._pid:
+            return Future.failed(ClientClosedError.of_parent())
+        scope = CancelScope()
+        try:
+            return Future(getattr(self, threads).submit(_scoped(scope, work, current_streams())), scope)
+        except RuntimeError:
+            return Future.failed(ClientClosedError("the client is closed"))
 
     def begin_loss(self, begin: Callable[[Done], Cancel | None], finish: Callable[[Outcome], R], run: Callable[[], R]) -> Future[R]:
         """A call that no thread waits for; at most LOSS_THREADS of them are under way at once.
@@ -157,6 +166,8 @@ class Executors:
             finish: makes the result of the outcome that `begin`'s argument gets; runs on a thread, and may block.
             run: the whole call, where `begin` has returned None.
         """
+        if os.getpid() != self._pid:
+            return Future.failed(ClientClosedError.of_parent())
         flight = _Flight(begin, finish, run)
         with self._lock:
             flies = self._flying < LOSS_THREADS
@@ -265,7 +276,8 @@ def as_future(method: Callable[Concatenate[Any, P], R], *, threads: str = "contr
 
     @functools.wraps(method)
     def start(self: Any, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        return Future.run(getattr(self._executors, threads), lambda: method(self, *args, **kwargs))
+        executors: Executors = self._executors
+        return executors.run(threads, lambda: method(self, *args, **kwargs))
 
     start.__name__ = method.__name__ + "_future"
     start.__qualname__ = method.__qualname__ + "_future"

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -61,12 +62,15 @@ class LocalBackend(LocalMicroBatches):
         self._heads: dict[str, LocalHead] = {}
         self._incarnation = os.urandom(16)
         self._start_time_s = time.time()
+        self._pid = os.getpid()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._joins = LocalJoins(self._changed)
         self.row_memory = RowMemory()
 
     def close(self) -> None:
+        if os.getpid() != self._pid:
+            return  # the engine is the parent's, and so are its threads
         with self._lock:
             engine, self._engine = self._engine, None
             self._changed.notify_all()
@@ -79,9 +83,16 @@ class LocalBackend(LocalMicroBatches):
             engine.destroy()
         self.row_memory.close()
 
+    def __del__(self) -> None:
+        # A client that was forgotten without `close`. The end of the process frees all by itself.
+        if hasattr(self, "row_memory") and not sys.is_finalizing():
+            self.close()
+
     @contextlib.contextmanager
     def _turn(self, timeout_s: float) -> Iterator[float]:
         """Holds the lock; waits for it at most `timeout_s`. Yields the call's deadline. What has begun is not interrupted."""
+        if os.getpid() != self._pid:
+            raise ClientClosedError.of_parent()
         deadline = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             raise make_error(

@@ -54,7 +54,7 @@ def connect(
         algorithm_cache: file that keeps what was found, from start to start; "auto": headwater/cublaslt.json in $XDG_CACHE_HOME,
             else in ~/.cache; None: none is kept. "cuda" only.
     Returns:
-        A Client. Closing it frees its heads.
+        A Client. Closing it frees its heads, and so does forgetting it. A process that is forked from this one must connect again.
     Raises:
         UnavailableError: libheadwater_local.so is not beside the package, and HEADWATER_LOCAL_LIBRARY does not name it.
         FeatureNotBuiltError: the CUDA engine's module or a usable GPU is not there; the message says which.

@@ -1,6 +1,9 @@
 """Futures: `.result()` and `await`, many at once, cancelled ones, deadlines."""
 
 import asyncio
+import os
+import select
+import signal
 import threading
 import time
 
@@ -10,6 +13,7 @@ from conftest import running_server
 from expectations import refused
 
 import headwater
+import headwater.local
 from headwater._futures import LOSS_THREADS, Executors
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 8, 16, 40
@@ -191,6 +195,59 @@ def test_a_cancelled_task_cancels_the_call(slow, rows):
         asyncio.run(run())
         assert future is not None and (future.done() or isinstance(future.exception(30), headwater.CancelledError))
     in_it_once_or_not_at_all(head, rows, 2)
+
+
+def test_futures_of_a_closed_client_say_so(backends, rows):
+    for connect in (lambda: headwater.connect(backends("remote-1").address), headwater.local.connect):
+        with connect() as client:
+            head = client.create_head("closed", np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
+            head.delete()
+        for future in (client.health_future(), head.info_future(), head.cross_entropy_future(*rows, micro_batch=0)):
+            with pytest.raises(headwater.ClientClosedError):
+                future.result(60)
+
+
+def in_a_fork(work):
+    """Runs `work` in a forked process, which must end by itself; what it raised, as a class."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        raised = "nothing"
+        try:
+            work()
+        except BaseException as error:
+            raised = type(error).__name__
+        finally:
+            os.write(writing, raised.encode())
+            os._exit(0)
+    os.close(writing)
+    try:
+        ended, _, _ = select.select([reading], [], [], 60)
+        return os.read(reading, 100).decode() if ended else "hangs"
+    finally:
+        os.close(reading)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("kind", ("remote-1", "remote-1-python", "local-3"))
+def test_a_forked_process_is_refused_at_once(backends, make_head, rows, kind):
+    """Threads stay behind in a fork: of futures, of what discards abandoned contributions, of an engine in process."""
+    client = backends(kind).client
+    head = make_head(client, np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
+    client.health_future().result(60)  # there is a thread that waits for work
+    head.cross_entropy(*rows, micro_batch=0)
+    head._abandoned.watch()
+    for work in (
+        lambda: client.health_future().result(),
+        lambda: head.cross_entropy_future(*rows, micro_batch=1).result(),
+        lambda: head.cross_entropy(*rows, micro_batch=1),
+        lambda: head.seal(expected_micro_batches=1),
+        lambda: head.info(),
+    ):
+        assert in_a_fork(work) == "ClientClosedError"
+    assert in_a_fork(client.close) == "nothing"
+    assert head.seal(expected_micro_batches=1).totals.micro_batch_count == 1
 
 
 # ---- turns ---------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Which engine `headwater.local` starts. A stand-in for the CUDA engine's module makes it possible to test this without a GPU."""
 
+import gc
 import os
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 
 import headwater
 import headwater.local
+from headwater._engine_library import Engine, EngineHead, Staged
 
 
 @pytest.fixture
@@ -45,6 +48,25 @@ def test_the_module_is_loaded_and_computes(fake_module):
 def test_the_device_reaches_the_engine(fake_module):
     with pytest.raises(headwater.FeatureNotBuiltError, match="no fake GPU is visible"):
         headwater.local.connect(engine="cuda", device=7)
+
+
+def test_a_client_that_is_forgotten_frees_its_engine(monkeypatch):
+    """Also one whose head has a contribution that waits for its decision, and refers to all of it."""
+    freed = []
+    for kind in (Engine, EngineHead, Staged):
+        name = "discard" if kind is Staged else "destroy"
+        free = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda self, free=free, kind=kind: (freed.append(kind), free(self)))
+    client = headwater.local.connect()
+    head = client.create_head("h", np.ones((7, 3), np.float32))
+    out = head.cross_entropy(np.ones((5, 3), np.float32), np.arange(5), micro_batch=0, commit="explicit")
+    backend = weakref.ref(client._backend)
+    del client, head
+    gc.collect()
+    assert backend() is not None and not freed  # the answer can still be committed
+    del out
+    gc.collect()
+    assert backend() is None and freed == [Staged, EngineHead, Engine]
 
 
 @pytest.mark.parametrize(("name", "value"), [("engine", "tpu"), ("engine", None), ("device", -1), ("device", 1.5)])
