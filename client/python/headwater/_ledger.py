@@ -126,6 +126,8 @@ class Ledger:
             return "compute"
         if attempt < record.attempt:
             raise _superseded(record, **key)
+        if record.state == "IN_PROGRESS":
+            raise _interrupted(**key)
         if record.state == "STAGED" and attempt > record.attempt:
             return "compute"
         if record.digest == digest:
@@ -184,9 +186,19 @@ class Ledger:
                 actual=factors,
                 **key,
             )
+        if record.state == "IN_PROGRESS":
+            raise _interrupted(**key)
         if self.open.state != "OPEN":
             raise _error("FAILED_PRECONDITION", "STEP_SEALED", f"step {step} is sealed", **key)
         return True
+
+    def begin_commit(self, micro_batch: int) -> None:
+        """The contribution is about to be added: if that is interrupted, nobody knows whether it was."""
+        self.open.records[micro_batch].state = "IN_PROGRESS"
+
+    def abort_commit(self, micro_batch: int) -> None:
+        """Nothing was added: it waits for its decision as before."""
+        self.open.records[micro_batch].state = "STAGED"
 
     def finish_commit(self, micro_batch: int, factors: Factors) -> None:
         """The contribution was added."""
@@ -208,12 +220,7 @@ class Ledger:
                 **key,
             )
         if record.state == "IN_PROGRESS":
-            raise _error(
-                "ABORTED",
-                "MICRO_BATCH_CONFLICT",
-                f"micro-batch {micro_batch} of step {step} was interrupted while it was added: discard the step's gradient",
-                **key,
-            )
+            raise _interrupted(**key)
         if record.state == "STAGED" and attempt < record.attempt:
             raise _superseded(record, **key)
 
@@ -274,6 +281,15 @@ class Ledger:
         self.open.state = how
         self.last_closed = self.open
         self.open = StepRecord(self.open.step + 1)
+
+
+def _interrupted(**key: int) -> HeadwaterError:
+    return _error(
+        "ABORTED",
+        "MICRO_BATCH_CONFLICT",
+        f"micro-batch {key['microBatch']} of step {key['step']} was interrupted while it was added: discard the step's gradient",
+        **key,
+    )
 
 
 def _discarded(record: Record, **key: int) -> HeadwaterError:

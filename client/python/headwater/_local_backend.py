@@ -391,16 +391,31 @@ class LocalBackend(LocalMicroBatches):
             clip_factor = 1.0
             if arguments.max_grad_norm is not None:
                 clip_factor = min(1.0, arguments.max_grad_norm / (global_norm + _CLIP_EPSILON))
-            head.engine_head.apply_optimizer(
-                settings, arguments.learning_rate, arguments.gradient_factor * clip_factor, head.update_count + 1
-            )
-            totals = ledger.open.totals()
-            head.close_step("APPLIED")
-            head.update_count += 1
-            head.weight_version += 1
-            result = ApplyResult(ledger.open.step, head.weight_version, global_norm, norm_squared, clip_factor, totals, False)
-            head.last_apply = (arguments, expectation, result)
-            return result
+
+            def close() -> ApplyResult:
+                totals = ledger.open.totals()
+                head.close_step("APPLIED")
+                head.update_count += 1
+                head.weight_version += 1
+                result = ApplyResult(ledger.open.step, head.weight_version, global_norm, norm_squared, clip_factor, totals, False)
+                head.last_apply = (arguments, expectation, result)
+                return result
+
+            try:
+                head.engine_head.apply_optimizer(
+                    settings, arguments.learning_rate, arguments.gradient_factor * clip_factor, head.update_count + 1
+                )
+            except HeadwaterError as error:
+                head.lost |= error.code == "INTERNAL"
+                raise
+            except BaseException:
+                # An interrupt comes before the engine has begun or when it has ended, which has zeroed the accumulator: the weights
+                # must not be updated again.
+                if head.engine_head.gradient_stats() == (0.0, 0):
+                    head.lost |= norm_squared == 0  # it was 0 before, and tells nothing
+                    close()
+                raise
+            return close()
 
     def discard_gradient(self, key: StepKey, timeout_s: float) -> DiscardGradientResult:
         with self._turn(timeout_s) as deadline:

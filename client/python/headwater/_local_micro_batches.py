@@ -164,9 +164,11 @@ class LocalMicroBatches:
             factors = Factors(request.factor, token_digest)
             attempt = _attempt_of(request.attempt, heads[0], request.keys[0].step, micro_batch)
             pending = None
+            adding = []
             for head, key in zip(heads, request.keys, strict=True):
                 if head.ledger.check_commit(key.step, micro_batch, attempt, factors):
                     pending = head.pending[micro_batch]
+                    adding.append(head.ledger)
             if pending is None:
                 return True
             _check_heads(pending, heads)
@@ -176,11 +178,19 @@ class LocalMicroBatches:
                     f"micro-batch {micro_batch} is staged, not held, and takes no token_factors; submit it with late_token_factors",
                     field="token_factors",
                 )
-            if pending.held is not None:
-                self._add_held(pending, pending.held, request.factor, token_factors)
-            staged = pending.release()
-            if staged is not None:
-                _marking_lost(heads, lambda: staged.commit(request.factor))
+            # An interrupt may come when the engine has added it: then it must neither be added again nor count as dropped.
+            for ledger in adding:
+                ledger.begin_commit(micro_batch)
+            try:
+                if pending.held is not None:
+                    self._add_held(pending, pending.held, request.factor, token_factors)
+                staged = pending.release()
+                if staged is not None:
+                    _marking_lost(heads, lambda: staged.commit(request.factor))
+            except HeadwaterError:
+                for ledger in adding:
+                    ledger.abort_commit(micro_batch)
+                raise
             for head in heads:
                 head.ledger.finish_commit(micro_batch, factors)
             pending.decided()
@@ -244,8 +254,12 @@ class LocalMicroBatches:
             if staged is not None:
                 staged.discard()
             start = request.row_start * head.spec.hidden_size
-            _marking_lost((head,), lambda: head.engine_head.add_to_gradient("grad_weight", start, request.rows, request.factor))
             head.ledger.begin(micro_batch, attempt, digest)
+            try:
+                _marking_lost((head,), lambda: head.engine_head.add_to_gradient("grad_weight", start, request.rows, request.factor))
+            except HeadwaterError:
+                head.ledger.abort(micro_batch)
+                raise
             head.ledger.finish(micro_batch, form="DIRECT", committed=True, counts=StepTotals(1))
             return False
 
