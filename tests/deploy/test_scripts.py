@@ -1,8 +1,10 @@
 """What the scripts of deploy/ do on machines that are not the one they were written on."""
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,105 @@ def test_limits_of_control_groups_are_read(tmp_path, groups, files, limits):
 @pytest.mark.parametrize(("limits", "jobs"), [("1 64000000000", "1"), ("2 1000000000", "1"), ("65536 2000000000", "1")])
 def test_a_build_keeps_to_the_limits(limits, jobs):
     assert in_library(f'control_group_limits() {{ echo "{limits}"; }}; build_jobs') == jobs
+
+
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def anyones_folder():
+    """One that another user than root can reach and write."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        Path(name).chmod(0o777)
+        yield Path(name)
+
+
+def install_deps(folder: Path, distribution: str, **environment: str) -> subprocess.CompletedProcess:
+    """deploy/install-deps by a user who is not root, where no package is installed, sudo asks for nothing and apt-get does nothing."""
+    shutil.copytree(REPOSITORY / "deploy", folder / "deploy")
+    (folder / "os-release").write_text(distribution)
+    script = folder / "deploy/install-deps"
+    script.write_text(script.read_text().replace("/etc/os-release", str(folder / "os-release")))
+    # As sudo does by default: of the environment only the path stays.
+    write_program(folder / "tools/sudo", '#!/bin/sh\nshift\nexec env -i PATH="$PATH" "$@"\n')
+    write_program(folder / "tools/apt-get", f'#!/bin/sh\n{{ echo "$@"; env; }} >>"{folder}/apt-get"\n')
+    write_program(folder / "tools/dpkg-query", "#!/bin/sh\nexit 1\n")
+    environment = {"PATH": f"{folder}/tools:/usr/bin:/bin", "TMPDIR": str(folder), "HEADWATER_PYTHON": "/bin/true", **environment}
+    # The user nobody, if this is root.
+    user = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
+    return subprocess.run([str(script)], capture_output=True, text=True, env=environment, **user)
+
+
+DEBIAN = 'ID=debian\nVERSION_ID="12"\n'
+
+
+def test_packages_are_fetched_through_the_callers_proxies(anyones_folder):
+    proxies = {"http_proxy": "http://proxy:3128", "https_proxy": "http://proxy:3129", "no_proxy": "localhost,.example"}
+    done = install_deps(anyones_folder, DEBIAN, **proxies)
+    assert done.returncode == 0, done.stderr
+    calls = (anyones_folder / "apt-get").read_text().splitlines()
+    for name, value in proxies.items():
+        assert calls.count(f"{name}={value}") == 2  # update, install
+
+
+def test_packages_are_fetched_without_proxies_where_there_are_none(anyones_folder):
+    done = install_deps(anyones_folder, DEBIAN)
+    assert done.returncode == 0, done.stderr
+    assert "proxy" not in (anyones_folder / "apt-get").read_text()
+
+
+@pytest.mark.parametrize(("release", "told"), [("ID=arch\n", "arch;"), ('ID=fedora\nVERSION_ID="42"\n', "fedora 42;")])
+def test_another_distribution_is_told_what_to_do(anyones_folder, release, told):
+    done = install_deps(anyones_folder, release)
+    assert done.returncode == 1
+    assert f"this is {told}" in done.stderr and "--no-install" in done.stderr and "libgrpc++-dev" in done.stderr
+    assert "unbound" not in done.stderr
+
+
+def make_build(folder: Path, *more: str) -> None:
+    """What deploy/bundle takes for a build."""
+    (folder / "python/headwater").mkdir(parents=True)
+    (folder / "bin").mkdir()
+    for name in ("headwaterd", "headwaterctl"):
+        shutil.copy("/bin/true", folder / "bin" / name)
+    for name in more:
+        (folder / name).write_text("")
+
+
+def bundle(out: Path, build: Path) -> subprocess.CompletedProcess:
+    return subprocess.run([str(REPOSITORY / "deploy/bundle"), str(out), str(build)], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("contents", "told"), [(("CMakeCache.txt",), "CMakeCache.txt"), ((".ninja_log",), ".ninja_log"), (("share",), "share")]
+)
+def test_a_bundle_replaces_nothing_that_is_none(tmp_path, contents, told):
+    make_build(tmp_path / "build")
+    make_build(tmp_path / "out", *contents)
+    before = sorted(tmp_path.rglob("*"))
+    done = bundle(tmp_path / "out", tmp_path / "build")
+    assert done.returncode == 1 and told in done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_bundle_is_not_made_of_itself(tmp_path):
+    make_build(tmp_path / "out")
+    before = sorted(tmp_path.rglob("*"))
+    done = bundle(tmp_path / "out", tmp_path / "out/../out")
+    assert done.returncode == 1 and "same folder" in done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.skipif(shutil.which("patchelf") is None, reason="needs patchelf")
+def test_a_bundle_replaces_an_earlier_one(tmp_path):
+    make_build(tmp_path / "build", "CMakeCache.txt")
+    for _ in range(2):
+        done = bundle(tmp_path / "out", tmp_path / "build")
+        assert done.returncode == 0, done.stderr
+        assert {path.name for path in (tmp_path / "out").iterdir()} == {"bin", "lib", "python"}
+        (tmp_path / "out/bin/old").write_text("")
+    assert bundle(tmp_path / "out", tmp_path / "build").returncode == 0
+    assert not (tmp_path / "out/bin/old").exists()
