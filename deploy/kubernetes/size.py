@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Says what a server needs for its heads: reads plans that the server made, prints a patch for deploy/kubernetes/base.
 
     headwaterctl --json plan --vocab_size=128256 --hidden_size=4096 --data_type=bfloat16 --trainable --optimizer=adamw >head.json

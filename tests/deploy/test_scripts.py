@@ -99,7 +99,7 @@ def anyones_folder():
 
 
 def install_deps(folder: Path, distribution: str, **environment: str) -> subprocess.CompletedProcess:
-    """deploy/install-deps by a user who is not root, where no package is installed, sudo asks for nothing and apt-get does nothing."""
+    """deploy/install-deps by a user who is not root, where no package is installed and apt-get does nothing."""
     shutil.copytree(REPOSITORY / "deploy", folder / "deploy")
     (folder / "os-release").write_text(distribution)
     script = folder / "deploy/install-deps"

@@ -1,9 +1,12 @@
-"""Checks the Markdown pages: links and anchors resolve, files that the text names exist, the README keeps its length.
+"""Checks the Markdown pages: links and anchors resolve, files that the text names exist, commands can be run, the README keeps its
+length.
 
 A file name is a code span that begins with a top-level folder of the project (`docs/math.md`, `deploy/quickstart`). Only the
-first word of a span is looked at, and none that holds a wildcard or an ellipsis.
+first word of a span is looked at, and none that holds a wildcard or an ellipsis. A span of several words, or a line of a code
+block, that begins with a file of the project is a command, perhaps after variables: the file must be executable.
 """
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -43,6 +46,32 @@ def named_path(span: str) -> str | None:
     return word.split("#")[0]
 
 
+def commands(text: str) -> list[tuple[int, str]]:
+    """The lines of a page's code blocks, and its code spans of several words, each with its line number."""
+    found = []
+    for match in FENCE.finditer(text):
+        first = text.count("\n", 0, match.start()) + 1
+        found += list(enumerate(match.group().splitlines(), start=first))[1:-1]
+    prose = FENCE.sub(blank, text)
+    for match in CODE.finditer(prose):
+        if len(match.group(1).split()) > 1:
+            found.append((prose.count("\n", 0, match.start()) + 1, match.group(1)))
+    return found
+
+
+def check_command(root: Path, command: str) -> str | None:
+    """What is wrong with a command, if it begins with a file of the project."""
+    words = command.split()
+    while words and re.match(r"[A-Za-z_]\w*=", words[0]):
+        words.pop(0)
+    path = named_path(words[0]) if words else None
+    if not path or (root / path).is_dir():
+        return None
+    if not (root / path).exists():
+        return f"runs {path}, which does not exist"
+    return None if os.access(root / path, os.X_OK) else f"runs {path}, which is not executable"
+
+
 def check_page(root: Path, page: Path) -> list[str]:
     """The errors of one page."""
     text = page.read_text(encoding="utf-8")
@@ -62,9 +91,14 @@ def check_page(root: Path, page: Path) -> list[str]:
             errors.append(f"{name}:{line}: links to {target}, a page without that heading")
     for match in CODE.finditer(prose):
         path = named_path(match.group(1))
-        if path and not (root / path).exists() and not (root / "proto" / path).exists():
+        several = len(match.group(1).split()) > 1
+        if path and not several and not (root / path).exists() and not (root / "proto" / path).exists():
             line = prose.count("\n", 0, match.start()) + 1
             errors.append(f"{name}:{line}: names {path}, which does not exist")
+    for line, command in commands(text):
+        error = check_command(root, command)
+        if error:
+            errors.append(f"{name}:{line}: {error}")
     if name == "README.md" and text.count("\n") > README_LINES:
         errors.append(f"{name}: {text.count(chr(10))} lines, at most {README_LINES} are wanted")
     return errors

@@ -1,4 +1,4 @@
-"""Checks what no formatter does: the length of files, marks of unfinished work, header guards."""
+"""Checks what no formatter does: the length of files, marks of unfinished work, header guards, that scripts can be run."""
 
 import re
 import subprocess
@@ -38,6 +38,14 @@ def check_file(path: str, text: str) -> list[str]:
     return errors
 
 
+def check_mode(path: str, text: str, mode: int) -> list[str]:
+    """A script can be run by its name, and what can be run says by what."""
+    executable = bool(mode & 0o111)
+    if text.startswith("#!") == executable:
+        return []
+    return [f"{path}: " + ("executable, but no #! in its first line" if executable else "begins with #!, but is not executable")]
+
+
 def main() -> int:
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[2]
     # safe.directory: the checkout may belong to another user, as in a container.
@@ -49,7 +57,9 @@ def main() -> int:
         file = root / path
         if file.suffix in TEXT_SUFFIXES and file.is_file() and not file.is_symlink():
             count += 1
-            errors += check_file(path, file.read_text(encoding="utf-8"))
+            text = file.read_text(encoding="utf-8")
+            errors += check_file(path, text)
+            errors += check_mode(path, text, file.stat().st_mode)
     for error in errors:
         print(error, file=sys.stderr)
     print(f"files: {count} checked, {len(errors)} errors")

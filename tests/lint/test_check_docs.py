@@ -8,6 +8,10 @@ import check_docs
 @pytest.fixture
 def root(tmp_path):
     (tmp_path / "docs").mkdir()
+    (tmp_path / "tests").mkdir()
+    for name, mode in (("run", 0o755), ("data", 0o644)):
+        (tmp_path / "tests" / name).write_text("")
+        (tmp_path / "tests" / name).chmod(mode)
     (tmp_path / "docs" / "math.md").write_text("# Math\n\n## One `formula`, twice\n\n```\n# no heading\n```\n")
     return tmp_path
 
@@ -27,6 +31,8 @@ def errors(root, text, name="docs/index.md"):
         "`docs/math.md` and `docs/math.md:3`, `docs/*.md`, `docs/<name>.md`",
         "`[not](a-link.md)`",
         "```\n[not](a-link.md) `docs/nothing.md`\n```",
+        "`tests/data`, `tests/run --long`, `NAME=value tests/run --long`, `cat tests/data`",
+        "```sh\nNAME=value tests/run --long | tail\ntests/    some\n```",
     ],
 )
 def test_good_pages_pass(root, text):
@@ -41,6 +47,11 @@ def test_good_pages_pass(root, text):
         "[no heading](math.md#no-heading)",
         "see `docs/gone.md`",
         "run `tests/gone --long`",
+        "run `tests/data --long`",
+        "run `NAME=value OTHER= tests/data --long`",
+        "```sh\ntests/run\ntests/data --long\n```",
+        "```sh\nNAME=value tests/data\n```",
+        "```\ntests/gone\n```",
     ],
 )
 def test_bad_pages_do_not(root, text):

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """A headwaterd that trains a little and is scraped by a real Prometheus, for tests and for the plot in the docs.
 
 monitored_run.py BUILD_DIR OUT.png [SECONDS]      # docs/monitoring.png: 90 seconds
