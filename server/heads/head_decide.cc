@@ -333,6 +333,15 @@ absl::StatusOr<bool> Head::Discard(const StepKey& key, int64_t micro_batch, int6
 }
 
 int64_t Head::DropSession(const SessionId& session) {
+  {
+    // A session that has left nothing here does not wait for who computes here, or saves or loads the weights for minutes: the end
+    // of any session looks at all heads. What its calls still add is dropped when the last of them has ended.
+    absl::MutexLock state_lock(&state_mutex_);
+    SettleDropped();
+    const bool left_something =
+        std::any_of(pending_.begin(), pending_.end(), [&](const auto& entry) { return entry.second->session() == session; });
+    if (!left_something) return 0;
+  }
   absl::MutexLock compute_lock(&compute_mutex_);
   absl::MutexLock state_lock(&state_mutex_);
   int64_t dropped = 0;

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <thread>
@@ -369,6 +370,40 @@ TEST(HeadRegistryTest, ASessionIsDroppedInEveryHead) {
     EXPECT_REASON(Head::Commit(target, 0, 0, {}, session), kMicroBatchDiscarded);
     EXPECT_OK(Head::Commit(target, 1, 0, {}, other));
   }
+}
+
+TEST(HeadRegistryTest, TheEndOfASessionDoesNotWaitForHeadsThatItLeftNothingOn) {
+  FakeEngine engine;
+  HeadRegistry registry(engine, RegistryLimits(), HeadLimits());
+  const std::shared_ptr<Head> idle = registry.Create({"default", "idle"}, SmallSpec())->head;
+  const std::shared_ptr<Head> busy = registry.Create({"default", "busy"}, SmallSpec())->head;
+  EXPECT_OK(SetWeights(*idle, std::vector<float>(15, 1.0f)));
+  const SessionId session{1};
+  MicroBatchCall staged(idle, 0, 0, {{1, 2, 3}, {2}});
+  staged.Explicit().submission().session = session;
+  EXPECT_OK(staged.Run(engine));
+
+  absl::Notification loading, go_on;
+  std::thread load([&] {
+    const TensorSource source = [&](int64_t, int64_t element_count, void* out) {
+      loading.Notify();
+      go_on.WaitForNotification();
+      std::fill_n(static_cast<float*>(out), element_count, 1.0f);
+      return absl::OkStatus();
+    };
+    EXPECT_OK(busy->SetTensors(busy->Describe().epoch, {{HeadTensor::kWeight, DataType::kFloat32, source}}));
+  });
+  loading.WaitForNotification();
+  absl::Notification dropped;
+  std::thread drop([&] {
+    EXPECT_EQ(registry.DropSession(session), 1);
+    dropped.Notify();
+  });
+  EXPECT_TRUE(dropped.WaitForNotificationWithTimeout(absl::Seconds(60))) << "it waits for the head that is being loaded";
+  go_on.Notify();
+  drop.join();
+  load.join();
+  EXPECT_EQ(idle->GetSteps(idle->Describe().epoch)->first.micro_batches.at(0).state, ContributionState::kDiscarded);
 }
 
 TEST(HeadRegistryTest, ManyThreadsCreateFindAttachAndDelete) {
