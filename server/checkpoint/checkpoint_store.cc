@@ -272,6 +272,17 @@ absl::StatusOr<std::unique_ptr<CheckpointStore>> CheckpointStore::Open(const std
     if (end == std::string::npos) break;
   }
   std::unique_ptr<CheckpointStore> store(new CheckpointStore(root, files, keep));
+  auto hold = files.HoldDirectory(root);
+  if (absl::IsAlreadyExists(hold.status())) {
+    observability::Log(
+        observability::LogLevel::kWarning, "checkpoint_directory_shared",
+        {{"directory", root},
+         {"message",
+          "another process has this checkpoint directory open, a second server perhaps: what was left there is not "
+          "cleared away, and both would bring back and save the same heads; give each server a directory of its own"}});
+    return store;
+  }
+  if (hold.ok()) store->hold_ = *std::move(hold);
   const auto heads = store->AllHeads();
   if (!heads.ok()) return heads.status();
   for (const auto& [tenant, head_id] : *heads) {

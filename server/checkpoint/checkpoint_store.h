@@ -9,7 +9,8 @@
 //
 // A shard file holds rows [vocab_start, vocab_end) of `weight`, `bias`, `master_weight`, `moment1_weight`, ... The manifest names
 // format version, head spec, step, optimizer update count, and each file's size and XXH3-128. A checkpoint is written into a
-// temporary directory beside its place, synced, and renamed; leftovers of crashes are removed at start.
+// temporary directory beside its place, synced, and renamed; leftovers of crashes are removed at start, but not while another
+// process holds ROOT (ROOT/.lock): what looks left over may be what it is writing.
 //
 // Checkpoints of a head are numbered in the order in which they were begun. The first one of a head marks it as live, just before
 // it is published, with its number: a head that is deleted and created anew under the same name never comes back from what the
@@ -52,7 +53,8 @@ struct Manifest;  // manifest.h
 
 class CheckpointStore {
  public:
-  // `root` is made if it is not there. Removes temporary directories of earlier crashes.
+  // `root` is made if it is not there. Removes temporary directories of earlier crashes. If another process has it open, nothing is
+  // removed and the log says so.
   // `files` must outlive the store. `keep`: checkpoints of a series that stay; 0: all.
   static absl::StatusOr<std::unique_ptr<CheckpointStore>> Open(const std::string& root, FileSystem& files = PosixFileSystem(),
                                                                int64_t keep = 0);
@@ -128,7 +130,8 @@ class CheckpointStore {
   const std::string root_;
   FileSystem& files_;
   const int64_t keep_;
-  absl::Mutex publish_mutex_;  // one rename sequence at a time
+  std::unique_ptr<DirectoryHold> hold_;  // of `root_`; null where it cannot be held
+  absl::Mutex publish_mutex_;            // one rename sequence at a time
   absl::Mutex sequence_mutex_;
   std::map<std::string, Sequences> sequences_ ABSL_GUARDED_BY(sequence_mutex_);  // by head directory, since the first Save()
 };

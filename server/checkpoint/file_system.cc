@@ -1,6 +1,7 @@
 #include "server/checkpoint/file_system.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -17,6 +18,8 @@ namespace headwater::checkpoint {
 namespace {
 
 constexpr int64_t kMaxIoBytes = int64_t{1} << 30;  // Linux moves at most 2 GiB at once
+// Of a directory that is held: an empty file, locked as long as that.
+constexpr char kHoldName[] = "/.lock";
 
 std::string ErrnoText(int error) { return std::error_code(error, std::generic_category()).message(); }
 
@@ -102,8 +105,26 @@ class PosixReadableFile : public ReadableFile {
   const int64_t size_;
 };
 
+class PosixHold : public DirectoryHold {
+ public:
+  explicit PosixHold(int descriptor) : descriptor_(descriptor) {}
+  ~PosixHold() override { close(descriptor_); }  // ends the lock, as the end of the process does
+
+ private:
+  const int descriptor_;
+};
+
 class PosixFiles : public FileSystem {
  public:
+  absl::StatusOr<std::unique_ptr<DirectoryHold>> HoldDirectory(const std::string& path) override {
+    const int descriptor = open((path + kHoldName).c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0644);
+    if (descriptor < 0) return WriteError("opening a directory's lock", errno);
+    auto hold = std::make_unique<PosixHold>(descriptor);
+    if (flock(descriptor, LOCK_EX | LOCK_NB) == 0) return hold;
+    if (errno == EWOULDBLOCK) return absl::AlreadyExistsError("the directory is held by another process");
+    return WriteError("locking a directory", errno);
+  }
+
   absl::Status CreateDirectory(const std::string& path) override {
     return mkdir(path.c_str(), 0755) == 0 ? absl::OkStatus() : WriteError("making a directory", errno);
   }

@@ -34,9 +34,20 @@ class ReadableFile {
   virtual absl::Status ReadAt(int64_t offset, int64_t byte_count, void* out) const = 0;
 };
 
+// A process's hold on a directory, until it is destroyed or the process ends, however.
+class DirectoryHold {
+ public:
+  virtual ~DirectoryHold() = default;
+};
+
 class FileSystem {
  public:
   virtual ~FileSystem() = default;
+  // Tells other processes, and other callers here, that this one works on the directory. It keeps nobody from anything.
+  // AlreadyExists if another one holds it; any other error where nobody can, say because nothing can be written there.
+  virtual absl::StatusOr<std::unique_ptr<DirectoryHold>> HoldDirectory(const std::string&) {
+    return absl::UnimplementedError("the file system knows no holds");
+  }
   // AlreadyExists if it is there.
   virtual absl::Status CreateDirectory(const std::string& path) = 0;
   // Entries written to the directory have reached the disk.

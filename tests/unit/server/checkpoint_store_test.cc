@@ -697,6 +697,39 @@ TEST_F(CheckpointStoreTest, ADirectoryThatCannotBeMadeIsNamed) {
   EXPECT_NE(message.find(file + "/root: making a directory failed"), std::string::npos) << message;
 }
 
+TEST_F(CheckpointStoreTest, WhatLooksLeftOverStaysWhileAnotherHasTheDirectoryOpen) {
+  const auto open = [this] {
+    absl::StatusOr<std::unique_ptr<CheckpointStore>> store = CheckpointStore::Open(root());
+    EXPECT_OK(store);
+    return *std::move(store);
+  };
+  std::unique_ptr<CheckpointStore> first = open();
+  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 1, 1);
+  ASSERT_OK(Save(*first, *head, "step-1"));
+  // As in the middle of a save, and between the two renames of a replacement.
+  ASSERT_OK(PosixFileSystem().CreateDirectory(head_directory() + "/.tmp-1"));
+  ASSERT_OK(PosixFileSystem().CreateDirectory(head_directory() + "/.old-step-2"));
+  const std::vector<std::string> entries = {".old-step-2", ".tmp-1", "step-1"};
+  ASSERT_EQ(Entries(), entries);
+  const std::unique_ptr<CheckpointStore> second = open();
+  EXPECT_EQ(Entries(), entries);
+  EXPECT_EQ(Comebacks(*second), std::vector<std::string>{"step-1"});
+  // The one who has it may go in any order; then it is the next one's.
+  first.reset();
+  const std::unique_ptr<CheckpointStore> third = open();
+  EXPECT_EQ(Entries(), (std::vector<std::string>{"step-1", "step-2"}));
+}
+
+TEST_F(CheckpointStoreTest, ADirectoryThatCannotBeHeldServesNevertheless) {
+  ASSERT_OK(PosixFileSystem().CreateDirectory(directory_.path() + "/deep"));
+  ASSERT_OK(PosixFileSystem().CreateDirectory(root()));
+  ASSERT_OK(PosixFileSystem().CreateDirectory(root() + "/.lock"));  // which no file can take the place of
+  const absl::StatusOr<std::unique_ptr<CheckpointStore>> store = CheckpointStore::Open(root());
+  ASSERT_OK(store);
+  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 1, 1);
+  EXPECT_OK(Save(**store, *head, "step-1"));
+}
+
 TEST_F(CheckpointStoreTest, ConcurrentSavesOfManyNames) {
   const std::unique_ptr<CheckpointStore> store = *CheckpointStore::Open(root());
   SaveFromManyThreads(*store, [](int thread, int repeat) { return absl::StrCat(thread, "-", repeat); });
