@@ -232,7 +232,7 @@ def ordinary_block(nbytes: int) -> Block:
 
 def page_locked_block(nbytes: int) -> Block:
     """A block that a GPU copies from and to by itself."""
-    return _ArrayBlock(torch().empty(nbytes, dtype=torch().uint8, pin_memory=True).numpy())
+    return _ArrayBlock(torch().empty(nbytes, dtype=torch().uint8, device="cpu", pin_memory=True).numpy())
 
 
 class RowMemory:

@@ -1,5 +1,6 @@
 """reduction="none": a loss for each token, and any upstream gradient, against PyTorch's own head in fp64."""
 
+import contextlib
 import gc
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expectations import refused
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch_model import (
     FEATURES,
@@ -27,6 +29,17 @@ import headwater.torch
 @pytest.fixture
 def problem(rng):
     return Problem(rng)
+
+
+class DefaultDevice(TorchFunctionMode):
+    """What torch.set_default_device does, for versions without it: tensors are made on a device that is not the host."""
+
+    MAKERS = (torch.zeros, torch.ones, torch.empty, torch.full, torch.tensor, torch.arange)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in self.MAKERS:
+            kwargs = {"device": "meta", **(kwargs or {})}
+        return func(*args, **(kwargs or {}))
 
 
 CASES = {
@@ -280,3 +293,19 @@ def test_options_that_belong_to_a_scalar_are_refused(one_shard, make_head, probl
         headwater.torch.CrossEntropyLoss(head, reduction="none")(
             problem.inputs @ problem.trunk.T, problem.targets, num_items_in_batch=4
         )
+
+
+@pytest.mark.parametrize("options", ({"reduction": "none"}, {"loss_scale": 1.0}, {}), ids=str)
+def test_the_default_device_changes_nothing(one_shard, make_head, problem, rng, options):
+    targets, token_weights = with_ignored(problem.targets), None if "loss_scale" in options else numbers(rng, 16).abs() + 0.5
+    results = []
+    for mode in (contextlib.nullcontext(), DefaultDevice()):
+        head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+        loss_fn = headwater.torch.CrossEntropyLoss(head, **options)
+        upstream = torch.linspace(0.5, 1, 16) if options.get("reduction") == "none" else None
+        with mode:
+            loss = loss_fn(problem.inputs @ trunk.T, targets, token_weights=token_weights)
+            loss.backward(upstream)
+        results.append((loss.detach().numpy(), trunk.grad.numpy(), head.gradient()))
+    for expected, actual in zip(*results, strict=True):
+        np.testing.assert_array_equal(actual, expected)

@@ -86,7 +86,7 @@ class ModuleHead(Head):
         gradient = None if parameter.grad is None else dense(parameter.grad)
         for part in range(parts):
             start = part * rows
-            values = torch.zeros(1, parameter.shape[1]) if gradient is None else gradient[start : start + rows]
+            values = torch.zeros(1, parameter.shape[1], device="cpu") if gradient is None else gradient[start : start + rows]
             self.add_gradient(values, micro_batch=first_micro_batch + part, row_start=start, factor=factor, timeout_s=timeout_s)
 
     def gradient_parts(self, *, timeout_s: float | None = None) -> int:

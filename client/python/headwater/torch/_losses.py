@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from headwater import _arrays
@@ -93,7 +94,7 @@ class _Loss(torch.nn.Module):
         def finish(result: LossResult, **rest: Any) -> Outcome:
             rest = {"contribution": None, "grad_hidden_scale": 1.0, "recomputed": False, **rest}
             if self.reduction == "none":
-                losses = torch.tensor(result.token_loss)
+                losses = torch.from_numpy(np.array(result.token_loss))
                 if token_weights is not None:
                     losses = losses * token_weights.detach().float().cpu()
                 ignored = None if targets is None else targets.detach() == self.ignore_index
@@ -107,7 +108,7 @@ class _Loss(torch.nn.Module):
         if not (contributes or wants_grad_hidden):
             return finish(run(rows, backward=False, **outputs)).value(hidden.device)
 
-        anchor = torch.zeros((), requires_grad=True) if contributes else None
+        anchor = torch.zeros((), device="cpu", requires_grad=True) if contributes else None
         if in_checkpoint_recompute():
             return RemoteLoss.apply(hidden, anchor, finish(run(rows, backward=False, **outputs), recomputed=True))
 
@@ -152,7 +153,7 @@ class _Loss(torch.nn.Module):
         self, row_count: int, targets: torch.Tensor | None, token_weights: torch.Tensor | None, class_weights: torch.Tensor | None
     ) -> float:
         """The mean's divisor from the arguments alone, in fp64: what the server answers as `target_weight_sum`."""
-        weights = torch.ones(row_count, dtype=torch.float64)
+        weights = torch.ones(row_count, dtype=torch.float64, device="cpu")  # whatever the default device is
         if token_weights is not None:
             weights = token_weights.detach().double().cpu()
         if targets is not None:
