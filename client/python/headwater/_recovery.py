@@ -59,6 +59,8 @@ class StateStore(Protocol):
 class StateFiles:
     """Files `step-{step}{suffix}` in a directory. Each is complete or not there, and on the disk when `save` returns.
 
+    One process at a time saves files of one suffix: what another one has left unfinished is removed.
+
     Args:
         directory: made if it is not there. All ranks must see it.
         save: called with the path of a file to write.
@@ -84,6 +86,7 @@ class StateFiles:
         self._suffix = suffix
         self._keep = None if keep is None else check_integer(keep, "keep", low=1)
         self._pattern = re.compile(rf"step-(\d+){re.escape(suffix)}")
+        self._unfinished = re.compile(rf"\.\d+\.step-\d+{re.escape(suffix)}")
 
     def _path(self, step: int) -> Path:
         return self._directory / f"step-{step}{self._suffix}"
@@ -92,6 +95,9 @@ class StateFiles:
         """Writes the state in which `step` begins."""
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._path(check_integer(step, "step"))
+        for left in self._directory.iterdir():  # by a process that was killed as it wrote: nobody else writes these
+            if self._unfinished.fullmatch(left.name):
+                left.unlink(missing_ok=True)
         unfinished = path.with_name(f".{os.getpid()}.{path.name}")  # with its end, which some writers look at
         try:
             self._write(unfinished)

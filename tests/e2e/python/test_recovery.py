@@ -269,6 +269,18 @@ def test_a_step_that_is_not_closed_and_heads_that_part_are_told(tmp_path):
             headwater.train(heads, lambda step: None, 1, checkpoint_name="latest", **options)
 
 
+def test_what_a_killed_process_has_left_unfinished_goes(tmp_path):
+    def files(suffix):
+        return headwater.StateFiles(tmp_path, save=lambda path: path.touch(), load=lambda path: None, suffix=suffix)
+
+    for name in (".1.step-7.pt", ".999.step-8.pt", ".1.step-7.rank-1.pt", ".1.step-7.pt.mine", "step-3.pt"):
+        (tmp_path / name).touch()
+    files(".pt").save(9)
+    assert {path.name for path in tmp_path.iterdir()} == {".1.step-7.rank-1.pt", ".1.step-7.pt.mine", "step-3.pt", "step-9.pt"}
+    files(".rank-1.pt").save(9)
+    assert not (tmp_path / ".1.step-7.rank-1.pt").exists()
+
+
 def test_state_files_are_whole_or_not_there(tmp_path):
     written = []
 
