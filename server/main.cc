@@ -1,6 +1,7 @@
 // headwaterd: flags, signals, wiring.
 #include <malloc.h>
 #include <signal.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -39,6 +40,7 @@
 #include "server/group/rank_codec.h"
 #include "server/group/restarter.h"
 #include "server/heads/epoch.h"
+#include "server/main_signals.h"
 #include "server/observability/log_level_file.h"
 #include "server/observability/logging.h"
 #include "server/observability/metrics.h"
@@ -130,7 +132,8 @@ ABSL_FLAG(
     std::string, join, "",
     "host:port, or unix:PATH, of a server with --workers that this process joins, again and again, until it is ended; of the other "
     "flags only those named join_, --group_listen_host, --engine, --device, --gpus, --algorithm_cache, --memory_budget_bytes, "
-    "--device_lost_grace, --tls_certificate and --tls_key (which the worker shows) and the ones of the log count then");
+    "--device_lost_grace, --drain_timeout, --tls_certificate and --tls_key (which the worker shows) and the ones of the log count "
+    "then");
 ABSL_FLAG(std::string, join_ca, "", "file with the certificates, in PEM, that the other server's must be signed by; empty: no TLS");
 ABSL_FLAG(std::string, join_token_file, "",
           "file with the token for --join, whose name the other server's --worker_token is; empty: none");
@@ -223,7 +226,9 @@ ABSL_FLAG(absl::Duration, idle_head_timeout, headwater::service::ServerOptions{}
 ABSL_FLAG(bool, idle_head_checkpoint, false,
           "save such a head first, as idle-STEP in --checkpoint_directory; one that cannot be saved stays");
 // ---- operation ------------------------------------------------------------------------------------------------------------
-ABSL_FLAG(absl::Duration, drain_timeout, absl::Seconds(30), "how long accepted calls may go on after SIGTERM or SIGINT");
+ABSL_FLAG(absl::Duration, drain_timeout, absl::Seconds(30),
+          "how long accepted calls may go on after SIGTERM or SIGINT; with --join, how long the other server may take to save what "
+          "the group holds, at least its own");
 ABSL_FLAG(
     absl::Duration, device_lost_grace, absl::Seconds(5),
     "how long calls in progress may take to be answered once the engine's device is lost, from 0 to 1h; then the process ends, "
@@ -259,8 +264,6 @@ constexpr char kUsage[] =
 
 // The engine's device was lost; EX_TEMPFAIL of sysexits.h: what comes after may work.
 constexpr int kDeviceLostStatus = 75;
-// What tells the main thread that it was; blocked like the signals of an operator, and without effect if sent from outside.
-constexpr int kDeviceLostSignal = SIGUSR2;
 
 constexpr int32_t kMaxWorkers = 255;
 constexpr int32_t kMaxGpus = 64;
@@ -282,6 +285,12 @@ constexpr absl::Duration kFormingPause = absl::Milliseconds(300);
 constexpr absl::Duration kCudaSetupTimeout = absl::Minutes(2);
 // How long a leader that has lost its group tells new calls so, before it begins anew: they would find nobody there otherwise.
 constexpr absl::Duration kLastAnswers = absl::Milliseconds(500);
+
+// An operator's signal was taken: the process ends, and does not begin anew, whatever becomes of its engine.
+std::atomic<bool>& IsEnding() {
+  static std::atomic<bool> is_ending{false};
+  return is_ending;
+}
 
 group::Restarter& Restart() {
   static group::Restarter* const restarter = new group::Restarter();
@@ -483,8 +492,20 @@ absl::Status Announce(const service::Server& server) {
   first_comer->Lock();  // for good: whoever comes later waits until the process is gone
   std::cout << std::flush;
   std::cerr << std::flush;
-  if (absl::GetFlag(FLAGS_workers) > 0 || !absl::GetFlag(FLAGS_join).empty()) Restart().BeginAnew();
-  _exit(kDeviceLostStatus);
+  const bool is_worker = !absl::GetFlag(FLAGS_join).empty();
+  if (!IsEnding() && (is_worker || absl::GetFlag(FLAGS_workers) > 0)) Restart().BeginAnew();
+  _exit(IsEnding() && is_worker ? 0 : kDeviceLostStatus);
+}
+
+// A worker is to end, and stays for a while.
+std::atomic<bool>& WorkerIsLeaving() {
+  static std::atomic<bool> is_leaving{false};
+  return is_leaving;
+}
+
+// Wakes the main thread. Any thread, any number of times.
+void OnWorkerLeaving() {
+  if (!WorkerIsLeaving().exchange(true)) WakeMainThread();
 }
 
 // Wakes the main thread, and sees to it that the process ends in time even if a call, or the main thread, never comes back from the
@@ -497,14 +518,8 @@ void OnDeviceLost(const absl::Status&) {
       observability::Log(observability::LogLevel::kError, "ended", {{"note", "the device is lost; not every call was answered"}});
       EndLost();
     }).detach();
-    kill(getpid(), kDeviceLostSignal);
+    WakeMainThread();
   });
-}
-
-// Whether an operator's signal waits to be taken.
-bool IsAskedToEnd() {
-  sigset_t pending;
-  return sigpending(&pending) == 0 && (sigismember(&pending, SIGTERM) == 1 || sigismember(&pending, SIGINT) == 1);
 }
 
 // The engine of a leader, whose workers the server waits for.
@@ -539,6 +554,7 @@ absl::StatusOr<service::ChosenEngine> MakeGroup(const EngineOptions& engine, ser
   }
   assembly.version = service::ServerVersion();
   assembly.listen_host = absl::GetFlag(FLAGS_group_listen_host);
+  assembly.on_worker_leaving = OnWorkerLeaving;
   assembly.silence_timeout = absl::GetFlag(FLAGS_rank_timeout);
   if (assembly.silence_timeout < absl::Seconds(1)) return absl::InvalidArgumentError("--rank_timeout: expected at least 1s");
   // A rank that hangs is found out first, and the leader hears of a worker's progress only with its signs of life.
@@ -585,11 +601,28 @@ void LeaveDevices() {
   });
 }
 
-// One rank of a worker: joins again and again.
-[[noreturn]] void StayJoined(const group::LeaderAddress& leader, group::WorkerOptions worker) {
+// Of a worker's ranks, those that have, or make, an engine in a group.
+std::atomic<int32_t>& Members() {
+  static std::atomic<int32_t> members{0};
+  return members;
+}
+
+// One rank of a worker: joins again and again, until the process is to end.
+void StayJoined(const group::LeaderAddress& leader, group::WorkerOptions worker) {
   std::atomic<bool> has_device{false};
+  bool is_member = false;
+  const auto become_member = [&is_member] {
+    is_member = true;
+    ++Members();
+  };
+  worker.is_leaving = [] { return IsEnding().load(); };
   worker.on_device_lost = [](const absl::Status&) { LeaveDevices(); };
-  worker.make_cuda_engine = [&has_device](const EngineOptions& options) {
+  worker.make_engine = [&](const EngineOptions& options) {
+    become_member();
+    return CreateCpuEngine(options);
+  };
+  worker.make_cuda_engine = [&](const EngineOptions& options) {
+    become_member();
     has_device = true;
     return CreateCudaEngine(options);
   };
@@ -597,8 +630,10 @@ void LeaveDevices() {
     if (has_device) LeaveDevices();
   };
   std::string last;
-  while (true) {
+  while (!IsEnding()) {
     const std::string ended(group::JoinLeader(leader, worker).message());
+    if (std::exchange(is_member, false)) --Members();
+    if (IsEnding()) return;
     if (ended != last) {
       observability::Log(observability::LogLevel::kWarning, "left_group",
                          {{"rank_of_process", int64_t{worker.process_index}}, {"message", ended}});
@@ -606,6 +641,16 @@ void LeaveDevices() {
     last = ended;
     absl::SleepFor(kJoinInterval);
     if (has_device) EndLost();
+  }
+}
+
+// Until no rank of the worker is in a group any more; no longer than --drain_timeout, nor beyond another signal of an operator's.
+void AwaitLeave(const sigset_t& signals) {
+  constexpr timespec kLook = {0, 50'000'000};
+  const absl::Time deadline = absl::Now() + absl::GetFlag(FLAGS_drain_timeout);
+  while (Members() > 0 && absl::Now() < deadline) {
+    const int signal_number = sigtimedwait(&signals, nullptr, &kLook);
+    if (signal_number == SIGTERM || signal_number == SIGINT) return;
   }
 }
 
@@ -645,7 +690,6 @@ int Join(const sigset_t& signals) {
   worker.leader_host = group::LeaderHost(leader.address);
   worker.listen_host = absl::GetFlag(FLAGS_group_listen_host);
   worker.memory_budget_bytes = absl::GetFlag(FLAGS_memory_budget_bytes);
-  // It has nothing that it could save, and its leader notices its end at once: the threads are left to themselves.
   for (int32_t index = 0; index < worker.process_ranks; ++index) {
     worker.process_index = index;
     worker.device_index = absl::GetFlag(FLAGS_device) + index;
@@ -653,22 +697,21 @@ int Join(const sigset_t& signals) {
   }
   observability::Log(observability::LogLevel::kInfo, "joining", {{"leader", leader.address}});
   int signal_number = 0;
-  while (sigwait(&signals, &signal_number) != 0 || signal_number == kDeviceLostSignal) {
+  while (sigwait(&signals, &signal_number) != 0 || signal_number == kWakeSignal) {
   }
+  IsEnding() = true;
+  observability::Log(
+      observability::LogLevel::kInfo, "leaving",
+      {{"signal", int64_t{signal_number}}, {"timeout_s", absl::ToDoubleSeconds(absl::GetFlag(FLAGS_drain_timeout))}});
+  AwaitLeave(signals);
+  // It has nothing that it could save, and its leader notices its end at once: the threads are left to themselves.
   std::cout << std::flush;
   std::cerr << std::flush;
   _exit(0);
 }
 
 int Serve() {
-  // Block the signals in every thread; this one takes them when it is ready to.
-  sigset_t signals;
-  sigemptyset(&signals);
-  sigaddset(&signals, SIGTERM);
-  sigaddset(&signals, SIGINT);
-  sigaddset(&signals, kDeviceLostSignal);
-  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
-
+  const sigset_t signals = MainSignals();
   absl::Status logging = observability::ConfigureLogging(absl::GetFlag(FLAGS_log_level), absl::GetFlag(FLAGS_log_format));
   if (!logging.ok()) return Fail(std::string(logging.message()));
   std::optional<observability::LogLevelFile> level_file;
@@ -714,8 +757,8 @@ int Serve() {
                             (*server)->metrics_port());
   }
   if (absl::Status ready = (*server)->BecomeReady(IsAskedToEnd); !ready.ok()) {
-    if (is_group && IsAskedToEnd()) return 0;
     if (!(*server)->engine().health().ok()) EndLost();
+    if (IsAskedToEnd()) return 0;
     if (is_group && !HasReason(ready, ErrorReason::kInvalidCombination)) {
       observability::Log(observability::LogLevel::kError, "not_formed", {{"message", std::string(ready.message())}});
       absl::SleepFor(kFormingPause);
@@ -728,9 +771,17 @@ int Serve() {
   }
 
   int signal_number = 0;
-  while (sigwait(&signals, &signal_number) != 0 || (signal_number == kDeviceLostSignal && (*server)->engine().health().ok())) {
+  const auto is_lost = [&] { return !(*server)->engine().health().ok(); };
+  while (sigwait(&signals, &signal_number) != 0 || (signal_number == kWakeSignal && !is_lost() && !WorkerIsLeaving())) {
   }
-  if (signal_number == kDeviceLostSignal) {
+  if (signal_number == kWakeSignal && !is_lost()) {
+    // The others, and who comes in its place, join what begins anew. An operator's signal that comes meanwhile waits for that.
+    const absl::Duration timeout = absl::GetFlag(FLAGS_drain_timeout);
+    observability::Log(observability::LogLevel::kWarning, "worker_leaving", {{"timeout_s", absl::ToDoubleSeconds(timeout)}});
+    (*server)->Drain(timeout);
+    EndLost();
+  }
+  if (signal_number == kWakeSignal) {
     if (is_group) absl::SleepFor(kLastAnswers);
     (*server)->CheckEngine();  // health is NOT_SERVING now, and calls are being answered
     if ((*server)->Drain(grace)) {
@@ -738,6 +789,7 @@ int Serve() {
     }
     EndLost();
   }
+  IsEnding() = true;
   observability::Log(
       observability::LogLevel::kInfo, "draining",
       {{"signal", int64_t{signal_number}}, {"timeout_s", absl::ToDoubleSeconds(absl::GetFlag(FLAGS_drain_timeout))}});

@@ -112,7 +112,12 @@ def patch(sizes: dict[str, int], keep: int, engine: str) -> str:
     lines = ["patches:", *patch_lines("headwater", operations)]
     if ranks > 1 and engine == "cpu":
         budget = f"--memory_budget_bytes={sizes['memory_budget_bytes']}"
-        worker = [("add", "/spec/template/spec/containers/0/args/-", budget), ("replace", "/spec/replicas", ranks - 1)]
+        drain = f"--drain_timeout={sizes['drain_timeout_s']}s"  # a worker stays until its leader has saved
+        worker = [("add", "/spec/template/spec/containers/0/args/-", flag) for flag in (budget, drain)]
+        worker += [
+            ("replace", "/spec/template/spec/terminationGracePeriodSeconds", sizes["grace_s"]),
+            ("replace", "/spec/replicas", ranks - 1),
+        ]
         lines += patch_lines("headwater-worker", worker + memory_operations(sizes["worker_memory_bytes"]))
     return "\n".join(lines)
 

@@ -18,8 +18,13 @@
 #include "server/group/local_rank.h"
 #include "server/group/rank_codec.h"
 #include "server/group/remote_rank.h"
+#include "server/observability/logging.h"
 
 namespace headwater::group {
+
+using observability::Log;
+using observability::LogLevel;
+
 namespace {
 
 constexpr absl::Duration kLook = absl::Milliseconds(50);
@@ -122,6 +127,7 @@ absl::Status GroupAssembly::Serve(JoinCall& call) {
         if (!slot->is_ready) slot->ready = message.ready();
         slot->is_ready = true;
       }
+      if (message.alive().leaving() && options_.on_worker_leaving) options_.on_worker_leaving();
       slot->link->Deliver(std::move(message));
       message = v1::JoinRequest();
     }
@@ -171,12 +177,19 @@ absl::Status GroupAssembly::AwaitRank(JoinCall& call, const std::shared_ptr<Slot
   absl::MutexLock lock(&mutex_);
   HEADWATER_RETURN_IF_ERROR(RoomFor(*slot));
   slots_.push_back(slot);
+  LogPresence("worker_joined", *slot);
   while (!mutex_.AwaitWithTimeout(absl::Condition(&complete_), kLook)) {
     if (!call.Cancelled()) continue;
     slots_.erase(std::find(slots_.begin(), slots_.end(), slot));
+    LogPresence("worker_left", *slot);
     return MakeError(ErrorReason::kCancelled, "the worker has left before the group was formed");
   }
   return absl::OkStatus();
+}
+
+void GroupAssembly::LogPresence(const char* event, const Slot& slot) const {
+  Log(LogLevel::kInfo, event,
+      {{"address", slot.address}, {"here", static_cast<int64_t>(slots_.size())}, {"wanted", int64_t{options_.workers}}});
 }
 
 std::vector<std::shared_ptr<GroupAssembly::Slot>> GroupAssembly::Numbered() const {
@@ -311,6 +324,8 @@ absl::Status GroupAssembly::Form(const std::function<bool()>& cancelled) {
   for (auto& engine : own.engines) ranks.push_back(std::make_unique<LocalRank>(std::move(engine)));
   for (const auto& slot : slots) {
     const v1::RankReady& ready = slot->ready;
+    // Errors name ranks alone: clients see them.
+    Log(LogLevel::kInfo, "rank_ready", {{"rank", int64_t{slot->rank}}, {"address", slot->address}, {"device", ready.device()}});
     ranks.push_back(std::make_unique<RemoteRank>(
         slot->rank, EngineDevice{absl::StrCat(ready.device(), "@", slot->rank), ready.model(), ready.memory_budget_bytes()},
         slot->link, options_.silence_timeout, /*shares_rows=*/slot->process_index > 0));

@@ -40,6 +40,8 @@ struct AssemblyOptions {
   absl::Duration setup_timeout = absl::Seconds(60);   // to connect, and to make the engines, once all workers are there
   absl::Duration stall_timeout = absl::Minutes(5);    // for a word of each other within a computation
   absl::Duration silence_timeout = absl::Seconds(5);  // for a sign of life
+  // Called when a worker has told that its process is to end, by each of those, more than once. Any thread; null: nothing is.
+  std::function<void()> on_worker_leaving;
 };
 
 // The call by which a worker joins, as the leader's handler sees it.
@@ -111,6 +113,8 @@ class GroupAssembly {
   absl::Status RoomFor(const Slot& slot) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
   // Waits until the worker's rank is known.
   absl::Status AwaitRank(JoinCall& call, const std::shared_ptr<Slot>& slot);
+  // How many are there, now that this one is, or is no longer.
+  void LogPresence(const char* event, const Slot& slot) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
   // The workers by rank, once all are there.
   std::vector<std::shared_ptr<Slot>> Numbered() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
   void Welcome(const Slot& slot, v1::RankWelcome* welcome) ABSL_SHARED_LOCKS_REQUIRED(mutex_);

@@ -20,6 +20,7 @@
 #include "server/group/local_rank.h"
 #include "server/group/rank_codec.h"
 #include "server/group/rank_follower.h"
+#include "server/observability/logging.h"
 
 namespace headwater::group {
 namespace {
@@ -42,8 +43,7 @@ absl::Status Guarded(absl::FunctionRef<absl::Status()> work) {
 // Writes of the commands' thread and of the one that tells that the worker lives, and notices when nobody listens any more.
 class Voice {
  public:
-  Voice(WorkerChannel& channel, absl::Duration interval, const std::function<void()>& on_ended)
-      : channel_(channel), interval_(interval), on_ended_(on_ended) {}
+  Voice(WorkerChannel& channel, const WorkerOptions& options) : channel_(channel), options_(options) {}
   ~Voice() {
     {
       absl::MutexLock lock(&mutex_);
@@ -80,8 +80,9 @@ class Voice {
       v1::JoinRequest alive;
       {
         absl::MutexLock lock(&mutex_);
-        if (mutex_.AwaitWithTimeout(absl::Condition(&stopping_), interval_)) return;
+        if (mutex_.AwaitWithTimeout(absl::Condition(&stopping_), options_.alive_interval)) return;
         Describe(alive.mutable_alive());
+        if (options_.is_leaving) alive.mutable_alive()->set_leaving(options_.is_leaving());
       }
       if (!Write(alive)) return End();
     }
@@ -93,7 +94,7 @@ class Voice {
       ended_ = true;
       if (communicator_ != nullptr) communicator_->Abort(LeaderGone());
     }
-    if (on_ended_) on_ended_();
+    if (options_.on_call_ended) options_.on_call_ended();
   }
 
   void Describe(v1::RankAlive* alive) const ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
@@ -106,8 +107,7 @@ class Voice {
   }
 
   WorkerChannel& channel_;
-  const absl::Duration interval_;
-  const std::function<void()>& on_ended_;
+  const WorkerOptions& options_;
   std::atomic<bool> ended_{false};
   absl::Mutex write_mutex_;
   absl::Mutex mutex_;
@@ -202,8 +202,7 @@ class SharingRows {
 
 class Worker {
  public:
-  Worker(WorkerChannel& channel, const WorkerOptions& options)
-      : channel_(channel), options_(options), voice_(channel, options.alive_interval, options.on_call_ended) {}
+  Worker(WorkerChannel& channel, const WorkerOptions& options) : channel_(channel), options_(options), voice_(channel, options) {}
 
   absl::Status Run() {
     const SharingRows sharing(options_.process_index == 0 ? options_.rows.get() : nullptr);
@@ -279,6 +278,8 @@ class Worker {
     auto engine = is_cuda ? options_.make_cuda_engine(engine_options) : options_.make_engine(engine_options);
     if (!engine.ok()) return engine.status();
     rank_ = std::make_unique<LocalRank>(*std::move(engine));
+    observability::Log(observability::LogLevel::kInfo, "joined",
+                       {{"rank", int64_t{welcome.rank()}}, {"ranks", int64_t{welcome.world_size()}}});
     return absl::OkStatus();
   }
 

@@ -47,6 +47,8 @@ struct WorkerOptions {
   EngineMaker make_engine = CreateCpuEngine;
   EngineMaker make_cuda_engine = CreateCudaEngine;
   absl::Duration alive_interval = kAliveInterval;
+  // Whether the process has been asked to end, which the leader is told then. From a thread of the worker's; null: it never is.
+  std::function<bool()> is_leaving;
   // Called once when the leader has ended the call, after it was welcomed: what still executes is given up, and comes back unless
   // a device hangs. From a thread of the worker's; null: nothing is.
   std::function<void()> on_call_ended;

@@ -287,7 +287,8 @@ std::shared_ptr<Head> HeadRegistry::BringBack(const std::vector<checkpoint::Chec
   return nullptr;
 }
 
-std::vector<HeadRegistry::Comeback> HeadRegistry::RestoreAll(checkpoint::CheckpointStore& store) {
+std::vector<HeadRegistry::Comeback> HeadRegistry::RestoreAll(checkpoint::CheckpointStore& store,
+                                                             const std::function<bool()>& cancelled) {
   std::vector<Comeback> comebacks;
   const auto live = store.LiveHeads();
   if (!live.ok()) {
@@ -295,6 +296,7 @@ std::vector<HeadRegistry::Comeback> HeadRegistry::RestoreAll(checkpoint::Checkpo
     return comebacks;
   }
   for (const auto& [tenant, head_id] : *live) {
+    if (cancelled()) break;
     Comeback& comeback = comebacks.emplace_back();
     comeback.name = {tenant, head_id};
     const std::string full_name = comeback.name.ToString();

@@ -77,7 +77,8 @@ class HeadRegistry {
 
   // Brings back every head that the store remembers, from its newest checkpoint that is whole: trainable ones are RESTORED, frozen
   // ones READY. One that cannot be brought back (no whole checkpoint, no memory, a quota, a name that is not a head's) is left out
-  // and told of; if the store cannot be listed that is told without a name.
+  // and told of; if the store cannot be listed that is told without a name. No further head is begun once `cancelled`, asked before
+  // each, has returned true.
   struct Comeback {
     HeadName name;
     std::string checkpoint;  // that was taken; empty if none could be
@@ -85,7 +86,8 @@ class HeadRegistry {
     // Checkpoints that are damaged, with what is wrong with them. Their ages are known only where their manifests are whole.
     std::vector<std::pair<std::string, std::string>> skipped;
   };
-  std::vector<Comeback> RestoreAll(checkpoint::CheckpointStore& store);
+  std::vector<Comeback> RestoreAll(
+      checkpoint::CheckpointStore& store, const std::function<bool()>& cancelled = [] { return false; });
 
   // Saves every READY head that has changed since it was last saved, as `checkpoint_name`, replacing an older one of that name.
   // None is begun after `deadline`. For each that was saved, or could not be: its name, and how that went.

@@ -281,7 +281,8 @@ absl::Status Server::BecomeReady(const std::function<bool()>& cancelled) {
     return status;
   }
   state_->core->FindProductRate();
-  state_->core->RestoreHeads();
+  state_->core->RestoreHeads(cancelled);
+  if (cancelled()) return MakeError(ErrorReason::kCancelled, "the server is to end before it has begun");
   absl::MutexLock lock(&state_->drain_mutex);
   if (state_->drained) return absl::OkStatus();
   state_->core->SetPhase(ServerCore::Phase::kServing);

@@ -30,8 +30,9 @@ class Server {
   Server(const Server&) = delete;
   Server& operator=(const Server&) = delete;
 
-  // Waits for the workers, if the options name any, as long as `cancelled` is false; runs SelfTest(engine) and brings back the
-  // heads of an earlier server, if the options say so. An error leaves the server NOT_SERVING. Once.
+  // Waits for the workers, if the options name any, runs SelfTest(engine) and brings back the heads of an earlier server, if the
+  // options say so. An error leaves the server NOT_SERVING: kCancelled soon after `cancelled` has returned true while it waits, or
+  // before the next head. Once.
   absl::Status BecomeReady(const std::function<bool()>& cancelled = [] { return false; });
   // True if all accepted calls had ended by `timeout`; those that had not are cancelled. Then the server listens no more.
   // Idempotent.

@@ -291,10 +291,10 @@ void ServerCore::FindProductRate() {
   Log(LogLevel::kInfo, "product_rate", {{"tflops", rate / kTera}});
 }
 
-void ServerCore::RestoreHeads() {
+void ServerCore::RestoreHeads(const std::function<bool()>& cancelled) {
   if (checkpoints == nullptr || !options.restore_heads) return;
   int64_t restored = 0;
-  for (const heads::HeadRegistry::Comeback& comeback : registry.RestoreAll(*checkpoints)) {
+  for (const heads::HeadRegistry::Comeback& comeback : registry.RestoreAll(*checkpoints, cancelled)) {
     const bool is_back = !comeback.checkpoint.empty();
     restored += is_back;
     Log(is_back && comeback.note.empty() ? LogLevel::kInfo : LogLevel::kWarning, is_back ? "head_restored" : "head_not_restored",

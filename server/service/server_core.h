@@ -91,8 +91,9 @@ class ServerCore {
   bool SaveHeads(absl::Time deadline);
   // Tells the metrics what bare matrix products reach here: as the options say, else, on the CPU engine, as measured now.
   void FindProductRate();
-  // Brings back the heads of an earlier server (heads::HeadRegistry::RestoreAll), if the options say so; one line of log for each.
-  void RestoreHeads();
+  // Brings back the heads of an earlier server (heads::HeadRegistry::RestoreAll), if the options say so, until `cancelled`; one
+  // line of log for each.
+  void RestoreHeads(const std::function<bool()>& cancelled);
 
   // The call's hold on its session; an empty one without a session. kSessionNotFound.
   absl::StatusOr<heads::SessionRegistry::Use> UseSession(const std::optional<heads::SessionId>& session);

@@ -123,8 +123,6 @@ def violations(spec: dict[str, Any]) -> list[str]:
     wrong += [f"has the volume {name} in memory without a bound" for name, entry in in_memory.items() if "sizeLimit" not in entry]
     for container in containers(spec):
         wrong += [f"{container['name']} {what}" for what in container_violations(container)]
-    known = flags(server(spec))
-    drain = 0.0 if "join" in known else seconds(known.get("drain_timeout", "30s"))  # a worker has nothing to save
-    if spec.get("terminationGracePeriodSeconds", 30) <= drain:
+    if spec.get("terminationGracePeriodSeconds", 30) <= seconds(flags(server(spec)).get("drain_timeout", "30s")):
         wrong.append("is killed before --drain_timeout ends")
     return wrong

@@ -605,6 +605,8 @@ def test_plans_of_several_ranks_size_each_of_them(engine, overlay, tmp_path):
         worker = manifests.server(specs["StatefulSet/headwater-worker"])
         assert manifests.flags(leader)["workers"] == "3"
         assert int(manifests.flags(worker)["memory_budget_bytes"]) == sizes["memory_budget_bytes"]
+        assert manifests.flags(worker)["drain_timeout"] == manifests.flags(leader)["drain_timeout"]
+        assert specs["StatefulSet/headwater-worker"]["terminationGracePeriodSeconds"] == sizes["grace_s"]
         assert manifests.quantity(worker["resources"]["limits"]["memory"]) == (13 + 4 + 1) * gib
     with pytest.raises(SystemExit, match="the same number of ranks"):
         size.size([plan_of(4, gib, gib), plan_of(2, gib, gib)], engine, 3, 200e6, gib, gib, gib)

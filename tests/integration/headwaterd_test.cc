@@ -12,6 +12,7 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -35,6 +36,22 @@ std::string ReadFile(const std::string& path) {
   contents << file.rdbuf();
   return contents.str();
 }
+
+// A variable of the environment that programs are started with.
+class ScopedVariable {
+ public:
+  ScopedVariable(const char* name, const char* value) : name_(name) {
+    if (const char* const former = getenv(name)) former_ = former;
+    setenv(name, value, 1);
+  }
+  ~ScopedVariable() { former_.has_value() ? setenv(name_, former_->c_str(), 1) : unsetenv(name_); }
+  ScopedVariable(const ScopedVariable&) = delete;
+  ScopedVariable& operator=(const ScopedVariable&) = delete;
+
+ private:
+  const char* const name_;
+  std::optional<std::string> former_;
+};
 
 class Headwaterd : public ::testing::Test {
  protected:
@@ -130,6 +147,29 @@ TEST_F(Headwaterd, ServesUntilItIsToldToStop) {
     EXPECT_THAT(Out(), HasSubstr("listening on " + addresses[0]));
     EXPECT_THAT(Err(), HasSubstr("\"event\":\"drained\",\"clean\":\"true\"}"));
   }
+}
+
+// A signal that no thread waits for stays where it is until the main thread does: one that another thread took would end the
+// process.
+TEST_F(Headwaterd, TakesSignalsInItsMainThreadAlone) {
+  const ScopedVariable threads("OPENBLAS_NUM_THREADS", "2");  // of the library's own, from before main()
+  Start({"--listen_addresses=unix:" + directory_ + "/socket", "--metrics_address=", "--port_file=" + directory_ + "/ports"});
+  ASSERT_EQ(Addresses(directory_ + "/ports").size(), 1U) << Err();
+  int others = 0;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/" + std::to_string(pid_) + "/task")) {
+    if (task.path().filename() == std::to_string(pid_)) continue;
+    const std::string status = ReadFile(task.path() / "status");
+    const size_t line = status.find("SigBlk:");
+    if (line == std::string::npos) continue;  // it has ended meanwhile
+    ++others;
+    const unsigned long long blocked = std::stoull(status.substr(line + 7), nullptr, 16);
+    for (const int signal_number : {SIGTERM, SIGINT, SIGUSR2}) {
+      EXPECT_NE(blocked >> (signal_number - 1) & 1, 0U) << signal_number << "\n" << status;
+    }
+  }
+  EXPECT_GT(others, 0);
+  ASSERT_EQ(kill(pid_, SIGTERM), 0);
+  EXPECT_EQ(Wait(), 0);
 }
 
 TEST_F(Headwaterd, ReadsItsFlagsFromAFile) {

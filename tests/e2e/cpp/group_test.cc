@@ -80,8 +80,8 @@ MicroBatchOptions Submission(int64_t step, int64_t micro_batch) {
   return options;
 }
 
-// A step on the server and in double precision, saved.
-void TrainStep(Head& head, int64_t step, Fp64Head* reference) {
+// A step on the server and in double precision.
+void TrainStepUnsaved(Head& head, int64_t step, Fp64Head* reference) {
   std::vector<std::vector<float>> hidden;
   std::vector<std::vector<int32_t>> targets;
   for (uint32_t seed = static_cast<uint32_t>(100 + 2 * step); hidden.size() < 2; ++seed) {
@@ -107,6 +107,10 @@ void TrainStep(Head& head, int64_t step, Fp64Head* reference) {
   }
   Value(head.Apply(step, {.learning_rate = 0.01, .expected = 2}));
   reference->Apply(0.01, 0.1, std::numeric_limits<double>::infinity());
+}
+
+void TrainStep(Head& head, int64_t step, Fp64Head* reference) {
+  TrainStepUnsaved(head, step, reference);
   Value(head.Save("step-" + std::to_string(step + 1)));
 }
 
@@ -223,6 +227,56 @@ TEST_F(WatchfulGroup, NoticesAWorkerThatIsCutOff) {
   }));
   EXPECT_EQ(Value(head_.Take()).open_step, step_);
   LoseRank(1, [&] { link.Halt(); });
+}
+
+// What nobody has saved is in the group alone.
+class DrainingGroup : public Group {
+ protected:
+  DrainingGroup() : Group({"--drain_checkpoint", "--drain_timeout=120s", "--log_level=info"}) {
+    TrainStepUnsaved(head_, step_++, &reference_);
+  }
+
+  // It goes on where it was.
+  void ExpectComeback() {
+    head_ = AwaitHead(server_, &client_);
+    const HeadInfo info = Value(head_.Info());
+    EXPECT_EQ(info.state, HeadState::kRestored);
+    EXPECT_EQ(info.restored_checkpoint, "drain");
+    EXPECT_EQ(Value(head_.Take()).open_step, step_);
+    TrainStepUnsaved(head_, step_++, &reference_);
+    EXPECT_LE(RelativeError(Value(head_.DownloadWeights()).float32(), reference_.weight()), kTolerance);
+  }
+};
+
+// As when its host is to be restarted: the leader saves, lets it go, and takes the next one.
+TEST_F(DrainingGroup, SavesWhatItHoldsWhenAWorkerIsAskedToEnd) {
+  for (const int signal : {SIGTERM, SIGINT}) {
+    server_.worker(1).Signal(signal);
+    EXPECT_EQ(server_.worker(1).Wait(), 0) << server_.log();
+    server_.StartWorker(1);
+    ExpectComeback();
+  }
+  EXPECT_TRUE(server_.process().Running());
+}
+
+// As when all pods of a deployment are deleted, or a terminal's Ctrl-C goes to all of them.
+TEST_F(DrainingGroup, SavesWhatItHoldsWhenAllProcessesAreAskedToEnd) {
+  for (size_t worker = 0; worker < server_.worker_count(); ++worker) server_.worker(worker).Signal(SIGTERM);
+  server_.process().Signal(SIGTERM);
+  for (size_t worker = 0; worker < server_.worker_count(); ++worker) EXPECT_EQ(server_.worker(worker).Wait(), 0);
+  EXPECT_EQ(server_.process().Wait(), 0) << server_.log();
+  server_.Start();
+  ExpectComeback();
+}
+
+// It was told to end: it does, though a rank is lost before everything is saved.
+TEST_F(DrainingGroup, DoesNotBeginAnewOnceItWasAskedToEnd) {
+  server_.worker(1).Signal(SIGSTOP);
+  server_.process().Signal(SIGTERM);
+  ASSERT_TRUE(Await([&] { return absl::StrContains(server_.log(), "event=draining"); })) << server_.log();
+  server_.worker(1).Signal(SIGKILL);
+  EXPECT_EQ(server_.process().Wait(), 75) << server_.log();
+  EXPECT_TRUE(absl::StrContains(server_.log(), "event=head_not_saved")) << server_.log();
 }
 
 // Every rank has all of the head, and computes a caller's micro-batches alone.

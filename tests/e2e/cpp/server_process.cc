@@ -76,7 +76,7 @@ void ServerProcess::Start() {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
   for (size_t index = 0; index < workers_.size(); ++index) {
-    if (workers_[index] == nullptr) StartWorker(index);
+    if (workers_[index] == nullptr || !workers_[index]->Running()) StartWorker(index);
   }
   // A group says where it listens before it can serve.
   while (!workers_.empty() && !Connect().ListHeads().ok()) {

@@ -302,6 +302,29 @@ def test_a_worker_that_is_killed_costs_the_open_step_alone(ranks):
             assert client.head("student").info().restored_checkpoint == "after-0"
 
 
+def test_a_worker_that_is_asked_to_end_costs_nothing(stand_in):
+    """All ranks of its process stay until the leader has saved what nobody had saved, and then the process ends."""
+    with running_group(4, "--drain_checkpoint", "--drain_timeout=120s", worker_flags=("--drain_timeout=120s",)) as group:
+        weight = np.arange(21, dtype=np.float32).reshape(7, 3)
+        with headwater.connect(group.leader.address) as client:
+            client.create_head("student", weight)
+            incarnation = client.server_info().incarnation
+        group.worker.send_signal(signal.SIGTERM)
+        assert group.worker.wait(START_TIMEOUT_S) == 0, group.logs()
+        assert "event=leaving signal=15" in group.logs()
+        group.start_worker()
+        group.await_serving(incarnation)
+        with headwater.connect(group.leader.address) as client:
+            head = client.head("student")
+            assert head.info().restored_checkpoint == "drain"
+            assert np.array_equal(head.weight(dtype="float32"), weight)
+        # Of no group, it ends at once.
+        group.leader.kill()
+        group.await_log("Connection refused")
+        group.worker.send_signal(signal.SIGTERM)
+        assert group.worker.wait(START_TIMEOUT_S) == 0, group.logs()
+
+
 # What the stand-in's devices do with so many rows: they are lost, and say so or only look so; they never come back, and say why or
 # do not.
 @pytest.mark.parametrize("rows", (13, 14, 15, 16))

@@ -239,6 +239,18 @@ TEST_F(HeadComebackTest, HeadsThatAreThereStay) {
   EXPECT_EQ(*registry_->Find(kName), head);
 }
 
+TEST_F(HeadComebackTest, NoFurtherHeadComesBackOnceNobodyWantsThem) {
+  Save(NewHead(kName), "x");
+  Save(NewHead({"default", "other"}), "x");
+  Start();
+  EXPECT_TRUE(registry_->RestoreAll(*store_, [] { return true; }).empty());
+  EXPECT_EQ(registry_->size(), 0);
+  int asked = 0;
+  EXPECT_EQ(registry_->RestoreAll(*store_, [&] { return ++asked > 1; }).size(), 1u);
+  EXPECT_EQ(asked, 2);
+  EXPECT_EQ(registry_->size(), 1);
+}
+
 TEST_F(HeadComebackTest, DirectoriesThatAreNoHeadsAreTold) {
   Save(NewHead(), "x");
   ASSERT_OK(memory_.Rename(absl::StrCat(kRoot, "/default/a"), absl::StrCat(kRoot, "/default/Upper")));
