@@ -227,6 +227,18 @@ def test_a_service_denies_by_default_and_selects_its_own_pods(folder):
     assert {port["port"] for rule in allow["spec"]["ingress"] for port in rule["ports"]} == ports
 
 
+def test_trainers_are_told_a_name_that_other_namespaces_know():
+    # Whoever is in the server's own namespace may not call it.
+    documents = manifests.objects(manifests.ROOT / "deploy/kubernetes/overlays/service-tls")
+    by_kind = {document["kind"]: document for document in documents}
+    stateful_set, service = by_kind["StatefulSet"], by_kind["Service"]
+    name = f"{stateful_set['metadata']['name']}-0.{service['metadata']['name']}.{service['metadata']['namespace']}"
+    port = next(port["port"] for port in service["spec"]["ports"] if port["name"] == "grpc")
+    assert f"`{name}:{port}`" in (manifests.ROOT / "docs/deployment.md").read_text()
+    certificates = [document["spec"].get("dnsNames", []) for document in documents if document["kind"] == "Certificate"]
+    assert any(name in names for names in certificates)
+
+
 def test_prometheus_finds_the_service():
     documents = manifests.objects(manifests.ROOT / "deploy/kubernetes/overlays/service-monitored")
     by_kind = {document["kind"]: document for document in documents}
