@@ -216,13 +216,22 @@ def data_type_name(dtype: Any, field: str = "dtype") -> str:
     return name
 
 
+def _numbers(value: Any, field: str, dtype: Any = None) -> np.ndarray:
+    """The array of what may be nested sequences; beyond the dtype's range lies infinity."""
+    try:
+        with np.errstate(over="ignore"):
+            return np.asarray(value, dtype=dtype)
+    except (TypeError, ValueError) as error:
+        raise invalid_argument("INVALID_FIELD", f"{field} must be an array of numbers: {error}", field=field) from None
+
+
 def int_vector(value: Any, field: str, row_count: int) -> np.ndarray:
     """int32 vector of `row_count` entries from any array of integers.
 
     Raises:
         InvalidArgumentError: not integers, another shape, or a value outside int32.
     """
-    array = value.detach().cpu().numpy() if is_torch_tensor(value) else np.asarray(value)
+    array = value.detach().cpu().numpy() if is_torch_tensor(value) else _numbers(value, field)
     if array.size == 0 and array.dtype.kind == "f":
         array = array.astype(np.int32)  # an empty list
     if array.dtype.kind not in "iu":
@@ -246,7 +255,7 @@ def float_vector(value: Any, field: str, lengths: tuple[int, ...]) -> np.ndarray
     Raises:
         InvalidArgumentError: another shape, or a value that is not finite.
     """
-    array = value.detach().float().cpu().numpy() if is_torch_tensor(value) else np.asarray(value, dtype=np.float32)
+    array = value.detach().float().cpu().numpy() if is_torch_tensor(value) else _numbers(value, field, np.float32)
     if array.ndim != 1 or array.shape[0] not in lengths:
         check_shape(array.shape, (lengths[0],), field)
     if not np.isfinite(array).all():

@@ -536,7 +536,8 @@ class Head(HeadLosses):
 
 
 def _check_expected(expected: Any) -> Expected:
-    if hasattr(expected, "__index__"):
+    # An array has __index__, too, but is the ids.
+    if not hasattr(expected, "__iter__") or getattr(expected, "ndim", 1) == 0:
         return check_integer(expected, "expected_micro_batches")
     ids = [check_integer(value, "expected_micro_batches") for value in expected]
     if len(set(ids)) != len(ids):

@@ -377,7 +377,7 @@ class LocalBackend(LocalMicroBatches):
                     {"field": "expected"},
                 )
             norm_squared, non_finite_count = head.engine_head.gradient_stats()
-            norm_squared *= arguments.gradient_factor**2
+            norm_squared *= arguments.gradient_factor * arguments.gradient_factor  # ** raises where * is infinite
             total = norm_squared + arguments.other_grad_norm_squared
             global_norm = math.sqrt(total) if math.isfinite(total) else total
             if non_finite_count or not math.isfinite(global_norm):
@@ -437,14 +437,15 @@ class LocalBackend(LocalMicroBatches):
             head.ledger.check_step(key.step)
             data, _ = head.engine_head.read(f"grad_{tensor}")
         if factor != 1:
-            data *= np.float32(factor)
+            with np.errstate(over="ignore", invalid="ignore"):
+                data *= np.float32(factor)
         return data.reshape(head.shape(tensor))
 
     def gradient_norm_squared(self, key: StepKey, factor: float, timeout_s: float) -> float:
         with self._turn(timeout_s) as deadline:
             head = self._at_step(key, deadline)
             head.ledger.check_step(key.step)
-            return head.engine_head.gradient_stats()[0] * factor**2
+            return head.engine_head.gradient_stats()[0] * factor * factor
 
     # ---- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -123,6 +123,9 @@ class LocalJoins:
         """The rows, or the first index that is missing."""
         assert isinstance(teacher.hidden, JoinedRows)
         known = self._sets.get(use.key)
+        if not use.indices:
+            data_type = teacher.hidden.data_type
+            return HostArray(np.empty((0, hidden_size), _arrays.host_dtype(data_type)), data_type, _arrays.to_numpy)
         if known is None:
             return use.indices[0]
         _check_same(known, teacher.hidden, hidden_size)

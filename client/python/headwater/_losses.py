@@ -323,7 +323,7 @@ class HeadLosses:
         return self._submit(
             hidden,
             "hidden",
-            tuple(terms),
+            tuple(terms) if hasattr(terms, "__iter__") else (terms,),
             micro_batch=micro_batch,
             commit=commit,
             allow_held=allow_held,

@@ -146,9 +146,9 @@ class GradientRequest:
 
 def check_outputs(outputs: Any) -> tuple[str, ...]:
     """Names of per-token outputs, each once."""
-    names = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+    names = tuple(outputs) if hasattr(outputs, "__iter__") and not isinstance(outputs, str) else (outputs,)
     for name in names:
-        if name not in TOKEN_OUTPUTS:
+        if not isinstance(name, str) or name not in TOKEN_OUTPUTS:
             raise invalid_argument(
                 "INVALID_FIELD", f"outputs must be among {', '.join(TOKEN_OUTPUTS)}; got {name!r}", field="outputs", actual=name
             )
@@ -382,8 +382,16 @@ def check_token_factors(value: Any) -> np.ndarray | None:
     """(num_tokens,) finite float32, or None. Their number is the backend's to check: it knows the micro-batch."""
     if value is None:
         return None
-    length = value.shape[0] if getattr(value, "ndim", None) == 1 else len(value) if not hasattr(value, "ndim") else 0
-    return _arrays.float_vector(value, "token_factors", (length,))
+    shape = tuple(value.shape) if hasattr(value, "shape") else (len(value),) if hasattr(value, "__len__") else ()
+    if len(shape) != 1:
+        raise invalid_argument(
+            "SHAPE_MISMATCH",
+            f"token_factors must have shape (num_tokens,), got {shape}",
+            field="token_factors",
+            expected="(num_tokens,)",
+            actual=shape,
+        )
+    return _arrays.float_vector(value, "token_factors", shape)
 
 
 def copy_request(request: ComputeRequest) -> ComputeRequest:

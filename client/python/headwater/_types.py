@@ -26,7 +26,10 @@ def check_number(
     """
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise invalid_argument("INVALID_FIELD", f"{name} must be a number, got {type(value).__name__}", field=name)
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:  # an array of several elements, an integer beyond fp64
+        raise invalid_argument("INVALID_FIELD", f"{name} must be one finite number: {error}", field=name) from None
     inside = (number > low if low_open else number >= low) and (number < high if high_open else number <= high)
     if not math.isfinite(number) or not inside or (nonzero and number == 0):
         left, right = "(" if low_open or low == -math.inf else "[", ")" if high_open or high == math.inf else "]"
@@ -45,7 +48,10 @@ def check_integer(value: Any, name: str, *, low: int = 0, high: int = 2**63 - 1)
     """
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise invalid_argument("INVALID_FIELD", f"{name} must be an integer, got {value!r}", field=name)
-    number = value.__index__()
+    try:
+        number = value.__index__()
+    except TypeError as error:  # an array
+        raise invalid_argument("INVALID_FIELD", f"{name} must be one integer: {error}", field=name) from None
     if not low <= number <= high:
         expected = f"in [{low}, {high}]"
         raise invalid_argument(

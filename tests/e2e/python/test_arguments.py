@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from expectations import refused
 
 import headwater
@@ -68,6 +69,15 @@ BAD_CROSS_ENTROPY = {
     "negative_step": ("INVALID_FIELD", {"step": -1}),
     "infinite_scale": ("INVALID_FIELD", {"loss_scale": np.inf}),
     "scale_in_words": ("INVALID_FIELD", {"loss_scale": "1"}),
+    "several_scales": ("INVALID_FIELD", {"loss_scale": VECTOR}),
+    "scale_beyond_fp64": ("INVALID_FIELD", {"loss_scale": 10**400}),
+    "several_micro_batches": ("INVALID_FIELD", {"micro_batch": np.arange(3)}),
+    "ragged_targets": ("INVALID_FIELD", {"targets": [[1], [2, 3]]}),
+    "ragged_weights": ("INVALID_FIELD", {"token_weights": [[1], [2, 3]]}),
+    "weights_in_words": ("INVALID_FIELD", {"token_weights": "heavy"}),
+    "weights_beyond_fp32": ("INVALID_FIELD", {"token_weights": [1e39] * NUM_TOKENS}),
+    "no_outputs": ("INVALID_FIELD", {"outputs": None}),
+    "nested_outputs": ("INVALID_FIELD", {"outputs": [["lse"]]}),
     "nan_weights": ("INVALID_FIELD", {"token_weights": VECTOR * np.nan}),
     "short_weights": ("SHAPE_MISMATCH", {"token_weights": VECTOR[:3]}),
     "smoothing_of_1": ("INVALID_FIELD", {"label_smoothing": 1.0}),
@@ -148,6 +158,12 @@ BAD_STEPS = {
     "max_grad_norm": ("INVALID_FIELD", lambda head: head.apply_optimizer_step(learning_rate=1, max_grad_norm=0)),
     "other_norm": ("INVALID_FIELD", lambda head: head.apply_optimizer_step(learning_rate=1, other_grad_norm_squared=-1)),
     "expected_twice": ("INVALID_FIELD", lambda head: head.seal(expected_micro_batches=[1, 1])),
+    "expected_missing": ("INVALID_FIELD", lambda head: head.seal(expected_micro_batches=None)),
+    "expected_fraction": ("INVALID_FIELD", lambda head: head.seal(expected_micro_batches=3.0)),
+    "expected_fractions": ("INVALID_FIELD", lambda head: head.seal(expected_micro_batches=np.ones(3))),
+    "one_token_factor": ("SHAPE_MISMATCH", lambda head: head.commit(micro_batch=0, token_factors=2.0)),
+    "token_factor_matrix": ("SHAPE_MISMATCH", lambda head: head.commit(micro_batch=0, token_factors=np.ones((2, 2)))),
+    "no_terms": ("INVALID_FIELD", lambda head: head.multi(np.zeros((2, HIDDEN_SIZE), np.float32), None, micro_batch=0)),
     "expected_negative": ("INVALID_FIELD", lambda head: head.seal(expected_micro_batches=-1)),
     "bias_gradient": ("INVALID_COMBINATION", lambda head: head.gradient(bias=True)),
     "bias": ("INVALID_COMBINATION", lambda head: head.bias()),
@@ -165,6 +181,20 @@ BAD_STEPS = {
 def test_step_and_weight_calls_reject(head, case):
     reason, call = BAD_STEPS[case]
     rejects(head, reason, lambda: call(head))
+
+
+@pytest.mark.parametrize(
+    "ids", (np.arange(3), torch.arange(3), np.array(3), {0, 1, 2}, range(3)), ids=lambda ids: type(ids).__name__
+)
+def test_expected_micro_batches_may_be_an_array(head, rows, ids):
+    for micro_batch in range(3):
+        head.cross_entropy(rows[0], rows[1] % 30, micro_batch=micro_batch)
+    assert head.seal(expected_micro_batches=ids).totals.micro_batch_count == 3
+
+
+def test_factors_beyond_fp32_are_infinite(head, rows):
+    head.cross_entropy(rows[0], rows[1] % 30, micro_batch=0)
+    assert np.isinf(head.gradient(gradient_factor=1e200)).any() and head.gradient_norm(gradient_factor=1e200) == np.inf
 
 
 BAD_HEADS = {
