@@ -78,3 +78,12 @@ build_jobs() {
   if ((by_memory < 1)); then by_memory=1; fi
   echo $((cores < by_memory ? cores : by_memory))
 }
+
+# check_build_folder PRESET: ends the script if what was built there was built for another path, as when the checkout has been moved: CMake
+# refuses such a folder, in words that do not tell what to do.
+check_build_folder() {
+  local folder=$headwater_root/build/$1 home
+  if [[ ! -r $folder/CMakeCache.txt ]]; then return 0; fi
+  home=$(sed -n 's/^CMAKE_HOME_DIRECTORY:INTERNAL=//p' "$folder/CMakeCache.txt")
+  if [[ -n $home && ! $home -ef $headwater_root ]]; then die "build/$1 was made for a checkout in $home; remove it: rm -r '$folder'"; fi
+}

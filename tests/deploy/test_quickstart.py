@@ -73,14 +73,13 @@ class Checkout:
         path.write_text(text)
         path.chmod(0o755)
 
-    def start(self, *options: str) -> subprocess.Popen:
+    def start(self, *options: str, folder: Path | None = None) -> subprocess.Popen:
         command = [str(self.path / "deploy/quickstart"), "--no-install", "--engine", "cpu", *options]
-        return subprocess.Popen(
-            command, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, env=self._environment, cwd=folder, start_new_session=True, **streams)
 
-    def run(self, *options: str) -> tuple[int, str]:
-        process = self.start(*options)
+    def run(self, *options: str, folder: Path | None = None) -> tuple[int, str]:
+        process = self.start(*options, folder=folder)
         text, _ = process.communicate(timeout=TIMEOUT_S)
         return process.returncode, text
 
@@ -202,3 +201,14 @@ def test_a_file_that_was_cut_short_stops_nobody(make_checkout):
     (checkout.output / "server.pid").write_text("")
     status, text = checkout.run()
     assert status == 0, text
+
+
+def test_a_bundle_is_looked_for_where_one_is(make_checkout, tmp_path):
+    checkout = make_checkout("")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/bundle").symlink_to(checkout.path / "build/release")
+    status, text = checkout.run("--bundle", "bundle", folder=tmp_path / "elsewhere")
+    assert status == 0, text
+    status, text = checkout.run("--bundle", "bundle", folder=tmp_path)
+    assert status == 1 and "bundle is no bundle" in text
+    assert checkout.servers() == []

@@ -98,7 +98,7 @@ def anyones_folder():
         yield Path(name)
 
 
-def install_deps(folder: Path, distribution: str, **environment: str) -> subprocess.CompletedProcess:
+def install_deps(folder: Path, distribution: str, *options: str, **environment: str) -> subprocess.CompletedProcess:
     """deploy/install-deps by a user who is not root, where no package is installed and apt-get does nothing."""
     shutil.copytree(REPOSITORY / "deploy", folder / "deploy")
     (folder / "os-release").write_text(distribution)
@@ -111,7 +111,7 @@ def install_deps(folder: Path, distribution: str, **environment: str) -> subproc
     environment = {"PATH": f"{folder}/tools:/usr/bin:/bin", "TMPDIR": str(folder), "HEADWATER_PYTHON": "/bin/true", **environment}
     # The user nobody, if this is root.
     user = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
-    return subprocess.run([str(script)], capture_output=True, text=True, env=environment, **user)
+    return subprocess.run([str(script), *options], capture_output=True, text=True, env=environment, **user)
 
 
 DEBIAN = 'ID=debian\nVERSION_ID="12"\n'
@@ -138,6 +138,41 @@ def test_another_distribution_is_told_what_to_do(anyones_folder, release, told):
     assert done.returncode == 1
     assert f"this is {told}" in done.stderr and "--no-install" in done.stderr and "libgrpc++-dev" in done.stderr
     assert "unbound" not in done.stderr
+
+
+def test_pytorch_is_left_out_where_it_is_not_needed(anyones_folder):
+    # No interpreter has it. As the image is compiled: it would be the larger part of what is fetched.
+    for options, there in (((), True), (("--no-torch",), False)):
+        folder = anyones_folder / str(there)
+        folder.mkdir()
+        folder.chmod(0o777)
+        done = install_deps(folder, DEBIAN, *options, "more", HEADWATER_PYTHON="/bin/false")
+        assert done.returncode == 0, done.stderr
+        packages = (folder / "apt-get").read_text().split()
+        assert ("python3-torch" in packages) == there
+        assert "libgrpc++-dev" in packages and "more" in packages and "--no-torch" not in packages
+    assert "deploy/install-deps --no-torch\n" in (REPOSITORY / "deploy/image/compile").read_text()
+
+
+def test_a_build_of_another_path_is_told(tmp_path):
+    shutil.copytree(REPOSITORY / "deploy", tmp_path / "checkout/deploy")
+    cache = tmp_path / "checkout/build/release/CMakeCache.txt"
+    cache.parent.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "checkout")
+
+    def check(home: Path | None) -> subprocess.CompletedProcess:
+        cache.unlink(missing_ok=True)
+        if home:
+            cache.write_text(f"A:STRING=b\nCMAKE_HOME_DIRECTORY:INTERNAL={home}\nC:STRING=\n")
+        command = ["bash", "-c", 'set -euo pipefail; . "$0/deploy/lib.sh"; check_build_folder release', str(tmp_path / "checkout")]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    for home in (None, tmp_path / "checkout", tmp_path / "link"):
+        assert check(home).returncode == 0
+    for home in (tmp_path / "moved away", tmp_path):
+        done = check(home)
+        assert done.returncode == 1
+        assert f"{home};" in done.stderr and f"rm -r '{cache.parent}'" in done.stderr
 
 
 def make_build(folder: Path, *more: str) -> None:
