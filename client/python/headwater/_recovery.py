@@ -152,6 +152,7 @@ class Meeting:
         self._name = checkpoint_name
         self._timeout: dict[str, Any] = {"timeout_s": timeout_s}
         self._checkpoints: dict[str, str] = {}  # by head: what the server has said that there is
+        self._newest: int | None = None  # later states are of a course that was left, by going back to a given step
 
     def name(self, step: int) -> str:
         """The checkpoint of a step."""
@@ -164,12 +165,14 @@ class Meeting:
         if step is not None:
             candidates = [check_integer(step, "step")]
         else:
-            candidates = [] if self._state is None else sorted(self._state.steps(), reverse=True)
+            known = [] if self._state is None else self._state.steps()
+            candidates = sorted((at for at in known if self._newest is None or at <= self._newest), reverse=True)
             begins = all(info.open_step == head.spec.initial_step for head, info in zip(self._heads, infos, strict=True))
             if not candidates and len(set(steps)) == 1 and (self._state is None or begins):
                 candidates = [int(steps[0] or 0)]
         for candidate in candidates:
             if all(self._bring_to(head, info, candidate) for head, info in zip(self._heads, infos, strict=True)):
+                self._newest = candidate if step is not None else self._newest
                 return candidate
         raise self.nothing_in_common(steps, step)
 
@@ -222,6 +225,7 @@ class Meeting:
         """Saves the heads as the checkpoint of their open step; the trainer's state is there already."""
         for head in self._heads:
             head.save(self.name(step), overwrite=True, **self._timeout)
+        self._newest = None if self._newest is None else max(self._newest, step)
         return self.name(step)
 
 

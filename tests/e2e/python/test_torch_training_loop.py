@@ -572,6 +572,22 @@ def test_going_back_to_a_given_step_in_mid_run(start, undisturbed):
     assert "step 5" in str(info.value)
 
 
+def test_what_was_left_by_going_back_is_not_gone_to_again(start):
+    run = begun(start, 7)
+    assert run.state.steps() == [0, 2, 4, 6] and run.loop.resume(2) == 2
+    steps = []
+
+    def train_step(step):
+        steps.append(step)
+        run.contribute(step, 0)
+        if steps == [2, 3, 4]:
+            raise headwater.StepLostError("the server was started again", reason="STEP_LOST")
+
+    # `run` resumes, at its beginning and after the loss: from step 2, and from 4, which was saved anew; not from 6.
+    run.loop.run(train_step, 6)
+    assert steps == [2, 3, 4, 4, 5]
+
+
 def test_a_head_that_was_deleted_comes_back_from_its_checkpoint(start, undisturbed):
     begun(start, 5).head.delete(force=True)
     second = start(seed=1)

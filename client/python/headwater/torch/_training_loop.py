@@ -416,7 +416,8 @@ class TrainingLoop:
         dropped. Without `state`, the trainer loads its own state of the step that is returned.
 
         Args:
-            step: the step to go to. None: the newest one.
+            step: the step to go to; from then on this loop passes later states by that it has not saved since. They stay, and to a
+                process that is started again they are the newest: remove them. None: the newest one.
             take: False joins the open step of a run whose other trainers are going on: one rank that was started again. Its
                 micro-batches are submitted anew, and those that had been added before are not added again. The trainer's state of
                 that very step must be there.
