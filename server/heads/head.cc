@@ -106,13 +106,17 @@ absl::Status Head::CheckOpenStep(const StepKey& key) const {
 absl::Status Head::CheckEpoch(const Epoch& epoch) const { return LockAndCheck(&epoch, Need::kAnyState, false); }
 
 HeadInfo Head::Describe() const {
+  absl::MutexLock state_lock(&state_mutex_);
+  return DescribeLocked();
+}
+
+HeadInfo Head::DescribeLocked() const {
   HeadInfo info;
   info.name = name_;
   info.spec = spec_;
   info.shards.assign(engine_head_->shards().begin(), engine_head_->shards().end());
   info.plan = engine_head_->plan();
   info.create_time = create_time_;
-  absl::MutexLock state_lock(&state_mutex_);
   info.epoch = epoch_;
   info.state = state_;
   info.weight_version = weight_version_;
@@ -203,7 +207,7 @@ void Head::StartAfresh(int64_t step) {
   changed_.SignalAll();
 }
 
-absl::Status Head::Take(const std::optional<Epoch>& epoch) {
+absl::StatusOr<HeadInfo> Head::Take(const std::optional<Epoch>& epoch) {
   absl::MutexLock compute_lock(&compute_mutex_);
   {
     absl::MutexLock state_lock(&state_mutex_);
@@ -214,7 +218,7 @@ absl::Status Head::Take(const std::optional<Epoch>& epoch) {
   absl::MutexLock state_lock(&state_mutex_);
   StartAfresh(ledger_.open().step);
   if (!HasAllTensors()) state_ = HeadState::kLoading;
-  return absl::OkStatus();
+  return DescribeLocked();
 }
 
 bool Head::InUseLocked() const {

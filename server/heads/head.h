@@ -308,8 +308,9 @@ class Head : public std::enable_shared_from_this<Head> {
   // kStepMismatch, kStepNotSealed, kStepConflict; and what SetTensor() refuses. The epoch stays, optimizer state is kept.
   absl::StatusOr<bool> Replace(const StepKey& key, const ShadowTensor& tensor);
   // A new run takes over: a new epoch, an empty open step. kEpochFenced if `epoch` is given and not the head's; kHeadNotTrainable;
-  // kStepLost for a head that is LOST.
-  absl::Status Take(const std::optional<Epoch>& epoch);
+  // kStepLost for a head that is LOST. This and the other calls that make an epoch return the head as they leave it: whoever takes
+  // it right afterwards has another epoch, which the former owner must not learn from its own call.
+  absl::StatusOr<HeadInfo> Take(const std::optional<Epoch>& epoch);
   absl::StatusOr<GradientStats> GradientNorm(const StepKey& key) const;  // without factor
   // Copies accumulator elements out as fp32; `tensor` is kGradWeight or kGradBias (kWeight and kBias mean the same). Fails with
   // kStepMismatch when the step has moved on between two calls.
@@ -320,10 +321,11 @@ class Head : public std::enable_shared_from_this<Head> {
   // master weights). Becomes READY when all tensors are there; a READY or LOST head gets a new epoch, version + 1 and an empty
   // step, uncommitted contributions are dropped, and optimizer state starts again from 0 (Restore brings weights together with
   // theirs). kEpochFenced for a stale epoch; kDataTypeMismatch, kDataLengthMismatch, kInvalidField.
-  absl::Status SetTensor(const Epoch& epoch, HeadTensor tensor, DataType data_type, const void* data, int64_t byte_count);
+  absl::StatusOr<HeadInfo> SetTensor(const Epoch& epoch, HeadTensor tensor, DataType data_type, const void* data,
+                                     int64_t byte_count);
   // The same for one or two tensors in one change, read from sources in pieces of at most kTensorPieceBytes. If a source fails, its
   // error comes back; the head is as before if that was the first piece, else LOADING if it was, else LOST.
-  absl::Status SetTensors(const Epoch& epoch, const std::vector<TensorUpdate>& updates);
+  absl::StatusOr<HeadInfo> SetTensors(const Epoch& epoch, const std::vector<TensorUpdate>& updates);
   // Copies elements of kWeight or kBias (storage type), kMasterWeight or kMasterBias (fp32). kWeightVersionMismatch if `version` is
   // given and not the current one.
   absl::Status ReadWeights(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out,
@@ -344,7 +346,7 @@ class Head : public std::enable_shared_from_this<Head> {
   // Sets weights, optimizer state and step; a new epoch, version + 1, an empty open step. If the checkpoint is not there, damaged
   // or of another spec, the head is as before. In deterministic mode so it is if the checkpoint was saved where sums are made in
   // another order (kCheckpointSpecMismatch); else HeadInfo::restore_note says so.
-  absl::Status Restore(const Epoch& epoch, checkpoint::CheckpointStore& store, const std::string& checkpoint_name);
+  absl::StatusOr<HeadInfo> Restore(const Epoch& epoch, checkpoint::CheckpointStore& store, const std::string& checkpoint_name);
   // The same for a head that was just created because the server has come back: a trainable one is RESTORED then.
   absl::Status ComeBack(checkpoint::CheckpointStore& store, const std::string& checkpoint_name);
 
@@ -381,6 +383,7 @@ class Head : public std::enable_shared_from_this<Head> {
   absl::Status CheckOpenStep(const StepKey& key) const ABSL_LOCKS_EXCLUDED(state_mutex_);
   // kChunkOutOfRange; kInvalidField if the head does not have the tensor.
   absl::Status CheckElements(HeadTensor tensor, int64_t element_start, int64_t element_count) const;
+  HeadInfo DescribeLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   absl::Status EpochError(const Epoch& epoch) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   absl::Status LostError() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   bool InUseLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);

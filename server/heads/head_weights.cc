@@ -55,7 +55,8 @@ absl::Status Head::CheckElements(HeadTensor tensor, int64_t element_start, int64
 
 // ---- setting ---------------------------------------------------------------------------------------------------------
 
-absl::Status Head::SetTensor(const Epoch& epoch, HeadTensor tensor, DataType data_type, const void* data, int64_t byte_count) {
+absl::StatusOr<HeadInfo> Head::SetTensor(const Epoch& epoch, HeadTensor tensor, DataType data_type, const void* data,
+                                         int64_t byte_count) {
   const std::vector<TensorUpdate> updates = {UpdateFromMemory(tensor, data_type, data)};
   if (absl::Status status = CheckUpdates(updates); !status.ok()) return status;
   if (absl::Status status = CheckTensorBytes(tensor, data_type, byte_count); !status.ok()) return status;
@@ -136,7 +137,7 @@ absl::StatusOr<std::string> Head::ChecksumWeight() const {
   return hasher.Digest();
 }
 
-absl::Status Head::SetTensors(const Epoch& epoch, const std::vector<TensorUpdate>& updates) {
+absl::StatusOr<HeadInfo> Head::SetTensors(const Epoch& epoch, const std::vector<TensorUpdate>& updates) {
   if (absl::Status status = CheckUpdates(updates); !status.ok()) return status;
   absl::MutexLock compute_lock(&compute_mutex_);
   bool was_loading = false;
@@ -183,7 +184,7 @@ absl::Status Head::SetTensors(const Epoch& epoch, const std::vector<TensorUpdate
   update_count_ = 0;
   ++weight_version_;
   if (sets(HeadTensor::kWeight)) weight_checksum_ = std::move(checksum);
-  return absl::OkStatus();
+  return DescribeLocked();
 }
 
 // ---- the trainer's own optimizer -------------------------------------------------------------------------------------
@@ -385,10 +386,11 @@ absl::Status Head::LoadCheckpoint(checkpoint::CheckpointStore& store, const std:
   return absl::OkStatus();
 }
 
-absl::Status Head::Restore(const Epoch& epoch, checkpoint::CheckpointStore& store, const std::string& checkpoint_name) {
+absl::StatusOr<HeadInfo> Head::Restore(const Epoch& epoch, checkpoint::CheckpointStore& store, const std::string& checkpoint_name) {
   absl::MutexLock compute_lock(&compute_mutex_);
   if (absl::Status status = LockAndCheck(&epoch, Need::kAnyState, false); !status.ok()) return status;
-  return LoadCheckpoint(store, checkpoint_name, /*comes_back=*/false);
+  if (absl::Status status = LoadCheckpoint(store, checkpoint_name, /*comes_back=*/false); !status.ok()) return status;
+  return Describe();  // nobody else makes an epoch while the lock is held
 }
 
 absl::Status Head::ComeBack(checkpoint::CheckpointStore& store, const std::string& checkpoint_name) {

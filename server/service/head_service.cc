@@ -142,8 +142,9 @@ grpc::Status HeadServiceImpl::TakeHead(grpc::ServerContext* context, const v1::T
     if (!take.ok()) return take.status();
     auto head = FindHead(core_, scope, take->name);
     if (!head.ok()) return head.status();
-    HEADWATER_RETURN_IF_ERROR((*head)->Take(take->epoch));
-    EncodeHead((*head)->Describe(), core_.AvailableBytes(), response);
+    auto taken = (*head)->Take(take->epoch);
+    if (!taken.ok()) return taken.status();
+    EncodeHead(*taken, core_.AvailableBytes(), response);
     return absl::OkStatus();
   });
 }
@@ -185,8 +186,9 @@ grpc::Status HeadServiceImpl::LoadWeights(grpc::ServerContext* context, const v1
              return (*reader)->Read(tensor, element_start, element_count, out);
            }});
     }
-    HEADWATER_RETURN_IF_ERROR((*head)->SetTensors(load->epoch, updates));
-    EncodeHead((*head)->Describe(), core_.AvailableBytes(), response);
+    auto loaded = (*head)->SetTensors(load->epoch, updates);
+    if (!loaded.ok()) return loaded.status();
+    EncodeHead(*loaded, core_.AvailableBytes(), response);
     return absl::OkStatus();
   });
 }
@@ -340,13 +342,13 @@ grpc::Status HeadServiceImpl::RestoreCheckpoint(grpc::ServerContext* context, co
     if (!head.ok()) return head.status();
     HEADWATER_RETURN_IF_ERROR((*head)->CheckEpoch(*restore->epoch));
     if (core_.checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
-    HEADWATER_RETURN_IF_ERROR((*head)->Restore(*restore->epoch, *core_.checkpoints, restore->checkpoint));
-    const heads::HeadInfo info = (*head)->Describe();
-    if (!info.restore_note.empty()) {
+    auto restored = (*head)->Restore(*restore->epoch, *core_.checkpoints, restore->checkpoint);
+    if (!restored.ok()) return restored.status();
+    if (!restored->restore_note.empty()) {
       Log(LogLevel::kWarning, "checkpoint_restored",
-          {{"head", info.name.ToString()}, {"checkpoint", restore->checkpoint}, {"note", info.restore_note}});
+          {{"head", restored->name.ToString()}, {"checkpoint", restore->checkpoint}, {"note", restored->restore_note}});
     }
-    EncodeHead(info, core_.AvailableBytes(), response);
+    EncodeHead(*restored, core_.AvailableBytes(), response);
     return absl::OkStatus();
   });
 }

@@ -77,7 +77,7 @@ absl::Status UploadCall::OnChunk(const v1::ByteChunk& chunk) {
   return upload_->Append(chunk.offset_bytes(), chunk.data());
 }
 
-absl::Status UploadCall::UseTensor(std::shared_ptr<const uint8_t> bytes) {
+absl::StatusOr<heads::HeadInfo> UploadCall::UseTensor(std::shared_ptr<const uint8_t> bytes) {
   if (!request_.closes_step.has_value()) {
     return head_->SetTensor(request_.epoch, request_.tensor, request_.data_type, bytes.get(), request_.total_bytes);
   }
@@ -86,21 +86,25 @@ absl::Status UploadCall::UseTensor(std::shared_ptr<const uint8_t> bytes) {
   auto replaced = head_->Replace({request_.epoch, *request_.closes_step}, shadow);
   if (!replaced.ok()) return replaced.status();
   if (*replaced && was_open) core_.metrics.CountStep(observability::StepOutcome::kReplaced);
-  return absl::OkStatus();
+  heads::HeadInfo info = head_->Describe();
+  // Taken over since: the new epoch is not for this trainer.
+  if (info.epoch != request_.epoch) return head_->CheckEpoch(request_.epoch);
+  return info;
 }
 
 absl::Status UploadCall::Finish(v1::UploadWeightsResponse* response) {
   HEADWATER_RETURN_IF_ERROR(CheckHeaderSeen(upload_.has_value()));
   auto bytes = upload_->Complete();
   if (!bytes.ok()) return bytes.status();
-  const absl::Status status = UseTensor(*std::move(bytes));
+  const absl::StatusOr<heads::HeadInfo> head = UseTensor(*std::move(bytes));
+  const absl::Status& status = head.status();
   // What the client, or time, can put right: the upload may be taken up again without a byte sent. After anything else it is used
   // up.
   const bool may_be_repeated = HasReason(status, ErrorReason::kEpochFenced) || HasReason(status, ErrorReason::kStepNotSealed) ||
                                HasReason(status, ErrorReason::kShardNotReady);
   if (!may_be_repeated) upload_->Drop();
   HEADWATER_RETURN_IF_ERROR(status);
-  EncodeHead(head_->Describe(), core_.AvailableBytes(), response->mutable_head());
+  EncodeHead(*head, core_.AvailableBytes(), response->mutable_head());
   return absl::OkStatus();
 }
 

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "headwater/v1/head_service.pb.h"
 #include "server/heads/head.h"
 #include "server/service/access.h"
@@ -36,8 +37,8 @@ class UploadCall {
   absl::Status OnChunk(const v1::ByteChunk& chunk);
   // Refuses what Replace() would refuse whatever the bytes are.
   absl::Status CheckClosesStep();
-  // Sets the tensor, or puts it into the head's shadow.
-  absl::Status UseTensor(std::shared_ptr<const uint8_t> bytes);
+  // Sets the tensor, or puts it into the head's shadow. Returns the head as it is then: of the epoch that this made, or kept.
+  absl::StatusOr<heads::HeadInfo> UseTensor(std::shared_ptr<const uint8_t> bytes);
 
   ServerCore& core_;
   const Caller caller_;

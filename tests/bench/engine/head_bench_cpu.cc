@@ -24,8 +24,8 @@ std::shared_ptr<heads::Head> MakeServedHead(LossEngine& engine, const HeadSpec& 
     std::memcpy(weight.data() + start * ElementBytes(spec.data_type), data,
                 static_cast<size_t>(count * ElementBytes(spec.data_type)));
   });
-  Check(head->SetTensor(head->Describe().epoch, HeadTensor::kWeight, spec.data_type, weight.data(),
-                        static_cast<int64_t>(weight.size())));
+  const heads::Epoch epoch = head->Describe().epoch;
+  Check(head->SetTensor(epoch, HeadTensor::kWeight, spec.data_type, weight.data(), static_cast<int64_t>(weight.size())).status());
   return head;
 }
 

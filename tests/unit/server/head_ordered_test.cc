@@ -243,7 +243,7 @@ TEST_P(HeadOrderedTest, ACheckpointOfOtherSumsIsRefusedHereAndNotedElsewhere) {
   const std::unique_ptr<LossEngine> other = NewEngine(GetParam() + 1);
   const std::shared_ptr<Head> strict = NewHead(*other, Deterministic());
   const Epoch epoch = strict->Describe().epoch;
-  const absl::Status refused = strict->Restore(epoch, *store, "here");
+  const absl::Status refused = strict->Restore(epoch, *store, "here").status();
   EXPECT_REASON(refused, kCheckpointSpecMismatch);
   EXPECT_NE(refused.message().find("shards="), std::string::npos) << refused;
   EXPECT_EQ(strict->Describe().epoch, epoch);  // as it was

@@ -96,11 +96,12 @@ std::shared_ptr<heads::Head> MakeReadyHead(LossEngine& engine, const HeadSpec& s
 }
 
 absl::Status SetWeights(heads::Head& head, const std::vector<float>& weight, const std::vector<float>& bias) {
-  absl::Status status = head.SetTensor(head.Describe().epoch, HeadTensor::kWeight, DataType::kFloat32, weight.data(),
-                                       static_cast<int64_t>(weight.size() * sizeof(float)));
-  if (!status.ok() || bias.empty()) return status;
-  return head.SetTensor(head.Describe().epoch, HeadTensor::kBias, DataType::kFloat32, bias.data(),
-                        static_cast<int64_t>(bias.size() * sizeof(float)));
+  const absl::StatusOr<heads::HeadInfo> set = head.SetTensor(head.Describe().epoch, HeadTensor::kWeight, DataType::kFloat32,
+                                                             weight.data(), static_cast<int64_t>(weight.size() * sizeof(float)));
+  if (!set.ok() || bias.empty()) return set.status();
+  return head
+      .SetTensor(set->epoch, HeadTensor::kBias, DataType::kFloat32, bias.data(), static_cast<int64_t>(bias.size() * sizeof(float)))
+      .status();
 }
 
 std::vector<float> ReadGradWeight(const heads::Head& head) {

@@ -4,6 +4,7 @@
 
 #include <limits>
 #include <memory>
+#include <set>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -500,6 +501,41 @@ TEST_F(HeadTransactionsTest, ATakerGetsANewEpochAndAnEmptyStep) {
   EXPECT_EQ(head_->Describe().weight_version, version);
   EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
   EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
+}
+
+TEST_F(HeadTransactionsTest, EachOfSeveralTakersLearnsItsOwnEpoch) {
+  constexpr int kTakers = 4, kTimes = 50;
+  std::vector<std::vector<Epoch>> epochs(kTakers);
+  std::vector<std::thread> takers;
+  for (std::vector<Epoch>& mine : epochs) {
+    takers.emplace_back([&] {
+      for (int i = 0; i < kTimes; ++i) {
+        const absl::StatusOr<HeadInfo> taken = head_->Take(std::nullopt);
+        ASSERT_OK(taken);
+        EXPECT_EQ(taken->state, HeadState::kReady);
+        mine.push_back(taken->epoch);
+      }
+    });
+  }
+  for (std::thread& taker : takers) taker.join();
+  std::set<Epoch> distinct;
+  for (const std::vector<Epoch>& mine : epochs) distinct.insert(mine.begin(), mine.end());
+  EXPECT_EQ(distinct.size(), static_cast<size_t>(kTakers * kTimes));
+  EXPECT_TRUE(distinct.contains(head_->Describe().epoch));
+}
+
+TEST_F(HeadTransactionsTest, WhoSetsWeightsLearnsTheEpochThatThisMade) {
+  const Epoch before = head_->Describe().epoch;
+  const std::vector<float> weight = ReadWeight(*head_);
+  const absl::StatusOr<HeadInfo> set =
+      head_->SetTensor(before, HeadTensor::kWeight, DataType::kFloat32, weight.data(), static_cast<int64_t>(weight.size() * 4));
+  ASSERT_OK(set);
+  EXPECT_NE(set->epoch, before);
+  const absl::StatusOr<HeadInfo> taken = head_->Take(set->epoch);
+  ASSERT_OK(taken);
+  EXPECT_NE(taken->epoch, set->epoch);
+  EXPECT_EQ(taken->epoch, head_->Describe().epoch);
+  EXPECT_EQ(taken->weight_version, set->weight_version);
 }
 
 TEST_F(HeadTransactionsTest, OnlyACallForTheNextStepWaits) {

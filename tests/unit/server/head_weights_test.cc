@@ -40,8 +40,8 @@ class HeadWeightsTest : public ::testing::Test {
     return *head;
   }
   absl::Status Set(Head& head, HeadTensor tensor, const std::vector<float>& values) {
-    return head.SetTensor(head.Describe().epoch, tensor, DataType::kFloat32, values.data(),
-                          static_cast<int64_t>(values.size() * 4));
+    return head.SetTensor(head.Describe().epoch, tensor, DataType::kFloat32, values.data(), static_cast<int64_t>(values.size() * 4))
+        .status();
   }
   absl::Status Submit(const std::shared_ptr<Head>& head, int64_t micro_batch) {
     return MicroBatchCall(head, *head->Describe().open_step, micro_batch, {{1, 2, 3}, {2}}).Run(engine_).status();
@@ -373,7 +373,7 @@ TEST_F(HeadCheckpointTest, AHeadOfAnotherSpecIsRefused) {
   HeadSpec spec = SmallSpec();
   spec.optimizer = AdamWSpec();
   head = MakeReadyHead(engine_, spec);
-  const absl::Status refused = head->Restore(head->Describe().epoch, *store_, "a");
+  const absl::Status refused = head->Restore(head->Describe().epoch, *store_, "a").status();
   EXPECT_REASON(refused, kCheckpointSpecMismatch);
   EXPECT_NE(std::string(refused.message()).find("optimizer"), std::string::npos);
   EXPECT_EQ(head->Describe().state, HeadState::kReady);

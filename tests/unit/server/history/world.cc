@@ -587,9 +587,9 @@ Reply World::OnHead(const Event& event, const HeadPointer& head) {
       return ToReply(saved, {saved.ok() ? static_cast<double>(saved->step) : 0});
     }
     case Op::kRestore:
-      return AndHead(head->Restore(key.epoch, *store_, event.checkpoint), *head);
+      return AndHead(head->Restore(key.epoch, *store_, event.checkpoint).status(), *head);
     case Op::kTake:
-      return AndHead(head->Take(epoch), *head);
+      return AndHead(head->Take(epoch).status(), *head);
     default:
       return {"not an event on a head", {}};
   }
@@ -615,14 +615,14 @@ Reply World::SetTensors(const Event& event, const HeadPointer& head) {
     values.push_back(MakeNumbers(event.numbers, head->spec().vocab_size * (tensor == HeadTensor::kBias ? 1 : kWidth)));
     if (event.tensors.size() == 1) {
       const int64_t bytes = static_cast<int64_t>(values[0].size() * sizeof(float)) - (event.wrong_size ? 4 : 0);
-      return AndHead(head->SetTensor(epoch, tensor, DataType::kFloat32, values[0].data(), bytes), *head);
+      return AndHead(head->SetTensor(epoch, tensor, DataType::kFloat32, values[0].data(), bytes).status(), *head);
     }
     updates.push_back({tensor, DataType::kFloat32, [data = values.back().data()](int64_t start, int64_t count, void* out) {
                          std::memcpy(out, data + start, static_cast<size_t>(count) * sizeof(float));
                          return absl::OkStatus();
                        }});
   }
-  return AndHead(head->SetTensors(epoch, updates), *head);
+  return AndHead(head->SetTensors(epoch, updates).status(), *head);
 }
 
 // ---- the server ------------------------------------------------------------------------------------------------------
