@@ -229,11 +229,12 @@ class LocalBackend(LocalMicroBatches):
     def delete_head(self, name: str, epoch: bytes, force: bool, timeout_s: float) -> None:
         with self._turn(timeout_s):
             head = self._find(name, epoch=epoch)
-            if head.ledger.open.records and not force:
+            step = head.ledger.open
+            if not force and (step.state == "SEALED" or any(record.state != "DISCARDED" for record in step.records.values())):
                 raise make_error(
                     "FAILED_PRECONDITION",
                     "HEAD_IN_USE",
-                    f"step {head.ledger.open.step} of {name} has micro-batches; pass force=True to drop them",
+                    f"step {step.step} of {name} is sealed, or has micro-batches; force=True deletes it nevertheless",
                     {"head": name},
                 )
             del self._heads[name]

@@ -261,6 +261,24 @@ def test_heads_are_created_listed_and_deleted(one_shard, make_head, rng, rows):
         client.head(head.name)
 
 
+def test_what_keeps_a_head_from_being_deleted(one_shard, make_head, rng, rows):
+    def head():
+        return make_head(one_shard.client, rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32))
+
+    undecided = head()
+    out = undecided.cross_entropy(*rows, micro_batch=0, commit="explicit")
+    with refused("HEAD_IN_USE"):
+        undecided.delete()
+    out.discard()  # what is left is a tombstone
+    undecided.delete()
+    sealed = head()
+    sealed.seal(expected_micro_batches=0)
+    with refused("HEAD_IN_USE"):
+        sealed.delete()
+    sealed.discard_gradient()
+    sealed.delete()
+
+
 def test_a_head_that_does_not_fit_is_refused_at_once(one_shard):
     with refused("MEMORY_BUDGET_EXCEEDED", headwater.ResourceExhaustedError) as info:
         one_shard.client.create_head("ten-terabytes", (1 << 24, 1 << 16), dtype="float32")
