@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "absl/base/attributes.h"
 
