@@ -76,6 +76,15 @@ class Client:
         self._tenant = check_tenant(tenant)
         self.timeout_s = check_number(timeout_s, "timeout_s", low=0, low_open=True)
 
+    def __copy__(self) -> Client:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Client:
+        return self  # a connection is one, whatever refers to it
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a headwater.Client belongs to its process and cannot be pickled: connect again in the other one")
+
     def __enter__(self) -> Client:
         return self
 

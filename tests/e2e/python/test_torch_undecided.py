@@ -234,3 +234,7 @@ def test_a_copied_module_means_the_same_head(one_shard, make_head, problem):
     assert copy.copy(head) is head
     with pytest.raises(TypeError, match="name"):
         pickle.dumps(head)
+    client = one_shard.client
+    assert copy.copy(client) is client and copy.deepcopy({"client": client})["client"] is client
+    with pytest.raises(TypeError, match="connect again"):
+        pickle.dumps(client)
