@@ -293,8 +293,8 @@ class TrainingLoop:
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         gradient_factor = self._gradient_factor / scale
         if self._scaler is not None and self._optimizer is not None and any(p.grad is not None for p in self._parameters):
-            self._unscaled = True
             self._scaler.unscale_(self._optimizer)
+            self._unscaled = True
         for head in self._trainer_owned:
             head.pull_gradient(gradient_factor, **self._timeout)
         norms = self._norms_squared(seals, gradient_factor)
