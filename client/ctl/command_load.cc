@@ -12,8 +12,10 @@
 
 ABSL_FLAG(bool, create, false, "make the head first, as the flags of `headwaterctl plan` describe it");
 ABSL_FLAG(bool, from_file, false, "PATH is a safetensors file on this machine; its tensors are uploaded");
-ABSL_FLAG(std::string, tensor, "",
-          "name of the weight tensor (not given: lm_head.weight or the tied embedding; with --from_file: lm_head.weight, weight)");
+ABSL_FLAG(
+    std::string, tensor, "",
+    "name of the weight tensor (not given: lm_head.weight, the tied embedding, or weight; of one of a model's several files no "
+    "embedding)");
 ABSL_FLAG(std::string, bias_tensor, "", "name of the bias tensor (not given: lm_head.bias or bias)");
 
 namespace headwater::ctl {
@@ -40,9 +42,12 @@ struct LocalTensors {
 absl::StatusOr<LocalTensors> ReadLocalTensors(const std::string& path) {
   absl::StatusOr<SafetensorsFile> file = SafetensorsFile::Open(path);
   if (!file.ok()) return file.status();
-  const std::string weight_name = FindTensor(*file, absl::GetFlag(FLAGS_tensor),
-                                             {"lm_head.weight", "model.embed_tokens.weight", "transformer.wte.weight", "weight"})
-                                      .value_or("lm_head.weight");
+  // The names that LoadWeights knows. Of one file of several an embedding may not be the head's: another file may have that.
+  std::vector<std::string> names = {"lm_head.weight", "weight"};
+  if (!IsPartOfModel(path)) {
+    names.insert(names.begin() + 1, {"model.embed_tokens.weight", "transformer.wte.weight", "model.decoder.embed_tokens.weight"});
+  }
+  const std::string weight_name = FindTensor(*file, absl::GetFlag(FLAGS_tensor), names).value_or("lm_head.weight");
   absl::StatusOr<client::TensorBuffer> weight = file->Read(weight_name);
   if (!weight.ok()) return weight.status();
   if (weight->shape().size() != 2) {

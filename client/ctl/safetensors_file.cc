@@ -12,7 +12,11 @@
 #include <optional>
 #include <utility>
 
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 
 namespace headwater::ctl {
 namespace {
@@ -100,6 +104,23 @@ absl::StatusOr<std::map<std::string, SafetensorsFile::Entry>> ReadHeader(int des
 }
 
 }  // namespace
+
+bool IsPartOfModel(const std::string& path) {
+  absl::string_view rest = path;
+  const auto number_at_end = [](absl::string_view* text) {
+    const size_t begin = text->find_last_not_of("0123456789") + 1;
+    int64_t number = 0;
+    const bool is_number = absl::SimpleAtoi(text->substr(begin), &number);
+    text->remove_suffix(text->size() - begin);
+    return is_number ? number : 0;
+  };
+  if (!absl::ConsumeSuffix(&rest, ".safetensors")) return false;
+  const int64_t count = number_at_end(&rest);
+  if (!absl::ConsumeSuffix(&rest, "-of-")) return false;
+  const size_t before = rest.size();
+  number_at_end(&rest);
+  return count > 1 && rest.size() < before && absl::EndsWith(rest, "-");
+}
 
 absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(const std::string& path) {
   const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);

@@ -12,6 +12,9 @@
 
 namespace headwater::ctl {
 
+// Whether a file is named as one of several that a model is cut into: "model-00001-of-00004.safetensors".
+bool IsPartOfModel(const std::string& path);
+
 // An open file: 8 bytes of header length, a JSON header, tensor bytes. Move-only; not thread-safe.
 // Format: https://github.com/huggingface/safetensors, "Format".
 class SafetensorsFile {

@@ -13,10 +13,12 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "headwater/kernels/error.h"
 #include "server/checkpoint/strict_json.h"
 
@@ -32,6 +34,8 @@ constexpr char kIndexFile[] = "model.safetensors.index.json";
 // In this order. All but the first and the last are embeddings that the head is tied to.
 constexpr const char* kWeightNames[] = {"lm_head.weight", "model.embed_tokens.weight", "transformer.wte.weight",
                                         "model.decoder.embed_tokens.weight", "weight"};
+// Of one file of several: an embedding there says nothing of whether another one has the head itself.
+constexpr const char* kPartWeightNames[] = {"lm_head.weight", "weight"};
 constexpr const char* kBiasNames[] = {"lm_head.bias", "bias"};
 
 float FromBFloat16(uint16_t bits) {
@@ -90,6 +94,23 @@ std::string RealPath(const std::string& path) {
   std::string text(resolved);
   free(resolved);
   return text;
+}
+
+// Whether a file is named as one of several that a model is cut into: "model-00001-of-00004.safetensors".
+bool IsPart(absl::string_view path) {
+  const auto number_at_end = [](absl::string_view* text) {
+    const size_t begin = text->find_last_not_of("0123456789") + 1;
+    int64_t number = 0;
+    const bool is_number = absl::SimpleAtoi(text->substr(begin), &number);
+    text->remove_suffix(text->size() - begin);
+    return is_number ? number : 0;
+  };
+  if (!absl::ConsumeSuffix(&path, kFileSuffix)) return false;
+  const int64_t count = number_at_end(&path);
+  if (!absl::ConsumeSuffix(&path, "-of-")) return false;
+  const size_t before = path.size();
+  number_at_end(&path);
+  return count > 1 && path.size() < before && absl::EndsWith(path, "-");
 }
 
 // Opens files under one directory, wherever symbolic links lead.
@@ -240,6 +261,7 @@ absl::StatusOr<std::unique_ptr<WeightsReader>> WeightsReader::Open(const std::st
   const LoadRoot root(load_root);
   absl::StatusOr<Model> model = Model::Open(root, path);
   if (!model.ok()) return model.status();
+  const bool is_part = IsPart(path);
 
   const auto find = [&](const std::string& asked, absl::Span<const char* const> usual, const char* field,
                         const std::vector<int64_t>& shape) -> absl::StatusOr<Source> {
@@ -271,7 +293,16 @@ absl::StatusOr<std::unique_ptr<WeightsReader>> WeightsReader::Open(const std::st
     return source;
   };
   std::unique_ptr<WeightsReader> reader(new WeightsReader());
-  absl::StatusOr<Source> weight = find(weight_tensor, kWeightNames, "weight_tensor", {spec.vocab_size, spec.hidden_size});
+  const absl::Span<const char* const> usual_names =
+      is_part ? absl::MakeConstSpan(kPartWeightNames) : absl::MakeConstSpan(kWeightNames);
+  absl::StatusOr<Source> weight = find(weight_tensor, usual_names, "weight_tensor", {spec.vocab_size, spec.hidden_size});
+  if (is_part && weight_tensor.empty() && HasReason(weight.status(), ErrorReason::kWeightsNotFound)) {
+    return MakeError(ErrorReason::kWeightsNotFound,
+                     absl::StrCat(weight.status().message(),
+                                  "; the file is one of several of its model, so an embedding in it need not be the head's weight: "
+                                  "the model's folder says where that is"),
+                     GetErrorMetadata(weight.status()));
+  }
   if (!weight.ok()) return weight.status();
   reader->weight_ = *std::move(weight);
   if (spec.has_bias) {

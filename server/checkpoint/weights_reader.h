@@ -28,9 +28,10 @@ class WeightsReader {
   // `..`, and symbolic links that leave the root are refused.
   //
   // Tensors: `weight_tensor`, or if empty the first of `lm_head.weight`, `model.embed_tokens.weight`, `transformer.wte.weight`,
-  // `model.decoder.embed_tokens.weight` (tied embeddings) that is there, else a single tensor named `weight`. For a spec with bias
-  // also `bias_tensor`, or if empty `lm_head.bias`, else `bias`. F32, BF16 and F16; shapes exactly [vocab_size, hidden_size] and
-  // [vocab_size].
+  // `model.decoder.embed_tokens.weight` (tied embeddings) that is there, else a single tensor named `weight`. Of a file that is one
+  // of several of its model (`-00001-of-00004` at the end of its name) no embedding is taken without being named: another file may
+  // have `lm_head.weight`. For a spec with bias also `bias_tensor`, or if empty `lm_head.bias`, else `bias`. F32, BF16 and F16;
+  // shapes exactly [vocab_size, hidden_size] and [vocab_size].
   //
   // kInvalidField (a path or a tensor name that is not allowed), kWeightsNotFound, kFileCorrupt, kCheckpointSpecMismatch (shape),
   // kDataTypeMismatch, kInvalidCombination (`bias_tensor` for a head without bias).

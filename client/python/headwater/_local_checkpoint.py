@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -25,7 +26,16 @@ from headwater._types import SGD, AdamW, HeadSpec
 _FORMAT = "headwater.local/1"
 _STATE_TENSORS = ("moment1_weight", "moment1_bias", "moment2_weight", "moment2_bias")
 _INDEX = "model.safetensors.index.json"
-_WEIGHT_NAMES = ("lm_head.weight", "model.embed_tokens.weight", "transformer.wte.weight", "weight")
+_WEIGHT_NAMES = (
+    "lm_head.weight",
+    "model.embed_tokens.weight",
+    "transformer.wte.weight",
+    "model.decoder.embed_tokens.weight",
+    "weight",
+)
+# Of one file of several: an embedding there says nothing of whether another one has the head itself.
+_PART = re.compile(r"-\d+-of-0*([2-9]|[1-9]\d+)\.safetensors$", re.ASCII)
+_PART_WEIGHT_NAMES = ("lm_head.weight", "weight")
 _BIAS_NAMES = ("lm_head.bias", "bias")
 
 
@@ -139,7 +149,8 @@ def load_weights(root: Path | None, path: str, weight_tensor: str, bias_tensor: 
             "INVALID_ARGUMENT", "INVALID_FIELD", f"path must be relative, without '..'; got {path!r}", {"field": "path"}
         )
     place = root / path
-    arrays = {"weight": _find_tensor(place, path, (weight_tensor,) if weight_tensor else _WEIGHT_NAMES)}
+    usual = _PART_WEIGHT_NAMES if place.is_file() and _PART.search(place.name) else _WEIGHT_NAMES
+    arrays = {"weight": _find_tensor(place, path, (weight_tensor,) if weight_tensor else usual)}
     if has_bias:
         arrays["bias"] = _find_tensor(place, path, (bias_tensor,) if bias_tensor else _BIAS_NAMES)
     return arrays
@@ -161,6 +172,15 @@ def _find_tensor(place: Path, shown: str, wanted: tuple[str, ...]) -> HostArray:
     else:
         holders = {}
     for tensor in wanted:
-        if tensor in holders and holders[tensor].is_file():
-            return _safetensors.read(holders[tensor], tensor)
+        if tensor not in holders:
+            continue
+        if not holders[tensor].is_file():
+            # Not the next name: that may be an embedding, and this the head that is not tied to it.
+            raise make_error(
+                "DATA_LOSS",
+                "FILE_CORRUPT",
+                f"{shown} lacks a file that its index names for {tensor}",
+                {"file": holders[tensor].name},
+            )
+        return _safetensors.read(holders[tensor], tensor)
     raise make_error("NOT_FOUND", "WEIGHTS_NOT_FOUND", f"{shown} has no tensor {' or '.join(wanted)}", {"path": shown})

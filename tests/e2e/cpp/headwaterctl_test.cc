@@ -267,6 +267,20 @@ TEST_F(Headwaterctl, LoadsFromTheServersDisk) {
   EXPECT_EQ(RunJson({"save", "nobody", "x"}, 1)["error"]["reason"], "HEAD_NOT_FOUND");
 }
 
+TEST_F(Headwaterctl, TakesNoEmbeddingOfOneFileOfSeveral) {
+  TemporaryDirectory directory;
+  const std::string bytes = SafetensorsBytes("model.decoder.embed_tokens.weight", {kVocabSize, kHiddenSize}, weight_);
+  const std::string part = directory.path() + "/model-00001-of-00002.safetensors";
+  WriteFile(part, bytes);
+  const ProgramResult refused = Run({"load", "student", part, "--from-file", "--create"});
+  EXPECT_EQ(refused.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(refused.err, "no tensor lm_head.weight; it has: model.decoder.embed_tokens.weight")) << refused.err;
+  const std::string whole = directory.path() + "/model.safetensors";
+  WriteFile(whole, bytes);
+  EXPECT_EQ(Run({"load", "student", whole, "--from-file", "--create"}).exit_code, 0);
+  EXPECT_EQ(Run({"load", "named", part, "--from-file", "--create", "--tensor=model.decoder.embed_tokens.weight"}).exit_code, 0);
+}
+
 TEST_F(Headwaterctl, DamagedLocalFilesAreRefused) {
   TemporaryDirectory directory;
   const std::string path = directory.path() + "/head.safetensors";

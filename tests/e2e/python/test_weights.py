@@ -204,6 +204,20 @@ def test_load_reads_files_and_model_folders(one_shard, make_head, weight):
     tied.load("model")
     np.testing.assert_array_equal(as_float64(tied.weight()), round_to(weight * 2, "bfloat16").astype(np.float64))
 
+    # An embedding is not taken for a head that may be, or is said to be, in another file.
+    with refused("WEIGHTS_NOT_FOUND"):
+        tied.load("model/model-00002-of-00002.safetensors")
+    tied.load("model/model-00002-of-00002.safetensors", weight_tensor="model.embed_tokens.weight")
+    untied = root / "untied"
+    untied.mkdir(exist_ok=True)
+    write_safetensors(untied / "model-00001-of-00002.safetensors", {"model.embed_tokens.weight": ("BF16", bits)})
+    files = {"model.embed_tokens.weight": "model-00001-of-00002.safetensors", "lm_head.weight": "model-00002-of-00002.safetensors"}
+    (untied / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    with refused("FILE_CORRUPT", headwater.DataLossError):
+        tied.load("untied")
+    write_safetensors(root / "opt.safetensors", {"model.decoder.embed_tokens.weight": ("BF16", bits)})
+    tied.load("opt.safetensors")
+
     with refused("WEIGHTS_NOT_FOUND", headwater.NotFoundError):
         head.load("nowhere.safetensors")
     with refused("WEIGHTS_NOT_FOUND"):

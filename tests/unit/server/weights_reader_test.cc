@@ -93,6 +93,25 @@ TEST_F(WeightsReaderTest, FindsTheTensorByTheUsualNames) {
   EXPECT_EQ(First("none.safetensors", "something"), "7");
 }
 
+TEST_F(WeightsReaderTest, TakesNoEmbeddingOfOneFileOfSeveralUnlessItIsNamed) {
+  const std::string embedding = "model.embed_tokens.weight";
+  Write("m/model-00001-of-00002.safetensors", MakeFile({{embedding, {5, 3}, 2}}));
+  Write("m/model-00002-of-00002.safetensors", MakeFile({{"lm_head.weight", {5, 3}, 1}}));
+  const auto refused = Open("m/model-00001-of-00002.safetensors");
+  EXPECT_REASON(refused, kWeightsNotFound);
+  EXPECT_NE(refused.status().message().find("one of several"), std::string::npos) << refused.status();
+  EXPECT_EQ(First("m/model-00001-of-00002.safetensors", embedding), "2");
+  EXPECT_EQ(First("m/model-00002-of-00002.safetensors"), "1");
+  Write("m/model.safetensors.index.json", R"({"weight_map":{"model.embed_tokens.weight":"model-00001-of-00002.safetensors",)"
+                                          R"("lm_head.weight":"model-00002-of-00002.safetensors"}})");
+  EXPECT_EQ(First("m"), "1");
+  // Whole models, and names that only look so.
+  for (const std::string name : {"model-00001-of-00001", "model", "1-of-2", "a-of-2", "model-1-of-b", "-of-", "of-00002", "2"}) {
+    Write(name + ".safetensors", MakeFile({{embedding, {5, 3}, 7}}));
+    EXPECT_EQ(First(name + ".safetensors"), "7") << name;
+  }
+}
+
 TEST_F(WeightsReaderTest, ReadsFolders) {
   Write("single/model.safetensors", MakeFile({{"lm_head.weight", {5, 3}, 3}}));
   EXPECT_EQ(First("single"), "3");

@@ -84,8 +84,8 @@ MUTANTS = [
     (
         "forgets_what_the_other_head_of_a_lost_one_has",
         "server/heads/head_submit.cc",
-        "target->ledger_.FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();",
-        "if (status.ok()) target->ledger_.FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();",
+        "in those.\n    target->ledger_.FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();",
+        "in those.\n    if (status.ok()) target->ledger_.FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();",
     ),
     (
         "commits_held_rows_with_a_teacher_that_changed",
