@@ -24,6 +24,7 @@
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
+#include "absl/flags/usage_config.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -818,6 +819,10 @@ int main(int argc, char** argv) {
   // tests to do.
   absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore);
   absl::SetProgramUsageMessage(headwater::kUsage);
+  // What Abseil would say to --version is about itself: how the distribution has built it.
+  absl::FlagsUsageConfig usage;
+  usage.version_string = [] { return absl::StrCat("headwaterd ", headwater::service::ServerVersion(), "\n"); };
+  absl::SetFlagsUsageConfig(usage);
   const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
   if (rest.size() > 1) return headwater::Fail(std::string("unexpected argument \"") + rest[1] + "\"; see --help");
   if (absl::GetFlag(FLAGS_print_metrics_doc)) {

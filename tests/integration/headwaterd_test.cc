@@ -114,6 +114,11 @@ class Headwaterd : public ::testing::Test {
   pid_t pid_ = 0;
 };
 
+TEST_F(Headwaterd, TellsItsVersion) {
+  EXPECT_EQ(Run({"--version"}), 0);
+  EXPECT_EQ(Out(), "headwaterd " HEADWATER_VERSION "\n");
+}
+
 TEST_F(Headwaterd, ServesUntilItIsToldToStop) {
   for (const int signal_number : {SIGTERM, SIGINT}) {
     const std::string port_file = directory_ + "/ports" + std::to_string(signal_number);
