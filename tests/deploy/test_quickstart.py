@@ -58,6 +58,7 @@ class Checkout:
         self._write_program(tools / "cmake", "#!/bin/sh\nexit 0\n")
         # Whatever the real example imports is said to be there.
         self._write_program(tools / "python", f'#!/bin/sh\nif [ "$1" = -c ]; then exit 0; fi\nexec "{sys.executable}" "$@"\n')
+        self.started: list[subprocess.Popen] = []
         self.path = folder / "link"
         self.path.symlink_to(real)
         self.output = real / "build/quickstart"
@@ -76,7 +77,8 @@ class Checkout:
     def start(self, *options: str, folder: Path | None = None) -> subprocess.Popen:
         command = [str(self.path / "deploy/quickstart"), "--no-install", "--engine", "cpu", *options]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(command, env=self._environment, cwd=folder, start_new_session=True, **streams)
+        self.started.append(subprocess.Popen(command, env=self._environment, cwd=folder, start_new_session=True, **streams))
+        return self.started[-1]
 
     def run(self, *options: str, folder: Path | None = None) -> tuple[int, str]:
         process = self.start(*options, folder=folder)
@@ -125,7 +127,12 @@ def make_checkout(tmp_path):
         return made[-1]
 
     yield make
+    # What a test that fails leaves behind.
     for checkout in made:
+        for process in checkout.started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         for pid in checkout.servers():
             os.kill(pid, signal.SIGKILL)
 
