@@ -21,6 +21,8 @@ bool RetryState::MayRepeat(const absl::Status& status) const {
   const std::string reason = ErrorReason(status);
   // The server's own UNAVAILABLE says that nothing was done; the connection's says nothing.
   if (absl::IsUnavailable(status)) return repeat_ == Repeat::kSafe || !reason.empty();
+  // Who has cancelled a call does not ask. A server that shuts down cuts off calls that reach it in that moment: like a connection.
+  if (absl::IsCancelled(status)) return repeat_ == Repeat::kSafe;
   if (absl::IsResourceExhausted(status)) {
     return reason == "QUEUE_FULL" || reason == "IN_FLIGHT_BYTES_EXCEEDED" || reason == "STAGING_FULL" ||
            reason == "ORDERED_WINDOW_FULL";
@@ -34,7 +36,7 @@ bool RetryState::MayRepeat(const absl::Status& status) const {
 std::optional<std::chrono::nanoseconds> RetryState::AfterFailure(const absl::Status& status) {
   ++failures_;
   if (failures_ >= policy_.max_attempts || !MayRepeat(status)) return std::nullopt;
-  if (absl::IsUnavailable(status)) answer_lost_ = true;
+  if (absl::IsUnavailable(status) || absl::IsCancelled(status)) answer_lost_ = true;
   std::chrono::nanoseconds delay = std::chrono::duration_cast<std::chrono::nanoseconds>(backoff_ * Jitter());
   if (const auto asked_for = RetryDelay(status); asked_for.has_value()) delay = std::max(delay, *asked_for);
   backoff_ = std::min<std::chrono::nanoseconds>(backoff_ * 2, policy_.max_backoff);

@@ -43,6 +43,11 @@ class TeacherCall {
  private:
   void Ended(absl::StatusOr<std::string> answer) {
     if (!answer.ok()) {
+      const auto is_cancelled = [this] {
+        std::lock_guard<std::mutex> lock(mutex_);
+        return cancelled_;
+      };
+      if (is_cancelled()) return Set(answer.status());
       if (const auto delay = retry_.AfterFailure(answer.status()); delay.has_value()) {
         // Under the lock, so that Cancel() either is seen here or finds the task, which takes it first: until it is released the
         // call cannot end.

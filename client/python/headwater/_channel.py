@@ -79,9 +79,15 @@ class Calls:
         except grpc.FutureCancelledError:
             raise make_error("CANCELLED", "CANCELLED", "the call was cancelled by this client") from None
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            raise self.failure(error) from None
         except ValueError as error:
             raise _closed(error) from None
+
+    @staticmethod
+    def failure(error: grpc.RpcError) -> HeadwaterError:
+        """What has failed in a call that only the future which this thread works on can have cancelled."""
+        scope = current_scope()
+        return from_rpc_error(error, cancelled_here=scope is not None and scope.is_cancelled)
 
     def start_stream(self, method: Any, request: Any, timeout_s: float) -> Any:
         """A call that is answered by a stream. The future that this thread works on can cancel it."""
@@ -126,7 +132,7 @@ class Sender:
             yield call
         except grpc.RpcError as error:
             self.check()
-            raise from_rpc_error(error) from None
+            raise calls.failure(error) from None
         finally:
             self.stopped = True
             wake()

@@ -303,11 +303,18 @@ def from_status(code: str, message: str, details: bytes) -> HeadwaterError:
     return make_error(code, reason, message or "the transport gave no message", metadata, retry_after_s)
 
 
-def from_rpc_error(error: Any) -> HeadwaterError:
-    """Translates a `grpc.RpcError`, with the details of its trailer where it has them."""
+def from_rpc_error(error: Any, *, cancelled_here: bool = True) -> HeadwaterError:
+    """Translates a `grpc.RpcError`, with the details of its trailer where it has them.
+
+    Args:
+        cancelled_here: whether this side may have cancelled the call. If not, a call that ends as cancelled without a reason was
+            cut off by the server: one that shuts down does that to calls that reach it in this moment.
+    """
     code = error.code().name if error.code() is not None else "UNKNOWN"
     details = b""
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS_KEY:
             details = value
+    if code == "CANCELLED" and not details and not cancelled_here:
+        return from_status("UNAVAILABLE", f"the server cut the call off: {error.details()}", details)
     return from_status(code, error.details() or "", details)

@@ -52,6 +52,11 @@ class CancelScope:
         if cancel is not None:
             cancel()
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the future is."""
+        return self._cancelled.is_set()
+
     def sleep(self, seconds: float) -> bool:
         """Waits; returns True at once if the future is cancelled."""
         return self._cancelled.wait(seconds)

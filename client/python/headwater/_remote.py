@@ -12,7 +12,7 @@ import numpy as np
 from headwater import _arrays, _channel
 from headwater._arrays import HostArray
 from headwater._backend import ApplyArguments, Expected, UploadOptions
-from headwater._errors import HeadwaterError, NotFoundError, from_rpc_error, make_error
+from headwater._errors import HeadwaterError, NotFoundError, make_error
 from headwater._futures import Cancel, Done
 from headwater._memory import RowMemory, Rows
 from headwater._messages import (
@@ -308,7 +308,7 @@ class RemoteBackend:
                 flat[position : position + len(chunk.data)] = np.frombuffer(chunk.data, np.uint8)
                 position += len(chunk.data)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            raise self._calls.failure(error) from None
         finally:
             call.cancel()  # no effect on a call that has ended
         if data is None or position != data.nbytes:

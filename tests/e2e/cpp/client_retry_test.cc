@@ -106,6 +106,22 @@ TEST_F(ClientRetry, EveryAttemptIsOneRpc) {
   }
 }
 
+// gRPC tells so of calls that reach a server which shuts down: nobody on this side has cancelled them.
+TEST_F(ClientRetry, ACallThatTheServerCutsOffIsRepeatedAsOneWhoseConnectionBroke) {
+  const grpc::Status cut_off(grpc::StatusCode::CANCELLED, "CANCELLED");
+  server_.compute_loss = [&](grpc::ServerContext*, ScriptedServer::LossStream*) { return cut_off; };
+  server_.unary_status = cut_off;
+  Connect(Quick(3));
+  const auto expect = [&](const absl::Status& status, int attempts, const char* what) {
+    EXPECT_FALSE(status.ok()) << what;
+    EXPECT_EQ(server_.calls.exchange(0), attempts) << what << ": " << status;
+  };
+  expect(Submit(Options(0)).Get().status(), 3, "CrossEntropy");
+  expect(head_->Commit(0, 0).Get().status(), 3, "Commit");
+  expect(head_->Seal(0, 1).status(), 3, "Seal");
+  expect(client_->CreateHead("h", head_->spec()).status(), 1, "CreateHead");
+}
+
 TEST_F(ClientRetry, WhatIsNotTheSameTwiceIsRepeatedOnlyIfNothingWasDone) {
   Connect(Quick(3));
   server_.unary_status = Unavailable();

@@ -99,6 +99,15 @@ def test_a_cut_call_is_repeated(server, connect, method):
 
 
 @pytest.mark.parametrize("method", REPEATABLE)
+def test_a_call_that_a_server_cuts_off_while_it_shuts_down_is_repeated(server, connect, method):
+    """gRPC tells that as cancelled, which nobody on this side has done."""
+    head = connect()
+    server.fail(method, Failure(grpc.StatusCode.CANCELLED))
+    REPEATABLE[method](head)
+    assert server.count(method) == 2
+
+
+@pytest.mark.parametrize("method", REPEATABLE)
 def test_the_number_of_tries_is_bounded(server, connect, method):
     head = connect()
     server.fail(method, *[CUT] * 10)
