@@ -16,6 +16,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120
+INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Says that it runs, and waits for its standard input to end.
 WAITING = """
 import argparse, pathlib, sys, time
@@ -76,8 +77,10 @@ class Checkout:
 
     def start(self, *options: str, folder: Path | None = None) -> subprocess.Popen:
         command = [str(self.path / "deploy/quickstart"), "--no-install", "--engine", "cpu", *options]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        self.started.append(subprocess.Popen(command, env=self._environment, cwd=folder, start_new_session=True, **streams))
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+        # Signals that are ignored where the tests run, as under nohup, could not be trapped.
+        how["preexec_fn"] = lambda: [signal.signal(number, signal.SIG_DFL) for number in INTERRUPTIONS]
+        self.started.append(subprocess.Popen(command, env=self._environment, cwd=folder, **how))
         return self.started[-1]
 
     def run(self, *options: str, folder: Path | None = None) -> tuple[int, str]:
@@ -148,7 +151,7 @@ def test_no_server_stays(make_checkout):
     assert not checkout.socket_folder().exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", INTERRUPTIONS)
 def test_no_server_stays_after_an_interruption(make_checkout, number):
     checkout = make_checkout(WAITING)
     process = checkout.start_until_running()

@@ -11,7 +11,7 @@ import pytest
 from conftest import running_server
 
 import headwater
-from headwater._futures import LOSS_THREADS, Executors, Future
+from headwater._futures import LOSS_THREADS, Executors
 from headwater._memory import DeviceArray, one_stream
 
 SCRIPT = """
@@ -71,10 +71,12 @@ def test_a_future_has_its_callers_stream_and_makes_no_other_device_current(monke
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
     stream = types.SimpleNamespace(device=2, name="the caller's")
     cuda.set_stream(stream)
-    with concurrent.futures.ThreadPoolExecutor(1) as executor:
-        assert Future.run(executor, cuda.current_stream).result(60) is stream
-        assert executor.submit(lambda: cuda.current_stream(2)).result(60).name == "default"
+    executors = Executors()
+    executors.waiting = concurrent.futures.ThreadPoolExecutor(1)
+    assert executors.run("waiting", cuda.current_stream).result(60) is stream
+    assert executors.waiting.submit(lambda: cuda.current_stream(2)).result(60).name == "default"
     assert cuda.made_current == {2}
+    executors.shutdown()
 
 
 def test_a_call_that_had_to_wait_begins_with_its_callers_stream(monkeypatch):
