@@ -43,19 +43,17 @@ class TeacherCall {
  private:
   void Ended(absl::StatusOr<std::string> answer) {
     if (!answer.ok()) {
-      const auto is_cancelled = [this] {
-        std::lock_guard<std::mutex> lock(mutex_);
-        return cancelled_;
-      };
-      if (is_cancelled()) return Set(answer.status());
-      if (const auto delay = retry_.AfterFailure(answer.status()); delay.has_value()) {
+      {
         // Under the lock, so that Cancel() either is seen here or finds the task, which takes it first: until it is released the
         // call cannot end.
         std::lock_guard<std::mutex> lock(mutex_);
-        return connection_->timers().Run(this, cancelled_ ? std::chrono::nanoseconds(0) : *delay, [this] {
-          { std::lock_guard<std::mutex> begun(mutex_); }
-          Start();
-        });
+        const auto delay = cancelled_ ? std::nullopt : retry_.AfterFailure(answer.status());
+        if (delay.has_value()) {
+          return connection_->timers().Run(this, *delay, [this] {
+            { std::lock_guard<std::mutex> begun(mutex_); }
+            Start();
+          });
+        }
       }
       return Set(answer.status());
     }
