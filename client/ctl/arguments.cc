@@ -50,6 +50,10 @@ absl::StatusOr<CommandLine> ParseArguments(const std::vector<std::string>& argum
       line.help = true;
       continue;
     }
+    if (argument == "--version") {
+      line.version = true;
+      continue;
+    }
     if (argument.size() < 2 || argument[0] != '-') {
       line.positional.push_back(argument);
       continue;

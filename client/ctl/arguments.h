@@ -22,7 +22,8 @@ struct CommandLine {
   };
   std::vector<std::string> positional;
   std::vector<Flag> flags;
-  bool help = false;  // --help or -h
+  bool help = false;     // --help or -h
+  bool version = false;  // --version
 };
 
 // A wrong command line: the program ends with kExitUsage.

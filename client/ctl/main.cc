@@ -27,7 +27,8 @@ std::string GeneralHelp(const std::vector<Command>& commands) {
   }
   table.AddRow({"", "help [COMMAND]", "explains a command and its flags"});
   return absl::StrCat(
-      "headwaterctl [flags] COMMAND [arguments]: looks at a Headwater server and administers its heads.\n\nCommands:\n",
+      "headwaterctl [flags] COMMAND [arguments]: looks at a Headwater server and administers its heads.\n"
+      "headwaterctl --version: prints this program's version.\n\nCommands:\n",
       table.ToString(), "\nFlags of every command:\n", DescribeFlags(kCommonFlags), "\n", kExitCodes);
 }
 
@@ -69,6 +70,10 @@ int Main(const std::vector<std::string>& arguments) {
                                          SaveCommand(),   PlanCommand(), BenchCommand(), TopCommand()};
   absl::StatusOr<CommandLine> line = ParseArguments(arguments);
   if (!line.ok()) return ReportUsage(std::string(line.status().message()));
+  if (line->version) {
+    std::cout << "headwaterctl " HEADWATER_VERSION "\n";
+    return kExitOk;
+  }
   if (line->positional.empty()) {
     if (!line->help) return ReportUsage("a command is missing");
     std::cout << GeneralHelp(commands);

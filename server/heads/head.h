@@ -327,9 +327,9 @@ class Head : public std::enable_shared_from_this<Head> {
   // error comes back; the head is as before if that was the first piece, else LOADING if it was, else LOST.
   absl::StatusOr<HeadInfo> SetTensors(const Epoch& epoch, const std::vector<TensorUpdate>& updates);
   // Copies elements of kWeight or kBias (storage type), kMasterWeight or kMasterBias (fp32). kWeightVersionMismatch if `version` is
-  // given and not the current one.
+  // given and not the current one; kEpochFenced (kStepLost of a RESTORED head) the same for `epoch`.
   absl::Status ReadWeights(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out,
-                           std::optional<int64_t> version) const;
+                           std::optional<int64_t> version, const std::optional<Epoch>& epoch = std::nullopt) const;
 
   // ---- checkpoints ---------------------------------------------------------------------------------------------------
   struct SavedCheckpoint {

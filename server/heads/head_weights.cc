@@ -254,10 +254,12 @@ absl::StatusOr<bool> Head::Replace(const StepKey& key, const ShadowTensor& tenso
 // ---- reading ---------------------------------------------------------------------------------------------------------
 
 absl::Status Head::ReadWeights(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out,
-                               std::optional<int64_t> version) const {
+                               std::optional<int64_t> version, const std::optional<Epoch>& epoch) const {
   absl::MutexLock compute_lock(&compute_mutex_);
   {
     absl::MutexLock state_lock(&state_mutex_);
+    // A head that has come back may be read at the epoch that it came back with, before anybody takes it.
+    if (absl::Status status = Check(epoch.has_value() ? &*epoch : nullptr, Need::kAnyState, false); !status.ok()) return status;
     if (absl::Status status = Check(nullptr, Need::kReady, false); !status.ok()) return status;
     if (version.has_value() && *version != weight_version_) {
       return MakeError(ErrorReason::kWeightVersionMismatch,

@@ -303,9 +303,10 @@ absl::StatusOr<LoadRequest> DecodeLoad(const v1::LoadWeightsRequest& request) {
 
 absl::StatusOr<DownloadWeightsRequest> DecodeDownloadWeights(const v1::DownloadWeightsRequest& request) {
   DownloadWeightsRequest decoded;
-  auto name = DecodeHeadName(request.name(), "name");
-  if (!name.ok()) return name.status();
-  decoded.name = *std::move(name);
+  auto head = DecodeHeadAtOptionalEpoch(request.name(), request.epoch());
+  if (!head.ok()) return head.status();
+  decoded.name = std::move(head->name);
+  decoded.epoch = head->epoch;
   auto tensor = DecodeTensorKind(request.tensor(), "tensor");
   if (!tensor.ok()) return tensor.status();
   decoded.tensor = *tensor;

@@ -65,6 +65,7 @@ struct DownloadWeightsRequest {
   std::optional<DataType> data_type;  // absent: the storage type
   int64_t offset_bytes = 0;
   std::optional<int64_t> expected_weight_version;
+  std::optional<heads::Epoch> epoch;
 };
 
 struct DownloadGradientRequest {

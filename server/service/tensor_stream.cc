@@ -48,10 +48,12 @@ absl::StatusOr<TensorStream> OpenWeights(std::shared_ptr<heads::Head> head, cons
   stream.weight_version = info.weight_version;
   HeadTensor tensor = request.tensor;
   if (stream.data_type != spec.data_type) tensor = bias ? HeadTensor::kMasterBias : HeadTensor::kMasterWeight;
-  // The first chunk checks the version that the client expects; all of them that the weights do not change on the way.
+  // The first chunk checks the version and the epoch that the client expects; all of them that the weights do not change on the
+  // way.
   const int64_t version = request.expected_weight_version.value_or(info.weight_version);
-  stream.read = [head = std::move(head), tensor, version](int64_t element_start, int64_t element_count, void* out) {
-    return head->ReadWeights(tensor, element_start, element_count, out, version);
+  stream.read = [head = std::move(head), tensor, version, epoch = request.epoch](int64_t element_start, int64_t element_count,
+                                                                                 void* out) {
+    return head->ReadWeights(tensor, element_start, element_count, out, version, epoch);
   };
   return stream;
 }

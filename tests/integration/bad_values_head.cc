@@ -178,6 +178,7 @@ std::vector<BadValue> WeightRows() {
   AddNameRows("LoadWeights", "name", true, &rows);
   AddEpochRows("LoadWeights", "epoch", true, &rows);
   AddNameRows("DownloadWeights", "name", true, &rows);
+  AddEpochRows("DownloadWeights", "epoch", false, &rows);
   AddTensorKindRows("DownloadWeights", "tensor", &rows);
   return rows;
 }

@@ -52,8 +52,11 @@ absl::StatusOr<TensorBuffer> Head::DownloadWeights(HeadTensor tensor, DataType d
   request.set_tensor(static_cast<v1::HeadTensor>(tensor));
   request.set_data_type(ToProto(data_type));
   internal::Connection& connection = *handle_->connection;
+  // Frozen weights are the same at any epoch.
+  internal::HeadUses trained = spec().trainable ? handle_->AtStep(std::nullopt) : internal::HeadUses();
   TensorBuffer buffer(data_type, internal::ShapeOf(spec(), tensor));
-  const absl::Status status = connection.Retry(Repeat::kSafe, connection.DeadlineOf(options), [&](grpc::ClientContext& context) {
+  const absl::Status status = connection.RetryOnSteps(trained, connection.DeadlineOf(options), [&](grpc::ClientContext& context) {
+    if (!trained.empty()) request.set_epoch(trained[0].epoch);
     return internal::ReadTensor(connection, context, *connection.heads().DownloadWeights(&context, request), buffer);
   });
   if (!status.ok()) return status;

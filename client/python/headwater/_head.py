@@ -360,6 +360,9 @@ class Head(HeadLosses):
     def weight(self, *, dtype: Any = None, timeout_s: float | None = None) -> Any:
         """Downloads the weight, (vocab_size, hidden_size).
 
+        Of a trainable head only as this object's epoch has it: raises EpochFencedError if another run has taken the head over, and
+        StepLostError if the server has restored an older checkpoint.
+
         Args:
             dtype: None: the storage type (bfloat16 as ml_dtypes' if that is imported, else `headwater.BFloat16`). "float32": the
                 master weights where the head has them.
@@ -378,7 +381,9 @@ class Head(HeadLosses):
             raise invalid_argument(
                 "DATA_TYPE_MISMATCH", f"dtype must be float32 or {self._spec.data_type}, got {wanted}", field="dtype"
             )
-        data, data_type = self._backend.download(self._name, tensor, wanted, self._timeout(timeout_s))
+        # Frozen weights are the same at any epoch.
+        epoch = self.epoch if self._spec.trainable else b""
+        data, data_type = self._backend.download(self._name, epoch, tensor, wanted, self._timeout(timeout_s))
         return _arrays.to_numpy(HostArray(data, data_type, _arrays.to_numpy))
 
     def set_weight(

@@ -322,9 +322,9 @@ class LocalBackend(LocalMicroBatches):
             self._weights_came(head, set(arrays), was_ready)
             return head.info()
 
-    def download(self, name: str, tensor: str, data_type: str | None, timeout_s: float) -> tuple[np.ndarray, str]:
+    def download(self, name: str, epoch: bytes, tensor: str, data_type: str | None, timeout_s: float) -> tuple[np.ndarray, str]:
         with self._turn(timeout_s):
-            head = self._find(name, ready=True)
+            head = self._find(name, epoch=epoch, ready=True)
             if data_type in (None, head.spec.data_type):
                 data, stored = head.engine_head.read(tensor)
             elif head.engine_head.has(f"master_{tensor}"):

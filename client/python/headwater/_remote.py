@@ -315,9 +315,12 @@ class RemoteBackend:
             raise make_error("INTERNAL", "", f"the server ended the download after {position} bytes")
         return data, data_type
 
-    def download(self, name: str, tensor: str, data_type: str | None, timeout_s: float) -> tuple[np.ndarray, str]:
+    def download(self, name: str, epoch: bytes, tensor: str, data_type: str | None, timeout_s: float) -> tuple[np.ndarray, str]:
         request = head_service_pb2.DownloadWeightsRequest(
-            name=name, tensor=tensor_number(tensor), data_type=0 if data_type is None else _arrays.DATA_TYPE_NUMBERS[data_type]
+            name=name,
+            epoch=epoch,
+            tensor=tensor_number(tensor),
+            data_type=0 if data_type is None else _arrays.DATA_TYPE_NUMBERS[data_type],
         )
         return self._receive_tensor(self._heads.DownloadWeights, request, timeout_s)
 

@@ -475,6 +475,13 @@ class ReplayBackend:
     def step_state(self, name: str, epoch: bytes, timeout_s: float) -> StepStatus:
         return self._follow_head(name, epoch, timeout_s, lambda now, left_s: self._inner.step_state(name, now, left_s))
 
+    def download(self, name: str, epoch: bytes, tensor: str, data_type: str | None, timeout_s: float) -> tuple[np.ndarray, str]:
+        if not epoch:
+            return self._inner.download(name, epoch, tensor, data_type, timeout_s)
+        return self._follow_head(
+            name, epoch, timeout_s, lambda now, left_s: self._inner.download(name, now, tensor, data_type, left_s)
+        )
+
     def save(self, name: str, epoch: bytes, checkpoint: str, overwrite: bool, timeout_s: float) -> SaveResult:
         return self._follow_head(
             name, epoch, timeout_s, lambda now, left_s: self._inner.save(name, now, checkpoint, overwrite, left_s)

@@ -96,6 +96,7 @@ TEST_F(Fault, ForgottenTrainerIsFencedOff) {
   const absl::Status fenced = head_->CrossEntropy(Rows(), targets_, {}, Submission(0, 0)).Get().status();
   EXPECT_EQ(fenced.code(), absl::StatusCode::kAborted);
   EXPECT_EQ(ErrorReason(fenced), "EPOCH_FENCED");
+  EXPECT_EQ(ErrorReason(head_->DownloadWeights().status()), "EPOCH_FENCED");
   EXPECT_TRUE(other.CrossEntropy(Rows(), targets_, {}, Submission(0, 0)).Get().ok());
 }
 

@@ -80,6 +80,12 @@ TEST_F(Headwaterctl, InfoPrintsTheServer) {
   EXPECT_EQ(document["incarnation"].get<std::string>().size(), 32u);
 }
 
+TEST(HeadwaterctlAlone, TellsItsVersion) {
+  const ProgramResult result = RunProgram({HEADWATERCTL, "--version"});
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_EQ(result.out, "headwaterctl " HEADWATER_VERSION "\n");
+}
+
 TEST_F(Headwaterctl, PlanAddsUpAndMakesNothing) {
   const std::vector<std::string> flags = {"plan",        "--vocab_size=50257", "--hidden_size=1000", "--data_type=bfloat16",
                                           "--trainable", "--optimizer=adamw",  "--staging_slots",    "2"};

@@ -178,7 +178,7 @@ def test_a_server_that_is_told_to_end_saves_what_has_changed(replay):
         server.process.terminate()
         assert server.process.wait(START_TIMEOUT_S) == 0
         server.start()
-        np.testing.assert_array_equal(head.weight(), weight)
+        np.testing.assert_array_equal(client.head("student").weight(), weight)
         np.testing.assert_array_equal(client.head("teacher").weight(), teacher.weight())
         if replay:
             np.testing.assert_array_equal(head.gradient(), expected)

@@ -131,6 +131,9 @@ TEST_F(HeadComebackTest, HeadsComeBackFromTheirNewestCheckpoint) {
   EXPECT_EQ(GetErrorMetadata(lost).at("restoredStep"), "5");
   EXPECT_EQ(GetErrorMetadata(lost).at("checkpoint"), "newest");
   EXPECT_EQ(GetErrorMetadata(lost).at("checkpoints"), "newest=5,zz-first=4");
+  float value = 0;
+  EXPECT_REASON(back->ReadWeights(HeadTensor::kWeight, 0, 1, &value, std::nullopt, old_epoch), kStepLost);
+  EXPECT_OK(back->ReadWeights(HeadTensor::kWeight, 0, 1, &value, std::nullopt, info.epoch));
   // The restarted trainer's own creation attaches.
   spec.initial_step = 0;
   const absl::StatusOr<HeadRegistry::Created> attached = registry_->Create(kName, spec, IfExists::kAttachIfSameSpec);

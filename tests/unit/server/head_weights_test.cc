@@ -84,6 +84,8 @@ TEST_F(HeadWeightsTest, LoadingUntilEveryTensorIsThere) {
   EXPECT_REASON(head->ReadWeights(HeadTensor::kBias, 4, 1, &value, 1), kWeightVersionMismatch);
   EXPECT_REASON(head->ReadWeights(HeadTensor::kBias, 4, 2, &value, 2), kChunkOutOfRange);
   EXPECT_REASON(head->ReadWeights(HeadTensor::kGradWeight, 0, 1, &value, 2), kInvalidField);
+  EXPECT_OK(head->ReadWeights(HeadTensor::kBias, 4, 1, &value, 2, epoch));
+  EXPECT_REASON(head->ReadWeights(HeadTensor::kBias, 4, 1, &value, 2, NewEpoch()), kEpochFenced);
 }
 
 TEST_F(HeadWeightsTest, WhatSettingRefuses) {

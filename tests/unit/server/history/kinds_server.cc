@@ -265,6 +265,7 @@ void KindTable::AddWeights(std::vector<Kind>& kinds) {
                     [](G& g, E& e) {
                       if (!g.OnHead(e, Op::kReadWeights)) return false;
                       if (g.OneIn(2)) e.version = g.At(e.targets[0].head).version - g.Pick(2);
+                      if (g.OneIn(2)) e.targets[0].epoch = g.OneIn(2) ? kNoEpoch : g.PickStaleEpoch(e.targets[0].head);
                       return true;
                     }},
                    {"save", 16,

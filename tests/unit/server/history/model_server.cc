@@ -55,6 +55,7 @@ Expected Model::ReadWeights(const Event& event) {
   if (std::string problem = FindHeads(event); !problem.empty()) return Refuse(problem);
   if (event.deleted_handle) return {};
   const Target& target = event.targets[0];
+  if (std::string problem = CheckHead(target.head, target.epoch, false, 'A'); !problem.empty()) return Refuse(problem);
   if (std::string problem = CheckHead(target.head, kNoEpoch, false, 'R'); !problem.empty()) return Refuse(problem);
   const ModelHead& head = At(target.head);
   if (event.version.has_value() && *event.version != head.version) return Refuse("WEIGHT_VERSION_MISMATCH");

@@ -223,6 +223,11 @@ std::string Simulation::Check(const Event& event, const Reply& reply) {
     if (!knows) open_.erase(target.head);
     if (knows && event.op != Op::kGetHead && reply.numbers[1] == 'R') open_[target.head] = open_step;
   }
+  if (target.epoch != kNoEpoch) {
+    if (const auto life = life_of_.find(target.epoch); life == life_of_.end() || life->second != life_) {
+      return "  a call succeeded with an epoch of an earlier life\n";
+    }
+  }
   if (event.op == Op::kReadWeights && open_.contains(target.head)) {
     const std::vector<float>& expected = (*job)->WeightsAt(open_.at(target.head));
     const std::vector<double> numbers(expected.begin(), expected.end());
@@ -230,11 +235,7 @@ std::string Simulation::Check(const Event& event, const Reply& reply) {
     return absl::StrCat("  the weights are ", PrintNumbers(reply.numbers), ", the script's at step ", open_.at(target.head), " ",
                         PrintNumbers(numbers), "\n");
   }
-  if (target.epoch == kNoEpoch) return "";
-  if (const auto life = life_of_.find(target.epoch); life == life_of_.end() || life->second != life_) {
-    return "  a call succeeded with an epoch of an earlier life\n";
-  }
-  if (!target.step.has_value()) return "";
+  if (target.epoch == kNoEpoch || !target.step.has_value()) return "";
   Job& script = **job;
   if (event.op == Op::kApply || event.op == Op::kDiscardGradient || event.op == Op::kReplace) {
     if (const auto open = open_.find(target.head); open != open_.end() && open->second == *target.step) ++open->second;

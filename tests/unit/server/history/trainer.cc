@@ -98,10 +98,8 @@ std::optional<Event> Trainer::ChooseExtra() {
       return OnHead(Op::kGetHead);
     case 1:
       return WithEpoch(OnHead(Op::kGetSteps));
-    case 2: {
-      Event event = OnHead(Op::kReadWeights);
-      return event;
-    }
+    case 2:
+      return WithEpoch(OnHead(Op::kReadWeights));
     case 3: {
       Event event = WithEpoch(OnHead(Op::kGradientNorm));
       event.targets[0].step = step_;

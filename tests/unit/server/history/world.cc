@@ -579,7 +579,7 @@ Reply World::OnHead(const Event& event, const HeadPointer& head) {
     case Op::kReadWeights: {
       std::vector<float> values(static_cast<size_t>(head->spec().vocab_size * kWidth));
       const absl::Status read =
-          head->ReadWeights(HeadTensor::kWeight, 0, static_cast<int64_t>(values.size()), values.data(), event.version);
+          head->ReadWeights(HeadTensor::kWeight, 0, static_cast<int64_t>(values.size()), values.data(), event.version, epoch);
       return ToReply(read, {values.begin(), values.end()});
     }
     case Op::kSave: {

@@ -116,7 +116,9 @@ class Head {
   // ones (`lm_head.weight` or the tied embedding; `lm_head.bias`).
   absl::StatusOr<HeadInfo> LoadWeights(const std::string& path, const std::string& weight_tensor = "",
                                        const std::string& bias_tensor = "", const CallOptions& options = {});
-  // A whole tensor in the storage type, or float32 (with an optimizer: the master weight).
+  // A whole tensor in the storage type, or float32 (with an optimizer: the master weight). Of a trainable head only as this
+  // handle's epoch has it: EPOCH_FENCED if another run has taken the head over, STEP_LOST if the server has restored an older
+  // checkpoint.
   absl::StatusOr<TensorBuffer> DownloadWeights(HeadTensor tensor = HeadTensor::kWeight, CallOptions options = {});
   absl::StatusOr<TensorBuffer> DownloadWeights(HeadTensor tensor, DataType data_type, CallOptions options = {});
 
