@@ -1,8 +1,9 @@
-// Rows of device memory on their way through the host, with a driver whose copies are made when somebody waits for them: what is
-// sent is what the tensors hold, and nothing is copied into memory that others may use by then.
+// Rows of device memory that are copied on their way, with a driver whose copies are made when somebody waits for them: what is
+// sent, or shared, is what the tensors hold, and nothing is copied into memory that others may use by then.
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <optional>
@@ -26,6 +27,8 @@ using client::internal::MakeChannel;
 using client::internal::MemoryPath;
 using client::internal::MemoryPaths;
 using client::internal::PathDemand;
+using client::internal::PlacedRows;
+using client::internal::Placement;
 using client::internal::Wait;
 
 constexpr int64_t kHiddenSize = 4;
@@ -103,6 +106,39 @@ TEST(ClientDeviceRows, NoCopyIsUnderWayIntoRowsThatCouldNotBePlaced) {
   FakeCudaFailCopyAfter(-1);
   EXPECT_EQ(Value(place()).path(), MemoryPath::kSharedMemory);
   EXPECT_EQ(FakeCudaCopiesUnderWay(), 0);
+}
+
+// As of calls that fail to begin once their rows are placed, or that the server refuses before it has looked at them.
+TEST(ClientDeviceRows, WhatACallLeavesUncopiedDoesNotComeOverTheRowsOfTheNextOne) {
+  ScriptedServer server;
+  server.WithState([](ScriptedServer::State& state) { state.features = {"cuda_ipc"}; });
+  const auto paths = MemoryPaths::Create(server.target(), MakeChannel(server.target(), {}), {}, {});
+  constexpr int64_t kFloats = 1000 * kHiddenSize;
+  const auto place = [&](const float* data, void* stream) {
+    CallRows rows;
+    rows.reads.push_back({const_cast<float*>(data), kFloats * int64_t{sizeof(float)}, true});
+    rows.stream = stream;
+    return Value(
+        paths->Place(rows, "", PathDemand::kCudaIpc, Wait{std::chrono::system_clock::now() + std::chrono::minutes(1), {}}));
+  };
+  int streams[2];  // whose addresses name them
+  std::optional<Placement> given_up = place(DeviceFloats(std::vector<float>(kFloats, 0.5F)), &streams[0]);
+  const PlacedRows left = given_up->reads()[0];
+  given_up.reset();
+  EXPECT_EQ(FakeCudaCopiesUnderWay(), 1);
+
+  const std::vector<float> values = RandomFloats(3, kFloats, 1.0F);
+  const Placement placement = place(DeviceFloats(values), &streams[1]);
+  const PlacedRows& placed = placement.reads()[0];
+  ASSERT_EQ(placed.region_id, left.region_id);
+  ASSERT_EQ(placed.offset_bytes, left.offset_bytes);
+  FakeCudaRun(&streams[1]);
+  FakeCudaRun(&streams[0]);
+  EXPECT_EQ(FakeCudaCopiesUnderWay(), 0);
+  const std::string handle =
+      server.WithState([&](ScriptedServer::State& state) { return state.device_regions.at(placed.region_id); });
+  const auto* const shared = static_cast<const char*>(FakeCudaOpen(handle.data())) + placed.offset_bytes;
+  EXPECT_TRUE(std::memcmp(shared, values.data(), values.size() * sizeof(float)) == 0);
 }
 
 }  // namespace

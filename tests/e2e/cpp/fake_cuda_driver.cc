@@ -1,14 +1,17 @@
 #include "tests/e2e/cpp/fake_cuda_driver.h"
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 #include <vector>
 
 namespace {
 
 constexpr int kInvalidValue = 1;
+constexpr int kOutOfMemory = 2;
 constexpr int kLaunchFailed = 719;
 // Of CUpointer_attribute and CUmemorytype.
 constexpr int kContextAttribute = 1;
@@ -19,18 +22,44 @@ constexpr unsigned kDeviceMemoryType = 2;
 
 using DevicePointer = unsigned long long;  // NOLINT: the driver's own type
 
-struct Copy {
-  void* to;
-  const void* from;
-  size_t bytes;
+// A copy, or nothing that is done, which comes after two others at most.
+struct Work {
+  void* to = nullptr;
+  const void* from = nullptr;
+  size_t bytes = 0;
+  size_t previous = 0;  // of its stream
+  size_t event = 0;     // what the event that its stream waits for stood for
+  bool done = false;
 };
 
 struct Driver {
   std::mutex mutex;
   std::map<uintptr_t, size_t> memory;
-  std::vector<Copy> under_way;
+  std::set<void*> allocated;
+  std::vector<Work> work = {Work{.done = true}};  // the first one: nothing
+  std::map<void*, size_t> last;                   // of each stream
+  std::map<void*, size_t> recorded;               // by each event
+  int copies_under_way = 0;
   int copies_until_failure = -1;
   uintptr_t next_handle = 0x1000;
+
+  // All with the lock.
+  void Enqueue(void* stream, Work next) {
+    next.previous = last[stream];
+    last[stream] = work.size();
+    work.push_back(next);
+    if (next.to != nullptr) ++copies_under_way;
+  }
+  void Run(size_t index) {
+    Work& run = work[index];
+    if (run.done) return;
+    Run(run.previous);
+    Run(run.event);
+    run.done = true;
+    if (run.to == nullptr) return;
+    std::memcpy(run.to, run.from, run.bytes);
+    --copies_under_way;
+  }
 };
 
 Driver& TheDriver() {
@@ -54,11 +83,11 @@ int MakeHandle(void** handle) {
   return 0;
 }
 
-int RunCopies() {
+// Does what was enqueued on a stream, or before an event was recorded.
+int RunUpTo(std::map<void*, size_t> Driver::*marks, void* handle) {
   Driver& driver = TheDriver();
   std::lock_guard<std::mutex> lock(driver.mutex);
-  for (const Copy& copy : driver.under_way) std::memcpy(copy.to, copy.from, copy.bytes);
-  driver.under_way.clear();
+  driver.Run((driver.*marks)[handle]);
   return 0;
 }
 
@@ -79,7 +108,13 @@ void FakeCudaFailCopyAfter(int count) {
 int FakeCudaCopiesUnderWay() {
   Driver& driver = TheDriver();
   std::lock_guard<std::mutex> lock(driver.mutex);
-  return static_cast<int>(driver.under_way.size());
+  return driver.copies_under_way;
+}
+void FakeCudaRun(void* stream) { RunUpTo(&Driver::last, stream); }
+const void* FakeCudaOpen(const void* handle) {
+  const void* memory = nullptr;
+  std::memcpy(&memory, handle, sizeof(memory));
+  return memory;
 }
 
 // ---- what CudaDriver asks for
@@ -135,24 +170,57 @@ int cuMemGetAddressRange_v2(DevicePointer* base, size_t* bytes, DevicePointer po
   *bytes = found->second;
   return 0;
 }
-int cuIpcGetMemHandle(void*, DevicePointer) { return kInvalidValue; }
+int cuIpcGetMemHandle(void* handle, DevicePointer pointer) {
+  Driver& driver = TheDriver();
+  std::lock_guard<std::mutex> lock(driver.mutex);
+  void* const memory = reinterpret_cast<void*>(pointer);  // NOLINT
+  if (driver.allocated.count(memory) == 0) return kInvalidValue;
+  std::memcpy(handle, &memory, sizeof(memory));
+  return 0;
+}
 int cuIpcGetEventHandle(void*, void*) { return 0; }
 int cuEventCreate(void** event, unsigned) { return MakeHandle(event); }
 int cuEventDestroy_v2(void*) { return 0; }
-int cuEventRecord(void*, void*) { return 0; }
-int cuEventSynchronize(void*) { return RunCopies(); }
-int cuStreamWaitEvent(void*, void*, unsigned) { return 0; }
+int cuEventRecord(void* event, void* stream) {
+  Driver& driver = TheDriver();
+  std::lock_guard<std::mutex> lock(driver.mutex);
+  driver.recorded[event] = driver.last[stream];
+  return 0;
+}
+int cuEventSynchronize(void* event) { return RunUpTo(&Driver::recorded, event); }
+int cuStreamWaitEvent(void* stream, void* event, unsigned) {
+  Driver& driver = TheDriver();
+  std::lock_guard<std::mutex> lock(driver.mutex);
+  driver.Enqueue(stream, Work{.event = driver.recorded[event]});
+  return 0;
+}
 int cuStreamCreate(void** stream, unsigned) { return MakeHandle(stream); }
 int cuStreamDestroy_v2(void*) { return 0; }
-int cuStreamSynchronize(void*) { return RunCopies(); }
-int cuMemAlloc_v2(DevicePointer*, size_t) { return kInvalidValue; }
-int cuMemFree_v2(DevicePointer) { return kInvalidValue; }
-int cuMemcpyAsync(DevicePointer to, DevicePointer from, size_t bytes, void*) {
+int cuStreamSynchronize(void* stream) { return RunUpTo(&Driver::last, stream); }
+int cuMemAlloc_v2(DevicePointer* pointer, size_t bytes) {
+  Driver& driver = TheDriver();
+  std::lock_guard<std::mutex> lock(driver.mutex);
+  void* const memory = std::malloc(bytes);
+  if (memory == nullptr) return kOutOfMemory;
+  driver.allocated.insert(memory);
+  *pointer = reinterpret_cast<uintptr_t>(memory);
+  return 0;
+}
+int cuMemFree_v2(DevicePointer pointer) {
+  Driver& driver = TheDriver();
+  std::lock_guard<std::mutex> lock(driver.mutex);
+  void* const memory = reinterpret_cast<void*>(pointer);  // NOLINT
+  if (driver.allocated.erase(memory) == 0) return kInvalidValue;
+  for (size_t i = 0; i < driver.work.size(); ++i) driver.Run(i);  // as the driver waits for all work
+  std::free(memory);
+  return 0;
+}
+int cuMemcpyAsync(DevicePointer to, DevicePointer from, size_t bytes, void* stream) {
   Driver& driver = TheDriver();
   std::lock_guard<std::mutex> lock(driver.mutex);
   if (driver.copies_until_failure == 0) return kLaunchFailed;
   if (driver.copies_until_failure > 0) --driver.copies_until_failure;
-  driver.under_way.push_back({reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes});  // NOLINT
+  driver.Enqueue(stream, {reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes});  // NOLINT
   return 0;
 }
 int cuMemHostRegister_v2(void*, size_t, unsigned) { return 0; }

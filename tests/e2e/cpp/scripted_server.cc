@@ -142,6 +142,7 @@ class ScriptedServer::Sessions : public v1::SessionService::Service {
     script_.WithState([response](State& state) {
       response->set_incarnation(state.incarnation);
       response->mutable_limits()->set_max_stripes(state.max_stripes);
+      for (const std::string& feature : state.features) response->add_features(feature);
     });
     return grpc::Status::OK;
   }
@@ -169,6 +170,20 @@ class ScriptedServer::Sessions : public v1::SessionService::Service {
                             v1::CloseSessionResponse*) override {
     script_.Record("CloseSession", *context);
     script_.WithState([request](State& state) { std::erase(state.sessions, request->session_id()); });
+    return grpc::Status::OK;
+  }
+  grpc::Status RegisterSharedMemory(grpc::ServerContext* context, const v1::RegisterSharedMemoryRequest* request,
+                                    v1::RegisterSharedMemoryResponse* response) override {
+    script_.Record("RegisterSharedMemory", *context);
+    const std::string id = "region" + std::to_string(script_.CallsOf("RegisterSharedMemory").size());
+    script_.WithState([&](State& state) { state.device_regions[id] = request->cuda_ipc_handle(); });
+    response->set_region_id(id);
+    return grpc::Status::OK;
+  }
+  grpc::Status UnregisterSharedMemory(grpc::ServerContext* context, const v1::UnregisterSharedMemoryRequest* request,
+                                      v1::UnregisterSharedMemoryResponse*) override {
+    script_.Record("UnregisterSharedMemory", *context);
+    script_.WithState([request](State& state) { state.device_regions.erase(request->region_id()); });
     return grpc::Status::OK;
   }
 

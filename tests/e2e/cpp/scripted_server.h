@@ -24,7 +24,7 @@ grpc::Status ErrorWithReason(grpc::StatusCode code, const std::string& reason, i
                              const std::map<std::string, std::string>& metadata = {{"field", "value"}});
 
 // Each call is recorded and counted, and runs a copy of the function of its name. A function may be replaced once the calls that it
-// is for have begun. Sessions, GetHead, TakeHead and GetServerInfo work as `state` says.
+// is for have begun. Sessions, device regions, GetHead, TakeHead and GetServerInfo work as `state` says.
 class ScriptedServer {
  public:
   using LossStream = grpc::ServerReaderWriter<v1::ComputeLossResponse, v1::ComputeLossRequest>;
@@ -46,6 +46,8 @@ class ScriptedServer {
     std::chrono::milliseconds lease{30000};
     std::vector<std::string> sessions;  // that are open
     int64_t max_stripes = 0;            // 0: a server that knows of none
+    std::vector<std::string> features;
+    std::map<std::string, std::string> device_regions;  // by id, the handles of those that were registered
   };
 
   ScriptedServer();

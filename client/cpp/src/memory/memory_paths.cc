@@ -194,6 +194,10 @@ struct Placement::State {
       if (tensor.region != nullptr) {
         LockForDevice(*tensor.region, tensor.context);
         through_host = true;
+      } else if (absl::Status ordered = tensor.context->Record(stream); !ordered.ok()) {
+        // A call that ended early left the block while its own copy into it may still wait, on another stream: the event stands for
+        // that copy, and this stream waits for what the event stood for.
+        return ordered;
       }
       return tensor.context->CopyOn(stream, tensor.block->data(), tensor.mine.data, tensor.mine.bytes);
     });
