@@ -285,15 +285,18 @@ thread_local hw_client_call* hw_client_call::in_done = nullptr;
 
 namespace {
 
-// Runs `start`, of the call that `out` names already, because it may end before `start` returns. With an error there is no call.
+// Runs `start`, of the call that `out` names already, because it may end, and be freed, before `start` returns. With an error there
+// is no call: it has not begun, and goes.
 template <typename StartCall>
-void Start(hw_client_call** out, StartCall start) {
+void Start(std::unique_ptr<hw_client_call> call, hw_client_call** out, StartCall start) {
+  *out = call.get();
   try {
-    start();
+    start(call.get());
   } catch (...) {
     *out = nullptr;
     throw;
   }
+  static_cast<void>(call.release());
 }
 
 }  // namespace
@@ -400,9 +403,8 @@ hw_client_error* hw_client_submit(hw_client* client, const hw_client_micro_batch
     auto transfer = std::make_unique<MicroBatchTransfer>(client->connection->row_transport(), *std::move(tensors));
     MicroBatchTransfer* const started = transfer.get();
     call->transfer = std::move(transfer);
-    *out = call.get();
-    Start(out, [&] {
-      started->StartAttempt(std::move(header), *deadline, [raw = call.release()](absl::StatusOr<MicroBatchAnswer> answer) {
+    Start(std::move(call), out, [&](hw_client_call* raw) {
+      started->StartAttempt(std::move(header), *deadline, [raw](absl::StatusOr<MicroBatchAnswer> answer) {
         if (answer.ok()) {
           raw->End(std::move(answer->summary));
         } else {
@@ -439,9 +441,8 @@ hw_client_error* hw_client_stream_teacher(hw_client* client, const hw_client_tea
         std::make_unique<TeacherTransfer>(client->connection->row_transport(), std::move(header), *view, rows->cuda_stream);
     TeacherTransfer* const started = transfer.get();
     call->transfer = std::move(transfer);
-    *out = call.get();
-    Start(out, [&] {
-      started->StartAttempt(*deadline, [raw = call.release()](absl::StatusOr<std::string> answer) { raw->End(std::move(answer)); });
+    Start(std::move(call), out, [&](hw_client_call* raw) {
+      started->StartAttempt(*deadline, [raw](absl::StatusOr<std::string> answer) { raw->End(std::move(answer)); });
     });
     return absl::OkStatus();
   });

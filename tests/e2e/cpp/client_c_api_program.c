@@ -1,11 +1,17 @@
 /* The C ABI of the client core from C, against a server that runs. Arguments: target, serialized MicroBatchHeader of a micro-batch
  * of rows x hidden_size float32 with gradients, another one of a head that does not exist, rows, hidden_size, file for the summary.
  * Exit code 0 if everything was as it should be; otherwise the first thing that was not is on stderr. */
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <dlfcn.h>
+#include <errno.h>
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "headwater/client/c_api.h"
 
@@ -100,6 +106,48 @@ static void on_done(void* context) {
 static void wait_for(const outcome* result) {
   for (int i = 0; i < 30000 && !__atomic_load_n(&result->ended, __ATOMIC_ACQUIRE); ++i) pause_ms(1);
   EXPECT(__atomic_load_n(&result->ended, __ATOMIC_ACQUIRE) == 1);
+}
+
+/* In the place of the system's: gives this thread no other ones while it is told so. */
+static _Thread_local int no_threads = 0;
+int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*run)(void*), void* argument) {
+  if (no_threads) return EAGAIN;
+  int (*create)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*) = NULL;
+  void* const found = dlsym(RTLD_NEXT, "pthread_create");
+  memcpy(&create, &found, sizeof(found));
+  return create(thread, attributes, run, argument);
+}
+
+static int count_sockets(void) {
+  int count = 0;
+  char path[300];
+  char target[300];
+  DIR* directory = opendir("/proc/self/fd");
+  EXPECT(directory != NULL);
+  for (struct dirent* entry = readdir(directory); entry != NULL; entry = readdir(directory)) {
+    snprintf(path, sizeof(path), "/proc/self/fd/%s", entry->d_name);
+    const ssize_t length = readlink(path, target, sizeof(target) - 1);
+    if (length > 0) target[length] = '\0';
+    if (length > 0 && strncmp(target, "socket:", 7) == 0) ++count;
+  }
+  closedir(directory);
+  return count;
+}
+
+/* A call that the system gives no thread for has not begun, and keeps nothing: the connection goes with its handle. */
+static void check_call_without_threads(const char* target, const hw_client_micro_batch* good) {
+  const int before = count_sockets();
+  hw_client* client = NULL;
+  hw_client_call* call = NULL;
+  EXPECT_OK(hw_client_connect(target, "transport=grpc", &client));
+  EXPECT(count_sockets() > before);
+  no_threads = 1;
+  EXPECT_ERROR(hw_client_submit(client, good, &call), 13, "INTERNAL");
+  no_threads = 0;
+  EXPECT(call == NULL);
+  hw_client_free(client);
+  for (int i = 0; i < 30000 && count_sockets() > before; ++i) pause_ms(1);
+  EXPECT(count_sockets() == before);
 }
 
 static void check_wrong_arguments(hw_client* client, const hw_client_micro_batch* good) {
@@ -223,8 +271,6 @@ int main(int argc, char** argv) {
   const int64_t hidden_size = atoll(argv[5]);
   const int64_t count = rows * hidden_size;
 
-  hw_client* client = NULL;
-  EXPECT_OK(hw_client_connect(argv[1], "transport=auto\nstripes=4\nclient_name=program\n", &client));
   float* hidden = malloc((size_t)count * sizeof(float));
   float* gradient = malloc((size_t)count * sizeof(float));
   for (int64_t i = 0; i < count; ++i) {
@@ -239,6 +285,9 @@ int main(int argc, char** argv) {
   micro_batch.timeout_ns = 60 * SECOND;
   micro_batch.hidden = make_rows(hidden, rows, hidden_size);
   micro_batch.grad_hidden = make_rows(gradient, rows, hidden_size);
+  check_call_without_threads(argv[1], &micro_batch);
+  hw_client* client = NULL;
+  EXPECT_OK(hw_client_connect(argv[1], "transport=auto\nstripes=4\nclient_name=program\n", &client));
   check_wrong_arguments(client, &micro_batch);
 
   /* Waiting. */

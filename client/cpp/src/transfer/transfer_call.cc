@@ -133,7 +133,6 @@ TransferCall::~TransferCall() = default;
 
 void TransferCall::Start() {
   references_ = static_cast<int64_t>(streams_.size());
-  self_ = shared_from_this();
   streams_[0]->Prepare(request_.method, request_.first_message);
   for (size_t i = 1; i < streams_.size(); ++i) {
     v1::TransferRowsRequest first;
@@ -142,10 +141,10 @@ void TransferCall::Start() {
     streams_[i]->Prepare(kTransferRows, first.SerializeAsString());
   }
   BreakAfter(request_.deadline - std::chrono::system_clock::now() + kReleaseGrace);
-  // Once all streams have started this object may be gone.
-  const std::shared_ptr<TransferCall> kept = self_;
   std::vector<Stream*> streams;
   for (const std::unique_ptr<Stream>& stream : streams_) streams.push_back(stream.get());
+  // Nothing throws from here on: a call that does not begin is not kept. Once all streams have started this object may be gone.
+  const std::shared_ptr<TransferCall> kept = self_ = shared_from_this();
   for (Stream* const stream : streams) stream->StartCall();
 }
 
