@@ -82,23 +82,34 @@ void RawStream::FinishNow() {
   }
 }
 
+void RawStream::Cancel() {
+  if (!Enter()) return;
+  context_.TryCancel();
+  Leave();
+}
+
 void RawStream::EndWatch() {
   absl::MutexLock lock(&mutex_);
   if (!ending_) watch_->End();
 }
 
+// gRPC forgets what a reaction throws, and the reaction with it: the call would never be done.
 void RawStream::OnReadDone(bool ok) {
   if (read_watched_) EndWatch();
   try {
     OnMessage(ok, &read_message_);
   } catch (const std::exception&) {  // std::bad_alloc: one call fails, the server stays
-    context_.TryCancel();
+    Cancel();
   }
 }
 
 void RawStream::OnWriteDone(bool ok) {
   EndWatch();
-  OnWritten(ok);
+  try {
+    OnWritten(ok);
+  } catch (const std::exception&) {
+    Cancel();
+  }
 }
 
 void RawStream::OnCancel() {

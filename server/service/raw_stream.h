@@ -44,6 +44,9 @@ class RawStream : public RawReactor, public std::enable_shared_from_this<RawStre
   // Ends the call: with a last message, if there is one. Once. Not with a last message while something is being written.
   void Finish(grpc::Status status, std::optional<grpc::ByteBuffer> last_message = std::nullopt);
 
+  // Cancels the call, for which there is no memory, say: OnGone() follows. Without effect after Finish().
+  void Cancel();
+
   // Asks this about once a second: an error ends the call with it. Before Finish().
   void Allow(std::function<absl::Status()> allowed);
   // Why the watchdog ended the call; OK if it did not. Before Finish().

@@ -278,7 +278,13 @@ void Transfer::GradReady(int64_t row_end, bool here) {
     if (here) {
       stream->Pump();
     } else {
-      core_.senders.Post([stream] { stream->Pump(); });
+      core_.senders.Post([stream] {
+        try {
+          stream->Pump();
+        } catch (const std::exception&) {  // std::bad_alloc: one call fails, the server stays
+          stream->Cancel();
+        }
+      });
     }
   }
 }
