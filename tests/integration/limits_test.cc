@@ -455,6 +455,26 @@ TEST(Overload, HealthIsAnsweredWhenNoThreadIsFree) {
 }
 
 // Uploads that stand still hold every thread: another client's call makes them give way, and gets in.
+// gRPC hands over a call that is no stream when its request is there.
+TEST(Overload, CallsWhoseRequestDoesNotComeHoldNoThread) {
+  ServerSetup setup;
+  setup.options.max_threads = 8;
+  TcpServer tcp(setup);
+  Http2Client client(tcp.port);
+  std::string calls = kHttp2Preface + Http2Client::Encode({kSettingsFrame, 0, 0, ""});
+  for (int i = 0; i < 8 * setup.options.max_threads; ++i) {
+    const uint32_t stream = 2 * static_cast<uint32_t>(i) + 1;
+    calls += Http2Client::Encode({kHeadersFrame, kEndHeaders, stream, CallHeaders("CommitMicroBatch")});
+  }
+  ASSERT_TRUE(client.Send(calls + Http2Client::Encode({kPingFrame, 0, 0, "12345678"})));
+  for (bool taken = false; !taken;) {
+    const auto frame = client.Read();
+    ASSERT_TRUE(frame.has_value());
+    taken = frame->type == kPingFrame;
+  }
+  EXPECT_TRUE(Ask(tcp.server.NewChannel(), kLong).ok());
+}
+
 TEST(Overload, UploadsThatStandStillGiveWay) {
   ServerSetup setup;
   setup.options.max_threads = 8;
