@@ -63,8 +63,8 @@ class Connection {
   // Likewise for a call on steps: `heads` get their current epochs before each attempt, and after the server's restart the step is
   // recovered if the replay log allows it. attempt() puts what it did into the log.
   template <typename Attempt>
-  absl::Status RetryOnSteps(HeadUses& heads, Deadline deadline, Attempt attempt) {
-    RetryState retry(options_.retry, deadline, Repeat::kSafe);
+  absl::Status RetryOnSteps(HeadUses& heads, Deadline deadline, Attempt attempt, Repeat repeat = Repeat::kSafe) {
+    RetryState retry(options_.retry, deadline, repeat);
     for (int recoveries = 0;;) {
       while (!replay_log_.TryEnter(heads)) {
         if (absl::Status late = replay_log_.WaitForRecovery(deadline); !late.ok()) return late;

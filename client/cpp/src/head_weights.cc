@@ -66,14 +66,20 @@ absl::StatusOr<TensorBuffer> Head::DownloadWeights(HeadTensor tensor, DataType d
 absl::StatusOr<SaveResult> Head::Save(const std::string& checkpoint, bool overwrite, const CallOptions& options) {
   v1::SaveCheckpointRequest request;
   request.set_name(name());
-  request.set_epoch(epoch());
   request.set_checkpoint(checkpoint);
   request.set_overwrite(overwrite);
-  absl::StatusOr<v1::SaveCheckpointResponse> response =
-      handle_->connection->Call(handle_->connection->heads(), &Heads::SaveCheckpoint, request,
-                                overwrite ? Repeat::kSafe : Repeat::kIfNothingWasDone, options);
-  if (!response.ok()) return response.status();
-  return SaveResult{response->checkpoint(), response->step(), response->total_bytes()};
+  internal::Connection& connection = *handle_->connection;
+  internal::HeadUses heads = handle_->AtStep(std::nullopt);
+  v1::SaveCheckpointResponse response;
+  const absl::Status status = connection.RetryOnSteps(
+      heads, connection.DeadlineOf(options),
+      [&](grpc::ClientContext& context) {
+        request.set_epoch(heads[0].epoch);
+        return connection.FromGrpc(connection.heads().SaveCheckpoint(&context, request, &response));
+      },
+      overwrite ? Repeat::kSafe : Repeat::kIfNothingWasDone);
+  if (!status.ok()) return status;
+  return SaveResult{response.checkpoint(), response.step(), response.total_bytes()};
 }
 
 absl::StatusOr<HeadInfo> Head::Restore(const std::string& checkpoint, const CallOptions& options) {

@@ -306,6 +306,8 @@ std::vector<float> TrainTwoSteps(Head head, Head teacher, bool save_both, Distur
     Value(head.Apply(step, {.learning_rate = 0.01, .max_grad_norm = 1.0}));
   }
   disturb(2);
+  EXPECT_EQ(Value(head.Save("trained")).step, 2);
+  disturb(3);
   return WeightOf(head);
 }
 
@@ -338,7 +340,7 @@ TEST(Transactions, KilledServerAndReplayEndAtTheUndisturbedWeightBitForBit) {
       KillAndStart(server);
       ++restarts;
     });
-    EXPECT_EQ(restarts, 3);
+    EXPECT_EQ(restarts, 4);
     EXPECT_NE(head.epoch(), epoch);
     EXPECT_TRUE(SameBits(disturbed, undisturbed));
     EXPECT_FALSE(SameBits(disturbed, Weight(1)));
