@@ -7,11 +7,17 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <future>
+#include <memory>
+#include <new>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "client/cpp/src/transfer/transfer_call.h"
 #include "headwater/client/client.h"
+#include "headwater/client/error.h"
 #include "tests/e2e/cpp/await.h"
 #include "tests/e2e/cpp/client_stripe_double.h"
 #include "tests/e2e/cpp/scripted_server.h"
@@ -21,6 +27,14 @@ namespace headwater::e2e {
 namespace {
 
 using namespace headwater::client;
+using client::internal::ConnectionLease;
+using client::internal::DataConnection;
+using client::internal::DelayedTasks;
+using client::internal::OutgoingRows;
+using client::internal::TransferCall;
+using client::internal::TransferRequest;
+using client::internal::TransferResult;
+using client::internal::Workers;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 using std::chrono::steady_clock;
@@ -411,6 +425,50 @@ TEST_F(ClientTransfer, WrongStripesAreRefused) {
     options.stripes = stripes;
     EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), options).status()), "INVALID_FIELD") << stripes;
   }
+}
+
+// gRPC forgets what is thrown on its threads.
+TEST(TransferCall, EndsWhereThereIsNoMemoryForAnAnswer) {
+  ScriptedServer server;
+  server.compute_loss = [](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
+    v1::ComputeLossResponse response;
+    response.mutable_chunk()->set_role(v1::CHUNK_ROLE_GRAD_HIDDEN);
+    response.mutable_chunk()->set_row_count(1);
+    response.mutable_chunk()->set_data("four");
+    stream->Write(response);
+    v1::ComputeLossRequest request;
+    while (stream->Read(&request)) {
+    }
+    return grpc::Status::OK;
+  };
+  const std::string peer = "ipv4:" + server.target();
+  const auto deadline = std::chrono::system_clock::now() + std::chrono::minutes(5);
+  // Kept here, as by the pool: gRPC's threads must not end it.
+  const std::shared_ptr<DataConnection> connection = Value(DataConnection::Open(peer, {}, deadline, [] { return false; }));
+  std::vector<ConnectionLease> connections;
+  connections.emplace_back(connection);
+  DelayedTasks timers;
+  Workers workers(1);
+  std::vector<unsigned char> grad(4);
+  TransferRequest request;
+  request.method = "/headwater.v1.LossService/ComputeLoss";
+  request.grad_hidden = grad.data();
+  request.grad_row_count = 1;
+  request.grad_row_bytes = 4;
+  request.on_grad_rows = [](int64_t, int64_t) -> absl::Status { throw std::bad_alloc(); };
+  request.target = server.target();
+  request.deadline = deadline;
+  const OutgoingRows rows = {v1::CHUNK_ROLE_HIDDEN, 0, grad.data(), 1, 4, 0};
+  request.rows = {rows};
+  const auto result = std::make_shared<std::promise<TransferResult>>();
+  std::future<TransferResult> ended = result->get_future();
+  std::make_shared<TransferCall>(std::move(request), std::move(connections), timers, workers, [result](TransferResult end) {
+    result->set_value(std::move(end));
+  })->Start();
+  ASSERT_EQ(ended.wait_for(kSlack), std::future_status::ready);
+  const absl::Status status = ended.get().status;
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(ErrorReason(status), "MEMORY_BUDGET_EXCEEDED");
 }
 
 }  // namespace

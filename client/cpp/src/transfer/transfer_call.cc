@@ -1,6 +1,7 @@
 #include "client/cpp/src/transfer/transfer_call.h"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -53,6 +54,35 @@ class TransferCall::Stream : public grpc::ClientBidiReactor<grpc::ByteBuffer, gr
   void RetireConnection() { connection_->Retire(); }
 
   void OnWriteDone(bool ok) override {
+    try {
+      Written(ok);
+    } catch (const std::exception&) {
+      EndWithoutMemory();
+    }
+  }
+
+  void OnReadDone(bool ok) override {
+    try {
+      TakeMessage(ok);
+    } catch (const std::exception&) {
+      EndWithoutMemory();
+    }
+  }
+
+  void OnDone(const grpc::Status& status) override {
+    request_.Clear();
+    std::shared_ptr<grpc::ClientContext> context;
+    {
+      std::lock_guard<std::mutex> lock(call_.mutex_);
+      context = std::move(context_);
+    }
+    // With it goes gRPC's call, which keeps the slices of a message that came too late to be sent.
+    context.reset();
+    call_.StreamEnded(index_, status);  // which may destroy this object
+  }
+
+ private:
+  void Written(bool ok) {
     request_.Clear();
     // Not ok: the server answered before it had read everything, or the connection broke. OnDone tells which.
     if (!ok || half_closed_) return;
@@ -78,7 +108,7 @@ class TransferCall::Stream : public grpc::ClientBidiReactor<grpc::ByteBuffer, gr
     }
   }
 
-  void OnReadDone(bool ok) override {
+  void TakeMessage(bool ok) {
     if (!ok) return;
     absl::Status status =
         message_.Assign(response_) ? call_.TakeResponse(index_, message_) : MakeAnswerError("a message that cannot be read");
@@ -88,19 +118,16 @@ class TransferCall::Stream : public grpc::ClientBidiReactor<grpc::ByteBuffer, gr
     StartRead(&response_);
   }
 
-  void OnDone(const grpc::Status& status) override {
-    request_.Clear();
-    std::shared_ptr<grpc::ClientContext> context;
-    {
-      std::lock_guard<std::mutex> lock(call_.mutex_);
-      context = std::move(context_);
+  // gRPC forgets what a reaction throws, which is std::bad_alloc, and the reaction with it: the stream would never end.
+  void EndWithoutMemory() noexcept {
+    context_->TryCancel();
+    try {
+      call_.Fail(
+          MakeLocalError(v1::ERROR_REASON_MEMORY_BUDGET_EXCEEDED, absl::StatusCode::kResourceExhausted, "no memory on this side"));
+    } catch (const std::exception&) {  // then the call ends as one that was cut off
     }
-    // With it goes gRPC's call, which keeps the slices of a message that came too late to be sent.
-    context.reset();
-    call_.StreamEnded(index_, status);  // which may destroy this object
   }
 
- private:
   TransferCall& call_;
   const int index_;
   ConnectionLease connection_;
