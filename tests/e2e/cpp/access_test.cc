@@ -160,7 +160,7 @@ TEST_F(Access, WhatIsNotAllowedIsRefused) {
   // With TLS 1.3 a client hears only at its first call that its certificate was not taken.
   const auto refused = [&] {
     absl::StatusOr<Client> client = Client::Connect(server.address(), options);
-    return !client.ok() || !client->OpenHead("h", {.timeout = std::chrono::seconds(20)}).ok();
+    return !client.ok() || !client->OpenHead("h", {.timeout = std::chrono::seconds(5)}).ok();
   };
   EXPECT_TRUE(refused());
   options = SecureOptions();
