@@ -302,7 +302,7 @@ TEST(GroupRelease, DoesNotWaitForTheRanks) {
 
 // The others wait for a rank that computes for longer, and are told apart by that.
 TEST(GroupTimes, TellWhoComputesAndWhoWaits) {
-  constexpr absl::Duration kWait = absl::Milliseconds(30);
+  static constexpr absl::Duration kWait = absl::Milliseconds(30);
   std::atomic<group::GroupAssembly*> assembly = nullptr;
   const auto made = ThreadedGroup::Create(ThreeRanks(), [&](const EngineOptions& options) {
     EngineOptions slow = options;
