@@ -454,7 +454,6 @@ TEST(Overload, HealthIsAnsweredWhenNoThreadIsFree) {
   }
 }
 
-// Uploads that stand still hold every thread: another client's call makes them give way, and gets in.
 // gRPC hands over a call that is no stream when its request is there.
 TEST(Overload, CallsWhoseRequestDoesNotComeHoldNoThread) {
   ServerSetup setup;
@@ -475,6 +474,7 @@ TEST(Overload, CallsWhoseRequestDoesNotComeHoldNoThread) {
   EXPECT_TRUE(Ask(tcp.server.NewChannel(), kLong).ok());
 }
 
+// Uploads that stand still hold every thread: another client's call makes them give way, and gets in.
 TEST(Overload, UploadsThatStandStillGiveWay) {
   ServerSetup setup;
   setup.options.max_threads = 8;

@@ -181,9 +181,12 @@ def test_a_server_that_is_told_to_end_saves_what_has_changed(replay):
         np.testing.assert_array_equal(client.head("student").weight(), weight)
         np.testing.assert_array_equal(client.head("teacher").weight(), teacher.weight())
         if replay:
+            np.testing.assert_array_equal(head.weight(), weight)
             np.testing.assert_array_equal(head.gradient(), expected)
             assert head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1).open_step == 2
         else:
+            with refused("STEP_LOST", headwater.StepLostError):
+                head.weight()
             with refused("STEP_LOST", headwater.StepLostError) as info:
                 head.gradient()
             assert (info.value.restored_step, info.value.checkpoint) == (1, "drain")
