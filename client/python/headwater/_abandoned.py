@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING
 
 from headwater._backend import Backend
-from headwater._errors import HeadwaterError
+from headwater._errors import HeadwaterError, make_error
+from headwater._futures import current_scope
 from headwater._requests import StepKey
 
 if TYPE_CHECKING:
     from headwater._head import Head
+
+_WAITED = "waited for contributions that nobody can commit any more to be discarded"
 
 _Item = tuple[tuple[StepKey, ...], int] | threading.Event | None
 
@@ -51,12 +55,31 @@ class AbandonedContributions:
         """Whether nothing was ever handed over: `settle` returns at once."""
         return self._thread is None
 
-    def settle(self) -> None:
-        """Waits until everything that was handed over is discarded: for calls whose outcome depends on it."""
-        if self._thread is not None and self._thread.is_alive():  # it stays behind in a fork
-            settled = threading.Event()
-            self._queue.put(settled)
-            settled.wait(self._timeout_s)
+    def settle(self, timeout_s: float) -> float:
+        """Waits until everything that was handed over is discarded: for calls whose outcome depends on it.
+
+        Args:
+            timeout_s: bound on the whole call that waits here.
+        Returns:
+            What is left of it.
+        Raises:
+            DeadlineExceededError: nothing is. CancelledError: the future was cancelled while it waited. Nothing was sent.
+        """
+        if self._thread is None or not self._thread.is_alive():  # it stays behind in a fork
+            return timeout_s
+        deadline = time.monotonic() + timeout_s
+        settled = threading.Event()
+        scope = current_scope()
+        if scope is not None:
+            scope.attach(settled.set)
+        self._queue.put(settled)
+        settled.wait(min(timeout_s, threading.TIMEOUT_MAX))
+        if scope is not None and scope.is_cancelled:
+            raise make_error("CANCELLED", "CANCELLED", f"the call was cancelled by this client while it {_WAITED}")
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise make_error("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", f"the call's {timeout_s:g} s ended while it {_WAITED}")
+        return remaining_s
 
 
 def _discard_abandoned(abandoned: queue.SimpleQueue[_Item], backend: Backend, timeout_s: float) -> None:

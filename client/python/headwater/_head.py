@@ -104,6 +104,10 @@ class Head(HeadLosses):
     def _timeout(self, timeout_s: float | None) -> float:
         return self._client._timeout(timeout_s)
 
+    def _settle(self, timeout_s: float | None) -> float:
+        """Lets what is to be discarded go first; returns what is left of the call's time."""
+        return self._abandoned.settle(self._timeout(timeout_s))
+
     def _key(self, step: int | None) -> StepKey:
         number = self.step if step is None else step
         if number is None:
@@ -242,8 +246,8 @@ class Head(HeadLosses):
 
     def step_state(self, *, timeout_s: float | None = None) -> StepStatus:
         """The open and the last closed step, with every micro-batch: how a client that lost an answer finds out."""
-        self._abandoned.settle()
-        return self._backend.step_state(self._name, self.epoch, self._timeout(timeout_s))
+        remaining_s = self._settle(timeout_s)
+        return self._backend.step_state(self._name, self.epoch, remaining_s)
 
     def seal(
         self,
@@ -262,9 +266,9 @@ class Head(HeadLosses):
             FailedPreconditionError: `MICRO_BATCH_MISSING`, `MICRO_BATCH_UNCOMMITTED` or `MICRO_BATCH_UNEXPECTED`; nothing changed.
         """
         expected = _check_expected(expected_micro_batches)
-        self._abandoned.settle()
         wait = _requests.check_bool(wait, "wait")
-        return self._backend.seal(self._key(step), expected, wait, self._timeout(timeout_s))
+        remaining_s = self._settle(timeout_s)
+        return self._backend.seal(self._key(step), expected, wait, remaining_s)
 
     def apply_optimizer_step(
         self,
@@ -316,15 +320,15 @@ class Head(HeadLosses):
             },
         )
         expected = None if expected_micro_batches is None else _check_expected(expected_micro_batches)
-        self._abandoned.settle()
-        result = self._backend.apply(self._key(step), expected, arguments, self._timeout(timeout_s))
+        remaining_s = self._settle(timeout_s)
+        result = self._backend.apply(self._key(step), expected, arguments, remaining_s)
         self.step = result.open_step
         return result
 
     def discard_gradient(self, *, step: int | None = None, timeout_s: float | None = None) -> DiscardGradientResult:
         """Closes the step with the weights unchanged, and opens the next one. Idempotent."""
-        self._abandoned.settle()
-        result = self._backend.discard_gradient(self._key(step), self._timeout(timeout_s))
+        remaining_s = self._settle(timeout_s)
+        result = self._backend.discard_gradient(self._key(step), remaining_s)
         self.step = result.open_step
         return result
 
@@ -432,13 +436,13 @@ class Head(HeadLosses):
             missing = "weight" if weight is None else "bias"
             raise invalid_argument("MISSING_FIELD", f"the whole head is replaced: {missing} is required", field=missing)
         arrays = self._check_weights(weight, bias)
-        key, timeout_s = self._key(step), self._timeout(timeout_s)
+        key = self._key(step)
         upload_id = uuid.uuid4().hex
-        self._abandoned.settle()
+        remaining_s = self._settle(timeout_s)
         for _ in range(_REPLACE_TRIES):
             for tensor, array in arrays.items():
                 options = UploadOptions(f"{upload_id}-{tensor[0]}", closes_step=key.step)
-                info = self._backend.upload(self._name, key.epoch, tensor, array, options, timeout_s)
+                info = self._backend.upload(self._name, key.epoch, tensor, array, options, remaining_s)
             if info.open_step != key.step:
                 break  # otherwise the server was started again in between, and has lost the first tensor
         self.step = info.open_step
@@ -516,8 +520,8 @@ class Head(HeadLosses):
         Raises:
             FailedPreconditionError: `HEAD_IN_USE`: the open step is not empty, and `force` is not set.
         """
-        self._abandoned.settle()
-        self._backend.delete_head(self._name, self.epoch, force, self._timeout(timeout_s))
+        remaining_s = self._settle(timeout_s)
+        self._backend.delete_head(self._name, self.epoch, force, remaining_s)
 
     add_gradient_future = as_future(add_gradient, threads="loss")
     commit_future = as_future(commit)

@@ -417,8 +417,8 @@ class HeadLosses:
         return self._run(self._prepare(*args, **kwargs))
 
     def _run(self, prepared: _Prepared) -> LossResult:
-        self._abandoned.settle()
-        return self._finish(prepared, self._backend.compute(prepared.compaction.request, prepared.timeout_s))
+        remaining_s = self._abandoned.settle(prepared.timeout_s)
+        return self._finish(prepared, self._backend.compute(prepared.compaction.request, remaining_s))
 
     def _start(self, prepare: Callable[[], _Prepared]) -> Future[LossResult]:
         """A loss whose arguments `prepare` checks; no thread waits for its answer."""

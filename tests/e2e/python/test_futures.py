@@ -141,6 +141,67 @@ def test_a_call_that_takes_too_long_ends_in_time(slow, rows):
     in_it_once_or_not_at_all(head, rows, 3)
 
 
+def test_a_call_behind_abandoned_contributions_keeps_to_its_own_timeout(slow, rows):
+    """Discarding them may take as long as the client's time-out, two minutes."""
+    server, head = slow
+    head._abandoned.watch()
+    weight = np.zeros((VOCAB_SIZE, HIDDEN_SIZE), np.float32)
+    calls = (
+        lambda bound: head.seal(expected_micro_batches=0, timeout_s=bound),
+        lambda bound: head.cross_entropy(*rows, micro_batch=1, timeout_s=bound),
+        lambda bound: head.cross_entropy_future(*rows, micro_batch=1, timeout_s=bound).result(30),
+        lambda bound: head.step_state_future(timeout_s=bound).result(30),
+        lambda bound: head.seal_future(expected_micro_batches=0, timeout_s=bound).result(30),
+        lambda bound: head.apply_optimizer_step_future(learning_rate=0.1, timeout_s=bound).result(30),
+        lambda bound: head.discard_gradient_future(timeout_s=bound).result(30),
+        lambda bound: head.replace_weight_future(weight, timeout_s=bound).result(30),
+        lambda bound: head.delete_future(timeout_s=bound).result(30),
+    )
+    with server.frozen():
+        head._abandoned.add(head._key(None), 0)
+        began = time.monotonic()
+        for call in calls:
+            with refused("DEADLINE_EXCEEDED", headwater.DeadlineExceededError):
+                call(0.2)
+        cancelled = head.seal_future(expected_micro_batches=0)
+        time.sleep(0.1)
+        cancelled.cancel()
+        with refused("CANCELLED", headwater.CancelledError):
+            cancelled.result(30)
+        assert time.monotonic() - began < 30
+    assert head.seal(expected_micro_batches=0).totals.micro_batch_count == 0
+
+
+def test_a_call_behind_abandoned_contributions_has_what_they_leave_of_its_time(each_way, head, rows, monkeypatch):
+    backend = each_way.client._backend
+    discard, bounds = backend.discard, []
+
+    def slow_discard(*arguments):
+        time.sleep(0.3)
+        return discard(*arguments)
+
+    def noting(method):
+        def call(*arguments):
+            bounds.append(arguments[-1])
+            return method(*arguments)
+
+        return call
+
+    monkeypatch.setattr(backend, "discard", slow_discard)
+    for name in ("compute", "step_state", "seal", "apply"):
+        monkeypatch.setattr(backend, name, noting(getattr(backend, name)))
+    head._abandoned.watch()
+    for call in (
+        lambda **bound: head.cross_entropy(*rows, micro_batch=0, **bound),
+        head.step_state,
+        lambda **bound: head.seal(expected_micro_batches=1, **bound),
+        lambda **bound: head.apply_optimizer_step(learning_rate=0.1, **bound),
+    ):
+        head._abandoned.add(head._key(None), 1)
+        call(timeout_s=60)
+    assert len(bounds) == 4 and all(50 < bound < 59.8 for bound in bounds)
+
+
 def test_calls_in_process_wait_for_their_turn_only_so_long(backends, make_head, rows):
     client = backends("local-1").client
     head = make_head(client, np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
