@@ -76,12 +76,15 @@ KernelParams MakeKernelParams(const LogitsView& student, const LogitsView& teach
     params.log_rest = static_cast<float>(std::log2(1 - term.beta));
     params.log_beta = static_cast<float>(std::log2(term.beta));
     params.log_unit = static_cast<float>(log_unit);
+    params.log_rest_unit = params.log_rest + params.log_unit;
+    params.log_beta_rest = params.log_beta - params.log_rest;
     params.inverse_unit = static_cast<float>(std::ldexp(1.0, -log_unit));
     params.inverse_rest_unit = static_cast<float>(std::ldexp(1 / (1 - term.beta), -log_unit));
     params.top_unit = static_cast<float>(std::ldexp(1 - term.beta, log_unit));
     params.beta_log_beta = static_cast<float>(term.beta * std::log2(term.beta));
     params.rest_log_rest = static_cast<float>((1 - term.beta) * std::log2(1 - term.beta));
   }
+  params.unit_factor = SplitFactor(params.matrix_factor);
   SetSeries(form, term.beta, &params);
   return params;
 }

@@ -9,8 +9,10 @@
 // row_factor has what is left: loss_scale, token weight, logit_scale, soft_weight, 1 - beta, 1 / temperature and ln2.
 //
 // Phases. 0: exponential sums of the next row, from shared memory, against an offset guessed from 16 of its columns. 1: the row's
-// terms, in registers: 32 columns of both sides a thread; their slots are filled again as soon as they are read. 2: M. The order is
-// 1 of row n, 0 of row n + 1, 2 of row n, row n + 1 into registers: sums travel over the cluster under other work.
+// terms, which stay in registers: 32 columns of both sides a thread. 2: M. The order is 1 of row n, 0 of row n + 1, 2 of row n:
+// each row's two exchanges over the cluster go on under other work. A row's first half goes into registers with phase 2 of the row
+// before it, the second with its own phase 1, and each slot is filled again as soon as it is read: the first early, because its
+// copy is needed soonest, and the second without a time of its own, under the exponentials.
 //
 // Factor. M has all of row_factor but its power of two, so that a row's share of grad_weight is rounded once; or, in a row of which
 // one column has most, so much that its largest entries are nearly exact (device/exact_entries.cuh).
@@ -26,19 +28,15 @@
 //
 // Not finite. The exponentials' sums come out as NaN, and so do the row's loss and M. No loop's length depends on values.
 //
-// Traffic. 10 bytes a column: N4096 V128256 is 5.25 GB; a copy of as many bytes takes 1.23 ms on an H200, this pass 1.55 to 1.6.
+// Traffic. 10 bytes a column: N4096 V128256 is 5.25 GB; a copy of as many bytes takes 1.23 ms on an H200, this pass 1.41, and 1.90
+// at the clock that is left beside products.
 //
-// Work. 5 exponentials and logarithms a column (16 a clock) with 0 < beta < 1, not near: 2 in phase 0, of which the multiply-add
-// units take a quarter (2% of the pass; half is slower, and so is any of phase 1's), 3 in phase 1, since p is q 2^d, and where q
-// vanishes only the sum of p is missing, which phase 0 has. Both phases run at that rate, 2.6 us of a row of 16384 columns a
-// multiprocessor; the rest is what a row waits for its cluster, and 15 clusters of 8, which leave 12 of 132 multiprocessors
-// idle. Log-sum-exps from own products' epilogues make this pass 1.40 ms and both products 0.64 ms slower
-// (kernels/lab/013_log_sums.cu). Without effect or slower: two CTAs of 8 warps a multiprocessor in clusters of 16 (14 of them
-// fit: 1.62 ms); summing the exponentials on the way into registers, with the cluster's waits exposed (1.86 ms); one decision for
-// near or not a slice instead of one a vector (1.71 ms, though 7% faster in clusters of 2); a warp apart for the copies, which
-// leaves 96 registers a thread and spills as much again as it reads (2.36 ms); exponentials and differences left in shared memory
-// by phase 0, which saves phase 1 an exponential of three (2.05 ms); branches by vector instead of by slot, for slices that are not
-// whole (1.64 ms).
+// Work. 5 exponentials and logarithms a column (16 a clock) with 0 < beta < 1, not near: 2 in phase 0 and 3 in phase 1, since p is
+// q 2^d, and where q vanishes only the sum of p is missing, which phase 0 has. That is half of the clocks; of the rest most are the
+// exchanges' chains of shuffles, and 15 clusters of 8 leave 12 of 132 multiprocessors idle. There is no register to spare: one that
+// is spilled into the loop is read back from beyond the small L1 that is left, which costs 4% of the pass; so what is cheap to make
+// again is made again (cluster_row::Lane(), the sources of copies), and sums of parameters are parameters. kernels/lab/README.md,
+// 009, has what was tried.
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -64,6 +62,7 @@ using divergence_row::MakeKernelParams;
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 using cluster_row::Channel;
+using cluster_row::HalfWarpMerge;
 using cluster_row::kInputBytes;
 using cluster_row::kParts;
 using cluster_row::kSlotBytes;
@@ -75,10 +74,11 @@ using cluster_row::kVectorColumns;
 using cluster_row::Largest;
 using cluster_row::LoadVector;
 using cluster_row::Maximum;
+using cluster_row::MergeTogether;
 using cluster_row::Ring;
 using cluster_row::StoreVector;
 using cluster_row::Sum;
-using divergence_row::Exp2ByPolynomial;
+using cluster_row::WarpMerge;
 using divergence_row::FactorParts;
 using divergence_row::FitHalf;
 using divergence_row::kAbsent;
@@ -95,11 +95,39 @@ using divergence_row::Terms;
 using divergence_row::Top;
 using sm90::Exp2;
 
+// Vectors of a warp that are looked at for nearness in vain before it looks no more.
+constexpr int kNearTries = 2;
+
+// Without a branch, so that the stores of several vectors are in one block of instructions.
+__device__ __forceinline__ void StorePairIf(bool wanted, uint64_t address, uint32_t low, uint32_t high) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.s32 wanted, %3, 0;\n"
+      "@wanted st.global.v2.b32 [%0], {%1, %2};\n"
+      "}\n" ::"l"(address),
+      "r"(low), "r"(high), "r"(static_cast<int32_t>(wanted))
+      : "memory");
+}
+
+// log2 of a positive number, NaN of what is not finite: of the exponent and, with 2^-22 of error, of a rest within [0.7, 1.42).
+__device__ __forceinline__ float Log2OfSum(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  const int32_t exponent = static_cast<int32_t>(bits - 0x3f3504f3u) >> 23;
+  float log;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log) : "f"(__uint_as_float(bits - (static_cast<uint32_t>(exponent) << 23))));
+  return fmaf(value, 0.0f, log + static_cast<float>(exponent));
+}
+
+// a / b for a b about 1.
+__device__ __forceinline__ float Quotient(float a, float b) {
+  const float reciprocal = sm90::ReciprocalApprox(b), quotient = a * reciprocal;
+  return fmaf(fmaf(-b, quotient, a), reciprocal, quotient);
+}
+
 template <Form kForm, bool kTransformed, bool kHalf>
 __global__ void __launch_bounds__(cluster_row::kMaxThreads, 1) DivergenceRowsKernel(const __grid_constant__ KernelParams params) {
   using Math = RowTerms<kForm, kTransformed, kHalf>;
-  constexpr int kUnits = kHalf ? 3 : 2;
-  using LastOperation = std::conditional_t<kHalf, Largest, Sum>;
   extern __shared__ __align__(128) uint8_t raw_shared[];
   const uint32_t shared = sm90::SharedAddress(raw_shared);
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
@@ -109,61 +137,57 @@ __global__ void __launch_bounds__(cluster_row::kMaxThreads, 1) DivergenceRowsKer
   const uint32_t barriers = shared + warps * (kSlots * kSlotBytes);
   const Ring ring{shared + warp * (kSlots * kSlotBytes), barriers + warp * (8 * kSlots)};
   const uint32_t channels = barriers + warps * (8 * kSlots);
-  Channel<1> exponentials{channels, 0};
-  Channel<kUnits> sums{channels + cluster_row::kChannelBytes<1>, 0};
+  Channel<2> exponentials{channels, 0};
+  Channel<4> sums{channels + Channel<2>::kBytes, 0};
+  Channel<2> extremes{channels + Channel<2>::kBytes + Channel<4>::kBytes, 0};  // fp16's
 
   const int32_t cluster = params.cluster;
   const auto cta_rank = static_cast<int32_t>(sm90::ClusterCtaRank());
   const int32_t row_step = static_cast<int32_t>(gridDim.x) / cluster;
   const int32_t first_row = static_cast<int32_t>(blockIdx.x) / cluster;
   // The warp's slice, in parts of a slot's size: as many in all warps, some of them empty.
-  const int32_t begin = min((cta_rank * warps + warp) * params.warp_columns, params.columns);
+  const int32_t slice = cta_rank * warps + warp, slices = cluster * warps;
+  const int32_t begin = min(slice * params.warp_columns, params.columns);
   const int32_t length = min(params.warp_columns, params.columns - begin);
-  const int32_t copied_length = (length + 3) / 4 * 4;
   const int32_t parts = (params.warp_columns + kSlotColumns - 1) / kSlotColumns;
 
   if (lane == 0) {
     ring.Init();
     sm90::FenceBarrierInit();
   }
-  if (thread == 0) {
-    exponentials.Init();
-    sums.Init();
-    sm90::FenceBarrierInit();
-  }
+  exponentials.Init();
+  sums.Init();
+  extremes.Init();
+  if (thread == 0) sm90::FenceBarrierInit();
   sm90::ClusterSync();
 
   {
-    cluster_row::RingFiller filler{
-        {params.inputs[0] + first_row * params.strides[0] + begin, params.inputs[1] + first_row * params.strides[1] + begin},
-        {row_step * params.strides[0] - parts * kSlotColumns, row_step * params.strides[1] - parts * kSlotColumns},
-        (params.row_count - first_row + row_step - 1) / row_step,
-        parts};
-    for (int i = 0; i < kSlots; ++i) filler.LoadNext(ring, copied_length, lane);
-    uint32_t slot = 0;                       // of the row that goes into registers next
-    uint32_t read_slot = 0, read_phase = 0;  // of the row that phase 0 reads next
+    const int32_t copied = max((length + 3) / 4 * 4, 0);
+    const cluster_row::SliceSource source{{params.inputs[0] + begin, params.inputs[1] + begin},
+                                          {params.strides[0], params.strides[1]},
+                                          params.row_count,
+                                          row_step,
+                                          {min(copied, kSlotColumns), max(copied - kSlotColumns, 0)},
+                                          parts};
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) source.Load(ring, i, first_row, i);
+    uint32_t slot = 0, phase = 0;  // of what goes into registers next
     float student[kVectors][4], teacher[kVectors][4];
 
     // One column for each lane, from its student's and then its teacher's first 16.
-    const int32_t sample_side = lane / 16;
-    const int32_t sample_column = min(lane % 16, params.columns - 1);
     const auto load_sample = [&](int32_t row) {
-      return row < params.row_count ? params.inputs[sample_side][row * params.strides[sample_side] + sample_column] : 0.0f;
+      if (row >= params.row_count) return 0.0f;
+      const int32_t of_lane = cluster_row::Lane();
+      const float* const input = of_lane < 16 ? params.inputs[0] : params.inputs[1];
+      const auto stride = static_cast<uint32_t>(of_lane < 16 ? params.strides[0] : params.strides[1]);
+      return input[static_cast<uint64_t>(stride) * static_cast<uint32_t>(row) + min(of_lane % 16, params.columns - 1)];
     };
-    float sample = load_sample(first_row);
 
-    // Phase 0: exponential sums of a row, in shared memory. `offsets`: log2 of what they are relative to. Whole numbers, so that
-    // they cancel exactly; above the sampled columns, so that a largest logit 2^80 above them still fits.
-    const auto sum_exponentials = [&](int32_t row, float2& offsets, float2& own) {
-      if constexpr (kTransformed) sample = LogitOf(params.sides[sample_side], sample, sample_column);
-      float largest = sample * params.log2_scales[sample_side];
-#pragma unroll
-      for (int distance = 8; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
-      largest = ceilf(largest) + 40.0f;
-      offsets = make_float2(__shfl_sync(0xffffffffu, largest, 0), __shfl_sync(0xffffffffu, largest, 16));
-      sample = load_sample(row + row_step);
+    // Phase 0: this thread's share of the exponential sums of the row in the slots from `slot` on.
+    const auto sum_exponentials = [&](const float2& offsets, float2& own) {
       own = make_float2(0.0f, 0.0f);
       const float a = params.log2_scales[0], b = params.log2_scales[1];
+      uint32_t read_slot = slot, read_phase = phase;
 #pragma unroll
       for (int32_t part = 0; part < kParts; ++part) {
         if (part >= parts) continue;
@@ -183,36 +207,41 @@ __global__ void __launch_bounds__(cluster_row::kMaxThreads, 1) DivergenceRowsKer
           }
           sm90::FenceProxyAsync();  // what is stored must not overtake the copy into this slot that comes later
         }
+        constexpr int kAhead = 2;
+        float4 s[kSlotVectors], t[kSlotVectors];
+        const auto load = [&](int i) {
+          s[i] = LoadVector(address + i * kVectorBytes);
+          t[i] = LoadVector(address + i * kVectorBytes + kInputBytes);
+        };
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) load(i);
 #pragma unroll
         for (int i = 0; i < kSlotVectors; ++i) {
-          const float4 s = LoadVector(address + i * kVectorBytes), t = LoadVector(address + i * kVectorBytes + kInputBytes);
-          own.x += (Exp2(fmaf(s.x, a, -offsets.x)) + Exp2(fmaf(s.y, a, -offsets.x))) +
-                   (Exp2(fmaf(s.z, a, -offsets.x)) + Exp2ByPolynomial(fmaf(s.w, a, -offsets.x)));
-          own.y += (Exp2(fmaf(t.x, b, -offsets.y)) + Exp2(fmaf(t.y, b, -offsets.y))) +
-                   (Exp2(fmaf(t.z, b, -offsets.y)) + Exp2ByPolynomial(fmaf(t.w, b, -offsets.y)));
+          if (i + kAhead < kSlotVectors) load(i + kAhead);
+          own.x += (Exp2(fmaf(s[i].x, a, -offsets.x)) + Exp2(fmaf(s[i].y, a, -offsets.x))) +
+                   (Exp2(fmaf(s[i].z, a, -offsets.x)) + Exp2(fmaf(s[i].w, a, -offsets.x)));
+          own.y += (Exp2(fmaf(t[i].x, b, -offsets.y)) + Exp2(fmaf(t[i].y, b, -offsets.y))) +
+                   (Exp2(fmaf(t[i].z, b, -offsets.y)) + Exp2(fmaf(t[i].w, b, -offsets.y)));
         }
       }
-      float2 partial[1] = {own};
-      exponentials.Send<Sum, Sum>(partial, 1, cluster, cta_rank);
     };
 
-    // The row that phase 0 has read, out of its slots, which are filled again.
-    const auto load_row = [&] {
+    // A slot into registers.
+    const auto load_part = [&](int part, uint32_t address) {
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        if (part >= parts) continue;
-        const uint32_t address = ring.Slot(slot) + 16 * lane;
-        slot = Ring::Next(slot);
-#pragma unroll
-        for (int i = 0; i < kSlotVectors; ++i) {
-          const float4 s = LoadVector(address + i * kVectorBytes), t = LoadVector(address + i * kVectorBytes + kInputBytes);
-          const int vector = part * kSlotVectors + i;
-          student[vector][0] = s.x, student[vector][1] = s.y, student[vector][2] = s.z, student[vector][3] = s.w;
-          teacher[vector][0] = t.x, teacher[vector][1] = t.y, teacher[vector][2] = t.z, teacher[vector][3] = t.w;
-        }
-        __syncwarp();
-        filler.LoadNext(ring, copied_length, lane);
+      for (int i = 0; i < kSlotVectors; ++i) {
+        const float4 s = LoadVector(address + i * kVectorBytes), t = LoadVector(address + i * kVectorBytes + kInputBytes);
+        const int vector = part * kSlotVectors + i;
+        student[vector][0] = s.x, student[vector][1] = s.y, student[vector][2] = s.z, student[vector][3] = s.w;
+        teacher[vector][0] = t.x, teacher[vector][1] = t.y, teacher[vector][2] = t.z, teacher[vector][3] = t.w;
       }
+    };
+    // The slot that has been read is filled again.
+    const auto refill = [&](int32_t row, int part) {
+      __syncwarp();
+      source.Load(ring, slot, row, part + kSlots);
+      slot = Ring::Next(slot);
+      if (slot == 0) phase ^= 1;
     };
 
     // Over the row's columns that this thread has in registers.
@@ -225,41 +254,66 @@ __global__ void __launch_bounds__(cluster_row::kMaxThreads, 1) DivergenceRowsKer
       }
     };
 
-    float2 offsets = make_float2(0.0f, 0.0f), own = make_float2(0.0f, 0.0f);
+    // Over the row's logits before phase 1: the first part's are in registers, the others still in their slot. `function` may
+    // change them.
+    const auto for_each_logit = [&](const auto& function) {
+#pragma unroll
+      for (int vector = 0; vector < kSlotVectors; ++vector) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) function(student[vector][i], teacher[vector][i], 4 * vector + i);
+      }
+      if (parts == 1) return;
+      const uint32_t address = ring.Slot(slot) + 16 * lane;
+      for (int i = 0; i < kSlotVectors; ++i) {
+        float4 s = LoadVector(address + i * kVectorBytes), t = LoadVector(address + i * kVectorBytes + kInputBytes);
+        const int index = 4 * (kSlotVectors + i);
+        function(s.x, t.x, index);
+        function(s.y, t.y, index + 1);
+        function(s.z, t.z, index + 2);
+        function(s.w, t.w, index + 3);
+        StoreVector(address + i * kVectorBytes, s);
+        StoreVector(address + i * kVectorBytes + kInputBytes, t);
+      }
+      sm90::FenceProxyAsync();  // as in phase 0
+    };
+
+    float sample = load_sample(first_row);
+    float2 offsets = make_float2(0.0f, 0.0f), own = make_float2(0.0f, 0.0f);  // of the row in registers
+    float total[2] = {};
     // Phases 1 and 2 are of `row`; there is none at first.
-    for (int32_t row = -1, next = first_row;; row = next, next += row_step) {
+    for (int32_t row = first_row - row_step;; row += row_step) {
+      const int32_t next = row + row_step;
       const bool more = next < params.row_count;
-      float token_weight = 0.0f;
       Top top;
+      WarpMerge<Sum, 4> own_sums{};
+      WarpMerge<Largest, 2> own_extremes{};
       if (row >= 0) {
-        token_weight = params.token_weights == nullptr ? 1.0f : __ldg(params.token_weights + row);
-        float2 total[1];
-        exponentials.Receive<Sum, Sum>(total, cluster);
         // A sample far below the row's largest logit, or a row that is not finite. Every thread of the cluster sees the same sums.
-        if (!(total[0].x > 1e-20f && total[0].x < 1e36f && total[0].y > 1e-20f && total[0].y < 1e36f)) {
-          float2 largest[1] = {make_float2(Maximum::kNothing, Maximum::kNothing)};
-          for_each([&](float s, float t, int) {
-            largest[0].x = fmaxf(largest[0].x, s * params.log2_scales[0]);
-            largest[0].y = fmaxf(largest[0].y, t * params.log2_scales[1]);
+        if (!(total[0] > 1e-20f && total[0] < 1e36f && total[1] > 1e-20f && total[1] < 1e36f)) {
+          float largest[2] = {Maximum::kNothing, Maximum::kNothing};
+          for_each_logit([&](float s, float t, int) {
+            largest[0] = fmaxf(largest[0], s * params.log2_scales[0]);
+            largest[1] = fmaxf(largest[1], t * params.log2_scales[1]);
           });
-          exponentials.Send<Maximum, Maximum>(largest, 1, cluster, cta_rank);
-          exponentials.Receive<Maximum, Maximum>(largest, cluster);
-          offsets = make_float2(ceilf(largest[0].x), ceilf(largest[0].y));
+          exponentials.Exchange<Maximum>(largest, cluster, slices, slice);
+          offsets = make_float2(ceilf(largest[0]), ceilf(largest[1]));
           own = make_float2(0.0f, 0.0f);
-          for_each([&](float s, float t, int) {
+          for_each_logit([&](float s, float t, int) {
             own.x += Exp2(fmaf(s, params.log2_scales[0], -offsets.x));
             own.y += Exp2(fmaf(t, params.log2_scales[1], -offsets.y));
           });
-          total[0] = own;
-          exponentials.Send<Sum, Sum>(total, 1, cluster, cta_rank);
-          exponentials.Receive<Sum, Sum>(total, cluster);
+          total[0] = own.x;
+          total[1] = own.y;
+          exponentials.Exchange<Sum>(total, cluster, slices, slice);
+          if (!(total[0] > 0.0f)) total[0] = NAN;
+          if (!(total[1] > 0.0f)) total[1] = NAN;
         }
-        const float student_log = log2f(total[0].x), teacher_log = log2f(total[0].y);
+        const float student_log = Log2OfSum(total[0]), teacher_log = Log2OfSum(total[1]);
         const float student_offset = -(offsets.x + student_log);
         const float teacher_offset = -(offsets.y + teacher_log);
         const float difference = (offsets.x - offsets.y) + (student_log - teacher_log);
-        const RowOffsets row_offsets{student_offset + (params.log_rest + params.log_unit), teacher_offset, difference,
-                                     difference + (params.log_beta - params.log_rest)};
+        const RowOffsets row_offsets{student_offset + params.log_rest_unit, teacher_offset, difference,
+                                     difference + params.log_beta_rest};
 
         // Phase 1.
         Terms terms;
@@ -271,7 +325,7 @@ __global__ void __launch_bounds__(cluster_row::kMaxThreads, 1) DivergenceRowsKer
           // own way, near or far, and what it leaves of q is added up without it.
           float s_top = params.no_column[0], t_top = params.no_column[1], largest = -INFINITY;
           int32_t index_top = -1;
-          for_each([&](float s, float t, int index) {
+          for_each_logit([&](float s, float t, int index) {
             const float log_q = fmaf(s, params.log2_scales[0], row_offsets.student);
             if (!(log_q > largest)) return;
             largest = log_q;
@@ -279,7 +333,7 @@ __global__ void __launch_bounds__(cluster_row::kMaxThreads, 1) DivergenceRowsKer
             s_top = s;
             t_top = t;
           });
-          if (largest > params.log_rest + params.log_unit - 1.0f) {
+          if (largest > params.log_rest_unit - 1.0f) {
             top.index = index_top;
             if constexpr (kTransformed) top.derivative = Math::Derivative(params, s_top);
             const float d = Math::Difference(params, row_offsets.difference, s_top, t_top);
@@ -293,7 +347,7 @@ __global__ void __launch_bounds__(cluster_row::kMaxThreads, 1) DivergenceRowsKer
             top.slope = t_top;
             loss = Math::Loss(params, apart, !(fabsf(d) < kNearLimit), Exp2(largest) / params.top_unit, p_top);
             q_rest = p_rest = 0.0f;
-            for_each([&](float& s, float& t, int index) {
+            for_each_logit([&](float& s, float& t, int index) {
               if (index == top.index) {
                 s = params.no_column[0];
                 t = params.no_column[1];
@@ -304,132 +358,206 @@ __global__ void __launch_bounds__(cluster_row::kMaxThreads, 1) DivergenceRowsKer
           }
         }
         int32_t tries = 0;  // vectors that were not near: a warp that has seen some does not look any more
+        const auto far = [&](int vector) {
 #pragma unroll
-        for (int vector = 0; vector < kVectors; ++vector) {
-          if (vector / kSlotVectors >= parts) continue;
-          float log_q[4], d[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) log_q[i] = fmaf(student[vector][i], params.log2_scales[0], row_offsets.student);
-          bool near = false;
-          if (tries < 2) {
-            float largest = 0.0f;
+          for (int i = 0; i < 4; ++i) {
+            const float log_q = fmaf(student[vector][i], params.log2_scales[0], row_offsets.student);
+            Math::Far(params, row_offsets, log_q, student[vector][i], teacher[vector][i], terms);
+          }
+        };
+        const auto near_or_far = [&](int vector) {
+          if (tries < kNearTries) {
+            float log_q[4], d[4], largest = 0.0f;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
+              log_q[i] = fmaf(student[vector][i], params.log2_scales[0], row_offsets.student);
               d[i] = Math::Difference(params, row_offsets.difference, student[vector][i], teacher[vector][i]);
               if (log_q[i] < kAbsent) d[i] = 0.0f;
               largest = fmaxf(largest, fabsf(d[i]));
             }
-            near = __all_sync(0xffffffffu, largest < kNearLimit);
-            tries += near ? 0 : 1;
-          }
-          if (near) {
+            if (__all_sync(0xffffffffu, largest < kNearLimit)) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              Math::Near(params, log_q[i], d[i], student[vector][i], teacher[vector][i], terms);
+              for (int i = 0; i < 4; ++i) {
+                Math::Near(params, log_q[i], d[i], student[vector][i], teacher[vector][i], terms);
+              }
+              return;
+            }
+            ++tries;
+          }
+          far(vector);
+        };
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          if (part >= parts) continue;
+          int first = part * kSlotVectors;
+          if (part != 0) {
+            load_part(part, ring.Slot(slot) + 16 * lane);
+            refill(row, part);
+          }
+          if (part == 0) {
+            near_or_far(0);
+            near_or_far(1);
+            first = 2;
+          }
+          if (tries == kNearTries) {
+#pragma unroll
+            for (int vector = 0; vector < kSlotVectors; ++vector) {
+              if (part * kSlotVectors + vector >= first) far(part * kSlotVectors + vector);
             }
           } else {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) Math::Far(params, row_offsets, log_q[i], student[vector][i], teacher[vector][i], terms);
-          }
-        }
-        float2 partial[kUnits];
-        partial[0] = make_float2(loss + Math::Loss(params, terms, tries != 0, q_rest, p_rest),
-                                 (terms.mean + terms.distant) * params.inverse_rest_unit);
-        partial[1] = make_float2(q_rest, kForm == Form::kForward ? 0.0f : top.slope);
-        if constexpr (kHalf) partial[2] = make_float2(terms.largest, terms.q_largest);  // in M's units
-        sums.template Send<Sum, LastOperation>(partial, 3, cluster, cta_rank);
-      }
-      if (more) sum_exponentials(next, offsets, own);
-      if (row >= 0) {
-        float2 partial[kUnits];
-        sums.template Receive<Sum, LastOperation>(partial, cluster);
-        const float loss = partial[0].x;
-        float mean = partial[0].y;
-        const float q_rest = partial[1].x;
-        const bool row_has_top = q_rest < 0.75f;  // 1, if no column was left out, else below 1/2
-        float top_entry;
-        if constexpr (kForm == Form::kForward) {
-          top_entry = -mean;
-        } else {
-          top_entry = (1.0f - q_rest) * fmaf(-partial[1].y, q_rest, mean);
-          mean = row_has_top ? fmaf(partial[1].y, 1.0f - q_rest, mean) : mean / q_rest;
-          if (!(fabsf(loss) < INFINITY)) mean = NAN;  // nothing finite comes out of a row that is not
-        }
-        const double weight = static_cast<double>(token_weight);
-        FactorParts factor = SplitFactor(params.matrix_factor * weight);
-        const bool has_gradient = factor.rest != 0.0f;
-        if constexpr (kHalf) {
-          const float bound = fmaxf(kForm == Form::kForward ? partial[2].x : fmaf(partial[2].y, fabsf(mean), partial[2].x),
-                                    row_has_top ? fabsf(top_entry) * params.top_unit : 0.0f) *
-                              fabsf(factor.rest);
-          FitHalf(bound, factor);
-        }
-        float row_power = PowerOfTwo(factor.exponent);
-        if (row_has_top && params.want_gradient != 0) {
-          // The most probable column's entry weighs as much as all others together; often one of them has most of that.
-          float2 largest[kUnits] = {};
-          for_each([&](float s, float t, int) {
-            largest[0].x = fmaxf(largest[0].x, fabsf(kForm == Form::kForward ? s : s * (mean - t)));
-          });
-          sums.template Send<Largest, Largest>(largest, 3, cluster, cta_rank);
-          sums.template Receive<Largest, Largest>(largest, cluster);
-          const float size = fabsf(factor.rest);
-          row_power *= MakeExact<kHalf>(fabsf(top_entry) * params.top_unit * size, largest[0].x * size, factor);
-        }
-        if (cta_rank == 0 && thread == 0) {
-          RowReport report;
-          report.soft = kLn2 * static_cast<double>(loss);
-          report.gradient_bound = fabs(params.gradient_scale * weight) * params.soft_weight;
-          params.reports[row] = report;
-          if (params.want_gradient != 0) {
-            params.row_factor[row] = has_gradient ? row_power : 0.0f;
-            params.target_factor[row] = 0.0f;
-          }
-        }
-
-        // Phase 2.
-        if (params.want_gradient != 0) {
-          if (top.index >= 0) {
-            for_each([&](float& s, float& t, int index) {
-              if (index != top.index) return;
-              s = top_entry * params.top_unit * top.derivative;
-              t = mean - 1.0f;
-            });
-          }
-          if (!has_gradient) {
-            // M is 0, whatever the row holds.
-            mean = 0.0f;
-            for_each([](float& s, float& t, int) { s = t = 0.0f; });
-          }
-          uint16_t* const out = params.matrix + row * params.matrix_stride;
-          const int32_t room = length - 4 * lane;
-          const uint64_t own_out = reinterpret_cast<uint64_t>(out + begin + 4 * lane);
-          const float mean_factor = mean * factor.rest;
-#pragma unroll
-          for (int vector = 0; vector < kVectors; ++vector) {
-            if (room <= vector * kVectorColumns) continue;
-            float entries[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              entries[i] = student[vector][i] *
-                           (kForm == Form::kForward ? factor.rest : fmaf(-teacher[vector][i], factor.rest, mean_factor));
+            for (int vector = 0; vector < kSlotVectors; ++vector) {
+              if (part * kSlotVectors + vector >= first) near_or_far(part * kSlotVectors + vector);
             }
-            asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(own_out + 2 * kVectorColumns * vector),
-                         "r"(Pack<kHalf>(entries[0], entries[1])), "r"(Pack<kHalf>(entries[2], entries[3]))
-                         : "memory");
           }
-          // The last four may have gone past the last column, where a row that is not finite has left NaN: the same thread's zeros.
-          if (length > 0 && begin + length == params.columns && length % 4 != 0 && lane == length / 4 % 32) {
-            for (int32_t column = params.columns; column % 4 != 0; ++column) out[column] = 0;
+        }
+        own_sums.values[0] = loss + Math::Loss(params, terms, tries != 0, q_rest, p_rest);
+        own_sums.values[1] = (terms.mean + terms.distant) * params.inverse_rest_unit;
+        own_sums.values[2] = q_rest;
+        own_sums.values[3] = kForm == Form::kForward ? 0.0f : top.slope;
+        if constexpr (kHalf) {  // in M's units
+          own_extremes.values[0] = terms.largest;
+          own_extremes.values[1] = terms.q_largest;
+        }
+      }
+      // log2 of what the next row's exponential sums are relative to. Whole numbers, so that they cancel exactly; above the sampled
+      // columns, so that a largest logit 2^80 above them still fits.
+      if constexpr (kTransformed) sample = LogitOf(params.sides[lane / 16], sample, min(lane % 16, params.columns - 1));
+      HalfWarpMerge<Maximum> sampled{sample * (cluster_row::Lane() < 16 ? params.log2_scales[0] : params.log2_scales[1])};
+      if constexpr (kHalf) {
+        MergeTogether(own_sums, own_extremes, sampled);
+        extremes.Post(own_extremes, cluster, slices, slice);
+      } else {
+        MergeTogether(own_sums, sampled);
+      }
+      sums.Post(own_sums, cluster, slices, slice);
+      const float above = ceilf(sampled.value) + 40.0f;
+      offsets = make_float2(__shfl_sync(0xffffffffu, above, 0), __shfl_sync(0xffffffffu, above, 16));
+      sample = load_sample(next + row_step);
+      const float token_weight = row < 0 ? 0.0f : params.token_weights == nullptr ? 1.0f : __ldg(params.token_weights + row);
+      if (more) {
+        sum_exponentials(offsets, own);
+        WarpMerge<Sum, 2> own_exponentials{{own.x, own.y}};
+        MergeTogether(own_exponentials);
+        exponentials.Post(own_exponentials, cluster, slices, slice);
+      }
+      sums.Wait();
+      sums.Load(own_sums, slices);
+      float row_sums[4], row_extremes[2];
+      if constexpr (kHalf) {
+        extremes.Wait();
+        extremes.Load(own_extremes, slices);
+        MergeTogether(own_sums, own_extremes);
+        extremes.Collect(own_extremes, row_extremes);
+      } else {
+        MergeTogether(own_sums);
+      }
+      sums.Collect(own_sums, row_sums);
+      const float loss = row_sums[0];
+      float mean = row_sums[1];
+      const float q_rest = row_sums[2], slope_top = row_sums[3];
+      const bool row_has_top = row >= 0 && q_rest < 0.75f;  // 1, if no column was left out, else below 1/2
+      float top_entry;
+      if constexpr (kForm == Form::kForward) {
+        top_entry = -mean;
+      } else {
+        top_entry = (1.0f - q_rest) * fmaf(-slope_top, q_rest, mean);
+        mean = row_has_top ? fmaf(slope_top, 1.0f - q_rest, mean) : Quotient(mean, q_rest);
+        if (!(fabsf(loss) < INFINITY)) mean = NAN;  // nothing finite comes out of a row that is not
+      }
+      FactorParts factor = params.unit_factor;
+      if (token_weight != 1.0f) factor = SplitFactor(params.matrix_factor * static_cast<double>(token_weight));
+      const bool has_gradient = factor.rest != 0.0f;
+      if constexpr (kHalf) {
+        const float bound = fmaxf(kForm == Form::kForward ? row_extremes[0] : fmaf(row_extremes[1], fabsf(mean), row_extremes[0]),
+                                  row_has_top ? fabsf(top_entry) * params.top_unit : 0.0f) *
+                            fabsf(factor.rest);
+        FitHalf(bound, factor);
+      }
+      float row_power = PowerOfTwo(factor.exponent);
+      if (row_has_top && params.want_gradient != 0) {
+        // The most probable column's entry weighs as much as all others together; often one of them has most of that.
+        float largest[4] = {};
+        for_each(
+            [&](float s, float t, int) { largest[0] = fmaxf(largest[0], fabsf(kForm == Form::kForward ? s : s * (mean - t))); });
+        sums.Exchange<Largest>(largest, cluster, slices, slice);
+        const float size = fabsf(factor.rest);
+        row_power *= MakeExact<kHalf>(fabsf(top_entry) * params.top_unit * size, largest[0] * size, factor);
+      }
+      if (top.index >= 0) {
+        for_each([&](float& s, float& t, int index) {
+          if (index != top.index) return;
+          s = top_entry * params.top_unit * top.derivative;
+          t = mean - 1.0f;
+        });
+      }
+      if (!has_gradient) {
+        // M is 0, whatever the row holds.
+        mean = 0.0f;
+        for_each([](float& s, float& t, int) { s = t = 0.0f; });
+      }
+
+      // Phase 2, and the row that phase 0 has read out of its slots, which are filled again.
+      const bool writes = row >= 0 && params.want_gradient != 0;
+      uint16_t* const out = params.matrix + max(row, 0) * params.matrix_stride;
+      const uint64_t own_out = reinterpret_cast<uint64_t>(out + begin + 4 * lane);
+      const int32_t room = writes ? length - 4 * lane : 0;
+      const float mean_factor = mean * factor.rest;
+      const auto write_part = [&](int part) {
+        uint32_t packed[kSlotVectors][2];
+#pragma unroll
+        for (int i = 0; i < kSlotVectors; ++i) {
+          float entries[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float t = teacher[part * kSlotVectors + i][j];
+            entries[j] =
+                student[part * kSlotVectors + i][j] * (kForm == Form::kForward ? factor.rest : fmaf(-t, factor.rest, mean_factor));
           }
-          for (int32_t column = (params.columns + 3) / 4 * 4 + cta_rank * static_cast<int32_t>(blockDim.x) + thread;
-               column < params.zero_columns; column += cluster * static_cast<int32_t>(blockDim.x)) {
-            out[column] = 0;
-          }
+          packed[i][0] = Pack<kHalf>(entries[0], entries[1]);
+          packed[i][1] = Pack<kHalf>(entries[2], entries[3]);
+        }
+#pragma unroll
+        for (int i = 0; i < kSlotVectors; ++i) {
+          const int vector = part * kSlotVectors + i;
+          StorePairIf(room > vector * kVectorColumns, own_out + 2 * kVectorColumns * vector, packed[i][0], packed[i][1]);
+        }
+      };
+      write_part(0);
+      if (more) {
+        load_part(0, ring.Slot(slot) + 16 * lane);
+        refill(next, 0);
+      }
+      if (parts > 1) write_part(1);
+      if (more) {
+        exponentials.Wait();
+        WarpMerge<Sum, 2> row_exponentials;
+        exponentials.Load(row_exponentials, slices);
+        MergeTogether(row_exponentials);
+        exponentials.Collect(row_exponentials, total);
+      }
+      if (writes) {
+        // The last four may have gone past the last column, where a row that is not finite has left NaN: the same thread's zeros.
+        if (params.columns % 4 != 0 && length > 0 && begin + length == params.columns && cluster_row::Lane() == length / 4 % 32) {
+          for (int32_t column = params.columns; column % 4 != 0; ++column) out[column] = 0;
+        }
+#pragma unroll 1
+        for (int32_t column = (params.columns + 3) / 4 * 4 + cta_rank * static_cast<int32_t>(blockDim.x) + thread;
+             column < params.zero_columns; column += cluster * static_cast<int32_t>(blockDim.x)) {
+          out[column] = 0;
+        }
+      }
+      if (row >= 0 && cta_rank == 0 && thread == 0) {
+        RowReport report;
+        report.soft = kLn2 * static_cast<double>(loss);
+        report.gradient_bound = fabs(params.gradient_scale * static_cast<double>(token_weight)) * params.soft_weight;
+        params.reports[row] = report;
+        if (params.want_gradient != 0) {
+          params.row_factor[row] = has_gradient ? row_power : 0.0f;
+          params.target_factor[row] = 0.0f;
         }
       }
       if (!more) break;
-      load_row();
     }
   }
   sm90::ClusterSync();  // no CTA leaves while another may still store into it
@@ -441,7 +569,7 @@ __global__ void DivergenceRowsKernel(const __grid_constant__ KernelParams) {}
 #endif
 
 constexpr int SharedBytes(int warps) {
-  return warps * cluster_row::kRingBytes + cluster_row::kChannelBytes<1> + cluster_row::kChannelBytes<3>;
+  return warps * cluster_row::kRingBytes + 2 * cluster_row::Channel<2>::kBytes + cluster_row::Channel<4>::kBytes;
 }
 static_assert(SharedBytes(cluster_row::kMaxWarps) <= 232448, "a CTA of sm_90 has 227 KiB");
 

@@ -8,7 +8,7 @@
 // The warp fills it itself, in order, as it frees it in order: nobody waits for another warp, no warp is spent on copying, and 128
 // registers are left for each thread.
 //
-// Why a refilled slot cannot be read too late. The bulk copies into a slot are issued by lane 0 after a __syncwarp() that follows
+// Why a refilled slot cannot be read too late. The bulk copies into a slot are issued by one lane after a __syncwarp() that follows
 // the reads of all lanes. Reads need no proxy fence: they have returned their values when they are ordered so. Writes to a slot do
 // (FenceProxyAsync() by each writing lane before the __syncwarp()): otherwise they could reach shared memory after the copy's.
 #ifndef HEADWATER_KERNELS_CUDA_DEVICE_CLUSTER_ROW_CUH_
@@ -39,25 +39,22 @@ constexpr int kRingBytes = kSlots * (kSlotBytes + 8);  // one warp's
 
 // --- Sums over the cluster
 //
-// A channel carries kUnits pairs of floats from every CTA to every CTA: warps reduce, one warp reduces the CTA's and sends it to
-// all CTAs by asynchronous stores, every thread adds up what came. Between Send() and Receive() a thread may do other work.
+// A channel carries a few floats from every warp of a cluster to all of its CTAs, by asynchronous stores that count on a barrier
+// there; every warp adds up what came, in the same order. The parts of an exchange are apart, because most of one is waiting, for
+// shuffles and for the slowest warp: WarpMerge's steps go beside another's, and work goes between Post() and Wait(). Nobody waits
+// for the other warps of its CTA first: that and one warp's reducing for all are two more chains in each exchange.
 //
-// Two buffers are enough. A CTA sends number k + 2 only when all its threads have received number k + 1, that is when every CTA has
-// sent k + 1, and it did so after all its warps had received k: nobody reads buffer k any more. The same holds for the warps'
-// results and for the named barrier: a warp arrives for k + 1 after it has received k, so after the reducing warp had passed it.
+// Two buffers are enough. A warp posts number k + 2 only when it has collected k + 1, that is when every warp has posted k + 1, and
+// each did so after it had loaded k: nobody reads buffer k any more.
 
-static_assert(kMaxWarps == 16 && kMaxCluster == 16, "sums over both are taken over 16 lanes");
-constexpr int kUnitBytes = 16 * 8;
-template <int kUnits>
-constexpr int kChannelBytes = 2 * (8 + 2 * kUnits * kUnitBytes);
+constexpr int kMaxSlices = kMaxWarps * kMaxCluster;
 
-__device__ __forceinline__ void StoreFloat(uint32_t address, float value) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-__device__ __forceinline__ float LoadFloat(uint32_t address) {
-  float value;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-  return value;
+// This thread's number in its warp, looked at anew each time: addresses that are made of it are not kept in registers over a loop,
+// where there are none to spare.
+__device__ __forceinline__ int32_t Lane() {
+  int32_t lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
 }
 // Into another CTA's shared memory; its four bytes complete on that CTA's barrier.
 __device__ __forceinline__ void StoreFloatRemote(uint32_t remote_address, float value, uint32_t remote_barrier) {
@@ -88,100 +85,135 @@ struct Maximum {
   static __device__ __forceinline__ float Merge(float a, float b) { return fmaxf(a, b); }
 };
 
-// Over 16 neighbouring lanes; all of them get the same bits, because the operations commute.
-template <class Operation>
-__device__ __forceinline__ float MergeHalf(float value) {
-#pragma unroll
-  for (int distance = 8; distance > 0; distance /= 2) {
-    value = Operation::Merge(value, __shfl_xor_sync(0xffffffffu, value, distance));
-  }
-  return value;
-}
-// Over a warp: of x in lanes 0 to 15, of y in the others.
-template <class Operation>
-__device__ __forceinline__ float MergeWarp(float2 value) {
-  const bool upper = (threadIdx.x & 16) != 0;
-  const float given = __shfl_xor_sync(0xffffffffu, upper ? value.x : value.y, 16);
-  return MergeHalf<Operation>(Operation::Merge(upper ? value.y : value.x, given));
-}
+// kCount values (2 or 4) that a warp's lanes reduce in kMergeSteps steps, each of them a shuffle whose answer is waited for:
+// several of these go side by side (MergeTogether). Then lanes [32 / kCount * i, 32 / kCount * (i + 1)) have value i over the warp
+// in values[0], all of them the same bits, because the operations commute.
+constexpr int kMergeSteps = 5;
+template <class Operation_, int kCount>
+struct WarpMerge {
+  using Operation = Operation_;
+  float values[kCount];
 
-// One channel, at `base` in shared memory (kChannelBytes). Same members in every thread.
-template <int kUnits>
-struct Channel {
-  uint32_t base;
-  uint32_t count;  // of exchanges received
-
-  __device__ __forceinline__ uint32_t Barrier(uint32_t parity) const { return base + 8 * parity; }
-  __device__ __forceinline__ uint32_t Partial(uint32_t parity, int unit, int cta) const {
-    return base + 16 + static_cast<uint32_t>(parity * kUnits + unit) * kUnitBytes + 8 * cta;
-  }
-  __device__ __forceinline__ uint32_t WarpPartial(uint32_t parity, int unit, int warp) const {
-    return base + 16 + static_cast<uint32_t>((2 + parity) * kUnits + unit) * kUnitBytes + 8 * warp;
-  }
-  __device__ __forceinline__ void Init() const {
-    sm90::BarrierInit(Barrier(0), 1);
-    sm90::BarrierInit(Barrier(1), 1);
-  }
-
-  // By all threads. `named_barrier` is the channel's own. The last unit is reduced by LastOperation, the others by Operation.
-  template <class Operation, class LastOperation>
-  __device__ __forceinline__ void Send(float2 (&values)[kUnits], uint32_t named_barrier, int cluster, int cta_rank) const {
-    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-    const int warps = static_cast<int>(blockDim.x) / 32;
-    const uint32_t parity = count & 1;
-    const int half = lane / 16, index = lane % 16;
+  template <int kStep>
+  __device__ __forceinline__ void Step() {
+    static_assert(kCount == 2 || kCount == 4);
+    if constexpr ((kCount >> kStep) >= 2) {
+      // Half of the values for each half of the lanes.
+      constexpr int kKept = kCount >> (kStep + 1);
+      const bool upper = (Lane() & (16 >> kStep)) != 0;
 #pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) {
-      const float merged = unit == kUnits - 1 ? MergeWarp<LastOperation>(values[unit]) : MergeWarp<Operation>(values[unit]);
-      if (index == 0) StoreFloat(WarpPartial(parity, unit, warp) + 4 * half, merged);
-    }
-    __syncwarp();  // the named barrier is a whole warp's
-    // The reducing warp changes, so that none falls behind.
-    if (warp != static_cast<int>(count % warps)) {
-      sm90::NamedBarrierArrive(named_barrier, blockDim.x);
-      return;
-    }
-    sm90::NamedBarrierSync(named_barrier, blockDim.x);
-    float own[kUnits];
-#pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) {
-      own[unit] = MergePartials<Operation, LastOperation>(unit, WarpPartial(parity, unit, 0), warps);
-    }
-    if (lane == 0) sm90::BarrierArriveExpect(Barrier(parity), static_cast<uint32_t>(8 * kUnits * cluster));
-    if (index < cluster) {
-      const uint32_t barrier = sm90::ClusterAddress(Barrier(parity), index);
-#pragma unroll
-      for (int unit = 0; unit < kUnits; ++unit) {
-        StoreFloatRemote(sm90::ClusterAddress(Partial(parity, unit, cta_rank) + 4 * half, index), own[unit], barrier);
+      for (int i = 0; i < kKept; ++i) {
+        const float given = __shfl_xor_sync(0xffffffffu, upper ? values[i] : values[kKept + i], 16 >> kStep);
+        values[i] = Operation::Merge(upper ? values[kKept + i] : values[i], given);
       }
+    } else {
+      values[0] = Operation::Merge(values[0], __shfl_xor_sync(0xffffffffu, values[0], 16 >> kStep));
     }
   }
+};
+// One value of the lower half of the lanes and one of the upper.
+template <class Operation>
+struct HalfWarpMerge {
+  float value;
+  template <int kStep>
+  __device__ __forceinline__ void Step() {
+    if constexpr (kStep > 0) value = Operation::Merge(value, __shfl_xor_sync(0xffffffffu, value, 16 >> kStep));
+  }
+};
+template <class... Merges>
+__device__ __forceinline__ void MergeTogether(Merges&... merges) {
+  (merges.template Step<0>(), ...);
+  (merges.template Step<1>(), ...);
+  (merges.template Step<2>(), ...);
+  (merges.template Step<3>(), ...);
+  (merges.template Step<4>(), ...);
+}
 
-  // By all threads, after Send(): the same values in every thread of the cluster.
-  template <class Operation, class LastOperation>
-  __device__ __forceinline__ void Receive(float2 (&values)[kUnits], int cluster) {
-    const uint32_t parity = count & 1;
-    const bool upper = (threadIdx.x & 16) != 0;
-    // A wait that sees other CTAs' stores empties the L1 cache at each try: one, when it cannot fail any more.
-    sm90::BarrierWait(Barrier(parity), (count >> 1) & 1);
-    sm90::BarrierWaitCluster(Barrier(parity), (count >> 1) & 1);
-#pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) {
-      const float own = MergePartials<Operation, LastOperation>(unit, Partial(parity, unit, 0), cluster);
-      const float other = __shfl_xor_sync(0xffffffffu, own, 16);
-      values[unit] = upper ? make_float2(other, own) : make_float2(own, other);
+// One channel of kCount values (2 or 4), at `base` in shared memory (kBytes, at a multiple of 16). Same members in every thread.
+template <int kCount>
+struct Channel {
+  static constexpr int kBytes = 2 * (8 + kCount * 4 * kMaxSlices);
+
+  uint32_t base;
+  uint32_t count;  // of exchanges collected
+
+  __device__ __forceinline__ uint32_t Barrier() const { return base + 8 * (count & 1); }
+  // Of slice 0; the others follow, four bytes each.
+  __device__ __forceinline__ uint32_t Values(int value) const {
+    return base + 16 + ((count & 1) * kCount + static_cast<uint32_t>(value)) * (4 * kMaxSlices);
+  }
+  // By all threads.
+  __device__ __forceinline__ void Init() const {
+    if (threadIdx.x == 0) {
+      sm90::BarrierInit(base, 1);
+      sm90::BarrierInit(base + 8, 1);
     }
+    for (uint32_t offset = 16 + 16 * threadIdx.x; offset < kBytes; offset += 16 * blockDim.x) StoreVector(base + offset, {});
+  }
+
+  // Each of these by whole warps, all of the cluster's. `slices`: its warps; `slice`: this one's number. `merge`: after its steps.
+  template <class Operation>
+  __device__ __forceinline__ void Post(const WarpMerge<Operation, kCount>& merge, int cluster, int slices, int slice) const {
+    if (threadIdx.x == 0) sm90::BarrierArriveExpect(Barrier(), static_cast<uint32_t>(4 * kCount * slices));
+    constexpr int kLanes = 32 / kCount;
+    const int lane = Lane(), target = lane % kLanes;
+    const uint32_t own = Values(0) + static_cast<uint32_t>(lane / kLanes * (4 * kMaxSlices) + 4 * slice);
+    if (target < cluster) {
+      StoreFloatRemote(sm90::ClusterAddress(own, target), merge.values[0], sm90::ClusterAddress(Barrier(), target));
+    }
+    if (kLanes < kMaxCluster && kLanes + target < cluster) {
+      StoreFloatRemote(sm90::ClusterAddress(own, kLanes + target), merge.values[0],
+                       sm90::ClusterAddress(Barrier(), kLanes + target));
+    }
+  }
+  __device__ __forceinline__ void Wait() const {
+    // A wait that sees other CTAs' stores empties the L1 cache at each try: one, when it cannot fail any more.
+    sm90::BarrierWait(Barrier(), (count >> 1) & 1);
+    sm90::BarrierWaitCluster(Barrier(), (count >> 1) & 1);
+  }
+  // After Wait(): this lane's share of what came, still to be merged.
+  template <class Operation>
+  __device__ __forceinline__ void Load(WarpMerge<Operation, kCount>& merge, int slices) const {
+    constexpr float kNothing = Operation::kNothing;
+    const int lane = Lane();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) merge.values[i] = kNothing;
+    const auto add = [&](int first) {  // four slices a lane
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const int slice = first + 4 * lane;
+        float4 four = LoadVector(Values(i) + static_cast<uint32_t>(4 * slice));
+        // What is not there is 0 (Init), which is nothing to most.
+        if constexpr (kNothing != 0.0f) {
+          if (slice >= slices) four.x = four.y = kNothing;
+          if (slice + 2 >= slices) four.z = four.w = kNothing;  // they are even in number
+        }
+        merge.values[i] =
+            Operation::Merge(merge.values[i], Operation::Merge(Operation::Merge(four.x, four.y), Operation::Merge(four.z, four.w)));
+      }
+    };
+    if (slices > kMaxSlices / 2) add(kMaxSlices / 2);
+    add(0);
+  }
+  // After the steps: the same values in every thread of the cluster.
+  template <class Operation>
+  __device__ __forceinline__ void Collect(const WarpMerge<Operation, kCount>& merge, float (&values)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = __shfl_sync(0xffffffffu, merge.values[0], 32 / kCount * i);
     ++count;
   }
 
- private:
-  // Of the `present` pairs at `address`: x in lanes 0 to 15, y in the others.
-  template <class Operation, class LastOperation>
-  static __device__ __forceinline__ float MergePartials(int unit, uint32_t address, int present) {
-    const int lane = static_cast<int>(threadIdx.x) % 32, index = lane % 16;
-    const float nothing = unit == kUnits - 1 ? LastOperation::kNothing : Operation::kNothing;
-    const float value = index < present ? LoadFloat(address + 8 * index + 4 * (lane / 16)) : nothing;
-    return unit == kUnits - 1 ? MergeHalf<LastOperation>(value) : MergeHalf<Operation>(value);
+  template <class Operation>
+  __device__ __forceinline__ void Exchange(float (&values)[kCount], int cluster, int slices, int slice) {
+    WarpMerge<Operation, kCount> merge;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) merge.values[i] = values[i];
+    MergeTogether(merge);
+    Post(merge, cluster, slices, slice);
+    Wait();
+    Load(merge, slices);
+    MergeTogether(merge);
+    Collect(merge, values);
   }
 };
 
@@ -199,38 +231,32 @@ struct Ring {
   static __device__ __forceinline__ uint32_t Next(uint32_t slot) { return slot + 1 == kSlots ? 0 : slot + 1; }
 };
 
-// Fills a ring with the slices of a cluster's rows, part by part. All members but the sources are the same in a cluster's warps.
-struct RingFiller {
-  const float* sources[kInputs];  // the slice's next part, at multiples of 16 bytes
-  int64_t steps[kInputs];         // from a row's first part to the next row's, less `parts` parts
-  int32_t rows;                   // still to be loaded, the current one included
-  int32_t parts;                  // of a row
-  int32_t part = 0;               // next
-  uint32_t slot = 0;
+// One warp's slices of its cluster's rows, as they go through its ring. All members are the same in a warp's lanes.
+struct SliceSource {
+  const float* slices[kInputs];  // of row 0
+  int64_t strides[kInputs];
+  int32_t row_count;
+  int32_t row_step;
+  int32_t columns[kParts];  // of each part of the slice, rounded up to whole 16 bytes, which the strides have
+  int32_t parts;            // of a row, 1 to kParts
 
-  // By a whole warp. `length`: of its slice, rounded up to whole 16 bytes, which the stride has; a part beyond it is empty.
-  __device__ __forceinline__ void LoadNext(const Ring& ring, int32_t length, int32_t lane) {
-    if (rows <= 0) return;
-    if (lane == 0) {
-      const int32_t columns = min(kSlotColumns, max(0, length - part * kSlotColumns));
-      sm90::BarrierArriveExpect(ring.Full(slot), static_cast<uint32_t>(4 * kInputs * columns));
-      if (columns > 0) {
+  // By a whole warp. Loads piece `piece`, counted from the first part of `row`, into a slot; nothing, if there is no such row.
+  __device__ __forceinline__ void Load(const Ring& ring, uint32_t slot, int32_t row, int piece) const {
+    static_assert(kParts == 2);
+    const bool whole = parts == 1;
+    const int32_t first = whole ? 0 : piece % 2 * kSlotColumns;
+    row += row_step * (whole ? piece : piece / 2);
+    if (row >= row_count) return;
+    if (sm90::Elect()) {
+      const auto bytes = static_cast<uint32_t>(4 * (whole ? columns[0] : columns[piece % 2]));
+      sm90::BarrierArriveExpect(ring.Full(slot), kInputs * bytes);
+      if (bytes > 0) {
 #pragma unroll
         for (int i = 0; i < kInputs; ++i) {
-          sm90::BulkLoad(ring.Slot(slot) + i * kInputBytes, sources[i], static_cast<uint32_t>(4 * columns), ring.Full(slot),
+          sm90::BulkLoad(ring.Slot(slot) + i * kInputBytes, slices[i] + row * strides[i] + first, bytes, ring.Full(slot),
                          sm90::kEvictFirst);
         }
       }
-    }
-    __syncwarp();
-    slot = Ring::Next(slot);
-    ++part;
-    const bool row_ends = part == parts;
-#pragma unroll
-    for (int i = 0; i < kInputs; ++i) sources[i] += kSlotColumns + (row_ends ? steps[i] : 0);
-    if (row_ends) {
-      part = 0;
-      --rows;
     }
   }
 };

@@ -10,6 +10,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "kernels/cuda/device/cluster_row.cuh"
 #include "kernels/cuda/device/exact_entries.cuh"
@@ -27,6 +28,29 @@ constexpr double kLn2 = 0.693147180559945309417;
 constexpr double kLog2E = 1.44269504088896340736;
 // Stands for columns that are not there; no exponential is left of it, and differences of two of them are finite.
 constexpr float kNoColumn = 1e20f;
+
+// A row's factor in two parts: a power of two, which the hidden states are multiplied by, and the rest, which M has, so that a
+// row's share of grad_weight is rounded to 16 bits once.
+struct FactorParts {
+  float rest;
+  int32_t exponent;  // of the power of two
+};
+
+__host__ __device__ __forceinline__ FactorParts SplitFactor(double factor) {
+  constexpr int32_t kLargestExponent = 20;  // fp16's scale may be up to 2^100 in either direction
+  const auto power = [](int32_t exponent) {
+    const uint64_t bits = static_cast<uint64_t>(1023 + exponent) << 52;
+    double value;
+    memcpy(&value, &bits, sizeof(value));
+    return value;
+  };
+  uint64_t bits;
+  memcpy(&bits, &factor, sizeof(bits));
+  const int32_t exponent = static_cast<int32_t>(bits >> 52 & 0x7ff) - 1022;
+  const int32_t above = exponent < kLargestExponent ? exponent : kLargestExponent;
+  const int32_t kept = above < -kLargestExponent ? -kLargestExponent : above;
+  return {static_cast<float>(factor * power(-kept)), kept};
+}
 
 // How one side's products become logits, where that is more than a factor.
 struct SideTransform {
@@ -49,12 +73,14 @@ struct KernelParams {
   SideTransform sides[kInputs];
   double gradient_scale;  // loss_scale * logit_scale
   double soft_weight;
+  FactorParts unit_factor;     // of a token weight of 1
   double matrix_factor;        // from q (mean - L) as it is here to d(loss)/d(logit argument), token weight excepted
   float log2_scales[kInputs];  // from a value in shared memory to log2 of its exponential
   float ratio;                 // log2_scales[0] / log2_scales[1]
   float no_column[kInputs];
   // kMixture, else 0, 0, 0, 1, 1: log2(1 - beta), log2(beta), log2 of the unit, 1 / (unit (1 - beta)), 1 / unit.
   float log_rest, log_beta, log_unit;
+  float log_rest_unit, log_beta_rest;  // log_rest + log_unit, log_beta - log_rest
   float inverse_rest_unit, inverse_unit;
   float top_unit;  // kMixture: unit (1 - beta), else 1
   float beta_log_beta, rest_log_rest;
@@ -74,25 +100,8 @@ using sm90::Exp2;
 
 constexpr float kNearLimit = 0.5f;       // of |d|, for the series
 constexpr float kLargestRatio = 126.0f;  // in log2
-constexpr float kSmallRatio = 0x1p-9f;   // two terms of the series are off by 1.3e-6 of it, the logarithm by 1e-4
+constexpr float kSmallRatio = 0x1p-11f;  // the first term of the series is off by 2.4e-4 of it, the logarithm by 3.4e-4
 constexpr float kAbsent = -1e12f;        // log2 q below this: no column
-
-// 2^x by the multiply-add units, which have eight times EX2's rate, for some of a thread's columns; x is brought into [-126, 126]
-// first. x = n + f, |f| <= 1/2; the polynomial in f has the least largest relative error, 2.2e-7 with its own rounding, as EX2's
-// is. Above 1e36 if x is not a number.
-__device__ __forceinline__ float Exp2ByPolynomial(float x) {
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-kLargestRatio));
-  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(kLargestRatio));
-  constexpr float kWholeNumbers = 12582912.0f;  // 1.5 * 2^23: sums with it are whole numbers, in the low bits
-  const float shifted = x + kWholeNumbers;
-  const float f = x - (shifted - kWholeNumbers);
-  float y = fmaf(f, 0x1.5c08e6p-10f, 0x1.3d0c52p-7f);
-  y = fmaf(f, y, 0x1.c6b6e4p-5f);
-  y = fmaf(f, y, 0x1.ebf918p-3f);
-  y = fmaf(f, y, 0x1.62e428p-1f);
-  y = fmaf(f, y, 0x1.000002p+0f);
-  return __uint_as_float(__float_as_uint(y) + (__float_as_uint(shifted) << 23));
-}
 
 __device__ __forceinline__ float BiasAt(const SideTransform& side, int32_t column) {
   if (side.bias == nullptr) return 0.0f;
@@ -195,7 +204,7 @@ struct RowTerms {
       float slope;
       asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(slope) : "f"(ratio + 1.0f));
       // Where the teacher has next to nothing, 1 + ratio and its logarithm have no digits of the ratio left.
-      if (ratio < kSmallRatio) slope = ratio * fmaf(ratio, static_cast<float>(-0.5 * kLog2E), static_cast<float>(kLog2E));
+      if (ratio < kSmallRatio) slope = ratio * static_cast<float>(kLog2E);
       terms.teacher = fmaf(q * ratio, log_ratio - slope, terms.teacher);
       Keep(params, q, slope, q, true, student, teacher, terms);
     } else {
@@ -250,20 +259,6 @@ struct RowTerms {
            fmaf(params.beta_log_beta, distant_p, params.rest_log_rest * distant_q);
   }
 };
-
-// A row's factor in two parts: a power of two, which the hidden states are multiplied by, and the rest, which M has, so that a
-// row's share of grad_weight is rounded to 16 bits once.
-struct FactorParts {
-  float rest;
-  int32_t exponent;  // of the power of two
-};
-
-__device__ __forceinline__ FactorParts SplitFactor(double factor) {
-  constexpr int32_t kLargestExponent = 20;  // fp16's scale may be up to 2^100 in either direction
-  const int32_t exponent = ((__double2hiint(factor) >> 20) & 0x7ff) - 1022;
-  const int32_t kept = min(kLargestExponent, max(-kLargestExponent, exponent));
-  return {static_cast<float>(factor * __hiloint2double((1023 - kept) << 20, 0)), kept};
-}
 
 __device__ __forceinline__ float PowerOfTwo(int32_t exponent) {
   return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);

@@ -79,12 +79,22 @@ __device__ __forceinline__ void BarrierWaitCluster(uint32_t barrier, uint32_t pa
       : "memory");
 }
 
-// Hardware barrier `id` (1..15) among `threads` threads of the CTA; Arrive does not wait.
+// True in one lane of a whole warp; the compiler then knows that what it issues is issued once.
+__device__ __forceinline__ bool Elect() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred one;\n"
+      "elect.sync _|one, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, one;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected != 0;
+}
+
+// Hardware barrier `id` (1..15) among `threads` threads of the CTA.
 __device__ __forceinline__ void NamedBarrierSync(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void NamedBarrierArrive(uint32_t id, uint32_t threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- Clusters ------------------------------------------------------------------------------------------------------------------
