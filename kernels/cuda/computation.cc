@@ -312,8 +312,10 @@ absl::Status Computation::RunWork(Work* work) {
   work->non_finite = host_.Take<uint8_t>(work->rows);
   HEADWATER_RETURN_IF_ERROR(UploadRows(work));
   HEADWATER_RETURN_IF_ERROR(Check(cudaMemsetAsync(own.non_finite, 0, static_cast<size_t>(work->rows), stream_), "clearing flags"));
-  HEADWATER_RETURN_IF_ERROR(Check(
-      cudaMemsetAsync(own.target_arguments, 0, static_cast<size_t>(work->rows) * sizeof(double), stream_), "clearing logits"));
+  if (term.plan->wants_cross_entropy) {
+    HEADWATER_RETURN_IF_ERROR(Check(
+        cudaMemsetAsync(own.target_arguments, 0, static_cast<size_t>(work->rows) * sizeof(double), stream_), "clearing logits"));
+  }
   if (term.FormOf(work->rows) == Form::kExponentials) {
     HEADWATER_RETURN_IF_ERROR(RunExponentials(work));
   } else {

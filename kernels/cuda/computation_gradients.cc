@@ -17,7 +17,8 @@ bool Computation::PutsOff(const Work& work) const {
 
 absl::Status Computation::MakeGroups(Work* work) {
   const TermRun& term = *work->term;
-  if (!work->backward || term.plan->grad_weight == GradWeightMode::kNone || PutsOff(*work)) return absl::OkStatus();
+  const bool adds_targets = work->backward && term.plan->grad_weight != GradWeightMode::kNone && term.plan->hard_weight > 0;
+  if (!adds_targets || PutsOff(*work)) return absl::OkStatus();
   int32_t* order = host_.Take<int32_t>(work->rows);
   int32_t* starts = host_.Take<int32_t>(work->rows + 1);
   const GroupCounts counts = GroupByTarget(work->targets, work->rows, order, starts);

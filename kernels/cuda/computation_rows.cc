@@ -185,9 +185,11 @@ absl::Status Computation::UploadRows(Work* work) {
   int32_t* output_rows = host_.Take<int32_t>(count);
   int32_t* teacher_rows = host_.Take<int32_t>(count);
   int64_t i = 0;
+  bool gathers = false;  // rows that do not follow each other
   for (const Part& part : work->parts) {
     const bool device_hidden = part.member->micro_batch->hidden.memory == MemorySpace::kDevice;
     const bool device_out = part.member->micro_batch->grad_hidden.memory == MemorySpace::kDevice;
+    gathers = gathers || !(device_hidden ? part.rows->ContiguousInBatch() : part.rows->ContiguousInChunk());
     for (const ChunkRow& row : part.rows->rows) {
       work->targets[i] = static_cast<int32_t>(row.target);
       token_weights[i] = static_cast<float>(row.token_weight);
@@ -200,10 +202,10 @@ absl::Status Computation::UploadRows(Work* work) {
   }
   HEADWATER_RETURN_IF_ERROR(Upload(work->own.targets, work->targets, count));
   HEADWATER_RETURN_IF_ERROR(Upload(work->own.token_weights, token_weights, count));
-  HEADWATER_RETURN_IF_ERROR(Upload(work->own.source_rows, source_rows, count));
+  if (gathers) HEADWATER_RETURN_IF_ERROR(Upload(work->own.source_rows, source_rows, count));
   HEADWATER_RETURN_IF_ERROR(Upload(work->own.chunk_rows, chunk_rows, count));
   HEADWATER_RETURN_IF_ERROR(Upload(work->own.output_rows, output_rows, count));
-  if (work->term->plan->jsd == nullptr) return absl::OkStatus();
+  if (work->term->plan->jsd == nullptr || work->parts.front().rows->ContiguousInBatch()) return absl::OkStatus();
   return Upload(work->own.teacher_rows, teacher_rows, count);
 }
 
@@ -302,6 +304,7 @@ absl::Status Computation::PlaceSlice(Work* work, const Slice& slice) {
         "widening hidden states"));
   }
   const TermRun& term = *work->term;
+  if (!term.plan->wants_cross_entropy) return absl::OkStatus();
   for (int32_t rank = 0; rank < term.head->shard_count(); ++rank) {
     const ShardWeights shard = term.head->shard_weights(rank);
     if (shard.columns == 0) continue;
@@ -310,7 +313,7 @@ absl::Status Computation::PlaceSlice(Work* work, const Slice& slice) {
                                     term.finish.transform.logit_scale, own.target_arguments + slice.first, stream_),
               "the targets' logits"));
   }
-  if (group_ == nullptr || !term.plan->wants_cross_entropy) return absl::OkStatus();
+  if (group_ == nullptr) return absl::OkStatus();
   // One rank has the target, and the others 0.
   return group_->merges().AllReduceSum(own.target_arguments + slice.first, slice.count, stream_);
 }

@@ -177,10 +177,11 @@ __global__ void __launch_bounds__(cluster_row::kMaxThreads, 1) DivergenceRowsKer
     // One column for each lane, from its student's and then its teacher's first 16.
     const auto load_sample = [&](int32_t row) {
       if (row >= params.row_count) return 0.0f;
-      const int32_t of_lane = cluster_row::Lane();
+      const uint32_t of_lane = cluster_row::Lane();
       const float* const input = of_lane < 16 ? params.inputs[0] : params.inputs[1];
       const auto stride = static_cast<uint32_t>(of_lane < 16 ? params.strides[0] : params.strides[1]);
-      return input[static_cast<uint64_t>(stride) * static_cast<uint32_t>(row) + min(of_lane % 16, params.columns - 1)];
+      return input[static_cast<uint64_t>(stride) * static_cast<uint32_t>(row) +
+                   min(of_lane % 16, static_cast<uint32_t>(params.columns - 1))];
     };
 
     // Phase 0: this thread's share of the exponential sums of the row in the slots from `slot` on.
@@ -538,7 +539,8 @@ __global__ void __launch_bounds__(cluster_row::kMaxThreads, 1) DivergenceRowsKer
       }
       if (writes) {
         // The last four may have gone past the last column, where a row that is not finite has left NaN: the same thread's zeros.
-        if (params.columns % 4 != 0 && length > 0 && begin + length == params.columns && cluster_row::Lane() == length / 4 % 32) {
+        if (params.columns % 4 != 0 && length > 0 && begin + length == params.columns &&
+            static_cast<int32_t>(cluster_row::Lane()) == length / 4 % 32) {
           for (int32_t column = params.columns; column % 4 != 0; ++column) out[column] = 0;
         }
 #pragma unroll 1

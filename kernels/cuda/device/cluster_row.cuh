@@ -51,8 +51,8 @@ constexpr int kMaxSlices = kMaxWarps * kMaxCluster;
 
 // This thread's number in its warp, looked at anew each time: addresses that are made of it are not kept in registers over a loop,
 // where there are none to spare.
-__device__ __forceinline__ int32_t Lane() {
-  int32_t lane;
+__device__ __forceinline__ uint32_t Lane() {
+  uint32_t lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
 }
@@ -155,13 +155,13 @@ struct Channel {
   template <class Operation>
   __device__ __forceinline__ void Post(const WarpMerge<Operation, kCount>& merge, int cluster, int slices, int slice) const {
     if (threadIdx.x == 0) sm90::BarrierArriveExpect(Barrier(), static_cast<uint32_t>(4 * kCount * slices));
-    constexpr int kLanes = 32 / kCount;
-    const int lane = Lane(), target = lane % kLanes;
-    const uint32_t own = Values(0) + static_cast<uint32_t>(lane / kLanes * (4 * kMaxSlices) + 4 * slice);
-    if (target < cluster) {
+    constexpr uint32_t kLanes = 32 / kCount;
+    const uint32_t lane = Lane(), target = lane % kLanes, ctas = static_cast<uint32_t>(cluster);
+    const uint32_t own = Values(0) + lane / kLanes * (4 * kMaxSlices) + 4 * static_cast<uint32_t>(slice);
+    if (target < ctas) {
       StoreFloatRemote(sm90::ClusterAddress(own, target), merge.values[0], sm90::ClusterAddress(Barrier(), target));
     }
-    if (kLanes < kMaxCluster && kLanes + target < cluster) {
+    if (kLanes < kMaxCluster && kLanes + target < ctas) {
       StoreFloatRemote(sm90::ClusterAddress(own, kLanes + target), merge.values[0],
                        sm90::ClusterAddress(Barrier(), kLanes + target));
     }
@@ -175,7 +175,7 @@ struct Channel {
   template <class Operation>
   __device__ __forceinline__ void Load(WarpMerge<Operation, kCount>& merge, int slices) const {
     constexpr float kNothing = Operation::kNothing;
-    const int lane = Lane();
+    const auto lane = static_cast<int>(Lane());
 #pragma unroll
     for (int i = 0; i < kCount; ++i) merge.values[i] = kNothing;
     const auto add = [&](int first) {  // four slices a lane
