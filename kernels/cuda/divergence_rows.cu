@@ -40,7 +40,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
-#include <type_traits>
 
 #include "kernels/cuda/device/cluster_row.cuh"
 #include "kernels/cuda/device/divergence_terms.cuh"

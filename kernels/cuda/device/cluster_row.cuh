@@ -85,13 +85,11 @@ struct Maximum {
   static __device__ __forceinline__ float Merge(float a, float b) { return fmaxf(a, b); }
 };
 
-// kCount values (2 or 4) that a warp's lanes reduce in kMergeSteps steps, each of them a shuffle whose answer is waited for:
-// several of these go side by side (MergeTogether). Then lanes [32 / kCount * i, 32 / kCount * (i + 1)) have value i over the warp
+// kCount values (2 or 4) that a warp's lanes reduce in five steps, each of them a shuffle whose answer is waited for: several of
+// these go side by side (MergeTogether). Then lanes [32 / kCount * i, 32 / kCount * (i + 1)) have value i over the warp
 // in values[0], all of them the same bits, because the operations commute.
-constexpr int kMergeSteps = 5;
-template <class Operation_, int kCount>
+template <class Operation, int kCount>
 struct WarpMerge {
-  using Operation = Operation_;
   float values[kCount];
 
   template <int kStep>
