@@ -259,7 +259,9 @@ absl::Status Head::ReadWeights(HeadTensor tensor, int64_t element_start, int64_t
   {
     absl::MutexLock state_lock(&state_mutex_);
     // A head that has come back may be read at the epoch that it came back with, before anybody takes it.
-    if (absl::Status status = Check(epoch.has_value() ? &*epoch : nullptr, Need::kAnyState, false); !status.ok()) return status;
+    if (epoch.has_value()) {
+      if (absl::Status status = Check(&*epoch, Need::kAnyState, false); !status.ok()) return status;
+    }
     if (absl::Status status = Check(nullptr, Need::kReady, false); !status.ok()) return status;
     if (version.has_value() && *version != weight_version_) {
       return MakeError(ErrorReason::kWeightVersionMismatch,
