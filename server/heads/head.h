@@ -186,6 +186,12 @@ struct ShadowTensor {
   int64_t byte_count = 0;
 };
 
+struct ReplaceReply {
+  bool closed = false;    // the head has all of its new tensors, and the step is REPLACED
+  bool replayed = false;  // by an equal call before this one
+  HeadInfo head;          // as the call leaves it
+};
+
 // Arguments of ApplyOptimizerStep; compared member by member to tell a replay from a conflict.
 struct ApplyArguments {
   double learning_rate = 0;                                             // finite, >= 0
@@ -304,12 +310,12 @@ class Head : public std::enable_shared_from_this<Head> {
   // Returns {open step, replayed}.
   absl::StatusOr<std::pair<int64_t, bool>> DiscardGradient(const StepKey& key);
   // Takes one tensor of the weights that close a sealed step. When the head has all of its tensors they are swapped in whole, the
-  // step is REPLACED and step + 1 is open: true then, and for a repeat of a tensor that the last closed step was replaced with.
+  // step is REPLACED and step + 1 is open. A repeat of a tensor that the last closed step was replaced with is answered alike.
   // kStepMismatch, kStepNotSealed, kStepConflict; and what SetTensor() refuses. The epoch stays, optimizer state is kept.
-  absl::StatusOr<bool> Replace(const StepKey& key, const ShadowTensor& tensor);
+  absl::StatusOr<ReplaceReply> Replace(const StepKey& key, const ShadowTensor& tensor);
   // A new run takes over: a new epoch, an empty open step. kEpochFenced if `epoch` is given and not the head's; kHeadNotTrainable;
-  // kStepLost for a head that is LOST. This and the other calls that make an epoch return the head as they leave it: whoever takes
-  // it right afterwards has another epoch, which the former owner must not learn from its own call.
+  // kStepLost for a head that is LOST. This, Replace() and the other calls that make an epoch return the head as they leave it:
+  // whoever takes it right afterwards has another epoch, which the former owner must not learn from its own call.
   absl::StatusOr<HeadInfo> Take(const std::optional<Epoch>& epoch);
   absl::StatusOr<GradientStats> GradientNorm(const StepKey& key) const;  // without factor
   // Copies accumulator elements out as fp32; `tensor` is kGradWeight or kGradBias (kWeight and kBias mean the same). Fails with

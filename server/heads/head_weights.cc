@@ -214,7 +214,7 @@ absl::Status Head::WriteShadow() {
   return absl::OkStatus();
 }
 
-absl::StatusOr<bool> Head::Replace(const StepKey& key, const ShadowTensor& tensor) {
+absl::StatusOr<ReplaceReply> Head::Replace(const StepKey& key, const ShadowTensor& tensor) {
   if (absl::Status status = CheckUpdates({UpdateFromMemory(tensor.tensor, tensor.data_type, tensor.data.get())}); !status.ok()) {
     return status;
   }
@@ -230,7 +230,9 @@ absl::StatusOr<bool> Head::Replace(const StepKey& key, const ShadowTensor& tenso
     const std::optional<StepRecord>& last_closed = ledger_.last_closed();
     if (last_closed.has_value() && last_closed->step == key.step) {
       const auto closed_with = last_replace_.find(tensor.tensor);
-      if (closed_with != last_replace_.end() && closed_with->second == checksum) return true;
+      if (closed_with != last_replace_.end() && closed_with->second == checksum) {
+        return ReplaceReply{.closed = true, .replayed = true, .head = DescribeLocked()};
+      }
       return MakeError(ErrorReason::kStepConflict,
                        absl::StrCat("step ", key.step, " was closed by ",
                                     last_closed->state == StepState::kReplaced ? "other weights" : "another call",
@@ -239,7 +241,7 @@ absl::StatusOr<bool> Head::Replace(const StepKey& key, const ShadowTensor& tenso
     }
     if (absl::Status status = ledger_.CheckClose(key.step, StepState::kReplaced); !status.ok()) return status;
     shadow_[tensor.tensor] = {tensor, checksum};
-    if (shadow_.size() < (spec_.has_bias ? 2U : 1U)) return false;
+    if (shadow_.size() < (spec_.has_bias ? 2U : 1U)) return ReplaceReply{.head = DescribeLocked()};
   }
   if (absl::Status status = WriteShadow(); !status.ok()) return status;
   absl::MutexLock state_lock(&state_mutex_);
@@ -248,7 +250,7 @@ absl::StatusOr<bool> Head::Replace(const StepKey& key, const ShadowTensor& tenso
   if (absl::Status status = CloseStep(key.step, StepState::kReplaced); !status.ok()) return status;
   last_replace_ = std::move(checksums);
   ++weight_version_;
-  return true;
+  return ReplaceReply{.closed = true, .head = DescribeLocked()};
 }
 
 // ---- reading ---------------------------------------------------------------------------------------------------------

@@ -81,15 +81,11 @@ absl::StatusOr<heads::HeadInfo> UploadCall::UseTensor(std::shared_ptr<const uint
   if (!request_.closes_step.has_value()) {
     return head_->SetTensor(request_.epoch, request_.tensor, request_.data_type, bytes.get(), request_.total_bytes);
   }
-  const bool was_open = head_->Describe().open_step == request_.closes_step;
   const heads::ShadowTensor shadow = {request_.tensor, request_.data_type, std::move(bytes), request_.total_bytes};
   auto replaced = head_->Replace({request_.epoch, *request_.closes_step}, shadow);
   if (!replaced.ok()) return replaced.status();
-  if (*replaced && was_open) core_.metrics.CountStep(observability::StepOutcome::kReplaced);
-  heads::HeadInfo info = head_->Describe();
-  // Taken over since: the new epoch is not for this trainer.
-  if (info.epoch != request_.epoch) return head_->CheckEpoch(request_.epoch);
-  return info;
+  if (replaced->closed && !replaced->replayed) core_.metrics.CountStep(observability::StepOutcome::kReplaced);
+  return std::move(replaced->head);
 }
 
 absl::Status UploadCall::Finish(v1::UploadWeightsResponse* response) {

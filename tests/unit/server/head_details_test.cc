@@ -168,9 +168,9 @@ std::weak_ptr<const void> ReplaceWeightAlone(Head& head) {
   ShadowTensor tensor;
   tensor.data = std::shared_ptr<const void>(values, values->data());
   tensor.byte_count = 60;
-  const absl::StatusOr<bool> closed = head.Replace(KeyOf(head), tensor);
-  EXPECT_OK(closed);
-  EXPECT_FALSE(closed.ok() && *closed);
+  const absl::StatusOr<ReplaceReply> reply = head.Replace(KeyOf(head), tensor);
+  EXPECT_OK(reply);
+  EXPECT_FALSE(reply.ok() && reply->closed);
   return values;
 }
 

@@ -625,16 +625,27 @@ TEST_F(HeadTransactionsTest, TheTrainersWeightsCloseASealedStepWhole) {
   EXPECT_REASON(head_->Replace(key, new_weight), kStepNotSealed);
   ASSERT_OK(MicroBatchCall(head_, 0, 0, kRowOfToken2).Run(engine_));
   ASSERT_OK(head_->Seal(key, int64_t{1}));
-  EXPECT_FALSE(*head_->Replace(key, new_weight));
+  absl::StatusOr<ReplaceReply> reply = head_->Replace(key, new_weight);
+  ASSERT_OK(reply);
+  EXPECT_FALSE(reply->closed);
+  EXPECT_EQ(reply->head.open_step, 0);
   EXPECT_EQ(ReadWeight(*head_), before);  // until the last tensor is there
   EXPECT_EQ(KeyOf(*head_).step, 0);
-  EXPECT_TRUE(*head_->Replace(key, new_bias));
+  reply = head_->Replace(key, new_bias);
+  ASSERT_OK(reply);
+  EXPECT_TRUE(reply->closed && !reply->replayed);
+  EXPECT_EQ(reply->head.open_step, 1);
+  EXPECT_EQ(reply->head.epoch, key.epoch);
+  EXPECT_EQ(reply->head.weight_version, head_->Describe().weight_version);
   EXPECT_EQ(ReadWeight(*head_), *weight);
   EXPECT_EQ(KeyOf(*head_).step, 1);
   EXPECT_EQ(KeyOf(*head_).epoch, key.epoch);
   EXPECT_EQ(head_->GetSteps(key.epoch)->second->state, StepState::kReplaced);
   EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
-  EXPECT_TRUE(*head_->Replace(key, new_weight));  // a repeat
+  reply = head_->Replace(key, new_weight);
+  ASSERT_OK(reply);
+  EXPECT_TRUE(reply->closed && reply->replayed);
+  EXPECT_EQ(reply->head.open_step, 1);
   ShadowTensor others = new_weight;
   const std::vector<float> other_values(15, 3.0F);
   others.data = std::make_shared<std::vector<float>>(other_values);

@@ -117,7 +117,7 @@ MUTANTS = [
     (
         "swaps_half_of_the_weights_in",
         "server/heads/head_weights.cc",
-        "if (shadow_.size() < (spec_.has_bias ? 2U : 1U)) return false;",
+        "if (shadow_.size() < (spec_.has_bias ? 2U : 1U)) return ReplaceReply{.head = DescribeLocked()};",
         "",
     ),
     ("forgets_the_updates_of_a_checkpoint", "server/heads/head_weights.cc", "update_count_ = info->update_count;", ""),

@@ -602,8 +602,8 @@ Reply World::Replace(const Event& event, const HeadPointer& head) {
   tensor.tensor = event.tensors[0];
   tensor.byte_count = static_cast<int64_t>(values->size() * sizeof(float)) - (event.wrong_size ? 4 : 0);
   tensor.data = std::shared_ptr<const void>(values, values->data());
-  absl::StatusOr<bool> closed = head->Replace(KeyOf(event.targets[0]), tensor);
-  return ToReply(closed, {closed.ok() && *closed ? 1.0 : 0.0});
+  const absl::StatusOr<heads::ReplaceReply> reply = head->Replace(KeyOf(event.targets[0]), tensor);
+  return ToReply(reply, {reply.ok() && reply->closed ? 1.0 : 0.0});
 }
 
 Reply World::SetTensors(const Event& event, const HeadPointer& head) {
