@@ -31,6 +31,9 @@ RawReactor* ComputeLossStream::Start(ServerCore& core, grpc::CallbackServerConte
   return reactor;
 }
 
+ComputeLossStream::ComputeLossStream(ServerCore& core, grpc::CallbackServerContext& context)
+    : RowStream(core, context), client_gone_(MakeError(ErrorReason::kCancelled, "the client cancelled the call, or went away")) {}
+
 void ComputeLossStream::Run() {
   v1::ComputeLossResponse last;
   const grpc::Status status =
@@ -112,7 +115,7 @@ bool ComputeLossStream::OnEnded(const absl::Status& why) {
 
 void ComputeLossStream::OnStreamGone(Transfer* transfer) {
   if (transfer == nullptr) return;  // nobody waits: the read that is in progress ends by itself
-  transfer->exchange().Break(MakeError(ErrorReason::kCancelled, "the client cancelled the call, or went away"));
+  transfer->exchange().Break(client_gone_);
   Progress running = Progress::kRunning;
   if (progress_.compare_exchange_strong(running, Progress::kAbandoned)) core().abandoned_calls.fetch_add(1);
 }

@@ -93,28 +93,19 @@ void RawStream::EndWatch() {
   if (!ending_) watch_->End();
 }
 
-// gRPC forgets what a reaction throws, and the reaction with it: the call would never be done.
 void RawStream::OnReadDone(bool ok) {
   if (read_watched_) EndWatch();
-  try {
-    OnMessage(ok, &read_message_);
-  } catch (const std::exception&) {  // std::bad_alloc: one call fails, the server stays
-    Cancel();
-  }
+  React([&] { OnMessage(ok, &read_message_); });
 }
 
 void RawStream::OnWriteDone(bool ok) {
   EndWatch();
-  try {
-    OnWritten(ok);
-  } catch (const std::exception&) {
-    Cancel();
-  }
+  React([&] { OnWritten(ok); });
 }
 
 void RawStream::OnCancel() {
   gone_.store(true);
-  OnGone();
+  React([this] { OnGone(); });
 }
 
 void RawStream::OnDone() {

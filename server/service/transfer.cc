@@ -124,6 +124,7 @@ Transfer::Transfer(ServerCore& core, const Options& options, std::vector<Tensor>
     : core_(core),
       options_(options),
       tensors_(std::move(tensors)),
+      stripe_lost_(StripeLost()),
       exchange_(options.row_count, RowsOf(tensors_)),
       digests_(static_cast<size_t>(options.stripe_count) + 1),
       streams_(static_cast<size_t>(options.stripe_count)) {
@@ -228,7 +229,7 @@ void Transfer::OnStripeLost() {
     absl::MutexLock lock(&mutex_);
     if (ended_) return;
   }
-  exchange_.Break(StripeLost());
+  exchange_.Break(stripe_lost_);
 }
 
 void Transfer::End(bool succeeded) {
@@ -278,13 +279,7 @@ void Transfer::GradReady(int64_t row_end, bool here) {
     if (here) {
       stream->Pump();
     } else {
-      core_.senders.Post([stream] {
-        try {
-          stream->Pump();
-        } catch (const std::exception&) {  // std::bad_alloc: one call fails, the server stays
-          stream->Cancel();
-        }
-      });
+      core_.senders.Post([stream] { stream->React([&] { stream->Pump(); }); });
     }
   }
 }

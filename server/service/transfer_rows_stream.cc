@@ -37,8 +37,12 @@ void TransferRowsStream::End(absl::Status status) {
   if (!ended_.exchange(true)) Answer(std::move(status));
 }
 
-void TransferRowsStream::Answer(absl::Status status) {
-  const grpc::Status answer = scope_.Finish(std::move(status));
+void TransferRowsStream::Answer(std::optional<absl::Status> status) {
+  grpc::Status answer(grpc::StatusCode::CANCELLED, "");
+  try {
+    answer = scope_.Finish(status.has_value() ? *std::move(status) : scope_.CancelledError());
+  } catch (const std::exception&) {  // std::bad_alloc: it ends without a word, because nobody else will end it
+  }
   admission_.reset();
   Finish(answer);
 }
@@ -87,7 +91,7 @@ void TransferRowsStream::OnStreamGone(Transfer* transfer) {
   }
   if (id.has_value() && number != 0) core().transfers.Leave(*id, number);
   if (transfer != nullptr) transfer->OnStripeLost();
-  if (!ended_.exchange(true)) Answer(scope_.CancelledError());
+  if (!ended_.exchange(true)) Answer(std::nullopt);
 }
 
 void TransferRowsStream::OnRefused(const absl::Status& status) { End(status); }

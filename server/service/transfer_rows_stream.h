@@ -36,8 +36,8 @@ class TransferRowsStream final : public RowStream {
   void FindTransfer(const TransferId& id, int32_t index);
   // Ends the call; what comes after the first time has no effect.
   void End(absl::Status status);
-  // By whoever has set `ended_`: gRPC's context is there until then.
-  void Answer(absl::Status status);
+  // By whoever has set `ended_`: gRPC's context is there until then. Without a status the call was cancelled.
+  void Answer(std::optional<absl::Status> status);
 
   RpcScope scope_;
   std::optional<ServerCore::Admission> admission_;

@@ -18,7 +18,7 @@
 namespace headwater::service {
 namespace {
 
-enum class Reaction { kNone, kMessage, kWritten };
+enum class Reaction { kNone, kMessage, kWritten, kGone };
 
 // Sends each message back. One of its reactions finds no memory.
 class Echo : public RawStream {
@@ -35,7 +35,10 @@ class Echo : public RawStream {
     if (failing_ == Reaction::kWritten) throw std::bad_alloc();
     Read(/*watched=*/false);
   }
-  void OnGone() override { Finish(grpc::Status(grpc::StatusCode::CANCELLED, "cancelled")); }
+  void OnGone() override {
+    Finish(grpc::Status(grpc::StatusCode::CANCELLED, "cancelled"));
+    if (failing_ == Reaction::kGone) throw std::bad_alloc();
+  }
   bool OnEnded(const absl::Status&) override { return false; }
 
   const Reaction failing_;
@@ -70,8 +73,12 @@ grpc::StatusCode Call(Reaction failing) {
   context.set_deadline(std::chrono::system_clock::now() + std::chrono::minutes(1));
   const auto stream = v1::LossService::NewStub(server->InProcessChannel({}))->ComputeLoss(&context);
   stream->Write({});
-  stream->WritesDone();
   v1::ComputeLossResponse answer;
+  if (failing == Reaction::kGone) {
+    EXPECT_TRUE(stream->Read(&answer));  // the server has the call: it will see that it is cancelled
+    context.TryCancel();
+  }
+  stream->WritesDone();
   while (stream->Read(&answer)) {
   }
   const grpc::Status status = stream->Finish();
@@ -83,6 +90,7 @@ TEST(RawStream, ACallThatFindsNoMemoryIsCancelledAndOver) {
   EXPECT_EQ(Call(Reaction::kNone), grpc::StatusCode::OK);
   EXPECT_EQ(Call(Reaction::kMessage), grpc::StatusCode::CANCELLED);
   EXPECT_EQ(Call(Reaction::kWritten), grpc::StatusCode::CANCELLED);
+  EXPECT_EQ(Call(Reaction::kGone), grpc::StatusCode::CANCELLED);
 }
 
 }  // namespace
