@@ -4,6 +4,7 @@
 
 #include "client/cpp/src/convert.h"
 #include "client/cpp/src/error.h"
+#include "client/cpp/src/reaction.h"
 #include "headwater/client/error.h"
 
 namespace headwater::client::internal {
@@ -58,10 +59,10 @@ absl::StatusOr<std::string> Session::Id(const Wait& wait) {
     std::shared_ptr<Opening> opening = opening_;
     const bool mine = opening == nullptr || opening->over;
     if (mine) {
-      opening = opening_ = std::make_shared<Opening>();
       if (stub_ == nullptr) stub_ = v1::SessionService::NewStub(MakeChannel(target_, options_));
+      opening = opening_ = std::make_shared<Opening>();
       lock.unlock();  // gRPC may call back at once
-      Open(opening.get(), wait.deadline);
+      React([&] { Open(opening.get(), wait.deadline); }, [&](absl::Status shortage) { End(opening.get(), std::move(shortage)); });
       lock.lock();
     }
     if (!changed_.wait_until(lock, wait.cancel, wait.deadline, [&] { return opening->over; })) return wait.Ended();
@@ -81,15 +82,26 @@ void Session::Open(Opening* opening, Deadline deadline) {
 
 void Session::Opened(Opening* opening, const grpc::Status& answer) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!answer.ok()) {
-    opening->status = FromGrpcStatus(answer, target_);
-  } else if (opening->response.session_id().empty()) {
-    opening->status = MakeAnswerError("a session without an id");
-  } else {
-    id_ = opening->response.session_id();
-    lease_ = FromProto(opening->response.lease());
-    if (!thread_.joinable()) thread_ = std::thread([this] { KeepAlive(); });
-  }
+  // A session that is not taken ends with its lease.
+  React([&] { opening->status = TakeAnswer(*opening, answer); },
+        [&](absl::Status shortage) { opening->status = std::move(shortage); });
+  opening->over = true;
+  changed_.notify_all();
+}
+
+absl::Status Session::TakeAnswer(const Opening& opening, const grpc::Status& answer) {
+  if (!answer.ok()) return FromGrpcStatus(answer, target_);
+  if (opening.response.session_id().empty()) return MakeAnswerError("a session without an id");
+  lease_ = FromProto(opening.response.lease());
+  // Before there is an id: one that nobody keeps alive would be used until its lease ends. The thread waits for the lock.
+  if (!thread_.joinable()) thread_ = make_thread_([this] { KeepAlive(); });
+  id_ = opening.response.session_id();
+  return absl::OkStatus();
+}
+
+void Session::End(Opening* opening, absl::Status status) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  opening->status = std::move(status);
   opening->over = true;
   changed_.notify_all();
 }

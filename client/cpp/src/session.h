@@ -4,10 +4,12 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -20,7 +22,13 @@ namespace headwater::client::internal {
 // One session at a time, opened when it is first needed and kept alive by a thread, both on a channel of their own. Thread-safe.
 class Session {
  public:
-  Session(std::string target, const ClientOptions& options) : target_(std::move(target)), options_(options) {}
+  // Makes a thread that runs the loop; std::system_error if the system gives none.
+  using MakeThread = std::function<std::thread(std::function<void()> loop)>;
+
+  Session(
+      std::string target, const ClientOptions& options,
+      MakeThread make_thread = [](std::function<void()> loop) { return std::thread(std::move(loop)); })
+      : target_(std::move(target)), options_(options), make_thread_(std::move(make_thread)) {}
   // Closes the session, if the server answers within a second.
   ~Session();
   Session(const Session&) = delete;
@@ -45,10 +53,15 @@ class Session {
 
   void Open(Opening* opening, Deadline deadline);
   void Opened(Opening* opening, const grpc::Status& answer);
+  // What becomes of the session that the server has, or has not, opened. Under the lock.
+  absl::Status TakeAnswer(const Opening& opening, const grpc::Status& answer);
+  // Nothing became of it.
+  void End(Opening* opening, absl::Status status);
   void KeepAlive();
 
   const std::string target_;
   const ClientOptions options_;
+  const MakeThread make_thread_;
 
   std::mutex mutex_;
   std::condition_variable_any changed_;

@@ -4,14 +4,18 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <future>
+#include <new>
 #include <optional>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "client/cpp/src/session.h"
 #include "headwater/client/client.h"
+#include "headwater/client/error.h"
 #include "tests/e2e/cpp/scripted_server.h"
 #include "tests/e2e/cpp/test_tensors.h"
 
@@ -326,6 +330,23 @@ TEST_F(ClientRetry, WaitingForASessionHoldsUpNoOtherCallsRepetition) {
   EXPECT_FALSE(refuses);
   opens.set_value();
   Value(Submit(Options(3, CommitMode::kExplicit)).Get());
+  EXPECT_EQ(server_.CallsOf("OpenSession").size(), 2u);
+}
+
+// gRPC forgets what is thrown on its threads: who waits for the session, and the end of the connection, would wait for ever.
+TEST_F(ClientRetry, ASessionThatNoThreadKeepsAliveIsAnErrorAndOpenedAnew) {
+  bool short_of_memory = true;
+  client::internal::Session session(server_.target(), Quick(1), [&](std::function<void()> loop) {
+    if (short_of_memory) throw std::bad_alloc();
+    return std::thread(std::move(loop));
+  });
+  const auto began = steady_clock::now();
+  const absl::Status status = session.Id(std::chrono::system_clock::now() + seconds(30)).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(ErrorReason(status), "MEMORY_BUDGET_EXCEEDED");
+  EXPECT_LT(steady_clock::now() - began, kSlack);
+  short_of_memory = false;
+  EXPECT_FALSE(Value(session.Id(std::chrono::system_clock::now() + seconds(30))).empty());
   EXPECT_EQ(server_.CallsOf("OpenSession").size(), 2u);
 }
 

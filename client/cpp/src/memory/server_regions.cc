@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/src/error.h"
+#include "client/cpp/src/reaction.h"
 #include "headwater/client/error.h"
 
 namespace headwater::client::internal {
@@ -171,14 +172,17 @@ absl::StatusOr<std::string> ServerRegions::RegisterOnce(const std::string& sessi
       std::erase_if(registrations_, [](const auto& entry) { return entry.second->over; });
       registration = registrations_[key] = std::make_shared<Registration>();
       lock.unlock();
-      registration->request.set_session_id(session_id);
-      registration->request.set_size_bytes(backing.bytes());
-      if (absl::Status status = fill(&registration->request); status.ok()) {
-        Send(key, registration.get(), wait.deadline);
-      } else {
-        const bool alone = !wait.Check().ok();
-        End(registration.get(), std::move(status), alone);
-      }
+      const auto send = [&] {
+        registration->request.set_session_id(session_id);
+        registration->request.set_size_bytes(backing.bytes());
+        if (absl::Status status = fill(&registration->request); status.ok()) {
+          Send(key, registration.get(), wait.deadline);
+        } else {
+          const bool alone = !wait.Check().ok();
+          End(registration.get(), std::move(status), alone);
+        }
+      };
+      React(send, [&](absl::Status shortage) { End(registration.get(), std::move(shortage), /*alone=*/false); });
       lock.lock();
     }
     if (!changed_.wait_until(lock, wait.cancel, wait.deadline, [&] { return registration->over; })) return wait.Ended();
@@ -211,24 +215,33 @@ void ServerRegions::End(Registration* registration, absl::Status status, bool al
 }
 
 void ServerRegions::Registered(const Key& key, Registration* registration, const grpc::Status& answer) {
+  absl::Status status;
+  bool alone = false;
+  // A region that is not taken goes with its session.
+  React([&] { status = TakeAnswer(key, *registration, answer, &alone); },
+        [&](absl::Status shortage) { status = std::move(shortage); });
+  End(registration, std::move(status), alone);  // the last access to this object
+}
+
+absl::Status ServerRegions::TakeAnswer(const Key& key, const Registration& registration, const grpc::Status& answer, bool* alone) {
   std::vector<Region> unwanted;
   absl::Status status = answer.ok() ? absl::OkStatus() : FromGrpcStatus(answer, target_);
-  const bool alone = absl::IsDeadlineExceeded(status);
+  *alone = absl::IsDeadlineExceeded(status);
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (answer.ok() && registration->unwanted) {
-      unwanted.emplace_back(key.first, registration->response.region_id());
+    if (answer.ok() && registration.unwanted) {
+      unwanted.emplace_back(key.first, registration.response.region_id());
     } else if (answer.ok()) {
       refused_.erase(key.second);
-      regions_[key] = registration->response.region_id();
+      regions_.insert_or_assign(key, registration.response.region_id());
     } else if (!IsOfTheCall(status)) {
       const Finding finding = Unusable(absl::StrCat("the server cannot use the memory: ", Sentence(status)));
       status = finding.status;
-      if (!registration->unwanted) refused_[key.second] = finding;
+      if (!registration.unwanted) refused_[key.second] = finding;
     }
   }
   GiveBack(unwanted);
-  End(registration, std::move(status), alone);  // the last access to this object
+  return status;
 }
 
 absl::StatusOr<std::string> ServerRegions::Register(const std::string& session_id, const SharedRegion& region, const Wait& wait) {
@@ -295,27 +308,33 @@ bool ServerRegions::Drop(const Backing& backing, std::optional<Deadline> until) 
   return changed_.wait_until(lock, *until, [&] { return dropping_.count(backing.key()) == 0; }) && unused;
 }
 
-// The answers change nothing: a region that could not be given back goes with its session.
-void ServerRegions::GiveBack(const std::vector<Region>& regions) {
-  std::vector<Farewell*> begun;
-  {
-    std::lock_guard<std::mutex> lock(farewells_mutex_);
-    farewells_.remove_if([](const Farewell& farewell) { return farewell.over; });
-    for (size_t i = 0; i < regions.size(); ++i) begun.push_back(&farewells_.emplace_back());
+// The answers change nothing: a region that could not be given back, for want of memory, say, goes with its session.
+void ServerRegions::GiveBack(const std::vector<Region>& regions) noexcept {
+  for (const auto& [session_id, region_id] : regions) {
+    Farewell* farewell = nullptr;
+    const auto part = [&] {
+      {
+        std::lock_guard<std::mutex> lock(farewells_mutex_);
+        farewells_.remove_if([](const Farewell& other) { return other.over; });
+        farewell = &farewells_.emplace_back();
+      }
+      // Without the lock: gRPC may call back at once.
+      farewell->context.set_deadline(std::chrono::system_clock::now() + kDropTimeout);
+      farewell->request.set_session_id(session_id);
+      farewell->request.set_region_id(region_id);
+      stub_->async()->UnregisterSharedMemory(&farewell->context, &farewell->request, &farewell->response,
+                                             [this, farewell](const grpc::Status&) { Over(farewell); });
+    };
+    React(part, [&](const absl::Status&) {
+      if (farewell != nullptr) Over(farewell);  // it has not begun, and the destructor would wait for its end
+    });
   }
-  // Without the lock: gRPC may call back at once.
-  for (size_t i = 0; i < regions.size(); ++i) {
-    Farewell* const farewell = begun[i];
-    farewell->context.set_deadline(std::chrono::system_clock::now() + kDropTimeout);
-    farewell->request.set_session_id(regions[i].first);
-    farewell->request.set_region_id(regions[i].second);
-    stub_->async()->UnregisterSharedMemory(&farewell->context, &farewell->request, &farewell->response,
-                                           [this, farewell](const grpc::Status&) {
-                                             std::lock_guard<std::mutex> lock(farewells_mutex_);
-                                             farewell->over = true;
-                                             farewell_over_.notify_all();
-                                           });
-  }
+}
+
+void ServerRegions::Over(Farewell* farewell) {
+  std::lock_guard<std::mutex> lock(farewells_mutex_);
+  farewell->over = true;
+  farewell_over_.notify_all();
 }
 
 void ServerRegions::Lost(const std::string& session_id, const Backing& backing, const std::string& region_id) {

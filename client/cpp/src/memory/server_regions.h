@@ -101,7 +101,8 @@ class ServerRegions {
   };
 
   using Region = std::pair<std::string, std::string>;  // session, id
-  void GiveBack(const std::vector<Region>& regions);
+  void GiveBack(const std::vector<Region>& regions) noexcept;
+  void Over(Farewell* farewell);
 
   absl::StatusOr<v1::ServerInfo> Info(const Wait& wait, bool again);
   absl::StatusOr<std::string> Token(const SharedRegion& region, const Wait& wait);
@@ -109,6 +110,8 @@ class ServerRegions {
   absl::StatusOr<std::string> RegisterOnce(const std::string& session_id, const Backing& backing, const Wait& wait, Fill&& fill);
   void Send(const Key& key, Registration* registration, Deadline deadline);
   void Registered(const Key& key, Registration* registration, const grpc::Status& answer);
+  // What the answer comes to; `alone` is the registration's.
+  absl::Status TakeAnswer(const Key& key, const Registration& registration, const grpc::Status& answer, bool* alone);
   // Nothing became of it.
   void End(Registration* registration, absl::Status status, bool alone);
   static Finding Unusable(const std::string& why);

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/src/error.h"
+#include "client/cpp/src/reaction.h"
 #include "headwater/v1/loss_service.pb.h"
 
 namespace headwater::client::internal {
@@ -54,19 +55,11 @@ class TransferCall::Stream : public grpc::ClientBidiReactor<grpc::ByteBuffer, gr
   void RetireConnection() { connection_->Retire(); }
 
   void OnWriteDone(bool ok) override {
-    try {
-      Written(ok);
-    } catch (const std::exception&) {
-      EndWithoutMemory();
-    }
+    React([&] { Written(ok); }, [&](absl::Status shortage) { Break(std::move(shortage)); });
   }
 
   void OnReadDone(bool ok) override {
-    try {
-      TakeMessage(ok);
-    } catch (const std::exception&) {
-      EndWithoutMemory();
-    }
+    React([&] { TakeMessage(ok); }, [&](absl::Status shortage) { Break(std::move(shortage)); });
   }
 
   void OnDone(const grpc::Status& status) override {
@@ -118,13 +111,12 @@ class TransferCall::Stream : public grpc::ClientBidiReactor<grpc::ByteBuffer, gr
     StartRead(&response_);
   }
 
-  // gRPC forgets what a reaction throws, which is std::bad_alloc, and the reaction with it: the stream would never end.
-  void EndWithoutMemory() noexcept {
+  // Needs no memory itself: without any, the other streams end when the server, or the deadline, ends them.
+  void Break(absl::Status shortage) noexcept {
     context_->TryCancel();
     try {
-      call_.Fail(
-          MakeLocalError(v1::ERROR_REASON_MEMORY_BUDGET_EXCEEDED, absl::StatusCode::kResourceExhausted, "no memory on this side"));
-    } catch (const std::exception&) {  // then the call ends as one that was cut off
+      call_.Fail(std::move(shortage));
+    } catch (const std::exception&) {
     }
   }
 
