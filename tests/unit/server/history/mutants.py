@@ -14,8 +14,9 @@ import shlex
 import subprocess
 import sys
 
-HISTORIES = 3000
-TIMEOUT_SECONDS = 240
+# A bug that needs a head to be deleted, made again, and lost before its first save shows first in the 4382nd.
+HISTORIES = 12000
+TIMEOUT_SECONDS = 600
 
 # name: what a server with this bug would do; file; text that occurs once; what it becomes.
 MUTANTS = [
