@@ -310,7 +310,7 @@ bool ServerRegions::Drop(const Backing& backing, std::optional<Deadline> until) 
 
 // The answers change nothing: a region that could not be given back, for want of memory, say, goes with its session.
 void ServerRegions::GiveBack(const std::vector<Region>& regions) noexcept {
-  for (const auto& [session_id, region_id] : regions) {
+  for (const Region& region : regions) {
     Farewell* farewell = nullptr;
     const auto part = [&] {
       {
@@ -320,8 +320,8 @@ void ServerRegions::GiveBack(const std::vector<Region>& regions) noexcept {
       }
       // Without the lock: gRPC may call back at once.
       farewell->context.set_deadline(std::chrono::system_clock::now() + kDropTimeout);
-      farewell->request.set_session_id(session_id);
-      farewell->request.set_region_id(region_id);
+      farewell->request.set_session_id(region.first);
+      farewell->request.set_region_id(region.second);
       stub_->async()->UnregisterSharedMemory(&farewell->context, &farewell->request, &farewell->response,
                                              [this, farewell](const grpc::Status&) { Over(farewell); });
     };
