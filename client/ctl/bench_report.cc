@@ -23,7 +23,7 @@ namespace {
 
 using Align = Table::Align;
 
-std::string Milliseconds(double value) { return absl::StrFormat(value < 10 ? "%.3f" : "%.2f", value); }
+std::string Milliseconds(double value) { return absl::StrFormat("%.*f", value < 10 ? 3 : 2, value); }
 
 // Runs `python3 -c SCRIPT ARGUMENTS...` with `input`; 127 if there is no python3. Errors of the script go to /dev/null if `quiet`.
 absl::StatusOr<int> RunPython(const std::string& script, std::vector<std::string> arguments, const std::string& input, bool quiet) {

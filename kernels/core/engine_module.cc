@@ -124,7 +124,8 @@ absl::StatusOr<std::string> MakeCudaGroupId() {
   const absl::StatusOr<Module> module = FindAndLoad();
   if (!module.ok()) return module.status();
   std::string id;
-  absl::Status status = module->make_group_id(&id);
+  absl::Status status;
+  module->make_group_id(&id, &status);
   if (!status.ok()) return status;
   return id;
 }

@@ -12,8 +12,8 @@
 
 namespace headwater {
 
-// Rises when engine.h or types.h change in a way that code compiled against the former text would misread.
-inline constexpr int kEngineInterfaceNumber = 4;
+// Rises when engine.h, types.h or a symbol below changes in a way that code compiled against the former text would misread.
+inline constexpr int kEngineInterfaceNumber = 5;
 
 // What both sides must have been compiled with: version, interface number, sizes of what crosses the boundary, and the ABIs of
 // compiler, standard library and Abseil.
@@ -29,9 +29,9 @@ using EngineModuleVersionFunction = const char*();
 // A new engine, or null with the reason in `*status`. Throws nothing.
 inline constexpr char kCudaCreateEngineSymbol[] = "headwater_cuda_create_engine";
 using EngineModuleCreateFunction = LossEngine*(const EngineOptions* options, absl::Status* status);
-// Sets `*id` to a new EngineGroup::device_group_id. Throws nothing.
+// Sets `*id` to a new EngineGroup::device_group_id, or `*status`, which was OK, to why there is none. Throws nothing.
 inline constexpr char kCudaMakeGroupIdSymbol[] = "headwater_cuda_make_group_id";
-using EngineModuleMakeGroupIdFunction = absl::Status(std::string* id);
+using EngineModuleMakeGroupIdFunction = void(std::string* id, absl::Status* status);
 
 }  // namespace headwater
 

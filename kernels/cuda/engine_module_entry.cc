@@ -28,14 +28,13 @@ HEADWATER_MODULE_EXPORT headwater::LossEngine* headwater_cuda_create_engine(cons
   return nullptr;
 }
 
-HEADWATER_MODULE_EXPORT absl::Status headwater_cuda_make_group_id(std::string* id) {
+HEADWATER_MODULE_EXPORT void headwater_cuda_make_group_id(std::string* id, absl::Status* status) {
   try {
     absl::StatusOr<std::string> made = headwater::MakeDeviceGroupId();
-    if (!made.ok()) return made.status();
-    *id = *std::move(made);
-    return absl::OkStatus();
+    *status = made.status();
+    if (made.ok()) *id = *std::move(made);
   } catch (const std::exception& error) {
-    return headwater::MakeError(headwater::ErrorReason::kInternal, std::string("no id for a group: ") + error.what());
+    *status = headwater::MakeError(headwater::ErrorReason::kInternal, std::string("no id for a group: ") + error.what());
   }
 }
 

@@ -121,9 +121,6 @@ HEADWATER_FAKE_EXPORT headwater::LossEngine* headwater_cuda_create_engine(const 
   return nullptr;
 }
 
-HEADWATER_FAKE_EXPORT absl::Status headwater_cuda_make_group_id(std::string* id) {
-  *id = "fake group";
-  return absl::OkStatus();
-}
+HEADWATER_FAKE_EXPORT void headwater_cuda_make_group_id(std::string* id, absl::Status*) { *id = "fake group"; }
 
 }  // extern "C"

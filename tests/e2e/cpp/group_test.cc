@@ -143,8 +143,7 @@ double SecondsSince(Clock::time_point start) { return std::chrono::duration<doub
 // Something happens to a worker in the middle of a micro-batch; and then it is there again.
 class Group : public ::testing::Test {
  protected:
-  Group() : Group({}) {}
-  explicit Group(const std::vector<std::string>& more_flags, Parallelism parallelism = Parallelism::kVocabulary,
+  explicit Group(const std::vector<std::string>& more_flags = {}, Parallelism parallelism = Parallelism::kVocabulary,
                  int64_t callers = 1)
       : server_(Flags(more_flags)),
         client_(server_.Connect(Impatient())),
