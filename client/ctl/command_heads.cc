@@ -6,10 +6,11 @@
 namespace headwater::ctl {
 namespace {
 
+using Align = Table::Align;
+
 absl::StatusOr<ExitCode> RunHeads(client::Client& client, const std::vector<std::string>&, Output& output) {
   absl::StatusOr<std::vector<client::HeadInfo>> heads = client.ListHeads();
   if (!heads.ok()) return heads.status();
-  using Align = Table::Align;
   Table table(
       {"NAME", "STATE", "CHECKPOINT", "VOCAB", "HIDDEN", "TYPE", "KIND", "OPTIMIZER", "STEP", "VERSION", "MEMORY", "SHARDS"},
       {Align::kLeft, Align::kLeft, Align::kLeft, Align::kRight, Align::kRight, Align::kLeft, Align::kLeft, Align::kLeft,

@@ -9,6 +9,8 @@
 namespace headwater::ctl {
 namespace {
 
+using Align = Table::Align;
+
 using client::HealthStatus;
 
 const char* HealthName(HealthStatus status) {
@@ -72,7 +74,6 @@ std::vector<std::pair<const char*, int64_t>> ListLimits(const client::ServerLimi
 }
 
 std::string InfoText(const client::ServerInfo& info, const std::string& start_time) {
-  using Align = Table::Align;
   Table server({"", ""}, {Align::kLeft, Align::kLeft});
   server.AddRow({"version", info.version});
   server.AddRow({"engine", info.engine_note.empty() ? info.engine : absl::StrCat(info.engine, " (", info.engine_note, ")")});

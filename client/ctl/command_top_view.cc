@@ -14,6 +14,8 @@
 namespace headwater::ctl {
 namespace {
 
+using Align = Table::Align;
+
 constexpr const char* kPhases[] = {"upload", "queue", "compute", "download", "commit"};
 
 // "1.23k", "45.6", "0".
@@ -123,7 +125,6 @@ TopFigures FiguresOf(const MetricsPage& before, const MetricsPage& after, double
 
 std::string TopText(const std::string& server, const TopFigures& figures, const std::vector<client::HeadInfo>& heads,
                     const std::string& heads_note) {
-  using Align = Table::Align;
   const auto bytes = [](double value) { return FormatBytes(static_cast<int64_t>(value)); };
   const auto count = [](double value) { return FormatCount(static_cast<int64_t>(value)); };
 

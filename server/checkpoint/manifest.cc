@@ -16,7 +16,7 @@ using nlohmann::json;
 constexpr char kFormat[] = "headwater-checkpoint";
 constexpr int64_t kFormatVersion = 1;
 constexpr char kInitialStep[] = "initial_step";
-constexpr char kWhat[] = "the checkpoint's manifest";
+constexpr char kManifestTitle[] = "the checkpoint's manifest";
 
 json OptimizerToJson(const OptimizerSpec& optimizer) {
   if (const AdamWSpec* adamw = std::get_if<AdamWSpec>(&optimizer)) {
@@ -190,15 +190,16 @@ std::string FormatManifest(const Manifest& manifest) {
 }
 
 absl::StatusOr<Manifest> ReadManifest(const ReadableFile& file) {
-  absl::StatusOr<json> document = ReadStrictJson(file, kMaxManifestBytes, kWhat);
+  absl::StatusOr<json> document = ReadStrictJson(file, kMaxManifestBytes, kManifestTitle);
   if (!document.ok()) return document.status();
   const json* checksum = FindMember(*document, "checksum", json::value_t::string);
   const json* body = FindMember(*document, "manifest", json::value_t::object);
-  if (checksum == nullptr || body == nullptr) return CorruptError(absl::StrCat(kWhat, " lacks `checksum` or `manifest`"));
+  if (checksum == nullptr || body == nullptr) return CorruptError(absl::StrCat(kManifestTitle, " lacks `checksum` or `manifest`"));
   const std::string text = body->dump(-1, ' ', false, json::error_handler_t::replace);
   Xxh3Hasher hasher;
   hasher.Update(text.data(), static_cast<int64_t>(text.size()));
-  if (checksum->get<std::string>() != hasher.HexDigest()) return CorruptError(absl::StrCat(kWhat, " does not match its checksum"));
+  if (checksum->get<std::string>() != hasher.HexDigest())
+    return CorruptError(absl::StrCat(kManifestTitle, " does not match its checksum"));
 
   Manifest manifest;
   MemberReader reader(*body);
@@ -207,7 +208,7 @@ absl::StatusOr<Manifest> ReadManifest(const ReadableFile& file) {
   reader.Read("format", &format);
   reader.Read("format_version", &version);
   if (!reader.good() || format != kFormat || version != kFormatVersion) {
-    return CorruptError(absl::StrCat(kWhat, " must be of format ", kFormat, " ", kFormatVersion));
+    return CorruptError(absl::StrCat(kManifestTitle, " must be of format ", kFormat, " ", kFormatVersion));
   }
   reader.Read("step", &manifest.info.step);
   reader.Read("update_count", &manifest.info.update_count);
@@ -224,7 +225,8 @@ absl::StatusOr<Manifest> ReadManifest(const ReadableFile& file) {
   const json* files = FindMember(*body, "files", json::value_t::array);
   if (!reader.good() || spec == nullptr || !ParseSpec(*spec, &manifest.info.spec) || files == nullptr ||
       !ParseFiles(*files, manifest.info.spec.vocab_size, &manifest.files)) {
-    return CorruptError(absl::StrCat(kWhat, " lacks a member, has one of a wrong type, or its files do not cover the vocabulary"));
+    return CorruptError(
+        absl::StrCat(kManifestTitle, " lacks a member, has one of a wrong type, or its files do not cover the vocabulary"));
   }
   manifest.info.spec.staging_slots = static_cast<int32_t>(staging_slots);
   manifest.info.spec.parallelism = by_rows ? Parallelism::kRows : Parallelism::kVocabulary;

@@ -15,7 +15,7 @@ using nlohmann::json;
 constexpr int64_t kLengthBytes = 8;
 constexpr int64_t kAlignment = 8;
 constexpr char kMetadataKey[] = "__metadata__";
-constexpr char kWhat[] = "the safetensors header";
+constexpr char kHeaderTitle[] = "the safetensors header";
 
 // Bits of an element; 0 for a type that the format does not have.
 int64_t ElementBits(const std::string& data_type) {
@@ -88,15 +88,15 @@ absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const ReadableFile& file
   for (int64_t i = kLengthBytes; i-- > 0;) length = length << 8 | length_bytes[i];
   const int64_t limit = std::min(file.size() - kLengthBytes, kMaxSafetensorsHeaderBytes);
   if (length > static_cast<uint64_t>(limit)) {
-    return CorruptError(absl::StrCat(kWhat, " claims ", length, " bytes; the file and the limit allow ", limit));
+    return CorruptError(absl::StrCat(kHeaderTitle, " claims ", length, " bytes; the file and the limit allow ", limit));
   }
   const int64_t header_bytes = static_cast<int64_t>(length);
   std::string text(length, '\0');
   if (absl::Status status = file.ReadAt(kLengthBytes, header_bytes, text.data()); !status.ok()) return status;
-  absl::StatusOr<json> parsed = ParseStrictJson(text, kWhat);
+  absl::StatusOr<json> parsed = ParseStrictJson(text, kHeaderTitle);
   if (!parsed.ok()) return parsed.status();
   if (static_cast<int64_t>(parsed->size()) > kMaxSafetensorsTensors) {
-    return CorruptError(absl::StrCat(kWhat, " names ", parsed->size(), " tensors, the maximum is ", kMaxSafetensorsTensors));
+    return CorruptError(absl::StrCat(kHeaderTitle, " names ", parsed->size(), " tensors, the maximum is ", kMaxSafetensorsTensors));
   }
   const int64_t data_start = kLengthBytes + header_bytes;
   const int64_t data_bytes = file.size() - data_start;

@@ -14,7 +14,7 @@
 namespace headwater::group {
 namespace {
 
-constexpr absl::Duration kLook = absl::Milliseconds(50);
+constexpr absl::Duration kFailureLook = absl::Milliseconds(50);
 
 // What is known of work on several threads.
 class Progress {
@@ -36,7 +36,7 @@ class Progress {
   bool AwaitAll() {
     const auto all = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return running_ == 0; };
     absl::MutexLock lock(&mutex_);
-    return mutex_.AwaitWithTimeout(absl::Condition(&all), kLook);
+    return mutex_.AwaitWithTimeout(absl::Condition(&all), kFailureLook);
   }
   FirstFailure failure() const {
     absl::MutexLock lock(&mutex_);

@@ -27,7 +27,7 @@ using observability::LogLevel;
 
 namespace {
 
-constexpr absl::Duration kLook = absl::Milliseconds(50);
+constexpr absl::Duration kCancelLook = absl::Milliseconds(50);
 constexpr size_t kSecretBytes = 32;
 constexpr int32_t kMaxPort = 65535;
 constexpr size_t kMaxProcessBytes = 64;
@@ -178,7 +178,7 @@ absl::Status GroupAssembly::AwaitRank(JoinCall& call, const std::shared_ptr<Slot
   HEADWATER_RETURN_IF_ERROR(RoomFor(*slot));
   slots_.push_back(slot);
   LogPresence("worker_joined", *slot);
-  while (!mutex_.AwaitWithTimeout(absl::Condition(&complete_), kLook)) {
+  while (!mutex_.AwaitWithTimeout(absl::Condition(&complete_), kCancelLook)) {
     if (!call.Cancelled()) continue;
     slots_.erase(std::find(slots_.begin(), slots_.end(), slot));
     LogPresence("worker_left", *slot);
@@ -274,7 +274,7 @@ absl::Status GroupAssembly::AwaitReady(const std::vector<std::shared_ptr<Slot>>&
     while (!slot->is_ready && slot->link->status().ok()) {
       if (cancelled()) return NotAwaited();
       if (absl::Now() > deadline) return absl::OkStatus();
-      mutex_.AwaitWithTimeout(absl::Condition(&slot->is_ready), kLook);
+      mutex_.AwaitWithTimeout(absl::Condition(&slot->is_ready), kCancelLook);
     }
   }
   return absl::OkStatus();
@@ -294,7 +294,7 @@ absl::Status GroupAssembly::Form(const std::function<bool()>& cancelled) {
     const auto all_here = [this]()
                               ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return slots_.size() == static_cast<size_t>(options_.workers); };
     absl::MutexLock lock(&mutex_);
-    while (!mutex_.AwaitWithTimeout(absl::Condition(&all_here), kLook)) {
+    while (!mutex_.AwaitWithTimeout(absl::Condition(&all_here), kCancelLook)) {
       if (cancelled()) return NotAwaited();
     }
     slots = Numbered();

@@ -14,10 +14,6 @@ namespace {
 // Bits of RankCompute.Term.outputs.
 enum WantedOutput : int32_t { kTokenLoss = 1, kLse = 2, kTargetLogProbability = 4, kEntropy = 8, kArgmax = 16 };
 
-absl::Status Malformed(const char* what) {
-  return MakeError(ErrorReason::kEngineFailed, std::string("the leader's message is malformed: ") + what);
-}
-
 template <typename T>
 void EncodeSpan(absl::Span<const T> values, std::string* out) {
   out->assign(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
@@ -47,6 +43,10 @@ CrossEntropySpec DecodeCrossEntropy(const v1::RankCompute::CrossEntropy& message
 }
 
 }  // namespace
+
+absl::Status Malformed(const char* what) {
+  return MakeError(ErrorReason::kEngineFailed, std::string("the leader's message is malformed: ") + what);
+}
 
 void EncodeStatus(const absl::Status& status, v1::RankStatus* out) {
   out->set_code(static_cast<int32_t>(status.code()));

@@ -39,6 +39,9 @@ std::vector<Output> OutputsOf(const MicroBatch& micro_batch);
 // All of a call but its rows.
 void EncodeCompute(const RankCall& call, v1::RankCompute* out);
 
+// kEngineFailed: `what` of a message is none that a leader sends.
+absl::Status Malformed(const char* what);
+
 // A call that came as messages, with memory for everything that it points to. Rows fill up as they come.
 class ReceivedCall {
  public:

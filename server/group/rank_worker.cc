@@ -27,10 +27,6 @@ namespace {
 
 absl::Status LeaderGone() { return MakeError(ErrorReason::kEngineFailed, "the leader is gone"); }
 
-absl::Status Malformed(const char* what) {
-  return MakeError(ErrorReason::kEngineFailed, absl::StrCat("the leader's message is malformed: ", what));
-}
-
 // What `work` answers, or kEngineFailed with what it throws.
 absl::Status Guarded(absl::FunctionRef<absl::Status()> work) {
   try {

@@ -23,6 +23,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "server/transport/unix_socket.h"
 
 namespace headwater::transport {
 namespace {
@@ -98,12 +99,6 @@ void CutOff(int fd) {
   shutdown(fd, SHUT_RDWR);
   while (recv(fd, nullptr, std::numeric_limits<int>::max(), MSG_TRUNC | MSG_DONTWAIT) > 0) {
   }
-}
-
-bool SomebodyListens(const sockaddr_un& address) {
-  const FileDescriptor probe(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!probe.valid()) return true;
-  return connect(probe.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0 || errno != ECONNREFUSED;
 }
 
 }  // namespace
@@ -198,7 +193,9 @@ absl::Status ConnectionGate::ListenUnix(const std::string& path, Take take) {
   std::memcpy(address.sun_path, path.data(), path.size());
   struct stat file {};
   if (lstat(path.c_str(), &file) == 0 && S_ISSOCK(file.st_mode)) {
-    if (SomebodyListens(address)) return absl::UnavailableError(absl::StrCat("unix:", path, ": another server listens there"));
+    if (SomebodyListens(address, SOCK_STREAM)) {
+      return absl::UnavailableError(absl::StrCat("unix:", path, ": another server listens there"));
+    }
     unlink(path.c_str());
   }
   FileDescriptor socket_fd = ListenOn(reinterpret_cast<const sockaddr*>(&address), sizeof(address));

@@ -23,6 +23,7 @@
 #include "absl/synchronization/mutex.h"
 #include "headwater/kernels/error.h"
 #include "server/transport/region.h"
+#include "server/transport/unix_socket.h"
 
 namespace headwater::transport {
 namespace {
@@ -32,13 +33,6 @@ using Clock = std::chrono::steady_clock;
 constexpr int kMaxDescriptors = 8;  // that are looked at; the kernel closes those beyond, and says so
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "numbers are copied as they are");
-
-// The socket of this path answers.
-bool SomebodyListens(const sockaddr_un& address) {
-  const FileDescriptor probe(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!probe.valid()) return true;
-  return connect(probe.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0 || errno != ECONNREFUSED;
-}
 
 // One packet and the descriptors that came with it.
 struct Packet {
@@ -276,7 +270,7 @@ absl::StatusOr<std::unique_ptr<DescriptorSocket>> DescriptorSocket::Listen(const
   struct stat there {};
   if (lstat(path.c_str(), &there) == 0) {
     if (!S_ISSOCK(there.st_mode)) return absl::UnavailableError(absl::StrCat("descriptor_socket: ", path, " is no socket"));
-    if (SomebodyListens(address)) {
+    if (SomebodyListens(address, SOCK_SEQPACKET)) {
       return absl::UnavailableError(absl::StrCat("descriptor_socket: ", path, ": another process listens there"));
     }
     if (unlink(path.c_str()) != 0) return cannot("cannot remove what an earlier server left");

@@ -8,16 +8,6 @@
 #include "headwater/kernels/error.h"
 
 namespace headwater::transport {
-namespace {
-
-absl::Status OutOfRange(const std::string& field, const std::string& expected, int64_t row_start, int64_t row_count) {
-  const std::string actual = absl::StrCat("row_start ", row_start, ", row_count ", row_count);
-  return MakeError(ErrorReason::kChunkOutOfRange, absl::StrCat(field, ": expected ", expected, ", got ", actual),
-                   {{"field", field}, {"expected", expected}, {"actual", actual}});
-}
-
-}  // namespace
-
 RowExchange::RowExchange(int64_t row_count, std::vector<Tensor> tensors) : row_count_(row_count), last_row_time_(absl::Now()) {
   for (Tensor& tensor : tensors) {
     Input& input = inputs_.emplace_back();
@@ -48,7 +38,7 @@ absl::StatusOr<uint8_t*> RowExchange::Claim(size_t index, int64_t row_start, int
   const Tensor& tensor = input.tensor;
   // Written so that no sum of two numbers that a client chose can wrap.
   if (row_start < 0 || row_count < 1 || row_start > tensor.row_count || row_count > tensor.row_count - row_start) {
-    return OutOfRange(field, absl::StrCat("at least one row within [0, ", tensor.row_count, ")"), row_start, row_count);
+    return RowsOutOfRange(field, absl::StrCat("at least one row within [0, ", tensor.row_count, ")"), row_start, row_count);
   }
   const int64_t expected_bytes = row_count * tensor.row_bytes;
   if (data_bytes != expected_bytes) {
@@ -59,7 +49,7 @@ absl::StatusOr<uint8_t*> RowExchange::Claim(size_t index, int64_t row_start, int
         {{"field", field + ".data"}, {"expected", absl::StrCat(expected_bytes)}, {"actual", absl::StrCat(data_bytes)}});
   }
   if (input.claimed.Overlaps(row_start, row_count)) {
-    return OutOfRange(field, "rows that no earlier chunk covered", row_start, row_count);
+    return RowsOutOfRange(field, "rows that no earlier chunk covered", row_start, row_count);
   }
   input.claimed.Add(row_start, row_count);
   return tensor.data + row_start * tensor.row_bytes;

@@ -2,6 +2,9 @@
 
 #include <iterator>
 
+#include "absl/strings/str_cat.h"
+#include "headwater/kernels/error.h"
+
 namespace headwater::transport {
 
 bool RowRanges::Overlaps(int64_t start, int64_t count) const {
@@ -26,5 +29,11 @@ void RowRanges::Add(int64_t start, int64_t count) {
 }
 
 int64_t RowRanges::prefix() const { return !ends_.empty() && ends_.begin()->first == 0 ? ends_.begin()->second : 0; }
+
+absl::Status RowsOutOfRange(const std::string& field, const std::string& expected, int64_t row_start, int64_t row_count) {
+  const std::string actual = absl::StrCat("row_start ", row_start, ", row_count ", row_count);
+  return MakeError(ErrorReason::kChunkOutOfRange, absl::StrCat(field, ": expected ", expected, ", got ", actual),
+                   {{"field", field}, {"expected", expected}, {"actual", actual}});
+}
 
 }  // namespace headwater::transport

@@ -1,9 +1,12 @@
-// RowRanges: which rows have come, or are gone, as few ranges.
+// RowRanges: which rows have come, or are gone, as few ranges; and the refusal of a chunk whose rows are none that are wanted.
 #ifndef HEADWATER_SERVER_TRANSPORT_ROW_RANGES_H_
 #define HEADWATER_SERVER_TRANSPORT_ROW_RANGES_H_
 
 #include <cstdint>
 #include <map>
+#include <string>
+
+#include "absl/status/status.h"
 
 namespace headwater::transport {
 
@@ -22,6 +25,9 @@ class RowRanges {
   std::map<int64_t, int64_t> ends_;  // by first row
   int64_t row_count_ = 0;
 };
+
+// CHUNK_OUT_OF_RANGE for the chunk at `field`, which has rows [row_start, row_start + row_count) instead of `expected`.
+absl::Status RowsOutOfRange(const std::string& field, const std::string& expected, int64_t row_start, int64_t row_count);
 
 }  // namespace headwater::transport
 

@@ -139,12 +139,6 @@ absl::Status CheckDeclared(const JoinedSet& there, const JoinedSet& wanted) {
   return absl::OkStatus();
 }
 
-absl::Status OutOfRange(const std::string& field, const std::string& expected, int64_t row_start, int64_t row_count) {
-  const std::string actual = absl::StrCat("rows [", row_start, ", ", row_start, " + ", row_count, ")");
-  return MakeError(ErrorReason::kChunkOutOfRange, absl::StrCat(field, " must be ", expected, ", it is ", actual),
-                   {{"field", field}, {"expected", expected}, {"actual", actual}});
-}
-
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<TeacherJoin::State::Set>> TeacherJoin::State::Declare(const JoinedSet& wanted) {
@@ -295,7 +289,7 @@ class TeacherJoin::State::Stream : public TeacherStream {
 
   absl::Status Add(int64_t row_start, int64_t count, const void* data, int64_t data_bytes, const std::string& field) override {
     if (row_start < 0 || count < 1 || count > row_count_ || row_start > row_count_ - count) {
-      return OutOfRange(field, absl::StrCat("at least one of the stream's ", row_count_, " rows"), row_start, count);
+      return RowsOutOfRange(field, absl::StrCat("at least one of the stream's ", row_count_, " rows"), row_start, count);
     }
     if (data_bytes != count * row_bytes_) {
       const std::string expected = absl::StrCat(count * row_bytes_), actual = absl::StrCat(data_bytes);
@@ -305,8 +299,8 @@ class TeacherJoin::State::Stream : public TeacherStream {
     }
     const auto first = arrived_.begin() + row_start;
     if (const auto twice = std::find(first, first + count, true); twice != first + count) {
-      return OutOfRange(field, absl::StrCat("rows that have not come yet, row ", twice - arrived_.begin(), " has"), row_start,
-                        count);
+      return RowsOutOfRange(field, absl::StrCat("rows of which none has come yet (row ", twice - arrived_.begin(), " has)"),
+                            row_start, count);
     }
     if (!Copy(row_start, count, static_cast<const uint8_t*>(data))) {
       return MakeError(ErrorReason::kInFlightBytesExceeded, "there is no memory for the rows",

@@ -28,7 +28,8 @@ set(parser_sources
   ${product}/server/service/token_file.cc
   ${product}/server/transport/descriptor_socket.cc
   ${product}/server/transport/region.cc
-  ${product}/server/transport/region_registry.cc)
+  ${product}/server/transport/region_registry.cc
+  ${product}/server/transport/unix_socket.cc)
 
 headwater_fuzz_protobuf(headwater_fuzz_proto
   headwater/v1/tensor.proto headwater/v1/error.proto headwater/v1/loss.proto headwater/v1/loss_service.proto

@@ -423,7 +423,7 @@ TEST(StreamLimits, OfHealthWatches) {
   const grpc::Status refused = third.End();
   EXPECT_EQ(refused.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
   EXPECT_THAT(refused.error_message(), HasSubstr("max_health_watches"));
-  EXPECT_EQ(Health(channel, ""), 1);  // a question is no watch
+  EXPECT_EQ(headwater::testing::Health(channel, ""), 1);  // a question is no watch
   first.End();
   EXPECT_TRUE(Await([&] {
     Watch again(channel);
@@ -447,7 +447,7 @@ TEST(Overload, HealthIsAnsweredWhenNoThreadIsFree) {
   EXPECT_EQ(error.reason, "QUEUE_FULL");
   EXPECT_EQ(error.at("limit"), "max_threads");
   EXPECT_TRUE(error.retry_ms.has_value());
-  EXPECT_EQ(Health(server.NewChannel(), ""), 1);
+  EXPECT_EQ(headwater::testing::Health(server.NewChannel(), ""), 1);
   for (OpenStream& stream : held) {
     stream.context.TryCancel();
     stream.End();

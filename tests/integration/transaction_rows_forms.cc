@@ -54,7 +54,7 @@ void CancelWhileComputing(Trial& t, const Batch& batch) {
   EXPECT_EQ(t.MicroBatches(), std::vector<std::string>());
 }
 
-void StageAndCommitFirst(Trial& t) {
+void StageAndCommitHalf(Trial& t) {
   EXPECT_EQ(t.Submit({.id = 0, .explicit_commit = true}), "STAGED STAGED");
   EXPECT_EQ(t.Commit({.id = 0, .factor = 0.5}), "OK");
 }
@@ -216,7 +216,7 @@ std::vector<TransactionRow> StagedRows() {
                     EXPECT_EQ(t.Discard({.id = 0}), "MICRO_BATCH_CONFLICT");
                     EXPECT_EQ(t.server().Find(t.Head(), 0).factor(), 0.5);
                   },
-                  StageAndCommitFirst,
+                  StageAndCommitHalf,
                   {"0 COMMITTED STAGED"}});
   rows.push_back({"ExplicitIsDropped",
                   "EXPLICIT and discarded: the accumulator is bitwise as it was, the slot is free",
@@ -234,9 +234,9 @@ std::vector<TransactionRow> StagedRows() {
                   "EXPLICIT: cancelled before its answer, nothing of it is left",
                   [](Trial& t) {
                     CancelWhileComputing(t, {.id = 0, .explicit_commit = true});
-                    StageAndCommitFirst(t);  // in the only slot
+                    StageAndCommitHalf(t);  // in the only slot
                   },
-                  StageAndCommitFirst,
+                  StageAndCommitHalf,
                   {"0 COMMITTED STAGED"}});
   rows.push_back({"RefuseIsStaged",
                   "policy REFUSE: nothing is added before it is known to be finite",
@@ -263,7 +263,7 @@ std::vector<TransactionRow> StagedRows() {
                   },
                   [](Trial& t) {
                     EXPECT_EQ(t.Submit({.id = 2}), "COMMITTED DIRECT");
-                    StageAndCommitFirst(t);
+                    StageAndCommitHalf(t);
                   },
                   {"0 COMMITTED STAGED", "2 COMMITTED DIRECT"}});
   rows.push_back({"NoSlotIsPlanned",
@@ -301,7 +301,7 @@ std::vector<TransactionRow> HeldRows() {
                   },
                   [](Trial& t) {
                     EXPECT_EQ(t.Submit({.id = 1}), "COMMITTED DIRECT");
-                    StageAndCommitFirst(t);
+                    StageAndCommitHalf(t);
                   },
                   {"0 COMMITTED STAGED", "1 COMMITTED HELD"}});
   const std::vector<float> factors = {2.0F, -1.0F, 0.25F};
@@ -339,7 +339,7 @@ std::vector<TransactionRow> HeldRows() {
                     EXPECT_EQ(t.MicroBatch(0), "0 STAGED STAGED");
                     EXPECT_EQ(t.Commit({.id = 0, .factor = 0.5}), "OK");
                   },
-                  StageAndCommitFirst,
+                  StageAndCommitHalf,
                   {"0 COMMITTED STAGED"}});
   rows.push_back({"HeldIsDropped",
                   "HELD and discarded: the accumulator is bitwise as it was, the memory is free",

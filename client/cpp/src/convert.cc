@@ -190,7 +190,7 @@ HeadInfo FromProto(const v1::Head& head) {
   result.name = head.name();
   result.spec = FromProto(head.spec());
   result.epoch = head.epoch();
-  result.state = static_cast<HeadState>(head.state());
+  result.state = static_cast<client::HeadState>(head.state());
   result.weight_version = head.weight_version();
   if (head.has_open_step()) result.open_step = head.open_step();
   for (const v1::VocabShard& shard : head.shards()) {

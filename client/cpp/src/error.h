@@ -22,6 +22,9 @@ absl::Status MakeLocalError(v1::ErrorReason reason, absl::StatusCode code, const
 // The server's answer does not follow the protocol.
 absl::Status MakeAnswerError(const std::string& message);
 
+// The error's text, without its code.
+inline std::string Sentence(const absl::Status& status) { return std::string(status.message()); }
+
 }  // namespace headwater::client::internal
 
 #endif  // HEADWATER_CLIENT_SRC_ERROR_H_

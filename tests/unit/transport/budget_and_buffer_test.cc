@@ -11,7 +11,7 @@
 namespace headwater::transport {
 namespace {
 
-constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+constexpr int64_t kMostBytes = std::numeric_limits<int64_t>::max();
 
 TEST(GrowingBuffer, AllocatesWithTheBytesThatCome) {
   GrowingBuffer buffer(int64_t{1} << 40);
@@ -30,7 +30,7 @@ TEST(GrowingBuffer, StopsAtItsLimit) {
   EXPECT_TRUE(buffer.Append("0123456789", 10));
   EXPECT_EQ(buffer.capacity(), 10);
   EXPECT_FALSE(buffer.Append("x", 1));
-  EXPECT_FALSE(buffer.Append("x", kMost));
+  EXPECT_FALSE(buffer.Append("x", kMostBytes));
   EXPECT_TRUE(buffer.Append("", 0));
   EXPECT_EQ(buffer.size(), 10);
 }
@@ -52,7 +52,7 @@ TEST(ByteBudget, GivesBackWhatWasReserved) {
   ASSERT_TRUE(budget.TryReserve(100, &first));
   ByteBudget::Reservation second;
   EXPECT_FALSE(budget.TryReserve(1, &second));
-  EXPECT_FALSE(budget.TryReserve(kMost, &second));
+  EXPECT_FALSE(budget.TryReserve(kMostBytes, &second));
   EXPECT_TRUE(budget.TryReserve(0, &second));
   EXPECT_EQ(budget.available_bytes(), 0);
   {

@@ -18,7 +18,7 @@
 namespace headwater::transport {
 namespace {
 
-constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+constexpr int64_t kMostRows = std::numeric_limits<int64_t>::max();
 constexpr int64_t kRowBytes = 8;
 
 // A micro-batch of `row_count` rows of hidden states, and teacher rows of a term that begins at row `term_start`.
@@ -90,9 +90,25 @@ TEST(RowExchange, RefusesOverlapsAndWhatLiesOutside) {
   Bench bench(10);
   ASSERT_TRUE(bench.Put(0, 0, 2).ok());
   ASSERT_TRUE(bench.exchange.Claim(0, 5, 3, 24, "chunk").ok());  // claimed is taken, though it has not been delivered
-  const std::pair<int64_t, int64_t> wrong[] = {
-      {0, 1}, {1, 2},  {4, 2},  {5, 3},     {6, 1},     {7, 2},         {4, 5},         {10, 1}, {9, 2},         {0, 0},
-      {3, 0}, {-1, 2}, {3, -1}, {kMost, 1}, {1, kMost}, {kMost, kMost}, {2, kMost - 1}, {11, 1}, {-kMost, kMost}};
+  const std::pair<int64_t, int64_t> wrong[] = {{0, 1},
+                                               {1, 2},
+                                               {4, 2},
+                                               {5, 3},
+                                               {6, 1},
+                                               {7, 2},
+                                               {4, 5},
+                                               {10, 1},
+                                               {9, 2},
+                                               {0, 0},
+                                               {3, 0},
+                                               {-1, 2},
+                                               {3, -1},
+                                               {kMostRows, 1},
+                                               {1, kMostRows},
+                                               {kMostRows, kMostRows},
+                                               {2, kMostRows - 1},
+                                               {11, 1},
+                                               {-kMostRows, kMostRows}};
   for (const auto& [start, count] : wrong) {
     const absl::Status status = bench.exchange.Claim(0, start, count, 8, "chunk").status();
     EXPECT_TRUE(HasReason(status, ErrorReason::kChunkOutOfRange) || HasReason(status, ErrorReason::kDataLengthMismatch));
@@ -101,7 +117,7 @@ TEST(RowExchange, RefusesOverlapsAndWhatLiesOutside) {
     EXPECT_TRUE(HasReason(exact, ErrorReason::kChunkOutOfRange)) << start << " " << count << " " << exact;
     EXPECT_EQ(GetErrorMetadata(exact).at("field"), "chunk");
   }
-  for (const int64_t bytes : {int64_t{0}, int64_t{15}, int64_t{17}, kMost, int64_t{-1}}) {
+  for (const int64_t bytes : {int64_t{0}, int64_t{15}, int64_t{17}, kMostRows, int64_t{-1}}) {
     const absl::Status status = bench.exchange.Claim(0, 2, 2, bytes, "chunk").status();
     EXPECT_TRUE(HasReason(status, ErrorReason::kDataLengthMismatch)) << bytes;
     EXPECT_EQ(GetErrorMetadata(status).at("field"), "chunk.data");

@@ -19,8 +19,6 @@ constexpr int kDeviceOrdinalAttribute = 9;
 constexpr int kIsLegacyIpcCapableAttribute = 10;
 constexpr unsigned kDeviceMemoryType = 2;
 
-CuDevicePointer ToDevice(const void* address) { return reinterpret_cast<uintptr_t>(address); }
-
 }  // namespace
 
 absl::StatusOr<const CudaDriver*> CudaDriver::Get() {

@@ -16,6 +16,7 @@ namespace headwater::client::internal {
 using CuResult = int;  // 0: success
 using CuDevice = int;
 using CuDevicePointer = unsigned long long;  // NOLINT: the driver's own type
+inline CuDevicePointer ToDevice(const void* address) { return reinterpret_cast<uintptr_t>(address); }
 using CuContext = struct CuContextTag*;
 using CuStream = struct CuStreamTag*;
 using CuEvent = struct CuEventTag*;

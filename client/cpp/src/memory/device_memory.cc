@@ -16,8 +16,6 @@ constexpr unsigned kNonBlockingStream = 1;
 constexpr size_t kMaxKnown = 32;
 constexpr int64_t kFirstStagingBytes = int64_t{32} << 20;
 
-CuDevicePointer ToDevice(const void* address) { return reinterpret_cast<uintptr_t>(address); }
-
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<DeviceContext>> DeviceContext::Make(const CudaDriver& driver, CuContext context) {

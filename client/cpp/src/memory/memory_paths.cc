@@ -30,8 +30,6 @@ int CopyThreadCount(int wanted) {
   return std::clamp(static_cast<int>(std::thread::hardware_concurrency()) / 2, 1, kMostCopyThreads);
 }
 
-std::string Sentence(const absl::Status& status) { return std::string(status.message()); }
-
 // Page-locks a shared region for the copies of all devices, once; whether it is. If not, they are only slower.
 bool LockForDevice(const SharedRegion& region, const std::shared_ptr<DeviceContext>& context) {
   return region.LockOnce([&]() -> std::function<void()> {

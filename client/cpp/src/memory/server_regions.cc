@@ -32,8 +32,6 @@ bool IsOfTheCall(const absl::Status& status) {
          status.code() == absl::StatusCode::kDeadlineExceeded || ErrorReason(status) == "SESSION_NOT_FOUND";
 }
 
-std::string Sentence(const absl::Status& status) { return std::string(status.message()); }
-
 }  // namespace
 
 absl::Status TransportUnavailable(const std::string& why) {
