@@ -1,5 +1,6 @@
 #include "server/service/compute_loss_stream.h"
 
+#include <exception>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -35,19 +36,16 @@ ComputeLossStream::ComputeLossStream(ServerCore& core, grpc::CallbackServerConte
     : RowStream(core, context), client_gone_(MakeError(ErrorReason::kCancelled, "the client cancelled the call, or went away")) {}
 
 void ComputeLossStream::Run() {
-  v1::ComputeLossResponse last;
+  std::optional<grpc::ByteBuffer> last;
   const grpc::Status status =
       RunRpc(core(), context(), RpcMethod::kComputeLoss, [&](RpcScope& scope) { return Serve(scope, &last); });
   if (progress_.exchange(Progress::kEnded) == Progress::kAbandoned) core().abandoned_calls.fetch_sub(1);
-  if (status.ok()) {
-    Finish(status, EncodeMessage(last));
-  } else {
-    Finish(status);
-  }
+  if (!status.ok()) last.reset();
+  Finish(status, std::move(last));
   if (transfer_ != nullptr) transfer_->End(status.ok());
 }
 
-absl::Status ComputeLossStream::Serve(RpcScope& scope, v1::ComputeLossResponse* last) {
+absl::Status ComputeLossStream::Serve(RpcScope& scope, std::optional<grpc::ByteBuffer>* last) {
   auto header = Header();
   if (!header.ok()) return header.status();
   std::optional<SlowUploads::Place> upload;
@@ -60,7 +58,11 @@ absl::Status ComputeLossStream::Serve(RpcScope& scope, v1::ComputeLossResponse* 
     status = transfer_->Join(std::static_pointer_cast<RowStream>(shared_from_this()), 0);
     if (status.ok()) status = call.Run();
   }
-  if (status.ok()) call.FillSummary(last->mutable_summary());
+  if (status.ok()) {
+    v1::ComputeLossResponse response;
+    call.FillSummary(response.mutable_summary());
+    last->emplace(EncodeMessage(response));
+  }
   if (status.ok() || !scope.Cancelled()) return status;
   // No client brings this about; its heads may be lost, and that nothing was added would not be true.
   if (HasReason(status, ErrorReason::kEngineFailed)) return status;
@@ -96,7 +98,11 @@ void ComputeLossStream::OnFirstMessage(bool ok, grpc::ByteBuffer* message) {
   }
   first_.emplace(message);
   const auto self = std::static_pointer_cast<ComputeLossStream>(shared_from_this());
-  if (core().calls.TryRun([self] { self->Run(); })) return;
+  try {
+    if (core().calls.TryRun([self] { self->Run(); })) return;
+  } catch (const std::exception&) {  // nobody else answers a call that is taken
+    return Finish(RunRpc(core(), context(), RpcMethod::kComputeLoss, [](RpcScope&) -> absl::Status { throw; }));
+  }
   core().slow_uploads.GiveWay(absl::Now());
   const int most = core().options.max_threads;
   Finish(RunRpc(core(), context(), RpcMethod::kComputeLoss, [most](RpcScope&) {

@@ -35,7 +35,7 @@ class ComputeLossStream final : public RowStream {
 
   // The whole call, on a call thread.
   void Run();
-  absl::Status Serve(RpcScope& scope, v1::ComputeLossResponse* last);
+  absl::Status Serve(RpcScope& scope, std::optional<grpc::ByteBuffer>* last);
   absl::StatusOr<v1::MicroBatchHeader> Header();
   // The whole call, of one that has no header to begin with: on gRPC's thread.
   absl::Status EndWithoutHeader(RpcScope& scope);

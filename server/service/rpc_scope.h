@@ -102,18 +102,22 @@ class RpcScope {
 };
 
 // Runs `body(scope)`, which returns absl::Status, as the RPC `method`, if its caller may. With `always`, even while starting or
-// draining.
+// draining. Throws nothing: what `body` throws, std::bad_alloc in the first place, is one call's failure, and the server stays.
 template <typename Context, typename Body>
 grpc::Status RunRpc(const Entrance& entrance, Context& context, observability::RpcMethod method, Body&& body, bool always = false) {
-  RpcScope scope(entrance, context, method);
-  const CallLabel label(observability::RpcMethodName(method), scope.request_id());
-  if (absl::Status status = scope.Authorize(); !status.ok()) return scope.Finish(std::move(status));
-  auto admission = entrance.core.Admit();
-  if (!admission.ok() && !always) return scope.Finish(admission.status());
   try {
-    return scope.Finish(body(scope));
-  } catch (const std::exception& error) {  // std::bad_alloc, in the first place: one call fails, the server stays
-    return scope.Finish(MakeError(ErrorReason::kInternal, std::string("the call failed: ") + error.what()));
+    RpcScope scope(entrance, context, method);
+    const CallLabel label(observability::RpcMethodName(method), scope.request_id());
+    if (absl::Status status = scope.Authorize(); !status.ok()) return scope.Finish(std::move(status));
+    auto admission = entrance.core.Admit();
+    if (!admission.ok() && !always) return scope.Finish(admission.status());
+    try {
+      return scope.Finish(body(scope));
+    } catch (const std::exception& error) {
+      return scope.Finish(MakeError(ErrorReason::kInternal, std::string("the call failed: ") + error.what()));
+    }
+  } catch (const std::exception&) {  // not even the memory to say so: these words need none
+    return grpc::Status(grpc::StatusCode::INTERNAL, "out of memory");
   }
 }
 
