@@ -223,18 +223,27 @@ TEST(ConnectionLimits, CallsThatAreRefusedForWantOfAThreadDoNotWait) {
   std::vector<std::thread> waiting;
   for (int i = 0; i < setup.options.max_threads; ++i) {
     waiting.emplace_back([&] {
-      grpc::ClientContext context;
       v1::SealStepRequest request;
       *request.mutable_head() = tcp.server.At(head, 0);
       request.mutable_expected()->mutable_ids()->add_ids(0);
       request.set_wait(true);
-      v1::SealStepResponse response;
-      tcp.server.heads().SealStep(&context, request, &response);
+      // Until it waits: a question below may have the last thread just now.
+      Await([&] {
+        grpc::ClientContext context;
+        v1::SealStepResponse response;
+        return tcp.server.heads().SealStep(&context, request, &response).error_code() != grpc::StatusCode::RESOURCE_EXHAUSTED;
+      });
     });
   }
   // Calls are counted on ports, not on Unix sockets.
   const auto channel = grpc::CreateChannel("127.0.0.1:" + std::to_string(tcp.port), grpc::InsecureChannelCredentials());
-  EXPECT_TRUE(Await([&] { return Ask(channel, kLong).error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED; }));
+  const auto refuses = [&] { return Ask(channel, kLong).error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED; };
+  EXPECT_TRUE(Await([&] {
+    for (int i = 0; i < 100; ++i) {  // more than one: threads that are about to come back count, too
+      if (!refuses()) return false;
+    }
+    return true;
+  }));
   for (int i = 0; i < 3 * (16 + 1); ++i) {
     const grpc::Status refused = Ask(channel, kLong);
     EXPECT_EQ(refused.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED) << i;
