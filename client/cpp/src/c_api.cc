@@ -21,6 +21,7 @@
 #include "absl/strings/str_split.h"
 #include "client/cpp/src/c_api_options.h"
 #include "client/cpp/src/connection.h"
+#include "client/cpp/src/error.h"
 #include "client/cpp/src/row_memory.h"
 #include "client/cpp/src/tensor_stream.h"
 #include "client/cpp/src/transfer/micro_batch_transfer.h"
@@ -46,7 +47,7 @@ namespace {
 hw_client_error* MakeError(const absl::Status& status) {
   auto error = std::make_unique<hw_client_error>();
   error->code = static_cast<int32_t>(status.code());
-  error->message = std::string(status.message());
+  error->message = Sentence(status);
   v1::RpcStatus details;
   details.set_code(error->code);
   details.set_message(error->message);

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/src/connection.h"
+#include "client/cpp/src/error.h"
 #include "headwater/client/error.h"
 
 namespace headwater::client::internal {
@@ -24,7 +25,7 @@ absl::Status StillLost(const absl::Status& cause, const std::string& why) {
 
 std::string Describe(const absl::Status& status) {
   const std::string reason = ErrorReason(status);
-  return absl::StrCat(reason.empty() ? absl::StatusCodeToString(status.code()) : reason, ": ", std::string(status.message()));
+  return absl::StrCat(reason.empty() ? absl::StatusCodeToString(status.code()) : reason, ": ", Sentence(status));
 }
 
 // One recovery.

@@ -9,10 +9,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -26,6 +30,7 @@
 #include "tests/e2e/cpp/child_process.h"
 #include "tests/e2e/cpp/loss_header.h"
 #include "tests/e2e/cpp/placed_call.h"
+#include "tests/e2e/cpp/scripted_server.h"
 #include "tests/e2e/cpp/server_process.h"
 #include "tests/e2e/cpp/test_tensors.h"
 
@@ -356,6 +361,43 @@ TEST_F(MemoryPathsTest, WhatWasAbandonedIsNotUsedAgain) {
   const grpc::Status gone = sessions_->UnregisterSharedMemory(&context, request, &response);
   EXPECT_EQ(ErrorReason(client::internal::FromGrpcStatus(gone, "")), "REGION_NOT_FOUND");
   EXPECT_TRUE(Place(HostRows(rows.data(), nullptr)).ok());  // and registers it again when it is needed
+}
+
+// A server that stands still delays a call that is given up by one time-out, and not by one for each of its tensors.
+TEST_F(MemoryPathsTest, RegionsAreGivenBackAllAtOnce) {
+  ScriptedServer server;
+  server.WithState([](ScriptedServer::State& state) { state.named_regions = true; });
+  constexpr int kRegions = 3;
+  std::mutex mutex;
+  std::condition_variable begun;
+  int under_way = 0, most = 0;
+  server.unregister_memory = [&] {
+    std::unique_lock<std::mutex> lock(mutex);
+    most = std::max(most, ++under_way);
+    begun.notify_all();
+    // Short enough for all of them one after the other to be answered, if they come so.
+    begun.wait_for(lock, std::chrono::seconds(2), [&] { return most == kRegions; });
+    --under_way;
+  };
+  channel_ = MakeChannel(server.target(), {});
+  paths_ = MemoryPaths::Create(server.target(), channel_, {}, {});
+  std::vector<float> first(static_cast<size_t>(kRows * kHiddenSize));
+  EXPECT_TRUE(Place(HostRows(first.data(), nullptr)).ok());  // which tells that regions are named
+  std::vector<SharedRowsBuffer> buffers;
+  CallRows rows;
+  for (int i = 0; i < kRegions; ++i) {
+    constexpr int64_t kWholeRegion = int64_t{9} << 20;  // of the size that the next one is made in
+    buffers.push_back(Value(paths_->AllocateRows(kWholeRegion << i)));
+    rows.reads.push_back({buffers.back().data(), kBytes, false});
+  }
+  Placement placement = Value(Place(rows));
+  std::set<std::string> regions;
+  for (const auto& placed : placement.reads()) regions.insert(placed.region_id);
+  ASSERT_EQ(regions.size(), size_t{kRegions});
+  placement.Abandon();
+  EXPECT_EQ(most, kRegions);
+  EXPECT_EQ(server.CallsOf("UnregisterSharedMemory").size(), size_t{kRegions});
+  paths_.reset();  // before the server
 }
 
 TEST_F(MemoryPathsTest, SaysWhyAPathIsNotThere) {

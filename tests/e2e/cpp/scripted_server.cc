@@ -143,6 +143,7 @@ class ScriptedServer::Sessions : public v1::SessionService::Service {
       response->set_incarnation(state.incarnation);
       response->mutable_limits()->set_max_stripes(state.max_stripes);
       for (const std::string& feature : state.features) response->add_features(feature);
+      response->set_named_regions(state.named_regions);
     });
     return grpc::Status::OK;
   }
@@ -183,6 +184,7 @@ class ScriptedServer::Sessions : public v1::SessionService::Service {
   grpc::Status UnregisterSharedMemory(grpc::ServerContext* context, const v1::UnregisterSharedMemoryRequest* request,
                                       v1::UnregisterSharedMemoryResponse*) override {
     script_.Record("UnregisterSharedMemory", *context);
+    if (const auto script = script_.unregister_memory; script) script();
     script_.WithState([request](State& state) { state.device_regions.erase(request->region_id()); });
     return grpc::Status::OK;
   }

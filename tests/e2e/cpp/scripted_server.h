@@ -47,6 +47,7 @@ class ScriptedServer {
     std::vector<std::string> sessions;  // that are open
     int64_t max_stripes = 0;            // 0: a server that knows of none
     std::vector<std::string> features;
+    bool named_regions = false;
     std::map<std::string, std::string> device_regions;  // by id, the handles of those that were registered
   };
 
@@ -66,9 +67,10 @@ class ScriptedServer {
   std::function<grpc::Status(const v1::ApplyOptimizerStepRequest&)> apply;
   std::function<grpc::Status(const v1::DiscardGradientRequest&)> discard_gradient;
   std::function<grpc::Status(const v1::AddGradientHeader&, const std::string& bytes)> add_gradient;
-  std::function<void()> open_session;  // before it is opened; may be empty
-  grpc::Status unary_status;           // of everything that has no function
-  std::atomic<int> calls = 0;          // but for those of sessions, GetHead, TakeHead and GetServerInfo
+  std::function<void()> open_session;       // before it is opened; may be empty
+  std::function<void()> unregister_memory;  // before it is given back; may be empty
+  grpc::Status unary_status;                // of everything that has no function
+  std::atomic<int> calls = 0;               // but for those of sessions, GetHead, TakeHead and GetServerInfo
 
   // Reads or changes the state.
   template <typename Use>

@@ -48,7 +48,7 @@ class Arenas : public ::testing::Test {
           ++made_;
           return std::make_shared<PlainBacking>(bytes);
         },
-        [this](const Backing&) { ++dropped_; });
+        [this](Backings backings) { dropped_ += static_cast<int>(backings.size()); });
   }
   bool refuse_ = false;
   int made_ = 0;
@@ -170,7 +170,9 @@ TEST(Arena, IsThreadSafe) {
         made += bytes;
         return std::make_shared<PlainBacking>(bytes);
       },
-      [&](const Backing& backing) { made -= backing.bytes(); });
+      [&](Backings backings) {
+        for (const auto& backing : backings) made -= backing->bytes();
+      });
   std::vector<std::thread> threads;
   std::atomic<bool> torn{false};
   for (uint8_t number = 1; number <= 4; ++number) {

@@ -94,8 +94,7 @@ Arena::~Arena() {
       }
     }
   }
-  if (!drop) return;
-  for (const auto& backing : dropped) drop(*backing);
+  if (drop && !dropped.empty()) drop(dropped);
 }
 
 absl::StatusOr<std::shared_ptr<Arena::Block>> Arena::Allocate(int64_t bytes) {
@@ -131,9 +130,7 @@ absl::StatusOr<std::shared_ptr<Arena::Block>> Arena::Allocate(int64_t bytes) {
     }
     size = std::min(size, (state_->max_bytes - state_->bytes) / kAlignment * kAlignment);
   }
-  if (state_->drop) {
-    for (const auto& backing : dropped) state_->drop(*backing);
-  }
+  if (state_->drop && !dropped.empty()) state_->drop(dropped);
   dropped.clear();
   if (size < bytes) {
     return absl::ResourceExhaustedError(
@@ -176,7 +173,7 @@ void Arena::Retire(const Backing& backing) {
     dropped = state_->Remove(piece);
     drop = state_->drop;
   }
-  if (drop) drop(*dropped);
+  if (drop) drop({&dropped, 1});
 }
 
 int64_t Arena::backing_bytes() const {
@@ -199,7 +196,7 @@ Arena::Block::~Block() {
     dropped = state_->Remove(piece);
     drop = state_->drop;
   }
-  if (drop) drop(*dropped);
+  if (drop) drop({&dropped, 1});
 }
 
 }  // namespace headwater::client::internal

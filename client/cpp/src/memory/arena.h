@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 
 namespace headwater::client::internal {
 
@@ -32,13 +33,15 @@ class Backing {
   const uint64_t key_;
 };
 
+using Backings = absl::Span<const std::shared_ptr<const Backing>>;
+
 // Thread-safe. Blocks keep their arena's state, so that it may go before them.
 class Arena {
  public:
   using Make = std::function<absl::StatusOr<std::shared_ptr<const Backing>>(int64_t bytes)>;
-  using Drop = std::function<void(const Backing& backing)>;
+  using Drop = std::function<void(Backings backings)>;
 
-  // `make` makes a backing of at least so many bytes; `drop` is told of each one that goes, before it does, without a lock held.
+  // `make` makes a backing of at least so many bytes; `drop` is told of those that go, before they do, without a lock held.
   // At most `max_bytes` of backings at any time. The first has `first_bytes`, later ones as much as there is already, or what the
   // block needs.
   Arena(int64_t max_bytes, int64_t first_bytes, Make make, Drop drop);

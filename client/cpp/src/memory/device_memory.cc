@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "client/cpp/src/error.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -105,9 +107,9 @@ DeviceBacking::~DeviceBacking() {
 DeviceMemory::DeviceMemory(int64_t max_bytes, Arena::Drop drop) : max_bytes_(max_bytes), drop_(std::move(drop)) {}
 
 DeviceMemory::~DeviceMemory() {
-  for (const Known& known : known_) {
-    if (known.backing != nullptr) drop_(*known.backing);
-  }
+  std::vector<std::shared_ptr<const Backing>> dropped;
+  for (Known& known : known_) dropped.push_back(std::move(known.backing));
+  if (!dropped.empty()) drop_(dropped);
 }
 
 absl::StatusOr<std::shared_ptr<DeviceContext>> DeviceMemory::ContextFor(const CudaDriver& driver, CuContext context) {
@@ -143,7 +145,7 @@ absl::StatusOr<std::shared_ptr<const DeviceBacking>> DeviceMemory::Export(const 
   if (bytes > allocation->bytes || offset > static_cast<CuDevicePointer>(allocation->bytes - bytes)) {
     return absl::InvalidArgumentError("rows that are said to lie in device memory reach beyond their allocation");
   }
-  std::vector<std::shared_ptr<const DeviceBacking>> dropped;  // told without the lock
+  std::vector<std::shared_ptr<const Backing>> dropped;  // told without the lock
   std::shared_ptr<const DeviceBacking> found;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -160,7 +162,7 @@ absl::StatusOr<std::shared_ptr<const DeviceBacking>> DeviceMemory::Export(const 
       }
     }
   }
-  for (const auto& backing : dropped) drop_(*backing);
+  if (!dropped.empty()) drop_(dropped);
   if (found != nullptr) return found;
 
   auto context = ContextFor(**driver, allocation->context);
@@ -171,8 +173,7 @@ absl::StatusOr<std::shared_ptr<const DeviceBacking>> DeviceMemory::Export(const 
     if (!scope.status().ok()) return scope.status();
     const absl::Status status = (*driver)->Check((*driver)->IpcGetMemHandle(&handle, allocation->base), "cuIpcGetMemHandle");
     if (!status.ok()) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("the rows' device memory cannot be exported: ", std::string(status.message())));
+      return absl::FailedPreconditionError(absl::StrCat("the rows' device memory cannot be exported: ", Sentence(status)));
     }
   }
   found = std::make_shared<DeviceBacking>(*context, allocation->base, allocation->bytes, handle, /*owned=*/false);
@@ -189,7 +190,7 @@ absl::StatusOr<std::shared_ptr<const DeviceBacking>> DeviceMemory::Export(const 
       known = before;
     }
   }
-  for (const auto& backing : dropped) drop_(*backing);
+  if (!dropped.empty()) drop_(dropped);
   return found;
 }
 

@@ -81,7 +81,7 @@ class DeviceBacking final : public Backing {
 // Thread-safe.
 class DeviceMemory {
  public:
-  // `drop` is told of each backing that goes; see Arena. At most `max_bytes` (for each context) are allocated for rows that cannot
+  // `drop` is told of the backings that go; see Arena. At most `max_bytes` (for each context) are allocated for rows that cannot
   // be exported where they lie.
   DeviceMemory(int64_t max_bytes, Arena::Drop drop);
   // Drops all backings.

@@ -60,10 +60,10 @@ class MemoryPathsState {
             [this](int64_t bytes) -> absl::StatusOr<std::shared_ptr<const Backing>> {
               return SharedRegion::Make(bytes, server.PassesByName());
             },
-            [this](const Backing& backing) { server.Drop(backing, std::nullopt); }),
+            [this](Backings backings) { server.Drop(backings, std::nullopt); }),
         // Device memory must not be freed while another process has it open.
         device(options.max_device_bytes,
-               [this](const Backing& backing) { server.Drop(backing, std::chrono::system_clock::now() + kAbandonTimeout); }) {}
+               [this](Backings backings) { server.Drop(backings, std::chrono::system_clock::now() + kAbandonTimeout); }) {}
 
   ServerRegions server;  // first: the others tell it of what they drop
   CopyThreads copies;
@@ -80,8 +80,9 @@ struct PlacedTensor {
   std::shared_ptr<Arena::Block> block;     // null: in place
   PlacedRows rows;
 
-  const Backing& backing() const {
-    return region != nullptr ? static_cast<const Backing&>(*region) : static_cast<const Backing&>(*device);
+  std::shared_ptr<const Backing> backing() const {
+    if (region != nullptr) return region;
+    return device;
   }
   MemoryPath path() const { return device != nullptr ? MemoryPath::kCudaIpc : MemoryPath::kSharedMemory; }
 };
@@ -240,7 +241,7 @@ absl::Status Placement::Renew(const std::string& session_id, const Wait& wait) {
     if (!session.ok()) return session.status();
     if (*session == state_->session_id) {
       static_cast<void>(state_->ForEach([&](PlacedTensor& tensor, bool) {
-        server.Lost(state_->session_id, tensor.backing(), tensor.rows.region_id);
+        server.Lost(state_->session_id, *tensor.backing(), tensor.rows.region_id);
         return absl::OkStatus();
       }));
     } else {
@@ -260,10 +261,11 @@ absl::Status Placement::Renew(const std::string& session_id, const Wait& wait) {
 
 void Placement::Abandon() {
   const Deadline deadline = std::chrono::system_clock::now() + kAbandonTimeout;
+  std::vector<std::shared_ptr<const Backing>> callers;
   static_cast<void>(state_->ForEach([&](PlacedTensor& tensor, bool) {
     // What was copied may be written to as long as the server likes, if nobody uses it again; the caller's own memory may not.
     if (tensor.block == nullptr) {
-      state_->paths->server.Drop(tensor.backing(), deadline);
+      callers.push_back(tensor.backing());
     } else if (tensor.region != nullptr) {
       state_->paths->host.Retire(*tensor.region);
     } else {
@@ -271,6 +273,7 @@ void Placement::Abandon() {
     }
     return absl::OkStatus();
   }));
+  if (!callers.empty()) state_->paths->server.Drop(callers, deadline);
 }
 
 SharedRowsBuffer::SharedRowsBuffer(SharedRowsBuffer&& other) noexcept

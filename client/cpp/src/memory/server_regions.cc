@@ -25,6 +25,8 @@ ClientOptions WithSession(ClientOptions options) {
   return options;
 }
 
+Deadline DropDeadline() { return std::chrono::system_clock::now() + kDropTimeout; }
+
 // The answer of a server that cannot be reached, or of a session that is no more; everything else says that this memory cannot be
 // used there.
 bool IsOfTheCall(const absl::Status& status) {
@@ -238,7 +240,7 @@ absl::Status ServerRegions::TakeAnswer(const Key& key, const Registration& regis
       if (!registration.unwanted) refused_[key.second] = finding;
     }
   }
-  GiveBack(unwanted);
+  GiveBack(unwanted, DropDeadline(), nullptr);
   return status;
 }
 
@@ -264,13 +266,15 @@ absl::StatusOr<std::string> ServerRegions::Register(const std::string& session_i
   });
 }
 
-bool ServerRegions::Drop(const Backing& backing, std::optional<Deadline> until) {
+bool ServerRegions::Drop(Backings backings, std::optional<Deadline> until) {
   std::vector<Region> dropped;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    refused_.erase(backing.key());
+    const auto goes = [&](const Key& key) {
+      return std::any_of(backings.begin(), backings.end(), [&](const auto& backing) { return backing->key() == key.second; });
+    };
     for (auto entry = regions_.begin(); entry != regions_.end();) {
-      if (entry->first.second != backing.key()) {
+      if (!goes(entry->first)) {
         ++entry;
         continue;
       }
@@ -278,36 +282,38 @@ bool ServerRegions::Drop(const Backing& backing, std::optional<Deadline> until) 
       entry = regions_.erase(entry);
     }
     for (const auto& [key, registration] : registrations_) {
-      if (key.second == backing.key() && !registration->over) registration->unwanted = true;
+      if (goes(key) && !registration->over) registration->unwanted = true;
     }
-    if (until.has_value()) ++dropping_[backing.key()];
+    for (const auto& backing : backings) {
+      refused_.erase(backing->key());
+      if (until.has_value()) ++dropping_[backing->key()];
+    }
   }
   if (!until.has_value()) {
-    GiveBack(dropped);
+    GiveBack(dropped, DropDeadline(), nullptr);
     return false;
   }
-  bool unused = true;
-  for (const auto& [session, region] : dropped) {
-    grpc::ClientContext context;
-    context.set_deadline(*until);
-    v1::UnregisterSharedMemoryRequest request;
-    request.set_session_id(session);
-    request.set_region_id(region);
-    v1::UnregisterSharedMemoryResponse response;
-    const grpc::Status answer = stub_->UnregisterSharedMemory(&context, request, &response);
-    const std::string reason = answer.ok() ? "" : ErrorReason(FromGrpcStatus(answer, target_));
-    // Calls of a session that has ended may still run: only the server's word for the region counts.
-    unused = unused && (answer.ok() || reason == "REGION_NOT_FOUND");
+  Answers answers{static_cast<int>(dropped.size())};
+  GiveBack(dropped, *until, &answers);
+  {
+    std::unique_lock<std::mutex> lock(farewells_mutex_);
+    farewell_over_.wait(lock, [&] { return answers.missing == 0; });
   }
-  // A call that shares the backing may have taken the regions first: its answer is this one's too.
+  // A call that shares a backing may have taken the regions first: its answer is this one's too.
   std::unique_lock<std::mutex> lock(mutex_);
-  if (--dropping_[backing.key()] == 0) dropping_.erase(backing.key());
+  for (const auto& backing : backings) {
+    if (--dropping_[backing->key()] == 0) dropping_.erase(backing->key());
+  }
   changed_.notify_all();
-  return changed_.wait_until(lock, *until, [&] { return dropping_.count(backing.key()) == 0; }) && unused;
+  const auto nobody_drops = [&] {
+    return std::none_of(backings.begin(), backings.end(), [&](const auto& backing) { return dropping_.contains(backing->key()); });
+  };
+  return changed_.wait_until(lock, *until, nobody_drops) && answers.unused;
 }
 
-// The answers change nothing: a region that could not be given back, for want of memory, say, goes with its session.
-void ServerRegions::GiveBack(const std::vector<Region>& regions) noexcept {
+// What is answered changes nothing but `answers`: a region that could not be given back, for want of memory, say, goes with its
+// session.
+void ServerRegions::GiveBack(const std::vector<Region>& regions, Deadline deadline, Answers* answers) noexcept {
   for (const Region& region : regions) {
     Farewell* farewell = nullptr;
     const auto part = [&] {
@@ -317,21 +323,39 @@ void ServerRegions::GiveBack(const std::vector<Region>& regions) noexcept {
         farewell = &farewells_.emplace_back();
       }
       // Without the lock: gRPC may call back at once.
-      farewell->context.set_deadline(std::chrono::system_clock::now() + kDropTimeout);
+      farewell->answers = answers;
+      farewell->context.set_deadline(deadline);
       farewell->request.set_session_id(region.first);
       farewell->request.set_region_id(region.second);
       stub_->async()->UnregisterSharedMemory(&farewell->context, &farewell->request, &farewell->response,
-                                             [this, farewell](const grpc::Status&) { Over(farewell); });
+                                             [this, farewell](const grpc::Status& answer) {
+                                               bool unused = false;
+                                               React([&] { unused = IsUnused(answer); }, [](const absl::Status&) {});
+                                               Over(farewell, unused);
+                                             });
     };
     React(part, [&](const absl::Status&) {
-      if (farewell != nullptr) Over(farewell);  // it has not begun, and the destructor would wait for its end
+      if (farewell != nullptr) return Over(farewell, false);  // it has not begun, and the destructor would wait for its end
+      if (answers == nullptr) return;
+      std::lock_guard<std::mutex> lock(farewells_mutex_);
+      --answers->missing;
+      answers->unused = false;
     });
   }
 }
 
-void ServerRegions::Over(Farewell* farewell) {
+// Calls of a session that has ended may still run: only the server's word for the region counts.
+bool ServerRegions::IsUnused(const grpc::Status& answer) const {
+  return answer.ok() || ErrorReason(FromGrpcStatus(answer, target_)) == "REGION_NOT_FOUND";
+}
+
+void ServerRegions::Over(Farewell* farewell, bool unused) {
   std::lock_guard<std::mutex> lock(farewells_mutex_);
   farewell->over = true;
+  if (farewell->answers != nullptr) {
+    --farewell->answers->missing;
+    farewell->answers->unused = farewell->answers->unused && unused;
+  }
   farewell_over_.notify_all();
 }
 
@@ -342,7 +366,7 @@ void ServerRegions::Lost(const std::string& session_id, const Backing& backing, 
     if (known == regions_.end() || known->second != region_id) return;
     regions_.erase(known);
   }
-  GiveBack({{session_id, region_id}});  // it may be there: another region of the call was the lost one
+  GiveBack({{session_id, region_id}}, DropDeadline(), nullptr);  // it may be there: another region of the call was the lost one
 }
 
 void ServerRegions::Forget(const std::string& session_id) {

@@ -61,9 +61,9 @@ class ServerRegions {
   absl::StatusOr<std::string> Register(const std::string& session_id, const SharedRegion& region, const Wait& wait);
   absl::StatusOr<std::string> Register(const std::string& session_id, const DeviceBacking& backing, const Wait& wait);
 
-  // Gives a backing's regions back in all sessions. `until`: waits until the server uses them no more, also those that another call
-  // gives back at this time (false: it may still use one); otherwise the answers are not waited for.
-  bool Drop(const Backing& backing, std::optional<Deadline> until);
+  // Gives the backings' regions back in all sessions, all at once. `until`: waits until the server uses them no more, also those
+  // that another call gives back at this time (false: it may still use one); otherwise the answers are not waited for.
+  bool Drop(Backings backings, std::optional<Deadline> until);
   // The server does not know `region_id`, or another region of the same call: the backing is registered again when it is needed, if
   // that has not been done since.
   void Lost(const std::string& session_id, const Backing& backing, const std::string& region_id);
@@ -78,13 +78,20 @@ class ServerRegions {
     std::chrono::steady_clock::time_point end;
   };
 
-  // A call that nobody waits for. It belongs to this object, so that gRPC's own threads never hold the last reference to a channel:
-  // they cannot shut gRPC down.
+  // What a Drop() waits for. Guarded by farewells_mutex_.
+  struct Answers {
+    int missing = 0;
+    bool unused = true;  // as far as has been answered
+  };
+
+  // A call that gives a region back. It belongs to this object, so that gRPC's own threads never hold the last reference to a
+  // channel: they cannot shut gRPC down.
   struct Farewell {
     grpc::ClientContext context;
     v1::UnregisterSharedMemoryRequest request;
     v1::UnregisterSharedMemoryResponse response;
-    bool over = false;  // guarded by farewells_mutex_
+    Answers* answers = nullptr;  // null: nobody waits for it
+    bool over = false;           // guarded by farewells_mutex_
   };
 
   // The registration of a backing in a session, from its first step to its answer. It belongs to this object for the same reason.
@@ -101,8 +108,10 @@ class ServerRegions {
   };
 
   using Region = std::pair<std::string, std::string>;  // session, id
-  void GiveBack(const std::vector<Region>& regions) noexcept;
-  void Over(Farewell* farewell);
+  void GiveBack(const std::vector<Region>& regions, Deadline deadline, Answers* answers) noexcept;
+  // Whether the server uses the region no more.
+  bool IsUnused(const grpc::Status& answer) const;
+  void Over(Farewell* farewell, bool unused);
 
   absl::StatusOr<v1::ServerInfo> Info(const Wait& wait, bool again);
   absl::StatusOr<std::string> Token(const SharedRegion& region, const Wait& wait);

@@ -120,7 +120,7 @@ absl::Status MicroBatchTransfer::Place() {
   if (absl::Status wanted = CheckWanted(deadline_); !wanted.ok()) return wanted;
   // A session that is gone is replaced by those who opened it.
   if (demanded != Transport::kAuto || ErrorReason(status) == "SESSION_NOT_FOUND") return status;
-  transport().SetWhyNotBetter(std::string(status.message()));
+  transport().SetWhyNotBetter(Sentence(status));
   return absl::OkStatus();
 }
 
