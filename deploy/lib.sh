@@ -79,6 +79,15 @@ build_jobs() {
   echo $((cores < by_memory ? cores : by_memory))
 }
 
+# configure PRESET OPTION...: makes build/PRESET ready, with the options if it is new; one that is there stays as it is configured, so that
+# what it has built still serves.
+configure() {
+  local preset=$1
+  shift
+  if [[ -e $headwater_root/build/$preset/CMakeCache.txt ]]; then set --; fi
+  cmake --preset "$preset" "$@"
+}
+
 # check_build_folder PRESET: ends the script if what was built there was built for another path, as when the checkout has been moved: CMake
 # refuses such a folder, in words that do not tell what to do.
 check_build_folder() {
