@@ -240,7 +240,7 @@ class Head(HeadLosses):
             rows=_arrays.to_float32(array) if array.data_type != _arrays.FLOAT32 else array.data,
             factor=_requests.check_factor(factor),
         )
-        return self._backend.add_gradient(request, self._timeout(timeout_s))
+        return self._backend.add_gradient(request, self._settle(timeout_s))
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 

@@ -132,8 +132,8 @@ class HeadLosses:
             grad_hidden_scale: multiplies `grad_hidden` alone; world_size under data parallelism that averages.
             grad_hidden_dtype: None: that of `hidden`.
             grad_hidden_out: contiguous array or tensor of shape (num_tokens, hidden_size) and grad_hidden's dtype, which it is
-                written into; `LossResult.grad_hidden` is this object then. After an error its content means nothing. None: memory
-                of the client's, which is used again once `grad_hidden` is gone.
+                written into, apart from all rows that are sent; `LossResult.grad_hidden` is this object then. After an error its
+                content means nothing. None: memory of the client's, which is used again once `grad_hidden` is gone.
             on_mismatch: a repeat of `micro_batch` with other content is a "conflict", or "first_wins" computes and adds nothing.
             non_finite: "report" counts NaN and infinities; "refuse" fails and adds nothing.
             expected_weight_version: fail unless the weights are of this version.
@@ -393,6 +393,10 @@ class HeadLosses:
             if not wants_grad:
                 raise invalid_argument("INVALID_COMBINATION", "there is no grad_hidden to write", field="grad_hidden_out")
             out = _requests.check_grad_hidden_out(grad_hidden_out, rows.shape, data_type)
+            _requests.check_apart(out, rows, hidden_name)
+            for term in checked:
+                if term.teacher is not None and term.teacher.sent is not None:
+                    _requests.check_apart(out, term.teacher.sent, "teacher_hidden")
         request = ComputeRequest(
             terms=checked,
             micro_batch=micro_batch,

@@ -183,13 +183,14 @@ class BlockPool:
     def keep(self, array: np.ndarray, event: Any) -> None:
         """Holds the array's memory back until `event.query()` says so."""
         with self._lock:
+            self._forget_finished()
             self._busy.append((array, event))
 
     def close(self) -> None:
         """Frees what is not in use; the rest is freed as it comes back, by the next pool that is asked, or with the process."""
         with self._lock:
             self._closed = True
-            self._busy = [(array, event) for array, event in self._busy if not event.query()]
+            self._forget_finished()
         self._take_back()
 
     def _take(self, nbytes: int) -> Block:
@@ -200,10 +201,13 @@ class BlockPool:
                     return self._free.pop(index)
         return self._allocate(nbytes)
 
+    def _forget_finished(self) -> None:
+        self._busy = [(array, event) for array, event in self._busy if not event.query()]
+
     def _take_back(self) -> None:
         gone: list[Block] = []
         with self._lock:
-            self._busy = [(array, event) for array, event in self._busy if not event.query()]
+            self._forget_finished()
             while self._returned:
                 self._free.append(self._returned.popleft())
             limit = 0 if self._closed else _MAX_FREE_BYTES

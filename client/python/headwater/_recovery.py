@@ -22,7 +22,7 @@ from headwater._errors import (
     invalid_argument,
 )
 from headwater._head import Head
-from headwater._types import HeadInfo, check_integer, check_number
+from headwater._types import check_integer, check_number
 
 R = TypeVar("R")
 
@@ -171,17 +171,18 @@ class Meeting:
             if not candidates and len(set(steps)) == 1 and (self._state is None or begins):
                 candidates = [int(steps[0] or 0)]
         for candidate in candidates:
-            if all(self._bring_to(head, info, candidate) for head, info in zip(self._heads, infos, strict=True)):
+            if all(self._bring_to(head, candidate) for head in self._heads):
                 self._newest = candidate if step is not None else self._newest
                 return candidate
         raise self.nothing_in_common(steps, step)
 
-    def _bring_to(self, head: Head, info: HeadInfo, step: int) -> bool:
+    def _bring_to(self, head: Head, step: int) -> bool:
         """Takes the head at the beginning of a step; False if it has no whole checkpoint of it."""
+        info = head.info(**self._timeout)  # as it is now: a step that was tried before, in vain, may have moved it
         if info.open_step == step and info.state in ("READY", "RESTORED"):
             head.take(**self._timeout)
-            return True
-        head._adopt(head.info(**self._timeout))
+            return head.step == step
+        head._adopt(info)
         try:
             head.restore(self.name(step), **self._timeout)
         except NotFoundError as error:

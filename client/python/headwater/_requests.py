@@ -201,6 +201,22 @@ def check_grad_hidden_out(value: Any, shape: tuple[int, ...], data_type: str) ->
     return memory
 
 
+def check_apart(out: Any, rows: Rows, field: str) -> None:
+    """Memory of `check_grad_hidden_out` has nothing of rows that may be read again: for a repetition, or when factors come."""
+
+    def begin_and_end(memory: Any) -> tuple[int, int]:
+        if isinstance(memory, np.ndarray):
+            return memory.ctypes.data, memory.ctypes.data + memory.nbytes
+        return memory.data_ptr(), memory.data_ptr() + memory.numel() * memory.element_size()
+
+    begin, end = begin_and_end(out)
+    read_begin, read_end = begin_and_end(rows.tensor if isinstance(rows, DeviceArray) else rows.data)
+    if max(begin, read_begin) < min(end, read_end):
+        raise invalid_argument(
+            "INVALID_COMBINATION", f"grad_hidden_out must not overlap {field}, which may be read again", field="grad_hidden_out"
+        )
+
+
 def check_targets(targets: Any, row_count: int, ignore_index: int, valid_vocab_size: int) -> np.ndarray:
     """int32 targets, each in [0, valid_vocab_size) or `ignore_index`."""
     array = _arrays.int_vector(targets, "targets", row_count)

@@ -18,6 +18,7 @@ from headwater.v1 import head_service_pb2, head_service_pb2_grpc
 
 import headwater
 import headwater.local
+from headwater._recovery import Meeting
 
 STEPS = 7
 PATIENT = headwater.RetryPolicy(max_attempts=200, initial_backoff=0.05, max_backoff=0.25)
@@ -270,6 +271,25 @@ def test_a_step_that_is_not_closed_and_heads_that_part_are_told(tmp_path):
             headwater.train([], lambda step: None, 1, **options)
         with refused("INVALID_NAME", headwater.InvalidArgumentError):
             headwater.train(heads, lambda step: None, 1, checkpoint_name="latest", **options)
+
+
+def test_heads_that_were_moved_in_vain_are_brought_to_one_step(tmp_path):
+    """One of two heads has a whole checkpoint of the newest step: it is there by the time the step before is tried."""
+    with headwater.local.connect(checkpoint_dir=tmp_path / "heads") as client:
+        heads = [client.create_head(name, np.ones((5, 4), np.float32)) for name in ("a", "b")]
+        state = headwater.StateFiles(tmp_path / "state", save=lambda path: path.touch(), load=lambda path: None)
+        for step, saved in ((1, heads), (2, heads[:1])):
+            for head in heads:
+                head.discard_gradient()
+            for head in saved:
+                head.save(f"step-{step}")
+            state.save(step)
+        for head in heads:
+            head.restore("step-1")
+        meeting = Meeting(heads, state, "step-{step}", None)
+        for _ in range(2):
+            assert meeting.bring_heads_back(None) == 1
+            assert [head.step for head in heads] == [head.info().open_step for head in heads] == [1, 1]
 
 
 def test_what_a_killed_process_has_left_unfinished_goes(tmp_path):

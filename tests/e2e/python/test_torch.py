@@ -168,6 +168,21 @@ def test_frozen_head_passes_the_gradient_on(one_shard, make_head, problem):
     assert relative(trunk.grad, 2 * expected[0]) <= 1e-5
 
 
+def test_a_frozen_head_keeps_its_gradient_for_another_backward(one_shard, make_head, problem):
+    """Autograd adds to what it was given, and so may the caller."""
+    head = problem.head(one_shard.client, make_head, trainable=False, optimizer=None)
+    hidden = (problem.inputs @ problem.parameter().T).detach().requires_grad_()
+    loss = headwater.torch.CrossEntropyLoss(head, loss_scale=1.0)(hidden, problem.targets)
+    loss.backward(retain_graph=True)
+    once = hidden.grad.clone()
+    for times in (2, 3):
+        loss.backward(retain_graph=True)
+        assert relative(hidden.grad, times * once) <= 1e-6
+    hidden.grad.zero_()
+    loss.backward()
+    assert torch.equal(hidden.grad, once)
+
+
 def test_a_second_backward_is_a_clear_error(one_shard, make_head, problem):
     head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
     loss = headwater.torch.CrossEntropyLoss(head)(problem.inputs @ trunk.T, problem.targets)

@@ -1,6 +1,7 @@
 """`headwater.torch.TrainingLoop`: closing steps, overflow, several heads and ranks, checkpoints and the way back to them."""
 
 import contextlib
+import gc
 import math
 import re
 import subprocess
@@ -243,6 +244,48 @@ def test_tied_weights_under_a_scaler_and_a_gradient_factor(one_shard, names, tie
     for other in results[1:]:
         for name, change in changes(results[0], other).items():
             assert change <= TOLERANCE, f"{name}: {change:.2g}"
+
+
+def test_a_tied_step_whose_last_loss_was_dropped(one_shard, names):
+    """The embedding's part has an id of its own, and not that of the micro-batch that was left out."""
+    model = LanguageModel(tied=True)
+    head = headwater.torch.attach(
+        one_shard.client, names(one_shard.client), model.lm_head, model=model, tied="server", optimizer=SERVER_ADAMW
+    )
+    loop = headwater.torch.TrainingLoop(head, torch.optim.AdamW(model.body_parameters(), lr=RATE, **ADAMW))
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    for step in range(2):
+        for index in range(3):
+            inputs, targets = micro_batch(step, index)
+            loss = loss_fn(model.body(inputs), targets)
+            if index < 2:
+                loop.backward(loss / 2)
+            del loss
+        gc.collect()
+        assert loop.step().applied
+        states = {id_: entry.state for id_, entry in head.step_state().last_closed.micro_batches.items()}
+        assert states == {0: "COMMITTED", 1: "COMMITTED", 2: "DISCARDED", 3: "COMMITTED"}
+
+
+def test_a_head_that_the_trainer_owns_is_clipped_whichever_parameters_are_named(one_shard, names):
+    outcomes, models = [], []
+    for body_alone in (False, True):
+        model = LanguageModel(tied=False, bias=True)
+        head = headwater.torch.attach(one_shard.client, names(one_shard.client), model.lm_head, optimizer="torch")
+        loop = headwater.torch.TrainingLoop(
+            head,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            parameters=model.body_parameters() if body_alone else None,
+            max_grad_norm=1e-3,
+        )
+        inputs, targets = micro_batch(0, 0)
+        loop.backward(headwater.torch.CrossEntropyLoss(head)(model.body(inputs), targets))
+        outcomes.append(loop.step())
+        models.append(model)
+    assert outcomes[1].clip_factor < 1
+    assert math.isclose(outcomes[0].global_grad_norm, outcomes[1].global_grad_norm, rel_tol=1e-6)
+    for (name, first), (_, second) in zip(models[0].named_parameters(), models[1].named_parameters(), strict=True):
+        assert torch.allclose(first, second, rtol=1e-6, atol=1e-9), name
 
 
 def test_a_gradient_that_is_not_finite_waits_for_skip(one_shard, make_head, problem):

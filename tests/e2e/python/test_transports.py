@@ -275,6 +275,7 @@ def test_memory_for_grad_hidden_is_checked(head, rows):
     hidden, targets = rows
     read_only = np.empty_like(hidden)
     read_only.flags.writeable = False
+    several = np.empty((2 * NUM_TOKENS, HIDDEN_SIZE), np.float32)
     for reason, arguments in (
         ("SHAPE_MISMATCH", {"grad_hidden_out": np.empty((NUM_TOKENS, HIDDEN_SIZE - 1), np.float32)}),
         ("DATA_TYPE_MISMATCH", {"grad_hidden_out": np.empty(hidden.shape, np.float16)}),
@@ -285,7 +286,15 @@ def test_memory_for_grad_hidden_is_checked(head, rows):
     ):
         with refused(reason, headwater.InvalidArgumentError):
             head.cross_entropy(hidden, targets, micro_batch=0, **arguments)
+    # What is written over the rows would be sent in their place when they are sent again.
+    for out in (several[:NUM_TOKENS], several[1 : NUM_TOKENS + 1], several[NUM_TOKENS - 1 : -1]):
+        with refused("INVALID_COMBINATION", headwater.InvalidArgumentError):
+            head.cross_entropy(several[:NUM_TOKENS], targets, micro_batch=0, grad_hidden_out=out)
+        with refused("INVALID_COMBINATION", headwater.InvalidArgumentError):
+            head.jsd(hidden, head, several[:NUM_TOKENS], micro_batch=0, grad_hidden_out=out)
     assert not head.step_state().open.micro_batches
+    several[:NUM_TOKENS] = hidden
+    head.cross_entropy(several[:NUM_TOKENS], targets, micro_batch=0, grad_hidden_out=several[NUM_TOKENS:])
 
 
 def test_memory_of_answers_is_used_again_once_nobody_looks(head, rows):
@@ -332,6 +341,9 @@ def test_memory_is_kept_while_a_device_reads_it():
     other = pool.empty((1 << 20,), "float32")
     assert other.ctypes.data != address
     event.done = True
+    for _ in range(3):  # small ones, which ask for no block
+        pool.keep(np.empty(1), event)
+    assert len(pool._busy) == 1
     assert address in {pool.empty((1 << 20,), "float32").ctypes.data, pool.empty((1 << 20,), "float32").ctypes.data}
 
 

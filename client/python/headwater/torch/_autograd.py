@@ -167,7 +167,10 @@ class ScalarOutcome(Outcome):
             self._decided = True
             # The server has applied everything already.
             grad_hidden = self._take_grad_hidden()
-            return None if grad_hidden is None else grad_hidden.reshape(shape)
+            if grad_hidden is None:
+                return None
+            # What is kept for another backward is not given away: autograd may add to it.
+            return (grad_hidden if self._grad_hidden is None else grad_hidden.clone()).reshape(shape)
         factor = number * self._factor
         if self._contribution is not None:
             self._check_first("one headwater loss", _ADDED_BEFORE)

@@ -77,6 +77,11 @@ class MicroBatchSource:
         with self._lock:
             return sorted(self._ids) if step == self._step else []
 
+    def drawn(self, step: int | None) -> int:
+        """How many ids were drawn here in the step, those that were dropped among them."""
+        with self._lock:
+            return self._count if step == self._step else 0
+
 
 def _distributed_place() -> tuple[int, int]:
     from torch import distributed

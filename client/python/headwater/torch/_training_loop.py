@@ -70,7 +70,8 @@ class TrainingLoop:
             (teachers) are only kept and followed over restarts.
         optimizer: the body's torch optimizer, or None if only heads are trained. It must hold the weights that the trainer owns,
             and must not hold one that a head's optimizer owns.
-        parameters: the body's parameters, for norm and clipping. None: those of `optimizer`.
+        parameters: the body's parameters, for norm and clipping, to which those of heads that the trainer owns are added. None:
+            those of `optimizer`.
         scaler: torch.amp.GradScaler. A step whose gradient overflows is skipped on all sides; the scale grows with steps in which
             the body has gradients.
         max_grad_norm: > 0; clips by the global norm. None: no clipping.
@@ -113,11 +114,14 @@ class TrainingLoop:
             raise invalid_argument("INVALID_COMBINATION", "a training loop needs a trainable head", field="heads")
         self._optimizer = optimizer
         held = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
-        self._parameters = held if parameters is None else list(parameters)
+        body = held if parameters is None else list(parameters)
         self._shared = [head for head in self._heads if isinstance(head, ModuleHead) and head.tied == "server"]
         self._trainer_owned = [head for head in self._heads if isinstance(head, ModuleHead) and head.owner == "trainer"]
         self._served = [head for head in self._heads if head not in self._trainer_owned]
-        _check_owners(self._served, self._shared, self._trainer_owned, held, self._parameters)
+        _check_owners(self._served, self._shared, self._trainer_owned, held, body)
+        # A head that the trainer owns has its gradient brought here, and is clipped as the body is.
+        owned = [p for head in self._trainer_owned for p in (head.weight_parameter, head.bias_parameter) if p is not None]
+        self._parameters = list({id(parameter): parameter for parameter in (*body, *owned)}.values())
         self._scaler = scaler if scaler is not None and getattr(scaler, "is_enabled", lambda: True)() else None
         self._max_grad_norm = None if max_grad_norm is None else check_number(max_grad_norm, "max_grad_norm", low=0, low_open=True)
         self._gradient_factor = check_number(gradient_factor, "gradient_factor", nonzero=True)
@@ -327,6 +331,8 @@ class TrainingLoop:
     def _add_shared_gradient(self, head: ModuleHead, parts: int, ids: list[int]) -> None:
         """The trainer's own part of a tied weight's gradient; appends its ids to the expected ones."""
         base = ids[-1] + 1 if ids else 0
+        if self.world_size == 1:  # an id that was dropped is not free: its discard stays
+            base = max(base, self._sources[self._heads.index(head)].drawn(head.step))
         if self.rank in self._adding_ranks:
             # The head will multiply it by gradient_factor / scale as everything else, but only the scaler's scale is on it.
             head.push_gradient(base + self.rank * parts, parts, 1.0 / self._gradient_factor, **self._timeout)
