@@ -171,7 +171,8 @@ HEADWATER_LIMIT_FLAG(max_in_flight_bytes, "tensor bytes of all ComputeLoss and A
 HEADWATER_LIMIT_FLAG(max_upload_bytes, "host memory of all weight uploads that are not complete, in bytes");
 HEADWATER_LIMIT_FLAG(max_sessions, "sessions that are open");
 ABSL_FLAG(absl::Duration, max_session_lease, headwater::service::Limits{}.max_session_lease, "lease of a session");
-HEADWATER_LIMIT_FLAG(max_held_bytes, "host memory of the rows of all HELD contributions, in bytes; 0: none is held");
+HEADWATER_LIMIT_FLAG(
+    max_held_bytes, "host memory of the rows of all HELD contributions, with their targets and weights, in bytes; 0: none is held");
 HEADWATER_LIMIT_FLAG(max_waiting_calls, "calls that wait for the next step or for missing micro-batches; each holds a thread");
 ABSL_FLAG(absl::Duration, max_step_wait, headwater::service::Limits{}.max_step_wait,
           "how long such a call waits, whatever its deadline");

@@ -101,13 +101,19 @@ struct ComputeLossCall::Payload {
   std::vector<Source> sources;
   transport::ByteBudget::Reservation held;  // of max_held_bytes, once it is held
 
-  // Of rows and per-row data.
+  // Of rows, per-row data and class weights.
   int64_t bytes() const {
     int64_t bytes = 0;
     for (const Source& source : sources) bytes += source.bytes();
     for (const LossTermRequest& term : request.terms) {
       if (term.targets.has_value()) bytes += term.row_count * int64_t{sizeof(int32_t)};
       if (term.token_weights.has_value()) bytes += term.row_count * int64_t{sizeof(float)};
+      const auto* const divergence = std::get_if<JensenShannonRequest>(&term.loss);
+      const CrossEntropyRequest& hard = divergence != nullptr ? divergence->hard_loss : std::get<CrossEntropyRequest>(term.loss);
+      if (hard.class_weights.has_value()) bytes += static_cast<int64_t>(hard.class_weights->size() * sizeof(float));
+      if (term.teacher.has_value() && term.teacher->joined.has_value()) {
+        bytes += static_cast<int64_t>(term.teacher->joined->row_indices.size() * sizeof(int32_t));
+      }
     }
     return bytes;
   }

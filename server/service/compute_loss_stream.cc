@@ -96,9 +96,9 @@ void ComputeLossStream::OnFirstMessage(bool ok, grpc::ByteBuffer* message) {
   if (!ok) {
     return Finish(RunRpc(core(), context(), RpcMethod::kComputeLoss, [this](RpcScope& scope) { return EndWithoutHeader(scope); }));
   }
-  first_.emplace(message);
   const auto self = std::static_pointer_cast<ComputeLossStream>(shared_from_this());
   try {
+    first_.emplace(message);
     if (core().calls.TryRun([self] { self->Run(); })) return;
   } catch (const std::exception&) {  // nobody else answers a call that is taken
     return Finish(RunRpc(core(), context(), RpcMethod::kComputeLoss, [](RpcScope&) -> absl::Status { throw; }));

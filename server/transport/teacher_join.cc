@@ -382,6 +382,7 @@ absl::StatusOr<std::unique_ptr<TeacherStream>> TeacherJoin::State::Open(const Jo
                                                                         const std::vector<int32_t>& row_indices,
                                                                         const std::optional<JoinOwner>& owner) {
   const int64_t row_count = row_indices.empty() ? wanted.total_row_count : static_cast<int64_t>(row_indices.size());
+  std::unique_ptr<Stream> stream;  // whose end takes the lock, and takes back what is announced here
   absl::MutexLock lock(&mutex_);
   absl::StatusOr<std::shared_ptr<Set>> declared = Declare(wanted);
   if (!declared.ok()) return declared.status();
@@ -394,8 +395,7 @@ absl::StatusOr<std::unique_ptr<TeacherStream>> TeacherJoin::State::Open(const Jo
     return slabs.status();
   }
   const int64_t rows_of_slab = RowsOfSlab(set->row_bytes);
-  auto stream = std::make_unique<Stream>(shared_from_this(), set, *slabs, row_count, row_indices);
-  absl::Status status;
+  stream = std::make_unique<Stream>(shared_from_this(), set, *slabs, row_count, row_indices);
   for (int64_t i = 0; i < row_count; ++i) {
     const int64_t index = row_indices.empty() ? i : row_indices[static_cast<size_t>(i)];
     auto row = set->rows.try_emplace(index).first;
@@ -410,26 +410,21 @@ absl::StatusOr<std::unique_ptr<TeacherStream>> TeacherJoin::State::Open(const Jo
                        was_used ? ", which has come and was used; the key serves again when all rows of the set were"
                        : row->second.state == Row::State::kComing ? ", which is coming already"
                                                                   : ", which is there");
-      status = MakeError(ErrorReason::kChunkOutOfRange,
-                         absl::StrCat("header.row_indices must be rows that have not come, there is ", actual),
-                         {{"field", "header.row_indices"},
-                          {"expected", "rows that have not come"},
-                          {"actual", actual},
-                          {"joinKey", wanted.join_key},
-                          {"row", absl::StrCat(index)}});
+      absl::Status status = MakeError(ErrorReason::kChunkOutOfRange,
+                                      absl::StrCat("header.row_indices must be rows that have not come, there is ", actual),
+                                      {{"field", "header.row_indices"},
+                                       {"expected", "rows that have not come"},
+                                       {"actual", actual},
+                                       {"joinKey", wanted.join_key},
+                                       {"row", absl::StrCat(index)}});
       if (row->second.state == Row::State::kAbsent) Drop(*set, row);
-      break;
+      return status;
     }
     row->second.state = Row::State::kComing;
     row->second.slab = (*slabs)[static_cast<size_t>(i / rows_of_slab)];
   }
-  if (status.ok() && owner.has_value()) owners_.insert(*owner);
-  if (status.ok()) return stream;
-  // Takes back what it has announced, as the end of a stream does; that takes the lock.
-  mutex_.Unlock();
-  stream.reset();
-  mutex_.Lock();
-  return status;
+  if (owner.has_value()) owners_.insert(*owner);
+  return stream;
 }
 
 // ---- trainers --------------------------------------------------------------------------------------------------------
@@ -451,13 +446,14 @@ class TeacherJoin::State::RowClaim : public JoinedRows {
     absl::MutexLock lock(&state_->mutex_);
     --set_->claim_count;
     std::vector<int64_t> idle;
-    for (int64_t i = 0; i < row_count_; ++i) {
+    for (int64_t i = 0; i < claimed_; ++i) {
       const auto entry = set_->rows.find(IndexOf(i));
       Row& row = entry->second;
       --row.claim_count;
       if (used && row.state == Row::State::kThere) {
+        // Once for each time that the row has come, though others use it after the whole set was used.
+        if (row.user == nullptr) set_->used.Add(entry->first, 1);
         row.user = user_;
-        if (!set_->used.Overlaps(entry->first, 1)) set_->used.Add(entry->first, 1);
       }
       if (row.claim_count > 0) {
         if (row.state == Row::State::kSpent && row.wanted_anew) state_->Drop(*set_, entry);
@@ -477,6 +473,18 @@ class TeacherJoin::State::RowClaim : public JoinedRows {
     if (set_->used.row_count() == set_->declared.total_row_count) set_->used = RowRanges();
     state_->NoteIdle(set_, idle);
     state_->ForgetIfEmpty(*set_);
+  }
+
+  // The next of its rows, in their order, for a trainer that is waiting. With the lock.
+  void ClaimNext() {
+    const auto entry = set_->rows.try_emplace(IndexOf(claimed_)).first;
+    ++claimed_;
+    Row& row = entry->second;
+    ++row.claim_count;
+    if (row.state != Row::State::kSpent || IsReady(row)) return;
+    // The key is used again. Whoever repeats the micro-batch before, just now, still reads it.
+    row.wanted_anew = true;
+    if (row.claim_count == 1) state_->Drop(*set_, entry);
   }
 
   int64_t row_count() const override { return row_count_; }
@@ -565,6 +573,7 @@ class TeacherJoin::State::RowClaim : public JoinedRows {
   const std::vector<int32_t> row_indices_;
   const std::shared_ptr<const std::string> user_;
   const absl::Time give_up_;
+  int64_t claimed_ = 0;  // with the state's lock
   std::atomic<bool> used_ = false;
   mutable int64_t ready_ = 0;    // with the state's lock
   mutable uint64_t losses_ = 0;  // of the set, when `ready_` was counted
@@ -573,21 +582,14 @@ class TeacherJoin::State::RowClaim : public JoinedRows {
 absl::StatusOr<std::shared_ptr<JoinedRows>> TeacherJoin::State::Claim(const JoinedSet& wanted, int64_t row_count,
                                                                       const std::vector<int32_t>& row_indices,
                                                                       const std::string& user) {
+  std::shared_ptr<RowClaim> claim;  // whose end takes the lock, also where memory ends half-way
   absl::MutexLock lock(&mutex_);
   absl::StatusOr<std::shared_ptr<Set>> declared = Declare(wanted);
   if (!declared.ok()) return declared.status();
   const std::shared_ptr<Set> set = *std::move(declared);
-  auto claim = std::make_shared<RowClaim>(shared_from_this(), set, row_count, row_indices, user);
+  claim = std::make_shared<RowClaim>(shared_from_this(), set, row_count, row_indices, user);
   ++set->claim_count;
-  for (int64_t i = 0; i < row_count; ++i) {
-    const auto entry = set->rows.try_emplace(claim->IndexOf(i)).first;
-    Row& row = entry->second;
-    ++row.claim_count;
-    if (row.state != Row::State::kSpent || claim->IsReady(row)) continue;
-    // The key is used again. Whoever repeats the micro-batch before, just now, still reads it.
-    row.wanted_anew = true;
-    if (row.claim_count == 1) Drop(*set, entry);
-  }
+  for (int64_t i = 0; i < row_count; ++i) claim->ClaimNext();
   return claim;
 }
 

@@ -154,6 +154,20 @@ TEST_P(Holding, IsBoundedByItsBudget) {
   EXPECT_EQ(server_->MetricLine("headwater_held_bytes"), "headwater_held_bytes 0");
 }
 
+TEST_P(Holding, CountsClassWeightsAndRowNumbersToo) {
+  constexpr int64_t kVocab = 13;
+  for (const int64_t missing : {1, 0}) {
+    ServerSetup setup = MakeSetup();
+    setup.options.limits.max_held_bytes = kHeldBytes + kVocab * 4 - missing;
+    Restart(setup);
+    const TestHead head = server_->MakeHead("h", WithoutSlots());
+    v1::MicroBatchHeader header = ExplicitHeader(head, 0, 0);
+    header.set_allow_held(true);
+    *header.mutable_terms(0)->mutable_cross_entropy()->mutable_class_weights() = FloatTensor(std::vector<float>(kVocab, 0.5F));
+    EXPECT_EQ(ReasonOf(server_->Compute(header, Rows(5)).status), missing == 0 ? "OK" : "STAGING_FULL");
+  }
+}
+
 TEST_P(Holding, EndsWithTheTeachersWeights) {
   const TestHead student = server_->MakeHead("student", WithoutSlots());
   v1::HeadSpec spec = SmallSpec(13, 4);

@@ -268,6 +268,21 @@ TEST_F(TeacherJoinTest, AKeyServesStepAfterStep) {
   EXPECT_OK(join_.Open(other, {}, std::nullopt));
 }
 
+TEST_F(TeacherJoinTest, ARowThatSeveralUseCountsOnce) {
+  const Indices first = {0, 1, 2, 3}, second = {4, 5, 6, 7};
+  for (int step = 0; step < 3; ++step) {
+    ASSERT_OK(Send({0, 1, 2, 3, 4, 5, 6, 7}, step));
+    // Two trainers, each with two micro-batches; each one's second is decided when the other's is.
+    std::vector<std::shared_ptr<JoinedRows>> claims;
+    for (const Indices& rows : {first, second, first, second}) claims.push_back(Claim(rows));
+    for (const size_t decided : {0, 2, 1, 3}) {
+      EXPECT_EQ(Gather(*claims[decided]), RowsOf(decided % 2 == 0 ? first : second, step));
+      claims[decided]->MarkUsed();
+      claims[decided].reset();
+    }
+  }
+}
+
 TEST_F(TeacherJoinTest, RowsThatNobodyCanRepeatGoAtOnce) {
   ASSERT_OK(Send({0, 1}));
   Use({0, 1}, "");
