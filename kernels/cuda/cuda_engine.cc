@@ -493,6 +493,7 @@ class CudaEngine final : public LossEngine {
 
   void PlanCall(ChunkLimits limits, Call* call) const {
     limits.max_rows = std::min(limits.max_rows, MostHostRows(static_cast<int64_t>(call->terms.size())));
+    call->plan.chunks.clear();  // of a plan that memory did not suffice to take
     PlanChunks(limits, &call->plan);
     int64_t rows = 0;
     for (const Chunk& chunk : call->plan.chunks) rows = std::max(rows, static_cast<int64_t>(chunk.batch_rows.size()));

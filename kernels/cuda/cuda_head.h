@@ -80,6 +80,9 @@ class CudaHead final : public HeadBase {
   WeightTarget accumulator(int32_t rank) const;                          // null for a frozen head
   WeightTarget staging_slot(int32_t rank, int32_t slot) const;           // laid out as the accumulator
   const DeviceMemory& staging_memory(int32_t rank, int32_t slot) const;  // the whole slot
+  // False once adding what was put off was left half-way, until ZeroGradient(). For the holder of the work lock.
+  bool gradient_known() const { return gradient_known_; }
+  void set_gradient_known(bool known) { gradient_known_ = known; }
 
  private:
   CudaHead(std::shared_ptr<EngineCore> core, const HeadSpec& spec, HeadPlan plan);
@@ -110,6 +113,7 @@ class CudaHead final : public HeadBase {
   const std::shared_ptr<EngineCore> core_;
   const int64_t own_bytes_;
   std::vector<ShardStorage> storage_;
+  bool gradient_known_ = true;
 };
 
 }  // namespace headwater::cuda

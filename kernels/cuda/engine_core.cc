@@ -138,16 +138,18 @@ absl::Status EngineCore::Check(cudaError_t error, const char* what) const {
   return status;
 }
 
+// Needs no memory: destructors wait for work, too.
+absl::Status EngineCore::SynchronizeAll(std::initializer_list<cudaStream_t> streams, const char* what) {
+  absl::Status first;
+  for (const cudaStream_t stream : streams) first.Update(Check(cudaStreamSynchronize(stream), what));
+  return first;
+}
+
 absl::Status EngineCore::Synchronize(const char* what) {
   const DeviceGroup::Wait wait(group_.get());
-  std::vector<cudaStream_t> streams = {upload_stream_, stream_, download_stream_};
-  if (group_ != nullptr) streams.insert(streams.end(), {group_->merge_stream(), group_->sum_stream()});
   // All of them, whatever the first one says: what they copy belongs to callers.
-  absl::Status first;
-  for (const cudaStream_t stream : streams) {
-    const absl::Status status = Check(cudaStreamSynchronize(stream), what);
-    if (first.ok()) first = status;
-  }
+  absl::Status first = SynchronizeAll({upload_stream_, stream_, download_stream_}, what);
+  if (group_ != nullptr) first.Update(SynchronizeAll({group_->merge_stream(), group_->sum_stream()}, what));
   work_goes_on_ = false;
   next_idle_ = {};
   return first.ok() && group_ != nullptr ? group_->status() : first;
@@ -155,13 +157,8 @@ absl::Status EngineCore::Synchronize(const char* what) {
 
 absl::Status EngineCore::SynchronizeTransfers(const char* what) {
   const DeviceGroup::Wait wait(group_.get());
-  std::vector<cudaStream_t> streams = {upload_stream_, download_stream_};
-  if (group_ != nullptr) streams.push_back(group_->sum_stream());
-  absl::Status first;
-  for (const cudaStream_t stream : streams) {
-    const absl::Status status = Check(cudaStreamSynchronize(stream), what);
-    if (first.ok()) first = status;
-  }
+  absl::Status first = SynchronizeAll({upload_stream_, download_stream_}, what);
+  if (group_ != nullptr) first.Update(SynchronizeAll({group_->sum_stream()}, what));
   return first.ok() && group_ != nullptr ? group_->status() : first;
 }
 

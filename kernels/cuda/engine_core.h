@@ -13,6 +13,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -132,6 +133,7 @@ class EngineCore {
   };
   explicit EngineCore(EngineOptions options);
   absl::Status Open();
+  absl::Status SynchronizeAll(std::initializer_list<cudaStream_t> streams, const char* what);
   absl::Status ResizeWorkspace(int64_t bytes);
   absl::Status CallProbe(ShardPhase phase, int32_t rank) const;
   absl::Status TryAct(absl::FunctionRef<absl::Status()> act);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "headwater/kernels/error.h"
 #include "kernels/cuda/profile_range.h"
 #include "kernels/cuda/target_groups.h"
 #include "kernels/cuda/term_form.h"
@@ -11,6 +12,11 @@ namespace headwater::cuda {
 namespace {
 
 constexpr int64_t kElementBytes = 2;
+
+absl::Status CheckKnown(const CudaHead& head) {
+  if (head.gradient_known()) return absl::OkStatus();
+  return MakeError(ErrorReason::kEngineFailed, "the head's gradient is not known: adding to it was left half-way; discard it");
+}
 
 }  // namespace
 
@@ -78,6 +84,7 @@ absl::Status GradientDebt::Open(CudaHead* head, int64_t rows) {
 
 absl::Status GradientDebt::Add(CudaHead* head, const WeightContribution& contribution, const int32_t* host_targets) {
   const int64_t rows = contribution.scaled.rows;
+  HEADWATER_RETURN_IF_ERROR(CheckKnown(*head));
   HEADWATER_RETURN_IF_ERROR(Open(head, rows));
   const ShardWeights shard = head->shard_weights(0);
   const int64_t stride = ProductStride(shard.columns);
@@ -137,10 +144,17 @@ absl::Status GradientDebt::Settle() {
   CudaHead& head = *head_;
   const WeightScratch scratch = {layout_.factor, layout_.bias_scratch};
   Forget(head);
-  return AddWeightContribution(core_, head, contribution, 1, scratch, [&](int32_t rank) { return head.accumulator(rank); });
+  head.set_gradient_known(false);  // if it is left half-way
+  HEADWATER_RETURN_IF_ERROR(
+      AddWeightContribution(core_, head, contribution, 1, scratch, [&](int32_t rank) { return head.accumulator(rank); }));
+  head.set_gradient_known(true);
+  return absl::OkStatus();
 }
 
-absl::Status GradientDebt::SettleFor(const CudaHead& head) { return head_ == &head ? Settle() : absl::OkStatus(); }
+absl::Status GradientDebt::SettleFor(const CudaHead& head) {
+  HEADWATER_RETURN_IF_ERROR(CheckKnown(head));
+  return head_ == &head ? Settle() : absl::OkStatus();
+}
 
 void GradientDebt::Forget(const CudaHead& head) {
   if (head_ != &head) return;

@@ -40,7 +40,7 @@ class GradientDebt {
   absl::Status Add(CudaHead* head, const WeightContribution& contribution, const int32_t* host_targets);
   // Enqueues the product, and owes nothing any more.
   absl::Status Settle();
-  // The same, if the debt is `head`'s.
+  // The same, if the debt is `head`'s. kEngineFailed if the head's gradient is not known (CudaHead::gradient_known()).
   absl::Status SettleFor(const CudaHead& head);
   // Drops what is owed to `head`: its accumulator is set to 0, or goes away.
   void Forget(const CudaHead& head);

@@ -18,6 +18,7 @@ absl::Status CudaStagedContribution::Commit(double factor) {
     // All heads of a call are of one kind.
     const bool is_alone = heads_.front()->head->group() == nullptr;
     const auto add_all = [&] {
+      committed_ = true;  // or left half-way: not to be added again
       for (const auto& staged : heads_) HEADWATER_RETURN_IF_ERROR(Add(*staged, alpha));
       // Nothing is left of the caller's. What gets the slot next is behind this on the stream.
       if (is_alone) core_->LetWorkGoOn();
