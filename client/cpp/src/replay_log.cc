@@ -125,9 +125,15 @@ void ReplayLog::Forget(const HeadState& head) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto it = entries_.begin(); it != entries_.end();) {
     const auto next = std::next(it);
-    if (Find(it->heads, &head) != it->heads.end()) Erase(it);
+    if (Find(it->heads, &head) != it->heads.end()) {
+      for (const HeadUse& use : it->heads) {
+        if (use.state.get() != &head && use.step.has_value()) use.state->RaiseFirstLoggedStep(*use.step + 1);
+      }
+      Erase(it);
+    }
     it = next;
   }
+  Shorten();
 }
 
 ReplayLog::Gate::Gate(ReplayLog& log) : log_(log) {

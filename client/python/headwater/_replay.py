@@ -183,7 +183,7 @@ class ReplayBackend:
                     states[name] = self._inner.get_head(name, max(deadline - time.monotonic(), 0.001))
                 except NotFoundError:
                     self._log.forget(name)  # deleted, or never saved: what was sent to it is gone with it
-                    if name in carried or name in self._log.heads():
+                    if name in carried:
                         return f"{name} is not there any more"
             wanted: dict[str, int | None] = {}
             for name, state in states.items():

@@ -139,10 +139,17 @@ class ReplayLog:
             )
 
     def forget(self, name: str) -> None:
-        """This client has given the head another state: nothing is to be repeated on it."""
+        """This client has given the head another state: nothing is to be repeated on it.
+
+        The steps of other heads whose calls name it cannot be repeated as they were, no matter whether it was trained or a teacher.
+        """
         self._first.pop(name, None)
         self._open.pop(name, None)
-        self.remove([entry for entry in self.entries if any(key.head == name for key in entry.keys)])
+        gone = [entry for entry in self.entries if name in entry.heads]
+        self.remove(gone)
+        for key in (key for entry in gone for key in entry.keys):
+            if key.head != name:
+                self._shorten(key.head, key.step + 1, f"step {key.step} has micro-batches with {name}, which got another state")
 
     def since(self, steps: Mapping[str, int]) -> list[Entry] | None:
         """What is to be repeated on heads that are at these steps.

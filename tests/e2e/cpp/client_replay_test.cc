@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstring>
 #include <mutex>
 #include <string>
@@ -43,7 +44,7 @@ class ClientReplay : public testing::Test {
         return status;
       }
       v1::ComputeLossResponse response;
-      response.mutable_summary()->add_terms();
+      for (int i = 0; i < answered_terms_; ++i) response.mutable_summary()->add_terms();
       response.mutable_summary()->set_state(staged ? v1::CONTRIBUTION_STATE_STAGED : v1::CONTRIBUTION_STATE_COMMITTED);
       stream->Write(response);
       return grpc::Status::OK;
@@ -156,6 +157,7 @@ class ClientReplay : public testing::Test {
   std::mutex mutex_;
   std::vector<std::string> accepted_;
   std::string refused_;
+  std::atomic<int> answered_terms_ = 1;
 };
 
 TEST_F(ClientReplay, OpenStepIsRepeatedInItsOrderAndTheCallGoesOn) {
@@ -319,6 +321,43 @@ TEST_F(ClientReplay, StepThatCannotBeRepeatedWholeStaysLost) {
   Refuse("");
   EXPECT_TRUE(Submit(2, 3).ok());
   EXPECT_THAT(accepted(), ElementsAre("loss 0 4", "loss 0 4", "loss 0 4", "loss 1 8", "loss 2 12"));
+}
+
+// A repetition would read other weights, or name a head that is gone.
+TEST_F(ClientReplay, StepWithAHeadThatGotAnotherStateIsLostForTheOthersToo) {
+  const std::vector<float> rows(kHiddenSize, 1);
+  const std::vector<int32_t> targets = {1};
+  for (const bool teaches : {true, false}) {
+    SCOPED_TRACE(teaches);
+    server_.WithState([](ScriptedServer::State& state) {
+      state.open_step = kStep;
+      state.head_state = v1::HEAD_STATE_READY;
+    });
+    Connect(1 << 20);
+    Head other = Value(client_->OpenHead("other"));
+    MicroBatchOptions options;
+    options.step = kStep;
+    options.micro_batch = 0;
+    options.return_grad_hidden = false;
+    std::vector<LossTerm> terms(teaches ? 1 : 2);
+    for (LossTerm& term : terms) term.targets = targets;
+    if (teaches) {
+      terms[0].loss = JsdOptions();
+      terms[0].teacher = other;
+      terms[0].teacher_hidden = RowsView::Float32(rows, kHiddenSize);
+    } else {
+      terms[1].head = other;
+    }
+    answered_terms_ = static_cast<int>(terms.size());
+    Value(head_->Multi(RowsView::Float32(rows, kHiddenSize), terms, options).Get());
+    answered_terms_ = 1;
+    Value(other.Take());
+    Restart();
+    const absl::Status status = Submit(1, 2);
+    EXPECT_EQ(ErrorReason(status), "STEP_LOST");
+    EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat("reaches back to step ", kStep + 1)));
+    EXPECT_TRUE(accepted().empty());
+  }
 }
 
 TEST_F(ClientReplay, ManyCallsInFlightRecoverOnce) {

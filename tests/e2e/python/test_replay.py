@@ -342,6 +342,30 @@ def test_a_micro_batch_that_has_read_weights_which_do_not_come_back_is_not_repea
         assert "not what it was" in str(info.value)
 
 
+@pytest.mark.parametrize("as_teacher", (True, False), ids=("teacher", "trained"))
+@pytest.mark.parametrize("change", ("set", "delete"))
+def test_a_step_with_a_head_that_got_another_state_is_lost_for_the_others(server, data, as_teacher, change):
+    """The other head's weights are not those of then, or it is gone: without it the step would be another one."""
+    with connect(server) as client:
+        student = client.create_head("student", data.weight, optimizer=headwater.SGD())
+        other = client.create_head("other", data.teacher, trainable=not as_teacher)
+        if as_teacher:
+            student.jsd(data.hidden[0, 0], other, data.hidden[0, 1], micro_batch=0)
+        else:
+            terms = [CrossEntropy(data.targets[0, index], head=head) for index, head in enumerate((student, other))]
+            student.multi(data.hidden[0, 0], terms, micro_batch=0)
+        student.save("first")
+        if change == "set":
+            other.set_weight(data.weight)
+            other.save("first")
+        else:
+            other.delete(force=True)
+        restart(server)
+        with refused("STEP_LOST", headwater.StepLostError) as info:
+            student.cross_entropy(data.hidden[0, 2], data.targets[0, 2], micro_batch=1)
+        assert "step 0 has micro-batches with " in str(info.value)
+
+
 def test_without_replay_a_restart_is_told(server, data):
     with connect(server, replay=False) as client:
         head = client.create_head("student", data.weight)
