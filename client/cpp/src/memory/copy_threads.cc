@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <system_error>
 
 namespace headwater::client::internal {
 namespace {
@@ -45,7 +46,11 @@ void CopyThreads::Copy(void* to, const void* from, int64_t bytes) {
   }
   Job job;
   std::unique_lock<std::mutex> lock(mutex_);
-  while (static_cast<int>(threads_.size()) < thread_count_ - 1) threads_.emplace_back([this] { Run(); });
+  try {
+    while (static_cast<int>(threads_.size()) < thread_count_ - 1) threads_.emplace_back([this] { Run(); });
+  } catch (const std::system_error&) {
+    // The system gives no more: those that there are, if any, help the caller, which needs none.
+  }
   for (int64_t start = 0; start < bytes; start += kPieceBytes) {
     const int64_t piece_bytes = std::min(kPieceBytes, bytes - start);
     pieces_.push_back({static_cast<char*>(to) + start, static_cast<const char*>(from) + start, piece_bytes, &job});
