@@ -104,14 +104,11 @@ absl::Status CheckStruct(const char* field, const Struct* value) {
                      absl::StrCat("at least ", known, " and zeros beyond"), absl::StrCat(value->struct_bytes));
 }
 
-absl::StatusOr<Deadline> DeadlineIn(int64_t timeout_ns) {
+absl::StatusOr<Deadline> DeadlineOf(int64_t timeout_ns) {
   if (timeout_ns <= 0) {
     return InvalidView(v1::ERROR_REASON_INVALID_FIELD, "timeout_ns", "> 0", absl::StrCat(timeout_ns));
   }
-  // A year is as good as for ever, and far from the clock's overflow.
-  constexpr std::chrono::nanoseconds kLongest = std::chrono::hours(24 * 365);
-  return std::chrono::system_clock::now() +
-         std::chrono::duration_cast<std::chrono::system_clock::duration>(std::min(std::chrono::nanoseconds(timeout_ns), kLongest));
+  return DeadlineIn(std::chrono::nanoseconds(timeout_ns));
 }
 
 absl::StatusOr<RowsView> ToView(const char* field, const hw_client_rows& rows) {
@@ -388,7 +385,7 @@ hw_client_error* hw_client_submit(hw_client* client, const hw_client_micro_batch
     *out = nullptr;
     if (absl::Status status = CheckStruct("micro_batch", micro_batch); !status.ok()) return status;
     if (micro_batch->header == nullptr) return Missing("header");
-    const absl::StatusOr<Deadline> deadline = DeadlineIn(micro_batch->timeout_ns);
+    const absl::StatusOr<Deadline> deadline = DeadlineOf(micro_batch->timeout_ns);
     if (!deadline.ok()) return deadline.status();
     v1::MicroBatchHeader header;
     if (micro_batch->header_bytes < 0 || micro_batch->header_bytes > INT32_MAX ||
@@ -424,7 +421,7 @@ hw_client_error* hw_client_stream_teacher(hw_client* client, const hw_client_tea
     *out = nullptr;
     if (absl::Status status = CheckStruct("rows", rows); !status.ok()) return status;
     if (rows->header == nullptr) return Missing("header");
-    const absl::StatusOr<Deadline> deadline = DeadlineIn(rows->timeout_ns);
+    const absl::StatusOr<Deadline> deadline = DeadlineOf(rows->timeout_ns);
     if (!deadline.ok()) return deadline.status();
     v1::StreamTeacherHeader header;
     if (rows->header_bytes < 0 || rows->header_bytes > INT32_MAX ||
@@ -457,7 +454,7 @@ hw_client_error* hw_client_call_wait(hw_client_call* call, int64_t timeout_ns, i
     if (timeout_ns < 0) {
       call->changed.wait(lock, has_ended);
     } else {
-      const absl::StatusOr<Deadline> deadline = DeadlineIn(std::max<int64_t>(timeout_ns, 1));
+      const absl::StatusOr<Deadline> deadline = DeadlineOf(std::max<int64_t>(timeout_ns, 1));
       call->changed.wait_for(lock, *deadline - std::chrono::system_clock::now(), has_ended);
     }
     if (ended != nullptr) *ended = has_ended() ? 1 : 0;

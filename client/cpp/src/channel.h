@@ -4,6 +4,7 @@
 
 #include <grpcpp/grpcpp.h>
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <string>
@@ -13,6 +14,16 @@
 namespace headwater::client::internal {
 
 using Deadline = std::chrono::system_clock::time_point;
+
+// A year is as good as for ever, and far from the overflow of a clock.
+constexpr std::chrono::hours kLongestTimeout{24 * 365};
+
+// `timeout` from now, whatever its unit: the longest ones do not become the past.
+template <typename Timeout>
+Deadline DeadlineIn(Timeout timeout) {
+  return std::chrono::system_clock::now() +
+         std::chrono::duration_cast<Deadline::duration>(std::min<Timeout>(timeout, kLongestTimeout));
+}
 
 // All of them with the options' TLS and token; PrepareSecurity() has checked them.
 

@@ -56,7 +56,7 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(const std::string& 
   ClientOptions prepared = options;
   if (absl::Status status = PrepareSecurity(target, &prepared); !status.ok()) return status;
   std::shared_ptr<grpc::Channel> channel = MakeChannel(target, prepared);
-  if (!channel->WaitForConnected(std::chrono::system_clock::now() + options.connect_timeout)) {
+  if (!channel->WaitForConnected(DeadlineIn(options.connect_timeout))) {
     return absl::UnavailableError(absl::StrCat(
         "no headwater server answers at ", target, " within ", options.connect_timeout.count(), " ms",
         prepared.tls.has_value() ? absl::StrCat("; its certificate must be for ", prepared.tls->server_name,
@@ -79,7 +79,7 @@ Connection::Connection(std::string target, const ClientOptions& options, std::sh
       row_transport_(target_, options_, channel_) {}
 
 Deadline Connection::DeadlineOf(const CallOptions& call) const {
-  return std::chrono::system_clock::now() + (call.timeout.count() > 0 ? call.timeout : options_.timeout);
+  return DeadlineIn(call.timeout.count() > 0 ? call.timeout : options_.timeout);
 }
 
 absl::StatusOr<std::string> Connection::Incarnation(Deadline deadline) {

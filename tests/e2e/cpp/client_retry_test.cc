@@ -84,6 +84,27 @@ class ClientRetry : public testing::Test {
   const std::vector<int32_t> targets_ = {1, 2};
 };
 
+TEST_F(ClientRetry, TheLongestTimeoutsAreNotThePast) {
+  std::promise<void> answer;
+  server_.compute_loss = [&answer](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
+    const v1::MicroBatchHeader header = ReadAll(stream);
+    answer.get_future().wait();
+    Answer(stream, header);
+    return grpc::Status::OK;
+  };
+  ClientOptions options = Quick(1);
+  options.timeout = options.connect_timeout = milliseconds::max();
+  Connect(options);
+  Future<LossResult> future = Submit(Options(0), {.timeout = milliseconds::max()});
+  std::thread answering([&answer] {
+    std::this_thread::sleep_for(milliseconds(50));
+    answer.set_value();
+  });
+  EXPECT_TRUE(future.WaitFor(std::chrono::nanoseconds::max()));
+  answering.join();
+  EXPECT_TRUE(future.Get().ok());
+}
+
 TEST_F(ClientRetry, EveryAttemptIsOneRpc) {
   server_.compute_loss = [](grpc::ServerContext*, ScriptedServer::LossStream*) { return Unavailable(); };
   server_.upload_weights = [](ScriptedServer::UploadStream*) { return Unavailable(); };

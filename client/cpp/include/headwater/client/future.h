@@ -5,6 +5,7 @@
 #ifndef HEADWATER_CLIENT_FUTURE_H_
 #define HEADWATER_CLIENT_FUTURE_H_
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -45,7 +46,9 @@ class FutureState {
 
   bool WaitFor(std::chrono::nanoseconds timeout) {
     std::unique_lock<std::mutex> lock(mutex_);
-    return ready_.wait_for(lock, timeout, [this] { return value_.has_value(); });
+    // A year is as good as for ever, and far from the clock's overflow.
+    constexpr std::chrono::nanoseconds kLongest = std::chrono::hours(24 * 365);
+    return ready_.wait_for(lock, std::min(timeout, kLongest), [this] { return value_.has_value(); });
   }
 
   // Waits for the result and lets go of the call. By the caller's side, exactly once.
