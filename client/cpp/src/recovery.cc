@@ -44,6 +44,10 @@ class Recovery {
     for (HeadUse& use : heads_) {
       if (absl::Status status = Take(use, *incarnation); !status.ok()) return status;
     }
+    // These calls follow a restart, too: epochs of a later process must not be taken for this one's.
+    const absl::StatusOr<std::string> taken_from = connection_.Incarnation(deadline_);
+    if (!taken_from.ok()) return taken_from.status();
+    if (*taken_from != *incarnation) return absl::UnavailableError("the server was started again while its heads were taken");
     for (const LogEntry& entry : log_.EntriesOf(heads_)) {
       if (cancelled()) return absl::CancelledError("the call was cancelled");
       if (absl::Status status = Repeat(entry); !status.ok()) return status;

@@ -294,6 +294,22 @@ TEST_F(ClientReplay, FencedWithoutARestartIsFinal) {
   EXPECT_THAT(accepted(), ElementsAre("loss 0 4"));
 }
 
+TEST_F(ClientReplay, FencingStandsThoughTheServerWentWhileTheHeadWasTaken) {
+  ASSERT_TRUE(Submit(0, 1).ok());
+  Restart();
+  std::atomic<bool> went = false;
+  server_.take_head = [this, &went] {
+    if (!went.exchange(true)) Restart();
+  };
+  ASSERT_TRUE(Submit(1, 2).ok());
+  ASSERT_TRUE(went);
+  EXPECT_THAT(accepted(), ElementsAre("loss 0 4", "loss 1 8"));
+  // Another run takes the head: the epoch that is fenced is of the process that answers now, and no restart explains it.
+  server_.WithState([](ScriptedServer::State& state) { state.epoch = std::string(16, 'n'); });
+  EXPECT_EQ(ErrorReason(Submit(2, 3)), "EPOCH_FENCED");
+  EXPECT_THAT(accepted(), ElementsAre("loss 0 4", "loss 1 8"));
+}
+
 TEST_F(ClientReplay, TrainerThatComesSecondJoinsTheOneThatTookTheHead) {
   ASSERT_TRUE(Submit(0, 1).ok());
   Restart();

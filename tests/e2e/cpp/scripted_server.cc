@@ -71,6 +71,7 @@ class ScriptedServer::Heads : public v1::HeadService::Service {
   }
   grpc::Status TakeHead(grpc::ServerContext* context, const v1::TakeHeadRequest* request, v1::Head* response) override {
     script_.Record("TakeHead", *context);
+    if (const auto script = script_.take_head) script();
     const bool current = script_.WithState([request](State& state) {
       if (!request->epoch().empty() && request->epoch() != state.epoch) return false;
       ++state.epoch[0];
@@ -151,7 +152,8 @@ class ScriptedServer::Sessions : public v1::SessionService::Service {
                            v1::OpenSessionResponse* response) override {
     script_.Record("OpenSession", *context);
     if (const auto script = script_.open_session; script) script();
-    const std::string id = std::string(31, 's') + static_cast<char>('0' + script_.CallsOf("OpenSession").size());
+    std::string id(32, 's');
+    id.back() = static_cast<char>('0' + script_.CallsOf("OpenSession").size());
     script_.WithState([&](State& state) {
       state.sessions.push_back(id);
       response->mutable_lease()->set_nanos(static_cast<int32_t>(state.lease.count() % 1000 * 1000000));

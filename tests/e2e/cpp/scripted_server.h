@@ -67,6 +67,7 @@ class ScriptedServer {
   std::function<grpc::Status(const v1::ApplyOptimizerStepRequest&)> apply;
   std::function<grpc::Status(const v1::DiscardGradientRequest&)> discard_gradient;
   std::function<grpc::Status(const v1::AddGradientHeader&, const std::string& bytes)> add_gradient;
+  std::function<void()> take_head;          // before it is taken; may be empty
   std::function<void()> open_session;       // before it is opened; may be empty
   std::function<void()> unregister_memory;  // before it is given back; may be empty
   grpc::Status unary_status;                // of everything that has no function
