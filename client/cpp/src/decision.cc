@@ -52,8 +52,10 @@ class DecisionCall : public RetriedCall {
     for (const HeadUse& use : heads()) *request_.add_heads() = use.ToHeadStep();
     request_.set_session_id(session_id());
     Traits::Send(connection().loss(), &context(), &request_, &response_, [this](const grpc::Status& status) {
-      if (!status.ok()) return Failed(connection().FromGrpc(status));
-      if (mode() == CallMode::kNormal) Log();
+      absl::Status failure;
+      React([&] { failure = connection().FromGrpc(status); }, [&](absl::Status shortage) { failure = std::move(shortage); });
+      if (!failure.ok()) return Failed(std::move(failure));
+      if (mode() == CallMode::kNormal) Enter([this] { Log(); });
       Succeeded();
       const std::shared_ptr<FutureState<Result>> state = state_;  // once the result is set this object may be gone
       state->Set(Traits::ToResult(response_));

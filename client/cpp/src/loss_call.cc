@@ -52,9 +52,14 @@ class LossCall : public RetriedCall {
     }
     attempt_ = header.attempt();
     transfer_.StartAttempt(std::move(header), deadline(), [this](absl::StatusOr<MicroBatchAnswer> answer) {
-      absl::StatusOr<MultiResult> result = Read(answer);
+      absl::StatusOr<MultiResult> result;
+      React(
+          [&] {
+            result = Read(answer);
+            if (result.ok()) Complete(*result);
+          },
+          [&](absl::Status shortage) { result = std::move(shortage); });
       if (!result.ok()) return Failed(result.status());
-      Complete(*result);
       Succeeded();
       const SetResult set_result = std::move(set_result_);  // once it has run this object may be gone
       set_result(std::move(result));
@@ -108,7 +113,7 @@ class LossCall : public RetriedCall {
       use.state->SetAttempt(*use.step, key.micro_batch, attempt_);
       connection().replay_log().StepIsOpen(use.state, *use.step);
     }
-    if (connection().replay_log().enabled()) Log();
+    if (connection().replay_log().enabled()) Enter([this] { Log(); });
     if (result.state == ContributionState::kStaged) {
       result.contribution.emplace(std::make_shared<const ContributionKey>(ContributionKey{shared_connection(), std::move(key)}));
     }

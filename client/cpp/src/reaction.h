@@ -1,4 +1,4 @@
-// React(): what gRPC calls back, where there may be no memory for it.
+// React(): what gRPC calls back, or a thread of the library runs, where there may be no memory for it.
 #ifndef HEADWATER_CLIENT_SRC_REACTION_H_
 #define HEADWATER_CLIENT_SRC_REACTION_H_
 
@@ -13,7 +13,8 @@ namespace headwater::client::internal {
 absl::Status MakeShortageError(const std::exception& error) noexcept;
 
 // Runs `reaction`, and `end(status)`, which must not throw, if it throws: std::bad_alloc, or std::system_error where there is no
-// thread. gRPC forgets what a reaction throws, and whoever waits for what it should have done would wait for ever.
+// thread. gRPC forgets what a reaction throws, and whoever waits for what it should have done would wait for ever; on a thread of
+// the library it would end the process.
 template <typename Reaction, typename End>
 void React(Reaction&& reaction, End&& end) noexcept {
   try {

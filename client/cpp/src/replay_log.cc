@@ -17,6 +17,12 @@ bool Share(const HeadUses& heads, HeadUses& others) {
                      [&others](const HeadUse& use) { return Find(others, use.state.get()) != others.end(); });
 }
 
+void RaiseFirstLoggedSteps(const HeadUses& heads) {
+  for (const HeadUse& use : heads) {
+    if (use.step.has_value()) use.state->RaiseFirstLoggedStep(*use.step + 1);
+  }
+}
+
 bool IsClosed(const LogEntry& entry) {
   return std::all_of(entry.heads.begin(), entry.heads.end(),
                      [](const HeadUse& use) { return !use.step.has_value() || *use.step < use.state->known_open_step(); });
@@ -71,17 +77,15 @@ void ReplayLog::AddLocked(LogEntry entry) {
   for (const HeadUse& use : entry.heads) {
     if (use.step.has_value() && *use.step < use.state->first_logged_step()) return;
   }
-  bytes_ += entry.bytes;
   entries_.push_back(std::move(entry));
+  bytes_ += entries_.back().bytes;
   while (bytes_ > max_bytes_) {
     auto dropped = std::find_if(entries_.begin(), entries_.end(), IsClosed);
     // Half a step is of no use: if the open ones are too large, what is here goes, and the room is for the steps to come.
     const bool all = dropped == entries_.end();
     if (all) dropped = entries_.begin();
     for (const auto end = all ? entries_.end() : std::next(dropped); dropped != end; ++dropped) {
-      for (const HeadUse& use : dropped->heads) {
-        if (use.step.has_value()) use.state->RaiseFirstLoggedStep(*use.step + 1);
-      }
+      RaiseFirstLoggedSteps(dropped->heads);
     }
     Shorten();
   }
@@ -118,6 +122,12 @@ void ReplayLog::StepIsOpen(const std::shared_ptr<HeadState>& head, int64_t step)
   std::lock_guard<std::mutex> lock(mutex_);
   if (!max_steps_.has_value() || head->first_logged_step() >= step - *max_steps_) return;
   head->RaiseFirstLoggedStep(step - *max_steps_);
+  Shorten();
+}
+
+void ReplayLog::BeginAfter(const HeadUses& heads) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  RaiseFirstLoggedSteps(heads);
   Shorten();
 }
 

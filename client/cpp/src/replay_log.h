@@ -65,6 +65,8 @@ class ReplayLog {
   void AddDiscard(LogEntry entry);
   // `step` is the head's open step or an earlier one: what is older is closed. Before the entry of the call that closed it.
   void StepIsOpen(const std::shared_ptr<HeadState>& head, int64_t step);
+  // Of what was done on these steps something is not here: the log begins after them.
+  void BeginAfter(const HeadUses& heads);
   // The head has a new epoch and an empty step, and perhaps other weights, or is gone. The steps of other heads whose calls name it
   // cannot be repeated as they were, no matter whether it was trained or a teacher: the log begins after them.
   void Forget(const HeadState& head);

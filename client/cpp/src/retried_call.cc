@@ -1,7 +1,7 @@
 #include "client/cpp/src/retried_call.h"
 
+#include <exception>
 #include <functional>
-#include <system_error>
 #include <utility>
 
 #include "headwater/client/error.h"
@@ -39,6 +39,10 @@ absl::Status RetriedCall::CancelledError() const {
 }
 
 void RetriedCall::Begin() {
+  GoOn([this] { TryBegin(); });
+}
+
+void RetriedCall::TryBegin() {
   if (cancelled()) return SetError(CancelledError());
   if (in_session_) {
     absl::StatusOr<std::string> id = connection_->session().Id({retry_.deadline(), cancel_.get_token()});
@@ -48,10 +52,10 @@ void RetriedCall::Begin() {
   if (mode_ == CallMode::kNormal) {
     if (!connection_->replay_log().TryEnter(heads_)) {
       connection_->recoveries().Run(this, std::chrono::nanoseconds(0), [this] {
-        if (absl::Status late = connection_->replay_log().WaitForRecovery(retry_.deadline()); !late.ok()) {
-          return SetError(std::move(late));
-        }
-        Begin();
+        GoOn([this] {
+          absl::Status late = connection_->replay_log().WaitForRecovery(retry_.deadline());
+          late.ok() ? Begin() : SetError(std::move(late));
+        });
       });
       return;
     }
@@ -77,13 +81,18 @@ void RetriedCall::Succeeded() { Leave(); }
 
 void RetriedCall::Failed(absl::Status status) {
   Leave();
-  if (cancelled()) return SetError(std::move(status));
+  React([&] { GoOnAfter(status); }, [&](const absl::Status&) { SetError(std::move(status)); });  // which says more
+}
+
+void RetriedCall::GoOnAfter(const absl::Status& status) {
+  if (cancelled()) return SetError(status);
   if (mode_ == CallMode::kNormal && recovery_count_ < kMaxRecoveries && MayRecover(connection_->replay_log(), status)) {
     ++recovery_count_;
     connection_->recoveries().Run(this, std::chrono::nanoseconds(0), [this, status] {
-      absl::Status recovered = Recover(*connection_, heads_, status, retry_.deadline(), [this] { return cancelled(); });
-      if (!recovered.ok()) return SetError(std::move(recovered));
-      Begin();
+      GoOn([&] {
+        absl::Status recovered = Recover(*connection_, heads_, status, retry_.deadline(), [this] { return cancelled(); });
+        recovered.ok() ? Begin() : SetError(std::move(recovered));
+      });
     });
     return;
   }
@@ -94,7 +103,7 @@ void RetriedCall::Failed(absl::Status status) {
   } else if (const auto back_off = retry_.AfterFailure(status); back_off.has_value()) {
     delay = *back_off;
   } else {
-    return SetError(std::move(status));
+    return SetError(status);
   }
   // Under the lock, so that Cancel() either is seen here or finds the task, which takes it first: until it is released the call
   // cannot end.
@@ -111,11 +120,12 @@ void RetriedCall::Failed(absl::Status status) {
 
 bool RetriedCall::BeginOnWorker() {
   try {
+    connection_->row_transport().endings().Prepare();  // for Cancel()
     connection_->row_transport().beginnings().Run(this, [this] {
       { std::lock_guard<std::mutex> begun(mutex_); }
       Begin();
     });
-  } catch (const std::system_error&) {
+  } catch (const std::exception&) {
     return false;
   }
   return true;

@@ -8,8 +8,10 @@
 #include <mutex>
 #include <stop_token>
 #include <string>
+#include <utility>
 
 #include "client/cpp/src/connection.h"
+#include "client/cpp/src/reaction.h"
 
 namespace headwater::client::internal {
 
@@ -40,6 +42,12 @@ class RetriedCall {
   // Sets the result: the last access to this object.
   virtual void SetError(absl::Status status) = 0;
 
+  // Runs log(), which puts the attempt into the log. Where there is no memory for that its result stands, but its steps are lost to
+  // a recovery, which would repeat them without it.
+  template <typename LogAttempt>
+  void Enter(LogAttempt log) {
+    React([&] { log(); }, [this](const absl::Status&) { connection_->replay_log().BeginAfter(heads_); });
+  }
   // The attempt's result is in the log. The caller sets the call's result next.
   void Succeeded();
   // Tries again, or sets the error.
@@ -57,10 +65,21 @@ class RetriedCall {
   int attempt_count() const { return attempt_count_; }
 
  private:
+  // Runs `part`, which may throw as long as the call has neither ended nor goes on elsewhere: that ends it.
+  template <typename Part>
+  void GoOn(Part part) noexcept {
+    React(part, [this](absl::Status shortage) {
+      Leave();
+      SetError(std::move(shortage));
+    });
+  }
   // May wait for a session.
   void Begin();
-  // The same on a thread that may block; false if the system gives none. With the lock, as the timer's task in Failed().
+  void TryBegin();
+  // Begin() on a thread that may block; false if the system gives none. With the lock, as the timer's task in GoOnAfter().
   bool BeginOnWorker();
+  // After a failure; throws as a `part`.
+  void GoOnAfter(const absl::Status& status);
   void Leave();
   bool cancelled() const { return cancel_.stop_requested(); }
   absl::Status CancelledError() const;

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/cpp/src/connection.h"
 #include "client/cpp/src/convert.h"
+#include "client/cpp/src/reaction.h"
 #include "client/cpp/src/tensor_stream.h"
 #include "client/cpp/src/transfer/teacher_transfer.h"
 
@@ -28,7 +29,11 @@ class TeacherCall {
         state_(std::move(state)) {}
 
   void Start() {
-    transfer_.StartAttempt(retry_.deadline(), [this](absl::StatusOr<std::string> answer) { Ended(std::move(answer)); });
+    internal::React(
+        [this] {
+          transfer_.StartAttempt(retry_.deadline(), [this](absl::StatusOr<std::string> answer) { Ended(std::move(answer)); });
+        },
+        [this](absl::Status shortage) { Set(std::move(shortage)); });
   }
 
   void Cancel() {
@@ -42,6 +47,12 @@ class TeacherCall {
 
  private:
   void Ended(absl::StatusOr<std::string> answer) {
+    internal::React([&] { GoOnAfter(answer); },
+                    [&](absl::Status shortage) { Set(answer.ok() ? std::move(shortage) : answer.status()); });
+  }
+
+  // Throws only if the call has neither ended nor goes on elsewhere.
+  void GoOnAfter(const absl::StatusOr<std::string>& answer) {
     if (!answer.ok()) {
       {
         // Under the lock, so that Cancel() either is seen here or finds the task, which takes it first: until it is released the

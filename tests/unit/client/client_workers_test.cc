@@ -87,5 +87,19 @@ TEST(Workers, ThreadsThatThereAreTakeWhatNoNewOneCan) {
   EXPECT_EQ(log.Await(2), (std::vector<int>{1, 2}));
 }
 
+TEST(Workers, NoTaskIsRefusedOnceThereIsAThread) {
+  ThreadSource threads(0);
+  Log log;
+  {
+    Workers workers(kMaxThreads, threads.maker());
+    EXPECT_THROW(workers.Prepare(), std::system_error);
+    threads.Set(1);
+    workers.Prepare();
+    workers.Prepare();
+    workers.Run(&log, [&log] { log.Add(1); });
+  }
+  EXPECT_EQ(log.Await(1), std::vector<int>{1});
+}
+
 }  // namespace
 }  // namespace headwater::client::internal

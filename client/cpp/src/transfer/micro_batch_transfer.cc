@@ -207,13 +207,10 @@ void MicroBatchTransfer::SendRequest(TransferRequest request) {
 }
 
 void MicroBatchTransfer::Ended(TransferResult result) {
-  if (placement_.has_value()) {
-    // What follows may copy or call the server.
-    return transport().endings().Run(this, [this, result = std::move(result)]() mutable { EndedPlaced(std::move(result)); });
-  }
-  if (!on_device()) return EndedByRows(std::move(result));
-  // Waits for the copies, and `done_` may copy rows of a device.
-  transport().endings().Run(this, [this, result = std::move(result)]() mutable { EndedByRows(std::move(result)); });
+  if (!placement_.has_value() && !on_device()) return EndedByRows(std::move(result));
+  // What follows may copy or call the server, waits for the copies, and `done_` may copy rows of a device.
+  result_ = std::move(result);
+  RunEnding([this] { placement_.has_value() ? EndedPlaced(std::move(result_)) : EndedByRows(std::move(result_)); });
 }
 
 void MicroBatchTransfer::EndedByRows(TransferResult result) {
@@ -221,7 +218,7 @@ void MicroBatchTransfer::EndedByRows(TransferResult result) {
   absl::Status copied = grad_copy_.has_value() ? FinishGradCopy(result.status.ok()) : absl::OkStatus();
   if (result.no_stripes && !repeated_ && !cancelled()) {
     repeated_ = true;
-    return RunBeginning([this] { Begin(); });
+    return RunBeginningAgain([this] { Begin(); });
   }
   if (!result.status.ok()) return Deliver(std::move(result.status));
   if (!copied.ok()) return Deliver(std::move(copied));
@@ -253,7 +250,7 @@ void MicroBatchTransfer::EndedPlaced(TransferResult result) {
   if ((reason == "REGION_NOT_FOUND" || reason == "SESSION_NOT_FOUND") && !repeated_ && !cancelled()) {
     repeated_ = true;
     if (reason == "SESSION_NOT_FOUND") transport().memory().Forget(header_.session_id());
-    if (reason == "REGION_NOT_FOUND" || !session_given_) return RunBeginning([this] { BeginAgain(); });
+    if (reason == "REGION_NOT_FOUND" || !session_given_) return RunBeginningAgain([this] { BeginAgain(); });
   }
   Deliver(std::move(result.status));
 }

@@ -57,6 +57,7 @@ class MicroBatchTransfer : public RowsCall {
   absl::Status SendRows();
   void SendRequest(TransferRequest request);
   void Ended(TransferResult result) override;
+  void Refuse(absl::Status shortage) override { Deliver(std::move(shortage)); }
   void EndedPlaced(TransferResult result);
   void EndedByRows(TransferResult result);
   // The gradient's way from the host to the device ends, for an answer or for nothing.
@@ -74,6 +75,7 @@ class MicroBatchTransfer : public RowsCall {
   bool session_given_ = false;  // by the caller, who replaces it if it has ended
   bool repeated_ = false;       // this attempt, for the path's sake
   int streams_ = 0;
+  TransferResult result_;  // between Ended() and what it runs: a task that carried it would need memory
 };
 
 }  // namespace headwater::client::internal

@@ -1,11 +1,13 @@
 #include "client/cpp/src/transfer/rows_call.h"
 
 #include <algorithm>
+#include <exception>
 #include <new>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/src/error.h"
+#include "client/cpp/src/reaction.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -45,11 +47,24 @@ void RowsCall::RunBeginning(std::function<void()> begin) {
   // Under the lock, so that Cancel() either is seen here or finds the task, which takes it first: until it is released the attempt
   // cannot end.
   std::lock_guard<std::mutex> lock(mutex_);
+  transport_.endings().Prepare();  // for Cancel()
   Workers& workers = cancelled() ? transport_.endings() : transport_.beginnings();
   workers.Run(this, [this, begin = std::move(begin)] {
     { std::lock_guard<std::mutex> begun(mutex_); }
-    begin();
+    React(begin, [this](absl::Status shortage) { Refuse(std::move(shortage)); });
   });
+}
+
+void RowsCall::RunBeginningAgain(std::function<void()> begin) {
+  React([&] { RunBeginning(std::move(begin)); }, [this](absl::Status shortage) { Refuse(std::move(shortage)); });
+}
+
+void RowsCall::RunEnding(const std::function<void()>& end) {
+  try {
+    transport_.endings().Run(this, end);
+  } catch (const std::exception&) {
+    end();
+  }
 }
 
 bool RowsCall::TryConnect(int64_t bytes_up, int64_t bytes_down) {
@@ -84,6 +99,7 @@ void RowsCall::Send(TransferRequest request) {
   request.chunk_bytes = transport_.options().chunk_bytes;
   if (facts_.max_chunk_bytes > 0) request.chunk_bytes = std::min(request.chunk_bytes, facts_.max_chunk_bytes);
   request.target = transport_.target();
+  transport_.endings().Prepare();  // what ends the call runs deep inside gRPC, where nothing can be done for want of a thread
   auto call = std::make_shared<TransferCall>(std::move(request), std::exchange(leases_, {}), transport_.timers(),
                                              transport_.endings(), [this](TransferResult result) {
                                                {

@@ -44,8 +44,13 @@ class RowsCall {
   // Whether an attempt may begin, or go on: CANCELLED, DEADLINE_EXCEEDED.
   absl::Status CheckWanted(Deadline deadline) const;
 
-  // Runs what begins an attempt, or begins it again, on a thread that may block; at once if the call is cancelled.
+  // Runs what begins an attempt on a thread that may block; at once if the call is cancelled. Throws what the system says if it
+  // gives no thread; then `begin` never runs.
   void RunBeginning(std::function<void()> begin);
+  // Likewise what begins an attempt again, where nobody could be told: Refuse() if there is no thread.
+  void RunBeginningAgain(std::function<void()> begin);
+  // Runs what ends an attempt on a thread that may block; on this one where there is no memory to ask for one.
+  void RunEnding(const std::function<void()>& end);
 
   // Gets connections for so many bytes each way. The first is false if it would have to block.
   bool TryConnect(int64_t bytes_up, int64_t bytes_down);
@@ -56,6 +61,8 @@ class RowsCall {
   void Send(TransferRequest request);
   // The attempt has ended.
   virtual void Ended(TransferResult result) = 0;
+  // It could not begin: this side is short of memory, or of threads.
+  virtual void Refuse(absl::Status shortage) = 0;
 
   // Rows in host memory, `data` and `arrival` of OutgoingRows: the view itself, or a copy of device memory, which is made once for
   // all rows that begin at its address and are no more.

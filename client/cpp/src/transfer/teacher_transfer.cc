@@ -41,7 +41,8 @@ absl::Status TeacherTransfer::SendRows() {
 void TeacherTransfer::Ended(TransferResult result) {
   if (rows_.memory == Memory::kHost) return EndedByRows(std::move(result));
   // Waits for the copies.
-  transport().endings().Run(this, [this, result = std::move(result)]() mutable { EndedByRows(std::move(result)); });
+  result_ = std::move(result);
+  RunEnding([this] { EndedByRows(std::move(result_)); });
 }
 
 void TeacherTransfer::EndedByRows(TransferResult result) {

@@ -29,6 +29,7 @@ class TeacherTransfer : public RowsCall {
   void Begin();
   absl::Status SendRows();
   void Ended(TransferResult result) override;
+  void Refuse(absl::Status shortage) override { Deliver(std::move(shortage)); }
   void EndedByRows(TransferResult result);
   void Deliver(absl::StatusOr<std::string> answer);
   int64_t bytes() const { return rows_.row_count * rows_.row_bytes(); }
@@ -38,6 +39,7 @@ class TeacherTransfer : public RowsCall {
   void* const cuda_stream_;
   Deadline deadline_;
   Done done_;
+  TransferResult result_;  // between Ended() and what it runs
 };
 
 }  // namespace headwater::client::internal

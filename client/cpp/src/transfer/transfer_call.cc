@@ -184,7 +184,8 @@ void TransferCall::CancelStreams() {
     }
   }
   for (const std::shared_ptr<grpc::ClientContext>& context : contexts) context->TryCancel();
-  BreakAfter(kReleaseGrace);
+  // Without a thread for it, where the call could not start either, or without memory, the deadline does it.
+  React([&] { BreakAfter(kReleaseGrace); }, [](const absl::Status&) {});
 }
 
 void TransferCall::BreakAfter(std::chrono::nanoseconds grace) {
@@ -292,7 +293,8 @@ void TransferCall::Finish() {
   const std::shared_ptr<TransferCall> kept = std::move(self_);
   const Done done = std::move(done_);
   timers_.Forget(this);
-  TransferResult result = MakeResult();
+  TransferResult result;
+  React([&] { result = MakeResult(); }, [&](absl::Status shortage) { result.status = std::move(shortage); });
   // Before the caller is told: its next call must find the connections idle, and if it lets go of everything this thread, which may
   // be gRPC's, must not be the one that holds the last channel, whose end waits for gRPC's threads.
   std::vector<std::unique_ptr<Stream>> streams;

@@ -34,6 +34,11 @@ void Workers::Run(const void* owner, std::function<void()> task) {
   changed_.notify_one();
 }
 
+void Workers::Prepare() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (threads_.empty()) threads_.push_back(make_thread_([this] { Loop(); }));
+}
+
 std::function<void()> Workers::Withdraw(const void* owner) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = std::find_if(tasks_.begin(), tasks_.end(), [owner](const Task& task) { return task.owner == owner; });

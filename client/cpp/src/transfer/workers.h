@@ -28,6 +28,8 @@ class Workers {
   // A task must not destroy this object. `owner` names it for Withdraw(). If the system gives no thread, those that there are take
   // the task; if there are none, this throws what the system says, and the task never runs.
   void Run(const void* owner, std::function<void()> task);
+  // Makes the first thread, so that later no task is refused; throws as Run().
+  void Prepare();
   // The task of `owner` that has not begun yet, which does not run any more; empty if there is none.
   std::function<void()> Withdraw(const void* owner);
 
