@@ -201,12 +201,18 @@ class ReplayBackend:
                     "what would be repeated is not what it was: a micro-batch is in a step that one of its heads has closed and "
                     "another one has not, or has read a trainable teacher whose weights are not those of then"
                 )
+            taken = {
+                name: self._take(state, self._log.first_step(name), wanted[name], deadline)
+                for name, state in states.items()
+                if state.epoch != heads[name] or state.state == "RESTORED"
+            }
+            # These calls follow a restart, too: epochs of a later process must not be taken for this one's.
+            if self._inner.server_info(max(deadline - time.monotonic(), 0.001)).incarnation != incarnation:
+                return self._recover(carried, steps, deadline)
             self._unsent = entries
-            for name, state in states.items():
-                if state.epoch != heads[name] or state.state == "RESTORED":
-                    epoch = self._take(state, self._log.first_step(name), wanted[name], deadline)
-                    self._learned[(name, epoch)] = incarnation
-                    self._successors[(name, heads[name])] = epoch
+            for name, epoch in taken.items():
+                self._learned[(name, epoch)] = incarnation
+                self._successors[(name, heads[name])] = epoch
             self._send(deadline)
             self._inner.open_session(max(deadline - time.monotonic(), 0.001))
             return None

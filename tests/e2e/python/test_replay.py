@@ -15,6 +15,7 @@ from expectations import refused
 import headwater
 import headwater.local
 from headwater import CrossEntropy
+from headwater._remote import RemoteBackend
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 12, 16, 40
 STEPS, MICRO_BATCHES = 3, 4
@@ -439,6 +440,32 @@ def test_a_new_run_is_not_followed(server, data):
             head.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1)
         with refused("EPOCH_FENCED", headwater.EpochFencedError):
             head.weight()
+        assert other.head(head.name).step_state().open.micro_batches == {}
+
+
+def test_a_new_run_is_not_followed_though_the_server_went_while_the_head_was_taken(server, data, monkeypatch):
+    """The epoch that is fenced is of the process that answers now: no restart explains it."""
+    went = []
+    get_head = RemoteBackend.get_head
+
+    def get_after_restart(backend, *arguments):
+        if not went:
+            went.append(True)
+            restart(server)
+        return get_head(backend, *arguments)
+
+    with connect(server) as client, headwater.connect(server.address, retries=PATIENT) as other:
+        head = client.create_head("student", data.weight)
+        head.save("first")
+        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
+        restart(server)
+        with monkeypatch.context() as patch:
+            patch.setattr(RemoteBackend, "get_head", get_after_restart)
+            head.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1)
+        assert went
+        other.head(head.name).take()
+        with refused("EPOCH_FENCED", headwater.EpochFencedError):
+            head.cross_entropy(data.hidden[0, 2], data.targets[0, 2], micro_batch=2)
         assert other.head(head.name).step_state().open.micro_batches == {}
 
 
