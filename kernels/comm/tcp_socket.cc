@@ -20,6 +20,10 @@ namespace {
 
 using AddressList = std::unique_ptr<addrinfo, void (*)(addrinfo*)>;
 
+// For one of several addresses of a name, until the next one's turn: what is filtered on the way answers nothing at all. One SYN
+// can get lost in that time.
+constexpr std::chrono::seconds kOneOfSeveral(2);
+
 absl::StatusOr<AddressList> Resolve(const std::string& host, const std::string& port, bool passive) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
@@ -100,10 +104,12 @@ absl::StatusOr<Socket> ConnectTcp(const std::string& address, const Patience& pa
   if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
   const absl::StatusOr<AddressList> list = Resolve(host, address.substr(colon + 1), /*passive=*/false);
   if (!list.ok()) return list.status();
+  const bool is_only = (*list)->ai_next == nullptr;
   while (true) {
     absl::Status last;
     for (const addrinfo* one = list->get(); one != nullptr; one = one->ai_next) {
-      absl::StatusOr<Socket> made = TryConnect(*one, patience);
+      const Clock::time_point turn_end = is_only ? patience.deadline : std::min(patience.deadline, Clock::now() + kOneOfSeveral);
+      absl::StatusOr<Socket> made = TryConnect(*one, {turn_end, patience.cancelled});
       if (made.ok()) return made;
       last = made.status();
     }
