@@ -96,12 +96,7 @@ GroupCore::RankTurn::~RankTurn() {
 }
 
 absl::Status GroupCore::RankTurn::Run(absl::FunctionRef<absl::Status(Rank&)> call) {
-  absl::Status status;
-  try {
-    status = call(*core_.ranks_[rank_]);
-  } catch (const std::exception& error) {
-    status = MakeError(ErrorReason::kEngineFailed, absl::StrCat("rank ", rank_, " failed: ", error.what()));
-  }
+  const absl::Status status = RankThreads::RunOne([&](size_t rank) { return call(*core_.ranks_[rank]); }, rank_);
   if (HasReason(status, ErrorReason::kEngineFailed)) core_.Lose(status);
   absl::Status lost = core_.lost();
   return lost.ok() ? status : lost;
@@ -114,7 +109,7 @@ absl::Status GroupCore::lost() const {
 
 std::vector<absl::Status> GroupCore::RunAll(RankThreads::Program program) {
   return threads_->Run([&](size_t rank) {
-    absl::Status status = program(rank);
+    absl::Status status = RankThreads::RunOne(program, rank);
     // At once: others may be waiting for this rank.
     if (HasReason(status, ErrorReason::kEngineFailed)) Lose(status);
     return status;

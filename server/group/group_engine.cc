@@ -7,6 +7,7 @@
 #include <utility>
 #include <variant>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/communicator.h"
 #include "headwater/kernels/digest.h"
@@ -362,7 +363,12 @@ absl::StatusOr<MicroBatchResult> GroupEngine::Compute(const MicroBatch& micro_ba
   if (micro_batch.flow != nullptr) flow = std::make_unique<GroupFlow>(*micro_batch.flow, rows_here);
   const uint64_t contribution = core_->NewId();
   std::vector<RankResult> results(core_->size());
+  absl::Status ended = absl::InternalError("the first rank has ended without a word");
   const absl::Status status = core_->OnAllAsFirst([&](size_t rank) {
+    // The others wait in the flow for the first rank, however that ends.
+    const absl::Cleanup end = [&] {
+      if (rank == 0 && flow != nullptr) flow->End(ended);
+    };
     RankCall call;
     call.micro_batch = micro_batch;
     call.heads = heads;
@@ -370,8 +376,11 @@ absl::StatusOr<MicroBatchResult> GroupEngine::Compute(const MicroBatch& micro_ba
     call.flow = flow.get();
     if (flow != nullptr) call.micro_batch.flow = flow.get();
     absl::StatusOr<RankResult> result = core_->rank(rank).Compute(call);
-    if (rank == 0 && flow != nullptr) flow->End(result.status());
-    if (result.ok()) results[rank] = *std::move(result);
+    if (result.ok()) {
+      results[rank] = *std::move(result);
+    } else if (rank == 0) {
+      ended = result.status();
+    }
     return result.status();
   });
   if (!status.ok()) {

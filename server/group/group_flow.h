@@ -40,12 +40,11 @@ class GroupFlow final : public RowFlow, public RankFlow {
 
   void GradHiddenReady(int64_t row_end) override { flow_.GradHiddenReady(row_end); }
 
-  // The first rank has ended: what nobody has told by now nobody will. `status`: how it ended.
-  void End(const absl::Status& status) {
+  // The first rank has ended: what nobody has told by now nobody will. `reason`: why, not OK.
+  void End(const absl::Status& reason) {
     absl::MutexLock lock(&mutex_);
-    const absl::Status ended = status.ok() ? absl::InternalError("the first rank has ended without a word") : status;
-    if (rows_status_.ok()) rows_status_ = ended;
-    if (!decision_.has_value()) decision_ = ended;
+    if (rows_status_.ok()) rows_status_ = reason;
+    if (!decision_.has_value()) decision_ = reason;
   }
 
   absl::StatusOr<int64_t> AwaitMore(int64_t have) override {

@@ -6,17 +6,14 @@
 #include "headwater/kernels/error.h"
 
 namespace headwater::group {
-namespace {
 
-absl::Status RunOne(RankThreads::Program program, size_t rank) {
+absl::Status RankThreads::RunOne(Program program, size_t rank) {
   try {
     return program(rank);
   } catch (const std::exception& error) {
     return MakeError(ErrorReason::kEngineFailed, "rank " + std::to_string(rank) + " failed: " + error.what());
   }
 }
-
-}  // namespace
 
 RankThreads::RankThreads(size_t count) : statuses_(count) {
   for (size_t rank = 1; rank < count; ++rank) threads_.emplace_back([this, rank] { Main(rank); });

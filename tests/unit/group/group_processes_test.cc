@@ -3,6 +3,7 @@
 #include <atomic>
 #include <map>
 #include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -88,7 +89,7 @@ class Processes {
     threads_.emplace_back([this, call] { assembly_->Serve(*call).IgnoreError(); });
     std::shared_ptr<group::ProcessRows>& rows = rows_[process];
     if (rows == nullptr && ranks > 1) rows = std::make_shared<group::ProcessRows>();
-    threads_.emplace_back([=] {
+    threads_.emplace_back([=, this] {
       group::WorkerOptions worker = LocalWorkerOptions();
       worker.process = process;
       worker.process_index = index;
@@ -99,6 +100,7 @@ class Processes {
       worker.alive_interval = absl::Milliseconds(5);
       worker.on_call_ended = on_call_ended;
       group::RunWorker(*call, worker).IgnoreError();
+      ++ended_;
       call->Cancel();
     });
     EXPECT_TRUE(Await([&] { return call->IsAwaitingRank(); }));
@@ -117,8 +119,10 @@ class Processes {
   void Cut(size_t call) { calls_[call]->Cancel(); }
   int64_t data_bytes(size_t call) const { return calls_[call]->data_bytes(); }
   LossEngine& engine() { return *engine_; }
+  int ended() const { return ended_; }  // workers
 
  private:
+  std::atomic<int> ended_ = 0;
   std::unique_ptr<group::GroupAssembly> assembly_;
   std::unique_ptr<LossEngine> engine_;
   std::vector<std::unique_ptr<TestCall>> calls_;
@@ -337,6 +341,51 @@ TEST(GroupProcesses, AnOwnRankThatFailsKeepsNobodyWaiting) {
   EXPECT_TRUE(HasReason(formed, ErrorReason::kEngineFailed)) << formed;
   EXPECT_THAT(formed.message(),
               AllOf(HasSubstr("rank 1: making an engine failed: the device is on fire"), Not(HasSubstr("rank 0"))));
+}
+
+// Has no memory for a micro-batch.
+class FullEngine final : public LossEngine {
+ public:
+  explicit FullEngine(std::unique_ptr<LossEngine> engine) : engine_(std::move(engine)) {}
+  std::string name() const override { return engine_->name(); }
+  std::vector<EngineDevice> devices() const override { return engine_->devices(); }
+  const EngineOptions& options() const override { return engine_->options(); }
+  absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override { return engine_->PlanHead(spec); }
+  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override { return engine_->CreateHead(spec); }
+  int64_t planned_bytes() const override { return engine_->planned_bytes(); }
+  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch&) override { throw std::bad_alloc(); }
+
+ private:
+  const std::unique_ptr<LossEngine> engine_;
+};
+
+TEST(GroupProcesses, AnOwnRankThatThrowsInACallKeepsNobodyWaiting) {
+  for (const int32_t full : {0, 1}) {
+    for (const bool has_flow : {false, true}) {
+      group::AssemblyOptions options = SixRanks();
+      options.stall_timeout = absl::Hours(1);
+      options.make_engine = [full](const EngineOptions& one) -> Made {
+        Made made = CreateCpuEngine(one);
+        if (one.group.rank == full && made.ok()) made = std::make_unique<FullEngine>(*std::move(made));
+        return made;
+      };
+      Processes processes(options);
+      for (int32_t index = 0; index < 3; ++index) processes.Join("a", index, 3, CreateCpuEngine);
+      processes.Join("b", 0, 1, CreateCpuEngine);
+      ASSERT_TRUE(processes.Form().ok());
+      const Problem problem = MakeProblem(ProblemOptions());
+      const auto head = processes.engine().CreateHead(problem.heads[0].spec);
+      ASSERT_TRUE(head.ok()) << head.status();
+      PreparedMicroBatch prepared(problem, {head->get()}, ComputeOptions());
+      SlowFlow flow(prepared.micro_batch.hidden.row_count, absl::OkStatus(), absl::OkStatus());
+      if (has_flow) prepared.micro_batch.flow = &flow;
+      const absl::Status status = processes.engine().Compute(prepared.micro_batch).status();
+      EXPECT_TRUE(HasReason(status, ErrorReason::kEngineFailed)) << status;
+      EXPECT_EQ(status.message(), "rank " + std::to_string(full) + " failed: std::bad_alloc");
+      EXPECT_EQ(processes.engine().health(), status);
+      EXPECT_TRUE(Await([&] { return processes.ended() == 4; })) << processes.ended();
+    }
+  }
 }
 
 TEST(GroupProcesses, AWorkersRankThatFailsKeepsNobodyWaiting) {
