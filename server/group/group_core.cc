@@ -69,30 +69,28 @@ void GroupCore::Lose(const absl::Status& reason) {
   for (const auto& rank : ranks_) rank->Abort(lost);
 }
 
-GroupCore::Turn::Turn(GroupCore& core) : core_(core) {
-  core_.turn_mutex_.Lock();
+GroupCore::Turn::Turn(GroupCore& core) : core_(core), lock_(&core.turn_mutex_) {
   if (!core_.formed()) {
     status_ = MakeError(ErrorReason::kStarting, "the group's ranks are not all there yet");
     return;
   }
   status_ = core_.lost();
-  if (status_.ok()) core_.FlushReleases();
+  if (!status_.ok()) return;
+  try {
+    core_.FlushReleases();
+  } catch (const std::exception& error) {
+    // Which ranks have been told is not known.
+    status_ = MakeError(ErrorReason::kEngineFailed, absl::StrCat("the ranks could not be told what to release: ", error.what()));
+    core_.Lose(status_);
+  }
 }
 
-GroupCore::Turn::~Turn() { core_.turn_mutex_.Unlock(); }
-
-GroupCore::RankTurn::RankTurn(GroupCore& core, size_t rank) : core_(core), rank_(rank) {
-  core_.turn_mutex_.ReaderLock();
-  core_.rank_mutexes_[rank_]->Lock();
+GroupCore::RankTurn::RankTurn(GroupCore& core, size_t rank)
+    : core_(core), rank_(rank), turn_lock_(&core.turn_mutex_), rank_lock_(core.rank_mutexes_[rank].get()) {
   status_ = core_.lost();
   if (!status_.ok()) return;
-  status_ = core_.FlushReleasesOf(rank_);
+  status_ = RankThreads::RunOne([this](size_t one) { return core_.FlushReleasesOf(one); }, rank_);
   if (!status_.ok()) core_.Lose(status_);
-}
-
-GroupCore::RankTurn::~RankTurn() {
-  core_.rank_mutexes_[rank_]->Unlock();
-  core_.turn_mutex_.ReaderUnlock();
 }
 
 absl::Status GroupCore::RankTurn::Run(absl::FunctionRef<absl::Status(Rank&)> call) {

@@ -45,13 +45,16 @@ class GroupCore {
   // formed.
   class ABSL_SCOPED_LOCKABLE Turn {
    public:
-    explicit Turn(GroupCore& core) ABSL_EXCLUSIVE_LOCK_FUNCTION(core.turn_mutex_);
-    ~Turn() ABSL_UNLOCK_FUNCTION();
+    explicit Turn(GroupCore& core) ABSL_EXCLUSIVE_LOCK_FUNCTION(core.turn_mutex_) ABSL_NO_THREAD_SAFETY_ANALYSIS;
+    ~Turn() ABSL_UNLOCK_FUNCTION() ABSL_NO_THREAD_SAFETY_ANALYSIS {}
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
     // Not OK: no call can be made.
     const absl::Status& status() const { return status_; }
 
    private:
     GroupCore& core_;
+    const absl::MutexLock lock_;  // a member: given back by a constructor that throws, too
     absl::Status status_;
   };
 
@@ -59,7 +62,6 @@ class GroupCore {
   class RankTurn {
    public:
     RankTurn(GroupCore& core, size_t rank) ABSL_NO_THREAD_SAFETY_ANALYSIS;
-    ~RankTurn() ABSL_NO_THREAD_SAFETY_ANALYSIS;
     RankTurn(const RankTurn&) = delete;
     RankTurn& operator=(const RankTurn&) = delete;
     // Not OK: no call can be made.
@@ -70,6 +72,8 @@ class GroupCore {
    private:
     GroupCore& core_;
     const size_t rank_;
+    const absl::ReaderMutexLock turn_lock_;
+    const absl::MutexLock rank_lock_;
     absl::Status status_;
   };
 
