@@ -274,6 +274,51 @@ TEST(RankLink, KeepsNoMoreRepliesThanItSays) {
   }
 }
 
+// A call whose reading or looking after it throws, as where there is no memory.
+class ThrowingCall final : public group::JoinCall {
+ public:
+  explicit ThrowingCall(bool at_once) : at_once_(at_once) {}
+  bool Read(v1::JoinRequest* message) override {
+    if (has_said_hello_) throw std::bad_alloc();
+    has_said_hello_ = true;
+    message->mutable_hello()->set_version("test");
+    message->mutable_hello()->set_port(1);
+    return true;
+  }
+  bool Send(const v1::JoinResponse&) override { return true; }
+  void Cancel() override {}
+  bool Cancelled() override { return at_once_ ? throw std::bad_alloc() : false; }
+  std::string host() const override { return "127.0.0.1"; }
+
+ private:
+  const bool at_once_;
+  bool has_said_hello_ = false;
+};
+
+TEST(GroupAssembly, IsNotLeftWithACallThatThrew) {
+  group::AssemblyOptions options = LocalAssemblyOptions();
+  options.engine.shard_count = 2;
+  options.engine.thread_count = 1;
+  options.setup_timeout = absl::Hours(1);
+  auto assembly = group::GroupAssembly::Create(options);
+  ASSERT_TRUE(assembly.ok()) << assembly.status();
+  const auto engine = (*assembly)->TakeEngine();
+  {
+    ThrowingCall call(/*at_once=*/true);
+    EXPECT_THROW((*assembly)->Serve(call).IgnoreError(), std::bad_alloc);
+  }
+  // Its place is free, and the next one's link is closed.
+  std::thread handler([&] {
+    ThrowingCall call(/*at_once=*/false);
+    EXPECT_THROW((*assembly)->Serve(call).IgnoreError(), std::bad_alloc);
+  });
+  const absl::Time start = absl::Now();
+  const absl::Status formed = (*assembly)->Form([&] { return absl::Now() - start > absl::Seconds(60); });
+  EXPECT_TRUE(HasReason(formed, ErrorReason::kEngineFailed)) << formed;
+  EXPECT_THAT(formed.message(), HasSubstr("rank 1: the worker's call has ended"));
+  handler.join();
+}
+
 // Who drops a head waits for nobody; and the ranks learn of it though no call follows.
 TEST(GroupRelease, DoesNotWaitForTheRanks) {
   std::atomic<LossEngine*> worker_engine = nullptr;
