@@ -36,7 +36,8 @@ absl::Status Guarded(absl::FunctionRef<absl::Status()> work) {
   }
 }
 
-// Writes of the commands' thread and of the one that tells that the worker lives, and notices when nobody listens any more.
+// Writes of the commands' thread and of the one that tells that the worker lives, and notices when nobody listens any more, or when
+// the engine can compute nothing any more while a command waits for it.
 class Voice {
  public:
   Voice(WorkerChannel& channel, const WorkerOptions& options) : channel_(channel), options_(options) {}
@@ -64,8 +65,8 @@ class Voice {
     communicator_ = std::move(communicator);
     if (ended_.load()) communicator_->Abort(LeaderGone());
   }
-  // How the rank gets on goes with it; null: there is none any more.
-  void Watch(const Rank* rank) {
+  // How the rank gets on goes with it; null: there is none any more. It lives as long as this.
+  void Watch(Rank* rank) {
     absl::MutexLock lock(&mutex_);
     rank_ = rank;
   }
@@ -74,21 +75,31 @@ class Voice {
   void Main() {
     while (true) {
       v1::JoinRequest alive;
+      Rank* rank = nullptr;
       {
         absl::MutexLock lock(&mutex_);
         if (mutex_.AwaitWithTimeout(absl::Condition(&stopping_), options_.alive_interval)) return;
         Describe(alive.mutable_alive());
         if (options_.is_leaving) alive.mutable_alive()->set_leaving(options_.is_leaving());
+        rank = rank_;
       }
-      if (!Write(alive)) return End();
+      // Not under the lock: an engine that finds its device lost may take its time.
+      if (const absl::Status health = rank == nullptr ? absl::OkStatus() : rank->health(); !health.ok()) {
+        // The command may never come back: this is its answer.
+        v1::JoinRequest lost;
+        EncodeStatus(health, lost.mutable_reply()->mutable_status());
+        Write(lost);
+        return End(health);
+      }
+      if (!Write(alive)) return End(LeaderGone());
     }
   }
 
-  void End() {
+  void End(const absl::Status& reason) {
     {
       absl::MutexLock lock(&mutex_);
       ended_ = true;
-      if (communicator_ != nullptr) communicator_->Abort(LeaderGone());
+      if (communicator_ != nullptr) communicator_->Abort(reason);
     }
     if (options_.on_call_ended) options_.on_call_ended();
   }
@@ -109,7 +120,7 @@ class Voice {
   absl::Mutex mutex_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::shared_ptr<Communicator> communicator_ ABSL_GUARDED_BY(mutex_);
-  const Rank* rank_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  Rank* rank_ ABSL_GUARDED_BY(mutex_) = nullptr;
   std::thread thread_;
 };
 

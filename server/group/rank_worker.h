@@ -49,8 +49,8 @@ struct WorkerOptions {
   absl::Duration alive_interval = kAliveInterval;
   // Whether the process has been asked to end, which the leader is told then. From a thread of the worker's; null: it never is.
   std::function<bool()> is_leaving;
-  // Called once when the leader has ended the call, after it was welcomed: what still executes is given up, and comes back unless
-  // a device hangs. From a thread of the worker's; null: nothing is.
+  // Called once when the leader has ended the call, after it was welcomed, or when the engine's health() has failed: what still
+  // executes is given up, and comes back unless a device hangs. From a thread of the worker's; null: nothing is.
   std::function<void()> on_call_ended;
 };
 

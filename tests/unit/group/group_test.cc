@@ -72,6 +72,53 @@ TEST(GroupFailure, AWorkerThatIsGoneLosesTheGroupAndAllItsRanks) {
   }
 }
 
+// Its device hangs in a call, and it knows.
+class HangingEngine final : public LossEngine {
+ public:
+  HangingEngine(std::unique_ptr<LossEngine> engine, absl::Notification& go_on) : engine_(std::move(engine)), go_on_(go_on) {}
+  std::string name() const override { return engine_->name(); }
+  std::vector<EngineDevice> devices() const override { return engine_->devices(); }
+  const EngineOptions& options() const override { return engine_->options(); }
+  absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override {
+    hangs_ = true;
+    go_on_.WaitForNotification();
+    return engine_->PlanHead(spec);
+  }
+  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override { return engine_->CreateHead(spec); }
+  int64_t planned_bytes() const override { return engine_->planned_bytes(); }
+  absl::Status health() const override {
+    return hangs_ ? MakeError(ErrorReason::kEngineFailed, "the device hangs") : engine_->health();
+  }
+  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override { return engine_->Compute(micro_batch); }
+
+ private:
+  const std::unique_ptr<LossEngine> engine_;
+  absl::Notification& go_on_;
+  mutable std::atomic<bool> hangs_ = false;
+};
+
+TEST(GroupFailure, AWorkerWhoseDeviceHangsSaysSo) {
+  absl::Notification answered, go_on;
+  const auto group =
+      ThreadedGroup::Create(ThreeRanks(), [&](const EngineOptions& options) -> absl::StatusOr<std::unique_ptr<LossEngine>> {
+        auto engine = CreateCpuEngine(options);
+        if (options.group.rank == 2 && engine.ok()) engine = std::make_unique<HangingEngine>(*std::move(engine), go_on);
+        return engine;
+      });
+  ASSERT_TRUE(group.ok()) << group.status();
+  absl::Status status;
+  std::thread caller([&] {
+    status = (*group)->PlanHead(MakeProblem(ProblemOptions()).heads[0].spec).status();
+    answered.Notify();
+  });
+  EXPECT_TRUE(answered.WaitForNotificationWithTimeout(absl::Seconds(30)));
+  go_on.Notify();
+  caller.join();
+  EXPECT_TRUE(HasReason(status, ErrorReason::kEngineFailed)) << status;
+  EXPECT_EQ(status.message(), "the device hangs");
+  EXPECT_EQ((*group)->health(), status);
+}
+
 // The rows of a micro-batch stop coming because the caller gives up: that costs the group nothing.
 class EndingFlow final : public RowFlow {
  public:
