@@ -287,8 +287,8 @@ class Head : public std::enable_shared_from_this<Head> {
   // Adds a trainer's own part as a committed contribution. True if this call added it, false for a repeat with the same digest.
   absl::StatusOr<bool> AddGradient(const StepKey& key, int64_t micro_batch, int64_t attempt, const Digest& digest,
                                    const GradientPart& part, const std::function<bool()>& cancelled);
-  // In deterministic mode AddGradient() is refused (kOrderedWindowFull) until its predecessors are in: its rows are not kept. Waits
-  // for that; OK as well when the deadline comes. kCancelled.
+  // In deterministic mode AddGradient() is refused (kOrderedWindowFull) until its predecessors are there, and adds them first: its
+  // rows are not kept. Waits for that; OK as well when the deadline comes. kCancelled.
   absl::Status AwaitTurn(const StepKey& key, int64_t micro_batch, const WaitLimits& limits) const;
   // Whether AwaitTurn() has nothing to wait for.
   bool HasItsTurn(const StepKey& key, int64_t micro_batch) const;
@@ -434,9 +434,10 @@ class Head : public std::enable_shared_from_this<Head> {
   // A commit of what FindPending() has found: adds it, or puts it in its place in the order. Likewise.
   static absl::Status CarryOut(const std::vector<DecisionTarget>& targets, int64_t micro_batch, PendingContribution& pending,
                                const CommitArguments& arguments, const CommitFactor& factor);
-  // AddGradient() once its arguments are known to be right, but for what follows in the order.
-  absl::StatusOr<bool> AddOwnPart(const StepKey& key, int64_t micro_batch, int64_t attempt, const Digest& digest,
-                                  const GradientPart& part, const std::function<bool()>& cancelled);
+  // AddGradient() once its arguments are known to be right, but for what follows in the order. Null if contributions wait that are
+  // to be added first.
+  absl::StatusOr<std::optional<bool>> AddOwnPart(const StepKey& key, int64_t micro_batch, int64_t attempt, const Digest& digest,
+                                                 const GradientPart& part, const std::function<bool()>& cancelled);
   // Whether an engine will take what is held times these: kShapeMismatch, kInvalidField.
   static absl::Status CheckArguments(const CommitArguments& arguments, const HeldRows& held);
 

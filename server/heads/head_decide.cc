@@ -386,15 +386,21 @@ absl::StatusOr<bool> Head::AddGradient(const StepKey& key, int64_t micro_batch, 
   }
   absl::Status check = CheckAddGradient(key, micro_batch, attempt, part.row_start, part.row_count);
   if (!check.ok()) return check;
-  absl::StatusOr<bool> added = AddOwnPart(key, micro_batch, attempt, digest, part, cancelled);
-  if (!added.ok()) return added;
-  // Others may have waited for it.
-  if (absl::Status status = AddInOrder({this}); !status.ok()) return status;
-  return added;
+  while (true) {
+    absl::StatusOr<std::optional<bool>> added = AddOwnPart(key, micro_batch, attempt, digest, part, cancelled);
+    if (!added.ok()) return added.status();
+    if (added->has_value()) {
+      // Others may have waited for it.
+      if (absl::Status status = AddInOrder({this}); !status.ok()) return status;
+      return **added;
+    }
+    // A shard was not ready, say, when the predecessors were to be added. If it still is not, neither is this one added.
+    if (absl::Status status = AddInOrder(); !status.ok()) return status;
+  }
 }
 
-absl::StatusOr<bool> Head::AddOwnPart(const StepKey& key, int64_t micro_batch, int64_t attempt, const Digest& digest,
-                                      const GradientPart& part, const std::function<bool()>& cancelled) {
+absl::StatusOr<std::optional<bool>> Head::AddOwnPart(const StepKey& key, int64_t micro_batch, int64_t attempt, const Digest& digest,
+                                                     const GradientPart& part, const std::function<bool()>& cancelled) {
   absl::MutexLock compute_lock(&compute_mutex_);
   absl::Status check = CheckAddGradient(key, micro_batch, attempt, part.row_start, part.row_count);
   if (!check.ok()) return check;
@@ -403,10 +409,14 @@ absl::StatusOr<bool> Head::AddOwnPart(const StepKey& key, int64_t micro_batch, i
   }
   {
     absl::MutexLock state_lock(&state_mutex_);
+    if (window_ != nullptr) {
+      const std::shared_ptr<const WaitingAddition> next = NextInOrder();
+      if (next != nullptr && next->micro_batch < micro_batch) return std::optional<bool>();
+    }
     absl::StatusOr<BeginDecision> decision =
         ledger_.Begin(key.step, micro_batch, attempt, digest, /*first_wins=*/false, limits_.max_step_micro_batches);
     if (!decision.ok()) return decision.status();
-    if (*decision != BeginDecision::kCompute) return false;
+    if (*decision != BeginDecision::kCompute) return std::optional<bool>(false);
     DropPending(micro_batch);  // of a lower attempt, which this one supersedes
     if (window_ != nullptr) window_->Reopen(micro_batch);
   }
@@ -426,7 +436,7 @@ absl::StatusOr<bool> Head::AddOwnPart(const StepKey& key, int64_t micro_batch, i
   changed_.SignalAll();
   if (absl::Status status = ledger_.FinishCommitted(micro_batch, ContributionForm::kDirect, ContributionCounts()); !status.ok())
     return status;
-  return true;
+  return std::optional<bool>(true);
 }
 
 }  // namespace headwater::heads

@@ -60,8 +60,9 @@ absl::Status Head::CheckNothingWaits() const {
   if (!HasWaiting()) return absl::OkStatus();
   const int64_t step = ledger_.open().step;
   return MakeError(ErrorReason::kStepNotSealed,
-                   absl::StrCat(window_->waiting_count(), " contributions of step ", step, " wait for micro-batch ",
-                                window_->FirstMissing(), " to be added before them; seal the step first"),
+                   absl::StrCat(window_->waiting_count(), " contributions of step ", step,
+                                " wait to be added, and the lowest one that is missing is micro-batch ", window_->FirstMissing(),
+                                "; seal the step first"),
                    {{"step", absl::StrCat(step)}, {"openStep", absl::StrCat(step)}});
 }
 
@@ -166,7 +167,7 @@ absl::Status Head::AddInOrder() ABSL_NO_THREAD_SAFETY_ANALYSIS {
 absl::Status Head::AddInOrder(const std::vector<Head*>& heads) {
   for (Head* head : heads) {
     absl::Status status = head->AddInOrder();
-    // What else fails leaves the contribution waiting, to be added by the next call, or by the seal.
+    // What else fails leaves the contribution waiting, to be added by the next submission, decision or gradient, or by the seal.
     if (IsEngineFailure(status)) return status;
   }
   return absl::OkStatus();

@@ -273,6 +273,8 @@ absl::StatusOr<SubmissionOutcome> Head::Submit(const Submission& submission, Los
                                                const std::function<bool()>& cancelled) ABSL_NO_THREAD_SAFETY_ANALYSIS {
   // What can be refused is refused without waiting: a duplicate of the micro-batch that is being computed, above all.
   if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
+  // What could not be added when its turn came holds its rows' memory.
+  if (absl::Status status = AddInOrder(TargetsOf(submission)); !status.ok()) return status;
   const std::set<Head*, std::less<>> heads = HeadsOf(submission);
   const auto count_calls = [&heads](int64_t change) {
     for (Head* head : heads) {

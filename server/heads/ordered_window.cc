@@ -7,7 +7,7 @@ namespace headwater::heads {
 
 int64_t OrderedWindow::FirstMissing() const {
   int64_t id = floor_;
-  for (auto closed = closed_.lower_bound(floor_); closed != closed_.end() && *closed == id; ++closed) ++id;
+  while (closed_.contains(id) || waiting_.contains(id)) ++id;
   return id;
 }
 

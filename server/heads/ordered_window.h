@@ -34,11 +34,11 @@ class OrderedWindow {
 
   // A higher one has been added: it is too late for this one.
   bool HasPassed(int64_t micro_batch) const { return micro_batch < floor_; }
-  // No predecessor is missing, or undecided.
+  // No predecessor is missing, or undecided; some may wait to be added first.
   bool IsFront(int64_t micro_batch) const { return micro_batch >= floor_ && micro_batch <= FirstMissing(); }
   // Room for one that is not the front. `undecided`: contributions that are there without a decision.
   bool HasRoom(int64_t undecided) const { return undecided + waiting_count() < capacity_; }
-  // The lowest id whose contribution is not there; of contributions that wait, the front counts as missing until it is added.
+  // The lowest id whose contribution is not there.
   int64_t FirstMissing() const;
 
   // Its trainer has discarded it: the next one need not wait for it.

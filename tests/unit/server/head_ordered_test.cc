@@ -111,6 +111,15 @@ class HeadOrderedTest : public ::testing::TestWithParam<int32_t> {
     }
   }
   void Add(const std::shared_ptr<Head>& head, int64_t id) { Add(head, id, *engine_); }
+  // Its own computation is done, and the addition fails; as everything does until `prepare_fails` is false again.
+  void Delay(const std::shared_ptr<Head>& head, int64_t id) {
+    MicroBatchCall& call = Call(head, id);
+    call.submission().hold = [] {
+      prepare_fails = true;
+      return std::make_shared<const int>(0);
+    };
+    ASSERT_OK(call.Run(*engine_));
+  }
   // The gradient of ids 0 ... kMicroBatches - 1 in this order.
   std::vector<float> Reference() {
     const std::shared_ptr<Head> head = NewHead(Deterministic(), "reference");
@@ -541,17 +550,51 @@ TEST_P(HeadOrderedTest, AShardThatIsNotReadyDelaysTheAddition) {
   const std::shared_ptr<Head> head = NewHead(), plain = NewHead();
   for (int64_t id = 0; id < 2; ++id) ASSERT_OK(Submit(plain, id));
   ASSERT_OK(Submit(head, 1));
-  MicroBatchCall& first = Call(head, 0);
-  // Its own computation is done, and what follows fails.
-  first.submission().hold = [] {
-    prepare_fails = true;
-    return std::make_shared<const int>(0);
-  };
-  ASSERT_OK(first.Run(*engine_));
+  Delay(head, 0);
   EXPECT_EQ(Waiting(*head), 2);
   EXPECT_REASON(head->Seal(KeyOf(*head), int64_t{2}), kShardNotReady);
   prepare_fails = false;
   ASSERT_OK(head->Seal(KeyOf(*head), int64_t{2}));
+  EXPECT_EQ(ReadGradWeight(*head), ReadGradWeight(*plain));
+}
+
+TEST_P(HeadOrderedTest, ATrainersOwnPartAddsWhatWasDelayedFirst) {
+  const std::vector<float> own(static_cast<size_t>(kWidth), 0.37F);
+  GradientPart part;
+  part.row_count = 1;
+  part.data = own.data();
+  const auto add = [&](const std::shared_ptr<Head>& head) {
+    return head->AddGradient(KeyOf(*head), 1, 0, Digest{7}, part, nullptr);
+  };
+  const std::shared_ptr<Head> plain = NewHead(), head = NewHead(Deterministic(1));
+  ASSERT_OK(Submit(plain, 0));
+  EXPECT_TRUE(*add(plain));
+  Delay(head, 0);
+  EXPECT_EQ(Waiting(*head), 1);
+  // Nothing is missing, so there is nothing to wait for; but it is not added before its predecessor.
+  EXPECT_TRUE(head->HasItsTurn(KeyOf(*head), 1));
+  EXPECT_FALSE(head->HasItsTurn(KeyOf(*head), 2));
+  EXPECT_REASON(add(head), kShardNotReady);
+  prepare_fails = false;
+  EXPECT_TRUE(*add(head));
+  EXPECT_EQ(Waiting(*head), 0);
+  EXPECT_FALSE(*add(head));
+  ASSERT_OK(head->Seal(KeyOf(*head), int64_t{2}));
+  EXPECT_EQ(ReadGradWeight(*head), ReadGradWeight(*plain));
+}
+
+TEST_P(HeadOrderedTest, ASubmissionAddsWhatWasDelayedEvenIfTheWindowIsFull) {
+  const std::shared_ptr<Head> head = NewHead(Deterministic(1)), plain = NewHead();
+  for (int64_t id = 0; id < 2; ++id) ASSERT_OK(Submit(plain, id));
+  Delay(head, 0);
+  prepare_fails = false;
+  EXPECT_REASON(Submit(head, 2), kOrderedWindowFull);
+  MicroBatchCall& next = Call(head, 1);
+  int64_t waiting = -1;
+  next.submission().hold = [&] { return waiting = Waiting(*head), std::make_shared<const int>(0); };
+  ASSERT_OK(next.Run(*engine_));
+  EXPECT_EQ(waiting, 0);
+  EXPECT_EQ(Waiting(*head), 0);
   EXPECT_EQ(ReadGradWeight(*head), ReadGradWeight(*plain));
 }
 
