@@ -1,11 +1,13 @@
 #include "server/heads/head.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
+#include "server/heads/compute_locks.h"
 
 namespace headwater::heads {
 
@@ -179,19 +181,23 @@ absl::Status Head::AfterChange(const absl::Status& status) {
   return status;
 }
 
-void Head::MarkLost(const absl::Status& cause) {
+void Head::MarkLost(absl::string_view cause) {
   absl::MutexLock state_lock(&state_mutex_);
   DropAllPending();
   shadow_.clear();
   state_ = HeadState::kLost;
-  lost_cause_ = std::string(cause.message());
   has_weight_ = false;
   has_bias_ = false;
   weight_checksum_.clear();
   ledger_.Reset(ledger_.open().step);
   last_apply_.reset();
   last_replace_.clear();
+  lost_cause_ = "out of memory";  // takes none itself
   changed_.SignalAll();
+  try {
+    if (!cause.empty()) lost_cause_ = std::string(cause);
+  } catch (const std::bad_alloc&) {
+  }
 }
 
 void Head::StartAfresh(int64_t step) {
@@ -214,7 +220,7 @@ absl::StatusOr<HeadInfo> Head::Take(const std::optional<Epoch>& epoch) {
     if (absl::Status status = Check(nullptr, Need::kNotLost, true); !status.ok()) return status;
     if (epoch.has_value() && *epoch != epoch_) return EpochError(*epoch);
   }
-  if (absl::Status status = AfterChange(engine_head_->ZeroGradient()); !status.ok()) return status;
+  if (absl::Status status = AfterChange(CatchFailure([this] { return engine_head_->ZeroGradient(); })); !status.ok()) return status;
   absl::MutexLock state_lock(&state_mutex_);
   StartAfresh(ledger_.open().step);
   if (!HasAllTensors()) state_ = HeadState::kLoading;

@@ -39,6 +39,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/digest.h"
@@ -465,7 +466,9 @@ class Head : public std::enable_shared_from_this<Head> {
 
   // After an engine call that changes the head: an engine failure makes the head LOST. Returns `status`.
   absl::Status AfterChange(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
-  void MarkLost(const absl::Status& cause) ABSL_SHARED_LOCKS_REQUIRED(compute_mutex_);
+  // Throws nothing.
+  void MarkLost(absl::string_view cause) ABSL_SHARED_LOCKS_REQUIRED(compute_mutex_);
+  void MarkLost(const absl::Status& cause) ABSL_SHARED_LOCKS_REQUIRED(compute_mutex_) { MarkLost(cause.message()); }
   absl::Status CheckApply(const ApplyArguments& arguments) const;
   absl::Status CheckUpdates(const std::vector<TensorUpdate>& updates) const;
   // kDataLengthMismatch unless `byte_count` is the whole tensor's.

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
+#include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
 
 namespace headwater::heads {
@@ -206,7 +207,11 @@ absl::StatusOr<std::optional<ApplyReply>> Head::TryApply(const StepKey& key, con
   step.learning_rate = arguments.learning_rate;
   step.gradient_multiplier = arguments.gradient_factor * reply.clip_factor;
   step.settings = WithOverrides(spec_.optimizer, arguments);
-  if (absl::Status status = AfterChange(engine_head_->ApplyOptimizer(step)); !status.ok()) return status;
+  AppliedStep applied;  // before the update, which is not to be known without its arguments
+  applied.arguments = arguments;
+  applied.expected = expected;
+  if (absl::Status status = AfterChange(CatchFailure([&] { return engine_head_->ApplyOptimizer(step); })); !status.ok())
+    return status;
 
   absl::MutexLock state_lock(&state_mutex_);
   if (absl::Status status = CloseStep(key.step, StepState::kApplied); !status.ok()) return status;
@@ -214,7 +219,8 @@ absl::StatusOr<std::optional<ApplyReply>> Head::TryApply(const StepKey& key, con
   reply.open_step = ledger_.open().step;
   reply.weight_version = ++weight_version_;
   weight_checksum_.clear();
-  last_apply_ = AppliedStep{arguments, expected, reply};
+  applied.reply = reply;
+  last_apply_ = std::move(applied);
   return reply;
 }
 
@@ -244,7 +250,7 @@ absl::StatusOr<std::pair<int64_t, bool>> Head::DiscardGradient(const StepKey& ke
     }
     if (absl::Status status = ledger_.CheckClose(key.step, StepState::kDiscarded); !status.ok()) return status;
   }
-  if (absl::Status status = AfterChange(engine_head_->ZeroGradient()); !status.ok()) return status;
+  if (absl::Status status = AfterChange(CatchFailure([this] { return engine_head_->ZeroGradient(); })); !status.ok()) return status;
   absl::MutexLock state_lock(&state_mutex_);
   if (absl::Status status = CloseStep(key.step, StepState::kDiscarded); !status.ok()) return status;
   return std::make_pair(ledger_.open().step, false);

@@ -4,11 +4,13 @@
 #include <memory>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/checkpoint/xxh3.h"
+#include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
 #include "server/heads/numerics.h"
 
@@ -99,8 +101,11 @@ absl::Status Head::CheckUpdates(const std::vector<TensorUpdate>& updates) const 
 }
 
 absl::Status Head::WriteTensors(const std::vector<TensorUpdate>& updates, bool& changed) {
-  const auto note = [&changed](const absl::Status& status) {
-    changed = changed || !HasReason(status, ErrorReason::kShardNotReady);  // which leaves everything as it was
+  // Taken for changed while the engine is at it, which may throw.
+  const auto change = [&changed](const auto& act) {
+    const bool before = std::exchange(changed, true);
+    const absl::Status status = act();
+    changed = before || !HasReason(status, ErrorReason::kShardNotReady);  // which leaves everything as it was
     return status;
   };
   for (const TensorUpdate& update : updates) {
@@ -114,9 +119,10 @@ absl::Status Head::WriteTensors(const std::vector<TensorUpdate>& updates, bool& 
       if (absl::Status status = update.source(start, count, buffer.get()); !status.ok()) return status;
       // Before the first write, which a shard alone does not ask the others about: so one that is not ready is found in time.
       if (!changed && spec_.trainable) {
-        if (absl::Status status = note(engine_head_->ZeroGradient()); !status.ok()) return status;
+        if (absl::Status status = change([&] { return engine_head_->ZeroGradient(); }); !status.ok()) return status;
       }
-      if (absl::Status status = note(engine_head_->WriteTensor(tensor, start, count, buffer.get())); !status.ok()) return status;
+      absl::Status status = change([&] { return engine_head_->WriteTensor(tensor, start, count, buffer.get()); });
+      if (!status.ok()) return status;
     }
   }
   return absl::OkStatus();
@@ -150,17 +156,20 @@ absl::StatusOr<HeadInfo> Head::SetTensors(const Epoch& epoch, const std::vector<
     return std::any_of(updates.begin(), updates.end(), [tensor](const TensorUpdate& update) { return update.tensor == tensor; });
   };
   bool changed = false;
-  absl::Status written = WriteTensors(updates, changed);
-  if (written.ok() && spec_.trainable && !std::holds_alternative<std::monostate>(spec_.optimizer)) {
-    written = engine_head_->ResetOptimizerState();
-  }
   std::string checksum;
-  if (written.ok() && sets(HeadTensor::kWeight)) {
-    absl::StatusOr<std::string> computed = ChecksumWeight();
-    if (computed.ok()) checksum = *std::move(computed);
-    written = computed.status();
-  }
-  written = AfterTheBeginning(written, changed);
+  const auto write = [&]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    absl::Status status = WriteTensors(updates, changed);
+    if (status.ok() && spec_.trainable && !std::holds_alternative<std::monostate>(spec_.optimizer)) {
+      status = engine_head_->ResetOptimizerState();
+    }
+    if (status.ok() && sets(HeadTensor::kWeight)) {
+      absl::StatusOr<std::string> computed = ChecksumWeight();
+      if (computed.ok()) checksum = *std::move(computed);
+      status = computed.status();
+    }
+    return AfterTheBeginning(status, changed);
+  };
+  const absl::Status written = CatchFailure(write, &changed);
   if (!written.ok()) {
     if (changed && !was_loading) {
       MarkLost(written);
@@ -199,15 +208,17 @@ absl::Status Head::WriteShadow() {
   for (const auto& [name, entry] : shadow)
     updates.push_back(UpdateFromMemory(name, entry.tensor.data_type, entry.tensor.data.get()));
   bool changed = false;
-  const absl::Status written = AfterTheBeginning(WriteTensors(updates, changed), changed);
+  absl::StatusOr<std::string> checksum;
+  const auto write = [&]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    const absl::Status status = WriteTensors(updates, changed);
+    if (!status.ok()) return AfterTheBeginning(status, changed);
+    checksum = ChecksumWeight();
+    return checksum.status();
+  };
+  const absl::Status written = CatchFailure(write, &changed);
   if (!written.ok()) {
     if (changed) MarkLost(written);
     return written;
-  }
-  absl::StatusOr<std::string> checksum = ChecksumWeight();
-  if (!checksum.ok()) {
-    MarkLost(checksum.status());
-    return checksum.status();
   }
   absl::MutexLock state_lock(&state_mutex_);
   weight_checksum_ = *std::move(checksum);
@@ -224,6 +235,7 @@ absl::StatusOr<ReplaceReply> Head::Replace(const StepKey& key, const ShadowTenso
   const std::string checksum = absl::StrCat(DataTypeName(tensor.data_type), ":", hasher.Digest());
 
   absl::MutexLock compute_lock(&compute_mutex_);
+  std::map<HeadTensor, std::string> checksums;
   {
     absl::MutexLock state_lock(&state_mutex_);
     if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
@@ -242,11 +254,10 @@ absl::StatusOr<ReplaceReply> Head::Replace(const StepKey& key, const ShadowTenso
     if (absl::Status status = ledger_.CheckClose(key.step, StepState::kReplaced); !status.ok()) return status;
     shadow_[tensor.tensor] = {tensor, checksum};
     if (shadow_.size() < (spec_.has_bias ? 2U : 1U)) return ReplaceReply{.head = DescribeLocked()};
+    for (const auto& [name, entry] : shadow_) checksums[name] = entry.checksum;
   }
   if (absl::Status status = WriteShadow(); !status.ok()) return status;
   absl::MutexLock state_lock(&state_mutex_);
-  std::map<HeadTensor, std::string> checksums;
-  for (const auto& [name, entry] : shadow_) checksums[name] = entry.checksum;
   if (absl::Status status = CloseStep(key.step, StepState::kReplaced); !status.ok()) return status;
   last_replace_ = std::move(checksums);
   ++weight_version_;
@@ -290,13 +301,14 @@ absl::StatusOr<Head::SavedCheckpoint> Head::Save(const std::optional<Epoch>& epo
 }
 
 absl::StatusOr<bool> Head::SaveIfChanged(checkpoint::CheckpointStore& store, const std::string& checkpoint_name,
-                                         absl::Time deadline) {
+                                         absl::Time deadline) ABSL_NO_THREAD_SAFETY_ANALYSIS {
   while (!compute_mutex_.TryLock()) {
     if (absl::Now() >= deadline) {
       return MakeError(ErrorReason::kDeadlineExceeded, absl::StrCat("calls on ", name_.ToString(), " are still being computed"));
     }
     absl::SleepFor(kPollInterval);
   }
+  const absl::Cleanup unlock = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { compute_mutex_.Unlock(); };  // even if the store throws
   std::optional<Epoch> epoch;
   {
     absl::MutexLock state_lock(&state_mutex_);
@@ -310,7 +322,6 @@ absl::StatusOr<bool> Head::SaveIfChanged(checkpoint::CheckpointStore& store, con
     const absl::Status status = SaveLocked(epoch, store, checkpoint_name, /*overwrite=*/true).status();
     saved = status.ok() ? absl::StatusOr<bool>(true) : status;
   }
-  compute_mutex_.Unlock();
   return saved;
 }
 
@@ -331,10 +342,10 @@ absl::StatusOr<Head::SavedCheckpoint> Head::SaveLocked(const std::optional<Epoch
   info.numerics = DescribeNumerics(engine_, *engine_head_);
   absl::StatusOr<int64_t> total_bytes = store.Save(name_.tenant, name_.head, info, *engine_head_, overwrite);
   if (!total_bytes.ok()) return total_bytes.status();
-  const std::string checkpoints = store.Steps(name_.tenant, name_.head);
+  std::string checkpoints = store.Steps(name_.tenant, name_.head);
   absl::MutexLock state_lock(&state_mutex_);
   saved_ = {weight_version_, info.step};
-  ledger_.SetCheckpoints(checkpoints);
+  ledger_.SetCheckpoints(std::move(checkpoints));
   return SavedCheckpoint{info.step, *total_bytes};
 }
 
@@ -360,27 +371,34 @@ absl::StatusOr<std::string> Head::CompareNumerics(const checkpoint::CheckpointSt
 absl::Status Head::LoadCheckpoint(checkpoint::CheckpointStore& store, const std::string& checkpoint_name, bool comes_back) {
   absl::StatusOr<std::string> note = CompareNumerics(store, checkpoint_name);
   if (!note.ok()) return note.status();
-  absl::StatusOr<checkpoint::CheckpointInfo> info = store.Load(name_.tenant, name_.head, checkpoint_name, *engine_head_);
-  if (!info.ok()) return AfterChange(info.status());
-  if (spec_.trainable) {
-    if (absl::Status status = AfterTheBeginning(engine_head_->ZeroGradient(), true); !status.ok()) {
-      MarkLost(status);
-      return status;
+  std::string restored_from = checkpoint_name;
+  absl::StatusOr<checkpoint::CheckpointInfo> info;
+  const absl::Status loaded = CatchFailure([&] {
+    info = store.Load(name_.tenant, name_.head, checkpoint_name, *engine_head_);
+    return info.status();
+  });
+  if (!loaded.ok()) return AfterChange(loaded);
+  absl::StatusOr<std::string> checksum;
+  std::string checkpoints;
+  const absl::Status finished = CatchFailure([&]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    if (spec_.trainable) {
+      if (absl::Status status = AfterTheBeginning(engine_head_->ZeroGradient(), true); !status.ok()) return status;
     }
-  }
-  absl::StatusOr<std::string> checksum = ChecksumWeight();
-  if (!checksum.ok()) {
-    MarkLost(checksum.status());
+    checksum = ChecksumWeight();
+    checkpoints = store.Steps(name_.tenant, name_.head);
     return checksum.status();
+  });
+  if (!finished.ok()) {
+    MarkLost(finished);
+    return finished;
   }
-  const std::string checkpoints = store.Steps(name_.tenant, name_.head);
   absl::MutexLock state_lock(&state_mutex_);
   StartAfresh(info->step);
-  ledger_.SetCheckpoints(checkpoints);
+  ledger_.SetCheckpoints(std::move(checkpoints));
   restore_note_ = *std::move(note);
   if (comes_back && spec_.trainable) {
     state_ = HeadState::kRestored;
-    restored_checkpoint_ = checkpoint_name;
+    restored_checkpoint_ = std::move(restored_from);
   }
   has_weight_ = true;
   has_bias_ = spec_.has_bias;

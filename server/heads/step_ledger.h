@@ -21,6 +21,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -106,7 +107,7 @@ class StepLedger {
   const std::optional<StepRecord>& last_closed() const { return last_closed_; }
 
   // What a trainer may restore if it is at another step: "step-20=20,step-10=10", for messages.
-  void SetCheckpoints(const std::string& checkpoints) { checkpoints_ = checkpoints; }
+  void SetCheckpoints(std::string checkpoints) { checkpoints_ = std::move(checkpoints); }
   const std::string& checkpoints() const { return checkpoints_; }
 
   // kStepMismatch, with both steps and the checkpoints, unless `step` is the open (or sealed) one.

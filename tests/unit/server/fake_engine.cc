@@ -20,6 +20,7 @@ void FakeControl::FailNext(const std::string& name, const absl::Status& status, 
 }
 
 absl::Status FakeControl::Note(const std::string& name) {
+  if (on_call != nullptr) on_call();
   absl::MutexLock lock(&mutex_);
   calls_.push_back(name);
   const auto found = failures_.find(name);

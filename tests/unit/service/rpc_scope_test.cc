@@ -4,35 +4,18 @@
 #include <grpcpp/server_context.h>
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <memory>
 #include <new>
 
 #include "headwater/kernels/engine.h"
 #include "headwater/kernels/error.h"
 #include "server/service/server_core.h"
-
-namespace {
-
-// How many more allocations of this thread succeed; negative: all of them.
-thread_local int left = -1;
-
-}  // namespace
-
-// Not inlined: GCC would take free() for the end of what its own operator new gave.
-[[gnu::noinline]] void* operator new(size_t bytes) {
-  if (left == 0) throw std::bad_alloc();
-  if (left > 0) --left;
-  void* const memory = std::malloc(bytes);
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
-}
-[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+#include "tests/unit/ending_memory.h"
 
 namespace headwater::service {
 namespace {
 
+using headwater::testing::allocations_left;
 using observability::RpcMethod;
 
 // More than a sentence that fits into a string without memory.
@@ -46,13 +29,13 @@ TEST(RunRpc, AnswersWhereverTheMemoryEnds) {
   // A call that succeeds, one that is refused, and one whose body finds no memory; `allocations` of them succeed, then none does.
   const auto run = [&](int allocations, int body) {
     grpc::CallbackServerContext context;
-    left = allocations;
+    allocations_left = allocations;
     const auto answer = [&](RpcScope&) -> absl::Status {
       if (body == 2) throw std::bad_alloc();
       return body == 0 ? absl::OkStatus() : MakeError(ErrorReason::kInvalidField, kSentence);
     };
     const grpc::Status status = RunRpc(**core, context, RpcMethod::kCommitMicroBatch, answer, /*always=*/true);
-    left = -1;
+    allocations_left = -1;
     return status;
   };
   const grpc::StatusCode complete[] = {grpc::StatusCode::OK, grpc::StatusCode::INVALID_ARGUMENT, grpc::StatusCode::INTERNAL};

@@ -1,0 +1,232 @@
+// Head: calls that find no memory, wherever that is. Each is made with 0, 1, 2, ... allocations that succeed, after which none
+// does, until they are enough. However it ends, a head is LOST, or the call has done all of its work or nothing, and may be
+// repeated.
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "head_test_util.h"
+#include "memory_file_system.h"
+#include "server/checkpoint/checkpoint_store.h"
+#include "server/heads/head.h"
+#include "server/heads/head_registry.h"
+#include "tests/unit/ending_memory.h"
+
+namespace headwater::heads {
+namespace {
+
+using headwater::testing::allocations_left;
+using headwater::testing::FakeEngine;
+using headwater::testing::KeyOf;
+using headwater::testing::MakeReadyHead;
+using headwater::testing::MemoryFileSystem;
+using headwater::testing::MicroBatchCall;
+using headwater::testing::Payload;
+using headwater::testing::ReadGradWeight;
+using headwater::testing::ReadWeight;
+using headwater::testing::SetWeights;
+using headwater::testing::SmallSpec;
+using headwater::testing::TestRows;
+
+// With so many allocations; false if they were not enough.
+template <typename Call>
+bool Succeeds(int allocations, const Call& call) {
+  bool succeeds = false;
+  allocations_left = allocations;
+  try {
+    succeeds = call().ok();
+  } catch (const std::bad_alloc&) {
+  }
+  allocations_left = -1;
+  return succeeds;
+}
+
+// The same where no memory is left for one call of the engine, after so many that find it.
+template <typename Call>
+bool SucceedsWithCalls(FakeEngine& engine, int engine_calls, const Call& call) {
+  bool succeeds = false;
+  engine.control().on_call = [&engine_calls] {
+    if (engine_calls-- == 0) throw std::bad_alloc();
+  };
+  try {
+    succeeds = call().ok();
+  } catch (const std::bad_alloc&) {
+  }
+  engine.control().on_call = nullptr;
+  return succeeds;
+}
+
+// Calls `attempt` until it returns true.
+void WhereverMemoryEnds(const std::function<bool(int allocations)>& attempt) {
+  int allocations = 0;
+  while (!attempt(allocations)) {
+    ASSERT_LT(++allocations, 10000) << "no number of allocations is enough";
+    if (::testing::Test::HasFailure()) FAIL() << "with " << allocations - 1 << " allocations";
+  }
+  EXPECT_GT(allocations, 0);
+}
+
+// ---- weights ---------------------------------------------------------------------------------------------------------
+
+// What a head has.
+struct Held {
+  explicit Held(const Head& head)
+      : info(head.Describe()), weight(ReadWeight(head)), gradient(ReadGradWeight(head)), steps(*head.GetSteps(info.epoch)) {}
+  bool operator==(const Held& other) const {
+    return info.open_step == other.info.open_step && info.weight_version == other.info.weight_version && weight == other.weight &&
+           gradient == other.gradient && steps.first.micro_batches == other.steps.first.micro_batches;
+  }
+
+  HeadInfo info;
+  std::vector<float> weight, gradient;
+  std::pair<StepRecord, std::optional<StepRecord>> steps;
+};
+
+// A head with a step that is not empty, and something that changes its weights.
+class Change {
+ public:
+  // Takes memory before the engine is asked to change anything.
+  static constexpr bool kBeginsWithMemory = true;
+
+  virtual ~Change() = default;
+  virtual absl::Status Run() = 0;
+  virtual bool SucceedsWith(int allocations) {
+    return Succeeds(allocations, [this] { return Run(); });
+  }
+
+  Change() {
+    HeadSpec spec = SmallSpec();
+    spec.optimizer = AdamWSpec();
+    head_ = MakeReadyHead(engine_, spec);
+    EXPECT_OK(head_->Save(KeyOf(*head_).epoch, *store_, "saved", /*overwrite=*/false));
+    const std::vector<float> others(15, 3);
+    EXPECT_OK(SetWeights(*head_, others));
+    EXPECT_OK(MicroBatchCall(head_, 0, 0, {{1, 2, 3}, {4}}).Run(engine_));
+    key_ = KeyOf(*head_);
+  }
+  Head& head() { return *head_; }
+
+ protected:
+  void Seal() { EXPECT_OK(head_->Seal(key_, int64_t{1})); }
+
+  FakeEngine engine_;
+  MemoryFileSystem files_;
+  std::unique_ptr<checkpoint::CheckpointStore> store_ = *checkpoint::CheckpointStore::Open("/x", files_);
+  std::shared_ptr<Head> head_;
+  StepKey key_;
+  const std::vector<float> weights_ = std::vector<float>(15, 5);
+};
+
+class Setting : public Change {
+ public:
+  absl::Status Run() override {
+    return head_->SetTensor(key_.epoch, HeadTensor::kWeight, DataType::kFloat32, weights_.data(), 60).status();
+  }
+};
+// One whose memory ends in a call of the engine.
+class ChangeByEngine : public Change {
+ public:
+  static constexpr bool kBeginsWithMemory = false;
+  bool SucceedsWith(int engine_calls) override {
+    return SucceedsWithCalls(engine_, engine_calls, [this] { return Run(); });
+  }
+};
+// The destructor of nlohmann::json, by which manifests are read, takes memory, and ends the process where there is none.
+class Restoring : public ChangeByEngine {
+ public:
+  absl::Status Run() override { return head_->Restore(key_.epoch, *store_, "saved").status(); }
+};
+class Replacing : public Change {
+ public:
+  Replacing() { Seal(); }
+  absl::Status Run() override {
+    ShadowTensor tensor;
+    tensor.data = {std::shared_ptr<const void>(), weights_.data()};
+    tensor.byte_count = 60;
+    return head_->Replace(key_, tensor).status();
+  }
+};
+class Applying : public Change {
+ public:
+  Applying() { Seal(); }
+  absl::Status Run() override {
+    ApplyArguments arguments;
+    arguments.learning_rate = 1;
+    return head_->Apply(key_, std::vector<int64_t>{0}, arguments).status();
+  }
+};
+class Discarding : public ChangeByEngine {
+ public:
+  absl::Status Run() override { return head_->DiscardGradient(key_).status(); }
+};
+class Taking : public ChangeByEngine {
+ public:
+  absl::Status Run() override { return head_->Take(key_.epoch).status(); }
+};
+
+template <typename What>
+class HeadMemoryChangeTest : public ::testing::Test {};
+using Changes = ::testing::Types<Setting, Restoring, Replacing, Applying, Discarding, Taking>;
+TYPED_TEST_SUITE(HeadMemoryChangeTest, Changes);
+
+TYPED_TEST(HeadMemoryChangeTest, ChangesAllOrNothingOrIsLost) {
+  TypeParam done;
+  ASSERT_OK(done.Run());
+  const Held after(done.head());
+  int kept = 0;
+  WhereverMemoryEnds([&](int allocations) {
+    TypeParam change;
+    const Held before(change.head());
+    EXPECT_FALSE(before == after);
+    const bool enough = change.SucceedsWith(allocations);
+    if (change.head().Describe().state == HeadState::kLost) {
+      EXPECT_FALSE(enough);
+      return enough;
+    }
+    const Held now(change.head());
+    EXPECT_TRUE(now == after || (!enough && now == before));
+    // Once more: unless it is done already, and the epoch another one.
+    if (now.info.epoch == before.info.epoch) {
+      EXPECT_OK(change.Run());
+      EXPECT_TRUE(Held(change.head()) == after);
+    }
+    if (now == before) ++kept;
+    return enough;
+  });
+  EXPECT_EQ(kept > 0, TypeParam::kBeginsWithMemory);
+}
+
+TEST(HeadMemoryTest, AHeadWithoutWeightsStaysSo) {
+  const std::vector<float> weights(15, 5);
+  WhereverMemoryEnds([&](int allocations) {
+    FakeEngine engine;
+    const auto head = *Head::Create({kDefaultTenant, "a"}, SmallSpec(), engine, {});
+    const Epoch epoch = head->Describe().epoch;
+    const auto set = [&] { return head->SetTensor(epoch, HeadTensor::kWeight, DataType::kFloat32, weights.data(), 60); };
+    const bool enough = Succeeds(allocations, set);
+    EXPECT_NE(head->Describe().state, HeadState::kLost);
+    EXPECT_OK(set());
+    EXPECT_EQ(ReadWeight(*head), weights);
+    return enough;
+  });
+}
+
+TEST(HeadMemoryTest, ASaveLetsOthersGoOn) {
+  WhereverMemoryEnds([&](int engine_calls) {
+    FakeEngine engine;
+    MemoryFileSystem files;
+    const auto store = *checkpoint::CheckpointStore::Open("/x", files);
+    const std::shared_ptr<Head> head = MakeReadyHead(engine, SmallSpec());
+    const auto save = [&] { return head->SaveIfChanged(*store, "last", absl::InfiniteFuture()); };
+    const bool enough = SucceedsWithCalls(engine, engine_calls, save);
+    EXPECT_OK(save());
+    EXPECT_OK(head->Take(std::nullopt));
+    return enough;
+  });
+}
+
+}  // namespace
+}  // namespace headwater::heads
