@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
@@ -127,10 +128,12 @@ absl::StatusOr<HeadRegistry::Created> HeadRegistry::Create(const HeadName& name,
     }
     if (absl::Status status = Reserve(name, planned_bytes); !status.ok()) return status;
   }
+  std::shared_ptr<Head> made;  // null also if an exception ends the call: else whoever attaches would wait for ever
+  const absl::Cleanup settle = [&] { Settle(full_name, made); };
   absl::StatusOr<std::shared_ptr<Head>> head = Head::Create(name, spec, engine_, head_limits_);
-  Settle(full_name, head.ok() ? *head : nullptr);
   if (!head.ok()) return head.status();
-  return Created{*std::move(head), true};
+  made = *std::move(head);
+  return Created{made, true};
 }
 
 // ---- finding ---------------------------------------------------------------------------------------------------------
@@ -200,6 +203,7 @@ absl::Status HeadRegistry::Delete(const HeadName& name, const std::optional<Epoc
       heads_[full_name].leaving = true;
     }
   }
+  const absl::Cleanup settle = [&] { Settle(full_name, nullptr); };
   return head != nullptr ? Remove(name, std::move(head), store) : DeleteAbsent(name, *store);
 }
 
@@ -207,18 +211,14 @@ absl::Status HeadRegistry::Remove(const HeadName& name, std::shared_ptr<Head> he
   // What is undecided holds on to the head, and to others, until it is dropped.
   head->Retire();
   head.reset();
-  // No call can save the head any more. Only now may another take the name: it is not to be forgotten in this one's place.
-  absl::Status status = store != nullptr ? store->Forget(name.tenant, name.head) : absl::OkStatus();
-  Settle(name.ToString(), nullptr);
-  return status;
+  // No call can save the head any more. Only then may another take the name: it is not to be forgotten in this one's place.
+  return store != nullptr ? store->Forget(name.tenant, name.head) : absl::OkStatus();
 }
 
 absl::Status HeadRegistry::DeleteAbsent(const HeadName& name, checkpoint::CheckpointStore& store) {
   const absl::StatusOr<checkpoint::CheckpointStore::Comebacks> comebacks = store.FindComebacks(name.tenant, name.head);
-  absl::Status status = comebacks.status();
-  if (status.ok()) status = comebacks->empty() ? NotFound(name.ToString()) : store.Forget(name.tenant, name.head);
-  Settle(name.ToString(), nullptr);
-  return status;
+  if (!comebacks.ok()) return comebacks.status();
+  return comebacks->empty() ? NotFound(name.ToString()) : store.Forget(name.tenant, name.head);
 }
 
 bool HeadRegistry::TryExpire(const std::shared_ptr<Head>& head, absl::Duration timeout, checkpoint::CheckpointStore* store,
@@ -244,9 +244,15 @@ bool HeadRegistry::TryExpire(const std::shared_ptr<Head>& head, absl::Duration t
 std::vector<HeadName> HeadRegistry::ExpireIdle(absl::Duration timeout, checkpoint::CheckpointStore* store, bool save_first) {
   std::vector<HeadName> expired;
   for (std::shared_ptr<Head>& head : ListAll()) {
-    if (!TryExpire(head, timeout, store, save_first)) continue;
-    expired.push_back(head->name());
-    Remove(expired.back(), std::move(head), store).IgnoreError();
+    // Before anything happens to the head: this takes memory.
+    const HeadName& name = expired.emplace_back(head->name());
+    const std::string full_name = name.ToString();
+    if (!TryExpire(head, timeout, store, save_first)) {
+      expired.pop_back();
+      continue;
+    }
+    const absl::Cleanup settle = [&] { Settle(full_name, nullptr); };
+    Remove(name, std::move(head), store).IgnoreError();
   }
   return expired;
 }
@@ -328,7 +334,9 @@ std::vector<HeadRegistry::Comeback> HeadRegistry::RestoreAll(checkpoint::Checkpo
       AddNote(std::string(status.message()), comeback.note);
       continue;
     }
-    Settle(full_name, BringBack(found->newest_first, store, comeback));
+    std::shared_ptr<Head> head;  // null also if an exception ends this
+    const absl::Cleanup settle = [&] { Settle(full_name, head); };
+    head = BringBack(found->newest_first, store, comeback);
   }
   return comebacks;
 }

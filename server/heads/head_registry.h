@@ -114,9 +114,9 @@ class HeadRegistry {
   absl::Status Reserve(const HeadName& name, const absl::StatusOr<int64_t>& planned_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Ends what Reserve() or Retire() began: `head` null gives the name free.
   void Settle(const std::string& full_name, std::shared_ptr<Head> head);
-  // Takes a retired head out of its entry and ends its deletion, without the lock.
+  // Lets a retired head go that has been taken out of its entry, without the lock; its name is to be settled after that.
   absl::Status Remove(const HeadName& name, std::shared_ptr<Head> head, checkpoint::CheckpointStore* store);
-  // Deletes what the store remembers of a head that is not here.
+  // Deletes what the store remembers of a head that is not here. Likewise.
   absl::Status DeleteAbsent(const HeadName& name, checkpoint::CheckpointStore& store);
   // True if the head could be saved, or has nothing to be saved, and has not been used meanwhile; then it is retired.
   bool TryExpire(const std::shared_ptr<Head>& head, absl::Duration timeout, checkpoint::CheckpointStore* store, bool save_first);

@@ -228,5 +228,41 @@ TEST(HeadMemoryTest, ASaveLetsOthersGoOn) {
   });
 }
 
+// ---- names -----------------------------------------------------------------------------------------------------------
+
+TEST(HeadMemoryTest, ANameIsNotTakenForEver) {
+  const HeadName name = {kDefaultTenant, "a"};
+  WhereverMemoryEnds([&](int allocations) {
+    FakeEngine engine;
+    HeadRegistry registry(engine, RegistryLimits(), HeadLimits());
+    const auto create = [&] { return registry.Create(name, SmallSpec(), IfExists::kAttachIfSameSpec); };
+    const bool enough = Succeeds(allocations, create);
+    EXPECT_OK(create());
+    return enough;
+  });
+  WhereverMemoryEnds([&](int allocations) {
+    FakeEngine engine;
+    MemoryFileSystem files;
+    const auto store = *checkpoint::CheckpointStore::Open("/x", files);
+    HeadRegistry registry(engine, RegistryLimits(), HeadLimits());
+    EXPECT_OK(registry.Create(name, SmallSpec()));
+    const bool enough = Succeeds(allocations, [&] { return registry.Delete(name, std::nullopt, /*force=*/false, store.get()); });
+    EXPECT_OK(registry.Create(name, SmallSpec(), IfExists::kAttachIfSameSpec));
+    return enough;
+  });
+  WhereverMemoryEnds([&](int allocations) {
+    FakeEngine engine;
+    HeadRegistry registry(engine, RegistryLimits(), HeadLimits());
+    EXPECT_OK(registry.Create(name, SmallSpec()));
+    bool enough = false;
+    Succeeds(allocations, [&] {
+      enough = registry.ExpireIdle(-absl::Hours(1), nullptr, /*save_first=*/false).size() == 1;
+      return absl::OkStatus();
+    });
+    EXPECT_OK(registry.Create(name, SmallSpec(), IfExists::kAttachIfSameSpec));
+    return enough;
+  });
+}
+
 }  // namespace
 }  // namespace headwater::heads
