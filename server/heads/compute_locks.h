@@ -42,9 +42,11 @@ class Head::ComputeLocks {
 // The same for the state locks, for a moment: what several ledgers are told together is told at once.
 class Head::StateLocks {
  public:
-  explicit StateLocks(const std::vector<Head*>& heads) ABSL_NO_THREAD_SAFETY_ANALYSIS : heads_(heads.begin(), heads.end()) {
+  // Takes no memory.
+  explicit StateLocks(std::set<Head*, std::less<>>&& heads) ABSL_NO_THREAD_SAFETY_ANALYSIS : heads_(std::move(heads)) {
     for (Head* head : heads_) head->state_mutex_.Lock();
   }
+  explicit StateLocks(const std::vector<Head*>& heads) : StateLocks(std::set<Head*, std::less<>>(heads.begin(), heads.end())) {}
   StateLocks(const StateLocks&) = delete;
   StateLocks& operator=(const StateLocks&) = delete;
   ~StateLocks() ABSL_NO_THREAD_SAFETY_ANALYSIS {

@@ -140,7 +140,7 @@ absl::StatusOr<std::shared_ptr<PendingContribution>> Head::FindPending(
 }
 
 absl::Status Head::AddPending(const PendingContribution& pending, const CommitArguments& arguments, LossEngine& engine) {
-  if (!pending.is_held()) return pending.staged()->Commit(arguments.factor);
+  if (!pending.is_held()) return CatchFailure([&] { return pending.staged()->Commit(arguments.factor); });
   HeldRows held = pending.held();
   if (absl::Status status = CheckArguments(arguments, held); !status.ok()) return status;
   return AddHeld(std::move(held), arguments, engine);
@@ -189,7 +189,7 @@ absl::Status Head::AddHeld(HeldRows held, const CommitArguments& arguments, Loss
   micro_batch.terms = held.terms;
   micro_batch.backward = true;
   micro_batch.grad_weight = GradWeightMode::kAccumulate;
-  return engine.Compute(micro_batch).status();
+  return CatchFailure([&] { return engine.Compute(micro_batch).status(); });
 }
 
 absl::StatusOr<bool> Head::Commit(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
@@ -232,6 +232,7 @@ absl::Status Head::CarryOut(const std::vector<DecisionTarget>& targets, int64_t 
                             const CommitArguments& arguments, const CommitFactor& factor) ABSL_NO_THREAD_SAFETY_ANALYSIS {
   const bool in_order = targets.front().head->window_ != nullptr;
   const HeldRows held = pending.held();
+  std::set<Head*, std::less<>> heads = HeadsOf(targets);  // from the engine's answer on nothing may throw before it is on record
   if (in_order) {
     // Once it has its place nobody can refuse it any more.
     if (absl::Status status = CheckArguments(arguments, held); !status.ok()) return status;
@@ -243,7 +244,7 @@ absl::Status Head::CarryOut(const std::vector<DecisionTarget>& targets, int64_t 
   }
   {
     // All at once, and let go of after that: whoever looks at a head meanwhile takes what is dropped for discarded.
-    const StateLocks state_locks(PointersOf(targets));
+    const StateLocks state_locks(std::move(heads));
     for (const DecisionTarget& target : targets) {
       Head& head = *target.head;
       // Cannot fail: FindPending() has found it staged, and the compute lock is held since.

@@ -69,6 +69,117 @@ void WhereverMemoryEnds(const std::function<bool(int allocations)>& attempt) {
   EXPECT_GT(allocations, 0);
 }
 
+// How a micro-batch is kept until it is in the accumulator.
+struct Way {
+  const char* name;
+  bool in_order = false, is_explicit = false, refuses = false, late = false, flows = false;
+  int32_t staging_slots = 2;
+};
+
+const Way kWays[] = {
+    {.name = "at once"},
+    {.name = "at once, while rows come", .flows = true},
+    {.name = "staged for a moment", .refuses = true},
+    {.name = "computed twice", .refuses = true, .staging_slots = 0},
+    {.name = "staged", .is_explicit = true},
+    {.name = "held", .is_explicit = true, .late = true},
+};
+
+// A micro-batch of two heads, before one that waits for it in deterministic mode.
+class World {
+ public:
+  explicit World(const Way& way) : way_(way), rows_(kPayload) {
+    HeadSpec spec = SmallSpec();
+    spec.staging_slots = way.staging_slots;
+    HeadLimits limits;
+    limits.deterministic = way.in_order;
+    for (const char* id : {"a", "b"}) heads_.push_back(MakeReadyHead(engine_, spec, id, limits));
+    call_ = NewCall(0, kPayload);
+    call_->submission().explicit_commit = way.is_explicit;
+    call_->submission().refuse_non_finite = way.refuses;
+    call_->submission().late_token_factors = way.late;
+    if (way.flows) call_->submission().incoming = &rows_;
+    if (!way.in_order) return;
+    later_ = NewCall(1, {{3, 1, 4}, {1}});
+    EXPECT_OK(later_->Run(engine_));
+  }
+
+  absl::Status Submit() { return call_->Run(engine_).status(); }
+  absl::Status Commit() {
+    if (!way_.is_explicit) return absl::OkStatus();
+    return Head::Commit({{heads_[0], KeyOf(*heads_[0])}, {heads_[1], KeyOf(*heads_[1])}}, 0, 0, {0.5, {}}, std::nullopt).status();
+  }
+  // Repeats all, unless a head is lost. Both are, then, or one of which the other does not depend any more: in deterministic mode,
+  // where each adds by itself.
+  void Finish() {
+    call_->submission().incoming = nullptr;
+    if (!IsLost(0) && !IsLost(1)) {
+      ASSERT_OK(Submit());
+      ASSERT_OK(Commit());
+    } else {
+      EXPECT_TRUE(way_.in_order || (IsLost(0) && IsLost(1)));
+    }
+    for (size_t i = 0; i < 2; ++i) {
+      if (IsLost(i)) continue;
+      ASSERT_OK(heads_[i]->Seal(KeyOf(*heads_[i]), way_.in_order ? int64_t{2} : int64_t{1}));
+      EXPECT_EQ(heads_[i]->Describe().waiting_count, 0);
+      EXPECT_EQ(GetErrorMetadata(heads_[i]->TryRetire(std::nullopt, /*force=*/false)).at("runningCalls"), "0");
+    }
+  }
+  bool IsLost(size_t index) const { return heads_[index]->Describe().state == HeadState::kLost; }
+  // A head that is lost has its expected gradient.
+  std::vector<std::vector<float>> Gradients(std::vector<std::vector<float>> expected) const {
+    for (size_t i = 0; i < 2; ++i) {
+      if (!IsLost(i)) expected[i] = ReadGradWeight(*heads_[i]);
+    }
+    return expected;
+  }
+
+  static std::vector<std::vector<float>> Expected(const Way& way) {
+    World world(way);
+    world.Finish();
+    return world.Gradients(std::vector<std::vector<float>>(2));
+  }
+
+ private:
+  static const Payload kPayload;
+
+  std::unique_ptr<MicroBatchCall> NewCall(int64_t id, const Payload& payload) {
+    auto call = std::make_unique<MicroBatchCall>(heads_[0], KeyOf(*heads_[0]).step, id, payload);
+    SubmittedTerm second = call->term();
+    second.head = heads_[1];
+    second.head_epoch = heads_[1]->Describe().epoch;
+    call->submission().terms.push_back(second);
+    call->submission().hold = [] { return std::make_shared<const int>(0); };
+    return call;
+  }
+
+  const Way way_;
+  FakeEngine engine_;
+  std::vector<std::shared_ptr<Head>> heads_;
+  TestRows rows_;
+  std::unique_ptr<MicroBatchCall> call_, later_;
+};
+
+const Payload World::kPayload = {{1, 2, 3, 4, 5, 6}, {0, 4}};
+
+TEST(HeadMemoryTest, ACommitCountsOnceOrIsLost) {
+  for (const Way& way : kWays) {
+    if (!way.is_explicit) continue;
+    SCOPED_TRACE(way.name);
+    const auto expected = World::Expected(way);
+    WhereverMemoryEnds([&](int allocations) {
+      World world(way);
+      EXPECT_OK(world.Submit());
+      const bool enough = Succeeds(allocations, [&] { return world.Commit(); });
+      world.Finish();
+      EXPECT_FALSE(enough && (world.IsLost(0) || world.IsLost(1)));
+      EXPECT_EQ(world.Gradients(expected), expected);
+      return enough;
+    });
+  }
+}
+
 // ---- weights ---------------------------------------------------------------------------------------------------------
 
 // What a head has.
