@@ -454,6 +454,9 @@ class Head : public std::enable_shared_from_this<Head> {
   // This head's part of a contribution that is held.
   std::shared_ptr<const WaitingAddition> MakeWaiting(int64_t micro_batch, const HeldRows& held,
                                                      const CommitArguments& arguments) const;
+  // Puts a contribution in its place in all of these heads, or throws and has put it nowhere. With their state locks held.
+  static void WaitInOrder(const std::vector<Head*>& heads, int64_t micro_batch, const HeldRows& held,
+                          const CommitArguments& arguments);
   std::shared_ptr<const WaitingAddition> NextInOrder() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   // Adds those whose turn has come, one after the other; with no lock held. An engine failure, or a teacher that is no longer what
   // it was, makes the head LOST; any other error leaves what waits as it is.

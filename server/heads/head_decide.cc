@@ -232,6 +232,7 @@ absl::Status Head::CarryOut(const std::vector<DecisionTarget>& targets, int64_t 
                             const CommitArguments& arguments, const CommitFactor& factor) ABSL_NO_THREAD_SAFETY_ANALYSIS {
   const bool in_order = targets.front().head->window_ != nullptr;
   const HeldRows held = pending.held();
+  const std::vector<Head*> pointers = PointersOf(targets);
   std::set<Head*, std::less<>> heads = HeadsOf(targets);  // from the engine's answer on nothing may throw before it is on record
   if (in_order) {
     // Once it has its place nobody can refuse it any more.
@@ -245,12 +246,12 @@ absl::Status Head::CarryOut(const std::vector<DecisionTarget>& targets, int64_t 
   {
     // All at once, and let go of after that: whoever looks at a head meanwhile takes what is dropped for discarded.
     const StateLocks state_locks(std::move(heads));
+    if (in_order) WaitInOrder(pointers, micro_batch, held, arguments);
     for (const DecisionTarget& target : targets) {
       Head& head = *target.head;
       // Cannot fail: FindPending() has found it staged, and the compute lock is held since.
       head.ledger_.FinishCommit(micro_batch, factor).IgnoreError();
       head.pending_.erase(micro_batch);
-      if (in_order) head.window_->Wait(head.MakeWaiting(micro_batch, held, arguments));
       head.changed_.SignalAll();
     }
   }

@@ -574,10 +574,10 @@ absl::Status Head::SubmissionRun::TakeItsPlace() ABSL_NO_THREAD_SAFETY_ANALYSIS 
   absl::StatusOr<HeldRows> held = KeepRows();
   if (!held.ok()) return Abort(held.status());
   const StateLocks state_locks(targets_);
+  WaitInOrder(targets_, id(), *held, CommitArguments());
   for (Head* target : targets_) {
     // Cannot fail: it has been in progress since Begin(), and in this mode nobody else has computed, and lost the head, meanwhile.
     target->ledger_.FinishCommitted(id(), form_, CountsOf(target)).IgnoreError();
-    target->window_->Wait(target->MakeWaiting(id(), *held, CommitArguments()));
     target->changed_.SignalAll();
   }
   return absl::OkStatus();

@@ -83,6 +83,8 @@ const Way kWays[] = {
     {.name = "computed twice", .refuses = true, .staging_slots = 0},
     {.name = "staged", .is_explicit = true},
     {.name = "held", .is_explicit = true, .late = true},
+    {.name = "in order", .in_order = true},
+    {.name = "in order, explicit", .in_order = true, .is_explicit = true},
 };
 
 // A micro-batch of two heads, before one that waits for it in deterministic mode.
