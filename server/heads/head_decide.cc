@@ -422,8 +422,10 @@ absl::StatusOr<std::optional<bool>> Head::AddOwnPart(const StepKey& key, int64_t
     DropPending(micro_batch);  // of a lower attempt, which this one supersedes
     if (window_ != nullptr) window_->Reopen(micro_batch);
   }
-  const absl::Status added = engine_head_->AddToGradient(HeadTensor::kGradWeight, part.row_start * spec_.hidden_size,
-                                                         part.row_count * spec_.hidden_size, part.factor, part.data);
+  const absl::Status added = CatchFailure([&] {
+    return engine_head_->AddToGradient(HeadTensor::kGradWeight, part.row_start * spec_.hidden_size,
+                                       part.row_count * spec_.hidden_size, part.factor, part.data);
+  });
   if (!added.ok()) {
     if (IsEngineFailure(added)) {
       MarkLost(added);

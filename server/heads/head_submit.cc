@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "server/heads/compute_locks.h"
@@ -159,6 +160,15 @@ absl::Status Head::Announce(const Submission& submission) ABSL_NO_THREAD_SAFETY_
   const std::vector<Head*> targets = TargetsOf(submission);
   if (submission.attempt == 0 || targets.empty()) return absl::OkStatus();
   const int64_t micro_batch = *submission.micro_batch;
+  // Also if memory ends: the mark knows of no step, and would refuse lower attempts in all later ones.
+  absl::Cleanup unmark = [&]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    for (Head* target : targets) {
+      absl::MutexLock state_lock(&target->state_mutex_);
+      // A still higher attempt that waits too keeps its mark.
+      const auto waiting = target->superseding_.find(micro_batch);
+      if (waiting != target->superseding_.end() && waiting->second == submission.attempt) target->superseding_.erase(waiting);
+    }
+  };
   // A lower attempt that is being computed gives up as soon as it may.
   for (Head* target : targets) {
     absl::MutexLock state_lock(&target->state_mutex_);
@@ -166,12 +176,7 @@ absl::Status Head::Announce(const Submission& submission) ABSL_NO_THREAD_SAFETY_
     waiting = std::max(waiting, submission.attempt);
   }
   const ComputeLocks locks(std::set<Head*, std::less<>>(targets.begin(), targets.end()));
-  for (Head* target : targets) {
-    absl::MutexLock state_lock(&target->state_mutex_);
-    // A still higher attempt that waits too keeps its mark.
-    const auto waiting = target->superseding_.find(micro_batch);
-    if (waiting != target->superseding_.end() && waiting->second == submission.attempt) target->superseding_.erase(waiting);
-  }
+  std::move(unmark).Invoke();
   if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
   for (const SubmittedTerm& term : submission.terms) {
     Head& head = *term.head;
@@ -195,8 +200,8 @@ class Head::SubmissionRun {
       : submission_(submission), engine_(engine), cancelled_(cancelled), targets_(TargetsOf(submission)) {}
 
   absl::StatusOr<SubmissionOutcome> Run();
-  // After Run() has thrown; the call's status.
-  absl::Status Thrown(const std::exception& error);
+  // After Run() has thrown; throws nothing.
+  void GiveUp(const std::exception& error);
 
  private:
   class Flow;
@@ -283,6 +288,7 @@ absl::StatusOr<SubmissionOutcome> Head::Submit(const Submission& submission, Los
     }
   };
   count_calls(1);
+  const absl::Cleanup is_over = [&count_calls] { count_calls(-1); };
   absl::StatusOr<SubmissionOutcome> outcome;
   {
     const std::vector<Head*> targets = TargetsOf(submission);
@@ -296,13 +302,13 @@ absl::StatusOr<SubmissionOutcome> Head::Submit(const Submission& submission, Los
     try {
       outcome = run.Run();
     } catch (const std::exception& error) {  // std::bad_alloc
-      outcome = run.Thrown(error);
+      run.GiveUp(error);                     // at once: there may be no memory for a message
+      outcome = MakeError(ErrorReason::kInternal, absl::StrCat("the call failed: ", error.what()));
     }
   }
   if (outcome.ok() && outcome->state == ContributionState::kCommitted && !outcome->replayed) {
     if (absl::Status status = AddInOrder(TargetsOf(submission)); !status.ok()) outcome = status;
   }
-  count_calls(-1);
   return outcome;
 }
 
@@ -397,6 +403,11 @@ absl::Status Head::SubmissionRun::Begin() ABSL_NO_THREAD_SAFETY_ANALYSIS {
   // All at once: runs that share the compute locks may be about the same micro-batch.
   const StateLocks state_locks(targets_);
   std::vector<std::pair<Head*, std::optional<MicroBatchRecord>>> begun;  // with what they knew of it before
+  begun.reserve(targets_.size());
+  // If one head takes it and another does not, its rows have to be there first, or memory ends: nothing has happened.
+  absl::Cleanup take_back = [this, &begun]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    for (const auto& entry : begun) entry.first->ledger_.TakeBack(id(), entry.second);
+  };
   std::string known_by, new_to;
   absl::Status status = CheckNotLost();
   for (Head* target : targets_) {
@@ -430,14 +441,12 @@ absl::Status Head::SubmissionRun::Begin() ABSL_NO_THREAD_SAFETY_ANALYSIS {
                        {{"microBatch", absl::StrCat(id())}, {"knownBy", known_by}, {"notKnownBy", new_to}});
   }
   adds_ = status.ok() && !outcome_.needs_all_rows && !begun.empty();
-  for (const auto& [target, before] : begun) {
-    if (!adds_) {
-      // One head took it and another did not, or its rows have to be there first: nothing has happened.
-      target->ledger_.TakeBack(id(), before);
-      continue;
+  if (adds_) {
+    std::move(take_back).Cancel();
+    for (const auto& [target, before] : begun) {
+      target->DropPending(id());  // of a lower attempt, which this one supersedes
+      if (target->window_ != nullptr) target->window_->Reopen(id());
     }
-    target->DropPending(id());  // of a lower attempt, which this one supersedes
-    if (target->window_ != nullptr) target->window_->Reopen(id());
   }
   outcome_.replayed = status.ok() && !known_by.empty() && !outcome_.needs_all_rows && !outcome_.payload_differs;
   return status;
@@ -467,9 +476,9 @@ absl::Status Head::SubmissionRun::ChooseForm() ABSL_NO_THREAD_SAFETY_ANALYSIS {
   return absl::OkStatus();
 }
 
-absl::Status Head::SubmissionRun::Thrown(const std::exception& error) {
-  const absl::Status status = MakeError(ErrorReason::kInternal, absl::StrCat("the call failed: ", error.what()));
-  return may_have_added_ ? Failed(status) : Abort(status);
+void Head::SubmissionRun::GiveUp(const std::exception& error) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  if (!may_have_added_) return Abort(absl::OkStatus()).IgnoreError();
+  for (Head* target : targets_) target->MarkLost(error.what());
 }
 
 absl::StatusOr<MicroBatchResult> Head::SubmissionRun::Compute(RowFlow* flow) {
@@ -587,8 +596,8 @@ absl::Status Head::SubmissionRun::Abort(const absl::Status& status) {
   if (!adds_) return status;
   for (Head* target : targets_) {
     absl::MutexLock state_lock(&target->state_mutex_);
-    // Fails only if the head was lost since Begin(): then it is forgotten already.
-    target->ledger_.Abort(id()).IgnoreError();
+    // If the head was lost since Begin() it is forgotten already.
+    if (target->state_ != HeadState::kLost) target->ledger_.Abort(id()).IgnoreError();
     target->changed_.SignalAll();
   }
   return status;
@@ -606,12 +615,18 @@ absl::Status Head::SubmissionRun::FinishPending(const std::shared_ptr<PendingCon
   {
     const StateLocks state_locks(targets_);
     status = CheckNotLost();
-    for (Head* target : targets_) {
-      if (!status.ok()) break;
-      target->ledger_.FinishStaged(id(), form_, CountsOf(target))
-          .IgnoreError();  // cannot fail: it has been in progress since Begin()
-      target->pending_[id()] = pending;
-      target->changed_.SignalAll();
+    if (status.ok()) {
+      // In all heads, or in none where memory ends, before their ledgers know.
+      absl::Cleanup take_back = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+        for (Head* target : targets_) target->pending_.erase(id());
+      };
+      for (Head* target : targets_) target->pending_[id()] = pending;
+      std::move(take_back).Cancel();
+      for (Head* target : targets_) {
+        target->ledger_.FinishStaged(id(), form_, CountsOf(target))
+            .IgnoreError();  // cannot fail: it has been in progress since Begin()
+        target->changed_.SignalAll();
+      }
     }
   }
   return status.ok() ? status : Abort(status);

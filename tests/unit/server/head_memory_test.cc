@@ -165,6 +165,21 @@ class World {
 
 const Payload World::kPayload = {{1, 2, 3, 4, 5, 6}, {0, 4}};
 
+TEST(HeadMemoryTest, ASubmissionCountsOnceOrIsLost) {
+  for (const Way& way : kWays) {
+    SCOPED_TRACE(way.name);
+    const auto expected = World::Expected(way);
+    WhereverMemoryEnds([&](int allocations) {
+      World world(way);
+      const bool enough = Succeeds(allocations, [&] { return world.Submit(); });
+      world.Finish();
+      EXPECT_FALSE(enough && (world.IsLost(0) || world.IsLost(1)));
+      EXPECT_EQ(world.Gradients(expected), expected);
+      return enough;
+    });
+  }
+}
+
 TEST(HeadMemoryTest, ACommitCountsOnceOrIsLost) {
   for (const Way& way : kWays) {
     if (!way.is_explicit) continue;
@@ -180,6 +195,46 @@ TEST(HeadMemoryTest, ACommitCountsOnceOrIsLost) {
       return enough;
     });
   }
+}
+
+TEST(HeadMemoryTest, ATrainersOwnPartCountsOnceOrIsLost) {
+  const std::vector<float> own = {1, 2, 3};
+  GradientPart part;
+  part.row_count = 1;
+  part.data = own.data();
+  for (const bool in_order : {false, true}) {
+    for (const bool in_engine : {false, true}) {
+      WhereverMemoryEnds([&](int count) {
+        FakeEngine engine;
+        HeadLimits limits;
+        limits.deterministic = in_order;
+        const std::shared_ptr<Head> head = MakeReadyHead(engine, SmallSpec(), "a", limits);
+        const StepKey key = KeyOf(*head);
+        const auto add = [&] { return head->AddGradient(key, 0, 0, Digest{7}, part, nullptr); };
+        const bool enough = in_engine ? SucceedsWithCalls(engine, count, add) : Succeeds(count, add);
+        if (head->Describe().state == HeadState::kLost) return enough;
+        EXPECT_OK(add());
+        EXPECT_OK(head->Seal(key, int64_t{1}));
+        std::vector<float> expected(15);
+        std::copy(own.begin(), own.end(), expected.begin());
+        EXPECT_EQ(ReadGradWeight(*head), expected);
+        return enough;
+      });
+    }
+  }
+}
+
+TEST(HeadMemoryTest, AnAnnouncementFencesNoOtherStep) {
+  WhereverMemoryEnds([&](int allocations) {
+    FakeEngine engine;
+    const std::shared_ptr<Head> head = MakeReadyHead(engine, SmallSpec());
+    MicroBatchCall higher(head, 0, 0, {{1, 2, 3}, {4}});
+    higher.submission().attempt = 1;
+    const bool enough = Succeeds(allocations, [&] { return Head::Announce(higher.submission()); });
+    EXPECT_OK(head->DiscardGradient(KeyOf(*head)));
+    EXPECT_OK(MicroBatchCall(head, 1, 0, {{1, 2, 3}, {4}}).Run(engine));
+    return enough;
+  });
 }
 
 // ---- weights ---------------------------------------------------------------------------------------------------------

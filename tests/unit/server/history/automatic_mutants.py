@@ -40,6 +40,7 @@ TESTS = (
     "head_weights_test",
     "head_details_test",
     "head_ordered_test",
+    "head_memory_test",
 )
 HISTORY_TEST = "server_history_test"
 HEADER = """#pragma once
