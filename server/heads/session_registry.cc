@@ -3,8 +3,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <exception>
+#include <optional>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 
@@ -55,6 +58,10 @@ absl::StatusOr<SessionRegistry::Grant> SessionRegistry::Open(const std::string& 
   return grant;
 }
 
+bool SessionRegistry::IsOver(const Session& session, absl::Time now) {
+  return session.running_calls == 0 && !session.is_told && (session.ended || now >= session.lease_end);
+}
+
 bool SessionRegistry::IsFull() const { return static_cast<int64_t>(sessions_.size()) >= limits_.max_sessions; }
 
 SessionRegistry::Session* SessionRegistry::FindOpen(const SessionId& id) {
@@ -75,14 +82,28 @@ absl::StatusOr<SessionRegistry::Use> SessionRegistry::Begin(const SessionId& id)
 void SessionRegistry::End(const SessionId& id) {
   {
     absl::MutexLock lock(&mutex_);
-    const auto found = sessions_.find(id);
-    Session& session = found->second;  // stays as long as one of its calls runs
+    Session& session = sessions_.find(id)->second;  // stays as long as one of its calls runs
     --session.running_calls;
     session.lease_end = clock_() + session.lease;
     if (!session.ended || session.running_calls > 0) return;
-    sessions_.erase(found);
+    session.is_told = true;
   }
+  try {
+    Tell(id);
+  } catch (const std::exception&) {
+    // For want of memory; Expire() tries again.
+  }
+}
+
+void SessionRegistry::Tell(const SessionId& id) {
+  absl::Cleanup not_told = [&] {
+    absl::MutexLock lock(&mutex_);
+    sessions_.find(id)->second.is_told = false;
+  };
   on_end_(id);
+  std::move(not_told).Cancel();
+  absl::MutexLock lock(&mutex_);
+  sessions_.erase(id);
 }
 
 absl::StatusOr<absl::Duration> SessionRegistry::Renew(const SessionId& id) {
@@ -94,38 +115,47 @@ absl::StatusOr<absl::Duration> SessionRegistry::Renew(const SessionId& id) {
 }
 
 bool SessionRegistry::Close(const SessionId& id) {
+  bool runs = false;
   {
     absl::MutexLock lock(&mutex_);
     Session* session = FindOpen(id);
     if (session == nullptr) return false;
-    if (session->running_calls > 0) {
-      session->ended = true;
-    } else {
-      sessions_.erase(id);
-    }
+    session->ended = true;
+    runs = session->running_calls > 0;
+    session->is_told = !runs;
   }
-  on_end_(id);
+  if (runs) {
+    on_end_(id);
+  } else {
+    Tell(id);
+  }
   return true;
 }
 
 int64_t SessionRegistry::Expire(std::vector<std::string>* client_names) {
-  std::vector<SessionId> expired;
-  {
-    absl::MutexLock lock(&mutex_);
-    const absl::Time now = clock_();
-    for (auto entry = sessions_.begin(); entry != sessions_.end();) {
+  int64_t expired = 0;
+  std::optional<SessionId> last;
+  // One by one: what ends a session may throw.
+  while (true) {
+    std::string client_name;
+    bool was_closed = false;
+    {
+      absl::MutexLock lock(&mutex_);
+      const absl::Time now = clock_();
+      auto entry = last.has_value() ? sessions_.upper_bound(*last) : sessions_.begin();
+      while (entry != sessions_.end() && !IsOver(entry->second, now)) ++entry;
+      if (entry == sessions_.end()) return expired;
       Session& session = entry->second;
-      if (session.running_calls > 0 || now < session.lease_end) {
-        ++entry;
-        continue;
-      }
-      expired.push_back(entry->first);
-      if (client_names != nullptr) client_names->push_back(std::move(session.client_name));
-      entry = sessions_.erase(entry);
+      session.is_told = true;
+      was_closed = session.ended;
+      client_name = session.client_name;
+      last = entry->first;
     }
+    Tell(*last);
+    if (was_closed) continue;
+    ++expired;
+    if (client_names != nullptr) client_names->push_back(std::move(client_name));
   }
-  for (const SessionId& id : expired) on_end_(id);
-  return static_cast<int64_t>(expired.size());
 }
 
 int64_t SessionRegistry::size() const {

@@ -36,7 +36,8 @@ struct SessionLimits {
 
 class SessionRegistry {
  public:
-  // `on_end` may be called from any thread that calls the registry, until the registry is destroyed. `clock` is for tests; only
+  // `on_end` may be called from any thread that calls the registry, until the registry is destroyed, and again for a session for
+  // which it threw: Close() and Expire() throw that on, and Expire() tries again. `clock` is for tests; only
   // differences of its times matter.
   SessionRegistry(const SessionLimits& limits, std::function<void(const SessionId&)> on_end,
                   std::function<absl::Time()> clock = MonotonicNow);
@@ -70,8 +71,8 @@ class SessionRegistry {
   absl::StatusOr<absl::Duration> Renew(const SessionId& id);
   // Ends a session. False if there was none.
   bool Close(const SessionId& id);
-  // Ends the sessions whose lease has ended. Returns how many; `client_names` (may be null) gets the names of their clients. To be
-  // called now and then.
+  // Ends the sessions whose lease has ended, and those that were closed in vain. Returns how many of the first; `client_names` (may
+  // be null) gets the names of their clients. To be called now and then.
   int64_t Expire(std::vector<std::string>* client_names = nullptr);
   // Open sessions.
   int64_t size() const;
@@ -82,14 +83,19 @@ class SessionRegistry {
     absl::Duration lease;
     absl::Time lease_end;
     int64_t running_calls = 0;
-    bool ended = false;  // gone for all calls but those that run
+    bool ended = false;    // gone for all calls but those that run
+    bool is_told = false;  // on_end() runs, after which it is forgotten
   };
 
   bool IsFull() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The session if it is open and its lease has not ended, else null.
   Session* FindOpen(const SessionId& id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // A call of the session has ended.
+  // A call of the session has ended. Throws nothing.
   void End(const SessionId& id);
+  // Tells on_end() of a session that is_told, and forgets it. If that throws, it is not told.
+  void Tell(const SessionId& id);
+  // Whether Expire() ends it.
+  static bool IsOver(const Session& session, absl::Time now);
 
   const SessionLimits limits_;
   const std::function<void(const SessionId&)> on_end_;

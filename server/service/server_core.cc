@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <new>
 #include <thread>
 #include <utility>
 
@@ -126,21 +127,32 @@ class ServerCore::Reaper {
     const absl::Duration head_interval = std::clamp(timeout / 4, kInterval, absl::Seconds(10));
     absl::Time next_heads = absl::Now() + head_interval;
     while (!AwaitStop()) {
-      core_.join.Expire();
-      core_.transfers.Expire(absl::Now());
-      core_.rows.Trim(absl::Now() - kIdleRows);
-      core_.uploads.DropDead();
-      TrimHeapWhenIdle();
-      if (const int64_t expired = core_.sessions.Expire(); expired > 0) {
-        core_.metrics.CountSessionEnds(observability::SessionEnd::kExpired, expired);
-        Log(LogLevel::kWarning, "sessions_expired", {{"count", expired}});
+      try {
+        EndSessions();
+        if (timeout == absl::ZeroDuration() || absl::Now() < next_heads) continue;
+        EndIdleHeads();
+        next_heads = absl::Now() + head_interval;
+      } catch (const std::bad_alloc&) {
+        // The next round makes up for it.
       }
-      if (timeout == absl::ZeroDuration() || absl::Now() < next_heads) continue;
-      const auto expired = core_.registry.ExpireIdle(timeout, core_.checkpoints.get(), core_.options.idle_head_checkpoint);
-      for (const heads::HeadName& name : expired) Log(LogLevel::kInfo, "idle_head_deleted", {{"head", name.ToString()}});
-      core_.metrics.CountExpiredHeads(static_cast<int64_t>(expired.size()));
-      next_heads = absl::Now() + head_interval;
     }
+  }
+  void EndSessions() {
+    core_.join.Expire();
+    core_.transfers.Expire(absl::Now());
+    core_.rows.Trim(absl::Now() - kIdleRows);
+    core_.uploads.DropDead();
+    TrimHeapWhenIdle();
+    if (const int64_t expired = core_.sessions.Expire(); expired > 0) {
+      core_.metrics.CountSessionEnds(observability::SessionEnd::kExpired, expired);
+      Log(LogLevel::kWarning, "sessions_expired", {{"count", expired}});
+    }
+  }
+  void EndIdleHeads() {
+    const auto expired =
+        core_.registry.ExpireIdle(core_.options.idle_head_timeout, core_.checkpoints.get(), core_.options.idle_head_checkpoint);
+    for (const heads::HeadName& name : expired) Log(LogLevel::kInfo, "idle_head_deleted", {{"head", name.ToString()}});
+    core_.metrics.CountExpiredHeads(static_cast<int64_t>(expired.size()));
   }
   // Once for each time that the server is idle, and once more when it has let go of the rows' memory. What was freed after a burst
   // of calls, or of attacks, would stay with the process for ever otherwise.
