@@ -70,7 +70,15 @@ class Connection {
         if (absl::Status late = replay_log_.WaitForRecovery(deadline); !late.ok()) return late;
       }
       for (HeadUse& use : heads) use.epoch = use.state->epoch();
-      const absl::Status status = RunAttempt(deadline, attempt);
+      absl::Status status;
+      try {
+        status = RunAttempt(deadline, attempt);
+      } catch (...) {
+        // There is no memory, for the log perhaps: a recovery would repeat the step without what this attempt did.
+        replay_log_.BeginAfter(heads);
+        replay_log_.Leave(heads);
+        throw;
+      }
       replay_log_.Leave(heads);
       if (status.ok()) return status;
       if (recoveries < kMaxRecoveries && MayRecover(replay_log_, status)) {

@@ -1,6 +1,7 @@
 #include "client/cpp/src/replay_log.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "client/cpp/src/error.h"
@@ -34,7 +35,13 @@ bool ReplayLog::TryEnter(const HeadUses& heads) {
   if (!enabled()) return true;
   std::lock_guard<std::mutex> lock(mutex_);
   if (recovering_) return false;
-  for (const HeadUse& use : heads) ++in_flight_[use.state.get()];
+  size_t entered = 0;
+  try {
+    for (; entered < heads.size(); ++entered) ++in_flight_[heads[entered].state.get()];
+  } catch (const std::bad_alloc&) {
+    LeaveLocked(absl::MakeSpan(heads).first(entered));
+    throw;
+  }
   return true;
 }
 
@@ -48,6 +55,10 @@ absl::Status ReplayLog::WaitForRecovery(Deadline deadline) {
 void ReplayLog::Leave(const HeadUses& heads) {
   if (!enabled()) return;
   std::lock_guard<std::mutex> lock(mutex_);
+  LeaveLocked(heads);
+}
+
+void ReplayLog::LeaveLocked(absl::Span<const HeadUse> heads) {
   for (const HeadUse& use : heads) {
     if (const auto count = in_flight_.find(use.state.get()); --count->second == 0) in_flight_.erase(count);
   }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/types/span.h"
 #include "client/cpp/src/channel.h"
 #include "client/cpp/src/head_state.h"
 
@@ -89,6 +90,7 @@ class ReplayLog {
   std::vector<LogEntry> EntriesOf(const HeadUses& heads);
 
  private:
+  void LeaveLocked(absl::Span<const HeadUse> heads);
   void AddLocked(LogEntry entry);
   void Erase(std::list<LogEntry>::iterator entry);
   // Drops what is before the first logged step of each of its heads.

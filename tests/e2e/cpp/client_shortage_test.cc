@@ -119,6 +119,14 @@ class ClientShortage : public testing::Test {
     return future.Get().status();
   }
 
+  void Restart() {
+    server_.WithState([](ScriptedServer::State& state) {
+      ++state.incarnation[0];
+      state.epoch = std::string(16, 'r');
+      state.head_state = v1::HEAD_STATE_RESTORED;
+    });
+  }
+
   ScriptedServer server_;
   std::atomic<bool> gone_ = false;
   std::atomic<size_t> refused_after_reading_ = 0;
@@ -134,12 +142,21 @@ TEST_F(ClientShortage, MicroBatchThatTheLogHasNoMemoryForHasItsResultAndItsStepI
   EXPECT_TRUE(Submit(1).ok());
   refused_bytes = refused_after_reading_ = 0;
   EXPECT_TRUE(Submit(2).ok());
-  server_.WithState([](ScriptedServer::State& state) {
-    ++state.incarnation[0];
-    state.epoch = std::string(16, 'r');
-    state.head_state = v1::HEAD_STATE_RESTORED;
-  });
+  Restart();
   const absl::Status status = Submit(3);
+  EXPECT_EQ(ErrorReason(status), "STEP_LOST");
+  EXPECT_THAT(std::string(status.message()), HasSubstr("reaches back to step 1"));
+}
+
+TEST_F(ClientShortage, GradientThatTheLogHasNoMemoryForIsAddedAndItsStepIsLost) {
+  server_.add_gradient = [](const v1::AddGradientHeader&, const std::string& bytes) {
+    refused_bytes = bytes.size() + 1;  // a copy of it
+    return grpc::Status::OK;
+  };
+  EXPECT_THROW(static_cast<void>(head_->AddGradient(0, 0, RowsView::Float32(rows_, kHiddenSize))), std::bad_alloc);
+  refused_bytes = 0;
+  Restart();
+  const absl::Status status = Submit(1);
   EXPECT_EQ(ErrorReason(status), "STEP_LOST");
   EXPECT_THAT(std::string(status.message()), HasSubstr("reaches back to step 1"));
 }
