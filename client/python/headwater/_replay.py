@@ -165,7 +165,11 @@ class ReplayBackend:
                 for name, step in steps.items():
                     self._log.opened(name, step)
                 if log is not None:
-                    log(result)
+                    try:
+                        log(result)
+                    except MemoryError:
+                        keys = [StepKey(name, carried.get(name, b""), step) for name, step in steps.items()]
+                        self._log.drop(keys, "there was no memory for what was sent in it")
             return result
 
     def _recover(self, carried: Mapping[str, bytes], steps: Mapping[str, int], deadline: float) -> str | None:

@@ -16,6 +16,7 @@ import headwater
 import headwater.local
 from headwater import CrossEntropy
 from headwater._remote import RemoteBackend
+from headwater._replay_log import ReplayLog
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 12, 16, 40
 STEPS, MICRO_BATCHES = 3, 4
@@ -497,6 +498,30 @@ def test_a_log_that_is_full_is_dropped_and_said_once(server, data):
             with refused("STEP_LOST", headwater.StepLostError) as info:
                 head.cross_entropy(*rows, micro_batch=3)
             assert info.value.restored_step == 2
+
+
+@pytest.mark.parametrize("call", ["cross_entropy", "add_gradient"])
+def test_a_step_of_which_something_could_not_be_kept_is_lost(server, data, monkeypatch, call):
+    """Its result stands, and no restart is followed without it."""
+    with connect(server) as client:
+        head = client.create_head("student", data.weight, optimizer=headwater.SGD())
+        head.save("first")
+        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
+        with monkeypatch.context() as short, pytest.warns(RuntimeWarning, match="no memory"):
+
+            def refuse(log, entry):
+                raise MemoryError
+
+            short.setattr(ReplayLog, "add", refuse)
+            if call == "cross_entropy":
+                assert head.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1).loss_sum > 0
+            else:
+                head.add_gradient(data.part[0], micro_batch=1)
+        head.cross_entropy(data.hidden[0, 2], data.targets[0, 2], micro_batch=2)
+        restart(server)
+        with refused("STEP_LOST", headwater.StepLostError) as lost:
+            head.seal(expected_micro_batches=3)
+        assert "no memory" in str(lost.value)
 
 
 def test_two_trainers_repeat_their_parts(server, data):
