@@ -543,7 +543,7 @@ class Child {
     environment.push_back(const_cast<char*>(to_text.c_str()));
     environment.push_back(nullptr);
     char program[] = "/proc/self/exe";
-    char filter[] = "--gtest_filter=OtherProcess.DISABLED_Lends";
+    char filter[] = "--gtest_filter=OtherProcess.DISABLED_ChildLends";
     char disabled[] = "--gtest_also_run_disabled_tests";
     char output[] = "--gtest_output=";
     char* arguments[] = {program, filter, disabled, output, nullptr};
@@ -590,7 +590,7 @@ class Child {
 };
 
 // The other process. Its rows are still on their way when it says that they are there.
-TEST(OtherProcess, DISABLED_Lends) {
+TEST(OtherProcess, DISABLED_ChildLends) {
   ASSERT_NE(std::getenv(kFromChild), nullptr) << "only as another test's child";
   const int to_parent = std::atoi(std::getenv(kFromChild));
   const int from_parent = std::atoi(std::getenv(kToChild));

@@ -12,6 +12,7 @@ GTEST = """<testsuites><testsuite>
   <testcase name="A" status="run" result="completed"/>
   <testcase name="B" status="run" result="skipped"><skipped message="no"/></testcase>
   <testcase name="C" status="notrun" result="suppressed"/>
+  <testcase name="DISABLED_ChildOfA" status="notrun" result="suppressed"/>
   {more}
 </testsuite></testsuites>"""
 FAILED = '<testcase name="D" status="run" result="completed"><failure message="x"/></testcase>'
