@@ -23,6 +23,7 @@
 #include "server/group/rank_codec.h"
 #include "tests/kernels/engine_run.h"
 #include "tests/kernels/problem.h"
+#include "tests/unit/group/forwarding_engine.h"
 #include "tests/unit/group/worker_threads.h"
 
 namespace headwater::testing {
@@ -344,19 +345,10 @@ TEST(GroupProcesses, AnOwnRankThatFailsKeepsNobodyWaiting) {
 }
 
 // Has no memory for a micro-batch.
-class FullEngine final : public LossEngine {
+class FullEngine final : public ForwardingEngine {
  public:
-  explicit FullEngine(std::unique_ptr<LossEngine> engine) : engine_(std::move(engine)) {}
-  std::string name() const override { return engine_->name(); }
-  std::vector<EngineDevice> devices() const override { return engine_->devices(); }
-  const EngineOptions& options() const override { return engine_->options(); }
-  absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override { return engine_->PlanHead(spec); }
-  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override { return engine_->CreateHead(spec); }
-  int64_t planned_bytes() const override { return engine_->planned_bytes(); }
+  using ForwardingEngine::ForwardingEngine;
   absl::StatusOr<MicroBatchResult> Compute(const MicroBatch&) override { throw std::bad_alloc(); }
-
- private:
-  const std::unique_ptr<LossEngine> engine_;
 };
 
 TEST(GroupProcesses, AnOwnRankThatThrowsInACallKeepsNobodyWaiting) {

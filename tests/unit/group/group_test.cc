@@ -16,6 +16,7 @@
 #include "server/group/restarter.h"
 #include "tests/kernels/engine_run.h"
 #include "tests/kernels/problem.h"
+#include "tests/unit/group/forwarding_engine.h"
 #include "tests/unit/group/worker_threads.h"
 
 namespace headwater::testing {
@@ -73,26 +74,20 @@ TEST(GroupFailure, AWorkerThatIsGoneLosesTheGroupAndAllItsRanks) {
 }
 
 // Its device hangs in a call, and it knows.
-class HangingEngine final : public LossEngine {
+class HangingEngine final : public ForwardingEngine {
  public:
-  HangingEngine(std::unique_ptr<LossEngine> engine, absl::Notification& go_on) : engine_(std::move(engine)), go_on_(go_on) {}
-  std::string name() const override { return engine_->name(); }
-  std::vector<EngineDevice> devices() const override { return engine_->devices(); }
-  const EngineOptions& options() const override { return engine_->options(); }
+  HangingEngine(std::unique_ptr<LossEngine> engine, absl::Notification& go_on)
+      : ForwardingEngine(std::move(engine)), go_on_(go_on) {}
   absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override {
     hangs_ = true;
     go_on_.WaitForNotification();
-    return engine_->PlanHead(spec);
+    return ForwardingEngine::PlanHead(spec);
   }
-  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override { return engine_->CreateHead(spec); }
-  int64_t planned_bytes() const override { return engine_->planned_bytes(); }
   absl::Status health() const override {
-    return hangs_ ? MakeError(ErrorReason::kEngineFailed, "the device hangs") : engine_->health();
+    return hangs_ ? MakeError(ErrorReason::kEngineFailed, "the device hangs") : ForwardingEngine::health();
   }
-  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override { return engine_->Compute(micro_batch); }
 
  private:
-  const std::unique_ptr<LossEngine> engine_;
   absl::Notification& go_on_;
   mutable std::atomic<bool> hangs_ = false;
 };

@@ -3,37 +3,25 @@
 #define HEADWATER_TESTS_UNIT_GROUP_REPLICA_ENGINE_H_
 
 #include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
-#include "headwater/kernels/engine.h"
+#include "tests/unit/group/forwarding_engine.h"
 
 namespace headwater::testing {
 
-class ReplicaEngine final : public LossEngine {
+class ReplicaEngine final : public ForwardingEngine {
  public:
-  explicit ReplicaEngine(std::unique_ptr<LossEngine> engine) : engine_(std::move(engine)) {}
+  using ForwardingEngine::ForwardingEngine;
 
-  std::string name() const override { return engine_->name(); }
-  std::vector<EngineDevice> devices() const override { return engine_->devices(); }
-  const EngineOptions& options() const override { return engine_->options(); }
-  absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override { return engine_->PlanHead(ByRows(spec)); }
+  absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override { return ForwardingEngine::PlanHead(ByRows(spec)); }
   absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override {
-    return engine_->CreateHead(ByRows(spec));
+    return ForwardingEngine::CreateHead(ByRows(spec));
   }
-  int64_t planned_bytes() const override { return engine_->planned_bytes(); }
-  absl::Status health() const override { return engine_->health(); }
-  int64_t progress() const override { return engine_->progress(); }
-  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override { return engine_->Compute(micro_batch); }
 
  private:
   static HeadSpec ByRows(HeadSpec spec) {
     spec.parallelism = Parallelism::kRows;
     return spec;
   }
-
-  const std::unique_ptr<LossEngine> engine_;
 };
 
 }  // namespace headwater::testing
