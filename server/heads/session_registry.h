@@ -37,8 +37,8 @@ struct SessionLimits {
 class SessionRegistry {
  public:
   // `on_end` may be called from any thread that calls the registry, until the registry is destroyed, and again for a session for
-  // which it threw: Close() and Expire() throw that on, and Expire() tries again. `clock` is for tests; only
-  // differences of its times matter.
+  // which it threw: Close() and Expire() throw that on, and Expire() tries again. `clock` is for tests; only differences of its
+  // times matter.
   SessionRegistry(const SessionLimits& limits, std::function<void(const SessionId&)> on_end,
                   std::function<absl::Time()> clock = MonotonicNow);
 

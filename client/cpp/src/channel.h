@@ -10,13 +10,11 @@
 #include <string>
 
 #include "headwater/client/client.h"
+#include "headwater/client/future.h"
 
 namespace headwater::client::internal {
 
 using Deadline = std::chrono::system_clock::time_point;
-
-// A year is as good as for ever, and far from the overflow of a clock.
-constexpr std::chrono::hours kLongestTimeout{24 * 365};
 
 // `timeout` from now, whatever its unit: the longest ones do not become the past.
 template <typename Timeout>

@@ -20,13 +20,8 @@ void DelayedTasks::Run(const void* owner, std::chrono::nanoseconds delay, std::f
   const auto next = NextTask();
   // Most tasks are for the case that something takes too long, and are forgotten again: the thread need not wake up for them.
   const bool is_next = next == tasks_.end() || due < next->due;
+  if (!thread_.joinable()) thread_ = std::thread([this] { Loop(); });
   tasks_.push_back({owner, due, std::move(task)});
-  try {
-    if (!thread_.joinable()) thread_ = std::thread([this] { Loop(); });
-  } catch (...) {
-    tasks_.pop_back();
-    throw;
-  }
   if (is_next) changed_.notify_all();
 }
 

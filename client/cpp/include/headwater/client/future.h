@@ -19,6 +19,9 @@
 namespace headwater::client {
 namespace internal {
 
+// A year is as good as for ever, and far from the overflow of a clock.
+constexpr std::chrono::hours kLongestTimeout{24 * 365};
+
 // What a call and its future share. Thread-safe. Not for users.
 //
 // It keeps the call, and so the connection, until the caller's side takes the result: gRPC's threads must never be the ones that
@@ -46,9 +49,8 @@ class FutureState {
 
   bool WaitFor(std::chrono::nanoseconds timeout) {
     std::unique_lock<std::mutex> lock(mutex_);
-    // A year is as good as for ever, and far from the clock's overflow.
-    constexpr std::chrono::nanoseconds kLongest = std::chrono::hours(24 * 365);
-    return ready_.wait_for(lock, std::min(timeout, kLongest), [this] { return value_.has_value(); });
+    return ready_.wait_for(lock, std::min<std::chrono::nanoseconds>(timeout, kLongestTimeout),
+                           [this] { return value_.has_value(); });
   }
 
   // Waits for the result and lets go of the call. By the caller's side, exactly once.
