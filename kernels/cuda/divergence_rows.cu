@@ -8,11 +8,11 @@
 //
 // row_factor has what is left: loss_scale, token weight, logit_scale, soft_weight, 1 - beta, 1 / temperature and ln2.
 //
-// Phases. 0: exponential sums of the next row, from shared memory, against an offset guessed from 16 of its columns. 1: the row's
-// terms, which stay in registers: 32 columns of both sides a thread. 2: M. The order is 1 of row n, 0 of row n + 1, 2 of row n:
-// each row's two exchanges over the cluster go on under other work. A row's first half goes into registers with phase 2 of the row
-// before it, the second with its own phase 1, and each slot is filled again as soon as it is read: the first early, because its
-// copy is needed soonest, and the second without a time of its own, under the exponentials.
+// Phases. 0: a row's exponential sums, from shared memory, against offsets guessed from 16 of its columns. 1: the row's terms,
+// which stay in registers: 32 columns of both sides a thread. 2: M. The order is 1 of row n, the rest of 0 of row n + 1, the
+// beginning of 0 of row n + 2, 2 of row n: each row's two exchanges over the cluster go on under other work. A row's first half
+// goes into registers with phase 2 of the row before it, the second with its own phase 1, and each slot is filled again when it has
+// been read. What a row needs once is the service warps' (device/divergence_service.cuh).
 //
 // Factor. M has all of row_factor but its power of two, so that a row's share of grad_weight is rounded once; or, in a row of which
 // one column has most, so much that its largest entries are nearly exact (device/exact_entries.cuh).
@@ -28,20 +28,21 @@
 //
 // Not finite. The exponentials' sums come out as NaN, and so do the row's loss and M. No loop's length depends on values.
 //
-// Traffic. 10 bytes a column: N4096 V128256 is 5.25 GB; a copy of as many bytes takes 1.23 ms on an H200, this pass 1.41, and 1.90
-// at the clock that is left beside products.
+// Traffic. 10 bytes a column: N4096 V128256 is 5.25 GB; a copy of as many bytes takes 1.24 ms on an H200, whatever its clock, this
+// pass 1.34, and 1.59 at the clock that is left beside products.
 //
 // Work. 5 exponentials and logarithms a column (16 a clock) with 0 < beta < 1, not near: 2 in phase 0 and 3 in phase 1, since p is
-// q 2^d, and where q vanishes only the sum of p is missing, which phase 0 has. That is half of the clocks; of the rest most are the
-// exchanges' chains of shuffles, and 15 clusters of 8 leave 12 of 132 multiprocessors idle. There is no register to spare: one that
-// is spilled into the loop is read back from beyond the small L1 that is left, which costs 4% of the pass; so what is cheap to make
-// again is made again (cluster_row::Lane(), the sources of copies), and sums of parameters are parameters. kernels/lab/README.md,
-// 009, has what was tried.
+// q 2^d, and where q vanishes only the sum of p is missing, which phase 0 has. That is 3/5 of the clocks; 15 clusters of 8 leave 12
+// of 132 multiprocessors idle. Of 65536 registers 20 warps get 96 each; the compute warps take 16 more from the service warps.
+// There is none to spare: one that is spilled into the loop is read back from beyond the small L1 that is left.
+// kernels/lab/README.md, 009, has what was tried.
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/cuda/device/cluster_row.cuh"
+#include "kernels/cuda/device/divergence_service.cuh"
 #include "kernels/cuda/device/divergence_terms.cuh"
 #include "kernels/cuda/divergence_params.h"
 #include "kernels/cuda/row_passes.h"
@@ -49,53 +50,47 @@
 namespace headwater::cuda {
 namespace {
 
-using cluster_row::kInputs;
 using cluster_row::kVectors;
 using divergence_row::Form;
 using divergence_row::FormOf;
 using divergence_row::IsTransformed;
 using divergence_row::KernelParams;
 using divergence_row::kLn2;
+using divergence_row::kSharedBytes;
 using divergence_row::MakeKernelParams;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-using cluster_row::Channel;
-using cluster_row::HalfWarpMerge;
 using cluster_row::kInputBytes;
 using cluster_row::kParts;
-using cluster_row::kSlotBytes;
 using cluster_row::kSlotColumns;
-using cluster_row::kSlots;
 using cluster_row::kSlotVectors;
 using cluster_row::kVectorBytes;
 using cluster_row::kVectorColumns;
-using cluster_row::Largest;
+using cluster_row::kWarpBytes;
 using cluster_row::LoadVector;
 using cluster_row::Maximum;
-using cluster_row::MergeTogether;
 using cluster_row::Ring;
 using cluster_row::StoreVector;
-using cluster_row::Sum;
-using cluster_row::WarpMerge;
-using divergence_row::FactorParts;
-using divergence_row::FitHalf;
 using divergence_row::kAbsent;
 using divergence_row::kNearLimit;
-using divergence_row::LogitOf;
-using divergence_row::MakeExact;
 using divergence_row::MakeLogits;
 using divergence_row::Pack;
-using divergence_row::PowerOfTwo;
+using divergence_row::Place;
 using divergence_row::RowOffsets;
 using divergence_row::RowTerms;
-using divergence_row::SplitFactor;
 using divergence_row::Terms;
 using divergence_row::Top;
 using sm90::Exp2;
 
 // Vectors of a warp that are looked at for nearness in vain before it looks no more.
 constexpr int kNearTries = 2;
+
+// Of a row's vectors, those whose exponentials are added up while the row before waits for its log-sum-exps.
+constexpr int kEarlyVectors = 2;
+
+// A thread's, of the 96 that each has at first.
+constexpr int kComputeRegisters = 112, kServiceRegisters = 32;
 
 // Without a branch, so that the stores of several vectors are in one block of instructions.
 __device__ __forceinline__ void StorePairIf(bool wanted, uint64_t address, uint32_t low, uint32_t high) {
@@ -109,458 +104,368 @@ __device__ __forceinline__ void StorePairIf(bool wanted, uint64_t address, uint3
       : "memory");
 }
 
-// log2 of a positive number, NaN of what is not finite: of the exponent and, with 2^-22 of error, of a rest within [0.7, 1.42).
-__device__ __forceinline__ float Log2OfSum(float value) {
-  const uint32_t bits = __float_as_uint(value);
-  const int32_t exponent = static_cast<int32_t>(bits - 0x3f3504f3u) >> 23;
-  float log;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log) : "f"(__uint_as_float(bits - (static_cast<uint32_t>(exponent) << 23))));
-  return fmaf(value, 0.0f, log + static_cast<float>(exponent));
-}
-
-// a / b for a b about 1.
-__device__ __forceinline__ float Quotient(float a, float b) {
-  const float reciprocal = sm90::ReciprocalApprox(b), quotient = a * reciprocal;
-  return fmaf(fmaf(-b, quotient, a), reciprocal, quotient);
-}
-
+// A compute warp's part of all rows.
 template <Form kForm, bool kTransformed, bool kHalf>
-__global__ void __launch_bounds__(cluster_row::kMaxThreads, 1) DivergenceRowsKernel(const __grid_constant__ KernelParams params) {
+__device__ __forceinline__ void ComputeRows(const KernelParams& params, const Place& place, int32_t warp) {
   using Math = RowTerms<kForm, kTransformed, kHalf>;
-  extern __shared__ __align__(128) uint8_t raw_shared[];
-  const uint32_t shared = sm90::SharedAddress(raw_shared);
-  const int32_t thread = static_cast<int32_t>(threadIdx.x);
-  const int32_t warp = __shfl_sync(0xffffffffu, thread / 32, 0);
-  const int32_t lane = thread % 32;
-  const auto warps = static_cast<int32_t>(blockDim.x) / 32;
-  const uint32_t barriers = shared + warps * (kSlots * kSlotBytes);
-  const Ring ring{shared + warp * (kSlots * kSlotBytes), barriers + warp * (8 * kSlots)};
-  const uint32_t channels = barriers + warps * (8 * kSlots);
-  Channel<2> exponentials{channels, 0};
-  Channel<4> sums{channels + Channel<2>::kBytes, 0};
-  Channel<2> extremes{channels + Channel<2>::kBytes + Channel<4>::kBytes, 0};  // fp16's
+  // Through a shuffle, so that the compiler keeps it instead of asking for it again where the latency shows.
+  const uint32_t thread = __shfl_sync(0xffffffffu, threadIdx.x, threadIdx.x % 32);
+  const auto lane = static_cast<int32_t>(thread % 32);
+  const Ring& ring = place.ring;
+  const int32_t parts = place.parts, row_step = place.row_step;
+  // This warp's columns of the slice's first part.
+  const int32_t begin = place.begin + warp * kSlotColumns, length = place.length - warp * kSlotColumns;
+  const auto part_length = [&](int part) { return length - part * place.part_columns; };
+  const auto slot_address = [&](uint32_t slot) { return ring.Slot(slot) + warp * kWarpBytes + 16 * lane; };
+  uint32_t slot = 0, phase = 0;  // of what goes into registers next
+  uint32_t logs_parity = 0, rows_parity = 0;
+  float student[kVectors][4], teacher[kVectors][4];
 
-  const int32_t cluster = params.cluster;
-  const auto cta_rank = static_cast<int32_t>(sm90::ClusterCtaRank());
-  const int32_t row_step = static_cast<int32_t>(gridDim.x) / cluster;
-  const int32_t first_row = static_cast<int32_t>(blockIdx.x) / cluster;
-  // The warp's slice, in parts of a slot's size: as many in all warps, some of them empty.
-  const int32_t slice = cta_rank * warps + warp, slices = cluster * warps;
-  const int32_t begin = min(slice * params.warp_columns, params.columns);
-  const int32_t length = min(params.warp_columns, params.columns - begin);
-  const int32_t parts = (params.warp_columns + kSlotColumns - 1) / kSlotColumns;
-
-  if (lane == 0) {
-    ring.Init();
-    sm90::FenceBarrierInit();
-  }
-  exponentials.Init();
-  sums.Init();
-  extremes.Init();
-  if (thread == 0) sm90::FenceBarrierInit();
-  sm90::ClusterSync();
-
-  {
-    const int32_t copied = max((length + 3) / 4 * 4, 0);
-    const cluster_row::SliceSource source{{params.inputs[0] + begin, params.inputs[1] + begin},
-                                          {params.strides[0], params.strides[1]},
-                                          params.row_count,
-                                          row_step,
-                                          {min(copied, kSlotColumns), max(copied - kSlotColumns, 0)},
-                                          parts};
-#pragma unroll
-    for (int i = 0; i < kSlots; ++i) source.Load(ring, i, first_row, i);
-    uint32_t slot = 0, phase = 0;  // of what goes into registers next
-    float student[kVectors][4], teacher[kVectors][4];
-
-    // One column for each lane, from its student's and then its teacher's first 16.
-    const auto load_sample = [&](int32_t row) {
-      if (row >= params.row_count) return 0.0f;
-      const uint32_t of_lane = cluster_row::Lane();
-      const float* const input = of_lane < 16 ? params.inputs[0] : params.inputs[1];
-      const auto stride = static_cast<uint32_t>(of_lane < 16 ? params.strides[0] : params.strides[1]);
-      return input[static_cast<uint64_t>(stride) * static_cast<uint32_t>(row) +
-                   min(of_lane % 16, static_cast<uint32_t>(params.columns - 1))];
+  // Slot number `ahead` after `slot`, when it is full.
+  const auto wait_slot = [&](int32_t ahead) {
+    uint32_t of_slot = slot + static_cast<uint32_t>(ahead), of_phase = phase;
+    if (of_slot >= cluster_row::kSlots) {
+      of_slot -= cluster_row::kSlots;
+      of_phase ^= 1;
+    }
+    sm90::BarrierWait(ring.Full(of_slot), of_phase);
+    return slot_address(of_slot);
+  };
+  // A slice's last part is filled up, so that nobody has to look at columns' numbers again.
+  const auto fill_up = [&](int part, uint32_t address) {
+    if (!kTransformed && __builtin_expect(part_length(part) >= kSlotColumns, 1)) return;
+    const int32_t first = part * place.part_columns + 4 * static_cast<int32_t>(cluster_row::Lane());
+    for (int i = 0; i < kSlotVectors; ++i) {
+      const int32_t local = first + i * kVectorColumns;
+      float4 s = LoadVector(address + i * kVectorBytes), t = LoadVector(address + i * kVectorBytes + kInputBytes);
+      MakeLogits<kTransformed>(params.sides[0], begin + local, length - local, params.no_column[0], s);
+      MakeLogits<kTransformed>(params.sides[1], begin + local, length - local, params.no_column[1], t);
+      StoreVector(address + i * kVectorBytes, s);
+      StoreVector(address + i * kVectorBytes + kInputBytes, t);
+    }
+    sm90::FenceProxyAsync();  // what is stored must not overtake the copy into this slot that comes later
+  };
+  // Phase 0: this thread's exponentials of so many vectors.
+  const auto add_exponentials = [&](auto count, uint32_t address, float offset_a, float offset_b, float(&own)[2]) {
+    constexpr int kCount = decltype(count)::value;
+    const float a = params.log2_scales[0], b = params.log2_scales[1];
+    constexpr int kAhead = 2;
+    static_assert(kAhead <= kCount);
+    float4 s[kCount], t[kCount];
+    const auto load = [&](int i) {
+      s[i] = LoadVector(address + i * kVectorBytes);
+      t[i] = LoadVector(address + i * kVectorBytes + kInputBytes);
     };
-
-    // Phase 0: this thread's share of the exponential sums of the row in the slots from `slot` on.
-    const auto sum_exponentials = [&](const float2& offsets, float2& own) {
-      own = make_float2(0.0f, 0.0f);
-      const float a = params.log2_scales[0], b = params.log2_scales[1];
-      uint32_t read_slot = slot, read_phase = phase;
 #pragma unroll
-      for (int32_t part = 0; part < kParts; ++part) {
-        if (part >= parts) continue;
-        sm90::BarrierWait(ring.Full(read_slot), read_phase);
-        const uint32_t address = ring.Slot(read_slot) + 16 * lane;
-        read_slot = Ring::Next(read_slot);
-        if (read_slot == 0) read_phase ^= 1;
-        // A slice's last part is filled up, so that nobody has to look at columns' numbers again.
-        if (kTransformed || length - part * kSlotColumns < kSlotColumns) {
-          for (int i = 0; i < kSlotVectors; ++i) {
-            const int32_t local = part * kSlotColumns + i * kVectorColumns + 4 * lane;
-            float4 s = LoadVector(address + i * kVectorBytes), t = LoadVector(address + i * kVectorBytes + kInputBytes);
-            MakeLogits<kTransformed>(params.sides[0], begin + local, length - local, params.no_column[0], s);
-            MakeLogits<kTransformed>(params.sides[1], begin + local, length - local, params.no_column[1], t);
-            StoreVector(address + i * kVectorBytes, s);
-            StoreVector(address + i * kVectorBytes + kInputBytes, t);
+    for (int i = 0; i < kAhead; ++i) load(i);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i + kAhead < kCount) load(i + kAhead);
+      own[0] += (Exp2(fmaf(s[i].x, a, -offset_a)) + Exp2(fmaf(s[i].y, a, -offset_a))) +
+                (Exp2(fmaf(s[i].z, a, -offset_a)) + Exp2(fmaf(s[i].w, a, -offset_a)));
+      own[1] += (Exp2(fmaf(t[i].x, b, -offset_b)) + Exp2(fmaf(t[i].y, b, -offset_b))) +
+                (Exp2(fmaf(t[i].z, b, -offset_b)) + Exp2(fmaf(t[i].w, b, -offset_b)));
+    }
+  };
+  // The first kEarlyVectors of the row that begins in slot number `ahead`; then the others of the row that begins in `slot`.
+  const auto begin_exponentials = [&](int32_t ahead, float offset_a, float offset_b) {
+    float own[2] = {};
+    const uint32_t address = wait_slot(ahead);
+    fill_up(0, address);
+    add_exponentials(std::integral_constant<int, kEarlyVectors>(), address, offset_a, offset_b, own);
+    cluster_row::StorePair(place.early + 8 * thread, own[0], own[1]);
+  };
+  const auto finish_exponentials = [&](float offset_a, float offset_b) {
+    float own[2];
+    cluster_row::LoadPair(place.early + 8 * thread, own[0], own[1]);
+    add_exponentials(std::integral_constant<int, kSlotVectors - kEarlyVectors>(), slot_address(slot) + kEarlyVectors * kVectorBytes,
+                     offset_a, offset_b, own);
+    if (parts > 1) {
+      const uint32_t address = wait_slot(1);
+      fill_up(1, address);
+      add_exponentials(std::integral_constant<int, kSlotVectors>(), address, offset_a, offset_b, own);
+    }
+    place.exponentials.Give(thread, own);
+  };
+
+  // A lane's share of 128 columns into registers.
+  const auto load_vector = [&](int vector, uint32_t address) {
+    const float4 s = LoadVector(address), t = LoadVector(address + kInputBytes);
+    student[vector][0] = s.x, student[vector][1] = s.y, student[vector][2] = s.z, student[vector][3] = s.w;
+    teacher[vector][0] = t.x, teacher[vector][1] = t.y, teacher[vector][2] = t.z, teacher[vector][3] = t.w;
+  };
+  // The slot has been read.
+  const auto release = [&] {
+    __syncwarp();
+    if (lane == 0) sm90::BarrierArrive(ring.Empty(slot));
+    slot = Ring::Next(slot);
+    if (slot == 0) phase ^= 1;
+  };
+
+  // Over the row's columns that this thread has in registers.
+  const auto for_each = [&](const auto& function) {
+#pragma unroll
+    for (int vector = 0; vector < kVectors; ++vector) {
+      if (vector / kSlotVectors >= parts) continue;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) function(student[vector][i], teacher[vector][i], 4 * vector + i);
+    }
+  };
+
+  // Over the row's logits before phase 1: the first part's are in registers, the others still in their slot. `function` may
+  // change them.
+  const auto for_each_logit = [&](const auto& function) {
+#pragma unroll
+    for (int vector = 0; vector < kSlotVectors; ++vector) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) function(student[vector][i], teacher[vector][i], 4 * vector + i);
+    }
+    if (parts == 1) return;
+    const uint32_t address = slot_address(slot);
+    for (int i = 0; i < kSlotVectors; ++i) {
+      float4 s = LoadVector(address + i * kVectorBytes), t = LoadVector(address + i * kVectorBytes + kInputBytes);
+      const int index = 4 * (kSlotVectors + i);
+      function(s.x, t.x, index);
+      function(s.y, t.y, index + 1);
+      function(s.z, t.z, index + 2);
+      function(s.w, t.w, index + 3);
+      StoreVector(address + i * kVectorBytes, s);
+      StoreVector(address + i * kVectorBytes + kInputBytes, t);
+    }
+    sm90::FenceProxyAsync();  // as in phase 0
+  };
+
+  place.logs.Wait(logs_parity);
+  float4 factors = place.logs.Second();
+  begin_exponentials(0, factors.z, factors.w);
+  // Phases 1 and 2 are of `row`; there is none at first.
+  for (int32_t row = place.first_row - row_step;; row += row_step) {
+    const bool more = row + row_step < params.row_count;
+    Top top;
+    if (row >= 0) {
+      place.logs.Wait(logs_parity);
+      factors = place.logs.Second();
+      float own[2];  // of phase 0
+      if (__builtin_expect(factors.x < 0.0f, 0)) {
+        float largest[2] = {Maximum::kNothing, Maximum::kNothing};
+        for_each_logit([&](float s, float t, int) {
+          largest[0] = fmaxf(largest[0], s * params.log2_scales[0]);
+          largest[1] = fmaxf(largest[1], t * params.log2_scales[1]);
+        });
+        place.exponentials.Give(thread, largest);
+        place.logs.Wait(logs_parity);
+        const float4 offsets = place.logs.Second();
+        own[0] = own[1] = 0.0f;
+        for_each_logit([&](float s, float t, int) {
+          own[0] += Exp2(fmaf(s, params.log2_scales[0], -offsets.z));
+          own[1] += Exp2(fmaf(t, params.log2_scales[1], -offsets.w));
+        });
+        place.exponentials.Give(thread, own);
+        place.logs.Wait(logs_parity);
+        factors = place.logs.Second();
+      }
+      const float4 logs = place.logs.First();
+      const RowOffsets row_offsets{logs.x, logs.y, logs.z, logs.w};
+      cluster_row::LoadPair(place.exponentials.Given(thread), own[0], own[1]);
+
+      // Phase 1.
+      Terms terms;
+      float loss = 0.0f;
+      // With the log-sum-exp's rounding, as the columns' q have it: means over q are divided by the sum of just these q.
+      float q_rest = own[0] * factors.x, p_rest = own[1] * factors.y;
+      if (__builtin_expect(q_rest > 0.5f, 0)) {
+        // The column that has more than half of q can be here. It is taken out of what follows: its share of the loss goes its
+        // own way, near or far, and what it leaves of q is added up without it.
+        float s_top = params.no_column[0], t_top = params.no_column[1], largest = -INFINITY;
+        int32_t index_top = -1;
+        for_each_logit([&](float s, float t, int index) {
+          const float log_q = fmaf(s, params.log2_scales[0], row_offsets.student);
+          if (!(log_q > largest)) return;
+          largest = log_q;
+          index_top = index;
+          s_top = s;
+          t_top = t;
+        });
+        if (largest > params.log_rest_unit - 1.0f) {
+          top.index = index_top;
+          if constexpr (kTransformed) top.derivative = Math::Derivative(params, s_top);
+          const float d = Math::Difference(params, row_offsets.difference, s_top, t_top);
+          const float p_top = Exp2(fmaf(t_top, params.log2_scales[1], row_offsets.teacher));
+          Terms apart;
+          if (fabsf(d) < kNearLimit) {
+            Math::Near(params, largest, d, s_top, t_top, apart);
+          } else {
+            Math::Far(params, row_offsets, largest, s_top, t_top, apart);
           }
-          sm90::FenceProxyAsync();  // what is stored must not overtake the copy into this slot that comes later
-        }
-        constexpr int kAhead = 2;
-        float4 s[kSlotVectors], t[kSlotVectors];
-        const auto load = [&](int i) {
-          s[i] = LoadVector(address + i * kVectorBytes);
-          t[i] = LoadVector(address + i * kVectorBytes + kInputBytes);
-        };
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) load(i);
-#pragma unroll
-        for (int i = 0; i < kSlotVectors; ++i) {
-          if (i + kAhead < kSlotVectors) load(i + kAhead);
-          own.x += (Exp2(fmaf(s[i].x, a, -offsets.x)) + Exp2(fmaf(s[i].y, a, -offsets.x))) +
-                   (Exp2(fmaf(s[i].z, a, -offsets.x)) + Exp2(fmaf(s[i].w, a, -offsets.x)));
-          own.y += (Exp2(fmaf(t[i].x, b, -offsets.y)) + Exp2(fmaf(t[i].y, b, -offsets.y))) +
-                   (Exp2(fmaf(t[i].z, b, -offsets.y)) + Exp2(fmaf(t[i].w, b, -offsets.y)));
-        }
-      }
-    };
-
-    // A slot into registers.
-    const auto load_part = [&](int part, uint32_t address) {
-#pragma unroll
-      for (int i = 0; i < kSlotVectors; ++i) {
-        const float4 s = LoadVector(address + i * kVectorBytes), t = LoadVector(address + i * kVectorBytes + kInputBytes);
-        const int vector = part * kSlotVectors + i;
-        student[vector][0] = s.x, student[vector][1] = s.y, student[vector][2] = s.z, student[vector][3] = s.w;
-        teacher[vector][0] = t.x, teacher[vector][1] = t.y, teacher[vector][2] = t.z, teacher[vector][3] = t.w;
-      }
-    };
-    // The slot that has been read is filled again.
-    const auto refill = [&](int32_t row, int part) {
-      __syncwarp();
-      source.Load(ring, slot, row, part + kSlots);
-      slot = Ring::Next(slot);
-      if (slot == 0) phase ^= 1;
-    };
-
-    // Over the row's columns that this thread has in registers.
-    const auto for_each = [&](const auto& function) {
-#pragma unroll
-      for (int vector = 0; vector < kVectors; ++vector) {
-        if (vector / kSlotVectors >= parts) continue;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) function(student[vector][i], teacher[vector][i], 4 * vector + i);
-      }
-    };
-
-    // Over the row's logits before phase 1: the first part's are in registers, the others still in their slot. `function` may
-    // change them.
-    const auto for_each_logit = [&](const auto& function) {
-#pragma unroll
-      for (int vector = 0; vector < kSlotVectors; ++vector) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) function(student[vector][i], teacher[vector][i], 4 * vector + i);
-      }
-      if (parts == 1) return;
-      const uint32_t address = ring.Slot(slot) + 16 * lane;
-      for (int i = 0; i < kSlotVectors; ++i) {
-        float4 s = LoadVector(address + i * kVectorBytes), t = LoadVector(address + i * kVectorBytes + kInputBytes);
-        const int index = 4 * (kSlotVectors + i);
-        function(s.x, t.x, index);
-        function(s.y, t.y, index + 1);
-        function(s.z, t.z, index + 2);
-        function(s.w, t.w, index + 3);
-        StoreVector(address + i * kVectorBytes, s);
-        StoreVector(address + i * kVectorBytes + kInputBytes, t);
-      }
-      sm90::FenceProxyAsync();  // as in phase 0
-    };
-
-    float sample = load_sample(first_row);
-    float2 offsets = make_float2(0.0f, 0.0f), own = make_float2(0.0f, 0.0f);  // of the row in registers
-    float total[2] = {};
-    // Phases 1 and 2 are of `row`; there is none at first.
-    for (int32_t row = first_row - row_step;; row += row_step) {
-      const int32_t next = row + row_step;
-      const bool more = next < params.row_count;
-      Top top;
-      WarpMerge<Sum, 4> own_sums{};
-      WarpMerge<Largest, 2> own_extremes{};
-      if (row >= 0) {
-        // A sample far below the row's largest logit, or a row that is not finite. Every thread of the cluster sees the same sums.
-        if (!(total[0] > 1e-20f && total[0] < 1e36f && total[1] > 1e-20f && total[1] < 1e36f)) {
-          float largest[2] = {Maximum::kNothing, Maximum::kNothing};
-          for_each_logit([&](float s, float t, int) {
-            largest[0] = fmaxf(largest[0], s * params.log2_scales[0]);
-            largest[1] = fmaxf(largest[1], t * params.log2_scales[1]);
-          });
-          exponentials.Exchange<Maximum>(largest, cluster, slices, slice);
-          offsets = make_float2(ceilf(largest[0]), ceilf(largest[1]));
-          own = make_float2(0.0f, 0.0f);
-          for_each_logit([&](float s, float t, int) {
-            own.x += Exp2(fmaf(s, params.log2_scales[0], -offsets.x));
-            own.y += Exp2(fmaf(t, params.log2_scales[1], -offsets.y));
-          });
-          total[0] = own.x;
-          total[1] = own.y;
-          exponentials.Exchange<Sum>(total, cluster, slices, slice);
-          if (!(total[0] > 0.0f)) total[0] = NAN;
-          if (!(total[1] > 0.0f)) total[1] = NAN;
-        }
-        const float student_log = Log2OfSum(total[0]), teacher_log = Log2OfSum(total[1]);
-        const float student_offset = -(offsets.x + student_log);
-        const float teacher_offset = -(offsets.y + teacher_log);
-        const float difference = (offsets.x - offsets.y) + (student_log - teacher_log);
-        const RowOffsets row_offsets{student_offset + params.log_rest_unit, teacher_offset, difference,
-                                     difference + params.log_beta_rest};
-
-        // Phase 1.
-        Terms terms;
-        float loss = 0.0f;
-        // With the log-sum-exp's rounding, as the columns' q have it: means over q are divided by the sum of just these q.
-        float q_rest = own.x * Exp2(student_offset + offsets.x), p_rest = own.y * Exp2(teacher_offset + offsets.y);
-        if (q_rest > 0.5f) {
-          // The column that has more than half of q can be here. It is taken out of what follows: its share of the loss goes its
-          // own way, near or far, and what it leaves of q is added up without it.
-          float s_top = params.no_column[0], t_top = params.no_column[1], largest = -INFINITY;
-          int32_t index_top = -1;
-          for_each_logit([&](float s, float t, int index) {
-            const float log_q = fmaf(s, params.log2_scales[0], row_offsets.student);
-            if (!(log_q > largest)) return;
-            largest = log_q;
-            index_top = index;
-            s_top = s;
-            t_top = t;
-          });
-          if (largest > params.log_rest_unit - 1.0f) {
-            top.index = index_top;
-            if constexpr (kTransformed) top.derivative = Math::Derivative(params, s_top);
-            const float d = Math::Difference(params, row_offsets.difference, s_top, t_top);
-            const float p_top = Exp2(fmaf(t_top, params.log2_scales[1], teacher_offset));
-            Terms apart;
-            if (fabsf(d) < kNearLimit) {
-              Math::Near(params, largest, d, s_top, t_top, apart);
-            } else {
-              Math::Far(params, row_offsets, largest, s_top, t_top, apart);
+          top.slope = t_top;
+          loss = Math::Loss(params, apart, !(fabsf(d) < kNearLimit), Exp2(largest) / params.top_unit, p_top);
+          q_rest = p_rest = 0.0f;
+          for_each_logit([&](float& s, float& t, int index) {
+            if (index == top.index) {
+              s = params.no_column[0];
+              t = params.no_column[1];
             }
-            top.slope = t_top;
-            loss = Math::Loss(params, apart, !(fabsf(d) < kNearLimit), Exp2(largest) / params.top_unit, p_top);
-            q_rest = p_rest = 0.0f;
-            for_each_logit([&](float& s, float& t, int index) {
-              if (index == top.index) {
-                s = params.no_column[0];
-                t = params.no_column[1];
-              }
-              q_rest += Exp2(fmaf(s, params.log2_scales[0], student_offset));
-              p_rest += Exp2(fmaf(t, params.log2_scales[1], teacher_offset));
-            });
-          }
+            q_rest += Exp2(fmaf(s, params.log2_scales[0], row_offsets.student - params.log_rest_unit));
+            p_rest += Exp2(fmaf(t, params.log2_scales[1], row_offsets.teacher));
+          });
         }
-        int32_t tries = 0;  // vectors that were not near: a warp that has seen some does not look any more
-        const auto far = [&](int vector) {
+      }
+      int32_t tries = 0;  // vectors that were not near: a warp that has seen some does not look any more
+      const auto far = [&](int vector) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float log_q = fmaf(student[vector][i], params.log2_scales[0], row_offsets.student);
+          Math::Far(params, row_offsets, log_q, student[vector][i], teacher[vector][i], terms);
+        }
+      };
+      const auto near_or_far = [&](int vector) {
+        if (tries < kNearTries) {
+          float log_q[4], d[4], largest = 0.0f;
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const float log_q = fmaf(student[vector][i], params.log2_scales[0], row_offsets.student);
-            Math::Far(params, row_offsets, log_q, student[vector][i], teacher[vector][i], terms);
+            log_q[i] = fmaf(student[vector][i], params.log2_scales[0], row_offsets.student);
+            d[i] = Math::Difference(params, row_offsets.difference, student[vector][i], teacher[vector][i]);
+            if (log_q[i] < kAbsent) d[i] = 0.0f;
+            largest = fmaxf(largest, fabsf(d[i]));
           }
-        };
-        const auto near_or_far = [&](int vector) {
-          if (tries < kNearTries) {
-            float log_q[4], d[4], largest = 0.0f;
+          if (__all_sync(0xffffffffu, largest < kNearLimit)) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              log_q[i] = fmaf(student[vector][i], params.log2_scales[0], row_offsets.student);
-              d[i] = Math::Difference(params, row_offsets.difference, student[vector][i], teacher[vector][i]);
-              if (log_q[i] < kAbsent) d[i] = 0.0f;
-              largest = fmaxf(largest, fabsf(d[i]));
+              Math::Near(params, log_q[i], d[i], student[vector][i], teacher[vector][i], terms);
             }
-            if (__all_sync(0xffffffffu, largest < kNearLimit)) {
-#pragma unroll
-              for (int i = 0; i < 4; ++i) {
-                Math::Near(params, log_q[i], d[i], student[vector][i], teacher[vector][i], terms);
-              }
-              return;
-            }
-            ++tries;
+            return;
           }
-          far(vector);
-        };
+          ++tries;
+        }
+        far(vector);
+      };
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          if (part >= parts) continue;
-          int first = part * kSlotVectors;
-          if (part != 0) {
-            load_part(part, ring.Slot(slot) + 16 * lane);
-            refill(row, part);
+      for (int part = 0; part < kParts; ++part) {
+        if (part >= parts) continue;
+        int first = part * kSlotVectors;
+        if (part != 0) {
+          const uint32_t address = slot_address(slot);
+#pragma unroll
+          for (int i = 0; i < kSlotVectors; ++i) load_vector(first + i, address + i * kVectorBytes);
+          release();
+        }
+        if (part == 0) {
+          near_or_far(0);
+          near_or_far(1);
+          first = 2;
+        }
+        if (tries == kNearTries) {
+#pragma unroll
+          for (int vector = 0; vector < kSlotVectors; ++vector) {
+            if (part * kSlotVectors + vector >= first) far(part * kSlotVectors + vector);
           }
-          if (part == 0) {
-            near_or_far(0);
-            near_or_far(1);
-            first = 2;
-          }
-          if (tries == kNearTries) {
+        } else {
 #pragma unroll
-            for (int vector = 0; vector < kSlotVectors; ++vector) {
-              if (part * kSlotVectors + vector >= first) far(part * kSlotVectors + vector);
-            }
-          } else {
-#pragma unroll
-            for (int vector = 0; vector < kSlotVectors; ++vector) {
-              if (part * kSlotVectors + vector >= first) near_or_far(part * kSlotVectors + vector);
-            }
+          for (int vector = 0; vector < kSlotVectors; ++vector) {
+            if (part * kSlotVectors + vector >= first) near_or_far(part * kSlotVectors + vector);
           }
         }
-        own_sums.values[0] = loss + Math::Loss(params, terms, tries != 0, q_rest, p_rest);
-        own_sums.values[1] = (terms.mean + terms.distant) * params.inverse_rest_unit;
-        own_sums.values[2] = q_rest;
-        own_sums.values[3] = kForm == Form::kForward ? 0.0f : top.slope;
-        if constexpr (kHalf) {  // in M's units
-          own_extremes.values[0] = terms.largest;
-          own_extremes.values[1] = terms.q_largest;
-        }
       }
-      // log2 of what the next row's exponential sums are relative to. Whole numbers, so that they cancel exactly; above the sampled
-      // columns, so that a largest logit 2^80 above them still fits.
-      if constexpr (kTransformed) sample = LogitOf(params.sides[lane / 16], sample, min(lane % 16, params.columns - 1));
-      HalfWarpMerge<Maximum> sampled{sample * (cluster_row::Lane() < 16 ? params.log2_scales[0] : params.log2_scales[1])};
-      if constexpr (kHalf) {
-        MergeTogether(own_sums, own_extremes, sampled);
-        extremes.Post(own_extremes, cluster, slices, slice);
-      } else {
-        MergeTogether(own_sums, sampled);
+      const float own_sums[4] = {loss + Math::Loss(params, terms, tries != 0, q_rest, p_rest),
+                                 (terms.mean + terms.distant) * params.inverse_rest_unit, q_rest,
+                                 kForm == Form::kForward ? 0.0f : top.slope};
+      place.sums.Give(thread, own_sums);
+      if constexpr (kHalf) {  // in M's units
+        const float own_extremes[2] = {terms.largest, terms.q_largest};
+        place.extremes.Give(thread, own_extremes);
       }
-      sums.Post(own_sums, cluster, slices, slice);
-      const float above = ceilf(sampled.value) + 40.0f;
-      offsets = make_float2(__shfl_sync(0xffffffffu, above, 0), __shfl_sync(0xffffffffu, above, 16));
-      sample = load_sample(next + row_step);
-      const float token_weight = row < 0 ? 0.0f : params.token_weights == nullptr ? 1.0f : __ldg(params.token_weights + row);
-      if (more) {
-        sum_exponentials(offsets, own);
-        WarpMerge<Sum, 2> own_exponentials{{own.x, own.y}};
-        MergeTogether(own_exponentials);
-        exponentials.Post(own_exponentials, cluster, slices, slice);
-      }
-      sums.Wait();
-      sums.Load(own_sums, slices);
-      float row_sums[4], row_extremes[2];
-      if constexpr (kHalf) {
-        extremes.Wait();
-        extremes.Load(own_extremes, slices);
-        MergeTogether(own_sums, own_extremes);
-        extremes.Collect(own_extremes, row_extremes);
-      } else {
-        MergeTogether(own_sums);
-      }
-      sums.Collect(own_sums, row_sums);
-      const float loss = row_sums[0];
-      float mean = row_sums[1];
-      const float q_rest = row_sums[2], slope_top = row_sums[3];
-      const bool row_has_top = row >= 0 && q_rest < 0.75f;  // 1, if no column was left out, else below 1/2
-      float top_entry;
-      if constexpr (kForm == Form::kForward) {
-        top_entry = -mean;
-      } else {
-        top_entry = (1.0f - q_rest) * fmaf(-slope_top, q_rest, mean);
-        mean = row_has_top ? fmaf(slope_top, 1.0f - q_rest, mean) : Quotient(mean, q_rest);
-        if (!(fabsf(loss) < INFINITY)) mean = NAN;  // nothing finite comes out of a row that is not
-      }
-      FactorParts factor = params.unit_factor;
-      if (token_weight != 1.0f) factor = SplitFactor(params.matrix_factor * static_cast<double>(token_weight));
-      const bool has_gradient = factor.rest != 0.0f;
-      if constexpr (kHalf) {
-        const float bound = fmaxf(kForm == Form::kForward ? row_extremes[0] : fmaf(row_extremes[1], fabsf(mean), row_extremes[0]),
-                                  row_has_top ? fabsf(top_entry) * params.top_unit : 0.0f) *
-                            fabsf(factor.rest);
-        FitHalf(bound, factor);
-      }
-      float row_power = PowerOfTwo(factor.exponent);
-      if (row_has_top && params.want_gradient != 0) {
+    }
+    if (more) {
+      const float4 after_next = place.logs.Third();
+      finish_exponentials(factors.z, factors.w);
+      // The next row's log-sum-exps come while this is under way, and phase 2.
+      if (row + 2 * row_step < params.row_count) begin_exponentials(parts, after_next.x, after_next.y);
+    }
+    float factor = 0.0f, mean = 0.0f;
+    if (row >= 0) {
+      place.rows.Wait(rows_parity);
+      float4 message = place.rows.First();
+      mean = message.y;
+      if (__builtin_expect(message.w != 0.0f, 0)) {
         // The most probable column's entry weighs as much as all others together; often one of them has most of that.
         float largest[4] = {};
         for_each(
             [&](float s, float t, int) { largest[0] = fmaxf(largest[0], fabsf(kForm == Form::kForward ? s : s * (mean - t))); });
-        sums.Exchange<Largest>(largest, cluster, slices, slice);
-        const float size = fabsf(factor.rest);
-        row_power *= MakeExact<kHalf>(fabsf(top_entry) * params.top_unit * size, largest[0] * size, factor);
+        place.sums.Give(thread, largest);
+        place.rows.Wait(rows_parity);
+        message = place.rows.First();
       }
-      if (top.index >= 0) {
+      factor = message.x;
+      if (__builtin_expect(top.index >= 0, 0)) {
         for_each([&](float& s, float& t, int index) {
           if (index != top.index) return;
-          s = top_entry * params.top_unit * top.derivative;
+          s = message.z * params.top_unit * top.derivative;
           t = mean - 1.0f;
         });
       }
-      if (!has_gradient) {
+      if (__builtin_expect(factor == 0.0f, 0)) {
         // M is 0, whatever the row holds.
         mean = 0.0f;
         for_each([](float& s, float& t, int) { s = t = 0.0f; });
       }
-
-      // Phase 2, and the row that phase 0 has read out of its slots, which are filled again.
-      const bool writes = row >= 0 && params.want_gradient != 0;
-      uint16_t* const out = params.matrix + max(row, 0) * params.matrix_stride;
-      const uint64_t own_out = reinterpret_cast<uint64_t>(out + begin + 4 * lane);
-      const int32_t room = writes ? length - 4 * lane : 0;
-      const float mean_factor = mean * factor.rest;
-      const auto write_part = [&](int part) {
-        uint32_t packed[kSlotVectors][2];
-#pragma unroll
-        for (int i = 0; i < kSlotVectors; ++i) {
-          float entries[4];
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const float t = teacher[part * kSlotVectors + i][j];
-            entries[j] =
-                student[part * kSlotVectors + i][j] * (kForm == Form::kForward ? factor.rest : fmaf(-t, factor.rest, mean_factor));
-          }
-          packed[i][0] = Pack<kHalf>(entries[0], entries[1]);
-          packed[i][1] = Pack<kHalf>(entries[2], entries[3]);
-        }
-#pragma unroll
-        for (int i = 0; i < kSlotVectors; ++i) {
-          const int vector = part * kSlotVectors + i;
-          StorePairIf(room > vector * kVectorColumns, own_out + 2 * kVectorColumns * vector, packed[i][0], packed[i][1]);
-        }
-      };
-      write_part(0);
-      if (more) {
-        load_part(0, ring.Slot(slot) + 16 * lane);
-        refill(next, 0);
-      }
-      if (parts > 1) write_part(1);
-      if (more) {
-        exponentials.Wait();
-        WarpMerge<Sum, 2> row_exponentials;
-        exponentials.Load(row_exponentials, slices);
-        MergeTogether(row_exponentials);
-        exponentials.Collect(row_exponentials, total);
-      }
-      if (writes) {
-        // The last four may have gone past the last column, where a row that is not finite has left NaN: the same thread's zeros.
-        if (params.columns % 4 != 0 && length > 0 && begin + length == params.columns &&
-            static_cast<int32_t>(cluster_row::Lane()) == length / 4 % 32) {
-          for (int32_t column = params.columns; column % 4 != 0; ++column) out[column] = 0;
-        }
-#pragma unroll 1
-        for (int32_t column = (params.columns + 3) / 4 * 4 + cta_rank * static_cast<int32_t>(blockDim.x) + thread;
-             column < params.zero_columns; column += cluster * static_cast<int32_t>(blockDim.x)) {
-          out[column] = 0;
-        }
-      }
-      if (row >= 0 && cta_rank == 0 && thread == 0) {
-        RowReport report;
-        report.soft = kLn2 * static_cast<double>(loss);
-        report.gradient_bound = fabs(params.gradient_scale * static_cast<double>(token_weight)) * params.soft_weight;
-        params.reports[row] = report;
-        if (params.want_gradient != 0) {
-          params.row_factor[row] = has_gradient ? row_power : 0.0f;
-          params.target_factor[row] = 0.0f;
-        }
-      }
-      if (!more) break;
     }
+
+    // Phase 2, and the row that phase 0 has read out of its slots, which are filled again.
+    const bool writes = row >= 0 && params.want_gradient != 0;
+    uint16_t* const out = params.matrix + max(row, 0) * params.matrix_stride;
+    const float mean_factor = mean * factor;
+    const auto write_vector = [&](int vector) {
+      float entries[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float t = teacher[vector][j];
+        entries[j] = student[vector][j] * (kForm == Form::kForward ? factor : fmaf(-t, factor, mean_factor));
+      }
+      const int part = vector / kSlotVectors, i = vector % kSlotVectors;
+      const auto own_out = reinterpret_cast<uint64_t>(out + begin + part * place.part_columns + 4 * lane);
+      const int32_t room = writes ? part_length(part) - 4 * lane : 0;
+      StorePairIf(room > i * kVectorColumns, own_out + 2 * kVectorColumns * i, Pack<kHalf>(entries[0], entries[1]),
+                  Pack<kHalf>(entries[2], entries[3]));
+    };
+    const uint32_t address = slot_address(slot);
+#pragma unroll
+    for (int vector = 0; vector < kSlotVectors; ++vector) {
+      write_vector(vector);
+      if (more) load_vector(vector, address + vector * kVectorBytes);
+    }
+    if (parts > 1) {
+#pragma unroll
+      for (int vector = kSlotVectors; vector < kVectors; ++vector) write_vector(vector);
+    }
+    if (more) release();
+    if (__builtin_expect(writes && params.columns % 4 != 0, 0)) {
+      // The last four may have gone past the last column, where a row that is not finite has left NaN: the same thread's zeros.
+      const int32_t last = params.columns - 1 - begin;
+      for (int part = 0; part < parts; ++part) {
+        const int32_t local = last - part * place.part_columns;
+        if (local < 0 || local >= kSlotColumns || local / 4 % 32 != lane || last >= length) continue;
+        for (int32_t column = params.columns; column % 4 != 0; ++column) out[column] = 0;
+      }
+    }
+    if (!more) break;
   }
+}
+
+template <Form kForm, bool kTransformed, bool kHalf>
+__global__ void __launch_bounds__(cluster_row::kMaxThreads, 1) DivergenceRowsKernel(const __grid_constant__ KernelParams params) {
+  extern __shared__ __align__(128) uint8_t raw_shared[];
+  const Place place(params, sm90::SharedAddress(raw_shared));
+  const int32_t warp = __shfl_sync(0xffffffffu, static_cast<int32_t>(threadIdx.x) / 32, 0);
+  if (threadIdx.x == 0) place.Init();
+  sm90::ClusterSync();
+  if (warp >= place.first_service) {
+    sm90::RegistersDecrease<kServiceRegisters>();
+    divergence_row::ServeRows<kForm, kTransformed, kHalf>(params, place, warp - place.first_service);
+  } else {
+    sm90::RegistersIncrease<kComputeRegisters>();
+    if (warp < place.warps) ComputeRows<kForm, kTransformed, kHalf>(params, place, warp);
+  }
+  __syncwarp();
   sm90::ClusterSync();  // no CTA leaves while another may still store into it
 }
 #else
@@ -568,11 +473,6 @@ __global__ void __launch_bounds__(cluster_row::kMaxThreads, 1) DivergenceRowsKer
 template <Form kForm, bool kTransformed, bool kHalf>
 __global__ void DivergenceRowsKernel(const __grid_constant__ KernelParams) {}
 #endif
-
-constexpr int SharedBytes(int warps) {
-  return warps * cluster_row::kRingBytes + 2 * cluster_row::Channel<2>::kBytes + cluster_row::Channel<4>::kBytes;
-}
-static_assert(SharedBytes(cluster_row::kMaxWarps) <= 232448, "a CTA of sm_90 has 227 KiB");
 
 using Kernel = void (*)(KernelParams);
 
@@ -602,8 +502,8 @@ struct LaunchShape {
 
   LaunchShape(const Layout& layout, int64_t clusters, cudaStream_t stream) {
     config.gridDim = dim3(static_cast<unsigned>(layout.cluster * clusters));
-    config.blockDim = dim3(static_cast<unsigned>(32 * layout.warps));
-    config.dynamicSmemBytes = static_cast<size_t>(SharedBytes(layout.warps));
+    config.blockDim = dim3(static_cast<unsigned>(32 * ((layout.warps + 3) / 4 * 4 + cluster_row::kServiceWarps)));
+    config.dynamicSmemBytes = kSharedBytes;
     config.stream = stream;
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = static_cast<unsigned>(layout.cluster);
@@ -635,8 +535,7 @@ int ResidentClusters(Form form, bool transformed, bool half, const Layout& layou
   if (major == 9 && minor == 0) {
     const Kernel kernel = KernelOf(form, transformed, half);
     const LaunchShape shape(layout, 1, nullptr);
-    const bool asked = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            SharedBytes(cluster_row::kMaxWarps)) == cudaSuccess &&
+    const bool asked = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes) == cudaSuccess &&
                        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
                        cudaOccupancyMaxActiveClusters(&clusters, kernel, &shape.config) == cudaSuccess;
     if (!asked) {
@@ -686,7 +585,8 @@ cudaError_t LaunchDivergenceRows(const LogitsView& student, const LogitsView& te
   params.row_count = static_cast<int32_t>(rows.row_count);
   params.columns = static_cast<int32_t>(term.common_columns);
   params.zero_columns = static_cast<int32_t>(RoundUp(student.columns, 8));
-  params.warp_columns = layout.warp_columns;
+  params.warps = layout.warps;
+  params.cta_columns = layout.warps * layout.warp_columns;
   params.cluster = layout.cluster;
   params.want_gradient = want_gradient ? 1 : 0;
 

@@ -89,7 +89,8 @@ struct KernelParams {
   int32_t row_count;
   int32_t columns;       // common ones
   int32_t zero_columns;  // up to here M has zeros
-  int32_t warp_columns;
+  int32_t warps;         // of a CTA, that compute
+  int32_t cta_columns;   // a CTA's slice
   int32_t cluster;
   int32_t want_gradient;
 };
