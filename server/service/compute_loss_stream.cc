@@ -19,16 +19,21 @@ using observability::RpcMethod;
 RawReactor* ComputeLossStream::Start(ServerCore& core, grpc::CallbackServerContext& context) {
   const auto stream = std::make_shared<ComputeLossStream>(core, context);
   RawReactor* const reactor = stream->Own();
-  // Nobody's message is waited for who may not call.
-  const auto caller =
-      core.access->Authorize(FindAccessRow(RpcMethod::kComputeLoss), PortRole::kData, AuthorizationOf(context.client_metadata()));
-  if (!caller.ok()) {
+  try {
+    // Nobody's message is waited for who may not call.
+    const auto caller =
+        core.access->Authorize(FindAccessRow(RpcMethod::kComputeLoss), PortRole::kData, AuthorizationOf(context.client_metadata()));
+    if (!caller.ok()) {
+      stream->taken_.store(true);
+      stream->Finish(RunRpc(core, context, RpcMethod::kComputeLoss, [&](RpcScope&) { return caller.status(); }));
+      return reactor;
+    }
+    stream->Allow([access = core.access.get(), caller = *caller] { return access->Recheck(caller); });
+    stream->Read(/*watched=*/true);
+  } catch (const std::exception&) {  // gRPC would end the call by itself, and the object have it for ever
     stream->taken_.store(true);
-    stream->Finish(RunRpc(core, context, RpcMethod::kComputeLoss, [&](RpcScope&) { return caller.status(); }));
-    return reactor;
+    stream->Finish(RunRpc(core, context, RpcMethod::kComputeLoss, [](RpcScope&) -> absl::Status { throw; }));
   }
-  stream->Allow([access = core.access.get(), caller = *caller] { return access->Recheck(caller); });
-  stream->Read(/*watched=*/true);
   return reactor;
 }
 
@@ -37,12 +42,12 @@ ComputeLossStream::ComputeLossStream(ServerCore& core, grpc::CallbackServerConte
 
 void ComputeLossStream::Run() {
   std::optional<grpc::ByteBuffer> last;
-  const grpc::Status status =
-      RunRpc(core(), context(), RpcMethod::kComputeLoss, [&](RpcScope& scope) { return Serve(scope, &last); });
+  grpc::Status status = RunRpc(core(), context(), RpcMethod::kComputeLoss, [&](RpcScope& scope) { return Serve(scope, &last); });
   if (progress_.exchange(Progress::kEnded) == Progress::kAbandoned) core().abandoned_calls.fetch_sub(1);
-  if (!status.ok()) last.reset();
-  Finish(status, std::move(last));
-  if (transfer_ != nullptr) transfer_->End(status.ok());
+  const bool succeeded = status.ok();
+  if (!succeeded) last.reset();
+  Finish(std::move(status), std::move(last));  // a copy takes memory
+  if (transfer_ != nullptr) transfer_->End(succeeded);
 }
 
 absl::Status ComputeLossStream::Serve(RpcScope& scope, std::optional<grpc::ByteBuffer>* last) {

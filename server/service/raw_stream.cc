@@ -76,9 +76,9 @@ void RawStream::FinishNow() {
   const std::shared_ptr<RawStream> alive = shared_from_this();
   watch_->Begin();  // before: OnDone() takes the watch away
   if (last_message_.has_value()) {
-    StartWriteAndFinish(&*last_message_, grpc::WriteOptions(), status_);
+    StartWriteAndFinish(&*last_message_, grpc::WriteOptions(), std::move(status_));
   } else {
-    RawReactor::Finish(status_);
+    RawReactor::Finish(std::move(status_));
   }
 }
 

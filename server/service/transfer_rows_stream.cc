@@ -15,18 +15,22 @@ namespace headwater::service {
 RawReactor* TransferRowsStream::Start(ServerCore& core, grpc::CallbackServerContext& context) {
   const auto stream = std::make_shared<TransferRowsStream>(core, context);
   RawReactor* const reactor = stream->Own();
-  if (absl::Status status = stream->scope_.Authorize(); !status.ok()) {
-    stream->End(std::move(status));
-    return reactor;
+  try {
+    if (absl::Status status = stream->scope_.Authorize(); !status.ok()) {
+      stream->End(std::move(status));
+      return reactor;
+    }
+    auto admission = core.Admit();
+    if (!admission.ok()) {
+      stream->End(admission.status());
+      return reactor;
+    }
+    stream->admission_.emplace(*std::move(admission));
+    stream->Allow(stream->scope_.AllowedStill());
+    stream->Read(/*watched=*/true);
+  } catch (const std::exception&) {  // gRPC would end the call by itself, and the object have it for ever
+    stream->End(absl::Status(absl::StatusCode::kInternal, ""));  // which needs no memory
   }
-  auto admission = core.Admit();
-  if (!admission.ok()) {
-    stream->End(admission.status());
-    return reactor;
-  }
-  stream->admission_.emplace(*std::move(admission));
-  stream->Allow(stream->scope_.AllowedStill());
-  stream->Read(/*watched=*/true);
   return reactor;
 }
 
@@ -44,7 +48,7 @@ void TransferRowsStream::Answer(std::optional<absl::Status> status) {
   } catch (const std::exception&) {  // std::bad_alloc: it ends without a word, because nobody else will end it
   }
   admission_.reset();
-  Finish(answer);
+  Finish(std::move(answer));  // a copy takes memory
 }
 
 void TransferRowsStream::OnFirstMessage(bool ok, grpc::ByteBuffer* message) {
