@@ -7,6 +7,7 @@
 #include <variant>
 
 #include "headwater/kernels/error.h"
+#include "proto/headwater/v1/error_metadata.h"
 
 namespace headwater::group {
 namespace {
@@ -53,7 +54,7 @@ void EncodeStatus(const absl::Status& status, v1::RankStatus* out) {
   if (status.ok()) return;
   out->set_reason(static_cast<int32_t>(GetErrorReason(status)));
   out->set_message(std::string(status.message()));
-  for (const auto& [key, value] : GetErrorMetadata(status)) (*out->mutable_metadata())[key] = value;
+  v1::SetErrorMetadata(GetErrorMetadata(status), out->mutable_metadata());
 }
 
 absl::Status DecodeStatus(const v1::RankStatus& status) {

@@ -1,14 +1,12 @@
 #include "server/service/status_mapping.h"
 
 #include <cstdint>
-#include <exception>
-#include <memory>
 #include <string>
-#include <utility>
 
 #include "absl/strings/numbers.h"
 #include "headwater/kernels/error.h"
 #include "headwater/v1/error.pb.h"
+#include "proto/headwater/v1/error_metadata.h"
 #include "server/service/retry_after.h"
 
 namespace headwater::service {
@@ -33,16 +31,6 @@ void AddDetail(const Message& message, const char* name, v1::RpcStatus* status) 
   message.SerializeToString(detail->mutable_value());
 }
 
-// Where memory ends in a map of protobuf's, its destructor reads what is not there: it is left alone then.
-void SetMetadata(const std::string& key, std::string value, std::unique_ptr<v1::ErrorInfo>* info) {
-  try {
-    (*(*info)->mutable_metadata())[key] = std::move(value);
-  } catch (const std::exception&) {
-    static_cast<void>(info->release());
-    throw;
-  }
-}
-
 }  // namespace
 
 grpc::Status ToGrpcStatus(const absl::Status& status) {
@@ -55,17 +43,19 @@ grpc::Status ToGrpcStatus(const absl::Status& status) {
   v1::RpcStatus details;
   details.set_code(static_cast<int32_t>(ours ? status.code() : absl::StatusCode::kInternal));
   details.set_message(message);
-  auto info = std::make_unique<v1::ErrorInfo>();
-  info->set_reason(ErrorReasonName(ours ? reason : ErrorReason::kInternal));
-  info->set_domain("headwater");
+  v1::ErrorInfo info;
+  info.set_reason(ErrorReasonName(ours ? reason : ErrorReason::kInternal));
+  info.set_domain("headwater");
   int64_t retry_after_ms = -1;
   if (ours) {
-    for (const auto& [key, value] : GetErrorMetadata(status)) {
-      SetMetadata(key, Cut(value, kMostMetadataBytes), &info);
+    ErrorMetadata metadata = GetErrorMetadata(status);
+    for (auto& [key, value] : metadata) {
       if (key == kRetryAfterMsKey && !absl::SimpleAtoi(value, &retry_after_ms)) retry_after_ms = -1;
+      value = Cut(value, kMostMetadataBytes);
     }
+    v1::SetErrorMetadata(metadata, info.mutable_metadata());
   }
-  AddDetail(*info, "ErrorInfo", &details);
+  AddDetail(info, "ErrorInfo", &details);
   if (retry_after_ms >= 0) {
     v1::RetryInfo retry;
     retry.mutable_retry_delay()->set_seconds(retry_after_ms / 1000);

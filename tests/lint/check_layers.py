@@ -15,7 +15,7 @@ KINDS = [
     ("nccl", r"nccl\w*\.h"),
     ("grpc", r"(grpc|grpcpp)/.*"),
     ("protobuf", r"google/(protobuf|rpc)/.*"),
-    ("generated", r"headwater/v1/.*|.*\.pb\.h"),
+    ("generated", r"(proto/)?headwater/v1/.*|.*\.pb\.h"),  # and what stands beside it for all
     ("absl_types", r"absl/(status|types)/.*"),
     ("absl", r"absl/.*"),
     ("c_abi", r"headwater/kernels/c_api\.h"),
@@ -58,6 +58,7 @@ TESTS = SERVER | KERNELS | CLIENT | {"tests", "test_library", "kernels_reference
 
 # Folder: the kinds that files in it may include.
 LAYERS = {
+    "proto": PLAIN | {"protobuf"},
     "kernels/include": PLAIN | {"kernels_api", "c_abi"},
     "kernels": KERNELS,
     "kernels/reference": KERNELS | {"kernels_reference"},

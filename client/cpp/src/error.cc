@@ -8,6 +8,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/types/optional.h"
 #include "headwater/client/error.h"
+#include "proto/headwater/v1/error_metadata.h"
 
 namespace headwater::client {
 namespace {
@@ -103,7 +104,7 @@ absl::Status MakeLocalError(v1::ErrorReason reason, absl::StatusCode code, const
   v1::ErrorInfo info;
   info.set_reason(v1::ErrorReason_Name(reason).substr(kPrefixLength));
   info.set_domain("headwater");
-  info.mutable_metadata()->insert(metadata.begin(), metadata.end());
+  v1::SetErrorMetadata(metadata, info.mutable_metadata());
   absl::Status status(code, message);
   status.SetPayload(kErrorInfoUrl, absl::Cord(info.SerializeAsString()));
   return status;

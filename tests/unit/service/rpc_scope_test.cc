@@ -32,7 +32,7 @@ TEST(RunRpc, AnswersWhereverTheMemoryEnds) {
     allocations_left = allocations;
     const auto answer = [&](RpcScope&) -> absl::Status {
       if (body == 2) throw std::bad_alloc();
-      return body == 0 ? absl::OkStatus() : MakeError(ErrorReason::kInvalidField, kSentence);
+      return body == 0 ? absl::OkStatus() : MakeError(ErrorReason::kInvalidField, kSentence, {{kSentence, kSentence}});
     };
     const grpc::Status status = RunRpc(**core, context, RpcMethod::kCommitMicroBatch, answer, /*always=*/true);
     allocations_left = -1;
