@@ -2,14 +2,13 @@
 // sm_90a: kernels that call these functions have their body inside #if defined(__CUDA_ARCH_FEAT_SM90_ALL).
 //
 // Mapping   A cluster of 1, 2, 4, 8 or 16 CTAs owns a row, each of them a slice of consecutive columns; clusters stride over rows.
-// CTAs      Up to 16 compute warps and, after them, one service warp; one CTA a multiprocessor. A slice has one or two parts, of
-//           kSlotColumns consecutive columns for each compute warp, and a lane takes four consecutive columns of every 128.
+// CTAs      Up to 16 compute warps, an even number, and service warps after them; one CTA a multiprocessor. A slice has one or two
+//           parts, of kSlotColumns consecutive columns for each compute warp; a lane takes four consecutive columns of every 128.
 // Ring      kSlots slots; a slot takes one part of both inputs: a row and half of the next.
-// Service   What a row needs once, and not once a column, is the service warp's: it fills the ring's slots as they come free, adds
-// up
-//           what the CTA's threads have summed and then what the cluster's service warps have, and leaves in shared memory what
+// Service   What a row needs once, and not once a column, is the service warps': one fills the ring's slots as they come free,
+//           others add up what the CTA's threads have summed, then what the cluster's CTAs have, and leave in shared memory what
 //           follows from that. A compute warp stores its lanes' sums and goes on with other work: it takes part in no shuffle, no
-//           exchange, and no scalar arithmetic, which are chains of latency that all warps of a multiprocessor would wait out.
+//           exchange and no arithmetic of a row, chains of latency that all warps of a multiprocessor would wait out together.
 //
 // Why a refilled slot cannot be read too late. A warp arrives at a slot's barrier after its reads, which have returned their values
 // when they are ordered so; that takes no proxy fence. Writes to a slot do (FenceProxyAsync() by each writing lane before the
@@ -133,8 +132,8 @@ __device__ __forceinline__ void MergeTogether(Merges&... merges) {
 // --- Sums over the cluster
 //
 // A few floats of every computing thread of a cluster, merged for all of its CTAs, always in the same order. Compute warps Give();
-// the service warp takes what its CTA's threads gave, sends it to the cluster's CTAs by asynchronous stores that count on a barrier
-// there, and merges what comes. The result travels back in a Message.
+// a service warp takes what its CTA's threads gave, sends it to the cluster's CTAs by asynchronous stores that count on a barrier
+// there, and merges what comes. What follows from it travels back in a Message.
 //
 // One buffer is enough for what threads give: they give again only after the message that follows from it. Two are, between CTAs:
 // a service warp sends number k + 2 only when it has collected k + 1, that is when every one has sent k + 1, and each did so after
@@ -151,7 +150,7 @@ struct Exchange {
   static constexpr uint32_t kLanes = 32 / kCount;
 
   uint32_t base;
-  uint32_t count;  // of exchanges collected, the service warp's
+  uint32_t count;  // of exchanges collected, in the copy that the service warp has
 
   // By one thread.
   __device__ __forceinline__ void Init(int warps) const {
@@ -172,7 +171,7 @@ struct Exchange {
     if (thread % 32 == 0) sm90::BarrierArrive(base);
   }
 
-  // By the service warp, all of these. What its CTA's `warps` compute warps gave, one share a lane, still to be merged.
+  // By one service warp of each CTA, all of these. What its CTA's `warps` compute warps gave, one share a lane, still to be merged.
   template <class Operation>
   __device__ __forceinline__ void Take(WarpMerge<Operation, kCount>& merge, int warps) const {
 #pragma unroll
