@@ -1,5 +1,7 @@
 #include "client/cpp/src/error.h"
 
+#include <algorithm>
+#include <chrono>
 #include <string>
 
 #include "absl/strings/cord.h"
@@ -8,6 +10,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/types/optional.h"
 #include "headwater/client/error.h"
+#include "headwater/client/future.h"
 #include "proto/headwater/v1/error_metadata.h"
 
 namespace headwater::client {
@@ -47,7 +50,10 @@ std::map<std::string, std::string> ErrorMetadata(const absl::Status& status) {
 std::optional<std::chrono::nanoseconds> RetryDelay(const absl::Status& status) {
   const auto info = PayloadOf<v1::RetryInfo>(status, kRetryInfoUrl);
   if (!info.has_value()) return std::nullopt;
-  return std::chrono::seconds(info->retry_delay().seconds()) + std::chrono::nanoseconds(info->retry_delay().nanos());
+  // What a server asks for may be more nanoseconds than fit.
+  const std::chrono::seconds seconds(info->retry_delay().seconds());
+  return std::clamp<std::chrono::seconds>(seconds, std::chrono::seconds(0), internal::kLongestTimeout) +
+         std::chrono::nanoseconds(info->retry_delay().nanos());
 }
 
 std::optional<LostStep> RestoredFrom(const absl::Status& status) {

@@ -39,7 +39,7 @@ std::optional<std::chrono::nanoseconds> RetryState::AfterFailure(const absl::Sta
   if (absl::IsUnavailable(status) || absl::IsCancelled(status)) answer_lost_ = true;
   std::chrono::nanoseconds delay = std::chrono::duration_cast<std::chrono::nanoseconds>(backoff_ * Jitter());
   if (const auto asked_for = RetryDelay(status); asked_for.has_value()) delay = std::max(delay, *asked_for);
-  backoff_ = std::min<std::chrono::nanoseconds>(backoff_ * 2, policy_.max_backoff);
+  backoff_ = std::min(backoff_ * 2, Bounded(policy_.max_backoff));
   if (std::chrono::system_clock::now() + delay >= deadline_) return std::nullopt;
   return delay;
 }

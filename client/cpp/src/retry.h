@@ -2,11 +2,13 @@
 #ifndef HEADWATER_CLIENT_SRC_RETRY_H_
 #define HEADWATER_CLIENT_SRC_RETRY_H_
 
+#include <algorithm>
 #include <chrono>
 #include <optional>
 
 #include "absl/status/status.h"
 #include "client/cpp/src/channel.h"
+#include "headwater/client/future.h"
 #include "headwater/client/types.h"
 
 namespace headwater::client::internal {
@@ -21,7 +23,7 @@ enum class Repeat {
 class RetryState {
  public:
   RetryState(const RetryPolicy& policy, Deadline deadline, Repeat repeat)
-      : policy_(policy), deadline_(deadline), repeat_(repeat), backoff_(policy.initial_backoff) {}
+      : policy_(policy), deadline_(deadline), repeat_(repeat), backoff_(Bounded(policy.initial_backoff)) {}
 
   // To be called after each failure: how long to wait before the next attempt, or nothing if the failure is final.
   std::optional<std::chrono::nanoseconds> AfterFailure(const absl::Status& status);
@@ -30,6 +32,10 @@ class RetryState {
 
  private:
   bool MayRepeat(const absl::Status& status) const;
+  // In nanoseconds, of which a long backoff has more than fit: no deadline is as far away as the longest time-out.
+  static std::chrono::nanoseconds Bounded(std::chrono::milliseconds backoff) {
+    return std::min<std::chrono::milliseconds>(backoff, kLongestTimeout);
+  }
 
   const RetryPolicy policy_;
   const Deadline deadline_;

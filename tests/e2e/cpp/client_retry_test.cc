@@ -2,10 +2,12 @@
 // that counts RPCs: gRPC itself must repeat none.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <functional>
 #include <future>
+#include <limits>
 #include <new>
 #include <optional>
 #include <string>
@@ -13,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "client/cpp/src/retry.h"
 #include "client/cpp/src/session.h"
 #include "headwater/client/client.h"
 #include "headwater/client/error.h"
@@ -238,6 +241,48 @@ TEST_F(ClientRetry, BackOffDoublesToItsBoundWithJitter) {
     EXPECT_GE(calls[i + 1].time - calls[i].time, backoffs[i] / 2);
     EXPECT_LE(calls[i + 1].time - calls[i].time, backoffs[i] + kSlack);
   }
+}
+
+TEST_F(ClientRetry, TheLongestBackOffsAreNotThePast) {
+  const absl::Status gone = absl::UnavailableError("gone");
+  // No test waits for them: this is what a call would wait for.
+  const auto never = std::chrono::system_clock::now() + 3 * client::internal::kLongestTimeout;
+  for (const milliseconds longest :
+       {milliseconds::max(), milliseconds::max() / 2, milliseconds(client::internal::kLongestTimeout)}) {
+    SCOPED_TRACE(longest.count());
+    client::internal::RetryState both({.max_attempts = 9, .initial_backoff = longest, .max_backoff = longest}, never,
+                                      client::internal::Repeat::kSafe);
+    for (int i = 0; i < 4; ++i) {
+      const auto delay = both.AfterFailure(gone);
+      ASSERT_TRUE(delay.has_value());
+      EXPECT_GE(*delay, client::internal::kLongestTimeout / 2);
+      EXPECT_LE(*delay, client::internal::kLongestTimeout);
+    }
+    client::internal::RetryState growing({.max_attempts = 99, .initial_backoff = milliseconds(1), .max_backoff = longest}, never,
+                                         client::internal::Repeat::kSafe);
+    std::chrono::nanoseconds least = milliseconds(1);
+    for (int i = 0; i < 80; ++i) {
+      const auto delay = growing.AfterFailure(gone);
+      ASSERT_TRUE(delay.has_value());
+      EXPECT_GE(*delay, least / 2);
+      EXPECT_LE(*delay, client::internal::kLongestTimeout);
+      least = std::min<std::chrono::nanoseconds>(2 * least, client::internal::kLongestTimeout);
+    }
+  }
+
+  // Beyond the deadline there is no second attempt, instead of all of them at once.
+  ClientOptions options;
+  options.retry = {.max_attempts = 5, .initial_backoff = milliseconds::max(), .max_backoff = milliseconds::max()};
+  Connect(options);
+  server_.unary_status = Unavailable();
+  EXPECT_FALSE(head_->Commit(0, 0).Get().ok());
+  EXPECT_EQ(server_.calls.exchange(0), 1);
+  EXPECT_FALSE(head_->Seal(0, 1).ok());
+  EXPECT_EQ(server_.calls.exchange(0), 1);
+  Connect(Quick(5));
+  server_.unary_status = ErrorWithReason(grpc::StatusCode::RESOURCE_EXHAUSTED, "QUEUE_FULL", std::numeric_limits<int64_t>::max());
+  EXPECT_FALSE(head_->Seal(0, 1).ok());
+  EXPECT_EQ(server_.calls.exchange(0), 1);
 }
 
 TEST_F(ClientRetry, DelayThatTheServerAsksForIsRespectedWithinTheDeadline) {
