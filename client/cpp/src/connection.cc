@@ -75,17 +75,17 @@ Connection::Connection(std::string target, const ClientOptions& options, std::sh
       heads_(v1::HeadService::NewStub(channel_)),
       server_(v1::SessionService::NewStub(channel_)),
       session_(target_, options_),
-      replay_log_(options_.replay_bytes, options_.replay_steps),
+      replay_log_(options_.replay_bytes, options_.replay_steps, [this] { waiting_.HurryAll(); }),
       row_transport_(target_, options_, channel_) {}
 
 Deadline Connection::DeadlineOf(const CallOptions& call) const {
   return DeadlineIn(call.timeout.count() > 0 ? call.timeout : options_.timeout);
 }
 
-absl::StatusOr<std::string> Connection::Incarnation(Deadline deadline) {
+absl::StatusOr<std::string> Connection::Incarnation(const Wait& wait) {
   if (!replay_log_.enabled()) return std::string();
   absl::StatusOr<v1::ServerInfo> info =
-      Call(*server_, &v1::SessionService::Stub::GetServerInfo, v1::GetServerInfoRequest(), Repeat::kSafe, deadline);
+      Call(*server_, &v1::SessionService::Stub::GetServerInfo, v1::GetServerInfoRequest(), Repeat::kSafe, wait);
   if (!info.ok()) return info.status();
   return info->incarnation();
 }

@@ -18,6 +18,7 @@
 #include "client/cpp/src/retry.h"
 #include "client/cpp/src/session.h"
 #include "client/cpp/src/transfer/row_transport.h"
+#include "client/cpp/src/wait.h"
 #include "headwater/client/client.h"
 #include "headwater/v1/head_service.grpc.pb.h"
 #include "headwater/v1/loss_service.grpc.pb.h"
@@ -42,21 +43,24 @@ class Connection {
   RowTransport& row_transport() { return row_transport_; }
   // Back-off of asynchronous calls; its tasks are short.
   DelayedTasks& timers() { return timers_; }
-  // Recoveries on behalf of asynchronous calls, one after the other.
+  // Recoveries on behalf of asynchronous calls. It has nothing to do while another one has the gate.
   DelayedTasks& recoveries() { return recoveries_; }
+  // Asynchronous calls that wait for a recovery's end, until their deadlines. Hurried then; its tasks are short.
+  DelayedTasks& waiting() { return waiting_; }
 
   Deadline DeadlineOf(const CallOptions& call) const;
 
   // Calls attempt(context), which returns an absl::Status, until it succeeds or its failure is final. Blocks.
+  // No longer than `wait`.
   template <typename Attempt>
-  absl::Status Retry(Repeat repeat, Deadline deadline, Attempt attempt) {
-    RetryState retry(options_.retry, deadline, repeat);
+  absl::Status Retry(Repeat repeat, const Wait& wait, Attempt attempt) {
+    RetryState retry(options_.retry, wait.deadline, repeat);
     for (;;) {
-      const absl::Status status = RunAttempt(deadline, attempt);
-      if (status.ok()) return status;
+      const absl::Status status = RunAttempt(wait, attempt);
+      if (status.ok() || wait.cancel.stop_requested()) return status;
       const auto delay = retry.AfterFailure(status);
       if (!delay.has_value()) return status;
-      std::this_thread::sleep_for(*delay);
+      wait.Pause(*delay);
     }
   }
 
@@ -83,7 +87,9 @@ class Connection {
       if (status.ok()) return status;
       if (recoveries < kMaxRecoveries && MayRecover(replay_log_, status)) {
         ++recoveries;
-        if (absl::Status lost = Recover(*this, heads, status, deadline, [] { return false; }); !lost.ok()) return lost;
+        absl::StatusOr<ReplayLog::Gate> gate = replay_log_.Close(deadline);
+        if (!gate.ok()) return gate.status();
+        if (absl::Status lost = Recover(*this, *std::move(gate), heads, status, deadline); !lost.ok()) return lost;
         continue;
       }
       const auto delay = retry.AfterFailure(status);
@@ -95,10 +101,10 @@ class Connection {
   // A blocking unary call: Call(stub, &Stub::Method, request, repeat, options).
   template <typename Stub, typename Request, typename Response>
   absl::StatusOr<Response> Call(Stub& stub, grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Response*),
-                                const Request& request, Repeat repeat, Deadline deadline) {
+                                const Request& request, Repeat repeat, const Wait& wait) {
     Response response;
-    const absl::Status status = Retry(
-        repeat, deadline, [&](grpc::ClientContext& context) { return FromGrpc((stub.*method)(&context, request, &response)); });
+    const absl::Status status =
+        Retry(repeat, wait, [&](grpc::ClientContext& context) { return FromGrpc((stub.*method)(&context, request, &response)); });
     if (!status.ok()) return status;
     return response;
   }
@@ -113,16 +119,15 @@ class Connection {
   }
 
   // Of the server process that answers now; empty without replay, where nobody needs it.
-  absl::StatusOr<std::string> Incarnation(Deadline deadline);
+  absl::StatusOr<std::string> Incarnation(const Wait& wait);
 
  private:
   Connection(std::string target, const ClientOptions& options, std::shared_ptr<grpc::Channel> channel);
 
   template <typename Attempt>
-  absl::Status RunAttempt(Deadline deadline, Attempt& attempt) {
-    grpc::ClientContext context;
-    context.set_deadline(deadline);
-    return attempt(context);
+  absl::Status RunAttempt(const Wait& wait, Attempt& attempt) {
+    WaitingContext context(wait);
+    return attempt(*context.get());
   }
 
   const std::string target_;
@@ -136,6 +141,7 @@ class Connection {
   RowTransport row_transport_;
   DelayedTasks timers_;
   DelayedTasks recoveries_;
+  DelayedTasks waiting_;
 };
 
 }  // namespace headwater::client::internal

@@ -1,5 +1,6 @@
 #include "client/cpp/src/decision.h"
 
+#include <stop_token>
 #include <utility>
 
 #include "client/cpp/src/convert.h"
@@ -75,11 +76,12 @@ class DecisionCall : public RetriedCall {
     entry.heads = heads();
     entry.micro_batch = request_.micro_batch();
     entry.bytes = static_cast<int64_t>(request_.ByteSizeLong());
-    entry.repeat = std::make_shared<Repetition>([request = request_](Connection& target, const HeadUses& uses, Deadline deadline) {
+    entry.repeat = std::make_shared<Repetition>([request = request_](Connection& target, const HeadUses& uses, const Wait& wait) {
       auto state = std::make_shared<FutureState<Result>>();
       // Not kept beyond this call: the connection is the recovery's.
-      DecisionCall call(std::shared_ptr<Connection>(std::shared_ptr<Connection>(), &target), uses, request, deadline,
+      DecisionCall call(std::shared_ptr<Connection>(std::shared_ptr<Connection>(), &target), uses, request, wait.deadline,
                         CallMode::kReplay, state);
+      const std::stop_callback on_cancel(wait.cancel, [&call] { call.Cancel(); });
       call.Start();
       return state->Take().status();
     });

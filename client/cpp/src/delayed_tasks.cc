@@ -43,6 +43,12 @@ void DelayedTasks::Hurry(const void* owner) {
   changed_.notify_all();
 }
 
+void DelayedTasks::HurryAll() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (Task& task : tasks_) task.due = std::min(task.due, Clock::now());
+  changed_.notify_all();
+}
+
 std::list<DelayedTasks::Task>::iterator DelayedTasks::NextTask() {
   return std::min_element(tasks_.begin(), tasks_.end(), [](const Task& a, const Task& b) { return a.due < b.due; });
 }

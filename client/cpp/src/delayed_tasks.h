@@ -30,6 +30,9 @@ class DelayedTasks {
   // What waits for `owner` is due now.
   void Hurry(const void* owner);
 
+  // All that waits is due now.
+  void HurryAll();
+
   // What waits for `owner` never runs.
   void Forget(const void* owner);
 

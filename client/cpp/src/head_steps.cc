@@ -20,6 +20,7 @@ using internal::LogEntry;
 using internal::Repetition;
 using internal::ReplayLog;
 using internal::ToProto;
+using internal::Wait;
 using Heads = v1::HeadService::Stub;
 
 namespace {
@@ -78,10 +79,10 @@ void LogGradient(ReplayLog& log, const HeadUses& heads, const v1::AddGradientHea
   entry.micro_batch = header.micro_batch();
   entry.bytes = byte_count + static_cast<int64_t>(header.ByteSizeLong());
   entry.repeat = std::make_shared<Repetition>([header, copy = std::string(bytes, static_cast<size_t>(byte_count))](
-                                                  Connection& target, const HeadUses& uses, Deadline deadline) {
+                                                  Connection& target, const HeadUses& uses, const Wait& wait) {
     v1::AddGradientHeader fresh = header;
     *fresh.mutable_head() = uses[0].ToHeadStep();
-    return target.Retry(internal::Repeat::kSafe, deadline, [&](grpc::ClientContext& context) {
+    return target.Retry(internal::Repeat::kSafe, wait, [&](grpc::ClientContext& context) {
       return SendGradient(target, context, fresh, copy.data(), static_cast<int64_t>(copy.size())).status();
     });
   });
@@ -92,12 +93,12 @@ void LogSeal(ReplayLog& log, const HeadUses& heads, const v1::SealStepRequest& r
   LogEntry entry;
   entry.heads = heads;
   entry.bytes = static_cast<int64_t>(request.ByteSizeLong());
-  entry.repeat = std::make_shared<Repetition>([request](Connection& target, const HeadUses& uses, Deadline deadline) {
+  entry.repeat = std::make_shared<Repetition>([request](Connection& target, const HeadUses& uses, const Wait& wait) {
     v1::SealStepRequest fresh = request;
     *fresh.mutable_head() = uses[0].ToHeadStep();
     // Other trainers repeat their part at the same time.
     fresh.set_wait(true);
-    return target.Call(target.heads(), &Heads::SealStep, fresh, internal::Repeat::kSafe, deadline).status();
+    return target.Call(target.heads(), &Heads::SealStep, fresh, internal::Repeat::kSafe, wait).status();
   });
   log.Add(std::move(entry));
 }
@@ -107,7 +108,7 @@ void LogApply(ReplayLog& log, const HeadUses& heads, const v1::ApplyOptimizerSte
   entry.heads = heads;
   entry.closes = true;
   entry.bytes = static_cast<int64_t>(request.ByteSizeLong());
-  entry.repeat = std::make_shared<Repetition>([request](Connection& target, const HeadUses& uses, Deadline deadline) {
+  entry.repeat = std::make_shared<Repetition>([request](Connection& target, const HeadUses& uses, const Wait& wait) {
     v1::ApplyOptimizerStepRequest fresh = request;
     *fresh.mutable_head() = uses[0].ToHeadStep();
     if (fresh.has_expected()) {
@@ -116,10 +117,10 @@ void LogApply(ReplayLog& log, const HeadUses& heads, const v1::ApplyOptimizerSte
       *seal.mutable_head() = fresh.head();
       *seal.mutable_expected() = fresh.expected();
       seal.set_wait(true);
-      absl::Status sealed = target.Call(target.heads(), &Heads::SealStep, seal, internal::Repeat::kSafe, deadline).status();
+      absl::Status sealed = target.Call(target.heads(), &Heads::SealStep, seal, internal::Repeat::kSafe, wait).status();
       if (!sealed.ok()) return sealed;
     }
-    return target.Call(target.heads(), &Heads::ApplyOptimizerStep, fresh, internal::Repeat::kSafe, deadline).status();
+    return target.Call(target.heads(), &Heads::ApplyOptimizerStep, fresh, internal::Repeat::kSafe, wait).status();
   });
   log.Add(std::move(entry));
 }
@@ -128,10 +129,10 @@ void LogDiscardGradient(ReplayLog& log, const HeadUses& heads) {
   LogEntry entry;
   entry.heads = heads;
   entry.closes = true;
-  entry.repeat = std::make_shared<Repetition>([](Connection& target, const HeadUses& uses, Deadline deadline) {
+  entry.repeat = std::make_shared<Repetition>([](Connection& target, const HeadUses& uses, const Wait& wait) {
     v1::DiscardGradientRequest request;
     *request.mutable_head() = uses[0].ToHeadStep();
-    return target.Call(target.heads(), &Heads::DiscardGradient, request, internal::Repeat::kSafe, deadline).status();
+    return target.Call(target.heads(), &Heads::DiscardGradient, request, internal::Repeat::kSafe, wait).status();
   });
   log.Add(std::move(entry));
 }
@@ -153,14 +154,14 @@ void LogReplace(ReplayLog& log, const HeadUses& heads, const TensorView& weight,
   entry.heads = heads;
   entry.closes = true;
   entry.bytes = weight.bytes() + (bias.has_value() ? bias->bytes() : 0);
-  entry.repeat = std::make_shared<Repetition>([copies](Connection& target, const HeadUses& uses, Deadline deadline) {
+  entry.repeat = std::make_shared<Repetition>([copies](Connection& target, const HeadUses& uses, const Wait& wait) {
     // Not kept beyond this call: the connection is the recovery's.
     const std::shared_ptr<Connection> borrowed(std::shared_ptr<Connection>(), &target);
     absl::Status status;
     for (const Copy& copy : *copies) {
       internal::Upload upload(borrowed, copy.tensor, copy.view);
-      status = target.Retry(internal::Repeat::kSafe, deadline, [&](grpc::ClientContext&) {
-        return upload.Send(uses[0].state->name, uses[0].epoch, uses[0].step, deadline).status();
+      status = target.Retry(internal::Repeat::kSafe, wait, [&](grpc::ClientContext&) {
+        return upload.Send(uses[0].state->name, uses[0].epoch, uses[0].step, wait).status();
       });
       if (!status.ok()) break;
     }

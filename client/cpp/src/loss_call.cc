@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <stop_token>
 #include <string>
 #include <utility>
 #include <vector>
@@ -153,13 +154,14 @@ class LossCall : public RetriedCall {
     copy->input.hidden.data = copy->rows[0].data();
     for (size_t i = 0; i < copy->input.teacher_hidden.size(); ++i) copy->input.teacher_hidden[i].data = copy->rows[i + 1].data();
     entry.bytes += static_cast<int64_t>(copy->input.header.ByteSizeLong());
-    entry.repeat = std::make_shared<Repetition>([copy](Connection& target, const HeadUses& uses, Deadline deadline) {
+    entry.repeat = std::make_shared<Repetition>([copy](Connection& target, const HeadUses& uses, const Wait& wait) {
       LossInput input = copy->input;
       input.heads = uses;
       auto state = std::make_shared<FutureState<MultiResult>>();
       // Not kept beyond this call: the connection is the recovery's.
-      LossCall call(std::shared_ptr<Connection>(std::shared_ptr<Connection>(), &target), std::move(input), deadline,
+      LossCall call(std::shared_ptr<Connection>(std::shared_ptr<Connection>(), &target), std::move(input), wait.deadline,
                     CallMode::kReplay, [state](absl::StatusOr<MultiResult> result) { state->Set(std::move(result)); });
+      const std::stop_callback on_cancel(wait.cancel, [&call] { call.Cancel(); });
       call.Start();
       return state->Take().status();
     });

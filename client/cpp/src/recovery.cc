@@ -31,12 +31,12 @@ std::string Describe(const absl::Status& status) {
 // One recovery.
 class Recovery {
  public:
-  Recovery(Connection& connection, HeadUses heads, Deadline deadline)
-      : connection_(connection), log_(connection.replay_log()), heads_(std::move(heads)), deadline_(deadline) {}
+  Recovery(Connection& connection, HeadUses heads, const Wait& wait)
+      : connection_(connection), log_(connection.replay_log()), heads_(std::move(heads)), wait_(wait) {}
 
   // OK, or why not.
-  absl::Status Run(const std::function<bool()>& cancelled) {
-    absl::StatusOr<std::string> incarnation = connection_.Incarnation(deadline_);
+  absl::Status Run() {
+    absl::StatusOr<std::string> incarnation = connection_.Incarnation(wait_);
     if (!incarnation.ok()) return incarnation.status();
     bool restarted = false;
     for (const HeadUse& use : heads_) restarted |= IsOlder(*use.state, *incarnation);
@@ -45,11 +45,11 @@ class Recovery {
       if (absl::Status status = Take(use, *incarnation); !status.ok()) return status;
     }
     // These calls follow a restart, too: epochs of a later process must not be taken for this one's.
-    const absl::StatusOr<std::string> taken_from = connection_.Incarnation(deadline_);
+    const absl::StatusOr<std::string> taken_from = connection_.Incarnation(wait_);
     if (!taken_from.ok()) return taken_from.status();
     if (*taken_from != *incarnation) return absl::UnavailableError("the server was started again while its heads were taken");
     for (const LogEntry& entry : log_.EntriesOf(heads_)) {
-      if (cancelled()) return absl::CancelledError("the call was cancelled");
+      if (absl::Status ended = wait_.Check(); !ended.ok()) return ended;
       if (absl::Status status = Repeat(entry); !status.ok()) return status;
     }
     // Only now: a head whose step is not whole keeps its stale epoch, and every call on it is told so.
@@ -66,7 +66,7 @@ class Recovery {
   absl::StatusOr<v1::Head> Get(const std::string& name) {
     v1::GetHeadRequest request;
     request.set_name(name);
-    return connection_.Call(connection_.heads(), &Heads::GetHead, request, internal::Repeat::kSafe, deadline_);
+    return connection_.Call(connection_.heads(), &Heads::GetHead, request, internal::Repeat::kSafe, wait_);
   }
 
   absl::Status Take(HeadUse& use, const std::string& incarnation) {
@@ -87,7 +87,7 @@ class Recovery {
         request.set_name(state.name);
         request.set_epoch(head->epoch());
         absl::StatusOr<v1::Head> taken =
-            connection_.Call(connection_.heads(), &Heads::TakeHead, request, internal::Repeat::kIfNothingWasDone, deadline_);
+            connection_.Call(connection_.heads(), &Heads::TakeHead, request, internal::Repeat::kIfNothingWasDone, wait_);
         // Another trainer was faster, or this one's answer was lost: the head is taken all the same.
         if (!taken.ok() && (absl::IsUnavailable(taken.status()) || ErrorReason(taken.status()) == "EPOCH_FENCED")) {
           taken = Get(state.name);
@@ -144,7 +144,7 @@ class Recovery {
             absl::StrCat("a micro-batch has read ", teacher->name, " at step ", step, ", which came back otherwise"));
       }
     }
-    absl::Status status = (*entry.repeat)(connection_, heads, deadline_);
+    absl::Status status = (*entry.repeat)(connection_, heads, wait_);
     // Another trainer repeats too, and has closed this step with its gradient discarded, as it did before.
     if (open == 1 && ErrorReason(status) == "STEP_MISMATCH") {
       for (const HeadUse& use : heads) {
@@ -160,7 +160,7 @@ class Recovery {
   Connection& connection_;
   ReplayLog& log_;
   HeadUses heads_;
-  const Deadline deadline_;
+  const Wait& wait_;
   std::map<std::string, v1::Head> fresh_;
   std::map<std::string, int64_t> steps_;  // by head: the step that it has been brought to
 };
@@ -172,22 +172,25 @@ bool MayRecover(const ReplayLog& log, const absl::Status& status) {
   return RestoredFrom(status).has_value() || ErrorReason(status) == "EPOCH_FENCED";
 }
 
-absl::Status Recover(Connection& connection, const HeadUses& heads, const absl::Status& cause, Deadline deadline,
-                     const std::function<bool()>& cancelled) {
+bool IsRecovered(const HeadUses& heads) {
+  return std::any_of(heads.begin(), heads.end(), [](const HeadUse& use) { return use.state->epoch() != use.epoch; });
+}
+
+absl::Status Recover(Connection& connection, ReplayLog::Gate gate, const HeadUses& heads, const absl::Status& cause,
+                     const Wait& wait) {
+  const ReplayLog::Gate closed = std::move(gate);  // until the end
   ReplayLog& log = connection.replay_log();
-  const ReplayLog::Gate gate(log);
-  // Somebody else recovered it while this call failed.
-  for (const HeadUse& use : heads) {
-    if (use.state->epoch() != use.epoch) return absl::OkStatus();
-  }
+  if (IsRecovered(heads)) return absl::OkStatus();
   // Calls that were under way when the server went either succeeded, and are about to be logged, or will find the step lost too.
   HeadUses closure = log.Closure(heads);
-  if (!log.WaitUntilIdle(closure, deadline)) return StillLost(cause, "calls on it were still under way at the deadline");
+  if (!log.WaitUntilIdle(closure, wait)) return EndedInRecovery(wait);
   closure = log.Closure(heads);
   absl::Status status;
   for (int round = 0; round < kMaxRecoveries; ++round) {
-    status = Recovery(connection, closure, deadline).Run(cancelled);
+    status = Recovery(connection, closure, wait).Run();
     if (status.ok()) return status;
+    // gRPC's clock may be a little ahead of this one.
+    if (absl::IsDeadlineExceeded(status) || !wait.Check().ok()) return EndedInRecovery(wait);
     // The server went again: from the beginning. What was repeated already adds nothing a second time.
     if (!absl::IsUnavailable(status) && !MayRecover(log, status)) break;
   }

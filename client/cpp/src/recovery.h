@@ -2,12 +2,10 @@
 #ifndef HEADWATER_CLIENT_SRC_RECOVERY_H_
 #define HEADWATER_CLIENT_SRC_RECOVERY_H_
 
-#include <functional>
-
 #include "absl/status/status.h"
-#include "client/cpp/src/channel.h"
 #include "client/cpp/src/head_state.h"
 #include "client/cpp/src/replay_log.h"
+#include "client/cpp/src/wait.h"
 
 namespace headwater::client::internal {
 
@@ -23,10 +21,15 @@ bool MayRecover(const ReplayLog& log, const absl::Status& status);
 // Takes the heads that a call with `heads` found lost (or joins the trainer that took them first) and repeats what this client had
 // contributed to their open steps. OK: make the call again, at the new epochs. Otherwise `cause`, with what stood in the way: the
 // server is the same process, a head came back at a step that this log does not hold, or a repetition failed; then the heads keep
-// their stale epochs, so that nothing is lost unnoticed. Blocks; gives up early once `cancelled` says so. One recovery runs at a
-// time.
-absl::Status Recover(Connection& connection, const HeadUses& heads, const absl::Status& cause, Deadline deadline,
-                     const std::function<bool()>& cancelled);
+// their stale epochs, so that nothing is lost unnoticed.
+//
+// Blocks, no longer than `wait`: a recovery that ends with its call (EndedInRecovery()) opens the gate, and one of the calls that
+// wait for it begins anew; what was repeated already adds nothing a second time. `gate` is open when this returns.
+absl::Status Recover(Connection& connection, ReplayLog::Gate gate, const HeadUses& heads, const absl::Status& cause,
+                     const Wait& wait);
+
+// Whether somebody else has recovered one of these heads since a call with them failed.
+bool IsRecovered(const HeadUses& heads);
 
 }  // namespace headwater::client::internal
 

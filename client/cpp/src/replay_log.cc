@@ -31,6 +31,12 @@ bool IsClosed(const LogEntry& entry) {
 
 }  // namespace
 
+absl::Status EndedInRecovery(const Wait& wait) {
+  if (wait.cancel.stop_requested()) return wait.Ended();
+  return MakeLocalError(v1::ERROR_REASON_DEADLINE_EXCEEDED, absl::StatusCode::kDeadlineExceeded,
+                        "the deadline passed while the lost step was repeated");
+}
+
 bool ReplayLog::TryEnter(const HeadUses& heads) {
   if (!enabled()) return true;
   std::lock_guard<std::mutex> lock(mutex_);
@@ -45,11 +51,15 @@ bool ReplayLog::TryEnter(const HeadUses& heads) {
   return true;
 }
 
-absl::Status ReplayLog::WaitForRecovery(Deadline deadline) {
+absl::Status ReplayLog::WaitForRecovery(const Wait& wait) {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (changed_.wait_until(lock, deadline, [this] { return !recovering_; })) return absl::OkStatus();
-  return MakeLocalError(v1::ERROR_REASON_DEADLINE_EXCEEDED, absl::StatusCode::kDeadlineExceeded,
-                        "the deadline passed while the lost step was repeated");
+  if (changed_.wait_until(lock, wait.cancel, wait.deadline, [this] { return !recovering_; })) return absl::OkStatus();
+  return EndedInRecovery(wait);
+}
+
+bool ReplayLog::recovering() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return recovering_;
 }
 
 void ReplayLog::Leave(const HeadUses& heads) {
@@ -157,16 +167,28 @@ void ReplayLog::Forget(const HeadState& head) {
   Shorten();
 }
 
-ReplayLog::Gate::Gate(ReplayLog& log) : log_(log) {
-  std::unique_lock<std::mutex> lock(log_.mutex_);
-  log_.changed_.wait(lock, [this] { return !log_.recovering_; });
-  log_.recovering_ = true;
+std::optional<ReplayLog::Gate> ReplayLog::TryClose() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (recovering_) return std::nullopt;
+  recovering_ = true;
+  return Gate(this);
+}
+
+absl::StatusOr<ReplayLog::Gate> ReplayLog::Close(const Wait& wait) {
+  for (;;) {
+    if (std::optional<Gate> gate = TryClose(); gate.has_value()) return *std::move(gate);
+    if (absl::Status ended = WaitForRecovery(wait); !ended.ok()) return ended;
+  }
 }
 
 ReplayLog::Gate::~Gate() {
-  std::lock_guard<std::mutex> lock(log_.mutex_);
-  log_.recovering_ = false;
-  log_.changed_.notify_all();
+  if (log_ == nullptr) return;
+  {
+    std::lock_guard<std::mutex> lock(log_->mutex_);
+    log_->recovering_ = false;
+    log_->changed_.notify_all();
+  }
+  log_->on_open_();
 }
 
 HeadUses ReplayLog::Closure(const HeadUses& heads) {
@@ -186,9 +208,9 @@ HeadUses ReplayLog::Closure(const HeadUses& heads) {
   return closure;
 }
 
-bool ReplayLog::WaitUntilIdle(const HeadUses& heads, Deadline deadline) {
+bool ReplayLog::WaitUntilIdle(const HeadUses& heads, const Wait& wait) {
   std::unique_lock<std::mutex> lock(mutex_);
-  return changed_.wait_until(lock, deadline, [&] {
+  return changed_.wait_until(lock, wait.cancel, wait.deadline, [&] {
     return std::none_of(heads.begin(), heads.end(), [this](const HeadUse& use) { return in_flight_.count(use.state.get()) > 0; });
   });
 }

@@ -15,16 +15,20 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "client/cpp/src/channel.h"
 #include "client/cpp/src/head_state.h"
+#include "client/cpp/src/wait.h"
 
 namespace headwater::client::internal {
 
 class Connection;
 
-// Makes a call again, blocking, with the epochs of `heads`, and owns everything that the call needs.
-using Repetition = std::function<absl::Status(Connection& connection, const HeadUses& heads, Deadline deadline)>;
+// Makes a call again, blocking no longer than `wait`, with the epochs of `heads`, and owns everything that the call needs.
+using Repetition = std::function<absl::Status(Connection& connection, const HeadUses& heads, const Wait& wait)>;
+
+// What a call ends with whose `wait` has ended during a recovery, be it its own or another call's: CANCELLED or DEADLINE_EXCEEDED.
+absl::Status EndedInRecovery(const Wait& wait);
 
 // One call that succeeded.
 struct LogEntry {
@@ -45,15 +49,17 @@ struct LogEntry {
 class ReplayLog {
  public:
   // Keeps `max_steps` closed steps of each head, or as many as there is room for. HeadState::first_logged_step() says how far back
-  // it reaches.
-  ReplayLog(int64_t max_bytes, std::optional<int64_t> max_steps) : max_bytes_(max_bytes), max_steps_(max_steps) {}
+  // it reaches. `on_open`, which must not throw, runs after each recovery: for those who wait for its end without blocking.
+  ReplayLog(int64_t max_bytes, std::optional<int64_t> max_steps, std::function<void()> on_open)
+      : max_bytes_(max_bytes), max_steps_(max_steps), on_open_(std::move(on_open)) {}
 
   bool enabled() const { return max_bytes_ > 0; }
 
   // An attempt begins; false: a recovery is under way, wait for its end.
   bool TryEnter(const HeadUses& heads);
-  // Waits for the end of a recovery; DEADLINE_EXCEEDED if it has not come at `deadline`.
-  absl::Status WaitForRecovery(Deadline deadline);
+  // Waits for the end of a recovery; EndedInRecovery() if it has not come when `wait` ends.
+  absl::Status WaitForRecovery(const Wait& wait);
+  bool recovering();
   // The attempt has ended, and is in the log if it succeeded.
   void Leave(const HeadUses& heads);
 
@@ -73,19 +79,27 @@ class ReplayLog {
   void Forget(const HeadState& head);
 
   // ---- for the recovery ----
-  // Keeps attempts out while it lives.
+  // Keeps attempts and other recoveries out while it lives. Move-only.
   class Gate {
    public:
-    explicit Gate(ReplayLog& log);
+    Gate(Gate&& other) noexcept : log_(std::exchange(other.log_, nullptr)) {}
+    Gate& operator=(Gate&&) = delete;
     ~Gate();
 
    private:
-    ReplayLog& log_;
+    friend class ReplayLog;
+    explicit Gate(ReplayLog* log) : log_(log) {}
+
+    ReplayLog* log_;  // null after a move
   };
+  // The gate, unless another recovery has it.
+  std::optional<Gate> TryClose();
+  // Waits for its turn; EndedInRecovery() if that has not come when `wait` ends.
+  absl::StatusOr<Gate> Close(const Wait& wait);
   // `heads` and all that are connected with them by common calls.
   HeadUses Closure(const HeadUses& heads);
-  // Waits until no attempt on `heads` is under way; false if one is at `deadline`.
-  bool WaitUntilIdle(const HeadUses& heads, Deadline deadline);
+  // Waits until no attempt on `heads` is under way; false if one is when `wait` ends.
+  bool WaitUntilIdle(const HeadUses& heads, const Wait& wait);
   // The calls on `heads` (a closure), oldest first.
   std::vector<LogEntry> EntriesOf(const HeadUses& heads);
 
@@ -98,8 +112,9 @@ class ReplayLog {
 
   const int64_t max_bytes_;
   const std::optional<int64_t> max_steps_;
+  const std::function<void()> on_open_;
   std::mutex mutex_;
-  std::condition_variable changed_;
+  std::condition_variable_any changed_;
   std::list<LogEntry> entries_;  // as their calls succeeded
   int64_t bytes_ = 0;
   std::map<const HeadState*, int> in_flight_;

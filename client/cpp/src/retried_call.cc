@@ -2,6 +2,8 @@
 
 #include <exception>
 #include <functional>
+#include <memory>
+#include <optional>
 #include <utility>
 
 #include "headwater/client/error.h"
@@ -32,6 +34,7 @@ void RetriedCall::Cancel() {
   CancelAttempt();
   if (waiting) connection_->row_transport().endings().Run(this, std::move(waiting));  // as of RowsCall::Cancel()
   connection_->timers().Hurry(this);
+  connection_->waiting().Hurry(this);
 }
 
 absl::Status RetriedCall::CancelledError() const {
@@ -45,20 +48,12 @@ void RetriedCall::Begin() {
 void RetriedCall::TryBegin() {
   if (cancelled()) return SetError(CancelledError());
   if (in_session_) {
-    absl::StatusOr<std::string> id = connection_->session().Id({retry_.deadline(), cancel_.get_token()});
+    absl::StatusOr<std::string> id = connection_->session().Id(Until());
     if (!id.ok()) return Failed(id.status());
     session_id_ = *std::move(id);
   }
   if (mode_ == CallMode::kNormal) {
-    if (!connection_->replay_log().TryEnter(heads_)) {
-      connection_->recoveries().Run(this, std::chrono::nanoseconds(0), [this] {
-        GoOn([this] {
-          absl::Status late = connection_->replay_log().WaitForRecovery(retry_.deadline());
-          late.ok() ? Begin() : SetError(std::move(late));
-        });
-      });
-      return;
-    }
+    if (!connection_->replay_log().TryEnter(heads_)) return AwaitRecovery([this] { BeginOnTimer(); });
     entered_ = true;
     for (HeadUse& use : heads_) use.epoch = use.state->epoch();
   }
@@ -85,17 +80,11 @@ void RetriedCall::Failed(absl::Status status) {
 }
 
 void RetriedCall::GoOnAfter(const absl::Status& status) {
-  if (cancelled()) return SetError(status);
   if (mode_ == CallMode::kNormal && recovery_count_ < kMaxRecoveries && MayRecover(connection_->replay_log(), status)) {
     ++recovery_count_;
-    connection_->recoveries().Run(this, std::chrono::nanoseconds(0), [this, status] {
-      GoOn([&] {
-        absl::Status recovered = Recover(*connection_, heads_, status, retry_.deadline(), [this] { return cancelled(); });
-        recovered.ok() ? Begin() : SetError(std::move(recovered));
-      });
-    });
-    return;
+    return RecoverFrom(status);
   }
+  if (cancelled()) return SetError(status);
   std::chrono::nanoseconds delay{0};
   if (in_session_ && session_loss_count_ < kMaxSessionLosses && ErrorReason(status) == "SESSION_NOT_FOUND") {
     ++session_loss_count_;
@@ -105,16 +94,53 @@ void RetriedCall::GoOnAfter(const absl::Status& status) {
   } else {
     return SetError(status);
   }
+  BeginAfter(delay);
+}
+
+void RetriedCall::BeginAfter(std::chrono::nanoseconds delay) {
   // Under the lock, so that Cancel() either is seen here or finds the task, which takes it first: until it is released the call
   // cannot end.
   std::lock_guard<std::mutex> lock(mutex_);
-  connection_->timers().Run(this, cancelled() ? std::chrono::nanoseconds(0) : delay, [this] {
-    {
-      std::lock_guard<std::mutex> begun(mutex_);
-      // To wait for a session would hold up everybody's timers.
-      if (in_session_ && !cancelled() && BeginOnWorker()) return;
-    }
-    Begin();
+  connection_->timers().Run(this, cancelled() ? std::chrono::nanoseconds(0) : delay, [this] { BeginOnTimer(); });
+}
+
+void RetriedCall::BeginOnTimer() {
+  {
+    std::lock_guard<std::mutex> begun(mutex_);
+    // To wait for a session would hold up everybody's timers.
+    if (in_session_ && !cancelled() && BeginOnWorker()) return;
+  }
+  Begin();
+}
+
+void RetriedCall::AwaitRecovery(std::function<void()> go_on) {
+  if (!Until().Check().ok()) return SetError(EndedInRecovery(Until()));
+  std::lock_guard<std::mutex> lock(mutex_);  // as in BeginAfter()
+  const std::chrono::nanoseconds left =
+      cancelled() ? std::chrono::nanoseconds(0) : retry_.deadline() - std::chrono::system_clock::now();
+  connection_->waiting().Run(this, left, [this, go_on = std::move(go_on)] {
+    { std::lock_guard<std::mutex> begun(mutex_); }
+    go_on();
+  });
+  // The recovery may have ended before the task was there to be hurried.
+  if (!connection_->replay_log().recovering()) connection_->waiting().Hurry(this);
+}
+
+void RetriedCall::RecoverFrom(const absl::Status& cause) {
+  if (!Until().Check().ok()) return SetError(EndedInRecovery(Until()));
+  if (IsRecovered(heads_)) return BeginAfter(std::chrono::nanoseconds(0));
+  std::optional<ReplayLog::Gate> gate = connection_->replay_log().TryClose();
+  if (!gate.has_value()) {
+    return AwaitRecovery([this, cause] { GoOn([&] { RecoverFrom(cause); }); });
+  }
+  const auto closed = std::make_shared<ReplayLog::Gate>(*std::move(gate));
+  std::lock_guard<std::mutex> lock(mutex_);  // as in BeginAfter()
+  connection_->recoveries().Run(this, std::chrono::nanoseconds(0), [this, cause, closed] {
+    { std::lock_guard<std::mutex> begun(mutex_); }
+    GoOn([&] {
+      absl::Status recovered = Recover(*connection_, std::move(*closed), heads_, cause, Until());
+      recovered.ok() ? BeginAfter(std::chrono::nanoseconds(0)) : SetError(std::move(recovered));
+    });
   });
 }
 

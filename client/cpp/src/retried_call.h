@@ -4,6 +4,8 @@
 
 #include <grpcpp/grpcpp.h>
 
+#include <chrono>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <stop_token>
@@ -12,6 +14,7 @@
 
 #include "client/cpp/src/connection.h"
 #include "client/cpp/src/reaction.h"
+#include "client/cpp/src/wait.h"
 
 namespace headwater::client::internal {
 
@@ -29,7 +32,7 @@ class RetriedCall {
 
   // By the caller, once. Opens the session first if the call needs one.
   void Start() { Begin(); }
-  // By the caller's side, while it keeps the call.
+  // By the caller's side, while it keeps the call; before Start() too.
   void Cancel();
 
  protected:
@@ -76,10 +79,22 @@ class RetriedCall {
   // May wait for a session.
   void Begin();
   void TryBegin();
-  // Begin() on a thread that may block; false if the system gives none. With the lock, as the timer's task in GoOnAfter().
+  // On another thread, after `delay` or when the call is cancelled.
+  void BeginAfter(std::chrono::nanoseconds delay);
+  // Begin() where nothing may block.
+  void BeginOnTimer();
+  // Begin() on a thread that may block; false if the system gives none. With the lock, as BeginOnTimer().
   bool BeginOnWorker();
   // After a failure; throws as a `part`.
   void GoOnAfter(const absl::Status& status);
+  // Recovers the step that a call with `cause` has lost, unless another call has done so, or does: then it waits for that one's
+  // end, and takes over if nothing came of it. Throws as a `part`.
+  void RecoverFrom(const absl::Status& cause);
+  // Runs `go_on`, which must neither block nor throw, at the end of another call's recovery, at this call's deadline, or when it is
+  // cancelled. Throws as a `part`.
+  void AwaitRecovery(std::function<void()> go_on);
+  // This call's own end.
+  Wait Until() const { return {retry_.deadline(), cancel_.get_token()}; }
   void Leave();
   bool cancelled() const { return cancel_.stop_requested(); }
   absl::Status CancelledError() const;

@@ -30,15 +30,14 @@ std::string Checksum(const TensorView& values) {
 // One stream of an upload: header up, offset down, bytes up, head down.
 class UploadCall : public grpc::ClientBidiReactor<v1::UploadWeightsRequest, v1::UploadWeightsResponse> {
  public:
-  UploadCall(std::shared_ptr<Connection> connection, const v1::UploadWeightsHeader& header, TensorView values, Deadline deadline,
+  UploadCall(std::shared_ptr<Connection> connection, const v1::UploadWeightsHeader& header, TensorView values, const Wait& wait,
              std::shared_ptr<FutureState<v1::Head>> state)
-      : connection_(std::move(connection)), values_(values), state_(std::move(state)) {
-    context_.set_deadline(deadline);
+      : connection_(std::move(connection)), values_(values), state_(std::move(state)), context_(wait) {
     *request_.mutable_header() = header;
   }
 
   void Start() {
-    connection_->heads().async()->UploadWeights(&context_, this);
+    connection_->heads().async()->UploadWeights(context_.get(), this);
     StartRead(&response_);
     StartWrite(&request_);
     StartCall();
@@ -115,13 +114,13 @@ class UploadCall : public grpc::ClientBidiReactor<v1::UploadWeightsRequest, v1::
 
   void Fail(const std::string& message) {
     answer_error_ = MakeAnswerError(message);
-    context_.TryCancel();
+    context_.get()->TryCancel();
   }
 
   const std::shared_ptr<Connection> connection_;
   const TensorView values_;
   const std::shared_ptr<FutureState<v1::Head>> state_;
-  grpc::ClientContext context_;
+  WaitingContext context_;
 
   std::mutex mutex_;  // the meeting of OnWriteDone and OnReadDone
   bool header_written_ = false;
@@ -184,12 +183,12 @@ Upload::Upload(std::shared_ptr<Connection> connection, HeadTensor tensor, Tensor
 }
 
 absl::StatusOr<v1::Head> Upload::Send(const std::string& name, const std::string& epoch, std::optional<int64_t> closes_step,
-                                      Deadline deadline) {
+                                      const Wait& wait) {
   header_.set_name(name);
   header_.set_epoch(epoch);
   if (closes_step.has_value()) header_.set_closes_step(*closes_step);
   auto state = std::make_shared<FutureState<v1::Head>>();
-  UploadCall call(connection_, header_, values_, deadline, state);
+  UploadCall call(connection_, header_, values_, wait, state);
   call.Start();
   return state->Take();
 }

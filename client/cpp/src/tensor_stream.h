@@ -9,6 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "client/cpp/src/connection.h"
+#include "client/cpp/src/wait.h"
 #include "headwater/client/tensor.h"
 #include "headwater/v1/head_service.pb.h"
 
@@ -26,10 +27,10 @@ class Upload {
  public:
   Upload(std::shared_ptr<Connection> connection, HeadTensor tensor, TensorView values);
 
-  // Sends what the server has not got yet, to the head of that name and epoch; closes the step, if one is given. After UNAVAILABLE
-  // the next Send() goes on where this one was cut.
+  // Sends what the server has not got yet, to the head of that name and epoch; closes the step, if one is given. No longer than
+  // `wait`. After UNAVAILABLE the next Send() goes on where this one was cut.
   absl::StatusOr<v1::Head> Send(const std::string& name, const std::string& epoch, std::optional<int64_t> closes_step,
-                                Deadline deadline);
+                                const Wait& wait);
 
  private:
   const std::shared_ptr<Connection> connection_;

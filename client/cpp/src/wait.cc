@@ -1,6 +1,8 @@
 #include "client/cpp/src/wait.h"
 
 #include <chrono>
+#include <condition_variable>
+#include <mutex>
 
 #include "client/cpp/src/error.h"
 
@@ -17,6 +19,13 @@ absl::Status Wait::Ended() const {
   }
   return MakeLocalError(v1::ERROR_REASON_DEADLINE_EXCEEDED, absl::StatusCode::kDeadlineExceeded,
                         "the deadline passed before the call could begin");
+}
+
+void Wait::Pause(std::chrono::nanoseconds delay) const {
+  std::mutex mutex;
+  std::condition_variable_any never;
+  std::unique_lock<std::mutex> lock(mutex);
+  never.wait_for(lock, cancel, delay, [] { return false; });
 }
 
 }  // namespace headwater::client::internal

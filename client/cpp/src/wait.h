@@ -4,6 +4,7 @@
 
 #include <grpcpp/grpcpp.h>
 
+#include <chrono>
 #include <functional>
 #include <stop_token>
 #include <utility>
@@ -22,13 +23,16 @@ struct Wait {
   absl::Status Check() const;
   // What a wait that has ended without its object has ended with: CANCELLED or DEADLINE_EXCEEDED.
   absl::Status Ended() const;
+  // Blocks for `delay`, or until `cancel` is requested.
+  void Pause(std::chrono::nanoseconds delay) const;
 
   Deadline deadline;
   std::stop_token cancel;
 };
 
-// The context of one blocking call that changes nothing on the server: a cancelled wait cancels the call. (Where the server makes
-// something, the call must go on without those who waited for it: its answer says what has been made.)
+// The context of one blocking call that changes nothing on the server, or that may be made again: a cancelled wait cancels the
+// call. (Where the server makes something, the call must go on without those who waited for it: its answer says what has been
+// made.)
 class WaitingContext {
  public:
   explicit WaitingContext(const Wait& wait) : on_cancel_(wait.cancel, [this] { context_.TryCancel(); }) {

@@ -3,8 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstring>
+#include <future>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,18 +23,24 @@ namespace {
 
 using namespace headwater::client;
 using std::chrono::milliseconds;
+using std::chrono::seconds;
 using testing::ElementsAre;
 using testing::HasSubstr;
+using testing::UnorderedElementsAre;
 
 constexpr int64_t kHiddenSize = 4;
 constexpr int64_t kStep = 5;
+// What takes longer hangs.
+constexpr seconds kLimit{20};
+// Of calls that are to end by their deadlines, once they wait for a recovery.
+constexpr seconds kShort{3};
 
 // A server that knows epochs and restarts, and writes down what it accepted.
 class ClientReplay : public testing::Test {
  protected:
   ClientReplay() {
     server_.WithState([](ScriptedServer::State& state) { state.open_step = kStep; });
-    server_.compute_loss = [this](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
+    server_.compute_loss = [this](grpc::ServerContext* context, ScriptedServer::LossStream* stream) {
       v1::MicroBatchHeader header;
       std::string rows;
       v1::ComputeLossRequest request;
@@ -39,10 +49,9 @@ class ClientReplay : public testing::Test {
         rows += request.chunk().data();
       }
       const bool staged = header.commit_mode() == v1::COMMIT_MODE_EXPLICIT;
-      if (grpc::Status status = Accept(header.terms(0).head(), absl::StrCat("loss ", header.micro_batch(), " ", Sum(rows)));
-          !status.ok()) {
-        return status;
-      }
+      const std::string call = absl::StrCat("loss ", header.micro_batch(), " ", Sum(rows));
+      if (!AwaitRelease(*context, call)) return grpc::Status::CANCELLED;
+      if (grpc::Status status = Accept(header.terms(0).head(), call); !status.ok()) return status;
       v1::ComputeLossResponse response;
       for (int i = 0; i < answered_terms_; ++i) response.mutable_summary()->add_terms();
       response.mutable_summary()->set_state(staged ? v1::CONTRIBUTION_STATE_STAGED : v1::CONTRIBUTION_STATE_COMMITTED);
@@ -95,6 +104,7 @@ class ClientReplay : public testing::Test {
       return ErrorWithReason(grpc::StatusCode::ABORTED, "EPOCH_FENCED");
     }
     if (state.head_state == v1::HEAD_STATE_RESTORED) {
+      Meet();
       return ErrorWithReason(
           grpc::StatusCode::ABORTED, "STEP_LOST", 0,
           {{"restoredStep", absl::StrCat(state.open_step)}, {"checkpoint", "newest"}, {"checkpoints", "newest=4,a=b=3,"}});
@@ -105,6 +115,29 @@ class ClientReplay : public testing::Test {
     }
     accepted_.push_back(call);
     return grpc::Status::OK;
+  }
+
+  // False: the client has ended the call while it was held.
+  bool AwaitRelease(const grpc::ServerContext& context, const std::string& call) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (held_.empty() || call.find(held_) != 0) return true;
+    is_held_ = true;
+    changed_.notify_all();
+    while (!held_.empty()) {
+      if (context.IsCancelled()) {
+        is_abandoned_ = true;
+        changed_.notify_all();
+        return false;
+      }
+      changed_.wait_for(lock, milliseconds(5));
+    }
+    return true;
+  }
+  void Meet() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    ++met_;
+    changed_.notify_all();
+    changed_.wait_for(lock, kLimit, [this] { return met_ >= meeting_; });
   }
 
   void Restart(int64_t open_step = kStep) {
@@ -127,18 +160,44 @@ class ClientReplay : public testing::Test {
     std::lock_guard<std::mutex> lock(mutex_);
     refused_ = call;
   }
+  // Losses that begin so are not accepted before Release().
+  void Hold(const std::string& call) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    held_ = call;
+    is_held_ = is_abandoned_ = false;
+  }
+  bool WaitUntilHeld() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return changed_.wait_for(lock, kLimit, [this] { return is_held_; });
+  }
+  // Until the client has ended one that was held.
+  bool WaitUntilAbandoned() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return changed_.wait_for(lock, kLimit, [this] { return is_abandoned_; });
+  }
+  void Release() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    held_.clear();
+    changed_.notify_all();
+  }
+  // The next `calls` that find their step lost are told so together.
+  void LetMeet(int calls) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    met_ = 0;
+    meeting_ = calls;
+  }
   size_t TakeCount() { return server_.CallsOf("TakeHead").size(); }
 
   // One row of four times `value`, which is overwritten as soon as the call has ended.
   Future<LossResult> Start(int64_t micro_batch, const std::vector<float>& rows, CommitMode commit = CommitMode::kEager,
-                           int64_t step = kStep) {
+                           int64_t step = kStep, const CallOptions& call = {}) {
     MicroBatchOptions options;
     options.step = step;
     options.micro_batch = micro_batch;
     options.commit = commit;
     options.return_grad_hidden = false;
     const std::vector<int32_t> targets = {1};
-    return head_->CrossEntropy(RowsView::Float32(rows, kHiddenSize), targets, {}, options);
+    return head_->CrossEntropy(RowsView::Float32(rows, kHiddenSize), targets, {}, options, call);
   }
   absl::Status Submit(int64_t micro_batch, float value, CommitMode commit = CommitMode::kEager, int64_t step = kStep) {
     std::vector<float> rows(kHiddenSize, value);
@@ -157,6 +216,12 @@ class ClientReplay : public testing::Test {
   std::mutex mutex_;
   std::vector<std::string> accepted_;
   std::string refused_;
+  std::condition_variable changed_;
+  std::string held_;
+  bool is_held_ = false;
+  bool is_abandoned_ = false;
+  int meeting_ = 0;
+  int met_ = 0;
   std::atomic<int> answered_terms_ = 1;
 };
 
@@ -388,6 +453,107 @@ TEST_F(ClientReplay, ManyCallsInFlightRecoverOnce) {
   const std::vector<std::string> calls = accepted();
   ASSERT_EQ(calls.size(), 9u);
   EXPECT_EQ(calls[0], "loss 100 4");  // nothing slips in before the repetition
+}
+
+TEST_F(ClientReplay, CallsThatWaitForARecoveryEndByThemselves) {
+  ASSERT_TRUE(Submit(0, 1).ok());
+  Restart();
+  Hold("loss 0");
+  const std::vector<float> rows(kHiddenSize, 1);
+  Future<LossResult> recovering = Start(1, rows);
+  EXPECT_TRUE(WaitUntilHeld());
+  Future<LossResult> patient = Start(2, rows);
+  Future<LossResult> late = Start(3, rows, CommitMode::kEager, kStep, {.timeout = kShort});
+  Future<CommitResult> late_commit = head_->Commit(kStep, 4, 1.0, {.timeout = kShort});
+  Future<LossResult> cancelled = Start(5, rows, CommitMode::kExplicit);
+  EXPECT_FALSE(cancelled.WaitFor(milliseconds(50)));
+  cancelled.Cancel();
+  EXPECT_TRUE(cancelled.WaitFor(kLimit));
+  EXPECT_TRUE(late.WaitFor(kLimit));
+  EXPECT_TRUE(late_commit.WaitFor(kLimit));
+  EXPECT_EQ(ErrorReason(head_->Seal(kStep, 1, {}, {.timeout = milliseconds(50)}).status()), "DEADLINE_EXCEEDED");
+  EXPECT_FALSE(patient.Ready());
+  EXPECT_FALSE(recovering.Ready());
+  Release();
+  EXPECT_EQ(cancelled.Get().status().code(), absl::StatusCode::kCancelled);
+  for (const absl::Status& status : {late.Get().status(), late_commit.Get().status()}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+    EXPECT_EQ(ErrorReason(status), "DEADLINE_EXCEEDED");
+  }
+  EXPECT_TRUE(recovering.Get().ok());
+  EXPECT_TRUE(patient.Get().ok());
+  EXPECT_THAT(accepted(), UnorderedElementsAre("loss 0 4", "loss 1 4", "loss 2 4"));
+  EXPECT_EQ(accepted()[0], "loss 0 4");
+}
+
+TEST_F(ClientReplay, RecoveryEndsWithItsCallAndAnotherCallTakesItOver) {
+  enum class End { kCancelled, kDeadline, kDeadlineOfABlockingCall };
+  const std::vector<float> rows(kHiddenSize, 1);
+  for (const End end : {End::kCancelled, End::kDeadline, End::kDeadlineOfABlockingCall}) {
+    SCOPED_TRACE(static_cast<int>(end));
+    server_.WithState([](ScriptedServer::State& state) {
+      state.head_state = v1::HEAD_STATE_READY;
+      state.epoch = std::string(16, 'e');
+    });
+    Connect(1 << 20);
+    ASSERT_TRUE(Submit(0, 1).ok());
+    ASSERT_TRUE(Submit(1, 2, CommitMode::kExplicit).ok());
+    const size_t taken_before = TakeCount();
+    Restart();
+    Hold("loss 1");
+    std::future<absl::Status> ended = std::async(std::launch::async, [&] {
+      if (end == End::kDeadlineOfABlockingCall) return head_->Seal(kStep, 1, {}, {.timeout = kShort}).status();
+      const CallOptions call = {.timeout = end == End::kDeadline ? milliseconds(kShort) : milliseconds(0)};
+      Future<LossResult> future = Start(2, rows, CommitMode::kEager, kStep, call);
+      EXPECT_TRUE(WaitUntilHeld());
+      if (end == End::kCancelled) future.Cancel();
+      return future.Get().status();
+    });
+    EXPECT_TRUE(WaitUntilHeld());
+    Future<LossResult> next = Start(3, rows);
+    EXPECT_TRUE(WaitUntilAbandoned());
+    EXPECT_EQ(ended.wait_for(kLimit), std::future_status::ready);
+    EXPECT_FALSE(next.Ready());
+    Release();
+    const absl::Status status = ended.get();
+    const bool is_cancelled = end == End::kCancelled;
+    EXPECT_EQ(status.code(), is_cancelled ? absl::StatusCode::kCancelled : absl::StatusCode::kDeadlineExceeded) << status;
+    EXPECT_EQ(ErrorReason(status), is_cancelled ? "CANCELLED" : "DEADLINE_EXCEEDED");
+    EXPECT_TRUE(next.Get().ok());
+    EXPECT_THAT(accepted(), ElementsAre("loss 0 4", "loss 0 4", "loss 1 8", "loss 3 4"));
+    EXPECT_EQ(TakeCount(), taken_before + 1);
+  }
+}
+
+// Whichever of them recovers.
+TEST_F(ClientReplay, CallsThatLoseTheirStepTogetherEndByThemselves) {
+  ASSERT_TRUE(Submit(0, 1).ok());
+  const std::vector<float> rows(kHiddenSize, 1);
+  Restart();
+  LetMeet(5);
+  Hold("loss 0");
+  std::future<absl::Status> late_seal =
+      std::async(std::launch::async, [&] { return head_->Seal(kStep, 1, {}, {.timeout = kShort}).status(); });
+  Future<LossResult> late = Start(1, rows, CommitMode::kEager, kStep, {.timeout = kShort});
+  Future<CommitResult> late_commit = head_->Commit(kStep, 2, 1.0, {.timeout = kShort});
+  Future<LossResult> cancelled = Start(3, rows);
+  Future<LossResult> patient = Start(4, rows);
+  EXPECT_TRUE(WaitUntilHeld());
+  cancelled.Cancel();
+  EXPECT_TRUE(cancelled.WaitFor(kLimit));
+  EXPECT_TRUE(late.WaitFor(kLimit));
+  EXPECT_TRUE(late_commit.WaitFor(kLimit));
+  EXPECT_EQ(late_seal.wait_for(kLimit), std::future_status::ready);
+  EXPECT_FALSE(patient.Ready());
+  Release();
+  EXPECT_EQ(cancelled.Get().status().code(), absl::StatusCode::kCancelled);
+  for (const absl::Status& status : {late.Get().status(), late_commit.Get().status(), late_seal.get()}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  }
+  EXPECT_TRUE(patient.Get().ok());
+  EXPECT_EQ(accepted().front(), "loss 0 4");
+  EXPECT_EQ(accepted().back(), "loss 4 4");
+  EXPECT_EQ(TakeCount(), 1u);
 }
 
 }  // namespace
