@@ -525,6 +525,41 @@ TEST_F(ClientReplay, RecoveryEndsWithItsCallAndAnotherCallTakesItOver) {
   }
 }
 
+TEST_F(ClientReplay, CancellationEndsWhateverTheRecoveryWaitsFor) {
+  const std::vector<float> rows(kHiddenSize, 1);
+  ASSERT_TRUE(AddGradient(0, 1).ok());
+  Restart();
+  // An answer.
+  std::promise<void> takes;
+  std::promise<void> goes_on;
+  server_.take_head = [&] {
+    takes.set_value();
+    goes_on.get_future().wait_for(2 * kLimit);
+  };
+  Future<LossResult> taking = Start(1, rows);
+  EXPECT_EQ(takes.get_future().wait_for(kLimit), std::future_status::ready);
+  taking.Cancel();
+  EXPECT_TRUE(taking.WaitFor(kLimit));
+  goes_on.set_value();
+  EXPECT_EQ(ErrorReason(taking.Get().status()), "CANCELLED");
+
+  // The time of a repetition that the server has put off.
+  server_.take_head = nullptr;
+  std::promise<void> refuses;
+  std::atomic<bool> refused = false;
+  server_.add_gradient = [&](const v1::AddGradientHeader&, const std::string&) {
+    if (!refused.exchange(true)) refuses.set_value();
+    return ErrorWithReason(grpc::StatusCode::RESOURCE_EXHAUSTED, "QUEUE_FULL", milliseconds(2 * kLimit).count());
+  };
+  Restart();
+  Future<LossResult> pausing = Start(2, rows);
+  EXPECT_EQ(refuses.get_future().wait_for(kLimit), std::future_status::ready);
+  EXPECT_FALSE(pausing.WaitFor(milliseconds(50)));
+  pausing.Cancel();
+  EXPECT_TRUE(pausing.WaitFor(kLimit));
+  EXPECT_EQ(ErrorReason(pausing.Get().status()), "CANCELLED");
+}
+
 // Whichever of them recovers.
 TEST_F(ClientReplay, CallsThatLoseTheirStepTogetherEndByThemselves) {
   ASSERT_TRUE(Submit(0, 1).ok());
