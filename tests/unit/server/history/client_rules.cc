@@ -39,7 +39,8 @@ RetryRules::~RetryRules() = default;
 bool RetryRules::RepeatsAfter(const std::string& reason) { return impl_->state.AfterFailure(ToStatus(reason)).has_value(); }
 
 struct ClientLog::Impl {
-  explicit Impl(int64_t max_bytes) : log(max_bytes, /*max_steps=*/0), head(std::make_shared<HeadState>(v1::Head(), "")) {}
+  explicit Impl(int64_t max_bytes)
+      : log(max_bytes, /*max_steps=*/0, /*on_open=*/[] {}), head(std::make_shared<HeadState>(v1::Head(), "")) {}
 
   ReplayLog log;
   std::shared_ptr<HeadState> head;
