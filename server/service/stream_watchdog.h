@@ -6,6 +6,7 @@
 #include <grpc/grpc.h>
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <set>
@@ -28,6 +29,12 @@ class StreamWatchdog {
   ~StreamWatchdog();  // no watch may be left
   StreamWatchdog(const StreamWatchdog&) = delete;
   StreamWatchdog& operator=(const StreamWatchdog&) = delete;
+
+  // Streams that are watched now.
+  size_t watch_count() const {
+    absl::MutexLock lock(&mutex_);
+    return watches_.size();
+  }
 
   // A stream that is read or written. The client is waited for between Begin() and End() of each message; what the server does in
   // between, however long it takes, is not the client's fault.
@@ -62,7 +69,7 @@ class StreamWatchdog {
 
   const absl::Duration idle_timeout_;
   const absl::Duration max_time_;
-  absl::Mutex mutex_;
+  mutable absl::Mutex mutex_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::set<Watch*> watches_ ABSL_GUARDED_BY(mutex_);
   std::thread thread_;

@@ -81,6 +81,7 @@ void EndsWhereverTheMemoryEnds(Start start, bool rows, ServerCore::Phase phase, 
   }
   EXPECT_GT(failed, 0);
   server->Shutdown();  // waits for the streams
+  EXPECT_EQ((*core)->watchdog.watch_count(), 0u) << "a stream is left that gRPC knows nothing of";
 }
 
 TEST(StreamStart, AComputeLossEndsWhereverTheMemoryEnds) {
