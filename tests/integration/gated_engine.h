@@ -3,14 +3,14 @@
 #ifndef HEADWATER_TESTS_INTEGRATION_GATED_ENGINE_H_
 #define HEADWATER_TESTS_INTEGRATION_GATED_ENGINE_H_
 
+#include <cstdint>
 #include <memory>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "headwater/kernels/engine.h"
+#include "tests/unit/forwarding_engine.h"
 
 namespace headwater::testing {
 
@@ -73,26 +73,19 @@ class Gate {
   absl::Status health_ ABSL_GUARDED_BY(mutex_);
 };
 
-class GatedEngine final : public LossEngine {
+class GatedEngine final : public ForwardingEngine {
  public:
   GatedEngine(std::unique_ptr<LossEngine> engine, std::shared_ptr<Gate> gate)
-      : engine_(std::move(engine)), gate_(std::move(gate)) {}
+      : ForwardingEngine(std::move(engine)), gate_(std::move(gate)) {}
 
-  std::string name() const override { return engine_->name(); }
-  std::vector<EngineDevice> devices() const override { return engine_->devices(); }
-  const EngineOptions& options() const override { return engine_->options(); }
-  absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override { return engine_->PlanHead(spec); }
-  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override { return engine_->CreateHead(spec); }
-  int64_t planned_bytes() const override { return engine_->planned_bytes(); }
   absl::Status health() const override { return gate_->health(); }
-  int64_t progress() const override { return engine_->progress() + gate_->progress(); }
+  int64_t progress() const override { return ForwardingEngine::progress() + gate_->progress(); }
   absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override {
     if (absl::Status status = gate_->Pass(); !status.ok()) return status;
-    return engine_->Compute(micro_batch);
+    return ForwardingEngine::Compute(micro_batch);
   }
 
  private:
-  const std::unique_ptr<LossEngine> engine_;
   const std::shared_ptr<Gate> gate_;
 };
 

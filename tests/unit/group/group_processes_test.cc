@@ -23,7 +23,7 @@
 #include "server/group/rank_codec.h"
 #include "tests/kernels/engine_run.h"
 #include "tests/kernels/problem.h"
-#include "tests/unit/group/forwarding_engine.h"
+#include "tests/unit/forwarding_engine.h"
 #include "tests/unit/group/worker_threads.h"
 
 namespace headwater::testing {

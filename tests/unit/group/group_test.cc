@@ -16,7 +16,7 @@
 #include "server/group/restarter.h"
 #include "tests/kernels/engine_run.h"
 #include "tests/kernels/problem.h"
-#include "tests/unit/group/forwarding_engine.h"
+#include "tests/unit/forwarding_engine.h"
 #include "tests/unit/group/worker_threads.h"
 
 namespace headwater::testing {

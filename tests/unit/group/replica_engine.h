@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "tests/unit/group/forwarding_engine.h"
+#include "tests/unit/forwarding_engine.h"
 
 namespace headwater::testing {
 

@@ -39,9 +39,7 @@ absl::StatusOr<std::unique_ptr<ThreadedGroup>> ThreadedGroup::Begin(const Engine
   assembly.setup_timeout = setup_timeout;
   auto made = group::GroupAssembly::Create(assembly);
   if (!made.ok()) return made.status();
-  std::unique_ptr<ThreadedGroup> result(new ThreadedGroup());
-  result->assembly_ = *std::move(made);
-  result->engine_ = result->assembly_->TakeEngine();
+  std::unique_ptr<ThreadedGroup> result(new ThreadedGroup(*std::move(made)));
   const size_t workers = static_cast<size_t>(assembly.workers);
   result->ends_.resize(workers);
   for (size_t i = 0; i < workers; ++i) {

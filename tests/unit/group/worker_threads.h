@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -14,6 +15,7 @@
 #include "headwater/kernels/engine.h"
 #include "server/group/group_assembly.h"
 #include "server/group/rank_worker.h"
+#include "tests/unit/forwarding_engine.h"
 
 namespace headwater::testing {
 
@@ -98,7 +100,7 @@ group::AssemblyOptions LocalAssemblyOptions();
 group::WorkerOptions LocalWorkerOptions();
 
 // A leader's engine and its workers.
-class ThreadedGroup final : public LossEngine {
+class ThreadedGroup final : public ForwardingEngine {
  public:
   // As a group of options.shard_count ranks, at least 2. `make_engine`: the workers', which tells them apart by
   // EngineOptions::group.
@@ -120,21 +122,11 @@ class ThreadedGroup final : public LossEngine {
   // Why a worker has ended; waits for it.
   absl::Status AwaitEnd(size_t worker);
 
-  std::string name() const override { return engine_->name(); }
-  std::vector<EngineDevice> devices() const override { return engine_->devices(); }
-  const EngineOptions& options() const override { return engine_->options(); }
-  absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override { return engine_->PlanHead(spec); }
-  absl::StatusOr<std::unique_ptr<EngineHead>> CreateHead(const HeadSpec& spec) override { return engine_->CreateHead(spec); }
-  int64_t planned_bytes() const override { return engine_->planned_bytes(); }
-  absl::Status health() const override { return engine_->health(); }
-  int64_t progress() const override { return engine_->progress(); }
-  absl::StatusOr<MicroBatchResult> Compute(const MicroBatch& micro_batch) override { return engine_->Compute(micro_batch); }
-
  private:
-  ThreadedGroup() = default;
+  explicit ThreadedGroup(std::unique_ptr<group::GroupAssembly> assembly)
+      : ForwardingEngine(assembly->TakeEngine()), assembly_(std::move(assembly)) {}
 
-  std::unique_ptr<group::GroupAssembly> assembly_;
-  std::unique_ptr<LossEngine> engine_;
+  const std::unique_ptr<group::GroupAssembly> assembly_;  // which the engine may outlive
   std::vector<std::unique_ptr<TestCall>> calls_;
   std::vector<absl::Status> ends_;
   std::vector<std::thread> handlers_;

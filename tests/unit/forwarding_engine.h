@@ -1,6 +1,6 @@
 // ForwardingEngine: an engine that is another one, for those that differ from it in a call or two.
-#ifndef HEADWATER_TESTS_UNIT_GROUP_FORWARDING_ENGINE_H_
-#define HEADWATER_TESTS_UNIT_GROUP_FORWARDING_ENGINE_H_
+#ifndef HEADWATER_TESTS_UNIT_FORWARDING_ENGINE_H_
+#define HEADWATER_TESTS_UNIT_FORWARDING_ENGINE_H_
 
 #include <cstdint>
 #include <memory>
@@ -32,4 +32,4 @@ class ForwardingEngine : public LossEngine {
 
 }  // namespace headwater::testing
 
-#endif  // HEADWATER_TESTS_UNIT_GROUP_FORWARDING_ENGINE_H_
+#endif  // HEADWATER_TESTS_UNIT_FORWARDING_ENGINE_H_
