@@ -393,7 +393,7 @@ class CudaEngine final : public LossEngine {
   absl::Status AgreeOnLimits(const absl::Status& ready, ChunkLimits* limits, Call* call) const {
     const MicroBatch& micro_batch = call->micro_batch;
     const int64_t slice_rows = SliceRowsOf(call->terms);
-    const int64_t bytes = core_->workspace().bytes();
+    const int64_t bytes = BytesForChunks(*call);
     std::vector<TermRun> uncut = call->terms;
     const int64_t in_place = slice_rows == 0 ? limits->max_rows : FitChunksInPlace(micro_batch, bytes, &uncut);
     bool device_streams = micro_batch.hidden.memory == MemorySpace::kDevice;
@@ -461,11 +461,24 @@ class CudaEngine final : public LossEngine {
     return absl::OkStatus();
   }
 
+  // The part of the workspace by which rows are cut: all of it. In deterministic mode what the call's own heads have planned, since
+  // the workspace is as large as the largest head's, and other heads come and go.
+  int64_t BytesForChunks(const Call& call) const {
+    const int64_t bytes = core_->workspace().bytes();
+    if (!core_->options().deterministic) return bytes;
+    int64_t planned = 0;
+    for (const TermRun& term : call.terms) {
+      planned = std::max(planned, term.head->chunk_bytes());
+      if (term.teacher != nullptr) planned = std::max(planned, term.teacher->chunk_bytes());
+    }
+    return std::min(bytes, planned);
+  }
+
   // Chooses how many rows are computed at once.
   absl::Status FindLimits(Call* call, ChunkLimits* found) const {
     const MicroBatch& micro_batch = call->micro_batch;
     std::vector<TermRun>& terms = call->terms;
-    const int64_t bytes = core_->workspace().bytes();
+    const int64_t bytes = BytesForChunks(*call);
     ChunkLimits& limits = *found;
     limits.grain = kRowGrain;
     limits.exact = core_->options().token_chunk_rows > 0;

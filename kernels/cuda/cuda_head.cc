@@ -59,7 +59,8 @@ absl::StatusOr<std::unique_ptr<CudaHead>> CudaHead::Create(std::shared_ptr<Engin
 CudaHead::CudaHead(std::shared_ptr<EngineCore> core, const HeadSpec& spec, HeadPlan plan)
     : HeadBase(spec, std::move(plan.memory), std::move(plan.shards), "cuda:" + std::to_string(core->options().device_index)),
       core_(std::move(core)),
-      own_bytes_(plan.own_bytes) {}
+      own_bytes_(plan.own_bytes),
+      chunk_bytes_(plan.workspace_bytes - kLibraryBytes) {}
 
 CudaHead::~CudaHead() {
   {

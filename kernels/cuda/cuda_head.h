@@ -71,6 +71,8 @@ class CudaHead final : public HeadBase {
   bool is_replica() const { return core_->group() != nullptr && spec().parallelism == Parallelism::kRows; }
   // The group with which micro-batches of this head are computed: null for an engine that is alone, and for a replica.
   DeviceGroup* group() const { return is_replica() ? nullptr : core_->group(); }
+  // Bytes for chunks in the workspace that this head plans; the engine's has them at least, unless it could not be allocated.
+  int64_t chunk_bytes() const { return chunk_bytes_; }
   // Shards that are here, by which everything below is counted; without rows included.
   int32_t shard_count() const { return static_cast<int32_t>(storage_.size()); }
   // Shards whose rows' statistics are merged: those of the other ranks included.
@@ -112,6 +114,7 @@ class CudaHead final : public HeadBase {
 
   const std::shared_ptr<EngineCore> core_;
   const int64_t own_bytes_;
+  const int64_t chunk_bytes_;
   std::vector<ShardStorage> storage_;
   bool gradient_known_ = true;
 };

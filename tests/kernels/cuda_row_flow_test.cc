@@ -305,6 +305,29 @@ TEST(CudaRowFlowPlaces, InDeterministicModeBitsDoNotDependOnThem) {
   }
 }
 
+// ... and whatever other heads there are, whose plans may make the workspace larger.
+TEST(CudaRowFlowPlaces, InDeterministicModeBitsDoNotDependOnOtherHeads) {
+  EngineOptions options;
+  options.deterministic = true;
+  FlowEngine engine(options, (64 + 24) << 20);
+  const Result expected = engine.Reference();
+  const int64_t planned = engine.engine().planned_bytes();
+  HeadSpec spec;
+  spec.vocab_size = spec.transform.valid_vocab_size = 30 * kVocab;
+  spec.hidden_size = 8;
+  spec.data_type = DataType::kBFloat16;
+  std::unique_ptr<EngineHead> other = MakeHeadOn(engine.engine(), spec);
+  EXPECT_GT(engine.engine().planned_bytes(), planned + 2 * (int64_t{24} << 20)) << "its workspace is no larger";
+  for (const char* when : {"beside a larger head", "after it"}) {
+    SCOPED_TRACE(when);
+    const Result actual = engine.Reference();
+    EXPECT_EQ(actual.sums.loss_sum, expected.sums.loss_sum);
+    EXPECT_EQ(actual.grad_hidden, expected.grad_hidden);
+    EXPECT_EQ(actual.grad_weight, expected.grad_weight);
+    other.reset();
+  }
+}
+
 // grad_weight's products may still run when Compute() returns: they need nothing of the caller's.
 TEST_P(CudaRowFlow, TensorsAreTheCallersAgainWithTheResult) {
   FlowEngine engine = MakeEngine();
