@@ -1,6 +1,7 @@
 """What the scripts of deploy/ do on machines that are not the one they were written on."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -215,7 +216,8 @@ def test_a_bundle_replaces_an_earlier_one(tmp_path):
     for _ in range(2):
         done = bundle(tmp_path / "out", tmp_path / "build")
         assert done.returncode == 0, done.stderr
-        assert {path.name for path in (tmp_path / "out").iterdir()} == {"bin", "lib", "python"}
+        assert {path.name for path in (tmp_path / "out").iterdir()} == {"bin", "commit", "lib", "python"}
+        assert re.fullmatch(r"([0-9a-f]{7,}\+?|unknown)\n", (tmp_path / "out/commit").read_text())
         (tmp_path / "out/bin/old").write_text("")
     assert bundle(tmp_path / "out", tmp_path / "build").returncode == 0
     assert not (tmp_path / "out/bin/old").exists()
