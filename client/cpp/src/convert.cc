@@ -1,10 +1,12 @@
 #include "client/cpp/src/convert.h"
 
+#include <chrono>
 #include <cstring>
 #include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "client/cpp/src/duration.h"
 #include "client/cpp/src/error.h"
 
 namespace headwater::client::internal {
@@ -77,17 +79,6 @@ absl::StatusOr<TermResult> FromProto(const v1::LossTermResult& term, int64_t row
 
 std::string FullHeadName(const std::string& tenant, const std::string& name) {
   return name.find('/') == std::string::npos ? absl::StrCat("tenants/", tenant, "/heads/", name) : name;
-}
-
-google::protobuf::Duration ToProto(std::chrono::milliseconds duration) {
-  google::protobuf::Duration result;
-  result.set_seconds(duration.count() / 1000);
-  result.set_nanos(static_cast<int32_t>(duration.count() % 1000 * 1'000'000));
-  return result;
-}
-
-std::chrono::nanoseconds FromProto(const google::protobuf::Duration& duration) {
-  return std::chrono::seconds(duration.seconds()) + std::chrono::nanoseconds(duration.nanos());
 }
 
 v1::Tensor ToProto(absl::Span<const float> values) { return MakeTensor(v1::DATA_TYPE_FLOAT32, values); }

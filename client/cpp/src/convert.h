@@ -2,7 +2,6 @@
 #ifndef HEADWATER_CLIENT_SRC_CONVERT_H_
 #define HEADWATER_CLIENT_SRC_CONVERT_H_
 
-#include <chrono>
 #include <string>
 
 #include "absl/status/statusor.h"
@@ -23,10 +22,8 @@ v1::CrossEntropyLoss ToProto(const CrossEntropyOptions& options);
 v1::JensenShannonLoss ToProto(const JsdOptions& options);
 v1::Tensor ToProto(absl::Span<const float> values);
 v1::Tensor ToProto(absl::Span<const int32_t> values);
-google::protobuf::Duration ToProto(std::chrono::milliseconds duration);
 inline v1::DataType ToProto(DataType type) { return static_cast<v1::DataType>(type); }
 
-std::chrono::nanoseconds FromProto(const google::protobuf::Duration& duration);
 HeadInfo FromProto(const v1::Head& head);
 HeadSpec FromProto(const v1::HeadSpec& spec);
 StepTotals FromProto(const v1::StepTotals& totals);

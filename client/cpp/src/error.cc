@@ -1,6 +1,5 @@
 #include "client/cpp/src/error.h"
 
-#include <algorithm>
 #include <chrono>
 #include <string>
 
@@ -9,8 +8,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/types/optional.h"
+#include "client/cpp/src/duration.h"
 #include "headwater/client/error.h"
-#include "headwater/client/future.h"
 #include "proto/headwater/v1/error_metadata.h"
 
 namespace headwater::client {
@@ -50,10 +49,7 @@ std::map<std::string, std::string> ErrorMetadata(const absl::Status& status) {
 std::optional<std::chrono::nanoseconds> RetryDelay(const absl::Status& status) {
   const auto info = PayloadOf<v1::RetryInfo>(status, kRetryInfoUrl);
   if (!info.has_value()) return std::nullopt;
-  // What a server asks for may be more nanoseconds than fit.
-  const std::chrono::seconds seconds(info->retry_delay().seconds());
-  return std::clamp<std::chrono::seconds>(seconds, std::chrono::seconds(0), internal::kLongestTimeout) +
-         std::chrono::nanoseconds(info->retry_delay().nanos());
+  return internal::FromProto(info->retry_delay());
 }
 
 std::optional<LostStep> RestoredFrom(const absl::Status& status) {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "client/cpp/src/convert.h"
+#include "client/cpp/src/duration.h"
 #include "client/cpp/src/error.h"
 #include "client/cpp/src/reaction.h"
 #include "headwater/client/error.h"

@@ -15,6 +15,9 @@ from headwater.v1 import session_service_pb2, session_service_pb2_grpc
 
 # A lease is renewed this often while it runs.
 _RENEWALS_PER_LEASE = 3
+# However short or long a lease is granted, in seconds; longer ones no lock can wait for.
+_SHORTEST_PERIOD_S = 0.01
+_LONGEST_PERIOD_S = 86400.0
 # How soon a renewal that failed is tried again, in seconds.
 _RETRY_S = 1.0
 # Bounds of one renewal and of closing, in seconds.
@@ -74,8 +77,7 @@ class Session:
             except grpc.RpcError as error:
                 raise from_rpc_error(error) from None
             self._id = reply.session_id
-            granted_s = reply.lease.ToNanoseconds() * 1e-9
-            arguments = (weakref.ref(self), self._stub, self._stop, self._id, granted_s)
+            arguments = (weakref.ref(self), self._stub, self._stop, self._id, _renewal_period(reply.lease))
             threading.Thread(target=_keep_alive, args=arguments, name="headwater-keep-alive", daemon=True).start()
             return self._id
 
@@ -108,14 +110,18 @@ class Session:
             channel.close()
 
 
-def _keep_alive(session: weakref.ref[Session], stub: Any, stop: threading.Event, session_id: bytes, lease_s: float) -> None:
-    period_s = lease_s / _RENEWALS_PER_LEASE
+def _renewal_period(lease: Any) -> float:
+    return min(max(lease.ToNanoseconds() * 1e-9 / _RENEWALS_PER_LEASE, _SHORTEST_PERIOD_S), _LONGEST_PERIOD_S)
+
+
+def _keep_alive(session: weakref.ref[Session], stub: Any, stop: threading.Event, session_id: bytes, period_s: float) -> None:
     while not stop.wait(period_s) and session() is not None:
         try:
             reply = stub.KeepAlive(
                 session_service_pb2.KeepAliveRequest(session_id=session_id), timeout=min(period_s, _MAX_RENEWAL_S)
             )
-            period_s = reply.lease.ToNanoseconds() * 1e-9 / _RENEWALS_PER_LEASE
+            if reply.HasField("lease"):
+                period_s = _renewal_period(reply.lease)
         except grpc.RpcError as error:
             # Anything else may pass, and the lease has not ended yet.
             if _reason(error) == "SESSION_NOT_FOUND":

@@ -368,6 +368,18 @@ TEST_F(ClientRetry, SessionIsOpenedOnceKeptAliveApartAndClosed) {
   EXPECT_TRUE(server_.WithState([](ScriptedServer::State& state) { return state.sessions.empty(); }));
 }
 
+TEST_F(ClientRetry, ASessionForEverIsNotRenewedAllTheTime) {
+  server_.WithState([](ScriptedServer::State& state) { state.lease = milliseconds::max(); });
+  server_.compute_loss = [](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
+    Answer(stream, ReadAll(stream));
+    return grpc::Status::OK;
+  };
+  Connect(Quick(3));
+  Value(Submit(Options(0, CommitMode::kExplicit)).Get());
+  std::this_thread::sleep_for(milliseconds(200));
+  EXPECT_TRUE(server_.CallsOf("KeepAlive").empty());
+}
+
 TEST_F(ClientRetry, WaitingForASessionHoldsUpNoOtherCallsRepetition) {
   std::promise<void> opens;
   const std::shared_future<void> opened = opens.get_future().share();

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import grpc
 import numpy as np
-from google.protobuf import any_pb2
+from google.protobuf import any_pb2, duration_pb2
 from headwater.v1 import (
     error_pb2,
     head_service_pb2,
@@ -85,6 +85,7 @@ class ScriptedServer:
         self.calls = collections.defaultdict(list)
         self.peers = collections.defaultdict(list)
         self.uploads = {}
+        self.lease_s = None  # that sessions are granted; None: what they ask for
         self._server = grpc.server(concurrent.futures.ThreadPoolExecutor(16), options=(("grpc.so_reuseport", 0),))
         services = (
             (loss_service_pb2_grpc.add_LossServiceServicer_to_server, loss_service_pb2_grpc.LossServiceServicer),
@@ -146,13 +147,18 @@ class ScriptedServer:
 
     def _OpenSession(self, request):
         reply = session_service_pb2.OpenSessionResponse(session_id=len(self.calls["OpenSession"]).to_bytes(32, "big"))
-        reply.lease.CopyFrom(request.lease)
+        reply.lease.CopyFrom(self._lease())
         return reply
 
     def _KeepAlive(self, _):
         reply = session_service_pb2.KeepAliveResponse()
-        reply.lease.CopyFrom(self.calls["OpenSession"][-1].lease)
+        reply.lease.CopyFrom(self._lease())
         return reply
+
+    def _lease(self):
+        if self.lease_s is None:
+            return self.calls["OpenSession"][-1].lease
+        return duration_pb2.Duration(seconds=int(self.lease_s))
 
     def _CloseSession(self, _):
         return session_service_pb2.CloseSessionResponse()

@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import grpc
@@ -86,6 +87,16 @@ def test_the_lease_is_renewed_on_a_connection_of_its_own(server, connect):
     renewals = server.count("KeepAlive")
     time.sleep(0.4)
     assert server.count("KeepAlive") == renewals
+
+
+@pytest.mark.parametrize(("lease_s", "most"), [(0.0, 60), (3e11, 0)], ids=["none", "for ever"])
+def test_a_strange_lease_is_renewed_as_far_as_that_makes_sense(server, connect, lease_s, most):
+    server.lease_s = lease_s
+    with connect(server.address) as client:
+        submit(client.head("scripted"))
+        time.sleep(0.5)
+        assert server.count("KeepAlive") <= most
+        assert any(thread.name == "headwater-keep-alive" for thread in threading.enumerate())
 
 
 def test_a_session_that_is_gone_is_opened_anew(server, connect):
