@@ -73,6 +73,8 @@ from headwater._types import (
 
 __version__ = "0.1.0"
 
+_LONGEST_LEASE_S = 2147483.0  # the client library takes 2^31 ms
+
 
 def connect(
     address: str,
@@ -103,7 +105,7 @@ def connect(
         session: own what this client leaves undecided: if the process dies, its explicit micro-batches are discarded when the lease
             ends, and their staging slots are free again; other clients cannot decide them. The session is opened by the first
             explicit micro-batch, renewed by a daemon thread on a connection of its own, and closed with the client.
-        session_lease: seconds, > 0; the server may shorten it.
+        session_lease: seconds, > 0 and at most 2147483; the server may shorten it.
         retries: how often calls that can be repeated without harm are tried: 5 times by default, after 0.1 s and more. None: once.
         replay: follow a server that was started again: keep what was sent, and how steps were closed; when a head comes back at
             the step that this client works on, or at an older one that is still kept, take it, send everything since again in the
@@ -136,7 +138,7 @@ def connect(
     from headwater._replay import ReplayBackend
     from headwater._transfers import MAX_STRIPES, TRANSPORTS
 
-    check_number(session_lease, "session_lease", low=0, low_open=True)
+    check_number(session_lease, "session_lease", low=0, low_open=True, high=_LONGEST_LEASE_S)
     check_integer(replay_bytes, "replay_bytes")
     if replay_steps is not None:
         check_integer(replay_steps, "replay_steps")

@@ -89,6 +89,12 @@ def test_the_lease_is_renewed_on_a_connection_of_its_own(server, connect):
     assert server.count("KeepAlive") == renewals
 
 
+def test_the_longest_lease_can_be_asked_for(server, connect):
+    with connect(server.address, session_lease=2147483) as client:
+        submit(client.head("scripted"))
+        assert server.calls["OpenSession"][0].lease.seconds == 2147483
+
+
 @pytest.mark.parametrize(("lease_s", "most"), [(0.0, 60), (3e11, 0)], ids=["none", "for ever"])
 def test_a_strange_lease_is_renewed_as_far_as_that_makes_sense(server, connect, lease_s, most):
     server.lease_s = lease_s
@@ -165,7 +171,17 @@ def test_a_forked_process_leaves_the_session_alone(server, connect):
         assert server.count("CloseSession") == 0 and server.count("GetHead") == 1
 
 
-@pytest.mark.parametrize("bad", [{"session_lease": 0}, {"session": "yes"}, {"retries": 3}, {"replay_bytes": -1}, {"tenant": "A/B"}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"session_lease": 0},
+        {"session_lease": 2147483.1},
+        {"session": "yes"},
+        {"retries": 3},
+        {"replay_bytes": -1},
+        {"tenant": "A/B"},
+    ],
+)
 def test_options_are_checked(server, bad, connect):
     with pytest.raises(headwater.InvalidArgumentError):
         connect(server.address, **bad)
