@@ -24,14 +24,12 @@ constexpr char kHealthWatch[] = "/grpc.health.v1.Health/Watch";
 
 class Guard final : public grpc::experimental::Interceptor {
  public:
-  // `watches` counts the calls of kHealthWatch that are in progress, this one if it is one of them; else it is null.
+  // `watches` counts the calls of kHealthWatch that are in progress and not refused; null for a call of another method.
   Guard(const Entrance& entrance, grpc::experimental::ServerRpcInfo& info, std::shared_ptr<std::atomic<int64_t>> watches)
       : entrance_(entrance), info_(info), watches_(std::move(watches)) {
     if (watches_ != nullptr) place_ = watches_->fetch_add(1);
   }
-  ~Guard() override {
-    if (watches_ != nullptr) watches_->fetch_sub(1);
-  }
+  ~Guard() override { GiveBack(); }
 
   void Intercept(grpc::experimental::InterceptorBatchMethods* methods) override {
     if (methods->QueryInterceptionHookPoint(InterceptionHookPoints::POST_RECV_INITIAL_METADATA)) Check(*methods);
@@ -51,7 +49,13 @@ class Guard final : public grpc::experimental::Interceptor {
     }
   }
 
+  void GiveBack() {
+    if (watches_ != nullptr) watches_->fetch_sub(1);
+    watches_ = nullptr;
+  }
+
   void End(const absl::Status& why) {
+    GiveBack();  // gRPC may keep a call that has ended for a while, and whoever is refused asks again
     // Ends the call with this status before its handler has begun, which then finds nothing to read and nobody to answer.
     grpc_call_cancel_with_status(info_.server_context()->c_call(), static_cast<grpc_status_code>(why.code()),
                                  std::string(why.message()).c_str(), nullptr);
@@ -64,7 +68,7 @@ class Guard final : public grpc::experimental::Interceptor {
 
   const Entrance& entrance_;
   grpc::experimental::ServerRpcInfo& info_;
-  const std::shared_ptr<std::atomic<int64_t>> watches_;
+  std::shared_ptr<std::atomic<int64_t>> watches_;
   int64_t place_ = 0;
 };
 

@@ -199,7 +199,7 @@ TEST_P(Lifecycle, ARestartedServerBringsNothingBackIfToldSo) {
 
 TEST_P(Lifecycle, IdleHeadsAreSavedAndDeleted) {
   ServerSetup setup = WithCheckpoints();
-  setup.options.idle_head_timeout = absl::Milliseconds(400);
+  setup.options.idle_head_timeout = absl::Milliseconds(1000);
   setup.options.idle_head_checkpoint = true;
   Restart(setup);
   const TestHead idle = server_->MakeHead("idle", SmallSpec());

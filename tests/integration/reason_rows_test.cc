@@ -297,7 +297,7 @@ Rows StepStateRows() {
                     const auto first = t.Open({.id = 0, .explicit_commit = true}, 3);
                     t.server().gate().AwaitWaiting();
                     const std::string answer = t.Submit({.id = 0, .explicit_commit = true});
-                    t.Cancel(*first);
+                    t.CancelHeld(*first);
                     t.server().gate().Open();
                     EXPECT_TRUE(t.NothingInFlight());
                     return answer;

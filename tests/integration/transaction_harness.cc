@@ -253,9 +253,6 @@ std::unique_ptr<OpenCall> Trial::Open(const Batch& batch, int64_t sent_rows) {
 void Trial::Cancel(OpenCall& call) {
   call.Cancel();
   EXPECT_EQ(call.End(), "CANCELLED");
-  grpc::ClientContext context;
-  v1::ServerInfo info;
-  Require(server_->sessions().GetServerInfo(&context, v1::GetServerInfoRequest(), &info), "GetServerInfo");
 }
 
 void Trial::CancelHeld(OpenCall& call) {

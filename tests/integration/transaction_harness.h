@@ -159,7 +159,7 @@ class Trial {
   // As Submit(), with `edit` applied to the header.
   std::string SubmitEdited(const Batch& batch, const std::function<void(v1::MicroBatchHeader&)>& edit);
   std::unique_ptr<OpenCall> Open(const Batch& batch, int64_t sent_rows);
-  // Cancels, and returns when the server knows: it has answered a later call on the same connection.
+  // Cancels. The server learns of it a moment later: await what it shows then.
   void Cancel(OpenCall& call);
   // The same for a call that the engine is held up with: returns when the server knows that the call's client has gone.
   void CancelHeld(OpenCall& call);
