@@ -10,6 +10,7 @@
 #include "gtest/gtest.h"
 #include "headwater/kernels/error.h"
 #include "tests/kernels/comparison.h"
+#include "tests/kernels/extreme_values.h"
 #include "tests/kernels/kernel_suite.h"
 
 namespace headwater::testing {
@@ -153,7 +154,6 @@ TEST(AddToGradient, BadArgumentsChangeNothing) {
     EXPECT_TRUE(HasReason(status, reason)) << HeadTensorName(tensor) << " " << start << " " << length << " " << factor << ": "
                                            << status;
   };
-  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   for (const auto& [start, length] :
        {std::pair<int64_t, int64_t>{-1, 1}, {count, 1}, {0, count + 1}, {0, -1}, {count - 1, 2}, {kMost, kMost}, {1, kMost}}) {
     expect_refused(HeadTensor::kGradWeight, start, length, 1, ErrorReason::kChunkOutOfRange);

@@ -9,13 +9,10 @@
 #include "gtest/gtest.h"
 #include "headwater/kernels/error.h"
 #include "tests/kernels/comparison.h"
+#include "tests/kernels/extreme_values.h"
 
 namespace headwater::testing {
 namespace {
-
-constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
 
 class BadArguments : public ::testing::TestWithParam<bool> {
  protected:

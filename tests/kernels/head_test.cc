@@ -9,6 +9,7 @@
 #include "gtest/gtest.h"
 #include "headwater/kernels/error.h"
 #include "tests/kernels/comparison.h"
+#include "tests/kernels/extreme_values.h"
 #include "tests/kernels/kernel_suite.h"
 
 namespace headwater::testing {
@@ -298,7 +299,6 @@ TEST(HeadTensors, RangesOutsideAreRefused) {
   spec.trainable = true;
   const auto head = engine->CreateHead(spec);
   ASSERT_TRUE(head.ok());
-  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   float element = 5;
   for (const auto& [start, count] :
        {std::pair<int64_t, int64_t>{-1, 1}, {33, 1}, {0, 34}, {0, -1}, {32, 2}, {kMost, kMost}, {1, kMost}}) {

@@ -1,19 +1,16 @@
 // Data that breaks naive implementations: extreme logits, confident rows, poisoned padding, NaN and infinities.
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <string>
 #include <vector>
 
 #include "gtest/gtest.h"
 #include "headwater/kernels/error.h"
 #include "tests/kernels/comparison.h"
+#include "tests/kernels/extreme_values.h"
 
 namespace headwater::testing {
 namespace {
-
-constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // Rows whose target has a margin of `margins[i]` over logits that are small otherwise.
 Problem MakeConfidentProblem(const std::vector<double>& margins, DataType type) {

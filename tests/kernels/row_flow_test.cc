@@ -153,15 +153,15 @@ class TestFlow final : public RowFlow {
   std::vector<uint8_t> seen_;
 };
 
-enum class Mode { kDirect, kStaged, kForward, kNoGradWeight, kNoGradHidden };
+enum class FlowMode { kDirect, kStaged, kForward, kNoGradWeight, kNoGradHidden };
 
-ComputeOptions OptionsOf(Mode mode) {
+ComputeOptions OptionsOf(FlowMode mode) {
   ComputeOptions options;
-  options.token_outputs = mode != Mode::kNoGradWeight;  // the form with few outputs, too
-  if (mode == Mode::kStaged) options.grad_weight = GradWeightMode::kStage;
-  if (mode == Mode::kForward || mode == Mode::kNoGradWeight) options.grad_weight = GradWeightMode::kNone;
-  if (mode == Mode::kForward) options.backward = false;
-  if (mode == Mode::kForward || mode == Mode::kNoGradHidden) options.grad_hidden = false;
+  options.token_outputs = mode != FlowMode::kNoGradWeight;  // the form with few outputs, too
+  if (mode == FlowMode::kStaged) options.grad_weight = GradWeightMode::kStage;
+  if (mode == FlowMode::kForward || mode == FlowMode::kNoGradWeight) options.grad_weight = GradWeightMode::kNone;
+  if (mode == FlowMode::kForward) options.backward = false;
+  if (mode == FlowMode::kForward || mode == FlowMode::kNoGradHidden) options.grad_hidden = false;
   return options;
 }
 
@@ -270,7 +270,7 @@ const std::vector<FlowCase>& FlowCases() {
   return cases;
 }
 
-class RowFlowTest : public ::testing::TestWithParam<std::tuple<size_t, Mode>> {
+class RowFlowTest : public ::testing::TestWithParam<std::tuple<size_t, FlowMode>> {
  protected:
   const FlowCase& Case() const { return FlowCases()[std::get<0>(GetParam())]; }
   const Problem& problem() const { return Case().problem; }
@@ -436,19 +436,19 @@ TEST_P(RowFlowTest, SumsTheRowsUpForTheDigest) {
   EXPECT_EQ(DigestToHex(alone.Finish("header")), DigestToHex(expected));
 }
 
-std::string CaseName(const ::testing::TestParamInfo<std::tuple<size_t, Mode>>& test) {
+std::string CaseName(const ::testing::TestParamInfo<std::tuple<size_t, FlowMode>>& test) {
   static const char* const kModes[] = {"Direct", "Staged", "Forward", "NoGradWeight", "NoGradHidden"};
   return FlowCases()[std::get<0>(test.param)].name + kModes[static_cast<size_t>(std::get<1>(test.param))];
 }
 
 INSTANTIATE_TEST_SUITE_P(All, RowFlowTest,
                          ::testing::Combine(::testing::Range<size_t>(0, FlowCases().size()),
-                                            ::testing::Values(Mode::kDirect, Mode::kStaged, Mode::kForward, Mode::kNoGradWeight,
-                                                              Mode::kNoGradHidden)),
+                                            ::testing::Values(FlowMode::kDirect, FlowMode::kStaged, FlowMode::kForward,
+                                                              FlowMode::kNoGradWeight, FlowMode::kNoGradHidden)),
                          CaseName);
 
 INSTANTIATE_TEST_SUITE_P(All, OwedRowFlowTest,
-                         ::testing::Combine(::testing::Range<size_t>(0, FlowCases().size()), ::testing::Values(Mode::kDirect)),
+                         ::testing::Combine(::testing::Range<size_t>(0, FlowCases().size()), ::testing::Values(FlowMode::kDirect)),
                          CaseName);
 
 // A large micro-batch's gradient leaves before all of it is there, where the engine computes it in slices or chunks.

@@ -23,7 +23,7 @@ struct ShardFault {
   bool throws = false;
 };
 
-constexpr int32_t kSlots = 2;
+constexpr int32_t kStagingSlots = 2;
 
 // Everything that a head holds, bit for bit.
 using State = std::map<HeadTensor, std::vector<double>>;
@@ -39,7 +39,7 @@ State ReadState(const EngineHead& head) {
 ProblemOptions Options(uint64_t seed) {
   ProblemOptions options;
   options.bias = true;
-  options.staging_slots = kSlots;
+  options.staging_slots = kStagingSlots;
   options.seed = seed;
   return options;
 }
@@ -141,7 +141,7 @@ TEST_P(ShardDecision, NotReadyChangesNothingAndTheNextCallWorks) {
       EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
       EXPECT_EQ(GetErrorMetadata(status)["shard"], std::to_string(rank));
       EXPECT_EQ(ReadState(bench.head()), before);
-      EXPECT_EQ(bench.head().FreeStagingSlots(), kSlots - 1);
+      EXPECT_EQ(bench.head().FreeStagingSlots(), kStagingSlots - 1);
     }
     const absl::Status status = operation.run(bench, staged.get());
     ASSERT_TRUE(status.ok()) << operation.name << ": " << status;
@@ -170,7 +170,7 @@ TEST_P(ShardDecision, AFailureAfterwardsIsTheEnginesAndStaysWithItsHead) {
       EXPECT_EQ(ReadState(bench.bystander()), bystander);
       EXPECT_TRUE(bench.heads().TryCompute(bench.other(), ComputeOptions()).ok());
       staged.reset();
-      EXPECT_EQ(bench.head().FreeStagingSlots(), kSlots);
+      EXPECT_EQ(bench.head().FreeStagingSlots(), kStagingSlots);
       for (const auto& [tensor, values] : before) WriteTensorValues(bench.head(), tensor, values);
       EXPECT_EQ(ReadState(bench.head()), before);
       Bench undisturbed(shard_count);
@@ -193,7 +193,7 @@ TEST_P(ShardDecision, StagingThatFailsLeavesNoSlotTaken) {
     bench.fault.armed = false;
     EXPECT_TRUE(HasReason(status, phase == ShardPhase::kPrepare ? ErrorReason::kShardNotReady : ErrorReason::kEngineFailed))
         << status;
-    EXPECT_EQ(bench.head().FreeStagingSlots(), kSlots);
+    EXPECT_EQ(bench.head().FreeStagingSlots(), kStagingSlots);
     EXPECT_EQ(ReadState(bench.head()), before);
     EXPECT_TRUE(bench.heads().TryCompute(bench.problem(), stage).ok());
   }

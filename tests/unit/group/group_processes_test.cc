@@ -36,13 +36,6 @@ using Made = absl::StatusOr<std::unique_ptr<LossEngine>>;
 
 constexpr char kGroupId[] = "the id of a group";
 
-bool Await(const std::function<bool()>& condition) {
-  for (const absl::Time end = absl::Now() + absl::Seconds(60); absl::Now() < end; absl::SleepFor(absl::Milliseconds(2))) {
-    if (condition()) return true;
-  }
-  return false;
-}
-
 bool Never() { return false; }
 
 absl::Status NoRoom() { return MakeError(ErrorReason::kInvalidField, "there is no room here"); }

@@ -24,14 +24,6 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// Something that happens on another thread, which is waited for.
-bool Await(const std::function<bool()>& condition) {
-  for (const absl::Time end = absl::Now() + absl::Seconds(60); absl::Now() < end; absl::SleepFor(absl::Milliseconds(2))) {
-    if (condition()) return true;
-  }
-  return false;
-}
-
 EngineOptions ThreeRanks() {
   EngineOptions options;
   options.shard_count = 3;

@@ -3,7 +3,16 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/time/clock.h"
+
 namespace headwater::testing {
+
+bool Await(const std::function<bool()>& condition) {
+  for (const absl::Time end = absl::Now() + absl::Seconds(60); absl::Now() < end; absl::SleepFor(absl::Milliseconds(2))) {
+    if (condition()) return true;
+  }
+  return false;
+}
 
 group::AssemblyOptions LocalAssemblyOptions() {
   group::AssemblyOptions assembly;

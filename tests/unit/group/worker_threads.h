@@ -4,6 +4,7 @@
 #define HEADWATER_TESTS_UNIT_GROUP_WORKER_THREADS_H_
 
 #include <deque>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -18,6 +19,9 @@
 #include "tests/unit/forwarding_engine.h"
 
 namespace headwater::testing {
+
+// Something that happens on another thread, waited for: false if it has not within a minute.
+bool Await(const std::function<bool()>& condition);
 
 // Both ends of a call.
 class TestCall final : public group::JoinCall, public group::WorkerChannel {

@@ -25,11 +25,12 @@
 namespace headwater::history {
 namespace {
 
-// A minute and a half of one core, and half a minute of it under AddressSanitizer, where a history takes twenty times as long.
+// Two minutes of one core that others use too, and a third of it under AddressSanitizer, where a history takes twenty times as
+// long.
 #if defined(HEADWATER_SANITIZED)
 constexpr int kDefaultHistories = 400;
 #else
-constexpr int kDefaultHistories = 32000;
+constexpr int kDefaultHistories = 20000;
 #endif
 constexpr int kDefaultLength = 200;
 constexpr int kLongRun = 50000;
