@@ -23,9 +23,7 @@ struct GradWeightEpilogue {
     const int32_t quad_row = position.lane / 4;
 #pragma unroll
     for (int block = 0; block < kAccumulators / 16; ++block) {  // 32 columns: one box of 128 bytes a row
-      if (position.lane == 0) StoreWaitRead<1>();
-      __syncwarp();
-      const uint32_t box = position.staging + (block % 2) * (kStagingBytes / 2);
+      const uint32_t box = TakeBox(position, block);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float2 value[4];

@@ -71,13 +71,25 @@ struct EpiloguePosition {
   int32_t n;
 };
 
-// Stores columns [64 block, 64 block + 64) of this warp's 16 rows as bf16; packed[2 j + h] holds columns 8 j + 2 (lane % 4) + {0,
-// 1} of row lane / 4 + 8 h. Through the warp's two boxes in turn, so that one is filled while the copy engine reads the other.
-__device__ __forceinline__ void StoreBf16Block(const EpiloguePosition& position, int block, const uint32_t (&packed)[16]) {
-  // The store before last has been read, so its box is free again.
-  if (position.lane == 0) StoreWaitRead<1>();
+// Which of a warp's two boxes takes a tile's block number `block`, once the copy engine has read what was stored from there last.
+// In turn, so that one is filled while the other is read. Before a tile's first block both must have been: a tile of an odd number
+// of blocks ends with the box that the next one begins with.
+__device__ __forceinline__ uint32_t TakeBox(const EpiloguePosition& position, int block) {
+  if (position.lane == 0) {
+    if (block == 0) {
+      StoreWaitRead<0>();
+    } else {
+      StoreWaitRead<1>();
+    }
+  }
   __syncwarp();
-  const uint32_t box = position.staging + (block % 2) * (kStagingBytes / 2);
+  return position.staging + (block % 2) * (kStagingBytes / 2);
+}
+
+// Stores columns [64 block, 64 block + 64) of this warp's 16 rows as bf16; packed[2 j + h] holds columns 8 j + 2 (lane % 4) + {0,
+// 1} of row lane / 4 + 8 h.
+__device__ __forceinline__ void StoreBf16Block(const EpiloguePosition& position, int block, const uint32_t (&packed)[16]) {
+  const uint32_t box = TakeBox(position, block);
   // Lane l stores row l % 8 of matrix l / 8: matrices 0 and 2 hold rows 0-7, 1 and 3 rows 8-15; 2 and 3 the next eight columns.
   const int32_t row = position.lane % 8 + 8 * (position.lane / 8 % 2);
 #pragma unroll
