@@ -23,6 +23,19 @@ std::vector<RowRange> SplitVocab(int64_t vocab_size, int32_t shard_count, const 
   return ranges;
 }
 
+std::vector<SurplusColumns> SurplusOf(const std::vector<RowRange>& shards, const std::vector<RowRange>& others, int64_t common) {
+  std::vector<SurplusColumns> surplus;
+  for (size_t i = 0; i < shards.size(); ++i) {
+    const auto clipped = [common](RowRange of) { return RowRange{std::min(of.start, common), std::min(of.end, common)}; };
+    const RowRange own = clipped(shards[i]), other = clipped(others[i]);
+    // All of a shard that lies wholly before or behind the other one.
+    const int64_t before_end = std::clamp(other.start, own.start, own.end);
+    const int64_t behind_start = std::clamp(other.end, before_end, own.end);
+    surplus.push_back({{own.start, before_end}, {behind_start, own.end}});
+  }
+  return surplus;
+}
+
 RowRange SplitEvenly(RowRange range, int64_t index, int64_t count, int64_t grain) {
   const int64_t grains = (range.size() + grain - 1) / grain;
   const auto boundary = [&](int64_t i) {

@@ -101,14 +101,8 @@ absl::Status ShardRun::ComputeTeacherLogits(Work* work, const double** logits, i
   *stride = shard.rows.size();
 
   const int64_t common = std::min(term.teacher->spec().transform.valid_vocab_size, term.head->spec().transform.valid_vocab_size);
-  const std::vector<RowRange>& student_shards = HeadOf(term).cpu_plan().shards;
-  bool aligned = true;
-  for (size_t i = 0; i < student_shards.size(); ++i) {
-    const RowRange a = student_shards[i];
-    const RowRange b = plan.shards[i];
-    aligned =
-        aligned && std::min(a.start, common) == std::min(b.start, common) && std::min(a.end, common) == std::min(b.end, common);
-  }
+  const std::vector<SurplusColumns> surplus = SurplusOf(plan.shards, HeadOf(term).cpu_plan().shards, common);
+  const bool aligned = std::all_of(surplus.begin(), surplus.end(), [](const SurplusColumns& of) { return of.size() == 0; });
   if (aligned) return absl::OkStatus();
 
   // The two heads are cut at different columns: row by row, every shard brings its columns and takes those of the student's.

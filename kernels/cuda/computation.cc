@@ -503,39 +503,6 @@ absl::Status Computation::ComputeProducts(Work* work, const Slice& slice) {
   return absl::OkStatus();
 }
 
-absl::Status Computation::ComputeTeacherProducts(Work* work, const Slice& slice) {
-  const TermRun& term = *work->term;
-  const Element element = term.ProductElement(term.large_form);
-  const int64_t stride = ProductStride(TeacherColumns(term));
-  TermBuffers& own = work->own;
-  for (int32_t rank = 0; rank < term.teacher->shard_count(); ++rank) {
-    const ShardWeights shard = term.teacher->shard_weights(rank);
-    if (shard.columns == 0) continue;
-    const double* wide_hidden = own.wide_teacher_hidden == nullptr ? nullptr : own.wide_teacher_hidden + slice.first * shard.stride;
-    HEADWATER_RETURN_IF_ERROR(ComputeLogits(shard, Rows(work->teacher, slice.first, slice.count), wide_hidden, own.panel,
-                                            Advance(own.teacher_products, element, group_ == nullptr ? shard.vocab_start : 0),
-                                            stride));
-    if (own.teacher_bias != nullptr && shard.bias != nullptr) {
-      HEADWATER_RETURN_IF_ERROR(
-          Check(cudaMemcpyAsync(Advance(own.teacher_bias, shard.element, shard.vocab_start), shard.bias,
-                                static_cast<size_t>(shard.columns * BytesOf(shard.element)), cudaMemcpyDeviceToDevice, stream_),
-                "collecting the teacher's bias"));
-    }
-  }
-  // The student's shards may be cut elsewhere: each gets the teacher's logits of its own columns.
-  for (size_t rank = 0; rank < own.cut_teacher.size(); ++rank) {
-    const LogitsView view = TeacherView(*work, static_cast<int32_t>(rank));
-    if (view.columns == 0) continue;
-    HEADWATER_RETURN_IF_ERROR(Check(
-        cudaMemcpy2DAsync(own.cut_teacher[rank], static_cast<size_t>(view.stride * BytesOf(element)),
-                          Advance(own.teacher_products, element, view.vocab_start), static_cast<size_t>(stride * BytesOf(element)),
-                          static_cast<size_t>(view.columns * BytesOf(element)), static_cast<size_t>(slice.count),
-                          cudaMemcpyDeviceToDevice, stream_),
-        "cutting the teacher's logits"));
-  }
-  return absl::OkStatus();
-}
-
 LogitsView Computation::StudentView(const Work& work, int32_t rank) const {
   const TermRun& term = *work.term;
   const ShardWeights shard = term.head->shard_weights(rank);
@@ -548,31 +515,6 @@ LogitsView Computation::StudentView(const Work& work, int32_t rank) const {
   view.bias = shard.bias;
   view.bias_element = shard.element;
   view.transform = term.finish.transform;
-  return view;
-}
-
-LogitsView Computation::TeacherView(const Work& work, int32_t rank) const {
-  const TermRun& term = *work.term;
-  const HeadSpec& teacher = term.teacher->spec();
-  const int64_t teacher_columns = TeacherColumns(term);
-  LogitsView view;
-  view.element = term.large_form == Form::kWide ? Element::kFloat64 : Element::kFloat32;
-  view.bias_element = static_cast<Element>(teacher.data_type);
-  view.transform = {teacher.transform.logit_scale, teacher.transform.softcap.value_or(0)};
-  if (work.own.cut_teacher.empty()) {
-    view.products = work.own.teacher_products;
-    view.stride = ProductStride(teacher_columns);
-    view.columns = teacher_columns;
-    view.vocab_start = term.teacher->shard_weights(0).vocab_start;
-    view.bias = term.teacher->shard_weights(0).bias;
-    return view;
-  }
-  const ShardWeights shard = term.head->shard_weights(rank);
-  view.products = work.own.cut_teacher[static_cast<size_t>(rank)];
-  view.stride = ProductStride(shard.columns);
-  view.columns = std::clamp<int64_t>(teacher_columns - shard.vocab_start, 0, shard.columns);
-  view.vocab_start = shard.vocab_start;
-  if (teacher.has_bias) view.bias = Advance(work.own.teacher_bias, view.bias_element, shard.vocab_start);
   return view;
 }
 

@@ -8,7 +8,8 @@
 // for the host.
 //
 // In a group of GPUs each rank does this with its own shard, all in the same order: how rows are cut is agreed on before. The ranks
-// meet for the targets' logits, for the rows' statistics, and where grad_hidden is added up on rank 0, which alone has what leaves:
+// meet for the targets' logits, for a teacher's logits that are cut at other columns than the student's, for the rows' statistics,
+// and where grad_hidden is added up on rank 0, which alone has what leaves:
 // in the exponential form the statistics travel beside the grad_hidden product, in a divergence those of half of the rows beside
 // the other half's pass, and in any form grad_hidden does beside the first half of the product of grad_weight. Their errors are the
 // same on all ranks, or break the group. With heads that the rank has all of nobody is met.
@@ -195,7 +196,13 @@ class Computation {
   absl::Status ComputeLogits(const ShardWeights& shard, const ConstMatrix& hidden, const double* wide_hidden, void* panel,
                              void* out, int64_t out_stride);
   absl::Status ComputeProducts(Work* work, const Slice& slice);
+  // With the student's columns in place (computation_teacher.cc).
   absl::Status ComputeTeacherProducts(Work* work, const Slice& slice);
+  // On a rank whose teacher's shard is not its student's columns: the ranks hand out what they have of each other's.
+  absl::Status ExchangeTeacherColumns(Work* work, const Slice& slice);
+  // Enqueues a copy of columns [first, first + columns) of logits. Strides in elements.
+  absl::Status CopyColumns(const void* from, int64_t from_stride, int64_t first, void* to, int64_t to_stride, int64_t columns,
+                           Element element, int64_t rows);
   absl::Status RunDivergence(Work* work, const Slice& slice);
   // As far as M, on a rank: by passes over the slice's rows in two parts, of which one has its pass while the other one's results
   // are collected from the ranks.

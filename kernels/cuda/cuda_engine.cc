@@ -185,7 +185,6 @@ class CudaEngine final : public LossEngine {
     HEADWATER_RETURN_IF_ERROR(core_->health());
     if (core_->group() != nullptr) HEADWATER_RETURN_IF_ERROR(ParallelismOf(micro_batch).status());
     DeviceGroup* const group = static_cast<const CudaHead&>(*micro_batch.terms.front().head).group();
-    if (group != nullptr) HEADWATER_RETURN_IF_ERROR(CheckTeachers(micro_batch));
     core_->MakeCurrent();
     PlacedMicroBatch placed;
     absl::Status ready = placed.Place(micro_batch, *core_);
@@ -244,22 +243,6 @@ class CudaEngine final : public LossEngine {
            call.terms.front().large_form == Form::kExponentials && call.micro_batch.hidden.row_count <= kMaxJoinedRows &&
            call.micro_batch.grad_weight != GradWeightMode::kStage && call.terms.front().head->merged_shards() == 1 &&
            core_->options().token_chunk_rows == 0;
-  }
-
-  // A rank has the teacher's logits of its own shard only, which must be the student's columns.
-  static absl::Status CheckTeachers(const MicroBatch& micro_batch) {
-    for (const LossTerm& term : micro_batch.terms) {
-      if (term.teacher_head == nullptr) continue;
-      const auto& student = static_cast<const CudaHead&>(*term.head);
-      const auto& teacher = static_cast<const CudaHead&>(*term.teacher_head);
-      if (student.shard_rows() == teacher.shard_rows()) continue;
-      return MakeError(ErrorReason::kFeatureNotBuilt,
-                       "GPUs that hold heads by vocabulary compute a divergence only between heads of the same vocab_size: the "
-                       "student has " +
-                           std::to_string(student.spec().vocab_size) + ", the teacher " + std::to_string(teacher.spec().vocab_size),
-                       {{"feature", "groups"}});
-    }
-    return absl::OkStatus();
   }
 
   // Tells the other ranks that this one cannot compute what it was given.

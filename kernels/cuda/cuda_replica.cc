@@ -44,7 +44,7 @@ absl::Status CudaHead::ReduceTensor(const DeviceMemory& memory, int64_t row_stri
   if (memory.bytes() == 0) return absl::OkStatus();
   const std::vector<int64_t> bounds = ShardBounds(row_stride);
   float* const gradient = memory.As<float>();
-  HEADWATER_RETURN_IF_ERROR(core_->group()->steps().ReduceScatterSum(gradient, bounds, core_->stream()));
+  HEADWATER_RETURN_IF_ERROR(core_->group()->bulk().ReduceScatterSum(gradient, bounds, core_->stream()));
   // What was handed over.
   const size_t own = static_cast<size_t>(RankOf(0));
   TensorPlace place;
@@ -67,11 +67,11 @@ absl::Status CudaHead::ReduceGradient() {
 absl::Status CudaHead::GatherWeights() {
   const ShardStorage& replica = storage_.front();
   const int64_t element_bytes = ElementBytes(spec().data_type);
-  DeviceCommunicator& steps = core_->group()->steps();
-  HEADWATER_RETURN_IF_ERROR(steps.AllGatherParts(replica.weight.As<void>(),
-                                                 ShardBounds(PaddedWidth(spec().hidden_size) * element_bytes), core_->stream()));
+  DeviceCommunicator& bulk = core_->group()->bulk();
+  HEADWATER_RETURN_IF_ERROR(bulk.AllGatherParts(replica.weight.As<void>(),
+                                                ShardBounds(PaddedWidth(spec().hidden_size) * element_bytes), core_->stream()));
   if (!spec().has_bias) return absl::OkStatus();
-  return steps.AllGatherParts(replica.bias.As<void>(), ShardBounds(element_bytes), core_->stream());
+  return bulk.AllGatherParts(replica.bias.As<void>(), ShardBounds(element_bytes), core_->stream());
 }
 
 }  // namespace headwater::cuda

@@ -14,8 +14,8 @@ namespace {
 // (ColumnsAtOnce()), whose thread blocks it displaces.
 constexpr int32_t kMergeBlocks = 4;
 constexpr int32_t kSumBlocks = 16;
-// A step's exchange has the device for itself.
-constexpr int32_t kStepBlocks = 32;
+// These have the device for themselves.
+constexpr int32_t kBulkBlocks = 32;
 constexpr auto kWatchTime = std::chrono::milliseconds(10);
 
 int64_t NowMs() {
@@ -58,7 +58,7 @@ absl::Status DeviceGroup::Open(const EngineGroup& group) {
     return join(id, most_blocks, joined);
   };
   HEADWATER_RETURN_IF_ERROR(join_another(kSumBlocks, &sums_));
-  HEADWATER_RETURN_IF_ERROR(join_another(kStepBlocks, &steps_));
+  HEADWATER_RETURN_IF_ERROR(join_another(kBulkBlocks, &bulk_));
   int lowest = 0, highest = 0;
   HEADWATER_RETURN_IF_ERROR(CudaStatus(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for priorities"));
   for (cudaStream_t* stream : {&merge_stream_, &sum_stream_}) {

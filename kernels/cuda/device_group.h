@@ -1,9 +1,10 @@
 // A rank's side of a group of GPUs (EngineOptions::group): where it meets the others, on the host and on the device, and how it
 // gets away from them when one of them is lost.
 //
-// Three communicators on the device. Those of a micro-batch are two, because their work must not wait for each other's: merges are
-// small and in the way of the products; the sum of grad_hidden is large and goes on beside them, on few thread blocks. What a step
-// of a replicated head exchanges is gigabytes with nothing beside it, and takes as many blocks as the links can feed.
+// Three communicators on the device. Most micro-batches take two, because their work must not wait for each other's: merges are
+// small and in the way of the products; the sum of grad_hidden is large and goes on beside them, on few thread blocks. What is
+// large and has nothing beside it takes as many blocks as the links can feed: gigabytes at a step of a replicated head, and a
+// teacher's logits where they are cut at other columns than the student's.
 //
 // A collective that another rank never comes to would run for ever. A thread of the group's looks at the communicators and at the
 // host's every few milliseconds, and aborts all of them when any has failed: what waits then returns, and status() says why.
@@ -55,10 +56,10 @@ class DeviceGroup {
   // The same for a decision: `own` if it is an error, kShardNotReady with the first such rank if another has one.
   absl::Status Agree(const absl::Status& own);
 
-  // Device. Work of `merges` and `steps` is enqueued where its results are needed; work of `sums` on sum_stream().
+  // Device. Work of `merges` and `bulk` is enqueued where its results are needed; work of `sums` on sum_stream().
   DeviceCommunicator& merges() { return *merges_; }
   DeviceCommunicator& sums() { return *sums_; }
-  DeviceCommunicator& steps() { return *steps_; }
+  DeviceCommunicator& bulk() { return *bulk_; }
   // For what comes back from the other ranks while a product runs.
   cudaStream_t merge_stream() const { return merge_stream_; }
   cudaStream_t sum_stream() const { return sum_stream_; }
@@ -89,14 +90,14 @@ class DeviceGroup {
  private:
   explicit DeviceGroup(const EngineGroup& group);
   absl::Status Open(const EngineGroup& group);
-  std::array<DeviceCommunicator*, 3> communicators() const { return {merges_.get(), sums_.get(), steps_.get()}; }
+  std::array<DeviceCommunicator*, 3> communicators() const { return {merges_.get(), sums_.get(), bulk_.get()}; }
   void BeginWait();
   void Watch();
 
   const int32_t rank_;
   const int32_t world_size_;
   const std::shared_ptr<Communicator> host_;
-  std::unique_ptr<DeviceCommunicator> merges_, sums_, steps_;
+  std::unique_ptr<DeviceCommunicator> merges_, sums_, bulk_;
   cudaStream_t merge_stream_ = nullptr;
   cudaStream_t sum_stream_ = nullptr;
 

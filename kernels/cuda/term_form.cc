@@ -96,8 +96,12 @@ void LayOutLogits(const TermRun& term, Form form, int64_t rows, int64_t least_te
   if (term.plan->jsd == nullptr) return;
   const int64_t teacher_bytes = rows * ProductStride(TeacherColumns(term)) * product_bytes;
   buffers->teacher_products = workspace->TakeBytes(std::max(teacher_bytes, least_teacher_bytes));
-  if (shard_count == 1) return;
+  if (shard_count == 1 && !term.exchanges_teacher) return;
   for (int32_t rank = 0; rank < shard_count; ++rank) buffers->cut_teacher.push_back(workspace->TakeBytes(shard_bytes(rank)));
+  if (!term.exchanges_teacher) return;
+  int64_t columns = 0;
+  for (const SurplusColumns& of : TeacherSurplus(term)) columns += of.size();
+  buffers->teacher_exchange = workspace->TakeBytes(rows * columns * product_bytes);
 }
 
 }  // namespace
@@ -130,6 +134,9 @@ TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper, 
     run.divergence.soft_weight = plan->soft_weight;
     run.divergence.common_columns = std::min(spec.transform.valid_vocab_size, teacher.transform.valid_vocab_size);
   }
+  if (plan->jsd != nullptr && run.head->group() != nullptr) {
+    for (const SurplusColumns& of : TeacherSurplus(run)) run.exchanges_teacher = run.exchanges_teacher || of.size() > 0;
+  }
   run.large_form = narrow ? Form::kRows : Form::kWide;
   const auto is_plain = [](const HeadSpec& head) { return !head.has_bias && head.transform.softcap.value_or(0) == 0; };
   run.shard_passes = hopper && narrow && run.head->group() != nullptr && plan->jsd != nullptr && !plan->wants_cross_entropy &&
@@ -149,6 +156,10 @@ TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper, 
 int64_t TeacherColumns(const TermRun& term) {
   return term.teacher->group() == nullptr ? term.teacher->spec().transform.valid_vocab_size
                                           : term.teacher->shard_weights(0).columns;
+}
+
+std::vector<SurplusColumns> TeacherSurplus(const TermRun& term) {
+  return SurplusOf(term.teacher->shard_rows(), term.head->shard_rows(), term.divergence.common_columns);
 }
 
 TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) {
@@ -210,7 +221,8 @@ TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) 
     if (term.as_on_host || !term.teacher_in_place)
       buffers.teacher_hidden = workspace->TakeBytes(rows * teacher_padded * element_bytes);
     if (wide) buffers.wide_teacher_hidden = workspace->Take<double>(rows * teacher_padded);
-    if (shard_count > 1) buffers.teacher_bias = workspace->TakeBytes(teacher_columns * ElementBytes(teacher.data_type));
+    if (!buffers.cut_teacher.empty())
+      buffers.teacher_bias = workspace->TakeBytes(teacher_columns * ElementBytes(teacher.data_type));
     if (term.shard_passes) {
       buffers.shard_sides = workspace->Take<ShardSides>(merged_shards * rows);
       buffers.shard_sums = workspace->Take<ShardSums>(merged_shards * rows);

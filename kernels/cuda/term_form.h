@@ -12,6 +12,7 @@
 
 #include "headwater/kernels/engine.h"
 #include "kernels/core/micro_batch_plan.h"
+#include "kernels/core/shard_layout.h"
 #include "kernels/cuda/caller_memory.h"
 #include "kernels/cuda/cuda_head.h"
 #include "kernels/cuda/divergence_shards.h"
@@ -41,6 +42,7 @@ struct TermRun {
   // kRows: rows whose logits exist at once, while M of the whole chunk has a place of its own. 0: M is written over the logits of
   // all rows.
   int64_t slice_rows = 0;
+  bool exchanges_teacher = false;     // on a rank of a group whose teacher is cut at other columns than the student
   bool shard_passes = false;          // a divergence on a rank of a group, by the passes of divergence_shards.h
   CrossEntropyOptions cross_entropy;  // its class weights are device memory
   FinishOptions finish;
@@ -68,6 +70,8 @@ constexpr int64_t ProductStride(int64_t columns) { return RoundUp(columns, 8); }
 
 // The teacher's columns that the engine has logits of: all, or in a group its shard's.
 int64_t TeacherColumns(const TermRun& term);
+// In a group, by rank: what its shard of the teacher has of the columns of both heads, and its shard of the student has not.
+std::vector<SurplusColumns> TeacherSurplus(const TermRun& term);
 
 // What one term needs for `rows` rows of a chunk. All device memory.
 struct TermBuffers {
@@ -90,8 +94,10 @@ struct TermBuffers {
   std::vector<void*> products;       // by shard: [rows, ProductStride] of ProductElement(), or E; in slices a slice's rows
   std::vector<void*> matrices;       // by shard, only in slices: M [rows, ProductStride] of MatrixElement()
   void* teacher_products = nullptr;  // [rows, stride of TeacherColumns()]; in slices a slice's rows, as in cut_teacher
-  std::vector<void*> cut_teacher;    // by shard, only with several: the teacher's logits of the student's columns
-  void* teacher_bias = nullptr;      // [teacher's valid vocabulary], only with several shards
+  // By shard, only with several, or with exchanges_teacher: the teacher's logits of the student's columns.
+  std::vector<void*> cut_teacher;
+  void* teacher_exchange = nullptr;  // with exchanges_teacher: by rank [rows, its SurplusColumns]
+  void* teacher_bias = nullptr;      // [teacher's valid vocabulary], with cut_teacher
   float* product = nullptr;          // [rows, padded] fp32: M W
   void* scaled = nullptr;            // [rows, padded] of MatrixElement()
   float* alpha = nullptr;            // [2]: factor of the grad_weight product, and that with the caller's factor

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <limits>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
@@ -17,10 +18,23 @@
 #include "tests/kernels/cuda_support.h"
 
 namespace headwater::testing {
+namespace {
 
-std::string ReasonForNoGroup(int32_t world_size) {
+// GPUs that ranks can be on: as many as there are, or with RanksShareGpu() any number, all of them the first.
+int RankGpus() {
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
+  return count > 0 && RanksShareGpu() ? std::numeric_limits<int>::max() : count;
+}
+
+int32_t GpuOf(int32_t rank) { return RanksShareGpu() ? 0 : rank; }
+
+}  // namespace
+
+bool RanksShareGpu() { return std::getenv("HEADWATER_RANKS_SHARE_GPU") != nullptr; }
+
+std::string ReasonForNoGroup(int32_t world_size) {
+  const int count = RankGpus();
   if (count < world_size) {
     return "no GPU: " + std::to_string(world_size) + " are needed, and there are " + std::to_string(count);
   }
@@ -41,7 +55,7 @@ CudaGroup::CudaGroup(int32_t world_size, EngineOptions options, std::chrono::sec
   options.group.shared_views = false;
   Run([&](int32_t rank) {
     EngineOptions own = options;
-    own.device_index = rank;
+    own.device_index = GpuOf(rank);
     own.group.rank = rank;
     own.group.communicator = communicators_[static_cast<size_t>(rank)];
     absl::StatusOr<std::unique_ptr<LossEngine>> engine = CreateCudaEngine(own);
@@ -64,7 +78,7 @@ void CudaGroup::Run(const std::function<void(int32_t rank)>& work) {
     threads.emplace_back([&, rank] {
       std::exception_ptr caught;
       try {
-        CheckCuda(cudaSetDevice(static_cast<int>(rank)), "cudaSetDevice");
+        CheckCuda(cudaSetDevice(GpuOf(static_cast<int32_t>(rank))), "cudaSetDevice");
         work(static_cast<int32_t>(rank));
       } catch (...) {
         caught = std::current_exception();

@@ -76,6 +76,7 @@ LAYERS = {
     "client/cpp/include": PLAIN | {"absl", "client_api"},
     "tests": TESTS,
     "tests/kernels": KERNELS | {"tests", "test_library", "kernels_reference", "beside", "cuda"},
+    "tests/kernels/nccl": {"std", "cuda", "nccl"},  # in place of NCCL
     "tests/unit/kernels": TESTS | {"cuda"},
     "tests/fuzz": TESTS | {"cuda"},
     "tests/bench": TESTS | {"cuda"},

@@ -1,5 +1,6 @@
 #include "kernels/core/shard_layout.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <vector>
@@ -35,6 +36,49 @@ TEST(SplitVocab, FollowsTheWeights) {
   EXPECT_EQ(shards[0], (RowRange{0, 25}));
   EXPECT_EQ(shards[1], (RowRange{25, 75}));
   EXPECT_EQ(shards[2], (RowRange{75, 100}));
+}
+
+TEST(SurplusOf, IsWhatTheOtherHeadsShardLacks) {
+  // Of [0, 10): shards [0, 3), [3, 4), [4, 12) beside [0, 5), [5, 9), [9, 10).
+  const std::vector<SurplusColumns> surplus = SurplusOf({{0, 3}, {3, 4}, {4, 12}}, {{0, 5}, {5, 9}, {9, 10}}, 10);
+  ASSERT_EQ(surplus.size(), 3u);
+  EXPECT_EQ(surplus[0].size(), 0);
+  EXPECT_EQ(surplus[1].before, (RowRange{3, 4}));
+  EXPECT_EQ(surplus[1].behind.size(), 0);
+  EXPECT_EQ(surplus[2].before, (RowRange{4, 9}));
+  EXPECT_EQ(surplus[2].behind.size(), 0);
+  // The other way round.
+  const std::vector<SurplusColumns> back = SurplusOf({{0, 5}, {5, 9}, {9, 10}}, {{0, 3}, {3, 4}, {4, 12}}, 10);
+  EXPECT_EQ(back[0].behind, (RowRange{3, 5}));
+  EXPECT_EQ(back[1].behind, (RowRange{5, 9}));
+  EXPECT_EQ(back[2].size(), 0);
+}
+
+// Every column that both heads have is in the own shard or in the surplus of exactly one.
+TEST(SurplusOf, CompletesTheOtherHeadsShards) {
+  for (const int64_t vocab_size : {1, 3, 8, 101}) {
+    for (const int64_t other_size : {1, 3, 8, 90, 104, 333}) {
+      for (const std::vector<int64_t>& weights : {std::vector<int64_t>{}, {9, 1, 4, 1}}) {
+        const std::vector<RowRange> shards = SplitVocab(vocab_size, 4, weights), others = SplitVocab(other_size, 4, weights);
+        const int64_t common = std::min(vocab_size, other_size);
+        const std::vector<SurplusColumns> surplus = SurplusOf(shards, others, common);
+        for (int64_t column = 0; column < common; ++column) {
+          const auto has = [column](RowRange range) { return column >= range.start && column < range.end; };
+          int in_place = 0, handed_out = 0;
+          for (size_t i = 0; i < shards.size(); ++i) {
+            in_place += has(shards[i]) && has(others[i]) ? 1 : 0;
+            handed_out += has(surplus[i].before) || has(surplus[i].behind) ? 1 : 0;
+            EXPECT_FALSE((has(surplus[i].before) || has(surplus[i].behind)) && has(others[i]));
+          }
+          EXPECT_EQ(in_place + handed_out, 1) << column << " of " << vocab_size << " and " << other_size;
+        }
+      }
+    }
+  }
+}
+
+TEST(SurplusOf, IsNothingWhereHeadsAreCutAlikeAsFarAsBothHaveColumns) {
+  for (const SurplusColumns& of : SurplusOf({{0, 4}, {4, 8}, {8, 12}}, {{0, 4}, {4, 8}, {8, 10}}, 10)) EXPECT_EQ(of.size(), 0);
 }
 
 TEST(SplitEvenly, PartsAreAdjacentAlignedAndEven) {
