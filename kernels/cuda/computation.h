@@ -137,6 +137,7 @@ class Computation {
   struct ReadyNote {
     RowFlow* flow;
     int64_t row_end;
+    const DeviceGroup* group;  // null: none
   };
 
   absl::Status UploadClassWeights(const Member& member);

@@ -264,6 +264,8 @@ absl::Status Computation::Send(const Delivery& delivery) {
   const MutableRowsView& out = delivery.member->micro_batch->grad_hidden;
   const int64_t row_bytes = out.column_count * ElementBytes(out.data_type);
   const cudaStream_t stream = core_.download_stream();
+  // To pageable memory: until the ranks' sum is there.
+  const DeviceGroup::Wait wait(group_);
   HEADWATER_RETURN_IF_ERROR(
       ForEachRun(BatchRowsOf(*delivery.chunk, delivery.slice), [&](int64_t index, int64_t row, int64_t count) {
         return Check(cudaMemcpyAsync(static_cast<char*>(out.data) + row * row_bytes,
@@ -276,13 +278,16 @@ absl::Status Computation::Send(const Delivery& delivery) {
   const MicroBatchPlan& plan = *delivery.member->plan;
   const int64_t end = delivery.slice.first + delivery.slice.count;
   const bool chunk_goes_on = end < static_cast<int64_t>(chunk.batch_rows.size());
-  notes_.push_back({flow_, chunk_goes_on ? chunk.batch_rows[static_cast<size_t>(end)]
-                                         : FinalRowsAfter(plan, static_cast<size_t>(&chunk - plan.chunks.data()))});
+  const int64_t row_end = chunk_goes_on ? chunk.batch_rows[static_cast<size_t>(end)]
+                                        : FinalRowsAfter(plan, static_cast<size_t>(&chunk - plan.chunks.data()));
+  notes_.push_back({flow_, row_end, group_});
   return Check(cudaLaunchHostFunc(stream, &TellFlow, &notes_.back()), "telling of rows");
 }
 
 void Computation::TellFlow(void* note) {
   const auto* ready = static_cast<const ReadyNote*>(note);
+  // A group that is broken leaves sums half-way, and the device goes on behind them.
+  if (ready->group != nullptr && !ready->group->status().ok()) return;
   ready->flow->GradHiddenReady(ready->row_end);
 }
 

@@ -143,6 +143,8 @@ absl::Status Computation::ForEachRun(absl::Span<const int64_t> rows,
 
 absl::Status Computation::CopyRowsIn(const RowsView& view, absl::Span<const int64_t> rows, void* to, cudaStream_t stream) {
   const int64_t row_bytes = RowBytes(view);
+  // From pageable memory: until the stream has come so far, on which the ranks may meet before.
+  const DeviceGroup::Wait wait(group_);
   return ForEachRun(rows, [&](int64_t index, int64_t row, int64_t count) {
     return Check(cudaMemcpyAsync(static_cast<char*>(to) + index * row_bytes, static_cast<const char*>(view.data) + row * row_bytes,
                                  static_cast<size_t>(count * row_bytes), cudaMemcpyDefault, stream),

@@ -101,6 +101,8 @@ double CheckOf(const MicroBatch& micro_batch, const std::vector<TermRun>& terms)
   for (const TermRun& term : terms) {
     add(static_cast<int64_t>(term.large_form));
     add(term.shard_passes ? 1 : 0);
+    add(term.teacher == nullptr ? -1 : term.teacher->spec().vocab_size);
+    add(term.divergence.common_columns);
     add(term.plan->term->row_start);
     add(term.plan->term->row_count);
     add(term.plan->wants_cross_entropy ? 1 : 0);
@@ -195,7 +197,12 @@ class CudaEngine final : public LossEngine {
       RunWithOthers(&call);
     } else {
       WorkLock lock(*core_);
-      RunGroup({&call});
+      try {
+        RunGroup({&call});
+      } catch (const std::exception& error) {
+        if (group != nullptr) static_cast<void>(GiveUp(error, group));
+        throw;
+      }
     }
     if (!call.status.ok()) return call.status;
     return std::move(call.result);
@@ -252,6 +259,17 @@ class CudaEngine final : public LossEngine {
     return told.ok() ? reason : told.status();
   }
 
+  // An exception as a status, with which the group, if there is one, is given up: the other ranks must not wait for this one.
+  static absl::Status GiveUp(const std::exception& error, DeviceGroup* group) {
+    try {
+      absl::Status failure = MakeError(ErrorReason::kEngineFailed, std::string("a micro-batch failed: ") + error.what());
+      if (group != nullptr) group->Abort(failure);
+      return failure;
+    } catch (const std::exception&) {  // nor is there memory to say so
+      return absl::Status(absl::StatusCode::kInternal, "");
+    }
+  }
+
   // Small calls that wait for the device at the same time are computed together: the first of them to get it takes the others
   // along.
   void RunWithOthers(Call* call) {
@@ -271,8 +289,7 @@ class CudaEngine final : public LossEngine {
         TakeGroup(&group);
         RunGroup(group);
       } catch (const std::exception& error) {  // memory ran out: the others must not wait for this call for ever
-        failure = MakeError(ErrorReason::kEngineFailed, std::string("a micro-batch failed: ") + error.what());
-        if (core_->group() != nullptr) core_->group()->Abort(failure);
+        failure = GiveUp(error, core_->group());
       }
       lock.lock();
       leading_ = false;

@@ -187,7 +187,7 @@ absl::Status CudaHead::ReadTensor(HeadTensor tensor, int64_t element_start, int6
     const Piece piece = HeldPiece(rank, tensor, element_start, element_count);
     if (piece.count == 0) continue;
     char* to = static_cast<char*>(out) + piece.offset * ElementBytes(type);
-    HEADWATER_RETURN_IF_ERROR(copy.Read(PlaceOf(rank, tensor), piece.first, piece.count, ElementOf(type), to));
+    HEADWATER_RETURN_IF_ERROR(core_->EndIfFailed(copy.Read(PlaceOf(rank, tensor), piece.first, piece.count, ElementOf(type), to)));
   }
   return absl::OkStatus();
 }
@@ -210,7 +210,7 @@ absl::Status CudaHead::WriteTensor(HeadTensor tensor, int64_t element_start, int
   }
   // Nothing to decide: no other shard takes part.
   HEADWATER_RETURN_IF_ERROR(core_->health());
-  return write();
+  return core_->EndIfFailed(write());
 }
 
 absl::Status CudaHead::WritePiece(TensorCopy* copy, HeadTensor tensor, int32_t rank, const Piece& piece, const void* in) {
@@ -275,6 +275,7 @@ absl::Status CudaHead::ResetOptimizerState() {
 absl::StatusOr<GradientStats> CudaHead::ComputeGradientStats() const {
   WorkLock lock(*core_);
   HEADWATER_RETURN_IF_ERROR(core_->health());
+  HEADWATER_RETURN_IF_ERROR(core_->CheckWorkspace());
   HEADWATER_RETURN_IF_ERROR(core_->debt().SettleFor(*this));
   const cudaStream_t stream = core_->stream();
   const size_t result_count = 2 * storage_.size();
@@ -282,23 +283,26 @@ absl::StatusOr<GradientStats> CudaHead::ComputeGradientStats() const {
   void* scratch = workspace.TakeBytes(kGradientStatsBytes);
   auto* results = workspace.Take<GradientStatsResult>(static_cast<int64_t>(result_count));
   const size_t result_bytes = result_count * sizeof(GradientStatsResult);
-  HEADWATER_RETURN_IF_ERROR(core_->Check(cudaMemsetAsync(results, 0, result_bytes, stream), "clearing gradient statistics"));
-  for (size_t shard = 0; shard < storage_.size(); ++shard) {
-    // Padding is 0, and adds nothing.
-    const RowRange& rows = storage_[shard].updated;
-    const DeviceMemory* tensors[2] = {&storage_[shard].grad_weight, &storage_[shard].grad_bias};
-    const int64_t strides[2] = {PaddedWidth(spec().hidden_size), 1};
-    for (size_t i = 0; i < 2; ++i) {
-      if (tensors[i]->bytes() == 0 || rows.size() == 0) continue;
-      HEADWATER_RETURN_IF_ERROR(
-          core_->Check(LaunchGradientStats(tensors[i]->As<float>() + rows.start * strides[i], rows.size() * strides[i], scratch,
-                                           results + 2 * shard + i, stream),
-                       "taking gradient statistics"));
-    }
-  }
   auto* host = core_->bounce().As<GradientStatsResult>();
-  HEADWATER_RETURN_IF_ERROR(
-      core_->Check(cudaMemcpyAsync(host, results, result_bytes, cudaMemcpyDeviceToHost, stream), "copying gradient statistics"));
+  const auto enqueue = [&] {
+    HEADWATER_RETURN_IF_ERROR(core_->Check(cudaMemsetAsync(results, 0, result_bytes, stream), "clearing gradient statistics"));
+    for (size_t shard = 0; shard < storage_.size(); ++shard) {
+      // Padding is 0, and adds nothing.
+      const RowRange& rows = storage_[shard].updated;
+      const DeviceMemory* tensors[2] = {&storage_[shard].grad_weight, &storage_[shard].grad_bias};
+      const int64_t strides[2] = {PaddedWidth(spec().hidden_size), 1};
+      for (size_t i = 0; i < 2; ++i) {
+        if (tensors[i]->bytes() == 0 || rows.size() == 0) continue;
+        HEADWATER_RETURN_IF_ERROR(
+            core_->Check(LaunchGradientStats(tensors[i]->As<float>() + rows.start * strides[i], rows.size() * strides[i], scratch,
+                                             results + 2 * shard + i, stream),
+                         "taking gradient statistics"));
+      }
+    }
+    return core_->Check(cudaMemcpyAsync(host, results, result_bytes, cudaMemcpyDeviceToHost, stream),
+                        "copying gradient statistics");
+  };
+  HEADWATER_RETURN_IF_ERROR(core_->EndIfFailed(enqueue()));
   HEADWATER_RETURN_IF_ERROR(core_->Synchronize("taking gradient statistics"));
   GradientStats total;
   for (size_t i = 0; i < result_count; ++i) {

@@ -539,7 +539,10 @@ int ResidentClusters(Form form, bool transformed, bool half, const Layout& layou
                        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
                        cudaOccupancyMaxActiveClusters(&clusters, kernel, &shape.config) == cudaSuccess;
     if (!asked) {
-      cudaGetLastError();  // such a size is refused, which is an answer
+      // That such a size is refused is an answer; anything else may be another one next time.
+      const cudaError_t error = cudaGetLastError();
+      if (error != cudaErrorInvalidValue && error != cudaErrorInvalidConfiguration && error != cudaErrorInvalidClusterSize)
+        return 0;
       clusters = 0;
     }
   }
@@ -558,6 +561,10 @@ bool SideFits(const LogitsView& logits, int64_t common_columns) {
 bool DivergenceRowsFit(const LogitsView& student, const LogitsView& teacher, const DivergenceTerm& term, Element matrix_element) {
   const bool half = matrix_element == Element::kFloat16;
   if (!half && matrix_element != Element::kBFloat16) return false;
+  if (!IsOrdinaryScale(student.transform.logit_scale, term.student_temperature) ||
+      !IsOrdinaryScale(teacher.transform.logit_scale, term.teacher_temperature)) {
+    return false;
+  }
   if (term.common_columns < 1 || !SideFits(student, term.common_columns) || !SideFits(teacher, term.common_columns)) return false;
   const Layout layout = cluster_row::LayoutFor(term.common_columns);
   return ResidentClusters(FormOf(term), IsTransformed(student) || IsTransformed(teacher), half, layout) > 0;

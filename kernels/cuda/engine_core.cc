@@ -123,8 +123,9 @@ absl::Status EngineCore::Check(cudaError_t error, const char* what) const {
   if (error == cudaSuccess) return absl::OkStatus();
   absl::Status status = CudaStatus(error, what);
   static_cast<void>(cudaGetLastError());
-  // An error that stays is one that the device does not recover from.
-  if (cudaStreamQuery(stream_) == cudaSuccess || cudaStreamQuery(stream_) == cudaErrorNotReady) return status;
+  // An error that stays is one that the device does not recover from. Asked once: the stream may end its work meanwhile.
+  const cudaError_t state = cudaStreamQuery(stream_);
+  if (state == cudaSuccess || state == cudaErrorNotReady) return status;
   status = MakeError(ErrorReason::kEngineFailed, "the GPU is lost until this process starts anew: " + std::string(status.message()),
                      {{"cudaError", cudaGetErrorName(error)}});
   bool first = false;
@@ -153,6 +154,17 @@ absl::Status EngineCore::Synchronize(const char* what) {
   work_goes_on_ = false;
   next_idle_ = {};
   return first.ok() && group_ != nullptr ? group_->status() : first;
+}
+
+absl::Status EngineCore::EndIfFailed(absl::Status status) {
+  if (!status.ok()) static_cast<void>(Synchronize("work of a call that failed"));
+  return status;
+}
+
+absl::Status EngineCore::CheckWorkspace() const {
+  if (workspace_.bytes() > 0) return absl::OkStatus();
+  return MakeError(ErrorReason::kMemoryBudgetExceeded,
+                   "the engine has no workspace: others took the device's memory while it was made larger for another head");
 }
 
 absl::Status EngineCore::SynchronizeTransfers(const char* what) {

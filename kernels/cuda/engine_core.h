@@ -79,6 +79,11 @@ class EngineCore {
   // The same for an event, and for the streams by which rows come and go, a group's sums of gradients among them.
   absl::Status AwaitEvent(cudaEvent_t event, const char* what);
   absl::Status SynchronizeTransfers(const char* what);
+  // `status`; if it is an error, once what its call has enqueued has ended: the next call uses the same memory. For work outside
+  // RunDecided() and the like, which do so themselves.
+  absl::Status EndIfFailed(absl::Status status);
+  // kMemoryBudgetExceeded if there is no workspace.
+  absl::Status CheckWorkspace() const;
 
   // Work that is decided once for all shards. `prepare` does all that may fail on a shard and changes nothing; if it fails anywhere
   // the call fails as kShardNotReady (metadata: shard). Then `act` runs for all shards, and is waited for; it fails as

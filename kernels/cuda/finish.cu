@@ -257,7 +257,10 @@ __global__ void __launch_bounds__(32 * kRowsPerBlock)
 #pragma unroll 2
     for (int64_t j = 8 * Lane(); j < first; j += 256) {
       float values[8], b[8] = {};
-      Load8(out + j, values);
+      // Not by Load8(), which is for memory that the kernel does not write.
+      const float4 low = reinterpret_cast<const float4*>(out + j)[0], high = reinterpret_cast<const float4*>(out + j)[1];
+      values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
+      values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
       if (w != nullptr) Load8(w + j, b);
 #pragma unroll
       for (int i = 0; i < 8; ++i) values[i] = fmaf(w_factor, b[i], p_factor * values[i]);

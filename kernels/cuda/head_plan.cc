@@ -28,16 +28,18 @@ struct Split {
   int32_t merged_shards = 1;  // whose statistics meet in the engine
 };
 
-ChunkCost CostOf(const HeadSpec& spec, const Split& split, int64_t logit_bytes, bool divergence) {
+// `exchanges`: a divergence on a rank whose teacher is cut at other columns, all of which may have to travel.
+ChunkCost CostOf(const HeadSpec& spec, const Split& split, int64_t logit_bytes, bool divergence, bool exchanges = false) {
   const int64_t width = spec.hidden_size;
   const int64_t padded = Padded(width);
   const bool wide = logit_bytes == 8;
   const int64_t matrix_bytes = wide ? 4 : 2;
 
   Sum row;
-  const int64_t logits_per_column = !divergence ? 1 : split.held_shards > 1 ? 3 : 2;
+  const int64_t logits_per_column = !divergence ? 1 : split.held_shards > 1 || exchanges ? 3 : 2;
   // Each shard's columns are padded for themselves.
   row.Add(SaturatingAdd(Padded(split.columns), int64_t{8} * split.held_shards), logits_per_column * logit_bytes);
+  if (exchanges) row.Add(spec.transform.valid_vocab_size, logit_bytes);
   if (logit_bytes == 2) row.Add(split.columns / 128 + split.held_shards, 4);  // sums of tiles
   row.Add(width, 4 + 4);                                                      // hidden as it came, grad_hidden as it goes
   row.Add(padded, matrix_bytes + (wide ? 8 : 0));                             // hidden
@@ -61,6 +63,10 @@ ChunkCost CostOf(const HeadSpec& spec, const Split& split, int64_t logit_bytes, 
 
 // The form that needs most: types of head and hidden states may always differ.
 ChunkCost WidestCost(const HeadSpec& spec, const Split& split) { return CostOf(spec, split, 8, /*divergence=*/true); }
+// The same, of whatever teacher.
+ChunkCost LargestCost(const HeadSpec& spec, const Split& split) {
+  return CostOf(spec, split, 8, /*divergence=*/true, /*exchanges=*/split.merged_shards > split.held_shards);
+}
 
 int64_t MostUsefulBytes(const HeadSpec& spec, const Split& split) {
   if (spec.data_type == DataType::kFloat32) return WidestCost(spec, split).Bytes(kMaxRows);
@@ -114,7 +120,7 @@ HeadPlan PlanHeadOnCuda(const HeadSpec& spec, const EngineOptions& options) {
   plan.own_bytes = plan.memory.total_bytes;
 
   const bool exact = options.token_chunk_rows > 0;
-  const int64_t least = WidestCost(spec, split).Bytes(exact ? options.token_chunk_rows : kRowGrain);
+  const int64_t least = LargestCost(spec, split).Bytes(exact ? options.token_chunk_rows : kRowGrain);
   const int64_t most = MostUsefulBytes(spec, split);
   const int64_t chunk_bytes = std::max(least, std::min(options.workspace_bytes - kLibraryBytes, most));
   plan.workspace_bytes = SaturatingAdd(kLibraryBytes, chunk_bytes);

@@ -10,10 +10,13 @@
 //   most      what the largest useful chunk needs: a divergence of kMaxRows rows in the head's ordinary form, or
 //   kMaxExponentialRows
 //             rows of exponentials; on a rank of a group kMaxRankRows or kMaxRankExponentialRows. More would gain nothing
-//   least     what 128 rows (or EngineOptions::token_chunk_rows) of the form that needs most do, so that every loss can be computed
+//   least     what 128 rows (or EngineOptions::token_chunk_rows) of the form that needs most do, so that every loss can be
+//   computed;
+//             on a rank with a teacher that is cut at other columns, of whose logits all may have to travel
 // A chunk takes fixed + rows * per_row bytes (ChunkCost), by the form (term_form.h) of its term:
 //   exponentials  2 bytes a logit
-//   rows          4 bytes a logit; a divergence has two logits a column, and three with several shards: the teacher's cut anew.
+//   rows          4 bytes a logit; a divergence has two logits a column, and three with several shards, or a teacher that is
+//                 cut at other columns: the teacher's cut anew, on a rank beside what the ranks hand each other.
 //                 Where that is too much for all rows of a micro-batch: 2 bytes, and those of a slice of the rows
 //   wide          8 bytes a logit, likewise; and a panel of kPanelBytes for converted weights
 // and beside the logits, for each row, its hidden states and their gradient in all the types that they pass through.

@@ -15,6 +15,8 @@
 #ifndef HEADWATER_KERNELS_CUDA_ROW_PASSES_H_
 #define HEADWATER_KERNELS_CUDA_ROW_PASSES_H_
 
+#include <cmath>
+
 #include "kernels/core/row_loss.h"
 #include "kernels/core/row_report.h"
 #include "kernels/cuda/launch_types.h"
@@ -113,6 +115,13 @@ struct DivergenceTerm {
   double soft_weight = 1;      // 1 - hard_loss_weight
   int64_t common_columns = 0;  // of the whole vocabulary that both have
 };
+
+// Whether the row passes of sm_90a can compute a side of it, its `logit_scale` over its temperature: they tell columns that there
+// are not by finite logits (kNoColumn), which must neither come near real ones nor be infinite when they are multiplied with that.
+inline bool IsOrdinaryScale(double logit_scale, double temperature) {
+  const double scale = std::abs(logit_scale) / temperature;
+  return scale >= 1e-6 && scale <= 1e6;
+}
 
 // Tempered statistics of one row and side: max of z / T, sum of e^{z / T - max} over the shard's common columns.
 struct SoftStats {

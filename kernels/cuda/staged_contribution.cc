@@ -24,7 +24,10 @@ absl::Status CudaStagedContribution::Commit(double factor) {
       if (is_alone) core_->LetWorkGoOn();
       return absl::OkStatus();
     };
-    status = is_alone ? core_->RunAlone(add_all) : core_->RunDecided([](int32_t) { return absl::OkStatus(); }, add_all);
+    // What is kept as rows is added by way of the workspace.
+    const absl::Status ready = core_->CheckWorkspace();
+    if (is_alone) HEADWATER_RETURN_IF_ERROR(ready);
+    status = is_alone ? core_->RunAlone(add_all) : core_->RunDecided([&ready](int32_t) { return ready; }, add_all);
   }
   if (HasReason(status, ErrorReason::kShardNotReady)) return status;
   committed_ = true;

@@ -34,10 +34,7 @@ TensorCopy::~TensorCopy() {
 
 absl::Status TensorCopy::Open() {
   if (block_elements_ > 0) return absl::OkStatus();
-  if (core_.workspace().bytes() == 0) {
-    return MakeError(ErrorReason::kMemoryBudgetExceeded,
-                     "the engine has no workspace: others took the device's memory while it was made larger for another head");
-  }
+  HEADWATER_RETURN_IF_ERROR(core_.CheckWorkspace());
   for (cudaEvent_t& event : free_) {
     HEADWATER_RETURN_IF_ERROR(Check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming)));
   }

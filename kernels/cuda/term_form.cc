@@ -140,7 +140,9 @@ TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper, 
   run.large_form = narrow ? Form::kRows : Form::kWide;
   const auto is_plain = [](const HeadSpec& head) { return !head.has_bias && head.transform.softcap.value_or(0) == 0; };
   run.shard_passes = hopper && narrow && run.head->group() != nullptr && plan->jsd != nullptr && !plan->wants_cross_entropy &&
-                     is_plain(spec) && is_plain(run.teacher->spec());
+                     is_plain(spec) && is_plain(run.teacher->spec()) &&
+                     IsOrdinaryScale(spec.transform.logit_scale, run.divergence.student_temperature) &&
+                     IsOrdinaryScale(run.teacher->spec().transform.logit_scale, run.divergence.teacher_temperature);
   const bool plain =
       plan->jsd == nullptr && plan->cross_entropy.label_smoothing == 0 && !plan->wants_weighted && !plan->wants_argmax;
   if (hopper && narrow && plain && spec.data_type == DataType::kBFloat16) run.large_form = Form::kExponentials;

@@ -218,6 +218,8 @@ TEST_P(CudaGroupTest, HowRowsAreCutDoesNotMatter) {
     options = DivergenceCases().back();
     options.rows = 41;
     ExpectMatches(*group, options);
+    options.teacher_vocab_size = 104;
+    ExpectMatches(*group, options);
   }
 }
 

@@ -25,6 +25,18 @@ ProblemOptions Small(double beta) {
 
 class JsdBeta : public ::testing::TestWithParam<double> {};
 
+// A teacher that is uniform: columns that there are not must not count beside those that there are.
+TEST_P(JsdBeta, MatchesFp64WithAUniformTeacher) {
+  for (const double teacher_temperature : {1e9, 1e20}) {
+    for (const DataType type : {DataType::kFloat32, DataType::kBFloat16}) {
+      ProblemOptions options = Small(GetParam());
+      options.teacher_temperature = teacher_temperature;
+      SCOPED_TRACE(std::to_string(teacher_temperature) + ", " + DataTypeName(type));
+      ExpectEngineMatches(MakeProblem(WithType(options, type)));
+    }
+  }
+}
+
 TEST_P(JsdBeta, MatchesFp64WithEveryOption) {
   for (const auto& [student_temperature, teacher_temperature] : {std::pair{1.0, 1.0}, {2.0, 0.5}, {0.7, 3.0}}) {
     for (const double hard_loss_weight : {0.0, 0.3, 1.0}) {

@@ -10,9 +10,10 @@
 //           follows from that. A compute warp stores its lanes' sums and goes on with other work: it takes part in no shuffle, no
 //           exchange and no arithmetic of a row, chains of latency that all warps of a multiprocessor would wait out together.
 //
-// Why a refilled slot cannot be read too late. A warp arrives at a slot's barrier after its reads, which have returned their values
-// when they are ordered so; that takes no proxy fence. Writes to a slot do (FenceProxyAsync() by each writing lane before the
-// arrival): otherwise they could reach shared memory after the copy's.
+// Why a refilled slot cannot be read too late. A warp arrives at a slot's barrier after its reads, and shared memory takes both in
+// that order, whether or not the values have come by then; the copy is only issued when the arrival has been seen. So reads take no
+// proxy fence here, as with any consumer of a ring that the copy engine fills. Writes to a slot do (FenceProxyAsync() by each
+// writing lane before the arrival): otherwise they could reach shared memory after the copy's.
 #ifndef HEADWATER_KERNELS_CUDA_DEVICE_CLUSTER_ROW_CUH_
 #define HEADWATER_KERNELS_CUDA_DEVICE_CLUSTER_ROW_CUH_
 

@@ -230,6 +230,7 @@ __global__ void HEADWATER_CLUSTER_DIMS(kCluster) __launch_bounds__(kProductThrea
     }
     if (lane == 0) StoreWaitAll();
   }
+  __syncwarp();
   // No CTA leaves while the other one may still copy into it or arrive at its barriers.
   ClusterSync();
 #else

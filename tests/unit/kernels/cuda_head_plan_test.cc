@@ -109,6 +109,19 @@ TEST(CudaHeadPlan, TheLeastIsGuaranteed) {
   }
 }
 
+// On a rank also with a teacher all of whose logits travel, in as many rows as were asked for.
+TEST(CudaHeadPlan, TheLeastOfARankHasRoomForOtherTeachers) {
+  EngineOptions options = Options(1);
+  options.shard_count = options.group.world_size = 8;
+  for (const int64_t rows : {int64_t{0}, int64_t{1000}}) {
+    options.token_chunk_rows = rows;
+    const HeadPlan plan = PlanHeadOnCuda(Spec(300000, 512), options);
+    // fp64 logits of a shard of the student, and of the teacher as computed and as cut; and of what the ranks hand each other.
+    const int64_t row_bytes = (3 * 300000 / 8 + 300000) * 8;
+    EXPECT_GE(plan.workspace_bytes - kLibraryBytes, kPanelBytes + (rows == 0 ? kRowGrain : rows) * row_bytes);
+  }
+}
+
 TEST(CudaHeadPlan, ChunkRowsFollowTheWorkspace) {
   int64_t before = 0;
   for (const int64_t workspace_bytes : {kGiB, 2 * kGiB, 4 * kGiB}) {
