@@ -25,6 +25,7 @@
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
 #include "absl/flags/usage_config.h"
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -823,6 +824,11 @@ int main(int argc, char** argv) {
   // What Abseil would say to --version is about itself: how the distribution has built it.
   absl::FlagsUsageConfig usage;
   usage.version_string = [] { return absl::StrCat("headwaterd ", headwater::service::ServerVersion(), "\n"); };
+  usage.contains_help_flags = [](absl::string_view file) { return absl::EndsWith(__FILE__, file); };
+  // Without the folder of the machine that this was built on.
+  usage.normalize_filename = [](absl::string_view file) {
+    return std::string(absl::EndsWith(__FILE__, file) ? "server/main.cc" : file);
+  };
   absl::SetFlagsUsageConfig(usage);
   const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
   if (rest.size() > 1) return headwater::Fail(std::string("unexpected argument \"") + rest[1] + "\"; see --help");

@@ -39,6 +39,7 @@ Command HeadsCommand();
 Command TakeCommand();
 Command LoadCommand();
 Command SaveCommand();
+Command DeleteCommand();
 Command PlanCommand();
 Command BenchCommand();
 Command TopCommand();

@@ -1,7 +1,12 @@
-// `heads` and `take`: what the server holds, and whose it is.
+// `heads`, `take` and `delete`: what the server holds, and whose it is.
+#include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
 #include "client/ctl/command.h"
+#include "client/ctl/connection.h"
 #include "client/ctl/table.h"
+
+ABSL_FLAG(bool, force, false,
+          "delete a head that is in use: contributions of its open step, and those that are undecided, are lost");
 
 namespace headwater::ctl {
 namespace {
@@ -24,7 +29,7 @@ absl::StatusOr<ExitCode> RunHeads(client::Client& client, const std::vector<std:
                   FormatBytes(head.memory_plan.total_bytes), absl::StrCat(head.shards.size())});
     document.push_back(ToJson(head));
   }
-  output.Print(heads->empty() ? "no heads\n" : table.ToString(), {{"heads", document}});
+  output.Print(heads->empty() ? absl::StrCat("tenant ", Tenant(), " has no heads\n") : table.ToString(), {{"heads", document}});
   return kExitOk;
 }
 
@@ -36,6 +41,13 @@ absl::StatusOr<ExitCode> RunTake(client::Client& client, const std::vector<std::
   output.Print(absl::StrCat("took ", taken->name, ": step ", taken->open_step.value_or(0), " is open and empty, epoch ",
                             FormatHex(taken->epoch), "\n"),
                ToJson(*taken));
+  return kExitOk;
+}
+
+absl::StatusOr<ExitCode> RunDelete(client::Client& client, const std::vector<std::string>& arguments, Output& output) {
+  const bool force = absl::GetFlag(FLAGS_force);
+  if (absl::Status deleted = client.DeleteHead(arguments[0], force); !deleted.ok()) return deleted;
+  output.Print(absl::StrCat("deleted ", arguments[0], "\n"), {{"deleted", arguments[0]}});
   return kExitOk;
 }
 
@@ -67,6 +79,19 @@ Command TakeCommand() {
           .max_arguments = 1,
           .flags = {},
           .run = RunTake};
+}
+
+Command DeleteCommand() {
+  return {.name = "delete",
+          .synopsis = "NAME",
+          .summary = "deletes a head: its weights, optimizer state and gradients",
+          .help =
+              "Its checkpoints stay. A head whose open step is not empty, or that has undecided contributions or running calls,\n"
+              "is refused (HEAD_IN_USE) without --force.\n",
+          .min_arguments = 1,
+          .max_arguments = 1,
+          .flags = {"force"},
+          .run = RunDelete};
 }
 
 }  // namespace headwater::ctl

@@ -146,7 +146,8 @@ Command LoadCommand() {
               "some drops its open step and fences off trainers that still use it.\n"
               "\n"
               "With --create the head is made first. It stays when the loading fails afterwards; run the command again\n"
-              "without --create. With --from_file, --vocab_size, --hidden_size, --data_type and --bias follow from the file.\n"
+              "without --create, or `headwaterctl delete` the head. With --from_file, --vocab_size, --hidden_size, --data_type\n"
+              "and --bias follow from the file.\n"
               "\n"
               "  headwaterctl load teacher llama-8b --create --vocab_size=128256 --hidden_size=4096 --data_type=bfloat16\n"
               "  headwaterctl load student head.safetensors --from_file --create --trainable --optimizer=adamw\n",

@@ -52,9 +52,11 @@ std::string ServerAddress() { return absl::GetFlag(FLAGS_server); }
 
 void SetServerAddress(const std::string& address) { absl::SetFlag(&FLAGS_server, address); }
 
+std::string Tenant() { return absl::GetFlag(FLAGS_tenant); }
+
 absl::StatusOr<client::Client> Connect(client::Transport transport, bool session) {
   client::ClientOptions options;
-  options.tenant = absl::GetFlag(FLAGS_tenant);
+  options.tenant = Tenant();
   options.timeout = absl::ToChronoMilliseconds(absl::GetFlag(FLAGS_timeout));
   options.connect_timeout = absl::ToChronoMilliseconds(absl::GetFlag(FLAGS_connect_timeout));
   options.transport = transport;

@@ -13,6 +13,8 @@ namespace headwater::ctl {
 std::string ServerAddress();
 // A command's own argument instead of --server.
 void SetServerAddress(const std::string& address);
+// --tenant.
+std::string Tenant();
 
 // Connects as --server, --tenant, --timeout and --connect_timeout say. `session`: host and device memory can be shared with the
 // server, which needs one; nothing is left undecided in any case.

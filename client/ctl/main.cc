@@ -66,8 +66,8 @@ int RunCommand(const Command& command, const std::vector<std::string>& arguments
 }
 
 int Main(const std::vector<std::string>& arguments) {
-  const std::vector<Command> commands = {HealthCommand(), InfoCommand(), HeadsCommand(), TakeCommand(), LoadCommand(),
-                                         SaveCommand(),   PlanCommand(), BenchCommand(), TopCommand()};
+  const std::vector<Command> commands = {HealthCommand(), InfoCommand(),   HeadsCommand(), TakeCommand(),  LoadCommand(),
+                                         SaveCommand(),   DeleteCommand(), PlanCommand(),  BenchCommand(), TopCommand()};
   absl::StatusOr<CommandLine> line = ParseArguments(arguments);
   if (!line.ok()) return ReportUsage(std::string(line.status().message()));
   if (line->version) {
@@ -86,6 +86,10 @@ int Main(const std::vector<std::string>& arguments) {
       return kExitOk;
     }
     name = line->positional[1];
+    if (name == "help") {
+      std::cout << GeneralHelp(commands);
+      return kExitOk;
+    }
     line->help = true;
   }
   const Command* const command = FindCommand(commands, name);

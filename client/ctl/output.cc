@@ -15,7 +15,9 @@ namespace {
 std::string HintFor(const std::string& reason, absl::StatusCode code) {
   static const std::map<std::string, std::string> hints = {
       {"HEAD_NOT_FOUND", "`headwaterctl heads` lists the heads that exist; `headwaterctl load --create` makes one"},
-      {"HEAD_ALREADY_EXISTS", "leave out --create to set the weights of the head that exists"},
+      {"HEAD_ALREADY_EXISTS",
+       "leave out --create to set the weights of the head that exists; `headwaterctl delete` makes room for another"},
+      {"HEAD_IN_USE", "a trainer works on it; `headwaterctl delete --force` deletes it all the same"},
       {"CHECKPOINT_ALREADY_EXISTS", "choose another name, or add --overwrite"},
       {"STORAGE_NOT_CONFIGURED", "start headwaterd with --checkpoint_directory (save) or --load_root (load)"},
       {"WEIGHTS_NOT_FOUND", "the path is relative to headwaterd's --load_root; --from_file uploads a local file instead"},

@@ -45,22 +45,21 @@ std::optional<DataType> ParseType(const std::string& name) {
   return std::nullopt;
 }
 
-// One entry of the header; nullopt for a type that heads do not have.
-absl::StatusOr<std::optional<SafetensorsFile::Entry>> ParseEntry(const std::string& name, const nlohmann::json& value,
-                                                                 int64_t data_start, int64_t file_bytes) {
+// One entry of the header. Of a type that heads do not have nothing but names and sizes is known.
+absl::StatusOr<SafetensorsFile::Entry> ParseEntry(const std::string& name, const nlohmann::json& value, int64_t data_start,
+                                                  int64_t file_bytes) {
   SafetensorsFile::Entry entry;
   std::vector<int64_t> offsets;
-  std::optional<DataType> type;
   try {
-    type = ParseType(value.at("dtype").get<std::string>());
+    entry.type_name = value.at("dtype").get<std::string>();
     entry.shape = value.at("shape").get<std::vector<int64_t>>();
     offsets = value.at("data_offsets").get<std::vector<int64_t>>();
   } catch (const nlohmann::json::exception& error) {
     return absl::DataLossError(absl::StrCat("tensor ", name, ": ", error.what()));
   }
-  if (!type.has_value()) return std::optional<SafetensorsFile::Entry>();
-  entry.data_type = *type;
-  int64_t bytes = client::ElementBytes(*type);
+  entry.data_type = ParseType(entry.type_name);
+  if (!entry.data_type.has_value()) return entry;
+  int64_t bytes = client::ElementBytes(*entry.data_type);
   for (const int64_t size : entry.shape) {
     if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes)) {
       return absl::DataLossError(absl::StrCat("tensor ", name, " has a size that is not possible"));
@@ -73,7 +72,7 @@ absl::StatusOr<std::optional<SafetensorsFile::Entry>> ParseEntry(const std::stri
   }
   entry.offset_bytes = data_start + offsets[0];
   entry.bytes = bytes;
-  return std::optional<SafetensorsFile::Entry>(std::move(entry));
+  return entry;
 }
 
 absl::StatusOr<std::map<std::string, SafetensorsFile::Entry>> ReadHeader(int descriptor) {
@@ -95,10 +94,9 @@ absl::StatusOr<std::map<std::string, SafetensorsFile::Entry>> ReadHeader(int des
   std::map<std::string, SafetensorsFile::Entry> entries;
   for (const auto& [name, value] : header.items()) {
     if (name == "__metadata__") continue;
-    absl::StatusOr<std::optional<SafetensorsFile::Entry>> entry =
-        ParseEntry(name, value, 8 + static_cast<int64_t>(length), file_bytes);
+    absl::StatusOr<SafetensorsFile::Entry> entry = ParseEntry(name, value, 8 + static_cast<int64_t>(length), file_bytes);
     if (!entry.ok()) return entry.status();
-    if (entry->has_value()) entries.emplace(name, **std::move(entry));
+    entries.emplace(name, *std::move(entry));
   }
   return entries;
 }
@@ -147,7 +145,11 @@ absl::StatusOr<client::TensorBuffer> SafetensorsFile::Read(const std::string& na
     return absl::NotFoundError(absl::StrCat("the file has no tensor ", name, "; it has: ", names.empty() ? "none" : names));
   }
   const Entry& entry = found->second;
-  client::TensorBuffer buffer(entry.data_type, entry.shape);
+  if (!entry.data_type.has_value()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("tensor ", name, " is of type ", entry.type_name, ", heads have F32, BF16 or F16"));
+  }
+  client::TensorBuffer buffer(*entry.data_type, entry.shape);
   if (absl::Status read = ReadFully(descriptor_, entry.offset_bytes, entry.bytes, buffer.data()); !read.ok()) return read;
   return buffer;
 }

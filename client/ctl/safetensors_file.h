@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,14 +21,15 @@ bool IsPartOfModel(const std::string& path);
 class SafetensorsFile {
  public:
   struct Entry {
-    client::DataType data_type = client::DataType::kFloat32;
+    std::string type_name;                      // as the file has it: "BF16"
+    std::optional<client::DataType> data_type;  // nullopt: one that heads do not have
     std::vector<int64_t> shape;
     int64_t offset_bytes = 0;  // from the file's beginning
     int64_t bytes = 0;
   };
 
-  // NOT_FOUND if the file cannot be opened; DATA_LOSS if header or offsets do not fit the file. Every tensor's bytes lie within the
-  // file afterwards. Tensors of types that heads do not have (integers) are left out.
+  // NOT_FOUND if the file cannot be opened; DATA_LOSS if header or offsets do not fit the file. The bytes of every tensor of a type
+  // that heads have lie within the file afterwards.
   static absl::StatusOr<SafetensorsFile> Open(const std::string& path);
 
   ~SafetensorsFile();
@@ -35,7 +37,7 @@ class SafetensorsFile {
   SafetensorsFile& operator=(SafetensorsFile&&) = delete;
 
   const std::map<std::string, Entry>& entries() const { return entries_; }
-  // NOT_FOUND, with the names that there are, if `name` is not among them.
+  // NOT_FOUND, with the names that there are, if `name` is not among them; INVALID_ARGUMENT if heads do not have its type.
   absl::StatusOr<client::TensorBuffer> Read(const std::string& name) const;
 
  private:

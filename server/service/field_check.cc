@@ -1,6 +1,7 @@
 #include "server/service/field_check.h"
 
 #include <cmath>
+#include <limits>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -57,6 +58,11 @@ absl::Status CheckNextBytes(int64_t offset, int64_t data_bytes, int64_t received
 absl::Status CheckNumber(const std::string& field, double value, bool holds, const std::string& expected) {
   if (holds && std::isfinite(value)) return absl::OkStatus();
   return FieldError(ErrorReason::kInvalidField, field, expected, absl::StrCat(value));
+}
+
+absl::Status CheckFactor(const std::string& field, double value) {
+  constexpr double kLargest = std::numeric_limits<float>::max();
+  return CheckNumber(field, value, std::abs(value) <= kLargest, "a number that is finite in float32");
 }
 
 std::string Quoted(const std::string& text) {

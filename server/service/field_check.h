@@ -35,6 +35,9 @@ absl::Status CheckNextBytes(int64_t offset, int64_t data_bytes, int64_t received
 // kInvalidField, with `expected` as the text, unless `holds` and `value` is finite.
 absl::Status CheckNumber(const std::string& field, double value, bool holds, const std::string& expected);
 
+// kInvalidField unless `value` is finite as float32 too: what multiplies losses or gradients, which are float32.
+absl::Status CheckFactor(const std::string& field, double value);
+
 // A value from a client as it may stand in a message: quoted, printable, at most 64 bytes of it.
 std::string Quoted(const std::string& text);
 

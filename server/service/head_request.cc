@@ -330,7 +330,7 @@ absl::StatusOr<DownloadGradientRequest> DecodeDownloadGradient(const v1::Downloa
   auto tensor = DecodeTensorKind(request.tensor(), "tensor");
   if (!tensor.ok()) return tensor.status();
   const double factor = request.has_gradient_factor() ? request.gradient_factor() : 1;
-  HEADWATER_RETURN_IF_ERROR(CheckNumber("gradient_factor", factor, true, "a finite number"));
+  HEADWATER_RETURN_IF_ERROR(CheckFactor("gradient_factor", factor));
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("offset_bytes", request.offset_bytes(), 0));
   return DownloadGradientRequest{std::move(step->name), step->key,
                                  *tensor == HeadTensor::kWeight ? HeadTensor::kGradWeight : HeadTensor::kGradBias, factor,
@@ -367,7 +367,7 @@ absl::StatusOr<ApplyRequest> DecodeApply(const v1::ApplyOptimizerStepRequest& re
   arguments.learning_rate = request.learning_rate();
   HEADWATER_RETURN_IF_ERROR(CheckNotNegative("learning_rate", arguments.learning_rate));
   arguments.gradient_factor = request.has_gradient_factor() ? request.gradient_factor() : 1;
-  HEADWATER_RETURN_IF_ERROR(CheckNumber("gradient_factor", arguments.gradient_factor, true, "a finite number"));
+  HEADWATER_RETURN_IF_ERROR(CheckFactor("gradient_factor", arguments.gradient_factor));
   if (request.has_max_grad_norm()) {
     HEADWATER_RETURN_IF_ERROR(
         CheckNumber("max_grad_norm", request.max_grad_norm(), request.max_grad_norm() > 0, "a finite number > 0"));
@@ -404,7 +404,7 @@ absl::StatusOr<StepRequest> DecodeGradientNorm(const v1::GetGradientNormRequest&
   auto step = DecodeStepRequest(request);
   if (!step.ok()) return step;
   step->factor = request.has_gradient_factor() ? request.gradient_factor() : 1;
-  HEADWATER_RETURN_IF_ERROR(CheckNumber("gradient_factor", step->factor, true, "a finite number"));
+  HEADWATER_RETURN_IF_ERROR(CheckFactor("gradient_factor", step->factor));
   return step;
 }
 
@@ -438,7 +438,7 @@ absl::StatusOr<GradientRequest> DecodeAddGradientHeader(const v1::AddGradientHea
   decoded.row_count = header.row_count();
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("header.row_count", decoded.row_count, 1));
   decoded.factor = header.has_factor() ? header.factor() : 1;
-  HEADWATER_RETURN_IF_ERROR(CheckNumber("header.factor", decoded.factor, true, "a finite number"));
+  HEADWATER_RETURN_IF_ERROR(CheckFactor("header.factor", decoded.factor));
   auto session = DecodeOptionalSession(header.session_id(), "header.session_id");
   if (!session.ok()) return session.status();
   decoded.session = *session;

@@ -245,7 +245,7 @@ absl::StatusOr<LossTermRequest> DecodeTerm(const v1::LossTerm& term, const std::
 
   decoded.ignore_index = term.has_ignore_index() ? term.ignore_index() : kDefaultIgnoreIndex;
   decoded.loss_scale = term.has_loss_scale() ? term.loss_scale() : 1;
-  HEADWATER_RETURN_IF_ERROR(CheckNumber(field + ".loss_scale", decoded.loss_scale, true, "a finite number"));
+  HEADWATER_RETURN_IF_ERROR(CheckFactor(field + ".loss_scale", decoded.loss_scale));
   auto version =
       DecodeWeightVersion(term.has_expected_weight_version(), term.expected_weight_version(), field + ".expected_weight_version");
   if (!version.ok()) return version.status();
@@ -358,7 +358,7 @@ absl::Status DecodeGradHidden(const v1::MicroBatchHeader& header, MicroBatchRequ
     decoded->grad_hidden_data_type = *type;
   }
   decoded->grad_hidden_scale = header.has_grad_hidden_scale() ? header.grad_hidden_scale() : 1;
-  return CheckNumber("header.grad_hidden_scale", decoded->grad_hidden_scale, true, "a finite number");
+  return CheckFactor("header.grad_hidden_scale", decoded->grad_hidden_scale);
 }
 
 // Whether rows may be held, and what that is for.
@@ -594,7 +594,7 @@ absl::StatusOr<DecisionRequest> DecodeCommit(const v1::CommitMicroBatchRequest& 
   auto decision = DecodeDecision(request, limits);
   if (!decision.ok()) return decision;
   decision->arguments.factor = request.has_factor() ? request.factor() : 1;
-  HEADWATER_RETURN_IF_ERROR(CheckNumber("factor", decision->arguments.factor, true, "a finite number"));
+  HEADWATER_RETURN_IF_ERROR(CheckFactor("factor", decision->arguments.factor));
   if (request.has_token_factors()) {
     auto factors = DecodeFloats(request.token_factors(), "token_factors",
                                 {v1::DATA_TYPE_FLOAT32, "FLOAT32", -1, limits.max_micro_batch_rows}, /*negative_allowed=*/true);

@@ -496,7 +496,7 @@ class TeacherJoin::State::RowClaim : public JoinedRows {
   }
 
   absl::Status Await(int64_t row_end, absl::Time deadline, const std::function<bool()>& cancelled) override {
-    const absl::Time end = std::min(deadline, give_up_);
+    const absl::Time end = std::min(deadline - TeacherJoin::kAnswerTime, give_up_);
     absl::MutexLock lock(&state_->mutex_);
     while (Advance(row_end) < row_end) {
       // `cancelled` is the caller's code: not under our lock.

@@ -53,8 +53,9 @@ class JoinedRows {
   // So many of the term's first rows are there now.
   virtual int64_t ready_rows() const = 0;
   // Returns once rows [0, row_end) of the term are there; once they are, they stay, unless their owner's session ends.
-  // kJoinIncomplete with `joinKey` and `missingRow` (its index in the set) in the metadata at `deadline`, or when `max_wait` has
-  // passed since the claim was made; kCancelled as soon as `cancelled` (may be null; polled every few milliseconds) is true.
+  // kJoinIncomplete with `joinKey` and `missingRow` (its index in the set) in the metadata TeacherJoin::kAnswerTime before
+  // `deadline`, the call's, or when `max_wait` has passed since the claim was made; kCancelled as soon as `cancelled` (may be null;
+  // polled every few milliseconds) is true.
   virtual absl::Status Await(int64_t row_end, absl::Time deadline, const std::function<bool()>& cancelled) = 0;
   // Copies rows [row_start, row_start + count) of the term to `out`, `[count, row_bytes()]`. kJoinIncomplete, with nothing useful
   // in `out`, unless all of them are there.
@@ -84,6 +85,9 @@ class TeacherJoin {
  public:
   // What a row takes of `max_bytes` beside its data.
   static constexpr int64_t kRowOverheadBytes = 128;
+  // What is left of a call's time when it has waited for rows in vain: the answer that names the missing one must arrive before the
+  // caller's own deadline, after which it would only learn that time is up.
+  static constexpr absl::Duration kAnswerTime = absl::Milliseconds(50);
 
   // `clock` tells how long things wait; only differences of its times matter.
   TeacherJoin(const JoinLimits& limits, std::function<absl::Time()> clock);

@@ -65,7 +65,8 @@ def test_the_programs_find_all_they_need_in_it(made):
             ["/usr/sbin/chroot", str(made / "root"), f"/usr/local/bin/{program}", "--help"], capture_output=True, text=True, env={}
         )
         assert "error while loading" not in done.stderr
-        assert "headwater" in done.stdout
+        assert f"{program}" in done.stdout
+        assert "--" in done.stdout, "no flags"
 
 
 def test_the_sbom_tells_every_library_and_program(made):

@@ -202,6 +202,12 @@ def test_a_bundle_replaces_nothing_that_is_none(tmp_path, contents, told):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_bundle_is_not_named_like_an_option(tmp_path):
+    make_build(tmp_path / "build")
+    done = bundle(Path("--help"), tmp_path / "build")
+    assert done.returncode == 1 and "usage: bundle OUT [BUILD]" in done.stderr
+
+
 def test_a_bundle_is_not_made_of_itself(tmp_path):
     make_build(tmp_path / "out")
     before = sorted(tmp_path.rglob("*"))

@@ -38,6 +38,8 @@ struct HarmlessField {
 // Rows that several tables have.
 // A session's id.
 void AddSessionRows(const std::string& rpc, const std::string& path, bool required, bool looks_up, std::vector<BadValue>* rows);
+// Finite, but not as float32: what factors of losses and gradients must not be.
+inline const std::vector<double> kBeyondFloat32 = {4e38, -4e38};
 // NaN, the infinities, and `bad`.
 void AddNumberRows(const std::string& rpc, const std::string& path, const std::vector<double>& bad,
                    const std::vector<std::pair<std::string, Edit>>& prepare, std::vector<BadValue>* rows);

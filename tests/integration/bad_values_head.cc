@@ -202,11 +202,11 @@ std::vector<BadValue> StepRows() {
   AddExpectedRows("SealStep", &rows);
   AddExpectedRows("ApplyOptimizerStep", &rows);
   AddTensorKindRows("DownloadGradient", "tensor", &rows);
-  AddNumberRows("DownloadGradient", "gradient_factor", {}, {}, &rows);
-  AddNumberRows("GetGradientNorm", "gradient_factor", {}, {}, &rows);
+  AddNumberRows("DownloadGradient", "gradient_factor", kBeyondFloat32, {}, &rows);
+  AddNumberRows("GetGradientNorm", "gradient_factor", kBeyondFloat32, {}, &rows);
   const std::string apply = "ApplyOptimizerStep";
   AddNumberRows(apply, "learning_rate", {-1e-9}, {}, &rows);
-  AddNumberRows(apply, "gradient_factor", {}, {}, &rows);
+  AddNumberRows(apply, "gradient_factor", kBeyondFloat32, {}, &rows);
   AddNumberRows(apply, "max_grad_norm", {0, -1}, {}, &rows);
   AddNumberRows(apply, "other_grad_norm_squared", {-1e-9}, {}, &rows);
   AddNumberRows(apply, "weight_decay", {-1e-9}, {}, &rows);
@@ -271,7 +271,7 @@ std::vector<BadValue> AddGradientRows() {
       {rpc, "chunk.data", "too few in all", Text(std::string(8, '\0')), "PROTOCOL_VIOLATION", "chunk"},
   };
   AddHeadStepRows(rpc, "header.head", true, true, &rows);
-  AddNumberRows(rpc, "header.factor", {}, {}, &rows);
+  AddNumberRows(rpc, "header.factor", kBeyondFloat32, {}, &rows);
   AddSessionRows(rpc, "header.session_id", false, true, &rows);
   return rows;
 }

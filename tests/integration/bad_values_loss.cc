@@ -159,7 +159,7 @@ std::vector<BadValue> HeaderRows() {
       {rpc, "header.late_token_factors", "of an EAGER one", Int(1), "INVALID_COMBINATION"},
   };
   AddSessionRows(rpc, "header.session_id", false, true, &rows);
-  AddNumberRows(rpc, "header.grad_hidden_scale", {}, {}, &rows);
+  AddNumberRows(rpc, "header.grad_hidden_scale", kBeyondFloat32, {}, &rows);
   return rows;
 }
 
@@ -208,7 +208,7 @@ std::vector<BadValue> TermRows() {
       {rpc, term + "expected_weight_version", "another", Int(99), "WEIGHT_VERSION_MISMATCH", "head.expected_weight_version"},
   };
   AddTensorRows(rpc, term + "targets", v1::DATA_TYPE_FLOAT32, 4, {}, &rows);
-  AddNumberRows(rpc, term + "loss_scale", {}, {}, &rows);
+  AddNumberRows(rpc, term + "loss_scale", kBeyondFloat32, {}, &rows);
   const Prepare weights = Tensor(term + "token_weights", v1::DATA_TYPE_FLOAT32, 3, Elements(std::vector<float>{1, 1, 1}));
   AddTensorRows(rpc, term + "token_weights", v1::DATA_TYPE_INT32, 2, weights, &rows);
   for (const float value : {std::nanf(""), static_cast<float>(-kInfinity)}) {
@@ -366,7 +366,7 @@ std::vector<BadValue> LossServiceBadValues() {
     AddSessionRows(rpc, "session_id", false, true, &rows);
   }
   rows.push_back({"CommitMicroBatch", "micro_batch", "unknown", Int(77), "MICRO_BATCH_NOT_FOUND", ""});
-  AddNumberRows("CommitMicroBatch", "factor", {}, {}, &rows);
+  AddNumberRows("CommitMicroBatch", "factor", kBeyondFloat32, {}, &rows);
   const std::string factors = "token_factors";
   const Prepare with_factors = Tensor(factors, v1::DATA_TYPE_FLOAT32, 3, Elements(std::vector<float>{1, 1, 1}));
   rows.push_back({"CommitMicroBatch", factors, "of one that is not held", Make(), "INVALID_COMBINATION", "", with_factors});

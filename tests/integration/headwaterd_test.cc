@@ -119,6 +119,13 @@ TEST_F(Headwaterd, TellsItsVersion) {
   EXPECT_EQ(Out(), "headwaterd " HEADWATER_VERSION "\n");
 }
 
+TEST_F(Headwaterd, HelpsWithItsOwnFlags) {
+  EXPECT_EQ(Run({"--help"}), 1);  // Abseil's
+  EXPECT_THAT(Out(), HasSubstr("Flags from server/main.cc:"));
+  EXPECT_THAT(Out(), HasSubstr("--listen_addresses"));
+  EXPECT_THAT(Out(), HasSubstr("--workspace_bytes"));
+}
+
 TEST_F(Headwaterd, ServesUntilItIsToldToStop) {
   for (const int signal_number : {SIGTERM, SIGINT}) {
     const std::string port_file = directory_ + "/ports" + std::to_string(signal_number);

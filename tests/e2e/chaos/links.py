@@ -47,10 +47,12 @@ class ProxyLink:
             except OSError:  # the server is down
                 near.close()
                 continue
+            # While no other thread knows of them: a pump, or a cut, may close both at any time after.
+            for each in (near, far):
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._sockets |= {near, far}
             for source, sink in ((near, far), (far, near)):
-                source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
 
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:

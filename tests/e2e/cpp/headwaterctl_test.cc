@@ -21,9 +21,10 @@ using nlohmann::json;
 constexpr int64_t kVocabSize = 101;
 constexpr int64_t kHiddenSize = 12;
 
-// A safetensors file with one float32 tensor.
-std::string SafetensorsBytes(const std::string& name, const std::vector<int64_t>& shape, const std::vector<float>& values) {
-  const json header = {{name, {{"dtype", "F32"}, {"shape", shape}, {"data_offsets", {0, values.size() * 4}}}}};
+// A safetensors file with one tensor of float32 elements, which it says are of `type`.
+std::string SafetensorsBytes(const std::string& name, const std::vector<int64_t>& shape, const std::vector<float>& values,
+                             const std::string& type = "F32") {
+  const json header = {{name, {{"dtype", type}, {"shape", shape}, {"data_offsets", {0, values.size() * 4}}}}};
   const std::string text = header.dump();
   std::string bytes(8 + text.size() + values.size() * 4, '\0');
   const uint64_t length = text.size();
@@ -299,6 +300,10 @@ TEST_F(Headwaterctl, DamagedLocalFilesAreRefused) {
     EXPECT_EQ(result.exit_code, 1);
     EXPECT_TRUE(absl::StrContains(result.err, "DATA_LOSS")) << result.err;
   }
+  WriteFile(path, SafetensorsBytes("lm_head.weight", {kVocabSize, kHiddenSize}, weight_, "F64"));
+  const ProgramResult wide = Run(command);
+  EXPECT_EQ(wide.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(wide.err, "tensor lm_head.weight is of type F64, heads have F32, BF16 or F16")) << wide.err;
   WriteFile(path, good);
   const ProgramResult unnamed = Run({"load", "student", path, "--from-file", "--create", "--tensor=other"});
   EXPECT_TRUE(absl::StrContains(unnamed.err, "no tensor other; it has: lm_head.weight")) << unnamed.err;
@@ -307,6 +312,35 @@ TEST_F(Headwaterctl, DamagedLocalFilesAreRefused) {
       Run({"load", "student", path, "--from-file", "--create", "--nobias", "--bias_tensor=lm_head.weight"});
   EXPECT_EQ(biased.exit_code, 1);
   EXPECT_TRUE(absl::StrContains(biased.err, "the head has no bias")) << biased.err;
+}
+
+TEST_F(Headwaterctl, DeletesAHeadThatNobodyUsesUnlessForced) {
+  client::Client client = server_.Connect();
+  client::HeadSpec spec;
+  spec.vocab_size = kVocabSize;
+  spec.hidden_size = kHiddenSize;
+  spec.trainable = true;
+  client::Head head = Value(client.CreateHead("student", spec));
+  const ProgramResult made = Run({"delete", "student"});  // it has no weights yet, as after a loading that has failed
+  EXPECT_EQ(made.exit_code, 0) << made.err;
+  EXPECT_EQ(made.out, "deleted student\n");
+  const ProgramResult none = Run({"heads"});
+  EXPECT_EQ(none.out, "tenant default has no heads\n");
+  EXPECT_EQ(RunJson({"delete", "student"}, 1)["error"]["reason"], "HEAD_NOT_FOUND");
+
+  head = Value(client.CreateHead("student", spec));
+  Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight_)));
+  const std::vector<float> rows(2 * kHiddenSize, 0.5f);
+  client::MicroBatchOptions micro_batch;
+  micro_batch.step = 0;
+  micro_batch.micro_batch = 0;
+  Value(head.CrossEntropy(client::RowsView::Float32(rows, kHiddenSize), std::vector<int32_t>{1, 2}, {}, micro_batch).Get());
+  const json error = RunJson({"delete", "student"}, 1)["error"];
+  EXPECT_EQ(error["reason"], "HEAD_IN_USE");
+  EXPECT_TRUE(absl::StrContains(error["hint"].get<std::string>(), "--force")) << error;
+  EXPECT_EQ(RunJson({"heads"})["heads"].size(), 1u);
+  EXPECT_EQ(RunJson({"delete", "student", "--force"})["deleted"], "student");
+  EXPECT_EQ(RunJson({"heads"})["heads"].size(), 0u);
 }
 
 TEST_F(Headwaterctl, WrongCommandLinesEndWithTwo) {
@@ -333,7 +367,8 @@ TEST_F(Headwaterctl, HelpExplainsEveryCommand) {
   const ProgramResult general = Run({"help"});
   EXPECT_EQ(general.exit_code, 0);
   EXPECT_EQ(Run({"--help"}).out, general.out);
-  for (const std::string command : {"health", "info", "heads", "take", "load", "save", "plan", "bench", "top"}) {
+  EXPECT_EQ(Run({"help", "help"}).out, general.out);
+  for (const std::string command : {"health", "info", "heads", "take", "load", "save", "delete", "plan", "bench", "top"}) {
     EXPECT_TRUE(absl::StrContains(general.out, absl::StrCat("  ", command))) << general.out;
     const ProgramResult help = Run({"help", command});
     EXPECT_EQ(help.exit_code, 0);

@@ -219,6 +219,18 @@ TEST_F(TeacherJoinTest, BothSidesDeclareTheSameSet) {
   EXPECT_EQ(join_.set_count(), 1);
 }
 
+// Else the caller learns of its own deadline, and not which row is missing.
+TEST_F(TeacherJoinTest, TheAnswerLeavesBeforeTheDeadline) {
+  const auto claim = Claim({2});
+  int polls = 0;
+  const auto count = [&] {
+    ++polls;
+    return false;
+  };
+  EXPECT_REASON(claim->Await(1, absl::Now() + TeacherJoin::kAnswerTime, count), kJoinIncomplete);
+  EXPECT_EQ(polls, 1) << "it waited";
+}
+
 TEST_F(TeacherJoinTest, TenantsDoNotMeet) {
   ASSERT_OK(Send({0}));
   auto other = join_.Claim(Set("key", 8, "others"), 1, {0}, "");
