@@ -9,6 +9,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "headwater/kernels/error.h"
 #include "server/checkpoint/manifest.h"
 #include "server/checkpoint/safetensors.h"
@@ -605,8 +606,10 @@ absl::StatusOr<CheckpointInfo> CheckpointStore::Load(const std::string& tenant, 
                      std::move(metadata));
   }
   if (!manifest.ok()) return manifest.status();
-  if (const auto difference = FindSpecDifference(manifest->info.spec, head.spec()); difference.has_value()) {
-    const std::string text = absl::StrCat(difference->field, " is ", difference->first, " and ", difference->second);
+  if (const auto differences = FindSpecDifferences(manifest->info.spec, head.spec()); !differences.empty()) {
+    const std::string text = absl::StrJoin(differences, ", ", [](std::string* out, const SpecDifference& difference) {
+      absl::StrAppend(out, difference.field, " is ", difference.first, " and ", difference.second);
+    });
     return MakeError(ErrorReason::kCheckpointSpecMismatch,
                      absl::StrCat("checkpoint ", checkpoint, " and head ", head_id, " differ: ", text),
                      {{"checkpoint", checkpoint}, {"difference", text}});

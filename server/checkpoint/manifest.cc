@@ -233,13 +233,14 @@ absl::StatusOr<Manifest> ReadManifest(const ReadableFile& file) {
   return manifest;
 }
 
-std::optional<SpecDifference> FindSpecDifference(const HeadSpec& a, const HeadSpec& b) {
+std::vector<SpecDifference> FindSpecDifferences(const HeadSpec& a, const HeadSpec& b) {
   const json first = SpecToJson(a);
   const json second = SpecToJson(b);
+  std::vector<SpecDifference> differences;
   for (const auto& [key, value] : first.items()) {
-    if (key != kInitialStep && value != second[key]) return SpecDifference{key, value.dump(), second[key].dump()};
+    if (key != kInitialStep && value != second[key]) differences.push_back({key, value.dump(), second[key].dump()});
   }
-  return std::nullopt;
+  return differences;
 }
 
 }  // namespace headwater::checkpoint

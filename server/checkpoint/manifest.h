@@ -10,7 +10,6 @@
 #define HEADWATER_SERVER_CHECKPOINT_MANIFEST_H_
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -45,13 +44,14 @@ std::string FormatManifest(const Manifest& manifest);
 // kFileCorrupt unless everything is there, the checksum holds, and the files' rows tile the vocabulary in order.
 absl::StatusOr<Manifest> ReadManifest(const ReadableFile& file);
 
-// The first field, in the order of their names, in which two specs differ, with both values as JSON.
+// A field in which two specs differ, with both values as JSON.
 struct SpecDifference {
   std::string field;
   std::string first, second;
 };
-// Nothing if a checkpoint of one fits the other: the number of staging slots and the initial step do not matter.
-std::optional<SpecDifference> FindSpecDifference(const HeadSpec& a, const HeadSpec& b);
+// All of them, in the order of their names. None if a checkpoint of one fits the other: the number of staging slots and the initial
+// step do not matter.
+std::vector<SpecDifference> FindSpecDifferences(const HeadSpec& a, const HeadSpec& b);
 
 }  // namespace headwater::checkpoint
 

@@ -26,19 +26,24 @@ absl::Status QuotaError(const std::string& message, const char* limit, int64_t m
 
 // kHeadSpecMismatch unless a call that asks for `wanted` can have `head`.
 absl::Status CheckSameSpec(const Head& head, const HeadSpec& wanted) {
-  std::optional<checkpoint::SpecDifference> difference = checkpoint::FindSpecDifference(head.spec(), wanted);
-  if (!difference.has_value() && head.spec().staging_slots != wanted.staging_slots) {
-    difference = {"staging_slots", absl::StrCat(head.spec().staging_slots), absl::StrCat(wanted.staging_slots)};
+  std::vector<checkpoint::SpecDifference> differences = checkpoint::FindSpecDifferences(head.spec(), wanted);
+  if (head.spec().staging_slots != wanted.staging_slots) {
+    differences.push_back({"staging_slots", absl::StrCat(head.spec().staging_slots), absl::StrCat(wanted.staging_slots)});
   }
-  if (!difference.has_value() && head.spec().parallelism != wanted.parallelism) {
-    difference = {"parallelism", ParallelismName(head.spec().parallelism), ParallelismName(wanted.parallelism)};
+  if (head.spec().parallelism != wanted.parallelism) {
+    differences.push_back({"parallelism", ParallelismName(head.spec().parallelism), ParallelismName(wanted.parallelism)});
   }
-  if (!difference.has_value()) return absl::OkStatus();
+  if (differences.empty()) return absl::OkStatus();
+  std::string fields, expected, actual;
+  for (const auto& [field, here, asked] : differences) {
+    const char* const comma = fields.empty() ? "" : ", ";
+    absl::StrAppend(&fields, comma, field);
+    absl::StrAppend(&expected, comma, field, " ", here);
+    absl::StrAppend(&actual, comma, field, " ", asked);
+  }
   const std::string name = head.name().ToString();
-  return MakeError(
-      ErrorReason::kHeadSpecMismatch,
-      absl::StrCat(name, " exists with ", difference->field, " ", difference->first, ", the call asks for ", difference->second),
-      {{"head", name}, {"field", difference->field}, {"expected", difference->first}, {"actual", difference->second}});
+  return MakeError(ErrorReason::kHeadSpecMismatch, absl::StrCat(name, " exists with ", expected, "; the call asks for ", actual),
+                   {{"head", name}, {"field", fields}, {"expected", expected}, {"actual", actual}});
 }
 
 // The sum, at most INT64_MAX: plans saturate there.

@@ -49,12 +49,16 @@ class Connection {
   DelayedTasks& waiting() { return waiting_; }
 
   Deadline DeadlineOf(const CallOptions& call) const;
+  // The repetitions of a call. With a replay log a server that is away will be followed when it is back.
+  RetryState MakeRetry(Deadline deadline, Repeat repeat) const {
+    return RetryState(options_.retry, deadline, repeat, /*awaits_server=*/options_.replay_bytes > 0);
+  }
 
   // Calls attempt(context), which returns an absl::Status, until it succeeds or its failure is final. Blocks.
   // No longer than `wait`.
   template <typename Attempt>
   absl::Status Retry(Repeat repeat, const Wait& wait, Attempt attempt) {
-    RetryState retry(options_.retry, wait.deadline, repeat);
+    RetryState retry = MakeRetry(wait.deadline, repeat);
     for (;;) {
       const absl::Status status = RunAttempt(wait, attempt);
       if (status.ok() || wait.cancel.stop_requested()) return status;
@@ -68,7 +72,7 @@ class Connection {
   // recovered if the replay log allows it. attempt() puts what it did into the log.
   template <typename Attempt>
   absl::Status RetryOnSteps(HeadUses& heads, Deadline deadline, Attempt attempt, Repeat repeat = Repeat::kSafe) {
-    RetryState retry(options_.retry, deadline, repeat);
+    RetryState retry = MakeRetry(deadline, repeat);
     for (int recoveries = 0;;) {
       while (!replay_log_.TryEnter(heads)) {
         if (absl::Status late = replay_log_.WaitForRecovery(deadline); !late.ok()) return late;

@@ -21,7 +21,7 @@ RetriedCall::RetriedCall(std::shared_ptr<Connection> connection, HeadUses heads,
       heads_(std::move(heads)),
       in_session_(in_session),
       mode_(mode),
-      retry_(connection_->options().retry, deadline, Repeat::kSafe) {}
+      retry_(connection_->MakeRetry(deadline, Repeat::kSafe)) {}
 
 void RetriedCall::Cancel() {
   cancel_.request_stop();

@@ -9,6 +9,9 @@
 namespace headwater::client::internal {
 namespace {
 
+// A server that is waited for is looked for at least this often, as gRPC does.
+constexpr std::chrono::seconds kAwayBackoff{1};
+
 // In [0.5, 1): trainers that were refused together must not come back together.
 double Jitter() {
   thread_local std::minstd_rand generator{std::random_device{}()};
@@ -34,10 +37,12 @@ bool RetryState::MayRepeat(const absl::Status& status) const {
 }
 
 std::optional<std::chrono::nanoseconds> RetryState::AfterFailure(const absl::Status& status) {
-  ++failures_;
+  const bool away = awaits_server_ && absl::IsUnavailable(status);
+  if (!away) ++failures_;
   if (failures_ >= policy_.max_attempts || !MayRepeat(status)) return std::nullopt;
   if (absl::IsUnavailable(status) || absl::IsCancelled(status)) answer_lost_ = true;
   std::chrono::nanoseconds delay = std::chrono::duration_cast<std::chrono::nanoseconds>(backoff_ * Jitter());
+  if (away) delay = std::min<std::chrono::nanoseconds>(delay, kAwayBackoff);
   if (const auto asked_for = RetryDelay(status); asked_for.has_value()) delay = std::max(delay, *asked_for);
   backoff_ = std::min(backoff_ * 2, Bounded(policy_.max_backoff));
   if (std::chrono::system_clock::now() + delay >= deadline_) return std::nullopt;

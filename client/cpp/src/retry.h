@@ -22,8 +22,14 @@ enum class Repeat {
 // The repetitions of one call. Not thread-safe.
 class RetryState {
  public:
-  RetryState(const RetryPolicy& policy, Deadline deadline, Repeat repeat)
-      : policy_(policy), deadline_(deadline), repeat_(repeat), backoff_(Bounded(policy.initial_backoff)) {}
+  // `awaits_server`: one that is away (UNAVAILABLE) is waited for until the deadline, at most a second at a time; such failures do
+  // not count among the policy's attempts, which are whole for what the server answers when it is back.
+  RetryState(const RetryPolicy& policy, Deadline deadline, Repeat repeat, bool awaits_server = false)
+      : policy_(policy),
+        deadline_(deadline),
+        repeat_(repeat),
+        awaits_server_(awaits_server),
+        backoff_(Bounded(policy.initial_backoff)) {}
 
   // To be called after each failure: how long to wait before the next attempt, or nothing if the failure is final.
   std::optional<std::chrono::nanoseconds> AfterFailure(const absl::Status& status);
@@ -40,7 +46,8 @@ class RetryState {
   const RetryPolicy policy_;
   const Deadline deadline_;
   const Repeat repeat_;
-  int failures_ = 0;
+  const bool awaits_server_;
+  int failures_ = 0;          // but those of a server that is waited for
   bool answer_lost_ = false;  // an attempt may still be running on the server
   std::chrono::nanoseconds backoff_;
 };

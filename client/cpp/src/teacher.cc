@@ -24,7 +24,7 @@ class TeacherCall {
   TeacherCall(std::shared_ptr<Connection> connection, v1::StreamTeacherHeader header, RowsView rows, void* cuda_stream,
               Deadline deadline, std::shared_ptr<FutureState<StreamedRows>> state)
       : connection_(std::move(connection)),
-        retry_(connection_->options().retry, deadline, internal::Repeat::kIfNothingWasDone),
+        retry_(connection_->MakeRetry(deadline, internal::Repeat::kIfNothingWasDone)),
         transfer_(connection_->row_transport(), std::move(header), rows, cuda_stream),
         state_(std::move(state)) {}
 

@@ -44,7 +44,7 @@ from headwater._head import Head
 from headwater._recovery import StateFiles, StateStore, train
 from headwater._requests import check_bool, check_choice
 from headwater._retry import DEFAULT_RETRIES, RetryPolicy
-from headwater._security import TLS, make_security
+from headwater._security import TLS, check_address, make_security
 from headwater._teacher import Teacher
 from headwater._terms import JOIN, JSD, CrossEntropy
 from headwater._types import (
@@ -98,7 +98,8 @@ def connect(
     """Connects to a server.
 
     Args:
-        address: `host:port`, or `unix:/path/to/headwater.sock`.
+        address: `host:port` (an IPv6 host in brackets; before it gRPC's dns:, ipv4: or ipv6: if need be, as in `dns:///host:port`),
+            `unix:/path/to/headwater.sock` or `unix-abstract:name`.
         timeout_s: bound of every call that does not bring its own, in seconds; retries and replays included.
         connect_timeout_s: how long to wait for the server to answer at all, in seconds.
         tenant: whose heads short names mean.
@@ -110,7 +111,8 @@ def connect(
         replay: follow a server that was started again: keep what was sent, and how steps were closed; when a head comes back at
             the step that this client works on, or at an older one that is still kept, take it, send everything since again in the
             same order, and go on. If it comes back at one that is not, calls are `StepLostError`, whose `restored_step` and
-            `checkpoint` say where to go back to.
+            `checkpoint` say where to go back to. Whatever `retries` says, such calls are repeated while the server is away
+            (UNAVAILABLE), at most 1 s apart unless the server asks for more, until less than that is left of their `timeout_s`.
         replay_bytes: bound of what is kept, >= 0. The oldest closed steps go first. An open step with more, or with a joined
             teacher's micro-batches (`JOIN`), is not kept, which is warned of once.
         replay_steps: closed steps that are kept, >= 0; 0: only the open one. None: as many as `replay_bytes` have room for. Fewer
@@ -129,15 +131,18 @@ def connect(
         traceparent: sent with every call: the caller's span, as W3C Trace Context says it (00-TRACE_ID-SPAN_ID-FLAGS). The server's
             log names it, and a server with --trace_dir writes traces if its flags say that the trace is recorded.
     Returns:
-        A Client; close it, or use it in a `with` statement. A process that is forked from this one must connect again.
+        A Client; close it, or use it in a `with` statement. It makes no calls in a process that is forked from this one, nor can
+        that one connect: use the spawn or forkserver start method, or connect only after forking.
     Raises:
         UnavailableError: no server answered in time.
+        ClientClosedError: this process was forked from one that had connected.
         TransportUnavailableError: the transport that is demanded does not work here.
     """
     from headwater._remote import RemoteBackend
     from headwater._replay import ReplayBackend
     from headwater._transfers import MAX_STRIPES, TRANSPORTS
 
+    check_address(address)
     check_number(session_lease, "session_lease", low=0, low_open=True, high=_LONGEST_LEASE_S)
     check_integer(replay_bytes, "replay_bytes")
     if replay_steps is not None:
@@ -153,12 +158,13 @@ def connect(
         address,
         connect_timeout_s,
         retries=policy,
+        awaits_server=check_bool(replay, "replay"),
         session_lease_s=session_lease if check_bool(session, "session") else None,
         transport=transport,
         stripes=stripes,
         security=security,
     )
-    if check_bool(replay, "replay"):
+    if replay:
         backend = ReplayBackend(backend, replay_bytes, replay_steps, connect_timeout_s)
     return Client(backend, timeout_s=timeout_s, tenant=tenant)
 

@@ -156,6 +156,11 @@ def _from_torch(value: Any, field: str, device_rows: Callable[[Any, str], Any] |
     return HostArray(data, names[value.dtype], like)
 
 
+def _kind(array: np.ndarray, value: Any) -> Any:
+    """What came, for messages: the element type, or the type of a value that numpy sees no array in."""
+    return type(value).__name__ if array.dtype == object and array.ndim == 0 else array.dtype
+
+
 def _bad_dtype(field: str, dtype: Any) -> Exception:
     return invalid_argument(
         "DATA_TYPE_MISMATCH",
@@ -200,7 +205,7 @@ def from_any(value: Any, field: str, *, bits_of: str | None = None, device_rows:
     for name in (FLOAT32, FLOAT16):
         if array.dtype == _HOST_DTYPES[name]:
             return HostArray(np.ascontiguousarray(array), name, to_numpy)
-    raise _bad_dtype(field, array.dtype)
+    raise _bad_dtype(field, _kind(array, value))
 
 
 def data_type_name(dtype: Any, field: str = "dtype") -> str:
@@ -235,12 +240,13 @@ def int_vector(value: Any, field: str, row_count: int) -> np.ndarray:
     if array.size == 0 and array.dtype.kind == "f":
         array = array.astype(np.int32)  # an empty list
     if array.dtype.kind not in "iu":
+        kind = _kind(array, value)
         raise invalid_argument(
             "DATA_TYPE_MISMATCH",
-            f"{field} must be integers, got {array.dtype}",
+            f"{field} must be integers, got {kind}",
             field=field,
             expected="integers",
-            actual=array.dtype,
+            actual=kind,
         )
     check_shape(array.shape, (row_count,), field)
     info = np.iinfo(np.int32)

@@ -36,8 +36,30 @@ CHANNEL_OPTIONS = (
 )
 
 
+class _Grpc:
+    """What became of gRPC in this process and those that it was forked from."""
+
+    used = False  # there was a channel
+    forked = False  # ... before a fork: a channel that is made now waits for ever for threads that stayed behind
+
+    @classmethod
+    def after_fork(cls) -> None:
+        """Called in the child."""
+        cls.forked = cls.used
+
+
+os.register_at_fork(after_in_child=_Grpc.after_fork)
+
+
 def make_channel(address: str, security: Security) -> grpc.Channel:
-    """A connection of its own."""
+    """A connection of its own.
+
+    Raises:
+        ClientClosedError: this process was forked from one that had made a channel before.
+    """
+    if _Grpc.forked:
+        raise ClientClosedError.of_fork()
+    _Grpc.used = True
     return security.make_channel(address, CHANNEL_OPTIONS)
 
 

@@ -74,7 +74,11 @@ class Client:
         self._backend = backend
         self._executors = Executors()
         self._tenant = check_tenant(tenant)
+        self._closed = False
         self.timeout_s = check_number(timeout_s, "timeout_s", low=0, low_open=True)
+
+    def __repr__(self) -> str:
+        return f"<headwater.Client {self._backend.address}, tenant {self._tenant}{', closed' if self._closed else ''}>"
 
     def __copy__(self) -> Client:
         return self
@@ -101,6 +105,7 @@ class Client:
 
         Heads stay on a server; in process they are freed. Idempotent.
         """
+        self._closed = True
         self._executors.shutdown()
         self._backend.close()
 

@@ -11,6 +11,7 @@ from typing import Any
 _ERROR_INFO_TYPE = "google.rpc.ErrorInfo"
 _RETRY_INFO_TYPE = "google.rpc.RetryInfo"
 _DETAILS_KEY = "grpc-status-details-bin"
+_INSTEAD_OF_A_FORK = "use the spawn or forkserver start method, or connect only after forking"
 
 
 class HeadwaterError(Exception):
@@ -81,12 +82,17 @@ class UnavailableError(HeadwaterError, ConnectionError):
 
 
 class ClientClosedError(UnavailableError):
-    """This client was closed, or belongs to the process that this one was forked from. Nothing was sent."""
+    """This client was closed, or stayed behind in a fork; or nothing can connect in this fork. Nothing was sent."""
 
     @classmethod
     def of_parent(cls) -> ClientClosedError:
         """That of a client whose threads have stayed behind in a fork."""
-        return cls("this client was made by the process that this one was forked from; connect again here")
+        return cls(f"this client was made by the process that this one was forked from: {_INSTEAD_OF_A_FORK}")
+
+    @classmethod
+    def of_fork(cls) -> ClientClosedError:
+        """That of a connection which a fork cannot make, because gRPC's threads and locks are those of its parent."""
+        return cls(f"this process was forked from one that had connected, which gRPC does not survive: {_INSTEAD_OF_A_FORK}")
 
 
 class UnimplementedError(HeadwaterError, NotImplementedError):

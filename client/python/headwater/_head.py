@@ -24,6 +24,7 @@ from headwater._types import (
     SaveResult,
     SealResult,
     StepStatus,
+    check_factor,
     check_integer,
     check_number,
 )
@@ -166,7 +167,7 @@ class Head(HeadLosses):
             keys,
             check_integer(micro_batch, "micro_batch"),
             None if attempt is None else check_integer(attempt, "attempt"),
-            _requests.check_factor(factor),
+            check_factor(factor),
             _requests.check_token_factors(token_factors),
         )
         return self._backend.commit(request, self._timeout(timeout_s))
@@ -175,6 +176,8 @@ class Head(HeadLosses):
         self, *, micro_batch: int, step: int | None = None, attempt: int | None = None, timeout_s: float | None = None
     ) -> bool:
         """Drops an uncommitted micro-batch; its id cannot be used again in this step, unless with a higher `attempt`. Idempotent.
+
+        To submit it anew, pass the next attempt to the loss (1 if it was never retried; `LossResult.attempt` + 1), or another id.
 
         Args:
             attempt: the highest attempt that is dropped. None: the one that this client has submitted. A higher one than is there
@@ -238,7 +241,7 @@ class Head(HeadLosses):
             attempt=None if attempt is None else check_integer(attempt, "attempt"),
             row_start=row_start,
             rows=_arrays.to_float32(array) if array.data_type != _arrays.FLOAT32 else array.data,
-            factor=_requests.check_factor(factor),
+            factor=check_factor(factor),
         )
         return self._backend.add_gradient(request, self._settle(timeout_s))
 
@@ -292,7 +295,8 @@ class Head(HeadLosses):
 
         Args:
             expected_micro_batches: as in `seal`; needed unless the step is sealed.
-            gradient_factor: multiplies the gradient once, before norm and clipping; 1 / (loss scale) with a GradScaler.
+            gradient_factor: finite in float32; multiplies the gradient once, before norm and clipping: 1 / (loss scale) with a
+                GradScaler.
             max_grad_norm: > 0; clips by the global norm, as torch.nn.utils.clip_grad_norm_ does. None: no clipping.
             other_grad_norm_squared: >= 0; squared norm of the trainer's own gradients, which the global norm includes.
             weight_decay, beta1, beta2, epsilon, momentum: override the head's optimizer for this step.
@@ -311,8 +315,8 @@ class Head(HeadLosses):
             "max_grad_norm": (max_grad_norm, {"low": 0, "low_open": True}),
         }
         arguments = ApplyArguments(
-            learning_rate=check_number(learning_rate, "learning_rate", low=0),
-            gradient_factor=check_number(gradient_factor, "gradient_factor"),
+            learning_rate=check_factor(learning_rate, "learning_rate", low=0),
+            gradient_factor=check_factor(gradient_factor, "gradient_factor"),
             other_grad_norm_squared=check_number(other_grad_norm_squared, "other_grad_norm_squared", low=0),
             **{
                 name: None if value is None else check_number(value, name, **limits)  # type: ignore[arg-type]
@@ -350,13 +354,13 @@ class Head(HeadLosses):
         """
         if bias and not self._spec.has_bias:
             raise invalid_argument("INVALID_COMBINATION", f"{self._name} has no bias", field="bias")
-        key, factor, timeout_s = self._key(step), check_number(gradient_factor, "gradient_factor"), self._timeout(timeout_s)
+        key, factor, timeout_s = self._key(step), check_factor(gradient_factor, "gradient_factor"), self._timeout(timeout_s)
         weight = self._backend.gradient(key, "weight", factor, timeout_s)
         return (weight, self._backend.gradient(key, "bias", factor, timeout_s)) if bias else weight
 
     def gradient_norm(self, *, gradient_factor: float = 1.0, step: int | None = None, timeout_s: float | None = None) -> float:
         """L2 norm of what the open or sealed step has accumulated (weight and bias together), times |gradient_factor|."""
-        factor = check_number(gradient_factor, "gradient_factor")
+        factor = check_factor(gradient_factor, "gradient_factor")
         return math.sqrt(self._backend.gradient_norm_squared(self._key(step), factor, self._timeout(timeout_s)))
 
     # ---- weights ----------------------------------------------------------------------------------------------------

@@ -152,6 +152,8 @@ class LocalBackend(LocalMicroBatches):
     def current_epoch(self, name: str, epoch: bytes) -> bytes:
         return epoch
 
+    address = "in process"
+
     # The engine computes on the thread that calls.
     can_start = False
 
@@ -482,13 +484,14 @@ def _closed_otherwise(head: LocalHead, step: int) -> HeadwaterError:
 
 
 def _check_same_spec(name: str, known: HeadSpec, wanted: HeadSpec) -> None:
-    """Raises AlreadyExistsError for the first field that differs; the first step's number does not count."""
-    for member in dataclasses.fields(HeadSpec):
-        expected, actual = getattr(known, member.name), getattr(wanted, member.name)
-        if expected != actual and member.name != "initial_step":
-            raise make_error(
-                "ALREADY_EXISTS",
-                "HEAD_SPEC_MISMATCH",
-                f"{name} exists with {member.name} {expected}, the call has {actual}",
-                {"head": name, "field": member.name, "expected": str(expected), "actual": str(actual)},
-            )
+    """Raises AlreadyExistsError with all fields that differ; the first step's number does not count."""
+    names = [member.name for member in dataclasses.fields(HeadSpec) if member.name != "initial_step"]
+    differing = [field for field in names if getattr(known, field) != getattr(wanted, field)]
+    if differing:
+        expected, actual = (", ".join(f"{field} {getattr(spec, field)}" for field in differing) for spec in (known, wanted))
+        raise make_error(
+            "ALREADY_EXISTS",
+            "HEAD_SPEC_MISMATCH",
+            f"{name} exists with {expected}; the call has {actual}",
+            {"head": name, "field": ", ".join(differing), "expected": expected, "actual": actual},
+        )

@@ -14,7 +14,7 @@ from headwater._backend import Backend
 from headwater._errors import invalid_argument
 from headwater._futures import Cancel, Done, Executors, Future, as_future
 from headwater._requests import ComputeRequest, StepKey
-from headwater._types import HeadSpec, LossResult, check_integer, check_number
+from headwater._types import HeadSpec, LossResult, check_factor, check_integer
 
 if TYPE_CHECKING:
     from headwater._head import Head
@@ -115,10 +115,12 @@ class HeadLosses:
             targets: (num_tokens,) integers, each in [0, valid_vocab_size) or `ignore_index`; aligned with the rows.
             step: None: `self.step`. Ignored by frozen heads and with backward=False.
             micro_batch: id in the step, unique among all trainers: k * world_size + rank. Required where something is added.
-            loss_scale: multiplies both gradients, not the reported sums. 1 / (number of tokens of the step) makes a mean.
+            loss_scale: finite in float32; multiplies both gradients, not the reported sums. 1 / (number of tokens of the step)
+                makes a mean.
             token_weights: (num_tokens,) finite, any sign. None: 1.
             attempt: rises when a micro-batch is to be submitted anew although it was discarded, or although a process that is gone
-                has left it undecided. None: the client counts, one more for each of its retries.
+                has left it undecided. None: the client counts, one more for each of its retries; not for a discard, which is final
+                unless the caller says otherwise: pass 1 after one's own (of attempt n, n + 1), or take another id.
             label_smoothing: in [0, 1), spread evenly over the valid vocabulary.
             z_loss: >= 0, coefficient of lse^2 (nats^2).
             class_weights: (valid_vocab_size,) or (vocab_size,), >= 0. They scale a row's loss; see `target_weight_sum` for means.
@@ -129,7 +131,7 @@ class HeadLosses:
             outputs: among "token_loss", "lse", "target_log_probability", "entropy", "argmax".
             backward: False computes losses and outputs only, in any state, and adds nothing.
             return_grad_hidden: None: as `backward` says. False if the hidden states are not trained.
-            grad_hidden_scale: multiplies `grad_hidden` alone; world_size under data parallelism that averages.
+            grad_hidden_scale: finite in float32; multiplies `grad_hidden` alone; world_size under data parallelism that averages.
             grad_hidden_dtype: None: that of `hidden`.
             grad_hidden_out: contiguous array or tensor of shape (num_tokens, hidden_size) and grad_hidden's dtype, which it is
                 written into, apart from all rows that are sent; `LossResult.grad_hidden` is this object then. After an error its
@@ -411,7 +413,7 @@ class HeadLosses:
             outputs=_requests.check_outputs(outputs),
             return_grad_hidden=wants_grad,
             grad_hidden_data_type=data_type,
-            grad_hidden_scale=check_number(grad_hidden_scale, "grad_hidden_scale"),
+            grad_hidden_scale=check_factor(grad_hidden_scale, "grad_hidden_scale"),
             grad_hidden_out=out,
         )
         return _Prepared(request, _requests.compact(request), grad_hidden_out, timeout_s)

@@ -66,7 +66,7 @@ _HEALTH_NAMES = {b"\x08\x01": "SERVING", b"\x08\x02": "NOT_SERVING"}
 
 
 class RemoteBackend:
-    """One connection to one server. Thread-safe. A forked process is refused: gRPC's threads stay behind."""
+    """One connection to one server. Thread-safe. A forked process is refused, and cannot make one: gRPC's threads stay behind."""
 
     def __init__(
         self,
@@ -74,15 +74,17 @@ class RemoteBackend:
         connect_timeout_s: float,
         *,
         retries: RetryPolicy,
+        awaits_server: bool = False,
         session_lease_s: float | None,
         transport: str = "auto",
         stripes: int = 8,
         security: Security,
     ):
-        """`session_lease_s` None: no session."""
+        """`awaits_server`: calls wait for a server that is away, as long as they may take. `session_lease_s` None: no session."""
         self.address = address
         self._calls = _channel.Calls()
         self._retries = retries
+        self._awaits_server = awaits_server
         self.attempts = AttemptBook()
         self._channel = _channel.make_channel(address, security)
         self._heads = head_service_pb2_grpc.HeadServiceStub(self._channel)
@@ -170,7 +172,7 @@ class RemoteBackend:
         self._calls.check_process()
 
     def retrying(self, timeout_s: float, call: Callable[[float, int], R], *, repeatable: bool = True) -> R:
-        return with_retries(self._retries, timeout_s, call, repeatable=repeatable)
+        return with_retries(self._retries, timeout_s, call, repeatable=repeatable, awaits_server=self._awaits_server)
 
     def _unary(self, method: Any, request: Any, timeout_s: float, *, repeatable: bool = True) -> Any:
         return self.retrying(

@@ -379,21 +379,6 @@ def check_micro_batch(contributes: bool, backward: bool, micro_batch: Any) -> in
     return check_integer(micro_batch, "micro_batch")
 
 
-def check_factor(value: Any, name: str = "factor") -> float:
-    """A number that is finite in float32 too."""
-    number = check_number(value, name)
-    with np.errstate(over="ignore"):
-        if not np.isfinite(np.float32(number)):
-            raise invalid_argument(
-                "INVALID_FIELD",
-                f"{name} must be finite in float32, got {number!r}",
-                field=name,
-                expected="finite in float32",
-                actual=number,
-            )
-    return number
-
-
 def check_token_factors(value: Any) -> np.ndarray | None:
     """(num_tokens,) finite float32, or None. Their number is the backend's to check: it knows the micro-batch."""
     if value is None:

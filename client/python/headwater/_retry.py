@@ -28,6 +28,8 @@ _TRANSIENT_REASONS = frozenset(
 AMBIGUOUS_CODES = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"})
 # Steps of a head whose attempts are remembered: the open one, the one before it, and one that a call waits for.
 _REMEMBERED_STEPS = 3
+# A server that is waited for is looked for at least this often, in seconds: as gRPC does (_channel.py).
+_AWAY_BACKOFF_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -66,23 +68,31 @@ def is_transient(error: HeadwaterError, *, repeatable: bool) -> bool:
     return error.code == "UNAVAILABLE" and (repeatable or bool(error.reason))
 
 
-def with_retries(policy: RetryPolicy, timeout_s: float, call: Callable[[float, int], R], *, repeatable: bool = True) -> R:
+def with_retries(
+    policy: RetryPolicy, timeout_s: float, call: Callable[[float, int], R], *, repeatable: bool = True, awaits_server: bool = False
+) -> R:
     """Runs `call(seconds that are left, number of earlier tries)` until it succeeds or is not worth another try.
 
+    Args:
+        awaits_server: a server that is away is waited for until the deadline. Such tries do not count against the policy's number,
+            so that it is whole for what the server answers when it is back.
     Raises:
         HeadwaterError: that of the last try. CancelledError: the future was cancelled while it waited.
     """
     deadline = time.monotonic() + timeout_s
-    tries = 0
+    tries = away = 0
     while True:
         try:
             return call(max(deadline - time.monotonic(), 0.001), tries)
         except HeadwaterError as error:
             delay = policy.backoff(tries, error.retry_after_s)
             tries += 1
-            if tries >= policy.max_attempts or not is_transient(error, repeatable=repeatable):
+            if awaits_server and error.code == "UNAVAILABLE":
+                away += 1
+                delay = min(delay, max(_AWAY_BACKOFF_S, error.retry_after_s or 0.0))
+            elif tries - away >= policy.max_attempts:
                 raise
-            if time.monotonic() + delay >= deadline:
+            if not is_transient(error, repeatable=repeatable) or time.monotonic() + delay >= deadline:
                 raise
         scope = current_scope()
         if scope is None:

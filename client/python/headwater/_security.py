@@ -16,6 +16,9 @@ from headwater._errors import invalid_argument
 # Neither id is all 0.
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _MAX_TOKEN_BYTES = 4096
+# What follows unix: or unix-abstract: is a name; anything else ends with a host and a port, IPv6 in brackets.
+_UNIX = re.compile(r"unix(?:-abstract)?:[^\n]+")
+_HOST_AND_PORT = re.compile(r"(?:dns:(?://[^/\s]*/)?|ipv4:|ipv6:)?(?:\[[^][/\s]+\]|[^][:/,\s]+):(\d{1,5})")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +131,20 @@ def make_security(
     security = Security(tls, token, allow_plaintext_token, traceparent)
     security.check(address)
     return security
+
+
+def check_address(address: Any) -> str:
+    """Where a server listens. gRPC would take anything, and say after `connect_timeout_s` that nobody answers there."""
+    given = repr(address) if isinstance(address, str) else f"a {type(address).__name__}"
+    if isinstance(address, str):
+        host_and_port = _HOST_AND_PORT.fullmatch(address)
+        if _UNIX.fullmatch(address) or (host_and_port and 1 <= int(host_and_port[1]) <= 65535):
+            return address
+    raise _invalid(
+        "address",
+        "must be host:port (an IPv6 host in brackets, before it dns:, ipv4: or ipv6: if need be), unix:/path/to/socket or "
+        f"unix-abstract:name, got {given}",
+    )
 
 
 def host_of(address: str) -> str:

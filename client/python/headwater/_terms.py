@@ -9,7 +9,7 @@ from headwater import _arrays, _requests
 from headwater._errors import invalid_argument
 from headwater._memory import Rows
 from headwater._requests import DEFAULT_IGNORE_INDEX, JsdOptions, TeacherRows, TermRequest
-from headwater._types import check_integer, check_number
+from headwater._types import check_factor, check_integer, check_number
 
 if TYPE_CHECKING:
     from headwater._head import Head
@@ -149,7 +149,7 @@ def check_term(owner: Head, term: Term, hidden: Rows, hidden_name: str, backward
         targets=targets,
         ignore_index=ignore_index,
         token_weights=token_weights,
-        loss_scale=check_number(term.loss_scale, "loss_scale"),
+        loss_scale=check_factor(term.loss_scale, "loss_scale"),
         loss=_jsd_options(head, term, hard_loss) if jsd else hard_loss,
         teacher=_teacher_rows(owner, term, count, hidden, hidden_name) if jsd else None,
         expected_weight_version=None if version is None else check_integer(version, "expected_weight_version"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
+
+import numpy as np
 
 from headwater._errors import invalid_argument
 
@@ -40,6 +42,21 @@ def check_number(
     return number
 
 
+def check_factor(value: Any, name: str = "factor", *, low: float = -math.inf, nonzero: bool = False) -> float:
+    """A number that is finite in float32 too, in which losses and gradients are multiplied: beyond it they would be NaN."""
+    number = check_number(value, name, low=low, nonzero=nonzero)
+    with np.errstate(over="ignore"):
+        if not np.isfinite(np.float32(number)):
+            raise invalid_argument(
+                "INVALID_FIELD",
+                f"{name} must be finite in float32, got {number!r}",
+                field=name,
+                expected="finite in float32",
+                actual=number,
+            )
+    return number
+
+
 def check_integer(value: Any, name: str, *, low: int = 0, high: int = 2**63 - 1) -> int:
     """An integer in [low, high].
 
@@ -60,8 +77,20 @@ def check_integer(value: Any, name: str, *, low: int = 0, high: int = 2**63 - 1)
     return number
 
 
+class _Optimizer:
+    """Says where the learning rate goes, which PyTorch's optimizers take."""
+
+    def __new__(cls, *_: Any, **settings: Any) -> Self:
+        for name in settings.keys() & {"lr", "learning_rate"}:
+            raise TypeError(
+                f"headwater.{cls.__name__} takes no {name}=: the learning rate comes with each step, as learning_rate= of "
+                "Head.apply_optimizer_step"
+            )
+        return super().__new__(cls)
+
+
 @dataclass(frozen=True)
-class AdamW:
+class AdamW(_Optimizer):
     """AdamW on the server, in PyTorch's order of operations ("Decoupled Weight Decay Regularization", arXiv:1711.05101).
 
     Applies to weight and bias; fp32 master weights whatever the head's dtype. The learning rate comes with each step.
@@ -80,7 +109,7 @@ class AdamW:
 
 
 @dataclass(frozen=True)
-class SGD:
+class SGD(_Optimizer):
     """Stochastic gradient descent on the server, as torch.optim.SGD defines it. The learning rate comes with each step."""
 
     momentum: float = 0.0  # [0, 1); 0 takes no memory

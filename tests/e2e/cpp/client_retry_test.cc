@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "client/cpp/src/error.h"
 #include "client/cpp/src/retry.h"
 #include "client/cpp/src/session.h"
 #include "headwater/client/client.h"
@@ -240,6 +241,41 @@ TEST_F(ClientRetry, BackOffDoublesToItsBoundWithJitter) {
   for (size_t i = 0; i < 4; ++i) {
     EXPECT_GE(calls[i + 1].time - calls[i].time, backoffs[i] / 2);
     EXPECT_LE(calls[i + 1].time - calls[i].time, backoffs[i] + kSlack);
+  }
+}
+
+// Whatever the policy says, and without using up what it allows for the server's refusals.
+TEST_F(ClientRetry, WithAReplayLogAServerThatIsAwayIsWaitedFor) {
+  using client::internal::RetryState;
+  const absl::Status away = absl::UnavailableError("gone");
+  const absl::Status full =
+      client::internal::FromGrpcStatus(ErrorWithReason(grpc::StatusCode::RESOURCE_EXHAUSTED, "QUEUE_FULL"), "it");
+  const auto later = std::chrono::system_clock::now() + std::chrono::hours(1);
+  RetryState waits({.max_attempts = 3, .initial_backoff = milliseconds(1), .max_backoff = std::chrono::minutes(5)}, later,
+                   client::internal::Repeat::kSafe, /*awaits_server=*/true);
+  for (int i = 0; i < 100; ++i) {
+    const auto delay = waits.AfterFailure(away);
+    ASSERT_TRUE(delay.has_value()) << i;
+    EXPECT_LE(*delay, seconds(1));
+  }
+  EXPECT_TRUE(waits.AfterFailure(full).has_value());
+  EXPECT_TRUE(waits.AfterFailure(full).has_value());
+  EXPECT_FALSE(waits.AfterFailure(full).has_value());
+  RetryState other_each_time({.max_attempts = 3}, later, client::internal::Repeat::kIfNothingWasDone, /*awaits_server=*/true);
+  EXPECT_FALSE(other_each_time.AfterFailure(away).has_value());
+
+  ClientOptions options;
+  options.replay_bytes = 1 << 20;
+  options.retry = {.max_attempts = 1, .initial_backoff = milliseconds(20), .max_backoff = milliseconds(50)};
+  Connect(options);
+  server_.unary_status = Unavailable();
+  for (const bool future : {false, true}) {
+    const auto start = steady_clock::now();
+    const absl::Status status = future ? head_->Commit(0, 0, 1.0, {.timeout = milliseconds(600)}).Get().status()
+                                       : head_->Seal(0, 1, {}, {.timeout = milliseconds(600)}).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+    EXPECT_GE(steady_clock::now() - start, milliseconds(400));
+    EXPECT_GT(server_.calls.exchange(0), 5);
   }
 }
 

@@ -1,11 +1,16 @@
 """Arguments that are wrong are found before anything is sent, with a message that says what was expected and what came."""
 
+import copy
+import dataclasses
+import pickle
+
 import numpy as np
 import pytest
 import torch
 from expectations import refused
 
 import headwater
+import headwater.torch
 from headwater._memory import RowMemory
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 12, 16, 40
@@ -70,7 +75,9 @@ BAD_CROSS_ENTROPY = {
     "infinite_scale": ("INVALID_FIELD", {"loss_scale": np.inf}),
     "scale_in_words": ("INVALID_FIELD", {"loss_scale": "1"}),
     "several_scales": ("INVALID_FIELD", {"loss_scale": VECTOR}),
+    "scale_beyond_fp32": ("INVALID_FIELD", {"loss_scale": 1e39}),
     "scale_beyond_fp64": ("INVALID_FIELD", {"loss_scale": 10**400}),
+    "grad_hidden_scale_beyond_fp32": ("INVALID_FIELD", {"grad_hidden_scale": -1e39}),
     "several_micro_batches": ("INVALID_FIELD", {"micro_batch": np.arange(3)}),
     "ragged_targets": ("INVALID_FIELD", {"targets": [[1], [2, 3]]}),
     "ragged_weights": ("INVALID_FIELD", {"token_weights": [[1], [2, 3]]}),
@@ -153,7 +160,12 @@ def test_jsd_rejects_other_vocabularies_and_clients(head, teacher, backends, mak
 
 BAD_STEPS = {
     "factor": ("INVALID_FIELD", lambda head: head.commit(micro_batch=0, factor=np.nan)),
+    "factor_beyond_fp32": ("INVALID_FIELD", lambda head: head.commit(micro_batch=0, factor=1e39)),
     "learning_rate": ("INVALID_FIELD", lambda head: head.apply_optimizer_step(learning_rate=-1, expected_micro_batches=0)),
+    "learning_rate_beyond_fp32": ("INVALID_FIELD", lambda head: head.apply_optimizer_step(learning_rate=1e39)),
+    "apply_beyond_fp32": ("INVALID_FIELD", lambda head: head.apply_optimizer_step(learning_rate=1, gradient_factor=1e39)),
+    "gradient_beyond_fp32": ("INVALID_FIELD", lambda head: head.gradient(gradient_factor=1e39)),
+    "norm_beyond_fp32": ("INVALID_FIELD", lambda head: head.gradient_norm(gradient_factor=1e39)),
     "beta1": ("INVALID_FIELD", lambda head: head.apply_optimizer_step(learning_rate=1, beta1=1.0)),
     "max_grad_norm": ("INVALID_FIELD", lambda head: head.apply_optimizer_step(learning_rate=1, max_grad_norm=0)),
     "other_norm": ("INVALID_FIELD", lambda head: head.apply_optimizer_step(learning_rate=1, other_grad_norm_squared=-1)),
@@ -192,9 +204,22 @@ def test_expected_micro_batches_may_be_an_array(head, rows, ids):
     assert head.seal(expected_micro_batches=ids).totals.micro_batch_count == 3
 
 
-def test_factors_beyond_fp32_are_infinite(head, rows):
-    head.cross_entropy(rows[0], rows[1] % 30, micro_batch=0)
-    assert np.isinf(head.gradient(gradient_factor=1e200)).any() and head.gradient_norm(gradient_factor=1e200) == np.inf
+def test_gradients_beyond_fp32_are_infinite(head, rows):
+    head.cross_entropy(rows[0], rows[1] % 30, micro_batch=0, loss_scale=100.0)
+    assert np.isinf(head.gradient(gradient_factor=3e38)).any() and np.isfinite(head.gradient(gradient_factor=1e30)).all()
+
+
+def test_torch_takes_no_factor_beyond_fp32(backends, make_head):
+    weight = np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32)
+    head = make_head(backends("local-1").client, weight, optimizer=headwater.SGD())
+    for made, name in (
+        (headwater.torch.CrossEntropyLoss, "loss_scale"),
+        (headwater.torch.CrossEntropyLoss, "grad_hidden_scale"),
+        (headwater.torch.TrainingLoop, "gradient_factor"),
+    ):
+        with refused("INVALID_FIELD", headwater.InvalidArgumentError) as info:
+            made(head, **{name: 1e39})
+        assert f"{name} must be finite in float32, got 1e+39" in str(info.value)
 
 
 BAD_HEADS = {
@@ -221,6 +246,28 @@ def test_create_head_rejects(case):
     arguments = {"name": "head", "weight": np.zeros((4, 4), np.float32), **change}
     with refused(reason, headwater.InvalidArgumentError):
         headwater.Client(Unreachable()).create_head(arguments.pop("name"), arguments.pop("weight"), **arguments)
+
+
+def test_a_layer_in_the_place_of_its_weight_is_called_by_its_name(head, rows):
+    layer = torch.nn.Linear(4, 4)
+    for call in (
+        lambda: headwater.Client(Unreachable()).create_head("head", layer),
+        lambda: head.set_weight(layer),
+        lambda: head.cross_entropy(layer, rows[1], micro_batch=0),
+        lambda: head.cross_entropy(rows[0], layer, micro_batch=0),
+    ):
+        with refused("DATA_TYPE_MISMATCH", headwater.InvalidArgumentError) as info:
+            call()
+        assert "got Linear" in str(info.value)
+
+
+@pytest.mark.parametrize("optimizer", (headwater.AdamW, headwater.SGD), ids=lambda optimizer: optimizer.__name__)
+def test_optimizers_say_where_the_learning_rate_goes(optimizer):
+    for name in ("lr", "learning_rate"):
+        with pytest.raises(TypeError, match=f"takes no {name}=.*learning_rate= of Head.apply_optimizer_step"):
+            optimizer(**{name: 1e-3})
+    made = optimizer(weight_decay=0.5)
+    assert dataclasses.replace(made) == copy.deepcopy(made) == pickle.loads(pickle.dumps(made)) == made
 
 
 def test_optimizer_settings_are_checked():

@@ -21,6 +21,7 @@ from headwater.v1 import (
 )
 
 import headwater
+import headwater.local
 from headwater._errors import from_rpc_error
 
 
@@ -28,6 +29,70 @@ def test_no_server_is_said_at_once(tmp_path):
     with pytest.raises(headwater.UnavailableError) as info:
         headwater.connect(f"unix:{tmp_path}/nobody.sock", connect_timeout_s=0.2)
     assert "nobody.sock" in str(info.value) and isinstance(info.value, ConnectionError)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "localhost",
+        "localhost:",
+        "localhost:0",
+        "localhost:65536",
+        "localhost:https",
+        ":50051",
+        "host name:1",
+        "::1:50051",
+        "[::1]",
+        "http://localhost:50051",
+        "dns:///localhost",
+        "a:1,b:2",
+        "unix:",
+        "unix-abstract:",
+        "",
+        None,
+        50051,
+        ("localhost", 50051),
+    ],
+    ids=repr,
+)
+def test_an_address_that_is_none_is_said_before_anything_is_tried(address):
+    with refused("INVALID_FIELD", headwater.InvalidArgumentError) as info:
+        headwater.connect(address)
+    came = repr(address) if isinstance(address, str) else type(address).__name__
+    assert "address must be host:port" in str(info.value) and came in str(info.value)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1:1",
+        "localhost:1",
+        "head_water.example.invalid:1",
+        "[::1]:1",
+        "dns:localhost:1",
+        "dns:///localhost:1",
+        "dns:///[::1]:1",
+        "ipv4:127.0.0.1:1",
+        "ipv6:[::1]:1",
+        "unix:/nobody/is here",
+        "unix:nobody",
+        "unix:///nobody",
+        "unix-abstract:headwater-nobody",
+    ],
+)
+def test_addresses_of_every_kind_are_tried(address):
+    with pytest.raises(headwater.UnavailableError):
+        headwater.connect(address, connect_timeout_s=0.05)
+
+
+def test_a_client_says_where_it_is_connected_to(remote):
+    for options in ({}, {"replay": True}):
+        client = headwater.connect(remote.address, token="secret-trainer", tenant="team", **options)
+        assert repr(client) == f"<headwater.Client {remote.address}, tenant team>"
+        client.close()
+        assert repr(client) == f"<headwater.Client {remote.address}, tenant team, closed>"
+    with headwater.local.connect() as client:
+        assert repr(client) == "<headwater.Client in process, tenant default>"
 
 
 def test_a_killed_server_is_a_clean_error(rng):

@@ -9,11 +9,13 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 from conftest import running_server
 from expectations import refused
 
 import headwater
 import headwater.local
+import headwater.torch
 from headwater import CrossEntropy
 from headwater._remote import RemoteBackend
 from headwater._replay_log import ReplayLog
@@ -144,6 +146,44 @@ def test_a_server_that_is_killed_again_and_again(server, data):
             stop.set()
             disturber.join(60)
         assert head.seal(expected_micro_batches=40).totals.micro_batch_count == 40
+
+
+def test_a_server_that_stays_away_for_a_while_is_waited_for(server, data):
+    """Longer than the five tries that a call has by default; as long as the call may take."""
+    with headwater.connect(server.address, replay=True) as client:
+        head = client.create_head("student", data.weight, optimizer=headwater.SGD())
+        head.save("first")
+        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
+        server.kill()
+        back = threading.Timer(4.0, server.start)
+        back.start()
+        try:
+            with pytest.raises(headwater.UnavailableError):
+                head.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1, timeout_s=1.5)
+            assert head.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1, timeout_s=60).state == "COMMITTED"
+        finally:
+            back.join()
+        assert head.seal(expected_micro_batches=2).totals.micro_batch_count == 2
+
+
+def test_ids_of_torchs_losses_stay_behind_a_restart_that_was_followed(server, data):
+    """What they stand for is in the step again. A head that is taken after that begins with the first id."""
+    with connect(server) as client:
+        head = client.create_head("student", data.weight, optimizer=headwater.SGD())
+        head.save("first")
+        loss_fn = headwater.torch.CrossEntropyLoss(head)
+
+        def submit(index):
+            loss_fn(torch.tensor(data.hidden[0, index], requires_grad=True), data.targets[0, index]).backward()
+
+        submit(0)
+        restart(server)
+        submit(1)
+        assert loss_fn.micro_batches == [0, 1]
+        assert head.seal(expected_micro_batches=loss_fn.micro_batches).totals.micro_batch_count == 2
+        head.take()
+        submit(2)
+        assert loss_fn.micro_batches == [0] == sorted(head.step_state().open.micro_batches)
 
 
 def test_several_heads_are_brought_along(server, data):

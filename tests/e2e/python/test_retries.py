@@ -153,6 +153,57 @@ def test_what_waiting_does_not_cure_is_not_repeated(server, connect, failure):
         assert server.count(method) == 1
 
 
+@pytest.mark.parametrize("method", REPEATABLE)
+@pytest.mark.parametrize("max_attempts", (1, 4))
+def test_with_replay_the_number_of_tries_is_not_bounded_while_the_server_is_away(server, connect, method, max_attempts):
+    head = connect(replay=True, retries=dataclasses.replace(QUICK, max_attempts=max_attempts))
+    server.fail(method, *[CUT] * 5, *[DRAINING] * 5)
+    REPEATABLE[method](head)
+    assert server.count(method) == 11
+
+
+def test_with_replay_a_server_is_waited_for_until_the_deadline(server, connect):
+    """Looked for at least once a second, however far the back-off has come."""
+    head = connect(replay=True, retries=headwater.RetryPolicy(initial_backoff=0.4, max_backoff=60.0))
+    server.fail("ComputeLoss", *[CUT] * 1000)
+    began = time.monotonic()
+    with pytest.raises(headwater.UnavailableError):
+        head.cross_entropy(HIDDEN, TARGETS, micro_batch=0, timeout_s=4.0)
+    assert 3.0 <= time.monotonic() - began <= 4.5 and 4 <= server.count("ComputeLoss") <= 9
+
+
+def test_with_replay_the_server_still_says_how_long_to_wait(server, connect):
+    head = connect(replay=True)
+    server.fail("SealStep", Failure(grpc.StatusCode.UNAVAILABLE, "STARTING", retry_after_s=1.4))
+    began = time.monotonic()
+    head.seal(expected_micro_batches=0)
+    assert time.monotonic() - began >= 1.4
+    server.fail("SealStep", Failure(grpc.StatusCode.UNAVAILABLE, "STARTING", retry_after_s=30))
+    began = time.monotonic()
+    with refused("STARTING", headwater.UnavailableError):
+        head.seal(expected_micro_batches=0, timeout_s=5)
+    assert time.monotonic() - began < 4
+
+
+def test_with_replay_a_refusal_for_want_of_room_is_tried_as_often_as_without(server, connect):
+    """Not more often: a loss that finds no staging slot has its rows held. Nor less often, though the server was away before."""
+    full = Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "STAGING_FULL")
+    head = connect(replay=True)
+    server.fail("ComputeLoss", *[CUT] * 6, *[full] * 10)
+    with refused("STAGING_FULL", headwater.StagingFullError):
+        head.cross_entropy(HIDDEN, TARGETS, micro_batch=0, commit="explicit")
+    assert server.count("ComputeLoss") == 6 + QUICK.max_attempts
+
+
+@pytest.mark.parametrize("method", UNREPEATABLE)
+def test_with_replay_what_a_repeat_would_answer_otherwise_is_not_waited_for(server, connect, method):
+    head = connect(replay=True)
+    server.fail(method, CUT)
+    with pytest.raises(headwater.UnavailableError):
+        UNREPEATABLE[method](head)
+    assert server.count(method) == 1
+
+
 def test_the_server_says_how_long_to_wait(server, connect):
     head = connect()
     server.fail("ComputeLoss", Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "IN_FLIGHT_BYTES_EXCEEDED", retry_after_s=0.4))

@@ -123,6 +123,42 @@ def test_accumulation_of_micro_batches(backend, make_head, problem, count):
     assert loss_fn.micro_batches == [0]
 
 
+@pytest.mark.parametrize("change", ("take", "restore", "set_weight"))
+def test_ids_begin_again_when_the_head_gets_another_state(one_shard, make_head, problem, change):
+    """The step that had the earlier ones is empty: to expect them would be MICRO_BATCH_MISSING for ever."""
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    with_own_source = headwater.torch.CrossEntropyLoss(head, micro_batch_source=headwater.torch.MicroBatchSource(1, 2))
+
+    def submit():
+        for either in (loss_fn, with_own_source):
+            either(problem.inputs @ trunk.T, problem.targets).backward()
+        assert loss_fn.micro_batches == [0] and with_own_source.micro_batches == [1]
+
+    head.save("now")
+    submit()
+    {
+        "take": head.take,
+        "restore": lambda: head.restore("now"),
+        "set_weight": lambda: head.set_weight(problem.weight, problem.bias),
+    }[change]()
+    assert loss_fn.micro_batches == [] == with_own_source.micro_batches
+    submit()
+    assert head.seal(expected_micro_batches=loss_fn.micro_batches + with_own_source.micro_batches).totals.micro_batch_count == 2
+
+
+def test_heads_that_share_a_source_have_ids_of_their_own(one_shard, make_head, problem):
+    source = headwater.torch.MicroBatchSource(0, 1)
+    heads = [problem.head(one_shard.client, make_head) for _ in range(2)]
+    losses = [headwater.torch.CrossEntropyLoss(head, micro_batch_source=source) for head in heads]
+    trunk = problem.parameter()
+    for _ in range(2):
+        for loss_fn in losses:
+            loss_fn(problem.inputs @ trunk.T, problem.targets).backward()
+    for head, loss_fn in zip(heads, losses, strict=True):
+        assert head.seal(expected_micro_batches=loss_fn.micro_batches).totals.micro_batch_count == 2
+
+
 def test_a_loss_scaled_after_the_fact(one_shard, make_head, problem):
     head, trunk = problem.head(one_shard.client, make_head, staging_slots=2), problem.parameter()
 

@@ -347,6 +347,18 @@ def test_attach_returns_the_same_head(backend, make_head, weight):
         backend.client.create_head(head.name, weight, if_exists="replace")
 
 
+def test_all_that_differs_in_a_specification_is_named(backends, make_head, weight):
+    client = backends("local-1").client
+    head = make_head(client, weight, softcap=3.0)
+    with refused("HEAD_SPEC_MISMATCH") as info:
+        client.create_head(head.name, weight, if_exists="attach", staging_slots=2, logit_scale=0.5)
+    error = info.value
+    assert error.metadata["field"] == "logit_scale, softcap, staging_slots"
+    assert error.metadata["expected"] == "logit_scale 1.0, softcap 3.0, staging_slots 1"
+    assert error.metadata["actual"] == "logit_scale 0.5, softcap None, staging_slots 2"
+    assert error.metadata["expected"] in str(error) and error.metadata["actual"] in str(error)
+
+
 def test_many_ranks_create_one_head(backend, make_head, weight):
     name = make_head(backend.client, weight).name
     backend.client.head(name).delete()

@@ -223,6 +223,14 @@ TEST(HeadRegistryAttachTest, EveryOtherFieldMustBeTheSame) {
     EXPECT_NE(std::string(refused.message()).find(field), std::string::npos) << refused;
     EXPECT_NE(GetErrorMetadata(refused).at("expected"), GetErrorMetadata(refused).at("actual"));
   }
+  HeadSpec other = spec;
+  other.transform.logit_scale = 0.5;
+  other.has_bias = true;
+  other.staging_slots = 3;
+  const auto all = GetErrorMetadata(registry.Create(kName, other, IfExists::kAttachIfSameSpec).status());
+  EXPECT_EQ(all.at("field"), "has_bias, logit_scale, staging_slots");
+  EXPECT_EQ(all.at("expected"), "has_bias false, logit_scale 1.0, staging_slots 2");
+  EXPECT_EQ(all.at("actual"), "has_bias true, logit_scale 0.5, staging_slots 3");
 }
 
 TEST(HeadRegistryAttachTest, WaitsForAHeadThatIsBeingCreated) {

@@ -59,9 +59,8 @@ class Contribution:
     def __init__(self, head: Head, source: MicroBatchSource):
         self.head = head
         self.key = head._key(None)
-        self.micro_batch = source.draw(self.key.step)
+        self.micro_batch, self._ids = source.draw(head, self.key.step)
         self.attempt = source.attempt(self.key.step, self.micro_batch)
-        self._ids = source.current_ids()
         self._source = source
         self._commit: Callable[..., Any] | None = None
         self._abandon: Callable[[], Any] | None = None

@@ -13,7 +13,7 @@ from headwater._errors import StagingFullError, invalid_argument
 from headwater._head import Head
 from headwater._requests import DEFAULT_IGNORE_INDEX
 from headwater._terms import JOIN
-from headwater._types import LossResult, check_number
+from headwater._types import LossResult, check_factor, check_number
 from headwater.torch._autograd import Contribution, Outcome, RemoteLoss, ScalarOutcome, TokenOutcome, in_checkpoint_recompute
 from headwater.torch._micro_batches import MicroBatchSource, source_of
 
@@ -49,8 +49,8 @@ class _Loss(torch.nn.Module):
         self.head = head
         self.reduction = reduction
         self.ignore_index = ignore_index
-        self.loss_scale = None if loss_scale is None else check_number(loss_scale, "loss_scale")
-        self.grad_hidden_scale = check_number(grad_hidden_scale, "grad_hidden_scale")
+        self.loss_scale = None if loss_scale is None else check_factor(loss_scale, "loss_scale")
+        self.grad_hidden_scale = check_factor(grad_hidden_scale, "grad_hidden_scale")
         self.num_items_in_batch = num_items_in_batch
         self._source = micro_batch_source
         self._timeout_s = timeout_s
@@ -64,7 +64,7 @@ class _Loss(torch.nn.Module):
     @property
     def micro_batches(self) -> list[int]:
         """Ids that this process has drawn in the head's open step: `expected_micro_batches` where it is the only trainer."""
-        return self.micro_batch_source.ids(self.head.step)
+        return self.micro_batch_source.ids(self.head)
 
     def extra_repr(self) -> str:
         return f"{self.head!r}, reduction={self.reduction!r}, ignore_index={self.ignore_index}"

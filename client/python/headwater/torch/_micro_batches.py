@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from headwater._head import Head
 from headwater._types import check_integer
 
 
+@dataclass
+class _Drawn:
+    """What was drawn in one step of a head."""
+
+    # As the `Head` object knows it: another one after `take`, `restore` or new weights, which empty the step; the same one after a
+    # restart that `connect(replay=True)` has followed, which has put back what the step had.
+    epoch: bytes
+    step: int
+    count: int = 0  # with those that were dropped
+    ids: set[int] = field(default_factory=set)
+
+
 class MicroBatchSource:
-    """Draws the ids k * world_size + rank, k = 0, 1, ... within each step.
+    """Draws the ids k * world_size + rank, k = 0, 1, ... within each step of each head.
+
+    They begin again when the head is taken, restored or given weights from outside, which empties the step.
 
     Loss functions of one `Head` share one source unless told otherwise. Thread-safe.
 
@@ -29,23 +44,26 @@ class MicroBatchSource:
         self.world_size = check_integer(world_size, "world_size", low=1)
         self.rank = check_integer(rank, "rank", high=self.world_size - 1)
         self._lock = threading.Lock()
-        self._step: int | None = None
-        self._count = 0
-        self._ids: set[int] = set()
+        self._drawn: dict[str, _Drawn] = {}  # by head
         self._attempts: tuple[int | None, Mapping[int, int]] = (None, {})  # a step, and the attempts that ids of it carry
 
     def __deepcopy__(self, memo: object) -> MicroBatchSource:
         return self  # two that draw for one head would draw the same ids
 
-    def draw(self, step: int) -> int:
-        """A new id of the step; the first of another step starts at `rank` again."""
+    def draw(self, head: Head, step: int) -> tuple[int, set[int]]:
+        """A new id of the step, the first of another step at `rank` again; and the set that it was put into, for `forget`."""
         with self._lock:
-            if step != self._step:
-                self._step, self._count, self._ids = step, 0, set()
-            id_ = self._count * self.world_size + self.rank
-            self._count += 1
-            self._ids.add(id_)
-            return id_
+            drawn = self._known(head, step)
+            if drawn is None:
+                drawn = self._drawn[head.name] = _Drawn(head._known_epoch, step)
+            id_ = drawn.count * self.world_size + self.rank
+            drawn.count += 1
+            drawn.ids.add(id_)
+            return id_, drawn.ids
+
+    def _known(self, head: Head, step: int | None) -> _Drawn | None:
+        drawn = self._drawn.get(head.name)
+        return drawn if drawn is not None and (drawn.epoch, drawn.step) == (head._known_epoch, step) else None
 
     def begin_again(self, step: int | None = None, attempts: Mapping[int, int] | None = None) -> None:
         """Forgets what was drawn: the next id of any step is its first.
@@ -56,7 +74,7 @@ class MicroBatchSource:
             attempts: the attempt with which an id of `step` is submitted, where the process that is gone has submitted it before.
         """
         with self._lock:
-            self._step, self._count, self._ids = None, 0, set()
+            self._drawn = {}
             self._attempts = (step, dict(attempts or {}))
 
     def attempt(self, step: int, id_: int) -> int | None:
@@ -68,19 +86,17 @@ class MicroBatchSource:
         """An id whose contribution was dropped. May run in a finalizer: takes no lock."""
         ids.discard(id_)
 
-    def current_ids(self) -> set[int]:
-        """The set that `draw` fills now: for `forget` later on."""
-        return self._ids
-
-    def ids(self, step: int | None) -> list[int]:
-        """Ids that were drawn here in the step and not dropped, ascending."""
+    def ids(self, head: Head) -> list[int]:
+        """Ids that were drawn here in the head's open step and not dropped, ascending."""
         with self._lock:
-            return sorted(self._ids) if step == self._step else []
+            drawn = self._known(head, head.step)
+            return [] if drawn is None else sorted(drawn.ids)
 
-    def drawn(self, step: int | None) -> int:
-        """How many ids were drawn here in the step, those that were dropped among them."""
+    def count(self, head: Head) -> int:
+        """How many ids were drawn here in the head's open step, those that were dropped among them."""
         with self._lock:
-            return self._count if step == self._step else 0
+            drawn = self._known(head, head.step)
+            return 0 if drawn is None else drawn.count
 
 
 def _distributed_place() -> tuple[int, int]:

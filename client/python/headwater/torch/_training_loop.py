@@ -14,7 +14,7 @@ from headwater._backend import Expected
 from headwater._errors import FailedPreconditionError, invalid_argument
 from headwater._head import Head, _check_expected
 from headwater._recovery import Meeting, StateStore, follow
-from headwater._types import SealResult, StepTotals, check_integer, check_number
+from headwater._types import SealResult, StepTotals, check_factor, check_integer, check_number
 from headwater.torch import _gradients
 from headwater.torch._attach import ModuleHead
 from headwater.torch._micro_batches import MicroBatchSource
@@ -124,7 +124,7 @@ class TrainingLoop:
         self._parameters = list({id(parameter): parameter for parameter in (*body, *owned)}.values())
         self._scaler = scaler if scaler is not None and getattr(scaler, "is_enabled", lambda: True)() else None
         self._max_grad_norm = None if max_grad_norm is None else check_number(max_grad_norm, "max_grad_norm", low=0, low_open=True)
-        self._gradient_factor = check_number(gradient_factor, "gradient_factor", nonzero=True)
+        self._gradient_factor = check_factor(gradient_factor, "gradient_factor", nonzero=True)
         self._state = state
         self._every = None if checkpoint_every is None else check_integer(checkpoint_every, "checkpoint_every", low=1)
         self._meeting = Meeting(self._heads, state, checkpoint_name, timeout_s)
@@ -252,7 +252,7 @@ class TrainingLoop:
 
     def _learning_rate(self, given: float | None) -> float:
         if given is not None:
-            return check_number(given, "learning_rate", low=0)
+            return check_factor(given, "learning_rate", low=0)
         if self._optimizer is None:
             raise invalid_argument("MISSING_FIELD", "learning_rate is required without a torch optimizer", field="learning_rate")
         return float(self._optimizer.param_groups[0]["lr"])
@@ -263,7 +263,7 @@ class TrainingLoop:
         if given is not None:
             checked = _check_expected(given)
             return list(range(checked)) if isinstance(checked, int) else sorted(checked)
-        own = source.ids(head.step)
+        own = source.ids(head)
         if not own:
             raise invalid_argument(
                 "MISSING_FIELD",
@@ -332,7 +332,7 @@ class TrainingLoop:
         """The trainer's own part of a tied weight's gradient; appends its ids to the expected ones."""
         base = ids[-1] + 1 if ids else 0
         if self.world_size == 1:  # an id that was dropped is not free: its discard stays
-            base = max(base, self._sources[self._heads.index(head)].drawn(head.step))
+            base = max(base, self._sources[self._heads.index(head)].count(head))
         if self.rank in self._adding_ranks:
             # The head will multiply it by gradient_factor / scale as everything else, but only the scaler's scale is on it.
             head.push_gradient(base + self.rank * parts, parts, 1.0 / self._gradient_factor, **self._timeout)

@@ -27,7 +27,9 @@
 // close steps. When the server has been started again and the head came back at the open step, or at an older one that is still
 // kept, the client takes the head, repeats what came since and goes on; the caller sees a slow call. Of several trainers one takes
 // the head and the others join it. Otherwise STEP_LOST is final (RestoredFrom()), and its message says why. Several calls in flight
-// are repeated in the order in which they had succeeded.
+// are repeated in the order in which they had succeeded. While the server is away (UNAVAILABLE) a call that may be repeated is
+// tried again, whatever RetryPolicy::max_attempts says, at most a second apart unless the server asks for more, until the next try
+// would come after its deadline.
 #ifndef HEADWATER_CLIENT_CLIENT_H_
 #define HEADWATER_CLIENT_CLIENT_H_
 

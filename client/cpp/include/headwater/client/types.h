@@ -136,7 +136,7 @@ struct CallOptions {
 // How calls are repeated that failed for want of a connection or of room (client.h says which). Nothing is repeated beyond the
 // call's deadline.
 struct RetryPolicy {
-  int max_attempts = 5;                            // >= 1, the first one included; 1 repeats nothing
+  int max_attempts = 5;                            // >= 1, the first one included; 1 repeats nothing. See client.h, Replay
   std::chrono::milliseconds initial_backoff{100};  // > 0; doubled after each attempt. Half to all of it is waited, at random
   std::chrono::milliseconds max_backoff{5000};     // >= initial_backoff. A longer wait that the server asks for is respected
 };
