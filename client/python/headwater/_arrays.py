@@ -251,7 +251,7 @@ def int_vector(value: Any, field: str, row_count: int) -> np.ndarray:
     check_shape(array.shape, (row_count,), field)
     info = np.iinfo(np.int32)
     if array.size and (array.min() < info.min or array.max() > info.max):
-        raise invalid_argument("INVALID_FIELD", f"{field} has values outside of int32", field=field, expected="int32")
+        raise _bad_element(field, array, (array < info.min) | (array > info.max), "in int32")
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
@@ -264,9 +264,19 @@ def float_vector(value: Any, field: str, lengths: tuple[int, ...]) -> np.ndarray
     array = value.detach().float().cpu().numpy() if is_torch_tensor(value) else _numbers(value, field, np.float32)
     if array.ndim != 1 or array.shape[0] not in lengths:
         check_shape(array.shape, (lengths[0],), field)
-    if not np.isfinite(array).all():
-        raise invalid_argument("INVALID_FIELD", f"{field} must be finite", field=field, expected="finite")
+    finite = np.isfinite(array)
+    if not finite.all():
+        raise _bad_element(field, array, ~finite, "finite")
     return np.ascontiguousarray(array, dtype=np.float32)
+
+
+def _bad_element(field: str, array: np.ndarray, bad: np.ndarray, expected: str) -> Exception:
+    """The first of the bad elements of a vector."""
+    index = int(np.argmax(bad))
+    actual = f"{array[index]} at index {index}"
+    return invalid_argument(
+        "INVALID_FIELD", f"{field} must be {expected}, got {actual}", field=field, expected=expected, actual=actual
+    )
 
 
 def check_shape(actual: tuple[int, ...], expected: tuple[int, ...], field: str) -> None:

@@ -35,7 +35,8 @@ def check_number(
     inside = (number > low if low_open else number >= low) and (number < high if high_open else number <= high)
     if not math.isfinite(number) or not inside or (nonzero and number == 0):
         left, right = "(" if low_open or low == -math.inf else "[", ")" if high_open or high == math.inf else "]"
-        expected = f"in {left}{low:g}, {high:g}{right}" + (", not 0" if nonzero else "")
+        expected = "finite" if low == -math.inf and high == math.inf else f"in {left}{low:g}, {high:g}{right}"
+        expected += ", not 0" if nonzero else ""
         raise invalid_argument(
             "INVALID_FIELD", f"{name} must be {expected}, got {number!r}", field=name, expected=expected, actual=number
         )

@@ -209,6 +209,22 @@ def test_gradients_beyond_fp32_are_infinite(head, rows):
     assert np.isinf(head.gradient(gradient_factor=3e38)).any() and np.isfinite(head.gradient(gradient_factor=1e30)).all()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"targets": [1, 2**31] + [0] * (NUM_TOKENS - 2)}, "targets must be in int32, got 2147483648 at index 1"),
+        ({"targets": np.full(NUM_TOKENS, 2**63, np.uint64)}, "targets must be in int32, got 9223372036854775808 at index 0"),
+        ({"token_weights": [1.0, 2.0, np.nan] + [1.0] * (NUM_TOKENS - 3)}, "token_weights must be finite, got nan at index 2"),
+        ({"loss_scale": np.inf}, "loss_scale must be finite, got inf"),
+        ({"z_loss": -1.0}, "z_loss must be in [0, inf), got -1.0"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_place(head, rows, arguments, told):
+    with refused("INVALID_FIELD", headwater.InvalidArgumentError) as info:
+        head.cross_entropy(rows[0], micro_batch=0, **{"targets": rows[1] % 30, **arguments})
+    assert told in str(info.value)
+
+
 def test_torch_takes_no_factor_beyond_fp32(backends, make_head):
     weight = np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32)
     head = make_head(backends("local-1").client, weight, optimizer=headwater.SGD())
