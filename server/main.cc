@@ -152,9 +152,10 @@ ABSL_FLAG(
 ABSL_FLAG(int64_t, keep_checkpoints, headwater::service::ServerOptions{}.keep_checkpoints,
           "checkpoints of a head that stay among those whose names differ only in the number at their end (step-100, step-200); "
           "older ones are removed when a newer one is on the disk; 0: all stay");
-ABSL_FLAG(bool, drain_checkpoint, false,
-          "after SIGTERM or SIGINT, save the heads that have changed since they were last saved, as checkpoint drain, within "
-          "--drain_timeout, half of which is kept for that");
+ABSL_FLAG(
+    bool, drain_checkpoint, false,
+    "after SIGTERM, SIGINT or SIGHUP, save the heads that have changed since they were last saved, as checkpoint drain, within "
+    "--drain_timeout, half of which is kept for that");
 ABSL_FLAG(std::string, load_root, "", "folder that LoadWeights may read from; empty: LoadWeights is refused");
 // ---- limits ---------------------------------------------------------------------------------------------------------------
 #define HEADWATER_LIMIT_FLAG(name, help) ABSL_FLAG(int64_t, name, headwater::service::Limits{}.name, help)
@@ -229,9 +230,10 @@ ABSL_FLAG(absl::Duration, idle_head_timeout, headwater::service::ServerOptions{}
 ABSL_FLAG(bool, idle_head_checkpoint, false,
           "save such a head first, as idle-STEP in --checkpoint_directory; one that cannot be saved stays");
 // ---- operation ------------------------------------------------------------------------------------------------------------
-ABSL_FLAG(absl::Duration, drain_timeout, absl::Seconds(30),
-          "how long accepted calls may go on after SIGTERM or SIGINT; with --join, how long the other server may take to save what "
-          "the group holds, at least its own");
+ABSL_FLAG(
+    absl::Duration, drain_timeout, absl::Seconds(30),
+    "how long accepted calls may go on after SIGTERM, SIGINT or SIGHUP, > 0; with --join, how long the other server may take to "
+    "save what the group holds, at least its own");
 ABSL_FLAG(
     absl::Duration, device_lost_grace, absl::Seconds(5),
     "how long calls in progress may take to be answered once the engine's device is lost, from 0 to 1h; then the process ends, "
@@ -262,7 +264,8 @@ constexpr char kUsage[] =
     "Serves LM heads: fused linear losses for trainers.\n"
     "\n"
     "A file with one flag a line is read by --flagfile=PATH; later flags win. Durations are written 500ms, 30s, 2m.\n"
-    "SIGTERM and SIGINT drain: new calls are refused, accepted ones finish, the exit status is 0. It is 1 for what cannot be\n"
+    "SIGTERM, SIGINT and SIGHUP drain: new calls are refused, accepted ones finish, the exit status is 0. It is 1 for what cannot "
+    "be\n"
     "begun or finished, and 75 when the engine's device was lost: start a new server then.";
 
 // The engine's device was lost; EX_TEMPFAIL of sysexits.h: what comes after may work.
@@ -365,8 +368,12 @@ absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
   return options;
 }
 
-absl::Status CheckGrace() {
-  const absl::Duration grace = absl::GetFlag(FLAGS_device_lost_grace);
+// How long it may take to end.
+absl::Status CheckEnd() {
+  const absl::Duration drain = absl::GetFlag(FLAGS_drain_timeout), grace = absl::GetFlag(FLAGS_device_lost_grace);
+  if (drain <= absl::ZeroDuration()) {
+    return absl::InvalidArgumentError("--drain_timeout: expected a duration > 0, got " + absl::FormatDuration(drain));
+  }
   if (grace >= absl::ZeroDuration() && grace <= absl::Hours(1)) return absl::OkStatus();
   return absl::InvalidArgumentError("--device_lost_grace: expected a duration from 0 to 1h, got " + absl::FormatDuration(grace));
 }
@@ -653,7 +660,7 @@ void AwaitLeave(const sigset_t& signals) {
   const absl::Time deadline = absl::Now() + absl::GetFlag(FLAGS_drain_timeout);
   while (Members() > 0 && absl::Now() < deadline) {
     const int signal_number = sigtimedwait(&signals, nullptr, &kLook);
-    if (signal_number == SIGTERM || signal_number == SIGINT) return;
+    if (signal_number > 0 && signal_number != kWakeSignal) return;
   }
 }
 
@@ -682,7 +689,7 @@ int Join(const sigset_t& signals) {
   const std::string engine = absl::GetFlag(FLAGS_engine);
   if (absl::Status status = service::CheckEngineChoice(engine); !status.ok()) return Fail(std::string(status.message()));
   if (absl::Status status = CheckGpus(); !status.ok()) return Fail(std::string(status.message()));
-  if (absl::Status status = CheckGrace(); !status.ok()) return Fail(std::string(status.message()));
+  if (absl::Status status = CheckEnd(); !status.ok()) return Fail(std::string(status.message()));
   group::WorkerOptions worker;
   worker.version = service::ServerVersion();
   worker.engine = engine;
@@ -727,7 +734,7 @@ int Serve() {
   auto options = ServerOptionsFromFlags();
   if (!options.ok()) return Fail(std::string(options.status().message()));
   const bool is_group = absl::GetFlag(FLAGS_workers) > 0;
-  if (absl::Status status = CheckGrace(); !status.ok()) return Fail(std::string(status.message()));
+  if (absl::Status status = CheckEnd(); !status.ok()) return Fail(std::string(status.message()));
   const absl::Duration grace = absl::GetFlag(FLAGS_device_lost_grace);
   // Whichever comes first: the engine tells it, or the server notices.
   engine_options->on_device_lost = OnDeviceLost;
@@ -825,9 +832,8 @@ int main(int argc, char** argv) {
   absl::FlagsUsageConfig usage;
   usage.version_string = [] { return absl::StrCat("headwaterd ", headwater::service::ServerVersion(), "\n"); };
   usage.contains_help_flags = [](absl::string_view file) { return absl::EndsWith(__FILE__, file); };
-  // Without the folder of the machine that this was built on.
   usage.normalize_filename = [](absl::string_view file) {
-    return std::string(absl::EndsWith(__FILE__, file) ? "server/main.cc" : file);
+    return std::string(absl::EndsWith(__FILE__, file) ? "server/main.cc" : file);  // not where it was built
   };
   absl::SetFlagsUsageConfig(usage);
   const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);

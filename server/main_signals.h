@@ -1,5 +1,5 @@
-// The signals that headwaterd's main thread takes when it is ready to: an operator's, SIGTERM and SIGINT, and one of its own. All
-// threads have them blocked from the start, so that one which comes while nobody waits for it stays where it is.
+// The signals that headwaterd's main thread takes when it is ready to: an operator's, SIGTERM, SIGINT and SIGHUP, and one of its
+// own. All threads have them blocked from the start, so that one which comes while nobody waits for it stays where it is.
 #ifndef HEADWATER_SERVER_MAIN_SIGNALS_H_
 #define HEADWATER_SERVER_MAIN_SIGNALS_H_
 

@@ -56,7 +56,10 @@ absl::StatusOr<LocalTensors> ReadLocalTensors(const std::string& path) {
   }
   LocalTensors tensors;
   tensors.weight = *std::move(weight);
-  if (const auto name = FindTensor(*file, absl::GetFlag(FLAGS_bias_tensor), {"lm_head.bias", "bias"}); name.has_value()) {
+  const std::string given_bias = absl::GetFlag(FLAGS_bias_tensor);
+  const auto name = FindTensor(*file, given_bias, {"lm_head.bias", "bias"});
+  // One of a type that heads do not have, and that nobody has named, is something else.
+  if (name.has_value() && (!given_bias.empty() || file->entries().at(*name).data_type.has_value())) {
     absl::StatusOr<client::TensorBuffer> bias = file->Read(*name);
     if (!bias.ok()) return bias.status();
     tensors.bias.emplace(*std::move(bias));

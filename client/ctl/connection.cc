@@ -3,10 +3,12 @@
 #include <chrono>
 #include <cstdlib>
 #include <fstream>
+#include <utility>
 
 #include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "client/ctl/arguments.h"
 
 ABSL_FLAG(std::string, server, "localhost:50051", "where headwaterd listens: host:port or unix:PATH");
 ABSL_FLAG(std::string, tenant, "default", "whose heads short names mean, and `heads` lists");
@@ -55,6 +57,12 @@ void SetServerAddress(const std::string& address) { absl::SetFlag(&FLAGS_server,
 std::string Tenant() { return absl::GetFlag(FLAGS_tenant); }
 
 absl::StatusOr<client::Client> Connect(client::Transport transport, bool session) {
+  for (const auto& [flag, duration] :
+       {std::pair("timeout", absl::GetFlag(FLAGS_timeout)), std::pair("connect_timeout", absl::GetFlag(FLAGS_connect_timeout))}) {
+    if (duration < absl::Milliseconds(1)) {
+      return UsageError(absl::StrCat("--", flag, ": expected at least 1ms, got ", absl::FormatDuration(duration)));
+    }
+  }
   client::ClientOptions options;
   options.tenant = Tenant();
   options.timeout = absl::ToChronoMilliseconds(absl::GetFlag(FLAGS_timeout));
@@ -65,6 +73,9 @@ absl::StatusOr<client::Client> Connect(client::Transport transport, bool session
   const std::string ca_certificate = FlagOr(FLAGS_ca_certificate, "HEADWATER_CA_CERTIFICATE");
   const std::string client_certificate = FlagOr(FLAGS_client_certificate, "HEADWATER_CLIENT_CERTIFICATE");
   const std::string client_key = FlagOr(FLAGS_client_key, "HEADWATER_CLIENT_KEY");
+  if (client_certificate.empty() != client_key.empty()) {
+    return UsageError("--client_certificate and --client_key: expected both, or neither");
+  }
   if (!ca_certificate.empty() || !client_certificate.empty() || !client_key.empty()) {
     options.tls = client::TlsOptions{ca_certificate == "system" ? "" : ca_certificate, client_certificate, client_key, ""};
   }

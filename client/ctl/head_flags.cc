@@ -44,6 +44,7 @@ absl::StatusOr<client::Optimizer> OptimizerFromFlags() {
   if (FlagGiven("momentum") && name != "sgd") return UsageError("--momentum belongs to --optimizer=sgd");
   if (FlagGiven("weight_decay") && name == "none") return UsageError("--weight_decay needs an --optimizer");
   if (name == "none") return client::Optimizer();
+  if (!absl::GetFlag(FLAGS_trainable)) return UsageError("--optimizer needs --trainable: a frozen head has no gradient");
   if (name == "adamw") {
     client::AdamW adamw;
     if (FlagGiven("weight_decay")) adamw.weight_decay = absl::GetFlag(FLAGS_weight_decay);

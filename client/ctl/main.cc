@@ -54,6 +54,7 @@ int RunCommand(const Command& command, const std::vector<std::string>& arguments
   Output output(absl::GetFlag(FLAGS_json));
   if (command.first_argument_is_server && !arguments.empty()) SetServerAddress(arguments[0]);
   absl::StatusOr<client::Client> client = Connect();
+  if (IsUsageError(client.status())) return ReportUsage(std::string(client.status().message()));
   if (!client.ok()) {
     output.PrintError(client.status());
     return kExitFailed;

@@ -23,6 +23,7 @@ namespace {
 
 using client::DataType;
 
+constexpr size_t kMostTypeBytes = 32;           // of a type's name, in a message
 constexpr int64_t kMaxHeaderBytes = 100 << 20;  // what the format's own reader accepts
 
 absl::Status ReadFully(int descriptor, int64_t offset, int64_t bytes, void* destination) {
@@ -147,7 +148,7 @@ absl::StatusOr<client::TensorBuffer> SafetensorsFile::Read(const std::string& na
   const Entry& entry = found->second;
   if (!entry.data_type.has_value()) {
     return absl::InvalidArgumentError(
-        absl::StrCat("tensor ", name, " is of type ", entry.type_name, ", heads have F32, BF16 or F16"));
+        absl::StrCat("tensor ", name, " is of type ", entry.type_name.substr(0, kMostTypeBytes), ", heads have F32, BF16 or F16"));
   }
   client::TensorBuffer buffer(*entry.data_type, entry.shape);
   if (absl::Status read = ReadFully(descriptor_, entry.offset_bytes, entry.bytes, buffer.data()); !read.ok()) return read;

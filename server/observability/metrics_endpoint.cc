@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "absl/status/status.h"
+#include "absl/strings/numbers.h"
 
 namespace headwater::observability {
 namespace {
@@ -60,8 +61,9 @@ MHD_Result Answer(void* endpoint, MHD_Connection* connection, const char* url, c
 absl::StatusOr<std::unique_ptr<MetricsEndpoint>> MetricsEndpoint::Listen(const std::string& address,
                                                                          std::function<std::string()> page) {
   const size_t colon = address.rfind(':');
-  if (colon == std::string::npos || colon == 0 || colon + 1 == address.size()) {
-    return absl::InvalidArgumentError("metrics: expected host:port, got '" + address + "'");
+  int port = 0;  // getaddrinfo() takes any number
+  if (colon == std::string::npos || colon == 0 || !absl::SimpleAtoi(address.substr(colon + 1), &port) || port < 0 || port > 65535) {
+    return absl::InvalidArgumentError("metrics: expected host:port, with a port from 0 to 65535, got '" + address + "'");
   }
   std::string host = address.substr(0, colon);
   if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);

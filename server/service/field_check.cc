@@ -1,7 +1,6 @@
 #include "server/service/field_check.h"
 
 #include <cmath>
-#include <limits>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -61,8 +60,7 @@ absl::Status CheckNumber(const std::string& field, double value, bool holds, con
 }
 
 absl::Status CheckFactor(const std::string& field, double value) {
-  constexpr double kLargest = std::numeric_limits<float>::max();
-  return CheckNumber(field, value, std::abs(value) <= kLargest, "a number that is finite in float32");
+  return CheckNumber(field, value, std::isfinite(static_cast<float>(value)), "a number that is finite in float32");
 }
 
 std::string Quoted(const std::string& text) {

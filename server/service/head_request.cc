@@ -1,6 +1,7 @@
 #include "server/service/head_request.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <set>
 #include <string>
@@ -36,8 +37,10 @@ absl::Status CheckFraction(const std::string& field, double value, bool one_allo
                      one_allowed ? "a number in [0, 1]" : "a number in [0, 1)");
 }
 
+// Of what the optimizer computes with in float32.
 absl::Status CheckNotNegative(const std::string& field, double value) {
-  return CheckNumber(field, value, value >= 0, "a finite number >= 0");
+  return CheckNumber(field, value, value >= 0 && std::isfinite(static_cast<float>(value)),
+                     "a number >= 0 that is finite in float32");
 }
 
 absl::StatusOr<OptimizerSpec> DecodeOptimizer(const v1::OptimizerSpec& optimizer, const std::string& field) {
@@ -363,7 +366,7 @@ absl::StatusOr<ApplyRequest> DecodeApply(const v1::ApplyOptimizerStepRequest& re
     decoded.expected = *std::move(expected);
   }
   heads::ApplyArguments& arguments = decoded.arguments;
-  if (!request.has_learning_rate()) return MissingField("learning_rate", "a finite number >= 0");
+  if (!request.has_learning_rate()) return MissingField("learning_rate", "a number >= 0 that is finite in float32");
   arguments.learning_rate = request.learning_rate();
   HEADWATER_RETURN_IF_ERROR(CheckNotNegative("learning_rate", arguments.learning_rate));
   arguments.gradient_factor = request.has_gradient_factor() ? request.gradient_factor() : 1;
@@ -374,7 +377,8 @@ absl::StatusOr<ApplyRequest> DecodeApply(const v1::ApplyOptimizerStepRequest& re
     arguments.max_grad_norm = request.max_grad_norm();
   }
   arguments.other_grad_norm_squared = request.other_grad_norm_squared();
-  HEADWATER_RETURN_IF_ERROR(CheckNotNegative("other_grad_norm_squared", arguments.other_grad_norm_squared));
+  HEADWATER_RETURN_IF_ERROR(CheckNumber("other_grad_norm_squared", arguments.other_grad_norm_squared,
+                                        arguments.other_grad_norm_squared >= 0, "a finite number >= 0"));
   if (request.has_weight_decay()) {
     HEADWATER_RETURN_IF_ERROR(CheckNotNegative("weight_decay", request.weight_decay()));
     arguments.weight_decay = request.weight_decay();

@@ -80,7 +80,9 @@ absl::StatusOr<CrossEntropyRequest> DecodeCrossEntropy(const v1::CrossEntropyLos
   decoded.z_loss = loss.z_loss();
   HEADWATER_RETURN_IF_ERROR(CheckNumber(field + ".label_smoothing", decoded.label_smoothing,
                                         decoded.label_smoothing >= 0 && decoded.label_smoothing < 1, "a number in [0, 1)"));
-  HEADWATER_RETURN_IF_ERROR(CheckNumber(field + ".z_loss", decoded.z_loss, decoded.z_loss >= 0, "a finite number >= 0"));
+  HEADWATER_RETURN_IF_ERROR(CheckNumber(field + ".z_loss", decoded.z_loss,
+                                        decoded.z_loss >= 0 && std::isfinite(static_cast<float>(decoded.z_loss)),
+                                        "a number >= 0 that is finite in float32"));
   if (loss.has_class_weights()) {
     auto weights = DecodeFloats(loss.class_weights(), field + ".class_weights",
                                 {v1::DATA_TYPE_FLOAT32, "FLOAT32", -1, limits.max_vocab_size}, /*negative_allowed=*/false);
@@ -88,6 +90,13 @@ absl::StatusOr<CrossEntropyRequest> DecodeCrossEntropy(const v1::CrossEntropyLos
     decoded.class_weights = *std::move(weights);
   }
   return decoded;
+}
+
+// Logits are float32, and multiplied by its reciprocal.
+absl::Status CheckTemperature(const std::string& field, double value) {
+  const float reciprocal = static_cast<float>(1 / value);
+  return CheckNumber(field, value, value > 0 && reciprocal > 0 && std::isfinite(reciprocal),
+                     "a finite number > 0 whose reciprocal is a float32 > 0");
 }
 
 absl::StatusOr<JensenShannonRequest> DecodeJensenShannon(const v1::JensenShannonLoss& loss, const std::string& field,
@@ -100,10 +109,8 @@ absl::StatusOr<JensenShannonRequest> DecodeJensenShannon(const v1::JensenShannon
   options.hard_loss_weight = loss.hard_loss_weight();
   HEADWATER_RETURN_IF_ERROR(
       CheckNumber(field + ".beta", options.beta, options.beta >= 0 && options.beta <= 1, "a number in [0, 1]"));
-  HEADWATER_RETURN_IF_ERROR(CheckNumber(field + ".student_temperature", options.student_temperature,
-                                        options.student_temperature > 0, "a finite number > 0"));
-  HEADWATER_RETURN_IF_ERROR(CheckNumber(field + ".teacher_temperature", options.teacher_temperature,
-                                        options.teacher_temperature > 0, "a finite number > 0"));
+  HEADWATER_RETURN_IF_ERROR(CheckTemperature(field + ".student_temperature", options.student_temperature));
+  HEADWATER_RETURN_IF_ERROR(CheckTemperature(field + ".teacher_temperature", options.teacher_temperature));
   HEADWATER_RETURN_IF_ERROR(CheckNumber(field + ".hard_loss_weight", options.hard_loss_weight,
                                         options.hard_loss_weight >= 0 && options.hard_loss_weight <= 1, "a number in [0, 1]"));
   if (loss.has_hard_loss()) {

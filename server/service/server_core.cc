@@ -270,6 +270,7 @@ void ServerCore::CheckEngine() {
 void ServerCore::LoseEngine(const absl::Status& health) {
   ErrorMetadata metadata = GetErrorMetadata(health);
   metadata["engine"] = engine->name();
+  metadata["serverRestarts"] = "true";  // clients with a replay log wait for that
   absl::MutexLock lock(&phase_mutex_);
   const std::string why(health.message());
   lost_ =

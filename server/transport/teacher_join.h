@@ -85,8 +85,9 @@ class TeacherJoin {
  public:
   // What a row takes of `max_bytes` beside its data.
   static constexpr int64_t kRowOverheadBytes = 128;
-  // What is left of a call's time when it has waited for rows in vain: the answer that names the missing one must arrive before the
-  // caller's own deadline, after which it would only learn that time is up.
+  // When a wait for rows that begins `now` ends, of a call that may last until `deadline`: kAnswerTime earlier, or a quarter of
+  // what is left, because the answer that names the missing row must arrive before the caller only learns that its time is up.
+  static absl::Time WaitEnd(absl::Time now, absl::Time deadline);
   static constexpr absl::Duration kAnswerTime = absl::Milliseconds(50);
 
   // `clock` tells how long things wait; only differences of its times matter.

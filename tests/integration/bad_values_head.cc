@@ -122,11 +122,11 @@ std::vector<BadValue> CreateRows() {
   AddNumberRows(rpc, adamw + "beta1", {-0.1, 1}, {}, &rows);
   AddNumberRows(rpc, adamw + "beta2", {-0.1, 1}, {}, &rows);
   AddNumberRows(rpc, adamw + "epsilon", {-1e-9}, {}, &rows);
-  AddNumberRows(rpc, adamw + "weight_decay", {-1e-9}, {}, &rows);
+  AddNumberRows(rpc, adamw + "weight_decay", {-1e-9, 4e38}, {}, &rows);
   const std::string sgd = "spec.optimizer.sgd.";
   AddNumberRows(rpc, sgd + "momentum", {-0.1, 1}, {}, &rows);
   AddNumberRows(rpc, sgd + "dampening", {-0.1, 1.1}, {}, &rows);
-  AddNumberRows(rpc, sgd + "weight_decay", {-1e-9}, {}, &rows);
+  AddNumberRows(rpc, sgd + "weight_decay", {-1e-9, 4e38}, {}, &rows);
   return rows;
 }
 
@@ -205,11 +205,11 @@ std::vector<BadValue> StepRows() {
   AddNumberRows("DownloadGradient", "gradient_factor", kBeyondFloat32, {}, &rows);
   AddNumberRows("GetGradientNorm", "gradient_factor", kBeyondFloat32, {}, &rows);
   const std::string apply = "ApplyOptimizerStep";
-  AddNumberRows(apply, "learning_rate", {-1e-9}, {}, &rows);
+  AddNumberRows(apply, "learning_rate", {-1e-9, 4e38}, {}, &rows);
   AddNumberRows(apply, "gradient_factor", kBeyondFloat32, {}, &rows);
   AddNumberRows(apply, "max_grad_norm", {0, -1}, {}, &rows);
   AddNumberRows(apply, "other_grad_norm_squared", {-1e-9}, {}, &rows);
-  AddNumberRows(apply, "weight_decay", {-1e-9}, {}, &rows);
+  AddNumberRows(apply, "weight_decay", {-1e-9, 4e38}, {}, &rows);
   AddNumberRows(apply, "beta1", {-0.1, 1}, {}, &rows);
   AddNumberRows(apply, "beta2", {-0.1, 1}, {}, &rows);
   AddNumberRows(apply, "epsilon", {-1e-9}, {}, &rows);

@@ -83,7 +83,7 @@ void AddTensorRows(const std::string& rpc, const std::string& path, v1::DataType
 void AddCrossEntropyRows(const std::string& path, const Prepare& prepare, std::vector<BadValue>* rows) {
   const std::string rpc = "ComputeLoss";
   AddNumberRows(rpc, path + ".label_smoothing", {-0.1, 1, 2}, prepare, rows);
-  AddNumberRows(rpc, path + ".z_loss", {-1e-9}, prepare, rows);
+  AddNumberRows(rpc, path + ".z_loss", {-1e-9, 4e38}, prepare, rows);
   const std::string weights = path + ".class_weights";
   const Prepare with_weights = Join(prepare, Tensor(weights, v1::DATA_TYPE_FLOAT32, 13, Elements(std::vector<float>(13, 1))));
   AddTensorRows(rpc, weights, v1::DATA_TYPE_INT32, -1, with_weights, rows);
@@ -288,8 +288,8 @@ std::vector<BadValue> JsdRows() {
   };
   AddTensorRows(rpc, joined + "row_indices", v1::DATA_TYPE_FLOAT32, 2, JoinedTeacher(), &rows);
   AddNumberRows(rpc, jsd + "beta", {-0.01, 1.01}, Jsd(), &rows);
-  AddNumberRows(rpc, jsd + "student_temperature", {0, -1}, Jsd(), &rows);
-  AddNumberRows(rpc, jsd + "teacher_temperature", {0, -1}, Jsd(), &rows);
+  AddNumberRows(rpc, jsd + "student_temperature", {0, -1, 1e-300, 1e300}, Jsd(), &rows);
+  AddNumberRows(rpc, jsd + "teacher_temperature", {0, -1, 1e-300, 1e300}, Jsd(), &rows);
   AddNumberRows(rpc, jsd + "hard_loss_weight", {-0.01, 1.01}, Jsd(), &rows);
   AddCrossEntropyRows(jsd + "hard_loss", HardJsd(), &rows);
   return rows;

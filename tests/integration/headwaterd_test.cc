@@ -127,7 +127,7 @@ TEST_F(Headwaterd, HelpsWithItsOwnFlags) {
 }
 
 TEST_F(Headwaterd, ServesUntilItIsToldToStop) {
-  for (const int signal_number : {SIGTERM, SIGINT}) {
+  for (const int signal_number : {SIGTERM, SIGINT, SIGHUP}) {
     const std::string port_file = directory_ + "/ports" + std::to_string(signal_number);
     Start({"--listen_addresses=127.0.0.1:0,unix:" + directory_ + "/socket", "--metrics_address=127.0.0.1:0", "--shards=2",
            "--shard_weights=1,2", "--threads=2", "--log_format=json", "--port_file=" + port_file});
@@ -235,6 +235,9 @@ TEST_F(Headwaterd, RefusesWhatItCannotDoWithOneSentence) {
   EXPECT_THAT(refused({"--join=127.0.0.1:1", "--gpus=2"}), HasSubstr("--gpus: expected --engine=cuda with more than one"));
   EXPECT_THAT(refused({"--join=127.0.0.1:1", "--gpus=65", "--engine=cuda"}), HasSubstr("--gpus: expected 1 to 64, got 65"));
   EXPECT_THAT(refused({"--join=127.0.0.1:1", "--device=-1"}), HasSubstr("--device: expected >= 0, got -1"));
+  EXPECT_THAT(refused({"--drain_timeout=0"}), HasSubstr("--drain_timeout: expected a duration > 0, got 0"));
+  EXPECT_THAT(refused({"--listen_addresses=unix:" + directory_ + "/s", "--metrics_address=127.0.0.1:65536"}),
+              HasSubstr("expected host:port, with a port from 0 to 65535, got '127.0.0.1:65536'"));
   EXPECT_THAT(refused({"--join=127.0.0.1:1", "--device_lost_grace=61m"}),
               HasSubstr("--device_lost_grace: expected a duration from 0 to 1h"));
   EXPECT_THAT(refused({"--log_level=loud"}), HasSubstr("expected debug, info, warning, error or off"));

@@ -1,9 +1,14 @@
 #include "client/cpp/src/connection.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "client/cpp/src/security.h"
 
 namespace headwater::client::internal {
@@ -14,6 +19,9 @@ constexpr int64_t kMessageOverheadBytes = 64 << 10;
 constexpr int64_t kMinMessageBytes = 128 << 10;
 constexpr int64_t kMaxMessageBytes = int64_t{1} << 30;
 constexpr int kMaxStripes = 64;
+constexpr size_t kMostNameBytes = 128;
+// What a Duration of protobuf's holds.
+constexpr std::chrono::milliseconds kLongestLease = std::chrono::seconds(315'576'000'000);
 
 absl::Status CheckOption(bool valid, const char* field, int64_t actual, const std::string& expected) {
   if (valid) return absl::OkStatus();
@@ -37,7 +45,10 @@ absl::Status CheckOptions(const ClientOptions& options) {
         CheckOption(retry.initial_backoff.count() > 0, "retry.initial_backoff", retry.initial_backoff.count(), "milliseconds > 0"),
         CheckOption(retry.max_backoff >= retry.initial_backoff, "retry.max_backoff", retry.max_backoff.count(),
                     "milliseconds, at least initial_backoff"),
-        CheckOption(options.session_lease.count() >= 0, "session_lease", options.session_lease.count(), "milliseconds >= 0"),
+        CheckOption(options.session_lease.count() >= 0 && options.session_lease <= kLongestLease, "session_lease",
+                    options.session_lease.count(), absl::StrCat("milliseconds in [0, ", kLongestLease.count(), "]")),
+        CheckOption(options.client_name.size() <= kMostNameBytes, "client_name", static_cast<int64_t>(options.client_name.size()),
+                    absl::StrCat("at most ", kMostNameBytes, " bytes")),
         CheckOption(options.replay_bytes >= 0, "replay_bytes", options.replay_bytes, ">= 0"),
         CheckOption(options.replay_steps.value_or(0) >= 0, "replay_steps", options.replay_steps.value_or(0), ">= 0"),
         CheckOption(options.stripes >= 1 && options.stripes <= kMaxStripes, "stripes", options.stripes,
@@ -49,9 +60,38 @@ absl::Status CheckOptions(const ClientOptions& options) {
   return absl::OkStatus();
 }
 
+// gRPC takes anything, and WaitForConnected() would wait for it.
+absl::Status CheckTarget(const std::string& target) {
+  absl::string_view rest = target;
+  bool valid = false;
+  if (absl::ConsumePrefix(&rest, "unix:") || absl::ConsumePrefix(&rest, "unix-abstract:")) {
+    valid = !rest.empty();
+  } else {
+    if (absl::ConsumePrefix(&rest, "dns:") && absl::ConsumePrefix(&rest, "//")) {
+      rest.remove_prefix(std::min(rest.size(), rest.find('/') + 1));  // an authority
+    } else if (!absl::ConsumePrefix(&rest, "ipv4:")) {
+      absl::ConsumePrefix(&rest, "ipv6:");
+    }
+    const size_t colon = rest.rfind(':');
+    const absl::string_view host = rest.substr(0, colon);
+    int port = 0;
+    const bool bracketed = absl::StartsWith(host, "[") && absl::EndsWith(host, "]") && host.size() > 2;
+    valid = colon != absl::string_view::npos && absl::SimpleAtoi(rest.substr(colon + 1), &port) && port >= 1 && port <= 65535 &&
+            (bracketed || (!host.empty() && host.find_first_of(":/, ") == absl::string_view::npos));
+  }
+  if (valid) return absl::OkStatus();
+  constexpr char kExpected[] =
+      "host:port (an IPv6 host in brackets, before it dns:, ipv4: or ipv6: if need be), unix:PATH or "
+      "unix-abstract:NAME";
+  return MakeLocalError(v1::ERROR_REASON_INVALID_FIELD, absl::StatusCode::kInvalidArgument,
+                        absl::StrCat("target: expected ", kExpected, ", got \"", target, "\""),
+                        {{"field", "target"}, {"expected", kExpected}, {"actual", target}});
+}
+
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(const std::string& target, const ClientOptions& options) {
+  if (absl::Status status = CheckTarget(target); !status.ok()) return status;
   if (absl::Status status = CheckOptions(options); !status.ok()) return status;
   ClientOptions prepared = options;
   if (absl::Status status = PrepareSecurity(target, &prepared); !status.ok()) return status;
@@ -79,7 +119,7 @@ Connection::Connection(std::string target, const ClientOptions& options, std::sh
       row_transport_(target_, options_, channel_) {}
 
 Deadline Connection::DeadlineOf(const CallOptions& call) const {
-  return DeadlineIn(call.timeout.count() > 0 ? call.timeout : options_.timeout);
+  return DeadlineIn(call.timeout.count() != 0 ? call.timeout : options_.timeout);
 }
 
 absl::StatusOr<std::string> Connection::Incarnation(const Wait& wait) {

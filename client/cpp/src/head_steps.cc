@@ -196,6 +196,11 @@ absl::StatusOr<AddGradientResult> Head::AddGradient(int64_t step, int64_t micro_
                                     {{"field", "rows"}, {"expected", "float32"}, {"actual", DataTypeName(rows.data_type)}});
   }
   if (absl::Status status = internal::CheckRows("rows", rows); !status.ok()) return status;
+  if (rows.memory != Memory::kHost) {
+    return internal::MakeLocalError(v1::ERROR_REASON_INVALID_FIELD, absl::StatusCode::kInvalidArgument,
+                                    "rows.memory: expected host memory, from which gradients are read",
+                                    {{"field", "rows.memory"}, {"expected", "kHost"}});
+  }
   // The wire carries no columns: the head's are meant.
   if (rows.hidden_size != spec().hidden_size) {
     return internal::MakeLocalError(
@@ -323,6 +328,8 @@ absl::StatusOr<HeadInfo> Head::ReplaceWeights(int64_t step, TensorView weight, s
   Connection& connection = *handle_->connection;
   HeadUses heads = handle_->AtStep(step);
   const Deadline deadline = connection.DeadlineOf(options);
+  if (absl::Status status = internal::CheckElements("weight", weight); !status.ok()) return status;
+  if (absl::Status status = internal::CheckElements("bias", bias.value_or(TensorView())); !status.ok()) return status;
   internal::Upload weight_upload(handle_->connection, HeadTensor::kWeight, weight);
   internal::Upload bias_upload(handle_->connection, HeadTensor::kBias, bias.value_or(TensorView()));
   absl::StatusOr<v1::Head> head;

@@ -16,6 +16,7 @@ using internal::ToProto;
 using Heads = v1::HeadService::Stub;
 
 absl::StatusOr<HeadInfo> Head::UploadWeights(HeadTensor tensor, TensorView values, const CallOptions& options) {
+  if (absl::Status status = internal::CheckElements("values", values); !status.ok()) return status;
   const Deadline deadline = handle_->connection->DeadlineOf(options);
   internal::Upload upload(handle_->connection, tensor, values);
   absl::StatusOr<v1::Head> head;

@@ -194,7 +194,8 @@ absl::Status Recover(Connection& connection, ReplayLog::Gate gate, const HeadUse
     // The server went again: from the beginning. What was repeated already adds nothing a second time.
     if (!absl::IsUnavailable(status) && !MayRecover(log, status)) break;
   }
-  return StillLost(cause, Describe(status));
+  // It stayed away: no reason to give the step up, which the next call finds as this one has.
+  return absl::IsUnavailable(status) ? status : StillLost(cause, Describe(status));
 }
 
 }  // namespace headwater::client::internal

@@ -9,8 +9,10 @@
 namespace headwater::client::internal {
 namespace {
 
-// A server that is waited for is looked for at least this often, as gRPC does.
-constexpr std::chrono::seconds kAwayBackoff{1};
+// A server that is waited for is looked for at least this often, as gRPC does, and no more once this is all that is left: the
+// caller is to learn that nobody answers, and not that its time is up.
+constexpr std::chrono::seconds kLongestAwayBackoff{1};
+constexpr std::chrono::milliseconds kShortestAwayAttempt{100};
 
 // In [0.5, 1): trainers that were refused together must not come back together.
 double Jitter() {
@@ -18,10 +20,21 @@ double Jitter() {
   return std::uniform_real_distribution<double>(0.5, 1.0)(generator);
 }
 
+// It has lost a rank or its device with what its heads held, and begins anew.
+bool IsRestarting(const absl::Status& status) { return ErrorMetadata(status).contains("serverRestarts"); }
+
+// Nobody is there who could say what is wrong, or soon will not be. SHARD_NOT_READY is an answer.
+bool IsAway(const absl::Status& status) {
+  if (absl::IsCancelled(status) || IsRestarting(status)) return true;
+  const std::string reason = ErrorReason(status);
+  return absl::IsUnavailable(status) && (reason.empty() || reason == "DRAINING" || reason == "STARTING");
+}
+
 }  // namespace
 
 bool RetryState::MayRepeat(const absl::Status& status) const {
   const std::string reason = ErrorReason(status);
+  if (IsRestarting(status)) return awaits_server_ && repeat_ == Repeat::kSafe;
   // The server's own UNAVAILABLE says that nothing was done; the connection's says nothing.
   if (absl::IsUnavailable(status)) return repeat_ == Repeat::kSafe || !reason.empty();
   // Who has cancelled a call does not ask. A server that shuts down cuts off calls that reach it in that moment: like a connection.
@@ -37,15 +50,18 @@ bool RetryState::MayRepeat(const absl::Status& status) const {
 }
 
 std::optional<std::chrono::nanoseconds> RetryState::AfterFailure(const absl::Status& status) {
-  const bool away = awaits_server_ && absl::IsUnavailable(status);
+  const bool away = awaits_server_ && IsAway(status);
   if (!away) ++failures_;
   if (failures_ >= policy_.max_attempts || !MayRepeat(status)) return std::nullopt;
   if (absl::IsUnavailable(status) || absl::IsCancelled(status)) answer_lost_ = true;
-  std::chrono::nanoseconds delay = std::chrono::duration_cast<std::chrono::nanoseconds>(backoff_ * Jitter());
-  if (away) delay = std::min<std::chrono::nanoseconds>(delay, kAwayBackoff);
+  std::chrono::nanoseconds& backoff = away ? away_backoff_ : backoff_;
+  std::chrono::nanoseconds delay = std::chrono::duration_cast<std::chrono::nanoseconds>(backoff * Jitter());
+  if (away) delay = std::min<std::chrono::nanoseconds>(delay, kLongestAwayBackoff);
   if (const auto asked_for = RetryDelay(status); asked_for.has_value()) delay = std::max(delay, *asked_for);
-  backoff_ = std::min(backoff_ * 2, Bounded(policy_.max_backoff));
-  if (std::chrono::system_clock::now() + delay >= deadline_) return std::nullopt;
+  backoff = std::min(backoff * 2, Bounded(policy_.max_backoff));
+  if (!away) away_backoff_ = Bounded(policy_.initial_backoff);
+  const std::chrono::nanoseconds least = away ? kShortestAwayAttempt : std::chrono::nanoseconds(0);
+  if (std::chrono::system_clock::now() + delay >= deadline_ - least) return std::nullopt;
   return delay;
 }
 

@@ -22,14 +22,17 @@ enum class Repeat {
 // The repetitions of one call. Not thread-safe.
 class RetryState {
  public:
-  // `awaits_server`: one that is away (UNAVAILABLE) is waited for until the deadline, at most a second at a time; such failures do
-  // not count among the policy's attempts, which are whole for what the server answers when it is back.
+  // `awaits_server`: one that is away (it cannot be reached, cuts the call off, says DRAINING or STARTING, or that it
+  // begins anew) is waited for until
+  // shortly before the deadline, at most a second at a time, by a back-off of its own: the policy's attempts and waits are whole
+  // for what the server answers when it is back.
   RetryState(const RetryPolicy& policy, Deadline deadline, Repeat repeat, bool awaits_server = false)
       : policy_(policy),
         deadline_(deadline),
         repeat_(repeat),
         awaits_server_(awaits_server),
-        backoff_(Bounded(policy.initial_backoff)) {}
+        backoff_(Bounded(policy.initial_backoff)),
+        away_backoff_(backoff_) {}
 
   // To be called after each failure: how long to wait before the next attempt, or nothing if the failure is final.
   std::optional<std::chrono::nanoseconds> AfterFailure(const absl::Status& status);
@@ -49,7 +52,7 @@ class RetryState {
   const bool awaits_server_;
   int failures_ = 0;          // but those of a server that is waited for
   bool answer_lost_ = false;  // an attempt may still be running on the server
-  std::chrono::nanoseconds backoff_;
+  std::chrono::nanoseconds backoff_, away_backoff_;
 };
 
 }  // namespace headwater::client::internal

@@ -168,6 +168,18 @@ absl::Status CheckRows(const std::string& field, const RowsView& rows) {
   return absl::OkStatus();
 }
 
+absl::Status CheckElements(const std::string& field, const TensorView& values) {
+  int64_t bytes = 0;
+  if (values.element_count < 0 || __builtin_mul_overflow(values.element_count, int64_t{4}, &bytes)) {
+    return InvalidView(v1::ERROR_REASON_INVALID_FIELD, field, "a number of elements >= 0, and bytes below 2^63",
+                       absl::StrCat(values.element_count));
+  }
+  if (values.data == nullptr && bytes > 0) {
+    return InvalidView(v1::ERROR_REASON_INVALID_FIELD, field, "memory for the elements", "a null pointer");
+  }
+  return absl::OkStatus();
+}
+
 std::vector<int64_t> ShapeOf(const HeadSpec& spec, HeadTensor tensor) {
   if (tensor == HeadTensor::kBias) return {spec.vocab_size};
   return {spec.vocab_size, spec.hidden_size};

@@ -17,6 +17,8 @@ namespace headwater::client::internal {
 
 // INVALID_ARGUMENT if reading the rows would leave the caller's memory.
 absl::Status CheckRows(const std::string& field, const RowsView& rows);
+// Likewise, of a whole tensor.
+absl::Status CheckElements(const std::string& field, const TensorView& values);
 // What a caller's view or option has wrong.
 absl::Status InvalidView(v1::ErrorReason reason, const std::string& field, const std::string& expected, const std::string& actual);
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -150,6 +151,12 @@ class RemoteBackend:
         self._paths.transfers.close()
         self._channel.close()
 
+    def without_waiting(self) -> RemoteBackend:
+        """This backend, whose calls do not wait for a server that is away, whatever its own do."""
+        other = copy.copy(self)
+        other._awaits_server = False
+        return other
+
     def current_epoch(self, name: str, epoch: bytes) -> bytes:
         return epoch
 
@@ -219,7 +226,7 @@ class RemoteBackend:
         return self._paths.note()
 
     def health(self, timeout_s: float) -> str:
-        return _HEALTH_NAMES.get(self._unary(self._check_health, b"", timeout_s), "UNKNOWN")
+        return _HEALTH_NAMES.get(self.without_waiting()._unary(self._check_health, b"", timeout_s), "UNKNOWN")
 
     # ---- heads --------------------------------------------------------------------------------------------------------
 

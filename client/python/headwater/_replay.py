@@ -9,6 +9,7 @@ failed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import time
 import uuid
@@ -33,6 +34,7 @@ from headwater._futures import Cancel, Done
 from headwater._remote import RemoteBackend
 from headwater._replay_log import Entry, ReplayLog
 from headwater._requests import CommitRequest, ComputeRequest, GradientRequest, StepKey, copy_request, request_bytes
+from headwater._retry import AWAY_BACKOFF_S, is_away, may_wait, pause
 from headwater._types import ApplyResult, DiscardGradientResult, HeadInfo, HeadSpec, LossResult, SaveResult, SealResult, StepStatus
 
 R = TypeVar("R")
@@ -64,6 +66,8 @@ class ReplayBackend:
 
     def __init__(self, inner: RemoteBackend, max_bytes: int, max_steps: int | None, timeout_s: float):
         self._inner = inner
+        # For recoveries, which keep the others waiting: _patiently() waits for them.
+        self._hasty = inner.without_waiting()
         self._log = ReplayLog(max_bytes, max_steps)
         self._lock = threading.RLock()
         # The server's incarnation under which an epoch was learned, by head and epoch.
@@ -123,7 +127,7 @@ class ReplayBackend:
             self._checksums[info.name] = info.weight_checksum
         if key not in self._learned:
             # Asked afterwards: if the server was started again in between, the epoch is not followed, rather than wrongly.
-            self._learned[key] = self._inner.server_info(self._timeout_s).incarnation
+            self._learned[key] = self._hasty.server_info(self._timeout_s).incarnation
         if info.open_step is not None:
             self._log.begin(info.name, info.open_step)
         return info
@@ -146,15 +150,14 @@ class ReplayBackend:
         recoveries = 0
         while True:
             if self._unsent:
-                with self._lock:
-                    self._send(deadline)
+                self._patiently(deadline, lambda: self._send(deadline))
             carried = {name: self.current_epoch(name, epoch) for name, epoch in heads.items()}
             try:
                 result = call(max(deadline - time.monotonic(), 0.001), recoveries > 0)
             except (StepLostError, EpochFencedError) as error:
                 recoveries += 1
                 why = f"{_MAX_RECOVERIES} restarts in one call" if recoveries > _MAX_RECOVERIES else None
-                why = why or self._recover(carried, steps, deadline)
+                why = why or self._patiently(deadline, functools.partial(self._recover, carried, steps, deadline))
                 if why is not None:
                     raise _still_lost(error, why, steps) from error.__cause__
                 continue
@@ -172,19 +175,30 @@ class ReplayBackend:
                         self._log.drop(keys, "there was no memory for what was sent in it")
             return result
 
+    def _patiently(self, deadline: float, work: Callable[[], R]) -> R:
+        """Runs a part of a recovery, again if the server goes away meanwhile. Other calls have the lock in between."""
+        while True:
+            try:
+                with self._lock:
+                    return work()
+            except HeadwaterError as error:
+                if not is_away(error) or not may_wait(AWAY_BACKOFF_S, deadline):
+                    raise
+            pause(AWAY_BACKOFF_S)
+
     def _recover(self, carried: Mapping[str, bytes], steps: Mapping[str, int], deadline: float) -> str | None:
         """Takes the heads of the log, and those that a failed call has carried, and repeats the log. Why not, if it cannot."""
         with self._lock:
             if self._is_outdated(carried):
                 return None  # another thread has done it
-            incarnation = self._inner.server_info(max(deadline - time.monotonic(), 0.001)).incarnation
+            incarnation = self._hasty.server_info(max(deadline - time.monotonic(), 0.001)).incarnation
             if all(self._learned.get(head, incarnation) == incarnation for head in carried.items()):
                 return "the server has not been started again: another run has taken the head, or its engine failed"
             heads = self._logged_heads() | dict(carried)
             states = {}
             for name in heads:
                 try:
-                    states[name] = self._inner.get_head(name, max(deadline - time.monotonic(), 0.001))
+                    states[name] = self._hasty.get_head(name, max(deadline - time.monotonic(), 0.001))
                 except NotFoundError:
                     self._log.forget(name)  # deleted, or never saved: what was sent to it is gone with it
                     if name in carried:
@@ -211,14 +225,14 @@ class ReplayBackend:
                 if state.epoch != heads[name] or state.state == "RESTORED"
             }
             # These calls follow a restart, too: epochs of a later process must not be taken for this one's.
-            if self._inner.server_info(max(deadline - time.monotonic(), 0.001)).incarnation != incarnation:
+            if self._hasty.server_info(max(deadline - time.monotonic(), 0.001)).incarnation != incarnation:
                 return self._recover(carried, steps, deadline)
             self._unsent = entries
             for name, epoch in taken.items():
                 self._learned[(name, epoch)] = incarnation
                 self._successors[(name, heads[name])] = epoch
             self._send(deadline)
-            self._inner.open_session(max(deadline - time.monotonic(), 0.001))
+            self._hasty.open_session(max(deadline - time.monotonic(), 0.001))
             return None
 
     def _cannot_follow(self, state: HeadInfo, epoch: bytes, step: int | None) -> str | None:
@@ -247,9 +261,9 @@ class ReplayBackend:
         if state.state != "RESTORED":
             return state.epoch
         try:
-            return self._inner.take_head(state.name, state.epoch, max(deadline - time.monotonic(), 0.001)).epoch
+            return self._hasty.take_head(state.name, state.epoch, max(deadline - time.monotonic(), 0.001)).epoch
         except EpochFencedError:
-            now = self._inner.get_head(state.name, max(deadline - time.monotonic(), 0.001))
+            now = self._hasty.get_head(state.name, max(deadline - time.monotonic(), 0.001))
             reached = now.open_step is not None and first is not None and last is not None and first <= now.open_step <= last
             if not reached or now.state != "READY":
                 raise
@@ -260,7 +274,7 @@ class ReplayBackend:
         while self._unsent:
             entry = self._unsent[0]
             try:
-                entry.run(self._inner, self._update, max(deadline - time.monotonic(), 0.001))
+                entry.run(self._hasty, self._update, max(deadline - time.monotonic(), 0.001))
             except (StepLostError, EpochFencedError) as error:
                 carried = {name: self.current_epoch(name, epoch) for name, epoch in entry.heads.items()}
                 steps = {key.head: key.step for key in entry.keys}

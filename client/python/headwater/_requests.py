@@ -12,7 +12,7 @@ import numpy as np
 from headwater import _arrays
 from headwater._errors import invalid_argument
 from headwater._memory import DeviceArray, RowMemory, Rows, as_tensor, torch
-from headwater._types import HeadSpec, LossResult, check_integer, check_number
+from headwater._types import HeadSpec, LossResult, check_factor, check_integer, check_number
 
 DEFAULT_IGNORE_INDEX = -100
 
@@ -243,7 +243,7 @@ def check_cross_entropy(spec: HeadSpec, label_smoothing: Any, z_loss: Any, class
             raise invalid_argument("INVALID_FIELD", "class_weights must be >= 0", field="class_weights", expected=">= 0")
     return CrossEntropyOptions(
         label_smoothing=check_number(label_smoothing, "label_smoothing", low=0, high=1, high_open=True),
-        z_loss=check_number(z_loss, "z_loss", low=0),
+        z_loss=check_factor(z_loss, "z_loss", low=0),
         class_weights=weights,
     )
 
@@ -377,6 +377,22 @@ def check_micro_batch(contributes: bool, backward: bool, micro_batch: Any) -> in
             "MISSING_FIELD", "micro_batch is required for gradients of a trainable head: k * world_size + rank", field="micro_batch"
         )
     return check_integer(micro_batch, "micro_batch")
+
+
+def check_temperature(value: Any, name: str) -> float:
+    """A number > 0. Logits are float32, and multiplied by its reciprocal."""
+    number = check_number(value, name, low=0, low_open=True)
+    with np.errstate(over="ignore", under="ignore"):
+        reciprocal = np.float32(1 / number) if number > 1e-300 else np.float32(np.inf)
+    if not 0 < reciprocal < np.inf:
+        raise invalid_argument(
+            "INVALID_FIELD",
+            f"{name} must have a reciprocal that is a float32 > 0, got {number!r}",
+            field=name,
+            expected="a number > 0 whose reciprocal is a float32 > 0",
+            actual=number,
+        )
+    return number
 
 
 def check_token_factors(value: Any) -> np.ndarray | None:

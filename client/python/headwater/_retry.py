@@ -28,8 +28,10 @@ _TRANSIENT_REASONS = frozenset(
 AMBIGUOUS_CODES = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"})
 # Steps of a head whose attempts are remembered: the open one, the one before it, and one that a call waits for.
 _REMEMBERED_STEPS = 3
-# A server that is waited for is looked for at least this often, in seconds: as gRPC does (_channel.py).
-_AWAY_BACKOFF_S = 1.0
+# A server that is waited for is looked for at least this often, in seconds, as gRPC does (_channel.py); and no more once only this
+# is left.
+AWAY_BACKOFF_S = 1.0
+_SHORTEST_AWAY_TRY_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -68,37 +70,65 @@ def is_transient(error: HeadwaterError, *, repeatable: bool) -> bool:
     return error.code == "UNAVAILABLE" and (repeatable or bool(error.reason))
 
 
+def is_away(error: HeadwaterError) -> bool:
+    """Whether nobody is there who could say what is wrong, or soon will not be. `SHARD_NOT_READY` is an answer."""
+    if isinstance(error, ClientClosedError):
+        return False
+    return _is_restarting(error) or (error.code == "UNAVAILABLE" and error.reason in ("", "DRAINING", "STARTING"))
+
+
+def _is_restarting(error: HeadwaterError) -> bool:
+    """Whether the server has lost a rank or its device with what its heads held, and begins anew."""
+    return "serverRestarts" in error.metadata
+
+
+def may_wait(delay_s: float, deadline: float) -> bool:
+    """Whether a server that is away may be looked for after so long.
+
+    Not if next to nothing is left then: the caller is to learn that nobody answers, and not that its time is up.
+    """
+    return time.monotonic() + delay_s < deadline - _SHORTEST_AWAY_TRY_S
+
+
+def pause(delay_s: float) -> None:
+    """Waits. Raises CancelledError as soon as the future is cancelled."""
+    scope = current_scope()
+    if scope is None:
+        time.sleep(delay_s)
+    elif scope.sleep(delay_s):
+        raise make_error("CANCELLED", "CANCELLED", "the call was cancelled by this client while it waited for a retry")
+
+
 def with_retries(
     policy: RetryPolicy, timeout_s: float, call: Callable[[float, int], R], *, repeatable: bool = True, awaits_server: bool = False
 ) -> R:
     """Runs `call(seconds that are left, number of earlier tries)` until it succeeds or is not worth another try.
 
     Args:
-        awaits_server: a server that is away is waited for until the deadline. Such tries do not count against the policy's number,
-            so that it is whole for what the server answers when it is back.
+        awaits_server: one that is away is waited for until shortly before the deadline, by a back-off of its own: the policy's
+            tries and waits are whole for what the server answers when it is back.
     Raises:
         HeadwaterError: that of the last try. CancelledError: the future was cancelled while it waited.
     """
     deadline = time.monotonic() + timeout_s
-    tries = away = 0
+    refusals = away = tries = 0
     while True:
         try:
             return call(max(deadline - time.monotonic(), 0.001), tries)
         except HeadwaterError as error:
-            delay = policy.backoff(tries, error.retry_after_s)
             tries += 1
-            if awaits_server and error.code == "UNAVAILABLE":
+            if awaits_server and is_away(error):
+                delay = max(min(policy.backoff(away, None), AWAY_BACKOFF_S), error.retry_after_s or 0.0)
                 away += 1
-                delay = min(delay, max(_AWAY_BACKOFF_S, error.retry_after_s or 0.0))
-            elif tries - away >= policy.max_attempts:
+                worth_it = may_wait(delay, deadline)
+            else:
+                delay = policy.backoff(refusals, error.retry_after_s)
+                refusals, away = refusals + 1, 0
+                worth_it = refusals < policy.max_attempts and time.monotonic() + delay < deadline
+            transient = repeatable and awaits_server if _is_restarting(error) else is_transient(error, repeatable=repeatable)
+            if not worth_it or not transient:
                 raise
-            if not is_transient(error, repeatable=repeatable) or time.monotonic() + delay >= deadline:
-                raise
-        scope = current_scope()
-        if scope is None:
-            time.sleep(delay)
-        elif scope.sleep(delay):
-            raise make_error("CANCELLED", "CANCELLED", "the call was cancelled by this client while it waited for a retry")
+        pause(delay)
 
 
 class AttemptBook:

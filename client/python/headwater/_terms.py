@@ -243,8 +243,8 @@ def _jsd_options(head: Head, term: JSD, hard_loss: _requests.CrossEntropyOptions
         )
     return JsdOptions(
         beta=check_number(term.beta, "beta", low=0, high=1),
-        student_temperature=check_number(term.student_temperature, "student_temperature", low=0, low_open=True),
-        teacher_temperature=check_number(term.teacher_temperature, "teacher_temperature", low=0, low_open=True),
+        student_temperature=_requests.check_temperature(term.student_temperature, "student_temperature"),
+        teacher_temperature=_requests.check_temperature(term.teacher_temperature, "teacher_temperature"),
         hard_loss_weight=hard_loss_weight,
         hard_loss=hard_loss,
         truncate_to_common=truncate_to_common,

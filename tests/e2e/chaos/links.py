@@ -32,6 +32,7 @@ class ProxyLink:
         self._open.set()
         self._slow = False
         self._sockets: set[socket.socket] = set()
+        self._closed = False
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -41,7 +42,10 @@ class ProxyLink:
             try:
                 near, _ = self._listener.accept()
             except OSError:
-                return
+                if self._closed:
+                    return
+                time.sleep(0.01)  # there are no descriptors, say
+                continue
             try:
                 far = socket.create_connection(self._target)
             except OSError:  # the server is down
@@ -97,6 +101,9 @@ class ProxyLink:
         self._slow = False
 
     def close(self) -> None:
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends accept(), which close() does not
         self._listener.close()
         self._open.set()
         with self._lock:

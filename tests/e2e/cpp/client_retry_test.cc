@@ -246,10 +246,10 @@ TEST_F(ClientRetry, BackOffDoublesToItsBoundWithJitter) {
 
 // Whatever the policy says, and without using up what it allows for the server's refusals.
 TEST_F(ClientRetry, WithAReplayLogAServerThatIsAwayIsWaitedFor) {
+  using client::internal::FromGrpcStatus;
   using client::internal::RetryState;
   const absl::Status away = absl::UnavailableError("gone");
-  const absl::Status full =
-      client::internal::FromGrpcStatus(ErrorWithReason(grpc::StatusCode::RESOURCE_EXHAUSTED, "QUEUE_FULL"), "it");
+  const absl::Status full = FromGrpcStatus(ErrorWithReason(grpc::StatusCode::RESOURCE_EXHAUSTED, "QUEUE_FULL"), "it");
   const auto later = std::chrono::system_clock::now() + std::chrono::hours(1);
   RetryState waits({.max_attempts = 3, .initial_backoff = milliseconds(1), .max_backoff = std::chrono::minutes(5)}, later,
                    client::internal::Repeat::kSafe, /*awaits_server=*/true);
@@ -258,9 +258,20 @@ TEST_F(ClientRetry, WithAReplayLogAServerThatIsAwayIsWaitedFor) {
     ASSERT_TRUE(delay.has_value()) << i;
     EXPECT_LE(*delay, seconds(1));
   }
-  EXPECT_TRUE(waits.AfterFailure(full).has_value());
-  EXPECT_TRUE(waits.AfterFailure(full).has_value());
+  // By the policy's own waits, which have not grown meanwhile.
+  for (const milliseconds longest : {milliseconds(1), milliseconds(2)}) {
+    const auto delay = waits.AfterFailure(full);
+    ASSERT_TRUE(delay.has_value());
+    EXPECT_LE(*delay, longest);
+  }
   EXPECT_FALSE(waits.AfterFailure(full).has_value());
+  RetryState answered({.max_attempts = 1}, later, client::internal::Repeat::kSafe, /*awaits_server=*/true);
+  EXPECT_TRUE(answered.AfterFailure(absl::CancelledError("cut off")).has_value());
+  for (const char* const reason : {"DRAINING", "STARTING"}) {
+    EXPECT_TRUE(answered.AfterFailure(FromGrpcStatus(ErrorWithReason(grpc::StatusCode::UNAVAILABLE, reason), "it")).has_value());
+  }
+  EXPECT_FALSE(
+      answered.AfterFailure(FromGrpcStatus(ErrorWithReason(grpc::StatusCode::UNAVAILABLE, "SHARD_NOT_READY"), "it")).has_value());
   RetryState other_each_time({.max_attempts = 3}, later, client::internal::Repeat::kIfNothingWasDone, /*awaits_server=*/true);
   EXPECT_FALSE(other_each_time.AfterFailure(away).has_value());
 
@@ -559,8 +570,52 @@ TEST_F(ClientRetry, WrongPoliciesAreRefused) {
   options.replay_bytes = -1;
   EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), options).status()), "INVALID_FIELD");
   options.replay_bytes = 0;
-  options.session_lease = milliseconds(-1);
+  for (const milliseconds lease : {milliseconds(-1), milliseconds::max()}) {
+    options.session_lease = lease;
+    EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), options).status()), "INVALID_FIELD");
+  }
+  options.session_lease = seconds(30);
+  options.client_name = std::string(129, 'n');
   EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), options).status()), "INVALID_FIELD");
+}
+
+TEST_F(ClientRetry, TargetsThatAreNoneAreSaidBeforeAnythingIsTried) {
+  for (const std::string target :
+       {"", "localhost", "localhost:", "localhost:0", "localhost:65536", "localhost:https", ":50051", "host name:1", "::1:50051",
+        "[::1]", "http://localhost:50051", "dns:///localhost", "a:1,b:2", "unix:", "unix-abstract:"}) {
+    const absl::Status status = Client::Connect(target).status();
+    EXPECT_EQ(ErrorReason(status), "INVALID_FIELD") << target;
+    EXPECT_NE(std::string(status.message()).find("got \"" + target + "\""), std::string::npos) << status;
+  }
+  ClientOptions hasty;
+  hasty.connect_timeout = milliseconds(20);
+  for (const std::string target : {"127.0.0.1:1", "localhost:1", "head_water.example.invalid:1", "[::1]:1", "dns:localhost:1",
+                                   "dns:///localhost:1", "dns:///[::1]:1", "ipv4:127.0.0.1:1", "ipv6:[::1]:1",
+                                   "unix:/nobody/is here", "unix:nobody", "unix-abstract:headwater-nobody"}) {
+    EXPECT_EQ(Client::Connect(target, hasty).status().code(), absl::StatusCode::kUnavailable) << target;
+  }
+}
+
+TEST_F(ClientRetry, WhatCannotBeReadIsRefusedBeforeAnythingIsSent) {
+  Connect(Quick(1));
+  TensorView nothing;
+  nothing.element_count = 12;
+  EXPECT_EQ(ErrorReason(head_->UploadWeights(HeadTensor::kWeight, nothing).status()), "INVALID_FIELD");
+  EXPECT_EQ(ErrorReason(head_->ReplaceWeights(0, nothing).status()), "INVALID_FIELD");
+  const std::vector<float> some(12);
+  TensorView less = TensorView::Float32(some);
+  less.element_count = -1;
+  EXPECT_EQ(ErrorReason(head_->UploadWeights(HeadTensor::kWeight, less).status()), "INVALID_FIELD");
+  RowsView on_device = RowsView::Float32(some, head_->spec().hidden_size);
+  on_device.memory = Memory::kCuda;
+  EXPECT_EQ(ErrorReason(head_->AddGradient(0, 0, on_device).status()), "INVALID_FIELD");
+  EXPECT_EQ(server_.calls.load(), 0);
+}
+
+TEST_F(ClientRetry, ATimeThatIsOverIsNotTheDefault) {
+  Connect(Quick(5));
+  EXPECT_EQ(head_->Commit(0, 0, 1.0, {.timeout = milliseconds(-1)}).Get().status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(head_->Seal(0, 1, {}, {.timeout = milliseconds(-1)}).status().code(), absl::StatusCode::kDeadlineExceeded);
 }
 
 }  // namespace

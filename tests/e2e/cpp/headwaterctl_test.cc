@@ -351,11 +351,15 @@ TEST_F(Headwaterctl, WrongCommandLinesEndWithTwo) {
                                              {"health", "--vocab_size=5"},
                                              {"save", "student"},
                                              {"info", "more"},
+                                             {"info", "--timeout=0"},
+                                             {"info", "--connect_timeout=-1s"},
+                                             {"info", "--client_certificate=here"},
                                              {"plan", "--vocab_size=many"},
                                              {"plan", "--vocab_size"},
                                              {"plan", "--vocab_size=5"},
                                              {"plan", "--vocab_size=5", "--hidden_size=4", "--data_type=int8"},
                                              {"plan", "--vocab_size=5", "--hidden_size=4", "--momentum=0.5"},
+                                             {"plan", "--vocab_size=5", "--hidden_size=4", "--optimizer=adamw"},
                                              {"load", "a", "b", "--trainable"}}) {
     const ProgramResult result = Run(arguments);
     EXPECT_EQ(result.exit_code, 2) << (arguments.empty() ? "" : arguments.back()) << result.err;

@@ -4,7 +4,7 @@ import collections
 import concurrent.futures
 import contextlib
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 import numpy as np
@@ -32,12 +32,13 @@ class Failure:
     code: grpc.StatusCode
     reason: str = ""
     retry_after_s: float | None = None
+    metadata: dict = field(default_factory=dict)
 
     def abort(self, context):
         status = error_pb2.RpcStatus(code=self.code.value[0], message="scripted")
         details = []
         if self.reason:
-            details.append(("ErrorInfo", error_pb2.ErrorInfo(reason=self.reason, domain="headwater")))
+            details.append(("ErrorInfo", error_pb2.ErrorInfo(reason=self.reason, domain="headwater", metadata=self.metadata)))
         if self.retry_after_s is not None:
             info = error_pb2.RetryInfo()
             info.retry_delay.FromMilliseconds(int(self.retry_after_s * 1000))

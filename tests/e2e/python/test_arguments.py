@@ -116,7 +116,9 @@ def test_cross_entropy_rejects(head, rows, case):
 BAD_JSD = {
     "beta": ("INVALID_FIELD", {"beta": 1.5}),
     "student_temperature": ("INVALID_FIELD", {"student_temperature": 0}),
+    "student_temperature_tiny": ("INVALID_FIELD", {"student_temperature": 1e-300}),
     "teacher_temperature": ("INVALID_FIELD", {"teacher_temperature": -1}),
+    "teacher_temperature_huge": ("INVALID_FIELD", {"teacher_temperature": 1e300}),
     "hard_loss_weight": ("INVALID_FIELD", {"hard_loss_weight": 2}),
     "hard_loss_without_targets": ("MISSING_FIELD", {"hard_loss_weight": 0.5, "targets": None}),
     "smoothing_without_hard_loss": ("INVALID_COMBINATION", {"label_smoothing": 0.1}),
@@ -217,6 +219,7 @@ def test_gradients_beyond_fp32_are_infinite(head, rows):
         ({"token_weights": [1.0, 2.0, np.nan] + [1.0] * (NUM_TOKENS - 3)}, "token_weights must be finite, got nan at index 2"),
         ({"loss_scale": np.inf}, "loss_scale must be finite, got inf"),
         ({"z_loss": -1.0}, "z_loss must be in [0, inf), got -1.0"),
+        ({"z_loss": 4e38}, "z_loss must be finite in float32, got 4e+38"),
     ],
 )
 def test_what_is_wrong_is_told_with_its_place(head, rows, arguments, told):

@@ -8,15 +8,8 @@ import sys
 
 import pytest
 
-PROGRAM = """
+IN_A_FORK = """
 import os, select, signal, sys
-import headwater
-
-address, transport, parent = sys.argv[1:]
-
-def use():
-    with headwater.connect(address, transport=transport) as client:
-        return client.health()
 
 def in_a_fork(work):
     reading, writing = os.pipe()
@@ -33,6 +26,15 @@ def in_a_fork(work):
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return outcome
+"""
+CONNECTING = """
+import headwater
+
+address, transport, parent = sys.argv[1:]
+
+def use():
+    with headwater.connect(address, transport=transport) as client:
+        return client.health()
 
 if parent == "has closed":
     use()
@@ -41,23 +43,40 @@ print(in_a_fork(use))
 print(in_a_fork(lambda: in_a_fork(use)))
 print(use() if client is None else client.health())  # the children have done nothing to it
 """
+IN_PROCESS = """
+import headwater.local
+import numpy as np
+
+def use():
+    with headwater.local.connect(engine="cpu") as client:
+        head = client.create_head("head", np.ones((8, 4), np.float32), optimizer=headwater.SGD())
+        return head.cross_entropy(np.ones((2, 4), np.float32), [1, 2], micro_batch=0).state
+
+print(use())
+print(in_a_fork(use))
+print(use())
+"""
 
 
-def outcomes(address, transport, parent):
-    """What a fork gets of its connection, what a fork of a fork does, and what their parent does afterwards."""
-    command = [sys.executable, "-c", PROGRAM, address, transport, parent]
+def run(program, *arguments):
+    """Its output, line by line."""
+    command = [sys.executable, "-c", IN_A_FORK + program, *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.splitlines()
 
 
 @pytest.mark.parametrize("transport", ("auto", "python"))
 def test_a_fork_of_a_process_that_had_not_connected_may_connect(remote, transport):
-    assert outcomes(remote.address, transport, "is new") == ["SERVING"] * 3
+    assert run(CONNECTING, remote.address, transport, "is new") == ["SERVING"] * 3
 
 
 @pytest.mark.parametrize("transport", ("auto", "python"))
 @pytest.mark.parametrize("parent", ("is connected", "has closed"))
 def test_a_fork_of_a_process_that_had_connected_is_told_at_once(remote, transport, parent):
-    *forks, after = outcomes(remote.address, transport, parent)
+    *forks, after = run(CONNECTING, remote.address, transport, parent)
     assert len(forks) == 2 and after == "SERVING"
     for outcome in forks:
         assert outcome.startswith("ClientClosedError: ") and "spawn or forkserver" in outcome and "after forking" in outcome
+
+
+def test_an_engine_in_process_may_be_made_in_a_fork():
+    assert run(IN_PROCESS) == ["COMMITTED"] * 3

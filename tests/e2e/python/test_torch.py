@@ -147,6 +147,27 @@ def test_ids_begin_again_when_the_head_gets_another_state(one_shard, make_head, 
     assert head.seal(expected_micro_batches=loss_fn.micro_batches + with_own_source.micro_batches).totals.micro_batch_count == 2
 
 
+def test_objects_of_one_head_draw_from_one_source_until_one_takes_it(one_shard, make_head, problem):
+    source = headwater.torch.MicroBatchSource(0, 1)
+    first = problem.head(one_shard.client, make_head)
+    second = one_shard.client.head(first.name)
+    losses = [headwater.torch.CrossEntropyLoss(head, micro_batch_source=source) for head in (first, second)]
+    trunk = problem.parameter()
+
+    def submit(loss_fn):
+        loss_fn(problem.inputs @ trunk.T, problem.targets).backward()
+
+    for loss_fn in (*losses, *losses):
+        submit(loss_fn)
+    assert losses[0].micro_batches == losses[1].micro_batches == [0, 1, 2, 3]
+    first.take()
+    submit(losses[0])
+    with pytest.raises(headwater.EpochFencedError):
+        submit(losses[1])
+    submit(losses[0])  # undisturbed by the one that was fenced off
+    assert first.seal(expected_micro_batches=losses[0].micro_batches).totals.micro_batch_count == 2
+
+
 def test_heads_that_share_a_source_have_ids_of_their_own(one_shard, make_head, problem):
     source = headwater.torch.MicroBatchSource(0, 1)
     heads = [problem.head(one_shard.client, make_head) for _ in range(2)]

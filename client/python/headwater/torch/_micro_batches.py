@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from headwater._backend import Backend
 from headwater._head import Head
 from headwater._types import check_integer
 
+# Epochs of a head under which a source remembers what it has drawn: a `Head` that another one has fenced off may still be used.
+_REMEMBERED_EPOCHS = 4
 
-@dataclass
+
+@dataclass(eq=False)
 class _Drawn:
     """What was drawn in one step of a head."""
 
-    # As the `Head` object knows it: another one after `take`, `restore` or new weights, which empty the step; the same one after a
-    # restart that `connect(replay=True)` has followed, which has put back what the step had.
+    # Another one after `take`, `restore` or new weights, which empty the step. That which follows a restart that
+    # `connect(replay=True)` has followed counts as the same: what the step had was put back.
     epoch: bytes
     step: int
     count: int = 0  # with those that were dropped
@@ -44,7 +49,8 @@ class MicroBatchSource:
         self.world_size = check_integer(world_size, "world_size", low=1)
         self.rank = check_integer(rank, "rank", high=self.world_size - 1)
         self._lock = threading.Lock()
-        self._drawn: dict[str, _Drawn] = {}  # by head
+        # By backend, two of which may have heads of the same name, and head: one for each of the newest epochs.
+        self._drawn: weakref.WeakKeyDictionary[Backend, dict[str, list[_Drawn]]] = weakref.WeakKeyDictionary()
         self._attempts: tuple[int | None, Mapping[int, int]] = (None, {})  # a step, and the attempts that ids of it carry
 
     def __deepcopy__(self, memo: object) -> MicroBatchSource:
@@ -53,20 +59,31 @@ class MicroBatchSource:
     def draw(self, head: Head, step: int) -> tuple[int, set[int]]:
         """A new id of the step, the first of another step at `rank` again; and the set that it was put into, for `forget`."""
         with self._lock:
-            drawn = self._known(head, step)
-            if drawn is None:
-                drawn = self._drawn[head.name] = _Drawn(head._known_epoch, step)
+            drawn = self._known(head)
+            if drawn is None or drawn.step != step:
+                records = self._drawn.setdefault(head._backend, {}).setdefault(head.name, [])
+                if drawn is not None:
+                    records.remove(drawn)
+                drawn = _Drawn(head.epoch, step)
+                records.append(drawn)
+                del records[:-_REMEMBERED_EPOCHS]
             id_ = drawn.count * self.world_size + self.rank
             drawn.count += 1
             drawn.ids.add(id_)
             return id_, drawn.ids
 
-    def _known(self, head: Head, step: int | None) -> _Drawn | None:
-        drawn = self._drawn.get(head.name)
-        return drawn if drawn is not None and (drawn.epoch, drawn.step) == (head._known_epoch, step) else None
+    def _known(self, head: Head) -> _Drawn | None:
+        """What was drawn last under the head's epoch."""
+        records = self._drawn.get(head._backend, {}).get(head.name, ())
+        epoch = head.epoch
+        return next((drawn for drawn in records if head._backend.current_epoch(head.name, drawn.epoch) == epoch), None)
+
+    def _in_open_step(self, head: Head) -> _Drawn | None:
+        drawn = self._known(head)
+        return drawn if drawn is not None and drawn.step == head.step else None
 
     def begin_again(self, step: int | None = None, attempts: Mapping[int, int] | None = None) -> None:
-        """Forgets what was drawn: the next id of any step is its first.
+        """Forgets what was drawn: the next id of any head's step is its first.
 
         For a trainer that does a step anew, after it has taken the head or in the place of a process that is gone.
 
@@ -74,7 +91,7 @@ class MicroBatchSource:
             attempts: the attempt with which an id of `step` is submitted, where the process that is gone has submitted it before.
         """
         with self._lock:
-            self._drawn = {}
+            self._drawn.clear()
             self._attempts = (step, dict(attempts or {}))
 
     def attempt(self, step: int, id_: int) -> int | None:
@@ -89,13 +106,13 @@ class MicroBatchSource:
     def ids(self, head: Head) -> list[int]:
         """Ids that were drawn here in the head's open step and not dropped, ascending."""
         with self._lock:
-            drawn = self._known(head, head.step)
+            drawn = self._in_open_step(head)
             return [] if drawn is None else sorted(drawn.ids)
 
     def count(self, head: Head) -> int:
         """How many ids were drawn here in the head's open step, those that were dropped among them."""
         with self._lock:
-            drawn = self._known(head, head.step)
+            drawn = self._in_open_step(head)
             return 0 if drawn is None else drawn.count
 
 

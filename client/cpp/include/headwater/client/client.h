@@ -27,9 +27,10 @@
 // close steps. When the server has been started again and the head came back at the open step, or at an older one that is still
 // kept, the client takes the head, repeats what came since and goes on; the caller sees a slow call. Of several trainers one takes
 // the head and the others join it. Otherwise STEP_LOST is final (RestoredFrom()), and its message says why. Several calls in flight
-// are repeated in the order in which they had succeeded. While the server is away (UNAVAILABLE) a call that may be repeated is
-// tried again, whatever RetryPolicy::max_attempts says, at most a second apart unless the server asks for more, until the next try
-// would come after its deadline.
+// are repeated in the order in which they had succeeded. While the server is away (it cannot be reached, cuts the call
+// off, or says DRAINING or STARTING) a call that may be repeated is tried again, whatever RetryPolicy::max_attempts says, at most a
+// second apart unless the server asks for more, and is UNAVAILABLE about a second before its deadline. CheckHealth() does
+// not wait.
 #ifndef HEADWATER_CLIENT_CLIENT_H_
 #define HEADWATER_CLIENT_CLIENT_H_
 
@@ -104,13 +105,16 @@ struct ClientOptions {
   std::function<void(const std::string& sentence)> on_notice{};
 };
 
-// A connection. Cheap to copy (copies share it); thread-safe. Heads and futures keep the connection alive by themselves.
+// A connection. Cheap to copy (copies share it); thread-safe. Heads and futures keep the connection alive by themselves. One that
+// was moved from may only be assigned to or destroyed.
 class Client {
  public:
-  // Connects to `target`: `host:port` or `unix:/path/to/socket`. Waits until the server is reached; a server that is still starting
+  // Connects to `target`: `host:port` (an IPv6 host in brackets; before it gRPC's dns:, ipv4: or ipv6: if need be),
+  // `unix:/path/to/socket` or `unix-abstract:name`. Waits until the server is reached; a server that is still starting
   // is waited for. HTTP proxies of the environment are not used.
   //
-  // INVALID_ARGUMENT if an option is out of range; UNAVAILABLE if nobody answers within `connect_timeout`.
+  // INVALID_ARGUMENT if the target is none of these or an option is out of range; UNAVAILABLE if nobody answers within
+  // `connect_timeout`.
   static absl::StatusOr<Client> Connect(const std::string& target, const ClientOptions& options = {});
 
   // Names are full (`tenants/{tenant}/heads/{head}`) or short (`student` is tenants/default/heads/student, if that is the tenant).

@@ -69,8 +69,8 @@ class Head {
   // each trainable head has one step, that of `micro_batch` unless its terms say otherwise. All heads must come from one Client.
   Future<MultiResult> Multi(RowsView hidden, absl::Span<const LossTerm> terms, const MicroBatchOptions& micro_batch,
                             const CallOptions& options = {});
-  // Adds a micro-batch of this head alone that was computed with CommitMode::kExplicit, times `factor` (finite). Idempotent. For
-  // one of several heads use LossResult::contribution.
+  // Adds a micro-batch of this head alone that was computed with CommitMode::kExplicit, times `factor` (finite in float32).
+  // Idempotent. For one of several heads use LossResult::contribution.
   Future<CommitResult> Commit(int64_t step, int64_t micro_batch, double factor = 1.0, const CallOptions& options = {});
   Future<CommitResult> Commit(int64_t step, int64_t micro_batch, const CommitOptions& commit, const CallOptions& options = {});
   // Drops an undecided micro-batch of this head alone; a higher attempt may submit it anew. Idempotent.
@@ -82,8 +82,8 @@ class Head {
   absl::StatusOr<SealResult> Seal(int64_t step, const ExpectedMicroBatches& expected, const SealOptions& seal = {},
                                   const CallOptions& options = {});
   // Adds the caller's own part of the weight's gradient (of tied embeddings, say), times `factor`: `rows` [n, hidden_size],
-  // float32, belong to the weight's rows [row_start, row_start + n), n >= 1. It is a micro-batch of the step, with an id of its
-  // own, and committed when this returns. Larger gradients than max_micro_batch_bytes are sent as several.
+  // float32, in host memory, belong to the weight's rows [row_start, row_start + n), n >= 1. It is a micro-batch of the step, with
+  // an id of its own, and committed when this returns. Larger gradients than max_micro_batch_bytes are sent as several.
   absl::StatusOr<AddGradientResult> AddGradient(int64_t step, int64_t micro_batch, RowsView rows, int64_t row_start = 0,
                                                 double factor = 1.0, const CallOptions& options = {});
   // Updates the weights and opens step + 1. A non-finite gradient changes nothing (NON_FINITE_GRADIENT).

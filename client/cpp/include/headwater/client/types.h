@@ -127,7 +127,7 @@ struct HeadInfo {
 
 // Of one call.
 struct CallOptions {
-  std::chrono::milliseconds timeout{0};  // for the call with all its repetitions. 0: ClientOptions::timeout
+  std::chrono::milliseconds timeout{0};  // for the call with all its repetitions. 0: ClientOptions::timeout; < 0: it is over
   // Calls with tensors in device memory: a CUstream (cudaStream_t) of their device's primary context. The rows are ready, and the
   // memory for gradients is free, when the work that was put into it before the call is done. Null: the default stream.
   void* cuda_stream = nullptr;
@@ -249,7 +249,7 @@ struct Timing {
 
 // How an undecided micro-batch is committed.
 struct CommitOptions {
-  double factor = 1.0;  // finite; multiplies the contribution: the upstream gradient of the loss
+  double factor = 1.0;  // finite in float32; multiplies the contribution: the upstream gradient of the loss
   // [row_count], finite: a factor for each row, beside `factor`. Only for a micro-batch that was computed with
   // late_token_factors, or is held. Copied by the call.
   absl::Span<const float> token_factors{};
@@ -389,7 +389,7 @@ struct SealResult {
 
 // Arguments of ApplyOptimizerStep. The same ones again get the stored reply, others STEP_CONFLICT.
 struct ApplyOptions {
-  double learning_rate = 0;                        // finite, >= 0
+  double learning_rate = 0;                        // finite in float32, >= 0
   std::optional<ExpectedMicroBatches> expected{};  // needed if the step is still open: it is sealed first
   double gradient_factor = 1.0;                    // multiplies the accumulated gradient once, before norm and clipping
   std::optional<double> max_grad_norm{};           // > 0: clips by min(1, max_grad_norm / (global norm + 1e-6))
