@@ -63,6 +63,11 @@ absl::Status CheckFactor(const std::string& field, double value) {
   return CheckNumber(field, value, std::isfinite(static_cast<float>(value)), "a number that is finite in float32");
 }
 
+absl::Status CheckNotNegative(const std::string& field, double value) {
+  return CheckNumber(field, value, value >= 0 && std::isfinite(static_cast<float>(value)),
+                     "a number >= 0 that is finite in float32");
+}
+
 std::string Quoted(const std::string& text) {
   constexpr size_t kMostBytes = 64;
   std::string quoted = "\"";

@@ -37,6 +37,8 @@ absl::Status CheckNumber(const std::string& field, double value, bool holds, con
 
 // kInvalidField unless `value` is finite as float32 too: what multiplies losses or gradients, which are float32.
 absl::Status CheckFactor(const std::string& field, double value);
+// Likewise, and >= 0.
+absl::Status CheckNotNegative(const std::string& field, double value);
 
 // A value from a client as it may stand in a message: quoted, printable, at most 64 bytes of it.
 std::string Quoted(const std::string& text);

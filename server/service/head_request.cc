@@ -1,7 +1,6 @@
 #include "server/service/head_request.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <set>
 #include <string>
@@ -35,12 +34,6 @@ absl::Status DecodeTransform(const v1::LogitTransform& transform, const std::str
 absl::Status CheckFraction(const std::string& field, double value, bool one_allowed) {
   return CheckNumber(field, value, value >= 0 && (one_allowed ? value <= 1 : value < 1),
                      one_allowed ? "a number in [0, 1]" : "a number in [0, 1)");
-}
-
-// Of what the optimizer computes with in float32.
-absl::Status CheckNotNegative(const std::string& field, double value) {
-  return CheckNumber(field, value, value >= 0 && std::isfinite(static_cast<float>(value)),
-                     "a number >= 0 that is finite in float32");
 }
 
 absl::StatusOr<OptimizerSpec> DecodeOptimizer(const v1::OptimizerSpec& optimizer, const std::string& field) {

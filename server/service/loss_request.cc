@@ -80,9 +80,7 @@ absl::StatusOr<CrossEntropyRequest> DecodeCrossEntropy(const v1::CrossEntropyLos
   decoded.z_loss = loss.z_loss();
   HEADWATER_RETURN_IF_ERROR(CheckNumber(field + ".label_smoothing", decoded.label_smoothing,
                                         decoded.label_smoothing >= 0 && decoded.label_smoothing < 1, "a number in [0, 1)"));
-  HEADWATER_RETURN_IF_ERROR(CheckNumber(field + ".z_loss", decoded.z_loss,
-                                        decoded.z_loss >= 0 && std::isfinite(static_cast<float>(decoded.z_loss)),
-                                        "a number >= 0 that is finite in float32"));
+  HEADWATER_RETURN_IF_ERROR(CheckNotNegative(field + ".z_loss", decoded.z_loss));
   if (loss.has_class_weights()) {
     auto weights = DecodeFloats(loss.class_weights(), field + ".class_weights",
                                 {v1::DATA_TYPE_FLOAT32, "FLOAT32", -1, limits.max_vocab_size}, /*negative_allowed=*/false);

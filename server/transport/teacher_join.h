@@ -53,9 +53,9 @@ class JoinedRows {
   // So many of the term's first rows are there now.
   virtual int64_t ready_rows() const = 0;
   // Returns once rows [0, row_end) of the term are there; once they are, they stay, unless their owner's session ends.
-  // kJoinIncomplete with `joinKey` and `missingRow` (its index in the set) in the metadata TeacherJoin::kAnswerTime before
-  // `deadline`, the call's, or when `max_wait` has passed since the claim was made; kCancelled as soon as `cancelled` (may be null;
-  // polled every few milliseconds) is true.
+  // kJoinIncomplete with `joinKey` and `missingRow` (its index in the set) in the metadata shortly before `deadline`, the
+  // call's (TeacherJoin::WaitEnd()), or when `max_wait` has passed since the claim was made; kCancelled as soon as `cancelled` (may
+  // be null; polled every few milliseconds) is true.
   virtual absl::Status Await(int64_t row_end, absl::Time deadline, const std::function<bool()>& cancelled) = 0;
   // Copies rows [row_start, row_start + count) of the term to `out`, `[count, row_bytes()]`. kJoinIncomplete, with nothing useful
   // in `out`, unless all of them are there.

@@ -1,15 +1,11 @@
 #include "client/cpp/src/connection.h"
 
-#include <algorithm>
 #include <string>
 #include <utility>
 
-#include "absl/strings/match.h"
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/string_view.h"
-#include "absl/strings/strip.h"
 #include "client/cpp/src/security.h"
+#include "client/cpp/src/target.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -58,34 +54,6 @@ absl::Status CheckOptions(const ClientOptions& options) {
     if (!status.ok()) return status;
   }
   return absl::OkStatus();
-}
-
-// gRPC takes anything, and WaitForConnected() would wait for it.
-absl::Status CheckTarget(const std::string& target) {
-  absl::string_view rest = target;
-  bool valid = false;
-  if (absl::ConsumePrefix(&rest, "unix:") || absl::ConsumePrefix(&rest, "unix-abstract:")) {
-    valid = !rest.empty();
-  } else {
-    if (absl::ConsumePrefix(&rest, "dns:") && absl::ConsumePrefix(&rest, "//")) {
-      rest.remove_prefix(std::min(rest.size(), rest.find('/') + 1));  // an authority
-    } else if (!absl::ConsumePrefix(&rest, "ipv4:")) {
-      absl::ConsumePrefix(&rest, "ipv6:");
-    }
-    const size_t colon = rest.rfind(':');
-    const absl::string_view host = rest.substr(0, colon);
-    int port = 0;
-    const bool bracketed = absl::StartsWith(host, "[") && absl::EndsWith(host, "]") && host.size() > 2;
-    valid = colon != absl::string_view::npos && absl::SimpleAtoi(rest.substr(colon + 1), &port) && port >= 1 && port <= 65535 &&
-            (bracketed || (!host.empty() && host.find_first_of(":/, ") == absl::string_view::npos));
-  }
-  if (valid) return absl::OkStatus();
-  constexpr char kExpected[] =
-      "host:port (an IPv6 host in brackets, before it dns:, ipv4: or ipv6: if need be), unix:PATH or "
-      "unix-abstract:NAME";
-  return MakeLocalError(v1::ERROR_REASON_INVALID_FIELD, absl::StatusCode::kInvalidArgument,
-                        absl::StrCat("target: expected ", kExpected, ", got \"", target, "\""),
-                        {{"field", "target"}, {"expected", kExpected}, {"actual", target}});
 }
 
 }  // namespace

@@ -13,8 +13,8 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/strip.h"
 #include "client/cpp/src/error.h"
+#include "client/cpp/src/target.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -28,17 +28,6 @@ constexpr size_t kMostTokenBytes = 4096;
 absl::Status Invalid(const char* field, const std::string& expected) {
   return MakeLocalError(v1::ERROR_REASON_INVALID_FIELD, absl::StatusCode::kInvalidArgument,
                         absl::StrCat("ClientOptions.", field, ": expected ", expected), {{"field", field}, {"expected", expected}});
-}
-
-bool IsUnix(absl::string_view target) { return absl::StartsWith(target, "unix:") || absl::StartsWith(target, "unix-abstract:"); }
-
-// The host of host:port, with or without a scheme.
-std::string HostOf(absl::string_view target) {
-  for (const absl::string_view scheme : {"dns:", "ipv4:", "ipv6:"}) absl::ConsumePrefix(&target, scheme);
-  target.remove_prefix(target.rfind('/') == absl::string_view::npos ? 0 : target.rfind('/') + 1);
-  if (absl::StartsWith(target, "[")) return std::string(target.substr(1, target.find(']') - 1));
-  const size_t colon = target.find(':');
-  return std::string(colon == target.rfind(':') ? target.substr(0, colon) : target);  // more than one: a bare IPv6 address
 }
 
 bool IsLoopback(const std::string& host) {
