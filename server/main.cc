@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <charconv>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -42,6 +41,7 @@
 #include "server/group/rank_codec.h"
 #include "server/group/restarter.h"
 #include "server/heads/epoch.h"
+#include "server/main_flag_checks.h"
 #include "server/main_signals.h"
 #include "server/observability/log_level_file.h"
 #include "server/observability/logging.h"
@@ -195,7 +195,7 @@ HEADWATER_LIMIT_FLAG(max_connections,
 HEADWATER_LIMIT_FLAG(max_connection_streams, "calls in progress on one connection; a client of gRPC waits with the next one");
 HEADWATER_LIMIT_FLAG(
     max_metadata_bytes,
-    "bytes of a call's metadata as HTTP/2 counts them: names, values, and 32 for each; more is RESOURCE_EXHAUSTED");
+    "bytes of a call's metadata as HTTP/2 counts them: names, values, and 32 for each; at least 1024; more is RESOURCE_EXHAUSTED");
 HEADWATER_LIMIT_FLAG(max_health_watches,
                      "calls of grpc.health.v1.Health/Watch in progress, which need no token; one more is RESOURCE_EXHAUSTED");
 ABSL_FLAG(absl::Duration, max_stream_time, headwater::service::Limits{}.max_stream_time,
@@ -308,8 +308,8 @@ int Fail(const std::string& message) {
   return 1;
 }
 
-// --device and --gpus, of a server and of a worker.
-absl::Status CheckGpus() {
+// --device, --gpus and --memory_budget_bytes, of a server and of a worker.
+absl::Status CheckDevices() {
   const int32_t gpus = absl::GetFlag(FLAGS_gpus);
   if (gpus < 1 || gpus > kMaxGpus) {
     return absl::InvalidArgumentError(absl::StrCat("--gpus: expected 1 to ", kMaxGpus, ", got ", gpus));
@@ -317,10 +317,8 @@ absl::Status CheckGpus() {
   if (gpus > 1 && absl::GetFlag(FLAGS_engine) != "cuda") {
     return absl::InvalidArgumentError("--gpus: expected --engine=cuda with more than one");
   }
-  if (const int32_t device = absl::GetFlag(FLAGS_device); device < 0) {
-    return absl::InvalidArgumentError(absl::StrCat("--device: expected >= 0, got ", device));
-  }
-  return absl::OkStatus();
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("device", absl::GetFlag(FLAGS_device), 0));
+  return CheckAtLeast("memory_budget_bytes", absl::GetFlag(FLAGS_memory_budget_bytes), 0);
 }
 
 absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
@@ -344,7 +342,7 @@ absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
   if (workers > 0 && absl::GetFlag(FLAGS_shards) != 1) {
     return absl::InvalidArgumentError("--workers: expected --shards=1 with it: each rank holds one shard");
   }
-  HEADWATER_RETURN_IF_ERROR(CheckGpus());
+  HEADWATER_RETURN_IF_ERROR(CheckDevices());
   if (gpus > 1 && absl::GetFlag(FLAGS_shards) != 1) {
     return absl::InvalidArgumentError("--gpus: expected --shards=1 with more than one: each GPU holds one shard");
   }
@@ -352,8 +350,7 @@ absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
     return absl::InvalidArgumentError(
         absl::StrCat("--workers: expected at most ", kMaxRanks, " together with --gpus, got ", workers, " and ", gpus));
   }
-  if (options.shard_count < 1)
-    return absl::InvalidArgumentError(absl::StrCat("--shards: expected >= 1, got ", options.shard_count));
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("shards", options.shard_count, 1));
   if (!options.shard_weights.empty() && options.shard_weights.size() != static_cast<size_t>(options.shard_count)) {
     return absl::InvalidArgumentError(absl::StrCat("--shard_weights: expected ", options.shard_count,
                                                    " numbers, one for each shard, got ", options.shard_weights.size()));
@@ -362,28 +359,17 @@ absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
   options.algorithm_cache_path = service::AlgorithmCachePath(absl::GetFlag(FLAGS_algorithm_cache));
   options.deterministic = absl::GetFlag(FLAGS_deterministic);
   options.timed_search = absl::GetFlag(FLAGS_timed_search) && !options.deterministic;
-  if (options.thread_count < 0 || options.memory_budget_bytes < 0 || options.workspace_bytes < 0) {
-    return absl::InvalidArgumentError("--threads, --memory_budget_bytes and --workspace_bytes: expected >= 0");
-  }
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("threads", options.thread_count, 0));
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("workspace_bytes", options.workspace_bytes, 0));
   return options;
 }
 
 // How long it may take to end.
 absl::Status CheckEnd() {
-  const absl::Duration drain = absl::GetFlag(FLAGS_drain_timeout), grace = absl::GetFlag(FLAGS_device_lost_grace);
-  if (drain <= absl::ZeroDuration()) {
-    return absl::InvalidArgumentError("--drain_timeout: expected a duration > 0, got " + absl::FormatDuration(drain));
-  }
+  HEADWATER_RETURN_IF_ERROR(CheckPositive("drain_timeout", absl::GetFlag(FLAGS_drain_timeout)));
+  const absl::Duration grace = absl::GetFlag(FLAGS_device_lost_grace);
   if (grace >= absl::ZeroDuration() && grace <= absl::Hours(1)) return absl::OkStatus();
   return absl::InvalidArgumentError("--device_lost_grace: expected a duration from 0 to 1h, got " + absl::FormatDuration(grace));
-}
-
-// Permissions in octal.
-absl::StatusOr<int> ParseMode(const char* flag, const std::string& text) {
-  int mode = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), mode, 8);
-  if (error == std::errc() && end == text.data() + text.size() && mode >= 0 && mode <= 0777) return mode;
-  return absl::InvalidArgumentError(absl::StrCat(flag, ": expected permissions from 0 to 0777, in octal, got \"", text, "\""));
 }
 
 absl::StatusOr<service::ServerOptions> ServerOptionsFromFlags() {
@@ -393,10 +379,10 @@ absl::StatusOr<service::ServerOptions> ServerOptionsFromFlags() {
   options.reflection = absl::GetFlag(FLAGS_reflection);
   options.deterministic = absl::GetFlag(FLAGS_deterministic);
   options.descriptor_socket = absl::GetFlag(FLAGS_descriptor_socket);
-  auto descriptor_mode = ParseMode("--descriptor_socket_mode", absl::GetFlag(FLAGS_descriptor_socket_mode));
+  auto descriptor_mode = ParseMode("descriptor_socket_mode", absl::GetFlag(FLAGS_descriptor_socket_mode));
   if (!descriptor_mode.ok()) return descriptor_mode.status();
   options.descriptor_socket_mode = *descriptor_mode;
-  auto unix_mode = ParseMode("--unix_socket_mode", absl::GetFlag(FLAGS_unix_socket_mode));
+  auto unix_mode = ParseMode("unix_socket_mode", absl::GetFlag(FLAGS_unix_socket_mode));
   if (!unix_mode.ok()) return unix_mode.status();
   options.unix_socket_mode = *unix_mode;
   options.unix_socket_owner = absl::GetFlag(FLAGS_unix_socket_owner);
@@ -463,12 +449,9 @@ absl::StatusOr<service::ServerOptions> ServerOptionsFromFlags() {
   options.product_tflops = absl::GetFlag(FLAGS_product_tflops);
   options.max_reset_backlog = absl::GetFlag(FLAGS_max_reset_backlog);
   options.engine_stall_timeout = absl::GetFlag(FLAGS_engine_stall_timeout);
-  if (options.max_threads < 8 || options.max_pollers < 1) {
-    return absl::InvalidArgumentError("--max_threads: expected >= 8; --max_pollers: expected >= 1");
-  }
-  if (options.stream_idle_timeout <= absl::ZeroDuration()) {
-    return absl::InvalidArgumentError("--stream_idle_timeout: expected a duration > 0");
-  }
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("max_threads", options.max_threads, 8));
+  HEADWATER_RETURN_IF_ERROR(CheckAtLeast("max_pollers", options.max_pollers, 1));
+  HEADWATER_RETURN_IF_ERROR(CheckPositive("stream_idle_timeout", options.stream_idle_timeout));
   return options;
 }
 
@@ -566,7 +549,10 @@ absl::StatusOr<service::ChosenEngine> MakeGroup(const EngineOptions& engine, ser
   assembly.listen_host = absl::GetFlag(FLAGS_group_listen_host);
   assembly.on_worker_leaving = OnWorkerLeaving;
   assembly.silence_timeout = absl::GetFlag(FLAGS_rank_timeout);
-  if (assembly.silence_timeout < absl::Seconds(1)) return absl::InvalidArgumentError("--rank_timeout: expected at least 1s");
+  if (assembly.silence_timeout < absl::Seconds(1)) {
+    return absl::InvalidArgumentError("--rank_timeout: expected at least 1s, got " +
+                                      absl::FormatDuration(assembly.silence_timeout));
+  }
   // A rank that hangs is found out first, and the leader hears of a worker's progress only with its signs of life.
   const absl::Duration stall_timeout = options->engine_stall_timeout;
   if (const absl::Duration least = kLeastStalls * assembly.silence_timeout;
@@ -676,7 +662,6 @@ int Join(const sigset_t& signals) {
   if (absl::Status status = service::CheckListenAddress(leader.address); !status.ok()) {
     return Fail("--join: " + std::string(status.message()));
   }
-  if (absl::GetFlag(FLAGS_memory_budget_bytes) < 0) return Fail("--memory_budget_bytes: expected >= 0");
   if (leader.certificate.empty() != leader.key.empty()) return Fail("--tls_certificate and --tls_key: expected both or neither");
   if (!leader.certificate.empty() && leader.ca.empty()) {
     return Fail("--tls_certificate: expected --join_ca with it: without TLS no certificate is shown");
@@ -688,7 +673,7 @@ int Join(const sigset_t& signals) {
   }
   const std::string engine = absl::GetFlag(FLAGS_engine);
   if (absl::Status status = service::CheckEngineChoice(engine); !status.ok()) return Fail(std::string(status.message()));
-  if (absl::Status status = CheckGpus(); !status.ok()) return Fail(std::string(status.message()));
+  if (absl::Status status = CheckDevices(); !status.ok()) return Fail(std::string(status.message()));
   if (absl::Status status = CheckEnd(); !status.ok()) return Fail(std::string(status.message()));
   group::WorkerOptions worker;
   worker.version = service::ServerVersion();

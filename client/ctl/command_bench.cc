@@ -1,8 +1,14 @@
 // `bench`: what the server's engine takes, and what each path of the rows adds to it, as seen from here.
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <memory>
 #include <set>
+#include <system_error>
 #include <utility>
 
 #include "absl/flags/flag.h"
@@ -33,6 +39,21 @@ namespace {
 using client::Transport;
 
 constexpr int64_t kMaxInFlight = 64;
+
+// Whether a file can be written there, so that minutes of measuring are not for nothing. Leaves what is there as it is.
+absl::Status CheckWritable(const char* flag, const std::string& path) {
+  if (path.empty()) return absl::OkStatus();
+  std::error_code error;
+  const std::filesystem::path file(path);
+  const bool is_there = std::filesystem::exists(file, error);
+  const std::filesystem::path folder = file.has_parent_path() ? file.parent_path() : ".";
+  if (std::filesystem::is_directory(file, error)) {
+    errno = EISDIR;
+  } else if (access(is_there ? path.c_str() : folder.c_str(), is_there ? W_OK : W_OK | X_OK) == 0) {
+    return absl::OkStatus();
+  }
+  return UsageError(absl::StrCat("--", flag, ": expected a file that can be written, got ", path, ": ", std::strerror(errno)));
+}
 
 // Numbers in [1, most], ascending, each once.
 absl::StatusOr<std::vector<int64_t>> Numbers(const char* flag, const std::vector<std::string>& values, int64_t most) {
@@ -173,6 +194,9 @@ absl::Status MeasureAll(const Plan& plan, const std::string& head, Output& outpu
 absl::StatusOr<ExitCode> RunBench(client::Client& client, const std::vector<std::string>&, Output& output) {
   const std::string csv_path = absl::GetFlag(FLAGS_csv);
   const std::string png_path = absl::GetFlag(FLAGS_png);
+  for (const auto& [flag, path] : {std::pair("csv", csv_path), std::pair("png", png_path)}) {
+    if (absl::Status status = CheckWritable(flag, path); !status.ok()) return status;
+  }
   if (!png_path.empty()) {
     if (absl::Status status = CheckPlotting(); !status.ok()) return status;
   }

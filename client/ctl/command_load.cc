@@ -3,7 +3,9 @@
 #include <utility>
 
 #include "absl/flags/flag.h"
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "client/ctl/arguments.h"
 #include "client/ctl/command.h"
 #include "client/ctl/head_flags.h"
@@ -67,32 +69,46 @@ absl::StatusOr<LocalTensors> ReadLocalTensors(const std::string& path) {
   return tensors;
 }
 
-absl::StatusOr<client::Head> MakeOrOpen(client::Client& client, const std::string& name, const client::HeadSpec& defaults) {
+// The new head's description (with --create), or the head's that is there, is given to `check` before anything is made.
+absl::StatusOr<client::Head> MakeOrOpen(client::Client& client, const std::string& name, const client::HeadSpec& defaults,
+                                        absl::FunctionRef<absl::Status(const client::HeadSpec&)> check) {
   if (!absl::GetFlag(FLAGS_create)) {
     for (const std::string& flag : kHeadFlags) {
       if (FlagGiven(flag)) return UsageError(absl::StrCat("--", flag, " describes a new head: it needs --create"));
     }
-    return client.OpenHead(name);
+    absl::StatusOr<client::Head> head = client.OpenHead(name);
+    if (!head.ok()) return head.status();
+    if (absl::Status status = check(head->spec()); !status.ok()) return status;
+    return head;
   }
   absl::StatusOr<client::HeadSpec> spec = HeadSpecFromFlags(defaults);
   if (!spec.ok()) return spec.status();
+  if (absl::Status status = check(*spec); !status.ok()) return status;
   return client.CreateHead(name, *spec);
+}
+
+// The wire carries bytes: a transposed weight of the same size would be taken without this.
+absl::Status CheckShape(const char* name, const client::TensorBuffer& buffer, const std::vector<int64_t>& expected) {
+  if (buffer.shape() == expected) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("the ", name, " is [", absl::StrJoin(buffer.shape(), ", "), "], the head needs [",
+                                                 absl::StrJoin(expected, ", "), "]"));
+}
+
+absl::Status CheckTensors(const LocalTensors& tensors, const client::HeadSpec& spec) {
+  if (!spec.has_bias && FlagGiven("bias_tensor")) {
+    return absl::InvalidArgumentError("--bias_tensor was given, and the head has no bias");
+  }
+  if (spec.has_bias && !tensors.bias.has_value()) {
+    return absl::NotFoundError("the head has a bias and the file has no lm_head.bias or bias; --bias_tensor names another one");
+  }
+  absl::Status status = CheckShape("weight", tensors.weight, {spec.vocab_size, spec.hidden_size});
+  if (status.ok() && spec.has_bias) status = CheckShape("bias", *tensors.bias, {spec.vocab_size});
+  return status;
 }
 
 absl::StatusOr<client::HeadInfo> UploadTensor(client::Head& head, HeadTensor tensor, const client::TensorBuffer& buffer,
                                               Output& output) {
-  const char* const name = tensor == HeadTensor::kWeight ? "weight" : "bias";
-  const std::vector<int64_t> expected = tensor == HeadTensor::kWeight
-                                            ? std::vector<int64_t>{head.spec().vocab_size, head.spec().hidden_size}
-                                            : std::vector<int64_t>{head.spec().vocab_size};
-  // The wire carries bytes: a transposed weight of the same size would be taken without this.
-  if (buffer.shape() != expected) {
-    std::string actual;
-    for (const int64_t size : buffer.shape()) absl::StrAppend(&actual, actual.empty() ? "" : ", ", size);
-    return absl::InvalidArgumentError(absl::StrCat("the ", name, " is [", actual, "], the head needs [", expected[0],
-                                                   expected.size() == 2 ? absl::StrCat(", ", expected[1]) : "", "]"));
-  }
-  output.Progress(absl::StrCat("uploading ", name, ", ", FormatBytes(buffer.bytes())));
+  output.Progress(absl::StrCat("uploading ", tensor == HeadTensor::kWeight ? "weight" : "bias", ", ", FormatBytes(buffer.bytes())));
   return head.UploadWeights(tensor, {buffer.data(), buffer.data_type(), buffer.element_count()});
 }
 
@@ -105,21 +121,16 @@ absl::StatusOr<client::HeadInfo> LoadLocal(client::Client& client, const std::st
   defaults.hidden_size = tensors->weight.shape()[1];
   defaults.data_type = tensors->weight.data_type();
   defaults.has_bias = tensors->bias.has_value();
-  absl::StatusOr<client::Head> head = MakeOrOpen(client, name, defaults);
+  absl::StatusOr<client::Head> head =
+      MakeOrOpen(client, name, defaults, [&](const client::HeadSpec& spec) { return CheckTensors(*tensors, spec); });
   if (!head.ok()) return head.status();
-  if (!head->spec().has_bias && FlagGiven("bias_tensor")) {
-    return absl::InvalidArgumentError("--bias_tensor was given, and the head has no bias");
-  }
-  if (head->spec().has_bias && !tensors->bias.has_value()) {
-    return absl::NotFoundError("the head has a bias and the file has no lm_head.bias or bias; --bias_tensor names another one");
-  }
   absl::StatusOr<client::HeadInfo> info = UploadTensor(*head, HeadTensor::kWeight, tensors->weight, output);
   if (info.ok() && head->spec().has_bias) info = UploadTensor(*head, HeadTensor::kBias, *tensors->bias, output);
   return info;
 }
 
 absl::StatusOr<client::HeadInfo> LoadRemote(client::Client& client, const std::string& name, const std::string& path) {
-  absl::StatusOr<client::Head> head = MakeOrOpen(client, name, {});
+  absl::StatusOr<client::Head> head = MakeOrOpen(client, name, {}, [](const client::HeadSpec&) { return absl::OkStatus(); });
   if (!head.ok()) return head.status();
   return head->LoadWeights(path, absl::GetFlag(FLAGS_tensor), absl::GetFlag(FLAGS_bias_tensor));
 }
@@ -140,24 +151,25 @@ absl::StatusOr<ExitCode> RunLoad(client::Client& client, const std::vector<std::
 Command LoadCommand() {
   std::vector<std::string> flags = {"create", "from_file", "tensor", "bias_tensor"};
   flags.insert(flags.end(), kHeadFlags.begin(), kHeadFlags.end());
-  return {.name = "load",
-          .synopsis = "NAME PATH",
-          .summary = "sets a head's weights from a safetensors file or a model folder",
-          .help =
-              "PATH is a .safetensors file or a Hugging Face model folder under headwaterd's --load_root, relative to it. With\n"
-              "--from_file it is a safetensors file on this machine, which is uploaded. Setting the weights of a head that has\n"
-              "some drops its open step and fences off trainers that still use it.\n"
-              "\n"
-              "With --create the head is made first. It stays when the loading fails afterwards; run the command again\n"
-              "without --create, or `headwaterctl delete` the head. With --from_file, --vocab_size, --hidden_size, --data_type\n"
-              "and --bias follow from the file.\n"
-              "\n"
-              "  headwaterctl load teacher llama-8b --create --vocab_size=128256 --hidden_size=4096 --data_type=bfloat16\n"
-              "  headwaterctl load student head.safetensors --from_file --create --trainable --optimizer=adamw\n",
-          .min_arguments = 2,
-          .max_arguments = 2,
-          .flags = std::move(flags),
-          .run = RunLoad};
+  return {
+      .name = "load",
+      .synopsis = "NAME PATH",
+      .summary = "sets a head's weights from a safetensors file or a model folder",
+      .help =
+          "PATH is a .safetensors file or a Hugging Face model folder under headwaterd's --load_root, relative to it. With\n"
+          "--from_file it is a safetensors file on this machine, which is uploaded. Setting the weights of a head that has\n"
+          "some drops its open step and fences off trainers that still use it.\n"
+          "\n"
+          "With --create the head is made first, unless the tensors of --from_file are not as the flags say. It stays when the\n"
+          "loading fails afterwards; run the command again without --create, or `headwaterctl delete` the head. With\n"
+          "--from_file, --vocab_size, --hidden_size, --data_type and --bias follow from the file.\n"
+          "\n"
+          "  headwaterctl load teacher llama-8b --create --vocab_size=128256 --hidden_size=4096 --data_type=bfloat16\n"
+          "  headwaterctl load student head.safetensors --from_file --create --trainable --optimizer=adamw\n",
+      .min_arguments = 2,
+      .max_arguments = 2,
+      .flags = std::move(flags),
+      .run = RunLoad};
 }
 
 }  // namespace headwater::ctl

@@ -32,6 +32,7 @@ namespace headwater::ctl {
 namespace {
 
 constexpr char kDefaultPort[] = ":9464";
+constexpr char kWhereMetricsAre[] = "does headwaterd serve metrics there (--metrics_address)? --metrics says where to look";
 constexpr absl::Duration kShortestInterval = absl::Milliseconds(100);
 // ANSI: to the top left, erase to the end of the line, erase what is below.
 constexpr char kHome[] = "\x1b[H";
@@ -64,13 +65,13 @@ absl::StatusOr<Look> LookNow(const std::string& address) {
   const auto text = FetchMetrics(address, absl::GetFlag(FLAGS_connect_timeout));
   if (!text.ok()) {
     if (absl::IsInvalidArgument(text.status())) return UsageError(absl::StrCat("--metrics: ", text.status().message()));
-    return text.status();
+    return WithHint(text.status(), kWhereMetricsAre);
   }
   const absl::Time time = absl::Now();
   auto page = MetricsPage::Parse(*text);
   if (!page.ok()) return page.status();
   if (!page->Sum("headwater_serving").has_value()) {
-    return absl::UnavailableError(absl::StrCat("http://", address, "/metrics is not headwaterd's"));
+    return WithHint(absl::UnavailableError(absl::StrCat("http://", address, "/metrics is not headwaterd's")), kWhereMetricsAre);
   }
   return Look{*std::move(page), time};
 }

@@ -3,6 +3,7 @@
 #include <iostream>
 #include <map>
 
+#include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "client/ctl/table.h"
@@ -11,8 +12,11 @@
 namespace headwater::ctl {
 namespace {
 
+constexpr char kHintPayload[] = "headwaterctl/hint";
+
 // What to do about an error that operators meet. Reasons that are not here explain themselves.
-std::string HintFor(const std::string& reason, absl::StatusCode code) {
+std::string HintFor(const absl::Status& status, const std::string& reason) {
+  if (const auto own = status.GetPayload(kHintPayload); own.has_value()) return std::string(*own);
   static const std::map<std::string, std::string> hints = {
       {"HEAD_NOT_FOUND", "`headwaterctl heads` lists the heads that exist; `headwaterctl load --create` makes one"},
       {"HEAD_ALREADY_EXISTS",
@@ -34,7 +38,8 @@ std::string HintFor(const std::string& reason, absl::StatusCode code) {
       {"FEATURE_NOT_BUILT", "this server does not have that part of the API; `headwaterctl info` lists its features"},
   };
   if (const auto hint = hints.find(reason); hint != hints.end()) return hint->second;
-  if (reason.empty() && code == absl::StatusCode::kUnavailable) return "is headwaterd running there? --server says where to look";
+  if (reason.empty() && absl::IsUnavailable(status))
+    return "is headwaterd running there? --server says where to look, --ca_certificate connects with TLS";
   return "";
 }
 
@@ -55,6 +60,11 @@ nlohmann::json SpecToJson(const client::HeadSpec& spec) {
 }
 
 }  // namespace
+
+absl::Status WithHint(absl::Status status, const std::string& hint) {
+  if (!status.ok()) status.SetPayload(kHintPayload, absl::Cord(hint));
+  return status;
+}
 
 const char* OptimizerName(const client::Optimizer& optimizer) {
   if (std::holds_alternative<client::AdamW>(optimizer)) return "adamw";
@@ -109,7 +119,7 @@ void Output::Progress(const std::string& line) const {
 void Output::PrintError(const absl::Status& status) const {
   const std::string reason = client::ErrorReason(status);
   const std::string code = absl::StatusCodeToString(status.code());
-  const std::string hint = HintFor(reason, status.code());
+  const std::string hint = HintFor(status, reason);
   std::cerr << "headwaterctl: " << code << (reason.empty() ? "" : absl::StrCat(" / ", reason)) << ": "
             << Printable(std::string(status.message())) << "\n";
   if (!hint.empty()) std::cerr << "hint: " << hint << "\n";

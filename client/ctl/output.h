@@ -27,6 +27,9 @@ class Output {
   const bool json_;
 };
 
+// An error of a command that knows better what to do about it than its code and reason tell.
+absl::Status WithHint(absl::Status status, const std::string& hint);
+
 // A head as JSON: bytes in hexadecimal, sizes as numbers.
 nlohmann::json ToJson(const client::HeadInfo& head);
 nlohmann::json ToJson(const client::MemoryPlan& plan);

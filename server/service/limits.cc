@@ -37,7 +37,6 @@ absl::Status ValidateLimits(const Limits& limits) {
       {"max_stripes", limits.max_stripes},
       {"max_connections", limits.max_connections},
       {"max_connection_streams", limits.max_connection_streams},
-      {"max_metadata_bytes", limits.max_metadata_bytes},
       {"max_health_watches", limits.max_health_watches},
       {"ordered_window", limits.ordered_window},
   };
@@ -54,6 +53,10 @@ absl::Status ValidateLimits(const Limits& limits) {
   };
   for (const auto& [name, value] : not_negative) {
     if (value < 0) return absl::InvalidArgumentError(absl::StrCat(name, ": expected at least 0, got ", value));
+  }
+  if (limits.max_metadata_bytes < kLeastMetadataBytes) {
+    return absl::InvalidArgumentError(absl::StrCat("max_metadata_bytes: expected at least ", kLeastMetadataBytes,
+                                                   ", which a call takes without any of its own, got ", limits.max_metadata_bytes));
   }
   const std::pair<const char*, absl::Duration> durations[] = {
       {"max_session_lease", limits.max_session_lease}, {"max_step_wait", limits.max_step_wait},

@@ -52,8 +52,11 @@ struct Limits {
 // Room in a message for everything that is not a chunk's data or a per-token output.
 inline constexpr int64_t kMessageOverheadBytes = 64 << 10;
 
-// InvalidArgument if a limit is below its minimum (1, or 0 where that means none), or if two of them contradict each other (a row
-// must fit a chunk, a chunk and the per-token outputs of the largest micro-batch must fit a message).
+// What gRPC itself puts into a call's metadata, with room for a short token.
+inline constexpr int64_t kLeastMetadataBytes = 1 << 10;
+
+// InvalidArgument if a limit is below its minimum (1, or 0 where that means none; kLeastMetadataBytes), or if two of them
+// contradict each other (a row must fit a chunk, a chunk and the per-token outputs of the largest micro-batch must fit a message).
 absl::Status ValidateLimits(const Limits& limits);
 
 }  // namespace headwater::service

@@ -42,7 +42,7 @@ absl::Status CheckListenAddress(const std::string& address) {
       absl::SimpleAtoi(address.substr(colon + 1), &port) && port >= 0 && port <= 65535) {
     return absl::OkStatus();
   }
-  return absl::InvalidArgumentError(absl::StrCat("expected an address host:port or unix:PATH to listen on, got \"", address, "\""));
+  return absl::InvalidArgumentError(absl::StrCat("expected host:port or unix:PATH, got \"", address, "\""));
 }
 
 bool IsUnixAddress(const std::string& address) { return absl::StartsWith(address, kUnix); }

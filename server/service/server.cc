@@ -202,9 +202,11 @@ absl::Status Server::Ports::Listen(const ServerOptions& options, const std::vect
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options, std::unique_ptr<LossEngine> engine) {
   if (options.listen_addresses.empty()) return absl::InvalidArgumentError("listen_addresses: expected at least one, got none");
-  for (const auto* addresses : {&options.listen_addresses, &options.admin_listen_addresses}) {
+  for (const auto& [field, addresses] : {std::pair("listen_addresses", &options.listen_addresses),
+                                         std::pair("admin_listen_addresses", &options.admin_listen_addresses)}) {
     for (const std::string& address : *addresses) {
-      if (absl::Status status = CheckListenAddress(address); !status.ok()) return status;
+      const absl::Status status = CheckListenAddress(address);
+      if (!status.ok()) return absl::InvalidArgumentError(absl::StrCat(field, ": ", status.message()));
     }
   }
   auto socket_access = MakeSocketAccess(options.unix_socket_owner, options.unix_socket_mode);

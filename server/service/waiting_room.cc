@@ -7,6 +7,7 @@
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "server/service/retry_after.h"
+#include "server/transport/answer_time.h"
 
 namespace headwater::service {
 namespace {
@@ -61,7 +62,8 @@ absl::StatusOr<heads::SealReply> WaitingRoom::Seal(heads::Head& head, const head
   absl::StatusOr<heads::SealReply> reply = head.Seal(key, expected);
   if (reply.ok() || !MayStillCome(reply.status())) return reply;
   const absl::Status waited = Run(call, [&](const heads::WaitLimits& limits) {
-    reply = head.Seal(key, expected, limits);
+    const absl::Time end = std::min(limits.deadline, transport::WaitEnd(absl::Now(), call.deadline));
+    reply = head.Seal(key, expected, {end, limits.cancelled});
     return reply.status();
   });
   if (reply.ok()) return reply;

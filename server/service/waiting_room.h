@@ -28,7 +28,7 @@ class WaitingRoom {
   absl::Status AwaitTurn(const heads::Head& head, const heads::StepKey& key, int64_t micro_batch, const heads::WaitLimits& call);
 
   // Head::Seal() that waits for micro-batches that are missing or undecided. Errors as above and Seal()'s; when `max_wait` has
-  // passed, what is still missing.
+  // passed, or shortly before the call's deadline (answer_time.h), what is still missing.
   absl::StatusOr<heads::SealReply> Seal(heads::Head& head, const heads::StepKey& key, const heads::ExpectedMicroBatches& expected,
                                         const heads::WaitLimits& call);
 

@@ -15,6 +15,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
+#include "server/transport/answer_time.h"
 #include "server/transport/byte_budget.h"
 #include "server/transport/row_ranges.h"
 
@@ -496,7 +497,7 @@ class TeacherJoin::State::RowClaim : public JoinedRows {
   }
 
   absl::Status Await(int64_t row_end, absl::Time deadline, const std::function<bool()>& cancelled) override {
-    const absl::Time end = std::min(TeacherJoin::WaitEnd(absl::Now(), deadline), give_up_);
+    const absl::Time end = std::min(WaitEnd(absl::Now(), deadline), give_up_);
     absl::MutexLock lock(&state_->mutex_);
     while (Advance(row_end) < row_end) {
       // `cancelled` is the caller's code: not under our lock.
@@ -599,10 +600,6 @@ TeacherJoin::TeacherJoin(const JoinLimits& limits, std::function<absl::Time()> c
     : state_(std::make_shared<State>(limits, std::move(clock))) {}
 
 TeacherJoin::~TeacherJoin() = default;
-
-absl::Time TeacherJoin::WaitEnd(absl::Time now, absl::Time deadline) {
-  return deadline - std::clamp((deadline - now) / 4, absl::ZeroDuration(), kAnswerTime);
-}
 
 absl::StatusOr<std::unique_ptr<TeacherStream>> TeacherJoin::Open(const JoinedSet& set, const std::vector<int32_t>& row_indices,
                                                                  const std::optional<JoinOwner>& owner) {

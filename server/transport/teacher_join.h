@@ -54,7 +54,7 @@ class JoinedRows {
   virtual int64_t ready_rows() const = 0;
   // Returns once rows [0, row_end) of the term are there; once they are, they stay, unless their owner's session ends.
   // kJoinIncomplete with `joinKey` and `missingRow` (its index in the set) in the metadata shortly before `deadline`, the
-  // call's (TeacherJoin::WaitEnd()), or when `max_wait` has passed since the claim was made; kCancelled as soon as `cancelled` (may
+  // call's (answer_time.h), or when `max_wait` has passed since the claim was made; kCancelled as soon as `cancelled` (may
   // be null; polled every few milliseconds) is true.
   virtual absl::Status Await(int64_t row_end, absl::Time deadline, const std::function<bool()>& cancelled) = 0;
   // Copies rows [row_start, row_start + count) of the term to `out`, `[count, row_bytes()]`. kJoinIncomplete, with nothing useful
@@ -85,10 +85,6 @@ class TeacherJoin {
  public:
   // What a row takes of `max_bytes` beside its data.
   static constexpr int64_t kRowOverheadBytes = 128;
-  // When a wait for rows that begins `now` ends, of a call that may last until `deadline`: kAnswerTime earlier, or a quarter of
-  // what is left, because the answer that names the missing row must arrive before the caller only learns that its time is up.
-  static absl::Time WaitEnd(absl::Time now, absl::Time deadline);
-  static constexpr absl::Duration kAnswerTime = absl::Milliseconds(50);
 
   // `clock` tells how long things wait; only differences of its times matter.
   TeacherJoin(const JoinLimits& limits, std::function<absl::Time()> clock);

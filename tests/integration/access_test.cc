@@ -528,7 +528,8 @@ TEST(Options, WithoutMeaningAreRefusedAtTheStart) {
   EXPECT_THAT(StartError([&](auto* o) { o->token_file = "/no/such/file"; }), HasSubstr("token_file"));
   EXPECT_THAT(StartError([&](auto* o) { o->unix_socket_mode = 01000; }), HasSubstr("unix_socket_mode"));
   EXPECT_THAT(StartError([&](auto* o) { o->unix_socket_owner = "no-such-user"; }), HasSubstr("unix_socket_owner"));
-  EXPECT_THAT(StartError([&](auto* o) { o->admin_listen_addresses = {"unix-abstract:name"}; }), HasSubstr("to listen on"));
+  EXPECT_THAT(StartError([&](auto* o) { o->admin_listen_addresses = {"unix-abstract:name"}; }),
+              HasSubstr("admin_listen_addresses: expected host:port or unix:PATH, got \"unix-abstract:name\""));
 }
 
 std::string TokensError(const std::string& text) {

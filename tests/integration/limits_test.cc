@@ -314,6 +314,14 @@ TEST(StreamLimits, OfMetadata) {
   EXPECT_GT(good, 4096U - 1024U);
 }
 
+TEST(StreamLimits, TheLeastMetadataStillServes) {
+  ServerSetup setup;
+  setup.options.limits.max_metadata_bytes = service::kLeastMetadataBytes;
+  WireServer server(setup);
+  const grpc::Status status = Ask(server.NewChannel(), kLong, std::string(256, 'x'));
+  EXPECT_TRUE(status.ok()) << status.error_message();
+}
+
 TEST(StreamLimits, OfTheirTime) {
   ServerSetup setup;
   setup.options.limits.max_stream_time = absl::Milliseconds(400);

@@ -196,6 +196,7 @@ def test_other_answers_are_refused(server, answer, status, complaint):
 def test_a_server_without_metrics_is_told(server):
     done = top(server, "--once", "--metrics=127.0.0.1:1")
     assert done.returncode == 1 and "cannot get http://127.0.0.1:1/metrics: Connection refused" in done.stderr
+    assert "--metrics says where to look" in done.stderr and "--server" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,21 @@ TEST_F(Bench, AnInterruptedOneDeletesItsHead) {
   EXPECT_EQ(HeadCount(), 0u);
 }
 
+TEST_F(Bench, AFileThatCannotBeWrittenIsToldBeforeAnythingIsMeasured) {
+  TemporaryDirectory directory;
+  const std::string kept = directory.path() + "/kept.csv";
+  WriteFile(kept, "figures");
+  for (const std::string& path : {directory.path() + "/no/such/folder/bench.csv", directory.path()}) {
+    const ProgramResult result = Run({"--csv=" + path});
+    EXPECT_EQ(result.exit_code, 2) << result.err;
+    EXPECT_TRUE(absl::StrContains(result.err, "--csv: expected a file that can be written, got " + path)) << result.err;
+    EXPECT_FALSE(absl::StrContains(result.err, "making a head")) << result.err;
+  }
+  // The one that is there is not touched for an error that comes later.
+  EXPECT_EQ(Run({"--csv=" + kept, "--transports=cuda_ipc"}).exit_code, 1);
+  EXPECT_EQ(ReadFile(kept), "figures");
+}
+
 TEST_F(Bench, WrongCommandLinesEndWithTwo) {
   for (const std::vector<std::string>& words : std::vector<std::vector<std::string>>{{"--transports=pigeon"},
                                                                                      {"--transports="},

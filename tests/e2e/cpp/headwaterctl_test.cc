@@ -225,6 +225,11 @@ TEST_F(Headwaterctl, LoadsFromLocalFileAndSaves) {
   const ProgramResult transposed = Run({"load", "student", path, "--from-file"});
   EXPECT_EQ(transposed.exit_code, 1);
   EXPECT_TRUE(absl::StrContains(transposed.err, "[12, 101], the head needs [101, 12]")) << transposed.err;
+  // Of a head that would not fit nothing is left.
+  const ProgramResult unfit = Run({"load", "other", path, "--from-file", "--create", "--vocab_size=101"});
+  EXPECT_EQ(unfit.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(unfit.err, "[12, 101], the head needs [101, 101]")) << unfit.err;
+  EXPECT_EQ(RunJson({"heads"})["heads"].size(), 1u);
 }
 
 TEST_F(Headwaterctl, RestoredHeadIsShownWithItsCheckpointAndTaken) {

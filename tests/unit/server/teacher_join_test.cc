@@ -11,6 +11,7 @@
 
 #include "absl/time/clock.h"
 #include "head_test_util.h"
+#include "server/transport/answer_time.h"
 
 namespace headwater::transport {
 namespace {
@@ -222,11 +223,11 @@ TEST_F(TeacherJoinTest, BothSidesDeclareTheSameSet) {
 // Else the caller learns of its own deadline, and not which row is missing.
 TEST_F(TeacherJoinTest, TheAnswerLeavesBeforeTheDeadline) {
   const absl::Time now = absl::UnixEpoch() + absl::Hours(1);
-  EXPECT_EQ(TeacherJoin::WaitEnd(now, now + absl::Seconds(1)), now + absl::Seconds(1) - TeacherJoin::kAnswerTime);
-  EXPECT_EQ(TeacherJoin::WaitEnd(now, now + absl::Milliseconds(40)), now + absl::Milliseconds(30));
-  EXPECT_EQ(TeacherJoin::WaitEnd(now, now), now);
-  EXPECT_EQ(TeacherJoin::WaitEnd(now, absl::InfiniteFuture()), absl::InfiniteFuture());
-  EXPECT_EQ(TeacherJoin::WaitEnd(now, absl::InfinitePast()), absl::InfinitePast());
+  EXPECT_EQ(WaitEnd(now, now + absl::Seconds(1)), now + absl::Seconds(1) - kAnswerTime);
+  EXPECT_EQ(WaitEnd(now, now + absl::Milliseconds(40)), now + absl::Milliseconds(30));
+  EXPECT_EQ(WaitEnd(now, now), now);
+  EXPECT_EQ(WaitEnd(now, absl::InfiniteFuture()), absl::InfiniteFuture());
+  EXPECT_EQ(WaitEnd(now, absl::InfinitePast()), absl::InfinitePast());
   const auto claim = Claim({2});
   const absl::Time begin = absl::Now();
   EXPECT_REASON(claim->Await(1, begin + absl::Milliseconds(200), nullptr), kJoinIncomplete);

@@ -35,7 +35,7 @@ TEST(Limits, AcceptsTheOutermostValuesAndNothingBeyond) {
       {"max_join_bytes", &Limits::max_join_bytes, 0, INT64_MAX},
       {"max_connections", &Limits::max_connections, 1, INT32_MAX},
       {"max_connection_streams", &Limits::max_connection_streams, 1, INT32_MAX},
-      {"max_metadata_bytes", &Limits::max_metadata_bytes, 1, INT32_MAX},
+      {"max_metadata_bytes", &Limits::max_metadata_bytes, kLeastMetadataBytes, INT32_MAX},
       {"max_health_watches", &Limits::max_health_watches, 1, INT64_MAX},
   };
   for (const Row& row : rows) {

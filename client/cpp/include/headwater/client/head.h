@@ -78,7 +78,7 @@ class Head {
 
   // ---- steps ------------------------------------------------------------------------------------------------------------
   // Refuses further micro-batches and returns the totals. Fails, changing nothing, if one is missing, undecided or unexpected;
-  // `seal.wait` waits for the first two.
+  // `seal.wait` waits for the first two, until shortly before the deadline of the call.
   absl::StatusOr<SealResult> Seal(int64_t step, const ExpectedMicroBatches& expected, const SealOptions& seal = {},
                                   const CallOptions& options = {});
   // Adds the caller's own part of the weight's gradient (of tied embeddings, say), times `factor`: `rows` [n, hidden_size],
