@@ -8,6 +8,7 @@
 #include "client/cpp/src/decision.h"
 #include "client/cpp/src/head_handle.h"
 #include "client/cpp/src/loss_call.h"
+#include "client/cpp/src/tensor_stream.h"
 
 namespace headwater::client {
 
@@ -98,6 +99,17 @@ absl::Status OtherClientError(const char* field) {
                                   {{"field", field}});
 }
 
+// The wire carries bytes: rows of another shape would be told as too many or too few of them.
+absl::Status CheckTeacherRows(const LossInput& input, const LossTerm& term, const HeadHandle& teacher) {
+  const RowsView& rows = term.teacher_hidden;
+  const int64_t row_count = term.row_count.value_or(input.hidden.row_count - term.row_start);
+  const int64_t hidden_size = teacher.state->spec.hidden_size;
+  if (rows.row_count == row_count && (row_count == 0 || rows.hidden_size == hidden_size)) return absl::OkStatus();
+  return internal::InvalidView(v1::ERROR_REASON_DATA_LENGTH_MISMATCH, "teacher_hidden",
+                               absl::StrCat("[", row_count, ", ", hidden_size, "], the term's rows of ", teacher.state->name),
+                               absl::StrCat("[", rows.row_count, ", ", rows.hidden_size, "]"));
+}
+
 // All terms, students before teachers: where a head is both, the step is the student's.
 absl::Status AddTerms(LossInput& input, absl::Span<const LossTerm> terms, const HeadHandle& caller,
                       const MicroBatchOptions& options, HeadHandle* (*handle_of)(const Head&)) {
@@ -110,6 +122,9 @@ absl::Status AddTerms(LossInput& input, absl::Span<const LossTerm> terms, const 
       return internal::MakeLocalError(v1::ERROR_REASON_INVALID_COMBINATION, absl::StatusCode::kInvalidArgument,
                                       "terms.joined_teacher: expected with a teacher's head, and without teacher_hidden",
                                       {{"field", "terms.joined_teacher"}});
+    }
+    if (teacher != nullptr && !term.joined_teacher.has_value()) {
+      if (absl::Status status = CheckTeacherRows(input, term, *teacher); !status.ok()) return status;
     }
     std::optional<int64_t> step = term.step;
     if (!step.has_value() && (head.state->spec.trainable || &head == &caller)) step = options.step;

@@ -215,6 +215,16 @@ TEST(ClientRealTransfer, TeachersRowsMeetTheTrainersInEitherOrder) {
   const LossResult expected =
       Value(head.Jsd(RowsView::Float32(rows, kHiddenSize), teacher_head, RowsView::Float32(teacher_rows, 64), {}, {}, {}).Get());
 
+  // Of as many bytes, and of fewer.
+  const absl::Span<const float> fewer(teacher_rows.data(), (kRows - 1) * 64);
+  for (const auto& [wrong, shape] :
+       {std::pair(RowsView::Float32(teacher_rows, 32), "[600, 32]"), std::pair(RowsView::Float32(fewer, 64), "[299, 64]")}) {
+    const absl::Status refused = head.Jsd(RowsView::Float32(rows, kHiddenSize), teacher_head, wrong, {}, {}, {}).Get().status();
+    EXPECT_EQ(ErrorReason(refused), "DATA_LENGTH_MISMATCH") << refused;
+    EXPECT_THAT(std::string(refused.message()),
+                testing::AllOf(testing::HasSubstr("expected [300, 64]"), testing::HasSubstr(shape)));
+  }
+
   // Two streams bring the odd and the even rows.
   std::vector<std::vector<float>> halves(2);
   std::vector<std::vector<int32_t>> indices(2);

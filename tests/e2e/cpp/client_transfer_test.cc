@@ -160,6 +160,7 @@ TEST_F(ClientTransfer, OptionAndServerLimitTheStreams) {
 }
 
 TEST_F(ClientTransfer, TeacherRowsTravelBesideTheOthersFirstRowsFirst) {
+  server_.WithState([](ScriptedServer::State& state) { state.hidden_size = kHiddenSize; });
   Connect();
   LossTerm term;
   term.loss = JsdOptions();

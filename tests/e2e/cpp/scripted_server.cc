@@ -220,7 +220,7 @@ void ScriptedServer::Describe(const std::string& name, v1::Head* head) {
   head->set_state(state_.head_state);
   head->set_open_step(state_.open_step);
   head->mutable_spec()->set_vocab_size(8);
-  head->mutable_spec()->set_hidden_size(4);
+  head->mutable_spec()->set_hidden_size(state_.hidden_size);
   head->mutable_spec()->set_data_type(v1::DATA_TYPE_FLOAT32);
   head->mutable_spec()->set_trainable(state_.trainable);
 }

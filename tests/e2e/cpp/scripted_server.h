@@ -42,6 +42,7 @@ class ScriptedServer {
     std::string epoch = std::string(16, 'e');
     v1::HeadState head_state = v1::HEAD_STATE_READY;
     int64_t open_step = 0;
+    int64_t hidden_size = 4;
     bool trainable = true;
     std::chrono::milliseconds lease{30000};
     std::vector<std::string> sessions;  // that are open
