@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from headwater._backend import Backend
 from headwater._errors import HeadwaterError, make_error
-from headwater._futures import current_scope
+from headwater._futures import current_scope, interpreter_exits
 from headwater._requests import StepKey
+from headwater._retry import EXIT_POLL_S, waits_for_server
 
 if TYPE_CHECKING:
     from headwater._head import Head
@@ -63,9 +64,11 @@ class AbandonedContributions:
         Returns:
             What is left of it.
         Raises:
-            DeadlineExceededError: nothing is. CancelledError: the future was cancelled while it waited. Nothing was sent.
+            DeadlineExceededError: nothing is. CancelledError: the future was cancelled while it waited, or the interpreter exits
+                and the server is away (`_retry.pause`). Nothing was sent.
         """
-        if self._thread is None or not self._thread.is_alive():  # it stays behind in a fork
+        thread = self._thread
+        if thread is None or not thread.is_alive():  # it stays behind in a fork
             return timeout_s
         deadline = time.monotonic() + timeout_s
         settled = threading.Event()
@@ -73,7 +76,10 @@ class AbandonedContributions:
         if scope is not None:
             scope.attach(settled.set)
         self._queue.put(settled)
-        settled.wait(min(timeout_s, threading.TIMEOUT_MAX))
+        poll_s = threading.TIMEOUT_MAX if scope is None else EXIT_POLL_S
+        while (remaining_s := deadline - time.monotonic()) > 0 and not settled.wait(min(remaining_s, poll_s)):
+            if scope is not None and interpreter_exits() and waits_for_server(thread):
+                scope.cancel()
         if scope is not None and scope.is_cancelled:
             raise make_error("CANCELLED", "CANCELLED", f"the call was cancelled by this client while it {_WAITED}")
         remaining_s = deadline - time.monotonic()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
+import concurrent.futures.thread
+import contextlib
 import functools
 import os
 import threading
@@ -27,6 +29,29 @@ LOSS_THREADS = 16
 CONTROL_THREADS = 4
 # Calls that may wait for other calls (`Head.seal` with wait=True), so that those do not queue up behind them.
 WAITING_THREADS = 4
+
+
+class _Interpreter:
+    """What becomes of this process."""
+
+    exits = False
+
+    @classmethod
+    def begin_exit(cls) -> None:
+        """The main program has returned."""
+        cls.exits = True
+
+
+# Not atexit, whose functions are called when the threads of all pools have been joined. These are called before, in reverse order;
+# the one that joins the threads is there already, because its module has been imported. RuntimeError: the interpreter exits now.
+# AttributeError: a Python without it, whose exit waits for what waits for a server.
+with contextlib.suppress(RuntimeError, AttributeError):
+    threading._register_atexit(_Interpreter.begin_exit)  # type: ignore[attr-defined]
+
+
+def interpreter_exits() -> bool:
+    """Whether the main program has returned, and the interpreter waits for threads to end."""
+    return _Interpreter.exits
 
 
 class CancelScope:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import uuid
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -26,6 +28,7 @@ from headwater._types import (
     StepStatus,
     check_factor,
     check_integer,
+    check_not_negative,
     check_number,
 )
 
@@ -294,33 +297,35 @@ class Head(HeadLosses):
         Idempotent: the same arguments for the last closed step are answered alike. Only one of several trainers calls it.
 
         Args:
+            learning_rate: >= 0, finite in float32.
             expected_micro_batches: as in `seal`; needed unless the step is sealed.
             gradient_factor: finite in float32; multiplies the gradient once, before norm and clipping: 1 / (loss scale) with a
                 GradScaler.
             max_grad_norm: > 0; clips by the global norm, as torch.nn.utils.clip_grad_norm_ does. None: no clipping.
             other_grad_norm_squared: >= 0; squared norm of the trainer's own gradients, which the global norm includes.
-            weight_decay, beta1, beta2, epsilon, momentum: override the head's optimizer for this step.
+            weight_decay, beta1, beta2, epsilon, momentum: override the head's optimizer for this step, within the same ranges.
         Returns:
             ApplyResult; multiply the trainer's own gradients by its `clip_factor`.
         Raises:
             FailedPreconditionError: `NON_FINITE_GRADIENT`: nothing changed; call `discard_gradient`. Also what `seal` raises.
             StepConflictError: the step was closed otherwise.
         """
-        optional = {
-            "weight_decay": (weight_decay, {"low": 0}),
-            "beta1": (beta1, {"low": 0, "high": 1, "high_open": True}),
-            "beta2": (beta2, {"low": 0, "high": 1, "high_open": True}),
-            "epsilon": (epsilon, {"low": 0}),
-            "momentum": (momentum, {"low": 0, "high": 1, "high_open": True}),
-            "max_grad_norm": (max_grad_norm, {"low": 0, "low_open": True}),
+        fraction = functools.partial(check_number, low=0, high=1, high_open=True)
+        optional: dict[str, tuple[float | None, Callable[[Any, str], float]]] = {
+            "weight_decay": (weight_decay, check_not_negative),
+            "beta1": (beta1, fraction),
+            "beta2": (beta2, fraction),
+            "epsilon": (epsilon, check_not_negative),
+            "momentum": (momentum, fraction),
+            "max_grad_norm": (max_grad_norm, functools.partial(check_number, low=0, low_open=True)),
         }
         arguments = ApplyArguments(
-            learning_rate=check_factor(learning_rate, "learning_rate", low=0),
+            learning_rate=check_not_negative(learning_rate, "learning_rate"),
             gradient_factor=check_factor(gradient_factor, "gradient_factor"),
             other_grad_norm_squared=check_number(other_grad_norm_squared, "other_grad_norm_squared", low=0),
             **{
-                name: None if value is None else check_number(value, name, **limits)  # type: ignore[arg-type]
-                for name, (value, limits) in optional.items()
+                name: None if value is None else check(value, name)  # type: ignore[arg-type]
+                for name, (value, check) in optional.items()
             },
         )
         expected = None if expected_micro_batches is None else _check_expected(expected_micro_batches)

@@ -184,7 +184,7 @@ class ReplayBackend:
             except HeadwaterError as error:
                 if not is_away(error) or not may_wait(AWAY_BACKOFF_S, deadline):
                     raise
-            pause(AWAY_BACKOFF_S)
+            pause(AWAY_BACKOFF_S, away=True)
 
     def _recover(self, carried: Mapping[str, bytes], steps: Mapping[str, int], deadline: float) -> str | None:
         """Takes the heads of the log, and those that a failed call has carried, and repeats the log. Why not, if it cannot."""

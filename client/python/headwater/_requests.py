@@ -12,7 +12,7 @@ import numpy as np
 from headwater import _arrays
 from headwater._errors import invalid_argument
 from headwater._memory import DeviceArray, RowMemory, Rows, as_tensor, torch
-from headwater._types import HeadSpec, LossResult, check_factor, check_integer, check_number
+from headwater._types import HeadSpec, LossResult, check_integer, check_not_negative, check_number
 
 DEFAULT_IGNORE_INDEX = -100
 
@@ -243,7 +243,7 @@ def check_cross_entropy(spec: HeadSpec, label_smoothing: Any, z_loss: Any, class
             raise invalid_argument("INVALID_FIELD", "class_weights must be >= 0", field="class_weights", expected=">= 0")
     return CrossEntropyOptions(
         label_smoothing=check_number(label_smoothing, "label_smoothing", low=0, high=1, high_open=True),
-        z_loss=check_factor(z_loss, "z_loss", low=0),
+        z_loss=check_not_negative(z_loss, "z_loss"),
         class_weights=weights,
     )
 

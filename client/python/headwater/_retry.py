@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from headwater._errors import ClientClosedError, HeadwaterError, make_error
-from headwater._futures import current_scope
+from headwater._futures import current_scope, interpreter_exits
 from headwater._requests import StepKey
 from headwater._types import check_integer, check_number
 
@@ -32,6 +32,10 @@ _REMEMBERED_STEPS = 3
 # is left.
 AWAY_BACKOFF_S = 1.0
 _SHORTEST_AWAY_TRY_S = 0.1
+# How often a wait looks whether the interpreter exits, in seconds.
+EXIT_POLL_S = 0.25
+# Threads that wait for a server that is away.
+_waiting: set[threading.Thread] = set()
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,35 @@ def may_wait(delay_s: float, deadline: float) -> bool:
     return time.monotonic() + delay_s < deadline - _SHORTEST_AWAY_TRY_S
 
 
-def pause(delay_s: float) -> None:
-    """Waits. Raises CancelledError as soon as the future is cancelled."""
+def waits_for_server(thread: threading.Thread) -> bool:
+    """Whether a thread is between two tries to reach a server that is away."""
+    return thread in _waiting
+
+
+def pause(delay_s: float, *, away: bool = False) -> None:
+    """Waits before the next try; `away`: because the server is.
+
+    Raises:
+        CancelledError: the future is cancelled. Or the server is away and the interpreter exits: that waits for the threads of
+            futures, whose outcomes nobody takes any more. A thread of the caller's own waits on.
+    """
+    scope = current_scope()
+    if not away:
+        _sleep(delay_s)
+        return
+    thread = threading.current_thread()
+    deadline = time.monotonic() + delay_s
+    _waiting.add(thread)
+    try:
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            if scope is not None and interpreter_exits():
+                raise make_error("CANCELLED", "CANCELLED", "the interpreter exits, and the server is away")
+            _sleep(min(remaining_s, EXIT_POLL_S) if scope is not None else remaining_s)
+    finally:
+        _waiting.discard(thread)
+
+
+def _sleep(delay_s: float) -> None:
     scope = current_scope()
     if scope is None:
         time.sleep(delay_s)
@@ -108,7 +139,7 @@ def with_retries(
         awaits_server: one that is away is waited for until shortly before the deadline, by a back-off of its own: the policy's
             tries and waits are whole for what the server answers when it is back.
     Raises:
-        HeadwaterError: that of the last try. CancelledError: the future was cancelled while it waited.
+        HeadwaterError: that of the last try. CancelledError: as `pause`.
     """
     deadline = time.monotonic() + timeout_s
     refusals = away = tries = 0
@@ -117,7 +148,8 @@ def with_retries(
             return call(max(deadline - time.monotonic(), 0.001), tries)
         except HeadwaterError as error:
             tries += 1
-            if awaits_server and is_away(error):
+            server_away = is_away(error)
+            if awaits_server and server_away:
                 delay = max(min(policy.backoff(away, None), AWAY_BACKOFF_S), error.retry_after_s or 0.0)
                 away += 1
                 worth_it = may_wait(delay, deadline)
@@ -128,7 +160,7 @@ def with_retries(
             transient = repeatable and awaits_server if _is_restarting(error) else is_transient(error, repeatable=repeatable)
             if not worth_it or not transient:
                 raise
-        pause(delay)
+        pause(delay, away=server_away)
 
 
 class AttemptBook:

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
 from headwater._errors import invalid_argument
+
+
+def _refuse(name: str, expected: str, number: float) -> NoReturn:
+    raise invalid_argument(
+        "INVALID_FIELD", f"{name} must be {expected}, got {number!r}", field=name, expected=expected, actual=number
+    )
+
+
+def _to_number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise invalid_argument("INVALID_FIELD", f"{name} must be a number, got {type(value).__name__}", field=name)
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:  # an array of several elements, an integer beyond fp64
+        raise invalid_argument("INVALID_FIELD", f"{name} must be one finite number: {error}", field=name) from None
 
 
 def check_number(
@@ -26,36 +42,34 @@ def check_number(
     Raises:
         InvalidArgumentError: not a number, not finite, or outside of the range.
     """
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise invalid_argument("INVALID_FIELD", f"{name} must be a number, got {type(value).__name__}", field=name)
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:  # an array of several elements, an integer beyond fp64
-        raise invalid_argument("INVALID_FIELD", f"{name} must be one finite number: {error}", field=name) from None
+    number = _to_number(value, name)
     inside = (number > low if low_open else number >= low) and (number < high if high_open else number <= high)
     if not math.isfinite(number) or not inside or (nonzero and number == 0):
         left, right = "(" if low_open or low == -math.inf else "[", ")" if high_open or high == math.inf else "]"
         expected = "finite" if low == -math.inf and high == math.inf else f"in {left}{low:g}, {high:g}{right}"
-        expected += ", not 0" if nonzero else ""
-        raise invalid_argument(
-            "INVALID_FIELD", f"{name} must be {expected}, got {number!r}", field=name, expected=expected, actual=number
-        )
+        _refuse(name, expected + (", not 0" if nonzero else ""), number)
     return number
 
 
-def check_factor(value: Any, name: str = "factor", *, low: float = -math.inf, nonzero: bool = False) -> float:
-    """A number that is finite in float32 too, in which losses and gradients are multiplied: beyond it they would be NaN."""
-    number = check_number(value, name, low=low, nonzero=nonzero)
+def _check_float32(value: Any, name: str, kind: str, holds: Callable[[float], bool]) -> float:
+    # As server/service/field_check.cc has it: what rounds to a finite float32 may be beyond the largest one by half a unit.
+    number = _to_number(value, name)
     with np.errstate(over="ignore"):
-        if not np.isfinite(np.float32(number)):
-            raise invalid_argument(
-                "INVALID_FIELD",
-                f"{name} must be finite in float32, got {number!r}",
-                field=name,
-                expected="finite in float32",
-                actual=number,
-            )
+        finite = bool(np.isfinite(np.float32(number)))
+    if not finite or not holds(number):
+        _refuse(name, f"{kind} that is finite in float32", number)
     return number
+
+
+def check_factor(value: Any, name: str = "factor", *, nonzero: bool = False) -> float:
+    """A number that is finite in float32, in which losses and gradients are multiplied: beyond it they would be NaN."""
+    kind = "a number other than 0" if nonzero else "a number"
+    return _check_float32(value, name, kind, lambda number: not nonzero or number != 0)
+
+
+def check_not_negative(value: Any, name: str) -> float:
+    """A number >= 0 that is finite in float32, in which optimizers and losses compute: beyond it weights would be NaN."""
+    return _check_float32(value, name, "a number >= 0", lambda number: number >= 0)
 
 
 def check_integer(value: Any, name: str, *, low: int = 0, high: int = 2**63 - 1) -> int:
@@ -99,14 +113,14 @@ class AdamW(_Optimizer):
 
     beta1: float = 0.9  # [0, 1)
     beta2: float = 0.999  # [0, 1)
-    epsilon: float = 1e-8  # >= 0
-    weight_decay: float = 0.01  # >= 0
+    epsilon: float = 1e-8  # >= 0, finite in float32
+    weight_decay: float = 0.01  # >= 0, finite in float32
 
     def __post_init__(self) -> None:
         check_number(self.beta1, "beta1", low=0, high=1, high_open=True)
         check_number(self.beta2, "beta2", low=0, high=1, high_open=True)
-        check_number(self.epsilon, "epsilon", low=0)
-        check_number(self.weight_decay, "weight_decay", low=0)
+        check_not_negative(self.epsilon, "epsilon")
+        check_not_negative(self.weight_decay, "weight_decay")
 
 
 @dataclass(frozen=True)
@@ -116,12 +130,12 @@ class SGD(_Optimizer):
     momentum: float = 0.0  # [0, 1); 0 takes no memory
     dampening: float = 0.0  # [0, 1]
     nesterov: bool = False  # needs momentum > 0 and dampening == 0
-    weight_decay: float = 0.0  # >= 0
+    weight_decay: float = 0.0  # >= 0, finite in float32
 
     def __post_init__(self) -> None:
         check_number(self.momentum, "momentum", low=0, high=1, high_open=True)
         check_number(self.dampening, "dampening", low=0, high=1)
-        check_number(self.weight_decay, "weight_decay", low=0)
+        check_not_negative(self.weight_decay, "weight_decay")
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise invalid_argument("INVALID_COMBINATION", "nesterov needs momentum > 0 and dampening == 0", field="nesterov")
 

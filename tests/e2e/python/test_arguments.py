@@ -4,14 +4,18 @@ import copy
 import dataclasses
 import pickle
 
+import grpc
 import numpy as np
 import pytest
 import torch
 from expectations import refused
+from headwater.v1 import head_service_pb2
 
 import headwater
 import headwater.torch
+from headwater._errors import from_rpc_error
 from headwater._memory import RowMemory
+from headwater._messages import head_spec_message
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 12, 16, 40
 
@@ -169,6 +173,8 @@ BAD_STEPS = {
     "gradient_beyond_fp32": ("INVALID_FIELD", lambda head: head.gradient(gradient_factor=1e39)),
     "norm_beyond_fp32": ("INVALID_FIELD", lambda head: head.gradient_norm(gradient_factor=1e39)),
     "beta1": ("INVALID_FIELD", lambda head: head.apply_optimizer_step(learning_rate=1, beta1=1.0)),
+    "epsilon_beyond_fp32": ("INVALID_FIELD", lambda head: head.apply_optimizer_step(learning_rate=1, epsilon=1e60)),
+    "weight_decay_beyond_fp32": ("INVALID_FIELD", lambda head: head.apply_optimizer_step(learning_rate=1, weight_decay=4e38)),
     "max_grad_norm": ("INVALID_FIELD", lambda head: head.apply_optimizer_step(learning_rate=1, max_grad_norm=0)),
     "other_norm": ("INVALID_FIELD", lambda head: head.apply_optimizer_step(learning_rate=1, other_grad_norm_squared=-1)),
     "expected_twice": ("INVALID_FIELD", lambda head: head.seal(expected_micro_batches=[1, 1])),
@@ -217,9 +223,9 @@ def test_gradients_beyond_fp32_are_infinite(head, rows):
         ({"targets": [1, 2**31] + [0] * (NUM_TOKENS - 2)}, "targets must be in int32, got 2147483648 at index 1"),
         ({"targets": np.full(NUM_TOKENS, 2**63, np.uint64)}, "targets must be in int32, got 9223372036854775808 at index 0"),
         ({"token_weights": [1.0, 2.0, np.nan] + [1.0] * (NUM_TOKENS - 3)}, "token_weights must be finite, got nan at index 2"),
-        ({"loss_scale": np.inf}, "loss_scale must be finite, got inf"),
-        ({"z_loss": -1.0}, "z_loss must be in [0, inf), got -1.0"),
-        ({"z_loss": 4e38}, "z_loss must be finite in float32, got 4e+38"),
+        ({"loss_scale": np.inf}, "loss_scale must be a number that is finite in float32, got inf"),
+        ({"z_loss": -1.0}, "z_loss must be a number >= 0 that is finite in float32, got -1.0"),
+        ({"z_loss": 4e38}, "z_loss must be a number >= 0 that is finite in float32, got 4e+38"),
     ],
 )
 def test_what_is_wrong_is_told_with_its_place(head, rows, arguments, told):
@@ -238,7 +244,7 @@ def test_torch_takes_no_factor_beyond_fp32(backends, make_head):
     ):
         with refused("INVALID_FIELD", headwater.InvalidArgumentError) as info:
             made(head, **{name: 1e39})
-        assert f"{name} must be finite in float32, got 1e+39" in str(info.value)
+        assert f"{name} must be a number" in str(info.value) and "that is finite in float32, got 1e+39" in str(info.value)
 
 
 BAD_HEADS = {
@@ -295,6 +301,39 @@ def test_optimizer_settings_are_checked():
             headwater.AdamW(**bad)
     with refused("INVALID_COMBINATION"):
         headwater.SGD(nesterov=True)
+
+
+OPTIMIZER_SETTINGS = [
+    (optimizer, name)
+    for optimizer in (headwater.AdamW, headwater.SGD)
+    for name in (field.name for field in dataclasses.fields(optimizer))
+    if name != "nesterov"
+]
+# What rounds to the largest float32, to infinity, and to 0, which is a setting like any other.
+FLOAT32_EDGES = (3.4028235677973362e38, 3.4028235677973366e38, 1e60, 1e-60, -1e-60, np.inf, np.nan)
+
+
+@pytest.mark.parametrize(("optimizer", "name"), OPTIMIZER_SETTINGS, ids=lambda value: getattr(value, "__name__", value))
+def test_optimizer_settings_are_those_that_the_server_takes(remote, optimizer, name):
+    """Also in process, where no server checks them. What is expected is told alike; the server's field has a longer path."""
+    for value in FLOAT32_EDGES:
+        spec = head_spec_message(headwater.HeadSpec(4, 4, optimizer=optimizer()))
+        setattr(getattr(spec.optimizer, spec.optimizer.WhichOneof("optimizer")), name, value)
+        request = head_service_pb2.CreateHeadRequest(name="tenants/default/heads/settings", spec=spec, validate_only=True)
+        try:
+            remote.client._backend._heads.CreateHead(request)
+        except grpc.RpcError as error:
+            theirs = from_rpc_error(error)
+        else:
+            optimizer(**{name: value})
+            continue
+        with refused("INVALID_FIELD", headwater.InvalidArgumentError) as info:
+            optimizer(**{name: value})
+        assert theirs.reason == "INVALID_FIELD" and theirs.metadata["field"].endswith(f".{info.value.metadata['field']}")
+        assert float(theirs.metadata["actual"]) == pytest.approx(value, rel=1e-5, nan_ok=True)
+        if name in ("epsilon", "weight_decay"):
+            assert info.value.metadata["expected"] == theirs.metadata["expected"] == "a number >= 0 that is finite in float32"
+            assert str(info.value).endswith(f"{name} must be a number >= 0 that is finite in float32, got {value!r}")
 
 
 def test_frozen_heads_have_no_steps(teacher, rows):

@@ -180,6 +180,32 @@ def test_heads_that_share_a_source_have_ids_of_their_own(one_shard, make_head, p
         assert head.seal(expected_micro_batches=loss_fn.micro_batches).totals.micro_batch_count == 2
 
 
+def test_heads_that_share_a_source_begin_again_each_for_itself(one_shard, make_head, problem):
+    """An id has attempts of its own in each head: one that is too low is a conflict with what a process that is gone has left."""
+    source = headwater.torch.MicroBatchSource(0, 1)
+    heads = [problem.head(one_shard.client, make_head) for _ in range(2)]
+    losses = [headwater.torch.CrossEntropyLoss(head, micro_batch_source=source) for head in heads]
+    trunk = problem.parameter()
+    left = losses[0](problem.inputs @ trunk.T, problem.targets)  # not decided
+    losses[1](problem.inputs @ trunk.T, problem.targets).backward()
+    for head, attempts in zip(heads, ({0: 1}, {0: 0}), strict=True):
+        source.begin_again(0, attempts, head=head)
+    losses[0](2 * problem.inputs @ trunk.T, problem.targets).backward()
+    losses[1](problem.inputs @ trunk.T, problem.targets).backward()
+    for head, attempt in zip(heads, (1, 0), strict=True):
+        entries = head.step_state().open.micro_batches
+        assert {id_: (entry.attempt, entry.state) for id_, entry in entries.items()} == {0: (attempt, "COMMITTED")}
+    source.begin_again(head=heads[0])
+    assert losses[0].micro_batches == [] and losses[1].micro_batches == [0]
+    losses[1](problem.inputs @ trunk.T, problem.targets).backward()
+    assert heads[1].seal(expected_micro_batches=losses[1].micro_batches).totals.micro_batch_count == 2
+    for missing, arguments in (("head", {"step": 0}), ("step", {"head": heads[0]})):
+        with refused("MISSING_FIELD", headwater.InvalidArgumentError) as info:
+            source.begin_again(attempts={0: 1}, **arguments)
+        assert info.value.metadata["field"] == missing
+    del left
+
+
 def test_a_loss_scaled_after_the_fact(one_shard, make_head, problem):
     head, trunk = problem.head(one_shard.client, make_head, staging_slots=2), problem.parameter()
 

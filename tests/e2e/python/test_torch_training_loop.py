@@ -501,6 +501,63 @@ def test_a_tied_model_under_real_ddp(remote, names, tmp_path, flow):
     np.testing.assert_array_equal(remote.client.head(name).weight(), states[0]["embedding.weight"])
 
 
+@pytest.mark.parametrize("shared_gradients", ("reduced", "partial"))
+@pytest.mark.parametrize("dropped", ((5,), (3, 4, 5)), ids=str)
+def test_ranks_whose_last_losses_were_dropped_add_the_embeddings_gradient_beside_them(one_shard, names, shared_gradients, dropped):
+    """Rank 0 does not know which ids rank 1 has drawn and dropped; none of them may be taken for the embedding's part."""
+    kept = [index for index in range(6) if index not in dropped]
+    expected = LanguageModel(tied=True)
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=RATE, **ADAMW)
+    for step in range(2):
+        for index in kept:
+            inputs, targets = micro_batch(step, index)
+            logits = F.linear(expected.body(inputs), expected.lm_head.weight, expected.lm_head.bias)
+            (F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / len(kept)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    client, ranks = one_shard.client, Ranks(2)
+    name, models = names(client), [LanguageModel(tied=True) for _ in range(2)]
+    states = []
+
+    def trainer(rank):
+        model = models[rank]
+        options = {"tied": "server", "optimizer": SERVER_ADAMW, "staging_slots": 2}
+        head = headwater.torch.attach(client, name, model.lm_head, model=model, **options)
+        loop = headwater.torch.TrainingLoop(
+            head,
+            torch.optim.AdamW(model.body_parameters(), lr=RATE, **ADAMW),
+            rank=rank,
+            world_size=2,
+            barrier=ranks.barrier.wait,
+            shared_gradients=shared_gradients,
+        )
+        loss_fn = headwater.torch.CrossEntropyLoss(head, grad_hidden_scale=2.0)
+        for step in range(2):
+            for index in range(rank, 6, 2):
+                inputs, targets = micro_batch(step, index)
+                loss = loss_fn(model.body(inputs), targets)
+                if index in kept:
+                    loop.backward(loss / len(kept))
+                del loss
+            gc.collect()
+            if shared_gradients == "partial":
+                model.lm_head.weight.grad /= 2
+                ranks.average(rank, model.body_parameters())
+            else:
+                ranks.average(rank, [*model.body_parameters(), model.lm_head.weight])
+            assert loop.step(expected_micro_batches=kept).applied
+            if rank == 0:
+                states.append({id_: entry.state for id_, entry in head.step_state().last_closed.micro_batches.items()})
+
+    ranks.run(trainer)
+    own = range(6, 7 if shared_gradients == "reduced" else 8)
+    committed = dict.fromkeys((*kept, *own), "COMMITTED")
+    assert states == [{**committed, **dict.fromkeys(dropped, "DISCARDED")}] * 2
+    for parameter, change in changes(expected, models[0]).items():
+        assert change <= 2e-4, f"{parameter}: {change:.2g}"
+
+
 def test_ranks_with_unequal_numbers_of_micro_batches_say_so(one_shard, make_head, problem):
     head = problem.head(one_shard.client, make_head, staging_slots=2)
     loops = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -81,13 +81,16 @@ class ModuleHead(Head):
         Args:
             parts: number of contributions, see `gradient_parts`.
         """
+        self._push_gradient(range(first_micro_batch, first_micro_batch + parts), factor, timeout_s=timeout_s)
+
+    def _push_gradient(self, micro_batches: Sequence[int], factor: float, *, timeout_s: float | None) -> None:
         parameter = self._server_tied()
-        rows = -(-parameter.shape[0] // parts)
+        rows = -(-parameter.shape[0] // len(micro_batches))
         gradient = None if parameter.grad is None else dense(parameter.grad)
-        for part in range(parts):
+        for part, micro_batch in enumerate(micro_batches):
             start = part * rows
             values = torch.zeros(1, parameter.shape[1], device="cpu") if gradient is None else gradient[start : start + rows]
-            self.add_gradient(values, micro_batch=first_micro_batch + part, row_start=start, factor=factor, timeout_s=timeout_s)
+            self.add_gradient(values, micro_batch=micro_batch, row_start=start, factor=factor, timeout_s=timeout_s)
 
     def gradient_parts(self, *, timeout_s: float | None = None) -> int:
         """Number of contributions that the gradient of the whole weight takes, within the server's limit on one."""

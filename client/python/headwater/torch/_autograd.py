@@ -60,7 +60,7 @@ class Contribution:
         self.head = head
         self.key = head._key(None)
         self.micro_batch, self._ids = source.draw(head, self.key.step)
-        self.attempt = source.attempt(self.key.step, self.micro_batch)
+        self.attempt = source.attempt(head, self.key.step, self.micro_batch)
         self._source = source
         self._commit: Callable[..., Any] | None = None
         self._abandon: Callable[[], Any] | None = None

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headwater._backend import Backend
+from headwater._errors import invalid_argument
 from headwater._head import Head
 from headwater._types import check_integer
 
@@ -23,6 +24,7 @@ class _Drawn:
     # `connect(replay=True)` has followed counts as the same: what the step had was put back.
     epoch: bytes
     step: int
+    attempts: Mapping[int, int] = field(default_factory=dict)  # that ids carry
     count: int = 0  # with those that were dropped
     ids: set[int] = field(default_factory=set)
 
@@ -51,7 +53,6 @@ class MicroBatchSource:
         self._lock = threading.Lock()
         # By backend, two of which may have heads of the same name, and head: one for each of the newest epochs.
         self._drawn: weakref.WeakKeyDictionary[Backend, dict[str, list[_Drawn]]] = weakref.WeakKeyDictionary()
-        self._attempts: tuple[int | None, Mapping[int, int]] = (None, {})  # a step, and the attempts that ids of it carry
 
     def __deepcopy__(self, memo: object) -> MicroBatchSource:
         return self  # two that draw for one head would draw the same ids
@@ -61,16 +62,19 @@ class MicroBatchSource:
         with self._lock:
             drawn = self._known(head)
             if drawn is None or drawn.step != step:
-                records = self._drawn.setdefault(head._backend, {}).setdefault(head.name, [])
                 if drawn is not None:
-                    records.remove(drawn)
-                drawn = _Drawn(head.epoch, step)
-                records.append(drawn)
-                del records[:-_REMEMBERED_EPOCHS]
+                    self._drawn[head._backend][head.name].remove(drawn)
+                drawn = self._remember(head, _Drawn(head.epoch, step))
             id_ = drawn.count * self.world_size + self.rank
             drawn.count += 1
             drawn.ids.add(id_)
             return id_, drawn.ids
+
+    def _remember(self, head: Head, drawn: _Drawn) -> _Drawn:
+        records = self._drawn.setdefault(head._backend, {}).setdefault(head.name, [])
+        records.append(drawn)
+        del records[:-_REMEMBERED_EPOCHS]
+        return drawn
 
     def _known(self, head: Head) -> _Drawn | None:
         """What was drawn last under the head's epoch."""
@@ -82,22 +86,34 @@ class MicroBatchSource:
         drawn = self._known(head)
         return drawn if drawn is not None and drawn.step == head.step else None
 
-    def begin_again(self, step: int | None = None, attempts: Mapping[int, int] | None = None) -> None:
-        """Forgets what was drawn: the next id of any head's step is its first.
+    def begin_again(self, step: int | None = None, attempts: Mapping[int, int] | None = None, *, head: Head | None = None) -> None:
+        """Forgets what was drawn for a head: the next id of its step is its first.
 
         For a trainer that does a step anew, after it has taken the head or in the place of a process that is gone.
 
         Args:
-            attempts: the attempt with which an id of `step` is submitted, where the process that is gone has submitted it before.
+            step: that `attempts` belong to.
+            attempts: the attempt with which an id of `step` is submitted, where the process that is gone has submitted it before to
+                `head`, which must be named then: in each head an id has had attempts of its own.
+            head: None: all that have drawn here.
         """
+        if attempts and (head is None or step is None):
+            raise invalid_argument(
+                "MISSING_FIELD", "attempts are those of one head's step: name both", field="head" if head is None else "step"
+            )
         with self._lock:
-            self._drawn.clear()
-            self._attempts = (step, dict(attempts or {}))
+            if head is None:
+                self._drawn.clear()
+                return
+            self._drawn.get(head._backend, {}).pop(head.name, None)
+            if attempts and step is not None:
+                self._remember(head, _Drawn(head.epoch, step, dict(attempts)))
 
-    def attempt(self, step: int, id_: int) -> int | None:
+    def attempt(self, head: Head, step: int, id_: int) -> int | None:
         """The attempt with which an id is submitted; None: the client counts."""
         with self._lock:
-            return self._attempts[1].get(id_) if self._attempts[0] == step else None
+            drawn = self._known(head)
+            return drawn.attempts.get(id_) if drawn is not None and drawn.step == step else None
 
     def forget(self, ids: set[int], id_: int) -> None:
         """An id whose contribution was dropped. May run in a finalizer: takes no lock."""

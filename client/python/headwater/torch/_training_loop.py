@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from headwater._backend import Expected
 from headwater._errors import FailedPreconditionError, invalid_argument
 from headwater._head import Head, _check_expected
 from headwater._recovery import Meeting, StateStore, follow
-from headwater._types import SealResult, StepTotals, check_factor, check_integer, check_number
+from headwater._types import SealResult, StepTotals, check_factor, check_integer, check_not_negative, check_number
 from headwater.torch import _gradients
 from headwater.torch._attach import ModuleHead
 from headwater.torch._micro_batches import MicroBatchSource
@@ -214,8 +215,9 @@ class TrainingLoop:
 
         Args:
             learning_rate: of the heads' optimizers. None: that of the torch optimizer's first group.
-            expected_micro_batches: n for the ids 0 ... n-1 of all ranks together, or the list of them; without the gradients that
-                the loop adds itself. None: those that this process has drawn; with several ranks, each must have drawn as many.
+            expected_micro_batches: n for the ids 0 ... n-1 of all ranks together, or the list of them; without those that were
+                dropped, and without the gradients that the loop adds itself. None: those that this process has drawn; with several
+                ranks, each must have drawn as many and dropped none.
         Raises:
             FailedPreconditionError: `NON_FINITE_GRADIENT`, without a scaler: nothing has changed; `skip` closes the step.
                 `MICRO_BATCH_MISSING` and the like: a micro-batch was not backed through.
@@ -225,7 +227,7 @@ class TrainingLoop:
         rate = self._learning_rate(learning_rate)
         expected = [self._expected(index, expected_micro_batches) for index in range(len(self._heads))]
         step = self.open_step
-        seals = self._seal(expected)
+        seals = self._seal(expected, listed=expected_micro_batches is not None)
         try:
             outcome = self._close(step, rate, seals)
         except BaseException as error:
@@ -252,7 +254,7 @@ class TrainingLoop:
 
     def _learning_rate(self, given: float | None) -> float:
         if given is not None:
-            return check_factor(given, "learning_rate", low=0)
+            return check_not_negative(given, "learning_rate")
         if self._optimizer is None:
             raise invalid_argument("MISSING_FIELD", "learning_rate is required without a torch optimizer", field="learning_rate")
         return float(self._optimizer.param_groups[0]["lr"])
@@ -281,11 +283,21 @@ class TrainingLoop:
             )
         return list(range(len(own) * self.world_size))
 
-    def _seal(self, expected: list[list[int]]) -> list[SealResult]:
+    def _seal(self, expected: list[list[int]], *, listed: bool) -> list[SealResult]:
         """Adds this trainer's part of tied weights' gradients, and seals every head."""
+        # Ranks do not know which ids the others have drawn and dropped. Where ids were given, which may leave such out, the server
+        # says it once all ranks have come to the barrier; what they add behind it the seal waits for.
+        asks = listed and self.world_size > 1
+        if asks:
+            for head in self._shared:
+                head._settle(**self._timeout)
+            self._barrier()
         for head, parts in zip(self._shared, self._parts, strict=True):
-            self._add_shared_gradient(head, parts, expected[self._heads.index(head)])
-        self._barrier()
+            self._add_shared_gradient(
+                head, parts, expected[self._heads.index(head)], _dropped(head, self._timeout) if asks else set()
+            )
+        if not asks:
+            self._barrier()
         # Every rank asks; the first one seals, and all get the same answer.
         return [
             head.seal(expected_micro_batches=ids, wait=self.world_size > 1, **self._timeout)
@@ -328,15 +340,18 @@ class TrainingLoop:
         self._follow(step)
         return dataclasses.replace(outcome, clip_factor=clip_factor)
 
-    def _add_shared_gradient(self, head: ModuleHead, parts: int, ids: list[int]) -> None:
+    def _add_shared_gradient(self, head: ModuleHead, parts: int, ids: list[int], dropped: set[int]) -> None:
         """The trainer's own part of a tied weight's gradient; appends its ids to the expected ones."""
         base = ids[-1] + 1 if ids else 0
         if self.world_size == 1:  # an id that was dropped is not free: its discard stays
             base = max(base, self._sources[self._heads.index(head)].count(head))
+        free = (id_ for id_ in itertools.count(base) if id_ not in dropped)
+        added = list(itertools.islice(free, len(self._adding_ranks) * parts))
         if self.rank in self._adding_ranks:
             # The head will multiply it by gradient_factor / scale as everything else, but only the scaler's scale is on it.
-            head.push_gradient(base + self.rank * parts, parts, 1.0 / self._gradient_factor, **self._timeout)
-        ids.extend(range(base, base + len(self._adding_ranks) * parts))
+            own = added[self.rank * parts : (self.rank + 1) * parts]
+            head._push_gradient(own, 1.0 / self._gradient_factor, **self._timeout)
+        ids.extend(added)
 
     def _norms_squared(self, seals: list[SealResult], gradient_factor: float) -> list[float]:
         """Of the gradient of the body, with the weights that it owns, and of each served head."""
@@ -445,7 +460,7 @@ class TrainingLoop:
             head._adopt(head.info(**self._timeout))
         fresh = self._meeting.load_state(target)
         for head, source in zip(self._heads, self._sources, strict=True):
-            source.begin_again(target, None if take else self._attempts(head))
+            source.begin_again(target, None if take else self._attempts(head), head=head)
         for head in self._shared:
             head.pull_weight(**self._timeout)
         self._forget_gradients()
@@ -480,6 +495,12 @@ class TrainingLoop:
         """Frozen heads do not change: one checkpoint brings them back after any restart."""
         for head in self._frozen:
             head.save(_FROZEN_CHECKPOINT, overwrite=True, **self._timeout)
+
+
+def _dropped(head: Head, timeout: dict[str, Any]) -> set[int]:
+    """Ids of the open step that were dropped, or will be. The same whenever a rank asks: what others add meanwhile is neither."""
+    known = head.step_state(**timeout).open.micro_batches.items()
+    return {id_ for id_, entry in known if entry.state in ("STAGED", "DISCARDED")}
 
 
 def _alone() -> None:

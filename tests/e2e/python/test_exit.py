@@ -1,0 +1,91 @@
+"""The end of a process that has not closed its client: it waits for its futures, but not for a server that is away.
+
+Each case is a process of its own, which ends by returning from its main program.
+"""
+
+import subprocess
+import sys
+
+import grpc
+import pytest
+from scripted_server import CUT, Failure, scripted_server
+
+PROGRAM = """
+import sys, threading
+import headwater, numpy
+
+address, transport = sys.argv[1:]
+client = headwater.connect(address, replay=True, transport=transport)
+head = client.head("scripted")
+print("connected", flush=True)
+sys.stdin.readline()
+"""
+# By what they wait for: mostly more of them than there are threads.
+WAITING = {
+    "a try": "futures = [head.seal_future(expected_micro_batches=0) for _ in range(6)]",
+    "a loss": "futures = [head.cross_entropy_future(numpy.zeros((1, 4), 'f'), [1], micro_batch=i) for i in range(20)]",
+    "a recovery": "futures = [head.seal_future(expected_micro_batches=0) for _ in range(6)]",
+    "abandoned contributions": """
+head._abandoned.watch()
+head._abandoned.add(head._key(None), 0)
+futures = [head.info_future(), head.seal_future(expected_micro_batches=0)]
+""",
+}
+THREAD = """
+threading.Thread(target=lambda: print(head.seal(expected_micro_batches=0).replayed)).start()
+"""
+FUTURE = """
+head.seal_future(expected_micro_batches=0).add_done_callback(lambda future: print(future.exception()))
+"""
+# Of the interpreter and its imports too; the calls' own time-out is 120 s.
+PROMPTLY_S = 5
+
+
+def begin(server, transport, work):
+    """A process that has connected, and waits to be told to go on."""
+    command = [sys.executable, "-c", PROGRAM + work, server.address, transport]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "connected\n", process.communicate()
+    return process
+
+
+def finish(process, timeout_s):
+    try:
+        output, errors = process.communicate("go on\n", timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        pytest.fail("the process does not end", pytrace=False)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, errors) == (0, ""), errors
+    return output
+
+
+@pytest.mark.parametrize("transport", ("grpc", "python"))
+@pytest.mark.parametrize("what", WAITING)
+def test_futures_that_wait_for_a_server_that_is_away_do_not_hold_up_the_exit(transport, what):
+    with scripted_server() as server:
+        process = begin(server, transport, WAITING[what])
+        if what == "a recovery":
+            server.fail("SealStep", *[Failure(grpc.StatusCode.ABORTED, "STEP_LOST")] * 1000)
+            server.fail("GetServerInfo", *[CUT] * 1000)
+        else:
+            server.stop()
+        finish(process, PROMPTLY_S)
+
+
+def test_a_thread_of_ones_own_waits_on_when_the_main_program_has_returned():
+    with scripted_server() as server:
+        process = begin(server, "python", THREAD)
+        server.fail("SealStep", *[CUT] * 4)
+        assert finish(process, 20) == "False\n"
+        assert server.count("SealStep") == 5
+
+
+def test_a_call_that_the_server_asks_to_repeat_is_waited_for():
+    """Its outcome matters: a checkpoint, say. Only a server that is away is given up."""
+    with scripted_server() as server:
+        process = begin(server, "python", FUTURE)
+        server.fail("SealStep", Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after_s=1.0))
+        assert finish(process, 20) == "None\n"
+        assert server.count("SealStep") == 2
