@@ -49,6 +49,8 @@ absl::Status CheckWritable(const char* flag, const std::string& path) {
   const std::filesystem::path folder = file.has_parent_path() ? file.parent_path() : ".";
   if (std::filesystem::is_directory(file, error)) {
     errno = EISDIR;
+  } else if (!is_there && !std::filesystem::is_directory(folder, error)) {
+    errno = ENOENT;
   } else if (access(is_there ? path.c_str() : folder.c_str(), is_there ? W_OK : W_OK | X_OK) == 0) {
     return absl::OkStatus();
   }

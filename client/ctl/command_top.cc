@@ -69,7 +69,7 @@ absl::StatusOr<Look> LookNow(const std::string& address) {
   }
   const absl::Time time = absl::Now();
   auto page = MetricsPage::Parse(*text);
-  if (!page.ok()) return page.status();
+  if (!page.ok()) return WithHint(page.status(), kWhereMetricsAre);
   if (!page->Sum("headwater_serving").has_value()) {
     return WithHint(absl::UnavailableError(absl::StrCat("http://", address, "/metrics is not headwaterd's")), kWhereMetricsAre);
   }

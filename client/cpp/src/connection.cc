@@ -70,7 +70,7 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(const std::string& 
         prepared.tls.has_value() ? absl::StrCat("; its certificate must be for ", prepared.tls->server_name,
                                                 " and signed by an authority of tls.ca_certificate, and it may ask for a "
                                                 "client's")
-                                 : "; a server that has TLS does not answer a client without"));
+                                 : "; a server that has TLS does not answer a client without it"));
   }
   return std::shared_ptr<Connection>(new Connection(target, prepared, std::move(channel)));
 }

@@ -99,13 +99,14 @@ absl::Status OtherClientError(const char* field) {
                                   {{"field", field}});
 }
 
-// The wire carries bytes: rows of another shape would be told as too many or too few of them.
+// The wire carries bytes: rows of another shape, but as many bytes, would be taken.
 absl::Status CheckTeacherRows(const LossInput& input, const LossTerm& term, const HeadHandle& teacher) {
   const RowsView& rows = term.teacher_hidden;
+  if (term.row_start < 0 || term.row_start > input.hidden.row_count) return absl::OkStatus();  // which the server refuses
   const int64_t row_count = term.row_count.value_or(input.hidden.row_count - term.row_start);
   const int64_t hidden_size = teacher.state->spec.hidden_size;
   if (rows.row_count == row_count && (row_count == 0 || rows.hidden_size == hidden_size)) return absl::OkStatus();
-  return internal::InvalidView(v1::ERROR_REASON_DATA_LENGTH_MISMATCH, "teacher_hidden",
+  return internal::InvalidView(v1::ERROR_REASON_SHAPE_MISMATCH, "teacher_hidden",
                                absl::StrCat("[", row_count, ", ", hidden_size, "], the term's rows of ", teacher.state->name),
                                absl::StrCat("[", rows.row_count, ", ", rows.hidden_size, "]"));
 }

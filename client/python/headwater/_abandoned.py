@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from headwater._backend import Backend
 from headwater._errors import HeadwaterError, make_error
-from headwater._futures import current_scope, interpreter_exits
+from headwater._futures import current_scope, main_has_returned
 from headwater._requests import StepKey
 from headwater._retry import EXIT_POLL_S, waits_for_server
 
@@ -64,8 +64,8 @@ class AbandonedContributions:
         Returns:
             What is left of it.
         Raises:
-            DeadlineExceededError: nothing is. CancelledError: the future was cancelled while it waited, or the interpreter exits
-                and the server is away (`_retry.pause`). Nothing was sent.
+            DeadlineExceededError: nothing is. CancelledError: the future was cancelled while it waited, or the main program has
+                returned and the server is away (`_retry.pause`). Nothing was sent.
         """
         thread = self._thread
         if thread is None or not thread.is_alive():  # it stays behind in a fork
@@ -78,7 +78,7 @@ class AbandonedContributions:
         self._queue.put(settled)
         poll_s = threading.TIMEOUT_MAX if scope is None else EXIT_POLL_S
         while (remaining_s := deadline - time.monotonic()) > 0 and not settled.wait(min(remaining_s, poll_s)):
-            if scope is not None and interpreter_exits() and waits_for_server(thread):
+            if scope is not None and main_has_returned() and waits_for_server(thread):
                 scope.cancel()
         if scope is not None and scope.is_cancelled:
             raise make_error("CANCELLED", "CANCELLED", f"the call was cancelled by this client while it {_WAITED}")

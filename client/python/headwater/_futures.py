@@ -31,27 +31,18 @@ CONTROL_THREADS = 4
 WAITING_THREADS = 4
 
 
-class _Interpreter:
-    """What becomes of this process."""
-
-    exits = False
-
-    @classmethod
-    def begin_exit(cls) -> None:
-        """The main program has returned."""
-        cls.exits = True
-
+_main_returned = threading.Event()
 
 # Not atexit, whose functions are called when the threads of all pools have been joined. These are called before, in reverse order;
 # the one that joins the threads is there already, because its module has been imported. RuntimeError: the interpreter exits now.
 # AttributeError: a Python without it, whose exit waits for what waits for a server.
 with contextlib.suppress(RuntimeError, AttributeError):
-    threading._register_atexit(_Interpreter.begin_exit)  # type: ignore[attr-defined]
+    threading._register_atexit(_main_returned.set)  # type: ignore[attr-defined]
 
 
-def interpreter_exits() -> bool:
-    """Whether the main program has returned, and the interpreter waits for threads to end."""
-    return _Interpreter.exits
+def main_has_returned() -> bool:
+    """Whether the main program has, and the interpreter waits for threads to end."""
+    return _main_returned.is_set()
 
 
 class CancelScope:

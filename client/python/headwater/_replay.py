@@ -184,7 +184,8 @@ class ReplayBackend:
             except HeadwaterError as error:
                 if not is_away(error) or not may_wait(AWAY_BACKOFF_S, deadline):
                     raise
-            pause(AWAY_BACKOFF_S, away=True)
+                away = error
+            pause(AWAY_BACKOFF_S, away=away)
 
     def _recover(self, carried: Mapping[str, bytes], steps: Mapping[str, int], deadline: float) -> str | None:
         """Takes the heads of the log, and those that a failed call has carried, and repeats the log. Why not, if it cannot."""

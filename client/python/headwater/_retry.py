@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from headwater._errors import ClientClosedError, HeadwaterError, make_error
-from headwater._futures import current_scope, interpreter_exits
+from headwater._futures import current_scope, main_has_returned
 from headwater._requests import StepKey
 from headwater._types import check_integer, check_number
 
@@ -32,10 +32,9 @@ _REMEMBERED_STEPS = 3
 # is left.
 AWAY_BACKOFF_S = 1.0
 _SHORTEST_AWAY_TRY_S = 0.1
-# How often a wait looks whether the interpreter exits, in seconds.
+# How often a wait looks whether the main program has returned, in seconds.
 EXIT_POLL_S = 0.25
-# Threads that wait for a server that is away.
-_waiting: set[threading.Thread] = set()
+_threads_awaiting_server: set[threading.Thread] = set()
 
 
 @dataclass(frozen=True)
@@ -96,30 +95,30 @@ def may_wait(delay_s: float, deadline: float) -> bool:
 
 def waits_for_server(thread: threading.Thread) -> bool:
     """Whether a thread is between two tries to reach a server that is away."""
-    return thread in _waiting
+    return thread in _threads_awaiting_server
 
 
-def pause(delay_s: float, *, away: bool = False) -> None:
-    """Waits before the next try; `away`: because the server is.
+def pause(delay_s: float, *, away: HeadwaterError | None = None) -> None:
+    """Waits before the next try; `away`: what tells that the server is, which is not waited for when the main program has returned.
 
     Raises:
-        CancelledError: the future is cancelled. Or the server is away and the interpreter exits: that waits for the threads of
-            futures, whose outcomes nobody takes any more. A thread of the caller's own waits on.
+        CancelledError: the future is cancelled. Or the server is away and the main program has returned: the interpreter's exit
+            waits for the threads of futures. A blocking call in a thread of the caller's own waits on.
     """
-    scope = current_scope()
-    if not away:
+    if away is None:
         _sleep(delay_s)
         return
+    scope = current_scope()
     thread = threading.current_thread()
     deadline = time.monotonic() + delay_s
-    _waiting.add(thread)
+    _threads_awaiting_server.add(thread)
     try:
         while (remaining_s := deadline - time.monotonic()) > 0:
-            if scope is not None and interpreter_exits():
-                raise make_error("CANCELLED", "CANCELLED", "the interpreter exits, and the server is away")
+            if scope is not None and main_has_returned():
+                raise make_error("CANCELLED", "CANCELLED", "the main program has returned, and the server is away") from away
             _sleep(min(remaining_s, EXIT_POLL_S) if scope is not None else remaining_s)
     finally:
-        _waiting.discard(thread)
+        _threads_awaiting_server.discard(thread)
 
 
 def _sleep(delay_s: float) -> None:
@@ -148,8 +147,10 @@ def with_retries(
             return call(max(deadline - time.monotonic(), 0.001), tries)
         except HeadwaterError as error:
             tries += 1
-            server_away = is_away(error)
-            if awaits_server and server_away:
+            away_error = None
+            if awaits_server and is_away(error):
+                # A connection that was cut is no server that is away: it is given up at exit after as many tries as others make.
+                away_error = error if away >= policy.max_attempts else None
                 delay = max(min(policy.backoff(away, None), AWAY_BACKOFF_S), error.retry_after_s or 0.0)
                 away += 1
                 worth_it = may_wait(delay, deadline)
@@ -160,7 +161,7 @@ def with_retries(
             transient = repeatable and awaits_server if _is_restarting(error) else is_transient(error, repeatable=repeatable)
             if not worth_it or not transient:
                 raise
-        pause(delay, away=server_away)
+        pause(delay, away=away_error)
 
 
 class AttemptBook:

@@ -220,7 +220,7 @@ TEST(ClientRealTransfer, TeachersRowsMeetTheTrainersInEitherOrder) {
   for (const auto& [wrong, shape] :
        {std::pair(RowsView::Float32(teacher_rows, 32), "[600, 32]"), std::pair(RowsView::Float32(fewer, 64), "[299, 64]")}) {
     const absl::Status refused = head.Jsd(RowsView::Float32(rows, kHiddenSize), teacher_head, wrong, {}, {}, {}).Get().status();
-    EXPECT_EQ(ErrorReason(refused), "DATA_LENGTH_MISMATCH") << refused;
+    EXPECT_EQ(ErrorReason(refused), "SHAPE_MISMATCH") << refused;
     EXPECT_THAT(std::string(refused.message()),
                 testing::AllOf(testing::HasSubstr("expected [300, 64]"), testing::HasSubstr(shape)));
   }

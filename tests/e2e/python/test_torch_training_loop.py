@@ -501,6 +501,24 @@ def test_a_tied_model_under_real_ddp(remote, names, tmp_path, flow):
     np.testing.assert_array_equal(remote.client.head(name).weight(), states[0]["embedding.weight"])
 
 
+@pytest.mark.parametrize("dropped", (0, 1), ids=("the first", "the last"))
+def test_a_rank_that_has_dropped_losses_needs_to_be_told_which_there_are(one_shard, make_head, problem, dropped):
+    """Without, the ranks would expect different ids, and wait for what does not come."""
+    head, trunk = problem.head(one_shard.client, make_head, staging_slots=2), problem.parameter()
+    loop = headwater.torch.TrainingLoop(head, torch.optim.SGD([trunk], lr=0.1), rank=0, world_size=2, barrier=lambda: None)
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    for index in range(2):
+        loss = loss_fn(problem.inputs @ trunk.T, problem.targets)
+        if index != dropped:
+            loop.backward(loss)
+        del loss
+    gc.collect()
+    with refused("MISSING_FIELD", ValueError) as info:
+        loop.step()
+    assert "say which there are" in str(info.value)
+    assert loop.open_step == 0
+
+
 @pytest.mark.parametrize("shared_gradients", ("reduced", "partial"))
 @pytest.mark.parametrize("dropped", ((5,), (3, 4, 5)), ids=str)
 def test_ranks_whose_last_losses_were_dropped_add_the_embeddings_gradient_beside_them(one_shard, names, shared_gradients, dropped):

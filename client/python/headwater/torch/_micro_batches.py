@@ -24,7 +24,7 @@ class _Drawn:
     # `connect(replay=True)` has followed counts as the same: what the step had was put back.
     epoch: bytes
     step: int
-    attempts: Mapping[int, int] = field(default_factory=dict)  # that ids carry
+    attempts: Mapping[int, int] = field(default_factory=dict)  # by id, with which it is submitted; absent: the client counts
     count: int = 0  # with those that were dropped
     ids: set[int] = field(default_factory=set)
 
@@ -92,7 +92,7 @@ class MicroBatchSource:
         For a trainer that does a step anew, after it has taken the head or in the place of a process that is gone.
 
         Args:
-            step: that `attempts` belong to.
+            step: that `attempts` belong to; without them it says nothing.
             attempts: the attempt with which an id of `step` is submitted, where the process that is gone has submitted it before to
                 `head`, which must be named then: in each head an id has had attempts of its own.
             head: None: all that have drawn here.

@@ -274,7 +274,7 @@ class TrainingLoop:
             )
         if self.world_size == 1:
             return own
-        if own != list(range(self.rank, len(own) * self.world_size, self.world_size)):
+        if len(own) != source.count(head) or own != list(range(self.rank, len(own) * self.world_size, self.world_size)):
             raise invalid_argument(
                 "MISSING_FIELD",
                 f"rank {self.rank} has dropped micro-batches of step {head.step}; say which there are",
@@ -498,7 +498,11 @@ class TrainingLoop:
 
 
 def _dropped(head: Head, timeout: dict[str, Any]) -> set[int]:
-    """Ids of the open step that were dropped, or will be. The same whenever a rank asks: what others add meanwhile is neither."""
+    """Ids of the open step that were dropped, or will be.
+
+    The same whenever a rank asks: what others add meanwhile is neither. Not if the server comes back in between, to which each rank
+    repeats its own discards: who asks before may take an id that was dropped, and the step is refused.
+    """
     known = head.step_state(**timeout).open.micro_batches.items()
     return {id_ for id_, entry in known if entry.state in ("STAGED", "DISCARDED")}
 

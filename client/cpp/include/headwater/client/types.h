@@ -372,7 +372,8 @@ struct StepTotals {
 };
 
 struct SealOptions {
-  // Wait, until the call's deadline, for expected micro-batches that are missing or undecided, instead of failing at once.
+  // Wait for expected micro-batches that are missing or undecided, until shortly before the call's deadline, instead of failing at
+  // once.
   bool wait = false;
 };
 
