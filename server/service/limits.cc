@@ -19,44 +19,41 @@ constexpr int64_t kMostOfAll = INT32_MAX;
 }  // namespace
 
 absl::Status ValidateLimits(const Limits& limits) {
-  const std::pair<const char*, int64_t> positive[] = {
-      {"max_message_bytes", limits.max_message_bytes},
-      {"max_chunk_bytes", limits.max_chunk_bytes},
-      {"max_micro_batch_rows", limits.max_micro_batch_rows},
-      {"max_micro_batch_bytes", limits.max_micro_batch_bytes},
-      {"max_vocab_size", limits.max_vocab_size},
-      {"max_hidden_size", limits.max_hidden_size},
-      {"max_heads", limits.max_heads},
-      {"max_step_micro_batches", limits.max_step_micro_batches},
-      {"max_queue_depth", limits.max_queue_depth},
-      {"max_in_flight_bytes", limits.max_in_flight_bytes},
-      {"max_upload_bytes", limits.max_upload_bytes},
-      {"max_sessions", limits.max_sessions},
-      {"max_heads_per_tenant", limits.max_heads_per_tenant},
-      {"max_terms", limits.max_terms},
-      {"max_stripes", limits.max_stripes},
-      {"max_connections", limits.max_connections},
-      {"max_connection_streams", limits.max_connection_streams},
-      {"max_health_watches", limits.max_health_watches},
-      {"ordered_window", limits.ordered_window},
+  struct Least {
+    const char* name;
+    int64_t value;
+    int64_t least;
   };
-  for (const auto& [name, value] : positive) {
-    if (value < 1) return absl::InvalidArgumentError(absl::StrCat(name, ": expected at least 1, got ", value));
-  }
-  const std::pair<const char*, int64_t> not_negative[] = {
-      {"max_held_bytes", limits.max_held_bytes},
-      {"max_waiting_calls", limits.max_waiting_calls},
-      {"max_tenant_memory_bytes", limits.max_tenant_memory_bytes},
-      {"max_session_regions", limits.max_session_regions},
-      {"max_region_bytes", limits.max_region_bytes},
-      {"max_join_bytes", limits.max_join_bytes},
+  const Least leasts[] = {
+      {"max_message_bytes", limits.max_message_bytes, 1},
+      {"max_chunk_bytes", limits.max_chunk_bytes, 1},
+      {"max_micro_batch_rows", limits.max_micro_batch_rows, 1},
+      {"max_micro_batch_bytes", limits.max_micro_batch_bytes, 1},
+      {"max_vocab_size", limits.max_vocab_size, 1},
+      {"max_hidden_size", limits.max_hidden_size, 1},
+      {"max_heads", limits.max_heads, 1},
+      {"max_step_micro_batches", limits.max_step_micro_batches, 1},
+      {"max_queue_depth", limits.max_queue_depth, 1},
+      {"max_in_flight_bytes", limits.max_in_flight_bytes, 1},
+      {"max_upload_bytes", limits.max_upload_bytes, 1},
+      {"max_sessions", limits.max_sessions, 1},
+      {"max_heads_per_tenant", limits.max_heads_per_tenant, 1},
+      {"max_terms", limits.max_terms, 1},
+      {"max_stripes", limits.max_stripes, 1},
+      {"max_connections", limits.max_connections, 1},
+      {"max_connection_streams", limits.max_connection_streams, 1},
+      {"max_metadata_bytes", limits.max_metadata_bytes, kLeastMetadataBytes},
+      {"max_health_watches", limits.max_health_watches, 1},
+      {"ordered_window", limits.ordered_window, 1},
+      {"max_held_bytes", limits.max_held_bytes, 0},
+      {"max_waiting_calls", limits.max_waiting_calls, 0},
+      {"max_tenant_memory_bytes", limits.max_tenant_memory_bytes, 0},
+      {"max_session_regions", limits.max_session_regions, 0},
+      {"max_region_bytes", limits.max_region_bytes, 0},
+      {"max_join_bytes", limits.max_join_bytes, 0},
   };
-  for (const auto& [name, value] : not_negative) {
-    if (value < 0) return absl::InvalidArgumentError(absl::StrCat(name, ": expected at least 0, got ", value));
-  }
-  if (limits.max_metadata_bytes < kLeastMetadataBytes) {
-    return absl::InvalidArgumentError(absl::StrCat("max_metadata_bytes: expected at least ", kLeastMetadataBytes,
-                                                   ", which a call takes without any of its own, got ", limits.max_metadata_bytes));
+  for (const auto& [name, value, least] : leasts) {
+    if (value < least) return absl::InvalidArgumentError(absl::StrCat(name, ": expected at least ", least, ", got ", value));
   }
   const std::pair<const char*, absl::Duration> durations[] = {
       {"max_session_lease", limits.max_session_lease}, {"max_step_wait", limits.max_step_wait},
