@@ -20,6 +20,7 @@
 #include "kernels/cuda/cuda_head.h"
 #include "kernels/cuda/device_group.h"
 #include "kernels/cuda/engine_core.h"
+#include "kernels/cuda/expected_rows.h"
 #include "kernels/cuda/foreign_memory.h"
 #include "kernels/cuda/gradient_debt.h"
 #include "kernels/cuda/head_plan.h"
@@ -273,8 +274,10 @@ class CudaEngine final : public LossEngine {
   // Small calls that wait for the device at the same time are computed together: the first of them to get it takes the others
   // along.
   void RunWithOthers(Call* call) {
+    const auto rows_of = [](const Call& one) { return one.micro_batch.hidden.row_count; };
     std::unique_lock<std::mutex> lock(calls_mutex_);
     calls_.push_back(call);
+    expected_rows_.Come(rows_of(*call));
     while (!call->done) {
       if (leading_) {
         calls_changed_.wait(lock);
@@ -286,6 +289,8 @@ class CudaEngine final : public LossEngine {
       absl::Status failure;
       try {
         WorkLock work(*core_);
+        // Nobody else gives the device anything to do meanwhile, so it comes to an end.
+        expected_rows_.Await([this] { return core_->is_busy(); });
         TakeGroup(&group);
         RunGroup(group);
       } catch (const std::exception& error) {  // memory ran out: the others must not wait for this call for ever
@@ -293,15 +298,19 @@ class CudaEngine final : public LossEngine {
       }
       lock.lock();
       leading_ = false;
+      int64_t rows = 0;
       for (Call* member : group) {
         if (!failure.ok()) member->status = failure;
         member->done = true;
+        rows += rows_of(*member);
       }
-      if (!failure.ok()) {
+      if (!call->done && !failure.ok()) {
         std::erase(calls_, call);
         call->status = failure;
         call->done = true;
+        rows += rows_of(*call);
       }
+      expected_rows_.Go(rows);
       calls_changed_.notify_all();
     }
   }
@@ -557,6 +566,7 @@ class CudaEngine final : public LossEngine {
   std::condition_variable calls_changed_;
   std::vector<Call*> calls_;  // small ones that wait, in order of arrival; guarded by calls_mutex_
   bool leading_ = false;      // a caller is about to compute some of them; guarded by calls_mutex_
+  ExpectedRows expected_rows_{kMaxExponentialRows};
 };
 
 }  // namespace

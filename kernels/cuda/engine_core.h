@@ -111,6 +111,8 @@ class EngineCore {
 
   // --- Any thread ---------------------------------------------------------------------------------------------------------------
   absl::Status health() const;
+  // Whether stream() has something to do. With the engine's device current.
+  bool is_busy() const { return cudaStreamQuery(stream_) == cudaErrorNotReady; }
   // What Synchronize() does with an error.
   absl::Status Check(cudaError_t error, const char* what) const;
   // Makes the engine's device this thread's; a WorkLock has done it. Without it a call would be about the first one, and take
