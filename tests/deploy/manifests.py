@@ -15,7 +15,7 @@ OVERLAYS = sorted(path.parent for path in (ROOT / "deploy/kubernetes/overlays").
 # Components need this much of kustomize; what Debian 12 has is older.
 OLDEST_KUSTOMIZE = 5
 # Containers that are headwaterd, and the probes that each needs: a worker has no port of its own to be asked at.
-OURS = {"headwater": ("startupProbe", "readinessProbe", "livenessProbe"), "worker": ("readinessProbe",)}
+OURS = {"headwater": ("startupProbe", "readinessProbe", "livenessProbe"), "worker": ()}
 
 
 @functools.cache
