@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import queue
 import threading
 import time
@@ -10,17 +10,18 @@ import weakref
 from typing import TYPE_CHECKING
 
 from headwater._backend import Backend
-from headwater._errors import HeadwaterError, make_error
+from headwater._errors import ClientClosedError, HeadwaterError, make_error
 from headwater._futures import current_scope, main_has_returned
 from headwater._requests import StepKey
-from headwater._retry import EXIT_POLL_S, waits_for_server
+from headwater._retry import AMBIGUOUS_CODES, EXIT_POLL_S, waits_for_server
 
 if TYPE_CHECKING:
     from headwater._head import Head
 
 _WAITED = "waited for contributions that nobody can commit any more to be discarded"
 
-_Item = tuple[tuple[StepKey, ...], int] | threading.Event | None
+_Contribution = tuple[tuple[StepKey, ...], int]
+_Item = _Contribution | threading.Event | None
 
 
 class AbandonedContributions:
@@ -57,7 +58,8 @@ class AbandonedContributions:
         return self._thread is None
 
     def settle(self, timeout_s: float) -> float:
-        """Waits until everything that was handed over is discarded: for calls whose outcome depends on it.
+        """Waits until everything that was handed over is discarded: for calls whose outcome depends on it. What could not be, because
+        the server was away, is tried once more.
 
         Args:
             timeout_s: bound on the whole call that waits here.
@@ -89,10 +91,23 @@ class AbandonedContributions:
 
 
 def _discard_abandoned(abandoned: queue.SimpleQueue[_Item], backend: Backend, timeout_s: float) -> None:
+    left: collections.deque[_Contribution] = collections.deque()  # in order; more than one only while the server is away
     while (item := abandoned.get()) is not None:
+        if not isinstance(item, threading.Event):
+            left.append(item)
+        while left and _is_decided(backend, *left[0], timeout_s):
+            left.popleft()
         if isinstance(item, threading.Event):
             item.set()
-            continue
-        # Where this fails, the step is closed or the head is gone, and the contribution with it.
-        with contextlib.suppress(HeadwaterError):
-            backend.discard(item[0], item[1], None, timeout_s)
+
+
+def _is_decided(backend: Backend, keys: tuple[StepKey, ...], micro_batch: int, timeout_s: float) -> bool:
+    """Discards a contribution. False if it may still be there: no step could be sealed with it."""
+    try:
+        backend.discard(keys, micro_batch, None, timeout_s)
+    except ClientClosedError:
+        return True
+    except HeadwaterError as error:
+        # Otherwise the step is closed or the head is gone, and the contribution with it.
+        return error.code not in AMBIGUOUS_CODES and error.code != "RESOURCE_EXHAUSTED"
+    return True

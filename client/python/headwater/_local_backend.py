@@ -299,6 +299,9 @@ class LocalBackend(LocalMicroBatches):
 
     def _weights_came(self, head: LocalHead, tensors: set[str], was_ready: bool) -> None:
         head.missing -= tensors
+        if head.spec.trainable and head.spec.optimizer is not None:
+            head.engine_head.reset_optimizer_state()
+        head.update_count = 0
         if was_ready or head.lost:
             head.start_over(head.ledger.open.step)
             head.weight_version += 1

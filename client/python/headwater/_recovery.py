@@ -22,14 +22,13 @@ from headwater._errors import (
     invalid_argument,
 )
 from headwater._head import Head
+from headwater._retry import is_restarting
 from headwater._types import check_integer, check_number
 
 R = TypeVar("R")
 
 _logger = logging.getLogger("headwater")
 
-# What a training run goes on after: the server has gone, and has come back or will.
-_RECOVERABLE = (StepLostError, UnavailableError, DeadlineExceededError)
 # How often in a row a run may fall back without getting any further than it has been.
 _MAX_SETBACKS = 8
 # Time before the next try, in seconds: at first, and at most.
@@ -66,8 +65,9 @@ class StateFiles:
         save: called with the path of a file to write.
         load: called with the path of a file to read.
         suffix: of the files' names.
-        keep: number of files that stay; older ones go when a new one is complete. None: all. At least what the server keeps
-            (`--keep_checkpoints`), so that each of its checkpoints has a counterpart.
+        keep: number of files that stay, >= 2: the newest may be of a step that the server has not saved yet. Older ones go when a
+            new one is complete. None: all. At least what the server keeps (`--keep_checkpoints`), so that each of its checkpoints
+            has a counterpart.
     """
 
     every_rank = False
@@ -84,7 +84,7 @@ class StateFiles:
         self._directory = Path(directory)
         self._write, self._read = save, load
         self._suffix = suffix
-        self._keep = None if keep is None else check_integer(keep, "keep", low=1)
+        self._keep = None if keep is None else check_integer(keep, "keep", low=2)
         self._pattern = re.compile(rf"step-(\d+){re.escape(suffix)}")
         self._unfinished = re.compile(rf"\.\d+\.step-\d+{re.escape(suffix)}")
 
@@ -237,7 +237,8 @@ def follow(
     check_integer(steps, "steps")
     check_number(patience_s, "patience_s", low=0)
     step = _patiently(resume, patience_s)
-    furthest, setbacks, progressed = step, 0, time.monotonic()
+    furthest, setbacks = step, 0
+    failures, since = 0, 0.0  # since a step was closed, and when the first was
     while step < steps:
         try:
             advance(step)
@@ -245,19 +246,31 @@ def follow(
                 raise FailedPreconditionError(
                     f"step {step} was not closed: step {position()} is open", reason="INVALID_COMBINATION"
                 )
-            step = position()
+            step, failures = position(), 0
             if step > furthest:
-                furthest, setbacks, progressed = step, 0, time.monotonic()
-        except _RECOVERABLE as error:
-            setbacks += 1
-            away_s = time.monotonic() - progressed
-            gives_up = away_s > patience_s if isinstance(error, UnavailableError) else setbacks > _MAX_SETBACKS
-            if isinstance(error, ClientClosedError) or gives_up:
+                furthest, setbacks = step, 0
+        except HeadwaterError as error:
+            if not _is_recoverable(error):
+                raise
+            failures += 1
+            if failures == 1:
+                since = time.monotonic()
+            is_away = isinstance(error, UnavailableError) or is_restarting(error)
+            # A server that is away is one setback, however often it is found to be.
+            setbacks += failures == 1 or not is_away
+            if setbacks > _MAX_SETBACKS or (is_away and time.monotonic() - since > patience_s):
                 raise
             # Not every connection of a client comes back at the same moment.
-            time.sleep(min(_RETRY_S * 2.0 ** min(setbacks - 1, 10), _MAX_RETRY_S))
+            time.sleep(min(_RETRY_S * 2.0 ** min(failures - 1, 10), _MAX_RETRY_S))
             lost, step = step, _patiently(resume, patience_s)
             _logger.warning("step %d was lost, going on from step %d: %s", lost, step, error)
+
+
+def _is_recoverable(error: HeadwaterError) -> bool:
+    """Whether a training run goes on after it: the server has gone, and has come back or will."""
+    if isinstance(error, ClientClosedError):
+        return False
+    return isinstance(error, (StepLostError, UnavailableError, DeadlineExceededError)) or is_restarting(error)
 
 
 def _patiently(call: Callable[[], R], patience_s: float) -> R:
@@ -266,8 +279,8 @@ def _patiently(call: Callable[[], R], patience_s: float) -> R:
     while True:
         try:
             return call()
-        except _RECOVERABLE as error:
-            if isinstance(error, ClientClosedError) or time.monotonic() >= deadline:
+        except HeadwaterError as error:
+            if not _is_recoverable(error) or time.monotonic() >= deadline:
                 raise
             time.sleep(_RETRY_S)
 

@@ -77,10 +77,10 @@ def is_away(error: HeadwaterError) -> bool:
     """Whether nobody is there who could say what is wrong, or soon will not be. `SHARD_NOT_READY` is an answer."""
     if isinstance(error, ClientClosedError):
         return False
-    return _is_restarting(error) or (error.code == "UNAVAILABLE" and error.reason in ("", "DRAINING", "STARTING"))
+    return is_restarting(error) or (error.code == "UNAVAILABLE" and error.reason in ("", "DRAINING", "STARTING"))
 
 
-def _is_restarting(error: HeadwaterError) -> bool:
+def is_restarting(error: HeadwaterError) -> bool:
     """Whether the server has lost a rank or its device with what its heads held, and begins anew."""
     return "serverRestarts" in error.metadata
 
@@ -158,7 +158,7 @@ def with_retries(
                 delay = policy.backoff(refusals, error.retry_after_s)
                 refusals, away = refusals + 1, 0
                 worth_it = refusals < policy.max_attempts and time.monotonic() + delay < deadline
-            transient = repeatable and awaits_server if _is_restarting(error) else is_transient(error, repeatable=repeatable)
+            transient = repeatable and awaits_server if is_restarting(error) else is_transient(error, repeatable=repeatable)
             if not worth_it or not transient:
                 raise
         pause(delay, away=away_error)

@@ -18,6 +18,7 @@ from headwater.v1 import head_service_pb2, head_service_pb2_grpc
 
 import headwater
 import headwater.local
+from headwater import _recovery
 from headwater._recovery import Meeting
 
 STEPS = 7
@@ -302,6 +303,99 @@ def test_what_a_killed_process_has_left_unfinished_goes(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {".1.step-7.rank-1.pt", ".1.step-7.pt.mine", "step-3.pt", "step-9.pt"}
     files(".rank-1.pt").save(9)
     assert not (tmp_path / ".1.step-7.rank-1.pt").exists()
+
+
+class Clock:
+    """Time that passes where it is said to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+class Steps:
+    """A course of steps for `follow`: `fail(step)` returns the error in which the step ends, or None."""
+
+    def __init__(self, monkeypatch, fail, *, seconds=0.0):
+        self.clock = Clock()
+        monkeypatch.setattr(_recovery, "time", self.clock)
+        self.open, self.checkpoint, self.resumed = 0, 0, 0
+        self._fail, self._seconds = fail, seconds
+
+    def run(self, steps, patience_s):
+        def advance(step):
+            self.clock.sleep(self._seconds)
+            error = self._fail(step)
+            if error is not None:
+                raise error
+            self.open = step + 1
+
+        def resume():
+            self.resumed += 1
+            self.open = self.checkpoint
+            return self.open
+
+        _recovery.follow(resume, advance, lambda: self.open, steps, patience_s)
+
+
+def once(error, *at):
+    """Fails in these steps, each the first time that it comes to them."""
+    left = list(at)
+
+    def fail(step):
+        if step not in left:
+            return None
+        left.remove(step)
+        return error
+
+    return fail
+
+
+AWAY = headwater.UnavailableError("the server is away")
+RESTARTING = headwater.InternalError("the GPU is lost", reason="ENGINE_FAILED", metadata={"serverRestarts": "true"})
+
+
+@pytest.mark.parametrize("error", (AWAY, RESTARTING), ids=("away", "restarting"))
+def test_patience_is_for_each_time_that_the_server_is_away(monkeypatch, error):
+    """Steps that take longer than that, and those that are done again, are no part of it."""
+    steps = Steps(monkeypatch, once(error, 3, 2, 3), seconds=700.0)
+    steps.run(5, 600.0)
+    assert (steps.open, steps.resumed) == (5, 4)
+
+
+def test_patience_ends(monkeypatch):
+    steps = Steps(monkeypatch, lambda step: AWAY)
+    with pytest.raises(headwater.UnavailableError):
+        steps.run(5, 600.0)
+    assert 600 < steps.clock.now < 620
+
+
+def test_a_run_that_gets_no_further_ends(monkeypatch):
+    lost = headwater.StepLostError("lost", reason="STEP_LOST")
+    for error in (lost, AWAY, RESTARTING):
+        steps = Steps(monkeypatch, lambda step, error=error: error if step == 3 else None)
+        with pytest.raises(type(error)):
+            steps.run(5, 600.0)
+        assert steps.resumed == 9
+
+
+def test_an_error_that_no_restart_mends_ends_a_run(monkeypatch):
+    for error in (headwater.InternalError("no", reason="ENGINE_FAILED"), headwater.ClientClosedError("closed")):
+        steps = Steps(monkeypatch, lambda step, error=error: error)
+        with pytest.raises(type(error)):
+            steps.run(5, 600.0)
+        assert steps.resumed == 1
+
+
+def test_the_state_before_the_newest_is_kept(tmp_path):
+    """The heads' checkpoint of the newest step comes after it, or never."""
+    with refused("INVALID_FIELD", headwater.InvalidArgumentError):
+        headwater.StateFiles(tmp_path, save=lambda path: path.touch(), load=lambda path: None, keep=1)
 
 
 def test_state_files_are_whole_or_not_there(tmp_path):

@@ -289,10 +289,16 @@ def test_options_that_belong_to_a_scalar_are_refused(one_shard, make_head, probl
     with refused("INVALID_COMBINATION", ValueError) as info:
         headwater.torch.CrossEntropyLoss(head, reduction="none", loss_scale=1.0)
     assert "loss_scale" in str(info.value)
-    with refused("INVALID_COMBINATION", ValueError):
-        headwater.torch.CrossEntropyLoss(head, reduction="none")(
+
+
+@pytest.mark.parametrize("reduction", ("none", "sum"))
+def test_a_divisor_is_refused_where_there_is_no_mean(one_shard, make_head, problem, reduction):
+    head = problem.head(one_shard.client, make_head)
+    with refused("INVALID_COMBINATION", ValueError) as info:
+        headwater.torch.CrossEntropyLoss(head, reduction=reduction)(
             problem.inputs @ problem.trunk.T, problem.targets, num_items_in_batch=4
         )
+    assert "num_items_in_batch" in str(info.value)
 
 
 @pytest.mark.parametrize("options", ({"reduction": "none"}, {"loss_scale": 1.0}, {}), ids=str)

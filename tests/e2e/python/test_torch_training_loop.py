@@ -306,6 +306,28 @@ def test_a_gradient_that_is_not_finite_waits_for_skip(one_shard, make_head, prob
     assert loop.step().applied
 
 
+def test_a_skip_that_some_heads_have_missed_is_not_repeated(one_shard, make_head, problem, monkeypatch):
+    heads = [problem.head(one_shard.client, make_head) for _ in range(2)]
+
+    def away(**options):
+        raise headwater.UnavailableError("the server is away")
+
+    for count in (1, 2):
+        loop = headwater.torch.TrainingLoop(heads[:count])
+        with monkeypatch.context() as patch:
+            patch.setattr(heads[count - 1], "discard_gradient", away)
+            with pytest.raises(headwater.UnavailableError):
+                loop.skip()
+        if count == 1:  # nothing was closed yet
+            loop.skip()
+            heads[1].discard_gradient()
+            continue
+        with refused("INVALID_COMBINATION", headwater.FailedPreconditionError) as info:
+            loop.skip()
+        assert "resume()" in str(info.value)
+    assert [head.info().open_step for head in heads] == [2, 1]
+
+
 def test_an_unfinished_micro_batch_can_be_finished(one_shard, make_head, problem):
     head, trunk = problem.head(one_shard.client, make_head, staging_slots=2), problem.parameter()
     loop = headwater.torch.TrainingLoop(head, torch.optim.SGD([trunk], lr=0.1))

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import threading
 import weakref
 
 import pytest
@@ -51,6 +52,42 @@ def test_a_forward_that_is_interrupted_behind_the_server_is_discarded(one_shard,
     assert [entry.state for entry in head.step_state().open.micro_batches.values()] == ["DISCARDED", "COMMITTED"]
     check_gradients(trunk.grad, head, expected)
     assert head.seal(expected_micro_batches=loss_fn.micro_batches).totals.micro_batch_count == 1
+
+
+def test_what_could_not_be_discarded_while_the_server_was_away_is_discarded_later(one_shard, make_head, problem, monkeypatch):
+    head, trunk = problem.head(one_shard.client, make_head, staging_slots=2), problem.parameter()
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    tried = threading.Semaphore(0)
+
+    def away(*arguments):
+        tried.release()
+        raise headwater.UnavailableError("the server is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one_shard.client._backend, "discard", away)
+        losses = [loss_fn(problem.inputs @ trunk.T, problem.targets) for _ in range(2)]
+        while losses:
+            losses.pop()
+            gc.collect()
+            assert tried.acquire(timeout=60)
+    loss_fn(problem.inputs @ trunk.T, problem.targets).backward()
+    assert head.seal(expected_micro_batches=loss_fn.micro_batches).totals.micro_batch_count == 1
+    assert [entry.state for entry in head.step_state().open.micro_batches.values()] == ["DISCARDED", "DISCARDED", "COMMITTED"]
+
+
+def test_a_loss_bounds_its_commit_as_its_other_calls(one_shard, make_head, problem, monkeypatch):
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    backend, bounds = one_shard.client._backend, []
+    commit = backend.commit
+
+    def noting(request, timeout_s):
+        bounds.append(timeout_s)
+        return commit(request, timeout_s)
+
+    monkeypatch.setattr(backend, "commit", noting)
+    for options in ({}, {"timeout_s": 77.0}):
+        headwater.torch.CrossEntropyLoss(head, **options)(problem.inputs @ trunk.T, problem.targets).backward()
+    assert bounds[0] > 77 >= bounds[1] > 70
 
 
 def test_a_refused_forward_leaves_nothing_to_discard(one_shard, make_head, problem):

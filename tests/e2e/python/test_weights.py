@@ -38,6 +38,23 @@ def test_float32_weights_are_kept_whole_in_the_master(one_shard, make_head, weig
     np.testing.assert_array_equal(plain.weight(dtype="float32"), round_to(weight, data_type))
 
 
+def test_new_weights_begin_with_a_new_optimizer_state(backend, make_head, weight, rng):
+    rows = rng.standard_normal((6, HIDDEN_SIZE)).astype(np.float32), np.arange(6)
+    used, fresh = (make_head(backend.client, weight, optimizer=headwater.AdamW()) for _ in range(2))
+
+    def advance(head):
+        head.cross_entropy(*rows, micro_batch=0)
+        head.seal(expected_micro_batches=1)
+        head.apply_optimizer_step(learning_rate=0.1)
+
+    for _ in range(3):
+        advance(used)
+    used.set_weight(weight)
+    for head in (used, fresh):
+        advance(head)
+    np.testing.assert_array_equal(used.weight(), fresh.weight())
+
+
 def test_uint16_bits_are_bfloat16(one_shard, make_head, weight):
     bits = headwater.BFloat16.from_float32(weight).bits
     head = make_head(one_shard.client, bits, dtype="bfloat16")

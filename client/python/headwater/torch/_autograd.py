@@ -56,8 +56,9 @@ def in_checkpoint_recompute() -> bool:
 class Contribution:
     """What one forward has left on the server, until it is decided."""
 
-    def __init__(self, head: Head, source: MicroBatchSource):
+    def __init__(self, head: Head, source: MicroBatchSource, timeout_s: float | None):
         self.head = head
+        self._timeout_s = timeout_s  # of its commit
         self.key = head._key(None)
         self.micro_batch, self._ids = source.draw(head, self.key.step)
         self.attempt = source.attempt(head, self.key.step, self.micro_batch)
@@ -85,7 +86,7 @@ class Contribution:
     def commit(self, factor: float, token_factors: torch.Tensor | None = None) -> None:
         """Adds it, times `factor` and, row by row, times `token_factors`."""
         if self._commit is not None:
-            self._commit(factor, token_factors)
+            self._commit(factor, token_factors, timeout_s=self._timeout_s)
             self._commit = None  # it keeps the LossResult alive, and so grad_hidden
         if self._abandon is not None:
             self._abandon()

@@ -83,10 +83,10 @@ class _Loss(torch.nn.Module):
         items = self.num_items_in_batch if num_items_in_batch is None else num_items_in_batch
         if items is not None:
             items = check_number(items, "num_items_in_batch", low=0, low_open=True)
-            if self.reduction == "none":
+            if self.reduction != "mean":
                 raise invalid_argument(
                     "INVALID_COMBINATION",
-                    'num_items_in_batch divides a mean; reduction="none" has none',
+                    f'num_items_in_batch divides a mean; reduction="{self.reduction}" has none',
                     field="num_items_in_batch",
                 )
         outputs: dict[str, Any] = {"outputs": ("token_loss",)} if self.reduction == "none" else {}
@@ -112,7 +112,7 @@ class _Loss(torch.nn.Module):
         if in_checkpoint_recompute():
             return RemoteLoss.apply(hidden, anchor, finish(run(rows, backward=False, **outputs), recomputed=True))
 
-        contribution = Contribution(head, self.micro_batch_source) if contributes else None
+        contribution = Contribution(head, self.micro_batch_source, self._timeout_s) if contributes else None
         keywords: dict[str, Any] = {"return_grad_hidden": wants_grad_hidden, **outputs}
         if contribution is not None:
             keywords.update(step=contribution.key.step, micro_batch=contribution.micro_batch, attempt=contribution.attempt)

@@ -19,8 +19,7 @@ class TrainerState(StateFiles):
     Args:
         directory: made if it is not there. All ranks must see it.
         rank: None for a state that all ranks have alike: rank 0 writes it. A number for a state of each rank's own.
-        keep: number of files that stay; older ones go when a new one is complete. None: all. At least what the server keeps
-            (`--keep_checkpoints`), so that each of its checkpoints has a counterpart.
+        keep: number of files that stay, >= 2, as of `StateFiles`. None: all.
         objects: model, optimizer, scheduler, ...: whatever has state_dict() and load_state_dict().
     """
 

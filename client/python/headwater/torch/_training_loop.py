@@ -84,7 +84,8 @@ class TrainingLoop:
         rank, world_size: of this trainer among those that submit. None: those of torch.distributed, 0 and 1 without it.
         barrier: called without arguments; returns when all ranks have called it. None: torch.distributed.barrier.
         shared_gradients: "reduced" if each rank has the same gradient of a tied embedding (DDP has averaged it): rank 0 adds it.
-            "partial" if each has its own part: each adds it. None: "reduced" if torch.distributed is initialised.
+            "partial" if each has its own part: each adds it. The parts must add up to the gradient that the body's reduction would
+            give: where that averages, divide them by world_size first. None: "reduced" if torch.distributed is initialised.
         body_norm_squared: returns the squared norm of the body's gradients, unscaled, where `parameters` are a part of them (FSDP).
         timeout_s: bound of each call, in seconds. None: the client's.
     """
@@ -394,8 +395,13 @@ class TrainingLoop:
         """Closes the step on all sides with nothing changed."""
         step = self.open_step
         if self.rank == 0:
-            for head in self._heads:
-                head.discard_gradient(**self._timeout)
+            try:
+                for head in self._heads:
+                    head.discard_gradient(**self._timeout)
+            except BaseException as error:
+                if any(head.step != step for head in self._heads):  # another try would discard the next step of those
+                    self._failure = error
+                raise
         self._forget_gradients()
         self._follow(step, weights_changed=False)
 
