@@ -58,8 +58,8 @@ class AbandonedContributions:
         return self._thread is None
 
     def settle(self, timeout_s: float) -> float:
-        """Waits until everything that was handed over is discarded: for calls whose outcome depends on it. What could not be, because
-        the server was away, is tried once more.
+        """Waits until everything that was handed over is discarded: for calls whose outcome depends on it. What could not be,
+        because the server was away, is tried once more.
 
         Args:
             timeout_s: bound on the whole call that waits here.

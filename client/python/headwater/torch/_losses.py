@@ -203,8 +203,9 @@ class CrossEntropyLoss(_Loss):
 
     With gradients on, and a trainable head, forward takes a staging slot until backward, or the end of the graph (`del loss`).
     Where other losses have them all, it waits about a second, once in a step, and then the server holds the rows (HELD): a third
-    more work. A loss that is only looked at belongs under torch.no_grad(). Backward may be run once, without create_graph=True. Any
-    upstream gradient is right: a scaled loss, a sum of losses, a GradScaler, a division by accumulation steps.
+    more work. A loss that is only looked at belongs under torch.no_grad(). Backward may be run once, without create_graph=True, and
+    adds to the head's gradient also where it is torch.autograd.grad or has inputs=. Any upstream gradient is right: a scaled loss,
+    a sum of losses, a GradScaler, a division by accumulation steps.
 
     Args:
         head: a `headwater.Head`. `head.step` is the step that contributions go to.
