@@ -5,6 +5,7 @@
 #include <set>
 
 #include "absl/flags/commandlineflag.h"
+#include "absl/flags/marshalling.h"
 #include "absl/flags/reflection.h"
 #include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
@@ -83,6 +84,23 @@ absl::StatusOr<CommandLine> ParseArguments(const std::vector<std::string>& argum
     }
   }
   return line;
+}
+
+bool AsksForJson(const std::vector<std::string>& arguments) {
+  bool asks = false;
+  for (const std::string& argument : arguments) {
+    if (argument == "--") break;
+    if (argument.size() < 2 || argument[0] != '-') continue;
+    const std::string flag = argument.substr(argument[1] == '-' ? 2 : 1);
+    std::string error;
+    bool value = false;
+    if (flag == "json" || flag == "nojson") {
+      asks = flag == "json";
+    } else if (flag.rfind("json=", 0) == 0 && absl::ParseFlag(flag.substr(5), &value, &error)) {
+      asks = value;
+    }
+  }
+  return asks;
 }
 
 absl::Status SetFlags(const CommandLine& line, const Command& command) {

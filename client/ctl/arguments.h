@@ -35,6 +35,10 @@ bool IsUsageError(const absl::Status& status);
 // absl::ParseCommandLine() is not used because it ends the program by itself, with the exit code of a failure.
 absl::StatusOr<CommandLine> ParseArguments(const std::vector<std::string>& arguments);
 
+// True if the command line asks for JSON, however wrong the rest of it is: --json counts behind what cannot be understood, and also
+// where it was taken for the value that a flag lacks.
+bool AsksForJson(const std::vector<std::string>& arguments);
+
 // Sets the flags. A usage error for a value that cannot be parsed, a flag that `command` does not take (it would be ignored
 // otherwise), and a wrong number of positional arguments.
 absl::Status SetFlags(const CommandLine& line, const Command& command);

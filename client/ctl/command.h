@@ -15,7 +15,7 @@ namespace headwater::ctl {
 // Exit codes of the program.
 enum ExitCode {
   kExitOk = 0,
-  kExitFailed = 1,  // the server refused, is not healthy, or cannot be reached
+  kExitFailed = 1,  // the server refused, is not healthy, or cannot be reached, or the output was lost
   kExitUsage = 2,   // the command line is wrong; nothing was sent
 };
 

@@ -88,7 +88,10 @@ std::string InfoText(const client::ServerInfo& info, const std::string& start_ti
 
   Table devices({"DEVICE", "BUDGET", "PLANNED", "MODEL"}, {Align::kLeft, Align::kRight, Align::kRight, Align::kLeft});
   for (const client::DeviceInfo& device : info.devices) {
-    devices.AddRow({device.name, FormatBytes(device.memory_budget_bytes), FormatBytes(device.memory_planned_bytes), device.model});
+    // Of several devices the server does not know which has how much of a plan.
+    const bool known = info.devices.size() == 1 || device.memory_planned_bytes > 0;
+    devices.AddRow({device.name, FormatBytes(device.memory_budget_bytes), known ? FormatBytes(device.memory_planned_bytes) : "-",
+                    device.model});
   }
   Table limits({"LIMIT", "VALUE", ""}, {Align::kLeft, Align::kRight, Align::kRight});
   for (const auto& [name, value] : ListLimits(info.limits)) {

@@ -2,7 +2,6 @@
 #include <unistd.h>
 
 #include <cstdlib>
-#include <iostream>
 #include <string>
 
 #include "absl/flags/declare.h"
@@ -84,9 +83,9 @@ bool IsTerminal() {
 // On a terminal over what was there, else below it.
 void Show(const std::string& text, bool terminal) {
   if (terminal) {
-    std::cout << kHome << absl::StrReplaceAll(Printable(text, /*lines=*/true), {{"\n", kEraseLine}}) << kEraseBelow << std::flush;
+    PrintRaw(absl::StrCat(kHome, absl::StrReplaceAll(Printable(text, /*lines=*/true), {{"\n", kEraseLine}}), kEraseBelow));
   } else {
-    std::cout << Printable(text, /*lines=*/true) << std::endl;
+    PrintRaw(absl::StrCat(Printable(text, /*lines=*/true), "\n"));
   }
 }
 
@@ -100,7 +99,7 @@ absl::StatusOr<ExitCode> RunTop(client::Client& client, const std::vector<std::s
   const std::string address = MetricsAddress();
   auto before = LookNow(address);
   if (!before.ok()) return before.status();
-  while (true) {
+  do {
     absl::SleepFor(interval);
     auto after = LookNow(address);
     if (!after.ok()) {
@@ -113,15 +112,15 @@ absl::StatusOr<ExitCode> RunTop(client::Client& client, const std::vector<std::s
         FiguresOf(before->page, after->page, absl::ToDoubleSeconds(std::max(after->time - before->time, kShortestInterval)),
                   absl::ToDoubleSeconds(after->time - absl::UnixEpoch()));
     const auto heads = client.ListHeads();
-    const std::vector<client::HeadInfo> list = heads.ok() ? *heads : std::vector<client::HeadInfo>();
     if (output.json()) {
-      output.Print("", TopJson(ServerAddress(), figures, list));
+      output.Print("", TopJson(ServerAddress(), figures, heads));
     } else {
+      const std::vector<client::HeadInfo> list = heads.ok() ? *heads : std::vector<client::HeadInfo>();
       Show(TopText(ServerAddress(), figures, list, heads.ok() ? "" : std::string(heads.status().message())), terminal);
     }
-    if (once) return kExitOk;
     before = std::move(after);
-  }
+  } while (!once && OutputError() == 0);  // nobody sees looks that cannot be printed
+  return kExitOk;
 }
 
 }  // namespace

@@ -185,7 +185,8 @@ std::string TopText(const std::string& server, const TopFigures& figures, const 
   return absl::StrCat(summary.ToString(), "\n", transports.ToString(), "\n", below);
 }
 
-nlohmann::json TopJson(const std::string& server, const TopFigures& figures, const std::vector<client::HeadInfo>& heads) {
+nlohmann::json TopJson(const std::string& server, const TopFigures& figures,
+                       const absl::StatusOr<std::vector<client::HeadInfo>>& heads) {
   const auto or_null = [](const std::optional<double>& value) {
     return value.has_value() ? nlohmann::json(*value) : nlohmann::json(nullptr);
   };
@@ -199,8 +200,14 @@ nlohmann::json TopJson(const std::string& server, const TopFigures& figures, con
   for (const auto& [rank, shares] : figures.ranks) {
     ranks.push_back({{"rank", rank}, {"compute", shares.compute}, {"wait", shares.wait}, {"communicate", shares.communicate}});
   }
-  nlohmann::json head_list = nlohmann::json::array();
-  for (const client::HeadInfo& head : heads) head_list.push_back(ToJson(head));
+  nlohmann::json head_list = nullptr;
+  nlohmann::json heads_error = nullptr;
+  if (heads.ok()) {
+    head_list = nlohmann::json::array();
+    for (const client::HeadInfo& head : *heads) head_list.push_back(ToJson(head));
+  } else {
+    heads_error = ToJson(heads.status());
+  }
   return {{"server", server},
           {"seconds", figures.seconds},
           {"serving", figures.serving},
@@ -233,7 +240,8 @@ nlohmann::json TopJson(const std::string& server, const TopFigures& figures, con
             {"budget_bytes", figures.budget_bytes},
             {"planned_bytes", figures.planned_bytes},
             {"planned_by_purpose", figures.planned_by_purpose}}},
-          {"heads", head_list}};
+          {"heads", head_list},
+          {"heads_error", heads_error}};
 }
 
 }  // namespace headwater::ctl

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "client/ctl/metrics_page.h"
 #include "headwater/client/types.h"
 
@@ -55,10 +56,12 @@ struct TopFigures {
 // `now`: seconds since 1970 at the second page. `seconds` > 0.
 TopFigures FiguresOf(const MetricsPage& before, const MetricsPage& after, double seconds, double now);
 
-// Several lines. `heads_note` stands in the place of the heads if they cannot be listed.
+// Several lines. `heads_note` stands in the place of the heads if they cannot be listed; as JSON they are null then, which no heads
+// are not, and `heads_error` says why.
 std::string TopText(const std::string& server, const TopFigures& figures, const std::vector<client::HeadInfo>& heads,
                     const std::string& heads_note);
-nlohmann::json TopJson(const std::string& server, const TopFigures& figures, const std::vector<client::HeadInfo>& heads);
+nlohmann::json TopJson(const std::string& server, const TopFigures& figures,
+                       const absl::StatusOr<std::vector<client::HeadInfo>>& heads);
 
 }  // namespace headwater::ctl
 

@@ -1,6 +1,7 @@
 // headwaterctl: looks at a Headwater server and administers its heads.
 #include <unistd.h>
 
+#include <cstring>
 #include <iostream>
 #include <string>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "client/ctl/arguments.h"
 #include "client/ctl/command.h"
 #include "client/ctl/connection.h"
+#include "client/ctl/output.h"
 #include "client/ctl/table.h"
 
 ABSL_FLAG(bool, json, false, "print one JSON document instead of text");
@@ -18,7 +20,9 @@ namespace headwater::ctl {
 namespace {
 
 constexpr char kExitCodes[] =
-    "Exit codes: 0 done; 1 the server refused, is not healthy or cannot be reached; 2 the command line is wrong.\n";
+    "Exit codes: 0 done; 1 the server refused, is not healthy or cannot be reached, or the output could not be written; 2 the\n"
+    "command line is wrong.\n";
+constexpr char kUsageHint[] = "`headwaterctl help` lists commands and flags";
 
 std::string GeneralHelp(const std::vector<Command>& commands) {
   Table table({"", "", ""}, {Table::Align::kLeft, Table::Align::kLeft, Table::Align::kLeft});
@@ -38,8 +42,10 @@ std::string CommandHelp(const Command& command) {
                       "\nFlags of every command:\n", DescribeFlags(kCommonFlags), "\n", kExitCodes);
 }
 
-int ReportUsage(const std::string& message) {
-  std::cerr << "headwaterctl: " << message << "\nhint: `headwaterctl help` lists commands and flags\n";
+// `json`: as the command line asks for it, of which nothing need be set yet.
+int ReportUsage(const absl::Status& error, bool json) {
+  std::cerr << "headwaterctl: " << error.message() << "\nhint: " << kUsageHint << "\n";
+  Output(json).Print("", {{"error", ToJson(WithHint(error, kUsageHint))}});
   return kExitUsage;
 }
 
@@ -50,18 +56,18 @@ const Command* FindCommand(const std::vector<Command>& commands, const std::stri
   return nullptr;
 }
 
-int RunCommand(const Command& command, const std::vector<std::string>& arguments) {
+int RunCommand(const Command& command, const std::vector<std::string>& arguments, bool json_asked) {
   Output output(absl::GetFlag(FLAGS_json));
   if (command.first_argument_is_server && !arguments.empty()) SetServerAddress(arguments[0]);
   absl::StatusOr<client::Client> client = Connect();
-  if (IsUsageError(client.status())) return ReportUsage(std::string(client.status().message()));
+  if (IsUsageError(client.status())) return ReportUsage(client.status(), json_asked);
   if (!client.ok()) {
     output.PrintError(client.status());
     return kExitFailed;
   }
   const absl::StatusOr<ExitCode> exit_code = command.run(*client, arguments, output);
   if (exit_code.ok()) return *exit_code;
-  if (IsUsageError(exit_code.status())) return ReportUsage(std::string(exit_code.status().message()));
+  if (IsUsageError(exit_code.status())) return ReportUsage(exit_code.status(), json_asked);
   output.PrintError(exit_code.status());
   return kExitFailed;
 }
@@ -69,46 +75,53 @@ int RunCommand(const Command& command, const std::vector<std::string>& arguments
 int Main(const std::vector<std::string>& arguments) {
   const std::vector<Command> commands = {HealthCommand(), InfoCommand(),   HeadsCommand(), TakeCommand(),  LoadCommand(),
                                          SaveCommand(),   DeleteCommand(), PlanCommand(),  BenchCommand(), TopCommand()};
+  const bool json = AsksForJson(arguments);
   absl::StatusOr<CommandLine> line = ParseArguments(arguments);
-  if (!line.ok()) return ReportUsage(std::string(line.status().message()));
+  if (!line.ok()) return ReportUsage(line.status(), json);
   if (line->version) {
-    std::cout << "headwaterctl " HEADWATER_VERSION "\n";
+    PrintRaw("headwaterctl " HEADWATER_VERSION "\n");
     return kExitOk;
   }
   if (line->positional.empty()) {
-    if (!line->help) return ReportUsage("a command is missing");
-    std::cout << GeneralHelp(commands);
+    if (!line->help) return ReportUsage(UsageError("a command is missing"), json);
+    PrintRaw(GeneralHelp(commands));
     return kExitOk;
   }
   std::string name = line->positional[0];
   if (name == "help") {
     if (line->positional.size() == 1) {
-      std::cout << GeneralHelp(commands);
+      PrintRaw(GeneralHelp(commands));
       return kExitOk;
     }
     name = line->positional[1];
     if (name == "help") {
-      std::cout << GeneralHelp(commands);
+      PrintRaw(GeneralHelp(commands));
       return kExitOk;
     }
     line->help = true;
   }
   const Command* const command = FindCommand(commands, name);
-  if (command == nullptr) return ReportUsage(absl::StrCat("there is no command `", name, "`"));
+  if (command == nullptr) return ReportUsage(UsageError(absl::StrCat("there is no command `", name, "`")), json);
   if (line->help) {
-    std::cout << CommandHelp(*command);
+    PrintRaw(CommandHelp(*command));
     return kExitOk;
   }
-  if (absl::Status status = SetFlags(*line, *command); !status.ok()) return ReportUsage(std::string(status.message()));
-  return RunCommand(*command, {line->positional.begin() + 1, line->positional.end()});
+  if (absl::Status status = SetFlags(*line, *command); !status.ok()) return ReportUsage(status, json);
+  return RunCommand(*command, {line->positional.begin() + 1, line->positional.end()}, json);
+}
+
+// The exit code where output was lost: who reads it must not take part of it for all of it. A failure stays what it is.
+int WithOutput(int exit_code) {
+  if (OutputError() == 0) return exit_code;
+  std::cerr << "headwaterctl: the output could not be written: " << std::strerror(OutputError()) << "\n";
+  return exit_code == kExitOk ? kExitFailed : exit_code;
 }
 
 }  // namespace
 }  // namespace headwater::ctl
 
 int main(int argc, char** argv) {
-  const int exit_code = headwater::ctl::Main({argv + 1, argv + argc});
-  std::cout.flush();
+  const int exit_code = headwater::ctl::WithOutput(headwater::ctl::Main({argv + 1, argv + argc}));
   std::cerr.flush();
   // Nothing is destroyed: gRPC and TLS end their threads in the background, which would meet what is gone already.
   _exit(exit_code);

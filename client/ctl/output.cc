@@ -1,5 +1,6 @@
 #include "client/ctl/output.h"
 
+#include <cerrno>
 #include <iostream>
 #include <map>
 
@@ -13,6 +14,8 @@ namespace headwater::ctl {
 namespace {
 
 constexpr char kHintPayload[] = "headwaterctl/hint";
+
+int lost_output_error = 0;
 
 // What to do about an error that operators meet. Reasons that are not here explain themselves.
 std::string HintFor(const absl::Status& status, const std::string& reason) {
@@ -102,14 +105,31 @@ nlohmann::json ToJson(const client::HeadInfo& head) {
   return document;
 }
 
+nlohmann::json ToJson(const absl::Status& error) {
+  const std::string reason = client::ErrorReason(error);
+  return {{"code", absl::StatusCodeToString(error.code())},
+          {"reason", reason},
+          {"message", std::string(error.message())},
+          {"metadata", client::ErrorMetadata(error)},
+          {"hint", HintFor(error, reason)}};
+}
+
+void PrintRaw(absl::string_view text) {
+  // Flushed each time: later the cause would be overwritten.
+  errno = 0;
+  std::cout << text << std::flush;
+  if (!std::cout && lost_output_error == 0) lost_output_error = errno != 0 ? errno : EIO;
+}
+
+int OutputError() { return lost_output_error; }
+
 void Output::Print(const std::string& text, const nlohmann::json& document) const {
   if (json_) {
     // Text from elsewhere need not be UTF-8; that must not turn a result into a crash.
-    std::cout << document.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
+    PrintRaw(document.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
   } else {
-    std::cout << Printable(text, /*lines=*/true);
+    PrintRaw(Printable(text, /*lines=*/true));
   }
-  std::cout.flush();
 }
 
 void Output::Progress(const std::string& line) const {
@@ -123,14 +143,7 @@ void Output::PrintError(const absl::Status& status) const {
   std::cerr << "headwaterctl: " << code << (reason.empty() ? "" : absl::StrCat(" / ", reason)) << ": "
             << Printable(std::string(status.message())) << "\n";
   if (!hint.empty()) std::cerr << "hint: " << hint << "\n";
-  if (json_) {
-    const nlohmann::json error = {{"code", code},
-                                  {"reason", reason},
-                                  {"message", std::string(status.message())},
-                                  {"metadata", client::ErrorMetadata(status)},
-                                  {"hint", hint}};
-    std::cout << nlohmann::json{{"error", error}}.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
-  }
+  Print("", {{"error", ToJson(status)}});
 }
 
 }  // namespace headwater::ctl

@@ -6,9 +6,15 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "headwater/client/types.h"
 
 namespace headwater::ctl {
+
+// Prints to stdout at once, as it is. What could not be printed is not told here: OutputError() has it.
+void PrintRaw(absl::string_view text);
+// The errno of the first output that was lost, since the disk is full or nobody reads any more; 0 if all of it was taken.
+int OutputError();
 
 // Prints to stdout; errors also to stderr.
 class Output {
@@ -33,6 +39,8 @@ absl::Status WithHint(absl::Status status, const std::string& hint);
 // A head as JSON: bytes in hexadecimal, sizes as numbers.
 nlohmann::json ToJson(const client::HeadInfo& head);
 nlohmann::json ToJson(const client::MemoryPlan& plan);
+// An error as JSON: code, reason, message, metadata and a hint what to do, which is empty if there is none.
+nlohmann::json ToJson(const absl::Status& error);
 // "adamw", "sgd", "none".
 const char* OptimizerName(const client::Optimizer& optimizer);
 

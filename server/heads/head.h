@@ -264,6 +264,13 @@ class Head : public std::enable_shared_from_this<Head> {
   // To be called once the header has been accepted. Checks like CheckSubmission(); then an attempt > 0 aborts lower ones: what they
   // left undecided is dropped, and one that is running ends with kAttemptSuperseded unless it is past the point of no return.
   static absl::Status Announce(const Submission& submission);
+  // Waits while a call that takes as long as files do (Save(), Restore(), SetTensors()) has one of the submission's heads, or is
+  // the next to have it: Submit() would wait just as long, but with the turn at the engine that its caller has by then, and that
+  // others could use. What can be refused is refused without waiting. kCancelled, kDeadlineExceeded. Nothing to wait for once that
+  // head has been retired.
+  static absl::Status AwaitFiles(const Submission& submission, const WaitLimits& limits);
+  // Whether AwaitFiles() has something to wait for.
+  static bool IsBehindFiles(const Submission& submission);
   // Computes and, where it adds something, commits or stages. Locks all heads of the submission (ordered by address), shared with
   // others of its kind unless it may take a staging slot. `cancelled` is asked once more just before the point from which the
   // submission can no longer be aborted; true ends it with kCancelled and nothing changed. With `incoming` that point is when all
@@ -347,9 +354,10 @@ class Head : public std::enable_shared_from_this<Head> {
   // required for a trainable head.
   absl::StatusOr<SavedCheckpoint> Save(const std::optional<Epoch>& epoch, checkpoint::CheckpointStore& store,
                                        const std::string& checkpoint_name, bool overwrite);
-  // The same, replacing an older one of that name, for a READY head that has changed since it was last saved; true if it was. Waits
-  // for calls that compute, but not beyond `deadline`: kDeadlineExceeded.
-  absl::StatusOr<bool> SaveIfChanged(checkpoint::CheckpointStore& store, const std::string& checkpoint_name, absl::Time deadline);
+  // The same, replacing an older one of that name, for a READY head that has changed since it was last saved; true if it was.
+  // kDeadlineExceeded if it has, after `deadline`. Does not wait for calls that compute: nothing if there are any.
+  std::optional<absl::StatusOr<bool>> TrySaveIfChanged(checkpoint::CheckpointStore& store, const std::string& checkpoint_name,
+                                                       absl::Time deadline);
   // Sets weights, optimizer state and step; a new epoch, version + 1, an empty open step. If the checkpoint is not there, damaged
   // or of another spec, the head is as before. In deterministic mode so it is if the checkpoint was saved where sums are made in
   // another order (kCheckpointSpecMismatch); else HeadInfo::restore_note says so.
@@ -378,6 +386,8 @@ class Head : public std::enable_shared_from_this<Head> {
   // Hold the compute locks, or the state locks, of some heads, taken in ascending address so that nobody waits in a circle.
   class ComputeLocks;
   class StateLocks;
+  // A call that AwaitFiles() waits for; lives from before it has the compute lock. head_weights.cc.
+  class FileCall;
 
   Head(const HeadName& name, const HeadSpec& spec, const HeadLimits& limits, LossEngine& engine,
        std::unique_ptr<EngineHead> engine_head);
@@ -502,10 +512,10 @@ class Head : public std::enable_shared_from_this<Head> {
 
   // Engine work and everything that changes the head. Taken before state_mutex_; of several heads by ComputeLocks. State is written
   // only with both held, so a holder of this one alone may rely on what it has read: but for `retired_`, `superseding_`,
-  // `running_calls_`, and SettleDropped(), which only concerns what nobody can decide any more. Those who share it change only what
-  // each of them looks at anew under state_mutex_: the ledger's records and `pending_` of their own micro-batches, and, when the
-  // engine fails one of them, whether the head is LOST. Weights, versions, epoch and step stay as they are meanwhile, and nothing
-  // that is pending is committed.
+  // `running_calls_`, `file_calls_`, and SettleDropped(), which only concerns what nobody can decide any more. Those who share it
+  // change only what each of them looks at anew under state_mutex_: the ledger's records and `pending_` of their own micro-batches,
+  // and, when the engine fails one of them, whether the head is LOST. Weights, versions, epoch and step stay as they are meanwhile,
+  // and nothing that is pending is committed.
   mutable absl::Mutex compute_mutex_ ABSL_ACQUIRED_BEFORE(state_mutex_);
   mutable absl::Mutex state_mutex_;
   mutable absl::CondVar changed_;  // with state_mutex_: the ledger, the epoch or the state has changed
@@ -540,6 +550,7 @@ class Head : public std::enable_shared_from_this<Head> {
   std::map<HeadTensor, std::string> last_replace_ ABSL_GUARDED_BY(state_mutex_);  // checksums that closed the last closed step
   std::map<int64_t, int64_t> superseding_ ABSL_GUARDED_BY(state_mutex_);  // micro-batch: attempt that waits to abort lower ones
   int64_t running_calls_ ABSL_GUARDED_BY(state_mutex_) = 0;               // submissions that wait or compute
+  int64_t file_calls_ ABSL_GUARDED_BY(state_mutex_) = 0;                  // FileCall objects
 };
 
 // How often a waiting call asks whether it has been cancelled.

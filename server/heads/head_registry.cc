@@ -1,11 +1,13 @@
 #include "server/heads/head_registry.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/checkpoint/manifest.h"
@@ -267,9 +269,22 @@ std::vector<HeadName> HeadRegistry::ExpireIdle(absl::Duration timeout, checkpoin
 std::vector<std::pair<HeadName, absl::Status>> HeadRegistry::SaveChanged(checkpoint::CheckpointStore& store,
                                                                          const std::string& checkpoint_name, absl::Time deadline) {
   std::vector<std::pair<HeadName, absl::Status>> outcomes;
-  for (const std::shared_ptr<Head>& head : ListAll()) {
-    const absl::StatusOr<bool> saved = head->SaveIfChanged(store, checkpoint_name, deadline);
-    if (!saved.ok() || *saved) outcomes.emplace_back(head->name(), saved.status());
+  std::vector<std::shared_ptr<Head>> left = ListAll();
+  // In rounds: whoever waits for one that is busy would lose those behind it, which are free, when time is up.
+  while (true) {
+    std::erase_if(left, [&](const std::shared_ptr<Head>& head) {
+      const std::optional<absl::StatusOr<bool>> saved = head->TrySaveIfChanged(store, checkpoint_name, deadline);
+      if (!saved.has_value()) return false;
+      if (!saved->ok() || **saved) outcomes.emplace_back(head->name(), saved->status());
+      return true;
+    });
+    if (left.empty()) return outcomes;
+    if (absl::Now() >= deadline) break;
+    absl::SleepFor(kPollInterval);
+  }
+  for (const std::shared_ptr<Head>& head : left) {
+    outcomes.emplace_back(head->name(), MakeError(ErrorReason::kDeadlineExceeded,
+                                                  absl::StrCat("calls on ", head->name().ToString(), " are still being computed")));
   }
   return outcomes;
 }

@@ -90,7 +90,8 @@ class HeadRegistry {
       checkpoint::CheckpointStore& store, const std::function<bool()>& cancelled = [] { return false; });
 
   // Saves every READY head that has changed since it was last saved, as `checkpoint_name`, replacing an older one of that name.
-  // None is begun after `deadline`. For each that was saved, or could not be: its name, and how that went.
+  // Those that calls compute on come last, as soon as they are free: they keep no other waiting. None is begun after `deadline`.
+  // For each that was saved, or could not be: its name, and how that went.
   std::vector<std::pair<HeadName, absl::Status>> SaveChanged(checkpoint::CheckpointStore& store, const std::string& checkpoint_name,
                                                              absl::Time deadline);
 

@@ -8,6 +8,7 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
@@ -273,6 +274,32 @@ class Head::SubmissionRun::Flow : public RowFlow {
   SubmissionRun& run_;
   bool decided_ = false;
 };
+
+bool Head::IsBehindFiles(const Submission& submission) {
+  const std::set<Head*, std::less<>> heads = HeadsOf(submission);
+  return std::any_of(heads.begin(), heads.end(), [](Head* head) {
+    absl::MutexLock state_lock(&head->state_mutex_);
+    return head->file_calls_ > 0 && !head->retired_;
+  });
+}
+
+absl::Status Head::AwaitFiles(const Submission& submission, const WaitLimits& limits) {
+  if (!IsBehindFiles(submission)) return absl::OkStatus();
+  if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
+  for (Head* head : HeadsOf(submission)) {
+    absl::MutexLock state_lock(&head->state_mutex_);
+    while (head->file_calls_ > 0 && !head->retired_) {
+      if (limits.cancelled != nullptr && limits.cancelled()) return Cancelled();
+      const absl::Duration left = limits.deadline - absl::Now();
+      if (left <= absl::ZeroDuration()) {
+        return MakeError(ErrorReason::kDeadlineExceeded, absl::StrCat("the deadline passed while ", head->name_.ToString(),
+                                                                      " was being saved or set; nothing was added"));
+      }
+      head->changed_.WaitWithTimeout(&head->state_mutex_, std::min(left, kPollInterval));
+    }
+  }
+  return absl::OkStatus();
+}
 
 absl::StatusOr<SubmissionOutcome> Head::Submit(const Submission& submission, LossEngine& engine,
                                                const std::function<bool()>& cancelled) ABSL_NO_THREAD_SAFETY_ANALYSIS {

@@ -38,6 +38,23 @@ absl::Status AfterTheBeginning(const absl::Status& status, bool changed) {
 
 }  // namespace
 
+class Head::FileCall {
+ public:
+  explicit FileCall(Head& head) : head_(head) {
+    absl::MutexLock state_lock(&head_.state_mutex_);
+    ++head_.file_calls_;
+  }
+  FileCall(const FileCall&) = delete;
+  FileCall& operator=(const FileCall&) = delete;
+  ~FileCall() {
+    absl::MutexLock state_lock(&head_.state_mutex_);
+    if (--head_.file_calls_ == 0) head_.changed_.SignalAll();
+  }
+
+ private:
+  Head& head_;
+};
+
 absl::Status Head::CheckElements(HeadTensor tensor, int64_t element_start, int64_t element_count) const {
   const int64_t total = engine_head_->ElementCount(tensor);
   if (total == 0) {
@@ -145,6 +162,7 @@ absl::StatusOr<std::string> Head::ChecksumWeight() const {
 
 absl::StatusOr<HeadInfo> Head::SetTensors(const Epoch& epoch, const std::vector<TensorUpdate>& updates) {
   if (absl::Status status = CheckUpdates(updates); !status.ok()) return status;
+  const FileCall file_call(*this);
   absl::MutexLock compute_lock(&compute_mutex_);
   bool was_loading = false;
   {
@@ -296,18 +314,14 @@ absl::Status Head::ReadWeights(HeadTensor tensor, int64_t element_start, int64_t
 
 absl::StatusOr<Head::SavedCheckpoint> Head::Save(const std::optional<Epoch>& epoch, checkpoint::CheckpointStore& store,
                                                  const std::string& checkpoint_name, bool overwrite) {
+  const FileCall file_call(*this);
   absl::MutexLock compute_lock(&compute_mutex_);
   return SaveLocked(epoch, store, checkpoint_name, overwrite);
 }
 
-absl::StatusOr<bool> Head::SaveIfChanged(checkpoint::CheckpointStore& store, const std::string& checkpoint_name,
-                                         absl::Time deadline) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-  while (!compute_mutex_.TryLock()) {
-    if (absl::Now() >= deadline) {
-      return MakeError(ErrorReason::kDeadlineExceeded, absl::StrCat("calls on ", name_.ToString(), " are still being computed"));
-    }
-    absl::SleepFor(kPollInterval);
-  }
+std::optional<absl::StatusOr<bool>> Head::TrySaveIfChanged(checkpoint::CheckpointStore& store, const std::string& checkpoint_name,
+                                                           absl::Time deadline) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  if (!compute_mutex_.TryLock()) return std::nullopt;
   const absl::Cleanup unlock = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { compute_mutex_.Unlock(); };  // even if the store throws
   std::optional<Epoch> epoch;
   {
@@ -319,6 +333,7 @@ absl::StatusOr<bool> Head::SaveIfChanged(checkpoint::CheckpointStore& store, con
   if (epoch.has_value() && absl::Now() >= deadline) {
     saved = MakeError(ErrorReason::kDeadlineExceeded, absl::StrCat("no time is left to save ", name_.ToString()));
   } else if (epoch.has_value()) {
+    const FileCall file_call(*this);
     const absl::Status status = SaveLocked(epoch, store, checkpoint_name, /*overwrite=*/true).status();
     saved = status.ok() ? absl::StatusOr<bool>(true) : status;
   }
@@ -411,6 +426,7 @@ absl::Status Head::LoadCheckpoint(checkpoint::CheckpointStore& store, const std:
 }
 
 absl::StatusOr<HeadInfo> Head::Restore(const Epoch& epoch, checkpoint::CheckpointStore& store, const std::string& checkpoint_name) {
+  const FileCall file_call(*this);
   absl::MutexLock compute_lock(&compute_mutex_);
   if (absl::Status status = LockAndCheck(&epoch, Need::kAnyState, false); !status.ok()) return status;
   if (absl::Status status = LoadCheckpoint(store, checkpoint_name, /*comes_back=*/false); !status.ok()) return status;

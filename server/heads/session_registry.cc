@@ -26,7 +26,9 @@ SessionRegistry::SessionRegistry(const SessionLimits& limits, std::function<void
                                  std::function<absl::Time()> clock)
     : limits_(limits), on_end_(std::move(on_end)), clock_(std::move(clock)) {}
 
-absl::StatusOr<SessionRegistry::Grant> SessionRegistry::Open(const std::string& client_name, absl::Duration lease) {
+absl::StatusOr<SessionRegistry::Grant> SessionRegistry::Open(const std::string& client_name, absl::Duration lease,
+                                                             int64_t* expired) {
+  if (expired != nullptr) *expired = 0;
   if (lease <= absl::ZeroDuration()) {
     return MakeError(ErrorReason::kInvalidField, absl::StrCat("lease must be greater than 0, it is ", absl::FormatDuration(lease)),
                      {{"field", "lease"}, {"expected", "> 0"}, {"actual", absl::FormatDuration(lease)}});
@@ -42,7 +44,10 @@ absl::StatusOr<SessionRegistry::Grant> SessionRegistry::Open(const std::string& 
     return IsFull();
   };
   // Sessions that nobody has looked at since their lease ended must not keep others out.
-  if (is_full()) Expire();
+  if (is_full()) {
+    const int64_t ended = Expire();
+    if (expired != nullptr) *expired = ended;
+  }
   absl::MutexLock lock(&mutex_);
   if (IsFull()) {
     return MakeError(ErrorReason::kQuotaExceeded,

@@ -47,8 +47,9 @@ class SessionRegistry {
     absl::Duration lease;
   };
   // Opens a session with a lease of min(lease, max_lease). kInvalidField unless `lease` > 0; kQuotaExceeded. `client_name` is told
-  // when the session expires.
-  absl::StatusOr<Grant> Open(const std::string& client_name, absl::Duration lease);
+  // when the session expires. `expired` (may be null) gets how many sessions it has ended as Expire() does, to make room, whatever
+  // it returns: Expire() does not tell of them.
+  absl::StatusOr<Grant> Open(const std::string& client_name, absl::Duration lease, int64_t* expired = nullptr);
 
   // A running call of a session: the lease does not end while it lives, and counts from its end. Must not outlive the registry.
   class Use {

@@ -42,6 +42,9 @@ constexpr absl::Duration kLookAtOthers = absl::Milliseconds(1);
 // How often a wait looks at what does not wake it: a lost engine, say.
 constexpr absl::Duration kLook = absl::Milliseconds(50);
 constexpr absl::Duration kLookAtJoined = absl::Milliseconds(2);
+// Turns at the engine, the last of which a micro-batch keeps even if it has to wait for files with it: who saves again and again
+// must not keep it out for ever.
+constexpr int kMostTurns = 4;
 // How long after the end of a stream it is known whether it was cut.
 constexpr absl::Duration kEndKnown = absl::Milliseconds(50);
 
@@ -712,19 +715,36 @@ absl::StatusOr<Digest> ComputeLossCall::DigestOfAll() {
   return digest.Finish(CanonicalHeader(payload_->request));
 }
 
+absl::Status ComputeLossCall::AwaitFiles() {
+  if (!heads::Head::IsBehindFiles(submission_)) return absl::OkStatus();
+  place_.Release();  // nobody lets it begin first
+  const RowExchange& exchange = transfer_->exchange();
+  heads::WaitLimits limits = limits_;
+  limits.cancelled = [&] { return !exchange.status().ok() || (limits_.cancelled != nullptr && limits_.cancelled()); };
+  const absl::Status status = heads::Head::AwaitFiles(submission_, limits);
+  return !status.ok() && !exchange.status().ok() ? exchange.status() : status;
+}
+
 absl::Status ComputeLossCall::Submit() {
   absl::StatusOr<heads::SubmissionOutcome> outcome = MakeError(ErrorReason::kInternal, "the queue did not run the job");
-  const absl::Status queued = core_.queue.Run(
-      client_, scheduler::JobSizeOf(payload_->request.row_count),
-      [&] {
-        const observability::BusyClock::Work work(core_.busy);
-        times_.engine_start = absl::Now();
-        place_.Release();
-        outcome = heads::Head::Submit(submission_, *core_.engine, limits_.cancelled);
-        times_.engine_end = absl::Now();
-      },
-      limits_.cancelled, limits_.deadline);
-  if (!queued.ok()) return queued;
+  bool has_run = false;
+  for (int turns_left = kMostTurns; !has_run; --turns_left) {
+    HEADWATER_RETURN_IF_ERROR(AwaitFiles());
+    const absl::Status queued = core_.queue.Run(
+        client_, scheduler::JobSizeOf(payload_->request.row_count),
+        [&] {
+          // While it waited for its turn files may have come between: others take the turn.
+          if (turns_left > 1 && heads::Head::IsBehindFiles(submission_)) return;
+          const observability::BusyClock::Work work(core_.busy);
+          times_.engine_start = absl::Now();
+          place_.Release();
+          has_run = true;
+          outcome = heads::Head::Submit(submission_, *core_.engine, limits_.cancelled);
+          times_.engine_end = absl::Now();
+        },
+        limits_.cancelled, limits_.deadline);
+    if (!queued.ok()) return queued;
+  }
   // Whatever came of it, and whether its client is still there: an engine would look stuck otherwise while it only refuses.
   core_.metrics.ObservePhase(observability::Phase::kCompute, times_.engine_end - times_.engine_start);
   if (!outcome.ok()) return outcome.status();

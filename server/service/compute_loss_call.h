@@ -110,6 +110,8 @@ class ComputeLossCall {
   // Why rows are missing, once their streams have ended: that a client is gone is known a moment later.
   absl::Status ExplainEnd(const absl::Status& status);
   absl::StatusOr<Digest> DigestOfAll();
+  // Head::AwaitFiles(), which the end of the transfer ends too.
+  absl::Status AwaitFiles();
   absl::Status Submit();
   absl::Status AwaitGradSent();
   void CountOutcome();

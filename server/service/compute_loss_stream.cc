@@ -16,6 +16,13 @@ namespace headwater::service {
 
 using observability::RpcMethod;
 
+namespace {
+
+// What is told of a call that ends without its answer once ComputeLossCall::computed().
+constexpr char kWasComputed[] = "; it had been computed: GetStep tells whether its micro-batch is in";
+
+}  // namespace
+
 RawReactor* ComputeLossStream::Start(ServerCore& core, grpc::CallbackServerContext& context) {
   const auto stream = std::make_shared<ComputeLossStream>(core, context);
   RawReactor* const reactor = stream->Own();
@@ -68,14 +75,18 @@ absl::Status ComputeLossStream::Serve(RpcScope& scope, std::optional<grpc::ByteB
     call.FillSummary(response.mutable_summary());
     last->emplace(EncodeMessage(response));
   }
+  // Rows of the gradient may be lost with a stripe after the commit.
+  if (HasReason(status, ErrorReason::kStripeLost) && call.computed()) {
+    status =
+        MakeError(ErrorReason::kStripeLost, absl::StrCat(std::string(status.message()), kWasComputed), GetErrorMetadata(status));
+  }
   if (status.ok() || !scope.Cancelled()) return status;
   // No client brings this about; its heads may be lost, and that nothing was added would not be true.
   if (HasReason(status, ErrorReason::kEngineFailed)) return status;
   // Whatever was met first, that the client is gone, or was sent away, is why.
   const absl::Status why = why_ended();
   if (!why.ok()) return why;
-  return scope.CancelledError(call.computed() ? "; it had been computed: GetStep tells whether its micro-batch is in"
-                                              : "; nothing was added");
+  return scope.CancelledError(call.computed() ? kWasComputed : "; nothing was added");
 }
 
 absl::StatusOr<v1::MicroBatchHeader> ComputeLossStream::Header() {

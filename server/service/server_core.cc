@@ -143,10 +143,7 @@ class ServerCore::Reaper {
     core_.rows.Trim(absl::Now() - kIdleRows);
     core_.uploads.DropDead();
     TrimHeapWhenIdle();
-    if (const int64_t expired = core_.sessions.Expire(); expired > 0) {
-      core_.metrics.CountSessionEnds(observability::SessionEnd::kExpired, expired);
-      Log(LogLevel::kWarning, "sessions_expired", {{"count", expired}});
-    }
+    core_.CountExpiredSessions(core_.sessions.Expire());
   }
   void EndIdleHeads() {
     const auto expired =
@@ -329,6 +326,12 @@ bool ServerCore::SaveHeads(absl::Time deadline) {
     all_saved = all_saved && status.ok();
   }
   return all_saved;
+}
+
+void ServerCore::CountExpiredSessions(int64_t count) {
+  if (count == 0) return;
+  metrics.CountSessionEnds(observability::SessionEnd::kExpired, count);
+  Log(LogLevel::kWarning, "sessions_expired", {{"count", count}});
 }
 
 absl::StatusOr<heads::SessionRegistry::Use> ServerCore::UseSession(const std::optional<heads::SessionId>& session) {

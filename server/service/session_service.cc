@@ -76,6 +76,7 @@ grpc::Status SessionServiceImpl::GetServerInfo(grpc::ServerContext* context, con
           encoded->set_memory_budget_bytes(device.memory_budget_bytes);
           if (device.uuid != decltype(device.uuid){}) encoded->set_uuid(device.uuid.data(), device.uuid.size());
         }
+        // Of heads over several devices only the sum is known.
         if (devices.size() == 1) response->mutable_devices(0)->set_memory_planned_bytes(core_.engine->planned_bytes());
         EncodeLimits(core_.options.limits, response->mutable_limits());
         for (const std::string& feature : Features(core_)) response->add_features(feature);
@@ -93,7 +94,9 @@ grpc::Status SessionServiceImpl::OpenSession(grpc::ServerContext* context, const
   return RunRpc(entrance_, *context, RpcMethod::kOpenSession, [&](RpcScope&) -> absl::Status {
     auto open = DecodeOpenSession(*request, core_.options.limits);
     if (!open.ok()) return open.status();
-    auto grant = core_.sessions.Open(open->client_name, open->lease);
+    int64_t expired = 0;
+    auto grant = core_.sessions.Open(open->client_name, open->lease, &expired);
+    core_.CountExpiredSessions(expired);
     if (!grant.ok()) return grant.status();
     Log(LogLevel::kInfo, "session_opened", {{"client", open->client_name}, {"lease_s", absl::ToDoubleSeconds(grant->lease)}});
     response->set_session_id(grant->id.data(), grant->id.size());

@@ -35,6 +35,8 @@ bool SlowUploads::GiveWay(absl::Time now) {
     for (const Upload& upload : uploads_) {
       const transport::RowExchange& rows = *upload.rows;
       if (rows.complete() || !rows.status().ok()) continue;
+      // Its client has done its part, and cannot bring the joined teacher's rows: that wait has an end of its own (max_join_wait).
+      if (rows.misses_only_others_rows()) continue;
       if (const absl::Duration still = now - rows.last_row_time(); still > longest) {
         longest = still;
         stillest = upload.rows;

@@ -36,7 +36,8 @@ class SlowUploads {
   };
 
   // Ends, with kQueueFull, the upload that has brought no row for longest, if that is more than 2 s, else the slowest of those that
-  // came 5 s ago or earlier, if that brings less than 64 KiB/s. False if there is none such.
+  // came 5 s ago or earlier, if that brings less than 64 KiB/s. One that lacks nothing but rows of other processes, a joined
+  // teacher's, is none of them. False if there is none such.
   bool GiveWay(absl::Time now);
 
  private:

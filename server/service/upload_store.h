@@ -54,7 +54,8 @@ class UploadStore {
   };
 
   // Begins an upload or takes it up again. kInvalidCombination if the same id was begun with another tensor, type, size, checksum
-  // or closes_step; kMemoryBudgetExceeded if there is no room. `request.total_bytes` must be right for the head.
+  // or closes_step; kMemoryBudgetExceeded if there is no room; kQuotaExceeded (`limit`: uploads_per_head) if streams work on
+  // kMaxUploadsPerHead others of the head. `request.total_bytes` must be right for the head.
   absl::StatusOr<Lease> Open(const std::shared_ptr<heads::Head>& head, const UploadRequest& request);
 
   // Drops the uploads whose head is gone, and gives their memory back.

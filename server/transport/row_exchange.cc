@@ -133,6 +133,14 @@ absl::Time RowExchange::last_row_time() const {
   return last_row_time_;
 }
 
+bool RowExchange::misses_only_others_rows() const {
+  absl::MutexLock lock(&mutex_);
+  if (missing_rows_ == 0) return false;
+  return std::none_of(inputs_.begin(), inputs_.end(), [](const Input& input) {
+    return input.tensor.by_input && input.delivered.row_count() < input.tensor.row_count;
+  });
+}
+
 absl::Status RowExchange::CheckInput() const {
   absl::MutexLock lock(&mutex_);
   return InputStatus();

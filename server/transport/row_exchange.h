@@ -69,6 +69,8 @@ class RowExchange {
   int64_t total_bytes() const { return total_bytes_; }
   // When the last row came.
   absl::Time last_row_time() const;
+  // Rows are missing, and all of them are for others than the client to bring: none is of a tensor `by_input`.
+  bool misses_only_others_rows() const;
   // OK while every missing row may still come; else what AwaitRows() would return.
   absl::Status CheckInput() const;
 

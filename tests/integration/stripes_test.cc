@@ -25,6 +25,7 @@ namespace {
 
 using ::testing::AnyOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 constexpr int64_t kColumns = 5;
 constexpr int64_t kRowBytes = kColumns * 4;
@@ -363,7 +364,9 @@ TEST_P(BrokenStripe, EndsTheAttemptAndChangesNothing) {
     EXPECT_THAT(stripe->End().error_code(), AnyOf(grpc::StatusCode::CANCELLED, grpc::StatusCode::ABORTED));
   }
   if (GetParam() == Moment::kComputing) server_->gate().Open();
-  EXPECT_EQ(ReasonOf(primary.End()), "STRIPE_LOST");
+  const WireError error = DecodeError(primary.End());
+  EXPECT_EQ(error.reason, "STRIPE_LOST");
+  EXPECT_THAT(error.message, Not(HasSubstr("it had been computed")));
   ExpectUnchangedAndServing(kRows);
 }
 
@@ -578,7 +581,9 @@ TEST_F(Stripes, AStripeThatTakesNothingIsCutOff) {
   // Both have a piece, which is more than flow control lets through unread. From now on the primary stream reads all that it gets,
   // the stripe nothing: rows that were handed to it are lost, and that is said.
   ASSERT_TRUE(Await([&] { return TensorBytes(*server_, "out") >= 2 * (int64_t{2} << 20); }));
-  EXPECT_EQ(ReasonOf(primary.End()), "STRIPE_LOST");
+  const WireError error = DecodeError(primary.End());
+  EXPECT_EQ(error.reason, "STRIPE_LOST");
+  EXPECT_THAT(error.message, HasSubstr("; it had been computed: GetStep tells whether its micro-batch is in"));
   EXPECT_TRUE(Await([&] { return NothingInFlight(*server_); }));
   // It was committed before: the client finds it in the step.
   EXPECT_EQ(server_->Find(head, 0).state(), v1::CONTRIBUTION_STATE_COMMITTED);

@@ -1,9 +1,13 @@
 // Weights in and out: resumable uploads, checksums, downloads, files, checkpoints.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
 #include <xxhash.h>
 
+#include <atomic>
 #include <chrono>
+#include <deque>
 #include <filesystem>
 #include <fstream>
 #include <string>
@@ -11,6 +15,25 @@
 #include <vector>
 
 #include "tests/integration/wire_server.h"
+
+namespace {
+
+// While set, no file takes a byte, and whoever writes to one waits.
+std::atomic<bool> disk_hangs{false};
+std::atomic<int> hanging_writes{0};
+
+}  // namespace
+
+// The linker sends every call of write() from our own code here (--wrap=write).
+extern "C" ssize_t __real_write(int descriptor, const void* data, size_t byte_count);
+extern "C" ssize_t __wrap_write(int descriptor, const void* data, size_t byte_count) {
+  struct stat status;
+  if (disk_hangs && descriptor > STDERR_FILENO && fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode)) {
+    ++hanging_writes;
+    while (disk_hangs) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return __real_write(descriptor, data, byte_count);
+}
 
 namespace headwater::testing {
 namespace {
@@ -344,6 +367,77 @@ TEST(WeightsWithoutStorage, SayWhichFlagIsMissing) {
   load.set_path("w.safetensors");
   v1::Head loaded;
   EXPECT_EQ(DecodeError(server.heads().LoadWeights(&load_context, load, &loaded)).at("expected"), "--load_root");
+}
+
+// The head's own micro-batches wait for the save; they have no turn at the engine meanwhile that others could use.
+TEST(WeightsBeingSaved, KeepNoOtherHeadWaiting) {
+  std::string root = (std::filesystem::temp_directory_path() / "headwater-saved-XXXXXX").string();
+  ASSERT_NE(mkdtemp(root.data()), nullptr);
+  {
+    ServerSetup setup;
+    setup.options.checkpoint_directory = root;
+    WireServer server(setup);
+    const TestHead saved = server.MakeHead("saved", SmallSpec());
+    const TestHead other = server.MakeHead("other", SmallSpec());
+    constexpr int64_t kRows = 2000;  // large ones, of which two are at the engine
+    const std::string rows = Bytes(Random(kRows * 5, 5, 1));
+    const auto header = [&](const TestHead& head, int64_t micro_batch) {
+      return CrossEntropyHeader(head, 0, micro_batch, std::vector<int32_t>(kRows, 1));
+    };
+    const auto bytes_in = [&] {
+      const std::string name = "headwater_bytes_total{direction=\"in\",transport=\"grpc\"}";
+      const std::string line = server.MetricLine(name);
+      return line.empty() ? 0 : std::stoll(line.substr(name.size()));
+    };
+    disk_hangs = true;
+    std::vector<std::thread> threads;
+    threads.emplace_back([&] {
+      grpc::ClientContext context;
+      v1::SaveCheckpointRequest request;
+      request.set_name(saved.name());
+      request.set_epoch(saved.head.epoch());
+      request.set_checkpoint("x");
+      v1::SaveCheckpointResponse response;
+      EXPECT_EQ(ReasonOf(server.heads().SaveCheckpoint(&context, request, &response)), "OK");
+    });
+    EXPECT_TRUE(Await([] { return hanging_writes > 0; }));
+    const int64_t before = bytes_in();
+    for (int64_t id = 0; id < 2; ++id) {
+      threads.emplace_back(
+          [&, id] { EXPECT_EQ(ReasonOf(server.Compute(header(saved, id), rows, "", {.chunk_rows = 500}).status), "OK"); });
+    }
+    EXPECT_TRUE(Await([&] { return bytes_in() == before + 2 * kRows * 20; }));
+    for (int64_t id = 0; id < 3; ++id) {
+      EXPECT_EQ(ReasonOf(server.Compute(header(other, id), rows, "", {.chunk_rows = 500, .deadline_ms = 5000}).status), "OK") << id;
+    }
+    for (int64_t id = 0; id < 2; ++id) EXPECT_EQ(server.Find(saved, id).state(), v1::CONTRIBUTION_STATE_UNSPECIFIED) << id;
+    disk_hangs = false;
+    for (std::thread& thread : threads) thread.join();
+    for (int64_t id = 0; id < 2; ++id) EXPECT_EQ(server.Find(saved, id).state(), v1::CONTRIBUTION_STATE_COMMITTED) << id;
+  }
+  std::filesystem::remove_all(root);
+}
+
+TEST(WeightsInUpload, AreFourOfAHead) {
+  WireServer server;
+  v1::Head head;
+  Require(server.Create("tenants/default/heads/h", SmallSpec(), &head), "CreateHead");
+  std::deque<Upload> uploads;
+  for (const char* const id : {"a", "b", "c", "d"}) {
+    uploads.emplace_back(server, UploadHeader(head, id, 260));
+    EXPECT_EQ(uploads.back().resume_offset, 0) << id;
+  }
+  const WireError error = DecodeError(Upload(server, UploadHeader(head, "e", 260)).End());
+  EXPECT_EQ(error.code, grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(error.reason, "QUOTA_EXCEEDED");
+  EXPECT_EQ(error.at("field"), "header.upload_id");
+  EXPECT_EQ(error.at("limit"), "uploads_per_head");
+  EXPECT_EQ(error.at("maximum"), "4");
+  EXPECT_EQ(error.at("actual"), "5");
+  for (Upload& upload : uploads) {
+    upload.context.TryCancel();
+    upload.End();
+  }
 }
 
 TEST(WeightsInUpload, AreBoundedByTheUploadBudget) {

@@ -26,11 +26,12 @@ Setter Integer(Target ClientOptions::*member) {
   };
 }
 
+// At least one: a lease of 0, which is no session in C++, is none of this interface's options.
 Setter Milliseconds(std::chrono::milliseconds ClientOptions::*member) {
   return [member](const std::string& value, ClientOptions& options) {
     int64_t number = 0;
     // Far from the overflow of any clock.
-    if (!absl::SimpleAtoi(value, &number) || number < 0 || number > INT32_MAX) return false;
+    if (!absl::SimpleAtoi(value, &number) || number < 1 || number > INT32_MAX) return false;
     options.*member = std::chrono::milliseconds(number);
     return true;
   };

@@ -1,10 +1,12 @@
 #include "headwater/client/client.h"
 
+#include <cstdint>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/src/connection.h"
 #include "client/cpp/src/convert.h"
+#include "client/cpp/src/error.h"
 #include "client/cpp/src/head_handle.h"
 #include "client/cpp/src/health.h"
 #include "client/cpp/src/row_memory.h"
@@ -25,12 +27,22 @@ v1::CreateHeadRequest MakeCreateRequest(const internal::Connection& connection, 
   return request;
 }
 
+// Buffers for downloads are as large as the head is said to be, in float32 at most: TensorBuffer requires that their bytes can be
+// counted.
+absl::Status CheckSizes(const v1::HeadSpec& spec) {
+  constexpr int64_t kMostElements = INT64_MAX / ElementBytes(DataType::kFloat32);
+  const bool fits = spec.vocab_size() >= 1 && spec.hidden_size() >= 1 && spec.vocab_size() <= kMostElements / spec.hidden_size();
+  if (fits) return absl::OkStatus();
+  return internal::MakeAnswerError(absl::StrCat("a head of [", spec.vocab_size(), ", ", spec.hidden_size(), "] weights"));
+}
+
 // The handle of a head that the server has just described.
 absl::StatusOr<std::shared_ptr<internal::HeadHandle>> MakeHandle(const std::shared_ptr<internal::Connection>& connection,
                                                                  const v1::Head& head, bool created, internal::Deadline deadline) {
+  if (absl::Status status = CheckSizes(head.spec()); !status.ok()) return status;
   absl::StatusOr<std::string> incarnation = connection->Incarnation(deadline);
   if (!incarnation.ok()) return incarnation.status();
-  return std::make_shared<internal::HeadHandle>(connection, head, *std::move(incarnation), created);
+  return std::make_shared<internal::HeadHandle>(connection, connection->head_states().Open(head, *std::move(incarnation)), created);
 }
 
 absl::StatusOr<std::shared_ptr<internal::HeadHandle>> Create(const std::shared_ptr<internal::Connection>& connection,
@@ -91,9 +103,11 @@ absl::StatusOr<std::vector<HeadInfo>> Client::ListHeads(const CallOptions& optio
   std::vector<HeadInfo> heads;
   v1::ListHeadsRequest request;
   request.set_parent(absl::StrCat("tenants/", connection_->options().tenant));
+  // Of all pages: a server that has always one more would keep the call for ever.
+  const internal::Deadline deadline = connection_->DeadlineOf(options);
   do {
     absl::StatusOr<v1::ListHeadsResponse> page =
-        connection_->Call(connection_->heads(), &Heads::ListHeads, request, Repeat::kSafe, options);
+        connection_->Call(connection_->heads(), &Heads::ListHeads, request, Repeat::kSafe, deadline);
     if (!page.ok()) return page.status();
     for (const v1::Head& head : page->heads()) heads.push_back(internal::FromProto(head));
     request.set_page_token(page->next_page_token());

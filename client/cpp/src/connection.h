@@ -13,6 +13,7 @@
 #include "client/cpp/src/channel.h"
 #include "client/cpp/src/delayed_tasks.h"
 #include "client/cpp/src/error.h"
+#include "client/cpp/src/head_state.h"
 #include "client/cpp/src/recovery.h"
 #include "client/cpp/src/replay_log.h"
 #include "client/cpp/src/retry.h"
@@ -39,6 +40,7 @@ class Connection {
   v1::HeadService::Stub& heads() { return *heads_; }
   v1::SessionService::Stub& server() { return *server_; }
   Session& session() { return session_; }
+  HeadStates& head_states() { return head_states_; }
   ReplayLog& replay_log() { return replay_log_; }
   RowTransport& row_transport() { return row_transport_; }
   // Back-off of asynchronous calls; its tasks are short.
@@ -141,6 +143,7 @@ class Connection {
   const std::unique_ptr<v1::HeadService::Stub> heads_;
   const std::unique_ptr<v1::SessionService::Stub> server_;
   Session session_;
+  HeadStates head_states_;
   ReplayLog replay_log_;
   RowTransport row_transport_;
   DelayedTasks timers_;

@@ -13,10 +13,8 @@ namespace headwater::client::internal {
 
 // Thread-safe.
 struct HeadHandle {
-  HeadHandle(std::shared_ptr<Connection> connection_of_head, const v1::Head& head, std::string incarnation, bool was_created)
-      : connection(std::move(connection_of_head)),
-        state(std::make_shared<HeadState>(head, std::move(incarnation))),
-        created(was_created) {}
+  HeadHandle(std::shared_ptr<Connection> connection_of_head, std::shared_ptr<HeadState> state_of_head, bool was_created)
+      : connection(std::move(connection_of_head)), state(std::move(state_of_head)), created(was_created) {}
 
   // Takes over the epoch of a call that this handle made.
   HeadInfo Adopt(const v1::Head& head, Deadline deadline) {

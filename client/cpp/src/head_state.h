@@ -18,26 +18,20 @@
 
 namespace headwater::client::internal {
 
-// Shared by the copies of a Head and by the replay log; knows no connection. Thread-safe.
-class HeadState {
+// What is known of an epoch of a head, and what was done in it. Thread-safe.
+class HeadEpoch {
  public:
-  HeadState(const v1::Head& head, std::string incarnation)
-      : name(head.name()),
-        spec(FromProto(head.spec())),
-        epoch_(head.epoch()),
+  HeadEpoch(const v1::Head& head, std::string incarnation)
+      : epoch_(head.epoch()),
         incarnation_(std::move(incarnation)),
         weight_checksum_(head.weight_checksum()),
         known_open_step_(head.open_step()),
         first_logged_step_(head.open_step()) {}
 
-  const std::string name;
-  const HeadSpec spec;
-
   std::string epoch() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return epoch_;
   }
-  // The server process that `epoch` was learned from; empty if it is not known.
   std::string incarnation() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return incarnation_;
@@ -46,7 +40,6 @@ class HeadState {
     std::lock_guard<std::mutex> lock(mutex_);
     return weight_checksum_;
   }
-  // What this client has sent for this step and later ones is in the replay log.
   int64_t first_logged_step() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return first_logged_step_;
@@ -55,22 +48,24 @@ class HeadState {
     std::lock_guard<std::mutex> lock(mutex_);
     first_logged_step_ = std::max(first_logged_step_, step);
   }
-  // The open step is this one or a later one.
   int64_t known_open_step() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return known_open_step_;
   }
 
-  // The head has another state, of the caller's making.
-  void Adopt(const v1::Head& head, std::string incarnation) {
+  // The epoch goes on, with an empty step.
+  void Begin(const v1::Head& head, std::string incarnation) {
     std::lock_guard<std::mutex> lock(mutex_);
-    epoch_ = head.epoch();
     incarnation_ = std::move(incarnation);
     weight_checksum_ = head.weight_checksum();
     known_open_step_ = head.open_step();
     first_logged_step_ = head.open_step();
   }
-  // The head was taken at some step, and has been brought back to where it was.
+  // Whoever is still at it is fenced, and what was done in it has left the log.
+  void End() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    first_logged_step_ = std::max(first_logged_step_, known_open_step_ + 1);
+  }
   void AdoptRecovered(const v1::Head& head, std::string incarnation) {
     std::lock_guard<std::mutex> lock(mutex_);
     epoch_ = head.epoch();
@@ -79,7 +74,6 @@ class HeadState {
     known_open_step_ = std::max(known_open_step_, head.open_step());
   }
 
-  // A call on `step` has succeeded: no earlier step is open.
   void SawStep(int64_t step) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (step <= known_open_step_) return;
@@ -88,7 +82,6 @@ class HeadState {
     attempts_.erase(attempts_.begin(), attempts_.lower_bound({step - 1, 0}));
   }
 
-  // The attempt under which a micro-batch was computed: its decision must name it. 0 if nothing else is known.
   int64_t AttemptOf(int64_t step, int64_t micro_batch) const {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto attempt = attempts_.find({step, micro_batch});
@@ -102,6 +95,11 @@ class HeadState {
       attempts_[{step, micro_batch}] = attempt;
     }
   }
+  // Those of `other`, whose last closed step this epoch goes on to answer for.
+  void TakeAttempts(const HeadEpoch& other) {
+    std::scoped_lock lock(mutex_, other.mutex_);
+    attempts_ = other.attempts_;
+  }
 
  private:
   mutable std::mutex mutex_;
@@ -111,6 +109,88 @@ class HeadState {
   int64_t known_open_step_;
   int64_t first_logged_step_;
   std::map<std::pair<int64_t, int64_t>, int64_t> attempts_;
+};
+
+// Shared by the copies of a Head and by the replay log; knows no connection. Thread-safe.
+//
+// Handles that were opened apart at one epoch of a head have a state each, but share that epoch: a recovery brings back what was
+// done through any of them, and all go on. The one that takes a new epoch leaves the others behind, fenced.
+class HeadState {
+ public:
+  HeadState(const v1::Head& head, std::string incarnation)
+      : name(head.name()), spec(FromProto(head.spec())), current_(std::make_shared<HeadEpoch>(head, std::move(incarnation))) {}
+  // At the epoch of `other`.
+  explicit HeadState(const HeadState& other) : name(other.name), spec(other.spec), current_(other.current()) {}
+
+  const std::string name;
+  const HeadSpec spec;
+
+  bool SharesEpochWith(const HeadState& other) const { return current() == other.current(); }
+
+  std::string epoch() const { return current()->epoch(); }
+  // The server process that `epoch` was learned from; empty if it is not known.
+  std::string incarnation() const { return current()->incarnation(); }
+  std::string weight_checksum() const { return current()->weight_checksum(); }
+  // What this client has sent for this step and later ones is in the replay log.
+  int64_t first_logged_step() const { return current()->first_logged_step(); }
+  void RaiseFirstLoggedStep(int64_t step) { current()->RaiseFirstLoggedStep(step); }
+  // The open step is this one or a later one.
+  int64_t known_open_step() const { return current()->known_open_step(); }
+
+  // The head has another state, of the caller's making. What was done before has left the log.
+  void Adopt(const v1::Head& head, std::string incarnation) {
+    const std::shared_ptr<HeadEpoch> before = current();
+    if (head.epoch() == before->epoch()) return before->Begin(head, std::move(incarnation));
+    auto after = std::make_shared<HeadEpoch>(head, std::move(incarnation));
+    after->TakeAttempts(*before);
+    before->End();
+    std::lock_guard<std::mutex> lock(mutex_);
+    current_ = std::move(after);
+  }
+  // The head was taken at some step, and has been brought back to where it was.
+  void AdoptRecovered(const v1::Head& head, std::string incarnation) { current()->AdoptRecovered(head, std::move(incarnation)); }
+
+  // A call on `step` has succeeded: no earlier step is open.
+  void SawStep(int64_t step) { current()->SawStep(step); }
+
+  // The attempt under which a micro-batch was computed: its decision must name it. 0 if nothing else is known.
+  int64_t AttemptOf(int64_t step, int64_t micro_batch) const { return current()->AttemptOf(step, micro_batch); }
+  void SetAttempt(int64_t step, int64_t micro_batch, int64_t attempt) { current()->SetAttempt(step, micro_batch, attempt); }
+
+ private:
+  std::shared_ptr<HeadEpoch> current() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return current_;
+  }
+
+  mutable std::mutex mutex_;
+  std::shared_ptr<HeadEpoch> current_;
+};
+
+// The states of a connection's handles. Thread-safe.
+class HeadStates {
+ public:
+  // Of a head that the server has just described.
+  std::shared_ptr<HeadState> Open(const v1::Head& head, std::string incarnation) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::erase_if(states_, [](const std::weak_ptr<HeadState>& state) { return state.expired(); });
+    std::shared_ptr<HeadState> opened;
+    for (const std::weak_ptr<HeadState>& weak : states_) {
+      const std::shared_ptr<HeadState> state = weak.lock();
+      if (state == nullptr || state->name != head.name() || state->epoch() != head.epoch()) continue;
+      if (state->incarnation() != incarnation) continue;
+      opened = std::make_shared<HeadState>(*state);
+      opened->SawStep(head.open_step());
+      break;
+    }
+    if (opened == nullptr) opened = std::make_shared<HeadState>(head, std::move(incarnation));
+    states_.push_back(opened);
+    return opened;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<HeadState>> states_;  // of handles and of the replay log
 };
 
 // A head as one call names it.

@@ -121,6 +121,12 @@ class LossCall : public RetriedCall {
   }
 
   void Log() {
+    const auto& terms = input_.header.terms();
+    if (std::any_of(terms.begin(), terms.end(), [](const v1::LossTerm& term) { return term.has_joined_teacher(); })) {
+      // The rows of a joined teacher are gone with the server, and whoever has sent them does not know: a repetition would find
+      // none, or those of another micro-batch that has the same key.
+      return connection().replay_log().BeginAfter(heads());
+    }
     LogEntry entry;
     entry.heads = heads();
     entry.micro_batch = input_.header.micro_batch();

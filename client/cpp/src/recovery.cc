@@ -120,7 +120,7 @@ class Recovery {
           "step ", head.open_step(), " is open, this client is at ", last, ", and its log reaches back to step ", first,
           ": earlier ones did not fit into the ", options.replay_bytes, " bytes of replay_bytes, ",
           options.replay_steps.has_value() ? absl::StrCat("are more than replay_steps ", *options.replay_steps, ", ") : "",
-          "or were not this client's"));
+          "have micro-batches of a joined teacher, or were not this client's"));
     }
     return absl::OkStatus();
   }

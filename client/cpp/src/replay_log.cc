@@ -9,13 +9,13 @@
 namespace headwater::client::internal {
 namespace {
 
-HeadUses::iterator Find(HeadUses& heads, const HeadState* state) {
-  return std::find_if(heads.begin(), heads.end(), [state](const HeadUse& use) { return use.state.get() == state; });
+HeadUses::iterator Find(HeadUses& heads, const HeadState& state) {
+  return std::find_if(heads.begin(), heads.end(), [&state](const HeadUse& use) { return use.state->SharesEpochWith(state); });
 }
 
 bool Share(const HeadUses& heads, HeadUses& others) {
   return std::any_of(heads.begin(), heads.end(),
-                     [&others](const HeadUse& use) { return Find(others, use.state.get()) != others.end(); });
+                     [&others](const HeadUse& use) { return Find(others, *use.state) != others.end(); });
 }
 
 void RaiseFirstLoggedSteps(const HeadUses& heads) {
@@ -85,7 +85,7 @@ void ReplayLog::AddDiscard(LogEntry entry) {
   for (auto it = entries_.begin(); it != entries_.end();) {
     const auto next = std::next(it);
     const bool same_step = std::any_of(it->heads.begin(), it->heads.end(), [&entry](const HeadUse& use) {
-      const auto other = Find(entry.heads, use.state.get());
+      const auto other = Find(entry.heads, *use.state);
       return use.step.has_value() && other != entry.heads.end() && other->step == use.step;
     });
     if (it->is_loss && it->micro_batch == entry.micro_batch && same_step) Erase(it);
@@ -156,9 +156,9 @@ void ReplayLog::Forget(const HeadState& head) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto it = entries_.begin(); it != entries_.end();) {
     const auto next = std::next(it);
-    if (Find(it->heads, &head) != it->heads.end()) {
+    if (Find(it->heads, head) != it->heads.end()) {
       for (const HeadUse& use : it->heads) {
-        if (use.state.get() != &head && use.step.has_value()) use.state->RaiseFirstLoggedStep(*use.step + 1);
+        if (!use.state->SharesEpochWith(head) && use.step.has_value()) use.state->RaiseFirstLoggedStep(*use.step + 1);
       }
       Erase(it);
     }
@@ -199,7 +199,7 @@ HeadUses ReplayLog::Closure(const HeadUses& heads) {
     for (const LogEntry& entry : entries_) {
       if (!Share(entry.heads, closure)) continue;
       for (const HeadUse& use : entry.heads) {
-        if (Find(closure, use.state.get()) != closure.end()) continue;
+        if (Find(closure, *use.state) != closure.end()) continue;
         closure.push_back(use);
         grown = true;
       }
@@ -209,9 +209,11 @@ HeadUses ReplayLog::Closure(const HeadUses& heads) {
 }
 
 bool ReplayLog::WaitUntilIdle(const HeadUses& heads, const Wait& wait) {
+  HeadUses searched = heads;
   std::unique_lock<std::mutex> lock(mutex_);
   return changed_.wait_until(lock, wait.cancel, wait.deadline, [&] {
-    return std::none_of(heads.begin(), heads.end(), [this](const HeadUse& use) { return in_flight_.count(use.state.get()) > 0; });
+    return std::none_of(in_flight_.begin(), in_flight_.end(),
+                        [&searched](const auto& attempts) { return Find(searched, *attempts.first) != searched.end(); });
   });
 }
 

@@ -43,7 +43,7 @@ bool RetryState::MayRepeat(const absl::Status& status) const {
     return reason == "QUEUE_FULL" || reason == "IN_FLIGHT_BYTES_EXCEEDED" || reason == "STAGING_FULL" ||
            reason == "ORDERED_WINDOW_FULL";
   }
-  // Connections of one micro-batch broke or did not meet, and nothing was added.
+  // Connections of one micro-batch broke or did not meet. If it was added all the same, the repeat is answered as a replay.
   if (reason == "STRIPE_LOST" || reason == "TRANSFER_NOT_FOUND") return true;
   // Held up by this very call's earlier attempt, whose answer was lost: it ends by itself.
   return reason == "MICRO_BATCH_IN_PROGRESS" && answer_lost_ && repeat_ == Repeat::kSafe;

@@ -164,6 +164,8 @@ static void check_wrong_arguments(hw_client* client, const hw_client_micro_batch
   EXPECT_ERROR(hw_client_connect("localhost:1", "stripes=0", &other), 3, "INVALID_FIELD");
   EXPECT_ERROR(hw_client_connect("localhost:1", "transport=pigeon", &other), 3, "INVALID_FIELD");
   EXPECT_ERROR(hw_client_connect("localhost:1", "stripes", &other), 3, "INVALID_FIELD");
+  EXPECT_ERROR(hw_client_connect("localhost:1", "session_lease_ms=0", &other), 3, "INVALID_FIELD");
+  EXPECT_ERROR(hw_client_connect("localhost:1", "connect_timeout_ms=0", &other), 3, "INVALID_FIELD");
   EXPECT_ERROR(hw_client_connect("unix:/nonexistent/socket", "connect_timeout_ms=50", &other), 14, NULL);
   EXPECT(other == NULL);
   hw_client_free(NULL);

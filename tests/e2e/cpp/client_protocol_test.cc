@@ -234,5 +234,26 @@ TEST_F(ClientProtocol, AllPagesOfHeadsAreListed) {
   EXPECT_EQ(heads[2].name, "page2");
 }
 
+TEST_F(ClientProtocol, PagesWithoutEndEndAtTheDeadline) {
+  // So long only that a client which goes on and on ends, too.
+  const auto end = steady_clock::now() + seconds(5);
+  server_.list_heads = [end](const v1::ListHeadsRequest&, v1::ListHeadsResponse* response) {
+    if (steady_clock::now() < end) response->set_next_page_token("more");
+    return grpc::Status::OK;
+  };
+  EXPECT_EQ(ErrorReason(client_.ListHeads({.timeout = milliseconds(200)}).status()), "DEADLINE_EXCEEDED");
+}
+
+TEST_F(ClientProtocol, HeadOfImpossibleSizesIsAnError) {
+  // The server's heads have eight rows: of the last two the bytes, in float32, or the elements are more than can be counted.
+  for (const int64_t hidden_size : {int64_t{0}, int64_t{-4}, int64_t{1} << 58, int64_t{1} << 60}) {
+    SCOPED_TRACE(hidden_size);
+    server_.WithState([hidden_size](ScriptedServer::State& state) { state.hidden_size = hidden_size; });
+    EXPECT_EQ(ErrorReason(client_.OpenHead("h").status()), "INTERNAL");
+    EXPECT_EQ(ErrorReason(client_.CreateHead("h", HeadSpec()).status()), "INTERNAL");
+    EXPECT_EQ(ErrorReason(client_.AttachHead("h", HeadSpec()).status()), "INTERNAL");
+  }
+}
+
 }  // namespace
 }  // namespace headwater::e2e

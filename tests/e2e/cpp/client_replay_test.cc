@@ -441,6 +441,74 @@ TEST_F(ClientReplay, StepWithAHeadThatGotAnotherStateIsLostForTheOthersToo) {
   }
 }
 
+// They are gone with the server, and whoever has sent them does not know.
+TEST_F(ClientReplay, StepWithRowsOfAJoinedTeacherIsLostAndTheNextOneIsKept) {
+  const std::vector<float> rows(kHiddenSize, 1);
+  JoinedTeacherOptions joined;
+  joined.join_key = "key";
+  joined.total_rows = 1;
+  MicroBatchOptions options;
+  options.step = kStep;
+  options.micro_batch = 1;
+  options.return_grad_hidden = false;
+  Head teacher = Value(client_->OpenHead("teacher"));
+  ASSERT_TRUE(Submit(0, 1).ok());
+  Value(head_->Jsd(RowsView::Float32(rows, kHiddenSize), teacher, joined, {}, {}, options).Get());
+  ASSERT_TRUE(Submit(2, 1).ok());
+  Restart();
+  const absl::Status status = Submit(3, 2);
+  EXPECT_EQ(ErrorReason(status), "STEP_LOST");
+  EXPECT_THAT(std::string(status.message()), HasSubstr("joined teacher"));
+  EXPECT_EQ(TakeCount(), 0u);
+  EXPECT_TRUE(accepted().empty());
+
+  Value(head_->Take());
+  ASSERT_TRUE(Submit(0, 1).ok());
+  Restart();
+  EXPECT_TRUE(Submit(1, 2).ok());
+  EXPECT_THAT(accepted(), ElementsAre("loss 0 4", "loss 1 8"));
+}
+
+TEST_F(ClientReplay, HandlesOnOneHeadAreBroughtBackTogether) {
+  ASSERT_TRUE(Submit(0, 1).ok());
+  {
+    Head gone = Value(client_->OpenHead("h"));
+    const std::vector<float> rows(2 * kHiddenSize, 2);
+    ASSERT_TRUE(gone.AddGradient(kStep, 1, RowsView::Float32(rows, kHiddenSize)).ok());
+  }
+  Head other = Value(client_->OpenHead("h"));
+  ASSERT_TRUE(other.Seal(kStep, 2).ok());
+  Restart();
+  ASSERT_TRUE(head_->Apply(kStep, {.learning_rate = 0.1}).ok());
+  const std::vector<std::string> step = {"loss 0 4", "gradient 1 16", "seal", "apply 5"};
+  EXPECT_EQ(accepted(), step);
+  EXPECT_EQ(other.epoch(), head_->epoch());
+  // Both go on, without another recovery.
+  ASSERT_TRUE(other.DiscardGradient(kStep + 1).ok());
+  ASSERT_TRUE(Submit(0, 3, CommitMode::kEager, kStep + 2).ok());
+  EXPECT_EQ(TakeCount(), 1u);
+  EXPECT_EQ(accepted().size(), step.size() + 2);
+}
+
+TEST_F(ClientReplay, HandleThatTakesTheHeadFencesTheOthers) {
+  Head other = Value(client_->OpenHead("h"));
+  ASSERT_TRUE(Submit(0, 1).ok());
+  Value(other.Take());
+  EXPECT_NE(other.epoch(), head_->epoch());
+  EXPECT_EQ(ErrorReason(Submit(1, 2)), "EPOCH_FENCED");
+  // What the fenced one has done went with its epoch, and is not repeated for anybody.
+  Head opened = Value(client_->OpenHead("h"));
+  const std::vector<float> rows(2 * kHiddenSize, 2);
+  ASSERT_TRUE(other.AddGradient(kStep, 1, RowsView::Float32(rows, kHiddenSize)).ok());
+  Restart();
+  const absl::Status status = Submit(2, 3);
+  EXPECT_EQ(ErrorReason(status), "STEP_LOST");
+  EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat("reaches back to step ", kStep + 1)));
+  EXPECT_TRUE(opened.Seal(kStep, 1).ok());
+  EXPECT_THAT(accepted(), ElementsAre("gradient 1 16", "seal"));
+  EXPECT_EQ(opened.epoch(), other.epoch());
+}
+
 TEST_F(ClientReplay, ManyCallsInFlightRecoverOnce) {
   ASSERT_TRUE(Submit(100, 1).ok());
   Restart();

@@ -50,6 +50,8 @@ constexpr int64_t kHiddenSize = 1024;
 constexpr int64_t kRowBytes = kHiddenSize * 4;
 constexpr int64_t kRows = 3584;  // 14 MiB: four streams
 constexpr int kStreams = 4;
+// Gradients of a stripe that outlasts the primary stream: at half a second each they take longer than it may be silent.
+constexpr int64_t kLateRows = 10;
 // Late by more than this is a defect, not a busy machine.
 constexpr seconds kSlack{15};
 
@@ -426,6 +428,82 @@ TEST_F(ClientTransfer, WrongStripesAreRefused) {
     options.stripes = stripes;
     EXPECT_EQ(ErrorReason(Client::Connect(server_.target(), options).status()), "INVALID_FIELD") << stripes;
   }
+}
+
+// Two streams of which the primary one ends at once, and the other brings all gradients: a row every `pace`, `sent_rows` of them.
+TransferResult TransferWithLateStripe(int64_t sent_rows, milliseconds pace, std::vector<unsigned char>& grad) {
+  constexpr int64_t kGradRowBytes = 4;
+  ScriptedServer server;
+  server.compute_loss = [](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
+    v1::ComputeLossRequest request;
+    while (stream->Read(&request)) {
+    }
+    v1::ComputeLossResponse response;
+    response.mutable_summary()->add_terms();
+    stream->Write(response);
+    return grpc::Status::OK;
+  };
+  server.transfer_rows = [sent_rows, pace](grpc::ServerContext* context, ScriptedServer::TransferStream* stream) {
+    v1::TransferRowsRequest request;
+    while (stream->Read(&request)) {
+    }
+    for (int64_t row = 0; row < sent_rows; ++row) {
+      std::this_thread::sleep_for(pace);
+      v1::TransferRowsResponse response;
+      response.mutable_chunk()->set_role(v1::CHUNK_ROLE_GRAD_HIDDEN);
+      response.mutable_chunk()->set_row_start(row);
+      response.mutable_chunk()->set_row_count(1);
+      response.mutable_chunk()->set_data("four");
+      if (!stream->Write(response)) return grpc::Status::CANCELLED;
+    }
+    return sent_rows == kLateRows ? grpc::Status::OK : StripeDouble::Stall(context);
+  };
+  const std::string peer = "ipv4:" + server.target();
+  const auto deadline = std::chrono::system_clock::now() + std::chrono::minutes(5);
+  // Kept here, as by the pool: gRPC's threads must not end them.
+  std::vector<std::shared_ptr<DataConnection>> kept;
+  std::vector<ConnectionLease> connections;
+  for (int i = 0; i < 2; ++i) {
+    kept.push_back(Value(DataConnection::Open(peer, {}, deadline, [] { return false; })));
+    connections.emplace_back(kept.back());
+  }
+  DelayedTasks timers;
+  Workers workers(1);
+  grad.assign(static_cast<size_t>(kLateRows * kGradRowBytes), 0);
+  TransferRequest request;
+  request.method = "/headwater.v1.LossService/ComputeLoss";
+  request.transfer_id = std::string(16, 't');
+  request.grad_hidden = grad.data();
+  request.grad_row_count = kLateRows;
+  request.grad_row_bytes = kGradRowBytes;
+  request.target = server.target();
+  request.deadline = deadline;
+  std::vector<unsigned char> hidden(4);
+  const OutgoingRows rows = {v1::CHUNK_ROLE_HIDDEN, 0, hidden.data(), 1, 4, 0};
+  request.rows = {rows};
+  const auto result = std::make_shared<std::promise<TransferResult>>();
+  std::future<TransferResult> ended = result->get_future();
+  std::make_shared<TransferCall>(std::move(request), std::move(connections), timers, workers, [result](TransferResult end) {
+    result->set_value(std::move(end));
+  })->Start();
+  return ended.get();
+}
+
+TEST(TransferCall, LateStripeIsWaitedForAsLongAsItBringsRows) {
+  std::vector<unsigned char> grad;
+  const TransferResult result = TransferWithLateStripe(kLateRows, milliseconds(500), grad);
+  EXPECT_TRUE(result.status.ok()) << result.status;
+  std::string expected;
+  for (int64_t row = 0; row < kLateRows; ++row) expected += "four";
+  EXPECT_EQ(std::string(grad.begin(), grad.end()), expected);
+}
+
+TEST(TransferCall, LateStripeThatBringsNoMoreRowsIsCut) {
+  std::vector<unsigned char> grad;
+  const auto start = steady_clock::now();
+  const absl::Status status = TransferWithLateStripe(kLateRows - 1, milliseconds(0), grad).status;
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_LT(steady_clock::now() - start, kSlack);
 }
 
 // gRPC forgets what is thrown on its threads.

@@ -34,6 +34,15 @@ std::string SafetensorsBytes(const std::string& name, const std::vector<int64_t>
   return bytes;
 }
 
+// Where a server that was given a free port serves its metrics.
+std::string MetricsFlag(const ServerProcess& server) {
+  const std::string output = server.output();
+  const std::string line = "metrics on port ";
+  const size_t begin = output.find(line);
+  if (begin == std::string::npos) return "--metrics=of " + output;
+  return "--metrics=127.0.0.1:" + output.substr(begin + line.size(), output.find('\n', begin) - begin - line.size());
+}
+
 class Headwaterctl : public testing::Test {
  protected:
   ProgramResult Run(std::vector<std::string> arguments) const {
@@ -79,6 +88,70 @@ TEST_F(Headwaterctl, InfoPrintsTheServer) {
   EXPECT_EQ(document["engine"], "cpu");
   EXPECT_GT(document["limits"]["max_heads"], 0);
   EXPECT_EQ(document["incarnation"].get<std::string>().size(), 32u);
+}
+
+// The figures are there all the same; that nothing is known of the heads must not look like a server without any.
+TEST(HeadwaterctlAlone, TopTellsHeadsThatItMayNotListFromNone) {
+  TemporaryDirectory directory;
+  const std::string tokens = directory.path() + "/tokens.json";
+  // By `printf %s secret | sha256sum`.
+  WriteFile(tokens, R"({"tokens": [{"name": "operator", "compute": ["*"], "admin": ["*"],
+      "sha256": "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"}]})");
+  const std::string token = directory.path() + "/operator.token";
+  WriteFile(token, "secret\n");
+  const ServerProcess server({"--token_file=" + tokens, "--metrics_address=127.0.0.1:0"});
+  const std::vector<std::string> command = {
+      HEADWATERCTL, "--server=" + server.target(), MetricsFlag(server), "top", "--once", "--json", "--interval=100ms"};
+  const ProgramResult refused = RunProgram(command);
+  EXPECT_EQ(refused.exit_code, 0) << refused.err;
+  json unknown = json::parse(refused.out, nullptr, false);
+  ASSERT_TRUE(unknown.is_object()) << refused.out;
+  EXPECT_TRUE(unknown["serving"]);
+  EXPECT_TRUE(unknown.contains("heads"));
+  EXPECT_EQ(unknown["heads"], nullptr);
+  EXPECT_EQ(unknown["heads_error"]["code"], "UNAUTHENTICATED") << unknown;
+  for (const char* key : {"reason", "message", "metadata", "hint"}) EXPECT_TRUE(unknown["heads_error"].contains(key)) << key;
+
+  std::vector<std::string> allowed = command;
+  allowed.push_back("--token_file=" + token);
+  const ProgramResult listed = RunProgram(allowed);
+  EXPECT_EQ(listed.exit_code, 0) << listed.err;
+  json none = json::parse(listed.out, nullptr, false);
+  ASSERT_TRUE(none.is_object()) << listed.out;
+  EXPECT_EQ(none["heads"], json::array());
+  EXPECT_EQ(none["heads_error"], nullptr);
+}
+
+// A script that has an empty file and a 0 would take it for the answer.
+TEST_F(Headwaterctl, LostOutputIsAFailure) {
+  const std::string server = "--server=" + server_.target();
+  const auto run = [&](std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), {"/bin/sh", "-c", "exec \"$0\" \"$@\" >/dev/full", HEADWATERCTL, server});
+    return RunProgram(arguments);
+  };
+  for (const std::vector<std::string>& arguments :
+       std::vector<std::vector<std::string>>{{"heads"}, {"--json", "info"}, {"info"}, {"help"}, {"--version"}, {"help", "plan"}}) {
+    const ProgramResult lost = run(arguments);
+    EXPECT_EQ(lost.exit_code, 1) << arguments.back();
+    EXPECT_TRUE(absl::StrContains(lost.err, "the output could not be written: No space left on device")) << lost.err;
+  }
+  // What has failed anyway ends as it would have.
+  EXPECT_EQ(run({"nonsense", "--json"}).exit_code, 2);
+  const ProgramResult failed = run({"take", "nobody", "--json"});
+  EXPECT_EQ(failed.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(failed.err, "HEAD_NOT_FOUND")) << failed.err;
+  EXPECT_TRUE(absl::StrContains(failed.err, "the output could not be written")) << failed.err;
+}
+
+// Looks follow each other without end, but not where nobody gets them.
+TEST(HeadwaterctlAlone, TopEndsWhenItsOutputIsLost) {
+  const ServerProcess server({"--metrics_address=127.0.0.1:0"});
+  for (const char* form : {"--nojson", "--json"}) {
+    const ProgramResult lost = RunProgram({"/bin/sh", "-c", "exec timeout 30 \"$0\" \"$@\" >/dev/full", HEADWATERCTL,
+                                           "--server=" + server.target(), MetricsFlag(server), "top", "--interval=100ms", form});
+    EXPECT_EQ(lost.exit_code, 1) << form << lost.err;
+    EXPECT_TRUE(absl::StrContains(lost.err, "the output could not be written")) << form << lost.err;
+  }
 }
 
 TEST(HeadwaterctlAlone, TellsItsVersion) {
@@ -369,6 +442,30 @@ TEST_F(Headwaterctl, WrongCommandLinesEndWithTwo) {
     const ProgramResult result = Run(arguments);
     EXPECT_EQ(result.exit_code, 2) << (arguments.empty() ? "" : arguments.back()) << result.err;
     EXPECT_TRUE(absl::StrContains(result.err, "hint: ")) << result.err;
+    EXPECT_EQ(result.out, "");
+    // Behind what is wrong, also where it stands for a value that is missing: the error is JSON.
+    const json error = RunJson(arguments, 2)["error"];
+    EXPECT_EQ(error["code"], "INVALID_ARGUMENT") << error;
+    EXPECT_EQ(error["reason"], "");
+    EXPECT_FALSE(error["message"].get<std::string>().empty());
+    EXPECT_EQ(error["metadata"], json::object());
+    EXPECT_TRUE(absl::StrContains(error["hint"].get<std::string>(), "headwaterctl help")) << error;
+  }
+  for (const std::vector<std::string>& arguments : std::vector<std::vector<std::string>>{{"--json", "nonsense"},
+                                                                                         {"nonsense", "-json"},
+                                                                                         {"--nonsense", "--json=true", "info"},
+                                                                                         {"--nojson", "nonsense", "--json"}}) {
+    const ProgramResult result = Run(arguments);
+    EXPECT_EQ(result.exit_code, 2) << arguments[0];
+    EXPECT_TRUE(json::parse(result.out, nullptr, false).contains("error")) << arguments[0] << result.out;
+  }
+  for (const std::vector<std::string>& arguments : std::vector<std::vector<std::string>>{{"--json", "nonsense", "--nojson"},
+                                                                                         {"nonsense", "--json=false"},
+                                                                                         {"nonsense", "--json=maybe"},
+                                                                                         {"info", "--", "--json"}}) {
+    const ProgramResult result = Run(arguments);
+    EXPECT_EQ(result.exit_code, 2) << arguments[0];
+    EXPECT_EQ(result.out, "") << arguments[0];
   }
 }
 

@@ -479,6 +479,76 @@ TEST_F(HeadComebackTest, HeadsThatHaveChangedAreSaved) {
   EXPECT_TRUE(names(later).empty());
 }
 
+TEST_F(HeadComebackTest, ABusyHeadCostsNoOtherItsSave) {
+  const std::shared_ptr<Head> busy = NewHead();
+  NewHead({"default", "b"});
+  NewHead({"default", "c"});
+  absl::Notification computing, go_on;
+  engine_.control().during_compute = [&] {
+    computing.Notify();
+    go_on.WaitForNotification();
+  };
+  std::thread submitter([&] {
+    MicroBatchCall call(busy, 0, 0, {{1, 2, 3}, {2}});
+    EXPECT_OK(call.Run(engine_));
+  });
+  computing.WaitForNotification();
+  const auto outcomes = registry_->SaveChanged(*store_, "drain", absl::Now() + absl::Milliseconds(200));
+  ASSERT_EQ(outcomes.size(), 3u);
+  EXPECT_EQ(outcomes[0].first.head, "b");
+  EXPECT_OK(outcomes[0].second);
+  EXPECT_EQ(outcomes[1].first.head, "c");
+  EXPECT_OK(outcomes[1].second);
+  EXPECT_EQ(outcomes[2].first.head, "a");
+  EXPECT_REASON(outcomes[2].second, kDeadlineExceeded);
+  // One that becomes free in time is saved, too.
+  std::thread freer([&] {
+    absl::SleepFor(absl::Milliseconds(30));
+    go_on.Notify();
+  });
+  const auto rest = registry_->SaveChanged(*store_, "drain", absl::InfiniteFuture());
+  ASSERT_EQ(rest.size(), 1u);
+  EXPECT_EQ(rest[0].first.head, "a");
+  EXPECT_OK(rest[0].second);
+  freer.join();
+  submitter.join();
+  engine_.control().during_compute = nullptr;
+}
+
+TEST_F(HeadComebackTest, AMicroBatchCanWaitForASaveBeforeItIsSubmitted) {
+  const std::shared_ptr<Head> head = NewHead();
+  const std::shared_ptr<Head> other = NewHead({"default", "b"});
+  MicroBatchCall call(head, 0, 0, {{1, 2, 3}, {2}});
+  EXPECT_FALSE(Head::IsBehindFiles(call.submission()));
+  EXPECT_OK(Head::AwaitFiles(call.submission(), {}));
+  absl::Notification saving, go_on;
+  files_.OnNextChange([&] {
+    saving.Notify();
+    go_on.WaitForNotification();
+  });
+  std::thread saver([&] { Save(head, "x"); });
+  saving.WaitForNotification();
+  EXPECT_TRUE(Head::IsBehindFiles(call.submission()));
+  EXPECT_FALSE(Head::IsBehindFiles(MicroBatchCall(other, 0, 0, {{1, 2, 3}, {2}}).submission()));
+  EXPECT_REASON(Head::AwaitFiles(call.submission(), {absl::Now() + absl::Milliseconds(1), nullptr}), kDeadlineExceeded);
+  EXPECT_REASON(Head::AwaitFiles(call.submission(), {absl::InfiniteFuture(), [] { return true; }}), kCancelled);
+  // What is refused anyway does not wait.
+  MicroBatchCall wrong(head, 5, 0, {{1, 2, 3}, {2}});
+  EXPECT_REASON(Head::AwaitFiles(wrong.submission(), {absl::InfiniteFuture(), nullptr}), kStepMismatch);
+  std::atomic<bool> has_waited = false;
+  std::thread waiter([&] {
+    EXPECT_OK(Head::AwaitFiles(call.submission(), {absl::InfiniteFuture(), nullptr}));
+    has_waited = true;
+  });
+  absl::SleepFor(absl::Milliseconds(20));
+  EXPECT_FALSE(has_waited);
+  go_on.Notify();
+  saver.join();
+  waiter.join();
+  EXPECT_FALSE(Head::IsBehindFiles(call.submission()));
+  EXPECT_OK(call.Run(engine_));
+}
+
 TEST_F(HeadComebackTest, WhatIsToBeKnownOfTheSumsIsToldWhenTheServerComesBack) {
   Save(NewHead(), "x");
   EXPECT_EQ(Restart()[0].note, "");

@@ -388,7 +388,7 @@ TEST(HeadMemoryTest, ASaveLetsOthersGoOn) {
     MemoryFileSystem files;
     const auto store = *checkpoint::CheckpointStore::Open("/x", files);
     const std::shared_ptr<Head> head = MakeReadyHead(engine, SmallSpec());
-    const auto save = [&] { return head->SaveIfChanged(*store, "last", absl::InfiniteFuture()); };
+    const auto save = [&] { return *head->TrySaveIfChanged(*store, "last", absl::InfiniteFuture()); };
     const bool enough = SucceedsWithCalls(engine, engine_calls, save);
     EXPECT_OK(save());
     EXPECT_OK(head->Take(std::nullopt));

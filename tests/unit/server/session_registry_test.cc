@@ -233,8 +233,13 @@ TEST_F(SessionRegistryTest, TheirNumberIsBounded) {
   EXPECT_REASON(sessions_.Open("d", absl::Seconds(1)), kQuotaExceeded);
   ended_.clear();
   Pass(absl::Seconds(30));
-  MustOpen();
+  int64_t expired = -1;
+  EXPECT_OK(sessions_.Open("d", absl::Seconds(60), &expired));
+  EXPECT_EQ(expired, 1);
   EXPECT_EQ(ended_.size(), 1u);
+  EXPECT_EQ(sessions_.Expire(), 0);
+  EXPECT_REASON(sessions_.Open("d", absl::Seconds(60), &expired), kQuotaExceeded);
+  EXPECT_EQ(expired, 0);
 }
 
 TEST(SessionRegistryThreadsTest, ManyThreadsOpenUseCloseAndExpire) {

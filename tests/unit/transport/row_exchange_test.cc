@@ -154,6 +154,24 @@ TEST(RowExchange, ATensorWithoutMemoryIsThereAndTakesNothing) {
   EXPECT_TRUE(RowExchange(0, {{"hidden", 0, 0, 8, nullptr}}).complete());
 }
 
+TEST(RowExchange, KnowsWhenOnlyRowsOfOthersAreMissing) {
+  std::vector<uint8_t> hidden(24), teacher(24);
+  RowExchange exchange(3, {{"hidden", 0, 3, 8, hidden.data()}, {"teacher_hidden", 0, 3, 8, teacher.data(), /*by_input=*/false}});
+  const auto put = [&](size_t tensor, int64_t start, int64_t count) {
+    EXPECT_TRUE(exchange.Claim(tensor, start, count, count * 8, "chunk").ok());
+    exchange.Deliver(tensor, start, count);
+  };
+  EXPECT_FALSE(exchange.misses_only_others_rows());
+  put(0, 0, 2);
+  EXPECT_FALSE(exchange.misses_only_others_rows());
+  put(0, 2, 1);
+  EXPECT_TRUE(exchange.misses_only_others_rows());
+  put(1, 1, 2);
+  EXPECT_TRUE(exchange.misses_only_others_rows());
+  put(1, 0, 1);
+  EXPECT_FALSE(exchange.misses_only_others_rows());  // none is
+}
+
 TEST(RowExchange, WaitsForTheEndOfTheInputWhereThatIsAskedFor) {
   Bench bench(4);
   bench.exchange.RequireClose();

@@ -21,7 +21,8 @@ constexpr milliseconds kReleaseGrace{1000};
 // broke, so that the server may know nothing of it; longer where the server itself ended the stripe.
 constexpr milliseconds kCutStripeGrace{50};
 constexpr milliseconds kRefusedStripeGrace{2000};
-// When the micro-batch is answered, its other streams end by themselves.
+// When the micro-batch is answered, its other streams end by themselves. Rows may still be on their way on slower connections: so
+// long without any.
 constexpr milliseconds kLateStripeGrace{2000};
 
 constexpr char kTransferRows[] = "/headwater.v1.LossService/TransferRows";
@@ -241,19 +242,32 @@ void TransferCall::Fail(absl::Status status) {
 
 void TransferCall::CutAfter(milliseconds grace) {
   timers_.Run(this, grace, [weak = weak_from_this()] {
+    if (const std::shared_ptr<TransferCall> call = weak.lock(); call != nullptr) call->Cut();
+  });
+}
+
+void TransferCall::CutWhenRowsStop() {
+  timers_.Run(this, kLateStripeGrace, [weak = weak_from_this(), taken_before = received_.taken()] {
     const std::shared_ptr<TransferCall> call = weak.lock();
     if (call == nullptr) return;
-    {
-      std::lock_guard<std::mutex> lock(call->mutex_);
-      call->cut_ = true;
-    }
-    call->CancelStreams();
+    if (call->received_.taken() == taken_before) return call->Cut();
+    // Without memory for another look nobody would look again.
+    React([&] { call->CutWhenRowsStop(); }, [&](const absl::Status&) { call->Cut(); });
   });
+}
+
+void TransferCall::Cut() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    cut_ = true;
+  }
+  CancelStreams();
 }
 
 void TransferCall::StreamEnded(int index, const grpc::Status& status) {
   bool all_ended = false;
   bool cancel = false;
+  bool answered = false;
   std::optional<milliseconds> cut_after;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -264,7 +278,7 @@ void TransferCall::StreamEnded(int index, const grpc::Status& status) {
     if (index == 0) {
       primary_ = status;
       cancel = !status.ok();
-      if (status.ok()) cut_after = kLateStripeGrace;
+      answered = status.ok();
     } else if (!status.ok() && !stripe_.has_value()) {
       stripe_ = status;
       if (!primary_.has_value()) cut_after = status.error_details().empty() ? kCutStripeGrace : kRefusedStripeGrace;
@@ -272,6 +286,7 @@ void TransferCall::StreamEnded(int index, const grpc::Status& status) {
   }
   if (!all_ended) {
     if (cancel) CancelStreams();
+    if (answered) CutWhenRowsStop();
     if (cut_after.has_value()) CutAfter(*cut_after);
   } else if (references_ > 1) {
     BreakAfter(kReleaseGrace);

@@ -80,6 +80,9 @@ class TransferCall : public std::enable_shared_from_this<TransferCall> {
   void CancelStreams();
   // Cancels what is left then.
   void CutAfter(std::chrono::milliseconds grace);
+  // Cancels what is left when no gradient's row has come for a while.
+  void CutWhenRowsStop();
+  void Cut();
   // Breaks the connections if the call has not ended by then.
   void BreakAfter(std::chrono::nanoseconds grace);
   TransferResult MakeResult();

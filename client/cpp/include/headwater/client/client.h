@@ -26,11 +26,12 @@
 // Replay. With ClientOptions::replay_bytes the client keeps what it sends: micro-batches, decisions, gradients, and the calls that
 // close steps. When the server has been started again and the head came back at the open step, or at an older one that is still
 // kept, the client takes the head, repeats what came since and goes on; the caller sees a slow call. Of several trainers one takes
-// the head and the others join it. Otherwise STEP_LOST is final (RestoredFrom()), and its message says why. Several calls in flight
-// are repeated in the order in which they had succeeded. While the server is away (it cannot be reached, cuts the call
-// off, or says DRAINING or STARTING) a call that may be repeated is tried again, whatever RetryPolicy::max_attempts says, at most a
-// second apart unless the server asks for more, and is UNAVAILABLE about a second before its deadline. CheckHealth() does
-// not wait.
+// the head and the others join it. Otherwise STEP_LOST is final (RestoredFrom()), and its message says why. A step with
+// micro-batches of a joined teacher is not kept: the teacher's rows were another's. Several calls in flight are repeated in the
+// order in which they had succeeded; handles that were opened apart on one epoch of a head are brought back together. While the
+// server is away (it cannot be reached, cuts the call off, or says DRAINING or STARTING) a call that may be repeated is tried
+// again, whatever RetryPolicy::max_attempts says, at most a second apart unless the server asks for more, and is UNAVAILABLE about
+// a second before its deadline. CheckHealth() does not wait.
 #ifndef HEADWATER_CLIENT_CLIENT_H_
 #define HEADWATER_CLIENT_CLIENT_H_
 
@@ -122,15 +123,16 @@ class Client {
   // Makes a head, without weights: upload or load them next. ALREADY_EXISTS / HEAD_ALREADY_EXISTS; RESOURCE_EXHAUSTED /
   // MEMORY_BUDGET_EXCEEDED with the memory plan in the message.
   absl::StatusOr<Head> CreateHead(const std::string& name, const HeadSpec& spec, const CallOptions& options = {});
-  // Makes a head, or takes up the one of that name if its specification is the same but for initial_step; Head::created() tells.
-  // So all ranks, and a trainer that was started again, can make the same call. ALREADY_EXISTS / HEAD_SPEC_MISMATCH.
+  // Makes a head, or takes up the one of that name if its specification is the same but for initial_step; Head::created() tells,
+  // but not after an answer that was lost. So all ranks, and a trainer that was started again, can make the same call.
+  // ALREADY_EXISTS / HEAD_SPEC_MISMATCH.
   absl::StatusOr<Head> AttachHead(const std::string& name, const HeadSpec& spec, const CallOptions& options = {});
   // What CreateHead() would take; makes nothing. The head fits if its plan's total_bytes are at most its available_bytes. Errors of
   // the specification are those of CreateHead().
   absl::StatusOr<HeadInfo> PlanHead(const std::string& name, const HeadSpec& spec, const CallOptions& options = {});
   // Takes up a head that exists, at its current epoch. NOT_FOUND / HEAD_NOT_FOUND.
   absl::StatusOr<Head> OpenHead(const std::string& name, const CallOptions& options = {});
-  // All heads of the tenant, by name.
+  // All heads of the tenant, by name. One deadline for all pages that the server makes of them.
   absl::StatusOr<std::vector<HeadInfo>> ListHeads(const CallOptions& options = {});
   // Frees a head whatever its epoch; its checkpoints stay. `force`: even with undecided contributions or a non-empty open step
   // (FAILED_PRECONDITION / HEAD_IN_USE otherwise).

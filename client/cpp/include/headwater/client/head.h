@@ -44,7 +44,9 @@ class Head {
   const HeadSpec& spec() const;
   // 16 bytes.
   std::string epoch() const;
-  // Whether the call that gave this handle made the head; false for one that it found.
+  // Whether the call that gave this handle made the head; false for one that it found. Also false if AttachHead() made it with an
+  // attempt whose answer was lost: the attempt that was answered has found it. So false does not say that another process made the
+  // head and brings its weights. What it lacks is told by Info(): the state is kLoading until weights are there.
   bool created() const;
 
   // ---- micro-batches ----------------------------------------------------------------------------------------------------
