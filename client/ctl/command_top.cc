@@ -115,8 +115,7 @@ absl::StatusOr<ExitCode> RunTop(client::Client& client, const std::vector<std::s
     if (output.json()) {
       output.Print("", TopJson(ServerAddress(), figures, heads));
     } else {
-      const std::vector<client::HeadInfo> list = heads.ok() ? *heads : std::vector<client::HeadInfo>();
-      Show(TopText(ServerAddress(), figures, list, heads.ok() ? "" : std::string(heads.status().message())), terminal);
+      Show(TopText(ServerAddress(), figures, heads), terminal);
     }
     before = std::move(after);
   } while (!once && OutputError() == 0);  // nobody sees looks that cannot be printed

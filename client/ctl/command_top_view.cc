@@ -47,6 +47,21 @@ std::string ListRates(const std::map<std::string, double>& rates, const char* no
   return text.empty() ? none : text;
 }
 
+std::string HeadsText(const absl::StatusOr<std::vector<client::HeadInfo>>& heads) {
+  if (!heads.ok()) return absl::StrCat("heads: ", Printable(std::string(heads.status().message())), "\n");
+  if (heads->empty()) return "no heads\n";
+  Table table(
+      {"HEAD", "STATE", "VOCAB", "HIDDEN", "KIND", "STEP", "VERSION", "MEMORY"},
+      {Align::kLeft, Align::kLeft, Align::kRight, Align::kRight, Align::kLeft, Align::kRight, Align::kRight, Align::kRight});
+  for (const client::HeadInfo& head : *heads) {
+    table.AddRow({head.name, client::HeadStateName(head.state), FormatCount(head.spec.vocab_size),
+                  FormatCount(head.spec.hidden_size), head.spec.trainable ? "trainable" : "frozen",
+                  head.open_step.has_value() ? absl::StrCat(*head.open_step) : "-", absl::StrCat(head.weight_version),
+                  FormatBytes(head.memory_plan.total_bytes)});
+  }
+  return table.ToString();
+}
+
 }  // namespace
 
 TopFigures FiguresOf(const MetricsPage& before, const MetricsPage& after, double seconds, double now) {
@@ -123,8 +138,8 @@ TopFigures FiguresOf(const MetricsPage& before, const MetricsPage& after, double
   return figures;
 }
 
-std::string TopText(const std::string& server, const TopFigures& figures, const std::vector<client::HeadInfo>& heads,
-                    const std::string& heads_note) {
+std::string TopText(const std::string& server, const TopFigures& figures,
+                    const absl::StatusOr<std::vector<client::HeadInfo>>& heads) {
   const auto bytes = [](double value) { return FormatBytes(static_cast<int64_t>(value)); };
   const auto count = [](double value) { return FormatCount(static_cast<int64_t>(value)); };
 
@@ -170,19 +185,7 @@ std::string TopText(const std::string& server, const TopFigures& figures, const 
     transports.AddRow(
         {transport, FormatRate(traffic.micro_batches), FormatByteRate(traffic.bytes_in), FormatByteRate(traffic.bytes_out)});
   }
-  Table table(
-      {"HEAD", "STATE", "VOCAB", "HIDDEN", "KIND", "STEP", "VERSION", "MEMORY"},
-      {Align::kLeft, Align::kLeft, Align::kRight, Align::kRight, Align::kLeft, Align::kRight, Align::kRight, Align::kRight});
-  for (const client::HeadInfo& head : heads) {
-    table.AddRow({head.name, client::HeadStateName(head.state), FormatCount(head.spec.vocab_size),
-                  FormatCount(head.spec.hidden_size), head.spec.trainable ? "trainable" : "frozen",
-                  head.open_step.has_value() ? absl::StrCat(*head.open_step) : "-", absl::StrCat(head.weight_version),
-                  FormatBytes(head.memory_plan.total_bytes)});
-  }
-  const std::string below = !heads_note.empty() ? absl::StrCat("heads: ", Printable(heads_note), "\n")
-                            : heads.empty()     ? "no heads\n"
-                                                : table.ToString();
-  return absl::StrCat(summary.ToString(), "\n", transports.ToString(), "\n", below);
+  return absl::StrCat(summary.ToString(), "\n", transports.ToString(), "\n", HeadsText(heads));
 }
 
 nlohmann::json TopJson(const std::string& server, const TopFigures& figures,

@@ -56,10 +56,10 @@ struct TopFigures {
 // `now`: seconds since 1970 at the second page. `seconds` > 0.
 TopFigures FiguresOf(const MetricsPage& before, const MetricsPage& after, double seconds, double now);
 
-// Several lines. `heads_note` stands in the place of the heads if they cannot be listed; as JSON they are null then, which no heads
-// are not, and `heads_error` says why.
-std::string TopText(const std::string& server, const TopFigures& figures, const std::vector<client::HeadInfo>& heads,
-                    const std::string& heads_note);
+// Several lines. If the heads cannot be listed the reason stands in their place; as JSON they are null then, which no heads are
+// not, and `heads_error` says why.
+std::string TopText(const std::string& server, const TopFigures& figures,
+                    const absl::StatusOr<std::vector<client::HeadInfo>>& heads);
 nlohmann::json TopJson(const std::string& server, const TopFigures& figures,
                        const absl::StatusOr<std::vector<client::HeadInfo>>& heads);
 

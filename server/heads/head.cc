@@ -137,14 +137,21 @@ absl::Time Head::last_use() const { return absl::FromUnixNanos(last_use_nanos_.l
 absl::Status Head::AwaitStep(const StepKey& key, const WaitLimits& limits) {
   absl::MutexLock state_lock(&state_mutex_);
   while (!retired_ && state_ == HeadState::kReady && key.epoch == epoch_ && key.step > 0 && key.step - 1 == ledger_.open().step) {
-    if (limits.cancelled != nullptr && limits.cancelled()) {
+    const Waited waited = WaitForChange(limits);
+    if (waited == Waited::kCancelled) {
       return MakeError(ErrorReason::kCancelled, absl::StrCat("the call was cancelled while it waited for step ", key.step));
     }
-    const absl::Duration left = limits.deadline - absl::Now();
-    if (left <= absl::ZeroDuration()) break;
-    changed_.WaitWithTimeout(&state_mutex_, std::min(left, kPollInterval));
+    if (waited == Waited::kTooLong) break;
   }
   return absl::OkStatus();
+}
+
+Head::Waited Head::WaitForChange(const WaitLimits& limits) const {
+  if (limits.cancelled != nullptr && limits.cancelled()) return Waited::kCancelled;
+  const absl::Duration left = limits.deadline - absl::Now();
+  if (left <= absl::ZeroDuration()) return Waited::kTooLong;
+  changed_.WaitWithTimeout(&state_mutex_, std::min(left, kPollInterval));
+  return Waited::kAWhile;
 }
 
 // ---- what is undecided -----------------------------------------------------------------------------------------------

@@ -404,6 +404,12 @@ class Head : public std::enable_shared_from_this<Head> {
   absl::Status EpochError(const Epoch& epoch) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   absl::Status LostError() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   bool InUseLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
+  // Whether AwaitFiles() waits for this head.
+  bool IsTakenByFiles() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_) { return file_calls_ > 0 && !retired_; }
+
+  // One turn of a loop that waits for this head to change: it looks again after a while, unless its limits end it.
+  enum class Waited { kAWhile, kCancelled, kTooLong };
+  Waited WaitForChange(const WaitLimits& limits) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
 
   // Turns what another head has dropped into tombstones.
   void SettleDropped() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);

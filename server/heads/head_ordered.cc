@@ -1,5 +1,4 @@
 // Head in deterministic mode: what may come, what waits, and the additions in ascending id.
-#include <algorithm>
 #include <functional>
 #include <memory>
 #include <set>
@@ -9,7 +8,6 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
@@ -71,13 +69,12 @@ absl::Status Head::AwaitTurn(const StepKey& key, int64_t micro_batch, const Wait
   if (window_ == nullptr) return absl::OkStatus();
   absl::MutexLock state_lock(&state_mutex_);
   while (!IsItsTurn(key, micro_batch)) {
-    if (limits.cancelled != nullptr && limits.cancelled()) {
+    const Waited waited = WaitForChange(limits);
+    if (waited == Waited::kCancelled) {
       return MakeError(ErrorReason::kCancelled,
                        absl::StrCat("the call was cancelled while micro-batch ", micro_batch, " waited for its turn"));
     }
-    const absl::Duration left = limits.deadline - absl::Now();
-    if (left <= absl::ZeroDuration()) break;
-    changed_.WaitWithTimeout(&state_mutex_, std::min(left, kPollInterval));
+    if (waited == Waited::kTooLong) break;
   }
   return absl::OkStatus();
 }

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
@@ -59,12 +58,11 @@ absl::Status Head::AwaitMicroBatches(const StepKey& key, const ExpectedMicroBatc
     const bool may_come =
         HasReason(complete, ErrorReason::kMicroBatchMissing) || HasReason(complete, ErrorReason::kMicroBatchUncommitted);
     if (!may_come) return absl::OkStatus();
-    if (limits.cancelled != nullptr && limits.cancelled()) {
+    const Waited waited = WaitForChange(limits);
+    if (waited == Waited::kCancelled) {
       return MakeError(ErrorReason::kCancelled, absl::StrCat("the call was cancelled while step ", key.step, " was incomplete"));
     }
-    const absl::Duration left = limits.deadline - absl::Now();
-    if (left <= absl::ZeroDuration()) return absl::OkStatus();
-    changed_.WaitWithTimeout(&state_mutex_, std::min(left, kPollInterval));
+    if (waited == Waited::kTooLong) return absl::OkStatus();
   }
 }
 

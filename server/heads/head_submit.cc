@@ -8,7 +8,6 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
@@ -276,26 +275,26 @@ class Head::SubmissionRun::Flow : public RowFlow {
 };
 
 bool Head::IsBehindFiles(const Submission& submission) {
-  const std::set<Head*, std::less<>> heads = HeadsOf(submission);
-  return std::any_of(heads.begin(), heads.end(), [](Head* head) {
+  const auto is_taken = [](const std::shared_ptr<Head>& head) {
+    if (head == nullptr) return false;
     absl::MutexLock state_lock(&head->state_mutex_);
-    return head->file_calls_ > 0 && !head->retired_;
-  });
+    return head->IsTakenByFiles();
+  };
+  return std::any_of(submission.terms.begin(), submission.terms.end(),
+                     [&](const SubmittedTerm& term) { return is_taken(term.head) || is_taken(term.teacher_head); });
 }
 
 absl::Status Head::AwaitFiles(const Submission& submission, const WaitLimits& limits) {
-  if (!IsBehindFiles(submission)) return absl::OkStatus();
   if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
   for (Head* head : HeadsOf(submission)) {
     absl::MutexLock state_lock(&head->state_mutex_);
-    while (head->file_calls_ > 0 && !head->retired_) {
-      if (limits.cancelled != nullptr && limits.cancelled()) return Cancelled();
-      const absl::Duration left = limits.deadline - absl::Now();
-      if (left <= absl::ZeroDuration()) {
+    while (head->IsTakenByFiles()) {
+      const Waited waited = head->WaitForChange(limits);
+      if (waited == Waited::kCancelled) return Cancelled();
+      if (waited == Waited::kTooLong) {
         return MakeError(ErrorReason::kDeadlineExceeded, absl::StrCat("the deadline passed while ", head->name_.ToString(),
                                                                       " was being saved or set; nothing was added"));
       }
-      head->changed_.WaitWithTimeout(&head->state_mutex_, std::min(left, kPollInterval));
     }
   }
   return absl::OkStatus();

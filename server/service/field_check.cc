@@ -12,6 +12,16 @@ absl::Status FieldError(ErrorReason reason, const std::string& field, const std:
                    {{"field", field}, {"expected", expected}, {"actual", actual}});
 }
 
+absl::Status LimitError(ErrorReason reason, const std::string& field, const std::string& expected, int64_t actual,
+                        const char* limit, int64_t maximum) {
+  return MakeError(reason, absl::StrCat(field, ": expected ", expected, ", got ", actual),
+                   {{"field", field},
+                    {"limit", limit},
+                    {"maximum", absl::StrCat(maximum)},
+                    {"expected", expected},
+                    {"actual", absl::StrCat(actual)}});
+}
+
 absl::Status MissingField(const std::string& field, const std::string& expected) {
   return FieldError(ErrorReason::kMissingField, field, expected, "nothing");
 }
@@ -34,13 +44,7 @@ absl::Status CheckAtLeast(const std::string& field, int64_t value, int64_t minim
 
 absl::Status CheckLimit(const std::string& field, int64_t value, const char* limit, int64_t maximum) {
   if (value <= maximum) return absl::OkStatus();
-  const std::string expected = absl::StrCat("at most ", maximum, " (", limit, ")");
-  return MakeError(ErrorReason::kLimitExceeded, absl::StrCat(field, ": expected ", expected, ", got ", value),
-                   {{"field", field},
-                    {"limit", limit},
-                    {"maximum", absl::StrCat(maximum)},
-                    {"expected", expected},
-                    {"actual", absl::StrCat(value)}});
+  return LimitError(ErrorReason::kLimitExceeded, field, absl::StrCat("at most ", maximum, " (", limit, ")"), value, limit, maximum);
 }
 
 absl::Status CheckNextBytes(int64_t offset, int64_t data_bytes, int64_t received_bytes, int64_t total_bytes) {

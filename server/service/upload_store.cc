@@ -123,14 +123,9 @@ absl::StatusOr<UploadStore::Lease> UploadStore::Open(const std::shared_ptr<heads
     return Lease(this, upload, ++upload->generation);
   }
   if (uploads_of_head >= kMaxUploadsPerHead && !DropOldestLocked(head.get())) {
-    const std::string expected = absl::StrCat("at most ", kMaxUploadsPerHead, " uploads of a head");
-    const std::string actual = absl::StrCat(uploads_of_head + 1);
-    return MakeError(ErrorReason::kQuotaExceeded, absl::StrCat("header.upload_id: expected ", expected, ", got ", actual),
-                     {{"field", "header.upload_id"},
-                      {"limit", "uploads_per_head"},
-                      {"maximum", absl::StrCat(kMaxUploadsPerHead)},
-                      {"expected", expected},
-                      {"actual", actual}});
+    return LimitError(ErrorReason::kQuotaExceeded, "header.upload_id",
+                      absl::StrCat("at most ", kMaxUploadsPerHead, " uploads of a head"), uploads_of_head + 1, "uploads_per_head",
+                      kMaxUploadsPerHead);
   }
   auto upload = std::make_shared<Upload>(head, request);
   while (!budget_.TryReserve(request.total_bytes, &upload->reservation)) {

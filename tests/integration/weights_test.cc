@@ -55,6 +55,23 @@ v1::UploadWeightsHeader UploadHeader(const v1::Head& head, const std::string& id
   return header;
 }
 
+// A folder of the test's own.
+std::string MakeRoot() {
+  std::string pattern = (std::filesystem::temp_directory_path() / "headwater-weights-XXXXXX").string();
+  return mkdtemp(pattern.data());
+}
+
+grpc::Status SaveAs(WireServer& server, const TestHead& head, const std::string& checkpoint, bool overwrite = false) {
+  grpc::ClientContext context;
+  v1::SaveCheckpointRequest request;
+  request.set_name(head.name());
+  request.set_epoch(head.head.epoch());
+  request.set_checkpoint(checkpoint);
+  request.set_overwrite(overwrite);
+  v1::SaveCheckpointResponse response;
+  return server.heads().SaveCheckpoint(&context, request, &response);
+}
+
 // One upload stream, step by step.
 struct Upload {
   grpc::ClientContext context;
@@ -91,10 +108,6 @@ class Weights : public ::testing::TestWithParam<int> {
     setup.options.checkpoint_directory = root_ + "/checkpoints";
     return setup;
   }
-  static std::string MakeRoot() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "headwater-weights-XXXXXX").string();
-    return mkdtemp(pattern.data());
-  }
   ~Weights() override {
     std::error_code ignored;
     std::filesystem::remove_all(root_, ignored);
@@ -103,14 +116,7 @@ class Weights : public ::testing::TestWithParam<int> {
     return server_.Compute(CrossEntropyHeader(head, step, micro_batch, {1, 2, 3}), Bytes(Random(15, 5, 1)));
   }
   grpc::Status Save(const TestHead& head, const std::string& checkpoint, bool overwrite = false) {
-    grpc::ClientContext context;
-    v1::SaveCheckpointRequest request;
-    request.set_name(head.name());
-    request.set_epoch(head.head.epoch());
-    request.set_checkpoint(checkpoint);
-    request.set_overwrite(overwrite);
-    v1::SaveCheckpointResponse response;
-    return server_.heads().SaveCheckpoint(&context, request, &response);
+    return SaveAs(server_, head, checkpoint, overwrite);
   }
   grpc::Status Restore(TestHead* head, const std::string& checkpoint) {
     grpc::ClientContext context;
@@ -351,13 +357,7 @@ TEST_P(Weights, ADamagedCheckpointLeavesTheHeadAsItWas) {
 TEST(WeightsWithoutStorage, SayWhichFlagIsMissing) {
   WireServer server;
   const TestHead head = server.MakeHead("h", SmallSpec());
-  grpc::ClientContext save_context;
-  v1::SaveCheckpointRequest save;
-  save.set_name(head.name());
-  save.set_epoch(head.head.epoch());
-  save.set_checkpoint("c");
-  v1::SaveCheckpointResponse saved;
-  const WireError error = DecodeError(server.heads().SaveCheckpoint(&save_context, save, &saved));
+  const WireError error = DecodeError(SaveAs(server, head, "c"));
   EXPECT_EQ(error.reason, "STORAGE_NOT_CONFIGURED");
   EXPECT_EQ(error.at("expected"), "--checkpoint_directory");
   grpc::ClientContext load_context;
@@ -371,8 +371,7 @@ TEST(WeightsWithoutStorage, SayWhichFlagIsMissing) {
 
 // The head's own micro-batches wait for the save; they have no turn at the engine meanwhile that others could use.
 TEST(WeightsBeingSaved, KeepNoOtherHeadWaiting) {
-  std::string root = (std::filesystem::temp_directory_path() / "headwater-saved-XXXXXX").string();
-  ASSERT_NE(mkdtemp(root.data()), nullptr);
+  const std::string root = MakeRoot();
   {
     ServerSetup setup;
     setup.options.checkpoint_directory = root;
@@ -391,15 +390,7 @@ TEST(WeightsBeingSaved, KeepNoOtherHeadWaiting) {
     };
     disk_hangs = true;
     std::vector<std::thread> threads;
-    threads.emplace_back([&] {
-      grpc::ClientContext context;
-      v1::SaveCheckpointRequest request;
-      request.set_name(saved.name());
-      request.set_epoch(saved.head.epoch());
-      request.set_checkpoint("x");
-      v1::SaveCheckpointResponse response;
-      EXPECT_EQ(ReasonOf(server.heads().SaveCheckpoint(&context, request, &response)), "OK");
-    });
+    threads.emplace_back([&] { EXPECT_EQ(ReasonOf(SaveAs(server, saved, "x")), "OK"); });
     EXPECT_TRUE(Await([] { return hanging_writes > 0; }));
     const int64_t before = bytes_in();
     for (int64_t id = 0; id < 2; ++id) {

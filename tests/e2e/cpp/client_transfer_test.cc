@@ -430,6 +430,17 @@ TEST_F(ClientTransfer, WrongStripesAreRefused) {
   }
 }
 
+// Starts a transfer over these connections; how it ends.
+std::future<TransferResult> StartTransfer(TransferRequest request, std::vector<ConnectionLease> connections, DelayedTasks& timers,
+                                          Workers& workers) {
+  const auto result = std::make_shared<std::promise<TransferResult>>();
+  std::future<TransferResult> ended = result->get_future();
+  std::make_shared<TransferCall>(std::move(request), std::move(connections), timers, workers, [result](TransferResult end) {
+    result->set_value(std::move(end));
+  })->Start();
+  return ended;
+}
+
 // Two streams of which the primary one ends at once, and the other brings all gradients: a row every `pace`, `sent_rows` of them.
 TransferResult TransferWithLateStripe(int64_t sent_rows, milliseconds pace, std::vector<unsigned char>& grad) {
   constexpr int64_t kGradRowBytes = 4;
@@ -481,12 +492,7 @@ TransferResult TransferWithLateStripe(int64_t sent_rows, milliseconds pace, std:
   std::vector<unsigned char> hidden(4);
   const OutgoingRows rows = {v1::CHUNK_ROLE_HIDDEN, 0, hidden.data(), 1, 4, 0};
   request.rows = {rows};
-  const auto result = std::make_shared<std::promise<TransferResult>>();
-  std::future<TransferResult> ended = result->get_future();
-  std::make_shared<TransferCall>(std::move(request), std::move(connections), timers, workers, [result](TransferResult end) {
-    result->set_value(std::move(end));
-  })->Start();
-  return ended.get();
+  return StartTransfer(std::move(request), std::move(connections), timers, workers).get();
 }
 
 TEST(TransferCall, LateStripeIsWaitedForAsLongAsItBringsRows) {
@@ -539,11 +545,7 @@ TEST(TransferCall, EndsWhereThereIsNoMemoryForAnAnswer) {
   request.deadline = deadline;
   const OutgoingRows rows = {v1::CHUNK_ROLE_HIDDEN, 0, grad.data(), 1, 4, 0};
   request.rows = {rows};
-  const auto result = std::make_shared<std::promise<TransferResult>>();
-  std::future<TransferResult> ended = result->get_future();
-  std::make_shared<TransferCall>(std::move(request), std::move(connections), timers, workers, [result](TransferResult end) {
-    result->set_value(std::move(end));
-  })->Start();
+  std::future<TransferResult> ended = StartTransfer(std::move(request), std::move(connections), timers, workers);
   ASSERT_EQ(ended.wait_for(kSlack), std::future_status::ready);
   const absl::Status status = ended.get().status;
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
