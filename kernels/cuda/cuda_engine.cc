@@ -298,19 +298,19 @@ class CudaEngine final : public LossEngine {
       }
       lock.lock();
       leading_ = false;
-      int64_t rows = 0;
-      for (Call* member : group) {
-        if (!failure.ok()) member->status = failure;
-        member->done = true;
-        rows += rows_of(*member);
-      }
+      int64_t done = 0, rows = 0;
+      const auto finish = [&](Call* one) {
+        if (!failure.ok()) one->status = failure;
+        one->done = true;
+        ++done;
+        rows += rows_of(*one);
+      };
+      for (Call* member : group) finish(member);
       if (!call->done && !failure.ok()) {
         std::erase(calls_, call);
-        call->status = failure;
-        call->done = true;
-        rows += rows_of(*call);
+        finish(call);
       }
-      expected_rows_.Go(rows);
+      expected_rows_.Go(done, rows);
       calls_changed_.notify_all();
     }
   }
@@ -466,8 +466,10 @@ class CudaEngine final : public LossEngine {
   absl::Status CutIntoChunks(Call* call) const {
     ChunkLimits limits;
     HEADWATER_RETURN_IF_ERROR(FindLimits(call, &limits));
-    PlanCall(limits, call);
-    return absl::OkStatus();
+    const int64_t needed = PlanCall(limits, call);
+    // Where the workspace could not be allocated again after another head's: few rows may take a form that needs more than many.
+    const int64_t bytes = core_->workspace().bytes();
+    return needed <= bytes ? absl::OkStatus() : WorkspaceTooSmall(bytes, needed);
   }
 
   // The part of the workspace by which rows are cut: all of it. In deterministic mode what the call's own heads have planned, since
@@ -500,10 +502,7 @@ class CudaEngine final : public LossEngine {
     }
     if (limits.max_rows == 0) {
       const int64_t needed = ChunkBytes(terms, micro_batch, limits.exact ? core_->options().token_chunk_rows : 1);
-      return MakeError(ErrorReason::kMemoryBudgetExceeded,
-                       "the workspace has " + std::to_string(bytes) + " bytes, and a chunk of this micro-batch needs " +
-                           std::to_string(needed) + "; give the engine a larger workspace",
-                       {{"requestedBytes", std::to_string(needed)}, {"availableBytes", std::to_string(bytes)}});
+      return WorkspaceTooSmall(bytes, needed);
     }
     if (MostHostRows(static_cast<int64_t>(terms.size())) == 0) {
       return MakeError(ErrorReason::kMemoryBudgetExceeded,
@@ -513,14 +512,23 @@ class CudaEngine final : public LossEngine {
     return absl::OkStatus();
   }
 
-  void PlanCall(ChunkLimits limits, Call* call) const {
+  static absl::Status WorkspaceTooSmall(int64_t bytes, int64_t needed) {
+    return MakeError(ErrorReason::kMemoryBudgetExceeded,
+                     "the workspace has " + std::to_string(bytes) + " bytes, and a chunk of this micro-batch needs " +
+                         std::to_string(needed) + "; give the engine a larger workspace",
+                     {{"requestedBytes", std::to_string(needed)}, {"availableBytes", std::to_string(bytes)}});
+  }
+
+  // Returns the bytes that the largest chunk takes.
+  int64_t PlanCall(ChunkLimits limits, Call* call) const {
     limits.max_rows = std::min(limits.max_rows, MostHostRows(static_cast<int64_t>(call->terms.size())));
     call->plan.chunks.clear();  // of a plan that memory did not suffice to take
     PlanChunks(limits, &call->plan);
     int64_t rows = 0;
     for (const Chunk& chunk : call->plan.chunks) rows = std::max(rows, static_cast<int64_t>(chunk.batch_rows.size()));
-    const int64_t bytes = core_->workspace().bytes();
-    call->needs_whole_workspace = ChunkBytes(call->terms, call->micro_batch, rows) > bytes - GradientDebt::ShareOf(bytes);
+    const int64_t bytes = core_->workspace().bytes(), needed = ChunkBytes(call->terms, call->micro_batch, rows);
+    call->needs_whole_workspace = needed > bytes - GradientDebt::ShareOf(bytes);
+    return needed;
   }
 
   // One entry for each slot of the plan, which gives its slots away.

@@ -1,6 +1,8 @@
 #include "kernels/cuda/device_group.h"
 
+#include <array>
 #include <chrono>
+#include <exception>
 #include <string>
 #include <utility>
 
@@ -124,11 +126,22 @@ void DeviceGroup::Abort(const absl::Status& reason) {
   }
   host_->Abort(broken);
   // At the same time: each may wait until the device is idle, which it is only when all have ended.
-  std::vector<std::thread> threads;
-  for (DeviceCommunicator* const communicator : communicators()) {
-    threads.emplace_back([&broken, communicator] { communicator->Abort(broken); });
+  const std::array<DeviceCommunicator*, 3> all = communicators();
+  std::array<std::thread, 3> threads;
+  std::array<bool, 3> started{};
+  for (size_t i = 0; i < all.size(); ++i) {
+    try {
+      threads[i] = std::thread([&broken, communicator = all[i]] { communicator->Abort(broken); });
+      started[i] = true;
+    } catch (const std::exception&) {  // the system has none to give: by this one, below
+    }
   }
-  for (std::thread& thread : threads) thread.join();
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (!started[i]) all[i]->Abort(broken);
+  }
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (started[i]) threads[i].join();
+  }
 }
 
 void DeviceGroup::BeginWait() { waiting_since_ms_ = NowMs(); }

@@ -325,7 +325,7 @@ __device__ __forceinline__ void ComputeRows(const KernelParams& params, const Pl
           for (int i = 0; i < 4; ++i) {
             log_q[i] = fmaf(student[vector][i], params.log2_scales[0], row_offsets.student);
             d[i] = Math::Difference(params, row_offsets.difference, student[vector][i], teacher[vector][i]);
-            if (log_q[i] < kAbsent) d[i] = 0.0f;
+            if (log_q[i] < kAbsent && (!kTransformed || Math::IsRuledOut(teacher[vector][i]))) d[i] = 0.0f;
             largest = fmaxf(largest, fabsf(d[i]));
           }
           if (__all_sync(0xffffffffu, largest < kNearLimit)) {
@@ -561,7 +561,7 @@ bool SideFits(const LogitsView& logits, int64_t common_columns) {
 bool DivergenceRowsFit(const LogitsView& student, const LogitsView& teacher, const DivergenceTerm& term, Element matrix_element) {
   const bool half = matrix_element == Element::kFloat16;
   if (!half && matrix_element != Element::kBFloat16) return false;
-  if (!IsOrdinaryScale(student.transform.logit_scale, term.student_temperature) ||
+  if (!HasDigitsInOnePass(term.beta) || !IsOrdinaryScale(student.transform.logit_scale, term.student_temperature) ||
       !IsOrdinaryScale(teacher.transform.logit_scale, term.teacher_temperature)) {
     return false;
   }

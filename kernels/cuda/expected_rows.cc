@@ -12,10 +12,11 @@ void ExpectedRows::Come(int64_t rows) {
   came_.notify_one();
 }
 
-void ExpectedRows::Go(int64_t rows) {
+void ExpectedRows::Go(int64_t calls, int64_t rows) {
   std::lock_guard<std::mutex> lock(mutex_);
   waiting_ -= rows;
-  expected_ = std::min(rows + waiting_, most_);
+  // A caller alone may come with fewer rows the next time.
+  expected_ = calls < 2 && waiting_ == 0 ? 0 : std::min(rows + waiting_, most_);
 }
 
 void ExpectedRows::Await(absl::FunctionRef<bool()> is_busy) {

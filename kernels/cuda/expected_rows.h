@@ -29,8 +29,9 @@ class ExpectedRows {
 
   // A call with so many rows waits from now on.
   void Come(int64_t rows);
-  // Calls with so many rows together wait no more: they are expected again, and with them whoever still waits.
-  void Go(int64_t rows);
+  // So many calls with so many rows together wait no more: they are expected again, and with them whoever still waits. After a call
+  // that was alone nobody is.
+  void Go(int64_t calls, int64_t rows);
   // Returns when as many rows wait as are expected, or when `is_busy` says that the device is not. For one thread at a time.
   void Await(absl::FunctionRef<bool()> is_busy);
 

@@ -123,6 +123,10 @@ inline bool IsOrdinaryScale(double logit_scale, double temperature) {
   return scale >= 1e-6 && scale <= 1e6;
 }
 
+// Whether the row passes of sm_90a have the loss's digits. Towards the reverse divergence they subtract more and more of what they
+// have added: at 0.9 the loss is right to 1e-6, at 0.999 to 1e-4.
+inline bool HasDigitsInOnePass(double beta) { return beta <= 0.9 || beta >= 1; }
+
 // Tempered statistics of one row and side: max of z / T, sum of e^{z / T - max} over the shard's common columns.
 struct SoftStats {
   double max = 0;  // -inf for no columns

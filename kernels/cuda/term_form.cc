@@ -140,7 +140,7 @@ TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper, 
   run.large_form = narrow ? Form::kRows : Form::kWide;
   const auto is_plain = [](const HeadSpec& head) { return !head.has_bias && head.transform.softcap.value_or(0) == 0; };
   run.shard_passes = hopper && narrow && run.head->group() != nullptr && plan->jsd != nullptr && !plan->wants_cross_entropy &&
-                     is_plain(spec) && is_plain(run.teacher->spec()) &&
+                     is_plain(spec) && is_plain(run.teacher->spec()) && HasDigitsInOnePass(run.divergence.beta) &&
                      IsOrdinaryScale(spec.transform.logit_scale, run.divergence.student_temperature) &&
                      IsOrdinaryScale(run.teacher->spec().transform.logit_scale, run.divergence.teacher_temperature);
   const bool plain =
@@ -318,6 +318,7 @@ int64_t FitChunks(const MicroBatch& micro_batch, int64_t bytes, std::vector<Term
       if (slice_rows < least_slice_rows) break;
       SetSliceRows(slice_rows, terms);
       if (ChunkBytes(*terms, micro_batch, rows) <= bytes) return rows;
+      if (slice_rows == kRowGrain) break;  // more slices would not be smaller
     }
   }
   SetSliceRows(0, terms);

@@ -157,6 +157,53 @@ TEST(Hostile, ClassesRuledOutByTheirBias) {
   }
 }
 
+// The same where a divergence's loss is all that is asked for, which engines may compute in one pass; on one side alone, too, and
+// by the least number of bf16, as attention masks have it.
+TEST(Hostile, ClassesThatOneSideRulesOut) {
+  ComputeOptions compute_options;
+  compute_options.token_outputs = false;
+  for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {
+    for (const double beta : {0.0, 0.5, 1.0}) {
+      for (const auto& [student, teacher] : {std::pair{true, true}, {true, false}, {false, true}}) {
+        SCOPED_TRACE(std::string(DataTypeName(type)) + ", beta " + std::to_string(beta) + (student ? ", student" : "") +
+                     (teacher ? ", teacher" : ""));
+        ProblemOptions options = WithType(ProblemOptions(), type);
+        options.bias = true;
+        options.jsd = true;
+        options.beta = beta;
+        options.vocab_size = 203;
+        Problem problem = MakeProblem(options);
+        for (int32_t& target : problem.terms[0].targets) {
+          if (target % 5 == 0 && target >= 0) ++target;
+        }
+        const auto rule_out = [&](double bias) {
+          for (size_t v = 0; v < static_cast<size_t>(options.vocab_size); v += 5) {
+            if (student) problem.heads[0].bias[v] = bias;
+            if (teacher) problem.heads[1].bias[v] = bias;
+          }
+        };
+        rule_out(-8192);  // exp underflows everywhere, and the reference stays finite
+        const Problem finite = problem;
+        Expected expected = ComputeExpected(finite);
+        for (double& largest : expected.result.terms[0].max_abs_logit) largest = std::min(largest, 20.0);
+        // Infinitely far from a student, or a teacher, that has no probability where the other has some.
+        const bool is_far = student != teacher && beta == (student ? 0.0 : 1.0);
+        if (!is_far) ExpectOutcomeMatches(finite, expected, RunOnce(finite, {}, compute_options));
+        for (const double bias : {-kInfinity, -0x1.fep127}) {
+          if (bias > -kInfinity && (type == DataType::kFloat16 || is_far)) continue;  // it has no such number; the loss overflows
+          rule_out(bias);
+          const Outcome outcome = RunOnce(problem, {}, compute_options);
+          if (is_far) {
+            EXPECT_TRUE(std::isinf(outcome.terms[0].sums.loss_sum)) << outcome.terms[0].sums.loss_sum;
+          } else {
+            ExpectOutcomeMatches(finite, expected, outcome);
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(Hostile, NonFiniteRowsAreCountedAndStayAlone) {
   for (const bool jsd : {false, true}) {
     for (const double value : {kNan, kInfinity, -kInfinity}) {

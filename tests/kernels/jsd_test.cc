@@ -76,6 +76,30 @@ TEST_P(JsdBeta, MatchesFp64In16Bits) {
   }
 }
 
+// The loss and the gradients alone, which an engine may compute in one pass of its own.
+TEST(JsdAlone, MatchesFp64WithoutTokenOutputs) {
+  ComputeOptions compute_options;
+  compute_options.token_outputs = false;
+  for (const double beta : {0.0, 0.1, 0.5, 0.9, 0.99, 1.0}) {
+    for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
+      for (const bool transforms : {false, true}) {
+        for (const int64_t vocab_size : {67, 1003}) {
+          std::ostringstream trace;
+          trace << "beta " << beta << ", " << DataTypeName(type) << ", vocab " << vocab_size << (transforms ? ", transforms" : "");
+          SCOPED_TRACE(trace.str());
+          ProblemOptions options = WithType(Small(beta), type);
+          options.vocab_size = vocab_size;
+          options.token_weights = transforms;
+          options.bias = transforms;
+          options.softcap = transforms ? 8 : 0;
+          options.student_temperature = 1.5;
+          ExpectEngineMatches(MakeProblem(options), {}, compute_options);
+        }
+      }
+    }
+  }
+}
+
 // A teacher of another type: no product takes 16-bit operands of two.
 TEST_P(JsdBeta, MatchesFp64WithATeacherOfAnotherType) {
   for (const auto& [type, teacher_type] : {std::pair{DataType::kBFloat16, DataType::kFloat16},

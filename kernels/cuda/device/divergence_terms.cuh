@@ -116,7 +116,8 @@ __device__ __forceinline__ float LogitOf(const SideTransform& side, float produc
   return side.cap == 0.0f ? argument : row_math::Softcap(argument, side.cap, side.inverse_cap).z;
 }
 
-// The first `count` of four products become logits, the rest `no_column`: there the copy engine left whatever lies between rows.
+// The first `count` of four products become logits, the rest `no_column`: there the copy engine left whatever lies between rows. A
+// class that its bias rules out, by -inf or the type's least number, is like a column that is not there: 0 times it is 0.
 template <bool kTransformed>
 __device__ __forceinline__ void MakeLogits(const SideTransform& side, int32_t column, int32_t count, float no_column,
                                            float4& values) {
@@ -125,6 +126,7 @@ __device__ __forceinline__ void MakeLogits(const SideTransform& side, int32_t co
       value = no_column;
     } else if constexpr (kTransformed) {
       value = LogitOf(side, value, column + i);
+      if (value < -kNoColumn) value = -kNoColumn;  // NaN stays
     }
   };
   make(values.x, 0);
@@ -195,6 +197,9 @@ struct RowTerms {
     Keep(params, q, slope, kForm == Form::kForward ? -q * slope : q, false, student, teacher, terms);
   }
 
+  // Transformed logits: the class is ruled out, or there is no such column.
+  static __device__ __forceinline__ bool IsRuledOut(float logit) { return kTransformed && logit <= -kNoColumn; }
+
   static __device__ __forceinline__ void Far(const KernelParams& params, const RowOffsets& offsets, float log_q, float& student,
                                              float& teacher, Terms& terms) {
     const float q = Exp2(log_q);
@@ -210,12 +215,15 @@ struct RowTerms {
       Keep(params, q, slope, q, true, student, teacher, terms);
     } else {
       const float p = Exp2(fmaf(teacher, params.log2_scales[1], offsets.teacher));
-      const float d = Difference(params, offsets.difference, student, teacher);
+      float d = Difference(params, offsets.difference, student, teacher);
+      // One side is infinitely far from another that rules the class out.
       if constexpr (kForm == Form::kForward) {
+        if (IsRuledOut(student)) d = p > 0.0f ? INFINITY : 0.0f;
         const float difference = q - p;
         terms.loss += fmaf(difference, static_cast<float>(kLog2E), p * d);
         Keep(params, q, 0.0f, difference, false, student, teacher, terms);
       } else {
+        if (IsRuledOut(teacher)) d = q > 0.0f ? -INFINITY : 0.0f;
         terms.loss += fmaf(p - q, static_cast<float>(kLog2E), -q * d);
         Keep(params, q, d, q, false, student, teacher, terms);
       }

@@ -24,11 +24,19 @@ TEST(ExpectedRows, AFirstCallWaitsForNobody) {
   EXPECT_EQ(Questions(rows, 1000), 0);
 }
 
+TEST(ExpectedRows, ACallerAloneWaitsForNobody) {
+  ExpectedRows rows(kMost);
+  rows.Come(1000);
+  rows.Go(1, 1000);
+  rows.Come(600);
+  EXPECT_EQ(Questions(rows, 1000), 0);
+}
+
 TEST(ExpectedRows, AsManyAsTheLastTimeAreWaitedFor) {
   ExpectedRows rows(kMost);
   rows.Come(256);
   rows.Come(512);
-  rows.Go(768);
+  rows.Go(2, 768);
   rows.Come(256);
   EXPECT_EQ(Questions(rows, 3), 4);
   rows.Come(511);
@@ -42,7 +50,7 @@ TEST(ExpectedRows, WhoeverWaitsMeanwhileIsExpectedToo) {
   rows.Come(256);
   rows.Come(256);
   rows.Come(256);
-  rows.Go(512);  // the third came too late for those
+  rows.Go(2, 512);  // the third came too late for those
   EXPECT_EQ(Questions(rows, 2), 3);
   rows.Come(512);
   EXPECT_EQ(Questions(rows, 2), 0);
@@ -52,11 +60,11 @@ TEST(ExpectedRows, CallersThatStayAwayAreForgotten) {
   ExpectedRows rows(kMost);
   rows.Come(256);
   rows.Come(256);
-  rows.Go(512);
+  rows.Go(2, 512);
   rows.Come(256);
   EXPECT_EQ(Questions(rows, 2), 3);  // the device has nothing left to do
-  rows.Go(256);
-  rows.Come(256);
+  rows.Go(1, 256);
+  rows.Come(128);
   EXPECT_EQ(Questions(rows, 2), 0);
 }
 
@@ -64,7 +72,7 @@ TEST(ExpectedRows, NoMoreThanAreComputedTogether) {
   ExpectedRows rows(512);
   rows.Come(512);
   rows.Come(256);
-  rows.Go(512);
+  rows.Go(1, 512);
   EXPECT_EQ(Questions(rows, 2), 3);
   rows.Come(256);
   EXPECT_EQ(Questions(rows, 2), 0);
@@ -72,8 +80,9 @@ TEST(ExpectedRows, NoMoreThanAreComputedTogether) {
 
 TEST(ExpectedRows, ACallThatComesEndsTheWait) {
   ExpectedRows rows(kMost);
-  rows.Come(512);
-  rows.Go(512);
+  rows.Come(256);
+  rows.Come(256);
+  rows.Go(2, 512);
   rows.Come(256);
   std::promise<void> asked;
   std::future<void> waited = std::async(std::launch::async, [&] {
