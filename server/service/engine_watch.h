@@ -4,12 +4,10 @@
 
 #include <functional>
 #include <mutex>
-#include <thread>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
-#include "absl/synchronization/mutex.h"
 #include "headwater/kernels/engine.h"
+#include "server/scheduler/repeated_task.h"
 
 namespace headwater::service {
 
@@ -18,7 +16,6 @@ class EngineWatch {
   // Looks at `engine`, which must outlive this, every 50 ms. `on_lost` is called once, with the engine's health, on the watch's
   // thread or on one that calls Check(); it must not call Check() or destroy this.
   EngineWatch(const LossEngine& engine, std::function<void(const absl::Status&)> on_lost);
-  ~EngineWatch();
   EngineWatch(const EngineWatch&) = delete;
   EngineWatch& operator=(const EngineWatch&) = delete;
 
@@ -26,14 +23,10 @@ class EngineWatch {
   void Check();
 
  private:
-  void Run();
-
   const LossEngine& engine_;
   const std::function<void(const absl::Status&)> on_lost_;
   std::once_flag told_;
-  absl::Mutex mutex_;
-  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread thread_;  // last: it uses the members above
+  scheduler::RepeatedTask check_;  // last: it uses the members above
 };
 
 }  // namespace headwater::service

@@ -4,8 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <new>
-#include <thread>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -14,6 +13,7 @@
 #include "headwater/kernels/product_rate.h"
 #include "server/group/group_assembly.h"
 #include "server/observability/logging.h"
+#include "server/scheduler/repeated_task.h"
 #include "server/service/retry_after.h"
 #include "server/service/watched_engine.h"
 
@@ -106,37 +106,20 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptio
   return core;
 }
 
-// Ends sessions whose lease has ended, and heads that nobody uses any more.
+// Ends what nobody uses any more.
 class ServerCore::Reaper {
  public:
-  explicit Reaper(ServerCore& core) : core_(core), thread_([this] { Run(); }) {}
-  ~Reaper() {
-    {
-      absl::MutexLock lock(&mutex_);
-      stopping_ = true;
-    }
-    thread_.join();
+  explicit Reaper(ServerCore& core) : core_(core), leases_(kInterval, [this] { EndSessions(); }) {
+    const absl::Duration timeout = core.options.idle_head_timeout;
+    if (timeout == absl::ZeroDuration()) return;
+    // Apart from the sessions, whose leases must not wait until a head has been saved.
+    idle_heads_.emplace(std::clamp(timeout / 4, kInterval, absl::Seconds(10)), [this] { EndIdleHeads(); });
   }
 
  private:
   // How late a lease may end.
   static constexpr absl::Duration kInterval = absl::Milliseconds(50);
 
-  void Run() {
-    const absl::Duration timeout = core_.options.idle_head_timeout;
-    const absl::Duration head_interval = std::clamp(timeout / 4, kInterval, absl::Seconds(10));
-    absl::Time next_heads = absl::Now() + head_interval;
-    while (!AwaitStop()) {
-      try {
-        EndSessions();
-        if (timeout == absl::ZeroDuration() || absl::Now() < next_heads) continue;
-        EndIdleHeads();
-        next_heads = absl::Now() + head_interval;
-      } catch (const std::bad_alloc&) {
-        // The next round makes up for it.
-      }
-    }
-  }
   void EndSessions() {
     core_.join.Expire();
     core_.transfers.Expire(absl::Now());
@@ -169,18 +152,12 @@ class ServerCore::Reaper {
       heap_trimmed_ = true;
     }
   }
-  bool AwaitStop() {
-    absl::MutexLock lock(&mutex_);
-    return mutex_.AwaitWithTimeout(absl::Condition(&stopping_), kInterval);
-  }
-
   ServerCore& core_;
-  absl::Time last_busy_ = absl::Now();  // of the thread, like the next
+  absl::Time last_busy_ = absl::Now();  // of EndSessions(), like the next
   bool heap_trimmed_ = false;
   int64_t idle_row_bytes_ = 0;
-  absl::Mutex mutex_;
-  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread thread_;  // last: it uses the members above
+  scheduler::RepeatedTask leases_;  // these last: they use the members above
+  std::optional<scheduler::RepeatedTask> idle_heads_;
 };
 
 ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<LossEngine> loss_engine)

@@ -23,15 +23,7 @@ int64_t NowNs() {
 StreamWatchdog::StreamWatchdog(absl::Duration idle_timeout, absl::Duration max_time)
     : idle_timeout_(std::max(idle_timeout, absl::Milliseconds(4))),
       max_time_(std::max(max_time, absl::Milliseconds(4))),
-      thread_([this] { Run(); }) {}
-
-StreamWatchdog::~StreamWatchdog() {
-  {
-    absl::MutexLock lock(&mutex_);
-    stopping_ = true;
-  }
-  thread_.join();
-}
+      look_(std::min({idle_timeout_ / 4, max_time_ / 4, absl::Seconds(1)}), [this] { Look(); }) {}
 
 absl::Status StreamWatchdog::Judge(const Watch& watch, int64_t now_ns) const {
   if (watch.begun_ns_.load() <= now_ns - absl::ToInt64Nanoseconds(idle_timeout_)) {
@@ -45,16 +37,13 @@ absl::Status StreamWatchdog::Judge(const Watch& watch, int64_t now_ns) const {
   return watch.allowed_ ? watch.allowed_() : absl::OkStatus();
 }
 
-void StreamWatchdog::Run() {
-  const absl::Duration interval = std::min({idle_timeout_ / 4, max_time_ / 4, absl::Seconds(1)});
+void StreamWatchdog::Look() {
   absl::MutexLock lock(&mutex_);
-  while (!mutex_.AwaitWithTimeout(absl::Condition(&stopping_), interval)) {
-    const int64_t now_ns = NowNs();
-    for (Watch* const watch : watches_) {
-      if (!watch->why_.ok()) continue;
-      watch->why_ = Judge(*watch, now_ns);
-      if (!watch->why_.ok()) watch->end_(watch->why_);
-    }
+  const int64_t now_ns = NowNs();
+  for (Watch* const watch : watches_) {
+    if (!watch->why_.ok()) continue;
+    watch->why_ = Judge(*watch, now_ns);
+    if (!watch->why_.ok()) watch->end_(watch->why_);
   }
 }
 

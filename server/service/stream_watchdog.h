@@ -11,13 +11,13 @@
 #include <functional>
 #include <set>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "server/scheduler/repeated_task.h"
 
 namespace headwater::service {
 
@@ -26,7 +26,7 @@ class StreamWatchdog {
   // Streams that are idle for `idle_timeout`, or not over after `max_time` (both > 0), are ended within 5/4 of it, and within a
   // second.
   StreamWatchdog(absl::Duration idle_timeout, absl::Duration max_time);
-  ~StreamWatchdog();  // no watch may be left
+  // No watch may be left when it is destroyed.
   StreamWatchdog(const StreamWatchdog&) = delete;
   StreamWatchdog& operator=(const StreamWatchdog&) = delete;
 
@@ -64,15 +64,14 @@ class StreamWatchdog {
   };
 
  private:
-  void Run();
+  void Look();
   absl::Status Judge(const Watch& watch, int64_t now_ns) const;
 
   const absl::Duration idle_timeout_;
   const absl::Duration max_time_;
   mutable absl::Mutex mutex_;
-  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::set<Watch*> watches_ ABSL_GUARDED_BY(mutex_);
-  std::thread thread_;
+  scheduler::RepeatedTask look_;  // last: it uses the members above
 };
 
 // Ends a call of gRPC's with a status that its client gets. `context` is grpc::ServerContext or grpc::CallbackServerContext.

@@ -177,18 +177,9 @@ absl::StatusOr<std::unique_ptr<TokenFile>> TokenFile::Open(const std::string& pa
 
 TokenFile::TokenFile(std::string path, absl::Duration interval, std::string text, TokenGrants grants)
     : path_(std::move(path)),
-      interval_(interval),
       text_(std::move(text)),
       grants_(std::make_shared<const TokenGrants>(std::move(grants))),
-      thread_([this] { Watch(); }) {}
-
-TokenFile::~TokenFile() {
-  {
-    absl::MutexLock lock(&mutex_);
-    stopping_ = true;
-  }
-  thread_.join();
-}
+      look_(interval, [this] { Reload(); }) {}
 
 std::shared_ptr<const TokenGrant> TokenFile::Find(absl::string_view token) const {
   if (token.empty() || token.size() > kMostTokenBytes) return nullptr;
@@ -212,16 +203,6 @@ std::shared_ptr<const TokenGrant> TokenFile::FindSha256(const std::array<uint8_t
     if (CRYPTO_memcmp(grant->sha256.data(), sha256.data(), sha256.size()) == 0) found = &grant;
   }
   return found == nullptr ? nullptr : *found;
-}
-
-void TokenFile::Watch() {
-  while (true) {
-    {
-      absl::MutexLock lock(&mutex_);
-      if (mutex_.AwaitWithTimeout(absl::Condition(&stopping_), interval_)) return;
-    }
-    Reload();
-  }
 }
 
 void TokenFile::Reload() {

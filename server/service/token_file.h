@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -17,6 +16,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "server/scheduler/repeated_task.h"
 
 namespace headwater::service {
 
@@ -42,7 +42,6 @@ class TokenFile {
   // The file is looked at every `interval`. InvalidArgument if it cannot be read, is not as it should be, or others than its
   // owner's group may write it.
   static absl::StatusOr<std::unique_ptr<TokenFile>> Open(const std::string& path, absl::Duration interval = absl::Seconds(1));
-  ~TokenFile();
   TokenFile(const TokenFile&) = delete;
   TokenFile& operator=(const TokenFile&) = delete;
 
@@ -55,19 +54,16 @@ class TokenFile {
 
  private:
   TokenFile(std::string path, absl::Duration interval, std::string text, TokenGrants grants);
-  void Watch();
   // Takes what the file says now; what it said before stays if that is nothing of use.
   void Reload();
 
   const std::string path_;
-  const absl::Duration interval_;
-  std::string text_;     // of the thread: what the grants are from
-  std::string trouble_;  // of the thread: what was logged last
+  std::string text_;     // of look_: what the grants are from
+  std::string trouble_;  // of look_: what was logged last
   std::atomic<int64_t> version_{1};
   mutable absl::Mutex mutex_;
   std::shared_ptr<const TokenGrants> grants_ ABSL_GUARDED_BY(mutex_);
-  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread thread_;  // last: it uses the members above
+  scheduler::RepeatedTask look_;  // last: it uses the members above
 };
 
 }  // namespace headwater::service

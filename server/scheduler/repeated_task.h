@@ -1,0 +1,36 @@
+// RepeatedTask: what is done again and again on a thread of its own.
+#ifndef HEADWATER_SERVER_SCHEDULER_REPEATED_TASK_H_
+#define HEADWATER_SERVER_SCHEDULER_REPEATED_TASK_H_
+
+#include <functional>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+
+namespace headwater::scheduler {
+
+class RepeatedTask {
+ public:
+  // Calls `round` `interval` (> 0) from now, and again `interval` after each end of it. A round that throws std::bad_alloc is over;
+  // the next one makes up for it.
+  RepeatedTask(absl::Duration interval, std::function<void()> round);
+  // Waits for a round that is under way; none begins any more.
+  ~RepeatedTask();
+  RepeatedTask(const RepeatedTask&) = delete;
+  RepeatedTask& operator=(const RepeatedTask&) = delete;
+
+ private:
+  void Run();
+
+  const absl::Duration interval_;
+  const std::function<void()> round_;
+  absl::Mutex mutex_;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread thread_;  // last: it uses the members above
+};
+
+}  // namespace headwater::scheduler
+
+#endif  // HEADWATER_SERVER_SCHEDULER_REPEATED_TASK_H_

@@ -1,0 +1,56 @@
+#include "server/scheduler/repeated_task.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <memory>
+#include <new>
+
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+
+namespace headwater::scheduler {
+namespace {
+
+TEST(RepeatedTask, IsDoneAgainAndAgainUntilItIsDestroyed) {
+  absl::Notification third;
+  std::atomic<int> rounds{0};
+  {
+    RepeatedTask task(absl::Milliseconds(1), [&] {
+      if (++rounds == 3) third.Notify();
+    });
+    third.WaitForNotification();
+  }
+  const int last = rounds;
+  absl::SleepFor(absl::Milliseconds(20));
+  EXPECT_EQ(rounds, last);
+}
+
+TEST(RepeatedTask, BeginsAfterAnInterval) {
+  const absl::Time begin = absl::Now();
+  absl::Notification first;
+  RepeatedTask task(absl::Milliseconds(20), [&] {
+    if (!first.HasBeenNotified()) first.Notify();
+  });
+  first.WaitForNotification();
+  EXPECT_GE(absl::Now() - begin, absl::Milliseconds(19));
+}
+
+TEST(RepeatedTask, EndsWithoutWaitingForTheInterval) {
+  auto task = std::make_unique<RepeatedTask>(absl::InfiniteDuration(), [] { FAIL() << "there is no end of the interval"; });
+  task.reset();  // else the test does not end
+}
+
+TEST(RepeatedTask, ARoundWithoutMemoryIsFollowedByTheNext) {
+  absl::Notification second;
+  std::atomic<int> rounds{0};
+  RepeatedTask task(absl::Milliseconds(1), [&] {
+    const int round = ++rounds;
+    if (round == 1) throw std::bad_alloc();
+    if (round == 2) second.Notify();
+  });
+  second.WaitForNotification();
+}
+
+}  // namespace
+}  // namespace headwater::scheduler
