@@ -214,8 +214,8 @@ absl::StatusOr<BenchRow> BenchTrainer::Measure(int64_t rows, int in_flight, nano
     if (result->transport != client::TransportName(transport_)) {
       return absl::FailedPreconditionError(absl::StrCat("the rows went over ", result->transport));
     }
-    // The first ones warm up: a quarter of the time, and all that were in flight together with them.
-    if (now - begin < duration / 4 || finished < in_flight) {
+    // The first ones warm up: a quarter of the time, and all that were in flight together with them; not beyond what a step takes.
+    if ((now - begin < duration / 4 || finished < in_flight) && next_id_ < max_micro_batches) {
       counted_from = now;
     } else {
       latencies.push_back(Milliseconds(now - flights.front().start));

@@ -15,7 +15,7 @@ namespace headwater::ctl {
 // Exit codes of the program.
 enum ExitCode {
   kExitOk = 0,
-  kExitFailed = 1,  // the server refused, is not healthy, or cannot be reached, or the output was lost
+  kExitFailed = 1,  // the server refused, is not healthy, or cannot be reached, a head is not as expected, or the output was lost
   kExitUsage = 2,   // the command line is wrong; nothing was sent
 };
 
@@ -41,6 +41,7 @@ Command LoadCommand();
 Command SaveCommand();
 Command DeleteCommand();
 Command PlanCommand();
+Command VerifyCommand();
 Command BenchCommand();
 Command TopCommand();
 

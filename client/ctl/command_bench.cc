@@ -193,6 +193,16 @@ absl::Status MeasureAll(const Plan& plan, const std::string& head, Output& outpu
   return absl::FailedPreconditionError(absl::StrCat("no path could be measured: ", absl::StrJoin(reasons, "; ")));
 }
 
+absl::Status WriteFiles(const std::string& csv, const std::string& csv_path, const std::string& png_path) {
+  if (!csv_path.empty()) {
+    std::ofstream file(csv_path, std::ios::trunc);
+    file << csv;
+    file.close();
+    if (!file) return absl::InternalError(absl::StrCat(csv_path, " could not be written"));
+  }
+  return png_path.empty() ? absl::OkStatus() : DrawBench(csv, png_path);
+}
+
 absl::StatusOr<ExitCode> RunBench(client::Client& client, const std::vector<std::string>&, Output& output) {
   const std::string csv_path = absl::GetFlag(FLAGS_csv);
   const std::string png_path = absl::GetFlag(FLAGS_png);
@@ -227,17 +237,10 @@ absl::StatusOr<ExitCode> RunBench(client::Client& client, const std::vector<std:
     if (measured.ok()) return deleted;
   }
   if (!measured.ok()) return measured;
-  output.Print(BenchText(report), BenchJson(report));
-  const std::string csv = BenchCsv(report);
-  if (!csv_path.empty()) {
-    std::ofstream file(csv_path, std::ios::trunc);
-    file << csv;
-    file.close();
-    if (!file) return absl::InternalError(absl::StrCat(csv_path, " could not be written"));
-  }
-  if (!png_path.empty()) {
-    if (absl::Status status = DrawBench(csv, png_path); !status.ok()) return status;
-  }
+  const absl::Status written = WriteFiles(BenchCsv(report), csv_path, png_path);
+  // An error is a document of its own, and there is one at most.
+  if (written.ok() || !output.json()) output.Print(BenchText(report), BenchJson(report));
+  if (!written.ok()) return written;
   return kExitOk;
 }
 

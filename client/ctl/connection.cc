@@ -40,10 +40,9 @@ absl::StatusOr<std::string> ReadToken(const std::string& path) {
   std::string token;
   std::getline(file, token);
   std::string more;
-  if (!file && token.empty()) return absl::InvalidArgumentError(absl::StrCat("--token_file: cannot read a token from ", path));
+  if (!file && token.empty()) return UsageError(absl::StrCat("--token_file: cannot read a token from ", path));
   if (std::getline(file, more) && !more.empty()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--token_file: ", path, " has more than one line; expected a token and nothing else"));
+    return UsageError(absl::StrCat("--token_file: ", path, " has more than one line; expected a token and nothing else"));
   }
   return token;
 }
@@ -85,7 +84,10 @@ absl::StatusOr<client::Client> Connect(client::Transport transport, bool session
     options.token = *std::move(token);
   }
   if (!session) options.session_lease = std::chrono::milliseconds(0);
-  return client::Client::Connect(ServerAddress(), options);
+  absl::StatusOr<client::Client> client = client::Client::Connect(ServerAddress(), options);
+  // Nothing has been sent.
+  if (absl::IsInvalidArgument(client.status())) return UsageError(std::string(client.status().message()));
+  return client;
 }
 
 }  // namespace headwater::ctl

@@ -20,8 +20,9 @@ namespace headwater::ctl {
 namespace {
 
 constexpr char kExitCodes[] =
-    "Exit codes: 0 done; 1 the server refused, is not healthy or cannot be reached, or the output could not be written; 2 the\n"
-    "command line is wrong.\n";
+    "Exit codes: 0 done; 1 the server refused, is not healthy or cannot be reached, a head is not as expected, or the output "
+    "could\n"
+    "not be written; 2 the command line is wrong.\n";
 constexpr char kUsageHint[] = "`headwaterctl help` lists commands and flags";
 
 std::string GeneralHelp(const std::vector<Command>& commands) {
@@ -73,8 +74,9 @@ int RunCommand(const Command& command, const std::vector<std::string>& arguments
 }
 
 int Main(const std::vector<std::string>& arguments) {
-  const std::vector<Command> commands = {HealthCommand(), InfoCommand(),   HeadsCommand(), TakeCommand(),  LoadCommand(),
-                                         SaveCommand(),   DeleteCommand(), PlanCommand(),  BenchCommand(), TopCommand()};
+  const std::vector<Command> commands = {HealthCommand(), InfoCommand(),  HeadsCommand(),  TakeCommand(),
+                                         LoadCommand(),   SaveCommand(),  DeleteCommand(), PlanCommand(),
+                                         VerifyCommand(), BenchCommand(), TopCommand()};
   const bool json = AsksForJson(arguments);
   absl::StatusOr<CommandLine> line = ParseArguments(arguments);
   if (!line.ok()) return ReportUsage(line.status(), json);

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "client/cpp/src/security.h"
+#include "client/cpp/src/target.h"
 
 namespace headwater::client::internal {
 
@@ -13,9 +14,12 @@ namespace {
 
 // Of a connection that carries rows; the server's is the same.
 constexpr int kWindowBytes = 4 << 20;
+// A connection whose other side does not answer is given up after this, twice: its machine is gone, or the way there is. gRPC would
+// keep what it was writing, and every call on it, for as long as the system resends: a quarter of an hour.
+constexpr int kKeepaliveMs = 20000;
 
-// What all channels of this client are made with.
-grpc::ChannelArguments CommonArguments(const ClientOptions& options) {
+// What all channels of this client to `target` are made with.
+grpc::ChannelArguments CommonArguments(const std::string& target, const ClientOptions& options) {
   // gRPC would shut itself down with the last connection, and that waits for a poller that may sleep for ten seconds.
   [[maybe_unused]] static const bool kept_initialized = (grpc_init(), true);
   grpc::ChannelArguments arguments;
@@ -24,12 +28,17 @@ grpc::ChannelArguments CommonArguments(const ClientOptions& options) {
   arguments.SetInt(GRPC_ARG_SERVICE_CONFIG_DISABLE_RESOLUTION, 1);
   arguments.SetInt(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, static_cast<int>(options.max_message_bytes));
   arguments.SetInt(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, static_cast<int>(options.max_message_bytes));
+  if (!IsUnix(target)) {
+    arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMs);
+    arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveMs);
+    arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  }
   return arguments;
 }
 
 // What carries rows beside that.
-grpc::ChannelArguments DataArguments(const ClientOptions& options) {
-  grpc::ChannelArguments arguments = CommonArguments(options);
+grpc::ChannelArguments DataArguments(const std::string& peer, const ClientOptions& options) {
+  grpc::ChannelArguments arguments = CommonArguments(peer, options);
   // Frames and a window in which a chunk fits, from the first message on. gRPC would find larger ones by probing, for a fifth more
   // CPU time on one connection.
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kWindowBytes);
@@ -56,19 +65,19 @@ std::shared_ptr<grpc::Channel> Create(const std::string& target, const ClientOpt
 }  // namespace
 
 std::shared_ptr<grpc::Channel> MakeDataChannel(const std::string& peer, const ClientOptions& options) {
-  return Create(peer, options, DataArguments(options));
+  return Create(peer, options, DataArguments(peer, options));
 }
 
 std::shared_ptr<grpc::Channel> MakeDataChannel(const std::string& peer, const std::string& authority, int socket_fd,
                                                const ClientOptions& options) {
-  grpc::ChannelArguments arguments = DataArguments(options);
+  grpc::ChannelArguments arguments = DataArguments(peer, options);
   arguments.SetString(GRPC_ARG_DEFAULT_AUTHORITY, authority);
   return grpc::experimental::CreateCustomInsecureChannelWithInterceptorsFromFd(peer, socket_fd, arguments,
                                                                                MakeInterceptors(options));
 }
 
 std::shared_ptr<grpc::Channel> MakeChannel(const std::string& target, const ClientOptions& options) {
-  return Create(target, options, CommonArguments(options));
+  return Create(target, options, CommonArguments(target, options));
 }
 
 }  // namespace headwater::client::internal

@@ -75,6 +75,7 @@ class DecisionCall : public RetriedCall {
     LogEntry entry;
     entry.heads = heads();
     entry.micro_batch = request_.micro_batch();
+    entry.attempt = request_.attempt();
     entry.bytes = static_cast<int64_t>(request_.ByteSizeLong());
     entry.repeat = std::make_shared<Repetition>([request = request_](Connection& target, const HeadUses& uses, const Wait& wait) {
       auto state = std::make_shared<FutureState<Result>>();

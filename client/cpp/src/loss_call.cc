@@ -25,6 +25,11 @@ const HeadUse* FindHead(const HeadUses& heads, const std::string& name) {
   return use == heads.end() ? nullptr : &*use;
 }
 
+// Whether the server may have taken, or still take, what failed for this client.
+bool MayHaveBeenDone(const absl::Status& status) {
+  return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status) || absl::IsCancelled(status);
+}
+
 // A micro-batch with all its attempts.
 class LossCall : public RetriedCall {
  public:
@@ -41,7 +46,11 @@ class LossCall : public RetriedCall {
     // Without an id nothing is added, and nothing has an attempt. In a recovery the attempt stays: the decision that follows names
     // it.
     const bool next_attempt = header.has_micro_batch() && mode() == CallMode::kNormal;
-    if (next_attempt) header.set_attempt(input_.header.attempt() + attempt_count() - 1);
+    if (next_attempt) {
+      if (attempt_count() == 1) first_attempt_ = std::max(input_.header.attempt(), KnownAttempt());
+      header.set_attempt(first_attempt_ + attempt_count() - 1);
+      NoteAttempt(header.attempt());
+    }
     header.set_session_id(session_id());
     for (v1::LossTerm& term : *header.mutable_terms()) {
       term.mutable_head()->set_head_epoch(FindHead(heads(), term.head().head())->epoch);
@@ -79,8 +88,26 @@ class LossCall : public RetriedCall {
   }
 
   void SetError(absl::Status status) override {
+    // The last attempt may still be computing: who decides, or sends the rows again, supersedes it.
+    if (mode() == CallMode::kNormal && input_.header.has_micro_batch() && attempt_count() > 0 && MayHaveBeenDone(status)) {
+      React([&] { NoteAttempt(attempt_ + 1); }, [](const absl::Status&) {});
+    }
     const SetResult set_result = std::move(set_result_);
     set_result(std::move(status));
+  }
+
+  // The newest attempt of the micro-batch that this client has sent, by whichever call.
+  int64_t KnownAttempt() const {
+    int64_t known = 0;
+    for (const HeadUse& use : heads()) {
+      if (use.step.has_value()) known = std::max(known, use.state->AttemptOf(*use.step, input_.header.micro_batch()));
+    }
+    return known;
+  }
+  void NoteAttempt(int64_t attempt) const {
+    for (const HeadUse& use : heads()) {
+      if (use.step.has_value()) use.state->SetAttempt(*use.step, input_.header.micro_batch(), attempt);
+    }
   }
 
   static CallTensors MakeTensors(const LossInput& input, TensorBuffer& own_grad_hidden) {
@@ -111,7 +138,6 @@ class LossCall : public RetriedCall {
     for (const HeadUse& use : heads()) {
       if (!use.step.has_value()) continue;
       key.heads.push_back(use);
-      use.state->SetAttempt(*use.step, key.micro_batch, attempt_);
       connection().replay_log().StepIsOpen(use.state, *use.step);
     }
     if (connection().replay_log().enabled()) Enter([this] { Log(); });
@@ -130,6 +156,7 @@ class LossCall : public RetriedCall {
     LogEntry entry;
     entry.heads = heads();
     entry.micro_batch = input_.header.micro_batch();
+    entry.attempt = attempt_;
     entry.is_loss = true;
     for (const HeadUse& use : heads()) {
       if (!use.step.has_value() && use.state->spec.trainable) entry.reads.emplace_back(use.state, use.state->known_open_step());
@@ -176,7 +203,8 @@ class LossCall : public RetriedCall {
 
   LossInput input_;
   SetResult set_result_;
-  int64_t attempt_ = 0;
+  int64_t first_attempt_ = 0;
+  int64_t attempt_ = 0;  // the newest one
   TensorBuffer grad_hidden_;
   MicroBatchTransfer transfer_;
 };

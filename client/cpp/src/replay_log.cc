@@ -29,6 +29,19 @@ bool IsClosed(const LogEntry& entry) {
                      [](const HeadUse& use) { return !use.step.has_value() || *use.step < use.state->known_open_step(); });
 }
 
+// Whether `first` can only be repeated before `second`: steps of a head follow each other, and what a step consists of comes before
+// what seals and closes it.
+bool MustPrecede(const LogEntry& first, const LogEntry& second) {
+  for (const HeadUse& use : first.heads) {
+    for (const HeadUse& other : second.heads) {
+      if (!use.step.has_value() || !other.step.has_value() || !use.state->SharesEpochWith(*other.state)) continue;
+      if (*use.step < *other.step) return true;
+      if (*use.step == *other.step && first.micro_batch >= 0 && second.micro_batch < 0) return true;
+    }
+  }
+  return false;
+}
+
 }  // namespace
 
 absl::Status EndedInRecovery(const Wait& wait) {
@@ -88,7 +101,7 @@ void ReplayLog::AddDiscard(LogEntry entry) {
       const auto other = Find(entry.heads, *use.state);
       return use.step.has_value() && other != entry.heads.end() && other->step == use.step;
     });
-    if (it->is_loss && it->micro_batch == entry.micro_batch && same_step) Erase(it);
+    if (it->is_loss && it->micro_batch == entry.micro_batch && it->attempt <= entry.attempt && same_step) Erase(it);
     it = next;
   }
   AddLocked(std::move(entry));
@@ -98,8 +111,8 @@ void ReplayLog::AddLocked(LogEntry entry) {
   for (const HeadUse& use : entry.heads) {
     if (use.step.has_value() && *use.step < use.state->first_logged_step()) return;
   }
-  entries_.push_back(std::move(entry));
-  bytes_ += entries_.back().bytes;
+  bytes_ += entry.bytes;
+  Place(std::move(entry));
   while (bytes_ > max_bytes_) {
     auto dropped = std::find_if(entries_.begin(), entries_.end(), IsClosed);
     // Half a step is of no use: if the open ones are too large, what is here goes, and the room is for the steps to come.
@@ -110,6 +123,28 @@ void ReplayLog::AddLocked(LogEntry entry) {
     }
     Shorten();
   }
+}
+
+// Answers come in an order in which their calls cannot be repeated: that of a seal that waits for a micro-batch before that
+// micro-batch's own, whose gradient takes its time.
+void ReplayLog::Place(LogEntry entry) {
+  const auto with_steps =
+      std::count_if(entry.heads.begin(), entry.heads.end(), [](const HeadUse& use) { return use.step.has_value(); });
+  auto place = entries_.end();
+  for (auto it = entries_.end(); it != entries_.begin();) {
+    --it;
+    if (MustPrecede(entry, *it)) {
+      place = it;
+    } else if (with_steps == 1 && MustPrecede(*it, entry)) {
+      break;  // and so must all of this head that is before it
+    }
+  }
+  for (auto it = place; it != entries_.end();) {
+    const auto next = std::next(it);
+    if (MustPrecede(*it, entry)) entries_.splice(place, entries_, it);
+    it = next;
+  }
+  entries_.insert(place, std::move(entry));
 }
 
 bool ReplayLog::HasRoomFor(HeadState& head, int64_t step, int64_t bytes) {

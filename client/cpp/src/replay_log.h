@@ -32,10 +32,11 @@ absl::Status EndedInRecovery(const Wait& wait);
 
 // One call that succeeded.
 struct LogEntry {
-  HeadUses heads;  // all that it names; those with a step are trainable
-  int64_t micro_batch = -1;
-  bool is_loss = false;  // a computed micro-batch, whose rows a discard makes superfluous
-  bool closes = false;   // an answered call that closed the step
+  HeadUses heads;            // all that it names; those with a step are trainable
+  int64_t micro_batch = -1;  // a call without one seals or closes the step
+  int64_t attempt = 0;       // of the micro-batch
+  bool is_loss = false;      // a computed micro-batch, whose rows a discard makes superfluous
+  bool closes = false;       // an answered call that closed the step
   // Trainable heads that it reads (teachers), with the steps that they were at.
   std::vector<std::pair<std::shared_ptr<HeadState>, int64_t>> reads;
   int64_t bytes = 0;
@@ -68,7 +69,7 @@ class ReplayLog {
   void Add(LogEntry entry);
   // Whether weights that close a step are worth a copy. If not, the log begins after that step.
   bool HasRoomFor(HeadState& head, int64_t step, int64_t bytes);
-  // A micro-batch was discarded: `entry` replaces its rows.
+  // A micro-batch was discarded, up to its attempt: `entry` replaces the rows.
   void AddDiscard(LogEntry entry);
   // `step` is the head's open step or an earlier one: what is older is closed. Before the entry of the call that closed it.
   void StepIsOpen(const std::shared_ptr<HeadState>& head, int64_t step);
@@ -106,6 +107,7 @@ class ReplayLog {
  private:
   void LeaveLocked(absl::Span<const HeadUse> heads);
   void AddLocked(LogEntry entry);
+  void Place(LogEntry entry);
   void Erase(std::list<LogEntry>::iterator entry);
   // Drops what is before the first logged step of each of its heads.
   void Shorten();
@@ -115,7 +117,7 @@ class ReplayLog {
   const std::function<void()> on_open_;
   std::mutex mutex_;
   std::condition_variable_any changed_;
-  std::list<LogEntry> entries_;  // as their calls succeeded
+  std::list<LogEntry> entries_;  // in the order in which they can be repeated
   int64_t bytes_ = 0;
   std::map<const HeadState*, int> in_flight_;
   bool recovering_ = false;

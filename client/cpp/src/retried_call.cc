@@ -32,7 +32,13 @@ void RetriedCall::Cancel() {
     waiting = connection_->row_transport().beginnings().Withdraw(this);
   }
   CancelAttempt();
-  if (waiting) connection_->row_transport().endings().Run(this, std::move(waiting));  // as of RowsCall::Cancel()
+  if (waiting) {  // as in RowsCall::Cancel()
+    try {
+      connection_->row_transport().endings().Run(this, waiting);
+    } catch (const std::exception&) {
+      waiting();
+    }
+  }
   connection_->timers().Hurry(this);
   connection_->waiting().Hurry(this);
 }

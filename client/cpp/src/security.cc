@@ -21,8 +21,6 @@ namespace {
 
 // How often gRPC looks at the files, in seconds; its least.
 constexpr unsigned int kRefreshSeconds = 1;
-// A connection whose other side stands still is given up after this: gRPC would keep what it was writing for as long.
-constexpr int kKeepaliveMs = 20000;
 constexpr size_t kMostTokenBytes = 4096;
 
 absl::Status Invalid(const char* field, const std::string& expected) {
@@ -148,9 +146,6 @@ void AddTlsArguments(const ClientOptions& options, grpc::ChannelArguments* argum
   // The certificate must be for the server's name also where the connection is made to one of its addresses.
   arguments->SetSslTargetNameOverride(options.tls->server_name);
   arguments->SetString(GRPC_ARG_DEFAULT_AUTHORITY, options.tls->server_name);
-  arguments->SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMs);
-  arguments->SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveMs);
-  arguments->SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
 }
 
 std::vector<std::unique_ptr<grpc::experimental::ClientInterceptorFactoryInterface>> MakeInterceptors(const ClientOptions& options) {

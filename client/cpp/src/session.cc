@@ -113,14 +113,17 @@ void Session::Forget(const std::string& id) {
 
 void Session::KeepAlive() {
   std::unique_lock<std::mutex> lock(mutex_);
-  nanoseconds pause = RenewalPause(lease_);
+  nanoseconds pause{0};
+  std::string id;  // of the session that `pause` is for
   while (!stopping_) {
     if (id_.empty()) {
       changed_.wait(lock);
-      pause = RenewalPause(lease_);
       continue;
     }
-    const std::string id = id_;
+    if (id != id_) {
+      id = id_;
+      pause = RenewalPause(lease_);
+    }
     if (changed_.wait_for(lock, pause, [&] { return stopping_ || id_ != id; })) continue;
     grpc::ClientContext context;
     // A server that hangs is asked again before the lease ends.

@@ -34,6 +34,13 @@ CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
+# A connection whose other side does not answer is given up after this, twice: its machine is gone, or the way there is. gRPC would
+# keep every call on it for as long as the system resends: a quarter of an hour.
+_KEEPALIVE_OPTIONS = (
+    ("grpc.keepalive_time_ms", 20000),
+    ("grpc.keepalive_timeout_ms", 20000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
 
 
 class _Grpc:
@@ -60,7 +67,8 @@ def make_channel(address: str, security: Security) -> grpc.Channel:
     if _Grpc.forked:
         raise ClientClosedError.of_fork()
     _Grpc.used = True
-    return security.make_channel(address, CHANNEL_OPTIONS)
+    keepalive = () if address.startswith(("unix:", "unix-abstract:")) else _KEEPALIVE_OPTIONS
+    return security.make_channel(address, (*CHANNEL_OPTIONS, *keepalive))
 
 
 def client_name() -> str:

@@ -20,6 +20,19 @@ def _subject(kind: str, keys: Iterable[StepKey], micro_batch: int | None) -> _Su
     return kind, frozenset((key.head, key.step) for key in keys), micro_batch
 
 
+def _must_precede(first: Entry, second: Entry) -> bool:
+    """Whether `first` can only be repeated before `second`.
+
+    Steps of a head follow each other, and what a step consists of comes before what seals and closes it.
+    """
+    return any(
+        key.head == other.head
+        and (key.step < other.step or (key.step == other.step and first.micro_batch is not None and second.micro_batch is None))
+        for key in first.keys
+        for other in second.keys
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Entry:
     """One call that is to be repeated. `run` gets the backend, what brings keys up to date, and seconds."""
@@ -39,7 +52,7 @@ class Entry:
 
 
 class ReplayLog:
-    """Calls in the order in which they were answered, from some step of each head on. Not thread-safe.
+    """Calls in the order in which they can be repeated, from some step of each head on. Not thread-safe.
 
     Args:
         max_bytes: of the entries' arrays. Beyond that the oldest closed steps go first; if the open ones alone are too large, all.
@@ -94,7 +107,7 @@ class ReplayLog:
         """Enters what was answered, unless its step is not whole any more."""
         if any(key.step < self._first.get(key.head, 0) for key in entry.keys):
             return
-        self.entries.append(entry)
+        self._place(entry)
         self._by_subject[entry.subject] = entry
         self._bytes += entry.nbytes
         while self._bytes > self._max_bytes:
@@ -104,6 +117,19 @@ class ReplayLog:
                 return
             for key in oldest.keys:
                 self._shorten(key.head, key.step + 1, f"replay_bytes={self._max_bytes} bytes have no room for earlier steps")
+
+    def _place(self, entry: Entry) -> None:
+        # Answers come in an order in which their calls cannot be repeated: that of a seal that waits for a micro-batch before that
+        # micro-batch's own, whose gradient takes its time.
+        place = len(self.entries)
+        for index in range(len(self.entries) - 1, -1, -1):
+            if _must_precede(entry, self.entries[index]):
+                place = index
+            elif len(entry.keys) == 1 and _must_precede(self.entries[index], entry):
+                break  # and so must all of this head that is before it
+        behind = self.entries[place:]
+        before = [other for other in behind if _must_precede(other, entry)]
+        self.entries[place:] = [*before, entry, *(other for other in behind if not _must_precede(other, entry))]
 
     def remove(self, entries: Iterable[Entry]) -> None:
         """Takes entries out that are not to be repeated."""

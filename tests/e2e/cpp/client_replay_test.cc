@@ -255,6 +255,48 @@ TEST_F(ClientReplay, OpenStepIsRepeatedInItsOrderAndTheCallGoesOn) {
   EXPECT_THAT(accepted(), ElementsAre("loss 0 28", "loss 1 32"));
 }
 
+// A seal that waits for a micro-batch is answered as soon as that is committed, and its own answer comes later, with its gradient.
+TEST_F(ClientReplay, WhatAStepConsistsOfIsRepeatedBeforeItsSeal) {
+  const std::vector<float> rows(kHiddenSize, 1);
+  ASSERT_TRUE(Submit(0, 2).ok());
+  Hold("loss 1");
+  Future<LossResult> late = Start(1, rows);
+  ASSERT_TRUE(WaitUntilHeld());
+  ASSERT_TRUE(head_->Seal(kStep, std::vector<int64_t>{0, 1}).ok());
+  Release();
+  ASSERT_TRUE(late.Get().ok());
+  Restart();
+  EXPECT_TRUE(head_->Apply(kStep, {.learning_rate = 0.1}).ok());
+  EXPECT_THAT(accepted(), ElementsAre("loss 0 8", "loss 1 4", "seal", "apply 5"));
+}
+
+// Once it is discarded up to an attempt, a later one is another micro-batch.
+TEST_F(ClientReplay, ALateDiscardLeavesTheNextAttemptInTheLog) {
+  ASSERT_TRUE(Submit(2, 1, CommitMode::kExplicit).ok());
+  std::promise<void> reached, go_on;
+  const auto accept = std::exchange(server_.discard, [&](const v1::DiscardMicroBatchRequest& request) {
+    reached.set_value();
+    go_on.get_future().wait();
+    return Accept(request.heads(0), absl::StrCat("discard ", request.micro_batch()));
+  });
+  Future<DiscardResult> discarded = head_->Discard(kStep, 2);
+  reached.get_future().wait();
+  const std::vector<float> rows(kHiddenSize, 3);
+  MicroBatchOptions again;
+  again.step = kStep;
+  again.micro_batch = 2;
+  again.attempt = 1;
+  again.return_grad_hidden = false;
+  const std::vector<int32_t> targets = {1};
+  ASSERT_TRUE(head_->CrossEntropy(RowsView::Float32(rows, kHiddenSize), targets, {}, again).Get().ok());
+  go_on.set_value();
+  ASSERT_TRUE(discarded.Get().ok());
+  server_.discard = accept;
+  Restart();
+  EXPECT_TRUE(head_->Seal(kStep, std::vector<int64_t>{2}).ok());
+  EXPECT_THAT(accepted(), ElementsAre("loss 2 12", "discard 2", "seal"));
+}
+
 TEST_F(ClientReplay, HeadThatCameBackAtAnOlderStepIsLost) {
   ASSERT_TRUE(Submit(0, 1).ok());
   Restart(kStep - 1);

@@ -201,6 +201,47 @@ TEST_F(ClientRetry, LossIsSentAgainUnderTheNextAttemptAndCommittedUnderTheLast) 
   EXPECT_EQ(attempts.back(), 0);
 }
 
+// The server knows the newest attempt that reached it: whoever goes on after a failure must not fall back behind it.
+TEST_F(ClientRetry, WhatFollowsAFailedLossNamesNoEarlierAttempt) {
+  Connect(Quick(3));
+  std::vector<int64_t> attempts;
+  grpc::Status answer = ErrorWithReason(grpc::StatusCode::RESOURCE_EXHAUSTED, "STAGING_FULL");
+  server_.compute_loss = [&](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
+    const v1::MicroBatchHeader header = ReadAll(stream);
+    attempts.push_back(header.attempt());
+    if (answer.ok()) Answer(stream, header);
+    return answer;
+  };
+  std::vector<int64_t> decided;
+  server_.commit = [&decided](const v1::CommitMicroBatchRequest& request) {
+    decided.push_back(request.attempt());
+    return grpc::Status::OK;
+  };
+  server_.discard = [&decided](const v1::DiscardMicroBatchRequest& request) {
+    decided.push_back(request.attempt());
+    return grpc::Status::OK;
+  };
+  // Nothing was taken: the last attempt may be made again.
+  EXPECT_FALSE(Submit(Options(7, CommitMode::kExplicit)).Get().ok());
+  EXPECT_EQ(attempts, (std::vector<int64_t>{0, 1, 2}));
+  // The last one may have been: it is superseded.
+  answer = Unavailable();
+  EXPECT_FALSE(Submit(Options(7, CommitMode::kExplicit)).Get().ok());
+  EXPECT_EQ(attempts, (std::vector<int64_t>{0, 1, 2, 2, 3, 4}));
+  Value(head_->Discard(0, 7).Get());
+  EXPECT_EQ(decided, (std::vector<int64_t>{5}));
+  answer = grpc::Status::OK;
+  EXPECT_EQ(Value(Submit(Options(7, CommitMode::kExplicit)).Get()).attempt, 5);
+  // The caller's own count stands if it is further on.
+  MicroBatchOptions later = Options(7, CommitMode::kExplicit);
+  later.attempt = 9;
+  EXPECT_EQ(Value(Submit(later).Get()).attempt, 9);
+  Value(head_->Commit(0, 7).Get());
+  EXPECT_EQ(decided, (std::vector<int64_t>{5, 9}));
+  // Another micro-batch begins at the beginning, and a call that was never sent has had no attempt.
+  EXPECT_EQ(Value(Submit(Options(8)).Get()).attempt, 0);
+}
+
 TEST_F(ClientRetry, ConflictsAndWrongCallsAreFinal) {
   Connect(Quick(5));
   for (const auto& [code, reason] :

@@ -366,6 +366,115 @@ TEST_F(Headwaterctl, TakesNoEmbeddingOfOneFileOfSeveral) {
   EXPECT_EQ(Run({"load", "named", part, "--from-file", "--create", "--tensor=model.decoder.embed_tokens.weight"}).exit_code, 0);
 }
 
+// Each config as its model's class reads it.
+TEST_F(Headwaterctl, VerifiesAHeadAgainstAModelsConfig) {
+  TemporaryDirectory directory;
+  const std::string folder = directory.path(), config = folder + "/config.json";
+  const std::string llama = R"({"model_type": "llama", "vocab_size": 100, "hidden_size": 12, "torch_dtype": "bfloat16")";
+  const std::vector<std::string> create = {"load", "teacher", folder + "/model.safetensors", "--from-file", "--create"};
+  WriteFile(folder + "/model.safetensors", SafetensorsBytes("lm_head.weight", {kVocabSize, kHiddenSize}, weight_));
+  std::vector<std::string> padded = create;
+  padded.push_back("--valid_vocab_size=100");
+  ASSERT_EQ(Run(padded).exit_code, 0);
+
+  WriteFile(config, llama + "}");
+  for (const std::string& path : {folder, config}) {
+    const ProgramResult same = Run({"verify", "teacher", path});
+    EXPECT_EQ(same.exit_code, 0) << same.out << same.err;
+    EXPECT_TRUE(absl::StrContains(same.out, "teacher is the head of ")) << same.out;
+  }
+  // The folder's file tells that there is no bias; the config alone does not.
+  EXPECT_EQ(RunJson({"verify", "teacher", folder})["checks"][5]["verdict"], "same");
+  EXPECT_EQ(RunJson({"verify", "teacher", config})["checks"][5]["verdict"], "not checked");
+  EXPECT_EQ(RunJson({"verify", "teacher", config})["model_type"], "llama");
+
+  const auto property_that_differs = [&](const std::string& text) {
+    WriteFile(config, text);
+    std::string differs;
+    const json document = RunJson({"verify", "teacher", config}, 1);
+    for (const json& check : document["checks"]) {
+      if (check["verdict"] == "differs") absl::StrAppend(&differs, check["property"].get<std::string>(), " ");
+    }
+    return differs;
+  };
+  EXPECT_EQ(property_that_differs(R"({"vocab_size": 102, "hidden_size": 12})"), "vocab_size valid_vocab_size ");
+  EXPECT_EQ(property_that_differs(R"({"vocab_size": 101, "hidden_size": 12})"), "valid_vocab_size ");
+  EXPECT_EQ(property_that_differs(R"({"vocab_size": 100, "n_embd": 16})"), "hidden_size ");
+  EXPECT_EQ(property_that_differs(R"({"vocab_size": 100, "hidden_size": 12, "word_embed_proj_dim": 8})"), "hidden_size ");
+  EXPECT_EQ(property_that_differs(llama + R"(, "final_logit_softcapping": 30.0})"), "softcap ");
+  EXPECT_EQ(property_that_differs(llama + R"(, "logits_soft_cap": 30.0})"), "softcap ");
+  EXPECT_EQ(property_that_differs(llama + R"(, "logit_scale": 0.0625})"), "logit_scale ");
+  EXPECT_EQ(property_that_differs(R"({"vocab_size": 100, "d_model": 12, "model_type": "t5"})"), "logit_scale ");
+  EXPECT_EQ(property_that_differs(R"({"vocab_size": 100, "n_embd": 12, "model_type": "gptj"})"), "bias ");
+  EXPECT_EQ(property_that_differs(R"({"text_config": {"vocab_size": 100, "hidden_size": 12, "lm_head_bias": true}})"), "bias ");
+
+  // Keys that say nothing of this head, and one that might.
+  WriteFile(config, llama + R"(, "final_logit_softcapping": null, "attn_logit_softcapping": 50.0, "router_logit_scale": 2,
+                              "output_router_logits": false, "logit_temper": 3.0})");
+  const json unknown = RunJson({"verify", "teacher", config});
+  ASSERT_EQ(unknown["checks"].size(), 8u) << unknown;
+  EXPECT_EQ(unknown["checks"][7]["property"], "logit_temper");
+  EXPECT_EQ(unknown["checks"][7]["verdict"], "not checked");
+}
+
+TEST_F(Headwaterctl, VerifyKnowsHowModelsScaleTheirLogits) {
+  TemporaryDirectory directory;
+  const std::string config = directory.path() + "/config.json";
+  const auto is_same = [&](const std::string& name, const std::string& keys) {
+    WriteFile(config, R"({"vocab_size": 101, "hidden_size": 12, "dtype": "float16", )" + keys + "}");
+    return RunJson({"verify", name, config}, 0)["same"] == true;
+  };
+  client::Client client = server_.Connect();
+  client::HeadSpec spec;
+  spec.vocab_size = kVocabSize;
+  spec.hidden_size = kHiddenSize;
+  spec.data_type = client::DataType::kBFloat16;
+  spec.logit_scale = 0.25;
+  spec.softcap = 30.0;
+  ASSERT_TRUE(client.CreateHead("quarter", spec).ok());
+  const std::string softcap = R"("final_logit_softcapping": 30, )";
+  EXPECT_TRUE(is_same("quarter", softcap + R"("model_type": "cohere", "logit_scale": 0.25)"));
+  EXPECT_TRUE(is_same("quarter", softcap + R"("model_type": "granite", "logits_scaling": 4)"));
+  EXPECT_TRUE(is_same("quarter", softcap + R"("model_type": "falcon_h1", "lm_head_multiplier": 0.25)"));
+  EXPECT_TRUE(is_same("quarter", softcap + R"("model_type": "grok-1", "output_multiplier_scale": 0.25)"));
+  EXPECT_TRUE(is_same("quarter", softcap + R"("model_type": "minicpm", "dim_model_base": 3)"));
+  // Half of float16's digits are more than bfloat16 has.
+  EXPECT_EQ(RunJson({"verify", "quarter", config})["checks"][6]["verdict"], "rounded");
+  spec.logit_scale = 0.288675;  // 1 / sqrt(12), as somebody may write it
+  spec.softcap.reset();
+  ASSERT_TRUE(client.CreateHead("root", spec).ok());
+  EXPECT_TRUE(is_same("root", R"("model_type": "mpt", "logit_scale": "inv_sqrt_d_model")"));
+  EXPECT_TRUE(is_same("root", R"("model_type": "t5")"));
+  EXPECT_TRUE(is_same("root", R"("model_type": "mt5", "tie_word_embeddings": true)"));
+}
+
+TEST_F(Headwaterctl, VerifyRefusesWhatIsNoConfig) {
+  TemporaryDirectory directory;
+  const std::string config = directory.path() + "/config.json";
+  const auto error_of = [&](const std::string& text) {
+    WriteFile(config, text);
+    return RunJson({"verify", "teacher", config}, 1)["error"];
+  };
+  EXPECT_EQ(RunJson({"verify", "teacher", directory.path()}, 1)["error"]["code"], "NOT_FOUND");
+  EXPECT_EQ(error_of("[1]")["code"], "DATA_LOSS");
+  EXPECT_EQ(error_of("{")["code"], "DATA_LOSS");
+  for (const auto& [text, word] : std::vector<std::pair<std::string, std::string>>{
+           {R"({"hidden_size": 12})", "vocab_size: expected"},
+           {R"({"vocab_size": 100})", "hidden_size: expected"},
+           {R"({"vocab_size": "100", "hidden_size": 12})", "vocab_size: expected an integer >= 1, got \"100\""},
+           {R"({"vocab_size": 0, "hidden_size": 12})", "vocab_size: expected an integer >= 1, got 0"},
+           {R"({"vocab_size": 100, "hidden_size": 12, "logits_scaling": 0})", "logits_scaling: expected a finite number"},
+           {R"({"vocab_size": 100, "hidden_size": 12, "logit_scale": "big"})", "logit_scale: expected a number or"},
+           {R"({"vocab_size": 100, "hidden_size": 12, "logits_soft_cap": -1})",
+            "logits_soft_cap: expected a number > 0, got -1"}}) {
+    const json error = error_of(text);
+    EXPECT_EQ(error["code"], "INVALID_ARGUMENT") << text;
+    EXPECT_TRUE(absl::StrContains(error["message"].get<std::string>(), word)) << error;
+  }
+  WriteFile(config, R"({"vocab_size": 100, "hidden_size": 12})");
+  EXPECT_EQ(RunJson({"verify", "nobody", config}, 1)["error"]["reason"], "HEAD_NOT_FOUND");
+}
+
 TEST_F(Headwaterctl, DamagedLocalFilesAreRefused) {
   TemporaryDirectory directory;
   const std::string path = directory.path() + "/head.safetensors";
@@ -469,12 +578,24 @@ TEST_F(Headwaterctl, WrongCommandLinesEndWithTwo) {
   }
 }
 
+// Nothing is sent: scripts that try again after a 1 would do so for ever.
+TEST_F(Headwaterctl, WhatCannotBeConnectedWithEndsWithTwo) {
+  TemporaryDirectory directory;
+  for (const std::string& flag : {std::string("--server=localhost"), "--token_file=" + directory.path() + "/missing",
+                                  "--ca_certificate=" + directory.path() + "/missing"}) {
+    const ProgramResult wrong = RunProgram({HEADWATERCTL, flag, "health"});
+    EXPECT_EQ(wrong.exit_code, 2) << flag << wrong.err;
+    EXPECT_TRUE(absl::StrContains(wrong.err, "hint:")) << wrong.err;
+  }
+}
+
 TEST_F(Headwaterctl, HelpExplainsEveryCommand) {
   const ProgramResult general = Run({"help"});
   EXPECT_EQ(general.exit_code, 0);
   EXPECT_EQ(Run({"--help"}).out, general.out);
   EXPECT_EQ(Run({"help", "help"}).out, general.out);
-  for (const std::string command : {"health", "info", "heads", "take", "load", "save", "delete", "plan", "bench", "top"}) {
+  for (const std::string command :
+       {"health", "info", "heads", "take", "load", "save", "delete", "plan", "verify", "bench", "top"}) {
     EXPECT_TRUE(absl::StrContains(general.out, absl::StrCat("  ", command))) << general.out;
     const ProgramResult help = Run({"help", command});
     EXPECT_EQ(help.exit_code, 0);

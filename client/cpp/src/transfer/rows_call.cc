@@ -40,7 +40,7 @@ void RowsCall::Cancel() {
     waiting = transport_.beginnings().Withdraw(this);
   }
   if (call != nullptr) call->Cancel();
-  if (waiting) transport_.endings().Run(this, std::move(waiting));  // which the beginnings that have begun would keep waiting
+  if (waiting) RunEnding(waiting);  // the beginnings that have begun would keep it waiting
 }
 
 void RowsCall::RunBeginning(std::function<void()> begin) {
