@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 
 import make_sbom
+import package_lock
 
 USER = 65532
-LOCK_FILE = Path(__file__).with_name("packages.lock")
 REPOSITORY = Path(__file__).resolve().parents[2]
 CERTIFICATES_TOOL = Path("/usr/sbin/update-ca-certificates")  # whose package the certificates are of
 ROOT_CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
@@ -121,24 +121,6 @@ def owners(paths: set[Path]) -> dict[Path, make_sbom.Package]:
     return found
 
 
-def check_lock(packages: list[make_sbom.Package], distribution: str, mode: str) -> None:
-    """Compares with, or with mode "update" writes, the versions that images are made of."""
-    locked = json.loads(LOCK_FILE.read_text()) if LOCK_FILE.exists() else {}
-    have = {package.name: package.version for package in packages}
-    if mode == "update":
-        locked[distribution] = dict(sorted({**locked.get(distribution, {}), **have}.items()))
-        LOCK_FILE.write_text(json.dumps(locked, indent=1, sort_keys=True) + "\n")
-    elif mode == "check":
-        want = locked.get(distribution)
-        if want is None:
-            sys.exit(f"make_root: {LOCK_FILE.name} has no versions for {distribution}; make them with --lock update")
-        wrong = [f"{name} {version}, locked {want.get(name)}" for name, version in have.items() if want.get(name) != version]
-        if wrong:
-            sys.exit(
-                "make_root: versions differ from packages.lock (after looking, take them by --lock update): " + "; ".join(wrong)
-            )
-
-
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -165,7 +147,7 @@ def copy_system_files(root: Path, state: Path, packages: list[make_sbom.Package]
     )
     write(root / "etc/group", f"root:x:0:\nheadwater:x:{USER}:\n")
     write(root / "etc/nsswitch.conf", "passwd: files\ngroup: files\nhosts: files dns\n")
-    write(root / "etc/os-release", Path("/etc/os-release").read_text())
+    write(root / "etc/os-release", package_lock.OS_RELEASE.read_text())
     (root / "etc/ssl/certs").mkdir(parents=True)
     shutil.copyfile(ROOT_CERTIFICATES, root / "etc/ssl/certs/ca-certificates.crt")
     ours = [package for package in packages if not package.supplier]
@@ -237,9 +219,8 @@ def main() -> None:
     contents.setdefault(owner_of[CERTIFICATES_TOOL], []).append("/etc/ssl/certs/ca-certificates.crt")
     packages = sorted(contents, key=lambda package: package.name)
 
-    release = dict(line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line)
-    distribution = release["ID"].strip('"') + "-" + release["VERSION_ID"].strip('"')
-    check_lock(packages, distribution, arguments.lock)
+    distribution = package_lock.distribution()
+    package_lock.check_or_update(packages, distribution, arguments.lock)
     copy_system_files(root, state, packages)
     own = make_sbom.Package(
         name="headwater", version=arguments.version, architecture="", source="", supplier="Organization: Headwater"

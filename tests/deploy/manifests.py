@@ -1,6 +1,7 @@
 """The manifests of deploy/kubernetes as Kubernetes would get them, and the rules that every pod among them must keep."""
 
 import functools
+import os
 import re
 import shutil
 import subprocess
@@ -36,6 +37,21 @@ def render(folder: Path) -> str:
     done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, f"{folder.name}: {done.stderr}"
     return done.stdout
+
+
+def documented(page: str, head: str) -> str:
+    """The code block of a page of docs whose first line is a comment with this text."""
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
+    (block,) = (block for block in blocks if block.startswith(f"# {head}\n"))
+    return block
+
+
+def overlay(folder: Path, base: str, more: str) -> list[dict[str, Any]]:
+    """The objects of an overlay, made in the folder, on one of deploy/kubernetes and with more lines in its kustomization."""
+    folder.mkdir(exist_ok=True)
+    resource = os.path.relpath(ROOT / "deploy/kubernetes" / base, folder)
+    (folder / "kustomization.yaml").write_text(f"resources:\n  - {resource}\n{more}\n")
+    return objects(folder)
 
 
 def objects(folder: Path) -> list[dict[str, Any]]:

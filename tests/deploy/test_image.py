@@ -166,18 +166,80 @@ def test_nccl_is_found_beside_the_toolkit_or_as_a_wheel_or_the_build_ends(tmp_pa
 
 def test_versions_that_are_not_the_locked_ones_stop_the_build(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(IMAGE))
-    import make_root as scripts
     import make_sbom
+    import package_lock
 
     packages = [make_sbom.Package(name, "1.0", "amd64", name) for name in ("libc6", "libgrpc29")]
-    monkeypatch.setattr(scripts, "LOCK_FILE", tmp_path / "packages.lock")
+    monkeypatch.setattr(package_lock, "LOCK_FILE", tmp_path / "packages.lock")
     with pytest.raises(SystemExit, match="has no versions for debian-12"):
-        scripts.check_lock(packages, "debian-12", "check")
-    scripts.check_lock(packages, "debian-12", "update")
-    scripts.check_lock(packages, "debian-12", "check")
+        package_lock.check_or_update(packages, "debian-12", "check")
+    package_lock.check_or_update(packages, "debian-12", "update")
+    package_lock.check_or_update(packages, "debian-12", "check")
     lock = json.loads((tmp_path / "packages.lock").read_text())
     lock["debian-12"]["libc6"] = "0.9"
     (tmp_path / "packages.lock").write_text(json.dumps(lock))
-    with pytest.raises(SystemExit, match=r"libc6 1\.0, locked 0\.9$"):
-        scripts.check_lock(packages, "debian-12", "check")
-    scripts.check_lock(packages, "debian-12", "none")
+    with pytest.raises(SystemExit, match=r"libc6 1\.0, locked 0\.9; "):
+        package_lock.check_or_update(packages, "debian-12", "check")
+    package_lock.check_or_update(packages, "debian-12", "none")
+
+
+def shown(package: str) -> str:
+    """The version of it that this machine has."""
+    command = ["dpkg-query", "--show", "--showformat", "${Version}", package]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+class Base:
+    """What deploy/image/compile sees of the image that it compiles in. Nothing is installed or compiled: that is only noted."""
+
+    def __init__(self, folder: Path, release: str, lock: dict):
+        self.folder = folder
+        shutil.copytree(IMAGE.parent, folder / "deploy")
+        (folder / "os-release").write_text(release)
+        (folder / "deploy/image/packages.lock").write_text(json.dumps(lock))
+        script = folder / "deploy/image/package_lock.py"
+        script.write_text(script.read_text().replace("/etc/os-release", str(folder / "os-release")))
+        for path in (folder / "deploy/install-deps", folder / "tools/cmake"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(f'#!/bin/sh\necho "{path.name}" >>"{folder}/calls"\n')
+            path.chmod(0o755)
+
+    def compile(self, *arguments: str) -> tuple[subprocess.CompletedProcess, list[str]]:
+        """What it says, and what it called."""
+        (self.folder / "calls").write_text("")
+        command = [str(self.folder / "deploy/image/compile"), *arguments]
+        environment = {**os.environ, "PATH": f"{self.folder}/tools:{os.environ['PATH']}"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        return done, (self.folder / "calls").read_text().split()
+
+
+COMPILED = ["install-deps", "cmake", "cmake"]
+
+
+def test_nothing_is_compiled_in_a_base_whose_versions_are_not_locked(tmp_path):
+    base = Base(tmp_path, 'ID=ubuntu\nVERSION_ID="24.04"\n', {"debian-12": {"libc6": "1"}})
+    done, calls = base.compile("cpu", "auto", "check")
+    assert done.returncode == 1 and calls == ["install-deps"]
+    assert "no versions for ubuntu-24.04, only for debian-12" in done.stderr
+    # What it names as remedies are options of the script that the user has called, and work.
+    assert "--lock none" in done.stderr and "--prebuilt BUILD --lock update" in done.stderr
+    done, calls = base.compile("cpu", "auto", "none")
+    assert (done.returncode, calls) == (0, COMPILED), done.stderr
+    assert 'compile "$VARIANT" "$NCCL" "$LOCK"' in (IMAGE / "Containerfile").read_text()
+
+
+def test_nothing_is_compiled_where_an_installed_package_has_another_version_than_the_locked_one(tmp_path):
+    lock = {"libc6": shown("libc6"), "a-package-that-is-not-there": "1", "libnccl2": "of another source"}
+    base = Base(tmp_path, 'ID=debian\nVERSION_ID="12"\n', {"debian-12": lock})
+    done, calls = base.compile("cpu")
+    assert (done.returncode, calls) == (0, COMPILED), done.stderr
+    (tmp_path / "deploy/image/packages.lock").write_text(json.dumps({"debian-12": {**lock, "libc6": "0.9"}}))
+    done, calls = base.compile("cpu")
+    assert done.returncode == 1 and calls == ["install-deps"]
+    assert f"libc6 {lock['libc6']}, locked 0.9; " in done.stderr
+
+
+def test_versions_of_a_base_are_locked_on_a_machine_of_its_kind():
+    command = [str(IMAGE / "build"), "--base", "localhost/x", "--lock", "update", "--tool", "buildah"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "--lock update is for --prebuilt, on a machine of the base's distribution" in done.stderr

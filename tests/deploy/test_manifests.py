@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,12 +26,13 @@ VALIDATOR = "kubernetes-validate==1.37.0"
 # Objects of custom resources, which have no schema in Kubernetes.
 CUSTOM = {
     "cert-manager.io/v1/Certificate",
-    "cert-manager.io/v1/Issuer",
     "leaderworkerset.x-k8s.io/v1/LeaderWorkerSet",
     "monitoring.coreos.com/v1/PrometheusRule",
     "monitoring.coreos.com/v1/ServiceMonitor",
 }
 CTL = "/usr/local/bin/headwaterctl"
+# What size.py goes by if it is not told otherwise: keep, extra checkpoints, bytes a second, bytes in flight, held and joined.
+RULES = (3, 6, 200e6, 4 << 30, 1 << 30, 1 << 30)
 START_TIMEOUT_S = 60
 
 
@@ -244,6 +246,72 @@ def test_objects_of_an_overlay_are_in_one_namespace(folder):
     # One that names none would be made in whichever namespace the caller's context has, away from those that refer to it.
     namespaced = [document for document in manifests.objects(folder) if document["kind"] != "Namespace"]
     assert len({document["metadata"].get("namespace") for document in namespaced}) == 1
+
+
+@pytest.mark.parametrize("name", ["service-tls", "multi-node-tls"])
+def test_certificates_are_signed_by_an_authority_of_the_cluster(name):
+    authority = manifests.objects(manifests.ROOT / "deploy/kubernetes/authority")
+    by_name = {f"{document['kind']}/{document['metadata']['name']}": document for document in authority}
+    assert by_name.keys() == {"ClusterIssuer/headwater-root", "ClusterIssuer/headwater-ca", "Certificate/headwater-ca"}
+    assert ["namespace" in document["metadata"] for document in authority].count(True) == 1
+    root, issuer = (by_name[f"ClusterIssuer/{issuer}"]["spec"] for issuer in ("headwater-root", "headwater-ca"))
+    own = by_name["Certificate/headwater-ca"]["spec"]
+    # cert-manager looks for the secrets of a ClusterIssuer in its own namespace.
+    assert by_name["Certificate/headwater-ca"]["metadata"]["namespace"] == "cert-manager"
+    assert root == {"selfSigned": {}} and issuer == {"ca": {"secretName": own["secretName"]}}
+    assert own["isCA"] and own["issuerRef"] == {"name": "headwater-root", "kind": "ClusterIssuer"}
+    documents = manifests.objects(manifests.ROOT / "deploy/kubernetes/overlays" / name)
+    assert not [document for document in documents if document["kind"].endswith("Issuer")]
+    certificates = {document["metadata"]["name"]: document for document in documents if document["kind"] == "Certificate"}
+    assert {"headwater"} <= certificates.keys() <= {"headwater", "headwater-worker"}
+    for certificate in certificates.values():
+        assert certificate["metadata"]["namespace"] == "headwater"
+        assert certificate["spec"]["issuerRef"] == {"name": "headwater-ca", "kind": "ClusterIssuer"}
+    # A pod mounts secrets of its own namespace; each that it mounts for TLS is one that a Certificate there fills.
+    mounted = {
+        volume["secret"]["secretName"]
+        for _, spec in manifests.pod_specs(documents)
+        for volume in spec["volumes"]
+        if volume["name"] == "tls"
+    }
+    assert mounted == {certificate["spec"]["secretName"] for certificate in certificates.values()}
+
+
+def test_the_authority_goes_where_cert_manager_runs(tmp_path):
+    patch = manifests.documented("deployment.md", "overlay of authority")
+    documents = manifests.overlay(tmp_path / "authority", "authority", patch)
+    namespaces = {document["kind"]: document["metadata"].get("namespace") for document in documents}
+    assert namespaces == {"Certificate": "security", "ClusterIssuer": None}
+
+
+def test_trainers_get_a_certificate_in_their_own_namespace_and_mount_it():
+    certificate = yaml.safe_load(manifests.documented("deployment.md", "client certificate"))
+    spec = yaml.safe_load(manifests.documented("deployment.md", "spec of the trainer's pod"))
+    server = manifests.objects(manifests.ROOT / "deploy/kubernetes/overlays/service-tls")
+    (served,) = (document for document in server if document["kind"] == "Certificate")
+    assert certificate["metadata"]["namespace"] != served["metadata"]["namespace"]
+    assert certificate["spec"]["issuerRef"] == served["spec"]["issuerRef"]
+    assert certificate["spec"]["usages"] == ["client auth"]
+    secrets = {volume["name"]: volume["secret"] for volume in spec["volumes"]}
+    assert certificate["spec"]["secretName"] == secrets["headwater-tls"]["secretName"]
+    (container,) = spec["containers"]
+    assert secrets.keys() == {mount["name"] for mount in container["volumeMounts"] if mount["readOnly"]}
+    # Whoever is not root reads it by its group.
+    assert spec["securityContext"]["fsGroup"] and {secret["defaultMode"] for secret in secrets.values()} == {0o440}
+    # The files that the page passes to the client are there: those that cert-manager makes, and the token.
+    folders = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    passed = re.findall(r'"(/etc/headwater/[\w/]+)/([\w.]+)"', (manifests.ROOT / "docs/deployment.md").read_text())
+    assert {file for folder, file in passed if folders[folder] == "headwater-tls"} == {"ca.crt", "tls.crt", "tls.key"}
+    assert {file for folder, file in passed if folders[folder] == "headwater-token"} == {"token"}
+
+
+def test_objects_get_the_label_that_a_helm_release_of_prometheus_selects(tmp_path):
+    patch = manifests.documented("deployment.md", "overlay of service-monitored")
+    documents = manifests.overlay(tmp_path / "monitored", "overlays/service-monitored", patch)
+    labelled = {document["kind"] for document in documents if document["metadata"].get("labels", {}).get("release")}
+    assert labelled == {"ServiceMonitor", "PrometheusRule"}
+    plain = manifests.objects(manifests.ROOT / "deploy/kubernetes/overlays/service-monitored")
+    assert not [document for document in plain if "release" in document["metadata"].get("labels", {})]
 
 
 def test_prometheus_finds_the_service():
@@ -555,9 +623,11 @@ def test_the_statefulset_has_the_figures_that_its_head_needs(tmp_path):
         process.wait(START_TIMEOUT_S)
         log.close()
     size = sizing()
-    sizes = size.size([plan], "cpu", 3, 200e6, 4 * size.GIB, size.GIB, size.GIB)
+    sizes = size.size([plan], "cpu", *RULES)
+    # What the tests do without a server goes by this plan.
+    assert size.size([documented_plan()], "cpu", *RULES) == sizes
     # Each of two ranks has half of the head, and a workspace of its own; what is saved is the same.
-    of_two = size.size([halves], "cpu", 3, 200e6, 4 * size.GIB, size.GIB, size.GIB)
+    of_two = size.size([halves], "cpu", *RULES)
     assert sizes["memory_budget_bytes"] / 2 <= of_two["memory_budget_bytes"] < sizes["memory_budget_bytes"] / 2 + size.GIB
     assert (of_two["ranks"], of_two["volume_bytes"]) == (2, sizes["volume_bytes"])
     (stateful_set,) = (
@@ -573,13 +643,102 @@ def test_the_statefulset_has_the_figures_that_its_head_needs(tmp_path):
     claim = stateful_set["spec"]["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]["storage"]
     assert manifests.quantity(claim) == sizes["volume_bytes"]
     # The patch that the script prints makes the same of it.
-    folder = tmp_path / "sized"
-    folder.mkdir()
-    base = os.path.relpath(manifests.ROOT / "deploy/kubernetes/base", folder)
-    (folder / "kustomization.yaml").write_text(f"resources:\n  - {base}\n" + size.patch(sizes, 3, "cpu") + "\n")
-    (sized,) = (document for document in manifests.objects(folder) if document["kind"] == "StatefulSet")
+    rendered = manifests.overlay(tmp_path / "sized", "base", size.patch(sizes, 3, "cpu"))
+    (sized,) = (document for document in rendered if document["kind"] == "StatefulSet")
     sized_flags = manifests.flags(manifests.server(sized["spec"]["template"]["spec"]))
     assert sized_flags == flags and sized["spec"]["volumeClaimTemplates"] == stateful_set["spec"]["volumeClaimTemplates"]
+
+
+def documented_plan() -> dict:
+    """What `headwaterctl --json plan` prints of the head of docs/deployment.md, as far as sizes depend on it."""
+    elements = 128256 * 4096
+    # docs/operations.md, "Memory"; with one staging slot.
+    taken = {"weight": 2, "grad_weight": 4, "master_weight": 4, "optimizer_state": 8, "staging": 4}
+    items = [{"purpose": purpose, "bytes": size * elements} for purpose, size in taken.items()]
+    return {"memory_plan": {"items": [*items, {"purpose": "workspace", "bytes": 50_000_000}]}}
+
+
+def test_the_figures_of_the_page_are_those_of_the_rules_and_of_the_manifests():
+    size = sizing()
+    sizes = size.size([documented_plan()], "cpu", *RULES)
+    page = (manifests.ROOT / "docs/deployment.md").read_text()
+    for row, unit in (("volume_bytes", size.GIB), ("host_memory_bytes", size.GIB)):
+        assert f"**{sizes[row] // unit} GiB**" in page
+    stateful_set = next(
+        document for document in manifests.objects(manifests.ROOT / "deploy/kubernetes/base") if document["kind"] == "StatefulSet"
+    )
+    claim = stateful_set["spec"]["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]["storage"]
+    assert manifests.quantity(claim) == sizes["volume_bytes"]
+    keep = int(manifests.flags(manifests.server(stateful_set["spec"]["template"]["spec"]))["keep_checkpoints"])
+    # What the page has operators save is a series each, which end with a number, and has room.
+    names = re.findall(r"headwaterctl save HEAD ([\w.-]+)", page)
+    assert len(names) == len({re.sub(r"\d+$", "", name) for name in names}) == size.FURTHER_SERIES
+    assert all(name[-1].isdigit() for name in names)
+    checkpoint = sum(size.purposes(documented_plan()).get(purpose, 0) for purpose in size.SAVED)
+    assert sizes["volume_bytes"] >= (keep + keep * len(names) + len(["drain", "being written"])) * checkpoint * 1.1
+
+
+def size_program(folder: Path, *options: str, plan: dict | None = None) -> subprocess.CompletedProcess:
+    (folder / "head.json").write_text(json.dumps(plan or documented_plan()))
+    command = [sys.executable, "-B", str(manifests.ROOT / "deploy/kubernetes/size.py"), *options, str(folder / "head.json")]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_checkpoints_beside_the_trainings_have_room_on_the_volume(tmp_path):
+    def gib(*options: str) -> int:
+        return json.loads(size_program(tmp_path, "--engine=cpu", "--json", *options).stdout)["volume_bytes"] // sizing().GIB
+
+    assert gib() == gib("--extra_checkpoints=6") == gib("--keep_checkpoints=3") == 83
+    assert gib("--extra_checkpoints=0") == 38
+    assert gib("--keep_checkpoints=1") == gib("--keep_checkpoints=1", "--extra_checkpoints=2") == 38
+    refused = size_program(tmp_path, "--engine=cpu", "--extra_checkpoints=-1")
+    assert refused.returncode == 1 and "--extra_checkpoints must be at least 0" in refused.stderr
+
+
+# What components/sidecar has for rows.
+SIDECAR = ("--max_in_flight_bytes=1073741824", "--max_held_bytes=268435456", "--max_join_bytes=268435456")
+
+
+def gpu_sidecars():
+    """The overlays whose sidecar is on a GPU, with its pod."""
+    for folder in manifests.OVERLAYS:
+        if folder.name.startswith("sidecar-"):
+            ((_, spec),) = manifests.pod_specs(manifests.objects(folder))
+            if manifests.flags(manifests.server(spec))["engine"] == "cuda":
+                yield folder, spec
+
+
+def test_a_sidecar_on_a_gpu_takes_the_documented_head(tmp_path):
+    sizes = json.loads(size_program(tmp_path, "--engine=cuda", "--json", *SIDECAR).stdout)
+    assert " ".join(SIDECAR) in re.sub(r"\s*\\\n\s*", " ", (manifests.ROOT / "docs/deployment.md").read_text())
+    found = list(gpu_sidecars())
+    assert len(found) >= 5
+    for folder, spec in found:
+        container = manifests.server(spec)
+        flags = manifests.flags(container)
+        for flag in ("max_in_flight_bytes", "max_upload_bytes", "max_held_bytes", "max_join_bytes"):
+            assert int(flags[flag]) == sizes[flag], (folder.name, flag)
+        assert int(flags["memory_budget_bytes"]) == 0 or int(flags["memory_budget_bytes"]) >= sizes["memory_budget_bytes"]
+        for kind in ("requests", "limits"):
+            assert manifests.quantity(container["resources"][kind]["memory"]) == sizes["host_memory_bytes"], folder.name
+        assert manifests.seconds(flags["drain_timeout"]) == sizes["drain_timeout_s"], folder.name
+        assert spec["terminationGracePeriodSeconds"] == sizes["grace_s"], folder.name
+
+
+@pytest.mark.parametrize("overlay", ["sidecar-pod", "sidecar-job", "sidecar-time-slicing"])
+def test_a_sidecar_is_sized_by_a_patch_of_its_pod(overlay, tmp_path):
+    printed = size_program(tmp_path, "--engine=cpu", "--sidecar", "--keep_checkpoints=2", *SIDECAR)
+    assert printed.returncode == 0, printed.stderr
+    ((_, spec),) = manifests.pod_specs(manifests.overlay(tmp_path / "sized", f"overlays/{overlay}", printed.stdout))
+    container = manifests.server(spec)
+    flags = manifests.flags(container)
+    assert (flags["memory_budget_bytes"], flags["max_upload_bytes"]) == ("11811160064", "2147483648")
+    assert flags["keep_checkpoints"] == "2"
+    assert container["resources"]["limits"]["memory"] == container["resources"]["requests"]["memory"] == "16Gi"
+    assert (flags["drain_timeout"], spec["terminationGracePeriodSeconds"]) == ("120s", 150)
+    assert manifests.violations(spec) == []
+    several = size_program(tmp_path, "--engine=cuda", "--sidecar", plan=plan_of(2, 1 << 30, 1 << 20))
+    assert several.returncode == 1 and "a sidecar is one process with one GPU at most" in several.stderr
 
 
 def plan_of(ranks: int, weight: int, workspace: int) -> dict:
@@ -596,14 +755,10 @@ def test_plans_of_several_ranks_size_each_of_them(engine, overlay, tmp_path):
     size = sizing()
     gib = size.GIB
     plans = [plan_of(4, 40 * gib, gib), plan_of(4, 8 * gib, gib // 2)]
-    sizes = size.size(plans, engine, 3, 200e6, 4 * gib, gib, gib)
+    sizes = size.size(plans, engine, *RULES)
     assert sizes["ranks"] == 4 and sizes["memory_budget_bytes"] == (10 + 2 + 1) * gib
-    assert sizes["volume_bytes"] >= 5 * 48 * gib  # the checkpoints are the leader's, whole
-    (tmp_path / "sized").mkdir()
-    base = os.path.relpath(manifests.ROOT / "deploy/kubernetes/overlays" / overlay, tmp_path / "sized")
-    patch = size.patch(sizes, 3, engine)
-    (tmp_path / "sized/kustomization.yaml").write_text(f"resources:\n  - {base}\n{patch}\n")
-    specs = dict(manifests.pod_specs(manifests.objects(tmp_path / "sized")))
+    assert sizes["volume_bytes"] >= 11 * 48 * gib  # the checkpoints are the leader's, whole
+    specs = dict(manifests.pod_specs(manifests.overlay(tmp_path / "sized", f"overlays/{overlay}", size.patch(sizes, 3, engine))))
     leader = manifests.server(specs["StatefulSet/headwater"])
     limits = leader["resources"]["limits"]
     assert int(manifests.flags(leader)["memory_budget_bytes"]) == sizes["memory_budget_bytes"]
@@ -612,10 +767,7 @@ def test_plans_of_several_ranks_size_each_of_them(engine, overlay, tmp_path):
         assert manifests.flags(leader)["gpus"] == limits["nvidia.com/gpu"] == "4"
         assert (
             sizes["host_memory_bytes"]
-            == size.size([{"memory_plan": plan["memory_plan"]} for plan in plans], engine, 3, 200e6, 4 * gib, gib, gib)[
-                "host_memory_bytes"
-            ]
-            + 4 * gib
+            == size.size([{"memory_plan": plan["memory_plan"]} for plan in plans], engine, *RULES)["host_memory_bytes"] + 4 * gib
         )
     else:
         worker = manifests.server(specs["StatefulSet/headwater-worker"])
@@ -625,4 +777,4 @@ def test_plans_of_several_ranks_size_each_of_them(engine, overlay, tmp_path):
         assert specs["StatefulSet/headwater-worker"]["terminationGracePeriodSeconds"] == sizes["grace_s"]
         assert manifests.quantity(worker["resources"]["limits"]["memory"]) == (13 + 4 + 1) * gib
     with pytest.raises(SystemExit, match="the same number of ranks"):
-        size.size([plan_of(4, gib, gib), plan_of(2, gib, gib)], engine, 3, 200e6, gib, gib, gib)
+        size.size([plan_of(4, gib, gib), plan_of(2, gib, gib)], engine, *RULES)

@@ -99,15 +99,18 @@ def anyones_folder():
         yield Path(name)
 
 
-def install_deps(folder: Path, distribution: str, *options: str, **environment: str) -> subprocess.CompletedProcess:
-    """deploy/install-deps by a user who is not root, where no package is installed and apt-get does nothing."""
+def install_deps(
+    folder: Path, distribution: str, *options: str, apt_get: str = "true", **environment: str
+) -> subprocess.CompletedProcess:
+    """deploy/install-deps by a user who is not root, where no package is installed and apt-get does nothing but `apt_get`."""
     shutil.copytree(REPOSITORY / "deploy", folder / "deploy")
     (folder / "os-release").write_text(distribution)
     script = folder / "deploy/install-deps"
-    script.write_text(script.read_text().replace("/etc/os-release", str(folder / "os-release")))
+    text = script.read_text().replace("/etc/os-release", str(folder / "os-release"))
+    script.write_text(text.replace("/etc/systemd", str(folder / "systemd")))
     # As sudo does by default: of the environment only the path stays.
     write_program(folder / "tools/sudo", '#!/bin/sh\nshift\nexec env -i PATH="$PATH" "$@"\n')
-    write_program(folder / "tools/apt-get", f'#!/bin/sh\n{{ echo "$@"; env; }} >>"{folder}/apt-get"\n')
+    write_program(folder / "tools/apt-get", f'#!/bin/sh\n{{ echo "$@"; env; {apt_get}; }} >>"{folder}/apt-get"\n')
     write_program(folder / "tools/dpkg-query", "#!/bin/sh\nexit 1\n")
     environment = {"PATH": f"{folder}/tools:/usr/bin:/bin", "TMPDIR": str(folder), "HEADWATER_PYTHON": "/bin/true", **environment}
     # The user nobody, if this is root.
@@ -131,6 +134,30 @@ def test_packages_are_fetched_without_proxies_where_there_are_none(anyones_folde
     done = install_deps(anyones_folder, DEBIAN)
     assert done.returncode == 0, done.stderr
     assert "proxy" not in (anyones_folder / "apt-get").read_text()
+
+
+def test_the_service_of_prometheus_is_masked_before_the_package_starts_it(anyones_folder):
+    unit = anyones_folder / "systemd/system/prometheus.service"
+    done = install_deps(anyones_folder, DEBIAN)
+    assert done.returncode == 0 and not unit.parent.exists(), done.stderr
+    for name in ("deploy", "tools"):
+        shutil.rmtree(anyones_folder / name)
+    # apt-get says what there was when it was called.
+    done = install_deps(anyones_folder, DEBIAN, "prometheus", apt_get=f'readlink "{unit}"')
+    assert done.returncode == 0 and "systemctl unmask prometheus" in done.stderr, done.stderr
+    assert unit.readlink() == Path("/dev/null")
+    calls = (anyones_folder / "apt-get").read_text().splitlines()
+    assert calls.count("/dev/null") == 2  # update, install
+
+
+def test_a_unit_of_somebodys_own_stays_as_it_is(anyones_folder):
+    unit = anyones_folder / "systemd/system/prometheus.service"
+    write_program(unit, "[Service]\n")
+    for folder in (unit.parent.parent, unit.parent):
+        folder.chmod(0o777)
+    done = install_deps(anyones_folder, DEBIAN, "prometheus")
+    assert done.returncode == 0 and "masked" not in done.stderr, done.stderr
+    assert unit.read_text() == "[Service]\n"
 
 
 @pytest.mark.parametrize(("release", "told"), [("ID=arch\n", "arch;"), ('ID=fedora\nVERSION_ID="42"\n', "fedora 42;")])
