@@ -46,6 +46,7 @@
 #include "server/observability/log_level_file.h"
 #include "server/observability/logging.h"
 #include "server/observability/metrics.h"
+#include "server/observability/monotonic_clock.h"
 #include "server/service/engine_choice.h"
 #include "server/service/flags_document.h"
 #include "server/service/listen_address.h"
@@ -175,7 +176,9 @@ HEADWATER_LIMIT_FLAG(max_sessions, "sessions that are open");
 ABSL_FLAG(absl::Duration, max_session_lease, headwater::service::Limits{}.max_session_lease, "lease of a session");
 HEADWATER_LIMIT_FLAG(
     max_held_bytes, "host memory of the rows of all HELD contributions, with their targets and weights, in bytes; 0: none is held");
-HEADWATER_LIMIT_FLAG(max_waiting_calls, "calls that wait for the next step or for missing micro-batches; each holds a thread");
+HEADWATER_LIMIT_FLAG(max_waiting_calls,
+                     "calls that wait for the next step or for missing micro-batches, and as many that wait while their head is "
+                     "saved, loaded or made, but at most a quarter of --max_threads of these; each holds a thread");
 ABSL_FLAG(absl::Duration, max_step_wait, headwater::service::Limits{}.max_step_wait,
           "how long such a call waits, whatever its deadline");
 HEADWATER_LIMIT_FLAG(max_heads_per_tenant, "heads of one tenant");
@@ -643,8 +646,8 @@ void StayJoined(const group::LeaderAddress& leader, group::WorkerOptions worker)
 // Until no rank of the worker is in a group any more; no longer than --drain_timeout, nor beyond another signal of an operator's.
 void AwaitLeave(const sigset_t& signals) {
   constexpr timespec kLook = {0, 50'000'000};
-  const absl::Time deadline = absl::Now() + absl::GetFlag(FLAGS_drain_timeout);
-  while (Members() > 0 && absl::Now() < deadline) {
+  const absl::Time deadline = observability::MonotonicNow() + absl::GetFlag(FLAGS_drain_timeout);
+  while (Members() > 0 && observability::MonotonicNow() < deadline) {
     const int signal_number = sigtimedwait(&signals, nullptr, &kLook);
     if (signal_number > 0 && signal_number != kWakeSignal) return;
   }

@@ -51,6 +51,13 @@ std::string SeriesOf(const std::string& checkpoint) {
 // `a` was begun after `b`.
 bool IsNewer(const CheckpointInfo& a, const CheckpointInfo& b) { return a.sequence > b.sequence; }
 
+// Whether a checkpoint belongs to the run that begins with number `first`; to 0, which stands for a damaged mark, all do. Those of
+// older versions do not tell their run.
+bool BelongsTo(const CheckpointInfo& info, int64_t first) {
+  if (first == 0) return true;
+  return info.first_sequence > 0 ? info.first_sequence == first : info.sequence >= first;
+}
+
 // Tells apart the temporary directories of calls that run at once.
 std::string RandomSuffix() {
   std::random_device device;
@@ -421,6 +428,9 @@ absl::StatusOr<int64_t> CheckpointStore::Save(const std::string& tenant, const s
   if (!sequences.ok()) return sequences.status();
   CheckpointInfo numbered = info;
   numbered.sequence = sequences->last;
+  numbered.first_sequence = sequences->first;
+  // Where fewer are to stay because the disk is full, it would never have room if they went only after this one has been written.
+  if (keep_ > 0) Prune(tenant, head_id, info.name, /*is_saved=*/false, sequences->first);
 
   const std::string temporary = Join(head_directory, absl::StrCat(kTemporaryPrefix, RandomSuffix()));
   if (absl::Status status = files_.CreateDirectory(temporary); !status.ok()) return status;
@@ -430,7 +440,7 @@ absl::StatusOr<int64_t> CheckpointStore::Save(const std::string& tenant, const s
   if (status.ok()) status = Publish(head_directory, temporary, info.name, overwrite);
   files_.RemoveTree(temporary).IgnoreError();  // what failed, or was replaced; else it is removed at the next start
   if (!status.ok()) return status;
-  if (keep_ > 0) Prune(tenant, head_id, info.name, sequences->first);
+  if (keep_ > 0) Prune(tenant, head_id, info.name, /*is_saved=*/true, sequences->first);
   return total_bytes;
 }
 
@@ -449,7 +459,7 @@ absl::Status CheckpointStore::RemoveCheckpoint(const std::string& head_directory
   return files_.RemoveTree(temporary);  // else it is removed at the next start
 }
 
-void CheckpointStore::Prune(const std::string& tenant, const std::string& head_id, const std::string& saved,
+void CheckpointStore::Prune(const std::string& tenant, const std::string& head_id, const std::string& checkpoint, bool is_saved,
                             int64_t first_sequence) {
   using observability::Log;
   using observability::LogLevel;
@@ -458,20 +468,22 @@ void CheckpointStore::Prune(const std::string& tenant, const std::string& head_i
   if (status.ok()) {
     // Those of former heads of this name are not this one's to remove.
     std::erase_if(*series, [&](const CheckpointInfo& info) {
-      return info.name == saved || info.sequence < first_sequence || SeriesOf(info.name) != SeriesOf(saved);
+      return (is_saved && info.name == checkpoint) || !BelongsTo(info, first_sequence) ||
+             SeriesOf(info.name) != SeriesOf(checkpoint);
     });
     std::stable_sort(series->begin(), series->end(), IsNewer);
-    for (size_t index = static_cast<size_t>(keep_) - 1; index < series->size() && status.ok(); ++index) {
+    const std::string newest = is_saved || series->empty() ? checkpoint : series->front().name;
+    for (size_t index = static_cast<size_t>(keep_) - (is_saved ? 1U : 0U); index < series->size() && status.ok(); ++index) {
       status = RemoveCheckpoint(HeadDirectory(tenant, head_id), (*series)[index].name);
       if (status.ok()) {
         Log(LogLevel::kInfo, "checkpoint_removed",
-            {{"tenant", tenant}, {"head", head_id}, {"checkpoint", (*series)[index].name}, {"newest", saved}});
+            {{"tenant", tenant}, {"head", head_id}, {"checkpoint", (*series)[index].name}, {"newest", newest}});
       }
     }
   }
   if (!status.ok()) {
     Log(LogLevel::kWarning, "checkpoints_not_removed",
-        {{"tenant", tenant}, {"head", head_id}, {"newest", saved}, {"note", std::string(status.message())}});
+        {{"tenant", tenant}, {"head", head_id}, {"series", SeriesOf(checkpoint)}, {"note", std::string(status.message())}});
   }
 }
 
@@ -483,9 +495,20 @@ absl::StatusOr<CheckpointStore::Sequences> CheckpointStore::NextSequence(const s
     Sequences sequences;
     absl::StatusOr<std::vector<CheckpointInfo>> checkpoints = List(tenant, head_id);
     if (!checkpoints.ok()) return checkpoints.status();
-    for (const CheckpointInfo& info : *checkpoints) sequences.last = std::max(sequences.last, info.sequence);
+    const CheckpointInfo* newest = nullptr;
+    for (const CheckpointInfo& info : *checkpoints) {
+      if (newest == nullptr || IsNewer(info, *newest)) newest = &info;
+    }
+    if (newest != nullptr) sequences.last = newest->sequence;
     const std::optional<int64_t> mark = ReadLiveMark(directory);
-    sequences.first = mark.has_value() ? *mark : NumberAfter(sequences.last);
+    if (mark.value_or(0) > 0) {
+      sequences.first = *mark;
+    } else if (mark.has_value() && newest != nullptr) {
+      // The mark is damaged: what came before the newest one's run, or before the newest one, stays.
+      sequences.first = std::max<int64_t>(newest->first_sequence > 0 ? newest->first_sequence : newest->sequence, 1);
+    } else {
+      sequences.first = NumberAfter(sequences.last);
+    }
     // Checkpoints may have been removed by hand.
     sequences.last = std::max(sequences.last, sequences.first - 1);
     found = sequences_.emplace(directory, sequences).first;
@@ -528,7 +551,7 @@ absl::StatusOr<CheckpointStore::Comebacks> CheckpointStore::FindComebacks(const 
   absl::StatusOr<std::vector<CheckpointInfo>> checkpoints = List(tenant, head_id, &comebacks.damaged);
   if (!checkpoints.ok()) return checkpoints.status();
   for (CheckpointInfo& info : *checkpoints) {
-    if (info.sequence >= *first_sequence) comebacks.newest_first.push_back(std::move(info));
+    if (BelongsTo(info, *first_sequence)) comebacks.newest_first.push_back(std::move(info));
   }
   std::stable_sort(comebacks.newest_first.begin(), comebacks.newest_first.end(), IsNewer);
   return comebacks;
@@ -547,13 +570,36 @@ absl::StatusOr<std::vector<std::pair<std::string, std::string>>> CheckpointStore
 absl::Status CheckpointStore::Forget(const std::string& tenant, const std::string& head_id) {
   if (absl::Status status = CheckNames(tenant, head_id, "any"); !status.ok()) return status;
   const std::string directory = HeadDirectory(tenant, head_id);
-  {
-    absl::MutexLock lock(&sequence_mutex_);
-    sequences_.erase(directory);
-  }
+  ForgetSequences(directory);
   if (!files_.IsDirectory(directory)) return absl::OkStatus();
   if (absl::Status status = files_.RemoveTree(Join(directory, kLiveMark)); !status.ok()) return status;
   return files_.SyncDirectory(directory);
+}
+
+void CheckpointStore::ForgetSequences(const std::string& head_directory) {
+  absl::MutexLock lock(&sequence_mutex_);
+  sequences_.erase(head_directory);
+}
+
+absl::Status CheckpointStore::BeginAnew(const std::string& tenant, const std::string& head_id) {
+  if (absl::Status status = CheckNames(tenant, head_id, "any"); !status.ok()) return status;
+  const std::string directory = HeadDirectory(tenant, head_id);
+  // Nothing is written for a name that has no mark: heads can be made where checkpoints can only be read.
+  if (ReadLiveMark(directory).has_value()) return Forget(tenant, head_id);
+  ForgetSequences(directory);
+  return absl::OkStatus();
+}
+
+bool CheckpointStore::Continue(const std::string& tenant, const std::string& head_id, const CheckpointInfo& restored) {
+  if (restored.first_sequence == 0) return false;
+  // A mark that is there is of a first save that failed, and stands for another run.
+  absl::Status status = BeginAnew(tenant, head_id);
+  if (status.ok()) status = MarkLive(HeadDirectory(tenant, head_id), restored.first_sequence);
+  if (status.ok()) return true;
+  observability::Log(
+      observability::LogLevel::kWarning, "checkpoints_not_continued",
+      {{"tenant", tenant}, {"head", head_id}, {"checkpoint", restored.name}, {"note", std::string(status.message())}});
+  return false;
 }
 
 // ---- reading ---------------------------------------------------------------------------------------------------------

@@ -12,12 +12,15 @@
 // temporary directory beside its place, synced, and renamed; leftovers of crashes are removed at start, but not while another
 // process holds ROOT (ROOT/.lock): what looks left over may be what it is writing.
 //
-// Checkpoints of a head are numbered in the order in which they were begun. The first one of a head marks it as live, just before
-// it is published, with its number: a head that is deleted and created anew under the same name never comes back from what the
-// former one left. Forget() removes the mark. A mark without any checkpoint of its own (the first Save() failed) means nothing.
+// Checkpoints of a name are numbered in the order in which they were begun. What one head saves is a run, and each checkpoint of it
+// tells the run by the number of the first one. That one marks the head as live, just before it is published, with the run: a head
+// that is made under the name of a former one never comes back from what that left, and removes nothing of it. Forget() and
+// BeginAnew() remove the mark; Continue() sets it for a new head that was restored from a checkpoint, and goes on with its run. A
+// mark without any checkpoint of its run (the first Save() failed) means nothing.
 //
-// Checkpoints whose names differ only in the number at their end (step-100, step-200) are a series. Of each series of a live head
-// the newest `keep` stay; older ones are removed once a newer one is durable. A name without a number is a series of its own.
+// Checkpoints whose names differ only in the number at their end (step-100, step-200) are a series. Of each series in a live head's
+// run the newest `keep` stay. What is beyond them goes before another one is written, so that a lower `keep` makes room on a full
+// disk; and what the new one makes superfluous, once that is durable. A name without a number is a series of its own.
 #ifndef HEADWATER_SERVER_CHECKPOINT_CHECKPOINT_STORE_H_
 #define HEADWATER_SERVER_CHECKPOINT_CHECKPOINT_STORE_H_
 
@@ -45,8 +48,9 @@ struct CheckpointInfo {
   int64_t step = 0;          // the open step when it was saved
   int64_t update_count = 0;  // optimizer updates so far
   int64_t total_bytes = 0;
-  std::string numerics;  // what fixes the order of its sums; empty in those of older versions
-  int64_t sequence = 0;  // rises with each checkpoint of a head: set by Save(); 0 in those of older versions
+  std::string numerics;        // what fixes the order of its sums; empty in those of older versions
+  int64_t sequence = 0;        // rises with each checkpoint of a name: set by Save(); 0 in those of older versions
+  int64_t first_sequence = 0;  // that of the first one of its run: likewise
 };
 
 struct Manifest;  // manifest.h
@@ -61,7 +65,7 @@ class CheckpointStore {
 
   // Writes all tensors that `head` has (stored weights only where there is no separate master). kCheckpointAlreadyExists unless
   // `overwrite`; kDiskFull; kInvalidName. Returns the bytes written. The head must not change meanwhile. Older checkpoints of the
-  // series that do not stay are removed then; one that cannot be is told in the log, and tried again by the next Save().
+  // series that do not stay are removed, before and after; one that cannot be is told in the log, and the next Save() tries again.
   absl::StatusOr<int64_t> Save(const std::string& tenant, const std::string& head_id, const CheckpointInfo& info,
                                const EngineHead& head, bool overwrite);
   // kCheckpointNotFound, kFileCorrupt.
@@ -91,6 +95,13 @@ class CheckpointStore {
   absl::StatusOr<std::vector<std::pair<std::string, std::string>>> LiveHeads() const;
   // The head has been deleted: it is not to come back. Its checkpoints stay. OK if it was not known. Not while it is being saved.
   absl::Status Forget(const std::string& tenant, const std::string& head_id);
+  // A new head has been made under this name, where a former one may never have been forgotten. It is not to come back as that one,
+  // not even if it ends before its first Save(), which begins a run. Likewise.
+  absl::Status BeginAnew(const std::string& tenant, const std::string& head_id);
+  // Such a head has been restored from `restored`, a checkpoint of its name, before its first Save(): it goes on with the run of
+  // this checkpoint, and comes back from the newest one of that. False, and it begins a run, if the checkpoint, which is of an
+  // older version, tells none, or if that cannot be written down, which is told in the log. Likewise.
+  bool Continue(const std::string& tenant, const std::string& head_id, const CheckpointInfo& restored);
 
  private:
   CheckpointStore(std::string root, FileSystem& files, int64_t keep) : root_(std::move(root)), files_(files), keep_(keep) {}
@@ -106,18 +117,22 @@ class CheckpointStore {
   absl::Status Publish(const std::string& head_directory, const std::string& temporary, const std::string& checkpoint,
                        bool overwrite);
 
-  // Removes what `saved`, the newest of its series, makes superfluous.
-  void Prune(const std::string& tenant, const std::string& head_id, const std::string& saved, int64_t first_sequence);
+  // Removes what is beyond `keep_` in the series of `checkpoint` in a run. `is_saved`: it is there, and counts as the newest; else
+  // those that are there stay, as many as `keep_`, whether it is one of them or not.
+  void Prune(const std::string& tenant, const std::string& head_id, const std::string& checkpoint, bool is_saved,
+             int64_t first_sequence);
   // Removes a complete checkpoint; after a crash it is whole or gone.
   absl::Status RemoveCheckpoint(const std::string& head_directory, const std::string& checkpoint);
 
   // Numbers of one head's checkpoints, in this process.
   struct Sequences {
-    int64_t first = 1;  // of the checkpoints since the head became, or is to become, live
+    int64_t first = 1;  // of the run
     int64_t last = 0;   // that was given out
   };
   // Gives out the next number.
   absl::StatusOr<Sequences> NextSequence(const std::string& tenant, const std::string& head_id);
+  // The next number is found out from the files again.
+  void ForgetSequences(const std::string& head_directory);
   // The number in the mark of a live head (0 if the mark is damaged), or nothing.
   std::optional<int64_t> ReadLiveMark(const std::string& head_directory) const;
   // Marks a head as live, unless it is.

@@ -180,6 +180,7 @@ std::string FormatManifest(const Manifest& manifest) {
                      {"step", manifest.info.step},
                      {"update_count", manifest.info.update_count},
                      {"sequence", manifest.info.sequence},
+                     {"first_sequence", manifest.info.first_sequence},
                      {"numerics", manifest.info.numerics},
                      {"files", files}};
   const std::string text = body.dump();
@@ -215,6 +216,7 @@ absl::StatusOr<Manifest> ReadManifest(const ReadableFile& file) {
   int64_t staging_slots = 0;
   reader.ReadIfThere("staging_slots", &staging_slots);
   reader.ReadIfThere("sequence", &manifest.info.sequence);
+  reader.ReadIfThere("first_sequence", &manifest.info.first_sequence);
   std::string parallelism = ParallelismName(Parallelism::kVocabulary);
   if (reader.Find("parallelism") != nullptr) reader.Read("parallelism", &parallelism);
   const bool by_rows = parallelism == ParallelismName(Parallelism::kRows);

@@ -12,7 +12,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "kernels/core/engine_options_check.h"
@@ -20,6 +20,7 @@
 #include "server/group/rank_codec.h"
 #include "server/group/remote_rank.h"
 #include "server/observability/logging.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::group {
 
@@ -276,12 +277,12 @@ absl::Status GroupAssembly::Refusals(const std::vector<std::shared_ptr<Slot>>& s
 
 absl::Status GroupAssembly::AwaitReady(const std::vector<std::shared_ptr<Slot>>& slots, absl::Duration timeout,
                                        const std::function<bool()>& cancelled) {
-  const absl::Time deadline = absl::Now() + timeout;
+  const absl::Time deadline = observability::MonotonicNow() + timeout;
   absl::MutexLock lock(&mutex_);
   for (const auto& slot : slots) {
     while (!slot->is_ready && slot->link->status().ok()) {
       if (cancelled()) return NotAwaited();
-      if (absl::Now() > deadline) return absl::OkStatus();
+      if (observability::MonotonicNow() > deadline) return absl::OkStatus();
       mutex_.AwaitWithTimeout(absl::Condition(&slot->is_ready), kCancelLook);
     }
   }

@@ -21,6 +21,7 @@
 #include "server/group/rank_codec.h"
 #include "server/group/rank_follower.h"
 #include "server/observability/logging.h"
+#include "server/observability/pause.h"
 
 namespace headwater::group {
 namespace {
@@ -42,10 +43,7 @@ class Voice {
  public:
   Voice(WorkerChannel& channel, const WorkerOptions& options) : channel_(channel), options_(options) {}
   ~Voice() {
-    {
-      absl::MutexLock lock(&mutex_);
-      stopping_ = true;
-    }
+    pause_.Stop();
     if (thread_.joinable()) thread_.join();
   }
 
@@ -73,12 +71,11 @@ class Voice {
 
  private:
   void Main() {
-    while (true) {
+    while (!pause_.WaitFor(options_.alive_interval)) {
       v1::JoinRequest alive;
       Rank* rank = nullptr;
       {
         absl::MutexLock lock(&mutex_);
-        if (mutex_.AwaitWithTimeout(absl::Condition(&stopping_), options_.alive_interval)) return;
         Describe(alive.mutable_alive());
         if (options_.is_leaving) alive.mutable_alive()->set_leaving(options_.is_leaving());
         rank = rank_;
@@ -117,8 +114,8 @@ class Voice {
   const WorkerOptions& options_;
   std::atomic<bool> ended_{false};
   absl::Mutex write_mutex_;
+  observability::Pause pause_;  // between signs of life
   absl::Mutex mutex_;
-  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::shared_ptr<Communicator> communicator_ ABSL_GUARDED_BY(mutex_);
   Rank* rank_ ABSL_GUARDED_BY(mutex_) = nullptr;
   std::thread thread_;

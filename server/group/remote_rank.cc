@@ -1,7 +1,6 @@
 #include "server/group/remote_rank.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <utility>
 
@@ -9,13 +8,12 @@
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/group/rank_codec.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::group {
 namespace {
 
 constexpr absl::Duration kLongestLook = absl::Seconds(1);
-
-absl::Duration SteadyTime() { return absl::FromChrono(std::chrono::steady_clock::now().time_since_epoch()); }
 
 v1::JoinResponse HeadCommand(uint64_t head, v1::RankHeadCommand::Kind kind) {
   v1::JoinResponse command;
@@ -33,7 +31,7 @@ RemoteRank::RemoteRank(int32_t rank, EngineDevice device, std::shared_ptr<RankLi
       link_(std::move(link)),
       silence_timeout_(silence_timeout),
       shares_rows_(shares_rows),
-      last_look_(SteadyTime()),
+      last_look_(observability::MonotonicNow()),
       silence_(absl::ZeroDuration()) {}
 
 absl::Status RemoteRank::health() {
@@ -41,7 +39,7 @@ absl::Status RemoteRank::health() {
     return MakeError(ErrorReason::kEngineFailed, absl::StrCat("rank ", rank_, " is gone: ", std::string(status.message())));
   }
   const int64_t messages = link_->messages();
-  const absl::Duration now = SteadyTime();
+  const absl::Time now = observability::MonotonicNow();
   absl::MutexLock lock(&mutex_);
   const absl::Duration look = std::min(now - last_look_, kLongestLook);
   last_look_ = now;

@@ -65,7 +65,7 @@ class RemoteRank final : public Rank {
   std::map<uint64_t, DataType> data_types_;  // of the heads' storage
   absl::Mutex mutex_;
   int64_t heard_ ABSL_GUARDED_BY(mutex_) = -1;  // messages at the last look
-  absl::Duration last_look_ ABSL_GUARDED_BY(mutex_);
+  absl::Time last_look_ ABSL_GUARDED_BY(mutex_);
   absl::Duration silence_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -8,6 +8,8 @@
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "server/heads/compute_locks.h"
+#include "server/heads/head_entry.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::heads {
 
@@ -107,6 +109,8 @@ absl::Status Head::CheckOpenStep(const StepKey& key) const {
 
 absl::Status Head::CheckEpoch(const Epoch& epoch) const { return LockAndCheck(&epoch, Need::kAnyState, false); }
 
+absl::Status Head::CheckThere() const { return LockAndCheck(nullptr, Need::kAnyState, false); }
+
 HeadInfo Head::Describe() const {
   absl::MutexLock state_lock(&state_mutex_);
   return DescribeLocked();
@@ -120,6 +124,7 @@ HeadInfo Head::DescribeLocked() const {
   info.plan = engine_head_->plan();
   info.create_time = create_time_;
   info.epoch = epoch_;
+  info.recovers_epochs = recovers_epochs_;
   info.state = state_;
   info.weight_version = weight_version_;
   if (spec_.trainable) info.open_step = ledger_.open().step;
@@ -148,7 +153,7 @@ absl::Status Head::AwaitStep(const StepKey& key, const WaitLimits& limits) {
 
 Head::Waited Head::WaitForChange(const WaitLimits& limits) const {
   if (limits.cancelled != nullptr && limits.cancelled()) return Waited::kCancelled;
-  const absl::Duration left = limits.deadline - absl::Now();
+  const absl::Duration left = limits.deadline - observability::MonotonicNow();
   if (left <= absl::ZeroDuration()) return Waited::kTooLong;
   changed_.WaitWithTimeout(&state_mutex_, std::min(left, kPollInterval));
   return Waited::kAWhile;
@@ -211,6 +216,7 @@ void Head::StartAfresh(int64_t step) {
   DropAllPending();
   shadow_.clear();
   epoch_ = NewEpoch();
+  recovers_epochs_.clear();
   state_ = HeadState::kReady;
   lost_cause_.clear();
   restored_checkpoint_.clear();
@@ -220,8 +226,12 @@ void Head::StartAfresh(int64_t step) {
   changed_.SignalAll();
 }
 
-absl::StatusOr<HeadInfo> Head::Take(const std::optional<Epoch>& epoch) {
+absl::StatusOr<HeadInfo> Head::Take(const std::optional<Epoch>& epoch, std::vector<Epoch> recovers_epochs,
+                                    const WaitLimits& limits) {
+  const Entry entry(*this, limits);
+  if (!entry.status().ok()) return entry.status();
   absl::MutexLock compute_lock(&compute_mutex_);
+  if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
   {
     absl::MutexLock state_lock(&state_mutex_);
     if (absl::Status status = Check(nullptr, Need::kNotLost, true); !status.ok()) return status;
@@ -230,6 +240,7 @@ absl::StatusOr<HeadInfo> Head::Take(const std::optional<Epoch>& epoch) {
   if (absl::Status status = AfterChange(CatchFailure([this] { return engine_head_->ZeroGradient(); })); !status.ok()) return status;
   absl::MutexLock state_lock(&state_mutex_);
   StartAfresh(ledger_.open().step);
+  recovers_epochs_ = std::move(recovers_epochs);
   if (!HasAllTensors()) state_ = HeadState::kLoading;
   return DescribeLocked();
 }
@@ -237,13 +248,23 @@ absl::StatusOr<HeadInfo> Head::Take(const std::optional<Epoch>& epoch) {
 bool Head::InUseLocked() const {
   SettleDropped();
   const StepRecord& open = ledger_.open();
-  if (running_calls_ > 0 || open.state == StepState::kSealed || open.HasUndecided()) return true;
+  if (running_calls_ > 0 || use_count_ > 0 || open.state == StepState::kSealed || open.HasUndecided()) return true;
   return open.Totals().micro_batch_count > 0;
 }
 
 bool Head::InUse() const {
   absl::MutexLock state_lock(&state_mutex_);
   return InUseLocked();
+}
+
+bool Head::HasUses() const {
+  absl::MutexLock state_lock(&state_mutex_);
+  return use_count_ > 0;
+}
+
+void Head::CountUse(int64_t change) {
+  absl::MutexLock state_lock(&state_mutex_);
+  use_count_ += change;
 }
 
 void Head::Retire() {
@@ -264,17 +285,39 @@ absl::Status Head::TryRetire(const std::optional<Epoch>& epoch, bool force) {
   if (absl::Status status = Check(epoch.has_value() ? &*epoch : nullptr, Need::kAnyState, false); !status.ok()) return status;
   if (!force && InUseLocked()) {
     const StepTotals totals = ledger_.open().Totals();
+    const int64_t running_calls = std::max(running_calls_, use_count_);  // who submits for a client has a use of it as well
     return MakeError(ErrorReason::kHeadInUse,
-                     absl::StrCat(name_.ToString(), " is in use: ", running_calls_, " running calls, ", totals.micro_batch_count,
+                     absl::StrCat(name_.ToString(), " is in use: ", running_calls, " running calls, ", totals.micro_batch_count,
                                   " committed micro-batches in step ", ledger_.open().step, "; force deletes it nevertheless"),
                      {{"head", name_.ToString()},
                       {"openStep", absl::StrCat(ledger_.open().step)},
-                      {"runningCalls", absl::StrCat(running_calls_)},
+                      {"runningCalls", absl::StrCat(running_calls)},
                       {"committed", absl::StrCat(totals.micro_batch_count)}});
   }
   retired_ = true;
   changed_.SignalAll();
   return absl::OkStatus();
+}
+
+// ---- who uses it -----------------------------------------------------------------------------------------------------
+
+HeadUse::HeadUse(std::shared_ptr<Head> head) : head_(std::move(head)) {
+  if (head_ != nullptr) head_->CountUse(1);
+}
+
+HeadUse& HeadUse::operator=(HeadUse&& other) noexcept {
+  if (this == &other) return *this;
+  End();
+  head_ = std::move(other.head_);
+  return *this;
+}
+
+HeadUse::~HeadUse() { End(); }
+
+void HeadUse::End() {
+  if (head_ == nullptr) return;
+  head_->CountUse(-1);
+  head_.reset();
 }
 
 }  // namespace headwater::heads

@@ -6,6 +6,11 @@
 // their heads, so that several small ones reach the engine together and the next large one is at its door. Nothing here knows gRPC;
 // errors carry reasons (error.h).
 //
+// Calls that save the head, or set it from files, hold it for as long as the disk takes. What waits for those waits apart, in turns
+// and as its WaitLimits allow (head_entry.h): methods that take limits answer kDeadlineExceeded, kCancelled, or what
+// WaitLimits::places says, and have changed nothing then (in deterministic mode Seal() and Apply() may have sealed the step).
+// Behind a computation they wait whatever their limits are, and look at them before they change anything.
+//
 // Every call answers, in this order: kHeadNotFound after Retire(); kHeadNotTrainable where a step is named and the head is frozen;
 // kStepLost while the head is RESTORED and the call names an epoch or a step; kEpochFenced; kStepLost while the head is LOST;
 // kWeightsNotLoaded while it is LOADING.
@@ -54,6 +59,9 @@
 namespace headwater::checkpoint {
 class CheckpointStore;
 }
+namespace headwater::observability {
+class BusyClock;
+}
 
 namespace headwater::heads {
 
@@ -65,6 +73,7 @@ struct HeadInfo {
   HeadName name;
   HeadSpec spec;
   Epoch epoch;
+  std::vector<Epoch> recovers_epochs;  // what the Take() that made the epoch was given; empty if another call made it
   HeadState state;
   int64_t weight_version;
   std::optional<int64_t> open_step;  // trainable heads
@@ -83,11 +92,45 @@ struct StepKey {
   int64_t step = 0;
 };
 
+// Places for calls that wait, of which there are so many. Thread-safe.
+class WaitPlaces {
+ public:
+  virtual ~WaitPlaces() = default;
+  // The caller has one until GiveBack(), or is told why it gets none.
+  virtual absl::Status Take() = 0;
+  virtual void GiveBack() = 0;
+};
+
+// One of those places, from Take() on. `places` null: none is needed.
+class WaitPlace {
+ public:
+  explicit WaitPlace(WaitPlaces* places) : places_(places) {}
+  WaitPlace(const WaitPlace&) = delete;
+  WaitPlace& operator=(const WaitPlace&) = delete;
+  ~WaitPlace() {
+    if (taken_) places_->GiveBack();
+  }
+  // May be called again.
+  absl::Status Take() {
+    if (places_ == nullptr || taken_) return absl::OkStatus();
+    absl::Status status = places_->Take();
+    taken_ = status.ok();
+    return status;
+  }
+
+ private:
+  WaitPlaces* const places_;
+  bool taken_ = false;
+};
+
 // How long a call may wait for its turn.
 struct WaitLimits {
-  absl::Time deadline = absl::InfinitePast();  // past: do not wait
+  absl::Time deadline = absl::InfinitePast();  // of observability::MonotonicNow(); past: do not wait
   std::function<bool()> cancelled;             // polled every few milliseconds; may be null
+  WaitPlaces* places = nullptr;                // where a call is while it waits for files; null: it needs no place
 };
+
+inline WaitLimits AsLongAsItTakes() { return {absl::InfiniteFuture(), nullptr}; }
 
 // One loss term of a submission, with owned data; the head pointers are resolved names.
 struct SubmittedTerm {
@@ -225,7 +268,8 @@ struct HeadLimits {
   int64_t ordered_window = 1024;             // that may be there before their predecessors; >= 1
 };
 
-// Brings elements [element_start, element_start + element_count) of a tensor; called in ascending order, without gaps.
+// Brings elements [element_start, element_start + element_count) of a tensor; called in ascending order, without gaps, and perhaps
+// from the beginning again.
 using TensorSource = std::function<absl::Status(int64_t element_start, int64_t element_count, void* out)>;
 
 // One tensor that SetTensors() sets.
@@ -233,7 +277,10 @@ struct TensorUpdate {
   HeadTensor tensor = HeadTensor::kWeight;  // kWeight or kBias
   DataType data_type = DataType::kFloat32;  // of what `source` brings: the storage type or fp32
   TensorSource source;
+  bool in_memory = false;  // `source` cannot fail: nobody need read it through before
 };
+
+class HeadUse;
 
 class Head : public std::enable_shared_from_this<Head> {
  public:
@@ -263,7 +310,7 @@ class Head : public std::enable_shared_from_this<Head> {
   static absl::Status CheckSubmission(const Submission& submission);
   // To be called once the header has been accepted. Checks like CheckSubmission(); then an attempt > 0 aborts lower ones: what they
   // left undecided is dropped, and one that is running ends with kAttemptSuperseded unless it is past the point of no return.
-  static absl::Status Announce(const Submission& submission);
+  static absl::Status Announce(const Submission& submission, const WaitLimits& limits = AsLongAsItTakes());
   // Waits while a call that takes as long as files do (Save(), Restore(), SetTensors()) has one of the submission's heads, or is
   // the next to have it: Submit() would wait just as long, but with the turn at the engine that its caller has by then, and that
   // others could use. What can be refused is refused without waiting. kCancelled, kDeadlineExceeded. Nothing to wait for once that
@@ -280,12 +327,14 @@ class Head : public std::enable_shared_from_this<Head> {
   // Adds the contribution to all its heads, or to none: `targets` must be exactly those (kInvalidCombination otherwise). True if
   // this call committed it, false if an equal call had. `session`: kNotSessionOwner unless it owns the contribution, or nobody
   // does. kInvalidCombination for token factors of a contribution that is not HELD, kShapeMismatch for their number;
-  // kWeightVersionMismatch if it is HELD and a teacher's weights have changed.
+  // kWeightVersionMismatch if it is HELD and a teacher's weights have changed. `busy` (may be null) counts what the engine does for
+  // it, but not the wait for the heads, which files may have.
   static absl::StatusOr<bool> Commit(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
-                                     const CommitArguments& arguments, const std::optional<SessionId>& session);
+                                     const CommitArguments& arguments, const std::optional<SessionId>& session,
+                                     observability::BusyClock* busy = nullptr, const WaitLimits& limits = AsLongAsItTakes());
   // True if something was dropped. An attempt higher than the one that is there needs no session.
   static absl::StatusOr<bool> Discard(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
-                                      const std::optional<SessionId>& session);
+                                      const std::optional<SessionId>& session, const WaitLimits& limits = AsLongAsItTakes());
   // The same for a micro-batch of this head alone, that no session owns.
   absl::StatusOr<bool> Commit(const StepKey& key, int64_t micro_batch, int64_t attempt, double factor);
   absl::StatusOr<bool> Discard(const StepKey& key, int64_t micro_batch, int64_t attempt);
@@ -294,41 +343,54 @@ class Head : public std::enable_shared_from_this<Head> {
                                 int64_t row_count) const;
   // Adds a trainer's own part as a committed contribution. True if this call added it, false for a repeat with the same digest.
   absl::StatusOr<bool> AddGradient(const StepKey& key, int64_t micro_batch, int64_t attempt, const Digest& digest,
-                                   const GradientPart& part, const std::function<bool()>& cancelled);
+                                   const GradientPart& part, const std::function<bool()>& cancelled,
+                                   const WaitLimits& limits = AsLongAsItTakes());
   // In deterministic mode AddGradient() is refused (kOrderedWindowFull) until its predecessors are there, and adds them first: its
   // rows are not kept. Waits for that; OK as well when the deadline comes. kCancelled.
   absl::Status AwaitTurn(const StepKey& key, int64_t micro_batch, const WaitLimits& limits) const;
   // Whether AwaitTurn() has nothing to wait for.
   bool HasItsTurn(const StepKey& key, int64_t micro_batch) const;
   // Drops what a session that has ended left undecided; a tombstone stays for each. Returns how many micro-batches this call
-  // dropped.
+  // dropped. Waits for nobody: one thread ends all sessions. What a call of the session is just committing stays, and so does what
+  // its calls still add; that is dropped when the last of them has ended, and the session with it once more.
   int64_t DropSession(const SessionId& session);
 
   // ---- steps ---------------------------------------------------------------------------------------------------------
   absl::StatusOr<std::pair<StepRecord, std::optional<StepRecord>>> GetSteps(const Epoch& epoch) const;
-  // With `wait`: as long as micro-batches are missing or undecided, waits for them.
-  absl::StatusOr<SealReply> Seal(const StepKey& key, const ExpectedMicroBatches& expected, const WaitLimits& wait = {});
+  // With `wait`: as long as micro-batches are missing or undecided, and the step takes them, waits for them.
+  absl::StatusOr<SealReply> Seal(const StepKey& key, const ExpectedMicroBatches& expected, const WaitLimits& wait = {},
+                                 const WaitLimits& limits = AsLongAsItTakes());
+  // Whether the step is open, so that what it lacks may still come.
+  bool TakesMicroBatches(const StepKey& key) const;
   // Needs a sealed step, or `expected` to seal the open one first (kMissingField without it); the step stays sealed if the update
   // is then refused (kNonFiniteGradient). With `expected` for a sealed step the expectation must hold. Replay: the last closed step
   // with equal arguments gets the stored reply; `expected` is compared only if both calls gave it. Anything else for the last
   // closed step is kStepConflict. kOptimizerNotConfigured; kInvalidCombination for overrides that the head's optimizer does not
   // have; kInvalidField for values out of range.
   absl::StatusOr<ApplyReply> Apply(const StepKey& key, const std::optional<ExpectedMicroBatches>& expected,
-                                   const ApplyArguments& arguments);
+                                   const ApplyArguments& arguments, const WaitLimits& limits = AsLongAsItTakes());
   // Returns {open step, replayed}.
-  absl::StatusOr<std::pair<int64_t, bool>> DiscardGradient(const StepKey& key);
+  absl::StatusOr<std::pair<int64_t, bool>> DiscardGradient(const StepKey& key, const WaitLimits& limits = AsLongAsItTakes());
   // Takes one tensor of the weights that close a sealed step. When the head has all of its tensors they are swapped in whole, the
   // step is REPLACED and step + 1 is open. A repeat of a tensor that the last closed step was replaced with is answered alike.
   // kStepMismatch, kStepNotSealed, kStepConflict; and what SetTensor() refuses. The epoch stays, optimizer state is kept.
-  absl::StatusOr<ReplaceReply> Replace(const StepKey& key, const ShadowTensor& tensor);
+  absl::StatusOr<ReplaceReply> Replace(const StepKey& key, const ShadowTensor& tensor,
+                                       const WaitLimits& limits = AsLongAsItTakes());
+  // Lets go of a tensor that waits for the others, if it is the one at `data`: its room is needed. The step needs all of them again
+  // then. False if it does not wait here, or a call computes on the head or changes it.
+  bool DropShadow(const void* data);
   // A new run takes over: a new epoch, an empty open step. kEpochFenced if `epoch` is given and not the head's; kHeadNotTrainable;
   // kStepLost for a head that is LOST. This, Replace() and the other calls that make an epoch return the head as they leave it:
-  // whoever takes it right afterwards has another epoch, which the former owner must not learn from its own call.
-  absl::StatusOr<HeadInfo> Take(const std::optional<Epoch>& epoch);
-  absl::StatusOr<GradientStats> GradientNorm(const StepKey& key) const;  // without factor
+  // whoever takes it right afterwards has another epoch, which the former owner must not learn from its own call. The taker has
+  // worked under `recovers_epochs` before the server was started again: Describe() tells them as long as the new epoch lasts.
+  absl::StatusOr<HeadInfo> Take(const std::optional<Epoch>& epoch, std::vector<Epoch> recovers_epochs = {},
+                                const WaitLimits& limits = AsLongAsItTakes());
+  // Without factor.
+  absl::StatusOr<GradientStats> GradientNorm(const StepKey& key, const WaitLimits& limits = AsLongAsItTakes()) const;
   // Copies accumulator elements out as fp32; `tensor` is kGradWeight or kGradBias (kWeight and kBias mean the same). Fails with
   // kStepMismatch when the step has moved on between two calls.
-  absl::Status ReadGradient(const StepKey& key, HeadTensor tensor, int64_t element_start, int64_t element_count, float* out) const;
+  absl::Status ReadGradient(const StepKey& key, HeadTensor tensor, int64_t element_start, int64_t element_count, float* out,
+                            const WaitLimits& limits = AsLongAsItTakes()) const;
 
   // ---- weights -------------------------------------------------------------------------------------------------------
   // Sets a whole tensor (kWeight or kBias), in the storage type or fp32 (rounded to nearest even for storage, kept whole in the
@@ -336,14 +398,18 @@ class Head : public std::enable_shared_from_this<Head> {
   // step, uncommitted contributions are dropped, and optimizer state starts again from 0 (Restore brings weights together with
   // theirs). kEpochFenced for a stale epoch; kDataTypeMismatch, kDataLengthMismatch, kInvalidField.
   absl::StatusOr<HeadInfo> SetTensor(const Epoch& epoch, HeadTensor tensor, DataType data_type, const void* data,
-                                     int64_t byte_count);
-  // The same for one or two tensors in one change, read from sources in pieces of at most kTensorPieceBytes. If a source fails, its
-  // error comes back; the head is as before if that was the first piece, else LOADING if it was, else LOST.
-  absl::StatusOr<HeadInfo> SetTensors(const Epoch& epoch, const std::vector<TensorUpdate>& updates);
+                                     int64_t byte_count, const WaitLimits& limits = AsLongAsItTakes());
+  // The same for one or two tensors in one change, read from sources in pieces of at most kTensorPieceBytes. Those that are not in
+  // memory are read through once before anything is written, without holding up other calls: if one fails then, its error comes
+  // back, and the head is as before. One that fails after that has changed meanwhile: a head that was LOADING still is, without the
+  // tensors of this call, and is told the source's error; any other is LOST (kEngineFailed).
+  absl::StatusOr<HeadInfo> SetTensors(const Epoch& epoch, const std::vector<TensorUpdate>& updates,
+                                      const WaitLimits& limits = AsLongAsItTakes());
   // Copies elements of kWeight or kBias (storage type), kMasterWeight or kMasterBias (fp32). kWeightVersionMismatch if `version` is
   // given and not the current one; kEpochFenced (kStepLost of a RESTORED head) the same for `epoch`.
   absl::Status ReadWeights(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out,
-                           std::optional<int64_t> version, const std::optional<Epoch>& epoch = std::nullopt) const;
+                           std::optional<int64_t> version, const std::optional<Epoch>& epoch = std::nullopt,
+                           const WaitLimits& limits = AsLongAsItTakes()) const;
 
   // ---- checkpoints ---------------------------------------------------------------------------------------------------
   struct SavedCheckpoint {
@@ -353,20 +419,28 @@ class Head : public std::enable_shared_from_this<Head> {
   // Writes weights, optimizer state and the open step's number; contributions of the open step are not part of it. `epoch` is
   // required for a trainable head.
   absl::StatusOr<SavedCheckpoint> Save(const std::optional<Epoch>& epoch, checkpoint::CheckpointStore& store,
-                                       const std::string& checkpoint_name, bool overwrite);
+                                       const std::string& checkpoint_name, bool overwrite,
+                                       const WaitLimits& limits = AsLongAsItTakes());
   // The same, replacing an older one of that name, for a READY head that has changed since it was last saved; true if it was.
-  // kDeadlineExceeded if it has, after `deadline`. Does not wait for calls that compute: nothing if there are any.
+  // kDeadlineExceeded if it has, after `deadline`. Does not wait for calls that compute, or that come before it: nothing if there
+  // are any.
   std::optional<absl::StatusOr<bool>> TrySaveIfChanged(checkpoint::CheckpointStore& store, const std::string& checkpoint_name,
                                                        absl::Time deadline);
   // Sets weights, optimizer state and step; a new epoch, version + 1, an empty open step. If the checkpoint is not there, damaged
   // or of another spec, the head is as before. In deterministic mode so it is if the checkpoint was saved where sums are made in
-  // another order (kCheckpointSpecMismatch); else HeadInfo::restore_note says so.
-  absl::StatusOr<HeadInfo> Restore(const Epoch& epoch, checkpoint::CheckpointStore& store, const std::string& checkpoint_name);
+  // another order (kCheckpointSpecMismatch); else HeadInfo::restore_note says so. A new head that has not been saved yet goes on
+  // with the checkpoint's run (CheckpointStore::Continue()).
+  absl::StatusOr<HeadInfo> Restore(const Epoch& epoch, checkpoint::CheckpointStore& store, const std::string& checkpoint_name,
+                                   const WaitLimits& limits = AsLongAsItTakes());
   // The same for a head that was just created because the server has come back: a trainable one is RESTORED then.
   absl::Status ComeBack(checkpoint::CheckpointStore& store, const std::string& checkpoint_name);
 
-  // True if there are uncommitted contributions, running calls or a non-empty open step.
+  // True if there are uncommitted contributions, running calls (submissions, and whoever has a HeadUse) or a non-empty open step.
   bool InUse() const;
+  // Whether somebody has a HeadUse of it.
+  bool HasUses() const;
+  // kHeadNotFound once it has been retired.
+  absl::Status CheckThere() const;
   // Called when the head leaves the registry: later calls that still hold it answer kHeadNotFound. Waits for a running call, then
   // drops what is staged.
   void Retire();
@@ -383,11 +457,14 @@ class Head : public std::enable_shared_from_this<Head> {
   };
   // What a call needs the head to be.
   enum class Need { kAnyState, kNotLost, kReady };
+  friend class HeadUse;
   // Hold the compute locks, or the state locks, of some heads, taken in ascending address so that nobody waits in a circle.
   class ComputeLocks;
   class StateLocks;
-  // A call that AwaitFiles() waits for; lives from before it has the compute lock. head_weights.cc.
+  // Calls on their way into heads, before they wait for the compute locks: those that take as long as files do, for which
+  // AwaitFiles() waits, and all others but submissions. head_entry.h.
   class FileCall;
+  class Entry;
 
   Head(const HeadName& name, const HeadSpec& spec, const HeadLimits& limits, LossEngine& engine,
        std::unique_ptr<EngineHead> engine_head);
@@ -406,6 +483,22 @@ class Head : public std::enable_shared_from_this<Head> {
   bool InUseLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   // Whether AwaitFiles() waits for this head.
   bool IsTakenByFiles() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_) { return file_calls_ > 0 && !retired_; }
+
+  // FileCall's and Entry's; head_entry.cc. Who has been let in leaves.
+  absl::Status EnterCall(const WaitLimits& limits) const ABSL_LOCKS_EXCLUDED(state_mutex_);
+  void LeaveCall() const ABSL_LOCKS_EXCLUDED(state_mutex_);
+  absl::Status EnterFiles(const WaitLimits& limits) ABSL_LOCKS_EXCLUDED(state_mutex_);
+  // Does not wait: false if it would have to.
+  bool TryEnterFiles() ABSL_LOCKS_EXCLUDED(state_mutex_);
+  void LeaveFiles() ABSL_LOCKS_EXCLUDED(state_mutex_);
+  bool MayFilesBegin() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_) {
+    return !file_runs_ && entries_ == 0 && due_entries_ == 0;
+  }
+  // WaitForChange() in a place of the limits'. Not OK when it is to wait no longer.
+  absl::Status WaitForFiles(const WaitLimits& limits, WaitPlace& place) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
+  // With the compute lock, before anything is changed: kDeadlineExceeded, kCancelled.
+  static absl::Status CheckInTime(const WaitLimits& limits);
+  void CountUse(int64_t change) ABSL_LOCKS_EXCLUDED(state_mutex_);
 
   // One turn of a loop that waits for this head to change: it looks again after a while, unless its limits end it.
   enum class Waited { kAWhile, kCancelled, kTooLong };
@@ -454,7 +547,8 @@ class Head : public std::enable_shared_from_this<Head> {
   // AddGradient() once its arguments are known to be right, but for what follows in the order. Null if contributions wait that are
   // to be added first.
   absl::StatusOr<std::optional<bool>> AddOwnPart(const StepKey& key, int64_t micro_batch, int64_t attempt, const Digest& digest,
-                                                 const GradientPart& part, const std::function<bool()>& cancelled);
+                                                 const GradientPart& part, const std::function<bool()>& cancelled,
+                                                 const WaitLimits& limits);
   // Whether an engine will take what is held times these: kShapeMismatch, kInvalidField.
   static absl::Status CheckArguments(const CommitArguments& arguments, const HeldRows& held);
 
@@ -476,12 +570,12 @@ class Head : public std::enable_shared_from_this<Head> {
   std::shared_ptr<const WaitingAddition> NextInOrder() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   // Adds those whose turn has come, one after the other; with no lock held. An engine failure, or a teacher that is no longer what
   // it was, makes the head LOST; any other error leaves what waits as it is.
-  absl::Status AddInOrder() ABSL_LOCKS_EXCLUDED(compute_mutex_, state_mutex_);
-  // The same for several heads; only what made one LOST is an error.
+  absl::Status AddInOrder(const WaitLimits& limits) ABSL_LOCKS_EXCLUDED(compute_mutex_, state_mutex_);
+  // The same for several heads, but for those that files have; only what made one LOST is an error.
   static absl::Status AddInOrder(const std::vector<Head*>& heads);
   // Null if contributions wait that the sealed step is to have first.
   absl::StatusOr<std::optional<ApplyReply>> TryApply(const StepKey& key, const std::optional<ExpectedMicroBatches>& expected,
-                                                     const ApplyArguments& arguments);
+                                                     const ApplyArguments& arguments, const WaitLimits& limits);
 
   // After an engine call that changes the head: an engine failure makes the head LOST. Returns `status`.
   absl::Status AfterChange(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
@@ -492,8 +586,11 @@ class Head : public std::enable_shared_from_this<Head> {
   absl::Status CheckUpdates(const std::vector<TensorUpdate>& updates) const;
   // kDataLengthMismatch unless `byte_count` is the whole tensor's.
   absl::Status CheckTensorBytes(HeadTensor tensor, DataType data_type, int64_t byte_count) const;
-  // `changed` becomes true with the first change. The gradient is 0 afterwards.
-  absl::Status WriteTensors(const std::vector<TensorUpdate>& updates, bool& changed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
+  // Reads the sources of what is not in memory to their ends.
+  absl::Status ReadThrough(const std::vector<TensorUpdate>& updates) const;
+  // `changed` becomes true with the first change, `source_failed` if the error is a source's. The gradient is 0 afterwards.
+  absl::Status WriteTensors(const std::vector<TensorUpdate>& updates, bool& changed, bool& source_failed)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
   // Swaps the shadow in; the sealed step is to be closed then.
   absl::Status WriteShadow() ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
   // Save(), with the lock held.
@@ -517,8 +614,8 @@ class Head : public std::enable_shared_from_this<Head> {
   std::atomic<int64_t> last_use_nanos_;
 
   // Engine work and everything that changes the head. Taken before state_mutex_; of several heads by ComputeLocks. State is written
-  // only with both held, so a holder of this one alone may rely on what it has read: but for `retired_`, `superseding_`,
-  // `running_calls_`, `file_calls_`, and SettleDropped(), which only concerns what nobody can decide any more. Those who share it
+  // only with both held, so a holder of this one alone may rely on what it has read: but for `retired_`, `superseding_`, the
+  // counts of calls, and SettleDropped() and DropSession(), which only concern what nobody can decide any more. Those who share it
   // change only what each of them looks at anew under state_mutex_: the ledger's records and `pending_` of their own micro-batches,
   // and, when the engine fails one of them, whether the head is LOST. Weights, versions, epoch and step stay as they are meanwhile,
   // and nothing that is pending is committed.
@@ -540,6 +637,7 @@ class Head : public std::enable_shared_from_this<Head> {
   mutable StepLedger ledger_ ABSL_GUARDED_BY(state_mutex_);
   const std::unique_ptr<OrderedWindow> window_ ABSL_PT_GUARDED_BY(state_mutex_);  // null: not in deterministic mode
   Epoch epoch_ ABSL_GUARDED_BY(state_mutex_);
+  std::vector<Epoch> recovers_epochs_ ABSL_GUARDED_BY(state_mutex_);  // belong to epoch_
   HeadState state_ ABSL_GUARDED_BY(state_mutex_) = HeadState::kLoading;
   std::string lost_cause_ ABSL_GUARDED_BY(state_mutex_);
   std::string restored_checkpoint_ ABSL_GUARDED_BY(state_mutex_);
@@ -550,13 +648,44 @@ class Head : public std::enable_shared_from_this<Head> {
   int64_t weight_version_ ABSL_GUARDED_BY(state_mutex_) = 0;
   int64_t update_count_ ABSL_GUARDED_BY(state_mutex_) = 0;
   std::string weight_checksum_ ABSL_GUARDED_BY(state_mutex_);
+  // It has been saved, or has come back from a checkpoint, or goes on with the run of one that it was restored from: what is saved
+  // next is of the same run.
+  bool has_run_ ABSL_GUARDED_BY(compute_mutex_) = false;
   // Version of the weights and open step in the newest checkpoint; nothing if that is of another time.
   std::optional<std::pair<int64_t, int64_t>> saved_ ABSL_GUARDED_BY(state_mutex_);
   std::optional<AppliedStep> last_apply_ ABSL_GUARDED_BY(state_mutex_);
   std::map<HeadTensor, std::string> last_replace_ ABSL_GUARDED_BY(state_mutex_);  // checksums that closed the last closed step
   std::map<int64_t, int64_t> superseding_ ABSL_GUARDED_BY(state_mutex_);  // micro-batch: attempt that waits to abort lower ones
   int64_t running_calls_ ABSL_GUARDED_BY(state_mutex_) = 0;               // submissions that wait or compute
-  int64_t file_calls_ ABSL_GUARDED_BY(state_mutex_) = 0;                  // FileCall objects
+  int64_t use_count_ ABSL_GUARDED_BY(state_mutex_) = 0;                   // HeadUse objects
+  // The turns of head_entry.h. File calls: how many there are, whether one of them has its turn, how many have had theirs. Others:
+  // how many are in, how many wait, and how many of these come before the next file call.
+  int64_t file_calls_ ABSL_GUARDED_BY(state_mutex_) = 0;
+  bool file_runs_ ABSL_GUARDED_BY(state_mutex_) = false;
+  int64_t file_turn_ ABSL_GUARDED_BY(state_mutex_) = 0;
+  mutable int64_t entries_ ABSL_GUARDED_BY(state_mutex_) = 0;
+  mutable int64_t waiting_entries_ ABSL_GUARDED_BY(state_mutex_) = 0;
+  mutable int64_t due_entries_ ABSL_GUARDED_BY(state_mutex_) = 0;
+};
+
+// A call's use of a head that it has found, for as long as it may come to work on it: the head is in use meanwhile, and if it is
+// deleted all the same its memory stays its tenant's. Not for what is answered at once.
+class HeadUse {
+ public:
+  HeadUse() = default;
+  explicit HeadUse(std::shared_ptr<Head> head);
+  HeadUse(HeadUse&& other) noexcept = default;
+  HeadUse& operator=(HeadUse&& other) noexcept;
+  ~HeadUse();
+
+  const std::shared_ptr<Head>& head() const { return head_; }
+  Head& operator*() const { return *head_; }
+  Head* operator->() const { return head_.get(); }
+
+ private:
+  void End();
+
+  std::shared_ptr<Head> head_;  // null: of none
 };
 
 // How often a waiting call asks whether it has been cancelled.

@@ -2,14 +2,18 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
+#include "server/heads/head_entry.h"
+#include "server/observability/busy_clock.h"
 
 namespace headwater::heads {
 namespace {
@@ -193,8 +197,8 @@ absl::Status Head::AddHeld(HeldRows held, const CommitArguments& arguments, Loss
 }
 
 absl::StatusOr<bool> Head::Commit(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
-                                  const CommitArguments& arguments,
-                                  const std::optional<SessionId>& session) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+                                  const CommitArguments& arguments, const std::optional<SessionId>& session,
+                                  observability::BusyClock* busy, const WaitLimits& limits) ABSL_NO_THREAD_SAFETY_ANALYSIS {
   if (absl::Status status = CheckTargets(targets); !status.ok()) return status;
   absl::StatusOr<CommitFactor> factor = ToCommitFactor(arguments);
   if (!factor.ok()) return factor.status();
@@ -211,15 +215,22 @@ absl::StatusOr<bool> Head::Commit(const std::vector<DecisionTarget>& targets, in
       teachers.push_back(held.teachers[i].lock());
       if (teachers.back() != nullptr) heads.insert(teachers.back().get());
     }
+    std::optional<observability::BusyClock::Work> work;  // begins when the locks are had
     {
+      const Entry entry(heads, limits);
+      if (!entry.status().ok()) return entry.status();
       const ComputeLocks locks(heads);
+      if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
       absl::StatusOr<std::shared_ptr<PendingContribution>> pending = FindPending(targets, micro_batch, attempt, *factor, session);
       if (!pending.ok()) return pending.status();
       if (*pending == nullptr) return false;
-      if (*pending != *before) continue;  // another attempt has come meanwhile
+      // Another attempt has come meanwhile, or its session has ended.
+      if (*pending != *before || !(*pending)->BeginCommit()) continue;
+      const absl::Cleanup is_over = [&pending] { (*pending)->EndCommit(); };
       for (size_t i = 0; i < teachers.size(); ++i) {
         if (absl::Status status = CheckHeldTeacher(teachers[i].get(), held.teacher_weight_versions[i]); !status.ok()) return status;
       }
+      if (busy != nullptr) work.emplace(*busy);
       if (absl::Status status = CarryOut(targets, micro_batch, **pending, arguments, *factor); !status.ok()) return status;
     }
     // In deterministic mode it has taken its place only.
@@ -299,13 +310,18 @@ absl::Status Head::CheckDiscard(const std::vector<DecisionTarget>& targets, int6
 }
 
 absl::StatusOr<bool> Head::Discard(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
-                                   const std::optional<SessionId>& session) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+                                   const std::optional<SessionId>& session,
+                                   const WaitLimits& limits) ABSL_NO_THREAD_SAFETY_ANALYSIS {
   if (absl::Status status = CheckTargets(targets); !status.ok()) return status;
   // One that is being computed is answered at once.
   if (absl::Status status = CheckDiscard(targets, micro_batch, attempt, session); !status.ok()) return status;
   bool dropped = false;
   {
-    const ComputeLocks locks(HeadsOf(targets));
+    const std::set<Head*, std::less<>> heads = HeadsOf(targets);
+    const Entry entry(heads, limits);
+    if (!entry.status().ok()) return entry.status();
+    const ComputeLocks locks(heads);
+    if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
     if (absl::Status status = CheckDiscard(targets, micro_batch, attempt, session); !status.ok()) return status;
     for (const DecisionTarget& target : targets) {
       Head& head = *target.head;
@@ -335,22 +351,12 @@ absl::StatusOr<bool> Head::Discard(const StepKey& key, int64_t micro_batch, int6
 }
 
 int64_t Head::DropSession(const SessionId& session) {
-  {
-    // A session that has left nothing here does not wait for who computes here, or saves or loads the weights for minutes: the end
-    // of any session looks at all heads. What its calls still add is dropped when the last of them has ended.
-    absl::MutexLock state_lock(&state_mutex_);
-    SettleDropped();
-    const bool left_something =
-        std::any_of(pending_.begin(), pending_.end(), [&](const auto& entry) { return entry.second->session() == session; });
-    if (!left_something) return 0;
-  }
-  absl::MutexLock compute_lock(&compute_mutex_);
+  // Without the compute lock: the end of any session looks at all heads, and one of them may be computing, or be saved or loaded
+  // for minutes. Nobody else decides what is dropped here, and engines free it while other calls work.
   absl::MutexLock state_lock(&state_mutex_);
   int64_t dropped = 0;
   for (const auto& [id, pending] : pending_) {
-    if (pending->session() != session || pending->dropped()) continue;
-    pending->Drop();
-    ++dropped;
+    if (pending->session() == session && pending->DropWithSession()) ++dropped;
   }
   SettleDropped();
   changed_.SignalAll();
@@ -380,7 +386,7 @@ absl::Status Head::CheckAddGradient(const StepKey& key, int64_t micro_batch, int
 }
 
 absl::StatusOr<bool> Head::AddGradient(const StepKey& key, int64_t micro_batch, int64_t attempt, const Digest& digest,
-                                       const GradientPart& part, const std::function<bool()>& cancelled) {
+                                       const GradientPart& part, const std::function<bool()>& cancelled, const WaitLimits& limits) {
   if (!std::isfinite(static_cast<float>(part.factor))) {
     const std::string actual = absl::StrCat(part.factor);
     return MakeError(ErrorReason::kInvalidField, absl::StrCat("factor must be finite in fp32, it is ", actual),
@@ -389,7 +395,7 @@ absl::StatusOr<bool> Head::AddGradient(const StepKey& key, int64_t micro_batch, 
   absl::Status check = CheckAddGradient(key, micro_batch, attempt, part.row_start, part.row_count);
   if (!check.ok()) return check;
   while (true) {
-    absl::StatusOr<std::optional<bool>> added = AddOwnPart(key, micro_batch, attempt, digest, part, cancelled);
+    absl::StatusOr<std::optional<bool>> added = AddOwnPart(key, micro_batch, attempt, digest, part, cancelled, limits);
     if (!added.ok()) return added.status();
     if (added->has_value()) {
       // Others may have waited for it.
@@ -397,13 +403,17 @@ absl::StatusOr<bool> Head::AddGradient(const StepKey& key, int64_t micro_batch, 
       return **added;
     }
     // A shard was not ready, say, when the predecessors were to be added. If it still is not, neither is this one added.
-    if (absl::Status status = AddInOrder(); !status.ok()) return status;
+    if (absl::Status status = AddInOrder(limits); !status.ok()) return status;
   }
 }
 
 absl::StatusOr<std::optional<bool>> Head::AddOwnPart(const StepKey& key, int64_t micro_batch, int64_t attempt, const Digest& digest,
-                                                     const GradientPart& part, const std::function<bool()>& cancelled) {
+                                                     const GradientPart& part, const std::function<bool()>& cancelled,
+                                                     const WaitLimits& limits) {
+  const Entry entry(*this, limits);
+  if (!entry.status().ok()) return entry.status();
   absl::MutexLock compute_lock(&compute_mutex_);
+  if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
   absl::Status check = CheckAddGradient(key, micro_batch, attempt, part.row_start, part.row_count);
   if (!check.ok()) return check;
   if (cancelled != nullptr && cancelled()) {

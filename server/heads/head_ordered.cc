@@ -11,6 +11,7 @@
 #include "headwater/kernels/error.h"
 #include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
+#include "server/heads/head_entry.h"
 
 namespace headwater::heads {
 namespace {
@@ -131,7 +132,7 @@ std::shared_ptr<const WaitingAddition> Head::NextInOrder() const {
   return window_->Next(ledger_.open().state == StepState::kSealed);
 }
 
-absl::Status Head::AddInOrder() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+absl::Status Head::AddInOrder(const WaitLimits& limits) ABSL_NO_THREAD_SAFETY_ANALYSIS {
   if (window_ == nullptr) return absl::OkStatus();
   while (true) {
     std::shared_ptr<const WaitingAddition> next;
@@ -146,6 +147,8 @@ absl::Status Head::AddInOrder() ABSL_NO_THREAD_SAFETY_ANALYSIS {
       teachers.push_back(teacher.lock());
       if (teachers.back() != nullptr) heads.insert(teachers.back().get());
     }
+    const Entry entry(heads, limits);
+    if (!entry.status().ok()) return entry.status();
     const ComputeLocks locks(std::move(heads));
     {
       absl::MutexLock state_lock(&state_mutex_);
@@ -172,8 +175,9 @@ absl::Status Head::AddInOrder() ABSL_NO_THREAD_SAFETY_ANALYSIS {
 }
 
 absl::Status Head::AddInOrder(const std::vector<Head*>& heads) {
+  const WaitLimits not_behind_files = {};
   for (Head* head : heads) {
-    absl::Status status = head->AddInOrder();
+    absl::Status status = head->AddInOrder(not_behind_files);
     // What else fails leaves the contribution waiting, to be added by the next submission, decision or gradient, or by the seal.
     if (IsEngineFailure(status)) return status;
   }

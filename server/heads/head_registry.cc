@@ -77,12 +77,21 @@ absl::StatusOr<int64_t> HeadRegistry::PlannedBytes(const HeadSpec& spec) const {
 
 absl::Status HeadRegistry::Reserve(const HeadName& name, const absl::StatusOr<int64_t>& planned_bytes) {
   if (!planned_bytes.ok()) return planned_bytes.status();
+  departed_.remove_if([](const Departed& departed) {
+    const std::shared_ptr<Head> head = departed.head.lock();
+    return head == nullptr || !head->HasUses();
+  });
   const std::string prefix = TenantPrefix(name.tenant);
   int64_t tenant_heads = 0;
   int64_t tenant_bytes = 0;
   for (auto entry = heads_.lower_bound(prefix); entry != heads_.end() && absl::StartsWith(entry->first, prefix); ++entry) {
     ++tenant_heads;
     tenant_bytes = SaturatingAdd(tenant_bytes, entry->second.planned_bytes);
+  }
+  for (const Departed& departed : departed_) {
+    if (departed.tenant_prefix != prefix) continue;
+    ++tenant_heads;
+    tenant_bytes = SaturatingAdd(tenant_bytes, departed.planned_bytes);
   }
   // The tenant's own limits first: the server's tells how many heads others have.
   if (tenant_heads >= limits_.max_heads_per_tenant) {
@@ -96,7 +105,7 @@ absl::Status HeadRegistry::Reserve(const HeadName& name, const absl::StatusOr<in
                                    *planned_bytes, ", the maximum of a tenant is ", limits_.max_tenant_memory_bytes),
                       "max_tenant_memory_bytes", limits_.max_tenant_memory_bytes, wanted_bytes);
   }
-  const int64_t all_heads = static_cast<int64_t>(heads_.size());
+  const int64_t all_heads = static_cast<int64_t>(heads_.size() + departed_.size());
   if (all_heads >= limits_.max_heads) {
     return QuotaError(absl::StrCat("the server has ", all_heads, " heads, the maximum is ", limits_.max_heads), "max_heads",
                       limits_.max_heads, all_heads + 1);
@@ -108,7 +117,11 @@ absl::Status HeadRegistry::Reserve(const HeadName& name, const absl::StatusOr<in
 void HeadRegistry::Settle(const std::string& full_name, std::shared_ptr<Head> head) {
   absl::MutexLock lock(&mutex_);
   if (head == nullptr) {
-    heads_.erase(full_name);
+    const auto found = heads_.find(full_name);
+    if (found != heads_.end()) {
+      departed_.splice(departed_.end(), found->second.departed);
+      heads_.erase(found);
+    }
   } else {
     head->Touch(clock_());
     heads_[full_name].head = std::move(head);
@@ -116,10 +129,12 @@ void HeadRegistry::Settle(const std::string& full_name, std::shared_ptr<Head> he
   settled_.SignalAll();
 }
 
-absl::StatusOr<HeadRegistry::Created> HeadRegistry::Create(const HeadName& name, const HeadSpec& spec, IfExists if_exists) {
+absl::StatusOr<HeadRegistry::Created> HeadRegistry::Create(const HeadName& name, const HeadSpec& spec, IfExists if_exists,
+                                                           checkpoint::CheckpointStore* store, const WaitLimits& limits) {
   const std::string full_name = name.ToString();
   const absl::StatusOr<int64_t> planned_bytes = PlannedBytes(spec);
   {
+    WaitPlace place(limits.places);
     absl::MutexLock lock(&mutex_);
     for (auto found = heads_.find(full_name); found != heads_.end(); found = heads_.find(full_name)) {
       const Entry& entry = found->second;
@@ -131,7 +146,15 @@ absl::StatusOr<HeadRegistry::Created> HeadRegistry::Create(const HeadName& name,
         entry.head->Touch(clock_());
         return Created{entry.head, false};
       }
-      settled_.Wait(&mutex_);
+      if (absl::Status status = place.Take(); !status.ok()) return status;
+      const absl::Duration left = limits.deadline - observability::MonotonicNow();
+      const bool is_late = left <= absl::ZeroDuration();
+      if (is_late || (limits.cancelled != nullptr && limits.cancelled())) {
+        return MakeError(is_late ? ErrorReason::kDeadlineExceeded : ErrorReason::kCancelled,
+                         absl::StrCat(is_late ? "the deadline passed" : "the call was cancelled", " while ", full_name,
+                                      " was being created or deleted; nothing was made"));
+      }
+      settled_.WaitWithTimeout(&mutex_, std::min(left, kPollInterval));
     }
     if (absl::Status status = Reserve(name, planned_bytes); !status.ok()) return status;
   }
@@ -139,6 +162,11 @@ absl::StatusOr<HeadRegistry::Created> HeadRegistry::Create(const HeadName& name,
   const absl::Cleanup settle = [&] { Settle(full_name, made); };
   absl::StatusOr<std::shared_ptr<Head>> head = Head::Create(name, spec, engine_, head_limits_);
   if (!head.ok()) return head.status();
+  // Once there is a new head, and before anybody can call it: a creation that is refused leaves the former head what it can come
+  // back from.
+  if (store != nullptr) {
+    if (absl::Status status = store->BeginAnew(name.tenant, name.head); !status.ok()) return status;
+  }
   made = *std::move(head);
   return Created{made, true};
 }
@@ -194,6 +222,12 @@ int64_t HeadRegistry::DropSession(const SessionId& session) {
 
 // ---- deleting --------------------------------------------------------------------------------------------------------
 
+std::list<HeadRegistry::Departed> HeadRegistry::DepartedOf(const Entry& entry) {
+  std::list<Departed> departed;
+  departed.push_back({TenantPrefix(entry.head->name().tenant), entry.planned_bytes, entry.head});
+  return departed;
+}
+
 absl::Status HeadRegistry::Delete(const HeadName& name, const std::optional<Epoch>& epoch, bool force,
                                   checkpoint::CheckpointStore* store) {
   const std::string full_name = name.ToString();
@@ -201,9 +235,11 @@ absl::Status HeadRegistry::Delete(const HeadName& name, const std::optional<Epoc
   {
     absl::MutexLock lock(&mutex_);
     if (const auto found = FindEntry(full_name); found != heads_.end()) {
+      std::list<Departed> departed = DepartedOf(found->second);
       if (absl::Status status = found->second.head->TryRetire(epoch, force); !status.ok()) return status;
       head = std::move(found->second.head);
       found->second.leaving = true;
+      found->second.departed = std::move(departed);
     } else if (store == nullptr || epoch.has_value() || heads_.contains(full_name)) {
       return NotFound(full_name);
     } else {
@@ -242,9 +278,11 @@ bool HeadRegistry::TryExpire(const std::shared_ptr<Head>& head, absl::Duration t
   // A call that named the head long ago may have changed it since it was saved.
   const HeadInfo now = head->Describe();
   if (now.epoch != before.epoch || now.open_step != before.open_step || now.weight_version != before.weight_version) return false;
+  std::list<Departed> departed = DepartedOf(found->second);
   if (!head->TryRetire(before.epoch, /*force=*/true).ok()) return false;
   found->second.head.reset();
   found->second.leaving = true;
+  found->second.departed = std::move(departed);
   return true;
 }
 
@@ -279,7 +317,7 @@ std::vector<std::pair<HeadName, absl::Status>> HeadRegistry::SaveChanged(checkpo
       return true;
     });
     if (left.empty()) return outcomes;
-    if (absl::Now() >= deadline) break;
+    if (observability::MonotonicNow() >= deadline) break;
     absl::SleepFor(kPollInterval);
   }
   for (const std::shared_ptr<Head>& head : left) {

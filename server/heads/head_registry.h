@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <optional>
@@ -18,7 +19,7 @@
 #include "absl/time/time.h"
 #include "headwater/kernels/engine.h"
 #include "server/heads/head.h"
-#include "server/heads/monotonic_clock.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::checkpoint {
 struct CheckpointInfo;
@@ -26,6 +27,7 @@ struct CheckpointInfo;
 
 namespace headwater::heads {
 
+// A head that is deleted while calls still use it (HeadUse) counts until the last of them has ended: it has its memory so long.
 struct RegistryLimits {
   int64_t max_heads = 64;
   int64_t max_heads_per_tenant = 64;
@@ -42,7 +44,7 @@ class HeadRegistry {
  public:
   // `engine` must outlive the registry. `clock` is for tests; only differences of its times matter.
   HeadRegistry(LossEngine& engine, const RegistryLimits& limits, const HeadLimits& head_limits,
-               std::function<absl::Time()> clock = MonotonicNow);
+               std::function<absl::Time()> clock = observability::MonotonicNow);
 
   struct Created {
     std::shared_ptr<Head> head;
@@ -51,8 +53,12 @@ class HeadRegistry {
   // kHeadAlreadyExists, kHeadSpecMismatch (with the first field that differs, `initial_step` apart), kQuotaExceeded, and what the
   // engine says. The name is taken at once; until the head is allocated, which does not hold up other calls, it is not found.
   // Attaching waits for that, and creates the head itself if it comes to nothing; every creation waits for a head of that name that
-  // is being deleted. Attaching counts as a use of the head.
-  absl::StatusOr<Created> Create(const HeadName& name, const HeadSpec& spec, IfExists if_exists = IfExists::kFail);
+  // is being deleted. Both wait as long as `limits` allow: then it is kDeadlineExceeded, kCancelled or what WaitLimits::places
+  // says, and no head is made. Attaching counts as a use of the head. A head that is made is a new one to `store` (null: none),
+  // even where a former one of its name was saved and never deleted, because it was not brought back:
+  // CheckpointStore::BeginAnew(), whose error comes back if that fails, and no head is made.
+  absl::StatusOr<Created> Create(const HeadName& name, const HeadSpec& spec, IfExists if_exists = IfExists::kFail,
+                                 checkpoint::CheckpointStore* store = nullptr, const WaitLimits& limits = AsLongAsItTakes());
   // kHeadNotFound. Counts as a use of the head.
   absl::StatusOr<std::shared_ptr<Head>> Find(const HeadName& name) const;
   // Heads of a tenant by name, after `after` (exclusive; empty: from the beginning), at most `count`.
@@ -60,9 +66,9 @@ class HeadRegistry {
   // Heads of all tenants.
   std::vector<std::shared_ptr<Head>> ListAll() const;
   // kHeadNotFound, kHeadInUse unless `force`, kEpochFenced. The head does not come back at the next start: `store` (may be null)
-  // forgets it; its checkpoints stay. Decided at once; then waits for the call that computes on the head. If the store fails to
-  // forget (its error comes back) the head is gone nevertheless, and the same call again, without `epoch`, tries the store once
-  // more: as it does for a head that RestoreAll() could not bring back.
+  // forgets it; its checkpoints stay. Decided at once; then waits for the call that computes on the head. Its memory goes with the
+  // last call that uses it. If the store fails to forget (its error comes back) the head is gone nevertheless, and the same call
+  // again, without `epoch`, tries the store once more: as it does for a head that RestoreAll() could not bring back.
   absl::Status Delete(const HeadName& name, const std::optional<Epoch>& epoch, bool force, checkpoint::CheckpointStore* store);
 
   // Drops, in every head, what a session that has ended left undecided. Returns how many micro-batches.
@@ -90,7 +96,8 @@ class HeadRegistry {
       checkpoint::CheckpointStore& store, const std::function<bool()>& cancelled = [] { return false; });
 
   // Saves every READY head that has changed since it was last saved, as `checkpoint_name`, replacing an older one of that name.
-  // Those that calls compute on come last, as soon as they are free: they keep no other waiting. None is begun after `deadline`.
+  // Those that calls compute on come last, as soon as they are free: they keep no other waiting. None is begun after `deadline`,
+  // which observability::MonotonicNow() tells.
   // For each that was saved, or could not be: its name, and how that went.
   std::vector<std::pair<HeadName, absl::Status>> SaveChanged(checkpoint::CheckpointStore& store, const std::string& checkpoint_name,
                                                              absl::Time deadline);
@@ -99,11 +106,18 @@ class HeadRegistry {
   LossEngine& engine() const { return engine_; }
 
  private:
+  // A head that has been deleted, and counts as long as calls use it.
+  struct Departed {
+    std::string tenant_prefix;
+    int64_t planned_bytes = 0;
+    std::weak_ptr<Head> head;
+  };
   // A name that is taken.
   struct Entry {
-    std::shared_ptr<Head> head;  // null while it is being created or deleted
-    bool leaving = false;        // being deleted
-    int64_t planned_bytes = 0;   // 0 without max_tenant_memory_bytes
+    std::shared_ptr<Head> head;    // null while it is being created or deleted
+    bool leaving = false;          // being deleted
+    int64_t planned_bytes = 0;     // 0 without max_tenant_memory_bytes
+    std::list<Departed> departed;  // the head that leaves; it counts by this entry until its name is given free
   };
   using Entries = std::map<std::string, Entry>;
 
@@ -119,6 +133,8 @@ class HeadRegistry {
   absl::Status Remove(const HeadName& name, std::shared_ptr<Head> head, checkpoint::CheckpointStore* store);
   // Deletes what the store remembers of a head that is not here. Likewise.
   absl::Status DeleteAbsent(const HeadName& name, checkpoint::CheckpointStore& store);
+  // What is kept of a head that is to leave, made before it does: that takes memory.
+  static std::list<Departed> DepartedOf(const Entry& entry);
   // True if the head could be saved, or has nothing to be saved, and has not been used meanwhile; then it is retired.
   bool TryExpire(const std::shared_ptr<Head>& head, absl::Duration timeout, checkpoint::CheckpointStore* store, bool save_first);
   // The head at its newest whole checkpoint, or null. The name has been reserved.
@@ -132,6 +148,7 @@ class HeadRegistry {
   mutable absl::Mutex mutex_;
   absl::CondVar settled_;                  // a head that was being created or deleted is there, or is not
   Entries heads_ ABSL_GUARDED_BY(mutex_);  // by full name
+  std::list<Departed> departed_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace headwater::heads

@@ -7,6 +7,7 @@
 #include "headwater/kernels/error.h"
 #include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
+#include "server/heads/head_entry.h"
 
 namespace headwater::heads {
 namespace {
@@ -50,14 +51,21 @@ absl::StatusOr<std::pair<StepRecord, std::optional<StepRecord>>> Head::GetSteps(
   return std::make_pair(ledger_.open(), ledger_.last_closed());
 }
 
+bool Head::TakesMicroBatches(const StepKey& key) const {
+  absl::MutexLock state_lock(&state_mutex_);
+  return !retired_ && state_ == HeadState::kReady && key.epoch == epoch_ && key.step == ledger_.open().step &&
+         ledger_.open().state == StepState::kOpen;
+}
+
 absl::Status Head::AwaitMicroBatches(const StepKey& key, const ExpectedMicroBatches& expected, const WaitLimits& limits) const {
   absl::MutexLock state_lock(&state_mutex_);
   while (true) {
     if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
     const absl::Status complete = ledger_.CheckSeal(key.step, expected);
-    const bool may_come =
+    const bool lacks_some =
         HasReason(complete, ErrorReason::kMicroBatchMissing) || HasReason(complete, ErrorReason::kMicroBatchUncommitted);
-    if (!may_come) return absl::OkStatus();
+    // To a sealed step, by another expectation perhaps, nothing can come any more.
+    if (!lacks_some || ledger_.open().state != StepState::kOpen) return absl::OkStatus();
     const Waited waited = WaitForChange(limits);
     if (waited == Waited::kCancelled) {
       return MakeError(ErrorReason::kCancelled, absl::StrCat("the call was cancelled while step ", key.step, " was incomplete"));
@@ -66,12 +74,16 @@ absl::Status Head::AwaitMicroBatches(const StepKey& key, const ExpectedMicroBatc
   }
 }
 
-absl::StatusOr<SealReply> Head::Seal(const StepKey& key, const ExpectedMicroBatches& expected, const WaitLimits& wait) {
+absl::StatusOr<SealReply> Head::Seal(const StepKey& key, const ExpectedMicroBatches& expected, const WaitLimits& wait,
+                                     const WaitLimits& limits) {
   if (absl::Status status = AwaitMicroBatches(key, expected, wait); !status.ok()) return status;
   std::optional<bool> sealed_first;
   while (true) {
     {
+      const Entry entry(*this, limits);
+      if (!entry.status().ok()) return entry.status();
       absl::MutexLock compute_lock(&compute_mutex_);
+      if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
       SealReply reply;
       bool waits = false;
       {
@@ -93,7 +105,7 @@ absl::StatusOr<SealReply> Head::Seal(const StepKey& key, const ExpectedMicroBatc
         return reply;
       }
     }
-    if (absl::Status status = AddInOrder(); !status.ok()) return status;
+    if (absl::Status status = AddInOrder(limits); !status.ok()) return status;
   }
 }
 
@@ -136,18 +148,21 @@ absl::Status Head::CheckApply(const ApplyArguments& arguments) const {
 }
 
 absl::StatusOr<ApplyReply> Head::Apply(const StepKey& key, const std::optional<ExpectedMicroBatches>& expected,
-                                       const ApplyArguments& arguments) {
+                                       const ApplyArguments& arguments, const WaitLimits& limits) {
   while (true) {
-    absl::StatusOr<std::optional<ApplyReply>> reply = TryApply(key, expected, arguments);
+    absl::StatusOr<std::optional<ApplyReply>> reply = TryApply(key, expected, arguments, limits);
     if (!reply.ok()) return reply.status();
     if (reply->has_value()) return **std::move(reply);
-    if (absl::Status status = AddInOrder(); !status.ok()) return status;
+    if (absl::Status status = AddInOrder(limits); !status.ok()) return status;
   }
 }
 
 absl::StatusOr<std::optional<ApplyReply>> Head::TryApply(const StepKey& key, const std::optional<ExpectedMicroBatches>& expected,
-                                                         const ApplyArguments& arguments) {
+                                                         const ApplyArguments& arguments, const WaitLimits& limits) {
+  const Entry entry(*this, limits);
+  if (!entry.status().ok()) return entry.status();
   absl::MutexLock compute_lock(&compute_mutex_);
+  if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
   ApplyReply reply;
   OptimizerStep step;
   {
@@ -232,8 +247,11 @@ absl::Status Head::CloseStep(int64_t step, StepState how) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::pair<int64_t, bool>> Head::DiscardGradient(const StepKey& key) {
+absl::StatusOr<std::pair<int64_t, bool>> Head::DiscardGradient(const StepKey& key, const WaitLimits& limits) {
+  const Entry entry(*this, limits);
+  if (!entry.status().ok()) return entry.status();
   absl::MutexLock compute_lock(&compute_mutex_);
+  if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
   {
     absl::MutexLock state_lock(&state_mutex_);
     if (absl::Status status = Check(&key.epoch, Need::kReady, true); !status.ok()) return status;
@@ -254,15 +272,21 @@ absl::StatusOr<std::pair<int64_t, bool>> Head::DiscardGradient(const StepKey& ke
   return std::make_pair(ledger_.open().step, false);
 }
 
-absl::StatusOr<GradientStats> Head::GradientNorm(const StepKey& key) const {
+absl::StatusOr<GradientStats> Head::GradientNorm(const StepKey& key, const WaitLimits& limits) const {
+  const Entry entry(*this, limits);
+  if (!entry.status().ok()) return entry.status();
   absl::MutexLock compute_lock(&compute_mutex_);
+  if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
   if (absl::Status status = CheckOpenStep(key); !status.ok()) return status;
   return engine_head_->ComputeGradientStats();
 }
 
-absl::Status Head::ReadGradient(const StepKey& key, HeadTensor tensor, int64_t element_start, int64_t element_count,
-                                float* out) const {
+absl::Status Head::ReadGradient(const StepKey& key, HeadTensor tensor, int64_t element_start, int64_t element_count, float* out,
+                                const WaitLimits& limits) const {
+  const Entry entry(*this, limits);
+  if (!entry.status().ok()) return entry.status();
   absl::MutexLock compute_lock(&compute_mutex_);
+  if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
   if (absl::Status status = CheckOpenStep(key); !status.ok()) return status;
   if (tensor == HeadTensor::kWeight) tensor = HeadTensor::kGradWeight;
   if (tensor == HeadTensor::kBias) tensor = HeadTensor::kGradBias;

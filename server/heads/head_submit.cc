@@ -11,6 +11,7 @@
 #include "headwater/kernels/error.h"
 #include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
+#include "server/heads/head_entry.h"
 
 namespace headwater::heads {
 namespace {
@@ -155,11 +156,15 @@ absl::Status Head::CheckSubmission(const Submission& submission) {
   return absl::OkStatus();
 }
 
-absl::Status Head::Announce(const Submission& submission) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+absl::Status Head::Announce(const Submission& submission, const WaitLimits& limits) ABSL_NO_THREAD_SAFETY_ANALYSIS {
   if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
   const std::vector<Head*> targets = TargetsOf(submission);
   if (submission.attempt == 0 || targets.empty()) return absl::OkStatus();
   const int64_t micro_batch = *submission.micro_batch;
+  // Before the mark: nobody computes on a head that files have, and a call that is given up here supersedes nothing.
+  const std::set<Head*, std::less<>> heads(targets.begin(), targets.end());
+  const Entry entry(heads, limits);
+  if (!entry.status().ok()) return entry.status();
   // Also if memory ends: the mark knows of no step, and would refuse lower attempts in all later ones.
   absl::Cleanup unmark = [&]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
     for (Head* target : targets) {
@@ -175,8 +180,9 @@ absl::Status Head::Announce(const Submission& submission) ABSL_NO_THREAD_SAFETY_
     int64_t& waiting = target->superseding_[micro_batch];
     waiting = std::max(waiting, submission.attempt);
   }
-  const ComputeLocks locks(std::set<Head*, std::less<>>(targets.begin(), targets.end()));
+  const ComputeLocks locks(heads);
   std::move(unmark).Invoke();
+  if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
   if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
   for (const SubmittedTerm& term : submission.terms) {
     Head& head = *term.head;

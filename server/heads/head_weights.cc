@@ -6,13 +6,14 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/checkpoint/xxh3.h"
 #include "server/heads/compute_locks.h"
 #include "server/heads/head.h"
+#include "server/heads/head_entry.h"
 #include "server/heads/numerics.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::heads {
 namespace {
@@ -22,12 +23,14 @@ HeadTensor MasterOf(HeadTensor tensor) {
 }
 
 TensorUpdate UpdateFromMemory(HeadTensor tensor, DataType data_type, const void* data) {
-  return {tensor, data_type, [data, data_type](int64_t element_start, int64_t element_count, void* out) {
+  return {tensor, data_type,
+          [data, data_type](int64_t element_start, int64_t element_count, void* out) {
             const int64_t element_bytes = ElementBytes(data_type);
             std::memcpy(out, static_cast<const char*>(data) + element_start * element_bytes,
                         static_cast<size_t>(element_count * element_bytes));
             return absl::OkStatus();
-          }};
+          },
+          /*in_memory=*/true};
 }
 
 // A shard that is not ready stops a change in time only if nothing has been changed before.
@@ -36,24 +39,15 @@ absl::Status AfterTheBeginning(const absl::Status& status, bool changed) {
   return MakeError(ErrorReason::kEngineFailed, absl::StrCat("the change had begun, but ", std::string(status.message())));
 }
 
+// A source that fails in the middle leaves the head LOST. Its own reason says that the head is as before.
+absl::Status LostWithItsSource(const absl::Status& status) {
+  return MakeError(ErrorReason::kEngineFailed,
+                   absl::StrCat("the head is lost: part of its weights had been set when their source, which had been read to its "
+                                "end before, failed: ",
+                                std::string(status.message()), "; restore a checkpoint or set the weights again"));
+}
+
 }  // namespace
-
-class Head::FileCall {
- public:
-  explicit FileCall(Head& head) : head_(head) {
-    absl::MutexLock state_lock(&head_.state_mutex_);
-    ++head_.file_calls_;
-  }
-  FileCall(const FileCall&) = delete;
-  FileCall& operator=(const FileCall&) = delete;
-  ~FileCall() {
-    absl::MutexLock state_lock(&head_.state_mutex_);
-    if (--head_.file_calls_ == 0) head_.changed_.SignalAll();
-  }
-
- private:
-  Head& head_;
-};
 
 absl::Status Head::CheckElements(HeadTensor tensor, int64_t element_start, int64_t element_count) const {
   const int64_t total = engine_head_->ElementCount(tensor);
@@ -75,11 +69,11 @@ absl::Status Head::CheckElements(HeadTensor tensor, int64_t element_start, int64
 // ---- setting ---------------------------------------------------------------------------------------------------------
 
 absl::StatusOr<HeadInfo> Head::SetTensor(const Epoch& epoch, HeadTensor tensor, DataType data_type, const void* data,
-                                         int64_t byte_count) {
+                                         int64_t byte_count, const WaitLimits& limits) {
   const std::vector<TensorUpdate> updates = {UpdateFromMemory(tensor, data_type, data)};
   if (absl::Status status = CheckUpdates(updates); !status.ok()) return status;
   if (absl::Status status = CheckTensorBytes(tensor, data_type, byte_count); !status.ok()) return status;
-  return SetTensors(epoch, updates);
+  return SetTensors(epoch, updates, limits);
 }
 
 absl::Status Head::CheckTensorBytes(HeadTensor tensor, DataType data_type, int64_t byte_count) const {
@@ -117,7 +111,20 @@ absl::Status Head::CheckUpdates(const std::vector<TensorUpdate>& updates) const 
   return absl::OkStatus();
 }
 
-absl::Status Head::WriteTensors(const std::vector<TensorUpdate>& updates, bool& changed) {
+absl::Status Head::ReadThrough(const std::vector<TensorUpdate>& updates) const {
+  for (const TensorUpdate& update : updates) {
+    if (update.in_memory) continue;
+    const int64_t total = engine_head_->ElementCount(update.tensor);
+    const int64_t piece = kTensorPieceBytes / ElementBytes(update.data_type);
+    const auto buffer = std::make_unique<char[]>(static_cast<size_t>(std::min(piece, total) * ElementBytes(update.data_type)));
+    for (int64_t start = 0; start < total; start += piece) {
+      if (absl::Status status = update.source(start, std::min(piece, total - start), buffer.get()); !status.ok()) return status;
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Head::WriteTensors(const std::vector<TensorUpdate>& updates, bool& changed, bool& source_failed) {
   // Taken for changed while the engine is at it, which may throw.
   const auto change = [&changed](const auto& act) {
     const bool before = std::exchange(changed, true);
@@ -133,7 +140,10 @@ absl::Status Head::WriteTensors(const std::vector<TensorUpdate>& updates, bool& 
     const auto buffer = std::make_unique<char[]>(static_cast<size_t>(std::min(piece, total) * ElementBytes(update.data_type)));
     for (int64_t start = 0; start < total; start += piece) {
       const int64_t count = std::min(piece, total - start);
-      if (absl::Status status = update.source(start, count, buffer.get()); !status.ok()) return status;
+      if (absl::Status status = update.source(start, count, buffer.get()); !status.ok()) {
+        source_failed = true;
+        return status;
+      }
       // Before the first write, which a shard alone does not ask the others about: so one that is not ready is found in time.
       if (!changed && spec_.trainable) {
         if (absl::Status status = change([&] { return engine_head_->ZeroGradient(); }); !status.ok()) return status;
@@ -160,10 +170,14 @@ absl::StatusOr<std::string> Head::ChecksumWeight() const {
   return hasher.Digest();
 }
 
-absl::StatusOr<HeadInfo> Head::SetTensors(const Epoch& epoch, const std::vector<TensorUpdate>& updates) {
+absl::StatusOr<HeadInfo> Head::SetTensors(const Epoch& epoch, const std::vector<TensorUpdate>& updates, const WaitLimits& limits) {
   if (absl::Status status = CheckUpdates(updates); !status.ok()) return status;
-  const FileCall file_call(*this);
+  if (absl::Status status = LockAndCheck(&epoch, Need::kAnyState, false); !status.ok()) return status;
+  if (absl::Status status = ReadThrough(updates); !status.ok()) return status;
+  const FileCall file_call(*this, limits);
+  if (!file_call.status().ok()) return file_call.status();
   absl::MutexLock compute_lock(&compute_mutex_);
+  if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
   bool was_loading = false;
   {
     absl::MutexLock state_lock(&state_mutex_);
@@ -174,9 +188,10 @@ absl::StatusOr<HeadInfo> Head::SetTensors(const Epoch& epoch, const std::vector<
     return std::any_of(updates.begin(), updates.end(), [tensor](const TensorUpdate& update) { return update.tensor == tensor; });
   };
   bool changed = false;
+  bool source_failed = false;
   std::string checksum;
   const auto write = [&]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    absl::Status status = WriteTensors(updates, changed);
+    absl::Status status = WriteTensors(updates, changed, source_failed);
     if (status.ok() && spec_.trainable && !std::holds_alternative<std::monostate>(spec_.optimizer)) {
       status = engine_head_->ResetOptimizerState();
     }
@@ -191,7 +206,9 @@ absl::StatusOr<HeadInfo> Head::SetTensors(const Epoch& epoch, const std::vector<
   if (!written.ok()) {
     if (changed && !was_loading) {
       MarkLost(written);
-    } else if (changed) {
+      return source_failed ? LostWithItsSource(written) : written;
+    }
+    if (changed) {
       absl::MutexLock state_lock(&state_mutex_);
       if (sets(HeadTensor::kWeight)) {
         has_weight_ = false;
@@ -205,8 +222,10 @@ absl::StatusOr<HeadInfo> Head::SetTensors(const Epoch& epoch, const std::vector<
   if (sets(HeadTensor::kWeight)) has_weight_ = true;
   if (sets(HeadTensor::kBias)) has_bias_ = true;
   const Epoch epoch_before = epoch_;
+  std::vector<Epoch> recovered_before = std::move(recovers_epochs_);
   StartAfresh(ledger_.open().step);
   if (was_loading) epoch_ = epoch_before;
+  if (was_loading) recovers_epochs_ = std::move(recovered_before);
   if (!HasAllTensors()) state_ = HeadState::kLoading;
   update_count_ = 0;
   ++weight_version_;
@@ -226,9 +245,10 @@ absl::Status Head::WriteShadow() {
   for (const auto& [name, entry] : shadow)
     updates.push_back(UpdateFromMemory(name, entry.tensor.data_type, entry.tensor.data.get()));
   bool changed = false;
+  bool source_failed = false;  // never: they are in memory
   absl::StatusOr<std::string> checksum;
   const auto write = [&]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    const absl::Status status = WriteTensors(updates, changed);
+    const absl::Status status = WriteTensors(updates, changed, source_failed);
     if (!status.ok()) return AfterTheBeginning(status, changed);
     checksum = ChecksumWeight();
     return checksum.status();
@@ -243,7 +263,7 @@ absl::Status Head::WriteShadow() {
   return absl::OkStatus();
 }
 
-absl::StatusOr<ReplaceReply> Head::Replace(const StepKey& key, const ShadowTensor& tensor) {
+absl::StatusOr<ReplaceReply> Head::Replace(const StepKey& key, const ShadowTensor& tensor, const WaitLimits& limits) {
   if (absl::Status status = CheckUpdates({UpdateFromMemory(tensor.tensor, tensor.data_type, tensor.data.get())}); !status.ok()) {
     return status;
   }
@@ -252,7 +272,10 @@ absl::StatusOr<ReplaceReply> Head::Replace(const StepKey& key, const ShadowTenso
   hasher.Update(tensor.data.get(), tensor.byte_count);
   const std::string checksum = absl::StrCat(DataTypeName(tensor.data_type), ":", hasher.Digest());
 
+  const Entry entered(*this, limits);
+  if (!entered.status().ok()) return entered.status();
   absl::MutexLock compute_lock(&compute_mutex_);
+  if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
   std::map<HeadTensor, std::string> checksums;
   {
     absl::MutexLock state_lock(&state_mutex_);
@@ -282,11 +305,22 @@ absl::StatusOr<ReplaceReply> Head::Replace(const StepKey& key, const ShadowTenso
   return ReplaceReply{.closed = true, .head = DescribeLocked()};
 }
 
+bool Head::DropShadow(const void* data) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  // Replace() counts the tensors, and writes them after that, with this lock held.
+  if (!compute_mutex_.TryLock()) return false;
+  const absl::Cleanup unlock = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { compute_mutex_.Unlock(); };
+  absl::MutexLock state_lock(&state_mutex_);
+  return std::erase_if(shadow_, [data](const auto& entry) { return entry.second.tensor.data.get() == data; }) > 0;
+}
+
 // ---- reading ---------------------------------------------------------------------------------------------------------
 
 absl::Status Head::ReadWeights(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out,
-                               std::optional<int64_t> version, const std::optional<Epoch>& epoch) const {
+                               std::optional<int64_t> version, const std::optional<Epoch>& epoch, const WaitLimits& limits) const {
+  const Entry entry(*this, limits);
+  if (!entry.status().ok()) return entry.status();
   absl::MutexLock compute_lock(&compute_mutex_);
+  if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
   {
     absl::MutexLock state_lock(&state_mutex_);
     // A head that has come back may be read at the epoch that it came back with, before anybody takes it.
@@ -313,9 +347,11 @@ absl::Status Head::ReadWeights(HeadTensor tensor, int64_t element_start, int64_t
 // ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 absl::StatusOr<Head::SavedCheckpoint> Head::Save(const std::optional<Epoch>& epoch, checkpoint::CheckpointStore& store,
-                                                 const std::string& checkpoint_name, bool overwrite) {
-  const FileCall file_call(*this);
+                                                 const std::string& checkpoint_name, bool overwrite, const WaitLimits& limits) {
+  const FileCall file_call(*this, limits);
+  if (!file_call.status().ok()) return file_call.status();
   absl::MutexLock compute_lock(&compute_mutex_);
+  if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
   return SaveLocked(epoch, store, checkpoint_name, overwrite);
 }
 
@@ -330,10 +366,11 @@ std::optional<absl::StatusOr<bool>> Head::TrySaveIfChanged(checkpoint::Checkpoin
     if (!retired_ && state_ == HeadState::kReady && !is_saved) epoch = epoch_;
   }
   absl::StatusOr<bool> saved = false;
-  if (epoch.has_value() && absl::Now() >= deadline) {
+  if (epoch.has_value() && observability::MonotonicNow() >= deadline) {
     saved = MakeError(ErrorReason::kDeadlineExceeded, absl::StrCat("no time is left to save ", name_.ToString()));
   } else if (epoch.has_value()) {
-    const FileCall file_call(*this);
+    if (!TryEnterFiles()) return std::nullopt;
+    const absl::Cleanup leave = [this] { LeaveFiles(); };
     const absl::Status status = SaveLocked(epoch, store, checkpoint_name, /*overwrite=*/true).status();
     saved = status.ok() ? absl::StatusOr<bool>(true) : status;
   }
@@ -357,6 +394,7 @@ absl::StatusOr<Head::SavedCheckpoint> Head::SaveLocked(const std::optional<Epoch
   info.numerics = DescribeNumerics(engine_, *engine_head_);
   absl::StatusOr<int64_t> total_bytes = store.Save(name_.tenant, name_.head, info, *engine_head_, overwrite);
   if (!total_bytes.ok()) return total_bytes.status();
+  has_run_ = true;
   std::string checkpoints = store.Steps(name_.tenant, name_.head);
   absl::MutexLock state_lock(&state_mutex_);
   saved_ = {weight_version_, info.step};
@@ -401,6 +439,7 @@ absl::Status Head::LoadCheckpoint(checkpoint::CheckpointStore& store, const std:
     }
     checksum = ChecksumWeight();
     checkpoints = store.Steps(name_.tenant, name_.head);
+    if (checksum.ok() && !has_run_) has_run_ = comes_back || store.Continue(name_.tenant, name_.head, *info);
     return checksum.status();
   });
   if (!finished.ok()) {
@@ -425,9 +464,12 @@ absl::Status Head::LoadCheckpoint(checkpoint::CheckpointStore& store, const std:
   return absl::OkStatus();
 }
 
-absl::StatusOr<HeadInfo> Head::Restore(const Epoch& epoch, checkpoint::CheckpointStore& store, const std::string& checkpoint_name) {
-  const FileCall file_call(*this);
+absl::StatusOr<HeadInfo> Head::Restore(const Epoch& epoch, checkpoint::CheckpointStore& store, const std::string& checkpoint_name,
+                                       const WaitLimits& limits) {
+  const FileCall file_call(*this, limits);
+  if (!file_call.status().ok()) return file_call.status();
   absl::MutexLock compute_lock(&compute_mutex_);
+  if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
   if (absl::Status status = LockAndCheck(&epoch, Need::kAnyState, false); !status.ok()) return status;
   if (absl::Status status = LoadCheckpoint(store, checkpoint_name, /*comes_back=*/false); !status.ok()) return status;
   return Describe();  // nobody else makes an epoch while the lock is held

@@ -24,16 +24,33 @@ PendingContribution::PendingContribution(std::set<const Head*> targets, int64_t 
       held_(std::move(held)),
       until_decided_(std::move(until_decided)) {}
 
-void PendingContribution::Drop() {
+void PendingContribution::Drop() { DropUnlessKept(/*even_in_commit=*/true); }
+
+bool PendingContribution::DropWithSession() { return DropUnlessKept(/*even_in_commit=*/false); }
+
+bool PendingContribution::DropUnlessKept(bool even_in_commit) {
   // Freed after the lock is released: it may be much, and the last reference to a head may be among it.
   std::unique_ptr<StagedContribution> staged;
   HeldRows held;
   std::shared_ptr<const void> until_decided;
   absl::MutexLock lock(&mutex_);
+  if (dropped_ || (in_commit_ && !even_in_commit)) return false;
   dropped_ = true;
   until_decided = std::move(until_decided_);
   staged = std::move(staged_);
   held = std::exchange(held_, HeldRows());
+  return true;
+}
+
+bool PendingContribution::BeginCommit() {
+  absl::MutexLock lock(&mutex_);
+  in_commit_ = !dropped_;
+  return in_commit_;
+}
+
+void PendingContribution::EndCommit() {
+  absl::MutexLock lock(&mutex_);
+  in_commit_ = false;
 }
 
 bool PendingContribution::dropped() const {

@@ -35,7 +35,8 @@ struct CommitArguments {
 };
 
 // Thread-safe. The memory goes as soon as one of the heads drops it. Dropping needs the compute lock of at least one of the heads,
-// shared or not, committing those of all, exclusively: so the two exclude each other.
+// shared or not, committing those of all, exclusively: so the two exclude each other. The end of its session alone drops it without
+// any, for which a commit says when it is at it.
 class PendingContribution {
  public:
   // `until_decided` is let go with the memory; may be null.
@@ -51,19 +52,29 @@ class PendingContribution {
 
   void Drop();
   bool dropped() const;
+  // Drops it because its session has ended, with no compute lock; true if this call did. One that is being committed stays: the
+  // call that commits it is one of the session's, and when that has ended the session ends once more (SessionRegistry).
+  bool DropWithSession();
+  // Around a commit, by the holder of the compute locks of all its heads. False if it has been dropped.
+  bool BeginCommit();
+  void EndCommit();
 
-  // For the holder of the compute locks of all its heads: nobody can drop it then. Null if it is HELD, or dropped.
+  // For the holder of the compute locks of all its heads, after BeginCommit(): nobody can drop it then. Null if it is HELD, or
+  // dropped.
   StagedContribution* staged() const;
   // A copy, which keeps the memory; without terms if it is STAGED, or dropped.
   HeldRows held() const;
 
  private:
+  bool DropUnlessKept(bool even_in_commit);
+
   const std::set<const Head*> targets_;
   const int64_t attempt_;
   const std::optional<SessionId> session_;
   const bool is_held_;
   mutable absl::Mutex mutex_;
   bool dropped_ ABSL_GUARDED_BY(mutex_) = false;
+  bool in_commit_ ABSL_GUARDED_BY(mutex_) = false;
   std::unique_ptr<StagedContribution> staged_ ABSL_GUARDED_BY(mutex_);
   HeldRows held_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<const void> until_decided_ ABSL_GUARDED_BY(mutex_);

@@ -22,7 +22,7 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
-#include "server/heads/monotonic_clock.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::heads {
 
@@ -40,7 +40,7 @@ class SessionRegistry {
   // which it threw: Close() and Expire() throw that on, and Expire() tries again. `clock` is for tests; only differences of its
   // times matter.
   SessionRegistry(const SessionLimits& limits, std::function<void(const SessionId&)> on_end,
-                  std::function<absl::Time()> clock = MonotonicNow);
+                  std::function<absl::Time()> clock = observability::MonotonicNow);
 
   struct Grant {
     SessionId id;

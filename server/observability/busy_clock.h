@@ -2,16 +2,16 @@
 #ifndef HEADWATER_SERVER_OBSERVABILITY_BUSY_CLOCK_H_
 #define HEADWATER_SERVER_OBSERVABILITY_BUSY_CLOCK_H_
 
-#include <chrono>
 #include <cstdint>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::observability {
 
-// Thread-safe. By the steady clock.
+// Thread-safe.
 class BusyClock {
  public:
   // While one lives, somebody is at work.
@@ -29,24 +29,22 @@ class BusyClock {
   // All in all, up to now; what overlaps counts once.
   absl::Duration total() const {
     absl::MutexLock lock(&mutex_);
-    return total_ + (workers_ > 0 ? Now() - since_ : absl::ZeroDuration());
+    return total_ + (workers_ > 0 ? MonotonicNow() - since_ : absl::ZeroDuration());
   }
 
  private:
-  static absl::Duration Now() { return absl::FromChrono(std::chrono::steady_clock::now().time_since_epoch()); }
-
   void Begin() {
     absl::MutexLock lock(&mutex_);
-    if (workers_++ == 0) since_ = Now();
+    if (workers_++ == 0) since_ = MonotonicNow();
   }
   void End() {
     absl::MutexLock lock(&mutex_);
-    if (--workers_ == 0) total_ += Now() - since_;
+    if (--workers_ == 0) total_ += MonotonicNow() - since_;
   }
 
   mutable absl::Mutex mutex_;
   int64_t workers_ ABSL_GUARDED_BY(mutex_) = 0;
-  absl::Duration since_ ABSL_GUARDED_BY(mutex_);  // while somebody works: when the first one began
+  absl::Time since_ ABSL_GUARDED_BY(mutex_);  // while somebody works: when the first one began
   absl::Duration total_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -7,18 +7,17 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::observability {
 namespace {
 
 constexpr int kProcess = 1;
 
-double Microseconds(absl::Time time) { return absl::ToDoubleMicroseconds(time - absl::UnixEpoch()); }
-
 }  // namespace
 
 CallTrace::CallTrace(TraceContext parent, std::string span_id, std::string request_id, std::string method)
-    : parent_(std::move(parent)), span_id_(std::move(span_id)) {
+    : parent_(std::move(parent)), span_id_(std::move(span_id)), since_1970_(absl::Now() - MonotonicNow()) {
   attributes_ = {{"request_id", std::move(request_id)},
                  {"method", std::move(method)},
                  {"trace_id", parent_.trace_id},
@@ -40,7 +39,7 @@ void CallTrace::AddSpan(const char* track, std::string name, absl::Time start, a
 }
 
 void CallTrace::AddRows(const char* track, int64_t row_end, absl::Time start) {
-  const absl::Time now = absl::Now();
+  const absl::Time now = MonotonicNow();
   absl::MutexLock lock(&mutex_);
   Progress& progress = progress_.try_emplace(track, Progress{0, start}).first->second;
   if (row_end <= progress.row_end) return;
@@ -69,8 +68,8 @@ std::string CallTrace::ToJson() const {
                         {"name", "thread_name"},
                         {"args", {{"name", span.track}}}});
     }
-    nlohmann::json event = {
-        {"pid", kProcess}, {"tid", track - tracks.begin()}, {"name", span.name}, {"ts", Microseconds(span.start)}};
+    const double start = absl::ToDoubleMicroseconds(span.start - absl::UnixEpoch() + since_1970_);
+    nlohmann::json event = {{"pid", kProcess}, {"tid", track - tracks.begin()}, {"name", span.name}, {"ts", start}};
     if (span.start == span.end) {
       event["ph"] = "i";
       event["s"] = "t";

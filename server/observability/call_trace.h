@@ -26,7 +26,8 @@ class CallTrace {
   // `span_id` is the call's own span, a child of `parent`.
   CallTrace(TraceContext parent, std::string span_id, std::string request_id, std::string method);
 
-  // Something took from `start` to `end`, both inclusive; equal: a moment. Spans of one `track` (static) stand in one line.
+  // Something took from `start` to `end`, both inclusive; equal: a moment. Spans of one `track` (static) stand in one line. Times
+  // are MonotonicNow()'s, here and below.
   void AddSpan(const char* track, std::string name, absl::Time start, absl::Time end);
   // Rows up to `row_end` are done now: a span from when the last ones of this track were, or from `start`.
   void AddRows(const char* track, int64_t row_end, absl::Time start);
@@ -35,8 +36,8 @@ class CallTrace {
 
   const TraceContext& parent() const { return parent_; }
   const std::string& span_id() const { return span_id_; }
-  // Chrome's trace format (JSON, object form): times in microseconds since 1970, so that files of several calls, and of the client,
-  // can be looked at together in chrome://tracing or ui.perfetto.dev.
+  // Chrome's trace format (JSON, object form): times in microseconds since 1970, by what the wall clock said when the trace was
+  // begun, so that files of several calls, and of the client, can be looked at together in chrome://tracing or ui.perfetto.dev.
   std::string ToJson() const;
 
  private:
@@ -56,6 +57,7 @@ class CallTrace {
 
   const TraceContext parent_;
   const std::string span_id_;
+  const absl::Duration since_1970_;  // of MonotonicNow()'s zero
   mutable absl::Mutex mutex_;
   std::vector<Span> spans_ ABSL_GUARDED_BY(mutex_);
   int64_t left_out_ ABSL_GUARDED_BY(mutex_) = 0;

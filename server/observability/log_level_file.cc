@@ -22,10 +22,7 @@ LogLevelFile::LogLevelFile(std::string path, std::string usual_level)
 }
 
 LogLevelFile::~LogLevelFile() {
-  {
-    absl::MutexLock lock(&mutex_);
-    stopping_ = true;
-  }
+  pause_.Stop();
   thread_.join();
 }
 
@@ -54,13 +51,7 @@ void LogLevelFile::Look() {
 }
 
 void LogLevelFile::Run() {
-  while (true) {
-    {
-      absl::MutexLock lock(&mutex_);
-      if (mutex_.AwaitWithTimeout(absl::Condition(&stopping_), kInterval)) return;
-    }
-    Look();
-  }
+  while (!pause_.WaitFor(kInterval)) Look();
 }
 
 }  // namespace headwater::observability

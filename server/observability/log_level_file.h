@@ -5,8 +5,7 @@
 #include <string>
 #include <thread>
 
-#include "absl/base/thread_annotations.h"
-#include "absl/synchronization/mutex.h"
+#include "server/observability/pause.h"
 
 namespace headwater::observability {
 
@@ -29,8 +28,7 @@ class LogLevelFile {
   const std::string usual_level_;
   std::string seen_;   // the word that the file had, of the thread once it runs, like the next
   std::string level_;  // that holds
-  absl::Mutex mutex_;
-  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  Pause pause_;
   std::thread thread_;  // last: it uses the members above
 };
 

@@ -146,7 +146,8 @@ constexpr Description kDescriptions[kFamilyCount] = {
     {"headwater_commit_seconds", "histogram", "none",
      "Time that CommitMicroBatch took to add a contribution, once its step was open; EAGER ones are added while they are "
      "computed."},
-    {"headwater_compute_busy_seconds_total", "counter", "none", "Time in which at least one micro-batch was in the engine."},
+    {"headwater_compute_busy_seconds_total", "counter", "none",
+     "Time in which at least one micro-batch, or the commit of one, was in the engine."},
     {"headwater_rank_seconds_total", "counter", "`rank` (from 0 on), `activity` (compute, wait, communicate)",
      "Time that each rank of a group of processes was in calls of the engine: computing; waiting for other ranks to come to a "
      "collective, for rows and for a decision; moving and adding what ranks tell each other. Workers tell theirs twice a second. "
@@ -191,7 +192,8 @@ constexpr Description kDescriptions[kFamilyCount] = {
      "--max_reset_backlog."},
     {"headwater_heads", "gauge", "none", "Heads that exist."},
     {"headwater_sessions", "gauge", "none", "Sessions that are open."},
-    {"headwater_waiting_calls", "gauge", "none", "Calls that wait for the next step, or for micro-batches of one."},
+    {"headwater_waiting_calls", "gauge", "none",
+     "Calls that wait for the next step, for micro-batches of one, or while their head is saved, loaded or made."},
     {"headwater_abandoned_calls", "gauge", "none", "ComputeLoss in progress whose client has gone."},
     {"headwater_waiting_contributions", "gauge", "none",
      "Contributions that are committed and wait for lower ids (deterministic mode)."},

@@ -119,7 +119,7 @@ struct GaugeReadings {
   std::array<int64_t, kRegionKindCount> region_bytes{};
   int64_t memory_budget_bytes = 0;
   bool serving = false;
-  absl::Duration busy;  // since the start: time in which micro-batches were in the engine
+  absl::Duration busy;  // since the start: time in which micro-batches, or their commits, were in the engine
   // Of a group of processes, by rank: since the start, by RankActivity.
   std::vector<std::array<absl::Duration, static_cast<size_t>(RankActivity::kCount)>> rank_times;
   std::map<std::string, int64_t> planned_bytes;  // by purpose of MemoryPlan; unknown purposes are counted as `other`

@@ -13,6 +13,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "server/observability/logging.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::observability {
 namespace {
@@ -75,8 +76,8 @@ void TraceWriter::Write(std::shared_ptr<const CallTrace> trace) {
 }
 
 bool TraceWriter::MayWrite() {
-  const absl::Time now = absl::Now();
-  if (now < second_ || now >= second_ + absl::Seconds(1)) {
+  const absl::Time now = MonotonicNow();
+  if (now >= second_ + absl::Seconds(1)) {
     second_ = now;
     begun_ = 0;
   }
@@ -122,8 +123,8 @@ void TraceWriter::Run() {
     }
     const absl::Status status = WriteFile(*trace);
     metrics_.CountTrace(status.ok() ? TraceOutcome::kWritten : TraceOutcome::kFailed);
-    if (!status.ok() && absl::Now() >= last_warning_ + kWarnAgain) {
-      last_warning_ = absl::Now();
+    if (!status.ok() && MonotonicNow() >= last_warning_ + kWarnAgain) {
+      last_warning_ = MonotonicNow();
       Log(LogLevel::kWarning, "trace_not_written", {{"message", std::string(status.message())}});
     }
   }

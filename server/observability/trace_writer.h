@@ -47,7 +47,7 @@ class TraceWriter {
   const size_t most_files_;
   Metrics& metrics_;
   std::deque<std::string> files_;  // names, the oldest first; of the thread, like the next three
-  absl::Time second_;              // in which `begun_` files were begun
+  absl::Time second_;              // in which `begun_` files were begun; of MonotonicNow(), like the one below
   int64_t begun_ = 0;
   absl::Time last_warning_ = absl::InfinitePast();
   absl::Mutex mutex_;

@@ -9,19 +9,12 @@ RepeatedTask::RepeatedTask(absl::Duration interval, std::function<void()> round)
     : interval_(interval), round_(std::move(round)), thread_([this] { Run(); }) {}
 
 RepeatedTask::~RepeatedTask() {
-  {
-    absl::MutexLock lock(&mutex_);
-    stopping_ = true;
-  }
+  pause_.Stop();
   thread_.join();
 }
 
 void RepeatedTask::Run() {
-  while (true) {
-    {
-      absl::MutexLock lock(&mutex_);
-      if (mutex_.AwaitWithTimeout(absl::Condition(&stopping_), interval_)) return;
-    }
+  while (!pause_.WaitFor(interval_)) {
     try {
       round_();
     } catch (const std::bad_alloc&) {

@@ -5,9 +5,8 @@
 #include <functional>
 #include <thread>
 
-#include "absl/base/thread_annotations.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "server/observability/pause.h"
 
 namespace headwater::scheduler {
 
@@ -26,8 +25,7 @@ class RepeatedTask {
 
   const absl::Duration interval_;
   const std::function<void()> round_;
-  absl::Mutex mutex_;
-  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  observability::Pause pause_;
   std::thread thread_;  // last: it uses the members above
 };
 

@@ -35,7 +35,7 @@ class StartOrder {
     StartOrder* order_ = nullptr;
     int64_t number_ = 0;
   };
-  // The last place. `now` as in IsFirst().
+  // The last place. `now`, here and in IsFirst(), is of any clock that does not go back.
   Place Join(absl::Time now);
   // Whether nobody who came before `place`, up to kPrecedence before `now`, still has to begin.
   bool IsFirst(const Place& place, absl::Time now) const;

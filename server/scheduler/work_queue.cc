@@ -4,10 +4,13 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::scheduler {
+
+using observability::MonotonicNow;
+
 namespace {
 
 // How often a waiting job's cancellation is asked for.
@@ -77,7 +80,7 @@ absl::Status WorkQueue::Run(const std::string& client, JobSize size, const std::
     if (line.empty()) turns_.push_back(client);
     line.push_back(&job);
     ++waiting_count_;
-    if (absl::Now() < deadline) Admit();
+    if (MonotonicNow() < deadline) Admit();
     if (!job.admitted && waiting_count_ > max_depth_) {
       Remove(client, &job);
       const int64_t retry_ms = absl::ToInt64Milliseconds(RetryAfter());
@@ -95,23 +98,23 @@ absl::Status WorkQueue::Run(const std::string& client, JobSize size, const std::
       const bool is_cancelled = cancelled != nullptr && cancelled();
       mutex_.Lock();
       if (job.admitted) break;
-      const absl::Time now = absl::Now();
+      const absl::Duration left = deadline - MonotonicNow();
       if (is_cancelled) {
         Remove(client, &job);
         return MakeError(ErrorReason::kCancelled, "the call was cancelled while it waited in the queue; nothing was added");
       }
-      if (now >= deadline) {
+      if (left <= absl::ZeroDuration()) {
         Remove(client, &job);
         return MakeError(ErrorReason::kDeadlineExceeded,
                          "the deadline passed while the call waited in the queue; nothing was added");
       }
-      job.changed.WaitWithDeadline(&mutex_, std::min(deadline, now + kPollInterval));
+      job.changed.WaitWithTimeout(&mutex_, std::min(left, kPollInterval));
     }
   }
-  const absl::Time start = absl::Now();
+  const absl::Time start = MonotonicNow();
   // Also if `work` throws: its place must not stay taken.
   const absl::Cleanup end = [&] {
-    const absl::Duration taken = std::max(absl::Now() - start, absl::ZeroDuration());
+    const absl::Duration taken = MonotonicNow() - start;
     absl::MutexLock lock(&mutex_);
     typical_job_time_ = (1 - kNewestWeight) * typical_job_time_ + kNewestWeight * taken;
     --running(size);

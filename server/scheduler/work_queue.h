@@ -43,9 +43,9 @@ class WorkQueue {
   WorkQueue& operator=(const WorkQueue&) = delete;
 
   // Waits for the job's turn, runs it on this thread, and returns when it has run. `cancelled` (may be null) is polled while it
-  // waits (every few milliseconds): true takes it out of the queue and returns kCancelled; `deadline` likewise with
-  // kDeadlineExceeded; a job whose turn has come is run. kQueueFull (with `retryAfterMs` in the metadata) if the queue is full,
-  // kDraining after Drain(). The job must not call Run().
+  // waits (every few milliseconds): true takes it out of the queue and returns kCancelled; `deadline` (of
+  // observability::MonotonicNow()) likewise with kDeadlineExceeded; a job whose turn has come is run. kQueueFull (with
+  // `retryAfterMs` in the metadata) if the queue is full, kDraining after Drain(). The job must not call Run().
   absl::Status Run(const std::string& client, JobSize size, const std::function<void()>& job,
                    const std::function<bool()>& cancelled, absl::Time deadline);
   // The same for a large one.

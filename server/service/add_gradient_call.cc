@@ -32,7 +32,7 @@ absl::Status AddGradientCall::OnHeader(const v1::AddGradientHeader& header) {
   session_use_ = *std::move(use);
   auto head = caller_.Find(core_.registry, request_.name);
   if (!head.ok()) return head.status();
-  head_ = *std::move(head);
+  head_ = heads::HeadUse(*std::move(head));
   const HeadSpec& spec = head_->spec();
   HEADWATER_RETURN_IF_ERROR(CheckRange("header.row_start", request_.row_start, 0, spec.vocab_size - 1));
   HEADWATER_RETURN_IF_ERROR(CheckRange("header.row_count", request_.row_count, 1, spec.vocab_size - request_.row_start));
@@ -73,7 +73,7 @@ absl::Status AddGradientCall::Finish(v1::AddGradientResponse* response) {
   part.data = reinterpret_cast<const float*>(rows_->data());
   part.factor = request_.factor;
   auto added = head_->AddGradient(request_.key, request_.micro_batch, request_.attempt, digest.Finish(CanonicalHeader(request_)),
-                                  part, limits_.cancelled);
+                                  part, limits_.cancelled, core_.waiting.BehindFiles(limits_));
   if (!added.ok()) return added.status();
   if (*added) core_.metrics.CountCommit();
   response->set_replayed(!*added);

@@ -45,7 +45,7 @@ class AddGradientCall {
   GradientRequest request_;
   heads::SessionRegistry::Use session_use_;
   std::string head_name_;
-  std::shared_ptr<heads::Head> head_;
+  heads::HeadUse head_;
   int64_t row_bytes_ = 0;
   transport::ByteBudget::Reservation reservation_;
   std::optional<transport::GrowingBuffer> rows_;  // once the header is accepted

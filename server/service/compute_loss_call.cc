@@ -8,9 +8,9 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "server/observability/metrics.h"
+#include "server/observability/monotonic_clock.h"
 #include "server/scheduler/stall_clock.h"
 #include "server/scheduler/work_queue.h"
 #include "server/service/canonical_header.h"
@@ -29,6 +29,7 @@ namespace headwater::service {
 namespace {
 
 using observability::MicroBatchOutcome;
+using observability::MonotonicNow;
 using transport::RegionAccess;
 using transport::RegionUse;
 using transport::RowExchange;
@@ -138,22 +139,22 @@ class ComputeLossCall::Incoming final : public heads::IncomingRows {
 
   absl::Status AwaitRows(int64_t row_end) override {
     RowExchange& exchange = call_.transfer_->exchange();
-    const absl::Time start = absl::Now();
+    const absl::Time start = MonotonicNow();
     clock_.BeginWait(start);
     while (true) {
       if (absl::Status status = call_.PullJoined(); !status.ok()) return status;
-      const absl::Time now = absl::Now();
+      const absl::Time now = MonotonicNow();
       const absl::Time give_up = clock_.GiveUpAt(now, call_.core_.queue.others_wait());
       const auto there = exchange.AwaitRows(row_end, std::min(give_up, now + kLookAtOthers));
       if (!there.ok()) return there.status();
       if (*there) {
-        clock_.EndWait(absl::Now());
-        if (trace() != nullptr) trace()->AddSpan("engine waits", absl::StrCat("for rows to ", row_end), start, absl::Now());
+        clock_.EndWait(MonotonicNow());
+        if (trace() != nullptr) trace()->AddSpan("engine waits", absl::StrCat("for rows to ", row_end), start, MonotonicNow());
         if (exchange.complete()) Send(gate_.Open());
         return absl::OkStatus();
       }
       // Rows that were sent of the gradient because all have come just now cannot be computed again.
-      if (absl::Now() < give_up || !gate_.Shut()) continue;
+      if (MonotonicNow() < give_up || !gate_.Shut()) continue;
       return MakeError(ErrorReason::kCancelled, "the rows stay away for too long to hold the engine for them");
     }
   }
@@ -162,7 +163,7 @@ class ComputeLossCall::Incoming final : public heads::IncomingRows {
 
   absl::StatusOr<Digest> Finish(const DigestBuilder* rows) override {
     if (absl::Status status = call_.transfer_->exchange().CheckInput(); !status.ok()) return status;
-    if (const absl::Time now = absl::Now(); trace() != nullptr) {
+    if (const absl::Time now = MonotonicNow(); trace() != nullptr) {
       trace()->AddSpan("commit", "decision: all rows are there", now, now);
     }
     Send(gate_.Open());
@@ -214,7 +215,7 @@ absl::Status ComputeLossCall::Done(absl::Status status) {
 absl::Status ComputeLossCall::Accept(const v1::MicroBatchHeader& header) { return Done(OnHeader(header)); }
 
 absl::Status ComputeLossCall::OnHeader(const v1::MicroBatchHeader& header) {
-  times_.header = absl::Now();
+  times_.header = MonotonicNow();
   auto request = DecodeMicroBatchHeader(header, core_.options.limits);
   if (!request.ok()) return request.status();
   payload_->request = *std::move(request);
@@ -232,6 +233,7 @@ absl::Status ComputeLossCall::OnHeader(const v1::MicroBatchHeader& header) {
   if (!use.ok()) return use.status();
   session_use_ = *std::move(use);
   HEADWATER_RETURN_IF_ERROR(BuildTerms(caller_, core_.registry, &payload_->request, &submission_));
+  head_uses_ = UseHeads(submission_);
   HEADWATER_RETURN_IF_ERROR(CheckTargets(payload_->request, submission_));
   HEADWATER_RETURN_IF_ERROR(FindRows());
   FillSubmission();
@@ -241,7 +243,7 @@ absl::Status ComputeLossCall::OnHeader(const v1::MicroBatchHeader& header) {
   HEADWATER_RETURN_IF_ERROR(ClaimJoined());
   // The header is accepted: from here on a higher attempt takes effect.
   if (submission_.attempt > 0 && submission_.micro_batch.has_value()) {
-    HEADWATER_RETURN_IF_ERROR(heads::Head::Announce(submission_));
+    HEADWATER_RETURN_IF_ERROR(heads::Head::Announce(submission_, limits_));
   }
   return PlaceRows();
 }
@@ -335,6 +337,10 @@ absl::Status ComputeLossCall::ReserveBytes() {
     }
   }
   HEADWATER_RETURN_IF_ERROR(CheckLimit("header.row_count", row_bytes, "max_micro_batch_bytes", limits.max_micro_batch_bytes));
+  // In deterministic mode what others wait for is held whatever is free: another attempt finds its place in the end.
+  if (!core_.options.deterministic && MustBeHeld(submission_)) {
+    HEADWATER_RETURN_IF_ERROR(CheckLimit("header.row_count", payload_->bytes(), "max_held_bytes", limits.max_held_bytes));
+  }
 
   // All per-token outputs travel in the summary, which is one message.
   constexpr int64_t kTermBytes = 512;
@@ -595,7 +601,7 @@ bool ComputeLossCall::OnlyJoinedMissing() const {
 // ---- the computation -------------------------------------------------------------------------------------------------
 
 absl::Status ComputeLossCall::Run() {
-  accept_time_ = absl::Now();
+  accept_time_ = MonotonicNow();
   place_ = core_.start_order.Join(accept_time_);
   if (entry_.has_value()) entry_->Open(transfer_);
   AllocateTokenOutputs();
@@ -649,11 +655,11 @@ bool ComputeLossCall::EnoughToBegin() const {
   const RowExchange& exchange = transfer_->exchange();
   if (!may_begin_early_ || exchange.ready_rows() < std::min(kFirstRows, payload_->request.row_count)) return false;
   // Behind others it would gain nothing, and take their patience with rows that they wait for themselves.
-  if (!core_.queue.idle() || !core_.start_order.IsFirst(place_, absl::Now())) return false;
+  if (!core_.queue.idle() || !core_.start_order.IsFirst(place_, MonotonicNow())) return false;
   const int64_t received = exchange.received_bytes();
   const int64_t missing = exchange.total_bytes() - received;
   return received > 0 &&
-         (absl::Now() - accept_time_) * (static_cast<double>(missing) / static_cast<double>(received)) <= kNearlyComplete;
+         (MonotonicNow() - accept_time_) * (static_cast<double>(missing) / static_cast<double>(received)) <= kNearlyComplete;
 }
 
 absl::Status ComputeLossCall::AwaitStart() {
@@ -669,12 +675,15 @@ absl::Status ComputeLossCall::AwaitStart() {
       if (absl::Status status = AwaitJoined(); !status.ok()) return exchange.status().ok() ? status : exchange.status();
       continue;
     }
-    const absl::Time now = absl::Now();
+    const absl::Time now = MonotonicNow();
     if (limits_.cancelled != nullptr && limits_.cancelled()) {
       return MakeError(ErrorReason::kCancelled, "the call was cancelled while its rows came; nothing was added");
     }
     if (now >= limits_.deadline) {
       return MakeError(ErrorReason::kDeadlineExceeded, "the deadline passed while the rows came; nothing was added");
+    }
+    for (const heads::HeadUse& use : head_uses_) {
+      HEADWATER_RETURN_IF_ERROR(use->CheckThere());  // one that has been deleted keeps its memory as long as this call is there
     }
     const absl::Time idle_end = exchange.last_row_time() + idle;
     if (now >= idle_end) {
@@ -694,8 +703,8 @@ absl::Status ComputeLossCall::AwaitStart() {
 
 absl::Status ComputeLossCall::ExplainEnd(const absl::Status& status) {
   RowExchange& exchange = transfer_->exchange();
-  const absl::Time known = absl::Now() + kEndKnown;
-  while (exchange.status().ok() && absl::Now() < known) exchange.AwaitChange(exchange.version(), known);
+  const absl::Time known = MonotonicNow() + kEndKnown;
+  while (exchange.status().ok() && MonotonicNow() < known) exchange.AwaitChange(exchange.version(), known);
   const absl::Status broken = exchange.status();
   return broken.ok() ? status : broken;
 }
@@ -736,11 +745,11 @@ absl::Status ComputeLossCall::Submit() {
           // While it waited for its turn files may have come between: others take the turn.
           if (turns_left > 1 && heads::Head::IsBehindFiles(submission_)) return;
           const observability::BusyClock::Work work(core_.busy);
-          times_.engine_start = absl::Now();
+          times_.engine_start = MonotonicNow();
           place_.Release();
           has_run = true;
           outcome = heads::Head::Submit(submission_, *core_.engine, limits_.cancelled);
-          times_.engine_end = absl::Now();
+          times_.engine_end = MonotonicNow();
         },
         limits_.cancelled, limits_.deadline);
     if (!queued.ok()) return queued;
@@ -820,7 +829,7 @@ void ComputeLossCall::FillSummary(v1::MicroBatchSummary* summary) {
   summary->set_payload_differs(outcome.payload_differs);
   if (submission_.backward) summary->set_digest(outcome.digest.data(), outcome.digest.size());
   if (outcome.step.has_value()) summary->set_step(*outcome.step);
-  const absl::Time now = absl::Now();
+  const absl::Time now = MonotonicNow();
   core_.metrics.ObservePhase(observability::Phase::kDownload, now - times_.engine_end);
   v1::Timing* const timing = summary->mutable_timing();
   EncodeDuration(times_.last_row - times_.header, timing->mutable_upload());

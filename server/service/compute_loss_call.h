@@ -126,6 +126,7 @@ class ComputeLossCall {
   const Identity identity_;
 
   heads::SessionRegistry::Use session_use_;
+  std::vector<heads::HeadUse> head_uses_;  // from the header on, however long the rows take
   std::optional<TransferRegistry::Entry> entry_;
   std::shared_ptr<Payload> payload_;  // shared with the contribution if it is held as rows
   std::shared_ptr<Kept> kept_;        // null: nothing is copied
@@ -141,7 +142,7 @@ class ComputeLossCall {
   bool may_begin_early_ = false;
   bool counted_ = false;
 
-  absl::Time accept_time_;
+  absl::Time accept_time_;              // of observability::MonotonicNow(), like all times here
   scheduler::StartOrder::Place place_;  // until it begins
   MicroBatchTimes times_;
 };

@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
+#include "server/observability/monotonic_clock.h"
 #include "server/service/compute_loss_call.h"
 #include "server/service/field_check.h"
 #include "server/service/message_order.h"
@@ -66,7 +66,8 @@ absl::Status ComputeLossStream::Serve(RpcScope& scope, std::optional<grpc::ByteB
   scope.set_head(call.head_name());
   if (status.ok()) {
     transfer_ = call.transfer();
-    upload.emplace(core().slow_uploads, std::shared_ptr<transport::RowExchange>(transfer_, &transfer_->exchange()), absl::Now());
+    upload.emplace(core().slow_uploads, std::shared_ptr<transport::RowExchange>(transfer_, &transfer_->exchange()),
+                   observability::MonotonicNow());
     status = transfer_->Join(std::static_pointer_cast<RowStream>(shared_from_this()), 0);
     if (status.ok()) status = call.Run();
   }
@@ -119,7 +120,7 @@ void ComputeLossStream::OnFirstMessage(bool ok, grpc::ByteBuffer* message) {
   } catch (const std::exception&) {  // nobody else answers a call that is taken
     return Finish(RunRpc(core(), context(), RpcMethod::kComputeLoss, [](RpcScope&) -> absl::Status { throw; }));
   }
-  core().slow_uploads.GiveWay(absl::Now());
+  core().slow_uploads.GiveWay(observability::MonotonicNow());
   const int most = core().options.max_threads;
   Finish(RunRpc(core(), context(), RpcMethod::kComputeLoss, [most](RpcScope&) {
     return MakeError(ErrorReason::kQueueFull,

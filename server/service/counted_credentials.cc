@@ -7,13 +7,17 @@
 #include <utility>
 
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::service {
 namespace {
 
-// Each connection has an authentication context, which its calls share; its name for the backlog is a property of it.
+// Each connection has an authentication context, which its calls share; this is a property of it.
 constexpr char kConnectionProperty[] = "headwater_connection";
+struct Connection {
+  int64_t number = 0;      // its name for the backlog
+  int64_t is_counted = 0;  // 1 if its calls are
+};
 
 // gRPC's contexts have no lock of their own.
 absl::Mutex& PropertiesMutex() {
@@ -21,31 +25,50 @@ absl::Mutex& PropertiesMutex() {
   return mutex;
 }
 
-std::optional<int64_t> ConnectionOf(const grpc_auth_context* context) {
+std::optional<Connection> FindConnection(const grpc_auth_context* context) {
   grpc_auth_property_iterator properties = grpc_auth_context_find_properties_by_name(context, kConnectionProperty);
   const grpc_auth_property* const property = grpc_auth_property_iterator_next(&properties);
-  int64_t connection = 0;
+  Connection connection;
   if (property == nullptr || property->value_length != sizeof(connection)) return std::nullopt;
   std::memcpy(&connection, property->value, sizeof(connection));
   return connection;
 }
 
+std::optional<Connection> FindConnection(grpc_call* call) {
+  grpc_auth_context* const context = call == nullptr ? nullptr : grpc_call_auth_context(call);
+  if (context == nullptr) return std::nullopt;
+  std::optional<Connection> connection;
+  {
+    absl::MutexLock lock(&PropertiesMutex());
+    connection = FindConnection(context);
+  }
+  grpc_auth_context_release(context);
+  return connection;
+}
+
 using SharedBacklog = std::shared_ptr<transport::CallBacklog>;
+
+// What the processor of metadata has.
+struct Processor {
+  SharedBacklog backlog;
+  bool counts = false;
+};
 
 void OnMetadata(void* state, grpc_auth_context* context, const grpc_metadata*, size_t, grpc_process_auth_metadata_done_cb done,
                 void* user_data) {
-  transport::CallBacklog& backlog = **static_cast<SharedBacklog*>(state);
-  std::optional<int64_t> connection;
+  const Processor& processor = *static_cast<const Processor*>(state);
+  transport::CallBacklog& backlog = *processor.backlog;
+  std::optional<Connection> connection;
   {
     absl::MutexLock lock(&PropertiesMutex());
-    connection = ConnectionOf(context);
+    connection = FindConnection(context);
     if (!connection.has_value()) {
-      connection = backlog.NewConnection();
+      connection = Connection{backlog.NewConnection(), processor.counts ? 1 : 0};
       grpc_auth_context_add_property(context, kConnectionProperty, reinterpret_cast<const char*>(&*connection),
                                      sizeof(*connection));
     }
   }
-  if (backlog.OnCall(*connection, absl::Now())) {
+  if (connection->is_counted == 0 || backlog.OnCall(connection->number, observability::MonotonicNow())) {
     done(user_data, nullptr, 0, nullptr, 0, GRPC_STATUS_OK, nullptr);
   } else {
     done(user_data, nullptr, 0, nullptr, 0, GRPC_STATUS_RESOURCE_EXHAUSTED,
@@ -55,11 +78,11 @@ void OnMetadata(void* state, grpc_auth_context* context, const grpc_metadata*, s
 
 class CountedCredentials final : public grpc::ServerCredentials {
  public:
-  CountedCredentials(grpc_server_credentials* credentials, SharedBacklog backlog) : credentials_(credentials) {
+  CountedCredentials(grpc_server_credentials* credentials, Processor state) : credentials_(credentials) {
     grpc_auth_metadata_processor processor{};
     processor.process = OnMetadata;
-    processor.destroy = [](void* state) { delete static_cast<SharedBacklog*>(state); };
-    processor.state = new SharedBacklog(std::move(backlog));
+    processor.destroy = [](void* own) { delete static_cast<Processor*>(own); };
+    processor.state = new Processor(std::move(state));
     grpc_server_credentials_set_auth_metadata_processor(credentials_, processor);
   }
   ~CountedCredentials() override { grpc_server_credentials_release(credentials_); }
@@ -78,19 +101,23 @@ class CountedCredentials final : public grpc::ServerCredentials {
 }  // namespace
 
 std::shared_ptr<grpc::ServerCredentials> CountCalls(grpc_server_credentials* credentials, SharedBacklog backlog) {
-  return std::make_shared<CountedCredentials>(credentials, std::move(backlog));
+  return std::make_shared<CountedCredentials>(credentials, Processor{std::move(backlog), true});
+}
+
+std::shared_ptr<grpc::ServerCredentials> NumberConnections(grpc_server_credentials* credentials, SharedBacklog backlog) {
+  return std::make_shared<CountedCredentials>(credentials, Processor{std::move(backlog), false});
+}
+
+std::optional<int64_t> ConnectionOf(grpc_call* call) {
+  const std::optional<Connection> connection = FindConnection(call);
+  if (!connection.has_value()) return std::nullopt;
+  return connection->number;
 }
 
 void OnCallTaken(transport::CallBacklog& backlog, grpc_call* call, const std::string& peer) {
-  grpc_auth_context* const context = grpc_call_auth_context(call);
-  if (context == nullptr) return;
-  std::optional<int64_t> connection;
-  {
-    absl::MutexLock lock(&PropertiesMutex());
-    connection = ConnectionOf(context);
-  }
-  grpc_auth_context_release(context);
-  if (connection.has_value()) backlog.OnTaken(*connection, peer, absl::Now());
+  const std::optional<Connection> connection = FindConnection(call);
+  if (!connection.has_value() || connection->is_counted == 0) return;
+  backlog.OnTaken(connection->number, peer, observability::MonotonicNow());
 }
 
 }  // namespace headwater::service

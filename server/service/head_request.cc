@@ -230,8 +230,21 @@ absl::StatusOr<HeadAtEpoch> DecodeDelete(const v1::DeleteHeadRequest& request) {
   return DecodeHeadAtOptionalEpoch(request.name(), request.epoch());
 }
 
-absl::StatusOr<HeadAtEpoch> DecodeTake(const v1::TakeHeadRequest& request) {
-  return DecodeHeadAtOptionalEpoch(request.name(), request.epoch());
+absl::StatusOr<TakeRequest> DecodeTake(const v1::TakeHeadRequest& request) {
+  auto head = DecodeHeadAtOptionalEpoch(request.name(), request.epoch());
+  if (!head.ok()) return head.status();
+  TakeRequest decoded{std::move(head->name), head->epoch, {}};
+  const auto& recovers = request.recovers_epochs();
+  if (recovers.size() > kMaxRecoversEpochs) {
+    return FieldError(ErrorReason::kInvalidField, "recovers_epochs", absl::StrCat("at most ", kMaxRecoversEpochs, " epochs"),
+                      absl::StrCat(recovers.size(), " epochs"));
+  }
+  for (int i = 0; i < recovers.size(); ++i) {
+    auto epoch = DecodeEpoch(recovers[i], absl::StrCat("recovers_epochs[", i, "]"));
+    if (!epoch.ok()) return epoch.status();
+    decoded.recovers_epochs.push_back(*epoch);
+  }
+  return decoded;
 }
 
 absl::StatusOr<UploadRequest> DecodeUploadHeader(const v1::UploadWeightsHeader& header) {

@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <variant>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -38,6 +39,16 @@ struct ListRequest {
 struct HeadAtEpoch {
   heads::HeadName name;
   std::optional<heads::Epoch> epoch;
+};
+
+// Of TakeHeadRequest::recovers_epochs, which stay with the head: ranks of one run that see the server started again so often, one
+// after the other, are known to each other by the newest.
+inline constexpr int kMaxRecoversEpochs = 16;
+
+struct TakeRequest {
+  heads::HeadName name;
+  std::optional<heads::Epoch> epoch;
+  std::vector<heads::Epoch> recovers_epochs;  // at most kMaxRecoversEpochs
 };
 
 struct UploadRequest {
@@ -146,7 +157,7 @@ struct UnregisterRequest {
 absl::StatusOr<CreateRequest> DecodeCreate(const v1::CreateHeadRequest& request, const Limits& limits);
 absl::StatusOr<ListRequest> DecodeList(const v1::ListHeadsRequest& request);
 absl::StatusOr<HeadAtEpoch> DecodeDelete(const v1::DeleteHeadRequest& request);
-absl::StatusOr<HeadAtEpoch> DecodeTake(const v1::TakeHeadRequest& request);
+absl::StatusOr<TakeRequest> DecodeTake(const v1::TakeHeadRequest& request);
 absl::StatusOr<UploadRequest> DecodeUploadHeader(const v1::UploadWeightsHeader& header);
 absl::StatusOr<LoadRequest> DecodeLoad(const v1::LoadWeightsRequest& request);
 absl::StatusOr<DownloadWeightsRequest> DecodeDownloadWeights(const v1::DownloadWeightsRequest& request);

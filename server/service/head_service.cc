@@ -41,20 +41,30 @@ std::vector<std::shared_ptr<heads::Head>> ListHeadsFor(const Caller& caller, con
   }
 }
 
-// Finds the head that a decoded request names, and names it in the log.
+// Finds the head that a decoded request names, and names it in the log. For what is answered at once.
 absl::StatusOr<std::shared_ptr<heads::Head>> FindHead(ServerCore& core, RpcScope& scope, const heads::HeadName& name) {
   scope.set_head(name.ToString());
   return scope.caller().Find(core.registry, name);
 }
 
-// The same for a request that works on a step of the head: waits if it is the next one.
+// The same for a request that works on the head.
+absl::StatusOr<heads::HeadUse> UseHead(ServerCore& core, RpcScope& scope, const heads::HeadName& name) {
+  auto head = FindHead(core, scope, name);
+  if (!head.ok()) return head.status();
+  return heads::HeadUse(*std::move(head));
+}
+
+// The same for one that works on a step of the head: waits if it is the next one.
 template <typename Request>
-absl::StatusOr<std::shared_ptr<heads::Head>> FindHeadAtStep(ServerCore& core, RpcScope& scope, const Request& request) {
-  auto head = FindHead(core, scope, request.name);
+absl::StatusOr<heads::HeadUse> UseHeadAtStep(ServerCore& core, RpcScope& scope, const Request& request) {
+  auto head = UseHead(core, scope, request.name);
   if (!head.ok()) return head;
   HEADWATER_RETURN_IF_ERROR(core.waiting.AwaitStep(**head, request.key, scope.wait_limits()));
   return head;
 }
+
+// What bounds the waits of a call that needs its head for itself.
+heads::WaitLimits LimitsOf(ServerCore& core, RpcScope& scope) { return core.waiting.BehindFiles(scope.wait_limits()); }
 
 absl::Status SendDownload(ServerCore& core, grpc::ServerContext& context, RpcScope& scope,
                           const absl::StatusOr<TensorStream>& stream, grpc::ServerWriter<v1::DownloadTensorResponse>& responses) {
@@ -91,7 +101,8 @@ grpc::Status HeadServiceImpl::CreateHead(grpc::ServerContext* context, const v1:
       EncodeShards(group::PlanShards(*core_.engine, create->spec.vocab_size), response->mutable_head());
       return absl::OkStatus();
     }
-    auto made = core_.registry.Create(create->name, create->spec, create->if_exists);
+    auto made =
+        core_.registry.Create(create->name, create->spec, create->if_exists, core_.checkpoints.get(), LimitsOf(core_, scope));
     if (!made.ok()) return made.status();
     EncodeHead(made->head->Describe(), core_.AvailableBytes(), response->mutable_head());
     response->set_created(made->created);
@@ -140,9 +151,9 @@ grpc::Status HeadServiceImpl::TakeHead(grpc::ServerContext* context, const v1::T
   return RunRpc(entrance_, *context, RpcMethod::kTakeHead, [&](RpcScope& scope) -> absl::Status {
     auto take = DecodeTake(*request);
     if (!take.ok()) return take.status();
-    auto head = FindHead(core_, scope, take->name);
+    auto head = UseHead(core_, scope, take->name);
     if (!head.ok()) return head.status();
-    auto taken = (*head)->Take(take->epoch);
+    auto taken = (*head)->Take(take->epoch, std::move(take->recovers_epochs), LimitsOf(core_, scope));
     if (!taken.ok()) return taken.status();
     EncodeHead(*taken, core_.AvailableBytes(), response);
     return absl::OkStatus();
@@ -171,7 +182,7 @@ grpc::Status HeadServiceImpl::LoadWeights(grpc::ServerContext* context, const v1
   return RunRpc(entrance_, *context, RpcMethod::kLoadWeights, [&](RpcScope& scope) -> absl::Status {
     auto load = DecodeLoad(*request);
     if (!load.ok()) return load.status();
-    auto head = FindHead(core_, scope, load->name);
+    auto head = UseHead(core_, scope, load->name);
     if (!head.ok()) return head.status();
     HEADWATER_RETURN_IF_ERROR((*head)->CheckEpoch(load->epoch));
     if (core_.options.load_root.empty()) return StorageNotConfigured("load_root");
@@ -186,7 +197,10 @@ grpc::Status HeadServiceImpl::LoadWeights(grpc::ServerContext* context, const v1
              return (*reader)->Read(tensor, element_start, element_count, out);
            }});
     }
-    auto loaded = (*head)->SetTensors(load->epoch, updates);
+    // A file is read through before the head is had: many calls would read at once.
+    heads::WaitPlace loading(&core_.waiting.loads());
+    HEADWATER_RETURN_IF_ERROR(loading.Take());
+    auto loaded = (*head)->SetTensors(load->epoch, updates, LimitsOf(core_, scope));
     if (!loaded.ok()) return loaded.status();
     EncodeHead(*loaded, core_.AvailableBytes(), response);
     return absl::OkStatus();
@@ -198,9 +212,9 @@ grpc::Status HeadServiceImpl::DownloadWeights(grpc::ServerContext* context, cons
   return RunRpc(entrance_, *context, RpcMethod::kDownloadWeights, [&](RpcScope& scope) -> absl::Status {
     auto download = DecodeDownloadWeights(*request);
     if (!download.ok()) return download.status();
-    auto head = FindHead(core_, scope, download->name);
+    auto head = UseHead(core_, scope, download->name);
     if (!head.ok()) return head.status();
-    return SendDownload(core_, *context, scope, OpenWeights(*std::move(head), *download), *writer);
+    return SendDownload(core_, *context, scope, OpenWeights(head->head(), *download, LimitsOf(core_, scope)), *writer);
   });
 }
 
@@ -224,10 +238,10 @@ grpc::Status HeadServiceImpl::SealStep(grpc::ServerContext* context, const v1::S
   return RunRpc(entrance_, *context, RpcMethod::kSealStep, [&](RpcScope& scope) -> absl::Status {
     auto seal = DecodeSeal(*request, core_.options.limits);
     if (!seal.ok()) return seal.status();
-    auto head = FindHeadAtStep(core_, scope, *seal);
+    auto head = UseHeadAtStep(core_, scope, *seal);
     if (!head.ok()) return head.status();
     auto reply = seal->wait ? core_.waiting.Seal(**head, seal->key, seal->expected, scope.wait_limits())
-                            : (*head)->Seal(seal->key, seal->expected);
+                            : (*head)->Seal(seal->key, seal->expected, {}, LimitsOf(core_, scope));
     if (!reply.ok()) return reply.status();
     EncodeTotals(reply->totals, response->mutable_totals());
     response->set_gradient_norm_squared(reply->stats.norm_squared);
@@ -242,9 +256,9 @@ grpc::Status HeadServiceImpl::ApplyOptimizerStep(grpc::ServerContext* context, c
   return RunRpc(entrance_, *context, RpcMethod::kApplyOptimizerStep, [&](RpcScope& scope) -> absl::Status {
     auto apply = DecodeApply(*request, core_.options.limits);
     if (!apply.ok()) return apply.status();
-    auto head = FindHeadAtStep(core_, scope, *apply);
+    auto head = UseHeadAtStep(core_, scope, *apply);
     if (!head.ok()) return head.status();
-    auto reply = (*head)->Apply(apply->key, apply->expected, apply->arguments);
+    auto reply = (*head)->Apply(apply->key, apply->expected, apply->arguments, LimitsOf(core_, scope));
     if (!reply.ok()) return reply.status();
     if (!reply->replayed) core_.metrics.CountStep(observability::StepOutcome::kApplied);
     response->set_open_step(reply->open_step);
@@ -263,9 +277,9 @@ grpc::Status HeadServiceImpl::DiscardGradient(grpc::ServerContext* context, cons
   return RunRpc(entrance_, *context, RpcMethod::kDiscardGradient, [&](RpcScope& scope) -> absl::Status {
     auto step = DecodeDiscardGradient(*request);
     if (!step.ok()) return step.status();
-    auto head = FindHeadAtStep(core_, scope, *step);
+    auto head = UseHeadAtStep(core_, scope, *step);
     if (!head.ok()) return head.status();
-    auto reply = (*head)->DiscardGradient(step->key);
+    auto reply = (*head)->DiscardGradient(step->key, LimitsOf(core_, scope));
     if (!reply.ok()) return reply.status();
     if (!reply->second) core_.metrics.CountStep(observability::StepOutcome::kDiscarded);
     response->set_open_step(reply->first);
@@ -279,9 +293,9 @@ grpc::Status HeadServiceImpl::DownloadGradient(grpc::ServerContext* context, con
   return RunRpc(entrance_, *context, RpcMethod::kDownloadGradient, [&](RpcScope& scope) -> absl::Status {
     auto download = DecodeDownloadGradient(*request);
     if (!download.ok()) return download.status();
-    auto head = FindHeadAtStep(core_, scope, *download);
+    auto head = UseHeadAtStep(core_, scope, *download);
     if (!head.ok()) return head.status();
-    return SendDownload(core_, *context, scope, OpenGradient(*std::move(head), *download), *writer);
+    return SendDownload(core_, *context, scope, OpenGradient(head->head(), *download, LimitsOf(core_, scope)), *writer);
   });
 }
 
@@ -290,9 +304,9 @@ grpc::Status HeadServiceImpl::GetGradientNorm(grpc::ServerContext* context, cons
   return RunRpc(entrance_, *context, RpcMethod::kGetGradientNorm, [&](RpcScope& scope) -> absl::Status {
     auto step = DecodeGradientNorm(*request);
     if (!step.ok()) return step.status();
-    auto head = FindHeadAtStep(core_, scope, *step);
+    auto head = UseHeadAtStep(core_, scope, *step);
     if (!head.ok()) return head.status();
-    auto stats = (*head)->GradientNorm(step->key);
+    auto stats = (*head)->GradientNorm(step->key, LimitsOf(core_, scope));
     if (!stats.ok()) return stats.status();
     response->set_gradient_norm_squared(stats->norm_squared * step->factor * step->factor);
     response->set_non_finite_count(stats->non_finite_count);
@@ -319,12 +333,12 @@ grpc::Status HeadServiceImpl::SaveCheckpoint(grpc::ServerContext* context, const
   return RunRpc(entrance_, *context, RpcMethod::kSaveCheckpoint, [&](RpcScope& scope) -> absl::Status {
     auto save = DecodeSave(*request);
     if (!save.ok()) return save.status();
-    auto head = FindHead(core_, scope, save->name);
+    auto head = UseHead(core_, scope, save->name);
     if (!head.ok()) return head.status();
     if ((*head)->spec().trainable && !save->epoch.has_value())
       return MissingField("epoch", "the head's epoch, because it is trainable");
     if (core_.checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
-    auto saved = (*head)->Save(save->epoch, *core_.checkpoints, save->checkpoint, save->overwrite);
+    auto saved = (*head)->Save(save->epoch, *core_.checkpoints, save->checkpoint, save->overwrite, LimitsOf(core_, scope));
     if (!saved.ok()) return saved.status();
     response->set_checkpoint(save->checkpoint);
     response->set_step(saved->step);
@@ -338,11 +352,11 @@ grpc::Status HeadServiceImpl::RestoreCheckpoint(grpc::ServerContext* context, co
   return RunRpc(entrance_, *context, RpcMethod::kRestoreCheckpoint, [&](RpcScope& scope) -> absl::Status {
     auto restore = DecodeRestore(*request);
     if (!restore.ok()) return restore.status();
-    auto head = FindHead(core_, scope, restore->name);
+    auto head = UseHead(core_, scope, restore->name);
     if (!head.ok()) return head.status();
     HEADWATER_RETURN_IF_ERROR((*head)->CheckEpoch(*restore->epoch));
     if (core_.checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
-    auto restored = (*head)->Restore(*restore->epoch, *core_.checkpoints, restore->checkpoint);
+    auto restored = (*head)->Restore(*restore->epoch, *core_.checkpoints, restore->checkpoint, LimitsOf(core_, scope));
     if (!restored.ok()) return restored.status();
     if (!restored->restore_note.empty()) {
       Log(LogLevel::kWarning, "checkpoint_restored",

@@ -8,8 +8,8 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::service {
 
@@ -20,7 +20,7 @@ class LineBudget {
   LineBudget(double a_second, double at_once) : a_second_(a_second), at_once_(at_once), left_(at_once) {}
 
   // How many lines were left out since the last that was not, if one may be written now; nullopt: this one is left out, too.
-  std::optional<int64_t> Take(absl::Time now = absl::Now()) {
+  std::optional<int64_t> Take(absl::Time now = observability::MonotonicNow()) {
     absl::MutexLock lock(&mutex_);
     left_ = std::min(at_once_, left_ + a_second_ * std::max(0.0, absl::ToDoubleSeconds(now - last_)));
     last_ = now;
@@ -39,7 +39,7 @@ class LineBudget {
   const double at_once_;
   absl::Mutex mutex_;
   double left_ ABSL_GUARDED_BY(mutex_);
-  absl::Time last_ ABSL_GUARDED_BY(mutex_) = absl::Now();
+  absl::Time last_ ABSL_GUARDED_BY(mutex_) = observability::MonotonicNow();
   int64_t left_out_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 

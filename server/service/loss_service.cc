@@ -1,10 +1,9 @@
 #include "server/service/loss_service.h"
 
-#include <algorithm>
 #include <utility>
 #include <vector>
 
-#include "absl/time/clock.h"
+#include "server/observability/monotonic_clock.h"
 #include "server/service/compute_loss_stream.h"
 #include "server/service/field_check.h"
 #include "server/service/loss_request.h"
@@ -26,16 +25,18 @@ absl::Status Decide(ServerCore& core, RpcScope& scope, const DecisionRequest& de
   const auto use = core.UseSession(decision.session);
   if (!use.ok()) return use.status();
   std::vector<heads::DecisionTarget> targets;
+  std::vector<heads::HeadUse> uses;
   for (const HeadAtStep& head_at_step : decision.heads) {
     auto head = scope.caller().Find(core.registry, head_at_step.name);
     if (!head.ok()) return head.status();
+    uses.emplace_back(*head);
     targets.push_back({*std::move(head), head_at_step.key});
   }
-  const absl::Time start = absl::Now();
+  const absl::Time start = observability::MonotonicNow();
   for (const heads::DecisionTarget& target : targets) {
     HEADWATER_RETURN_IF_ERROR(core.waiting.AwaitStep(*target.head, target.key, scope.wait_limits()));
   }
-  if (scope.trace() != nullptr) scope.trace()->AddSpan("wait", "wait for the step", start, absl::Now());
+  if (scope.trace() != nullptr) scope.trace()->AddSpan("wait", "wait for the step", start, observability::MonotonicNow());
   return decide(targets);
 }
 
@@ -63,14 +64,15 @@ grpc::Status LossServiceImpl::CommitMicroBatch(grpc::ServerContext* context, con
     auto decision = DecodeCommit(*request, core_.options.limits);
     if (!decision.ok()) return decision.status();
     return Decide(core_, scope, *decision, [&](const std::vector<heads::DecisionTarget>& targets) {
-      const absl::Time start = absl::Now();
-      auto committed =
-          heads::Head::Commit(targets, decision->micro_batch, decision->attempt, decision->arguments, decision->session);
+      const absl::Time start = observability::MonotonicNow();
+      auto committed = heads::Head::Commit(targets, decision->micro_batch, decision->attempt, decision->arguments,
+                                           decision->session, &core_.busy, core_.waiting.BehindFiles(scope.wait_limits()));
       if (!committed.ok()) return committed.status();
-      if (scope.trace() != nullptr) scope.trace()->AddSpan("commit", "commit", start, absl::Now());
+      const absl::Time end = observability::MonotonicNow();
+      if (scope.trace() != nullptr) scope.trace()->AddSpan("commit", "commit", start, end);
       if (*committed) {
         core_.metrics.CountCommit();
-        core_.metrics.ObservePhase(observability::Phase::kCommit, std::max(absl::Now() - start, absl::ZeroDuration()));
+        core_.metrics.ObservePhase(observability::Phase::kCommit, end - start);
       }
       response->set_replayed(!*committed);
       return absl::OkStatus();
@@ -84,7 +86,8 @@ grpc::Status LossServiceImpl::DiscardMicroBatch(grpc::ServerContext* context, co
     auto decision = DecodeDiscard(*request, core_.options.limits);
     if (!decision.ok()) return decision.status();
     return Decide(core_, scope, *decision, [&](const std::vector<heads::DecisionTarget>& targets) {
-      auto dropped = heads::Head::Discard(targets, decision->micro_batch, decision->attempt, decision->session);
+      auto dropped = heads::Head::Discard(targets, decision->micro_batch, decision->attempt, decision->session,
+                                          core_.waiting.BehindFiles(scope.wait_limits()));
       if (!dropped.ok()) return dropped.status();
       if (*dropped) core_.metrics.CountMicroBatch(observability::MicroBatchOutcome::kDiscarded);
       response->set_dropped(*dropped);

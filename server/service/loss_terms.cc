@@ -1,6 +1,8 @@
 #include "server/service/loss_terms.h"
 
+#include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -132,6 +134,28 @@ absl::Status BuildTerms(const Caller& caller, const heads::HeadRegistry& registr
   if (any_trainable || !request->micro_batch.has_value()) return absl::OkStatus();
   return FieldError(ErrorReason::kInvalidCombination, "header.micro_batch", "nothing, because every head is frozen",
                     absl::StrCat(*request->micro_batch));
+}
+
+bool MustBeHeld(const heads::Submission& submission) {
+  if (submission.late_token_factors) return true;
+  const auto has_no_slot = [](const heads::SubmittedTerm& term) {
+    return term.head->spec().trainable && term.head->spec().staging_slots == 0;
+  };
+  return submission.explicit_commit && submission.hold != nullptr &&
+         std::any_of(submission.terms.begin(), submission.terms.end(), has_no_slot);
+}
+
+std::vector<heads::HeadUse> UseHeads(const heads::Submission& submission) {
+  std::vector<heads::HeadUse> uses;
+  const auto use_once = [&uses](const std::shared_ptr<heads::Head>& head) {
+    const auto is_it = [&head](const heads::HeadUse& use) { return use.head() == head; };
+    if (head != nullptr && std::none_of(uses.begin(), uses.end(), is_it)) uses.emplace_back(head);
+  };
+  for (const heads::SubmittedTerm& term : submission.terms) {
+    use_once(term.head);
+    use_once(term.teacher_head);
+  }
+  return uses;
 }
 
 absl::Status CheckTargets(const MicroBatchRequest& request, const heads::Submission& submission) {

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "server/heads/head.h"
@@ -21,6 +22,12 @@ std::string TermField(size_t index);
 // kHeadNotFound, kPermissionDenied, kShapeMismatch, kMissingField, kInvalidCombination, kVocabSizeMismatch.
 absl::Status BuildTerms(const Caller& caller, const heads::HeadRegistry& registry, MicroBatchRequest* request,
                         heads::Submission* submission);
+
+// Whether the micro-batch, while it is undecided, is kept as its rows and in no other way: no slot that becomes free changes that.
+bool MustBeHeld(const heads::Submission& submission);
+
+// A use of each head of terms that BuildTerms() has made.
+std::vector<heads::HeadUse> UseHeads(const heads::Submission& submission);
 
 // kTargetOutOfVocab. For terms that BuildTerms() has made.
 absl::Status CheckTargets(const MicroBatchRequest& request, const heads::Submission& submission);

@@ -9,7 +9,7 @@
 
 namespace headwater::service {
 
-// When a micro-batch got how far.
+// When a micro-batch got how far; of observability::MonotonicNow().
 struct MicroBatchTimes {
   absl::Time header;    // its header came
   absl::Time last_row;  // its last row was there

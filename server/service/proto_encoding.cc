@@ -62,6 +62,7 @@ void EncodeHead(const heads::HeadInfo& info, int64_t available_bytes, v1::Head* 
   out->set_name(info.name.ToString());
   group::EncodeHeadSpec(info.spec, out->mutable_spec());
   out->set_epoch(info.epoch.data(), info.epoch.size());
+  for (const heads::Epoch& epoch : info.recovers_epochs) out->add_recovers_epochs(epoch.data(), epoch.size());
   out->set_state(static_cast<v1::HeadState>(info.state));
   out->set_weight_version(info.weight_version);
   if (info.open_step.has_value()) out->set_open_step(*info.open_step);

@@ -11,6 +11,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "server/observability/logging.h"
+#include "server/observability/monotonic_clock.h"
+#include "server/service/counted_credentials.h"
 #include "server/service/line_budget.h"
 #include "server/service/status_mapping.h"
 
@@ -19,6 +21,7 @@ namespace {
 
 using observability::LogField;
 using observability::LogLevel;
+using observability::MonotonicNow;
 using observability::RpcMethod;
 
 bool IsValidRequestId(const grpc::string_ref& id) {
@@ -77,6 +80,15 @@ LogLevel LevelOf(RpcMethod method, const absl::Status& status) {
   }
 }
 
+// gRPC tells the wall clock's time: what is left counts from now on. The steady clock is read first, so that a thread that is held
+// up in between finds the deadline early, and never late.
+absl::Time DeadlineOf(const grpc::ServerContextBase& context) {
+  const absl::Time now = MonotonicNow();
+  const std::chrono::system_clock::time_point deadline = context.deadline();
+  if (deadline == std::chrono::system_clock::time_point::max()) return absl::InfiniteFuture();
+  return now + (absl::FromChrono(deadline) - absl::Now());
+}
+
 }  // namespace
 
 std::vector<absl::string_view> AuthorizationOf(const std::multimap<grpc::string_ref, grpc::string_ref>& metadata) {
@@ -87,7 +99,12 @@ std::vector<absl::string_view> AuthorizationOf(const std::multimap<grpc::string_
 }
 
 RpcScope::RpcScope(const Entrance& entrance, grpc::ServerContextBase& context, RpcMethod method)
-    : core_(entrance.core), context_(context), method_(method), role_(entrance.role), start_time_(absl::Now()) {
+    : core_(entrance.core),
+      context_(context),
+      method_(method),
+      role_(entrance.role),
+      start_time_(MonotonicNow()),
+      deadline_(DeadlineOf(context)) {
   const auto& metadata = context_.client_metadata();
   const auto found = metadata.find(kRequestIdKey);
   request_id_ = found != metadata.end() && IsValidRequestId(found->second) ? std::string(found->second.data(), found->second.size())
@@ -114,9 +131,9 @@ std::function<absl::Status()> RpcScope::AllowedStill() const {
   return [access = core_.access.get(), caller = caller_] { return access->Recheck(caller); };
 }
 
-absl::Time RpcScope::deadline() const {
-  const std::chrono::system_clock::time_point deadline = context_.deadline();
-  return deadline == std::chrono::system_clock::time_point::max() ? absl::InfiniteFuture() : absl::FromChrono(deadline);
+std::string RpcScope::client() const {
+  const std::optional<int64_t> connection = ConnectionOf(context_.c_call());
+  return connection.has_value() ? absl::StrCat(context_.peer(), " connection ", *connection) : context_.peer();
 }
 
 bool RpcScope::Cancelled() {
@@ -127,7 +144,7 @@ bool RpcScope::Cancelled() {
 }
 
 absl::Status RpcScope::CancelledError(absl::string_view outcome) const {
-  if (absl::Now() >= deadline()) {
+  if (MonotonicNow() >= deadline_) {
     return MakeError(ErrorReason::kDeadlineExceeded, absl::StrCat("the call's deadline passed", outcome));
   }
   return MakeError(ErrorReason::kCancelled, absl::StrCat("the client cancelled the call, or went away", outcome));
@@ -140,7 +157,7 @@ grpc::Status RpcScope::Finish(absl::Status status) {
     if (HasReason(status, ErrorReason::kEngineFailed)) core_.CheckEngine();
     if (absl::Status lost = core_.lost(); !lost.ok() && !Cancelled()) status = std::move(lost);
   }
-  const absl::Duration duration = absl::Now() - start_time_;
+  const absl::Duration duration = MonotonicNow() - start_time_;
   core_.metrics.CountRequest(method_, status, duration);
   if (HasReason(status, ErrorReason::kCancelled)) core_.CountCancelled(context_.peer());
   if (trace_ != nullptr && !refused) {

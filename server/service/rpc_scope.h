@@ -68,9 +68,11 @@ class RpcScope {
     head_ = name;
     CallLabel::NameHead(name);
   }
-  // Identity of the client for the fair queue.
-  std::string client() const { return context_.peer(); }
-  absl::Time deadline() const;
+  // Identity of the client, for the fair queue and the fair budget: its connection. The peer alone would not do, which is the same
+  // for all connections of a Unix socket.
+  std::string client() const;
+  // Of observability::MonotonicNow(): a wall clock that is set does not move it.
+  absl::Time deadline() const { return deadline_; }
   // What bounds a wait of this call: its deadline, its client, and the engine's device.
   heads::WaitLimits wait_limits() {
     return {deadline(), [this] { return Cancelled() || !core_.lost().ok(); }};
@@ -92,6 +94,7 @@ class RpcScope {
   const PortRole role_;
   Caller caller_;
   const absl::Time start_time_;
+  const absl::Time deadline_;
   std::string request_id_;
   std::optional<observability::TraceContext> trace_context_;
   std::string span_id_;  // this call's, if it belongs to a trace

@@ -16,10 +16,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
 #include "server/group/group_assembly.h"
 #include "server/observability/logging.h"
+#include "server/observability/monotonic_clock.h"
 #include "server/service/call_arrivals.h"
+#include "server/service/counted_credentials.h"
 #include "server/service/foreign_rpc_guard.h"
 #include "server/service/group_service.h"
 #include "server/service/head_service.h"
@@ -35,6 +36,7 @@ namespace {
 
 using observability::Log;
 using observability::LogLevel;
+using observability::MonotonicNow;
 
 constexpr int kWindowBytes = 4 << 20;
 
@@ -173,8 +175,10 @@ absl::Status Server::Ports::Listen(const ServerOptions& options, const std::vect
     auto& acceptor = acceptors[is_unix ? 1 : 0];
     if (acceptor == nullptr) {
       using Type = grpc::ServerBuilder::experimental_type::ExternalConnectionType;
-      acceptor = builder.experimental().AddExternalConnectionAcceptor(Type::FROM_FD,
-                                                                      is_unix ? grpc::InsecureServerCredentials() : credentials);
+      // Connections of a Unix socket have no addresses of their own: what tells one client from another is its connection's number.
+      acceptor = builder.experimental().AddExternalConnectionAcceptor(
+          Type::FROM_FD,
+          is_unix ? NumberConnections(grpc_insecure_server_credentials_create(), entrance.core.backlog) : credentials);
     }
     const auto take = [to = acceptor.get()](int listener_fd, int fd) {
       grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
@@ -243,11 +247,11 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
     return count;
   };
   hooks.on_cancelled = [state = state.get()](const std::string& peer) {
-    for (Ports& group : state->ports) group.gate->OnCancelled(peer, absl::Now());
+    for (Ports& group : state->ports) group.gate->OnCancelled(peer, MonotonicNow());
   };
   state->core->SetPortHooks(std::move(hooks));
   state->core->backlog->SetDrop([state = state.get()](const std::string& peer) {
-    for (Ports& group : state->ports) group.gate->Drop(peer, absl::Now());
+    for (Ports& group : state->ports) group.gate->Drop(peer, MonotonicNow());
   });
   for (Ports& group : state->ports) {
     if (absl::Status status = group.gate->Start(); !status.ok()) return status;
@@ -277,7 +281,7 @@ absl::Status Server::BecomeReady(const std::function<bool()>& cancelled) {
   if (const auto& group = state_->core->options.group; group != nullptr) {
     if (absl::Status status = group->Form(cancelled); !status.ok()) return status;
   }
-  const absl::Time start = absl::Now();
+  const absl::Time start = MonotonicNow();
   if (absl::Status status = SelfTest(*state_->core->engine); !status.ok()) {
     Log(LogLevel::kError, "self_test_failed", {{"message", std::string(status.message())}});
     return status;
@@ -293,7 +297,7 @@ absl::Status Server::BecomeReady(const std::function<bool()>& cancelled) {
     state_->SetHealth(false);
     return lost;
   }
-  Log(LogLevel::kInfo, "serving", {{"self_test_ms", absl::ToDoubleMilliseconds(absl::Now() - start)}});
+  Log(LogLevel::kInfo, "serving", {{"self_test_ms", absl::ToDoubleMilliseconds(MonotonicNow() - start)}});
   return absl::OkStatus();
 }
 
@@ -301,7 +305,7 @@ bool Server::Drain(absl::Duration timeout) {
   absl::MutexLock lock(&state_->drain_mutex);
   if (state_->drained) return state_->drained_cleanly;
   state_->drained = true;
-  const absl::Time deadline = absl::Now() + timeout;
+  const absl::Time deadline = MonotonicNow() + timeout;
   state_->core->SetPhase(ServerCore::Phase::kDraining);
   state_->core->transfers.Drain();
   state_->SetHealth(false);

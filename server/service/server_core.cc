@@ -13,6 +13,7 @@
 #include "headwater/kernels/product_rate.h"
 #include "server/group/group_assembly.h"
 #include "server/observability/logging.h"
+#include "server/observability/monotonic_clock.h"
 #include "server/scheduler/repeated_task.h"
 #include "server/service/retry_after.h"
 #include "server/service/watched_engine.h"
@@ -21,6 +22,7 @@ namespace headwater::service {
 
 using observability::Log;
 using observability::LogLevel;
+using observability::MonotonicNow;
 
 namespace {
 
@@ -122,8 +124,8 @@ class ServerCore::Reaper {
 
   void EndSessions() {
     core_.join.Expire();
-    core_.transfers.Expire(absl::Now());
-    core_.rows.Trim(absl::Now() - kIdleRows);
+    core_.transfers.Expire(MonotonicNow());
+    core_.rows.Trim(MonotonicNow() - kIdleRows);
     core_.uploads.DropDead();
     TrimHeapWhenIdle();
     core_.CountExpiredSessions(core_.sessions.Expire());
@@ -143,7 +145,7 @@ class ServerCore::Reaper {
       absl::MutexLock lock(&core_.phase_mutex_);
       in_use = in_use || core_.calls_in_progress_ > 0;
     }
-    const absl::Time now = absl::Now();
+    const absl::Time now = MonotonicNow();
     if (in_use) {
       last_busy_ = now;
       heap_trimmed_ = false;
@@ -153,7 +155,7 @@ class ServerCore::Reaper {
     }
   }
   ServerCore& core_;
-  absl::Time last_busy_ = absl::Now();  // of EndSessions(), like the next
+  absl::Time last_busy_ = MonotonicNow();  // of EndSessions(), like the next
   bool heap_trimmed_ = false;
   int64_t idle_row_bytes_ = 0;
   scheduler::RepeatedTask leases_;  // these last: they use the members above
@@ -169,7 +171,7 @@ ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<Loss
       rows(*engine, options.limits.max_in_flight_bytes),
       uploads(options.limits.max_upload_bytes),
       regions(*engine, transport::RegionLimits{options.limits.max_session_regions, options.limits.max_region_bytes}),
-      join(transport::JoinLimits{options.limits.max_join_bytes, options.limits.max_join_wait}, heads::MonotonicNow),
+      join(transport::JoinLimits{options.limits.max_join_bytes, options.limits.max_join_wait}, MonotonicNow),
       registry(*engine,
                heads::RegistryLimits{options.limits.max_heads, options.limits.max_heads_per_tenant,
                                      options.limits.max_tenant_memory_bytes},
@@ -181,7 +183,7 @@ ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<Loss
                  join.DropOwner(session);
                }),
       queue(options.limits.max_queue_depth, WidthsFor(options.queue_widths, *engine)),
-      waiting(options.limits.max_waiting_calls, options.limits.max_step_wait),
+      waiting(options.limits.max_waiting_calls, options.limits.max_step_wait, options.max_threads),
       backlog(std::make_shared<transport::CallBacklog>(options.limits.max_connection_streams + options.max_reset_backlog,
                                                        options.max_cancel_rate)),
       watchdog(options.stream_idle_timeout, options.limits.max_stream_time),
@@ -318,8 +320,8 @@ absl::StatusOr<heads::SessionRegistry::Use> ServerCore::UseSession(const std::op
 
 absl::Status ServerCore::ReserveInFlight(const std::string& client, int64_t bytes, const char* what,
                                          transport::ByteBudget::Reservation* reservation) {
-  if (in_flight.TryReserve(client, bytes, heads::MonotonicNow(), reservation)) return absl::OkStatus();
-  slow_uploads.GiveWay(absl::Now());
+  if (in_flight.TryReserve(client, bytes, MonotonicNow(), reservation)) return absl::OkStatus();
+  slow_uploads.GiveWay(MonotonicNow());
   const int64_t available = in_flight.available_bytes();
   const bool kept = available >= bytes;
   return MakeError(ErrorReason::kInFlightBytesExceeded,
@@ -334,10 +336,15 @@ absl::Status ServerCore::ReserveInFlight(const std::string& client, int64_t byte
 }
 
 bool ServerCore::AwaitIdle(absl::Time deadline) {
-  absl::MutexLock lock(&phase_mutex_);
-  return phase_mutex_.AwaitWithDeadline(absl::Condition(
-                                            +[](int64_t* count) { return *count == 0; }, &calls_in_progress_),
-                                        deadline);
+  constexpr absl::Duration kLook = absl::Milliseconds(5);
+  while (true) {
+    {
+      absl::MutexLock lock(&phase_mutex_);
+      if (calls_in_progress_ == 0) return true;
+    }
+    if (MonotonicNow() >= deadline) return false;
+    absl::SleepFor(kLook);  // which no clock that is set makes longer
+  }
 }
 
 int64_t ServerCore::AvailableBytes() const {

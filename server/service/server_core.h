@@ -83,7 +83,8 @@ class ServerCore {
   void CheckEngine();
   // kEngineFailed, as calls are answered, once the device is lost; OK before.
   absl::Status lost() const;
-  // Waits until no accepted call is in progress; false when `deadline` comes first.
+  // Waits until no accepted call is in progress; false when `deadline` (of observability::MonotonicNow(), like the next one) comes
+  // first.
   bool AwaitIdle(absl::Time deadline);
 
   // Saves the heads that have changed, as kDrainCheckpoint (needs a checkpoint directory); one line of log for each. False if one
@@ -123,7 +124,7 @@ class ServerCore {
   const std::unique_ptr<LossEngine> engine;
   observability::Metrics metrics;
   std::unique_ptr<observability::TraceWriter> traces;  // null: no call is traced
-  observability::BusyClock busy;                       // while a micro-batch is in the engine
+  observability::BusyClock busy;                       // while a micro-batch is in the engine, or what it adds
   transport::FairBudget in_flight;
   transport::ByteBudget held;  // rows of HELD contributions
   transport::PinnedPool rows;  // of micro-batches, in and out

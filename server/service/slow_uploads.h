@@ -22,7 +22,7 @@ class SlowUploads {
   };
 
  public:
-  // While it lives, the upload may have to give way.
+  // While it lives, the upload may have to give way. `now`, here and below, is observability::MonotonicNow().
   class Place {
    public:
     Place(SlowUploads& uploads, std::shared_ptr<transport::RowExchange> rows, absl::Time now);

@@ -1,22 +1,19 @@
 #include "server/service/stream_watchdog.h"
 
 #include <algorithm>
-#include <chrono>
 #include <limits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::service {
 namespace {
 
 constexpr int64_t kNotWaiting = std::numeric_limits<int64_t>::max();
 
-// Steady: a clock that jumps must not end streams.
-int64_t NowNs() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+int64_t NowNs() { return absl::ToUnixNanos(observability::MonotonicNow()); }
 
 }  // namespace
 

@@ -30,7 +30,8 @@ absl::Status Describe(const heads::Head& head, bool bias, int64_t offset_bytes, 
 
 }  // namespace
 
-absl::StatusOr<TensorStream> OpenWeights(std::shared_ptr<heads::Head> head, const DownloadWeightsRequest& request) {
+absl::StatusOr<TensorStream> OpenWeights(std::shared_ptr<heads::Head> head, const DownloadWeightsRequest& request,
+                                         const heads::WaitLimits& limits) {
   const HeadSpec& spec = head->spec();
   TensorStream stream;
   stream.data_type = request.data_type.value_or(spec.data_type);
@@ -51,21 +52,22 @@ absl::StatusOr<TensorStream> OpenWeights(std::shared_ptr<heads::Head> head, cons
   // The first chunk checks the version and the epoch that the client expects; all of them that the weights do not change on the
   // way.
   const int64_t version = request.expected_weight_version.value_or(info.weight_version);
-  stream.read = [head = std::move(head), tensor, version, epoch = request.epoch](int64_t element_start, int64_t element_count,
-                                                                                 void* out) {
-    return head->ReadWeights(tensor, element_start, element_count, out, version, epoch);
+  stream.read = [head = std::move(head), tensor, version, epoch = request.epoch, limits](int64_t element_start,
+                                                                                         int64_t element_count, void* out) {
+    return head->ReadWeights(tensor, element_start, element_count, out, version, epoch, limits);
   };
   return stream;
 }
 
-absl::StatusOr<TensorStream> OpenGradient(std::shared_ptr<heads::Head> head, const DownloadGradientRequest& request) {
+absl::StatusOr<TensorStream> OpenGradient(std::shared_ptr<heads::Head> head, const DownloadGradientRequest& request,
+                                          const heads::WaitLimits& limits) {
   TensorStream stream;
   HEADWATER_RETURN_IF_ERROR(head->CheckEpoch(request.key.epoch));
   HEADWATER_RETURN_IF_ERROR(Describe(*head, request.tensor == HeadTensor::kGradBias, request.offset_bytes, &stream));
   stream.weight_version = head->Describe().weight_version;
-  stream.read = [head = std::move(head), request](int64_t element_start, int64_t element_count, void* out) {
+  stream.read = [head = std::move(head), request, limits](int64_t element_start, int64_t element_count, void* out) {
     float* const values = static_cast<float*>(out);
-    HEADWATER_RETURN_IF_ERROR(head->ReadGradient(request.key, request.tensor, element_start, element_count, values));
+    HEADWATER_RETURN_IF_ERROR(head->ReadGradient(request.key, request.tensor, element_start, element_count, values, limits));
     if (request.factor != 1) {
       // In fp64 and rounded once: what the optimizer would see.
       for (int64_t i = 0; i < element_count; ++i) values[i] = static_cast<float>(request.factor * static_cast<double>(values[i]));

@@ -27,9 +27,11 @@ struct TensorStream {
 };
 
 // Fail if the head does not have the tensor in that type, or the offset is not one of an element (kInvalidField, kDataTypeMismatch,
-// kInvalidCombination), and as Head's methods do. The streams keep the head alive.
-absl::StatusOr<TensorStream> OpenWeights(std::shared_ptr<heads::Head> head, const DownloadWeightsRequest& request);
-absl::StatusOr<TensorStream> OpenGradient(std::shared_ptr<heads::Head> head, const DownloadGradientRequest& request);
+// kInvalidCombination), and as Head's methods do. The streams keep the head alive; `limits` are those of each of their reads.
+absl::StatusOr<TensorStream> OpenWeights(std::shared_ptr<heads::Head> head, const DownloadWeightsRequest& request,
+                                         const heads::WaitLimits& limits);
+absl::StatusOr<TensorStream> OpenGradient(std::shared_ptr<heads::Head> head, const DownloadGradientRequest& request,
+                                          const heads::WaitLimits& limits);
 
 // Sends the header, then chunks in order of at most `max_chunk_bytes`. `send` returns false when the client is gone: kCancelled.
 absl::Status SendTensor(const TensorStream& stream, int64_t max_chunk_bytes,

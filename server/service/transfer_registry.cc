@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
+#include "server/observability/monotonic_clock.h"
 #include "server/service/field_check.h"
 
 namespace headwater::service {
@@ -88,7 +88,7 @@ int64_t TransferRegistry::Find(const TransferId& id, OnTransfer found) {
     } else if (draining_ && !announced) {
       refused = Unheard(absl::ZeroDuration());
     } else if (transfer == nullptr) {
-      places_[id].waiting.push_back({number, absl::Now(), std::move(found)});
+      places_[id].waiting.push_back({number, observability::MonotonicNow(), std::move(found)});
       return number;
     }
   }

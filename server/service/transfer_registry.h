@@ -61,7 +61,7 @@ class TransferRegistry {
   // The stripe waits no more; `found` will not be called, or has been.
   void Leave(const TransferId& id, int64_t number);
 
-  // Sends away stripes that have waited for too long. To be called every few milliseconds.
+  // Sends away stripes that have waited for too long at `now` (observability::MonotonicNow()). To be called every few milliseconds.
   void Expire(absl::Time now);
   // The server drains: stripes whose primary stream has not come are sent away, now and from now on.
   void Drain();

@@ -26,7 +26,7 @@ absl::Status UploadCall::OnHeader(const v1::UploadWeightsHeader& header, v1::Upl
   HEADWATER_RETURN_IF_ERROR(caller_.CheckHead(request_.name, outside ? kUploadOutsideStep : Permission::kCompute));
   auto head = core_.registry.Find(request_.name);
   if (!head.ok()) return head.status();
-  head_ = *std::move(head);
+  head_ = heads::HeadUse(*std::move(head));
   HEADWATER_RETURN_IF_ERROR(head_->CheckEpoch(request_.epoch));
   const HeadSpec& spec = head_->spec();
   const bool bias = request_.tensor == HeadTensor::kBias;
@@ -43,7 +43,7 @@ absl::Status UploadCall::OnHeader(const v1::UploadWeightsHeader& header, v1::Upl
                       absl::StrCat(request_.total_bytes));
   }
   HEADWATER_RETURN_IF_ERROR(CheckClosesStep());
-  auto upload = core_.uploads.Open(head_, request_);
+  auto upload = core_.uploads.Open(head_.head(), request_);
   if (!upload.ok()) return upload.status();
   upload_.emplace(*std::move(upload));
   response->set_resume_offset_bytes(upload_->received_bytes());
@@ -78,11 +78,12 @@ absl::Status UploadCall::OnChunk(const v1::ByteChunk& chunk) {
 }
 
 absl::StatusOr<heads::HeadInfo> UploadCall::UseTensor(std::shared_ptr<const uint8_t> bytes) {
+  const heads::WaitLimits limits = core_.waiting.BehindFiles(limits_);
   if (!request_.closes_step.has_value()) {
-    return head_->SetTensor(request_.epoch, request_.tensor, request_.data_type, bytes.get(), request_.total_bytes);
+    return head_->SetTensor(request_.epoch, request_.tensor, request_.data_type, bytes.get(), request_.total_bytes, limits);
   }
   const heads::ShadowTensor shadow = {request_.tensor, request_.data_type, std::move(bytes), request_.total_bytes};
-  auto replaced = head_->Replace({request_.epoch, *request_.closes_step}, shadow);
+  auto replaced = head_->Replace({request_.epoch, *request_.closes_step}, shadow, limits);
   if (!replaced.ok()) return replaced.status();
   if (replaced->closed && !replaced->replayed) core_.metrics.CountStep(observability::StepOutcome::kReplaced);
   return std::move(replaced->head);
@@ -95,9 +96,10 @@ absl::Status UploadCall::Finish(v1::UploadWeightsResponse* response) {
   const absl::StatusOr<heads::HeadInfo> head = UseTensor(*std::move(bytes));
   const absl::Status& status = head.status();
   // What the client, or time, can put right: the upload may be taken up again without a byte sent. After anything else it is used
-  // up.
+  // up. Those of the second line came before the head could be had.
   const bool may_be_repeated = HasReason(status, ErrorReason::kEpochFenced) || HasReason(status, ErrorReason::kStepNotSealed) ||
-                               HasReason(status, ErrorReason::kShardNotReady);
+                               HasReason(status, ErrorReason::kQueueFull) || HasReason(status, ErrorReason::kDeadlineExceeded) ||
+                               HasReason(status, ErrorReason::kCancelled) || HasReason(status, ErrorReason::kShardNotReady);
   if (!may_be_repeated) upload_->Drop();
   HEADWATER_RETURN_IF_ERROR(status);
   EncodeHead(*head, core_.AvailableBytes(), response->mutable_head());

@@ -20,7 +20,7 @@ namespace headwater::service {
 
 class UploadCall {
  public:
-  // `limits` bounds the wait of one with `closes_step`.
+  // `limits` bounds the wait of one with `closes_step`, and that for the head.
   UploadCall(ServerCore& core, Caller caller, heads::WaitLimits limits)
       : core_(core), caller_(std::move(caller)), limits_(std::move(limits)) {}
 
@@ -45,7 +45,7 @@ class UploadCall {
   const heads::WaitLimits limits_;
   UploadRequest request_;
   std::string head_name_;
-  std::shared_ptr<heads::Head> head_;
+  heads::HeadUse head_;
   std::optional<UploadStore::Lease> upload_;
 };
 

@@ -10,8 +10,15 @@
 #include "headwater/kernels/error.h"
 #include "server/checkpoint/xxh3.h"
 #include "server/service/field_check.h"
+#include "server/service/retry_after.h"
 
 namespace headwater::service {
+namespace {
+
+// Uploads take seconds, and a shadow gives way after a minute.
+constexpr char kRetryAfterMs[] = "1000";
+
+}  // namespace
 
 struct UploadStore::Upload {
   Upload(const std::shared_ptr<heads::Head>& head_of_upload, const UploadRequest& first_request)
@@ -25,6 +32,7 @@ struct UploadStore::Upload {
   transport::GrowingBuffer buffer ABSL_GUARDED_BY(mutex);
   int64_t generation ABSL_GUARDED_BY(mutex) = 0;  // of the stream that works on it
   bool busy ABSL_GUARDED_BY(mutex) = false;
+  absl::Time drop_time ABSL_GUARDED_BY(mutex) = absl::InfiniteFuture();  // whoever holds on to its bytes does so since then
 };
 
 UploadStore::Lease::Lease(UploadStore* store, std::shared_ptr<Upload> upload, int64_t generation)
@@ -79,6 +87,10 @@ absl::StatusOr<std::shared_ptr<const uint8_t>> UploadStore::Lease::Complete() {
 }
 
 void UploadStore::Lease::Drop() {
+  {
+    absl::MutexLock upload_lock(&upload_->mutex);
+    upload_->drop_time = store_->clock_();
+  }
   absl::MutexLock lock(&store_->mutex_);
   store_->uploads_.remove(upload_);
 }
@@ -90,6 +102,7 @@ void UploadStore::DropDead() {
 
 void UploadStore::DropDeadLocked() {
   uploads_.remove_if([](const std::shared_ptr<Upload>& upload) { return upload->head.expired(); });
+  closing_.remove_if([](const std::weak_ptr<Upload>& upload) { return upload.expired(); });
 }
 
 bool UploadStore::DropOldestLocked(const heads::Head* head) {
@@ -97,9 +110,32 @@ bool UploadStore::DropOldestLocked(const heads::Head* head) {
     const std::shared_ptr<heads::Head> owner = (*it)->head.lock();
     absl::ReleasableMutexLock lock(&(*it)->mutex);
     if ((*it)->busy || (head != nullptr && owner.get() != head)) continue;
+    (*it)->drop_time = clock_();  // one that may be repeated is perhaps in the head's shadow
     lock.Release();
     uploads_.erase(it);
     return true;
+  }
+  return false;
+}
+
+bool UploadStore::HasUploadLocked(const heads::Head& head) const {
+  return std::any_of(uploads_.begin(), uploads_.end(),
+                     [&head](const std::shared_ptr<Upload>& upload) { return upload->head.lock().get() == &head; });
+}
+
+bool UploadStore::DropOldestShadowLocked(const heads::Head& asking) {
+  const absl::Time now = clock_();
+  for (const std::weak_ptr<Upload>& entry : closing_) {
+    const std::shared_ptr<Upload> upload = entry.lock();
+    const std::shared_ptr<heads::Head> head = upload != nullptr ? upload->head.lock() : nullptr;
+    if (head == nullptr || head.get() == &asking || HasUploadLocked(*head)) continue;
+    const uint8_t* bytes = nullptr;
+    {
+      absl::MutexLock upload_lock(&upload->mutex);
+      if (upload->drop_time + kShadowTime > now) continue;
+      bytes = upload->buffer.data();
+    }
+    if (head->DropShadow(bytes)) return true;
   }
   return false;
 }
@@ -128,19 +164,25 @@ absl::StatusOr<UploadStore::Lease> UploadStore::Open(const std::shared_ptr<heads
                       kMaxUploadsPerHead);
   }
   auto upload = std::make_shared<Upload>(head, request);
+  const bool can_fit = request.total_bytes <= budget_.capacity_bytes();
   while (!budget_.TryReserve(request.total_bytes, &upload->reservation)) {
-    if (request.total_bytes <= budget_.capacity_bytes() && DropOldestLocked(nullptr)) continue;
-    return MakeError(
-        ErrorReason::kMemoryBudgetExceeded,
-        absl::StrCat("header.total_bytes: expected at most ", budget_.available_bytes(), " of ", budget_.capacity_bytes(),
-                     " bytes (max_upload_bytes) that are free for uploads, got ", request.total_bytes),
-        {{"field", "header.total_bytes"},
-         {"limit", "max_upload_bytes"},
-         {"requestedBytes", absl::StrCat(request.total_bytes)},
-         {"availableBytes", absl::StrCat(budget_.available_bytes())},
-         {"expected", absl::StrCat("at most ", budget_.available_bytes())},
-         {"actual", absl::StrCat(request.total_bytes)}});
+    if (can_fit && (DropOldestLocked(nullptr) || DropOldestShadowLocked(*head))) continue;
+    const int64_t available_bytes = budget_.available_bytes();
+    ErrorMetadata metadata = {{"field", "header.total_bytes"},
+                              {"limit", "max_upload_bytes"},
+                              {"maximum", absl::StrCat(budget_.capacity_bytes())},
+                              {"requestedBytes", absl::StrCat(request.total_bytes)},
+                              {"availableBytes", absl::StrCat(available_bytes)},
+                              {"expected", absl::StrCat("at most ", available_bytes)},
+                              {"actual", absl::StrCat(request.total_bytes)}};
+    if (can_fit) metadata[kRetryAfterMsKey] = kRetryAfterMs;
+    return MakeError(can_fit ? ErrorReason::kInFlightBytesExceeded : ErrorReason::kMemoryBudgetExceeded,
+                     absl::StrCat("header.total_bytes: expected at most ", available_bytes, " of ", budget_.capacity_bytes(),
+                                  " bytes (max_upload_bytes) that are free for uploads, got ", request.total_bytes,
+                                  can_fit ? "; try again" : ""),
+                     std::move(metadata));
   }
+  if (request.closes_step.has_value()) closing_.push_back(upload);
   absl::MutexLock upload_lock(&upload->mutex);
   upload->busy = true;
   uploads_.push_back(upload);

@@ -2,10 +2,11 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
+#include "server/observability/monotonic_clock.h"
 #include "server/service/retry_after.h"
 #include "server/transport/answer_time.h"
 
@@ -17,11 +18,44 @@ absl::Status SentAway() {
                    {{kRetryAfterMsKey, "1000"}});
 }
 
-bool MayStillCome(const absl::Status& seal) {
-  return HasReason(seal, ErrorReason::kMicroBatchMissing) || HasReason(seal, ErrorReason::kMicroBatchUncommitted);
+// To a step that is sealed, by another expectation perhaps, nothing comes any more.
+bool MayStillCome(const heads::Head& head, const heads::StepKey& key, const absl::Status& seal) {
+  return (HasReason(seal, ErrorReason::kMicroBatchMissing) || HasReason(seal, ErrorReason::kMicroBatchUncommitted)) &&
+         head.TakesMicroBatches(key);
+}
+
+int64_t Quarter(int64_t max_threads) { return std::max<int64_t>(1, max_threads / 4); }
+
+constexpr char kQuarter[] = "a quarter of max_threads";
+
+CallPlaces BehindFilesPlaces(int64_t max_calls, int64_t max_threads) {
+  const std::string what = "a call behind one that saves, sets, creates or deletes its head holds a thread";
+  const int64_t most = Quarter(max_threads);
+  if (max_calls < most) return CallPlaces(what, max_calls, "max_waiting_calls", "max_waiting_calls");
+  return CallPlaces(what, most, "max_threads", kQuarter);
 }
 
 }  // namespace
+
+absl::Status CallPlaces::Take() {
+  if (taken_.fetch_add(1) < most_) return absl::OkStatus();
+  taken_.fetch_sub(1);
+  return MakeError(
+      ErrorReason::kQueueFull,
+      absl::StrCat(what_, ": expected at most ", most_, " at once (", bound_, "), and that many are in progress; try again"),
+      {{"limit", limit_}, {"maximum", absl::StrCat(most_)}, {kRetryAfterMsKey, "2000"}});
+}
+
+WaitingRoom::WaitingRoom(int64_t max_calls, absl::Duration max_wait, int64_t max_threads)
+    : max_calls_(max_calls),
+      max_wait_(max_wait),
+      behind_files_(BehindFilesPlaces(max_calls, max_threads)),
+      loads_("reading weights from files holds a thread", Quarter(max_threads), "max_threads", kQuarter) {}
+
+heads::WaitLimits WaitingRoom::BehindFiles(heads::WaitLimits call) {
+  call.places = &behind_files_;
+  return call;
+}
 
 template <typename Wait>
 absl::Status WaitingRoom::Run(const heads::WaitLimits& call, Wait&& wait) {
@@ -37,11 +71,11 @@ absl::Status WaitingRoom::Run(const heads::WaitLimits& call, Wait&& wait) {
                                   " calls that wait for a step (max_waiting_calls), and that many do; try again"),
                      {{"limit", "max_waiting_calls"}, {"maximum", absl::StrCat(max_calls_)}, {kRetryAfterMsKey, "500"}});
   }
-  const heads::WaitLimits limits = {std::min(call.deadline, absl::Now() + max_wait_),
+  const heads::WaitLimits limits = {std::min(call.deadline, observability::MonotonicNow() + max_wait_),
                                     [this, &call] { return closed_.load() || (call.cancelled != nullptr && call.cancelled()); }};
   const absl::Status status = wait(limits);
   if (HasReason(status, ErrorReason::kCancelled) && closed_.load()) return SentAway();
-  if (absl::Now() < call.deadline) return status;
+  if (observability::MonotonicNow() < call.deadline) return status;
   return MakeError(ErrorReason::kDeadlineExceeded, "the call's deadline passed while it waited for its step; nothing was changed");
 }
 
@@ -59,11 +93,12 @@ absl::Status WaitingRoom::AwaitTurn(const heads::Head& head, const heads::StepKe
 
 absl::StatusOr<heads::SealReply> WaitingRoom::Seal(heads::Head& head, const heads::StepKey& key,
                                                    const heads::ExpectedMicroBatches& expected, const heads::WaitLimits& call) {
-  absl::StatusOr<heads::SealReply> reply = head.Seal(key, expected);
-  if (reply.ok() || !MayStillCome(reply.status())) return reply;
+  const heads::WaitLimits behind_files = BehindFiles(call);
+  absl::StatusOr<heads::SealReply> reply = head.Seal(key, expected, {}, behind_files);
+  if (reply.ok() || !MayStillCome(head, key, reply.status())) return reply;
   const absl::Status waited = Run(call, [&](const heads::WaitLimits& limits) {
-    const absl::Time end = std::min(limits.deadline, transport::WaitEnd(absl::Now(), call.deadline));
-    reply = head.Seal(key, expected, {end, limits.cancelled});
+    const absl::Time end = std::min(limits.deadline, transport::WaitEnd(observability::MonotonicNow(), call.deadline));
+    reply = head.Seal(key, expected, {end, limits.cancelled}, behind_files);
     return reply.status();
   });
   if (reply.ok()) return reply;

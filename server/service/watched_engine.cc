@@ -1,7 +1,6 @@
 #include "server/service/watched_engine.h"
 
 #include <algorithm>
-#include <chrono>
 #include <functional>
 #include <list>
 #include <optional>
@@ -12,6 +11,7 @@
 #include "absl/synchronization/mutex.h"
 #include "headwater/kernels/error.h"
 #include "server/observability/logging.h"
+#include "server/observability/monotonic_clock.h"
 #include "server/service/call_label.h"
 
 namespace headwater::service {
@@ -21,7 +21,7 @@ using observability::LogLevel;
 
 namespace {
 
-absl::Duration SteadyTime() { return absl::FromChrono(std::chrono::steady_clock::now().time_since_epoch()); }
+absl::Duration SteadyTime() { return observability::MonotonicNow() - absl::UnixEpoch(); }
 
 }  // namespace
 

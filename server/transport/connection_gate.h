@@ -62,7 +62,8 @@ class ConnectionGate {
   void Stop();
 
   // A client has cancelled a call. One whose host cancels too many is cut off, unless it has cancelled 16 at most itself. `peer`:
-  // as gRPC calls it, ipv4:HOST:PORT or ipv6:%5BHOST%5D:PORT; clients of Unix sockets have no name, and are not counted.
+  // as gRPC calls it, ipv4:HOST:PORT or ipv6:%5BHOST%5D:PORT; clients of Unix sockets have no name, and are not counted. `now` is
+  // of any clock that does not go back.
   void OnCancelled(const std::string& peer, absl::Time now);
   // Cuts a client off at once, and has the others of its host cancel no more than 16 calls each for now. `peer`: likewise.
   void Drop(const std::string& peer, absl::Time now);

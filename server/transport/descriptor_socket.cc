@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <map>
@@ -22,13 +21,14 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "headwater/kernels/error.h"
+#include "server/observability/monotonic_clock.h"
 #include "server/transport/region.h"
 #include "server/transport/unix_socket.h"
 
 namespace headwater::transport {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using observability::MonotonicNow;
 
 constexpr int kMaxDescriptors = 8;  // that are looked at; the kernel closes those beyond, and says so
 
@@ -90,6 +90,18 @@ absl::Status CheckPacket(const Packet& packet) {
                    absl::StrCat("expected memory of the ", bytes, " bytes that were named, got ", size));
 }
 
+// The packet has no metadata: its sentence names the limit, too.
+absl::Status TooManyWait(const char* whose, const char* limit, int64_t maximum, int64_t actual) {
+  const std::string expected = absl::StrCat("at most ", maximum, " of ", whose, " that wait to be registered (", limit, ")");
+  return MakeError(ErrorReason::kQuotaExceeded,
+                   absl::StrCat("descriptor: expected ", expected, ", got ", actual, "; register them, or wait"),
+                   {{"field", "descriptor"},
+                    {"limit", limit},
+                    {"maximum", absl::StrCat(maximum)},
+                    {"expected", expected},
+                    {"actual", absl::StrCat(actual)}});
+}
+
 }  // namespace
 
 class DescriptorSocket::Impl {
@@ -115,7 +127,7 @@ class DescriptorSocket::Impl {
     if (found != waiting_.end()) {
       Waiting taken = std::move(found->second);
       waiting_.erase(found);
-      if (Clock::now() < taken.end) return std::move(taken.memory);
+      if (MonotonicNow() < taken.end) return std::move(taken.memory);
     }
     return MakeError(
         ErrorReason::kInvalidField,
@@ -133,26 +145,26 @@ class DescriptorSocket::Impl {
   struct Waiting {
     FileDescriptor memory;
     uid_t user = 0;
-    Clock::time_point end;
+    absl::Time end;
   };
   struct Connection {
     FileDescriptor socket;
     uid_t user = 0;
     bool allowed = false;
-    Clock::time_point end;
+    absl::Time end;
   };
 
   void Run() {
     std::vector<Connection> connections;
     for (;;) {
-      const bool may_accept = connections.size() < static_cast<size_t>(options_.max_connections) && Clock::now() >= accept_after_;
+      const bool may_accept = connections.size() < static_cast<size_t>(options_.max_connections) && MonotonicNow() >= accept_after_;
       std::vector<pollfd> polled = {{wake_.get(), POLLIN, 0}, {may_accept ? listener_.get() : -1, POLLIN, 0}};
       for (const Connection& connection : connections) polled.push_back({connection.socket.get(), POLLIN, 0});
       constexpr int kLookMs = 100;  // how late what is too old is closed
       const bool idle = connections.empty() && size() == 0 && may_accept;
       if (poll(polled.data(), polled.size(), idle ? -1 : kLookMs) < 0 && errno != EINTR) return;
       if (polled[0].revents != 0) return;
-      const Clock::time_point now = Clock::now();
+      const absl::Time now = MonotonicNow();
       std::vector<Connection> kept;
       for (size_t i = 0; i < connections.size(); ++i) {
         if (polled[i + 2].revents != 0) {
@@ -171,7 +183,7 @@ class DescriptorSocket::Impl {
     FileDescriptor accepted(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!accepted.valid()) {
       // Without descriptors left the listener would stay ready, and this thread busy.
-      accept_after_ = Clock::now() + std::chrono::milliseconds(100);
+      accept_after_ = MonotonicNow() + absl::Milliseconds(100);
       return;
     }
     ucred peer{};
@@ -179,8 +191,7 @@ class DescriptorSocket::Impl {
     if (getsockopt(accepted.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) return;
     // One that is not allowed is told so after its packet: a connection that is closed with a packet unread loses the answer.
     const bool allowed = options_.any_user || peer.uid == geteuid() || peer.uid == 0;
-    connections->push_back(
-        {std::move(accepted), peer.uid, allowed, Clock::now() + absl::ToChronoNanoseconds(options_.request_timeout)});
+    connections->push_back({std::move(accepted), peer.uid, allowed, MonotonicNow() + options_.request_timeout});
   }
 
   // Takes the packet of a connection, and answers it.
@@ -198,21 +209,27 @@ class DescriptorSocket::Impl {
     }
     {
       absl::MutexLock lock(&mutex_);
-      const auto of_user =
-          std::count_if(waiting_.begin(), waiting_.end(), [&](const auto& entry) { return entry.second.user == connection.user; });
-      if (static_cast<int64_t>(waiting_.size()) >= options_.max_tokens || of_user >= options_.max_user_tokens) {
-        return Answer(connection.socket.get(),
-                      MakeError(ErrorReason::kQuotaExceeded, "too many descriptors wait to be registered; register them, or wait"));
-      }
+      if (absl::Status room = CheckRoom(connection.user); !room.ok()) return Answer(connection.socket.get(), room);
       waiting_.emplace(std::string(token.data(), token.size()),
-                       Waiting{std::move(packet.descriptors.front()), connection.user,
-                               Clock::now() + absl::ToChronoNanoseconds(options_.token_lifetime)});
+                       Waiting{std::move(packet.descriptors.front()), connection.user, MonotonicNow() + options_.token_lifetime});
     }
     std::array<char, kDescriptorAnswerBytes> answer{};
     std::memcpy(answer.data(), kDescriptorMagic, sizeof(kDescriptorMagic));
     std::memcpy(answer.data() + 8, token.data(), token.size());
     std::memcpy(answer.data() + 8 + token.size(), options_.incarnation.data(), options_.incarnation.size());
     Send(connection.socket.get(), answer.data(), answer.size());
+  }
+
+  // Whether one more descriptor of the user may wait.
+  absl::Status CheckRoom(uid_t user) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    const auto is_of_user = [user](const auto& entry) { return entry.second.user == user; };
+    const int64_t of_user = std::count_if(waiting_.begin(), waiting_.end(), is_of_user);
+    const int64_t of_all = static_cast<int64_t>(waiting_.size());
+    if (of_user >= options_.max_user_tokens) {
+      return TooManyWait("one user", "user_descriptors", options_.max_user_tokens, of_user + 1);
+    }
+    if (of_all >= options_.max_tokens) return TooManyWait("all users", "descriptors", options_.max_tokens, of_all + 1);
+    return absl::OkStatus();
   }
 
   static void Answer(int fd, const absl::Status& error) {
@@ -227,7 +244,7 @@ class DescriptorSocket::Impl {
     static_cast<void>(send(fd, data, bytes, MSG_DONTWAIT | MSG_NOSIGNAL));
   }
 
-  void ForgetOld(Clock::time_point now) {
+  void ForgetOld(absl::Time now) {
     std::vector<FileDescriptor> closed;  // without the lock
     absl::MutexLock lock(&mutex_);
     for (auto entry = waiting_.begin(); entry != waiting_.end();) {
@@ -245,7 +262,7 @@ class DescriptorSocket::Impl {
   const FileDescriptor listener_;
   const FileDescriptor wake_;
   std::pair<dev_t, ino_t> inode_{};
-  Clock::time_point accept_after_{};
+  absl::Time accept_after_ = absl::InfinitePast();
   mutable absl::Mutex mutex_;
   std::map<std::string, Waiting> waiting_ ABSL_GUARDED_BY(mutex_);  // by token
   std::thread thread_;                                              // last: it uses the members above

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "absl/time/clock.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::transport {
 
@@ -116,7 +116,7 @@ void PinnedPool::State::GiveBack(std::unique_ptr<HostMemory> memory) {
     static_cast<void>(memory.release());  // its engine is gone
     return;
   }
-  idle_.push_back({std::move(memory), absl::Now()});
+  idle_.push_back({std::move(memory), observability::MonotonicNow()});
   idle_bytes_ += size;
 }
 
@@ -138,11 +138,15 @@ void PinnedPool::State::Trim(absl::Time since) {
 
 void PinnedPool::State::Close() {
   constexpr absl::Duration kPatience = absl::Seconds(5);
+  const absl::Time give_up = observability::MonotonicNow() + kPatience;
   Freed freed;
   absl::MutexLock lock(&mutex_);
-  mutex_.AwaitWithTimeout(absl::Condition(
-                              +[](int64_t* used) { return *used == 0; }, &used_bytes_),
-                          kPatience);
+  for (absl::Duration left = kPatience; used_bytes_ > 0 && left > absl::ZeroDuration();) {
+    mutex_.AwaitWithTimeout(absl::Condition(
+                                +[](int64_t* used) { return *used == 0; }, &used_bytes_),
+                            left);
+    left = give_up - observability::MonotonicNow();
+  }
   closed_ = true;
   Shrink(0, &freed);
 }

@@ -39,7 +39,7 @@ class PinnedPool {
 
   // `bytes` (>= 1), uninitialised. May be slow. kMemoryBudgetExceeded if there is none.
   absl::StatusOr<std::shared_ptr<PinnedBlock>> Allocate(int64_t bytes);
-  // Frees what has lain idle since before `since`.
+  // Frees what has lain idle since before `since` (of observability::MonotonicNow()).
   void Trim(absl::Time since);
 
   int64_t used_bytes() const;

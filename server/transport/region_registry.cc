@@ -9,8 +9,8 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::transport {
 namespace {
@@ -183,7 +183,7 @@ absl::Status RegionRegistry::Remove(const RegionOwner& owner, const std::string&
     if (cancelled && cancelled()) {
       return MakeError(ErrorReason::kCancelled, "the call was cancelled; the region is removed, but calls still use it");
     }
-    if (absl::Now() >= deadline) {
+    if (observability::MonotonicNow() >= deadline) {
       return MakeError(ErrorReason::kDeadlineExceeded, "the call's deadline passed; the region is removed, but calls still use it");
     }
   }

@@ -120,7 +120,7 @@ class RegionRegistry {
 
   // Removes a region, and waits until no RegionUse of it is left, and it is given back: from then on this process neither reads nor
   // writes the memory. kRegionNotFound; kDeadlineExceeded and kCancelled, when the region is removed but still in use. `cancelled`
-  // (may be empty) is asked now and then.
+  // (may be empty) is asked now and then; `deadline` is of observability::MonotonicNow().
   absl::Status Remove(const RegionOwner& owner, const std::string& id, absl::Time deadline = absl::InfiniteFuture(),
                       const std::function<bool()>& cancelled = nullptr);
   // Removes all regions of an owner. Returns how many.

@@ -4,11 +4,14 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::transport {
-RowExchange::RowExchange(int64_t row_count, std::vector<Tensor> tensors) : row_count_(row_count), last_row_time_(absl::Now()) {
+
+using observability::MonotonicNow;
+
+RowExchange::RowExchange(int64_t row_count, std::vector<Tensor> tensors) : row_count_(row_count), last_row_time_(MonotonicNow()) {
   for (Tensor& tensor : tensors) {
     Input& input = inputs_.emplace_back();
     input.tensor = std::move(tensor);
@@ -61,7 +64,7 @@ void RowExchange::Deliver(size_t index, int64_t row_start, int64_t row_count) {
   input.delivered.Add(row_start, row_count);
   missing_rows_ -= row_count;
   received_bytes_ += row_count * input.tensor.row_bytes;
-  last_row_time_ = absl::Now();
+  last_row_time_ = MonotonicNow();
   Changed();
 }
 
@@ -108,8 +111,9 @@ absl::StatusOr<bool> RowExchange::AwaitRows(int64_t row_end, absl::Time deadline
     if (absl::Status status = InputStatus(); !status.ok()) return status;
     const bool closed = row_end < row_count_ || !close_required_ || input_closed_;
     if (closed && ReadyRows() >= row_end) return true;
-    if (absl::Now() >= deadline) return false;
-    changed_.WaitWithDeadline(&mutex_, deadline);
+    const absl::Duration left = deadline - MonotonicNow();
+    if (left <= absl::ZeroDuration()) return false;
+    changed_.WaitWithTimeout(&mutex_, left);
   }
 }
 
@@ -216,7 +220,10 @@ int64_t RowExchange::version() const {
 
 void RowExchange::AwaitChange(int64_t seen, absl::Time deadline) {
   absl::MutexLock lock(&mutex_);
-  while (version_ == seen && !changed_.WaitWithDeadline(&mutex_, deadline)) {
+  while (version_ == seen) {
+    const absl::Duration left = deadline - MonotonicNow();
+    if (left <= absl::ZeroDuration()) return;
+    changed_.WaitWithTimeout(&mutex_, left);
   }
 }
 

@@ -60,6 +60,7 @@ class RowExchange {
   void RequireClose();
 
   // True if rows [0, row_end) of the micro-batch are there, false at `deadline`; the status of Break(), or kProtocolViolation.
+  // All times of an exchange are of observability::MonotonicNow().
   absl::StatusOr<bool> AwaitRows(int64_t row_end, absl::Time deadline);
   // The first so many rows of the micro-batch are there, in all tensors.
   int64_t ready_rows() const;

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <deque>
+#include <limits>
 #include <map>
 #include <new>
 #include <set>
@@ -13,7 +14,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "headwater/kernels/error.h"
 #include "server/transport/answer_time.h"
 #include "server/transport/byte_budget.h"
@@ -118,6 +119,8 @@ class TeacherJoin::State : public std::enable_shared_from_this<TeacherJoin::Stat
 
 namespace {
 
+int64_t RowBytes(const JoinedSet& set) { return set.hidden_size * ElementBytes(set.data_type); }
+
 absl::Status DifferentlyDeclared(const JoinedSet& wanted, const char* field, const std::string& expected,
                                  const std::string& actual) {
   return MakeError(
@@ -140,6 +143,22 @@ absl::Status CheckDeclared(const JoinedSet& there, const JoinedSet& wanted) {
   return absl::OkStatus();
 }
 
+// kLimitExceeded for a stream that no room would do for, however much goes.
+absl::Status CheckFits(int64_t row_count, int64_t bytes_of_row, int64_t max_bytes, bool has_indices) {
+  if (row_count <= max_bytes / bytes_of_row) return absl::OkStatus();
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  const std::string field = has_indices ? "header.row_indices" : "header.total_row_count";
+  const std::string expected = absl::StrCat("rows of at most ", max_bytes, " bytes (max_join_bytes)");
+  const int64_t bytes = row_count > kMost / bytes_of_row ? kMost : row_count * bytes_of_row;
+  return MakeError(ErrorReason::kLimitExceeded,
+                   absl::StrCat(field, ": expected ", expected, ", got ", bytes, " (", row_count, " rows of ", bytes_of_row, ")"),
+                   {{"field", field},
+                    {"limit", "max_join_bytes"},
+                    {"maximum", absl::StrCat(max_bytes)},
+                    {"expected", expected},
+                    {"actual", absl::StrCat(bytes)}});
+}
+
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<TeacherJoin::State::Set>> TeacherJoin::State::Declare(const JoinedSet& wanted) {
@@ -155,7 +174,7 @@ absl::StatusOr<std::shared_ptr<TeacherJoin::State::Set>> TeacherJoin::State::Dec
   }
   set = std::make_shared<Set>();
   set->declared = wanted;
-  set->row_bytes = wanted.hidden_size * ElementBytes(wanted.data_type);
+  set->row_bytes = RowBytes(wanted);
   return set;
 }
 
@@ -249,7 +268,7 @@ absl::StatusOr<std::vector<std::shared_ptr<TeacherJoin::State::Slab>>> TeacherJo
       fits = budget_.TryReserve(std::min(rows_of_slab, row_count - start) * bytes_of_row, &slab->reservation);
     }
     if (fits) return slabs;
-    if (may_drop && row_count <= limits_.max_bytes / bytes_of_row) DropSpent(row_count * bytes_of_row);
+    if (may_drop) DropSpent(row_count * bytes_of_row);
   }
   const int64_t available = budget_.available_bytes();
   return MakeError(ErrorReason::kInFlightBytesExceeded,
@@ -383,6 +402,8 @@ absl::StatusOr<std::unique_ptr<TeacherStream>> TeacherJoin::State::Open(const Jo
                                                                         const std::vector<int32_t>& row_indices,
                                                                         const std::optional<JoinOwner>& owner) {
   const int64_t row_count = row_indices.empty() ? wanted.total_row_count : static_cast<int64_t>(row_indices.size());
+  const int64_t bytes_of_row = RowBytes(wanted) + kRowOverheadBytes;
+  if (absl::Status fits = CheckFits(row_count, bytes_of_row, limits_.max_bytes, !row_indices.empty()); !fits.ok()) return fits;
   std::unique_ptr<Stream> stream;  // whose end takes the lock, and takes back what is announced here
   absl::MutexLock lock(&mutex_);
   absl::StatusOr<std::shared_ptr<Set>> declared = Declare(wanted);
@@ -440,7 +461,7 @@ class TeacherJoin::State::RowClaim : public JoinedRows {
         row_bytes_(set_->row_bytes),
         row_indices_(row_indices),
         user_(std::make_shared<const std::string>(user)),
-        give_up_(absl::Now() + state_->limits_.max_wait) {}
+        give_up_(state_->clock_() + state_->limits_.max_wait) {}
 
   ~RowClaim() override {
     const bool used = used_.load();
@@ -497,7 +518,7 @@ class TeacherJoin::State::RowClaim : public JoinedRows {
   }
 
   absl::Status Await(int64_t row_end, absl::Time deadline, const std::function<bool()>& cancelled) override {
-    const absl::Time end = std::min(WaitEnd(absl::Now(), deadline), give_up_);
+    const absl::Time end = std::min(WaitEnd(state_->clock_(), deadline), give_up_);
     absl::MutexLock lock(&state_->mutex_);
     while (Advance(row_end) < row_end) {
       // `cancelled` is the caller's code: not under our lock.
@@ -506,9 +527,9 @@ class TeacherJoin::State::RowClaim : public JoinedRows {
       state_->mutex_.Lock();
       if (is_cancelled) return MakeError(ErrorReason::kCancelled, "the call was cancelled while it waited for a teacher's rows");
       if (Advance(row_end) >= row_end) break;
-      const absl::Time now = absl::Now();
-      if (now >= end) return MissingRow(ready_);
-      set_->changed.WaitWithTimeout(&state_->mutex_, std::min(end - now, kPollInterval));
+      const absl::Duration left = end - state_->clock_();
+      if (left <= absl::ZeroDuration()) return MissingRow(ready_);
+      set_->changed.WaitWithTimeout(&state_->mutex_, std::min(left, kPollInterval));
     }
     return absl::OkStatus();
   }

@@ -54,8 +54,8 @@ class JoinedRows {
   virtual int64_t ready_rows() const = 0;
   // Returns once rows [0, row_end) of the term are there; once they are, they stay, unless their owner's session ends.
   // kJoinIncomplete with `joinKey` and `missingRow` (its index in the set) in the metadata shortly before `deadline`, the
-  // call's (answer_time.h), or when `max_wait` has passed since the claim was made; kCancelled as soon as `cancelled` (may
-  // be null; polled every few milliseconds) is true.
+  // call's (answer_time.h), or when `max_wait` has passed since the claim was made, both by the join's clock; kCancelled as soon
+  // as `cancelled` (may be null; polled every few milliseconds) is true.
   virtual absl::Status Await(int64_t row_end, absl::Time deadline, const std::function<bool()>& cancelled) = 0;
   // Copies rows [row_start, row_start + count) of the term to `out`, `[count, row_bytes()]`. kJoinIncomplete, with nothing useful
   // in `out`, unless all of them are there.
@@ -86,7 +86,7 @@ class TeacherJoin {
   // What a row takes of `max_bytes` beside its data.
   static constexpr int64_t kRowOverheadBytes = 128;
 
-  // `clock` tells how long things wait; only differences of its times matter.
+  // `clock` tells how long things wait, and when the deadlines of waits are; it does not go back. Called with the lock held.
   TeacherJoin(const JoinLimits& limits, std::function<absl::Time()> clock);
   ~TeacherJoin();
   TeacherJoin(const TeacherJoin&) = delete;
@@ -94,7 +94,8 @@ class TeacherJoin {
 
   // A teacher's stream that brings rows `row_indices` of the set, each once and in [0, total_row_count), or all rows in order if
   // there are none. They belong to `owner`, if there is one. kChunkOutOfRange for a row that is there, or that another stream is
-  // bringing; kJoinIncomplete if the set was declared otherwise; kInFlightBytesExceeded, with `retryAfterMs`, if there is no room.
+  // bringing; kJoinIncomplete if the set was declared otherwise; kLimitExceeded if the rows are more than `max_bytes`, whatever
+  // goes; kInFlightBytesExceeded, with `retryAfterMs`, if there is no room now.
   absl::StatusOr<std::unique_ptr<TeacherStream>> Open(const JoinedSet& set, const std::vector<int32_t>& row_indices,
                                                       const std::optional<JoinOwner>& owner);
 

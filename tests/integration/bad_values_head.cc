@@ -243,6 +243,10 @@ std::vector<BadValue> OtherRows() {
     AddNameRows(rpc, "name", true, &rows);
   AddEpochRows("DeleteHead", "epoch", false, &rows);
   AddEpochRows("TakeHead", "epoch", false, &rows);
+  const std::string epoch(16, 'x');
+  rows.push_back({"TakeHead", "recovers_epochs", "an empty one", Texts({epoch, ""}), "MISSING_FIELD", "recovers_epochs[1]"});
+  rows.push_back({"TakeHead", "recovers_epochs", "a short one", Texts({"abc"}), "INVALID_FIELD", "recovers_epochs[0]"});
+  rows.push_back({"TakeHead", "recovers_epochs", "too many", Texts(std::vector<std::string>(17, epoch)), "INVALID_FIELD"});
   AddEpochRows("SaveCheckpoint", "epoch", true, &rows);
   AddEpochRows("RestoreCheckpoint", "epoch", true, &rows);
   return rows;

@@ -2,9 +2,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cmath>
 #include <limits>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -164,8 +166,67 @@ TEST_P(Holding, CountsClassWeightsAndRowNumbersToo) {
     v1::MicroBatchHeader header = ExplicitHeader(head, 0, 0);
     header.set_allow_held(true);
     *header.mutable_terms(0)->mutable_cross_entropy()->mutable_class_weights() = FloatTensor(std::vector<float>(kVocab, 0.5F));
-    EXPECT_EQ(ReasonOf(server_->Compute(header, Rows(5)).status), missing == 0 ? "OK" : "STAGING_FULL");
+    EXPECT_EQ(ReasonOf(server_->Compute(header, Rows(5)).status), missing == 0 ? "OK" : "LIMIT_EXCEEDED");
   }
+}
+
+// Nobody sends rows in vain, again and again, of what no commit of another makes room for.
+TEST_P(Holding, WhatCanNeverBeHeldIsRefusedAtItsHeader) {
+  for (const int64_t most : {int64_t{0}, kHeldBytes - 1}) {
+    ServerSetup setup = MakeSetup();
+    setup.options.limits.max_held_bytes = most;
+    Restart(setup);
+    const TestHead head = server_->MakeHead("h", SmallSpec());  // one slot
+    const TestHead without = server_->MakeHead("without", WithoutSlots());
+    v1::MicroBatchHeader late = ExplicitHeader(head, 0, 0);
+    late.set_late_token_factors(true);
+    v1::MicroBatchHeader no_slot = ExplicitHeader(without, 0, 0);
+    no_slot.set_allow_held(true);
+    for (const v1::MicroBatchHeader& header : {late, no_slot}) {
+      OpenStream stream(server_->loss(), header);  // no row is sent
+      const WireError error = DecodeError(stream.End());
+      EXPECT_EQ(error.code, grpc::StatusCode::INVALID_ARGUMENT);
+      EXPECT_EQ(error.reason, "LIMIT_EXCEEDED");
+      EXPECT_EQ(error.at("field"), "header.row_count");
+      EXPECT_EQ(error.at("limit"), "max_held_bytes");
+      EXPECT_EQ(error.at("maximum"), absl::StrCat(most));
+      EXPECT_EQ(error.at("actual"), absl::StrCat(kHeldBytes));
+      EXPECT_FALSE(error.retry_ms.has_value());
+    }
+    // What a slot does for may be tried again when that is free, and what is added at once needs no room.
+    v1::MicroBatchHeader may_be_held = ExplicitHeader(head, 0, 0);
+    may_be_held.set_allow_held(true);
+    Require(server_->Compute(may_be_held, Rows(5)).status, "staged");
+    may_be_held.set_micro_batch(1);
+    EXPECT_EQ(ReasonOf(server_->Compute(may_be_held, Rows(6)).status), "STAGING_FULL");
+    Require(server_->Commit(head, 0, 0, 1), "CommitMicroBatch");
+    EXPECT_EQ(ReasonOf(server_->Compute(may_be_held, Rows(6)).status), "OK");
+    v1::MicroBatchHeader eager = CrossEntropyHeader(without, 0, 1, {1, 2, 3});
+    eager.set_non_finite_policy(v1::NON_FINITE_POLICY_REFUSE);
+    eager.set_allow_held(true);
+    EXPECT_EQ(ReasonOf(server_->Compute(eager, Rows(7)).status), "OK");
+  }
+}
+
+TEST_P(Holding, ItsCommitIsTimeInWhichTheEngineIsBusy) {
+  const TestHead head = server_->MakeHead("h", WithoutSlots());
+  v1::MicroBatchHeader header = ExplicitHeader(head, 0, 0);
+  header.set_allow_held(true);
+  Require(server_->Compute(header, Rows(5)).status, "held");
+  const auto busy_seconds = [&] {
+    const std::string name = "headwater_compute_busy_seconds_total";
+    return std::stod(server_->MetricLine(name).substr(name.size()));
+  };
+  const double before = busy_seconds();
+  server_->gate().Close();
+  std::thread committer([&] { EXPECT_EQ(ReasonOf(server_->Commit(head, 0, 0, 1)), "OK"); });
+  server_->gate().AwaitWaiting();
+  EXPECT_TRUE(Await([&] { return busy_seconds() > before + 0.02; }));
+  server_->gate().Open();
+  committer.join();
+  const double after = busy_seconds();
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_EQ(busy_seconds(), after);
 }
 
 TEST_P(Holding, EndsWithTheTeachersWeights) {

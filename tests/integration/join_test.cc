@@ -295,6 +295,15 @@ TEST_F(Join, WhatDoesNotFitIsRefused) {
   EXPECT_EQ(error.reason, "IN_FLIGHT_BYTES_EXCEEDED");
   EXPECT_EQ(error.at("limit"), "max_join_bytes");
   EXPECT_EQ(error.retry_ms, 50);
+  // More than there will ever be room for: not to be tried again.
+  error = DecodeError(Stream(StreamHeader({}, "larger", 17), ""));
+  EXPECT_EQ(error.code, grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(error.reason, "LIMIT_EXCEEDED");
+  EXPECT_EQ(error.at("field"), "header.total_row_count");
+  EXPECT_EQ(error.at("limit"), "max_join_bytes");
+  EXPECT_EQ(error.at("maximum"), absl::StrCat(16 * (kTeacherWidth * 4 + 128)));
+  EXPECT_EQ(error.at("actual"), absl::StrCat(17 * (kTeacherWidth * 4 + 128)));
+  EXPECT_FALSE(error.retry_ms.has_value());
   EXPECT_EQ(ReasonOf(Stream(StreamHeader({2, 3}), TeacherRows({2}))), "PROTOCOL_VIOLATION");
   // Chunks.
   const auto with_chunk = [&](const v1::StreamTeacherRequest& chunk) {

@@ -129,14 +129,21 @@ TEST_P(Lifecycle, ARestartedServerBringsHeadsBackAndSaysThatTheStepIsLost) {
     EXPECT_EQ(error.at("openStep"), "1");
     EXPECT_EQ(error.at("headEpoch").size(), 32U);
   }
-  // The trainer takes the head and replays the step: bitwise what it was.
+  // The trainer takes the head and replays the step: bitwise what it was. Others see what it has worked under, up to 16 epochs.
   TestHead head = old_head;
-  ASSERT_EQ(ReasonOf(server_->Take(&head, restored.epoch())), "OK");
+  const std::vector<std::string> worked_under(16, old_head.head.epoch());
+  EXPECT_EQ(restored.recovers_epochs_size(), 0);
+  ASSERT_EQ(ReasonOf(server_->Take(&head, restored.epoch(), worked_under)), "OK");
+  EXPECT_THAT(head.head.recovers_epochs(), ::testing::ElementsAreArray(worked_under));
+  EXPECT_THAT(server_->Get(head.name()).recovers_epochs(), ::testing::ElementsAreArray(worked_under));
   EXPECT_EQ(head.head.state(), v1::HEAD_STATE_READY);
   EXPECT_TRUE(head.head.restored_checkpoint().empty());
   EXPECT_EQ(ReasonOf(Submit(old_head, 1, 0).status), "EPOCH_FENCED");
   Require(Submit(head, 1, 0).status, "step 1 again");
   EXPECT_EQ(server_->Gradient(head, 1), gradient);
+  // A new run has worked under none.
+  ASSERT_EQ(ReasonOf(server_->Take(&head)), "OK");
+  EXPECT_EQ(head.head.recovers_epochs_size(), 0);
 }
 
 TEST_P(Lifecycle, ARestoredHeadIsSetBackByACheckpointOrByWeightsToo) {
@@ -195,6 +202,11 @@ TEST_P(Lifecycle, ARestartedServerBringsNothingBackIfToldSo) {
   setup.options.restore_heads = false;
   Restart(setup);
   EXPECT_THAT(Names(""), ::testing::IsEmpty());
+  // A new head of that name is not the old one, though it is never saved.
+  server_->MakeHead("h", SmallSpec());
+  Restart(WithCheckpoints());
+  EXPECT_THAT(Names(""), ::testing::IsEmpty());
+  EXPECT_TRUE(std::filesystem::exists(root_ + "/default/h/c/manifest.json"));
 }
 
 TEST_P(Lifecycle, IdleHeadsAreSavedAndDeleted) {
@@ -296,6 +308,29 @@ TEST_P(Lifecycle, EightRanksAttachToOneHead) {
   EXPECT_EQ(error.code, grpc::StatusCode::ALREADY_EXISTS);
   EXPECT_THAT(error.message, ::testing::HasSubstr("softcap"));
   EXPECT_EQ(ReasonOf(Create(name, SmallSpec(), v1::IF_EXISTS_FAIL, &response)), "HEAD_ALREADY_EXISTS");
+}
+
+TEST_P(Lifecycle, AHeadIsInUseFromTheHeaderOfAMicroBatchOn) {
+  ServerSetup setup = MakeSetup();
+  setup.options.limits.max_heads_per_tenant = 1;
+  Restart(setup);
+  const TestHead head = server_->MakeHead("h", SmallSpec());
+  OpenStream upload(server_->loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}));  // of which no row comes
+  EXPECT_TRUE(Await([&] { return server_->MetricLine("headwater_in_flight_bytes") != "headwater_in_flight_bytes 0"; }));
+  {
+    grpc::ClientContext context;
+    v1::DeleteHeadRequest request;
+    request.set_name(head.name());
+    v1::DeleteHeadResponse response;
+    const WireError error = DecodeError(server_->heads().DeleteHead(&context, request, &response));
+    EXPECT_EQ(error.reason, "HEAD_IN_USE");
+    EXPECT_EQ(error.at("runningCalls"), "1");
+  }
+  Require(Delete(head), "DeleteHead with force");
+  // The call ends though its client goes on; with it goes what it kept.
+  EXPECT_EQ(ReasonOf(upload.End()), "HEAD_NOT_FOUND");
+  v1::CreateHeadResponse created;
+  EXPECT_EQ(ReasonOf(Create(head.name(), SmallSpec(), v1::IF_EXISTS_FAIL, &created)), "OK");
 }
 
 }  // namespace

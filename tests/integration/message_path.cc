@@ -83,6 +83,13 @@ Edit Text(const std::string& value) {
   return [value](Message* parent, const FieldDescriptor* field) { parent->GetReflection()->SetString(parent, field, value); };
 }
 
+Edit Texts(const std::vector<std::string>& values) {
+  return [values](Message* parent, const FieldDescriptor* field) {
+    parent->GetReflection()->ClearField(parent, field);
+    for (const std::string& value : values) parent->GetReflection()->AddString(parent, field, value);
+  };
+}
+
 void Apply(Message* message, const std::string& path, const Edit& edit) {
   const size_t dot = path.find('.');
   const FieldDescriptor* const field = message->GetDescriptor()->FindFieldByName(path.substr(0, dot));

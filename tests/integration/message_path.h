@@ -21,7 +21,8 @@ Edit Times(int count);                          // a repeated message: its eleme
 Edit Int(int64_t value);                        // any integer, enum or bool field; one more element if repeated
 Edit Ints(const std::vector<int64_t>& values);  // all elements of a repeated one
 Edit Real(double value);
-Edit Text(const std::string& value);  // string or bytes
+Edit Text(const std::string& value);                 // string or bytes
+Edit Texts(const std::vector<std::string>& values);  // all elements of a repeated one
 
 // Applies `edit` to the field; makes the messages on the way. Throws for a path that is not there.
 void Apply(google::protobuf::Message* message, const std::string& path, const Edit& edit);

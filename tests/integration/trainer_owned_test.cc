@@ -138,6 +138,30 @@ TEST_P(TrainerOwned, ACutUploadLeavesTheSealedStepAsItWas) {
   EXPECT_EQ(server_->Steps(head).last_closed().state(), v1::STEP_STATE_REPLACED);
 }
 
+TEST_P(TrainerOwned, HalfOfNewWeightsTakesUploadsRoomUntilTheStepIsClosed) {
+  ServerSetup setup = MakeSetup();
+  setup.options.limits.max_upload_bytes = 320;
+  Restart(setup);
+  v1::HeadSpec spec = SmallSpec();
+  spec.set_has_bias(true);
+  const TestHead head = server_->MakeHead("h", spec);
+  TestHead other = server_->MakeHead("other", SmallSpec());
+  Require(server_->Seal(head, 0, {}), "SealStep");
+  v1::Head answer;
+  ASSERT_EQ(ReasonOf(server_->Upload(head.head, v1::HEAD_TENSOR_WEIGHT, Random(65, 30, 1), &answer, 0)), "OK");
+  EXPECT_EQ(server_->MetricLine("headwater_upload_bytes"), "headwater_upload_bytes 260");
+  const std::vector<float> values = Random(65, 31, 1);
+  const WireError error = DecodeError(server_->Upload(other.head, v1::HEAD_TENSOR_WEIGHT, values, &answer));
+  EXPECT_EQ(error.reason, "IN_FLIGHT_BYTES_EXCEEDED");
+  EXPECT_EQ(error.at("limit"), "max_upload_bytes");
+  EXPECT_TRUE(error.retry_ms.has_value());
+  ASSERT_EQ(ReasonOf(server_->Upload(head.head, v1::HEAD_TENSOR_BIAS, Random(13, 32, 1), &answer, 0)), "OK");
+  EXPECT_EQ(answer.open_step(), 1);
+  EXPECT_EQ(server_->MetricLine("headwater_upload_bytes"), "headwater_upload_bytes 0");
+  ASSERT_EQ(ReasonOf(server_->Upload(other.head, v1::HEAD_TENSOR_WEIGHT, values, &other.head)), "OK");
+  EXPECT_EQ(server_->Weights(other), Bytes(values));
+}
+
 TEST_P(TrainerOwned, TakingAHeadFencesTheOldRun) {
   const TestHead old_head = server_->MakeHead("h", SmallSpec());
   Require(Submit(old_head, 0, 0).status, "ComputeLoss");

@@ -194,6 +194,18 @@ TEST_P(Waiting, ASealThatHasWaitedLongEnoughSaysWhatIsMissing) {
   EXPECT_EQ(server_->Steps(head).open().state(), v1::STEP_STATE_OPEN);
 }
 
+TEST_P(Waiting, ASealOfAStepThatIsSealedOtherwiseIsAnsweredAtOnce) {
+  const TestHead head = server_->MakeHead("h", SmallSpec());
+  Require(Submit(head, 0, 0).status, "ComputeLoss");
+  Require(server_->Seal(head, 0, {0}), "SealStep");
+  v1::SealStepResponse response;
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_EQ(ReasonOf(SealAndWait(head, {0, 1}, 60000, &response)), "MICRO_BATCH_MISSING");
+  EXPECT_LE(std::chrono::steady_clock::now() - begin, std::chrono::seconds(30));
+  EXPECT_EQ(ReasonOf(SealAndWait(head, {0}, 60000, &response)), "OK");
+  EXPECT_TRUE(response.replayed());
+}
+
 TEST_P(Waiting, EndsAtOnceWhenTheServerDrains) {
   const TestHead head = server_->MakeHead("h", SmallSpec());
   Require(server_->Compute(ExplicitHeader(head, 0, 1), Rows(6)).status, "staged");

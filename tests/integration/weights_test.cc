@@ -21,6 +21,9 @@ namespace {
 // While set, no file takes a byte, and whoever writes to one waits.
 std::atomic<bool> disk_hangs{false};
 std::atomic<int> hanging_writes{0};
+// Reads of a MiB and more so far, and the one among them that finds its file cut short; 0: none does.
+std::atomic<int> large_reads{0};
+std::atomic<int> short_read{0};
 
 }  // namespace
 
@@ -33,6 +36,12 @@ extern "C" ssize_t __wrap_write(int descriptor, const void* data, size_t byte_co
     while (disk_hangs) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   return __real_write(descriptor, data, byte_count);
+}
+// Likewise.
+extern "C" ssize_t __real_pread(int descriptor, void* data, size_t byte_count, off_t offset);
+extern "C" ssize_t __wrap_pread(int descriptor, void* data, size_t byte_count, off_t offset) {
+  if (byte_count >= (size_t{1} << 20) && ++large_reads == short_read) return 0;
+  return __real_pread(descriptor, data, byte_count, offset);
 }
 
 namespace headwater::testing {
@@ -128,6 +137,24 @@ class Weights : public ::testing::TestWithParam<int> {
     const grpc::Status status = server_.heads().RestoreCheckpoint(&context, request, &restored);
     if (status.ok()) head->head = restored;
     return status;
+  }
+  // A file under the server's load root.
+  void WriteSafetensors(const std::string& name, int64_t rows, int64_t columns, const std::vector<float>& values) {
+    const std::string bytes = Bytes(values);
+    const std::string json = R"({"lm_head.weight":{"dtype":"F32","shape":[)" + std::to_string(rows) + "," +
+                             std::to_string(columns) + R"(],"data_offsets":[0,)" + std::to_string(bytes.size()) + "]}}";
+    std::ofstream file(root_ + "/" + name, std::ios::binary);
+    const uint64_t length = json.size();
+    file.write(reinterpret_cast<const char*>(&length), 8);
+    file << json << bytes;
+  }
+  grpc::Status Load(const TestHead& head, const std::string& path, v1::Head* loaded) {
+    grpc::ClientContext context;
+    v1::LoadWeightsRequest request;
+    request.set_name(head.name());
+    request.set_epoch(head.head.epoch());
+    request.set_path(path);
+    return server_.heads().LoadWeights(&context, request, loaded);
   }
   void Apply(const TestHead& head, int64_t step) {
     v1::ApplyOptimizerStepRequest request;
@@ -284,27 +311,47 @@ TEST_P(Weights, GradientDownloadMultipliesByTheFactor) {
 
 TEST_P(Weights, ASafetensorsFileIsLoaded) {
   TestHead head = server_.MakeHead("h", SmallSpec(2, 3));
-  const std::string json = R"({"lm_head.weight":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}})";
   const std::vector<float> values = {1, 2, 3, -1, -2, -3};
-  std::ofstream file(root_ + "/w.safetensors", std::ios::binary);
-  const uint64_t length = json.size();
-  file.write(reinterpret_cast<const char*>(&length), 8);
-  file << json << Bytes(values);
-  file.close();
-  const auto load = [&](const std::string& path, v1::Head* loaded) {
-    grpc::ClientContext context;
-    v1::LoadWeightsRequest request;
-    request.set_name(head.name());
-    request.set_epoch(head.head.epoch());
-    request.set_path(path);
-    return server_.heads().LoadWeights(&context, request, loaded);
-  };
+  WriteSafetensors("w.safetensors", 2, 3, values);
   v1::Head loaded;
-  EXPECT_EQ(ReasonOf(load("missing.safetensors", &loaded)), "WEIGHTS_NOT_FOUND");
-  ASSERT_EQ(ReasonOf(load("w.safetensors", &loaded)), "OK");
+  EXPECT_EQ(ReasonOf(Load(head, "missing.safetensors", &loaded)), "WEIGHTS_NOT_FOUND");
+  ASSERT_EQ(ReasonOf(Load(head, "w.safetensors", &loaded)), "OK");
   EXPECT_NE(loaded.epoch(), head.head.epoch());
   head.head = loaded;
   EXPECT_EQ(server_.Weights(head), Bytes(values));
+}
+
+TEST_P(Weights, AFileThatIsCutShortLeavesTheHeadAsItWas) {
+  constexpr int64_t kRows = 600;
+  constexpr int64_t kColumns = 4096;  // 9.4 MiB: two pieces
+  WriteSafetensors("w.safetensors", kRows, kColumns, std::vector<float>(kRows * kColumns, 0.5F));
+  WriteSafetensors("new.safetensors", kRows, kColumns, std::vector<float>(kRows * kColumns, 0.25F));
+  TestHead head;
+  Require(server_.Create("tenants/default/heads/h", SmallSpec(kRows, kColumns), &head.head), "CreateHead");
+  v1::Head loaded;
+  Require(Load(head, "w.safetensors", &loaded), "LoadWeights");
+  head.head = loaded;
+  const std::string before = server_.Weights(head);
+  // The file is read through before anything is written.
+  large_reads = 0;
+  short_read = 2;
+  const WireError corrupt = DecodeError(Load(head, "new.safetensors", &loaded));
+  EXPECT_EQ(corrupt.code, grpc::StatusCode::DATA_LOSS);
+  EXPECT_EQ(corrupt.reason, "FILE_CORRUPT");
+  EXPECT_EQ(server_.Get(head.name()).state(), v1::HEAD_STATE_READY);
+  EXPECT_EQ(server_.Get(head.name()).epoch(), head.head.epoch());
+  EXPECT_TRUE(server_.Weights(head) == before);
+  // One that is cut short after that costs the head, and the answer says so.
+  large_reads = 0;
+  short_read = 4;
+  const WireError lost = DecodeError(Load(head, "new.safetensors", &loaded));
+  short_read = 0;
+  EXPECT_EQ(lost.code, grpc::StatusCode::INTERNAL);
+  EXPECT_EQ(lost.reason, "ENGINE_FAILED");
+  EXPECT_THAT(lost.message, ::testing::HasSubstr("the head is lost"));
+  EXPECT_EQ(server_.Get(head.name()).state(), v1::HEAD_STATE_LOST);
+  ASSERT_EQ(ReasonOf(Load(head, "new.safetensors", &loaded)), "OK");
+  EXPECT_EQ(loaded.state(), v1::HEAD_STATE_READY);
 }
 
 TEST_P(Weights, ARestoredHeadGoesOnFromTheCheckpointUnderANewEpoch) {
@@ -442,9 +489,19 @@ TEST(WeightsInUpload, AreBoundedByTheUploadBudget) {
   EXPECT_EQ(second.resume_offset, 0);
   const WireError error = DecodeError(Upload(server, UploadHeader(head, "c", 260)).End());
   EXPECT_EQ(error.code, grpc::StatusCode::RESOURCE_EXHAUSTED);
-  EXPECT_EQ(error.reason, "MEMORY_BUDGET_EXCEEDED");
+  EXPECT_EQ(error.reason, "IN_FLIGHT_BYTES_EXCEEDED");
+  EXPECT_EQ(error.at("limit"), "max_upload_bytes");
+  EXPECT_EQ(error.at("maximum"), "520");
   EXPECT_EQ(error.at("requestedBytes"), "260");
   EXPECT_EQ(error.at("availableBytes"), "0");
+  EXPECT_EQ(error.retry_ms, 1000);
+  // What would not fit if it were alone need not try again.
+  v1::Head large;
+  Require(server.Create("tenants/default/heads/large", SmallSpec(27, 5), &large), "CreateHead");
+  const WireError too_large = DecodeError(Upload(server, UploadHeader(large, "d", 540)).End());
+  EXPECT_EQ(too_large.reason, "MEMORY_BUDGET_EXCEEDED");
+  EXPECT_EQ(too_large.at("requestedBytes"), "540");
+  EXPECT_FALSE(too_large.retry_ms.has_value());
   first.context.TryCancel();
   first.End();
   second.End();  // both are idle now: the oldest makes room

@@ -290,11 +290,12 @@ grpc::Status WireServer::AddGradient(const v1::AddGradientHeader& header, const 
   return status;
 }
 
-grpc::Status WireServer::Take(TestHead* head, const std::string& epoch) {
+grpc::Status WireServer::Take(TestHead* head, const std::string& epoch, const std::vector<std::string>& recovers_epochs) {
   grpc::ClientContext context;
   v1::TakeHeadRequest request;
   request.set_name(head->name());
   request.set_epoch(epoch);
+  for (const std::string& recovered : recovers_epochs) request.add_recovers_epochs(recovered);
   v1::Head taken;
   const grpc::Status status = heads_->TakeHead(&context, request, &taken);
   if (status.ok()) head->head = taken;

@@ -114,7 +114,7 @@ class WireServer {
   // Rows of the weight's gradient from `row_start` on.
   grpc::Status AddGradient(const v1::AddGradientHeader& header, const std::vector<float>& rows, bool* replayed = nullptr);
   // With `epoch`, only if it is still the head's.
-  grpc::Status Take(TestHead* head, const std::string& epoch = "");
+  grpc::Status Take(TestHead* head, const std::string& epoch = "", const std::vector<std::string>& recovers_epochs = {});
   v1::GetStepResponse Steps(const TestHead& head);
   // A micro-batch of the open step; an empty one if there is none.
   v1::MicroBatchState Find(const TestHead& head, int64_t micro_batch);

@@ -1,4 +1,4 @@
-"""Checks what no formatter does: the length of files, marks of unfinished work, header guards, that scripts can be run."""
+"""Checks what no formatter does: the length of files, marks of unfinished work, header guards, clocks, that scripts can be run."""
 
 import re
 import subprocess
@@ -10,6 +10,19 @@ MAX_LINES = 850
 UNFINISHED = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK"]) + r")\b")
 TEXT_SUFFIXES = {".h", ".cc", ".c", ".cu", ".cuh", ".py", ".proto", ".cmake", ".txt", ".toml", ".md", ".json", ".yaml", ""}
 CODE_SUFFIXES = {".h", ".cc", ".c", ".cu", ".cuh", ".py", ".proto", ""}
+# Durations in the server go by observability::MonotonicNow(), whose times have the same type. These files tell the time of day.
+WALL_CLOCK = re.compile(r"\babsl::Now\(\)|WithDeadline\(")
+WALL_CLOCK_FILES = {
+    "server/heads/head.cc",
+    "server/observability/call_trace.cc",
+    "server/observability/logging.cc",
+    "server/observability/metrics.cc",
+    "server/observability/monotonic_clock.h",
+    "server/observability/trace_writer.cc",
+    "server/service/rpc_scope.cc",
+    "server/service/server_core.cc",
+    "server/service/tls.cc",
+}
 
 
 def guard_pattern(path: str) -> re.Pattern:
@@ -31,6 +44,8 @@ def check_file(path: str, text: str) -> list[str]:
             errors.append(f"{path}:{number}: a mark of unfinished work")
         if line != line.rstrip():
             errors.append(f"{path}:{number}: white space at the end of the line")
+        if path.startswith("server/") and path not in WALL_CLOCK_FILES and WALL_CLOCK.search(line):
+            errors.append(f"{path}:{number}: a duration by the wall clock; take observability::MonotonicNow()")
     # A file to be included more than once, or in one place only, says so in its first lines.
     once = "included by" not in "".join(lines[:8])
     if path.endswith(".h") and once and not guard_pattern(path).search(text):

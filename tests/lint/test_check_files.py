@@ -1,4 +1,4 @@
-"""A script that cannot be run by its name is found, and so is a file that can and is none."""
+"""A script that cannot be run by its name is found, and so is a file that can and is none; and a duration by the wall clock."""
 
 import pytest
 
@@ -16,3 +16,17 @@ import check_files
 )
 def test_modes_go_with_first_lines(text, mode, errors):
     assert len(check_files.check_mode("tests/x", text, mode)) == errors
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "errors"),
+    [
+        ("server/heads/epoch.cc", "end = absl::Now() + wait;", 1),
+        ("server/heads/epoch.cc", "mutex_.AwaitWithDeadline(condition, end);", 1),
+        ("server/heads/epoch.cc", "end = observability::MonotonicNow() + wait;", 0),
+        ("server/observability/logging.cc", "time = absl::Now();", 0),
+        ("tests/unit/x.cc", "end = absl::Now();", 0),
+    ],
+)
+def test_durations_of_the_server_go_by_the_steady_clock(path, line, errors):
+    assert len(check_files.check_file(path, line + "\n")) == errors

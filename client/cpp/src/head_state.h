@@ -18,11 +18,15 @@
 
 namespace headwater::client::internal {
 
+// The server takes no more of them (TakeHeadRequest.recovers_epochs).
+inline constexpr size_t kMaxRecoversEpochs = 16;
+
 // What is known of an epoch of a head, and what was done in it. Thread-safe.
 class HeadEpoch {
  public:
   HeadEpoch(const v1::Head& head, std::string incarnation)
       : epoch_(head.epoch()),
+        lineage_{head.epoch()},
         incarnation_(std::move(incarnation)),
         weight_checksum_(head.weight_checksum()),
         known_open_step_(head.open_step()),
@@ -31,6 +35,11 @@ class HeadEpoch {
   std::string epoch() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return epoch_;
+  }
+  // Those that recoveries have replaced, the newest of them, and behind them epoch().
+  std::vector<std::string> lineage() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return lineage_;
   }
   std::string incarnation() const {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -66,8 +75,19 @@ class HeadEpoch {
     std::lock_guard<std::mutex> lock(mutex_);
     first_logged_step_ = std::max(first_logged_step_, known_open_step_ + 1);
   }
+  // A recovery has found that another run has the head: no later one goes on with it.
+  void SetOvertaken() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    is_overtaken_ = true;
+  }
+  bool is_overtaken() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return is_overtaken_;
+  }
   void AdoptRecovered(const v1::Head& head, std::string incarnation) {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (head.epoch() != epoch_) lineage_.push_back(head.epoch());
+    if (lineage_.size() > kMaxRecoversEpochs) lineage_.erase(lineage_.begin());
     epoch_ = head.epoch();
     incarnation_ = std::move(incarnation);
     weight_checksum_ = head.weight_checksum();
@@ -104,6 +124,8 @@ class HeadEpoch {
  private:
   mutable std::mutex mutex_;
   std::string epoch_;
+  std::vector<std::string> lineage_;
+  bool is_overtaken_ = false;
   std::string incarnation_;
   std::string weight_checksum_;
   int64_t known_open_step_;
@@ -128,6 +150,9 @@ class HeadState {
   bool SharesEpochWith(const HeadState& other) const { return current() == other.current(); }
 
   std::string epoch() const { return current()->epoch(); }
+  // The epochs under which this client has worked on the head, as far as recoveries have led from one to the next: epoch() is the
+  // last. At most kMaxRecoversEpochs.
+  std::vector<std::string> lineage() const { return current()->lineage(); }
   // The server process that `epoch` was learned from; empty if it is not known.
   std::string incarnation() const { return current()->incarnation(); }
   std::string weight_checksum() const { return current()->weight_checksum(); }
@@ -147,6 +172,9 @@ class HeadState {
     std::lock_guard<std::mutex> lock(mutex_);
     current_ = std::move(after);
   }
+  // Another run has taken the head since the server was started again: this client stays fenced, until the caller takes the head.
+  void SetOvertaken() { current()->SetOvertaken(); }
+  bool is_overtaken() const { return current()->is_overtaken(); }
   // The head was taken at some step, and has been brought back to where it was.
   void AdoptRecovered(const v1::Head& head, std::string incarnation) { current()->AdoptRecovered(head, std::move(incarnation)); }
 

@@ -338,6 +338,11 @@ absl::StatusOr<HeadInfo> Head::ReplaceWeights(int64_t step, TensorView weight, s
     head = weight_upload.Send(name(), heads[0].epoch, step, deadline);
     if (head.ok() && bias.has_value()) head = bias_upload.Send(name(), heads[0].epoch, step, deadline);
     if (!head.ok()) return head.status();
+    // Where the first one has waited for the second for a minute, it may have given way to another head's upload.
+    if (bias.has_value() && head->open_step() == step) {
+      return internal::MakeLocalError(v1::ERROR_REASON_IN_FLIGHT_BYTES_EXCEEDED, absl::StatusCode::kResourceExhausted,
+                                      "the server needed the weight's room before the bias came: both have to be sent again");
+    }
     ReplayLog& log = connection.replay_log();
     log.StepIsOpen(handle_->state, step + 1);
     const int64_t bytes = weight.bytes() + (bias.has_value() ? bias->bytes() : 0);

@@ -70,7 +70,7 @@ class Recovery {
   }
 
   absl::Status Take(HeadUse& use, const std::string& incarnation) {
-    const HeadState& state = *use.state;
+    HeadState& state = *use.state;
     absl::StatusOr<v1::Head> head = Get(state.name);
     if (!head.ok()) return head.status();
     if (!IsOlder(state, incarnation)) {
@@ -81,16 +81,21 @@ class Recovery {
         return absl::FailedPreconditionError(absl::StrCat(state.name, " came back with other weights"));
       }
     } else {
+      if (absl::Status status = CheckRun(state, *head); !status.ok()) return status;
       if (absl::Status status = CheckStep(use, *head); !status.ok()) return status;
       if (head->state() == v1::HEAD_STATE_RESTORED) {
         v1::TakeHeadRequest request;
         request.set_name(state.name);
         request.set_epoch(head->epoch());
+        for (const std::string& epoch : state.lineage()) request.add_recovers_epochs(epoch);
         absl::StatusOr<v1::Head> taken =
             connection_.Call(connection_.heads(), &Heads::TakeHead, request, internal::Repeat::kIfNothingWasDone, wait_);
-        // Another trainer was faster, or this one's answer was lost: the head is taken all the same.
+        // Another trainer was faster, or this one's answer was lost: the head is taken all the same, and tells by whose run.
         if (!taken.ok() && (absl::IsUnavailable(taken.status()) || ErrorReason(taken.status()) == "EPOCH_FENCED")) {
           taken = Get(state.name);
+          if (taken.ok()) {
+            if (absl::Status status = CheckRun(state, *taken); !status.ok()) return status;
+          }
         }
         if (!taken.ok()) return taken.status();
         head = std::move(taken);
@@ -104,6 +109,21 @@ class Recovery {
     steps_[state.name] = head->open_step();
     fresh_[state.name] = *std::move(head);
     return absl::OkStatus();
+  }
+
+  // Whether a head that came back is this run's to go on with: nobody has taken it yet, or a trainer that went on from an epoch
+  // under which this client has worked as well. What was sent for another run's head is never repeated, whatever comes.
+  absl::Status CheckRun(HeadState& state, const v1::Head& head) {
+    if (!state.is_overtaken()) {
+      if (head.state() == v1::HEAD_STATE_RESTORED) return absl::OkStatus();
+      const std::vector<std::string> own = state.lineage();
+      for (const std::string& epoch : head.recovers_epochs()) {
+        if (std::find(own.begin(), own.end(), epoch) != own.end()) return absl::OkStatus();
+      }
+      state.SetOvertaken();
+      log_.Forget(state);
+    }
+    return absl::FailedPreconditionError("another run has taken the head since the server was started again");
   }
 
   // Whether the log reaches back to the step that the head came back at.

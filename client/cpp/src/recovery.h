@@ -18,10 +18,10 @@ constexpr int kMaxRecoveries = 3;
 // has taken the head already (Recover() finds out whether that is so).
 bool MayRecover(const ReplayLog& log, const absl::Status& status);
 
-// Takes the heads that a call with `heads` found lost (or joins the trainer that took them first) and repeats what this client had
-// contributed to their open steps. OK: make the call again, at the new epochs. Otherwise `cause`, with what stood in the way: the
-// server is the same process, a head came back at a step that this log does not hold, or a repetition failed; then the heads keep
-// their stale epochs, so that nothing is lost unnoticed.
+// Takes the heads that a call with `heads` found lost (or joins the trainer of the same run that took them first) and repeats what
+// this client had contributed to their open steps. OK: make the call again, at the new epochs. Otherwise `cause`, with what stood
+// in the way: the server is the same process, another run has taken a head since, a head came back at a step that this log does not
+// hold, or a repetition failed; then the heads keep their stale epochs, so that nothing is lost unnoticed.
 //
 // Blocks, no longer than `wait`: a recovery that ends with its call (EndedInRecovery()) opens the gate, and one of the calls that
 // wait for it begins anew; what was repeated already adds nothing a second time. `gate` is open when this returns.

@@ -111,9 +111,10 @@ def connect(
         replay: follow a server that was started again: keep what was sent, and how steps were closed; when a head comes back at
             the step that this client works on, or at an older one that is still kept, take it, send everything since again in the
             same order, and go on. If it comes back at one that is not, calls are `StepLostError`, whose `restored_step` and
-            `checkpoint` say where to go back to. Whatever `retries` says, such calls are repeated while the server is away
-            (it cannot be reached, or says DRAINING or STARTING), at most 1 s apart unless it asks for more, until about a
-            second before the end of their `timeout_s`; `health` is not.
+            `checkpoint` say where to go back to. Of several trainers of a run one takes the head, and the others join it; if
+            another run has taken it since, calls are `EpochFencedError`. Whatever `retries` says, such calls are repeated while
+            the server is away (it cannot be reached, or says DRAINING or STARTING), at most 1 s apart unless it asks for more,
+            until about a second before the end of their `timeout_s`; `health` is not.
         replay_bytes: bound of what is kept, >= 0. The oldest closed steps go first. An open step with more, or with a joined
             teacher's micro-batches (`JOIN`), is not kept, which is warned of once.
         replay_steps: closed steps that are kept, >= 0; 0: only the open one. None: as many as `replay_bytes` have room for. Fewer

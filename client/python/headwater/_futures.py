@@ -27,6 +27,10 @@ Done = Callable[[Outcome], Any]
 # queue up behind loss calls: they have threads of their own.
 LOSS_THREADS = 16
 CONTROL_THREADS = 4
+# A trainer's own gradients, without which no step is closed: neither do they queue up behind loss calls for the step after it.
+GRADIENT_THREADS = 4
+# Streams of a teacher's rows, which the loss calls that join them wait for.
+STREAM_THREADS = 16
 # Calls that may wait for other calls (`Head.seal` with wait=True), so that those do not queue up behind them.
 WAITING_THREADS = 4
 
@@ -152,6 +156,8 @@ class Executors:
     def __init__(self) -> None:
         self.loss = concurrent.futures.ThreadPoolExecutor(LOSS_THREADS, "headwater-loss")
         self.control = concurrent.futures.ThreadPoolExecutor(CONTROL_THREADS, "headwater-control")
+        self.gradient = concurrent.futures.ThreadPoolExecutor(GRADIENT_THREADS, "headwater-gradient")
+        self.stream = concurrent.futures.ThreadPoolExecutor(STREAM_THREADS, "headwater-stream")
         self.waiting = concurrent.futures.ThreadPoolExecutor(WAITING_THREADS, "headwater-waiting")
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -162,7 +168,7 @@ class Executors:
         """Lets running calls end and drops those that have not begun."""
         if os.getpid() != self._pid:
             return  # the threads are the parent's, and may have held a lock at the fork
-        for threads in (self.loss, self.control, self.waiting):
+        for threads in (self.loss, self.control, self.gradient, self.stream, self.waiting):
             threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             waiting, self._waiting = list(self._waiting), collections.deque()
@@ -170,7 +176,7 @@ class Executors:
             flight.inner.cancel()
 
     def run(self, threads: str, work: Callable[[], R]) -> Future[R]:
-        """That of `work`, which runs on one of these threads ("loss", "control", "waiting"), with this thread's CUDA stream."""
+        """That of `work`, which runs on one of these threads ("loss", "control", ...), with this thread's CUDA stream."""
         if os.getpid() != self._pid:
             return Future.failed(ClientClosedError.of_parent())
         scope = CancelScope()

@@ -532,7 +532,7 @@ class Head(HeadLosses):
         remaining_s = self._settle(timeout_s)
         self._backend.delete_head(self._name, self.epoch, force, remaining_s)
 
-    add_gradient_future = as_future(add_gradient, threads="loss")
+    add_gradient_future = as_future(add_gradient, threads="gradient")
     commit_future = as_future(commit)
     discard_future = as_future(discard)
     step_state_future = as_future(step_state)

@@ -119,14 +119,15 @@ class HeadLosses:
                 makes a mean.
             token_weights: (num_tokens,) finite, any sign. None: 1.
             attempt: rises when a micro-batch is to be submitted anew although it was discarded, or although a process that is gone
-                has left it undecided. None: the client counts, one more for each of its retries; not for a discard, which is final
-                unless the caller says otherwise: pass 1 after one's own (of attempt n, n + 1), or take another id.
+                has left it undecided; the same one again goes on with what this client's retries have made of it. None: the client
+                counts, one more for each of its retries; not for a discard, which is final unless the caller says otherwise: pass 1
+                after one's own (of attempt n, n + 1), or take another id.
             label_smoothing: in [0, 1), spread evenly over the valid vocabulary.
             z_loss: >= 0, coefficient of lse^2 (nats^2).
             class_weights: (valid_vocab_size,) or (vocab_size,), >= 0. They scale a row's loss; see `target_weight_sum` for means.
             commit: "eager" adds at once; "explicit" waits for `commit` or `discard`, and takes a staging slot.
             allow_held: an explicit micro-batch (or one with non_finite="refuse") that finds no free slot is HELD instead: its rows
-                are kept, and computed again at commit.
+                are kept, and computed again at commit. Rows that are ignored may be left out: see late_token_factors.
             late_token_factors: a factor for each row will come with `commit(token_factors=...)`: it is HELD in any case.
             outputs: among "token_loss", "lse", "target_log_probability", "entropy", "argmax".
             backward: False computes losses and outputs only, in any state, and adds nothing.

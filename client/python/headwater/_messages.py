@@ -151,6 +151,7 @@ def head_info(message: Any) -> HeadInfo:
         create_time_s=seconds_of(message.create_time),
         weight_checksum=message.weight_checksum,
         restored_checkpoint=message.restored_checkpoint,
+        recovers_epochs=tuple(message.recovers_epochs),
     )
 
 

@@ -40,7 +40,8 @@ class StateStore(Protocol):
     """Where the trainer's own state is put. `StateFiles` and `headwater.torch.TrainerState` are; a framework's checkpoints can be.
 
     Attributes:
-        every_rank: whether each rank saves a part of its own; otherwise rank 0 saves, and all load the same.
+        every_rank: whether each rank saves a part of its own, which the others need not see; otherwise rank 0 saves, and all load
+            the same.
     """
 
     every_rank: bool
@@ -61,7 +62,7 @@ class StateFiles:
     One process at a time saves files of one suffix: what another one has left unfinished is removed.
 
     Args:
-        directory: made if it is not there. All ranks must see it.
+        directory: made if it is not there. All ranks that load from it must see it.
         save: called with the path of a file to write.
         load: called with the path of a file to read.
         suffix: of the files' names.
@@ -140,9 +141,21 @@ class Meeting:
         heads: those that are trained; all are at the same step.
         state: the trainer's; None: it has none of its own, or loads it itself.
         checkpoint_name: of the heads' checkpoints, with {step}.
+        each_rank: whether the state that is seen here is that of one rank of several, and says nothing of the others'.
+
+    Attributes:
+        has_moved: whether the trainer is not where a run begins any more: then nothing but a state of that step takes it there.
     """
 
-    def __init__(self, heads: Sequence[Head], state: StateStore | None, checkpoint_name: str, timeout_s: float | None):
+    def __init__(
+        self,
+        heads: Sequence[Head],
+        state: StateStore | None,
+        checkpoint_name: str,
+        timeout_s: float | None,
+        *,
+        each_rank: bool = False,
+    ):
         if not isinstance(checkpoint_name, str) or "{step}" not in checkpoint_name:
             raise invalid_argument(
                 "INVALID_NAME", f"checkpoint_name must contain {{step}}, got {checkpoint_name!r}", field="checkpoint_name"
@@ -150,7 +163,9 @@ class Meeting:
         self._heads = heads
         self._state = state
         self._name = checkpoint_name
+        self._each_rank = each_rank
         self._timeout: dict[str, Any] = {"timeout_s": timeout_s}
+        self.has_moved = False
         self._checkpoints: dict[str, str] = {}  # by head: what the server has said that there is
         self._newest: int | None = None  # later states are of a course that was left, by going back to a given step
 
@@ -168,18 +183,22 @@ class Meeting:
             known = [] if self._state is None else self._state.steps()
             candidates = sorted((at for at in known if self._newest is None or at <= self._newest), reverse=True)
             begins = all(info.open_step == head.spec.initial_step for head, info in zip(self._heads, infos, strict=True))
-            if not candidates and len(set(steps)) == 1 and (self._state is None or begins):
+            if not candidates and len(set(steps)) == 1 and (self._state is None or (begins and not self.has_moved)):
                 candidates = [int(steps[0] or 0)]
         for candidate in candidates:
-            if all(self._bring_to(head, candidate) for head in self._heads):
+            if all(self._bring_to(head, candidate, is_asked_for=step is not None) for head in self._heads):
                 self._newest = candidate if step is not None else self._newest
                 return candidate
         raise self.nothing_in_common(steps, step)
 
-    def _bring_to(self, head: Head, step: int) -> bool:
+    def _bring_to(self, head: Head, step: int, *, is_asked_for: bool) -> bool:
         """Takes the head at the beginning of a step; False if it has no whole checkpoint of it."""
         info = head.info(**self._timeout)  # as it is now: a step that was tried before, in vain, may have moved it
-        if info.open_step == step and info.state in ("READY", "RESTORED"):
+        # Ranks that died while they saved their parts have left those of some. The head's checkpoint is written when all parts are,
+        # so it is asked for even if the head is there; not at the beginning of a run, where a rank may do without its part.
+        at_the_beginning = step == head.spec.initial_step
+        as_it_is = not self._each_rank or is_asked_for or at_the_beginning or info.restored_checkpoint == self.name(step)
+        if as_it_is and info.open_step == step and info.state in ("READY", "RESTORED"):
             head.take(**self._timeout)
             return head.step == step
         head._adopt(info)
@@ -194,26 +213,33 @@ class Meeting:
         return head.step == step
 
     def load_state(self, step: int) -> bool:
-        """Brings the trainer's state back. Whether this is the beginning of a run, with nothing to load."""
+        """Brings the trainer's state back. Whether this is the beginning of a run, with nothing to load.
+
+        Raises:
+            FailedPreconditionError: `STEP_MISMATCH`: the trainer has no state of that step. Nor is it the beginning of a run if the
+                trainer has gone on from there.
+        """
         if self._state is None:
             return step == self._heads[0].spec.initial_step
         if step in self._state.steps():
+            self.has_moved = True
             self._state.load(step)
             return False
-        if step == self._heads[0].spec.initial_step:
+        if step == self._heads[0].spec.initial_step and not self.has_moved:
             return True
         raise self.nothing_in_common([step], step)
 
     def nothing_in_common(self, steps: Sequence[int | None], wanted: int | None) -> HeadwaterError:
         """The error that says what each side has."""
         own = "unknown" if self._state is None else self._state.steps()
+        gone_on = ", and it has gone on since the run began" if self.has_moved and not own else ""
         heads = [
             f"{head.name} at step {step}" + (f" with checkpoints {known}" if (known := self._checkpoints.get(head.name)) else "")
             for head, step in zip(self._heads, steps, strict=False)
         ]
         return FailedPreconditionError(
             f"heads and trainer have no step in common{'' if wanted is None else f' with step {wanted}'}: {', '.join(heads)}; the "
-            f"trainer's checkpoints are of {own}. Restore a head by name, or delete it to begin again",
+            f"trainer's checkpoints are of {own}{gone_on}. Restore a head by name, or delete it to begin again",
             reason="STEP_MISMATCH",
             metadata={
                 "openStep": str(steps[0]),
@@ -236,7 +262,7 @@ def follow(
     """Calls `advance(step)` until step `steps` is open, and goes back to what `resume` returns when the server was lost."""
     check_integer(steps, "steps")
     check_number(patience_s, "patience_s", low=0)
-    step = _patiently(resume, patience_s)
+    step = patiently(resume, patience_s)
     furthest, setbacks = step, 0
     failures, since = 0, 0.0  # since a step was closed, and when the first was
     while step < steps:
@@ -262,7 +288,7 @@ def follow(
                 raise
             # Not every connection of a client comes back at the same moment.
             time.sleep(min(_RETRY_S * 2.0 ** min(failures - 1, 10), _MAX_RETRY_S))
-            lost, step = step, _patiently(resume, patience_s)
+            lost, step = step, patiently(resume, patience_s)
             _logger.warning("step %d was lost, going on from step %d: %s", lost, step, error)
 
 
@@ -273,7 +299,7 @@ def _is_recoverable(error: HeadwaterError) -> bool:
     return isinstance(error, (StepLostError, UnavailableError, DeadlineExceededError)) or is_restarting(error)
 
 
-def _patiently(call: Callable[[], R], patience_s: float) -> R:
+def patiently(call: Callable[[], R], patience_s: float) -> R:
     """What a call returns once the server is there to answer it."""
     deadline = time.monotonic() + patience_s
     while True:
@@ -347,6 +373,7 @@ def train(
         return step
 
     def advance(step: int) -> None:
+        meeting.has_moved = True
         train_step(step)
         if position() > step and position() % every == 0:
             save(position())

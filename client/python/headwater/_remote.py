@@ -166,6 +166,11 @@ class RemoteBackend:
             self.check_process()
             self._session.open(timeout_s)
 
+    def forget_session(self, session_id: bytes) -> None:
+        """The server does not know this session any more; another one that was opened since stays."""
+        if self._session is not None:
+            self._session.forget(session_id)
+
     def watch_session(self, on_lost: Callable[[], None], timeout_s: float) -> None:
         """Opens the session, and calls `on_lost` on a thread of its own when the server does not know it any more."""
         if self._session is not None:
@@ -256,8 +261,9 @@ class RemoteBackend:
         self._unary(self._heads.DeleteHead, request, timeout_s, repeatable=False)
         self.attempts.forget_head(name, epoch)
 
-    def take_head(self, name: str, epoch: bytes, timeout_s: float) -> HeadInfo:
-        request = head_service_pb2.TakeHeadRequest(name=name, epoch=epoch)
+    def take_head(self, name: str, epoch: bytes, timeout_s: float, recovers_epochs: Sequence[bytes] = ()) -> HeadInfo:
+        """`recovers_epochs`: of a trainer that goes on; a new run has none."""
+        request = head_service_pb2.TakeHeadRequest(name=name, epoch=epoch, recovers_epochs=recovers_epochs)
         # A repeat of a conditional one would find the epoch that the first one has made.
         return head_info(self._unary(self._heads.TakeHead, request, timeout_s, repeatable=not epoch))
 
@@ -374,10 +380,10 @@ class RemoteBackend:
 
         return self.retrying(timeout_s, once)
 
-    def note_attempt(self, keys: Sequence[StepKey], micro_batch: int, attempt: int) -> None:
-        """Remembers the attempt that is submitted."""
+    def note_attempt(self, keys: Sequence[StepKey], micro_batch: int, attempt: int, named: int | None) -> None:
+        """Remembers the attempt that is submitted; `named` is the caller's."""
         for key in keys:
-            self.attempts.note(key, micro_batch, attempt)
+            self.attempts.note(key, micro_batch, attempt, named)
 
     def _decide(self, method: Any, timeout_s: float, request: Callable[[bytes], Any]) -> Any:
         """A commit or discard, in this client's session if it has one."""
@@ -404,8 +410,8 @@ class RemoteBackend:
 
     def add_gradient(self, request: GradientRequest, timeout_s: float) -> bool:
         key, micro_batch = request.key, request.micro_batch
-        attempt = self.attempts.get(key, micro_batch) if request.attempt is None else request.attempt
-        self.note_attempt((key,), micro_batch, attempt)
+        attempt = self.attempts.first(key, micro_batch, request.attempt)
+        self.note_attempt((key,), micro_batch, attempt, request.attempt)
         header = gradient_header(request, attempt)
         data = memoryview(request.rows.reshape(-1).view(np.uint8))
 

@@ -44,6 +44,9 @@ _MAX_RECOVERIES = 8
 # Bound of a recovery that no call waits for, and the time between its tries, in seconds.
 _BACKGROUND_TIMEOUT_S = 60.0
 _BACKGROUND_RETRY_S = 1.0
+# The server takes no more of them (TakeHeadRequest.recovers_epochs).
+_MAX_RECOVERS_EPOCHS = 16
+_ANOTHER_RUN = "another run has taken the head since the server was started again"
 
 
 def _still_lost(error: AbortedError, why: str, steps: Mapping[str, int]) -> AbortedError:
@@ -74,6 +77,8 @@ class ReplayBackend:
         self._learned: dict[tuple[str, bytes], bytes] = {}
         # The epoch that followed another one, by head and that one.
         self._successors: dict[tuple[str, bytes], bytes] = {}
+        # Epochs of this client whose head another run had taken when the server had been started again, by head: they do not go on.
+        self._overtaken: set[tuple[str, bytes]] = set()
         self._checksums: dict[str, bytes] = {}  # of frozen heads' weights
         self._timeout_s = timeout_s
         # Entries that a recovery has not got round to yet; nothing else may be sent before them.
@@ -97,6 +102,14 @@ class ReplayBackend:
         while (successor := self._successors.get((name, epoch))) is not None:
             epoch = successor
         return epoch
+
+    def _lineage(self, name: str, epoch: bytes) -> list[bytes]:
+        """The epochs under which this client has worked on a head, as far as recoveries have led to this one, which is the last."""
+        lineage = [epoch]
+        for (head, before), after in reversed(self._successors.items()):
+            if head == name and after in lineage and before not in lineage:
+                lineage.insert(0, before)
+        return lineage[-_MAX_RECOVERS_EPOCHS:]
 
     def _is_outdated(self, carried: Mapping[str, bytes]) -> bool:
         """Whether a restart has been followed since these epochs were current."""
@@ -197,13 +210,18 @@ class ReplayBackend:
                 return "the server has not been started again: another run has taken the head, or its engine failed"
             heads = self._logged_heads() | dict(carried)
             states = {}
-            for name in heads:
+            for name, epoch in heads.items():
                 try:
-                    states[name] = self._hasty.get_head(name, max(deadline - time.monotonic(), 0.001))
+                    state = self._hasty.get_head(name, max(deadline - time.monotonic(), 0.001))
                 except NotFoundError:
                     self._log.forget(name)  # deleted, or never saved: what was sent to it is gone with it
                     if name in carried:
                         return f"{name} is not there any more"
+                    continue
+                if not self._is_overtaken(state, epoch):
+                    states[name] = state
+                elif name in carried:
+                    return _ANOTHER_RUN
             wanted: dict[str, int | None] = {}
             for name, state in states.items():
                 known = self._log.known_step(name)
@@ -220,11 +238,14 @@ class ReplayBackend:
                     "what would be repeated is not what it was: a micro-batch is in a step that one of its heads has closed and "
                     "another one has not, or has read a trainable teacher whose weights are not those of then"
                 )
-            taken = {
-                name: self._take(state, self._log.first_step(name), wanted[name], deadline)
-                for name, state in states.items()
-                if state.epoch != heads[name] or state.state == "RESTORED"
-            }
+            taken: dict[str, bytes] = {}
+            for name, state in states.items():
+                if state.epoch == heads[name] and state.state != "RESTORED":
+                    continue
+                new_epoch = self._take(state, heads[name], wanted[name], deadline)
+                if new_epoch is None:
+                    return self._recover(carried, steps, deadline)  # from the beginning, now that this is known
+                taken[name] = new_epoch
             # These calls follow a restart, too: epochs of a later process must not be taken for this one's.
             if self._hasty.server_info(max(deadline - time.monotonic(), 0.001)).incarnation != incarnation:
                 return self._recover(carried, steps, deadline)
@@ -235,6 +256,32 @@ class ReplayBackend:
             self._send(deadline)
             self._hasty.open_session(max(deadline - time.monotonic(), 0.001))
             return None
+
+    def _is_overtaken(self, state: HeadInfo, epoch: bytes) -> bool:
+        """Whether a head that came back is another run's. What was sent under the epoch is dropped then, and never repeated.
+
+        While it is RESTORED nobody has it. Whoever has taken it is of this run if it went on from an epoch under which this client
+        has worked as well.
+        """
+        key = (state.name, epoch)
+        if key not in self._overtaken:
+            if not state.spec.trainable or state.state == "RESTORED" or state.epoch == epoch:
+                return False
+            if not set(self._lineage(*key)).isdisjoint(state.recovers_epochs):
+                return False
+            self._overtaken.add(key)
+        name = state.name
+        gone = [
+            entry for entry in self._log.entries if name in entry.heads and self.current_epoch(name, entry.heads[name]) == epoch
+        ]
+        if self._logged_heads().get(name) == epoch:
+            self._log.forget(name)
+            self._unsent = [entry for entry in self._unsent if all(entry is not other for other in gone)]
+            if state.open_step is not None and (name, state.epoch) in self._learned:
+                self._log.begin(name, state.open_step)  # the client has opened the head again
+        else:
+            self._remove(gone)  # and newer calls are under its epoch of now
+        return True
 
     def _cannot_follow(self, state: HeadInfo, epoch: bytes, step: int | None) -> str | None:
         """Whether a head that has come back is what this client left, but for what the log holds: if not, why."""
@@ -257,14 +304,21 @@ class ReplayBackend:
             )
         return None
 
-    def _take(self, state: HeadInfo, first: int | None, last: int | None, deadline: float) -> bytes:
-        """Takes a head that waits for a trainer; of several trainers one does, and the others go on with its epoch."""
+    def _take(self, state: HeadInfo, epoch: bytes, last: int | None, deadline: float) -> bytes | None:
+        """Takes a head that waits for a trainer; of several trainers of a run one does, and the others go on with its epoch.
+
+        Returns that epoch, or None if another run was faster.
+        """
         if state.state != "RESTORED":
             return state.epoch
+        lineage = self._lineage(state.name, epoch)
         try:
-            return self._hasty.take_head(state.name, state.epoch, max(deadline - time.monotonic(), 0.001)).epoch
+            return self._hasty.take_head(state.name, state.epoch, max(deadline - time.monotonic(), 0.001), lineage).epoch
         except EpochFencedError:
             now = self._hasty.get_head(state.name, max(deadline - time.monotonic(), 0.001))
+            if self._is_overtaken(now, epoch):
+                return None
+            first = self._log.first_step(state.name)
             reached = now.open_step is not None and first is not None and last is not None and first <= now.open_step <= last
             if not reached or now.state != "READY":
                 raise
@@ -281,9 +335,11 @@ class ReplayBackend:
                 steps = {key.head: key.step for key in entry.keys}
                 if time.monotonic() >= deadline:
                     raise
-                if (why := self._recover(carried, steps, deadline)) is not None:
+                if (why := self._recover(carried, steps, deadline)) is None:
+                    return  # the recovery has begun anew, and ended
+                if any(other is entry for other in self._unsent):
                     raise _still_lost(error, why, steps) from error.__cause__
-                return  # the recovery has begun anew, and ended
+                continue  # it was dropped: another run has the head of the epoch under which it was sent
             except StepMismatchError as error:
                 # Another trainer repeats too, and has closed this step with its gradient discarded, as it did before.
                 if int(error.metadata.get("openStep", "-1")) <= min(key.step for key in entry.keys):

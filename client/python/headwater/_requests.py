@@ -304,14 +304,15 @@ class Compaction:
 def compact(request: ComputeRequest) -> Compaction:
     """Leaves ignored rows out where that is worth it: they have no loss and no gradient.
 
-    Not where rows are shared by terms, nor where a factor for each row may come later: the server does it for itself then.
+    Not where rows are shared by terms, nor where a factor for each row comes later: the server does it for itself then. Whether
+    rows may be held makes no difference: a repeat that finds a slot free is to bring the same ones as the call that found none.
     """
     row_count = request.hidden.shape[0]
     term = request.terms[0]
     shared = len(request.terms) > 1 or term.row_count != row_count
     # Rows of another stream are kept until they are used: all of them are asked for.
     shared |= term.teacher is not None and term.teacher.sent is None
-    if shared or term.targets is None or request.late_token_factors or request.allow_held:
+    if shared or term.targets is None or request.late_token_factors:
         return Compaction(request, row_count, None)
     valid = term.targets != term.ignore_index
     ignored = row_count - int(np.count_nonzero(valid))

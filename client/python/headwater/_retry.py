@@ -172,22 +172,36 @@ class AttemptBook:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # By (head, epoch): by step: by micro-batch.
-        self._attempts: dict[tuple[str, bytes], dict[int, dict[int, int]]] = {}
+        # By (head, epoch): by step: by micro-batch: the highest attempt, and the one that it was come to from by retries alone.
+        self._attempts: dict[tuple[str, bytes], dict[int, dict[int, tuple[int, int]]]] = {}
+
+    def _known(self, key: StepKey, micro_batch: int) -> tuple[int, int]:
+        with self._lock:
+            return self._attempts.get((key.head, key.epoch), {}).get(key.step, {}).get(micro_batch, (0, 0))
 
     def get(self, key: StepKey, micro_batch: int) -> int:
         """The attempt that is known; 0 if none is."""
-        with self._lock:
-            return self._attempts.get((key.head, key.epoch), {}).get(key.step, {}).get(micro_batch, 0)
+        return self._known(key, micro_batch)[0]
 
-    def note(self, key: StepKey, micro_batch: int, attempt: int) -> None:
-        """Remembers an attempt; a lower one than is known changes nothing."""
+    def first(self, key: StepKey, micro_batch: int, named: int | None) -> int:
+        """The attempt that a submission begins with; `named` is the caller's, None if it leaves that to the client.
+
+        The caller does not know of this client's retries: an attempt that they have begun with is the one that they have come to.
+        One that the caller itself has gone beyond stays what it is, for the server to refuse.
+        """
+        highest, begun = self._known(key, micro_batch)
+        return highest if named is None or begun <= named <= highest else named
+
+    def note(self, key: StepKey, micro_batch: int, attempt: int, named: int | None = None) -> None:
+        """Remembers an attempt of a submission whose caller has named `named`; a lower one than is known changes nothing."""
         if attempt == 0:
             return
         with self._lock:
             steps = self._attempts.setdefault((key.head, key.epoch), {})
             known = steps.setdefault(key.step, {})
-            known[micro_batch] = max(attempt, known.get(micro_batch, 0))
+            highest, begun = known.get(micro_batch, (0, 0))
+            if attempt > highest:
+                known[micro_batch] = (attempt, begun if named is None or named <= highest else named)
             while len(steps) > _REMEMBERED_STEPS:
                 del steps[min(steps)]
 

@@ -27,29 +27,33 @@ class Submission:
         self._request = request
         self._deadline = time.monotonic() + timeout_s
         self._attempt = 0
-        # The outcome of the first attempt, where that ran before `run`.
+        # The outcome of the first attempt, where that ran before `run`, and the session that it named.
         self._failure: HeadwaterError | None = None
+        self._first_session_id = b""
 
     def run(self) -> LossResult:
         """Blocks until the last attempt is answered."""
         request, backend = self._request, self._backend
         micro_batch = request.micro_batch
-        first = True
-        if micro_batch is not None and self._failure is None:
+        first = self._failure is None
+        if micro_batch is not None and first:
             self._attempt = self._first_attempt(micro_batch)
 
         def in_session(session_id: bytes, remaining_s: float) -> LossResult:
             nonlocal first
             again, first = not first, False
-            failure, self._failure = self._failure, None
-            if failure is not None:
-                raise failure
             if micro_batch is not None:
                 self._attempt += again
-                backend.note_attempt(request.keys, micro_batch, self._attempt)
+                backend.note_attempt(request.keys, micro_batch, self._attempt, request.attempt)
             return self._once(session_id, remaining_s)
 
         def once(remaining_s: float, tries: int) -> LossResult:
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                if failure.reason != "SESSION_NOT_FOUND" or not self._first_session_id:
+                    raise failure
+                # That one alone is gone: by now another call may have opened the session that its own micro-batch is in.
+                backend.forget_session(self._first_session_id)
             if not request.explicit:
                 return in_session(b"", remaining_s)
             return backend.in_session(remaining_s, lambda session_id: in_session(session_id, remaining_s), opens=True)
@@ -59,7 +63,7 @@ class Submission:
         except HeadwaterError as error:
             if micro_batch is not None and error.code in AMBIGUOUS_CODES:
                 # It may still be computing: who calls again supersedes it.
-                backend.note_attempt(request.keys, micro_batch, self._attempt + 1)
+                backend.note_attempt(request.keys, micro_batch, self._attempt + 1, request.attempt)
             raise
 
     def start(self, done: Done) -> Cancel | None:
@@ -74,10 +78,11 @@ class Submission:
             session_id = backend.session_id
             if backend.has_session and not session_id:
                 return None
+            self._first_session_id = session_id
         backend.check_process()
         if request.micro_batch is not None:
             self._attempt = self._first_attempt(request.micro_batch)
-            backend.note_attempt(request.keys, request.micro_batch, self._attempt)
+            backend.note_attempt(request.keys, request.micro_batch, self._attempt, request.attempt)
 
         def on_answer(fetch: Callable[[], Answer]) -> None:
             def outcome() -> LossResult:
@@ -93,8 +98,7 @@ class Submission:
         return backend.transfers.start(request, self._header(session_id), self._remaining_s(), on_answer)
 
     def _first_attempt(self, micro_batch: int) -> int:
-        request = self._request
-        return self._backend.attempts.get(request.keys[0], micro_batch) if request.attempt is None else request.attempt
+        return self._backend.attempts.first(self._request.keys[0], micro_batch, self._request.attempt)
 
     def _remaining_s(self) -> float:
         return max(self._deadline - time.monotonic(), 0.001)

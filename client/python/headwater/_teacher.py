@@ -67,4 +67,4 @@ class Teacher:
         place = _terms.check_join(self.join_key, self.total_rows, row_indices, count, sent.data_type, "rows")
         return self._backend.stream_teacher(self._tenant, sent, place, self._owned, self._client._timeout(timeout_s))
 
-    stream_future = as_future(stream, threads="loss")
+    stream_future = as_future(stream, threads="stream")

@@ -226,6 +226,8 @@ class HeadInfo:
     create_time_s: float = 0.0  # seconds since 1970
     weight_checksum: bytes = b""  # XXH3-128 of the weights last set from outside; empty after an optimizer step and in process
     restored_checkpoint: str = ""  # that a RESTORED head came back from
+    # Those under which the trainer had worked that has taken the head, and gone on, after a restart; empty after any other call.
+    recovers_epochs: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ constexpr int64_t kStep = 5;
 constexpr seconds kLimit{20};
 // Of calls that are to end by their deadlines, once they wait for a recovery.
 constexpr seconds kShort{3};
+const std::string kOthersEpoch(16, 'o');
+constexpr char kTakenByAnotherRun[] = "another run has taken the head since the server was started again";
 
 // A server that knows epochs and restarts, and writes down what it accepted.
 class ClientReplay : public testing::Test {
@@ -81,12 +83,15 @@ class ClientReplay : public testing::Test {
     Connect(1 << 20);
   }
 
-  void Connect(int64_t replay_bytes, std::optional<int64_t> replay_steps = std::nullopt) {
+  static ClientOptions Options(int64_t replay_bytes, std::optional<int64_t> replay_steps = std::nullopt) {
     ClientOptions options;
     options.replay_bytes = replay_bytes;
     options.replay_steps = replay_steps;
     options.retry = {.max_attempts = 3, .initial_backoff = milliseconds(1), .max_backoff = milliseconds(2)};
-    client_.emplace(Value(Client::Connect(server_.target(), options)));
+    return options;
+  }
+  void Connect(int64_t replay_bytes, std::optional<int64_t> replay_steps = std::nullopt) {
+    client_.emplace(Value(Client::Connect(server_.target(), Options(replay_bytes, replay_steps))));
     head_.emplace(Value(client_->OpenHead("h")));
   }
 
@@ -144,12 +149,25 @@ class ClientReplay : public testing::Test {
     server_.WithState([open_step](ScriptedServer::State& state) {
       ++state.incarnation[0];
       state.epoch = std::string(16, 'r');
+      state.recovers_epochs.clear();
       state.head_state = v1::HEAD_STATE_RESTORED;
       state.open_step = open_step;
       state.sessions.clear();
     });
     std::lock_guard<std::mutex> lock(mutex_);
     accepted_.clear();
+  }
+
+  // By a trainer that this client's connection knows nothing of; `recovers_epochs`: it goes on from there, else it is another run.
+  void LetOthersTake(const std::string& epoch, const std::vector<std::string>& recovers_epochs = {}) {
+    server_.WithState([&](ScriptedServer::State& state) {
+      state.epoch = epoch;
+      state.recovers_epochs = recovers_epochs;
+      state.head_state = v1::HEAD_STATE_READY;
+    });
+  }
+  std::vector<std::string> RecoversEpochs() {
+    return server_.WithState([](ScriptedServer::State& state) { return state.recovers_epochs; });
   }
 
   std::vector<std::string> accepted() {
@@ -393,7 +411,7 @@ TEST_F(ClientReplay, StepThatDoesNotFitIsLostAndTheNextOneIsKept) {
 
 TEST_F(ClientReplay, FencedWithoutARestartIsFinal) {
   ASSERT_TRUE(Submit(0, 1).ok());
-  server_.WithState([](ScriptedServer::State& state) { state.epoch = std::string(16, 'n'); });
+  LetOthersTake(kOthersEpoch);
   const std::string epoch = head_->epoch();
   EXPECT_EQ(ErrorReason(Submit(1, 2)), "EPOCH_FENCED");
   EXPECT_EQ(ErrorReason(head_->Seal(kStep, 2).status()), "EPOCH_FENCED");
@@ -412,7 +430,7 @@ TEST_F(ClientReplay, FencingStandsThoughTheServerWentWhileTheHeadWasTaken) {
   ASSERT_TRUE(went);
   EXPECT_THAT(accepted(), ElementsAre("loss 0 4", "loss 1 8"));
   // Another run takes the head: the epoch that is fenced is of the process that answers now, and no restart explains it.
-  server_.WithState([](ScriptedServer::State& state) { state.epoch = std::string(16, 'n'); });
+  LetOthersTake(kOthersEpoch);
   EXPECT_EQ(ErrorReason(Submit(2, 3)), "EPOCH_FENCED");
   EXPECT_THAT(accepted(), ElementsAre("loss 0 4", "loss 1 8"));
 }
@@ -420,14 +438,117 @@ TEST_F(ClientReplay, FencingStandsThoughTheServerWentWhileTheHeadWasTaken) {
 TEST_F(ClientReplay, TrainerThatComesSecondJoinsTheOneThatTookTheHead) {
   ASSERT_TRUE(Submit(0, 1).ok());
   Restart();
-  server_.WithState([](ScriptedServer::State& state) {
-    state.epoch = std::string(16, 'o');
-    state.head_state = v1::HEAD_STATE_READY;
-  });
+  LetOthersTake(kOthersEpoch, {"of an earlier life", head_->epoch()});
   EXPECT_TRUE(Submit(1, 2).ok());
   EXPECT_THAT(accepted(), ElementsAre("loss 0 4", "loss 1 8"));
   EXPECT_EQ(TakeCount(), 0u);
-  EXPECT_EQ(head_->epoch(), std::string(16, 'o'));
+  EXPECT_EQ(head_->epoch(), kOthersEpoch);
+}
+
+// Its micro-batches are another run's no more than its epoch is, however often the server is started again.
+TEST_F(ClientReplay, TrainerWhoseHeadAnotherRunHasTakenSinceTheRestartIsFencedForGood) {
+  ASSERT_TRUE(Submit(0, 1).ok());
+  const std::string epoch = head_->epoch();
+  Restart();
+  LetOthersTake(kOthersEpoch, {"of another run"});
+  for (int i = 0; i < 2; ++i) {
+    const absl::Status status = Submit(1, 2);
+    EXPECT_EQ(ErrorReason(status), "EPOCH_FENCED");
+    EXPECT_THAT(std::string(status.message()), HasSubstr(kTakenByAnotherRun));
+  }
+  EXPECT_EQ(ErrorReason(head_->Seal(kStep, 2).status()), "EPOCH_FENCED");
+  Restart();
+  const absl::Status status = Submit(1, 2);
+  EXPECT_EQ(ErrorReason(status), "STEP_LOST");
+  EXPECT_THAT(std::string(status.message()), HasSubstr(kTakenByAnotherRun));
+  EXPECT_EQ(head_->epoch(), epoch);
+  EXPECT_EQ(TakeCount(), 0u);
+  EXPECT_TRUE(accepted().empty());
+  // By hand it goes on, as a new run, with nothing of what was before.
+  Value(head_->Take());
+  EXPECT_TRUE(RecoversEpochs().empty());
+  ASSERT_TRUE(Submit(2, 3).ok());
+  const std::string taken = head_->epoch();
+  Restart();
+  EXPECT_TRUE(Submit(3, 4).ok());
+  EXPECT_THAT(accepted(), ElementsAre("loss 2 12", "loss 3 16"));
+  EXPECT_THAT(RecoversEpochs(), ElementsAre(taken));
+}
+
+TEST_F(ClientReplay, TrainerThatIsOvertakenAtTheTakeJoinsItsOwnRunAlone) {
+  for (const bool of_one_run : {true, false}) {
+    SCOPED_TRACE(of_one_run);
+    server_.take_head = nullptr;
+    LetOthersTake(std::string(16, 'e'));
+    Connect(1 << 20);
+    ASSERT_TRUE(Submit(0, 1).ok());
+    const std::string epoch = head_->epoch();
+    Restart();
+    server_.take_head = [&] { LetOthersTake(kOthersEpoch, {of_one_run ? epoch : "of another run"}); };
+    const absl::Status status = Submit(1, 2);
+    if (of_one_run) {
+      EXPECT_TRUE(status.ok()) << status;
+      EXPECT_THAT(accepted(), ElementsAre("loss 0 4", "loss 1 8"));
+    } else {
+      EXPECT_EQ(ErrorReason(status), "STEP_LOST");
+      EXPECT_THAT(std::string(status.message()), HasSubstr(kTakenByAnotherRun));
+      EXPECT_TRUE(accepted().empty());
+    }
+    EXPECT_EQ(head_->epoch(), of_one_run ? kOthersEpoch : epoch);
+  }
+}
+
+// One of them makes no call between two restarts. Whichever takes the head after the second one, the other one joins.
+TEST_F(ClientReplay, TrainersOfOneRunMeetThoughOneHasMissedARestart) {
+  const std::string first_epoch(16, 'e');
+  for (const bool late_one_takes : {false, true}) {
+    SCOPED_TRACE(late_one_takes);
+    LetOthersTake(first_epoch);
+    Connect(1 << 20);
+    Client other = Value(Client::Connect(server_.target(), Options(1 << 20)));
+    Head late = Value(other.OpenHead("h"));
+    const std::vector<float> rows(2 * kHiddenSize, 1);
+    const auto add = [&](int64_t micro_batch) {
+      return late.AddGradient(kStep, micro_batch, RowsView::Float32(rows, kHiddenSize)).status();
+    };
+    ASSERT_TRUE(Submit(0, 1).ok());
+    ASSERT_TRUE(add(8).ok());
+    Restart();
+    ASSERT_TRUE(Submit(1, 2).ok());
+    const std::string second_epoch = head_->epoch();
+    Restart();
+    server_.WithState([](ScriptedServer::State& state) { state.epoch = std::string(16, 'u'); });  // not that of before again
+    const size_t taken_before = TakeCount();
+    if (late_one_takes) {
+      EXPECT_TRUE(add(9).ok());
+    }
+    EXPECT_TRUE(Submit(2, 3).ok());
+    if (!late_one_takes) {
+      EXPECT_TRUE(add(9).ok());
+    }
+    EXPECT_EQ(TakeCount(), taken_before + 1);
+    EXPECT_THAT(accepted(), UnorderedElementsAre("loss 0 4", "loss 1 8", "loss 2 12", "gradient 8 8", "gradient 9 8"));
+    EXPECT_EQ(late.epoch(), head_->epoch());
+    if (late_one_takes) {
+      EXPECT_THAT(RecoversEpochs(), ElementsAre(first_epoch));
+    } else {
+      EXPECT_THAT(RecoversEpochs(), ElementsAre(first_epoch, second_epoch));
+    }
+  }
+}
+
+// As many as the server takes, the newest of them.
+TEST_F(ClientReplay, OfManyRestartsTheLastOnesAreKnown) {
+  constexpr int kRestarts = 20, kKnown = 16;
+  ASSERT_TRUE(Submit(0, 1).ok());
+  std::vector<std::string> epochs;
+  for (int i = 0; i < kRestarts; ++i) {
+    epochs.push_back(head_->epoch());
+    Restart();
+    server_.WithState([i](ScriptedServer::State& state) { state.epoch = std::string(16, static_cast<char>('A' + i)); });
+    ASSERT_TRUE(Submit(i + 1, 2).ok());
+  }
+  EXPECT_EQ(RecoversEpochs(), std::vector<std::string>(epochs.end() - kKnown, epochs.end()));
 }
 
 TEST_F(ClientReplay, StepThatCannotBeRepeatedWholeStaysLost) {

@@ -101,7 +101,7 @@ class ClientTransfer : public testing::Test {
     view.hidden_size = kHiddenSize;
     MicroBatchOptions options;
     options.step = 0;
-    options.micro_batch = 0;
+    options.micro_batch = next_micro_batch_++;  // one that is known begins with the attempt that it has come to
     options.grad_hidden = grad_.span().subspan(0, static_cast<size_t>(row_count * kRowBytes));
     std::fill(options.grad_hidden.begin(), options.grad_hidden.end(), static_cast<unsigned char>(0xee));
     return head_->CrossEntropy(view, targets, {}, options, call);
@@ -115,6 +115,7 @@ class ClientTransfer : public testing::Test {
     }
   }
 
+  int64_t next_micro_batch_ = 0;
   ScriptedServer server_;
   StripeDouble double_{server_, 8};
   Pages rows_;

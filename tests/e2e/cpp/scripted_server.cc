@@ -75,6 +75,7 @@ class ScriptedServer::Heads : public v1::HeadService::Service {
     const bool current = script_.WithState([request](State& state) {
       if (!request->epoch().empty() && request->epoch() != state.epoch) return false;
       ++state.epoch[0];
+      state.recovers_epochs.assign(request->recovers_epochs().begin(), request->recovers_epochs().end());
       state.head_state = v1::HEAD_STATE_READY;
       return true;
     });
@@ -217,6 +218,7 @@ void ScriptedServer::Describe(const std::string& name, v1::Head* head) {
   std::lock_guard<std::mutex> lock(mutex_);
   head->set_name(name);
   head->set_epoch(state_.epoch);
+  for (const std::string& epoch : state_.recovers_epochs) head->add_recovers_epochs(epoch);
   head->set_state(state_.head_state);
   head->set_open_step(state_.open_step);
   head->mutable_spec()->set_vocab_size(8);

@@ -40,6 +40,7 @@ class ScriptedServer {
   struct State {
     std::string incarnation = std::string(16, 'i');
     std::string epoch = std::string(16, 'e');
+    std::vector<std::string> recovers_epochs;  // that the taker named who has made the epoch
     v1::HeadState head_state = v1::HEAD_STATE_READY;
     int64_t open_step = 0;
     int64_t hidden_size = 4;

@@ -1,5 +1,6 @@
 """A teacher's rows from a stream of their own, and the micro-batches that join them."""
 
+import contextlib
 import threading
 
 import numpy as np
@@ -8,6 +9,7 @@ from conftest import running_server
 from expectations import refused
 
 import headwater
+from headwater._futures import LOSS_THREADS
 
 NUM_TOKENS, HIDDEN_SIZE, TEACHER_SIZE, VOCAB_SIZE = 24, 16, 12, 40
 # Long enough for a call that must wait to be seen waiting.
@@ -65,6 +67,28 @@ def test_a_trainer_that_comes_first_waits(student, teacher, rows, key):
     assert not student.step_state().open.micro_batches.get(0, None) or not future.done()
     student._client.teacher(key, total_rows=NUM_TOKENS).stream_future(teacher_hidden).result(30)
     assert future.result(30).loss_sum == expected.loss_sum
+
+
+@pytest.mark.filterwarnings("ignore:headwater. the open step is not kept for replay")
+def test_streams_do_not_queue_up_behind_the_losses_that_wait_for_them(each_way, student, teacher, rows, key):
+    """As many losses as there are threads for, then a gradient, then all the streams; with a replay log each loss has a thread."""
+    hidden, teacher_hidden = rows
+    with contextlib.ExitStack() as stack:
+        clients = [each_way.client]
+        if each_way.kind == "remote-1":
+            clients.append(stack.enter_context(headwater.connect(each_way.address, replay=True)))
+        for number, client in enumerate(clients):
+            head, teacher_head, first = client.head(student.name), client.head(teacher.name), 100 * number
+            joins = [{"join_key": f"{key}-{first + index}", "total_rows": NUM_TOKENS} for index in range(LOSS_THREADS)]
+            losses = [
+                head.jsd_future(hidden, teacher_head, headwater.JOIN, **join, micro_batch=first + index, timeout_s=30)
+                for index, join in enumerate(joins)
+            ]
+            gradient = head.add_gradient_future(hidden[:1], micro_batch=first + LOSS_THREADS, timeout_s=30)
+            assert gradient.result(20) is False and not any(loss.done() for loss in losses)
+            streams = [client.teacher(**join).stream_future(teacher_hidden, timeout_s=30) for join in joins]
+            assert [stream.result(20) for stream in streams] == [NUM_TOKENS] * LOSS_THREADS
+            assert len({loss.result(20).loss_sum for loss in losses}) == 1
 
 
 def test_rows_of_several_streams_and_any_order(student, teacher, rows, key, rng):

@@ -24,6 +24,7 @@ NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 12, 16, 40
 STEPS, MICRO_BATCHES = 3, 4
 # A server that was killed takes a while to come back.
 PATIENT = headwater.RetryPolicy(max_attempts=200, initial_backoff=0.05, max_backoff=0.25)
+TAKEN_BY_ANOTHER_RUN = "another run has taken the head since the server was started again"
 
 
 def connect(server, **options):
@@ -508,6 +509,113 @@ def test_a_new_run_is_not_followed_though_the_server_went_while_the_head_was_tak
         with refused("EPOCH_FENCED", headwater.EpochFencedError):
             head.cross_entropy(data.hidden[0, 2], data.targets[0, 2], micro_batch=2)
         assert other.head(head.name).step_state().open.micro_batches == {}
+
+
+def test_a_new_run_that_took_the_head_after_a_restart_is_not_followed(server, data):
+    """However often the server is started again; what was sent is not the new run's, no more than the epoch is."""
+    with connect(server, session=False) as client, headwater.connect(server.address, retries=PATIENT) as other:
+        head = client.create_head("student", data.weight)
+        head.save("first")
+        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
+
+        def submit():
+            head.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1)
+
+        restart(server)
+        assert other.head(head.name).take().recovers_epochs == ()
+        for call in (submit, head.weight, submit):
+            with refused("EPOCH_FENCED", headwater.EpochFencedError) as info:
+                call()
+            assert TAKEN_BY_ANOTHER_RUN in str(info.value)
+        assert other.head(head.name).step_state().open.micro_batches == {}
+        restart(server)
+        with refused("STEP_LOST", headwater.StepLostError) as info:
+            submit()
+        assert TAKEN_BY_ANOTHER_RUN in str(info.value)
+        # By hand it goes on, with nothing of what was before.
+        again = client.head(head.name)
+        assert again.take().recovers_epochs == ()
+        epoch = again.epoch
+        again.cross_entropy(data.hidden[0, 2], data.targets[0, 2], micro_batch=2)
+        restart(server)
+        assert list(again.step_state().open.micro_batches) == [2]
+        assert again.info().recovers_epochs == (epoch,)
+
+
+def test_what_was_sent_before_another_run_took_the_head_does_not_hold_up_what_came_after(server, data):
+    """The head was opened again before any call could find that the epoch of before had ended."""
+    with connect(server, session=False) as client, headwater.connect(server.address, retries=PATIENT) as other:
+        head = client.create_head("student", data.weight)
+        head.save("first")
+        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
+        restart(server)
+        other.head(head.name).take()
+        again = client.head(head.name)
+        again.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1)
+        restart(server)
+        again.cross_entropy(data.hidden[0, 2], data.targets[0, 2], micro_batch=2)
+        assert sorted(again.step_state().open.micro_batches) == [1, 2]
+        with refused("EPOCH_FENCED", headwater.EpochFencedError):
+            head.weight()
+
+
+@pytest.mark.parametrize("of_one_run", (True, False), ids=("by its own run", "by another run"))
+def test_a_trainer_that_is_overtaken_at_the_take_joins_its_own_run_alone(server, data, monkeypatch, of_one_run):
+    with connect(server, session=False) as client, connect(server, session=False, replay=of_one_run) as other:
+        head = client.create_head("student", data.weight)
+        head.save("first")
+        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
+        rival = other.head(head.name)
+        went = []
+        take_head = RemoteBackend.take_head
+
+        def take_after_the_rival(backend, *arguments):
+            if not went:
+                went.append(True)
+                if of_one_run:
+                    rival.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1)
+                else:
+                    rival.take()
+            return take_head(backend, *arguments)
+
+        restart(server)
+        monkeypatch.setattr(RemoteBackend, "take_head", take_after_the_rival)
+        if of_one_run:
+            head.cross_entropy(data.hidden[0, 2], data.targets[0, 2], micro_batch=2)
+            assert sorted(head.step_state().open.micro_batches) == [0, 1, 2]
+            assert head.epoch == rival.epoch
+        else:
+            with refused("STEP_LOST", headwater.StepLostError) as info:
+                head.cross_entropy(data.hidden[0, 2], data.targets[0, 2], micro_batch=2)
+            assert TAKEN_BY_ANOTHER_RUN in str(info.value)
+            assert rival.step_state().open.micro_batches == {}
+        assert went
+
+
+@pytest.mark.parametrize("late_one_takes", (False, True))
+def test_trainers_of_one_run_meet_though_one_has_missed_a_restart(server, data, late_one_takes):
+    """One of them makes no call between two restarts. Whichever takes the head after the second one, the other one joins."""
+    with connect(server, session=False) as one, connect(server, session=False) as two:
+        first = one.create_head("student", data.weight, optimizer=headwater.SGD())
+        first.save("step-0")
+        late = two.head(first.name)
+
+        def submit(head, micro_batch):
+            index = micro_batch % MICRO_BATCHES
+            head.cross_entropy(data.hidden[0, index], data.targets[0, index], micro_batch=micro_batch)
+
+        submit(first, 0)
+        submit(late, 1)
+        epochs = [first.epoch]
+        restart(server)
+        submit(first, 2)
+        epochs.append(first.epoch)
+        restart(server)
+        for micro_batch, head in enumerate((late, first) if late_one_takes else (first, late), start=3):
+            submit(head, micro_batch)
+        assert first.epoch == late.epoch
+        assert first.info().recovers_epochs == tuple(epochs[:1] if late_one_takes else epochs)
+        assert first.seal(expected_micro_batches=5).totals.micro_batch_count == 5
 
 
 def test_a_log_that_is_full_is_dropped_and_said_once(server, data):

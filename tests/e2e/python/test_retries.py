@@ -301,6 +301,40 @@ def test_the_decision_names_the_attempt_that_was_submitted(server, connect):
     assert head.cross_entropy(HIDDEN, TARGETS, micro_batch=9, attempt=11).attempt == 11
 
 
+@pytest.mark.parametrize("future", (False, True), ids=("call", "future"))
+def test_an_attempt_that_is_given_is_not_below_those_of_this_clients_retries(server, connect, future):
+    """Whoever gives it knows what another process has left, and not how often this one has tried since."""
+    head = connect()
+
+    def submit(**options):
+        arguments = {"micro_batch": 5, "attempt": 2, "commit": "explicit", **options}
+        if future:
+            return head.cross_entropy_future(HIDDEN, TARGETS, **arguments).result(30)
+        return head.cross_entropy(HIDDEN, TARGETS, **arguments)
+
+    server.fail("ComputeLoss", *[Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "STAGING_FULL")] * QUICK.max_attempts)
+    with refused("STAGING_FULL", headwater.StagingFullError):
+        submit()
+    last = 2 + QUICK.max_attempts - 1
+    assert submit(allow_held=True).attempt == last
+    assert [messages[0].header.attempt for messages in server.calls["ComputeLoss"]] == [*range(2, last + 1), last]
+    # What the caller itself has gone beyond is sent as it is, for the server to refuse.
+    assert [submit(attempt=attempt).attempt for attempt in (last + 3, last, 1, last + 3)] == [last + 3, last, 1, last + 3]
+
+
+def test_the_book_of_attempts_tells_retries_from_what_the_caller_names():
+    book, key = _retry.AttemptBook(), _retry.StepKey("head", EPOCH, 0)
+    assert [book.first(key, 0, named) for named in (None, 0, 3)] == [0, 0, 3]
+    for attempt in (3, 4, 5):
+        book.note(key, 0, attempt, 3)
+    assert [book.first(key, 0, named) for named in (None, 2, 3, 4, 5, 6)] == [5, 2, 5, 5, 5, 6]
+    book.note(key, 0, 6)  # the same micro-batch again, by who leaves the counting to the client
+    book.note(key, 0, 2, 2)
+    assert [book.first(key, 0, named) for named in (None, 2, 3, 6, 7)] == [6, 2, 6, 6, 7]
+    book.note(key, 0, 8, 8)
+    assert [book.first(key, 0, named) for named in (None, 6, 8)] == [8, 6, 8]
+
+
 def test_calls_that_add_nothing_have_no_attempt(server, connect):
     head = connect()
     server.fail("ComputeLoss", CUT)

@@ -1,5 +1,6 @@
 """Sessions: opened when first needed, kept alive, owners of what is undecided, gone with their process."""
 
+import concurrent.futures
 import functools
 import os
 import subprocess
@@ -11,6 +12,7 @@ import grpc
 import numpy as np
 import pytest
 from expectations import refused
+from headwater.v1 import session_service_pb2
 from scripted_server import CUT, HIDDEN_SIZE, VOCAB_SIZE, Failure, scripted_server
 
 import headwater
@@ -118,6 +120,28 @@ def test_a_session_that_is_gone_is_opened_anew(server, connect):
         server.fail("DiscardMicroBatch", LOST, LOST)
         with refused("SESSION_NOT_FOUND", headwater.NotFoundError):
             out.discard()
+
+
+def test_calls_that_were_begun_in_a_lost_session_meet_in_one_new_one(server):
+    """Each forgot the session that the one before it had opened, and what was in that could not be committed any more."""
+    with headwater.connect(server.address, transport="grpc") as client:
+        head = client.head("scripted")
+        submit(head)
+        server.fail("ComputeLoss", *[LOST] * 3)
+        # All are told that the session is gone before the first goes on; then one goes on after the other.
+        client._executors.loss = concurrent.futures.ThreadPoolExecutor(1)
+        told = threading.Event()
+        client._executors.loss.submit(told.wait)
+        futures = [head.cross_entropy_future(HIDDEN, TARGETS, micro_batch=id_, commit="explicit") for id_ in range(1, 4)]
+        until(lambda: server.count("ComputeLoss") == 4)
+        told.set()
+        outs = [future.result(WAIT_S) for future in futures]
+        first, second = (1).to_bytes(32, "big"), (2).to_bytes(32, "big")
+        assert session_ids(server, "ComputeLoss") == [first] * 4 + [second] * 3 and server.count("OpenSession") == 2
+        assert [out.attempt for out in outs] == [1, 1, 1]
+        for out in outs:
+            out.commit()
+        assert [request.session_id for request in server.calls["CommitMicroBatch"]] == [second] * 3
 
 
 def test_a_lease_that_ended_is_noticed_before_the_next_call(server, connect):
@@ -252,6 +276,17 @@ sys.stdin.read()
     with refused("MICRO_BATCH_DISCARDED", headwater.AbortedError):
         submit(head, 1)
     assert submit(head, 1, attempt=1).commit() is False
+
+
+def test_futures_of_a_session_that_the_server_has_ended_can_be_committed(remote, make_head, rng):
+    weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+    with headwater.connect(remote.address, transport="grpc") as client:
+        head = make_head(client, weight, staging_slots=6)
+        submit(head, 100).commit()
+        request = session_service_pb2.CloseSessionRequest(session_id=client._backend.session_id)
+        client._backend._sessions.CloseSession(request)
+        futures = [head.cross_entropy_future(HIDDEN, TARGETS, micro_batch=id_, commit="explicit") for id_ in range(6)]
+        assert [future.result(WAIT_S).commit() for future in futures] == [False] * 6
 
 
 def test_a_busy_session_does_not_end(remote, head, connect):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import types
 
 import numpy as np
 import pytest
@@ -277,6 +278,61 @@ def test_flows_that_do_not_fit_are_refused(backends):
     with refused("INVALID_COMBINATION", ValueError):
         headwater.torch.attach(client, "refused", untied.lm_head, optimizer="torch")
     assert not [info for info in client.heads() if "refused" in info.name]
+
+
+def configured(**entries):
+    """A model with these in its configuration."""
+    model = LanguageModel(tied=False)
+    model.config = types.SimpleNamespace(**entries)
+    return model
+
+
+@pytest.mark.parametrize("nested", (False, True), ids=("config", "text_config"))
+@pytest.mark.parametrize(
+    ("key", "value", "option"),
+    [
+        ("final_logit_softcapping", 30.0, {"softcap": 30.0}),
+        ("logits_soft_cap", 30, {"softcap": 30}),
+        ("logit_scale", 0.0625, {"logit_scale": 0.0625}),
+        ("logits_scaling", 8.0, {"logit_scale": 1 / 8.0}),
+        ("lm_head_multiplier", 0.5, {"logit_scale": 0.5}),
+        ("output_multiplier_scale", 0.25, {"logit_scale": 0.25}),
+    ],
+)
+def test_what_a_model_does_to_its_logits_is_not_left_out(backends, make_module_head, key, value, option, nested):
+    client, model = backends("local-1").client, configured(**{key: value})
+    if nested:
+        model.config = types.SimpleNamespace(text_config=model.config)
+    with refused("INVALID_COMBINATION", ValueError) as info:
+        headwater.torch.attach(client, "refused", model.lm_head, model=model, optimizer=SERVER_ADAMW)
+    name = next(iter(option))
+    shown = "1 / 8.0" if key == "logits_scaling" else repr(value)
+    assert f"{key}={value!r}" in str(info.value) and f"pass {name}={shown}" in str(info.value)
+    assert info.value.metadata["field"] == name and info.value.metadata["actual"] == str(value)
+    other = {"softcap": {"logit_scale": 1.0}, "logit_scale": {"softcap": None}}[name]
+    with refused("INVALID_COMBINATION", ValueError):
+        headwater.torch.attach(client, "refused", model.lm_head, model=model, trainable=False, **other)
+    assert not [info for info in client.heads() if "refused" in info.name]
+    head = make_module_head(client, model.lm_head, model=model, optimizer=SERVER_ADAMW, **option)
+    assert getattr(head.spec, name) == option[name]
+
+
+def test_a_configuration_that_leaves_logits_alone_asks_for_nothing(backends, make_module_head):
+    neutral = {
+        "final_logit_softcapping": None,
+        "logits_soft_cap": 0.0,
+        "logit_scale": 1,
+        "logits_scaling": 1.0,
+        "lm_head_multiplier": 1.0,
+        "output_multiplier_scale": 1.0,
+        "text_config": {"logit_scale": "inv_sqrt_d_model", "final_logit_softcapping": False},
+    }
+    client = backends("local-1").client
+    for config in (neutral, {"text_config": None}, {}):
+        model = configured(**config)
+        assert make_module_head(client, model.lm_head, model=model, optimizer=SERVER_ADAMW).spec.softcap is None
+    model.config = {"final_logit_softcapping": 30.0}  # a mapping; the trainer says that it does otherwise
+    assert make_module_head(client, model.lm_head, model=model, trainable=False, softcap=None).spec.softcap is None
 
 
 def test_attaching_again_finds_the_head(one_shard, make_module_head):

@@ -6,7 +6,6 @@ import math
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from expectations import refused
 from torch_language_model import LanguageModel, changes, micro_batch, train_in_process, train_with
 from torch_model import HIDDEN_SIZE, VOCAB_SIZE, Problem, relative
+from torch_ranks import Ranks
 
 import headwater
 import headwater.torch
@@ -222,6 +222,34 @@ def test_pytorchs_own_scaler(one_shard, make_head, problem):
     assert relative(problem.trunk - trunk.detach(), 0.1 * expected[0]) <= 1e-5
 
 
+@pytest.mark.skipif(not hasattr(torch.amp, "GradScaler"), reason="this PyTorch scales on a GPU only")
+def test_the_scale_grows_again_as_late_after_an_overflow_as_it_does_in_pytorch(one_shard, make_head, problem):
+    """Three good steps in a row, those before the overflow not among them."""
+    scales = []
+    for head in (problem.head(one_shard.client, make_head), None):
+        trunk = problem.parameter()
+        optimizer = torch.optim.SGD([trunk], lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3)
+        loop = head and headwater.torch.TrainingLoop(head, optimizer, scaler=scaler)
+        scales.append([])
+        for step in range(8):
+            hidden = problem.inputs @ trunk.T
+            if loop:
+                loop.backward(headwater.torch.cross_entropy(head, hidden, problem.targets))
+            else:
+                scaler.scale(F.cross_entropy(hidden @ problem.weight.T, problem.targets)).backward()
+            if step == 2:
+                trunk.grad[0, 0] = float("inf")
+            if loop:
+                loop.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            scales[-1].append(scaler.get_scale())
+    assert scales[0] == scales[1] == [16, 16, 8, 8, 8, 16, 16, 16]
+
+
 @pytest.mark.parametrize("tied", ("trainer", "server"))
 def test_tied_weights_under_a_scaler_and_a_gradient_factor(one_shard, names, tied):
     """Whatever scales the head's gradient until it is applied, the embedding's part of the same weight is not scaled twice."""
@@ -392,41 +420,6 @@ def test_what_does_not_fit_together_is_refused(backends, make_head, names, probl
 
 
 # ---- several trainers ---------------------------------------------------------------------------------------------------
-
-
-class Ranks:
-    """Threads that behave as data-parallel processes: a barrier, and an all-reduce of the body's gradients."""
-
-    def __init__(self, world_size):
-        self.world_size = world_size
-        self.barrier = threading.Barrier(world_size, timeout=20)
-        self.gradients = [None] * world_size
-
-    def average(self, rank, parameters):
-        self.gradients[rank] = [p.grad for p in parameters]
-        self.barrier.wait()
-        mean = [sum(group) / self.world_size if group[0] is not None else None for group in zip(*self.gradients, strict=True)]
-        self.barrier.wait()
-        for parameter, gradient in zip(parameters, mean, strict=True):
-            parameter.grad = None if gradient is None else gradient.clone()
-
-    def run(self, work):
-        errors = []
-
-        def one(rank):
-            try:
-                work(rank)
-            except BaseException as error:
-                self.barrier.abort()
-                errors.append(error)
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.world_size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        first = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
-        assert not errors, (first or errors)[0]
 
 
 @pytest.mark.parametrize("flow", ("plain", "trainer", "server", "server, partial"))

@@ -6,6 +6,7 @@ import pickle
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -201,6 +202,24 @@ def test_losses_beyond_the_slots_are_held_and_exact(backend, make_head, problem,
     loss = loss_fn(problem.inputs @ trunk.T, targets)
     assert head.step_state().open.micro_batches[0].form == "STAGED"
     loss.backward()
+
+
+def test_a_rank_that_comes_back_submits_what_it_had_committed_without_a_slot(one_shard, make_head, problem):
+    """Ignored rows travelled with the calls that had found no slot, and were other content to the server."""
+    head, trunk = problem.head(one_shard.client, make_head, staging_slots=1), problem.parameter()
+    targets = with_ignored(problem.targets)
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    sum(loss_fn(problem.inputs @ trunk.T, targets) for _ in range(3)).backward()
+    gradient, before = head.gradient(), head.step_state().open
+    assert [entry.form for entry in before.micro_batches.values()] == ["STAGED", "HELD", "HELD"]
+    again = one_shard.client.head(head.name)
+    loop = headwater.torch.TrainingLoop(again, torch.optim.SGD([trunk], lr=0.1))
+    assert loop.resume(take=False) == 0
+    loss_fn = headwater.torch.CrossEntropyLoss(again)
+    for _ in range(3):  # there is a slot for each of them now
+        loss_fn(problem.inputs @ trunk.T, targets).backward()
+    assert again.step_state().open == before
+    np.testing.assert_array_equal(again.gradient(), gradient)
 
 
 def test_rows_of_a_joined_teacher_are_held_too(one_shard, make_head, problem, rng):

@@ -26,7 +26,8 @@ std::string WithChecksum(const std::string& body) {
 void CheckManifest(const checkpoint::Manifest& manifest) {
   const HeadSpec& spec = manifest.info.spec;
   FUZZ_CHECK(spec.vocab_size > 0 && spec.hidden_size > 0 && spec.initial_step >= 0 && spec.staging_slots >= 0);
-  FUZZ_CHECK(manifest.info.step >= 0 && manifest.info.update_count >= 0 && manifest.info.sequence >= 0);
+  FUZZ_CHECK(manifest.info.step >= 0 && manifest.info.update_count >= 0);
+  FUZZ_CHECK(manifest.info.sequence >= 0 && manifest.info.first_sequence >= 0);
   FUZZ_CHECK(!manifest.files.empty() && static_cast<int64_t>(manifest.files.size()) <= checkpoint::kMaxCheckpointFiles);
   int64_t row = 0;
   for (size_t i = 0; i < manifest.files.size(); ++i) {

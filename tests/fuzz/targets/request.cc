@@ -144,6 +144,11 @@ void Check(const service::ListRequest& request) { FUZZ_CHECK(request.page_size >
 
 void Check(const service::HeadAtEpoch& request) { Check(request.name); }
 
+void Check(const service::TakeRequest& request) {
+  Check(request.name);
+  FUZZ_CHECK(static_cast<int>(request.recovers_epochs.size()) <= service::kMaxRecoversEpochs);
+}
+
 void Check(const service::UploadRequest& request) {
   Check(request.name);
   FUZZ_CHECK(!request.upload_id.empty() && request.upload_id.size() <= 64 && request.total_bytes >= 1);

@@ -102,6 +102,17 @@ class CheckpointStoreTest : public ::testing::Test {
     }
     for (std::thread& thread : threads) thread.join();
   }
+  // Changes a checkpoint's manifest, checksum and all.
+  void RewriteManifest(const std::string& checkpoint, const std::function<void(nlohmann::json&)>& change) {
+    const std::string path = head_directory() + "/" + checkpoint + "/manifest.json";
+    nlohmann::json document = nlohmann::json::parse(ReadFile(path));
+    change(document["manifest"]);
+    const std::string text = document["manifest"].dump();
+    Xxh3Hasher hasher;
+    hasher.Update(text.data(), static_cast<int64_t>(text.size()));
+    document["checksum"] = hasher.HexDigest();
+    WriteFile(path, document.dump());
+  }
   std::string root() const { return directory_.path() + "/deep/root"; }
   std::string head_directory() const { return root() + "/default/student"; }
   // Names in the head's directory, but for the mark of a live head.
@@ -153,6 +164,7 @@ TEST_F(CheckpointStoreTest, WrongNamesAreRefusedEverywhere) {
   EXPECT_REASON(store->List("default", ""), kInvalidName);
   EXPECT_REASON(store->FindComebacks("default", "../student"), kInvalidName);
   EXPECT_REASON(store->Forget("..", "student"), kInvalidName);
+  EXPECT_REASON(store->BeginAnew("..", "student"), kInvalidName);
 }
 
 TEST_F(CheckpointStoreTest, RoundTripsAcrossShardCounts) {
@@ -473,6 +485,35 @@ TEST_F(CheckpointStoreTest, OtherHeadsAndFormerOnesKeepTheirs) {
   EXPECT_EQ(store->List("default", "other")->size(), 1u);
 }
 
+TEST_F(CheckpointStoreTest, WhatIsBeyondTheNumberToKeepGoesBeforeAnotherOneIsWritten) {
+  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 1, 9);
+  std::unique_ptr<CheckpointStore> store = OpenStore();
+  for (const char* name : {"best", "step-1", "step-2", "step-3", "step-4"}) ASSERT_OK(Save(*store, *head, name));
+  store = OpenStore(2);
+  files_.Reset();
+  ASSERT_OK(Save(*store, *head, "step-5"));
+  EXPECT_EQ(Entries(), (std::vector<std::string>{"best", "step-4", "step-5"}));
+  std::vector<std::string> order;
+  for (const std::string& change : files_.changes()) {
+    if (absl::StartsWith(change, "rename step-")) order.push_back(change.substr(0, change.find(" .tmp-")));
+    if (absl::StartsWith(change, "create shard")) order.push_back("write");
+  }
+  EXPECT_EQ(order, (std::vector<std::string>{"rename step-2", "rename step-1", "write", "rename step-3"}));
+}
+
+TEST_F(CheckpointStoreTest, AMarkThatIsDamagedSparesFormerHeads) {
+  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 1, 9);
+  std::unique_ptr<CheckpointStore> store = OpenStore(1);
+  ASSERT_OK(Save(*store, *head, "step-1"));
+  ASSERT_OK(store->BeginAnew("default", "student"));
+  ASSERT_OK(Save(*store, *head, "step-2"));
+  WriteFile(head_directory() + "/.live", "{");
+  store = OpenStore(1);
+  ASSERT_OK(Save(*store, *head, "step-3"));
+  EXPECT_EQ(Entries(), (std::vector<std::string>{"step-1", "step-3"}));
+  EXPECT_EQ(store->Read("default", "student", "step-3")->first_sequence, 2);
+}
+
 // The new one is durable before an old one goes; an old one is whole or gone.
 TEST_F(CheckpointStoreTest, RemovingSurvivesACrashAndAFullDiskAtEveryPoint) {
   const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 2, 9);
@@ -593,6 +634,39 @@ TEST_F(CheckpointStoreTest, AHeadDoesNotComeBackFromWhatAnEarlierOneLeft) {
   EXPECT_GT(marks, 0);
 }
 
+TEST_F(CheckpointStoreTest, ANewHeadIsNotTheOneThatWasSaved) {
+  std::unique_ptr<CheckpointStore> store = OpenStore();
+  const std::unique_ptr<EngineHead> head = NewHead(SmallSpec(), 1, 1);
+  ASSERT_OK(store->BeginAnew("default", "student"));  // of which nothing is known
+  ASSERT_OK(Save(*store, *head, "old"));
+  for (const bool restart : {false, true}) {
+    if (restart) store = OpenStore();
+    EXPECT_TRUE(IsLive(*store));
+    ASSERT_OK(store->BeginAnew("default", "student"));
+    EXPECT_FALSE(IsLive(*store));
+    EXPECT_FALSE(IsLive(*OpenStore()));
+    ASSERT_OK(Save(*store, *head, "new", true));
+    EXPECT_EQ(Comebacks(*store), std::vector<std::string>{"new"});
+  }
+  // Not even where its first save has failed, and left a mark.
+  ASSERT_OK(store->BeginAnew("default", "student"));
+  files_.Reset();
+  ASSERT_OK(Save(*store, *head, "probe"));
+  const std::vector<std::string> changes = files_.changes();
+  const auto rename =
+      std::find_if(changes.rbegin(), changes.rend(), [](const std::string& change) { return absl::StartsWith(change, "rename"); });
+  ASSERT_OK(store->BeginAnew("default", "student"));
+  files_.Reset();
+  files_.FailAt(static_cast<int>(changes.rend() - rename) - 1, MakeError(ErrorReason::kInternal, "no"));
+  EXPECT_REASON(Save(*store, *head, "fails"), kInternal);
+  files_.Reset();
+  EXPECT_TRUE(std::filesystem::exists(head_directory() + "/.live"));
+  EXPECT_TRUE(store->Continue("default", "student", *store->Read("default", "student", "old")));
+  EXPECT_EQ(Comebacks(*store), std::vector<std::string>{"old"});
+  ASSERT_OK(Save(*store, *head, "newest"));
+  EXPECT_EQ(Comebacks(*OpenStore()), (std::vector<std::string>{"newest", "old"}));
+}
+
 TEST_F(CheckpointStoreTest, AHeadWhoseCheckpointsAreAllDamagedIsStillTold) {
   const std::unique_ptr<CheckpointStore> store = OpenStore();
   const std::unique_ptr<EngineHead> head = NewHead(SmallSpec(), 1, 1);
@@ -631,16 +705,7 @@ TEST_F(CheckpointStoreTest, ManifestsOfOlderVersionsAreRead) {
   const std::unique_ptr<CheckpointStore> store = OpenStore();
   const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 2, 9);
   ASSERT_OK(Save(*store, *head, "x"));
-  const std::string path = head_directory() + "/x/manifest.json";
-  const auto rewrite = [&](const std::function<void(nlohmann::json&)>& change) {
-    nlohmann::json document = nlohmann::json::parse(ReadFile(path));
-    change(document["manifest"]);
-    const std::string text = document["manifest"].dump();
-    Xxh3Hasher hasher;
-    hasher.Update(text.data(), static_cast<int64_t>(text.size()));
-    document["checksum"] = hasher.HexDigest();
-    WriteFile(path, document.dump());
-  };
+  const auto rewrite = [this](const std::function<void(nlohmann::json&)>& change) { RewriteManifest("x", change); };
   EXPECT_EQ(store->Read("default", "student", "x")->spec.staging_slots, 2);
   for (const nlohmann::json& wrong : {nlohmann::json(-1), nlohmann::json("1"), nlohmann::json(int64_t{1} << 31)}) {
     rewrite([&](nlohmann::json& manifest) { manifest["staging_slots"] = wrong; });
@@ -649,14 +714,33 @@ TEST_F(CheckpointStoreTest, ManifestsOfOlderVersionsAreRead) {
   rewrite([](nlohmann::json& manifest) {
     EXPECT_EQ(manifest.erase("staging_slots"), 1u);
     EXPECT_EQ(manifest.erase("sequence"), 1u);
+    EXPECT_EQ(manifest.erase("first_sequence"), 1u);
   });
   const absl::StatusOr<CheckpointInfo> info = store->Read("default", "student", "x");
   ASSERT_OK(info);
   EXPECT_EQ(info->sequence, 0);
+  EXPECT_EQ(info->first_sequence, 0);
+  EXPECT_FALSE(store->Continue("default", "student", *info));
   EXPECT_EQ(info->spec.staging_slots, 0);
   const std::unique_ptr<EngineHead> loaded = NewHead(FullSpec(), 1, 3);
   ASSERT_OK(store->Load("default", "student", "x", *loaded));
   EXPECT_EQ(Contents(*loaded), Contents(*head));
+}
+
+TEST_F(CheckpointStoreTest, CheckpointsOfOlderVersionsBelongToARunByTheirNumbers) {
+  std::unique_ptr<CheckpointStore> store = OpenStore();
+  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 1, 9);
+  ASSERT_OK(Save(*store, *head, "step-1"));
+  ASSERT_OK(store->BeginAnew("default", "student"));
+  for (const char* name : {"step-2", "step-3"}) ASSERT_OK(Save(*store, *head, name));
+  for (const char* name : {"step-1", "step-2", "step-3"}) {
+    RewriteManifest(name, [](nlohmann::json& manifest) { manifest.erase("first_sequence"); });
+  }
+  store = OpenStore(2);
+  EXPECT_EQ(Comebacks(*store), (std::vector<std::string>{"step-3", "step-2"}));
+  ASSERT_OK(Save(*store, *head, "step-4"));
+  EXPECT_EQ(Entries(), (std::vector<std::string>{"step-1", "step-3", "step-4"}));
+  EXPECT_EQ(Comebacks(*store), (std::vector<std::string>{"step-4", "step-3"}));
 }
 
 TEST_F(CheckpointStoreTest, ForgettingSurvivesACrashAtEveryPoint) {

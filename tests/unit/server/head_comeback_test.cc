@@ -15,6 +15,7 @@
 #include "memory_file_system.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/heads/head_registry.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::heads {
 namespace {
@@ -45,20 +46,20 @@ class HeadComebackTest : public ::testing::Test {
   HeadComebackTest() { Start(); }
 
   // Another process on the same files.
-  void Start(const RegistryLimits& limits = {}) {
+  void Start(const RegistryLimits& limits = {}, int64_t keep = 0) {
     registry_.reset();
     files_.Reset();
-    absl::StatusOr<std::unique_ptr<CheckpointStore>> store = CheckpointStore::Open(kRoot, files_);
+    absl::StatusOr<std::unique_ptr<CheckpointStore>> store = CheckpointStore::Open(kRoot, files_, keep);
     ASSERT_OK(store);
     store_ = *std::move(store);
     registry_ = std::make_unique<HeadRegistry>(engine_, limits, HeadLimits(), [this] { return now_; });
   }
-  std::vector<HeadRegistry::Comeback> Restart(const RegistryLimits& limits = {}) {
-    Start(limits);
+  std::vector<HeadRegistry::Comeback> Restart(const RegistryLimits& limits = {}, int64_t keep = 0) {
+    Start(limits, keep);
     return registry_->RestoreAll(*store_);
   }
   std::shared_ptr<Head> NewHead(const HeadName& name = kName, const HeadSpec& spec = SmallSpec(), float weight = 1) {
-    const absl::StatusOr<HeadRegistry::Created> created = registry_->Create(name, spec);
+    const absl::StatusOr<HeadRegistry::Created> created = registry_->Create(name, spec, IfExists::kFail, store_.get());
     EXPECT_OK(created);
     EXPECT_OK(SetWeights(*created->head, std::vector<float>(15, weight)));
     return created->head;
@@ -84,6 +85,15 @@ class HeadComebackTest : public ::testing::Test {
     memory_.SetContents(path, bytes);
   }
   bool IsLive() const { return !store_->LiveHeads()->empty(); }
+  // Names of what there is of head `a`, whoever saved it.
+  std::vector<std::string> Checkpoints() const {
+    const absl::StatusOr<std::vector<checkpoint::CheckpointInfo>> all = store_->List("default", "a");
+    EXPECT_OK(all);
+    std::vector<std::string> names;
+    if (!all.ok()) return names;
+    for (const checkpoint::CheckpointInfo& info : *all) names.push_back(info.name);
+    return names;
+  }
 
   absl::Time now_ = absl::UnixEpoch();
   FakeEngine engine_;
@@ -126,6 +136,7 @@ TEST_F(HeadComebackTest, HeadsComeBackFromTheirNewestCheckpoint) {
   EXPECT_EQ(info.open_step, 5);
   EXPECT_EQ(info.restored_checkpoint, "newest");
   EXPECT_NE(info.epoch, old_epoch);
+  EXPECT_TRUE(info.recovers_epochs.empty());
   const absl::Status lost = back->AddGradient({old_epoch, 6}, 0, 0, {}, {}, nullptr).status();
   EXPECT_REASON(lost, kStepLost);
   EXPECT_EQ(GetErrorMetadata(lost).at("restoredStep"), "5");
@@ -139,7 +150,8 @@ TEST_F(HeadComebackTest, HeadsComeBackFromTheirNewestCheckpoint) {
   const absl::StatusOr<HeadRegistry::Created> attached = registry_->Create(kName, spec, IfExists::kAttachIfSameSpec);
   ASSERT_OK(attached);
   EXPECT_EQ(attached->head, back);
-  EXPECT_OK(back->Take(info.epoch));
+  EXPECT_OK(back->Take(info.epoch, {old_epoch}));
+  EXPECT_EQ(back->Describe().recovers_epochs, std::vector<Epoch>{old_epoch});
   const absl::Status mismatch = back->Seal({back->Describe().epoch, 9}, int64_t{0}).status();
   EXPECT_REASON(mismatch, kStepMismatch);
   EXPECT_EQ(GetErrorMetadata(mismatch).at("openStep"), "5");
@@ -266,6 +278,139 @@ TEST_F(HeadComebackTest, DirectoriesThatAreNoHeadsAreTold) {
   comebacks = registry_->RestoreAll(*store_);
   ASSERT_EQ(comebacks.size(), 1u);
   EXPECT_TRUE(absl::StrContains(comebacks[0].note, "cannot be listed")) << comebacks[0].note;
+}
+
+// ---- new heads under the names of former ones that did not come back -------------------------------------------------
+
+TEST_F(HeadComebackTest, ANewHeadRemovesNothingOfAFormerOne) {
+  Start({}, 3);
+  std::shared_ptr<Head> head = NewHead();
+  for (const char* name : {"step-800", "step-900", "step-1000"}) Save(head, name);
+  Start({}, 3);  // without restoring
+  head = NewHead();
+  for (const char* name : {"step-1", "step-2", "step-3"}) Save(head, name);
+  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-1", "step-1000", "step-2", "step-3", "step-800", "step-900"}));
+  Save(head, "step-4");
+  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-1000", "step-2", "step-3", "step-4", "step-800", "step-900"}));
+  const std::vector<HeadRegistry::Comeback> comebacks = Restart({}, 3);
+  ASSERT_EQ(comebacks.size(), 1u);
+  EXPECT_EQ(comebacks[0].checkpoint, "step-4");
+  // What has come back goes on with its own.
+  head = *registry_->Find(kName);
+  EXPECT_OK(head->Take(std::nullopt));
+  Save(head, "step-5");
+  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-1000", "step-3", "step-4", "step-5", "step-800", "step-900"}));
+}
+
+TEST_F(HeadComebackTest, ANewHeadThatWasNeverSavedDoesNotComeBackAsAFormerOne) {
+  Save(NewHead(), "old");
+  Start();  // without restoring
+  NewHead();
+  EXPECT_FALSE(IsLive());
+  EXPECT_TRUE(Restart().empty());
+  EXPECT_EQ(Checkpoints(), std::vector<std::string>{"old"});
+}
+
+TEST_F(HeadComebackTest, AHeadThatHadNoRoomToComeBackGivesWayToOneThatIsMade) {
+  Save(NewHead(), "old");
+  const absl::Status no_memory = MakeError(ErrorReason::kMemoryBudgetExceeded, "no memory");
+  engine_.control().FailNext("CreateHead", no_memory);
+  EXPECT_EQ(Restart()[0].checkpoint, "");
+  // A creation that is refused takes nothing from it.
+  engine_.control().FailNext("CreateHead", no_memory);
+  EXPECT_REASON(registry_->Create(kName, SmallSpec(), IfExists::kFail, store_.get()), kMemoryBudgetExceeded);
+  EXPECT_TRUE(IsLive());
+  EXPECT_EQ(Restart()[0].checkpoint, "old");
+  // Nor does one that attaches to it.
+  EXPECT_OK(registry_->Create(kName, SmallSpec(), IfExists::kAttachIfSameSpec, store_.get()));
+  EXPECT_TRUE(IsLive());
+  Restart({.max_heads = 0});
+  EXPECT_REASON(registry_->Find(kName), kHeadNotFound);
+  Start();
+  Save(NewHead(), "new");
+  EXPECT_EQ(Restart()[0].checkpoint, "new");
+  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"new", "old"}));
+}
+
+TEST_F(HeadComebackTest, NoHeadIsMadeWhereAFormerOneCannotBeForgotten) {
+  Save(NewHead(), "old");
+  Start();  // without restoring
+  files_.Reset();
+  files_.FailAt(0, MakeError(ErrorReason::kInternal, "the disk is gone"));
+  EXPECT_REASON(registry_->Create(kName, SmallSpec(), IfExists::kFail, store_.get()), kInternal);
+  EXPECT_REASON(registry_->Find(kName), kHeadNotFound);
+  EXPECT_EQ(registry_->size(), 0);
+  EXPECT_TRUE(IsLive());
+  EXPECT_OK(registry_->Create(kName, SmallSpec(), IfExists::kFail, store_.get()));
+  EXPECT_FALSE(IsLive());
+}
+
+TEST_F(HeadComebackTest, ANewHeadGoesOnWithTheRunOfWhatItWasRestoredFrom) {
+  Start({}, 2);
+  std::shared_ptr<Head> head = NewHead();
+  for (const char* name : {"step-1", "step-2"}) Save(head, name);
+  EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
+  Save(NewHead(), "step-3");  // of another run
+  EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
+  head = NewHead();
+  EXPECT_OK(head->Restore(head->Describe().epoch, *store_, "step-2"));
+  // That is what it comes back from before it is saved.
+  EXPECT_EQ(Restart({}, 2)[0].checkpoint, "step-2");
+  head = *registry_->Find(kName);
+  EXPECT_OK(head->Take(std::nullopt));
+  Save(head, "step-4");
+  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-2", "step-3", "step-4"}));
+  EXPECT_EQ(Restart({}, 2)[0].checkpoint, "step-4");
+  // One that has a run keeps it, whatever it is restored from.
+  head = *registry_->Find(kName);
+  EXPECT_OK(head->Restore(head->Describe().epoch, *store_, "step-3"));
+  Save(head, "step-5");
+  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-3", "step-4", "step-5"}));
+}
+
+TEST_F(HeadComebackTest, ARestoredHeadWhoseRunCannotBeNotedBeginsAnother) {
+  Save(NewHead(), "step-1");
+  EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
+  const std::shared_ptr<Head> head = NewHead();
+  files_.Reset();
+  files_.FailAt(0, MakeError(ErrorReason::kDiskFull, "no space left"));
+  EXPECT_OK(head->Restore(head->Describe().epoch, *store_, "step-1"));
+  files_.Reset();
+  EXPECT_FALSE(IsLive());
+  Save(head, "step-2");
+  EXPECT_EQ(store_->Read("default", "a", "step-1")->first_sequence, 1);
+  EXPECT_EQ(store_->Read("default", "a", "step-2")->first_sequence, 2);
+}
+
+// ---- a full disk -----------------------------------------------------------------------------------------------------
+
+TEST_F(HeadComebackTest, FewerCheckpointsToKeepMakeRoomOnAFullDisk) {
+  std::shared_ptr<Head> head = NewHead();
+  for (const char* name : {"step-1", "step-2", "step-3", "step-4"}) Save(head, name);
+  memory_.set_capacity_bytes(memory_.stored_bytes());
+  for (const int64_t keep : {0, 4, 5}) {
+    Restart({}, keep);
+    head = *registry_->Find(kName);
+    EXPECT_OK(head->Take(std::nullopt));
+    EXPECT_REASON(head->Save(head->Describe().epoch, *store_, "step-5", false), kDiskFull) << keep;
+    EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-1", "step-2", "step-3", "step-4"})) << keep;
+  }
+  Restart({}, 3);
+  head = *registry_->Find(kName);
+  EXPECT_OK(head->Take(std::nullopt));
+  Save(head, "step-5");
+  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-3", "step-4", "step-5"}));
+}
+
+TEST_F(HeadComebackTest, AsManyAsAreKeptStayIfTheNextOneFails) {
+  Start({}, 2);
+  const std::shared_ptr<Head> head = NewHead();
+  for (const char* name : {"step-1", "step-2", "step-3"}) Save(head, name);
+  memory_.set_capacity_bytes(memory_.stored_bytes());
+  EXPECT_REASON(head->Save(head->Describe().epoch, *store_, "step-4", false), kDiskFull);
+  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-2", "step-3"}));
+  EXPECT_REASON(head->Save(head->Describe().epoch, *store_, "step-2", /*overwrite=*/true), kDiskFull);
+  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-2", "step-3"}));
 }
 
 // ---- deleting --------------------------------------------------------------------------------------------------------
@@ -465,7 +610,9 @@ TEST_F(HeadComebackTest, HeadsThatHaveChangedAreSaved) {
   EXPECT_TRUE(names(later).empty());
   // A step that is closed changes a head even if its weights stay; so does what a trainer restores.
   EXPECT_OK(changed->DiscardGradient(KeyOf(*changed)));
+  EXPECT_OK(saved->Take(std::nullopt, {saved->Describe().epoch}));
   EXPECT_OK(saved->Restore(saved->Describe().epoch, *store_, "x"));
+  EXPECT_TRUE(saved->Describe().recovers_epochs.empty());
   EXPECT_EQ(names(later), (std::vector<std::string>{"a", "b"}));
 
   const std::vector<HeadRegistry::Comeback> comebacks = Restart();
@@ -493,7 +640,7 @@ TEST_F(HeadComebackTest, ABusyHeadCostsNoOtherItsSave) {
     EXPECT_OK(call.Run(engine_));
   });
   computing.WaitForNotification();
-  const auto outcomes = registry_->SaveChanged(*store_, "drain", absl::Now() + absl::Milliseconds(200));
+  const auto outcomes = registry_->SaveChanged(*store_, "drain", observability::MonotonicNow() + absl::Milliseconds(200));
   ASSERT_EQ(outcomes.size(), 3u);
   EXPECT_EQ(outcomes[0].first.head, "b");
   EXPECT_OK(outcomes[0].second);
@@ -530,7 +677,8 @@ TEST_F(HeadComebackTest, AMicroBatchCanWaitForASaveBeforeItIsSubmitted) {
   saving.WaitForNotification();
   EXPECT_TRUE(Head::IsBehindFiles(call.submission()));
   EXPECT_FALSE(Head::IsBehindFiles(MicroBatchCall(other, 0, 0, {{1, 2, 3}, {2}}).submission()));
-  EXPECT_REASON(Head::AwaitFiles(call.submission(), {absl::Now() + absl::Milliseconds(1), nullptr}), kDeadlineExceeded);
+  const WaitLimits short_wait = {observability::MonotonicNow() + absl::Milliseconds(1), nullptr};
+  EXPECT_REASON(Head::AwaitFiles(call.submission(), short_wait), kDeadlineExceeded);
   EXPECT_REASON(Head::AwaitFiles(call.submission(), {absl::InfiniteFuture(), [] { return true; }}), kCancelled);
   // What is refused anyway does not wait.
   MicroBatchCall wrong(head, 5, 0, {{1, 2, 3}, {2}});

@@ -171,7 +171,7 @@ std::weak_ptr<const void> ReplaceWeightAlone(Head& head) {
   const absl::StatusOr<ReplaceReply> reply = head.Replace(KeyOf(head), tensor);
   EXPECT_OK(reply);
   EXPECT_FALSE(reply.ok() && reply->closed);
-  return values;
+  return tensor.data;
 }
 
 TEST(HeadDetailsTest, HalfOfNewWeightsIsLetGoWithTheHead) {
@@ -190,6 +190,34 @@ TEST(HeadDetailsTest, HalfOfNewWeightsIsLetGoWhenTheHeadIsLost) {
   engine.control().FailNext("ZeroGradient", kEngineError);
   EXPECT_REASON(head->DiscardGradient(KeyOf(*head)), kEngineFailed);
   EXPECT_TRUE(values.expired());
+}
+
+TEST(HeadDetailsTest, HalfOfNewWeightsIsLetGoWhereItsRoomIsNeeded) {
+  FakeEngine engine;
+  const std::shared_ptr<Head> head = MakeReadyHead(engine, WithBias());
+  const std::weak_ptr<const void> values = ReplaceWeightAlone(*head);
+  const int other = 0;
+  EXPECT_FALSE(head->DropShadow(&other));
+  EXPECT_FALSE(values.expired());
+  EXPECT_TRUE(head->DropShadow(values.lock().get()));
+  EXPECT_TRUE(values.expired());
+  // The step is as it was, and needs both of them now.
+  const std::vector<float> bias(5, 2.0f);
+  ShadowTensor tensor;
+  tensor.tensor = HeadTensor::kBias;
+  tensor.data = std::shared_ptr<const void>(std::shared_ptr<const void>(), bias.data());
+  tensor.byte_count = 20;
+  const absl::StatusOr<ReplaceReply> alone = head->Replace(KeyOf(*head), tensor);
+  ASSERT_OK(alone);
+  EXPECT_FALSE(alone->closed);
+  const std::vector<float> weight(15, 1.0f);
+  tensor.tensor = HeadTensor::kWeight;
+  tensor.data = std::shared_ptr<const void>(std::shared_ptr<const void>(), weight.data());
+  tensor.byte_count = 60;
+  const absl::StatusOr<ReplaceReply> both = head->Replace(KeyOf(*head), tensor);
+  ASSERT_OK(both);
+  EXPECT_TRUE(both->closed);
+  EXPECT_EQ(head->Describe().open_step, 1);
 }
 
 TEST(HeadDetailsTest, HalfOfNewWeightsIsLetGoWhenARunTakesOver) {

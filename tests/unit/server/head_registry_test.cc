@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
+#include <memory>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -171,6 +173,24 @@ TEST(HeadRegistryTest, ARunningCallCountsAsUse) {
   EXPECT_OK(registry.Delete({"default", "a"}, std::nullopt, false, nullptr));
 }
 
+TEST(HeadRegistryTest, AUseCountsAsARunningCall) {
+  FakeEngine engine;
+  HeadRegistry registry(engine, RegistryLimits(), HeadLimits());
+  const std::shared_ptr<Head> head = registry.Create(kName, SmallSpec())->head;
+  HeadUse first(head);
+  HeadUse second = HeadUse(head);
+  EXPECT_TRUE(head->HasUses());
+  const absl::Status refused = registry.Delete(kName, std::nullopt, false, nullptr);
+  EXPECT_REASON(refused, kHeadInUse);
+  EXPECT_EQ(GetErrorMetadata(refused).at("runningCalls"), "2");
+  first = std::move(second);
+  EXPECT_EQ(first.head(), head);
+  EXPECT_EQ(GetErrorMetadata(registry.Delete(kName, std::nullopt, false, nullptr)).at("runningCalls"), "1");
+  first = HeadUse();
+  EXPECT_FALSE(head->HasUses());
+  EXPECT_OK(registry.Delete(kName, std::nullopt, false, nullptr));
+}
+
 // ---- attaching -------------------------------------------------------------------------------------------------------
 
 TEST(HeadRegistryAttachTest, AttachesToAHeadOfTheSameSpec) {
@@ -246,6 +266,11 @@ TEST(HeadRegistryAttachTest, WaitsForAHeadThatIsBeingCreated) {
   });
   engine.WaitUntilItCreates();
   EXPECT_REASON(registry.Create(kName, SmallSpec()), kHeadAlreadyExists);  // at once
+  const auto attach = [&](const WaitLimits& limits) {
+    return registry.Create(kName, SmallSpec(), IfExists::kAttachIfSameSpec, nullptr, limits);
+  };
+  EXPECT_REASON(attach({observability::MonotonicNow() + absl::Milliseconds(1), nullptr}), kDeadlineExceeded);
+  EXPECT_REASON(attach({absl::InfiniteFuture(), [] { return true; }}), kCancelled);
   EXPECT_REASON(registry.Find(kName), kHeadNotFound);
   EXPECT_REASON(registry.Delete(kName, std::nullopt, true, nullptr), kHeadNotFound);
   EXPECT_TRUE(registry.ListAll().empty());
@@ -335,6 +360,40 @@ TEST(HeadRegistryQuotaTest, ATenantsMemoryIsBounded) {
   EXPECT_REASON(registry.Create({"a", "x"}, SmallSpec()), kQuotaExceeded);
 }
 
+TEST(HeadRegistryQuotaTest, ADeletedHeadCountsUntilItsCallsHaveEnded) {
+  FakeEngine engine;
+  const int64_t head_bytes = engine.PlanHead(SmallSpec())->total_bytes;
+  const RegistryLimits limits[] = {{.max_heads = 1}, {.max_heads_per_tenant = 1}, {.max_tenant_memory_bytes = 2 * head_bytes - 1}};
+  const std::string names[] = {"max_heads", "max_heads_per_tenant", "max_tenant_memory_bytes"};
+  for (size_t i = 0; i < 3; ++i) {
+    HeadRegistry registry(engine, limits[i], HeadLimits());
+    HeadUse use(registry.Create({"a", "x"}, SmallSpec())->head);
+    const std::weak_ptr<Head> head = use.head();
+    EXPECT_OK(registry.Delete({"a", "x"}, std::nullopt, /*force=*/true, nullptr));
+    EXPECT_EQ(registry.size(), 0);
+    const absl::Status refused = registry.Create({"a", "x"}, SmallSpec()).status();
+    EXPECT_REASON(refused, kQuotaExceeded);
+    EXPECT_EQ(GetErrorMetadata(refused).at("limit"), names[i]);
+    EXPECT_FALSE(head.expired());
+    if (i > 0) EXPECT_OK(registry.Create({"b", "x"}, SmallSpec()));  // another tenant's
+    use = HeadUse();
+    EXPECT_TRUE(head.expired());
+    EXPECT_OK(registry.Create({"a", "x"}, SmallSpec()));
+  }
+}
+
+TEST(HeadRegistryQuotaTest, AHeadThatExpiresCountsAsLong) {
+  FakeEngine engine;
+  absl::Time now = absl::UnixEpoch();
+  HeadRegistry registry(engine, {.max_heads = 1}, HeadLimits(), [&now] { return now; });
+  HeadUse use(registry.Create(kName, SmallSpec())->head);
+  now += absl::Hours(1);
+  EXPECT_EQ(registry.ExpireIdle(absl::Hours(1), nullptr, /*save_first=*/false).size(), 1u);
+  EXPECT_REASON(registry.Create(kName, SmallSpec()), kQuotaExceeded);
+  use = HeadUse();
+  EXPECT_OK(registry.Create(kName, SmallSpec()));
+}
+
 // An engine for which no head is small enough to plan.
 class PlanlessEngine : public FakeEngine {
  public:
@@ -399,7 +458,7 @@ TEST(HeadRegistryTest, TheEndOfASessionDoesNotWaitForHeadsThatItLeftNothingOn) {
       std::fill_n(static_cast<float*>(out), element_count, 1.0f);
       return absl::OkStatus();
     };
-    EXPECT_OK(busy->SetTensors(busy->Describe().epoch, {{HeadTensor::kWeight, DataType::kFloat32, source}}));
+    EXPECT_OK(busy->SetTensors(busy->Describe().epoch, {{HeadTensor::kWeight, DataType::kFloat32, source, /*in_memory=*/true}}));
   });
   loading.WaitForNotification();
   absl::Notification dropped;

@@ -13,6 +13,7 @@
 #include "absl/time/clock.h"
 #include "head_test_util.h"
 #include "server/heads/head.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::heads {
 namespace {
@@ -503,6 +504,40 @@ TEST_F(HeadTransactionsTest, ATakerGetsANewEpochAndAnEmptyStep) {
   EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
 }
 
+TEST_F(HeadTransactionsTest, WhatATakerHasWorkedUnderBelongsToItsEpoch) {
+  const std::vector<Epoch> worked_under = {Epoch{1}, Epoch{2}};
+  EXPECT_TRUE(head_->Describe().recovers_epochs.empty());
+  absl::StatusOr<HeadInfo> taken = head_->Take(std::nullopt, worked_under);
+  ASSERT_OK(taken);
+  EXPECT_EQ(taken->recovers_epochs, worked_under);
+  // Steps go on under the epoch; a take that is refused leaves it.
+  EXPECT_REASON(head_->Take(Epoch{9}, {Epoch{3}}), kEpochFenced);
+  ASSERT_OK(head_->DiscardGradient(KeyOf(*head_)));
+  EXPECT_EQ(head_->Describe().epoch, taken->epoch);
+  EXPECT_EQ(head_->Describe().recovers_epochs, worked_under);
+  // Whoever gives the head another epoch without a word begins a new run.
+  const std::vector<float> weight = ReadWeight(*head_);
+  const auto set = [&](Head& head) {
+    return head.SetTensor(head.Describe().epoch, HeadTensor::kWeight, DataType::kFloat32, weight.data(),
+                          static_cast<int64_t>(weight.size() * 4));
+  };
+  absl::StatusOr<HeadInfo> now = set(*head_);
+  ASSERT_OK(now);
+  EXPECT_TRUE(now->recovers_epochs.empty());
+  ASSERT_OK(head_->Take(std::nullopt, worked_under));
+  now = head_->Take(std::nullopt);
+  ASSERT_OK(now);
+  EXPECT_TRUE(now->recovers_epochs.empty());
+  // The first weights leave a head its epoch, and what belongs to that.
+  const std::shared_ptr<Head> loading = *Head::Create({kDefaultTenant, "loading"}, SmallSpec(), engine_, {});
+  taken = loading->Take(std::nullopt, worked_under);
+  ASSERT_OK(taken);
+  now = set(*loading);
+  ASSERT_OK(now);
+  EXPECT_EQ(now->epoch, taken->epoch);
+  EXPECT_EQ(now->recovers_epochs, worked_under);
+}
+
 TEST_F(HeadTransactionsTest, EachOfSeveralTakersLearnsItsOwnEpoch) {
   constexpr int kTakers = 4, kTimes = 50;
   std::vector<std::vector<Epoch>> epochs(kTakers);
@@ -540,7 +575,7 @@ TEST_F(HeadTransactionsTest, WhoSetsWeightsLearnsTheEpochThatThisMade) {
 
 TEST_F(HeadTransactionsTest, OnlyACallForTheNextStepWaits) {
   StepKey key = KeyOf(*head_);
-  const WaitLimits long_wait = {absl::Now() + absl::Seconds(30), nullptr};
+  const WaitLimits long_wait = {observability::MonotonicNow() + absl::Seconds(30), nullptr};
   EXPECT_OK(head_->AwaitStep(key, long_wait));
   key.step = 2;
   EXPECT_OK(head_->AwaitStep(key, long_wait));
@@ -548,6 +583,8 @@ TEST_F(HeadTransactionsTest, OnlyACallForTheNextStepWaits) {
   EXPECT_OK(head_->AwaitStep(key, long_wait));
   key.step = 1;
   EXPECT_OK(head_->AwaitStep(key, {}));  // its deadline is past
+  const WaitLimits short_wait = {observability::MonotonicNow() + absl::Milliseconds(1), nullptr};
+  EXPECT_OK(head_->AwaitStep(key, short_wait));
   EXPECT_REASON(head_->AwaitStep(key, {absl::InfiniteFuture(), [] { return true; }}), kCancelled);
   std::thread closer([&] {
     absl::SleepFor(absl::Milliseconds(20));
@@ -568,7 +605,8 @@ TEST_F(HeadTransactionsTest, ASealMayWaitForWhatIsMissingOrUndecided) {
     absl::SleepFor(absl::Milliseconds(20));
     EXPECT_OK(head_->Commit(KeyOf(*head_), 0, 0, 1));
   });
-  const absl::StatusOr<SealReply> reply = head_->Seal(KeyOf(*head_), int64_t{2}, {absl::Now() + absl::Seconds(30), nullptr});
+  const WaitLimits long_wait = {observability::MonotonicNow() + absl::Seconds(30), nullptr};
+  const absl::StatusOr<SealReply> reply = head_->Seal(KeyOf(*head_), int64_t{2}, long_wait);
   late.join();
   ASSERT_OK(reply);
   EXPECT_EQ(reply->totals.micro_batch_count, 2);

@@ -162,7 +162,7 @@ TEST_F(HeadWeightsTest, LargeTensorsComeInPieces) {
   int64_t next = 0;
   int pieces = 0;
   TensorUpdate weight = {HeadTensor::kWeight, DataType::kFloat32, [&](int64_t start, int64_t count, void* out) {
-                           EXPECT_EQ(start, next);
+                           EXPECT_EQ(start, next % (600 * width));
                            EXPECT_LE(count * 4, kTensorPieceBytes);
                            next += count;
                            ++pieces;
@@ -174,8 +174,8 @@ TEST_F(HeadWeightsTest, LargeTensorsComeInPieces) {
                          return absl::OkStatus();
                        }};
   ASSERT_OK(head->SetTensors(head->Describe().epoch, {bias, weight}));
-  EXPECT_EQ(next, 600 * width);
-  EXPECT_EQ(pieces, 2);
+  EXPECT_EQ(next, 2 * 600 * width);  // read through once before
+  EXPECT_EQ(pieces, 4);
   EXPECT_EQ(head->Describe().state, HeadState::kReady);
   EXPECT_EQ(head->Describe().weight_version, 1);
   float value;
@@ -195,18 +195,61 @@ TEST_F(HeadWeightsTest, ASourceThatFails) {
   EXPECT_EQ(head->Describe().state, HeadState::kReady);
   EXPECT_EQ(head->Describe().epoch, before.epoch);
   EXPECT_EQ(ReadGradWeight(*head), gradient);
-  // Later part of the weights has been overwritten.
-  const int64_t width = 1 << 12;
-  HeadSpec large = SmallSpec(600, width);
-  const TensorUpdate fails_late = {HeadTensor::kWeight, DataType::kFloat32, [&](int64_t start, int64_t count, void* out) {
+}
+
+// Whatever of it cannot be read: all of it is read before anything is written.
+TEST_F(HeadWeightsTest, ASourceThatFailsLaterLeavesTheHeadAsItWas) {
+  HeadSpec spec = SmallSpec(600, 1 << 12);  // two pieces
+  spec.has_bias = true;
+  const std::shared_ptr<Head> ready = MakeReadyHead(engine_, spec, "ready");
+  const std::shared_ptr<Head> loading = NewHead(spec, "loading");
+  ASSERT_OK(Set(*loading, HeadTensor::kBias, std::vector<float>(600, 2.0f)));
+  const absl::Status corrupt = MakeError(ErrorReason::kFileCorrupt, "the file ends early");
+  const TensorUpdate whole = {HeadTensor::kWeight, DataType::kFloat32, [](int64_t, int64_t count, void* out) {
+                                std::fill_n(static_cast<float*>(out), count, 3.0f);
+                                return absl::OkStatus();
+                              }};
+  const TensorUpdate ends_early = {HeadTensor::kWeight, DataType::kFloat32, [&](int64_t start, int64_t count, void* out) {
                                      std::fill_n(static_cast<float*>(out), count, 3.0f);
                                      return start > 0 ? corrupt : absl::OkStatus();
                                    }};
-  const std::shared_ptr<Head> ready = MakeReadyHead(engine_, large, "ready");
-  EXPECT_REASON(ready->SetTensors(ready->Describe().epoch, {fails_late}), kFileCorrupt);
+  const TensorUpdate no_bias = {HeadTensor::kBias, DataType::kFloat32, [&](int64_t, int64_t, void*) { return corrupt; }};
+  const std::vector<float> weight = ReadWeight(*ready);
+  const int writes = engine_.control().CountOf("WriteTensor");
+  for (const std::shared_ptr<Head>& head : {ready, loading}) {
+    const HeadInfo before = head->Describe();
+    EXPECT_REASON(head->SetTensors(before.epoch, {ends_early}), kFileCorrupt);
+    EXPECT_REASON(head->SetTensors(before.epoch, {whole, no_bias}), kFileCorrupt);
+    EXPECT_EQ(head->Describe().state, before.state);
+    EXPECT_EQ(head->Describe().epoch, before.epoch);
+    EXPECT_EQ(head->Describe().weight_version, before.weight_version);
+  }
+  EXPECT_EQ(engine_.control().CountOf("WriteTensor"), writes);
+  EXPECT_EQ(ReadWeight(*ready), weight);
+  // The bias of the one that is LOADING is still there.
+  EXPECT_OK(loading->SetTensors(loading->Describe().epoch, {whole}));
+  EXPECT_EQ(loading->Describe().state, HeadState::kReady);
+}
+
+TEST_F(HeadWeightsTest, ASourceThatChangesBehindItsReaderLosesTheHeadAndSaysSo) {
+  const HeadSpec spec = SmallSpec(600, 1 << 12);  // two pieces
+  const absl::Status corrupt = MakeError(ErrorReason::kFileCorrupt, "the file ends early");
+  int begun = 0;
+  const TensorUpdate cut_meanwhile = {HeadTensor::kWeight, DataType::kFloat32, [&](int64_t start, int64_t count, void* out) {
+                                        begun += start == 0;
+                                        std::fill_n(static_cast<float*>(out), count, 3.0f);
+                                        return begun == 2 && start > 0 ? corrupt : absl::OkStatus();
+                                      }};
+  const std::shared_ptr<Head> ready = MakeReadyHead(engine_, spec, "ready");
+  const absl::Status lost = ready->SetTensors(ready->Describe().epoch, {cut_meanwhile}).status();
+  EXPECT_REASON(lost, kEngineFailed);
+  EXPECT_NE(std::string(lost.message()).find("the head is lost"), std::string::npos) << lost;
+  EXPECT_NE(std::string(lost.message()).find("the file ends early"), std::string::npos) << lost;
   EXPECT_EQ(ready->Describe().state, HeadState::kLost);
-  const std::shared_ptr<Head> loading = NewHead(large, "loading");
-  EXPECT_REASON(loading->SetTensors(loading->Describe().epoch, {fails_late}), kFileCorrupt);
+  // One that had no weights yet has none.
+  const std::shared_ptr<Head> loading = NewHead(spec, "loading");
+  begun = 0;
+  EXPECT_REASON(loading->SetTensors(loading->Describe().epoch, {cut_meanwhile}), kFileCorrupt);
   EXPECT_EQ(loading->Describe().state, HeadState::kLoading);
 }
 

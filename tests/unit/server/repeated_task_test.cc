@@ -8,6 +8,7 @@
 
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::scheduler {
 namespace {
@@ -27,13 +28,13 @@ TEST(RepeatedTask, IsDoneAgainAndAgainUntilItIsDestroyed) {
 }
 
 TEST(RepeatedTask, BeginsAfterAnInterval) {
-  const absl::Time begin = absl::Now();
+  const absl::Time begin = observability::MonotonicNow();
   absl::Notification first;
   RepeatedTask task(absl::Milliseconds(20), [&] {
     if (!first.HasBeenNotified()) first.Notify();
   });
   first.WaitForNotification();
-  EXPECT_GE(absl::Now() - begin, absl::Milliseconds(19));
+  EXPECT_GE(observability::MonotonicNow() - begin, absl::Milliseconds(20));
 }
 
 TEST(RepeatedTask, EndsWithoutWaitingForTheInterval) {

@@ -280,9 +280,9 @@ TEST(SessionRegistryThreadsTest, ManyThreadsOpenUseCloseAndExpire) {
 }
 
 TEST(MonotonicNowTest, NeverGoesBack) {
-  absl::Time last = MonotonicNow();
+  absl::Time last = observability::MonotonicNow();
   for (int i = 0; i < 1000; ++i) {
-    const absl::Time now = MonotonicNow();
+    const absl::Time now = observability::MonotonicNow();
     EXPECT_GE(now, last);
     last = now;
   }

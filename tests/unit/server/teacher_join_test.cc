@@ -11,10 +11,13 @@
 
 #include "absl/time/clock.h"
 #include "head_test_util.h"
+#include "server/observability/monotonic_clock.h"
 #include "server/transport/answer_time.h"
 
 namespace headwater::transport {
 namespace {
+
+using observability::MonotonicNow;
 
 constexpr int64_t kWidth = 3;
 constexpr int64_t kRowBytes = kWidth * int64_t{sizeof(float)};
@@ -62,8 +65,8 @@ class TeacherJoinTest : public ::testing::Test {
     EXPECT_OK(claim.Gather(0, claim.row_count(), rows.data()));
     return rows;
   }
-  static absl::Status AwaitAll(JoinedRows& claim, absl::Duration timeout = absl::ZeroDuration()) {
-    return claim.Await(claim.row_count(), absl::Now() + timeout, nullptr);
+  absl::Status AwaitAll(JoinedRows& claim, absl::Duration timeout = absl::ZeroDuration()) const {
+    return claim.Await(claim.row_count(), now_ + timeout, nullptr);
   }
   // Gathers, and ends as a micro-batch that was decided.
   void Use(const Indices& indices, const std::string& user, int version = 0) {
@@ -132,14 +135,14 @@ TEST_F(TeacherJoinTest, WithoutIndicesRowsAreInOrder) {
 }
 
 TEST_F(TeacherJoinTest, WaitsAreBounded) {
-  TeacherJoin join({.max_bytes = 1 << 20, .max_wait = absl::Milliseconds(30)}, absl::Now);
-  const absl::Time start = absl::Now();
+  TeacherJoin join({.max_bytes = 1 << 20, .max_wait = absl::Milliseconds(30)}, MonotonicNow);
+  const absl::Time start = MonotonicNow();
   auto claim = join.Claim(Set(), 1, {4}, "");
   ASSERT_OK(claim);
   const absl::Status status = (*claim)->Await(1, absl::InfiniteFuture(), nullptr);
   EXPECT_REASON(status, kJoinIncomplete);
   EXPECT_EQ(GetErrorMetadata(status).at("missingRow"), "4");
-  EXPECT_GE(absl::Now() - start, absl::Milliseconds(30));
+  EXPECT_GE(MonotonicNow() - start, absl::Milliseconds(30));
   std::atomic<bool> cancelled = false;
   const auto other = Claim({1});
   std::thread canceller([&] {
@@ -148,6 +151,28 @@ TEST_F(TeacherJoinTest, WaitsAreBounded) {
   });
   EXPECT_REASON(other->Await(1, absl::InfiniteFuture(), [&] { return cancelled.load(); }), kCancelled);
   canceller.join();
+}
+
+// The join's alone: what the wall clock does in the meantime ends no wait.
+TEST_F(TeacherJoinTest, WaitsGoByTheJoinsClock) {
+  std::atomic<int> seconds = 0;
+  TeacherJoin join({.max_bytes = 1 << 20, .max_wait = absl::Seconds(30)},
+                   [&] { return absl::UnixEpoch() + absl::Seconds(seconds.load()); });
+  auto claim = join.Claim(Set(), 1, {4}, "");
+  ASSERT_OK(claim);
+  for (const auto& [deadline, end] :
+       {std::pair(absl::UnixEpoch() + absl::Seconds(10), 10), std::pair(absl::InfiniteFuture(), 30)}) {
+    std::atomic<bool> ended = false;
+    std::thread waiter([&, until = deadline] {
+      EXPECT_REASON((*claim)->Await(1, until, nullptr), kJoinIncomplete);
+      ended = true;
+    });
+    seconds = end - 1;
+    absl::SleepFor(absl::Milliseconds(30));
+    EXPECT_FALSE(ended);
+    seconds = end;
+    waiter.join();
+  }
 }
 
 TEST_F(TeacherJoinTest, ChunksAreChecked) {
@@ -228,10 +253,12 @@ TEST_F(TeacherJoinTest, TheAnswerLeavesBeforeTheDeadline) {
   EXPECT_EQ(WaitEnd(now, now), now);
   EXPECT_EQ(WaitEnd(now, absl::InfiniteFuture()), absl::InfiniteFuture());
   EXPECT_EQ(WaitEnd(now, absl::InfinitePast()), absl::InfinitePast());
-  const auto claim = Claim({2});
-  const absl::Time begin = absl::Now();
-  EXPECT_REASON(claim->Await(1, begin + absl::Milliseconds(200), nullptr), kJoinIncomplete);
-  EXPECT_GE(absl::Now() - begin, absl::Milliseconds(150)) << "it did not wait";
+  TeacherJoin join({.max_bytes = 1 << 20, .max_wait = absl::Seconds(30)}, MonotonicNow);
+  auto claim = join.Claim(Set(), 1, {2}, "");
+  ASSERT_OK(claim);
+  const absl::Time begin = MonotonicNow();
+  EXPECT_REASON((*claim)->Await(1, begin + absl::Milliseconds(200), nullptr), kJoinIncomplete);
+  EXPECT_GE(MonotonicNow() - begin, absl::Milliseconds(150)) << "it did not wait";
 }
 
 TEST_F(TeacherJoinTest, TenantsDoNotMeet) {
@@ -374,8 +401,22 @@ TEST_F(TeacherJoinTest, NothingIsLeftInTheEnd) {
 }
 
 TEST_F(TeacherJoinTest, BytesAreBounded) {
-  EXPECT_REASON(join_.Open(Set("big", 9), {}, std::nullopt), kInFlightBytesExceeded);
-  EXPECT_REASON(join_.Open(Set("huge", INT64_MAX), {}, std::nullopt), kInFlightBytesExceeded);
+  // What no room would do for is not to be tried again.
+  constexpr int64_t kBytesOfRow = kRowBytes + TeacherJoin::kRowOverheadBytes;
+  const absl::Status big = join_.Open(Set("big", 9), {}, std::nullopt).status();
+  EXPECT_REASON(big, kLimitExceeded);
+  const ErrorMetadata metadata = GetErrorMetadata(big);
+  EXPECT_EQ(metadata.at("field"), "header.total_row_count");
+  EXPECT_EQ(metadata.at("limit"), "max_join_bytes");
+  EXPECT_EQ(metadata.at("maximum"), absl::StrCat(8 * kBytesOfRow));
+  EXPECT_EQ(metadata.at("actual"), absl::StrCat(9 * kBytesOfRow));
+  EXPECT_FALSE(metadata.contains("retryAfterMs"));
+  EXPECT_REASON(join_.Open(Set("huge", INT64_MAX), {}, std::nullopt), kLimitExceeded);
+  const absl::Status part = join_.Open(Set("set", 100), {0, 1, 2, 3, 4, 5, 6, 7, 8}, std::nullopt).status();
+  EXPECT_REASON(part, kLimitExceeded);
+  EXPECT_EQ(GetErrorMetadata(part).at("field"), "header.row_indices");
+  EXPECT_OK(join_.Open(Set("largest"), {}, std::nullopt));
+  EXPECT_REASON(TeacherJoin({.max_bytes = 0}, MonotonicNow).Open(Set("none", 1), {}, std::nullopt), kLimitExceeded);
   EXPECT_EQ(join_.set_count(), 0);
   ASSERT_OK(Send({0, 1, 2, 3, 4, 5}));
   const absl::Status full = Send({0, 1, 2}, 0, std::nullopt, "other");
@@ -391,7 +432,7 @@ TEST_F(TeacherJoinTest, BytesAreBounded) {
 }
 
 TEST_F(TeacherJoinTest, RowsOfManyPiecesAreGathered) {
-  TeacherJoin join({.max_bytes = int64_t{64} << 20, .max_wait = absl::Seconds(30)}, absl::Now);
+  TeacherJoin join({.max_bytes = int64_t{64} << 20, .max_wait = absl::Seconds(30)}, MonotonicNow);
   constexpr int64_t kRows = 1000, kWide = 1024;  // about four pieces
   const JoinedSet set = {"default", "wide", kRows, kWide, DataType::kFloat32};
   Indices order(kRows);
@@ -420,7 +461,7 @@ TEST_F(TeacherJoinTest, RowsOfManyPiecesAreGathered) {
 TEST_F(TeacherJoinTest, ManyTeachersAndTrainersAtOnce) {
   // Each of four teachers streams its part of every step's set, each of four trainers takes another part of it; the key is used
   // again step after step. Streams break now and then.
-  TeacherJoin join({.max_bytes = 1 << 20, .max_wait = absl::Seconds(30)}, absl::Now);
+  TeacherJoin join({.max_bytes = 1 << 20, .max_wait = absl::Seconds(30)}, MonotonicNow);
   constexpr int kParts = 4, kSteps = 60;
   constexpr int64_t kRows = 16;
   std::atomic<int> decided[kSteps] = {};

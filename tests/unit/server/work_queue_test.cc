@@ -12,6 +12,7 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "head_test_util.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::scheduler {
 namespace {
@@ -210,11 +211,11 @@ TEST(WorkQueueTest, TheDeadlineTakesAJobOut) {
   WorkQueue queue(10, kOneByOne);
   bool ran = false;
   Blocker blocker(queue);
-  const absl::Time start = absl::Now();
+  const absl::Time start = observability::MonotonicNow();
   EXPECT_REASON(queue.Run(
                     "a", [&] { ran = true; }, Never, start + absl::Milliseconds(30)),
                 kDeadlineExceeded);
-  EXPECT_GE(absl::Now() - start, absl::Milliseconds(30));
+  EXPECT_GE(observability::MonotonicNow() - start, absl::Milliseconds(30));
   EXPECT_EQ(queue.depth(), 0);
   EXPECT_FALSE(ran);
 }
@@ -230,7 +231,7 @@ TEST(WorkQueueTest, AJobThatHasBegunIsWaitedFor) {
         absl::SleepFor(absl::Milliseconds(50));
         finished = true;
       },
-      [&] { return cancelled.load(); }, absl::Now() + absl::Seconds(60)));
+      [&] { return cancelled.load(); }, observability::MonotonicNow() + absl::Seconds(60)));
   EXPECT_TRUE(finished);
 }
 

@@ -3,12 +3,14 @@
 
 #include <gtest/gtest.h>
 
+#include "server/observability/monotonic_clock.h"
+
 namespace headwater::service {
 namespace {
 
 TEST(LineBudget, LeavesOutWhatIsTooMuchAndSaysSo) {
   LineBudget budget(2, 3);
-  const absl::Time start = absl::Now() + absl::Seconds(1);
+  const absl::Time start = observability::MonotonicNow() + absl::Seconds(1);
   for (int i = 0; i < 3; ++i) EXPECT_EQ(budget.Take(start), 0);
   for (int i = 0; i < 5; ++i) EXPECT_FALSE(budget.Take(start).has_value());
   EXPECT_EQ(budget.Take(start + absl::Milliseconds(500)), 5);

@@ -3,12 +3,15 @@
 
 #include <chrono>
 #include <string>
+#include <thread>
 
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "server/observability/busy_clock.h"
 #include "server/observability/logging.h"
 #include "server/observability/metrics.h"
+#include "server/observability/monotonic_clock.h"
+#include "server/observability/pause.h"
 
 namespace headwater::observability {
 namespace {
@@ -109,6 +112,21 @@ TEST(BusyClock, CountsOverlappingWorkOnce) {
   EXPECT_LE(total, absl::FromChrono(std::chrono::steady_clock::now() - start));
   absl::SleepFor(absl::Milliseconds(2));
   EXPECT_EQ(clock.total(), total);
+}
+
+TEST(Pause, EndsAtItsTimeOrWhenItIsStopped) {
+  Pause pause;
+  const absl::Time begin = MonotonicNow();
+  EXPECT_FALSE(pause.WaitFor(absl::Milliseconds(20)));
+  EXPECT_GE(MonotonicNow() - begin, absl::Milliseconds(20));
+  EXPECT_FALSE(pause.WaitFor(absl::ZeroDuration()));
+  std::thread stopper([&] {
+    absl::SleepFor(absl::Milliseconds(10));
+    pause.Stop();
+  });
+  EXPECT_TRUE(pause.WaitFor(absl::InfiniteDuration()));
+  stopper.join();
+  EXPECT_TRUE(pause.WaitFor(absl::Hours(1)));
 }
 
 TEST(Metrics, DocumentNamesEveryFamily) {

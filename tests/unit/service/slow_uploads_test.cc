@@ -6,8 +6,8 @@
 #include <memory>
 #include <vector>
 
-#include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::service {
 namespace {
@@ -33,7 +33,7 @@ struct Upload {
 
 TEST(SlowUploads, OneThatStandsStillGivesWay) {
   SlowUploads uploads;
-  const absl::Time now = absl::Now();
+  const absl::Time now = observability::MonotonicNow();
   Upload upload;
   const SlowUploads::Place place(uploads, upload.rows, now);
   upload.Bring(0, 1);
@@ -44,7 +44,7 @@ TEST(SlowUploads, OneThatStandsStillGivesWay) {
 
 TEST(SlowUploads, OneThatWaitsForAJoinedTeacherAloneDoesNot) {
   SlowUploads uploads;
-  const absl::Time now = absl::Now();
+  const absl::Time now = observability::MonotonicNow();
   Upload joined;
   const SlowUploads::Place place(uploads, joined.rows, now);
   joined.Bring(0, kRowCount);

@@ -10,6 +10,7 @@
 
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
+#include "server/observability/monotonic_clock.h"
 #include "server/service/call_threads.h"
 
 namespace headwater::service {
@@ -43,7 +44,7 @@ TEST(TransferRegistry, LetsStripesWaitForTheirPrimary) {
     ASSERT_TRUE(entry.ok());
     EXPECT_FALSE(early.has_value());
     // An announced one is waited for as long as it takes.
-    registry.Expire(absl::Now() + absl::Seconds(1));
+    registry.Expire(observability::MonotonicNow() + absl::Seconds(1));
     registry.Drain();
     EXPECT_FALSE(early.has_value());
     EXPECT_TRUE(HasReason(*other, ErrorReason::kTransferNotFound));
@@ -72,9 +73,9 @@ TEST(TransferRegistry, SendsAwayWhoHasWaitedForTooLong) {
   TransferRegistry registry(absl::Seconds(10));
   Told stripe;
   registry.Find(Id(1), Tell(&stripe));
-  registry.Expire(absl::Now() + absl::Seconds(9));
+  registry.Expire(observability::MonotonicNow() + absl::Seconds(9));
   EXPECT_FALSE(stripe.has_value());
-  registry.Expire(absl::Now() + absl::Seconds(11));
+  registry.Expire(observability::MonotonicNow() + absl::Seconds(11));
   EXPECT_TRUE(HasReason(*stripe, ErrorReason::kTransferNotFound));
   EXPECT_EQ(registry.waiting(), 0);
 }

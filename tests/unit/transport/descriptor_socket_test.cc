@@ -165,9 +165,21 @@ TEST_F(Sockets, KeepsABoundedNumber) {
   EXPECT_EQ(Pass().code, 0u);
   const DescriptorAnswer refused = Pass();
   EXPECT_EQ(refused.code, 8u);  // RESOURCE_EXHAUSTED
+  EXPECT_EQ(
+      refused.message,
+      "descriptor: expected at most 2 of one user that wait to be registered (user_descriptors), got 3; register them, or wait");
   AwaitDescriptors(before + 2);
   EXPECT_TRUE(socket_->Take(first.token).ok());
   EXPECT_EQ(Pass().code, 0u);
+}
+
+TEST_F(Sockets, KeepsABoundedNumberOfAllUsers) {
+  options_.max_tokens = 1;
+  Listen();
+  EXPECT_EQ(Pass().code, 0u);
+  const DescriptorAnswer refused = Pass();
+  EXPECT_EQ(refused.code, 8u);
+  EXPECT_THAT(refused.message, HasSubstr("at most 1 of all users that wait to be registered (descriptors), got 2"));
 }
 
 TEST_F(Sockets, ConnectionsThatSayNothingDoNotKeepOthersOut) {

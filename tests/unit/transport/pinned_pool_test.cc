@@ -15,6 +15,7 @@
 #include "absl/time/clock.h"
 #include "headwater/kernels/engine.h"
 #include "headwater/kernels/error.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::transport {
 namespace {
@@ -116,7 +117,7 @@ TEST(PinnedPool, FreesWhatHasLainIdleForLong) {
   MemoryEngine engine;
   PinnedPool pool(engine, 10 * kMiB);
   { const auto old_one = *pool.Allocate(2 * kMiB); }
-  const absl::Time between = absl::Now();
+  const absl::Time between = observability::MonotonicNow();
   absl::SleepFor(absl::Microseconds(10));
   { const auto new_one = *pool.Allocate(1 * kMiB); }
   pool.Trim(between);

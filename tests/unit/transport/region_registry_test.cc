@@ -19,6 +19,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
+#include "server/observability/monotonic_clock.h"
 #include "tests/unit/server/fake_engine.h"
 #include "tests/unit/transport/region_memory.h"
 
@@ -261,7 +262,7 @@ TEST_F(Regions, RemoveWaitsForTheCallsThatUseThem) {
   std::optional<RegionUse> use = *Find(*id, 0, kPage);
   std::atomic<bool> removed{false};
   std::thread remover([&] {
-    EXPECT_TRUE(regions_.Remove(Owner(1), *id, absl::Now() + absl::Seconds(30)).ok());
+    EXPECT_TRUE(regions_.Remove(Owner(1), *id, observability::MonotonicNow() + absl::Seconds(30)).ok());
     EXPECT_EQ(engine_.locked_bytes, 0);
     removed = true;
   });
@@ -278,7 +279,8 @@ TEST_F(Regions, RemoveWaitsNoLongerThanItMay) {
   ASSERT_TRUE(first.ok() && second.ok());
   const RegionUse use = *Find(*first, 0, kPage);
   const RegionUse other = *Find(*second, 0, kPage);
-  EXPECT_EQ(ReasonOf(regions_.Remove(Owner(1), *first, absl::Now() + absl::Milliseconds(30))), "DEADLINE_EXCEEDED");
+  const absl::Time soon = observability::MonotonicNow() + absl::Milliseconds(30);
+  EXPECT_EQ(ReasonOf(regions_.Remove(Owner(1), *first, soon)), "DEADLINE_EXCEEDED");
   EXPECT_EQ(ReasonOf(regions_.Remove(Owner(1), *second, absl::InfiniteFuture(), [] { return true; })), "CANCELLED");
   EXPECT_EQ(ReasonOf(Find(*first, 0, 2).status()), "REGION_NOT_FOUND");
   EXPECT_EQ(ReasonOf(Find(*second, 0, 2).status()), "REGION_NOT_FOUND");

@@ -12,11 +12,14 @@
 #include <utility>
 #include <vector>
 
-#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "headwater/kernels/error.h"
+#include "server/observability/monotonic_clock.h"
 
 namespace headwater::transport {
 namespace {
+
+using observability::MonotonicNow;
 
 constexpr int64_t kMostRows = std::numeric_limits<int64_t>::max();
 constexpr int64_t kRowBytes = 8;
@@ -177,11 +180,29 @@ TEST(RowExchange, WaitsForTheEndOfTheInputWhereThatIsAskedFor) {
   bench.exchange.RequireClose();
   ASSERT_TRUE(bench.Put(0, 0, 4).ok());
   EXPECT_FALSE(bench.exchange.complete());
-  EXPECT_EQ(*bench.exchange.AwaitRows(3, absl::Now()), true);
-  EXPECT_EQ(*bench.exchange.AwaitRows(4, absl::Now()), false);
+  EXPECT_EQ(*bench.exchange.AwaitRows(3, MonotonicNow()), true);
+  EXPECT_EQ(*bench.exchange.AwaitRows(4, MonotonicNow()), false);
   bench.exchange.CloseInput();
   EXPECT_TRUE(bench.exchange.complete());
-  EXPECT_EQ(*bench.exchange.AwaitRows(4, absl::Now()), true);
+  EXPECT_EQ(*bench.exchange.AwaitRows(4, MonotonicNow()), true);
+}
+
+TEST(RowExchange, TellsTimesOfTheSteadyClock) {
+  const absl::Time begin = MonotonicNow();
+  Bench bench(2);
+  EXPECT_GE(bench.exchange.last_row_time(), begin);
+  const absl::Time between = MonotonicNow();
+  EXPECT_LE(bench.exchange.last_row_time(), between);
+  ASSERT_TRUE(bench.Put(0, 0, 1).ok());
+  EXPECT_GE(bench.exchange.last_row_time(), between);
+  EXPECT_LE(bench.exchange.last_row_time(), MonotonicNow());
+  // Nothing else comes: these end at their deadlines, and not before.
+  const absl::Time deadline = MonotonicNow() + absl::Milliseconds(20);
+  EXPECT_EQ(*bench.exchange.AwaitRows(2, deadline), false);
+  EXPECT_GE(MonotonicNow(), deadline);
+  const absl::Time later = MonotonicNow() + absl::Milliseconds(20);
+  bench.exchange.AwaitChange(bench.exchange.version(), later);
+  EXPECT_GE(MonotonicNow(), later);
 }
 
 TEST(RowExchange, NamesTheFirstMissingRowWhenTheInputEndsEarly) {
@@ -267,7 +288,7 @@ TEST(RowExchange, TellsOfEveryChange) {
   other.join();
   EXPECT_EQ(bench.exchange.ready_rows(), 1);
   seen = bench.exchange.version();
-  bench.exchange.AwaitChange(seen, absl::Now());  // nothing happens: the deadline ends it
+  bench.exchange.AwaitChange(seen, MonotonicNow());  // nothing happens: the deadline ends it
   bench.exchange.Notify();
   bench.exchange.AwaitChange(seen, absl::InfiniteFuture());
 }

@@ -12,7 +12,7 @@ from headwater._client import Client
 from headwater._errors import HeadwaterError, invalid_argument
 from headwater._head import Head
 from headwater._types import SGD, AdamW, HeadInfo
-from headwater.torch._module_checks import OutputLayer, output_layer, sharing
+from headwater.torch._module_checks import OutputLayer, check_logits, output_layer, sharing
 
 _FLOWS = (
     "tied=\"trainer\" (PyTorch's optimizer owns the weight: at the end of a step the head's gradient is added to that of the "
@@ -167,7 +167,8 @@ def attach(
         client: of `headwater.connect` or `headwater.local.connect`.
         name: of the head.
         module: the model's torch.nn.Linear, or its weight alone.
-        model: the model that the layer belongs to, searched for a second use of the weight. Without it, sharing is not found.
+        model: the model that the layer belongs to, searched for a second use of the weight, and for what its `config` says of its
+            logits. Without it, neither is found.
         tied: None, "trainer" or "server".
         optimizer: see above.
         trainable: whether gradients are accumulated.
@@ -178,11 +179,13 @@ def attach(
         The head. `created` says whether it is new.
     Raises:
         InvalidArgumentError (a ValueError): LoRA on the head, a quantised or reparametrised layer; a weight that is shared without
-            `tied`, or `tied` for one that is not.
+            `tied`, or `tied` for one that is not; a model that scales or caps its logits, without the option that says so.
     """
     layer = output_layer(module)
     owner = _owner(tied, optimizer, trainable)
     _check_sharing(model, layer, tied, trainable)
+    if model is not None:
+        check_logits(model, options)
     keeps = owner == "trainer" or tied is not None
     if keeps:
         _check_kept(layer, tied)

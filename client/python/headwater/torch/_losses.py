@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,20 @@ from headwater._terms import JOIN
 from headwater._types import LossResult, check_factor, check_number
 from headwater.torch._autograd import Contribution, Outcome, RemoteLoss, ScalarOutcome, TokenOutcome, in_checkpoint_recompute
 from headwater.torch._micro_batches import MicroBatchSource, source_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _outside_graphs(function: F) -> F:
+    """`function`, which torch.compile leaves as it is: it asks a server, and keeps count of what it has asked for."""
+    try:
+        disable = getattr(getattr(torch, "compiler", None), "disable", None)
+        if disable is None:
+            from torch._dynamo import disable  # as PyTorch 2.0 has it
+        outside: F = disable(function)
+    except Exception:  # a PyTorch without a compiler, or with a part of one
+        return function
+    return outside
 
 
 class _Loss(torch.nn.Module):
@@ -141,7 +155,7 @@ class _Loss(torch.nn.Module):
         may_hold = keywords.get("commit") == "explicit" and not keywords["late_token_factors"] and self.head.spec.staging_slots > 0
         if not may_hold:
             return run(rows, **keywords)
-        # Not allow_held from the beginning: ignored rows would travel, and a slot that is about to be free would not be awaited.
+        # Not allow_held from the beginning: a slot that is about to be free would not be awaited.
         if self._crowded_step != keywords["step"]:
             try:
                 return run(rows, **keywords)
@@ -205,7 +219,8 @@ class CrossEntropyLoss(_Loss):
     Where other losses have them all, it waits about a second, once in a step, and then the server holds the rows (HELD): a third
     more work. A loss that is only looked at belongs under torch.no_grad(). Backward may be run once, without create_graph=True, and
     adds to the head's gradient also where it is torch.autograd.grad or has inputs=. Any upstream gradient is right: a scaled loss,
-    a sum of losses, a GradScaler, a division by accumulation steps.
+    a sum of losses, a GradScaler, a division by accumulation steps. torch.compile goes around it: a model that has it inside is
+    compiled before and behind it.
 
     Args:
         head: a `headwater.Head`. `head.step` is the step that contributions go to.
@@ -255,6 +270,7 @@ class CrossEntropyLoss(_Loss):
         self.label_smoothing = label_smoothing
         self.z_loss = z_loss
 
+    @_outside_graphs
     def forward(
         self, hidden: torch.Tensor, targets: Any, *, token_weights: Any = None, num_items_in_batch: float | None = None
     ) -> torch.Tensor:
@@ -345,6 +361,7 @@ class JSDLoss(_Loss):
             "truncate_to_common": truncate_to_common,
         }
 
+    @_outside_graphs
     def forward(
         self,
         hidden: torch.Tensor,
@@ -399,11 +416,13 @@ class JSDLoss(_Loss):
         return self._loss(hidden, run, num_items_in_batch, flat_targets, flat_weights, self.weight)
 
 
+@_outside_graphs
 def cross_entropy(head: Head, hidden: torch.Tensor, targets: Any, *, token_weights: Any = None, **options: Any) -> torch.Tensor:
     """Functional form of `CrossEntropyLoss`: `options` are its arguments."""
     return CrossEntropyLoss(head, **options)(hidden, targets, token_weights=token_weights)
 
 
+@_outside_graphs
 def jsd(
     head: Head,
     hidden: torch.Tensor,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,6 +15,17 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ADAPTER_ATTRIBUTES = ("lora_A", "lora_B", "lora_embedding_A", "lora_magnitude_vector", "base_layer", "active_adapters")
 _QUANTISED_ATTRIBUTES = ("qweight", "qzeros", "weight_scale", "quant_state", "_packed_params")
 _REPARAMETRISED_ATTRIBUTES = ("weight_g", "weight_v", "weight_orig", "parametrizations")
+
+# What a model's configuration says of its logits, as transformers has it: key, the option of a head that does it, the number that
+# does nothing, and whether the option is the number's reciprocal.
+_LOGIT_KEYS = (
+    ("final_logit_softcapping", "softcap", 0.0, False),  # Gemma
+    ("logits_soft_cap", "softcap", 0.0, False),  # RecurrentGemma
+    ("logit_scale", "logit_scale", 1.0, False),  # Cohere
+    ("logits_scaling", "logit_scale", 1.0, True),  # Granite divides by it
+    ("lm_head_multiplier", "logit_scale", 1.0, False),  # Falcon-H1
+    ("output_multiplier_scale", "logit_scale", 1.0, False),  # Grok
+)
 
 
 @dataclass(frozen=True)
@@ -112,3 +124,30 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Sharing]
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 yield module, Sharing(f"{prefix}.{name}" if prefix else name, tensor)
+
+
+def check_logits(model: torch.nn.Module, options: Mapping[str, Any]) -> None:
+    """What the model does to its logits is among the options of a head, as far as the model's configuration tells it.
+
+    Raises:
+        InvalidArgumentError: `INVALID_COMBINATION`: it is not; with the option to pass.
+    """
+    config = getattr(model, "config", None)
+    for prefix, part in (("", config), ("text_config.", _entry(config, "text_config"))):
+        for key, option, neutral, reciprocal in _LOGIT_KEYS:
+            value = _entry(part, key)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value == neutral or option in options:
+                continue
+            wanted = f"1 / {value!r}" if reciprocal else repr(value)
+            raise _refused(
+                f"the model's config has {prefix}{key}={value!r}, which the layer alone does not do: pass {option}={wanted}, or "
+                f"another {option}= if the model does something else",
+                option,
+                key=f"{prefix}{key}",
+                actual=value,
+            )
+
+
+def _entry(config: Any, key: str) -> Any:
+    """That of a configuration, which may be an object or a mapping; None if there is none."""
+    return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)

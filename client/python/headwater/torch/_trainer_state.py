@@ -17,8 +17,8 @@ class TrainerState(StateFiles):
     """Files `step-{step}.pt` in a directory, each with the `state_dict()` of some objects. Atomic, and on disk when `save` returns.
 
     Args:
-        directory: made if it is not there. All ranks must see it.
-        rank: None for a state that all ranks have alike: rank 0 writes it. A number for a state of each rank's own.
+        directory: made if it is not there. All ranks must see it, unless each has a state of its own.
+        rank: None for a state that all ranks have alike: rank 0 writes it. A number for a state of each rank's own: all do so.
         keep: number of files that stay, >= 2, as of `StateFiles`. None: all.
         objects: model, optimizer, scheduler, ...: whatever has state_dict() and load_state_dict().
     """

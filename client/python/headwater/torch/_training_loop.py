@@ -14,7 +14,7 @@ import torch
 from headwater._backend import Expected
 from headwater._errors import FailedPreconditionError, invalid_argument
 from headwater._head import Head, _check_expected
-from headwater._recovery import Meeting, StateStore, follow
+from headwater._recovery import Meeting, StateStore, follow, patiently
 from headwater._types import SealResult, StepTotals, check_factor, check_integer, check_not_negative, check_number
 from headwater.torch import _gradients
 from headwater.torch._attach import ModuleHead
@@ -54,7 +54,7 @@ class TrainingLoop:
         loop.run(train_step, 1000, learning_rate=1e-3)
 
     `run` is `for step in range(loop.resume(), 1000): train_step(step); loop.step(learning_rate=1e-3)`, which goes back to a
-    checkpoint when the server was lost.
+    checkpoint when the server was lost, if there is a `state` that can.
 
     `step` counts the micro-batches that the loss functions of the heads have drawn, seals them, clips by the norm of body and heads
     together, applies the heads' optimizers and the body's, and saves what is due. Weights that this trainer owns or shares with a
@@ -78,7 +78,7 @@ class TrainingLoop:
         max_grad_norm: > 0; clips by the global norm. None: no clipping.
         gradient_factor: multiplies the heads' gradients; 1 / world_size where each rank's loss is a mean of its own and the
             framework averages. docs/concepts.md has the table.
-        state: where the trainer's own state is kept: a `TrainerState`, or what has its methods.
+        state: where the trainer's own state is kept: a `TrainerState`, or what has its methods. None: the trainer keeps it itself.
         checkpoint_every: number of steps between checkpoints; the beginning is saved as well. None: only by `save_checkpoint`.
         checkpoint_name: of the head's checkpoints, with {step}.
         rank, world_size: of this trainer among those that submit. None: those of torch.distributed, 0 and 1 without it.
@@ -129,10 +129,11 @@ class TrainingLoop:
         self._gradient_factor = check_factor(gradient_factor, "gradient_factor", nonzero=True)
         self._state = state
         self._every = None if checkpoint_every is None else check_integer(checkpoint_every, "checkpoint_every", low=1)
-        self._meeting = Meeting(self._heads, state, checkpoint_name, timeout_s)
+        sources = [MicroBatchSource(rank, world_size) for _ in self._heads]
+        self._each_rank = sources[0].world_size > 1 and state is not None and state.every_rank
+        self._meeting = Meeting(self._heads, state, checkpoint_name, timeout_s, each_rank=self._each_rank)
         self._timeout = {"timeout_s": timeout_s}
         self._body_norm_squared = body_norm_squared
-        sources = [MicroBatchSource(rank, world_size) for _ in self._heads]
         for head, source in zip(self._heads, sources, strict=True):
             head._micro_batch_source = source
         self._sources = sources
@@ -180,7 +181,9 @@ class TrainingLoop:
         """Resumes, and trains until step `steps` is open. When the server was lost, goes back to the newest step that all have.
 
         `train_step` must do the same for the same step whenever it is called. With several trainers a lost server is raised in each
-        of them, because they must go back together: start them again.
+        of them, because they must go back together: start them again. It is raised without `state`, too, unless only heads are
+        trained: the heads may come back at another step than the body's, which nothing here takes to theirs. Load its state of the
+        step that `resume` returns then, and call `run` again.
 
         Args:
             train_step: called with the step: submits its micro-batches and calls `backward`. The step is closed afterwards.
@@ -188,7 +191,8 @@ class TrainingLoop:
             on_step: called with what became of each step.
             patience_s: how long the server may be away, in seconds, each time.
         Raises:
-            FailedPreconditionError: as `resume` and `step`.
+            FailedPreconditionError: as `resume` and `step`. `STEP_MISMATCH`, called again without `state`: the heads are at another
+                step than the body, or the body's step has ended half-way.
             StepLostError, UnavailableError: after several setbacks in a row, or when the server stays away.
         """
 
@@ -198,12 +202,36 @@ class TrainingLoop:
             if on_step is not None:
                 on_step(outcome)
 
-        if self.world_size == 1:
+        goes_back = self._state is not None or (self._optimizer is None and not self._parameters)
+        if self.world_size == 1 and goes_back:
             follow(self.resume, advance, lambda: self.open_step, steps, patience_s)
             return
-        self.resume()
+        check_integer(steps, "steps")
+        patience_s = check_number(patience_s, "patience_s", low=0) if self.world_size == 1 else 0.0
+        patiently(self.resume if goes_back else self._resume_as_it_is, patience_s)
         while self.open_step < steps:
             advance(self.open_step)
+
+    def _resume_as_it_is(self) -> int:
+        """Resumes with a body that has no state to load: only where the heads are at its step."""
+        if self._begun:
+            opened = [head.info(**self._timeout).open_step for head in self._heads]
+            half_way = self._failure is not None and not self._refused_as_not_finite
+            if half_way or any(step != self.open_step for step in opened):
+                at = f"has ended a step half-way ({self._failure})" if half_way else f"is at step {self.open_step}"
+                heads = ", ".join(f"{head.name} at step {step}" for head, step in zip(self._heads, opened, strict=True))
+                raise FailedPreconditionError(
+                    f"without state= the body cannot be brought to another step: it {at}, {heads}. Call resume(), and load the "
+                    "body's own state of the step that it returns",
+                    reason="STEP_MISMATCH",
+                    metadata={"openStep": str(opened[0]), "trainerSteps": "" if half_way else str(self.open_step)},
+                )
+        return self.resume()
+
+    @property
+    def _refused_as_not_finite(self) -> bool:
+        """Whether `step` has refused to close the step, and has changed nothing."""
+        return getattr(self._failure, "reason", "") == "NON_FINITE_GRADIENT"
 
     def backward(self, loss: torch.Tensor) -> None:
         """`loss.backward()`, scaled by the GradScaler if there is one."""
@@ -240,7 +268,7 @@ class TrainingLoop:
 
     def skip(self) -> None:
         """Closes the step with all weights unchanged; also one that `step` has refused because its gradient is not finite."""
-        if getattr(self._failure, "reason", "") == "NON_FINITE_GRADIENT":
+        if self._refused_as_not_finite:
             self._failure = None
         self._check_sound()
         self._barrier()
@@ -248,7 +276,7 @@ class TrainingLoop:
 
     def _check_sound(self) -> None:
         if self._failure is not None:
-            advice = "skip() closes it" if getattr(self._failure, "reason", "") == "NON_FINITE_GRADIENT" else "call resume()"
+            advice = "skip() closes it" if self._refused_as_not_finite else "call resume()"
             raise FailedPreconditionError(
                 f"step {self.open_step} was not closed ({self._failure}); {advice}", reason="INVALID_COMBINATION"
             ) from self._failure
@@ -330,8 +358,12 @@ class TrainingLoop:
                 )
             self._discard()
             self._set_scale(scale * self._scaler.get_backoff_factor())
+            grown = getattr(self._scaler, "_growth_tracker", None)
+            if isinstance(grown, torch.Tensor):
+                grown.zero_()  # steps without overflow since the last one: a scale that is set leaves them as they are
             return outcome
         clip_factor = 1.0 if self._max_grad_norm is None else min(1.0, self._max_grad_norm / (norm + _CLIP_EPSILON))
+        self._meeting.has_moved = True
         if self.rank == 0:
             self._apply(rate, gradient_factor, norms)
         self._step_body(clip_factor)
@@ -440,7 +472,8 @@ class TrainingLoop:
         In a new run nothing is brought back, and heads that the trainer owns get the weight of their layers. If the server was
         started again, or this trainer was, heads whose open step is not the trainer's are set back to the checkpoint that is.
         Every head is taken: calls of an earlier process are fenced off from then on, and what the open step had accumulated is
-        dropped. Without `state`, the trainer loads its own state of the step that is returned.
+        dropped. Without `state`, the trainer loads its own state of the step that is returned. Where each rank has a state of its
+        own, a step is one that all have if the heads' checkpoint of it is there, which is written last.
 
         Args:
             step: the step to go to; from then on this loop passes later states by that it has not saved since. They stay, and to a
@@ -449,7 +482,8 @@ class TrainingLoop:
                 micro-batches are submitted anew, and those that had been added before are not added again. The trainer's state of
                 that very step must be there.
         Raises:
-            FailedPreconditionError: `STEP_MISMATCH`: heads and trainer have no step in common.
+            FailedPreconditionError: `STEP_MISMATCH`: heads and trainer have no step in common. Heads at their first step are that
+                only as long as this loop has not gone on from there, or with a state of it.
         """
         if take:
             if self.rank == 0:
@@ -477,14 +511,15 @@ class TrainingLoop:
         if take and self._every is not None:
             if self.rank == 0:
                 self._save_frozen()
-            if fresh:
+            # Of an earlier process some ranks may have saved the beginning and others not: those have loaded it, but all save it.
+            if fresh or (self._each_rank and target == self._heads[0].spec.initial_step):
                 self.save_checkpoint()
             self._barrier()
         return target
 
     def _begin_with_own_weights(self, step: int) -> None:
         """At the beginning of a run, a head that was attached to may have the weight of an earlier one: it gets the trainer's."""
-        stored = self._begun if self._state is None else step in self._state.steps()
+        stored = self._begun if self._state is None else self._meeting.has_moved or step in self._state.steps()
         if step == self._heads[0].spec.initial_step and not stored:
             for head in self._trainer_owned:
                 head.set_weight(head.weight_parameter, head.bias_parameter, **self._timeout)

@@ -39,6 +39,7 @@ TESTS = (
     "head_comeback_test",
     "head_weights_test",
     "head_details_test",
+    "head_entry_test",
     "head_ordered_test",
     "head_memory_test",
 )

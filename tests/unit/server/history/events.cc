@@ -171,6 +171,7 @@ std::string ToString(const Event& event) {
   flag("force", event.force);
   flag("save_first", event.save_first);
   flag("deleted_handle", event.deleted_handle);
+  if (!event.recovers.empty()) absl::StrAppend(&text, " recovers=[", absl::StrJoin(event.recovers, ","), "]");
   if (event.seconds != 0) add("seconds", event.seconds);
   if (event.crash_at != 0) add("the process ends at await point", event.crash_at);
   if (event.power_loss.has_value()) add("power fails", static_cast<int64_t>(*event.power_loss));

@@ -177,6 +177,7 @@ struct Event {
   bool force = false;
   bool save_first = false;
   bool deleted_handle = false;  // by a pointer to a head that has been deleted since
+  std::vector<int> recovers;    // epochs under which a taker has worked before
   int seconds = 0;
   int disk_left = 0;  // bytes, when the disk is full: fewer than a checkpoint has
   // The process ends at this await point of the call, or, if the call has fewer, when it has done all but answer; 0: it does not.

@@ -88,7 +88,7 @@ std::optional<Rpc> RpcOf(const Event& event) {
 const char* WhyImpossible(Rpc rpc, Fault fault) {
   const bool takes_rows = IsOneOf(rpc, {Rpc::kComputeLoss, Rpc::kAddGradient, Rpc::kUploadWeights, Rpc::kUploadNewWeights});
   const bool sends_rows = IsOneOf(rpc, {Rpc::kComputeLoss, Rpc::kDownloadWeights, Rpc::kDownloadGradient});
-  const bool changes_files = IsOneOf(rpc, {Rpc::kSaveCheckpoint, Rpc::kDeleteHead});
+  const bool changes_files = IsOneOf(rpc, {Rpc::kSaveCheckpoint, Rpc::kRestoreCheckpoint, Rpc::kDeleteHead, Rpc::kCreateHead});
   const bool names_session =
       IsOneOf(rpc, {Rpc::kComputeLoss, Rpc::kCommitMicroBatch, Rpc::kDiscardMicroBatch, Rpc::kKeepAlive, Rpc::kCloseSession});
   const bool awaits_nothing =

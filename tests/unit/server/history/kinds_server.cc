@@ -209,7 +209,12 @@ void KindTable::AddSteps(std::vector<Kind>& kinds) {
              e.targets[0].epoch = kNoEpoch;
              return true;
            }},
-          {"take if nobody else did", 3, [](G& g, E& e) { return g.OnHead(e, Op::kTake); }},
+          {"take if nobody else did", 3,
+           [](G& g, E& e) {
+             if (!g.OnHead(e, Op::kTake)) return false;
+             e.recovers = {e.targets[0].epoch / 2, e.targets[0].epoch};
+             return true;
+           }},
           {"take after somebody else", 3,
            [](G& g, E& e) {
              if (!g.OnHead(e, Op::kTake)) return false;

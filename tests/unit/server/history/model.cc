@@ -218,6 +218,8 @@ void Model::Observe(View& view) {
     view.Section(kNames[name]);
     view.Section("epoch");
     view.Add(head.epoch);
+    view.Section("recovers");
+    for (const int epoch : head.recovers) view.Add(epoch);
     view.Section("state");
     view.Add(head.state);
     view.Section("weight version, open step");

@@ -63,6 +63,7 @@ struct ModelHead {
   int64_t update_count = 0;
   bool has_checksum = false;
   std::string restored_checkpoint;
+  std::vector<int> recovers;  // what the taker named who has made the epoch
   double last_use = 0;
   ModelStep open;
   std::optional<ModelStep> closed;
@@ -99,6 +100,7 @@ struct ModelCheckpoint {
   int64_t update_count = 0;
   ModelTensors tensors;
   bool damaged = false;
+  int64_t first = 0;  // the first checkpoint of its run
 };
 
 class Model {
@@ -211,7 +213,7 @@ class Model {
   std::map<int, ModelSession> sessions_;
   std::map<int, std::map<std::string, ModelCheckpoint>> checkpoints_;  // by head
   std::map<int, int64_t> saved_;                                       // checkpoints of each name so far
-  std::map<int, int64_t> live_;  // heads that come back after a restart, with the first checkpoint that is theirs
+  std::map<int, int64_t> live_;  // heads that come back after a restart, with the first checkpoint of their run
   std::set<int> deleted_;        // names whose head has been deleted in this life of the server
   std::map<int, int> lives_;
   int epoch_count_ = 0;

@@ -31,8 +31,10 @@ Expected Model::SetTensors(const Event& event) {
     return Refuse(ErrorReasonName(event.failure));
   }
   const int epoch = head.epoch;
+  const std::vector<int> recovers = head.recovers;
   StartAgain(target.head, head.open.number);
   if (was_loading) head.epoch = epoch;
+  if (was_loading) head.recovers = recovers;
   if (sets(HeadTensor::kWeight)) {
     head.tensors.weight = MakeNumbers(event.numbers, head.spec.vocab_size * kWidth);
     head.has_weight = head.has_checksum = true;
@@ -68,8 +70,8 @@ Expected Model::ReadWeights(const Event& event) {
 void Model::SaveAs(int name, const std::string& checkpoint) {
   const ModelHead& head = At(name);
   const int64_t sequence = ++saved_[name];
-  checkpoints_[name][checkpoint] = {head.spec, sequence, head.open.number, head.update_count, head.tensors, false};
-  live_.emplace(name, sequence);
+  const int64_t first = live_.emplace(name, sequence).first->second;
+  checkpoints_[name][checkpoint] = {head.spec, sequence, head.open.number, head.update_count, head.tensors, false, first};
 }
 
 Expected Model::Save(const Event& event) {
@@ -115,6 +117,7 @@ Expected Model::Restore(const Event& event) {
     Lose(target.head);
     return Refuse(ErrorReasonName(event.failure));
   }
+  live_.emplace(target.head, checkpoint.first);  // a head that has no run yet goes on with this one
   StartAgain(target.head, checkpoint.step);
   LoadInto(head, checkpoint);
   return {{"OK"}, HeadNumbers(target.head)};
@@ -167,6 +170,8 @@ Expected Model::Create(const Event& event) {
   if (Fails(event, "CreateHead")) return Refuse(ErrorReasonName(event.failure));
   heads_[name] = NewHead(spec);
   ++lives_[name];
+  // What a former one has saved that could not come back is not its own.
+  live_.erase(name);
   Expected expected{{"OK"}, HeadNumbers(name)};
   expected.numbers.push_back(1);
   return expected;
@@ -230,7 +235,7 @@ Expected Model::Restart() {
   for (const int name : names) {
     const std::string* newest = nullptr;
     for (const auto& [id, checkpoint] : checkpoints_[name]) {
-      if (checkpoint.damaged || checkpoint.sequence < live_.at(name)) continue;  // or of a head that has been deleted
+      if (checkpoint.damaged || checkpoint.first != live_.at(name)) continue;  // or of a former head
       if (newest == nullptr || checkpoint.sequence > checkpoints_[name].at(*newest).sequence) newest = &id;
     }
     if (newest == nullptr || !HasRoom(name, checkpoints_[name].at(*newest).spec)) continue;

@@ -64,6 +64,7 @@ void Model::StartAgain(int name, int64_t step) {
   DropAll(name);
   ModelHead& head = At(name);
   head.epoch = -1;
+  head.recovers.clear();
   head.open = ModelStep();
   head.open.number = step;
   head.closed.reset();
@@ -77,9 +78,11 @@ void Model::StartAgain(int name, int64_t step) {
 
 void Model::Lose(int name) {
   const int epoch = At(name).epoch;
+  const std::vector<int> recovers = At(name).recovers;
   StartAgain(name, At(name).open.number);
   ModelHead& head = At(name);
   head.epoch = epoch;
+  head.recovers = recovers;
   head.state = 'X';
   head.has_weight = head.has_bias = head.has_checksum = false;
 }
@@ -304,6 +307,7 @@ Expected Model::Take(const Event& event) {
   }
   StartAgain(target.head, head.open.number);
   if (head.state == 'B') head.state = 'R';
+  for (const int epoch : event.recovers) head.recovers.push_back(epoch < epoch_count_ ? epoch : kForeignEpoch);
   return {{"OK"}, HeadNumbers(target.head)};
 }
 

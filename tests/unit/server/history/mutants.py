@@ -158,7 +158,7 @@ MUTANTS = [
     (
         "brings_back_a_deleted_heads_checkpoint",
         "server/checkpoint/checkpoint_store.cc",
-        "if (info.sequence >= *first_sequence)",
+        "if (BelongsTo(info, *first_sequence))",
         "if (info.sequence > 0)",
     ),
 ]

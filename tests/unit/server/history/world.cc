@@ -589,7 +589,7 @@ Reply World::OnHead(const Event& event, const HeadPointer& head) {
     case Op::kRestore:
       return AndHead(head->Restore(key.epoch, *store_, event.checkpoint).status(), *head);
     case Op::kTake:
-      return AndHead(head->Take(epoch).status(), *head);
+      return AndHead(head->Take(epoch, EpochsOf(event.recovers)).status(), *head);
     default:
       return {"not an event on a head", {}};
   }
@@ -629,7 +629,7 @@ Reply World::SetTensors(const Event& event, const HeadPointer& head) {
 
 Reply World::Create(const Event& event) {
   const int head = event.targets[0].head;
-  auto created = registry_->Create(NameOf(head), SpecOf(head, event.other_spec), event.if_exists);
+  auto created = registry_->Create(NameOf(head), SpecOf(head, event.other_spec), event.if_exists, store_.get());
   if (!created.ok()) return ToReply(created);
   Reply reply{"OK", HeadNumbers(*created->head)};
   reply.numbers.push_back(created->created);
@@ -676,7 +676,7 @@ Reply World::Restart() {
 }
 
 int64_t World::StoredBy(const Event& event) const {
-  if (event.op != Op::kSave && event.op != Op::kDelete) return 0;
+  if (event.op != Op::kSave && event.op != Op::kDelete && event.op != Op::kCreate && event.op != Op::kRestore) return 0;
   const heads::HeadName name = NameOf(event.targets[0].head);
   if (event.op == Op::kSave) {
     const auto info = store_->Read(name.tenant, name.head, event.checkpoint);
@@ -707,7 +707,11 @@ Reply World::CrashIn(const Event& event) {
   session_ids_.resize(session_count);
   Reply reply = Restart();
   const bool changed = StoredBy(event) != before;
-  const bool stores = event.op == Op::kSave || (event.op == Op::kDelete && before != 0);
+  const bool is_done = unanswered.has_value() && unanswered->reason == "OK";
+  // A head that was made is a new one, whatever a former one of its name has saved; one that was restored can come back.
+  const bool is_made = event.op == Op::kCreate && is_done && unanswered->numbers.back() != 0;
+  const bool is_restored = event.op == Op::kRestore && is_done && before == 0;
+  const bool stores = event.op == Op::kSave || is_restored || ((event.op == Op::kDelete || is_made) && before != 0);
   if (unanswered.has_value() && stores && changed != (unanswered->reason == "OK")) {
     return {changed ? "what was refused has been done" : "what was done is gone", {}};
   }
@@ -795,6 +799,10 @@ void World::Observe(View& view) {
     view.Section(kNames[index]);
     view.Section("epoch");
     view.Add(NumberOf(info.epoch));
+    view.Section("recovers");
+    for (const heads::Epoch& epoch : info.recovers_epochs) {
+      view.Add(epoch == EpochOf(kForeignEpoch) ? kForeignEpoch : NumberOf(epoch));
+    }
     view.Section("state");
     view.Add(state);
     view.Section("weight version, open step");

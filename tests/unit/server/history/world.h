@@ -53,6 +53,11 @@ class World {
 
   absl::StatusOr<HeadPointer> Find(const Event& event, int head) const;
   heads::Epoch EpochOf(int number) const;
+  std::vector<heads::Epoch> EpochsOf(const std::vector<int>& numbers) const {
+    std::vector<heads::Epoch> epochs;
+    for (const int number : numbers) epochs.push_back(EpochOf(number));
+    return epochs;
+  }
   int NumberOf(const heads::Epoch& epoch);
   std::optional<heads::SessionId> SessionOf(int number) const;
   // The key of a call's first target.

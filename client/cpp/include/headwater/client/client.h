@@ -25,13 +25,13 @@
 //
 // Replay. With ClientOptions::replay_bytes the client keeps what it sends: micro-batches, decisions, gradients, and the calls that
 // close steps. When the server has been started again and the head came back at the open step, or at an older one that is still
-// kept, the client takes the head, repeats what came since and goes on; the caller sees a slow call. Of several trainers one takes
-// the head and the others join it. Otherwise STEP_LOST is final (RestoredFrom()), and its message says why. A step with
-// micro-batches of a joined teacher is not kept: the teacher's rows were another's. Several calls in flight are repeated in the
-// order in which they had succeeded; handles that were opened apart on one epoch of a head are brought back together. While the
-// server is away (it cannot be reached, cuts the call off, or says DRAINING or STARTING) a call that may be repeated is tried
-// again, whatever RetryPolicy::max_attempts says, at most a second apart unless the server asks for more, and is UNAVAILABLE about
-// a second before its deadline. CheckHealth() does not wait.
+// kept, the client takes the head, repeats what came since and goes on; the caller sees a slow call. Of several trainers of a run
+// one takes the head and the others join it; where another run has taken it, EPOCH_FENCED is final. Otherwise STEP_LOST is
+// (RestoredFrom()), and its message says why. A step with micro-batches of a joined teacher is not kept: the teacher's rows were
+// another's. Several calls in flight are repeated in the order in which they had succeeded; handles that were opened apart on one
+// epoch of a head are brought back together. While the server is away (it cannot be reached, cuts the call off, or says DRAINING or
+// STARTING) a call that may be repeated is tried again, whatever RetryPolicy::max_attempts says, at most a second apart unless the
+// server asks for more, and is UNAVAILABLE about a second before its deadline. CheckHealth() does not wait.
 #ifndef HEADWATER_CLIENT_CLIENT_H_
 #define HEADWATER_CLIENT_CLIENT_H_
 

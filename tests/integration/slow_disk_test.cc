@@ -1,0 +1,213 @@
+// A save on a disk that takes its time: what it keeps waiting, how that ends, and what goes on beside it.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include "tests/integration/transaction_fixture.h"
+
+namespace {
+
+// While set, no file takes a byte, and whoever writes to one waits.
+std::atomic<bool> disk_hangs{false};
+std::atomic<int> hanging_writes{0};
+
+}  // namespace
+
+// The linker sends every call of write() from our own code here (--wrap=write).
+extern "C" ssize_t __real_write(int descriptor, const void* data, size_t byte_count);
+extern "C" ssize_t __wrap_write(int descriptor, const void* data, size_t byte_count) {
+  struct stat status;
+  if (disk_hangs && descriptor > STDERR_FILENO && fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode)) {
+    ++hanging_writes;
+    while (disk_hangs) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return __real_write(descriptor, data, byte_count);
+}
+
+namespace headwater::testing {
+namespace {
+
+// A folder of the test's own.
+std::string MakeRoot() {
+  std::string pattern = (std::filesystem::temp_directory_path() / "headwater-slow-disk-XXXXXX").string();
+  return mkdtemp(pattern.data());
+}
+
+class SlowDisk : public ::testing::Test {
+ protected:
+  SlowDisk() {
+    ServerSetup setup;
+    setup.options.checkpoint_directory = root_;
+    setup.options.max_threads = 8;
+    server_ = std::make_unique<WireServer>(setup);
+    saved_ = server_->MakeHead("saved", SmallSpec());
+  }
+  ~SlowDisk() override {
+    EndHang();
+    server_.reset();
+    std::error_code ignored;
+    std::filesystem::remove_all(root_, ignored);
+  }
+
+  // Begins a save of `saved_` that hangs until EndHang().
+  void BeginSave() {
+    disk_hangs = true;
+    const int before = hanging_writes;
+    saver_ = std::thread([this] {
+      grpc::ClientContext context;
+      v1::SaveCheckpointRequest request;
+      request.set_name(saved_.name());
+      request.set_epoch(saved_.head.epoch());
+      request.set_checkpoint("x");
+      v1::SaveCheckpointResponse response;
+      save_reason_ = ReasonOf(server_->heads().SaveCheckpoint(&context, request, &response));
+    });
+    EXPECT_TRUE(Await([before] { return hanging_writes > before; }));
+  }
+  // What became of the save, if there was one.
+  std::string EndHang() {
+    disk_hangs = false;
+    if (saver_.joinable()) saver_.join();
+    return save_reason_;
+  }
+  grpc::Status Stage(const TestHead& head, int64_t micro_batch, const std::string& session = "") {
+    v1::MicroBatchHeader header = ExplicitHeader(head, 0, micro_batch);
+    header.set_session_id(session);
+    header.set_allow_held(true);
+    return server_->Compute(header, Rows(5)).status;
+  }
+  grpc::Status Commit(int64_t micro_batch, grpc::ClientContext& context) {
+    v1::CommitMicroBatchRequest request;
+    *request.add_heads() = server_->At(saved_, 0);
+    request.set_micro_batch(micro_batch);
+    v1::CommitMicroBatchResponse response;
+    return server_->loss().CommitMicroBatch(&context, request, &response);
+  }
+  grpc::Status Commit(int64_t micro_batch, std::optional<int> deadline_ms = std::nullopt) {
+    grpc::ClientContext context;
+    if (deadline_ms.has_value()) {
+      context.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(*deadline_ms));
+    }
+    return Commit(micro_batch, context);
+  }
+  grpc::Status Delete(bool force) {
+    grpc::ClientContext context;
+    v1::DeleteHeadRequest request;
+    request.set_name(saved_.name());
+    request.set_force(force);
+    v1::DeleteHeadResponse response;
+    return server_->heads().DeleteHead(&context, request, &response);
+  }
+  std::string KeepAlive(const std::string& session) {
+    grpc::ClientContext context;
+    v1::KeepAliveRequest request;
+    request.set_session_id(session);
+    v1::KeepAliveResponse response;
+    return ReasonOf(server_->sessions().KeepAlive(&context, request, &response));
+  }
+  v1::ContributionState StateOf(const TestHead& head, int64_t micro_batch) { return server_->Find(head, micro_batch).state(); }
+  bool AwaitWaiting(int count) {
+    return Await(
+        [&] { return server_->MetricLine("headwater_waiting_calls") == "headwater_waiting_calls " + std::to_string(count); });
+  }
+
+  const std::string root_ = MakeRoot();
+  std::unique_ptr<WireServer> server_;
+  TestHead saved_;
+  std::thread saver_;
+  std::string save_reason_ = "no save";
+};
+
+TEST_F(SlowDisk, LeavesThreadsToOthers) {
+  for (int64_t id = 0; id < 3; ++id) Require(Stage(saved_, id), "ComputeLoss");
+  const std::string session = server_->OpenSession(60000);
+  BeginSave();
+  std::string reasons[2];
+  std::thread commits[2];
+  for (int64_t id = 0; id < 2; ++id) {
+    commits[id] = std::thread([this, id, &reasons] { reasons[id] = ReasonOf(Commit(id)); });
+  }
+  EXPECT_TRUE(AwaitWaiting(2));
+  // A quarter of the threads are taken now; the others are for calls that need not wait.
+  for (int i = 0; i < 20; ++i) {
+    const WireError full = DecodeError(Commit(2));
+    EXPECT_EQ(full.code, grpc::StatusCode::RESOURCE_EXHAUSTED);
+    EXPECT_EQ(full.reason, "QUEUE_FULL") << full.message;
+    EXPECT_EQ(full.at("limit"), "max_threads");
+    EXPECT_EQ(full.at("maximum"), "2");
+    EXPECT_TRUE(full.retry_ms.has_value());
+    EXPECT_EQ(KeepAlive(session), "OK");
+  }
+  EXPECT_EQ(EndHang(), "OK");
+  for (std::thread& commit : commits) commit.join();
+  EXPECT_THAT(reasons, ::testing::Each("OK"));
+  EXPECT_TRUE(AwaitWaiting(0));
+  EXPECT_EQ(ReasonOf(Commit(2)), "OK");
+}
+
+TEST_F(SlowDisk, CallsEndWithTheirDeadlinesAndClients) {
+  Require(Stage(saved_, 0), "ComputeLoss");
+  BeginSave();
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(Commit(0, 200).error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+  EXPECT_TRUE(AwaitWaiting(0));
+  grpc::ClientContext context;
+  std::thread commits([&] { EXPECT_EQ(Commit(0, context).error_code(), grpc::StatusCode::CANCELLED); });
+  EXPECT_TRUE(AwaitWaiting(1));
+  context.TryCancel();
+  commits.join();
+  EXPECT_TRUE(AwaitWaiting(0));
+  // A higher attempt of the micro-batch, whose header alone has to wait.
+  v1::MicroBatchHeader higher = ExplicitHeader(saved_, 0, 0);
+  higher.set_attempt(1);
+  EXPECT_EQ(server_->Compute(higher, Rows(6), "", {.deadline_ms = 200}).status.error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+  EXPECT_EQ(EndHang(), "OK");
+  // None of them has done anything.
+  EXPECT_EQ(StateOf(saved_, 0), v1::CONTRIBUTION_STATE_STAGED);
+  EXPECT_EQ(ReasonOf(Commit(0)), "OK");
+}
+
+TEST_F(SlowDisk, KeepsNoSessionAlive) {
+  const TestHead other = server_->MakeHead("other", SmallSpec());
+  const std::string one = server_->OpenSession(3000);
+  const std::string two = server_->OpenSession(3000);
+  Require(Stage(saved_, 0, one), "ComputeLoss");
+  Require(Stage(other, 0, two), "ComputeLoss");
+  BeginSave();
+  EXPECT_TRUE(Await([&] { return StateOf(saved_, 0) == v1::CONTRIBUTION_STATE_DISCARDED; }));
+  EXPECT_TRUE(Await([&] { return StateOf(other, 0) == v1::CONTRIBUTION_STATE_DISCARDED; }));
+  EXPECT_EQ(KeepAlive(one), "SESSION_NOT_FOUND");
+  EXPECT_EQ(ReasonOf(Commit(0)), "MICRO_BATCH_DISCARDED");  // told at once
+  EXPECT_EQ(EndHang(), "OK");
+  EXPECT_EQ(ReasonOf(Commit(0)), "MICRO_BATCH_DISCARDED");
+}
+
+TEST_F(SlowDisk, AHeadThatIsBeingSavedIsInUse) {
+  Require(Stage(saved_, 0), "ComputeLoss");
+  BeginSave();
+  std::string commit;
+  std::thread commits([&] { commit = ReasonOf(Commit(0)); });
+  EXPECT_TRUE(AwaitWaiting(1));
+  const WireError in_use = DecodeError(Delete(/*force=*/false));
+  EXPECT_EQ(in_use.reason, "HEAD_IN_USE");
+  EXPECT_EQ(in_use.at("runningCalls"), "2");
+  std::string deletion;
+  std::thread deletes([&] { deletion = ReasonOf(Delete(/*force=*/true)); });
+  commits.join();  // while the disk still hangs
+  EXPECT_EQ(commit, "HEAD_NOT_FOUND");
+  EXPECT_EQ(EndHang(), "OK");
+  deletes.join();
+  EXPECT_EQ(deletion, "OK");
+}
+
+}  // namespace
+}  // namespace headwater::testing
