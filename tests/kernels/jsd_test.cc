@@ -100,22 +100,20 @@ TEST(JsdAlone, MatchesFp64WithoutTokenOutputs) {
   }
 }
 
-// The same over vocabularies that no single block holds.
-TEST(JsdAlone, MatchesFp64OverLargeVocabularies) {
+// The same over a vocabulary that no single block holds.
+TEST(JsdAlone, MatchesFp64OverALargeVocabulary) {
   ComputeOptions compute_options;
   compute_options.token_outputs = false;
   for (const double beta : {0.0, 0.5, 1.0}) {
-    for (const auto& [vocab_size, type] : {std::pair{20003, DataType::kBFloat16}, {33001, DataType::kFloat16}}) {
-      for (const bool transforms : {false, true}) {
-        SCOPED_TRACE("beta " + std::to_string(beta) + ", vocab " + std::to_string(vocab_size) + (transforms ? ", transforms" : ""));
-        ProblemOptions options = WithType(Small(beta), type);
-        options.vocab_size = vocab_size;
-        options.hidden_size = 8;
-        options.logit_spread = 1;  // as below, of a large vocabulary with token outputs
-        options.bias = transforms;
-        options.softcap = transforms ? 8 : 0;
-        ExpectEngineMatches(MakeProblem(options), {}, compute_options);
-      }
+    for (const bool transforms : {false, true}) {
+      SCOPED_TRACE("beta " + std::to_string(beta) + (transforms ? ", transforms" : ""));
+      ProblemOptions options = WithType(Small(beta), DataType::kBFloat16);
+      options.vocab_size = 20003;
+      options.hidden_size = 8;
+      options.logit_spread = 1;  // as below, of a large vocabulary with token outputs
+      options.bias = transforms;
+      options.softcap = transforms ? 8 : 0;
+      ExpectEngineMatches(MakeProblem(options), {}, compute_options);
     }
   }
 }
