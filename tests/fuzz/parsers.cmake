@@ -20,6 +20,7 @@ set(parser_sources
   ${product}/server/checkpoint/xxh3.cc
   ${product}/server/heads/head_name.cc
   ${product}/server/observability/logging.cc
+  ${product}/server/scheduler/repeated_task.cc
   ${product}/server/service/canonical_header.cc
   ${product}/server/service/chunk_codec.cc
   ${product}/server/service/field_check.cc

@@ -202,7 +202,8 @@ struct MicroBatchOptions {
   std::optional<int64_t> step{};
   std::optional<int64_t> micro_batch{};
   bool forward_only = false;  // loss and per-token outputs; no gradients, nothing is added
-  // The first attempt's number, >= 0; each repetition takes the next one. Only with `micro_batch`.
+  // The first attempt's number, >= 0; each repetition takes the next one. Only with `micro_batch`. Where this client's earlier
+  // calls have come to a higher one, that: the server refuses what is behind it.
   int64_t attempt = 0;
   CommitMode commit = CommitMode::kEager;
   // Whether the rows may be kept, to be computed again at commit, where no staging slot is free (STAGING_FULL otherwise).
