@@ -1,10 +1,7 @@
 // A save on a disk that takes its time: what it keeps waiting, how that ends, and what goes on beside it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
-#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <filesystem>
@@ -13,26 +10,8 @@
 #include <string>
 #include <thread>
 
+#include "tests/integration/hanging_disk.h"
 #include "tests/integration/transaction_fixture.h"
-
-namespace {
-
-// While set, no file takes a byte, and whoever writes to one waits.
-std::atomic<bool> disk_hangs{false};
-std::atomic<int> hanging_writes{0};
-
-}  // namespace
-
-// The linker sends every call of write() from our own code here (--wrap=write).
-extern "C" ssize_t __real_write(int descriptor, const void* data, size_t byte_count);
-extern "C" ssize_t __wrap_write(int descriptor, const void* data, size_t byte_count) {
-  struct stat status;
-  if (disk_hangs && descriptor > STDERR_FILENO && fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode)) {
-    ++hanging_writes;
-    while (disk_hangs) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return __real_write(descriptor, data, byte_count);
-}
 
 namespace headwater::testing {
 namespace {

@@ -1,7 +1,6 @@
 // Weights in and out: resumable uploads, checksums, downloads, files, checkpoints.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/stat.h>
 #include <unistd.h>
 #include <xxhash.h>
 
@@ -14,30 +13,18 @@
 #include <thread>
 #include <vector>
 
+#include "tests/integration/hanging_disk.h"
 #include "tests/integration/wire_server.h"
 
 namespace {
 
-// While set, no file takes a byte, and whoever writes to one waits.
-std::atomic<bool> disk_hangs{false};
-std::atomic<int> hanging_writes{0};
 // Reads of a MiB and more so far, and the one among them that finds its file cut short; 0: none does.
 std::atomic<int> large_reads{0};
 std::atomic<int> short_read{0};
 
 }  // namespace
 
-// The linker sends every call of write() from our own code here (--wrap=write).
-extern "C" ssize_t __real_write(int descriptor, const void* data, size_t byte_count);
-extern "C" ssize_t __wrap_write(int descriptor, const void* data, size_t byte_count) {
-  struct stat status;
-  if (disk_hangs && descriptor > STDERR_FILENO && fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode)) {
-    ++hanging_writes;
-    while (disk_hangs) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return __real_write(descriptor, data, byte_count);
-}
-// Likewise.
+// The linker sends every call of pread() from our own code here (--wrap=pread).
 extern "C" ssize_t __real_pread(int descriptor, void* data, size_t byte_count, off_t offset);
 extern "C" ssize_t __wrap_pread(int descriptor, void* data, size_t byte_count, off_t offset) {
   if (byte_count >= (size_t{1} << 20) && ++large_reads == short_read) return 0;

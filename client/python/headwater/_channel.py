@@ -13,7 +13,7 @@ import grpc
 from headwater._arrays import HostArray
 from headwater._errors import ClientClosedError, HeadwaterError, from_rpc_error, make_error
 from headwater._futures import current_scope
-from headwater._security import Security
+from headwater._security import Security, is_unix
 from headwater.v1 import head_service_pb2, loss_service_pb2
 
 # Bytes of tensor data in one message, either way.
@@ -67,7 +67,7 @@ def make_channel(address: str, security: Security) -> grpc.Channel:
     if _Grpc.forked:
         raise ClientClosedError.of_fork()
     _Grpc.used = True
-    keepalive = () if address.startswith(("unix:", "unix-abstract:")) else _KEEPALIVE_OPTIONS
+    keepalive = () if is_unix(address) else _KEEPALIVE_OPTIONS
     return security.make_channel(address, (*CHANNEL_OPTIONS, *keepalive))
 
 

@@ -21,6 +21,11 @@ _UNIX = re.compile(r"unix(?:-abstract)?:[^\n]+")
 _HOST_AND_PORT = re.compile(r"(?:dns:(?://[^/\s]*/)?|ipv4:|ipv6:)?(?:\[[^][/\s]+\]|[^][:/,\s]+):(\d{1,5})")
 
 
+def is_unix(address: str) -> bool:
+    """Whether the address is that of a Unix socket."""
+    return address.startswith(("unix:", "unix-abstract:"))
+
+
 @dataclasses.dataclass(frozen=True)
 class TLS:
     """TLS to the server. Files are in PEM.
@@ -49,9 +54,9 @@ class Security:
 
     def check(self, address: str) -> None:
         """Raises InvalidArgumentError, which never quotes the token, for what has no meaning or would give it away."""
-        is_unix = address.startswith(("unix:", "unix-abstract:"))
+        unix = is_unix(address)
         if self.tls is not None:
-            if is_unix:
+            if unix:
                 raise _invalid("tls", "must be None for a Unix socket, which has no TLS")
             if (self.tls.client_certificate is None) != (self.tls.client_key is None):
                 raise _invalid("tls", "needs a client_certificate and its client_key, or neither")
@@ -67,7 +72,7 @@ class Security:
         if not 1 <= len(self.token) <= _MAX_TOKEN_BYTES or not all(" " < character < "\x7f" for character in self.token):
             raise _invalid("token", f"must be 1 to {_MAX_TOKEN_BYTES} printable ASCII characters without blanks")
         host = host_of(address)
-        if self.tls is None and not is_unix and not _is_loopback(host) and not self.allow_plaintext_token:
+        if self.tls is None and not unix and not _is_loopback(host) and not self.allow_plaintext_token:
             raise _invalid(
                 "token",
                 f"is not sent to {host} in plain text, where everybody on the way could read it: use tls= (or, in a network that "
