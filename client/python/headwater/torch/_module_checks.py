@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +117,25 @@ class Sharing:
 def sharing(model: torch.nn.Module, layer: OutputLayer) -> list[Sharing]:
     """Every parameter and buffer of the model that shares memory with the layer's weight, but for the layer's own."""
     return [other for owner, other in _tensors(model) if owner is not layer.module and overlap(other.tensor, layer.weight)]
+
+
+def live_modules() -> Iterator[torch.nn.Module]:
+    """Every torch.nn.Module of this process."""
+    # By the type, not by isinstance(), which asks objects for a __class__ that they may make up.
+    return (thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module))
+
+
+def embedding_of(parameter: torch.Tensor) -> torch.nn.Embedding | None:
+    """A torch.nn.Embedding of this process whose weight is `parameter`, or shares its memory; None if there is none.
+
+    Looks through every object that Python's garbage collector knows: some 0.1 s in a process with a million of them.
+    """
+    for module in live_modules():
+        if isinstance(module, torch.nn.Embedding):
+            weight = module._parameters.get("weight")
+            if weight is not None and (weight is parameter or overlap(weight, parameter)):
+                return module
+    return None
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Sharing]]:
