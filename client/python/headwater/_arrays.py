@@ -40,6 +40,7 @@ class BFloat16:
     """
 
     def __init__(self, bits: np.ndarray):
+        refuse_mask(bits, "bits")
         bits = np.asarray(bits)
         if bits.dtype != np.uint16:
             raise invalid_argument(
@@ -49,8 +50,11 @@ class BFloat16:
 
     @classmethod
     def from_float32(cls, values: Any) -> BFloat16:
-        """Rounds to nearest, ties to even. NaN stays NaN, infinities stay."""
-        values = np.ascontiguousarray(values, dtype=np.float32)
+        """Rounds real numbers to nearest, ties to even. NaN stays NaN, infinities stay."""
+        array = _numbers(values, "values")
+        _check_kind(array, values, "values", "iuf", "real numbers")
+        with np.errstate(over="ignore"):
+            values = np.ascontiguousarray(array, dtype=np.float32)
         pattern = values.view(np.uint32)
         rounded = ((pattern.astype(np.uint64) + 0x7FFF + ((pattern >> 16) & 1)) >> 16).astype(np.uint16)
         quiet = ((pattern >> 16) | 0x40).astype(np.uint16)
@@ -132,11 +136,48 @@ def is_torch_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def dense_tensor(value: Any, field: str) -> Any:
+    """A torch tensor whose elements are there and lie in memory as numbers; detached.
+
+    Raises:
+        InvalidArgumentError: a sparse or quantized tensor, or one on the meta device.
+    """
+    torch = sys.modules["torch"]
+    for found, kind, remedy in (
+        (value.layout is not torch.strided, "sparse", "pass .to_dense()"),
+        (value.is_quantized, "quantized", "pass .dequantize()"),
+        (value.device.type == "meta", "on the meta device", "load its values first"),
+    ):
+        if found:
+            raise invalid_argument(
+                "DATA_TYPE_MISMATCH", f"{field} must be a dense tensor with values, got one that is {kind}; {remedy}", field=field
+            )
+    value = value.detach()
+    return value.resolve_neg() if value.is_neg() else value
+
+
+def _tensor_to_numpy(value: Any, field: str) -> np.ndarray:
+    """The elements of a dense CPU tensor, without a copy where it is contiguous; bfloat16 as its bits in int16."""
+    torch = sys.modules["torch"]
+    host = value.contiguous()
+    try:
+        array: np.ndarray = (host.view(torch.int16) if host.dtype == torch.bfloat16 else host).numpy()
+    except (RuntimeError, TypeError) as error:  # a subclass that keeps its elements some other way, a torch.func transform
+        raise invalid_argument(
+            "DATA_TYPE_MISMATCH",
+            f"{field} is a {type(value).__name__} of {value.dtype} whose elements cannot be read ({error}); convert it to a plain "
+            "tensor, and call this outside of torch.func transforms",
+            field=field,
+        ) from None
+    return array
+
+
 def _from_torch(value: Any, field: str, device_rows: Callable[[Any, str], Any] | None) -> Any:
     torch = sys.modules["torch"]
     names = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
     if value.dtype not in names:
         raise _bad_dtype(field, value.dtype)
+    value = dense_tensor(value, field)
     device = value.device
     if device.type == "cuda" and device_rows is not None:
         return device_rows(value, names[value.dtype])
@@ -148,12 +189,19 @@ def _from_torch(value: Any, field: str, device_rows: Callable[[Any, str], Any] |
             result = torch.from_numpy(array.data)
         return result.to(device)
 
-    host = value.detach().to("cpu").contiguous()
-    if host.dtype == torch.bfloat16:
-        data = host.view(torch.int16).numpy().view(np.uint16)
-    else:
-        data = host.numpy()
-    return HostArray(data, names[value.dtype], like)
+    data = _tensor_to_numpy(value.to("cpu"), field)
+    return HostArray(data.view(np.uint16) if value.dtype == torch.bfloat16 else data, names[value.dtype], like)
+
+
+def refuse_mask(value: Any, field: str) -> None:
+    """Raises InvalidArgumentError for an array of numpy.ma, whose mask a conversion would drop."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise invalid_argument(
+            "DATA_TYPE_MISMATCH",
+            f"{field} must be a plain array, got a masked one, whose mask would be dropped; pass .filled(value)",
+            field=field,
+            actual=type(value).__name__,
+        )
 
 
 def _kind(array: np.ndarray, value: Any) -> Any:
@@ -161,10 +209,11 @@ def _kind(array: np.ndarray, value: Any) -> Any:
     return type(value).__name__ if array.dtype == object and array.ndim == 0 else array.dtype
 
 
-def _bad_dtype(field: str, dtype: Any) -> Exception:
+def _bad_dtype(field: str, dtype: Any, *, layer: Any = None) -> Exception:
+    remedy = "convert it first" if layer is None else f"pass its .weight ({field}=layer.weight)"
     return invalid_argument(
         "DATA_TYPE_MISMATCH",
-        f"{field} must be float32, float16 or bfloat16, got {dtype}; convert it first",
+        f"{field} must be float32, float16 or bfloat16, got {dtype}; {remedy}",
         field=field,
         expected="float32, float16, bfloat16",
         actual=dtype,
@@ -192,6 +241,7 @@ def from_any(value: Any, field: str, *, bits_of: str | None = None, device_rows:
             BFLOAT16,
             lambda array: BFloat16(array.data) if array.data_type == BFLOAT16 else array.data,
         )
+    refuse_mask(value, field)
     array = np.asarray(value)
     if array.dtype.name == "bfloat16":
         dtype = array.dtype
@@ -205,7 +255,7 @@ def from_any(value: Any, field: str, *, bits_of: str | None = None, device_rows:
     for name in (FLOAT32, FLOAT16):
         if array.dtype == _HOST_DTYPES[name]:
             return HostArray(np.ascontiguousarray(array), name, to_numpy)
-    raise _bad_dtype(field, _kind(array, value))
+    raise _bad_dtype(field, _kind(array, value), layer=value if hasattr(value, "weight") else None)
 
 
 def data_type_name(dtype: Any, field: str = "dtype") -> str:
@@ -221,33 +271,37 @@ def data_type_name(dtype: Any, field: str = "dtype") -> str:
     return name
 
 
-def _numbers(value: Any, field: str, dtype: Any = None) -> np.ndarray:
-    """The array of what may be nested sequences; beyond the dtype's range lies infinity."""
+def _numbers(value: Any, field: str) -> np.ndarray:
+    """The array of what may be nested sequences, or a torch tensor."""
+    if is_torch_tensor(value):
+        value = dense_tensor(value, field).to("cpu")
+        return _tensor_to_numpy(value.float() if value.dtype.is_floating_point else value, field)
+    refuse_mask(value, field)
     try:
-        with np.errstate(over="ignore"):
-            return np.asarray(value, dtype=dtype)
+        return np.asarray(value)
     except (TypeError, ValueError) as error:
         raise invalid_argument("INVALID_FIELD", f"{field} must be an array of numbers: {error}", field=field) from None
+
+
+def _check_kind(array: np.ndarray, value: Any, field: str, kinds: str, expected: str) -> None:
+    """Elements of another kind would be converted: words, complex numbers, objects."""
+    if array.dtype.kind not in kinds and not ("f" in kinds and array.dtype.name == "bfloat16"):
+        kind = value.dtype if is_torch_tensor(value) else _kind(array, value)
+        raise invalid_argument(
+            "DATA_TYPE_MISMATCH", f"{field} must be {expected}, got {kind}", field=field, expected=expected, actual=kind
+        )
 
 
 def int_vector(value: Any, field: str, row_count: int) -> np.ndarray:
     """int32 vector of `row_count` entries from any array of integers.
 
     Raises:
-        InvalidArgumentError: not integers, another shape, or a value outside int32.
+        InvalidArgumentError: not integers (True and False are none), another shape, or a value outside int32.
     """
-    array = value.detach().cpu().numpy() if is_torch_tensor(value) else _numbers(value, field)
+    array = _numbers(value, field)
     if array.size == 0 and array.dtype.kind == "f":
         array = array.astype(np.int32)  # an empty list
-    if array.dtype.kind not in "iu":
-        kind = _kind(array, value)
-        raise invalid_argument(
-            "DATA_TYPE_MISMATCH",
-            f"{field} must be integers, got {kind}",
-            field=field,
-            expected="integers",
-            actual=kind,
-        )
+    _check_kind(array, value, field, "iu", "integers")
     check_shape(array.shape, (row_count,), field)
     info = np.iinfo(np.int32)
     if array.size and (array.min() < info.min or array.max() > info.max):
@@ -256,18 +310,61 @@ def int_vector(value: Any, field: str, row_count: int) -> np.ndarray:
 
 
 def float_vector(value: Any, field: str, lengths: tuple[int, ...]) -> np.ndarray:
-    """Finite float32 vector with one of the given lengths.
+    """Finite float32 vector with one of the given lengths, from any array of real numbers; True is 1. Rounds to nearest.
 
     Raises:
-        InvalidArgumentError: another shape, or a value that is not finite.
+        InvalidArgumentError: not numbers, another shape, or a value that is not finite in float32.
     """
-    array = value.detach().float().cpu().numpy() if is_torch_tensor(value) else _numbers(value, field, np.float32)
+    array = _numbers(value, field)
+    _check_kind(array, value, field, "biuf", "real numbers")
     if array.ndim != 1 or array.shape[0] not in lengths:
         check_shape(array.shape, (lengths[0],), field)
-    finite = np.isfinite(array)
+    with np.errstate(over="ignore"):
+        rounded = np.ascontiguousarray(array, dtype=np.float32)
+    finite = np.isfinite(rounded)
     if not finite.all():
-        raise _bad_element(field, array, ~finite, "finite")
-    return np.ascontiguousarray(array, dtype=np.float32)
+        raise _bad_element(field, array, ~finite, "finite in float32")
+    return rounded
+
+
+def _rounded(values: np.ndarray, data_type: str) -> HostArray:
+    """float32 values as a head of this type stores them: rounded to nearest, ties to even."""
+    if data_type == BFLOAT16:
+        return HostArray(BFloat16.from_float32(values).bits, data_type, to_numpy)
+    with np.errstate(over="ignore"):
+        return HostArray(values.astype(_HOST_DTYPES[data_type]), data_type, to_numpy)
+
+
+def check_fits(array: HostArray, data_type: str, field: str) -> None:
+    """Raises InvalidArgumentError if a finite float32 weight is infinite as a head of this type stores it."""
+    if array.data_type != FLOAT32 or data_type == FLOAT32 or array.data.size == 0:
+        return
+    extremes = np.array([array.data.min(), array.data.max()])
+    bad = np.isfinite(extremes) & ~np.isfinite(to_float32(_rounded(extremes, data_type)))
+    if bad.any():
+        value = float(extremes[int(np.argmax(bad))])
+        raise invalid_argument(
+            "INVALID_FIELD",
+            f"{field} must be finite in {data_type}, which the head stores, got {value!r}",
+            field=field,
+            expected=f"finite in {data_type}",
+            actual=value,
+        )
+
+
+# Elements that are compared at a time.
+_COMPARED = 1 << 22
+
+
+def is_stored_as(array: HostArray, stored: np.ndarray, data_type: str) -> bool:
+    """Whether a head that was given these weights, of `data_type` or float32, stores `stored`; NaN equals NaN."""
+    given, stored = array.data.reshape(-1), stored.reshape(-1)
+    for start in range(0, given.size, _COMPARED):
+        part, other = given[start : start + _COMPARED], HostArray(stored[start : start + _COMPARED], data_type, to_numpy)
+        mine = HostArray(part, data_type, to_numpy) if array.data_type == data_type else _rounded(part, data_type)
+        if not np.array_equal(to_float32(mine), to_float32(other), equal_nan=True):
+            return False
+    return given.size == stored.size
 
 
 def _bad_element(field: str, array: np.ndarray, bad: np.ndarray, expected: str) -> Exception:

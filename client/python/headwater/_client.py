@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import time
 import uuid
 from typing import Any
@@ -13,7 +14,7 @@ from headwater._backend import Backend
 from headwater._errors import HeadwaterError, invalid_argument, make_error
 from headwater._futures import Executors, as_future
 from headwater._head import Head
-from headwater._requests import check_choice
+from headwater._requests import check_bool, check_choice
 from headwater._teacher import Teacher
 from headwater._types import SGD, AdamW, HeadInfo, HeadSpec, ServerInfo, check_integer, check_number
 
@@ -75,6 +76,8 @@ class Client:
         self._executors = Executors()
         self._tenant = check_tenant(tenant)
         self._closed = False
+        # Heads by name that go on with weights of their own, and what is to be said of that at their first loss.
+        self._unconfirmed: dict[str, str] = {}
         self.timeout_s = check_number(timeout_s, "timeout_s", low=0, low_open=True)
 
     def __repr__(self) -> str:
@@ -128,6 +131,7 @@ class Client:
         initial_step: int = 0,
         parallelism: str = "vocabulary",
         if_exists: str = "fail",
+        expected_step: int | None = None,
         timeout_s: float | None = None,
     ) -> Head:
         """Creates a head and uploads its weights.
@@ -151,22 +155,33 @@ class Client:
             parallelism: how a group of ranks shares the head's work; to a server that is alone both are the same. "vocabulary":
                 each holds a shard, and all compute each micro-batch. "rows": each holds all weights, and a micro-batch is computed
                 by one of them, several at once by several. docs/operations.md says which to take when.
-            if_exists: "fail", or "attach": if there is a head of that name with the same specification (`initial_step` does not
-                matter), that one is returned as it is, and `weight` is not uploaded; if its creator is still uploading the weights,
-                this call waits for them. So all ranks, and a trainer that was started again, can make the same call.
+            if_exists: what a head of that name means.
+                "fail": an error.
+                "attach": the head is returned as it is, if its specification is the same (`initial_step` does not matter), and
+                `weight` is not uploaded. If its creator is still uploading the weights, this call waits for them. So all ranks, and a
+                trainer that was started again, can make the same call. A frozen head with other weights than those given is refused,
+                and so is a head at its first step whose optimizer is the server's. A head that has trained since warns with
+                `headwater.HeadWarning` at its first loss, unless `expected_step`, `TrainingLoop.resume`, `headwater.train` or
+                `Head.restore` has said by then where the run continues.
+                "replace": the head is deleted, whatever its open step holds, and created anew with the given weights at
+                `initial_step`. Only if its specification is the same. Its checkpoints stay. One process of a run makes this call.
+            expected_step: the open step that the head must stand at: the step that the trainer continues from. None: any.
         Returns:
             The head, ready for use; `Head.created` says whether this call made it.
         Raises:
-            InvalidArgumentError: shape, dtype or range; checked before anything is sent.
-            AlreadyExistsError: there is a head of that name; `HEAD_SPEC_MISMATCH`: and "attach" finds another specification.
+            InvalidArgumentError: shape, dtype or range; checked before anything is sent. A trainable head of a weight that is a
+                torch.nn.Embedding's too: `headwater.torch.attach(..., tied=...)` trains such a weight.
+            AlreadyExistsError: there is a head of that name; `HEAD_SPEC_MISMATCH`: and "attach" finds another specification, or
+                other weights (`field`: weight or bias).
+            StepMismatchError: the head is not at `expected_step`; `.checkpoints` are the steps that `Head.restore` can go to.
             ResourceExhaustedError: it does not fit; the message has the memory plan.
         """
         timeout_s = self._timeout(timeout_s)
         name = full_name(name, self._tenant)
-        attach = check_choice(if_exists, "if_exists", ("fail", "attach")) == "attach"
+        check_choice(if_exists, "if_exists", ("fail", "attach", "replace"))
         weight_array = bias_array = None
         if isinstance(weight, tuple):
-            if len(weight) != 2 or dtype is None or bias not in (None, False, True):
+            if len(weight) != 2 or dtype is None or not (bias is None or isinstance(bias, bool)):
                 raise invalid_argument(
                     "INVALID_FIELD", "weight=(vocab_size, hidden_size) needs dtype=, and bias=True or None", field="weight"
                 )
@@ -186,11 +201,11 @@ class Client:
             vocab_size, hidden_size = weight_array.shape
             data_type = bits_of or weight_array.data_type
             has_bias = bias is not None
-            _check_upload_type(weight_array, data_type, "weight")
+            _check_upload(weight_array, data_type, "weight")
             if bias is not None:
                 bias_array = _arrays.from_any(bias, "bias", bits_of=bits_of)
                 _arrays.check_shape(bias_array.shape, (vocab_size,), "bias")
-                _check_upload_type(bias_array, data_type, "bias")
+                _check_upload(bias_array, data_type, "bias")
         spec = HeadSpec(
             vocab_size=vocab_size,
             hidden_size=hidden_size,
@@ -199,27 +214,87 @@ class Client:
             logit_scale=logit_scale,
             softcap=softcap,
             valid_vocab_size=valid_vocab_size,
-            trainable=bool(trainable),
+            trainable=check_bool(trainable, "trainable"),
             optimizer=optimizer,
             staging_slots=staging_slots,
             initial_step=initial_step,
             parallelism=parallelism,
         )
-        info, created = self._backend.create_head(name, spec, attach, timeout_s)
+        _check_expected_step(expected_step, spec, if_exists)
+        if trainable:
+            _check_no_embedding(weight)
+        info, created = self._backend.create_head(name, spec, if_exists != "fail", timeout_s)
+        if if_exists == "replace" and not created:
+            # Not `set_weight`, which leaves the number of the open step: a run with other weights begins at its first one.
+            self._backend.delete_head(name, info.epoch, True, timeout_s)
+            info, created = self._backend.create_head(name, spec, False, timeout_s)
+        self._unconfirmed.pop(name, None)
         if not created and weight_array is not None:
             info = self._await_weights(info, timeout_s)
         head = Head(self, info, created=created)
-        if created and weight_array is not None:
-            try:
+        try:
+            head._check_step(expected_step, timeout_s)
+            if created and weight_array is not None:
                 head._upload("weight", weight_array, uuid.uuid4().hex, None, timeout_s)
                 if bias_array is not None:
                     head._upload("bias", bias_array, uuid.uuid4().hex, None, timeout_s)
-            except BaseException:
+        except BaseException:
+            if created:
                 # A head without weights is of no use to the caller, who does not get a handle to it.
                 with contextlib.suppress(HeadwaterError):
                     self._backend.delete_head(name, b"", True, timeout_s)
-                raise
+            raise
+        if not created and weight_array is not None:
+            self._compare_weights(head, info, {"weight": weight_array, "bias": bias_array}, expected_step, timeout_s)
         return head
+
+    def _compare_weights(
+        self,
+        head: Head,
+        info: HeadInfo,
+        given: dict[str, _arrays.HostArray | None],
+        expected_step: int | None,
+        timeout_s: float,
+    ) -> None:
+        """Refuses a head that was attached to with other weights than the caller's, or notes that it goes on with its own.
+
+        Weights are compared as they are stored, by a download, which costs what the upload would have cost. A head that the server's
+        optimizer has moved has other weights in any case.
+        """
+        spec = info.spec
+        if info.state not in ("READY", "RESTORED"):
+            return  # it has no weights
+        trains_itself = spec.trainable and spec.optimizer is not None
+        field = "weight"
+        if not trains_itself or info.open_step == spec.initial_step:
+            if info.state != "READY":
+                return  # a restarted server has brought it back, and hands nothing out until it is taken
+            different = (
+                tensor
+                for tensor, array in given.items()
+                if array is not None and not _arrays.is_stored_as(array, *self._stored(info, tensor, timeout_s))
+            )
+            field = next(different, "")
+            if not field:
+                return
+            if trains_itself or not spec.trainable:
+                raise make_error(
+                    "ALREADY_EXISTS",
+                    "HEAD_SPEC_MISMATCH",
+                    f"{info.name} exists, and its {field} is not the one given, which attaching would ignore; pass "
+                    'if_exists="replace" to replace the head, or take another name',
+                    {"head": info.name, "field": field},
+                )
+        if expected_step is None:
+            self._unconfirmed[info.name] = (
+                f"{info.name} existed: it stands at step {info.open_step} and keeps its own weights, not those given to create_head or "
+                f"attach. Pass expected_step={info.open_step} if this run continues from there, head.restore() a checkpoint to go back, "
+                'or if_exists="replace" to begin with the weights given'
+            )
+
+    def _stored(self, info: HeadInfo, tensor: str, timeout_s: float) -> tuple[Any, str]:
+        epoch = info.epoch if info.spec.trainable else b""
+        return self._backend.download(info.name, epoch, tensor, None, timeout_s)
 
     def _await_weights(self, info: HeadInfo, timeout_s: float) -> HeadInfo:
         """Waits for the client that created the head to upload its weights."""
@@ -237,13 +312,19 @@ class Client:
             info = self._backend.get_head(info.name, timeout_s)
         return info
 
-    def head(self, name: str, *, timeout_s: float | None = None) -> Head:
+    def head(self, name: str, *, expected_step: int | None = None, timeout_s: float | None = None) -> Head:
         """The head of that name, at its present epoch and step.
 
+        Args:
+            expected_step: the open step that it must stand at. None: any.
         Raises:
             NotFoundError: there is none.
+            StepMismatchError: it is at another step; `.checkpoints` are the steps that `Head.restore` can go to.
         """
-        return Head(self, self._backend.get_head(full_name(name, self._tenant), self._timeout(timeout_s)))
+        timeout_s = self._timeout(timeout_s)
+        head = Head(self, self._backend.get_head(full_name(name, self._tenant), timeout_s))
+        head._check_step(expected_step, timeout_s)
+        return head
 
     def heads(self, *, timeout_s: float | None = None) -> list[HeadInfo]:
         """All heads of the tenant, by name."""
@@ -310,7 +391,7 @@ class Client:
     health_future = as_future(health)
 
 
-def _check_upload_type(array: _arrays.HostArray, data_type: str, field: str) -> None:
+def _check_upload(array: _arrays.HostArray, data_type: str, field: str) -> None:
     if array.data_type not in (data_type, _arrays.FLOAT32):
         raise invalid_argument(
             "DATA_TYPE_MISMATCH",
@@ -318,4 +399,37 @@ def _check_upload_type(array: _arrays.HostArray, data_type: str, field: str) -> 
             field=field,
             expected=data_type,
             actual=array.data_type,
+        )
+    _arrays.check_fits(array, data_type, field)
+
+
+def _check_expected_step(expected_step: int | None, spec: HeadSpec, if_exists: str) -> None:
+    if expected_step is None:
+        return
+    check_integer(expected_step, "expected_step")
+    if not spec.trainable:
+        raise invalid_argument("INVALID_COMBINATION", "a frozen head has no steps: leave expected_step out", field="expected_step")
+    if if_exists != "attach" and expected_step != spec.initial_step:
+        raise invalid_argument(
+            "INVALID_COMBINATION",
+            f"expected_step is {expected_step}, and a new head begins at initial_step {spec.initial_step}; pass "
+            'if_exists="attach" to continue with a head that is there',
+            field="expected_step",
+        )
+
+
+def _check_no_embedding(weight: Any) -> None:
+    """The weight is no input embedding's, which another optimizer would train apart from the head."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(weight, torch.nn.Parameter):
+        return
+    from headwater.torch._module_checks import embedding_of
+
+    if embedding_of(weight) is not None:
+        raise invalid_argument(
+            "INVALID_COMBINATION",
+            "weight is also the weight of a torch.nn.Embedding: the head would train one copy and this process another. Use "
+            'headwater.torch.attach(client, name, lm_head, model=model, tied="trainer") or tied="server"; a loop of your own that '
+            "joins both gradients passes weight.detach()",
+            field="weight",
         )

@@ -5,6 +5,8 @@ Callers switch on the class or on `HeadwaterError.reason` (catalogue: docs/error
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +14,18 @@ _ERROR_INFO_TYPE = "google.rpc.ErrorInfo"
 _RETRY_INFO_TYPE = "google.rpc.RetryInfo"
 _DETAILS_KEY = "grpc-status-details-bin"
 _INSTEAD_OF_A_FORK = "use the spawn or forkserver start method, or connect only after forking"
+
+
+class HeadWarning(UserWarning):
+    """What works, and may not be what was meant: a head that goes on with weights of its own, say."""
+
+
+def warn(message: str) -> None:
+    """Warns (`HeadWarning`) about the line outside this package, and outside torch, that has led here."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("headwater", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, HeadWarning, stacklevel=level)
 
 
 class HeadwaterError(Exception):

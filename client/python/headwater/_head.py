@@ -14,7 +14,7 @@ from headwater import _arrays, _requests
 from headwater._abandoned import AbandonedContributions
 from headwater._arrays import HostArray
 from headwater._backend import ApplyArguments, Expected, Progress, StepKey, UploadOptions
-from headwater._errors import invalid_argument
+from headwater._errors import HeadwaterError, invalid_argument, make_error, warn
 from headwater._futures import as_future
 from headwater._losses import HeadLosses
 from headwater._requests import CommitRequest, GradientRequest
@@ -66,6 +66,7 @@ class Head(HeadLosses):
         self._known_epoch = info.epoch
         self._created = created
         self.step = info.open_step
+        self._last_seal: tuple[StepKey, int] | None = None  # what was sealed, and the number of its micro-batches
         self._abandoned = AbandonedContributions(self)
         # Where headwater.torch keeps the ids that its loss functions have drawn.
         self._micro_batch_source: Any = None
@@ -117,6 +118,39 @@ class Head(HeadLosses):
         if number is None:
             raise invalid_argument("INVALID_COMBINATION", f"{self._name} is frozen: it has no steps", field="step")
         return StepKey(self._name, self.epoch, check_integer(number, "step"))
+
+    def _check_step(self, expected: int | None, timeout_s: float) -> None:
+        """Raises StepMismatchError unless the head stands at this step; None: at any."""
+        if expected is None:
+            return
+        expected = check_integer(expected, "expected_step")
+        key = self._key(None)
+        if key.step == expected:
+            self._confirm()
+            return
+        metadata = {"head": self._name, "openStep": str(key.step), "step": str(expected)}
+        try:
+            # No step that the server would wait for: it refuses the call, and names the head's checkpoints.
+            self._backend.gradient_norm_squared(StepKey(key.head, key.epoch, key.step + 2), 1.0, timeout_s)
+        except HeadwaterError as error:
+            metadata["checkpoints"] = error.metadata.get("checkpoints", "")
+        known = metadata.get("checkpoints", "")
+        advice = f'restore() goes to one of its checkpoints ({known})' if known else "it has no checkpoint that is known here"
+        raise make_error(
+            "FAILED_PRECONDITION",
+            "STEP_MISMATCH",
+            f"{self._name} stands at step {key.step}, expected_step is {expected}; {advice}; or bring the trainer to step {key.step}",
+            metadata,
+        )
+
+    def _confirm(self) -> None:
+        """The caller knows by now which weights and step the head goes on with."""
+        self._client._unconfirmed.pop(self._name, None)
+
+    def _warn_unconfirmed(self) -> None:
+        message = self._client._unconfirmed.pop(self._name, None)
+        if message is not None:
+            warn(message)
 
     def _adopt(self, info: HeadInfo) -> HeadInfo:
         """Takes over the epoch and step of an answer to a call that this object made."""
@@ -274,7 +308,10 @@ class Head(HeadLosses):
         expected = _check_expected(expected_micro_batches)
         wait = _requests.check_bool(wait, "wait")
         remaining_s = self._settle(timeout_s)
-        return self._backend.seal(self._key(step), expected, wait, remaining_s)
+        key = self._key(step)
+        result = self._backend.seal(key, expected, wait, remaining_s)
+        self._last_seal = key, result.totals.micro_batch_count
+        return result
 
     def apply_optimizer_step(
         self,
@@ -290,6 +327,7 @@ class Head(HeadLosses):
         beta2: float | None = None,
         epsilon: float | None = None,
         momentum: float | None = None,
+        allow_empty: bool = False,
         timeout_s: float | None = None,
     ) -> ApplyResult:
         """Updates the weights from the step's gradient and opens the next step; seals an open one first.
@@ -304,9 +342,12 @@ class Head(HeadLosses):
             max_grad_norm: > 0; clips by the global norm, as torch.nn.utils.clip_grad_norm_ does. None: no clipping.
             other_grad_norm_squared: >= 0; squared norm of the trainer's own gradients, which the global norm includes.
             weight_decay, beta1, beta2, epsilon, momentum: override the head's optimizer for this step, within the same ranges.
+            allow_empty: apply a step without any micro-batch, too. Its gradient is 0: weight decay and momentum alone move the
+                weights, which PyTorch's optimizers do not do where `.grad` is None. False: such a step is refused.
         Returns:
             ApplyResult; multiply the trainer's own gradients by its `clip_factor`.
         Raises:
+            InvalidArgumentError: `MISSING_FIELD`: the step is empty, and `allow_empty` is not set; nothing changed.
             FailedPreconditionError: `NON_FINITE_GRADIENT`: nothing changed; call `discard_gradient`. Also what `seal` raises.
             StepConflictError: the step was closed otherwise.
         """
@@ -329,10 +370,23 @@ class Head(HeadLosses):
             },
         )
         expected = None if expected_micro_batches is None else _check_expected(expected_micro_batches)
+        key = self._key(step)
+        if not _requests.check_bool(allow_empty, "allow_empty") and (expected in (0, []) or self._sealed_empty(key, expected)):
+            raise invalid_argument(
+                "MISSING_FIELD",
+                f"step {key.step} of {self._name} has no micro-batch: was backward forgotten, or the loss computed under no_grad? "
+                "Applying it would move the weights by weight decay and momentum alone: allow_empty=True does so, "
+                "discard_gradient() closes the step unchanged",
+                field="expected_micro_batches",
+            )
         remaining_s = self._settle(timeout_s)
-        result = self._backend.apply(self._key(step), expected, arguments, remaining_s)
+        result = self._backend.apply(key, expected, arguments, remaining_s)
         self.step = result.open_step
         return result
+
+    def _sealed_empty(self, key: StepKey, expected: Expected | None) -> bool:
+        """Whether this object has sealed the step, and nothing was in it."""
+        return expected is None and self._last_seal == (key, 0)
 
     def discard_gradient(self, *, step: int | None = None, timeout_s: float | None = None) -> DiscardGradientResult:
         """Closes the step with the weights unchanged, and opens the next one. Idempotent."""
@@ -425,6 +479,7 @@ class Head(HeadLosses):
         arrays = self._check_weights(weight, bias)
         for tensor, array in arrays.items():
             info = self._upload(tensor, array, f"{upload_id}-{tensor[0]}", on_progress, self._timeout(timeout_s))
+        self._confirm()
         return info
 
     def replace_weight(self, weight: Any, bias: Any = None, *, step: int | None = None, timeout_s: float | None = None) -> HeadInfo:
@@ -472,6 +527,7 @@ class Head(HeadLosses):
                 raise invalid_argument(
                     "DATA_TYPE_MISMATCH", f"{tensor} must be {self._spec.data_type} or float32, got {array.data_type}", field=tensor
                 )
+            _arrays.check_fits(array, self._spec.data_type, tensor)
             arrays[tensor] = array
         if not arrays:
             raise invalid_argument("MISSING_FIELD", "weight or bias is required", field="weight")
@@ -489,7 +545,9 @@ class Head(HeadLosses):
             weight_tensor: empty: `lm_head.weight`, else the tied embedding, else a tensor named `weight`.
             bias_tensor: empty: `lm_head.bias`, else `bias`.
         """
-        return self._adopt(self._backend.load(self._name, self.epoch, path, weight_tensor, bias_tensor, self._timeout(timeout_s)))
+        info = self._backend.load(self._name, self.epoch, path, weight_tensor, bias_tensor, self._timeout(timeout_s))
+        self._confirm()
+        return self._adopt(info)
 
     # ---- checkpoints and life ---------------------------------------------------------------------------------------
 
@@ -501,9 +559,13 @@ class Head(HeadLosses):
     def restore(self, checkpoint: str, *, timeout_s: float | None = None) -> HeadInfo:
         """Sets the head to a checkpoint: a new epoch, the checkpoint's step, nothing accumulated."""
         checkpoint = _requests.check_checkpoint_name(checkpoint)
-        return self._adopt(self._backend.restore(self._name, self.epoch, checkpoint, self._timeout(timeout_s)))
+        info = self._backend.restore(self._name, self.epoch, checkpoint, self._timeout(timeout_s))
+        self._confirm()
+        return self._adopt(info)
 
-    def take(self, *, only_if_current: bool = False, timeout_s: float | None = None) -> HeadInfo:
+    def take(
+        self, *, only_if_current: bool = False, expected_step: int | None = None, timeout_s: float | None = None
+    ) -> HeadInfo:
         """Takes the head over for a new run: a new epoch, an empty open step; weights, optimizer state and the step's number stay.
 
         Every other client's calls are `EpochFencedError` from then on. It is also how to go on with a head that a restarted server
@@ -511,13 +573,18 @@ class Head(HeadLosses):
 
         Args:
             only_if_current: only if no other client has taken it since this object was made: of several that try, one succeeds.
+            expected_step: only if the head stands at this step, the one that the trainer continues from. None: at any.
         Raises:
             EpochFencedError: only_if_current, and it is not.
+            StepMismatchError: the head is at another step; `.checkpoints` are the steps that `restore` can go to. It is not taken.
             FailedPreconditionError: `HEAD_NOT_TRAINABLE`.
             StepLostError: the engine failed; restore a checkpoint.
         """
         epoch = self.epoch if _requests.check_bool(only_if_current, "only_if_current") else b""
-        return self._adopt(self._backend.take_head(self._name, epoch, self._timeout(timeout_s)))
+        remaining_s = self._timeout(timeout_s)
+        if expected_step is not None:
+            Head(self._client, self._backend.get_head(self._name, remaining_s))._check_step(expected_step, remaining_s)
+        return self._adopt(self._backend.take_head(self._name, epoch, remaining_s))
 
     def info(self, *, timeout_s: float | None = None) -> HeadInfo:
         """The head as the server has it now. Does not change what this object believes: compare `epoch`."""

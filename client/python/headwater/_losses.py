@@ -63,6 +63,7 @@ class HeadLosses:
     if TYPE_CHECKING:  # what Head has
 
         def _timeout(self, timeout_s: float | None) -> float: ...
+        def _warn_unconfirmed(self) -> None: ...
         def _commit(
             self,
             keys: tuple[StepKey, ...],
@@ -375,6 +376,9 @@ class HeadLosses:
         checked = tuple(_terms.check_term(self, term, rows, hidden_name, backward) for term in terms)
         _terms.check_one_step(checked)
         contributes = any(term.step is not None for term in checked)
+        for term, sent in zip(terms, checked, strict=True):
+            if sent.step is not None:
+                (self if term.head is None else term.head)._warn_unconfirmed()
         micro_batch = _requests.check_micro_batch(contributes, backward, micro_batch)
         explicit = _requests.check_choice(commit, "commit", ("eager", "explicit")) == "explicit"
         if explicit and not contributes:

@@ -370,6 +370,8 @@ def train(
         step = meeting.bring_heads_back(None)
         if meeting.load_state(step):
             save(step)
+        for head in trained:
+            head._confirm()
         return step
 
     def advance(step: int) -> None:

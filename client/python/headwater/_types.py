@@ -19,11 +19,12 @@ def _refuse(name: str, expected: str, number: float) -> NoReturn:
 
 
 def _to_number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
+    # numpy's scalars have __float__ whatever they are: it would read a word, and drop an imaginary part.
+    if isinstance(value, (bool, str, np.bool_, np.flexible, np.complexfloating)) or not hasattr(value, "__float__"):
         raise invalid_argument("INVALID_FIELD", f"{name} must be a number, got {type(value).__name__}", field=name)
     try:
         return float(value)
-    except (TypeError, ValueError, OverflowError) as error:  # an array of several elements, an integer beyond fp64
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # an array of several elements, an integer beyond fp64
         raise invalid_argument("INVALID_FIELD", f"{name} must be one finite number: {error}", field=name) from None
 
 
@@ -93,7 +94,7 @@ def check_integer(value: Any, name: str, *, low: int = 0, high: int = 2**63 - 1)
 
 
 class _Optimizer:
-    """Says where the learning rate goes, which PyTorch's optimizers take."""
+    """Says how settings of PyTorch's optimizers are called here, and where the learning rate goes."""
 
     def __new__(cls, *_: Any, **settings: Any) -> Self:
         for name in settings.keys() & {"lr", "learning_rate"}:
@@ -101,6 +102,9 @@ class _Optimizer:
                 f"headwater.{cls.__name__} takes no {name}=: the learning rate comes with each step, as learning_rate= of "
                 "Head.apply_optimizer_step"
             )
+        for name, here in (("betas", "beta1= and beta2="), ("eps", "epsilon=")):
+            if name in settings and "beta1" in cls.__annotations__:
+                raise TypeError(f"headwater.{cls.__name__} takes no {name}=: pass {here}")
         return super().__new__(cls)
 
 
@@ -136,6 +140,8 @@ class SGD(_Optimizer):
         check_number(self.momentum, "momentum", low=0, high=1, high_open=True)
         check_number(self.dampening, "dampening", low=0, high=1)
         check_not_negative(self.weight_decay, "weight_decay")
+        if not isinstance(self.nesterov, (bool, np.bool_)):
+            raise invalid_argument("INVALID_FIELD", f"nesterov must be True or False, got {self.nesterov!r}", field="nesterov")
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise invalid_argument("INVALID_COMBINATION", "nesterov needs momentum > 0 and dampening == 0", field="nesterov")
 

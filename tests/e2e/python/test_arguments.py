@@ -85,7 +85,7 @@ BAD_CROSS_ENTROPY = {
     "several_micro_batches": ("INVALID_FIELD", {"micro_batch": np.arange(3)}),
     "ragged_targets": ("INVALID_FIELD", {"targets": [[1], [2, 3]]}),
     "ragged_weights": ("INVALID_FIELD", {"token_weights": [[1], [2, 3]]}),
-    "weights_in_words": ("INVALID_FIELD", {"token_weights": "heavy"}),
+    "weights_in_words": ("DATA_TYPE_MISMATCH", {"token_weights": "heavy"}),
     "weights_beyond_fp32": ("INVALID_FIELD", {"token_weights": [1e39] * NUM_TOKENS}),
     "no_outputs": ("INVALID_FIELD", {"outputs": None}),
     "nested_outputs": ("INVALID_FIELD", {"outputs": [["lse"]]}),
@@ -222,7 +222,7 @@ def test_gradients_beyond_fp32_are_infinite(head, rows):
     [
         ({"targets": [1, 2**31] + [0] * (NUM_TOKENS - 2)}, "targets must be in int32, got 2147483648 at index 1"),
         ({"targets": np.full(NUM_TOKENS, 2**63, np.uint64)}, "targets must be in int32, got 9223372036854775808 at index 0"),
-        ({"token_weights": [1.0, 2.0, np.nan] + [1.0] * (NUM_TOKENS - 3)}, "token_weights must be finite, got nan at index 2"),
+        ({"token_weights": [1.0, 2.0, np.nan] + [1.0] * (NUM_TOKENS - 3)}, "token_weights must be finite in float32, got nan at index 2"),
         ({"loss_scale": np.inf}, "loss_scale must be a number that is finite in float32, got inf"),
         ({"z_loss": -1.0}, "z_loss must be a number >= 0 that is finite in float32, got -1.0"),
         ({"z_loss": 4e38}, "z_loss must be a number >= 0 that is finite in float32, got 4e+38"),

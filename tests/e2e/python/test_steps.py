@@ -184,10 +184,10 @@ def test_overrides_that_the_optimizer_does_not_have_are_refused(one_shard, make_
     weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
     head = make_head(one_shard.client, weight, optimizer=headwater.SGD())
     with refused("INVALID_COMBINATION"):
-        head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=0, beta1=0.5)
+        head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=0, allow_empty=True, beta1=0.5)
     bare = make_head(one_shard.client, weight)
     with refused("OPTIMIZER_NOT_CONFIGURED"):
-        bare.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=0)
+        bare.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=0, allow_empty=True)
     assert bare.discard_gradient().open_step == 1
 
 
@@ -229,7 +229,7 @@ def test_a_stale_epoch_is_fenced(head, one_shard, rows):
         lambda: stale.commit(micro_batch=0),
         lambda: stale.discard(micro_batch=0),
         lambda: stale.seal(expected_micro_batches=0),
-        lambda: stale.apply_optimizer_step(learning_rate=1e-3, expected_micro_batches=0),
+        lambda: stale.apply_optimizer_step(learning_rate=1e-3, expected_micro_batches=0, allow_empty=True),
         lambda: stale.discard_gradient(),
         lambda: stale.gradient(),
         lambda: stale.step_state(),

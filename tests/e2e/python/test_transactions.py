@@ -295,7 +295,7 @@ def test_optimizer_state_outlives_a_replaced_weight(backend, make_head, weight, 
     head.apply_optimizer_step(learning_rate=1.0, expected_micro_batches=1)
     head.seal(expected_micro_batches=0)
     head.replace_weight(weight)
-    head.apply_optimizer_step(learning_rate=1.0, expected_micro_batches=0)
+    head.apply_optimizer_step(learning_rate=1.0, expected_micro_batches=0, allow_empty=True)
     np.testing.assert_allclose(head.weight(), weight - 0.5 * first, rtol=1e-6, atol=1e-6)
 
 
@@ -331,7 +331,7 @@ def test_attach_returns_the_same_head(backend, make_head, weight):
     options = {"optimizer": headwater.SGD(momentum=0.5), "softcap": 3.0}
     head = make_head(backend.client, weight, **options)
     assert head.created
-    other = backend.client.create_head(head.name, np.zeros_like(weight), if_exists="attach", initial_step=7, **options)
+    other = backend.client.create_head(head.name, weight.copy(), if_exists="attach", initial_step=7, **options)
     assert not other.created and other.epoch == head.epoch and other.step == 0
     np.testing.assert_array_equal(other.weight(), weight)
     for change in (
@@ -344,7 +344,7 @@ def test_attach_returns_the_same_head(backend, make_head, weight):
         with refused("HEAD_SPEC_MISMATCH", headwater.AlreadyExistsError):
             backend.client.create_head(head.name, weight, if_exists="attach", **{**options, **change})
     with refused("INVALID_FIELD", headwater.InvalidArgumentError):
-        backend.client.create_head(head.name, weight, if_exists="replace")
+        backend.client.create_head(head.name, weight, if_exists="overwrite")
 
 
 def test_all_that_differs_in_a_specification_is_named(backends, make_head, weight):

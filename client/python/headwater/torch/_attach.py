@@ -191,7 +191,7 @@ def attach(
         _check_kept(layer, tied)
     head = client.create_head(
         name,
-        layer.weight,
+        layer.weight.detach(),  # what else uses it was looked for
         layer.bias,
         trainable=trainable,
         optimizer=None if isinstance(optimizer, str) else optimizer,

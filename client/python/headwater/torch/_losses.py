@@ -16,6 +16,7 @@ from headwater._terms import JOIN
 from headwater._types import LossResult, check_factor, check_number
 from headwater.torch._autograd import Contribution, Outcome, RemoteLoss, ScalarOutcome, TokenOutcome, in_checkpoint_recompute
 from headwater.torch._micro_batches import MicroBatchSource, source_of
+from headwater.torch._rows import tensor_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -183,7 +184,7 @@ def _flat(values: Any, hidden: torch.Tensor, name: str) -> torch.Tensor | None:
     """(...) beside hidden (..., hidden_size), as (num_tokens,)."""
     if values is None:
         return None
-    values = torch.as_tensor(values)
+    values = tensor_of(values, name)
     if values.requires_grad and torch.is_grad_enabled():
         raise invalid_argument(
             "INVALID_COMBINATION",
@@ -210,6 +211,7 @@ def _teacher_rows(hidden: torch.Tensor, teacher_hidden: Any) -> torch.Tensor:
 def _check_hidden(hidden: Any, name: str) -> None:
     if not isinstance(hidden, torch.Tensor) or hidden.dim() < 1:
         raise invalid_argument("INVALID_FIELD", f"{name} must be a torch tensor of shape (..., hidden_size)", field=name)
+    _arrays.dense_tensor(hidden, name)
 
 
 class CrossEntropyLoss(_Loss):
@@ -266,7 +268,7 @@ class CrossEntropyLoss(_Loss):
             micro_batch_source=micro_batch_source,
             timeout_s=timeout_s,
         )
-        self.weight = None if weight is None else torch.as_tensor(weight)
+        self.weight = None if weight is None else tensor_of(weight, "weight")
         self.label_smoothing = label_smoothing
         self.z_loss = z_loss
 
@@ -350,7 +352,7 @@ class JSDLoss(_Loss):
             timeout_s=timeout_s,
         )
         self.teacher = teacher
-        self.weight = None if weight is None else torch.as_tensor(weight)
+        self.weight = None if weight is None else tensor_of(weight, "weight")
         self._options = {
             "beta": beta,
             "student_temperature": temperature,

@@ -15,6 +15,7 @@ from headwater._backend import Expected
 from headwater._errors import FailedPreconditionError, invalid_argument
 from headwater._head import Head, _check_expected
 from headwater._recovery import Meeting, StateStore, follow, patiently
+from headwater._requests import check_bool
 from headwater._types import SealResult, StepTotals, check_factor, check_integer, check_not_negative, check_number
 from headwater.torch import _gradients
 from headwater.torch._attach import ModuleHead
@@ -226,7 +227,7 @@ class TrainingLoop:
                     reason="STEP_MISMATCH",
                     metadata={"openStep": str(opened[0]), "trainerSteps": "" if half_way else str(self.open_step)},
                 )
-        return self.resume()
+        return self._resume(None, take=True)
 
     @property
     def _refused_as_not_finite(self) -> bool:
@@ -239,7 +240,13 @@ class TrainingLoop:
 
     # ---- the end of a step ------------------------------------------------------------------------------------------
 
-    def step(self, learning_rate: float | None = None, *, expected_micro_batches: Expected | None = None) -> StepOutcome:
+    def step(
+        self,
+        learning_rate: float | None = None,
+        *,
+        expected_micro_batches: Expected | None = None,
+        allow_empty: bool = False,
+    ) -> StepOutcome:
         """Closes the step: every head's and the body's weights are updated once, or none of them.
 
         Args:
@@ -247,14 +254,18 @@ class TrainingLoop:
             expected_micro_batches: n for the ids 0 ... n-1 of all ranks together, or the list of them; without those that were
                 dropped, and without the gradients that the loop adds itself. None: those that this process has drawn; with several
                 ranks, each must have drawn as many and dropped none.
+            allow_empty: close a step without any micro-batch, too, as `Head.apply_optimizer_step` has it. False: it is refused,
+                and `skip` closes it.
         Raises:
+            InvalidArgumentError: `MISSING_FIELD`: a head has no micro-batch in this step, and `allow_empty` is not set.
             FailedPreconditionError: `NON_FINITE_GRADIENT`, without a scaler: nothing has changed; `skip` closes the step.
                 `MICRO_BATCH_MISSING` and the like: a micro-batch was not backed through.
             StepLostError: the server was started again in mid-step: `resume`.
         """
         self._check_sound()
+        allow_empty = check_bool(allow_empty, "allow_empty")
         rate = self._learning_rate(learning_rate)
-        expected = [self._expected(index, expected_micro_batches) for index in range(len(self._heads))]
+        expected = [self._expected(index, expected_micro_batches, allow_empty) for index in range(len(self._heads))]
         step = self.open_step
         seals = self._seal(expected, listed=expected_micro_batches is not None)
         try:
@@ -288,19 +299,22 @@ class TrainingLoop:
             raise invalid_argument("MISSING_FIELD", "learning_rate is required without a torch optimizer", field="learning_rate")
         return float(self._optimizer.param_groups[0]["lr"])
 
-    def _expected(self, index: int, given: Expected | None) -> list[int]:
+    def _expected(self, index: int, given: Expected | None, allow_empty: bool) -> list[int]:
         """Ids of the micro-batches of all ranks, ascending."""
         head, source = self._heads[index], self._sources[index]
         if given is not None:
             checked = _check_expected(given)
-            return list(range(checked)) if isinstance(checked, int) else sorted(checked)
-        own = source.ids(head)
-        if not own:
+            ids = list(range(checked)) if isinstance(checked, int) else sorted(checked)
+        else:
+            ids = own = source.ids(head)
+        if not ids and not allow_empty:
             raise invalid_argument(
                 "MISSING_FIELD",
                 f"no micro-batch was submitted to {head.name} in step {head.step}; skip() closes a step without any",
                 field="expected_micro_batches",
             )
+        if given is not None:
+            return ids
         if self.world_size == 1:
             return own
         if len(own) != source.count(head) or own != list(range(self.rank, len(own) * self.world_size, self.world_size)):
@@ -404,6 +418,7 @@ class TrainingLoop:
                 gradient_factor=gradient_factor,
                 max_grad_norm=self._max_grad_norm,
                 other_grad_norm_squared=others,
+                allow_empty=True,  # `step` has refused an empty one
                 **self._timeout,
             )
 
@@ -485,6 +500,12 @@ class TrainingLoop:
             FailedPreconditionError: `STEP_MISMATCH`: heads and trainer have no step in common. Heads at their first step are that
                 only as long as this loop has not gone on from there, or with a state of it.
         """
+        target = self._resume(step, take=take)
+        for head in self._heads:
+            head._confirm()
+        return target
+
+    def _resume(self, step: int | None, *, take: bool) -> int:
         if take:
             if self.rank == 0:
                 target = self._meeting.bring_heads_back(step)
