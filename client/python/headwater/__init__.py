@@ -101,8 +101,8 @@ def connect(
     Args:
         address: `host:port` (an IPv6 host in brackets; before it gRPC's dns:, ipv4: or ipv6: if need be, as in `dns:///host:port`),
             `unix:/path/to/headwater.sock` or `unix-abstract:name`.
-        timeout_s: bound of every call that does not bring its own, in seconds; retries and replays included.
-        connect_timeout_s: how long to wait for the server to answer at all, in seconds.
+        timeout_s: bound of every call that does not bring its own, in seconds; retries and replays included. Not of connecting.
+        connect_timeout_s: how long this function waits for the server to answer at all, in seconds.
         tenant: whose heads short names mean.
         session: own what this client leaves undecided: if the process dies, its explicit micro-batches are discarded when the lease
             ends, and their staging slots are free again; other clients cannot decide them. The session is opened by the first
@@ -171,6 +171,10 @@ def connect(
         backend = ReplayBackend(backend, replay_bytes, replay_steps, connect_timeout_s)
     return Client(backend, timeout_s=timeout_s, tenant=tenant)
 
+
+# Tracebacks name errors and warnings as callers do.
+for _error in [value for value in globals().values() if isinstance(value, type) and issubclass(value, (HeadwaterError, HeadWarning))]:
+    _error.__module__ = __name__
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",

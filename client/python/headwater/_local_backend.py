@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -83,9 +83,9 @@ class LocalBackend(LocalMicroBatches):
             engine.destroy()
         self.row_memory.close()
 
-    def __del__(self) -> None:
-        # A client that was forgotten without `close`. The end of the process frees all by itself.
-        if hasattr(self, "row_memory") and not sys.is_finalizing():
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # A client that was forgotten without `close`. The end of the process frees all by itself, this module's names first.
+        if hasattr(self, "row_memory") and not _is_finalizing():
             self.close()
 
     @contextlib.contextmanager

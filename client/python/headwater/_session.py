@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,13 +26,37 @@ _RETRY_S = 1.0
 # Bounds of one renewal and of closing, in seconds.
 _MAX_RENEWAL_S = 10.0
 _CLOSE_TIMEOUT_S = 2.0
+# Bound of closing all sessions that are left open when the interpreter exits, in seconds.
+_EXIT_TIMEOUT_S = 1.0
+
+# The open sessions by id: the process that has opened each, its channel, its stub. A fork inherits those of its parent.
+_open: dict[bytes, tuple[int, grpc.Channel, Any]] = {}
+
+
+def _end(session_id: bytes, timeout_s: float) -> None:
+    """Ends a session of this process on the server, as far as that answers; otherwise its lease ends by itself. Once for each."""
+    pid, _channel, stub = _open.pop(session_id, (0, None, None))
+    if pid == os.getpid():
+        with contextlib.suppress(grpc.RpcError, ValueError):  # ValueError: the channel was closed
+            stub.CloseSession(session_service_pb2.CloseSessionRequest(session_id=session_id), timeout=timeout_s)
+
+
+@atexit.register
+def _end_all() -> None:
+    """Clients that nobody has closed end with the process, which is no failure that a lease should have to find out."""
+    deadline = time.monotonic() + _EXIT_TIMEOUT_S
+    own = [session_id for session_id, (pid, _, _) in list(_open.items()) if pid == os.getpid()]
+    for session_id in own:
+        if (remaining_s := deadline - time.monotonic()) > 0:
+            _end(session_id, remaining_s)
+
 
 
 class Session:
     """A lease on the server that owns what this client leaves undecided. Thread-safe.
 
     A daemon thread renews the lease on a channel of its own, so that a busy connection does not hold it up. It knows this object
-    only weakly: a client that is forgotten without `close` lets its lease run out.
+    only weakly, and closes the session of a client that is forgotten without `close`.
     """
 
     def __init__(
@@ -77,6 +104,8 @@ class Session:
             except grpc.RpcError as error:
                 raise from_rpc_error(error) from None
             self._id = reply.session_id
+            _open[self._id] = os.getpid(), self._channel, self._stub
+            weakref.finalize(self, self._stop.set).atexit = False
             arguments = (weakref.ref(self), self._stub, self._stop, self._id, _renewal_period(reply.lease))
             threading.Thread(target=_keep_alive, args=arguments, name="headwater-keep-alive", daemon=True).start()
             return self._id
@@ -87,6 +116,7 @@ class Session:
             if self._id != session_id:
                 return
             self._id = b""
+            _open.pop(session_id, None)
             self._stop.set()
             self._stop = threading.Event()
         if self._on_forgotten is not None:
@@ -102,11 +132,7 @@ class Session:
             if channel is None:
                 return
             if session_id:
-                # If the server does not answer, the lease ends by itself.
-                with contextlib.suppress(grpc.RpcError):
-                    self._stub.CloseSession(
-                        session_service_pb2.CloseSessionRequest(session_id=session_id), timeout=_CLOSE_TIMEOUT_S
-                    )
+                _end(session_id, _CLOSE_TIMEOUT_S)
             channel.close()
 
 
@@ -134,6 +160,8 @@ def _keep_alive(session: weakref.ref[Session], stub: Any, stop: threading.Event,
             period_s = min(period_s, _RETRY_S)
         except ValueError:
             return  # the channel was closed
+    if session() is None:  # forgotten: whoever closes it has ended it before
+        _end(session_id, _CLOSE_TIMEOUT_S)
 
 
 def _reason(error: grpc.RpcError) -> str:

@@ -5,6 +5,7 @@ Each case is a process of its own, which ends by returning from its main program
 
 import subprocess
 import sys
+import time
 
 import grpc
 import pytest
@@ -98,3 +99,54 @@ def test_a_call_that_the_server_asks_to_repeat_is_waited_for():
         server.fail("SealStep", Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after_s=1.0))
         assert finish(process, PROMPTLY_S) == "None\n"
         assert server.count("SealStep") == 2
+
+
+LEFT_OPEN = """
+def main():
+    import os
+    own = headwater.connect(address, transport=transport, replay=replay == "True")
+    own.head("scripted").cross_entropy(numpy.zeros((1, 4), "f"), [1], micro_batch=0, commit="explicit")
+    if os.fork() == 0:
+        sys.exit()  # the parent's session is not its own
+    os.wait()
+
+head.cross_entropy(numpy.zeros((1, 4), "f"), [1], micro_batch=0, commit="explicit")
+main()
+"""
+
+
+@pytest.mark.parametrize("transport", ("grpc", "python"))
+@pytest.mark.parametrize("replay", (True, False))
+def test_sessions_that_are_left_open_are_closed_at_exit(transport, replay):
+    """That of a client in use, and that of one that a function has forgotten; by this process alone."""
+    with scripted_server() as server:
+        process = begin(server, transport, LEFT_OPEN, replay=replay)
+        assert finish(process, PROMPTLY_S) == ""
+        opened = server.count("OpenSession")
+        assert opened == 2
+        assert sorted(request.session_id for request in server.calls["CloseSession"]) == [
+            id_.to_bytes(32, "big") for id_ in (1, 2)
+        ]
+
+
+class Silence:
+    """In the place of an answer."""
+
+    def abort(self, context):
+        time.sleep(12)
+
+
+@pytest.mark.parametrize("silent", (True, False))
+def test_a_server_that_is_silent_or_away_does_not_hold_up_the_exit(silent):
+    """Two sessions, and about a second for both."""
+    with scripted_server() as server:
+        process = begin(server, "python", LEFT_OPEN + "print('open', flush=True)\nsys.stdin.readline()\n")
+        server.fail("CloseSession", *[Silence()] * 4)
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "open\n"
+        if not silent:
+            server.stop()
+        began = time.monotonic()
+        assert finish(process, PROMPTLY_S) == ""
+        assert time.monotonic() - began < 8
