@@ -51,7 +51,7 @@ class BFloat16:
     @classmethod
     def from_float32(cls, values: Any) -> BFloat16:
         """Rounds real numbers to nearest, ties to even. NaN stays NaN, infinities stay."""
-        array = _numbers(values, "values")
+        array = numbers(values, "values")
         _check_kind(array, values, "values", "iuf", "real numbers")
         with np.errstate(over="ignore"):
             values = np.ascontiguousarray(array, dtype=np.float32)
@@ -241,8 +241,7 @@ def from_any(value: Any, field: str, *, bits_of: str | None = None, device_rows:
             BFLOAT16,
             lambda array: BFloat16(array.data) if array.data_type == BFLOAT16 else array.data,
         )
-    refuse_mask(value, field)
-    array = np.asarray(value)
+    array = numbers(value, field)
     if array.dtype.name == "bfloat16":
         dtype = array.dtype
         return HostArray(
@@ -271,7 +270,7 @@ def data_type_name(dtype: Any, field: str = "dtype") -> str:
     return name
 
 
-def _numbers(value: Any, field: str) -> np.ndarray:
+def numbers(value: Any, field: str) -> np.ndarray:
     """The array of what may be nested sequences, or a torch tensor."""
     if is_torch_tensor(value):
         value = dense_tensor(value, field).to("cpu")
@@ -298,7 +297,7 @@ def int_vector(value: Any, field: str, row_count: int) -> np.ndarray:
     Raises:
         InvalidArgumentError: not integers (True and False are none), another shape, or a value outside int32.
     """
-    array = _numbers(value, field)
+    array = numbers(value, field)
     if array.size == 0 and array.dtype.kind == "f":
         array = array.astype(np.int32)  # an empty list
     _check_kind(array, value, field, "iu", "integers")
@@ -315,7 +314,7 @@ def float_vector(value: Any, field: str, lengths: tuple[int, ...]) -> np.ndarray
     Raises:
         InvalidArgumentError: not numbers, another shape, or a value that is not finite in float32.
     """
-    array = _numbers(value, field)
+    array = numbers(value, field)
     _check_kind(array, value, field, "biuf", "real numbers")
     if array.ndim != 1 or array.shape[0] not in lengths:
         check_shape(array.shape, (lengths[0],), field)

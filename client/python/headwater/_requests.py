@@ -157,7 +157,7 @@ def check_outputs(outputs: Any) -> tuple[str, ...]:
 
 def check_rows(value: Any, field: str, hidden_size: int, memory: RowMemory | None = None) -> Any:
     """Hidden states of shape (num_tokens, hidden_size); a CUDA tensor as `memory` wants it, else in host memory."""
-    shape = tuple(value.shape) if hasattr(value, "shape") else np.shape(value)
+    shape = tuple(value.shape) if hasattr(value, "shape") else _arrays.numbers(value, field).shape
     if len(shape) != 2 or shape[1] != hidden_size:
         _arrays.from_any(value, field)  # an element type that is wrong is said first
         raise invalid_argument(

@@ -284,6 +284,201 @@ def test_a_layer_in_the_place_of_its_weight_is_called_by_its_name(head, rows):
         with refused("DATA_TYPE_MISMATCH", headwater.InvalidArgumentError) as info:
             call()
         assert "got Linear" in str(info.value)
+    with refused("DATA_TYPE_MISMATCH", headwater.InvalidArgumentError) as info:
+        headwater.Client(Unreachable()).create_head("head", layer)
+    assert "pass its .weight" in str(info.value)
+
+
+# Values that a conversion to what is sent would change or drop, by the kind of argument; and the kinds that every argument refuses.
+def _masked(values):
+    mask = np.zeros(np.shape(values), bool)
+    mask[0] = True
+    return np.ma.masked_array(values, mask=mask)
+
+
+SPARSE = {"sparse": lambda x: torch.as_tensor(np.asarray(x)).to_sparse(), "meta": lambda x: torch.as_tensor(np.asarray(x)).to("meta")}
+EVERYWHERE = {
+    **SPARSE,
+    "masked": _masked,
+    "complex": lambda x: np.asarray(x) + 1j,
+    "complex_tensor": lambda x: torch.as_tensor(np.asarray(x)).to(torch.complex64) * 1j,
+    "words": lambda x: np.asarray(x).astype(str),
+    "objects": lambda x: np.asarray(x).astype(object),
+    "dates": lambda x: np.asarray(x).astype(np.int64).astype("datetime64[s]"),
+    "ragged": lambda x: [*np.asarray(x).tolist(), [1, [2]]],
+    "subclass": lambda x: Wrapped(torch.as_tensor(np.asarray(x))),
+}
+CHANGED = {
+    "rows": {
+        "float64": np.float64,
+        "int32": np.int32,
+        "bool": np.bool_,
+        "big_endian": ">f4",
+        "uint16": np.uint16,
+        "float64_tensor": lambda x: torch.from_numpy(x).double(),
+    },
+    "integers": {
+        "fractions": lambda x: x + 0.5,
+        "whole_floats": np.float32,
+        "floats_of_bfloat16": lambda x: torch.from_numpy(x).bfloat16(),
+        "nan": lambda x: np.full(len(x), np.nan),
+        "bool": np.bool_,
+        "beyond_int32": lambda x: x + 2**32,  # modulo 2^32 as before
+        "beyond_int64": lambda x: x.astype(np.uint64) + np.uint64(2**63),
+        "big_endian_beyond_int32": lambda x: (x + 2**32).astype(">i8"),
+    },
+    "reals": {
+        "beyond_float32": lambda x: x.astype(np.float64) * 1e39,
+        "tensor_beyond_float32": lambda x: torch.from_numpy(x).double() * 1e39,
+        "integers_beyond_fp64": lambda x: [10**400] * len(x),
+        "none": lambda x: [None] * len(x),
+    },
+}
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that keeps its elements elsewhere, as quantizers' do."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
+        inner = [torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, Wrapped) else x for x in arguments]
+        made = function(*inner, **(options or {}))
+        return Wrapped(made) if isinstance(made, torch.Tensor) else made
+
+
+FLOATS = np.linspace(1, 2, NUM_TOKENS * HIDDEN_SIZE).reshape(NUM_TOKENS, HIDDEN_SIZE).astype(np.float32)
+WEIGHT = np.linspace(1, 2, VOCAB_SIZE * HIDDEN_SIZE).reshape(VOCAB_SIZE, HIDDEN_SIZE).astype(np.float32)
+IDS = np.arange(NUM_TOKENS)
+# By name: the kind, a value that is right, and a call that takes it.
+ARRAYS = {
+    "hidden": ("rows", FLOATS, lambda head, x: head.cross_entropy(x, IDS, backward=False)),
+    "multi": ("rows", FLOATS, lambda head, x: head.multi(x, [headwater.CrossEntropy(IDS)], backward=False)),
+    "grad_hidden_out": (
+        "rows",
+        np.zeros_like(FLOATS),
+        lambda head, x: head.cross_entropy(FLOATS, IDS, micro_batch=0, grad_hidden_out=x),
+    ),
+    "teacher_hidden": ("rows", FLOATS, lambda head, x: head.jsd(FLOATS, head, x, backward=False)),
+    "teacher_rows": ("rows", FLOATS, lambda head, x: head._client.teacher("key", total_rows=NUM_TOKENS).stream(x)),
+    "gradient": ("rows", FLOATS, lambda head, x: head.add_gradient(x, micro_batch=0)),
+    "weight": ("rows", WEIGHT, lambda head, x: head._client.create_head("converted", x)),
+    "set_weight": ("rows", WEIGHT, lambda head, x: head.set_weight(x)),
+    "targets": ("integers", IDS, lambda head, x: head.cross_entropy(FLOATS, x, backward=False)),
+    "row_indices": (
+        "integers",
+        IDS,
+        lambda head, x: head._client.teacher("key", total_rows=NUM_TOKENS).stream(FLOATS, x),
+    ),
+    "joined_row_indices": (
+        "integers",
+        IDS,
+        lambda head, x: head.jsd(FLOATS, head, headwater.JOIN, join_key="k", total_rows=99, row_indices=x, backward=False),
+    ),
+    "token_weights": ("reals", VECTOR, lambda head, x: head.cross_entropy(FLOATS, IDS, token_weights=x, backward=False)),
+    "class_weights": ("reals", np.ones(30, np.float32), lambda head, x: head.cross_entropy(FLOATS, IDS, class_weights=x, backward=False)),
+    "token_factors": ("reals", VECTOR, lambda head, x: head.commit(micro_batch=0, token_factors=x)),
+    "bfloat16": ("reals", FLOATS[0], lambda head, x: headwater.BFloat16.from_float32(x)),
+}
+CONVERSIONS = [
+    (name, change)
+    for name, (kind, _, _) in ARRAYS.items()
+    for change in {**EVERYWHERE, **CHANGED[kind]}
+    if not (name == "bfloat16" and "beyond_float32" in change)  # it rounds to infinity, as documented
+]
+
+
+@pytest.mark.parametrize(("name", "change"), CONVERSIONS)
+def test_no_conversion_changes_or_drops_a_value(head, name, change):
+    """What was passed is read as it is, or refused before anything is sent."""
+    kind, right, call = ARRAYS[name]
+    changed = {**EVERYWHERE, **CHANGED[kind]}[change]
+    value = changed(right.copy()) if not isinstance(changed, (str, type)) else right.astype(changed)
+    real = head._backend
+    head._backend = head._client._backend = Unreachable()
+    try:
+        with pytest.raises(headwater.InvalidArgumentError) as info:
+            call(head, value)
+    finally:
+        head._backend = head._client._backend = real
+    assert info.value.reason in ("DATA_TYPE_MISMATCH", "INVALID_FIELD", "SHAPE_MISMATCH") and info.value.metadata["field"]
+
+
+KEPT = {
+    "targets": (">i8", "<u8", np.uint8, lambda x: torch.from_numpy(x).to(torch.uint8), list),
+    "token_weights": (np.bool_, np.float64, ">f8", np.float16, lambda x: torch.from_numpy(x).double(), list),
+    "hidden": (lambda x: torch.from_numpy(x * 1j).conj().imag.neg(), np.asfortranarray),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_conversions_that_keep_the_values_are_made(head, name):
+    _, right, call = ARRAYS[name]
+    wanted = call(head, right).loss_sum
+    for change in KEPT[name]:
+        value = change(right) if callable(change) and not (isinstance(change, type) and change is not list) else right.astype(change)
+        assert call(head, value).loss_sum == wanted, change
+
+
+LOSS_ARGUMENTS = {
+    "hidden": lambda loss, x: loss(x, torch.from_numpy(IDS)),
+    "targets": lambda loss, x: loss(torch.from_numpy(FLOATS), x),
+    "token_weights": lambda loss, x: loss(torch.from_numpy(FLOATS), IDS, token_weights=x),
+}
+
+
+@pytest.mark.parametrize("name", LOSS_ARGUMENTS)
+def test_torch_losses_refuse_what_would_be_dropped(head, name):
+    right = {"hidden": FLOATS, "targets": IDS, "token_weights": VECTOR}[name]
+    loss = headwater.torch.CrossEntropyLoss(head)
+    for change in ("sparse", "meta", "subclass", *(() if name == "hidden" else ("masked", "objects"))):
+        with pytest.raises(headwater.InvalidArgumentError) as info, torch.no_grad():
+            LOSS_ARGUMENTS[name](loss, EVERYWHERE[change](right))
+        assert name in str(info.value), change
+    if name != "hidden":
+        with torch.no_grad():
+            for same in (right, right.astype(right.dtype.newbyteorder(">")), np.ma.filled(right)):
+                assert LOSS_ARGUMENTS[name](loss, same) == loss(torch.from_numpy(FLOATS), torch.from_numpy(IDS))
+
+
+def test_weights_that_the_storage_type_has_no_finite_value_for_are_refused(head):
+    for dtype, largest in (("float16", 65520.0), ("bfloat16", 3.3961776e38)):
+        weight = np.ones((4, 4), np.float32)
+        for value in (largest, -largest):
+            weight[1, 2] = value
+            with refused("INVALID_FIELD", headwater.InvalidArgumentError) as info:
+                headwater.Client(Unreachable()).create_head("head", weight, dtype=dtype)
+            assert f"finite in {dtype}" in str(info.value)
+        weight[1, 2] = np.nextafter(np.float32(largest), np.float32(0))
+        made = head._client.create_head(f"largest-{dtype}", weight, dtype=dtype)
+        assert np.isfinite(made.weight(dtype="float32")).all()
+        made.delete()
+
+
+def test_scalars_of_numpy_are_what_they_are():
+    for value in (np.str_("1"), np.complex64(1 + 2j), np.bool_(True), np.datetime64(1, "s")):
+        with refused("INVALID_FIELD", headwater.InvalidArgumentError):
+            headwater.AdamW(weight_decay=value)
+    for options in ({"trainable": "no"}, {"trainable": 1}):
+        with refused("INVALID_FIELD", headwater.InvalidArgumentError):
+            headwater.Client(Unreachable()).create_head("head", WEIGHT, **options)
+    with refused("INVALID_FIELD", headwater.InvalidArgumentError):
+        headwater.SGD(momentum=0.5, nesterov="no")
+
+
+def test_errors_are_named_as_callers_name_them():
+    assert repr(headwater.StepMismatchError) == "<class 'headwater.StepMismatchError'>"
+    error = pickle.loads(pickle.dumps(headwater.NotFoundError("gone")))
+    assert type(error) is headwater.NotFoundError
+
+
+def test_adamw_says_what_settings_of_pytorchs_are_called_here():
+    for name, here in (("betas", "beta1= and beta2="), ("eps", "epsilon=")):
+        with pytest.raises(TypeError, match=f"takes no {name}=: pass {here}"):
+            headwater.AdamW(**{name: 0.5})
 
 
 @pytest.mark.parametrize("optimizer", (headwater.AdamW, headwater.SGD), ids=lambda optimizer: optimizer.__name__)
