@@ -130,6 +130,13 @@ def to_float32(array: HostArray) -> np.ndarray:
     return BFloat16(array.data).to_float32() if array.data_type == BFLOAT16 else array.data.astype(np.float32)
 
 
+def to_torch(array: HostArray) -> Any:
+    """A torch tensor on the CPU over these elements; a copy where they cannot be written."""
+    torch = sys.modules["torch"]
+    data = array.data if array.data.flags.writeable else array.data.copy()
+    return torch.from_numpy(data.view(np.int16)).view(torch.bfloat16) if array.data_type == BFLOAT16 else torch.from_numpy(data)
+
+
 def is_torch_tensor(value: Any) -> bool:
     """Whether `value` is a torch tensor; does not import torch."""
     torch = sys.modules.get("torch")
@@ -326,7 +333,7 @@ def float_vector(value: Any, field: str, lengths: tuple[int, ...]) -> np.ndarray
     return rounded
 
 
-def _rounded(values: np.ndarray, data_type: str) -> HostArray:
+def rounded(values: np.ndarray, data_type: str) -> HostArray:
     """float32 values as a head of this type stores them: rounded to nearest, ties to even."""
     if data_type == BFLOAT16:
         return HostArray(BFloat16.from_float32(values).bits, data_type, to_numpy)
@@ -339,7 +346,7 @@ def check_fits(array: HostArray, data_type: str, field: str) -> None:
     if array.data_type != FLOAT32 or data_type == FLOAT32 or array.data.size == 0:
         return
     extremes = np.array([array.data.min(), array.data.max()])
-    bad = np.isfinite(extremes) & ~np.isfinite(to_float32(_rounded(extremes, data_type)))
+    bad = np.isfinite(extremes) & ~np.isfinite(to_float32(rounded(extremes, data_type)))
     if bad.any():
         value = float(extremes[int(np.argmax(bad))])
         raise invalid_argument(
@@ -360,7 +367,7 @@ def is_stored_as(array: HostArray, stored: np.ndarray, data_type: str) -> bool:
     given, stored = array.data.reshape(-1), stored.reshape(-1)
     for start in range(0, given.size, _COMPARED):
         part, other = given[start : start + _COMPARED], HostArray(stored[start : start + _COMPARED], data_type, to_numpy)
-        mine = HostArray(part, data_type, to_numpy) if array.data_type == data_type else _rounded(part, data_type)
+        mine = HostArray(part, data_type, to_numpy) if array.data_type == data_type else rounded(part, data_type)
         if not np.array_equal(to_float32(mine), to_float32(other), equal_nan=True):
             return False
     return given.size == stored.size

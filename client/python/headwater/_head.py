@@ -15,6 +15,7 @@ from headwater._abandoned import AbandonedContributions
 from headwater._arrays import HostArray
 from headwater._backend import ApplyArguments, Expected, Progress, StepKey, UploadOptions
 from headwater._errors import HeadwaterError, invalid_argument, make_error, warn
+from headwater._export import export
 from headwater._futures import as_future
 from headwater._losses import HeadLosses
 from headwater._requests import CommitRequest, GradientRequest
@@ -453,6 +454,35 @@ class Head(HeadLosses):
         data, data_type = self._backend.download(self._name, epoch, tensor, wanted, self._timeout(timeout_s))
         return _arrays.to_numpy(HostArray(data, data_type, _arrays.to_numpy))
 
+    def export(
+        self, target: Any, *, tensor: str = "", dtype: Any = None, untie: bool = False, timeout_s: float | None = None
+    ) -> None:
+        """Writes weight and bias as they are now into the model that they belong to, whose own output layer was not trained.
+
+            model.save_pretrained("trained")       # everything but the head
+            head.export("trained")                 # now from_pretrained("trained") computes what was trained
+
+        Everything else of the target stays as it is. A file is replaced when the new one is complete; a shard's whole content is
+        copied for that.
+
+        Args:
+            target: a folder of safetensors files that save_pretrained has written; a .safetensors file, which is made if it is not
+                there; or a torch.nn.Linear, or a model with get_output_embeddings(), whose parameters are overwritten in place.
+            tensor: name of the weight's tensor in a file. Empty: `lm_head.weight`, else the only tensor of the head's shape that has
+                a name of an output layer (`embed_out.weight`, `output.weight`, ...). The bias is beside it.
+            dtype: of the tensors in a file. None: that which they have; in a new file that of the head. "float32" has the master
+                weights.
+            untie: for a model whose config says that its input embedding is its head (`tie_word_embeddings`), and a head that was
+                not attached with tied=: gives the model an output layer of its own, and says so in the config. Otherwise such a
+                model is refused. A head that was attached with tied= is written into the embedding.
+        Raises:
+            InvalidArgumentError: `INVALID_COMBINATION`: a tied model, see `untie`; a bias on one side only. `SHAPE_MISMATCH`.
+            NotFoundError: `WEIGHTS_NOT_FOUND`: no file, or no tensor or several that can be the head; the message lists them.
+            DataLossError: `FILE_CORRUPT`.
+        Also what `weight` raises.
+        """
+        export(self, target, tensor, dtype, _requests.check_bool(untie, "untie"), timeout_s)
+
     def set_weight(
         self,
         weight: Any,
@@ -610,6 +640,7 @@ class Head(HeadLosses):
     gradient_norm_future = as_future(gradient_norm)
     weight_future = as_future(weight)
     bias_future = as_future(bias)
+    export_future = as_future(export)
     set_weight_future = as_future(set_weight)
     replace_weight_future = as_future(replace_weight)
     take_future = as_future(take)

@@ -110,7 +110,7 @@ class ModuleHead(Head):
         for parameter, download in pairs:
             wanted = None if _arrays.data_type_name(parameter.dtype) == self.spec.data_type else _arrays.FLOAT32
             with torch.no_grad():
-                parameter.copy_(_as_tensor(download(dtype=wanted, timeout_s=timeout_s)))
+                parameter.copy_(_arrays.to_torch(_arrays.from_any(download(dtype=wanted, timeout_s=timeout_s), "weight")))
 
     def _trainer_owned(self) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
         if self.owner != "trainer" or self.weight_parameter is None:
@@ -130,14 +130,6 @@ _GRADIENT_LIMIT = "max_micro_batch_bytes"
 def dense(gradient: torch.Tensor) -> torch.Tensor:
     """A gradient as a plain tensor; that of an Embedding with sparse=True is not one."""
     return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-def _as_tensor(values: Any) -> torch.Tensor:
-    array = _arrays.from_any(values, "weight")
-    data = array.data if array.data.flags.writeable else array.data.copy()
-    if array.data_type == _arrays.BFLOAT16:
-        return torch.from_numpy(data.view("int16")).view(torch.bfloat16)
-    return torch.from_numpy(data)
 
 
 def attach(

@@ -1,0 +1,284 @@
+"""Writes a head's weights back into the model that they came from: a torch module, a safetensors file, a folder of save_pretrained."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from headwater import _arrays, _safetensors
+from headwater._arrays import HostArray
+from headwater._errors import HeadwaterError, invalid_argument, make_error
+
+if TYPE_CHECKING:
+    from headwater._head import Head
+
+DEFAULT_TENSOR = "lm_head.weight"
+# Last parts of the names that models give their output layer and their input embedding.
+_HEAD_NAMES = (
+    DEFAULT_TENSOR,
+    "embed_out.weight",
+    "output.weight",
+    "output_layer.weight",
+    "proj_out.weight",
+    "codec_head.weight",
+    "ff_out.weight",
+    "head.weight",
+)
+_EMBEDDING_NAMES = (
+    "embed_tokens.weight",
+    "tok_embeddings.weight",
+    "word_embeddings.weight",
+    "embed_in.weight",
+    "embeddings.weight",
+    "embedding.weight",
+    "wte.weight",
+)
+_INDEX, _SINGLE, _CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
+_TIE = "tie_word_embeddings"
+
+# Downloads "weight" or "bias" as elements of a type.
+_Download = Callable[[str, str], HostArray]
+
+
+def export(head: Head, target: Any, tensor: str, dtype: Any, untie: bool, timeout_s: float | None) -> None:
+    """See `Head.export`."""
+
+    def download(which: str, data_type: str) -> HostArray:
+        # The master weights where they are rounded here.
+        wanted = data_type if data_type == head.spec.data_type else _arrays.FLOAT32
+        values = (head.weight if which == "weight" else head.bias)(dtype=wanted, timeout_s=timeout_s)
+        array: HostArray = _arrays.from_any(values, which)
+        _arrays.check_fits(array, data_type, which)
+        return array if array.data_type == data_type else _arrays.rounded(array.data, data_type)
+
+    is_tied = getattr(head, "tied", None) is not None
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(target, torch.nn.Module):
+        if tensor or dtype is not None:
+            raise _refused("a module has its own tensors and dtype: leave tensor= and dtype= out", "target")
+        _into_module(head, target, is_tied, untie, download)
+        return
+    if not isinstance(target, (str, os.PathLike)):
+        raise _refused(f"target must be a path or a torch.nn.Module, got {type(target).__name__}", "target")
+    data_type = None if dtype is None else _arrays.data_type_name(dtype)
+    path = Path(target)
+    if path.is_dir() or path.exists():
+        _into_files(head, _Files(path), is_tied, tensor, data_type, untie, download)
+    elif path.suffix == ".safetensors":
+        kind = data_type or head.spec.data_type
+        arrays = {tensor or DEFAULT_TENSOR: download("weight", kind)}
+        if head.spec.has_bias:
+            arrays[_bias_of(tensor or DEFAULT_TENSOR)] = download("bias", kind)
+        _replace(path, lambda file: _safetensors.rewrite(None, arrays, file))
+    else:
+        raise make_error(
+            "NOT_FOUND",
+            "WEIGHTS_NOT_FOUND",
+            f"{path} is not there; pass a folder that save_pretrained has written, or the path of a .safetensors file",
+            {"path": str(path)},
+        )
+
+
+def _refused(message: str, field: str) -> HeadwaterError:
+    return invalid_argument("INVALID_COMBINATION", message, field=field)
+
+
+def _bias_of(weight_name: str) -> str:
+    return weight_name.removesuffix("weight") + "bias"
+
+
+def _check_bias(head: Head, there: bool, where: str) -> None:
+    if head.spec.has_bias and not there:
+        raise _refused(f"{head.name} has a bias, {where} has none: the model would compute other logits", "target")
+    if there and not head.spec.has_bias:
+        raise _refused(f"{where} has a bias, {head.name} has none: the model would compute other logits", "target")
+
+
+_TIED = (
+    "is also its input embedding, and the head was trained apart from that; attach it with tied=\"trainer\" or tied=\"server\", or "
+    f"pass untie=True, which gives the head a tensor of its own and sets {_TIE} to false"
+)
+
+
+# ---- a module -----------------------------------------------------------------------------------------------------------
+
+
+def _into_module(head: Head, module: Any, is_tied: bool, untie: bool, download: _Download) -> None:
+    import torch
+
+    from headwater.torch._module_checks import embedding_of, output_layer
+
+    holder = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else module
+    if holder is None:
+        raise _refused(f"{type(module).__name__} has no output layer", "target")
+    layer = output_layer(holder)
+    _arrays.check_shape(tuple(layer.weight.shape), (head.spec.vocab_size, head.spec.hidden_size), "target's weight")
+    _check_bias(head, layer.bias is not None, type(holder).__name__)
+    if not is_tied and embedding_of(layer.weight) is not None:
+        if not untie:
+            raise _refused(f"the weight of the model's output layer {_TIED}", "untie")
+        holder.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=layer.weight.requires_grad)
+        if getattr(module, "config", None) is not None:
+            setattr(module.config, _TIE, False)
+    for which, parameter in (("weight", holder.weight), ("bias", holder.bias)):
+        if parameter is not None:
+            array = download(which, _arrays.data_type_name(parameter.dtype))
+            with torch.no_grad():
+                parameter.copy_(_arrays.to_torch(array))
+
+
+# ---- files --------------------------------------------------------------------------------------------------------------
+
+
+class _Files:
+    """The safetensors files of a model, or one of them.
+
+    Attributes:
+        folder: where they lie.
+        config: what config.json says; None without one, or for one file.
+        index: what the index says; None without one.
+        entries: by tensor, its file and its entry in that file's header.
+    """
+
+    def __init__(self, path: Path):
+        self.folder = path if path.is_dir() else path.parent
+        self.config = self.index = None
+        if not path.is_dir():
+            files: Iterable[Path] = [path]
+        else:
+            self.config = _read_json(path / _CONFIG)
+            self.index = _read_json(path / _INDEX)
+            names = [_SINGLE] if self.index is None else sorted(set(self.index["weight_map"].values()))
+            files = [path / name for name in names]
+        self.entries: dict[str, tuple[Path, dict[str, Any]]] = {}
+        for file in files:
+            if not file.exists():
+                raise make_error(
+                    "NOT_FOUND",
+                    "WEIGHTS_NOT_FOUND",
+                    f"{file} is not there: a folder must have {_SINGLE}, or {_INDEX} and what it names, as save_pretrained writes them",
+                    {"path": str(file)},
+                )
+            self.entries.update((name, (file, entry)) for name, entry in _safetensors.header_of(file).items())
+        if not self.entries:
+            raise _refused(f"{path} has no tensors", "target")
+
+    def fitting(self, names: Iterable[str], shape: tuple[int, ...]) -> list[str]:
+        """Tensors of this shape that have one of these names, under any prefix."""
+        return [
+            name
+            for name, (_, entry) in self.entries.items()
+            if tuple(entry["shape"]) == shape and any(name == known or name.endswith(f".{known}") for known in names)
+        ]
+
+    def of_shape(self, shape: tuple[int, ...]) -> str:
+        """For messages: all tensors of this shape."""
+        names = [name for name, (_, entry) in self.entries.items() if tuple(entry["shape"]) == shape]
+        return ", ".join(names) or "none"
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def _says_tied(config: dict[str, Any] | None) -> bool | None:
+    """What the configuration says; None if it does not."""
+    if config is None:
+        return None
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    return next((bool(part[_TIE]) for part in parts if _TIE in part), None)
+
+
+def _into_files(
+    head: Head, files: _Files, is_tied: bool, tensor: str, data_type: str | None, untie: bool, download: _Download
+) -> None:
+    shape = (head.spec.vocab_size, head.spec.hidden_size)
+    if tensor or DEFAULT_TENSOR in files.entries:
+        heads = [name for name in (tensor or DEFAULT_TENSOR,) if name in files.entries]
+    else:
+        heads = files.fitting(_HEAD_NAMES, shape)
+    says = _says_tied(files.config)
+    # A configuration that says nothing stands for the model's own default: where no head was saved, there is none.
+    ties = not tensor and (bool(says) or (says is None and files.config is not None and not heads))
+    if ties and not is_tied and not untie:
+        raise _refused(f"the output layer of the model in {files.folder} {_TIED}", "untie")
+    unties = untie and (ties or not heads)
+    if unties:
+        places = heads = heads or [tensor or DEFAULT_TENSOR]
+    else:
+        embeddings = files.fitting(_EMBEDDING_NAMES, shape) if ties else []
+        places = heads + embeddings
+        if len(heads) > 1 or len(embeddings) != ties or not places:
+            found = f"{', '.join(places)} can all" if len(places) > 1 else "no tensor can"
+            raise make_error(
+                "NOT_FOUND",
+                "WEIGHTS_NOT_FOUND",
+                f"{found} be the head of {files.folder}; pass tensor= with the name of one of shape {list(shape)}: "
+                f"{files.of_shape(shape)}",
+                {"expected": str(list(shape))},
+            )
+    bias = _bias_of(heads[0] if heads else DEFAULT_TENSOR)
+    if bias in files.entries or not (unties and heads[0] not in files.entries):
+        _check_bias(head, bias in files.entries, str(files.folder))
+    writes = dict.fromkeys(places, "weight")
+    if head.spec.has_bias:
+        writes[bias] = "bias"
+    _write(head, files, writes, data_type, download)
+    if unties and files.config is not None:
+        text = json.dumps(_untied(files.config), indent=2) + "\n"
+        _replace(files.folder / _CONFIG, lambda file: file.write(text.encode()))
+
+
+def _untied(config: dict[str, Any]) -> dict[str, Any]:
+    parts = {key: {**part, _TIE: False} if isinstance(part, dict) and _TIE in part else part for key, part in config.items()}
+    return {**parts, _TIE: False}
+
+
+def _write(head: Head, files: _Files, writes: dict[str, str], data_type: str | None, download: _Download) -> None:
+    """Writes tensors by name, file by file; each file is the old one or the new one, whatever happens."""
+    by_file: dict[Path, dict[str, HostArray]] = {}
+    downloaded: dict[tuple[str, str], HostArray] = {}
+    last = next(reversed(files.entries.values()))[0]  # where a new tensor goes
+    for name, which in writes.items():
+        file, entry = files.entries.get(name, (last, None))
+        stored = head.spec.data_type if entry is None else _safetensors.data_type_of(entry["dtype"])
+        kind = data_type or stored
+        if kind is None:
+            raise _refused(f"{name} in {file} is {entry and entry['dtype']}, which is no type of a head; pass dtype=", "dtype")
+        if entry is not None:
+            _arrays.check_shape(tuple(entry["shape"]), (head.spec.vocab_size, head.spec.hidden_size)[: 1 + (which == "weight")], name)
+        if (which, kind) not in downloaded:
+            downloaded[which, kind] = download(which, kind)
+        by_file.setdefault(file, {})[name] = downloaded[which, kind]
+    for file, arrays in by_file.items():
+        _replace(file, functools.partial(_safetensors.rewrite, file, arrays))
+    if files.index is not None:
+        added = {name: file.name for file, arrays in by_file.items() for name in arrays if name not in files.entries}
+        if added:
+            index = {**files.index, "weight_map": {**files.index["weight_map"], **added}}
+            _replace(files.folder / _INDEX, lambda file: file.write((json.dumps(index, indent=2) + "\n").encode()))
+
+
+def _replace(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+    """Writes a file beside `path`, and puts it in its place when it is complete and on the disk."""
+    unfinished = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        with unfinished.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, unfinished)
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
