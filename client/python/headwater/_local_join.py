@@ -162,10 +162,12 @@ def _check_same(known: _Set, place: JoinedRows, hidden_size: int) -> None:
 
 
 def _different(join_key: str, ours: tuple[int, str, int], theirs: tuple[int, str, int]) -> HeadwaterError:
+    fields = ("total_row_count", "data_type", "hidden_size")
+    field = next(name for name, our, their in zip(fields, ours, theirs, strict=True) if our != their)
     return make_error(
         "FAILED_PRECONDITION",
         "JOIN_INCOMPLETE",
         f"the joined set {join_key!r} has {theirs[0]} rows of {theirs[2]} x {theirs[1]}, this call says {ours[0]} of "
         f"{ours[2]} x {ours[1]}",
-        {"joinKey": join_key, "expected": str(theirs), "actual": str(ours)},
+        {"joinKey": join_key, "field": field, "expected": str(theirs), "actual": str(ours)},
     )

@@ -243,7 +243,8 @@ class HeadLosses:
             truncate_to_common: vocabularies of different sizes are compared over the columns that both have; otherwise refused.
         Other arguments, return value and errors are those of `cross_entropy`.
         Raises:
-            FailedPreconditionError: `JOIN_INCOMPLETE`: rows of the set did not come in time, or it is not as this call says.
+            FailedPreconditionError: `JOIN_INCOMPLETE`: rows of the set did not come within the server's max_join_wait (60 s), or the
+                set is not as this call says. DeadlineExceededError: nor within `timeout_s`: a shorter one finds a dead teacher sooner.
         """
         term = _terms.JSD(
             teacher,
@@ -429,7 +430,7 @@ class HeadLosses:
 
     def _run(self, prepared: _Prepared) -> LossResult:
         remaining_s = self._abandoned.settle(prepared.timeout_s)
-        return self._finish(prepared, self._backend.compute(prepared.compaction.request, remaining_s))
+        return self._finish(prepared, lambda: self._backend.compute(prepared.compaction.request, remaining_s))
 
     def _start(self, prepare: Callable[[], _Prepared]) -> Future[LossResult]:
         """A loss whose arguments `prepare` checks; no thread waits for its answer."""
@@ -443,11 +444,13 @@ class HeadLosses:
             prepared = prepare()
         except Exception as error:
             return Future.failed(error)
-        return self._executors.begin_loss(begin, lambda outcome: self._finish(prepared, outcome()), lambda: self._run(prepared))
+        return self._executors.begin_loss(begin, lambda outcome: self._finish(prepared, outcome), lambda: self._run(prepared))
 
-    def _finish(self, prepared: _Prepared, answer: LossResult) -> LossResult:
+    def _finish(self, prepared: _Prepared, answer: Callable[[], LossResult]) -> LossResult:
         request = prepared.request
-        result = _requests.finish(prepared.compaction, request, answer, prepared.grad_hidden_out)
+        with _terms.joining():
+            answered = answer()
+        result = _requests.finish(prepared.compaction, request, answered, prepared.grad_hidden_out)
         if request.micro_batch is None or not request.explicit:
             return result
         return dataclasses.replace(result, _decision=_Decision(self, request.keys, request.micro_batch))

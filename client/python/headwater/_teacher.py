@@ -65,6 +65,7 @@ class Teacher:
         if row_indices is None:
             _arrays.check_shape((count,), (self.total_rows,), "rows without row_indices (their number)")
         place = _terms.check_join(self.join_key, self.total_rows, row_indices, count, sent.data_type, "rows")
-        return self._backend.stream_teacher(self._tenant, sent, place, self._owned, self._client._timeout(timeout_s))
+        with _terms.joining():
+            return self._backend.stream_teacher(self._tenant, sent, place, self._owned, self._client._timeout(timeout_s))
 
     stream_future = as_future(stream, threads="stream")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headwater import _arrays, _requests
-from headwater._errors import invalid_argument
+from headwater._errors import FailedPreconditionError, invalid_argument
 from headwater._memory import Rows
 from headwater._requests import DEFAULT_IGNORE_INDEX, JsdOptions, TeacherRows, TermRequest
 from headwater._types import check_factor, check_integer, check_number
@@ -249,6 +251,18 @@ def _jsd_options(head: Head, term: JSD, hard_loss: _requests.CrossEntropyOptions
         hard_loss=hard_loss,
         truncate_to_common=truncate_to_common,
     )
+
+
+@contextlib.contextmanager
+def joining() -> Iterator[None]:
+    """A call that joins a set whose rows are of another type than it says: the error names the argument that says it."""
+    try:
+        yield
+    except FailedPreconditionError as error:
+        if error.reason != "JOIN_INCOMPLETE" or error.metadata.get("field") != "data_type":
+            raise
+        message = f"{error.message}; teacher_dtype= of the loss names the type of the teacher's rows, without it the student's is meant"
+        raise type(error)(message, reason=error.reason, metadata=error.metadata) from None
 
 
 def check_one_step(terms: tuple[TermRequest, ...]) -> None:

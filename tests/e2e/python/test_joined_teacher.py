@@ -173,8 +173,16 @@ def test_what_does_not_fit_is_refused(student, teacher, rows, key):
         stream.stream(teacher_hidden[:2], [2, 2])
     with refused("JOIN_INCOMPLETE"):
         student._client.teacher(key, total_rows=NUM_TOKENS + 1).stream(teacher_hidden[:1], [5])
-    with refused("JOIN_INCOMPLETE"):
+    with refused("JOIN_INCOMPLETE") as info:
         stream.stream(teacher_hidden[:1].astype(np.float16), [5])
+    assert "teacher_dtype=" in str(info.value)
+    join = {"join_key": key, "total_rows": NUM_TOKENS, "micro_batch": 0, "timeout_s": 5}
+    with refused("JOIN_INCOMPLETE") as info:
+        student.jsd(hidden, teacher, headwater.JOIN, teacher_dtype="float16", **join)
+    assert "teacher_dtype=" in str(info.value)
+    with refused("JOIN_INCOMPLETE") as info:
+        student.jsd_future(hidden, teacher, headwater.JOIN, teacher_dtype="float16", **join).result(30)
+    assert "teacher_dtype=" in str(info.value)
     with refused("JOIN_INCOMPLETE"):
         student.jsd(hidden, teacher, headwater.JOIN, join_key=key, total_rows=NUM_TOKENS + 1, micro_batch=0, timeout_s=5)
     assert stream.stream(teacher_hidden[2:], np.arange(2, NUM_TOKENS)) == NUM_TOKENS - 2

@@ -1,6 +1,7 @@
 """headwater.torch against PyTorch's own head in fp64: gradients of trunk, weight and bias."""
 
 import gc
+import warnings
 
 import numpy as np
 import pytest
@@ -82,7 +83,7 @@ def distillation(problem, teacher_problem, beta, student_t, teacher_t, share):
 @pytest.mark.parametrize(
     ("beta", "student_t", "teacher_t", "share"), [(0.5, 1, 1, 0), (0, 2, 2, 0), (1, 1, 1, 0), (0.2, 1.5, 0.8, 0.4)]
 )
-def test_jsd_is_torchs(backend, make_head, problem, rng, beta, student_t, teacher_t, share):
+def test_jsd_is_torchs(backend, make_head, problem, rng, tmp_path, beta, student_t, teacher_t, share):
     teacher_problem = Problem(rng)
     expected, value = problem.reference(distillation(problem, teacher_problem, beta, student_t, teacher_t, share))
     head, trunk = problem.head(backend.client, make_head), problem.parameter()
@@ -97,6 +98,12 @@ def test_jsd_is_torchs(backend, make_head, problem, rng, beta, student_t, teache
     check_gradients(trunk.grad, head, expected)
     with refused("INVALID_COMBINATION"):
         loss_fn(problem.inputs @ trunk.T, teacher_hidden.clone().requires_grad_())
+    rows = np.memmap(tmp_path / "rows", np.float32, "w+", shape=tuple(teacher_hidden.shape))
+    rows[:] = teacher_hidden.numpy()
+    rows.flags.writeable = False
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert loss_fn(problem.inputs @ trunk.T, rows, problem.targets) == loss.detach()
 
 
 def test_directional_derivatives_match_fp64_differences(one_shard, make_head, problem, rng):

@@ -369,6 +369,22 @@ def test_an_unfinished_micro_batch_can_be_finished(one_shard, make_head, problem
     assert loop.step().applied
 
 
+def test_a_step_without_micro_batches_is_closed_only_if_asked_for(one_shard, make_head, problem):
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    loop = headwater.torch.TrainingLoop(head, torch.optim.SGD([trunk], lr=0.1))
+    with torch.no_grad():
+        headwater.torch.CrossEntropyLoss(head)(problem.inputs @ trunk.T, problem.targets)
+    for nothing in (None, 0, []):
+        with refused("MISSING_FIELD", ValueError) as info:
+            loop.step(expected_micro_batches=nothing)
+        assert "skip()" in str(info.value)
+    assert head.step_state().open.step == 0
+    assert loop.step(expected_micro_batches=0, allow_empty=True).applied
+    assert loop.step(allow_empty=True).applied
+    loop.skip()
+    assert loop.open_step == 3
+
+
 def test_an_error_in_mid_step_asks_for_resume(one_shard, make_head, problem, monkeypatch):
     head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
     optimizer = torch.optim.SGD([trunk], lr=0.1)

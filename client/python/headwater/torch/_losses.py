@@ -196,7 +196,9 @@ def _flat(values: Any, hidden: torch.Tensor, name: str) -> torch.Tensor | None:
 
 
 def _teacher_rows(hidden: torch.Tensor, teacher_hidden: Any) -> torch.Tensor:
-    """(num_tokens, hidden_size of the teacher), beside hidden (..., hidden_size)."""
+    """(num_tokens, hidden_size of the teacher), beside hidden (..., hidden_size); of what `Head.jsd` takes, too."""
+    if not isinstance(teacher_hidden, torch.Tensor):
+        teacher_hidden = _arrays.to_torch(_arrays.from_any(teacher_hidden, "teacher_hidden"))
     _check_hidden(teacher_hidden, "teacher_hidden")
     if teacher_hidden.requires_grad and torch.is_grad_enabled():
         raise invalid_argument(
@@ -381,7 +383,8 @@ class JSDLoss(_Loss):
 
         Args:
             hidden: (..., hidden_size) of the student.
-            teacher_hidden: (..., hidden_size of the teacher), without gradient; or `headwater.JOIN`: another stream brings them.
+            teacher_hidden: (..., hidden_size of the teacher), a tensor without gradient or an array (numpy.memmap, ml_dtypes, ...);
+                or `headwater.JOIN`: another stream brings them.
             targets: (...) for the hard loss, and for `ignore_index`.
             token_weights: (...) finite, any sign.
             num_items_in_batch: divisor of "mean" for this call.

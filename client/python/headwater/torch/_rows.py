@@ -31,7 +31,7 @@ def tensor_of(values: Any, name: str) -> torch.Tensor:
     if isinstance(values, np.ndarray) and values.dtype.kind in "iuf":
         if values.dtype.kind == "u" and values.dtype.itemsize > 1 and (values.size == 0 or values.max() <= np.iinfo(np.int64).max):
             values = values.astype(np.int64)
-        values = values.astype(values.dtype.newbyteorder("="), copy=False)
+        values = values.astype(values.dtype.newbyteorder("="), copy=not values.flags.writeable)
     try:
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
