@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
 
@@ -94,7 +94,9 @@ def check_integer(value: Any, name: str, *, low: int = 0, high: int = 2**63 - 1)
 
 
 class _Optimizer:
-    """Says how settings of PyTorch's optimizers are called here, and where the learning rate goes."""
+    """Names the option to use instead of one of PyTorch's."""
+
+    _PYTORCHS: ClassVar[Mapping[str, str]] = {}  # PyTorch's name -> ours
 
     def __new__(cls, *_: Any, **settings: Any) -> Self:
         for name in settings.keys() & {"lr", "learning_rate"}:
@@ -102,9 +104,8 @@ class _Optimizer:
                 f"headwater.{cls.__name__} takes no {name}=: the learning rate comes with each step, as learning_rate= of "
                 "Head.apply_optimizer_step"
             )
-        for name, here in (("betas", "beta1= and beta2="), ("eps", "epsilon=")):
-            if name in settings and "beta1" in cls.__annotations__:
-                raise TypeError(f"headwater.{cls.__name__} takes no {name}=: pass {here}")
+        for name in settings.keys() & cls._PYTORCHS.keys():
+            raise TypeError(f"headwater.{cls.__name__} takes no {name}=: pass {cls._PYTORCHS[name]}")
         return super().__new__(cls)
 
 
@@ -114,6 +115,8 @@ class AdamW(_Optimizer):
 
     Applies to weight and bias; fp32 master weights whatever the head's dtype. The learning rate comes with each step.
     """
+
+    _PYTORCHS = {"betas": "beta1= and beta2=", "eps": "epsilon="}
 
     beta1: float = 0.9  # [0, 1)
     beta2: float = 0.999  # [0, 1)

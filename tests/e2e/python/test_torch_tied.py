@@ -325,7 +325,7 @@ def test_a_configuration_that_leaves_logits_alone_asks_for_nothing(backends, mak
         "logits_scaling": 1.0,
         "lm_head_multiplier": 1.0,
         "output_multiplier_scale": 1.0,
-        "text_config": {"logit_scale": "inv_sqrt_d_model", "final_logit_softcapping": False},
+        "text_config": {"logit_scale": None, "final_logit_softcapping": False, "scale_logits": False},
     }
     client = backends("local-1").client
     for config in (neutral, {"text_config": None}, {}):

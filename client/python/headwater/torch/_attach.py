@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +13,9 @@ from headwater import _arrays
 from headwater._client import Client
 from headwater._errors import HeadwaterError, invalid_argument
 from headwater._head import Head
-from headwater._types import SGD, AdamW, HeadInfo
-from headwater.torch._module_checks import OutputLayer, check_logits, output_layer, sharing
+from headwater._types import SGD, AdamW, HeadInfo, HeadSpec
+from headwater.torch import _forward_check, _model_checks, _model_config
+from headwater.torch._module_checks import OutputLayer, embedding_of, output_layer, sharing
 
 _FLOWS = (
     "tied=\"trainer\" (PyTorch's optimizer owns the weight: at the end of a step the head's gradient is added to that of the "
@@ -32,6 +35,9 @@ class ModuleHead(Head):
         tied: None, "trainer" or "server".
         weight_parameter, bias_parameter: the layer's tensors where this process goes on needing them (owner "trainer", or tied);
             otherwise None, and the layer may be deleted.
+        checked: what `attach` has compared the model with the head by: "forward" (one small forward of the model), "batch" (the
+            losses of `check=`, where the model does not run by itself), "config" (its configuration alone) or "nothing".
+        checked_reason: a sentence that says why.
     """
 
     def __init__(
@@ -44,12 +50,16 @@ class ModuleHead(Head):
         tied: str | None,
         weight_parameter: torch.nn.Parameter | None,
         bias_parameter: torch.nn.Parameter | None,
+        checked: str = "nothing",
+        checked_reason: str = "",
     ):
         super().__init__(client, info, created=created)
         self.owner = owner
         self.tied = tied
         self.weight_parameter = weight_parameter
         self.bias_parameter = bias_parameter
+        self.checked = checked
+        self.checked_reason = checked_reason
 
     def pull_gradient(self, gradient_factor: float = 1.0, *, timeout_s: float | None = None) -> None:
         """Adds what the sealed step has accumulated, times `gradient_factor`, to `.grad` of the trainer's own weight and bias.
@@ -138,9 +148,10 @@ def attach(
     module: torch.nn.Module | torch.nn.Parameter,
     *,
     model: torch.nn.Module | None = None,
-    tied: str | None = None,
+    tied: str | bool | None = None,
     optimizer: AdamW | SGD | str | None = None,
     trainable: bool = True,
+    check: Mapping[str, Any] | None = None,
     if_exists: str = "attach",
     **options: Any,
 ) -> ModuleHead:
@@ -159,25 +170,40 @@ def attach(
         client: of `headwater.connect` or `headwater.local.connect`.
         name: of the head.
         module: the model's torch.nn.Linear, or its weight alone.
-        model: the model that the layer belongs to, searched for a second use of the weight, and for what its `config` says of its
-            logits. Without it, neither is found.
-        tied: None, "trainer" or "server".
+        model: the model that the layer belongs to. It is searched for a second use of the weight, and compared with the head: one
+            small forward, without gradients and in evaluation mode, shows which logits it makes of rows that are put into the layer.
+            Where it does not run by itself, only its `config` is looked at, with a warning. Nothing of the model changes.
+            None: a second use of the weight is found, where it is a torch.nn.Embedding; logits are not compared.
+        tied: None, "trainer" or "server". False: the weight is not tied although the model's config says tie_word_embeddings.
         optimizer: see above.
         trainable: whether gradients are accumulated.
+        check: inputs of the model with "labels": `model(**check)` runs once without gradients, and its loss is compared with the
+            head's for the rows that reach the layer. The loss must be the cross entropy with labels shifted by one.
         if_exists: "attach" or "fail", as in `Client.create_head`. An existing head keeps its own weight; with
             optimizer="torch", `TrainingLoop.resume` gives it the layer's at the beginning of a run.
         options: those of `Client.create_head`: softcap, logit_scale, valid_vocab_size, dtype, staging_slots, timeout_s, ...
     Returns:
-        The head. `created` says whether it is new.
+        The head. `created` says whether it is new, `checked` what the model was compared by.
     Raises:
         InvalidArgumentError (a ValueError): LoRA on the head, a quantised or reparametrised layer; a weight that is shared without
-            `tied`, or `tied` for one that is not; a model that scales or caps its logits, without the option that says so.
+            `tied`, or `tied` for one that is not; a model whose logits or loss are not the head's, with the option to pass; a head
+            that was there before, was never trained and has other weights. A head that this call has created is deleted then.
     """
     layer = output_layer(module)
+    tied, untied = (None, True) if tied is False else (tied, False)
     owner = _owner(tied, optimizer, trainable)
     _check_sharing(model, layer, tied, trainable)
+    if model is not None and trainable and tied is None and not untied:
+        _check_tied_config(model, layer)
+    wanted = {option: options[option] for option in ("softcap", "logit_scale", "valid_vocab_size") if option in options}
+    spec = HeadSpec(*layer.weight.shape, **wanted)  # refuses what is no number
+    made = _forward_check.HeadOptions(spec.softcap, spec.logit_scale, spec.valid_vocab_size)
+    checked = _model_checks.Checked("nothing", "no model= was given")
     if model is not None:
-        check_logits(model, options)
+        checked = _model_checks.check_model(model, layer, made, options, by_batch=check is not None)
+    if checked.warning:
+        warnings.warn(f"headwater.torch.attach: {checked.warning}", stacklevel=2)
+    batch = None if check is None else _model_checks.loss_of_batch(model, layer, check)
     keeps = owner == "trainer" or tied is not None
     if keeps:
         _check_kept(layer, tied)
@@ -190,14 +216,30 @@ def attach(
         if_exists=if_exists,
         **options,
     )
+    timeout_s = options.get("timeout_s")
+    info = head.info(timeout_s=timeout_s)
+    # A head that is trained has gone on from the layer's weight, and one that the trainer owns is given it.
+    fresh = head.created or (owner != "trainer" and info.open_step in (None, info.spec.initial_step))
+    try:
+        if fresh and not head.created and info.state == "READY":
+            _model_checks.check_existing(head, layer, made, timeout_s)
+        if batch is not None:
+            _model_checks.check_batch(batch, head if fresh else None, layer, made, timeout_s)
+    except BaseException:
+        if head.created:
+            with contextlib.suppress(HeadwaterError):
+                head.delete(force=True, timeout_s=timeout_s)
+        raise
     return ModuleHead(
         client,
-        head.info(timeout_s=options.get("timeout_s")),
+        info,
         created=head.created,
         owner=owner,
         tied=tied,
         weight_parameter=layer.weight if keeps else None,
         bias_parameter=layer.bias if keeps else None,
+        checked=checked.by,
+        checked_reason=checked.reason,
     )
 
 
@@ -205,10 +247,10 @@ def _refused(message: str, field: str) -> HeadwaterError:
     return invalid_argument("INVALID_COMBINATION", message, field=field)
 
 
-def _owner(tied: str | None, optimizer: Any, trainable: bool) -> str:
+def _owner(tied: Any, optimizer: Any, trainable: bool) -> str:
     """Who updates the weight; see `ModuleHead.owner`."""
     if tied not in (None, "trainer", "server"):
-        raise invalid_argument("INVALID_FIELD", f'tied must be None, "trainer" or "server", got {tied!r}', field="tied")
+        raise invalid_argument("INVALID_FIELD", f'tied must be None, False, "trainer" or "server", got {tied!r}', field="tied")
     if isinstance(optimizer, str) and optimizer != "torch":
         raise invalid_argument(
             "INVALID_FIELD",
@@ -230,8 +272,14 @@ def _owner(tied: str | None, optimizer: Any, trainable: bool) -> str:
     return "trainer" if optimizer == "torch" else "" if optimizer is None else "server"
 
 
-def _check_sharing(model: torch.nn.Module | None, layer: OutputLayer, tied: str | None, trainable: bool) -> None:
+def _check_sharing(model: torch.nn.Module | None, layer: OutputLayer, tied: Any, trainable: bool) -> None:
     if model is None:
+        if tied is None and trainable and (embedding := embedding_of(layer.weight)) is not None:
+            raise _refused(
+                f"the head's weight is that of a torch.nn.Embedding({embedding.num_embeddings}, {embedding.embedding_dim}) of this "
+                f"process: two optimizers would each change half of it. Pass model=, and {_FLOWS}",
+                "tied",
+            )
         return
     others = sharing(model, layer)
     # A weight that was given alone is found in its own layer, too: one use is no sharing, unless it is the embedding.
@@ -256,6 +304,24 @@ def _check_sharing(model: torch.nn.Module | None, layer: OutputLayer, tied: str 
                 "make both one Parameter (lm_head.weight = embedding.weight)",
                 "tied",
             )
+
+
+def _check_tied_config(model: torch.nn.Module, layer: OutputLayer) -> None:
+    """The model's config does not call a weight tied that is not."""
+    inner = _forward_check.unwrapped(model)
+    module = _forward_check.layer_in(inner, layer)
+    around = [] if module is None else _forward_check.ancestors(inner, module)
+    # The innermost: a configuration of another part of the model speaks of its own layers.
+    owner = next((owner for owner in reversed(around) if getattr(owner, "config", None) is not None), None)
+    if owner is None or not getattr(owner, "_tied_weights_keys", True):
+        return
+    if _model_config.entry(owner.config, "tie_word_embeddings") is True:
+        raise _refused(
+            "the model's config has tie_word_embeddings=True, but the head's weight is no Embedding's: save_pretrained may leave it "
+            "out, and from_pretrained would tie it again. Tie it (lm_head.weight = embedding.weight) and pass tied=, or set "
+            "config.tie_word_embeddings=False, or pass tied=False to leave it so",
+            "tied",
+        )
 
 
 def _users(model: torch.nn.Module, layer: OutputLayer) -> list[torch.nn.Module]:

@@ -185,6 +185,7 @@ def _flat(values: Any, hidden: torch.Tensor, name: str) -> torch.Tensor | None:
     if values is None:
         return None
     values = tensor_of(values, name)
+    _check_transforms(values, name)
     if values.requires_grad and torch.is_grad_enabled():
         raise invalid_argument(
             "INVALID_COMBINATION",
@@ -213,7 +214,21 @@ def _teacher_rows(hidden: torch.Tensor, teacher_hidden: Any) -> torch.Tensor:
 def _check_hidden(hidden: Any, name: str) -> None:
     if not isinstance(hidden, torch.Tensor) or hidden.dim() < 1:
         raise invalid_argument("INVALID_FIELD", f"{name} must be a torch tensor of shape (..., hidden_size)", field=name)
+    _check_transforms(hidden, name)
     _arrays.dense_tensor(hidden, name)
+
+
+def _check_transforms(values: torch.Tensor, name: str) -> None:
+    """The tensor holds values, which a server can be sent, and not what torch.func or forward-mode AD put in their place."""
+    functorch = getattr(torch._C, "_functorch", None)
+    wrapped = functorch is not None and (functorch.is_gradtrackingtensor(values) or functorch.is_batchedtensor(values))
+    if wrapped or torch.autograd.forward_ad.unpack_dual(values).tangent is not None:
+        raise invalid_argument(
+            "INVALID_COMBINATION",
+            f"{name} is under a transform of torch.func (grad, vmap, jvp, ...) or forward-mode AD, which losses of headwater.torch "
+            "have none of: use loss.backward() or torch.autograd.grad",
+            field=name,
+        )
 
 
 class CrossEntropyLoss(_Loss):

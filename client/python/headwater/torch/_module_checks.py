@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,21 +14,10 @@ from headwater._errors import HeadwaterError, invalid_argument
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Attributes by which adapters and quantisers can be told: peft's wrappers, torch.nn.utils.weight_norm, GPTQ, AWQ, bitsandbytes.
-_ADAPTER_ATTRIBUTES = ("lora_A", "lora_B", "lora_embedding_A", "lora_magnitude_vector", "base_layer", "active_adapters")
+_LORA_ATTRIBUTES = ("lora_A", "lora_B", "lora_embedding_A", "lora_magnitude_vector")
+_ADAPTER_ATTRIBUTES = ("base_layer", "active_adapters", "original_module", "adapter_layer_names")
 _QUANTISED_ATTRIBUTES = ("qweight", "qzeros", "weight_scale", "quant_state", "_packed_params")
 _REPARAMETRISED_ATTRIBUTES = ("weight_g", "weight_v", "weight_orig", "parametrizations")
-
-# What a model's configuration says of its logits, as transformers has it: key, the option of a head that does it, the number that
-# does nothing, and whether the option is the number's reciprocal.
-_LOGIT_KEYS = (
-    ("final_logit_softcapping", "softcap", 0.0, False),  # Gemma
-    ("logits_soft_cap", "softcap", 0.0, False),  # RecurrentGemma
-    ("logit_scale", "logit_scale", 1.0, False),  # Cohere
-    ("logits_scaling", "logit_scale", 1.0, True),  # Granite divides by it
-    ("lm_head_multiplier", "logit_scale", 1.0, False),  # Falcon-H1
-    ("output_multiplier_scale", "logit_scale", 1.0, False),  # Grok
-)
-
 
 @dataclass(frozen=True)
 class OutputLayer:
@@ -45,41 +35,64 @@ def _refused(message: str, field: str = "module", **metadata: object) -> Headwat
 def output_layer(module: torch.nn.Module | torch.Tensor) -> OutputLayer:
     """Weight and bias of an nn.Linear, or a weight alone.
 
+    Of a layer that peft trains whole (`modules_to_save`) it is the active copy, which the model uses.
+
     Raises:
         InvalidArgumentError: something else: LoRA, quantised, reparametrised, sharded, on meta, or of another shape or dtype.
     """
     layer = _from_module(module) if isinstance(module, torch.nn.Module) else OutputLayer(module, None, None)
-    weight = layer.weight
-    if not isinstance(weight, torch.Tensor):
+    if not isinstance(layer.weight, torch.Tensor):
         raise _refused(f"module must be a torch.nn.Linear or its weight, got {type(module).__name__}")
-    if hasattr(weight, "placements"):
-        raise _refused("the weight is a sharded DTensor; attach it before the model is sharded, and leave it out of the sharding")
-    if weight.device.type == "meta":
-        raise _refused("the weight is on the meta device: load it before it is attached")
-    for name, tensor in (("weight", weight), ("bias", layer.bias)):
-        if tensor is not None and tensor.dtype not in _DTYPES:
-            raise _refused(
-                f"the {name} is {tensor.dtype}: quantised heads are not supported; expected float32, bfloat16 or float16",
-                expected="float32, bfloat16, float16",
-                actual=tensor.dtype,
-            )
-    if weight.dim() != 2:
+    for name, tensor in (("weight", layer.weight), ("bias", layer.bias)):
+        if tensor is not None:
+            _check_tensor(name, tensor)
+    if layer.weight.dim() != 2:
         raise invalid_argument(
             "SHAPE_MISMATCH",
-            f"the weight must have shape (vocab_size, hidden_size), got {tuple(weight.shape)}",
+            f"the weight must have shape (vocab_size, hidden_size), got {tuple(layer.weight.shape)}",
             field="module",
-            actual=tuple(weight.shape),
+            actual=tuple(layer.weight.shape),
         )
     return layer
 
 
+def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+    if torch.nn.parameter.is_lazy(tensor):
+        raise _refused(f"the {name} has no values yet (a lazy module): run the model once before it is attached")
+    if hasattr(tensor, "placements"):
+        raise _refused(f"the {name} is a sharded DTensor; attach it before the model is sharded, and leave it out of the sharding")
+    if tensor.device.type == "meta":
+        raise _refused(f"the {name} is on the meta device: load it before it is attached")
+    if tensor.layout is not torch.strided:
+        raise _refused(f"the {name} is sparse ({tensor.layout}): a head has a dense one; attach {name}.to_dense()")
+    kind = type(tensor.detach())
+    if kind not in (torch.Tensor, torch.nn.Parameter):
+        raise _refused(
+            f"the {name} is a {kind.__module__}.{kind.__qualname__}, quantised or wrapped: heads take plain tensors of float32, "
+            "bfloat16 or float16; attach the layer before it is quantised"
+        )
+    if tensor.dtype not in _DTYPES:
+        raise _refused(
+            f"the {name} is {tensor.dtype}: quantised heads are not supported; expected float32, bfloat16 or float16",
+            expected="float32, bfloat16, float16",
+            actual=tensor.dtype,
+        )
+
+
 def _from_module(module: torch.nn.Module) -> OutputLayer:
     kind = type(module).__name__
-    present = {name for name in (*_ADAPTER_ATTRIBUTES, *_QUANTISED_ATTRIBUTES) if getattr(module, name, None) is not None}
-    if present.intersection(_ADAPTER_ATTRIBUTES) or any("lora_" in name for name, _ in module.named_modules()):
+    if (used := _copy_in_use(module)) is not None:
+        return _from_module(used)
+    present = {name for name in (*_LORA_ATTRIBUTES, *_ADAPTER_ATTRIBUTES, *_QUANTISED_ATTRIBUTES) if _has(module, name)}
+    lora = present.intersection(_LORA_ATTRIBUTES) or any("lora_" in name for name, _ in module.named_modules())
+    if isinstance(module, torch.nn.Linear) is False and not present and _is_model(module):
         raise _refused(
-            f"{kind} has an adapter (LoRA) on the head, which is not supported: keep adapters on the body, and attach the layer "
-            "below, with trainable=False if it stays as it is"
+            f"module is a whole model ({kind}): attach its last layer, {_last_layer(module)}, and pass the model as model="
+        )
+    if lora or present.intersection(_ADAPTER_ATTRIBUTES):
+        raise _refused(
+            f"{kind} has an adapter ({'LoRA' if lora else kind}) on the head, which is not supported: keep adapters on the body, and "
+            "attach the layer below, with trainable=False if it stays as it is"
         )
     if present:
         raise _refused(f"{kind} is quantised, which heads are not: attach a layer of float32, bfloat16 or float16")
@@ -87,9 +100,54 @@ def _from_module(module: torch.nn.Module) -> OutputLayer:
         raise _refused(f"the weight of this {kind} is computed from other parameters (a parametrization): remove it first")
     if not isinstance(module, torch.nn.Linear):
         raise _refused(f"module must be a torch.nn.Linear or its weight, got {kind}")
-    if type(module).forward is not torch.nn.Linear.forward:
+    if type(module).forward is not torch.nn.Linear.forward and not torch.nn.parameter.is_lazy(module.weight):
         raise _refused(f"{kind} computes something else than torch.nn.Linear, which is what a head computes")
+    _check_in_use(module)
     return OutputLayer(module.weight, module.bias, module)
+
+
+def _has(module: torch.nn.Module, name: str) -> bool:
+    # Not getattr() alone: a model around adapters answers with those of its layers.
+    return getattr(module, name, None) is not None
+
+
+def _is_model(module: torch.nn.Module) -> bool:
+    return any(isinstance(part, (torch.nn.Linear, torch.nn.Embedding)) for part in module.modules())
+
+
+def _last_layer(model: torch.nn.Module) -> str:
+    try:
+        layer = model.get_output_embeddings()
+    except Exception:
+        layer = None
+    names = [name for name, part in model.named_modules() if part is layer]
+    return f"model.{names[0]}" if names else "model.lm_head as most have it"
+
+
+def _copy_in_use(module: torch.nn.Module) -> torch.nn.Module | None:
+    """The layer that peft's wrapper of `modules_to_save` calls; None if the module is no such wrapper."""
+    copies, original = getattr(module, "modules_to_save", None), getattr(module, "original_module", None)
+    if not isinstance(copies, torch.nn.ModuleDict) or not isinstance(original, torch.nn.Module):
+        return None
+    active = getattr(module, "active_adapters", None) or []
+    if getattr(module, "disable_adapters", False) or not active or active[0] not in copies:
+        return original
+    return copies[active[0]]
+
+
+def _check_in_use(module: torch.nn.Module) -> None:
+    """The layer is not one beside which peft has put a copy that the model uses instead."""
+    if "peft" not in sys.modules:
+        return
+    for wrapper in live_modules():
+        used = _copy_in_use(wrapper)
+        if used is None or used is module:
+            continue
+        if wrapper.original_module is module or any(copy is module for copy in wrapper.modules_to_save.values()):
+            raise _refused(
+                "the model does not use this layer, but another copy of it that peft trains (modules_to_save): attach the wrapper "
+                "around it (model.lm_head), which finds the copy in use"
+            )
 
 
 def _memory(tensor: torch.Tensor) -> range:
@@ -144,30 +202,3 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Sharing]
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 yield module, Sharing(f"{prefix}.{name}" if prefix else name, tensor)
-
-
-def check_logits(model: torch.nn.Module, options: Mapping[str, Any]) -> None:
-    """What the model does to its logits is among the options of a head, as far as the model's configuration tells it.
-
-    Raises:
-        InvalidArgumentError: `INVALID_COMBINATION`: it is not; with the option to pass.
-    """
-    config = getattr(model, "config", None)
-    for prefix, part in (("", config), ("text_config.", _entry(config, "text_config"))):
-        for key, option, neutral, reciprocal in _LOGIT_KEYS:
-            value = _entry(part, key)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value == neutral or option in options:
-                continue
-            wanted = f"1 / {value!r}" if reciprocal else repr(value)
-            raise _refused(
-                f"the model's config has {prefix}{key}={value!r}, which the layer alone does not do: pass {option}={wanted}, or "
-                f"another {option}= if the model does something else",
-                option,
-                key=f"{prefix}{key}",
-                actual=value,
-            )
-
-
-def _entry(config: Any, key: str) -> Any:
-    """That of a configuration, which may be an object or a mapping; None if there is none."""
-    return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
