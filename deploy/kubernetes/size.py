@@ -61,8 +61,11 @@ def size(
     heads = [purposes(plan) for plan in plans]
     ranks = ranks_of(plans)
     held = [purposes(plan, "rank_plan") for plan in plans] if ranks > 1 else heads
-    # The workspace is shared; all else belongs to one head.
-    budget = sum(sum(head.values()) - head["workspace"] for head in held) + max(head["workspace"] for head in held)
+    # On the CPU each head has a workspace of its own; on a GPU the heads share the largest. All else belongs to one head.
+    workspaces = [head["workspace"] for head in held]
+    budget = sum(sum(head.values()) for head in held)
+    if engine == "cuda":
+        budget += max(workspaces) - sum(workspaces)
     budget = round_up(budget, GIB)
     saved = [sum(head.get(purpose, 0) for purpose in SAVED) for head in heads]
     # A weight may be sent as fp32 whatever it is stored as: at most twice the bytes of a 16-bit one.

@@ -1,5 +1,6 @@
 """The manifests: they render, Kubernetes takes them, they keep the rules, and their flags and probes work on a real server."""
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -594,34 +595,63 @@ def test_probes_tell_of_a_drain_and_of_a_process_that_stands_still(tmp_path_fact
     assert (folder / "state/checkpoints/default/h/drain").is_dir()
 
 
-def test_the_statefulset_has_the_figures_that_its_head_needs(tmp_path):
-    """The documented head, planned by a real server."""
+@contextlib.contextmanager
+def cpu_server(tmp_path: Path, memory_budget_bytes: int):
+    """A server that runs; its address."""
     address = f"unix:{tmp_path}/s"
     if len(address) > 100:
         address = f"unix:/tmp/hw-{os.getpid()}.sock"
-    log = (tmp_path / "log").open("wb")
-    process = subprocess.Popen(
-        [
-            program("headwaterd"),
-            f"--listen_addresses={address}",
-            "--metrics_address=",
-            "--engine=cpu",
-            "--memory_budget_bytes=40000000000",
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=log,
-    )
-    try:
-        shape = ["--vocab_size=128256", "--hidden_size=4096", "--data_type=bfloat16", "--trainable", "--optimizer=adamw"]
-        command = [program("headwaterctl"), f"--server={address}", "--connect_timeout=60s", "--json", "plan", *shape]
-        plan, halves = (
-            json.loads(subprocess.run([*command, *more], capture_output=True, text=True, check=True).stdout)
-            for more in ((), ("--ranks=2",))
+    with (tmp_path / "log").open("wb") as log:
+        flags = [f"--listen_addresses={address}", f"--memory_budget_bytes={memory_budget_bytes}"]
+        process = subprocess.Popen(
+            [program("headwaterd"), *flags, "--metrics_address=", "--engine=cpu"], stdout=subprocess.DEVNULL, stderr=log
         )
-    finally:
-        process.terminate()
-        process.wait(START_TIMEOUT_S)
-        log.close()
+        try:
+            yield address
+        finally:
+            process.terminate()
+            process.wait(START_TIMEOUT_S)
+
+
+def planned(address: str, *shape: str) -> dict:
+    """What `headwaterctl --json plan` prints."""
+    command = [program("headwaterctl"), f"--server={address}", "--connect_timeout=60s", "--json", "plan", *shape]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def test_a_server_sized_for_many_small_heads_takes_them_all(tmp_path):
+    """On the CPU each head has a workspace of its own, which is most of a small one."""
+    shape = ["--vocab_size=4096", "--hidden_size=128", "--data_type=float32", "--trainable", "--optimizer=adamw"]
+    size, heads = sizing(), 24
+    with cpu_server(tmp_path, 1 << 40) as address:
+        plan = planned(address, *shape)
+    budget = size.size([plan] * heads, "cpu", *RULES)["memory_budget_bytes"]
+    needed = heads * sum(size.purposes(plan).values())
+    assert needed <= budget < needed + size.GIB
+    # The heads of a GPU share the largest workspace.
+    shared = needed - (heads - 1) * size.purposes(plan)["workspace"]
+    assert shared <= size.size([plan] * heads, "cuda", *RULES)["memory_budget_bytes"] < shared + size.GIB
+    with cpu_server(tmp_path, budget) as address, grpc.insecure_channel(address) as channel:
+        stub = head_service_pb2_grpc.HeadServiceStub(channel)
+        spec = head_service_pb2.HeadSpec(
+            vocab_size=4096,
+            hidden_size=128,
+            data_type=tensor_pb2.DATA_TYPE_FLOAT32,
+            trainable=True,
+            optimizer=head_service_pb2.OptimizerSpec(adamw=head_service_pb2.AdamW()),
+        )
+        grpc.channel_ready_future(channel).result(START_TIMEOUT_S)
+        for index in range(heads):
+            request = head_service_pb2.CreateHeadRequest(name=f"tenants/default/heads/h{index}", spec=spec)
+            created = stub.CreateHead(request, timeout=START_TIMEOUT_S, wait_for_ready=True).head
+            assert sum(item.bytes for item in created.memory_plan.items) == sum(size.purposes(plan).values())
+
+
+def test_the_statefulset_has_the_figures_that_its_head_needs(tmp_path):
+    """The documented head, planned by a real server."""
+    shape = ["--vocab_size=128256", "--hidden_size=4096", "--data_type=bfloat16", "--trainable", "--optimizer=adamw"]
+    with cpu_server(tmp_path, 40_000_000_000) as address:
+        plan, halves = planned(address, *shape), planned(address, *shape, "--ranks=2")
     size = sizing()
     sizes = size.size([plan], "cpu", *RULES)
     # What the tests do without a server goes by this plan.
