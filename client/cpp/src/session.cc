@@ -72,6 +72,11 @@ absl::StatusOr<std::string> Session::Id(const Wait& wait) {
   }
 }
 
+std::string Session::OpenId() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return id_;
+}
+
 void Session::Open(Opening* opening, Deadline deadline) {
   opening->context.set_deadline(std::max<Deadline>(deadline, std::chrono::system_clock::now() + kOpenTimeout));
   opening->request.set_client_name(options_.client_name);

@@ -38,6 +38,9 @@ class Session {
   // those who wait for it give up, and serves the next one who asks.
   absl::StatusOr<std::string> Id(const Wait& wait);
 
+  // The id of the session that is open; empty if none is.
+  std::string OpenId() const;
+
   // The server does not know `id` any more: the next Id() opens another.
   void Forget(const std::string& id);
 
@@ -63,7 +66,7 @@ class Session {
   const ClientOptions options_;
   const MakeThread make_thread_;
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable_any changed_;
   std::unique_ptr<v1::SessionService::Stub> stub_;  // made with the first opening
   std::shared_ptr<Opening> opening_;                // the last one

@@ -133,6 +133,8 @@ class Session:
                 return
             if session_id:
                 _end(session_id, _CLOSE_TIMEOUT_S)
+                if self._on_forgotten is not None:
+                    self._on_forgotten(session_id)  # its regions went with it: nobody gives them back
             channel.close()
 
 

@@ -71,6 +71,11 @@ void ServerRegions::CloseSession() {
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock,
                 [&] { return std::all_of(sent.begin(), sent.end(), [](const auto& registration) { return registration->over; }); });
+  // They go with the session: to give them back after its end would be refused.
+  if (session != nullptr) {
+    const std::string id = session->OpenId();
+    std::erase_if(regions_, [&](const auto& region) { return region.first.first == id; });
+  }
   lock.unlock();
   session.reset();
 }
@@ -268,8 +273,10 @@ absl::StatusOr<std::string> ServerRegions::Register(const std::string& session_i
 
 bool ServerRegions::Drop(Backings backings, std::optional<Deadline> until) {
   std::vector<Region> dropped;
+  bool closed = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    closed = closed_;
     const auto goes = [&](const Key& key) {
       return std::any_of(backings.begin(), backings.end(), [&](const auto& backing) { return backing->key() == key.second; });
     };
@@ -290,7 +297,7 @@ bool ServerRegions::Drop(Backings backings, std::optional<Deadline> until) {
     }
   }
   if (!until.has_value()) {
-    GiveBack(dropped, DropDeadline(), nullptr);
+    if (!closed) GiveBack(dropped, DropDeadline(), nullptr);  // otherwise they go with their sessions, which the client closes now
     return false;
   }
   Answers answers{static_cast<int>(dropped.size())};

@@ -42,7 +42,7 @@ class ServerRegions {
   // Makes no call yet.
   ServerRegions(const std::string& target, std::shared_ptr<grpc::Channel> channel, const ClientOptions& options);
 
-  // Closes the own session; nothing is registered any more.
+  // Closes the own session, and its regions with it; nothing is registered any more.
   void CloseSession();
 
   // `session_id`, or the own session's if it is empty.
