@@ -127,6 +127,7 @@ grpc::Status HeadServiceImpl::ListHeads(grpc::ServerContext* context, const v1::
     auto list = DecodeList(*request);
     if (!list.ok()) return list.status();
     const std::string& tenant = request->parent().empty() ? scope.caller().tenant() : list->tenant;
+    HEADWATER_RETURN_IF_ERROR(scope.caller().CheckTenant(tenant));
     // One more than a page, to know whether there is a next one.
     const auto heads = ListHeadsFor(scope.caller(), core_.registry, tenant, list->after, list->page_size + 1);
     const size_t count = std::min(heads.size(), static_cast<size_t>(list->page_size));

@@ -239,6 +239,14 @@ struct Actor {
     } while (!request.page_token().empty());
     return names;
   }
+  grpc::Status ListStatus(const std::string& parent) const {
+    grpc::ClientContext context;
+    Authorize(&context);
+    v1::ListHeadsRequest request;
+    request.set_parent(parent);
+    v1::ListHeadsResponse response;
+    return v1::HeadService::NewStub(channel)->ListHeads(&context, request, &response);
+  }
   // Opens an upload of a head's weight and ends it: what the header was answered.
   grpc::Status Upload(const v1::Head& head, bool closes_step) const {
     grpc::ClientContext context;
@@ -315,7 +323,9 @@ TEST(Tenants, AreAsIfTheOthersWereNotThere) {
   EXPECT_EQ(ReasonOf(ours.Compute(CrossEntropyHeader(head, 0, 0, {1}))), "WEIGHTS_NOT_LOADED");
   EXPECT_EQ(ReasonOf(theirs.StreamTeacher("tenants/default")), "PERMISSION_DENIED");
   EXPECT_EQ(ReasonOf(theirs.StreamTeacher("tenants/team")), "PROTOCOL_VIOLATION");  // its rows are missing
-  EXPECT_EQ(theirs.List("tenants/default"), std::vector<std::string>());
+  const grpc::Status refused = theirs.ListStatus("tenants/default");
+  EXPECT_EQ(ReasonOf(refused), "PERMISSION_DENIED");
+  EXPECT_THAT(refused.error_message(), ::testing::HasSubstr("expected the token's tenant, tenants/team, got another"));
   EXPECT_EQ(theirs.List(""), std::vector<std::string>{"tenants/team/heads/theirs"});
   EXPECT_EQ(ours.List(""), std::vector<std::string>{"tenants/default/heads/ours"});
 }

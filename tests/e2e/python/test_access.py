@@ -109,6 +109,9 @@ def test_what_is_not_allowed_is_refused(secured, tls):
     with headwater.connect(address, tls=tls, token="secret-stranger", tenant="team") as client:
         with pytest.raises(headwater.NotFoundError):
             client.head("mine")
+        # Not an empty list: the client's tenant is not the token's.
+        with pytest.raises(headwater.PermissionDeniedError, match="expected the token's tenant, tenants/default"):
+            client.heads()
 
 
 @pytest.mark.parametrize("change", [None, {"ca_certificate": "others.crt"}, {"server_name": "another.example"}])
