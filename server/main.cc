@@ -49,6 +49,7 @@
 #include "server/observability/monotonic_clock.h"
 #include "server/service/engine_choice.h"
 #include "server/service/flags_document.h"
+#include "server/service/grpc_log.h"
 #include "server/service/listen_address.h"
 #include "server/service/server.h"
 #include "server/service/server_core.h"
@@ -121,7 +122,9 @@ ABSL_FLAG(int32_t, threads, 0,
           "--engine=cpu");
 ABSL_FLAG(int64_t, memory_budget_bytes, 0,
           "memory of all heads, in bytes, on each of --gpus; 0: 80 % of the device's (of the cgroup's limit on the CPU)");
-ABSL_FLAG(int64_t, workspace_bytes, 0, "working memory of the engine for each shard group, in bytes; 0: the engine's default");
+ABSL_FLAG(int64_t, workspace_bytes, 0,
+          "working memory of the engine, in bytes: for each head with --engine=cpu, for all heads of a GPU together with "
+          "--engine=cuda; 0: the engine's default");
 // ---- several processes as one server --------------------------------------------------------------------------------------------
 ABSL_FLAG(
     int32_t, workers, 0,
@@ -712,6 +715,7 @@ int Serve() {
   const sigset_t signals = MainSignals();
   absl::Status logging = observability::ConfigureLogging(absl::GetFlag(FLAGS_log_level), absl::GetFlag(FLAGS_log_format));
   if (!logging.ok()) return Fail(std::string(logging.message()));
+  service::TakeGrpcLog();
   std::optional<observability::LogLevelFile> level_file;
   if (const std::string path = absl::GetFlag(FLAGS_log_level_file); !path.empty()) {
     level_file.emplace(path, absl::GetFlag(FLAGS_log_level));

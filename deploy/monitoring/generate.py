@@ -64,6 +64,20 @@ ROWS = [
             ("Heads", "short", "Heads that exist.", [(gauge("headwater_heads"), "{{instance}}")], "stat"),
             ("Version", "none", "Version and engine.", [(gauge("headwater_build_info"), "{{version}}, {{engine}}")], "stat"),
             (
+                "Certificates end in",
+                "s",
+                "Time until the first certificate of the file ends, of the server's own and of the authorities of its clients.",
+                [(f"{gauge('headwater_tls_certificate_expiry_timestamp_seconds')} - time()", "{{instance}} {{certificate}}")],
+                "timeseries",
+            ),
+            (
+                "Not saved for",
+                "s",
+                "Time since the oldest change of a head's weights that no checkpoint has.",
+                [(gauge("headwater_unsaved_change_age_seconds"), "{{instance}}")],
+                "timeseries",
+            ),
+            (
                 "Calls refused",
                 "ops",
                 "Failed calls a second by the reason that was sent; docs/errors.md tells what each means.",
@@ -104,7 +118,7 @@ ROWS = [
                     (total(rate("headwater_steps_total"), "how"), "steps {{how}}"),
                     (rate("headwater_commits_total"), "contributions added"),
                     (rate("headwater_discards_total"), "contributions discarded"),
-                    (rate("headwater_session_discards_total"), "dropped with their session"),
+                    (total(rate("headwater_session_discards_total"), "how"), "dropped with their session, {{how}}"),
                 ],
                 "timeseries",
             ),
@@ -232,11 +246,12 @@ ROWS = [
             (
                 "Ended",
                 "ops",
-                "Sessions by how they ended, connections that were refused or dropped.",
+                "Sessions by how they ended, connections that were refused or dropped, TLS handshakes that failed.",
                 [
                     (total(rate("headwater_sessions_ended_total"), "how"), "sessions {{how}}"),
                     (rate("headwater_connections_refused_total"), "connections refused"),
                     (rate("headwater_connections_dropped_total"), "connections dropped"),
+                    (rate("headwater_tls_handshake_failures_total"), "handshakes failed"),
                 ],
                 "timeseries",
             ),

@@ -129,6 +129,7 @@ HeadInfo Head::DescribeLocked() const {
   info.weight_version = weight_version_;
   if (spec_.trainable) info.open_step = ledger_.open().step;
   if (window_ != nullptr) info.waiting_count = window_->waiting_count();
+  if (spec_.trainable) info.unsaved_since = unsaved_since_;
   info.weight_checksum = weight_checksum_;
   info.restore_note = restore_note_;
   if (state_ == HeadState::kRestored) info.restored_checkpoint = restored_checkpoint_;
@@ -210,6 +211,11 @@ void Head::MarkLost(absl::string_view cause) {
     if (!cause.empty()) lost_cause_ = std::string(cause);
   } catch (const std::bad_alloc&) {
   }
+}
+
+int64_t Head::NextWeightVersion() {
+  if (!unsaved_since_.has_value()) unsaved_since_ = observability::MonotonicNow();
+  return ++weight_version_;
 }
 
 void Head::StartAfresh(int64_t step) {

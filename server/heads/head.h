@@ -83,7 +83,9 @@ struct HeadInfo {
   absl::Time create_time;
   std::string weight_checksum;      // XXH3-128 (canonical) of the stored weight when it was set from outside: 16 bytes, or empty
   std::string restored_checkpoint;  // that a RESTORED head came back from
-  std::string restore_note;         // what there is to know about the checkpoint that was restored last; empty: nothing
+  // MonotonicNow() of the oldest change of a trainable head's weights that its newest checkpoint does not have.
+  std::optional<absl::Time> unsaved_since;
+  std::string restore_note;  // what there is to know about the checkpoint that was restored last; empty: nothing
 };
 
 // The step that a call is about.
@@ -512,6 +514,8 @@ class Head : public std::enable_shared_from_this<Head> {
   void DropPending(int64_t micro_batch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   // Closes the step, with everything that belonged to it alone.
   absl::Status CloseStep(int64_t step, StepState how) ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
+  // The weights have changed: counts that, and keeps the time of the first change that is not saved.
+  int64_t NextWeightVersion() ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
   // Waits while micro-batches that Seal() needs are missing or undecided. OK when there is nothing to wait for, and at the
   // deadline.
   absl::Status AwaitMicroBatches(const StepKey& key, const ExpectedMicroBatches& expected, const WaitLimits& limits) const
@@ -653,6 +657,7 @@ class Head : public std::enable_shared_from_this<Head> {
   bool has_run_ ABSL_GUARDED_BY(compute_mutex_) = false;
   // Version of the weights and open step in the newest checkpoint; nothing if that is of another time.
   std::optional<std::pair<int64_t, int64_t>> saved_ ABSL_GUARDED_BY(state_mutex_);
+  std::optional<absl::Time> unsaved_since_ ABSL_GUARDED_BY(state_mutex_);  // HeadInfo's
   std::optional<AppliedStep> last_apply_ ABSL_GUARDED_BY(state_mutex_);
   std::map<HeadTensor, std::string> last_replace_ ABSL_GUARDED_BY(state_mutex_);  // checksums that closed the last closed step
   std::map<int64_t, int64_t> superseding_ ABSL_GUARDED_BY(state_mutex_);  // micro-batch: attempt that waits to abort lower ones

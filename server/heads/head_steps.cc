@@ -230,7 +230,7 @@ absl::StatusOr<std::optional<ApplyReply>> Head::TryApply(const StepKey& key, con
   if (absl::Status status = CloseStep(key.step, StepState::kApplied); !status.ok()) return status;
   update_count_ = step.update_count;
   reply.open_step = ledger_.open().step;
-  reply.weight_version = ++weight_version_;
+  reply.weight_version = NextWeightVersion();
   weight_checksum_.clear();
   applied.reply = reply;
   last_apply_ = std::move(applied);

@@ -228,7 +228,7 @@ absl::StatusOr<HeadInfo> Head::SetTensors(const Epoch& epoch, const std::vector<
   if (was_loading) recovers_epochs_ = std::move(recovered_before);
   if (!HasAllTensors()) state_ = HeadState::kLoading;
   update_count_ = 0;
-  ++weight_version_;
+  NextWeightVersion();
   if (sets(HeadTensor::kWeight)) weight_checksum_ = std::move(checksum);
   return DescribeLocked();
 }
@@ -301,7 +301,7 @@ absl::StatusOr<ReplaceReply> Head::Replace(const StepKey& key, const ShadowTenso
   absl::MutexLock state_lock(&state_mutex_);
   if (absl::Status status = CloseStep(key.step, StepState::kReplaced); !status.ok()) return status;
   last_replace_ = std::move(checksums);
-  ++weight_version_;
+  NextWeightVersion();
   return ReplaceReply{.closed = true, .head = DescribeLocked()};
 }
 
@@ -398,6 +398,7 @@ absl::StatusOr<Head::SavedCheckpoint> Head::SaveLocked(const std::optional<Epoch
   std::string checkpoints = store.Steps(name_.tenant, name_.head);
   absl::MutexLock state_lock(&state_mutex_);
   saved_ = {weight_version_, info.step};
+  unsaved_since_.reset();
   ledger_.SetCheckpoints(std::move(checkpoints));
   return SavedCheckpoint{info.step, *total_bytes};
 }
@@ -457,10 +458,13 @@ absl::Status Head::LoadCheckpoint(checkpoint::CheckpointStore& store, const std:
   has_weight_ = true;
   has_bias_ = spec_.has_bias;
   update_count_ = info->update_count;
-  ++weight_version_;
+  NextWeightVersion();
   weight_checksum_ = *std::move(checksum);
   saved_.reset();
-  if (comes_back) saved_ = {weight_version_, info->step};  // the newest one; a restart would not find one that a trainer chose
+  if (!comes_back) return absl::OkStatus();
+  // The newest one; a restart would not find one that a trainer chose.
+  saved_ = {weight_version_, info->step};
+  unsaved_since_.reset();
   return absl::OkStatus();
 }
 

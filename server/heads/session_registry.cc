@@ -22,13 +22,12 @@ absl::Status NotFound() {
 
 }  // namespace
 
-SessionRegistry::SessionRegistry(const SessionLimits& limits, std::function<void(const SessionId&)> on_end,
-                                 std::function<absl::Time()> clock)
+SessionRegistry::SessionRegistry(const SessionLimits& limits, OnEnd on_end, std::function<absl::Time()> clock)
     : limits_(limits), on_end_(std::move(on_end)), clock_(std::move(clock)) {}
 
 absl::StatusOr<SessionRegistry::Grant> SessionRegistry::Open(const std::string& client_name, absl::Duration lease,
-                                                             int64_t* expired) {
-  if (expired != nullptr) *expired = 0;
+                                                             std::vector<Expired>* expired) {
+  if (expired != nullptr) expired->clear();
   if (lease <= absl::ZeroDuration()) {
     return MakeError(ErrorReason::kInvalidField, absl::StrCat("lease must be greater than 0, it is ", absl::FormatDuration(lease)),
                      {{"field", "lease"}, {"expected", "> 0"}, {"actual", absl::FormatDuration(lease)}});
@@ -45,8 +44,8 @@ absl::StatusOr<SessionRegistry::Grant> SessionRegistry::Open(const std::string& 
   };
   // Sessions that nobody has looked at since their lease ended must not keep others out.
   if (is_full()) {
-    const int64_t ended = Expire();
-    if (expired != nullptr) *expired = ended;
+    std::vector<Expired> ended = Expire();
+    if (expired != nullptr) *expired = std::move(ended);
   }
   absl::MutexLock lock(&mutex_);
   if (IsFull()) {
@@ -84,7 +83,7 @@ absl::StatusOr<SessionRegistry::Use> SessionRegistry::Begin(const SessionId& id)
   return Use(this, id);
 }
 
-void SessionRegistry::End(const SessionId& id) {
+void SessionRegistry::EndCall(const SessionId& id) {
   {
     absl::MutexLock lock(&mutex_);
     Session& session = sessions_.find(id)->second;  // stays as long as one of its calls runs
@@ -94,21 +93,22 @@ void SessionRegistry::End(const SessionId& id) {
     session.is_told = true;
   }
   try {
-    Tell(id);
+    Tell(id, End::kClosed);
   } catch (const std::exception&) {
     // For want of memory; Expire() tries again.
   }
 }
 
-void SessionRegistry::Tell(const SessionId& id) {
+int64_t SessionRegistry::Tell(const SessionId& id, End how) {
   absl::Cleanup not_told = [&] {
     absl::MutexLock lock(&mutex_);
     sessions_.find(id)->second.is_told = false;
   };
-  on_end_(id);
+  const int64_t dropped = on_end_(id, how);
   std::move(not_told).Cancel();
   absl::MutexLock lock(&mutex_);
   sessions_.erase(id);
+  return dropped;
 }
 
 absl::StatusOr<absl::Duration> SessionRegistry::Renew(const SessionId& id) {
@@ -130,15 +130,15 @@ bool SessionRegistry::Close(const SessionId& id) {
     session->is_told = !runs;
   }
   if (runs) {
-    on_end_(id);
+    on_end_(id, End::kClosed);
   } else {
-    Tell(id);
+    Tell(id, End::kClosed);
   }
   return true;
 }
 
-int64_t SessionRegistry::Expire(std::vector<std::string>* client_names) {
-  int64_t expired = 0;
+std::vector<SessionRegistry::Expired> SessionRegistry::Expire() {
+  std::vector<Expired> expired;
   std::optional<SessionId> last;
   // One by one: what ends a session may throw.
   while (true) {
@@ -156,10 +156,8 @@ int64_t SessionRegistry::Expire(std::vector<std::string>* client_names) {
       client_name = session.client_name;
       last = entry->first;
     }
-    Tell(*last);
-    if (was_closed) continue;
-    ++expired;
-    if (client_names != nullptr) client_names->push_back(std::move(client_name));
+    const int64_t dropped = Tell(*last, was_closed ? End::kClosed : End::kExpired);
+    if (!was_closed) expired.push_back({std::move(client_name), dropped});
   }
 }
 
@@ -181,7 +179,7 @@ SessionRegistry::Use& SessionRegistry::Use::operator=(Use&& other) noexcept {
 SessionRegistry::Use::~Use() { Release(); }
 
 void SessionRegistry::Use::Release() {
-  if (registry_ != nullptr) std::exchange(registry_, nullptr)->End(id_);
+  if (registry_ != nullptr) std::exchange(registry_, nullptr)->EndCall(id_);
 }
 
 }  // namespace headwater::heads

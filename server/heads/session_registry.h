@@ -1,6 +1,6 @@
 // SessionRegistry: client processes by secret id, each with a lease.
 //
-//   SessionRegistry sessions(limits, [&](const SessionId& id) { heads.DropSession(id); });
+//   SessionRegistry sessions(limits, [&](const SessionId& id, SessionRegistry::End) { return heads.DropSession(id); });
 //   auto grant = sessions.Open("trainer-0", absl::Seconds(30));
 //   auto use = sessions.Begin(grant->id);  // held as long as the call runs
 //
@@ -36,20 +36,27 @@ struct SessionLimits {
 
 class SessionRegistry {
  public:
+  enum class End { kClosed, kExpired };
+  // Drops what the session has left undecided. Returns how many contributions that were.
+  using OnEnd = std::function<int64_t(const SessionId& id, End how)>;
+
   // `on_end` may be called from any thread that calls the registry, until the registry is destroyed, and again for a session for
   // which it threw: Close() and Expire() throw that on, and Expire() tries again. `clock` is for tests; only differences of its
   // times matter.
-  SessionRegistry(const SessionLimits& limits, std::function<void(const SessionId&)> on_end,
-                  std::function<absl::Time()> clock = observability::MonotonicNow);
+  SessionRegistry(const SessionLimits& limits, OnEnd on_end, std::function<absl::Time()> clock = observability::MonotonicNow);
 
   struct Grant {
     SessionId id;
     absl::Duration lease;
   };
-  // Opens a session with a lease of min(lease, max_lease). kInvalidField unless `lease` > 0; kQuotaExceeded. `client_name` is told
-  // when the session expires. `expired` (may be null) gets how many sessions it has ended as Expire() does, to make room, whatever
-  // it returns: Expire() does not tell of them.
-  absl::StatusOr<Grant> Open(const std::string& client_name, absl::Duration lease, int64_t* expired = nullptr);
+  // A session whose lease has ended.
+  struct Expired {
+    std::string client_name;
+    int64_t dropped = 0;  // contributions that were undecided
+  };
+  // Opens a session with a lease of min(lease, max_lease). kInvalidField unless `lease` > 0; kQuotaExceeded. `expired` (may be
+  // null) gets the sessions that Open() has ended to make room, whatever Open() returns: Expire() does not report those.
+  absl::StatusOr<Grant> Open(const std::string& client_name, absl::Duration lease, std::vector<Expired>* expired = nullptr);
 
   // A running call of a session: the lease does not end while it lives, and counts from its end. Must not outlive the registry.
   class Use {
@@ -72,9 +79,8 @@ class SessionRegistry {
   absl::StatusOr<absl::Duration> Renew(const SessionId& id);
   // Ends a session. False if there was none.
   bool Close(const SessionId& id);
-  // Ends the sessions whose lease has ended, and those that were closed in vain. Returns how many of the first; `client_names` (may
-  // be null) gets the names of their clients. To be called now and then.
-  int64_t Expire(std::vector<std::string>* client_names = nullptr);
+  // Ends the sessions whose lease has ended, which are returned, and those that were closed in vain. To be called now and then.
+  std::vector<Expired> Expire();
   // Open sessions.
   int64_t size() const;
 
@@ -92,14 +98,14 @@ class SessionRegistry {
   // The session if it is open and its lease has not ended, else null.
   Session* FindOpen(const SessionId& id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // A call of the session has ended. Throws nothing.
-  void End(const SessionId& id);
-  // Tells on_end() of a session that is_told, and forgets it. If that throws, it is not told.
-  void Tell(const SessionId& id);
+  void EndCall(const SessionId& id);
+  // Calls on_end() for a session that is_told, and forgets the session, unless on_end() throws. Returns what on_end() returns.
+  int64_t Tell(const SessionId& id, End how);
   // Whether Expire() ends it.
   static bool IsOver(const Session& session, absl::Time now);
 
   const SessionLimits limits_;
-  const std::function<void(const SessionId&)> on_end_;
+  const OnEnd on_end_;
   const std::function<absl::Time()> clock_;
   mutable absl::Mutex mutex_;
   std::map<SessionId, Session> sessions_ ABSL_GUARDED_BY(mutex_);

@@ -87,7 +87,7 @@ std::string TextValue(const std::string& value) {
 
 }  // namespace
 
-LogField::LogField(const char* field_key, double number) : key(field_key), numeric(true) {
+LogField::LogField(const char* field_key, double number) : key(field_key), bare(true) {
   char text[64];
   std::snprintf(text, sizeof(text), "%.3f", number);
   value = text;
@@ -131,9 +131,9 @@ std::string FormatLogLine(LogFormat format, const std::string& time, LogLevel le
   }
   for (const LogField& field : fields) {
     if (json) {
-      line.append(",\"").append(field.key).append("\":").append(field.numeric ? field.value : Quote(field.value));
+      line.append(",\"").append(field.key).append("\":").append(field.bare ? field.value : Quote(field.value));
     } else {
-      line.append(" ").append(field.key).append("=").append(field.numeric ? field.value : TextValue(field.value));
+      line.append(" ").append(field.key).append("=").append(field.bare ? field.value : TextValue(field.value));
     }
   }
   if (json) line += '}';

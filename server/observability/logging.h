@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -17,16 +18,19 @@ namespace headwater::observability {
 enum class LogLevel { kDebug, kInfo, kWarning, kError };
 enum class LogFormat { kText, kJson };
 
-// One key with its value. Numbers stay numbers in JSON.
+// One key with its value. Numbers and booleans stay what they are in JSON.
 struct LogField {
   LogField(const char* field_key, const std::string& field_value) : key(field_key), value(field_value) {}
   LogField(const char* field_key, const char* field_value) : key(field_key), value(field_value) {}
-  LogField(const char* field_key, int64_t number) : key(field_key), value(std::to_string(number)), numeric(true) {}
+  LogField(const char* field_key, int64_t number) : key(field_key), value(std::to_string(number)), bare(true) {}
   LogField(const char* field_key, double number);  // three decimals
+  // `true` or `false`. A template, so that no pointer is taken for a boolean.
+  template <typename T, typename = std::enable_if_t<std::is_same_v<T, bool>>>
+  LogField(const char* field_key, T flag) : key(field_key), value(flag ? "true" : "false"), bare(true) {}
 
   const char* key;  // lower_snake_case, static
   std::string value;
-  bool numeric = false;
+  bool bare = false;  // a number or a boolean
 };
 
 // Sets the process's level (`debug`, `info`, `warning`, `error`, `off`) and format (`text`, `json`). InvalidArgument for other

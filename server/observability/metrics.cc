@@ -58,6 +58,8 @@ constexpr const char* kStepNames[] = {"applied", "discarded", "replaced"};
 constexpr const char* kActivityNames[] = {"compute", "wait", "communicate"};
 static_assert(std::size(kActivityNames) == static_cast<size_t>(RankActivity::kCount));
 constexpr const char* kSessionEndNames[] = {"closed", "expired"};
+constexpr const char* kCertificateNames[] = {"server", "client_ca"};
+static_assert(std::size(kCertificateNames) == static_cast<size_t>(CertificateUse::kCount));
 constexpr const char* kTraceNames[] = {"written", "left_out", "failed"};
 constexpr const char* kPurposeNames[] = {"weight",          "bias",    "grad_weight", "grad_bias", "master_weight",
                                          "optimizer_state", "staging", "workspace",   "other"};
@@ -109,6 +111,9 @@ enum FamilyIndex {
   kTraces,
   kRefusedConnections,
   kDroppedConnections,
+  kTlsHandshakeFailures,
+  kTlsCertificateEnd,
+  kUnsavedChange,
   kHeads,
   kSessions,
   kWaitingCalls,
@@ -177,7 +182,8 @@ constexpr Description kDescriptions[kFamilyCount] = {
     {"headwater_discards_total", "counter", "none", "Uncommitted contributions dropped by DiscardMicroBatch."},
     {"headwater_steps_total", "counter", "`how` (applied, discarded, replaced)", "Steps closed."},
     {"headwater_sessions_ended_total", "counter", "`how` (closed, expired)", "Sessions that ended."},
-    {"headwater_session_discards_total", "counter", "none", "Undecided contributions dropped because their session ended."},
+    {"headwater_session_discards_total", "counter", "`how` (closed, expired)",
+     "Undecided contributions dropped because their session ended, by how the session ended."},
     {"headwater_restored_heads_total", "counter", "none", "Heads brought back from a checkpoint at the server's start."},
     {"headwater_skipped_checkpoints_total", "counter", "none",
      "Checkpoints passed over at the server's start because they are damaged; the log names them."},
@@ -190,6 +196,14 @@ constexpr Description kDescriptions[kFamilyCount] = {
     {"headwater_connections_dropped_total", "counter", "none",
      "Connections closed because their client cancelled calls faster than --max_cancel_rate, or had more of them wait than "
      "--max_reset_backlog."},
+    {"headwater_tls_handshake_failures_total", "counter", "none",
+     "TLS handshakes that failed: the client speaks no TLS, does not trust the server, or has no certificate that is accepted."},
+    {"headwater_tls_certificate_expiry_timestamp_seconds", "gauge", "`certificate` (server, client_ca)",
+     "When the first certificate in the file of --tls_certificate, or of --tls_client_ca, ends, since 1970-01-01 00:00 UTC. Served "
+     "for the files that the server has."},
+    {"headwater_unsaved_change_age_seconds", "gauge", "none",
+     "Time since the oldest change of a trainable head's weights that no checkpoint has, over all heads; 0: all are saved. Served "
+     "with --checkpoint_directory."},
     {"headwater_heads", "gauge", "none", "Heads that exist."},
     {"headwater_sessions", "gauge", "none", "Sessions that are open."},
     {"headwater_waiting_calls", "gauge", "none",
@@ -253,6 +267,12 @@ double ResidentBytes() {
   double total = 0, resident = 0;
   if (!(statm >> total >> resident)) return 0;
   return resident * static_cast<double>(sysconf(_SC_PAGESIZE));
+}
+
+// gRPC reports them to the process's log, which does not say whose connection it was.
+std::atomic<int64_t>& TlsHandshakeFailures() {
+  static std::atomic<int64_t> failures{0};
+  return failures;
 }
 
 size_t PurposeIndex(const std::string& purpose) {
@@ -328,7 +348,8 @@ struct Metrics::Families {
 
   prometheus::Family<prometheus::Counter>& session_ends = Counters(kSessionEnds, "how", kSessionEndNames);
   Grid<prometheus::Counter, static_cast<size_t>(SessionEnd::kCount)> session_ends_children;
-  prometheus::Counter& session_discards = Counters(kSessionDiscards).Add({});
+  prometheus::Family<prometheus::Counter>& session_discards = Counters(kSessionDiscards, "how", kSessionEndNames);
+  Grid<prometheus::Counter, static_cast<size_t>(SessionEnd::kCount)> session_discards_children;
   prometheus::Counter& restored_heads = Counters(kRestoredHeads).Add({});
   prometheus::Counter& skipped_checkpoints = Counters(kSkippedCheckpoints).Add({});
   prometheus::Counter& expired_heads = Counters(kExpiredHeads).Add({});
@@ -338,6 +359,9 @@ struct Metrics::Families {
   Grid<prometheus::Counter, static_cast<size_t>(TraceOutcome::kCount)> traces_children;
   prometheus::Counter& refused_connections = Counters(kRefusedConnections).Add({});
   prometheus::Counter& dropped_connections = Counters(kDroppedConnections).Add({});
+  prometheus::Counter& tls_handshake_failures = Counters(kTlsHandshakeFailures).Add({});
+  prometheus::Family<prometheus::Gauge>& tls_certificate_end = Gauges(kTlsCertificateEnd);
+  prometheus::Family<prometheus::Gauge>& unsaved_change = Gauges(kUnsavedChange);
 
   prometheus::Gauge& heads = Gauges(kHeads).Add({});
   prometheus::Gauge& queue_depth = Gauges(kQueueDepth).Add({});
@@ -390,6 +414,9 @@ struct Metrics::Families {
         counter.Increment(std::max(0.0, absl::ToDoubleSeconds(readings.rank_times[rank][activity]) - counter.Value()));
       }
     }
+    const auto failures = static_cast<double>(TlsHandshakeFailures().load(std::memory_order_relaxed));
+    tls_handshake_failures.Increment(std::max(0.0, failures - tls_handshake_failures.Value()));
+    if (readings.unsaved.has_value()) unsaved_change.Add({}).Set(absl::ToDoubleSeconds(*readings.unsaved));
     process_memory.Set(ResidentBytes());
     heads.Set(static_cast<double>(readings.head_count));
     queue_depth.Set(static_cast<double>(readings.queue_depth));
@@ -506,8 +533,10 @@ void Metrics::CountSessionEnds(SessionEnd how, int64_t sessions) {
       .Increment(static_cast<double>(sessions));
 }
 
-void Metrics::CountSessionDiscards(int64_t micro_batches) {
-  families_->session_discards.Increment(static_cast<double>(micro_batches));
+void Metrics::CountSessionDiscards(SessionEnd how, int64_t micro_batches) {
+  Families& f = *families_;
+  ChildOf(f.session_discards_children, f.session_discards, "how", kSessionEndNames, static_cast<size_t>(how))
+      .Increment(static_cast<double>(micro_batches));
 }
 
 void Metrics::CountRestoredHeads(int64_t heads) { families_->restored_heads.Increment(static_cast<double>(heads)); }
@@ -554,6 +583,13 @@ void Metrics::SetLimits(const GaugeLimits& limits) {
   families_->max_in_flight_bytes.Set(static_cast<double>(limits.in_flight_bytes));
   families_->max_connections.Set(static_cast<double>(limits.connections));
 }
+
+void Metrics::SetCertificateEnd(CertificateUse use, absl::Time end) {
+  families_->tls_certificate_end.Add({{"certificate", kCertificateNames[static_cast<size_t>(use)]}})
+      .Set(absl::ToDoubleSeconds(end - absl::UnixEpoch()));
+}
+
+void Metrics::CountTlsHandshakeFailure() { TlsHandshakeFailures().fetch_add(1, std::memory_order_relaxed); }
 
 void Metrics::SetGaugeSource(std::function<GaugeReadings()> read) {
   absl::MutexLock lock(&families_->source_mutex);

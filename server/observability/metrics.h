@@ -11,6 +11,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -88,6 +89,8 @@ enum class StepOutcome { kApplied, kDiscarded, kReplaced, kCount };
 enum class SessionEnd { kClosed, kExpired, kCount };
 enum class RankActivity { kCompute, kWait, kCommunicate, kCount };
 enum class TraceOutcome { kWritten, kLeftOut, kFailed, kCount };
+// Whose certificates: the ones that the server shows, the authorities of --tls_client_ca.
+enum class CertificateUse { kServer, kClientCa, kCount };
 enum class Phase { kQueue, kUpload, kCompute, kDownload, kCommit };
 
 // `grpc`, `shared_memory`, `cuda_ipc`: also what MicroBatchSummary.transport says. The pointer is static.
@@ -119,6 +122,8 @@ struct GaugeReadings {
   std::array<int64_t, kRegionKindCount> region_bytes{};
   int64_t memory_budget_bytes = 0;
   bool serving = false;
+  // Age of the oldest change of a trainable head that no checkpoint has, 0 if there is none; nullopt: there are no checkpoints.
+  std::optional<absl::Duration> unsaved;
   absl::Duration busy;  // since the start: time in which micro-batches, or their commits, were in the engine
   // Of a group of processes, by rank: since the start, by RankActivity.
   std::vector<std::array<absl::Duration, static_cast<size_t>(RankActivity::kCount)>> rank_times;
@@ -149,7 +154,7 @@ class Metrics {
   void CountCommit();  // a contribution went into an accumulator: EAGER, or by CommitMicroBatch
   void CountStep(StepOutcome outcome);
   void CountSessionEnds(SessionEnd how, int64_t sessions);
-  void CountSessionDiscards(int64_t micro_batches);  // undecided when their session ended
+  void CountSessionDiscards(SessionEnd how, int64_t micro_batches);  // undecided when their session ended
   void CountRestoredHeads(int64_t heads);
   void CountSkippedCheckpoints(int64_t checkpoints);  // damaged, at the start
   void CountExpiredHeads(int64_t heads);
@@ -165,9 +170,14 @@ class Metrics {
   // the metric is not served.
   void SetProductRate(double flops_per_second);
   void SetLimits(const GaugeLimits& limits);
+  // The first end of the certificates of a file. Without it the metric is not served.
+  void SetCertificateEnd(CertificateUse use, absl::Time end);
 
   // `read` is called at every scrape, on the scraping thread, until it is replaced. Empty: no readings.
   void SetGaugeSource(std::function<GaugeReadings()> read);
+
+  // Of the process, whichever server it was: a TLS handshake has failed.
+  static void CountTlsHandshakeFailure();
 
   // What a scrape returns, in Prometheus' text format.
   std::string Serialize() const;

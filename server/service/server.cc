@@ -10,6 +10,7 @@
 #include <array>
 #include <chrono>
 #include <deque>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -110,6 +111,7 @@ struct Server::State {
 
   // Destroyed from the bottom up: the gRPC servers first, the core last.
   std::unique_ptr<ServerCore> core;
+  std::optional<CertificateWatch> certificates;
   int metrics_port = 0;
   std::deque<Ports> ports;
   absl::Mutex drain_mutex;
@@ -224,6 +226,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   if (!credentials.ok()) return credentials.status();
   auto state = std::make_unique<State>();
   state->core = *std::move(core);
+  state->certificates.emplace(state->core->options, state->core->metrics);
 
   grpc::EnableDefaultHealthCheckService(true);
   // The reference keeps the linker from dropping the library; the option takes the plugin out again.
@@ -328,7 +331,7 @@ bool Server::Drain(absl::Duration timeout) {
   for (Ports& group : state_->ports) group.grpc_server->Shutdown(end);
   for (Ports& group : state_->ports) group.grpc_server->Wait();
   state_->core->queue.Drain();
-  Log(LogLevel::kInfo, "drained", {{"clean", state_->drained_cleanly ? "true" : "false"}});
+  Log(LogLevel::kInfo, "drained", {{"clean", state_->drained_cleanly}});
   return state_->drained_cleanly;
 }
 

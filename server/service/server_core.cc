@@ -23,6 +23,7 @@ namespace headwater::service {
 using observability::Log;
 using observability::LogLevel;
 using observability::MonotonicNow;
+using observability::SessionEnd;
 
 namespace {
 
@@ -177,10 +178,13 @@ ServerCore::ServerCore(const ServerOptions& server_options, std::unique_ptr<Loss
                                      options.limits.max_tenant_memory_bytes},
                heads::HeadLimits{options.limits.max_step_micro_batches, options.deterministic, options.limits.ordered_window}),
       sessions(heads::SessionLimits{options.limits.max_sessions, options.limits.max_session_lease},
-               [this](const heads::SessionId& session) {
-                 metrics.CountSessionDiscards(registry.DropSession(session));
+               [this](const heads::SessionId& session, heads::SessionRegistry::End how) {
+                 const bool closed = how == heads::SessionRegistry::End::kClosed;
+                 const int64_t dropped = registry.DropSession(session);
+                 metrics.CountSessionDiscards(closed ? SessionEnd::kClosed : SessionEnd::kExpired, dropped);
                  regions.DropOwner(session);
                  join.DropOwner(session);
+                 return dropped;
                }),
       queue(options.limits.max_queue_depth, WidthsFor(options.queue_widths, *engine)),
       waiting(options.limits.max_waiting_calls, options.limits.max_step_wait, options.max_threads),
@@ -307,10 +311,13 @@ bool ServerCore::SaveHeads(absl::Time deadline) {
   return all_saved;
 }
 
-void ServerCore::CountExpiredSessions(int64_t count) {
-  if (count == 0) return;
-  metrics.CountSessionEnds(observability::SessionEnd::kExpired, count);
-  Log(LogLevel::kWarning, "sessions_expired", {{"count", count}});
+void ServerCore::CountExpiredSessions(const std::vector<heads::SessionRegistry::Expired>& expired) {
+  metrics.CountSessionEnds(SessionEnd::kExpired, static_cast<int64_t>(expired.size()));
+  for (const heads::SessionRegistry::Expired& session : expired) {
+    // A process that ends without closing its client is common, and harmless unless contributions are lost.
+    Log(session.dropped > 0 ? LogLevel::kWarning : LogLevel::kInfo, "session_expired",
+        {{"client", session.client_name}, {"dropped_contributions", session.dropped}});
+  }
 }
 
 absl::StatusOr<heads::SessionRegistry::Use> ServerCore::UseSession(const std::optional<heads::SessionId>& session) {
@@ -389,11 +396,21 @@ observability::GaugeReadings ServerCore::ReadGauges() const {
   readings.region_bytes = mapped.bytes;
   readings.waiting_calls = waiting.size();
   readings.abandoned_calls = abandoned_calls.load();
+  absl::Time unsaved_since = absl::InfiniteFuture();
   for (const auto& head : registry.ListAll()) {
     ++readings.head_count;
     const heads::HeadInfo info = head->Describe();
     readings.waiting_contributions += info.waiting_count;
     for (const MemoryPlan::Item& item : info.plan.items) readings.planned_bytes[item.purpose] += item.bytes;
+    if (info.unsaved_since.has_value()) unsaved_since = std::min(unsaved_since, *info.unsaved_since);
+  }
+  if (checkpoints != nullptr) readings.unsaved = std::max(absl::ZeroDuration(), MonotonicNow() - unsaved_since);
+  // The CUDA engine has one workspace for all heads, as large as the largest; the CPU engine has one for each.
+  int64_t planned_bytes = 0;
+  for (const auto& [purpose, bytes] : readings.planned_bytes) planned_bytes += bytes;
+  if (const int64_t shared_bytes = planned_bytes - engine->planned_bytes(); shared_bytes > 0) {
+    int64_t& workspace_bytes = readings.planned_bytes["workspace"];
+    workspace_bytes -= std::min(workspace_bytes, shared_bytes);
   }
   absl::MutexLock lock(&phase_mutex_);
   readings.serving = phase_ == Phase::kServing;

@@ -96,8 +96,8 @@ class ServerCore {
   // line of log for each.
   void RestoreHeads(const std::function<bool()>& cancelled);
 
-  // Tells, in metrics and log, of sessions whose lease has ended.
-  void CountExpiredSessions(int64_t count);
+  // Counts and logs sessions whose lease has ended: a warning for each that has left contributions undecided.
+  void CountExpiredSessions(const std::vector<heads::SessionRegistry::Expired>& expired);
   // The call's hold on its session; an empty one without a session. kSessionNotFound.
   absl::StatusOr<heads::SessionRegistry::Use> UseSession(const std::optional<heads::SessionId>& session);
   // kInFlightBytesExceeded, naming `what`, unless `bytes` of tensors are free, beside what is kept for others who were refused

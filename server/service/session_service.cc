@@ -94,7 +94,7 @@ grpc::Status SessionServiceImpl::OpenSession(grpc::ServerContext* context, const
   return RunRpc(entrance_, *context, RpcMethod::kOpenSession, [&](RpcScope&) -> absl::Status {
     auto open = DecodeOpenSession(*request, core_.options.limits);
     if (!open.ok()) return open.status();
-    int64_t expired = 0;
+    std::vector<heads::SessionRegistry::Expired> expired;
     auto grant = core_.sessions.Open(open->client_name, open->lease, &expired);
     core_.CountExpiredSessions(expired);
     if (!grant.ok()) return grant.status();

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "absl/status/statusor.h"
+#include "server/observability/metrics.h"
 #include "server/service/server_options.h"
 #include "server/transport/call_backlog.h"
 
@@ -17,6 +18,21 @@ namespace headwater::service {
 // InvalidArgument for options without meaning, and for files that cannot be used: not there, not PEM, a key of another certificate.
 absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(const ServerOptions& options,
                                                                                std::shared_ptr<transport::CallBacklog> backlog);
+
+// Reports the certificates of the options' files, with their dates, in log and metrics: at once, and within two seconds whenever a
+// file has changed. A certificate that has ended is a warning. Without tls_certificate there is nothing to report.
+class CertificateWatch {
+ public:
+  // Both must outlive the watch.
+  CertificateWatch(const ServerOptions& options, observability::Metrics& metrics);
+  ~CertificateWatch();
+  CertificateWatch(const CertificateWatch&) = delete;
+  CertificateWatch& operator=(const CertificateWatch&) = delete;
+
+ private:
+  class State;
+  std::unique_ptr<State> state_;  // null: no TLS
+};
 
 }  // namespace headwater::service
 

@@ -157,7 +157,7 @@ TEST_F(Headwaterd, ServesUntilItIsToldToStop) {
     ASSERT_EQ(kill(pid_, signal_number), 0);
     EXPECT_EQ(Wait(), 0) << Err();
     EXPECT_THAT(Out(), HasSubstr("listening on " + addresses[0]));
-    EXPECT_THAT(Err(), HasSubstr("\"event\":\"drained\",\"clean\":\"true\"}"));
+    EXPECT_THAT(Err(), HasSubstr("\"event\":\"drained\",\"clean\":true}"));
   }
 }
 

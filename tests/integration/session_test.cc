@@ -99,7 +99,13 @@ TEST_P(Sessions, ThatEndLeaveTombstonesForWhatIsUndecided) {
   EXPECT_EQ(ReasonOf(Stage(head, 1, "").status), "MICRO_BATCH_DISCARDED");
   EXPECT_EQ(server_->Gradient(head), gradient);
   EXPECT_TRUE(AwaitMetric("headwater_sessions_ended_total{how=\"expired\"}", 1));
-  EXPECT_TRUE(AwaitMetric("headwater_session_discards_total", 1));
+  EXPECT_TRUE(AwaitMetric("headwater_session_discards_total{how=\"expired\"}", 1));
+  // One that is closed is not one that went silent.
+  const std::string orderly = server_->OpenSession(20000);
+  Require(Stage(head, 2, orderly).status, "staged");
+  EXPECT_EQ(ReasonOf(Close(orderly)), "OK");
+  EXPECT_TRUE(AwaitMetric("headwater_session_discards_total{how=\"closed\"}", 1));
+  EXPECT_TRUE(AwaitMetric("headwater_session_discards_total{how=\"expired\"}", 1));
   // The slot is free, and a higher attempt begins anew.
   EXPECT_EQ(ReasonOf(Stage(head, 1, "", 1).status), "OK");
   EXPECT_EQ(ReasonOf(server_->Commit(CommitOf(head, 0, 1, 1))), "OK");

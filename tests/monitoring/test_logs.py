@@ -1,9 +1,15 @@
 """The log of a real server: its form, its level while it runs, and the ids that calls bring along."""
 
+import contextlib
 import json
 import os
+import re
+import shutil
+import socket
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import grpc
@@ -21,14 +27,20 @@ BUILD = os.environ.get("HEADWATER_BUILD_DIR", "")
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-@pytest.fixture
-def server():
+@contextlib.contextmanager
+def running(*flags: str):
     with tempfile.TemporaryDirectory(prefix="hw-") as directory:
-        flags = ("--log_format=json", f"--log_level_file={directory}/level", f"--trace_dir={directory}/traces")
-        server = Server(f"{BUILD}/bin/headwaterd", Path(directory), *flags)
+        server = Server(f"{BUILD}/bin/headwaterd", Path(directory), "--log_format=json", *flags)
         server.directory = Path(directory)
         yield server
         server.stop()
+
+
+@pytest.fixture
+def server(tmp_path):
+    with running(f"--log_level_file={tmp_path}/level", f"--trace_dir={tmp_path}/traces") as server:
+        server.directory = tmp_path
+        yield server
 
 
 def lines(server: Server) -> list[dict]:
@@ -140,3 +152,180 @@ def test_no_contents_of_tensors(server):
     assert "48879.1" not in everything  # the digits before the point alone may be part of a time or an id
     assert np.float32(needle).tobytes() not in everything.encode()
     assert not any((server.directory / "traces").iterdir())  # nobody has asked for any
+
+
+def value(server: Server, series: str) -> float:
+    """The sum of all samples whose name and labels begin so."""
+    found = re.findall(rf"^{re.escape(series)}\S* (\S+)$", server.scrape(), re.MULTILINE)
+    assert found, series
+    return sum(map(float, found))
+
+
+@pytest.mark.parametrize("session", [True, False])
+@pytest.mark.parametrize("transport", ["shared_memory", "grpc", "python"])
+def test_an_orderly_close_is_no_refusal(transport, session):
+    with running() as server:
+        with headwater.connect(server.address, transport=transport, session=session) as client:
+            head = client.create_head("h", np.ones((8, 64), np.float32))
+            hidden, targets = np.ones((4096, 64), np.float32), np.zeros(4096, np.int64)
+            head.cross_entropy(hidden, targets, micro_batch=0)
+            if session:
+                head.cross_entropy(hidden, targets, micro_batch=1, commit="explicit").commit(1.0)
+        assert value(server, "headwater_commits_total") == 1 + session
+        time.sleep(0.2)  # nobody waits for what a close may send besides
+        assert value(server, "headwater_refusals_total") == 0
+        assert value(server, "headwater_regions") == 0
+        assert lines(server) == []
+
+
+SILENT = """
+import os, sys
+import numpy as np
+import headwater
+client = headwater.connect(sys.argv[1], session_lease=0.5)
+head = client.create_head(sys.argv[2], np.ones((8, 4), np.float32))
+commit = sys.argv[3]
+result = head.cross_entropy(np.ones((3, 4), np.float32), np.array([1, 2, 3]), micro_batch=0, commit="explicit")
+if commit == "decided":
+    result.commit(1.0)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("what", "level", "dropped"), [("decided", "info", 0), ("undecided", "warning", 1)])
+def test_a_session_that_expires_is_a_warning_only_if_contributions_are_dropped(what, level, dropped):
+    with running("--log_level=info") as server:
+        subprocess.run([sys.executable, "-c", SILENT, server.address, "h", what], check=True, timeout=120)
+        await_condition(lambda: value(server, 'headwater_sessions_ended_total{how="expired"') == 1, "the end of the lease")
+        (line,) = await_condition(lambda: [line for line in lines(server) if line["event"] == "session_expired"], "its line")
+        assert (line["level"], line["dropped_contributions"]) == (level, dropped)
+        assert line["client"]
+        assert value(server, 'headwater_session_discards_total{how="expired"') == dropped
+        assert value(server, 'headwater_session_discards_total{how="closed"') == 0
+        if not dropped:
+            assert not [line for line in lines(server) if line["level"] != "info"]
+
+
+def test_the_oldest_unsaved_change_has_an_age():
+    with running() as server, headwater.connect(server.address) as client:
+
+        def age() -> float:
+            return value(server, "headwater_unsaved_change_age_seconds")
+
+        assert age() == 0
+        teacher = np.ones((8, 4), np.float32)
+        client.create_head("teacher", teacher, trainable=False)
+        assert age() == 0  # a frozen head is loaded again
+        heads = [client.create_head(name, np.ones((8, 4), np.float32), optimizer=headwater.SGD()) for name in ("a", "b")]
+        assert 0 < age() < 60
+        for head in heads:
+            head.save("first")
+        assert age() == 0
+        hidden, targets = np.ones((3, 4), np.float32), np.array([1, 2, 3])
+        heads[0].cross_entropy(hidden, targets, micro_batch=0)
+        assert age() == 0  # a step that is open is no checkpoint's
+        heads[0].apply_optimizer_step(learning_rate=0.1, expected_micro_batches=[0])
+        before = age()
+        assert 0 < before < 60
+        heads[1].save("second")
+        assert age() > before
+        heads[0].restore("first")  # the steps since then would come back instead, if there were any checkpoint of them
+        assert age() > 0
+        heads[0].save("second")
+        assert age() == 0
+
+
+def make_certificate(folder: Path, name: str, days: int, authority: str | None = None) -> None:
+    """NAME.crt and NAME.key for localhost, signed by the authority, or by itself."""
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", f"{name}.key", "-subj", f"/CN={name}"]
+    (folder / "san").write_text("subjectAltName=DNS:localhost\n")
+    if authority is None:
+        commands = [["req", "-x509", "-days", str(days), *key, "-out", f"{name}.crt"]]
+    else:
+        signed = ["-CA", f"{authority}.crt", "-CAkey", f"{authority}.key", "-CAcreateserial", "-extfile", "san"]
+        commands = [
+            ["req", *key, "-out", f"{name}.csr"],
+            ["x509", "-req", "-in", f"{name}.csr", *signed, "-days", str(days), "-out", f"{name}.crt"],
+        ]
+    for command in commands:
+        subprocess.run(["openssl", *command], cwd=folder, check=True, capture_output=True)
+
+
+def swap(folder: Path, name: str) -> None:
+    """Puts the pair into the place of the server's own."""
+    for kind in ("key", "crt"):
+        shutil.copy(folder / f"{name}.{kind}", folder / "new")
+        (folder / "new").rename(folder / f"server.{kind}")
+
+
+@contextlib.contextmanager
+def running_with_tls(folder: Path, *flags: str):
+    """A server with TLS, which shows server.crt; and the port."""
+    tls = [f"--tls_certificate={folder}/server.crt", f"--tls_key={folder}/server.key"]
+    with running("--log_level=info", "--admin_listen_addresses=localhost:0", *tls, *flags) as server:
+        address = (server.directory / "out").read_text().split("admin on ")[1].split()[0]
+        yield server, int(address.rsplit(":", 1)[1])
+
+
+def test_certificates_are_reported_at_the_start_and_when_they_change(tmp_path):
+    day = 86400
+    make_certificate(tmp_path, "ca", 100)
+    for name, days in (("old", 10), ("new-one", 20), ("ended", -1)):
+        make_certificate(tmp_path, name, days, "ca")
+    swap(tmp_path, "old")
+
+    def certificate_lines() -> list[dict]:
+        return [line for line in lines(server) if line["event"].startswith("tls")]
+
+    with running_with_tls(tmp_path, f"--tls_client_ca={tmp_path}/ca.crt") as (server, _):
+
+        def days_left(certificate: str) -> float:
+            series = f'headwater_tls_certificate_expiry_timestamp_seconds{{certificate="{certificate}"'
+            return (value(server, series) - time.time()) / day
+
+        assert days_left("server") == pytest.approx(10, abs=0.1)
+        assert days_left("client_ca") == pytest.approx(100, abs=0.1)
+        (line,) = certificate_lines()
+        assert (line["level"], line["client_certificates"]) == ("info", "required")
+        swap(tmp_path, "new-one")
+        await_condition(lambda: days_left("server") > 19, "the new certificate")
+        line = certificate_lines()[-1]
+        assert line["event"] == "tls" and line["level"] == "info"
+        stamp = time.strftime("%Y-%m-%d", time.gmtime(time.time() + days_left("server") * day))
+        assert line["certificate_ends"].startswith(stamp)
+        swap(tmp_path, "ended")
+        await_condition(lambda: days_left("server") < 0, "the certificate that has ended")
+        line = certificate_lines()[-1]
+        assert (line["level"], line["message"]) == ("warning", "the certificate has ended: clients refuse it")
+        (tmp_path / "server.key").write_text("no key")
+        await_condition(lambda: certificate_lines()[-1]["event"] == "tls_files_not_usable", "the key that is none")
+        assert certificate_lines()[-1]["level"] == "warning"
+        assert f"tls_key: {tmp_path}/server.key" in certificate_lines()[-1]["message"]
+        assert days_left("server") < 0
+
+
+def test_strangers_handshakes_are_counted_and_fill_no_log(tmp_path):
+    make_certificate(tmp_path, "ca", 10)
+    make_certificate(tmp_path, "own", 10, "ca")
+    swap(tmp_path, "own")
+    strangers, at_once, a_second = 1500, 100, 10
+    with running_with_tls(tmp_path) as (server, port):
+        start = time.monotonic()
+        for _ in range(strangers):
+            with socket.create_connection(("localhost", port)) as stranger:
+                stranger.settimeout(10)
+                stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                with contextlib.suppress(ConnectionResetError):
+                    stranger.recv(100)
+        failures = "headwater_tls_handshake_failures_total"
+        await_condition(lambda: value(server, failures) >= strangers, "the last failure")
+        seconds = time.monotonic() - start
+        time.sleep(0.3)  # there is room for one more line, which says what is missing
+        with socket.create_connection(("localhost", port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            await_condition(lambda: value(server, failures) == strangers + 1, "the stranger")
+        handshakes = [line for line in lines(server) if line["event"] == "tls_handshake_failed"]  # every line is JSON
+        assert at_once <= len(handshakes) <= at_once + a_second * (seconds + 2)
+        assert len(handshakes) + sum(line.get("lines_left_out", 0) for line in handshakes) == strangers + 1
+        assert {line["level"] for line in handshakes} == {"warning"}
+        assert all("http request" in line["message"] and line["source"].startswith("ssl_transport") for line in handshakes)

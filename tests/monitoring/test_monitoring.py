@@ -17,8 +17,8 @@ from monitored_run import ROOT, RULES, SCRAPE_INTERVAL_S, await_condition, find_
 MONITORING = ROOT / "deploy" / "monitoring"
 RULE_TESTS = Path(__file__).resolve().parent / "headwater.rules.test.yaml"
 METRIC = re.compile(r"(?<![\w:.])(?:headwater|process)_[a-z0-9_]+")
-# What a server that is one process does not serve (tests/integration/group_join_test.cc has it).
-OF_GROUPS = {"headwater_rank_seconds_total"}
+# What this server does not serve: that of groups (tests/integration/group_join_test.cc has it), and of TLS (test_logs.py).
+OF_OTHERS = {"headwater_rank_seconds_total", "headwater_tls_certificate_expiry_timestamp_seconds"}
 RECORDED = re.compile(r"headwater:[a-z0-9_:]+")
 
 needs_prometheus = pytest.mark.skipif(
@@ -134,14 +134,14 @@ def test_a_real_prometheus_sees_a_real_run(tmp_path):
 
         scraped = {re.sub(r"_(bucket|sum|count)$", "", name) for name in prometheus.get("label/__name__/values")}
         wanted = documented() | set(re.findall(r"- record: (\S+)", RULES.read_text()))
-        assert wanted - scraped == OF_GROUPS
+        assert wanted - scraped == OF_OTHERS
         # Nothing is served that the document does not know.
         assert {name for name in scraped if name.startswith(("headwater_", "process_"))} <= documented()
 
-        # Every panel shows something, but for what only refusals, or only groups, have.
+        # Every panel shows something, but for what only refusals, groups or TLS have.
         for name, expression in expressions().items():
             result = prometheus.query(expression)
-            assert result or name.startswith(("Calls refused", "Ranks of a group")), f"{name}: {expression}"
+            assert result or name.startswith(("Calls refused", "Ranks of a group", "Certificates")), f"{name}: {expression}"
         value = {
             name: float(prometheus.query(f"sum({name})")[0]["value"][1])
             for name in (

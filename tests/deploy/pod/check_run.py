@@ -103,7 +103,7 @@ def check_drain(told: Told, log: list[dict[str, Any]], grace_period_s: float) ->
     took_s = (told.time(drained) - told.time(terminating)).total_seconds()
     assert took_s < grace_period_s, took_s
     assert [line["checkpoint"] for line in log if line["event"] == "head_saved"][-1] == "drain"
-    assert (log[-1]["event"], log[-1]["clean"]) == ("drained", "true"), log[-1]
+    assert (log[-1]["event"], log[-1]["clean"]) == ("drained", True), log[-1]
     return f"drained in {took_s:.1f} s of {grace_period_s} s, with status 0"
 
 

@@ -33,12 +33,16 @@ class SessionRegistryTest : public ::testing::Test {
 
   absl::Time now_ = absl::UnixEpoch();
   std::vector<SessionId> ended_;
+  std::vector<SessionRegistry::End> hows_;  // of those
+  int64_t dropped_ = 0;                     // of each
   int shortages_ = 0;
   SessionRegistry sessions_{{.max_sessions = 3, .max_lease = absl::Seconds(60)},
-                            [this](const SessionId& id) {
+                            [this](const SessionId& id, SessionRegistry::End how) {
                               sessions_.size();  // would hang if the lock were held
                               if (shortages_-- > 0) throw std::bad_alloc();
                               ended_.push_back(id);
+                              hows_.push_back(how);
+                              return dropped_;
                             },
                             [this] { return now_; }};
 };
@@ -84,21 +88,24 @@ TEST_F(SessionRegistryTest, AnUnknownIdIsToldNothing) {
 }
 
 TEST_F(SessionRegistryTest, ALeaseEndsWithoutCalls) {
-  std::vector<std::string> clients;
   const SessionId id = MustOpen(absl::Seconds(30), "trainer-7");
   const SessionId longer = MustOpen(absl::Seconds(40));
   Pass(absl::Seconds(30) - absl::Nanoseconds(1));
-  EXPECT_EQ(sessions_.Expire(&clients), 0);
+  EXPECT_EQ(sessions_.Expire().size(), 0u);
   EXPECT_TRUE(ended_.empty());
   Pass(absl::Nanoseconds(1));
-  EXPECT_EQ(sessions_.Expire(&clients), 1);
+  dropped_ = 3;
+  const std::vector<SessionRegistry::Expired> expired = sessions_.Expire();
+  ASSERT_EQ(expired.size(), 1u);
+  EXPECT_EQ(expired[0].client_name, "trainer-7");
+  EXPECT_EQ(expired[0].dropped, 3);
   EXPECT_EQ(ended_, std::vector<SessionId>{id});
-  EXPECT_EQ(clients, std::vector<std::string>{"trainer-7"});
+  EXPECT_EQ(hows_, std::vector<SessionRegistry::End>{SessionRegistry::End::kExpired});
   EXPECT_EQ(sessions_.size(), 1);
   EXPECT_REASON(sessions_.Begin(id), kSessionNotFound);
   EXPECT_FALSE(sessions_.Close(id));
   EXPECT_OK(sessions_.Renew(longer));
-  EXPECT_EQ(sessions_.Expire(), 0);
+  EXPECT_EQ(sessions_.Expire().size(), 0u);
   EXPECT_EQ(ended_.size(), 1u);
 }
 
@@ -109,7 +116,7 @@ TEST_F(SessionRegistryTest, AnEndedLeaseIsOverBeforeAnybodyLooks) {
   EXPECT_REASON(sessions_.Renew(id), kSessionNotFound);
   EXPECT_FALSE(sessions_.Close(id));
   EXPECT_TRUE(ended_.empty());
-  EXPECT_EQ(sessions_.Expire(), 1);  // what it left is dropped now
+  EXPECT_EQ(sessions_.Expire().size(), 1u);  // what it left is dropped now
   EXPECT_EQ(ended_, std::vector<SessionId>{id});
 }
 
@@ -120,10 +127,10 @@ TEST_F(SessionRegistryTest, EveryCallAndEveryRenewalKeepsItAlive) {
     EXPECT_EQ(*sessions_.Renew(id), absl::Seconds(30));
     Pass(absl::Seconds(29));
     MustBegin(id);
-    EXPECT_EQ(sessions_.Expire(), 0);
+    EXPECT_EQ(sessions_.Expire().size(), 0u);
   }
   Pass(absl::Seconds(30));
-  EXPECT_EQ(sessions_.Expire(), 1);
+  EXPECT_EQ(sessions_.Expire().size(), 1u);
 }
 
 TEST_F(SessionRegistryTest, ARunningCallHoldsTheLease) {
@@ -131,18 +138,18 @@ TEST_F(SessionRegistryTest, ARunningCallHoldsTheLease) {
   std::optional<Use> first = MustBegin(id);
   std::optional<Use> second = MustBegin(id);
   Pass(absl::Hours(5));
-  EXPECT_EQ(sessions_.Expire(), 0);
+  EXPECT_EQ(sessions_.Expire().size(), 0u);
   EXPECT_OK(sessions_.Renew(id));
   Pass(absl::Hours(5));
   first.reset();
   Pass(absl::Hours(5));
-  EXPECT_EQ(sessions_.Expire(), 0);  // the second one runs
+  EXPECT_EQ(sessions_.Expire().size(), 0u);  // the second one runs
   second.reset();
   Pass(absl::Seconds(29));  // counts from its end
-  EXPECT_EQ(sessions_.Expire(), 0);
+  EXPECT_EQ(sessions_.Expire().size(), 0u);
   EXPECT_TRUE(ended_.empty());
   Pass(absl::Seconds(1));
-  EXPECT_EQ(sessions_.Expire(), 1);
+  EXPECT_EQ(sessions_.Expire().size(), 1u);
   EXPECT_EQ(ended_, std::vector<SessionId>{id});
 }
 
@@ -167,12 +174,12 @@ TEST_F(SessionRegistryTest, ClosingWithRunningCallsEndsItOnceMoreAfterTheLast) {
   EXPECT_FALSE(sessions_.Close(id));
   EXPECT_EQ(sessions_.size(), 0);
   Pass(absl::Hours(1));
-  EXPECT_EQ(sessions_.Expire(), 0);
+  EXPECT_EQ(sessions_.Expire().size(), 0u);
   first.reset();
   EXPECT_EQ(ended_.size(), 1u);
   second.reset();  // may have left something since the session ended
   EXPECT_EQ(ended_, (std::vector<SessionId>{id, id}));
-  EXPECT_EQ(sessions_.Expire(), 0);
+  EXPECT_EQ(sessions_.Expire().size(), 0u);
 }
 
 TEST_F(SessionRegistryTest, WhatEndsASessionIsMadeUpForAfterAShortage) {
@@ -190,11 +197,11 @@ TEST_F(SessionRegistryTest, WhatEndsASessionIsMadeUpForAfterAShortage) {
   Pass(absl::Seconds(30));
   shortages_ = 3;
   for (int i = 0; i < 3; ++i) EXPECT_THROW(sessions_.Expire(), std::bad_alloc);
-  EXPECT_EQ(sessions_.Expire(), 1);  // the others were closed
+  EXPECT_EQ(sessions_.Expire().size(), 1u);  // the others were closed
   EXPECT_EQ(std::count(ended_.begin(), ended_.end(), closed), 1);
   EXPECT_EQ(std::count(ended_.begin(), ended_.end(), expired), 1);
   EXPECT_EQ(std::count(ended_.begin(), ended_.end(), used), 2);
-  EXPECT_EQ(sessions_.Expire(), 0);
+  EXPECT_EQ(sessions_.Expire().size(), 0u);
 }
 
 TEST_F(SessionRegistryTest, AUseIsMovedNotCopied) {
@@ -233,20 +240,21 @@ TEST_F(SessionRegistryTest, TheirNumberIsBounded) {
   EXPECT_REASON(sessions_.Open("d", absl::Seconds(1)), kQuotaExceeded);
   ended_.clear();
   Pass(absl::Seconds(30));
-  int64_t expired = -1;
+  std::vector<SessionRegistry::Expired> expired(7);
   EXPECT_OK(sessions_.Open("d", absl::Seconds(60), &expired));
-  EXPECT_EQ(expired, 1);
+  EXPECT_EQ(expired.size(), 1u);
   EXPECT_EQ(ended_.size(), 1u);
-  EXPECT_EQ(sessions_.Expire(), 0);
+  EXPECT_EQ(sessions_.Expire().size(), 0u);
   EXPECT_REASON(sessions_.Open("d", absl::Seconds(60), &expired), kQuotaExceeded);
-  EXPECT_EQ(expired, 0);
+  EXPECT_TRUE(expired.empty());
 }
 
 TEST(SessionRegistryThreadsTest, ManyThreadsOpenUseCloseAndExpire) {
   std::atomic<int64_t> now_seconds = 0;
   std::atomic<int> end_count = 0;
   SessionRegistry sessions(
-      {.max_sessions = 64, .max_lease = absl::Seconds(10)}, [&](const SessionId&) { ++end_count; },
+      {.max_sessions = 64, .max_lease = absl::Seconds(10)},
+      [&](const SessionId&, SessionRegistry::End) { return int64_t{++end_count}; },
       [&] { return absl::UnixEpoch() + absl::Seconds(now_seconds.load()); });
   const absl::StatusOr<SessionRegistry::Grant> shared = sessions.Open("shared", absl::Seconds(10));
   ASSERT_OK(shared);

@@ -22,13 +22,15 @@ using ::testing::Not;
 TEST(Logging, WritesOneUnambiguousLine) {
   const std::vector<LogField> fields = {
       {"plain", "a/b-c.d"},   {"empty", ""}, {"spaces", "x y"}, {"hostile", "a\"b\\c\nevent=forged"},
-      {"count", int64_t{-7}}, {"ms", 1.5},   {"equals", "a=b"}};
+      {"count", int64_t{-7}}, {"ms", 1.5},   {"equals", "a=b"}, {"clean", true},
+      {"text", "true"}};
   EXPECT_EQ(FormatLogLine(LogFormat::kText, "T", LogLevel::kWarning, "rpc", fields),
             "T level=warning event=rpc plain=a/b-c.d empty=\"\" spaces=\"x y\" hostile=\"a\\\"b\\\\c\\u000aevent=forged\" count=-7 "
-            "ms=1.500 equals=\"a=b\"");
+            "ms=1.500 equals=\"a=b\" clean=true text=true");
   EXPECT_EQ(FormatLogLine(LogFormat::kJson, "T", LogLevel::kInfo, "rpc", fields),
             "{\"time\":\"T\",\"level\":\"info\",\"event\":\"rpc\",\"plain\":\"a/b-c.d\",\"empty\":\"\",\"spaces\":\"x y\","
-            "\"hostile\":\"a\\\"b\\\\c\\u000aevent=forged\",\"count\":-7,\"ms\":1.500,\"equals\":\"a=b\"}");
+            "\"hostile\":\"a\\\"b\\\\c\\u000aevent=forged\",\"count\":-7,\"ms\":1.500,\"equals\":\"a=b\","
+            "\"clean\":true,\"text\":\"true\"}");
 }
 
 TEST(Logging, RefusesUnknownLevelsAndFormats) {

@@ -153,7 +153,7 @@ void World::Start() {
   session_limits.max_sessions = kMaxSessions;
   session_limits.max_lease = absl::Seconds(kMaxLeaseSeconds);
   sessions_ = std::make_unique<heads::SessionRegistry>(
-      session_limits, [this](const heads::SessionId& session) { OnSessionEnd(session); },
+      session_limits, [this](const heads::SessionId& session, heads::SessionRegistry::End) { return OnSessionEnd(session); },
       [this] { return bugs_.session_clock_stands ? absl::UnixEpoch() : Now(); });
   store_ = *checkpoint::CheckpointStore::Open(kRoot, *files_);
 }
@@ -166,12 +166,10 @@ void World::Stop() {
   store_.reset();
 }
 
-void World::OnSessionEnd(const heads::SessionId& session) {
-  if (computing_) {
-    ended_meanwhile_.push_back(session);  // the heads' locks are held
-  } else {
-    registry_->DropSession(session);
-  }
+int64_t World::OnSessionEnd(const heads::SessionId& session) {
+  if (!computing_) return registry_->DropSession(session);
+  ended_meanwhile_.push_back(session);  // the heads' locks are held
+  return 0;
 }
 
 // ---- names for what is random ----------------------------------------------------------------------------------------
@@ -264,7 +262,7 @@ Reply World::Dispatch(const Event& event) {
       return {};
     case Op::kExpireSessions:
       now_ += event.seconds;
-      return {"OK", {static_cast<double>(sessions_->Expire())}};
+      return {"OK", {static_cast<double>(sessions_->Expire().size())}};
     case Op::kRestart:
       return Restart();
     default: {

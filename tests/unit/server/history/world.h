@@ -66,7 +66,7 @@ class World {
   absl::Status AwaitStep(const Event& event, const HeadPointer& head, const Target& target) const;
   absl::StatusOr<heads::SessionRegistry::Use> UseSession(int session);
   // Drops what ended sessions left, or remembers to when the call that runs has ended.
-  void OnSessionEnd(const heads::SessionId& session);
+  int64_t OnSessionEnd(const heads::SessionId& session);
 
   Reply Call(const Event& event);
   void DoMeanwhile(const Event& event, const heads::Submission& submission, bool* in_progress);

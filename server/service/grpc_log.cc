@@ -1,0 +1,66 @@
+#include "server/service/grpc_log.h"
+
+#include <grpc/support/log.h>
+
+#include <cstdint>
+#include <exception>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "server/observability/logging.h"
+#include "server/observability/metrics.h"
+#include "server/service/line_budget.h"
+
+namespace headwater::service {
+namespace {
+
+using observability::LogField;
+using observability::LogLevel;
+
+// Apart from FailedCallLines(): strangers' handshakes must not hide calls that fail, nor these the handshakes.
+LineBudget& GrpcLines() {
+  static auto* const budget = new LineBudget(kGrpcLinesASecond, 10 * kGrpcLinesASecond);
+  return *budget;
+}
+
+LogLevel LevelOf(gpr_log_severity severity) {
+  switch (severity) {
+    case GPR_LOG_SEVERITY_DEBUG:
+      return LogLevel::kDebug;
+    case GPR_LOG_SEVERITY_INFO:
+      return LogLevel::kInfo;
+    case GPR_LOG_SEVERITY_ERROR:
+      return LogLevel::kError;
+  }
+  return LogLevel::kError;
+}
+
+void TakeLine(gpr_log_func_args* line) {
+  const absl::string_view message = line->message;
+  const absl::string_view path = line->file;
+  const absl::string_view file = path.substr(path.rfind('/') + 1);
+  // OpenSSL's refusal of a handshake. gRPC has no other place that reports one.
+  const bool handshake = file == "ssl_transport_security.cc" && absl::StartsWith(message, "Handshake failed");
+  if (handshake) observability::Metrics::CountTlsHandshakeFailure();
+  std::optional<int64_t> left_out = GrpcLines().Take();
+  if (absl::StartsWith(message, "assertion failed")) left_out = left_out.value_or(0);  // the last line of a process that aborts
+  if (!left_out.has_value()) return;
+  try {  // C code is above
+    std::vector<LogField> fields = {{"message", std::string(message)}, {"source", absl::StrCat(file, ":", line->line)}};
+    if (*left_out > 0) fields.emplace_back("lines_left_out", *left_out);
+    observability::Log(handshake ? LogLevel::kWarning : LevelOf(line->severity), handshake ? "tls_handshake_failed" : "grpc",
+                       fields);
+  } catch (const std::exception&) {
+    // For want of memory: the line is left out.
+  }
+}
+
+}  // namespace
+
+void TakeGrpcLog() { gpr_set_log_function(&TakeLine); }
+
+}  // namespace headwater::service
