@@ -643,8 +643,8 @@ def test_a_server_sized_for_many_small_heads_takes_them_all(tmp_path):
         grpc.channel_ready_future(channel).result(START_TIMEOUT_S)
         for index in range(heads):
             request = head_service_pb2.CreateHeadRequest(name=f"tenants/default/heads/h{index}", spec=spec)
-            created = stub.CreateHead(request, timeout=START_TIMEOUT_S, wait_for_ready=True).head
-            assert sum(item.bytes for item in created.memory_plan.items) == sum(size.purposes(plan).values())
+            created = stub.CreateHead(request, timeout=START_TIMEOUT_S).head
+            assert created.memory_plan.total_bytes == sum(size.purposes(plan).values())
 
 
 def test_the_statefulset_has_the_figures_that_its_head_needs(tmp_path):
@@ -786,7 +786,8 @@ def test_plans_of_several_ranks_size_each_of_them(engine, overlay, tmp_path):
     gib = size.GIB
     plans = [plan_of(4, 40 * gib, gib), plan_of(4, 8 * gib, gib // 2)]
     sizes = size.size(plans, engine, *RULES)
-    assert sizes["ranks"] == 4 and sizes["memory_budget_bytes"] == (10 + 2 + 1) * gib
+    # The larger workspace once on a GPU, both on the CPU, in whole GiB.
+    assert sizes["ranks"] == 4 and sizes["memory_budget_bytes"] == (10 + 2 + {"cuda": 1, "cpu": 2}[engine]) * gib
     assert sizes["volume_bytes"] >= 11 * 48 * gib  # the checkpoints are the leader's, whole
     specs = dict(manifests.pod_specs(manifests.overlay(tmp_path / "sized", f"overlays/{overlay}", size.patch(sizes, 3, engine))))
     leader = manifests.server(specs["StatefulSet/headwater"])
@@ -805,6 +806,6 @@ def test_plans_of_several_ranks_size_each_of_them(engine, overlay, tmp_path):
         assert int(manifests.flags(worker)["memory_budget_bytes"]) == sizes["memory_budget_bytes"]
         assert manifests.flags(worker)["drain_timeout"] == manifests.flags(leader)["drain_timeout"]
         assert specs["StatefulSet/headwater-worker"]["terminationGracePeriodSeconds"] == sizes["grace_s"]
-        assert manifests.quantity(worker["resources"]["limits"]["memory"]) == (13 + 4 + 1) * gib
+        assert manifests.quantity(worker["resources"]["limits"]["memory"]) == (14 + 4 + 1) * gib
     with pytest.raises(SystemExit, match="the same number of ranks"):
         size.size([plan_of(4, gib, gib), plan_of(2, gib, gib)], engine, *RULES)
