@@ -47,6 +47,7 @@ using client::internal::PathDemand;
 using client::internal::Placement;
 using client::internal::SharedRowsBuffer;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 constexpr int64_t kRows = 1000;
 constexpr int64_t kHiddenSize = 24;
@@ -398,6 +399,28 @@ TEST_F(MemoryPathsTest, RegionsAreGivenBackAllAtOnce) {
   EXPECT_EQ(most, kRegions);
   EXPECT_EQ(server.CallsOf("UnregisterSharedMemory").size(), size_t{kRegions});
   paths_.reset();  // before the server
+}
+
+TEST_F(MemoryPathsTest, ClosingSendsNothingThatTheServerRefuses) {
+  Start({"--descriptor_socket=" + socket_path(), "--log_level=info"});
+  v1::OpenSessionResponse other;
+  grpc::ClientContext opens;
+  ASSERT_TRUE(sessions_->OpenSession(&opens, {}, &other).ok());
+  {
+    const SharedRowsBuffer rows = Value(paths_->AllocateRows(kBytes));
+    EXPECT_NE(Value(Place(HostRows(rows.data(), nullptr))).session_id(), other.session_id());
+    Value(paths_->Place(HostRows(rows.data(), nullptr), other.session_id(), PathDemand::kBest, SoonEnough()));
+  }
+  paths_.reset();
+  grpc::ClientContext closes;
+  v1::CloseSessionRequest request;
+  request.set_session_id(other.session_id());
+  v1::CloseSessionResponse response;
+  EXPECT_TRUE(sessions_->CloseSession(&closes, request, &response).ok());
+  server_->process().Signal(SIGTERM);
+  EXPECT_EQ(server_->process().Wait(), 0);  // the log is complete
+  EXPECT_THAT(server_->log(), HasSubstr("event=drained"));
+  EXPECT_THAT(server_->log(), Not(HasSubstr("level=warning")));
 }
 
 TEST_F(MemoryPathsTest, SaysWhyAPathIsNotThere) {
