@@ -1,0 +1,166 @@
+"""Tiny models of every class of the installed transformers that has an output head.
+
+Classes are enumerated from transformers' own tables, not from a list here. A class's default configuration is shrunk field by field, nested
+configurations included; the model is made of it with random weights.
+
+    for cls in causal_lm_classes():
+        model = build(cls)                     # raises NotBuilt, whose text is the reason
+        ids, labels = batch(model)
+
+    python tiny_models.py [NAME...]            prints which classes can be built, and why others cannot
+"""
+
+import copy
+import dataclasses
+import re
+import sys
+import warnings
+
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+VOCABULARY = 97
+HIDDEN = 32
+HEADS = 4
+POSITIONS = 128
+MAX_PARAMETERS = 4_000_000
+
+# Each table of transformers whose classes may have an output head; CAUSAL_LM first.
+TABLES = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_MASKED_LM_MAPPING",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+    "MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING",
+    "MODEL_FOR_PRETRAINING_MAPPING",
+)
+
+
+class NotBuilt(Exception):
+    """A class that has no tiny model here; the text is the reason."""
+
+
+# (pattern of a field's name, its value): the first that matches wins. A value that is already smaller stays.
+SIZES = [
+    (r"type_vocab_size", 2),
+    (r"(.*_)?vocab_size.*|.*num_embeddings|n_tokens", VOCABULARY),
+    (r"(num_)?(max_)?(source_|target_|.*_)?position(s|_embeddings)|n_positions|n_ctx|max_seq_len|max_sequence_length|seq_length|block_size"
+     r"|max_length|context_length", POSITIONS),
+    (r".*(num_key_value_heads|kv_heads|num_kv_heads|key_value_heads)", HEADS // 2),
+    (r".*(num_.*heads|n_.*heads?|attention_heads|num_heads)", HEADS),
+    (r".*(num_.*layers|n_layers?|encoder_layers|decoder_layers|num_.*blocks|depth|.*_layers)", 2),
+    (r".*head_dim(ension)?|d_kv|d_head|kv_channels|rotary_dim|attention_head_size|head_size", HIDDEN // HEADS),
+    (r".*(experts_per_tok(en)?|num_selected_experts|moe_topk|moe_k|top_k_experts|topk_method|num_experts_per.*|top_k)", 2),
+    (r".*(n|num)_.*experts.*|.*num_experts", 4),
+    (r"n_group|topk_group|n_groups", 1),
+    (r".*lora_rank", 16),
+    (r".*(intermediate|ffn|inner|mlp|d_ff|feed_?forward).*(size|dim)?", 2 * HIDDEN),
+    (r".*(hidden_size|hidden_dim|d_model|n_embd|embed_dim|embedding_size|embedding_dim|projection_dim|hidden|width|emb_dim|^dim|_dim|_size)",
+     HIDDEN),
+]
+
+
+def tiny_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
+    """A configuration of the class whose sizes are tiny."""
+    default = config_class()
+    values = {}
+    for field in dataclasses.fields(config_class):
+        if not field.init or not hasattr(default, field.name):
+            continue
+        value = getattr(default, field.name)
+        if isinstance(value, PreTrainedConfig):
+            values[field.name] = tiny_config(type(value))
+            continue
+        declared = field.default if field.default is not dataclasses.MISSING else value
+        if declared is None:
+            continue  # the class derives it from others
+        small = shrink(field.name, value)
+        if small != value:
+            values[field.name] = small
+    values.update(OVERRIDES.get(config_class.model_type, {}))
+    return config_class(**values)
+
+
+def shrink(name: str, value):
+    """The value that a tiny configuration has in the field."""
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 1:
+        return value
+    if re.search(r"token_(id|index)$|_token$", name):
+        return token_id(name)
+    for pattern, size in SIZES:
+        if re.fullmatch(pattern, name):
+            return min(value, size)
+    return value
+
+
+def token_id(name: str) -> int:
+    known = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    # Far from those that `batch` draws.
+    return known.get(name, 4 + sum(name.encode()) % 28)
+
+
+OVERRIDES: dict[str, dict] = {}
+
+
+def table(name: str) -> list[type[PreTrainedModel]]:
+    """The classes of one table, in its order."""
+    classes = []
+    for entry in getattr(modeling_auto, name).values():
+        classes.extend(entry if isinstance(entry, (list, tuple)) else [entry])
+    return list(dict.fromkeys(classes))
+
+
+def causal_lm_classes() -> list[type[PreTrainedModel]]:
+    """Every class for causal language models."""
+    return table(TABLES[0])
+
+
+def output_classes() -> list[type[PreTrainedModel]]:
+    """Every class that may have an output head."""
+    return list(dict.fromkeys(cls for name in TABLES for cls in table(name)))
+
+
+def build(cls: type[PreTrainedModel], dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    """A tiny model of the class in evaluation mode, with random weights that the seed fixes. Raises NotBuilt."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = tiny_config(cls.config_class)
+            with torch.device("meta"):
+                parameters = sum(p.numel() for p in cls(copy.deepcopy(config)).parameters())
+            if parameters > MAX_PARAMETERS:
+                raise NotBuilt(f"has {parameters} parameters, at most {MAX_PARAMETERS}")
+            torch.manual_seed(seed)
+            model = cls(config).eval()
+    except NotBuilt:
+        raise
+    except Exception as error:
+        raise NotBuilt(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+    if model.get_output_embeddings() is None:
+        raise NotBuilt("has no output embeddings")
+    return model.to(dtype)
+
+
+def main(names: list[str]) -> int:
+    transformers.logging.set_verbosity_error()
+    causal = set(causal_lm_classes())
+    built = 0, 0
+    for cls in output_classes():
+        if names and cls.__name__ not in names:
+            continue
+        try:
+            model = build(cls)
+            print(f"{cls.__name__}: {sum(p.numel() for p in model.parameters())}", flush=True)
+            built = built[0] + 1, built[1] + (cls in causal)
+        except NotBuilt as reason:
+            print(f"{cls.__name__}: NOT BUILT {reason}", flush=True)
+    print(f"{built[0]} of {len(output_classes())} build, {built[1]} of {len(causal)} causal")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
