@@ -24,8 +24,12 @@ from transformers.models.auto import modeling_auto
 VOCABULARY = 97
 HIDDEN = 32
 HEADS = 4
+HEAD = HIDDEN // HEADS
 POSITIONS = 128
-MAX_PARAMETERS = 4_000_000
+MAX_PARAMETERS = 5_000_000
+# Ids of special tokens are below the first that `batch` draws.
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+FIRST_ID = 40
 
 # Each table of transformers whose classes may have an output head; CAUSAL_LM first.
 TABLES = (
@@ -44,66 +48,115 @@ class NotBuilt(Exception):
     """A class that has no tiny model here; the text is the reason."""
 
 
-# (pattern of a field's name, its value): the first that matches wins. A value that is already smaller stays.
+# (pattern of a field's name, its value): the first that matches decides. A value that is already smaller stays.
 SIZES = [
-    (r"type_vocab_size", 2),
-    (r"(.*_)?vocab_size.*|.*num_embeddings|n_tokens", VOCABULARY),
-    (r"(num_)?(max_)?(source_|target_|.*_)?position(s|_embeddings)|n_positions|n_ctx|max_seq_len|max_sequence_length|seq_length|block_size"
-     r"|max_length|context_length", POSITIONS),
-    (r".*(num_key_value_heads|kv_heads|num_kv_heads|key_value_heads)", HEADS // 2),
+    (r"type_vocab_size|segment_types|prompt_types", 2),
+    (r"(.*_)?vocab_size.*|.*num_embeddings|n_tokens|encoder_hash_byte_group_vocab", VOCABULARY),
+    (
+        r"((num_)?(max_)?(source_|target_|.*_)?position(s|_embeddings)|n_positions|n_ctx|max_seq_len|max_sequence_length|seq_length"
+        r"|block_size|max_length|context_length)",
+        POSITIONS,
+    ),
+    (r".*(num_key_value_heads|kv_heads|kv_n_heads|num_kv_heads|key_value_heads)", HEADS // 2),
     (r".*(num_.*heads|n_.*heads?|attention_heads|num_heads)", HEADS),
-    (r".*(num_.*layers|n_layers?|encoder_layers|decoder_layers|num_.*blocks|depth|.*_layers)", 2),
-    (r".*head_dim(ension)?|d_kv|d_head|kv_channels|rotary_dim|attention_head_size|head_size", HIDDEN // HEADS),
+    (r".*(num_.*layers|n_layers?|encoder_layers|decoder_layers|num_.*blocks|depth|.*_layers)|num_self_attends_per_block", 2),
+    (r".*head_dim(ension)?|d_kv|d_head|dim_head|kv_channels|rotary_dim|attention_head_size|head_size", HEAD),
     (r".*(experts_per_tok(en)?|num_selected_experts|moe_topk|moe_k|top_k_experts|topk_method|num_experts_per.*|top_k)", 2),
-    (r".*(n|num)_.*experts.*|.*num_experts", 4),
+    (r".*(n|num)_.*experts.*|.*num_experts|zero_expert_num", 4),
     (r"n_group|topk_group|n_groups", 1),
     (r".*lora_rank", 16),
-    (r".*(intermediate|ffn|inner|mlp|d_ff|feed_?forward).*(size|dim)?", 2 * HIDDEN),
-    (r".*(hidden_size|hidden_dim|d_model|n_embd|embed_dim|embedding_size|embedding_dim|projection_dim|hidden|width|emb_dim|^dim|_dim|_size)",
-     HIDDEN),
+    (r".*(intermediate|ffn|inner|mlp|d_ff|dff|dim_ff|feed_?forward).*(size|dim)?", 2 * HIDDEN),
+    (
+        r".*(hidden_size|hidden_dim|d_model|n_embd|embed_dim|embedding_size|embedding_dim|projection_dim|hidden|width|emb_dim|^dim|_dim"
+        r"|_size|d_latents|_channels)|conv_dim",
+        HIDDEN,
+    ),
 ]
+
+# Fields that stay None in a configuration by default although the model needs them.
+NEEDED = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "head_dim": HEAD,
+    "num_key_value_heads": HEADS // 2,
+    "layer_types": ["full_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "dense"],
+    "vocabulary_map": {"<image>": 4},
+    "deepstack_layer_map": [[0, 0]],
+}
+
+# What is done to logits, by the field that says it: as checkpoints have it, where the default does nothing.
+LOGITS = {
+    "final_logit_softcapping": 30.0,
+    "logits_scaling": 8.0,
+    "logit_scale": 0.5,
+    "lm_head_multiplier": 0.5,
+    "lm_head_bias": True,
+    "softcap": 30.0,
+}
+
+# What the rules above do not get right, by model_type.
+OVERRIDES: dict[str, dict] = {
+    "dots1": {"moe_intermediate_size": HIDDEN},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4_text": {"hidden_size_per_layer_input": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "lsh"], "num_buckets": 4},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"]},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
+}
 
 
 def tiny_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
     """A configuration of the class whose sizes are tiny."""
-    default = config_class()
+    default = vars(config_class())
     values = {}
     for field in dataclasses.fields(config_class):
-        if not field.init or not hasattr(default, field.name):
+        value = default.get(field.name)
+        if not field.init or field.name.startswith("_"):
             continue
-        value = getattr(default, field.name)
         if isinstance(value, PreTrainedConfig):
             values[field.name] = tiny_config(type(value))
-            continue
-        declared = field.default if field.default is not dataclasses.MISSING else value
-        if declared is None:
-            continue  # the class derives it from others
-        small = shrink(field.name, value)
-        if small != value:
-            values[field.name] = small
+        elif field.name in LOGITS and value in (None, 1.0, False):
+            values[field.name] = LOGITS[field.name]
+        elif value is None:
+            if field.name in NEEDED:
+                values[field.name] = NEEDED[field.name]
+        elif field.name == "rope_parameters":
+            small = shrink_rope(value)
+            if small != value:
+                values[field.name] = small
+        elif field.default is not None:  # else the class derives it from the others
+            small = shrink(field.name, value)
+            if small != value:
+                values[field.name] = small
     values.update(OVERRIDES.get(config_class.model_type, {}))
     return config_class(**values)
 
 
 def shrink(name: str, value):
     """The value that a tiny configuration has in the field."""
+    if isinstance(value, list | tuple) and name == "conv_dim":
+        return type(value)(shrink(name, part) for part in value)
     if isinstance(value, bool) or not isinstance(value, int) or value <= 1:
         return value
     if re.search(r"token_(id|index)$|_token$", name):
-        return token_id(name)
+        return SPECIAL.get(name, 4 + sum(name.encode()) % (FIRST_ID - 4))
     for pattern, size in SIZES:
         if re.fullmatch(pattern, name):
             return min(value, size)
     return value
 
 
-def token_id(name: str) -> int:
-    known = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    # Far from those that `batch` draws.
-    return known.get(name, 4 + sum(name.encode()) % 28)
-
-
-OVERRIDES: dict[str, dict] = {}
+def shrink_rope(value):
+    """Rotary parameters for a tiny head, nested ones by the kind of layer included."""
+    if isinstance(value, dict):
+        return {
+            name: [HEAD // 2 - 2 * (HEAD // 8), HEAD // 8, HEAD // 8] if name == "mrope_section" else shrink_rope(part)
+            for name, part in value.items()
+        }
+    return value
 
 
 def table(name: str) -> list[type[PreTrainedModel]]:
