@@ -97,11 +97,19 @@ LOGITS = {
 
 # What the rules above do not get right, by model_type.
 OVERRIDES: dict[str, dict] = {
-    "dots1": {"moe_intermediate_size": HIDDEN},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": HEADS // 2}},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": HIDDEN},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "dots3_note_text": {"num_key_value_heads": HEADS},
+    "ernie4_5_vl_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_text": {"hidden_size_per_layer_input": 8},
+    "glm5_next_text": {"num_key_value_heads": HEADS},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "mamba2": {"num_heads": 8, "head_dim": 8},
+    "molmo2_adapter": {"vision_feature_layer": [0, 1]},
+    "muse_spark_audio": {"num_hidden_layers": 4},
     "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "lsh"], "num_buckets": 4},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"]},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
@@ -184,7 +192,10 @@ def build(cls: type[PreTrainedModel], dtype: torch.dtype = torch.float32, seed: 
             warnings.simplefilter("ignore")
             config = tiny_config(cls.config_class)
             with torch.device("meta"):
-                parameters = sum(p.numel() for p in cls(copy.deepcopy(config)).parameters())
+                shape = cls(copy.deepcopy(config))
+            if not isinstance(getattr(shape.get_output_embeddings(), "weight", None), torch.Tensor):
+                raise NotBuilt("has no output layer with a weight")
+            parameters = sum(parameter.numel() for parameter in shape.parameters())
             if parameters > MAX_PARAMETERS:
                 raise NotBuilt(f"has {parameters} parameters, at most {MAX_PARAMETERS}")
             torch.manual_seed(seed)
@@ -193,9 +204,28 @@ def build(cls: type[PreTrainedModel], dtype: torch.dtype = torch.float32, seed: 
         raise
     except Exception as error:
         raise NotBuilt(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
-    if model.get_output_embeddings() is None:
-        raise NotBuilt("has no output embeddings")
+    randomise(model, seed)
     return model.to(dtype)
+
+
+def randomise(model: PreTrainedModel, seed: int) -> None:
+    """Gives the head random weights for which logits of normalised rows have a size of 4 to 6, and its bias others than zero."""
+    head = model.get_output_embeddings()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        head.weight.normal_(0, 2 / head.weight.shape[1] ** 0.5, generator=generator)
+        if getattr(head, "bias", None) is not None:
+            head.bias.normal_(0, 0.5, generator=generator)
+
+
+def batch(rows: int = 2, length: int = 12, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random ids of no special token, and labels of which some are ignored; both of shape (rows, length)."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(FIRST_ID, VOCABULARY - 1, (rows, length), generator=generator)
+    labels = ids.clone()
+    labels[0, :3] = -100
+    labels[-1, -2] = -100
+    return ids, labels
 
 
 def main(names: list[str]) -> int:
