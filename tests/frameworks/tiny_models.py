@@ -10,6 +10,7 @@ configurations included; the model is made of it with random weights.
     python tiny_models.py [NAME...]            prints which classes can be built, and why others cannot
 """
 
+import contextlib
 import copy
 import dataclasses
 import re
@@ -50,7 +51,7 @@ class NotBuilt(Exception):
 
 # (pattern of a field's name, its value): the first that matches decides. A value that is already smaller stays.
 SIZES = [
-    (r"type_vocab_size|segment_types|prompt_types", 2),
+    (r"type_vocab_size", 2),
     (r"(.*_)?vocab_size.*|.*num_embeddings|n_tokens|encoder_hash_byte_group_vocab", VOCABULARY),
     (
         r"((num_)?(max_)?(source_|target_|.*_)?position(s|_embeddings)|n_positions|n_ctx|max_seq_len|max_sequence_length|seq_length"
@@ -97,21 +98,41 @@ LOGITS = {
 
 # What the rules above do not get right, by model_type.
 OVERRIDES: dict[str, dict] = {
+    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": HEADS // 2}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": HEADS // 2, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": HIDDEN},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
-    "dots3_note_text": {"num_key_value_heads": HEADS},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "ernie4_5_vl_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_text": {"hidden_size_per_layer_input": 8},
-    "glm5_next_text": {"num_key_value_heads": HEADS},
+    "git_vision_model": {"image_size": 32, "patch_size": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "molmo2_adapter": {"vision_feature_layer": [0, 1]},
     "muse_spark_audio": {"num_hidden_layers": 4},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": HEAD,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "lsh"], "num_buckets": 4},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid"]},
+    "xlstm": {"hidden_size": 64, "embedding_dim": 64, "qk_dim_factor": 1.0},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 3, "layers_block_type": ["hybrid", "linear_attention", "hybrid"]},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
 }
 
@@ -139,6 +160,8 @@ def tiny_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
             small = shrink(field.name, value)
             if small != value:
                 values[field.name] = small
+    if "kv_lora_rank" in default:  # latent attention has no groups
+        values["num_key_value_heads"] = HEADS
     values.update(OVERRIDES.get(config_class.model_type, {}))
     return config_class(**values)
 
@@ -209,13 +232,16 @@ def build(cls: type[PreTrainedModel], dtype: torch.dtype = torch.float32, seed: 
 
 
 def randomise(model: PreTrainedModel, seed: int) -> None:
-    """Gives the head random weights for which logits of normalised rows have a size of 4 to 6, and its bias others than zero."""
+    """Gives the head random weights, and a bias that is not zero, with which the largest logits are 4 to 7 where ids alone are enough."""
     head = model.get_output_embeddings()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         head.weight.normal_(0, 2 / head.weight.shape[1] ** 0.5, generator=generator)
         if getattr(head, "bias", None) is not None:
             head.bias.normal_(0, 0.5, generator=generator)
+        with contextlib.suppress(Exception):
+            logits = model(input_ids=batch()[0]).logits
+            head.weight.mul_(2 / logits.std())
 
 
 def batch(rows: int = 2, length: int = 12, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
