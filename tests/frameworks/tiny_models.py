@@ -7,12 +7,13 @@ configurations included; the model is made of it with random weights.
         model = build(cls)                     # raises NotBuilt, whose text is the reason
         ids, labels = batch(model)
 
-    python tiny_models.py [NAME...]            prints which classes can be built, and why others cannot
+    python tiny_models.py                      prints which classes cannot be built, and why
 """
 
 import contextlib
 import copy
 import dataclasses
+import os
 import re
 import sys
 import warnings
@@ -254,22 +255,46 @@ def batch(rows: int = 2, length: int = 12, seed: int = 1) -> tuple[torch.Tensor,
     return ids, labels
 
 
-def main(names: list[str]) -> int:
+def selected(classes: list[type[PreTrainedModel]]) -> list[type[PreTrainedModel]]:
+    """Those of the classes that the environment variable HEADWATER_TEST_CLASSES names; all without it."""
+    names = os.environ.get("HEADWATER_TEST_CLASSES", "").split()
+    return [cls for cls in classes if not names or cls.__name__ in names]
+
+
+class Outcomes:
+    """Classes by what came of them: `add(name, "refused: why")` is found as `outcomes["refused"]`, a dictionary of reasons by name."""
+
+    def __init__(self) -> None:
+        self._by_kind: dict[str, dict[str, str]] = {}
+        self.complete = "HEADWATER_TEST_CLASSES" not in os.environ
+
+    def add(self, name: str, outcome: str) -> None:
+        kind, _, reason = outcome.partition(": ")
+        self._by_kind.setdefault(kind, {})[name] = reason
+
+    def __getitem__(self, kind: str) -> dict[str, str]:
+        return self._by_kind.get(kind, {})
+
+    def __str__(self) -> str:
+        lines = []
+        for kind, names in self._by_kind.items():
+            lines.extend(f"{kind}: {name}: {reason}" for name, reason in names.items() if reason)
+        lines.append(", ".join(f"{kind} {len(names)}" for kind, names in self._by_kind.items()))
+        return "\n".join(lines)
+
+
+def main() -> int:
     transformers.logging.set_verbosity_error()
-    causal = set(causal_lm_classes())
-    built = 0, 0
-    for cls in output_classes():
-        if names and cls.__name__ not in names:
-            continue
+    outcomes = Outcomes()
+    for cls in selected(output_classes()):
         try:
-            model = build(cls)
-            print(f"{cls.__name__}: {sum(p.numel() for p in model.parameters())}", flush=True)
-            built = built[0] + 1, built[1] + (cls in causal)
+            build(cls)
+            outcomes.add(cls.__name__, "built")
         except NotBuilt as reason:
-            print(f"{cls.__name__}: NOT BUILT {reason}", flush=True)
-    print(f"{built[0]} of {len(output_classes())} build, {built[1]} of {len(causal)} causal")
+            outcomes.add(cls.__name__, f"not built: {reason}")
+    print(outcomes)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
