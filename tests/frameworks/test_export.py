@@ -114,7 +114,9 @@ def test_a_tied_model_takes_an_untied_head_only_with_a_tensor_of_its_own(client,
     wanted = logits_of(model, head, ids)
     got, loaded = reload(tmp_path / "a", ids)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
-    assert loaded.config.tie_word_embeddings is False and json.loads((tmp_path / "a/config.json").read_text())["model_type"] == "qwen2"
+    assert (
+        loaded.config.tie_word_embeddings is False and json.loads((tmp_path / "a/config.json").read_text())["model_type"] == "qwen2"
+    )
     torch.testing.assert_close(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight, rtol=0, atol=0)
     head.export(model, untie=True)
     torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-5, atol=1e-5)

@@ -173,7 +173,9 @@ def connect(
 
 
 # Tracebacks name errors and warnings as callers do.
-for _error in [value for value in globals().values() if isinstance(value, type) and issubclass(value, (HeadwaterError, HeadWarning))]:
+for _error in [
+    value for value in globals().values() if isinstance(value, type) and issubclass(value, (HeadwaterError, HeadWarning))
+]:
     _error.__module__ = __name__
 
 __all__ = [
@@ -200,9 +202,9 @@ __all__ = [
     "FeatureNotBuiltError",
     "Future",
     "Head",
-    "HeadWarning",
     "HeadInfo",
     "HeadSpec",
+    "HeadWarning",
     "HeadwaterError",
     "InternalError",
     "InvalidArgumentError",

@@ -158,11 +158,11 @@ class Client:
             if_exists: what a head of that name means.
                 "fail": an error.
                 "attach": the head is returned as it is, if its specification is the same (`initial_step` does not matter), and
-                `weight` is not uploaded. If its creator is still uploading the weights, this call waits for them. So all ranks, and a
-                trainer that was started again, can make the same call. A frozen head with other weights than those given is refused,
-                and so is a head at its first step whose optimizer is the server's. A head that has trained since warns with
-                `headwater.HeadWarning` at its first loss, unless `expected_step`, `TrainingLoop.resume`, `headwater.train` or
-                `Head.restore` has said by then where the run continues.
+                `weight` is not uploaded. If its creator is still uploading the weights, this call waits for them. So all ranks, and
+                a trainer that was started again, can make the same call. A frozen head is refused if its weights are not the given
+                ones, and so is one at its first step whose optimizer is the server's. A head that has trained since warns with
+                `headwater.HeadWarning` at its first loss. No warning comes if `expected_step`, `TrainingLoop.resume`,
+                `headwater.train` or `Head.restore` has said by then where the run continues.
                 "replace": the head is deleted, whatever its open step holds, and created anew with the given weights at
                 `initial_step`. Only if its specification is the same. Its checkpoints stay. One process of a run makes this call.
             expected_step: the open step that the head must stand at: the step that the trainer continues from. None: any.
@@ -258,26 +258,23 @@ class Client:
     ) -> None:
         """Refuses a head that was attached to with other weights than the caller's, or notes that it goes on with its own.
 
-        Weights are compared as they are stored, by a download, which costs what the upload would have cost. A head that the server's
-        optimizer has moved has other weights in any case.
+        Weights are compared as they are stored, by a download, which costs what the upload would have cost. A head that the
+        server's optimizer has moved has other weights in any case.
         """
         spec = info.spec
-        if info.state not in ("READY", "RESTORED"):
-            return  # it has no weights
-        trains_itself = spec.trainable and spec.optimizer is not None
-        field = "weight"
-        if not trains_itself or info.open_step == spec.initial_step:
+        has_moved = spec.optimizer is not None and info.open_step != spec.initial_step
+        if not has_moved:
             if info.state != "READY":
-                return  # a restarted server has brought it back, and hands nothing out until it is taken
+                return  # it hands no weights out: it has lost them, or a restarted server has brought it back
             different = (
                 tensor
                 for tensor, array in given.items()
                 if array is not None and not _arrays.is_stored_as(array, *self._stored(info, tensor, timeout_s))
             )
-            field = next(different, "")
-            if not field:
+            field = next(different, None)
+            if field is None:
                 return
-            if trains_itself or not spec.trainable:
+            if spec.optimizer is not None or not spec.trainable:
                 raise make_error(
                     "ALREADY_EXISTS",
                     "HEAD_SPEC_MISMATCH",
@@ -287,9 +284,9 @@ class Client:
                 )
         if expected_step is None:
             self._unconfirmed[info.name] = (
-                f"{info.name} existed: it stands at step {info.open_step} and keeps its own weights, not those given to create_head or "
-                f"attach. Pass expected_step={info.open_step} if this run continues from there, head.restore() a checkpoint to go back, "
-                'or if_exists="replace" to begin with the weights given'
+                f"{info.name} existed: it stands at step {info.open_step} and keeps its own weights, not those given to "
+                f"create_head or attach. Pass expected_step={info.open_step} if this run continues from there, restore a "
+                'checkpoint (Head.restore) to go back, or pass if_exists="replace" to begin with the weights given'
             )
 
     def _stored(self, info: HeadInfo, tensor: str, timeout_s: float) -> tuple[Any, str]:

@@ -1,4 +1,4 @@
-"""Writes a head's weights back into the model that they came from: a torch module, a safetensors file, a folder of save_pretrained."""
+"""Writes a head's weights into the model that they came from: a torch module, a safetensors file, a save_pretrained folder."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _check_bias(head: Head, there: bool, where: str) -> None:
 
 
 _TIED = (
-    "is also its input embedding, and the head was trained apart from that; attach it with tied=\"trainer\" or tied=\"server\", or "
+    'is also its input embedding, and the head was trained apart from that; attach it with tied="trainer" or tied="server", or '
     f"pass untie=True, which gives the head a tensor of its own and sets {_TIE} to false"
 )
 
@@ -162,7 +162,7 @@ class _Files:
                 raise make_error(
                     "NOT_FOUND",
                     "WEIGHTS_NOT_FOUND",
-                    f"{file} is not there: a folder must have {_SINGLE}, or {_INDEX} and what it names, as save_pretrained writes them",
+                    f"{file} is not there: expected {_SINGLE}, or {_INDEX} and its files, as save_pretrained writes them",
                     {"path": str(file)},
                 )
             self.entries.update((name, (file, entry)) for name, entry in _safetensors.header_of(file).items())
@@ -255,7 +255,9 @@ def _write(head: Head, files: _Files, writes: dict[str, str], data_type: str | N
         if kind is None:
             raise _refused(f"{name} in {file} is {entry and entry['dtype']}, which is no type of a head; pass dtype=", "dtype")
         if entry is not None:
-            _arrays.check_shape(tuple(entry["shape"]), (head.spec.vocab_size, head.spec.hidden_size)[: 1 + (which == "weight")], name)
+            _arrays.check_shape(
+                tuple(entry["shape"]), (head.spec.vocab_size, head.spec.hidden_size)[: 1 + (which == "weight")], name
+            )
         if (which, kind) not in downloaded:
             downloaded[which, kind] = download(which, kind)
         by_file.setdefault(file, {})[name] = downloaded[which, kind]

@@ -136,11 +136,12 @@ class Head(HeadLosses):
         except HeadwaterError as error:
             metadata["checkpoints"] = error.metadata.get("checkpoints", "")
         known = metadata.get("checkpoints", "")
-        advice = f'restore() goes to one of its checkpoints ({known})' if known else "it has no checkpoint that is known here"
+        advice = f"restore() goes to one of its checkpoints ({known})" if known else "it has no checkpoint that is known here"
         raise make_error(
             "FAILED_PRECONDITION",
             "STEP_MISMATCH",
-            f"{self._name} stands at step {key.step}, expected_step is {expected}; {advice}; or bring the trainer to step {key.step}",
+            f"{self._name} stands at step {key.step}, expected_step is {expected}; {advice}, or bring the trainer to "
+            f"step {key.step}",
             metadata,
         )
 
@@ -468,8 +469,8 @@ class Head(HeadLosses):
         Args:
             target: a folder of safetensors files that save_pretrained has written; a .safetensors file, which is made if it is not
                 there; or a torch.nn.Linear, or a model with get_output_embeddings(), whose parameters are overwritten in place.
-            tensor: name of the weight's tensor in a file. Empty: `lm_head.weight`, else the only tensor of the head's shape that has
-                a name of an output layer (`embed_out.weight`, `output.weight`, ...). The bias is beside it.
+            tensor: name of the weight's tensor in a file. Empty: `lm_head.weight`, else the only tensor of the head's shape that
+                has a name of an output layer (`embed_out.weight`, `output.weight`, ...). The bias is beside it.
             dtype: of the tensors in a file. None: that which they have; in a new file that of the head. "float32" has the master
                 weights.
             untie: for a model whose config says that its input embedding is its head (`tie_word_embeddings`), and a head that was
@@ -593,9 +594,7 @@ class Head(HeadLosses):
         self._confirm()
         return self._adopt(info)
 
-    def take(
-        self, *, only_if_current: bool = False, expected_step: int | None = None, timeout_s: float | None = None
-    ) -> HeadInfo:
+    def take(self, *, only_if_current: bool = False, expected_step: int | None = None, timeout_s: float | None = None) -> HeadInfo:
         """Takes the head over for a new run: a new epoch, an empty open step; weights, optimizer state and the step's number stay.
 
         Every other client's calls are `EpochFencedError` from then on. It is also how to go on with a head that a restarted server

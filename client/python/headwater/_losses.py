@@ -243,8 +243,9 @@ class HeadLosses:
             truncate_to_common: vocabularies of different sizes are compared over the columns that both have; otherwise refused.
         Other arguments, return value and errors are those of `cross_entropy`.
         Raises:
-            FailedPreconditionError: `JOIN_INCOMPLETE`: rows of the set did not come within the server's max_join_wait (60 s), or the
-                set is not as this call says. DeadlineExceededError: nor within `timeout_s`: a shorter one finds a dead teacher sooner.
+            FailedPreconditionError: `JOIN_INCOMPLETE`: rows of the set did not come within the server's max_join_wait (60 s), or
+                the set is not as this call says.
+            DeadlineExceededError: rows did not come within `timeout_s`: a shorter one finds a dead teacher sooner.
         """
         term = _terms.JSD(
             teacher,

@@ -101,7 +101,8 @@ class RemoteBackend:
             raise make_error(
                 "UNAVAILABLE",
                 "",
-                f"no server answered at {address} within connect_timeout_s={connect_timeout_s:g} s; is headwaterd running there? ({security.hint()})",
+                f"no server answered at {address} within connect_timeout_s={connect_timeout_s:g} s; is headwaterd running there? "
+                f"({security.hint()})",
                 {"address": address},
             ) from None
         try:

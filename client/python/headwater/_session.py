@@ -51,7 +51,6 @@ def _end_all() -> None:
             _end(session_id, remaining_s)
 
 
-
 class Session:
     """A lease on the server that owns what this client leaves undecided. Thread-safe.
 

@@ -261,7 +261,9 @@ def joining() -> Iterator[None]:
     except FailedPreconditionError as error:
         if error.reason != "JOIN_INCOMPLETE" or error.metadata.get("field") != "data_type":
             raise
-        message = f"{error.message}; teacher_dtype= of the loss names the type of the teacher's rows, without it the student's is meant"
+        message = (
+            f"{error.message}; teacher_dtype= of the loss names the type of the teacher's rows, without it the student's is meant"
+        )
         raise type(error)(message, reason=error.reason, metadata=error.metadata) from None
 
 

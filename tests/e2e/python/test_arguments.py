@@ -222,7 +222,10 @@ def test_gradients_beyond_fp32_are_infinite(head, rows):
     [
         ({"targets": [1, 2**31] + [0] * (NUM_TOKENS - 2)}, "targets must be in int32, got 2147483648 at index 1"),
         ({"targets": np.full(NUM_TOKENS, 2**63, np.uint64)}, "targets must be in int32, got 9223372036854775808 at index 0"),
-        ({"token_weights": [1.0, 2.0, np.nan] + [1.0] * (NUM_TOKENS - 3)}, "token_weights must be finite in float32, got nan at index 2"),
+        (
+            {"token_weights": [1.0, 2.0, np.nan] + [1.0] * (NUM_TOKENS - 3)},
+            "token_weights must be finite in float32, got nan at index 2",
+        ),
         ({"loss_scale": np.inf}, "loss_scale must be a number that is finite in float32, got inf"),
         ({"z_loss": -1.0}, "z_loss must be a number >= 0 that is finite in float32, got -1.0"),
         ({"z_loss": 4e38}, "z_loss must be a number >= 0 that is finite in float32, got 4e+38"),
@@ -296,7 +299,10 @@ def _masked(values):
     return np.ma.masked_array(values, mask=mask)
 
 
-SPARSE = {"sparse": lambda x: torch.as_tensor(np.asarray(x)).to_sparse(), "meta": lambda x: torch.as_tensor(np.asarray(x)).to("meta")}
+SPARSE = {
+    "sparse": lambda x: torch.as_tensor(np.asarray(x)).to_sparse(),
+    "meta": lambda x: torch.as_tensor(np.asarray(x)).to("meta"),
+}
 EVERYWHERE = {
     **SPARSE,
     "masked": _masked,
@@ -379,7 +385,11 @@ ARRAYS = {
         lambda head, x: head.jsd(FLOATS, head, headwater.JOIN, join_key="k", total_rows=99, row_indices=x, backward=False),
     ),
     "token_weights": ("reals", VECTOR, lambda head, x: head.cross_entropy(FLOATS, IDS, token_weights=x, backward=False)),
-    "class_weights": ("reals", np.ones(30, np.float32), lambda head, x: head.cross_entropy(FLOATS, IDS, class_weights=x, backward=False)),
+    "class_weights": (
+        "reals",
+        np.ones(30, np.float32),
+        lambda head, x: head.cross_entropy(FLOATS, IDS, class_weights=x, backward=False),
+    ),
     "token_factors": ("reals", VECTOR, lambda head, x: head.commit(micro_batch=0, token_factors=x)),
     "bfloat16": ("reals", FLOATS[0], lambda head, x: headwater.BFloat16.from_float32(x)),
 }
@@ -419,7 +429,9 @@ def test_conversions_that_keep_the_values_are_made(head, name):
     _, right, call = ARRAYS[name]
     wanted = call(head, right).loss_sum
     for change in KEPT[name]:
-        value = change(right) if callable(change) and not (isinstance(change, type) and change is not list) else right.astype(change)
+        value = (
+            change(right) if callable(change) and not (isinstance(change, type) and change is not list) else right.astype(change)
+        )
         assert call(head, value).loss_sum == wanted, change
 
 

@@ -124,9 +124,7 @@ def test_sessions_that_are_left_open_are_closed_at_exit(transport, replay):
         assert finish(process, PROMPTLY_S) == ""
         opened = server.count("OpenSession")
         assert opened == 2
-        assert sorted(request.session_id for request in server.calls["CloseSession"]) == [
-            id_.to_bytes(32, "big") for id_ in (1, 2)
-        ]
+        assert sorted(request.session_id for request in server.calls["CloseSession"]) == [id_.to_bytes(32, "big") for id_ in (1, 2)]
 
 
 class Silence:

@@ -179,9 +179,10 @@ def attach(
         trainable: whether gradients are accumulated.
         check: inputs of the model with "labels": `model(**check)` runs once without gradients, and its loss is compared with the
             head's for the rows that reach the layer. The loss must be the cross entropy with labels shifted by one.
-        if_exists: "attach" or "fail", as in `Client.create_head`. An existing head keeps its own weight; with
+        if_exists: "attach", "fail" or "replace", as in `Client.create_head`. An existing head keeps its own weight; with
             optimizer="torch", `TrainingLoop.resume` gives it the layer's at the beginning of a run.
-        options: those of `Client.create_head`: softcap, logit_scale, valid_vocab_size, dtype, staging_slots, timeout_s, ...
+        options: those of `Client.create_head`: softcap, logit_scale, valid_vocab_size, dtype, staging_slots, expected_step,
+            timeout_s, ...
     Returns:
         The head. `created` says whether it is new, `checked` what the model was compared by.
     Raises:
