@@ -155,7 +155,7 @@ class TransportUnavailableError(FailedPreconditionError):
     """`connect(transport=...)` demands a path that tensors cannot take here; the message says why."""
 
 
-def _checkpoints(metadata: Mapping[str, str]) -> dict[str, int]:
+def checkpoints_in(metadata: Mapping[str, str]) -> dict[str, int]:
     """What `checkpoints` says: "step-20=20,step-10=10"."""
     pairs = (pair.rpartition("=") for pair in metadata.get("checkpoints", "").split(","))
     return {name: int(step) for name, _, step in pairs if name and step.isdecimal()}
@@ -184,7 +184,7 @@ class _OutdatedError(AbortedError):
     @property
     def checkpoints(self) -> dict[str, int]:
         """The head's checkpoints by name, newest first, with the step that each begins; empty where the answer does not tell."""
-        return _checkpoints(self.metadata)
+        return checkpoints_in(self.metadata)
 
 
 class EpochFencedError(_OutdatedError):
@@ -237,7 +237,7 @@ class StepMismatchError(FailedPreconditionError):
     @property
     def checkpoints(self) -> dict[str, int]:
         """The head's checkpoints by name, newest first, with the step that each begins; empty where the answer does not tell."""
-        return _checkpoints(self.metadata)
+        return checkpoints_in(self.metadata)
 
 
 class StagingFullError(ResourceExhaustedError):

@@ -14,7 +14,7 @@ from headwater import _arrays, _requests
 from headwater._abandoned import AbandonedContributions
 from headwater._arrays import HostArray
 from headwater._backend import ApplyArguments, Expected, Progress, StepKey, UploadOptions
-from headwater._errors import HeadwaterError, invalid_argument, make_error, warn
+from headwater._errors import HeadwaterError, checkpoints_in, invalid_argument, make_error, warn
 from headwater._export import export
 from headwater._futures import as_future
 from headwater._losses import HeadLosses
@@ -135,8 +135,14 @@ class Head(HeadLosses):
             self._backend.gradient_norm_squared(StepKey(key.head, key.epoch, key.step + 2), 1.0, timeout_s)
         except HeadwaterError as error:
             metadata["checkpoints"] = error.metadata.get("checkpoints", "")
-        known = metadata.get("checkpoints", "")
-        advice = f"restore() goes to one of its checkpoints ({known})" if known else "it has no checkpoint that is known here"
+        known = checkpoints_in(metadata)
+        there = next((name for name, step in known.items() if step == expected), None)
+        if there is not None:
+            advice = f'Head.restore("{there}") goes there'
+        elif known:
+            advice = f"Head.restore goes to one of its checkpoints ({metadata['checkpoints']})"
+        else:
+            advice = "it has no checkpoint that is known here"
         raise make_error(
             "FAILED_PRECONDITION",
             "STEP_MISMATCH",

@@ -18,9 +18,19 @@ def _refuse(name: str, expected: str, number: float) -> NoReturn:
     )
 
 
+# How types of elements begin that are no real numbers: those of words and records by their byte order.
+_OTHER_TYPES = ("bool", "complex", "datetime", "timedelta", "object", "str", "<U", ">U", "|")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether this is a number or an array of numbers. numpy's and torch's scalars convert to float and int whatever they are."""
+    if isinstance(value, (bool, str)):
+        return False
+    return not str(getattr(value, "dtype", "")).removeprefix("torch.").startswith(_OTHER_TYPES)
+
+
 def _to_number(value: Any, name: str) -> float:
-    # numpy's scalars have __float__ whatever they are: it would read a word, and drop an imaginary part.
-    if isinstance(value, (bool, str, np.bool_, np.flexible, np.complexfloating)) or not hasattr(value, "__float__"):
+    if not _is_number(value) or not hasattr(value, "__float__"):
         raise invalid_argument("INVALID_FIELD", f"{name} must be a number, got {type(value).__name__}", field=name)
     try:
         return float(value)
@@ -79,7 +89,7 @@ def check_integer(value: Any, name: str, *, low: int = 0, high: int = 2**63 - 1)
     Raises:
         InvalidArgumentError: not an integer, or outside of the range.
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if not _is_number(value) or not hasattr(value, "__index__"):
         raise invalid_argument("INVALID_FIELD", f"{name} must be an integer, got {value!r}", field=name)
     try:
         number = value.__index__()

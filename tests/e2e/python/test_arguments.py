@@ -470,8 +470,17 @@ def test_weights_that_the_storage_type_has_no_finite_value_for_are_refused(head)
         made.delete()
 
 
+@pytest.mark.parametrize(
+    "ids",
+    (np.array([True, False]), torch.tensor([True]), np.bool_(True), _masked(np.arange(2)), np.array(["0"]), torch.ones(1)),
+    ids=str,
+)
+def test_expected_micro_batches_are_ids_and_no_mask(head, ids):
+    rejects(head, "INVALID_FIELD", lambda: head.seal(expected_micro_batches=ids))
+
+
 def test_scalars_of_numpy_are_what_they_are():
-    for value in (np.str_("1"), np.complex64(1 + 2j), np.bool_(True), np.datetime64(1, "s")):
+    for value in (np.str_("1"), np.complex64(1 + 2j), np.bool_(True), np.datetime64(1, "s"), np.array(["1"]), torch.tensor(True)):
         with refused("INVALID_FIELD", headwater.InvalidArgumentError):
             headwater.AdamW(weight_decay=value)
     for options in ({"trainable": "no"}, {"trainable": 1}):
