@@ -223,7 +223,8 @@ def attach(
     fresh = head.created or (owner != "trainer" and info.open_step in (None, info.spec.initial_step))
     try:
         if fresh and not head.created and info.state == "READY":
-            _model_checks.check_existing(head, layer, made, timeout_s)
+            if warning := _model_checks.check_existing(head, layer, made, timeout_s):
+                warnings.warn(f"headwater.torch.attach: {warning}", stacklevel=2)
         if batch is not None:
             _model_checks.check_batch(batch, head if fresh else None, layer, made, timeout_s)
     except BaseException:

@@ -71,6 +71,10 @@ class Body:
     name: str  # `model`
     factor: float | None  # rows of the layer = factor * rows of the body; None: something else
 
+    def explained_by(self, factor: float | None) -> bool:
+        """Whether the factor is this one, but for rounding."""
+        return factor is not None and self.factor is not None and math.isclose(factor, self.factor, rel_tol=1e-2)
+
 
 @dataclass(frozen=True)
 class Forward:
@@ -125,6 +129,19 @@ class Forward:
         scale = float((ours * theirs).sum() / (ours * ours).sum())
         return float(f"{scale:.6g}") if math.isfinite(scale) and scale != 0 else None
 
+    def fitted_caps(self, scale: float) -> list[float]:
+        """Softcaps that explain the largest row, rounded: a model has a round one."""
+        output = scale * (self.products if self.bias is None else self.products + self.bias)
+        row, column = divmod(int(output[:, : self.columns].abs().argmax()), self.columns)
+        before, after = float(output[row, column].abs()), float(self.logits[row, column].abs())
+        if not 0 < after < before:
+            return []
+        low, high = after, 1e3 * before  # softcap * tanh(before / softcap) rises with the softcap
+        for _ in range(80):
+            middle = (low + high) / 2
+            low, high = (middle, high) if middle * math.tanh(before / middle) < after else (low, middle)
+        return [float(f"{low:.{digits}g}") for digits in (2, 4)]
+
 
 def _padded(values: torch.Tensor, width: int) -> torch.Tensor:
     return torch.nn.functional.pad(values, (0, width - values.shape[1]), value=-math.inf)
@@ -132,7 +149,9 @@ def _padded(values: torch.Tensor, width: int) -> torch.Tensor:
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """The model without what PyTorch wraps around one: DistributedDataParallel, torch.compile, AveragedModel, ..."""
-    while (name := _WRAPPED.get(type(model).__name__)) is not None and isinstance(inner := getattr(model, name, None), torch.nn.Module):
+    while (name := _WRAPPED.get(type(model).__name__)) is not None and isinstance(
+        inner := getattr(model, name, None), torch.nn.Module
+    ):
         model = inner
     return model
 
@@ -248,15 +267,22 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
 
 def products(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """float32 rows @ weight.T, without a float32 copy of the whole weight."""
-    with torch.no_grad():
-        rows = rows.float()
-        return torch.cat([rows @ part.float().t() for part in weight.detach().split(_CHUNK_ROWS)], dim=1)
+    # float32 may mean TF32 on a GPU, as the process has set it.
+    exact = torch.float64 if weight.is_cuda else torch.float32
+    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+        rows = rows.to(exact)
+        return torch.cat([(rows @ part.to(exact).t()).float() for part in weight.detach().split(_CHUNK_ROWS)], dim=1)
 
 
 def made_up_rows(count: int, like: torch.Tensor, hidden_size: int) -> torch.Tensor:
     """(count, hidden_size) normal numbers, equal each time and without a global generator; dtype and device of `like`."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(count, hidden_size, generator=generator, device="cpu").to(like.device, like.dtype)
+
+
+def power_of_two(values: torch.Tensor) -> torch.Tensor:
+    """The nearest ones, by which multiplication does not round."""
+    return torch.exp2(torch.round(torch.log2(values)))
 
 
 def _probe(like: torch.Tensor, layer: OutputLayer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -269,8 +295,7 @@ def _probe(like: torch.Tensor, layer: OutputLayer) -> tuple[torch.Tensor, torch.
     if not bool(((sizes > 0) & torch.isfinite(sizes)).all()):
         raise CannotRun("the layer's weight makes logits that are zero, or not finite")
     wanted = torch.tensor([_MAGNITUDES[row % len(_MAGNITUDES)] for row in range(count)], device=rows.device)
-    # Powers of two: multiplication by them does not round.
-    factors = torch.where(wanted == 0, torch.zeros_like(wanted), torch.exp2(torch.round(torch.log2(wanted / sizes))))
+    factors = torch.where(wanted == 0, torch.zeros_like(wanted), power_of_two(wanted / sizes))
     return rows * factors.to(rows.dtype)[:, None], outcome * factors[:, None]
 
 
@@ -415,10 +440,15 @@ def advice(forward: Forward, given: HeadOptions, hints: Sequence[_model_config.A
         elif hint.option == "logit_scale" and hint.wanted is not None:
             scales.setdefault(float(hint.wanted), hint.shown)
             scales.setdefault(1 / float(hint.wanted), repr(1 / float(hint.wanted)))
+    for scale in list(scales):
+        for cap in forward.fitted_caps(scale):
+            caps.setdefault(cap, repr(cap))
     if (fitted := forward.fitted_scale()) is not None:
         scales.setdefault(fitted, repr(fitted))
     changes = []
-    for (cap, cap_shown), (scale, scale_shown), (size, size_shown) in itertools.product(caps.items(), scales.items(), sizes.items()):
+    for (cap, cap_shown), (scale, scale_shown), (size, size_shown) in itertools.product(
+        caps.items(), scales.items(), sizes.items()
+    ):
         options = HeadOptions(cap, scale, size)
         shown = {"softcap": cap_shown, "logit_scale": scale_shown, "valid_vocab_size": size_shown}
         changed = {name: text for name, text in shown.items() if getattr(options, name) != getattr(given, name)}

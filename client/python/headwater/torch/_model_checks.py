@@ -18,6 +18,8 @@ from headwater.torch._module_checks import OutputLayer
 _OPTIONS = ("softcap", "logit_scale", "valid_vocab_size")
 # Rows that an existing head is asked for.
 _ASKED_ROWS = 64
+# Their largest logit, about.
+_ASKED_LOGIT = 16.0
 # Rows of a batch whose logits are made at once.
 _CHUNK_ROWS = 256
 
@@ -78,7 +80,8 @@ def _check_forward(
         if body is None:
             return Checked("forward", "the model makes the same logits of its layer's rows")
         how = "computes them from others" if body.factor is None else f"multiplies them by {body.factor:.6g}"
-        other = "" if body.factor is None else f", or pass logit_scale={options.logit_scale * body.factor:.6g} for those of {body.name}"
+        exact = next((hint.shown for hint in hints if hint.rows and body.explained_by(hint.wanted)), None)
+        other = "" if body.factor is None else f", or pass logit_scale={exact or f'{body.factor:.6g}'} for those of {body.name}"
         warning = (
             f"the rows that reach the layer are not those that {body.name} returns: the model {how} in between. Give the losses the "
             f"rows that reach the layer{other}"
@@ -181,7 +184,9 @@ def loss_of_batch(model: torch.nn.Module | None, layer: OutputLayer, batch: Any)
     """
     if not isinstance(batch, Mapping) or not isinstance(labels := batch.get("labels"), torch.Tensor):
         raise invalid_argument(
-            "INVALID_FIELD", f'check must be a mapping of the model\'s inputs with "labels", got {type(batch).__name__}', field="check"
+            "INVALID_FIELD",
+            f'check must be a mapping of the model\'s inputs with "labels", got {type(batch).__name__}',
+            field="check",
         )
     if model is None:
         raise _refused("check= runs the model: pass model=, too", "check")
@@ -269,31 +274,33 @@ def _log_probabilities(rows: torch.Tensor, layer: OutputLayer, options: HeadOpti
 # ---- a head that was there before ------------------------------------------------------------------------------------------
 
 
-def check_existing(head: Head, layer: OutputLayer, options: HeadOptions, timeout_s: float | None) -> None:
+def check_existing(head: Head, layer: OutputLayer, options: HeadOptions, timeout_s: float | None) -> str:
     """A head that was there before, and was never trained, has the layer's weight: by log-probabilities of some rows.
 
+    Returns:
+        What the caller should know; empty if there is nothing.
     Raises:
         InvalidArgumentError: `INVALID_COMBINATION`: it has another one.
     """
     columns = options.valid_vocab_size or layer.weight.shape[0]
-    rows = _forward_check.made_up_rows(_ASKED_ROWS, layer.weight.new_empty(0, dtype=torch.float32), layer.weight.shape[1])
+    # Numbers that are exact in every type, and logits of a trained model's size: they tell rounded weights from exact ones.
+    rows = _forward_check.made_up_rows(_ASKED_ROWS, layer.weight.new_empty(0, dtype=torch.bfloat16), layer.weight.shape[1]).float()
     sizes = _forward_check.products(rows, layer.weight).abs().amax(1, keepdim=True)
-    # Logits of a trained model's size: in them rounded weights can be told from exact ones.
-    rows = rows * (16 / sizes.clamp(min=1e-30))
-    targets = torch.arange(_ASKED_ROWS) * max(1, columns // _ASKED_ROWS) % columns
+    rows = rows * _forward_check.power_of_two(_ASKED_LOGIT / sizes.clamp(min=1e-30))
+    targets = torch.arange(_ASKED_ROWS, device="cpu") * max(1, columns // _ASKED_ROWS) % columns
     expected = _log_probabilities(rows, layer, options).cpu().gather(1, targets[:, None])[:, 0]
     answer = head.cross_entropy(rows.cpu(), targets, outputs=("target_log_probability",), backward=False, timeout_s=timeout_s)
-    gap = (torch.from_numpy(answer.target_log_probability.copy()) - expected).abs().nan_to_num(nan=float("inf")).max()
-    types = [layer.weight.dtype, getattr(torch, head.spec.data_type)]
-    coarsest = max(torch.finfo(dtype).eps for dtype in types) if types[0] != types[1] else 0.0
-    # A head of fewer bits rounds the weight; otherwise the same numbers are added in another order.
-    allowed = max(16 * coarsest if types[0] == torch.float32 or coarsest == 0 else 0.0, 1e-3)
-    if not float(gap) <= allowed:
-        raise _refused(
-            f"{head.name} was there before, and has other weights than the layer: log-probabilities differ by up to {float(gap):.3g}, "
-            "and it has closed no step that would explain it. It keeps its own weights: pass another name, delete it "
-            "(Head.delete), or give it the layer's (Head.set_weight)",
-            "name",
-            head=head.name,
-            actual=f"{float(gap):.6g}",
-        )
+    gap = float((torch.from_numpy(answer.target_log_probability.copy()) - expected).abs().nan_to_num(nan=float("inf")).max())
+    ours, heads = (torch.finfo(dtype).eps for dtype in (layer.weight.dtype, getattr(torch, head.spec.data_type)))
+    if gap <= (_ASKED_LOGIT * heads if heads > ours else 1e-3):
+        return ""
+    what = f"{head.name} was there before, and has other weights than the layer: log-probabilities differ by up to {gap:.3g}"
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        return f"{what}. Right only if another rank has made it of its own layer, which this rank's is not equal to"
+    raise _refused(
+        f"{what}, and it has closed no step that would explain it. It keeps its own weights: pass another name, delete it "
+        "(Head.delete), or give it the layer's (Head.set_weight)",
+        "name",
+        head=head.name,
+        actual=f"{gap:.6g}",
+    )

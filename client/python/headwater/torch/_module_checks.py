@@ -6,7 +6,6 @@ import gc
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ _LORA_ATTRIBUTES = ("lora_A", "lora_B", "lora_embedding_A", "lora_magnitude_vect
 _ADAPTER_ATTRIBUTES = ("base_layer", "active_adapters", "original_module", "adapter_layer_names")
 _QUANTISED_ATTRIBUTES = ("qweight", "qzeros", "weight_scale", "quant_state", "_packed_params")
 _REPARAMETRISED_ATTRIBUTES = ("weight_g", "weight_v", "weight_orig", "parametrizations")
+
 
 @dataclass(frozen=True)
 class OutputLayer:
@@ -83,15 +83,21 @@ def _from_module(module: torch.nn.Module) -> OutputLayer:
     kind = type(module).__name__
     if (used := _copy_in_use(module)) is not None:
         return _from_module(used)
-    present = {name for name in (*_LORA_ATTRIBUTES, *_ADAPTER_ATTRIBUTES, *_QUANTISED_ATTRIBUTES) if _has(module, name)}
+    present = {
+        name
+        for name in (*_LORA_ATTRIBUTES, *_ADAPTER_ATTRIBUTES, *_QUANTISED_ATTRIBUTES)
+        if getattr(module, name, None) is not None
+    }
     lora = present.intersection(_LORA_ATTRIBUTES) or any("lora_" in name for name, _ in module.named_modules())
-    if isinstance(module, torch.nn.Linear) is False and not present and _is_model(module):
+    if _is_model(module):
         raise _refused(
             f"module is a whole model ({kind}): attach its last layer, {_last_layer(module)}, and pass the model as model="
         )
     if lora or present.intersection(_ADAPTER_ATTRIBUTES):
+        family = type(module).__module__.split(".")  # peft.tuners.ia3.layer
+        adapter = "LoRA" if lora else family[2] if family[:2] == ["peft", "tuners"] else kind
         raise _refused(
-            f"{kind} has an adapter ({'LoRA' if lora else kind}) on the head, which is not supported: keep adapters on the body, and "
+            f"{kind} has an adapter ({adapter}) on the head, which is not supported: keep adapters on the body, and "
             "attach the layer below, with trainable=False if it stays as it is"
         )
     if present:
@@ -106,13 +112,8 @@ def _from_module(module: torch.nn.Module) -> OutputLayer:
     return OutputLayer(module.weight, module.bias, module)
 
 
-def _has(module: torch.nn.Module, name: str) -> bool:
-    # Not getattr() alone: a model around adapters answers with those of its layers.
-    return getattr(module, name, None) is not None
-
-
 def _is_model(module: torch.nn.Module) -> bool:
-    return any(isinstance(part, (torch.nn.Linear, torch.nn.Embedding)) for part in module.modules())
+    return hasattr(module, "get_output_embeddings") or any(isinstance(part, torch.nn.Embedding) for part in module.modules())
 
 
 def _last_layer(model: torch.nn.Module) -> str:

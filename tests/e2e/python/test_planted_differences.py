@@ -1,0 +1,326 @@
+"""Ten ways in which a model is another one than its last layer says: each with its place, and the check of `attach` that finds it."""
+
+import types
+import warnings
+
+import pytest
+import torch
+from expectations import refused
+
+import headwater
+import headwater.torch
+
+VOCAB_SIZE, HIDDEN_SIZE = 96, 32
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Model(torch.nn.Module):
+    """A language model of the usual form, with a hook for what is planted behind its layer and one for before it."""
+
+    def __init__(self, dtype, *, behind=None, before=None, tied=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Embedding(VOCAB_SIZE, HIDDEN_SIZE), torch.nn.LayerNorm(HIDDEN_SIZE))
+        self.lm_head = torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE, bias=False)
+        self.config = types.SimpleNamespace(vocab_size=VOCAB_SIZE, tie_word_embeddings=tied)
+        self.behind, self.before = behind, before
+        with torch.no_grad():
+            self.lm_head.weight.normal_(0, 0.3)
+        self.to(dtype)
+
+    def forward(self, input_ids, labels=None):
+        hidden = self.model(input_ids)
+        logits = self.lm_head(hidden if self.before is None else self.before(hidden))
+        logits = logits if self.behind is None else self.behind(logits)
+        loss = None
+        if labels is not None:
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+        return types.SimpleNamespace(loss=loss, logits=logits)
+
+
+class Module(torch.nn.Module):
+    """As Lightning's modules: around the model, without its configuration."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.net = model
+
+    def forward(self, **batch):
+        return self.net(**batch)
+
+
+class Scaled(torch.nn.Linear):
+    """A layer of its own kind, which has the final norm."""
+
+    def forward(self, hidden):
+        return super().forward(torch.nn.functional.layer_norm(3 * hidden, hidden.shape[-1:]))
+
+
+def norm(hidden):
+    return torch.nn.functional.layer_norm(hidden, hidden.shape[-1:], torch.linspace(0.5, 2, HIDDEN_SIZE, dtype=hidden.dtype))
+
+
+def with_layer(model, layer):
+    model.lm_head = layer
+    return model
+
+
+def padded(logits):
+    logits = logits.clone()
+    logits[..., 90:] = torch.finfo(logits.dtype).min
+    return logits
+
+
+# Name: where it is planted, the model with it, the check that must find it, what the message says.
+PLANTED = {
+    "scale": ("behind the layer", lambda d: Model(d, behind=lambda x: x * 0.125), "value", "Pass logit_scale=0.125"),
+    "cap": ("behind the layer", lambda d: Model(d, behind=lambda x: 30 * torch.tanh(x / 30)), "value", "Pass softcap=30.0"),
+    "bias": (
+        "behind the layer",
+        lambda d: Model(d, behind=lambda x: x + torch.linspace(-1, 1, VOCAB_SIZE, dtype=x.dtype)),
+        "value",
+        "something else behind the layer",
+    ),
+    "wrapper": (
+        "behind the layer of a model in DataParallel in another module",
+        lambda d: Module(torch.nn.DataParallel(Model(d, behind=lambda x: x * 8))),
+        "value",
+        "Pass logit_scale=8",
+    ),
+    "reparametrisation": (
+        "in the layer",
+        lambda d: with_layer(model := Model(d), torch.nn.utils.weight_norm(model.lm_head)),
+        "type",
+        "parametrization",
+    ),
+    "tied copy": ("between layer and embedding", lambda d: Model(d, tied=True), "identity", "tie_word_embeddings=True"),
+    "padded columns": ("behind the layer", lambda d: Model(d, behind=padded), "value", "Pass valid_vocab_size=90"),
+    "cut columns": ("behind the layer", lambda d: Model(d, behind=lambda x: x[..., :90]), "value", "Pass valid_vocab_size=90"),
+    "final norm in the layer": (
+        "in the layer",
+        lambda d: with_layer(Model(d), Scaled(HIDDEN_SIZE, VOCAB_SIZE, dtype=d)),
+        "type",
+        "computes something else",
+    ),
+}
+
+
+def layer_of(model):
+    while not hasattr(model, "lm_head"):
+        model = model.net if hasattr(model, "net") else model.module
+    return model.lm_head
+
+
+@pytest.fixture
+def client(backends):
+    return backends("local-1").client
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", PLANTED)
+def test_a_planted_difference_is_refused(client, case, dtype):
+    _, build, check, message = PLANTED[case]
+    model = build(dtype)
+    before = client.heads()
+    with refused("INVALID_COMBINATION", ValueError) as info:
+        headwater.torch.attach(client, "planted", layer_of(model), model=model)
+    assert message in str(info.value)
+    assert ("log-probabilities differ by up to" in str(info.value)) == (check == "value")
+    assert client.heads() == before
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ["scale", "cap", "padded columns", "cut columns", "wrapper"])
+def test_the_option_that_the_refusal_names_is_the_right_one(client, case, dtype):
+    model = PLANTED[case][1](dtype)
+    with refused("INVALID_COMBINATION", ValueError) as info:
+        headwater.torch.attach(client, "planted", layer_of(model), model=model)
+    name, _, value = str(info.value).split("Pass ")[1].split(";")[0].partition("=")
+    head = headwater.torch.attach(client, "planted", layer_of(model), model=model, **{name: type_of(name)(value)})
+    try:
+        assert head.checked == "forward"
+        loss_is_the_models(head, model)
+    finally:
+        head.delete()
+
+
+def type_of(name):
+    return int if name == "valid_vocab_size" else float
+
+
+def loss_is_the_models(head, model, tolerance=None):
+    tolerance = tolerance or (1e-5 if head.spec.data_type == "float32" else 3e-2)
+    ids = torch.arange(24).view(2, 12) * 7 % 89
+    rows = []
+    hook = layer_of(model).register_forward_pre_hook(lambda _, arguments: rows.append(arguments[0].detach()))
+    with torch.no_grad():
+        expected = float(model(input_ids=ids, labels=ids).loss)
+        hook.remove()
+        mine = float(headwater.torch.CrossEntropyLoss(head)(rows[0][:, :-1], ids[:, 1:]))
+    assert abs(mine - expected) <= tolerance * expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_final_norm_between_body_and_layer_is_named(client, dtype):
+    """Found by value: the head is the model's for the rows that reach the layer alone."""
+    model = Model(dtype, before=norm)
+    with pytest.warns(UserWarning, match="rows that reach the layer are not those that model returns"):
+        head = headwater.torch.attach(client, "planted", model.lm_head, model=model)
+    loss_is_the_models(head, model)
+    head.delete()
+    model = Model(dtype, before=lambda hidden: hidden / 4)  # as MiniCPM
+    with pytest.warns(UserWarning, match=r"multiplies them by 0\.25 .* or pass logit_scale=0\.25 for those of model"):
+        headwater.torch.attach(client, "planted", model.lm_head, model=model).delete()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        headwater.torch.attach(client, "planted", model.lm_head, model=model, logit_scale=0.25).delete()
+
+
+@pytest.mark.parametrize("trainable", (False, True))
+@pytest.mark.parametrize("planted", ("rounded weights", "permuted vocabulary"))
+def test_a_head_that_was_there_with_other_weights_is_refused(client, planted, trainable):
+    """Found by value: an existing head is asked for log-probabilities."""
+    model = Model(torch.float32)
+    weight = model.lm_head.weight.detach().clone()
+    changed = weight.bfloat16().float() if planted == "rounded weights" else weight.roll(1, 0)
+    head = client.create_head("planted", changed, trainable=trainable)
+    options = {"model": model, "trainable": trainable}
+    with refused("INVALID_COMBINATION", ValueError) as info:
+        headwater.torch.attach(client, "planted", model.lm_head, **options)
+    assert "other weights than the layer" in str(info.value)
+    assert client.head("planted").epoch == head.epoch  # it is left as it is
+    head.set_weight(weight)
+    assert not headwater.torch.attach(client, "planted", model.lm_head, **options).created
+    head.delete()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_that_are_rounded_to_the_heads_type_are_no_difference(client, dtype):
+    model = Model(torch.float32)
+    for _ in range(2):
+        head = headwater.torch.attach(client, "planted", model.lm_head, model=model, dtype=str(dtype).partition(".")[2])
+    head.delete()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tied", (False, True))
+def test_a_model_without_a_difference_raises_no_alarm(client, dtype, tied):
+    model = Model(dtype, tied=tied)
+    if tied:
+        model.lm_head.weight = model.model[0].weight
+    ids = torch.arange(24).view(2, 12) * 7 % VOCAB_SIZE
+    for wrapped in (model, torch.nn.DataParallel(model), Module(model)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            head = headwater.torch.attach(
+                client,
+                "planted",
+                model.lm_head,
+                model=wrapped,
+                tied="trainer" if tied else None,
+                check={"input_ids": ids, "labels": ids},
+            )
+        assert head.checked == "forward"
+        loss_is_the_models(head, model)
+        head.delete()
+
+
+# ---- check=: the model's own loss ------------------------------------------------------------------------------------------
+
+
+def batch_of(rows=2, length=12):
+    ids = torch.arange(rows * length).view(rows, length) * 7 % 89
+    labels = ids.clone()
+    labels[0, :4] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+class Hidden(Model):
+    """One whose forward takes no ids by their usual name, so that it cannot run by itself."""
+
+    def forward(self, data, labels):
+        return super().forward(data, labels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_batch_compares_losses_where_the_model_does_not_run_by_itself(client, dtype):
+    batch = batch_of()
+    inputs = {"data": batch["input_ids"], "labels": batch["labels"]}
+    right, wrong = Hidden(dtype), Hidden(dtype, behind=lambda x: 0.125 * x)
+    head = headwater.torch.attach(client, "planted", right.lm_head, model=right, check=inputs)
+    assert head.checked == "batch"
+    before = client.heads()
+    with refused("INVALID_COMBINATION", ValueError) as info:
+        headwater.torch.attach(client, "other", wrong.lm_head, model=wrong, check=inputs)
+    assert "the model's loss of the batch is 4." in str(info.value) and "the head's" in str(info.value)
+    assert client.heads() == before  # the head that the call has created is gone
+    head.delete()
+    # Its own batch finds what is planted in a head that was there, too: here by a column that no row of the check asks for.
+    headwater.torch.attach(client, "planted", wrong.lm_head, model=wrong, check=inputs, logit_scale=0.125).delete()
+
+
+def test_a_loss_that_is_not_shifted_is_refused(client):
+    class Unshifted(Model):
+        def forward(self, input_ids, labels=None):
+            logits = self.lm_head(self.model(input_ids))
+            loss = None if labels is None else torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            return {"loss": loss, "logits": logits}
+
+    class Auxiliary(Model):
+        def forward(self, input_ids, labels=None):
+            output = super().forward(input_ids, labels)
+            return output if labels is None else (output.loss + 0.1, output.logits)
+
+    for build, message in ((Unshifted, "without a shift"), (Auxiliary, "further parts")):
+        model = build(torch.float32)
+        with refused("INVALID_COMBINATION", ValueError) as info:
+            headwater.torch.attach(client, "planted", model.lm_head, model=model, check=batch_of())
+        assert "the model's loss is not the shifted cross entropy of its logits" in str(info.value) and message in str(info.value)
+
+
+def test_a_batch_that_cannot_be_compared_is_refused(client):
+    model = Model(torch.float32)
+    for check in ([], {"input_ids": batch_of()["input_ids"]}):
+        with refused("INVALID_FIELD", ValueError):
+            headwater.torch.attach(client, "planted", model.lm_head, model=model, check=check)
+    for arguments in ({"model": None}, {"model": torch.nn.Linear(2, 2)}):
+        with refused("INVALID_COMBINATION", ValueError):
+            headwater.torch.attach(client, "planted", model.lm_head, check=batch_of(), **arguments)
+    assert not [info for info in client.heads() if "planted" in info.name]
+
+
+def test_a_batch_of_a_run_that_goes_on_is_compared_with_the_layers_own_weight(client):
+    """A head that was trained has other weights than the layer it was made from."""
+    model, batch = Model(torch.float32), batch_of()
+    options = {"model": model, "check": batch, "optimizer": headwater.AdamW()}
+    head = headwater.torch.attach(client, "planted", model.lm_head, **options)
+    rows = model.model(batch["input_ids"])
+    headwater.torch.CrossEntropyLoss(head)(rows[:, :-1], batch["labels"][:, 1:]).backward()
+    head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1)
+    assert not headwater.torch.attach(client, "planted", model.lm_head, **options).created
+    head.delete()
+
+
+# ---- nothing of the model changes ------------------------------------------------------------------------------------------
+
+
+def test_the_forward_leaves_no_trace(client):
+    class Careless(Model):
+        def __init__(self, dtype):
+            super().__init__(dtype)
+            self.register_buffer("calls", torch.zeros(()))
+            self.model[1].eval()
+
+        def forward(self, input_ids, labels=None):
+            self.calls += 1
+            torch.rand(3)
+            return super().forward(torch.where(torch.rand(input_ids.shape) < 2, input_ids, 0), labels)
+
+    model = Careless(torch.float32)
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    headwater.torch.attach(client, "planted", model.lm_head, model=model, check=batch_of()).delete()
+    assert torch.equal(torch.get_rng_state(), state) and float(model.calls) == 0
+    assert [module.training for module in model.modules()] == modes and not all(modes) and any(modes)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not model.lm_head._forward_hooks and not model.lm_head._forward_pre_hooks

@@ -1,0 +1,266 @@
+"""What `headwater.torch.attach` reads of a model that does not run by itself, and which layers it refuses before anything is sent."""
+
+import types
+import warnings
+
+import pytest
+import torch
+from expectations import refused
+
+import headwater
+import headwater.torch
+from headwater.torch._module_checks import embedding_of
+
+VOCAB_SIZE, HIDDEN_SIZE = 16, 8
+
+
+def namespace(entries):
+    """A configuration as an object, nested ones included."""
+    return types.SimpleNamespace(**{key: namespace(value) if isinstance(value, dict) else value for key, value in entries.items()})
+
+
+def model_of(**config):
+    """A model without a forward, so that its configuration alone can be looked at."""
+    model = torch.nn.Module()
+    model.lm_head = torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE, bias=False)
+    model.config = namespace(config)
+    return model
+
+
+@pytest.fixture
+def client(backends):
+    return backends("local-1").client
+
+
+def attach(client, model, *, around=None, **options):
+    """Attaches, looks and deletes again; the warning that the configuration alone was looked at is expected."""
+    with pytest.warns(UserWarning, match="Only its config was looked at"):
+        head = headwater.torch.attach(client, "configured", model.lm_head, model=around or model, trainable=False, **options)
+    head.delete()
+    assert head.checked == "config"
+    return head
+
+
+KEYS = [
+    ({"final_logit_softcapping": 30.0}, {"softcap": 30.0}),
+    ({"output_logit_soft_cap": 30.0}, {"softcap": 30.0}),
+    ({"output_multiplier": 0.196}, {"logit_scale": 0.196}),
+    ({"logits_mup_width_multiplier": 24.0}, {"logit_scale": 1 / 24.0}),
+    ({"mup_width_multiplier": 8.0}, {"logit_scale": 1 / 8.0}),
+    ({"mup_output_alpha": 2.2}, {"logit_scale": 2.2}),
+    ({"logit_scale": "inv_sqrt_d_model", "d_model": 64}, {"logit_scale": 1 / 8}),
+    ({"model_type": "t5", "tie_word_embeddings": True, "d_model": 64}, {"logit_scale": 1 / 8}),
+    ({"model_type": "umt5", "tie_word_embeddings": True, "d_model": 64}, {"logit_scale": 1 / 8}),
+    ({"model_type": "pop2piano", "tie_word_embeddings": True, "d_model": 64}, {"logit_scale": 1 / 8}),
+    ({"model_type": "minicpm", "dim_model_base": 256, "hidden_size": 2304}, {"logit_scale": 256 / 2304}),
+    ({"model_type": "granite", "logits_scaling": 8.0}, {"logit_scale": 1 / 8.0}),
+    ({"model_type": "hyperclovax", "logits_scaling": 8.0}, {"logit_scale": 8.0}),
+    ({"unpadded_vocab_size": 13}, {"valid_vocab_size": 13}),
+]
+
+
+@pytest.mark.parametrize(("config", "option"), KEYS, ids=[next(reversed(sorted(config))) for config, _ in KEYS])
+@pytest.mark.parametrize("place", ("", "text_config", "decoder", "llm_config", "language_config", "thinker_config.text_config"))
+def test_every_key_is_seen_wherever_a_configuration_has_it(client, config, option, place):
+    nested = config
+    for name in reversed(place.split(".") if place else []):
+        nested = {name: nested}
+    model = model_of(**nested)
+    with refused("INVALID_COMBINATION", ValueError) as info:
+        attach_quietly(client, model)
+    (name, value), written = next(iter(option.items())), str(info.value).split("pass ")[1].split(",")[0].split(" for ")[0]
+    assert written.startswith(f"{name}=") and eval(written.partition("=")[2]) == pytest.approx(value, rel=1e-12)
+    assert info.value.metadata["field"] == name
+    head = attach(client, model, **option)
+    assert getattr(head.spec, name) == pytest.approx(value)
+
+
+def attach_quietly(client, model, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        headwater.torch.attach(client, "refused", model.lm_head, model=model, trainable=False, **options)
+
+
+class Around(torch.nn.Module):
+    """A module around a model, without its configuration."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+
+@pytest.mark.parametrize(
+    "wrap", (torch.nn.DataParallel, torch.optim.swa_utils.AveragedModel, Around), ids=lambda wrap: wrap.__name__
+)
+def test_a_wrapped_model_is_seen_through(client, wrap):
+    wrapped = wrap(model_of(final_logit_softcapping=30.0))
+    model = wrapped.model if wrap is Around else wrapped.module
+    with refused("INVALID_COMBINATION", ValueError) as info:
+        headwater.torch.attach(client, "refused", model.lm_head, model=wrapped, trainable=False)
+    assert "pass softcap=30.0" in str(info.value)
+    assert attach(client, model, around=wrapped, softcap=30.0).spec.softcap == 30.0
+
+
+@pytest.mark.parametrize("key", ("final_logit_boost", "lm_head_gain", "output_mult_of_mine", "my_soft_cap"))
+def test_a_key_that_may_change_logits_is_named(client, key):
+    model = model_of(**{key: 3.0})
+    with refused("INVALID_COMBINATION", ValueError) as info:
+        attach_quietly(client, model)
+    assert f"{key}=3.0" in str(info.value) and "not known here" in str(info.value)
+    attach(client, model, logit_scale=1.0)
+    attach(client, model_of(attn_logit_softcapping=50.0, num_logits_to_keep=1, output_router_logits=True, router_z_logit=0.1))
+
+
+def test_a_bias_that_is_added_to_logits_is_named(client):
+    model = model_of()
+    model.register_buffer("final_logits_bias", torch.zeros(1, VOCAB_SIZE))
+    attach(client, model)
+    model.final_logits_bias[0, 3] = 1
+    with refused("INVALID_COMBINATION", ValueError) as info:
+        attach_quietly(client, model)
+    assert "final_logits_bias" in str(info.value)
+
+
+def test_a_configuration_with_fewer_columns_than_the_layer_is_noted(client):
+    assert "pass valid_vocab_size=13" in attach(client, model_of(vocab_size=13)).checked_reason
+    assert "valid_vocab_size" not in attach(client, model_of(vocab_size=13), valid_vocab_size=13).checked_reason
+
+
+def test_what_was_compared_is_said_without_being_a_nuisance(client):
+    class Ids(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lm_head = torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE)
+
+        def forward(self, input_ids):
+            raise RuntimeError("needs pixels")
+
+    class Rows(Ids):
+        def forward(self, rows):
+            return self.lm_head(rows)
+
+    model = Ids()
+    with pytest.warns(UserWarning, match="needs pixels"):
+        head = headwater.torch.attach(client, "seen", model.lm_head, model=model)
+    assert head.checked == "nothing"
+    head.delete()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for model in (None, Rows()):  # no language model of the usual form
+            layer = torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE) if model is None else model.lm_head
+            head = headwater.torch.attach(client, "seen", layer, model=model)
+            assert head.checked == "nothing" and head.checked_reason
+            head.delete()
+
+
+# ---- tied ------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_embeddings_weight_is_refused_without_the_model(client):
+    embedding, layer = torch.nn.Embedding(VOCAB_SIZE, HIDDEN_SIZE), torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE, bias=False)
+    assert embedding_of(layer.weight) is None
+    headwater.torch.attach(client, "untied", layer).delete()
+    layer.weight = embedding.weight
+    assert embedding_of(layer.weight) is embedding and embedding_of(layer.weight.detach()) is embedding
+    for module in (layer, layer.weight):
+        with refused("INVALID_COMBINATION", ValueError) as info:
+            headwater.torch.attach(client, "refused", module, optimizer=headwater.AdamW())
+        assert "torch.nn.Embedding(16, 8)" in str(info.value) and 'tied="trainer"' in str(info.value)
+    headwater.torch.attach(client, "frozen", layer, trainable=False).delete()
+    headwater.torch.attach(client, "tied", layer, tied="trainer").delete()
+
+
+def test_a_configuration_that_calls_an_own_weight_tied_is_refused(client):
+    model = model_of(tie_word_embeddings=True)
+    with refused("INVALID_COMBINATION", ValueError) as info:
+        headwater.torch.attach(client, "refused", model.lm_head, model=model)
+    assert "tie_word_embeddings=True" in str(info.value) and "tied=False" in str(info.value)
+    for config, options in (({"tie_word_embeddings": True}, {"tied": False}), ({"tie_word_embeddings": False}, {})):
+        model = model_of(**config)
+        with pytest.warns(UserWarning):
+            head = headwater.torch.attach(client, "untied", model.lm_head, model=model, **options)
+        assert head.tied is None
+        head.delete()
+    model = model_of(tie_word_embeddings=False)
+    model.embedding = torch.nn.Embedding(VOCAB_SIZE, HIDDEN_SIZE)
+    model.lm_head.weight = model.embedding.weight
+    with refused("INVALID_COMBINATION", ValueError) as info:  # the memory decides
+        headwater.torch.attach(client, "refused", model.lm_head, model=model, tied=False)
+    assert "shares its memory with embedding.weight" in str(info.value)
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------------
+
+
+def whole_model():
+    model = model_of()
+    model.body = torch.nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE)
+    model.body.lora_A = torch.nn.Linear(HIDDEN_SIZE, 2)
+    model.get_output_embeddings = lambda: model.lm_head
+    return model
+
+
+def sparse():
+    layer = torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE)
+    layer.weight = torch.nn.Parameter(layer.weight.detach().to_sparse(), requires_grad=False)
+    return layer
+
+
+class Packed(torch.Tensor):
+    """As quantisers wrap weights: it has the dtype of the original, and no memory of that kind."""
+
+
+def packed():
+    layer = torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE)
+    layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(Packed), requires_grad=False)
+    return layer
+
+
+LAYERS = {
+    "whole model": (whole_model, "whole model (Module): attach its last layer, model.lm_head"),
+    "lazy": (lambda: torch.nn.LazyLinear(VOCAB_SIZE), "no values yet"),
+    "sparse": (sparse, "sparse"),
+    "tensor subclass": (packed, "Packed, quantised or wrapped"),
+}
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_a_layer_that_no_head_can_be_is_named(client, case):
+    build, message = LAYERS[case]
+    with refused("INVALID_COMBINATION", ValueError) as info:
+        headwater.torch.attach(client, "refused", build())
+    assert message in str(info.value) and "LoRA" not in str(info.value)
+    assert not [info for info in client.heads() if "refused" in info.name]
+
+
+# ---- habits from PyTorch ---------------------------------------------------------------------------------------------------
+
+
+def test_transforms_of_torch_func_are_refused(client):
+    func = getattr(torch, "func", None) or pytest.importorskip("functorch")
+    head = client.create_head("transformed", torch.randn(VOCAB_SIZE, HIDDEN_SIZE), trainable=False)
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    hidden, targets = torch.randn(3, HIDDEN_SIZE), torch.tensor([1, 2, 3])
+    transforms = {
+        "grad": lambda: func.grad(lambda rows: loss_fn(rows, targets))(hidden),
+        "vmap": lambda: func.vmap(lambda rows: loss_fn(rows, targets))(hidden.expand(2, 3, HIDDEN_SIZE)),
+        "vmap of targets": lambda: func.vmap(lambda ids: loss_fn(hidden, ids))(targets.expand(2, 3)),
+        "vmap of token weights": lambda: func.vmap(lambda w: loss_fn(hidden, targets, token_weights=w))(torch.ones(2, 3)),
+        "jvp": lambda: func.jvp(lambda rows: loss_fn(rows, targets), (hidden,), (hidden,)),
+        "jsd": lambda: func.grad(lambda rows: headwater.torch.jsd(head, rows, head, hidden))(hidden),
+        "jsd of the teacher's": lambda: func.vmap(lambda rows: headwater.torch.jsd(head, hidden, head, rows))(hidden[None]),
+    }
+    for transform in transforms.values():
+        with refused("INVALID_COMBINATION", ValueError) as info:
+            transform()
+        assert "torch.func" in str(info.value)
+    assert float(loss_fn(hidden, targets)) > 0  # and none of them has left anything behind
+    head.delete()
+
+
+@pytest.mark.parametrize(("name", "instead"), [("betas", "beta1= and beta2="), ("eps", "epsilon="), ("lr", "learning_rate=")])
+def test_names_of_pytorchs_optimizers_are_explained(name, instead):
+    with pytest.raises(TypeError, match=f"takes no {name}=.*{instead}"):
+        headwater.AdamW(**{name: 0.9})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        headwater.AdamW(nonsense=1)
