@@ -126,7 +126,7 @@ class AdamW(_Optimizer):
     Applies to weight and bias; fp32 master weights whatever the head's dtype. The learning rate comes with each step.
     """
 
-    _PYTORCHS = {"betas": "beta1= and beta2=", "eps": "epsilon="}
+    _PYTORCHS: ClassVar[Mapping[str, str]] = {"betas": "beta1= and beta2=", "eps": "epsilon="}
 
     beta1: float = 0.9  # [0, 1)
     beta2: float = 0.999  # [0, 1)

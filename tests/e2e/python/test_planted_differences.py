@@ -1,4 +1,4 @@
-"""Ten ways in which a model is another one than its last layer says: each with its place, and the check of `attach` that finds it."""
+"""Ways in which a model is another one than its last layer says: each with its place, and the check of `attach` that finds it."""
 
 import types
 import warnings

@@ -1,4 +1,4 @@
-"""What `headwater.torch.attach` reads of a model that does not run by itself, and which layers it refuses before anything is sent."""
+"""How `headwater.torch.attach` reads a model that does not run by itself, and which layers it refuses before anything is sent."""
 
 import types
 import warnings
@@ -59,7 +59,7 @@ KEYS = [
 ]
 
 
-@pytest.mark.parametrize(("config", "option"), KEYS, ids=[next(reversed(sorted(config))) for config, _ in KEYS])
+@pytest.mark.parametrize(("config", "option"), KEYS, ids=[max(config) for config, _ in KEYS])
 @pytest.mark.parametrize("place", ("", "text_config", "decoder", "llm_config", "language_config", "thinker_config.text_config"))
 def test_every_key_is_seen_wherever_a_configuration_has_it(client, config, option, place):
     nested = config

@@ -170,10 +170,10 @@ def attach(
         client: of `headwater.connect` or `headwater.local.connect`.
         name: of the head.
         module: the model's torch.nn.Linear, or its weight alone.
-        model: the model that the layer belongs to. It is searched for a second use of the weight, and compared with the head: one
-            small forward, without gradients and in evaluation mode, shows which logits it makes of rows that are put into the layer.
-            Where it does not run by itself, only its `config` is looked at, with a warning. Nothing of the model changes.
-            None: a second use of the weight is found, where it is a torch.nn.Embedding; logits are not compared.
+        model: the model that the layer belongs to. `attach` looks there for a second use of the weight, and compares the model with
+            the head: one small forward, without gradients and in evaluation mode, shows which logits the model makes of rows that
+            are put into the layer. Where the model does not run by itself, `attach` reads its `config` alone, and warns. Nothing of
+            the model changes. None: `attach` finds a torch.nn.Embedding with the same weight, and does not compare logits.
         tied: None, "trainer" or "server". False: the weight is not tied although the model's config says tie_word_embeddings.
         optimizer: see above.
         trainable: whether gradients are accumulated.
@@ -319,8 +319,8 @@ def _check_tied_config(model: torch.nn.Module, layer: OutputLayer) -> None:
         return
     if _model_config.entry(owner.config, "tie_word_embeddings") is True:
         raise _refused(
-            "the model's config has tie_word_embeddings=True, but the head's weight is no Embedding's: save_pretrained may leave it "
-            "out, and from_pretrained would tie it again. Tie it (lm_head.weight = embedding.weight) and pass tied=, or set "
+            "the model's config has tie_word_embeddings=True, but the head's weight is no Embedding's: save_pretrained may leave "
+            "it out, and from_pretrained would tie it again. Tie it (lm_head.weight = embedding.weight) and pass tied=, or set "
             "config.tie_word_embeddings=False, or pass tied=False to leave it so",
             "tied",
         )

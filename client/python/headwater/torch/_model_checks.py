@@ -83,8 +83,8 @@ def _check_forward(
         exact = next((hint.shown for hint in hints if hint.rows and body.explained_by(hint.wanted)), None)
         other = "" if body.factor is None else f", or pass logit_scale={exact or f'{body.factor:.6g}'} for those of {body.name}"
         warning = (
-            f"the rows that reach the layer are not those that {body.name} returns: the model {how} in between. Give the losses the "
-            f"rows that reach the layer{other}"
+            f"the rows that reach the layer are not those that {body.name} returns: the model {how} in between. Give the losses "
+            f"the rows that reach the layer{other}"
         )
         reason = f"the model makes the same logits of the rows that reach its layer, not of those of {body.name}"
         return Checked("forward", reason, warning)
@@ -226,7 +226,8 @@ def loss_of_batch(model: torch.nn.Module | None, layer: OutputLayer, batch: Any)
                 else "it may have further parts, of a router say: turn them off for the check"
             )
             raise _refused(
-                f"the model's loss is not the shifted cross entropy of its logits: it is {value:.7g}, that is {shifted:.7g}; {kind}",
+                f"the model's loss is not the shifted cross entropy of its logits: it is {value:.7g}, the latter {shifted:.7g}; "
+                f"{kind}",
                 "check",
             )
     return BatchLoss(rows[:, :-1].reshape(-1, rows.shape[-1]), labels[:, 1:].reshape(-1), value, allowed)
@@ -256,8 +257,8 @@ def check_batch(batch: BatchLoss, head: Head | None, layer: OutputLayer, options
         loss = total / count if count else 0.0
     if not abs(loss - batch.loss) <= batch.allowed:
         raise _refused(
-            f"the model's loss of the batch is {batch.loss:.7g}, the head's {loss:.7g}: rounding explains {batch.allowed:.2g}. Options "
-            "or weights of the head are not the model's",
+            f"the model's loss of the batch is {batch.loss:.7g}, the head's {loss:.7g}; rounding explains {batch.allowed:.2g}. "
+            "Options or weights of the head are not the model's",
             "check",
             expected=batch.loss,
             actual=loss,
