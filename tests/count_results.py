@@ -1,6 +1,6 @@
 """Counts test results: prints "PASSED FAILED SKIPPED" for the JUnit files of one stage of tests/run.
 
-    count_results.py --pytest FILE        the report of pytest --junitxml
+    count_results.py --pytest FILE...     the reports of pytest --junitxml
     count_results.py --gtest FILE         the report of one GoogleTest program; one that left none, or has no test, has failed
     count_results.py --ctest FILE DIR     the report of ctest --output-junit, and the folder with the GoogleTest programs' own
 
@@ -64,8 +64,8 @@ def count_ctest(report: Path, folder: Path) -> Counter:
 
 def main() -> int:
     match sys.argv[1:]:
-        case ["--pytest", report]:
-            counts = count_pytest(Path(report))
+        case ["--pytest", *reports] if reports:
+            counts = sum((count_pytest(Path(report)) for report in reports), Counter())
         case ["--gtest", report]:
             counts = count_gtest(Path(report)) or Counter(failed=1)
         case ["--ctest", report, folder]:

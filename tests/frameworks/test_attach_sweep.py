@@ -1,7 +1,4 @@
-"""Every causal language model of transformers: attach() makes a head with the model's own loss, or refuses the model.
-
-HEADWATER_TEST_CLASSES names the classes to try, separated by spaces; without it, all.
-"""
+"""Every class of transformers with an output head: attach() makes a head with the model's own loss, or refuses the model."""
 
 import contextlib
 import re
@@ -26,7 +23,7 @@ class NotRun(Exception):
 
 
 def attach_as_told(client, name: str, model, **options):
-    """What a user does: adds the options that an error names, until attach() takes the model or names none. Returns head and options."""
+    """Adds the options that errors name, as a user does, until attach() takes the model. Returns the head and the options."""
     layer = model.get_output_embeddings()
     while True:
         try:
@@ -54,6 +51,8 @@ def run(model):
         raise NotRun(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
     finally:
         hook.remove()
+    if output.get("loss") is None or output.get("logits") is None:
+        raise NotRun("has no loss of its own, or no logits")
     if len(rows) != 1 or rows[0].shape[:2] != ids.shape:
         raise NotRun(f"the last layer got rows of {[tuple(part.shape) for part in rows]}")
     return output.loss.item(), output.logits.float(), labels, rows[0].float()
@@ -68,7 +67,7 @@ def is_close(value: float, expected: float) -> bool:
 
 
 def check_loss(head, model) -> str:
-    """Compares the head's loss with the model's: "right", or "wrong: ...". """
+    """Compares the head's loss with the model's: "right", or "wrong: ..."."""
     own, logits, labels, rows = run(model)
     pairs = {"shifted": (logits[:, :-1], rows[:, :-1], labels[:, 1:]), "not shifted": (logits, rows, labels)}
     # Some classes smooth their loss, or weight it; their logits are compared then.
@@ -84,7 +83,7 @@ def check_loss(head, model) -> str:
 
 def test_attached_models_have_their_own_loss_or_are_refused(local_client):
     outcomes, alarms = tiny_models.Outcomes(), tiny_models.Outcomes()
-    for cls in tiny_models.selected(tiny_models.causal_lm_classes()):
+    for cls in tiny_models.output_classes():
         name = cls.__name__
         with contextlib.ExitStack() as heads:
             try:

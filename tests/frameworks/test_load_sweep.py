@@ -1,7 +1,4 @@
-"""Every class of transformers with an output head: what it saves is loaded as its head, or refused; never another tensor.
-
-HEADWATER_TEST_CLASSES names the classes to try, separated by spaces; without it, all.
-"""
+"""Every class of transformers with an output head: what it saves is loaded as its head, or refused; never another tensor."""
 
 import shutil
 
@@ -25,7 +22,9 @@ def try_to_load(client, folder: str, layer: torch.nn.Module, bias: bool) -> str:
             return "wrong: the weight is another tensor"
         if not bias:
             return "wrong: the bias is dropped" if getattr(layer, "bias", None) is not None else "right"
-        return "right" if np.array_equal(np.asarray(head.bias()), layer.bias.detach().numpy()) else "wrong: the bias is another tensor"
+        return (
+            "right" if np.array_equal(np.asarray(head.bias()), layer.bias.detach().numpy()) else "wrong: the bias is another tensor"
+        )
     except headwater.HeadwaterError as error:
         return f"refused: {error}"
     finally:
@@ -34,7 +33,7 @@ def try_to_load(client, folder: str, layer: torch.nn.Module, bias: bool) -> str:
 
 def test_saved_models_load_as_their_head_or_are_refused(remote_client, server):
     outcomes = tiny_models.Outcomes()
-    for cls in tiny_models.selected(tiny_models.output_classes()):
+    for cls in tiny_models.output_classes():
         name = cls.__name__
         folder = server.load_root / name
         try:

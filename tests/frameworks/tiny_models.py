@@ -1,13 +1,15 @@
 """Tiny models of every class of the installed transformers that has an output head.
 
-Classes are enumerated from transformers' own tables, not from a list here. A class's default configuration is shrunk field by field, nested
-configurations included; the model is made of it with random weights.
+Classes are enumerated from transformers' own tables, not from a list here. A class's default configuration is shrunk field by field,
+nested configurations included. The model is made of it with random weights.
 
     for cls in causal_lm_classes():
         model = build(cls)                     # raises NotBuilt, whose text is the reason
         ids, labels = batch(model)
 
     python tiny_models.py                      prints which classes cannot be built, and why
+
+HEADWATER_TEST_CLASSES names the classes that are enumerated, separated by spaces; without it, they are all.
 """
 
 import contextlib
@@ -192,11 +194,12 @@ def shrink_rope(value):
 
 
 def table(name: str) -> list[type[PreTrainedModel]]:
-    """The classes of one table, in its order."""
-    classes = []
-    for entry in getattr(modeling_auto, name).values():
-        classes.extend(entry if isinstance(entry, (list, tuple)) else [entry])
-    return list(dict.fromkeys(classes))
+    """The classes of one table, in its order; only those that HEADWATER_TEST_CLASSES names, if it is set."""
+    selection = os.environ.get("HEADWATER_TEST_CLASSES", "").split()
+    names: dict[str, None] = {}
+    for entry in getattr(modeling_auto, f"{name}_NAMES").values():
+        names.update(dict.fromkeys([entry] if isinstance(entry, str) else entry))
+    return [getattr(transformers, name) for name in names if not selection or name in selection]
 
 
 def causal_lm_classes() -> list[type[PreTrainedModel]]:
@@ -233,7 +236,10 @@ def build(cls: type[PreTrainedModel], dtype: torch.dtype = torch.float32, seed: 
 
 
 def randomise(model: PreTrainedModel, seed: int) -> None:
-    """Gives the head random weights, and a bias that is not zero, with which the largest logits are 4 to 7 where ids alone are enough."""
+    """Gives the head random weights, and a bias other than zero.
+
+    Where the model runs on ids alone, the head is scaled until the largest logits are 4 to 7, as those of a checkpoint are.
+    """
     head = model.get_output_embeddings()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -255,14 +261,8 @@ def batch(rows: int = 2, length: int = 12, seed: int = 1) -> tuple[torch.Tensor,
     return ids, labels
 
 
-def selected(classes: list[type[PreTrainedModel]]) -> list[type[PreTrainedModel]]:
-    """Those of the classes that the environment variable HEADWATER_TEST_CLASSES names; all without it."""
-    names = os.environ.get("HEADWATER_TEST_CLASSES", "").split()
-    return [cls for cls in classes if not names or cls.__name__ in names]
-
-
 class Outcomes:
-    """Classes by what came of them: `add(name, "refused: why")` is found as `outcomes["refused"]`, a dictionary of reasons by name."""
+    """Classes by their outcome. `add(name, "refused: why")` puts the class into `outcomes["refused"]`, reasons by name."""
 
     def __init__(self) -> None:
         self._by_kind: dict[str, dict[str, str]] = {}
@@ -286,7 +286,7 @@ class Outcomes:
 def main() -> int:
     transformers.logging.set_verbosity_error()
     outcomes = Outcomes()
-    for cls in selected(output_classes()):
+    for cls in output_classes():
         try:
             build(cls)
             outcomes.add(cls.__name__, "built")

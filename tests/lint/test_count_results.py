@@ -61,6 +61,14 @@ def test_pytest_errors_are_failures(tmp_path):
     assert count_results.count_pytest(report) == {"passed": 1, "failed": 2, "skipped": 1}
 
 
+def test_several_pytest_reports_are_added(tmp_path, monkeypatch, capsys):
+    for name in ("a.xml", "b.xml"):
+        (tmp_path / name).write_text('<testsuite><testcase name="a"/><testcase name="b"><error/></testcase></testsuite>')
+    monkeypatch.setattr(sys, "argv", ["count_results.py", "--pytest", str(tmp_path / "a.xml"), str(tmp_path / "b.xml")])
+    assert count_results.main() == 0
+    assert capsys.readouterr().out.strip() == "2 2 0"
+
+
 @pytest.mark.parametrize(("gtest", "expected"), [(GTEST.format(more=FAILED), "1 1 2"), (None, "0 1 0"), ("<testsuites/>", "0 1 0")])
 def test_a_single_program_is_counted_and_must_have_run_something(tmp_path, monkeypatch, capsys, gtest, expected):
     report = tmp_path / "one.xml"
