@@ -1,7 +1,7 @@
 """Tiny models of every class of the installed transformers that has an output head.
 
-Classes are enumerated from transformers' own tables, not from a list here. A class's default configuration is shrunk field by field,
-nested configurations included. The model is made of it with random weights.
+Classes are enumerated from transformers' own tables, not from a list here. A class's default configuration is shrunk field by
+field, nested configurations included. The model is made of it with random weights.
 
     for cls in causal_lm_classes():
         model = build(cls)                     # raises NotBuilt, whose text is the reason
