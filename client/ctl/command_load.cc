@@ -2,6 +2,7 @@
 #include <optional>
 #include <utility>
 
+#include "absl/flags/declare.h"
 #include "absl/flags/flag.h"
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
@@ -9,31 +10,23 @@
 #include "client/ctl/arguments.h"
 #include "client/ctl/command.h"
 #include "client/ctl/head_flags.h"
-#include "client/ctl/safetensors_file.h"
 #include "client/ctl/table.h"
+#include "server/model_files/file_source.h"
+#include "server/model_files/head_tensors.h"
 
 ABSL_FLAG(bool, create, false, "make the head first, as the flags of `headwaterctl plan` describe it");
-ABSL_FLAG(bool, from_file, false, "PATH is a safetensors file on this machine; its tensors are uploaded");
-ABSL_FLAG(
-    std::string, tensor, "",
-    "name of the weight tensor (not given: lm_head.weight, the tied embedding, or weight; of one of a model's several files no "
-    "embedding)");
-ABSL_FLAG(std::string, bias_tensor, "", "name of the bias tensor (not given: lm_head.bias or bias)");
+ABSL_FLAG(bool, from_file, false, "PATH is a safetensors file or a model folder on this machine; the head's tensors are uploaded");
+ABSL_FLAG(std::string, tensor, "",
+          "name of the weight tensor (not given: lm_head.weight, another head's name, or the embedding if the config says tied)");
+ABSL_FLAG(std::string, bias_tensor, "", "name of the bias tensor (not given: the head's own, such as lm_head.bias)");
+ABSL_DECLARE_FLAG(int64_t, vocab_size);
+ABSL_DECLARE_FLAG(int64_t, hidden_size);
+ABSL_DECLARE_FLAG(bool, bias);
 
 namespace headwater::ctl {
 namespace {
 
 using client::HeadTensor;
-
-// The first of `names` that the file has.
-std::optional<std::string> FindTensor(const SafetensorsFile& file, const std::string& wanted,
-                                      const std::vector<std::string>& names) {
-  if (!wanted.empty()) return wanted;
-  for (const std::string& name : names) {
-    if (file.entries().count(name) > 0) return name;
-  }
-  return std::nullopt;
-}
 
 // What is uploaded with --from_file.
 struct LocalTensors {
@@ -41,28 +34,39 @@ struct LocalTensors {
   std::optional<client::TensorBuffer> bias;  // [vocab_size]
 };
 
-absl::StatusOr<LocalTensors> ReadLocalTensors(const std::string& path) {
-  absl::StatusOr<SafetensorsFile> file = SafetensorsFile::Open(path);
-  if (!file.ok()) return file.status();
-  // The names that LoadWeights knows. Of one file of several an embedding may not be the head's: another file may have that.
-  std::vector<std::string> names = {"lm_head.weight", "weight"};
-  if (!IsPartOfModel(path)) {
-    names.insert(names.begin() + 1, {"model.embed_tokens.weight", "transformer.wte.weight", "model.decoder.embed_tokens.weight"});
+absl::StatusOr<client::TensorBuffer> ReadTensor(const model_files::FileTensor& tensor, std::vector<int64_t> shape) {
+  client::DataType type = client::DataType::kFloat32;
+  if (tensor.data_type == DataType::kBFloat16) type = client::DataType::kBFloat16;
+  if (tensor.data_type == DataType::kFloat16) type = client::DataType::kFloat16;
+  client::TensorBuffer buffer(type, std::move(shape));
+  if (absl::Status read = tensor.file->ReadAt(tensor.offset_bytes, buffer.bytes(), buffer.data()); !read.ok()) return read;
+  return buffer;
+}
+
+// The tensors for the head of this name, or for the new one that the flags describe (with --create).
+absl::StatusOr<LocalTensors> ReadLocalTensors(client::Client& client, const std::string& name, const std::string& path) {
+  model_files::HeadTensorQuery query;
+  query.weight_tensor = absl::GetFlag(FLAGS_tensor);
+  query.bias_tensor = absl::GetFlag(FLAGS_bias_tensor);
+  if (absl::GetFlag(FLAGS_create)) {
+    if (FlagGiven("vocab_size")) query.vocab_size = absl::GetFlag(FLAGS_vocab_size);
+    if (FlagGiven("hidden_size")) query.hidden_size = absl::GetFlag(FLAGS_hidden_size);
+    if (FlagGiven("bias")) query.has_bias = absl::GetFlag(FLAGS_bias);
+  } else {
+    absl::StatusOr<client::Head> head = client.OpenHead(name);
+    if (!head.ok()) return head.status();
+    query.vocab_size = head->spec().vocab_size;
+    query.hidden_size = head->spec().hidden_size;
+    query.has_bias = head->spec().has_bias;
   }
-  const std::string weight_name = FindTensor(*file, absl::GetFlag(FLAGS_tensor), names).value_or("lm_head.weight");
-  absl::StatusOr<client::TensorBuffer> weight = file->Read(weight_name);
+  const absl::StatusOr<model_files::HeadTensors> found = model_files::FindHeadTensors(*model_files::LocalFiles(), path, query);
+  if (!found.ok()) return found.status();
+  absl::StatusOr<client::TensorBuffer> weight = ReadTensor(found->weight, {found->weight.rows, found->weight.columns});
   if (!weight.ok()) return weight.status();
-  if (weight->shape().size() != 2) {
-    return absl::InvalidArgumentError(absl::StrCat("tensor ", weight_name, " has ", weight->shape().size(),
-                                                   " dimensions, expected 2: [vocab_size, hidden_size]"));
-  }
   LocalTensors tensors;
   tensors.weight = *std::move(weight);
-  const std::string given_bias = absl::GetFlag(FLAGS_bias_tensor);
-  const auto name = FindTensor(*file, given_bias, {"lm_head.bias", "bias"});
-  // One of a type that heads do not have, and that nobody has named, is something else.
-  if (name.has_value() && (!given_bias.empty() || file->entries().at(*name).data_type.has_value())) {
-    absl::StatusOr<client::TensorBuffer> bias = file->Read(*name);
+  if (found->bias.has_value()) {
+    absl::StatusOr<client::TensorBuffer> bias = ReadTensor(*found->bias, {found->bias->rows});
     if (!bias.ok()) return bias.status();
     tensors.bias.emplace(*std::move(bias));
   }
@@ -114,7 +118,7 @@ absl::StatusOr<client::HeadInfo> UploadTensor(client::Head& head, HeadTensor ten
 
 absl::StatusOr<client::HeadInfo> LoadLocal(client::Client& client, const std::string& name, const std::string& path,
                                            Output& output) {
-  absl::StatusOr<LocalTensors> tensors = ReadLocalTensors(path);
+  absl::StatusOr<LocalTensors> tensors = ReadLocalTensors(client, name, path);
   if (!tensors.ok()) return tensors.status();
   client::HeadSpec defaults;
   defaults.vocab_size = tensors->weight.shape()[0];
@@ -157,8 +161,12 @@ Command LoadCommand() {
       .summary = "sets a head's weights from a safetensors file or a model folder",
       .help =
           "PATH is a .safetensors file or a Hugging Face model folder under headwaterd's --load_root, relative to it. With\n"
-          "--from_file it is a safetensors file on this machine, which is uploaded. Setting the weights of a head that has\n"
-          "some drops its open step and fences off trainers that still use it.\n"
+          "--from_file it is a file or a folder on this machine, and the head's tensors are uploaded. Setting the weights of a\n"
+          "head that has some drops its open step and fences off trainers that still use it.\n"
+          "\n"
+          "Without --tensor the head's weight is lm_head.weight, or the one tensor of the head's shape with another head's name\n"
+          "(embed_out.weight, language_model.lm_head.weight), or the embedding if the model's config.json says that it is tied.\n"
+          "Anything else is refused, with the tensors that could be meant.\n"
           "\n"
           "With --create the head is made first, unless the tensors of --from_file are not as the flags say. It stays when the\n"
           "loading fails afterwards; run the command again without --create, or `headwaterctl delete` the head. With\n"

@@ -12,7 +12,8 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
-#include "client/ctl/safetensors_file.h"
+#include "server/model_files/file_source.h"
+#include "server/model_files/head_tensors.h"
 
 namespace headwater::ctl {
 namespace {
@@ -141,23 +142,6 @@ std::vector<std::string> FindUnknownKeys(const json& config) {
   return unknown;
 }
 
-// The tensors' names of a model's folder; nullopt if it has no safetensors files.
-absl::StatusOr<std::optional<bool>> FolderHasBias(const std::string& folder) {
-  const std::string index_path = folder + "/model.safetensors.index.json", file_path = folder + "/model.safetensors";
-  std::error_code error;
-  if (std::filesystem::exists(index_path, error)) {
-    const absl::StatusOr<json> index = ReadObject(index_path);
-    if (!index.ok()) return index.status();
-    const json* const names = Find(*index, "weight_map");
-    if (names == nullptr || !names->is_object()) return absl::DataLossError(absl::StrCat(index_path, ": expected a weight_map"));
-    return std::optional<bool>(names->contains("lm_head.bias"));
-  }
-  if (!std::filesystem::exists(file_path, error)) return std::optional<bool>();
-  const absl::StatusOr<SafetensorsFile> file = SafetensorsFile::Open(file_path);
-  if (!file.ok()) return file.status();
-  return std::optional<bool>(file->entries().contains("lm_head.bias"));
-}
-
 absl::Status FillIn(const json& config, ModelHead* head) {
   if (const json* const type = Find(config, "model_type"); type != nullptr && type->is_string()) head->model_type = *type;
   absl::StatusOr<int64_t> size = ReadSize(config, {"vocab_size"});
@@ -205,7 +189,7 @@ absl::StatusOr<ModelHead> ReadModelHead(const std::string& path) {
     return absl::Status(status.code(), absl::StrCat(config_path, ": ", status.message()));
   }
   if (is_folder) {
-    const absl::StatusOr<std::optional<bool>> has_bias = FolderHasBias(path);
+    const absl::StatusOr<std::optional<bool>> has_bias = model_files::HasHeadBias(*model_files::LocalFiles(), path);
     if (!has_bias.ok()) return has_bias.status();
     if (has_bias->has_value()) head.has_bias = *has_bias;
   }

@@ -12,13 +12,22 @@
 #include "absl/strings/str_join.h"
 #include "headwater/kernels/error.h"
 #include "server/checkpoint/manifest.h"
-#include "server/checkpoint/safetensors.h"
-#include "server/checkpoint/strict_json.h"
 #include "server/checkpoint/xxh3.h"
+#include "server/model_files/safetensors.h"
+#include "server/model_files/strict_json.h"
 #include "server/observability/logging.h"
 
 namespace headwater::checkpoint {
 namespace {
+
+using model_files::CorruptError;
+using model_files::FindMember;
+using model_files::GetCount;
+using model_files::MakeSafetensorsHeader;
+using model_files::ReadSafetensorsHeader;
+using model_files::ReadStrictJson;
+using model_files::SafetensorsHeader;
+using model_files::SafetensorsOutput;
 
 // Hidden names, which IsValidCheckpointName() refuses.
 constexpr char kTemporaryPrefix[] = ".tmp-";

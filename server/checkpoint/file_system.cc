@@ -76,35 +76,6 @@ class PosixWritableFile : public WritableFile {
   int descriptor_;
 };
 
-class PosixReadableFile : public ReadableFile {
- public:
-  PosixReadableFile(int descriptor, int64_t size) : descriptor_(descriptor), size_(size) {}
-  ~PosixReadableFile() override { close(descriptor_); }
-  int64_t size() const override { return size_; }
-
-  absl::Status ReadAt(int64_t offset, int64_t byte_count, void* out) const override {
-    char* next = static_cast<char*>(out);
-    while (byte_count > 0) {
-      const ssize_t got = pread(descriptor_, next, static_cast<size_t>(std::min(byte_count, kMaxIoBytes)), offset);
-      if (got < 0 && errno == EINTR) continue;
-      if (got < 0) return ReadError("reading a file", errno);
-      if (got == 0) {
-        return MakeError(ErrorReason::kFileCorrupt,
-                         absl::StrCat("the file ends at byte ", offset, ", ", byte_count, " more were expected"),
-                         {{"offsetBytes", absl::StrCat(offset)}, {"missingBytes", absl::StrCat(byte_count)}});
-      }
-      next += got;
-      offset += got;
-      byte_count -= got;
-    }
-    return absl::OkStatus();
-  }
-
- private:
-  const int descriptor_;
-  const int64_t size_;
-};
-
 class PosixHold : public DirectoryHold {
  public:
   explicit PosixHold(int descriptor) : descriptor_(descriptor) {}
@@ -165,7 +136,7 @@ class PosixFiles : public FileSystem {
     // O_NONBLOCK: a FIFO in the place of a file must not hang us.
     const int descriptor = open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
     if (descriptor < 0) return ReadError("opening a file", errno);
-    return ReadableFromDescriptor(descriptor);
+    return model_files::ReadableFromDescriptor(descriptor);
   }
 
   absl::Status Rename(const std::string& from, const std::string& to) override {
@@ -195,15 +166,6 @@ class PosixFiles : public FileSystem {
 FileSystem& PosixFileSystem() {
   static PosixFiles* const files = new PosixFiles();
   return *files;
-}
-
-absl::StatusOr<std::unique_ptr<ReadableFile>> ReadableFromDescriptor(int descriptor) {
-  struct stat status;
-  if (fstat(descriptor, &status) != 0 || !S_ISREG(status.st_mode)) {
-    close(descriptor);
-    return MakeError(ErrorReason::kFileCorrupt, "a regular file was expected");
-  }
-  return std::make_unique<PosixReadableFile>(descriptor, static_cast<int64_t>(status.st_size));
 }
 
 }  // namespace headwater::checkpoint

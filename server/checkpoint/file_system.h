@@ -12,6 +12,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "server/model_files/readable_file.h"
 
 namespace headwater::checkpoint {
 
@@ -24,15 +25,7 @@ class WritableFile {
   virtual absl::Status SyncAndClose() = 0;
 };
 
-// An open file. Read with pread, never mapped: a file that is cut short under us gives an error, not a signal. Const methods may be
-// called from any thread.
-class ReadableFile {
- public:
-  virtual ~ReadableFile() = default;
-  virtual int64_t size() const = 0;  // when it was opened
-  // Reads exactly `byte_count` bytes; kFileCorrupt if the file ends before.
-  virtual absl::Status ReadAt(int64_t offset, int64_t byte_count, void* out) const = 0;
-};
+using model_files::ReadableFile;
 
 // A process's hold on a directory, until it is destroyed or the process ends, however.
 class DirectoryHold {
@@ -70,9 +63,6 @@ class FileSystem {
 
 // The operating system's. Never destroyed.
 FileSystem& PosixFileSystem();
-
-// A ReadableFile over an open descriptor, which it owns.
-absl::StatusOr<std::unique_ptr<ReadableFile>> ReadableFromDescriptor(int descriptor);
 
 }  // namespace headwater::checkpoint
 

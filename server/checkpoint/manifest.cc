@@ -5,12 +5,16 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "server/checkpoint/strict_json.h"
 #include "server/checkpoint/xxh3.h"
+#include "server/model_files/strict_json.h"
 
 namespace headwater::checkpoint {
 namespace {
 
+using model_files::CorruptError;
+using model_files::FindMember;
+using model_files::GetCount;
+using model_files::ReadStrictJson;
 using nlohmann::json;
 
 constexpr char kFormat[] = "headwater-checkpoint";

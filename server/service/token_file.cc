@@ -17,15 +17,15 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
-#include "server/checkpoint/strict_json.h"
 #include "server/heads/head_name.h"
+#include "server/model_files/strict_json.h"
 #include "server/observability/logging.h"
 #include "server/transport/file_descriptor.h"
 
 namespace headwater::service {
 namespace {
 
-using checkpoint::CorruptError;
+using model_files::CorruptError;
 using nlohmann::json;
 using observability::Log;
 using observability::LogLevel;
@@ -55,7 +55,7 @@ absl::Status CheckKeys(const json& object, const std::string& place, std::initia
 
 absl::Status ParsePatterns(const json& token, const char* key, const std::string& place, std::vector<std::string>* patterns) {
   if (!token.contains(key)) return absl::OkStatus();
-  const json* const array = checkpoint::FindMember(token, key, json::value_t::array);
+  const json* const array = model_files::FindMember(token, key, json::value_t::array);
   const std::string here = absl::StrCat(place, ".", key);
   if (array == nullptr) return Wrong(here, "an array of patterns");
   for (const json& element : *array) {
@@ -71,12 +71,12 @@ absl::StatusOr<TokenGrant> ParseToken(const json& token, const std::string& plac
   if (!token.is_object()) return Wrong(place, "an object");
   if (absl::Status status = CheckKeys(token, place, {"name", "sha256", "tenant", "compute", "admin"}); !status.ok()) return status;
   TokenGrant grant;
-  const json* const name = checkpoint::FindMember(token, "name", json::value_t::string);
+  const json* const name = model_files::FindMember(token, "name", json::value_t::string);
   if (name == nullptr || !IsName(name->get<std::string>(), "._-")) {
     return Wrong(place + ".name", "1 to 64 letters, digits, or characters of . _ -");
   }
   grant.name = name->get<std::string>();
-  const json* const digest = checkpoint::FindMember(token, "sha256", json::value_t::string);
+  const json* const digest = model_files::FindMember(token, "sha256", json::value_t::string);
   const std::string hex = digest == nullptr ? "" : digest->get<std::string>();
   if (hex.size() != 2 * grant.sha256.size() ||
       !std::all_of(hex.begin(), hex.end(), [](char c) { return absl::ascii_isxdigit(static_cast<unsigned char>(c)); })) {
@@ -86,7 +86,7 @@ absl::StatusOr<TokenGrant> ParseToken(const json& token, const std::string& plac
   std::copy(bytes.begin(), bytes.end(), grant.sha256.begin());
   grant.tenant = heads::kDefaultTenant;
   if (token.contains("tenant")) {
-    const json* const tenant = checkpoint::FindMember(token, "tenant", json::value_t::string);
+    const json* const tenant = model_files::FindMember(token, "tenant", json::value_t::string);
     if (tenant == nullptr || !heads::ParseTenantName("tenants/" + tenant->get<std::string>(), "tenant").ok()) {
       return Wrong(place + ".tenant", "the id of a tenant: 1 to 64 characters of a-z 0-9 . _ -, a letter or digit first and last");
     }
@@ -148,10 +148,10 @@ bool MatchesPattern(absl::string_view pattern, absl::string_view id) {
 }
 
 absl::StatusOr<TokenGrants> ParseTokens(const std::string& text) {
-  auto parsed = checkpoint::ParseStrictJson(text, "the token file");
+  auto parsed = model_files::ParseStrictJson(text, "the token file");
   if (!parsed.ok()) return parsed.status();
   if (absl::Status status = CheckKeys(*parsed, "the object", {"tokens"}); !status.ok()) return status;
-  const json* const tokens = checkpoint::FindMember(*parsed, "tokens", json::value_t::array);
+  const json* const tokens = model_files::FindMember(*parsed, "tokens", json::value_t::array);
   if (tokens == nullptr) return Wrong("tokens", "an array");
   TokenGrants grants;
   for (size_t i = 0; i < tokens->size(); ++i) {

@@ -14,11 +14,15 @@ set(parser_sources
   ${product}/server/checkpoint/checkpoint_store.cc
   ${product}/server/checkpoint/file_system.cc
   ${product}/server/checkpoint/manifest.cc
-  ${product}/server/checkpoint/safetensors.cc
-  ${product}/server/checkpoint/strict_json.cc
   ${product}/server/checkpoint/weights_reader.cc
   ${product}/server/checkpoint/xxh3.cc
   ${product}/server/heads/head_name.cc
+  ${product}/server/model_files/file_source.cc
+  ${product}/server/model_files/head_tensors.cc
+  ${product}/server/model_files/model_folder.cc
+  ${product}/server/model_files/readable_file.cc
+  ${product}/server/model_files/safetensors.cc
+  ${product}/server/model_files/strict_json.cc
   ${product}/server/observability/logging.cc
   ${product}/server/scheduler/repeated_task.cc
   ${product}/server/service/canonical_header.cc

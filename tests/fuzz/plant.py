@@ -56,10 +56,10 @@ BUGS = {
         "{ return upload->head.expired() && upload->busy; }",
     ),
     # Takes tensors that overlap.
-    "safetensors": ("server/checkpoint/safetensors.cc", "if (begin != next) return", "if (begin > next) return"),
+    "safetensors": ("server/model_files/safetensors.cc", "if (begin != next) return", "if (begin > next) return"),
     # Lets the last of two values of a key win.
     "strict_json": (
-        "server/checkpoint/strict_json.cc",
+        "server/model_files/strict_json.cc",
         'return keys_.back().insert(name).second || Refuse("has a repeated key");',
         "return keys_.back().insert(name).second || true;",
     ),
@@ -72,8 +72,8 @@ BUGS = {
     # Reads one element beyond a tensor.
     "weights_reader": (
         "server/checkpoint/weights_reader.cc",
-        "element_start > from.element_count - element_count) {",
-        "element_start > from.element_count) {",
+        "element_start > whole - element_count) {",
+        "element_start > whole) {",
     ),
 }
 

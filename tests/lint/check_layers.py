@@ -24,6 +24,7 @@ KINDS = [
     ("kernels_reference", r"kernels/reference/.*"),
     ("kernels_lab", r"kernels/lab/.*"),
     ("kernels_inner", r"kernels/.*"),
+    ("model_files", r"server/model_files/.*"),
     ("server_observability", r"server/observability/.*"),
     ("server_heads", r"server/(heads|scheduler|checkpoint)/.*"),
     ("server_transport", r"server/transport/.*"),
@@ -48,7 +49,7 @@ KINDS = [
 PLAIN = {"std", "absl_types"}
 PRODUCT = PLAIN | {"absl", "posix", "kernels_api", "c_abi", "formats"}
 KERNELS = PRODUCT | {"kernels_inner", "blas"}
-SERVER_STATE = PRODUCT | {"server_heads", "server_observability"}
+SERVER_STATE = PRODUCT | {"server_heads", "server_observability", "model_files"}
 SERVER = SERVER_STATE | {"server_transport", "server_service", "logs_and_metrics", "grpc", "protobuf", "generated", "tls"}
 # Device code is C++17 (nvcc 13 with gcc 12 crashes on C++20's <functional>), so it is kept away from the interface's headers and
 # from Abseil; what it shares with the host code is plain.
@@ -70,9 +71,11 @@ LAYERS = {
     "server/heads": SERVER_STATE,
     "server/scheduler": SERVER_STATE,
     "server/checkpoint": SERVER_STATE,
+    "server/model_files": PRODUCT | {"model_files"},  # read by the command line, too
     "server/transport": PRODUCT | {"server_transport", "server_observability"},
     "server/observability": PRODUCT | {"server_observability", "logs_and_metrics"},
     "client": CLIENT | {"grpc", "protobuf", "generated", "tls"},
+    "client/ctl": CLIENT | {"model_files"},
     "client/cpp/include": PLAIN | {"absl", "client_api"},
     "tests": TESTS,
     "tests/kernels": KERNELS | {"tests", "test_library", "kernels_reference", "beside", "cuda"},

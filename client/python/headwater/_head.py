@@ -579,8 +579,13 @@ class Head(HeadLosses):
 
         Args:
             path: relative to the load root.
-            weight_tensor: empty: `lm_head.weight`, else the tied embedding, else a tensor named `weight`.
-            bias_tensor: empty: `lm_head.bias`, else `bias`.
+            weight_tensor: empty: `lm_head.weight`, else the one tensor of the head's shape with another head's name, else the
+                embedding if the model's config.json says that it is tied.
+            bias_tensor: empty: the weight's own (`lm_head.bias`), else the one tensor with the name of a head's bias.
+
+        Raises:
+            NotFoundError: `WEIGHTS_NOT_FOUND`: no such file or tensor, or none that can be chosen; the message lists what is there.
+            FailedPreconditionError: `CHECKPOINT_SPEC_MISMATCH`: another shape, or a bias and the head has none (`bias=True`).
         """
         info = self._backend.load(self._name, self.epoch, path, weight_tensor, bias_tensor, self._timeout(timeout_s))
         self._confirm()

@@ -352,18 +352,87 @@ TEST_F(Headwaterctl, LoadsFromTheServersDisk) {
   EXPECT_EQ(RunJson({"save", "nobody", "x"}, 1)["error"]["reason"], "HEAD_NOT_FOUND");
 }
 
-TEST_F(Headwaterctl, TakesNoEmbeddingOfOneFileOfSeveral) {
+TEST_F(Headwaterctl, TakesNoEmbeddingThatMayNotBeTheHead) {
   TemporaryDirectory directory;
   const std::string bytes = SafetensorsBytes("model.decoder.embed_tokens.weight", {kVocabSize, kHiddenSize}, weight_);
   const std::string part = directory.path() + "/model-00001-of-00002.safetensors";
   WriteFile(part, bytes);
   const ProgramResult refused = Run({"load", "student", part, "--from-file", "--create"});
   EXPECT_EQ(refused.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(refused.err, "no tensor lm_head.weight; it has: model.decoder.embed_tokens.weight")) << refused.err;
+  EXPECT_TRUE(absl::StrContains(refused.err, "one of several of its model")) << refused.err;
+  EXPECT_TRUE(absl::StrContains(refused.err, "tensors of that shape: model.decoder.embed_tokens.weight")) << refused.err;
   const std::string whole = directory.path() + "/model.safetensors";
   WriteFile(whole, bytes);
+  const ProgramResult alone = Run({"load", "student", whole, "--from-file", "--create"});
+  EXPECT_EQ(alone.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(alone.err, "there is no config.json")) << alone.err;
+  WriteFile(directory.path() + "/config.json", R"({"tie_word_embeddings": false})");
+  const ProgramResult untied = Run({"load", "student", directory.path(), "--from-file", "--create"});
+  EXPECT_EQ(untied.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(untied.err, "tie_word_embeddings=false")) << untied.err;
+  EXPECT_EQ(RunJson({"heads"})["heads"].size(), 0u);
+  WriteFile(directory.path() + "/config.json", R"({"tie_word_embeddings": true})");
   EXPECT_EQ(Run({"load", "student", whole, "--from-file", "--create"}).exit_code, 0);
   EXPECT_EQ(Run({"load", "named", part, "--from-file", "--create", "--tensor=model.decoder.embed_tokens.weight"}).exit_code, 0);
+}
+
+TEST_F(Headwaterctl, UploadsTheHeadOfAModelFolder) {
+  TemporaryDirectory directory;
+  const std::string folder = directory.path();
+  const std::vector<float> other(weight_.size(), 7.0F);
+  WriteFile(folder + "/config.json", R"({"tie_word_embeddings": false})");
+  WriteFile(folder + "/model-00001-of-00002.safetensors",
+            SafetensorsBytes("model.embed_tokens.weight", {kVocabSize, kHiddenSize}, other));
+  WriteFile(folder + "/model.safetensors.index.json",
+            R"({"weight_map":{"model.embed_tokens.weight":"model-00001-of-00002.safetensors",)"
+            R"("language_model.lm_head.weight":"model-00002-of-00002.safetensors"}})");
+  const std::vector<std::string> command = {"load", "student", folder, "--from-file", "--create"};
+  const ProgramResult missing = Run(command);
+  EXPECT_EQ(missing.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(missing.err, "model-00002-of-00002.safetensors is not there")) << missing.err;
+  WriteFile(folder + "/model-00002-of-00002.safetensors",
+            SafetensorsBytes("language_model.lm_head.weight", {kVocabSize, kHiddenSize}, weight_));
+  const ProgramResult loaded = Run(command);
+  ASSERT_EQ(loaded.exit_code, 0) << loaded.err;
+  client::Client client = server_.Connect();
+  client::Head head = Value(client.OpenHead("student"));
+  const client::TensorBuffer weight = Value(head.DownloadWeights());
+  ASSERT_EQ(weight.bytes(), static_cast<int64_t>(weight_.size() * 4));
+  EXPECT_EQ(std::memcmp(weight.data(), weight_.data(), weight_.size() * 4), 0);
+  // A head of another shape says so before anything is uploaded.
+  client::HeadSpec spec;
+  spec.vocab_size = kVocabSize - 1;
+  spec.hidden_size = kHiddenSize;
+  Value(client.CreateHead("narrow", spec));
+  const ProgramResult narrow = Run({"load", "narrow", folder, "--from-file"});
+  EXPECT_EQ(narrow.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(narrow.err, absl::StrCat("valid_vocab_size=", kVocabSize - 1))) << narrow.err;
+}
+
+TEST_F(Headwaterctl, ABiasOfAFileIsNeverDropped) {
+  TemporaryDirectory directory;
+  const std::string folder = directory.path();
+  WriteFile(folder + "/part-1.safetensors", SafetensorsBytes("lm_head.weight", {kVocabSize, kHiddenSize}, weight_));
+  WriteFile(folder + "/part-2.safetensors", SafetensorsBytes("lm_head.bias", {kVocabSize}, std::vector<float>(kVocabSize, 2.0F)));
+  WriteFile(folder + "/model.safetensors.index.json",
+            R"({"weight_map":{"lm_head.weight":"part-1.safetensors","lm_head.bias":"part-2.safetensors"}})");
+  ASSERT_EQ(Run({"load", "biased", folder, "--from-file", "--create"}).exit_code, 0);
+  client::Client client = server_.Connect();
+  const client::TensorBuffer bias = Value(Value(client.OpenHead("biased")).DownloadWeights(client::HeadTensor::kBias));
+  ASSERT_EQ(bias.element_count(), kVocabSize);
+  for (const float value : bias.float32()) EXPECT_EQ(value, 2.0F);
+  const ProgramResult refused = Run({"load", "plain", folder, "--from-file", "--create", "--nobias"});
+  EXPECT_EQ(refused.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(refused.err, "lm_head.bias")) << refused.err;
+  EXPECT_TRUE(absl::StrContains(refused.err, "--bias")) << refused.err;
+  // One that is there already, too.
+  client::HeadSpec spec;
+  spec.vocab_size = kVocabSize;
+  spec.hidden_size = kHiddenSize;
+  Value(client.CreateHead("plain", spec));
+  const ProgramResult existing = Run({"load", "plain", folder, "--from-file"});
+  EXPECT_EQ(existing.exit_code, 1);
+  EXPECT_TRUE(absl::StrContains(existing.err, "the head has none")) << existing.err;
 }
 
 // Each config as its model's class reads it.
@@ -487,13 +556,13 @@ TEST_F(Headwaterctl, DamagedLocalFilesAreRefused) {
     EXPECT_EQ(result.exit_code, 1);
     EXPECT_TRUE(absl::StrContains(result.err, "DATA_LOSS")) << result.err;
   }
-  WriteFile(path, SafetensorsBytes("lm_head.weight", {kVocabSize, kHiddenSize}, weight_, "F64"));
+  WriteFile(path, SafetensorsBytes("lm_head.weight", {kVocabSize, kHiddenSize}, weight_, "I32"));
   const ProgramResult wide = Run(command);
   EXPECT_EQ(wide.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(wide.err, "tensor lm_head.weight is of type F64, heads have F32, BF16 or F16")) << wide.err;
+  EXPECT_TRUE(absl::StrContains(wide.err, "is of type I32, heads have F32, BF16 or F16")) << wide.err;
   WriteFile(path, good);
   const ProgramResult unnamed = Run({"load", "student", path, "--from-file", "--create", "--tensor=other"});
-  EXPECT_TRUE(absl::StrContains(unnamed.err, "no tensor other; it has: lm_head.weight")) << unnamed.err;
+  EXPECT_TRUE(absl::StrContains(unnamed.err, "has no tensor other; it has: lm_head.weight")) << unnamed.err;
   EXPECT_EQ(RunJson({"heads"})["heads"].size(), 0u);
   const ProgramResult biased =
       Run({"load", "student", path, "--from-file", "--create", "--nobias", "--bias_tensor=lm_head.weight"});

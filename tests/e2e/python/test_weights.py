@@ -212,6 +212,7 @@ def test_load_reads_files_and_model_folders(one_shard, make_head, weight):
         "model.embed_tokens.weight": "model-00002-of-00002.safetensors",
     }
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
 
     head = make_head(one_shard.client, (VOCAB_SIZE, HIDDEN_SIZE), bias=True, dtype="float32")
     assert head.load("one.safetensors").state == "READY"
@@ -230,10 +231,13 @@ def test_load_reads_files_and_model_folders(one_shard, make_head, weight):
     write_safetensors(untied / "model-00001-of-00002.safetensors", {"model.embed_tokens.weight": ("BF16", bits)})
     files = {"model.embed_tokens.weight": "model-00001-of-00002.safetensors", "lm_head.weight": "model-00002-of-00002.safetensors"}
     (untied / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    with refused("FILE_CORRUPT", headwater.DataLossError):
+    with pytest.raises(headwater.HeadwaterError, match="model-00002-of-00002.safetensors" if one_shard.kind != "local-1" else ""):
         tied.load("untied")
-    write_safetensors(root / "opt.safetensors", {"model.decoder.embed_tokens.weight": ("BF16", bits)})
-    tied.load("opt.safetensors")
+    opt = root / "opt"
+    opt.mkdir(exist_ok=True)
+    write_safetensors(opt / "model.safetensors", {"model.decoder.embed_tokens.weight": ("BF16", bits)})
+    (opt / "config.json").write_text(json.dumps({"model_type": "opt"}))
+    tied.load("opt")
 
     with refused("WEIGHTS_NOT_FOUND", headwater.NotFoundError):
         head.load("nowhere.safetensors")
@@ -248,3 +252,29 @@ def test_load_reads_files_and_model_folders(one_shard, make_head, weight):
     (root / "broken.safetensors").write_bytes(struct.pack("<Q", 2**63) + b"{}")
     with refused("FILE_CORRUPT", headwater.DataLossError):
         head.load("broken.safetensors")
+
+
+def test_load_takes_no_tensor_of_which_it_is_not_sure(remote, make_head, weight):
+    """The server's rules: api.md, "Which tensor is loaded"."""
+    folder = remote.load_root / "unsure"
+    folder.mkdir(exist_ok=True)
+    head = make_head(remote.client, (VOCAB_SIZE, HIDDEN_SIZE), dtype="float32", trainable=False)
+
+    def write(config, **tensors):
+        named = {name.replace("__", "."): ("F32", array) for name, array in tensors.items()}
+        write_safetensors(folder / "model.safetensors", named)
+        (folder / "config.json").write_text(json.dumps(config))
+
+    write({"tie_word_embeddings": False}, model__embed_tokens__weight=weight, model__projection__weight=weight)
+    with refused("WEIGHTS_NOT_FOUND", headwater.NotFoundError) as error:
+        head.load("unsure")
+    assert "model.embed_tokens.weight, model.projection.weight" in str(error.value)
+    # The head counts, although the embedding is there and has the head's shape.
+    write({"tie_word_embeddings": False}, model__embed_tokens__weight=weight, head__weight=weight * 2)
+    head.load("unsure")
+    np.testing.assert_array_equal(head.weight(), weight * 2)
+    write({}, lm_head__weight=weight, lm_head__bias=weight[:, 0].copy())
+    with refused("CHECKPOINT_SPEC_MISMATCH", headwater.FailedPreconditionError) as error:
+        head.load("unsure")
+    assert "bias=True" in str(error.value) and "lm_head.bias" in str(error.value)
+    np.testing.assert_array_equal(head.weight(), weight * 2)

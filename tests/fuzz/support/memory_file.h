@@ -6,12 +6,12 @@
 #include <string>
 #include <utility>
 
-#include "server/checkpoint/file_system.h"
+#include "server/model_files/readable_file.h"
 #include "tests/fuzz/support/check.h"
 
 namespace headwater::fuzz {
 
-class MemoryFile final : public checkpoint::ReadableFile {
+class MemoryFile final : public model_files::ReadableFile {
  public:
   explicit MemoryFile(std::string bytes) : bytes_(std::move(bytes)) {}
 

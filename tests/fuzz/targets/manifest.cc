@@ -5,8 +5,8 @@
 #include <string>
 #include <variant>
 
-#include "server/checkpoint/strict_json.h"
 #include "server/checkpoint/xxh3.h"
+#include "server/model_files/strict_json.h"
 #include "tests/fuzz/support/memory_file.h"
 #include "tests/fuzz/support/target.h"
 

@@ -1,5 +1,5 @@
 // JSON from outside. Input: the text.
-#include "server/checkpoint/strict_json.h"
+#include "server/model_files/strict_json.h"
 
 #include <algorithm>
 #include <set>
@@ -74,7 +74,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace headwater::fuzz;  // NOLINT(google-build-using-namespace)
   InputReader input(data, size);
   const std::string text = input.Rest();
-  const auto parsed = headwater::checkpoint::ParseStrictJson(text, "the text");
+  const auto parsed = headwater::model_files::ParseStrictJson(text, "the text");
   if (!parsed.ok()) CheckRefusal(parsed.status());
   // For the lenient parser the text would end there.
   if (text.find('\0') != std::string::npos) {

@@ -1,7 +1,7 @@
 // The safetensors format: 8 bytes with the header's length (little-endian), a JSON header, then the tensors' bytes.
 // Specification: https://github.com/huggingface/safetensors. Reader and writer for trusted and hostile files alike.
-#ifndef HEADWATER_SERVER_CHECKPOINT_SAFETENSORS_H_
-#define HEADWATER_SERVER_CHECKPOINT_SAFETENSORS_H_
+#ifndef HEADWATER_SERVER_MODEL_FILES_SAFETENSORS_H_
+#define HEADWATER_SERVER_MODEL_FILES_SAFETENSORS_H_
 
 #include <cstdint>
 #include <map>
@@ -10,14 +10,12 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "server/checkpoint/file_system.h"
+#include "server/model_files/readable_file.h"
 
-namespace headwater::checkpoint {
+namespace headwater::model_files {
 
-// What a header may be at most.
-inline constexpr int64_t kMaxSafetensorsHeaderBytes = int64_t{16} << 20;
-inline constexpr int64_t kMaxSafetensorsTensors = 1 << 16;
-inline constexpr int64_t kMaxSafetensorsDimensions = 8;
+// The most bytes of a header, as in the format's own library.
+inline constexpr int64_t kMaxSafetensorsHeaderBytes = 100'000'000;
 
 // One tensor of a file.
 struct SafetensorsTensor {
@@ -31,9 +29,13 @@ struct SafetensorsHeader {
   std::map<std::string, SafetensorsTensor> tensors;
 };
 
-// Reads and checks a file's header. kFileCorrupt unless: the header fits the file and the limits above; it is one JSON object
-// without repeated keys; every data type is known; every shape's product times the element size equals the tensor's bytes; and the
-// tensors fill the rest of the file without gaps or overlaps, as the specification asks.
+// Reads and checks a file's header, by the rules of the format's own library: the header is one JSON object, every tensor has
+// dtype, shape and data_offsets, every shape's product times the element size equals the tensor's bytes, and the tensors fill the
+// rest of the file without gaps or overlaps. Further keys of a tensor are ignored, and the last tensor of a repeated name counts.
+//
+// One rule is wider: a data type that is not known here is accepted, and its tensor's size is not checked against its shape.
+//
+// Errors: kLimitExceeded for a header of more than kMaxSafetensorsHeaderBytes, kFileCorrupt for all else.
 absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const ReadableFile& file);
 
 // A tensor to be written.
@@ -48,6 +50,6 @@ struct SafetensorsOutput {
 // multiple of 8.
 std::string MakeSafetensorsHeader(const std::vector<SafetensorsOutput>& tensors);
 
-}  // namespace headwater::checkpoint
+}  // namespace headwater::model_files
 
-#endif  // HEADWATER_SERVER_CHECKPOINT_SAFETENSORS_H_
+#endif  // HEADWATER_SERVER_MODEL_FILES_SAFETENSORS_H_

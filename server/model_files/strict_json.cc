@@ -1,13 +1,14 @@
-#include "server/checkpoint/strict_json.h"
+#include "server/model_files/strict_json.h"
 
 #include <limits>
 #include <unordered_set>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "headwater/kernels/error.h"
 
-namespace headwater::checkpoint {
+namespace headwater::model_files {
 namespace {
 
 // The formats read here nest three deep, and have about a dozen values for each tensor.
@@ -56,9 +57,42 @@ class Checker : public nlohmann::json_sax<nlohmann::json> {
   std::vector<std::unordered_set<std::string>> keys_;  // of the objects (and, empty, arrays) that are open
 };
 
+// Python writes numbers that JSON does not have: NaN, Infinity, -Infinity. Each becomes null.
+std::string WithoutNonFinite(const std::string& text) {
+  std::string result;
+  result.reserve(text.size());
+  bool in_string = false;
+  for (size_t i = 0; i < text.size(); ++i) {
+    size_t length = 0;
+    if (!in_string) {
+      for (const absl::string_view word : {"NaN", "-Infinity", "Infinity"}) {
+        if (text.compare(i, word.size(), word.data(), word.size()) == 0) length = word.size();
+      }
+    }
+    if (length > 0) {
+      result += "null";
+      i += length - 1;
+      continue;
+    }
+    result += text[i];
+    if (in_string && text[i] == '\\' && i + 1 < text.size()) {
+      result += text[++i];
+    } else if (text[i] == '"') {
+      in_string = !in_string;
+    }
+  }
+  return result;
+}
+
 }  // namespace
 
 absl::Status CorruptError(const std::string& message) { return MakeError(ErrorReason::kFileCorrupt, message); }
+
+absl::Status LimitError(const std::string& limit, const std::string& what, int64_t actual, int64_t maximum) {
+  const std::string unit = limit.substr(limit.rfind('_') + 1);
+  return MakeError(ErrorReason::kLimitExceeded, absl::StrCat(what, " has ", actual, " ", unit, ", at most ", maximum, " are read"),
+                   {{"limit", limit}, {"maximum", absl::StrCat(maximum)}, {"actual", absl::StrCat(actual)}});
+}
 
 absl::StatusOr<nlohmann::json> ParseStrictJson(const std::string& text, const std::string& what) {
   // The parser would take one for the end of the text, and whatever stands behind it for nothing.
@@ -77,6 +111,16 @@ absl::StatusOr<nlohmann::json> ReadStrictJson(const ReadableFile& file, int64_t 
   return ParseStrictJson(text, what);
 }
 
+absl::StatusOr<nlohmann::json> ReadLenientJson(const ReadableFile& file, const std::string& what) {
+  if (file.size() > kMaxLenientJsonBytes) return LimitError("json_bytes", what, file.size(), kMaxLenientJsonBytes);
+  std::string text(static_cast<size_t>(file.size()), '\0');
+  if (absl::Status status = file.ReadAt(0, file.size(), text.data()); !status.ok()) return status;
+  if (text.find('\0') != std::string::npos) return CorruptError(absl::StrCat(what, " is not JSON"));
+  nlohmann::json value = nlohmann::json::parse(WithoutNonFinite(text), nullptr, /*allow_exceptions=*/false);
+  if (!value.is_object()) return CorruptError(absl::StrCat(what, " is not a JSON object"));
+  return value;
+}
+
 const nlohmann::json* FindMember(const nlohmann::json& object, const char* key, nlohmann::json::value_t kind) {
   if (!object.is_object()) return nullptr;
   const auto found = object.find(key);
@@ -91,4 +135,4 @@ bool GetCount(const nlohmann::json& value, int64_t* out) {
   return true;
 }
 
-}  // namespace headwater::checkpoint
+}  // namespace headwater::model_files

@@ -1,0 +1,466 @@
+#include "server/model_files/head_tensors.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
+#include "absl/types/span.h"
+#include "headwater/kernels/error.h"
+#include "server/model_files/model_folder.h"
+#include "server/model_files/strict_json.h"
+
+namespace headwater::model_files {
+namespace {
+
+using Names = absl::Span<const absl::string_view>;
+
+constexpr size_t kMaxListedBytes = 600;  // of names in a message: errors travel in headers that are bounded
+constexpr char kUsualWeight[] = "lm_head.weight";
+constexpr char kWeightSuffix[] = ".weight";
+constexpr char kBiasSuffix[] = ".bias";
+constexpr char kLogitsBias[] = "final_logits_bias";
+
+// Modules that transformers' classes, and known remote code, compute logits with. Under any prefix.
+constexpr absl::string_view kHeadModules[] = {
+    "lm_head",         "embed_out",           "codec_head",   "generator_lm_head", "vocab_projector", "cls.predictions.decoder",
+    "lm_head.decoder", "predictions.decoder", "head.decoder", "pred_layer.proj"};
+// Names that other modules have, too: at the top, or under a prefix of kModelPrefixes. Empty: a tensor named `weight` or `bias`.
+constexpr absl::string_view kCommonHeadModules[] = {"output", "head", "proj_out", "output_layer", "ff_out", "decoder", "cls", ""};
+constexpr absl::string_view kModelPrefixes[] = {
+    "model", "transformer", "language_model", "language_model.model", "model.language_model", "text_model",
+    "llm",   "thinker",     "module"};
+// Modules of which a head's bias has the name, but not its weight.
+constexpr absl::string_view kBiasModules[] = {"cls.predictions", "predictions"};
+constexpr absl::string_view kEmbeddingModules[] = {"embed_tokens",   "wte",      "word_embeddings", "embeddings", "shared",
+                                                   "tok_embeddings", "embed_in", "tokens_embed",    "w"};
+// Modules of which nothing belongs to the language model's head.
+constexpr absl::string_view kOtherModels[] = {"qformer", "vision_model", "vision_tower", "visual", "audio_tower"};
+
+// Model types whose class in transformers ties by default, so that a config.json of theirs need not say it.
+constexpr absl::string_view kTiedTypes[] = {"albert",
+                                            "bart",
+                                            "bert",
+                                            "big_bird",
+                                            "bigbird_pegasus",
+                                            "biogpt",
+                                            "blenderbot",
+                                            "blenderbot-small",
+                                            "bloom",
+                                            "camembert",
+                                            "cohere",
+                                            "cohere2",
+                                            "convbert",
+                                            "ctrl",
+                                            "data2vec-text",
+                                            "deberta",
+                                            "deberta-v2",
+                                            "distilbert",
+                                            "electra",
+                                            "ernie",
+                                            "falcon",
+                                            "falcon_mamba",
+                                            "fnet",
+                                            "gemma",
+                                            "gemma2",
+                                            "gemma3",
+                                            "gemma3_text",
+                                            "gemma3n",
+                                            "gemma3n_text",
+                                            "gpt2",
+                                            "gpt_bigcode",
+                                            "gpt_neo",
+                                            "led",
+                                            "longformer",
+                                            "longt5",
+                                            "m2m_100",
+                                            "mamba",
+                                            "marian",
+                                            "mbart",
+                                            "modernbert",
+                                            "mpt",
+                                            "mvp",
+                                            "nomic_bert",
+                                            "openai-gpt",
+                                            "opt",
+                                            "paligemma",
+                                            "pegasus",
+                                            "pegasus_x",
+                                            "plbart",
+                                            "prophetnet",
+                                            "recurrent_gemma",
+                                            "roberta",
+                                            "starcoder2",
+                                            "switch_transformers",
+                                            "t5",
+                                            "whisper",
+                                            "xglm",
+                                            "xlm-roberta",
+                                            "xlm-roberta-xl"};
+
+bool IsIn(absl::string_view text, Names names) { return std::find(names.begin(), names.end(), text) != names.end(); }
+
+// Whether a module's path is `module`, or ends in it.
+bool EndsInModule(absl::string_view path, absl::string_view module) {
+  return path == module || absl::EndsWith(path, absl::StrCat(".", module));
+}
+
+bool EndsInOneOf(absl::string_view path, Names modules) {
+  return std::any_of(modules.begin(), modules.end(), [&](absl::string_view module) { return EndsInModule(path, module); });
+}
+
+// A part of a layer, of an extra prediction head, or of another model beside the language model.
+bool IsElsewhere(absl::string_view module) {
+  for (const absl::string_view part : absl::StrSplit(module, '.')) {
+    const bool is_number = !part.empty() && part.find_first_not_of("0123456789") == absl::string_view::npos;
+    if (is_number || absl::StartsWith(part, "mtp") || IsIn(part, kOtherModels)) return true;
+  }
+  return false;
+}
+
+bool IsHeadModule(absl::string_view module) {
+  if (IsElsewhere(module)) return false;
+  if (EndsInOneOf(module, kHeadModules) || IsIn(module, kCommonHeadModules)) return true;
+  const size_t dot = module.rfind('.');
+  return dot != absl::string_view::npos && IsIn(module.substr(dot + 1), kCommonHeadModules) &&
+         IsIn(module.substr(0, dot), kModelPrefixes);
+}
+
+// The module whose weight (or bias, by the suffix) a tensor is.
+std::optional<absl::string_view> ModuleOf(absl::string_view name, absl::string_view suffix) {
+  if (name == suffix.substr(1)) return absl::string_view();
+  if (!absl::ConsumeSuffix(&name, suffix)) return std::nullopt;
+  return name;
+}
+
+bool IsHeadWeightName(absl::string_view name) {
+  const std::optional<absl::string_view> module = ModuleOf(name, kWeightSuffix);
+  return module.has_value() && IsHeadModule(*module);
+}
+
+bool IsEmbeddingName(absl::string_view name) {
+  const std::optional<absl::string_view> module = ModuleOf(name, kWeightSuffix);
+  return module.has_value() && !IsElsewhere(*module) && EndsInOneOf(*module, kEmbeddingModules);
+}
+
+bool IsOfEncoder(absl::string_view name) {
+  const std::vector<absl::string_view> parts = absl::StrSplit(name, '.');
+  return std::find(parts.begin(), parts.end(), "encoder") != parts.end();
+}
+
+bool IsHeadBiasName(absl::string_view name) {
+  const std::optional<absl::string_view> module = ModuleOf(name, kBiasSuffix);
+  return module.has_value() && (IsHeadModule(*module) || (!IsElsewhere(*module) && EndsInOneOf(*module, kBiasModules)));
+}
+
+std::string ShapeToString(const std::vector<int64_t>& shape) { return absl::StrCat("[", absl::StrJoin(shape, ", "), "]"); }
+
+std::string SizeToString(const std::optional<int64_t>& size, const char* unknown) {
+  return size.has_value() ? absl::StrCat(*size) : unknown;
+}
+
+// The shape that a weight must have.
+std::string WeightShape(const HeadTensorQuery& query) {
+  return absl::StrCat("[", SizeToString(query.vocab_size, "vocab_size"), ", ", SizeToString(query.hidden_size, "hidden_size"), "]");
+}
+
+bool IsWeightShape(const std::vector<int64_t>& shape, const HeadTensorQuery& query) {
+  return shape.size() == 2 && shape[0] == query.vocab_size.value_or(shape[0]) && shape[1] == query.hidden_size.value_or(shape[1]);
+}
+
+bool IsBiasShape(const std::vector<int64_t>& shape, int64_t vocab_size) {
+  return !shape.empty() && shape.size() <= 2 && shape.back() == vocab_size && (shape.size() == 1 || shape[0] == 1);
+}
+
+// Some of the names, with how many more there are.
+std::string ListNames(const std::vector<std::string>& names) {
+  std::string list;
+  size_t count = 0;
+  for (; count < names.size() && list.size() < kMaxListedBytes; ++count) {
+    absl::StrAppend(&list, count == 0 ? "" : ", ", Shown(names[count]));
+  }
+  if (count < names.size()) absl::StrAppend(&list, " and ", names.size() - count, " more");
+  return list;
+}
+
+// Whether a config says that the embedding is the head's weight, and the words for it.
+struct Tying {
+  bool is_tied = false;
+  std::string reason;
+};
+
+// Every `tie_word_embeddings` of the objects within `config`.
+void CollectTying(const nlohmann::json& config, std::vector<bool>* values) {
+  for (const nlohmann::json& member : config) {
+    if (!member.is_object()) continue;
+    if (const auto* value = FindMember(member, "tie_word_embeddings", nlohmann::json::value_t::boolean)) {
+      values->push_back(value->get<bool>());
+    }
+    CollectTying(member, values);
+  }
+}
+
+Tying TyingOf(const nlohmann::json& config) {
+  if (const auto* value = FindMember(config, "tie_word_embeddings", nlohmann::json::value_t::boolean)) {
+    return {value->get<bool>(), absl::StrCat("config.json says tie_word_embeddings=", value->get<bool>() ? "true" : "false")};
+  }
+  std::vector<bool> nested;
+  CollectTying(config, &nested);
+  if (!nested.empty()) {
+    const bool all = std::find(nested.begin(), nested.end(), false) == nested.end();
+    return {all,
+            all ? "config.json says tie_word_embeddings=true" : "config.json does not say tie_word_embeddings=true throughout"};
+  }
+  const auto* type = FindMember(config, "model_type", nlohmann::json::value_t::string);
+  if (type != nullptr && IsIn(type->get_ref<const std::string&>(), kTiedTypes)) {
+    return {true, absl::StrCat("models of type ", type->get_ref<const std::string&>(), " are tied")};
+  }
+  return {false, "config.json does not say tie_word_embeddings=true"};
+}
+
+// Applies the rules to one model.
+class Chooser {
+ public:
+  Chooser(ModelFolder& model, const HeadTensorQuery& query) : model_(model), query_(query) {}
+
+  absl::StatusOr<HeadTensors> Choose() {
+    if (query_.has_bias == false && !query_.bias_tensor.empty()) {
+      return MakeError(ErrorReason::kInvalidCombination, "bias_tensor must be empty, the head has no bias",
+                       {{"field", "bias_tensor"}});
+    }
+    absl::StatusOr<ModelTensor> weight = ChooseWeight();
+    if (!weight.ok()) return weight.status();
+    absl::StatusOr<FileTensor> taken = TakeWeight(*weight);
+    if (!taken.ok()) return taken.status();
+    absl::StatusOr<std::optional<FileTensor>> bias = TakeBias(taken->name, taken->rows);
+    if (!bias.ok()) return bias.status();
+    return HeadTensors{*std::move(taken), *std::move(bias)};
+  }
+
+ private:
+  absl::StatusOr<ModelTensor> ChooseWeight() {
+    if (!query_.weight_tensor.empty()) return FindAsked(query_.weight_tensor, "weight_tensor");
+    if (model_.Has(kUsualWeight)) return model_.Find(kUsualWeight);
+    absl::StatusOr<std::vector<ModelTensor>> named = FindNamed(IsHeadWeightName);
+    if (!named.ok()) return named.status();
+    std::vector<ModelTensor> fitting = Fitting(*named);
+    if (fitting.size() > 1) return SeveralFit(fitting, "a head's weight", "weight_tensor (--tensor)");
+    if (fitting.size() == 1) return fitting[0];
+    std::string no_embedding;
+    absl::StatusOr<std::vector<ModelTensor>> embeddings = FittingEmbeddings(&no_embedding);
+    if (!embeddings.ok()) return embeddings.status();
+    if (embeddings->size() > 1)
+      return SeveralFit(*embeddings, "the embedding that the head is tied to", "weight_tensor (--tensor)");
+    if (embeddings->size() == 1) return (*embeddings)[0];
+    // Its shape says more than that nothing fits.
+    if (named->size() == 1) return (*named)[0];
+    return NothingFits(no_embedding);
+  }
+
+  absl::StatusOr<ModelTensor> FindAsked(const std::string& name, const char* field) {
+    if (model_.Has(name)) return model_.Find(name);
+    return MakeError(
+        ErrorReason::kWeightsNotFound,
+        absl::StrCat("'", Shown(model_.path()), "' has no tensor ", Shown(name), "; it has: ", ListNames(model_.Names())),
+        {{"field", field}, {"actual", Shown(name)}});
+  }
+
+  // The tensors of the names that `is_meant` accepts.
+  absl::StatusOr<std::vector<ModelTensor>> FindNamed(bool (*is_meant)(absl::string_view)) {
+    std::vector<ModelTensor> found;
+    for (const std::string& name : model_.Names()) {
+      if (!is_meant(name)) continue;
+      absl::StatusOr<ModelTensor> tensor = model_.Find(name);
+      if (!tensor.ok()) return tensor.status();
+      found.push_back(*std::move(tensor));
+    }
+    return found;
+  }
+
+  std::vector<ModelTensor> Fitting(const std::vector<ModelTensor>& tensors) const {
+    std::vector<ModelTensor> fitting;
+    for (const ModelTensor& tensor : tensors) {
+      if (IsWeightShape(tensor.entry.shape, query_)) fitting.push_back(tensor);
+    }
+    return fitting;
+  }
+
+  // The embeddings that may be the head's weight. If there is none, `reason` says why, or is empty.
+  absl::StatusOr<std::vector<ModelTensor>> FittingEmbeddings(std::string* reason) {
+    const std::vector<std::string> names = model_.Names();
+    if (std::none_of(names.begin(), names.end(), IsEmbeddingName)) return std::vector<ModelTensor>();
+    if (model_.is_part()) {
+      *reason = "the file is one of several of its model, and another one may have the head";
+      return std::vector<ModelTensor>();
+    }
+    const absl::StatusOr<nlohmann::json> config = model_.ReadConfig();
+    if (!config.ok() && !absl::IsNotFound(config.status())) return config.status();
+    const Tying tying = config.ok() ? TyingOf(*config) : Tying{false, "there is no config.json to say tie_word_embeddings=true"};
+    if (!tying.is_tied) {
+      *reason = tying.reason;
+      return std::vector<ModelTensor>();
+    }
+    absl::StatusOr<std::vector<ModelTensor>> named = FindNamed(IsEmbeddingName);
+    if (!named.ok()) return named.status();
+    std::vector<ModelTensor> fitting = Fitting(*named);
+    const auto is_of_encoder = [](const ModelTensor& tensor) { return IsOfEncoder(tensor.name); };
+    if (!std::all_of(fitting.begin(), fitting.end(), is_of_encoder)) std::erase_if(fitting, is_of_encoder);
+    return fitting;
+  }
+
+  absl::Status SeveralFit(const std::vector<ModelTensor>& tensors, const char* role, const char* field) const {
+    std::vector<std::string> names;
+    for (const ModelTensor& tensor : tensors) names.push_back(tensor.name);
+    return MakeError(ErrorReason::kWeightsNotFound,
+                     absl::StrCat("'", Shown(model_.path()), "' has several tensors that may be ", role, ": ", ListNames(names),
+                                  "; name one with ", field),
+                     {{"field", std::string(absl::string_view(field).substr(0, absl::string_view(field).find(' ')))}});
+  }
+
+  absl::Status NothingFits(const std::string& no_embedding) {
+    std::vector<std::string> fitting;
+    for (const std::string& name : model_.Names()) {
+      const absl::StatusOr<ModelTensor> tensor = model_.Find(name);  // of a file that is not there nothing is known
+      if (tensor.ok() && IsWeightShape(tensor->entry.shape, query_)) fitting.push_back(name);
+    }
+    std::string message = absl::StrCat("'", Shown(model_.path()), "' has no tensor ", WeightShape(query_),
+                                       " with the name of a head (", kUsualWeight, " and the like)");
+    if (!no_embedding.empty()) absl::StrAppend(&message, ", and an embedding is not taken: ", no_embedding);
+    if (fitting.empty()) {
+      absl::StrAppend(&message, "; it has no tensor of that shape; it has: ", ListNames(model_.Names()));
+    } else {
+      absl::StrAppend(&message, "; tensors of that shape: ", ListNames(fitting), "; name one with weight_tensor (--tensor)");
+    }
+    return MakeError(ErrorReason::kWeightsNotFound, message, {{"field", "weight_tensor"}, {"expected", kUsualWeight}});
+  }
+
+  // `tensor` as one of the types that heads have.
+  static absl::StatusOr<FileTensor> Take(const ModelTensor& tensor, int64_t rows, int64_t columns) {
+    const std::string& type = tensor.entry.data_type;
+    if (type != "F32" && type != "BF16" && type != "F16") {
+      return MakeError(ErrorReason::kDataTypeMismatch,
+                       absl::StrCat("tensor ", Shown(tensor.name), " of ", Shown(tensor.path), " is of type ", Shown(type),
+                                    ", heads have F32, BF16 or F16"),
+                       {{"tensor", Shown(tensor.name)}, {"expected", "F32, BF16 or F16"}, {"actual", Shown(type)}});
+    }
+    FileTensor taken;
+    taken.name = tensor.name;
+    taken.file = tensor.file;
+    taken.offset_bytes = tensor.entry.begin;
+    taken.rows = rows;
+    taken.columns = columns;
+    taken.data_type = type == "F32" ? DataType::kFloat32 : type == "BF16" ? DataType::kBFloat16 : DataType::kFloat16;
+    return taken;
+  }
+
+  absl::Status WrongShape(const ModelTensor& tensor, const std::string& expected, const std::string& advice) const {
+    const std::string actual = ShapeToString(tensor.entry.shape);
+    return MakeError(ErrorReason::kCheckpointSpecMismatch,
+                     absl::StrCat("tensor ", Shown(tensor.name), " of ", Shown(tensor.path), " is ", actual, ", the head needs ",
+                                  expected, advice),
+                     {{"tensor", Shown(tensor.name)}, {"expected", expected}, {"actual", actual}});
+  }
+
+  absl::StatusOr<FileTensor> TakeWeight(const ModelTensor& tensor) const {
+    const std::vector<int64_t>& shape = tensor.entry.shape;
+    if (!IsWeightShape(shape, query_)) {
+      std::string advice;
+      if (shape.size() == 2 && shape[1] == query_.hidden_size && shape[0] > query_.vocab_size) {
+        advice = absl::StrCat("; if rows are padding, make the head with vocab_size=", shape[0],
+                              " and valid_vocab_size=", *query_.vocab_size);
+      }
+      return WrongShape(tensor, WeightShape(query_), advice);
+    }
+    return Take(tensor, shape[0], shape[1]);
+  }
+
+  absl::StatusOr<std::optional<FileTensor>> TakeBias(const std::string& weight, int64_t vocab_size) {
+    absl::StatusOr<std::optional<ModelTensor>> bias = ChooseBias(weight, vocab_size);
+    if (!bias.ok()) return bias.status();
+    if (!bias->has_value()) {
+      if (query_.has_bias != true) return std::optional<FileTensor>();
+      return MakeError(ErrorReason::kWeightsNotFound,
+                       absl::StrCat("the head has a bias, and '", Shown(model_.path()),
+                                    "' has no tensor with the name of a head's bias (lm_head.bias and the like); name one with "
+                                    "bias_tensor (--bias_tensor), or make the head without a bias"),
+                       {{"field", "bias_tensor"}, {"expected", "lm_head.bias"}});
+    }
+    const ModelTensor& tensor = **bias;
+    if (query_.has_bias == false) {
+      return MakeError(ErrorReason::kCheckpointSpecMismatch,
+                       absl::StrCat(Shown(tensor.path), " has a bias, ", Shown(tensor.name),
+                                    ", and the head has none; make the head with bias=True (--bias)"),
+                       {{"field", "bias"}, {"tensor", Shown(tensor.name)}});
+    }
+    if (!IsBiasShape(tensor.entry.shape, vocab_size)) return WrongShape(tensor, ShapeToString({vocab_size}), "");
+    absl::StatusOr<FileTensor> taken = Take(tensor, vocab_size, 1);
+    if (!taken.ok()) return taken.status();
+    return std::optional<FileTensor>(*std::move(taken));
+  }
+
+  absl::StatusOr<std::optional<ModelTensor>> ChooseBias(const std::string& weight, int64_t vocab_size) {
+    const auto found = [](absl::StatusOr<ModelTensor> tensor) -> absl::StatusOr<std::optional<ModelTensor>> {
+      if (!tensor.ok()) return tensor.status();
+      return std::optional<ModelTensor>(*std::move(tensor));
+    };
+    if (!query_.bias_tensor.empty()) return found(FindAsked(query_.bias_tensor, "bias_tensor"));
+    const std::optional<absl::string_view> module = ModuleOf(weight, kWeightSuffix);
+    if (module.has_value()) {
+      const std::string own = module->empty() ? "bias" : absl::StrCat(*module, kBiasSuffix);
+      if (model_.Has(own)) return found(model_.Find(own));
+    }
+    std::vector<ModelTensor> fitting;
+    absl::StatusOr<std::vector<ModelTensor>> named = FindNamed(IsHeadBiasName);
+    if (!named.ok()) return named.status();
+    for (ModelTensor& tensor : *named) {
+      if (IsBiasShape(tensor.entry.shape, vocab_size)) fitting.push_back(std::move(tensor));
+    }
+    if (fitting.size() > 1) return SeveralFit(fitting, "the head's bias", "bias_tensor (--bias_tensor)");
+    if (fitting.size() == 1) return std::optional<ModelTensor>(std::move(fitting[0]));
+    return FindLogitsBias(vocab_size);
+  }
+
+  // BART and its kin add a buffer to the logits, which is zero in nearly every model.
+  absl::StatusOr<std::optional<ModelTensor>> FindLogitsBias(int64_t vocab_size) {
+    absl::StatusOr<std::vector<ModelTensor>> named =
+        FindNamed([](absl::string_view name) { return EndsInModule(name, kLogitsBias); });
+    if (!named.ok()) return named.status();
+    for (const ModelTensor& tensor : *named) {
+      if (!IsBiasShape(tensor.entry.shape, vocab_size)) continue;
+      std::string bytes(static_cast<size_t>(tensor.entry.end - tensor.entry.begin), '\0');
+      absl::Status status = tensor.file->ReadAt(tensor.entry.begin, static_cast<int64_t>(bytes.size()), bytes.data());
+      if (!status.ok()) return status;
+      if (query_.has_bias == true || bytes.find_first_not_of('\0') != std::string::npos) return std::optional<ModelTensor>(tensor);
+    }
+    return std::optional<ModelTensor>();
+  }
+
+  ModelFolder& model_;
+  const HeadTensorQuery& query_;
+};
+
+}  // namespace
+
+absl::StatusOr<HeadTensors> FindHeadTensors(const FileSource& files, const std::string& path, const HeadTensorQuery& query) {
+  absl::StatusOr<ModelFolder> model = ModelFolder::Open(files, path);
+  if (!model.ok()) return model.status();
+  return Chooser(*model, query).Choose();
+}
+
+absl::StatusOr<std::optional<bool>> HasHeadBias(const FileSource& files, const std::string& path) {
+  absl::StatusOr<ModelFolder> model = ModelFolder::Open(files, path);
+  if (HasReason(model.status(), ErrorReason::kWeightsNotFound)) return std::optional<bool>();
+  if (!model.ok()) return model.status();
+  const absl::StatusOr<HeadTensors> tensors = Chooser(*model, HeadTensorQuery()).Choose();
+  if (tensors.ok()) return std::optional<bool>(tensors->bias.has_value());
+  const std::vector<std::string> names = model->Names();
+  return std::optional<bool>(std::any_of(names.begin(), names.end(), IsHeadBiasName));
+}
+
+}  // namespace headwater::model_files
