@@ -2,24 +2,35 @@
 // shard_run.h for the computation, core/row_loss.h and row_kernels.h for the numerics.
 #include <algorithm>
 #include <cstring>
+#include <fstream>
 #include <memory>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "headwater/kernels/digest.h"
 #include "headwater/kernels/engine.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/machine_limits.h"
 #include "kernels/core/engine_options_check.h"
 #include "kernels/core/micro_batch_check.h"
 #include "kernels/cpu/blas.h"
 #include "kernels/cpu/cpu_head.h"
-#include "kernels/cpu/memory_limit.h"
 #include "kernels/cpu/micro_batch_plan.h"
 #include "kernels/cpu/shard_run.h"
 
 namespace headwater::cpu {
 namespace {
+
+// "Intel(R) Xeon(R) Processor"; "unknown" if the system does not say.
+std::string ProcessorModel() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("model name", 0) != 0) continue;
+    const size_t colon = line.find(": ");
+    if (colon != std::string::npos) return line.substr(colon + 2);
+  }
+  return "unknown";
+}
 
 class CpuStagedContribution final : public StagedContribution {
  public:
@@ -223,12 +234,9 @@ absl::StatusOr<std::unique_ptr<LossEngine>> CreateCpuEngine(const EngineOptions&
   absl::Status status = CheckEngineOptions(options);
   if (!status.ok()) return status;
   EngineOptions filled = options;
-  if (filled.memory_budget_bytes == 0) filled.memory_budget_bytes = cpu::MemoryLimitBytes() / 5 * 4;
+  if (filled.memory_budget_bytes == 0) filled.memory_budget_bytes = MemoryLimitBytes() / 5 * 4;
   if (filled.workspace_bytes == 0) filled.workspace_bytes = cpu::kDefaultWorkspaceBytes;
-  if (filled.thread_count == 0) {
-    // glibc counts the processors in this process's affinity mask.
-    filled.thread_count = std::clamp<int32_t>(static_cast<int32_t>(std::thread::hardware_concurrency()), 1, kMaxThreads);
-  }
+  if (filled.thread_count == 0) filled.thread_count = std::min(ComputeThreads(), kMaxThreads);
   return std::unique_ptr<LossEngine>(std::make_unique<cpu::CpuEngine>(std::make_shared<cpu::EngineCore>(filled)));
 }
 

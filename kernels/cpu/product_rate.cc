@@ -1,10 +1,12 @@
 #include "headwater/kernels/product_rate.h"
 
+#include <time.h>
+
 #include <algorithm>
-#include <chrono>
 #include <thread>
 #include <vector>
 
+#include "headwater/kernels/machine_limits.h"
 #include "kernels/cpu/blas.h"
 
 namespace headwater {
@@ -20,30 +22,40 @@ struct Operands {
   std::vector<float> a = std::vector<float>(kRows * kDepth, 0.5F);
   std::vector<float> b = std::vector<float>(kColumns * kDepth, 0.25F);
   std::vector<float> c = std::vector<float>(kRows * kColumns);
+  double rate = 0;  // of the last product
 };
+
+// What this thread has had of processors.
+double ThreadSeconds() {
+  timespec time = {};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
 
 }  // namespace
 
 double MeasureCpuProductRate(int32_t thread_count) {
-  using Clock = std::chrono::steady_clock;
   const cpu::SingleThreadedBlas single_threaded;
   const size_t threads = static_cast<size_t>(std::max(thread_count, 1));
   std::vector<Operands> operands(threads);
   double best = 0;
   for (int round = 0; round < kRounds; ++round) {
-    const Clock::time_point start = Clock::now();
     std::vector<std::thread> workers;
     for (Operands& own : operands) {
       workers.emplace_back([&own] {
+        const double start = ThreadSeconds();
         cpu::MultiplyTransposed(kRows, kColumns, kDepth, cpu::Matrix<const float>{own.a.data(), kDepth},
                                 cpu::Matrix<const float>{own.b.data(), kDepth}, cpu::Matrix<float>{own.c.data(), kColumns});
+        own.rate = 2.0 * kRows * kColumns * kDepth / std::max(ThreadSeconds() - start, 1e-9);
       });
     }
     for (std::thread& worker : workers) worker.join();
-    const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
-    if (seconds > 0) best = std::max(best, 2.0 * kRows * kColumns * kDepth * static_cast<double>(threads) / seconds);
+    double rate = 0;
+    for (const Operands& own : operands) rate += own.rate;
+    best = std::max(best, rate);
   }
-  return best;
+  // More threads than processors compute no more.
+  return best * std::min(1.0, ProcessorLimit() / static_cast<double>(threads));
 }
 
 }  // namespace headwater

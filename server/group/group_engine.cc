@@ -12,6 +12,7 @@
 #include "headwater/kernels/communicator.h"
 #include "headwater/kernels/digest.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/machine_limits.h"
 #include "headwater/kernels/return_if_error.h"
 #include "kernels/core/head_base.h"
 #include "kernels/core/head_tensors.h"
@@ -463,8 +464,7 @@ absl::StatusOr<std::unique_ptr<LossEngine>> CreateLocalCpuGroup(const EngineOpti
   const int32_t world_size = options.shard_count;
   if (world_size < 1) return CreateCpuEngine(options);  // which refuses it
   EngineOptions one = options;
-  const int32_t threads =
-      options.thread_count > 0 ? options.thread_count : static_cast<int32_t>(std::thread::hardware_concurrency());
+  const int32_t threads = options.thread_count > 0 ? options.thread_count : ComputeThreads();
   if (options.thread_count >= 0) one.thread_count = std::max(1, threads / world_size);
   std::vector<std::unique_ptr<Rank>> ranks;
   auto communicators = MakeInProcessCommunicators(world_size);

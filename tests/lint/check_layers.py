@@ -19,6 +19,7 @@ KINDS = [
     ("absl_types", r"absl/(status|types)/.*"),
     ("absl", r"absl/.*"),
     ("c_abi", r"headwater/kernels/c_api\.h"),
+    ("machine", r"headwater/kernels/machine_limits\.h"),
     ("kernels_api", r"headwater/kernels/.*"),
     ("client_api", r"headwater/client/.*"),
     ("kernels_reference", r"kernels/reference/.*"),
@@ -47,14 +48,14 @@ KINDS = [
 ]
 
 PLAIN = {"std", "absl_types"}
-PRODUCT = PLAIN | {"absl", "posix", "kernels_api", "c_abi", "formats"}
+PRODUCT = PLAIN | {"absl", "posix", "machine", "kernels_api", "c_abi", "formats"}
 KERNELS = PRODUCT | {"kernels_inner", "blas"}
 SERVER_STATE = PRODUCT | {"server_heads", "server_observability", "model_files"}
 SERVER = SERVER_STATE | {"server_transport", "server_service", "logs_and_metrics", "grpc", "protobuf", "generated", "tls"}
 # Device code is C++17 (nvcc 13 with gcc 12 crashes on C++20's <functional>), so it is kept away from the interface's headers and
 # from Abseil; what it shares with the host code is plain.
 DEVICE_CODE = {"std", "cuda", "kernels_inner"}
-CLIENT = PLAIN | {"absl", "posix", "c_abi", "formats", "client_api", "client_inner"}
+CLIENT = PLAIN | {"absl", "posix", "machine", "c_abi", "formats", "client_api", "client_inner"}
 TESTS = SERVER | KERNELS | CLIENT | {"tests", "test_library", "kernels_reference", "beside"}
 
 # Folder: the kinds that files in it may include.

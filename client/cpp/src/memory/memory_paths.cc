@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <thread>
 #include <utility>
 #include <variant>
 
@@ -14,6 +13,7 @@
 #include "client/cpp/src/memory/server_regions.h"
 #include "client/cpp/src/memory/shared_region.h"
 #include "headwater/client/error.h"
+#include "headwater/kernels/machine_limits.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -27,7 +27,7 @@ bool PathFails(const absl::Status& status) { return ErrorReason(status) == "TRAN
 
 int CopyThreadCount(int wanted) {
   if (wanted > 0) return wanted;
-  return std::clamp(static_cast<int>(std::thread::hardware_concurrency()) / 2, 1, kMostCopyThreads);
+  return std::clamp(ComputeThreads() / 2, 1, kMostCopyThreads);
 }
 
 // Page-locks a shared region for the copies of all devices, once; whether it is. If not, they are only slower.

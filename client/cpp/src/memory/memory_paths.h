@@ -126,7 +126,7 @@ struct MemoryPathsOptions {
   int64_t max_shared_bytes = int64_t{16} << 30;
   // Device memory for rows whose own allocation cannot be exported, >= 0.
   int64_t max_device_bytes = int64_t{4} << 30;
-  // Threads that copy rows, this one included; 0: half of the cores, at most 8.
+  // Threads that copy rows, this one included; 0: half of those that can run at once (ComputeThreads()), at most 8.
   int copy_threads = 0;
 };
 

@@ -7,8 +7,9 @@
 namespace headwater {
 
 // Floating point operations a second (a multiply-add is two) that `thread_count` (>= 1) threads reach together with bare fp32
-// matrix products by the BLAS of the CPU engine: the best of a few rounds of a few milliseconds each. Starts and joins threads of
-// its own; what else runs on the machine makes it less.
+// matrix products by the BLAS of the CPU engine: the best of a few rounds of a few milliseconds each. Each thread counts its own
+// processor time, so that the rate is the machine's also while other processes take the processors; it is at most that of
+// ProcessorLimit(). Starts and joins threads of its own.
 double MeasureCpuProductRate(int32_t thread_count);
 
 }  // namespace headwater
