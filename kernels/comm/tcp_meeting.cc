@@ -193,7 +193,7 @@ class TcpMeetingImpl final : public TcpMeeting {
 
 absl::StatusOr<std::unique_ptr<TcpMeeting>> TcpMeeting::Listen(const std::string& host) {
   int32_t port = 0;
-  absl::StatusOr<comm::Socket> listener = comm::ListenTcp(host, &port);
+  absl::StatusOr<comm::Socket> listener = comm::ListenAtAnyPort(host, &port);
   if (!listener.ok()) return listener.status();
   return std::unique_ptr<TcpMeeting>(std::make_unique<comm::TcpMeetingImpl>(*std::move(listener), port));
 }

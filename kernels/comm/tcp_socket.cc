@@ -1,5 +1,6 @@
 #include "kernels/comm/tcp_socket.h"
 
+#include <arpa/inet.h>
 #include <fcntl.h>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -14,6 +15,7 @@
 #include <thread>
 
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/listen_tcp.h"
 
 namespace headwater::comm {
 namespace {
@@ -24,13 +26,20 @@ using AddressList = std::unique_ptr<addrinfo, void (*)(addrinfo*)>;
 // can get lost in that time.
 constexpr std::chrono::seconds kOneOfSeveral(2);
 
-absl::StatusOr<AddressList> Resolve(const std::string& host, const std::string& port, bool passive) {
+// An IPv6 address without the brackets that it has before ":port".
+std::string WithoutBrackets(const std::string& host) {
+  const bool has_brackets = host.size() > 2 && host.front() == '[' && host.back() == ']';
+  return has_brackets ? host.substr(1, host.size() - 2) : host;
+}
+
+// No host: the loopback addresses of this machine.
+absl::StatusOr<AddressList> Resolve(const std::string& host, const std::string& port) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
   hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_NUMERICSERV | (passive ? AI_PASSIVE | AI_NUMERICHOST : 0);
+  hints.ai_flags = AI_NUMERICSERV;
   addrinfo* found = nullptr;
-  const int error = getaddrinfo(host.c_str(), port.c_str(), &hints, &found);
+  const int error = getaddrinfo(host.empty() ? nullptr : WithoutBrackets(host).c_str(), port.c_str(), &hints, &found);
   if (error != 0) {
     return MakeError(ErrorReason::kEngineFailed, "the address " + host + ":" + port + " cannot be used: " + gai_strerror(error));
   }
@@ -81,28 +90,24 @@ absl::Status SocketError(const std::string& what, int error_number) {
   return MakeError(ErrorReason::kEngineFailed, what + ": " + std::strerror(error_number));
 }
 
-absl::StatusOr<Socket> ListenTcp(const std::string& host, int32_t* port) {
-  const absl::StatusOr<AddressList> list = Resolve(host, "0", /*passive=*/true);
-  if (!list.ok()) return list.status();
-  const addrinfo& address = **list;
-  Socket made(socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  if (!made.open()) return SocketError("socket", errno);
-  if (bind(made.fd(), address.ai_addr, address.ai_addrlen) != 0) return SocketError("bind to " + host, errno);
-  if (listen(made.fd(), SOMAXCONN) != 0) return SocketError("listen on " + host, errno);
-  sockaddr_storage bound{};
-  socklen_t size = sizeof(bound);
-  if (getsockname(made.fd(), reinterpret_cast<sockaddr*>(&bound), &size) != 0) return SocketError("getsockname", errno);
-  *port = ntohs(bound.ss_family == AF_INET6 ? reinterpret_cast<const sockaddr_in6&>(bound).sin6_port
-                                            : reinterpret_cast<const sockaddr_in&>(bound).sin_port);
-  return made;
+absl::StatusOr<Socket> ListenAtAnyPort(const std::string& host, int32_t* port) {
+  in6_addr ignored{};
+  const std::string address = WithoutBrackets(host.substr(0, host.find('%')));  // an address of one link has its zone
+  if (inet_pton(AF_INET, address.c_str(), &ignored) != 1 && inet_pton(AF_INET6, address.c_str(), &ignored) != 1) {
+    return MakeError(ErrorReason::kEngineFailed, "expected an IP address to listen at, got \"" + host + "\"");
+  }
+  const absl::StatusOr<TcpListeners> listening = ListenTcp(host, 0);
+  if (!listening.ok()) {
+    return MakeError(ErrorReason::kEngineFailed, "cannot listen at " + host + ": " + std::string(listening.status().message()));
+  }
+  *port = listening->port;
+  return Socket(listening->sockets.front());  // the only one of an IP address
 }
 
 absl::StatusOr<Socket> ConnectTcp(const std::string& address, const Patience& patience) {
   const size_t colon = address.rfind(':');
   if (colon == std::string::npos) return MakeError(ErrorReason::kEngineFailed, "\"" + address + "\" is no host:port");
-  std::string host = address.substr(0, colon);
-  if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
-  const absl::StatusOr<AddressList> list = Resolve(host, address.substr(colon + 1), /*passive=*/false);
+  const absl::StatusOr<AddressList> list = Resolve(address.substr(0, colon), address.substr(colon + 1));
   if (!list.ok()) return list.status();
   const bool is_only = (*list)->ai_next == nullptr;
   while (true) {

@@ -46,11 +46,11 @@ absl::StatusOr<std::string> NewSecret() {
 
 std::string Port(int32_t port) { return absl::StrCat(":", port); }
 
-// Where this process reaches what listens on `host`, as it can be put before ":port".
+// Where this process reaches what listens at `host`, as it stands before ":port": empty, this machine's loopback, for all
+// addresses.
 std::string OwnHost(const std::string& host) {
-  if (host == "0.0.0.0") return "127.0.0.1";
-  if (host == "::") return "[::1]";
-  return host.find(':') == std::string::npos ? host : absl::StrCat("[", host, "]");
+  if (host == "0.0.0.0" || host == "::" || host == "[::]") return "";
+  return host.find(':') == std::string::npos || host.front() == '[' ? host : absl::StrCat("[", host, "]");
 }
 
 absl::Status OutOfRange(const char* field, int64_t low, int64_t high) {

@@ -54,7 +54,7 @@ class JoinCall {
   // Any thread.
   virtual void Cancel() = 0;
   virtual bool Cancelled() = 0;
-  // The worker's address, as it can be put before ":port".
+  // The worker's address, as it stands before ":port"; empty for a process of the leader's host.
   virtual std::string host() const = 0;
 };
 

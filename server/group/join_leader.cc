@@ -50,7 +50,7 @@ class StreamChannel final : public WorkerChannel {
 }  // namespace
 
 std::string LeaderHost(const std::string& address) {
-  return absl::StartsWith(address, kUnixPrefix) ? "127.0.0.1" : address.substr(0, address.rfind(':'));
+  return absl::StartsWith(address, kUnixPrefix) ? "" : address.substr(0, address.rfind(':'));
 }
 
 absl::Status JoinLeader(const LeaderAddress& leader, const WorkerOptions& options) {

@@ -20,7 +20,7 @@ struct LeaderAddress {
   std::string token_file;        // file with the worker's token; empty: none
 };
 
-// Where the leader's communicator is: the host of its address; 127.0.0.1 for a Unix socket.
+// Where the leader's communicator is: the host of its address; empty, this host, for a Unix socket.
 std::string LeaderHost(const std::string& address);
 
 // One call of Join, to its end: RunWorker()'s reason, or why the leader has refused the worker. Files are read anew each time.

@@ -31,7 +31,7 @@ class WorkerChannel {
 
 struct WorkerOptions {
   std::string version;                  // of this build
-  std::string leader_host;              // where the leader's communicator is, at the port that it tells
+  std::string leader_host;              // where the leader's communicator is, at the port that it tells; empty: on this host
   std::string listen_host = "0.0.0.0";  // where this rank's communicator listens
   std::string engine = "auto";          // "cpu" or "cuda": the leader must have the same; "auto": what it has
   // Of a process with several ranks: what tells it from all others, and which of its ranks this one is.

@@ -1,13 +1,8 @@
 #include "server/observability/metrics_endpoint.h"
 
 #include <microhttpd.h>
-#include <netdb.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
 
-#include <cerrno>
 #include <cstddef>
-#include <cstring>
 #include <exception>
 #include <memory>
 #include <string>
@@ -16,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/numbers.h"
+#include "headwater/kernels/listen_tcp.h"
 
 namespace headwater::observability {
 namespace {
@@ -61,40 +57,32 @@ MHD_Result Answer(void* endpoint, MHD_Connection* connection, const char* url, c
 absl::StatusOr<std::unique_ptr<MetricsEndpoint>> MetricsEndpoint::Listen(const std::string& address,
                                                                          std::function<std::string()> page) {
   const size_t colon = address.rfind(':');
-  int port = 0;  // getaddrinfo() takes any number
+  int port = 0;
   if (colon == std::string::npos || colon == 0 || !absl::SimpleAtoi(address.substr(colon + 1), &port) || port < 0 || port > 65535) {
     return absl::InvalidArgumentError("metrics: expected host:port, with a port from 0 to 65535, got '" + address + "'");
   }
-  std::string host = address.substr(0, colon);
-  if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
-  addrinfo hints = {};
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_PASSIVE;
-  addrinfo* list = nullptr;
-  if (const int error = getaddrinfo(host.c_str(), address.c_str() + colon + 1, &hints, &list); error != 0) {
-    return absl::InvalidArgumentError("metrics: expected host:port, got '" + address + "': " + gai_strerror(error));
+  const absl::StatusOr<TcpListeners> listening = ListenTcp(address.substr(0, colon), port);
+  if (absl::IsNotFound(listening.status())) {
+    return absl::InvalidArgumentError("metrics: expected host:port, got '" + address +
+                                      "': " + std::string(listening.status().message()));
   }
-  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> found(list, &freeaddrinfo);
-
-  std::unique_ptr<MetricsEndpoint> endpoint(new MetricsEndpoint(std::move(page)));
-  unsigned flags = MHD_USE_AUTO_INTERNAL_THREAD;
-  if (found->ai_family == AF_INET6) flags |= MHD_USE_IPv6;
-  errno = 0;
-  endpoint->daemon_ = MHD_start_daemon(flags, /*port=*/0, nullptr, nullptr, &Answer, endpoint.get(),  //
-                                       MHD_OPTION_SOCK_ADDR, found->ai_addr,                          //
-                                       MHD_OPTION_CONNECTION_LIMIT, kMaxConnections,                  //
-                                       MHD_OPTION_CONNECTION_TIMEOUT, kIdleTimeoutSeconds, MHD_OPTION_END);
-  if (endpoint->daemon_ == nullptr) {
-    return absl::UnavailableError("metrics: cannot listen on " + address +
-                                  (errno != 0 ? std::string(": ") + std::strerror(errno) : ""));
+  if (!listening.ok()) {
+    return absl::UnavailableError("metrics: cannot listen on " + address + ": " + std::string(listening.status().message()));
   }
-  const MHD_DaemonInfo* bound = MHD_get_daemon_info(endpoint->daemon_, MHD_DAEMON_INFO_BIND_PORT);
-  if (bound != nullptr) endpoint->port_ = bound->port;
+  std::unique_ptr<MetricsEndpoint> endpoint(new MetricsEndpoint(std::move(page), listening->port));
+  for (const int fd : listening->sockets) {  // each daemon closes its own
+    MHD_Daemon* const daemon = MHD_start_daemon(MHD_USE_AUTO_INTERNAL_THREAD, /*port=*/0, nullptr, nullptr, &Answer, endpoint.get(),
+                                                MHD_OPTION_LISTEN_SOCKET, fd,                  //
+                                                MHD_OPTION_CONNECTION_LIMIT, kMaxConnections,  //
+                                                MHD_OPTION_CONNECTION_TIMEOUT, kIdleTimeoutSeconds, MHD_OPTION_END);
+    if (daemon == nullptr) return absl::UnavailableError("metrics: the HTTP server on " + address + " cannot be started");
+    endpoint->daemons_.push_back(daemon);
+  }
   return endpoint;
 }
 
 MetricsEndpoint::~MetricsEndpoint() {
-  if (daemon_ != nullptr) MHD_stop_daemon(daemon_);
+  for (MHD_Daemon* const daemon : daemons_) MHD_stop_daemon(daemon);
 }
 
 }  // namespace headwater::observability

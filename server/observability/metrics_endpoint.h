@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/status/statusor.h"
 
@@ -18,11 +19,11 @@ namespace headwater::observability {
 // memory takes 60, and a scrape needed nearly all of the rest.
 class MetricsEndpoint {
  public:
-  static constexpr unsigned kMaxConnections = 32;      // more are closed at once
+  static constexpr unsigned kMaxConnections = 32;      // to one address; more wait
   static constexpr unsigned kIdleTimeoutSeconds = 10;  // of a connection on which nothing comes or goes
 
-  // `address` is host:port, an IPv6 host in brackets; port 0 picks one. `page` makes the text of a scrape; it is called by the
-  // endpoint's thread, until the destructor returns. UNAVAILABLE: cannot listen there; INVALID_ARGUMENT: no address.
+  // `address` is host:port, where it listens as ListenTcp() does; port 0 picks one. `page` makes the text of a scrape; it is called
+  // by the endpoint's thread, until the destructor returns. UNAVAILABLE: cannot listen there; INVALID_ARGUMENT: no address.
   static absl::StatusOr<std::unique_ptr<MetricsEndpoint>> Listen(const std::string& address, std::function<std::string()> page);
   ~MetricsEndpoint();
   MetricsEndpoint(const MetricsEndpoint&) = delete;
@@ -32,11 +33,11 @@ class MetricsEndpoint {
   const std::function<std::string()>& page() const { return page_; }
 
  private:
-  explicit MetricsEndpoint(std::function<std::string()> page) : page_(std::move(page)) {}
+  MetricsEndpoint(std::function<std::string()> page, int port) : page_(std::move(page)), port_(port) {}
 
   const std::function<std::string()> page_;
-  MHD_Daemon* daemon_ = nullptr;
-  int port_ = 0;
+  const int port_;
+  std::vector<MHD_Daemon*> daemons_;  // one for each address that the host's name stands for
 };
 
 }  // namespace headwater::observability

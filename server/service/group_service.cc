@@ -40,7 +40,7 @@ class StreamCall final : public group::JoinCall {
     // this host.
     std::string peer = context_.peer();
     if (absl::StartsWith(peer, "ipv4:")) return peer.substr(5, peer.rfind(':') - 5);
-    if (!absl::StartsWith(peer, "ipv6:")) return "127.0.0.1";
+    if (!absl::StartsWith(peer, "ipv6:")) return "";
     const size_t start = peer.find_first_of("[B") + 1;
     const std::string host = peer.substr(start, peer.find_last_of("]%") - start);
     return absl::StrCat("[", absl::StrReplaceAll(host, {{"%25", "%"}}), "]");

@@ -2,7 +2,6 @@
 
 #include <arpa/inet.h>
 #include <fcntl.h>
-#include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
@@ -18,11 +17,11 @@
 #include <cerrno>
 #include <cstring>
 #include <limits>
-#include <memory>
 #include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "headwater/kernels/listen_tcp.h"
 #include "server/transport/unix_socket.h"
 
 namespace headwater::transport {
@@ -48,41 +47,17 @@ absl::Status Unavailable(const std::string& address, const char* what) {
 
 bool SetOption(int fd, int level, int name, int value) { return setsockopt(fd, level, name, &value, sizeof(value)) == 0; }
 
-// A socket that listens on the address, for IPv6 also on that of IPv4 if it is the wildcard; invalid, with errno, if that cannot
-// be.
-FileDescriptor ListenOn(const sockaddr* address, socklen_t bytes) {
-  FileDescriptor socket_fd(socket(address->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+// A socket that listens on the path of `address`; invalid, with errno, if that cannot be.
+FileDescriptor ListenOn(const sockaddr_un& address) {
+  FileDescriptor socket_fd(socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!socket_fd.valid()) return socket_fd;
   const int fd = socket_fd.get();
-  if (address->sa_family != AF_UNIX && !SetOption(fd, SOL_SOCKET, SO_REUSEADDR, 1)) return FileDescriptor();
-  if (address->sa_family == AF_INET6) {
-    const auto* six = reinterpret_cast<const sockaddr_in6*>(address);
-    const bool all = IN6_IS_ADDR_UNSPECIFIED(&six->sin6_addr);
-    if (!SetOption(fd, IPPROTO_IPV6, IPV6_V6ONLY, all ? 0 : 1)) return FileDescriptor();
-  }
-  if (bind(fd, address, bytes) != 0 || listen(fd, SOMAXCONN) != 0) {
+  if (bind(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0 || listen(fd, SOMAXCONN) != 0) {
     const int error = errno;
     socket_fd.Close();
     errno = error;
   }
   return socket_fd;
-}
-
-int PortOf(int fd) {
-  sockaddr_storage address{};
-  socklen_t bytes = sizeof(address);
-  if (getsockname(fd, reinterpret_cast<sockaddr*>(&address), &bytes) != 0) return 0;
-  const auto* four = reinterpret_cast<const sockaddr_in*>(&address);
-  const auto* six = reinterpret_cast<const sockaddr_in6*>(&address);
-  return ntohs(address.ss_family == AF_INET6 ? six->sin6_port : four->sin_port);
-}
-
-void SetPort(sockaddr* address, int port) {
-  if (address->sa_family == AF_INET6) {
-    reinterpret_cast<sockaddr_in6*>(address)->sin6_port = htons(static_cast<uint16_t>(port));
-  } else {
-    reinterpret_cast<sockaddr_in*>(address)->sin_port = htons(static_cast<uint16_t>(port));
-  }
 }
 
 // The other side, as gRPC calls it; empty for what has no address.
@@ -137,50 +112,12 @@ ConnectionGate::~ConnectionGate() {
 }
 
 absl::StatusOr<int> ConnectionGate::ListenTcp(const std::string& host, int port, Take take) {
-  const std::string address = absl::StrCat(host, ":", port);
-  // IPv6's wildcard takes connections of IPv4 too, where there is IPv6.
-  const bool all = host == "0.0.0.0" || host == "[::]" || host == "::";
-  if (all) {
-    sockaddr_in6 six{};
-    six.sin6_family = AF_INET6;
-    six.sin6_addr = in6addr_any;
-    six.sin6_port = htons(static_cast<uint16_t>(port));
-    FileDescriptor socket_fd = ListenOn(reinterpret_cast<const sockaddr*>(&six), sizeof(six));
-    if (socket_fd.valid()) {
-      const int bound = PortOf(socket_fd.get());
-      listeners_.push_back({std::move(socket_fd), std::move(take), true, "", 0});
-      return bound;
-    }
-    if (errno == EADDRINUSE || errno == EACCES) return Unavailable(address, "cannot listen");
+  absl::StatusOr<TcpListeners> listening = headwater::ListenTcp(host, port);
+  if (!listening.ok()) {
+    return absl::UnavailableError(absl::StrCat(host, ":", port, ": cannot listen: ", listening.status().message()));
   }
-  std::string name = all ? "0.0.0.0" : host;
-  if (name.size() > 2 && name.front() == '[' && name.back() == ']') name = name.substr(1, name.size() - 2);
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_PASSIVE;
-  addrinfo* found = nullptr;
-  if (const int error = getaddrinfo(name.c_str(), nullptr, &hints, &found); error != 0) {
-    return absl::UnavailableError(absl::StrCat(address, ": cannot find the host: ", gai_strerror(error)));
-  }
-  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> owner(found, &freeaddrinfo);
-  int bound = port;
-  bool any = false;
-  int first_error = 0;
-  for (addrinfo* info = found; info != nullptr; info = info->ai_next) {
-    if (info->ai_family != AF_INET && info->ai_family != AF_INET6) continue;
-    SetPort(info->ai_addr, bound);
-    FileDescriptor socket_fd = ListenOn(info->ai_addr, info->ai_addrlen);
-    if (!socket_fd.valid()) {
-      if (first_error == 0) first_error = errno;
-      continue;
-    }
-    bound = PortOf(socket_fd.get());  // the same for the host's other addresses
-    listeners_.push_back({std::move(socket_fd), take, true, "", 0});
-    any = true;
-  }
-  if (any) return bound;
-  errno = first_error;
-  return Unavailable(address, "cannot listen");
+  for (const int fd : listening->sockets) listeners_.push_back({FileDescriptor(fd), take, true, "", 0});
+  return listening->port;
 }
 
 absl::Status ConnectionGate::ListenUnix(const std::string& path, Take take) {
@@ -198,7 +135,7 @@ absl::Status ConnectionGate::ListenUnix(const std::string& path, Take take) {
     }
     unlink(path.c_str());
   }
-  FileDescriptor socket_fd = ListenOn(reinterpret_cast<const sockaddr*>(&address), sizeof(address));
+  FileDescriptor socket_fd = ListenOn(address);
   if (!socket_fd.valid()) return Unavailable("unix:" + path, "cannot listen");
   if (lstat(path.c_str(), &file) != 0) return Unavailable("unix:" + path, "cannot listen");
   listeners_.push_back({std::move(socket_fd), std::move(take), false, path, file.st_ino});

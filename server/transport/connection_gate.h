@@ -49,8 +49,7 @@ class ConnectionGate {
   ConnectionGate(const ConnectionGate&) = delete;
   ConnectionGate& operator=(const ConnectionGate&) = delete;
 
-  // Listens on every address that the host's name stands for; 0.0.0.0 and [::] are all of IPv4 and IPv6. The port, which is picked
-  // if it is 0. Unavailable if none can be listened on.
+  // Listens as headwater::ListenTcp() does. The port, which is picked if it is 0. Unavailable if that cannot be.
   absl::StatusOr<int> ListenTcp(const std::string& host, int port, Take take);
   // Listens on a Unix socket. A file that a dead server left is replaced; Unavailable if somebody listens on it. The file goes with
   // the gate.

@@ -145,7 +145,7 @@ TEST(TcpMeeting, WhoDoesNotKnowTheSecretIsRefusedAndTheRankIsAwaitedStill) {
 // Whoever answers learns nothing that it could show to another rank.
 TEST(TcpMeeting, TheSecretIsNotTold) {
   int32_t port = 0;
-  const auto listener = ListenTcp("127.0.0.1", &port);
+  const auto listener = ListenAtAnyPort("127.0.0.1", &port);
   ASSERT_TRUE(listener.ok()) << listener.status();
   const auto meeting = Listen();
   absl::StatusOr<std::unique_ptr<Communicator>> communicator;
@@ -168,7 +168,7 @@ TEST(TcpMeeting, TheSecretIsNotTold) {
 
 TEST(TcpMeeting, AConnectionThatIsLostIsMadeAgain) {
   int32_t port = 0;
-  const auto listener = ListenTcp("127.0.0.1", &port);
+  const auto listener = ListenAtAnyPort("127.0.0.1", &port);
   ASSERT_TRUE(listener.ok()) << listener.status();
   const auto meeting = Listen();
   absl::StatusOr<std::unique_ptr<Communicator>> communicator;
@@ -188,7 +188,7 @@ TEST(TcpMeeting, AConnectionThatIsLostIsMadeAgain) {
 
 TEST(TcpMeeting, CanBeGivenUpWhoeverIsAwaited) {
   int32_t port = 0;
-  const auto silent = ListenTcp("127.0.0.1", &port);
+  const auto silent = ListenAtAnyPort("127.0.0.1", &port);
   ASSERT_TRUE(silent.ok()) << silent.status();
   for (const int32_t rank : {0, 1}) {
     const auto meeting = Listen();
@@ -231,6 +231,24 @@ TEST(TcpCommunicator, ARankThatHangsIsNoticedBesideABusyOne) {
   trickle.join();
   EXPECT_TRUE(HasReason(status, ErrorReason::kEngineFailed)) << status;
   EXPECT_THAT(status.message(), HasSubstr("2 for 1000 ms"));
+}
+
+// An IPv6-only machine has no 127.0.0.1, a machine without IPv6 no ::1: whatever there is leads to a rank that listens everywhere.
+TEST(TcpMeeting, AllAddressesAreThoseOfBothFamilies) {
+  for (const std::string host : {"0.0.0.0", "::", "[::]"}) {
+    int32_t port = 0, other_port = 0;
+    const auto listener = ListenAtAnyPort(host, &port);
+    ASSERT_TRUE(listener.ok()) << listener.status();
+    for (const std::string caller : {"127.0.0.1", "[::1]", ""}) {
+      if (caller == "[::1]" && !ListenAtAnyPort("[::1]", &other_port).ok()) continue;  // this machine has no IPv6
+      const auto made = ConnectTcp(caller + ":" + std::to_string(port), {Clock::now() + std::chrono::seconds(2), kNever});
+      EXPECT_TRUE(made.ok()) << host << " from '" << caller << "': " << made.status();
+    }
+  }
+  int32_t port = 0;
+  const auto name = ListenAtAnyPort("localhost", &port);
+  ASSERT_FALSE(name.ok());
+  EXPECT_THAT(std::string(name.status().message()), HasSubstr("expected an IP address to listen at, got \"localhost\""));
 }
 
 }  // namespace

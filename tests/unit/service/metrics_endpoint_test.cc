@@ -4,6 +4,7 @@
 #include <arpa/inet.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <netdb.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -28,12 +29,17 @@ using ::testing::StartsWith;
 // A connection; -1 if it cannot be made.
 class Connection {
  public:
-  explicit Connection(int port) : fd_(socket(AF_INET, SOCK_STREAM, 0)) {
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_port = htons(static_cast<uint16_t>(port));
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    connected_ = connect(fd_, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0;
+  explicit Connection(int port, int family = AF_INET) : fd_(socket(family, SOCK_STREAM, 0)) {
+    sockaddr_in four{};
+    four.sin_family = AF_INET;
+    four.sin_port = htons(static_cast<uint16_t>(port));
+    four.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    sockaddr_in6 six{};
+    six.sin6_family = AF_INET6;
+    six.sin6_port = four.sin_port;
+    six.sin6_addr = in6addr_loopback;
+    connected_ = (family == AF_INET ? connect(fd_, reinterpret_cast<sockaddr*>(&four), sizeof(four))
+                                    : connect(fd_, reinterpret_cast<sockaddr*>(&six), sizeof(six))) == 0;
   }
   ~Connection() { close(fd_); }
   Connection(const Connection&) = delete;
@@ -62,8 +68,8 @@ class Connection {
   bool connected_ = false;
 };
 
-std::string Ask(int port, const std::string& method, const std::string& path) {
-  Connection connection(port);
+std::string Ask(int port, const std::string& method, const std::string& path, int family = AF_INET) {
+  Connection connection(port, family);
   EXPECT_TRUE(connection.connected());
   EXPECT_TRUE(connection.Send(method + " " + path + " HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n"));
   return connection.Read();
@@ -162,17 +168,38 @@ TEST(MetricsEndpoint, SaysWhyItCannotListen) {
   }
 }
 
-TEST(MetricsEndpoint, ListensOnIPv6) {
+// Whether this machine has an IPv6 address of that name.
+bool HasIPv6(const char* name) {
+  addrinfo hints{};
+  hints.ai_family = AF_INET6;
+  addrinfo* found = nullptr;
+  if (getaddrinfo(name, nullptr, &hints, &found) != 0) return false;
   const int probe = socket(AF_INET6, SOCK_STREAM, 0);
-  sockaddr_in6 address{};
-  address.sin6_family = AF_INET6;
-  address.sin6_addr = in6addr_loopback;
-  const bool has_ipv6 = probe >= 0 && bind(probe, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0;
+  const bool is_there = probe >= 0 && bind(probe, found->ai_addr, found->ai_addrlen) == 0;
   if (probe >= 0) close(probe);
-  if (!has_ipv6) GTEST_SKIP() << "this machine has no IPv6 loopback";
-  const auto endpoint = MetricsEndpoint::Listen("[::1]:0", [] { return std::string("a 1\n"); });
-  ASSERT_TRUE(endpoint.ok()) << endpoint.status();
-  EXPECT_NE((*endpoint)->port(), 0);
+  freeaddrinfo(found);
+  return is_there;
+}
+
+// One address for machines with either family and with both, as gRPC has it.
+TEST(MetricsEndpoint, ListensOnBothFamilies) {
+  if (!HasIPv6("::1")) GTEST_SKIP() << "this machine has no IPv6 loopback";
+  for (const std::string host : {"0.0.0.0", "[::]", "::", "localhost", "[::1]", "127.0.0.1"}) {
+    const bool four = host != "[::1]";
+    const bool six = host != "127.0.0.1" && (host != "localhost" || HasIPv6("localhost"));
+    const auto endpoint = MetricsEndpoint::Listen(host + ":0", [] { return std::string("a 1\n"); });
+    ASSERT_TRUE(endpoint.ok()) << host << ": " << endpoint.status();
+    const int port = (*endpoint)->port();
+    EXPECT_NE(port, 0);
+    EXPECT_EQ(Connection(port, AF_INET).connected(), four) << host;
+    EXPECT_EQ(Connection(port, AF_INET6).connected(), six) << host;
+    if (four) {
+      EXPECT_THAT(Ask(port, "GET", "/metrics", AF_INET), EndsWith("\r\n\r\na 1\n")) << host;
+    }
+    if (six) {
+      EXPECT_THAT(Ask(port, "GET", "/metrics", AF_INET6), EndsWith("\r\n\r\na 1\n")) << host;
+    }
+  }
 }
 
 }  // namespace

@@ -65,17 +65,17 @@ std::vector<std::unique_ptr<Communicator>> MakeInProcessCommunicators(int32_t wo
 class TcpMeeting {
  public:
   virtual ~TcpMeeting() = default;
-  // Listens on `host`, an IPv4 or IPv6 address ("0.0.0.0": all), at a port that the system picks. Unavailable.
+  // Listens on `host`, an IPv4 or IPv6 address ("0.0.0.0" and "[::]": all of both), at a port that the system picks. Unavailable.
   static absl::StatusOr<std::unique_ptr<TcpMeeting>> Listen(const std::string& host);
   virtual int32_t port() const = 0;
 
   // Connects this rank with all others, once. addresses[r]: where rank r listens, "host:port" with an IP address ("[...]:port" for
-  // IPv6) or a name; this rank's own is not looked at. `secret`: random, the same on all ranks and nowhere else, 32 bytes. Every
-  // two ranks show each other that they know it, without telling it to anybody; whoever does not is sent away, and who says nothing
-  // keeps nobody waiting. Fails with kEngineFailed if not all are connected within `setup_timeout`, or if a rank is refused; with
-  // kCancelled soon after `cancelled`, which is asked on this thread several times a second, has returned true.
-  // A call of the communicator fails when a connection is lost, when the ranks did not make the same call, or when for
-  // `stall_timeout` nothing has come from one of the ranks that it waits for, whatever comes from others; the time does not run
+  // IPv6) or a name, or ":port" on this host; this rank's own is not looked at. `secret`: random, the same on all ranks and nowhere
+  // else, 32 bytes. Every two ranks show each other that they know it, without telling it to anybody; whoever does not is sent
+  // away, and who says nothing keeps nobody waiting. Fails with kEngineFailed if not all are connected within `setup_timeout`, or
+  // if a rank is refused; with kCancelled soon after `cancelled`, which is asked on this thread several times a second, has
+  // returned true. A call of the communicator fails when a connection is lost, when the ranks did not make the same call, or when
+  // for `stall_timeout` nothing has come from one of the ranks that it waits for, whatever comes from others; the time does not run
   // while the process is stopped. Then the communicator is aborted, and with it those of the others, which lose their connections
   // to this one.
   virtual absl::StatusOr<std::unique_ptr<Communicator>> Meet(
