@@ -21,10 +21,6 @@
 #include <vector>
 
 #include "absl/flags/flag.h"
-#include "absl/flags/parse.h"
-#include "absl/flags/usage.h"
-#include "absl/flags/usage_config.h"
-#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -34,6 +30,7 @@
 #include "headwater/kernels/device_group_id.h"
 #include "headwater/kernels/engine.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/machine_limits.h"
 #include "headwater/kernels/return_if_error.h"
 #include "server/group/group_assembly.h"
 #include "server/group/join_leader.h"
@@ -43,6 +40,8 @@
 #include "server/heads/epoch.h"
 #include "server/main_flag_checks.h"
 #include "server/main_signals.h"
+#include "server/main_usage.h"
+#include "server/observability/line_writer.h"
 #include "server/observability/log_level_file.h"
 #include "server/observability/logging.h"
 #include "server/observability/metrics.h"
@@ -55,15 +54,17 @@
 #include "server/service/server_core.h"
 #include "server/transport/connection_gate.h"
 
-// ---- where ----------------------------------------------------------------------------------------------------------------
+static const headwater::service::FlagSection kAddressesFlags("Addresses");
 ABSL_FLAG(std::vector<std::string>, listen_addresses, {"127.0.0.1:50051"},
-          "comma-separated addresses to serve on: host:port (port 0 picks one) or unix:PATH");
+          "comma-separated addresses to serve on: host:port (port 0 picks one; 0.0.0.0 and [::] are all addresses of IPv4 and "
+          "IPv6) or unix:PATH");
 ABSL_FLAG(std::string, port_file, "",
           "file that gets the addresses served on, one a line, those for admin last, once the server is ready; empty: none. They "
           "are also "
           "printed on stdout");
 ABSL_FLAG(std::string, metrics_address, "127.0.0.1:9464",
-          "host:port of the Prometheus endpoint /metrics (port 0 picks one); empty: none");
+          "host:port of the Prometheus endpoint /metrics (port 0 picks one); 0.0.0.0 and [::] are all addresses of IPv4 and IPv6; "
+          "empty: none");
 ABSL_FLAG(bool, reflection, false, "serve gRPC server reflection");
 ABSL_FLAG(
     std::string, unix_socket_mode, "0600",
@@ -80,7 +81,7 @@ ABSL_FLAG(bool, descriptor_socket_any_user, false,
 ABSL_FLAG(bool, named_regions, false,
           "let clients register files under /dev/shm whose names begin with headwater-; whoever may call the server can then read "
           "and write every such file that the server's user can; slower than descriptors");
-// ---- access ---------------------------------------------------------------------------------------------------------------
+static const headwater::service::FlagSection kAccessFlags("Access");
 ABSL_FLAG(std::vector<std::string>, admin_listen_addresses, {},
           "comma-separated addresses as in --listen_addresses that take every call; with any, --listen_addresses take no call that "
           "needs the permission admin; empty: no ports of its own for admin");
@@ -94,7 +95,7 @@ ABSL_FLAG(std::string, tls_client_ca, "",
 ABSL_FLAG(std::string, token_file, "",
           "file with the tokens that calls must come with, and what each allows (docs/security.md); read again when it changes; "
           "empty: every call is allowed");
-// ---- engine ---------------------------------------------------------------------------------------------------------------
+static const headwater::service::FlagSection kEngineFlags("Engine");
 ABSL_FLAG(std::string, engine, "auto",
           "auto, cpu or cuda; auto is cuda where it can be had, else cpu; with --workers cpu, and with --join the other server's");
 ABSL_FLAG(int32_t, device, 0, "index of the GPU, or of the first of --gpus, as CUDA counts the visible ones; --engine=cuda");
@@ -118,14 +119,14 @@ ABSL_FLAG(
 ABSL_FLAG(std::vector<std::string>, shard_weights, {},
           "relative sizes of the shards, as many as --shards, or as --gpus and --workers together; empty: even");
 ABSL_FLAG(int32_t, threads, 0,
-          "CPU threads of the engine over all shards, or of each rank with --workers; 0: the cores that the process may use; "
-          "--engine=cpu");
+          "CPU threads of the engine over all shards, or of each rank with --workers; 0: as many as the affinity mask and the "
+          "control group's CPU quota allow, a part of a processor as one; --engine=cpu");
 ABSL_FLAG(int64_t, memory_budget_bytes, 0,
           "memory of all heads, in bytes, on each of --gpus; 0: 80 % of the device's (of the cgroup's limit on the CPU)");
 ABSL_FLAG(int64_t, workspace_bytes, 0,
           "working memory of the engine, in bytes: for each head with --engine=cpu, for all heads of a GPU together with "
           "--engine=cuda; 0: the engine's default");
-// ---- several processes as one server --------------------------------------------------------------------------------------------
+static const headwater::service::FlagSection kSeveralFlags("Several processes as one server");
 ABSL_FLAG(
     int32_t, workers, 0,
     "ranks of other processes that join this one (--join) and hold a shard of each head: a process on the CPU is one, one with "
@@ -143,12 +144,11 @@ ABSL_FLAG(
 ABSL_FLAG(std::string, join_ca, "", "file with the certificates, in PEM, that the other server's must be signed by; empty: no TLS");
 ABSL_FLAG(std::string, join_token_file, "",
           "file with the token for --join, whose name the other server's --worker_token is; empty: none");
-ABSL_FLAG(
-    std::string, group_listen_host, "0.0.0.0",
-    "IP address at which the ranks of a group reach this process, at a port of the system's choice; what they send each other "
-    "there is neither encrypted nor signed");
+ABSL_FLAG(std::string, group_listen_host, "0.0.0.0",
+          "IP address at which the ranks of a group reach this process, at a port of the system's choice; 0.0.0.0 and [::] are all "
+          "addresses of IPv4 and IPv6; what they send each other there is neither encrypted nor signed");
 ABSL_FLAG(absl::Duration, rank_timeout, absl::Seconds(5), "a worker from which nothing has come for so long is lost, at least 1s");
-// ---- storage --------------------------------------------------------------------------------------------------------------
+static const headwater::service::FlagSection kStorageFlags("Storage");
 ABSL_FLAG(std::string, checkpoint_directory, "", "where checkpoints are kept; made if it is not there; empty: no checkpoints");
 ABSL_FLAG(
     bool, restore_heads, true,
@@ -160,8 +160,8 @@ ABSL_FLAG(
     bool, drain_checkpoint, false,
     "after SIGTERM, SIGINT or SIGHUP, save the heads that have changed since they were last saved, as checkpoint drain, within "
     "--drain_timeout, half of which is kept for that");
-ABSL_FLAG(std::string, load_root, "", "folder that LoadWeights may read from; empty: LoadWeights is refused");
-// ---- limits ---------------------------------------------------------------------------------------------------------------
+ABSL_FLAG(std::string, load_root, "", "folder that LoadWeights may read from, which must be there; empty: LoadWeights is refused");
+static const headwater::service::FlagSection kLimitsFlags("Limits");
 #define HEADWATER_LIMIT_FLAG(name, help) ABSL_FLAG(int64_t, name, headwater::service::Limits{}.name, help)
 HEADWATER_LIMIT_FLAG(max_message_bytes, "bytes of one gRPC message");
 HEADWATER_LIMIT_FLAG(max_chunk_bytes, "bytes of data in one chunk");
@@ -235,7 +235,7 @@ ABSL_FLAG(absl::Duration, idle_head_timeout, headwater::service::ServerOptions{}
           "a head that no call has named for so long is deleted, whatever its open step holds; 0: never");
 ABSL_FLAG(bool, idle_head_checkpoint, false,
           "save such a head first, as idle-STEP in --checkpoint_directory; one that cannot be saved stays");
-// ---- operation ------------------------------------------------------------------------------------------------------------
+static const headwater::service::FlagSection kOperationFlags("Operation");
 ABSL_FLAG(
     absl::Duration, drain_timeout, absl::Seconds(30),
     "how long accepted calls may go on after SIGTERM, SIGINT or SIGHUP, > 0; with --join, how long the other server may take to "
@@ -265,14 +265,6 @@ ABSL_FLAG(bool, print_flags_doc, false, "print the table of flags in docs/operat
 
 namespace headwater {
 namespace {
-
-constexpr char kUsage[] =
-    "Serves LM heads: fused linear losses for trainers.\n"
-    "\n"
-    "A file with one flag a line is read by --flagfile=PATH; later flags win. Durations are written 500ms, 30s, 2m.\n"
-    "SIGTERM, SIGINT and SIGHUP drain: new calls are refused, accepted ones finish, the exit status is 0. It is 1 for what cannot "
-    "be\n"
-    "begun or finished, and 75 when the engine's device was lost: start a new server then.";
 
 // The engine's device was lost; EX_TEMPFAIL of sysexits.h: what comes after may work.
 constexpr int kDeviceLostStatus = 75;
@@ -310,7 +302,7 @@ group::Restarter& Restart() {
 }
 
 int Fail(const std::string& message) {
-  std::cerr << "headwaterd: " << message << "\n";
+  observability::LineWriter(STDERR_FILENO).Write(absl::StrCat("headwaterd: ", message, "\n"));
   return 1;
 }
 
@@ -325,6 +317,12 @@ absl::Status CheckDevices() {
   }
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("device", absl::GetFlag(FLAGS_device), 0));
   return CheckAtLeast("memory_budget_bytes", absl::GetFlag(FLAGS_memory_budget_bytes), 0);
+}
+
+// --algorithm_cache, of a server and of a worker.
+absl::Status CheckAlgorithmCache() {
+  const std::string path = absl::GetFlag(FLAGS_algorithm_cache);
+  return path == "auto" || absl::GetFlag(FLAGS_engine) == "cpu" ? absl::OkStatus() : CheckReplaceable("algorithm_cache", path);
 }
 
 absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
@@ -362,6 +360,7 @@ absl::StatusOr<EngineOptions> EngineOptionsFromFlags() {
                                                    " numbers, one for each shard, got ", options.shard_weights.size()));
   }
   options.device_index = absl::GetFlag(FLAGS_device);
+  HEADWATER_RETURN_IF_ERROR(CheckAlgorithmCache());
   options.algorithm_cache_path = service::AlgorithmCachePath(absl::GetFlag(FLAGS_algorithm_cache));
   options.deterministic = absl::GetFlag(FLAGS_deterministic);
   options.timed_search = absl::GetFlag(FLAGS_timed_search) && !options.deterministic;
@@ -455,6 +454,7 @@ absl::StatusOr<service::ServerOptions> ServerOptionsFromFlags() {
   options.product_tflops = absl::GetFlag(FLAGS_product_tflops);
   options.max_reset_backlog = absl::GetFlag(FLAGS_max_reset_backlog);
   options.engine_stall_timeout = absl::GetFlag(FLAGS_engine_stall_timeout);
+  HEADWATER_RETURN_IF_ERROR(CheckReplaceable("port_file", absl::GetFlag(FLAGS_port_file)));
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("max_threads", options.max_threads, 8));
   HEADWATER_RETURN_IF_ERROR(CheckAtLeast("max_pollers", options.max_pollers, 1));
   HEADWATER_RETURN_IF_ERROR(CheckPositive("stream_idle_timeout", options.stream_idle_timeout));
@@ -464,14 +464,15 @@ absl::StatusOr<service::ServerOptions> ServerOptionsFromFlags() {
 // Tells where the server is: on stdout, and in --port_file, which is renamed in so that a reader never sees half of it.
 absl::Status Announce(const service::Server& server) {
   std::vector<std::string> all = server.addresses();
-  for (const std::string& address : all) std::cout << "listening on " << address << "\n";
+  std::string lines;
+  for (const std::string& address : all) absl::StrAppend(&lines, "listening on ", address, "\n");
   for (const std::string& address : server.admin_addresses()) {
-    std::cout << "admin on " << address << "\n";
+    absl::StrAppend(&lines, "admin on ", address, "\n");
     all.push_back(address);
   }
   const std::string addresses = absl::StrJoin(all, "\n");
-  if (server.metrics_port() != 0) std::cout << "metrics on port " << server.metrics_port() << "\n";
-  std::cout << std::flush;
+  if (server.metrics_port() != 0) absl::StrAppend(&lines, "metrics on port ", server.metrics_port(), "\n");
+  observability::LineWriter(STDOUT_FILENO).Write(lines);
   const std::string path = absl::GetFlag(FLAGS_port_file);
   if (path.empty()) return absl::OkStatus();
   const std::string temporary = path + ".tmp";
@@ -489,8 +490,6 @@ absl::Status Announce(const service::Server& server) {
 [[noreturn]] void EndLost() {
   static absl::Mutex* const first_comer = new absl::Mutex();
   first_comer->Lock();  // for good: whoever comes later waits until the process is gone
-  std::cout << std::flush;
-  std::cerr << std::flush;
   const bool is_worker = !absl::GetFlag(FLAGS_join).empty();
   if (!IsEnding() && (is_worker || absl::GetFlag(FLAGS_workers) > 0)) Restart().BeginAnew();
   _exit(IsEnding() && is_worker ? 0 : kDeviceLostStatus);
@@ -549,7 +548,7 @@ absl::StatusOr<service::ChosenEngine> MakeGroup(const EngineOptions& engine, ser
     assembly.own_ranks = absl::GetFlag(FLAGS_gpus);
     assembly.setup_timeout = kCudaSetupTimeout;
   } else if (assembly.engine.thread_count == 0) {
-    assembly.engine.thread_count = std::max<int32_t>(1, static_cast<int32_t>(std::thread::hardware_concurrency()));
+    assembly.engine.thread_count = ComputeThreads();
   }
   assembly.version = service::ServerVersion();
   assembly.listen_host = absl::GetFlag(FLAGS_group_listen_host);
@@ -651,8 +650,7 @@ void AwaitLeave(const sigset_t& signals) {
   constexpr timespec kLook = {0, 50'000'000};
   const absl::Time deadline = observability::MonotonicNow() + absl::GetFlag(FLAGS_drain_timeout);
   while (Members() > 0 && observability::MonotonicNow() < deadline) {
-    const int signal_number = sigtimedwait(&signals, nullptr, &kLook);
-    if (signal_number > 0 && signal_number != kWakeSignal) return;
+    if (IsEndSignal(sigtimedwait(&signals, nullptr, &kLook))) return;
   }
 }
 
@@ -679,7 +677,11 @@ int Join(const sigset_t& signals) {
   }
   const std::string engine = absl::GetFlag(FLAGS_engine);
   if (absl::Status status = service::CheckEngineChoice(engine); !status.ok()) return Fail(std::string(status.message()));
-  if (absl::Status status = CheckDevices(); !status.ok()) return Fail(std::string(status.message()));
+  for (absl::Status status : {CheckDevices(), CheckAlgorithmCache(), CheckReadable("join_ca", leader.ca),
+                              CheckReadable("join_token_file", leader.token_file),
+                              CheckReadable("tls_certificate", leader.certificate), CheckReadable("tls_key", leader.key)}) {
+    if (!status.ok()) return Fail(std::string(status.message()));
+  }
   if (absl::Status status = CheckEnd(); !status.ok()) return Fail(std::string(status.message()));
   group::WorkerOptions worker;
   worker.version = service::ServerVersion();
@@ -697,17 +699,13 @@ int Join(const sigset_t& signals) {
     std::thread([leader, worker] { StayJoined(leader, worker); }).detach();
   }
   observability::Log(observability::LogLevel::kInfo, "joining", {{"leader", leader.address}});
-  int signal_number = 0;
-  while (sigwait(&signals, &signal_number) != 0 || signal_number == kWakeSignal) {
-  }
+  const int signal_number = AwaitSignal(signals, [] { return false; });
   IsEnding() = true;
   observability::Log(
       observability::LogLevel::kInfo, "leaving",
       {{"signal", int64_t{signal_number}}, {"timeout_s", absl::ToDoubleSeconds(absl::GetFlag(FLAGS_drain_timeout))}});
   AwaitLeave(signals);
   // It has nothing that it could save, and its leader notices its end at once: the threads are left to themselves.
-  std::cout << std::flush;
-  std::cerr << std::flush;
   _exit(0);
 }
 
@@ -772,10 +770,8 @@ int Serve() {
     if (absl::Status announced = Announce(**server); !announced.ok()) return Fail(std::string(announced.message()));
   }
 
-  int signal_number = 0;
   const auto is_lost = [&] { return !(*server)->engine().health().ok(); };
-  while (sigwait(&signals, &signal_number) != 0 || (signal_number == kWakeSignal && !is_lost() && !WorkerIsLeaving())) {
-  }
+  const int signal_number = AwaitSignal(signals, [&] { return is_lost() || WorkerIsLeaving(); });
   if (signal_number == kWakeSignal && !is_lost()) {
     // The others, and who comes in its place, join what begins anew. An operator's signal that comes meanwhile waits for that.
     const absl::Duration timeout = absl::GetFlag(FLAGS_drain_timeout);
@@ -815,20 +811,12 @@ int main(int argc, char** argv) {
   mallopt(M_TRIM_THRESHOLD, 1 << 30);
   mallopt(M_TOP_PAD, 64 << 20);
   mallopt(M_ARENA_MAX, 2);
+  headwater::OutliveReaders();
   headwater::Restart().KeepArguments(argc, argv);
   // Distributions build Abseil with its search for deadlocks, which costs every lock of gRPC's and of ours a good deal, and is for
   // tests to do.
   absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore);
-  absl::SetProgramUsageMessage(headwater::kUsage);
-  // What Abseil would say to --version is about itself: how the distribution has built it.
-  absl::FlagsUsageConfig usage;
-  usage.version_string = [] { return absl::StrCat("headwaterd ", headwater::service::ServerVersion(), "\n"); };
-  usage.contains_help_flags = [](absl::string_view file) { return absl::EndsWith(__FILE__, file); };
-  usage.normalize_filename = [](absl::string_view file) {
-    return std::string(absl::EndsWith(__FILE__, file) ? "server/main.cc" : file);  // not where it was built
-  };
-  absl::SetFlagsUsageConfig(usage);
-  const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
+  const std::vector<char*> rest = headwater::ParseFlags(argc, argv, __FILE__);
   if (rest.size() > 1) return headwater::Fail(std::string("unexpected argument \"") + rest[1] + "\"; see --help");
   if (absl::GetFlag(FLAGS_print_metrics_doc)) {
     std::cout << headwater::observability::MetricsDocument();

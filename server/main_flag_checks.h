@@ -18,6 +18,13 @@ absl::Status CheckPositive(const char* flag, absl::Duration value);
 // Permissions in octal.
 absl::StatusOr<int> ParseMode(const char* flag, const std::string& text);
 
+// Of paths; empty ones are not looked at. InvalidArgument with the path and the system's reason.
+//
+// A file that can be read.
+absl::Status CheckReadable(const char* flag, const std::string& path);
+// A file that can be written, whether or not it is there: it is replaced by one that is made beside it.
+absl::Status CheckReplaceable(const char* flag, const std::string& path);
+
 }  // namespace headwater
 
 #endif  // HEADWATER_SERVER_MAIN_FLAG_CHECKS_H_

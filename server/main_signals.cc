@@ -1,5 +1,6 @@
 #include "server/main_signals.h"
 
+#include <fcntl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -7,6 +8,7 @@
 #include <initializer_list>
 
 #include "absl/base/attributes.h"
+#include "server/observability/logging.h"
 
 namespace headwater {
 namespace {
@@ -14,24 +16,44 @@ namespace {
 constexpr uint64_t Bit(int signal_number) { return uint64_t{1} << (signal_number - 1); }
 
 // Before any library's constructor: BLAS starts threads in one, which would take a signal that the main thread does not wait for,
-// and with that end the process. So early there is no sanitizer either.
-ABSL_ATTRIBUTE_NO_SANITIZE_ADDRESS ABSL_ATTRIBUTE_NO_SANITIZE_THREAD ABSL_ATTRIBUTE_NO_SANITIZE_UNDEFINED void BlockSignals() {
-  const uint64_t mask = Bit(SIGTERM) | Bit(SIGINT) | Bit(SIGHUP) | Bit(kWakeSignal);
+// and with that end the process; others open files, which would get the number of a closed stderr, and lines of the log with it. So
+// early there is no sanitizer either.
+ABSL_ATTRIBUTE_NO_SANITIZE_ADDRESS ABSL_ATTRIBUTE_NO_SANITIZE_THREAD ABSL_ATTRIBUTE_NO_SANITIZE_UNDEFINED void PrepareProcess() {
+  // The lowest number that is free: that of the closed one, as those below it are taken.
+  for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (syscall(SYS_fcntl, fd, F_GETFD) < 0) syscall(SYS_openat, AT_FDCWD, "/dev/null", O_RDWR);
+  }
+  const uint64_t mask = Bit(SIGTERM) | Bit(SIGINT) | Bit(SIGHUP) | Bit(SIGUSR1) | Bit(kWakeSignal);
   syscall(SYS_rt_sigprocmask, SIG_BLOCK, &mask, nullptr, sizeof(mask));
 }
-__attribute__((section(".preinit_array"), used)) void (*const kBeforeConstructors)() = BlockSignals;
+__attribute__((section(".preinit_array"), used)) void (*const kBeforeConstructors)() = PrepareProcess;
 
 }  // namespace
 
 sigset_t MainSignals() {
   sigset_t signals;
   sigemptyset(&signals);
-  for (const int signal_number : {SIGTERM, SIGINT, kWakeSignal}) sigaddset(&signals, signal_number);
+  for (const int signal_number : {SIGTERM, SIGINT, SIGUSR1, kWakeSignal}) sigaddset(&signals, signal_number);
   // Not if nohup has it ignored.
   struct sigaction hangup = {};
   if (sigaction(SIGHUP, nullptr, &hangup) == 0 && hangup.sa_handler != SIG_IGN) sigaddset(&signals, SIGHUP);
   return signals;
 }
+
+void OutliveReaders() {
+  for (const int signal_number : {SIGPIPE, SIGXFSZ}) signal(signal_number, SIG_IGN);
+}
+
+int AwaitSignal(const sigset_t& signals, const std::function<bool()>& is_due) {
+  while (true) {
+    int signal_number = 0;
+    if (sigwait(&signals, &signal_number) != 0) continue;
+    if (IsEndSignal(signal_number) || (signal_number == kWakeSignal && is_due())) return signal_number;
+    observability::Log(observability::LogLevel::kInfo, "signal_ignored", {{"signal", int64_t{signal_number}}});
+  }
+}
+
+bool IsEndSignal(int signal_number) { return signal_number == SIGTERM || signal_number == SIGINT || signal_number == SIGHUP; }
 
 bool IsAskedToEnd() {
   sigset_t pending;

@@ -1,15 +1,19 @@
 #include "server/observability/logging.h"
 
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdio>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
-#include "spdlog/sinks/stdout_sinks.h"
+#include "server/observability/line_writer.h"
+#include "spdlog/sinks/base_sink.h"
 #include "spdlog/spdlog.h"
 
 namespace headwater::observability {
@@ -17,14 +21,29 @@ namespace {
 
 std::atomic<LogFormat> g_format{LogFormat::kText};
 
+std::string Now() { return absl::FormatTime("%Y-%m-%dT%H:%M:%E3SZ", absl::Now(), absl::UTCTimeZone()); }
+
+// Writes to stderr, and counts the lines that are lost there, as LineWriter says: the next one that is not lost is preceded by one
+// with their number.
+class StderrSink final : public spdlog::sinks::base_sink<std::mutex> {
+ protected:
+  void sink_it_(const spdlog::details::log_msg& message) override {
+    std::string lines;
+    if (lost_ > 0) lines = FormatLogLine(g_format, Now(), LogLevel::kWarning, "log_lines_lost", {{"lines", lost_}}) + "\n";
+    lines.append(message.payload.data(), message.payload.size()).append("\n");
+    lost_ = writer_.Write(lines) ? 0 : lost_ + 1;
+  }
+  void flush_() override {}
+
+ private:
+  LineWriter writer_{STDERR_FILENO};
+  int64_t lost_ = 0;
+};
+
 spdlog::logger& Logger() {
-  static const std::shared_ptr<spdlog::logger> logger = [] {
-    auto made = std::make_shared<spdlog::logger>("headwater", std::make_shared<spdlog::sinks::stderr_sink_mt>());
-    made->set_pattern("%v");
-    made->flush_on(spdlog::level::info);
-    return made;
-  }();
-  return *logger;
+  static const auto* const logger =
+      new std::shared_ptr<spdlog::logger>(std::make_shared<spdlog::logger>("headwater", std::make_shared<StderrSink>()));
+  return **logger;
 }
 
 spdlog::level::level_enum ToSpdlog(LogLevel level) {
@@ -143,8 +162,7 @@ std::string FormatLogLine(LogFormat format, const std::string& time, LogLevel le
 void Log(LogLevel level, const char* event, const std::vector<LogField>& fields) {
   spdlog::logger& logger = Logger();
   if (!logger.should_log(ToSpdlog(level))) return;
-  const std::string time = absl::FormatTime("%Y-%m-%dT%H:%M:%E3SZ", absl::Now(), absl::UTCTimeZone());
-  const std::string line = FormatLogLine(g_format, time, level, event, fields);
+  const std::string line = FormatLogLine(g_format, Now(), level, event, fields);
   logger.log(ToSpdlog(level), spdlog::string_view_t(line.data(), line.size()));
 }
 

@@ -2,6 +2,7 @@
 //
 //   Log(LogLevel::kInfo, "head_created", {{"request_id", id}, {"head", name}, {"planned_bytes", bytes}});
 //
+// Nobody waits for the reader of stderr: what it cannot take is lost, and a line `log_lines_lost` has their number later.
 // Thread-safe. Tensor contents, session ids and tokens are never logged; values that clients chose are escaped.
 #ifndef HEADWATER_SERVER_OBSERVABILITY_LOGGING_H_
 #define HEADWATER_SERVER_OBSERVABILITY_LOGGING_H_

@@ -1,9 +1,13 @@
 #include "server/service/server_core.h"
 
 #include <malloc.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
+#include <cstring>
 #include <optional>
 #include <utility>
 
@@ -40,6 +44,17 @@ scheduler::QueueWidths WidthsFor(scheduler::QueueWidths widths, const LossEngine
   return widths;
 }
 
+// A mount that is not there should end the start, not each LoadWeights.
+absl::Status CheckLoadRoot(const std::string& path) {
+  if (path.empty()) return absl::OkStatus();
+  struct stat info = {};
+  int error = stat(path.c_str(), &info) == 0 && access(path.c_str(), R_OK | X_OK) == 0 ? 0 : errno;
+  if (error == 0 && !S_ISDIR(info.st_mode)) error = ENOTDIR;
+  if (error == 0) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("load_root: expected a folder that can be read, got ", path, ": ", std::strerror(error)));
+}
+
 }  // namespace
 
 const char* ServerVersion() { return HEADWATER_VERSION; }
@@ -62,6 +77,7 @@ absl::StatusOr<std::unique_ptr<ServerCore>> ServerCore::Create(const ServerOptio
   if (options.deterministic && !engine->options().deterministic) {
     return absl::InvalidArgumentError("deterministic: expected an engine that was made with EngineOptions::deterministic");
   }
+  if (absl::Status status = CheckLoadRoot(options.load_root); !status.ok()) return status;
   auto access = AccessControl::Create(options.token_file);
   if (!access.ok()) return access.status();
   std::unique_ptr<checkpoint::CheckpointStore> checkpoints;

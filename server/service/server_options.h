@@ -34,7 +34,7 @@ struct ServerOptions {
   bool restore_heads = true;                                // with a checkpoint directory: bring back the heads that were saved
   int64_t keep_checkpoints = 3;                             // of a series of a head's; 0: all
   bool drain_checkpoint = false;                            // save the heads that have changed when the server drains
-  std::string load_root;                                    // empty: no LoadWeights
+  std::string load_root;                                    // a folder that is there; empty: no LoadWeights
   std::string metrics_address;                              // host:port; empty: no endpoint
   std::string trace_dir;                                    // where traced calls are written; empty: none is
   int64_t max_trace_files = 1000;                           // that stay there

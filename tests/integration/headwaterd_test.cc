@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <signal.h>
 #include <spawn.h>
 #include <stdlib.h>
@@ -29,6 +30,8 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::MatchesRegex;
+using ::testing::Not;
+using ::testing::StartsWith;
 
 std::string ReadFile(const std::string& path) {
   std::ifstream file(path);
@@ -68,9 +71,10 @@ class Headwaterd : public ::testing::Test {
     std::error_code ignored;
     std::filesystem::remove_all(directory_, ignored);
   }
-  // Starts the program; stdout and stderr go into files.
-  void Start(std::vector<std::string> arguments) {
-    arguments.insert(arguments.begin(), HEADWATERD_PROGRAM);
+  // Starts headwaterd, or the program that starts it; stdout and stderr go into files.
+  void Start(const std::vector<std::string>& arguments) { Start(HEADWATERD_PROGRAM, arguments); }
+  void Start(const std::string& program, std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), program);
     std::vector<char*> pointers;
     for (std::string& argument : arguments) pointers.push_back(argument.data());
     pointers.push_back(nullptr);
@@ -119,11 +123,85 @@ TEST_F(Headwaterd, TellsItsVersion) {
   EXPECT_EQ(Out(), "headwaterd " HEADWATER_VERSION "\n");
 }
 
-TEST_F(Headwaterd, HelpsWithItsOwnFlags) {
-  EXPECT_EQ(Run({"--help"}), 1);  // Abseil's
-  EXPECT_THAT(Out(), HasSubstr("Flags from server/main.cc:"));
-  EXPECT_THAT(Out(), HasSubstr("--listen_addresses"));
-  EXPECT_THAT(Out(), HasSubstr("--workspace_bytes"));
+TEST_F(Headwaterd, HelpsWithItsOwnFlagsBySection) {
+  EXPECT_EQ(Run({"--shards=2", "--help"}), 0);
+  const std::string help = Out();
+  EXPECT_THAT(help, StartsWith("Serves LM heads"));
+  // Sections in their order, each with flags of its own and their defaults.
+  size_t place = 0;
+  for (const std::string expected :
+       {"\n\nAddresses\n\n", "\n  --listen_addresses=127.0.0.1:50051\n      comma-separated", "\n\nAccess\n\n",
+        "\n  --token_file=\n", "\n\nEngine\n\n", "\n  --shards=1\n", "\n\nSeveral processes as one server\n\n", "\n  --workers=0\n",
+        "\n\nStorage\n\n", "\n  --load_root=\n", "\n\nLimits\n\n", "\n  --max_heads=", "\n\nOperation\n\n",
+        "\n  --log_level=info\n"}) {
+    const size_t found = help.find(expected, place);
+    ASSERT_NE(found, std::string::npos) << expected << help.substr(place);
+    place = found + 1;
+  }
+  // Each flag once, none of a library's, and no line that a terminal breaks.
+  EXPECT_EQ(help.find("  --load_root="), help.rfind("  --load_root="));
+  EXPECT_THAT(help, Not(HasSubstr("--flagfile=\n")));
+  std::istringstream lines(help);
+  for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), line.find("  --") == 0 ? 200U : 132U) << line;
+}
+
+TEST_F(Headwaterd, PointsAtItsHelpWhereFlagsAreWrong) {
+  for (const std::vector<std::string>& wrong : {std::vector<std::string>{"--shard=2"}, {"--shards=two"}, {"two"}}) {
+    EXPECT_EQ(Run(wrong), 1);
+    EXPECT_THAT(Err(), HasSubstr("--help")) << wrong[0];
+  }
+  EXPECT_EQ(Run({"--shards=0"}), 1);  // its sentence has all there is to know
+  EXPECT_THAT(Err(), Not(HasSubstr("--help")));
+}
+
+// A container's processors are often fewer than the machine's.
+TEST_F(Headwaterd, ComputesOnTheProcessorsThatItMayUse) {
+  const std::string taskset = "/usr/bin/taskset";
+  if (!std::filesystem::exists(taskset)) GTEST_SKIP() << taskset << " is not there";
+  for (const std::string& group : {std::string("--shards=1"), std::string("--workers=1")}) {
+    // The first processor that this process may use.
+    cpu_set_t mask;
+    ASSERT_EQ(sched_getaffinity(0, sizeof(mask), &mask), 0);
+    int first = 0;
+    while (!CPU_ISSET(first, &mask)) ++first;
+    Start(taskset, {"--cpu-list", std::to_string(first), HEADWATERD_PROGRAM, group, "--engine=cpu", "--metrics_address=",
+                    "--listen_addresses=unix:" + directory_ + "/socket", "--port_file=" + directory_ + "/ports"});
+    ASSERT_EQ(Addresses(directory_ + "/ports").size(), 1U) << Err();
+    EXPECT_THAT(Err(), HasSubstr(" threads=1 "));
+    ASSERT_EQ(kill(pid_, SIGTERM), 0);
+    EXPECT_EQ(Wait(), 0) << Err();
+    std::filesystem::remove(directory_ + "/ports");
+  }
+}
+
+// Before an engine is made, and heads are brought back.
+TEST_F(Headwaterd, ChecksItsPathsAtTheStart) {
+  const auto refused = [&](const std::vector<std::string>& arguments) {
+    std::vector<std::string> all = {"--listen_addresses=unix:" + directory_ + "/socket", "--metrics_address="};
+    all.insert(all.end(), arguments.begin(), arguments.end());
+    EXPECT_EQ(Run(all), 1);
+    EXPECT_THAT(Err(), Not(HasSubstr("event=serving")));
+    return Err();
+  };
+  const std::string file = directory_ + "/file";
+  std::ofstream(file) << "x";
+  EXPECT_THAT(refused({"--load_root=/nosuch"}),
+              HasSubstr("load_root: expected a folder that can be read, got /nosuch: No such file"));
+  EXPECT_THAT(refused({"--load_root=" + file}), HasSubstr("got " + file + ": Not a directory"));
+  EXPECT_THAT(refused({"--port_file=/nosuch/ports"}),
+              HasSubstr("--port_file: cannot write into the folder of /nosuch/ports: No such"));
+  EXPECT_THAT(refused({"--port_file=" + directory_}), HasSubstr("--port_file: cannot write " + directory_ + ": Is a directory"));
+  EXPECT_THAT(refused({"--engine=auto", "--algorithm_cache=/nosuch/a.json"}),
+              HasSubstr("--algorithm_cache: cannot write into the folder"));
+  EXPECT_THAT(refused({"--checkpoint_directory=" + file + "/c"}), HasSubstr(file));
+  EXPECT_THAT(refused({"--trace_dir=" + file + "/t"}), HasSubstr("trace_dir: cannot use " + file + "/t"));
+  EXPECT_THAT(refused({"--token_file=/nosuch"}), HasSubstr("/nosuch"));
+  EXPECT_THAT(refused({"--tls_certificate=/nosuch.crt", "--tls_key=/nosuch.key"}), HasSubstr("/nosuch.crt"));
+  EXPECT_THAT(refused({"--descriptor_socket=/nosuch/s"}), HasSubstr("/nosuch/s"));
+  EXPECT_THAT(refused({"--join=127.0.0.1:1", "--join_ca=/nosuch"}), HasSubstr("--join_ca: cannot read /nosuch: No such file"));
+  EXPECT_THAT(refused({"--join=127.0.0.1:1", "--join_token_file=/nosuch"}), HasSubstr("--join_token_file: cannot read /nosuch"));
+  EXPECT_THAT(refused({"--join=127.0.0.1:1", "--join_ca=" + file, "--tls_certificate=/nosuch", "--tls_key=" + file}),
+              HasSubstr("--tls_certificate: cannot read /nosuch"));
 }
 
 TEST_F(Headwaterd, ServesUntilItIsToldToStop) {
