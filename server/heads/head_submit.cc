@@ -39,6 +39,16 @@ bool NeedsSlot(const Submission& submission) {
   return (submission.explicit_commit || submission.refuse_non_finite) && !submission.late_token_factors;
 }
 
+// How soon a slot that another session has may be free again.
+constexpr char kSlotRetryAfterMs[] = "100";
+
+// The same error, which does not say to try again: the caller's own session has what is missing.
+absl::Status WithoutRetry(const absl::Status& status) {
+  ErrorMetadata metadata = GetErrorMetadata(status);
+  metadata.erase("retryAfterMs");
+  return MakeError(GetErrorReason(status), std::string(status.message()), std::move(metadata));
+}
+
 absl::Status Cancelled() {
   return MakeError(ErrorReason::kCancelled, "the call was cancelled before its micro-batch was decided; nothing was added");
 }
@@ -218,6 +228,13 @@ class Head::SubmissionRun {
   absl::StatusOr<BeginDecision> BeginIn(Head* target) ABSL_EXCLUSIVE_LOCKS_REQUIRED(target->state_mutex_);
   // Decides how the contribution is held.
   absl::Status ChooseForm();
+  // Null if every target has a free slot.
+  Head* FirstWithoutSlot() const;
+  // How many undecided contributions of this target, held as rows or in slots, are the caller's own session's, or not.
+  int64_t PendingOf(Head& target, bool own, bool is_held) const;
+  // kStagingFull; says to try again if another session may free a slot of `target`. The caller's own is never waited for: it waits
+  // for this answer.
+  absl::Status SlotsTaken(Head& target) const;
   // `flow` null: all rows are there.
   absl::StatusOr<MicroBatchResult> Compute(RowFlow* flow);
   // The last moment at which a run whose rows were awaited can end without a trace.
@@ -357,10 +374,15 @@ absl::StatusOr<SubmissionOutcome> Head::SubmissionRun::Run() ABSL_NO_THREAD_SAFE
   Flow flow(*this);
   const bool flows = submission_.incoming != nullptr;
   absl::StatusOr<MicroBatchResult> result = Compute(flows ? &flow : nullptr);
-  if (HasReason(result.status(), ErrorReason::kStagingFull) && form_ == ContributionForm::kStaged && submission_.hold != nullptr) {
+  if (HasReason(result.status(), ErrorReason::kStagingFull) && form_ == ContributionForm::kStaged) {
     // A run beside this one has taken the slot that was free (EngineHead::StagesConcurrently): nothing has happened yet.
-    form_ = ContributionForm::kHeld;
-    result = Compute(flows ? &flow : nullptr);
+    if (submission_.hold == nullptr) {
+      Head* const full = FirstWithoutSlot();
+      result = SlotsTaken(full == nullptr ? *targets_.front() : *full);
+    } else {
+      form_ = ContributionForm::kHeld;
+      result = Compute(flows ? &flow : nullptr);
+    }
   }
   bool may_have_added = form_ == ContributionForm::kDirect && (!flows || flow.decided());
   if (result.ok() && flows && !flow.decided()) {
@@ -494,18 +516,41 @@ absl::Status Head::SubmissionRun::ChooseForm() ABSL_NO_THREAD_SAFETY_ANALYSIS {
   if (in_order()) return absl::OkStatus();
   if (!NeedsSlot(submission_)) return absl::OkStatus();
   form_ = ContributionForm::kStaged;
-  for (Head* target : targets_) {
-    if (target->engine_head_->FreeStagingSlots() > 0) continue;
-    if (submission_.hold != nullptr) {
-      form_ = ContributionForm::kHeld;
-      break;
-    }
-    return MakeError(
-        ErrorReason::kStagingFull,
-        absl::StrCat("all ", target->spec_.staging_slots, " staging slots of ", target->name_.ToString(), " are taken"),
-        {{"head", target->name_.ToString()}, {"stagingSlots", absl::StrCat(target->spec_.staging_slots)}});
-  }
+  Head* const full = FirstWithoutSlot();
+  if (full == nullptr) return absl::OkStatus();
+  if (submission_.hold == nullptr) return SlotsTaken(*full);
+  form_ = ContributionForm::kHeld;
   return absl::OkStatus();
+}
+
+Head* Head::SubmissionRun::FirstWithoutSlot() const ABSL_NO_THREAD_SAFETY_ANALYSIS {
+  for (Head* target : targets_) {
+    if (target->engine_head_->FreeStagingSlots() <= 0) return target;
+  }
+  return nullptr;
+}
+
+int64_t Head::SubmissionRun::PendingOf(Head& target, bool own, bool is_held) const {
+  absl::MutexLock state_lock(&target.state_mutex_);
+  return std::count_if(target.pending_.begin(), target.pending_.end(), [&](const auto& entry) {
+    const PendingContribution& pending = *entry.second;
+    const bool is_own = submission_.session.has_value() && pending.session() == submission_.session;
+    return is_own == own && pending.is_held() == is_held && !pending.dropped();
+  });
+}
+
+absl::Status Head::SubmissionRun::SlotsTaken(Head& target) const {
+  const int64_t slots = target.spec_.staging_slots;
+  const int64_t own = PendingOf(target, /*own=*/true, /*is_held=*/false);
+  ErrorMetadata metadata = {
+      {"head", target.name_.ToString()}, {"stagingSlots", absl::StrCat(slots)}, {"ownSlots", absl::StrCat(own)}};
+  // Heads by rows have as many slots on each rank.
+  if (own < slots || PendingOf(target, /*own=*/false, /*is_held=*/false) > 0) metadata.emplace("retryAfterMs", kSlotRetryAfterMs);
+  return MakeError(ErrorReason::kStagingFull,
+                   absl::StrCat("all ", slots, " staging slots of ", target.name_.ToString(), " are taken, ", own,
+                                " of them by the caller's own session; commit or discard one of its micro-batches, allow this one "
+                                "to be held (allow_held), or create the head with more staging_slots"),
+                   std::move(metadata));
 }
 
 void Head::SubmissionRun::GiveUp(const std::exception& error) ABSL_NO_THREAD_SAFETY_ANALYSIS {
@@ -586,7 +631,11 @@ absl::StatusOr<HeldRows> Head::SubmissionRun::KeepRows() ABSL_NO_THREAD_SAFETY_A
   }
   const auto& hold = is_first && submission_.hold_first != nullptr ? submission_.hold_first : submission_.hold;
   absl::StatusOr<std::shared_ptr<const void>> storage = hold();
-  if (!storage.ok()) return storage.status();
+  if (!storage.ok()) {
+    const auto holds_own = [this](Head* target) { return PendingOf(*target, /*own=*/true, /*is_held=*/true) > 0; };
+    return !in_order() && std::any_of(targets_.begin(), targets_.end(), holds_own) ? WithoutRetry(storage.status())
+                                                                                   : storage.status();
+  }
   HeldRows held;
   held.hidden = submission_.hidden;
   held.storage = *std::move(storage);

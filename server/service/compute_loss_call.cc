@@ -502,14 +502,16 @@ absl::StatusOr<std::shared_ptr<const void>> ComputeLossCall::HoldPayload(bool an
     core_.held.ReserveAnyway(bytes, &payload_->held);
   } else if (!core_.held.TryReserve(bytes, &payload_->held)) {
     const int64_t available = core_.held.available_bytes();
-    return MakeError(
-        ErrorReason::kStagingFull,
-        absl::StrCat("the contribution would be held as ", bytes, " bytes of rows, and ", available, " of ",
-                     core_.held.capacity_bytes(), " (max_held_bytes) are free; commit or discard others, then try again"),
-        {{"limit", "max_held_bytes"},
-         {"requestedBytes", absl::StrCat(bytes)},
-         {"availableBytes", absl::StrCat(available)},
-         {kRetryAfterMsKey, "500"}});
+    const bool a_slot_would_do = !payload_->request.late_token_factors && !core_.options.deterministic;
+    return MakeError(ErrorReason::kStagingFull,
+                     absl::StrCat("the contribution would be held as ", bytes, " bytes of rows, and ", available, " of ",
+                                  core_.held.capacity_bytes(), " (max_held_bytes) are free; commit or discard others first, ",
+                                  a_slot_would_do ? "create the head with more staging_slots, or raise " : "or raise ",
+                                  "--max_held_bytes of the server"),
+                     {{"limit", "max_held_bytes"},
+                      {"requestedBytes", absl::StrCat(bytes)},
+                      {"availableBytes", absl::StrCat(available)},
+                      {kRetryAfterMsKey, "500"}});
   }
   if (kept_ == nullptr) HEADWATER_RETURN_IF_ERROR(BeginToKeep());
   HEADWATER_RETURN_IF_ERROR(kept_->Await());

@@ -98,6 +98,41 @@ TEST_P(Holding, WaitsForTheFactorsOfEachRow) {
   EXPECT_EQ(server_->Snapshot(head), after);
 }
 
+TEST_P(Holding, OnlyWhatAnotherSessionHasIsWorthARetry) {
+  ServerSetup setup = MakeSetup();
+  setup.options.limits.max_held_bytes = kHeldBytes;
+  Restart(setup);
+  const TestHead head = server_->MakeHead("h", SmallSpec());  // one slot
+  const std::string own = server_->OpenSession(600000), other = server_->OpenSession(600000);
+  v1::MicroBatchHeader header = ExplicitHeader(head, 0, 0);
+  header.set_session_id(own);
+  Require(server_->Compute(header, Rows(5)).status, "the one that takes the slot");
+  header.set_micro_batch(1);
+  const WireError own_slot = DecodeError(server_->Compute(header, Rows(6)).status);
+  EXPECT_EQ(own_slot.reason, "STAGING_FULL");
+  EXPECT_EQ(own_slot.at("ownSlots"), "1");
+  EXPECT_FALSE(own_slot.retry_ms.has_value());
+  header.set_session_id(other);
+  const WireError their_slot = DecodeError(server_->Compute(header, Rows(6)).status);
+  EXPECT_EQ(their_slot.reason, "STAGING_FULL");
+  EXPECT_EQ(their_slot.at("ownSlots"), "0");
+  EXPECT_TRUE(their_slot.retry_ms.has_value());
+
+  header.set_session_id(own);
+  header.set_allow_held(true);
+  EXPECT_EQ(server_->Compute(header, Rows(6)).summary.form(), v1::CONTRIBUTION_FORM_HELD);  // all that may be held
+  header.set_micro_batch(2);
+  const WireError own_rows = DecodeError(server_->Compute(header, Rows(7)).status);
+  EXPECT_EQ(own_rows.reason, "STAGING_FULL");
+  EXPECT_EQ(own_rows.at("limit"), "max_held_bytes");
+  EXPECT_NE(own_rows.message.find("staging_slots"), std::string::npos) << own_rows.message;
+  EXPECT_FALSE(own_rows.retry_ms.has_value());
+  header.set_session_id(other);
+  const WireError their_rows = DecodeError(server_->Compute(header, Rows(7)).status);
+  EXPECT_EQ(their_rows.at("limit"), "max_held_bytes");
+  EXPECT_TRUE(their_rows.retry_ms.has_value());
+}
+
 TEST_P(Holding, NeedsNoSlotAtAll) {
   const TestHead head = server_->MakeHead("h", WithoutSlots());
   v1::MicroBatchHeader header = ExplicitHeader(head, 0, 0);

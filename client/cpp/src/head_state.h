@@ -3,6 +3,7 @@
 #define HEADWATER_CLIENT_SRC_HEAD_STATE_H_
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -147,6 +148,17 @@ class HeadState {
   const std::string name;
   const HeadSpec spec;
 
+  // Whether the caller should be warned that a micro-batch was HELD for want of a slot: once. `unasked`: it might have been STAGED.
+  // Where nothing ever is, no slot is missing: deterministic mode holds everything.
+  bool ShouldWarnOfHeld(ContributionForm form, bool unasked) {
+    if (form == ContributionForm::kStaged) has_staged_ = true;
+    return form == ContributionForm::kHeld && unasked && has_staged_ && !warned_of_held_.exchange(true);
+  }
+
+  // The step that Seal() has closed without micro-batches; -1: none.
+  int64_t empty_step() const { return empty_step_; }
+  void SetEmptyStep(int64_t step) { empty_step_ = step; }
+
   bool SharesEpochWith(const HeadState& other) const { return current() == other.current(); }
 
   std::string epoch() const { return current()->epoch(); }
@@ -191,6 +203,9 @@ class HeadState {
     return current_;
   }
 
+  std::atomic<int64_t> empty_step_ = -1;
+  std::atomic<bool> has_staged_ = false;
+  std::atomic<bool> warned_of_held_ = false;
   mutable std::mutex mutex_;
   std::shared_ptr<HeadEpoch> current_;
 };

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/cpp/src/convert.h"
 #include "client/cpp/src/decision.h"
+#include "client/cpp/src/notice.h"
 #include "client/cpp/src/retried_call.h"
 #include "client/cpp/src/tensor_stream.h"
 #include "client/cpp/src/transfer/micro_batch_transfer.h"
@@ -141,8 +142,20 @@ class LossCall : public RetriedCall {
       connection().replay_log().StepIsOpen(use.state, *use.step);
     }
     if (connection().replay_log().enabled()) Enter([this] { Log(); });
+    NoteForm(result.form);
     if (result.state == ContributionState::kStaged) {
       result.contribution.emplace(std::make_shared<const ContributionKey>(ContributionKey{shared_connection(), std::move(key)}));
+    }
+  }
+
+  void NoteForm(ContributionForm form) {
+    for (const HeadUse& use : heads()) {
+      if (!use.step.has_value() || !use.state->ShouldWarnOfHeld(form, !input_.header.late_token_factors())) continue;
+      GiveNotice(connection().options(),
+                 absl::StrCat("a micro-batch of ", use.state->name,
+                              " found all staging slots taken by others that wait for their commit; the server keeps its rows and "
+                              "computes them again at commit, a third more work. Create the head with more "
+                              "HeadSpec::staging_slots, one for each micro-batch that waits at once"));
     }
   }
 

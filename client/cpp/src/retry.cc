@@ -40,8 +40,9 @@ bool RetryState::MayRepeat(const absl::Status& status) const {
   // Who has cancelled a call does not ask. A server that shuts down cuts off calls that reach it in that moment: like a connection.
   if (absl::IsCancelled(status)) return repeat_ == Repeat::kSafe;
   if (absl::IsResourceExhausted(status)) {
-    return reason == "QUEUE_FULL" || reason == "IN_FLIGHT_BYTES_EXCEEDED" || reason == "STAGING_FULL" ||
-           reason == "ORDERED_WINDOW_FULL";
+    // A slot that this client's own session has is not awaited: nobody else frees it. The server says which it is.
+    if (reason == "STAGING_FULL") return RetryDelay(status).has_value();
+    return reason == "QUEUE_FULL" || reason == "IN_FLIGHT_BYTES_EXCEEDED" || reason == "ORDERED_WINDOW_FULL";
   }
   // Connections of one micro-batch broke or did not meet. If it was added all the same, the repeat is answered as a replay.
   if (reason == "STRIPE_LOST" || reason == "TRANSFER_NOT_FOUND") return true;

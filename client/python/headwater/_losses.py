@@ -126,7 +126,8 @@ class HeadLosses:
             label_smoothing: in [0, 1), spread evenly over the valid vocabulary.
             z_loss: >= 0, coefficient of lse^2 (nats^2).
             class_weights: (valid_vocab_size,) or (vocab_size,), >= 0. They scale a row's loss; see `target_weight_sum` for means.
-            commit: "eager" adds at once; "explicit" waits for `commit` or `discard`, and takes a staging slot.
+            commit: "eager" adds at once; "explicit" waits for `commit` or `discard`, and takes a staging slot. Where the slots are
+                this client's own, `StagingFullError` comes at once: nobody else frees them.
             allow_held: an explicit micro-batch (or one with non_finite="refuse") that finds no free slot is HELD instead: its rows
                 are kept, and computed again at commit. Rows that are ignored may be left out: see late_token_factors.
             late_token_factors: a factor for each row will come with `commit(token_factors=...)`: it is HELD in any case.

@@ -21,9 +21,7 @@ from headwater._types import check_integer, check_number
 R = TypeVar("R")
 
 # Refusals for want of room, which goes by; and what only this attempt lacked: one of its streams, or memory (registered anew).
-_TRANSIENT_REASONS = frozenset(
-    {"QUEUE_FULL", "IN_FLIGHT_BYTES_EXCEEDED", "STAGING_FULL", "ORDERED_WINDOW_FULL", "STRIPE_LOST", "REGION_NOT_FOUND"}
-)
+_TRANSIENT_REASONS = frozenset({"QUEUE_FULL", "IN_FLIGHT_BYTES_EXCEEDED", "ORDERED_WINDOW_FULL", "STRIPE_LOST", "REGION_NOT_FOUND"})
 # Failures that leave open whether the call was carried out.
 AMBIGUOUS_CODES = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"})
 # Steps of a head whose attempts are remembered: the open one, the one before it, and one that a call waits for.
@@ -70,6 +68,9 @@ def is_transient(error: HeadwaterError, *, repeatable: bool) -> bool:
         return False
     if error.reason in _TRANSIENT_REASONS:
         return True
+    if error.reason == "STAGING_FULL":
+        # A slot that this client's own session has is not awaited: nobody else frees it. The server says which it is.
+        return error.retry_after_s is not None
     return error.code == "UNAVAILABLE" and (repeatable or bool(error.reason))
 
 

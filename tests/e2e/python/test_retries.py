@@ -242,13 +242,22 @@ def test_with_replay_the_server_still_says_how_long_to_wait(server, connect):
 
 
 def test_with_replay_a_refusal_for_want_of_room_is_tried_as_often_as_without(server, connect):
-    """Not more often: a loss that finds no staging slot has its rows held. Nor less often, though the server was away before."""
-    full = Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "STAGING_FULL")
+    """Not more often, and not less often, though the server was away before."""
+    full = Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "STAGING_FULL", retry_after_s=0.001)
     head = connect(replay=True)
     server.fail("ComputeLoss", *[CUT] * 6, *[full] * 10)
     with refused("STAGING_FULL", headwater.StagingFullError):
         head.cross_entropy(HIDDEN, TARGETS, micro_batch=0, commit="explicit")
     assert server.count("ComputeLoss") == 6 + QUICK.max_attempts
+
+
+def test_a_staging_slot_of_this_session_is_not_waited_for(server, connect):
+    """The server asks for a retry where another session has the slot. The own one is freed by nobody who waits."""
+    head = connect()
+    server.fail("ComputeLoss", Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "STAGING_FULL"))
+    with refused("STAGING_FULL", headwater.StagingFullError):
+        head.cross_entropy(HIDDEN, TARGETS, micro_batch=0, commit="explicit")
+    assert server.count("ComputeLoss") == 1
 
 
 @pytest.mark.parametrize("method", UNREPEATABLE)
@@ -312,7 +321,8 @@ def test_an_attempt_that_is_given_is_not_below_those_of_this_clients_retries(ser
             return head.cross_entropy_future(HIDDEN, TARGETS, **arguments).result(30)
         return head.cross_entropy(HIDDEN, TARGETS, **arguments)
 
-    server.fail("ComputeLoss", *[Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "STAGING_FULL")] * QUICK.max_attempts)
+    full = Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "STAGING_FULL", retry_after_s=0.001)
+    server.fail("ComputeLoss", *[full] * QUICK.max_attempts)
     with refused("STAGING_FULL", headwater.StagingFullError):
         submit()
     last = 2 + QUICK.max_attempts - 1
@@ -444,11 +454,12 @@ def test_the_book_of_attempts_stays_small():
     assert book.get(dataclasses.replace(keys[-1], epoch=bytes(16)), 0) == 0
 
 
-def test_a_free_slot_is_waited_for(remote, make_head, rng):
+def test_a_slot_of_another_session_is_waited_for(remote, make_head, rng):
     head = make_head(remote.client, rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32), staging_slots=1)
-    first = head.cross_entropy(HIDDEN, TARGETS, micro_batch=0, commit="explicit")
-    threading.Timer(0.3, first.commit).start()
-    second = head.cross_entropy(HIDDEN, TARGETS, micro_batch=1, commit="explicit")
-    assert second.state == "STAGED" and second.attempt > 0
-    assert second.commit() is False
+    with headwater.connect(remote.address) as other:
+        first = other.head(head.name).cross_entropy(HIDDEN, TARGETS, micro_batch=0, commit="explicit")
+        threading.Timer(0.3, first.commit).start()
+        second = head.cross_entropy(HIDDEN, TARGETS, micro_batch=1, commit="explicit")
+        assert second.state == "STAGED" and second.attempt > 0
+        assert second.commit() is False
     assert head.seal(expected_micro_batches=2).totals.micro_batch_count == 2

@@ -334,12 +334,23 @@ def test_num_items_in_batch_is_the_divisor(one_shard, make_head, problem):
         check_gradients(trunk.grad, head, expected)
 
 
-def test_no_valid_token_gives_zero(one_shard, make_head, problem):
+@pytest.mark.parametrize("items", (None, 0, torch.tensor(0)), ids=("own", "int", "tensor"))
+def test_no_valid_token_gives_zero(one_shard, make_head, problem, items):
+    """Also where the Trainer has counted none in the whole step."""
     for options in ({}, {"loss_scale": 1.0}):
         head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
-        loss = headwater.torch.CrossEntropyLoss(head, **options)(problem.inputs @ trunk.T, torch.full((16,), -100))
+        loss_fn = headwater.torch.CrossEntropyLoss(head, **options)
+        loss = loss_fn(problem.inputs @ trunk.T, torch.full((16,), -100), num_items_in_batch=items)
         loss.backward()
         assert loss.item() == 0 and not trunk.grad.any() and head.gradient_norm() == 0
+
+
+def test_no_items_beside_valid_tokens_are_refused(one_shard, make_head, problem):
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    loss_fn = headwater.torch.CrossEntropyLoss(head)
+    with refused("INVALID_FIELD", headwater.InvalidArgumentError) as info:
+        loss_fn(problem.inputs @ trunk.T, problem.targets, num_items_in_batch=0)
+    assert "num_items_in_batch is 0" in str(info.value) and loss_fn.micro_batches == []
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))

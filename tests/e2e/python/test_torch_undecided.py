@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import threading
+import warnings
 import weakref
 
 import numpy as np
@@ -242,6 +243,55 @@ def test_rows_of_a_joined_teacher_are_held_too(one_shard, make_head, problem, rn
     assert len({loss.item() for loss in losses}) == 1
     for other in gradients[1:]:
         assert relative(other, gradients[0].double()) <= 1e-5
+
+
+@pytest.mark.parametrize("count", (2, 3))
+def test_losses_before_one_backward_equal_one_loss_and_wait_for_nothing(one_shard, make_head, problem, count):
+    """With the default of one slot: the slot is this process's own, and only its backward frees it."""
+    expected, value = problem.reference(
+        lambda hidden, logits: F.cross_entropy(logits, problem.targets, reduction="sum") / len(problem.targets)
+    )
+    head, trunk = problem.head(one_shard.client, make_head), problem.parameter()
+    loss_fn = headwater.torch.CrossEntropyLoss(head, reduction="sum")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parts = zip(torch.tensor_split(problem.inputs, count), torch.tensor_split(problem.targets, count), strict=True)
+        loss = sum(loss_fn(inputs @ trunk.T, targets) for inputs, targets in parts) / len(problem.targets)
+        loss.backward()
+    micro_batches = head.step_state().open.micro_batches.values()
+    assert [entry.form for entry in micro_batches] == ["STAGED", *["HELD"] * (count - 1)]
+    assert [entry.attempt for entry in micro_batches] == [0] * count  # none was refused, and tried again
+    assert abs(loss.item() / value - 1) <= 1e-6
+    check_gradients(trunk.grad, head, expected)
+    (warning,) = (entry for entry in caught if issubclass(entry.category, RuntimeWarning))
+    assert "staging_slots=2" in str(warning.message) and warning.filename == __file__
+
+
+def test_a_slot_for_each_loss_brings_no_warning(one_shard, make_head, problem):
+    head, trunk = problem.head(one_shard.client, make_head, staging_slots=2), problem.parameter()
+    loss_fn, none_fn = (headwater.torch.CrossEntropyLoss(head, reduction=reduction) for reduction in ("mean", "none"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hidden = problem.inputs @ trunk.T
+        sum((loss_fn(hidden, problem.targets), loss_fn(hidden, problem.targets), none_fn(hidden, problem.targets).sum())).backward()
+    assert [entry.form for entry in head.step_state().open.micro_batches.values()] == ["STAGED", "STAGED", "HELD"]
+
+
+def test_a_slot_of_the_own_session_is_refused_at_once(remote, make_head, problem):
+    """Where the rows may not be held. Another session's slot is worth a retry: it may commit meanwhile."""
+    head = problem.head(remote.client, make_head)
+    rows = (problem.inputs @ problem.trunk.T, problem.targets)
+    head.cross_entropy(*rows, micro_batch=0, commit="explicit")
+    with refused("STAGING_FULL", headwater.StagingFullError) as own:
+        head.cross_entropy(*rows, micro_batch=1, commit="explicit")
+    assert own.value.retry_after_s is None and own.value.metadata["ownSlots"] == "1"
+    assert "allow_held" in str(own.value) and "staging_slots" in str(own.value)
+    with headwater.connect(remote.address) as other:
+        with refused("STAGING_FULL", headwater.StagingFullError) as theirs:
+            other.head(head.name).cross_entropy(*rows, micro_batch=2, commit="explicit")
+        assert theirs.value.retry_after_s is not None and theirs.value.metadata["ownSlots"] == "0"
+    assert head.commit(micro_batch=0) is False
+    head.cross_entropy(*rows, micro_batch=1, commit="explicit")
 
 
 def test_a_head_without_slots_refuses_what_needs_one(one_shard, make_head, problem):

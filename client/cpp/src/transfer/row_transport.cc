@@ -1,10 +1,10 @@
 #include "client/cpp/src/transfer/row_transport.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <utility>
 
 #include "client/cpp/src/error.h"
+#include "client/cpp/src/notice.h"
 #include "headwater/v1/session_service.grpc.pb.h"
 
 namespace headwater::client::internal {
@@ -75,11 +75,7 @@ void RowTransport::SetWhyNotBetter(const std::string& sentence) {
     stats_.why_not_better = sentence;
     if (sentence.empty() || std::exchange(notice_given_, true)) return;
   }
-  if (options_.on_notice) {
-    options_.on_notice(sentence);
-  } else {
-    std::fprintf(stderr, "headwater: %s\n", sentence.c_str());
-  }
+  GiveNotice(options_, sentence);
 }
 
 TransportStats RowTransport::stats() const {

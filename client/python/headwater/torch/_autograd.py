@@ -11,6 +11,7 @@ import abc
 import functools
 import math
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +54,36 @@ def in_checkpoint_recompute() -> bool:
     return False
 
 
+# Heads that have staged a micro-batch of this process, by whether the user was warned that they have held one instead.
+_warned: weakref.WeakKeyDictionary[Head, bool] = weakref.WeakKeyDictionary()
+
+
+def _note_form(head: Head, form: str, *, unasked: bool) -> None:
+    """Warns once for each head that a micro-batch had to be HELD for want of a slot.
+
+    Where nothing is ever STAGED, no slot is missing: deterministic mode holds everything.
+    """
+    if form == "STAGED":
+        _warned.setdefault(head, False)
+    elif form == "HELD" and unasked and _warned.get(head) is False:
+        _warned[head] = True
+        warnings.warn(
+            f"a loss of {head.name} found all {head.spec.staging_slots} staging slots taken by losses that wait for backward; "
+            "the server keeps its rows and computes the head's gradient again in backward, a third more work. "
+            f"Create the head with staging_slots={head.spec.staging_slots + 1} or more, one for each loss before one backward",
+            RuntimeWarning,
+            stacklevel=_frames_in_libraries(),
+        )
+
+
+def _frames_in_libraries() -> int:
+    """The `stacklevel` by which the caller of this function's caller warns about the first line outside headwater and torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("headwater", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 class Contribution:
     """What one forward has left on the server, until it is decided."""
 
@@ -66,8 +97,9 @@ class Contribution:
         self._commit: Callable[..., Any] | None = None
         self._abandon: Callable[[], Any] | None = None
 
-    def staged(self, result: LossResult) -> None:
+    def staged(self, result: LossResult, *, late: bool) -> None:
         """It waits for its decision now; if nobody is left to decide, it is discarded."""
+        _note_form(self.head, result.form, unasked=not late)
         self._commit = result.commit
         abandoned = self.head._abandoned
         abandoned.watch()

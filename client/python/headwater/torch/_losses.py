@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from headwater import _arrays
-from headwater._errors import StagingFullError, invalid_argument
+from headwater._errors import invalid_argument
 from headwater._head import Head
 from headwater._requests import DEFAULT_IGNORE_INDEX
 from headwater._terms import JOIN
@@ -69,7 +69,6 @@ class _Loss(torch.nn.Module):
         self.num_items_in_batch = num_items_in_batch
         self._source = micro_batch_source
         self._timeout_s = timeout_s
-        self._crowded_step: int | None = None  # the step in which a forward has found all staging slots taken
 
     @property
     def micro_batch_source(self) -> MicroBatchSource:
@@ -97,7 +96,7 @@ class _Loss(torch.nn.Module):
         head = self.head
         items = self.num_items_in_batch if num_items_in_batch is None else num_items_in_batch
         if items is not None:
-            items = check_number(items, "num_items_in_batch", low=0, low_open=True)
+            items = check_number(items, "num_items_in_batch", low=0)
             if self.reduction != "mean":
                 raise invalid_argument(
                     "INVALID_COMBINATION",
@@ -118,6 +117,13 @@ class _Loss(torch.nn.Module):
             return ScalarOutcome(result, divisor, declared_scale=self.loss_scale, **rest)
 
         rows = hidden.reshape(-1, hidden.shape[-1])
+        if items == 0 and self._divisor(rows.shape[0], targets, None if token_weights is None else token_weights.abs(), None):
+            raise invalid_argument(
+                "INVALID_FIELD",
+                "num_items_in_batch is 0, which is right where no token takes part, and this micro-batch has tokens that do; pass "
+                "their number over all micro-batches of the step",
+                field="num_items_in_batch",
+            )
         contributes = torch.is_grad_enabled() and head.spec.trainable
         wants_grad_hidden = torch.is_grad_enabled() and hidden.requires_grad
         if not (contributes or wants_grad_hidden):
@@ -139,30 +145,19 @@ class _Loss(torch.nn.Module):
                 loss_scale=self.loss_scale / total if total else 0.0, grad_hidden_scale=self.grad_hidden_scale, commit="eager"
             )
         elif contribution is not None:
-            keywords.update(commit="explicit", late_token_factors=self.reduction == "none")
+            # Where other losses have all slots until their backward, the server holds the rows instead of the gradient. To wait for
+            # a slot would be to wait for this process's own backward.
+            keywords.update(commit="explicit", late_token_factors=self.reduction == "none", allow_held=head.spec.staging_slots > 0)
         try:
-            result = self._run_or_hold(run, rows, keywords)
+            result = run(rows, **keywords)
             if contribution is not None and self.loss_scale is None:
-                contribution.staged(result)
+                contribution.staged(result, late=self.reduction == "none")
         except BaseException as error:
             if contribution is not None:
                 contribution.failed(error)
             raise
         outcome = finish(result, contribution=contribution, grad_hidden_scale=self.grad_hidden_scale)
         return RemoteLoss.apply(hidden, anchor, outcome)
-
-    def _run_or_hold(self, run: Callable[..., LossResult], rows: torch.Tensor, keywords: dict[str, Any]) -> LossResult:
-        """Runs it. Where other losses have all staging slots until their backward, the rows are held instead of the gradient."""
-        may_hold = keywords.get("commit") == "explicit" and not keywords["late_token_factors"] and self.head.spec.staging_slots > 0
-        if not may_hold:
-            return run(rows, **keywords)
-        # Not allow_held from the beginning: a slot that is about to be free would not be awaited.
-        if self._crowded_step != keywords["step"]:
-            try:
-                return run(rows, **keywords)
-            except StagingFullError:
-                self._crowded_step = keywords["step"]  # the rest of the step does not wait for a slot again
-        return run(rows, allow_held=True, **keywords)
 
     def _divisor(
         self, row_count: int, targets: torch.Tensor | None, token_weights: torch.Tensor | None, class_weights: torch.Tensor | None
@@ -235,8 +230,9 @@ class CrossEntropyLoss(_Loss):
     """Cross entropy of a remote head: `torch.nn.CrossEntropyLoss` applied to `hidden @ head.weight.T`, without the logits.
 
     With gradients on, and a trainable head, forward takes a staging slot until backward, or the end of the graph (`del loss`).
-    Where other losses have them all, it waits about a second, once in a step, and then the server holds the rows (HELD): a third
-    more work. A loss that is only looked at belongs under torch.no_grad(). Backward may be run once, without create_graph=True, and
+    Where other losses have them all, the server holds the rows of this one (HELD): a third more work, and one RuntimeWarning for
+    each head. `create_head(..., staging_slots=n)` has a slot for each of n losses before one backward. A loss that is only looked
+    at belongs under torch.no_grad(). Backward may be run once, without create_graph=True, and
     adds to the head's gradient also where it is torch.autograd.grad or has inputs=. Any upstream gradient is right: a scaled loss,
     a sum of losses, a GradScaler, a division by accumulation steps. torch.compile goes around it: a model that has it inside is
     compiled before and behind it.
@@ -255,7 +251,8 @@ class CrossEntropyLoss(_Loss):
             and backward with any other upstream gradient is an error. None: any upstream gradient.
         grad_hidden_scale: multiplies grad_hidden alone; world_size where the framework averages gradients of the trunk and the loss
             is divided by the tokens of all ranks. docs/concepts.md has the table.
-        num_items_in_batch: divisor of "mean" instead of this micro-batch's own; also an argument of each call.
+        num_items_in_batch: divisor of "mean" instead of this micro-batch's own, >= 0; also an argument of each call. 0 is for a
+            step in which no token takes part: the loss is 0.
         micro_batch_source: where ids come from. None: one source for each head, with torch.distributed's rank and world size.
         timeout_s: bound of each call, in seconds. None: the client's.
     """
