@@ -242,7 +242,7 @@ struct ReplaceReply {
 struct ApplyArguments {
   double learning_rate = 0;                                             // finite, >= 0
   double gradient_factor = 1;                                           // finite
-  std::optional<double> max_grad_norm;                                  // > 0
+  std::optional<double> max_grad_norm;                                  // > 0; absent: no clipping
   double other_grad_norm_squared = 0;                                   // finite, >= 0
   std::optional<double> weight_decay, beta1, beta2, epsilon, momentum;  // overrides
   bool operator==(const ApplyArguments&) const = default;

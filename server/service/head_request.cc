@@ -377,9 +377,11 @@ absl::StatusOr<ApplyRequest> DecodeApply(const v1::ApplyOptimizerStepRequest& re
   HEADWATER_RETURN_IF_ERROR(CheckNotNegative("learning_rate", arguments.learning_rate));
   arguments.gradient_factor = request.has_gradient_factor() ? request.gradient_factor() : 1;
   HEADWATER_RETURN_IF_ERROR(CheckFactor("gradient_factor", arguments.gradient_factor));
-  if (request.has_max_grad_norm()) {
-    HEADWATER_RETURN_IF_ERROR(
-        CheckNumber("max_grad_norm", request.max_grad_norm(), request.max_grad_norm() > 0, "a finite number > 0"));
+  // Without it, 0 and infinity say alike that nothing is clipped, as trainers' options have it.
+  if (request.has_max_grad_norm() && request.max_grad_norm() != 0 &&
+      request.max_grad_norm() != std::numeric_limits<double>::infinity()) {
+    HEADWATER_RETURN_IF_ERROR(CheckNumber("max_grad_norm", request.max_grad_norm(), request.max_grad_norm() > 0,
+                                          "a number > 0, or 0 or infinity for no clipping"));
     arguments.max_grad_norm = request.max_grad_norm();
   }
   arguments.other_grad_norm_squared = request.other_grad_norm_squared();

@@ -1,4 +1,5 @@
 // Bad values of HeadService's and SessionService's requests, and the fields that have none.
+#include <cmath>
 #include <limits>
 #include <string>
 #include <vector>
@@ -207,7 +208,9 @@ std::vector<BadValue> StepRows() {
   const std::string apply = "ApplyOptimizerStep";
   AddNumberRows(apply, "learning_rate", {-1e-9, 4e38}, {}, &rows);
   AddNumberRows(apply, "gradient_factor", kBeyondFloat32, {}, &rows);
-  AddNumberRows(apply, "max_grad_norm", {0, -1}, {}, &rows);
+  for (const double wrong : {std::nan(""), -1.0, -HUGE_VAL}) {  // 0 and infinity: no clipping
+    rows.push_back({apply, "max_grad_norm", std::to_string(wrong), Real(wrong), "INVALID_FIELD"});
+  }
   AddNumberRows(apply, "other_grad_norm_squared", {-1e-9}, {}, &rows);
   AddNumberRows(apply, "weight_decay", {-1e-9, 4e38}, {}, &rows);
   AddNumberRows(apply, "beta1", {-0.1, 1}, {}, &rows);

@@ -190,6 +190,27 @@ TEST_P(Transactions, AWrongStepIsRefusedWithTheOpenOne) {
   EXPECT_EQ(server_.Snapshot(head), before);
 }
 
+// As trainers' options have it.
+TEST_P(Transactions, ZeroAndInfinityClipNothing) {
+  const TestHead unclipped = server_.MakeHead("unclipped", SmallSpec());
+  Require(Submit(unclipped, 0, 0).status, "ComputeLoss");
+  ASSERT_EQ(ReasonOf(server_.Apply(ApplyOf(unclipped, 0, 1))), "OK");
+  for (const double none : {0.0, std::numeric_limits<double>::infinity()}) {
+    const TestHead head = server_.MakeHead(none == 0 ? "zero" : "infinity", SmallSpec());
+    Require(Submit(head, 0, 0).status, "ComputeLoss");
+    v1::ApplyOptimizerStepRequest request = ApplyOf(head, 0, 1);
+    request.set_max_grad_norm(none);
+    v1::ApplyOptimizerStepResponse response;
+    ASSERT_EQ(ReasonOf(server_.Apply(request, &response)), "OK");
+    EXPECT_EQ(response.clip_factor(), 1);
+    EXPECT_GT(response.global_grad_norm(), 0);
+    EXPECT_EQ(server_.Weights(head), server_.Weights(unclipped));
+    request.clear_max_grad_norm();  // the same arguments
+    ASSERT_EQ(ReasonOf(server_.Apply(request, &response)), "OK");
+    EXPECT_TRUE(response.replayed());
+  }
+}
+
 TEST_P(Transactions, ApplyIsReplayedOrConflicts) {
   const TestHead head = server_.MakeHead("apply", SmallSpec());
   Require(Submit(head, 0, 0).status, "ComputeLoss");

@@ -29,6 +29,7 @@ from headwater._types import (
     StepStatus,
     check_factor,
     check_integer,
+    check_max_grad_norm,
     check_not_negative,
     check_number,
 )
@@ -347,7 +348,7 @@ class Head(HeadLosses):
             expected_micro_batches: as in `seal`; needed unless the step is sealed.
             gradient_factor: finite in float32; multiplies the gradient once, before norm and clipping: 1 / (loss scale) with a
                 GradScaler.
-            max_grad_norm: > 0; clips by the global norm, as torch.nn.utils.clip_grad_norm_ does. None: no clipping.
+            max_grad_norm: >= 0; clips by the global norm, as torch.nn.utils.clip_grad_norm_ does. None, 0, inf: no clipping.
             other_grad_norm_squared: >= 0; squared norm of the trainer's own gradients, which the global norm includes.
             weight_decay, beta1, beta2, epsilon, momentum: override the head's optimizer for this step, within the same ranges.
             allow_empty: apply a step without any micro-batch, too. Its gradient is 0: weight decay and momentum alone move the
@@ -366,11 +367,11 @@ class Head(HeadLosses):
             "beta2": (beta2, fraction),
             "epsilon": (epsilon, check_not_negative),
             "momentum": (momentum, fraction),
-            "max_grad_norm": (max_grad_norm, functools.partial(check_number, low=0, low_open=True)),
         }
         arguments = ApplyArguments(
             learning_rate=check_not_negative(learning_rate, "learning_rate"),
             gradient_factor=check_factor(gradient_factor, "gradient_factor"),
+            max_grad_norm=check_max_grad_norm(max_grad_norm),
             other_grad_norm_squared=check_number(other_grad_norm_squared, "other_grad_norm_squared", low=0),
             **{
                 name: None if value is None else check(value, name)  # type: ignore[arg-type]

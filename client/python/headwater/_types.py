@@ -62,6 +62,20 @@ def check_number(
     return number
 
 
+def check_max_grad_norm(value: Any, name: str = "max_grad_norm") -> float | None:
+    """A number > 0, or None for no clipping, which 0 and infinity mean too, as in trainers' options.
+
+    Raises:
+        InvalidArgumentError: not a number, NaN, or below 0.
+    """
+    if value is None:
+        return None
+    number = _to_number(value, name)
+    if number in (0, math.inf):
+        return None
+    return check_number(number, name, low=0, low_open=True)
+
+
 def _check_float32(value: Any, name: str, kind: str, holds: Callable[[float], bool]) -> float:
     # As server/service/field_check.cc has it: what rounds to a finite float32 may be beyond the largest one by half a unit.
     number = _to_number(value, name)

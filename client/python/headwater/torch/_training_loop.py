@@ -16,7 +16,15 @@ from headwater._errors import FailedPreconditionError, invalid_argument
 from headwater._head import Head, _check_expected
 from headwater._recovery import Meeting, StateStore, follow, patiently
 from headwater._requests import check_bool
-from headwater._types import SealResult, StepTotals, check_factor, check_integer, check_not_negative, check_number
+from headwater._types import (
+    SealResult,
+    StepTotals,
+    check_factor,
+    check_integer,
+    check_max_grad_norm,
+    check_not_negative,
+    check_number,
+)
 from headwater.torch import _gradients
 from headwater.torch._attach import ModuleHead
 from headwater.torch._micro_batches import MicroBatchSource
@@ -76,7 +84,7 @@ class TrainingLoop:
             those of `optimizer`.
         scaler: torch.amp.GradScaler. A step whose gradient overflows is skipped on all sides; the scale grows with steps in which
             the body has gradients.
-        max_grad_norm: > 0; clips by the global norm. None: no clipping.
+        max_grad_norm: >= 0; clips by the global norm. None, 0, inf: no clipping.
         gradient_factor: multiplies the heads' gradients; 1 / world_size where each rank's loss is a mean of its own and the
             framework averages. docs/concepts.md has the table.
         state: where the trainer's own state is kept: a `TrainerState`, or what has its methods. None: the trainer keeps it itself.
@@ -126,7 +134,7 @@ class TrainingLoop:
         owned = [p for head in self._trainer_owned for p in (head.weight_parameter, head.bias_parameter) if p is not None]
         self._parameters = list({id(parameter): parameter for parameter in (*body, *owned)}.values())
         self._scaler = scaler if scaler is not None and getattr(scaler, "is_enabled", lambda: True)() else None
-        self._max_grad_norm = None if max_grad_norm is None else check_number(max_grad_norm, "max_grad_norm", low=0, low_open=True)
+        self._max_grad_norm = check_max_grad_norm(max_grad_norm)
         self._gradient_factor = check_factor(gradient_factor, "gradient_factor", nonzero=True)
         self._state = state
         self._every = None if checkpoint_every is None else check_integer(checkpoint_every, "checkpoint_every", low=1)
