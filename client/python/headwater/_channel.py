@@ -28,6 +28,8 @@ CHANNEL_OPTIONS = (
     ("grpc.service_config_disable_resolution", 1),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A proxy that the environment names for web traffic would silently take `localhost` too.
+    ("grpc.enable_http_proxy", 0),
     # Clients of one process do not share a connection without saying so.
     ("grpc.use_local_subchannel_pool", 1),
     # A server that was started again is found soon: the back-off between tries is the retry loop's.

@@ -25,6 +25,19 @@ import headwater.local
 from headwater._errors import from_rpc_error
 
 
+@pytest.mark.parametrize("transport", ("auto", "python"))
+def test_proxies_of_the_environment_are_not_used(monkeypatch, transport):
+    for name in ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with running_server("--listen_addresses=127.0.0.1:0") as server:
+        address = server.output.read_text().split("listening on ")[1].split()[0]
+        with headwater.connect(address, transport=transport, connect_timeout_s=5) as client:
+            client.create_head("h", np.ones((4, 8), np.float32), trainable=False)
+            assert client.head("h").cross_entropy(np.ones((2, 8), np.float32), np.zeros(2, np.int32)).loss_sum > 0
+
+
 def test_no_server_is_said_at_once(tmp_path):
     with pytest.raises(headwater.UnavailableError) as info:
         headwater.connect(f"unix:{tmp_path}/nobody.sock", connect_timeout_s=0.2)
