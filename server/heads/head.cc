@@ -48,7 +48,9 @@ absl::Status Head::EpochError(const Epoch& epoch) const {
   }
   return MakeError(
       ErrorReason::kEpochFenced,
-      absl::StrCat("the epoch of ", name_.ToString(), " is ", EpochToHex(epoch_), ", the call carries ", EpochToHex(epoch)),
+      absl::StrCat("another run owns ", name_.ToString(),
+                   " now: since this client opened the head, it was taken over, restored or created anew, or its weights were set. "
+                   "Stop, or open the head again, take it, and start the step over"),
       std::move(metadata));
 }
 

@@ -18,6 +18,10 @@
 namespace headwater::heads {
 namespace {
 
+// Begins the reason why a held micro-batch cannot be committed.
+constexpr char kNeedsTeacher[] =
+    "a held micro-batch is computed at its commit, and needs its teacher's head until then; discard it, or keep the head: ";
+
 // What the digest of token factors begins with; math.md, "Digest".
 constexpr char kTokenFactorsHeader[] = "headwater.token_factors.1";
 
@@ -272,10 +276,12 @@ absl::Status Head::CarryOut(const std::vector<DecisionTarget>& targets, int64_t 
 
 absl::Status Head::CheckHeldTeacher(Head* teacher, int64_t weight_version) {
   if (teacher == nullptr) {
-    return MakeError(ErrorReason::kHeadNotFound, "the head of a teacher of the held micro-batch has been deleted");
+    return MakeError(ErrorReason::kHeadNotFound, absl::StrCat(kNeedsTeacher, "it has been deleted"));
   }
   absl::MutexLock state_lock(&teacher->state_mutex_);
-  if (absl::Status status = teacher->Check(nullptr, Need::kReady, false); !status.ok()) return status;
+  if (absl::Status status = teacher->Check(nullptr, Need::kReady, false); !status.ok()) {
+    return MakeError(GetErrorReason(status), absl::StrCat(kNeedsTeacher, std::string(status.message())), GetErrorMetadata(status));
+  }
   if (teacher->weight_version_ == weight_version) return absl::OkStatus();
   return MakeError(ErrorReason::kWeightVersionMismatch,
                    absl::StrCat("the micro-batch is held, and was computed with version ", weight_version, " of the weights of ",

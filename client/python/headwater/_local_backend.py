@@ -123,7 +123,8 @@ class LocalBackend(LocalMicroBatches):
             raise make_error(
                 "ABORTED",
                 "EPOCH_FENCED",
-                f"{name} is at epoch {head.epoch.hex()}, the call has {epoch.hex()}",
+                f"another run owns {name} now: since this client opened the head, it was taken over, restored or created anew, or "
+                "its weights were set. Stop, or open the head again, take it, and start the step over",
                 {**where, "expected": head.epoch.hex(), "actual": epoch.hex()},
             )
         if ready and head.lost:

@@ -228,6 +228,20 @@ def test_a_non_finite_gradient_changes_nothing(head, rows):
     assert head.discard_gradient(step=0).replayed
 
 
+@pytest.mark.parametrize("none", (0, 0.0, float("inf")))
+def test_zero_and_infinity_clip_nothing(one_shard, make_head, rng, rows, none):
+    """As trainers' options have it."""
+    weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+    weights = []
+    for max_grad_norm in (None, none):
+        head = make_head(one_shard.client, weight, optimizer=headwater.AdamW())
+        head.cross_entropy(*rows, micro_batch=0)
+        applied = head.apply_optimizer_step(learning_rate=1e-2, expected_micro_batches=1, max_grad_norm=max_grad_norm)
+        assert applied.clip_factor == 1 and applied.global_grad_norm > 0
+        weights.append(head.weight())
+    np.testing.assert_array_equal(*weights)
+
+
 def test_staging_slots_are_counted(head, rows):
     for micro_batch in range(2):
         head.cross_entropy(*rows, micro_batch=micro_batch, commit="explicit")
@@ -255,8 +269,10 @@ def test_a_stale_epoch_is_fenced(head, one_shard, rows):
         lambda: stale.delete(),
     )
     for call in calls:
-        with refused("EPOCH_FENCED", headwater.EpochFencedError):
+        with refused("EPOCH_FENCED", headwater.EpochFencedError) as info:
             call()
+        assert "another run owns" in str(info.value) and "open the head again" in str(info.value)
+        assert info.value.metadata["actual"] == stale.epoch.hex() and info.value.metadata["expected"] == head.epoch.hex()
     assert stale.info().epoch == head.epoch != stale.epoch  # looking does not refresh
     head.cross_entropy(*rows, micro_batch=0)
 

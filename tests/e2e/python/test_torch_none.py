@@ -105,6 +105,17 @@ def test_jsd_is_torchs(backend, make_head, problem, rng):
     check_gradients(trunk.grad, head, expected)
 
 
+def test_a_teacher_that_is_deleted_before_backward_is_missed_by_name(remote, make_head, problem, rng):
+    head, trunk = problem.head(remote.client, make_head), problem.parameter()
+    teacher = Problem(rng).head(remote.client, make_head, trainable=False, optimizer=None)
+    hidden = problem.inputs @ trunk.T
+    losses = headwater.torch.JSDLoss(head, teacher, reduction="none")(hidden, hidden.detach())
+    teacher.delete()
+    with refused("HEAD_NOT_FOUND", headwater.NotFoundError) as info:
+        losses.sum().backward()
+    assert "held micro-batch" in str(info.value) and "teacher's head" in str(info.value)
+
+
 def test_directional_derivatives_match_fp64_differences(one_shard, make_head, problem, rng):
     head, upstream = problem.head(one_shard.client, make_head), numbers(rng, 16).double()
     targets = with_ignored(problem.targets)
