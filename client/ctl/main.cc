@@ -1,6 +1,8 @@
 // headwaterctl: looks at a Headwater server and administers its heads.
+#include <grpc/support/log.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <iostream>
 #include <string>
@@ -112,6 +114,13 @@ int Main(const std::vector<std::string>& arguments) {
   return RunCommand(*command, {line->positional.begin() + 1, line->positional.end()}, json);
 }
 
+// The errors that commands report have gRPC's reasons: its own lines would stand between them, once for each try to connect.
+void QuietGrpc() {
+  if (std::getenv("GRPC_VERBOSITY") == nullptr && std::getenv("GRPC_TRACE") == nullptr) {
+    gpr_set_log_function([](gpr_log_func_args*) {});
+  }
+}
+
 // The exit code where output was lost: who reads it must not take part of it for all of it. A failure stays what it is.
 int WithOutput(int exit_code) {
   if (OutputError() == 0) return exit_code;
@@ -123,6 +132,7 @@ int WithOutput(int exit_code) {
 }  // namespace headwater::ctl
 
 int main(int argc, char** argv) {
+  headwater::ctl::QuietGrpc();
   const int exit_code = headwater::ctl::WithOutput(headwater::ctl::Main({argv + 1, argv + argc}));
   std::cerr.flush();
   // Nothing is destroyed: gRPC and TLS end their threads in the background, which would meet what is gone already.

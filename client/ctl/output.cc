@@ -137,11 +137,8 @@ void Output::Progress(const std::string& line) const {
 }
 
 void Output::PrintError(const absl::Status& status) const {
-  const std::string reason = client::ErrorReason(status);
-  const std::string code = absl::StatusCodeToString(status.code());
-  const std::string hint = HintFor(status, reason);
-  std::cerr << "headwaterctl: " << code << (reason.empty() ? "" : absl::StrCat(" / ", reason)) << ": "
-            << Printable(std::string(status.message())) << "\n";
+  const std::string hint = HintFor(status, client::ErrorReason(status));
+  std::cerr << "headwaterctl: " << Printable(client::ToString(status)) << "\n";
   if (!hint.empty()) std::cerr << "hint: " << hint << "\n";
   Print("", {{"error", ToJson(status)}});
 }

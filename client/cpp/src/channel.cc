@@ -77,7 +77,7 @@ std::shared_ptr<grpc::Channel> MakeDataChannel(const std::string& peer, const st
 }
 
 std::shared_ptr<grpc::Channel> MakeChannel(const std::string& target, const ClientOptions& options) {
-  return Create(target, options, CommonArguments(target, options));
+  return Create(ToGrpcTarget(target), options, CommonArguments(target, options));
 }
 
 }  // namespace headwater::client::internal

@@ -1,8 +1,12 @@
 #include "client/cpp/src/connection.h"
 
+#include <algorithm>
+#include <chrono>
+#include <optional>
 #include <string>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "client/cpp/src/security.h"
 #include "client/cpp/src/target.h"
@@ -18,6 +22,10 @@ constexpr int kMaxStripes = 64;
 constexpr size_t kMostNameBytes = 128;
 // What a Duration of protobuf's holds.
 constexpr std::chrono::milliseconds kLongestLease = std::chrono::seconds(315'576'000'000);
+
+// Of connect_timeout, what is waited where waiting rarely helps.
+constexpr int kLastingFailureShare = 4;
+constexpr std::chrono::milliseconds kOneMillisecond{1};
 
 absl::Status CheckOption(bool valid, const char* field, int64_t actual, const std::string& expected) {
   if (valid) return absl::OkStatus();
@@ -56,6 +64,55 @@ absl::Status CheckOptions(const ClientOptions& options) {
   return absl::OkStatus();
 }
 
+// What TLS may have to do with it that `target` is not reached.
+std::string TlsHint(const std::string& target, const ClientOptions& options) {
+  if (IsUnix(target)) return "";
+  if (!options.tls.has_value()) return "; a server that has TLS does not answer a client without it";
+  if (std::string failure = TlsFailureOf(target, *options.tls); !failure.empty()) {
+    return absl::StrCat("; the TLS handshake: ", failure, " (expected: a certificate for ", options.tls->server_name,
+                        ", signed by an authority of tls.ca_certificate)");
+  }
+  return "; it may ask for a client's certificate";
+}
+
+// gRPC's reason why a channel is in TRANSIENT_FAILURE, which only a call gets; nothing if the server is reached meanwhile.
+std::optional<std::string> FailureOf(const std::shared_ptr<grpc::Channel>& channel, Deadline deadline) {
+  grpc::ClientContext context;
+  context.set_deadline(deadline);
+  v1::ServerInfo answer;
+  const grpc::Status status = v1::SessionService::NewStub(channel)->GetServerInfo(&context, v1::GetServerInfoRequest(), &answer);
+  if (status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED) return "";
+  if (status.error_code() != grpc::StatusCode::UNAVAILABLE || !status.error_details().empty()) return std::nullopt;
+  return status.error_message();
+}
+
+// Whether waiting rarely helps: no server that starts makes a name resolvable or a certificate right.
+bool IsLasting(const std::string& reason) {
+  return absl::StrContains(reason, "DNS resolution failed") || absl::StrContains(reason, "handshake");
+}
+
+// Waits until the server is reached, or UNAVAILABLE with gRPC's reason.
+absl::Status AwaitServer(const std::shared_ptr<grpc::Channel>& channel, const std::string& target, const ClientOptions& options) {
+  const auto begin = std::chrono::steady_clock::now();
+  const Deadline deadline = DeadlineIn(options.connect_timeout);
+  const Deadline lasting_deadline = DeadlineIn(std::max(options.connect_timeout / kLastingFailureShare, kOneMillisecond));
+  std::string reason;
+  while (std::chrono::system_clock::now() < (IsLasting(reason) ? lasting_deadline : deadline)) {
+    const grpc_connectivity_state state = channel->GetState(/*try_to_connect=*/true);
+    if (state == GRPC_CHANNEL_READY) return absl::OkStatus();
+    if (state == GRPC_CHANNEL_TRANSIENT_FAILURE) {
+      std::optional<std::string> failure = FailureOf(channel, deadline);
+      if (!failure.has_value()) return absl::OkStatus();
+      if (!failure->empty()) reason = *std::move(failure);
+    }
+    channel->WaitForStateChange(state, IsLasting(reason) ? lasting_deadline : deadline);
+  }
+  const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begin);
+  return absl::UnavailableError(absl::StrCat(
+      "no headwater server answers at ", target, " within ", waited.count(),
+      " ms: ", reason.empty() ? "a connection was made or is being made, and nobody speaks" : reason, TlsHint(target, options)));
+}
+
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(const std::string& target, const ClientOptions& options) {
@@ -64,14 +121,7 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(const std::string& 
   ClientOptions prepared = options;
   if (absl::Status status = PrepareSecurity(target, &prepared); !status.ok()) return status;
   std::shared_ptr<grpc::Channel> channel = MakeChannel(target, prepared);
-  if (!channel->WaitForConnected(DeadlineIn(options.connect_timeout))) {
-    return absl::UnavailableError(absl::StrCat(
-        "no headwater server answers at ", target, " within ", options.connect_timeout.count(), " ms",
-        prepared.tls.has_value() ? absl::StrCat("; its certificate must be for ", prepared.tls->server_name,
-                                                " and signed by an authority of tls.ca_certificate, and it may ask for a "
-                                                "client's")
-                                 : "; a server that has TLS does not answer a client without it"));
-  }
+  if (absl::Status status = AwaitServer(channel, target, prepared); !status.ok()) return status;
   return std::shared_ptr<Connection>(new Connection(target, prepared, std::move(channel)));
 }
 

@@ -46,6 +46,13 @@ std::map<std::string, std::string> ErrorMetadata(const absl::Status& status) {
   return {info->metadata().begin(), info->metadata().end()};
 }
 
+std::string ToString(const absl::Status& status) {
+  if (status.ok()) return "OK";
+  const std::string reason = ErrorReason(status);
+  return absl::StrCat(absl::StatusCodeToString(status.code()), reason.empty() ? "" : " / ", reason, ": ",
+                      std::string(status.message()));
+}
+
 std::optional<std::chrono::nanoseconds> RetryDelay(const absl::Status& status) {
   const auto info = PayloadOf<v1::RetryInfo>(status, kRetryInfoUrl);
   if (!info.has_value()) return std::nullopt;

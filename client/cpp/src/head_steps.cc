@@ -3,6 +3,8 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <variant>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "client/cpp/src/convert.h"
@@ -170,6 +172,11 @@ void LogReplace(ReplayLog& log, const HeadUses& heads, const TensorView& weight,
   log.Add(std::move(entry));
 }
 
+bool IsEmpty(const ExpectedMicroBatches& expected) {
+  const int64_t* const count = std::get_if<int64_t>(&expected);
+  return count != nullptr ? *count == 0 : std::get<std::vector<int64_t>>(expected).empty();
+}
+
 }  // namespace
 
 absl::StatusOr<SealResult> Head::Seal(int64_t step, const ExpectedMicroBatches& expected, const SealOptions& seal,
@@ -184,6 +191,7 @@ absl::StatusOr<SealResult> Head::Seal(int64_t step, const ExpectedMicroBatches& 
         if (log.enabled()) LogSeal(log, heads, request);
       });
   if (!response.ok()) return response.status();
+  if (IsEmpty(expected)) handle_->state->SetEmptyStep(step);
   return SealResult{FromProto(response->totals()), response->gradient_norm_squared(), response->non_finite_count(),
                     response->replayed()};
 }
@@ -233,6 +241,14 @@ absl::StatusOr<AddGradientResult> Head::AddGradient(int64_t step, int64_t micro_
 }
 
 absl::StatusOr<ApplyResult> Head::Apply(int64_t step, const ApplyOptions& apply, const CallOptions& options) {
+  if (!apply.allow_empty && (apply.expected.has_value() ? IsEmpty(*apply.expected) : handle_->state->empty_step() == step)) {
+    return internal::MakeLocalError(
+        v1::ERROR_REASON_INVALID_COMBINATION, absl::StatusCode::kInvalidArgument,
+        absl::StrCat("step ", step, " of ", name(),
+                     " has no micro-batch: to apply it would decay the weights without a gradient. "
+                     "Submit its micro-batches first, call DiscardGradient(), or set ApplyOptions::allow_empty"),
+        {{"field", "allow_empty"}, {"step", absl::StrCat(step)}});
+  }
   v1::ApplyOptimizerStepRequest request;
   if (apply.expected.has_value()) *request.mutable_expected() = ToProto(*apply.expected);
   request.set_learning_rate(apply.learning_rate);

@@ -2,6 +2,10 @@
 
 #include <grpcpp/security/tls_certificate_provider.h>
 #include <grpcpp/security/tls_credentials_options.h>
+#include <openssl/bio.h>
+#include <openssl/err.h>
+#include <openssl/ssl.h>
+#include <openssl/x509_vfy.h>
 
 #include <algorithm>
 #include <fstream>
@@ -22,6 +26,9 @@ namespace {
 // How often gRPC looks at the files, in seconds; its least.
 constexpr unsigned int kRefreshSeconds = 1;
 constexpr size_t kMostTokenBytes = 4096;
+// Of a handshake that is made to find out why gRPC's fails.
+constexpr int kProbeSeconds = 1;
+constexpr int kProbeNapMs = 20;
 
 absl::Status Invalid(const char* field, const std::string& expected) {
   return MakeLocalError(v1::ERROR_REASON_INVALID_FIELD, absl::StatusCode::kInvalidArgument,
@@ -40,6 +47,28 @@ absl::Status CheckPem(const char* field, const std::string& path) {
   text << file.rdbuf();
   if (file && absl::StrContains(text.str(), "-----BEGIN ")) return absl::OkStatus();
   return Invalid(field, absl::StrCat("a PEM file that can be read, got ", path));
+}
+
+// OpenSSL's reason, which quotes nothing of a file.
+std::string TlsReason() {
+  const char* const reason = ERR_reason_error_string(ERR_peek_last_error());
+  ERR_clear_error();
+  return reason == nullptr ? "it cannot be read" : reason;
+}
+
+// gRPC says on the standard error output alone, and at each try to connect, that a certificate and its key cannot be used.
+absl::Status CheckClientCertificate(const TlsOptions& tls) {
+  const std::unique_ptr<SSL_CTX, void (*)(SSL_CTX*)> context(SSL_CTX_new(TLS_client_method()), SSL_CTX_free);
+  if (context == nullptr) return absl::ResourceExhaustedError("no TLS context can be made");
+  // A key with a passphrase is refused, not asked for at a terminal.
+  SSL_CTX_set_default_passwd_cb(context.get(), [](char*, int, int, void*) { return 0; });
+  ERR_clear_error();
+  if (SSL_CTX_use_certificate_chain_file(context.get(), tls.client_certificate.c_str()) != 1) {
+    return Invalid("tls.client_certificate", absl::StrCat("a certificate, got ", tls.client_certificate, ": ", TlsReason()));
+  }
+  if (SSL_CTX_use_PrivateKey_file(context.get(), tls.client_key.c_str(), SSL_FILETYPE_PEM) == 1) return absl::OkStatus();
+  return Invalid("tls.client_key",
+                 absl::StrCat("the key of ", tls.client_certificate, ", got ", tls.client_key, ": ", TlsReason()));
 }
 
 // One entry of every call's metadata.
@@ -100,6 +129,9 @@ absl::Status PrepareSecurity(const std::string& target, ClientOptions* options) 
           std::pair{"tls.client_key", &tls.client_key}}) {
       if (absl::Status status = CheckPem(field, *path); !status.ok()) return status;
     }
+    if (!tls.client_certificate.empty()) {
+      if (absl::Status status = CheckClientCertificate(tls); !status.ok()) return status;
+    }
     if (tls.server_name.empty()) tls.server_name = host;
   }
   if (!options->traceparent.empty() && !IsTraceparent(options->traceparent)) {
@@ -117,6 +149,34 @@ absl::Status PrepareSecurity(const std::string& target, ClientOptions* options) 
                                          "nevertheless)"));
   }
   return absl::OkStatus();
+}
+
+std::string TlsFailureOf(const std::string& target, const TlsOptions& tls) {
+  const std::unique_ptr<SSL_CTX, void (*)(SSL_CTX*)> context(SSL_CTX_new(TLS_client_method()), SSL_CTX_free);
+  if (context == nullptr) return "";
+  SSL_CTX_set_verify(context.get(), SSL_VERIFY_PEER, nullptr);
+  const bool has_authorities = tls.ca_certificate.empty()
+                                   ? SSL_CTX_set_default_verify_paths(context.get()) == 1
+                                   : SSL_CTX_load_verify_locations(context.get(), tls.ca_certificate.c_str(), nullptr) == 1;
+  if (!tls.client_certificate.empty()) {
+    SSL_CTX_use_certificate_chain_file(context.get(), tls.client_certificate.c_str());
+    SSL_CTX_use_PrivateKey_file(context.get(), tls.client_key.c_str(), SSL_FILETYPE_PEM);
+  }
+  const std::unique_ptr<BIO, void (*)(BIO*)> connection(BIO_new_ssl_connect(context.get()), BIO_free_all);
+  SSL* ssl = nullptr;
+  if (!has_authorities || connection == nullptr || BIO_get_ssl(connection.get(), &ssl) != 1 || ssl == nullptr) return "";
+  SSL_set1_host(ssl, tls.server_name.c_str());
+  SSL_set_tlsext_host_name(ssl, tls.server_name.c_str());
+  static constexpr unsigned char kHttp2[] = {2, 'h', '2'};
+  SSL_set_alpn_protos(ssl, kHttp2, sizeof(kHttp2));
+  const std::string host = HostOf(target), port = target.substr(target.rfind(':') + 1);
+  BIO_set_conn_hostname(connection.get(), (absl::StrContains(host, ":") ? absl::StrCat("[", host, "]") : host).c_str());
+  BIO_set_conn_port(connection.get(), port.c_str());
+  ERR_clear_error();
+  if (BIO_do_connect_retry(connection.get(), kProbeSeconds, kProbeNapMs) == 1) return "";
+  if (SSL_get_state(ssl) == TLS_ST_BEFORE) return "";  // not even connected
+  const long verified = SSL_get_verify_result(ssl);
+  return verified != X509_V_OK ? X509_verify_cert_error_string(verified) : TlsReason();
 }
 
 std::shared_ptr<grpc::ChannelCredentials> MakeCredentials(const ClientOptions& options) {

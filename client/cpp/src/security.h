@@ -18,6 +18,10 @@ namespace headwater::client::internal {
 // TlsOptions::server_name. INVALID_ARGUMENT / INVALID_FIELD; never quotes the token.
 absl::Status PrepareSecurity(const std::string& target, ClientOptions* options);
 
+// Why a TLS handshake with `target` fails, as OpenSSL says it of one of its own: gRPC keeps the reason to itself. Empty if it does
+// not fail. Takes a second at most.
+std::string TlsFailureOf(const std::string& target, const TlsOptions& tls);
+
 // Channels with the same files share one, which reads them again when they change.
 std::shared_ptr<grpc::ChannelCredentials> MakeCredentials(const ClientOptions& options);
 // What TLS needs beside them; nothing without TLS.

@@ -12,6 +12,8 @@ namespace headwater::client::internal {
 // INVALID_ARGUMENT / INVALID_FIELD unless a target has one of the forms of Client::Connect().
 absl::Status CheckTarget(const std::string& target);
 bool IsUnix(absl::string_view target);
+// `target` as gRPC parses it: in a Unix socket's path `%`, blanks, `?` and `#` stand for themselves.
+std::string ToGrpcTarget(const std::string& target);
 // The host of one that is no Unix socket.
 std::string HostOf(absl::string_view target);
 

@@ -36,7 +36,7 @@ constexpr int64_t kTokens = 128;
 template <typename T>
 T Require(absl::StatusOr<T> value) {
   if (!value.ok()) {
-    std::cerr << value.status() << " (reason: " << headwater::client::ErrorReason(value.status()) << ")\n";
+    std::cerr << headwater::client::ToString(value.status()) << "\n";
     std::exit(1);
   }
   return *std::move(value);
@@ -88,7 +88,8 @@ void TrainOneStep(const std::string& server) {
   const LossResult after = Require(head.CrossEntropy(rows, targets, {}, evaluation).Get());
   std::cout << "loss after the step: " << after.loss_sum / static_cast<double>(after.valid_token_count) << "\n";
 
-  if (const absl::Status deleted = head.Delete(/*force=*/true); !deleted.ok()) std::cerr << deleted << "\n";
+  if (const absl::Status deleted = head.Delete(/*force=*/true); !deleted.ok())
+    std::cerr << headwater::client::ToString(deleted) << "\n";
   if (!(after.loss_sum < before.loss_sum)) {
     std::cerr << "the loss did not fall\n";
     std::exit(1);

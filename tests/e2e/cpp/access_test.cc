@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <string>
@@ -178,6 +179,48 @@ TEST_F(Access, WhatIsNotAllowedIsRefused) {
   EXPECT_TRUE(cannot(options));
 }
 
+TEST_F(Access, ConnectTellsWhyTheHandshakeFails) {
+  const ServerProcess server(SecureFlags());
+  const auto error_of = [](const std::string& target, ClientOptions options) {
+    options.connect_timeout = std::chrono::seconds(4);
+    const auto begin = std::chrono::steady_clock::now();
+    const absl::Status status = Client::Connect(target, options).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::milliseconds(3500));  // not all of it: it will not get better
+    return std::string(status.message());
+  };
+  ClientOptions options = SecureOptions();
+  options.tls->ca_certificate = Path("clients.crt");
+  EXPECT_THAT(error_of(server.address(), options), HasSubstr("issuer certificate"));
+  options = SecureOptions();
+  options.tls->server_name = "another.example";
+  EXPECT_THAT(error_of(server.address(), options), HasSubstr("mismatch"));
+  PutPair("server", authority_.Issue("server", /*expired=*/true));
+  const ServerProcess expired(SecureFlags());
+  EXPECT_THAT(error_of(expired.address(), SecureOptions()), HasSubstr("certificate has expired"));
+  const ServerProcess plain({"--listen_addresses=127.0.0.1:0"});
+  options = SecureOptions();
+  options.token.clear();
+  EXPECT_THAT(error_of(plain.address(), options), HasSubstr("wrong version number"));
+  // gRPC's own lines are not among those of the program.
+  const ProgramResult ctl = RunProgram(
+      {HEADWATERCTL, "--server=" + expired.address(), "--ca_certificate=" + Path("ca.crt"), "--connect_timeout=4s", "info"});
+  EXPECT_EQ(ctl.exit_code, 1);
+  EXPECT_THAT(ctl.err, HasSubstr("certificate has expired"));
+  EXPECT_EQ(std::count(ctl.err.begin(), ctl.err.end(), '\n'), 2) << ctl.err;  // the error and its hint
+}
+
+TEST_F(Access, ASocketsPathStandsForItself) {
+  const std::string address = "unix:" + Path("a%20b c?d#e");
+  const ServerProcess server({"--listen_addresses=" + address});
+  ClientOptions options;
+  options.transport = Transport::kGrpc;
+  Client client = Value(Client::Connect(address, options));
+  Head head = MakeHead(client);
+  EXPECT_EQ(Compute(head).transport, "grpc");
+  EXPECT_EQ(client.stats().stripes, 3);
+}
+
 std::string ConnectError(const std::string& target, const ClientOptions& options) {
   const absl::Status status = Client::Connect(target, options).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
@@ -204,6 +247,9 @@ TEST_F(Access, OptionsThatWouldGiveAwayATokenAreRefusedBeforeAnythingIsSent) {
   options = SecureOptions();
   options.tls->ca_certificate = Path("no-such-file");
   EXPECT_THAT(ConnectError("127.0.0.1:1", options), HasSubstr("ca_certificate"));
+  options = SecureOptions();
+  options.tls->client_key = Path("expired.key");
+  EXPECT_THAT(ConnectError("127.0.0.1:1", options), HasSubstr("tls.client_key"));
 }
 
 TEST_F(Access, WhatIsNoTraceparentIsRefusedBeforeAnythingIsSent) {

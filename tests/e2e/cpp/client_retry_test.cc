@@ -168,7 +168,7 @@ TEST_F(ClientRetry, LossIsSentAgainUnderTheNextAttemptAndCommittedUnderTheLast) 
     const v1::MicroBatchHeader header = ReadAll(stream);
     attempts.push_back(header.attempt());
     if (attempts.size() == 1) return Unavailable();
-    if (attempts.size() == 2) return ErrorWithReason(grpc::StatusCode::RESOURCE_EXHAUSTED, "STAGING_FULL");
+    if (attempts.size() == 2) return ErrorWithReason(grpc::StatusCode::RESOURCE_EXHAUSTED, "STAGING_FULL", 1);
     Answer(stream, header);
     return grpc::Status::OK;
   };
@@ -205,7 +205,7 @@ TEST_F(ClientRetry, LossIsSentAgainUnderTheNextAttemptAndCommittedUnderTheLast) 
 TEST_F(ClientRetry, WhatFollowsAFailedLossNamesNoEarlierAttempt) {
   Connect(Quick(3));
   std::vector<int64_t> attempts;
-  grpc::Status answer = ErrorWithReason(grpc::StatusCode::RESOURCE_EXHAUSTED, "STAGING_FULL");
+  grpc::Status answer = ErrorWithReason(grpc::StatusCode::RESOURCE_EXHAUSTED, "STAGING_FULL", 1);
   server_.compute_loss = [&](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
     const v1::MicroBatchHeader header = ReadAll(stream);
     attempts.push_back(header.attempt());
@@ -621,9 +621,11 @@ TEST_F(ClientRetry, WrongPoliciesAreRefused) {
 }
 
 TEST_F(ClientRetry, TargetsThatAreNoneAreSaidBeforeAnythingIsTried) {
-  for (const std::string target :
-       {"", "localhost", "localhost:", "localhost:0", "localhost:65536", "localhost:https", ":50051", "host name:1", "::1:50051",
-        "[::1]", "http://localhost:50051", "dns:///localhost", "a:1,b:2", "unix:", "unix-abstract:"}) {
+  const std::string long_name(108, 'x');
+  for (const std::string& target : std::vector<std::string>{
+           "", "localhost", "localhost:", "localhost:0", "localhost:65536", "localhost:https", ":50051", "host name:1", "::1:50051",
+           "[::1]", "http://localhost:50051", "dns:///localhost", "a:1,b:2", "unix:", "unix-abstract:", "unix://tmp/s.sock",
+           "unix:" + long_name, "unix-abstract:" + long_name}) {
     const absl::Status status = Client::Connect(target).status();
     EXPECT_EQ(ErrorReason(status), "INVALID_FIELD") << target;
     EXPECT_NE(std::string(status.message()).find("got \"" + target + "\""), std::string::npos) << status;
@@ -632,9 +634,24 @@ TEST_F(ClientRetry, TargetsThatAreNoneAreSaidBeforeAnythingIsTried) {
   hasty.connect_timeout = milliseconds(20);
   for (const std::string target : {"127.0.0.1:1", "localhost:1", "head_water.example.invalid:1", "[::1]:1", "dns:localhost:1",
                                    "dns:///localhost:1", "dns:///[::1]:1", "ipv4:127.0.0.1:1", "ipv6:[::1]:1",
-                                   "unix:/nobody/is here", "unix:nobody", "unix-abstract:headwater-nobody"}) {
+                                   "unix:/nobody/is here", "unix:nobody", "unix:///nobody", "unix-abstract:headwater-nobody"}) {
     EXPECT_EQ(Client::Connect(target, hasty).status().code(), absl::StatusCode::kUnavailable) << target;
   }
+}
+
+TEST_F(ClientRetry, ConnectSaysWhyNobodyIsReached) {
+  ClientOptions options;
+  options.connect_timeout = milliseconds(300);
+  const absl::Status nobody = Client::Connect("unix:/nobody/is here", options).status();
+  EXPECT_EQ(nobody.code(), absl::StatusCode::kUnavailable);
+  EXPECT_NE(std::string(nobody.message()).find("No such file or directory"), std::string::npos) << nobody;
+  // A name that cannot be resolved, whatever resolver there is: a part of more than 63 bytes. A quarter of the time is for it.
+  options.connect_timeout = seconds(8);
+  const auto begin = std::chrono::steady_clock::now();
+  const absl::Status unresolved = Client::Connect(std::string(64, 'x') + ":1", options).status();
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, seconds(6));
+  EXPECT_EQ(unresolved.code(), absl::StatusCode::kUnavailable);
+  EXPECT_NE(std::string(unresolved.message()).find("DNS resolution failed"), std::string::npos) << unresolved;
 }
 
 TEST_F(ClientRetry, WhatCannotBeReadIsRefusedBeforeAnythingIsSent) {

@@ -7,6 +7,7 @@
 #include <csignal>
 #include <cstring>
 #include <optional>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -251,6 +252,63 @@ TEST(Transactions, CallForTheNextStepAndSealWait) {
   const absl::Status far = head.CrossEntropy(Rows(hidden), targets, {}, Id(5, 0)).Get().status();
   EXPECT_EQ(ErrorReason(far), "STEP_MISMATCH");
   EXPECT_EQ(OpenStep(far), 1);
+}
+
+TEST(Transactions, ASlotThatIsMissingIsSaidOnceForEachHead) {
+  ServerProcess server;
+  std::vector<std::string> notices;
+  ClientOptions options;
+  options.transport = Transport::kGrpc;
+  options.on_notice = [&notices](const std::string& sentence) { notices.push_back(sentence); };
+  Client client = server.Connect(options);
+  Head head = MakeHead(client, "student", 1);  // two slots
+  const std::vector<float> hidden = Hidden(2);
+  const auto submit = [&](int64_t id, bool allow_held) {
+    MicroBatchOptions micro_batch = Id(0, id, CommitMode::kExplicit);
+    micro_batch.allow_held = allow_held;
+    return head.CrossEntropy(Rows(hidden), Targets(3), {}, micro_batch).Get();
+  };
+  EXPECT_EQ(Value(submit(0, false)).form, ContributionForm::kStaged);
+  EXPECT_EQ(Value(submit(1, true)).form, ContributionForm::kStaged);
+  EXPECT_TRUE(notices.empty());
+  for (const int64_t id : {2, 3}) {
+    const LossResult held = Value(submit(id, true));
+    EXPECT_EQ(held.form, ContributionForm::kHeld);
+    EXPECT_EQ(held.attempt, 0);  // nothing was refused before
+  }
+  ASSERT_EQ(notices.size(), 1u);
+  EXPECT_NE(notices[0].find("staging_slots"), std::string::npos) << notices[0];
+  // Nobody but this client frees the slots: to wait for one would be to wait for itself.
+  const absl::Status full = submit(4, false).status();
+  EXPECT_EQ(ErrorReason(full), "STAGING_FULL");
+  EXPECT_EQ(ErrorMetadata(full)["ownSlots"], "2");
+  EXPECT_FALSE(RetryDelay(full).has_value());
+  EXPECT_EQ(ToString(full).rfind("RESOURCE_EXHAUSTED / STAGING_FULL: all 2 staging slots of ", 0), 0u) << ToString(full);
+}
+
+TEST(Transactions, AStepWithoutMicroBatchesIsAppliedOnlyIfThatIsMeant) {
+  ServerProcess server;
+  Client client = server.Connect();
+  Head head = MakeHead(client, "student", 1);
+  const std::vector<float> before = WeightOf(head);
+  ApplyOptions apply{.learning_rate = 0.1, .weight_decay = 0.5};
+  for (const ExpectedMicroBatches& none : {ExpectedMicroBatches(int64_t{0}), ExpectedMicroBatches(std::vector<int64_t>())}) {
+    apply.expected = none;
+    const absl::Status refused = head.Apply(0, apply).status();
+    EXPECT_EQ(ErrorReason(refused), "INVALID_COMBINATION");
+    EXPECT_EQ(ErrorMetadata(refused)["field"], "allow_empty");
+  }
+  apply.expected.reset();
+  EXPECT_EQ(Value(head.Seal(0, int64_t{0})).totals.micro_batch_count, 0);
+  EXPECT_EQ(ErrorReason(head.Apply(0, apply).status()), "INVALID_COMBINATION");
+  EXPECT_TRUE(SameBits(WeightOf(head), before));
+  apply.allow_empty = true;
+  EXPECT_EQ(Value(head.Apply(0, apply)).open_step, 1);
+  EXPECT_FALSE(SameBits(WeightOf(head), before));  // decayed
+  // A gradient of the trainer's own is a micro-batch.
+  Value(head.AddGradient(1, 0, Rows(Hidden(4))));
+  Value(head.Seal(1, 1));
+  EXPECT_EQ(Value(head.Apply(1, {.learning_rate = 0.1})).open_step, 2);
 }
 
 ClientOptions WithReplay() {

@@ -7,12 +7,12 @@
 //       head->CrossEntropy(RowsView::Float32(hidden, hidden_size), targets, {}, {.step = 0, .micro_batch = 0}).Get();
 //
 // Repetitions. Calls whose repetition is safe are made again by RetryPolicy, and none by gRPC: after UNAVAILABLE (the connection
-// was cut, the server starts or drains) and where the server has no room (QUEUE_FULL, IN_FLIGHT_BYTES_EXCEEDED, STAGING_FULL,
-// ORDERED_WINDOW_FULL). A micro-batch is sent again under the next attempt's number; Commit, Discard, Seal, Apply, DiscardGradient,
-// AddGradient and ReplaceWeights with the same arguments: the server knows them again. UploadWeights resumes where it was cut. A
-// call that would not be the same twice (CreateHead, DeleteHead, Take(only_if_current), Restore, LoadWeights, Save without
-// `overwrite`) is repeated only after an answer which says that nothing was done. Wrong arguments, conflicts, fenced epochs and
-// lost steps are final at once.
+// was cut, the server starts or drains) and where the server has no room (QUEUE_FULL, IN_FLIGHT_BYTES_EXCEEDED,
+// ORDERED_WINDOW_FULL, and STAGING_FULL where another session has the slot). A micro-batch is sent again under the next attempt's
+// number; Commit, Discard, Seal, Apply, DiscardGradient, AddGradient and ReplaceWeights with the same arguments: the server knows
+// them again. UploadWeights resumes where it was cut. A call that would not be the same twice (CreateHead, DeleteHead,
+// Take(only_if_current), Restore, LoadWeights, Save without `overwrite`) is repeated only after an answer which says that nothing
+// was done. Wrong arguments, conflicts, fenced epochs and lost steps are final at once.
 //
 // Sessions. What this client leaves undecided belongs to its session, which is opened at the first CommitMode::kExplicit, kept
 // alive by a thread on a connection of its own, and closed with the connection: undecided micro-batches go then. A session that has
@@ -52,7 +52,6 @@
 
 namespace headwater::client {
 
-// Options of a connection.
 // TLS to the server. Files are in PEM, and are read again when they change: connections that are made from then on take the new
 // ones.
 struct TlsOptions {
@@ -65,6 +64,7 @@ struct TlsOptions {
   std::string server_name;
 };
 
+// Options of a connection.
 struct ClientOptions {
   // Deadline of every call that names no other, repetitions included. > 0.
   std::chrono::milliseconds timeout{std::chrono::minutes(5)};
@@ -101,8 +101,9 @@ struct ClientOptions {
   // (00-TRACE_ID-SPAN_ID-FLAGS). The server's log names it, and a server with --trace_dir writes traces if its flags say that the
   // trace is recorded. Empty: none.
   std::string traceparent{};
-  // Gets the sentence why a better path is not taken, once; called by any thread, must not block. Empty: it goes to the standard
-  // error output.
+  // Gets each sentence about what works but is slow, once: why rows take no better path, and, once for each head, that a
+  // micro-batch was HELD for want of a staging slot. Called by any thread, must not block. Empty: it goes to the standard error
+  // output.
   std::function<void(const std::string& sentence)> on_notice{};
 };
 
@@ -114,8 +115,9 @@ class Client {
   // `unix:/path/to/socket` or `unix-abstract:name`. Waits until the server is reached; a server that is still starting
   // is waited for. HTTP proxies of the environment are not used.
   //
-  // INVALID_ARGUMENT if the target is none of these or an option is out of range; UNAVAILABLE if nobody answers within
-  // `connect_timeout`.
+  // INVALID_ARGUMENT if the target is none of these, its path has more than 107 bytes, or an option is out of range; a client's key
+  // that is not its certificate's is one. UNAVAILABLE, with gRPC's reason, if nobody answers within `connect_timeout`; a name that
+  // is not resolved and a TLS handshake that fails are tried for a quarter of it.
   static absl::StatusOr<Client> Connect(const std::string& target, const ClientOptions& options = {});
 
   // Names are full (`tenants/{tenant}/heads/{head}`) or short (`student` is tenants/default/heads/student, if that is the tenant).

@@ -30,7 +30,12 @@ std::string ErrorReason(const absl::Status& status);
 // `requestedBytes`, ... Empty where there are none.
 std::map<std::string, std::string> ErrorMetadata(const absl::Status& status);
 
-// How long to wait at least before the same call can succeed; absent unless the server said so (a full queue).
+// `RESOURCE_EXHAUSTED / STAGING_FULL: all 1 staging slots of ...`: code, reason and message in one line, for people. (A status that
+// is printed by `<<` shows its payloads as bytes.) `OK` for an OK status.
+std::string ToString(const absl::Status& status);
+
+// How long to wait at least before the same call can succeed; absent unless the server said so (a full queue; STAGING_FULL only
+// where another session may free what is missing).
 std::optional<std::chrono::nanoseconds> RetryDelay(const absl::Status& status);
 
 // What STEP_LOST says of a head that came back from a checkpoint with a restarted server. Take the head (Head::Take()) to go on

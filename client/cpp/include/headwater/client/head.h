@@ -88,7 +88,8 @@ class Head {
   // an id of its own, and committed when this returns. Larger gradients than max_micro_batch_bytes are sent as several.
   absl::StatusOr<AddGradientResult> AddGradient(int64_t step, int64_t micro_batch, RowsView rows, int64_t row_start = 0,
                                                 double factor = 1.0, const CallOptions& options = {});
-  // Updates the weights and opens step + 1. A non-finite gradient changes nothing (NON_FINITE_GRADIENT).
+  // Updates the weights and opens step + 1. A non-finite gradient changes nothing (NON_FINITE_GRADIENT). A step without
+  // micro-batches is refused unless `apply.allow_empty` (INVALID_COMBINATION).
   absl::StatusOr<ApplyResult> Apply(int64_t step, const ApplyOptions& apply, const CallOptions& options = {});
   // Closes the step without touching the weights, and opens step + 1.
   absl::StatusOr<DiscardGradientResult> DiscardGradient(int64_t step, const CallOptions& options = {});

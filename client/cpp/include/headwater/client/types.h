@@ -206,7 +206,9 @@ struct MicroBatchOptions {
   // calls have come to a higher one, that: the server refuses what is behind it.
   int64_t attempt = 0;
   CommitMode commit = CommitMode::kEager;
-  // Whether the rows may be kept, to be computed again at commit, where no staging slot is free (STAGING_FULL otherwise).
+  // Whether the rows may be kept, to be computed again at commit (HELD), where no staging slot is free. Without it, such a
+  // micro-batch is STAGING_FULL, at once where the slots are this client's own. HELD takes a third more work: a head with more
+  // HeadSpec::staging_slots is faster.
   bool allow_held = false;
   // CommitOptions::token_factors will come at commit: the rows are kept whatever slots are free. Only with kExplicit.
   bool late_token_factors = false;
@@ -393,11 +395,15 @@ struct SealResult {
 struct ApplyOptions {
   double learning_rate = 0;                        // finite in float32, >= 0
   std::optional<ExpectedMicroBatches> expected{};  // needed if the step is still open: it is sealed first
-  double gradient_factor = 1.0;                    // multiplies the accumulated gradient once, before norm and clipping
-  std::optional<double> max_grad_norm{};           // > 0: clips by min(1, max_grad_norm / (global norm + 1e-6))
-  double other_grad_norm_squared = 0;              // >= 0: the trainer's own part of the global norm, already unscaled
-  std::optional<double> weight_decay{};            // these five override the optimizer's settings for this step
-  std::optional<double> beta1{};                   // AdamW only, as the next two
+  // Whether a step without micro-batches may be applied: weight decay and the optimizer's moments then change the weights without a
+  // gradient. Otherwise INVALID_COMBINATION where `expected` is empty, or was in this handle's Seal(); nothing is sent.
+  bool allow_empty = false;
+  double gradient_factor = 1.0;  // multiplies the accumulated gradient once, before norm and clipping
+  // >= 0: clips by min(1, max_grad_norm / (global norm + 1e-6)). Absent, 0 or infinity: no clipping.
+  std::optional<double> max_grad_norm{};
+  double other_grad_norm_squared = 0;    // >= 0: the trainer's own part of the global norm, already unscaled
+  std::optional<double> weight_decay{};  // these five override the optimizer's settings for this step
+  std::optional<double> beta1{};         // AdamW only, as the next two
   std::optional<double> beta2{};
   std::optional<double> epsilon{};
   std::optional<double> momentum{};  // SGD with momentum only
