@@ -32,6 +32,7 @@
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/machine_limits.h"
 #include "headwater/kernels/return_if_error.h"
+#include "server/flags/flag_types.h"
 #include "server/group/group_assembly.h"
 #include "server/group/join_leader.h"
 #include "server/group/local_cuda_group.h"
@@ -121,9 +122,9 @@ ABSL_FLAG(std::vector<std::string>, shard_weights, {},
 ABSL_FLAG(int32_t, threads, 0,
           "CPU threads of the engine over all shards, or of each rank with --workers; 0: as many as the affinity mask and the "
           "control group's CPU quota allow, a part of a processor as one; --engine=cpu");
-ABSL_FLAG(int64_t, memory_budget_bytes, 0,
+ABSL_FLAG(headwater::BytesFlag, memory_budget_bytes, 0,
           "memory of all heads, in bytes, on each of --gpus; 0: 80 % of the device's (of the cgroup's limit on the CPU)");
-ABSL_FLAG(int64_t, workspace_bytes, 0,
+ABSL_FLAG(headwater::BytesFlag, workspace_bytes, 0,
           "working memory of the engine, in bytes: for each head with --engine=cpu, for all heads of a GPU together with "
           "--engine=cuda; 0: the engine's default");
 static const headwater::service::FlagSection kSeveralFlags("Several processes as one server");
@@ -147,7 +148,7 @@ ABSL_FLAG(std::string, join_token_file, "",
 ABSL_FLAG(std::string, group_listen_host, "0.0.0.0",
           "IP address at which the ranks of a group reach this process, at a port of the system's choice; 0.0.0.0 and [::] are all "
           "addresses of IPv4 and IPv6; what they send each other there is neither encrypted nor signed");
-ABSL_FLAG(absl::Duration, rank_timeout, absl::Seconds(5), "a worker from which nothing has come for so long is lost, at least 1s");
+ABSL_FLAG(headwater::DurationFlag, rank_timeout, absl::Seconds(5), "a worker from which nothing has come for so long is lost, at least 1s");
 static const headwater::service::FlagSection kStorageFlags("Storage");
 ABSL_FLAG(std::string, checkpoint_directory, "", "where checkpoints are kept; made if it is not there; empty: no checkpoints");
 ABSL_FLAG(
@@ -163,61 +164,62 @@ ABSL_FLAG(
 ABSL_FLAG(std::string, load_root, "", "folder that LoadWeights may read from, which must be there; empty: LoadWeights is refused");
 static const headwater::service::FlagSection kLimitsFlags("Limits");
 #define HEADWATER_LIMIT_FLAG(name, help) ABSL_FLAG(int64_t, name, headwater::service::Limits{}.name, help)
-HEADWATER_LIMIT_FLAG(max_message_bytes, "bytes of one gRPC message");
-HEADWATER_LIMIT_FLAG(max_chunk_bytes, "bytes of data in one chunk");
+#define HEADWATER_BYTES_FLAG(name, help) ABSL_FLAG(headwater::BytesFlag, name, headwater::service::Limits{}.name, help)
+HEADWATER_BYTES_FLAG(max_message_bytes, "bytes of one gRPC message");
+HEADWATER_BYTES_FLAG(max_chunk_bytes, "bytes of data in one chunk");
 HEADWATER_LIMIT_FLAG(max_micro_batch_rows, "rows of a micro-batch");
-HEADWATER_LIMIT_FLAG(max_micro_batch_bytes, "bytes of all rows of one micro-batch");
+HEADWATER_BYTES_FLAG(max_micro_batch_bytes, "bytes of all rows of one micro-batch");
 HEADWATER_LIMIT_FLAG(max_vocab_size, "rows of a head");
 HEADWATER_LIMIT_FLAG(max_hidden_size, "columns of a head");
 HEADWATER_LIMIT_FLAG(max_heads, "heads of the server");
 HEADWATER_LIMIT_FLAG(max_step_micro_batches, "micro-batches of a step");
 HEADWATER_LIMIT_FLAG(max_staging_slots, "staging slots of a head");
 HEADWATER_LIMIT_FLAG(max_queue_depth, "micro-batches that wait for the engine");
-HEADWATER_LIMIT_FLAG(max_in_flight_bytes, "tensor bytes of all ComputeLoss and AddGradient calls in progress");
-HEADWATER_LIMIT_FLAG(max_upload_bytes, "host memory of all weight uploads that are not complete, in bytes");
+HEADWATER_BYTES_FLAG(max_in_flight_bytes, "tensor bytes of all ComputeLoss and AddGradient calls in progress");
+HEADWATER_BYTES_FLAG(max_upload_bytes, "host memory of all weight uploads that are not complete, in bytes");
 HEADWATER_LIMIT_FLAG(max_sessions, "sessions that are open");
-ABSL_FLAG(absl::Duration, max_session_lease, headwater::service::Limits{}.max_session_lease, "lease of a session");
-HEADWATER_LIMIT_FLAG(
+ABSL_FLAG(headwater::DurationFlag, max_session_lease, headwater::service::Limits{}.max_session_lease, "lease of a session");
+HEADWATER_BYTES_FLAG(
     max_held_bytes, "host memory of the rows of all HELD contributions, with their targets and weights, in bytes; 0: none is held");
 HEADWATER_LIMIT_FLAG(max_waiting_calls,
                      "calls that wait for the next step or for missing micro-batches, and as many that wait while their head is "
                      "saved, loaded or made, but at most a quarter of --max_threads of these; each holds a thread");
-ABSL_FLAG(absl::Duration, max_step_wait, headwater::service::Limits{}.max_step_wait,
+ABSL_FLAG(headwater::DurationFlag, max_step_wait, headwater::service::Limits{}.max_step_wait,
           "how long such a call waits, whatever its deadline");
 HEADWATER_LIMIT_FLAG(max_heads_per_tenant, "heads of one tenant");
-HEADWATER_LIMIT_FLAG(max_tenant_memory_bytes, "memory that the plans of one tenant's heads add up to, in bytes; 0: no limit");
+HEADWATER_BYTES_FLAG(max_tenant_memory_bytes, "memory that the plans of one tenant's heads add up to, in bytes; 0: no limit");
 HEADWATER_LIMIT_FLAG(max_terms, "loss terms of a micro-batch");
 HEADWATER_LIMIT_FLAG(max_stripes, "streams that carry the rows of one micro-batch");
-ABSL_FLAG(absl::Duration, max_stripe_wait, headwater::service::Limits{}.max_stripe_wait,
+ABSL_FLAG(headwater::DurationFlag, max_stripe_wait, headwater::service::Limits{}.max_stripe_wait,
           "how long a stripe waits for its primary stream");
 HEADWATER_LIMIT_FLAG(max_session_regions, "shared memory regions of one session; 0: none may be registered");
-HEADWATER_LIMIT_FLAG(max_region_bytes, "bytes of one shared memory region; 0: none may be registered");
-HEADWATER_LIMIT_FLAG(max_join_bytes, "host memory of all teacher rows that wait to be joined, in bytes; 0: none is kept");
+HEADWATER_BYTES_FLAG(max_region_bytes, "bytes of one shared memory region; 0: none may be registered");
+HEADWATER_BYTES_FLAG(max_join_bytes, "host memory of all teacher rows that wait to be joined, in bytes; 0: none is kept");
 HEADWATER_LIMIT_FLAG(ordered_window, "--deterministic: contributions of a step that may be there before lower ids are");
-ABSL_FLAG(absl::Duration, max_join_wait, headwater::service::Limits{}.max_join_wait,
+ABSL_FLAG(headwater::DurationFlag, max_join_wait, headwater::service::Limits{}.max_join_wait,
           "how long one side of a join waits for the other, and how long teacher rows stay that nobody asks for");
 HEADWATER_LIMIT_FLAG(max_connections,
                      "connections to --listen_addresses, and as many to --admin_listen_addresses; one more is closed at once");
 HEADWATER_LIMIT_FLAG(max_connection_streams, "calls in progress on one connection; a client of gRPC waits with the next one");
-HEADWATER_LIMIT_FLAG(
+HEADWATER_BYTES_FLAG(
     max_metadata_bytes,
     "bytes of a call's metadata as HTTP/2 counts them: names, values, and 32 for each; at least 1024; more is RESOURCE_EXHAUSTED");
 HEADWATER_LIMIT_FLAG(max_health_watches,
                      "calls of grpc.health.v1.Health/Watch in progress, which need no token; one more is RESOURCE_EXHAUSTED");
-ABSL_FLAG(absl::Duration, max_stream_time, headwater::service::Limits{}.max_stream_time,
+ABSL_FLAG(headwater::DurationFlag, max_stream_time, headwater::service::Limits{}.max_stream_time,
           "how long a streaming call may take from its begin to its end, whoever is slow; then it is DEADLINE_EXCEEDED");
-ABSL_FLAG(absl::Duration, max_handshake_time, headwater::service::Limits{}.max_handshake_time,
+ABSL_FLAG(headwater::DurationFlag, max_handshake_time, headwater::service::Limits{}.max_handshake_time,
           "how long a new connection may take until TLS and HTTP/2 are agreed on; then it is closed");
-ABSL_FLAG(absl::Duration, max_connection_idle, headwater::service::Limits{}.max_connection_idle,
+ABSL_FLAG(headwater::DurationFlag, max_connection_idle, headwater::service::Limits{}.max_connection_idle,
           "a connection without a call for so long is closed; clients of gRPC make a new one when they need it");
-ABSL_FLAG(absl::Duration, min_ping_interval, headwater::service::Limits{}.min_ping_interval,
+ABSL_FLAG(headwater::DurationFlag, min_ping_interval, headwater::service::Limits{}.min_ping_interval,
           "a connection whose client pings more often than this is closed at the third time; with --workers at most 30s");
 ABSL_FLAG(
     int32_t, max_threads, headwater::service::ServerOptions{}.max_threads,
     "calls that hold a thread, at least 8: that many ComputeLoss, one more of which is answered QUEUE_FULL, and that many of all "
     "others, one more of which is answered RESOURCE_EXHAUSTED by gRPC itself, without a reason");
 ABSL_FLAG(int32_t, max_pollers, headwater::service::ServerOptions{}.max_pollers, "threads that wait for new calls, at least 1");
-ABSL_FLAG(absl::Duration, stream_idle_timeout, headwater::service::ServerOptions{}.stream_idle_timeout,
+ABSL_FLAG(headwater::DurationFlag, stream_idle_timeout, headwater::service::ServerOptions{}.stream_idle_timeout,
           "a stream whose client sends nothing, or takes no answer, for so long is cancelled");
 ABSL_FLAG(
     double, max_cancel_rate, headwater::service::ServerOptions{}.max_cancel_rate,
@@ -228,20 +230,20 @@ ABSL_FLAG(
     "calls of one host:port connection that may wait for the server although its client has reset them: with more than these and "
     "--max_connection_streams, the connection is closed");
 ABSL_FLAG(
-    absl::Duration, engine_stall_timeout, headwater::service::ServerOptions{}.engine_stall_timeout,
+    headwater::DurationFlag, engine_stall_timeout, headwater::service::ServerOptions{}.engine_stall_timeout,
     "an engine that computes and gets no further for so long is stuck: the process ends as when the device is lost; with --workers "
     "at least twice --rank_timeout; 0: never");
-ABSL_FLAG(absl::Duration, idle_head_timeout, headwater::service::ServerOptions{}.idle_head_timeout,
+ABSL_FLAG(headwater::DurationFlag, idle_head_timeout, headwater::service::ServerOptions{}.idle_head_timeout,
           "a head that no call has named for so long is deleted, whatever its open step holds; 0: never");
 ABSL_FLAG(bool, idle_head_checkpoint, false,
           "save such a head first, as idle-STEP in --checkpoint_directory; one that cannot be saved stays");
 static const headwater::service::FlagSection kOperationFlags("Operation");
 ABSL_FLAG(
-    absl::Duration, drain_timeout, absl::Seconds(30),
+    headwater::DurationFlag, drain_timeout, absl::Seconds(30),
     "how long accepted calls may go on after SIGTERM, SIGINT or SIGHUP, > 0; with --join, how long the other server may take to "
     "save what the group holds, at least its own");
 ABSL_FLAG(
-    absl::Duration, device_lost_grace, absl::Seconds(5),
+    headwater::DurationFlag, device_lost_grace, absl::Seconds(5),
     "how long calls in progress may take to be answered once the engine's device is lost, from 0 to 1h; then the process ends, "
     "with status 75, or begins anew, with --workers or --join");
 ABSL_FLAG(

@@ -36,12 +36,18 @@ struct Command {
 Command HealthCommand();
 Command InfoCommand();
 Command HeadsCommand();
-Command TakeCommand();
+Command CreateCommand();
 Command LoadCommand();
-Command SaveCommand();
-Command DeleteCommand();
-Command PlanCommand();
 Command VerifyCommand();
+Command ExportCommand();
+Command DeleteCommand();
+Command TakeCommand();
+Command StepCommand();
+Command DiscardCommand();
+Command SaveCommand();
+Command CheckpointsCommand();
+Command RestoreCommand();
+Command PlanCommand();
 Command BenchCommand();
 Command TopCommand();
 

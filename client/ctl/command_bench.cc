@@ -22,6 +22,7 @@
 #include "client/ctl/command.h"
 #include "client/ctl/connection.h"
 #include "client/ctl/head_flags.h"
+#include "server/flags/flag_types.h"
 
 ABSL_FLAG(int64_t, rows, 0, "rows of a micro-batch; not given: 8192 on a GPU, 512 without");
 ABSL_FLAG(std::vector<std::string>, sizes, {}, "rows of the sweep over sizes; not given: an eighth, a quarter and half of --rows");
@@ -29,7 +30,7 @@ ABSL_FLAG(std::vector<std::string>, concurrency, std::vector<std::string>({"2", 
           "micro-batches in flight of that sweep");
 ABSL_FLAG(std::vector<std::string>, transports, std::vector<std::string>({"grpc", "shared_memory", "cuda_ipc"}),
           "paths to measure");
-ABSL_FLAG(absl::Duration, duration, absl::Seconds(1), "how long each measurement takes, from 10ms to 1m");
+ABSL_FLAG(headwater::DurationFlag, duration, absl::Seconds(1), "how long each measurement takes, from 10ms to 1m");
 ABSL_FLAG(std::string, csv, "", "file that the figures go into");
 ABSL_FLAG(std::string, png, "", "file that a plot goes into; needs a python3 with matplotlib on the PATH");
 
@@ -126,7 +127,7 @@ absl::StatusOr<Plan> MakePlan(const client::ServerInfo& info) {
   defaults.vocab_size = gpu ? 128256 : 8192;
   defaults.hidden_size = gpu ? 4096 : 256;
   defaults.data_type = gpu ? client::DataType::kBFloat16 : client::DataType::kFloat32;
-  absl::StatusOr<client::HeadSpec> spec = HeadSpecFromFlags(defaults);
+  absl::StatusOr<client::HeadSpec> spec = HeadSpecFromFlags(defaults, /*config_beside=*/"", Output(/*json=*/false));
   if (!spec.ok()) return spec.status();
   plan.spec = *std::move(spec);
   plan.spec.trainable = true;

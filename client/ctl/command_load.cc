@@ -1,5 +1,8 @@
 // `load`: weights for a head, from the server's disk or from this machine's.
+#include <filesystem>
 #include <optional>
+#include <string>
+#include <system_error>
 #include <utility>
 
 #include "absl/flags/declare.h"
@@ -74,18 +77,23 @@ absl::StatusOr<LocalTensors> ReadLocalTensors(client::Client& client, const std:
 }
 
 // The new head's description (with --create), or the head's that is there, is given to `check` before anything is made.
+// `config_beside`: see HeadSpecFromFlags().
 absl::StatusOr<client::Head> MakeOrOpen(client::Client& client, const std::string& name, const client::HeadSpec& defaults,
+                                        const std::string& config_beside, const Output& output,
                                         absl::FunctionRef<absl::Status(const client::HeadSpec&)> check) {
   if (!absl::GetFlag(FLAGS_create)) {
     for (const std::string& flag : kHeadFlags) {
       if (FlagGiven(flag)) return UsageError(absl::StrCat("--", flag, " describes a new head: it needs --create"));
     }
     absl::StatusOr<client::Head> head = client.OpenHead(name);
+    if (absl::IsNotFound(head.status())) {
+      return WithHint(head.status(), "`headwaterctl heads` lists the heads that exist; --create makes one");
+    }
     if (!head.ok()) return head.status();
     if (absl::Status status = check(head->spec()); !status.ok()) return status;
     return head;
   }
-  absl::StatusOr<client::HeadSpec> spec = HeadSpecFromFlags(defaults);
+  absl::StatusOr<client::HeadSpec> spec = HeadSpecFromFlags(defaults, config_beside, output);
   if (!spec.ok()) return spec.status();
   if (absl::Status status = check(*spec); !status.ok()) return status;
   return client.CreateHead(name, *spec);
@@ -116,6 +124,27 @@ absl::StatusOr<client::HeadInfo> UploadTensor(client::Head& head, HeadTensor ten
   return head.UploadWeights(tensor, {buffer.data(), buffer.data_type(), buffer.element_count()});
 }
 
+// The config.json beside local weights, or nothing.
+std::string ConfigBeside(const std::string& path) {
+  std::error_code error;
+  const std::filesystem::path folder =
+      std::filesystem::is_directory(path, error) ? std::filesystem::path(path) : std::filesystem::path(path).parent_path();
+  const std::filesystem::path config = folder / "config.json";
+  return std::filesystem::is_regular_file(config, error) ? config.string() : "";
+}
+
+// After a failure: a head that this command has made is deleted again, and the error says so.
+absl::Status CleanUp(client::Head& head, const absl::Status& failure) {
+  if (!absl::GetFlag(FLAGS_create)) return failure;
+  const absl::Status deleted = head.Delete(/*force=*/true);
+  absl::Status status(failure.code(), absl::StrCat(failure.message(),
+                                                   deleted.ok() ? "; the head that was made for it is deleted again"
+                                                                : "; the head that was made for it stays: ",
+                                                   deleted.message()));
+  failure.ForEachPayload([&](absl::string_view url, const absl::Cord& payload) { status.SetPayload(url, payload); });
+  return status;
+}
+
 absl::StatusOr<client::HeadInfo> LoadLocal(client::Client& client, const std::string& name, const std::string& path,
                                            Output& output) {
   absl::StatusOr<LocalTensors> tensors = ReadLocalTensors(client, name, path);
@@ -125,23 +154,28 @@ absl::StatusOr<client::HeadInfo> LoadLocal(client::Client& client, const std::st
   defaults.hidden_size = tensors->weight.shape()[1];
   defaults.data_type = tensors->weight.data_type();
   defaults.has_bias = tensors->bias.has_value();
-  absl::StatusOr<client::Head> head =
-      MakeOrOpen(client, name, defaults, [&](const client::HeadSpec& spec) { return CheckTensors(*tensors, spec); });
+  absl::StatusOr<client::Head> head = MakeOrOpen(client, name, defaults, ConfigBeside(path), output,
+                                                 [&](const client::HeadSpec& spec) { return CheckTensors(*tensors, spec); });
   if (!head.ok()) return head.status();
   absl::StatusOr<client::HeadInfo> info = UploadTensor(*head, HeadTensor::kWeight, tensors->weight, output);
   if (info.ok() && head->spec().has_bias) info = UploadTensor(*head, HeadTensor::kBias, *tensors->bias, output);
+  if (!info.ok()) return CleanUp(*head, info.status());
   return info;
 }
 
-absl::StatusOr<client::HeadInfo> LoadRemote(client::Client& client, const std::string& name, const std::string& path) {
-  absl::StatusOr<client::Head> head = MakeOrOpen(client, name, {}, [](const client::HeadSpec&) { return absl::OkStatus(); });
+absl::StatusOr<client::HeadInfo> LoadRemote(client::Client& client, const std::string& name, const std::string& path,
+                                            const Output& output) {
+  absl::StatusOr<client::Head> head =
+      MakeOrOpen(client, name, {}, /*config_beside=*/"", output, [](const client::HeadSpec&) { return absl::OkStatus(); });
   if (!head.ok()) return head.status();
-  return head->LoadWeights(path, absl::GetFlag(FLAGS_tensor), absl::GetFlag(FLAGS_bias_tensor));
+  absl::StatusOr<client::HeadInfo> info = head->LoadWeights(path, absl::GetFlag(FLAGS_tensor), absl::GetFlag(FLAGS_bias_tensor));
+  if (!info.ok()) return CleanUp(*head, info.status());
+  return info;
 }
 
 absl::StatusOr<ExitCode> RunLoad(client::Client& client, const std::vector<std::string>& arguments, Output& output) {
   absl::StatusOr<client::HeadInfo> head = absl::GetFlag(FLAGS_from_file) ? LoadLocal(client, arguments[0], arguments[1], output)
-                                                                         : LoadRemote(client, arguments[0], arguments[1]);
+                                                                         : LoadRemote(client, arguments[0], arguments[1], output);
   if (!head.ok()) return head.status();
   output.Print(absl::StrCat(head->name, " is ", client::HeadStateName(head->state), ": [", head->spec.vocab_size, ", ",
                             head->spec.hidden_size, "] ", client::DataTypeName(head->spec.data_type), ", weight version ",
@@ -155,29 +189,24 @@ absl::StatusOr<ExitCode> RunLoad(client::Client& client, const std::vector<std::
 Command LoadCommand() {
   std::vector<std::string> flags = {"create", "from_file", "tensor", "bias_tensor"};
   flags.insert(flags.end(), kHeadFlags.begin(), kHeadFlags.end());
-  return {
-      .name = "load",
-      .synopsis = "NAME PATH",
-      .summary = "sets a head's weights from a safetensors file or a model folder",
-      .help =
-          "PATH is a .safetensors file or a Hugging Face model folder under headwaterd's --load_root, relative to it. With\n"
-          "--from_file it is a file or a folder on this machine, and the head's tensors are uploaded. Setting the weights of a\n"
-          "head that has some drops its open step and fences off trainers that still use it.\n"
-          "\n"
-          "Without --tensor the head's weight is lm_head.weight, or the one tensor of the head's shape with another head's name\n"
-          "(embed_out.weight, language_model.lm_head.weight), or the embedding if the model's config.json says that it is tied.\n"
-          "Anything else is refused, with the tensors that could be meant.\n"
-          "\n"
-          "With --create the head is made first, unless the tensors of --from_file are not as the flags say. It stays when the\n"
-          "loading fails afterwards; run the command again without --create, or `headwaterctl delete` the head. With\n"
-          "--from_file, --vocab_size, --hidden_size, --data_type and --bias follow from the file.\n"
-          "\n"
-          "  headwaterctl load teacher llama-8b --create --vocab_size=128256 --hidden_size=4096 --data_type=bfloat16\n"
-          "  headwaterctl load student head.safetensors --from_file --create --trainable --optimizer=adamw\n",
-      .min_arguments = 2,
-      .max_arguments = 2,
-      .flags = std::move(flags),
-      .run = RunLoad};
+  return {.name = "load",
+          .synopsis = "NAME PATH",
+          .summary = "sets a head's weights from a safetensors file or a model folder",
+          .help =
+              "PATH is a .safetensors file or a Hugging Face model folder under headwaterd's --load_root, relative to it. With\n"
+              "--from_file it is a safetensors file on this machine, which is uploaded. Setting the weights of a head that has\n"
+              "some drops its open step and fences off trainers that still use it.\n"
+              "\n"
+              "With --create the head is made first, unless the tensors of --from_file are not as the flags say. If the loading\n"
+              "fails afterwards the head is deleted again. --config gives what no other flag does. With --from_file sizes, type\n"
+              "and bias follow from the file, and the config.json beside it is the --config where none is given.\n"
+              "\n"
+              "  headwaterctl load teacher llama-8b --create --config ~/models/llama-8b\n"
+              "  headwaterctl load student head.safetensors --from_file --create --trainable --optimizer=adamw\n",
+          .min_arguments = 2,
+          .max_arguments = 2,
+          .flags = std::move(flags),
+          .run = RunLoad};
 }
 
 }  // namespace headwater::ctl

@@ -149,7 +149,7 @@ absl::StatusOr<ExitCode> RunPlan(client::Client& client, const std::vector<std::
   if (FlagGiven("ranks") && (ranks < 1 || ranks > kMostRanks)) {
     return UsageError(absl::StrCat("--ranks: expected 1 to ", kMostRanks, ", got ", ranks));
   }
-  absl::StatusOr<client::HeadSpec> spec = HeadSpecFromFlags({});
+  absl::StatusOr<client::HeadSpec> spec = HeadSpecFromFlags({}, "", output);
   if (!spec.ok()) return spec.status();
   if (ranks > spec->vocab_size) {
     return UsageError(absl::StrCat("--ranks: expected at most --vocab_size, ", spec->vocab_size, ", got ", ranks));
@@ -196,13 +196,15 @@ Command PlanCommand() {
           .synopsis = "",
           .summary = "prints the memory that a head would take, without making it",
           .help =
-              "The server plans the head that the flags describe. Exits with 1 if it does not fit the memory that is available\n"
-              "now, or is refused. If the server has several ranks (--gpus, --workers), each has a line: the rows that it would\n"
+              "The server plans the head that the flags describe, or the model's config of --config. Exits with 1 if it does not\n"
+              "fit the memory that is available now, or is refused. If the server has several ranks (--gpus, --workers), each has "
+              "a line: the rows that it would\n"
               "hold, what they and the workspace take (an even share of all ranks' workspaces), and what is available there.\n"
               "\n"
               "With --ranks a server of one rank plans what each of so many ranks like itself would hold, against one budget.\n"
               "\n"
               "  headwaterctl plan --vocab_size=128256 --hidden_size=4096 --data_type=bfloat16 --trainable --optimizer=adamw\n"
+              "  headwaterctl plan --config ~/models/llama-8b --trainable --optimizer=adamw\n"
               "  headwaterctl plan --vocab_size=262144 --hidden_size=8192 --data_type=bfloat16 --trainable --ranks=4\n",
           .min_arguments = 0,
           .max_arguments = 0,

@@ -19,13 +19,14 @@
 #include "client/ctl/connection.h"
 #include "client/ctl/metrics_page.h"
 #include "client/ctl/table.h"
+#include "server/flags/flag_types.h"
 
 ABSL_FLAG(
     std::string, metrics, "",
     "host:port of the server's --metrics_address; if not given: port 9464 of --server's host, of this host for a Unix socket");
-ABSL_FLAG(absl::Duration, interval, absl::Seconds(2), "time between two looks, at least 100ms; rates are over it");
+ABSL_FLAG(headwater::DurationFlag, interval, absl::Seconds(2), "time between two looks, at least 100ms; rates are over it");
 ABSL_FLAG(bool, once, false, "look twice, print once, and end");
-ABSL_DECLARE_FLAG(absl::Duration, connect_timeout);
+ABSL_DECLARE_FLAG(headwater::DurationFlag, connect_timeout);
 
 namespace headwater::ctl {
 namespace {

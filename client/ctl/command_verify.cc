@@ -5,10 +5,14 @@
 #include <utility>
 #include <vector>
 
+#include "absl/flags/declare.h"
+#include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
 #include "client/ctl/command.h"
 #include "client/ctl/model_config.h"
 #include "client/ctl/table.h"
+
+ABSL_DECLARE_FLAG(bool, allow_unchecked);
 
 namespace headwater::ctl {
 namespace {
@@ -18,18 +22,22 @@ using nlohmann::json;
 // Configs round what they mean: 1 / 13.
 constexpr double kTolerance = 1e-6;
 
-enum class Verdict { kSame, kDiffers, kRounded, kNotChecked };
+enum class Finding { kSame, kDiffers, kRounded, kWider, kNotChecked, kNoted };
 
-const char* VerdictName(Verdict verdict) {
+const char* FindingName(Finding verdict) {
   switch (verdict) {
-    case Verdict::kSame:
+    case Finding::kSame:
       return "same";
-    case Verdict::kDiffers:
+    case Finding::kDiffers:
       return "differs";
-    case Verdict::kRounded:
+    case Finding::kRounded:
       return "rounded";
-    case Verdict::kNotChecked:
+    case Finding::kWider:
+      return "wider";
+    case Finding::kNotChecked:
       return "not checked";
+    case Finding::kNoted:
+      return "-";
   }
   return "";
 }
@@ -39,36 +47,38 @@ struct Check {
   std::string property;
   json head;
   json model;
-  Verdict verdict = Verdict::kSame;
+  Finding verdict = Finding::kSame;
 };
 
-Verdict SameIf(bool same) { return same ? Verdict::kSame : Verdict::kDiffers; }
+Finding SameIf(bool same) { return same ? Finding::kSame : Finding::kDiffers; }
 
 bool AreClose(double a, double b) { return std::abs(a - b) <= kTolerance * std::abs(b); }
 
 std::vector<Check> Compare(const client::HeadSpec& head, const ModelHead& model) {
   std::vector<Check> checks;
-  const auto add = [&](std::string property, json of_head, json of_model, Verdict verdict) {
+  const auto add = [&](std::string property, json of_head, json of_model, Finding verdict) {
     checks.push_back({std::move(property), std::move(of_head), std::move(of_model), verdict});
   };
   const int64_t valid = head.valid_vocab_size.value_or(head.vocab_size);
-  // Rows may be added to a weight, if they get no probability.
-  add("vocab_size", head.vocab_size, model.vocab_size, SameIf(head.vocab_size >= model.vocab_size));
-  add("valid_vocab_size", valid, model.vocab_size, SameIf(valid == model.vocab_size));
+  // Rows may be added to a weight, or left out, if they get no probability.
+  add("vocab_size", head.vocab_size, model.vocab_size, SameIf(head.vocab_size >= model.valid_vocab_size));
+  add("valid_vocab_size", valid, model.valid_vocab_size, SameIf(valid == model.valid_vocab_size));
   add("hidden_size", head.hidden_size, model.hidden_size, SameIf(head.hidden_size == model.hidden_size));
   add("logit_scale", head.logit_scale, model.logit_scale, SameIf(AreClose(head.logit_scale, model.logit_scale)));
   add("softcap", head.softcap.has_value() ? json(*head.softcap) : json(), model.softcap.has_value() ? json(*model.softcap) : json(),
       SameIf(head.softcap.has_value() == model.softcap.has_value() &&
              (!head.softcap.has_value() || AreClose(*head.softcap, *model.softcap))));
-  add("bias", head.has_bias, model.has_bias.has_value() ? json(*model.has_bias) : json(),
-      model.has_bias.has_value() ? SameIf(head.has_bias == *model.has_bias) : Verdict::kNotChecked);
-  Verdict type = Verdict::kNotChecked;
+  add("bias", head.has_bias, model.has_bias, SameIf(head.has_bias == model.has_bias));
+  Finding type = Finding::kNoted;
   if (model.data_type.has_value()) {
-    type = head.data_type == *model.data_type || head.data_type == client::DataType::kFloat32 ? Verdict::kSame : Verdict::kRounded;
+    type = head.data_type == *model.data_type             ? Finding::kSame
+           : head.data_type == client::DataType::kFloat32 ? Finding::kWider
+                                                          : Finding::kRounded;
   }
   add("data_type", client::DataTypeName(head.data_type),
       model.data_type.has_value() ? json(client::DataTypeName(*model.data_type)) : json(), type);
-  for (const std::string& key : model.unknown_keys) add(key, json(), "?", Verdict::kNotChecked);
+  if (model.tied.has_value()) add("tie_word_embeddings", json(), *model.tied, Finding::kNoted);
+  for (const ModelHead::UnclearKey& unclear : model.unclear) add(unclear.key, json(), unclear.value, Finding::kNotChecked);
   return checks;
 }
 
@@ -86,17 +96,32 @@ absl::StatusOr<ExitCode> RunVerify(client::Client& client, const std::vector<std
   Table table({"PROPERTY", "HEAD", "MODEL", ""},
               {Table::Align::kLeft, Table::Align::kRight, Table::Align::kRight, Table::Align::kLeft});
   json rows = json::array();
-  bool same = true;
+  bool differs = false;
   for (const Check& check : Compare(head->spec(), *model)) {
-    table.AddRow({check.property, Shown(check.head), Shown(check.model), VerdictName(check.verdict)});
+    table.AddRow({check.property, Shown(check.head), Shown(check.model), FindingName(check.verdict)});
     rows.push_back(
-        {{"property", check.property}, {"head", check.head}, {"model", check.model}, {"verdict", VerdictName(check.verdict)}});
-    same = same && check.verdict != Verdict::kDiffers;
+        {{"property", check.property}, {"head", check.head}, {"model", check.model}, {"verdict", FindingName(check.verdict)}});
+    differs = differs || check.verdict == Finding::kDiffers;
   }
-  output.Print(absl::StrCat(table.ToString(), head->name(), same ? " is" : " is not", " the head of ", arguments[1],
-                            same ? ", as far as it was checked\n" : "\n"),
-               {{"name", head->name()}, {"model_type", model->model_type}, {"same", same}, {"checks", rows}});
-  return same ? kExitOk : kExitFailed;
+  const bool unclear = !model->unclear.empty() && !absl::GetFlag(FLAGS_allow_unchecked);
+  std::string sentence = absl::StrCat(head->name(), " fits the config of ", arguments[1], "; weights are not compared\n");
+  if (unclear) {
+    sentence = absl::StrCat(head->name(), " is not verified: what ", NamesOf(model->unclear),
+                            " does to the logits is not known; --allow_unchecked leaves it out\n");
+  }
+  if (differs) sentence = absl::StrCat(head->name(), " does not fit the config of ", arguments[1], "\n");
+  if (model->tied.value_or(false) && head->spec().trainable) {
+    sentence += "the model's weight is its embedding's too: a trainer must train both as one (`tied` of headwater.torch.attach)\n";
+  }
+  const bool fits = !differs && !unclear;
+  output.Print(absl::StrCat(table.ToString(), sentence), {{"name", head->name()},
+                                                          {"model_type", model->model_type},
+                                                          {"same", fits},
+                                                          {"verdict", differs   ? "differs"
+                                                                      : unclear ? "not checked"
+                                                                                : "fits"},
+                                                          {"checks", rows}});
+  return fits ? kExitOk : kExitFailed;
 }
 
 }  // namespace
@@ -109,13 +134,14 @@ Command VerifyCommand() {
       .help =
           "CONFIG is a model's config.json, or its folder, on this machine, as Hugging Face's transformers has it. A softcap or\n"
           "a factor of the logits that a head lacks is no error anywhere else: it trains a model that nobody meant. Ends with\n"
-          "1 if a property differs. `rounded`: the head stores fewer digits than the model. `not checked`: the config does\n"
-          "not say, or has a key that this program does not know. Weights are not compared.\n"
+          "1 if a property differs, or if the config has a key that may change the logits and that this program does not know\n"
+          "(`not checked`; --allow_unchecked leaves it out). `rounded`: the head stores fewer digits than the model, or others.\n"
+          "`wider`: it stores more. `-`: said, not compared. Weights are not compared.\n"
           "\n"
           "  headwaterctl verify teacher ~/models/gemma-2-9b\n",
       .min_arguments = 2,
       .max_arguments = 2,
-      .flags = {},
+      .flags = {"allow_unchecked"},
       .run = RunVerify};
 }
 

@@ -7,13 +7,15 @@
 
 #include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "absl/time/time.h"
 #include "client/ctl/arguments.h"
+#include "server/flags/flag_types.h"
 
 ABSL_FLAG(std::string, server, "localhost:50051", "where headwaterd listens: host:port or unix:PATH");
 ABSL_FLAG(std::string, tenant, "default", "whose heads short names mean, and `heads` lists");
-ABSL_FLAG(absl::Duration, timeout, absl::Minutes(30), "longest time of one call");
-ABSL_FLAG(absl::Duration, connect_timeout, absl::Seconds(5), "how long to wait for the server to answer");
+ABSL_FLAG(headwater::DurationFlag, timeout, absl::Minutes(30), "longest time of one call");
+ABSL_FLAG(headwater::DurationFlag, connect_timeout, absl::Seconds(5), "how long to wait for the server to answer");
 
 ABSL_FLAG(std::string, ca_certificate, "",
           "file with the authorities, in PEM, that may have signed the server's certificate, `system` for those of the system: "
@@ -45,6 +47,15 @@ absl::StatusOr<std::string> ReadToken(const std::string& path) {
     return UsageError(absl::StrCat("--token_file: ", path, " has more than one line; expected a token and nothing else"));
   }
   return token;
+}
+
+// An error of the client library, which speaks of its own options.
+std::string InFlagsWords(const std::string& message) {
+  return absl::StrReplaceAll(message, {{"ClientOptions.token", "--token_file"},
+                                       {"ClientOptions.tls.ca_certificate", "--ca_certificate"},
+                                       {"ClientOptions.tls.certificate", "--client_certificate"},
+                                       {"ClientOptions.tls.key", "--client_key"},
+                                       {"ClientOptions.", "--"}});
 }
 
 }  // namespace
@@ -86,7 +97,7 @@ absl::StatusOr<client::Client> Connect(client::Transport transport, bool session
   if (!session) options.session_lease = std::chrono::milliseconds(0);
   absl::StatusOr<client::Client> client = client::Client::Connect(ServerAddress(), options);
   // Nothing has been sent.
-  if (absl::IsInvalidArgument(client.status())) return UsageError(std::string(client.status().message()));
+  if (absl::IsInvalidArgument(client.status())) return UsageError(InFlagsWords(std::string(client.status().message())));
   return client;
 }
 

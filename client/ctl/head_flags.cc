@@ -1,10 +1,14 @@
 #include "client/ctl/head_flags.h"
 
 #include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
 
 #include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
 #include "client/ctl/arguments.h"
+#include "client/ctl/model_config.h"
 
 ABSL_FLAG(int64_t, vocab_size, 0, "rows of the head's weight");
 ABSL_FLAG(int64_t, hidden_size, 0, "columns of the head's weight");
@@ -20,17 +24,15 @@ ABSL_FLAG(double, momentum, 0.0, "momentum of sgd; above 0 it takes a buffer");
 ABSL_FLAG(
     int32_t, staging_slots, 1,
     "micro-batches that may wait for their commit at once, each 4 x weight elements bytes (not given: 0 without --trainable)");
+ABSL_FLAG(
+    std::string, config, "",
+    "a model's config.json, or its folder, on this machine: it gives what no other flag does of sizes, type, bias, scale, softcap "
+    "and valid vocabulary");
+ABSL_FLAG(bool, allow_unchecked, false, "take a config although it has keys that may change the logits in an unknown way");
 ABSL_FLAG(std::string, parallelism, "vocabulary", "how a group of ranks shares the head's work: vocabulary or rows");
 
 namespace headwater::ctl {
 namespace {
-
-absl::StatusOr<client::DataType> ParseDataType(const std::string& name) {
-  for (const client::DataType type : {client::DataType::kFloat32, client::DataType::kBFloat16, client::DataType::kFloat16}) {
-    if (name == client::DataTypeName(type)) return type;
-  }
-  return UsageError(absl::StrCat("--data_type=", name, ": expected float32, bfloat16 or float16"));
-}
 
 absl::StatusOr<client::Parallelism> ParseParallelism(const std::string& name) {
   for (const client::Parallelism parallelism : {client::Parallelism::kVocabulary, client::Parallelism::kRows}) {
@@ -59,28 +61,71 @@ absl::StatusOr<client::Optimizer> OptimizerFromFlags() {
   return UsageError(absl::StrCat("--optimizer=", name, ": expected none, adamw or sgd"));
 }
 
+// What the config of `path` says becomes `spec`'s; sizes, type and bias only where `spec` has no sizes.
+absl::Status TakeOver(const ModelHead& model, const std::string& path, client::HeadSpec* spec) {
+  if (!model.unclear.empty() && !absl::GetFlag(FLAGS_allow_unchecked)) {
+    return absl::InvalidArgumentError(absl::StrCat(path, ": what ", NamesOf(model.unclear),
+                                                   " does to the logits is not known; describe the head by flags, or add "
+                                                   "--allow_unchecked"));
+  }
+  if (spec->vocab_size == 0) {
+    spec->vocab_size = model.vocab_size;
+    spec->hidden_size = model.hidden_size;
+    spec->data_type = model.data_type.value_or(spec->data_type);
+    spec->has_bias = model.has_bias;
+  } else if (spec->hidden_size != model.hidden_size || spec->vocab_size < model.valid_vocab_size) {
+    return absl::InvalidArgumentError(absl::StrCat("the weight is [", spec->vocab_size, ", ", spec->hidden_size, "], ", path,
+                                                   " says [", model.vocab_size, ", ", model.hidden_size, "]"));
+  }
+  spec->logit_scale = model.logit_scale;
+  spec->softcap = model.softcap;
+  return absl::OkStatus();
+}
+
 }  // namespace
 
-const std::vector<std::string> kHeadFlags = {"vocab_size", "hidden_size",      "data_type",  "bias",      "logit_scale",
-                                             "softcap",    "valid_vocab_size", "trainable",  "optimizer", "weight_decay",
-                                             "momentum",   "staging_slots",    "parallelism"};
+const std::vector<std::string> kHeadFlags = {"vocab_size", "hidden_size",      "data_type",   "bias",      "logit_scale",
+                                             "softcap",    "valid_vocab_size", "trainable",   "optimizer", "weight_decay",
+                                             "momentum",   "staging_slots",    "parallelism", "config",    "allow_unchecked"};
 
-absl::StatusOr<client::HeadSpec> HeadSpecFromFlags(const client::HeadSpec& defaults) {
+absl::StatusOr<client::DataType> DataTypeFromFlags(client::DataType otherwise) {
+  if (!FlagGiven("data_type")) return otherwise;
+  const std::string name = absl::GetFlag(FLAGS_data_type);
+  for (const client::DataType type : {client::DataType::kFloat32, client::DataType::kBFloat16, client::DataType::kFloat16}) {
+    if (name == client::DataTypeName(type)) return type;
+  }
+  return UsageError(absl::StrCat("--data_type=", name, ": expected float32, bfloat16 or float16"));
+}
+
+absl::StatusOr<client::HeadSpec> HeadSpecFromFlags(const client::HeadSpec& defaults, const std::string& config_beside,
+                                                   const Output& output) {
   client::HeadSpec spec = defaults;
-  if (FlagGiven("vocab_size")) spec.vocab_size = absl::GetFlag(FLAGS_vocab_size);
-  if (FlagGiven("hidden_size")) spec.hidden_size = absl::GetFlag(FLAGS_hidden_size);
+  const std::string config = FlagGiven("config") ? absl::GetFlag(FLAGS_config) : config_beside;
+  absl::StatusOr<ModelHead> model = ModelHead();
+  if (!config.empty()) {
+    model = ReadModelHead(config);
+    absl::Status status = model.ok() ? TakeOver(*model, config, &spec) : model.status();
+    if (!status.ok()) return FlagGiven("config") ? status : WithHint(status, "--config= leaves the config beside the weights out");
+  }
+  const auto set = [&](const char* flag, auto* field, const auto& value) {
+    if (!FlagGiven(flag)) return;
+    if (!config.empty() && *field != value) output.Progress(absl::StrCat("--", flag, " contradicts ", config, ", and is taken"));
+    *field = value;
+  };
+  if (FlagGiven("vocab_size")) spec.vocab_size = absl::GetFlag(FLAGS_vocab_size);  // of a padded weight, say
+  set("hidden_size", &spec.hidden_size, absl::GetFlag(FLAGS_hidden_size));
   for (const auto& [flag, size] : {std::pair("vocab_size", spec.vocab_size), std::pair("hidden_size", spec.hidden_size)}) {
-    if (size == 0) return UsageError(absl::StrCat("--", flag, " is needed, and must not be 0"));
+    if (size == 0 && !FlagGiven(flag)) return UsageError(absl::StrCat("--", flag, " is needed, or --config"));
+    if (size < 1) return UsageError(absl::StrCat("--", flag, ": expected at least 1, got ", size));
   }
-  if (FlagGiven("data_type")) {
-    absl::StatusOr<client::DataType> type = ParseDataType(absl::GetFlag(FLAGS_data_type));
-    if (!type.ok()) return type.status();
-    spec.data_type = *type;
-  }
-  if (FlagGiven("bias")) spec.has_bias = absl::GetFlag(FLAGS_bias);
-  spec.logit_scale = absl::GetFlag(FLAGS_logit_scale);
-  if (FlagGiven("softcap")) spec.softcap = absl::GetFlag(FLAGS_softcap);
-  if (FlagGiven("valid_vocab_size")) spec.valid_vocab_size = absl::GetFlag(FLAGS_valid_vocab_size);
+  const absl::StatusOr<client::DataType> type = DataTypeFromFlags(spec.data_type);
+  if (!type.ok()) return type.status();
+  spec.data_type = *type;
+  set("bias", &spec.has_bias, absl::GetFlag(FLAGS_bias));
+  set("logit_scale", &spec.logit_scale, absl::GetFlag(FLAGS_logit_scale));
+  set("softcap", &spec.softcap, std::optional<double>(absl::GetFlag(FLAGS_softcap)));
+  if (model->valid_vocab_size > 0 && model->valid_vocab_size < spec.vocab_size) spec.valid_vocab_size = model->valid_vocab_size;
+  set("valid_vocab_size", &spec.valid_vocab_size, std::optional<int64_t>(absl::GetFlag(FLAGS_valid_vocab_size)));
   spec.trainable = absl::GetFlag(FLAGS_trainable);
   absl::StatusOr<client::Optimizer> optimizer = OptimizerFromFlags();
   if (!optimizer.ok()) return optimizer.status();

@@ -1,4 +1,4 @@
-// The flags that describe a head, for `plan` and `load --create`.
+// The flags that describe a head, for `plan`, `create` and `load --create`.
 #ifndef HEADWATER_CLIENT_CTL_HEAD_FLAGS_H_
 #define HEADWATER_CLIENT_CTL_HEAD_FLAGS_H_
 
@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "client/ctl/output.h"
 #include "headwater/client/types.h"
 
 namespace headwater::ctl {
@@ -13,9 +14,18 @@ namespace headwater::ctl {
 // Their names.
 extern const std::vector<std::string> kHeadFlags;
 
-// The specification that the flags give. `defaults`: what flags that were not given mean. A usage error for a name that is not
-// known, sizes that are missing, and optimizer settings without that optimizer; ranges are the server's to check.
-absl::StatusOr<client::HeadSpec> HeadSpecFromFlags(const client::HeadSpec& defaults);
+// --data_type, or `otherwise` if it is not given. A usage error for another name than that of a type.
+absl::StatusOr<client::DataType> DataTypeFromFlags(client::DataType otherwise);
+
+// The specification that the flags give, and, where they give nothing, the model's config of --config, and else `defaults`: of
+// tensors that are at hand, or with sizes of 0. `config_beside`: the config where --config is not given; empty: none.
+//
+// A flag that contradicts the config wins, and `output` notes it. A usage error for a name that is not known, a size that is
+// missing or below 1, and optimizer settings without that optimizer; other ranges are the server's to check. INVALID_ARGUMENT for a
+// config that does not fit the tensors, or has keys that this program does not know (unless --allow_unchecked); else as
+// ReadModelHead().
+absl::StatusOr<client::HeadSpec> HeadSpecFromFlags(const client::HeadSpec& defaults, const std::string& config_beside,
+                                                   const Output& output);
 
 }  // namespace headwater::ctl
 

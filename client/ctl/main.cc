@@ -25,7 +25,6 @@ constexpr char kExitCodes[] =
     "Exit codes: 0 done; 1 the server refused, is not healthy or cannot be reached, a head is not as expected, or the output "
     "could\n"
     "not be written; 2 the command line is wrong.\n";
-constexpr char kUsageHint[] = "`headwaterctl help` lists commands and flags";
 
 std::string GeneralHelp(const std::vector<Command>& commands) {
   Table table({"", "", ""}, {Table::Align::kLeft, Table::Align::kLeft, Table::Align::kLeft});
@@ -45,16 +44,26 @@ std::string CommandHelp(const Command& command) {
                       "\nFlags of every command:\n", DescribeFlags(kCommonFlags), "\n", kExitCodes);
 }
 
-// `json`: as the command line asks for it, of which nothing need be set yet.
-int ReportUsage(const absl::Status& error, bool json) {
-  std::cerr << "headwaterctl: " << error.message() << "\nhint: " << kUsageHint << "\n";
-  Output(json).Print("", {{"error", ToJson(WithHint(error, kUsageHint))}});
-  return kExitUsage;
-}
-
 const Command* FindCommand(const std::vector<Command>& commands, const std::string& name) {
   for (const Command& command : commands) {
     if (command.name == name) return &command;
+  }
+  return nullptr;
+}
+
+// `json`: as the command line asks for it, of which nothing need be set yet. `command`: null if it names none.
+int ReportUsage(const absl::Status& error, bool json, const Command* command) {
+  const std::string hint = command == nullptr ? "`headwaterctl help` lists commands and flags"
+                                              : absl::StrCat("`headwaterctl help ", command->name, "` explains it and its flags");
+  std::cerr << "headwaterctl: " << error.message() << "\nhint: " << hint << "\n";
+  Output(json).Print("", {{"error", ToJson(WithHint(error, hint))}});
+  return kExitUsage;
+}
+
+// Of a command line that cannot be understood: the first word that is a command's name.
+const Command* GuessCommand(const std::vector<Command>& commands, const std::vector<std::string>& arguments) {
+  for (const std::string& argument : arguments) {
+    if (const Command* const command = FindCommand(commands, argument); command != nullptr) return command;
   }
   return nullptr;
 }
@@ -63,31 +72,32 @@ int RunCommand(const Command& command, const std::vector<std::string>& arguments
   Output output(absl::GetFlag(FLAGS_json));
   if (command.first_argument_is_server && !arguments.empty()) SetServerAddress(arguments[0]);
   absl::StatusOr<client::Client> client = Connect();
-  if (IsUsageError(client.status())) return ReportUsage(client.status(), json_asked);
+  if (IsUsageError(client.status())) return ReportUsage(client.status(), json_asked, &command);
   if (!client.ok()) {
     output.PrintError(client.status());
     return kExitFailed;
   }
   const absl::StatusOr<ExitCode> exit_code = command.run(*client, arguments, output);
   if (exit_code.ok()) return *exit_code;
-  if (IsUsageError(exit_code.status())) return ReportUsage(exit_code.status(), json_asked);
+  if (IsUsageError(exit_code.status())) return ReportUsage(exit_code.status(), json_asked, &command);
   output.PrintError(exit_code.status());
   return kExitFailed;
 }
 
 int Main(const std::vector<std::string>& arguments) {
-  const std::vector<Command> commands = {HealthCommand(), InfoCommand(),  HeadsCommand(),  TakeCommand(),
-                                         LoadCommand(),   SaveCommand(),  DeleteCommand(), PlanCommand(),
-                                         VerifyCommand(), BenchCommand(), TopCommand()};
+  const std::vector<Command> commands = {HealthCommand(),  InfoCommand(),   HeadsCommand(),       CreateCommand(),  LoadCommand(),
+                                         VerifyCommand(),  ExportCommand(), DeleteCommand(),      TakeCommand(),    StepCommand(),
+                                         DiscardCommand(), SaveCommand(),   CheckpointsCommand(), RestoreCommand(), PlanCommand(),
+                                         BenchCommand(),   TopCommand()};
   const bool json = AsksForJson(arguments);
   absl::StatusOr<CommandLine> line = ParseArguments(arguments);
-  if (!line.ok()) return ReportUsage(line.status(), json);
+  if (!line.ok()) return ReportUsage(line.status(), json, GuessCommand(commands, arguments));
   if (line->version) {
     PrintRaw("headwaterctl " HEADWATER_VERSION "\n");
     return kExitOk;
   }
   if (line->positional.empty()) {
-    if (!line->help) return ReportUsage(UsageError("a command is missing"), json);
+    if (!line->help) return ReportUsage(UsageError("a command is missing"), json, nullptr);
     PrintRaw(GeneralHelp(commands));
     return kExitOk;
   }
@@ -105,12 +115,12 @@ int Main(const std::vector<std::string>& arguments) {
     line->help = true;
   }
   const Command* const command = FindCommand(commands, name);
-  if (command == nullptr) return ReportUsage(UsageError(absl::StrCat("there is no command `", name, "`")), json);
+  if (command == nullptr) return ReportUsage(UsageError(absl::StrCat("there is no command `", name, "`")), json, nullptr);
   if (line->help) {
     PrintRaw(CommandHelp(*command));
     return kExitOk;
   }
-  if (absl::Status status = SetFlags(*line, *command); !status.ok()) return ReportUsage(status, json);
+  if (absl::Status status = SetFlags(*line, *command); !status.ok()) return ReportUsage(status, json, command);
   return RunCommand(*command, {line->positional.begin() + 1, line->positional.end()}, json);
 }
 

@@ -11,7 +11,9 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
+#include "client/ctl/model_config_keys.h"
 #include "server/model_files/file_source.h"
 #include "server/model_files/head_tensors.h"
 
@@ -49,124 +51,217 @@ absl::Status Wrong(const std::string& key, const std::string& expected, const js
                                                  got.dump(-1, ' ', false, json::error_handler_t::replace).substr(0, 100)));
 }
 
-// The first of `keys` that is there.
-absl::StatusOr<int64_t> ReadSize(const json& config, const std::vector<std::string>& keys) {
-  for (const std::string& key : keys) {
-    const json* const value = Find(config, key);
-    if (value == nullptr) continue;
-    if (!value->is_number_integer() || value->get<int64_t>() < 1) return Wrong(key, "an integer >= 1", *value);
-    return value->get<int64_t>();
+bool HasValue(const json& values, const json& value) { return std::find(values.begin(), values.end(), value) != values.end(); }
+
+bool ContainsPartOf(const json& parts, const std::string& name) {
+  return std::any_of(parts.begin(), parts.end(),
+                     [&](const json& part) { return absl::StrContains(name, part.get_ref<const std::string&>()); });
+}
+
+const json& KeyTable() {
+  static const json* const table = new json(json::parse(kModelConfigKeys));
+  return *table;
+}
+
+// A config and the ones that it nests, innermost first.
+class ConfigLevels {
+ public:
+  explicit ConfigLevels(const json& config) {
+    for (const json* level = &config; level != nullptr; level = NestedIn(*level, kMaxDepth)) levels_.insert(levels_.begin(), level);
   }
-  return absl::InvalidArgumentError(absl::StrCat(keys.front(), ": expected the size of a language model, got no such key"));
-}
 
-absl::StatusOr<std::optional<double>> ReadFactor(const json& config, const std::string& key) {
-  const json* const value = Find(config, key);
-  if (value == nullptr) return std::optional<double>();
-  if (!value->is_number() || !std::isfinite(value->get<double>()) || value->get<double>() == 0) {
-    return Wrong(key, "a finite number other than 0", *value);
+  // The key's value at the innermost level that has it; with `nested`, whether that is not the top one.
+  const json* Find(const std::string& key, bool* nested = nullptr) const {
+    for (const json* level : levels_) {
+      const json* const value = ctl::Find(*level, key);
+      if (value == nullptr) continue;
+      if (nested != nullptr) *nested = level != levels_.back();
+      return value;
+    }
+    return nullptr;
   }
-  return std::optional<double>(value->get<double>());
-}
+  // The value at the outermost level that has it.
+  const json* FindFromTop(const std::string& key) const {
+    for (auto level = levels_.rbegin(); level != levels_.rend(); ++level) {
+      if (const json* const value = ctl::Find(**level, key); value != nullptr) return value;
+    }
+    return nullptr;
+  }
 
-bool ReadFlag(const json& config, const std::string& key, bool otherwise) {
-  const json* const value = Find(config, key);
-  return value != nullptr && value->is_boolean() ? value->get<bool>() : otherwise;
-}
+  // The model types, innermost first.
+  std::vector<std::string> model_types() const {
+    std::vector<std::string> types;
+    for (const json* level : levels_) {
+      const json* const type = ctl::Find(*level, "model_type");
+      if (type != nullptr && type->is_string()) types.push_back(type->get<std::string>());
+    }
+    return types;
+  }
+  const std::vector<const json*>& all() const { return levels_; }
 
-std::optional<client::DataType> ReadDataType(const json& config) {
-  for (const char* key : {"dtype", "torch_dtype"}) {
-    const json* const value = Find(config, key);
-    if (value == nullptr || !value->is_string()) continue;
-    const std::string name(absl::StripPrefix(value->get_ref<const std::string&>(), "torch."));
-    for (const client::DataType type : {client::DataType::kFloat32, client::DataType::kBFloat16, client::DataType::kFloat16}) {
-      if (name == client::DataTypeName(type)) return type;
+ private:
+  static constexpr int kMaxDepth = 8;
+
+  static bool HasVocabulary(const json& config, int depth) {
+    for (const json& entry : KeyTable()["vocab_size"]) {
+      if (ctl::Find(config, entry["key"]) != nullptr) return true;
+    }
+    return NestedIn(config, depth) != nullptr;
+  }
+  static const json* NestedIn(const json& config, int depth) {
+    if (depth == 0) return nullptr;
+    for (const json& name : KeyTable()["nested"]) {
+      const json* const inner = ctl::Find(config, name);
+      if (inner != nullptr && inner->is_object() && HasVocabulary(*inner, depth - 1)) return inner;
+    }
+    return nullptr;
+  }
+
+  std::vector<const json*> levels_;
+};
+
+// Applies the table to one config.
+class ConfigReader {
+ public:
+  explicit ConfigReader(const json& config) : levels_(config), types_(levels_.model_types()) {}
+
+  absl::StatusOr<ModelHead> Read() {
+    if (const json* const type = levels_.FindFromTop("model_type"); type != nullptr && type->is_string())
+      head_.model_type = type->get<std::string>();
+    for (const auto& [name, size] : {std::pair("vocab_size", &head_.vocab_size), std::pair("hidden_size", &head_.hidden_size)}) {
+      if (absl::Status status = ReadSize(name, size); !status.ok()) return status;
+    }
+    head_.valid_vocab_size = head_.vocab_size;
+    head_.data_type = ReadDataType();
+    head_.has_bias = HasType(KeyTable()["bias_always"]);
+    const json* const tied = levels_.FindFromTop(KeyTable()["tied"]["key"]);
+    if (tied != nullptr && tied->is_boolean()) head_.tied = tied->get<bool>();
+    for (const json& entry : KeyTable()["keys"]) {
+      if (absl::Status status = ReadKey(entry); !status.ok()) return status;
+    }
+    for (const auto& [type, reason] : KeyTable()["report_models"].items()) {
+      if (HasType(json::array({type}))) head_.unclear.push_back({"model_type", type + ": " + reason.get<std::string>()});
+    }
+    FindUnknownKeys();
+    return std::move(head_);
+  }
+
+ private:
+  bool HasType(const json& types) const {
+    return std::any_of(types_.begin(), types_.end(), [&](const std::string& type) { return HasValue(types, type); });
+  }
+  bool Applies(const json& entry) const {
+    return (!entry.contains("only") || HasType(entry["only"])) &&
+           (!entry.contains("unless") || levels_.Find(entry["unless"]) == nullptr);
+  }
+  // What `by_type` has for the innermost model type that it knows.
+  const json* ByType(const json& entry, const char* by_type) const {
+    if (!entry.contains(by_type)) return nullptr;
+    for (const std::string& type : types_) {
+      if (const json* const value = Find(entry[by_type], type); value != nullptr) return value;
+    }
+    return nullptr;
+  }
+
+  absl::Status ReadSize(const std::string& name, int64_t* size) const {
+    for (const json& entry : KeyTable()[name]) {
+      const std::string key = entry["key"];
+      const json* const value = Applies(entry) ? levels_.Find(key) : nullptr;
+      if (value == nullptr) continue;
+      if (!value->is_number_integer() || value->get<int64_t>() < 1) return Wrong(key, "an integer >= 1", *value);
+      *size = value->get<int64_t>();
+      return absl::OkStatus();
+    }
+    return absl::InvalidArgumentError(absl::StrCat(name, ": expected the size of a language model, got no such key"));
+  }
+
+  std::optional<client::DataType> ReadDataType() const {
+    for (const json& entry : KeyTable()["data_type"]) {
+      const json* const value = levels_.Find(entry["key"]);
+      if (value == nullptr || !value->is_string()) continue;
+      const std::string name(absl::StripPrefix(value->get_ref<const std::string&>(), "torch."));
+      for (const client::DataType type : {client::DataType::kFloat32, client::DataType::kBFloat16, client::DataType::kFloat16}) {
+        if (name == client::DataTypeName(type)) return type;
+      }
+    }
+    return std::nullopt;
+  }
+
+  absl::Status ReadKey(const json& entry) {
+    const std::string key = entry["key"];
+    if (!Applies(entry)) return absl::OkStatus();
+    bool nested = false;
+    const json* value = levels_.Find(key, &nested);
+    if (value == nullptr) {
+      value = ByType(entry, "absent");
+      nested = levels_.all().size() > 1;
+    }
+    if (value == nullptr || HasValue(entry["nothing"], *value)) return absl::OkStatus();
+    std::string effect = entry["effect"];
+    if (const json* const other = ByType(entry, "except"); other != nullptr) effect = other->get<std::string>();
+    // A wrapper with an LM head of its own may not look at the nested config.
+    const bool scales = effect != "bias" && effect != "valid_vocab_size" && effect != "report";
+    if (nested && scales && !head_.model_type.empty() && !HasValue(KeyTable()["nested_read_by"], head_.model_type)) {
+      head_.unclear.push_back({key, *value});
+    }
+    if (value->is_string() && entry.contains("words")) {
+      const json* const word = Find(entry["words"], *value);
+      if (word == nullptr) return Wrong(key, absl::StrCat("a number or ", entry["words"].begin().key()), *value);
+      return Apply(key, word->get<std::string>(), true);
+    }
+    return Apply(key, effect, *value);
+  }
+
+  absl::Status Apply(const std::string& key, const std::string& effect, const json& value) {
+    if (effect == "report") {
+      head_.unclear.push_back({key, value});
+      return absl::OkStatus();
+    }
+    if (effect == "bias" || effect == "root_width") {
+      if (!value.is_boolean()) return Wrong(key, "true or false", value);
+      if (effect == "bias") {
+        head_.has_bias = value.get<bool>();
+      } else if (value.get<bool>()) {
+        head_.logit_scale /= std::sqrt(static_cast<double>(head_.hidden_size));
+      }
+      return absl::OkStatus();
+    }
+    if (effect == "valid_vocab_size") {
+      if (!value.is_number_integer() || value.get<int64_t>() < 1) return Wrong(key, "an integer >= 1", value);
+      head_.valid_vocab_size = std::min(head_.valid_vocab_size, value.get<int64_t>());
+      return absl::OkStatus();
+    }
+    const double number = value.is_number() ? value.get<double>() : 0;
+    if (!std::isfinite(number) || number == 0) return Wrong(key, "a finite number other than 0", value);
+    if (effect == "softcap") {
+      if (number < 0) return Wrong(key, "a number > 0", value);
+      head_.softcap = number;
+    }
+    if (effect == "multiply") head_.logit_scale *= number;
+    if (effect == "divide") head_.logit_scale /= number;
+    if (effect == "multiply_by_width") head_.logit_scale *= number / static_cast<double>(head_.hidden_size);
+    return absl::OkStatus();
+  }
+
+  void FindUnknownKeys() {
+    const json& table = KeyTable();
+    for (const json* level : levels_.all()) {
+      for (const auto& [key, value] : level->items()) {
+        const bool is_known =
+            std::any_of(table["keys"].begin(), table["keys"].end(), [&](const json& entry) { return entry["key"] == key; });
+        if (is_known || (!value.is_number() && !value.is_string()) || !ContainsPartOf(table["suspect"], key) ||
+            ContainsPartOf(table["harmless_parts"], key) || HasValue(table["harmless"], key)) {
+          continue;
+        }
+        head_.unclear.push_back({key, value});
+      }
     }
   }
-  return std::nullopt;
-}
 
-// What the logits are multiplied by. Several of these are not in one config.
-absl::StatusOr<double> ReadLogitScale(const json& config, const ModelHead& head) {
-  const double width = static_cast<double>(head.hidden_size);
-  double scale = 1.0;
-  // MPT has a word for one.
-  const json* const named = Find(config, "logit_scale");
-  if (named != nullptr && named->is_string()) {
-    if (*named != "inv_sqrt_d_model") return Wrong("logit_scale", "a number or \"inv_sqrt_d_model\"", *named);
-    scale /= std::sqrt(width);
-  }
-  // Cohere, MPT; Falcon-H1; Grok-1.
-  for (const char* key : {"logit_scale", "lm_head_multiplier", "output_multiplier_scale"}) {
-    if (const json* const value = Find(config, key); value == nullptr || value->is_string()) continue;
-    const absl::StatusOr<std::optional<double>> factor = ReadFactor(config, key);
-    if (!factor.ok()) return factor.status();
-    scale *= factor->value_or(1.0);
-  }
-  // Granite divides.
-  const absl::StatusOr<std::optional<double>> divisor = ReadFactor(config, "logits_scaling");
-  if (!divisor.ok()) return divisor.status();
-  scale /= divisor->value_or(1.0);
-  // MiniCPM divides its rows by hidden_size / dim_model_base.
-  const absl::StatusOr<std::optional<double>> base = ReadFactor(config, "dim_model_base");
-  if (!base.ok()) return base.status();
-  if (base->has_value()) scale *= **base / width;
-  // T5 and its kin multiply rows for an embedding that is the head, too.
-  const bool is_t5 = head.model_type == "t5" || head.model_type == "longt5" || head.model_type == "switch_transformers";
-  if ((is_t5 || head.model_type == "mt5") && ReadFlag(config, "tie_word_embeddings", is_t5)) scale /= std::sqrt(width);
-  return scale;
-}
-
-absl::StatusOr<std::optional<double>> ReadSoftcap(const json& config) {
-  for (const char* key : {"final_logit_softcapping", "logits_soft_cap"}) {  // Gemma 2; RecurrentGemma
-    const absl::StatusOr<std::optional<double>> softcap = ReadFactor(config, key);
-    if (!softcap.ok()) return softcap.status();
-    if (softcap->has_value() && **softcap < 0) return Wrong(key, "a number > 0", config[key]);
-    if (softcap->has_value()) return softcap;
-  }
-  return std::optional<double>();
-}
-
-std::vector<std::string> FindUnknownKeys(const json& config) {
-  constexpr const char* kKnown[] = {"logit_scale", "logits_scaling", "final_logit_softcapping", "logits_soft_cap"};
-  std::vector<std::string> unknown;
-  for (const auto& [key, value] : config.items()) {
-    const bool is_meant =
-        absl::StrContains(key, "logit") || absl::StrContains(key, "lm_head") || absl::StrContains(key, "output_mult");
-    const bool is_elsewhere =
-        absl::StrContains(key, "attn") || absl::StrContains(key, "attention") || absl::StrContains(key, "router");
-    const bool is_known = std::find(std::begin(kKnown), std::end(kKnown), key) != std::end(kKnown) || key == "lm_head_multiplier" ||
-                          key == "output_multiplier_scale" || key == "lm_head_bias";
-    if (is_meant && !is_elsewhere && !is_known && value.is_number()) unknown.push_back(key);
-  }
-  return unknown;
-}
-
-absl::Status FillIn(const json& config, ModelHead* head) {
-  if (const json* const type = Find(config, "model_type"); type != nullptr && type->is_string()) head->model_type = *type;
-  absl::StatusOr<int64_t> size = ReadSize(config, {"vocab_size"});
-  if (!size.ok()) return size.status();
-  head->vocab_size = *size;
-  // OPT's head may be narrower than its layers.
-  size = ReadSize(config, {"hidden_size", "n_embd", "d_model"});
-  if (size.ok() && Find(config, "word_embed_proj_dim") != nullptr) size = ReadSize(config, {"word_embed_proj_dim"});
-  if (!size.ok()) return size.status();
-  head->hidden_size = *size;
-  head->data_type = ReadDataType(config);
-  const absl::StatusOr<double> scale = ReadLogitScale(config, *head);
-  if (!scale.ok()) return scale.status();
-  head->logit_scale = *scale;
-  const absl::StatusOr<std::optional<double>> softcap = ReadSoftcap(config);
-  if (!softcap.ok()) return softcap.status();
-  head->softcap = *softcap;
-  if (const json* const bias = Find(config, "lm_head_bias"); bias != nullptr && bias->is_boolean())
-    head->has_bias = bias->get<bool>();
-  for (const char* type : {"phi", "gptj", "codegen"}) {  // always, without a key
-    if (head->model_type == type) head->has_bias = true;
-  }
-  head->unknown_keys = FindUnknownKeys(config);
-  return absl::OkStatus();
-}
+  const ConfigLevels levels_;
+  const std::vector<std::string> types_;
+  ModelHead head_;
+};
 
 }  // namespace
 
@@ -174,26 +269,20 @@ absl::StatusOr<ModelHead> ReadModelHead(const std::string& path) {
   std::error_code error;
   const bool is_folder = std::filesystem::is_directory(path, error);
   const std::string config_path = is_folder ? path + "/config.json" : path;
-  absl::StatusOr<json> config = ReadObject(config_path);
+  const absl::StatusOr<json> config = ReadObject(config_path);
   if (!config.ok()) return config.status();
-  // Models that see or hear, too, keep the language model's apart.
-  if (const json* const text = Find(*config, "text_config"); text != nullptr && text->is_object() && Find(*text, "vocab_size")) {
-    json inner = *text;
-    for (const char* key : {"dtype", "torch_dtype"}) {
-      if (!inner.contains(key) && config->contains(key)) inner[key] = (*config)[key];
-    }
-    *config = std::move(inner);
-  }
-  ModelHead head;
-  if (absl::Status status = FillIn(*config, &head); !status.ok()) {
-    return absl::Status(status.code(), absl::StrCat(config_path, ": ", status.message()));
-  }
+  absl::StatusOr<ModelHead> head = ConfigReader(*config).Read();
+  if (!head.ok()) return absl::Status(head.status().code(), absl::StrCat(config_path, ": ", head.status().message()));
   if (is_folder) {
     const absl::StatusOr<std::optional<bool>> has_bias = model_files::HasHeadBias(*model_files::LocalFiles(), path);
     if (!has_bias.ok()) return has_bias.status();
-    if (has_bias->has_value()) head.has_bias = *has_bias;
+    if (has_bias->has_value()) head->has_bias = **has_bias;
   }
   return head;
+}
+
+std::string NamesOf(const std::vector<ModelHead::UnclearKey>& keys) {
+  return absl::StrJoin(keys, ", ", [](std::string* out, const ModelHead::UnclearKey& key) { out->append(key.key); });
 }
 
 }  // namespace headwater::ctl

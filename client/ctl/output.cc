@@ -21,12 +21,16 @@ int lost_output_error = 0;
 std::string HintFor(const absl::Status& status, const std::string& reason) {
   if (const auto own = status.GetPayload(kHintPayload); own.has_value()) return std::string(*own);
   static const std::map<std::string, std::string> hints = {
-      {"HEAD_NOT_FOUND", "`headwaterctl heads` lists the heads that exist; `headwaterctl load --create` makes one"},
+      {"HEAD_NOT_FOUND", "`headwaterctl heads` lists the heads that exist"},
       {"HEAD_ALREADY_EXISTS",
-       "leave out --create to set the weights of the head that exists; `headwaterctl delete` makes room for another"},
+       "`headwaterctl load` without --create sets the weights of the head that exists; `headwaterctl delete` makes room for "
+       "another"},
       {"HEAD_IN_USE", "a trainer works on it; `headwaterctl delete --force` deletes it all the same"},
       {"CHECKPOINT_ALREADY_EXISTS", "choose another name, or add --overwrite"},
-      {"STORAGE_NOT_CONFIGURED", "start headwaterd with --checkpoint_directory (save) or --load_root (load)"},
+      {"CHECKPOINT_NOT_FOUND", "`headwaterctl checkpoints` lists the checkpoints of a head"},
+      {"CHECKPOINT_SPEC_MISMATCH", "`headwaterctl delete` the head and `headwaterctl create` it as the checkpoint has it"},
+      {"STEP_MISMATCH", "`headwaterctl step` shows the open step"},
+      {"STORAGE_NOT_CONFIGURED", "start headwaterd with --checkpoint_directory (save, checkpoints, restore) or --load_root (load)"},
       {"WEIGHTS_NOT_FOUND", "the path is relative to headwaterd's --load_root; --from_file uploads a local file instead"},
       {"WEIGHTS_NOT_LOADED", "the head has no weights yet: `headwaterctl load NAME PATH`"},
       {"MEMORY_BUDGET_EXCEEDED",

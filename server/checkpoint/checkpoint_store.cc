@@ -10,6 +10,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "headwater/kernels/error.h"
 #include "server/checkpoint/manifest.h"
 #include "server/checkpoint/xxh3.h"
@@ -438,6 +440,7 @@ absl::StatusOr<int64_t> CheckpointStore::Save(const std::string& tenant, const s
   CheckpointInfo numbered = info;
   numbered.sequence = sequences->last;
   numbered.first_sequence = sequences->first;
+  numbered.save_time_s = absl::ToUnixSeconds(absl::Now());
   // Where fewer are to stay because the disk is full, it would never have room if they went only after this one has been written.
   if (keep_ > 0) Prune(tenant, head_id, info.name, /*is_saved=*/false, sequences->first);
 
@@ -684,16 +687,25 @@ absl::StatusOr<CheckpointInfo> CheckpointStore::Load(const std::string& tenant, 
 }
 
 std::string CheckpointStore::Steps(const std::string& tenant, const std::string& head_id) const {
-  absl::StatusOr<std::vector<CheckpointInfo>> checkpoints = List(tenant, head_id);
+  const absl::StatusOr<Catalogue> checkpoints = ListNewestFirst(tenant, head_id);
   if (!checkpoints.ok()) return "";
-  std::stable_sort(checkpoints->begin(), checkpoints->end(), IsNewer);
   std::string text;
-  for (const CheckpointInfo& info : *checkpoints) {
+  for (const CheckpointInfo& info : checkpoints->newest_first) {
     const std::string entry = absl::StrCat(text.empty() ? "" : ",", info.name, "=", info.step);
     if (text.size() + entry.size() > kMaxStepsBytes) break;
     text += entry;
   }
   return text;
+}
+
+absl::StatusOr<CheckpointStore::Catalogue> CheckpointStore::ListNewestFirst(const std::string& tenant,
+                                                                            const std::string& head_id) const {
+  Catalogue catalogue;
+  absl::StatusOr<std::vector<CheckpointInfo>> checkpoints = List(tenant, head_id, &catalogue.damaged);
+  if (!checkpoints.ok()) return checkpoints.status();
+  std::stable_sort(checkpoints->begin(), checkpoints->end(), IsNewer);
+  catalogue.newest_first = *std::move(checkpoints);
+  return catalogue;
 }
 
 absl::StatusOr<std::vector<CheckpointInfo>> CheckpointStore::List(const std::string& tenant, const std::string& head_id,

@@ -51,6 +51,7 @@ struct CheckpointInfo {
   std::string numerics;        // what fixes the order of its sums; empty in those of older versions
   int64_t sequence = 0;        // rises with each checkpoint of a name: set by Save(); 0 in those of older versions
   int64_t first_sequence = 0;  // that of the first one of its run: likewise
+  int64_t save_time_s = 0;     // when it was saved, in seconds since 1970: likewise
 };
 
 struct Manifest;  // manifest.h
@@ -78,6 +79,12 @@ class CheckpointStore {
   // What a trainer may restore, newest first: "step-20=20,step-10=10", names with the steps that they begin, as many as 512 bytes
   // hold. Empty if there is nothing, or it cannot be read.
   std::string Steps(const std::string& tenant, const std::string& head_id) const;
+  // Complete checkpoints of a head, newest first; then the damaged ones, by name.
+  struct Catalogue {
+    std::vector<CheckpointInfo> newest_first;
+    std::vector<std::string> damaged;  // names of those whose manifest cannot be read
+  };
+  absl::StatusOr<Catalogue> ListNewestFirst(const std::string& tenant, const std::string& head_id) const;
   // Complete checkpoints of a head by name; damaged ones are left out, and their names added to `damaged` (may be null).
   absl::StatusOr<std::vector<CheckpointInfo>> List(const std::string& tenant, const std::string& head_id,
                                                    std::vector<std::string>* damaged = nullptr) const;

@@ -185,6 +185,7 @@ std::string FormatManifest(const Manifest& manifest) {
                      {"update_count", manifest.info.update_count},
                      {"sequence", manifest.info.sequence},
                      {"first_sequence", manifest.info.first_sequence},
+                     {"save_time_s", manifest.info.save_time_s},
                      {"numerics", manifest.info.numerics},
                      {"files", files}};
   const std::string text = body.dump();
@@ -221,6 +222,7 @@ absl::StatusOr<Manifest> ReadManifest(const ReadableFile& file) {
   reader.ReadIfThere("staging_slots", &staging_slots);
   reader.ReadIfThere("sequence", &manifest.info.sequence);
   reader.ReadIfThere("first_sequence", &manifest.info.first_sequence);
+  reader.ReadIfThere("save_time_s", &manifest.info.save_time_s);
   std::string parallelism = ParallelismName(Parallelism::kVocabulary);
   if (reader.Find("parallelism") != nullptr) reader.Read("parallelism", &parallelism);
   const bool by_rows = parallelism == ParallelismName(Parallelism::kRows);

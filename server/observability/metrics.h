@@ -45,6 +45,7 @@ namespace headwater::observability {
   X(GetGradientNorm)             \
   X(AddGradient)                 \
   X(SaveCheckpoint)              \
+  X(ListCheckpoints)             \
   X(RestoreCheckpoint)           \
   X(GetServerInfo)               \
   X(OpenSession)                 \

@@ -34,6 +34,7 @@ constexpr AccessRow kRows[] = {
     {"/headwater.v1.HeadService/LoadWeights", Permission::kAdmin},
     {"/headwater.v1.HeadService/DownloadWeights", Permission::kAdmin},
     {"/headwater.v1.HeadService/SaveCheckpoint", Permission::kAdmin},
+    {"/headwater.v1.HeadService/ListCheckpoints", Permission::kAdmin},
     {"/headwater.v1.HeadService/RestoreCheckpoint", Permission::kAdmin},
 
     // A session is its secret id: whoever has that may renew and close it.

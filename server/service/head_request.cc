@@ -183,6 +183,17 @@ absl::StatusOr<HeadAtEpoch> DecodeHeadAtOptionalEpoch(const std::string& name, c
   return HeadAtEpoch{*std::move(head), *decoded};
 }
 
+absl::StatusOr<int64_t> DecodePageSize(int32_t page_size) {
+  constexpr int64_t kDefaultPageSize = 100;
+  constexpr int64_t kMaxPageSize = 1000;
+  HEADWATER_RETURN_IF_ERROR(CheckRange("page_size", page_size, 0, kMaxPageSize));
+  return page_size == 0 ? kDefaultPageSize : page_size;
+}
+
+absl::Status MadeUpPageToken(const std::string& token) {
+  return FieldError(ErrorReason::kInvalidField, "page_token", "the next_page_token of an earlier page", Quoted(token));
+}
+
 absl::Status CheckCheckpointName(const std::string& checkpoint) {
   if (checkpoint.empty()) return MissingField("checkpoint", "a name");
   if (checkpoint::IsValidCheckpointName(checkpoint)) return absl::OkStatus();
@@ -214,16 +225,14 @@ absl::StatusOr<CreateRequest> DecodeCreate(const v1::CreateHeadRequest& request,
 }
 
 absl::StatusOr<ListRequest> DecodeList(const v1::ListHeadsRequest& request) {
-  constexpr int64_t kDefaultPageSize = 100;
-  constexpr int64_t kMaxPageSize = 1000;
   auto tenant = heads::ParseTenantName(request.parent(), "parent");
   if (!tenant.ok()) return tenant.status();
-  HEADWATER_RETURN_IF_ERROR(CheckRange("page_size", request.page_size(), 0, kMaxPageSize));
+  auto page_size = DecodePageSize(request.page_size());
+  if (!page_size.ok()) return page_size.status();
   if (!request.page_token().empty() && !heads::ParseHeadName(request.page_token(), "page_token").ok()) {
-    return FieldError(ErrorReason::kInvalidField, "page_token", "the next_page_token of an earlier page",
-                      Quoted(request.page_token()));
+    return MadeUpPageToken(request.page_token());
   }
-  return ListRequest{*tenant, request.page_token(), request.page_size() == 0 ? kDefaultPageSize : request.page_size()};
+  return ListRequest{*tenant, request.page_token(), *page_size};
 }
 
 absl::StatusOr<HeadAtEpoch> DecodeDelete(const v1::DeleteHeadRequest& request) {
@@ -425,6 +434,18 @@ absl::StatusOr<CheckpointRequest> DecodeSave(const v1::SaveCheckpointRequest& re
   if (!head.ok()) return head.status();
   HEADWATER_RETURN_IF_ERROR(CheckCheckpointName(request.checkpoint()));
   return CheckpointRequest{std::move(head->name), head->epoch, request.checkpoint(), request.overwrite()};
+}
+
+absl::StatusOr<ListCheckpointsRequest> DecodeListCheckpoints(const v1::ListCheckpointsRequest& request) {
+  auto name = DecodeHeadName(request.name(), "name");
+  if (!name.ok()) return name.status();
+  auto page_size = DecodePageSize(request.page_size());
+  if (!page_size.ok()) return page_size.status();
+  ListCheckpointsRequest decoded{*std::move(name), std::nullopt, *page_size};
+  if (request.page_token().empty()) return decoded;
+  if (!checkpoint::IsValidCheckpointName(request.page_token())) return MadeUpPageToken(request.page_token());
+  decoded.after = request.page_token();
+  return decoded;
 }
 
 absl::StatusOr<CheckpointRequest> DecodeRestore(const v1::RestoreCheckpointRequest& request) {

@@ -108,6 +108,12 @@ struct CheckpointRequest {
   bool overwrite = false;
 };
 
+struct ListCheckpointsRequest {
+  heads::HeadName name;
+  std::optional<std::string> after;  // name of the last checkpoint of the previous page
+  int64_t page_size = 0;
+};
+
 // A step of a head, and a factor.
 struct StepRequest {
   heads::HeadName name;
@@ -168,6 +174,7 @@ absl::StatusOr<ApplyRequest> DecodeApply(const v1::ApplyOptimizerStepRequest& re
 absl::StatusOr<StepRequest> DecodeDiscardGradient(const v1::DiscardGradientRequest& request);
 absl::StatusOr<StepRequest> DecodeGradientNorm(const v1::GetGradientNormRequest& request);
 absl::StatusOr<CheckpointRequest> DecodeSave(const v1::SaveCheckpointRequest& request);
+absl::StatusOr<ListCheckpointsRequest> DecodeListCheckpoints(const v1::ListCheckpointsRequest& request);
 absl::StatusOr<CheckpointRequest> DecodeRestore(const v1::RestoreCheckpointRequest& request);
 
 absl::StatusOr<GradientRequest> DecodeAddGradientHeader(const v1::AddGradientHeader& header);

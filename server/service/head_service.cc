@@ -348,6 +348,34 @@ grpc::Status HeadServiceImpl::SaveCheckpoint(grpc::ServerContext* context, const
   });
 }
 
+grpc::Status HeadServiceImpl::ListCheckpoints(grpc::ServerContext* context, const v1::ListCheckpointsRequest* request,
+                                              v1::ListCheckpointsResponse* response) {
+  return RunRpc(entrance_, *context, RpcMethod::kListCheckpoints, [&](RpcScope& scope) -> absl::Status {
+    auto list = DecodeListCheckpoints(*request);
+    if (!list.ok()) return list.status();
+    scope.set_head(list->name.ToString());
+    HEADWATER_RETURN_IF_ERROR(scope.caller().CheckHead(list->name));
+    if (core_.checkpoints == nullptr) return StorageNotConfigured("checkpoint_directory");
+    auto catalogue = core_.checkpoints->ListNewestFirst(list->name.tenant, list->name.head);
+    if (!catalogue.ok()) return catalogue.status();
+    const std::vector<v1::Checkpoint> checkpoints = EncodeCheckpoints(*catalogue);
+    auto next = checkpoints.begin();
+    if (list->after.has_value()) {
+      const auto last = std::find_if(checkpoints.begin(), checkpoints.end(),
+                                     [&](const v1::Checkpoint& checkpoint) { return checkpoint.checkpoint() == *list->after; });
+      if (last == checkpoints.end()) {
+        return FieldError(ErrorReason::kInvalidField, "page_token", "a checkpoint that is still there; list them again",
+                          Quoted(*list->after));
+      }
+      next = last + 1;
+    }
+    const auto end = next + std::min<int64_t>(list->page_size, checkpoints.end() - next);
+    response->mutable_checkpoints()->Assign(next, end);
+    if (end != checkpoints.end()) response->set_next_page_token((end - 1)->checkpoint());
+    return absl::OkStatus();
+  });
+}
+
 grpc::Status HeadServiceImpl::RestoreCheckpoint(grpc::ServerContext* context, const v1::RestoreCheckpointRequest* request,
                                                 v1::Head* response) {
   return RunRpc(entrance_, *context, RpcMethod::kRestoreCheckpoint, [&](RpcScope& scope) -> absl::Status {

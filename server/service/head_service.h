@@ -40,6 +40,8 @@ class HeadServiceImpl final : public v1::HeadService::Service {
                            v1::AddGradientResponse* response) override;
   grpc::Status SaveCheckpoint(grpc::ServerContext* context, const v1::SaveCheckpointRequest* request,
                               v1::SaveCheckpointResponse* response) override;
+  grpc::Status ListCheckpoints(grpc::ServerContext* context, const v1::ListCheckpointsRequest* request,
+                               v1::ListCheckpointsResponse* response) override;
   grpc::Status RestoreCheckpoint(grpc::ServerContext* context, const v1::RestoreCheckpointRequest* request,
                                  v1::Head* response) override;
 

@@ -73,6 +73,23 @@ void EncodeHead(const heads::HeadInfo& info, int64_t available_bytes, v1::Head* 
   out->set_restored_checkpoint(info.restored_checkpoint);
 }
 
+std::vector<v1::Checkpoint> EncodeCheckpoints(const checkpoint::CheckpointStore::Catalogue& catalogue) {
+  std::vector<v1::Checkpoint> checkpoints;
+  for (const checkpoint::CheckpointInfo& info : catalogue.newest_first) {
+    v1::Checkpoint& checkpoint = checkpoints.emplace_back();
+    checkpoint.set_checkpoint(info.name);
+    checkpoint.set_step(info.step);
+    checkpoint.set_total_bytes(info.total_bytes);
+    if (info.save_time_s > 0) checkpoint.mutable_save_time()->set_seconds(info.save_time_s);
+  }
+  for (const std::string& name : catalogue.damaged) {
+    v1::Checkpoint& checkpoint = checkpoints.emplace_back();
+    checkpoint.set_checkpoint(name);
+    checkpoint.set_damaged(true);
+  }
+  return checkpoints;
+}
+
 void EncodeTotals(const heads::StepTotals& totals, v1::StepTotals* out) {
   out->set_micro_batch_count(totals.micro_batch_count);
   out->set_valid_token_count(totals.valid_token_count);

@@ -12,6 +12,7 @@
 #include "headwater/v1/head_service.pb.h"
 #include "headwater/v1/loss.pb.h"
 #include "headwater/v1/session_service.pb.h"
+#include "server/checkpoint/checkpoint_store.h"
 #include "server/heads/head.h"
 #include "server/service/limits.h"
 
@@ -24,6 +25,7 @@ void EncodeLossSums(const LossSums& sums, v1::LossSums* out);
 void EncodePlan(const MemoryPlan& plan, int64_t available_bytes, v1::MemoryPlan* out);
 void EncodeShards(const std::vector<VocabShard>& shards, v1::Head* out);
 void EncodeHead(const heads::HeadInfo& info, int64_t available_bytes, v1::Head* out);
+std::vector<v1::Checkpoint> EncodeCheckpoints(const checkpoint::CheckpointStore::Catalogue& catalogue);
 void EncodeTotals(const heads::StepTotals& totals, v1::StepTotals* out);
 void EncodeStep(const heads::StepRecord& record, v1::Step* out);
 void EncodeLimits(const Limits& limits, v1::Limits* out);

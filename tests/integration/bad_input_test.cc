@@ -299,6 +299,7 @@ grpc::Status BadInput::Send(const BadValue& row, const Message& request, bool ch
       {"DiscardGradient", [&] { return Unary(server_.heads(), &Heads::DiscardGradient, request); }},
       {"GetGradientNorm", [&] { return Unary(server_.heads(), &Heads::GetGradientNorm, request); }},
       {"SaveCheckpoint", [&] { return Unary(server_.heads(), &Heads::SaveCheckpoint, request); }},
+      {"ListCheckpoints", [&] { return Unary(server_.heads(), &Heads::ListCheckpoints, request); }},
       {"RestoreCheckpoint", [&] { return Unary(server_.heads(), &Heads::RestoreCheckpoint, request); }},
       {"OpenSession", [&] { return Unary(server_.sessions(), &Sessions::OpenSession, request); }},
       {"KeepAlive", [&] { return Unary(server_.sessions(), &Sessions::KeepAlive, request); }},
@@ -352,8 +353,9 @@ TEST_F(BadInput, IsRefusedAndChangesNothing) {
 
 TEST_F(BadInput, TheValidRequestsAreAccepted) {
   // Otherwise a row could be refused for another reason than the one it is about.
-  for (const char* rpc : {"ComputeLoss", "CommitMicroBatch", "CreateHead", "GetHead", "ListHeads", "GetStep", "GetGradientNorm",
-                          "DownloadGradient", "DownloadWeights", "SaveCheckpoint", "AddGradient", "OpenSession"}) {
+  for (const char* rpc :
+       {"ComputeLoss", "CommitMicroBatch", "CreateHead", "GetHead", "ListHeads", "GetStep", "GetGradientNorm", "DownloadGradient",
+        "DownloadWeights", "SaveCheckpoint", "ListCheckpoints", "AddGradient", "OpenSession"}) {
     const BadValue nothing = {rpc, "", "", {}, ""};
     EXPECT_EQ(ReasonOf(Send(nothing, *ValidRequest(rpc, false), false)), "OK") << rpc;
   }

@@ -226,6 +226,10 @@ std::vector<BadValue> OtherRows() {
       {"ListHeads", "page_size", "negative", Int(-1), "INVALID_FIELD"},
       {"ListHeads", "page_size", "above the maximum", Int(1001), "INVALID_FIELD"},
       {"ListHeads", "page_token", "made up", Text("second page"), "INVALID_FIELD"},
+      {"ListCheckpoints", "page_size", "negative", Int(-1), "INVALID_FIELD"},
+      {"ListCheckpoints", "page_size", "above the maximum", Int(1001), "INVALID_FIELD"},
+      {"ListCheckpoints", "page_token", "made up", Text("second page"), "INVALID_FIELD"},
+      {"ListCheckpoints", "page_token", "of no checkpoint", Text("nowhere"), "INVALID_FIELD"},
       {"TakeHead", "name", "of a frozen head", Text(kTeacherName), "HEAD_NOT_TRAINABLE", ""},
       {"DeleteHead", "force", "false for a head in use", Int(0), "HEAD_IN_USE", ""},
       {"SaveCheckpoint", "checkpoint", "empty", Text(""), "MISSING_FIELD"},
@@ -244,6 +248,7 @@ std::vector<BadValue> OtherRows() {
   };
   for (const char* rpc : {"GetHead", "TakeHead", "DeleteHead", "SaveCheckpoint", "RestoreCheckpoint"})
     AddNameRows(rpc, "name", true, &rows);
+  AddNameRows("ListCheckpoints", "name", false, &rows);
   AddEpochRows("DeleteHead", "epoch", false, &rows);
   AddEpochRows("TakeHead", "epoch", false, &rows);
   const std::string epoch(16, 'x');

@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "tests/integration/transaction_fixture.h"
 
 namespace headwater::testing {
@@ -178,6 +180,52 @@ TEST_P(Lifecycle, ARestoredHeadIsSetBackByACheckpointOrByWeightsToo) {
   EXPECT_EQ(updated.open_step(), 1);
   head.head = updated;
   EXPECT_EQ(ReasonOf(Submit(head, 1, 0).status), "OK");
+}
+
+TEST_P(Lifecycle, ListsCheckpointsNewestFirst) {
+  const auto list = [&](int page_size, const std::string& token, v1::ListCheckpointsResponse* response) {
+    grpc::ClientContext context;
+    v1::ListCheckpointsRequest request;
+    request.set_name("tenants/default/heads/h");
+    request.set_page_size(page_size);
+    request.set_page_token(token);
+    return server_->heads().ListCheckpoints(&context, request, response);
+  };
+  v1::ListCheckpointsResponse all;
+  EXPECT_EQ(ReasonOf(list(0, "", &all)), "STORAGE_NOT_CONFIGURED");
+  Restart(WithCheckpoints());
+  ASSERT_EQ(ReasonOf(list(0, "", &all)), "OK");
+  EXPECT_EQ(all.checkpoints_size(), 0);
+  const int64_t begin = absl::ToUnixSeconds(absl::Now());
+  const TestHead head = server_->MakeHead("h", SmallSpec());
+  Save(head, "zero");
+  Require(server_->Apply(ApplyOf(head, 0, 0)), "ApplyOptimizerStep");
+  Save(head, "one");
+  Save(head, "again");
+  std::filesystem::resize_file(root_ + "/default/h/zero/manifest.json", 10);
+  Require(Delete(head), "DeleteHead");  // checkpoints stay
+  ASSERT_EQ(ReasonOf(list(0, "", &all)), "OK");
+  ASSERT_EQ(all.checkpoints_size(), 3);
+  EXPECT_TRUE(all.next_page_token().empty());
+  for (int i = 0; i < 2; ++i) {
+    const v1::Checkpoint& checkpoint = all.checkpoints(i);
+    EXPECT_EQ(checkpoint.checkpoint(), i == 0 ? "again" : "one");
+    EXPECT_EQ(checkpoint.step(), 1);
+    EXPECT_GT(checkpoint.total_bytes(), 0);
+    EXPECT_GE(checkpoint.save_time().seconds(), begin);
+    EXPECT_LE(checkpoint.save_time().seconds(), absl::ToUnixSeconds(absl::Now()));
+    EXPECT_FALSE(checkpoint.damaged());
+  }
+  EXPECT_EQ(all.checkpoints(2).checkpoint(), "zero");
+  EXPECT_TRUE(all.checkpoints(2).damaged());
+  v1::ListCheckpointsResponse page;
+  ASSERT_EQ(ReasonOf(list(2, "", &page)), "OK");
+  EXPECT_EQ(page.checkpoints_size(), 2);
+  ASSERT_EQ(page.next_page_token(), "one");
+  ASSERT_EQ(ReasonOf(list(2, "one", &page)), "OK");
+  ASSERT_EQ(page.checkpoints_size(), 1);
+  EXPECT_EQ(page.checkpoints(0).checkpoint(), "zero");
+  EXPECT_TRUE(page.next_page_token().empty());
 }
 
 TEST_P(Lifecycle, ARestartedServerPassesOverADamagedCheckpoint) {

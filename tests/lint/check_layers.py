@@ -26,6 +26,7 @@ KINDS = [
     ("kernels_lab", r"kernels/lab/.*"),
     ("kernels_inner", r"kernels/.*"),
     ("model_files", r"server/model_files/.*"),
+    ("flag_types", r"server/flags/.*"),
     ("server_observability", r"server/observability/.*"),
     ("server_heads", r"server/(heads|scheduler|checkpoint)/.*"),
     ("server_transport", r"server/transport/.*"),
@@ -51,11 +52,20 @@ PLAIN = {"std", "absl_types"}
 PRODUCT = PLAIN | {"absl", "posix", "machine", "kernels_api", "c_abi", "formats"}
 KERNELS = PRODUCT | {"kernels_inner", "blas"}
 SERVER_STATE = PRODUCT | {"server_heads", "server_observability", "model_files"}
-SERVER = SERVER_STATE | {"server_transport", "server_service", "logs_and_metrics", "grpc", "protobuf", "generated", "tls"}
+SERVER = SERVER_STATE | {
+    "flag_types",
+    "server_transport",
+    "server_service",
+    "logs_and_metrics",
+    "grpc",
+    "protobuf",
+    "generated",
+    "tls",
+}
 # Device code is C++17 (nvcc 13 with gcc 12 crashes on C++20's <functional>), so it is kept away from the interface's headers and
 # from Abseil; what it shares with the host code is plain.
 DEVICE_CODE = {"std", "cuda", "kernels_inner"}
-CLIENT = PLAIN | {"absl", "posix", "machine", "c_abi", "formats", "client_api", "client_inner"}
+CLIENT = PLAIN | {"absl", "flag_types", "posix", "machine", "c_abi", "formats", "client_api", "client_inner"}
 TESTS = SERVER | KERNELS | CLIENT | {"tests", "test_library", "kernels_reference", "beside"}
 
 # Folder: the kinds that files in it may include.
@@ -68,6 +78,7 @@ LAYERS = {
     "kernels/cuda": KERNELS | {"cuda"},
     "kernels/lab": KERNELS | {"cuda", "kernels_lab", "kernels_reference"},
     "server": SERVER,
+    "server/flags": PLAIN | {"absl"},  # the command line's, too
     "server/group": SERVER | {"kernels_inner"},
     "server/heads": SERVER_STATE,
     "server/scheduler": SERVER_STATE,

@@ -115,6 +115,21 @@ absl::StatusOr<std::vector<HeadInfo>> Client::ListHeads(const CallOptions& optio
   return heads;
 }
 
+absl::StatusOr<std::vector<CheckpointInfo>> Client::ListCheckpoints(const std::string& head, const CallOptions& options) {
+  std::vector<CheckpointInfo> checkpoints;
+  v1::ListCheckpointsRequest request;
+  request.set_name(FullHeadName(connection_->options().tenant, head));
+  const internal::Deadline deadline = connection_->DeadlineOf(options);
+  do {
+    absl::StatusOr<v1::ListCheckpointsResponse> page =
+        connection_->Call(connection_->heads(), &Heads::ListCheckpoints, request, Repeat::kSafe, deadline);
+    if (!page.ok()) return page.status();
+    for (const v1::Checkpoint& checkpoint : page->checkpoints()) checkpoints.push_back(internal::FromProto(checkpoint));
+    request.set_page_token(page->next_page_token());
+  } while (!request.page_token().empty());
+  return checkpoints;
+}
+
 absl::Status Client::DeleteHead(const std::string& name, bool force, const CallOptions& options) {
   v1::DeleteHeadRequest request;
   request.set_name(FullHeadName(connection_->options().tenant, name));

@@ -176,6 +176,12 @@ HeadSpec FromProto(const v1::HeadSpec& spec) {
   return result;
 }
 
+CheckpointInfo FromProto(const v1::Checkpoint& checkpoint) {
+  CheckpointInfo result{checkpoint.checkpoint(), checkpoint.step(), checkpoint.total_bytes(), std::nullopt, checkpoint.damaged()};
+  if (checkpoint.has_save_time()) result.save_time = FromProto(checkpoint.save_time());
+  return result;
+}
+
 HeadInfo FromProto(const v1::Head& head) {
   HeadInfo result;
   result.name = head.name();

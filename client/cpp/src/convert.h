@@ -25,6 +25,7 @@ v1::Tensor ToProto(absl::Span<const int32_t> values);
 inline v1::DataType ToProto(DataType type) { return static_cast<v1::DataType>(type); }
 
 HeadInfo FromProto(const v1::Head& head);
+CheckpointInfo FromProto(const v1::Checkpoint& checkpoint);
 HeadSpec FromProto(const v1::HeadSpec& spec);
 StepTotals FromProto(const v1::StepTotals& totals);
 StepInfo FromProto(const v1::Step& step);

@@ -21,6 +21,7 @@ from headwater._losses import HeadLosses
 from headwater._requests import CommitRequest, GradientRequest
 from headwater._types import (
     ApplyResult,
+    CheckpointInfo,
     DiscardGradientResult,
     HeadInfo,
     HeadSpec,
@@ -598,6 +599,16 @@ class Head(HeadLosses):
         """Writes weights, optimizer state and step, as they were when the open step began. Complete or not there at all."""
         checkpoint = _requests.check_checkpoint_name(checkpoint)
         return self._backend.save(self._name, self.epoch, checkpoint, overwrite, self._timeout(timeout_s))
+
+    def checkpoints(self, *, timeout_s: float | None = None) -> list[CheckpointInfo]:
+        """The checkpoints under this head's name, newest first; damaged ones last.
+
+        Those of a former head of this name are among them.
+
+        Raises:
+            FailedPreconditionError: `STORAGE_NOT_CONFIGURED`.
+        """
+        return self._backend.list_checkpoints(self._name, self._timeout(timeout_s))
 
     def restore(self, checkpoint: str, *, timeout_s: float | None = None) -> HeadInfo:
         """Sets the head to a checkpoint: a new epoch, the checkpoint's step, nothing accumulated."""

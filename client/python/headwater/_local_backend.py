@@ -28,6 +28,7 @@ from headwater._memory import RowMemory, Rows
 from headwater._requests import ComputeRequest, JoinedRows
 from headwater._types import (
     ApplyResult,
+    CheckpointInfo,
     DiscardGradientResult,
     HeadInfo,
     HeadSpec,
@@ -472,6 +473,9 @@ class LocalBackend(LocalMicroBatches):
             head.start_over(state.step)
             head.weight_version += 1
             return head.info()
+
+    def list_checkpoints(self, name: str, timeout_s: float) -> list[CheckpointInfo]:
+        return _local_checkpoint.list_newest_first(self._checkpoint_dir, name)
 
 
 def _to_float32(array: HostArray) -> HostArray:

@@ -21,7 +21,7 @@ from headwater import _arrays, _safetensors
 from headwater._arrays import HostArray
 from headwater._engine_library import EngineHead
 from headwater._errors import make_error
-from headwater._types import SGD, AdamW, HeadSpec
+from headwater._types import SGD, AdamW, CheckpointInfo, HeadSpec
 
 _FORMAT = "headwater.local/1"
 _STATE_TENSORS = ("moment1_weight", "moment1_bias", "moment2_weight", "moment2_bias")
@@ -99,6 +99,21 @@ def save(root: Path | None, name: str, checkpoint: str, overwrite: bool, state: 
         shutil.rmtree(temporary, ignore_errors=True)
         raise make_error("RESOURCE_EXHAUSTED", "DISK_FULL", f"the checkpoint could not be written: {error.strerror}") from error
     return sum(entry.stat().st_size for entry in folder.iterdir())
+
+
+def list_newest_first(root: Path | None, name: str) -> list[CheckpointInfo]:
+    """Every checkpoint of the head; damaged ones last."""
+    infos = []
+    for manifest in _folder(root, name, ".").glob("[!.]*/manifest.json"):
+        folder = manifest.parent
+        total_bytes = sum(entry.stat().st_size for entry in folder.iterdir())
+        try:
+            step = int(json.loads(manifest.read_text(encoding="utf-8"))["step"])
+        except (ValueError, KeyError, TypeError):
+            infos.append(CheckpointInfo(folder.name, 0, 0, None, True))
+        else:
+            infos.append(CheckpointInfo(folder.name, step, total_bytes, manifest.stat().st_mtime, False))
+    return sorted(infos, key=lambda info: (info.damaged, -(info.save_time_s or 0), info.checkpoint))
 
 
 def _spec_entry(spec: HeadSpec) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from headwater._types import (
     PARALLELISMS,
     SGD,
     AdamW,
+    CheckpointInfo,
     HeadInfo,
     HeadSpec,
     LossResult,
@@ -153,6 +154,12 @@ def head_info(message: Any) -> HeadInfo:
         restored_checkpoint=message.restored_checkpoint,
         recovers_epochs=tuple(message.recovers_epochs),
     )
+
+
+def checkpoint_info(message: Any) -> CheckpointInfo:
+    """A Checkpoint."""
+    save_time_s = seconds_of(message.save_time) if message.HasField("save_time") else None
+    return CheckpointInfo(message.checkpoint, message.step, message.total_bytes, save_time_s, message.damaged)
 
 
 def _float_tensor(values: np.ndarray | None) -> Any:

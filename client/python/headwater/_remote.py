@@ -19,6 +19,7 @@ from headwater._memory import RowMemory, Rows
 from headwater._messages import (
     apply_request,
     check_rows_message_size,
+    checkpoint_info,
     commit_message,
     discard_message,
     expected_message,
@@ -40,6 +41,7 @@ from headwater._transfers import PythonTransfers, Transfers
 from headwater._transport import Paths
 from headwater._types import (
     ApplyResult,
+    CheckpointInfo,
     Device,
     DiscardGradientResult,
     HeadInfo,
@@ -465,6 +467,17 @@ class RemoteBackend:
     def restore(self, name: str, epoch: bytes, checkpoint: str, timeout_s: float) -> HeadInfo:
         request = head_service_pb2.RestoreCheckpointRequest(name=name, epoch=epoch, checkpoint=checkpoint)
         return head_info(self._unary(self._heads.RestoreCheckpoint, request, timeout_s, repeatable=False))
+
+    def list_checkpoints(self, name: str, timeout_s: float) -> list[CheckpointInfo]:
+        checkpoints: list[CheckpointInfo] = []
+        token = ""
+        while True:
+            request = head_service_pb2.ListCheckpointsRequest(name=name, page_token=token)
+            reply = self._unary(self._heads.ListCheckpoints, request, timeout_s)
+            checkpoints += map(checkpoint_info, reply.checkpoints)
+            token = reply.next_page_token
+            if not token:
+                return checkpoints
 
 
 class _Final(Exception):

@@ -481,3 +481,14 @@ class SaveResult:
     checkpoint: str
     step: int  # the step that a restored head opens
     total_bytes: int
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint under a head's name."""
+
+    checkpoint: str
+    step: int  # the step that a restored head opens
+    total_bytes: int
+    save_time_s: float | None  # seconds since 1970; None for those of version 0.1
+    damaged: bool  # it cannot be restored; the other fields are not known

@@ -232,6 +232,9 @@ void SequenceClient::RunCall(const Call& call) {
     case Call::kSave:
       return Unary<HeadStub, v1::SaveCheckpointRequest, v1::SaveCheckpointResponse>("save", heads, &HeadStub::SaveCheckpoint,
                                                                                     call.save());
+    case Call::kListCheckpoints:
+      return Unary<HeadStub, v1::ListCheckpointsRequest, v1::ListCheckpointsResponse>(
+          "list_checkpoints", heads, &HeadStub::ListCheckpoints, call.list_checkpoints());
     case Call::kRestore:
       return Unary<HeadStub, v1::RestoreCheckpointRequest, v1::Head>("restore", heads, &HeadStub::RestoreCheckpoint, call.restore(),
                                                                      learn);

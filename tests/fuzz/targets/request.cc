@@ -283,6 +283,8 @@ void CheckRequest(const Request& request) {
       return CheckDecoded(s::DecodeGradientNorm(request.gradient_norm()));
     case Request::kSave:
       return CheckDecoded(s::DecodeSave(request.save()));
+    case Request::kListCheckpoints:
+      return CheckDecoded(s::DecodeListCheckpoints(request.list_checkpoints()));
     case Request::kRestore:
       return CheckDecoded(s::DecodeRestore(request.restore()));
     case Request::kAddGradient:

@@ -136,6 +136,9 @@ class Client {
   absl::StatusOr<Head> OpenHead(const std::string& name, const CallOptions& options = {});
   // All heads of the tenant, by name. One deadline for all pages that the server makes of them.
   absl::StatusOr<std::vector<HeadInfo>> ListHeads(const CallOptions& options = {});
+  // The checkpoints under a head's name, newest first; damaged ones last. The head need not exist. One deadline for all pages.
+  // FAILED_PRECONDITION / STORAGE_NOT_CONFIGURED.
+  absl::StatusOr<std::vector<CheckpointInfo>> ListCheckpoints(const std::string& head, const CallOptions& options = {});
   // Frees a head whatever its epoch; its checkpoints stay. `force`: even with undecided contributions or a non-empty open step
   // (FAILED_PRECONDITION / HEAD_IN_USE otherwise).
   absl::Status DeleteHead(const std::string& name, bool force = false, const CallOptions& options = {});

@@ -462,6 +462,15 @@ struct SaveResult {
   int64_t total_bytes = 0;
 };
 
+// A checkpoint under a head's name.
+struct CheckpointInfo {
+  std::string checkpoint;
+  int64_t step = 0;  // the step that a restored head opens
+  int64_t total_bytes = 0;
+  std::optional<std::chrono::system_clock::time_point> save_time;  // absent for those of version 0.1
+  bool damaged = false;                                            // it cannot be restored; the other fields are not known
+};
+
 // ---- server --------------------------------------------------------------------------------------------------------------
 
 struct DeviceInfo {

@@ -1,0 +1,161 @@
+// `export`: a head's weight and bias as a safetensors file.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <system_error>
+#include <vector>
+
+#include "absl/flags/declare.h"
+#include "absl/flags/flag.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "client/ctl/command.h"
+#include "client/ctl/head_flags.h"
+#include "client/ctl/table.h"
+
+ABSL_DECLARE_FLAG(bool, overwrite);
+
+namespace headwater::ctl {
+namespace {
+
+using nlohmann::json;
+
+const char* SafetensorsTypeName(client::DataType type) {
+  switch (type) {
+    case client::DataType::kBFloat16:
+      return "BF16";
+    case client::DataType::kFloat16:
+      return "F16";
+    default:
+      return "F32";
+  }
+}
+
+struct NamedTensor {
+  const char* name;
+  const client::TensorBuffer* buffer;
+};
+
+// The length of the header, then the header, padded so that the tensors begin at a multiple of 8.
+std::string HeaderBytes(const std::vector<NamedTensor>& tensors) {
+  json header = {{"__metadata__", {{"format", "pt"}}}};
+  int64_t offset = 0;
+  for (const NamedTensor& tensor : tensors) {
+    header[tensor.name] = {{"dtype", SafetensorsTypeName(tensor.buffer->data_type())},
+                           {"shape", tensor.buffer->shape()},
+                           {"data_offsets", {offset, offset + tensor.buffer->bytes()}}};
+    offset += tensor.buffer->bytes();
+  }
+  std::string text = header.dump();
+  text.append((8 - text.size() % 8) % 8, ' ');
+  std::string bytes(8, '\0');
+  for (size_t i = 0; i < 8; ++i) bytes[i] = static_cast<char>(text.size() >> (8 * i));  // little-endian
+  return bytes + text;
+}
+
+absl::Status FileError(const std::string& path, const char* operation) {
+  return absl::ErrnoToStatus(errno, absl::StrCat(path, ": ", operation));
+}
+
+absl::Status WriteAll(int file, const std::string& path, absl::string_view bytes) {
+  while (!bytes.empty()) {
+    const ssize_t written = write(file, bytes.data(), bytes.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) return FileError(path, "cannot be written");
+    bytes.remove_prefix(static_cast<size_t>(written));
+  }
+  return absl::OkStatus();
+}
+
+// `path` is complete, or as it was.
+absl::Status WriteSafetensors(const std::string& path, const std::vector<NamedTensor>& tensors) {
+  const std::string temporary = absl::StrCat(path, ".tmp-", getpid());
+  const int file = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  if (file < 0) return FileError(temporary, "cannot be made");
+  absl::Status status = WriteAll(file, temporary, HeaderBytes(tensors));
+  for (const NamedTensor& tensor : tensors) {
+    if (!status.ok()) break;
+    status =
+        WriteAll(file, temporary, {static_cast<const char*>(tensor.buffer->data()), static_cast<size_t>(tensor.buffer->bytes())});
+  }
+  if (status.ok() && fsync(file) != 0) status = FileError(temporary, "cannot be written");
+  if (close(file) != 0 && status.ok()) status = FileError(temporary, "cannot be written");
+  if (status.ok() && std::rename(temporary.c_str(), path.c_str()) != 0) status = FileError(path, "cannot be replaced");
+  if (!status.ok()) unlink(temporary.c_str());
+  return status;
+}
+
+absl::Status CheckPlace(const std::string& path) {
+  std::error_code error;
+  if (std::filesystem::is_directory(path, error)) {
+    return absl::InvalidArgumentError(absl::StrCat(path, " is a folder; expected a file, such as ", path, "/lm_head.safetensors"));
+  }
+  if (!absl::GetFlag(FLAGS_overwrite) && std::filesystem::exists(path, error)) {
+    return WithHint(absl::AlreadyExistsError(absl::StrCat(path, " exists")), "choose another name, or add --overwrite");
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<ExitCode> RunExport(client::Client& client, const std::vector<std::string>& arguments, Output& output) {
+  const std::string& path = arguments[1];
+  if (absl::Status status = CheckPlace(path); !status.ok()) return status;
+  absl::StatusOr<client::Head> head = client.OpenHead(arguments[0]);
+  if (!head.ok()) return head.status();
+  const absl::StatusOr<client::DataType> type = DataTypeFromFlags(head->spec().data_type);
+  if (!type.ok()) return type.status();
+  const absl::StatusOr<client::HeadInfo> before = head->Info();
+  if (!before.ok()) return before.status();
+  const absl::StatusOr<client::TensorBuffer> weight = head->DownloadWeights(client::HeadTensor::kWeight, *type);
+  if (!weight.ok()) return weight.status();
+  std::vector<NamedTensor> tensors = {{"lm_head.weight", &*weight}};
+  absl::StatusOr<client::TensorBuffer> bias = absl::NotFoundError("");
+  if (head->spec().has_bias) {
+    bias = head->DownloadWeights(client::HeadTensor::kBias, *type);
+    if (!bias.ok()) return bias.status();
+    tensors.push_back({"lm_head.bias", &*bias});
+  }
+  const absl::StatusOr<client::HeadInfo> after = head->Info();
+  if (!after.ok()) return after.status();
+  if (after->epoch != before->epoch || after->weight_version != before->weight_version) {
+    return WithHint(absl::AbortedError(absl::StrCat(head->name(), " got other weights meanwhile; ", path, " is not written")),
+                    "run the command again between two steps");
+  }
+  if (absl::Status status = CheckPlace(path); !status.ok()) return status;
+  if (absl::Status status = WriteSafetensors(path, tensors); !status.ok()) return status;
+  json names = json::array();
+  for (const NamedTensor& tensor : tensors) names.push_back(tensor.name);
+  output.Print(
+      absl::StrCat("wrote ", head->spec().has_bias ? "lm_head.weight and lm_head.bias" : "lm_head.weight", " of ", head->name(),
+                   ", ", client::DataTypeName(*type), ", weight version ", after->weight_version, ", to ", path, "\n"),
+      {{"name", head->name()},
+       {"file", path},
+       {"tensors", names},
+       {"data_type", client::DataTypeName(*type)},
+       {"weight_version", after->weight_version}});
+  return kExitOk;
+}
+
+}  // namespace
+
+Command ExportCommand() {
+  return {.name = "export",
+          .synopsis = "NAME FILE",
+          .summary = "writes a head's weight and bias to a safetensors file",
+          .help =
+              "FILE is on this machine, and gets lm_head.weight and lm_head.bias. It is complete or as it was. --data_type is the\n"
+              "head's own, or float32: of a head with an optimizer the master weights.\n"
+              "\n"
+              "  headwaterctl export student lm_head.safetensors\n",
+          .min_arguments = 2,
+          .max_arguments = 2,
+          .flags = {"overwrite", "data_type"},
+          .run = RunExport};
+}
+
+}  // namespace headwater::ctl
