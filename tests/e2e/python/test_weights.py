@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import struct
+import time
 
 import numpy as np
 import pytest
@@ -160,6 +161,20 @@ def test_checkpoints_bring_back_weights_optimizer_and_step(backend, make_head, r
     again = train()
     for mine, theirs in zip(after, again, strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+def test_checkpoints_are_listed_newest_first(backend, make_head, weight):
+    head = make_head(backend.client, weight, optimizer=headwater.SGD())
+    assert head.checkpoints() == []
+    before_s = int(time.time())
+    first = head.save("one")
+    head.discard_gradient()
+    head.save("two")
+    newest, oldest = head.checkpoints()
+    assert (newest.checkpoint, newest.step, newest.damaged) == ("two", head.step, False)
+    assert (oldest.checkpoint, oldest.step) == ("one", head.step - 1)
+    assert oldest.total_bytes == first.total_bytes
+    assert before_s <= oldest.save_time_s <= newest.save_time_s <= time.time() + 1
 
 
 def test_bad_checkpoints_are_refused_and_change_nothing(one_shard, make_head, weight):
