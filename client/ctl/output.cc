@@ -44,6 +44,8 @@ std::string HintFor(const absl::Status& status, const std::string& reason) {
       {"STARTING", "the server is not ready yet; try again in a moment"},
       {"FEATURE_NOT_BUILT", "this server does not have that part of the API; `headwaterctl info` lists its features"},
   };
+  // A file that is there, without a tensor that can be chosen, explains itself.
+  if (reason == "WEIGHTS_NOT_FOUND" && client::ErrorMetadata(status)["field"] != "path") return "";
   if (const auto hint = hints.find(reason); hint != hints.end()) return hint->second;
   if (reason.empty() && absl::IsUnavailable(status))
     return "is headwaterd running there? --server says where to look, --ca_certificate connects with TLS";

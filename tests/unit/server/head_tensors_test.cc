@@ -190,7 +190,7 @@ TEST_F(HeadTensorsTest, ABiasIsNeverDropped) {
     for (const std::optional<bool> has_bias : {std::optional<bool>(true), std::optional<bool>()}) {
       query_.has_bias = has_bias;
       const absl::StatusOr<HeadTensors> found = Find();
-      ASSERT_OK(found) << weight;
+      ASSERT_OK(found);
       EXPECT_EQ(ValueOf(found->weight), 1);
       ASSERT_TRUE(found->bias.has_value());
       EXPECT_EQ(ValueOf(*found->bias), 2);

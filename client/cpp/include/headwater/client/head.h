@@ -115,8 +115,9 @@ class Head {
   // same bytes again are answered alike, others STEP_CONFLICT. A failure leaves the sealed step as it was.
   absl::StatusOr<HeadInfo> ReplaceWeights(int64_t step, TensorView weight, std::optional<TensorView> bias = std::nullopt,
                                           const CallOptions& options = {});
-  // Lets the server read a safetensors file or a model folder at `path`, relative to its load root. Empty tensor names: the usual
-  // ones (`lm_head.weight` or the tied embedding; `lm_head.bias`).
+  // Lets the server read a safetensors file or a model folder at `path`, relative to its load root. Empty tensor names: the head's
+  // tensors by name and shape, and an embedding only where the model's config says tied (LoadWeightsRequest has the rules).
+  // WEIGHTS_NOT_FOUND if none can be chosen; CHECKPOINT_SPEC_MISMATCH for another shape, or a bias that the head has no place for.
   absl::StatusOr<HeadInfo> LoadWeights(const std::string& path, const std::string& weight_tensor = "",
                                        const std::string& bias_tensor = "", const CallOptions& options = {});
   // A whole tensor in the storage type, or float32 (with an optimizer: the master weight). Of a trainable head only as this
