@@ -301,6 +301,24 @@ def test_a_batch_of_a_run_that_goes_on_is_compared_with_the_layers_own_weight(cl
     head.delete()
 
 
+# ---- a forward that must not be tried --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attribute", ("_is_flat_param", "ds_id"))
+def test_a_sharded_model_is_not_run(client, attribute):
+    """It would wait for ranks that do not attach."""
+
+    def never(_):
+        raise AssertionError("the model was run")
+
+    model = Model(torch.float32, before=never)
+    setattr(model.model[1].weight, attribute, True)
+    with pytest.warns(UserWarning, match=r"parameters are sharded.*Only its config was looked at"):
+        head = headwater.torch.attach(client, "planted", model.lm_head, model=model)
+    assert head.checked == "config"
+    head.delete()
+
+
 # ---- nothing of the model changes ------------------------------------------------------------------------------------------
 
 

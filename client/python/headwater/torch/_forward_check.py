@@ -7,6 +7,7 @@ import inspect
 import itertools
 import math
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ _MAGNITUDES = (0.0, 2.0, 16.0, 128.0)
 _CHUNK_ROWS = 8192
 # Log-probabilities below it are those of columns that the model masks, by -inf or a large number.
 _MASKED = -1000.0
+# Elements of a buffer that is put back after a forward: larger ones are quantised weights, which no forward changes, or caches.
+_MAX_BUFFER = 1 << 22
 # Ids of special tokens, which models treat otherwise: padding, images.
 _SPECIAL_TOKEN = ("token_id", "token_index", "token_ids")
 # Arguments of a forward that take token ids, in the order in which they are looked for.
@@ -149,11 +152,12 @@ def _padded(values: torch.Tensor, width: int) -> torch.Tensor:
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """The model without what PyTorch wraps around one: DistributedDataParallel, torch.compile, AveragedModel, ..."""
-    while (name := _WRAPPED.get(type(model).__name__)) is not None and isinstance(
-        inner := getattr(model, name, None), torch.nn.Module
-    ):
+    while True:
+        names = (name for kind in type(model).__mro__ if (name := _WRAPPED.get(kind.__name__)) is not None)
+        inner = getattr(model, next(names, ""), None)
+        if not isinstance(inner, torch.nn.Module):
+            return model
         model = inner
-    return model
 
 
 def layer_in(model: torch.nn.Module, layer: OutputLayer) -> torch.nn.Module | None:
@@ -237,10 +241,16 @@ def _token_ids(vocab_size: int, configs: Sequence[Any]) -> torch.Tensor:
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """No gradients, evaluation mode, and afterwards nothing has changed: modes, buffers, random numbers."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(module, name, b, b.clone()) for module in model.modules() for name, b in module._buffers.items() if b is not None]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.numel() <= _MAX_BUFFER
+    ]
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
-    stance: Any = getattr(getattr(torch, "compiler", None), "set_stance", None)
+    # Parts that are compiled run as they are written. There are none where the compiler was never imported.
+    stance: Any = getattr(getattr(torch, "compiler", None), "set_stance", None) if "torch._dynamo" in sys.modules else None
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=sorted(devices, key=str)))
@@ -276,7 +286,7 @@ def products(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def made_up_rows(count: int, like: torch.Tensor, hidden_size: int) -> torch.Tensor:
     """(count, hidden_size) normal numbers, equal each time and without a global generator; dtype and device of `like`."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(0)
     return torch.randn(count, hidden_size, generator=generator, device="cpu").to(like.device, like.dtype)
 
 
@@ -355,6 +365,8 @@ def run(model: torch.nn.Module, layer: OutputLayer) -> Forward:
     module = layer_in(model, layer)
     if module is None:
         raise CannotRun("no torch.nn.Linear of the model has the layer's weight")
+    if any(_is_sharded(parameter) for parameter in model.parameters()):
+        raise CannotRun("its parameters are sharded: a forward would wait for the other ranks")
     owners = ancestors(model, module)
     why = "its forward does not say that it takes token ids"
     for owner in owners:
@@ -368,6 +380,11 @@ def run(model: torch.nn.Module, layer: OutputLayer) -> Forward:
         except Exception as error:
             why = f"its forward with a few token ids fails ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     raise CannotRun(why)
+
+
+def _is_sharded(parameter: torch.nn.Parameter) -> bool:
+    # DTensor; FSDP's flat parameters; DeepSpeed's ZeRO-3.
+    return hasattr(parameter, "placements") or hasattr(parameter, "_is_flat_param") or hasattr(parameter, "ds_id")
 
 
 def _run(
