@@ -135,6 +135,7 @@ def test_the_option_that_the_refusal_names_is_the_right_one(client, case, dtype)
     model = PLANTED[case][1](dtype)
     with refused("INVALID_COMBINATION", ValueError) as info:
         headwater.torch.attach(client, "planted", layer_of(model), model=model)
+    assert "rows that reach the layer" in str(info.value)
     name, _, value = str(info.value).split("Pass ")[1].split(";")[0].partition("=")
     head = headwater.torch.attach(client, "planted", layer_of(model), model=model, **{name: type_of(name)(value)})
     try:

@@ -16,6 +16,7 @@ from headwater.torch._forward_check import CannotRun, HeadOptions
 from headwater.torch._module_checks import OutputLayer
 
 _OPTIONS = ("softcap", "logit_scale", "valid_vocab_size")
+_ROWS = "the losses take the rows that reach the layer, which the model has not scaled or capped itself"
 # Rows that an existing head is asked for.
 _ASKED_ROWS = 64
 # Their largest logit, about.
@@ -100,7 +101,7 @@ def _check_forward(
     said = f"; its config has {entries}" if entries else ""
     if found is not None:
         wanted = ", ".join(f"{name}={text}" for name, text in found.items())
-        raise _refused(f"{what}. Pass {wanted}{said}", next(iter(found)), actual=f"{gap:.6g}")
+        raise _refused(f"{what}. Pass {wanted}; {_ROWS}{said}", next(iter(found)), actual=f"{gap:.6g}")
     if buffers:
         said += f"; it adds {', '.join(buffers)}: put that into the layer's bias, or attach a layer that has it"
     if layer.module is None and layer.bias is None:
@@ -134,7 +135,7 @@ def _check_configuration(
         before = (
             " for rows of the model's body, or logit_scale=1.0 for rows that reach the layer"
             if hint.rows
-            else f", or another {hint.option}= if the model does something else"
+            else f", or another {hint.option}= if the model does something else; {_ROWS}"
         )
         raise _refused(
             f"{has}, which the layer alone does not do: pass {hint.option}={hint.shown}{before}",
