@@ -48,6 +48,7 @@ KEYS = [
     ({"logits_mup_width_multiplier": 24.0}, {"logit_scale": 1 / 24.0}),
     ({"mup_width_multiplier": 8.0}, {"logit_scale": 1 / 8.0}),
     ({"mup_output_alpha": 2.2}, {"logit_scale": 2.2}),
+    ({"mup_output_alpha": 2.2, "mup_width_scale": 0.5}, {"logit_scale": 1.1}),
     ({"logit_scale": "inv_sqrt_d_model", "d_model": 64}, {"logit_scale": 1 / 8}),
     ({"model_type": "t5", "tie_word_embeddings": True, "d_model": 64}, {"logit_scale": 1 / 8}),
     ({"model_type": "umt5", "tie_word_embeddings": True, "d_model": 64}, {"logit_scale": 1 / 8}),

@@ -135,7 +135,8 @@ class Forward:
     def fitted_caps(self, scale: float) -> list[float]:
         """Softcaps that explain the largest row, rounded: a model has a round one."""
         output = scale * (self.products if self.bias is None else self.products + self.bias)
-        row, column = divmod(int(output[:, : self.columns].abs().argmax()), self.columns)
+        columns = min(self.columns, output.shape[1])
+        row, column = divmod(int(output[:, :columns].abs().argmax()), columns)
         before, after = float(output[row, column].abs()), float(self.logits[row, column].abs())
         if not 0 < after < before:
             return []
@@ -242,10 +243,10 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """No gradients, evaluation mode, and afterwards nothing has changed: modes, buffers, random numbers."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
-        (module, name, buffer, buffer.clone())
+        (module, name, buffer, buffer._version, buffer.clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.numel() <= _MAX_BUFFER
+        if buffer is not None and buffer.numel() <= _MAX_BUFFER and buffer.device.type != "meta" and not buffer.is_inference()
     ]
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
@@ -266,10 +267,10 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
         for module, mode in modes:
             module.training = mode
         with torch.no_grad():
-            for module, name, buffer, values in buffers:
+            for module, name, buffer, version, values in buffers:
                 if module._buffers.get(name) is not buffer:
                     module._buffers[name] = buffer
-                if not torch.equal(buffer, values):
+                if buffer._version != version:
                     buffer.copy_(values)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
@@ -305,7 +306,8 @@ def _probe(like: torch.Tensor, layer: OutputLayer) -> tuple[torch.Tensor, torch.
     if not bool(((sizes > 0) & torch.isfinite(sizes)).all()):
         raise CannotRun("the layer's weight makes logits that are zero, or not finite")
     wanted = torch.tensor([_MAGNITUDES[row % len(_MAGNITUDES)] for row in range(count)], device=rows.device)
-    factors = torch.where(wanted == 0, torch.zeros_like(wanted), power_of_two(wanted / sizes))
+    largest = 1e3 if rows.dtype == torch.float16 else 1e30  # rows stay finite
+    factors = torch.where(wanted == 0, torch.zeros_like(wanted), power_of_two((wanted / sizes).clamp(max=largest)))
     return rows * factors.to(rows.dtype)[:, None], outcome * factors[:, None]
 
 
@@ -331,6 +333,8 @@ def _last_hidden(output: Any) -> torch.Tensor | None:
 def _factor(rows: torch.Tensor, body_rows: torch.Tensor) -> float | None:
     """rows = factor * body_rows; None if there is none."""
     ours, theirs = body_rows.double().flatten(), rows.double().flatten()
+    if not bool(torch.isfinite(ours).all()):
+        return 1.0  # nothing can be said
     factor = float((ours * theirs).sum() / (ours * ours).sum())
     epsilon = max(_epsilon(rows), _epsilon(body_rows))
     close = bool(((theirs - factor * ours).abs() <= epsilon * theirs.abs().amax()).all())

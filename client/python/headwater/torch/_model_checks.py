@@ -51,7 +51,8 @@ def check_model(
     """
     model = _forward_check.unwrapped(model)
     configs = _forward_check.configs(model, layer)
-    hints = [hint for config in configs for hint in _model_config.asked(config)]
+    # A model and the one inside it may have parts of a configuration in common.
+    hints = list({(hint.option, hint.shown): hint for config in configs for hint in _model_config.asked(config)}.values())
     try:
         forward = _forward_check.run(model, layer)
     except CannotRun as error:

@@ -61,9 +61,9 @@ def asked(config: Any) -> list[Asked]:
     types = [name for _, level in every if isinstance(name := entry(level, "model_type"), str)]
     found: dict[str, Asked] = {}
     for rule in _table()["keys"]:
-        for where, value in _values(rule, every, types):
-            if effect := _effect(rule, where, value, every, types):
-                found.setdefault(where, effect)
+        effects = (_effect(rule, where, value, every, types) for where, value in _values(rule, every, types))
+        if effect := next((effect for effect in effects if effect), None):
+            found.setdefault(effect.where, effect)
     for name, effect in _table()["report_models"].items():
         if name in types and effect not in _table()["buffers"]:  # buffers are looked at where they are
             found.setdefault("model_type", Asked("model_type", name, "", None, effect, False))
@@ -71,7 +71,19 @@ def asked(config: Any) -> list[Asked]:
         for key, value in entries(level).items():
             if _suspect(key, value):
                 found.setdefault(prefix + key, Asked(prefix + key, value, "", None, "", False))
-    return list(found.values())
+    return _together(list(found.values()))
+
+
+def _together(every: list[Asked]) -> list[Asked]:
+    """Several factors of one model's logits are one option."""
+    scales = [effect for effect in every if effect.option == "logit_scale"]
+    if len(scales) < 2:
+        return every
+    wanted = None if any(effect.wanted is None for effect in scales) else math.prod(effect.wanted for effect in scales)
+    where = " and ".join(f"{effect.where}={effect.value!r}" for effect in scales[:-1]) + f" and {scales[-1].where}"
+    shown = " * ".join(effect.shown for effect in scales)
+    product = Asked(where, scales[-1].value, "logit_scale", wanted, shown, any(effect.rows for effect in scales))
+    return [*(effect for effect in every if effect.option != "logit_scale"), product]
 
 
 def _values(rule: Mapping[str, Any], every: Sequence[tuple[str, Any]], types: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -80,14 +92,15 @@ def _values(rule: Mapping[str, Any], every: Sequence[tuple[str, Any]], types: Se
     if "unless" in rule and any(entry(level, rule["unless"]) is not None for _, level in every):
         return
     present = False
-    for prefix, level in every:
+    innermost_first = sorted(every, key=lambda level: -level[0].count("."))
+    for prefix, level in innermost_first:
         value = entry(level, rule["key"])
         if value is not None:
             present = True
             yield prefix + rule["key"], value
     if not present:
         # A configuration that is an object has its class's defaults; a mapping may leave them out.
-        for prefix, level in every:
+        for prefix, level in innermost_first:
             default = rule.get("absent", {}).get(entry(level, "model_type"))
             if default is not None and isinstance(level, Mapping):
                 yield prefix + rule["key"], default
