@@ -162,11 +162,26 @@ def test_other_names_and_biases(client, ids, tmp_path):
                     bare.export(target)
 
 
+def test_a_model_that_was_saved_without_its_head_gets_one_by_name(client, ids, tmp_path):
+    """The layer was deleted, as a head that the server trains allows."""
+    model = make_model(False)
+    head = attach(client, "export-deleted", model, optimizer=headwater.SGD())
+    train(model, head, ids)
+    model.lm_head = torch.nn.Identity()
+    model.save_pretrained(tmp_path, max_shard_size="5KB")
+    with pytest.raises(headwater.NotFoundError, match="saved without its head"):
+        head.export(tmp_path)
+    head.export(tmp_path, tensor="lm_head.weight")
+    torch.testing.assert_close(reload(tmp_path, ids)[0], logits_of(model, head, ids), rtol=1e-5, atol=1e-5)
+    with pytest.raises(headwater.NotFoundError, match="no tensor can be the head"):
+        head.export(tmp_path, tensor="lm_haed.weight")
+
+
 def test_what_cannot_be_the_head_is_listed(client, tmp_path):
     head = client.create_head("export-lost", np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
     some = torch.zeros(VOCAB_SIZE, HIDDEN_SIZE)
     save_file({"a.mystery": some, "b.small": some[:3].clone()}, tmp_path / "x.safetensors")
-    with pytest.raises(headwater.NotFoundError, match=r"no tensor can be the head.*: a\.mystery$"):
+    with pytest.raises(headwater.NotFoundError, match=r"no tensor can be the head.*Those of that shape: a\.mystery$"):
         head.export(tmp_path / "x.safetensors")
     head.export(tmp_path / "x.safetensors", tensor="a.mystery")
     assert torch.equal(load_file(tmp_path / "x.safetensors")["a.mystery"], torch.ones(VOCAB_SIZE, HIDDEN_SIZE))
@@ -178,8 +193,13 @@ def test_what_cannot_be_the_head_is_listed(client, tmp_path):
     for missing in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(headwater.NotFoundError, match="save_pretrained"):
             head.export(missing)
+    index = tmp_path / "model.safetensors.index.json"
+    for damaged in ("[", "{}", '{"weight_map": {"lm_head.weight": "../x.safetensors"}}'):
+        index.write_text(damaged)
+        with pytest.raises(headwater.DataLossError):
+            head.export(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no header")
-    with pytest.raises(headwater.DataLossError):
+    with pytest.raises(headwater.DataLossError, match="model.safetensors is not a safetensors file"):
         head.export(tmp_path)
     with pytest.raises(headwater.InvalidArgumentError, match="adapter"):
         layer = torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE, bias=False)

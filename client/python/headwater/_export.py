@@ -149,13 +149,13 @@ class _Files:
     def __init__(self, path: Path):
         self.folder = path if path.is_dir() else path.parent
         self.config = self.index = None
-        if not path.is_dir():
-            files: Iterable[Path] = [path]
-        else:
+        names = [path.name]
+        if path.is_dir():
             self.config = _read_json(path / _CONFIG)
-            self.index = _read_json(path / _INDEX)
-            names = [_SINGLE] if self.index is None else sorted(set(self.index["weight_map"].values()))
-            files = [path / name for name in names]
+            # As from_pretrained looks for them: an index beside a whole file is left over.
+            self.index = None if (path / _SINGLE).exists() else _read_json(path / _INDEX)
+            names = [_SINGLE] if self.index is None else sorted(set(_weight_map(self.index, path).values()))
+        files = [self.folder / name for name in names]
         self.entries: dict[str, tuple[Path, dict[str, Any]]] = {}
         for file in files:
             if not file.exists():
@@ -186,8 +186,21 @@ class _Files:
 def _read_json(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
-    content: dict[str, Any] = json.loads(path.read_text())
+    try:
+        content = json.loads(path.read_text())
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise make_error("DATA_LOSS", "FILE_CORRUPT", f"{path} is not a JSON object", {"file": str(path)})
     return content
+
+
+def _weight_map(index: dict[str, Any], folder: Path) -> dict[str, str]:
+    """By tensor, its file in the index's folder."""
+    names = index.get("weight_map")
+    if not isinstance(names, dict) or any(not isinstance(name, str) or Path(name).name != name for name in names.values()):
+        raise make_error("DATA_LOSS", "FILE_CORRUPT", f"the weight_map of {folder / _INDEX} names no files of the folder")
+    return names
 
 
 def _says_tied(config: dict[str, Any] | None) -> bool | None:
@@ -202,38 +215,36 @@ def _into_files(
     head: Head, files: _Files, is_tied: bool, tensor: str, data_type: str | None, untie: bool, download: _Download
 ) -> None:
     shape = (head.spec.vocab_size, head.spec.hidden_size)
-    if tensor or DEFAULT_TENSOR in files.entries:
-        heads = [name for name in (tensor or DEFAULT_TENSOR,) if name in files.entries]
-    else:
-        heads = files.fitting(_HEAD_NAMES, shape)
+    found = [DEFAULT_TENSOR] if DEFAULT_TENSOR in files.entries else files.fitting(_HEAD_NAMES, shape)
+    # A tensor by name is one that is there, or one to add to a model that was saved without its head.
+    heads = [tensor] if tensor and (tensor in files.entries or not found) else [] if tensor else found
     says = _says_tied(files.config)
     # A configuration that says nothing stands for the model's own default: where no head was saved, there is none.
     ties = not tensor and (bool(says) or (says is None and files.config is not None and not heads))
     if ties and not is_tied and not untie:
         raise _refused(f"the output layer of the model in {files.folder} {_TIED}", "untie")
-    unties = untie and (ties or not heads)
-    if unties:
-        places = heads = heads or [tensor or DEFAULT_TENSOR]
-    else:
-        embeddings = files.fitting(_EMBEDDING_NAMES, shape) if ties else []
-        places = heads + embeddings
-        if len(heads) > 1 or len(embeddings) != ties or not places:
-            found = f"{', '.join(places)} can all" if len(places) > 1 else "no tensor can"
-            raise make_error(
-                "NOT_FOUND",
-                "WEIGHTS_NOT_FOUND",
-                f"{found} be the head of {files.folder}; pass tensor= with the name of one of shape {list(shape)}: "
-                f"{files.of_shape(shape)}",
-                {"expected": str(list(shape))},
-            )
+    if ties and untie:
+        heads = heads or [DEFAULT_TENSOR]
+    embeddings = files.fitting(_EMBEDDING_NAMES, shape) if ties and not untie else []
+    places = heads + embeddings
+    if len(heads) > 1 or len(embeddings) != (ties and not untie) or not places:
+        what = f"{', '.join(places)} can all" if len(places) > 1 else "no tensor can"
+        raise make_error(
+            "NOT_FOUND",
+            "WEIGHTS_NOT_FOUND",
+            f"{what} be the head of {files.folder}; pass tensor= with the name of one of shape {list(shape)}, or of one to add "
+            f"where the model was saved without its head. Those of that shape: {files.of_shape(shape)}",
+            {"expected": str(list(shape))},
+        )
     bias = _bias_of(heads[0] if heads else DEFAULT_TENSOR)
-    if bias in files.entries or not (unties and heads[0] not in files.entries):
+    is_new = bool(heads) and heads[0] not in files.entries
+    if bias in files.entries or not is_new:
         _check_bias(head, bias in files.entries, str(files.folder))
     writes = dict.fromkeys(places, "weight")
     if head.spec.has_bias:
         writes[bias] = "bias"
     _write(head, files, writes, data_type, download)
-    if unties and files.config is not None:
+    if untie and files.config is not None:
         text = json.dumps(_untied(files.config), indent=2) + "\n"
         _replace(files.folder / _CONFIG, lambda file: file.write(text.encode()))
 

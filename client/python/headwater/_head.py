@@ -478,7 +478,8 @@ class Head(HeadLosses):
             target: a folder of safetensors files that save_pretrained has written; a .safetensors file, which is made if it is not
                 there; or a torch.nn.Linear, or a model with get_output_embeddings(), whose parameters are overwritten in place.
             tensor: name of the weight's tensor in a file. Empty: `lm_head.weight`, else the only tensor of the head's shape that
-                has a name of an output layer (`embed_out.weight`, `output.weight`, ...). The bias is beside it.
+                has a name of an output layer (`embed_out.weight`, `output.weight`, ...). A name that is not there is added to a
+                model that was saved without its head. The bias is beside it.
             dtype: of the tensors in a file. None: that which they have; in a new file that of the head. "float32" has the master
                 weights.
             untie: for a model whose config says that its input embedding is its head (`tie_word_embeddings`), and a head that was
