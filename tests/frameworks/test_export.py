@@ -199,7 +199,7 @@ def test_what_cannot_be_the_head_is_listed(client, tmp_path):
         with pytest.raises(headwater.DataLossError):
             head.export(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no header")
-    with pytest.raises(headwater.DataLossError, match="model.safetensors is not a safetensors file"):
+    with pytest.raises(headwater.DataLossError, match=r"model\.safetensors is not a safetensors file"):
         head.export(tmp_path)
     with pytest.raises(headwater.InvalidArgumentError, match="adapter"):
         layer = torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE, bias=False)
