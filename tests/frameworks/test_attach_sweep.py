@@ -92,7 +92,7 @@ def test_attached_models_have_their_own_loss_or_are_refused(local_client):
                 heads.callback(head.delete, force=True)
                 outcomes.add(name, check_loss(head, model))
             except tiny_models.NotBuilt as reason:
-                outcomes.add(name, f"not built: {reason}")
+                outcomes.add(name, str(reason))
                 continue
             except NotRun as reason:
                 outcomes.add(name, f"not run: {reason}")
