@@ -159,6 +159,14 @@ bool IsHeadBiasName(absl::string_view name) {
   return module.has_value() && (IsHeadModule(*module) || (!IsElsewhere(*module) && EndsInOneOf(*module, kBiasModules)));
 }
 
+// nullopt for a type that heads do not have.
+std::optional<DataType> DataTypeOf(const std::string& name) {
+  if (name == "F32") return DataType::kFloat32;
+  if (name == "BF16") return DataType::kBFloat16;
+  if (name == "F16") return DataType::kFloat16;
+  return std::nullopt;
+}
+
 std::string ShapeToString(const std::vector<int64_t>& shape) { return absl::StrCat("[", absl::StrJoin(shape, ", "), "]"); }
 
 std::string SizeToString(const std::optional<int64_t>& size, const char* unknown) {
@@ -189,10 +197,10 @@ std::string ListNames(const std::vector<std::string>& names) {
   return list;
 }
 
-// Whether a config says that the embedding is the head's weight, and the words for it.
+// Whether a config says that the embedding is the head's weight.
 struct Tying {
   bool is_tied = false;
-  std::string reason;
+  const char* reason = "";  // if not
 };
 
 // Every `tie_word_embeddings` of the objects within `config`.
@@ -208,7 +216,7 @@ void CollectTying(const nlohmann::json& config, std::vector<bool>* values) {
 
 Tying TyingOf(const nlohmann::json& config) {
   if (const auto* value = FindMember(config, "tie_word_embeddings", nlohmann::json::value_t::boolean)) {
-    return {value->get<bool>(), absl::StrCat("config.json says tie_word_embeddings=", value->get<bool>() ? "true" : "false")};
+    return {value->get<bool>(), "config.json says tie_word_embeddings=false"};
   }
   std::vector<bool> nested;
   CollectTying(config, &nested);
@@ -217,9 +225,10 @@ Tying TyingOf(const nlohmann::json& config) {
     return {all,
             all ? "config.json says tie_word_embeddings=true" : "config.json does not say tie_word_embeddings=true throughout"};
   }
-  const auto* type = FindMember(config, "model_type", nlohmann::json::value_t::string);
-  if (type != nullptr && IsIn(type->get_ref<const std::string&>(), kTiedTypes)) {
-    return {true, absl::StrCat("models of type ", type->get_ref<const std::string&>(), " are tied")};
+  for (const nlohmann::json* part : {&config, FindMember(config, "text_config", nlohmann::json::value_t::object)}) {
+    if (part == nullptr) continue;
+    const auto* type = FindMember(*part, "model_type", nlohmann::json::value_t::string);
+    if (type != nullptr && IsIn(type->get_ref<const std::string&>(), kTiedTypes)) return {true, ""};
   }
   return {false, "config.json does not say tie_word_embeddings=true"};
 }
@@ -343,7 +352,8 @@ class Chooser {
   // `tensor` as one of the types that heads have.
   static absl::StatusOr<FileTensor> Take(const ModelTensor& tensor, int64_t rows, int64_t columns) {
     const std::string& type = tensor.entry.data_type;
-    if (type != "F32" && type != "BF16" && type != "F16") {
+    const std::optional<DataType> data_type = DataTypeOf(type);
+    if (!data_type.has_value()) {
       return MakeError(ErrorReason::kDataTypeMismatch,
                        absl::StrCat("tensor ", Shown(tensor.name), " of ", Shown(tensor.path), " is of type ", Shown(type),
                                     ", heads have F32, BF16 or F16"),
@@ -355,7 +365,7 @@ class Chooser {
     taken.offset_bytes = tensor.entry.begin;
     taken.rows = rows;
     taken.columns = columns;
-    taken.data_type = type == "F32" ? DataType::kFloat32 : type == "BF16" ? DataType::kBFloat16 : DataType::kFloat16;
+    taken.data_type = *data_type;
     return taken;
   }
 
@@ -433,10 +443,11 @@ class Chooser {
     if (!named.ok()) return named.status();
     for (const ModelTensor& tensor : *named) {
       if (!IsBiasShape(tensor.entry.shape, vocab_size)) continue;
+      if (query_.has_bias == true || !DataTypeOf(tensor.entry.data_type).has_value()) return std::optional<ModelTensor>(tensor);
       std::string bytes(static_cast<size_t>(tensor.entry.end - tensor.entry.begin), '\0');
       absl::Status status = tensor.file->ReadAt(tensor.entry.begin, static_cast<int64_t>(bytes.size()), bytes.data());
       if (!status.ok()) return status;
-      if (query_.has_bias == true || bytes.find_first_not_of('\0') != std::string::npos) return std::optional<ModelTensor>(tensor);
+      if (bytes.find_first_not_of('\0') != std::string::npos) return std::optional<ModelTensor>(tensor);
     }
     return std::optional<ModelTensor>();
   }

@@ -8,12 +8,12 @@
 //      at the top or under the prefix of a language model (`model.`, `language_model.`, `thinker.` ...); or `weight` alone;
 //   4. the one tensor of the head's shape with a name of an embedding (`embed_tokens`, `wte`, `word_embeddings`, `shared` and the
 //      like), if the config.json beside it says that the head is tied: `tie_word_embeddings` is true, at the top, or, where the top
-//      does not say, in every nested config that does; or no config says, and the model type ties by default. An encoder's
-//      embedding does not count where another one fits.
-// Anything else is refused, and the error lists the tensors of the head's shape. Several that fit one rule are refused, too. Names
-// with a number (`model.layers.61.embed_tokens`), and those of extra prediction heads (`mtp`), fit no rule but the first. Part of a
-// model
-// (`model-00001-of-00004.safetensors`) has no rule 4: another part may have the head.
+//      does not say, in every nested config that does; or no config says, and the model type (or its text_config's) ties by
+//      default. An encoder's embedding does not count where another one fits.
+// Anything else is refused, and the error lists the tensors of the head's shape. Several that fit one rule are refused, too.
+//
+// Names with a number (`model.layers.61.embed_tokens`), and those of extra prediction heads (`mtp`), fit no rule but the first. One
+// part of a model (`model-00001-of-00004.safetensors`) has no rule 4: another part may have the head.
 //
 // The bias is the tensor that is asked for, or `P.bias` for the weight `P.weight`, or the one tensor [vocab_size] with the name of
 // a head's bias (`lm_head.bias`, `cls.predictions.bias` ...). `final_logits_bias` is a bias unless all its values are zero. A bias

@@ -1,6 +1,6 @@
 // Weights of a model folder under the load root. Input: a byte with the head's type and bias, and what the tensors' bytes are;
-// then, each up to a byte 1, the path, the names of both tensors, and the folder's index; then the JSON header of the folder's
-// safetensors file (see safetensors.cc).
+// then, each up to a byte 1, the path, the names of both tensors, and an index; then the JSON header of the folders' safetensors
+// file (see safetensors.cc).
 #include "server/checkpoint/weights_reader.h"
 
 #include <fcntl.h>
@@ -43,18 +43,21 @@ void Write(const transport::FileDescriptor& file, const std::string& bytes) {
              static_cast<ssize_t>(bytes.size()));
 }
 
-// root/model.safetensors, root/m with an index and a file of that name, root/folder.safetensors; and, where no path may lead, a
-// file beside the root that root/link points to. An input takes no more system calls than it must: the files stay open, and both of
-// that name are one.
+// root/model.safetensors, root/m with a file of that name and a config that says tied, root/i with an index and part.safetensors,
+// root/folder.safetensors; and, where no path may lead, a file beside the root that root/link points to. An input takes no more
+// system calls than it must: the files stay open, and all but the one beside the root are one.
 class Folders {
  public:
   Folders() : root_(directory_.path() + "/root") {
     FUZZ_CHECK(mkdir(root_.c_str(), 0700) == 0 && mkdir((root_ + "/m").c_str(), 0700) == 0);
+    FUZZ_CHECK(mkdir((root_ + "/i").c_str(), 0700) == 0);
+    Write(Create(root_ + "/m/config.json"), R"({"tie_word_embeddings": true})");
     FUZZ_CHECK(mkdir((root_ + "/folder.safetensors").c_str(), 0700) == 0);
     const std::string secret = R"({"weight": {"dtype": "F32", "shape": [3, 2], "data_offsets": [0, 24]}})";
     Write(Create(directory_.path() + "/secret.safetensors"), SafetensorsFile(secret, kOutside));
     model_ = Create(root_ + "/model.safetensors");
     FUZZ_CHECK(link((root_ + "/model.safetensors").c_str(), (root_ + "/m/model.safetensors").c_str()) == 0);
+    FUZZ_CHECK(link((root_ + "/model.safetensors").c_str(), (root_ + "/i/part.safetensors").c_str()) == 0);
     FUZZ_CHECK(symlink("../secret.safetensors", (root_ + "/link.safetensors").c_str()) == 0);
     FUZZ_CHECK(symlink("../..", (root_ + "/m/up").c_str()) == 0);
   }
@@ -74,7 +77,7 @@ class Folders {
  private:
   const ScratchDirectory directory_;
   const std::string root_;
-  const std::string index_path_ = root_ + "/m/model.safetensors.index.json";
+  const std::string index_path_ = root_ + "/i/model.safetensors.index.json";
   transport::FileDescriptor model_;
   transport::FileDescriptor index_;  // not valid: there is none
 };

@@ -119,6 +119,8 @@ TEST_F(HeadTensorsTest, TyingIsReadWhereConfigsHaveIt) {
       {R"({"model_type": "gemma"})", "1"},
       {R"({"model_type": "gpt2", "tie_word_embeddings": false})", "WEIGHTS_NOT_FOUND"},
       {R"({"model_type": "new"})", "WEIGHTS_NOT_FOUND"},
+      {R"({"model_type": "blip-2", "text_config": {"model_type": "opt"}})", "1"},
+      {R"({"model_type": "new", "text_config": {"model_type": "llama"}})", "WEIGHTS_NOT_FOUND"},
       {R"({"tie_word_embeddings": "true"})", "WEIGHTS_NOT_FOUND"},
       {R"({"tie_word_embeddings": true, "time_step_limit": [0.0, Infinity], "a": [NaN, -Infinity, "NaN\" Infinity"]})", "1"},
       {"{", "FILE_CORRUPT"},
