@@ -37,7 +37,7 @@ absl::StatusOr<ExitCode> RunCheckpoints(client::Client& client, const std::vecto
     }
     std::string saved = "-";
     if (checkpoint.save_time.has_value()) {
-      saved = absl::FormatTime(absl::RFC3339_sec, absl::FromChrono(*checkpoint.save_time), absl::UTCTimeZone());
+      saved = absl::FormatTime("%Y-%m-%dT%H:%M:%SZ", absl::FromChrono(*checkpoint.save_time), absl::UTCTimeZone());
       entry["save_time"] = saved;
     }
     table.AddRow({checkpoint.checkpoint, checkpoint.damaged ? "-" : absl::StrCat(checkpoint.step),

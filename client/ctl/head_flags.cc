@@ -109,7 +109,7 @@ absl::StatusOr<client::HeadSpec> HeadSpecFromFlags(const client::HeadSpec& defau
   }
   const auto set = [&](const char* flag, auto* field, const auto& value) {
     if (!FlagGiven(flag)) return;
-    if (!config.empty() && *field != value) output.Progress(absl::StrCat("--", flag, " contradicts ", config, ", and is taken"));
+    if (!config.empty() && *field != value) output.Progress(absl::StrCat("--", flag, " contradicts ", config, "; the flag counts"));
     *field = value;
   };
   if (FlagGiven("vocab_size")) spec.vocab_size = absl::GetFlag(FLAGS_vocab_size);  // of a padded weight, say

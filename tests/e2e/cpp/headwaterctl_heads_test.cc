@@ -79,7 +79,7 @@ TEST_F(Headwaterctl, AStepIsShownAndDiscarded) {
   rows.data_type = client::DataType::kFloat32;
   rows.row_count = 1;
   rows.hidden_size = kHiddenSize;
-  Value(head.AddGradient(0, 7, rows, 0, 0.5));
+  Value(head.AddGradient(0, 7, rows));
 
   const json step = RunJson({"step", "student"});
   EXPECT_EQ(step["open"]["step"], 0);
@@ -87,7 +87,7 @@ TEST_F(Headwaterctl, AStepIsShownAndDiscarded) {
   ASSERT_EQ(step["open"]["micro_batches"].size(), 1u);
   EXPECT_EQ(step["open"]["micro_batches"][0]["micro_batch"], 7);
   EXPECT_EQ(step["open"]["micro_batches"][0]["state"], "committed");
-  EXPECT_EQ(step["open"]["micro_batches"][0]["factor"], 0.5);
+  EXPECT_EQ(step["open"]["micro_batches"][0]["attempt"], 0);
   EXPECT_EQ(step["last_closed"], nullptr);
   EXPECT_TRUE(absl::StrContains(Run({"step", "student"}).out, "step 0 is open: 1 committed micro-batches"));
 
