@@ -48,8 +48,9 @@ scheduler::QueueWidths WidthsFor(scheduler::QueueWidths widths, const LossEngine
 absl::Status CheckLoadRoot(const std::string& path) {
   if (path.empty()) return absl::OkStatus();
   struct stat info = {};
-  int error = stat(path.c_str(), &info) == 0 && access(path.c_str(), R_OK | X_OK) == 0 ? 0 : errno;
+  int error = stat(path.c_str(), &info) != 0 ? errno : 0;
   if (error == 0 && !S_ISDIR(info.st_mode)) error = ENOTDIR;
+  if (error == 0 && access(path.c_str(), R_OK | X_OK) != 0) error = errno;
   if (error == 0) return absl::OkStatus();
   return absl::InvalidArgumentError(
       absl::StrCat("load_root: expected a folder that can be read, got ", path, ": ", std::strerror(error)));

@@ -174,7 +174,7 @@ TEST_F(Headwaterd, ComputesOnTheProcessorsThatItMayUse) {
   }
 }
 
-// Before an engine is made, and heads are brought back.
+// Before heads are brought back, and not as late as the first call that needs the path.
 TEST_F(Headwaterd, ChecksItsPathsAtTheStart) {
   const auto refused = [&](const std::vector<std::string>& arguments) {
     std::vector<std::string> all = {"--listen_addresses=unix:" + directory_ + "/socket", "--metrics_address="};
