@@ -64,15 +64,20 @@ absl::Status CheckOptions(const ClientOptions& options) {
   return absl::OkStatus();
 }
 
+bool IsOfTls(const std::string& reason) {
+  return absl::StrContains(reason, "handshake") || absl::StrContains(reason, "verification check");
+}
+
 // What TLS may have to do with it that `target` is not reached.
-std::string TlsHint(const std::string& target, const ClientOptions& options) {
-  if (IsUnix(target)) return "";
+std::string TlsHint(const std::string& target, const std::string& reason, const ClientOptions& options) {
+  const bool was_connected = reason.empty() || IsOfTls(reason) || absl::StrContains(reason, "Socket closed");
+  if (IsUnix(target) || !was_connected) return "";
   if (!options.tls.has_value()) return "; a server that has TLS does not answer a client without it";
   if (std::string failure = TlsFailureOf(target, *options.tls); !failure.empty()) {
     return absl::StrCat("; the TLS handshake: ", failure, " (expected: a certificate for ", options.tls->server_name,
                         ", signed by an authority of tls.ca_certificate)");
   }
-  return "; it may ask for a client's certificate";
+  return "; the server may ask for a client's certificate";
 }
 
 // gRPC's reason why a channel is in TRANSIENT_FAILURE, which only a call gets; nothing if the server is reached meanwhile.
@@ -87,9 +92,7 @@ std::optional<std::string> FailureOf(const std::shared_ptr<grpc::Channel>& chann
 }
 
 // Whether waiting rarely helps: no server that starts makes a name resolvable or a certificate right.
-bool IsLasting(const std::string& reason) {
-  return absl::StrContains(reason, "DNS resolution failed") || absl::StrContains(reason, "handshake");
-}
+bool IsLasting(const std::string& reason) { return absl::StrContains(reason, "DNS resolution failed") || IsOfTls(reason); }
 
 // Waits until the server is reached, or UNAVAILABLE with gRPC's reason.
 absl::Status AwaitServer(const std::shared_ptr<grpc::Channel>& channel, const std::string& target, const ClientOptions& options) {
@@ -108,9 +111,9 @@ absl::Status AwaitServer(const std::shared_ptr<grpc::Channel>& channel, const st
     channel->WaitForStateChange(state, IsLasting(reason) ? lasting_deadline : deadline);
   }
   const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begin);
-  return absl::UnavailableError(absl::StrCat(
-      "no headwater server answers at ", target, " within ", waited.count(),
-      " ms: ", reason.empty() ? "a connection was made or is being made, and nobody speaks" : reason, TlsHint(target, options)));
+  return absl::UnavailableError(absl::StrCat("no headwater server answers at ", target, " within ", waited.count(), " ms: ",
+                                             reason.empty() ? "a connection was made or is being made, and nobody speaks" : reason,
+                                             TlsHint(target, reason, options)));
 }
 
 }  // namespace
