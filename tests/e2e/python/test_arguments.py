@@ -499,7 +499,7 @@ def test_errors_are_named_as_callers_name_them():
 
 def test_adamw_says_what_settings_of_pytorchs_are_called_here():
     for name, here in (("betas", "beta1= and beta2="), ("eps", "epsilon=")):
-        with pytest.raises(TypeError, match=f"takes no {name}=: pass {here}"):
+        with pytest.raises(TypeError, match=f"takes no {name}=, which is PyTorch's name: pass {here}"):
             headwater.AdamW(**{name: 0.5})
 
 
