@@ -148,7 +148,8 @@ ABSL_FLAG(std::string, join_token_file, "",
 ABSL_FLAG(std::string, group_listen_host, "0.0.0.0",
           "IP address at which the ranks of a group reach this process, at a port of the system's choice; 0.0.0.0 and [::] are all "
           "addresses of IPv4 and IPv6; what they send each other there is neither encrypted nor signed");
-ABSL_FLAG(headwater::DurationFlag, rank_timeout, absl::Seconds(5), "a worker from which nothing has come for so long is lost, at least 1s");
+ABSL_FLAG(headwater::DurationFlag, rank_timeout, absl::Seconds(5),
+          "a worker from which nothing has come for so long is lost, at least 1s");
 static const headwater::service::FlagSection kStorageFlags("Storage");
 ABSL_FLAG(std::string, checkpoint_directory, "", "where checkpoints are kept; made if it is not there; empty: no checkpoints");
 ABSL_FLAG(

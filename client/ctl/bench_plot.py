@@ -33,11 +33,13 @@ def curve(axes, sweep, transport, across, up):
 for name in dict.fromkeys(row["transport"] for row in rows):
     curve(concurrency, "concurrency", name, lambda row: row["in_flight"], lambda row: row["rows_per_second"])
     curve(sizes, "size", name, lambda row: row["rows"], lambda row: row["median_ms"] / row["engine_ms"])
+concurrency.set_title("several micro-batches in flight")
 concurrency.set_xscale("log", base=2)
 concurrency.set_ylim(bottom=0)
 concurrency.set_xlabel("micro-batches in flight")
 concurrency.set_ylabel("rows per second")
 concurrency.legend()
+sizes.set_title("micro-batches of other sizes")
 sizes.set_xscale("log", base=2)
 sizes.axhline(1, color="grey", linewidth=0.8, linestyle="--")
 sizes.set_xlabel("rows of a micro-batch")

@@ -18,6 +18,7 @@
 #include "client/ctl/command.h"
 #include "client/ctl/head_flags.h"
 #include "client/ctl/table.h"
+#include "server/model_files/safetensors.h"
 
 ABSL_DECLARE_FLAG(bool, overwrite);
 
@@ -42,21 +43,13 @@ struct NamedTensor {
   const client::TensorBuffer* buffer;
 };
 
-// The length of the header, then the header, padded so that the tensors begin at a multiple of 8.
 std::string HeaderBytes(const std::vector<NamedTensor>& tensors) {
-  json header = {{"__metadata__", {{"format", "pt"}}}};
-  int64_t offset = 0;
+  std::vector<model_files::SafetensorsOutput> outputs;
   for (const NamedTensor& tensor : tensors) {
-    header[tensor.name] = {{"dtype", SafetensorsTypeName(tensor.buffer->data_type())},
-                           {"shape", tensor.buffer->shape()},
-                           {"data_offsets", {offset, offset + tensor.buffer->bytes()}}};
-    offset += tensor.buffer->bytes();
+    const client::TensorBuffer& buffer = *tensor.buffer;
+    outputs.push_back({tensor.name, SafetensorsTypeName(buffer.data_type()), buffer.shape(), buffer.bytes()});
   }
-  std::string text = header.dump();
-  text.append((8 - text.size() % 8) % 8, ' ');
-  std::string bytes(8, '\0');
-  for (size_t i = 0; i < 8; ++i) bytes[i] = static_cast<char>(text.size() >> (8 * i));  // little-endian
-  return bytes + text;
+  return model_files::MakeSafetensorsHeader(outputs);
 }
 
 absl::Status FileError(const std::string& path, const char* operation) {

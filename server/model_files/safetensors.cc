@@ -231,7 +231,7 @@ absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const ReadableFile& file
 }
 
 std::string MakeSafetensorsHeader(const std::vector<SafetensorsOutput>& tensors) {
-  json header = json::object();
+  json header = {{kMetadataKey, {{"format", "pt"}}}};  // without it, some versions of transformers refuse the file
   int64_t offset = 0;
   for (const SafetensorsOutput& tensor : tensors) {
     header[tensor.name] = {

@@ -87,7 +87,7 @@ LAYERS = {
     "server/transport": PRODUCT | {"server_transport", "server_observability"},
     "server/observability": PRODUCT | {"server_observability", "logs_and_metrics"},
     "client": CLIENT | {"grpc", "protobuf", "generated", "tls"},
-    "client/ctl": CLIENT | {"model_files"},
+    "client/ctl": CLIENT | {"model_files", "grpc"},
     "client/cpp/include": PLAIN | {"absl", "client_api"},
     "tests": TESTS,
     "tests/kernels": KERNELS | {"tests", "test_library", "kernels_reference", "beside", "cuda"},

@@ -129,7 +129,7 @@ class _Optimizer:
                 "Head.apply_optimizer_step"
             )
         for name in settings.keys() & cls._PYTORCHS.keys():
-            raise TypeError(f"headwater.{cls.__name__} takes no {name}=: pass {cls._PYTORCHS[name]}")
+            raise TypeError(f"headwater.{cls.__name__} takes no {name}=, which is PyTorch's name: pass {cls._PYTORCHS[name]}")
         return super().__new__(cls)
 
 
