@@ -224,6 +224,11 @@ void Check(const service::OpenSessionRequest& request) {
   FUZZ_CHECK(request.client_name.size() <= 128 && request.lease > absl::ZeroDuration() && request.lease < absl::InfiniteDuration());
 }
 
+void Check(const service::ListCheckpointsRequest& request) {
+  Check(request.name);
+  FUZZ_CHECK(request.page_size >= 0 && (!request.after.has_value() || !request.after->empty()));
+}
+
 void Check(const service::RegisterRequest& request) {
   FUZZ_CHECK(request.size_bytes >= 1 && request.offset_bytes >= 0);
   int64_t end = 0;

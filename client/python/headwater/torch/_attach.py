@@ -187,8 +187,8 @@ def attach(
         The head. `created` says whether it is new, `checked` what the model was compared by.
     Raises:
         InvalidArgumentError (a ValueError): LoRA on the head, a quantised or reparametrised layer; a weight that is shared without
-            `tied`, or `tied` for one that is not; a model whose logits or loss are not the head's, with the option to pass; a head
-            that was there before, was never trained and has other weights. A head that this call has created is deleted then.
+            `tied`, or `tied` for one that is not; a model whose logits or loss are not the head's, with the option to pass. A head
+            that this call has created is deleted then. Further what `Client.create_head` raises.
     """
     layer = output_layer(module)
     tied, untied = (None, True) if tied is False else (tied, False)
@@ -222,9 +222,6 @@ def attach(
     # A head that is trained has gone on from the layer's weight, and one that the trainer owns is given it.
     fresh = head.created or (owner != "trainer" and info.open_step in (None, info.spec.initial_step))
     try:
-        if fresh and not head.created and info.state == "READY":
-            if warning := _model_checks.check_existing(head, layer, made, timeout_s):
-                warnings.warn(f"headwater.torch.attach: {warning}", stacklevel=2)
         if batch is not None:
             _model_checks.check_batch(batch, head if fresh else None, layer, made, timeout_s)
     except BaseException:

@@ -17,10 +17,6 @@ from headwater.torch._module_checks import OutputLayer
 
 _OPTIONS = ("softcap", "logit_scale", "valid_vocab_size")
 _ROWS = "the losses take the rows that reach the layer, which the model has not scaled or capped itself"
-# Rows that an existing head is asked for.
-_ASKED_ROWS = 64
-# Their largest logit, about.
-_ASKED_LOGIT = 16.0
 # Rows of a batch whose logits are made at once.
 _CHUNK_ROWS = 256
 
@@ -272,38 +268,3 @@ def _log_probabilities(rows: torch.Tensor, layer: OutputLayer, options: HeadOpti
     if layer.bias is not None:
         output = output + layer.bias.detach().float()
     return torch.log_softmax(options.logits(output), 1)
-
-
-# ---- a head that was there before ------------------------------------------------------------------------------------------
-
-
-def check_existing(head: Head, layer: OutputLayer, options: HeadOptions, timeout_s: float | None) -> str:
-    """A head that was there before, and was never trained, has the layer's weight: by log-probabilities of some rows.
-
-    Returns:
-        What the caller should know; empty if there is nothing.
-    Raises:
-        InvalidArgumentError: `INVALID_COMBINATION`: it has another one.
-    """
-    columns = options.valid_vocab_size or layer.weight.shape[0]
-    # Numbers that are exact in every type, and logits of a trained model's size: they tell rounded weights from exact ones.
-    rows = _forward_check.made_up_rows(_ASKED_ROWS, layer.weight.new_empty(0, dtype=torch.bfloat16), layer.weight.shape[1]).float()
-    sizes = _forward_check.products(rows, layer.weight).abs().amax(1, keepdim=True)
-    rows = rows * _forward_check.power_of_two(_ASKED_LOGIT / sizes.clamp(min=1e-30))
-    targets = torch.arange(_ASKED_ROWS, device="cpu") * max(1, columns // _ASKED_ROWS) % columns
-    expected = _log_probabilities(rows, layer, options).cpu().gather(1, targets[:, None])[:, 0]
-    answer = head.cross_entropy(rows.cpu(), targets, outputs=("target_log_probability",), backward=False, timeout_s=timeout_s)
-    gap = float((torch.from_numpy(answer.target_log_probability.copy()) - expected).abs().nan_to_num(nan=float("inf")).max())
-    ours, heads = (torch.finfo(dtype).eps for dtype in (layer.weight.dtype, getattr(torch, head.spec.data_type)))
-    if gap <= (_ASKED_LOGIT * heads if heads > ours else 1e-3):
-        return ""
-    what = f"{head.name} was there before, and has other weights than the layer: log-probabilities differ by up to {gap:.3g}"
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        return f"{what}. Right only if another rank has made it of its own layer, which this rank's is not equal to"
-    raise _refused(
-        f"{what}, and it has closed no step that would explain it. It keeps its own weights: pass another name, delete it "
-        "(Head.delete), or give it the layer's (Head.set_weight)",
-        "name",
-        head=head.name,
-        actual=f"{gap:.6g}",
-    )
