@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 import headwater
@@ -16,7 +17,8 @@ _spec.loader.exec_module(_e2e)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quiet_transformers():
+def small_and_quiet():
+    torch.set_num_threads(1)  # tiny models gain nothing from more, and wait for them where builds run beside the tests
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
