@@ -35,8 +35,8 @@ namespace headwater::model_files {
 
 // The head whose tensors are looked for.
 struct HeadTensorQuery {
-  std::string weight_tensor;           // empty: by the rules above
-  std::string bias_tensor;             // empty: by the rules above
+  std::string weight_tensor{};         // empty: by the rules above
+  std::string bias_tensor{};           // empty: by the rules above
   std::optional<int64_t> vocab_size;   // rows of the weight; nullopt: any
   std::optional<int64_t> hidden_size;  // columns of the weight; nullopt: any
   std::optional<bool> has_bias;        // nullopt: as the files have it

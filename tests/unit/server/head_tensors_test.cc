@@ -78,7 +78,7 @@ class HeadTensorsTest : public ::testing::Test {
 
 TEST_F(HeadTensorsTest, NoEmbeddingStandsInForAHeadThatIsNotTied) {
   for (const char* embedding : {"model.embed_tokens.weight", "transformer.wte.weight", "model.decoder.embed_tokens.weight"}) {
-    for (const std::string config : {std::string(kUntied), std::string(R"({"model_type":"llama"})"), std::string(kNoConfig)}) {
+    for (const std::string& config : {std::string(kUntied), std::string(R"({"model_type":"llama"})"), std::string(kNoConfig)}) {
       WriteModel({{embedding, 1}, {"some.projection.weight", 2}, {"other.weight", 3, {3, 3}}}, config);
       EXPECT_EQ(Weight(), "WEIGHTS_NOT_FOUND") << embedding << config;
       EXPECT_THAT(Message(), AllOf(HasSubstr(embedding), HasSubstr("some.projection.weight"), Not(HasSubstr("other.weight")),
