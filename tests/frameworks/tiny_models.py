@@ -263,13 +263,14 @@ def batch(rows: int = 2, length: int = 12, seed: int = 1) -> tuple[torch.Tensor,
 
 
 class Outcomes:
-    """Classes by their outcome. `add(name, "refused: why")` puts the class into `outcomes["refused"]`, reasons by name."""
+    """Classes by their outcome. `add(name, "refused: why")` prints it, and puts the class into `outcomes["refused"]`, reasons by name."""
 
     def __init__(self) -> None:
         self._by_kind: dict[str, dict[str, str]] = {}
         self.complete = "HEADWATER_TEST_CLASSES" not in os.environ
 
     def add(self, name: str, outcome: str) -> None:
+        print(f"{name}: {outcome}", flush=True)
         kind, _, reason = outcome.partition(": ")
         self._by_kind.setdefault(kind, {})[name] = reason
 
@@ -277,11 +278,7 @@ class Outcomes:
         return self._by_kind.get(kind, {})
 
     def __str__(self) -> str:
-        lines = []
-        for kind, names in self._by_kind.items():
-            lines.extend(f"{kind}: {name}: {reason}" for name, reason in names.items() if reason)
-        lines.append(", ".join(f"{kind} {len(names)}" for kind, names in self._by_kind.items()))
-        return "\n".join(lines)
+        return ", ".join(f"{kind} {len(names)}" for kind, names in self._by_kind.items())
 
 
 def main() -> int:
