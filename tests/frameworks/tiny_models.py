@@ -263,7 +263,7 @@ def batch(rows: int = 2, length: int = 12, seed: int = 1) -> tuple[torch.Tensor,
 
 
 class Outcomes:
-    """Classes by their outcome. `add(name, "refused: why")` prints it, and puts the class into `outcomes["refused"]`, reasons by name."""
+    """Classes by outcome. `add(name, "refused: why")` prints it and puts it into `outcomes["refused"]`, reasons by name."""
 
     def __init__(self) -> None:
         self._by_kind: dict[str, dict[str, str]] = {}
