@@ -3,9 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
-#include <fstream>
+#include <memory>
 #include <nlohmann/json.hpp>
-#include <sstream>
 #include <system_error>
 #include <utility>
 
@@ -16,28 +15,18 @@
 #include "client/ctl/model_config_keys.h"
 #include "server/model_files/file_source.h"
 #include "server/model_files/head_tensors.h"
+#include "server/model_files/strict_json.h"
 
 namespace headwater::ctl {
 namespace {
 
 using nlohmann::json;
 
-constexpr std::uintmax_t kMaxConfigBytes = 64 << 20;  // an index of a model's files names thousands of tensors
-
 absl::StatusOr<json> ReadObject(const std::string& path) {
-  std::error_code error;
-  const std::uintmax_t bytes = std::filesystem::file_size(path, error);
-  if (error) return absl::NotFoundError(absl::StrCat(path, ": ", error.message()));
-  if (bytes > kMaxConfigBytes) {
-    return absl::DataLossError(absl::StrCat(path, ": expected at most ", kMaxConfigBytes, " bytes, got ", bytes));
-  }
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
-  text << file.rdbuf();
-  if (!file) return absl::NotFoundError(absl::StrCat(path, ": cannot be read"));
-  json object = json::parse(text.str(), nullptr, /*allow_exceptions=*/false);
-  if (!object.is_object()) return absl::DataLossError(absl::StrCat(path, ": expected a JSON object"));
-  return object;
+  const absl::StatusOr<std::shared_ptr<model_files::ReadableFile>> file = model_files::LocalFiles()->Open(path);
+  if (absl::IsNotFound(file.status())) return absl::NotFoundError(absl::StrCat(path, " is not there"));
+  if (!file.ok()) return file.status();
+  return model_files::ReadLenientJson(**file, path);
 }
 
 // A value that is there, and not null.

@@ -177,21 +177,20 @@ def test_a_final_norm_between_body_and_layer_is_named(client, dtype):
         headwater.torch.attach(client, "planted", model.lm_head, model=model, logit_scale=0.25).delete()
 
 
-@pytest.mark.parametrize("trainable", (False, True))
+@pytest.mark.parametrize("options", ({"trainable": False}, {"optimizer": headwater.AdamW()}), ids=("frozen", "trained"))
 @pytest.mark.parametrize("planted", ("rounded weights", "permuted vocabulary"))
-def test_a_head_that_was_there_with_other_weights_is_refused(client, planted, trainable):
-    """Found by value: an existing head is asked for log-probabilities."""
+def test_a_head_that_was_there_with_other_weights_is_refused(client, planted, options):
+    """Found by value: create_head compares the weights that are stored."""
     model = Model(torch.float32)
     weight = model.lm_head.weight.detach().clone()
     changed = weight.bfloat16().float() if planted == "rounded weights" else weight.roll(1, 0)
-    head = client.create_head("planted", changed, trainable=trainable)
-    options = {"model": model, "trainable": trainable}
-    with refused("INVALID_COMBINATION", ValueError) as info:
-        headwater.torch.attach(client, "planted", model.lm_head, **options)
-    assert "other weights than the layer" in str(info.value)
+    head = client.create_head("planted", changed, **options)
+    with pytest.raises(headwater.AlreadyExistsError, match="its weight is not the one given") as info:
+        headwater.torch.attach(client, "planted", model.lm_head, model=model, **options)
+    assert info.value.reason == "HEAD_SPEC_MISMATCH"
     assert client.head("planted").epoch == head.epoch  # it is left as it is
     head.set_weight(weight)
-    assert not headwater.torch.attach(client, "planted", model.lm_head, **options).created
+    assert not headwater.torch.attach(client, "planted", model.lm_head, model=model, **options).created
     head.delete()
 
 
