@@ -266,7 +266,7 @@ TEST_F(Headwaterctl, LoadsFromLocalFileAndSaves) {
   // Of a head that would not fit nothing is left.
   const ProgramResult unfit = Run({"load", "other", path, "--from-file", "--create", "--vocab_size=101"});
   EXPECT_EQ(unfit.exit_code, 1);
-  EXPECT_TRUE(absl::StrContains(unfit.err, "[12, 101], the head needs [101, 101]")) << unfit.err;
+  EXPECT_TRUE(absl::StrContains(unfit.err, "[12, 101], the head needs [101, hidden_size]")) << unfit.err;
   EXPECT_EQ(RunJson({"heads"})["heads"].size(), 1u);
 }
 
@@ -336,7 +336,7 @@ TEST_F(Headwaterctl, TakesNoEmbeddingThatMayNotBeTheHead) {
   EXPECT_EQ(untied.exit_code, 1);
   EXPECT_TRUE(absl::StrContains(untied.err, "tie_word_embeddings=false")) << untied.err;
   EXPECT_EQ(RunJson({"heads"})["heads"].size(), 0u);
-  WriteFile(directory.path() + "/config.json", R"({"tie_word_embeddings": true})");
+  WriteFile(directory.path() + "/config.json", R"({"vocab_size": 101, "hidden_size": 12, "tie_word_embeddings": true})");
   EXPECT_EQ(Run({"load", "student", whole, "--from-file", "--create"}).exit_code, 0);
   EXPECT_EQ(Run({"load", "named", part, "--from-file", "--create", "--tensor=model.decoder.embed_tokens.weight"}).exit_code, 0);
 }
@@ -345,7 +345,7 @@ TEST_F(Headwaterctl, UploadsTheHeadOfAModelFolder) {
   TemporaryDirectory directory;
   const std::string folder = directory.path();
   const std::vector<float> other(weight_.size(), 7.0F);
-  WriteFile(folder + "/config.json", R"({"tie_word_embeddings": false})");
+  WriteFile(folder + "/config.json", R"({"vocab_size": 101, "hidden_size": 12, "tie_word_embeddings": false})");
   WriteFile(folder + "/model-00001-of-00002.safetensors",
             SafetensorsBytes("model.embed_tokens.weight", {kVocabSize, kHiddenSize}, other));
   WriteFile(folder + "/model.safetensors.index.json",

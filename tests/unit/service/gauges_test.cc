@@ -43,6 +43,7 @@ TEST(Gauges, WorkspacesCountAsTheEngineHasThem) {
   HeadSpec spec;
   spec.vocab_size = 13;
   spec.hidden_size = 5;
+  spec.transform.valid_vocab_size = spec.vocab_size;
   for (const bool shared : {false, true}) {
     auto own = std::make_unique<SharedWorkspaceEngine>(*CreateCpuEngine(engine_options));
     const SharedWorkspaceEngine& engine = *own;
