@@ -1,7 +1,14 @@
 // `verify`: whether a head computes what a model's own head would.
+#include <xxhash.h>
+
+#include <algorithm>
 #include <cmath>
+#include <cstdint>
+#include <filesystem>
+#include <memory>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -11,6 +18,8 @@
 #include "client/ctl/command.h"
 #include "client/ctl/model_config.h"
 #include "client/ctl/table.h"
+#include "server/model_files/file_source.h"
+#include "server/model_files/head_tensors.h"
 
 ABSL_DECLARE_FLAG(bool, allow_unchecked);
 
@@ -82,6 +91,53 @@ std::vector<Check> Compare(const client::HeadSpec& head, const ModelHead& model)
   return checks;
 }
 
+// XXH3-128 of a tensor's bytes, in the form of HeadInfo::weight_checksum.
+absl::StatusOr<std::string> ChecksumOf(const model_files::FileTensor& tensor) {
+  constexpr int64_t kPieceBytes = int64_t{4} << 20;
+  const std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state(XXH3_createState(), &XXH3_freeState);
+  XXH3_128bits_reset(state.get());
+  const int64_t total = tensor.rows * tensor.columns * ElementBytes(tensor.data_type);
+  std::string piece;
+  for (int64_t done = 0; done < total; done += kPieceBytes) {
+    piece.resize(static_cast<size_t>(std::min(kPieceBytes, total - done)));
+    const auto bytes = static_cast<int64_t>(piece.size());
+    if (absl::Status read = tensor.file->ReadAt(tensor.offset_bytes + done, bytes, piece.data()); !read.ok()) return read;
+    XXH3_128bits_update(state.get(), piece.data(), piece.size());
+  }
+  XXH128_canonical_t canonical;
+  XXH128_canonicalFromHash(&canonical, XXH3_128bits_digest(state.get()));
+  return std::string(reinterpret_cast<const char*>(canonical.digest), sizeof(canonical.digest));
+}
+
+// Compares the head's weight with that of a model's folder. The sentence says what was found, or why it cannot be seen.
+struct WeightCheck {
+  Finding verdict = Finding::kNoted;
+  std::string sentence;
+};
+WeightCheck CompareWeights(const std::string& path, const client::HeadInfo& head) {
+  std::error_code error;
+  if (!std::filesystem::is_directory(path, error))
+    return {Finding::kNoted, "weights are not compared: that takes the model's folder"};
+  if (head.weight_checksum.empty()) {
+    return {Finding::kNoted, "weights are not compared: the head has trained since they were set"};
+  }
+  const auto files = model_files::LocalFiles();
+  model_files::HeadTensorQuery query;
+  query.vocab_size = head.spec.vocab_size;
+  query.hidden_size = head.spec.hidden_size;
+  const absl::StatusOr<model_files::HeadTensors> found = model_files::FindHeadTensors(*files, path, query);
+  if (!found.ok()) return {Finding::kNoted, absl::StrCat("weights are not compared: ", std::string(found.status().message()))};
+  const std::string type = DataTypeName(found->weight.data_type);
+  if (type != client::DataTypeName(head.spec.data_type)) {
+    return {Finding::kNoted, absl::StrCat("weights are not compared: ", found->weight.name, " is ", type)};
+  }
+  const absl::StatusOr<std::string> checksum = ChecksumOf(found->weight);
+  if (!checksum.ok())
+    return {Finding::kNoted, absl::StrCat("weights are not compared: ", std::string(checksum.status().message()))};
+  const bool same = *checksum == head.weight_checksum;
+  return {SameIf(same), absl::StrCat("its weight is ", same ? "" : "not ", found->weight.name)};
+}
+
 std::string Shown(const json& value) {
   if (value.is_null()) return "-";
   if (value.is_string()) return value.get<std::string>();
@@ -93,23 +149,28 @@ absl::StatusOr<ExitCode> RunVerify(client::Client& client, const std::vector<std
   if (!model.ok()) return model.status();
   absl::StatusOr<client::Head> head = client.OpenHead(arguments[0]);
   if (!head.ok()) return head.status();
+  const absl::StatusOr<client::HeadInfo> info = head->Info();
+  if (!info.ok()) return info.status();
+  const WeightCheck weights = CompareWeights(arguments[1], *info);
+  std::vector<Check> checks = Compare(head->spec(), *model);
+  checks.push_back({"weight", json(), json(), weights.verdict});
   Table table({"PROPERTY", "HEAD", "MODEL", ""},
               {Table::Align::kLeft, Table::Align::kRight, Table::Align::kRight, Table::Align::kLeft});
   json rows = json::array();
   bool differs = false;
-  for (const Check& check : Compare(head->spec(), *model)) {
+  for (const Check& check : checks) {
     table.AddRow({check.property, Shown(check.head), Shown(check.model), FindingName(check.verdict)});
     rows.push_back(
         {{"property", check.property}, {"head", check.head}, {"model", check.model}, {"verdict", FindingName(check.verdict)}});
     differs = differs || check.verdict == Finding::kDiffers;
   }
   const bool unclear = !model->unclear.empty() && !absl::GetFlag(FLAGS_allow_unchecked);
-  std::string sentence = absl::StrCat(head->name(), " fits the config of ", arguments[1], "; weights are not compared\n");
+  std::string sentence = absl::StrCat(head->name(), " fits the config of ", arguments[1], "; ", weights.sentence, "\n");
   if (unclear) {
     sentence = absl::StrCat(head->name(), " is not verified: what ", NamesOf(model->unclear),
                             " does to the logits is not known; --allow_unchecked leaves it out\n");
   }
-  if (differs) sentence = absl::StrCat(head->name(), " does not fit the config of ", arguments[1], "\n");
+  if (differs) sentence = absl::StrCat(head->name(), " does not fit ", arguments[1], "; ", weights.sentence, "\n");
   if (model->tied.value_or(false) && head->spec().trainable) {
     sentence += "the model's weight is its embedding's too: a trainer must train both as one (`tied` of headwater.torch.attach)\n";
   }
@@ -136,7 +197,9 @@ Command VerifyCommand() {
           "a factor of the logits that a head lacks is no error anywhere else: it trains a model that nobody meant. Ends with\n"
           "1 if a property differs, or if the config has a key that may change the logits and that this program does not know\n"
           "(`not checked`; --allow_unchecked leaves it out). `rounded`: the head stores fewer digits than the model, or others.\n"
-          "`wider`: it stores more. `-`: said, not compared. Weights are not compared.\n"
+          "`wider`: it stores more. `-`: said, not compared. With a folder the weights are compared, too, if the head stores them "
+          "as the\n"
+          "files do and has not trained since they were set.\n"
           "\n"
           "  headwaterctl verify teacher ~/models/gemma-2-9b\n",
       .min_arguments = 2,

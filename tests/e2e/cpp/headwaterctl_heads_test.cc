@@ -215,9 +215,16 @@ TEST_F(Headwaterctl, VerifiesAHeadAgainstAModelsConfig) {
     const ProgramResult same = Run({"verify", "teacher", path});
     EXPECT_EQ(same.exit_code, 0) << same.out << same.err;
     EXPECT_TRUE(absl::StrContains(same.out, "teacher fits the config of ")) << same.out;
-    EXPECT_TRUE(absl::StrContains(same.out, "weights are not compared")) << same.out;
+    EXPECT_TRUE(absl::StrContains(same.out, path == folder ? "its weight is lm_head.weight" : "weights are not compared"))
+        << same.out;
     EXPECT_EQ(RunJson({"verify", "teacher", path})["checks"][5]["verdict"], "same");
   }
+  // Another checkpoint of the same sizes.
+  WriteFile(folder + "/model.safetensors",
+            SafetensorsBytes("lm_head.weight", {kVocabSize, kHiddenSize}, std::vector<float>(weight_.size(), 1.0F)));
+  const ProgramResult other = Run({"verify", "teacher", folder});
+  EXPECT_EQ(other.exit_code, 1) << other.out;
+  EXPECT_TRUE(absl::StrContains(other.out, "its weight is not lm_head.weight")) << other.out;
   EXPECT_EQ(RunJson({"verify", "teacher", config})["model_type"], "llama");
 
   const auto property_that_differs = [&](const std::string& text) {
@@ -248,7 +255,7 @@ TEST_F(Headwaterctl, VerifiesAHeadAgainstAModelsConfig) {
   WriteFile(config, llama + R"(, "final_logit_softcapping": null, "attn_logit_softcapping": 50.0, "router_logit_scale": 2,
                               "output_router_logits": false, "logit_temper": 3.0})");
   const json unknown = RunJson({"verify", "teacher", config}, 1);
-  ASSERT_EQ(unknown["checks"].size(), 8u) << unknown;
+  ASSERT_EQ(unknown["checks"].size(), 9u) << unknown;
   EXPECT_EQ(unknown["checks"][7]["property"], "logit_temper");
   EXPECT_EQ(unknown["checks"][7]["verdict"], "not checked");
   EXPECT_EQ(unknown["verdict"], "not checked");
