@@ -17,9 +17,10 @@ namespace headwater {
 namespace {
 
 constexpr char kUsage[] =
-    "Serves LM heads: fused linear losses for trainers.\n"
+    "headwaterd [flags]: serves LM heads, fused linear losses for trainers.\n"
     "\n"
-    "A file with one flag a line is read by --flagfile=PATH; later flags win. Durations are written 500ms, 30s, 2m.\n"
+    "A file with one flag a line is read by --flagfile=PATH; later flags win. Durations are 30 (seconds), 500ms, 2m; sizes\n"
+    "are bytes, or 16GiB.\n"
     "SIGTERM, SIGINT and SIGHUP drain: new calls are refused, accepted ones finish, the exit status is 0. It is 1 for what cannot "
     "be\n"
     "begun or finished, and 75 when the engine's device was lost: start a new server then.";

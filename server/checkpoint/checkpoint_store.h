@@ -51,7 +51,7 @@ struct CheckpointInfo {
   std::string numerics;        // what fixes the order of its sums; empty in those of older versions
   int64_t sequence = 0;        // rises with each checkpoint of a name: set by Save(); 0 in those of older versions
   int64_t first_sequence = 0;  // that of the first one of its run: likewise
-  int64_t save_time_s = 0;     // when it was saved, in seconds since 1970: likewise
+  int64_t save_time_s = 0;     // seconds since 1970, set by Save(); 0 in those of older versions
 };
 
 struct Manifest;  // manifest.h

@@ -11,7 +11,7 @@ import headwater
 import headwater.torch
 
 AT_LEAST_BUILT = 350
-AT_LEAST_RIGHT = 170
+AT_LEAST_RIGHT = 300
 LOSS_TOLERANCE = 1e-5  # relative, in float32
 
 # An option as an error names it: softcap=30.0, logit_scale=1 / 8.0.

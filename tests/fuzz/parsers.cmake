@@ -23,6 +23,7 @@ set(parser_sources
   ${product}/server/model_files/readable_file.cc
   ${product}/server/model_files/safetensors.cc
   ${product}/server/model_files/strict_json.cc
+  ${product}/server/observability/line_writer.cc
   ${product}/server/observability/logging.cc
   ${product}/server/scheduler/repeated_task.cc
   ${product}/server/service/canonical_header.cc

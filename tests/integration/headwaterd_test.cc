@@ -126,7 +126,7 @@ TEST_F(Headwaterd, TellsItsVersion) {
 TEST_F(Headwaterd, HelpsWithItsOwnFlagsBySection) {
   EXPECT_EQ(Run({"--shards=2", "--help"}), 0);
   const std::string help = Out();
-  EXPECT_THAT(help, StartsWith("Serves LM heads"));
+  EXPECT_THAT(help, StartsWith("headwaterd [flags]: serves LM heads"));
   // Sections in their order, each with flags of its own and their defaults.
   size_t place = 0;
   for (const std::string expected :

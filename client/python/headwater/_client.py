@@ -76,7 +76,7 @@ class Client:
         self._executors = Executors()
         self._tenant = check_tenant(tenant)
         self._closed = False
-        # Heads by name that go on with weights of their own, and what is to be said of that at their first loss.
+        # Heads by name that keep weights of their own, with the warning for their first loss.
         self._unconfirmed: dict[str, str] = {}
         self.timeout_s = check_number(timeout_s, "timeout_s", low=0, low_open=True)
 
@@ -256,7 +256,7 @@ class Client:
         expected_step: int | None,
         timeout_s: float,
     ) -> None:
-        """Refuses a head that was attached to with other weights than the caller's, or notes that it goes on with its own.
+        """Refuses an attached head with other weights than the caller's, or notes that it keeps its own.
 
         Weights are compared as they are stored, by a download, which costs what the upload would have cost. A head that the
         server's optimizer has moved has other weights in any case.

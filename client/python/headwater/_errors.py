@@ -17,7 +17,7 @@ _INSTEAD_OF_A_FORK = "use the spawn or forkserver start method, or connect only 
 
 
 class HeadWarning(UserWarning):
-    """What works, and may not be what was meant: a head that goes on with weights of its own, say."""
+    """A call works, but may not do what the caller means: an attached head keeps weights of its own, for example."""
 
 
 def warn(message: str) -> None:

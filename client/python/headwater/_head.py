@@ -154,7 +154,7 @@ class Head(HeadLosses):
         )
 
     def _confirm(self) -> None:
-        """The caller knows by now which weights and step the head goes on with."""
+        """Drops the warning about the head's weights: the caller has said where the run continues."""
         self._client._unconfirmed.pop(self._name, None)
 
     def _warn_unconfirmed(self) -> None:
@@ -670,6 +670,7 @@ class Head(HeadLosses):
     load_future = as_future(load)
     save_future = as_future(save)
     restore_future = as_future(restore)
+    checkpoints_future = as_future(checkpoints)
     info_future = as_future(info)
     delete_future = as_future(delete)
 

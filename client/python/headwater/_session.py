@@ -161,7 +161,7 @@ def _keep_alive(session: weakref.ref[Session], stub: Any, stop: threading.Event,
             period_s = min(period_s, _RETRY_S)
         except ValueError:
             return  # the channel was closed
-    if session() is None:  # forgotten: whoever closes it has ended it before
+    if session() is None:  # forgotten without `close`
         _end(session_id, _CLOSE_TIMEOUT_S)
 
 
