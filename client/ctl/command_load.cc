@@ -7,9 +7,7 @@
 
 #include "absl/flags/declare.h"
 #include "absl/flags/flag.h"
-#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "client/ctl/arguments.h"
 #include "client/ctl/command.h"
 #include "client/ctl/head_flags.h"
@@ -46,7 +44,8 @@ absl::StatusOr<client::TensorBuffer> ReadTensor(const model_files::FileTensor& t
   return buffer;
 }
 
-// The tensors for the head of this name, or for the new one that the flags describe (with --create).
+// The tensors for the head of this name, or for the new one that the flags describe (with --create): of its shape, and with a bias
+// if it has one.
 absl::StatusOr<LocalTensors> ReadLocalTensors(client::Client& client, const std::string& name, const std::string& path) {
   model_files::HeadTensorQuery query;
   query.weight_tensor = absl::GetFlag(FLAGS_tensor);
@@ -76,11 +75,9 @@ absl::StatusOr<LocalTensors> ReadLocalTensors(client::Client& client, const std:
   return tensors;
 }
 
-// The new head's description (with --create), or the head's that is there, is given to `check` before anything is made.
-// `config_beside`: see HeadSpecFromFlags().
+// The head of this name, made first with --create. `defaults`, `config_beside`: see HeadSpecFromFlags().
 absl::StatusOr<client::Head> MakeOrOpen(client::Client& client, const std::string& name, const client::HeadSpec& defaults,
-                                        const std::string& config_beside, const Output& output,
-                                        absl::FunctionRef<absl::Status(const client::HeadSpec&)> check) {
+                                        const std::string& config_beside, const Output& output) {
   if (!absl::GetFlag(FLAGS_create)) {
     for (const std::string& flag : kHeadFlags) {
       if (FlagGiven(flag)) return UsageError(absl::StrCat("--", flag, " describes a new head: it needs --create"));
@@ -89,33 +86,11 @@ absl::StatusOr<client::Head> MakeOrOpen(client::Client& client, const std::strin
     if (absl::IsNotFound(head.status())) {
       return WithHint(head.status(), "`headwaterctl heads` lists the heads that exist; --create makes one");
     }
-    if (!head.ok()) return head.status();
-    if (absl::Status status = check(head->spec()); !status.ok()) return status;
     return head;
   }
   absl::StatusOr<client::HeadSpec> spec = HeadSpecFromFlags(defaults, config_beside, output);
   if (!spec.ok()) return spec.status();
-  if (absl::Status status = check(*spec); !status.ok()) return status;
   return client.CreateHead(name, *spec);
-}
-
-// The wire carries bytes: a transposed weight of the same size would be taken without this.
-absl::Status CheckShape(const char* name, const client::TensorBuffer& buffer, const std::vector<int64_t>& expected) {
-  if (buffer.shape() == expected) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat("the ", name, " is [", absl::StrJoin(buffer.shape(), ", "), "], the head needs [",
-                                                 absl::StrJoin(expected, ", "), "]"));
-}
-
-absl::Status CheckTensors(const LocalTensors& tensors, const client::HeadSpec& spec) {
-  if (!spec.has_bias && FlagGiven("bias_tensor")) {
-    return absl::InvalidArgumentError("--bias_tensor was given, and the head has no bias");
-  }
-  if (spec.has_bias && !tensors.bias.has_value()) {
-    return absl::NotFoundError("the head has a bias and the file has no lm_head.bias or bias; --bias_tensor names another one");
-  }
-  absl::Status status = CheckShape("weight", tensors.weight, {spec.vocab_size, spec.hidden_size});
-  if (status.ok() && spec.has_bias) status = CheckShape("bias", *tensors.bias, {spec.vocab_size});
-  return status;
 }
 
 absl::StatusOr<client::HeadInfo> UploadTensor(client::Head& head, HeadTensor tensor, const client::TensorBuffer& buffer,
@@ -154,8 +129,7 @@ absl::StatusOr<client::HeadInfo> LoadLocal(client::Client& client, const std::st
   defaults.hidden_size = tensors->weight.shape()[1];
   defaults.data_type = tensors->weight.data_type();
   defaults.has_bias = tensors->bias.has_value();
-  absl::StatusOr<client::Head> head = MakeOrOpen(client, name, defaults, ConfigBeside(path), output,
-                                                 [&](const client::HeadSpec& spec) { return CheckTensors(*tensors, spec); });
+  absl::StatusOr<client::Head> head = MakeOrOpen(client, name, defaults, ConfigBeside(path), output);
   if (!head.ok()) return head.status();
   absl::StatusOr<client::HeadInfo> info = UploadTensor(*head, HeadTensor::kWeight, tensors->weight, output);
   if (info.ok() && head->spec().has_bias) info = UploadTensor(*head, HeadTensor::kBias, *tensors->bias, output);
@@ -165,8 +139,7 @@ absl::StatusOr<client::HeadInfo> LoadLocal(client::Client& client, const std::st
 
 absl::StatusOr<client::HeadInfo> LoadRemote(client::Client& client, const std::string& name, const std::string& path,
                                             const Output& output) {
-  absl::StatusOr<client::Head> head =
-      MakeOrOpen(client, name, {}, /*config_beside=*/"", output, [](const client::HeadSpec&) { return absl::OkStatus(); });
+  absl::StatusOr<client::Head> head = MakeOrOpen(client, name, {}, /*config_beside=*/"", output);
   if (!head.ok()) return head.status();
   absl::StatusOr<client::HeadInfo> info = head->LoadWeights(path, absl::GetFlag(FLAGS_tensor), absl::GetFlag(FLAGS_bias_tensor));
   if (!info.ok()) return CleanUp(*head, info.status());

@@ -36,9 +36,9 @@ def remote_client(server):
         yield client
 
 
-@pytest.fixture(scope="session")
-def local_client(tmp_path_factory):
-    """The engine in this process, with folders for files to load and for checkpoints."""
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    """The engine in this process, one for each file, with folders for files to load and for checkpoints."""
     folder = tmp_path_factory.mktemp("local")
     (folder / "load").mkdir()
     with headwater.local.connect(checkpoint_dir=folder / "checkpoints", load_root=folder / "load") as client:

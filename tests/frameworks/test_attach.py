@@ -8,7 +8,6 @@ import torch
 import transformers
 
 import headwater
-import headwater.local
 import headwater.torch
 
 VOCAB_SIZE, HIDDEN_SIZE = 96, 32
@@ -25,12 +24,6 @@ SIZES = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
-
-
-@pytest.fixture(scope="module")
-def client():
-    with headwater.local.connect() as client:
-        yield client
 
 
 def tiny(kind, dtype=torch.float32, **sizes):

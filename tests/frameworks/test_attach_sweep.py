@@ -81,14 +81,14 @@ def check_loss(head, model) -> str:
     return f"wrong: loss {loss:.6f}, the model's {expected:.6f}, softcap={head.spec.softcap} logit_scale={head.spec.logit_scale}"
 
 
-def test_attached_models_have_their_own_loss_or_are_refused(local_client):
+def test_attached_models_have_their_own_loss_or_are_refused(client):
     outcomes, alarms = tiny_models.Outcomes(), tiny_models.Outcomes()
     for cls in tiny_models.output_classes():
         name = cls.__name__
         with contextlib.ExitStack() as heads:
             try:
                 model = tiny_models.build(cls).requires_grad_(False)
-                head, options = attach_as_told(local_client, "sweep", model)
+                head, options = attach_as_told(client, "sweep", model)
                 heads.callback(head.delete, force=True)
                 outcomes.add(name, check_loss(head, model))
             except tiny_models.NotBuilt as reason:
@@ -101,7 +101,7 @@ def test_attached_models_have_their_own_loss_or_are_refused(local_client):
                 continue
             # What float32 passes, bfloat16 passes too.
             try:
-                bf16, _ = attach_as_told(local_client, "sweep-bf16", model.to(torch.bfloat16), **options)
+                bf16, _ = attach_as_told(client, "sweep-bf16", model.to(torch.bfloat16), **options)
                 heads.callback(bf16.delete, force=True)
                 alarms.add(name, "right in bfloat16")
             except headwater.InvalidArgumentError as error:

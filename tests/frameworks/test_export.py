@@ -10,7 +10,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import headwater
-import headwater.local
 import headwater.torch
 
 VOCAB_SIZE, HIDDEN_SIZE = 64, 16
@@ -22,12 +21,6 @@ SIZES = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
 }
-
-
-@pytest.fixture(scope="module")
-def client():
-    with headwater.local.connect() as client:
-        yield client
 
 
 @pytest.fixture

@@ -249,15 +249,8 @@ class RemoteBackend:
         return head_info(self._unary(self._heads.GetHead, head_service_pb2.GetHeadRequest(name=name), timeout_s))
 
     def list_heads(self, parent: str, timeout_s: float) -> list[HeadInfo]:
-        heads: list[HeadInfo] = []
-        token = ""
-        while True:
-            request = head_service_pb2.ListHeadsRequest(parent=parent, page_token=token)
-            reply = self._unary(self._heads.ListHeads, request, timeout_s)
-            heads += map(head_info, reply.heads)
-            token = reply.next_page_token
-            if not token:
-                return heads
+        request = head_service_pb2.ListHeadsRequest(parent=parent)
+        return [head_info(head) for page in self._pages(self._heads.ListHeads, request, timeout_s) for head in page.heads]
 
     def delete_head(self, name: str, epoch: bytes, force: bool, timeout_s: float) -> None:
         request = head_service_pb2.DeleteHeadRequest(name=name, epoch=epoch, force=force)
@@ -469,15 +462,18 @@ class RemoteBackend:
         return head_info(self._unary(self._heads.RestoreCheckpoint, request, timeout_s, repeatable=False))
 
     def list_checkpoints(self, name: str, timeout_s: float) -> list[CheckpointInfo]:
-        checkpoints: list[CheckpointInfo] = []
-        token = ""
+        request = head_service_pb2.ListCheckpointsRequest(name=name)
+        pages = self._pages(self._heads.ListCheckpoints, request, timeout_s)
+        return [checkpoint_info(checkpoint) for page in pages for checkpoint in page.checkpoints]
+
+    def _pages(self, method: Any, request: Any, timeout_s: float) -> Iterator[Any]:
+        """All answers to a call that lists, page by page."""
         while True:
-            request = head_service_pb2.ListCheckpointsRequest(name=name, page_token=token)
-            reply = self._unary(self._heads.ListCheckpoints, request, timeout_s)
-            checkpoints += map(checkpoint_info, reply.checkpoints)
-            token = reply.next_page_token
-            if not token:
-                return checkpoints
+            reply = self._unary(method, request, timeout_s)
+            yield reply
+            if not reply.next_page_token:
+                return
+            request.page_token = reply.next_page_token
 
 
 class _Final(Exception):

@@ -285,13 +285,13 @@ def products(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.cat([(rows @ part.to(exact).t()).float() for part in weight.detach().split(_CHUNK_ROWS)], dim=1)
 
 
-def made_up_rows(count: int, like: torch.Tensor, hidden_size: int) -> torch.Tensor:
+def _made_up_rows(count: int, like: torch.Tensor, hidden_size: int) -> torch.Tensor:
     """(count, hidden_size) normal numbers, equal each time and without a global generator; dtype and device of `like`."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     return torch.randn(count, hidden_size, generator=generator, device="cpu").to(like.device, like.dtype)
 
 
-def power_of_two(values: torch.Tensor) -> torch.Tensor:
+def _power_of_two(values: torch.Tensor) -> torch.Tensor:
     """The nearest ones, by which multiplication does not round."""
     return torch.exp2(torch.round(torch.log2(values)))
 
@@ -300,14 +300,14 @@ def _probe(like: torch.Tensor, layer: OutputLayer) -> tuple[torch.Tensor, torch.
     """Rows to put into the layer instead of `like`, flat, and their products."""
     weight = layer.weight
     count = like.numel() // like.shape[-1]
-    rows = made_up_rows(count, like, like.shape[-1])
+    rows = _made_up_rows(count, like, like.shape[-1])
     outcome = products(rows, weight)
     sizes = outcome.abs().amax(1)
     if not bool(((sizes > 0) & torch.isfinite(sizes)).all()):
         raise CannotRun("the layer's weight makes logits that are zero, or not finite")
     wanted = torch.tensor([_MAGNITUDES[row % len(_MAGNITUDES)] for row in range(count)], device=rows.device)
     largest = 1e3 if rows.dtype == torch.float16 else 1e30  # rows stay finite
-    factors = torch.where(wanted == 0, torch.zeros_like(wanted), power_of_two((wanted / sizes).clamp(max=largest)))
+    factors = torch.where(wanted == 0, torch.zeros_like(wanted), _power_of_two((wanted / sizes).clamp(max=largest)))
     return rows * factors.to(rows.dtype)[:, None], outcome * factors[:, None]
 
 
