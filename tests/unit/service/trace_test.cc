@@ -1,12 +1,15 @@
 // Traces of calls: the metadata, the file's contents, and how many files there may be. The log's level from a file.
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -216,17 +219,35 @@ TEST(TraceWriter, SaysWhatCannotBeUsedOrWritten) {
   EXPECT_THAT(metrics.Serialize(), HasSubstr("headwater_traces_total{outcome=\"failed\"} 1\n"));
 }
 
-// The log is the process's stderr.
+// The log is the process's stderr, which is a file while a test runs.
 class LogLevelFileTest : public ::testing::Test {
  protected:
-  ~LogLevelFileTest() override { EXPECT_TRUE(ConfigureLogging("info", "text").ok()); }
-  // Whether debug lines come now.
-  static bool IsDebug() {
-    ::testing::internal::CaptureStderr();
-    Log(LogLevel::kDebug, "probe", {});
-    return absl::StrContains(::testing::internal::GetCapturedStderr(), "event=probe");
+  LogLevelFileTest() {
+    const int file = open(log_path_.c_str(), O_CREAT | O_WRONLY | O_APPEND | O_CLOEXEC, 0600);
+    dup2(file, STDERR_FILENO);
+    close(file);
   }
+  ~LogLevelFileTest() override {
+    dup2(stderr_, STDERR_FILENO);
+    close(stderr_);
+    EXPECT_TRUE(ConfigureLogging("info", "text").ok());
+  }
+  // Whether the log has `text` behind its first `begin` bytes.
+  bool LogHas(const char* text, size_t begin = 0) {
+    std::ifstream file(log_path_);
+    const std::string log{std::istreambuf_iterator<char>(file), {}};
+    return log.find(text, begin) != std::string::npos;
+  }
+  // Whether debug lines come now.
+  bool IsDebug() {
+    const size_t begin = fs::file_size(log_path_);
+    Log(LogLevel::kDebug, "probe", {});
+    return LogHas("event=probe", begin);
+  }
+
   Folder folder_;
+  const std::string log_path_ = folder_.path("log");
+  const int stderr_ = dup(STDERR_FILENO);
 };
 
 TEST_F(LogLevelFileTest, ChangesTheLevelWhileTheProcessRuns) {
@@ -234,24 +255,17 @@ TEST_F(LogLevelFileTest, ChangesTheLevelWhileTheProcessRuns) {
   const LogLevelFile file(path, "info");
   EXPECT_FALSE(IsDebug());
   WriteFile(path, "debug\n");
-  EXPECT_TRUE(Await(IsDebug));
+  EXPECT_TRUE(Await([this] { return IsDebug(); }));
   // Another word is not taken, which the log says; what held holds.
-  ::testing::internal::CaptureStderr();
-  std::string log;
   WriteFile(path, "louder\n");
-  EXPECT_TRUE(Await([&log] {
-    log += ::testing::internal::GetCapturedStderr();
-    ::testing::internal::CaptureStderr();
-    return absl::StrContains(log, "event=log_level_not_taken");
-  }));
-  ::testing::internal::GetCapturedStderr();
+  EXPECT_TRUE(Await([this] { return LogHas("event=log_level_not_taken"); }));
   EXPECT_TRUE(IsDebug());
   WriteFile(path, " error ");
-  EXPECT_TRUE(Await([] { return !IsDebug(); }));
+  EXPECT_TRUE(Await([this] { return !IsDebug(); }));
   WriteFile(path, "debug");
-  EXPECT_TRUE(Await(IsDebug));
+  EXPECT_TRUE(Await([this] { return IsDebug(); }));
   fs::remove(path);
-  EXPECT_TRUE(Await([] { return !IsDebug(); }));
+  EXPECT_TRUE(Await([this] { return !IsDebug(); }));
 }
 
 TEST_F(LogLevelFileTest, IsReadAtTheStart) {
