@@ -1,6 +1,6 @@
 """deploy/quickstart starts and ends its server, whatever the checkout's path and however the one before it ended.
 
-The server is the real one. Building and training are left out: a cmake that does nothing stands on the PATH, and the example is
+The server is the real one. Building and training are left out: a cmake that only counts stands on the PATH, and the example is
 a few lines that the test writes.
 """
 
@@ -56,7 +56,7 @@ class Checkout:
         script.write_text(example)
         tools = folder / "tools"
         tools.mkdir()
-        self._write_program(tools / "cmake", "#!/bin/sh\nexit 0\n")
+        self._write_program(tools / "cmake", "#!/bin/sh\necho '[1/2] Building'\necho '[2/2] Linking'\n")
         # Whatever the real example imports is said to be there.
         self._write_program(tools / "python", f'#!/bin/sh\nif [ "$1" = -c ]; then exit 0; fi\nexec "{sys.executable}" "$@"\n')
         self.started: list[subprocess.Popen] = []
@@ -203,6 +203,18 @@ def test_what_was_saved_on_a_kept_server_is_in_the_way_of_no_later_run(make_chec
     status, text = checkout.run()
     assert status == 0, text
     assert checkout.servers() == []
+
+
+def test_the_build_shows_its_progress_and_fails_with_its_output(make_checkout, tmp_path):
+    checkout = make_checkout("")
+    status, text = checkout.run()
+    assert status == 0 and "  [1/2]\n" in text, text
+    assert "docs/guides/torch.md" in text  # what to do next
+    log = checkout.output / "build.log"
+    assert f"tail -f '{log}'" in text and "[2/2] Linking" in log.read_text()
+    (tmp_path / "tools/cmake").write_text("#!/bin/sh\necho '[1/2] broken'\nexit 1\n")
+    status, text = checkout.run()
+    assert status == 1 and "[1/2] broken" in text and "the build failed" in text
 
 
 def test_a_file_that_was_cut_short_stops_nobody(make_checkout):

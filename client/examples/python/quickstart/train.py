@@ -107,6 +107,7 @@ def main() -> None:
             "parity": parity,
             "peak_bytes": training.memory_bytes("VmHWM"),
             "baseline_bytes": baseline,
+            "server_bytes": head.head.info().memory_plan.total_bytes if remote else 0,
             "seconds": time.monotonic() - started,
             "tokens_a_step": SEQUENCES * CONTEXT * MICRO_BATCHES,
         },
