@@ -3,10 +3,10 @@
 import hashlib
 import json
 import logging
-import subprocess
 
 import numpy as np
 import pytest
+from certificates import make_authority, make_signed
 from conftest import running_server
 
 import headwater
@@ -19,27 +19,14 @@ TOKENS = {
 }
 
 
-def openssl(directory, *arguments):
-    subprocess.run(["openssl", *arguments], cwd=directory, check=True, capture_output=True)
-
-
-def make_key(directory, name, *arguments):
-    """A key and a request, or with arguments for it a certificate that signs itself."""
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", f"{name}.key"]
-    openssl(directory, "req", *key, "-subj", f"/CN={name}", *arguments)
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """Certificates of a server and a client, and a token file."""
     directory = tmp_path_factory.mktemp("access")
     for authority in ("ca", "others"):
-        make_key(directory, authority, "-x509", "-days", "2", "-out", f"{authority}.crt")
-    (directory / "san").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+        make_authority(directory, authority)
     for name in ("server", "client"):
-        make_key(directory, name, "-out", f"{name}.csr")
-        signed = ["-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "san"]
-        openssl(directory, "x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.crt", *signed)
+        make_signed(directory, name)
     entries = [{**entry, "sha256": hashlib.sha256(token.encode()).hexdigest()} for token, entry in TOKENS.items()]
     (directory / "tokens.json").write_text(json.dumps({"tokens": entries}))
     return directory

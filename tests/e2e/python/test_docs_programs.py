@@ -1,40 +1,142 @@
-"""The programs of README and guides run as printed, and print what the page says."""
+"""The programs of the pages run: whole ones print what the page shows, fragments run in a context of the test's.
 
+A whole program in Python is followed by its output. A whole program in C++ is also a file of client/examples/cpp, which the build
+compiles. A fragment in either language has an entry in docs_contexts.py; one in C++ is compiled.
+"""
+
+import hashlib
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from certificates import make_authority, make_signed
 from conftest import running_server
+from docs_contexts import CONTEXTS
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "client/python/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(python|cpp)\n(.*?)^```\n(?:(?:(?!```).)*?^```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
 PRINTED_ADDRESS = '"localhost:50051"'
 NUMBER = re.compile(r"-?\d+\.\d+")
+TABLES = {"coming-from.md", "faq.md"}  # guides that answer many questions and have no program
 TOLERANCE = 2e-3  # BLAS libraries add in different orders, and training amplifies that
 
+BLOCKS = [(page, *found) for page in PAGES for found in BLOCK.findall(page.read_text())]
+PROGRAMS = [block for block in BLOCKS if block[3] or "int main" in block[2]]
+FRAGMENTS = [block for block in BLOCKS if block not in PROGRAMS]
 
-def programs(page: Path) -> list[tuple[str, str]]:
-    """Each whole program of a page, with the output that the page shows for it."""
-    return re.findall(r"```python\n((?:(?!```).)*?)```\n(?:(?!```).)*?```text\n(.*?)```", page.read_text(), re.DOTALL)
+
+def name_of(block) -> str:
+    """Page, language and first line."""
+    page, language, text, _ = block
+    return f"{page.relative_to(ROOT)}-{language}-{text.splitlines()[0][:40]}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_programs_print_what_the_page_shows(page):
-    found = programs(page)
-    assert found, "a page for users has a program and its output"
-    for program, output in found:
-        with running_server() as server:
-            assert PRINTED_ADDRESS in program
-            done = subprocess.run(
-                [sys.executable, "-W", "error::UserWarning", "-c", program.replace(PRINTED_ADDRESS, repr(server.address))],
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
-        assert done.returncode == 0, done.stderr
-        assert NUMBER.sub("#", done.stdout) == NUMBER.sub("#", output)
-        assert [float(n) for n in NUMBER.findall(done.stdout)] == pytest.approx(
-            [float(n) for n in NUMBER.findall(output)], rel=TOLERANCE, abs=TOLERANCE
-        )
+def check_output(printed: str, shown: str) -> None:
+    """They are equal but for the last digits of numbers."""
+    assert NUMBER.sub("#", printed) == NUMBER.sub("#", shown)
+    expected = [float(number) for number in NUMBER.findall(shown)]
+    assert [float(number) for number in NUMBER.findall(printed)] == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+
+
+def run(command: list[str], folder: Path) -> str:
+    """What it prints."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def python(program: str) -> list[str]:
+    return [sys.executable, "-W", "error::UserWarning", "-c", program]
+
+
+def test_guides_have_programs():
+    guides = set((ROOT / "docs/guides").glob("*.md"))
+    assert guides and guides - {block[0] for block in PROGRAMS} <= {
+        ROOT / "docs/guides/faq.md",
+        ROOT / "docs/guides/coming-from.md",
+    }
+
+
+def beginning_of(text: str) -> str:
+    """The key of a fragment's context."""
+    found = [beginning for beginning in CONTEXTS if text.startswith(beginning)]
+    assert len(found) == 1, f"docs_contexts.py has {found} for {text}"
+    return found[0]
+
+
+def test_every_context_has_a_fragment():
+    assert set(CONTEXTS) == {beginning_of(text) for _, _, text, _ in FRAGMENTS}
+
+
+@pytest.mark.parametrize("block", PROGRAMS, ids=name_of)
+def test_programs_print_what_the_page_shows(block, tmp_path):
+    _, language, program, output = block
+    assert output and PRINTED_ADDRESS in program
+    with running_server() as server:
+        if language == "python":
+            printed = run(python(program.replace(PRINTED_ADDRESS, repr(server.address))), tmp_path)
+        else:
+            files = [file for file in (ROOT / "client/examples/cpp").glob("*.cc") if file.read_text() == program]
+            assert len(files) == 1, "a whole program in C++ is a file of client/examples/cpp"
+            printed = run([f"{os.environ['HEADWATER_BUILD_DIR']}/bin/example_{files[0].stem}", server.address], tmp_path)
+    check_output(printed, output)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """What the fragments' files and addresses stand for; the servers that they name run."""
+    folder = tmp_path_factory.mktemp("docs")
+    make_authority(folder, "ca")
+    for name in ("server", "client"):
+        make_signed(folder, name)
+    (folder / "trainer.token").write_text("secret")
+    entry = {"name": "trainer", "tenant": "team-a", "compute": ["*"], "sha256": hashlib.sha256(b"secret").hexdigest()}
+    (folder / "tokens.json").write_text(json.dumps({"tokens": [entry]}))
+    secure = [f"--tls_certificate={folder}/server.crt", f"--tls_key={folder}/server.key", f"--tls_client_ca={folder}/ca.crt"]
+    with (
+        running_server("--descriptor_socket={directory}/memory.sock") as plain,
+        running_server("--listen_addresses=127.0.0.1:0", f"--token_file={folder}/tokens.json", *secure) as secured,
+    ):
+        address = secured.output.read_text().split("listening on ")[1].split()[0]
+        yield {
+            "ADDRESS": repr(plain.address),
+            PRINTED_ADDRESS: repr(plain.address),
+            "headwater.example:50051": address,
+            "headwater-0.headwater.headwater:50051": address,
+            "/etc/headwater/token/token": f"{folder}/trainer.token",
+            "/etc/headwater/tls/tls.": f"{folder}/client.",
+            "/etc/headwater/tls/": f"{folder}/",
+            '"trainer.token"': f'"{folder}/trainer.token"',
+            '"ca.crt"': f'"{folder}/ca.crt"',
+            '"client.': f'"{folder}/client.',
+            "1000,": "20,",  # steps
+        }
+
+
+@pytest.mark.parametrize("block", [block for block in FRAGMENTS if block[1] == "python"], ids=name_of)
+def test_fragments_in_python_run(block, servers, tmp_path):
+    text = block[2]
+    program = CONTEXTS[beginning_of(text)] + text
+    for printed, value in servers.items():
+        program = program.replace(printed, value)
+    ending = "\nif 'head' in globals(): head.delete(force=True)\n" if "head = " in program else ""
+    run(python(program + ending), tmp_path)
+
+
+@pytest.mark.parametrize("block", [block for block in FRAGMENTS if block[1] == "cpp"], ids=name_of)
+def test_fragments_in_cpp_compile(block, tmp_path):
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    text = block[2]
+    source = tmp_path / "fragment.cc"
+    source.write_text(
+        f'#include <string>\n#include "headwater/client/client.h"\nvoid Run() {{\n{CONTEXTS[beginning_of(text)]}{text}}}\n'
+    )
+    run([compiler, "-std=c++20", "-fsyntax-only", f"-I{ROOT}/client/cpp/include", str(source)], tmp_path)
