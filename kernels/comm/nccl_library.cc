@@ -26,7 +26,8 @@ absl::StatusOr<const NcclLibrary*> Load() {
   void* const handle = dlopen(kFile, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
   if (handle == nullptr) {
     const char* const text = dlerror();
-    return NotThere(std::string(kFile) + " cannot be loaded: " + (text != nullptr ? text : "unknown error"));
+    return NotThere(std::string(kFile) + " cannot be loaded: " + (text != nullptr ? text : "unknown error") +
+                    "; pip install \"headwater[server,multi-gpu]\" brings it");
   }
   static NcclLibrary library;
   const char* missing = nullptr;

@@ -40,13 +40,15 @@ std::string OwnFolder() {
   return path.substr(0, path.rfind('/'));
 }
 
-// Where the module may be, as it is built and as it is bundled: a program has it in its own folder; libheadwater_local.so has it
-// there, or, from lib/ and from python/headwater/, in bin/.
+// Where the module may be, as it is built, bundled and installed: a program has it in its own folder, or, from
+// headwater_server/bin/ of a wheel, in its own wheel's; libheadwater_local.so has it there, or, from lib/ and from
+// python/headwater/, in bin/.
 std::vector<std::string> Places() {
   const std::string folder = OwnFolder();
   if (folder.empty()) return {};
   std::vector<std::string> places;
-  for (const char* way : {"/", "/../bin/", "/../../bin/"}) places.push_back(folder + way + kCudaModuleFile);
+  for (const char* way : {"/", "/../../headwater_cuda13/", "/../bin/", "/../../bin/"})
+    places.push_back(folder + way + kCudaModuleFile);
   return places;
 }
 
@@ -95,7 +97,8 @@ absl::StatusOr<Module> FindAndLoad() {
   for (const std::string& path : Places()) {
     if (access(path.c_str(), R_OK) == 0) return Load(path);
   }
-  return NotBuilt(std::string("its module ") + kCudaModuleFile + " is not beside the program");
+  return NotBuilt(std::string("its module ") + kCudaModuleFile +
+                  " is not beside the program, nor installed by pip install \"headwater[server,cuda13]\"");
 }
 
 }  // namespace

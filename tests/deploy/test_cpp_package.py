@@ -1,0 +1,102 @@
+"""The C++ client as a package: installed, for CMake and for pkg-config, and as a part of another CMake project."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BUILD = Path(os.environ["HEADWATER_BUILD_DIR"])
+EXAMPLE = REPOSITORY / "client/examples/cpp/train_step.cc"
+VERSION = re.search(r"project\(headwater VERSION ([0-9.]+)", (REPOSITORY / "CMakeLists.txt").read_text())[1]
+
+
+def run(*command: object, **environment: str) -> str:
+    """What the command prints; fails with all of it."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        env=os.environ | environment,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def configure(build: Path, *options: str) -> subprocess.CompletedProcess:
+    command = ["cmake", "-G", "Ninja", "-S", str(REPOSITORY / "tests/deploy/cpp_package"), "-B", str(build), f"-DEXAMPLE={EXAMPLE}", *options]
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory) -> Path:
+    prefix = tmp_path_factory.mktemp("prefix")
+    run("cmake", "--install", BUILD, "--prefix", prefix)
+    return prefix
+
+
+@pytest.fixture(scope="module")
+def server(prefix, tmp_path_factory):
+    """Address of the installed headwaterd."""
+    folder = tmp_path_factory.mktemp("server")
+    command = [prefix / "bin/headwaterd", f"--listen_addresses=unix:{folder}/socket", "--metrics_address=", "--engine=cpu"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    address = f"unix:{folder}/socket"
+    try:
+        for _ in range(200):
+            if subprocess.run([prefix / "bin/headwaterctl", f"--server={address}", "health"], capture_output=True).returncode == 0:
+                break
+            time.sleep(0.05)
+        yield address
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+
+
+def check_example(program: Path, server: str) -> None:
+    assert "loss after the step" in run(program, server)
+
+
+def test_a_project_finds_the_installed_package(prefix, server, tmp_path):
+    done = configure(tmp_path, f"-DCMAKE_PREFIX_PATH={prefix}", f"-DHEADWATER_WANTED={VERSION}")
+    assert done.returncode == 0, done.stdout
+    run("cmake", "--build", tmp_path)
+    check_example(tmp_path / "train_step", server)
+
+
+def test_another_minor_version_is_not_taken(prefix, tmp_path):
+    major, minor, _ = VERSION.split(".")
+    done = configure(tmp_path, f"-DCMAKE_PREFIX_PATH={prefix}", f"-DHEADWATER_WANTED={major}.{int(minor) + 1}")
+    assert done.returncode != 0 and f"version: {VERSION}" in done.stdout, done.stdout
+
+
+def test_pkg_config_knows_the_installed_package(prefix, server, tmp_path):
+    files = list(prefix.rglob("pkgconfig"))
+    assert len(files) == 1, files
+    path = {"PKG_CONFIG_PATH": str(files[0])}
+    assert run("pkg-config", "--modversion", "headwater", **path).strip() == VERSION
+    flags = shlex.split(run("pkg-config", "--cflags", "--libs", "headwater", **path))
+    run("c++", "-std=c++20", EXAMPLE, "-o", tmp_path / "train_step", *flags)
+    check_example(tmp_path / "train_step", server)
+
+
+def test_a_part_of_another_project_is_the_client_alone(tmp_path):
+    """It is configured where OpenBLAS, nlohmann-json and GoogleTest cannot be found; warnings are nobody's errors."""
+    absent = [f"-DCMAKE_DISABLE_FIND_PACKAGE_{package}=ON" for package in ("nlohmann_json", "GTest", "PkgConfig", "spdlog")]
+    done = configure(tmp_path, f"-DHEADWATER_SOURCE={REPOSITORY}", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", *absent)
+    assert done.returncode == 0, done.stdout
+    targets = set(re.findall(r"^(\w+): phony$", run("cmake", "--build", tmp_path, "--target", "help"), re.MULTILINE))
+    ours = {"headwater_client", "headwater_client_core", "headwater_proto", "headwater_machine"}
+    assert {target for target in targets if target.startswith("headwater_")} - {"headwater_build_flags"} == ours
+    commands = json.loads((tmp_path / "compile_commands.json").read_text())
+    folders = {str(Path(command["file"]).relative_to(REPOSITORY)).split("/")[0] for command in commands if REPOSITORY in Path(command["file"]).parents}
+    assert folders <= {"client", "kernels", "proto"}, folders
+    assert not [command["command"] for command in commands if "-Werror" in command["command"]]
