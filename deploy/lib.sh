@@ -7,7 +7,12 @@ unset CDPATH
 headwater_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 # Where install-deps puts PyTorch if the distribution has no package of it.
 headwater_venv=$headwater_root/build/venv
-export headwater_root headwater_venv
+# The packages of libraries that the project is compiled with.
+headwater_libraries=(
+  libabsl-dev libbenchmark-dev libc-ares-dev libgmock-dev libgrpc++-dev libgtest-dev libmicrohttpd-dev libopenblas-dev libprotobuf-dev
+  libre2-dev libspdlog-dev libssl-dev libxxhash-dev nlohmann-json3-dev prometheus-cpp-dev zlib1g-dev
+)
+export headwater_root headwater_venv headwater_libraries
 
 say() { printf '%s\n' "$*" >&2; }
 
