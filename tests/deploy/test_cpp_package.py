@@ -32,7 +32,17 @@ def run(*command: object, **environment: str) -> str:
 
 
 def configure(build: Path, *options: str) -> subprocess.CompletedProcess:
-    command = ["cmake", "-G", "Ninja", "-S", str(REPOSITORY / "tests/deploy/cpp_package"), "-B", str(build), f"-DEXAMPLE={EXAMPLE}", *options]
+    command = [
+        "cmake",
+        "-G",
+        "Ninja",
+        "-S",
+        str(REPOSITORY / "tests/deploy/cpp_package"),
+        "-B",
+        str(build),
+        f"-DEXAMPLE={EXAMPLE}",
+        *options,
+    ]
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
 
 
@@ -97,6 +107,10 @@ def test_a_part_of_another_project_is_the_client_alone(tmp_path):
     ours = {"headwater_client", "headwater_client_core", "headwater_proto", "headwater_machine"}
     assert {target for target in targets if target.startswith("headwater_")} - {"headwater_build_flags"} == ours
     commands = json.loads((tmp_path / "compile_commands.json").read_text())
-    folders = {str(Path(command["file"]).relative_to(REPOSITORY)).split("/")[0] for command in commands if REPOSITORY in Path(command["file"]).parents}
+    folders = {
+        str(Path(command["file"]).relative_to(REPOSITORY)).split("/")[0]
+        for command in commands
+        if REPOSITORY in Path(command["file"]).parents
+    }
     assert folders <= {"client", "kernels", "proto"}, folders
     assert not [command["command"] for command in commands if "-Werror" in command["command"]]

@@ -32,7 +32,9 @@ def needed(path: Path) -> set[str]:
 def exported(path: Path) -> set[str]:
     """The symbols that a shared library defines for others."""
     lines = (line.split() for line in readelf("--dyn-syms", path).splitlines())
-    return {line[7].split("@")[0] for line in lines if len(line) == 8 and line[4] in ("GLOBAL", "WEAK", "UNIQUE") and line[6] != "UND"}
+    return {
+        line[7].split("@")[0] for line in lines if len(line) == 8 and line[4] in ("GLOBAL", "WEAK", "UNIQUE") and line[6] != "UND"
+    }
 
 
 def check(wheel: Path, folder: Path) -> None:
