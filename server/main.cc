@@ -247,6 +247,8 @@ ABSL_FLAG(
     headwater::DurationFlag, device_lost_grace, absl::Seconds(5),
     "how long calls in progress may take to be answered once the engine's device is lost, from 0 to 1h; then the process ends, "
     "with status 75, or begins anew, with --workers or --join");
+ABSL_FLAG(int32_t, parent_pid, 0,
+          "process that has started this one: when it ends, however that happens, this one drains as after SIGTERM; 0: none");
 ABSL_FLAG(
     double, product_tflops, 0,
     "what bare matrix products reach on this machine, in TFLOP/s: what the metrics measure utilisation against; 0: measured at "
@@ -720,6 +722,9 @@ int Serve() {
   std::optional<observability::LogLevelFile> level_file;
   if (const std::string path = absl::GetFlag(FLAGS_log_level_file); !path.empty()) {
     level_file.emplace(path, absl::GetFlag(FLAGS_log_level));
+  }
+  if (const int32_t parent = absl::GetFlag(FLAGS_parent_pid); parent != 0) {
+    if (absl::Status status = EndWithParent(parent); !status.ok()) return Fail(std::string(status.message()));
   }
   if (!absl::GetFlag(FLAGS_join).empty()) return Join(signals);
   auto engine_options = EngineOptionsFromFlags();

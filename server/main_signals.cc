@@ -1,13 +1,17 @@
 #include "server/main_signals.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <initializer_list>
+#include <thread>
 
 #include "absl/base/attributes.h"
+#include "absl/strings/str_cat.h"
 #include "server/observability/logging.h"
 
 namespace headwater {
@@ -66,5 +70,23 @@ bool IsAskedToEnd() {
 }
 
 void WakeMainThread() { kill(getpid(), kWakeSignal); }
+
+absl::Status EndWithParent(int32_t parent) {
+  const int descriptor = static_cast<int>(syscall(SYS_pidfd_open, parent, 0));
+  if (descriptor < 0 && errno == ENOSYS) return absl::UnavailableError("--parent_pid: this kernel has no pidfd_open()");
+  // Looked at after the opening: a parent that ended before it, whose number may be another process's by now, is not missed.
+  if (descriptor < 0 || getppid() != parent) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--parent_pid: expected the parent of this process, ", getppid(), ", got ", parent));
+  }
+  std::thread([descriptor] {
+    pollfd parent_end = {.fd = descriptor, .events = POLLIN, .revents = 0};
+    while (poll(&parent_end, 1, -1) < 0 && errno == EINTR) {
+    }
+    observability::Log(observability::LogLevel::kInfo, "parent_ended", {});
+    kill(getpid(), SIGTERM);
+  }).detach();
+  return absl::OkStatus();
+}
 
 }  // namespace headwater

@@ -632,7 +632,10 @@ absl::StatusOr<Manifest> CheckpointStore::OpenManifest(const std::string& tenant
   }
   if (!file.ok()) return file.status();
   absl::StatusOr<Manifest> manifest = ReadManifest(**file);
-  if (!manifest.ok()) return manifest;
+  if (!manifest.ok()) {
+    return MakeError(GetErrorReason(manifest.status()), absl::StrCat(checkpoint, ": ", std::string(manifest.status().message())),
+                     GetErrorMetadata(manifest.status()));
+  }
   manifest->info.name = checkpoint;
   manifest->info.total_bytes = (*file)->size();
   for (const ManifestFile& entry : manifest->files) {

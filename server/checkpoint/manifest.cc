@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "headwater/kernels/error.h"
 #include "server/checkpoint/xxh3.h"
 #include "server/model_files/strict_json.h"
 
@@ -21,6 +22,7 @@ constexpr char kFormat[] = "headwater-checkpoint";
 constexpr int64_t kFormatVersion = 1;
 constexpr char kInitialStep[] = "initial_step";
 constexpr char kManifestTitle[] = "the checkpoint's manifest";
+constexpr char kOldLocalFormat[] = "headwater.local/1";
 
 json OptimizerToJson(const OptimizerSpec& optimizer) {
   if (const AdamWSpec* adamw = std::get_if<AdamWSpec>(&optimizer)) {
@@ -198,6 +200,12 @@ std::string FormatManifest(const Manifest& manifest) {
 absl::StatusOr<Manifest> ReadManifest(const ReadableFile& file) {
   absl::StatusOr<json> document = ReadStrictJson(file, kMaxManifestBytes, kManifestTitle);
   if (!document.ok()) return document.status();
+  if (const json* format = FindMember(*document, "format", json::value_t::string);
+      format != nullptr && *format == kOldLocalFormat) {
+    return MakeError(ErrorReason::kCheckpointSpecMismatch,
+                     "this checkpoint was written by headwater.local 0.1, whose format this version does not read; Head.load reads "
+                     "the weights in its file head.safetensors");
+  }
   const json* checksum = FindMember(*document, "checksum", json::value_t::string);
   const json* body = FindMember(*document, "manifest", json::value_t::object);
   if (checksum == nullptr || body == nullptr) return CorruptError(absl::StrCat(kManifestTitle, " lacks `checksum` or `manifest`"));
