@@ -1,7 +1,6 @@
 #include "kernels/core/engine_module.h"
 
 #include <dlfcn.h>
-#include <link.h>
 #include <unistd.h>
 
 #include <climits>
@@ -22,33 +21,20 @@ absl::Status NotBuilt(const std::string& why) {
   return MakeError(ErrorReason::kFeatureNotBuilt, "the CUDA engine cannot be had: " + why, {{"feature", "cuda_engine"}});
 }
 
-// The folder of the file that this code is in, a program or a shared library, without a slash at its end; empty if that cannot be
-// told.
+// The folder of this program, without a slash at its end; empty if that cannot be told.
 std::string OwnFolder() {
-  Dl_info info;
-  link_map* object = nullptr;
-  std::string path;
-  if (dladdr1(reinterpret_cast<void*>(&OwnFolder), &info, reinterpret_cast<void**>(&object), RTLD_DL_LINKMAP) != 0 &&
-      object != nullptr && object->l_name != nullptr && object->l_name[0] != '\0') {
-    path = object->l_name;
-  } else {
-    path = "/proc/self/exe";  // programs have no name in the loader's list, and argv[0] may say anything
-  }
   char resolved[PATH_MAX];
-  if (realpath(path.c_str(), resolved) == nullptr) return "";
-  path = resolved;
+  if (realpath("/proc/self/exe", resolved) == nullptr) return "";
+  const std::string path = resolved;
   return path.substr(0, path.rfind('/'));
 }
 
-// Where the module may be, as it is built, bundled and installed: a program has it in its own folder, or, from
-// headwater_server/bin/ of a wheel, in its own wheel's; libheadwater_local.so has it there, or, from lib/ and from
-// python/headwater/, in bin/.
+// Where the module may be: beside the program; in its own wheel, from headwater_server/bin/; from a build's other folders, in bin/.
 std::vector<std::string> Places() {
   const std::string folder = OwnFolder();
   if (folder.empty()) return {};
   std::vector<std::string> places;
-  for (const char* way : {"/", "/../../headwater_cuda13/", "/../bin/", "/../../bin/"})
-    places.push_back(folder + way + kCudaModuleFile);
+  for (const char* way : {"/", "/../../headwater_cuda13/", "/../bin/"}) places.push_back(folder + way + kCudaModuleFile);
   return places;
 }
 

@@ -38,7 +38,7 @@ def remote_client(server):
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
-    """The engine in this process, one for each file, with folders for files to load and for checkpoints."""
+    """A local server, one for each file, with folders for files to load and for checkpoints."""
     folder = tmp_path_factory.mktemp("local")
     (folder / "load").mkdir()
     with headwater.local.connect(checkpoint_dir=folder / "checkpoints", load_root=folder / "load") as client:

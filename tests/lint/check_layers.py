@@ -18,7 +18,6 @@ KINDS = [
     ("generated", r"(proto/)?headwater/v1/.*|.*\.pb\.h"),  # and what stands beside it for all
     ("absl_types", r"absl/(status|types)/.*"),
     ("absl", r"absl/.*"),
-    ("c_abi", r"headwater/kernels/c_api\.h"),
     ("machine", r"headwater/kernels/machine_limits\.h"),
     ("kernels_api", r"headwater/kernels/.*"),
     ("client_api", r"headwater/client/.*"),
@@ -49,7 +48,7 @@ KINDS = [
 ]
 
 PLAIN = {"std", "absl_types"}
-PRODUCT = PLAIN | {"absl", "posix", "machine", "kernels_api", "c_abi", "formats"}
+PRODUCT = PLAIN | {"absl", "posix", "machine", "kernels_api", "formats"}
 KERNELS = PRODUCT | {"kernels_inner", "blas"}
 SERVER_STATE = PRODUCT | {"server_heads", "server_observability", "model_files"}
 SERVER = SERVER_STATE | {
@@ -65,13 +64,13 @@ SERVER = SERVER_STATE | {
 # Device code is C++17 (nvcc 13 with gcc 12 crashes on C++20's <functional>), so it is kept away from the interface's headers and
 # from Abseil; what it shares with the host code is plain.
 DEVICE_CODE = {"std", "cuda", "kernels_inner"}
-CLIENT = PLAIN | {"absl", "flag_types", "posix", "machine", "c_abi", "formats", "client_api", "client_inner"}
+CLIENT = PLAIN | {"absl", "flag_types", "posix", "machine", "formats", "client_api", "client_inner"}
 TESTS = SERVER | KERNELS | CLIENT | {"tests", "test_library", "kernels_reference", "beside"}
 
 # Folder: the kinds that files in it may include.
 LAYERS = {
     "proto": PLAIN | {"protobuf"},
-    "kernels/include": PLAIN | {"kernels_api", "c_abi"},
+    "kernels/include": PLAIN | {"kernels_api"},
     "kernels": KERNELS,
     "kernels/reference": KERNELS | {"kernels_reference"},
     "kernels/comm": KERNELS | {"cuda", "nccl", "tls"},

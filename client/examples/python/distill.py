@@ -1,7 +1,7 @@
 """Distils a teacher into a student over remote heads: a few optimizer steps on made-up data.
 
 python distill.py unix:/run/headwater/headwater.sock       # a server
-python distill.py                                          # the engine in this process
+python distill.py                                          # a server of its own
 """
 
 import sys

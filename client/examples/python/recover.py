@@ -1,7 +1,7 @@
 """Trains a head under a body of its own in numpy, and goes on where it was stopped.
 
 python recover.py DIRECTORY unix:/run/headwater/headwater.sock [STEPS]     # a server
-python recover.py DIRECTORY local [STEPS]                                  # the engine in this process
+python recover.py DIRECTORY local [STEPS]                                  # a server of its own
 
 Kill it, or the server, at any moment: it ends with the same weights as if nothing had happened, to the last bit.
 """

@@ -1,7 +1,7 @@
 """Distils with the teacher in a process of its own: it streams its hidden states, and the trainer's micro-batches join them.
 
 python teacher_process.py unix:/run/headwater/headwater.sock       # a server; the teacher is a second process
-python teacher_process.py                                          # the engine in this process; the teacher is a thread
+python teacher_process.py                                          # a server of its own; the teacher is a thread
 
 The two agree on nothing but the data's order and the keys. Neither waits for the other: whoever comes first is kept on the server,
 for as long as its max_join_wait. A teacher that is far ahead is slowed down by max_join_bytes; this one waits for the step instead.

@@ -1,7 +1,7 @@
 """Trains a small language model whose output layer is tied to its embedding, and goes on where it was stopped.
 
 python train.py DIRECTORY unix:/run/headwater/headwater.sock [STEPS]     # a server
-python train.py DIRECTORY local [STEPS]                                  # the engine in this process
+python train.py DIRECTORY local [STEPS]                                  # a server of its own
 
 Kill it, or the server, at any moment: the next start, or the next step, finds back to the last checkpoint that both have.
 """

@@ -5,7 +5,7 @@
     out = head.cross_entropy(hidden, targets, step=0, micro_batch=0, loss_scale=1 / num_tokens)
     head.apply_optimizer_step(step=0, learning_rate=1e-3, expected_micro_batches=1)
 
-`headwater.torch` has losses for autograd, `headwater.local` the same API in this process, without a server.
+`headwater.torch` has losses for autograd, `headwater.local` a server of this process's own.
 """
 
 from typing import Any

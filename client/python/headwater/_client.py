@@ -1,4 +1,4 @@
-"""`Client`: a connection to a server, or to the engine in this process. The same calls either way."""
+"""`Client`: a connection to a server."""
 
 from __future__ import annotations
 
@@ -76,6 +76,8 @@ class Client:
         self._executors = Executors()
         self._tenant = check_tenant(tenant)
         self._closed = False
+        # What must live as long as this connection: the server of `headwater.local`.
+        self._server: object = None
         # Heads by name that keep weights of their own, with the warning for their first loss.
         self._unconfirmed: dict[str, str] = {}
         self.timeout_s = check_number(timeout_s, "timeout_s", low=0, low_open=True)
@@ -106,11 +108,12 @@ class Client:
     def close(self) -> None:
         """Closes the connection, and the session with it: what is undecided then is discarded.
 
-        Heads stay on a server; in process they are freed. Idempotent.
+        Heads stay on the server. One of `headwater.local` ends with its last client. Idempotent.
         """
         self._closed = True
         self._executors.shutdown()
         self._backend.close()
+        self._server = None
 
     def _timeout(self, timeout_s: float | None) -> float:
         return self.timeout_s if timeout_s is None else check_number(timeout_s, "timeout_s", low=0, low_open=True)

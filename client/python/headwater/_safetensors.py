@@ -1,15 +1,12 @@
-"""Reading and writing safetensors files with numpy alone. Format: 8 bytes of header length, a JSON header, the tensors' bytes."""
+"""Rewriting safetensors files. Format: 8 bytes of header length, a JSON header, the tensors' bytes."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO
-
-import numpy as np
 
 from headwater import _arrays
 from headwater._arrays import HostArray
@@ -23,14 +20,6 @@ MAX_HEADER_BYTES = 100 << 20
 # Bytes that are copied from file to file at a time.
 _PIECE_BYTES = 1 << 24
 _METADATA = "__metadata__"
-
-
-def write(path: Path, tensors: dict[str, HostArray]) -> None:
-    """Writes and syncs a file; it is not atomic by itself."""
-    with path.open("wb") as file:
-        rewrite(None, tensors, file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def rewrite(old: Path | None, tensors: dict[str, HostArray], new: BinaryIO) -> None:
@@ -100,40 +89,3 @@ def _read_header(file: BinaryIO, path: Path, file_bytes: int) -> tuple[dict[str,
     if not isinstance(header, dict):
         raise _corrupt(path, "its header is not an object")
     return header, 8 + length
-
-
-def names(path: Path) -> list[str]:
-    """Names of the tensors in a file."""
-    return list(header_of(path))
-
-
-def read(path: Path, name: str) -> HostArray:
-    """One tensor.
-
-    Raises:
-        DataLossError: the file is damaged.
-        InvalidArgumentError: the tensor has a type that heads do not have.
-    """
-    file_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        header, start = _read_header(file, path, file_bytes)
-        try:
-            entry = header[name]
-            dtype, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), map(int, entry["data_offsets"])
-        except (KeyError, TypeError, ValueError):
-            raise _corrupt(path, f"the entry of {name!r} is incomplete") from None
-        if dtype not in _DATA_TYPES:
-            raise make_error(
-                "INVALID_ARGUMENT", "DATA_TYPE_MISMATCH", f"{name} is {dtype}, expected F32, BF16 or F16", {"actual": str(dtype)}
-            )
-        numpy_dtype = _arrays.host_dtype(_DATA_TYPES[dtype])
-        count = 1
-        for size in shape:
-            count *= size
-        if min(shape, default=1) < 0 or not 0 <= begin <= end <= file_bytes - start or end - begin != count * numpy_dtype.itemsize:
-            raise _corrupt(path, f"the bytes of {name!r} do not fit its shape, or the file")
-        file.seek(start + begin)
-        data = np.fromfile(file, dtype=numpy_dtype, count=count)
-    if data.size != count:
-        raise _corrupt(path, "it ends early")
-    return HostArray(data.reshape(shape), _DATA_TYPES[dtype], _arrays.to_numpy)

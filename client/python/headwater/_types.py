@@ -255,9 +255,9 @@ class HeadInfo:
     weight_version: int
     open_step: int | None  # None for a frozen head
     shards: tuple[VocabShard, ...] = ()
-    memory_plan: MemoryPlan | None = None  # None in process
+    memory_plan: MemoryPlan | None = None
     create_time_s: float = 0.0  # seconds since 1970
-    weight_checksum: bytes = b""  # XXH3-128 of the weights last set from outside; empty after an optimizer step and in process
+    weight_checksum: bytes = b""  # XXH3-128 of the weights last set from outside; empty after an optimizer step
     restored_checkpoint: str = ""  # that a RESTORED head came back from
     # Those under which the trainer had worked that has taken the head, and gone on, after a restart; empty after any other call.
     recovers_epochs: tuple[bytes, ...] = ()
@@ -365,7 +365,7 @@ class LossResult:
     digest: bytes = b""
     step: int | None = None
     timing: Timing = Timing()
-    transport: str = ""  # path that the hidden states took: "grpc", "shared_memory" or "cuda_ipc"; "in_process" without a server
+    transport: str = ""  # path that the hidden states took: "grpc", "shared_memory" or "cuda_ipc"
     attempt: int = 0  # the attempt that was answered; above 0 after retries
     terms: tuple[TermResult, ...] = ()  # one for each term, in order
     _decision: Any = field(default=None, repr=False, compare=False)

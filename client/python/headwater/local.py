@@ -1,4 +1,4 @@
-"""The same API in this process: no server, the same engine. For parity checks, debugging, and going on without the service.
+"""A server of this process's own: `headwaterd` as a child process, behind a private Unix socket. It ends with this process.
 
 client = headwater.local.connect(shards=2)
 head = client.create_head("student", weight, optimizer=headwater.AdamW())     # and so on, as with headwater.connect
@@ -6,14 +6,29 @@ head = client.create_head("student", weight, optimizer=headwater.AdamW())     # 
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
+import selectors
+import shutil
+import subprocess
+import tempfile
+import threading
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
+import headwater
 from headwater._client import DEFAULT_TIMEOUT_S, Client
-from headwater._errors import invalid_argument
+from headwater._errors import HeadwaterError, UnavailableError, invalid_argument, make_error
+from headwater._requests import check_bool
 from headwater._types import check_integer
 
 __all__ = ["connect"]
+
+_START_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 5.0
+_QUOTED_BYTES = 2000  # of what a server that does not start has said
 
 
 def connect(
@@ -33,71 +48,180 @@ def connect(
     timed_search: bool = True,
     algorithm_cache: str | os.PathLike[str] | None = "auto",
 ) -> Client:
-    """Starts an engine in this process.
+    """Starts a server for this process, or joins the one that runs with the same options, and connects to it.
+
+    The program is `headwaterd` of the package headwater-server (`pip install "headwater[server]"`), else the one on PATH. The
+    environment variable HEADWATERD names another. It opens no TCP port, logs nothing, and its flags have their defaults but for
+    the options here; its limits (docs/operations.md) hold.
 
     Args:
         shards: number of vocabulary shards, >= 1.
         threads: CPU threads over all shards; 0: the cores that this process may use. "cpu" only.
         workspace_bytes: bounds the logits that are held at once; 0: the engine's default.
         memory_budget_bytes: for all heads; 0: 80 % of the machine's memory, or of the GPU's.
-        token_chunk_rows: rows that are computed at once; 0: from the workspace.
+        token_chunk_rows: only 0. A server takes its rows from the workspace.
         shard_weights: relative sizes of the shards; None: even.
-        checkpoint_dir: where `Head.save` writes; None: checkpoints are refused.
-        load_root: where `Head.load` reads; None: loading is refused.
-        timeout_s: how long a call waits for others of this client to end, in seconds. Computing itself is not interrupted.
-        tenant: whose heads short names mean.
-        engine: "cpu", or "cuda": one NVIDIA GPU, by the module libheadwater_cuda.so of the same build (beside the library, in its
-            build's or bundle's bin/, or where HEADWATER_CUDA_MODULE says). Tensors are still handed over in host memory.
+        checkpoint_dir: where `Head.save` writes; None: checkpoints are refused. Heads come back by `Head.restore` alone.
+        load_root: folder where `Head.load` reads; None: loading is refused.
+        timeout_s: bound of every call that does not bring its own, in seconds.
+        tenant: whose heads short names mean. Clients of one server share the heads of a tenant.
+        engine: "cpu", or "cuda": one NVIDIA GPU.
         device: index of the GPU, as CUDA counts the visible ones. "cuda" only.
         timed_search: try the matrix products out when a head is created; False: those that the library proposes, the same ones at
             every start. "cuda" only.
         algorithm_cache: file that keeps what was found, from start to start; "auto": headwater/cublaslt.json in $XDG_CACHE_HOME,
             else in ~/.cache; None: none is kept. "cuda" only.
     Returns:
-        A Client. Closing it frees its heads, and so does forgetting it. A process that is forked from this one must connect again.
+        A Client. The server ends, and its heads with it, when the last client of its options is closed or forgotten, and when this
+        process ends. A process that is forked from this one gets a server of its own.
     Raises:
-        UnavailableError: libheadwater_local.so is not beside the package, and HEADWATER_LOCAL_LIBRARY does not name it.
+        InvalidArgumentError: an option is out of range, or the server refuses it.
         FeatureNotBuiltError: the CUDA engine's module or a usable GPU is not there; the message says which.
+        UnavailableError: there is no headwaterd, or it does not start; the message quotes it.
     """
-    from headwater._engine_library import Engine
-    from headwater._local_backend import LocalBackend
-
-    numbers = {
+    for name, value in {
         "threads": threads,
         "workspace_bytes": workspace_bytes,
         "memory_budget_bytes": memory_budget_bytes,
         "token_chunk_rows": token_chunk_rows,
-    }
-    for name, value in numbers.items():
+        "device": device,
+    }.items():
         check_integer(value, name)
-    check_integer(shards, "shards", low=1, high=2**31 - 1)
+    if token_chunk_rows:
+        raise invalid_argument(
+            "INVALID_FIELD", "token_chunk_rows must be 0: a server takes workspace_bytes", field="token_chunk_rows"
+        )
+    check_integer(shards, "shards", low=1)
     if shard_weights is not None and len(shard_weights) != shards:
         raise invalid_argument(
             "SHAPE_MISMATCH", f"shard_weights has {len(shard_weights)} entries, expected {shards}", field="shard_weights"
         )
-    check_integer(device, "device", high=2**31 - 1)
     if engine not in ("cpu", "cuda"):
         raise invalid_argument("INVALID_FIELD", f'engine must be "cpu" or "cuda", got {engine!r}', field="engine")
-    running = Engine(
-        name=engine,
-        device=device,
-        timed_search=timed_search,
-        algorithm_cache=_algorithm_cache(algorithm_cache),
-        shards=shards,
-        shard_weights=shard_weights,
-        **numbers,
-    )
-    return Client(LocalBackend(running, checkpoint_dir=checkpoint_dir, load_root=load_root), timeout_s=timeout_s, tenant=tenant)
+    options = {
+        "engine": engine,
+        "device": device,
+        "timed_search": str(check_bool(timed_search, "timed_search")).lower(),
+        "algorithm_cache": algorithm_cache if algorithm_cache == "auto" else _path(algorithm_cache),
+        "shards": shards,
+        "shard_weights": ",".join(str(check_integer(weight, "shard_weights", low=1)) for weight in shard_weights or ()),
+        "threads": threads,
+        "workspace_bytes": workspace_bytes,
+        "memory_budget_bytes": memory_budget_bytes,
+        "checkpoint_directory": _path(checkpoint_dir),
+        "restore_heads": "false",
+        "load_root": _path(load_root),
+    }
+    server = _running(_binary(), *(f"--{name}={value}" for name, value in options.items()))
+    client = headwater.connect(server.address, timeout_s=timeout_s, tenant=tenant)
+    client._server = server
+    return client
 
 
-def _algorithm_cache(choice: str | os.PathLike[str] | None) -> str:
-    """The file's path; empty for none. The same rule as headwaterd's --algorithm_cache."""
-    if choice is None:
-        return ""
-    if choice != "auto":
-        return os.fspath(choice)
-    for variable, folder in (("XDG_CACHE_HOME", ""), ("HOME", ".cache")):
-        base = os.environ.get(variable, "")
-        if os.path.isabs(base):
-            return os.path.join(base, folder, "headwater", "cublaslt.json")
-    return ""
+def _path(path: str | os.PathLike[str] | None) -> str:
+    return "" if path is None else os.path.abspath(path)
+
+
+def _binary() -> str:
+    """Path of headwaterd."""
+    if named := os.environ.get("HEADWATERD"):
+        return named
+    try:
+        return str(importlib.import_module("headwater_server").binary("headwaterd"))
+    except ModuleNotFoundError:
+        found = shutil.which("headwaterd")
+    if found is None:
+        raise UnavailableError('headwater.local needs headwaterd, which is not on PATH: pip install "headwater[server]"')
+    return found
+
+
+class _Process(subprocess.Popen[bytes]):
+    def __del__(self, *_: Any) -> None:
+        """No warning that it still runs: at the interpreter's exit it ends by itself."""
+
+
+class _Server:
+    """A running headwaterd, which ends when this object does."""
+
+    def __init__(self, command: tuple[str, ...]):
+        # The address of a socket has at most 107 bytes.
+        folder = tempfile.mkdtemp(prefix="headwater-", dir=None if len(os.fsencode(tempfile.gettempdir())) < 75 else "/tmp")
+        self.address = f"unix:{folder}/grpc"
+        with tempfile.TemporaryFile() as log:
+            try:
+                self._process = _Process(
+                    [
+                        *command,
+                        f"--listen_addresses={self.address}",
+                        f"--descriptor_socket={folder}/memory",
+                        "--metrics_address=",
+                        "--log_level=warning",
+                        f"--parent_pid={os.getpid()}",
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    start_new_session=True,  # Ctrl-C is for this process alone
+                )
+            except OSError as error:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise UnavailableError(f"{command[0]} cannot be started: {error.strerror}") from None
+            end = weakref.finalize(self, _end, self._process, folder, os.getpid())
+            if not _says_it_is_ready(self._process):
+                end()
+                log.seek(0)
+                raise _start_error(self._process.returncode, log.read(_QUOTED_BYTES).decode(errors="replace").strip())
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+
+_servers: weakref.WeakValueDictionary[tuple[str, ...], _Server] = weakref.WeakValueDictionary()
+_starting = threading.Lock()
+
+
+def _forget_servers_of_parent() -> None:
+    global _starting
+    _starting = threading.Lock()
+    _servers.clear()
+
+
+os.register_at_fork(after_in_child=_forget_servers_of_parent)
+
+
+def _running(*command: str) -> _Server:
+    """The server of this command, started if it does not run."""
+    with _starting:
+        server = _servers.get(command)
+        if server is None or not server.is_running:
+            server = _servers[command] = _Server(command)
+        return server
+
+
+def _says_it_is_ready(process: _Process) -> bool:
+    assert process.stdout is not None
+    with process.stdout as output, selectors.DefaultSelector() as selector:
+        selector.register(output, selectors.EVENT_READ)
+        return bool(selector.select(_START_TIMEOUT_S)) and output.readline() != b""
+
+
+def _start_error(status: int, said: str) -> HeadwaterError:
+    said = said.removeprefix("headwaterd: ")
+    if said.startswith("--engine=cuda: "):
+        return make_error("UNIMPLEMENTED", "FEATURE_NOT_BUILT", said)
+    if re.match(r"(--)?[a-z_]+: expected ", said):
+        return invalid_argument("INVALID_FIELD", said)
+    return UnavailableError(f"headwaterd did not start (status {status}): {said}")
+
+
+def _end(process: _Process, folder: str, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a fork: the server is the parent's
+    process.terminate()
+    try:
+        process.wait(_END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    shutil.rmtree(folder, ignore_errors=True)

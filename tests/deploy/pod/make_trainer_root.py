@@ -1,4 +1,4 @@
-"""Makes the root folder of the trainer's image from this machine's Python: interpreter, numpy, gRPC, Headwater's package.
+"""Makes the root folder of the trainer's image: this machine's Python, numpy and gRPC, Headwater's package, headwaterd.
 
     make_trainer_root.py OUT BUILD
 
@@ -59,6 +59,7 @@ def main() -> None:
             shutil.rmtree(out / link)
         (out / target).mkdir(parents=True, exist_ok=True)
         (out / link).symlink_to(target)
+    shutil.copy2(build / "bin/headwaterd", out / "usr/bin/headwaterd")  # for headwater.local
     objects = [
         path for path in sorted(out.rglob("*")) if path.is_file() and not path.is_symlink() and path.read_bytes()[:4] == b"\x7fELF"
     ]

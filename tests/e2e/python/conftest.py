@@ -1,6 +1,6 @@
-"""Backends that the tests run on: headwaterd with 1 and 3 vocabulary shards behind a Unix socket, and the engine in this process.
+"""Backends that the tests run on: headwaterd behind a Unix socket, with 3 vocabulary shards, and `headwater.local`, with 1.
 
-Rows go through the client core, and with "python" through grpcio alone.
+The rows of the first go through gRPC, those of the second lie in shared memory.
 
 HEADWATERD names the server; without it, bin/headwaterd of the build that HEADWATER_BUILD_DIR names. HEADWATER_TEST_ENGINE is their
 engine, "cpu" or "cuda"; without it, "cpu".
@@ -24,8 +24,11 @@ import headwater.local
 
 START_TIMEOUT_S = 60
 ENGINE = os.environ.get("HEADWATER_TEST_ENGINE", "cpu")
-# Place, number of shards, and transport. Whatever is tested on all of them is tested through the client core and through grpcio.
-BACKENDS = ("remote-1", "remote-3-python", "local-1", "local-3")
+# Place, number of shards, and transport.
+BACKENDS = ("remote-3-python", "local-1")
+# For headwater.local, too, in this process and in those that the tests start.
+if "HEADWATER_BUILD_DIR" in os.environ:
+    os.environ.setdefault("HEADWATERD", os.path.join(os.environ["HEADWATER_BUILD_DIR"], "bin", "headwaterd"))
 
 
 def pytest_configure(config):
@@ -36,8 +39,6 @@ def pytest_configure(config):
 def server_binary() -> str:
     """Path of headwaterd; fails where there is none, because a suite without a server proves nothing."""
     path = os.environ.get("HEADWATERD")
-    if not path and "HEADWATER_BUILD_DIR" in os.environ:
-        path = os.path.join(os.environ["HEADWATER_BUILD_DIR"], "bin", "headwaterd")
     if not path or not os.access(path, os.X_OK):
         pytest.fail(
             f"set HEADWATERD to headwaterd, or HEADWATER_BUILD_DIR to a build with bin/headwaterd (have {path!r})", pytrace=False

@@ -148,17 +148,3 @@ def test_a_server_that_is_silent_or_away_does_not_hold_up_the_exit(silent):
         began = time.monotonic()
         assert finish(process, PROMPTLY_S) == ""
         assert time.monotonic() - began < 8
-
-
-def test_an_engine_in_process_that_is_left_open_prints_nothing():
-    """Also where the interpreter has taken the module's names away before it frees the client."""
-    program = """
-import headwater.local
-import headwater._local_backend as module
-client = headwater.local.connect(engine="cpu")
-module.sys = None
-del client
-client = headwater.local.connect(engine="cpu")
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PROMPTLY_S)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

@@ -43,18 +43,24 @@ print(in_a_fork(use))
 print(in_a_fork(lambda: in_a_fork(use)))
 print(use() if client is None else client.health())  # the children have done nothing to it
 """
-IN_PROCESS = """
+OF_ITS_OWN = """
 import headwater.local
 import numpy as np
 
 def use():
     with headwater.local.connect(engine="cpu") as client:
         head = client.create_head("head", np.ones((8, 4), np.float32), optimizer=headwater.SGD())
-        return head.cross_entropy(np.ones((2, 4), np.float32), [1, 2], micro_batch=0).state
+        out = head.cross_entropy(np.ones((2, 4), np.float32), [1, 2], micro_batch=0)
+        return f"{out.state} {client._server._process.args[-1] == f'--parent_pid={os.getpid()}'}"
 
-print(use())
 print(in_a_fork(use))
 print(use())
+client = headwater.local.connect(engine="cpu")
+print(in_a_fork(lambda: str(client.close())), client.health(), flush=True)
+if os.fork() == 0:
+    sys.exit()  # not by os._exit: the child's own cleaning up
+os.wait()
+print(client.health())
 """
 
 
@@ -78,5 +84,5 @@ def test_a_fork_of_a_process_that_had_connected_is_told_at_once(remote, transpor
         assert outcome.startswith("ClientClosedError: ") and "spawn or forkserver" in outcome and "after forking" in outcome
 
 
-def test_an_engine_in_process_may_be_made_in_a_fork():
-    assert run(IN_PROCESS) == ["COMMITTED"] * 3
+def test_a_fork_gets_a_local_server_of_its_own_and_leaves_the_parents_alone():
+    assert run(OF_ITS_OWN) == ["COMMITTED True"] * 2 + ["None SERVING", "SERVING"]

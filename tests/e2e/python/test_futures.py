@@ -202,26 +202,6 @@ def test_a_call_behind_abandoned_contributions_has_what_they_leave_of_its_time(e
     assert len(bounds) == 4 and all(50 < bound < 59.8 for bound in bounds)
 
 
-def test_calls_in_process_wait_for_their_turn_only_so_long(backends, make_head, rows):
-    client = backends("local-1").client
-    head = make_head(client, np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
-    taken, release = threading.Event(), threading.Event()
-
-    def hold():
-        with client._backend._turn(10):
-            taken.set()
-            release.wait(30)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    taken.wait(30)
-    with refused("DEADLINE_EXCEEDED", headwater.DeadlineExceededError):
-        head.cross_entropy(*rows, micro_batch=0, timeout_s=0.1)
-    release.set()
-    holder.join()
-    assert not head.cross_entropy(*rows, micro_batch=0).replayed
-
-
 def test_cancel_ends_a_call(slow, rows):
     server, head = slow
     with server.frozen():
@@ -291,9 +271,9 @@ def in_a_fork(work):
         os.waitpid(child, 0)
 
 
-@pytest.mark.parametrize("kind", ("remote-1", "remote-1-python", "local-3"))
+@pytest.mark.parametrize("kind", ("remote-1", "remote-1-python"))
 def test_a_forked_process_is_refused_at_once(backends, make_head, rows, kind):
-    """Threads stay behind in a fork: of futures, of what discards abandoned contributions, of an engine in process."""
+    """Threads stay behind in a fork: of futures, of what discards abandoned contributions."""
     client = backends(kind).client
     head = make_head(client, np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
     client.health_future().result(60)  # there is a thread that waits for work

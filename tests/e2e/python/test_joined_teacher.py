@@ -135,18 +135,15 @@ def test_rows_stay_until_the_contribution_is_decided(student, teacher, rows, key
     np.testing.assert_array_equal(gradient, student.gradient())
 
 
-@pytest.fixture(params=("auto", "python", "local"))
-def impatient(request, backends):
-    """A client of a server that does not wait long for teachers, or of the engine in this process; and how long a call may take."""
-    if request.param == "local":
-        yield backends("local-1").client, A_WHILE_S
-        return
+@pytest.fixture(params=("auto", "python"))
+def impatient(request):
+    """A client of a server that does not wait long for teachers."""
     with running_server("--max_join_wait=3s") as server, headwater.connect(server.address, transport=request.param) as client:
-        yield client, None
+        yield client
 
 
 def test_a_row_that_does_not_come_is_named(impatient, make_head, rows, key, rng):
-    client, timeout_s = impatient
+    client = impatient
     hidden, teacher_hidden = rows
     student = make_head(client, rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32))
     teacher = make_head(client, rng.standard_normal((VOCAB_SIZE, TEACHER_SIZE)).astype(np.float32), trainable=False)
@@ -154,7 +151,7 @@ def test_a_row_that_does_not_come_is_named(impatient, make_head, rows, key, rng)
     join = {"join_key": key, "total_rows": NUM_TOKENS, "micro_batch": 0}
     stream.stream(teacher_hidden[:-3], np.arange(NUM_TOKENS - 3))
     with refused("JOIN_INCOMPLETE", headwater.FailedPreconditionError) as info:
-        student.jsd(hidden, teacher, headwater.JOIN, **join, timeout_s=timeout_s)
+        student.jsd(hidden, teacher, headwater.JOIN, **join)
     assert str(NUM_TOKENS - 3) in str(info.value)
     assert not student.step_state().open.micro_batches
     # The rest makes it whole.

@@ -21,7 +21,6 @@ from headwater.v1 import (
 )
 
 import headwater
-import headwater.local
 from headwater._errors import from_rpc_error
 
 
@@ -104,8 +103,6 @@ def test_a_client_says_where_it_is_connected_to(remote):
         assert repr(client) == f"<headwater.Client {remote.address}, tenant team>"
         client.close()
         assert repr(client) == f"<headwater.Client {remote.address}, tenant team, closed>"
-    with headwater.local.connect() as client:
-        assert repr(client) == "<headwater.Client in process, tenant default>"
 
 
 def test_a_killed_server_is_a_clean_error(rng):

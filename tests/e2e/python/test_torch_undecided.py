@@ -17,7 +17,7 @@ from torch_model import VOCAB_SIZE, Problem, check_gradients, relative, with_ign
 
 import headwater
 import headwater.torch
-from headwater import _engine_library, _head, _local_head
+from headwater import _head
 
 
 @pytest.fixture
@@ -98,41 +98,6 @@ def test_a_refused_forward_leaves_nothing_to_discard(one_shard, make_head, probl
     with refused("TARGET_OUT_OF_VOCAB"):
         loss_fn((problem.inputs @ problem.trunk.T).requires_grad_(), torch.full((16,), VOCAB_SIZE))
     assert loss_fn.micro_batches == [] and not head.step_state().open.micro_batches
-
-
-@pytest.mark.parametrize("where", ("engine", "ledger"))
-def test_an_interrupt_in_the_engine_of_this_process_leaves_no_slot_taken(backends, make_head, problem, monkeypatch, where):
-    client = backends("local-1").client
-    head = problem.head(client, make_head)
-    hidden = (problem.inputs @ problem.trunk.T).numpy()
-    if where == "engine":  # the library has returned, and its answer is not looked at any more
-        interrupting(monkeypatch, _engine_library, "_check", KeyboardInterrupt())
-    else:
-        interrupting(monkeypatch, _local_head.Pending, "attach", KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        head.cross_entropy(hidden, problem.targets.numpy(), micro_batch=0, commit="explicit")
-    assert not head.step_state().open.micro_batches
-    for _ in range(2):
-        result = head.cross_entropy(hidden, problem.targets.numpy(), micro_batch=0, commit="explicit")
-    assert result.form == "STAGED"  # the only slot
-    result.commit()
-    assert head.seal(expected_micro_batches=1).totals.micro_batch_count == 1
-
-
-def test_an_interrupt_while_something_is_added_can_only_be_discarded_with_its_step(backends, make_head, problem, monkeypatch):
-    head = problem.head(backends("local-1").client, make_head)
-    hidden, targets = (problem.inputs @ problem.trunk.T).numpy(), problem.targets.numpy()
-    interrupting(monkeypatch, _engine_library, "_check", KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        head.cross_entropy(hidden, targets, micro_batch=0)
-    with refused("MICRO_BATCH_CONFLICT"):
-        head.discard(micro_batch=0)  # it has been added: the step must not close as if it had not
-    with refused("MICRO_BATCH_UNCOMMITTED"):
-        head.seal(expected_micro_batches=1)
-    head.discard_gradient()
-    assert head.gradient_norm() == 0
-    head.cross_entropy(hidden, targets, micro_batch=0)
-    assert head.seal(expected_micro_batches=1).totals.micro_batch_count == 1
 
 
 @pytest.mark.parametrize("reduction", ("mean", "none"))

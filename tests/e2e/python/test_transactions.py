@@ -355,7 +355,7 @@ def test_all_that_differs_in_a_specification_is_named(backends, make_head, weigh
     error = info.value
     assert error.metadata["field"] == "logit_scale, softcap, staging_slots"
     assert error.metadata["expected"] == "logit_scale 1.0, softcap 3.0, staging_slots 1"
-    assert error.metadata["actual"] == "logit_scale 0.5, softcap None, staging_slots 2"
+    assert error.metadata["actual"] == "logit_scale 0.5, softcap null, staging_slots 2"
     assert error.metadata["expected"] in str(error) and error.metadata["actual"] in str(error)
 
 

@@ -95,12 +95,6 @@ def test_why_not_is_one_sentence_for_each_path(remote, make_head, rows):
         assert all("grpcio" in client.transports()[path] for path in PATHS - {"python"})
 
 
-def test_in_process_nothing_is_sent(backends):
-    client = backends("local-1").client
-    assert set(client.transports()) == PATHS and None not in client.transports().values()
-    assert client.transport_note == ""
-
-
 def run(program, **environment):
     """Runs a program; its standard output and error."""
     done = subprocess.run(

@@ -1,0 +1,324 @@
+"""`headwater.local`: a server of this process's own, which ends with it; how it is found, shared, and what it is given."""
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ENGINE, running_server, server_binary
+
+import headwater
+import headwater.local
+
+ENDS_IN_S = 20
+
+
+def pid_of(client):
+    return client._server._process.pid
+
+
+def is_running(pid):
+    """Whether the process runs; one that has ended and is not waited for does not."""
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def wait_for_end(pid):
+    deadline = time.monotonic() + ENDS_IN_S
+    while is_running(pid):
+        assert time.monotonic() < deadline, "the server goes on"
+        time.sleep(0.01)
+
+
+def train(client):
+    """The bits of a head after two steps, each of two micro-batches."""
+    rng = np.random.default_rng(5)
+    head = client.create_head("trained", rng.standard_normal((40, 16)).astype(np.float32), optimizer=headwater.AdamW())
+    out = []
+    for _ in range(2):
+        for micro_batch in range(2):
+            hidden = rng.standard_normal((12, 16)).astype(np.float32)
+            loss = head.cross_entropy(hidden, rng.integers(0, 40, 12), micro_batch=micro_batch)
+            out += [np.float64(loss.loss_sum).tobytes(), loss.grad_hidden.tobytes()]
+        head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=2)
+    out.append(head.weight().tobytes())
+    head.delete()
+    return out
+
+
+# ---- the server and its clients ------------------------------------------------------------------------------------------
+
+
+def test_it_computes_as_a_server_does():
+    with headwater.local.connect(engine=ENGINE, shards=3, threads=2) as client:
+        assert client.server_info().engine == ENGINE
+        here = train(client)
+    with running_server("--shards=3", "--threads=2") as server, headwater.connect(server.address) as client:
+        assert train(client) == here
+
+
+def test_rows_lie_in_shared_memory():
+    with headwater.local.connect() as client:
+        assert client.transports()["shared_memory"] is None
+        head = client.create_head("head", np.ones((8, 4), np.float32), trainable=False)
+        assert head.cross_entropy(np.ones((2, 4), np.float32), [1, 2]).transport == "shared_memory"
+
+
+def test_clients_of_equal_options_share_a_server_until_the_last_is_closed():
+    first, second = headwater.local.connect(threads=1), headwater.local.connect(threads=1, tenant="other")
+    with headwater.local.connect(threads=2) as elsewhere:
+        assert pid_of(first) == pid_of(second) != pid_of(elsewhere)
+    pid = pid_of(first)
+    first.create_head("kept", np.ones((8, 4), np.float32))
+    first.close()
+    third = headwater.local.connect(threads=1)
+    assert [head.name for head in third.heads()] == ["tenants/default/heads/kept"] and second.health() == "SERVING"
+    second.close()
+    third.close()
+    assert not is_running(pid)
+    with headwater.local.connect(threads=1) as fourth:
+        assert fourth.heads() == []
+
+
+def test_a_server_ends_when_its_clients_are_forgotten():
+    """Not before: a contribution that waits for its decision refers to all of it."""
+    client = headwater.local.connect()
+    pid, folder = pid_of(client), Path(client._server.address.removeprefix("unix:")).parent
+    out = client.create_head("head", np.ones((7, 3), np.float32)).cross_entropy(
+        np.ones((5, 3), np.float32), np.arange(5), micro_batch=0, commit="explicit"
+    )
+    del client
+    gc.collect()
+    out.commit()
+    assert is_running(pid)
+    del out
+    gc.collect()
+    wait_for_end(pid)
+    assert not folder.exists()
+
+
+def test_many_threads_start_one_server():
+    clients = []
+    threads = [threading.Thread(target=lambda: clients.append(headwater.local.connect())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len({pid_of(client) for client in clients}) == 1
+    assert [client.health() for client in clients] == ["SERVING"] * 4  # although the thread that has started it is gone
+    for client in clients:
+        client.close()
+
+
+def test_a_server_that_was_killed_is_not_shared():
+    with headwater.local.connect() as client:
+        os.kill(pid_of(client), signal.SIGKILL)
+        client._server._process.wait(ENDS_IN_S)
+        with headwater.local.connect() as other:
+            assert other.health() == "SERVING"
+        with pytest.raises(headwater.UnavailableError):
+            client.server_info(timeout_s=5)
+
+
+def test_it_is_reached_by_its_sockets_alone():
+    with headwater.local.connect() as client:
+        client.server_info()
+        sockets = {os.readlink(file) for file in Path(f"/proc/{pid_of(client)}/fd").iterdir()}
+        for table in ("tcp", "tcp6", "udp", "udp6"):
+            lines = Path(f"/proc/{pid_of(client)}/net/{table}").read_text().splitlines()[1:]
+            assert not {f"socket:[{line.split()[9]}]" for line in lines} & sockets
+        folder = Path(client._server.address.removeprefix("unix:")).parent
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert os.getsid(pid_of(client)) == pid_of(client)  # a terminal's Ctrl-C is for this process
+
+
+def test_the_folder_for_temporary_files_may_have_a_long_path(monkeypatch, tmp_path):
+    folder = tmp_path / ("folder" * 20)  # longer than the address of a socket
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with headwater.local.connect() as client:
+        assert client.health() == "SERVING"
+
+
+# ---- the end of the process ----------------------------------------------------------------------------------------------
+
+LEFT_OPEN = """
+import headwater.local, threading
+clients = []
+thread = threading.Thread(target=lambda: clients.append(headwater.local.connect()))
+thread.start()
+thread.join()
+print(clients[0]._server._process.pid, flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ("killed", "interrupted", "returns"))
+def test_the_server_ends_with_its_process(end):
+    """Whatever thread has started it, and without a word."""
+    wait = "" if end == "returns" else "import time\ntime.sleep(100)\n"
+    program = [sys.executable, "-W", "error", "-c", LEFT_OPEN + wait]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        pid = int(process.stdout.readline())
+        if end != "returns":
+            assert is_running(pid)
+            process.send_signal(signal.SIGKILL if end == "killed" else signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    wait_for_end(pid)
+    assert said == ""
+
+
+def test_the_process_that_the_server_watches_must_be_its_parent():
+    done = subprocess.run(
+        [server_binary(), "--parent_pid=1", "--metrics_address=", "--engine=cpu"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert done.stderr == f"headwaterd: --parent_pid: expected the parent of this process, {os.getpid()}, got 1\n"
+
+
+# ---- options -------------------------------------------------------------------------------------------------------------
+
+
+def test_options_become_flags(tmp_path):
+    options = {
+        "shards": 2,
+        "threads": 3,
+        "workspace_bytes": 1 << 20,
+        "memory_budget_bytes": 1 << 30,
+        "shard_weights": [1, 4],
+        "timed_search": False,
+        "algorithm_cache": tmp_path / "algorithms",
+        "device": 0,
+        "checkpoint_dir": tmp_path / "checkpoints",
+        "load_root": str(tmp_path),
+    }
+    with headwater.local.connect(**options) as client:
+        flags = Path(f"/proc/{pid_of(client)}/cmdline").read_text().split("\0")
+    assert {
+        "--engine=cpu",
+        "--shards=2",
+        "--threads=3",
+        f"--workspace_bytes={1 << 20}",
+        f"--memory_budget_bytes={1 << 30}",
+        "--shard_weights=1,4",
+        "--timed_search=false",
+        f"--algorithm_cache={tmp_path}/algorithms",
+        "--device=0",
+        f"--checkpoint_directory={tmp_path}/checkpoints",
+        f"--load_root={tmp_path}",
+    } <= set(flags)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("engine", "tpu"),
+        ("engine", None),
+        ("device", -1),
+        ("device", 1.5),
+        ("shards", 0),
+        ("threads", -1),
+        ("token_chunk_rows", 4),
+        ("shard_weights", [1, 2]),
+        ("shard_weights", [0]),
+        ("load_root", "/nonexistent-folder"),
+        ("timeout_s", 0),
+        ("tenant", "No Tenant"),
+    ],
+)
+def test_options_are_checked(name, value):
+    running = set(headwater.local._servers)
+    with pytest.raises(headwater.InvalidArgumentError, match=name):
+        headwater.local.connect(**{name: value})
+    assert set(headwater.local._servers) == running
+
+
+def test_the_servers_limits_hold():
+    with headwater.local.connect() as client, pytest.raises(headwater.InvalidArgumentError, match="max_staging_slots"):
+        client.create_head("head", np.ones((8, 4), np.float32), staging_slots=1 << 20)
+
+
+def test_a_checkpoint_of_version_0_1_is_refused_by_name(tmp_path):
+    old = tmp_path / "default" / "head" / "step-3"
+    old.mkdir(parents=True)
+    (old / "manifest.json").write_text(json.dumps({"format": "headwater.local/1", "spec": {}, "step": 3, "sha256": ""}))
+    with headwater.local.connect(checkpoint_dir=tmp_path) as client:
+        head = client.create_head("head", np.ones((8, 4), np.float32))
+        with pytest.raises(headwater.FailedPreconditionError, match=r"step-3: .*headwater.local 0.1.*Head.load") as error:
+            head.restore("step-3")
+        assert error.value.reason == "CHECKPOINT_SPEC_MISMATCH"
+
+
+# ---- the program ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_program_is_the_one_of_the_package_else_the_one_on_path(monkeypatch, tmp_path):
+    program = server_binary()
+    monkeypatch.delenv("HEADWATERD")
+    monkeypatch.setitem(sys.modules, "headwater_server", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(headwater.UnavailableError, match=r'pip install "headwater\[server\]"'):
+        headwater.local.connect()
+    (tmp_path / "headwaterd").symlink_to(program)
+    assert headwater.local._binary() == str(tmp_path / "headwaterd")
+    monkeypatch.setitem(sys.modules, "headwater_server", types.SimpleNamespace(binary=lambda name: f"/package/{name}"))
+    assert headwater.local._binary() == "/package/headwaterd"
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (None, "cannot be started: No such file"),
+        ("#!/bin/sh\necho 'no such library' >&2\nexit 3\n", r"did not start \(status 3\): no such library"),
+        ("#!/bin/sh\nexec sleep 100 >&-\n", "did not start"),
+    ],
+)
+def test_a_program_that_does_not_start_is_quoted(monkeypatch, tmp_path, script, said):
+    program = tmp_path / "program"
+    if script is not None:
+        program.write_text(script)
+        program.chmod(0o755)
+    monkeypatch.setenv("HEADWATERD", str(program))
+    with pytest.raises(headwater.UnavailableError, match=said):
+        headwater.local.connect()
+
+
+# ---- the CUDA engine, by a stand-in for its module, which needs no GPU -------------------------------------------------------
+
+
+@pytest.fixture
+def fake_module(monkeypatch):
+    """The stand-in, as HEADWATER_CUDA_MODULE. A bundle has none."""
+    module = Path(os.environ["HEADWATER_BUILD_DIR"]) / "tests" / "libheadwater_fake_cuda.so"
+    if not module.exists():
+        pytest.skip("this build has no stand-in for the CUDA engine's module")
+    monkeypatch.setenv("HEADWATER_CUDA_MODULE", str(module))
+
+
+def test_a_cuda_engine_that_cannot_be_had_is_refused_with_the_reason(monkeypatch):
+    monkeypatch.setenv("HEADWATER_CUDA_MODULE", "/nonexistent-folder/module.so")
+    with pytest.raises(headwater.FeatureNotBuiltError, match="there is no file where HEADWATER_CUDA_MODULE says"):
+        headwater.local.connect(engine="cuda")
+
+
+def test_the_module_is_loaded_and_computes(fake_module):
+    with headwater.local.connect(engine="cuda", algorithm_cache=None) as client:
+        assert client.server_info().engine == "cuda"
+        trained = train(client)
+    with headwater.local.connect() as client:
+        assert train(client) == trained  # behind the stand-in is the same engine
+
+
+def test_the_device_reaches_the_engine(fake_module):
+    with pytest.raises(headwater.FeatureNotBuiltError, match="no fake GPU is visible"):
+        headwater.local.connect(engine="cuda", device=7)
