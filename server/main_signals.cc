@@ -7,6 +7,7 @@
 
 #include <cerrno>
 #include <cstdint>
+#include <cstring>
 #include <initializer_list>
 #include <thread>
 
@@ -73,7 +74,9 @@ void WakeMainThread() { kill(getpid(), kWakeSignal); }
 
 absl::Status EndWithParent(int32_t parent) {
   const int descriptor = static_cast<int>(syscall(SYS_pidfd_open, parent, 0));
-  if (descriptor < 0 && errno == ENOSYS) return absl::UnavailableError("--parent_pid: this kernel has no pidfd_open()");
+  if (descriptor < 0 && errno != ESRCH) {
+    return absl::UnavailableError(absl::StrCat("--parent_pid: pidfd_open() failed: ", std::strerror(errno)));
+  }
   // Looked at after the opening: a parent that ended before it, whose number may be another process's by now, is not missed.
   if (descriptor < 0 || getppid() != parent) {
     return absl::InvalidArgumentError(

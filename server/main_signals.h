@@ -35,8 +35,8 @@ bool IsAskedToEnd();
 // Any thread.
 void WakeMainThread();
 
-// Sends this process SIGTERM when its parent, the process `parent`, ends. InvalidArgument if that is not its parent; Unavailable if
-// the kernel has no pidfd_open() (Linux 5.3). The kernel's own way, PR_SET_PDEATHSIG, is about the thread that has forked.
+// Sends this process SIGTERM when its parent, the process `parent`, ends. InvalidArgument if that is not its parent; Unavailable
+// where pidfd_open() is not (before Linux 5.3). The kernel's own way, PR_SET_PDEATHSIG, is about the thread that has forked.
 absl::Status EndWithParent(int32_t parent);
 
 }  // namespace headwater
