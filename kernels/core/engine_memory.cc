@@ -1,31 +1,25 @@
 // What engines without a device do about memory and digests: LossEngine's own bodies.
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "headwater/kernels/digest.h"
 #include "headwater/kernels/engine.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/planned_bytes.h"
 
 namespace headwater {
 namespace {
 
-constexpr size_t kAlignment = 64;
-
 class PlainMemory final : public HostMemory {
  public:
-  explicit PlainMemory(int64_t bytes)
-      : data_(std::aligned_alloc(kAlignment, (static_cast<size_t>(bytes) + kAlignment - 1) / kAlignment * kAlignment)),
-        bytes_(bytes) {}
-  PlainMemory(const PlainMemory&) = delete;
-  PlainMemory& operator=(const PlainMemory&) = delete;
-  ~PlainMemory() override { std::free(data_); }
-  void* data() const override { return data_; }
+  PlainMemory(PlannedBytes data, int64_t bytes) : data_(std::move(data)), bytes_(bytes) {}
+  void* data() const override { return data_.get(); }
   int64_t bytes() const override { return bytes_; }
 
  private:
-  void* const data_;
+  const PlannedBytes data_;
   const int64_t bytes_;
 };
 
@@ -69,10 +63,9 @@ absl::Status LossEngine::CopyRows(const RowsView& rows, const DeviceEvent*, void
 }
 
 absl::StatusOr<std::unique_ptr<HostMemory>> LossEngine::AllocateHostMemory(int64_t bytes) {
-  auto memory = std::make_unique<PlainMemory>(bytes);
-  if (memory->data() != nullptr) return std::unique_ptr<HostMemory>(std::move(memory));
-  return MakeError(ErrorReason::kMemoryBudgetExceeded, "no memory for " + std::to_string(bytes) + " bytes of rows",
-                   {{"requestedBytes", std::to_string(bytes)}});
+  absl::StatusOr<PlannedBytes> data = AllocatePlanned(bytes);
+  if (!data.ok()) return data.status();
+  return std::unique_ptr<HostMemory>(std::make_unique<PlainMemory>(*std::move(data), bytes));
 }
 
 absl::StatusOr<std::unique_ptr<HostMemory>> LossEngine::RegisterHostMemory(void* data, int64_t bytes) {

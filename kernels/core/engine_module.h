@@ -26,10 +26,10 @@ inline constexpr char kCudaModuleVariable[] = "HEADWATER_CUDA_MODULE";
 // EngineModuleVersion() of the module; lives as long as the process.
 inline constexpr char kCudaModuleVersionSymbol[] = "headwater_cuda_module_version";
 using EngineModuleVersionFunction = const char*();
-// A new engine, or null with the reason in `*status`. Throws nothing.
+// A new engine, or null with the reason in `*status`.
 inline constexpr char kCudaCreateEngineSymbol[] = "headwater_cuda_create_engine";
 using EngineModuleCreateFunction = LossEngine*(const EngineOptions* options, absl::Status* status);
-// Sets `*id` to a new EngineGroup::device_group_id, or `*status`, which was OK, to why there is none. Throws nothing.
+// Sets `*id` to a new EngineGroup::device_group_id, or `*status`, which was OK, to why there is none.
 inline constexpr char kCudaMakeGroupIdSymbol[] = "headwater_cuda_make_group_id";
 using EngineModuleMakeGroupIdFunction = void(std::string* id, absl::Status* status);
 

@@ -168,34 +168,25 @@ class CpuEngine final : public LossEngine {
     const bool is_first = executors->holds(0);
     if (is_first) ClearGradHidden(micro_batch, *plan);
     MicroBatchResult result;
-    result.terms.reserve(plan->terms.size());  // nothing may fail once accumulators have changed
     absl::Status decision;
-    std::vector<std::unique_ptr<ShardRun>> runs(static_cast<size_t>(executors->shard_count()));
     {
       const SingleThreadedBlas blas;
-      const auto run_of = [&runs](const ShardContext& context) -> std::unique_ptr<ShardRun>& {
-        return runs[static_cast<size_t>(context.rank)];
-      };
-      status = executors->RunDecided(
-          [&](const ShardContext& context) {
-            run_of(context) = std::make_unique<ShardRun>(context, &*plan);
-            run_of(context)->Prepare();
-            return absl::OkStatus();
-          },
-          [&](const ShardContext& context) {
-            if (micro_batch.flow != nullptr) {
-              // The first rank runs on this thread, and asks for all of them; in a group each rank is answered alike.
-              double refused = 0;
-              if (context.rank == 0 || executors->is_group()) {
-                decision = micro_batch.flow->Decide(micro_batch.digest_rows ? &row_sum : nullptr);
-                refused = decision.ok() ? 0 : 1;
-              }
-              absl::Status told;
-              if (!executors->is_group()) told = context.communicator.AllReduceMax(&refused, 1);
-              if (!told.ok() || refused > 0) return told;
-            }
-            return run_of(context)->Run();
-          });
+      status = executors->RunDecided([](const ShardContext&) { return absl::OkStatus(); },
+                                     [&](const ShardContext& context) {
+                                       if (micro_batch.flow != nullptr) {
+                                         // The first rank runs on this thread, and asks for all of them; in a group each rank is
+                                         // answered alike.
+                                         double refused = 0;
+                                         if (context.rank == 0 || executors->is_group()) {
+                                           decision = micro_batch.flow->Decide(micro_batch.digest_rows ? &row_sum : nullptr);
+                                           refused = decision.ok() ? 0 : 1;
+                                         }
+                                         absl::Status told;
+                                         if (!executors->is_group()) told = context.communicator.AllReduceMax(&refused, 1);
+                                         if (!told.ok() || refused > 0) return told;
+                                       }
+                                       return ShardRun(context, &*plan).Run();
+                                     });
     }
     if (status.ok()) status = decision;
     if (!status.ok()) return status;

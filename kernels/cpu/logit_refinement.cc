@@ -44,23 +44,9 @@ double ShardRun::RefinementCutoff(const Work& work, const RowStats& stats) const
   return cutoff;
 }
 
-void ShardRun::PrepareRefinement(const TermPlan& term, size_t rows, size_t parts, size_t panels) {
-  const int64_t shard_rows = HeadOf(term).shard(rank()).rows.size();
-  const size_t length = kExchanged * rows + 1;
-  if (refined_.size() < parts) refined_.resize(parts);
-  for (RefinedPart& part : refined_) {
-    part.logits.reserve(RefinedCapacity(rows, shard_rows));
-    part.panel_ends.reserve(panels);
-    part.found.reserve(static_cast<size_t>(HeadOf(term).cpu_plan().panel_rows));
-  }
-  cutoffs_.reserve(rows);
-  sums_.reserve(length);
-  sums_by_part_.reserve(length * parts);
-  sums_by_shard_.reserve(length * static_cast<size_t>(context_.communicator.world_size()));
-}
-
 absl::Status ShardRun::RefineLogits(Work* work, bool* overflow) {
   const size_t rows = static_cast<size_t>(work->row_count);
+  refined_.resize(std::max(refined_.size(), static_cast<size_t>(work->parts.count())));
   for (RefinedPart& part : refined_) {
     part.logits.clear();
     part.panel_ends.clear();

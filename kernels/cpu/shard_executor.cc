@@ -1,7 +1,6 @@
 #include "kernels/cpu/shard_executor.h"
 
 #include <algorithm>
-#include <exception>
 #include <string>
 #include <utility>
 
@@ -109,26 +108,16 @@ absl::Status ShardExecutors::CallProbe(ShardPhase phase, int32_t rank) const {
 }
 
 absl::Status ShardExecutors::PrepareOne(int32_t rank, Work prepare) {
-  try {
-    absl::Status status = CallProbe(ShardPhase::kPrepare, rank);
-    if (status.ok()) status = prepare(ContextOf(rank));
-    return status.ok() ? status : ShardError(ErrorReason::kShardNotReady, rank, kCouldNotBegin, Text(status));
-  } catch (const std::exception& error) {
-    return ShardError(ErrorReason::kShardNotReady, rank, kCouldNotBegin, error.what());
-  }
+  absl::Status status = CallProbe(ShardPhase::kPrepare, rank);
+  if (status.ok()) status = prepare(ContextOf(rank));
+  return status.ok() ? status : ShardError(ErrorReason::kShardNotReady, rank, kCouldNotBegin, Text(status));
 }
 
 absl::Status ShardExecutors::RunOne(int32_t rank, Work program) {
-  constexpr char kWhat[] = " failed: ";
   const ShardContext context = ContextOf(rank);
-  absl::Status status;
-  try {
-    status = program(context);
-    if (!status.ok() && !HasReason(status, ErrorReason::kEngineFailed)) {
-      status = ShardError(ErrorReason::kEngineFailed, rank, kWhat, Text(status));
-    }
-  } catch (const std::exception& error) {
-    status = ShardError(ErrorReason::kEngineFailed, rank, kWhat, error.what());
+  absl::Status status = program(context);
+  if (!status.ok() && !HasReason(status, ErrorReason::kEngineFailed)) {
+    status = ShardError(ErrorReason::kEngineFailed, rank, " failed: ", Text(status));
   }
   if (!status.ok()) context.communicator.Abort(status);
   return status;

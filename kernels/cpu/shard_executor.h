@@ -51,7 +51,7 @@ class ShardExecutors {
   // kEngineFailed from the moment on when work has failed on a rank of a group. Any thread.
   absl::Status health() const;
 
-  // Runs `work`, which changes nothing that outlives it, on every shard. A rank that fails or throws aborts the communicator, so
+  // Runs `work`, which changes nothing that outlives it, on every shard. A rank that fails aborts the communicator, so
   // that no other waits for it, and the call fails with the first such rank's error as kEngineFailed. The ranks then get a new
   // communicator, and later calls are not affected; but a group has only one, and is lost.
   absl::Status Run(Work work);
@@ -68,7 +68,7 @@ class ShardExecutors {
   // Runs `program` on every shard that is held.
   absl::Status RunHeld(absl::FunctionRef<absl::Status(int32_t)> program);
   ShardContext ContextOf(int32_t rank) const;
-  // `program` on this rank; failures and exceptions as kEngineFailed, the communicator aborted.
+  // `program` on this rank; failures as kEngineFailed, the communicator aborted.
   absl::Status RunOne(int32_t rank, Work program);
   // The first phase on this rank.
   absl::Status PrepareOne(int32_t rank, Work prepare);

@@ -32,47 +32,6 @@ void AddGradWeightPanel(const HeadShard& shard, const KeptRows& rows, int64_t st
                                   target.grad_bias + start);
 }
 
-void ShardRun::Prepare() {
-  const size_t world_size = static_cast<size_t>(context_.communicator.world_size());
-  const size_t index = static_cast<size_t>(rank());
-  size_t rows = 0;
-  size_t row_parts = 0;   // rows x parts
-  size_t row_panels = 0;  // rows x parts x panels of a part
-  size_t chunk_rows = 0;
-  for (const Chunk& chunk : plan_.chunks) {
-    chunk_rows = std::max(chunk_rows, chunk.batch_rows.size());
-    for (const TermChunk& part : chunk.terms) {
-      const TermPlan& term = plan_.terms[part.term];
-      const ShardParts shard_parts(HeadOf(term).shard(rank()), context_.pool);
-      const size_t parts = static_cast<size_t>(shard_parts.count());
-      const size_t panels = static_cast<size_t>(shard_parts.MaxPanels(HeadOf(term).cpu_plan().panel_rows));
-      rows = std::max(rows, part.rows.size());
-      row_parts = std::max(row_parts, part.rows.size() * parts);
-      row_panels = std::max(row_panels, part.rows.size() * parts * panels);
-      if (term.jsd == nullptr) PrepareRefinement(term, part.rows.size(), parts, panels);
-      // A chunk's rows are kept in pieces, if it takes the wide form.
-      if (StagedHead* staged = plan_.StagedOf(term); staged != nullptr) {
-        std::vector<KeptRows>& kept = staged->kept[index];
-        kept.reserve(kept.capacity() + part.rows.size() / static_cast<size_t>(WideRows(term)) + 1);
-      }
-    }
-  }
-  states_.reserve(rows);
-  part_stats_.reserve(row_parts);
-  merged_stats_.reserve(rows);
-  gathered_stats_.reserve(rows * world_size);
-  panel_max_.reserve(row_panels);
-  for (std::vector<PieceStats>* by_part : {&student_parts_, &teacher_parts_})
-    by_part->reserve(std::max(row_parts, rows * world_size));
-  student_stats_.reserve(rows);
-  teacher_stats_.reserve(rows);
-  top_columns_.reserve(rows);
-  sums_.reserve(std::max(sums_.capacity(), 2 * rows));
-  sums_by_part_.reserve(std::max(sums_by_part_.capacity(), 2 * row_parts));
-  non_finite_hidden_.reserve(rows);
-  non_finite_grad_hidden_.reserve(chunk_rows);
-}
-
 absl::Status ShardRun::Run() {
   const MicroBatch& micro_batch = *plan_.micro_batch;
   for (size_t i = 0; i < plan_.chunks.size(); ++i) {

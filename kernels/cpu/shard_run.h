@@ -59,8 +59,6 @@ void AddGradWeightPanel(const HeadShard& shard, const KeptRows& rows, int64_t st
 class ShardRun {
  public:
   ShardRun(const ShardContext& context, CpuMicroBatchPlan* plan) : context_(context), plan_(*plan) {}
-  // Takes all memory that Run() needs, so that it cannot run out in the middle of a change. May throw std::bad_alloc.
-  void Prepare();
   absl::Status Run();
 
  private:
@@ -114,8 +112,6 @@ class ShardRun {
   double LogitArgument(const Work& work, int64_t row, int64_t column, float* converted) const;
   void RefinePart(const Work& work, int32_t part, double* partial);
   void ApplyRefinedGradient(const Work& work, int32_t part, int64_t panel_index);
-  // Takes the memory of the refinement of `rows` rows in `parts` parts of at most `panels` panels.
-  void PrepareRefinement(const TermPlan& term, size_t rows, size_t parts, size_t panels);
   void ComputeNarrowLogits(Work* work);
   void ComputeTargetLogits(Work* work);
   void ComputeNarrowGradient(Work* work);
@@ -156,7 +152,7 @@ class ShardRun {
   };
   std::vector<RefinedPart> refined_;  // by part
 
-  // By row of the work in progress. Memory is taken in Prepare().
+  // By row of the work in progress.
   std::vector<RowState> states_;
   std::vector<RowStats> part_stats_;    // [parts][rows]
   std::vector<RowStats> merged_stats_;  // [rows]

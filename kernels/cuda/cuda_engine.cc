@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <condition_variable>
-#include <exception>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -121,7 +120,6 @@ struct Call {
       terms.push_back(MakeTermRun(micro_batch, &plan.terms[i], hopper, batch.hidden, batch.teachers[i]));
       terms.back().as_on_host = deterministic;
     }
-    result.terms.reserve(plan.terms.size());  // nothing may fail once accumulators have changed
     rows_come = micro_batch.hidden.memory == MemorySpace::kHost;
     gradient_leaves = micro_batch.grad_hidden.memory == MemorySpace::kHost;
   }
@@ -198,12 +196,7 @@ class CudaEngine final : public LossEngine {
       RunWithOthers(&call);
     } else {
       WorkLock lock(*core_);
-      try {
-        RunGroup({&call});
-      } catch (const std::exception& error) {
-        if (group != nullptr) static_cast<void>(GiveUp(error, group));
-        throw;
-      }
+      RunGroup({&call});
     }
     if (!call.status.ok()) return call.status;
     return std::move(call.result);
@@ -260,17 +253,6 @@ class CudaEngine final : public LossEngine {
     return told.ok() ? reason : told.status();
   }
 
-  // An exception as a status, with which the group, if there is one, is given up: the other ranks must not wait for this one.
-  static absl::Status GiveUp(const std::exception& error, DeviceGroup* group) {
-    try {
-      absl::Status failure = MakeError(ErrorReason::kEngineFailed, std::string("a micro-batch failed: ") + error.what());
-      if (group != nullptr) group->Abort(failure);
-      return failure;
-    } catch (const std::exception&) {  // nor is there memory to say so
-      return absl::Status(absl::StatusCode::kInternal, "");
-    }
-  }
-
   // Small calls that wait for the device at the same time are computed together: the first of them to get it takes the others
   // along.
   void RunWithOthers(Call* call) {
@@ -286,39 +268,29 @@ class CudaEngine final : public LossEngine {
       leading_ = true;
       lock.unlock();
       std::vector<Call*> group;
-      absl::Status failure;
-      try {
+      {
         WorkLock work(*core_);
         // Nobody else gives the device anything to do meanwhile, so it comes to an end.
         expected_rows_.Await([this] { return core_->is_busy(); });
-        TakeGroup(&group);
+        group = TakeGroup();
         RunGroup(group);
-      } catch (const std::exception& error) {  // memory ran out: the others must not wait for this call for ever
-        failure = GiveUp(error, core_->group());
       }
       lock.lock();
       leading_ = false;
-      int64_t done = 0, rows = 0;
-      const auto finish = [&](Call* one) {
-        if (!failure.ok()) one->status = failure;
-        one->done = true;
-        ++done;
-        rows += rows_of(*one);
-      };
-      for (Call* member : group) finish(member);
-      if (!call->done && !failure.ok()) {
-        std::erase(calls_, call);
-        finish(call);
+      int64_t rows = 0;
+      for (Call* member : group) {
+        member->done = true;
+        rows += rows_of(*member);
       }
-      expected_rows_.Go(done, rows);
+      expected_rows_.Go(static_cast<int64_t>(group.size()), rows);
       calls_changed_.notify_all();
     }
   }
 
   // The call that has waited longest, and those that can be computed with it.
-  void TakeGroup(std::vector<Call*>* taken) {
+  std::vector<Call*> TakeGroup() {
     std::lock_guard<std::mutex> lock(calls_mutex_);
-    std::vector<Call*>& group = *taken;
+    std::vector<Call*> group;
     std::vector<Member> members;
     int64_t rows = 0;
     for (auto next = calls_.begin(); next != calls_.end();) {
@@ -341,6 +313,7 @@ class CudaEngine final : public LossEngine {
       }
       ++next;
     }
+    return group;
   }
 
   // Computes calls that can be computed together, and leaves their results or errors with them. For the holder of the work lock.

@@ -5,7 +5,6 @@
 #include <utility>
 #include <variant>
 
-#include "absl/cleanup/cleanup.h"
 #include "kernels/core/head_tensors.h"
 #include "kernels/core/optimizer_step.h"
 #include "kernels/cuda/gradient_debt.h"
@@ -49,9 +48,7 @@ const DeviceMemory& MemoryOf(const ShardStorage& storage, HeadTensor tensor, boo
 
 absl::StatusOr<std::unique_ptr<CudaHead>> CudaHead::Create(std::shared_ptr<EngineCore> core, const HeadSpec& spec, HeadPlan plan) {
   HEADWATER_RETURN_IF_ERROR(core->Admit(plan.own_bytes, plan.workspace_bytes, plan.memory.ToString()));
-  absl::Cleanup release = [core, bytes = plan.own_bytes] { core->Release(bytes); };  // if there is no memory for the object
   std::unique_ptr<CudaHead> head(new CudaHead(std::move(core), spec, std::move(plan)));
-  std::move(release).Cancel();
   HEADWATER_RETURN_IF_ERROR(head->Allocate());
   return head;
 }

@@ -2,7 +2,6 @@
 
 #include <array>
 #include <chrono>
-#include <exception>
 #include <string>
 #include <utility>
 
@@ -127,21 +126,11 @@ void DeviceGroup::Abort(const absl::Status& reason) {
   host_->Abort(broken);
   // At the same time: each may wait until the device is idle, which it is only when all have ended.
   const std::array<DeviceCommunicator*, 3> all = communicators();
-  std::array<std::thread, 3> threads;
-  std::array<bool, 3> started{};
-  for (size_t i = 0; i < all.size(); ++i) {
-    try {
-      threads[i] = std::thread([&broken, communicator = all[i]] { communicator->Abort(broken); });
-      started[i] = true;
-    } catch (const std::exception&) {  // the system has none to give: by this one, below
-    }
+  std::vector<std::thread> threads;
+  for (DeviceCommunicator* const communicator : all) {
+    threads.emplace_back([&broken, communicator] { communicator->Abort(broken); });
   }
-  for (size_t i = 0; i < all.size(); ++i) {
-    if (!started[i]) all[i]->Abort(broken);
-  }
-  for (size_t i = 0; i < all.size(); ++i) {
-    if (started[i]) threads[i].join();
-  }
+  for (std::thread& thread : threads) thread.join();
 }
 
 void DeviceGroup::BeginWait() { waiting_since_ms_ = NowMs(); }

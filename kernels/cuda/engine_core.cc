@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <exception>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,15 +26,6 @@ absl::Status NoDevice(const std::string& why) {
 absl::Status ShardError(ErrorReason reason, int32_t rank, const char* what, const std::string& cause) {
   const std::string shard = std::to_string(rank);
   return MakeError(reason, "shard " + shard + what + cause, {{"shard", shard}});
-}
-
-// `work`, with an exception as an error.
-absl::Status Caught(absl::FunctionRef<absl::Status()> work) {
-  try {
-    return work();
-  } catch (const std::exception& error) {
-    return absl::InternalError(error.what());
-  }
 }
 
 }  // namespace
@@ -139,7 +129,6 @@ absl::Status EngineCore::Check(cudaError_t error, const char* what) const {
   return status;
 }
 
-// Needs no memory: destructors wait for work, too.
 absl::Status EngineCore::SynchronizeAll(std::initializer_list<cudaStream_t> streams, const char* what) {
   absl::Status first;
   for (const cudaStream_t stream : streams) first.Update(Check(cudaStreamSynchronize(stream), what));
@@ -216,10 +205,8 @@ absl::Status EngineCore::CallProbe(ShardPhase phase, int32_t rank) const {
 
 absl::Status EngineCore::Prepare(absl::FunctionRef<absl::Status(int32_t rank)> prepare) {
   for (int32_t rank = first_shard(); rank < first_shard() + held_shards(); ++rank) {
-    const absl::Status status = Caught([&] {
-      absl::Status ready = CallProbe(ShardPhase::kPrepare, rank);
-      return ready.ok() ? prepare(rank) : ready;
-    });
+    absl::Status status = CallProbe(ShardPhase::kPrepare, rank);
+    if (status.ok()) status = prepare(rank);
     if (!status.ok()) {
       return ShardError(ErrorReason::kShardNotReady, rank,
                         " could not begin, and nothing was changed: ", std::string(status.message()));
@@ -230,12 +217,12 @@ absl::Status EngineCore::Prepare(absl::FunctionRef<absl::Status(int32_t rank)> p
 
 absl::Status EngineCore::TryAct(absl::FunctionRef<absl::Status()> act) {
   for (int32_t rank = first_shard(); rank < first_shard() + held_shards(); ++rank) {
-    const absl::Status status = Caught([&] { return CallProbe(ShardPhase::kAct, rank); });
+    const absl::Status status = CallProbe(ShardPhase::kAct, rank);
     if (!status.ok()) return ShardError(ErrorReason::kEngineFailed, rank, " failed: ", std::string(status.message()));
   }
   act_goes_on_ = false;
   idle_ = std::exchange(next_idle_, {});
-  absl::Status status = Caught(act);
+  absl::Status status = act();
   if (status.ok() && act_goes_on_) {
     work_goes_on_ = true;
     return status;

@@ -87,7 +87,7 @@ class EngineCore {
 
   // Work that is decided once for all shards. `prepare` does all that may fail on a shard and changes nothing; if it fails anywhere
   // the call fails as kShardNotReady (metadata: shard). Then `act` runs for all shards, and is waited for; it fails as
-  // kEngineFailed, and what it changes is lost then. Exceptions are failures. In a group `prepare` and `act` are about the shard
+  // kEngineFailed, and what it changes is lost then. In a group `prepare` and `act` are about the shard
   // that is here, all ranks decide together, and a failure of `act` breaks the group.
   absl::Status RunDecided(absl::FunctionRef<absl::Status(int32_t rank)> prepare, absl::FunctionRef<absl::Status()> act);
   // The same with `act` by shard that is here, counted from 0, in order.

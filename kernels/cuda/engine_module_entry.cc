@@ -1,10 +1,8 @@
 // The symbols that libheadwater_cuda.so exports; see kernels/core/engine_module.h.
-#include <exception>
 #include <memory>
 #include <string>
 #include <type_traits>
 
-#include "headwater/kernels/error.h"
 #include "kernels/comm/device_communicator.h"
 #include "kernels/core/engine_module.h"
 #include "kernels/cuda/cuda_engine.h"
@@ -17,25 +15,16 @@ HEADWATER_MODULE_EXPORT const char* headwater_cuda_module_version() { return hea
 
 HEADWATER_MODULE_EXPORT headwater::LossEngine* headwater_cuda_create_engine(const headwater::EngineOptions* options,
                                                                             absl::Status* status) {
-  try {
-    absl::StatusOr<std::unique_ptr<headwater::LossEngine>> engine = headwater::cuda::CreateEngine(*options);
-    if (engine.ok()) return engine->release();
-    *status = engine.status();
-  } catch (const std::exception& error) {
-    *status =
-        headwater::MakeError(headwater::ErrorReason::kInternal, std::string("the CUDA engine could not be made: ") + error.what());
-  }
+  absl::StatusOr<std::unique_ptr<headwater::LossEngine>> engine = headwater::cuda::CreateEngine(*options);
+  if (engine.ok()) return engine->release();
+  *status = engine.status();
   return nullptr;
 }
 
 HEADWATER_MODULE_EXPORT void headwater_cuda_make_group_id(std::string* id, absl::Status* status) {
-  try {
-    absl::StatusOr<std::string> made = headwater::MakeDeviceGroupId();
-    *status = made.status();
-    if (made.ok()) *id = *std::move(made);
-  } catch (const std::exception& error) {
-    *status = headwater::MakeError(headwater::ErrorReason::kInternal, std::string("no id for a group: ") + error.what());
-  }
+  absl::StatusOr<std::string> made = headwater::MakeDeviceGroupId();
+  *status = made.status();
+  if (made.ok()) *id = *std::move(made);
 }
 
 }  // extern "C"

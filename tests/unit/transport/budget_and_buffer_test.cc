@@ -1,10 +1,14 @@
 #include <gtest/gtest.h>
 
+#include <cstdint>
+#include <cstring>
 #include <limits>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "headwater/kernels/error.h"
+#include "headwater/kernels/planned_bytes.h"
 #include "server/transport/byte_budget.h"
 #include "server/transport/growing_buffer.h"
 
@@ -12,6 +16,20 @@ namespace headwater::transport {
 namespace {
 
 constexpr int64_t kMostBytes = std::numeric_limits<int64_t>::max();
+
+TEST(PlannedBytes, AreRefusedWhereThereIsNoMemory) {
+  for (const int64_t bytes : {int64_t{0}, int64_t{1}, int64_t{64}, int64_t{1} << 20}) {
+    const absl::StatusOr<PlannedBytes> planned = AllocatePlanned(bytes);
+    ASSERT_TRUE(planned.ok()) << planned.status();
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(planned->get()) % 64, 0u);
+    std::memset(planned->get(), 1, static_cast<size_t>(bytes));
+  }
+  for (const int64_t bytes : {int64_t{1} << 60, kMostBytes}) {
+    const absl::Status refused = AllocatePlanned(bytes).status();
+    EXPECT_TRUE(HasReason(refused, ErrorReason::kMemoryBudgetExceeded)) << refused;
+    EXPECT_EQ(GetErrorMetadata(refused)["requestedBytes"], std::to_string(bytes));
+  }
+}
 
 TEST(GrowingBuffer, AllocatesWithTheBytesThatCome) {
   GrowingBuffer buffer(int64_t{1} << 40);
