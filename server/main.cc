@@ -15,7 +15,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -45,6 +44,7 @@
 #include "server/observability/line_writer.h"
 #include "server/observability/log_level_file.h"
 #include "server/observability/logging.h"
+#include "server/observability/memory_end.h"
 #include "server/observability/metrics.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/service/engine_choice.h"
@@ -718,6 +718,8 @@ int Serve() {
   const sigset_t signals = MainSignals();
   absl::Status logging = observability::ConfigureLogging(absl::GetFlag(FLAGS_log_level), absl::GetFlag(FLAGS_log_format));
   if (!logging.ok()) return Fail(std::string(logging.message()));
+  const bool json = absl::GetFlag(FLAGS_log_format) == "json";
+  observability::EndWithoutMemory(json ? observability::LogFormat::kJson : observability::LogFormat::kText);
   service::TakeGrpcLog();
   std::optional<observability::LogLevelFile> level_file;
   if (const std::string path = absl::GetFlag(FLAGS_log_level_file); !path.empty()) {

@@ -13,6 +13,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/planned_bytes.h"
 #include "server/checkpoint/manifest.h"
 #include "server/checkpoint/xxh3.h"
 #include "server/model_files/safetensors.h"
@@ -159,12 +160,12 @@ absl::Status ForEachPiece(const SavedTensor& saved, const VocabShard& rows, cons
 }
 
 // Room for the largest piece of these rows: small heads must not pay for large ones.
-std::vector<char> PieceBuffer(const std::vector<SavedTensor>& tensors, const VocabShard& rows) {
+absl::StatusOr<PlannedBytes> PieceBuffer(const std::vector<SavedTensor>& tensors, const VocabShard& rows) {
   int64_t bytes = 0;
   for (const SavedTensor& saved : tensors) {
     bytes = std::max(bytes, (rows.vocab_end - rows.vocab_start) * saved.width * ElementBytes(saved.data_type));
   }
-  return std::vector<char>(static_cast<size_t>(std::min(bytes, kPieceBytes)));
+  return AllocatePlanned(std::min(bytes, kPieceBytes));
 }
 
 // Appends to a file and adds up its checksum.
@@ -196,11 +197,12 @@ absl::Status WriteWholeFile(FileSystem& files, const std::string& path, const st
 
 absl::StatusOr<std::string> HashFile(const ReadableFile& file) {
   Xxh3Hasher hasher;
-  std::string buffer(static_cast<size_t>(std::min(file.size(), kPieceBytes)), '\0');
+  const absl::StatusOr<PlannedBytes> buffer = AllocatePlanned(std::min(file.size(), kPieceBytes));
+  if (!buffer.ok()) return buffer.status();
   for (int64_t offset = 0; offset < file.size(); offset += kPieceBytes) {
     const int64_t count = std::min(kPieceBytes, file.size() - offset);
-    if (absl::Status status = file.ReadAt(offset, count, buffer.data()); !status.ok()) return status;
-    hasher.Update(buffer.data(), count);
+    if (absl::Status status = file.ReadAt(offset, count, buffer->get()); !status.ok()) return status;
+    hasher.Update(buffer->get(), count);
   }
   return hasher.HexDigest();
 }
@@ -253,7 +255,8 @@ absl::Status AfterVerification(const absl::Status& status) {
 absl::Status WriteInto(EngineHead& head, const VerifiedFile& verified, const std::vector<SavedTensor>& tensors,
                        const VocabShard& rows) {
   const bool has_master = HasSeparateMaster(head.spec());
-  std::vector<char> buffer = PieceBuffer(tensors, rows);
+  const absl::StatusOr<PlannedBytes> buffer = PieceBuffer(tensors, rows);
+  if (!buffer.ok()) return AfterVerification(buffer.status());
   for (const SavedTensor& saved : tensors) {
     // The stored weight follows from the master.
     if (has_master && (saved.tensor == HeadTensor::kWeight || saved.tensor == HeadTensor::kBias)) continue;
@@ -261,8 +264,8 @@ absl::Status WriteInto(EngineHead& head, const VerifiedFile& verified, const std
     const int64_t begin = verified.header.tensors.at(HeadTensorName(saved.tensor)).begin;
     const int64_t first = rows.vocab_start * saved.width;
     const auto write = [&](int64_t start, int64_t count) {
-      absl::Status status = verified.file->ReadAt(begin + (start - first) * element_bytes, count * element_bytes, buffer.data());
-      return status.ok() ? head.WriteTensor(saved.tensor, start, count, buffer.data()) : status;
+      absl::Status status = verified.file->ReadAt(begin + (start - first) * element_bytes, count * element_bytes, buffer->get());
+      return status.ok() ? head.WriteTensor(saved.tensor, start, count, buffer->get()) : status;
     };
     if (absl::Status status = ForEachPiece(saved, rows, write); !status.ok()) return AfterVerification(status);
   }
@@ -374,11 +377,12 @@ absl::StatusOr<int64_t> CheckpointStore::WriteFiles(const std::string& directory
     HashedFile file(*std::move(created));
     const std::string header = MakeSafetensorsHeader(FileLayout(tensors, rows));
     if (absl::Status status = file.Append(header.data(), static_cast<int64_t>(header.size())); !status.ok()) return status;
-    std::vector<char> buffer = PieceBuffer(tensors, rows);
+    const absl::StatusOr<PlannedBytes> buffer = PieceBuffer(tensors, rows);
+    if (!buffer.ok()) return buffer.status();
     for (const SavedTensor& saved : tensors) {
       const auto append = [&](int64_t start, int64_t count) {
-        absl::Status status = head.ReadTensor(saved.tensor, start, count, buffer.data());
-        return status.ok() ? file.Append(buffer.data(), count * ElementBytes(saved.data_type)) : status;
+        absl::Status status = head.ReadTensor(saved.tensor, start, count, buffer->get());
+        return status.ok() ? file.Append(buffer->get(), count * ElementBytes(saved.data_type)) : status;
       };
       if (absl::Status status = ForEachPiece(saved, rows, append); !status.ok()) return status;
     }

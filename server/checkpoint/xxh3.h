@@ -3,6 +3,7 @@
 #define HEADWATER_SERVER_CHECKPOINT_XXH3_H_
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
 struct XXH3_state_s;
@@ -24,7 +25,7 @@ class Xxh3Hasher {
   std::string HexDigest() const;
 
  private:
-  XXH3_state_s* state_;
+  const std::unique_ptr<XXH3_state_s> state_;
 };
 
 }  // namespace headwater::checkpoint

@@ -1,6 +1,5 @@
 #include "server/group/engines_together.h"
 
-#include <exception>
 #include <string>
 #include <thread>
 #include <utility>
@@ -49,14 +48,6 @@ class Progress {
   FirstFailure failure_ ABSL_GUARDED_BY(mutex_);
 };
 
-absl::Status Guarded(absl::FunctionRef<absl::Status(size_t)> work, size_t index) {
-  try {
-    return work(index);
-  } catch (const std::exception& error) {
-    return MakeError(ErrorReason::kEngineFailed, std::string("making an engine failed: ") + error.what());
-  }
-}
-
 }  // namespace
 
 FirstFailure RunTogether(size_t count, absl::FunctionRef<absl::Status(size_t)> work,
@@ -65,7 +56,7 @@ FirstFailure RunTogether(size_t count, absl::FunctionRef<absl::Status(size_t)> w
   std::vector<std::thread> threads;
   for (size_t index = 0; index < count; ++index) {
     threads.emplace_back([&progress, work, abort, index] {
-      const absl::Status status = Guarded(work, index);
+      const absl::Status status = work(index);
       if (!status.ok() && progress.Fail(status, index)) abort(status);
       progress.End();
     });

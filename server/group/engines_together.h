@@ -26,7 +26,7 @@ struct FirstFailure {
 
 // Runs work(0) to work(count - 1) at the same time, each on a thread of its own, and waits for all of them. When the first one has
 // failed, or `given_up`, which is asked on this thread several times a second, has returned true (kCancelled), it calls abort(why)
-// once, on any thread: what still runs should fail soon then. What is thrown is a failure.
+// once, on any thread: what still runs should fail soon then.
 FirstFailure RunTogether(size_t count, absl::FunctionRef<absl::Status(size_t)> work,
                          absl::FunctionRef<void(const absl::Status&)> abort, absl::FunctionRef<bool()> given_up);
 

@@ -9,7 +9,6 @@
 #include <set>
 #include <utility>
 
-#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/time.h"
@@ -117,8 +116,7 @@ absl::Status GroupAssembly::Serve(JoinCall& call) {
                                           [&call] { call.Cancel(); });
   const absl::Status ended = MakeError(ErrorReason::kEngineFailed, "the worker's call has ended");
   HEADWATER_RETURN_IF_ERROR(AwaitRank(call, slot));
-  // From here on others have the link, which uses the call: whatever ends this, the memory's end too, must not leave it open.
-  absl::Cleanup close = [&] { slot->link->Close(ended); };
+  // From here on others have the link, which uses the call, until it is closed.
   v1::JoinResponse welcome;
   {
     absl::MutexLock lock(&mutex_);
@@ -137,7 +135,7 @@ absl::Status GroupAssembly::Serve(JoinCall& call) {
       message = v1::JoinRequest();
     }
   }
-  std::move(close).Invoke();
+  slot->link->Close(ended);
   return engine_.dismissed() ? absl::OkStatus() : slot->link->status();
 }
 
@@ -182,17 +180,13 @@ absl::Status GroupAssembly::AwaitRank(JoinCall& call, const std::shared_ptr<Slot
   absl::MutexLock lock(&mutex_);
   HEADWATER_RETURN_IF_ERROR(RoomFor(*slot));
   slots_.push_back(slot);
-  // Also if something throws: the group must not be formed with a worker whose call is over.
-  absl::Cleanup leave = [&]()
-                            ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { slots_.erase(std::find(slots_.begin(), slots_.end(), slot)); };
   LogPresence("worker_joined", *slot);
   while (!mutex_.AwaitWithTimeout(absl::Condition(&complete_), kCancelLook)) {
     if (!call.Cancelled()) continue;
-    std::move(leave).Invoke();
+    slots_.erase(std::find(slots_.begin(), slots_.end(), slot));
     LogPresence("worker_left", *slot);
     return MakeError(ErrorReason::kCancelled, "the worker has left before the group was formed");
   }
-  std::move(leave).Cancel();
   return absl::OkStatus();
 }
 

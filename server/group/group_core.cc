@@ -1,7 +1,6 @@
 #include "server/group/group_core.h"
 
 #include <algorithm>
-#include <exception>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -76,25 +75,19 @@ GroupCore::Turn::Turn(GroupCore& core) : core_(core), lock_(&core.turn_mutex_) {
   }
   status_ = core_.lost();
   if (!status_.ok()) return;
-  try {
-    core_.FlushReleases();
-  } catch (const std::exception& error) {
-    // Which ranks have been told is not known.
-    status_ = MakeError(ErrorReason::kEngineFailed, absl::StrCat("the ranks could not be told what to release: ", error.what()));
-    core_.Lose(status_);
-  }
+  core_.FlushReleases();
 }
 
 GroupCore::RankTurn::RankTurn(GroupCore& core, size_t rank)
     : core_(core), rank_(rank), turn_lock_(&core.turn_mutex_), rank_lock_(core.rank_mutexes_[rank].get()) {
   status_ = core_.lost();
   if (!status_.ok()) return;
-  status_ = RankThreads::RunOne([this](size_t one) { return core_.FlushReleasesOf(one); }, rank_);
+  status_ = core_.FlushReleasesOf(rank_);
   if (!status_.ok()) core_.Lose(status_);
 }
 
 absl::Status GroupCore::RankTurn::Run(absl::FunctionRef<absl::Status(Rank&)> call) {
-  const absl::Status status = RankThreads::RunOne([&](size_t rank) { return call(*core_.ranks_[rank]); }, rank_);
+  const absl::Status status = call(*core_.ranks_[rank_]);
   if (HasReason(status, ErrorReason::kEngineFailed)) core_.Lose(status);
   absl::Status lost = core_.lost();
   return lost.ok() ? status : lost;
@@ -107,7 +100,7 @@ absl::Status GroupCore::lost() const {
 
 std::vector<absl::Status> GroupCore::RunAll(RankThreads::Program program) {
   return threads_->Run([&](size_t rank) {
-    absl::Status status = RankThreads::RunOne(program, rank);
+    absl::Status status = program(rank);
     // At once: others may be waiting for this rank.
     if (HasReason(status, ErrorReason::kEngineFailed)) Lose(status);
     return status;

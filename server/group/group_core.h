@@ -54,7 +54,7 @@ class GroupCore {
 
    private:
     GroupCore& core_;
-    const absl::MutexLock lock_;  // a member: given back by a constructor that throws, too
+    const absl::MutexLock lock_;
     absl::Status status_;
   };
 

@@ -7,7 +7,6 @@
 #include <utility>
 #include <variant>
 
-#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/communicator.h"
 #include "headwater/kernels/digest.h"
@@ -364,12 +363,7 @@ absl::StatusOr<MicroBatchResult> GroupEngine::Compute(const MicroBatch& micro_ba
   if (micro_batch.flow != nullptr) flow = std::make_unique<GroupFlow>(*micro_batch.flow, rows_here);
   const uint64_t contribution = core_->NewId();
   std::vector<RankResult> results(core_->size());
-  absl::Status ended = absl::InternalError("the first rank has ended without a word");
   const absl::Status status = core_->OnAllAsFirst([&](size_t rank) {
-    // The others wait in the flow for the first rank, however that ends.
-    const absl::Cleanup end = [&] {
-      if (rank == 0 && flow != nullptr) flow->End(ended);
-    };
     RankCall call;
     call.micro_batch = micro_batch;
     call.heads = heads;
@@ -377,11 +371,10 @@ absl::StatusOr<MicroBatchResult> GroupEngine::Compute(const MicroBatch& micro_ba
     call.flow = flow.get();
     if (flow != nullptr) call.micro_batch.flow = flow.get();
     absl::StatusOr<RankResult> result = core_->rank(rank).Compute(call);
-    if (result.ok()) {
-      results[rank] = *std::move(result);
-    } else if (rank == 0) {
-      ended = result.status();
-    }
+    // The others wait in the flow for the first rank, however that ends.
+    const absl::Status without_a_word = absl::InternalError("the first rank has ended without a word");
+    if (rank == 0 && flow != nullptr) flow->End(result.ok() ? without_a_word : result.status());
+    if (result.ok()) results[rank] = *std::move(result);
     return result.status();
   });
   if (!status.ok()) {

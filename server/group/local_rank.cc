@@ -1,12 +1,14 @@
 #include "server/group/local_rank.h"
 
-#include <deque>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "headwater/kernels/communicator.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
+#include "server/group/call_memory.h"
 #include "server/group/rank_follower.h"
 
 namespace headwater::group {
@@ -33,21 +35,6 @@ class MeasuredFlow final : public RowFlow {
  private:
   RowFlow& flow_;
   observability::BusyClock& clock_;
-};
-
-// Outputs of a rank that nobody looks at. Memory that is not written takes none.
-class Scratch {
- public:
-  // Puts memory of its own in the place of `*output` if that is asked for.
-  template <typename T>
-  void Replace(int64_t count, T** output) {
-    if (*output == nullptr) return;
-    *output = static_cast<T*>(Take(static_cast<size_t>(count) * sizeof(T)));
-  }
-  void* Take(size_t bytes) { return memory_.emplace_back(new char[bytes + 1]).get(); }
-
- private:
-  std::deque<std::unique_ptr<char[]>> memory_;
 };
 
 }  // namespace
@@ -170,21 +157,26 @@ absl::StatusOr<RankResult> LocalRank::Compute(const RankCall& call) {
   const EngineGroup& group = engine_->options().group;
   MicroBatch micro_batch = call.micro_batch;
   std::vector<LossTerm> terms = TermsOf(call);
-  Scratch scratch;
+  CallMemory scratch;  // outputs that nobody looks at; pages that are not written take none
+  const auto replace = [&scratch](int64_t count, auto** output) {
+    using Value = std::remove_pointer_t<std::remove_pointer_t<decltype(output)>>;
+    if (*output != nullptr) *output = static_cast<Value*>(scratch.Take(count * static_cast<int64_t>(sizeof(Value))));
+  };
   std::unique_ptr<Follower> follower;
   if (group.rank > 0) {
     for (LossTerm& term : terms) {
-      scratch.Replace(term.row_count, &term.token_loss);
-      scratch.Replace(term.row_count, &term.lse);
-      scratch.Replace(term.row_count, &term.target_log_probability);
-      scratch.Replace(term.row_count, &term.entropy);
-      scratch.Replace(term.row_count, &term.argmax);
+      replace(term.row_count, &term.token_loss);
+      replace(term.row_count, &term.lse);
+      replace(term.row_count, &term.target_log_probability);
+      replace(term.row_count, &term.entropy);
+      replace(term.row_count, &term.argmax);
     }
     MutableRowsView& out = micro_batch.grad_hidden;
     if (out.data != nullptr && !group.shared_views) {
       out.memory = MemorySpace::kHost;
-      out.data = scratch.Take(static_cast<size_t>(out.row_count * out.column_count * ElementBytes(out.data_type)));
+      out.data = scratch.Take(out.row_count * out.column_count * ElementBytes(out.data_type));
     }
+    HEADWATER_RETURN_IF_ERROR(scratch.status());
     micro_batch.digest_rows = false;
     if (call.flow != nullptr) micro_batch.flow = (follower = std::make_unique<Follower>(*call.flow)).get();
   }

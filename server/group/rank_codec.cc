@@ -214,14 +214,15 @@ const void* ReceivedCall::AddStream(int64_t row_start, int64_t row_count, int64_
   stream.row_start = row_start;
   stream.row_count = row_count;
   stream.row_bytes = row_bytes;
-  stream.memory.reset(new char[static_cast<size_t>(row_count * row_bytes) + 1]);
+  absl::StatusOr<PlannedBytes> memory = AllocateOnRank(row_count * row_bytes);
+  streams_status_.Update(memory.status());
+  if (memory.ok()) stream.memory = *std::move(memory);
   return stream.memory.get();
 }
 
 template <typename T>
 T* ReceivedCall::AddOutput(int64_t count) {
-  const size_t bytes = is_whole_ ? static_cast<size_t>(count) * sizeof(T) : 0;
-  return reinterpret_cast<T*>(outputs_.emplace_back(new char[bytes + 1]).get());
+  return static_cast<T*>(outputs_.Take(is_whole_ ? count * static_cast<int64_t>(sizeof(T)) : 0));
 }
 
 absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(const v1::RankCompute& message) {
@@ -282,6 +283,9 @@ absl::StatusOr<std::unique_ptr<ReceivedCall>> ReceivedCall::Decode(const v1::Ran
   }
   call->contribution_ = message.contribution();
   call->has_flow_ = message.flow();
+  absl::Status memory = call->streams_status_;
+  memory.Update(call->outputs_.status());
+  if (!memory.ok()) return memory;
   return call;
 }
 

@@ -9,7 +9,9 @@
 
 #include "absl/status/status.h"
 #include "headwater/kernels/engine.h"
+#include "headwater/kernels/planned_bytes.h"
 #include "headwater/v1/group_service.pb.h"
+#include "server/group/call_memory.h"
 #include "server/group/rank.h"
 
 namespace headwater::group {
@@ -45,7 +47,7 @@ absl::Status Malformed(const char* what);
 // A call that came as messages, with memory for everything that it points to. Rows fill up as they come.
 class ReceivedCall {
  public:
-  // kEngineFailed for a message that no leader sends.
+  // kEngineFailed for a message that no leader sends, or where the host has no memory for the call.
   static absl::StatusOr<std::unique_ptr<ReceivedCall>> Decode(const v1::RankCompute& message);
 
   // `flow` takes the rows' place; null: they must all be here.
@@ -64,7 +66,7 @@ class ReceivedCall {
 
  private:
   struct Stream {
-    std::unique_ptr<char[]> memory;
+    PlannedBytes memory;
     int64_t row_start = 0;  // in the micro-batch
     int64_t row_count = 0;
     int64_t row_bytes = 0;
@@ -83,8 +85,8 @@ class ReceivedCall {
   template <typename T>
   T* AddOutput(int64_t count);
 
-  // The outputs; one byte each where nobody reads them, and LocalRank writes elsewhere.
-  std::deque<std::unique_ptr<char[]>> outputs_;
+  CallMemory outputs_;  // empty where nobody reads them, and LocalRank writes elsewhere
+  absl::Status streams_status_;
   uint64_t contribution_ = 0;
   bool is_whole_ = false;
   bool has_flow_ = false;

@@ -1,19 +1,8 @@
 #include "server/group/rank_threads.h"
 
-#include <exception>
-#include <string>
-
-#include "headwater/kernels/error.h"
+#include <utility>
 
 namespace headwater::group {
-
-absl::Status RankThreads::RunOne(Program program, size_t rank) {
-  try {
-    return program(rank);
-  } catch (const std::exception& error) {
-    return MakeError(ErrorReason::kEngineFailed, "rank " + std::to_string(rank) + " failed: " + error.what());
-  }
-}
 
 RankThreads::RankThreads(size_t count) : statuses_(count) {
   for (size_t rank = 1; rank < count; ++rank) threads_.emplace_back([this, rank] { Main(rank); });
@@ -34,7 +23,7 @@ std::vector<absl::Status> RankThreads::Run(Program program) {
     running_ = threads_.size();
     ++generation_;
   }
-  absl::Status first = RunOne(program, 0);
+  absl::Status first = program(0);
   const auto done = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return running_ == 0; };
   absl::MutexLock lock(&mutex_);
   mutex_.Await(absl::Condition(&done));
@@ -55,7 +44,7 @@ void RankThreads::Main(size_t rank) {
       seen = generation_;
       program = program_;
     }
-    absl::Status status = RunOne(*program, rank);
+    absl::Status status = (*program)(rank);
     absl::MutexLock lock(&mutex_);
     statuses_[rank] = std::move(status);
     --running_;

@@ -23,11 +23,8 @@ class RankThreads {
   RankThreads(const RankThreads&) = delete;
   RankThreads& operator=(const RankThreads&) = delete;
 
-  // Runs program(rank) for every rank at the same time, and returns their answers when all have come. What a program throws is
-  // kEngineFailed. One call at a time.
+  // Runs program(rank) for every rank at the same time, and returns their answers when all have come. One call at a time.
   std::vector<absl::Status> Run(Program program);
-  // What one rank's answer is by that.
-  static absl::Status RunOne(Program program, size_t rank);
 
  private:
   void Main(size_t rank);

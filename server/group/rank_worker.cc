@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <exception>
 #include <memory>
 #include <thread>
 #include <utility>
@@ -27,15 +26,6 @@ namespace headwater::group {
 namespace {
 
 absl::Status LeaderGone() { return MakeError(ErrorReason::kEngineFailed, "the leader is gone"); }
-
-// What `work` answers, or kEngineFailed with what it throws.
-absl::Status Guarded(absl::FunctionRef<absl::Status()> work) {
-  try {
-    return work();
-  } catch (const std::exception& error) {
-    return MakeError(ErrorReason::kEngineFailed, absl::StrCat("the worker failed: ", error.what()));
-  }
-}
 
 // Writes of the commands' thread and of the one that tells that the worker lives, and notices when nobody listens any more, or when
 // the engine can compute nothing any more while a command waits for it.
@@ -232,7 +222,7 @@ class Worker {
     if (!voice_.Write(hello) || !channel_.Read(&message)) return LeaderGone();
     if (!message.has_welcome()) return Malformed("no welcome");
     voice_.StayAlive();
-    absl::Status status = Guarded([&] { return Settle(message.welcome(), **meeting); });
+    absl::Status status = Settle(message.welcome(), **meeting);
     v1::JoinRequest ready;
     EncodeStatus(status, ready.mutable_ready()->mutable_status());
     if (status.ok()) {
@@ -295,7 +285,7 @@ class Worker {
       if (command.has_data() || command.has_decision()) continue;
       v1::JoinRequest answer;
       v1::RankReply* const reply = answer.mutable_reply();
-      const absl::Status status = Guarded([&] { return ExecuteOne(command, reply); });
+      const absl::Status status = ExecuteOne(command, reply);
       // The others may be waiting for this rank.
       if (HasReason(status, ErrorReason::kEngineFailed)) rank_->Abort(status);
       EncodeStatus(status, reply->mutable_status());
@@ -470,8 +460,6 @@ class Worker {
 
 }  // namespace
 
-absl::Status RunWorker(WorkerChannel& channel, const WorkerOptions& options) {
-  return Guarded([&] { return Worker(channel, options).Run(); });
-}
+absl::Status RunWorker(WorkerChannel& channel, const WorkerOptions& options) { return Worker(channel, options).Run(); }
 
 }  // namespace headwater::group

@@ -55,7 +55,7 @@ struct WorkerOptions {
 };
 
 // Joins, makes its engine, and executes commands until the call ends or the group is lost; then everything that it made is gone.
-// What the engine throws ends it too, and the leader is told. The reason for which it ended, never OK.
+// The reason for which it ended, never OK.
 absl::Status RunWorker(WorkerChannel& channel, const WorkerOptions& options);
 
 }  // namespace headwater::group

@@ -2,15 +2,12 @@
 #ifndef HEADWATER_SERVER_HEADS_COMPUTE_LOCKS_H_
 #define HEADWATER_SERVER_HEADS_COMPUTE_LOCKS_H_
 
-#include <exception>
 #include <functional>
-#include <new>
 #include <set>
 #include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "server/heads/head.h"
 
@@ -42,11 +39,9 @@ class Head::ComputeLocks {
 // The same for the state locks, for a moment: what several ledgers are told together is told at once.
 class Head::StateLocks {
  public:
-  // Takes no memory.
-  explicit StateLocks(std::set<Head*, std::less<>>&& heads) ABSL_NO_THREAD_SAFETY_ANALYSIS : heads_(std::move(heads)) {
+  explicit StateLocks(const std::vector<Head*>& heads) ABSL_NO_THREAD_SAFETY_ANALYSIS : heads_(heads.begin(), heads.end()) {
     for (Head* head : heads_) head->state_mutex_.Lock();
   }
-  explicit StateLocks(const std::vector<Head*>& heads) : StateLocks(std::set<Head*, std::less<>>(heads.begin(), heads.end())) {}
   StateLocks(const StateLocks&) = delete;
   StateLocks& operator=(const StateLocks&) = delete;
   ~StateLocks() ABSL_NO_THREAD_SAFETY_ANALYSIS {
@@ -60,22 +55,6 @@ class Head::StateLocks {
 // After the decision nothing may fail but this: what the head holds is unknown then.
 inline bool IsEngineFailure(const absl::Status& status) {
   return HasReason(status, ErrorReason::kEngineFailed) || HasReason(status, ErrorReason::kInternal);
-}
-
-// What `act` returns, which lets an engine change a head; an engine's failure if it throws (std::bad_alloc): what has been changed
-// by then is unknown. Throws only what `act` does while `*changed` is false, if that is given: then nothing has been changed.
-template <typename Act>
-absl::Status CatchFailure(const Act& act, const bool* changed = nullptr) {
-  try {
-    return act();
-  } catch (const std::exception& error) {
-    if (changed != nullptr && !*changed) throw;
-    try {
-      return MakeError(ErrorReason::kEngineFailed, absl::StrCat("the change had begun, but it threw ", error.what()));
-    } catch (const std::bad_alloc&) {
-      return absl::InternalError("");  // takes no memory
-    }
-  }
 }
 
 }  // namespace headwater::heads

@@ -1,7 +1,6 @@
 #include "server/heads/head.h"
 
 #include <algorithm>
-#include <new>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -192,11 +191,11 @@ void Head::DropPending(int64_t micro_batch) {
 // ---- loss of the head, its taking over, and its end ------------------------------------------------------------------
 
 absl::Status Head::AfterChange(const absl::Status& status) {
-  if (HasReason(status, ErrorReason::kEngineFailed) || HasReason(status, ErrorReason::kInternal)) MarkLost(status);
+  if (IsEngineFailure(status)) MarkLost(status);
   return status;
 }
 
-void Head::MarkLost(absl::string_view cause) {
+void Head::MarkLost(const absl::Status& cause) {
   absl::MutexLock state_lock(&state_mutex_);
   DropAllPending();
   shadow_.clear();
@@ -207,12 +206,8 @@ void Head::MarkLost(absl::string_view cause) {
   ledger_.Reset(ledger_.open().step);
   last_apply_.reset();
   last_replace_.clear();
-  lost_cause_ = "out of memory";  // takes none itself
+  lost_cause_ = std::string(cause.message());
   changed_.SignalAll();
-  try {
-    if (!cause.empty()) lost_cause_ = std::string(cause);
-  } catch (const std::bad_alloc&) {
-  }
 }
 
 int64_t Head::NextWeightVersion() {
@@ -245,7 +240,7 @@ absl::StatusOr<HeadInfo> Head::Take(const std::optional<Epoch>& epoch, std::vect
     if (absl::Status status = Check(nullptr, Need::kNotLost, true); !status.ok()) return status;
     if (epoch.has_value() && *epoch != epoch_) return EpochError(*epoch);
   }
-  if (absl::Status status = AfterChange(CatchFailure([this] { return engine_head_->ZeroGradient(); })); !status.ok()) return status;
+  if (absl::Status status = AfterChange(engine_head_->ZeroGradient()); !status.ok()) return status;
   absl::MutexLock state_lock(&state_mutex_);
   StartAfresh(ledger_.open().step);
   recovers_epochs_ = std::move(recovers_epochs);

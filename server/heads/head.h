@@ -44,7 +44,6 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/digest.h"
@@ -568,7 +567,7 @@ class Head : public std::enable_shared_from_this<Head> {
   // This head's part of a contribution that is held.
   std::shared_ptr<const WaitingAddition> MakeWaiting(int64_t micro_batch, const HeldRows& held,
                                                      const CommitArguments& arguments) const;
-  // Puts a contribution in its place in all of these heads, or throws and has put it nowhere. With their state locks held.
+  // Puts a contribution in its place in all of these heads. With their state locks held.
   static void WaitInOrder(const std::vector<Head*>& heads, int64_t micro_batch, const HeldRows& held,
                           const CommitArguments& arguments);
   std::shared_ptr<const WaitingAddition> NextInOrder() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(state_mutex_);
@@ -583,9 +582,7 @@ class Head : public std::enable_shared_from_this<Head> {
 
   // After an engine call that changes the head: an engine failure makes the head LOST. Returns `status`.
   absl::Status AfterChange(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(compute_mutex_);
-  // Throws nothing.
-  void MarkLost(absl::string_view cause) ABSL_SHARED_LOCKS_REQUIRED(compute_mutex_);
-  void MarkLost(const absl::Status& cause) ABSL_SHARED_LOCKS_REQUIRED(compute_mutex_) { MarkLost(cause.message()); }
+  void MarkLost(const absl::Status& cause) ABSL_SHARED_LOCKS_REQUIRED(compute_mutex_);
   absl::Status CheckApply(const ApplyArguments& arguments) const;
   absl::Status CheckUpdates(const std::vector<TensorUpdate>& updates) const;
   // kDataLengthMismatch unless `byte_count` is the whole tensor's.

@@ -148,7 +148,7 @@ absl::StatusOr<std::shared_ptr<PendingContribution>> Head::FindPending(
 }
 
 absl::Status Head::AddPending(const PendingContribution& pending, const CommitArguments& arguments, LossEngine& engine) {
-  if (!pending.is_held()) return CatchFailure([&] { return pending.staged()->Commit(arguments.factor); });
+  if (!pending.is_held()) return pending.staged()->Commit(arguments.factor);
   HeldRows held = pending.held();
   if (absl::Status status = CheckArguments(arguments, held); !status.ok()) return status;
   return AddHeld(std::move(held), arguments, engine);
@@ -197,7 +197,7 @@ absl::Status Head::AddHeld(HeldRows held, const CommitArguments& arguments, Loss
   micro_batch.terms = held.terms;
   micro_batch.backward = true;
   micro_batch.grad_weight = GradWeightMode::kAccumulate;
-  return CatchFailure([&] { return engine.Compute(micro_batch).status(); });
+  return engine.Compute(micro_batch).status();
 }
 
 absl::StatusOr<bool> Head::Commit(const std::vector<DecisionTarget>& targets, int64_t micro_batch, int64_t attempt,
@@ -248,7 +248,6 @@ absl::Status Head::CarryOut(const std::vector<DecisionTarget>& targets, int64_t 
   const bool in_order = targets.front().head->window_ != nullptr;
   const HeldRows held = pending.held();
   const std::vector<Head*> pointers = PointersOf(targets);
-  std::set<Head*, std::less<>> heads = HeadsOf(targets);  // from the engine's answer on nothing may throw before it is on record
   if (in_order) {
     // Once it has its place nobody can refuse it any more.
     if (absl::Status status = CheckArguments(arguments, held); !status.ok()) return status;
@@ -260,7 +259,7 @@ absl::Status Head::CarryOut(const std::vector<DecisionTarget>& targets, int64_t 
   }
   {
     // All at once, and let go of after that: whoever looks at a head meanwhile takes what is dropped for discarded.
-    const StateLocks state_locks(std::move(heads));
+    const StateLocks state_locks(pointers);
     if (in_order) WaitInOrder(pointers, micro_batch, held, arguments);
     for (const DecisionTarget& target : targets) {
       Head& head = *target.head;
@@ -438,10 +437,8 @@ absl::StatusOr<std::optional<bool>> Head::AddOwnPart(const StepKey& key, int64_t
     DropPending(micro_batch);  // of a lower attempt, which this one supersedes
     if (window_ != nullptr) window_->Reopen(micro_batch);
   }
-  const absl::Status added = CatchFailure([&] {
-    return engine_head_->AddToGradient(HeadTensor::kGradWeight, part.row_start * spec_.hidden_size,
-                                       part.row_count * spec_.hidden_size, part.factor, part.data);
-  });
+  const absl::Status added = engine_head_->AddToGradient(HeadTensor::kGradWeight, part.row_start * spec_.hidden_size,
+                                                         part.row_count * spec_.hidden_size, part.factor, part.data);
   if (!added.ok()) {
     if (IsEngineFailure(added)) {
       MarkLost(added);

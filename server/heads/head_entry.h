@@ -25,13 +25,9 @@ namespace headwater::heads {
 class Head::Entry {
  public:
   // Waits as the limits allow. Unless status() is OK the call may not go on.
-  Entry(const Head& head, const WaitLimits& limits) : Entry() {
-    entered_.reserve(1);
-    Enter(head, limits);
-  }
+  Entry(const Head& head, const WaitLimits& limits) { Enter(head, limits); }
   // In ascending address, as the locks are taken: nobody waits in a circle.
-  Entry(const std::set<Head*, std::less<>>& heads, const WaitLimits& limits) : Entry() {
-    entered_.reserve(heads.size());
+  Entry(const std::set<Head*, std::less<>>& heads, const WaitLimits& limits) {
     for (const Head* head : heads) {
       if (status_.ok()) Enter(*head, limits);
     }
@@ -45,8 +41,6 @@ class Head::Entry {
   const absl::Status& status() const { return status_; }
 
  private:
-  Entry() = default;  // of no head; the others begin with it, so that what throws in them leaves the heads that are entered
-
   void Enter(const Head& head, const WaitLimits& limits) {
     status_ = head.EnterCall(limits);
     if (status_.ok()) entered_.push_back(&head);

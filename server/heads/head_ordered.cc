@@ -6,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "server/heads/compute_locks.h"
@@ -120,11 +119,7 @@ std::shared_ptr<const WaitingAddition> Head::MakeWaiting(int64_t micro_batch, co
 
 void Head::WaitInOrder(const std::vector<Head*>& heads, int64_t micro_batch, const HeldRows& held,
                        const CommitArguments& arguments) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-  absl::Cleanup take_back = [&heads, micro_batch]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    for (Head* head : heads) head->window_->TakeBack(micro_batch);
-  };
   for (Head* head : heads) head->window_->Wait(head->MakeWaiting(micro_batch, held, arguments));
-  std::move(take_back).Cancel();
 }
 
 std::shared_ptr<const WaitingAddition> Head::NextInOrder() const {

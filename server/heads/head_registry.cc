@@ -77,7 +77,7 @@ absl::StatusOr<int64_t> HeadRegistry::PlannedBytes(const HeadSpec& spec) const {
 
 absl::Status HeadRegistry::Reserve(const HeadName& name, const absl::StatusOr<int64_t>& planned_bytes) {
   if (!planned_bytes.ok()) return planned_bytes.status();
-  departed_.remove_if([](const Departed& departed) {
+  std::erase_if(departed_, [](const Departed& departed) {
     const std::shared_ptr<Head> head = departed.head.lock();
     return head == nullptr || !head->HasUses();
   });
@@ -119,7 +119,7 @@ void HeadRegistry::Settle(const std::string& full_name, std::shared_ptr<Head> he
   if (head == nullptr) {
     const auto found = heads_.find(full_name);
     if (found != heads_.end()) {
-      departed_.splice(departed_.end(), found->second.departed);
+      if (found->second.departed.has_value()) departed_.push_back(*std::move(found->second.departed));
       heads_.erase(found);
     }
   } else {
@@ -158,7 +158,7 @@ absl::StatusOr<HeadRegistry::Created> HeadRegistry::Create(const HeadName& name,
     }
     if (absl::Status status = Reserve(name, planned_bytes); !status.ok()) return status;
   }
-  std::shared_ptr<Head> made;  // null also if an exception ends the call: else whoever attaches would wait for ever
+  std::shared_ptr<Head> made;  // null: the name is free again
   const absl::Cleanup settle = [&] { Settle(full_name, made); };
   absl::StatusOr<std::shared_ptr<Head>> head = Head::Create(name, spec, engine_, head_limits_);
   if (!head.ok()) return head.status();
@@ -222,10 +222,10 @@ int64_t HeadRegistry::DropSession(const SessionId& session) {
 
 // ---- deleting --------------------------------------------------------------------------------------------------------
 
-std::list<HeadRegistry::Departed> HeadRegistry::DepartedOf(const Entry& entry) {
-  std::list<Departed> departed;
-  departed.push_back({TenantPrefix(entry.head->name().tenant), entry.planned_bytes, entry.head});
-  return departed;
+std::shared_ptr<Head> HeadRegistry::TakeOut(Entry& entry) {
+  entry.departed = Departed{TenantPrefix(entry.head->name().tenant), entry.planned_bytes, entry.head};
+  entry.leaving = true;
+  return std::move(entry.head);
 }
 
 absl::Status HeadRegistry::Delete(const HeadName& name, const std::optional<Epoch>& epoch, bool force,
@@ -235,19 +235,17 @@ absl::Status HeadRegistry::Delete(const HeadName& name, const std::optional<Epoc
   {
     absl::MutexLock lock(&mutex_);
     if (const auto found = FindEntry(full_name); found != heads_.end()) {
-      std::list<Departed> departed = DepartedOf(found->second);
       if (absl::Status status = found->second.head->TryRetire(epoch, force); !status.ok()) return status;
-      head = std::move(found->second.head);
-      found->second.leaving = true;
-      found->second.departed = std::move(departed);
+      head = TakeOut(found->second);
     } else if (store == nullptr || epoch.has_value() || heads_.contains(full_name)) {
       return NotFound(full_name);
     } else {
       heads_[full_name].leaving = true;
     }
   }
-  const absl::Cleanup settle = [&] { Settle(full_name, nullptr); };
-  return head != nullptr ? Remove(name, std::move(head), store) : DeleteAbsent(name, *store);
+  const absl::Status status = head != nullptr ? Remove(name, std::move(head), store) : DeleteAbsent(name, *store);
+  Settle(full_name, nullptr);
+  return status;
 }
 
 absl::Status HeadRegistry::Remove(const HeadName& name, std::shared_ptr<Head> head, checkpoint::CheckpointStore* store) {
@@ -278,26 +276,18 @@ bool HeadRegistry::TryExpire(const std::shared_ptr<Head>& head, absl::Duration t
   // A call that named the head long ago may have changed it since it was saved.
   const HeadInfo now = head->Describe();
   if (now.epoch != before.epoch || now.open_step != before.open_step || now.weight_version != before.weight_version) return false;
-  std::list<Departed> departed = DepartedOf(found->second);
   if (!head->TryRetire(before.epoch, /*force=*/true).ok()) return false;
-  found->second.head.reset();
-  found->second.leaving = true;
-  found->second.departed = std::move(departed);
+  TakeOut(found->second);
   return true;
 }
 
 std::vector<HeadName> HeadRegistry::ExpireIdle(absl::Duration timeout, checkpoint::CheckpointStore* store, bool save_first) {
   std::vector<HeadName> expired;
   for (std::shared_ptr<Head>& head : ListAll()) {
-    // Before anything happens to the head: this takes memory.
+    if (!TryExpire(head, timeout, store, save_first)) continue;
     const HeadName& name = expired.emplace_back(head->name());
-    const std::string full_name = name.ToString();
-    if (!TryExpire(head, timeout, store, save_first)) {
-      expired.pop_back();
-      continue;
-    }
-    const absl::Cleanup settle = [&] { Settle(full_name, nullptr); };
     Remove(name, std::move(head), store).IgnoreError();
+    Settle(name.ToString(), nullptr);
   }
   return expired;
 }
@@ -392,9 +382,7 @@ std::vector<HeadRegistry::Comeback> HeadRegistry::RestoreAll(checkpoint::Checkpo
       AddNote(std::string(status.message()), comeback.note);
       continue;
     }
-    std::shared_ptr<Head> head;  // null also if an exception ends this
-    const absl::Cleanup settle = [&] { Settle(full_name, head); };
-    head = BringBack(found->newest_first, store, comeback);
+    Settle(full_name, BringBack(found->newest_first, store, comeback));
   }
   return comebacks;
 }

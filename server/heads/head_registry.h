@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <functional>
-#include <list>
 #include <map>
 #include <memory>
 #include <optional>
@@ -114,10 +113,10 @@ class HeadRegistry {
   };
   // A name that is taken.
   struct Entry {
-    std::shared_ptr<Head> head;    // null while it is being created or deleted
-    bool leaving = false;          // being deleted
-    int64_t planned_bytes = 0;     // 0 without max_tenant_memory_bytes
-    std::list<Departed> departed;  // the head that leaves; it counts by this entry until its name is given free
+    std::shared_ptr<Head> head;        // null while it is being created or deleted
+    bool leaving = false;              // being deleted
+    int64_t planned_bytes = 0;         // 0 without max_tenant_memory_bytes
+    std::optional<Departed> departed;  // the head that leaves; it counts by this entry until its name is given free
   };
   using Entries = std::map<std::string, Entry>;
 
@@ -133,8 +132,8 @@ class HeadRegistry {
   absl::Status Remove(const HeadName& name, std::shared_ptr<Head> head, checkpoint::CheckpointStore* store);
   // Deletes what the store remembers of a head that is not here. Likewise.
   absl::Status DeleteAbsent(const HeadName& name, checkpoint::CheckpointStore& store);
-  // What is kept of a head that is to leave, made before it does: that takes memory.
-  static std::list<Departed> DepartedOf(const Entry& entry);
+  // Takes a retired head out of its entry, where the head still counts.
+  static std::shared_ptr<Head> TakeOut(Entry& entry);
   // True if the head could be saved, or has nothing to be saved, and has not been used meanwhile; then it is retired.
   bool TryExpire(const std::shared_ptr<Head>& head, absl::Duration timeout, checkpoint::CheckpointStore* store, bool save_first);
   // The head at its newest whole checkpoint, or null. The name has been reserved.
@@ -148,7 +147,7 @@ class HeadRegistry {
   mutable absl::Mutex mutex_;
   absl::CondVar settled_;                  // a head that was being created or deleted is there, or is not
   Entries heads_ ABSL_GUARDED_BY(mutex_);  // by full name
-  std::list<Departed> departed_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Departed> departed_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace headwater::heads

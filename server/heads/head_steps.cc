@@ -220,11 +220,7 @@ absl::StatusOr<std::optional<ApplyReply>> Head::TryApply(const StepKey& key, con
   step.learning_rate = arguments.learning_rate;
   step.gradient_multiplier = arguments.gradient_factor * reply.clip_factor;
   step.settings = WithOverrides(spec_.optimizer, arguments);
-  AppliedStep applied;  // before the update, which is not to be known without its arguments
-  applied.arguments = arguments;
-  applied.expected = expected;
-  if (absl::Status status = AfterChange(CatchFailure([&] { return engine_head_->ApplyOptimizer(step); })); !status.ok())
-    return status;
+  if (absl::Status status = AfterChange(engine_head_->ApplyOptimizer(step)); !status.ok()) return status;
 
   absl::MutexLock state_lock(&state_mutex_);
   if (absl::Status status = CloseStep(key.step, StepState::kApplied); !status.ok()) return status;
@@ -232,8 +228,7 @@ absl::StatusOr<std::optional<ApplyReply>> Head::TryApply(const StepKey& key, con
   reply.open_step = ledger_.open().step;
   reply.weight_version = NextWeightVersion();
   weight_checksum_.clear();
-  applied.reply = reply;
-  last_apply_ = std::move(applied);
+  last_apply_ = AppliedStep{arguments, expected, reply};
   return reply;
 }
 
@@ -266,7 +261,7 @@ absl::StatusOr<std::pair<int64_t, bool>> Head::DiscardGradient(const StepKey& ke
     }
     if (absl::Status status = ledger_.CheckClose(key.step, StepState::kDiscarded); !status.ok()) return status;
   }
-  if (absl::Status status = AfterChange(CatchFailure([this] { return engine_head_->ZeroGradient(); })); !status.ok()) return status;
+  if (absl::Status status = AfterChange(engine_head_->ZeroGradient()); !status.ok()) return status;
   absl::MutexLock state_lock(&state_mutex_);
   if (absl::Status status = CloseStep(key.step, StepState::kDiscarded); !status.ok()) return status;
   return std::make_pair(ledger_.open().step, false);

@@ -175,15 +175,6 @@ absl::Status Head::Announce(const Submission& submission, const WaitLimits& limi
   const std::set<Head*, std::less<>> heads(targets.begin(), targets.end());
   const Entry entry(heads, limits);
   if (!entry.status().ok()) return entry.status();
-  // Also if memory ends: the mark knows of no step, and would refuse lower attempts in all later ones.
-  absl::Cleanup unmark = [&]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    for (Head* target : targets) {
-      absl::MutexLock state_lock(&target->state_mutex_);
-      // A still higher attempt that waits too keeps its mark.
-      const auto waiting = target->superseding_.find(micro_batch);
-      if (waiting != target->superseding_.end() && waiting->second == submission.attempt) target->superseding_.erase(waiting);
-    }
-  };
   // A lower attempt that is being computed gives up as soon as it may.
   for (Head* target : targets) {
     absl::MutexLock state_lock(&target->state_mutex_);
@@ -191,7 +182,12 @@ absl::Status Head::Announce(const Submission& submission, const WaitLimits& limi
     waiting = std::max(waiting, submission.attempt);
   }
   const ComputeLocks locks(heads);
-  std::move(unmark).Invoke();
+  for (Head* target : targets) {
+    absl::MutexLock state_lock(&target->state_mutex_);
+    // A still higher attempt that waits too keeps its mark.
+    const auto waiting = target->superseding_.find(micro_batch);
+    if (waiting != target->superseding_.end() && waiting->second == submission.attempt) target->superseding_.erase(waiting);
+  }
   if (absl::Status status = CheckInTime(limits); !status.ok()) return status;
   if (absl::Status status = CheckSubmission(submission); !status.ok()) return status;
   for (const SubmittedTerm& term : submission.terms) {
@@ -216,8 +212,6 @@ class Head::SubmissionRun {
       : submission_(submission), engine_(engine), cancelled_(cancelled), targets_(TargetsOf(submission)) {}
 
   absl::StatusOr<SubmissionOutcome> Run();
-  // After Run() has thrown; throws nothing.
-  void GiveUp(const std::exception& error);
 
  private:
   class Flow;
@@ -268,7 +262,6 @@ class Head::SubmissionRun {
   const std::vector<Head*> targets_;
   std::vector<LossTerm> terms_;
   bool adds_ = false;
-  bool may_have_added_ = false;  // an exception from here on leaves it unknown
   ContributionForm form_ = ContributionForm::kNone;
   SubmissionOutcome outcome_;
 };
@@ -347,13 +340,7 @@ absl::StatusOr<SubmissionOutcome> Head::Submit(const Submission& submission, Los
     // In deterministic mode nothing is computed together with others: that would show in the answer's last bits.
     const bool alone = may_stage || std::any_of(heads.begin(), heads.end(), [](Head* head) { return head->limits_.deterministic; });
     const ComputeLocks locks(heads, alone ? ComputeMode::kExclusive : ComputeMode::kShared);
-    SubmissionRun run(submission, engine, cancelled);
-    try {
-      outcome = run.Run();
-    } catch (const std::exception& error) {  // std::bad_alloc
-      run.GiveUp(error);                     // at once: there may be no memory for a message
-      outcome = MakeError(ErrorReason::kInternal, absl::StrCat("the call failed: ", error.what()));
-    }
+    outcome = SubmissionRun(submission, engine, cancelled).Run();
   }
   if (outcome.ok() && outcome->state == ContributionState::kCommitted && !outcome->replayed) {
     if (absl::Status status = AddInOrder(TargetsOf(submission)); !status.ok()) outcome = status;
@@ -457,11 +444,6 @@ absl::Status Head::SubmissionRun::Begin() ABSL_NO_THREAD_SAFETY_ANALYSIS {
   // All at once: runs that share the compute locks may be about the same micro-batch.
   const StateLocks state_locks(targets_);
   std::vector<std::pair<Head*, std::optional<MicroBatchRecord>>> begun;  // with what they knew of it before
-  begun.reserve(targets_.size());
-  // If one head takes it and another does not, its rows have to be there first, or memory ends: nothing has happened.
-  absl::Cleanup take_back = [this, &begun]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    for (const auto& entry : begun) entry.first->ledger_.TakeBack(id(), entry.second);
-  };
   std::string known_by, new_to;
   absl::Status status = CheckNotLost();
   for (Head* target : targets_) {
@@ -495,12 +477,13 @@ absl::Status Head::SubmissionRun::Begin() ABSL_NO_THREAD_SAFETY_ANALYSIS {
                        {{"microBatch", absl::StrCat(id())}, {"knownBy", known_by}, {"notKnownBy", new_to}});
   }
   adds_ = status.ok() && !outcome_.needs_all_rows && !begun.empty();
-  if (adds_) {
-    std::move(take_back).Cancel();
-    for (const auto& [target, before] : begun) {
-      target->DropPending(id());  // of a lower attempt, which this one supersedes
-      if (target->window_ != nullptr) target->window_->Reopen(id());
+  for (const auto& [target, before] : begun) {
+    if (!adds_) {  // one head takes it and another does not, or its rows have to be there first: nothing has happened
+      target->ledger_.TakeBack(id(), before);
+      continue;
     }
+    target->DropPending(id());  // of a lower attempt, which this one supersedes
+    if (target->window_ != nullptr) target->window_->Reopen(id());
   }
   outcome_.replayed = status.ok() && !known_by.empty() && !outcome_.needs_all_rows && !outcome_.payload_differs;
   return status;
@@ -553,11 +536,6 @@ absl::Status Head::SubmissionRun::SlotsTaken(Head& target) const {
                    std::move(metadata));
 }
 
-void Head::SubmissionRun::GiveUp(const std::exception& error) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-  if (!may_have_added_) return Abort(absl::OkStatus()).IgnoreError();
-  for (Head* target : targets_) target->MarkLost(error.what());
-}
-
 absl::StatusOr<MicroBatchResult> Head::SubmissionRun::Compute(RowFlow* flow) {
   MicroBatch micro_batch;
   micro_batch.hidden = submission_.hidden;
@@ -572,7 +550,6 @@ absl::StatusOr<MicroBatchResult> Head::SubmissionRun::Compute(RowFlow* flow) {
   micro_batch.digest_rows = flow != nullptr && submission_.engine_digests && submission_.backward;
   micro_batch.after = submission_.after;
   micro_batch.label = submission_.label.empty() ? nullptr : submission_.label.c_str();
-  may_have_added_ = form_ == ContributionForm::kDirect;
   return engine_.Compute(micro_batch);
 }
 
@@ -605,7 +582,6 @@ absl::Status Head::SubmissionRun::Settle(MicroBatchResult& result) {
                                                                std::move(result.staged), submission_.until_decided));
   }
   // EAGER, but refused until now if anything was not finite.
-  may_have_added_ = true;
   if (form_ == ContributionForm::kStaged) {
     const absl::Status added = result.staged->Commit(1.0);
     result.staged.reset();
@@ -697,13 +673,8 @@ absl::Status Head::SubmissionRun::FinishPending(const std::shared_ptr<PendingCon
     const StateLocks state_locks(targets_);
     status = CheckNotLost();
     if (status.ok()) {
-      // In all heads, or in none where memory ends, before their ledgers know.
-      absl::Cleanup take_back = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-        for (Head* target : targets_) target->pending_.erase(id());
-      };
-      for (Head* target : targets_) target->pending_[id()] = pending;
-      std::move(take_back).Cancel();
       for (Head* target : targets_) {
+        target->pending_[id()] = pending;
         target->ledger_.FinishStaged(id(), form_, CountsOf(target))
             .IgnoreError();  // cannot fail: it has been in progress since Begin()
         target->changed_.SignalAll();

@@ -7,6 +7,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/planned_bytes.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/checkpoint/xxh3.h"
 #include "server/heads/compute_locks.h"
@@ -33,9 +34,11 @@ TensorUpdate UpdateFromMemory(HeadTensor tensor, DataType data_type, const void*
           /*in_memory=*/true};
 }
 
-// A shard that is not ready stops a change in time only if nothing has been changed before.
+// A shard that is not ready, or a piece without memory, stops a change in time only if nothing has been changed before.
 absl::Status AfterTheBeginning(const absl::Status& status, bool changed) {
-  if (!changed || !HasReason(status, ErrorReason::kShardNotReady)) return status;
+  if (!changed || !(HasReason(status, ErrorReason::kShardNotReady) || HasReason(status, ErrorReason::kMemoryBudgetExceeded))) {
+    return status;
+  }
   return MakeError(ErrorReason::kEngineFailed, absl::StrCat("the change had begun, but ", std::string(status.message())));
 }
 
@@ -116,20 +119,18 @@ absl::Status Head::ReadThrough(const std::vector<TensorUpdate>& updates) const {
     if (update.in_memory) continue;
     const int64_t total = engine_head_->ElementCount(update.tensor);
     const int64_t piece = kTensorPieceBytes / ElementBytes(update.data_type);
-    const auto buffer = std::make_unique<char[]>(static_cast<size_t>(std::min(piece, total) * ElementBytes(update.data_type)));
+    const absl::StatusOr<PlannedBytes> buffer = AllocatePlanned(std::min(piece, total) * ElementBytes(update.data_type));
+    if (!buffer.ok()) return buffer.status();
     for (int64_t start = 0; start < total; start += piece) {
-      if (absl::Status status = update.source(start, std::min(piece, total - start), buffer.get()); !status.ok()) return status;
+      if (absl::Status status = update.source(start, std::min(piece, total - start), buffer->get()); !status.ok()) return status;
     }
   }
   return absl::OkStatus();
 }
 
 absl::Status Head::WriteTensors(const std::vector<TensorUpdate>& updates, bool& changed, bool& source_failed) {
-  // Taken for changed while the engine is at it, which may throw.
-  const auto change = [&changed](const auto& act) {
-    const bool before = std::exchange(changed, true);
-    const absl::Status status = act();
-    changed = before || !HasReason(status, ErrorReason::kShardNotReady);  // which leaves everything as it was
+  const auto after_change = [&changed](const absl::Status& status) {
+    changed = changed || !HasReason(status, ErrorReason::kShardNotReady);  // which leaves everything as it was
     return status;
   };
   for (const TensorUpdate& update : updates) {
@@ -137,18 +138,19 @@ absl::Status Head::WriteTensors(const std::vector<TensorUpdate>& updates, bool& 
     const HeadTensor tensor = update.data_type == spec_.data_type ? update.tensor : MasterOf(update.tensor);
     const int64_t total = engine_head_->ElementCount(tensor);
     const int64_t piece = kTensorPieceBytes / ElementBytes(update.data_type);
-    const auto buffer = std::make_unique<char[]>(static_cast<size_t>(std::min(piece, total) * ElementBytes(update.data_type)));
+    const absl::StatusOr<PlannedBytes> buffer = AllocatePlanned(std::min(piece, total) * ElementBytes(update.data_type));
+    if (!buffer.ok()) return buffer.status();
     for (int64_t start = 0; start < total; start += piece) {
       const int64_t count = std::min(piece, total - start);
-      if (absl::Status status = update.source(start, count, buffer.get()); !status.ok()) {
+      if (absl::Status status = update.source(start, count, buffer->get()); !status.ok()) {
         source_failed = true;
         return status;
       }
       // Before the first write, which a shard alone does not ask the others about: so one that is not ready is found in time.
       if (!changed && spec_.trainable) {
-        if (absl::Status status = change([&] { return engine_head_->ZeroGradient(); }); !status.ok()) return status;
+        if (absl::Status status = after_change(engine_head_->ZeroGradient()); !status.ok()) return status;
       }
-      absl::Status status = change([&] { return engine_head_->WriteTensor(tensor, start, count, buffer.get()); });
+      absl::Status status = after_change(engine_head_->WriteTensor(tensor, start, count, buffer->get()));
       if (!status.ok()) return status;
     }
   }
@@ -160,12 +162,13 @@ absl::StatusOr<std::string> Head::ChecksumWeight() const {
   const int64_t element_bytes = ElementBytes(spec_.data_type);
   const int64_t total = engine_head_->ElementCount(HeadTensor::kWeight);
   const int64_t piece = kTensorPieceBytes / element_bytes;
-  const auto buffer = std::make_unique<char[]>(static_cast<size_t>(std::min(piece, total) * element_bytes));
+  const absl::StatusOr<PlannedBytes> buffer = AllocatePlanned(std::min(piece, total) * element_bytes);
+  if (!buffer.ok()) return buffer.status();
   for (int64_t start = 0; start < total; start += piece) {
     const int64_t count = std::min(piece, total - start);
-    if (absl::Status status = engine_head_->ReadTensor(HeadTensor::kWeight, start, count, buffer.get()); !status.ok())
+    if (absl::Status status = engine_head_->ReadTensor(HeadTensor::kWeight, start, count, buffer->get()); !status.ok())
       return status;
-    hasher.Update(buffer.get(), count * element_bytes);
+    hasher.Update(buffer->get(), count * element_bytes);
   }
   return hasher.Digest();
 }
@@ -190,19 +193,16 @@ absl::StatusOr<HeadInfo> Head::SetTensors(const Epoch& epoch, const std::vector<
   bool changed = false;
   bool source_failed = false;
   std::string checksum;
-  const auto write = [&]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    absl::Status status = WriteTensors(updates, changed, source_failed);
-    if (status.ok() && spec_.trainable && !std::holds_alternative<std::monostate>(spec_.optimizer)) {
-      status = engine_head_->ResetOptimizerState();
-    }
-    if (status.ok() && sets(HeadTensor::kWeight)) {
-      absl::StatusOr<std::string> computed = ChecksumWeight();
-      if (computed.ok()) checksum = *std::move(computed);
-      status = computed.status();
-    }
-    return AfterTheBeginning(status, changed);
-  };
-  const absl::Status written = CatchFailure(write, &changed);
+  absl::Status written = WriteTensors(updates, changed, source_failed);
+  if (written.ok() && spec_.trainable && !std::holds_alternative<std::monostate>(spec_.optimizer)) {
+    written = engine_head_->ResetOptimizerState();
+  }
+  if (written.ok() && sets(HeadTensor::kWeight)) {
+    absl::StatusOr<std::string> computed = ChecksumWeight();
+    if (computed.ok()) checksum = *std::move(computed);
+    written = computed.status();
+  }
+  written = AfterTheBeginning(written, changed);
   if (!written.ok()) {
     if (changed && !was_loading) {
       MarkLost(written);
@@ -246,17 +246,12 @@ absl::Status Head::WriteShadow() {
     updates.push_back(UpdateFromMemory(name, entry.tensor.data_type, entry.tensor.data.get()));
   bool changed = false;
   bool source_failed = false;  // never: they are in memory
-  absl::StatusOr<std::string> checksum;
-  const auto write = [&]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    const absl::Status status = WriteTensors(updates, changed, source_failed);
-    if (!status.ok()) return AfterTheBeginning(status, changed);
-    checksum = ChecksumWeight();
-    return checksum.status();
-  };
-  const absl::Status written = CatchFailure(write, &changed);
-  if (!written.ok()) {
-    if (changed) MarkLost(written);
-    return written;
+  const absl::Status written = WriteTensors(updates, changed, source_failed);
+  absl::StatusOr<std::string> checksum = written.ok() ? ChecksumWeight() : written;
+  if (!checksum.ok()) {
+    const absl::Status failed = AfterTheBeginning(checksum.status(), changed);
+    if (changed) MarkLost(failed);
+    return failed;
   }
   absl::MutexLock state_lock(&state_mutex_);
   weight_checksum_ = *std::move(checksum);
@@ -358,7 +353,7 @@ absl::StatusOr<Head::SavedCheckpoint> Head::Save(const std::optional<Epoch>& epo
 std::optional<absl::StatusOr<bool>> Head::TrySaveIfChanged(checkpoint::CheckpointStore& store, const std::string& checkpoint_name,
                                                            absl::Time deadline) ABSL_NO_THREAD_SAFETY_ANALYSIS {
   if (!compute_mutex_.TryLock()) return std::nullopt;
-  const absl::Cleanup unlock = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { compute_mutex_.Unlock(); };  // even if the store throws
+  const absl::Cleanup unlock = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { compute_mutex_.Unlock(); };
   std::optional<Epoch> epoch;
   {
     absl::MutexLock state_lock(&state_mutex_);
@@ -425,35 +420,24 @@ absl::StatusOr<std::string> Head::CompareNumerics(const checkpoint::CheckpointSt
 absl::Status Head::LoadCheckpoint(checkpoint::CheckpointStore& store, const std::string& checkpoint_name, bool comes_back) {
   absl::StatusOr<std::string> note = CompareNumerics(store, checkpoint_name);
   if (!note.ok()) return note.status();
-  std::string restored_from = checkpoint_name;
-  absl::StatusOr<checkpoint::CheckpointInfo> info;
-  const absl::Status loaded = CatchFailure([&] {
-    info = store.Load(name_.tenant, name_.head, checkpoint_name, *engine_head_);
-    return info.status();
-  });
-  if (!loaded.ok()) return AfterChange(loaded);
-  absl::StatusOr<std::string> checksum;
-  std::string checkpoints;
-  const absl::Status finished = CatchFailure([&]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-    if (spec_.trainable) {
-      if (absl::Status status = AfterTheBeginning(engine_head_->ZeroGradient(), true); !status.ok()) return status;
-    }
-    checksum = ChecksumWeight();
-    checkpoints = store.Steps(name_.tenant, name_.head);
-    if (checksum.ok() && !has_run_) has_run_ = comes_back || store.Continue(name_.tenant, name_.head, *info);
-    return checksum.status();
-  });
-  if (!finished.ok()) {
-    MarkLost(finished);
-    return finished;
+  const absl::StatusOr<checkpoint::CheckpointInfo> info = store.Load(name_.tenant, name_.head, checkpoint_name, *engine_head_);
+  if (!info.ok()) return AfterChange(info.status());
+  const absl::Status emptied = spec_.trainable ? engine_head_->ZeroGradient() : absl::OkStatus();
+  absl::StatusOr<std::string> checksum = emptied.ok() ? ChecksumWeight() : emptied;
+  if (!checksum.ok()) {
+    const absl::Status failed = AfterTheBeginning(checksum.status(), /*changed=*/true);
+    MarkLost(failed);
+    return failed;
   }
+  std::string checkpoints = store.Steps(name_.tenant, name_.head);
+  if (!has_run_) has_run_ = comes_back || store.Continue(name_.tenant, name_.head, *info);
   absl::MutexLock state_lock(&state_mutex_);
   StartAfresh(info->step);
   ledger_.SetCheckpoints(std::move(checkpoints));
   restore_note_ = *std::move(note);
   if (comes_back && spec_.trainable) {
     state_ = HeadState::kRestored;
-    restored_checkpoint_ = std::move(restored_from);
+    restored_checkpoint_ = checkpoint_name;
   }
   has_weight_ = true;
   has_bias_ = spec_.has_bias;

@@ -46,8 +46,6 @@ class OrderedWindow {
   // Another attempt of it has begun.
   void Reopen(int64_t micro_batch) { closed_.erase(micro_batch); }
   void Wait(std::shared_ptr<const WaitingAddition> addition);
-  // It does not wait, after all: as if Wait() had not been called.
-  void TakeBack(int64_t micro_batch) { waiting_.erase(micro_batch); }
   // The one whose turn it is, or null. `sealed`: nothing that is missing will come.
   std::shared_ptr<const WaitingAddition> Next(bool sealed) const;
   // It is in the accumulator, whether it had to wait or not.

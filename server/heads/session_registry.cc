@@ -3,11 +3,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <exception>
-#include <optional>
 #include <utility>
 
-#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 
@@ -63,7 +60,7 @@ absl::StatusOr<SessionRegistry::Grant> SessionRegistry::Open(const std::string& 
 }
 
 bool SessionRegistry::IsOver(const Session& session, absl::Time now) {
-  return session.running_calls == 0 && !session.is_told && (session.ended || now >= session.lease_end);
+  return session.running_calls == 0 && !session.is_told && now >= session.lease_end;
 }
 
 bool SessionRegistry::IsFull() const { return static_cast<int64_t>(sessions_.size()) >= limits_.max_sessions; }
@@ -92,20 +89,11 @@ void SessionRegistry::EndCall(const SessionId& id) {
     if (!session.ended || session.running_calls > 0) return;
     session.is_told = true;
   }
-  try {
-    Tell(id, End::kClosed);
-  } catch (const std::exception&) {
-    // For want of memory; Expire() tries again.
-  }
+  Tell(id, End::kClosed);
 }
 
 int64_t SessionRegistry::Tell(const SessionId& id, End how) {
-  absl::Cleanup not_told = [&] {
-    absl::MutexLock lock(&mutex_);
-    sessions_.find(id)->second.is_told = false;
-  };
   const int64_t dropped = on_end_(id, how);
-  std::move(not_told).Cancel();
   absl::MutexLock lock(&mutex_);
   sessions_.erase(id);
   return dropped;
@@ -138,27 +126,19 @@ bool SessionRegistry::Close(const SessionId& id) {
 }
 
 std::vector<SessionRegistry::Expired> SessionRegistry::Expire() {
-  std::vector<Expired> expired;
-  std::optional<SessionId> last;
-  // One by one: what ends a session may throw.
-  while (true) {
-    std::string client_name;
-    bool was_closed = false;
-    {
-      absl::MutexLock lock(&mutex_);
-      const absl::Time now = clock_();
-      auto entry = last.has_value() ? sessions_.upper_bound(*last) : sessions_.begin();
-      while (entry != sessions_.end() && !IsOver(entry->second, now)) ++entry;
-      if (entry == sessions_.end()) return expired;
-      Session& session = entry->second;
+  std::vector<std::pair<SessionId, std::string>> over;
+  {
+    absl::MutexLock lock(&mutex_);
+    const absl::Time now = clock_();
+    for (auto& [id, session] : sessions_) {
+      if (!IsOver(session, now)) continue;
       session.is_told = true;
-      was_closed = session.ended;
-      client_name = session.client_name;
-      last = entry->first;
+      over.emplace_back(id, session.client_name);
     }
-    const int64_t dropped = Tell(*last, was_closed ? End::kClosed : End::kExpired);
-    if (!was_closed) expired.push_back({std::move(client_name), dropped});
   }
+  std::vector<Expired> expired;
+  for (const auto& [id, client_name] : over) expired.push_back({client_name, Tell(id, End::kExpired)});
+  return expired;
 }
 
 int64_t SessionRegistry::size() const {

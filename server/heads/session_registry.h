@@ -40,9 +40,8 @@ class SessionRegistry {
   // Drops what the session has left undecided. Returns how many contributions that were.
   using OnEnd = std::function<int64_t(const SessionId& id, End how)>;
 
-  // `on_end` may be called from any thread that calls the registry, until the registry is destroyed, and again for a session for
-  // which it threw: Close() and Expire() throw that on, and Expire() tries again. `clock` is for tests; only differences of its
-  // times matter.
+  // `on_end` may be called from any thread that calls the registry, until the registry is destroyed. `clock` is for tests; only
+  // differences of its times matter.
   SessionRegistry(const SessionLimits& limits, OnEnd on_end, std::function<absl::Time()> clock = observability::MonotonicNow);
 
   struct Grant {
@@ -79,7 +78,7 @@ class SessionRegistry {
   absl::StatusOr<absl::Duration> Renew(const SessionId& id);
   // Ends a session. False if there was none.
   bool Close(const SessionId& id);
-  // Ends the sessions whose lease has ended, which are returned, and those that were closed in vain. To be called now and then.
+  // Ends the sessions whose lease has ended, and returns them. To be called now and then.
   std::vector<Expired> Expire();
   // Open sessions.
   int64_t size() const;
@@ -97,9 +96,9 @@ class SessionRegistry {
   bool IsFull() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The session if it is open and its lease has not ended, else null.
   Session* FindOpen(const SessionId& id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // A call of the session has ended. Throws nothing.
+  // A call of the session has ended.
   void EndCall(const SessionId& id);
-  // Calls on_end() for a session that is_told, and forgets the session, unless on_end() throws. Returns what on_end() returns.
+  // Calls on_end() for a session that is_told, and forgets the session. Returns what on_end() returns.
   int64_t Tell(const SessionId& id, End how);
   // Whether Expire() ends it.
   static bool IsOver(const Session& session, absl::Time now);

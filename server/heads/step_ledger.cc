@@ -218,10 +218,8 @@ void StepLedger::Start(int64_t micro_batch, int64_t attempt, const std::optional
   }
   record.fence_attempt = std::max(record.fence_attempt, attempt);
   record.attempt = attempt;
-  // Both, or none where memory ends: merging takes none.
-  std::map<int64_t, std::optional<Digest>> pending = {{micro_batch, digest}};
   open_.micro_batches[micro_batch] = record;
-  pending_digests_.merge(pending);
+  pending_digests_[micro_batch] = digest;
 }
 
 absl::StatusOr<bool> StepLedger::BeginProvisionally(int64_t step, int64_t micro_batch, int64_t attempt, int64_t max_micro_batches) {

@@ -1,6 +1,5 @@
 #include "server/scheduler/repeated_task.h"
 
-#include <new>
 #include <utility>
 
 namespace headwater::scheduler {
@@ -14,12 +13,7 @@ RepeatedTask::~RepeatedTask() {
 }
 
 void RepeatedTask::Run() {
-  while (!pause_.WaitFor(interval_)) {
-    try {
-      round_();
-    } catch (const std::bad_alloc&) {
-    }
-  }
+  while (!pause_.WaitFor(interval_)) round_();
 }
 
 }  // namespace headwater::scheduler

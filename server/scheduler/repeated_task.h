@@ -12,8 +12,7 @@ namespace headwater::scheduler {
 
 class RepeatedTask {
  public:
-  // Calls `round` `interval` (> 0) from now, and again `interval` after each end of it. A round that throws std::bad_alloc is over;
-  // the next one makes up for it.
+  // Calls `round` `interval` (> 0) from now, and again `interval` after each end of it.
   RepeatedTask(absl::Duration interval, std::function<void()> round);
   // Waits for a round that is under way; none begins any more.
   ~RepeatedTask();

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/kernels/error.h"
 #include "server/observability/monotonic_clock.h"
@@ -112,15 +111,12 @@ absl::Status WorkQueue::Run(const std::string& client, JobSize size, const std::
     }
   }
   const absl::Time start = MonotonicNow();
-  // Also if `work` throws: its place must not stay taken.
-  const absl::Cleanup end = [&] {
-    const absl::Duration taken = MonotonicNow() - start;
-    absl::MutexLock lock(&mutex_);
-    typical_job_time_ = (1 - kNewestWeight) * typical_job_time_ + kNewestWeight * taken;
-    --running(size);
-    Admit();
-  };
   work();
+  const absl::Duration taken = MonotonicNow() - start;
+  absl::MutexLock lock(&mutex_);
+  typical_job_time_ = (1 - kNewestWeight) * typical_job_time_ + kNewestWeight * taken;
+  --running(size);
+  Admit();
   return absl::OkStatus();
 }
 

@@ -54,7 +54,9 @@ absl::Status AddGradientCall::OnChunk(const v1::ByteChunk& chunk) {
   HEADWATER_RETURN_IF_ERROR(CheckByteChunk(core_, chunk));
   HEADWATER_RETURN_IF_ERROR(CheckNextBytes(chunk.offset_bytes(), data_bytes, rows_->size(), total_bytes()));
   if (!rows_->Append(chunk.data().data(), data_bytes)) {
-    return MakeError(ErrorReason::kInternal, absl::StrCat("no memory for ", data_bytes, " more bytes of the gradient"));
+    return MakeError(ErrorReason::kMemoryBudgetExceeded,
+                     absl::StrCat("the host has no memory for ", data_bytes, " more bytes of the gradient"),
+                     {{"requestedBytes", absl::StrCat(data_bytes)}});
   }
   return absl::OkStatus();
 }

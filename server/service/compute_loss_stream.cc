@@ -1,6 +1,5 @@
 #include "server/service/compute_loss_stream.h"
 
-#include <exception>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -23,29 +22,21 @@ constexpr char kWasComputed[] = "; it had been computed: GetStep tells whether i
 
 }  // namespace
 
-RawReactor* ComputeLossStream::Start(ServerCore& core, grpc::CallbackServerContext& context) {
+RawReactor* ComputeLossStream::Start(ServerCore& core, grpc::CallbackServerContext& context) noexcept {
   const auto stream = std::make_shared<ComputeLossStream>(core, context);
   RawReactor* const reactor = stream->Own();
-  try {
-    // Nobody's message is waited for who may not call.
-    const auto caller =
-        core.access->Authorize(FindAccessRow(RpcMethod::kComputeLoss), PortRole::kData, AuthorizationOf(context.client_metadata()));
-    if (!caller.ok()) {
-      stream->taken_.store(true);
-      stream->Finish(RunRpc(core, context, RpcMethod::kComputeLoss, [&](RpcScope&) { return caller.status(); }));
-      return reactor;
-    }
-    stream->Allow([access = core.access.get(), caller = *caller] { return access->Recheck(caller); });
-    stream->Read(/*watched=*/true);
-  } catch (const std::exception&) {  // gRPC would end the call by itself, and the object have it for ever
+  // Nobody's message is waited for who may not call.
+  const auto caller =
+      core.access->Authorize(FindAccessRow(RpcMethod::kComputeLoss), PortRole::kData, AuthorizationOf(context.client_metadata()));
+  if (!caller.ok()) {
     stream->taken_.store(true);
-    stream->Finish(RunRpc(core, context, RpcMethod::kComputeLoss, [](RpcScope&) -> absl::Status { throw; }));
+    stream->Finish(RunRpc(core, context, RpcMethod::kComputeLoss, [&](RpcScope&) { return caller.status(); }));
+    return reactor;
   }
+  stream->Allow([access = core.access.get(), caller = *caller] { return access->Recheck(caller); });
+  stream->Read(/*watched=*/true);
   return reactor;
 }
-
-ComputeLossStream::ComputeLossStream(ServerCore& core, grpc::CallbackServerContext& context)
-    : RowStream(core, context), client_gone_(MakeError(ErrorReason::kCancelled, "the client cancelled the call, or went away")) {}
 
 void ComputeLossStream::Run() {
   std::optional<grpc::ByteBuffer> last;
@@ -53,7 +44,7 @@ void ComputeLossStream::Run() {
   if (progress_.exchange(Progress::kEnded) == Progress::kAbandoned) core().abandoned_calls.fetch_sub(1);
   const bool succeeded = status.ok();
   if (!succeeded) last.reset();
-  Finish(std::move(status), std::move(last));  // a copy takes memory
+  Finish(std::move(status), std::move(last));
   if (transfer_ != nullptr) transfer_->End(succeeded);
 }
 
@@ -114,12 +105,8 @@ void ComputeLossStream::OnFirstMessage(bool ok, grpc::ByteBuffer* message) {
     return Finish(RunRpc(core(), context(), RpcMethod::kComputeLoss, [this](RpcScope& scope) { return EndWithoutHeader(scope); }));
   }
   const auto self = std::static_pointer_cast<ComputeLossStream>(shared_from_this());
-  try {
-    first_.emplace(message);
-    if (core().calls.TryRun([self] { self->Run(); })) return;
-  } catch (const std::exception&) {  // nobody else answers a call that is taken
-    return Finish(RunRpc(core(), context(), RpcMethod::kComputeLoss, [](RpcScope&) -> absl::Status { throw; }));
-  }
+  first_.emplace(message);
+  if (core().calls.TryRun([self] { self->Run(); })) return;
   core().slow_uploads.GiveWay(observability::MonotonicNow());
   const int most = core().options.max_threads;
   Finish(RunRpc(core(), context(), RpcMethod::kComputeLoss, [most](RpcScope&) {
@@ -138,7 +125,7 @@ bool ComputeLossStream::OnEnded(const absl::Status& why) {
 
 void ComputeLossStream::OnStreamGone(Transfer* transfer) {
   if (transfer == nullptr) return;  // nobody waits: the read that is in progress ends by itself
-  transfer->exchange().Break(client_gone_);
+  transfer->exchange().Break(MakeError(ErrorReason::kCancelled, "the client cancelled the call, or went away"));
   Progress running = Progress::kRunning;
   if (progress_.compare_exchange_strong(running, Progress::kAbandoned)) core().abandoned_calls.fetch_add(1);
 }

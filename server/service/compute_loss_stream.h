@@ -22,8 +22,8 @@ namespace headwater::service {
 class ComputeLossStream final : public RowStream {
  public:
   // The reactor for gRPC.
-  static RawReactor* Start(ServerCore& core, grpc::CallbackServerContext& context);
-  ComputeLossStream(ServerCore& core, grpc::CallbackServerContext& context);
+  static RawReactor* Start(ServerCore& core, grpc::CallbackServerContext& context) noexcept;
+  using RowStream::RowStream;
 
   void OnTransferEnd(bool) override {}
 
@@ -40,7 +40,6 @@ class ComputeLossStream final : public RowStream {
   // The whole call, of one that has no header to begin with: on gRPC's thread.
   absl::Status EndWithoutHeader(RpcScope& scope);
 
-  const absl::Status client_gone_;  // made beforehand: OnStreamGone() needs no memory
   // By whoever answers the call: its thread, or who finds that there will be none.
   std::atomic<bool> taken_{false};
   // Whether the call is in progress, and whether its client has gone meanwhile.

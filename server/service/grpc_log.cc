@@ -3,7 +3,6 @@
 #include <grpc/support/log.h>
 
 #include <cstdint>
-#include <exception>
 #include <optional>
 #include <string>
 #include <vector>
@@ -49,14 +48,9 @@ void TakeLine(gpr_log_func_args* line) {
   std::optional<int64_t> left_out = GrpcLines().Take();
   if (absl::StartsWith(message, "assertion failed")) left_out = left_out.value_or(0);  // the last line of a process that aborts
   if (!left_out.has_value()) return;
-  try {  // C code is above
-    std::vector<LogField> fields = {{"message", std::string(message)}, {"source", absl::StrCat(file, ":", line->line)}};
-    if (*left_out > 0) fields.emplace_back("lines_left_out", *left_out);
-    observability::Log(handshake ? LogLevel::kWarning : LevelOf(line->severity), handshake ? "tls_handshake_failed" : "grpc",
-                       fields);
-  } catch (const std::exception&) {
-    // For want of memory: the line is left out.
-  }
+  std::vector<LogField> fields = {{"message", std::string(message)}, {"source", absl::StrCat(file, ":", line->line)}};
+  if (*left_out > 0) fields.emplace_back("lines_left_out", *left_out);
+  observability::Log(handshake ? LogLevel::kWarning : LevelOf(line->severity), handshake ? "tls_handshake_failed" : "grpc", fields);
 }
 
 }  // namespace

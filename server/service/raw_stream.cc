@@ -1,17 +1,12 @@
 #include "server/service/raw_stream.h"
 
-#include <exception>
 #include <utility>
 
 namespace headwater::service {
 
 RawStream::RawStream(ServerCore& core, grpc::CallbackServerContext& context) : core_(core), context_(context) {
   watch_.emplace(&core_.watchdog, [this](const absl::Status& why) {
-    try {
-      if (owned_.load() && OnEnded(why)) return;
-    } catch (const std::exception&) {  // std::bad_alloc: one call fails, the server stays
-    }
-    EndCall(context_, why);
+    if (!owned_.load() || !OnEnded(why)) EndCall(context_, why);
   });
 }
 
@@ -82,33 +77,27 @@ void RawStream::FinishNow() {
   }
 }
 
-void RawStream::Cancel() {
-  if (!Enter()) return;
-  context_.TryCancel();
-  Leave();
-}
-
 void RawStream::EndWatch() {
   absl::MutexLock lock(&mutex_);
   if (!ending_) watch_->End();
 }
 
-void RawStream::OnReadDone(bool ok) {
+void RawStream::OnReadDone(bool ok) noexcept {
   if (read_watched_) EndWatch();
-  React([&] { OnMessage(ok, &read_message_); });
+  OnMessage(ok, &read_message_);
 }
 
-void RawStream::OnWriteDone(bool ok) {
+void RawStream::OnWriteDone(bool ok) noexcept {
   EndWatch();
-  React([&] { OnWritten(ok); });
+  OnWritten(ok);
 }
 
-void RawStream::OnCancel() {
+void RawStream::OnCancel() noexcept {
   gone_.store(true);
-  React([this] { OnGone(); });
+  OnGone();
 }
 
-void RawStream::OnDone() {
+void RawStream::OnDone() noexcept {
   watch_.reset();  // waits for one that is cancelling the call just now
   const std::shared_ptr<RawStream> share = std::move(self_);
 }

@@ -12,7 +12,6 @@
 #include <grpcpp/support/status.h>
 
 #include <atomic>
-#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -45,27 +44,12 @@ class RawStream : public RawReactor, public std::enable_shared_from_this<RawStre
   // Ends the call: with a last message, if there is one. Once. Not with a last message while something is being written.
   void Finish(grpc::Status status, std::optional<grpc::ByteBuffer> last_message = std::nullopt);
 
-  // Cancels the call, for which there is no memory, say: OnGone() follows. Without effect after Finish().
-  void Cancel();
-
-  // Runs what gRPC calls, or a thread of ours on the stream's behalf, and cancels the call if that throws, which is std::bad_alloc:
-  // gRPC forgets what a read's or a write's reaction throws, and the reaction with it, so that the call would never be over; what
-  // is thrown elsewhere ends the process.
-  template <typename Reaction>
-  void React(Reaction&& reaction) {
-    try {
-      reaction();
-    } catch (const std::exception&) {  // one call fails, the server stays
-      Cancel();
-    }
-  }
-
   // Asks this about once a second: an error ends the call with it. Before Finish().
   void Allow(std::function<absl::Status()> allowed);
   // Why the watchdog ended the call; OK if it did not. Before Finish().
   absl::Status why_ended() const;
 
-  // The client has cancelled or gone away, its deadline has passed, or it was cancelled here.
+  // The client has cancelled or gone away, or its deadline has passed.
   bool gone() const { return gone_.load(); }
 
  protected:
@@ -73,8 +57,7 @@ class RawStream : public RawReactor, public std::enable_shared_from_this<RawStre
   virtual void OnMessage(bool ok, grpc::ByteBuffer* message) = 0;
   // The transport has taken the message; `ok` false: it never will.
   virtual void OnWritten(bool ok) = 0;
-  // gone() has become true. At most once, concurrently with the others. Nothing comes after it where it throws: what ends the call
-  // must need no memory.
+  // gone() has become true. At most once, concurrently with the others.
   virtual void OnGone() = 0;
   // The watchdog ends the call; on its thread, where nothing may wait. True: it has been finished with `why`. False: it is
   // cancelled, at once and whatever is in progress, of which the client is told the code and the sentence, but no reason: gRPC
@@ -92,10 +75,11 @@ class RawStream : public RawReactor, public std::enable_shared_from_this<RawStre
   // The watch is the end's from Finish() on.
   void EndWatch();
 
-  void OnReadDone(bool ok) final;
-  void OnWriteDone(bool ok) final;
-  void OnCancel() final;
-  void OnDone() final;
+  // An exception ends the process: gRPC would forget it, and the call would never be over.
+  void OnReadDone(bool ok) noexcept final;
+  void OnWriteDone(bool ok) noexcept final;
+  void OnCancel() noexcept final;
+  void OnDone() noexcept final;
 
   ServerCore& core_;
   grpc::CallbackServerContext& context_;  // until OnDone()

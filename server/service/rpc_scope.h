@@ -6,7 +6,6 @@
 #include <grpcpp/support/status.h>
 #include <grpcpp/support/string_ref.h>
 
-#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -19,7 +18,6 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
-#include "headwater/kernels/error.h"
 #include "server/heads/head.h"
 #include "server/observability/call_trace.h"
 #include "server/observability/metrics.h"
@@ -105,23 +103,16 @@ class RpcScope {
 };
 
 // Runs `body(scope)`, which returns absl::Status, as the RPC `method`, if its caller may. With `always`, even while starting or
-// draining. Throws nothing: what `body` throws, std::bad_alloc in the first place, is one call's failure, and the server stays.
+// draining. An exception ends the process: gRPC would answer it and go on with what it left half done.
 template <typename Context, typename Body>
-grpc::Status RunRpc(const Entrance& entrance, Context& context, observability::RpcMethod method, Body&& body, bool always = false) {
-  try {
-    RpcScope scope(entrance, context, method);
-    const CallLabel label(observability::RpcMethodName(method), scope.request_id());
-    if (absl::Status status = scope.Authorize(); !status.ok()) return scope.Finish(std::move(status));
-    auto admission = entrance.core.Admit();
-    if (!admission.ok() && !always) return scope.Finish(admission.status());
-    try {
-      return scope.Finish(body(scope));
-    } catch (const std::exception& error) {
-      return scope.Finish(MakeError(ErrorReason::kInternal, std::string("the call failed: ") + error.what()));
-    }
-  } catch (const std::exception&) {  // not even the memory to say so: these words need none
-    return grpc::Status(grpc::StatusCode::INTERNAL, "out of memory");
-  }
+grpc::Status RunRpc(const Entrance& entrance, Context& context, observability::RpcMethod method, Body&& body,
+                    bool always = false) noexcept {
+  RpcScope scope(entrance, context, method);
+  const CallLabel label(observability::RpcMethodName(method), scope.request_id());
+  if (absl::Status status = scope.Authorize(); !status.ok()) return scope.Finish(std::move(status));
+  auto admission = entrance.core.Admit();
+  if (!admission.ok() && !always) return scope.Finish(admission.status());
+  return scope.Finish(body(scope));
 }
 
 }  // namespace headwater::service

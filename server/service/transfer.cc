@@ -1,7 +1,6 @@
 #include "server/service/transfer.h"
 
 #include <algorithm>
-#include <exception>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -69,18 +68,12 @@ void RowStream::OnMessage(bool ok, grpc::ByteBuffer* message) {
   if (transfer == nullptr) return OnFirstMessage(ok, message);
   if (!ok) return transfer->OnHalfClosed();
   absl::Status status;
-  try {
+  {
     const ReceivedMessage received(message);
     ChunkView chunk;
     v1::ComputeLossRequest parsed;  // a TransferRowsRequest's chunk has the same number
-    if (received.ParseChunk(&chunk)) {
-      status = transfer->Take(chunk, stripe_index_);
-    } else {
-      status = ParseOddChunk(received, &parsed, &chunk);
-      if (status.ok()) status = transfer->Take(chunk, stripe_index_);
-    }
-  } catch (const std::exception& error) {  // std::bad_alloc: one call fails, the server stays
-    status = MakeError(ErrorReason::kInternal, std::string("the call failed: ") + error.what());
+    if (!received.ParseChunk(&chunk)) status = ParseOddChunk(received, &parsed, &chunk);
+    if (status.ok()) status = transfer->Take(chunk, stripe_index_);
   }
   if (status.ok()) return Read(/*watched=*/false);
   {
@@ -124,7 +117,6 @@ Transfer::Transfer(ServerCore& core, const Options& options, std::vector<Tensor>
     : core_(core),
       options_(options),
       tensors_(std::move(tensors)),
-      stripe_lost_(StripeLost()),
       exchange_(options.row_count, RowsOf(tensors_)),
       digests_(static_cast<size_t>(options.stripe_count) + 1),
       streams_(static_cast<size_t>(options.stripe_count)) {
@@ -229,7 +221,7 @@ void Transfer::OnStripeLost() {
     absl::MutexLock lock(&mutex_);
     if (ended_) return;
   }
-  exchange_.Break(stripe_lost_);
+  exchange_.Break(StripeLost());
 }
 
 void Transfer::End(bool succeeded) {
@@ -279,7 +271,7 @@ void Transfer::GradReady(int64_t row_end, bool here) {
     if (here) {
       stream->Pump();
     } else {
-      core_.senders.Post([stream] { stream->React([&] { stream->Pump(); }); });
+      core_.senders.Post([stream] { stream->Pump(); });
     }
   }
 }

@@ -43,7 +43,7 @@ class RowStream : public RawStream {
  protected:
   // The messages before Carry().
   virtual void OnFirstMessage(bool ok, grpc::ByteBuffer* message) = 0;
-  // The client is gone; `transfer` is null before Carry(). Ends what waits for it even where there is no memory.
+  // The client is gone; `transfer` is null before Carry().
   virtual void OnStreamGone(Transfer* transfer) = 0;
   // `status` is why the transfer was broken by this very stream: a chunk that was refused.
   virtual void OnRefused(const absl::Status& status) = 0;
@@ -129,7 +129,6 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   ServerCore& core_;
   const Options options_;
   const std::vector<Tensor> tensors_;
-  const absl::Status stripe_lost_;  // made beforehand: OnStripeLost() needs no memory
   transport::RowExchange exchange_;
   // One for each stripe, and one for AddToDigest(): each has one writer at a time, and is read when all rows are there.
   std::vector<DigestBuilder> digests_;

@@ -1,6 +1,5 @@
 #include "server/service/transfer_rows_stream.h"
 
-#include <exception>
 #include <string>
 #include <utility>
 
@@ -12,25 +11,21 @@
 
 namespace headwater::service {
 
-RawReactor* TransferRowsStream::Start(ServerCore& core, grpc::CallbackServerContext& context) {
+RawReactor* TransferRowsStream::Start(ServerCore& core, grpc::CallbackServerContext& context) noexcept {
   const auto stream = std::make_shared<TransferRowsStream>(core, context);
   RawReactor* const reactor = stream->Own();
-  try {
-    if (absl::Status status = stream->scope_.Authorize(); !status.ok()) {
-      stream->End(std::move(status));
-      return reactor;
-    }
-    auto admission = core.Admit();
-    if (!admission.ok()) {
-      stream->End(admission.status());
-      return reactor;
-    }
-    stream->admission_.emplace(*std::move(admission));
-    stream->Allow(stream->scope_.AllowedStill());
-    stream->Read(/*watched=*/true);
-  } catch (const std::exception&) {  // gRPC would end the call by itself, and the object have it for ever
-    stream->End(absl::Status(absl::StatusCode::kInternal, ""));  // which needs no memory
+  if (absl::Status status = stream->scope_.Authorize(); !status.ok()) {
+    stream->End(std::move(status));
+    return reactor;
   }
+  auto admission = core.Admit();
+  if (!admission.ok()) {
+    stream->End(admission.status());
+    return reactor;
+  }
+  stream->admission_.emplace(*std::move(admission));
+  stream->Allow(stream->scope_.AllowedStill());
+  stream->Read(/*watched=*/true);
   return reactor;
 }
 
@@ -42,29 +37,21 @@ void TransferRowsStream::End(absl::Status status) {
 }
 
 void TransferRowsStream::Answer(std::optional<absl::Status> status) {
-  grpc::Status answer(grpc::StatusCode::CANCELLED, "");
-  try {
-    answer = scope_.Finish(status.has_value() ? *std::move(status) : scope_.CancelledError());
-  } catch (const std::exception&) {  // std::bad_alloc: it ends without a word, because nobody else will end it
-  }
+  grpc::Status answer = scope_.Finish(status.has_value() ? *std::move(status) : scope_.CancelledError());
   admission_.reset();
-  Finish(std::move(answer));  // a copy takes memory
+  Finish(std::move(answer));
 }
 
 void TransferRowsStream::OnFirstMessage(bool ok, grpc::ByteBuffer* message) {
   if (!ok) return End(gone() ? scope_.CancelledError() : CheckHeaderSeen(false));
-  try {
-    v1::TransferRowsRequest request;
-    if (!ReceivedMessage(message).Parse(&request)) {
-      return End(FieldError(ErrorReason::kProtocolViolation, "message", "a message of the API", "other bytes"));
-    }
-    if (absl::Status status = CheckHeaderFirst(request); !status.ok()) return End(std::move(status));
-    const auto header = DecodeTransferRowsHeader(request.header());
-    if (!header.ok()) return End(header.status());
-    FindTransfer(header->transfer, header->stripe_index);
-  } catch (const std::exception& error) {  // std::bad_alloc: one call fails, the server stays
-    End(MakeError(ErrorReason::kInternal, std::string("the call failed: ") + error.what()));
+  v1::TransferRowsRequest request;
+  if (!ReceivedMessage(message).Parse(&request)) {
+    return End(FieldError(ErrorReason::kProtocolViolation, "message", "a message of the API", "other bytes"));
   }
+  if (absl::Status status = CheckHeaderFirst(request); !status.ok()) return End(std::move(status));
+  const auto header = DecodeTransferRowsHeader(request.header());
+  if (!header.ok()) return End(header.status());
+  FindTransfer(header->transfer, header->stripe_index);
 }
 
 void TransferRowsStream::FindTransfer(const TransferId& id, int32_t index) {

@@ -22,7 +22,7 @@ namespace headwater::service {
 class TransferRowsStream final : public RowStream {
  public:
   // The reactor for gRPC.
-  static RawReactor* Start(ServerCore& core, grpc::CallbackServerContext& context);
+  static RawReactor* Start(ServerCore& core, grpc::CallbackServerContext& context) noexcept;
   TransferRowsStream(ServerCore& core, grpc::CallbackServerContext& context);
 
   void OnTransferEnd(bool succeeded) override;

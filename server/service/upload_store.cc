@@ -57,7 +57,9 @@ absl::Status UploadStore::Lease::Append(int64_t offset, const std::string& data)
   const int64_t data_bytes = static_cast<int64_t>(data.size());
   HEADWATER_RETURN_IF_ERROR(CheckNextBytes(offset, data_bytes, upload_->buffer.size(), upload_->request.total_bytes));
   if (!upload_->buffer.Append(data.data(), data_bytes)) {
-    return MakeError(ErrorReason::kInternal, absl::StrCat("no memory for ", data.size(), " more bytes of the upload"));
+    return MakeError(ErrorReason::kMemoryBudgetExceeded,
+                     absl::StrCat("the host has no memory for ", data.size(), " more bytes of the upload"),
+                     {{"requestedBytes", absl::StrCat(data.size())}});
   }
   return absl::OkStatus();
 }

@@ -6,7 +6,6 @@
 #include <deque>
 #include <limits>
 #include <map>
-#include <new>
 #include <set>
 #include <unordered_map>
 #include <utility>
@@ -16,6 +15,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/planned_bytes.h"
 #include "server/transport/answer_time.h"
 #include "server/transport/byte_budget.h"
 #include "server/transport/row_ranges.h"
@@ -42,7 +42,7 @@ class TeacherJoin::State : public std::enable_shared_from_this<TeacherJoin::Stat
   struct Slab {
     ByteBudget::Reservation reservation;
     std::optional<JoinOwner> owner;
-    std::unique_ptr<uint8_t[]> data;  // the stream's alone to set, before the first row is published
+    PlannedBytes data;  // the stream's alone to set, before the first row is published
   };
   struct Row {
     // kAbsent: only claimed. kComing: of a stream that has not ended. kSpent: there, for a repeat of `user` alone.
@@ -322,10 +322,7 @@ class TeacherJoin::State::Stream : public TeacherStream {
       return RowsOutOfRange(field, absl::StrCat("rows of which none has come yet (row ", twice - arrived_.begin(), " has)"),
                             row_start, count);
     }
-    if (!Copy(row_start, count, static_cast<const uint8_t*>(data))) {
-      return MakeError(ErrorReason::kInFlightBytesExceeded, "there is no memory for the rows",
-                       {{"limit", "max_join_bytes"}, {"retryAfterMs", "1000"}});
-    }
+    if (absl::Status status = Copy(row_start, count, static_cast<const uint8_t*>(data)); !status.ok()) return status;
     std::fill(first, first + count, true);
     arrived_count_ += count;
     return absl::OkStatus();
@@ -370,21 +367,27 @@ class TeacherJoin::State::Stream : public TeacherStream {
   const std::shared_ptr<Slab>& SlabOf(int64_t i) const { return slabs_[static_cast<size_t>(i / RowsOfSlab(row_bytes_))]; }
   bool IsMine(const Row& row, int64_t i) const { return row.slab != nullptr && row.slab == SlabOf(i); }
 
-  // Into the slabs. False if there is no memory. Nobody else looks at these rows yet.
-  bool Copy(int64_t row_start, int64_t count, const uint8_t* data) {
+  // Into the slabs, which are allocated here. Nobody else looks at these rows yet.
+  absl::Status Copy(int64_t row_start, int64_t count, const uint8_t* data) {
     const int64_t rows_of_slab = RowsOfSlab(row_bytes_);
     for (int64_t i = row_start; i < row_start + count;) {
       Slab& slab = *SlabOf(i);
       const int64_t slab_start = i / rows_of_slab * rows_of_slab;
       const int64_t slab_rows = std::min(rows_of_slab, row_count_ - slab_start);
-      if (slab.data == nullptr) slab.data.reset(new (std::nothrow) uint8_t[static_cast<size_t>(slab_rows * row_bytes_)]);
-      if (slab.data == nullptr) return false;
+      if (slab.data == nullptr) {
+        absl::StatusOr<PlannedBytes> allocated = AllocatePlanned(slab_rows * row_bytes_);
+        if (!allocated.ok()) {
+          return MakeError(ErrorReason::kInFlightBytesExceeded, "there is no memory for the rows",
+                           {{"limit", "max_join_bytes"}, {"retryAfterMs", "1000"}});
+        }
+        slab.data = *std::move(allocated);
+      }
       const int64_t piece = std::min(slab_start + slab_rows, row_start + count) - i;
       std::memcpy(slab.data.get() + (i - slab_start) * row_bytes_, data, static_cast<size_t>(piece * row_bytes_));
       data += piece * row_bytes_;
       i += piece;
     }
-    return true;
+    return absl::OkStatus();
   }
 
   const std::shared_ptr<State> state_;
@@ -604,12 +607,11 @@ class TeacherJoin::State::RowClaim : public JoinedRows {
 absl::StatusOr<std::shared_ptr<JoinedRows>> TeacherJoin::State::Claim(const JoinedSet& wanted, int64_t row_count,
                                                                       const std::vector<int32_t>& row_indices,
                                                                       const std::string& user) {
-  std::shared_ptr<RowClaim> claim;  // whose end takes the lock, also where memory ends half-way
   absl::MutexLock lock(&mutex_);
   absl::StatusOr<std::shared_ptr<Set>> declared = Declare(wanted);
   if (!declared.ok()) return declared.status();
   const std::shared_ptr<Set> set = *std::move(declared);
-  claim = std::make_shared<RowClaim>(shared_from_this(), set, row_count, row_indices, user);
+  auto claim = std::make_shared<RowClaim>(shared_from_this(), set, row_count, row_indices, user);
   ++set->claim_count;
   for (int64_t i = 0; i < row_count; ++i) claim->ClaimNext();
   return claim;

@@ -9,6 +9,7 @@ set(parser_sources
   ${product}/client/cpp/src/transfer/chunk_wire.cc
   ${product}/kernels/core/digest.cc
   ${product}/kernels/core/error.cc
+  ${product}/kernels/core/planned_bytes.cc
   ${product}/kernels/core/types.cc
   ${product}/kernels/cuda/algorithm_cache.cc
   ${product}/server/checkpoint/checkpoint_store.cc

@@ -7,6 +7,7 @@
 #include <signal.h>
 #include <spawn.h>
 #include <stdlib.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -20,6 +21,7 @@
 #include <vector>
 
 #include "headwater/v1/head_service.grpc.pb.h"
+#include "headwater/v1/loss_service.grpc.pb.h"
 #include "headwater/v1/session_service.grpc.pb.h"
 
 extern char** environ;
@@ -261,6 +263,61 @@ TEST_F(Headwaterd, TakesSignalsInItsMainThreadAlone) {
   ASSERT_EQ(kill(pid_, SIGTERM), 0);
   EXPECT_EQ(Wait(), 0);
 }
+
+// Sanitizers allocate in ways of their own.
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+TEST_F(Headwaterd, RefusesPlannedMemoryAndEndsWithoutAnyOther) {
+  constexpr int64_t kRows = int64_t{1} << 23;
+  const std::string terabyte = std::to_string(int64_t{1} << 40);
+  Start({"--listen_addresses=unix:" + directory_ + "/socket", "--metrics_address=", "--engine=cpu", "--threads=1",
+         "--port_file=" + directory_ + "/ports", "--memory_budget_bytes=" + terabyte, "--max_join_bytes=" + terabyte,
+         "--max_micro_batch_rows=" + std::to_string(kRows), "--max_message_bytes=" + std::to_string(32 * kRows)});
+  ASSERT_EQ(Addresses(directory_ + "/ports").size(), 1U) << Err();
+  // As `ulimit -v` would: so much and a quarter of a gibibyte.
+  const std::string status = ReadFile("/proc/" + std::to_string(pid_) + "/status");
+  const size_t size = status.find("VmSize:");
+  ASSERT_NE(size, std::string::npos);
+  const rlim_t bytes = (rlim_t{std::stoull(status.substr(size + 7))} << 10) + (rlim_t{256} << 20);
+  const rlimit limit = {bytes, bytes};
+  ASSERT_EQ(prlimit(pid_, RLIMIT_AS, &limit, nullptr), 0);
+
+  const auto channel = grpc::CreateChannel("unix:" + directory_ + "/socket", grpc::InsecureChannelCredentials());
+  const auto heads = v1::HeadService::NewStub(channel);
+  v1::CreateHeadRequest wanted;
+  wanted.mutable_spec()->set_data_type(v1::DATA_TYPE_FLOAT32);
+  wanted.mutable_spec()->set_hidden_size(8);
+  v1::CreateHeadResponse created;
+  const auto create = [&](const std::string& name, int64_t vocab_size) {
+    grpc::ClientContext context;
+    wanted.set_name("tenants/default/heads/" + name);
+    wanted.mutable_spec()->set_vocab_size(vocab_size);
+    return heads->CreateHead(&context, wanted, &created);
+  };
+  const grpc::Status refused = create("large", int64_t{1} << 24);
+  EXPECT_EQ(refused.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED) << refused.error_message();
+  EXPECT_THAT(refused.error_message(), HasSubstr("the system refused"));
+  EXPECT_TRUE(create("small", 8).ok());
+
+  // Each row of a set that is announced takes a little.
+  grpc::ClientContext context;
+  v1::StreamTeacherResponse response;
+  const auto stream = v1::LossService::NewStub(channel)->StreamTeacher(&context, &response);
+  v1::StreamTeacherRequest request;
+  request.mutable_header()->set_tenant("tenants/default");
+  request.mutable_header()->set_join_key("key");
+  request.mutable_header()->set_total_row_count(kRows);
+  request.mutable_header()->set_data_type(v1::DATA_TYPE_FLOAT32);
+  request.mutable_header()->set_hidden_size(8);
+  stream->Write(request);
+  stream->WritesDone();
+  EXPECT_EQ(Wait(), 71) << Err();
+  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+  const std::string log = Err();
+  const size_t line = log.find(" level=error event=out_of_memory ");
+  ASSERT_NE(line, std::string::npos) << log;
+  EXPECT_EQ(log.find('\n', line) + 1, log.size()) << log;
+}
+#endif
 
 TEST_F(Headwaterd, ReadsItsFlagsFromAFile) {
   std::ofstream(directory_ + "/flags") << "--listen_addresses=unix:" << directory_ << "/socket\n--metrics_address=\n--max_heads=7\n"

@@ -42,6 +42,11 @@ TEST(Health, IsServingOnlyAfterTheSelfTestAndUntilTheDrain) {
   const WireError starting = DecodeError(server.Create("tenants/default/heads/h", SmallSpec(), &head));
   EXPECT_EQ(starting.reason, "STARTING");
   EXPECT_EQ(starting.code, grpc::StatusCode::UNAVAILABLE);
+  grpc::ClientContext context;
+  v1::TransferRowsResponse response;
+  const auto stripe = server.loss().TransferRows(&context);
+  EXPECT_FALSE(stripe->Read(&response));
+  EXPECT_EQ(ReasonOf(stripe->Finish()), "STARTING");
   EXPECT_THAT(server.server().SerializeMetrics(), HasSubstr("headwater_serving 0\n"));
 
   server.gate().Close();

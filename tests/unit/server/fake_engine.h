@@ -40,7 +40,7 @@ class FakeControl {
   int CountOf(const std::string& name) const;
   // Called inside Compute(), if set: before it looks at rows, and after Decide() of a flow.
   std::function<void()> during_compute, after_decide;
-  // Called first by every call, if set, and may throw.
+  // Called first by every call, if set.
   std::function<void()> on_call;
 
  private:

@@ -248,21 +248,6 @@ TEST_F(HeadTransactionsTest, ADecisionNamesExactlyTheHeads) {
   EXPECT_EQ(ReadGradWeight(*other_), Gradient(2, {2, 4, 6}));
 }
 
-TEST_F(HeadTransactionsTest, AnExceptionIsAFailedCallAndLeavesNothingInProgress) {
-  engine_.control().during_compute = [] { throw std::bad_alloc(); };
-  // Nothing is added before the decision: as if it had never come.
-  MicroBatchCall staged(head_, 0, 0, kRowOfToken2);
-  EXPECT_REASON(staged.Explicit().Run(engine_), kInternal);
-  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
-  // What adds as it computes may have done so.
-  MicroBatchCall direct(other_, 0, 0, kRowOfToken2);
-  EXPECT_REASON(direct.Run(engine_), kInternal);
-  EXPECT_EQ(other_->Describe().state, HeadState::kLost);
-  EXPECT_EQ(head_->Describe().state, HeadState::kReady);
-  engine_.control().during_compute = nullptr;
-  EXPECT_OK(staged.Run(engine_));
-}
-
 TEST_F(HeadTransactionsTest, ACommitIsToldToAllHeadsAtOnce) {
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
   AddSecondTerm(call);

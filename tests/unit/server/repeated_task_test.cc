@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <memory>
-#include <new>
 
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
@@ -40,17 +39,6 @@ TEST(RepeatedTask, BeginsAfterAnInterval) {
 TEST(RepeatedTask, EndsWithoutWaitingForTheInterval) {
   auto task = std::make_unique<RepeatedTask>(absl::InfiniteDuration(), [] { FAIL() << "there is no end of the interval"; });
   task.reset();  // else the test does not end
-}
-
-TEST(RepeatedTask, ARoundWithoutMemoryIsFollowedByTheNext) {
-  absl::Notification second;
-  std::atomic<int> rounds{0};
-  RepeatedTask task(absl::Milliseconds(1), [&] {
-    const int round = ++rounds;
-    if (round == 1) throw std::bad_alloc();
-    if (round == 2) second.Notify();
-  });
-  second.WaitForNotification();
 }
 
 }  // namespace

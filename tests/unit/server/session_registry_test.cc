@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <new>
 #include <optional>
 #include <set>
 #include <thread>
@@ -35,11 +34,9 @@ class SessionRegistryTest : public ::testing::Test {
   std::vector<SessionId> ended_;
   std::vector<SessionRegistry::End> hows_;  // of those
   int64_t dropped_ = 0;                     // of each
-  int shortages_ = 0;
   SessionRegistry sessions_{{.max_sessions = 3, .max_lease = absl::Seconds(60)},
                             [this](const SessionId& id, SessionRegistry::End how) {
                               sessions_.size();  // would hang if the lock were held
-                              if (shortages_-- > 0) throw std::bad_alloc();
                               ended_.push_back(id);
                               hows_.push_back(how);
                               return dropped_;
@@ -179,28 +176,6 @@ TEST_F(SessionRegistryTest, ClosingWithRunningCallsEndsItOnceMoreAfterTheLast) {
   EXPECT_EQ(ended_.size(), 1u);
   second.reset();  // may have left something since the session ended
   EXPECT_EQ(ended_, (std::vector<SessionId>{id, id}));
-  EXPECT_EQ(sessions_.Expire().size(), 0u);
-}
-
-TEST_F(SessionRegistryTest, WhatEndsASessionIsMadeUpForAfterAShortage) {
-  const SessionId closed = MustOpen(), expired = MustOpen(), used = MustOpen();
-  shortages_ = 1;
-  EXPECT_THROW(sessions_.Close(closed), std::bad_alloc);
-  EXPECT_FALSE(sessions_.Close(closed));
-  {
-    const Use use = MustBegin(used);
-    EXPECT_TRUE(sessions_.Close(used));
-    EXPECT_EQ(ended_, std::vector<SessionId>{used});
-    shortages_ = 1;
-  }  // the end of the call throws nothing
-  EXPECT_EQ(sessions_.size(), 1);
-  Pass(absl::Seconds(30));
-  shortages_ = 3;
-  for (int i = 0; i < 3; ++i) EXPECT_THROW(sessions_.Expire(), std::bad_alloc);
-  EXPECT_EQ(sessions_.Expire().size(), 1u);  // the others were closed
-  EXPECT_EQ(std::count(ended_.begin(), ended_.end(), closed), 1);
-  EXPECT_EQ(std::count(ended_.begin(), ended_.end(), expired), 1);
-  EXPECT_EQ(std::count(ended_.begin(), ended_.end(), used), 2);
   EXPECT_EQ(sessions_.Expire().size(), 0u);
 }
 

@@ -63,17 +63,6 @@ TEST(WorkQueueTest, RunsAJobOnItsSubmittersThread) {
   EXPECT_EQ(queue.depth(), 0);
 }
 
-TEST(WorkQueueTest, AJobThatThrowsGivesItsPlaceBack) {
-  WorkQueue queue(1, kOneByOne);
-  const auto throws = [] { throw std::bad_alloc(); };
-  EXPECT_THROW(static_cast<void>(queue.Run("a", JobSize::kLarge, throws, nullptr, absl::InfiniteFuture())), std::bad_alloc);
-  bool ran = false;
-  EXPECT_OK(queue.Run(
-      "a", JobSize::kLarge, [&] { ran = true; }, nullptr, absl::InfiniteFuture()));
-  EXPECT_TRUE(ran);
-  queue.Drain();
-}
-
 TEST(WorkQueueTest, SizesFollowFromRows) {
   EXPECT_EQ(JobSizeOf(0), JobSize::kSmall);
   EXPECT_EQ(JobSizeOf(kSmallJobRows), JobSize::kSmall);

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <new>
 #include <string>
 #include <thread>
 
@@ -9,6 +10,7 @@
 #include "absl/time/time.h"
 #include "server/observability/busy_clock.h"
 #include "server/observability/logging.h"
+#include "server/observability/memory_end.h"
 #include "server/observability/metrics.h"
 #include "server/observability/monotonic_clock.h"
 #include "server/observability/pause.h"
@@ -31,6 +33,17 @@ TEST(Logging, WritesOneUnambiguousLine) {
             "{\"time\":\"T\",\"level\":\"info\",\"event\":\"rpc\",\"plain\":\"a/b-c.d\",\"empty\":\"\",\"spaces\":\"x y\","
             "\"hostile\":\"a\\\"b\\\\c\\u000aevent=forged\",\"count\":-7,\"ms\":1.500,\"equals\":\"a=b\","
             "\"clean\":true,\"text\":\"true\"}");
+}
+
+TEST(Logging, SaysInOneLineThatThereIsNoMemory) {
+  const auto end = [](LogFormat format) {
+    EndWithoutMemory(format);
+    std::get_new_handler()();
+  };
+  EXPECT_EXIT(end(LogFormat::kText), ::testing::ExitedWithCode(kNoMemoryStatus),
+              "^20..-..-..T..:..:..Z level=error event=out_of_memory message=\"an allocation failed; [^\n]*\"\n$");
+  EXPECT_EXIT(end(LogFormat::kJson), ::testing::ExitedWithCode(kNoMemoryStatus),
+              "^.\"time\":\"20..-..-..T..:..:..Z\",\"level\":\"error\",\"event\":\"out_of_memory\",[^\n]*\n$");
 }
 
 TEST(Logging, RefusesUnknownLevelsAndFormats) {

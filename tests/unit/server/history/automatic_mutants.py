@@ -41,7 +41,6 @@ TESTS = (
     "head_details_test",
     "head_entry_test",
     "head_ordered_test",
-    "head_memory_test",
 )
 HISTORY_TEST = "server_history_test"
 HEADER = """#pragma once
