@@ -25,10 +25,12 @@ find_dependency(OpenSSL)
 include(${CMAKE_CURRENT_LIST_DIR}/headwater_targets.cmake)
 ]])
   write_basic_package_version_file(${generated}/headwaterConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+  # It may be installed elsewhere than where it is configured for.
+  cmake_path(RELATIVE_PATH CMAKE_INSTALL_PREFIX BASE_DIRECTORY ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig OUTPUT_VARIABLE up)
   file(CONFIGURE OUTPUT ${generated}/headwater.pc @ONLY CONTENT [[
-prefix=@CMAKE_INSTALL_PREFIX@
-libdir=@CMAKE_INSTALL_FULL_LIBDIR@
-includedir=@CMAKE_INSTALL_FULL_INCLUDEDIR@
+prefix=${pcfiledir}/@up@
+libdir=${prefix}/@CMAKE_INSTALL_LIBDIR@
+includedir=${prefix}/@CMAKE_INSTALL_INCLUDEDIR@
 
 Name: headwater
 Description: @PROJECT_DESCRIPTION@: the client
