@@ -13,6 +13,8 @@ attach() {
     esac
   done
   cp -L /etc/resolv.conf "$1/etc/resolv.conf"
+  # An installer writes it, and so does what runs containers.
+  if [[ ! -e $1/etc/hosts ]]; then echo '127.0.0.1 localhost' >"$1/etc/hosts"; fi
 }
 detach() {
   local folder

@@ -1,4 +1,4 @@
-"""Uses headwater, PyTorch and grpcio in one process, with headwater imported first or last: their copies of gRPC and protobuf do not meet."""
+"""Uses headwater, PyTorch and grpcio in one process, headwater imported first or last: their copies of gRPC do not meet."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""Checks what the wheels in a folder contain and say of themselves, and prints their sizes. Needs readelf, and auditwheel on the PATH."""
+"""Checks what the wheels in a folder contain and say of themselves, and prints their sizes. Needs readelf and auditwheel."""
 
 import email
 import re
