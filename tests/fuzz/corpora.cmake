@@ -43,7 +43,7 @@ foreach(target ${targets})
     SOURCES $<TARGET_OBJECTS:headwater_fuzz_corpus_test> targets/${target}.cc
     DEPS headwater_fuzz_messages headwater_fuzz_sequence headwater_service headwater_client)
   # chunk_response reads a header that is the client's own.
-  target_include_directories(fuzz_${target}_test PRIVATE ${PROJECT_SOURCE_DIR}/client/cpp/include)
+  target_include_directories(fuzz_${target}_test PRIVATE ${PROJECT_SOURCE_DIR}/client/core/include)
 endforeach()
 headwater_test(fuzz_leak_check_test LABELS unit SOURCES leak_check_test.cc DEPS headwater_fuzz_leak_check)
 if(TARGET fuzz_algorithm_cache_test)

@@ -5,8 +5,8 @@ find_package(OpenSSL REQUIRED)
 find_package(spdlog REQUIRED)
 set(product ${PROJECT_SOURCE_DIR})
 set(parser_sources
-  ${product}/client/cpp/src/error.cc
-  ${product}/client/cpp/src/transfer/chunk_wire.cc
+  ${product}/client/core/link/error.cc
+  ${product}/client/core/rows/transfer/chunk_wire.cc
   ${product}/kernels/core/digest.cc
   ${product}/kernels/core/error.cc
   ${product}/kernels/core/planned_bytes.cc
@@ -50,7 +50,7 @@ headwater_library(headwater_fuzz_messages
 
 # What everything here is compiled with, and finds.
 add_library(headwater_fuzz_flags INTERFACE)
-target_include_directories(headwater_fuzz_flags INTERFACE ${PROJECT_SOURCE_DIR}/client/cpp/include ${FUZZ_XXHASH_INCLUDE_DIR})
+target_include_directories(headwater_fuzz_flags INTERFACE ${PROJECT_SOURCE_DIR}/client/core/include ${FUZZ_XXHASH_INCLUDE_DIR})
 target_compile_options(headwater_fuzz_flags INTERFACE
   -fsanitize=fuzzer-no-link -fsanitize-coverage-ignorelist=${CMAKE_CURRENT_SOURCE_DIR}/coverage.ignore
   -fprofile-instr-generate -fcoverage-mapping)

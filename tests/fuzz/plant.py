@@ -27,7 +27,7 @@ BUGS = {
     ),
     # Takes a length in more bytes than protobuf does.
     "chunk_response": (
-        "client/cpp/src/transfer/chunk_wire.cc",
+        "client/core/rows/transfer/chunk_wire.cc",
         "offset_ - before > kMaxTagBytes || offset_ > end",
         "offset_ - before > kMaxTagBytes + 1 || offset_ > end",
     ),

@@ -20,6 +20,7 @@ KINDS = [
     ("absl", r"absl/.*"),
     ("machine", r"headwater/kernels/machine_limits\.h"),
     ("kernels_api", r"headwater/kernels/.*"),
+    ("client_core_api", r"headwater/client/(c_api|error|future|options|tensor)\.h"),
     ("client_api", r"headwater/client/.*"),
     ("kernels_reference", r"kernels/reference/.*"),
     ("kernels_lab", r"kernels/lab/.*"),
@@ -30,6 +31,7 @@ KINDS = [
     ("server_heads", r"server/(heads|scheduler|checkpoint)/.*"),
     ("server_transport", r"server/transport/.*"),
     ("server_service", r"server/.*"),
+    ("client_core", r"client/core/.*"),
     ("client_inner", r"client/.*"),
     ("tests", r"tests/.*"),
     ("test_library", r"(gtest|gmock|benchmark|sanitizer)/.*"),
@@ -64,8 +66,10 @@ SERVER = SERVER_STATE | {
 # Device code is C++17 (nvcc 13 with gcc 12 crashes on C++20's <functional>), so it is kept away from the interface's headers and
 # from Abseil; what it shares with the host code is plain.
 DEVICE_CODE = {"std", "cuda", "kernels_inner"}
-CLIENT = PLAIN | {"absl", "flag_types", "posix", "machine", "formats", "client_api", "client_inner"}
-TESTS = SERVER | KERNELS | CLIENT | {"tests", "test_library", "kernels_reference", "beside"}
+# Messages in, messages out: it knows no typed API.
+CORE = PLAIN | {"absl", "posix", "machine", "formats", "client_core_api", "client_core", "grpc", "protobuf", "generated", "tls"}
+CLIENT = PLAIN | {"absl", "flag_types", "posix", "machine", "formats", "client_core_api", "client_api", "client_inner"}
+TESTS = SERVER | KERNELS | CLIENT | {"client_core", "tests", "test_library", "kernels_reference", "beside"}
 
 # Folder: the kinds that files in it may include.
 LAYERS = {
@@ -85,9 +89,11 @@ LAYERS = {
     "server/model_files": PRODUCT | {"model_files"},  # read by the command line, too
     "server/transport": PRODUCT | {"server_transport", "server_observability"},
     "server/observability": PRODUCT | {"server_observability", "logs_and_metrics"},
-    "client": CLIENT | {"grpc", "protobuf", "generated", "tls"},
+    "client": CLIENT | {"client_core", "grpc", "protobuf", "generated", "tls"},
+    "client/core": CORE,
+    "client/core/include": PLAIN | {"absl", "client_core_api"},
     "client/ctl": CLIENT | {"model_files", "grpc"},
-    "client/cpp/include": PLAIN | {"absl", "client_api"},
+    "client/cpp/include": PLAIN | {"absl", "client_core_api", "client_api"},
     "tests": TESTS,
     "tests/kernels": KERNELS | {"tests", "test_library", "kernels_reference", "beside", "cuda"},
     "tests/kernels/nccl": {"std", "cuda", "nccl"},  # in place of NCCL

@@ -6,8 +6,38 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "client/cpp/src/duration.h"
-#include "client/cpp/src/error.h"
+#include "client/core/link/duration.h"
+#include "client/core/link/error.h"
+
+namespace headwater::client {
+
+const char* ParallelismName(Parallelism parallelism) {
+  switch (parallelism) {
+    case Parallelism::kVocabulary:
+      return "vocabulary";
+    case Parallelism::kRows:
+      return "rows";
+  }
+  return "unknown";
+}
+
+const char* HeadStateName(HeadState state) {
+  switch (state) {
+    case HeadState::kLoading:
+      return "loading";
+    case HeadState::kReady:
+      return "ready";
+    case HeadState::kLost:
+      return "lost";
+    case HeadState::kRestored:
+      return "restored";
+    case HeadState::kUnknown:
+      break;
+  }
+  return "unknown";
+}
+
+}  // namespace headwater::client
 
 namespace headwater::client::internal {
 namespace {

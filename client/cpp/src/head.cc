@@ -1,14 +1,16 @@
 // Micro-batches.
 #include "headwater/client/head.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "client/core/rows/tensor_exchanges.h"
+#include "client/cpp/src/calls.h"
 #include "client/cpp/src/convert.h"
 #include "client/cpp/src/decision.h"
 #include "client/cpp/src/head_handle.h"
 #include "client/cpp/src/loss_call.h"
-#include "client/cpp/src/tensor_stream.h"
 
 namespace headwater::client {
 
@@ -58,8 +60,7 @@ LossInput MakeInput(const RowsView& hidden, const MicroBatchOptions& options) {
 void AddTerm(LossInput& input, const LossTerm& term, const HeadHandle& head, const HeadHandle* teacher,
              std::optional<int64_t> step) {
   v1::LossTerm& proto = *input.header.add_terms();
-  proto.mutable_head()->set_head(head.state->name);
-  if (step.has_value()) proto.mutable_head()->set_step(*step);
+  *proto.mutable_head() = head.At(step);
   proto.set_row_start(term.row_start);
   if (term.row_count.has_value()) proto.set_row_count(*term.row_count);
   proto.set_ignore_index(term.ignore_index);
@@ -78,7 +79,8 @@ void AddTerm(LossInput& input, const LossTerm& term, const HeadHandle& head, con
   if (teacher != nullptr && term.joined_teacher.has_value()) {
     const JoinedTeacherOptions& joined = *term.joined_teacher;
     v1::JoinedTeacher* source = proto.mutable_joined_teacher();
-    source->set_head(teacher->state->name);
+    source->set_head(teacher->name);
+    source->set_head_epoch(teacher->epoch());
     source->set_join_key(joined.join_key);
     source->set_total_row_count(joined.total_rows);
     if (!joined.row_indices.empty()) *source->mutable_row_indices() = ToProto(joined.row_indices);
@@ -86,7 +88,8 @@ void AddTerm(LossInput& input, const LossTerm& term, const HeadHandle& head, con
     if (has_version) source->set_expected_weight_version(*jsd->expected_teacher_weight_version);
   } else if (teacher != nullptr) {
     v1::TeacherHidden* source = proto.mutable_teacher_hidden();
-    source->set_head(teacher->state->name);
+    source->set_head(teacher->name);
+    source->set_head_epoch(teacher->epoch());
     source->set_data_type(ToProto(term.teacher_hidden.data_type));
     if (has_version) source->set_expected_weight_version(*jsd->expected_teacher_weight_version);
   }
@@ -104,21 +107,25 @@ absl::Status CheckTeacherRows(const LossInput& input, const LossTerm& term, cons
   const RowsView& rows = term.teacher_hidden;
   if (term.row_start < 0 || term.row_start > input.hidden.row_count) return absl::OkStatus();  // which the server refuses
   const int64_t row_count = term.row_count.value_or(input.hidden.row_count - term.row_start);
-  const int64_t hidden_size = teacher.state->spec.hidden_size;
+  const int64_t hidden_size = teacher.spec.hidden_size;
   if (rows.row_count == row_count && (row_count == 0 || rows.hidden_size == hidden_size)) return absl::OkStatus();
   return internal::InvalidView(v1::ERROR_REASON_SHAPE_MISMATCH, "teacher_hidden",
-                               absl::StrCat("[", row_count, ", ", hidden_size, "], the term's rows of ", teacher.state->name),
+                               absl::StrCat("[", row_count, ", ", hidden_size, "], the term's rows of ", teacher.name),
                                absl::StrCat("[", rows.row_count, ", ", rows.hidden_size, "]"));
 }
 
-// All terms, students before teachers: where a head is both, the step is the student's.
-absl::Status AddTerms(LossInput& input, absl::Span<const LossTerm> terms, const HeadHandle& caller,
-                      const MicroBatchOptions& options, HeadHandle* (*handle_of)(const Head&)) {
+using HandleOf = std::shared_ptr<HeadHandle> (*)(const Head&);
+
+absl::Status AddTerms(LossInput& input, absl::Span<const LossTerm> terms, const std::shared_ptr<HeadHandle>& caller_handle,
+                      const MicroBatchOptions& options, HandleOf handle_of) {
+  const HeadHandle& caller = *caller_handle;
   for (const LossTerm& term : terms) {
-    const HeadHandle& head = term.head.has_value() ? *handle_of(*term.head) : caller;
-    const HeadHandle* const teacher = term.teacher.has_value() ? handle_of(*term.teacher) : nullptr;
-    if (head.connection != caller.connection) return OtherClientError("terms.head");
-    if (teacher != nullptr && teacher->connection != caller.connection) return OtherClientError("terms.teacher");
+    const std::shared_ptr<HeadHandle> head_handle = term.head.has_value() ? handle_of(*term.head) : caller_handle;
+    const std::shared_ptr<HeadHandle> teacher_handle = term.teacher.has_value() ? handle_of(*term.teacher) : nullptr;
+    const HeadHandle& head = *head_handle;
+    const HeadHandle* const teacher = teacher_handle.get();
+    if (head.core != caller.core) return OtherClientError("terms.head");
+    if (teacher != nullptr && teacher->core != caller.core) return OtherClientError("terms.teacher");
     if (term.joined_teacher.has_value() && (teacher == nullptr || term.teacher_hidden.data != nullptr)) {
       return internal::MakeLocalError(v1::ERROR_REASON_INVALID_COMBINATION, absl::StatusCode::kInvalidArgument,
                                       "terms.joined_teacher: expected with a teacher's head, and without teacher_hidden",
@@ -128,28 +135,26 @@ absl::Status AddTerms(LossInput& input, absl::Span<const LossTerm> terms, const 
       if (absl::Status status = CheckTeacherRows(input, term, *teacher); !status.ok()) return status;
     }
     std::optional<int64_t> step = term.step;
-    if (!step.has_value() && (head.state->spec.trainable || &head == &caller)) step = options.step;
-    internal::AddHead(input, head.state, step);
+    if (!step.has_value() && (head.spec.trainable || &head == &caller)) step = options.step;
+    if (step.has_value() && std::none_of(input.trained.begin(), input.trained.end(),
+                                         [&](const std::shared_ptr<HeadHandle>& known) { return known->name == head.name; })) {
+      input.trained.push_back(head_handle);
+    }
     AddTerm(input, term, head, teacher, step);
-  }
-  for (const LossTerm& term : terms) {
-    if (term.teacher.has_value()) internal::AddHead(input, handle_of(*term.teacher)->state, std::nullopt);
   }
   return absl::OkStatus();
 }
 
-template <typename Result>
+// Start(core, input, options) makes the call.
+template <typename Result, typename StartCall>
 Future<Result> StartTerms(const std::shared_ptr<HeadHandle>& caller, RowsView hidden, absl::Span<const LossTerm> terms,
-                          const MicroBatchOptions& micro_batch, const CallOptions& options, HeadHandle* (*handle_of)(const Head&)) {
-  auto state = std::make_shared<internal::FutureState<Result>>();
+                          const MicroBatchOptions& micro_batch, const CallOptions& options, HandleOf handle_of, StartCall start) {
   LossInput input = MakeInput(hidden, micro_batch);
   input.cuda_stream = options.cuda_stream;
-  if (absl::Status status = AddTerms(input, terms, *caller, micro_batch, handle_of); !status.ok()) {
-    state->Set(std::move(status));
-  } else {
-    internal::StartLossCall(caller->connection, std::move(input), options, state);
+  if (absl::Status status = AddTerms(input, terms, caller, micro_batch, handle_of); !status.ok()) {
+    return internal::Failed<Result>(std::move(status));
   }
-  return Future<Result>(state);
+  return start(caller->core, std::move(input), options);
 }
 
 // The single term that `micro_batch` describes.
@@ -163,25 +168,25 @@ LossTerm MakeTerm(absl::Span<const int32_t> targets, const MicroBatchOptions& mi
   return term;
 }
 
-internal::MicroBatchKey MakeKey(const HeadHandle& head, int64_t step, int64_t micro_batch) {
-  return {head.AtStep(step), micro_batch, head.state->AttemptOf(step, micro_batch)};
+internal::ContributionKey MakeKey(const HeadHandle& head, int64_t step, int64_t micro_batch) {
+  return {head.core, {head.At(step)}, micro_batch, 0};
 }
 
 }  // namespace
 
 Head::Head(std::shared_ptr<HeadHandle> handle) : handle_(std::move(handle)) {}
 
-const std::string& Head::name() const { return handle_->state->name; }
-const HeadSpec& Head::spec() const { return handle_->state->spec; }
-std::string Head::epoch() const { return handle_->state->epoch(); }
+const std::string& Head::name() const { return handle_->name; }
+const HeadSpec& Head::spec() const { return handle_->spec; }
+std::string Head::epoch() const { return handle_->epoch(); }
 bool Head::created() const { return handle_->created; }
 
 Future<LossResult> Head::CrossEntropy(RowsView hidden, absl::Span<const int32_t> targets, const CrossEntropyOptions& loss,
                                       const MicroBatchOptions& micro_batch, const CallOptions& options) {
   LossTerm term = MakeTerm(targets, micro_batch);
   term.loss = loss;
-  return StartTerms<LossResult>(handle_, hidden, {&term, 1}, micro_batch, options,
-                                [](const Head& head) { return head.handle_.get(); });
+  return StartTerms<LossResult>(
+      handle_, hidden, {&term, 1}, micro_batch, options, [](const Head& head) { return head.handle_; }, internal::StartLoss);
 }
 
 Future<LossResult> Head::Jsd(RowsView hidden, const Head& teacher, RowsView teacher_hidden, absl::Span<const int32_t> targets,
@@ -190,8 +195,8 @@ Future<LossResult> Head::Jsd(RowsView hidden, const Head& teacher, RowsView teac
   term.loss = loss;
   term.teacher = teacher;
   term.teacher_hidden = teacher_hidden;
-  return StartTerms<LossResult>(handle_, hidden, {&term, 1}, micro_batch, options,
-                                [](const Head& head) { return head.handle_.get(); });
+  return StartTerms<LossResult>(
+      handle_, hidden, {&term, 1}, micro_batch, options, [](const Head& head) { return head.handle_; }, internal::StartLoss);
 }
 
 Future<LossResult> Head::Jsd(RowsView hidden, const Head& teacher, const JoinedTeacherOptions& joined,
@@ -201,13 +206,14 @@ Future<LossResult> Head::Jsd(RowsView hidden, const Head& teacher, const JoinedT
   term.loss = loss;
   term.teacher = teacher;
   term.joined_teacher = joined;
-  return StartTerms<LossResult>(handle_, hidden, {&term, 1}, micro_batch, options,
-                                [](const Head& head) { return head.handle_.get(); });
+  return StartTerms<LossResult>(
+      handle_, hidden, {&term, 1}, micro_batch, options, [](const Head& head) { return head.handle_; }, internal::StartLoss);
 }
 
 Future<MultiResult> Head::Multi(RowsView hidden, absl::Span<const LossTerm> terms, const MicroBatchOptions& micro_batch,
                                 const CallOptions& options) {
-  return StartTerms<MultiResult>(handle_, hidden, terms, micro_batch, options, [](const Head& head) { return head.handle_.get(); });
+  return StartTerms<MultiResult>(
+      handle_, hidden, terms, micro_batch, options, [](const Head& head) { return head.handle_; }, internal::StartMulti);
 }
 
 Future<CommitResult> Head::Commit(int64_t step, int64_t micro_batch, double factor, const CallOptions& options) {
@@ -215,11 +221,11 @@ Future<CommitResult> Head::Commit(int64_t step, int64_t micro_batch, double fact
 }
 
 Future<CommitResult> Head::Commit(int64_t step, int64_t micro_batch, const CommitOptions& commit, const CallOptions& options) {
-  return internal::StartCommit(handle_->connection, MakeKey(*handle_, step, micro_batch), commit, options);
+  return internal::StartCommit(MakeKey(*handle_, step, micro_batch), commit, options);
 }
 
 Future<DiscardResult> Head::Discard(int64_t step, int64_t micro_batch, const CallOptions& options) {
-  return internal::StartDiscard(handle_->connection, MakeKey(*handle_, step, micro_batch), options);
+  return internal::StartDiscard(MakeKey(*handle_, step, micro_batch), options);
 }
 
 }  // namespace headwater::client

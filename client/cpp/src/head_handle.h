@@ -2,33 +2,70 @@
 #ifndef HEADWATER_CLIENT_SRC_HEAD_HANDLE_H_
 #define HEADWATER_CLIENT_SRC_HEAD_HANDLE_H_
 
+#include <atomic>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 
-#include "client/cpp/src/connection.h"
-#include "client/cpp/src/head_state.h"
+#include "client/core/core.h"
+#include "client/cpp/src/convert.h"
+#include "headwater/client/types.h"
 
 namespace headwater::client::internal {
 
 // Thread-safe.
-struct HeadHandle {
-  HeadHandle(std::shared_ptr<Connection> connection_of_head, std::shared_ptr<HeadState> state_of_head, bool was_created)
-      : connection(std::move(connection_of_head)), state(std::move(state_of_head)), created(was_created) {}
+class HeadHandle {
+ public:
+  HeadHandle(std::shared_ptr<Core> core_of_head, const v1::Head& head, bool was_created)
+      : core(std::move(core_of_head)),
+        name(head.name()),
+        spec(FromProto(head.spec())),
+        created(was_created),
+        epoch_(head.epoch()) {}
 
+  const std::shared_ptr<Core> core;
+  const std::string name;
+  const HeadSpec spec;
+  const bool created;
+
+  // That of the last call of this handle that gave the head one, or the one that recoveries have led to.
+  std::string epoch() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return core->CurrentEpoch(name, epoch_);
+  }
   // Takes over the epoch of a call that this handle made.
-  HeadInfo Adopt(const v1::Head& head, Deadline deadline) {
-    connection->replay_log().Forget(*state);
-    // If it cannot be told, no lost step of this epoch is recovered.
-    state->Adopt(head, connection->Incarnation(deadline).value_or(""));
+  HeadInfo Adopt(const v1::Head& head) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    epoch_ = head.epoch();
     return FromProto(head);
   }
+  v1::HeadStep At(std::optional<int64_t> step) const {
+    v1::HeadStep head;
+    head.set_head(name);
+    head.set_head_epoch(epoch());
+    if (step.has_value()) head.set_step(*step);
+    return head;
+  }
 
-  HeadUses AtStep(std::optional<int64_t> step) const { return {{.state = state, .step = step}}; }
+  // Whether the caller should be warned that a micro-batch was HELD for want of a slot: once. `unasked`: it might have been STAGED.
+  // Where nothing ever is, no slot is missing: deterministic mode holds everything.
+  bool ShouldWarnOfHeld(ContributionForm form, bool unasked) {
+    if (form == ContributionForm::kStaged) has_staged_ = true;
+    return form == ContributionForm::kHeld && unasked && has_staged_ && !warned_of_held_.exchange(true);
+  }
 
-  const std::shared_ptr<Connection> connection;
-  const std::shared_ptr<HeadState> state;
-  const bool created;
+  // The step that Seal() has closed without micro-batches; -1: none.
+  int64_t empty_step() const { return empty_step_; }
+  void SetEmptyStep(int64_t step) { empty_step_ = step; }
+
+ private:
+  std::atomic<int64_t> empty_step_ = -1;
+  std::atomic<bool> has_staged_ = false;
+  std::atomic<bool> warned_of_held_ = false;
+  mutable std::mutex mutex_;
+  std::string epoch_;
 };
 
 }  // namespace headwater::client::internal

@@ -2,30 +2,90 @@
 #include <string>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "client/core/link/error.h"
+#include "client/cpp/src/calls.h"
 #include "client/cpp/src/convert.h"
 #include "client/cpp/src/head_handle.h"
-#include "client/cpp/src/tensor_stream.h"
 #include "headwater/client/head.h"
 
 namespace headwater::client {
 
-using internal::Deadline;
 using internal::FromProto;
-using internal::Repeat;
+using internal::HeadHandle;
+using internal::Run;
 using internal::ToProto;
-using Heads = v1::HeadService::Stub;
+
+namespace {
+
+v1::UploadWeightsHeader MakeHeader(const HeadHandle& handle, HeadTensor tensor, const TensorView& values) {
+  v1::UploadWeightsHeader header;
+  header.set_name(handle.name);
+  header.set_epoch(handle.epoch());
+  header.set_tensor(static_cast<v1::HeadTensor>(tensor));
+  header.set_data_type(ToProto(values.data_type));
+  return header;
+}
+
+// A call that gives the head another epoch, which the handle takes over.
+template <typename Message>
+absl::StatusOr<HeadInfo> RunAndAdopt(HeadHandle& handle, const char* path, Message message, const CallOptions& options,
+                                     internal::CallMemory memory = {}) {
+  auto head = Run<v1::Head>(*handle.core, path, std::move(message), DeadlineOf(*handle.core, options), std::move(memory));
+  if (!head.ok()) return head.status();
+  return handle.Adopt(*head);
+}
+
+template <typename Message>
+absl::StatusOr<TensorBuffer> Download(HeadHandle& handle, const char* path, Message message, DataType data_type, HeadTensor tensor,
+                                      const CallOptions& options) {
+  absl::StatusOr<TensorBuffer> buffer = internal::MakeBuffer(data_type, internal::ShapeOf(handle.spec, tensor));
+  if (!buffer.ok()) return buffer;
+  internal::CallMemory memory;
+  memory.result = internal::RowsOf(*buffer);
+  const auto header =
+      Run<v1::DownloadTensorHeader>(*handle.core, path, std::move(message), DeadlineOf(*handle.core, options), std::move(memory));
+  if (!header.ok()) return header.status();
+  return buffer;
+}
+
+}  // namespace
 
 absl::StatusOr<HeadInfo> Head::UploadWeights(HeadTensor tensor, TensorView values, const CallOptions& options) {
   if (absl::Status status = internal::CheckElements("values", values); !status.ok()) return status;
-  const Deadline deadline = handle_->connection->DeadlineOf(options);
-  internal::Upload upload(handle_->connection, tensor, values);
-  absl::StatusOr<v1::Head> head;
-  const absl::Status status = handle_->connection->Retry(Repeat::kSafe, deadline, [&](grpc::ClientContext&) {
-    head = upload.Send(name(), epoch(), std::nullopt, deadline);
-    return head.status();
-  });
-  if (!status.ok()) return status;
-  return handle_->Adopt(*head, deadline);
+  internal::CallMemory memory;
+  memory.rows = internal::RowsOf(values);
+  return RunAndAdopt(*handle_, HEADWATER_HEADS "UploadWeights", MakeHeader(*handle_, tensor, values), options, std::move(memory));
+}
+
+absl::StatusOr<HeadInfo> Head::ReplaceWeights(int64_t step, TensorView weight, std::optional<TensorView> bias,
+                                              const CallOptions& options) {
+  if (bias.has_value() != spec().has_bias) {
+    return internal::MakeLocalError(v1::ERROR_REASON_INVALID_COMBINATION, absl::StatusCode::kInvalidArgument,
+                                    absl::StrCat("bias: the head has ", spec().has_bias ? "one, none" : "none, one", " was given"),
+                                    {{"field", "bias"}});
+  }
+  if (absl::Status status = internal::CheckElements("weight", weight); !status.ok()) return status;
+  if (absl::Status status = internal::CheckElements("bias", bias.value_or(TensorView())); !status.ok()) return status;
+  const internal::Deadline deadline = DeadlineOf(*handle_->core, options);
+  const auto send = [&](HeadTensor tensor, const TensorView& values) {
+    v1::UploadWeightsHeader header = MakeHeader(*handle_, tensor, values);
+    header.set_closes_step(step);
+    internal::CallMemory memory;
+    memory.rows = internal::RowsOf(values);
+    return Run<v1::Head>(*handle_->core, HEADWATER_HEADS "UploadWeights", std::move(header), deadline, std::move(memory));
+  };
+  for (int round = 1;; ++round) {
+    absl::StatusOr<v1::Head> head = send(HeadTensor::kWeight, weight);
+    if (head.ok() && bias.has_value()) head = send(HeadTensor::kBias, *bias);
+    if (!head.ok()) return head.status();
+    if (head->open_step() != step) return FromProto(*head);
+    // Where the weight has waited for the bias for a minute, it may have given way to another head's upload.
+    if (round >= handle_->core->options().retry.max_attempts) {
+      return internal::MakeLocalError(v1::ERROR_REASON_IN_FLIGHT_BYTES_EXCEEDED, absl::StatusCode::kResourceExhausted,
+                                      "the server needed the weight's room before the bias came: both have to be sent again");
+    }
+  }
 }
 
 absl::StatusOr<HeadInfo> Head::LoadWeights(const std::string& path, const std::string& weight_tensor,
@@ -36,11 +96,7 @@ absl::StatusOr<HeadInfo> Head::LoadWeights(const std::string& path, const std::s
   request.set_path(path);
   request.set_weight_tensor(weight_tensor);
   request.set_bias_tensor(bias_tensor);
-  const Deadline deadline = handle_->connection->DeadlineOf(options);
-  absl::StatusOr<v1::Head> head =
-      handle_->connection->Call(handle_->connection->heads(), &Heads::LoadWeights, request, Repeat::kIfNothingWasDone, deadline);
-  if (!head.ok()) return head.status();
-  return handle_->Adopt(*head, deadline);
+  return RunAndAdopt(*handle_, HEADWATER_HEADS "LoadWeights", std::move(request), options);
 }
 
 absl::StatusOr<TensorBuffer> Head::DownloadWeights(HeadTensor tensor, CallOptions options) {
@@ -52,35 +108,28 @@ absl::StatusOr<TensorBuffer> Head::DownloadWeights(HeadTensor tensor, DataType d
   request.set_name(name());
   request.set_tensor(static_cast<v1::HeadTensor>(tensor));
   request.set_data_type(ToProto(data_type));
-  internal::Connection& connection = *handle_->connection;
-  // Frozen weights are the same at any epoch.
-  internal::HeadUses trained = spec().trainable ? handle_->AtStep(std::nullopt) : internal::HeadUses();
-  TensorBuffer buffer(data_type, internal::ShapeOf(spec(), tensor));
-  const absl::Status status = connection.RetryOnSteps(trained, connection.DeadlineOf(options), [&](grpc::ClientContext& context) {
-    if (!trained.empty()) request.set_epoch(trained[0].epoch);
-    return internal::ReadTensor(connection, context, *connection.heads().DownloadWeights(&context, request), buffer);
-  });
-  if (!status.ok()) return status;
-  return buffer;
+  if (spec().trainable) request.set_epoch(epoch());  // frozen weights are the same at any epoch
+  return Download(*handle_, HEADWATER_HEADS "DownloadWeights", std::move(request), data_type, tensor, options);
+}
+
+absl::StatusOr<TensorBuffer> Head::Gradient(int64_t step, HeadTensor tensor, double gradient_factor, const CallOptions& options) {
+  v1::DownloadGradientRequest request;
+  *request.mutable_head() = handle_->At(step);
+  request.set_tensor(static_cast<v1::HeadTensor>(tensor));
+  request.set_gradient_factor(gradient_factor);
+  return Download(*handle_, HEADWATER_HEADS "DownloadGradient", std::move(request), DataType::kFloat32, tensor, options);
 }
 
 absl::StatusOr<SaveResult> Head::Save(const std::string& checkpoint, bool overwrite, const CallOptions& options) {
   v1::SaveCheckpointRequest request;
   request.set_name(name());
+  request.set_epoch(epoch());
   request.set_checkpoint(checkpoint);
   request.set_overwrite(overwrite);
-  internal::Connection& connection = *handle_->connection;
-  internal::HeadUses heads = handle_->AtStep(std::nullopt);
-  v1::SaveCheckpointResponse response;
-  const absl::Status status = connection.RetryOnSteps(
-      heads, connection.DeadlineOf(options),
-      [&](grpc::ClientContext& context) {
-        request.set_epoch(heads[0].epoch);
-        return connection.FromGrpc(connection.heads().SaveCheckpoint(&context, request, &response));
-      },
-      overwrite ? Repeat::kSafe : Repeat::kIfNothingWasDone);
-  if (!status.ok()) return status;
-  return SaveResult{response.checkpoint(), response.step(), response.total_bytes()};
+  auto response = Run<v1::SaveCheckpointResponse>(*handle_->core, HEADWATER_HEADS "SaveCheckpoint", std::move(request),
+                                                  DeadlineOf(*handle_->core, options));
+  if (!response.ok()) return response.status();
+  return SaveResult{response->checkpoint(), response->step(), response->total_bytes()};
 }
 
 absl::StatusOr<HeadInfo> Head::Restore(const std::string& checkpoint, const CallOptions& options) {
@@ -88,18 +137,20 @@ absl::StatusOr<HeadInfo> Head::Restore(const std::string& checkpoint, const Call
   request.set_name(name());
   request.set_epoch(epoch());
   request.set_checkpoint(checkpoint);
-  const Deadline deadline = handle_->connection->DeadlineOf(options);
-  absl::StatusOr<v1::Head> head = handle_->connection->Call(handle_->connection->heads(), &Heads::RestoreCheckpoint, request,
-                                                            Repeat::kIfNothingWasDone, deadline);
-  if (!head.ok()) return head.status();
-  return handle_->Adopt(*head, deadline);
+  return RunAndAdopt(*handle_, HEADWATER_HEADS "RestoreCheckpoint", std::move(request), options);
+}
+
+absl::StatusOr<HeadInfo> Head::Take(bool only_if_current, const CallOptions& options) {
+  v1::TakeHeadRequest request;
+  request.set_name(name());
+  if (only_if_current) request.set_epoch(epoch());
+  return RunAndAdopt(*handle_, internal::kTakeHead, std::move(request), options);
 }
 
 absl::StatusOr<HeadInfo> Head::Info(const CallOptions& options) const {
   v1::GetHeadRequest request;
   request.set_name(name());
-  absl::StatusOr<v1::Head> head =
-      handle_->connection->Call(handle_->connection->heads(), &Heads::GetHead, request, Repeat::kSafe, options);
+  auto head = Run<v1::Head>(*handle_->core, internal::kGetHead, std::move(request), DeadlineOf(*handle_->core, options));
   if (!head.ok()) return head.status();
   return FromProto(*head);
 }
@@ -109,11 +160,9 @@ absl::Status Head::Delete(bool force, const CallOptions& options) {
   request.set_name(name());
   request.set_epoch(epoch());
   request.set_force(force);
-  const absl::Status status =
-      handle_->connection->Call(handle_->connection->heads(), &Heads::DeleteHead, request, Repeat::kIfNothingWasDone, options)
-          .status();
-  if (status.ok()) handle_->connection->replay_log().Forget(*handle_->state);  // nothing is to be repeated on it
-  return status;
+  return Run<v1::DeleteHeadResponse>(*handle_->core, HEADWATER_HEADS "DeleteHead", std::move(request),
+                                     DeadlineOf(*handle_->core, options))
+      .status();
 }
 
 }  // namespace headwater::client

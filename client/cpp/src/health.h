@@ -5,11 +5,11 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "client/cpp/src/connection.h"
+#include "client/core/core.h"
 
 namespace headwater::client::internal {
 
-absl::StatusOr<HealthStatus> CheckHealth(Connection& connection, const std::string& service, const CallOptions& options);
+absl::StatusOr<HealthStatus> CheckHealth(Core& core, const std::string& service, const CallOptions& options);
 
 }  // namespace headwater::client::internal
 

@@ -2,10 +2,7 @@
  * of rows x hidden_size float32 with gradients, another one of a head that does not exist, rows, hidden_size, file for the summary.
  * Exit code 0 if everything was as it should be; otherwise the first thing that was not is on stderr. */
 #define _GNU_SOURCE
-#include <dirent.h>
-#include <dlfcn.h>
-#include <errno.h>
-#include <pthread.h>
+#include <poll.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -79,78 +76,16 @@ static void pause_ms(long ms) {
   nanosleep(&time, NULL);
 }
 
-/* What a callback leaves; written before `ended`, read after it. */
-typedef struct outcome {
-  hw_client_call* call;
-  int32_t code;
-  int free_it;
-  int ended;
-} outcome;
-
-static void on_done(void* context) {
-  outcome* result = context;
-  const void* answer = NULL;
-  int64_t size = 0;
-  int32_t ended = 0;
-  hw_client_call* call = NULL;
-  while ((call = __atomic_load_n(&result->call, __ATOMIC_ACQUIRE)) == NULL) pause_ms(1);
-  EXPECT_OK(hw_client_call_wait(call, -1, &ended));
-  EXPECT(ended == 1);
-  hw_client_error* error = hw_client_call_result(call, &answer, &size);
-  result->code = error == NULL ? 0 : hw_client_error_code(error);
-  hw_client_error_free(error);
-  if (result->free_it) hw_client_call_free(call);
-  __atomic_store_n(&result->ended, 1, __ATOMIC_RELEASE);
+/* A call with this tag has ended, or does. */
+static uint64_t take_completion(hw_client* client) {
+  struct pollfd wanted = {hw_client_completion_fd(client), POLLIN, 0};
+  uint64_t tags[2] = {0, 0};
+  EXPECT(poll(&wanted, 1, 30000) == 1);
+  EXPECT(hw_client_completions(client, tags, 1) == 1);
+  return tags[0];
 }
 
-static void wait_for(const outcome* result) {
-  for (int i = 0; i < 30000 && !__atomic_load_n(&result->ended, __ATOMIC_ACQUIRE); ++i) pause_ms(1);
-  EXPECT(__atomic_load_n(&result->ended, __ATOMIC_ACQUIRE) == 1);
-}
-
-/* In the place of the system's: gives this thread no other ones while it is told so. */
-static _Thread_local int no_threads = 0;
-int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*run)(void*), void* argument) {
-  if (no_threads) return EAGAIN;
-  int (*create)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*) = NULL;
-  void* const found = dlsym(RTLD_NEXT, "pthread_create");
-  memcpy(&create, &found, sizeof(found));
-  return create(thread, attributes, run, argument);
-}
-
-static int count_sockets(void) {
-  int count = 0;
-  char path[300];
-  char target[300];
-  DIR* directory = opendir("/proc/self/fd");
-  EXPECT(directory != NULL);
-  for (struct dirent* entry = readdir(directory); entry != NULL; entry = readdir(directory)) {
-    snprintf(path, sizeof(path), "/proc/self/fd/%s", entry->d_name);
-    const ssize_t length = readlink(path, target, sizeof(target) - 1);
-    if (length > 0) target[length] = '\0';
-    if (length > 0 && strncmp(target, "socket:", 7) == 0) ++count;
-  }
-  closedir(directory);
-  return count;
-}
-
-/* A call that the system gives no thread for has not begun, and keeps nothing: the connection goes with its handle. */
-static void check_call_without_threads(const char* target, const hw_client_micro_batch* good) {
-  const int before = count_sockets();
-  hw_client* client = NULL;
-  hw_client_call* call = NULL;
-  EXPECT_OK(hw_client_connect(target, "transport=grpc", &client));
-  EXPECT(count_sockets() > before);
-  no_threads = 1;
-  EXPECT_ERROR(hw_client_submit(client, good, &call), 13, "INTERNAL");
-  no_threads = 0;
-  EXPECT(call == NULL);
-  hw_client_free(client);
-  for (int i = 0; i < 30000 && count_sockets() > before; ++i) pause_ms(1);
-  EXPECT(count_sockets() == before);
-}
-
-static void check_wrong_arguments(hw_client* client, const hw_client_micro_batch* good) {
+static void check_wrong_arguments(hw_client* client, const hw_client_request* good) {
   hw_client* other = NULL;
   hw_client_call* call = NULL;
   hw_client_memory* memory = NULL;
@@ -164,7 +99,11 @@ static void check_wrong_arguments(hw_client* client, const hw_client_micro_batch
   EXPECT_ERROR(hw_client_connect("localhost:1", "stripes=0", &other), 3, "INVALID_FIELD");
   EXPECT_ERROR(hw_client_connect("localhost:1", "transport=pigeon", &other), 3, "INVALID_FIELD");
   EXPECT_ERROR(hw_client_connect("localhost:1", "stripes", &other), 3, "INVALID_FIELD");
-  EXPECT_ERROR(hw_client_connect("localhost:1", "session_lease_ms=0", &other), 3, "INVALID_FIELD");
+  EXPECT_ERROR(hw_client_connect("localhost:1", "session_lease_ms=-1", &other), 3, "INVALID_FIELD");
+  EXPECT_ERROR(hw_client_connect("localhost:1", "max_attempts=0", &other), 3, "INVALID_FIELD");
+  EXPECT_ERROR(hw_client_connect("localhost:1", "initial_backoff_ms=9\nmax_backoff_ms=8", &other), 3, "INVALID_FIELD");
+  EXPECT_ERROR(hw_client_connect("localhost:1", "replay_bytes=-1", &other), 3, "INVALID_FIELD");
+  EXPECT_ERROR(hw_client_connect("localhost:1", "replay_steps=some", &other), 3, "INVALID_FIELD");
   EXPECT_ERROR(hw_client_connect("localhost:1", "connect_timeout_ms=0", &other), 3, "INVALID_FIELD");
   EXPECT_ERROR(hw_client_connect("unix:/nonexistent/socket", "connect_timeout_ms=50", &other), 14, NULL);
   EXPECT(other == NULL);
@@ -178,78 +117,91 @@ static void check_wrong_arguments(hw_client* client, const hw_client_micro_batch
   EXPECT_ERROR(hw_client_allocate(NULL, 1, &memory), 3, "MISSING_FIELD");
   EXPECT_ERROR(hw_client_allocate(client, 0, &memory), 3, "INVALID_FIELD");
   EXPECT_ERROR(hw_client_allocate(client, 1, NULL), 3, "MISSING_FIELD");
-  EXPECT_ERROR(hw_client_forget_session(client, NULL, 5), 3, "MISSING_FIELD");
+  EXPECT_ERROR(hw_client_close(NULL, 0), 3, "MISSING_FIELD");
+  EXPECT(hw_client_completion_fd(NULL) == -1);
+  EXPECT(hw_client_notice(NULL, NULL, 0) == -1);
+  EXPECT(hw_client_notice(client, NULL, 0) == 0);
+  hw_client_stop_waiting(NULL);
+  EXPECT(hw_client_completions(NULL, NULL, 1) == 0);
+  EXPECT(hw_client_head_epoch(NULL, "h", "e", 1, &size, 8) == -1);
+  EXPECT(hw_client_call_data(NULL, &size) == NULL && size == 0);
+  EXPECT(hw_client_call_attempt(NULL) == 0);
+  hw_client_abandon(NULL, "", 0);
   EXPECT_ERROR(hw_client_call_wait(NULL, 0, NULL), 3, "MISSING_FIELD");
   EXPECT_ERROR(hw_client_call_result(NULL, &answer, &size), 3, "MISSING_FIELD");
 
-  EXPECT_ERROR(hw_client_submit(NULL, good, &call), 3, "MISSING_FIELD");
-  EXPECT_ERROR(hw_client_submit(client, NULL, &call), 3, "MISSING_FIELD");
-  EXPECT_ERROR(hw_client_submit(client, good, NULL), 3, "MISSING_FIELD");
-  hw_client_micro_batch bad = *good;
+  EXPECT_ERROR(hw_client_start(NULL, good, &call), 3, "MISSING_FIELD");
+  EXPECT_ERROR(hw_client_start(client, NULL, &call), 3, "MISSING_FIELD");
+  EXPECT_ERROR(hw_client_start(client, good, NULL), 3, "MISSING_FIELD");
+  hw_client_request bad = *good;
   bad.struct_bytes = 8;
-  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "struct_bytes");
+  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "struct_bytes");
   struct {
-    hw_client_micro_batch known;
+    hw_client_request known;
     int64_t beyond;
   } longer = {*good, 0};
   longer.known.struct_bytes = sizeof(longer);
   longer.beyond = 1;
-  EXPECT_ERROR(hw_client_submit(client, &longer.known, &call), 3, "struct_bytes");
+  EXPECT_ERROR(hw_client_start(client, &longer.known, &call), 3, "struct_bytes");
   bad = *good;
   bad.timeout_ns = 0;
-  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "timeout_ns");
+  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "timeout_ns");
   bad = *good;
-  bad.header = NULL;
-  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "MISSING_FIELD");
+  bad.message = NULL;
+  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "MISSING_FIELD");
   bad = *good;
-  bad.header_bytes = 3;
-  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "INVALID_FIELD");
+  bad.message_bytes = 3;
+  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "INVALID_FIELD");
   bad = *good;
-  bad.header_bytes = -1;
-  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "INVALID_FIELD");
+  bad.message_bytes = -1;
+  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "INVALID_FIELD");
   bad = *good;
-  bad.hidden.row_count -= 1;
-  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "SHAPE_MISMATCH");
+  bad.rows.row_count -= 1;
+  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "SHAPE_MISMATCH");
   bad = *good;
-  bad.hidden.row_count = INT64_MAX / 2;
-  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "INVALID_FIELD");
+  bad.rows.row_count = INT64_MAX / 2;
+  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "INVALID_FIELD");
   bad = *good;
-  bad.hidden.hidden_size += 1;
-  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "SHAPE_MISMATCH");
+  bad.rows.hidden_size += 1;
+  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "SHAPE_MISMATCH");
   bad = *good;
-  bad.hidden.data_type = HW_CLIENT_BFLOAT16;
-  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "DATA_TYPE_MISMATCH");
+  bad.rows.data_type = HW_CLIENT_BFLOAT16;
+  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "DATA_TYPE_MISMATCH");
   bad = *good;
-  bad.hidden.data_type = 9;
-  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "data_type");
+  bad.rows.data_type = 9;
+  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "data_type");
   bad = *good;
-  bad.hidden.memory = 7;
-  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "memory");
+  bad.rows.memory = 7;
+  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "memory");
   bad = *good;
-  bad.hidden.data = NULL;
-  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "INVALID_FIELD");
+  bad.rows.data = NULL;
+  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "INVALID_FIELD");
   bad = *good;
-  bad.hidden.struct_bytes = 1;
-  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "struct_bytes");
+  bad.rows.struct_bytes = 1;
+  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "struct_bytes");
   bad = *good;
-  memset(&bad.grad_hidden, 0, sizeof(bad.grad_hidden));
-  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "grad_hidden");
+  bad.result_rows.row_count -= 1;
+  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "result_rows");
+  bad = *good;
+  bad.flags = 1 << 20;
+  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "flags");
+  bad = *good;
+  bad.method = NULL;
+  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "MISSING_FIELD");
+  bad.method = "/headwater.v1.LossService/TransferRows";
+  EXPECT_ERROR(hw_client_start(client, &bad, &call), 12, NULL);
   bad = *good;
   bad.teacher_count = 2;
-  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "teachers");
+  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "teachers");
   bad = *good;
-  bad.teachers = &bad.hidden;
+  bad.teachers = &bad.rows;
   bad.teacher_count = 1;
-  EXPECT_ERROR(hw_client_submit(client, &bad, &call), 3, "teachers");
-  hw_client_teacher_rows teacher;
-  memset(&teacher, 0, sizeof(teacher));
-  EXPECT_ERROR(hw_client_stream_teacher(client, &teacher, &call), 3, "struct_bytes");
-  teacher.struct_bytes = sizeof(teacher);
-  teacher.timeout_ns = SECOND;
-  EXPECT_ERROR(hw_client_stream_teacher(client, &teacher, &call), 3, "MISSING_FIELD");
-  teacher.header = "\xff";
-  teacher.header_bytes = 1;
-  EXPECT_ERROR(hw_client_stream_teacher(client, &teacher, &call), 3, "INVALID_FIELD");
+  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "teachers");
+  bad = *good;
+  bad.method = "/headwater.v1.LossService/StreamTeacher";
+  bad.message = "\xff";
+  bad.message_bytes = 1;
+  EXPECT_ERROR(hw_client_start(client, &bad, &call), 3, "INVALID_FIELD");
   EXPECT(call == NULL);
 }
 
@@ -279,22 +231,22 @@ int main(int argc, char** argv) {
     hidden[i] = (float)(i % 13) / 13.0F - 0.4F;
     gradient[i] = 12345.0F;
   }
-  hw_client_micro_batch micro_batch;
-  memset(&micro_batch, 0, sizeof(micro_batch));
-  micro_batch.struct_bytes = sizeof(micro_batch);
-  micro_batch.header = header;
-  micro_batch.header_bytes = header_bytes;
-  micro_batch.timeout_ns = 60 * SECOND;
-  micro_batch.hidden = make_rows(hidden, rows, hidden_size);
-  micro_batch.grad_hidden = make_rows(gradient, rows, hidden_size);
-  check_call_without_threads(argv[1], &micro_batch);
+  hw_client_request request;
+  memset(&request, 0, sizeof(request));
+  request.struct_bytes = sizeof(request);
+  request.method = "/headwater.v1.LossService/ComputeLoss";
+  request.message = header;
+  request.message_bytes = header_bytes;
+  request.timeout_ns = 60 * SECOND;
+  request.rows = make_rows(hidden, rows, hidden_size);
+  request.result_rows = make_rows(gradient, rows, hidden_size);
   hw_client* client = NULL;
   EXPECT_OK(hw_client_connect(argv[1], "transport=auto\nstripes=4\nclient_name=program\n", &client));
-  check_wrong_arguments(client, &micro_batch);
+  check_wrong_arguments(client, &request);
 
   /* Waiting. */
   hw_client_call* call = NULL;
-  EXPECT_OK(hw_client_submit(client, &micro_batch, &call));
+  EXPECT_OK(hw_client_start(client, &request, &call));
   int32_t ended = 0;
   EXPECT_OK(hw_client_call_wait(call, 60 * SECOND, &ended));
   EXPECT(ended == 1);
@@ -316,37 +268,53 @@ int main(int argc, char** argv) {
   char few[8];
   EXPECT(hw_client_info(client, few, sizeof(few)) == (int64_t)strlen(info) && strlen(few) == 7);
 
-  /* Callbacks, one of which frees its call. */
-  for (int free_it = 0; free_it < 2; ++free_it) {
-    outcome result = {NULL, -1, free_it, 0};
-    micro_batch.done = on_done;
-    micro_batch.context = &result;
-    EXPECT_OK(hw_client_submit(client, &micro_batch, &call));
-    __atomic_store_n(&result.call, call, __ATOMIC_RELEASE);
-    wait_for(&result);
-    EXPECT(result.code == 0);
-    if (!free_it) hw_client_call_free(call);
-  }
-  micro_batch.done = NULL;
-  micro_batch.context = NULL;
+  /* By the completion queue, and into the library's memory. */
+  request.tag = 7;
+  memset(&request.result_rows, 0, sizeof(request.result_rows));
+  EXPECT_OK(hw_client_start(client, &request, &call));
+  EXPECT(take_completion(client) == 7);
+  EXPECT_OK(hw_client_call_result(call, &summary, &summary_bytes));
+  int64_t gradient_bytes = 0;
+  check_gradient(hw_client_call_data(call, &gradient_bytes), count);
+  EXPECT(gradient_bytes == count * (int64_t)sizeof(float));
+  hw_client_call_free(call);
+  uint64_t none = 0;
+  EXPECT(hw_client_completions(client, &none, 1) == 0);
+  request.tag = 0;
+  request.result_rows = make_rows(gradient, rows, hidden_size);
+
+  /* A call without rows. */
+  hw_client_request unary;
+  memset(&unary, 0, sizeof(unary));
+  unary.struct_bytes = sizeof(unary);
+  unary.method = "/headwater.v1.SessionService/GetServerInfo";
+  unary.timeout_ns = 60 * SECOND;
+  EXPECT_OK(hw_client_start(client, &unary, &call));
+  EXPECT_OK(hw_client_call_wait(call, -1, &ended));
+  EXPECT_OK(hw_client_call_result(call, &summary, &summary_bytes));
+  EXPECT(summary_bytes > 16 && hw_client_call_data(call, &gradient_bytes) == NULL);
+  hw_client_call_free(call);
+  char epoch[4];
+  EXPECT(hw_client_head_epoch(client, "tenants/default/heads/none", "abcd", 4, epoch, 4) == 4 && memcmp(epoch, "abcd", 4) == 0);
+  EXPECT(hw_client_head_epoch(client, "tenants/default/heads/none", "abcd", 4, epoch, 3) == -1);
 
   /* Errors of the server, the deadline, cancelling. */
-  hw_client_micro_batch other = micro_batch;
-  other.header = other_header;
-  other.header_bytes = other_bytes;
-  EXPECT_OK(hw_client_submit(client, &other, &call));
+  hw_client_request other = request;
+  other.message = other_header;
+  other.message_bytes = other_bytes;
+  EXPECT_OK(hw_client_start(client, &other, &call));
   EXPECT_OK(hw_client_call_wait(call, -1, &ended));
   EXPECT_ERROR(hw_client_call_result(call, &summary, &summary_bytes), 5, "HEAD_NOT_FOUND");
   EXPECT_ERROR(hw_client_call_result(call, &summary, &summary_bytes), 5, "HEAD_NOT_FOUND");
   hw_client_call_free(call);
-  other = micro_batch;
+  other = request;
   other.timeout_ns = 1;
-  EXPECT_OK(hw_client_submit(client, &other, &call));
+  EXPECT_OK(hw_client_start(client, &other, &call));
   EXPECT_OK(hw_client_call_wait(call, -1, &ended));
   EXPECT_ERROR(hw_client_call_result(call, &summary, &summary_bytes), 4, "DEADLINE_EXCEEDED");
   hw_client_call_free(call);
   for (int i = 0; i < 20; ++i) {
-    EXPECT_OK(hw_client_submit(client, &micro_batch, &call));
+    EXPECT_OK(hw_client_start(client, &request, &call));
     if (i % 2 == 0) hw_client_call_cancel(call);
     if (i % 4 < 2) pause_ms(i % 3);
     hw_client_call_free(call); /* `gradient` may be written until here, and not after */
@@ -362,19 +330,25 @@ int main(int argc, char** argv) {
   EXPECT_OK(hw_client_allocate(client, count * (int64_t)sizeof(float), &gradient_memory));
   memcpy(hw_client_memory_data(rows_memory), hidden, (size_t)count * sizeof(float));
   EXPECT(((uintptr_t)hw_client_memory_data(rows_memory)) % 4096 == 0);
-  micro_batch.hidden.data = hw_client_memory_data(rows_memory);
-  micro_batch.grad_hidden.data = hw_client_memory_data(gradient_memory);
+  request.rows.data = hw_client_memory_data(rows_memory);
+  request.result_rows.data = hw_client_memory_data(gradient_memory);
   float* in_place = hw_client_memory_data(gradient_memory);
   for (int64_t i = 0; i < count; ++i) in_place[i] = 12345.0F;
-  outcome result = {NULL, -1, 1, 0};
-  micro_batch.done = on_done;
-  micro_batch.context = &result;
-  EXPECT_OK(hw_client_submit(client, &micro_batch, &call));
+  EXPECT_OK(hw_client_start(client, &request, &call));
   hw_client_free(client);
-  __atomic_store_n(&result.call, call, __ATOMIC_RELEASE);
-  wait_for(&result);
-  EXPECT(result.code == 0);
+  EXPECT_OK(hw_client_call_wait(call, -1, &ended));
+  EXPECT_OK(hw_client_call_result(call, &summary, &summary_bytes));
   check_gradient(in_place, count);
+  hw_client_call_free(call);
+
+  /* Closing cancels, and ends it for later calls. */
+  EXPECT_OK(hw_client_connect(argv[1], NULL, &client));
+  for (int i = 0; i < 2; ++i) EXPECT_OK(hw_client_close(client, SECOND));
+  EXPECT_OK(hw_client_start(client, &unary, &call));
+  EXPECT_OK(hw_client_call_wait(call, -1, &ended));
+  EXPECT_ERROR(hw_client_call_result(call, &summary, &summary_bytes), 9, NULL);
+  hw_client_call_free(call);
+  hw_client_free(client);
   hw_client_memory_free(rows_memory);
   hw_client_memory_free(gradient_memory);
 

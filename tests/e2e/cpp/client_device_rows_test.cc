@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "client/cpp/src/channel.h"
-#include "client/cpp/src/memory/memory_paths.h"
+#include "client/core/link/channel.h"
+#include "client/core/rows/memory/memory_paths.h"
 #include "headwater/client/client.h"
 #include "tests/e2e/cpp/fake_cuda_driver.h"
 #include "tests/e2e/cpp/scripted_server.h"

@@ -1,4 +1,4 @@
-// Rows of the C++ client against the real server: a server that stands still, one that is started again, paths that are not there.
+// Rows of the C++ client against the real server: a server that stands still, joined teachers, paths that are not there.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cstring>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "headwater/client/client.h"
@@ -115,32 +114,6 @@ TEST(ClientRealTransfer, ServerThatStandsStillKeepsNoMemoryOfTheCaller) {
     status = Submit(head, small, absl::MakeSpan(small_gradient)).Get().status();
     return status.ok();
   })) << status;
-}
-
-TEST(ClientRealTransfer, ConnectionsAreMadeAnewAfterARestart) {
-  ServerProcess server;
-  ClientOptions options = OverGrpc();
-  // More than a minute of them: longer than any start of the server takes.
-  options.retry = {.max_attempts = 100, .initial_backoff = milliseconds(20), .max_backoff = seconds(1)};
-  Client client = server.Connect(options);
-  const std::vector<float> rows = RandomFloats(7, 5000 * kHiddenSize, 1.0F);  // 10 MiB
-  std::vector<unsigned char> gradient(rows.size() * 4);
-  std::vector<unsigned char> again(rows.size() * 4);
-  Head head = MakeHead(client);
-  const LossResult before = Value(Submit(head, rows, absl::MakeSpan(gradient)).Get());
-  for (const int signal : {SIGKILL, SIGTERM}) {
-    server.process().Signal(signal);
-    server.process().Wait();
-    // While it is away the call waits, by its retries.
-    Future<LossResult> meanwhile = Submit(head, rows, absl::MakeSpan(again));
-    EXPECT_FALSE(meanwhile.WaitFor(milliseconds(50)));
-    server.Start();
-    EXPECT_EQ(ErrorReason(meanwhile.Get().status()), "HEAD_NOT_FOUND");
-    head = MakeHead(client);
-    const LossResult after = Value(Submit(head, rows, absl::MakeSpan(again)).Get());
-    EXPECT_EQ(after.loss_sum, before.loss_sum);
-    EXPECT_TRUE(gradient == again);
-  }
 }
 
 TEST(ClientRealTransfer, PathThatDoesNotExistHereIsSaidSo) {

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "client/cpp/src/transfer/transfer_call.h"
+#include "client/core/rows/transfer/transfer_call.h"
 #include "headwater/client/client.h"
 #include "headwater/client/error.h"
 #include "tests/e2e/cpp/await.h"

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "client/cpp/src/transfer/chunk_wire.h"
-#include "client/cpp/src/transfer/row_queue.h"
+#include "client/core/rows/transfer/chunk_wire.h"
+#include "client/core/rows/transfer/row_queue.h"
 #include "headwater/v1/loss_service.pb.h"
 
 namespace headwater::e2e {

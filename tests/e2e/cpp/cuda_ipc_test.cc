@@ -17,9 +17,9 @@
 #include <string>
 #include <vector>
 
-#include "client/cpp/src/channel.h"
-#include "client/cpp/src/memory/cuda_driver.h"
-#include "client/cpp/src/memory/memory_paths.h"
+#include "client/core/link/channel.h"
+#include "client/core/rows/memory/cuda_driver.h"
+#include "client/core/rows/memory/memory_paths.h"
 #include "headwater/client/client.h"
 #include "headwater/client/error.h"
 #include "headwater/v1/session_service.grpc.pb.h"

@@ -1,6 +1,6 @@
 // The client's memory paths against the real headwaterd: what is placed where, what is said when it cannot be, and that a
 // micro-batch is the same micro-batch whichever way its rows take.
-#include "client/cpp/src/memory/memory_paths.h"
+#include "client/core/rows/memory/memory_paths.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -21,8 +21,8 @@
 #include <thread>
 #include <vector>
 
-#include "client/cpp/src/channel.h"
-#include "client/cpp/src/memory/shared_region.h"
+#include "client/core/link/channel.h"
+#include "client/core/rows/memory/shared_region.h"
 #include "headwater/client/client.h"
 #include "headwater/client/error.h"
 #include "headwater/v1/session_service.grpc.pb.h"

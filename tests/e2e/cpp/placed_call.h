@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "client/cpp/src/error.h"
-#include "client/cpp/src/memory/memory_paths.h"
+#include "client/core/link/error.h"
+#include "client/core/rows/memory/memory_paths.h"
 #include "headwater/client/error.h"
 #include "headwater/v1/loss_service.grpc.pb.h"
 #include "tests/e2e/cpp/loss_header.h"

@@ -1,6 +1,6 @@
 #include "tests/e2e/cpp/scripted_server.h"
 
-#include <algorithm>
+#include <chrono>
 #include <cstdlib>
 
 #include "headwater/v1/error.pb.h"
@@ -71,15 +71,10 @@ class ScriptedServer::Heads : public v1::HeadService::Service {
   }
   grpc::Status TakeHead(grpc::ServerContext* context, const v1::TakeHeadRequest* request, v1::Head* response) override {
     script_.Record("TakeHead", *context);
-    if (const auto script = script_.take_head) script();
-    const bool current = script_.WithState([request](State& state) {
-      if (!request->epoch().empty() && request->epoch() != state.epoch) return false;
+    script_.WithState([](State& state) {
       ++state.epoch[0];
-      state.recovers_epochs.assign(request->recovers_epochs().begin(), request->recovers_epochs().end());
       state.head_state = v1::HEAD_STATE_READY;
-      return true;
     });
-    if (!current) return ErrorWithReason(grpc::StatusCode::ABORTED, "EPOCH_FENCED");
     script_.Describe(request->name(), response);
     return grpc::Status::OK;
   }
@@ -118,18 +113,6 @@ class ScriptedServer::Heads : public v1::HeadService::Service {
     const auto script = script_.add_gradient;
     return script ? script(header, bytes) : script_.unary_status;
   }
-  grpc::Status ApplyOptimizerStep(grpc::ServerContext* context, const v1::ApplyOptimizerStepRequest* request,
-                                  v1::ApplyOptimizerStepResponse*) override {
-    script_.Record("ApplyOptimizerStep", *context);
-    const auto script = script_.apply;
-    return script ? script(*request) : script_.unary_status;
-  }
-  grpc::Status DiscardGradient(grpc::ServerContext* context, const v1::DiscardGradientRequest* request,
-                               v1::DiscardGradientResponse*) override {
-    script_.Record("DiscardGradient", *context);
-    const auto script = script_.discard_gradient;
-    return script ? script(*request) : script_.unary_status;
-  }
 
  private:
   ScriptedServer& script_;
@@ -152,28 +135,16 @@ class ScriptedServer::Sessions : public v1::SessionService::Service {
   grpc::Status OpenSession(grpc::ServerContext* context, const v1::OpenSessionRequest*,
                            v1::OpenSessionResponse* response) override {
     script_.Record("OpenSession", *context);
-    if (const auto script = script_.open_session; script) script();
-    std::string id(32, 's');
-    id.back() = static_cast<char>('0' + script_.CallsOf("OpenSession").size());
-    script_.WithState([&](State& state) {
-      state.sessions.push_back(id);
-      response->mutable_lease()->set_nanos(static_cast<int32_t>(state.lease.count() % 1000 * 1000000));
-      response->mutable_lease()->set_seconds(state.lease.count() / 1000);
-    });
-    response->set_session_id(id);
+    response->mutable_lease()->set_seconds(30);
+    response->set_session_id(std::string(32, 's'));
     return grpc::Status::OK;
   }
-  grpc::Status KeepAlive(grpc::ServerContext* context, const v1::KeepAliveRequest* request, v1::KeepAliveResponse*) override {
+  grpc::Status KeepAlive(grpc::ServerContext* context, const v1::KeepAliveRequest*, v1::KeepAliveResponse*) override {
     script_.Record("KeepAlive", *context);
-    const bool open = script_.WithState([request](State& state) {
-      return std::find(state.sessions.begin(), state.sessions.end(), request->session_id()) != state.sessions.end();
-    });
-    return open ? grpc::Status::OK : ErrorWithReason(grpc::StatusCode::NOT_FOUND, "SESSION_NOT_FOUND");
+    return grpc::Status::OK;
   }
-  grpc::Status CloseSession(grpc::ServerContext* context, const v1::CloseSessionRequest* request,
-                            v1::CloseSessionResponse*) override {
+  grpc::Status CloseSession(grpc::ServerContext* context, const v1::CloseSessionRequest*, v1::CloseSessionResponse*) override {
     script_.Record("CloseSession", *context);
-    script_.WithState([request](State& state) { std::erase(state.sessions, request->session_id()); });
     return grpc::Status::OK;
   }
   grpc::Status RegisterSharedMemory(grpc::ServerContext* context, const v1::RegisterSharedMemoryRequest* request,
@@ -202,7 +173,7 @@ void ScriptedServer::Record(const std::string& method, const grpc::ServerContext
     ++calls;
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  recorded_.push_back({method, context.peer(), std::chrono::steady_clock::now()});
+  recorded_.push_back({method, context.peer()});
 }
 
 std::vector<ScriptedServer::Call> ScriptedServer::CallsOf(const std::string& method) const {
@@ -218,13 +189,12 @@ void ScriptedServer::Describe(const std::string& name, v1::Head* head) {
   std::lock_guard<std::mutex> lock(mutex_);
   head->set_name(name);
   head->set_epoch(state_.epoch);
-  for (const std::string& epoch : state_.recovers_epochs) head->add_recovers_epochs(epoch);
   head->set_state(state_.head_state);
-  head->set_open_step(state_.open_step);
+  head->set_open_step(0);
   head->mutable_spec()->set_vocab_size(8);
   head->mutable_spec()->set_hidden_size(state_.hidden_size);
   head->mutable_spec()->set_data_type(v1::DATA_TYPE_FLOAT32);
-  head->mutable_spec()->set_trainable(state_.trainable);
+  head->mutable_spec()->set_trainable(true);
 }
 
 ScriptedServer::ScriptedServer()

@@ -5,7 +5,6 @@
 #include <grpcpp/grpcpp.h>
 
 #include <atomic>
-#include <chrono>
 #include <functional>
 #include <map>
 #include <memory>
@@ -24,7 +23,8 @@ grpc::Status ErrorWithReason(grpc::StatusCode code, const std::string& reason, i
                              const std::map<std::string, std::string>& metadata = {{"field", "value"}});
 
 // Each call is recorded and counted, and runs a copy of the function of its name. A function may be replaced once the calls that it
-// is for have begun. Sessions, device regions, GetHead, TakeHead and GetServerInfo work as `state` says.
+// is for have begun. Device regions, GetHead, TakeHead and GetServerInfo work as `state` says. tests/e2e/protocol has a server that
+// knows sessions and restarts, too.
 class ScriptedServer {
  public:
   using LossStream = grpc::ServerReaderWriter<v1::ComputeLossResponse, v1::ComputeLossRequest>;
@@ -34,20 +34,14 @@ class ScriptedServer {
   struct Call {
     std::string method;
     std::string peer;  // the client's end of the connection
-    std::chrono::steady_clock::time_point time;
   };
   // What the one head and the process are like.
   struct State {
     std::string incarnation = std::string(16, 'i');
     std::string epoch = std::string(16, 'e');
-    std::vector<std::string> recovers_epochs;  // that the taker named who has made the epoch
     v1::HeadState head_state = v1::HEAD_STATE_READY;
-    int64_t open_step = 0;
     int64_t hidden_size = 4;
-    bool trainable = true;
-    std::chrono::milliseconds lease{30000};
-    std::vector<std::string> sessions;  // that are open
-    int64_t max_stripes = 0;            // 0: a server that knows of none
+    int64_t max_stripes = 0;  // 0: a server that knows of none
     std::vector<std::string> features;
     bool named_regions = false;
     std::map<std::string, std::string> device_regions;  // by id, the handles of those that were registered
@@ -66,11 +60,7 @@ class ScriptedServer {
   std::function<grpc::Status(const v1::CommitMicroBatchRequest&)> commit;
   std::function<grpc::Status(const v1::DiscardMicroBatchRequest&)> discard;
   std::function<grpc::Status(const v1::SealStepRequest&)> seal;
-  std::function<grpc::Status(const v1::ApplyOptimizerStepRequest&)> apply;
-  std::function<grpc::Status(const v1::DiscardGradientRequest&)> discard_gradient;
   std::function<grpc::Status(const v1::AddGradientHeader&, const std::string& bytes)> add_gradient;
-  std::function<void()> take_head;          // before it is taken; may be empty
-  std::function<void()> open_session;       // before it is opened; may be empty
   std::function<void()> unregister_memory;  // before it is given back; may be empty
   grpc::Status unary_status;                // of everything that has no function
   std::atomic<int> calls = 0;               // but for those of sessions, GetHead, TakeHead and GetServerInfo

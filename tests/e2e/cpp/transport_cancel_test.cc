@@ -17,8 +17,8 @@
 #include <utility>
 #include <vector>
 
-#include "client/cpp/src/channel.h"
-#include "client/cpp/src/memory/memory_paths.h"
+#include "client/core/link/channel.h"
+#include "client/core/rows/memory/memory_paths.h"
 #include "headwater/client/client.h"
 #include "headwater/client/error.h"
 #include "tests/e2e/cpp/server_process.h"

@@ -102,11 +102,12 @@ class TransportFault : public testing::TestWithParam<Transport> {
     Value(witness_->CrossEntropy(rows, targets, {}, Submission(micro_batch)).Get());
   }
   // A micro-batch that both heads get: it must be accepted, over the wanted path.
-  void Good(int64_t micro_batch, int64_t row_count = kFewRows) {
-    const LossResult result = Value(Submit(View(rows_, row_count), Submission(micro_batch)).Get());
+  LossResult Good(int64_t micro_batch, int64_t row_count = kFewRows) {
+    LossResult result = Value(Submit(View(rows_, row_count), Submission(micro_batch)).Get());
     EXPECT_EQ(result.transport, TransportName(GetParam()));
     EXPECT_FALSE(result.replayed);
     Witness(micro_batch, row_count);
+    return result;
   }
 
   void ExpectSameAccumulators() {
@@ -182,13 +183,18 @@ TEST_P(TransportFault, ARefusalWhileRowsTravelArrives) {
 }
 
 TEST_P(TransportFault, ARepeatIsReplayedAndOtherRowsAreAConflict) {
-  Good(0, kManyRows);
+  const LossResult first = Good(0, kManyRows);
   const LossResult again = Value(Submit(Many(), Submission(0)).Get());
   EXPECT_TRUE(again.replayed);
+  EXPECT_EQ(again.digest, first.digest);
+  EXPECT_EQ(again.loss_sum, first.loss_sum);
   std::vector<float> others = rows_;
   others.back() += 1;
   const absl::Status conflict = Submit(View(others, kManyRows), Submission(0)).Get().status();
   EXPECT_EQ(ErrorReason(conflict), "MICRO_BATCH_CONFLICT") << conflict;
+  MicroBatchOptions first_wins = Submission(0);
+  first_wins.on_mismatch = OnMismatch::kFirstWins;
+  EXPECT_TRUE(Value(Submit(View(others, kManyRows), first_wins).Get()).payload_differs);
   Good(1);
   ExpectSameAccumulators();
 }

@@ -3,7 +3,9 @@
 import collections
 import concurrent.futures
 import contextlib
+import inspect
 import threading
+import time
 from dataclasses import dataclass, field
 
 import grpc
@@ -82,9 +84,11 @@ class ScriptedServer:
     def __init__(self, address="127.0.0.1:0"):
         self._lock = threading.Lock()
         self._failures = collections.defaultdict(collections.deque)
+        self._always = {}
         # By method: every request (of a stream: its messages), and the connection that it came on.
         self.calls = collections.defaultdict(list)
         self.peers = collections.defaultdict(list)
+        self.times = collections.defaultdict(list)  # when they came
         self.uploads = {}
         self.lease_s = None  # that sessions are granted; None: what they ask for
         self._server = grpc.server(concurrent.futures.ThreadPoolExecutor(16), options=(("grpc.so_reuseport", 0),))
@@ -103,11 +107,21 @@ class ScriptedServer:
         self._server.stop(0).wait()
 
     def fail(self, method, *failures):
-        """The next calls of this method get these answers."""
+        """The next calls of this method get these answers. None: a good one; what can be called is called before that."""
         self._failures[method].extend(failures)
+
+    def fail_always(self, method, failure):
+        """All calls of this method get this answer once those that `fail` has announced are used up. None: a good one."""
+        self._always[method] = failure
+
+    def admit(self, method, messages, context):
+        """Called before a good answer; may abort the call. Of a stream the messages are a list, of an upload the header."""
 
     def count(self, method):
         return len(self.calls[method])
+
+    def _next_failure(self, method):
+        return self._failures[method].popleft() if self._failures[method] else self._always.get(method)
 
     def _servicer(self, base):
         methods = {name: self._handler(name) for name in vars(base) if not name.startswith("_")}
@@ -115,23 +129,27 @@ class ScriptedServer:
 
     def _handler(self, name):
         answer = getattr(self, f"_{name}", None)
+        wants_context = answer is not None and "context" in inspect.signature(answer).parameters
         streams_answer = name in ("ComputeLoss", "UploadWeights", "DownloadGradient", "DownloadWeights")
 
         def begin(request, context):
             with self._lock:
-                failure = self._failures[name].popleft() if self._failures[name] else None
+                failure = self._next_failure(name)
                 self.peers[name].append(context.peer())
-            if name == "UploadWeights" and isinstance(failure, int):
-                return failure
-            messages = list(request) if hasattr(request, "__next__") and name != "UploadWeights" else request
+                self.times[name].append(time.monotonic())
+            messages = list(request) if hasattr(request, "__next__") else request
             with self._lock:
                 self.calls[name].append(messages)
-            if failure is not None:
+            if callable(failure):
+                failure()
+            elif failure is not None:
                 failure.abort(context)
+            self.admit(name, messages, context)
             return messages
 
         def unary(_, request, context):
-            return answer(begin(request, context))
+            messages = begin(request, context)
+            return answer(messages, context) if wants_context else answer(messages)
 
         def stream(_, request, context):
             if name == "UploadWeights":
@@ -140,6 +158,10 @@ class ScriptedServer:
                 yield from answer(begin(request, context))
 
         return stream if streams_answer else unary
+
+    def head_message(self, name):
+        """A head as calls that return one answer."""
+        return a_head(name)
 
     # ---- answers ------------------------------------------------------------------------------------------------------
 
@@ -165,19 +187,22 @@ class ScriptedServer:
         return session_service_pb2.CloseSessionResponse()
 
     def _GetHead(self, request):
-        return a_head(request.name)
+        return self.head_message(request.name)
+
+    def _ListHeads(self, _):
+        return head_service_pb2.ListHeadsResponse()
 
     def _TakeHead(self, request):
-        return a_head(request.name)
+        return self.head_message(request.name)
 
     def _CreateHead(self, request):
-        return head_service_pb2.CreateHeadResponse(head=a_head(request.name), created=True)
+        return head_service_pb2.CreateHeadResponse(head=self.head_message(request.name), created=True)
 
     def _DeleteHead(self, _):
         return head_service_pb2.DeleteHeadResponse()
 
     def _RestoreCheckpoint(self, request):
-        return a_head(request.name)
+        return self.head_message(request.name)
 
     def _SealStep(self, _):
         return head_service_pb2.SealStepResponse()
@@ -221,10 +246,13 @@ class ScriptedServer:
     def _upload(self, request, context):
         """An announced failure is a number of bytes: the stream is cut once they have come."""
         with self._lock:
-            cut_at = self._failures["UploadWeights"].popleft() if self._failures["UploadWeights"] else None
+            cut_at = self._next_failure("UploadWeights")
         header = next(request).header
         with self._lock:
             self.calls["UploadWeights"].append(header)
+        if isinstance(cut_at, Failure):
+            cut_at.abort(context)
+        self.admit("UploadWeights", header, context)
         data = self.uploads.setdefault(header.upload_id, bytearray())
         yield head_service_pb2.UploadWeightsResponse(resume_offset_bytes=len(data))
         for message in request:
@@ -232,7 +260,7 @@ class ScriptedServer:
             data += message.chunk.data
             if cut_at is not None and len(data) >= cut_at:
                 CUT.abort(context)
-        head = a_head(header.name)
+        head = self.head_message(header.name)
         if header.HasField("closes_step"):
             head.open_step = header.closes_step + 1
         yield head_service_pb2.UploadWeightsResponse(head=head)

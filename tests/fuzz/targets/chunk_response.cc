@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "client/cpp/src/transfer/chunk_wire.h"
+#include "client/core/rows/transfer/chunk_wire.h"
 #include "headwater/v1/loss_service.pb.h"
 #include "tests/fuzz/support/check.h"
 #include "tests/fuzz/support/slices.h"

@@ -17,10 +17,10 @@
 #include <utility>
 #include <vector>
 
-#include "client/cpp/src/memory/arena.h"
-#include "client/cpp/src/memory/copy_threads.h"
-#include "client/cpp/src/memory/cuda_driver.h"
-#include "client/cpp/src/memory/shared_region.h"
+#include "client/core/rows/memory/arena.h"
+#include "client/core/rows/memory/copy_threads.h"
+#include "client/core/rows/memory/cuda_driver.h"
+#include "client/core/rows/memory/shared_region.h"
 
 namespace headwater::client::internal {
 namespace {

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "client/cpp/src/transfer/workers.h"
+#include "client/core/rows/transfer/workers.h"
 
 namespace headwater::client::internal {
 namespace {
@@ -85,20 +85,6 @@ TEST(Workers, ThreadsThatThereAreTakeWhatNoNewOneCan) {
     lock.unlock();
   }
   EXPECT_EQ(log.Await(2), (std::vector<int>{1, 2}));
-}
-
-TEST(Workers, NoTaskIsRefusedOnceThereIsAThread) {
-  ThreadSource threads(0);
-  Log log;
-  {
-    Workers workers(kMaxThreads, threads.maker());
-    EXPECT_THROW(workers.Prepare(), std::system_error);
-    threads.Set(1);
-    workers.Prepare();
-    workers.Prepare();
-    workers.Run(&log, [&log] { log.Add(1); });
-  }
-  EXPECT_EQ(log.Await(1), std::vector<int>{1});
 }
 
 }  // namespace

@@ -10,9 +10,9 @@
 #include <set>
 #include <vector>
 
-#include "client/cpp/src/memory/cuda_driver.h"
-#include "client/cpp/src/memory/device_memory.h"
-#include "client/cpp/src/memory/device_read.h"
+#include "client/core/rows/memory/cuda_driver.h"
+#include "client/core/rows/memory/device_memory.h"
+#include "client/core/rows/memory/device_read.h"
 
 namespace headwater::client::internal {
 namespace {

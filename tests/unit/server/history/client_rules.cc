@@ -4,9 +4,9 @@
 #include <map>
 #include <utility>
 
-#include "client/cpp/src/error.h"
-#include "client/cpp/src/replay_log.h"
-#include "client/cpp/src/retry.h"
+#include "client/core/link/error.h"
+#include "client/core/replay/replay_log.h"
+#include "client/core/call/retry.h"
 
 namespace headwater::history {
 namespace {
@@ -24,6 +24,12 @@ absl::Status ToStatus(const std::string& reason) {
                         : unavailable ? absl::StatusCode::kUnavailable
                                       : absl::StatusCode::kFailedPrecondition,
                         "by the simulated server");
+}
+
+Record RecordOf(const Event& event) {
+  if (event.op == Op::kCommit) return Record::kCommit;
+  if (event.op == Op::kDiscard) return Record::kDiscard;
+  return event.op == Op::kAddGradient ? Record::kGradient : Record::kLoss;
 }
 
 }  // namespace
@@ -44,7 +50,7 @@ struct ClientLog::Impl {
 
   ReplayLog log;
   std::shared_ptr<HeadState> head;
-  std::map<const Repetition*, Event> events;  // of what may be in the log
+  std::map<const LoggedCall*, Event> events;  // of what may be in the log
 };
 
 ClientLog::ClientLog(int64_t max_bytes) : impl_(new Impl(max_bytes)) {}
@@ -54,13 +60,14 @@ void ClientLog::Add(const Event& event) {
   LogEntry entry;
   entry.heads = {{.state = impl_->head, .step = event.targets[0].step}};
   entry.micro_batch = event.micro_batch;
-  entry.is_loss = event.is_call();
-  entry.bytes = event.is_call() ? 100 : 20;
-  // Never run here: who replays asks which event it stands for.
-  entry.repeat = std::make_shared<Repetition>();
-  impl_->events.emplace(entry.repeat.get(), event);
+  entry.record = RecordOf(event);
+  // Never made again here: who replays asks which event it stands for.
+  const auto call = std::make_shared<LoggedCall>();
+  call->bytes = event.is_call() ? 100 : 20;
+  entry.call = call;
+  impl_->events.emplace(call.get(), event);
   impl_->log.StepIsOpen(impl_->head, *event.targets[0].step);
-  event.op == Op::kDiscard ? impl_->log.AddDiscard(std::move(entry)) : impl_->log.Add(std::move(entry));
+  impl_->log.Add(std::move(entry));
 }
 
 void ClientLog::StepIsOpen(int64_t step) { impl_->log.StepIsOpen(impl_->head, step); }
@@ -74,7 +81,7 @@ void ClientLog::Forget() {
 std::vector<Event> ClientLog::Entries() const {
   std::vector<Event> events;
   for (const LogEntry& entry : impl_->log.EntriesOf({{.state = impl_->head}}))
-    events.push_back(impl_->events.at(entry.repeat.get()));
+    events.push_back(impl_->events.at(entry.call.get()));
   return events;
 }
 

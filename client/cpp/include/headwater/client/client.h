@@ -10,13 +10,14 @@
 // was cut, the server starts or drains) and where the server has no room (QUEUE_FULL, IN_FLIGHT_BYTES_EXCEEDED,
 // ORDERED_WINDOW_FULL, and STAGING_FULL where another session has the slot). A micro-batch is sent again under the next attempt's
 // number; Commit, Discard, Seal, Apply, DiscardGradient, AddGradient and ReplaceWeights with the same arguments: the server knows
-// them again. UploadWeights resumes where it was cut. A call that would not be the same twice (CreateHead, DeleteHead,
-// Take(only_if_current), Restore, LoadWeights, Save without `overwrite`) is repeated only after an answer which says that nothing
-// was done. Wrong arguments, conflicts, fenced epochs and lost steps are final at once.
+// them again. UploadWeights resumes where it was cut, until its last byte is on its way. A call that would not be the same twice
+// (CreateHead, AttachHead, DeleteHead, Take(only_if_current), Restore, LoadWeights, Save without `overwrite`) is repeated only
+// after an answer which says that nothing was done. Wrong arguments, conflicts, fenced epochs and lost steps are final at once.
 //
-// Sessions. What this client leaves undecided belongs to its session, which is opened at the first CommitMode::kExplicit, kept
-// alive by a thread on a connection of its own, and closed with the connection: undecided micro-batches go then. A session that has
-// ended meanwhile (the lease passed unnoticed, the server was started again) is replaced at the next call.
+// Sessions. What this client leaves undecided belongs to its session, which is opened at the first CommitMode::kExplicit (with
+// replay: by Connect()), kept alive by a thread on a connection of its own, and closed with the connection: undecided micro-batches
+// go then. A session that has ended meanwhile (the lease passed unnoticed, the server was started again) is replaced at the next
+// explicit call, with replay at once.
 //
 // Paths of rows. Of the paths that work for a micro-batch the best is taken (ClientOptions::transport demands one): device memory
 // in place where the server runs on the same host's GPUs, host memory that both sides share on the same host, gRPC over several
@@ -29,7 +30,8 @@
 // one takes the head and the others join it; where another run has taken it, EPOCH_FENCED is final. Otherwise STEP_LOST is
 // (RestoredFrom()), and its message says why. A step with micro-batches of a joined teacher is not kept: the teacher's rows were
 // another's. Several calls in flight are repeated in the order in which they had succeeded; handles that were opened apart on one
-// epoch of a head are brought back together. While the server is away (it cannot be reached, cuts the call off, or says DRAINING or
+// epoch of a head are brought back together. A client that makes no call repeats its part as well: other trainers may wait for it.
+// A call follows eight restarts at most. While the server is away (it cannot be reached, cuts the call off, or says DRAINING or
 // STARTING) a call that may be repeated is tried again, whatever RetryPolicy::max_attempts says, at most a second apart unless the
 // server asks for more, and is UNAVAILABLE about a second before its deadline. CheckHealth() does not wait.
 #ifndef HEADWATER_CLIENT_CLIENT_H_
@@ -47,65 +49,11 @@
 #include "absl/status/statusor.h"
 #include "headwater/client/error.h"
 #include "headwater/client/head.h"
+#include "headwater/client/options.h"
 #include "headwater/client/teacher.h"
 #include "headwater/client/types.h"
 
 namespace headwater::client {
-
-// TLS to the server. Files are in PEM, and are read again when they change: connections that are made from then on take the new
-// ones.
-struct TlsOptions {
-  // Authorities that may have signed the server's certificate; empty: those of the system.
-  std::string ca_certificate;
-  // What this client shows to a server that asks for it (mTLS): the chain and its key; both or neither.
-  std::string client_certificate;
-  std::string client_key;
-  // The name that the server's certificate must be for; empty: the host of the target.
-  std::string server_name;
-};
-
-// Options of a connection.
-struct ClientOptions {
-  // Deadline of every call that names no other, repetitions included. > 0.
-  std::chrono::milliseconds timeout{std::chrono::minutes(5)};
-  // How long Connect() waits for the server to answer. > 0.
-  std::chrono::milliseconds connect_timeout{std::chrono::seconds(10)};
-  // Bytes of rows or weights in one message, at least one row. In [1, max_message_bytes - 64 KiB].
-  int64_t chunk_bytes = int64_t{1} << 20;
-  // Longest message that is sent or accepted. In [128 KiB, 1 GiB].
-  int64_t max_message_bytes = int64_t{64} << 20;
-  // Heads with short names, and ListHeads(), are this tenant's.
-  std::string tenant = "default";
-  RetryPolicy retry{};
-  // Lease of the session that is asked for; the server may grant less. 0: no session, undecided micro-batches belong to nobody.
-  std::chrono::milliseconds session_lease{std::chrono::seconds(30)};
-  // Shown in the server's logs; at most 128 bytes.
-  std::string client_name = "headwater-cpp";
-  // Room for what is kept for replay, >= 0; 0: no replay. The oldest closed steps go first; an open step that takes more is not
-  // kept: STEP_LOST is final then. Rows are copied when their micro-batch has succeeded.
-  int64_t replay_bytes = 0;
-  // Closed steps that are kept beside the open one, >= 0; absent: as many as there is room for.
-  std::optional<int64_t> replay_steps{};
-  // Anything but kAuto demands a path: a micro-batch that cannot go that way fails with TRANSPORT_UNAVAILABLE, which says why.
-  Transport transport = Transport::kAuto;
-  // Connections that the rows of a micro-batch are spread over at most, in [1, 64]; small ones take fewer.
-  int stripes = 8;
-  // Absent: nothing is encrypted. Not for Unix sockets.
-  std::optional<TlsOptions> tls{};
-  // Sent with every call, for a server that asks for one (--token_file); empty: none. Printable ASCII without blanks. A token is
-  // not sent in plain text but to loopback addresses and Unix sockets.
-  std::string token{};
-  // It is nevertheless: to a network that nobody else can listen on.
-  bool allow_plaintext_token = false;
-  // Sent with every call: the caller's span, as the metadata `traceparent` of W3C Trace Context says it
-  // (00-TRACE_ID-SPAN_ID-FLAGS). The server's log names it, and a server with --trace_dir writes traces if its flags say that the
-  // trace is recorded. Empty: none.
-  std::string traceparent{};
-  // Gets each sentence about what works but is slow, once: why rows take no better path, and, once for each head, that a
-  // micro-batch was HELD for want of a staging slot. Called by any thread, must not block. Empty: it goes to the standard error
-  // output.
-  std::function<void(const std::string& sentence)> on_notice{};
-};
 
 // A connection. Cheap to copy (copies share it); thread-safe. Heads and futures keep the connection alive by themselves. One that
 // was moved from may only be assigned to or destroyed.
@@ -125,8 +73,9 @@ class Client {
   // Makes a head, without weights: upload or load them next. ALREADY_EXISTS / HEAD_ALREADY_EXISTS; RESOURCE_EXHAUSTED /
   // MEMORY_BUDGET_EXCEEDED with the memory plan in the message.
   absl::StatusOr<Head> CreateHead(const std::string& name, const HeadSpec& spec, const CallOptions& options = {});
-  // Makes a head, or takes up the one of that name if its specification is the same but for initial_step; Head::created() tells,
-  // but not after an answer that was lost. So all ranks, and a trainer that was started again, can make the same call.
+  // Makes a head, or takes up the one of that name if its specification is the same but for initial_step; Head::created() tells. So
+  // all ranks, and a trainer that was started again, can make the same call. UNAVAILABLE if the answer was lost: whether the head is
+  // new, and wants its weights, is not known then.
   // ALREADY_EXISTS / HEAD_SPEC_MISMATCH.
   absl::StatusOr<Head> AttachHead(const std::string& name, const HeadSpec& spec, const CallOptions& options = {});
   // What CreateHead() would take; makes nothing. The head fits if its plan's total_bytes are at most its available_bytes. Errors of
@@ -158,9 +107,9 @@ class Client {
   absl::StatusOr<HealthStatus> CheckHealth(const std::string& service = "", const CallOptions& options = {});
 
  private:
-  explicit Client(std::shared_ptr<internal::Connection> connection);
+  explicit Client(std::shared_ptr<internal::Core> core);
 
-  std::shared_ptr<internal::Connection> connection_;
+  std::shared_ptr<internal::Core> core_;
 };
 
 }  // namespace headwater::client

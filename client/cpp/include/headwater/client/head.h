@@ -21,7 +21,7 @@
 
 namespace headwater::client {
 namespace internal {
-class Connection;
+class Core;
 struct HeadHandle;
 }  // namespace internal
 
@@ -44,9 +44,8 @@ class Head {
   const HeadSpec& spec() const;
   // 16 bytes.
   std::string epoch() const;
-  // Whether the call that gave this handle made the head; false for one that it found. Also false if AttachHead() made it with an
-  // attempt whose answer was lost: the attempt that was answered has found it. So false does not say that another process made the
-  // head and brings its weights. What it lacks is told by Info(): the state is kLoading until weights are there.
+  // Whether the call that gave this handle made the head; false for one that it found. What that lacks is told by Info(): the state
+  // is kLoading until weights are there.
   bool created() const;
 
   // ---- micro-batches ----------------------------------------------------------------------------------------------------
@@ -107,8 +106,8 @@ class Head {
   // ---- weights ----------------------------------------------------------------------------------------------------------
   // Sets a whole tensor, of the storage type or float32. Resumes after a cut connection, by RetryPolicy; the bytes are verified by
   // checksum before anything changes. Setting weights of a head that has them gives it a new epoch (this handle takes it over) and
-  // drops the open step's contributions. If the connection breaks between the last byte and the answer, the result may be
-  // EPOCH_FENCED although the weights were taken: open the head again and compare.
+  // drops the open step's contributions. UNAVAILABLE if the connection breaks between the last byte and the answer: the weights
+  // may have been taken. Open the head again and compare.
   absl::StatusOr<HeadInfo> UploadWeights(HeadTensor tensor, TensorView values, const CallOptions& options = {});
   // The trainer owns the optimizer: closes `step`, which must be sealed (STEP_NOT_SEALED), with the trainer's new weights, which
   // are swapped in whole; opens step + 1 at the same epoch. `bias` exactly if the head has one (INVALID_COMBINATION otherwise). The

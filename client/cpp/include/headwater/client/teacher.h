@@ -18,7 +18,7 @@
 
 namespace headwater::client {
 namespace internal {
-class Connection;
+class Core;
 }  // namespace internal
 
 // One joined set: a tenant, a key, and the number of its rows. Cheap to copy; thread-safe.
@@ -38,9 +38,9 @@ class Teacher {
 
  private:
   friend class Client;
-  Teacher(std::shared_ptr<internal::Connection> connection, std::string join_key, int64_t total_rows);
+  Teacher(std::shared_ptr<internal::Core> connection, std::string join_key, int64_t total_rows);
 
-  std::shared_ptr<internal::Connection> connection_;
+  std::shared_ptr<internal::Core> core_;
   std::string join_key_;
   int64_t total_rows_;
 };

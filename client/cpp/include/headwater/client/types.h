@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "absl/types/span.h"
+#include "headwater/client/options.h"
 #include "headwater/client/tensor.h"
 
 namespace headwater::client {
@@ -133,14 +134,6 @@ struct CallOptions {
   void* cuda_stream = nullptr;
 };
 
-// How calls are repeated that failed for want of a connection or of room (client.h says which). Nothing is repeated beyond the
-// call's deadline.
-struct RetryPolicy {
-  int max_attempts = 5;                            // >= 1, the first one included; 1 repeats nothing. See client.h, Replay
-  std::chrono::milliseconds initial_backoff{100};  // > 0; doubled after each attempt. Half to all of it is waited, at random
-  std::chrono::milliseconds max_backoff{5000};     // >= initial_backoff. A longer wait that the server asks for is respected
-};
-
 // When a micro-batch is added to its step.
 enum class CommitMode : int32_t {
   kEager = 1,     // by the call itself
@@ -202,8 +195,8 @@ struct MicroBatchOptions {
   std::optional<int64_t> step{};
   std::optional<int64_t> micro_batch{};
   bool forward_only = false;  // loss and per-token outputs; no gradients, nothing is added
-  // The first attempt's number, >= 0; each repetition takes the next one. Only with `micro_batch`. Where this client's earlier
-  // calls have come to a higher one, that: the server refuses what is behind it.
+  // The first attempt's number, >= 0; each repetition takes the next one. Only with `micro_batch`. 0, or a number that repetitions
+  // of this client have gone beyond, stands for the one that they have come to. Any other lower number is the server's to refuse.
   int64_t attempt = 0;
   CommitMode commit = CommitMode::kEager;
   // Whether the rows may be kept, to be computed again at commit (HELD), where no staging slot is free. Without it, such a
@@ -328,36 +321,6 @@ struct MultiResult : MicroBatchResult {
 // What Teacher::Stream() yields.
 struct StreamedRows {
   int64_t row_count = 0;  // rows that the server keeps for the join
-};
-
-// ---- transport -----------------------------------------------------------------------------------------------------------
-
-// How rows travel.
-enum class Transport : int32_t {
-  kAuto = 0,          // the best one that works, for each micro-batch
-  kGrpc = 1,          // over gRPC, spread over several connections
-  kSharedMemory = 2,  // host memory that the server maps: same host
-  kCudaIpc = 3,       // the trainer's own device memory, read and written in place: same host, an engine on its GPUs
-};
-
-// `auto`, `grpc`, `shared_memory`, `cuda_ipc`.
-const char* TransportName(Transport transport);
-
-// What went one way, of micro-batches that succeeded.
-struct TransportCounts {
-  int64_t micro_batches = 0;
-  int64_t bytes = 0;  // of rows and their gradients, both ways
-};
-
-// What a connection knows of its paths. Empty strings before the first micro-batch of the kind.
-struct TransportStats {
-  std::string host_transport;  // path of rows in host memory
-  std::string cuda_transport;  // path of rows in device memory
-  std::string why_not_better;  // one sentence; empty: there is no better path, or nothing is known yet
-  int64_t stripes = 0;         // streams of the last micro-batch over gRPC
-  TransportCounts grpc;
-  TransportCounts shared_memory;
-  TransportCounts cuda_ipc;
 };
 
 // ---- steps ---------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,430 @@
+#include "client/core/call/call.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/core/call/messages.h"
+#include "client/core/core.h"
+#include "client/core/link/error.h"
+#include "client/core/replay/recovery.h"
+#include "headwater/client/error.h"
+
+namespace headwater::client::internal {
+namespace {
+
+using google::protobuf::Message;
+
+// How often a call opens a session anew: more means that the server forgets them as fast.
+constexpr int kMaxSessionLosses = 3;
+
+// Whether the server may have taken, or still take, what failed for this client.
+bool MayHaveBeenDone(const absl::Status& status) {
+  return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status) || absl::IsCancelled(status);
+}
+
+bool IsCut(const absl::Status& status) { return absl::IsUnavailable(status) && ErrorReason(status).empty(); }
+
+// The head that an answer is or has.
+const v1::Head* HeadIn(const Message& answer) {
+  if (const auto* created = dynamic_cast<const v1::CreateHeadResponse*>(&answer)) return &created->head();
+  return dynamic_cast<const v1::Head*>(&answer);
+}
+
+bool HasJoinedTeacher(const Message& message) {
+  const auto* const header = dynamic_cast<const v1::MicroBatchHeader*>(&message);
+  return header != nullptr && std::any_of(header->terms().begin(), header->terms().end(),
+                                          [](const v1::LossTerm& term) { return term.has_joined_teacher(); });
+}
+
+bool IsExplicit(const Message& message) {
+  const auto* const header = dynamic_cast<const v1::MicroBatchHeader*>(&message);
+  return header != nullptr && header->commit_mode() == v1::COMMIT_MODE_EXPLICIT;
+}
+
+}  // namespace
+
+Call::Call(std::shared_ptr<Core> core, Request request, CallMode mode, Done done)
+    : core_(std::move(core)),
+      method_(*request.method),
+      message_(std::move(request.message)),
+      memory_(std::move(request.memory)),
+      mode_(mode),
+      is_patient_(request.patient),
+      is_owned_(request.is_owned),
+      is_background_(request.is_background),
+      done_(std::move(done)),
+      heads_(mode == CallMode::kNormal ? core_->head_states().UsesOf(*message_) : HeadUses()),
+      named_attempt_(GetInteger(*message_, "attempt").value_or(0)),
+      retry_(core_->options().retry, request.deadline, method_.repeat,
+             /*awaits_server=*/core_->options().replay_bytes > 0 && request.patient && method_.patient),
+      exchange_(MakeExchange(*core_, method_, *message_, memory_)) {
+  opens_session_ = method_.session == InSession::kExplicit || method_.session == InSession::kOwned;
+  // A decision is about what was submitted before it.
+  const bool decides = method_.record == Record::kCommit || method_.record == Record::kDiscard;
+  if (decides && named_attempt_ == 0 && micro_batch().has_value()) {
+    for (const HeadUse& use : heads_) {
+      if (use.step.has_value()) attempt_ = std::max(attempt_, use.state->AttemptOf(*use.step, *micro_batch()));
+    }
+    SetInteger(*message_, "attempt", attempt_);
+  }
+}
+
+std::optional<int64_t> Call::micro_batch() const { return GetInteger(*message_, "micro_batch"); }
+
+void Call::Start() {
+  if (mode_ == CallMode::kNormal) {
+    if (absl::Status status = core_->Enlist(shared_from_this()); !status.ok()) return End(std::move(status));
+    if (method_.settles) settlement_ = core_->abandoned().Mark(*message_);
+  }
+  TryBegin();
+}
+
+void Call::Cancel() {
+  cancel_.request_stop();
+  std::shared_ptr<Call> inner;
+  std::function<void()> waiting;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    inner = inner_;
+    waiting = core_->row_transport().beginnings().Withdraw(this);
+  }
+  if (inner != nullptr) inner->Cancel();
+  exchange_->Cancel();
+  if (waiting) core_->row_transport().endings().Run(this, std::move(waiting));
+  core_->timers().Hurry(this);
+  core_->waiting().Hurry(this);
+}
+
+void Call::TryBegin() {
+  if (cancelled()) {
+    return End(MakeLocalError(v1::ERROR_REASON_CANCELLED, absl::StatusCode::kCancelled, "the call was cancelled"));
+  }
+  if (AwaitTurn() || AwaitSettlement() || AwaitSession() || AwaitRecovery() || AwaitSeal()) return;
+  ++attempt_count_;
+  FillIn();
+  exchange_->Start(*message_, retry_.deadline(), [this](absl::StatusOr<Answer> answer) { Answered(std::move(answer)); });
+}
+
+bool Call::AwaitTurn() {
+  if (!is_loss() || mode_ == CallMode::kInner || has_turn_) return false;
+  has_turn_ = core_->turns().TryTake(this);
+  if (has_turn_) return false;
+  if (absl::Status late = Until().Check(); !late.ok()) {
+    End(std::move(late));
+    return true;
+  }
+  Await([this] { return !core_->turns().HasCome(this); }, [this] { TryBegin(); });
+  return true;
+}
+
+bool Call::AwaitSettlement() {
+  if (settlement_ < 0 || core_->abandoned().IsSettled(settlement_)) return false;
+  if (!Until().Check().ok()) {
+    End(MakeLocalError(v1::ERROR_REASON_DEADLINE_EXCEEDED, absl::StatusCode::kDeadlineExceeded,
+                       "the call's time ended while it waited for contributions that nobody can commit any more to be discarded"));
+    return true;
+  }
+  Await([this] { return !core_->abandoned().IsSettled(settlement_); }, [this] { TryBegin(); });
+  return true;
+}
+
+bool Call::AwaitSession() {
+  const bool wanted = method_.session == InSession::kIfOpen || (method_.session == InSession::kExplicit && IsExplicit(*message_)) ||
+                      (method_.session == InSession::kOwned && is_owned_);
+  const bool may_block = std::exchange(may_block_, false);
+  if (!wanted) return false;
+  session_id_ = core_->session().OpenId();
+  if (!session_id_.empty() || !opens_session_ || core_->options().session_lease.count() == 0) return false;
+  if (!may_block) {
+    // To wait for a session would hold up the caller, or everybody's timers.
+    std::lock_guard<std::mutex> lock(mutex_);
+    Workers& workers = cancelled() ? core_->row_transport().endings() : core_->row_transport().beginnings();
+    workers.Run(this, [this] {
+      { std::lock_guard<std::mutex> begun(mutex_); }
+      may_block_ = true;
+      TryBegin();
+    });
+    return true;
+  }
+  absl::StatusOr<std::string> id = core_->session().Id(Until());
+  if (!id.ok()) {
+    Failed(id.status());
+    return true;
+  }
+  session_id_ = *std::move(id);
+  return false;
+}
+
+bool Call::AwaitRecovery() {
+  if (mode_ == CallMode::kInner || !method_.follows) return false;
+  ReplayLog& log = core_->replay_log();
+  entered_ = log.TryEnter(heads_);
+  if (entered_) return false;
+  if (!Until().Check().ok()) {
+    End(EndedInRecovery(Until()));
+    return true;
+  }
+  Await([&log] { return log.recovering(); }, [this] { TryBegin(); });
+  return true;
+}
+
+bool Call::AwaitSeal() {
+  for (HeadUse& use : heads_) {
+    if (mode_ == CallMode::kNormal) use.epoch = use.state->epoch();
+  }
+  if (!is_repetition() || method_.record != Record::kApply || sealed_) return false;
+  const auto& apply = static_cast<const v1::ApplyOptimizerStepRequest&>(*message_);
+  if (!apply.has_expected()) return false;
+  v1::SealStepRequest seal;
+  *seal.mutable_head() = apply.head();
+  if (mode_ == CallMode::kNormal && !heads_.empty()) seal.mutable_head()->set_head_epoch(heads_[0].epoch);
+  *seal.mutable_expected() = apply.expected();
+  seal.set_wait(true);
+  RunInner(kSealStep, seal, [this](absl::StatusOr<Answer> answer) {
+    if (!answer.ok()) return Failed(answer.status());
+    sealed_ = true;
+    Leave();
+    TryBegin();
+  });
+  return true;
+}
+
+void Call::FillIn() {
+  // Calls of a recovery carry the epochs that it has found.
+  if (mode_ == CallMode::kNormal) {
+    SetEpochs(*message_, [this](const NamedHead& head) -> std::string {
+      if (head.epoch.empty()) return "";
+      const auto use =
+          std::find_if(heads_.begin(), heads_.end(), [&](const HeadUse& known) { return known.state->name == head.name; });
+      return use == heads_.end() ? "" : use->epoch;
+    });
+  }
+  if (method_.session != InSession::kNo) SetText(*message_, "session_id", session_id_);
+  if (method_.record == Record::kSeal && is_repetition()) static_cast<v1::SealStepRequest&>(*message_).set_wait(true);
+  const std::optional<int64_t> id = micro_batch();
+  const bool submits = is_loss() || method_.record == Record::kGradient;
+  if (!submits || !id.has_value() || mode_ == CallMode::kInner) {
+    attempt_ = GetInteger(*message_, "attempt").value_or(0);
+    return;
+  }
+  // A loss rises by attempt, because the server may be computing the one before. In a recovery the attempt stays: the decision that
+  // follows names it.
+  int64_t first = named_attempt_;
+  for (const HeadUse& use : heads_) {
+    if (use.step.has_value()) first = std::max(first, use.state->FirstAttempt(*use.step, *id, named_attempt_));
+  }
+  attempt_ = attempt_count_ == 1 ? first : is_loss() ? attempt_ + 1 : attempt_;
+  SetInteger(*message_, "attempt", attempt_);
+  for (const HeadUse& use : heads_) {
+    if (use.step.has_value()) use.state->NoteAttempt(*use.step, *id, attempt_, named_attempt_);
+  }
+}
+
+void Call::Await(const std::function<bool()>& is_blocked, std::function<void()> go_on) {
+  {
+    // Under the lock, so that Cancel() either is seen here or finds the task, which takes it first: until it is released the call
+    // cannot end.
+    std::lock_guard<std::mutex> lock(mutex_);
+    const std::chrono::nanoseconds left =
+        cancelled() ? std::chrono::nanoseconds(0) : retry_.deadline() - std::chrono::system_clock::now();
+    core_->waiting().Run(this, left, [this, go_on = std::move(go_on)] {
+      { std::lock_guard<std::mutex> begun(mutex_); }
+      go_on();
+    });
+    // What is waited for may have come before the task was there to be hurried.
+    if (!is_blocked()) core_->waiting().Hurry(this);
+  }
+}
+
+void Call::BeginAfter(std::chrono::nanoseconds delay) {
+  std::lock_guard<std::mutex> lock(mutex_);  // as in Await()
+  core_->timers().Run(this, cancelled() ? std::chrono::nanoseconds(0) : delay, [this] {
+    { std::lock_guard<std::mutex> begun(mutex_); }
+    TryBegin();
+  });
+}
+
+void Call::RunInner(const char* path, const Message& message, Done go_on) {
+  Request request{
+      .method = FindMethod(path, &message), .message = std::unique_ptr<Message>(message.New()), .deadline = retry_.deadline()};
+  request.message->CopyFrom(message);
+  request.patient = is_patient_;
+  request.is_background = is_background_;
+  auto inner = std::make_shared<Call>(core_, std::move(request), CallMode::kInner, std::move(go_on));
+  Call* const started = inner.get();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    inner_ = std::move(inner);
+    if (cancelled()) started->Cancel();
+  }
+  started->Start();  // its end may end this call, which keeps it
+}
+
+void Call::Leave() {
+  if (entered_) core_->replay_log().Leave(heads_);
+  entered_ = false;
+}
+
+void Call::Answered(absl::StatusOr<Answer> answer) {
+  if (!answer.ok()) return Failed(answer.status());
+  answer_ = *std::move(answer);
+  answer_.attempt = attempt_;
+  if (mode_ == CallMode::kInner) return End(std::move(answer_));
+  const std::unique_ptr<Message> message(method_.answer->New());
+  absl::Status status = WithMemoryFor(static_cast<int64_t>(answer_.message.size()), "an answer", [&]() -> absl::Status {
+    if (message->ParseFromString(answer_.message)) return absl::OkStatus();
+    return MakeAnswerError(absl::StrCat("a ", message->GetDescriptor()->name(), " that cannot be decoded"));
+  });
+  if (!status.ok()) {
+    core_->replay_log().Drop(heads_, "an answer could not be read");
+    return Failed(status);
+  }
+  if (method_.follows) Record(*message);
+  Leave();
+  if (method_.news != HeadNews::kNoNews && TakeNews(*message)) return;
+  End(std::move(answer_));
+}
+
+void Call::Failed(absl::Status status) {
+  Leave();
+  // Nobody here has: a server that shuts down cuts off calls that reach it in that moment.
+  if (absl::IsCancelled(status) && !cancelled()) {
+    status = absl::UnavailableError(absl::StrCat("the connection to ", core_->target(), " failed: ", Sentence(status)));
+  }
+  const std::string reason = ErrorReason(status);
+  if (method_.shape == Shape::kTeacher && cut_ && reason == "CHUNK_OUT_OF_RANGE") {
+    v1::StreamTeacherResponse done;  // the stream whose answer was cut off had worked
+    done.set_row_count(memory_.rows.row_count);
+    return End(Answer{.message = done.SerializeAsString()});
+  }
+  cut_ |= IsCut(status);
+  if (mode_ == CallMode::kNormal && method_.follows && MayRecover(core_->replay_log(), status)) {
+    if (recovery_count_ == kMaxRecoveries)
+      return End(StillLost(status, heads_, absl::StrCat(kMaxRecoveries, " restarts in one call")));
+    ++recovery_count_;
+    sealed_ = false;
+    return RecoverFrom(status);
+  }
+  if (cancelled()) return End(status);
+  // A repeat may be fenced by what the first one did.
+  const bool all_sent = method_.repeat == Repeat::kUntilSent && exchange_->sent_bytes() == exchange_->total_bytes();
+  if (all_sent && reason.empty()) return End(status);
+  std::chrono::nanoseconds delay{0};
+  if (!session_id_.empty() && session_loss_count_ < kMaxSessionLosses && reason == "SESSION_NOT_FOUND") {
+    ++session_loss_count_;
+    core_->ForgetSession(session_id_);
+    opens_session_ = true;
+  } else if (const auto back_off = retry_.AfterFailure(status); back_off.has_value()) {
+    if (is_background_ && retry_.away_count() >= core_->options().retry.max_attempts && core_->has_stopped_waiting()) {
+      return End(MakeLocalError(v1::ERROR_REASON_CANCELLED, absl::StatusCode::kCancelled,
+                                "the main program has returned, and the server is away"));
+    }
+    delay = *back_off;
+  } else {
+    return End(status);
+  }
+  BeginAfter(delay);
+}
+
+void Call::Record(const Message& answer) {
+  ReplayLog& log = core_->replay_log();
+  std::optional<int64_t> open_step = GetInteger(answer, "open_step");
+  if (const v1::Head* head = HeadIn(answer); head != nullptr) open_step = head->open_step();
+  const bool closes = method_.record == Record::kApply || method_.record == Record::kClose;
+  for (const HeadUse& use : heads_) {
+    if (!use.step.has_value()) continue;
+    const bool is_closed = closes && open_step.has_value() && *open_step > *use.step;
+    log.StepIsOpen(use.state, is_closed ? *open_step : *use.step);
+  }
+  if (!log.enabled() || method_.record == Record::kNone) return;
+  if (is_loss() && !micro_batch().has_value()) return;
+  if (is_loss() && GetBool(answer, "payload_differs").value_or(false)) return;  // another one's contribution is what counts
+  // The rows of a joined teacher are gone with the server, and whoever has sent them does not know: a repetition would find none,
+  // or those of another micro-batch that has the same key.
+  if (HasJoinedTeacher(*message_)) {
+    return log.Drop(heads_, "it has micro-batches whose teacher's rows came from another stream (a join)");
+  }
+  LogEntry entry;
+  entry.record = method_.record;
+  entry.heads = heads_;
+  entry.micro_batch = micro_batch().value_or(-1);
+  entry.attempt = attempt_;
+  entry.is_answered_again = GetBool(answer, "replayed").value_or(false);
+  for (const HeadUse& use : heads_) {
+    if (!use.step.has_value() && use.state->trainable) entry.reads.emplace_back(use.state, use.state->known_open_step());
+    entry.closes |= closes && use.step.has_value() && open_step.value_or(0) > *use.step;
+  }
+  if (method_.shape == Shape::kUpload) {
+    entry.part = static_cast<const v1::UploadWeightsHeader&>(*message_).tensor();
+    if (!log.HasRoomFor(heads_, memory_.rows.row_count * memory_.rows.row_bytes())) return;
+  }
+  absl::StatusOr<std::shared_ptr<const LoggedCall>> call = CopyForLog(*core_, method_, *message_, memory_);
+  if (!call.ok()) return log.Drop(heads_, Sentence(call.status()));  // a recovery would repeat the step without it
+  entry.call = *std::move(call);
+  log.Add(std::move(entry));
+}
+
+bool Call::TakeNews(const Message& answer) {
+  const v1::Head* const head = HeadIn(answer);
+  const std::string name = head != nullptr ? head->name() : GetText(*message_, "name").value_or("");
+  HeadStates& states = core_->head_states();
+  const bool replaced = method_.news == HeadNews::kReplaced;
+  std::shared_ptr<HeadState> before;  // which goes on at another epoch
+  if (method_.news != HeadNews::kDescribed) {
+    for (const std::shared_ptr<HeadState>& state : states.AllOf(name)) {
+      core_->replay_log().Forget(*state);
+      state->End();
+      if (replaced) before = state;
+    }
+    if (replaced && !heads_.empty()) before = heads_[0].state;
+  }
+  if (head == nullptr) return false;
+  const std::shared_ptr<HeadState> known = states.FindKnown(name, head->epoch());
+  const bool is_known = known != nullptr && known->is_introduced() && !replaced;
+  if (is_known || !core_->replay_log().enabled()) {
+    states.Introduce(*head, "", before);
+    return false;
+  }
+  // Asked afterwards: if the server was started again in between, the epoch is not followed, rather than wrongly.
+  RunInner(kGetServerInfo, v1::GetServerInfoRequest(), [this, head = *head, before](absl::StatusOr<Answer> info) {
+    v1::ServerInfo server;
+    if (info.ok() && !server.ParseFromString(info->message)) info = MakeAnswerError("a ServerInfo that cannot be decoded");
+    if (!info.ok() && before == nullptr) return End(info.status());
+    core_->head_states().Introduce(head, server.incarnation(), before);
+    End(std::move(answer_));
+  });
+  return true;
+}
+
+void Call::RecoverFrom(const absl::Status& cause) {
+  if (!Until().Check().ok()) return End(EndedInRecovery(Until()));
+  if (IsRecovered(heads_)) return BeginAfter(std::chrono::nanoseconds(0));
+  ReplayLog& log = core_->replay_log();
+  std::optional<ReplayLog::Gate> gate = log.TryClose();
+  if (!gate.has_value()) return Await([&log] { return log.recovering(); }, [this, cause] { RecoverFrom(cause); });
+  const auto closed = std::make_shared<ReplayLog::Gate>(*std::move(gate));
+  std::lock_guard<std::mutex> lock(mutex_);  // as in Await()
+  core_->recoveries().Run(this, std::chrono::nanoseconds(0), [this, cause, closed] {
+    { std::lock_guard<std::mutex> begun(mutex_); }
+    absl::Status recovered = Recover(*core_, std::move(*closed), heads_, cause, Until());
+    recovered.ok() ? BeginAfter(std::chrono::nanoseconds(0)) : End(std::move(recovered));
+  });
+}
+
+void Call::End(absl::StatusOr<Answer> result) {
+  // The last attempt may still be computing: who decides, or sends the rows again, supersedes it.
+  if (!result.ok() && is_loss() && mode_ == CallMode::kNormal && attempt_count_ > 0 && MayHaveBeenDone(result.status())) {
+    if (const std::optional<int64_t> id = micro_batch(); id.has_value()) {
+      for (const HeadUse& use : heads_) {
+        if (use.step.has_value()) use.state->NoteAttempt(*use.step, *id, attempt_ + 1, named_attempt_);
+      }
+    }
+  }
+  if (is_loss()) core_->EndTurn(this, has_turn_);
+  if (mode_ == CallMode::kNormal) core_->Discharge(this);
+  const Done done = std::move(done_);
+  done(std::move(result));
+}
+
+}  // namespace headwater::client::internal

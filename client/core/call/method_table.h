@@ -1,0 +1,75 @@
+// What the core must know of each method that it calls: all that follows (attempts, repetitions, epochs, log, recovery) follows
+// from this table.
+#ifndef HEADWATER_CLIENT_CORE_CALL_METHOD_TABLE_H_
+#define HEADWATER_CLIENT_CORE_CALL_METHOD_TABLE_H_
+
+#include <string>
+
+#include "client/core/call/retry.h"
+#include "google/protobuf/message.h"
+
+namespace headwater::client::internal {
+
+// How a call is made.
+enum class Shape {
+  kUnary,
+  kLoss,      // ComputeLoss: rows both ways
+  kTeacher,   // rows up
+  kGradient,  // bytes up
+  kUpload,    // bytes up, from where an earlier try was cut
+  kDownload,  // bytes down
+};
+
+// What an answered call leaves in the replay log.
+enum class Record {
+  kNone,
+  kLoss,      // a micro-batch with its rows
+  kGradient,  // likewise, a gradient of the caller's own
+  kCommit,    // a decision about a micro-batch that is in the log
+  kDiscard,   // takes the micro-batch out of it
+  kSeal,      // repeated with `wait`: other trainers repeat their part at the same time
+  kApply,     // closes the step; repeated after such a seal where it says what it expects
+  kClose,     // closes the step, with other weights perhaps: an upload is repeated under another id
+};
+
+// What the answer means for heads.
+enum class HeadNews {
+  kNoNews,
+  kDescribed,  // the answer is, or has, a head at an epoch that this client may not know
+  kReplaced,   // likewise; other epochs are fenced, and nothing that was done in them is to be repeated
+  kDeleted,
+};
+
+// Whether the call names the session.
+enum class InSession { kNo, kIfOpen, kExplicit, kOwned };
+
+struct Method {
+  const char* path;
+  Shape shape;
+  const google::protobuf::Message* request;  // default instances; of a streaming method the header's and the last answer's
+  const google::protobuf::Message* answer;
+  Repeat repeat;
+  // Works on heads at epochs or steps: it waits for recoveries, and recovers what it finds lost.
+  bool follows = false;
+  Record record = Record::kNone;
+  HeadNews news = HeadNews::kNoNews;
+  InSession session = InSession::kNo;
+  // Waits until what was abandoned on its heads before is discarded.
+  bool settles = false;
+  // An absent server is waited for, if the options say so.
+  bool patient = true;
+};
+
+// The method of that path for such a message; null if there is none.
+const Method* FindMethod(const std::string& path, const google::protobuf::Message* message = nullptr);
+
+// Paths of methods that the core calls itself.
+inline constexpr char kGetHead[] = "/headwater.v1.HeadService/GetHead";
+inline constexpr char kTakeHead[] = "/headwater.v1.HeadService/TakeHead";
+inline constexpr char kSealStep[] = "/headwater.v1.HeadService/SealStep";
+inline constexpr char kGetServerInfo[] = "/headwater.v1.SessionService/GetServerInfo";
+inline constexpr char kDiscardMicroBatch[] = "/headwater.v1.LossService/DiscardMicroBatch";
+
+}  // namespace headwater::client::internal
+
+#endif  // HEADWATER_CLIENT_CORE_CALL_METHOD_TABLE_H_

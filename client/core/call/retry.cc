@@ -1,0 +1,71 @@
+#include "client/core/call/retry.h"
+
+#include <algorithm>
+#include <random>
+#include <string>
+
+#include "headwater/client/error.h"
+
+namespace headwater::client::internal {
+namespace {
+
+// A server that is waited for is looked for at least this often, as gRPC does, and no more once this is all that is left: the
+// caller is to learn that nobody answers, and not that its time is up.
+constexpr std::chrono::seconds kLongestAwayBackoff{1};
+constexpr std::chrono::milliseconds kShortestAwayAttempt{100};
+
+// In [0.5, 1): trainers that were refused together must not come back together.
+double Jitter() {
+  thread_local std::minstd_rand generator{std::random_device{}()};
+  return std::uniform_real_distribution<double>(0.5, 1.0)(generator);
+}
+
+// It has lost a rank or its device with what its heads held, and begins anew.
+bool IsRestarting(const absl::Status& status) { return ErrorMetadata(status).contains("serverRestarts"); }
+
+// Nobody is there who could say what is wrong, or soon will not be. SHARD_NOT_READY is an answer.
+bool IsAway(const absl::Status& status) {
+  if (absl::IsCancelled(status) || IsRestarting(status)) return true;
+  const std::string reason = ErrorReason(status);
+  return absl::IsUnavailable(status) && (reason.empty() || reason == "DRAINING" || reason == "STARTING");
+}
+
+}  // namespace
+
+bool RetryState::MayRepeat(const absl::Status& status) const {
+  const std::string reason = ErrorReason(status);
+  if (IsRestarting(status)) return awaits_server_ && repeat_ != Repeat::kIfNothingWasDone;
+  // The server's own UNAVAILABLE says that nothing was done; the connection's says nothing.
+  if (absl::IsUnavailable(status)) return repeat_ != Repeat::kIfNothingWasDone || !reason.empty();
+  // Who has cancelled a call does not ask. A server that shuts down cuts off calls that reach it in that moment: like a connection.
+  if (absl::IsCancelled(status)) return repeat_ != Repeat::kIfNothingWasDone;
+  if (absl::IsResourceExhausted(status)) {
+    // A slot that this client's own session has is not awaited: nobody else frees it. The server says which it is.
+    if (reason == "STAGING_FULL") return RetryDelay(status).has_value();
+    return reason == "QUEUE_FULL" || reason == "IN_FLIGHT_BYTES_EXCEEDED" || reason == "ORDERED_WINDOW_FULL";
+  }
+  // What only this attempt lacked: connections of one micro-batch broke or did not meet, memory is registered anew. If it was added
+  // all the same, the repeat is answered as a replay.
+  if (reason == "STRIPE_LOST" || reason == "TRANSFER_NOT_FOUND" || reason == "REGION_NOT_FOUND") return true;
+  // Held up by this very call's earlier attempt, whose answer was lost: it ends by itself.
+  return reason == "MICRO_BATCH_IN_PROGRESS" && answer_lost_ && repeat_ != Repeat::kIfNothingWasDone;
+}
+
+std::optional<std::chrono::nanoseconds> RetryState::AfterFailure(const absl::Status& status) {
+  const bool away = awaits_server_ && IsAway(status);
+  if (!away) ++failures_;
+  away_count_ = away ? away_count_ + 1 : 0;
+  if (failures_ >= policy_.max_attempts || !MayRepeat(status)) return std::nullopt;
+  if (absl::IsUnavailable(status) || absl::IsCancelled(status)) answer_lost_ = true;
+  std::chrono::nanoseconds& backoff = away ? away_backoff_ : backoff_;
+  std::chrono::nanoseconds delay = std::chrono::duration_cast<std::chrono::nanoseconds>(backoff * Jitter());
+  if (away) delay = std::min<std::chrono::nanoseconds>(delay, kLongestAwayBackoff);
+  if (const auto asked_for = RetryDelay(status); asked_for.has_value()) delay = std::max(delay, *asked_for);
+  backoff = std::min(backoff * 2, Bounded(policy_.max_backoff));
+  if (!away) away_backoff_ = Bounded(policy_.initial_backoff);
+  const std::chrono::nanoseconds least = away ? kShortestAwayAttempt : std::chrono::nanoseconds(0);
+  if (std::chrono::system_clock::now() + delay >= deadline_ - least) return std::nullopt;
+  return delay;
+}
+
+}  // namespace headwater::client::internal

@@ -1,0 +1,195 @@
+#include "client/core/core.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "client/core/link/connect.h"
+#include "client/core/link/notice.h"
+#include "client/core/replay/recovery.h"
+#include "client/core/rows/tensor_exchanges.h"
+#include "headwater/client/future.h"
+
+namespace headwater::client::internal {
+namespace {
+
+// Micro-batches that are under way at once.
+constexpr int kMaxLosses = 16;
+// Notices that are kept for who asks for them.
+constexpr size_t kMaxNotices = 16;
+// Bound of a recovery that no call waits for, and the time between its tries.
+constexpr std::chrono::seconds kIdleRecoveryTimeout{60};
+constexpr std::chrono::seconds kIdleRecoveryPause{1};
+// How long the end of a connection may wait for a server that does not answer. The lease ends by itself.
+constexpr std::chrono::seconds kCloseTimeout{1};
+
+// What the core fills in.
+void ClearFilled(google::protobuf::Message& message) {
+  if (auto* header = dynamic_cast<v1::MicroBatchHeader*>(&message)) {
+    header->clear_session_id();
+    header->clear_transfer_id();
+    header->clear_stripe_count();
+    header->clear_hidden_rows();
+    header->clear_grad_hidden_rows();
+    for (v1::LossTerm& term : *header->mutable_terms()) {
+      if (term.has_teacher_hidden()) term.mutable_teacher_hidden()->clear_rows();
+    }
+  }
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<Core>> Core::Open(const std::string& target, const ClientOptions& options) {
+  ClientOptions prepared = options;
+  absl::StatusOr<std::shared_ptr<grpc::Channel>> channel = Connect(target, &prepared);
+  if (!channel.ok()) return channel.status();
+  std::shared_ptr<Core> core(new Core(target, prepared, *std::move(channel)));
+  // A session that is lost tells that the server was started again, also where no call would.
+  if (core->replay_log().enabled()) core->session().Id(DeadlineIn(prepared.connect_timeout)).IgnoreError();
+  return core;
+}
+
+Core::Core(std::string target, const ClientOptions& options, std::shared_ptr<grpc::Channel> channel)
+    : target_(std::move(target)),
+      options_(options),
+      channel_(std::move(channel)),
+      heads_(v1::HeadService::NewStub(channel_)),
+      turns_(kMaxLosses),
+      replay_log_(
+          options_.replay_bytes, options_.replay_steps, /*on_open=*/[this] { waiting_.HurryAll(); },
+          /*on_dropped=*/
+          [this](const std::string& why) {
+            AddNotice(absl::StrCat("the open step is not kept for replay: ", why,
+                                   ". A restart of the server in it will lose it (STEP_LOST)"));
+          }),
+      row_transport_(target_, options_, channel_),
+      abandoned_(*this),
+      session_(target_, options_, [this] {
+        if (replay_log_.enabled()) {
+          recoveries_.Run(this, std::chrono::nanoseconds(0), [this] { RecoverIdle(DeadlineIn(kIdleRecoveryTimeout)); });
+        }
+      }) {}
+
+Core::~Core() {
+  Close(DeadlineIn(kCloseTimeout));
+  abandoned_.Stop();
+}
+
+absl::StatusOr<Request> Core::MakeRequest(const std::string& path, std::unique_ptr<google::protobuf::Message> message,
+                                          CallMemory memory, Deadline deadline) {
+  const Method* const method = FindMethod(path, message.get());
+  if (method == nullptr) return absl::UnimplementedError(absl::StrCat("there is no method ", path));
+  ClearFilled(*message);
+  if (auto* upload = dynamic_cast<v1::UploadWeightsHeader*>(message.get())) Describe(memory.rows, upload);
+  return Request{.method = method, .message = std::move(message), .memory = std::move(memory), .deadline = deadline};
+}
+
+std::shared_ptr<Call> Core::NewCall(Request request, Call::Done done) {
+  return std::make_shared<Call>(shared_from_this(), std::move(request), CallMode::kNormal, std::move(done));
+}
+
+absl::StatusOr<Answer> Core::Run(Request request) {
+  const auto state = std::make_shared<FutureState<Answer>>();
+  const std::shared_ptr<Call> call =
+      NewCall(std::move(request), [state](absl::StatusOr<Answer> answer) { state->Set(std::move(answer)); });
+  call->Start();
+  return state->Take();
+}
+
+absl::StatusOr<Answer> Core::RunInner(const Method& method, const google::protobuf::Message& message, const CallMemory& memory,
+                                      const Wait& wait) {
+  Request request{.method = &method, .message = nullptr, .memory = memory, .deadline = wait.deadline};
+  absl::Status copied = WithMemoryFor(static_cast<int64_t>(message.ByteSizeLong()), "a message", [&] {
+    request.message.reset(message.New());
+    request.message->CopyFrom(message);
+    return absl::OkStatus();
+  });
+  if (!copied.ok()) return copied;
+  request.is_background = wait.is_background;
+  const auto state = std::make_shared<FutureState<Answer>>();
+  const auto call = std::make_shared<Call>(borrowed(), std::move(request), CallMode::kInner,
+                                           [state](absl::StatusOr<Answer> answer) { state->Set(std::move(answer)); });
+  const std::stop_callback on_cancel(wait.cancel, [&call] { call->Cancel(); });
+  call->Start();
+  return state->Take();
+}
+
+std::string Core::CurrentEpoch(const std::string& head, const std::string& epoch) const {
+  const std::shared_ptr<HeadState> state = head_states_.FindKnown(head, epoch);
+  return state == nullptr ? epoch : state->epoch();
+}
+
+absl::Status Core::Enlist(const std::shared_ptr<Call>& call) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (closed_) return absl::FailedPreconditionError("the client is closed");
+  calls_[call.get()] = call;
+  return absl::OkStatus();
+}
+
+void Core::Discharge(Call* call) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  calls_.erase(call);
+}
+
+void Core::EndTurn(Call* call, bool had_turn) {
+  if (const void* next = turns_.End(call, had_turn); next != nullptr) waiting_.Hurry(next);
+}
+
+void Core::ForgetSession(const std::string& id) {
+  session_.Forget(id);
+  row_transport_.memory().Forget(id);
+}
+
+void Core::AddNotice(std::string sentence) {
+  GiveNotice(options_, sentence);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (notices_.size() == kMaxNotices) notices_.pop_front();
+  notices_.push_back(std::move(sentence));
+  next_notice_bytes_ = notices_.front().size();
+}
+
+std::string Core::TakeNotice(size_t most) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (notices_.empty() || notices_.front().size() > most) return "";
+  std::string notice = std::move(notices_.front());
+  notices_.pop_front();
+  next_notice_bytes_ = notices_.empty() ? 0 : notices_.front().size();
+  return notice;
+}
+
+void Core::StopWaiting() {
+  has_stopped_waiting_ = true;
+  timers_.HurryAll();  // those who wait now look once more
+}
+
+void Core::Close(Deadline deadline) {
+  std::vector<std::shared_ptr<Call>> calls;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+    for (const auto& [_, weak] : calls_) {
+      if (std::shared_ptr<Call> call = weak.lock(); call != nullptr) calls.push_back(std::move(call));
+    }
+  }
+  closing_.request_stop();
+  for (const std::shared_ptr<Call>& call : calls) call->Cancel();
+  session_.Close(deadline);
+}
+
+void Core::RecoverIdle(Deadline deadline) {
+  const Wait wait(deadline, closing_.get_token());
+  if (!wait.Check().ok()) return;
+  const HeadUses heads = replay_log_.Heads();
+  // Who has the gate does it.
+  if (std::optional<ReplayLog::Gate> gate = replay_log_.TryClose(); gate.has_value() && !heads.empty()) {
+    const absl::Status recovered = Recover(*this, *std::move(gate), heads, absl::FailedPreconditionError("the session was lost"), wait);
+    if (absl::IsUnavailable(recovered)) {
+      return recoveries_.Run(this, kIdleRecoveryPause, [this, deadline] { RecoverIdle(deadline); });
+    }
+  }
+  session_.Id(wait).IgnoreError();  // which is watched in turn; the next call meets the same failure, and tells it
+}
+
+}  // namespace headwater::client::internal

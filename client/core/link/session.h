@@ -1,0 +1,80 @@
+// Session: what this client leaves undecided belongs to it.
+#ifndef HEADWATER_CLIENT_CORE_LINK_SESSION_H_
+#define HEADWATER_CLIENT_CORE_LINK_SESSION_H_
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/core/link/channel.h"
+#include "client/core/link/wait.h"
+#include "headwater/v1/session_service.grpc.pb.h"
+
+namespace headwater::client::internal {
+
+// One session at a time, opened when it is first needed and kept alive by a thread, both on a channel of their own. Thread-safe.
+class Session {
+ public:
+  // `on_lost` runs on the thread that keeps the session alive when the server does not know it any more; it must not block.
+  Session(
+      std::string target, const ClientOptions& options, std::function<void()> on_lost = [] {})
+      : target_(std::move(target)), options_(options), on_lost_(std::move(on_lost)) {}
+  // Closes the session, if the server answers within a second.
+  ~Session() { Close(std::chrono::system_clock::now() + std::chrono::seconds(1)); }
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+
+  // Ends the session on the server, if that answers by then; its lease ends by itself. No other is opened. Idempotent.
+  void Close(Deadline deadline);
+
+  // The id of the session, which is opened if there is none. Empty if the options want no session. Blocks. The opening goes on when
+  // those who wait for it give up, and serves the next one who asks.
+  absl::StatusOr<std::string> Id(const Wait& wait);
+
+  // The id of the session that is open; empty if none is.
+  std::string OpenId() const;
+
+  // The server does not know `id` any more: the next Id() opens another.
+  void Forget(const std::string& id);
+
+ private:
+  // An OpenSession. It belongs to this object, as gRPC's threads must never hold the last reference to a channel.
+  struct Opening {
+    grpc::ClientContext context;
+    v1::OpenSessionRequest request;
+    v1::OpenSessionResponse response;
+    bool over = false;  // these two guarded by mutex_
+    absl::Status status;
+  };
+
+  void Open(Opening* opening, Deadline deadline);
+  void Opened(Opening* opening, const grpc::Status& answer);
+  // What becomes of the session that the server has, or has not, opened. Under the lock.
+  absl::Status TakeAnswer(const Opening& opening, const grpc::Status& answer);
+  void KeepAlive();
+
+  const std::string target_;
+  const ClientOptions options_;
+  const std::function<void()> on_lost_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable_any changed_;
+  std::unique_ptr<v1::SessionService::Stub> stub_;  // made with the first opening
+  std::shared_ptr<Opening> opening_;                // the last one
+  std::string id_;
+  std::chrono::nanoseconds lease_{0};
+  grpc::ClientContext* renewal_ = nullptr;  // the KeepAlive that is under way
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace headwater::client::internal
+
+#endif  // HEADWATER_CLIENT_CORE_LINK_SESSION_H_

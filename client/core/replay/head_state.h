@@ -1,0 +1,124 @@
+// What the client knows of the heads that its calls name.
+#ifndef HEADWATER_CLIENT_CORE_REPLAY_HEAD_STATE_H_
+#define HEADWATER_CLIENT_CORE_REPLAY_HEAD_STATE_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "google/protobuf/message.h"
+#include "headwater/v1/head_service.pb.h"
+
+namespace headwater::client::internal {
+
+// A head under one epoch and those that recoveries have led to, and what was done in them. Thread-safe.
+class HeadState {
+ public:
+  // Of a head that the server has described. `incarnation`: the server process that said so; empty: not known, so that no lost step
+  // of it is recovered.
+  HeadState(const v1::Head& head, std::string incarnation);
+  // Of an epoch that nobody has introduced: nothing of it is in the log.
+  HeadState(std::string head, const std::string& epoch);
+
+  const std::string name;
+  const bool trainable;
+
+  // The newest epoch; lineage() ends with it: those under which this client has worked on the head, as far as recoveries have led
+  // from one to the next, as many as TakeHeadRequest.recovers_epochs takes.
+  std::string epoch() const;
+  std::vector<std::string> lineage() const;
+  bool HasEpoch(const std::string& epoch) const;
+  bool is_introduced() const;
+
+  std::string incarnation() const;
+  std::string weight_checksum() const;
+  // What this client has sent for this step and later ones is in the replay log.
+  int64_t first_logged_step() const;
+  void RaiseFirstLoggedStep(int64_t step);
+  // The open step is this one or a later one.
+  int64_t known_open_step() const;
+  // A call on `step` has succeeded: no earlier step is open.
+  void SawStep(int64_t step);
+
+  // The epoch goes on with an empty step; what was done before has left the log.
+  void Begin(const v1::Head& head, std::string incarnation);
+  // The head has another epoch, of the caller's making: whoever is still at this one is fenced.
+  void End();
+  // The head was taken at some step, and has been brought back to where it was.
+  void AdoptRecovered(const v1::Head& head, std::string incarnation);
+  // A recovery has found that another run has the head: no later one goes on with it.
+  void SetOvertaken();
+  bool is_overtaken() const;
+
+  // ---- attempts under which micro-batches were submitted ----
+  // The newest one of a micro-batch; 0 if none is known.
+  int64_t AttemptOf(int64_t step, int64_t micro_batch) const;
+  // The one that a submission begins with whose caller names `named`. The caller does not know of this client's repetitions: an
+  // attempt that they have begun with is the one that they have come to. One that the caller itself has gone beyond stays what it
+  // is, for the server to refuse.
+  int64_t FirstAttempt(int64_t step, int64_t micro_batch, int64_t named) const;
+  // `attempt` is submitted, or the next that may be; a lower one than is known changes nothing.
+  void NoteAttempt(int64_t step, int64_t micro_batch, int64_t attempt, int64_t named);
+  // Those of `other`, whose last closed step this epoch goes on to answer for.
+  void TakeAttempts(const HeadState& other);
+
+ private:
+  struct Attempts {
+    int64_t highest = 0;
+    int64_t begun = 0;  // the one that `highest` was come to from by repetitions alone
+  };
+
+  mutable std::mutex mutex_;
+  std::string epoch_;
+  std::vector<std::string> lineage_;
+  std::set<std::string> epochs_;  // all of the lineage, however long
+  bool is_introduced_;
+  bool is_overtaken_ = false;
+  std::string incarnation_;
+  std::string weight_checksum_;
+  int64_t known_open_step_;
+  int64_t first_logged_step_;
+  std::map<std::pair<int64_t, int64_t>, Attempts> attempts_;
+};
+
+// A head as one call names it.
+struct HeadUse {
+  std::shared_ptr<HeadState> state;
+  std::optional<int64_t> step{};  // absent for frozen heads, teachers, and calls that name the epoch alone
+  std::string epoch{};            // of the attempt under way
+};
+
+using HeadUses = std::vector<HeadUse>;
+
+// All heads of a connection. Thread-safe.
+class HeadStates {
+ public:
+  // That of an epoch; made if there is none.
+  std::shared_ptr<HeadState> Find(const std::string& name, const std::string& epoch);
+  // Likewise, but never made: null.
+  std::shared_ptr<HeadState> FindKnown(const std::string& name, const std::string& epoch) const;
+  // All of a name.
+  std::vector<std::shared_ptr<HeadState>> AllOf(const std::string& name) const;
+  // The server has described the head. `before`: the state that was the head's until this client has given it another one; null:
+  // the head is only looked at.
+  void Introduce(const v1::Head& head, const std::string& incarnation, const std::shared_ptr<HeadState>& before);
+  // The heads that a message names with epochs, once each; where a head is a student and a teacher the step is the student's.
+  HeadUses UsesOf(const google::protobuf::Message& message);
+
+ private:
+  std::shared_ptr<HeadState> FindLocked(const std::string& name, const std::string& epoch) const;
+
+  mutable std::mutex mutex_;
+  // By name, oldest first; those of epochs that nobody uses go.
+  std::map<std::string, std::vector<std::shared_ptr<HeadState>>> states_;
+};
+
+}  // namespace headwater::client::internal
+
+#endif  // HEADWATER_CLIENT_CORE_REPLAY_HEAD_STATE_H_

@@ -1,0 +1,132 @@
+// ReplayLog: what the open steps consist of, and how earlier ones were closed, as far as this client did it.
+#ifndef HEADWATER_CLIENT_CORE_REPLAY_REPLAY_LOG_H_
+#define HEADWATER_CLIENT_CORE_REPLAY_REPLAY_LOG_H_
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/core/call/method_table.h"
+#include "client/core/link/wait.h"
+#include "client/core/replay/head_state.h"
+#include "client/core/replay/logged_call.h"
+
+namespace headwater::client::internal {
+
+// What a call ends with whose `wait` has ended during a recovery, be it its own or another call's: CANCELLED or DEADLINE_EXCEEDED.
+absl::Status EndedInRecovery(const Wait& wait);
+
+// One call that succeeded. Of each record there is one entry at most about a micro-batch, or about a step and a part of it.
+struct LogEntry {
+  Record record = Record::kLoss;
+  HeadUses heads{};                // all that it names; those with a step are trainable
+  int64_t micro_batch = -1;        // a call without one seals or closes the step
+  int64_t attempt = 0;             // of the micro-batch
+  int part = 0;                    // of weights that close a step: which tensor
+  bool closes = false;             // an answered call that closed the step
+  bool is_answered_again = false;  // the server had it already
+  // Trainable heads that it reads (teachers), with the steps that they were at.
+  std::vector<std::pair<std::shared_ptr<HeadState>, int64_t>> reads{};
+  std::shared_ptr<const LoggedCall> call{};
+};
+
+// Thread-safe. Disabled (max_bytes 0) it keeps nothing and lets every attempt pass.
+//
+// Attempts on heads enter and leave, so that a recovery works on a log to which nothing is added, and no call slips in between the
+// take-over of a head and the repetition of its step.
+class ReplayLog {
+ public:
+  // Keeps `max_steps` closed steps of each head, or as many as there is room for. HeadState::first_logged_step() says how far back
+  // it reaches. `on_open` runs after each recovery: for those who wait for its end without blocking. `on_dropped` is told, once,
+  // why an open step is not kept.
+  ReplayLog(
+      int64_t max_bytes, std::optional<int64_t> max_steps, std::function<void()> on_open,
+      std::function<void(const std::string& why)> on_dropped = [](const std::string&) {})
+      : max_bytes_(max_bytes), max_steps_(max_steps), on_open_(std::move(on_open)), on_dropped_(std::move(on_dropped)) {}
+
+  bool enabled() const { return max_bytes_ > 0; }
+
+  // An attempt begins; false: a recovery is under way, wait for its end.
+  bool TryEnter(const HeadUses& heads);
+  // Waits for the end of a recovery; EndedInRecovery() if it has not come when `wait` ends.
+  absl::Status WaitForRecovery(const Wait& wait);
+  bool recovering();
+  // The attempt has ended, and is in the log if it succeeded.
+  void Leave(const HeadUses& heads);
+
+  // A call on open steps, or one that closed them, has succeeded. What does not fit any more is dropped: the oldest closed steps,
+  // or everything, if the open ones alone are too large. A discard takes the micro-batch out, up to its attempt.
+  void Add(LogEntry entry);
+  // Whether weights that close the step of `heads` are worth a copy. If not, the log begins after that step.
+  bool HasRoomFor(const HeadUses& heads, int64_t bytes);
+  // `step` is the head's open step or an earlier one: what is older is closed. Before the entry of the call that closed it.
+  void StepIsOpen(const std::shared_ptr<HeadState>& head, int64_t step);
+  // Of what was done on these steps something is not here: the log begins after them.
+  void Drop(const HeadUses& heads, const std::string& why);
+  // The head has a new epoch and an empty step, and perhaps other weights, or is gone. The steps of other heads whose calls name it
+  // cannot be repeated as they were, no matter whether it was trained or a teacher: the log begins after them.
+  void Forget(const HeadState& head);
+
+  // ---- for the recovery ----
+  // Keeps attempts and other recoveries out while it lives. Move-only.
+  class Gate {
+   public:
+    Gate(Gate&& other) noexcept : log_(std::exchange(other.log_, nullptr)) {}
+    Gate& operator=(Gate&&) = delete;
+    ~Gate();
+
+   private:
+    friend class ReplayLog;
+    explicit Gate(ReplayLog* log) : log_(log) {}
+
+    ReplayLog* log_;  // null after a move
+  };
+  // The gate, unless another recovery has it.
+  std::optional<Gate> TryClose();
+  // Waits for its turn; EndedInRecovery() if that has not come when `wait` ends.
+  absl::StatusOr<Gate> Close(const Wait& wait);
+  // All heads of the log.
+  HeadUses Heads();
+  // `heads` and all that are connected with them by common calls.
+  HeadUses Closure(const HeadUses& heads);
+  // Waits until no attempt on `heads` is under way; false if one is when `wait` ends.
+  bool WaitUntilIdle(const HeadUses& heads, const Wait& wait);
+  // The calls on `heads` (a closure), oldest first.
+  std::vector<LogEntry> EntriesOf(const HeadUses& heads);
+
+ private:
+  void BeginAfter(const HeadUses& heads);
+  // Removes what the entry takes the place of; false: it adds nothing.
+  bool MakeWayFor(const LogEntry& entry);
+  void Place(LogEntry entry);
+  void Erase(std::list<LogEntry>::iterator entry);
+  // Drops what is before the first logged step of each of its heads.
+  void Shorten();
+
+  const int64_t max_bytes_;
+  const std::optional<int64_t> max_steps_;
+  const std::function<void()> on_open_;
+  const std::function<void(const std::string&)> on_dropped_;
+  std::atomic<bool> has_told_ = false;
+  std::mutex mutex_;
+  std::condition_variable_any changed_;
+  std::list<LogEntry> entries_;  // in the order in which they can be repeated
+  int64_t bytes_ = 0;
+  std::map<const HeadState*, int> in_flight_;
+  bool recovering_ = false;
+};
+
+}  // namespace headwater::client::internal
+
+#endif  // HEADWATER_CLIENT_CORE_REPLAY_REPLAY_LOG_H_

@@ -1,0 +1,374 @@
+#include "client/core/rows/tensor_exchanges.h"
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "client/core/call/messages.h"
+#include "client/core/core.h"
+#include "client/core/link/error.h"
+#include "client/core/link/random_id.h"
+
+namespace headwater::client::internal {
+namespace {
+
+int64_t SizeOf(const RowsView& rows) { return rows.row_count * rows.row_bytes(); }
+
+// XXH3-128, canonical (big-endian), 16 bytes.
+std::string Checksum(const RowsView& tensor) {
+  XXH128_canonical_t canonical;
+  XXH128_canonicalFromHash(&canonical, XXH3_128bits(tensor.data, static_cast<size_t>(SizeOf(tensor))));
+  return std::string(reinterpret_cast<const char*>(canonical.digest), sizeof(canonical.digest));
+}
+
+// One stream of an upload: header up, offset down, bytes up, head down.
+class UploadStream : public grpc::ClientBidiReactor<v1::UploadWeightsRequest, v1::UploadWeightsResponse> {
+ public:
+  UploadStream(Core& core, const RowsView& tensor, AttemptContext& context, std::atomic<int64_t>& sent, Exchange::Done done)
+      : core_(core), tensor_(tensor), context_(context), sent_(sent), done_(std::move(done)) {}
+
+  void Start(const v1::UploadWeightsHeader& header, Deadline deadline) {
+    *request_.mutable_header() = header;
+    core_.heads().async()->UploadWeights(context_.Renew(deadline), this);
+    StartRead(&response_);
+    StartWrite(&request_);
+    StartCall();
+  }
+
+  void OnWriteDone(bool ok) noexcept override {
+    if (!ok) return;  // OnDone says why
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      header_written_ = true;
+      if (!offset_.has_value()) return;  // the answer to the header starts the chunks
+    }
+    WriteNext();
+  }
+
+  void OnReadDone(bool ok) noexcept override {
+    if (!ok) return;
+    bool start_chunks = false;
+    if (response_.has_resume_offset_bytes() && !offset_known_) {
+      const int64_t offset = response_.resume_offset_bytes();
+      if (offset < 0 || offset > SizeOf(tensor_)) {
+        return Fail(absl::StrCat("resume offset ", offset, " of ", SizeOf(tensor_), " bytes"));
+      }
+      offset_known_ = true;
+      std::lock_guard<std::mutex> lock(mutex_);
+      offset_ = offset;
+      start_chunks = header_written_;  // else OnWriteDone goes on
+    } else if (response_.has_head() && offset_known_ && !head_.has_value()) {
+      head_.emplace(response_.head().SerializeAsString());
+    } else {
+      return Fail("an upload is answered by its offset, then by the head");
+    }
+    StartRead(&response_);
+    if (start_chunks) WriteNext();
+  }
+
+  void OnDone(const grpc::Status& status) noexcept override {
+    const Exchange::Done done = std::move(done_);
+    if (!answer_error_.ok()) return done(answer_error_);
+    if (!status.ok()) return done(FromGrpcStatus(status, core_.target()));
+    if (!head_.has_value()) return done(MakeAnswerError("the upload ended without the head"));
+    done(Answer{.message = *std::move(head_)});
+  }
+
+ private:
+  // Runs on one thread at a time: either the reaction that completed the pair (header written, offset known), or the reaction to
+  // the write before.
+  void WriteNext() {
+    sent_ = *offset_;
+    const int64_t left = SizeOf(tensor_) - *offset_;
+    if (left == 0) {
+      if (!half_closed_) StartWritesDone();
+      half_closed_ = true;
+      return;
+    }
+    const int64_t bytes = std::min(left, core_.options().chunk_bytes);
+    v1::ByteChunk* chunk = request_.mutable_chunk();
+    chunk->set_offset_bytes(*offset_);
+    chunk->set_data(static_cast<const unsigned char*>(tensor_.data) + *offset_, static_cast<size_t>(bytes));
+    *offset_ += bytes;
+    half_closed_ = bytes == left;
+    if (half_closed_) {
+      sent_ = *offset_;  // on its way
+      StartWriteLast(&request_, grpc::WriteOptions());
+    } else {
+      StartWrite(&request_);
+    }
+  }
+
+  void Fail(const std::string& message) {
+    answer_error_ = MakeAnswerError(message);
+    context_.End();
+  }
+
+  Core& core_;
+  const RowsView tensor_;
+  AttemptContext& context_;
+  std::atomic<int64_t>& sent_;
+  Exchange::Done done_;
+
+  std::mutex mutex_;  // the meeting of OnWriteDone and OnReadDone
+  bool header_written_ = false;
+  std::optional<int64_t> offset_;  // next byte to send; once set, the writer's alone
+
+  v1::UploadWeightsRequest request_;
+  bool half_closed_ = false;
+
+  v1::UploadWeightsResponse response_;
+  bool offset_known_ = false;
+  std::optional<std::string> head_;
+  absl::Status answer_error_;
+};
+
+class UploadExchange : public Exchange {
+ public:
+  UploadExchange(Core& core, const RowsView& tensor) : core_(core), tensor_(tensor) {}
+
+  void Start(const google::protobuf::Message& request, Deadline deadline, Done done) override {
+    sent_ = 0;
+    stream_ = std::make_unique<UploadStream>(core_, tensor_, context_, sent_, std::move(done));
+    stream_->Start(static_cast<const v1::UploadWeightsHeader&>(request), deadline);
+  }
+  void Cancel() override { context_.Cancel(); }
+  int64_t sent_bytes() const override { return sent_; }
+  int64_t total_bytes() const override { return SizeOf(tensor_); }
+
+ private:
+  Core& core_;
+  const RowsView tensor_;
+  AttemptContext context_;
+  std::atomic<int64_t> sent_ = 0;
+  std::unique_ptr<UploadStream> stream_;
+};
+
+// One stream of a gradient: header and bytes up.
+class GradientStream : public grpc::ClientWriteReactor<v1::AddGradientRequest> {
+ public:
+  GradientStream(Core& core, const RowsView& rows, Exchange::Done done) : core_(core), rows_(rows), done_(std::move(done)) {}
+
+  void Start(const v1::AddGradientHeader& header, grpc::ClientContext* context) {
+    *request_.mutable_header() = header;
+    core_.heads().async()->AddGradient(context, &response_, this);
+    SizeOf(rows_) == 0 ? StartWriteLast(&request_, grpc::WriteOptions()) : StartWrite(&request_);
+    StartCall();
+  }
+
+  void OnWriteDone(bool ok) noexcept override {
+    const int64_t left = SizeOf(rows_) - offset_;
+    if (!ok || left == 0) return;  // not ok: the server has answered, or the connection broke; OnDone tells
+    const int64_t bytes = std::min(left, core_.options().chunk_bytes);
+    request_.mutable_chunk()->set_offset_bytes(offset_);
+    request_.mutable_chunk()->set_data(static_cast<const char*>(rows_.data) + offset_, static_cast<size_t>(bytes));
+    offset_ += bytes;
+    bytes == left ? StartWriteLast(&request_, grpc::WriteOptions()) : StartWrite(&request_);
+  }
+
+  void OnDone(const grpc::Status& status) noexcept override {
+    const Exchange::Done done = std::move(done_);
+    if (!status.ok()) return done(FromGrpcStatus(status, core_.target()));
+    done(Answer{.message = response_.SerializeAsString()});
+  }
+
+ private:
+  Core& core_;
+  const RowsView rows_;
+  Exchange::Done done_;
+  v1::AddGradientRequest request_;
+  v1::AddGradientResponse response_;
+  int64_t offset_ = 0;
+};
+
+class GradientExchange : public Exchange {
+ public:
+  GradientExchange(Core& core, const RowsView& rows) : core_(core), rows_(rows) {}
+
+  void Start(const google::protobuf::Message& request, Deadline deadline, Done done) override {
+    stream_ = std::make_unique<GradientStream>(core_, rows_, std::move(done));
+    stream_->Start(static_cast<const v1::AddGradientHeader&>(request), context_.Renew(deadline));
+  }
+  void Cancel() override { context_.Cancel(); }
+
+ private:
+  Core& core_;
+  const RowsView rows_;
+  AttemptContext context_;
+  std::unique_ptr<GradientStream> stream_;
+};
+
+// What a download is to be like.
+struct DownloadTarget {
+  void* memory;  // null: the library's
+  std::vector<int64_t> shape;
+  int32_t data_type;
+};
+
+v1::HeadTensor TensorOf(const google::protobuf::Message& request) {
+  const auto* const weights = dynamic_cast<const v1::DownloadWeightsRequest*>(&request);
+  return weights != nullptr ? weights->tensor() : static_cast<const v1::DownloadGradientRequest&>(request).tensor();
+}
+
+class DownloadStream : public grpc::ClientReadReactor<v1::DownloadTensorResponse> {
+ public:
+  DownloadStream(Core& core, const DownloadTarget& target, AttemptContext& context, Exchange::Done done)
+      : core_(core),
+        target_(target),
+        context_(context),
+        memory_(static_cast<unsigned char*>(target.memory)),
+        done_(std::move(done)) {}
+
+  void Start(const google::protobuf::Message& request, Deadline deadline) {
+    v1::HeadService::Stub::async_interface& heads = *core_.heads().async();
+    grpc::ClientContext* const context = context_.Renew(deadline);
+    if (const auto* weights = dynamic_cast<const v1::DownloadWeightsRequest*>(&request)) {
+      heads.DownloadWeights(context, weights, this);
+    } else {
+      heads.DownloadGradient(context, static_cast<const v1::DownloadGradientRequest*>(&request), this);
+    }
+    StartRead(&response_);
+    StartCall();
+  }
+
+  void OnReadDone(bool ok) noexcept override {
+    if (!ok) return;  // OnDone says why
+    error_ = header_.has_value() ? TakeChunk() : TakeHeader();
+    if (!error_.ok()) return context_.End();
+    StartRead(&response_);
+  }
+
+  void OnDone(const grpc::Status& status) noexcept override {
+    const Exchange::Done done = std::move(done_);
+    if (!error_.ok()) return done(error_);
+    if (!status.ok()) return done(FromGrpcStatus(status, core_.target()));
+    if (!header_.has_value() || received_ != header_->total_bytes()) {
+      return done(MakeAnswerError(
+          absl::StrCat("the tensor ended after ", received_, " of ", header_.has_value() ? header_->total_bytes() : 0, " bytes")));
+    }
+    done(Answer{.message = header_->SerializeAsString(), .data = std::move(own_)});
+  }
+
+ private:
+  absl::Status TakeHeader() {
+    if (!response_.has_header()) return MakeAnswerError("no header comes first");
+    const v1::DownloadTensorHeader& header = response_.header();
+    const std::vector<int64_t> shape(header.shape().begin(), header.shape().end());
+    int64_t bytes = ElementBytes(static_cast<DataType>(header.data_type()));
+    bool fits = header.data_type() >= v1::DATA_TYPE_FLOAT32 && header.data_type() <= v1::DATA_TYPE_FLOAT16;
+    for (const int64_t size : shape) fits = fits && size >= 0 && !__builtin_mul_overflow(bytes, size, &bytes);
+    fits = fits && bytes == header.total_bytes() && (target_.shape.empty() || shape == target_.shape) &&
+           (target_.data_type == 0 || header.data_type() == target_.data_type);
+    if (!fits) {
+      int64_t expected = ElementBytes(static_cast<DataType>(target_.data_type));
+      for (const int64_t size : target_.shape) expected *= size;
+      return MakeAnswerError(absl::StrCat("a tensor [", absl::StrJoin(shape, ", "), "] of ", header.total_bytes(),
+                                          " bytes, expected [", absl::StrJoin(target_.shape, ", "), "] of ", expected, " bytes"));
+    }
+    if (memory_ == nullptr) {
+      absl::StatusOr<Bytes> own = Bytes::Allocate(bytes, "a tensor");
+      if (!own.ok()) return own.status();
+      own_ = *std::move(own);
+      memory_ = own_.data();
+    }
+    header_ = header;
+    return absl::OkStatus();
+  }
+
+  absl::Status TakeChunk() {
+    const v1::ByteChunk& chunk = response_.chunk();
+    const int64_t left = header_->total_bytes() - received_;
+    if (!response_.has_chunk() || chunk.offset_bytes() != received_ || static_cast<int64_t>(chunk.data().size()) > left) {
+      return MakeAnswerError(absl::StrCat("a chunk of ", chunk.data().size(), " bytes at ", chunk.offset_bytes(),
+                                          ", expected it to go on at ", received_, " of ", header_->total_bytes()));
+    }
+    if (!chunk.data().empty()) std::memcpy(memory_ + received_, chunk.data().data(), chunk.data().size());
+    received_ += static_cast<int64_t>(chunk.data().size());
+    return absl::OkStatus();
+  }
+
+  Core& core_;
+  const DownloadTarget& target_;
+  AttemptContext& context_;
+  unsigned char* memory_;
+  Bytes own_;
+  Exchange::Done done_;
+  v1::DownloadTensorResponse response_;
+  std::optional<v1::DownloadTensorHeader> header_;
+  int64_t received_ = 0;
+  absl::Status error_;
+};
+
+class DownloadExchange : public Exchange {
+ public:
+  DownloadExchange(Core& core, DownloadTarget target) : core_(core), target_(std::move(target)) {}
+
+  void Start(const google::protobuf::Message& request, Deadline deadline, Done done) override {
+    stream_ = std::make_unique<DownloadStream>(core_, target_, context_, std::move(done));
+    stream_->Start(request, deadline);
+  }
+  void Cancel() override { context_.Cancel(); }
+
+ private:
+  Core& core_;
+  const DownloadTarget target_;
+  AttemptContext context_;
+  std::unique_ptr<DownloadStream> stream_;
+};
+
+}  // namespace
+
+absl::Status InvalidView(v1::ErrorReason reason, const std::string& field, const std::string& expected, const std::string& actual) {
+  return MakeLocalError(reason, absl::StatusCode::kInvalidArgument, absl::StrCat(field, ": expected ", expected, ", got ", actual),
+                        {{"field", field}, {"expected", expected}, {"actual", actual}});
+}
+
+absl::Status CheckRows(const std::string& field, const RowsView& rows) {
+  if (rows.row_count < 0 || rows.hidden_size < 0) {
+    return InvalidView(v1::ERROR_REASON_INVALID_FIELD, field, "sizes >= 0", absl::StrCat(rows.row_count, " x ", rows.hidden_size));
+  }
+  int64_t bytes = 0;
+  if (__builtin_mul_overflow(rows.row_count, rows.hidden_size, &bytes) || __builtin_mul_overflow(bytes, int64_t{4}, &bytes)) {
+    return InvalidView(v1::ERROR_REASON_INVALID_FIELD, field, "a size in bytes below 2^63",
+                       absl::StrCat(rows.row_count, " x ", rows.hidden_size));
+  }
+  if (rows.data == nullptr && bytes > 0) {
+    return InvalidView(v1::ERROR_REASON_INVALID_FIELD, field, "memory for the rows", "a null pointer");
+  }
+  return absl::OkStatus();
+}
+
+void Describe(const RowsView& tensor, v1::UploadWeightsHeader* header) {
+  if (header->upload_id().empty()) header->set_upload_id(RandomHexId());
+  header->set_total_bytes(SizeOf(tensor));
+  header->set_checksum(Checksum(tensor));
+}
+
+std::unique_ptr<Exchange> MakeUploadExchange(Core& core, const RowsView& tensor) {
+  return std::make_unique<UploadExchange>(core, tensor);
+}
+
+std::unique_ptr<Exchange> MakeGradientExchange(Core& core, const RowsView& rows) {
+  return std::make_unique<GradientExchange>(core, rows);
+}
+
+std::unique_ptr<Exchange> MakeDownloadExchange(Core& core, const google::protobuf::Message& request, const RowsView& result) {
+  DownloadTarget target{const_cast<void*>(result.data), {}, 0};
+  if (result.data != nullptr) {
+    target.shape = {result.row_count, result.hidden_size};
+    if (TensorOf(request) == v1::HEAD_TENSOR_BIAS) target.shape = {result.row_count * result.hidden_size};
+    target.data_type = static_cast<int32_t>(result.data_type);
+  }
+  return std::make_unique<DownloadExchange>(core, std::move(target));
+}
+
+}  // namespace headwater::client::internal

@@ -1,0 +1,61 @@
+// ConnectionPool: the connections that rows are spread over.
+#ifndef HEADWATER_CLIENT_CORE_ROWS_TRANSFER_CONNECTION_POOL_H_
+#define HEADWATER_CLIENT_CORE_ROWS_TRANSFER_CONNECTION_POOL_H_
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "client/core/rows/transfer/data_connection.h"
+
+namespace headwater::client::internal {
+
+// A connection that a call uses, counted as long as it does. Move-only.
+class ConnectionLease {
+ public:
+  explicit ConnectionLease(std::shared_ptr<DataConnection> connection) : connection_(std::move(connection)) {
+    ++connection_->calls;
+  }
+  ConnectionLease(ConnectionLease&&) = default;
+  ConnectionLease& operator=(ConnectionLease&&) = delete;
+  ~ConnectionLease() {
+    if (connection_ != nullptr) --connection_->calls;
+  }
+
+  DataConnection* operator->() const { return connection_.get(); }
+
+ private:
+  std::shared_ptr<DataConnection> connection_;
+};
+
+// At most ClientOptions::stripes connections to one server at a time; they stay open. Thread-safe.
+class ConnectionPool {
+ public:
+  explicit ConnectionPool(const ClientOptions& options) : options_(options) {}
+
+  // `count` different connections to `peer`, in [1, options.stripes], the least busy ones. Connections to other peers and broken
+  // ones are given up. A call that finds no idle one opens another, up to the maximum. Blocks while they are made; errors are those
+  // of DataConnection::Open().
+  absl::StatusOr<std::vector<ConnectionLease>> Acquire(const std::string& peer, int count, Deadline deadline,
+                                                       const std::function<bool()>& cancelled);
+  // Likewise without blocking; empty if connections would have to be made.
+  std::vector<ConnectionLease> TryAcquire(const std::string& peer, int count);
+
+ private:
+  // Both under the lock.
+  void DropUnusable(const std::string& peer);
+  int Missing(int count) const;
+  std::vector<ConnectionLease> Choose(int count);
+
+  const ClientOptions options_;
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<DataConnection>> connections_;
+};
+
+}  // namespace headwater::client::internal
+
+#endif  // HEADWATER_CLIENT_CORE_ROWS_TRANSFER_CONNECTION_POOL_H_

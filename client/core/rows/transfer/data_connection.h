@@ -1,0 +1,60 @@
+// DataConnection: one connection for rows, over a socket that this library owns.
+#ifndef HEADWATER_CLIENT_CORE_ROWS_TRANSFER_DATA_CONNECTION_H_
+#define HEADWATER_CLIENT_CORE_ROWS_TRANSFER_DATA_CONNECTION_H_
+
+#include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/grpcpp.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "client/core/link/channel.h"
+
+namespace headwater::client::internal {
+
+// Why not an ordinary channel. All connections of a micro-batch must lead to the same server process, whatever the name resolves
+// to: this goes to the address at which that process has answered. And gRPC delays the end of a connection until what it is writing
+// has been written: if the other side stands still, slices of the caller's memory would stay in use for as long; shutting the
+// socket down ends the write at once.
+//
+// It is never made anew: one that broke is replaced by another. Thread-safe.
+class DataConnection {
+ public:
+  // Connects to `peer`, as grpc::ClientContext::peer() names the server. An address that is not of the internet or Unix family, and
+  // TLS, are left to an ordinary channel: what it was writing when the other side stood still is let go of by its keepalive.
+  // UNAVAILABLE if nobody answers there; DEADLINE_EXCEEDED, or CANCELLED as soon as `cancelled` says so.
+  static absl::StatusOr<std::shared_ptr<DataConnection>> Open(const std::string& peer, const ClientOptions& options,
+                                                              Deadline deadline, const std::function<bool()>& cancelled);
+  ~DataConnection();
+  DataConnection(const DataConnection&) = delete;
+  DataConnection& operator=(const DataConnection&) = delete;
+
+  grpc::GenericStub& stub() { return stub_; }
+  const std::string& peer() const { return peer_; }
+
+  // Whether calls may still be made on it, as far as this side has heard.
+  bool usable() const;
+  // A call on it failed as they do when it is gone: no further calls.
+  void Retire() { retired_ = true; }
+  // Ends it, and every call on it, at once; gRPC lets go of what it was writing.
+  void Break();
+
+  // Calls that use it: for the choice of the least busy one.
+  std::atomic<int> calls = 0;
+
+ private:
+  DataConnection(std::string peer, std::shared_ptr<grpc::Channel> channel, int socket)
+      : peer_(std::move(peer)), stub_(std::move(channel)), socket_(socket) {}
+
+  const std::string peer_;
+  grpc::GenericStub stub_;
+  const int socket_;  // a second descriptor of it; -1 for an ordinary channel
+  std::atomic<bool> retired_ = false;
+};
+
+}  // namespace headwater::client::internal
+
+#endif  // HEADWATER_CLIENT_CORE_ROWS_TRANSFER_DATA_CONNECTION_H_

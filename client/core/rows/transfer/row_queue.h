@@ -1,0 +1,74 @@
+// The two ends of a transfer's rows: those that wait to be sent, and those that have come. Both thread-safe.
+#ifndef HEADWATER_CLIENT_CORE_ROWS_TRANSFER_ROW_QUEUE_H_
+#define HEADWATER_CLIENT_CORE_ROWS_TRANSFER_ROW_QUEUE_H_
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "client/core/rows/memory/device_read.h"
+#include "client/core/rows/transfer/chunk_wire.h"
+
+namespace headwater::client::internal {
+
+// Rows of one tensor in the caller's host memory.
+struct OutgoingRows {
+  v1::ChunkRole role = v1::CHUNK_ROLE_UNSPECIFIED;
+  int64_t term_index = 0;
+  const unsigned char* data = nullptr;
+  int64_t row_count = 0;  // >= 1
+  int64_t row_bytes = 0;  // >= 1
+  int64_t first_row = 0;  // of the micro-batch
+  // What brings them to `data`; null: they are there.
+  const DeviceRead* arrival = nullptr;
+};
+
+// Hands out chunks to whichever stream can send next, the first rows of the micro-batch first, whatever tensor they are of: the
+// server starts to compute when it has them.
+class RowQueue {
+ public:
+  explicit RowQueue(std::vector<OutgoingRows> sources) : sources_(std::move(sources)), next_(sources_.size(), 0) {}
+
+  struct Chunk {
+    ChunkHeader header;
+    const unsigned char* data = nullptr;
+    int64_t bytes = 0;
+    bool last = false;  // nothing is left behind it
+    const DeviceRead* arrival = nullptr;
+    int64_t arrival_bytes = 0;  // that must have arrived before `data` is read
+
+    // Blocks until the rows are there, if they are on their way.
+    absl::Status Await() const { return arrival == nullptr ? absl::OkStatus() : arrival->Await(arrival_bytes); }
+  };
+  // At most `max_bytes`, but a row at least; nothing if all rows have been handed out.
+  std::optional<Chunk> Next(int64_t max_bytes);
+
+ private:
+  const std::vector<OutgoingRows> sources_;
+  std::mutex mutex_;
+  std::vector<int64_t> next_;  // row of each source
+};
+
+// Which rows of a tensor have come.
+class RowCoverage {
+ public:
+  explicit RowCoverage(int64_t row_count) : row_count_(row_count) {}
+
+  // Takes the rows [start, start + count); false, changing nothing, unless they lie within the tensor and none was taken before.
+  bool Take(int64_t start, int64_t count);
+  // Rows taken.
+  int64_t taken() const;
+  bool complete() const { return taken() == row_count_; }
+
+ private:
+  const int64_t row_count_;
+  mutable std::mutex mutex_;
+  std::map<int64_t, int64_t> ranges_;  // start -> end; neighbours are joined
+  int64_t taken_ = 0;
+};
+
+}  // namespace headwater::client::internal
+
+#endif  // HEADWATER_CLIENT_CORE_ROWS_TRANSFER_ROW_QUEUE_H_

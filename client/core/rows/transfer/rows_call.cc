@@ -1,0 +1,155 @@
+#include "client/core/rows/transfer/rows_call.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/core/link/error.h"
+
+namespace headwater::client::internal {
+namespace {
+
+constexpr int64_t kOneStreamBytes = int64_t{2} << 20;
+constexpr int64_t kBytesPerFurtherStream = int64_t{4} << 20;
+
+}  // namespace
+
+int StripesFor(int64_t bytes_up, int64_t bytes_down, int max_stripes) {
+  const int64_t more = std::max<int64_t>(0, std::max(bytes_up, bytes_down) - kOneStreamBytes);
+  const int64_t stripes = 1 + (more + kBytesPerFurtherStream - 1) / kBytesPerFurtherStream;
+  return static_cast<int>(std::min<int64_t>(stripes, max_stripes));
+}
+
+absl::Status RowsCall::CheckWanted(Deadline deadline) const {
+  if (cancelled()) return MakeLocalError(v1::ERROR_REASON_CANCELLED, absl::StatusCode::kCancelled, "the call was cancelled");
+  if (std::chrono::system_clock::now() < deadline) return absl::OkStatus();
+  return MakeLocalError(v1::ERROR_REASON_DEADLINE_EXCEEDED, absl::StatusCode::kDeadlineExceeded,
+                        absl::StrCat("the deadline passed before the call to ", transport_.target(), " could begin"));
+}
+
+void RowsCall::Cancel() {
+  cancel_.request_stop();  // wakes up what waits for the server
+  std::shared_ptr<TransferCall> call;
+  std::function<void()> waiting;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    call = call_;
+    waiting = transport_.beginnings().Withdraw(this);
+  }
+  if (call != nullptr) call->Cancel();
+  if (waiting) RunEnding(waiting);  // the beginnings that have begun would keep it waiting
+}
+
+void RowsCall::RunBeginning(std::function<void()> begin) {
+  // Under the lock, so that Cancel() either is seen here or finds the task, which takes it first: until it is released the attempt
+  // cannot end.
+  std::lock_guard<std::mutex> lock(mutex_);
+  Workers& workers = cancelled() ? transport_.endings() : transport_.beginnings();
+  workers.Run(this, [this, begin = std::move(begin)] {
+    { std::lock_guard<std::mutex> begun(mutex_); }
+    begin();
+  });
+}
+
+void RowsCall::RunEnding(const std::function<void()>& end) { transport_.endings().Run(this, end); }
+
+bool RowsCall::TryConnect(int64_t bytes_up, int64_t bytes_down) {
+  std::optional<ServerFacts> facts = transport_.facts();
+  if (!facts.has_value()) return false;
+  leases_ = transport_.connections().TryAcquire(facts->peer, StripesFor(bytes_up, bytes_down, facts->max_stripes));
+  facts_ = *std::move(facts);
+  return !leases_.empty();
+}
+
+absl::Status RowsCall::Connect(int64_t bytes_up, int64_t bytes_down, Deadline deadline) {
+  if (absl::Status status = CheckWanted(deadline); !status.ok()) return status;
+  if (TryConnect(bytes_up, bytes_down)) return absl::OkStatus();
+  // Connections are missing: the first ones, or they broke, so that another server process may answer now.
+  absl::StatusOr<ServerFacts> facts = [&] {
+    WaitingContext context(Until(deadline));
+    return transport_.AskForFacts(*context.get());
+  }();
+  if (!facts.ok()) return facts.status();
+  facts_ = *std::move(facts);
+  absl::StatusOr<std::vector<ConnectionLease>> leases = transport_.connections().Acquire(
+      facts_.peer, StripesFor(bytes_up, bytes_down, facts_.max_stripes), deadline, [this] { return cancelled(); });
+  if (!leases.ok()) {
+    if (absl::IsUnavailable(leases.status())) transport_.ForgetFacts();
+    return leases.status();
+  }
+  leases_ = *std::move(leases);
+  return absl::OkStatus();
+}
+
+void RowsCall::Send(TransferRequest request) {
+  request.chunk_bytes = transport_.options().chunk_bytes;
+  if (facts_.max_chunk_bytes > 0) request.chunk_bytes = std::min(request.chunk_bytes, facts_.max_chunk_bytes);
+  request.target = transport_.target();
+  auto call = std::make_shared<TransferCall>(std::move(request), std::exchange(leases_, {}), transport_.timers(),
+                                             transport_.endings(), [this](TransferResult result) {
+                                               {
+                                                 std::lock_guard<std::mutex> lock(mutex_);
+                                                 call_.reset();
+                                               }
+                                               if (absl::IsUnavailable(result.status)) transport_.ForgetFacts();
+                                               if (result.no_stripes) transport_.UseOneStream(facts_.peer);
+                                               Ended(std::move(result));
+                                             });
+  bool cancel = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    call_ = call;
+    cancel = cancelled();
+  }
+  if (cancel) call->Cancel();
+  call->Start();
+}
+
+absl::StatusOr<RowsCall::HostCopy> RowsCall::Allocate(const void* device_data, int64_t bytes) {
+  HostCopy copy;
+  copy.bytes = bytes;
+  absl::StatusOr<SharedRowsBuffer> staging = transport_.memory().AllocateStaging(device_data, bytes);
+  if (staging.ok()) {
+    copy.staging = *std::move(staging);
+    return copy;
+  }
+  absl::StatusOr<Bytes> ordinary = Bytes::Allocate(bytes, "rows");
+  if (!ordinary.ok()) return ordinary.status();
+  copy.ordinary = *std::move(ordinary);
+  return copy;
+}
+
+void RowsCall::FinishCopies() {
+  std::erase_if(copies_, [](auto& known) {
+    const std::unique_ptr<DeviceRead> arrival = std::move(known.second.arrival);
+    return arrival != nullptr && !arrival->AwaitAll().ok();
+  });
+}
+
+absl::Status RowsCall::BringToHost(const RowsView& rows, void* cuda_stream, OutgoingRows* outgoing) {
+  if (rows.memory == Memory::kHost) {
+    outgoing->data = static_cast<const unsigned char*>(rows.data);
+    return absl::OkStatus();
+  }
+  const int64_t bytes = rows.row_count * rows.row_bytes();
+  auto known = std::find_if(copies_.begin(), copies_.end(),
+                            [&](const auto& copy) { return copy.first == rows.data && copy.second.bytes >= bytes; });
+  if (known == copies_.end()) {
+    absl::StatusOr<HostCopy> copy = Allocate(rows.data, bytes);
+    if (!copy.ok()) return copy.status();
+    MemoryPaths& memory = transport_.memory();
+    if (copy->page_locked()) {
+      auto arrival = memory.BeginCopyToHost(copy->data(), rows.data, bytes, cuda_stream);
+      if (!arrival.ok()) return arrival.status();
+      copy->arrival = *std::move(arrival);
+    } else if (absl::Status status = memory.CopyToHost(copy->data(), rows.data, bytes, cuda_stream); !status.ok()) {
+      return status;
+    }
+    known = copies_.emplace(copies_.end(), rows.data, *std::move(copy));
+  }
+  outgoing->data = known->second.data();
+  outgoing->arrival = known->second.arrival.get();
+  return absl::OkStatus();
+}
+
+}  // namespace headwater::client::internal

@@ -1,0 +1,97 @@
+// RowsCall: what a call that carries rows does before and around its streams.
+#ifndef HEADWATER_CLIENT_CORE_ROWS_TRANSFER_ROWS_CALL_H_
+#define HEADWATER_CLIENT_CORE_ROWS_TRANSFER_ROWS_CALL_H_
+
+#include <grpcpp/grpcpp.h>
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <stop_token>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/core/rows/bytes.h"
+#include "client/core/rows/transfer/row_transport.h"
+#include "client/core/rows/transfer/transfer_call.h"
+#include "headwater/client/tensor.h"
+
+namespace headwater::client::internal {
+
+// Streams for so many bytes each way: more of them for more bytes, `max_stripes` at most. Starting a stream costs about as much as
+// sending a few hundred kilobytes.
+int StripesFor(int64_t bytes_up, int64_t bytes_down, int max_stripes);
+
+// One attempt at a time; members are used by one thread at a time, except for Cancel(). Must live until an attempt that has begun
+// has ended.
+class RowsCall {
+ public:
+  virtual ~RowsCall() = default;
+  RowsCall(const RowsCall&) = delete;
+  RowsCall& operator=(const RowsCall&) = delete;
+
+  // Ends the attempt that is under way, and every later one at its beginning.
+  void Cancel();
+
+ protected:
+  explicit RowsCall(RowTransport& transport) : transport_(transport) {}
+
+  RowTransport& transport() { return transport_; }
+  bool cancelled() const { return cancel_.stop_requested(); }
+  // Until `deadline`, or Cancel().
+  Wait Until(Deadline deadline) const { return {deadline, cancel_.get_token()}; }
+  // Whether an attempt may begin, or go on: CANCELLED, DEADLINE_EXCEEDED.
+  absl::Status CheckWanted(Deadline deadline) const;
+
+  // Runs what begins an attempt on a thread that may block; at once if the call is cancelled.
+  void RunBeginning(std::function<void()> begin);
+  // Runs what ends an attempt on a thread that may block.
+  void RunEnding(const std::function<void()>& end);
+
+  // Gets connections for so many bytes each way. The first is false if it would have to block.
+  bool TryConnect(int64_t bytes_up, int64_t bytes_down);
+  absl::Status Connect(int64_t bytes_up, int64_t bytes_down, Deadline deadline);
+  // Once connected.
+  int stripes() const { return static_cast<int>(leases_.size()); }
+  // Sends over these connections; `request.chunk_bytes` and `.target` are filled in here.
+  void Send(TransferRequest request);
+  // The attempt has ended.
+  virtual void Ended(TransferResult result) = 0;
+
+  // Rows in host memory, `data` and `arrival` of OutgoingRows: the view itself, or a copy of device memory, which is made once for
+  // all rows that begin at its address and are no more.
+  // Blocks until the copy has begun, or for all of it if there is no page-locked memory.
+  absl::Status BringToHost(const RowsView& rows, void* cuda_stream, OutgoingRows* outgoing);
+  // Before the attempt's result is told: waits for copies that still read the caller's memory, of rows that were not sent any more,
+  // and keeps those that succeed for the next attempt.
+  void FinishCopies();
+  // Host memory that stands for device memory.
+  struct HostCopy {
+    SharedRowsBuffer staging;
+    Bytes ordinary;                             // where there is no staging
+    std::unique_ptr<DeviceRead> arrival;        // null: not copied from a device, or there
+    int64_t bytes = 0;
+    unsigned char* data() const { return ordinary.data() != nullptr ? ordinary.data() : static_cast<unsigned char*>(staging.data()); }
+    bool page_locked() const { return staging.page_locked(); }
+  };
+  // Memory of this side for rows of the device memory at `device_data`; RESOURCE_EXHAUSTED.
+  absl::StatusOr<HostCopy> Allocate(const void* device_data, int64_t bytes);
+
+ private:
+  RowTransport& transport_;
+  ServerFacts facts_;
+  std::vector<ConnectionLease> leases_;
+  std::vector<std::pair<const void*, HostCopy>> copies_;
+
+  std::stop_source cancel_;
+
+  std::mutex mutex_;
+  std::shared_ptr<TransferCall> call_;
+};
+
+}  // namespace headwater::client::internal
+
+#endif  // HEADWATER_CLIENT_CORE_ROWS_TRANSFER_ROWS_CALL_H_

@@ -1,0 +1,346 @@
+#include "client/core/rows/transfer/transfer_call.h"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/core/link/error.h"
+#include "client/core/rows/bytes.h"
+#include "headwater/v1/loss_service.pb.h"
+
+namespace headwater::client::internal {
+namespace {
+
+using std::chrono::milliseconds;
+
+// A cancelled stream ends, and gRPC lets go of what it had to send, within microseconds; but where the other side stands still both
+// wait for the end of a write that is under way.
+constexpr milliseconds kReleaseGrace{1000};
+// When a stripe has failed, the primary stream's own end is waited for, because it says why: briefly where the stripe's connection
+// broke, so that the server may know nothing of it; longer where the server itself ended the stripe.
+constexpr milliseconds kCutStripeGrace{50};
+constexpr milliseconds kRefusedStripeGrace{2000};
+// When the micro-batch is answered, its other streams end by themselves. Rows may still be on their way on slower connections: so
+// long without any.
+constexpr milliseconds kLateStripeGrace{2000};
+
+constexpr char kTransferRows[] = "/headwater.v1.LossService/TransferRows";
+
+grpc::ByteBuffer BufferOf(const std::string& bytes) {
+  const grpc::Slice slice(bytes);
+  return grpc::ByteBuffer(&slice, 1);
+}
+
+}  // namespace
+
+// gRPC calls OnWriteDone and OnReadDone one at a time each, but the two concurrently; OnDone comes last.
+class TransferCall::Stream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
+ public:
+  Stream(TransferCall& call, int index, ConnectionLease connection)
+      : call_(call), index_(index), connection_(std::move(connection)) {
+    context_->set_deadline(call.request_.deadline);
+  }
+
+  void Prepare(const std::string& method, const std::string& first_message) {
+    connection_->stub().PrepareBidiStreamingCall(context_.get(), method, grpc::StubOptions(), this);
+    request_ = BufferOf(first_message);
+    StartRead(&response_);
+    // Held back until the first rows follow: they leave together.
+    StartWrite(&request_, grpc::WriteOptions().set_buffer_hint());
+  }
+
+  // Until it has ended. Under the call's lock.
+  const std::shared_ptr<grpc::ClientContext>& context() const { return context_; }
+  void BreakConnection() { connection_->Break(); }
+  void RetireConnection() { connection_->Retire(); }
+
+  void OnWriteDone(bool ok) noexcept override { Written(ok); }
+  void OnReadDone(bool ok) noexcept override { TakeMessage(ok); }
+
+  void OnDone(const grpc::Status& status) noexcept override {
+    request_.Clear();
+    std::shared_ptr<grpc::ClientContext> context;
+    {
+      std::lock_guard<std::mutex> lock(call_.mutex_);
+      context = std::move(context_);
+    }
+    // With it goes gRPC's call, which keeps the slices of a message that came too late to be sent.
+    context.reset();
+    call_.StreamEnded(index_, status);  // which may destroy this object
+  }
+
+ private:
+  void Written(bool ok) {
+    request_.Clear();
+    // Not ok: the server answered before it had read everything, or the connection broke. OnDone tells which.
+    if (!ok || half_closed_) return;
+    const std::optional<RowQueue::Chunk> chunk = call_.queue_.Next(call_.request_.chunk_bytes);
+    if (!chunk.has_value()) {
+      half_closed_ = true;
+      StartWritesDone();
+      return;
+    }
+    // For a fraction of a millisecond at most: what is copied from a device has begun to come.
+    if (absl::Status status = chunk->Await(); !status.ok()) return call_.Fail(std::move(status));
+    const std::string prefix = EncodeChunkPrefix(chunk->header, chunk->bytes);
+    call_.Refer();
+    const grpc::Slice slices[] = {grpc::Slice(prefix),
+                                  grpc::Slice(const_cast<unsigned char*>(chunk->data), static_cast<size_t>(chunk->bytes),
+                                              &TransferCall::ReleaseSlice, &call_)};
+    request_ = grpc::ByteBuffer(slices, 2);
+    half_closed_ = chunk->last;
+    if (half_closed_) {
+      StartWriteLast(&request_, grpc::WriteOptions());
+    } else {
+      StartWrite(&request_);
+    }
+  }
+
+  void TakeMessage(bool ok) {
+    if (!ok) return;
+    absl::Status status = MakeAnswerError("a message that cannot be read");
+    if (message_.Assign(response_)) {
+      status = WithMemoryFor(message_.size(), "an answer", [this] { return call_.TakeResponse(index_, message_); });
+    }
+    message_ = {};
+    response_.Clear();
+    if (!status.ok()) return call_.Fail(std::move(status));
+    StartRead(&response_);
+  }
+
+  TransferCall& call_;
+  const int index_;
+  ConnectionLease connection_;
+
+  std::shared_ptr<grpc::ClientContext> context_ = std::make_shared<grpc::ClientContext>();
+
+  // Writing.
+  grpc::ByteBuffer request_;
+  bool half_closed_ = false;
+
+  // Reading.
+  grpc::ByteBuffer response_;
+  SlicedMessage message_;
+};
+
+TransferCall::TransferCall(TransferRequest request, std::vector<ConnectionLease> connections, DelayedTasks& timers,
+                           Workers& workers, Done done)
+    : request_(std::move(request)),
+      timers_(timers),
+      workers_(workers),
+      done_(std::move(done)),
+      queue_(request_.rows),
+      received_(request_.grad_row_count) {
+  for (ConnectionLease& connection : connections) {
+    streams_.push_back(std::make_unique<Stream>(*this, static_cast<int>(streams_.size()), std::move(connection)));
+  }
+}
+
+TransferCall::~TransferCall() = default;
+
+void TransferCall::Start() {
+  references_ = static_cast<int64_t>(streams_.size());
+  streams_[0]->Prepare(request_.method, request_.first_message);
+  for (size_t i = 1; i < streams_.size(); ++i) {
+    v1::TransferRowsRequest first;
+    first.mutable_header()->set_transfer_id(request_.transfer_id);
+    first.mutable_header()->set_stripe_index(static_cast<int32_t>(i));
+    streams_[i]->Prepare(kTransferRows, first.SerializeAsString());
+  }
+  BreakAfter(request_.deadline - std::chrono::system_clock::now() + kReleaseGrace);
+  std::vector<Stream*> streams;
+  for (const std::unique_ptr<Stream>& stream : streams_) streams.push_back(stream.get());
+  // Nothing throws from here on: a call that does not begin is not kept. Once all streams have started this object may be gone.
+  const std::shared_ptr<TransferCall> kept = self_ = shared_from_this();
+  for (Stream* const stream : streams) stream->StartCall();
+}
+
+void TransferCall::Cancel() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    cancelled_ = true;
+  }
+  CancelStreams();
+}
+
+void TransferCall::CancelStreams() {
+  std::vector<std::shared_ptr<grpc::ClientContext>> contexts;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const std::unique_ptr<Stream>& stream : streams_) {
+      if (stream->context() != nullptr) contexts.push_back(stream->context());
+    }
+  }
+  for (const std::shared_ptr<grpc::ClientContext>& context : contexts) context->TryCancel();
+  BreakAfter(kReleaseGrace);
+}
+
+void TransferCall::BreakAfter(std::chrono::nanoseconds grace) {
+  timers_.Run(this, grace, [weak = weak_from_this()] {
+    const std::shared_ptr<TransferCall> call = weak.lock();
+    if (call == nullptr) return;
+    std::lock_guard<std::mutex> lock(call->mutex_);
+    for (const std::unique_ptr<Stream>& stream : call->streams_) stream->BreakConnection();
+  });
+}
+
+absl::Status TransferCall::TakeResponse(int stream, const SlicedMessage& message) {
+  if (request_.answer_is_message) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (answer_.has_value()) return MakeAnswerError("a message after the answer");
+    answer_ = message.Substring(0, message.size());
+    return absl::OkStatus();
+  }
+  const absl::StatusOr<DecodedResponse> response = DecodeResponse(message);
+  if (!response.ok()) return response.status();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (stream == 0 && answer_.has_value()) return MakeAnswerError("a message after the summary");
+    if (stream == 0 && response->summary.has_value()) {
+      answer_ = message.Substring(response->summary->offset, response->summary->bytes);
+      return absl::OkStatus();
+    }
+  }
+  if (!response->has_chunk) return MakeAnswerError("a message without chunk or summary");
+  const ChunkHeader& chunk = response->chunk;
+  if (request_.grad_hidden == nullptr || chunk.role != v1::CHUNK_ROLE_GRAD_HIDDEN) {
+    return MakeAnswerError(absl::StrCat("a chunk of role ", static_cast<int>(chunk.role), " that was not asked for"));
+  }
+  const bool sized = chunk.row_count >= 1 && chunk.row_count <= request_.grad_row_count &&
+                     response->rows.bytes == chunk.row_count * request_.grad_row_bytes;
+  if (!sized || !received_.Take(chunk.row_start, chunk.row_count)) {
+    return MakeAnswerError(absl::StrCat("grad_hidden rows [", chunk.row_start, ", +", chunk.row_count, ") with ",
+                                        response->rows.bytes, " bytes, expected rows of ", request_.grad_row_bytes,
+                                        " bytes in [0, ", request_.grad_row_count, "), each once"));
+  }
+  const int64_t first = chunk.row_start * request_.grad_row_bytes;
+  message.CopyTo(response->rows.offset, response->rows.bytes, request_.grad_hidden + first);
+  return request_.on_grad_rows ? request_.on_grad_rows(first, response->rows.bytes) : absl::OkStatus();
+}
+
+void TransferCall::Fail(absl::Status status) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (answer_error_.ok()) answer_error_ = std::move(status);
+  }
+  CancelStreams();
+}
+
+void TransferCall::CutAfter(milliseconds grace) {
+  timers_.Run(this, grace, [weak = weak_from_this()] {
+    if (const std::shared_ptr<TransferCall> call = weak.lock(); call != nullptr) call->Cut();
+  });
+}
+
+void TransferCall::CutWhenRowsStop() {
+  timers_.Run(this, kLateStripeGrace, [weak = weak_from_this(), taken_before = received_.taken()] {
+    const std::shared_ptr<TransferCall> call = weak.lock();
+    if (call == nullptr) return;
+    if (call->received_.taken() == taken_before) return call->Cut();
+    call->CutWhenRowsStop();
+  });
+}
+
+void TransferCall::Cut() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    cut_ = true;
+  }
+  CancelStreams();
+}
+
+void TransferCall::StreamEnded(int index, const grpc::Status& status) {
+  bool all_ended = false;
+  bool cancel = false;
+  bool answered = false;
+  std::optional<milliseconds> cut_after;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    // A connection that was cut, or a server that goes: later calls take another one.
+    if (status.error_code() == grpc::StatusCode::UNAVAILABLE) streams_[static_cast<size_t>(index)]->RetireConnection();
+    ++ended_;
+    all_ended = ended_ == streams_.size();
+    if (index == 0) {
+      primary_ = status;
+      cancel = !status.ok();
+      answered = status.ok();
+    } else if (!status.ok() && !stripe_.has_value()) {
+      stripe_ = status;
+      if (!primary_.has_value()) cut_after = status.error_details().empty() ? kCutStripeGrace : kRefusedStripeGrace;
+    }
+  }
+  if (!all_ended) {
+    if (cancel) CancelStreams();
+    if (answered) CutWhenRowsStop();
+    if (cut_after.has_value()) CutAfter(*cut_after);
+  } else if (references_ > 1) {
+    BreakAfter(kReleaseGrace);
+  }
+  Release(/*by_stream=*/true);  // the last access to this object
+}
+
+void TransferCall::Release(bool by_stream) {
+  if (--references_ > 0) return;
+  if (by_stream) {
+    Finish();
+  } else {
+    // gRPC lets go of slices deep inside its own work, where nothing else may be done.
+    workers_.Run(this, [this] { Finish(); });
+  }
+}
+
+void TransferCall::Finish() {
+  const std::shared_ptr<TransferCall> kept = std::move(self_);
+  const Done done = std::move(done_);
+  timers_.Forget(this);
+  TransferResult result = MakeResult();
+  // Before the caller is told: its next call must find the connections idle, and if it lets go of everything this thread, which may
+  // be gRPC's, must not be the one that holds the last channel, whose end waits for gRPC's threads.
+  std::vector<std::unique_ptr<Stream>> streams;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    streams.swap(streams_);
+  }
+  streams.clear();
+  done(std::move(result));
+}
+
+TransferResult TransferCall::MakeResult() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  TransferResult result;
+  const grpc::Status& primary = *primary_;
+  // A status with details was made by the server's code, one without them by either side's gRPC.
+  result.answered = primary.ok() || !primary.error_details().empty();
+  if (!answer_error_.ok()) {
+    result.status = answer_error_;
+    result.answered = false;
+    return result;
+  }
+  const bool stripe_failed = stripe_.has_value();
+  const bool primary_was_cut = cut_ && primary.error_code() == grpc::StatusCode::CANCELLED;
+  const bool rows_missing = request_.grad_hidden != nullptr && !received_.complete();
+  if (cancelled_ && primary.ok() && rows_missing) {
+    result.status = MakeLocalError(v1::ERROR_REASON_CANCELLED, absl::StatusCode::kCancelled, "the call was cancelled");
+  } else if (stripe_failed && !cancelled_ && (primary_was_cut || (primary.ok() && rows_missing))) {
+    result.status = cut_ && stripe_->error_code() == grpc::StatusCode::CANCELLED
+                        ? absl::UnavailableError(absl::StrCat("a stripe of the call to ", request_.target, " did not end"))
+                        : FromGrpcStatus(*stripe_, request_.target);
+  } else if (!cancelled_ && !cut_ && primary.error_code() == grpc::StatusCode::CANCELLED && !result.answered) {
+    // A server that shuts down does that to calls that reach it in that moment.
+    result.status = absl::UnavailableError(absl::StrCat(request_.target, " cut the call off: ", primary.error_message()));
+  } else if (!primary.ok()) {
+    result.status = FromGrpcStatus(primary, request_.target);
+  } else if (!answer_.has_value()) {
+    result.status = MakeAnswerError("the stream ended without a summary");
+  } else if (rows_missing) {
+    result.status =
+        MakeAnswerError(absl::StrCat("grad_hidden ended after ", received_.taken(), " of ", request_.grad_row_count, " rows"));
+  } else {
+    result.answer = *std::move(answer_);
+  }
+  result.no_stripes = !result.status.ok() && stripe_failed && stripe_->error_code() == grpc::StatusCode::UNIMPLEMENTED;
+  return result;
+}
+
+}  // namespace headwater::client::internal

@@ -1,0 +1,25 @@
+"""The table of what a client does about failures, restarts and lost sessions. exchange.py says how a script reads.
+
+Every case runs with the C++ and with the Python client. The open step is 5 at first. Epochs have names: `first`, `restored-1` after
+the first restart, `taken-1` after the first TakeHead.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Case:
+    """A script, and why a client does not pass it yet, by language."""
+
+    script: str
+    wrong: dict = field(default_factory=dict)
+
+
+CASES: dict[str, Case] = {}  # by name; retry_cases.py and recovery_cases.py fill it
+REPLAY = "connect replay_bytes=1000000"  # the first line of a client with a replay log
+
+
+def case(name, script, **wrong):
+    """Adds a case."""
+    assert name not in CASES
+    CASES[name] = Case(script, wrong)

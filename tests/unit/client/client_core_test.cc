@@ -1,0 +1,260 @@
+// Parts of the client core that need no server: whose turn it is, attempts, heads in messages, what the log keeps of a subject.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+
+#include <string>
+#include <vector>
+
+#include "client/core/call/completion_queue.h"
+#include "client/core/call/messages.h"
+#include "client/core/call/method_table.h"
+#include "client/core/call/turns.h"
+#include "client/core/replay/head_state.h"
+#include "client/core/replay/replay_log.h"
+#include "headwater/v1/loss_service.pb.h"
+
+namespace headwater::client::internal {
+namespace {
+
+using testing::ElementsAre;
+using testing::IsEmpty;
+
+TEST(Turns, ComeInTheOrderOfTheCallsAndAreGivenOn) {
+  const char calls[5] = {};
+  Turns turns(2);
+  EXPECT_TRUE(turns.TryTake(&calls[0]));
+  EXPECT_TRUE(turns.TryTake(&calls[1]));
+  EXPECT_FALSE(turns.TryTake(&calls[2]));
+  EXPECT_FALSE(turns.TryTake(&calls[3]));
+  EXPECT_FALSE(turns.TryTake(&calls[4]));
+  EXPECT_FALSE(turns.HasCome(&calls[2]));
+  EXPECT_EQ(turns.End(&calls[1], /*had_turn=*/true), &calls[2]);
+  EXPECT_TRUE(turns.HasCome(&calls[2]));
+  EXPECT_FALSE(turns.TryTake(&calls[3]));
+  // One that gives up without having taken its turn hands it on, too.
+  EXPECT_EQ(turns.End(&calls[2], /*had_turn=*/false), &calls[3]);
+  EXPECT_TRUE(turns.TryTake(&calls[3]));
+  EXPECT_EQ(turns.End(&calls[4], /*had_turn=*/false), nullptr);
+  EXPECT_EQ(turns.End(&calls[0], /*had_turn=*/true), nullptr);
+}
+
+TEST(CompletionQueue, IsReadableWhileItIsNotEmpty) {
+  CompletionQueue queue;
+  pollfd wanted = {queue.fd(), POLLIN, 0};
+  EXPECT_EQ(poll(&wanted, 1, 0), 0);
+  for (const uint64_t tag : {7U, 8U, 9U}) queue.Push(tag);
+  uint64_t tags[2];
+  EXPECT_EQ(queue.Take(tags, 2), 2);
+  EXPECT_THAT(tags, ElementsAre(7, 8));
+  EXPECT_EQ(poll(&wanted, 1, 0), 1);
+  EXPECT_EQ(queue.Take(tags, 2), 1);
+  EXPECT_EQ(poll(&wanted, 1, 0), 0);
+  EXPECT_EQ(queue.Take(tags, 2), 0);
+}
+
+TEST(HeadState, AnAttemptRisesAcrossCallsAndTheCallersOwnSeriesStands) {
+  HeadState head("h", "e");
+  EXPECT_EQ(head.FirstAttempt(0, 5, 0), 0);
+  head.NoteAttempt(0, 5, 1, 0);  // what an ambiguous end has left
+  EXPECT_EQ(head.FirstAttempt(0, 5, 0), 1);
+  EXPECT_EQ(head.AttemptOf(0, 5), 1);
+  head.NoteAttempt(0, 5, 4, 4);
+  head.NoteAttempt(0, 5, 6, 4);
+  EXPECT_EQ(head.FirstAttempt(0, 5, 0), 6);
+  EXPECT_EQ(head.FirstAttempt(0, 5, 5), 6);  // what the caller knows of has led there
+  EXPECT_EQ(head.FirstAttempt(0, 5, 2), 2);  // for the server to refuse
+  EXPECT_EQ(head.FirstAttempt(0, 5, 9), 9);
+  head.NoteAttempt(0, 5, 3, 0);
+  EXPECT_EQ(head.AttemptOf(0, 5), 6);
+  head.SawStep(1);
+  EXPECT_EQ(head.AttemptOf(0, 5), 6);  // repeats of its decisions are still answered
+  head.SawStep(2);
+  EXPECT_EQ(head.AttemptOf(0, 5), 0);
+}
+
+TEST(HeadStates, AHeadIsFoundByEachEpochThatRecoveriesHaveLedFrom) {
+  HeadStates heads;
+  v1::Head head;
+  head.set_name("h");
+  head.set_epoch("e0");
+  head.mutable_spec()->set_trainable(true);
+  heads.Introduce(head, "process", nullptr);
+  const std::shared_ptr<HeadState> state = heads.FindKnown("h", "e0");
+  for (int i = 1; i <= 20; ++i) {
+    head.set_epoch("e" + std::to_string(i));
+    state->AdoptRecovered(head, "process");
+  }
+  EXPECT_EQ(heads.FindKnown("h", "e0"), state);
+  EXPECT_EQ(heads.FindKnown("h", "e20"), state);
+  EXPECT_EQ(state->epoch(), "e20");
+  EXPECT_EQ(state->lineage().size(), 16U);
+  EXPECT_EQ(state->lineage().front(), "e5");
+  EXPECT_EQ(heads.FindKnown("h", "other"), nullptr);
+  EXPECT_EQ(heads.FindKnown("g", "e0"), nullptr);
+}
+
+TEST(HeadStates, EpochsThatNobodyUsesGo) {
+  HeadStates heads;
+  v1::Head head;
+  head.set_name("h");
+  head.set_epoch("kept");
+  heads.Introduce(head, "", nullptr);
+  const std::shared_ptr<HeadState> kept = heads.FindKnown("h", "kept");
+  for (int i = 0; i < 100; ++i) {
+    head.set_epoch(std::to_string(i));
+    heads.Introduce(head, "", nullptr);
+  }
+  EXPECT_LE(heads.AllOf("h").size(), 17U);
+  EXPECT_EQ(heads.FindKnown("h", "kept"), kept);
+  EXPECT_NE(heads.FindKnown("h", "99"), nullptr);
+}
+
+v1::MicroBatchHeader TwoTerms() {
+  v1::MicroBatchHeader header;
+  v1::LossTerm& first = *header.add_terms();
+  first.mutable_head()->set_head("s");
+  first.mutable_head()->set_head_epoch("s0");
+  first.mutable_head()->set_step(3);
+  first.mutable_teacher_hidden()->set_head("t");
+  first.mutable_teacher_hidden()->set_head_epoch("t0");
+  v1::LossTerm& second = *header.add_terms();
+  second.mutable_head()->set_head("t");
+  second.mutable_head()->set_head_epoch("t0");
+  second.mutable_head()->set_step(4);
+  second.mutable_joined_teacher()->set_head("j");
+  second.mutable_joined_teacher()->set_head_epoch("j0");
+  return header;
+}
+
+TEST(Messages, HeadsAreFoundWhereverTheyAreNamed) {
+  HeadStates heads;
+  const HeadUses uses = heads.UsesOf(TwoTerms());
+  std::vector<std::string> named;
+  for (const HeadUse& use : uses) {
+    named.push_back(use.state->name + use.state->epoch() + (use.step.has_value() ? std::to_string(*use.step) : ""));
+  }
+  EXPECT_THAT(named, ElementsAre("ss03", "tt04", "jj0"));  // a head that is taught too is at its own step
+  v1::SaveCheckpointRequest save;
+  save.set_name("n");
+  save.set_epoch("n0");
+  EXPECT_EQ(heads.UsesOf(save).at(0).state->name, "n");
+  v1::UploadWeightsHeader upload;
+  upload.set_name("n");
+  upload.set_epoch("n0");
+  upload.set_closes_step(8);
+  EXPECT_EQ(heads.UsesOf(upload).at(0).step, 8);
+  v1::CreateHeadRequest create;
+  create.set_name("n");
+  EXPECT_THAT(heads.UsesOf(create), IsEmpty());
+}
+
+TEST(Messages, EpochsAreReplacedWhereverTheyStand) {
+  v1::MicroBatchHeader header = TwoTerms();
+  SetEpochs(header, [](const NamedHead& head) { return head.name == "t" ? std::string("new") : std::string(); });
+  EXPECT_EQ(header.terms(0).head().head_epoch(), "s0");
+  EXPECT_EQ(header.terms(0).teacher_hidden().head_epoch(), "new");
+  EXPECT_EQ(header.terms(1).head().head_epoch(), "new");
+  EXPECT_EQ(header.terms(1).joined_teacher().head_epoch(), "j0");
+}
+
+TEST(MethodTable, WhatAMessageSaysDecidesWhetherItMayBeRepeated) {
+  v1::UploadWeightsHeader upload;
+  const std::string path = "/headwater.v1.HeadService/UploadWeights";
+  EXPECT_EQ(FindMethod(path, &upload)->repeat, Repeat::kUntilSent);
+  EXPECT_FALSE(FindMethod(path, &upload)->follows);
+  upload.set_closes_step(1);
+  EXPECT_EQ(FindMethod(path, &upload)->repeat, Repeat::kSafe);
+  EXPECT_TRUE(FindMethod(path, &upload)->follows);
+  v1::TakeHeadRequest take;
+  EXPECT_EQ(FindMethod(kTakeHead, &take)->repeat, Repeat::kSafe);
+  take.set_epoch("e");
+  EXPECT_EQ(FindMethod(kTakeHead, &take)->repeat, Repeat::kIfNothingWasDone);
+  v1::CreateHeadRequest create;
+  create.set_if_exists(v1::IF_EXISTS_ATTACH_IF_SAME_SPEC);
+  EXPECT_EQ(FindMethod("/headwater.v1.HeadService/CreateHead", &create)->repeat, Repeat::kIfNothingWasDone);
+  create.set_validate_only(true);
+  EXPECT_EQ(FindMethod("/headwater.v1.HeadService/CreateHead", &create)->repeat, Repeat::kSafe);
+  EXPECT_EQ(FindMethod("/headwater.v1.LossService/TransferRows"), nullptr);
+}
+
+class ReplayLogOfAStep : public testing::Test {
+ protected:
+  ReplayLogOfAStep()
+      : log_(
+            1000, std::nullopt, [] {}, [this](const std::string& why) { told_.push_back(why); }) {
+    v1::Head head;
+    head.set_name("h");
+    head.set_epoch("e");
+    head.mutable_spec()->set_trainable(true);
+    head_ = std::make_shared<HeadState>(head, "process");
+  }
+
+  void Add(Record record, int64_t micro_batch, int64_t attempt = 0, bool again = false, int64_t bytes = 10) {
+    LogEntry entry;
+    entry.record = record;
+    entry.heads = {{.state = head_, .step = 0}};
+    entry.micro_batch = micro_batch;
+    entry.attempt = attempt;
+    entry.is_answered_again = again;
+    auto call = std::make_shared<LoggedCall>();
+    call->bytes = bytes;
+    entry.call = std::move(call);
+    log_.Add(std::move(entry));
+  }
+  // `l0.1`: loss of micro-batch 0, attempt 1.
+  std::vector<std::string> Entries() {
+    std::vector<std::string> result;
+    for (const LogEntry& entry : log_.EntriesOf({{.state = head_}})) {
+      result.push_back(std::string(1, " lgcdsaz"[static_cast<int>(entry.record)]) + std::to_string(entry.micro_batch) + "." +
+                       std::to_string(entry.attempt));
+    }
+    return result;
+  }
+
+  ReplayLog log_;
+  std::shared_ptr<HeadState> head_;
+  std::vector<std::string> told_;
+};
+
+TEST_F(ReplayLogOfAStep, OfEachSubjectThereIsOneEntry) {
+  Add(Record::kLoss, 0);
+  Add(Record::kLoss, 0, 1, /*again=*/true);  // the first one counts
+  EXPECT_THAT(Entries(), ElementsAre("l0.0"));
+  Add(Record::kLoss, 0, 2);
+  EXPECT_THAT(Entries(), ElementsAre("l0.2"));
+  Add(Record::kCommit, 0, 2);
+  Add(Record::kCommit, 0, 2);
+  Add(Record::kSeal, -1);
+  Add(Record::kSeal, -1);
+  EXPECT_THAT(Entries(), ElementsAre("l0.2", "c0.2", "s-1.0"));
+}
+
+TEST_F(ReplayLogOfAStep, ADiscardTakesOutWhatIsUpToItsAttempt) {
+  Add(Record::kLoss, 0, 1);
+  Add(Record::kCommit, 0, 1);
+  Add(Record::kLoss, 1, 0);
+  Add(Record::kDiscard, 0, 0);
+  EXPECT_THAT(Entries(), ElementsAre("l0.1", "c0.1", "l1.0", "d0.0"));
+  Add(Record::kDiscard, 0, 1);
+  EXPECT_THAT(Entries(), ElementsAre("l1.0", "d0.1"));
+}
+
+TEST_F(ReplayLogOfAStep, ACommitOfWhatAnotherHasSubmittedIsNotKept) {
+  Add(Record::kCommit, 0);
+  EXPECT_THAT(Entries(), IsEmpty());
+}
+
+TEST_F(ReplayLogOfAStep, AnOpenStepThatIsTooLargeIsDroppedAndToldOnce) {
+  Add(Record::kLoss, 0, 0, false, 600);
+  EXPECT_THAT(told_, IsEmpty());
+  Add(Record::kLoss, 1, 0, false, 600);
+  EXPECT_THAT(Entries(), IsEmpty());
+  EXPECT_EQ(head_->first_logged_step(), 1);
+  log_.Drop({{.state = head_, .step = 1}}, "of something else");
+  ASSERT_EQ(told_.size(), 1U);
+  EXPECT_THAT(told_[0], testing::HasSubstr("replay_bytes=1000"));
+}
+
+}  // namespace
+}  // namespace headwater::client::internal
