@@ -130,6 +130,7 @@ absl::Status Core::Enlist(const std::shared_ptr<Call>& call) {
 void Core::Discharge(Call* call) {
   std::lock_guard<std::mutex> lock(mutex_);
   calls_.erase(call);
+  if (calls_.empty()) all_ended_.notify_all();
 }
 
 void Core::EndTurn(Call* call, bool had_turn) {
@@ -175,7 +176,12 @@ void Core::Close(Deadline deadline) {
   }
   closing_.request_stop();
   for (const std::shared_ptr<Call>& call : calls) call->Cancel();
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    all_ended_.wait_until(lock, deadline, [this] { return calls_.empty(); });
+  }
   session_.Close(deadline);
+  row_transport_.memory().Close();
 }
 
 void Core::RecoverIdle(Deadline deadline) {
@@ -184,7 +190,7 @@ void Core::RecoverIdle(Deadline deadline) {
   const HeadUses heads = replay_log_.Heads();
   // Who has the gate does it.
   if (std::optional<ReplayLog::Gate> gate = replay_log_.TryClose(); gate.has_value() && !heads.empty()) {
-    const absl::Status recovered = Recover(*this, *std::move(gate), heads, absl::FailedPreconditionError("the session was lost"), wait);
+    const absl::Status recovered = Recover(*this, *std::move(gate), heads, absl::AbortedError("the session was lost"), wait);
     if (absl::IsUnavailable(recovered)) {
       return recoveries_.Run(this, kIdleRecoveryPause, [this, deadline] { RecoverIdle(deadline); });
     }

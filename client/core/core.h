@@ -5,6 +5,7 @@
 #include <grpcpp/grpcpp.h>
 
 #include <atomic>
+#include <condition_variable>
 #include <deque>
 #include <map>
 #include <memory>
@@ -63,7 +64,8 @@ class Core : public std::enable_shared_from_this<Core> {
     return result;
   }
 
-  // Cancels what is under way and closes the session, no longer than until `deadline`. Later calls: FAILED_PRECONDITION.
+  // Cancels what is under way and, when that has ended, closes the sessions, both no longer than until `deadline`. Later calls:
+  // FAILED_PRECONDITION.
   void Close(Deadline deadline);
 
   // The epoch that calls which name `epoch` carry now.
@@ -116,7 +118,8 @@ class Core : public std::enable_shared_from_this<Core> {
   std::stop_source closing_;
   std::atomic<bool> has_stopped_waiting_ = false;
   std::atomic<size_t> next_notice_bytes_ = 0;
-  std::mutex mutex_;  // of these three
+  std::mutex mutex_;  // of these four
+  std::condition_variable all_ended_;
   std::deque<std::string> notices_;
   bool closed_ = false;
   std::map<Call*, std::weak_ptr<Call>> calls_;

@@ -109,24 +109,17 @@ void Call::TryBegin() {
 bool Call::AwaitTurn() {
   if (!is_loss() || mode_ == CallMode::kInner || has_turn_) return false;
   has_turn_ = core_->turns().TryTake(this);
-  if (has_turn_) return false;
-  if (absl::Status late = Until().Check(); !late.ok()) {
-    End(std::move(late));
-    return true;
-  }
-  Await([this] { return !core_->turns().HasCome(this); }, [this] { TryBegin(); });
-  return true;
+  return !has_turn_ && TryLater([this] { return !core_->turns().HasCome(this); }, Until().Check());
 }
 
 bool Call::AwaitSettlement() {
-  if (settlement_ < 0 || core_->abandoned().IsSettled(settlement_)) return false;
-  if (!Until().Check().ok()) {
-    End(MakeLocalError(v1::ERROR_REASON_DEADLINE_EXCEEDED, absl::StatusCode::kDeadlineExceeded,
-                       "the call's time ended while it waited for contributions that nobody can commit any more to be discarded"));
-    return true;
-  }
-  Await([this] { return !core_->abandoned().IsSettled(settlement_); }, [this] { TryBegin(); });
-  return true;
+  const auto is_blocked = [this] { return !core_->abandoned().IsSettled(settlement_); };
+  if (settlement_ < 0 || !is_blocked()) return false;
+  constexpr char kLate[] =
+      "the call's time ended while it waited for contributions that nobody can commit any more to be discarded";
+  return TryLater(is_blocked, Until().Check().ok()
+                                  ? absl::OkStatus()
+                                  : MakeLocalError(v1::ERROR_REASON_DEADLINE_EXCEEDED, absl::StatusCode::kDeadlineExceeded, kLate));
 }
 
 bool Call::AwaitSession() {
@@ -160,12 +153,16 @@ bool Call::AwaitRecovery() {
   if (mode_ == CallMode::kInner || !method_.follows) return false;
   ReplayLog& log = core_->replay_log();
   entered_ = log.TryEnter(heads_);
-  if (entered_) return false;
-  if (!Until().Check().ok()) {
-    End(EndedInRecovery(Until()));
-    return true;
+  return !entered_ &&
+         TryLater([&log] { return log.recovering(); }, Until().Check().ok() ? absl::OkStatus() : EndedInRecovery(Until()));
+}
+
+bool Call::TryLater(const std::function<bool()>& is_blocked, absl::Status late) {
+  if (late.ok()) {
+    Await(is_blocked, [this] { TryBegin(); });
+  } else {
+    End(std::move(late));
   }
-  Await([&log] { return log.recovering(); }, [this] { TryBegin(); });
   return true;
 }
 

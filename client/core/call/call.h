@@ -64,7 +64,9 @@ class Call : public std::enable_shared_from_this<Call> {
   // Before the step is applied again: other trainers repeat their part at the same time. False: it goes on from there.
   bool AwaitSeal();
   void FillIn();
-  // Runs TryBegin() when it is hurried, at the deadline, or when the call is cancelled; at once if is_blocked() is false by now.
+  // TryBegin() again when it is not blocked any more; ends the call if it is too late for that. True.
+  bool TryLater(const std::function<bool()>& is_blocked, absl::Status late);
+  // Runs go_on() when it is hurried, at the deadline, or when the call is cancelled; at once if is_blocked() is false by now.
   void Await(const std::function<bool()>& is_blocked, std::function<void()> go_on);
   // TryBegin() on the timers' thread, after `delay` or when the call is cancelled.
   void BeginAfter(std::chrono::nanoseconds delay);

@@ -23,8 +23,7 @@ class DelayedTasks {
   DelayedTasks& operator=(const DelayedTasks&) = delete;
 
   // Runs `task` on this object's thread after `delay`; among those that are due, the one that was due first. `owner` names it for
-  // Hurry(). A task may destroy its owner, but not this object. If the system gives no thread for the first one, this throws what
-  // it says, and the task never runs.
+  // Hurry(). A task may destroy its owner, but not this object.
   void Run(const void* owner, std::chrono::nanoseconds delay, std::function<void()> task);
 
   // What waits for `owner` is due now.

@@ -25,10 +25,10 @@ void MakeRoom(std::vector<std::shared_ptr<HeadState>>& states) {
 HeadState::HeadState(const v1::Head& head, std::string incarnation)
     : name(head.name()),
       trainable(head.spec().trainable()),
+      is_introduced_(true),
       epoch_(head.epoch()),
       lineage_{head.epoch()},
       epochs_{head.epoch()},
-      is_introduced_(true),
       incarnation_(std::move(incarnation)),
       weight_checksum_(head.weight_checksum()),
       known_open_step_(head.open_step()),
@@ -37,56 +37,16 @@ HeadState::HeadState(const v1::Head& head, std::string incarnation)
 HeadState::HeadState(std::string head, const std::string& epoch)
     : name(std::move(head)),
       trainable(true),
+      is_introduced_(false),
       epoch_(epoch),
       lineage_{epoch},
       epochs_{epoch},
-      is_introduced_(false),
       known_open_step_(0),
       first_logged_step_(INT64_MAX) {}
-
-std::string HeadState::epoch() const {
-  Lock lock(mutex_);
-  return epoch_;
-}
-
-std::vector<std::string> HeadState::lineage() const {
-  Lock lock(mutex_);
-  return lineage_;
-}
-
-bool HeadState::HasEpoch(const std::string& epoch) const {
-  Lock lock(mutex_);
-  return epochs_.contains(epoch);
-}
-
-bool HeadState::is_introduced() const {
-  Lock lock(mutex_);
-  return is_introduced_;
-}
-
-std::string HeadState::incarnation() const {
-  Lock lock(mutex_);
-  return incarnation_;
-}
-
-std::string HeadState::weight_checksum() const {
-  Lock lock(mutex_);
-  return weight_checksum_;
-}
-
-int64_t HeadState::first_logged_step() const {
-  Lock lock(mutex_);
-  return first_logged_step_;
-}
 
 void HeadState::RaiseFirstLoggedStep(int64_t step) {
   Lock lock(mutex_);
   first_logged_step_ = std::max(first_logged_step_, step);
-}
-
-int64_t HeadState::known_open_step() const {
-  Lock lock(mutex_);
-  return known_open_step_;
 }
 
 void HeadState::SawStep(int64_t step) {
@@ -99,7 +59,6 @@ void HeadState::SawStep(int64_t step) {
 
 void HeadState::Begin(const v1::Head& head, std::string incarnation) {
   Lock lock(mutex_);
-  is_introduced_ = true;
   incarnation_ = std::move(incarnation);
   weight_checksum_ = head.weight_checksum();
   known_open_step_ = head.open_step();
@@ -120,16 +79,6 @@ void HeadState::AdoptRecovered(const v1::Head& head, std::string incarnation) {
   incarnation_ = std::move(incarnation);
   weight_checksum_ = head.weight_checksum();
   known_open_step_ = std::max(known_open_step_, head.open_step());
-}
-
-void HeadState::SetOvertaken() {
-  Lock lock(mutex_);
-  is_overtaken_ = true;
-}
-
-bool HeadState::is_overtaken() const {
-  Lock lock(mutex_);
-  return is_overtaken_;
 }
 
 int64_t HeadState::AttemptOf(int64_t step, int64_t micro_batch) const {

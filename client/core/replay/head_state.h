@@ -2,6 +2,7 @@
 #ifndef HEADWATER_CLIENT_CORE_REPLAY_HEAD_STATE_H_
 #define HEADWATER_CLIENT_CORE_REPLAY_HEAD_STATE_H_
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -31,18 +32,21 @@ class HeadState {
 
   // The newest epoch; lineage() ends with it: those under which this client has worked on the head, as far as recoveries have led
   // from one to the next, as many as TakeHeadRequest.recovers_epochs takes.
-  std::string epoch() const;
-  std::vector<std::string> lineage() const;
-  bool HasEpoch(const std::string& epoch) const;
-  bool is_introduced() const;
+  std::string epoch() const { return Get(epoch_); }
+  std::vector<std::string> lineage() const { return Get(lineage_); }
+  bool HasEpoch(const std::string& epoch) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return epochs_.contains(epoch);
+  }
+  bool is_introduced() const { return is_introduced_; }
 
-  std::string incarnation() const;
-  std::string weight_checksum() const;
+  std::string incarnation() const { return Get(incarnation_); }
+  std::string weight_checksum() const { return Get(weight_checksum_); }
   // What this client has sent for this step and later ones is in the replay log.
-  int64_t first_logged_step() const;
+  int64_t first_logged_step() const { return Get(first_logged_step_); }
   void RaiseFirstLoggedStep(int64_t step);
   // The open step is this one or a later one.
-  int64_t known_open_step() const;
+  int64_t known_open_step() const { return Get(known_open_step_); }
   // A call on `step` has succeeded: no earlier step is open.
   void SawStep(int64_t step);
 
@@ -53,8 +57,8 @@ class HeadState {
   // The head was taken at some step, and has been brought back to where it was.
   void AdoptRecovered(const v1::Head& head, std::string incarnation);
   // A recovery has found that another run has the head: no later one goes on with it.
-  void SetOvertaken();
-  bool is_overtaken() const;
+  void SetOvertaken() { is_overtaken_ = true; }
+  bool is_overtaken() const { return is_overtaken_; }
 
   // ---- attempts under which micro-batches were submitted ----
   // The newest one of a micro-batch; 0 if none is known.
@@ -74,12 +78,18 @@ class HeadState {
     int64_t begun = 0;  // the one that `highest` was come to from by repetitions alone
   };
 
+  template <typename Value>
+  Value Get(const Value& value) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return value;
+  }
+
+  const bool is_introduced_;
+  std::atomic<bool> is_overtaken_ = false;
   mutable std::mutex mutex_;
   std::string epoch_;
   std::vector<std::string> lineage_;
   std::set<std::string> epochs_;  // all of the lineage, however long
-  bool is_introduced_;
-  bool is_overtaken_ = false;
   std::string incarnation_;
   std::string weight_checksum_;
   int64_t known_open_step_;

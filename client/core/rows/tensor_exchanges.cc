@@ -30,15 +30,45 @@ std::string Checksum(const RowsView& tensor) {
   return std::string(reinterpret_cast<const char*>(canonical.digest), sizeof(canonical.digest));
 }
 
+// What the attempts of a call share.
+struct Shared {
+  Core& core;
+  AttemptContext context{};
+  std::atomic<int64_t> sent = 0;  // bytes that are on their way
+};
+
+// Each attempt is a `Stream(shared, what it carries, done)`, which is started with its request.
+template <typename Stream, typename Carried>
+class StreamExchange : public Exchange {
+ public:
+  StreamExchange(Core& core, Carried carried, int64_t total_bytes)
+      : shared_{core}, carried_(std::move(carried)), total_bytes_(total_bytes) {}
+
+  void Start(const google::protobuf::Message& request, Deadline deadline, Done done) override {
+    shared_.sent = 0;
+    stream_ = std::make_unique<Stream>(shared_, carried_, std::move(done));
+    stream_->Start(request, shared_.context.Renew(deadline));
+  }
+  void Cancel() override { shared_.context.Cancel(); }
+  int64_t sent_bytes() const override { return shared_.sent; }
+  int64_t total_bytes() const override { return total_bytes_; }
+
+ private:
+  Shared shared_;
+  const Carried carried_;
+  const int64_t total_bytes_;
+  std::unique_ptr<Stream> stream_;
+};
+
 // One stream of an upload: header up, offset down, bytes up, head down.
 class UploadStream : public grpc::ClientBidiReactor<v1::UploadWeightsRequest, v1::UploadWeightsResponse> {
  public:
-  UploadStream(Core& core, const RowsView& tensor, AttemptContext& context, std::atomic<int64_t>& sent, Exchange::Done done)
-      : core_(core), tensor_(tensor), context_(context), sent_(sent), done_(std::move(done)) {}
+  UploadStream(Shared& shared, const RowsView& tensor, Exchange::Done done)
+      : shared_(shared), tensor_(tensor), done_(std::move(done)) {}
 
-  void Start(const v1::UploadWeightsHeader& header, Deadline deadline) {
-    *request_.mutable_header() = header;
-    core_.heads().async()->UploadWeights(context_.Renew(deadline), this);
+  void Start(const google::protobuf::Message& header, grpc::ClientContext* context) {
+    *request_.mutable_header() = static_cast<const v1::UploadWeightsHeader&>(header);
+    shared_.core.heads().async()->UploadWeights(context, this);
     StartRead(&response_);
     StartWrite(&request_);
     StartCall();
@@ -78,7 +108,7 @@ class UploadStream : public grpc::ClientBidiReactor<v1::UploadWeightsRequest, v1
   void OnDone(const grpc::Status& status) noexcept override {
     const Exchange::Done done = std::move(done_);
     if (!answer_error_.ok()) return done(answer_error_);
-    if (!status.ok()) return done(FromGrpcStatus(status, core_.target()));
+    if (!status.ok()) return done(FromGrpcStatus(status, shared_.core.target()));
     if (!head_.has_value()) return done(MakeAnswerError("the upload ended without the head"));
     done(Answer{.message = *std::move(head_)});
   }
@@ -87,21 +117,21 @@ class UploadStream : public grpc::ClientBidiReactor<v1::UploadWeightsRequest, v1
   // Runs on one thread at a time: either the reaction that completed the pair (header written, offset known), or the reaction to
   // the write before.
   void WriteNext() {
-    sent_ = *offset_;
+    shared_.sent = *offset_;
     const int64_t left = SizeOf(tensor_) - *offset_;
     if (left == 0) {
       if (!half_closed_) StartWritesDone();
       half_closed_ = true;
       return;
     }
-    const int64_t bytes = std::min(left, core_.options().chunk_bytes);
+    const int64_t bytes = std::min(left, shared_.core.options().chunk_bytes);
     v1::ByteChunk* chunk = request_.mutable_chunk();
     chunk->set_offset_bytes(*offset_);
     chunk->set_data(static_cast<const unsigned char*>(tensor_.data) + *offset_, static_cast<size_t>(bytes));
     *offset_ += bytes;
     half_closed_ = bytes == left;
     if (half_closed_) {
-      sent_ = *offset_;  // on its way
+      shared_.sent = *offset_;
       StartWriteLast(&request_, grpc::WriteOptions());
     } else {
       StartWrite(&request_);
@@ -110,13 +140,11 @@ class UploadStream : public grpc::ClientBidiReactor<v1::UploadWeightsRequest, v1
 
   void Fail(const std::string& message) {
     answer_error_ = MakeAnswerError(message);
-    context_.End();
+    shared_.context.End();
   }
 
-  Core& core_;
+  Shared& shared_;
   const RowsView tensor_;
-  AttemptContext& context_;
-  std::atomic<int64_t>& sent_;
   Exchange::Done done_;
 
   std::mutex mutex_;  // the meeting of OnWriteDone and OnReadDone
@@ -132,35 +160,15 @@ class UploadStream : public grpc::ClientBidiReactor<v1::UploadWeightsRequest, v1
   absl::Status answer_error_;
 };
 
-class UploadExchange : public Exchange {
- public:
-  UploadExchange(Core& core, const RowsView& tensor) : core_(core), tensor_(tensor) {}
-
-  void Start(const google::protobuf::Message& request, Deadline deadline, Done done) override {
-    sent_ = 0;
-    stream_ = std::make_unique<UploadStream>(core_, tensor_, context_, sent_, std::move(done));
-    stream_->Start(static_cast<const v1::UploadWeightsHeader&>(request), deadline);
-  }
-  void Cancel() override { context_.Cancel(); }
-  int64_t sent_bytes() const override { return sent_; }
-  int64_t total_bytes() const override { return SizeOf(tensor_); }
-
- private:
-  Core& core_;
-  const RowsView tensor_;
-  AttemptContext context_;
-  std::atomic<int64_t> sent_ = 0;
-  std::unique_ptr<UploadStream> stream_;
-};
-
 // One stream of a gradient: header and bytes up.
 class GradientStream : public grpc::ClientWriteReactor<v1::AddGradientRequest> {
  public:
-  GradientStream(Core& core, const RowsView& rows, Exchange::Done done) : core_(core), rows_(rows), done_(std::move(done)) {}
+  GradientStream(Shared& shared, const RowsView& rows, Exchange::Done done)
+      : shared_(shared), rows_(rows), done_(std::move(done)) {}
 
-  void Start(const v1::AddGradientHeader& header, grpc::ClientContext* context) {
-    *request_.mutable_header() = header;
-    core_.heads().async()->AddGradient(context, &response_, this);
+  void Start(const google::protobuf::Message& header, grpc::ClientContext* context) {
+    *request_.mutable_header() = static_cast<const v1::AddGradientHeader&>(header);
+    shared_.core.heads().async()->AddGradient(context, &response_, this);
     SizeOf(rows_) == 0 ? StartWriteLast(&request_, grpc::WriteOptions()) : StartWrite(&request_);
     StartCall();
   }
@@ -168,7 +176,7 @@ class GradientStream : public grpc::ClientWriteReactor<v1::AddGradientRequest> {
   void OnWriteDone(bool ok) noexcept override {
     const int64_t left = SizeOf(rows_) - offset_;
     if (!ok || left == 0) return;  // not ok: the server has answered, or the connection broke; OnDone tells
-    const int64_t bytes = std::min(left, core_.options().chunk_bytes);
+    const int64_t bytes = std::min(left, shared_.core.options().chunk_bytes);
     request_.mutable_chunk()->set_offset_bytes(offset_);
     request_.mutable_chunk()->set_data(static_cast<const char*>(rows_.data) + offset_, static_cast<size_t>(bytes));
     offset_ += bytes;
@@ -177,34 +185,17 @@ class GradientStream : public grpc::ClientWriteReactor<v1::AddGradientRequest> {
 
   void OnDone(const grpc::Status& status) noexcept override {
     const Exchange::Done done = std::move(done_);
-    if (!status.ok()) return done(FromGrpcStatus(status, core_.target()));
+    if (!status.ok()) return done(FromGrpcStatus(status, shared_.core.target()));
     done(Answer{.message = response_.SerializeAsString()});
   }
 
  private:
-  Core& core_;
+  Shared& shared_;
   const RowsView rows_;
   Exchange::Done done_;
   v1::AddGradientRequest request_;
   v1::AddGradientResponse response_;
   int64_t offset_ = 0;
-};
-
-class GradientExchange : public Exchange {
- public:
-  GradientExchange(Core& core, const RowsView& rows) : core_(core), rows_(rows) {}
-
-  void Start(const google::protobuf::Message& request, Deadline deadline, Done done) override {
-    stream_ = std::make_unique<GradientStream>(core_, rows_, std::move(done));
-    stream_->Start(static_cast<const v1::AddGradientHeader&>(request), context_.Renew(deadline));
-  }
-  void Cancel() override { context_.Cancel(); }
-
- private:
-  Core& core_;
-  const RowsView rows_;
-  AttemptContext context_;
-  std::unique_ptr<GradientStream> stream_;
 };
 
 // What a download is to be like.
@@ -221,16 +212,11 @@ v1::HeadTensor TensorOf(const google::protobuf::Message& request) {
 
 class DownloadStream : public grpc::ClientReadReactor<v1::DownloadTensorResponse> {
  public:
-  DownloadStream(Core& core, const DownloadTarget& target, AttemptContext& context, Exchange::Done done)
-      : core_(core),
-        target_(target),
-        context_(context),
-        memory_(static_cast<unsigned char*>(target.memory)),
-        done_(std::move(done)) {}
+  DownloadStream(Shared& shared, const DownloadTarget& target, Exchange::Done done)
+      : shared_(shared), target_(target), memory_(static_cast<unsigned char*>(target.memory)), done_(std::move(done)) {}
 
-  void Start(const google::protobuf::Message& request, Deadline deadline) {
-    v1::HeadService::Stub::async_interface& heads = *core_.heads().async();
-    grpc::ClientContext* const context = context_.Renew(deadline);
+  void Start(const google::protobuf::Message& request, grpc::ClientContext* context) {
+    auto& heads = *shared_.core.heads().async();
     if (const auto* weights = dynamic_cast<const v1::DownloadWeightsRequest*>(&request)) {
       heads.DownloadWeights(context, weights, this);
     } else {
@@ -243,14 +229,14 @@ class DownloadStream : public grpc::ClientReadReactor<v1::DownloadTensorResponse
   void OnReadDone(bool ok) noexcept override {
     if (!ok) return;  // OnDone says why
     error_ = header_.has_value() ? TakeChunk() : TakeHeader();
-    if (!error_.ok()) return context_.End();
+    if (!error_.ok()) return shared_.context.End();
     StartRead(&response_);
   }
 
   void OnDone(const grpc::Status& status) noexcept override {
     const Exchange::Done done = std::move(done_);
     if (!error_.ok()) return done(error_);
-    if (!status.ok()) return done(FromGrpcStatus(status, core_.target()));
+    if (!status.ok()) return done(FromGrpcStatus(status, shared_.core.target()));
     if (!header_.has_value() || received_ != header_->total_bytes()) {
       return done(MakeAnswerError(
           absl::StrCat("the tensor ended after ", received_, " of ", header_.has_value() ? header_->total_bytes() : 0, " bytes")));
@@ -296,9 +282,8 @@ class DownloadStream : public grpc::ClientReadReactor<v1::DownloadTensorResponse
     return absl::OkStatus();
   }
 
-  Core& core_;
+  Shared& shared_;
   const DownloadTarget& target_;
-  AttemptContext& context_;
   unsigned char* memory_;
   Bytes own_;
   Exchange::Done done_;
@@ -306,23 +291,6 @@ class DownloadStream : public grpc::ClientReadReactor<v1::DownloadTensorResponse
   std::optional<v1::DownloadTensorHeader> header_;
   int64_t received_ = 0;
   absl::Status error_;
-};
-
-class DownloadExchange : public Exchange {
- public:
-  DownloadExchange(Core& core, DownloadTarget target) : core_(core), target_(std::move(target)) {}
-
-  void Start(const google::protobuf::Message& request, Deadline deadline, Done done) override {
-    stream_ = std::make_unique<DownloadStream>(core_, target_, context_, std::move(done));
-    stream_->Start(request, deadline);
-  }
-  void Cancel() override { context_.Cancel(); }
-
- private:
-  Core& core_;
-  const DownloadTarget target_;
-  AttemptContext context_;
-  std::unique_ptr<DownloadStream> stream_;
 };
 
 }  // namespace
@@ -354,11 +322,11 @@ void Describe(const RowsView& tensor, v1::UploadWeightsHeader* header) {
 }
 
 std::unique_ptr<Exchange> MakeUploadExchange(Core& core, const RowsView& tensor) {
-  return std::make_unique<UploadExchange>(core, tensor);
+  return std::make_unique<StreamExchange<UploadStream, RowsView>>(core, tensor, SizeOf(tensor));
 }
 
 std::unique_ptr<Exchange> MakeGradientExchange(Core& core, const RowsView& rows) {
-  return std::make_unique<GradientExchange>(core, rows);
+  return std::make_unique<StreamExchange<GradientStream, RowsView>>(core, rows, SizeOf(rows));
 }
 
 std::unique_ptr<Exchange> MakeDownloadExchange(Core& core, const google::protobuf::Message& request, const RowsView& result) {
@@ -368,7 +336,7 @@ std::unique_ptr<Exchange> MakeDownloadExchange(Core& core, const google::protobu
     if (TensorOf(request) == v1::HEAD_TENSOR_BIAS) target.shape = {result.row_count * result.hidden_size};
     target.data_type = static_cast<int32_t>(result.data_type);
   }
-  return std::make_unique<DownloadExchange>(core, std::move(target));
+  return std::make_unique<StreamExchange<DownloadStream, DownloadTarget>>(core, std::move(target), 0);
 }
 
 }  // namespace headwater::client::internal

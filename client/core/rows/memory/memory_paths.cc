@@ -303,7 +303,9 @@ std::shared_ptr<MemoryPaths> MemoryPaths::Create(const std::string& target, std:
 
 MemoryPaths::MemoryPaths(std::shared_ptr<MemoryPathsState> state) : state_(std::move(state)) {}
 
-MemoryPaths::~MemoryPaths() { state_->server.CloseSession(); }
+MemoryPaths::~MemoryPaths() { Close(); }
+
+void MemoryPaths::Close() { state_->server.CloseSession(); }
 
 absl::StatusOr<Placement> MemoryPaths::Place(const CallRows& rows, const std::string& session_id, PathDemand demand,
                                              const Wait& wait) {

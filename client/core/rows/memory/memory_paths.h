@@ -30,8 +30,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/core/link/channel.h"
-#include "client/core/rows/memory/device_read.h"
 #include "client/core/link/wait.h"
+#include "client/core/rows/memory/device_read.h"
 #include "headwater/client/options.h"
 
 namespace headwater::client::internal {
@@ -137,6 +137,8 @@ class MemoryPaths {
                                              const ClientOptions& client_options, const MemoryPathsOptions& options);
   // Closes the own session, which gives the server's side of all its regions back.
   ~MemoryPaths();
+  // Closes the own session before; nothing is placed any more. Idempotent.
+  void Close();
   MemoryPaths(const MemoryPaths&) = delete;
   MemoryPaths& operator=(const MemoryPaths&) = delete;
 

@@ -311,8 +311,7 @@ bool ServerRegions::Drop(Backings backings, std::optional<Deadline> until) {
   return changed_.wait_until(lock, *until, nobody_drops) && answers.unused;
 }
 
-// What is answered changes nothing but `answers`: a region that could not be given back, for want of memory, say, goes with its
-// session.
+// What is answered changes nothing but `answers`: a region that could not be given back goes with its session.
 void ServerRegions::GiveBack(const std::vector<Region>& regions, Deadline deadline, Answers* answers) noexcept {
   for (const Region& region : regions) {
     Farewell* farewell = nullptr;
@@ -326,10 +325,9 @@ void ServerRegions::GiveBack(const std::vector<Region>& regions, Deadline deadli
     farewell->context.set_deadline(deadline);
     farewell->request.set_session_id(region.first);
     farewell->request.set_region_id(region.second);
-    stub_->async()->UnregisterSharedMemory(&farewell->context, &farewell->request, &farewell->response,
-                                           [this, farewell](const grpc::Status& answer) noexcept {
-                                             Over(farewell, IsUnused(answer));
-                                           });
+    stub_->async()->UnregisterSharedMemory(
+        &farewell->context, &farewell->request, &farewell->response,
+        [this, farewell](const grpc::Status& answer) noexcept { Over(farewell, IsUnused(answer)); });
   }
 }
 

@@ -19,10 +19,10 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/core/link/channel.h"
-#include "client/core/rows/memory/device_memory.h"
-#include "client/core/rows/memory/shared_region.h"
 #include "client/core/link/session.h"
 #include "client/core/link/wait.h"
+#include "client/core/rows/memory/device_memory.h"
+#include "client/core/rows/memory/shared_region.h"
 #include "headwater/v1/session_service.grpc.pb.h"
 
 namespace headwater::client::internal {

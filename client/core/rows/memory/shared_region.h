@@ -9,8 +9,8 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "client/core/rows/memory/arena.h"
 #include "client/core/link/wait.h"
+#include "client/core/rows/memory/arena.h"
 
 namespace headwater::client::internal {
 

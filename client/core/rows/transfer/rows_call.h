@@ -71,10 +71,12 @@ class RowsCall {
   // Host memory that stands for device memory.
   struct HostCopy {
     SharedRowsBuffer staging;
-    Bytes ordinary;                             // where there is no staging
-    std::unique_ptr<DeviceRead> arrival;        // null: not copied from a device, or there
+    Bytes ordinary;                       // where there is no staging
+    std::unique_ptr<DeviceRead> arrival;  // null: not copied from a device, or there
     int64_t bytes = 0;
-    unsigned char* data() const { return ordinary.data() != nullptr ? ordinary.data() : static_cast<unsigned char*>(staging.data()); }
+    unsigned char* data() const {
+      return ordinary.data() != nullptr ? ordinary.data() : static_cast<unsigned char*>(staging.data());
+    }
     bool page_locked() const { return staging.page_locked(); }
   };
   // Memory of this side for rows of the device memory at `device_data`; RESOURCE_EXHAUSTED.

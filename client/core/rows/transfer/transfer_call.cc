@@ -151,7 +151,7 @@ void TransferCall::Start() {
   BreakAfter(request_.deadline - std::chrono::system_clock::now() + kReleaseGrace);
   std::vector<Stream*> streams;
   for (const std::unique_ptr<Stream>& stream : streams_) streams.push_back(stream.get());
-  // Nothing throws from here on: a call that does not begin is not kept. Once all streams have started this object may be gone.
+  // Once all streams have started this object may be gone.
   const std::shared_ptr<TransferCall> kept = self_ = shared_from_this();
   for (Stream* const stream : streams) stream->StartCall();
 }

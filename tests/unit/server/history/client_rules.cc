@@ -4,9 +4,9 @@
 #include <map>
 #include <utility>
 
+#include "client/core/call/retry.h"
 #include "client/core/link/error.h"
 #include "client/core/replay/replay_log.h"
-#include "client/core/call/retry.h"
 
 namespace headwater::history {
 namespace {
@@ -80,8 +80,7 @@ void ClientLog::Forget() {
 
 std::vector<Event> ClientLog::Entries() const {
   std::vector<Event> events;
-  for (const LogEntry& entry : impl_->log.EntriesOf({{.state = impl_->head}}))
-    events.push_back(impl_->events.at(entry.call.get()));
+  for (const LogEntry& entry : impl_->log.EntriesOf({{.state = impl_->head}})) events.push_back(impl_->events.at(entry.call.get()));
   return events;
 }
 

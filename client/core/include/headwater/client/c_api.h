@@ -1,6 +1,6 @@
 /* The C ABI of the client core: messages to a Headwater server and back. The core repeats what may be repeated, waits for an absent
- * server, keeps what it sends and follows a server that was started again; faces in other languages build requests and read answers.
- * C++ programs use client.h instead.
+ * server, keeps what it sends and follows a server that was started again; faces in other languages build requests and read
+ * answers. C++ programs use client.h instead.
  *
  * Errors. Functions that can fail return NULL for success, or an error that the caller frees with hw_client_error_free(). Memory
  * whose size depends on rows, weights or the log is RESOURCE_EXHAUSTED (8) / MEMORY_BUDGET_EXCEEDED where there is none; a small
@@ -80,11 +80,11 @@ HW_CLIENT_API void hw_client_error_free(hw_client_error* error);
  *   traceparent=PARENT       sent with every call: the caller's span, as W3C Trace Context says it
  */
 HW_CLIENT_API hw_client_error* hw_client_connect(const char* target, const char* options, hw_client** out);
-/* Cancels the calls that are under way, and ends the session on the server, for which it waits at most `timeout_ns`. Later calls are
- * FAILED_PRECONDITION. Idempotent. */
+/* Cancels the calls that are under way, and ends the session on the server, for which it waits at most `timeout_ns`. Later calls
+ * are FAILED_PRECONDITION. Idempotent. */
 HW_CLIENT_API hw_client_error* hw_client_close(hw_client* client, int64_t timeout_ns);
-/* The program is about to end: calls with HW_CLIENT_BACKGROUND, begun or to come, do not wait for an absent server any more; they end
- * with CANCELLED. What the server answers, or asks to repeat, is still waited for. Returns at once. */
+/* The program is about to end: calls with HW_CLIENT_BACKGROUND, begun or to come, do not wait for an absent server any more; they
+ * end with CANCELLED. What the server answers, or asks to repeat, is still waited for. Returns at once. */
 HW_CLIENT_API void hw_client_stop_waiting(hw_client* client);
 /* Lets go of the connection; NULL is fine. Calls that are under way and memory that was allocated stay valid; the connection and
  * its session end with the last of them. */
@@ -104,8 +104,8 @@ HW_CLIENT_API void hw_client_free(hw_client* client);
 HW_CLIENT_API int64_t hw_client_info(hw_client* client, char* text, int64_t size);
 
 /* Takes the oldest notice for people that was not taken yet: what the replay log cannot keep, and why. Writes at most `size` bytes,
- * the final 0 included; returns its length without it, 0 if there is none, -1 for a null handle. A client keeps 16 at most. Cheap if
- * there is none; one that does not fit into `size` is not taken. */
+ * the final 0 included; returns its length without it, 0 if there is none, -1 for a null handle. A client keeps 16 at most. Cheap
+ * if there is none; one that does not fit into `size` is not taken. */
 HW_CLIENT_API int64_t hw_client_notice(hw_client* client, char* text, int64_t size);
 
 /* ---- memory ---- */
@@ -150,13 +150,13 @@ typedef struct hw_client_rows {
  * reached the server); another number is the first attempt, as the caller's own series has it. */
 typedef struct hw_client_request {
   int64_t struct_bytes;
-  const char* method;     /* "/headwater.v1.HeadService/SealStep"; one that the library does not know is UNIMPLEMENTED */
-  const void* message;    /* serialized request; of a streaming method its header: MicroBatchHeader, StreamTeacherHeader,
-                             UploadWeightsHeader, AddGradientHeader, DownloadWeightsRequest, DownloadGradientRequest */
+  const char* method;  /* "/headwater.v1.HeadService/SealStep"; one that the library does not know is UNIMPLEMENTED */
+  const void* message; /* serialized request; of a streaming method its header: MicroBatchHeader, StreamTeacherHeader,
+                          UploadWeightsHeader, AddGradientHeader, DownloadWeightsRequest, DownloadGradientRequest */
   int64_t message_bytes;
-  int64_t timeout_ns;     /* > 0; of the call with all its attempts, waits and recoveries */
-  int32_t flags;          /* HW_CLIENT_DO_NOT_WAIT, ... */
-  int32_t reserved;       /* 0 */
+  int64_t timeout_ns; /* > 0; of the call with all its attempts, waits and recoveries */
+  int32_t flags;      /* HW_CLIENT_DO_NOT_WAIT, ... */
+  int32_t reserved;   /* 0 */
   /* What is sent: hidden states, teacher rows, the tensor of an upload ([row_count, hidden_size] elements in all), rows of a
    * gradient. Sizes and types that contradict the message are INVALID_ARGUMENT. Tensors and gradients lie in host memory. */
   hw_client_rows rows;
@@ -168,7 +168,7 @@ typedef struct hw_client_request {
   /* With device memory: a CUstream (cudaStream_t) of its device's primary context. The rows are ready, and the memory for gradients
    * is free, when the work that was put into it before this call is done. NULL: the default stream. */
   void* cuda_stream;
-  uint64_t tag;           /* not 0: put into the completion queue when the call has ended */
+  uint64_t tag; /* not 0: put into the completion queue when the call has ended */
 } hw_client_request;
 
 /* Starts the call; blocks no longer than sending a message takes. An error here has used nothing; later ones are the call's result.
@@ -177,8 +177,8 @@ HW_CLIENT_API hw_client_error* hw_client_start(hw_client* client, const hw_clien
 
 /* Waits for the end; `ended` gets 1, or 0 if `timeout_ns` passed first. Negative: as long as it takes. */
 HW_CLIENT_API hw_client_error* hw_client_call_wait(hw_client_call* call, int64_t timeout_ns, int32_t* ended);
-/* The error of a call that failed (a new one each time), or NULL and the result: the serialized answer (MicroBatchSummary, Head, ...;
- * of a download DownloadTensorHeader), which lives as long as the call. FAILED_PRECONDITION while the call is under way. */
+/* The error of a call that failed (a new one each time), or NULL and the result: the serialized answer (MicroBatchSummary, Head,
+ * ...; of a download DownloadTensorHeader), which lives as long as the call. FAILED_PRECONDITION while the call is under way. */
 HW_CLIENT_API hw_client_error* hw_client_call_result(const hw_client_call* call, const void** result, int64_t* size);
 /* A result in the library's memory, which lives as long as the call. NULL and 0 elsewhere. */
 HW_CLIENT_API void* hw_client_call_data(const hw_client_call* call, int64_t* size);
@@ -207,9 +207,10 @@ HW_CLIENT_API int64_t hw_client_completions(hw_client* client, uint64_t* tags, i
  * from it. Returns its size; -1 if `out` is too small, or for a null handle. */
 HW_CLIENT_API int64_t hw_client_head_epoch(hw_client* client, const char* head, const void* epoch, int64_t epoch_bytes, void* out,
                                            int64_t out_bytes);
-/* Discards a micro-batch that nobody can decide any more: a serialized DiscardMicroBatchRequest. Returns at once and makes no call on
- * this thread, so that a garbage collector's finalizer may use it. ComputeLoss, GetStep, SealStep, ApplyOptimizerStep, AddGradient,
- * DiscardGradient, DeleteHead and uploads that close a step wait until what was abandoned on their heads before is discarded. */
+/* Discards a micro-batch that nobody can decide any more: a serialized DiscardMicroBatchRequest. Returns at once and makes no call
+ * on this thread, so that a garbage collector's finalizer may use it. ComputeLoss, GetStep, SealStep, ApplyOptimizerStep,
+ * AddGradient, DiscardGradient, DeleteHead and uploads that close a step wait until what was abandoned on their heads before is
+ * discarded. */
 HW_CLIENT_API void hw_client_abandon(hw_client* client, const void* message, int64_t message_bytes);
 
 #ifdef __cplusplus

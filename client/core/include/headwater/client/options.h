@@ -95,9 +95,9 @@ struct ClientOptions {
   // (00-TRACE_ID-SPAN_ID-FLAGS). The server's log names it, and a server with --trace_dir writes traces if its flags say that the
   // trace is recorded. Empty: none.
   std::string traceparent{};
-  // Gets each sentence about what works but is slow, or is not kept for replay, once: why rows take no better path, why an open step
-  // is not kept, and, once for each head, that a micro-batch was HELD for want of a staging slot. Called by any thread, must not block. Empty: it goes to the standard error
-  // output.
+  // Gets each sentence about what works but is slow, or is not kept for replay, once: why rows take no better path, why an open
+  // step is not kept, and, once for each head, that a micro-batch was HELD for want of a staging slot. Called by any thread, must
+  // not block. Empty: it goes to the standard error output.
   std::function<void(const std::string& sentence)> on_notice{};
 };
 

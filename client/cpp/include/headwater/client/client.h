@@ -74,9 +74,8 @@ class Client {
   // MEMORY_BUDGET_EXCEEDED with the memory plan in the message.
   absl::StatusOr<Head> CreateHead(const std::string& name, const HeadSpec& spec, const CallOptions& options = {});
   // Makes a head, or takes up the one of that name if its specification is the same but for initial_step; Head::created() tells. So
-  // all ranks, and a trainer that was started again, can make the same call. UNAVAILABLE if the answer was lost: whether the head is
-  // new, and wants its weights, is not known then.
-  // ALREADY_EXISTS / HEAD_SPEC_MISMATCH.
+  // all ranks, and a trainer that was started again, can make the same call. UNAVAILABLE if the answer was lost: whether the head
+  // is new, and wants its weights, is not known then. ALREADY_EXISTS / HEAD_SPEC_MISMATCH.
   absl::StatusOr<Head> AttachHead(const std::string& name, const HeadSpec& spec, const CallOptions& options = {});
   // What CreateHead() would take; makes nothing. The head fits if its plan's total_bytes are at most its available_bytes. Errors of
   // the specification are those of CreateHead().
