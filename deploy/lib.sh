@@ -21,7 +21,7 @@ die() {
   exit 1
 }
 
-# find_python MODULE...: prints the first interpreter, of Python 3.11 or newer, that imports numpy, grpc, google.protobuf and MODULE...:
+# find_python MODULE...: prints the first interpreter, of Python 3.11 or newer, that imports numpy, cffi, google.protobuf and MODULE...:
 # HEADWATER_PYTHON alone if it is set, else `python3` on the PATH, else the distribution's, else that of the environment that install-deps
 # made. Answers 1 when there is none.
 find_python() {
@@ -32,7 +32,7 @@ find_python() {
     # A real import, not a look at the folders: a module that is there but cannot be loaded does not help.
     if "$path" -c 'import importlib, sys
 if sys.version_info < (3, 11): sys.exit(1)
-for name in sys.argv[1:]: importlib.import_module(name)' numpy grpc google.protobuf "$@" >/dev/null 2>&1; then
+for name in sys.argv[1:]: importlib.import_module(name)' numpy cffi google.protobuf "$@" >/dev/null 2>&1; then
       printf '%s\n' "$path"
       return 0
     fi

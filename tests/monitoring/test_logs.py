@@ -91,12 +91,11 @@ def test_level_and_ids(server):
         assert "trace_id" not in calls[request_id]
 
 
-@pytest.mark.parametrize("transport", ["grpc", "python"])
-def test_a_clients_calls_belong_to_its_trace(server, transport):
+def test_a_clients_calls_belong_to_its_trace(server):
     set_level(server, "debug")
     hidden, targets = np.ones((3, 4), np.float32), np.array([1, 2, 3])
     traceparent = f"00-{TRACE_ID}-{PARENT_ID}-01"
-    with headwater.connect(server.address, transport=transport, traceparent=traceparent) as client:
+    with headwater.connect(server.address, transport="grpc", traceparent=traceparent) as client:
         head = client.create_head("h", np.ones((8, 4), np.float32))
         head.cross_entropy(hidden, targets, micro_batch=0)
         head.cross_entropy(hidden, targets, micro_batch=1, commit="explicit").commit(1.0)
@@ -129,10 +128,9 @@ def test_a_clients_calls_belong_to_its_trace(server, transport):
         7,
     ],
 )
-@pytest.mark.parametrize("transport", ["grpc", "python"])
-def test_what_is_no_traceparent_is_refused_before_anything_is_sent(transport, traceparent):
+def test_what_is_no_traceparent_is_refused_before_anything_is_sent(traceparent):
     with pytest.raises(headwater.InvalidArgumentError) as error:
-        headwater.connect("unix:/nonexistent/socket", transport=transport, traceparent=traceparent)
+        headwater.connect("unix:/nonexistent/socket", traceparent=traceparent)
     assert error.value.metadata["field"] == "traceparent"
 
 
@@ -162,7 +160,7 @@ def value(server: Server, series: str) -> float:
 
 
 @pytest.mark.parametrize("session", [True, False])
-@pytest.mark.parametrize("transport", ["shared_memory", "grpc", "python"])
+@pytest.mark.parametrize("transport", ["shared_memory", "grpc"])
 def test_an_orderly_close_is_no_refusal(transport, session):
     with running() as server:
         with headwater.connect(server.address, transport=transport, session=session) as client:

@@ -27,6 +27,9 @@ DATA_TYPE_NAMES = {number: name for name, number in DATA_TYPE_NUMBERS.items()}
 _HOST_DTYPES = {FLOAT32: np.dtype("<f4"), BFLOAT16: np.dtype("<u2"), FLOAT16: np.dtype("<f2")}
 
 
+_INT32 = np.iinfo(np.int32)
+
+
 def host_dtype(data_type: str) -> np.dtype:
     """numpy type in which elements of `data_type` are held; uint16 bits for bfloat16."""
     return _HOST_DTYPES[data_type]
@@ -81,14 +84,13 @@ class BFloat16:
         return f"BFloat16(shape={self.shape})"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class HostArray:
     """Elements in contiguous little-endian host memory, and how to give such elements back in the caller's own kind of array."""
 
     data: np.ndarray  # float32, float16, or uint16 bits of bfloat16; C-contiguous
     data_type: str  # "float32", "bfloat16", "float16"
     like: Callable[[HostArray], Any]  # turns a HostArray into the kind of array that this one came from
-    pool: Any = None  # BlockPool in which answers about these elements are put; None: the backend's own
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -99,18 +101,9 @@ class HostArray:
         """All bytes, without a copy."""
         return memoryview(self.data.reshape(-1).view(np.uint8))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return self.data.nbytes
-
     def rows(self, index: np.ndarray) -> HostArray:
         """A copy of some rows."""
-        return HostArray(np.ascontiguousarray(self.data[index]), self.data_type, self.like, self.pool)
-
-    def copy(self) -> HostArray:
-        """The same elements in memory of its own."""
-        return HostArray(self.data.copy(), self.data_type, self.like, self.pool)
+        return HostArray(np.ascontiguousarray(self.data[index]), self.data_type, self.like)
 
     def give(self, values: np.ndarray, data_type: str) -> Any:
         """An answer about these elements, in the kind of array that they came from."""
@@ -249,6 +242,9 @@ def from_any(value: Any, field: str, *, bits_of: str | None = None, device_rows:
             lambda array: BFloat16(array.data) if array.data_type == BFLOAT16 else array.data,
         )
     array = numbers(value, field)
+    for name in (FLOAT32, FLOAT16):
+        if array.dtype == _HOST_DTYPES[name]:
+            return HostArray(np.ascontiguousarray(array), name, to_numpy)
     if array.dtype.name == "bfloat16":
         dtype = array.dtype
         return HostArray(
@@ -258,9 +254,6 @@ def from_any(value: Any, field: str, *, bits_of: str | None = None, device_rows:
         )
     if array.dtype == np.uint16 and bits_of == BFLOAT16:
         return HostArray(np.ascontiguousarray(array), BFLOAT16, to_numpy)
-    for name in (FLOAT32, FLOAT16):
-        if array.dtype == _HOST_DTYPES[name]:
-            return HostArray(np.ascontiguousarray(array), name, to_numpy)
     raise _bad_dtype(field, _kind(array, value), layer=value if hasattr(value, "weight") else None)
 
 
@@ -298,8 +291,8 @@ def _check_kind(array: np.ndarray, value: Any, field: str, kinds: str, expected:
         )
 
 
-def int_vector(value: Any, field: str, row_count: int) -> np.ndarray:
-    """int32 vector of `row_count` entries from any array of integers.
+def int_vector(value: Any, field: str, row_count: int) -> tuple[np.ndarray, int, int]:
+    """int32 vector of `row_count` entries from any array of integers, and its least and its largest entry; 0 if it has none.
 
     Raises:
         InvalidArgumentError: not integers (True and False are none), another shape, or a value outside int32.
@@ -309,10 +302,10 @@ def int_vector(value: Any, field: str, row_count: int) -> np.ndarray:
         array = array.astype(np.int32)  # an empty list
     _check_kind(array, value, field, "iu", "integers")
     check_shape(array.shape, (row_count,), field)
-    info = np.iinfo(np.int32)
-    if array.size and (array.min() < info.min or array.max() > info.max):
-        raise _bad_element(field, array, (array < info.min) | (array > info.max), "in int32")
-    return np.ascontiguousarray(array, dtype=np.int32)
+    least, largest = (int(np.minimum.reduce(array)), int(np.maximum.reduce(array))) if array.size else (0, 0)
+    if least < _INT32.min or largest > _INT32.max:
+        raise _bad_element(field, array, (array < _INT32.min) | (array > _INT32.max), "in int32")
+    return np.ascontiguousarray(array, dtype=np.int32), least, largest
 
 
 def float_vector(value: Any, field: str, lengths: tuple[int, ...]) -> np.ndarray:

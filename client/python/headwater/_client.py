@@ -1,4 +1,4 @@
-"""`Client`: a connection to a server."""
+"""`Client`: a connection to a server. Heads by name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import uuid
 from typing import Any
 
 from headwater import _arrays
-from headwater._backend import Backend
 from headwater._errors import HeadwaterError, invalid_argument, make_error
-from headwater._futures import Executors, as_future
+from headwater._futures import as_future
 from headwater._head import Head
+from headwater._remote import RemoteBackend
 from headwater._requests import check_bool, check_choice
 from headwater._teacher import Teacher
 from headwater._types import SGD, AdamW, HeadInfo, HeadSpec, ServerInfo, check_integer, check_number
@@ -71,16 +71,10 @@ class Client:
         DeadlineExceededError: it took longer than `timeout_s`.
     """
 
-    def __init__(self, backend: Backend, *, timeout_s: float = DEFAULT_TIMEOUT_S, tenant: str = "default"):
+    def __init__(self, backend: RemoteBackend, *, tenant: str = "default"):
         self._backend = backend
-        self._executors = Executors()
         self._tenant = check_tenant(tenant)
         self._closed = False
-        # What must live as long as this connection: the server of `headwater.local`.
-        self._server: object = None
-        # Heads by name that keep weights of their own, with the warning for their first loss.
-        self._unconfirmed: dict[str, str] = {}
-        self.timeout_s = check_number(timeout_s, "timeout_s", low=0, low_open=True)
 
     def __repr__(self) -> str:
         return f"<headwater.Client {self._backend.address}, tenant {self._tenant}{', closed' if self._closed else ''}>"
@@ -105,15 +99,22 @@ class Client:
         """Whose heads short names mean: `student` is `tenants/{tenant}/heads/student`."""
         return self._tenant
 
+    @property
+    def timeout_s(self) -> float:
+        """Bound of every call that does not bring its own, in seconds."""
+        return self._backend.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self._backend.timeout_s = check_number(timeout_s, "timeout_s", low=0, low_open=True)
+
     def close(self) -> None:
         """Closes the connection, and the session with it: what is undecided then is discarded.
 
         Heads stay on the server. One of `headwater.local` ends with its last client. Idempotent.
         """
         self._closed = True
-        self._executors.shutdown()
         self._backend.close()
-        self._server = None
 
     def _timeout(self, timeout_s: float | None) -> float:
         return self.timeout_s if timeout_s is None else check_number(timeout_s, "timeout_s", low=0, low_open=True)
@@ -231,10 +232,10 @@ class Client:
             # Not `set_weight`, which leaves the number of the open step: a run with other weights begins at its first one.
             self._backend.delete_head(name, info.epoch, True, timeout_s)
             info, created = self._backend.create_head(name, spec, False, timeout_s)
-        self._unconfirmed.pop(name, None)
+        self._backend.unconfirmed.pop(name, None)
         if not created and weight_array is not None:
             info = self._await_weights(info, timeout_s)
-        head = Head(self, info, created=created)
+        head = Head(self._backend, info, created=created)
         try:
             head._check_step(expected_step, timeout_s)
             if created and weight_array is not None:
@@ -272,7 +273,7 @@ class Client:
             different = (
                 tensor
                 for tensor, array in given.items()
-                if array is not None and not _arrays.is_stored_as(array, *self._stored(info, tensor, timeout_s))
+                if array is not None and not _arrays.is_stored_as(array, self._stored(info, tensor, timeout_s), spec.data_type)
             )
             field = next(different, None)
             if field is None:
@@ -286,15 +287,15 @@ class Client:
                     {"head": info.name, "field": field},
                 )
         if expected_step is None:
-            self._unconfirmed[info.name] = (
+            self._backend.unconfirmed[info.name] = (
                 f"{info.name} existed: it stands at step {info.open_step} and keeps its own weights, not those given to "
                 f"create_head or attach. Pass expected_step={info.open_step} if this run continues from there, restore a "
                 'checkpoint (Head.restore) to go back, or pass if_exists="replace" to begin with the weights given'
             )
 
-    def _stored(self, info: HeadInfo, tensor: str, timeout_s: float) -> tuple[Any, str]:
-        epoch = info.epoch if info.spec.trainable else b""
-        return self._backend.download(info.name, epoch, tensor, None, timeout_s)
+    def _stored(self, info: HeadInfo, tensor: str, timeout_s: float) -> Any:
+        # At any epoch: another rank of the run may take the head meanwhile.
+        return self._backend.download(info.name, b"", tensor, info.spec, info.spec.data_type, timeout_s)
 
     def _await_weights(self, info: HeadInfo, timeout_s: float) -> HeadInfo:
         """Waits for the client that created the head to upload its weights."""
@@ -322,7 +323,7 @@ class Client:
             StepMismatchError: it is at another step; `.checkpoints` are the steps that `Head.restore` can go to.
         """
         timeout_s = self._timeout(timeout_s)
-        head = Head(self, self._backend.get_head(full_name(name, self._tenant), timeout_s))
+        head = Head(self._backend, self._backend.get_head(full_name(name, self._tenant), timeout_s))
         head._check_step(expected_step, timeout_s)
         return head
 
@@ -348,13 +349,14 @@ class Client:
             owned: rows that are not used yet go away with this client's session, and so with this process. False: they stay until
                 they are used, or nobody has asked for them for the server's max_join_wait.
         """
-        return Teacher(self, join_key, total_rows=total_rows, tenant=tenant, owned=owned)
+        tenant = self._tenant if tenant is None else check_tenant(tenant)
+        return Teacher(self._backend, join_key, total_rows=total_rows, tenant=tenant, owned=owned)
 
     def transports(self, *, timeout_s: float | None = None) -> dict[str, str | None]:
         """What tensors can take to the server, by name: None if it is available, else one sentence why not.
 
         "cuda_ipc": CUDA tensors are read and written in place. "shared_memory": rows lie in memory of both processes. "grpc": over
-        up to `stripes` connections. "python": over one connection of grpcio's; the first three need libheadwater_client.so.
+        up to `stripes` connections.
         """
         return self._backend.transports(self._timeout(timeout_s))
 
@@ -423,7 +425,7 @@ def _check_no_embedding(weight: Any) -> None:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(weight, torch.nn.Parameter):
         return
-    from headwater.torch._module_checks import embedding_of
+    from headwater._torch_modules import embedding_of
 
     if embedding_of(weight) is not None:
         raise invalid_argument(

@@ -10,9 +10,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-_ERROR_INFO_TYPE = "google.rpc.ErrorInfo"
-_RETRY_INFO_TYPE = "google.rpc.RetryInfo"
-_DETAILS_KEY = "grpc-status-details-bin"
+# Failures that leave open whether the call was carried out.
+AMBIGUOUS_CODES = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"})
 _INSTEAD_OF_A_FORK = "use the spawn or forkserver start method, or connect only after forking"
 
 
@@ -20,12 +19,12 @@ class HeadWarning(UserWarning):
     """A call works, but may not do what the caller means: an attached head keeps weights of its own, for example."""
 
 
-def warn(message: str) -> None:
-    """Warns (`HeadWarning`) about the line outside this package, and outside torch, that has led here."""
+def warn(message: str, category: type[Warning] = HeadWarning) -> None:
+    """Warns about the line outside this package, and outside torch, that has led here."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("headwater", "torch"):
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, HeadWarning, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)
 
 
 class HeadwaterError(Exception):
@@ -105,8 +104,10 @@ class ClientClosedError(UnavailableError):
 
     @classmethod
     def of_fork(cls) -> ClientClosedError:
-        """That of a connection which a fork cannot make, because gRPC's threads and locks are those of its parent."""
-        return cls(f"this process was forked from one that had connected, which gRPC does not survive: {_INSTEAD_OF_A_FORK}")
+        """That of a connection which a fork cannot make, because the library's threads and locks are those of its parent."""
+        return cls(
+            f"this process was forked from one that had connected, which the client library does not survive: {_INSTEAD_OF_A_FORK}"
+        )
 
 
 class UnimplementedError(HeadwaterError, NotImplementedError):
@@ -153,6 +154,11 @@ class PermissionDeniedError(HeadwaterError, PermissionError):
 
 class TransportUnavailableError(FailedPreconditionError):
     """`connect(transport=...)` demands a path that tensors cannot take here; the message says why."""
+
+
+def is_restarting(error: HeadwaterError) -> bool:
+    """Whether the server has lost a rank or its device with what its heads held, and begins anew."""
+    return "serverRestarts" in error.metadata
 
 
 def checkpoints_in(metadata: Mapping[str, str]) -> dict[str, int]:
@@ -302,39 +308,3 @@ def make_error(
 def invalid_argument(reason: str, message: str, **metadata: Any) -> InvalidArgumentError:
     """Makes the error of a check that failed before anything was sent."""
     return InvalidArgumentError(message, reason=reason, metadata={key: str(value) for key, value in metadata.items()})
-
-
-def from_status(code: str, message: str, details: bytes) -> HeadwaterError:
-    """Makes the error of a canonical code, a message and a serialized google.rpc.Status; empty `details`: there are none."""
-    from headwater.v1 import error_pb2
-
-    reason = ""
-    metadata: dict[str, str] = {}
-    retry_after_s = None
-    for detail in error_pb2.RpcStatus.FromString(details).details:
-        if detail.type_url.endswith(_ERROR_INFO_TYPE):
-            info = error_pb2.ErrorInfo.FromString(detail.value)
-            reason, metadata = info.reason, dict(info.metadata)
-        elif detail.type_url.endswith(_RETRY_INFO_TYPE):
-            delay = error_pb2.RetryInfo.FromString(detail.value).retry_delay
-            retry_after_s = delay.seconds + delay.nanos * 1e-9
-    if not reason and code in ("CANCELLED", "DEADLINE_EXCEEDED"):
-        reason = code  # decided on this side, before the server could answer
-    return make_error(code, reason, message or "the transport gave no message", metadata, retry_after_s)
-
-
-def from_rpc_error(error: Any, *, cancelled_here: bool = True) -> HeadwaterError:
-    """Translates a `grpc.RpcError`, with the details of its trailer where it has them.
-
-    Args:
-        cancelled_here: whether this side may have cancelled the call. If not, a call that ends as cancelled without a reason was
-            cut off by the server: one that shuts down does that to calls that reach it in this moment.
-    """
-    code = error.code().name if error.code() is not None else "UNKNOWN"
-    details = b""
-    for key, value in error.trailing_metadata() or ():
-        if key == _DETAILS_KEY:
-            details = value
-    if code == "CANCELLED" and not details and not cancelled_here:
-        return from_status("UNAVAILABLE", f"the server cut the call off: {error.details()}", details)
-    return from_status(code, error.details() or "", details)

@@ -9,14 +9,12 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from headwater import _arrays, _safetensors
 from headwater._arrays import HostArray
 from headwater._errors import HeadwaterError, invalid_argument, make_error
-
-if TYPE_CHECKING:
-    from headwater._head import Head
+from headwater._types import HeadSpec
 
 DEFAULT_TENSOR = "lm_head.weight"
 # Last parts of the names that models give their output layer and their input embedding.
@@ -41,6 +39,18 @@ _EMBEDDING_NAMES = (
 )
 _INDEX, _SINGLE, _CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 _TIE = "tie_word_embeddings"
+
+
+class Head(Protocol):
+    """What is written of a `headwater.Head`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def spec(self) -> HeadSpec: ...
+    def weight(self, *, dtype: Any, timeout_s: float | None) -> Any: ...
+    def bias(self, *, dtype: Any, timeout_s: float | None) -> Any: ...
+
 
 # Downloads "weight" or "bias" as elements of a type.
 _Download = Callable[[str, str], HostArray]
@@ -112,7 +122,7 @@ _TIED = (
 def _into_module(head: Head, module: Any, is_tied: bool, untie: bool, download: _Download) -> None:
     import torch
 
-    from headwater.torch._module_checks import embedding_of, output_layer
+    from headwater._torch_modules import embedding_of, output_layer
 
     holder = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else module
     if holder is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import concurrent.futures
 import concurrent.futures.thread
 import contextlib
@@ -18,16 +17,15 @@ from headwater._memory import current_streams
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# What cancels a call; what returns or raises its outcome, and may block; what is called with that at the call's end.
-Cancel = Callable[[], Any]
+# What returns or raises the outcome of a call, and may block; what is called with that at the call's end; what cancels the call.
 Outcome = Callable[[], Any]
 Done = Callable[[Outcome], Any]
+Cancel = Callable[[], Any]
 
-# Loss calls in flight at once. A call for the step after the open one waits on the server, so calls that close a step must never
-# queue up behind loss calls: they have threads of their own.
+# Threads that finish the loss calls of futures, whose answers nobody waits for in Python.
 LOSS_THREADS = 16
 CONTROL_THREADS = 4
-# A trainer's own gradients, without which no step is closed: neither do they queue up behind loss calls for the step after it.
+# A trainer's own gradients, without which no step is closed: they do not queue up behind calls for the step after it.
 GRADIENT_THREADS = 4
 # Streams of a teacher's rows, which the loss calls that join them wait for.
 STREAM_THREADS = 16
@@ -35,18 +33,13 @@ STREAM_THREADS = 16
 WAITING_THREADS = 4
 
 
-_main_returned = threading.Event()
-
-# Not atexit, whose functions are called when the threads of all pools have been joined. These are called before, in reverse order;
-# the one that joins the threads is there already, because its module has been imported. RuntimeError: the interpreter exits now.
-# AttributeError: a Python without it, whose exit waits for what waits for a server.
-with contextlib.suppress(RuntimeError, AttributeError):
-    threading._register_atexit(_main_returned.set)  # type: ignore[attr-defined]
-
-
-def main_has_returned() -> bool:
-    """Whether the main program has, and the interpreter waits for threads to end."""
-    return _main_returned.is_set()
+def at_main_return(function: Callable[[], Any]) -> None:
+    """Calls it when the main program has returned, before the interpreter waits for the threads of futures."""
+    # Not atexit, whose functions are called when the threads of all pools have been joined. These are called before, in reverse
+    # order; the one that joins the threads is there already, because its module has been imported. RuntimeError: the interpreter
+    # exits now. AttributeError: a Python without it.
+    with contextlib.suppress(RuntimeError, AttributeError):
+        threading._register_atexit(function)  # type: ignore[attr-defined]
 
 
 class CancelScope:
@@ -71,15 +64,6 @@ class CancelScope:
             cancel = self._cancel
         if cancel is not None:
             cancel()
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether the future is."""
-        return self._cancelled.is_set()
-
-    def sleep(self, seconds: float) -> bool:
-        """Waits; returns True at once if the future is cancelled."""
-        return self._cancelled.wait(seconds)
 
 
 _current = threading.local()
@@ -151,7 +135,7 @@ class Future(Generic[R]):
 
 
 class Executors:
-    """The threads of one client."""
+    """The threads of one client, and its calls that have none."""
 
     def __init__(self) -> None:
         self.loss = concurrent.futures.ThreadPoolExecutor(LOSS_THREADS, "headwater-loss")
@@ -160,9 +144,6 @@ class Executors:
         self.stream = concurrent.futures.ThreadPoolExecutor(STREAM_THREADS, "headwater-stream")
         self.waiting = concurrent.futures.ThreadPoolExecutor(WAITING_THREADS, "headwater-waiting")
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._flying = 0
-        self._waiting: collections.deque[_Flight] = collections.deque()
 
     def shutdown(self) -> None:
         """Lets running calls end and drops those that have not begun."""
@@ -170,10 +151,6 @@ class Executors:
             return  # the threads are the parent's, and may have held a lock at the fork
         for threads in (self.loss, self.control, self.gradient, self.stream, self.waiting):
             threads.shutdown(wait=False, cancel_futures=True)
-        with self._lock:
-            waiting, self._waiting = list(self._waiting), collections.deque()
-        for flight in waiting:
-            flight.inner.cancel()
 
     def run(self, threads: str, work: Callable[[], R]) -> Future[R]:
         """That of `work`, which runs on one of these threads ("loss", "control", ...), with this thread's CUDA stream."""
@@ -185,125 +162,47 @@ class Executors:
         except RuntimeError:
             return Future.failed(ClientClosedError("the client is closed"))
 
-    def begin_loss(self, begin: Callable[[Done], Cancel | None], finish: Callable[[Outcome], R], run: Callable[[], R]) -> Future[R]:
-        """A call that no thread waits for; at most LOSS_THREADS of them are under way at once.
+    def begin(self, start: Callable[[Done], Cancel], finish: Callable[[Outcome], R]) -> Future[R]:
+        """That of a call which no thread waits for.
 
         Args:
-            begin: starts it and returns what cancels it, or None if that would block.
-            finish: makes the result of the outcome that `begin`'s argument gets; runs on a thread, and may block.
-            run: the whole call, where `begin` has returned None.
+            start: starts it and returns what cancels it.
+            finish: makes the result of the outcome that `start`'s argument gets; runs on a thread, and may block.
         """
         if os.getpid() != self._pid:
             return Future.failed(ClientClosedError.of_parent())
-        flight = _Flight(begin, finish, run)
-        with self._lock:
-            flies = self._flying < LOSS_THREADS
-            if flies:
-                self._flying += 1
-            else:
-                self._waiting.append(flight)
-        if flies:
-            self._launch(flight)
-        return Future(flight.inner, flight.scope)
+        inner: concurrent.futures.Future[R] = concurrent.futures.Future()
+        inner.set_running_or_notify_cancel()
+        scope = CancelScope()
+        streams = current_streams()
 
-    def _launch(self, flight: _Flight | None) -> None:
-        """Begins this call, or the first after it that begins; those that do not are told of only then."""
-        ended: list[tuple[_Flight, Exception | None]] = []
-        try:
-            while flight is not None and not self._begin(flight, ended):
-                flight = self._next()
-        finally:
-            for over, error in ended:
-                _settle(over, error)
-
-    def _begin(self, flight: _Flight, ended: list[tuple[_Flight, Exception | None]]) -> bool:
-        """Whether the call flies, or has landed by other ways; if not, it is among those that have ended."""
-        error: Exception | None = None
-        if flight.inner.set_running_or_notify_cancel():
-            try:
-                with flight.streams():
-                    cancel = flight.begin(lambda outcome: self._on_thread(flight, lambda: flight.finish(outcome)))
-            except Exception as raised:
-                error = raised
-            except BaseException as raised:  # Ctrl-C, in the caller's thread
-                self._land(flight, raised)
-                raise
-            else:
-                if cancel is None:
-                    self._on_thread(flight, flight.run)
+        def done(outcome: Outcome) -> None:
+            def end() -> None:
+                try:
+                    result = _scoped(scope, lambda: finish(outcome), streams)()
+                except BaseException as error:
+                    inner.set_exception(error)
                 else:
-                    flight.scope.attach(cancel)
-                return True
-        if not self._lands(flight):
-            return True
-        ended.append((flight, error))
-        return False
+                    inner.set_result(result)
 
-    def _next(self) -> _Flight | None:
-        """The call that takes over a slot; without one the slot is free."""
-        with self._lock:
-            if self._waiting:
-                return self._waiting.popleft()
-            self._flying -= 1
-            return None
-
-    def _lands(self, flight: _Flight) -> bool:
-        """Whether this is the first end of the call: an interrupted beginning may be followed by the call's own."""
-        with self._lock:
-            first, flight.landed = not flight.landed, True
-            return first
-
-    def _on_thread(self, flight: _Flight, work: Callable[[], Any]) -> None:
-        def end() -> None:
             try:
-                result = flight.scoped(work)()
-            except BaseException as error:
-                self._land(flight, error)
-            else:
-                self._land(flight, None, result)
+                self.loss.submit(end)
+            except RuntimeError:
+                end()  # the client is closed, and every call fails at once
 
         try:
-            self.loss.submit(end)
-        except RuntimeError:
-            end()  # the client is closed, and every call fails at once
-
-    def _land(self, flight: _Flight, error: BaseException | None, result: Any = None) -> None:
-        if not self._lands(flight):
-            return
-        self._launch(self._next())
-        _settle(flight, error, result)
-
-
-class _Flight:
-    """A loss call without a thread of its own."""
-
-    def __init__(self, begin: Callable[[Done], Cancel | None], finish: Callable[[Outcome], Any], run: Callable[[], Any]):
-        self.begin = begin
-        self.finish = finish
-        self.run = run
-        self.inner: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self.scope = CancelScope()
-        self.streams = current_streams()
-        self.landed = False
-
-    def scoped(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """`work` with the flight's scope and the CUDA stream of its beginning."""
-        return _scoped(self.scope, work, self.streams)
-
-
-def _settle(flight: _Flight, error: BaseException | None, result: Any = None) -> None:
-    if error is not None:
-        flight.inner.set_exception(error)
-    elif not flight.inner.cancelled():
-        flight.inner.set_result(result)
+            scope.attach(start(done))
+        except Exception as error:
+            return Future.failed(error)
+        return Future(inner, scope)
 
 
 def as_future(method: Callable[Concatenate[Any, P], R], *, threads: str = "control") -> Callable[Concatenate[Any, P], Future[R]]:
-    """The variant of a blocking method that returns a `Future` at once. The object must have `_executors`."""
+    """The variant of a blocking method that returns a `Future` at once. The object must have a `_backend` with `executors`."""
 
     @functools.wraps(method)
     def start(self: Any, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        executors: Executors = self._executors
+        executors: Executors = self._backend.executors
         return executors.run(threads, lambda: method(self, *args, **kwargs))
 
     start.__name__ = method.__name__ + "_future"

@@ -6,25 +6,23 @@ import functools
 import math
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 
 from headwater import _arrays, _requests
-from headwater._abandoned import AbandonedContributions
 from headwater._arrays import HostArray
-from headwater._backend import ApplyArguments, Expected, Progress, StepKey, UploadOptions
-from headwater._errors import HeadwaterError, checkpoints_in, invalid_argument, make_error, warn
+from headwater._errors import HeadwaterError, checkpoints_in, invalid_argument, make_error
 from headwater._export import export
 from headwater._futures import as_future
 from headwater._losses import HeadLosses
-from headwater._requests import CommitRequest, GradientRequest
+from headwater._remote import RemoteBackend
+from headwater._requests import ApplyArguments, Expected, GradientRequest, Progress, StepKey, UploadOptions
 from headwater._types import (
     ApplyResult,
     CheckpointInfo,
     DiscardGradientResult,
     HeadInfo,
-    HeadSpec,
     SaveResult,
     SealResult,
     StepStatus,
@@ -34,10 +32,6 @@ from headwater._types import (
     check_not_negative,
     check_number,
 )
-
-if TYPE_CHECKING:
-    from headwater._client import Client
-
 
 # Tries to upload all tensors of a head to one and the same server.
 _REPLACE_TRIES = 3
@@ -60,17 +54,10 @@ class Head(HeadLosses):
             move it on. Of several trainers one closes the step; the others add 1 themselves, and wait for it if they are early.
     """
 
-    def __init__(self, client: Client, info: HeadInfo, *, created: bool = False):
-        self._client = client
-        self._backend = client._backend
-        self._executors = client._executors
-        self._name = info.name
-        self._spec = info.spec
-        self._known_epoch = info.epoch
+    def __init__(self, backend: RemoteBackend, info: HeadInfo, *, created: bool = False):
+        super().__init__(backend, info.name, info.spec, info.epoch, info.open_step)
         self._created = created
-        self.step = info.open_step
         self._last_seal: tuple[StepKey, int] | None = None  # what was sealed, and the number of its micro-batches
-        self._abandoned = AbandonedContributions(self)
         # Where headwater.torch keeps the ids that its loss functions have drawn.
         self._micro_batch_source: Any = None
 
@@ -90,31 +77,9 @@ class Head(HeadLosses):
         )
 
     @property
-    def name(self) -> str:
-        """`tenants/{tenant}/heads/{head}`."""
-        return self._name
-
-    @property
-    def spec(self) -> HeadSpec:
-        """What the head is; fixed for its life."""
-        return self._spec
-
-    @property
-    def epoch(self) -> bytes:
-        """The 16 bytes that this object's calls carry."""
-        return self._backend.current_epoch(self._name, self._known_epoch)
-
-    @property
     def created(self) -> bool:
         """Whether the call that made this object created the head; False if it was there before (`if_exists="attach"`)."""
         return self._created
-
-    def _timeout(self, timeout_s: float | None) -> float:
-        return self._client._timeout(timeout_s)
-
-    def _settle(self, timeout_s: float | None) -> float:
-        """Lets what is to be discarded go first; returns what is left of the call's time."""
-        return self._abandoned.settle(self._timeout(timeout_s))
 
     def _key(self, step: int | None) -> StepKey:
         number = self.step if step is None else step
@@ -155,12 +120,7 @@ class Head(HeadLosses):
 
     def _confirm(self) -> None:
         """Drops the warning about the head's weights: the caller has said where the run continues."""
-        self._client._unconfirmed.pop(self._name, None)
-
-    def _warn_unconfirmed(self) -> None:
-        message = self._client._unconfirmed.pop(self._name, None)
-        if message is not None:
-            warn(message)
+        self._backend.unconfirmed.pop(self._name, None)
 
     def _adopt(self, info: HeadInfo) -> HeadInfo:
         """Takes over the epoch and step of an answer to a call that this object made."""
@@ -201,24 +161,6 @@ class Head(HeadLosses):
         """
         return self._commit((self._key(step),), micro_batch, factor, token_factors, attempt, timeout_s)
 
-    def _commit(
-        self,
-        keys: tuple[StepKey, ...],
-        micro_batch: int,
-        factor: float,
-        token_factors: Any,
-        attempt: int | None,
-        timeout_s: float | None,
-    ) -> bool:
-        request = CommitRequest(
-            keys,
-            check_integer(micro_batch, "micro_batch"),
-            None if attempt is None else check_integer(attempt, "attempt"),
-            check_factor(factor),
-            _requests.check_token_factors(token_factors),
-        )
-        return self._backend.commit(request, self._timeout(timeout_s))
-
     def discard(
         self, *, micro_batch: int, step: int | None = None, attempt: int | None = None, timeout_s: float | None = None
     ) -> bool:
@@ -236,11 +178,6 @@ class Head(HeadLosses):
             PermissionDeniedError: `NOT_SESSION_OWNER`: another client submitted it.
         """
         return self._discard((self._key(step),), micro_batch, attempt, timeout_s)
-
-    def _discard(self, keys: tuple[StepKey, ...], micro_batch: int, attempt: int | None, timeout_s: float | None) -> bool:
-        micro_batch = check_integer(micro_batch, "micro_batch")
-        attempt = None if attempt is None else check_integer(attempt, "attempt")
-        return self._backend.discard(keys, micro_batch, attempt, self._timeout(timeout_s))
 
     def add_gradient(
         self,
@@ -290,14 +227,13 @@ class Head(HeadLosses):
             rows=_arrays.to_float32(array) if array.data_type != _arrays.FLOAT32 else array.data,
             factor=check_factor(factor),
         )
-        return self._backend.add_gradient(request, self._settle(timeout_s))
+        return self._backend.add_gradient(request, self._timeout(timeout_s))
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def step_state(self, *, timeout_s: float | None = None) -> StepStatus:
         """The open and the last closed step, with every micro-batch: how a client that lost an answer finds out."""
-        remaining_s = self._settle(timeout_s)
-        return self._backend.step_state(self._name, self.epoch, remaining_s)
+        return self._backend.step_state(self._name, self.epoch, self._timeout(timeout_s))
 
     def seal(
         self,
@@ -317,9 +253,8 @@ class Head(HeadLosses):
         """
         expected = _check_expected(expected_micro_batches)
         wait = _requests.check_bool(wait, "wait")
-        remaining_s = self._settle(timeout_s)
         key = self._key(step)
-        result = self._backend.seal(key, expected, wait, remaining_s)
+        result = self._backend.seal(key, expected, wait, self._timeout(timeout_s))
         self._last_seal = key, result.totals.micro_batch_count
         return result
 
@@ -389,8 +324,7 @@ class Head(HeadLosses):
                 "discard_gradient() closes the step unchanged",
                 field="expected_micro_batches",
             )
-        remaining_s = self._settle(timeout_s)
-        result = self._backend.apply(key, expected, arguments, remaining_s)
+        result = self._backend.apply(key, expected, arguments, self._timeout(timeout_s))
         self.step = result.open_step
         return result
 
@@ -400,8 +334,7 @@ class Head(HeadLosses):
 
     def discard_gradient(self, *, step: int | None = None, timeout_s: float | None = None) -> DiscardGradientResult:
         """Closes the step with the weights unchanged, and opens the next one. Idempotent."""
-        remaining_s = self._settle(timeout_s)
-        result = self._backend.discard_gradient(self._key(step), remaining_s)
+        result = self._backend.discard_gradient(self._key(step), self._timeout(timeout_s))
         self.step = result.open_step
         return result
 
@@ -424,8 +357,8 @@ class Head(HeadLosses):
         if bias and not self._spec.has_bias:
             raise invalid_argument("INVALID_COMBINATION", f"{self._name} has no bias", field="bias")
         key, factor, timeout_s = self._key(step), check_factor(gradient_factor, "gradient_factor"), self._timeout(timeout_s)
-        weight = self._backend.gradient(key, "weight", factor, timeout_s)
-        return (weight, self._backend.gradient(key, "bias", factor, timeout_s)) if bias else weight
+        weight = self._backend.gradient(key, "weight", self._spec, factor, timeout_s)
+        return (weight, self._backend.gradient(key, "bias", self._spec, factor, timeout_s)) if bias else weight
 
     def gradient_norm(self, *, gradient_factor: float = 1.0, step: int | None = None, timeout_s: float | None = None) -> float:
         """L2 norm of what the open or sealed step has accumulated (weight and bias together), times |gradient_factor|."""
@@ -453,15 +386,15 @@ class Head(HeadLosses):
         return self._download("bias", dtype, timeout_s)
 
     def _download(self, tensor: str, dtype: Any, timeout_s: float | None) -> Any:
-        wanted = None if dtype is None else _arrays.data_type_name(dtype)
-        if wanted not in (None, _arrays.FLOAT32, self._spec.data_type):
+        wanted = self._spec.data_type if dtype is None else _arrays.data_type_name(dtype)
+        if wanted not in (_arrays.FLOAT32, self._spec.data_type):
             raise invalid_argument(
                 "DATA_TYPE_MISMATCH", f"dtype must be float32 or {self._spec.data_type}, got {wanted}", field="dtype"
             )
         # Frozen weights are the same at any epoch.
         epoch = self.epoch if self._spec.trainable else b""
-        data, data_type = self._backend.download(self._name, epoch, tensor, wanted, self._timeout(timeout_s))
-        return _arrays.to_numpy(HostArray(data, data_type, _arrays.to_numpy))
+        data = self._backend.download(self._name, epoch, tensor, self._spec, wanted, self._timeout(timeout_s))
+        return _arrays.to_numpy(HostArray(data, wanted, _arrays.to_numpy))
 
     def export(
         self, target: Any, *, tensor: str = "", dtype: Any = None, untie: bool = False, timeout_s: float | None = None
@@ -542,7 +475,7 @@ class Head(HeadLosses):
         arrays = self._check_weights(weight, bias)
         key = self._key(step)
         upload_id = uuid.uuid4().hex
-        remaining_s = self._settle(timeout_s)
+        remaining_s = self._timeout(timeout_s)
         for _ in range(_REPLACE_TRIES):
             for tensor, array in arrays.items():
                 options = UploadOptions(f"{upload_id}-{tensor[0]}", closes_step=key.step)
@@ -636,7 +569,7 @@ class Head(HeadLosses):
         epoch = self.epoch if _requests.check_bool(only_if_current, "only_if_current") else b""
         remaining_s = self._timeout(timeout_s)
         if expected_step is not None:
-            Head(self._client, self._backend.get_head(self._name, remaining_s))._check_step(expected_step, remaining_s)
+            Head(self._backend, self._backend.get_head(self._name, remaining_s))._check_step(expected_step, remaining_s)
         return self._adopt(self._backend.take_head(self._name, epoch, remaining_s))
 
     def info(self, *, timeout_s: float | None = None) -> HeadInfo:
@@ -649,8 +582,7 @@ class Head(HeadLosses):
         Raises:
             FailedPreconditionError: `HEAD_IN_USE`: the open step is not empty, and `force` is not set.
         """
-        remaining_s = self._settle(timeout_s)
-        self._backend.delete_head(self._name, self.epoch, force, remaining_s)
+        self._backend.delete_head(self._name, self.epoch, force, self._timeout(timeout_s))
 
     add_gradient_future = as_future(add_gradient, threads="gradient")
     commit_future = as_future(commit)

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 from headwater import _arrays, _requests, _terms
-from headwater._abandoned import AbandonedContributions
-from headwater._backend import Backend
-from headwater._errors import invalid_argument
-from headwater._futures import Cancel, Done, Executors, Future, as_future
-from headwater._requests import ComputeRequest, StepKey
-from headwater._types import HeadSpec, LossResult, check_factor, check_integer
-
-if TYPE_CHECKING:
-    from headwater._head import Head
+from headwater._errors import FailedPreconditionError, invalid_argument
+from headwater._futures import Future
+from headwater._requests import CommitRequest, ComputeRequest, StepKey
+from headwater._terms import CrossEntropyCall, HeadReference, JsdCall, LossCall, MultiCall, Term, spread
+from headwater._types import LossResult, check_factor, check_integer, check_number, result_of
 
 P = ParamSpec("P")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Prepared:
     """A loss whose arguments are checked."""
 
@@ -32,77 +27,32 @@ class _Prepared:
     timeout_s: float
 
 
-class _Preparing:
-    """Stands in for a head in its own loss methods, so that they return what they would send."""
-
-    def __init__(self, head: HeadLosses):
-        self._submit = head._prepare
-
-
 def _as_loss_future(method: Callable[Concatenate[Any, P], LossResult]) -> Callable[Concatenate[Any, P], Future[LossResult]]:
-    """The variant of a loss method that returns a `Future` at once."""
-    on_a_thread = as_future(method, threads="loss")
+    """The variant of a loss method that returns a `Future` at once; no thread waits for its answer."""
+    options = method.options  # type: ignore[attr-defined]
 
-    @functools.wraps(on_a_thread)
+    @functools.wraps(method)
     def start(self: HeadLosses, *args: P.args, **kwargs: P.kwargs) -> Future[LossResult]:
-        if not self._backend.can_start:
-            return on_a_thread(self, *args, **kwargs)
-        return self._start(lambda: method(_Preparing(self), *args, **kwargs))  # type: ignore[arg-type,return-value]
+        try:
+            prepared = self._prepare(options(*args, **kwargs))
+        except Exception as error:
+            return Future.failed(error)
+        return self._backend.executors.begin(
+            lambda done: self._backend.start(prepared.compaction.request, prepared.timeout_s, done),
+            lambda answer: self._finish(prepared, answer),
+        )
 
+    start.__name__ = method.__name__ + "_future"
+    start.__qualname__ = method.__qualname__ + "_future"
+    start.__doc__ = f"Starts `{method.__name__}` with these arguments and returns its `Future` at once."
     return start
 
 
-class HeadLosses:
-    """What of `Head` computes losses."""
+class HeadLosses(HeadReference):
+    """What of `Head` computes losses, and decides explicit micro-batches."""
 
-    _backend: Backend
-    _executors: Executors
-    _spec: HeadSpec
-    _abandoned: AbandonedContributions
-
-    if TYPE_CHECKING:  # what Head has
-
-        def _timeout(self, timeout_s: float | None) -> float: ...
-        def _warn_unconfirmed(self) -> None: ...
-        def _commit(
-            self,
-            keys: tuple[StepKey, ...],
-            micro_batch: int,
-            factor: float,
-            token_factors: Any,
-            attempt: int | None,
-            timeout_s: float | None,
-        ) -> bool: ...
-        def _discard(self, keys: tuple[StepKey, ...], micro_batch: int, attempt: int | None, timeout_s: float | None) -> bool: ...
-
-    def cross_entropy(
-        self,
-        hidden: Any,
-        targets: Any,
-        *,
-        step: int | None = None,
-        micro_batch: int | None = None,
-        loss_scale: float = 1.0,
-        token_weights: Any = None,
-        ignore_index: int = _requests.DEFAULT_IGNORE_INDEX,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        class_weights: Any = None,
-        commit: str = "eager",
-        allow_held: bool = False,
-        late_token_factors: bool = False,
-        attempt: int | None = None,
-        outputs: Sequence[str] = (),
-        backward: bool = True,
-        return_grad_hidden: bool | None = None,
-        grad_hidden_scale: float = 1.0,
-        grad_hidden_dtype: Any = None,
-        grad_hidden_out: Any = None,
-        on_mismatch: str = "conflict",
-        non_finite: str = "report",
-        expected_weight_version: int | None = None,
-        timeout_s: float | None = None,
-    ) -> LossResult:
+    @spread(CrossEntropyCall)
+    def cross_entropy(self, call: CrossEntropyCall) -> LossResult:
         """Computes one micro-batch's cross entropy and gradients, and adds its `grad_weight` to the step.
 
         Same numbers as, but without building the (num_tokens, vocab_size) logits:
@@ -149,76 +99,10 @@ class HeadLosses:
             StepMismatchError, EpochFencedError, MicroBatchConflictError, StagingFullError: nothing was added.
             AbortedError: `MICRO_BATCH_DISCARDED`, `ATTEMPT_SUPERSEDED`: nothing was added.
         """
-        term = _terms.CrossEntropy(
-            targets,
-            token_weights=token_weights,
-            loss_scale=loss_scale,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            class_weights=class_weights,
-            step=step,
-            expected_weight_version=expected_weight_version,
-        )
-        return self._submit(
-            hidden,
-            "hidden",
-            (term,),
-            micro_batch=micro_batch,
-            commit=commit,
-            allow_held=allow_held,
-            late_token_factors=late_token_factors,
-            attempt=attempt,
-            outputs=outputs,
-            backward=backward,
-            return_grad_hidden=return_grad_hidden,
-            grad_hidden_scale=grad_hidden_scale,
-            grad_hidden_dtype=grad_hidden_dtype,
-            grad_hidden_out=grad_hidden_out,
-            on_mismatch=on_mismatch,
-            non_finite=non_finite,
-            timeout_s=timeout_s,
-        )
+        return self._compute(call)
 
-    def jsd(
-        self,
-        student_hidden: Any,
-        teacher: Head,
-        teacher_hidden: Any,
-        *,
-        join_key: str | None = None,
-        total_rows: int | None = None,
-        row_indices: Any = None,
-        teacher_dtype: Any = None,
-        targets: Any = None,
-        beta: float = 0.5,
-        student_temperature: float = 1.0,
-        teacher_temperature: float = 1.0,
-        hard_loss_weight: float = 0.0,
-        step: int | None = None,
-        micro_batch: int | None = None,
-        loss_scale: float = 1.0,
-        token_weights: Any = None,
-        ignore_index: int = _requests.DEFAULT_IGNORE_INDEX,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        class_weights: Any = None,
-        truncate_to_common: bool = False,
-        commit: str = "eager",
-        allow_held: bool = False,
-        late_token_factors: bool = False,
-        attempt: int | None = None,
-        outputs: Sequence[str] = (),
-        backward: bool = True,
-        return_grad_hidden: bool | None = None,
-        grad_hidden_scale: float = 1.0,
-        grad_hidden_dtype: Any = None,
-        grad_hidden_out: Any = None,
-        on_mismatch: str = "conflict",
-        non_finite: str = "report",
-        expected_weight_version: int | None = None,
-        timeout_s: float | None = None,
-    ) -> LossResult:
+    @spread(JsdCall)
+    def jsd(self, call: JsdCall) -> LossResult:
         """Computes the generalized Jensen-Shannon divergence to a teacher over the full vocabulary, and its gradients.
 
         With P the teacher's and Q the student's distribution, and M = beta P + (1 - beta) Q:
@@ -248,68 +132,10 @@ class HeadLosses:
                 the set is not as this call says.
             DeadlineExceededError: rows did not come within `timeout_s`: a shorter one finds a dead teacher sooner.
         """
-        term = _terms.JSD(
-            teacher,
-            teacher_hidden,
-            targets=targets,
-            beta=beta,
-            student_temperature=student_temperature,
-            teacher_temperature=teacher_temperature,
-            hard_loss_weight=hard_loss_weight,
-            token_weights=token_weights,
-            loss_scale=loss_scale,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            class_weights=class_weights,
-            truncate_to_common=truncate_to_common,
-            step=step,
-            expected_weight_version=expected_weight_version,
-            join_key=join_key,
-            total_rows=total_rows,
-            row_indices=row_indices,
-            teacher_dtype=teacher_dtype,
-        )
-        return self._submit(
-            student_hidden,
-            "student_hidden",
-            (term,),
-            micro_batch=micro_batch,
-            commit=commit,
-            allow_held=allow_held,
-            late_token_factors=late_token_factors,
-            attempt=attempt,
-            outputs=outputs,
-            backward=backward,
-            return_grad_hidden=return_grad_hidden,
-            grad_hidden_scale=grad_hidden_scale,
-            grad_hidden_dtype=grad_hidden_dtype,
-            grad_hidden_out=grad_hidden_out,
-            on_mismatch=on_mismatch,
-            non_finite=non_finite,
-            timeout_s=timeout_s,
-        )
+        return self._compute(call)
 
-    def multi(
-        self,
-        hidden: Any,
-        terms: Iterable[_terms.Term],
-        *,
-        micro_batch: int | None = None,
-        commit: str = "eager",
-        allow_held: bool = False,
-        late_token_factors: bool = False,
-        attempt: int | None = None,
-        outputs: Sequence[str] = (),
-        backward: bool = True,
-        return_grad_hidden: bool | None = None,
-        grad_hidden_scale: float = 1.0,
-        grad_hidden_dtype: Any = None,
-        grad_hidden_out: Any = None,
-        on_mismatch: str = "conflict",
-        non_finite: str = "report",
-        timeout_s: float | None = None,
-    ) -> LossResult:
+    @spread(MultiCall)
+    def multi(self, call: MultiCall) -> LossResult:
         """Computes several loss terms over one set of rows: heads that look at the same rows, teachers for different rows.
 
         The rows are sent once. All terms are added to the steps of their heads together, or none is; `grad_hidden` is the sum of
@@ -327,82 +153,53 @@ class HeadLosses:
         Raises:
             InvalidArgumentError: also `INVALID_COMBINATION` for terms that name different steps of one head.
         """
-        return self._submit(
-            hidden,
-            "hidden",
-            tuple(terms) if hasattr(terms, "__iter__") else (terms,),
-            micro_batch=micro_batch,
-            commit=commit,
-            allow_held=allow_held,
-            late_token_factors=late_token_factors,
-            attempt=attempt,
-            outputs=outputs,
-            backward=backward,
-            return_grad_hidden=return_grad_hidden,
-            grad_hidden_scale=grad_hidden_scale,
-            grad_hidden_dtype=grad_hidden_dtype,
-            grad_hidden_out=grad_hidden_out,
-            on_mismatch=on_mismatch,
-            non_finite=non_finite,
-            timeout_s=timeout_s,
-        )
+        return self._compute(call)
 
-    def _prepare(
-        self,
-        hidden: Any,
-        hidden_name: str,
-        terms: tuple[_terms.Term, ...],
-        *,
-        micro_batch: int | None,
-        commit: str,
-        allow_held: bool,
-        late_token_factors: bool,
-        attempt: int | None,
-        outputs: Sequence[str],
-        backward: bool,
-        return_grad_hidden: bool | None,
-        grad_hidden_scale: float,
-        grad_hidden_dtype: Any,
-        grad_hidden_out: Any,
-        on_mismatch: str,
-        non_finite: str,
-        timeout_s: float | None,
-    ) -> _Prepared:
-        timeout_s = self._timeout(timeout_s)
+    def _timeout(self, timeout_s: float | None) -> float:
+        return self._backend.timeout_s if timeout_s is None else check_number(timeout_s, "timeout_s", low=0, low_open=True)
+
+    def _prepare(self, call: LossCall) -> _Prepared:
+        timeout_s = self._timeout(call.timeout_s)
+        hidden_name = call.rows_field
+        hidden = getattr(call, hidden_name)
+        terms: tuple[Term, ...] = tuple(call.terms) if hasattr(call.terms, "__iter__") else (call.terms,)
         if not terms:
             raise invalid_argument("MISSING_FIELD", "at least one term is required", field="terms")
         rows = _requests.check_rows(hidden, hidden_name, self._spec.hidden_size, self._backend.row_memory)
-        backward = _requests.check_bool(backward, "backward")
-        wants_grad = backward if return_grad_hidden is None else _requests.check_bool(return_grad_hidden, "return_grad_hidden")
+        backward = _requests.check_bool(call.backward, "backward")
+        wants_grad = (
+            backward if call.return_grad_hidden is None else _requests.check_bool(call.return_grad_hidden, "return_grad_hidden")
+        )
         if wants_grad and not backward:
             raise invalid_argument("INVALID_COMBINATION", "backward=False computes no grad_hidden", field="return_grad_hidden")
         checked = tuple(_terms.check_term(self, term, rows, hidden_name, backward) for term in terms)
         _terms.check_one_step(checked)
         contributes = any(term.step is not None for term in checked)
-        for term, sent in zip(terms, checked, strict=True):
+        for sent in checked:
             if sent.step is not None:
-                (self if term.head is None else term.head)._warn_unconfirmed()
-        micro_batch = _requests.check_micro_batch(contributes, backward, micro_batch)
-        explicit = _requests.check_choice(commit, "commit", ("eager", "explicit")) == "explicit"
+                self._backend.warn_unconfirmed(sent.head)
+        micro_batch = _requests.check_micro_batch(contributes, backward, call.micro_batch)
+        explicit = _requests.check_choice(call.commit, "commit", ("eager", "explicit")) == "explicit"
         if explicit and not contributes:
             raise invalid_argument("INVALID_COMBINATION", 'commit="explicit" needs something to commit', field="commit")
-        late_token_factors = _requests.check_bool(late_token_factors, "late_token_factors")
+        late_token_factors = _requests.check_bool(call.late_token_factors, "late_token_factors")
         if late_token_factors and not explicit:
             raise invalid_argument(
                 "INVALID_COMBINATION", 'late_token_factors needs commit="explicit": they come with it', field="late_token_factors"
             )
+        attempt = call.attempt
         if attempt is not None:
             attempt = check_integer(attempt, "attempt")
             if not contributes:
                 raise invalid_argument("INVALID_COMBINATION", "attempt must be left out: nothing is added", field="attempt")
         data_type = rows.data_type
-        if grad_hidden_dtype is not None:
-            data_type = _arrays.data_type_name(grad_hidden_dtype, "grad_hidden_dtype")
+        if call.grad_hidden_dtype is not None:
+            data_type = _arrays.data_type_name(call.grad_hidden_dtype, "grad_hidden_dtype")
         out = None
-        if grad_hidden_out is not None:
+        if call.grad_hidden_out is not None:
             if not wants_grad:
                 raise invalid_argument("INVALID_COMBINATION", "there is no grad_hidden to write", field="grad_hidden_out")
-            out = _requests.check_grad_hidden_out(grad_hidden_out, rows.shape, data_type)
+            out = _requests.check_grad_hidden_out(call.grad_hidden_out, rows.shape, data_type)
             _requests.check_apart(out, rows, hidden_name)
             for term in checked:
                 if term.teacher is not None and term.teacher.sent is not None:
@@ -413,53 +210,62 @@ class HeadLosses:
             attempt=attempt,
             backward=backward,
             explicit=explicit,
-            allow_held=_requests.check_bool(allow_held, "allow_held"),
+            allow_held=_requests.check_bool(call.allow_held, "allow_held"),
             late_token_factors=late_token_factors,
-            first_wins=_requests.check_choice(on_mismatch, "on_mismatch", ("conflict", "first_wins")) == "first_wins",
-            refuse_non_finite=_requests.check_choice(non_finite, "non_finite", ("report", "refuse")) == "refuse",
+            first_wins=_requests.check_choice(call.on_mismatch, "on_mismatch", ("conflict", "first_wins")) == "first_wins",
+            refuse_non_finite=_requests.check_choice(call.non_finite, "non_finite", ("report", "refuse")) == "refuse",
             hidden=rows,
-            outputs=_requests.check_outputs(outputs),
+            outputs=_requests.check_outputs(call.outputs),
             return_grad_hidden=wants_grad,
             grad_hidden_data_type=data_type,
-            grad_hidden_scale=check_factor(grad_hidden_scale, "grad_hidden_scale"),
+            grad_hidden_scale=check_factor(call.grad_hidden_scale, "grad_hidden_scale"),
             grad_hidden_out=out,
         )
-        return _Prepared(request, _requests.compact(request), grad_hidden_out, timeout_s)
+        return _Prepared(request, _requests.compact(request), call.grad_hidden_out, timeout_s)
 
-    def _submit(self, *args: Any, **kwargs: Any) -> LossResult:
-        """What a loss does with its arguments, those of `_prepare`."""
-        return self._run(self._prepare(*args, **kwargs))
+    def _compute(self, call: LossCall) -> LossResult:
+        prepared = self._prepare(call)
+        return self._finish(prepared, lambda: self._backend.compute(prepared.compaction.request, prepared.timeout_s))
 
-    def _run(self, prepared: _Prepared) -> LossResult:
-        remaining_s = self._abandoned.settle(prepared.timeout_s)
-        return self._finish(prepared, lambda: self._backend.compute(prepared.compaction.request, remaining_s))
-
-    def _start(self, prepare: Callable[[], _Prepared]) -> Future[LossResult]:
-        """A loss whose arguments `prepare` checks; no thread waits for its answer."""
-
-        def begin(done: Done) -> Cancel | None:
-            if not self._abandoned.idle:
-                return None
-            return self._backend.start(prepared.compaction.request, prepared.timeout_s, done)
-
-        try:
-            prepared = prepare()
-        except Exception as error:
-            return Future.failed(error)
-        return self._executors.begin_loss(begin, lambda outcome: self._finish(prepared, outcome), lambda: self._run(prepared))
-
-    def _finish(self, prepared: _Prepared, answer: Callable[[], LossResult]) -> LossResult:
+    def _finish(self, prepared: _Prepared, answer: Callable[[], dict[str, Any]]) -> LossResult:
         request = prepared.request
-        with _terms.joining():
+        try:
             answered = answer()
-        result = _requests.finish(prepared.compaction, request, answered, prepared.grad_hidden_out)
-        if request.micro_batch is None or not request.explicit:
-            return result
-        return dataclasses.replace(result, _decision=_Decision(self, request.keys, request.micro_batch))
+        except FailedPreconditionError as error:
+            raise _terms.explained(error) from None
+        fields = _requests.finish(prepared.compaction, request, answered, prepared.grad_hidden_out)
+        decision = None
+        if request.micro_batch is not None and request.explicit:
+            decision = _Decision(self, request.keys, request.micro_batch)
+        fields["_decision"] = decision
+        return result_of(LossResult, fields)
 
     cross_entropy_future = _as_loss_future(cross_entropy)
     jsd_future = _as_loss_future(jsd)
     multi_future = _as_loss_future(multi)
+
+    def _commit(
+        self,
+        keys: tuple[StepKey, ...],
+        micro_batch: int,
+        factor: float,
+        token_factors: Any,
+        attempt: int | None,
+        timeout_s: float | None,
+    ) -> bool:
+        request = CommitRequest(
+            keys,
+            check_integer(micro_batch, "micro_batch"),
+            None if attempt is None else check_integer(attempt, "attempt"),
+            check_factor(factor),
+            _requests.check_token_factors(token_factors),
+        )
+        return self._backend.commit(request, self._timeout(timeout_s))
+
+    def _discard(self, keys: tuple[StepKey, ...], micro_batch: int, attempt: int | None, timeout_s: float | None) -> bool:
+        micro_batch = check_integer(micro_batch, "micro_batch")
+        attempt = None if attempt is None else check_integer(attempt, "attempt")
+        return self._backend.discard(keys, micro_batch, attempt, self._timeout(timeout_s))
 
 
 class _Decision:

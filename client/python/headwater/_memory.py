@@ -1,8 +1,9 @@
-"""Memory for rows: host memory that is used again, and rows of CUDA tensors, in place or brought to the host."""
+"""Memory for rows: host memory that is used again, and CUDA tensors in place."""
 
 from __future__ import annotations
 
 import collections
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -41,18 +42,9 @@ class DeviceArray:
         """Shape of the array."""
         return tuple(self.tensor.shape)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return self.tensor.numel() * self.tensor.element_size()
-
     def rows(self, index: np.ndarray) -> DeviceArray:
         """A copy of some rows, made on the stream that is current."""
         return DeviceArray.over(self.tensor[torch().from_numpy(index).to(self.tensor.device)], self.data_type)
-
-    def copy(self) -> HostArray:
-        """The same elements in host memory of their own."""
-        return _arrays.from_any(self.tensor, "rows")
 
     def give(self, values: Any, data_type: str) -> Any:
         """An answer of the transport's, as the caller gets it."""
@@ -164,8 +156,6 @@ class BlockPool:
         self._lock = threading.Lock()
         self._returned: collections.deque[Block] = collections.deque()
         self._free: list[Block] = []  # the one that was used last is last
-        # Arrays that a copy of some device still reads, and what tells when that is over.
-        self._busy: list[tuple[Any, Any]] = []
         self._closed = False
 
     def empty(self, shape: tuple[int, ...], data_type: str, *, whole_block: bool = False) -> np.ndarray:
@@ -174,23 +164,16 @@ class BlockPool:
         `whole_block`: also a small one has a block of its own.
         """
         dtype = _arrays.host_dtype(data_type)
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < _SMALLEST_BLOCK and not whole_block:
             return np.empty(shape, dtype)
         owner = _Owner(self._take(-(-nbytes // _GRANULE) * _GRANULE), self._returned)
         return np.asarray(owner)[:nbytes].view(dtype).reshape(shape)
 
-    def keep(self, array: np.ndarray, event: Any) -> None:
-        """Holds the array's memory back until `event.query()` says so."""
-        with self._lock:
-            self._forget_finished()
-            self._busy.append((array, event))
-
     def close(self) -> None:
         """Frees what is not in use; the rest is freed as it comes back, by the next pool that is asked, or with the process."""
         with self._lock:
             self._closed = True
-            self._forget_finished()
         self._take_back()
 
     def _take(self, nbytes: int) -> Block:
@@ -201,13 +184,9 @@ class BlockPool:
                     return self._free.pop(index)
         return self._allocate(nbytes)
 
-    def _forget_finished(self) -> None:
-        self._busy = [(array, event) for array, event in self._busy if not event.query()]
-
     def _take_back(self) -> None:
         gone: list[Block] = []
         with self._lock:
-            self._forget_finished()
             while self._returned:
                 self._free.append(self._returned.popleft())
             limit = 0 if self._closed else _MAX_FREE_BYTES
@@ -218,7 +197,7 @@ class BlockPool:
 
 
 class _ArrayBlock:
-    """Ordinary memory, or torch's page-locked memory."""
+    """Ordinary memory."""
 
     def __init__(self, array: np.ndarray):
         self._array: np.ndarray | None = array
@@ -234,45 +213,23 @@ def ordinary_block(nbytes: int) -> Block:
     return _ArrayBlock(np.empty(nbytes, np.uint8))
 
 
-def page_locked_block(nbytes: int) -> Block:
-    """A block that a GPU copies from and to by itself."""
-    return _ArrayBlock(torch().empty(nbytes, dtype=torch().uint8, device="cpu", pin_memory=True).numpy())
-
-
 class RowMemory:
-    """How a backend wants rows, and where it puts answers. Thread-safe. This one is for backends that read host memory only."""
+    """How rows are wanted, and where answers are put. CUDA tensors are taken as they are. Thread-safe."""
 
-    def __init__(self) -> None:
-        self.host = BlockPool(ordinary_block)
-        self._page_locked = BlockPool(page_locked_block)
+    def __init__(self, allocate: Callable[[int], Block] = ordinary_block):
+        self.host = BlockPool(allocate)
 
     def close(self) -> None:
         """Frees what is not in use."""
         self.host.close()
-        self._page_locked.close()
 
     def device_rows(self, tensor: Any, data_type: str) -> Rows:
-        """The rows of a CUDA tensor: copied, on its device's current stream, into page-locked memory. Waits for the copy."""
-        pool = self._page_locked
-        host = pool.empty(tuple(tensor.shape), data_type)
-        as_tensor(host, data_type).copy_(tensor.detach(), non_blocking=True)
-        device = tensor.device
-        torch().cuda.current_stream(device).synchronize()
-
-        def like(array: HostArray) -> Any:
-            result = torch().empty(array.shape, dtype=torch_dtype(array.data_type), device=device)
-            result.copy_(as_tensor(array.data, array.data_type), non_blocking=True)
-            # The copy is under way: whoever uses the result on this stream comes after it, and the memory is kept until then.
-            pool.keep(array.data, torch().cuda.current_stream(device).record_event())
-            return result
-
-        return HostArray(host, data_type, like, pool)
+        """The rows of a CUDA tensor: itself."""
+        return DeviceArray.over(tensor, data_type)
 
     def empty_answer(self, rows: Rows, data_type: str) -> Any:
         """Memory for a gradient of `rows`: an array, or a tensor where they stay on their device."""
-        if isinstance(rows, DeviceArray):
-            return rows.empty(data_type)
-        return (rows.pool or self.host).empty(rows.shape, data_type)
+        return rows.empty(data_type) if isinstance(rows, DeviceArray) else self.host.empty(rows.shape, data_type)
 
 
 def as_tensor(array: np.ndarray, data_type: str) -> Any:

@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from headwater import _arrays
-from headwater._backend import ApplyArguments, Expected
+from headwater import _arrays, _wire
 from headwater._errors import invalid_argument
 from headwater._requests import (
     TOKEN_OUTPUTS,
+    ApplyArguments,
     CommitRequest,
     ComputeRequest,
     CrossEntropyOptions,
+    Expected,
     GradientRequest,
     JoinedRows,
     JsdOptions,
@@ -29,7 +30,6 @@ from headwater._types import (
     CheckpointInfo,
     HeadInfo,
     HeadSpec,
-    LossResult,
     MemoryPlan,
     MicroBatchState,
     Step,
@@ -38,25 +38,17 @@ from headwater._types import (
     Timing,
     VocabShard,
     combine_terms,
+    result_of,
 )
-from headwater.v1 import head_service_pb2, loss_pb2, loss_service_pb2, tensor_pb2
 
-_TENSORS = {"weight": head_service_pb2.HEAD_TENSOR_WEIGHT, "bias": head_service_pb2.HEAD_TENSOR_BIAS}
+_TENSORS = {"weight": _wire.HEAD_TENSOR_WEIGHT, "bias": _wire.HEAD_TENSOR_BIAS}
 _OUTPUTS = {
-    "token_loss": loss_pb2.TOKEN_OUTPUT_LOSS,
-    "lse": loss_pb2.TOKEN_OUTPUT_LSE,
-    "target_log_probability": loss_pb2.TOKEN_OUTPUT_TARGET_LOG_PROBABILITY,
-    "entropy": loss_pb2.TOKEN_OUTPUT_ENTROPY,
-    "argmax": loss_pb2.TOKEN_OUTPUT_ARGMAX,
+    "token_loss": _wire.TOKEN_OUTPUT_LOSS,
+    "lse": _wire.TOKEN_OUTPUT_LSE,
+    "target_log_probability": _wire.TOKEN_OUTPUT_TARGET_LOG_PROBABILITY,
+    "entropy": _wire.TOKEN_OUTPUT_ENTROPY,
+    "argmax": _wire.TOKEN_OUTPUT_ARGMAX,
 }
-
-
-def _enum_name(enum: Any, number: int, prefix: str) -> str:
-    """`STAGED` for CONTRIBUTION_STATE_STAGED; `UNKNOWN_7` for a value that this build does not know."""
-    try:
-        return enum.Name(number).removeprefix(prefix)
-    except ValueError:
-        return f"UNKNOWN_{number}"
 
 
 def seconds_of(message: Any) -> float:
@@ -71,30 +63,26 @@ def tensor_number(tensor: str) -> int:
 
 def head_step(key: StepKey) -> Any:
     """A HeadStep."""
-    return loss_pb2.HeadStep(head=key.head, head_epoch=key.epoch, step=key.step)
+    return _wire.HeadStep(head=key.head, head_epoch=key.epoch, step=key.step)
 
 
 def head_spec_message(spec: HeadSpec) -> Any:
     """A HeadSpec; what is None stays unset."""
-    transform = head_service_pb2.LogitTransform(
-        logit_scale=spec.logit_scale, softcap=spec.softcap, valid_vocab_size=spec.valid_vocab_size
-    )
+    transform = _wire.LogitTransform(logit_scale=spec.logit_scale, softcap=spec.softcap, valid_vocab_size=spec.valid_vocab_size)
     optimizer = None
     if isinstance(spec.optimizer, AdamW):
         settings = spec.optimizer
-        optimizer = head_service_pb2.OptimizerSpec(
-            adamw=head_service_pb2.AdamW(
+        optimizer = _wire.OptimizerSpec(
+            adamw=_wire.AdamW(
                 beta1=settings.beta1, beta2=settings.beta2, epsilon=settings.epsilon, weight_decay=settings.weight_decay
             )
         )
     elif isinstance(spec.optimizer, SGD):
         sgd = spec.optimizer
-        optimizer = head_service_pb2.OptimizerSpec(
-            sgd=head_service_pb2.Sgd(
-                momentum=sgd.momentum, dampening=sgd.dampening, nesterov=sgd.nesterov, weight_decay=sgd.weight_decay
-            )
+        optimizer = _wire.OptimizerSpec(
+            sgd=_wire.Sgd(momentum=sgd.momentum, dampening=sgd.dampening, nesterov=sgd.nesterov, weight_decay=sgd.weight_decay)
         )
-    return head_service_pb2.HeadSpec(
+    return _wire.HeadSpec(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
         data_type=_arrays.DATA_TYPE_NUMBERS[spec.data_type],
@@ -142,7 +130,7 @@ def head_info(message: Any) -> HeadInfo:
         name=message.name,
         spec=head_spec(message.spec),
         epoch=message.epoch,
-        state=_enum_name(head_service_pb2.HeadState, message.state, "HEAD_STATE_"),
+        state=_wire.value_name("HeadState", message.state),
         weight_version=message.weight_version,
         open_step=message.open_step if message.HasField("open_step") else None,
         shards=tuple(VocabShard(shard.vocab_start, shard.vocab_end, shard.device) for shard in message.shards),
@@ -165,38 +153,36 @@ def checkpoint_info(message: Any) -> CheckpointInfo:
 def _float_tensor(values: np.ndarray | None) -> Any:
     if values is None:
         return None
-    return tensor_pb2.Tensor(data_type=tensor_pb2.DATA_TYPE_FLOAT32, shape=values.shape, data=values.astype("<f4").tobytes())
+    return _wire.Tensor(data_type=_wire.DATA_TYPE_FLOAT32, shape=values.shape, data=values.astype("<f4", copy=False).tobytes())
 
 
 def _cross_entropy(options: CrossEntropyOptions) -> Any:
-    return loss_pb2.CrossEntropyLoss(
+    return _wire.CrossEntropyLoss(
         label_smoothing=options.label_smoothing, z_loss=options.z_loss, class_weights=_float_tensor(options.class_weights)
     )
 
 
 def _jensen_shannon(options: JsdOptions) -> Any:
-    return loss_pb2.JensenShannonLoss(
+    return _wire.JensenShannonLoss(
         beta=options.beta,
         student_temperature=options.student_temperature,
         teacher_temperature=options.teacher_temperature,
         hard_loss_weight=options.hard_loss_weight,
         hard_loss=_cross_entropy(options.hard_loss) if options.hard_loss_weight > 0 else None,
-        vocab_alignment=(
-            loss_pb2.VOCAB_ALIGNMENT_TRUNCATE_TO_COMMON if options.truncate_to_common else loss_pb2.VOCAB_ALIGNMENT_REFUSE
-        ),
+        vocab_alignment=(_wire.VOCAB_ALIGNMENT_TRUNCATE_TO_COMMON if options.truncate_to_common else _wire.VOCAB_ALIGNMENT_REFUSE),
     )
 
 
 def _int_tensor(values: np.ndarray | None) -> Any:
     if values is None:
         return None
-    return tensor_pb2.Tensor(data_type=tensor_pb2.DATA_TYPE_INT32, shape=values.shape, data=values.astype("<i4").tobytes())
+    return _wire.Tensor(data_type=_wire.DATA_TYPE_INT32, shape=values.shape, data=values.astype("<i4", copy=False).tobytes())
 
 
 def _teacher_hidden(teacher: TeacherRows | None) -> Any:
     if teacher is None or teacher.sent is None:
         return None
-    return loss_pb2.TeacherHidden(
+    return _wire.TeacherHidden(
         head=teacher.head, head_epoch=teacher.epoch, data_type=_arrays.DATA_TYPE_NUMBERS[teacher.sent.data_type]
     )
 
@@ -205,7 +191,7 @@ def _joined_teacher(teacher: TeacherRows | None) -> Any:
     if teacher is None or not isinstance(teacher.hidden, JoinedRows):
         return None
     joined = teacher.hidden
-    return loss_pb2.JoinedTeacher(
+    return _wire.JoinedTeacher(
         head=teacher.head,
         head_epoch=teacher.epoch,
         join_key=joined.join_key,
@@ -215,15 +201,14 @@ def _joined_teacher(teacher: TeacherRows | None) -> Any:
     )
 
 
-def teacher_header(tenant: str, rows: JoinedRows, hidden_size: int, session_id: bytes) -> Any:
-    """The header of a StreamTeacher call."""
-    return loss_service_pb2.StreamTeacherHeader(
+def teacher_header(tenant: str, rows: JoinedRows, hidden_size: int) -> Any:
+    """The header of a StreamTeacher call. Whether it belongs to the session the core is told apart."""
+    return _wire.StreamTeacherHeader(
         join_key=rows.join_key,
         total_row_count=rows.total_rows,
         row_indices=_int_tensor(rows.row_indices),
         data_type=_arrays.DATA_TYPE_NUMBERS[rows.data_type],
         hidden_size=hidden_size,
-        session_id=session_id,
         tenant=f"tenants/{tenant}",
     )
 
@@ -231,8 +216,8 @@ def teacher_header(tenant: str, rows: JoinedRows, hidden_size: int, session_id: 
 def _term_message(request: ComputeRequest, term: TermRequest) -> Any:
     loss = term.loss
     whole = term.row_count == request.hidden.shape[0]
-    return loss_pb2.LossTerm(
-        head=loss_pb2.HeadStep(head=term.head, head_epoch=term.epoch, step=term.step),
+    return _wire.LossTerm(
+        head=_wire.HeadStep(head=term.head, head_epoch=term.epoch, step=term.step),
         row_start=term.row_start,
         row_count=None if whole else term.row_count,
         targets=_int_tensor(term.targets),
@@ -247,27 +232,23 @@ def _term_message(request: ComputeRequest, term: TermRequest) -> Any:
     )
 
 
-def compute_header(request: ComputeRequest, attempt: int, session_id: bytes) -> Any:
+# Session, and attempts that the caller does not name, are the core's in all of these.
+
+
+def compute_header(request: ComputeRequest) -> Any:
     """The header of a ComputeLoss call."""
     row_count, hidden_size = request.hidden.shape
-    return loss_service_pb2.MicroBatchHeader(
-        session_id=session_id,
+    return _wire.MicroBatchHeader(
         micro_batch=request.micro_batch,
-        attempt=attempt,
-        compute_mode=(
-            loss_service_pb2.COMPUTE_MODE_FORWARD_BACKWARD if request.backward else loss_service_pb2.COMPUTE_MODE_FORWARD_ONLY
-        ),
+        attempt=request.attempt or 0,
+        compute_mode=(_wire.COMPUTE_MODE_FORWARD_BACKWARD if request.backward else _wire.COMPUTE_MODE_FORWARD_ONLY),
         row_count=row_count,
         hidden_size=hidden_size,
         data_type=_arrays.DATA_TYPE_NUMBERS[request.hidden.data_type],
         terms=[_term_message(request, term) for term in request.terms],
-        commit_mode=loss_service_pb2.COMMIT_MODE_EXPLICIT if request.explicit else loss_service_pb2.COMMIT_MODE_UNSPECIFIED,
-        on_mismatch=loss_service_pb2.ON_MISMATCH_FIRST_WINS if request.first_wins else loss_service_pb2.ON_MISMATCH_UNSPECIFIED,
-        non_finite_policy=(
-            loss_service_pb2.NON_FINITE_POLICY_REFUSE
-            if request.refuse_non_finite
-            else loss_service_pb2.NON_FINITE_POLICY_UNSPECIFIED
-        ),
+        commit_mode=_wire.COMMIT_MODE_EXPLICIT if request.explicit else _wire.COMMIT_MODE_UNSPECIFIED,
+        on_mismatch=_wire.ON_MISMATCH_FIRST_WINS if request.first_wins else _wire.ON_MISMATCH_UNSPECIFIED,
+        non_finite_policy=(_wire.NON_FINITE_POLICY_REFUSE if request.refuse_non_finite else _wire.NON_FINITE_POLICY_UNSPECIFIED),
         outputs=[_OUTPUTS[name] for name in request.outputs],
         return_grad_hidden=request.return_grad_hidden if request.backward else None,
         grad_hidden_data_type=_arrays.DATA_TYPE_NUMBERS[request.grad_hidden_data_type] if request.return_grad_hidden else 0,
@@ -277,83 +258,91 @@ def compute_header(request: ComputeRequest, attempt: int, session_id: bytes) -> 
     )
 
 
-def commit_message(request: CommitRequest, attempt: int, session_id: bytes) -> Any:
+def commit_message(request: CommitRequest) -> Any:
     """A CommitMicroBatchRequest."""
-    return loss_service_pb2.CommitMicroBatchRequest(
+    return _wire.CommitMicroBatchRequest(
         heads=map(head_step, request.keys),
         micro_batch=request.micro_batch,
-        attempt=attempt,
+        attempt=request.attempt or 0,
         factor=request.factor,
         token_factors=_float_tensor(request.token_factors),
-        session_id=session_id,
     )
 
 
-def discard_message(keys: Sequence[StepKey], micro_batch: int, attempt: int, session_id: bytes) -> Any:
+def discard_message(keys: Sequence[StepKey], micro_batch: int, attempt: int | None) -> Any:
     """A DiscardMicroBatchRequest."""
-    return loss_service_pb2.DiscardMicroBatchRequest(
-        heads=map(head_step, keys), micro_batch=micro_batch, attempt=attempt, session_id=session_id
-    )
+    return _wire.DiscardMicroBatchRequest(heads=map(head_step, keys), micro_batch=micro_batch, attempt=attempt or 0)
 
 
-def gradient_header(request: GradientRequest, attempt: int) -> Any:
-    """The header of an AddGradient call. No session: it is committed when it is answered."""
-    return head_service_pb2.AddGradientHeader(
+def gradient_header(request: GradientRequest) -> Any:
+    """The header of an AddGradient call."""
+    return _wire.AddGradientHeader(
         head=head_step(request.key),
         micro_batch=request.micro_batch,
-        attempt=attempt,
+        attempt=request.attempt or 0,
         row_start=request.row_start,
         row_count=request.rows.shape[0],
         factor=request.factor,
     )
 
 
-def check_rows_message_size(header_bytes: int, limit: int) -> None:
-    """Raises InvalidArgumentError for a header (targets, weights) that does not fit one message."""
-    if header_bytes >= limit:
+# Bound of one message: a header with targets and weights for max_micro_batch_rows rows.
+_MAX_MESSAGE_BYTES = 16 << 20
+
+
+def serialized_header(header: Any) -> bytes:
+    """The header of a call with rows.
+
+    Raises:
+        InvalidArgumentError: targets and weights do not fit into one message.
+    """
+    message: bytes = header.SerializeToString()
+    if len(message) >= _MAX_MESSAGE_BYTES:
         raise invalid_argument(
             "LIMIT_EXCEEDED",
-            f"targets and weights take {header_bytes} bytes, a message has at most {limit}; use smaller micro-batches",
+            f"targets and weights take {len(message)} bytes, a message has at most {_MAX_MESSAGE_BYTES}; use smaller micro-batches",
             limit="max_message_bytes",
-            maximum=limit,
-            actual=header_bytes,
+            maximum=_MAX_MESSAGE_BYTES,
+            actual=len(message),
         )
+    return message
 
 
 def _token_output(message: Any, name: str) -> np.ndarray | None:
     if not message.HasField(name):
         return None
     tensor = getattr(message, name)
-    dtype = "<i4" if tensor.data_type == tensor_pb2.DATA_TYPE_INT32 else "<f4"
+    dtype = "<i4" if tensor.data_type == _wire.DATA_TYPE_INT32 else "<f4"
     return np.frombuffer(tensor.data, dtype).reshape(tuple(tensor.shape)).copy()
 
 
-def summary_result(summary: Any, grad_hidden: Any, attempt: int) -> LossResult:
-    """The outcome of a micro-batch."""
+def summary_fields(summary: Any) -> dict[str, Any]:
+    """The fields of a LossResult that a MicroBatchSummary has."""
     timing = summary.timing
-    return combine_terms(
-        tuple(map(_term_result, summary.terms)),
-        grad_hidden=grad_hidden,
-        state=_enum_name(loss_service_pb2.ContributionState, summary.state, "CONTRIBUTION_STATE_"),
-        form=_enum_name(loss_service_pb2.ContributionForm, summary.form, "CONTRIBUTION_FORM_"),
-        replayed=summary.replayed,
-        payload_differs=summary.payload_differs,
-        digest=summary.digest,
-        step=summary.step if summary.HasField("step") else None,
-        timing=Timing(seconds_of(timing.queue), seconds_of(timing.upload), seconds_of(timing.engine), seconds_of(timing.download)),
-        transport=summary.transport,
-        attempt=attempt,
-    )
+    return {
+        **combine_terms(tuple(map(_term_result, summary.terms))),
+        "state": _wire.value_name("ContributionState", summary.state),
+        "form": _wire.value_name("ContributionForm", summary.form),
+        "replayed": summary.replayed,
+        "payload_differs": summary.payload_differs,
+        "digest": summary.digest,
+        "step": summary.step if summary.HasField("step") else None,
+        "timing": Timing(*map(seconds_of, (timing.queue, timing.upload, timing.engine, timing.download))),
+        "transport": summary.transport,
+    }
+
+
+_SUMS = tuple(field.name for field in _wire.LossSums.DESCRIPTOR.fields)
 
 
 def _term_result(term: Any) -> TermResult:
-    return TermResult(
-        **{field.name: getattr(term.sums, field.name) for field in term.sums.DESCRIPTOR.fields},
-        **{name: _token_output(term, name) for name in TOKEN_OUTPUTS},
-        non_finite_row_count=term.non_finite_row_count,
-        weight_version=term.weight_version,
-        teacher_weight_version=term.teacher_weight_version,
-    )
+    sums = term.sums
+    values: dict[str, Any] = {name: getattr(sums, name) for name in _SUMS}
+    for name in TOKEN_OUTPUTS:
+        values[name] = _token_output(term, name)
+    for name in ("non_finite_row_count", "weight_version", "teacher_weight_version"):
+        values[name] = getattr(term, name)
+    return result_of(TermResult, values)
 
 
 def totals_of(message: Any) -> StepTotals:
@@ -365,16 +354,16 @@ def step_of(message: Any) -> Step:
     """A Step."""
     return Step(
         step=message.step,
-        state=_enum_name(head_service_pb2.StepState, message.state, "STEP_STATE_"),
+        state=_wire.value_name("StepState", message.state),
         micro_batches={
             entry.micro_batch: MicroBatchState(
                 micro_batch=entry.micro_batch,
                 attempt=entry.attempt,
-                state=_enum_name(loss_service_pb2.ContributionState, entry.state, "CONTRIBUTION_STATE_"),
+                state=_wire.value_name("ContributionState", entry.state),
                 digest=entry.digest,
                 valid_token_count=entry.valid_token_count,
                 factor=entry.factor,
-                form=_enum_name(loss_service_pb2.ContributionForm, entry.form, "CONTRIBUTION_FORM_"),
+                form=_wire.value_name("ContributionForm", entry.form),
             )
             for entry in message.micro_batches
         },
@@ -385,13 +374,13 @@ def step_of(message: Any) -> Step:
 def expected_message(expected: Expected) -> Any:
     """Ids, or their number."""
     if isinstance(expected, int):
-        return head_service_pb2.ExpectedMicroBatches(count=expected)
-    return head_service_pb2.ExpectedMicroBatches(ids=head_service_pb2.MicroBatchIds(ids=list(expected)))
+        return _wire.ExpectedMicroBatches(count=expected)
+    return _wire.ExpectedMicroBatches(ids=_wire.MicroBatchIds(ids=list(expected)))
 
 
 def apply_request(key: StepKey, expected: Expected | None, arguments: ApplyArguments) -> Any:
     """An ApplyOptimizerStepRequest; what is None stays unset."""
-    return head_service_pb2.ApplyOptimizerStepRequest(
+    return _wire.ApplyOptimizerStepRequest(
         head=head_step(key),
         expected=None if expected is None else expected_message(expected),
         learning_rate=arguments.learning_rate,

@@ -20,9 +20,9 @@ from headwater._errors import (
     StepLostError,
     UnavailableError,
     invalid_argument,
+    is_restarting,
 )
 from headwater._head import Head
-from headwater._retry import is_restarting
 from headwater._types import check_integer, check_number
 
 R = TypeVar("R")

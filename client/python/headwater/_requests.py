@@ -1,9 +1,10 @@
-"""Arguments of a micro-batch, checked and brought into one form before any backend sees them."""
+"""Arguments of a micro-batch, checked and brought into one form before anything is sent."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,11 @@ import numpy as np
 from headwater import _arrays
 from headwater._errors import invalid_argument
 from headwater._memory import DeviceArray, RowMemory, Rows, as_tensor, torch
-from headwater._types import HeadSpec, LossResult, check_integer, check_not_negative, check_number
+from headwater._types import HeadSpec, check_integer, check_not_negative, check_number
+
+# Exactly 0 ... n-1, or exactly these ids.
+Expected = int | Sequence[int]
+Progress = Callable[[int, int], None]
 
 DEFAULT_IGNORE_INDEX = -100
 
@@ -23,7 +28,7 @@ TOKEN_OUTPUTS: dict[str, float] = {"token_loss": 0, "lse": 0, "target_log_probab
 COMPACTION_SHARE = 1 / 8
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class CrossEntropyOptions:
     """Checked options of a cross entropy."""
 
@@ -32,7 +37,7 @@ class CrossEntropyOptions:
     class_weights: np.ndarray | None = None  # (valid_vocab_size,) or (vocab_size,) float32
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class JsdOptions:
     """Checked options of a Jensen-Shannon divergence."""
 
@@ -44,7 +49,7 @@ class JsdOptions:
     truncate_to_common: bool
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class JoinedRows:
     """Hidden states that another stream brings (`Client.teacher`)."""
 
@@ -54,7 +59,7 @@ class JoinedRows:
     data_type: str
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class TeacherRows:
     """A teacher's head and the hidden states that it sees."""
 
@@ -68,7 +73,7 @@ class TeacherRows:
         return None if isinstance(self.hidden, JoinedRows) else self.hidden
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepKey:
     """A head, at an epoch, and a step of it."""
 
@@ -77,7 +82,7 @@ class StepKey:
     step: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class TermRequest:
     """One loss term over rows [row_start, row_start + row_count), complete and checked."""
 
@@ -87,6 +92,7 @@ class TermRequest:
     row_start: int
     row_count: int
     targets: np.ndarray | None  # (row_count,) int32
+    may_ignore: bool  # whether a target may be ignore_index
     ignore_index: int
     token_weights: np.ndarray | None  # (row_count,) float32
     loss_scale: float
@@ -95,13 +101,13 @@ class TermRequest:
     expected_weight_version: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ComputeRequest:
     """One micro-batch, complete and checked."""
 
     terms: tuple[TermRequest, ...]
     micro_batch: int | None  # None: nothing is added
-    attempt: int | None  # None: the backend's to choose
+    attempt: int | None  # None: the core's to choose
     backward: bool
     explicit: bool
     allow_held: bool
@@ -113,7 +119,7 @@ class ComputeRequest:
     return_grad_hidden: bool
     grad_hidden_data_type: str
     grad_hidden_scale: float
-    grad_hidden_out: Any = None  # where grad_hidden is to be written: an array or a CUDA tensor; None: the backend's choice
+    grad_hidden_out: Any = None  # where grad_hidden is to be written: an array or a CUDA tensor; None: the client's choice
 
     @property
     def keys(self) -> tuple[StepKey, ...]:
@@ -121,27 +127,51 @@ class ComputeRequest:
         return tuple(dict.fromkeys(StepKey(term.head, term.epoch, term.step) for term in self.terms if term.step is not None))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class CommitRequest:
     """The commit of an explicit micro-batch."""
 
     keys: tuple[StepKey, ...]  # every head that it adds to
     micro_batch: int
-    attempt: int | None  # None: the one that the backend has submitted
+    attempt: int | None  # None: the one that was submitted last
     factor: float
     token_factors: np.ndarray | None  # (num_tokens,) float32
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class GradientRequest:
     """A trainer's own part of the weight's gradient: rows [row_start, row_start + number of rows), times `factor`."""
 
     key: StepKey
     micro_batch: int
-    attempt: int | None  # None: the backend's to choose
+    attempt: int | None  # None: the core's to choose
     row_start: int
     rows: np.ndarray  # (number of rows, hidden_size) float32, C-contiguous
     factor: float
+
+
+@dataclass(slots=True)
+class ApplyArguments:
+    """Arguments of an optimizer step; None leaves the head's own setting."""
+
+    learning_rate: float
+    gradient_factor: float = 1.0
+    max_grad_norm: float | None = None
+    other_grad_norm_squared: float = 0.0
+    weight_decay: float | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+    epsilon: float | None = None
+    momentum: float | None = None
+
+
+@dataclass(slots=True)
+class UploadOptions:
+    """How a tensor is uploaded."""
+
+    upload_id: str
+    on_progress: Progress | None = None
+    closes_step: int | None = None  # the step that the weights close; None: they are set outside of any step
 
 
 def check_outputs(outputs: Any) -> tuple[str, ...]:
@@ -217,10 +247,13 @@ def check_apart(out: Any, rows: Rows, field: str) -> None:
         )
 
 
-def check_targets(targets: Any, row_count: int, ignore_index: int, valid_vocab_size: int) -> np.ndarray:
-    """int32 targets, each in [0, valid_vocab_size) or `ignore_index`."""
-    array = _arrays.int_vector(targets, "targets", row_count)
-    bad = (array != ignore_index) & ((array < 0) | (array >= valid_vocab_size))
+def check_targets(targets: Any, row_count: int, ignore_index: int, valid_vocab_size: int) -> tuple[np.ndarray, bool]:
+    """int32 targets, each in [0, valid_vocab_size) or `ignore_index`; and whether there may be one of the latter."""
+    array, least, largest = _arrays.int_vector(targets, "targets", row_count)
+    may_ignore = least <= ignore_index <= largest
+    if least >= 0 and largest < valid_vocab_size:
+        return array, may_ignore
+    bad = ((array < 0) | (array >= valid_vocab_size)) & (array != ignore_index)
     if bad.any():
         row = int(np.argmax(bad))
         raise invalid_argument(
@@ -231,7 +264,7 @@ def check_targets(targets: Any, row_count: int, ignore_index: int, valid_vocab_s
             actual=array[row],
             expected=f"[0, {valid_vocab_size})",
         )
-    return array
+    return array, may_ignore
 
 
 def check_cross_entropy(spec: HeadSpec, label_smoothing: Any, z_loss: Any, class_weights: Any) -> CrossEntropyOptions:
@@ -279,7 +312,7 @@ def check_bool(value: Any, name: str) -> bool:
     return bool(value)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Compaction:
     """Which rows are sent, and how answers about them become answers about all rows."""
 
@@ -312,7 +345,7 @@ def compact(request: ComputeRequest) -> Compaction:
     shared = len(request.terms) > 1 or term.row_count != row_count
     # Rows of another stream are kept until they are used: all of them are asked for.
     shared |= term.teacher is not None and term.teacher.sent is None
-    if shared or term.targets is None or request.late_token_factors:
+    if shared or term.targets is None or not term.may_ignore or request.late_token_factors:
         return Compaction(request, row_count, None)
     valid = term.targets != term.ignore_index
     ignored = row_count - int(np.count_nonzero(valid))
@@ -333,24 +366,20 @@ def compact(request: ComputeRequest) -> Compaction:
     return Compaction(sent, row_count, kept)
 
 
-def finish(compaction: Compaction, request: ComputeRequest, result: LossResult, grad_hidden_out: Any = None) -> LossResult:
-    """Brings a backend's answer (rows that were sent) into the caller's form. `grad_hidden_out` is what the caller has given."""
-    changes: dict[str, Any] = {}
+def finish(compaction: Compaction, request: ComputeRequest, answer: dict[str, Any], grad_hidden_out: Any = None) -> dict[str, Any]:
+    """Brings the fields of an answer about the rows that were sent into the caller's form."""
     if compaction.kept is not None:
-        changes = {
-            name: compaction.expand(getattr(result, name), fill)
-            for name, fill in TOKEN_OUTPUTS.items()
-            if getattr(result, name) is not None
-        }
-        changes["terms"] = (dataclasses.replace(result.terms[0], **changes),)
-    if result.grad_hidden is not None:
-        full = compaction.expand(result.grad_hidden, 0)
+        outputs = {name: compaction.expand(answer[name], fill) for name, fill in TOKEN_OUTPUTS.items() if answer[name] is not None}
+        answer = {**answer, **outputs, "terms": (dataclasses.replace(answer["terms"][0], **outputs),)}
+    grad_hidden = answer["grad_hidden"]
+    if grad_hidden is not None:
+        full = compaction.expand(grad_hidden, 0)
         if grad_hidden_out is None:
-            changes["grad_hidden"] = request.hidden.give(full, request.grad_hidden_data_type)
+            answer["grad_hidden"] = request.hidden.give(full, request.grad_hidden_data_type)
         else:
             copy_rows(request.grad_hidden_out, full, request.grad_hidden_data_type)
-            changes["grad_hidden"] = grad_hidden_out
-    return dataclasses.replace(result, **changes)
+            answer["grad_hidden"] = grad_hidden_out
+    return answer
 
 
 def copy_rows(out: Any, values: Any, data_type: str) -> None:
@@ -397,7 +426,7 @@ def check_temperature(value: Any, name: str) -> float:
 
 
 def check_token_factors(value: Any) -> np.ndarray | None:
-    """(num_tokens,) finite float32, or None. Their number is the backend's to check: it knows the micro-batch."""
+    """(num_tokens,) finite float32, or None. Their number is the server's to check: it knows the micro-batch."""
     if value is None:
         return None
     shape = tuple(value.shape) if hasattr(value, "shape") else (len(value),) if hasattr(value, "__len__") else ()
@@ -410,41 +439,3 @@ def check_token_factors(value: Any) -> np.ndarray | None:
             actual=shape,
         )
     return _arrays.float_vector(value, "token_factors", shape)
-
-
-def copy_request(request: ComputeRequest) -> ComputeRequest:
-    """The request with arrays of its own: the caller may change what was passed as soon as the call has returned."""
-
-    def vector(array: np.ndarray | None) -> np.ndarray | None:
-        return None if array is None else array.copy()
-
-    def cross_entropy(options: CrossEntropyOptions) -> CrossEntropyOptions:
-        return dataclasses.replace(options, class_weights=vector(options.class_weights))
-
-    def term(given: TermRequest) -> TermRequest:
-        loss, teacher = given.loss, given.teacher
-        return dataclasses.replace(
-            given,
-            targets=vector(given.targets),
-            token_weights=vector(given.token_weights),
-            loss=(
-                cross_entropy(loss)
-                if isinstance(loss, CrossEntropyOptions)
-                else dataclasses.replace(loss, hard_loss=cross_entropy(loss.hard_loss))
-            ),
-            teacher=(
-                teacher if teacher is None or teacher.sent is None else dataclasses.replace(teacher, hidden=teacher.sent.copy())
-            ),
-        )
-
-    return dataclasses.replace(request, hidden=request.hidden.copy(), terms=tuple(map(term, request.terms)), grad_hidden_out=None)
-
-
-def request_bytes(request: ComputeRequest) -> int:
-    """Memory of the request's arrays."""
-    total = request.hidden.nbytes
-    for term in request.terms:
-        options = term.loss if isinstance(term.loss, CrossEntropyOptions) else term.loss.hard_loss
-        arrays = (term.targets, term.token_weights, options.class_weights, term.teacher and term.teacher.sent)
-        total += sum(array.nbytes for array in arrays if array is not None)
-    return total

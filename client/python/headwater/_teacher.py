@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headwater import _arrays, _requests, _terms
-from headwater._errors import invalid_argument
+from headwater._errors import FailedPreconditionError, invalid_argument
 from headwater._futures import as_future
-
-if TYPE_CHECKING:
-    from headwater._client import Client
+from headwater._remote import RemoteBackend
+from headwater._types import check_number
 
 
 class Teacher:
@@ -22,13 +21,9 @@ class Teacher:
         join_key, total_rows: as given.
     """
 
-    def __init__(self, client: Client, join_key: str, *, total_rows: int, tenant: str | None, owned: bool):
-        from headwater._client import check_tenant  # which imports this module
-
-        self._client = client
-        self._backend = client._backend
-        self._executors = client._executors
-        self._tenant = client.tenant if tenant is None else check_tenant(tenant)
+    def __init__(self, backend: RemoteBackend, join_key: str, *, total_rows: int, tenant: str, owned: bool):
+        self._backend = backend
+        self._tenant = tenant
         self._owned = _requests.check_bool(owned, "owned")
         checked = _terms.check_join(join_key, total_rows, None, 0, _arrays.FLOAT32, "rows")
         self.join_key = checked.join_key
@@ -65,7 +60,10 @@ class Teacher:
         if row_indices is None:
             _arrays.check_shape((count,), (self.total_rows,), "rows without row_indices (their number)")
         place = _terms.check_join(self.join_key, self.total_rows, row_indices, count, sent.data_type, "rows")
-        with _terms.joining():
-            return self._backend.stream_teacher(self._tenant, sent, place, self._owned, self._client._timeout(timeout_s))
+        bound_s = self._backend.timeout_s if timeout_s is None else check_number(timeout_s, "timeout_s", low=0, low_open=True)
+        try:
+            return self._backend.stream_teacher(self._tenant, sent, place, self._owned, bound_s)
+        except FailedPreconditionError as error:
+            raise _terms.explained(error) from None
 
     stream_future = as_future(stream, threads="stream")

@@ -2,36 +2,53 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from headwater import _arrays, _requests
 from headwater._errors import FailedPreconditionError, invalid_argument
 from headwater._memory import Rows
+from headwater._remote import RemoteBackend
 from headwater._requests import DEFAULT_IGNORE_INDEX, JsdOptions, TeacherRows, TermRequest
-from headwater._types import check_factor, check_integer, check_number
+from headwater._types import HeadSpec, check_factor, check_integer, check_number
 
-if TYPE_CHECKING:
-    from headwater._head import Head
+P = ParamSpec("P")
+R = TypeVar("R")
+Self = TypeVar("Self")
+Options = TypeVar("Options")
 
 
-@dataclass(frozen=True, eq=False)
-class CrossEntropy:
-    """A cross entropy over some rows of a micro-batch: a term of `Head.multi`. Arguments are those of `Head.cross_entropy`."""
+class HeadReference:
+    """A head as terms name it: `headwater.Head` is one.
 
-    targets: Any  # (rows of the term,) integers, aligned with the rows
-    head: Head | None = None  # None: the head whose `multi` is called
-    rows: Any = None  # slice(start, stop) or (start, stop), half-open, not empty; None: all
-    token_weights: Any = None  # (rows of the term,) finite, any sign; None: 1
-    loss_scale: float = 1.0
-    ignore_index: int = DEFAULT_IGNORE_INDEX
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    class_weights: Any = None
-    step: int | None = None  # None: `step` of the term's head
-    expected_weight_version: int | None = None
+    Attributes:
+        step: the step that calls work on unless they say otherwise.
+    """
+
+    def __init__(self, backend: RemoteBackend, name: str, spec: HeadSpec, epoch: bytes, step: int | None):
+        self._backend = backend
+        self._name = name
+        self._spec = spec
+        self._known_epoch = epoch
+        self.step = step
+
+    @property
+    def name(self) -> str:
+        """`tenants/{tenant}/heads/{head}`."""
+        return self._name
+
+    @property
+    def spec(self) -> HeadSpec:
+        """What the head is; fixed for its life."""
+        return self._spec
+
+    @property
+    def epoch(self) -> bytes:
+        """The 16 bytes that this object's calls carry."""
+        return self._backend.current_epoch(self._name, self._known_epoch)
 
 
 class _Join:
@@ -48,37 +65,151 @@ class _Join:
 JOIN = _Join()
 
 
-@dataclass(frozen=True, eq=False)
-class JSD:
-    """A divergence to a teacher over some rows of a micro-batch: a term of `Head.multi`. Arguments are those of `Head.jsd`."""
+# ---- options: each is declared once, and a loss takes those of the classes that it is made of ----------------------------
 
-    teacher: Head
-    teacher_hidden: Any  # (rows of the term, hidden_size of the teacher's head), or headwater.JOIN
-    head: Head | None = None  # None: the head whose `multi` is called
-    rows: Any = None  # slice(start, stop) or (start, stop), half-open, not empty; None: all
-    targets: Any = None  # (rows of the term,)
-    beta: float = 0.5
-    student_temperature: float = 1.0
-    teacher_temperature: float = 1.0
-    hard_loss_weight: float = 0.0
-    token_weights: Any = None
-    loss_scale: float = 1.0
+
+@dataclass(eq=False, kw_only=True)
+class HardLossOptions:
+    """Options of a cross entropy, and of the one within a divergence. Losses of headwater.torch take them too."""
+
     ignore_index: int = DEFAULT_IGNORE_INDEX
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    class_weights: Any = None
+
+
+@dataclass(eq=False, kw_only=True)
+class DivergenceOptions:
+    """Options of a Jensen-Shannon divergence. `JSDLoss` of headwater.torch takes them too."""
+
+    beta: float = 0.5
+    hard_loss_weight: float = 0.0
     truncate_to_common: bool = False
+
+
+@dataclass(eq=False, kw_only=True)
+class TermOptions(HardLossOptions):
+    """Options of a loss term of either kind."""
+
+    token_weights: Any = None  # (rows of the term,) finite, any sign; None: 1
+    loss_scale: float = 1.0
+    class_weights: Any = None
     step: int | None = None  # None: `step` of the term's head
     expected_weight_version: int | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class JsdTermOptions(TermOptions, DivergenceOptions):
+    """Options of a divergence to a teacher."""
+
+    student_temperature: float = 1.0
+    teacher_temperature: float = 1.0
     join_key: str | None = None  # with JOIN: 1 to 256 bytes of UTF-8
     total_rows: int | None = None  # with JOIN: rows of the joined set, >= 1
-    row_indices: Any = (
-        None  # with JOIN: (rows of the term,) integers in [0, total_rows); None: row i of the term is row i of the set
-    )
+    row_indices: Any = None  # with JOIN: (rows of the term,) integers in [0, total_rows); None: row i is row i of the set
     teacher_dtype: Any = None  # with JOIN: that of the rows; None: that of the student's
 
 
-Term = CrossEntropy | JSD
+@dataclass(eq=False)
+class CrossEntropy(TermOptions):
+    """A cross entropy over some rows of a micro-batch: a term of `Head.multi`. Arguments are those of `Head.cross_entropy`."""
+
+    targets: Any  # (rows of the term,) integers, aligned with the rows
+    head: HeadReference | None = None  # None: the head whose `multi` is called
+    rows: Any = None  # slice(start, stop) or (start, stop), half-open, not empty; None: all
+
+
+@dataclass(eq=False)
+class JSD(JsdTermOptions):
+    """A divergence to a teacher over some rows of a micro-batch: a term of `Head.multi`. Arguments are those of `Head.jsd`."""
+
+    teacher: HeadReference
+    teacher_hidden: Any  # (rows of the term, hidden_size of the teacher's head), or headwater.JOIN
+    head: HeadReference | None = None  # as in CrossEntropy
+    rows: Any = None  # as in CrossEntropy
+    targets: Any = None  # (rows of the term,)
+
+
+@dataclass(eq=False, kw_only=True)
+class MicroBatchOptions:
+    """How a micro-batch is submitted: options of every loss of `Head`."""
+
+    micro_batch: int | None = None
+    commit: str = "eager"
+    allow_held: bool = False
+    late_token_factors: bool = False
+    attempt: int | None = None
+    outputs: Sequence[str] = ()
+    backward: bool = True
+    return_grad_hidden: bool | None = None
+    grad_hidden_scale: float = 1.0
+    grad_hidden_dtype: Any = None
+    grad_hidden_out: Any = None
+    on_mismatch: str = "conflict"
+    non_finite: str = "report"
+    timeout_s: float | None = None
+
+    rows_field: ClassVar[str] = "hidden"  # name of the argument with the rows
+
+
+@dataclass(eq=False)
+class CrossEntropyCall(MicroBatchOptions, TermOptions):
+    """Arguments of `Head.cross_entropy`, which is one term."""
+
+    hidden: Any
+    targets: Any
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """What is computed."""
+        return (self,)
+
+
+@dataclass(eq=False)
+class JsdCall(MicroBatchOptions, JsdTermOptions):
+    """Arguments of `Head.jsd`, which is one term."""
+
+    student_hidden: Any
+    teacher: HeadReference
+    teacher_hidden: Any
+    _: KW_ONLY
+    targets: Any = None
+
+    rows_field: ClassVar[str] = "student_hidden"
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """What is computed."""
+        return (self,)
+
+
+@dataclass(eq=False)
+class MultiCall(MicroBatchOptions):
+    """Arguments of `Head.multi`."""
+
+    hidden: Any
+    terms: Iterable[CrossEntropy | JSD]
+
+
+Term = CrossEntropy | JSD | CrossEntropyCall | JsdCall
+LossCall = CrossEntropyCall | JsdCall | MultiCall
+
+
+def spread(options: Callable[P, Options]) -> Callable[[Callable[[Self, Options], R]], Callable[Concatenate[Self, P], R]]:
+    """Makes a method of one argument, a dataclass, take the dataclass's own arguments, which `help` and type checkers see."""
+
+    def decorate(method: Callable[[Self, Options], R]) -> Callable[Concatenate[Self, P], R]:
+        @functools.wraps(method)
+        def call(self: Self, *args: P.args, **kwargs: P.kwargs) -> R:
+            return method(self, options(*args, **kwargs))
+
+        signature = inspect.signature(method)
+        own = next(iter(signature.parameters.values()))
+        parameters = [own, *inspect.signature(options).parameters.values()]
+        call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        call.options = options  # type: ignore[attr-defined]
+        return call
+
+    return decorate
 
 
 def _row_range(rows: Any, row_count: int) -> tuple[int, int]:
@@ -107,32 +238,33 @@ def _row_range(rows: Any, row_count: int) -> tuple[int, int]:
     return start, stop
 
 
-def check_head(value: Any, field: str, owner: Head) -> Head:
+def check_head(value: Any, field: str, owner: HeadReference) -> HeadReference:
     """A head of the same client as `owner`."""
-    from headwater._head import Head  # which imports this module
-
-    if not isinstance(value, Head):
+    if not isinstance(value, HeadReference):
         raise invalid_argument("INVALID_FIELD", f"{field} must be a headwater.Head, got {type(value).__name__}", field=field)
     if value._backend is not owner._backend:
         raise invalid_argument("INVALID_COMBINATION", f"{field} must be a head of the same client as {owner.name}", field=field)
     return value
 
 
-def check_term(owner: Head, term: Term, hidden: Rows, hidden_name: str, backward: bool) -> TermRequest:
+def check_term(owner: HeadReference, term: Term, hidden: Rows, hidden_name: str, backward: bool) -> TermRequest:
     """The term, checked against its heads and the micro-batch's rows."""
-    if not isinstance(term, (CrossEntropy, JSD)):
+    if not isinstance(term, Term):
         raise invalid_argument(
             "INVALID_FIELD", f"a term must be headwater.CrossEntropy or headwater.JSD, got {type(term).__name__}", field="terms"
         )
-    head = owner if term.head is None else check_head(term.head, "head", owner)
+    head, rows = owner, None
+    if isinstance(term, (CrossEntropy, JSD)):
+        rows = term.rows
+        head = owner if term.head is None else check_head(term.head, "head", owner)
     if hidden.shape[1] != head.spec.hidden_size:
         _requests.check_rows(hidden, hidden_name, head.spec.hidden_size)
-    start, stop = _row_range(term.rows, hidden.shape[0])
+    start, stop = _row_range(rows, hidden.shape[0])
     count = stop - start
     ignore_index = check_integer(term.ignore_index, "ignore_index", low=-(2**31), high=2**31 - 1)
-    targets = None
-    if isinstance(term, CrossEntropy) or term.targets is not None:
-        targets = _requests.check_targets(term.targets, count, ignore_index, head.spec.valid_size)
+    targets, may_ignore = None, False
+    if not isinstance(term, (JSD, JsdCall)) or term.targets is not None:
+        targets, may_ignore = _requests.check_targets(term.targets, count, ignore_index, head.spec.valid_size)
     hard_loss = _requests.check_cross_entropy(head.spec, term.label_smoothing, term.z_loss, term.class_weights)
     token_weights = term.token_weights
     if token_weights is not None:
@@ -141,7 +273,6 @@ def check_term(owner: Head, term: Term, hidden: Rows, hidden_name: str, backward
     step = None
     if head.spec.trainable and backward:
         step = check_integer(head.step if term.step is None else term.step, "step")
-    jsd = isinstance(term, JSD)
     return TermRequest(
         head=head.name,
         epoch=head.epoch,
@@ -149,11 +280,12 @@ def check_term(owner: Head, term: Term, hidden: Rows, hidden_name: str, backward
         row_start=start,
         row_count=count,
         targets=targets,
+        may_ignore=may_ignore,
         ignore_index=ignore_index,
         token_weights=token_weights,
         loss_scale=check_factor(term.loss_scale, "loss_scale"),
-        loss=_jsd_options(head, term, hard_loss) if jsd else hard_loss,
-        teacher=_teacher_rows(owner, term, count, hidden, hidden_name) if jsd else None,
+        loss=_jsd_options(head, term, hard_loss) if isinstance(term, (JSD, JsdCall)) else hard_loss,
+        teacher=_teacher_rows(owner, term, count, hidden, hidden_name) if isinstance(term, (JSD, JsdCall)) else None,
         expected_weight_version=None if version is None else check_integer(version, "expected_weight_version"),
     )
 
@@ -175,10 +307,9 @@ def check_join(
     total_rows = check_integer(total_rows, "total_rows", low=1)
     indices = None
     if row_indices is not None:
-        indices = _arrays.int_vector(row_indices, "row_indices", row_count)
-        outside = (indices < 0) | (indices >= total_rows)
-        if outside.any():
-            row = int(outside.argmax())
+        indices, least, largest = _arrays.int_vector(row_indices, "row_indices", row_count)
+        if least < 0 or largest >= total_rows:
+            row = int(((indices < 0) | (indices >= total_rows)).argmax())
             raise invalid_argument(
                 "INVALID_FIELD",
                 f"row_indices[{row}] is {indices[row]}; expected an index in [0, {total_rows})",
@@ -198,7 +329,7 @@ def check_join(
     return _requests.JoinedRows(join_key, total_rows, indices, data_type)
 
 
-def _teacher_rows(owner: Head, term: JSD, row_count: int, hidden: Rows, hidden_name: str) -> TeacherRows:
+def _teacher_rows(owner: HeadReference, term: JSD | JsdCall, row_count: int, hidden: Rows, hidden_name: str) -> TeacherRows:
     teacher = check_head(term.teacher, "teacher", owner)
     if isinstance(term.teacher_hidden, _Join):
         data_type = hidden.data_type if term.teacher_dtype is None else _arrays.data_type_name(term.teacher_dtype, "teacher_dtype")
@@ -221,7 +352,7 @@ def _teacher_rows(owner: Head, term: JSD, row_count: int, hidden: Rows, hidden_n
     return TeacherRows(teacher.name, teacher.epoch, rows)
 
 
-def _jsd_options(head: Head, term: JSD, hard_loss: _requests.CrossEntropyOptions) -> JsdOptions:
+def _jsd_options(head: HeadReference, term: JSD | JsdCall, hard_loss: _requests.CrossEntropyOptions) -> JsdOptions:
     check_head(term.teacher, "teacher", head)
     hard_loss_weight = check_number(term.hard_loss_weight, "hard_loss_weight", low=0, high=1)
     if hard_loss_weight == 0 and (term.label_smoothing or term.z_loss or term.class_weights is not None):
@@ -253,18 +384,12 @@ def _jsd_options(head: Head, term: JSD, hard_loss: _requests.CrossEntropyOptions
     )
 
 
-@contextlib.contextmanager
-def joining() -> Iterator[None]:
-    """A call that joins a set whose rows are of another type than it says: the error names the argument that says it."""
-    try:
-        yield
-    except FailedPreconditionError as error:
-        if error.reason != "JOIN_INCOMPLETE" or error.metadata.get("field") != "data_type":
-            raise
-        message = (
-            f"{error.message}; teacher_dtype= of the loss names the type of the teacher's rows, without it the student's is meant"
-        )
-        raise type(error)(message, reason=error.reason, metadata=error.metadata) from None
+def explained(error: FailedPreconditionError) -> FailedPreconditionError:
+    """The error of a call that joins a set; if the set's rows are of another type than it says, with the argument that says it."""
+    if error.reason != "JOIN_INCOMPLETE" or error.metadata.get("field") != "data_type":
+        return error
+    message = f"{error.message}; teacher_dtype= of the loss names the type of the teacher's rows, without it the student's is meant"
+    return type(error)(message, reason=error.reason, metadata=error.metadata)
 
 
 def check_one_step(terms: tuple[TermRequest, ...]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, NoReturn, Self
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
 import numpy as np
 
 from headwater._errors import invalid_argument
+
+Result = TypeVar("Result")
 
 
 def _refuse(name: str, expected: str, number: float) -> NoReturn:
@@ -76,12 +78,14 @@ def check_max_grad_norm(value: Any, name: str = "max_grad_norm") -> float | None
     return check_number(number, name, low=0, low_open=True)
 
 
+# The least number that rounds to infinity in float32.
+_FLOAT32_END = (2 - 2.0**-24) * 2.0**127
+
+
 def _check_float32(value: Any, name: str, kind: str, holds: Callable[[float], bool]) -> float:
     # As server/service/field_check.cc has it: what rounds to a finite float32 may be beyond the largest one by half a unit.
     number = _to_number(value, name)
-    with np.errstate(over="ignore"):
-        finite = bool(np.isfinite(np.float32(number)))
-    if not finite or not holds(number):
+    if not -_FLOAT32_END < number < _FLOAT32_END or not holds(number):
         _refuse(name, f"{kind} that is finite in float32", number)
     return number
 
@@ -171,6 +175,37 @@ class SGD(_Optimizer):
             raise invalid_argument("INVALID_FIELD", f"nesterov must be True or False, got {self.nesterov!r}", field="nesterov")
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise invalid_argument("INVALID_COMBINATION", "nesterov needs momentum > 0 and dampening == 0", field="nesterov")
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How often a call is tried, and how long to wait in between. The call's `timeout_s` bounds all of it together."""
+
+    max_attempts: int = 5  # >= 1; 1: no retries
+    initial_backoff: float = 0.1  # > 0, seconds before the second attempt; doubles with each one
+    max_backoff: float = 5.0  # >= initial_backoff, seconds
+
+    def __post_init__(self) -> None:
+        check_integer(self.max_attempts, "max_attempts", low=1, high=2**31 - 1)
+        check_number(self.initial_backoff, "initial_backoff", low=0, low_open=True)
+        check_number(self.max_backoff, "max_backoff", low=self.initial_backoff)
+
+
+DEFAULT_RETRIES = RetryPolicy()
+
+
+@dataclass(frozen=True)
+class TLS:
+    """TLS to the server. Files are in PEM; new connections take up new files when these change."""
+
+    ca_certificate: str | None = None
+    """File with the authorities that may have signed the server's certificate; None: those of the system."""
+    client_certificate: str | None = None
+    """File with what this client shows to a server that asks for it (mTLS): the chain."""
+    client_key: str | None = None
+    """File with its key; both or neither."""
+    server_name: str | None = None
+    """The name that the server's certificate must be for; None: the host of the address."""
 
 
 # How a group of ranks shares a head's work, with the wire API's numbers.
@@ -393,12 +428,18 @@ class LossResult:
         return self._decision
 
 
-def combine_terms(terms: tuple[TermResult, ...], **rest: Any) -> LossResult:
-    """The result of a micro-batch with these terms."""
-    values: dict[str, Any] = {name: sum(getattr(term, name) for term in terms) for name in LOSS_SUMS}
+def result_of(cls: type[Result], values: dict[str, Any]) -> Result:
+    """A frozen dataclass of these values and defaults: what its constructor makes, in a fraction of the time."""
+    result = object.__new__(cls)
+    vars(result).update(values)
+    return result
+
+
+def combine_terms(terms: tuple[TermResult, ...]) -> dict[str, Any]:
+    """The fields of a LossResult that come from its terms."""
     if len(terms) == 1:
-        values.update({f.name: getattr(terms[0], f.name) for f in fields(TermResult)})
-    return LossResult(**values, terms=terms, **rest)
+        return {**vars(terms[0]), "terms": terms}
+    return {**{name: sum(getattr(term, name) for term in terms) for name in LOSS_SUMS}, "terms": terms}
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def connect(
     }
     server = _running(_binary(), *(f"--{name}={value}" for name, value in options.items()))
     client = headwater.connect(server.address, timeout_s=timeout_s, tenant=tenant)
-    client._server = server
+    client._backend.connection.owner = server  # which ends with its last client
     return client
 
 

@@ -99,7 +99,7 @@ class Driver:
 
     def _close(self, words, options):
         client = self._clients.pop(options.get("client", "main"))
-        self._heads = {name: head for name, head in self._heads.items() if head._client is not client}
+        self._heads = {name: head for name, head in self._heads.items() if head._backend is not client._backend}
         self._results.clear()
         client.close()
 
@@ -149,13 +149,15 @@ class Driver:
             overwrite = {"overwrite": "overwrite" in words} if operation == "save" else {}
             return getattr(head, f"{operation}_future")(words[0], **overwrite, **timeout)
         if operation == "list":
-            return head._client.heads_future(**timeout)
+            return headwater.Client(head._backend).heads_future(**timeout)
         if operation == "take":
             return head.take_future(only_if_current="if_current" in words, **timeout)
         if operation in ("create", "attach"):
             if_exists = "attach" if operation == "attach" else "fail"
             shape = VOCAB_SIZE, HIDDEN_SIZE
-            return head._client.create_head_future(words[0], shape, dtype="float32", if_exists=if_exists, **timeout)
+            return headwater.Client(head._backend).create_head_future(
+                words[0], shape, dtype="float32", if_exists=if_exists, **timeout
+            )
         # discard_gradient, gradient, gradient_norm, weight, step_state, info, delete
         return getattr(head, f"{operation}_future")(**timeout)
 

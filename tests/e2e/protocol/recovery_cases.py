@@ -63,7 +63,6 @@ case(
     apply
     ? accepted: loss 2 12, discard 2, apply 5
     """,
-    python="the discard removes the next attempt, too",
 )
 case(
     "a head that came back at an older step is lost until it is taken",
@@ -192,7 +191,6 @@ case(
     loss 2 -> EPOCH_FENCED
     ? accepted: loss 0 4, loss 1 8
     """,
-    python="is fenced by the restart in between",
 )
 case(
     "a trainer that comes second joins the one that took the head",
@@ -284,7 +282,6 @@ case(
     loss 2 value=3
     ? accepted once: loss 0 4, loss 1 8, loss 2 12
     """,
-    python="reports the refusal of another micro-batch as the call's own",
 )
 for options, other in (("teacher=other", "a teacher"), ("also=other", "another head")):
     case(
@@ -357,7 +354,6 @@ case(
     ? epoch opened: taken-2
     ? epoch other: taken-2
     """,
-    python="a restart brings the fenced handle back",
 )
 case(
     "many calls in flight recover once",
@@ -400,7 +396,6 @@ case(
     ? accepted_first: loss 0 4
     ? accepted in_any_order: loss 0 4, loss 1 4, loss 2 4
     """,
-    python="a call that waits for another call's recovery cannot be cancelled",
 )
 for end, options, outcome in (
     ("its cancellation", "loss 2", "CANCELLED"),

@@ -93,7 +93,6 @@ for reason in (*REFUSALS_FOR_WANT_OF_ROOM, "STRIPE_LOST", "TRANSFER_NOT_FOUND", 
     case(
         f"{reason.partition('/')[0]} is retried",
         f"connect\n! answers ComputeLoss: {reason}\nloss 0\n? attempts ComputeLoss: 0 1",
-        **{"TRANSFER_NOT_FOUND": {"python": "final"}}.get(reason, {}),
     )
 for reason in FINAL:
     case(
@@ -105,7 +104,6 @@ for reason in FINAL:
 case(
     "MICRO_BATCH_IN_PROGRESS is retried when the own earlier attempt holds the micro-batch",
     "connect\n! answers ComputeLoss: CUT MICRO_BATCH_IN_PROGRESS\nloss 0\n? attempts ComputeLoss: 0 1 2",
-    python="final",
 )
 case(
     "a staging slot of the own session is not waited for",
@@ -302,7 +300,6 @@ case(
     "a call opens three sessions in the place of lost ones at most",
     "connect\n! answers ComputeLoss: SESSION_NOT_FOUND*3\nloss 0 explicit -> attempt=3\n? sessions ComputeLoss: 1 2 3 4\n"
     "! answers ComputeLoss: SESSION_NOT_FOUND*4\nloss 1 explicit -> SESSION_NOT_FOUND\n? calls OpenSession: 7",
-    python="opens one",
 )
 case(
     "calls that lose a session together open one new one",

@@ -25,7 +25,7 @@ import headwater.local
 START_TIMEOUT_S = 60
 ENGINE = os.environ.get("HEADWATER_TEST_ENGINE", "cpu")
 # Place, number of shards, and transport.
-BACKENDS = ("remote-3-python", "local-1")
+BACKENDS = ("remote-3-grpc", "local-1")
 # For headwater.local, too, in this process and in those that the tests start.
 if "HEADWATER_BUILD_DIR" in os.environ:
     os.environ.setdefault("HEADWATERD", os.path.join(os.environ["HEADWATER_BUILD_DIR"], "bin", "headwaterd"))
@@ -194,7 +194,7 @@ def one_shard(request, backends):
     return backends(request.param)
 
 
-@pytest.fixture(params=("remote-1", "remote-1-python", "local-1"))
+@pytest.fixture(params=("remote-1-grpc", "local-1"))
 def each_way(request, backends):
     """For what depends on how rows travel, but not on the number of shards."""
     return backends(request.param)
@@ -221,7 +221,7 @@ def make_head():
     yield make
     for head in made:
         with contextlib.suppress(headwater.NotFoundError, headwater.UnavailableError):
-            head._client.head(head.name).delete(force=True)
+            headwater.Head(head._backend, head.info()).delete(force=True)
 
 
 @pytest.fixture

@@ -52,15 +52,14 @@ def tls(files):
     )
 
 
-@pytest.mark.parametrize("transport", ["grpc", "python"])
-def test_a_client_trains_with_tls_and_a_token(secured, tls, transport, rng):
+def test_a_client_trains_with_tls_and_a_token(secured, tls, rng):
     server, address = secured
     hidden = rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32)
     targets = rng.integers(0, VOCAB_SIZE, NUM_TOKENS).astype(np.int32)
     weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
-    with headwater.connect(address, tls=tls, token="secret-trainer", tenant="team", transport=transport) as client:
+    with headwater.connect(address, tls=tls, token="secret-trainer", tenant="team") as client:
         assert client.health() == "SERVING"
-        head = client.create_head(f"h-{transport}", weight, optimizer=headwater.SGD())
+        head = client.create_head("trained", weight, optimizer=headwater.SGD())
         result = head.cross_entropy(hidden, targets, micro_batch=0)
         explicit = head.cross_entropy(hidden, targets, micro_batch=1, commit="explicit")  # which opens a session
         explicit.commit()
@@ -73,7 +72,7 @@ def test_a_client_trains_with_tls_and_a_token(secured, tls, transport, rng):
 def test_tokens_go_over_a_unix_socket(files, rng):
     hidden = rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32)
     with running_server(f"--token_file={files}/tokens.json", "--descriptor_socket={directory}/memory.sock") as server:
-        for transport in ("shared_memory", "grpc", "python"):
+        for transport in ("shared_memory", "grpc"):
             with headwater.connect(server.address, token="secret-trainer", tenant="team", transport=transport) as client:
                 head = client.create_head("h", np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
                 head.cross_entropy(hidden, np.zeros(NUM_TOKENS, np.int32), micro_batch=0)
@@ -85,7 +84,7 @@ def test_what_is_not_allowed_is_refused(secured, tls):
     with headwater.connect(address, tls=tls, token="secret-trainer", tenant="team") as client:
         client.create_head("mine", np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
     for token in (None, "secret-nobody"):
-        with headwater.connect(address, tls=tls, token=token, tenant="team", transport="python") as client:
+        with headwater.connect(address, tls=tls, token=token, tenant="team") as client:
             assert client.health() == "SERVING"
             with pytest.raises(headwater.UnauthenticatedError):
                 client.head("mine")

@@ -2,18 +2,18 @@
 
 import copy
 import dataclasses
+import inspect
 import pickle
 
-import grpc
 import numpy as np
 import pytest
 import torch
 from expectations import refused
-from headwater.v1 import head_service_pb2
 
 import headwater
 import headwater.torch
-from headwater._errors import from_rpc_error
+from headwater import _wire
+from headwater._futures import Executors
 from headwater._memory import RowMemory
 from headwater._messages import head_spec_message
 
@@ -38,6 +38,10 @@ def teacher(backends, make_head, rng):
     return make_head(backends("local-1").client, weight, trainable=False, valid_vocab_size=30)
 
 
+def client_of(head):
+    return headwater.Client(head._backend)
+
+
 class Unreachable:
     """A backend that fails the test when anything is sent."""
 
@@ -45,7 +49,11 @@ class Unreachable:
         return epoch  # looked up on this side
 
     row_memory = RowMemory()
-    can_start = True
+    timeout_s = 10.0
+    executors = Executors()
+
+    def warn_unconfirmed(self, name):
+        pass
 
     def __getattr__(self, name):
         pytest.fail(f"{name} was called")
@@ -117,6 +125,25 @@ def test_cross_entropy_rejects(head, rows, case):
     rejects(head, reason, lambda: head.cross_entropy(arguments.pop("hidden"), arguments.pop("targets"), **arguments))
 
 
+def test_signatures_show_the_options_of_losses():
+    for name, positional in (("cross_entropy", 3), ("jsd", 4), ("multi", 3)):
+        method, future = getattr(headwater.Head, name), getattr(headwater.Head, f"{name}_future")
+        parameters = inspect.signature(method).parameters
+        assert inspect.signature(future).parameters == parameters
+        kinds = [parameter.kind for parameter in parameters.values()]
+        assert kinds == [kinds[0]] * positional + [inspect.Parameter.KEYWORD_ONLY] * (len(kinds) - positional)
+        assert parameters["commit"].default == "eager" and ("label_smoothing" in parameters) == (name != "multi")
+    for loss in (headwater.torch.CrossEntropyLoss, headwater.torch.JSDLoss):
+        assert {"head", "weight", "ignore_index", "label_smoothing", "z_loss"} <= set(inspect.signature(loss).parameters)
+
+
+def test_an_option_that_is_none_is_a_type_error(head, rows):
+    with pytest.raises(TypeError, match="nonsense"):
+        head.cross_entropy(*rows, nonsense=1)
+    with pytest.raises(TypeError, match="nonsense"):
+        head.cross_entropy_future(*rows, nonsense=1).result(60)
+
+
 BAD_JSD = {
     "beta": ("INVALID_FIELD", {"beta": 1.5}),
     "student_temperature": ("INVALID_FIELD", {"student_temperature": 0}),
@@ -159,7 +186,7 @@ def test_jsd_rejects_other_vocabularies_and_clients(head, teacher, backends, mak
     with refused("VOCAB_SIZE_MISMATCH", headwater.InvalidArgumentError) as info:
         head.jsd(rows[0], other, rows[0], micro_batch=0)
     assert "30" in str(info.value) and "40" in str(info.value)
-    stranger = make_head(backends("local-3").client, np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32), trainable=False)
+    stranger = make_head(backends("remote-1").client, np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32), trainable=False)
     with refused("INVALID_COMBINATION"):
         head.jsd(rows[0], stranger, rows[0], micro_batch=0)
 
@@ -370,15 +397,15 @@ ARRAYS = {
         lambda head, x: head.cross_entropy(FLOATS, IDS, micro_batch=0, grad_hidden_out=x),
     ),
     "teacher_hidden": ("rows", FLOATS, lambda head, x: head.jsd(FLOATS, head, x, backward=False)),
-    "teacher_rows": ("rows", FLOATS, lambda head, x: head._client.teacher("key", total_rows=NUM_TOKENS).stream(x)),
+    "teacher_rows": ("rows", FLOATS, lambda head, x: client_of(head).teacher("key", total_rows=NUM_TOKENS).stream(x)),
     "gradient": ("rows", FLOATS, lambda head, x: head.add_gradient(x, micro_batch=0)),
-    "weight": ("rows", WEIGHT, lambda head, x: head._client.create_head("converted", x)),
+    "weight": ("rows", WEIGHT, lambda head, x: client_of(head).create_head("converted", x)),
     "set_weight": ("rows", WEIGHT, lambda head, x: head.set_weight(x)),
     "targets": ("integers", IDS, lambda head, x: head.cross_entropy(FLOATS, x, backward=False)),
     "row_indices": (
         "integers",
         IDS,
-        lambda head, x: head._client.teacher("key", total_rows=NUM_TOKENS).stream(FLOATS, x),
+        lambda head, x: client_of(head).teacher("key", total_rows=NUM_TOKENS).stream(FLOATS, x),
     ),
     "joined_row_indices": (
         "integers",
@@ -408,13 +435,12 @@ def test_no_conversion_changes_or_drops_a_value(head, name, change):
     kind, right, call = ARRAYS[name]
     changed = {**EVERYWHERE, **CHANGED[kind]}[change]
     value = changed(right.copy()) if not isinstance(changed, (str, type)) else right.astype(changed)
-    real = head._backend
-    head._backend = head._client._backend = Unreachable()
+    real, head._backend = head._backend, Unreachable()
     try:
         with pytest.raises(headwater.InvalidArgumentError) as info:
             call(head, value)
     finally:
-        head._backend = head._client._backend = real
+        head._backend = real
     assert info.value.reason in ("DATA_TYPE_MISMATCH", "INVALID_FIELD", "SHAPE_MISMATCH") and info.value.metadata["field"]
 
 
@@ -466,7 +492,7 @@ def test_weights_that_the_storage_type_has_no_finite_value_for_are_refused(head)
                 headwater.Client(Unreachable()).create_head("head", weight, dtype=dtype)
             assert f"finite in {dtype}" in str(info.value)
         weight[1, 2] = np.nextafter(np.float32(largest), np.float32(0))
-        made = head._client.create_head(f"largest-{dtype}", weight, dtype=dtype)
+        made = client_of(head).create_head(f"largest-{dtype}", weight, dtype=dtype)
         assert np.isfinite(made.weight(dtype="float32")).all()
         made.delete()
 
@@ -536,11 +562,11 @@ def test_optimizer_settings_are_those_that_the_server_takes(remote, optimizer, n
     for value in FLOAT32_EDGES:
         spec = head_spec_message(headwater.HeadSpec(4, 4, optimizer=optimizer()))
         setattr(getattr(spec.optimizer, spec.optimizer.WhichOneof("optimizer")), name, value)
-        request = head_service_pb2.CreateHeadRequest(name="tenants/default/heads/settings", spec=spec, validate_only=True)
+        request = _wire.CreateHeadRequest(name="tenants/default/heads/settings", spec=spec, validate_only=True)
         try:
-            remote.client._backend._heads.CreateHead(request)
-        except grpc.RpcError as error:
-            theirs = from_rpc_error(error)
+            remote.client._backend.connection.call(b"/headwater.v1.HeadService/CreateHead", request.SerializeToString(), 10)
+        except headwater.HeadwaterError as error:
+            theirs = error
         else:
             optimizer(**{name: value})
             continue

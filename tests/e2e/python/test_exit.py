@@ -15,8 +15,8 @@ PROGRAM = """
 import sys, threading
 import headwater, numpy
 
-address, transport, replay = sys.argv[1:]
-client = headwater.connect(address, replay=replay == "True", transport=transport)
+address, replay = sys.argv[1:]
+client = headwater.connect(address, replay=replay == "True", transport="grpc")
 head = client.head("scripted")
 print("connected", flush=True)
 sys.stdin.readline()
@@ -27,8 +27,7 @@ WAITING = {
     "a loss": "futures = [head.cross_entropy_future(numpy.zeros((1, 4), 'f'), [1], micro_batch=i) for i in range(20)]",
     "a recovery": "futures = [head.seal_future(expected_micro_batches=0) for _ in range(6)]",
     "abandoned contributions": """
-head._abandoned.watch()
-head._abandoned.add(head._key(None), 0)
+head._backend.abandon(head._key(None), 0)()
 futures = [head.info_future(), head.seal_future(expected_micro_batches=0)]
 """,
 }
@@ -42,9 +41,9 @@ head.seal_future(expected_micro_batches=0).add_done_callback(lambda future: prin
 PROMPTLY_S = 40
 
 
-def begin(server, transport, work, *, replay=True):
+def begin(server, work, *, replay=True):
     """A process that has connected, and waits to be told to go on."""
-    command = [sys.executable, "-c", PROGRAM + work, server.address, transport, str(replay)]
+    command = [sys.executable, "-c", PROGRAM + work, server.address, str(replay)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "connected\n", process.communicate()
     return process
@@ -62,11 +61,10 @@ def finish(process, timeout_s):
     return output
 
 
-@pytest.mark.parametrize("transport", ("grpc", "python"))
 @pytest.mark.parametrize("what", WAITING)
-def test_futures_that_wait_for_a_server_that_is_away_do_not_hold_up_the_exit(transport, what):
+def test_futures_that_wait_for_a_server_that_is_away_do_not_hold_up_the_exit(what):
     with scripted_server() as server:
-        process = begin(server, transport, WAITING[what])
+        process = begin(server, WAITING[what])
         if what == "a recovery":
             server.fail("SealStep", *[Failure(grpc.StatusCode.ABORTED, "STEP_LOST")] * 1000)
             server.fail("GetServerInfo", *[CUT] * 1000)
@@ -77,7 +75,7 @@ def test_futures_that_wait_for_a_server_that_is_away_do_not_hold_up_the_exit(tra
 
 def test_a_thread_of_ones_own_waits_on_when_the_main_program_has_returned():
     with scripted_server() as server:
-        process = begin(server, "python", THREAD)
+        process = begin(server, THREAD)
         server.fail("SealStep", *[CUT] * 4)
         assert finish(process, PROMPTLY_S) == "False\n"
         assert server.count("SealStep") == 5
@@ -86,7 +84,7 @@ def test_a_thread_of_ones_own_waits_on_when_the_main_program_has_returned():
 @pytest.mark.parametrize("replay", (True, False))
 def test_a_connection_that_is_cut_is_no_server_that_is_away(replay):
     with scripted_server() as server:
-        process = begin(server, "python", FUTURE, replay=replay)
+        process = begin(server, FUTURE, replay=replay)
         server.fail("SealStep", CUT)
         assert finish(process, PROMPTLY_S) == "None\n"
         assert server.count("SealStep") == 2
@@ -95,7 +93,7 @@ def test_a_connection_that_is_cut_is_no_server_that_is_away(replay):
 def test_a_call_that_the_server_asks_to_repeat_is_waited_for():
     """Its outcome matters: a checkpoint, say. Only a server that is away is given up."""
     with scripted_server() as server:
-        process = begin(server, "python", FUTURE)
+        process = begin(server, FUTURE)
         server.fail("SealStep", Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after_s=1.0))
         assert finish(process, PROMPTLY_S) == "None\n"
         assert server.count("SealStep") == 2
@@ -104,7 +102,7 @@ def test_a_call_that_the_server_asks_to_repeat_is_waited_for():
 LEFT_OPEN = """
 def main():
     import os
-    own = headwater.connect(address, transport=transport, replay=replay == "True")
+    own = headwater.connect(address, transport="grpc", replay=replay == "True")
     own.head("scripted").cross_entropy(numpy.zeros((1, 4), "f"), [1], micro_batch=0, commit="explicit")
     if os.fork() == 0:
         sys.exit()  # the parent's session is not its own
@@ -115,12 +113,11 @@ main()
 """
 
 
-@pytest.mark.parametrize("transport", ("grpc", "python"))
 @pytest.mark.parametrize("replay", (True, False))
-def test_sessions_that_are_left_open_are_closed_at_exit(transport, replay):
+def test_sessions_that_are_left_open_are_closed_at_exit(replay):
     """That of a client in use, and that of one that a function has forgotten; by this process alone."""
     with scripted_server() as server:
-        process = begin(server, transport, LEFT_OPEN, replay=replay)
+        process = begin(server, LEFT_OPEN, replay=replay)
         assert finish(process, PROMPTLY_S) == ""
         opened = server.count("OpenSession")
         assert opened == 2
@@ -138,7 +135,7 @@ class Silence:
 def test_a_server_that_is_silent_or_away_does_not_hold_up_the_exit(silent):
     """Two sessions, and about a second for both."""
     with scripted_server() as server:
-        process = begin(server, "python", LEFT_OPEN + "print('open', flush=True)\nsys.stdin.readline()\n")
+        process = begin(server, LEFT_OPEN + "print('open', flush=True)\nsys.stdin.readline()\n")
         server.fail("CloseSession", *[Silence()] * 4)
         process.stdin.write("go on\n")
         process.stdin.flush()

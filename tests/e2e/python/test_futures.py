@@ -14,7 +14,6 @@ from expectations import refused
 
 import headwater
 import headwater.local
-from headwater._futures import LOSS_THREADS, Executors
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 8, 16, 40
 # Methods that ask nothing of the server.
@@ -105,7 +104,7 @@ def test_callbacks_get_the_future(head):
     assert done.wait(30) and seen == [future]
 
 
-@pytest.fixture(params=("auto", "shared_memory", "grpc", "python"))
+@pytest.fixture(params=("shared_memory", "grpc"))
 def slow(request, rng):
     """A server that can be frozen, and a head on it, by each way that its rows can take."""
     with running_server("--descriptor_socket={directory}/memory.sock") as server:
@@ -144,7 +143,6 @@ def test_a_call_that_takes_too_long_ends_in_time(slow, rows):
 def test_a_call_behind_abandoned_contributions_keeps_to_its_own_timeout(slow, rows):
     """Discarding them may take as long as the client's time-out, two minutes."""
     server, head = slow
-    head._abandoned.watch()
     weight = np.zeros((VOCAB_SIZE, HIDDEN_SIZE), np.float32)
     calls = (
         lambda bound: head.seal(expected_micro_batches=0, timeout_s=bound),
@@ -158,7 +156,7 @@ def test_a_call_behind_abandoned_contributions_keeps_to_its_own_timeout(slow, ro
         lambda bound: head.delete_future(timeout_s=bound).result(30),
     )
     with server.frozen():
-        head._abandoned.add(head._key(None), 0)
+        head._backend.abandon(head._key(None), 0)()
         began = time.monotonic()
         for call in calls:
             with refused("DEADLINE_EXCEEDED", headwater.DeadlineExceededError):
@@ -170,36 +168,6 @@ def test_a_call_behind_abandoned_contributions_keeps_to_its_own_timeout(slow, ro
             cancelled.result(30)
         assert time.monotonic() - began < 30
     assert head.seal(expected_micro_batches=0).totals.micro_batch_count == 0
-
-
-def test_a_call_behind_abandoned_contributions_has_what_they_leave_of_its_time(each_way, head, rows, monkeypatch):
-    backend = each_way.client._backend
-    discard, bounds = backend.discard, []
-
-    def slow_discard(*arguments):
-        time.sleep(0.3)
-        return discard(*arguments)
-
-    def noting(method):
-        def call(*arguments):
-            bounds.append(arguments[-1])
-            return method(*arguments)
-
-        return call
-
-    monkeypatch.setattr(backend, "discard", slow_discard)
-    for name in ("compute", "step_state", "seal", "apply"):
-        monkeypatch.setattr(backend, name, noting(getattr(backend, name)))
-    head._abandoned.watch()
-    for call in (
-        lambda **bound: head.cross_entropy(*rows, micro_batch=0, **bound),
-        head.step_state,
-        lambda **bound: head.seal(expected_micro_batches=1, **bound),
-        lambda **bound: head.apply_optimizer_step(learning_rate=0.1, **bound),
-    ):
-        head._abandoned.add(head._key(None), 1)
-        call(timeout_s=60)
-    assert len(bounds) == 4 and all(50 < bound < 59.8 for bound in bounds)
 
 
 def test_cancel_ends_a_call(slow, rows):
@@ -271,14 +239,12 @@ def in_a_fork(work):
         os.waitpid(child, 0)
 
 
-@pytest.mark.parametrize("kind", ("remote-1", "remote-1-python"))
-def test_a_forked_process_is_refused_at_once(backends, make_head, rows, kind):
-    """Threads stay behind in a fork: of futures, of what discards abandoned contributions."""
-    client = backends(kind).client
+def test_a_forked_process_is_refused_at_once(remote, make_head, rows):
+    """Threads stay behind in a fork."""
+    client = remote.client
     head = make_head(client, np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
     client.health_future().result(60)  # there is a thread that waits for work
-    head.cross_entropy(*rows, micro_batch=0)
-    head._abandoned.watch()
+    head.cross_entropy_future(*rows, micro_batch=0).result(60)
     for work in (
         lambda: client.health_future().result(),
         lambda: head.cross_entropy_future(*rows, micro_batch=1).result(),
@@ -289,80 +255,3 @@ def test_a_forked_process_is_refused_at_once(backends, make_head, rows, kind):
         assert in_a_fork(work) == "ClientClosedError"
     assert in_a_fork(client.close) == "nothing"
     assert head.seal(expected_micro_batches=1).totals.micro_batch_count == 1
-
-
-# ---- turns ---------------------------------------------------------------------------------------------------------------
-
-
-class Flights:
-    """Loss calls that end when the test says so."""
-
-    def __init__(self):
-        self.executors = Executors()
-        self.ends = []  # of those that have begun, in order
-
-    def add(self, error=None):
-        def begin(done):
-            if error is not None:
-                raise error
-            self.ends.append(done)
-            return lambda: None
-
-        return self.executors.begin_loss(begin, lambda outcome: outcome(), lambda: pytest.fail("nothing would block"))
-
-
-@pytest.fixture
-def flights():
-    made = Flights()
-    yield made
-    made.executors.shutdown()
-
-
-@pytest.mark.parametrize("error", (None, ValueError("bad rows")))
-def test_any_number_of_calls_that_do_not_begin_hold_up_nothing(flights, error):
-    flying = [flights.add() for _ in range(LOSS_THREADS)]
-    waiting = [flights.add(error) for _ in range(2000)]
-    live = flights.add()
-    assert len(flights.ends) == LOSS_THREADS
-    if error is None:
-        for future in waiting:
-            future.cancel()
-    flights.ends[0](lambda: "the first")
-    assert flying[0].result(60) == "the first"
-    assert len(flights.ends) == LOSS_THREADS + 1
-    flights.ends[-1](lambda: "the live one")
-    assert live.result(60) == "the live one"
-    if error is None:
-        assert all(future.done() for future in waiting)
-    else:
-        assert {future.exception(60) for future in waiting} == {error}
-    # No slot was lost: with one free, another call begins at once.
-    flights.add()
-    assert len(flights.ends) == LOSS_THREADS + 2
-
-
-def test_an_interrupted_beginning_leaves_its_slot_to_others(flights):
-    for _ in range(LOSS_THREADS + 1):
-        with pytest.raises(KeyboardInterrupt):
-            flights.add(KeyboardInterrupt())
-    future = flights.add()
-    flights.ends[0](lambda: "done")
-    assert future.result(60) == "done"
-
-
-def test_a_call_that_lands_twice_gives_one_slot_back(flights):
-    def begin(done):
-        done(lambda: "its own end")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        flights.executors.begin_loss(begin, lambda outcome: outcome(), lambda: pytest.fail("nothing would block"))
-    flights.executors.loss.submit(lambda: None).result(60)
-    flying = [flights.add() for _ in range(LOSS_THREADS + 1)]
-    assert len(flights.ends) == LOSS_THREADS
-    for end in flights.ends[:]:
-        end(lambda: 1)
-    for future in flying[:LOSS_THREADS]:
-        assert future.result(60) == 1
-    flights.ends[-1](lambda: 2)
-    assert flying[-1].result(60) == 2

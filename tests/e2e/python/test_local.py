@@ -24,7 +24,7 @@ ENDS_IN_S = 20
 
 
 def pid_of(client):
-    return client._server._process.pid
+    return client._backend.connection.owner._process.pid
 
 
 def is_running(pid):
@@ -94,7 +94,7 @@ def test_clients_of_equal_options_share_a_server_until_the_last_is_closed():
 def test_a_server_ends_when_its_clients_are_forgotten():
     """Not before: a contribution that waits for its decision refers to all of it."""
     client = headwater.local.connect()
-    pid, folder = pid_of(client), Path(client._server.address.removeprefix("unix:")).parent
+    pid, folder = pid_of(client), Path(client._backend.connection.owner.address.removeprefix("unix:")).parent
     out = client.create_head("head", np.ones((7, 3), np.float32)).cross_entropy(
         np.ones((5, 3), np.float32), np.arange(5), micro_batch=0, commit="explicit"
     )
@@ -124,7 +124,7 @@ def test_many_threads_start_one_server():
 def test_a_server_that_was_killed_is_not_shared():
     with headwater.local.connect() as client:
         os.kill(pid_of(client), signal.SIGKILL)
-        client._server._process.wait(ENDS_IN_S)
+        client._backend.connection.owner._process.wait(ENDS_IN_S)
         with headwater.local.connect() as other:
             assert other.health() == "SERVING"
         with pytest.raises(headwater.UnavailableError):
@@ -138,7 +138,7 @@ def test_it_is_reached_by_its_sockets_alone():
         for table in ("tcp", "tcp6", "udp", "udp6"):
             lines = Path(f"/proc/{pid_of(client)}/net/{table}").read_text().splitlines()[1:]
             assert not {f"socket:[{line.split()[9]}]" for line in lines} & sockets
-        folder = Path(client._server.address.removeprefix("unix:")).parent
+        folder = Path(client._backend.connection.owner.address.removeprefix("unix:")).parent
         assert folder.stat().st_mode & 0o777 == 0o700
         assert os.getsid(pid_of(client)) == pid_of(client)  # a terminal's Ctrl-C is for this process
 
@@ -159,7 +159,7 @@ clients = []
 thread = threading.Thread(target=lambda: clients.append(headwater.local.connect()))
 thread.start()
 thread.join()
-print(clients[0]._server._process.pid, flush=True)
+print(clients[0]._backend.connection.owner._process.pid, flush=True)
 """
 
 

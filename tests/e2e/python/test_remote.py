@@ -9,30 +9,20 @@ import numpy as np
 import pytest
 from conftest import running_server
 from expectations import refused
-from google.protobuf import any_pb2, duration_pb2
-from headwater.v1 import (
-    error_pb2,
-    head_service_pb2,
-    head_service_pb2_grpc,
-    loss_pb2,
-    loss_service_pb2,
-    loss_service_pb2_grpc,
-    tensor_pb2,
-)
+from headwater.v1 import loss_pb2, loss_service_pb2, loss_service_pb2_grpc, tensor_pb2
 
 import headwater
-from headwater._errors import from_rpc_error
+from headwater import _wire
 
 
-@pytest.mark.parametrize("transport", ("auto", "python"))
-def test_proxies_of_the_environment_are_not_used(monkeypatch, transport):
+def test_proxies_of_the_environment_are_not_used(monkeypatch):
     for name in ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with running_server("--listen_addresses=127.0.0.1:0") as server:
         address = server.output.read_text().split("listening on ")[1].split()[0]
-        with headwater.connect(address, transport=transport, connect_timeout_s=5) as client:
+        with headwater.connect(address, connect_timeout_s=5) as client:
             client.create_head("h", np.ones((4, 8), np.float32), trainable=False)
             assert client.head("h").cross_entropy(np.ones((2, 8), np.float32), np.zeros(2, np.int32)).loss_sum > 0
 
@@ -70,8 +60,7 @@ def test_no_server_is_said_at_once(tmp_path):
 def test_an_address_that_is_none_is_said_before_anything_is_tried(address):
     with refused("INVALID_FIELD", headwater.InvalidArgumentError) as info:
         headwater.connect(address)
-    came = repr(address) if isinstance(address, str) else type(address).__name__
-    assert "address must be host:port" in str(info.value) and came in str(info.value)
+    assert "address" in str(info.value) and str(address) in str(info.value) and info.value.metadata["field"] == "address"
 
 
 @pytest.mark.parametrize(
@@ -150,41 +139,11 @@ def test_errors_carry_reason_and_metadata(remote, make_head):
     assert str(error).startswith("FAILED_PRECONDITION/STEP_MISMATCH: ")
 
 
-def test_retry_after_is_decoded():
-    details = [
-        (
-            "google.rpc.ErrorInfo",
-            error_pb2.ErrorInfo(reason="QUEUE_FULL", domain="headwater", metadata={"limit": "max_queue_depth"}),
-        ),
-        ("google.rpc.RetryInfo", error_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=1, nanos=500000000))),
-    ]
-    status = error_pb2.RpcStatus(code=8, message="full")
-    for name, message in details:
-        status.details.append(any_pb2.Any(type_url=f"type.googleapis.com/{name}", value=message.SerializeToString()))
-
-    class Refusal:
-        def code(self):
-            return grpc.StatusCode.RESOURCE_EXHAUSTED
-
-        def details(self):
-            return "full"
-
-        def trailing_metadata(self):
-            return (("other", "x"), ("grpc-status-details-bin", status.SerializeToString()))
-
-    error = from_rpc_error(Refusal())
-    assert isinstance(error, headwater.ResourceExhaustedError)
-    assert (error.reason, error.retry_after_s, error.metadata) == ("QUEUE_FULL", 1.5, {"limit": "max_queue_depth"})
-
-
 def test_features_that_are_not_built_are_refused(remote):
-    with grpc.insecure_channel(remote.address) as channel:
-        stub = head_service_pb2_grpc.HeadServiceStub(channel)
-        spec = head_service_pb2.HeadSpec(vocab_size=8, hidden_size=4, data_type=tensor_pb2.DATA_TYPE_FLOAT32, low_rank=2)
-        with pytest.raises(grpc.RpcError) as info:
-            stub.CreateHead(head_service_pb2.CreateHeadRequest(name="tenants/default/heads/low-rank", spec=spec), timeout=10)
-    error = from_rpc_error(info.value)
-    assert isinstance(error, headwater.FeatureNotBuiltError) and error.reason == "FEATURE_NOT_BUILT"
+    spec = _wire.HeadSpec(vocab_size=8, hidden_size=4, data_type=_wire.DATA_TYPE_FLOAT32, low_rank=2)
+    request = _wire.CreateHeadRequest(name="tenants/default/heads/low-rank", spec=spec)
+    with refused("FEATURE_NOT_BUILT", headwater.FeatureNotBuiltError):
+        remote.client._backend.connection.call(b"/headwater.v1.HeadService/CreateHead", request.SerializeToString(), 10)
 
 
 def test_a_client_that_goes_away_in_its_upload_leaves_nothing(remote, make_head, rng):

@@ -1,10 +1,12 @@
-"""A server that is killed in mid-step and started again: with replay=True the client goes on as if nothing had happened."""
+"""A server that is killed in mid-step and started again: with replay=True the client goes on as if nothing had happened.
+
+The cases of tests/e2e/protocol say what is repeated when; these train on a real server.
+"""
 
 import concurrent.futures
 import subprocess
 import sys
 import threading
-import time
 import warnings
 
 import numpy as np
@@ -16,9 +18,6 @@ from expectations import refused
 import headwater
 import headwater.local
 import headwater.torch
-from headwater import CrossEntropy
-from headwater._remote import RemoteBackend
-from headwater._replay_log import ReplayLog
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 12, 16, 40
 STEPS, MICRO_BATCHES = 3, 4
@@ -31,9 +30,9 @@ def connect(server, **options):
     return headwater.connect(server.address, **{"retries": PATIENT, "replay": True, **options})
 
 
-@pytest.fixture(params=(1, 3), ids=("1-shard", "3-shards"))
-def server(request):
-    with running_server(f"--shards={request.param}") as server:
+@pytest.fixture
+def server():
+    with running_server("--shards=3") as server:
         yield server
 
 
@@ -105,50 +104,6 @@ def test_a_killed_server_does_not_change_the_run(server, data):
             np.testing.assert_array_equal(weight, undisturbed, err_msg=place)
 
 
-def test_a_server_that_is_killed_while_it_computes(server, data):
-    """The call in flight is repeated too; so is what other threads have in flight."""
-    with connect(server) as client:
-        head = client.create_head("student", data.weight, optimizer=headwater.SGD())
-        head.save("first")
-        rows = [(data.hidden[0, index], data.targets[0, index]) for index in range(MICRO_BATCHES)]
-        head.cross_entropy(*rows[0], micro_batch=0)
-        with server.frozen():
-            futures = [head.cross_entropy_future(*rows[index], micro_batch=index, timeout_s=60) for index in (1, 2, 3)]
-            time.sleep(0.2)
-            server.kill()
-        server.start()
-        assert {future.result(60).state for future in futures} == {"COMMITTED"}
-        sealed = head.seal(expected_micro_batches=MICRO_BATCHES)
-        assert sealed.totals.micro_batch_count == MICRO_BATCHES
-        with headwater.local.connect() as elsewhere:
-            expected = elsewhere.create_head("student", data.weight)
-            for index, row in enumerate(rows):
-                expected.cross_entropy(*row, micro_batch=index)
-            np.testing.assert_allclose(head.gradient(), expected.gradient(), rtol=1e-5, atol=1e-5)
-
-
-def test_a_server_that_is_killed_again_and_again(server, data):
-    """Also while the log is being repeated."""
-    with connect(server) as client:
-        head = client.create_head("student", data.weight, optimizer=headwater.SGD())
-        head.save("first")
-        stop = threading.Event()
-
-        def disturb():
-            while not stop.wait(0.3):
-                restart(server)
-
-        disturber = threading.Thread(target=disturb)
-        disturber.start()
-        try:
-            for index in range(40):
-                head.cross_entropy(data.hidden[0, index % 4], data.targets[0, index % 4], micro_batch=index, timeout_s=60)
-        finally:
-            stop.set()
-            disturber.join(60)
-        assert head.seal(expected_micro_batches=40).totals.micro_batch_count == 40
-
-
 def test_a_server_that_stays_away_for_a_while_is_waited_for(server, data):
     """Longer than the five tries that a call has by default; as long as the call may take."""
     with headwater.connect(server.address, replay=True) as client:
@@ -185,26 +140,6 @@ def test_ids_of_torchs_losses_stay_behind_a_restart_that_was_followed(server, da
         head.take()
         submit(2)
         assert loss_fn.micro_batches == [0] == sorted(head.step_state().open.micro_batches)
-
-
-def test_several_heads_are_brought_along(server, data):
-    def run(name, interrupt):
-        heads = [client.create_head(f"{name}-{index}", weight) for index, weight in enumerate((data.weight, data.teacher))]
-        for head in heads:
-            head.save("first")
-        terms = [CrossEntropy(data.targets[0, index], head=head) for index, head in enumerate(heads)]
-        heads[0].multi(data.hidden[0, 0], terms, micro_batch=0)
-        out = heads[1].multi(data.hidden[0, 1], terms, micro_batch=1, commit="explicit")
-        interrupt()
-        out.commit(0.5)
-        same = client.head(heads[0].name)
-        assert same.epoch == heads[0].epoch
-        return [head.gradient() for head in heads]
-
-    with connect(server) as client:
-        expected = run("undisturbed", lambda: None)
-        for actual, gradient in zip(run("disturbed", lambda: restart(server)), expected, strict=True):
-            np.testing.assert_array_equal(actual, gradient)
 
 
 def test_the_trainers_optimizer_goes_on_too(server, data):
@@ -246,7 +181,7 @@ def test_an_older_checkpoint_is_told(server, data):
             error = info.value
             assert (error.restored_step, error.checkpoint, error.open_step) == (0, "first", 0)
             assert error.head_epoch == head.info().epoch != epoch
-            assert error.trainer_step == 2 and "replay_steps=0" in str(error)
+            assert error.trainer_step == 2 and "replay_steps 0" in str(error)
         assert head.info().state == "RESTORED" and head.info().restored_checkpoint == "first"
         head.take()
         assert head.step == 0
@@ -287,55 +222,6 @@ def train_in_every_way(client, data, name, interrupt):
     return head.weight(), head.bias(), sealed.totals, sealed.gradient_norm_squared
 
 
-def test_the_log_reaches_back_over_steps(server, data):
-    """The only checkpoint is of the beginning; bitwise, whenever the server is killed, and when it is killed again and again."""
-    places = ["in step 0", "in step 1", "in step 2", "between steps", "in step 3", "sealed", "in step 4"]
-    with connect(server) as client:
-        undisturbed = train_in_every_way(client, data, "undisturbed", lambda place: None)
-        for number, chosen in enumerate([{"in step 2"}, {"between steps"}, {"sealed"}, set(places)]):
-            killed = []
-
-            def interrupt(place, chosen=chosen, killed=killed):
-                if place in chosen:
-                    restart(server)
-                    killed.append(place)
-
-            result = train_in_every_way(client, data, f"student-{number}", interrupt)
-            assert set(killed) == chosen
-            for actual, expected in zip(result[:2], undisturbed[:2], strict=True):
-                np.testing.assert_array_equal(actual, expected, err_msg=str(chosen))
-            assert result[2:] == undisturbed[2:]
-
-
-def test_the_log_reaches_back_as_far_as_it_is_asked_to_and_has_room(server, data):
-    rows = data.hidden[0, 0], data.targets[0, 0]
-    size = rows[0].nbytes + 4 * NUM_TOKENS
-    for options, why in (({"replay_steps": 2}, "replay_steps=2"), ({"replay_bytes": 3 * size}, f"replay_bytes={3 * size}")):
-        name = why.replace("=", "-").replace("_", "-")
-        with connect(server, **options) as client, warnings.catch_warnings():
-            warnings.simplefilter("error")
-            head = client.create_head(name, data.weight, optimizer=headwater.SGD())
-            head.save("step-0")
-
-            def step(head=head):
-                head.cross_entropy(*rows, micro_batch=0)
-                head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1)
-
-            step()
-            step()
-            head.cross_entropy(*rows, micro_batch=0)
-            restart(server)
-            assert head.seal(expected_micro_batches=1).totals.micro_batch_count == 1
-            assert head.step_state().open.step == 2
-            head.apply_optimizer_step(learning_rate=0.1)
-            head.cross_entropy(*rows, micro_batch=0)
-            restart(server)
-            with refused("STEP_LOST", headwater.StepLostError) as info:
-                head.gradient()
-            assert (info.value.restored_step, info.value.trainer_step) == (0, 3)
-            assert why in str(info.value)
-
-
 def test_two_trainers_repeat_several_steps(server, data):
     """Each repeats its own part of each step, and waits for the other one's."""
     with connect(server, session_lease=1.0) as one, connect(server, session_lease=1.0) as two:
@@ -359,54 +245,6 @@ def test_two_trainers_repeat_several_steps(server, data):
         assert sealed.totals.micro_batch_count == 2
         np.testing.assert_allclose(first.gradient(), expected, rtol=1e-5, atol=1e-5)
         assert first.apply_optimizer_step(learning_rate=0.1).open_step == 3
-
-
-def test_a_micro_batch_that_has_read_weights_which_do_not_come_back_is_not_repeated(server, data):
-    """The teacher is trained too, and was saved after the student: it would answer with other weights than it did."""
-    with connect(server) as client:
-        teacher = client.create_head("teacher", data.teacher, optimizer=headwater.SGD())
-        student = client.create_head("student", data.weight, optimizer=headwater.SGD())
-        teacher.save("first")
-        student.save("first")
-
-        def distil():
-            student.jsd(data.hidden[0, 0], teacher, data.hidden[0, 1], micro_batch=0)
-
-        distil()
-        teacher.cross_entropy(data.hidden[0, 2], data.targets[0, 2], micro_batch=0)
-        teacher.apply_optimizer_step(learning_rate=1.0, expected_micro_batches=1)
-        expected = student.gradient()
-        restart(server)
-        np.testing.assert_array_equal(student.gradient(), expected)  # the teacher's weights come back in their turn
-        teacher.save("second")
-        restart(server)
-        with refused("STEP_LOST", headwater.StepLostError) as info:
-            student.gradient()
-        assert "not what it was" in str(info.value)
-
-
-@pytest.mark.parametrize("as_teacher", (True, False), ids=("teacher", "trained"))
-@pytest.mark.parametrize("change", ("set", "delete"))
-def test_a_step_with_a_head_that_got_another_state_is_lost_for_the_others(server, data, as_teacher, change):
-    """The other head's weights are not those of then, or it is gone: without it the step would be another one."""
-    with connect(server) as client:
-        student = client.create_head("student", data.weight, optimizer=headwater.SGD())
-        other = client.create_head("other", data.teacher, trainable=not as_teacher)
-        if as_teacher:
-            student.jsd(data.hidden[0, 0], other, data.hidden[0, 1], micro_batch=0)
-        else:
-            terms = [CrossEntropy(data.targets[0, index], head=head) for index, head in enumerate((student, other))]
-            student.multi(data.hidden[0, 0], terms, micro_batch=0)
-        student.save("first")
-        if change == "set":
-            other.set_weight(data.weight)
-            other.save("first")
-        else:
-            other.delete(force=True)
-        restart(server)
-        with refused("STEP_LOST", headwater.StepLostError) as info:
-            student.cross_entropy(data.hidden[0, 2], data.targets[0, 2], micro_batch=1)
-        assert "step 0 has micro-batches with " in str(info.value)
 
 
 def test_without_replay_a_restart_is_told(server, data):
@@ -445,182 +283,9 @@ def test_weights_behind_a_restart_are_those_that_were_trained(server, data, repl
                 assert info.value.restored_step == 0
 
 
-def test_a_head_that_was_never_saved_is_gone(server, data):
-    with connect(server) as client:
-        head = client.create_head("student", data.weight)
-        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
-        restart(server)
-        with refused("HEAD_NOT_FOUND", headwater.NotFoundError):
-            head.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1)
-
-
-def test_a_head_that_is_gone_does_not_hold_up_the_others(server, data):
-    """Of two heads one was never saved, and one was deleted by somebody else."""
-    with connect(server) as client, headwater.connect(server.address) as other:
-        heads = [client.create_head(name, data.weight, optimizer=headwater.SGD()) for name in ("saved", "unsaved", "deleted")]
-        for head in heads:
-            if head is not heads[1]:
-                head.save("first")
-            head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
-        other.head("deleted").delete(force=True)
-        expected = heads[0].gradient()
-        restart(server)
-        np.testing.assert_array_equal(heads[0].gradient(), expected)
-        for head in heads[1:]:
-            with refused("HEAD_NOT_FOUND", headwater.NotFoundError):
-                head.gradient()
-
-
-def test_a_new_run_is_not_followed(server, data):
-    """An epoch that changes without a restart belongs to somebody else."""
-    with connect(server) as client, headwater.connect(server.address) as other:
-        head = client.create_head("student", data.weight)
-        head.save("first")
-        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
-        other.head(head.name).take()
-        with refused("EPOCH_FENCED", headwater.EpochFencedError):
-            head.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1)
-        with refused("EPOCH_FENCED", headwater.EpochFencedError):
-            head.weight()
-        assert other.head(head.name).step_state().open.micro_batches == {}
-
-
-def test_a_new_run_is_not_followed_though_the_server_went_while_the_head_was_taken(server, data, monkeypatch):
-    """The epoch that is fenced is of the process that answers now: no restart explains it."""
-    went = []
-    get_head = RemoteBackend.get_head
-
-    def get_after_restart(backend, *arguments):
-        if not went:
-            went.append(True)
-            restart(server)
-        return get_head(backend, *arguments)
-
-    with connect(server) as client, headwater.connect(server.address, retries=PATIENT) as other:
-        head = client.create_head("student", data.weight)
-        head.save("first")
-        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
-        restart(server)
-        with monkeypatch.context() as patch:
-            patch.setattr(RemoteBackend, "get_head", get_after_restart)
-            head.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1)
-        assert went
-        other.head(head.name).take()
-        with refused("EPOCH_FENCED", headwater.EpochFencedError):
-            head.cross_entropy(data.hidden[0, 2], data.targets[0, 2], micro_batch=2)
-        assert other.head(head.name).step_state().open.micro_batches == {}
-
-
-def test_a_new_run_that_took_the_head_after_a_restart_is_not_followed(server, data):
-    """However often the server is started again; what was sent is not the new run's, no more than the epoch is."""
-    with connect(server, session=False) as client, headwater.connect(server.address, retries=PATIENT) as other:
-        head = client.create_head("student", data.weight)
-        head.save("first")
-        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
-
-        def submit():
-            head.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1)
-
-        restart(server)
-        assert other.head(head.name).take().recovers_epochs == ()
-        for call in (submit, head.weight, submit):
-            with refused("EPOCH_FENCED", headwater.EpochFencedError) as info:
-                call()
-            assert TAKEN_BY_ANOTHER_RUN in str(info.value)
-        assert other.head(head.name).step_state().open.micro_batches == {}
-        restart(server)
-        with refused("STEP_LOST", headwater.StepLostError) as info:
-            submit()
-        assert TAKEN_BY_ANOTHER_RUN in str(info.value)
-        # By hand it goes on, with nothing of what was before.
-        again = client.head(head.name)
-        assert again.take().recovers_epochs == ()
-        epoch = again.epoch
-        again.cross_entropy(data.hidden[0, 2], data.targets[0, 2], micro_batch=2)
-        restart(server)
-        assert list(again.step_state().open.micro_batches) == [2]
-        assert again.info().recovers_epochs == (epoch,)
-
-
-def test_what_was_sent_before_another_run_took_the_head_does_not_hold_up_what_came_after(server, data):
-    """The head was opened again before any call could find that the epoch of before had ended."""
-    with connect(server, session=False) as client, headwater.connect(server.address, retries=PATIENT) as other:
-        head = client.create_head("student", data.weight)
-        head.save("first")
-        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
-        restart(server)
-        other.head(head.name).take()
-        again = client.head(head.name)
-        again.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1)
-        restart(server)
-        again.cross_entropy(data.hidden[0, 2], data.targets[0, 2], micro_batch=2)
-        assert sorted(again.step_state().open.micro_batches) == [1, 2]
-        with refused("EPOCH_FENCED", headwater.EpochFencedError):
-            head.weight()
-
-
-@pytest.mark.parametrize("of_one_run", (True, False), ids=("by its own run", "by another run"))
-def test_a_trainer_that_is_overtaken_at_the_take_joins_its_own_run_alone(server, data, monkeypatch, of_one_run):
-    with connect(server, session=False) as client, connect(server, session=False, replay=of_one_run) as other:
-        head = client.create_head("student", data.weight)
-        head.save("first")
-        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
-        rival = other.head(head.name)
-        went = []
-        take_head = RemoteBackend.take_head
-
-        def take_after_the_rival(backend, *arguments):
-            if not went:
-                went.append(True)
-                if of_one_run:
-                    rival.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1)
-                else:
-                    rival.take()
-            return take_head(backend, *arguments)
-
-        restart(server)
-        monkeypatch.setattr(RemoteBackend, "take_head", take_after_the_rival)
-        if of_one_run:
-            head.cross_entropy(data.hidden[0, 2], data.targets[0, 2], micro_batch=2)
-            assert sorted(head.step_state().open.micro_batches) == [0, 1, 2]
-            assert head.epoch == rival.epoch
-        else:
-            with refused("STEP_LOST", headwater.StepLostError) as info:
-                head.cross_entropy(data.hidden[0, 2], data.targets[0, 2], micro_batch=2)
-            assert TAKEN_BY_ANOTHER_RUN in str(info.value)
-            assert rival.step_state().open.micro_batches == {}
-        assert went
-
-
-@pytest.mark.parametrize("late_one_takes", (False, True))
-def test_trainers_of_one_run_meet_though_one_has_missed_a_restart(server, data, late_one_takes):
-    """One of them makes no call between two restarts. Whichever takes the head after the second one, the other one joins."""
-    with connect(server, session=False) as one, connect(server, session=False) as two:
-        first = one.create_head("student", data.weight, optimizer=headwater.SGD())
-        first.save("step-0")
-        late = two.head(first.name)
-
-        def submit(head, micro_batch):
-            index = micro_batch % MICRO_BATCHES
-            head.cross_entropy(data.hidden[0, index], data.targets[0, index], micro_batch=micro_batch)
-
-        submit(first, 0)
-        submit(late, 1)
-        epochs = [first.epoch]
-        restart(server)
-        submit(first, 2)
-        epochs.append(first.epoch)
-        restart(server)
-        for micro_batch, head in enumerate((late, first) if late_one_takes else (first, late), start=3):
-            submit(head, micro_batch)
-        assert first.epoch == late.epoch
-        assert first.info().recovers_epochs == tuple(epochs[:1] if late_one_takes else epochs)
-        assert first.seal(expected_micro_batches=5).totals.micro_batch_count == 5
-
-
 def test_a_log_that_is_full_is_dropped_and_said_once(server, data):
     rows = data.hidden[0, 0], data.targets[0, 0]
-    size = rows[0].nbytes + 4 * NUM_TOKENS
+    size = rows[0].nbytes + 400  # of its message
     with connect(server, replay_bytes=2 * size) as client:
         head = client.create_head("student", data.weight, optimizer=headwater.SGD())
         head.save("step-0")
@@ -646,51 +311,6 @@ def test_a_log_that_is_full_is_dropped_and_said_once(server, data):
             with refused("STEP_LOST", headwater.StepLostError) as info:
                 head.cross_entropy(*rows, micro_batch=3)
             assert info.value.restored_step == 2
-
-
-@pytest.mark.parametrize("call", ["cross_entropy", "add_gradient"])
-def test_a_step_of_which_something_could_not_be_kept_is_lost(server, data, monkeypatch, call):
-    """Its result stands, and no restart is followed without it."""
-    with connect(server) as client:
-        head = client.create_head("student", data.weight, optimizer=headwater.SGD())
-        head.save("first")
-        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
-        with monkeypatch.context() as short, pytest.warns(RuntimeWarning, match="no memory"):
-
-            def refuse(log, entry):
-                raise MemoryError
-
-            short.setattr(ReplayLog, "add", refuse)
-            if call == "cross_entropy":
-                assert head.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1).loss_sum > 0
-            else:
-                head.add_gradient(data.part[0], micro_batch=1)
-        head.cross_entropy(data.hidden[0, 2], data.targets[0, 2], micro_batch=2)
-        restart(server)
-        with refused("STEP_LOST", headwater.StepLostError) as lost:
-            head.seal(expected_micro_batches=3)
-        assert "no memory" in str(lost.value)
-
-
-def test_two_trainers_repeat_their_parts(server, data):
-    """One of them takes the head, the other one goes on with its epoch; the one that applies waits for both."""
-    with connect(server, session_lease=1.0) as one, connect(server, session_lease=1.0) as two:
-        first = one.create_head("student", data.weight, optimizer=headwater.SGD())
-        first.save("step-0")
-        second = two.head(first.name)
-        for rank, head in enumerate((first, second)):
-            for k in range(2):
-                head.cross_entropy(data.hidden[0, 2 * k + rank], data.targets[0, 2 * k + rank], micro_batch=2 * k + rank)
-        expected = first.gradient()
-        restart(server)
-        # The second trainer waits in a barrier, and makes no call: its session tells it.
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            sealed = pool.submit(first.seal, expected_micro_batches=4, wait=True, timeout_s=60).result(90)
-        assert sealed.totals.micro_batch_count == 4
-        np.testing.assert_allclose(first.gradient(), expected, rtol=1e-5, atol=1e-5)
-        assert first.apply_optimizer_step(learning_rate=0.1).open_step == 1
-        second.step += 1
-        assert second.cross_entropy(data.hidden[1, 0], data.targets[1, 0], micro_batch=1).step == 1
 
 
 def test_a_trainer_that_was_killed_submits_its_part_again(server, data, tmp_path):

@@ -9,7 +9,7 @@ from expectations import refused
 
 import headwater
 import headwater.torch
-from headwater.torch._module_checks import embedding_of
+from headwater._torch_modules import embedding_of
 
 VOCAB_SIZE, HIDDEN_SIZE = 16, 8
 

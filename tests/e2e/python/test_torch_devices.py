@@ -11,7 +11,7 @@ import pytest
 from conftest import running_server
 
 import headwater
-from headwater._futures import LOSS_THREADS, Executors
+from headwater._futures import Executors
 from headwater._memory import DeviceArray, one_stream
 
 SCRIPT = """
@@ -79,35 +79,31 @@ def test_a_future_has_its_callers_stream_and_makes_no_other_device_current(monke
     executors.shutdown()
 
 
-def test_a_call_that_had_to_wait_begins_with_its_callers_stream(monkeypatch):
+def test_a_call_that_no_thread_waits_for_is_begun_and_finished_with_its_callers_stream(monkeypatch):
     cuda = FakeCuda()
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
     executors = Executors()
-    ends, begun_on = [], []
+    stream = types.SimpleNamespace(device=2, name="the caller's")
+    seen = []
 
-    def begin(done):
-        begun_on.append((threading.current_thread(), cuda.current_stream()))
+    def note(value):
+        seen.append((threading.current_thread(), cuda.current_stream()))
+        return value
+
+    def start(done):
+        note(None)
         ends.append(done)
         return lambda: None
 
-    def start():
-        return executors.begin_loss(begin, lambda outcome: outcome(), lambda: None)
-
+    ends = []
     before = cuda.current_stream(2)
-    futures = [start() for _ in range(LOSS_THREADS)]
-    stream = types.SimpleNamespace(device=2, name="the caller's")
     cuda.set_stream(stream)
-    futures.append(start())
+    future = executors.begin(start, lambda outcome: note(outcome()))
     cuda.set_stream(before)
-    ends[0](lambda: "the first")
-    assert futures[0].result(60) == "the first"
-    thread, current = begun_on[-1]
-    assert len(begun_on) == LOSS_THREADS + 1 and current is stream and thread is not threading.current_thread()
-    assert cuda.current_stream() == before
-    for end in ends[1:]:
-        end(lambda: None)
-    for future in futures:
-        future.result(60)
+    ends[0](lambda: "the outcome")
+    assert future.result(60) == "the outcome"
+    assert [current for _, current in seen] == [stream, stream]
+    assert seen[0][0] is threading.current_thread() is not seen[1][0]
     executors.shutdown()
 
 
@@ -149,7 +145,7 @@ def test_streams_of_several_devices_are_never_mixed():
 
 
 @pytest.mark.gpu_group
-@pytest.mark.parametrize("transport", ("grpc", "shared_memory", "python"))
+@pytest.mark.parametrize("transport", ("grpc", "shared_memory"))
 def test_a_trainer_on_the_second_gpu_takes_nothing_of_the_first(transport):
     gpus = pytest.importorskip("torch").cuda.device_count()
     if gpus < 2:

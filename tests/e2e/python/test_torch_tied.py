@@ -34,7 +34,7 @@ def make_module_head(make_head, request):
 
     yield make
     for head in made:
-        head._client.head(head.name).delete(force=True)
+        headwater.Client(head._backend).head(head.name).delete(force=True)
 
 
 def reference(tied, *, bias=False, steps=STEPS, max_grad_norm=None):
@@ -100,7 +100,7 @@ def test_the_embeddings_gradient_goes_up_in_parts_that_the_server_takes(remote, 
         if limit:
             info = remote.client.server_info()
             info = dataclasses.replace(info, limits={**info.limits, "max_micro_batch_bytes": limit})
-            monkeypatch.setattr(remote.client, "server_info", lambda info=info, **_: info)
+            monkeypatch.setattr(remote.client._backend, "server_info", lambda timeout_s, info=info: info)
         loop = headwater.torch.TrainingLoop(head, torch.optim.AdamW(model.body_parameters(), lr=RATE))
         train_with(loop, headwater.torch.CrossEntropyLoss(head), model, range(2), MICRO_BATCHES)
         parts = math.ceil(VOCAB_SIZE / 5) if limit else 1

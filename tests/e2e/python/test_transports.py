@@ -1,7 +1,6 @@
 """The paths that rows take, the memory that they lie in, and what a client says about both."""
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import headwater
 from headwater._memory import BlockPool, ordinary_block
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 700, 512, 64  # 1.4 MB of float32 rows: above what memory is kept for
-PATHS = {"cuda_ipc", "shared_memory", "grpc", "python"}
+PATHS = {"cuda_ipc", "shared_memory", "grpc"}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +26,7 @@ def sharing():
         yield server
 
 
-@pytest.fixture(params=("python", "grpc", "shared_memory"))
+@pytest.fixture(params=("grpc", "shared_memory"))
 def client(request, sharing):
     with headwater.connect(sharing.address, transport=request.param) as client:
         yield client
@@ -53,15 +52,15 @@ def test_the_best_path_is_taken_and_named(sharing, make_head, rows):
         head = make_head(client, np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
         assert head.cross_entropy(*rows, micro_batch=0).transport == "shared_memory"
         found = client.transports()
-        assert set(found) == PATHS and found["shared_memory"] is found["grpc"] is found["python"] is None
+        assert set(found) == PATHS and found["shared_memory"] is found["grpc"] is None
         assert client.transports_future().result(30) == found
 
 
-@pytest.mark.parametrize(("transport", "path"), [("python", "grpc"), ("grpc", "grpc"), ("shared_memory", "shared_memory")])
-def test_a_path_can_be_demanded(sharing, make_head, rows, transport, path):
+@pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
+def test_a_path_can_be_demanded(sharing, make_head, rows, transport):
     with headwater.connect(sharing.address, transport=transport) as client:
         head = make_head(client, np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
-        assert head.cross_entropy(*rows, micro_batch=0).transport == path
+        assert head.cross_entropy(*rows, micro_batch=0).transport == transport
 
 
 def test_a_path_that_is_not_there_is_refused_with_its_reason(remote, sharing, make_head, rows):
@@ -85,54 +84,11 @@ def test_why_not_is_one_sentence_for_each_path(remote, make_head, rows):
         head = make_head(client, np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
         assert head.cross_entropy(*rows, micro_batch=0).transport == "grpc"
         found = client.transports()
-        assert set(found) == PATHS and found["grpc"] is found["python"] is None
+        assert set(found) == PATHS and found["grpc"] is None
         assert "--descriptor_socket" in found["shared_memory"]
         assert client.transport_note
         for sentence in (found["shared_memory"], found["cuda_ipc"], client.transport_note):
             assert sentence.strip() and "\n" not in sentence
-    with headwater.connect(remote.address, transport="python") as client:
-        assert "grpcio" in client.transport_note
-        assert all("grpcio" in client.transports()[path] for path in PATHS - {"python"})
-
-
-def run(program, **environment):
-    """Runs a program; its standard output and error."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr
-
-
-def test_without_the_client_core_grpcio_does(remote, tmp_path):
-    program = f"""
-import logging
-import numpy as np
-import headwater
-logging.basicConfig(level=logging.INFO)
-with headwater.connect({remote.address!r}) as client:
-    head = client.create_head("without-core", np.ones((8, 4), np.float32))
-    out = head.cross_entropy(np.ones((3, 4), np.float32), [1, 2, 3], micro_batch=0)
-    head.delete(force=True)
-    print(out.transport, "|", client.transport_note, "|", client.transports()["grpc"])
-try:
-    headwater.connect({remote.address!r}, transport="grpc")
-except headwater.TransportUnavailableError as error:
-    print(error)
-"""
-    missing = tmp_path / "libheadwater_client.so"
-    broken = tmp_path / "broken.so"
-    broken.write_bytes(b"no library")
-    for path, why in ((missing, "is not there"), (broken, "cannot be loaded")):
-        output, log = run(program, HEADWATER_CLIENT_LIBRARY=str(path))
-        answer, error = output.splitlines()
-        transport, note, reason = answer.split(" | ")
-        assert transport == "grpc" and why in note and str(path) in note and reason == note and why in error
-        assert [line for line in log.splitlines() if why in line and line.startswith("INFO")]
 
 
 # ---- what comes back ----------------------------------------------------------------------------------------------------
@@ -148,7 +104,7 @@ def test_every_path_answers_alike(sharing, make_head, rows, dtype):
     weight = np.random.default_rng(0).standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32) / 8
     teacher_hidden = np.random.default_rng(1).standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float16)
     answers = []
-    for transport in ("python", "grpc", "shared_memory"):
+    for transport in ("grpc", "shared_memory"):
         with headwater.connect(sharing.address, transport=transport) as client:
             head = make_head(client, weight, staging_slots=1)
             teacher = make_head(client, weight[::-1].copy(), trainable=False)
@@ -169,7 +125,7 @@ def test_every_path_answers_alike(sharing, make_head, rows, dtype):
             np.testing.assert_array_equal(ours, theirs)
 
 
-def test_errors_are_those_of_grpcio(head, rows):
+def test_errors_carry_what_the_server_says(head, rows):
     hidden, targets = rows
     with refused("STEP_MISMATCH", headwater.StepMismatchError) as info:
         head.cross_entropy(hidden, targets, step=3, micro_batch=0)
@@ -318,27 +274,6 @@ def test_blocks_that_are_free_are_bounded(monkeypatch):
     del small
     pool.close()
     assert freed == [12 << 20] * 5 + [4 << 20]
-
-
-def test_memory_is_kept_while_a_device_reads_it():
-    class Event:
-        done = False
-
-        def query(self):
-            return self.done
-
-    pool, event = BlockPool(ordinary_block), Event()
-    array = pool.empty((1 << 20,), "float32")
-    address = array.ctypes.data
-    pool.keep(array, event)
-    del array
-    other = pool.empty((1 << 20,), "float32")
-    assert other.ctypes.data != address
-    event.done = True
-    for _ in range(3):  # small ones, which ask for no block
-        pool.keep(np.empty(1), event)
-    assert len(pool._busy) == 1
-    assert address in {pool.empty((1 << 20,), "float32").ctypes.data, pool.empty((1 << 20,), "float32").ctypes.data}
 
 
 # ---- threads ------------------------------------------------------------------------------------------------------------

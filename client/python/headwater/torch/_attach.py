@@ -13,9 +13,10 @@ from headwater import _arrays
 from headwater._client import Client
 from headwater._errors import HeadwaterError, invalid_argument
 from headwater._head import Head
+from headwater._remote import RemoteBackend
+from headwater._torch_modules import OutputLayer, embedding_of, output_layer, sharing
 from headwater._types import SGD, AdamW, HeadInfo, HeadSpec
 from headwater.torch import _forward_check, _model_checks, _model_config
-from headwater.torch._module_checks import OutputLayer, embedding_of, output_layer, sharing
 
 _FLOWS = (
     "tied=\"trainer\" (PyTorch's optimizer owns the weight: at the end of a step the head's gradient is added to that of the "
@@ -42,7 +43,7 @@ class ModuleHead(Head):
 
     def __init__(
         self,
-        client: Client,
+        backend: RemoteBackend,
         info: HeadInfo,
         *,
         created: bool,
@@ -53,7 +54,7 @@ class ModuleHead(Head):
         checked: str = "nothing",
         checked_reason: str = "",
     ):
-        super().__init__(client, info, created=created)
+        super().__init__(backend, info, created=created)
         self.owner = owner
         self.tied = tied
         self.weight_parameter = weight_parameter
@@ -105,7 +106,7 @@ class ModuleHead(Head):
     def gradient_parts(self, *, timeout_s: float | None = None) -> int:
         """Number of contributions that the gradient of the whole weight takes, within the server's limit on one."""
         parameter = self._server_tied()
-        limit = self._client.server_info(timeout_s=timeout_s).limits.get(_GRADIENT_LIMIT, 0)
+        limit = self._backend.server_info(self._timeout(timeout_s)).limits.get(_GRADIENT_LIMIT, 0)
         bytes_of_row = 4 * parameter.shape[1]
         rows = max(1, limit // bytes_of_row) if limit else parameter.shape[0]
         parts = -(-parameter.shape[0] // rows)
@@ -230,7 +231,7 @@ def attach(
                 head.delete(force=True, timeout_s=timeout_s)
         raise
     return ModuleHead(
-        client,
+        head._backend,
         info,
         created=head.created,
         owner=owner,

@@ -18,9 +18,14 @@ from typing import Any
 
 import torch
 
-from headwater._errors import FailedPreconditionError, HeadwaterError, MicroBatchConflictError, invalid_argument
+from headwater._errors import (
+    AMBIGUOUS_CODES,
+    FailedPreconditionError,
+    HeadwaterError,
+    MicroBatchConflictError,
+    invalid_argument,
+)
 from headwater._head import Head
-from headwater._retry import AMBIGUOUS_CODES
 from headwater._types import LossResult
 from headwater.torch._micro_batches import MicroBatchSource
 
@@ -101,9 +106,8 @@ class Contribution:
         """It waits for its decision now; if nobody is left to decide, it is discarded."""
         _note_form(self.head, result.form, unasked=not late)
         self._commit = result.commit
-        abandoned = self.head._abandoned
-        abandoned.watch()
-        finalizer = weakref.finalize(self, _abandon, abandoned, self._source, self._ids, self.key, self.micro_batch)
+        discard = self.head._backend.abandon(self.key, self.micro_batch)
+        finalizer = weakref.finalize(self, _abandon, discard, self._source, self._ids, self.micro_batch)
         finalizer.atexit = False
         self._abandon = finalizer.detach
 
@@ -112,8 +116,7 @@ class Contribution:
         self._source.forget(self._ids, self.micro_batch)
         # An answer with a reason is a refusal: nothing was left there.
         if not (isinstance(error, HeadwaterError) and error.reason and error.code not in AMBIGUOUS_CODES):
-            self.head._abandoned.watch()
-            self.head._abandoned.add(self.key, self.micro_batch)
+            self.head._backend.abandon(self.key, self.micro_batch)()
 
     def commit(self, factor: float, token_factors: torch.Tensor | None = None) -> None:
         """Adds it, times `factor` and, row by row, times `token_factors`."""
@@ -124,9 +127,9 @@ class Contribution:
             self._abandon()
 
 
-def _abandon(abandoned: Any, source: MicroBatchSource, ids: set[int], key: Any, micro_batch: int) -> None:
+def _abandon(discard: Callable[[], None], source: MicroBatchSource, ids: set[int], micro_batch: int) -> None:
     source.forget(ids, micro_batch)
-    abandoned.add(key, micro_batch)
+    discard()
 
 
 class Outcome(abc.ABC):

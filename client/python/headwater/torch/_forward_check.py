@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from headwater._torch_modules import OutputLayer
 from headwater.torch import _model_config
-from headwater.torch._module_checks import OutputLayer
 
 # Sequences of the forward, and tokens of each. Every sequence's last row, which some models compute alone, has another size.
 _SEQUENCES, _TOKENS = 4, 5

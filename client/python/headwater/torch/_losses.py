@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,8 +12,7 @@ import torch
 from headwater import _arrays
 from headwater._errors import invalid_argument
 from headwater._head import Head
-from headwater._requests import DEFAULT_IGNORE_INDEX
-from headwater._terms import JOIN
+from headwater._terms import JOIN, DivergenceOptions, HardLossOptions, spread
 from headwater._types import LossResult, check_factor, check_number
 from headwater.torch._autograd import Contribution, Outcome, RemoteLoss, ScalarOutcome, TokenOutcome, in_checkpoint_recompute
 from headwater.torch._micro_batches import MicroBatchSource, source_of
@@ -33,29 +33,50 @@ def _outside_graphs(function: F) -> F:
     return outside
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Settings(HardLossOptions):
+    """Arguments that both losses take."""
+
+    weight: Any = None
+    reduction: str = "mean"
+    loss_scale: float | None = None
+    grad_hidden_scale: float = 1.0
+    num_items_in_batch: float | None = None
+    micro_batch_source: MicroBatchSource | None = None
+    timeout_s: float | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class _CrossEntropySettings(_Settings):
+    """Arguments of `CrossEntropyLoss`."""
+
+    head: Head
+
+
+@dataclasses.dataclass(eq=False)
+class _JsdSettings(_Settings, DivergenceOptions):
+    """Arguments of `JSDLoss`."""
+
+    head: Head
+    teacher: Head
+    _: dataclasses.KW_ONLY
+    temperature: float = 1.0
+    teacher_temperature: float | None = None
+
+
 class _Loss(torch.nn.Module):
     """What both losses share: reduction, scales, ids, and the way into autograd. Has no parameters."""
 
-    def __init__(
-        self,
-        head: Head,
-        *,
-        reduction: str,
-        ignore_index: int,
-        loss_scale: float | None,
-        grad_hidden_scale: float,
-        num_items_in_batch: float | None,
-        micro_batch_source: MicroBatchSource | None,
-        timeout_s: float | None,
-    ):
+    def __init__(self, settings: _CrossEntropySettings | _JsdSettings):
         super().__init__()
+        head, reduction = settings.head, settings.reduction
         if not isinstance(head, Head):
             raise invalid_argument("INVALID_FIELD", f"head must be a headwater.Head, got {type(head).__name__}", field="head")
         if reduction not in ("mean", "sum", "none"):
             raise invalid_argument(
                 "INVALID_FIELD", f'reduction must be "mean", "sum" or "none", got {reduction!r}', field="reduction"
             )
-        if reduction == "none" and loss_scale is not None:
+        if reduction == "none" and settings.loss_scale is not None:
             raise invalid_argument(
                 "INVALID_COMBINATION",
                 'reduction="none" has an upstream gradient for each token, which no single loss_scale declares',
@@ -63,12 +84,15 @@ class _Loss(torch.nn.Module):
             )
         self.head = head
         self.reduction = reduction
-        self.ignore_index = ignore_index
-        self.loss_scale = None if loss_scale is None else check_factor(loss_scale, "loss_scale")
-        self.grad_hidden_scale = check_factor(grad_hidden_scale, "grad_hidden_scale")
-        self.num_items_in_batch = num_items_in_batch
-        self._source = micro_batch_source
-        self._timeout_s = timeout_s
+        self.weight = None if settings.weight is None else tensor_of(settings.weight, "weight")
+        self.ignore_index = settings.ignore_index
+        self.label_smoothing = settings.label_smoothing
+        self.z_loss = settings.z_loss
+        self.loss_scale = None if settings.loss_scale is None else check_factor(settings.loss_scale, "loss_scale")
+        self.grad_hidden_scale = check_factor(settings.grad_hidden_scale, "grad_hidden_scale")
+        self.num_items_in_batch = settings.num_items_in_batch
+        self._source = settings.micro_batch_source
+        self._timeout_s = settings.timeout_s
 
     @property
     def micro_batch_source(self) -> MicroBatchSource:
@@ -79,6 +103,16 @@ class _Loss(torch.nn.Module):
     def micro_batches(self) -> list[int]:
         """Ids that this process has drawn in the head's open step: `expected_micro_batches` where it is the only trainer."""
         return self.micro_batch_source.ids(self.head)
+
+    def _options(self) -> dict[str, Any]:
+        """Options of every call of the head's."""
+        return {
+            "ignore_index": self.ignore_index,
+            "label_smoothing": self.label_smoothing,
+            "z_loss": self.z_loss,
+            "class_weights": self.weight,
+            "timeout_s": self._timeout_s,
+        }
 
     def extra_repr(self) -> str:
         return f"{self.head!r}, reduction={self.reduction!r}, ignore_index={self.ignore_index}"
@@ -257,34 +291,9 @@ class CrossEntropyLoss(_Loss):
         timeout_s: bound of each call, in seconds. None: the client's.
     """
 
-    def __init__(
-        self,
-        head: Head,
-        *,
-        weight: Any = None,
-        reduction: str = "mean",
-        ignore_index: int = DEFAULT_IGNORE_INDEX,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        loss_scale: float | None = None,
-        grad_hidden_scale: float = 1.0,
-        num_items_in_batch: float | None = None,
-        micro_batch_source: MicroBatchSource | None = None,
-        timeout_s: float | None = None,
-    ):
-        super().__init__(
-            head,
-            reduction=reduction,
-            ignore_index=ignore_index,
-            loss_scale=loss_scale,
-            grad_hidden_scale=grad_hidden_scale,
-            num_items_in_batch=num_items_in_batch,
-            micro_batch_source=micro_batch_source,
-            timeout_s=timeout_s,
-        )
-        self.weight = None if weight is None else tensor_of(weight, "weight")
-        self.label_smoothing = label_smoothing
-        self.z_loss = z_loss
+    @spread(_CrossEntropySettings)
+    def __init__(self, settings: _CrossEntropySettings):
+        super().__init__(settings)
 
     @_outside_graphs
     def forward(
@@ -307,11 +316,7 @@ class CrossEntropyLoss(_Loss):
                 rows,
                 flat_targets,
                 token_weights=flat_weights,
-                ignore_index=self.ignore_index,
-                label_smoothing=self.label_smoothing,
-                z_loss=self.z_loss,
-                class_weights=self.weight,
-                timeout_s=self._timeout_s,
+                **self._options(),
                 **keywords,
             )
 
@@ -334,47 +339,17 @@ class JSDLoss(_Loss):
     "mean" divides by the sum of token weights of the valid tokens (times class weights of the targets, if there are any).
     """
 
-    def __init__(
-        self,
-        head: Head,
-        teacher: Head,
-        *,
-        beta: float = 0.5,
-        temperature: float = 1.0,
-        teacher_temperature: float | None = None,
-        hard_loss_weight: float = 0.0,
-        weight: Any = None,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        truncate_to_common: bool = False,
-        reduction: str = "mean",
-        ignore_index: int = DEFAULT_IGNORE_INDEX,
-        loss_scale: float | None = None,
-        grad_hidden_scale: float = 1.0,
-        num_items_in_batch: float | None = None,
-        micro_batch_source: MicroBatchSource | None = None,
-        timeout_s: float | None = None,
-    ):
-        super().__init__(
-            head,
-            reduction=reduction,
-            ignore_index=ignore_index,
-            loss_scale=loss_scale,
-            grad_hidden_scale=grad_hidden_scale,
-            num_items_in_batch=num_items_in_batch,
-            micro_batch_source=micro_batch_source,
-            timeout_s=timeout_s,
-        )
-        self.teacher = teacher
-        self.weight = None if weight is None else tensor_of(weight, "weight")
-        self._options = {
-            "beta": beta,
+    @spread(_JsdSettings)
+    def __init__(self, settings: _JsdSettings):
+        super().__init__(settings)
+        self.teacher = settings.teacher
+        temperature = settings.temperature
+        self._divergence = {
+            "beta": settings.beta,
             "student_temperature": temperature,
-            "teacher_temperature": temperature if teacher_temperature is None else teacher_temperature,
-            "hard_loss_weight": hard_loss_weight,
-            "label_smoothing": label_smoothing,
-            "z_loss": z_loss,
-            "truncate_to_common": truncate_to_common,
+            "teacher_temperature": temperature if settings.teacher_temperature is None else settings.teacher_temperature,
+            "hard_loss_weight": settings.hard_loss_weight,
+            "truncate_to_common": settings.truncate_to_common,
         }
 
     @_outside_graphs
@@ -423,10 +398,8 @@ class JSDLoss(_Loss):
                 **join,
                 targets=flat_targets,
                 token_weights=flat_weights,
-                ignore_index=self.ignore_index,
-                class_weights=self.weight,
-                timeout_s=self._timeout_s,
-                **self._options,
+                **self._divergence,
+                **self._options(),
                 **keywords,
             )
 

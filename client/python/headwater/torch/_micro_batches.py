@@ -7,9 +7,9 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from headwater._backend import Backend
 from headwater._errors import invalid_argument
 from headwater._head import Head
+from headwater._remote import RemoteBackend
 from headwater._types import check_integer
 
 # Epochs of a head under which a source remembers what it has drawn: a `Head` that another one has fenced off may still be used.
@@ -52,7 +52,7 @@ class MicroBatchSource:
         self.rank = check_integer(rank, "rank", high=self.world_size - 1)
         self._lock = threading.Lock()
         # By backend, two of which may have heads of the same name, and head: one for each of the newest epochs.
-        self._drawn: weakref.WeakKeyDictionary[Backend, dict[str, list[_Drawn]]] = weakref.WeakKeyDictionary()
+        self._drawn: weakref.WeakKeyDictionary[RemoteBackend, dict[str, list[_Drawn]]] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: object) -> MicroBatchSource:
         return self  # two that draw for one head would draw the same ids

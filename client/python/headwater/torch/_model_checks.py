@@ -11,9 +11,9 @@ import torch
 from headwater._errors import HeadwaterError, invalid_argument
 from headwater._head import Head
 from headwater._requests import DEFAULT_IGNORE_INDEX
+from headwater._torch_modules import OutputLayer
 from headwater.torch import _forward_check, _model_config
 from headwater.torch._forward_check import CannotRun, HeadOptions
-from headwater.torch._module_checks import OutputLayer
 
 _OPTIONS = ("softcap", "logit_scale", "valid_vocab_size")
 _ROWS = "the losses take the rows that reach the layer, which the model has not scaled or capped itself"

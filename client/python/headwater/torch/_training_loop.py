@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from headwater._backend import Expected
 from headwater._errors import FailedPreconditionError, invalid_argument
 from headwater._head import Head, _check_expected
 from headwater._recovery import Meeting, StateStore, follow, patiently
-from headwater._requests import check_bool
+from headwater._requests import Expected, check_bool
 from headwater._types import (
     SealResult,
     StepTotals,
@@ -341,7 +340,7 @@ class TrainingLoop:
         asks = listed and self.world_size > 1
         if asks:
             for head in self._shared:
-                head._settle(**self._timeout)
+                head.step_state(**self._timeout)  # answered when what was abandoned here is discarded
             self._barrier()
         for head, parts in zip(self._shared, self._parts, strict=True):
             self._add_shared_gradient(
