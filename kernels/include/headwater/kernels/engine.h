@@ -395,8 +395,9 @@ absl::Status SelfTest(LossEngine& engine);
 absl::StatusOr<std::unique_ptr<LossEngine>> CreateCpuEngine(const EngineOptions& options);
 
 // The engine for NVIDIA GPUs, out of the module library libheadwater_cuda.so, which is looked for beside the file that this code is
-// in, in the Python package headwater_cuda13 beside that file's, and in HEADWATER_CUDA_MODULE (a path) first. kFeatureNotBuilt, saying why, if the module or a usable GPU (sm_80 or newer) is
-// not there; kMemoryBudgetExceeded if the budget is more than the GPU has.
+// in, in the Python package headwater_cuda13 beside that file's, and in HEADWATER_CUDA_MODULE (a path) first. kFeatureNotBuilt,
+// saying why, if the module or a usable GPU (sm_80 or newer) is not there; kMemoryBudgetExceeded if the budget is more than the GPU
+// has.
 absl::StatusOr<std::unique_ptr<LossEngine>> CreateCudaEngine(const EngineOptions& options);
 
 }  // namespace headwater
