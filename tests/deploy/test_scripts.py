@@ -254,3 +254,17 @@ def test_a_bundle_replaces_an_earlier_one(tmp_path):
         (tmp_path / "out/bin/old").write_text("")
     assert bundle(tmp_path / "out", tmp_path / "build").returncode == 0
     assert not (tmp_path / "out/bin/old").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        (["wheels", "--everything"], "usage: wheels [--no-install]"),
+        (["wheels", "--for", "aarch64-linux-gnu", "toolchain.cmake"], "usage: wheels [--no-install]"),
+        (["wheels", "one", "two"], "usage: wheels [--no-install]"),
+        (["static-deps", "aarch64-linux-gnu"], "usage: static-deps [TRIPLE TOOLCHAIN]"),
+    ],
+)
+def test_the_wheels_are_built_by_no_other_arguments(command, usage):
+    done = subprocess.run([str(REPOSITORY / "deploy" / command[0]), *command[1:]], capture_output=True, text=True)
+    assert done.returncode == 1 and usage in done.stderr
