@@ -149,12 +149,12 @@ class ProtocolServer(ScriptedServer):
 
     def restart(self, open_step=OPEN_STEP, deleted="", **open_steps):
         """Comes back as another process, with all heads as their checkpoints have them; `open_steps`: of single heads."""
-        self.incarnation += 1
-        self.accepted.clear()
-        self.open_sessions.clear()
         for name, head in self.heads.items():
-            head.epoch, head.open_step = epoch_of(f"restored-{self.incarnation}"), int(open_steps.get(name, open_step))
+            head.epoch, head.open_step = epoch_of(f"restored-{self.incarnation + 1}"), int(open_steps.get(name, open_step))
             head.state, head.recovers, head.deleted = "RESTORED", [], name == deleted
+        self.accepted.clear()
+        self.incarnation += 1
+        self.open_sessions.clear()  # last: a client that makes no call finds out by this
 
     def take_by_others(self, head="h", epoch="others", recovers=""):
         """Another client takes a head; `recovers`: it goes on from this epoch, else it is another run."""

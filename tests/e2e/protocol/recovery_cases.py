@@ -178,20 +178,21 @@ case(
     ? accepted: loss 0 4
     """,
 )
-case(
-    "fencing stands though the server went while the head was taken",
-    f"""
-    {REPLAY}
-    loss 0 value=1
-    ! restart
-    ! before TakeHead: restart
-    loss 1 value=2
-    ? accepted: loss 0 4, loss 1 8
-    ! take_by_others
-    loss 2 -> EPOCH_FENCED
-    ? accepted: loss 0 4, loss 1 8
-    """,
-)
+for call in ("GetHead", "TakeHead"):
+    case(
+        f"fencing stands though the server went before {call} of a recovery",
+        f"""
+        {REPLAY}
+        loss 0 value=1
+        ! restart
+        ! before {call}: restart
+        loss 1 value=2
+        ? accepted: loss 0 4, loss 1 8
+        ! take_by_others
+        loss 2 -> EPOCH_FENCED "the server has not been started again"
+        ? accepted: loss 0 4, loss 1 8
+        """,
+    )
 case(
     "a trainer that comes second joins the one that took the head",
     f"""
@@ -470,7 +471,8 @@ case(
 )
 case(
     "an idle client repeats its part when its session is lost by a restart",
-    f"{REPLAY} lease_ms=150\nloss 0 value=1\n! restart\n? until_accepted: loss 0 4\n? taken: 1\n? epoch h: taken-1",
+    f"{REPLAY} lease_ms=150\nloss 0 value=1\n! restart\n"
+    "? until_accepted: loss 0 4\n? until OpenSession: 2\n? taken: 1\n? epoch h: taken-1",
 )
 case(
     "an idle client opens a session again when the server has forgotten it",
@@ -504,6 +506,7 @@ case(
     loss 0 value=2
     ! restart open_step=5
     ! take_by_others recovers=first
+    ! answers ComputeLoss: ok
     ! before ComputeLoss: skip_step
     loss 1 value=3
     ? accepted: loss 0 8, loss 1 12

@@ -323,6 +323,21 @@ case(
     """,
 )
 case(
+    "a call that hears late of a lost session takes the new one",
+    """
+    connect
+    loss 0 explicit
+    ! hold loss 2
+    start late loss 2 explicit
+    ? held:
+    ! forget_sessions
+    loss 1 explicit -> attempt=1
+    ! release
+    end late -> attempt=1
+    ? calls OpenSession: 2
+    """,
+)
+case(
     "a lease that has ended is noticed before the next call",
     "connect lease_ms=150\nloss 0 explicit\n! forget_sessions\n? until KeepAlive: 1\n! sleep 0.3\nloss 1 explicit -> attempt=0\n"
     "? sessions ComputeLoss: 1 2",
