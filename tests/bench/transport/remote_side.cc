@@ -20,6 +20,8 @@ using client::Transport;
 
 // The search of the fastest products when the heads are made is part of it.
 constexpr auto kStartTimeout = std::chrono::seconds(120);
+// A case's micro-batches are all of one open step, and stay in its log.
+constexpr int64_t kReplayBytes = int64_t{32} << 30;
 
 template <typename T>
 T ValueOf(absl::StatusOr<T> value, const std::string& what) {
@@ -69,17 +71,18 @@ std::string BenchServer::log() const { return e2e::ReadFile(folder_ + "/stderr")
 
 // A connection and its memory.
 struct RemoteSide::Trainer {
-  Trainer(const TransportSettings& settings, const std::string& address, Transport transport, int64_t rows)
-      : client(ValueOf(client::Client::Connect(address, OptionsFor(transport)), "Connect")),
+  Trainer(const TransportSettings& settings, const std::string& address, Transport transport, int64_t rows, bool replay = false)
+      : client(ValueOf(client::Client::Connect(address, OptionsFor(transport, replay)), "Connect")),
         student(ValueOf(client.OpenHead("student"), "OpenHead")),
         frozen(ValueOf(client.OpenHead("frozen"), "OpenHead")),
         grad_hidden(2, std::vector<unsigned char>(static_cast<size_t>(rows * settings.hidden_size * 2))) {}
 
-  static client::ClientOptions OptionsFor(Transport transport) {
+  static client::ClientOptions OptionsFor(Transport transport, bool replay) {
     client::ClientOptions options;
     options.transport = transport;
     options.client_name = "transport_bench";
     options.timeout = std::chrono::seconds(60);
+    if (replay) options.replay_bytes = kReplayBytes;
     options.on_notice = [](const std::string&) {};
     return options;
   }
@@ -107,9 +110,9 @@ RemoteSide::RemoteSide(const TransportSettings& settings, const Tensors& tensors
 
 RemoteSide::~RemoteSide() = default;
 
-RemoteSide::Trainer& RemoteSide::TrainerOf(Transport transport) {
-  std::unique_ptr<Trainer>& trainer = trainers_[transport];
-  if (trainer == nullptr) trainer = std::make_unique<Trainer>(settings_, address_, transport, settings_.rows);
+RemoteSide::Trainer& RemoteSide::TrainerOf(Transport transport, bool replay) {
+  std::unique_ptr<Trainer>& trainer = trainers_[{transport, replay}];
+  if (trainer == nullptr) trainer = std::make_unique<Trainer>(settings_, address_, transport, settings_.rows, replay);
   return *trainer;
 }
 
@@ -193,7 +196,7 @@ std::string RemoteSide::WhyNot(Transport transport, Rows rows) {
 }
 
 void RemoteSide::Run(const Work& work, int count) {
-  Trainer& trainer = TrainerOf(work.transport);
+  Trainer& trainer = TrainerOf(work.transport, work.replay);
   std::deque<client::Future<client::LossResult>> in_flight;
   for (int i = 0; i < count; ++i) {
     if (static_cast<int>(in_flight.size()) == work.in_flight) {
@@ -289,7 +292,7 @@ int64_t RemoteSide::ReserveIds(int64_t count) {
 RemoteSide::Difference RemoteSide::Compare(const Work& work, LocalSide& local) {
   local.RunEngine(1, work.frozen);
   const std::vector<uint16_t> expected = local.grad_hidden();
-  Trainer& trainer = TrainerOf(work.transport);
+  Trainer& trainer = TrainerOf(work.transport, work.replay);
   const client::LossResult result = Finish(Submit(trainer, work, 0), work);
   std::vector<uint16_t> actual(expected.size());
   const size_t bytes = actual.size() * 2;

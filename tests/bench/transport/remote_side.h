@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "headwater/client/client.h"
@@ -47,6 +48,7 @@ struct Work {
   bool frozen = false;
   bool is_explicit = false;  // then committed, with factor 1
   bool held = false;         // only with is_explicit: as an upstream gradient for each token needs it
+  bool replay = false;       // the client keeps a copy of the open step's rows
 };
 
 // Trainers of two heads of the server, `student` (trainable) and `frozen`, with the benchmark's weight. One thread. Functions throw
@@ -93,7 +95,7 @@ class RemoteSide {
 
  private:
   struct Trainer;
-  Trainer& TrainerOf(client::Transport transport);
+  Trainer& TrainerOf(client::Transport transport, bool replay = false);
   client::RowsView HiddenOf(Trainer& trainer, Rows rows);
   void GradHiddenOf(Trainer& trainer, Rows rows, int slot, client::MicroBatchOptions* options);
   client::Future<client::LossResult> Submit(Trainer& trainer, const Work& work, int slot);
@@ -106,7 +108,7 @@ class RemoteSide {
   const Tensors& tensors_;
   const std::string address_;
   LocalSide* local_ = nullptr;
-  std::map<client::Transport, std::unique_ptr<Trainer>> trainers_;
+  std::map<std::pair<client::Transport, bool>, std::unique_ptr<Trainer>> trainers_;  // and whether they have a replay log
   std::vector<std::unique_ptr<Trainer>> many_;
   std::vector<client::Timing> times_;
   int64_t step_ = 0;

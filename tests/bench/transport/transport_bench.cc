@@ -85,7 +85,10 @@ std::vector<Case> AllCases() {
     cases.push_back({std::string(name) + "_explicit", Kind::kWork, Base::kEager, 1.08, work, ""});
     work.held = true;
     cases.push_back({std::string(name) + "_held", Kind::kWork, Base::kEager, 1.40, work, ""});
-    cases.push_back({std::string(name) + "_python", Kind::kPython, Base::kCpp, 1.10, path, ""});
+    cases.push_back({std::string(name) + "_python", Kind::kPython, Base::kCpp, 1.02, path, ""});
+    work = path;
+    work.replay = true;
+    cases.push_back({std::string(name) + "_replay", Kind::kWork, Base::kCpp, {}, work, ""});
   }
   // 80 % of the rows a second are 1.25 times the time.
   cases.push_back({"grpc_many_clients", Kind::kManyClients, Base::kGrpc, 1.25, grpc, ""});
