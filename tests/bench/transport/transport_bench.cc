@@ -275,7 +275,7 @@ class Bench {
         break;
     }
     Work work = bench_case.work;
-    work.is_explicit = work.held = false;
+    work.is_explicit = work.held = work.replay = false;
     return [this, work](int count) { remote_.Run(work, count); };
   }
 

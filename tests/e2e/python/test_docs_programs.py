@@ -139,4 +139,5 @@ def test_fragments_in_cpp_compile(block, tmp_path):
     source.write_text(
         f'#include <string>\n#include "headwater/client/client.h"\nvoid Run() {{\n{CONTEXTS[beginning_of(text)]}{text}}}\n'
     )
-    run([compiler, "-std=c++20", "-fsyntax-only", f"-I{ROOT}/client/cpp/include", str(source)], tmp_path)
+    headers = [f"-I{ROOT}/client/{part}/include" for part in ("core", "cpp")]
+    run([compiler, "-std=c++20", "-fsyntax-only", *headers, str(source)], tmp_path)
