@@ -53,6 +53,7 @@ def check(wheel: Path, folder: Path) -> None:
     assert metadata["Description-Content-Type"] == "text/markdown" and "# headwater" in metadata.get_payload()
     licences = {path.name for path in (information / "licenses").iterdir()}
     assert {"LICENSE", "libgrpc-dev.txt", "libprotobuf-dev.txt", "libabsl-dev.txt", "libssl-dev.txt"} <= licences, licences
+    assert name != "headwater_cuda13" or "nvidia-cuda-runtime.txt" in licences, licences
 
     inside = {path.name for path in folder.rglob("*.so*")}
     elves = [path for path in folder.rglob("*") if path.is_file() and path.read_bytes()[:4] == b"\x7fELF"]
