@@ -4,22 +4,11 @@ Every case runs with the C++ and with the Python client. The open step is 5 at f
 the first restart, `taken-1` after the first TakeHead.
 """
 
-from dataclasses import dataclass, field
-
-
-@dataclass(frozen=True)
-class Case:
-    """A script, and why a client does not pass it yet, by language."""
-
-    script: str
-    wrong: dict = field(default_factory=dict)
-
-
-CASES: dict[str, Case] = {}  # by name; retry_cases.py and recovery_cases.py fill it
+CASES: dict[str, str] = {}  # scripts by name; retry_cases.py and recovery_cases.py fill it
 REPLAY = "connect replay_bytes=1000000"  # the first line of a client with a replay log
 
 
-def case(name, script, **wrong):
+def case(name, script):
     """Adds a case."""
     assert name not in CASES
-    CASES[name] = Case(script, wrong)
+    CASES[name] = script
