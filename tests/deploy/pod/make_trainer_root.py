@@ -2,7 +2,7 @@
 
     make_trainer_root.py OUT BUILD
 
-Takes the files of Debian's packages python3, python3-cffi, python3-numpy and python3-protobuf, with the packages of Python that
+Takes the files of the packages below (python3-ply is what python3-pycparser calls by another name), with the packages of Python that
 they depend on, and whatever libraries their programs and modules load.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "deploy/image"))
 import make_root
 
-WANTED = ("python3", "python3-cffi", "python3-numpy", "python3-protobuf")
+WANTED = ("python3", "python3-cffi", "python3-numpy", "python3-ply", "python3-protobuf")
 LEFT_OUT = re.compile(
     r"/usr/share/(doc|man|lintian|bash-completion|applications|pixmaps|menu)/|/tests?/|/(idlelib|lib2to3|ensurepip|f2py)/|\.a$"
 )

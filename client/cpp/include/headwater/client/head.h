@@ -22,7 +22,7 @@
 namespace headwater::client {
 namespace internal {
 class Core;
-struct HeadHandle;
+class HeadHandle;
 }  // namespace internal
 
 struct LossTerm;
