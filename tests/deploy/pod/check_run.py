@@ -2,7 +2,7 @@
 
     check_run.py MANIFEST LOCAL FOLDER [--killed_in_step=STEP]
 
-LOCAL is the trainer's output with the engine in process; FOLDER that of play.py, beside which FOLDER.events has what it told.
+LOCAL is the trainer's output with a local server; FOLDER that of play.py, beside which FOLDER.events has what it told.
 """
 
 import argparse
@@ -57,11 +57,11 @@ class Told:
 
 
 def check_losses(local: list[dict[str, Any]], remote: list[dict[str, Any]]) -> str:
-    """Every loss is that of the engine in process, bit for bit, and every row went through shared memory."""
+    """Every loss is that of the local server, bit for bit, and every row went through shared memory."""
     assert len(local) == len(remote) == STEPS, (len(local), len(remote))
     for here, there in zip(local, remote, strict=True):
         assert here["step"] == there["step"] and here["loss"] == there["loss"], (here, there)
-        assert here["transport"] == ["in_process"] and there["transport"] == ["shared_memory"], (here, there)
+        assert here["transport"] == there["transport"] == ["shared_memory"], (here, there)
     first, last = remote[0]["loss"], remote[-1]["loss"]
     assert last < 0.7 * first, f"nothing was learned: {first} to {last}"
     return f"{STEPS} losses equal, from {first:.4f} to {last:.4f} nats, through shared memory"

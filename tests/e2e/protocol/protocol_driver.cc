@@ -209,7 +209,7 @@ class Driver {
       }
       return FutureCall<DiscardResult>(handle.head.Discard(step, std::stoll(word), options), outcome);
     }
-    return BlockingCall([=, this, &handle, client = clients_.at(handle.client)]() mutable -> absl::Status {
+    return BlockingCall([=, &handle, client = clients_.at(handle.client)]() mutable -> absl::Status {
       Head& head = handle.head;
       const auto moved_to = [&handle](const auto& result) {
         if (result.ok()) handle.step = result->open_step;
