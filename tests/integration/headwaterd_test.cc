@@ -265,7 +265,7 @@ TEST_F(Headwaterd, TakesSignalsInItsMainThreadAlone) {
 }
 
 // Sanitizers allocate in ways of their own.
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#if !defined(HEADWATER_SANITIZED)
 TEST_F(Headwaterd, RefusesPlannedMemoryAndEndsWithoutAnyOther) {
   constexpr int64_t kRows = int64_t{1} << 23;
   const std::string terabyte = std::to_string(int64_t{1} << 40);

@@ -24,11 +24,13 @@ TEST(PlannedBytes, AreRefusedWhereThereIsNoMemory) {
     EXPECT_EQ(reinterpret_cast<uintptr_t>(planned->get()) % 64, 0u);
     std::memset(planned->get(), 1, static_cast<size_t>(bytes));
   }
+#if !defined(HEADWATER_SANITIZED)  // whose allocators end the process there
   for (const int64_t bytes : {int64_t{1} << 60, kMostBytes}) {
     const absl::Status refused = AllocatePlanned(bytes).status();
     EXPECT_TRUE(HasReason(refused, ErrorReason::kMemoryBudgetExceeded)) << refused;
     EXPECT_EQ(GetErrorMetadata(refused)["requestedBytes"], std::to_string(bytes));
   }
+#endif
 }
 
 TEST(GrowingBuffer, AllocatesWithTheBytesThatCome) {
