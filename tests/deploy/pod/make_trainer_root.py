@@ -2,8 +2,8 @@
 
     make_trainer_root.py OUT BUILD
 
-Takes the files of the packages below (python3-ply is what python3-pycparser calls by another name), with the packages of Python that
-they depend on, and whatever libraries their programs and modules load.
+Takes the files of the packages in WANTED, with the packages of Python that they depend on, and libraries that their programs and
+modules load. python3-pycparser depends on python3-ply by another name.
 """
 
 import re
