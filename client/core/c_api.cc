@@ -238,7 +238,7 @@ using namespace headwater::client::internal;
 namespace v1 = headwater::v1;
 
 struct hw_client_call {
-  // By a thread of the library, once. Under the lock to its end: whoever has seen the result may free this.
+  // By a thread of the library, once. Under the lock to its end: a caller that has seen the result may free this.
   void End(absl::StatusOr<Answer> outcome) {
     std::lock_guard<std::mutex> lock(mutex);
     result.emplace(std::move(outcome));

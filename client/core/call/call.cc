@@ -337,7 +337,7 @@ void Call::Record(const Message& answer) {
   if (!log.enabled() || method_.record == Record::kNone) return;
   if (is_loss() && !micro_batch().has_value()) return;
   if (is_loss() && GetBool(answer, "payload_differs").value_or(false)) return;  // another one's contribution is what counts
-  // The rows of a joined teacher are gone with the server, and whoever has sent them does not know: a repetition would find none,
+  // The rows of a joined teacher are gone with the server, and their sender does not know: a repetition would find none,
   // or those of another micro-batch that has the same key.
   if (HasJoinedTeacher(*message_)) {
     return log.Drop(heads_, "it has micro-batches whose teacher's rows came from another stream (a join)");

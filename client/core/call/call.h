@@ -1,4 +1,4 @@
-// Call: one call with its attempts. The only loop of this client: whoever wants to block waits for its end.
+// Call: one call with its attempts. The only loop of this client: a blocking caller waits for its end.
 #ifndef HEADWATER_CLIENT_CORE_CALL_CALL_H_
 #define HEADWATER_CLIENT_CORE_CALL_CALL_H_
 
@@ -111,7 +111,7 @@ class Call : public std::enable_shared_from_this<Call> {
   Done done_;
   HeadUses heads_;
   const int64_t named_attempt_;
-  // These by one thread at a time: the attempt's end, then whoever begins the next one.
+  // These by one thread at a time: the attempt's end, then the one that begins the next attempt.
   RetryState retry_;
   std::string session_id_;
   bool has_turn_ = false;

@@ -24,7 +24,7 @@ enum class Shape {
 enum class Record {
   kNone,
   kLoss,      // a micro-batch with its rows
-  kGradient,  // likewise, a gradient of the caller's own
+  kGradient,  // a gradient of the caller's own, with its rows
   kCommit,    // a decision about a micro-batch that is in the log
   kDiscard,   // takes the micro-batch out of it
   kSeal,      // repeated with `wait`: other trainers repeat their part at the same time
@@ -36,7 +36,7 @@ enum class Record {
 enum class HeadNews {
   kNoNews,
   kDescribed,  // the answer is, or has, a head at an epoch that this client may not know
-  kReplaced,   // likewise; other epochs are fenced, and nothing that was done in them is to be repeated
+  kReplaced,   // as kDescribed; all other epochs are fenced, and nothing that was done in them is to be repeated
   kDeleted,
 };
 

@@ -16,7 +16,7 @@ namespace headwater::client::internal {
 // What a second execution of a call would do.
 enum class Repeat {
   kSafe,              // the same as one: reads, and calls that the server knows again
-  kUntilSent,         // likewise until the last byte is on its way
+  kUntilSent,         // safe until the last byte is on its way
   kIfNothingWasDone,  // something else: repeated only if the answer says that nothing was done
 };
 

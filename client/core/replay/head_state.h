@@ -52,7 +52,7 @@ class HeadState {
 
   // The epoch goes on with an empty step; what was done before has left the log.
   void Begin(const v1::Head& head, std::string incarnation);
-  // The head has another epoch, of the caller's making: whoever is still at this one is fenced.
+  // The head has another epoch, of the caller's making: calls that still name this one are fenced.
   void End();
   // The head was taken at some step, and has been brought back to where it was.
   void AdoptRecovered(const v1::Head& head, std::string incarnation);

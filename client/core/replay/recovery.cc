@@ -102,7 +102,7 @@ class Recovery {
     HeadState& state = *use.state;
     v1::Head& head = fresh_.at(state.name);
     if (!IsOlder(state)) {
-      head.set_epoch(state.epoch());  // whoever took it since has fenced this client, and rightly
+      head.set_epoch(state.epoch());  // its taker has fenced this client since, and rightly
     } else if (!state.trainable) {
       const std::string before = state.weight_checksum();
       if (!before.empty() && !head.weight_checksum().empty() && before != head.weight_checksum()) {

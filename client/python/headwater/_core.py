@@ -246,7 +246,7 @@ class Call:
                 kept.clear()
 
             with contextlib.suppress(RuntimeError):  # no thread can be had
-                _thread.start_new_thread(cancel_and_free, ())  # threading's would take locks, which whoever is here may hold
+                _thread.start_new_thread(cancel_and_free, ())  # threading's would take locks, which this thread may hold
                 return
         free(cell[0])
 

@@ -157,7 +157,7 @@ class TransportUnavailableError(FailedPreconditionError):
 
 
 def is_restarting(error: HeadwaterError) -> bool:
-    """Whether the server has lost a rank or its device with what its heads held, and begins anew."""
+    """Whether the server has lost a rank or its device with what its heads held, and restarts."""
     return "serverRestarts" in error.metadata
 
 

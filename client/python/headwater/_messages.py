@@ -202,7 +202,7 @@ def _joined_teacher(teacher: TeacherRows | None) -> Any:
 
 
 def teacher_header(tenant: str, rows: JoinedRows, hidden_size: int) -> Any:
-    """The header of a StreamTeacher call. Whether it belongs to the session the core is told apart."""
+    """The header of a StreamTeacher call. A flag of the call says whether it belongs to the session."""
     return _wire.StreamTeacherHeader(
         join_key=rows.join_key,
         total_row_count=rows.total_rows,

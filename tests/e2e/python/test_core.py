@@ -407,7 +407,7 @@ def test_a_call_that_is_forgotten_keeps_its_memory_until_it_has_ended(library, c
     assert ended or there() is not None
     library.ended.set()
     assert freed.wait(60)
-    assert (library.waiting[0] is threading.current_thread()) == ended  # whoever forgets it waits for nothing
+    assert (library.waiting[0] is threading.current_thread()) == ended  # forgetting it waits for nothing
     eventually(lambda: there() is None)
 
 
